@@ -1,0 +1,221 @@
+//! The scalar functions of `docs/arithmetic.md`, each written once, and the merge of finished states.
+
+/// log2 e as f32.
+pub const LOG2_E: f32 = f32::from_bits(0x3FB8_AA3B);
+/// ln 2 as f32.
+pub const LN_2: f32 = f32::from_bits(0x3F31_7218);
+/// Tokens per tile.
+pub const TILE: usize = 64;
+/// Lowest argument of the exponentials.
+pub const EXP2_MIN: f32 = -125.0;
+/// Adding it rounds |x| ≤ 2^22 to an integer, half to even.
+pub const ROUND: f32 = 12_582_912.0;
+/// exp2's coefficients c4…c1 for weights of 16 bits.
+pub const EXP2_WEIGHT: [f32; 4] = [
+    f32::from_bits(0x3C1D_0C02),
+    f32::from_bits(0x3D64_FE59),
+    f32::from_bits(0x3E76_0193),
+    f32::from_bits(0x3F31_7096),
+];
+/// exp2's coefficients c5…c1 for f32 weights.
+pub const EXP2_FLOAT: [f32; 5] = [
+    f32::from_bits(0x3AAD_FE47),
+    f32::from_bits(0x3C1E_7726),
+    f32::from_bits(0x3D63_5B15),
+    f32::from_bits(0x3E75_FCD9),
+    f32::from_bits(0x3F31_7216),
+];
+const LOG2: [f32; 9] = [
+    f32::from_bits(0x3E09_0EF7),
+    f32::from_bits(0xBE60_7D7C),
+    f32::from_bits(0x3E5F_6D97),
+    f32::from_bits(0xBE72_988E),
+    f32::from_bits(0x3E93_1B3E),
+    f32::from_bits(0xBEB8_BC98),
+    f32::from_bits(0x3EF6_3E7D),
+    f32::from_bits(0xBF38_AA18),
+    f32::from_bits(0x3FB8_AA36),
+];
+
+/// Tiles per segment for a sequence of `kv_len` tokens.
+pub fn segment_tiles(kv_len: usize) -> usize {
+    kv_len
+        .div_ceil(TILE)
+        .div_ceil(128)
+        .next_power_of_two()
+        .max(4)
+}
+
+/// 2^k for −126 ≤ k ≤ 127.
+pub fn exp2i(k: i32) -> f32 {
+    debug_assert!((-126..=127).contains(&k));
+    f32::from_bits(((k + 127) as u32) << 23)
+}
+
+/// `E(x)`: 2^E ≤ |x| < 2^(E+1); −127 for zero and subnormals, whose use the callers clamp away.
+pub fn exponent(x: f32) -> i32 {
+    ((x.to_bits() >> 23) & 255) as i32 - 127
+}
+
+fn exp2<const N: usize>(x: f32, coefficients: &[f32; N]) -> f32 {
+    let t = x + ROUND;
+    let r = x - (t - ROUND);
+    let mut y = coefficients[0];
+    for c in &coefficients[1..] {
+        y = y * r + c;
+    }
+    y = y * r + 1.0;
+    f32::from_bits(y.to_bits().wrapping_add(t.to_bits() << 23))
+}
+
+/// 2^x for −125 ≤ x ≤ 0 to 2.9e-6: `exp2w`.
+pub fn exp2_weight(x: f32) -> f32 {
+    exp2(x, &EXP2_WEIGHT)
+}
+
+/// 2^x for −125 ≤ x ≤ 0 to 1.6e-7: `exp2f`.
+pub fn exp2_float(x: f32) -> f32 {
+    exp2(x, &EXP2_FLOAT)
+}
+
+/// 1/x for positive normal x, to about one unit in the last place.
+pub fn rcp(x: f32) -> f32 {
+    let mut y = f32::from_bits(0x7EF3_11C7u32.wrapping_sub(x.to_bits()));
+    for _ in 0..4 {
+        y *= 2.0 - x * y;
+    }
+    y
+}
+
+/// `ln(l·2^m)` for l > 0.
+pub fn lse(m: f32, l: f32) -> f32 {
+    let i = (l.to_bits() as i32).wrapping_sub(0x3F35_04F3);
+    let u = f32::from_bits(((i & 0x7F_FFFF) + 0x3F35_04F3) as u32) - 1.0;
+    let mut y = LOG2[0];
+    for c in &LOG2[1..] {
+        y = y * u + c;
+    }
+    y *= u;
+    ((m + (i >> 23) as f32) + y) * LN_2
+}
+
+/// 2^−distance for a distance of 0..=64, and 0 beyond: the weight of the side with the smaller maximum.
+pub fn pow2(distance: f32) -> f32 {
+    if distance <= 64.0 {
+        exp2i(-(distance as i32))
+    } else {
+        0.0
+    }
+}
+
+/// x, or a zero of its sign where a GPU would flush it.
+pub fn ftz(x: f32) -> f32 {
+    if x.abs() < f32::MIN_POSITIVE {
+        0.0f32.copysign(x)
+    } else {
+        x
+    }
+}
+
+/// Soft cap in base 2: `cap·tanh(s/cap)`, `inverse` = 2/softcap, `cap2` = softcap·log2 e.
+pub fn softcap(s: f32, inverse: f32, cap2: f32) -> f32 {
+    let e = exp2_float((-(s.abs() * inverse)).max(EXP2_MIN));
+    (((1.0 - e) * rcp(1.0 + e)) * cap2).copysign(s)
+}
+
+/// Merges two finished attention states over disjoint tokens, in place into the first.
+///
+/// `out`: normalized outputs `[rows, head_dim]`; `lse`: natural log `[rows]`, −∞ for a state without tokens,
+/// which changes nothing. The weights are `exp(lse − max)`.
+///
+/// # Panics
+/// If the lengths do not match.
+pub fn merge_state(
+    out: &mut [f32],
+    lse: &mut [f32],
+    other_out: &[f32],
+    other_lse: &[f32],
+    head_dim: usize,
+) {
+    assert_eq!(out.len(), lse.len() * head_dim, "out is [rows, head_dim]");
+    assert_eq!(
+        (out.len(), lse.len()),
+        (other_out.len(), other_lse.len()),
+        "both states have the same rows"
+    );
+    for (row, (a, b)) in lse.iter_mut().zip(other_lse).enumerate() {
+        let span = row * head_dim..(row + 1) * head_dim;
+        if *b == f32::NEG_INFINITY {
+            continue;
+        }
+        if *a == f32::NEG_INFINITY {
+            *a = *b;
+            out[span.clone()].copy_from_slice(&other_out[span]);
+            continue;
+        }
+        let max = a.max(*b);
+        let weight = |x: f32| exp2_float(((x - max) * LOG2_E).max(EXP2_MIN));
+        let (wa, wb) = (weight(*a), weight(*b));
+        let sum = wa + wb;
+        let scale = rcp(sum);
+        for (x, y) in out[span.clone()].iter_mut().zip(&other_out[span]) {
+            *x = (*x * wa + y * wb) * scale;
+        }
+        *a = max + self::lse(0.0, sum);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exponentials_stay_within_their_written_error() {
+        for i in 0..=250_000 {
+            let x = -(i as f32) / 2000.0;
+            let exact = f64::from(x).exp2();
+            assert!(
+                (f64::from(exp2_weight(x)) / exact - 1.0).abs() < 3.0e-6,
+                "{x}"
+            );
+            assert!(
+                (f64::from(exp2_float(x)) / exact - 1.0).abs() < 1.8e-7,
+                "{x}"
+            );
+        }
+        assert_eq!(exp2_weight(0.0), 1.0);
+    }
+
+    #[test]
+    fn reciprocal_and_log_are_float_accurate() {
+        for i in 1..100_000u32 {
+            let x = i as f32 * 0.37;
+            assert!(
+                (f64::from(rcp(x)) * f64::from(x) - 1.0).abs() < 2.4e-7,
+                "{x}"
+            );
+            let exact = f64::from(x).ln();
+            assert!(
+                (f64::from(lse(0.0, x)) - exact).abs() < 1.2e-7 * exact.abs().max(1.0) + 1e-7,
+                "{x}"
+            );
+        }
+    }
+
+    #[test]
+    fn segments_follow_kv_len_alone() {
+        let tiles: Vec<_> = [1, 256, 32768, 32769, 65536, 131_072, 1 << 20]
+            .map(segment_tiles)
+            .into();
+        assert_eq!(tiles, [4, 4, 4, 8, 8, 16, 128]);
+    }
+
+    #[test]
+    fn merging_empty_changes_nothing() {
+        let (mut out, mut lse) = (vec![1.5, -2.0], vec![0.25]);
+        merge_state(&mut out, &mut lse, &[9.0, 9.0], &[f32::NEG_INFINITY], 2);
+        assert_eq!((&out[..], &lse[..]), (&[1.5, -2.0][..], &[0.25][..]));
+        merge_state(&mut out, &mut lse, &[0.5, 2.0], &[0.25], 2);
+        assert!((out[0] - 1.0).abs() < 1e-6 && (lse[0] - (0.25 + 2f32.ln())).abs() < 1e-6);
+    }
+}

@@ -1,0 +1,145 @@
+//! What can go wrong, as values: who refused, what was given, what is allowed, what to do next.
+
+use crate::format::Scheme;
+
+/// A refused call. The cache and the outputs are unchanged.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A shape or parameter outside what the library defines.
+    #[error("{what} is {given}; allowed: {allowed}")]
+    Parameter {
+        /// The parameter's name.
+        what: &'static str,
+        /// What was given.
+        given: String,
+        /// What is allowed, and the next step where it is not obvious.
+        allowed: &'static str,
+    },
+    /// A slice of the wrong length.
+    #[error(
+        "{what} holds {given} elements, but the problem needs {needed}; pass exactly that many"
+    )]
+    Length {
+        /// The slice's name.
+        what: &'static str,
+        /// Elements given.
+        given: usize,
+        /// Elements needed.
+        needed: usize,
+    },
+    /// NaN or infinity in K, V or Q.
+    #[error(
+        "{what}[{index}] is {value}; only finite numbers can be attended to: look for the layer that made it"
+    )]
+    NotFinite {
+        /// `k`, `v` or `q`.
+        what: &'static str,
+        /// Flat index of the first bad element.
+        index: usize,
+        /// The bad value.
+        value: f32,
+    },
+    /// A query too large for the arithmetic.
+    #[error(
+        "q[{index}]·softmax_scale·log2(e) is {value:e}; its magnitude must stay at or below 2^64: check the scale of Q"
+    )]
+    QueryRange {
+        /// Flat index of the element.
+        index: usize,
+        /// The scaled value.
+        value: f32,
+    },
+    /// The pool has no page left.
+    #[error(
+        "the cache needs {needed} more pages, but {free} of {total} are free; free a sequence or create a larger pool"
+    )]
+    CacheFull {
+        /// Pages needed by the call.
+        needed: usize,
+        /// Pages free.
+        free: usize,
+        /// Pages in the pool.
+        total: usize,
+    },
+    /// A sequence the cache does not have.
+    #[error("sequence {given} does not exist; the cache holds {count} (0..{count})")]
+    Sequence {
+        /// The index given.
+        given: usize,
+        /// Sequences in the cache.
+        count: usize,
+    },
+    /// Problem and cache disagree.
+    #[error(
+        "{what} is {problem} in the problem but {cache} in the cache; plan with the cache's own value"
+    )]
+    Mismatch {
+        /// What differs.
+        what: &'static str,
+        /// The problem's value.
+        problem: String,
+        /// The cache's value.
+        cache: String,
+    },
+    /// A cache, plan or step of another backend.
+    #[error("{backend}: the {what} was made by another backend; make it with this one")]
+    Foreign {
+        /// The backend that was called.
+        backend: &'static str,
+        /// `cache` or `plan`.
+        what: &'static str,
+    },
+    /// Bytes that no quantizer of the format can have written.
+    #[error(
+        "{what} at byte {offset} is not a {scheme} value; the file is damaged or of another format"
+    )]
+    BadBytes {
+        /// Which bytes.
+        what: &'static str,
+        /// Where.
+        offset: usize,
+        /// The format expected.
+        scheme: Scheme,
+    },
+    /// The backend cannot do it.
+    #[error(transparent)]
+    Unsupported(#[from] Unsupported),
+    /// The device failed.
+    #[error("{backend}: {doing} failed")]
+    Device {
+        /// The backend.
+        backend: &'static str,
+        /// What it was doing.
+        doing: &'static str,
+        /// The driver's own error.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// Why a backend is absent, or cannot run a problem.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Unsupported {
+    /// No device, driver or adapter.
+    #[error("{backend}: {reason}; {next_step}")]
+    Absent {
+        /// The backend.
+        backend: &'static str,
+        /// What is missing.
+        reason: String,
+        /// What mends it.
+        next_step: String,
+    },
+    /// Present, but without a kernel for this.
+    #[error("{backend}: {what} has no kernel; built: {built}. Use backend \"cpu\"")]
+    NoKernel {
+        /// The backend.
+        backend: &'static str,
+        /// What was asked for.
+        what: String,
+        /// What there is.
+        built: String,
+    },
+}

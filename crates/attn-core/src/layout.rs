@@ -1,0 +1,230 @@
+//! Where each code and each parameter of a page lies: the address formulas of `FORMATS.md`.
+
+use std::ops::Range;
+
+use crate::{
+    error::Error,
+    format::{Int4Scale, Int8Scale, KvFormat, Scheme},
+};
+
+/// Bytes of a panel row; head_dims and tokens are cut into panels of this width.
+const PANEL: usize = 16;
+
+/// The position of one code inside a part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CodeAddr {
+    /// Byte offset from the part's start.
+    pub byte: usize,
+    /// Bits to shift right: 4 for a high nibble, else 0.
+    pub shift: u32,
+}
+
+/// Slot of token `t` (0..16) in a panel of V: the order in which a tensor core's first product comes out.
+pub fn slot(t: usize) -> usize {
+    let (h, c, e) = (t / 8, (t % 8) / 2, t % 2);
+    4 * c + 2 * h + e
+}
+
+/// Address of K's code `(t, d)` under `bits` per code, from the start of the K codes.
+pub fn k_code(bits: usize, head_dim: usize, page_size: usize, t: usize, d: usize) -> CodeAddr {
+    match bits {
+        16 => CodeAddr {
+            byte: (d / 8 * page_size + t) * PANEL + d % 8 * 2,
+            shift: 0,
+        },
+        8 => CodeAddr {
+            byte: (d / PANEL * page_size + t) * PANEL + d % PANEL,
+            shift: 0,
+        },
+        _ => {
+            let (panel, j) = (d / 32, d % 32);
+            // The last panel of head_dim 80 has 16 dims, hence rows of 8 bytes.
+            let width = PANEL.min((head_dim - panel * 32) / 2);
+            CodeAddr {
+                byte: panel * page_size * PANEL + t * width + j % width,
+                shift: if j < width { 0 } else { 4 },
+            }
+        }
+    }
+}
+
+/// Address of V's code `(t, d)` under `bits` per code, from the start of the V codes.
+pub fn v_code(bits: usize, head_dim: usize, page_size: usize, t: usize, d: usize) -> CodeAddr {
+    match bits {
+        16 => k_code(16, head_dim, page_size, t, d),
+        8 => CodeAddr {
+            byte: (t / PANEL * head_dim + d) * PANEL + slot(t % PANEL),
+            shift: 0,
+        },
+        _ => CodeAddr {
+            byte: (t / 32 * head_dim + d) * PANEL + slot(t % PANEL),
+            shift: if t % 32 < PANEL { 0 } else { 4 },
+        },
+    }
+}
+
+/// A page's parts and sizes for one format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageLayout {
+    /// What is stored.
+    pub format: KvFormat,
+    /// Elements per token and KV head.
+    pub head_dim: usize,
+    /// Tokens per page: 16, 32, 64 or 128.
+    pub page_size: usize,
+    /// KV heads, each with a run of its own.
+    pub num_kv_heads: usize,
+}
+
+fn params_bytes(scheme: Scheme, head_dim: usize, page_size: usize) -> usize {
+    match scheme {
+        Scheme::F16 | Scheme::Bf16 | Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor) => 0,
+        Scheme::Int8(_) => scheme.groups(head_dim) * page_size * 2,
+        Scheme::Int4(Int4Scale::Groups(g)) => g as usize * page_size * 4,
+        Scheme::Int4(Int4Scale::Channel) => head_dim * 4,
+    }
+}
+
+impl PageLayout {
+    /// Bytes of one part's codes.
+    fn codes_bytes(&self, scheme: Scheme) -> usize {
+        self.page_size * self.head_dim * scheme.code_bits() / 8
+    }
+
+    /// K codes inside a run.
+    pub fn k_codes(&self) -> Range<usize> {
+        0..self.codes_bytes(self.format.k)
+    }
+
+    /// K parameters inside a run.
+    pub fn k_params(&self) -> Range<usize> {
+        let start = self.k_codes().end;
+        start..start + params_bytes(self.format.k, self.head_dim, self.page_size)
+    }
+
+    /// V codes inside a run.
+    pub fn v_codes(&self) -> Range<usize> {
+        let start = self.k_params().end;
+        start..start + self.codes_bytes(self.format.v)
+    }
+
+    /// V parameters inside a run.
+    pub fn v_params(&self) -> Range<usize> {
+        let start = self.v_codes().end;
+        start..start + params_bytes(self.format.v, self.head_dim, self.page_size)
+    }
+
+    /// Bytes of one KV head's run.
+    pub fn run_bytes(&self) -> usize {
+        self.v_params().end
+    }
+
+    /// Bytes of one page: all runs.
+    pub fn page_bytes(&self) -> usize {
+        self.num_kv_heads * self.run_bytes()
+    }
+
+    /// Where `head`'s run of `page` lies in the pool.
+    pub fn run(&self, page: u32, head: usize) -> Range<usize> {
+        let start = page as usize * self.page_bytes() + head * self.run_bytes();
+        start..start + self.run_bytes()
+    }
+
+    /// Whether sequences own a tail page (`Int4 Channel` K).
+    pub fn has_tail_page(&self) -> bool {
+        self.format.k == Scheme::Int4(Int4Scale::Channel)
+    }
+
+    /// The layout by which a tail page holds K: `Int8 Token` at offset 0.
+    pub fn tail_k(&self) -> PageLayout {
+        PageLayout {
+            format: KvFormat {
+                k: Scheme::Int8(Int8Scale::Token),
+                v: self.format.v,
+            },
+            ..*self
+        }
+    }
+
+    /// Mean bytes per token and KV head of full pages, scales included.
+    pub fn bytes_per_token(&self) -> f64 {
+        self.run_bytes() as f64 / self.page_size as f64
+    }
+
+    /// Zeroes what a page with `tokens` written tokens leaves unwritten, so that pages can be compared.
+    ///
+    /// `page` is one page's bytes; `k_open` says that K lies in the tail page instead.
+    ///
+    /// # Errors
+    /// [`Error::Length`] if `page` is not one page long.
+    pub fn canonical(&self, page: &mut [u8], tokens: usize, k_open: bool) -> Result<(), Error> {
+        if page.len() != self.page_bytes() {
+            return Err(Error::Length {
+                what: "page",
+                given: page.len(),
+                needed: self.page_bytes(),
+            });
+        }
+        for run in page.chunks_exact_mut(self.run_bytes()) {
+            let mut kept = vec![0u8; run.len()];
+            let mut keep = |at: usize, mask: u8| kept[at] |= mask;
+            if !k_open {
+                self.mark(
+                    self.format.k,
+                    self.k_codes().start,
+                    self.k_params().start,
+                    tokens,
+                    k_code,
+                    &mut keep,
+                );
+            }
+            self.mark(
+                self.format.v,
+                self.v_codes().start,
+                self.v_params().start,
+                tokens,
+                v_code,
+                &mut keep,
+            );
+            run.iter_mut()
+                .zip(&kept)
+                .for_each(|(byte, mask)| *byte &= mask);
+        }
+        Ok(())
+    }
+
+    /// Marks the written bytes of one part.
+    fn mark(
+        &self,
+        scheme: Scheme,
+        codes: usize,
+        params: usize,
+        tokens: usize,
+        addr: fn(usize, usize, usize, usize, usize) -> CodeAddr,
+        keep: &mut impl FnMut(usize, u8),
+    ) {
+        let bits = scheme.code_bits();
+        for t in 0..tokens {
+            for d in 0..self.head_dim {
+                let at = addr(bits, self.head_dim, self.page_size, t, d);
+                match bits {
+                    16 => (0..2).for_each(|i| keep(codes + at.byte + i, 0xff)),
+                    8 => keep(codes + at.byte, 0xff),
+                    _ => keep(codes + at.byte, 0xf << at.shift),
+                }
+            }
+        }
+        let bytes = params_bytes(scheme, self.head_dim, self.page_size);
+        if scheme == Scheme::Int4(Int4Scale::Channel) {
+            (0..bytes).for_each(|i| keep(params + i, 0xff));
+        } else if bytes > 0 {
+            let groups = scheme.groups(self.head_dim);
+            let each = bytes / groups / self.page_size;
+            for g in 0..groups {
+                for i in 0..tokens * each {
+                    keep(params + g * self.page_size * each + i, 0xff);
+                }
+            }
+        }
+    }
+}

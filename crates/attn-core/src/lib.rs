@@ -1,0 +1,38 @@
+//! What every backend of `attn` agrees on: the problem, the cache, its formats, the errors.
+//!
+//! For query head `h` of sequence `b`, KV head `g = h / heads_per_kv`, query token `i`:
+//!
+//! ```text
+//! s[t]   = softmax_scale · Σ_d q[b,i,h,d] · K[b,g,t,d]   (+ soft cap, ALiBi, masks)
+//! out[d] = Σ_t softmax(s)[t] · V[b,g,t,d]
+//! lse    = ln Σ_t exp(s[t])
+//! ```
+//!
+//! K and V are the dequantized cache. Reading order: [`format`](mod@format) (what is stored), [`layout`] (where),
+//! [`quant`] (how it is rounded), [`cache`] (who owns which page), [`problem`], [`backend`].
+//! The bits of the answer are defined in `docs/arithmetic.md`; [`arithmetic`] holds its scalar functions.
+#![forbid(unsafe_code)]
+
+pub mod arithmetic;
+pub mod backend;
+pub mod cache;
+pub mod error;
+pub mod format;
+pub mod host_pages;
+pub mod layout;
+pub mod problem;
+pub mod quant;
+pub mod view;
+
+/// The bytes of every format.
+#[doc = include_str!("../FORMATS.md")]
+pub mod formats {}
+
+pub use backend::{DecodeAttention, DecodeOutput, DecodeStep, DeviceInfo, KvSource, Plan};
+pub use cache::{CacheConfig, KvCache, PageStore, PageTable, TokenWrite};
+pub use error::{Error, Unsupported};
+pub use format::{Int4Scale, Int8Scale, KvFormat, Scheme};
+pub use host_pages::HostPages;
+pub use layout::PageLayout;
+pub use problem::Problem;
+pub use view::{KvView, StridedRows};

@@ -1,0 +1,224 @@
+//! Scalar quantizers: the rounding rules of `FORMATS.md`, each quotient rounded once.
+//!
+//! Quotients are formed in f64. With an f16 or f32 divisor and an f32 dividend, a tie or a midpoint differs from the
+//! quotient by at least 2^-34 relative or not at all, so the f64 quotient (2^-53) decides every rounding as exact
+//! rationals would.
+
+use half::{bf16, f16};
+
+use crate::format::{Int4Scale, Int8Scale, Scheme};
+
+/// f16 scale and shift of one group; `shift` is 0 for symmetric schemes.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Param {
+    /// Multiplies the code.
+    pub scale: f16,
+    /// Added after that.
+    pub shift: f16,
+}
+
+/// Rounds to a binary float of `mantissa_bits` and least normal exponent `min_exp`, half to even, saturated at `max`.
+fn round_to(x: f64, mantissa_bits: i32, min_exp: i32, max: f64) -> f64 {
+    if x == 0.0 {
+        return 0.0;
+    }
+    let exponent = (((x.to_bits() >> 52) & 0x7ff) as i32 - 1023).max(min_exp);
+    let quantum = f64::powi(2.0, exponent - mantissa_bits);
+    ((x / quantum).round_ties_even() * quantum).clamp(-max, max)
+}
+
+/// `x` as f16: nearest even, saturated at ±65504, zero always +0.
+pub fn to_f16(x: f64) -> f16 {
+    f16::from_f64(round_to(x, 10, -14, 65504.0) + 0.0)
+}
+
+/// The e4m3 code of `x / scale`: nearest even, saturated at ±448.
+pub fn to_fp8(x: f32, scale: f32) -> u8 {
+    let v = round_to(f64::from(x) / f64::from(scale), 3, -6, 448.0);
+    let sign = if x.is_sign_negative() { 0x80 } else { 0 };
+    let v = v.abs();
+    if v < f64::powi(2.0, -6) {
+        return sign | (v * 512.0) as u8;
+    }
+    let exponent = ((v.to_bits() >> 52) & 0x7ff) as i32 - 1023;
+    let mantissa = (v.to_bits() >> 49) & 7;
+    sign | (((exponent + 7) as u8) << 3) | mantissa as u8
+}
+
+/// The value of an e4m3 code (without its scale); NaN for 0x7f and 0xff.
+pub fn from_fp8(code: u8) -> f32 {
+    let sign = if code & 0x80 != 0 { -1.0 } else { 1.0 };
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+    match (exponent, code & 0x7f) {
+        (_, 0x7f) => f32::NAN,
+        (0, _) => sign * mantissa / 512.0,
+        _ => sign * (1.0 + mantissa / 8.0) * f32::powi(2.0, exponent - 7),
+    }
+}
+
+/// `rhe(x / scale)` clamped to `lo..=hi`; 0 if the scale is 0.
+fn code(x: f32, scale: f16, lo: f64, hi: f64) -> i32 {
+    if scale == f16::ZERO {
+        return 0;
+    }
+    (f64::from(x) / scale.to_f64())
+        .round_ties_even()
+        .clamp(lo, hi) as i32
+}
+
+/// Symmetric int8 of one group.
+pub fn int8_group(x: &[f32], codes: &mut [u16]) -> Param {
+    let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
+    let scale = to_f16(f64::from(amax) / 127.0);
+    for (c, &v) in codes.iter_mut().zip(x) {
+        *c = code(v, scale, -127.0, 127.0) as i8 as u8 as u16;
+    }
+    Param {
+        scale,
+        shift: f16::ZERO,
+    }
+}
+
+/// Asymmetric int4 of one group.
+pub fn int4_group(x: &[f32], codes: &mut [u16]) -> Param {
+    let (lo, hi) = x
+        .iter()
+        .fold((f32::INFINITY, f32::NEG_INFINITY), |(lo, hi), &v| {
+            (lo.min(v), hi.max(v))
+        });
+    let span = (hi - lo).min(f32::MAX);
+    let param = Param {
+        scale: to_f16(f64::from(span) / 15.0),
+        shift: to_f16(f64::from(lo)),
+    };
+    for (c, &v) in codes.iter_mut().zip(x) {
+        *c = code(v - param.shift.to_f32(), param.scale, 0.0, 15.0) as u16;
+    }
+    param
+}
+
+/// Quantizes one token of one KV head: `x` and `codes` hold head_dim elements, `params` one entry per group.
+///
+/// Codes are the stored bits in the low end of each u16. `Int4 Channel` is coded per page, not per token: its open form is `Int8 Token`.
+pub fn encode(
+    scheme: Scheme,
+    tensor_scale: f32,
+    x: &[f32],
+    codes: &mut [u16],
+    params: &mut [Param],
+) {
+    let each = |codes: &mut [u16], f: &dyn Fn(f32) -> u16| {
+        codes.iter_mut().zip(x).for_each(|(c, &v)| *c = f(v))
+    };
+    match scheme {
+        Scheme::F16 => each(codes, &|v| to_f16_signed(v).to_bits()),
+        Scheme::Bf16 => each(codes, &|v| {
+            let max = bf16::MAX.to_f32();
+            bf16::from_f32(v.clamp(-max, max)).to_bits()
+        }),
+        Scheme::Fp8E4m3 => each(codes, &|v| u16::from(to_fp8(v, tensor_scale))),
+        Scheme::Int8(Int8Scale::Tensor) => each(codes, &|v| {
+            let q = f64::from(v) / f64::from(tensor_scale);
+            q.round_ties_even().clamp(-127.0, 127.0) as i8 as u8 as u16
+        }),
+        Scheme::Int8(_) | Scheme::Int4(Int4Scale::Channel) => {
+            let len = x.len() / params.len();
+            for (i, p) in params.iter_mut().enumerate() {
+                *p = int8_group(&x[i * len..][..len], &mut codes[i * len..][..len]);
+            }
+        }
+        Scheme::Int4(Int4Scale::Groups(_)) => {
+            let len = x.len() / params.len();
+            for (i, p) in params.iter_mut().enumerate() {
+                *p = int4_group(&x[i * len..][..len], &mut codes[i * len..][..len]);
+            }
+        }
+    }
+}
+
+/// f16 of a value to store: nearest even, saturated; keeps the sign of zero.
+fn to_f16_signed(x: f32) -> f16 {
+    f16::from_f32(x.clamp(-65504.0, 65504.0))
+}
+
+/// The value of a stored code; `tensor_scale` is 1 for schemes without one.
+pub fn decode(scheme: Scheme, code: u16, param: Param, tensor_scale: f32) -> f32 {
+    match scheme {
+        Scheme::F16 => f16::from_bits(code).to_f32(),
+        Scheme::Bf16 => bf16::from_bits(code).to_f32(),
+        Scheme::Fp8E4m3 => from_fp8(code as u8) * tensor_scale,
+        Scheme::Int8(Int8Scale::Tensor) => f32::from(code as u8 as i8) * tensor_scale,
+        Scheme::Int8(_) => f32::from(code as u8 as i8) * param.scale.to_f32(),
+        Scheme::Int4(_) => f32::from(code) * param.scale.to_f32() + param.shift.to_f32(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn fp8_codes_round_trip() {
+        for c in 0..=255u8 {
+            let v = from_fp8(c);
+            if !v.is_nan() {
+                assert_eq!(to_fp8(v, 1.0), c, "{v}");
+            }
+        }
+        assert_eq!((to_fp8(1e30, 1.0), to_fp8(-1e30, 1.0)), (0x7e, 0xfe));
+        assert_eq!(to_fp8(f32::from_bits(1), 1.0), 0);
+    }
+
+    #[test]
+    fn ties_go_to_even_and_outliers_saturate() {
+        let mut codes = [0u16; 3];
+        let p = int8_group(&[127.0, 0.5, 1.5], &mut codes);
+        assert_eq!((p.scale.to_f32(), codes), (1.0, [127, 0, 2]));
+        let p = int8_group(&[f32::MAX, -f32::MAX, 1.0], &mut codes);
+        assert_eq!((p.scale.to_f32(), codes), (65504.0, [127, 129, 0]));
+        assert_eq!(int8_group(&[0.0; 3], &mut codes).scale, f16::ZERO);
+        assert_eq!(codes, [0; 3]);
+        let p = int4_group(&[-f32::MAX, f32::MAX, 0.0], &mut codes);
+        assert_eq!(
+            (p.scale.to_f32(), p.shift.to_f32(), codes[1]),
+            (65504.0, -65504.0, 15)
+        );
+        let tiny = f32::from_bits(3);
+        assert_eq!(
+            int8_group(&[tiny, -tiny, tiny], &mut codes).scale,
+            f16::ZERO
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn f16_scales_are_nearest(x in 0.0f64..70000.0) {
+            let h = to_f16(x);
+            let near = [h.to_bits().saturating_sub(1), (h.to_bits() + 1).min(0x7bff)].map(|b| f16::from_bits(b).to_f64());
+            prop_assert!(near.iter().all(|n| (h.to_f64() - x).abs() <= (n - x).abs()));
+        }
+
+        #[test]
+        fn int8_error_is_half_a_step(x in prop::collection::vec(-1e4f32..1e4, 1..64)) {
+            let mut codes = vec![0; x.len()];
+            let p = int8_group(&x, &mut codes);
+            for (c, v) in codes.iter().zip(&x) {
+                let back = decode(Scheme::Int8(Int8Scale::Token), *c, p, 1.0);
+                // Half a step, and the rounding of the scale to f16 on 127 steps.
+                prop_assert!((back - v).abs() <= p.scale.to_f32() * (0.5 + 127.0 / 2048.0) + 1e-30);
+            }
+        }
+
+        #[test]
+        fn int4_error_is_half_a_step(x in prop::collection::vec(-1e3f32..1e3, 2..64)) {
+            let mut codes = vec![0; x.len()];
+            let p = int4_group(&x, &mut codes);
+            let slack = p.shift.to_f32().abs() / 1024.0 + p.scale.to_f32() * 15.0 / 1024.0;
+            for (c, v) in codes.iter().zip(&x) {
+                let back = decode(Scheme::Int4(Int4Scale::Groups(1)), *c, p, 1.0);
+                prop_assert!(*c <= 15 && (back - v).abs() <= p.scale.to_f32() * 0.5 + slack);
+            }
+        }
+    }
+}
