@@ -47,16 +47,19 @@ pub fn segment_tiles(kv_len: usize) -> usize {
 }
 
 /// 2^k for −126 ≤ k ≤ 127.
+#[inline]
 pub fn exp2i(k: i32) -> f32 {
     debug_assert!((-126..=127).contains(&k));
     f32::from_bits(((k + 127) as u32) << 23)
 }
 
 /// `E(x)`: 2^E ≤ |x| < 2^(E+1); −127 for zero and subnormals, whose use the callers clamp away.
+#[inline]
 pub fn exponent(x: f32) -> i32 {
     ((x.to_bits() >> 23) & 255) as i32 - 127
 }
 
+#[inline]
 fn exp2<const N: usize>(x: f32, coefficients: &[f32; N]) -> f32 {
     let t = x + ROUND;
     let r = x - (t - ROUND);
@@ -69,16 +72,19 @@ fn exp2<const N: usize>(x: f32, coefficients: &[f32; N]) -> f32 {
 }
 
 /// 2^x for −125 ≤ x ≤ 0 to 2.9e-6: `exp2w`.
+#[inline]
 pub fn exp2_weight(x: f32) -> f32 {
     exp2(x, &EXP2_WEIGHT)
 }
 
 /// 2^x for −125 ≤ x ≤ 0 to 1.6e-7: `exp2f`.
+#[inline]
 pub fn exp2_float(x: f32) -> f32 {
     exp2(x, &EXP2_FLOAT)
 }
 
 /// 1/x for positive normal x, to about one unit in the last place.
+#[inline]
 pub fn rcp(x: f32) -> f32 {
     let mut y = f32::from_bits(0x7EF3_11C7u32.wrapping_sub(x.to_bits()));
     for _ in 0..4 {
@@ -88,6 +94,7 @@ pub fn rcp(x: f32) -> f32 {
 }
 
 /// `ln(l·2^m)` for l > 0.
+#[inline]
 pub fn lse(m: f32, l: f32) -> f32 {
     let i = (l.to_bits() as i32).wrapping_sub(0x3F35_04F3);
     let u = f32::from_bits(((i & 0x7F_FFFF) + 0x3F35_04F3) as u32) - 1.0;
@@ -100,6 +107,7 @@ pub fn lse(m: f32, l: f32) -> f32 {
 }
 
 /// 2^−distance for a distance of 0..=64, and 0 beyond: the weight of the side with the smaller maximum.
+#[inline]
 pub fn pow2(distance: f32) -> f32 {
     if distance <= 64.0 {
         exp2i(-(distance as i32))
@@ -109,6 +117,7 @@ pub fn pow2(distance: f32) -> f32 {
 }
 
 /// x, or a zero of its sign where a GPU would flush it.
+#[inline]
 pub fn ftz(x: f32) -> f32 {
     if x.abs() < f32::MIN_POSITIVE {
         0.0f32.copysign(x)
@@ -118,6 +127,7 @@ pub fn ftz(x: f32) -> f32 {
 }
 
 /// Soft cap in base 2: `cap·tanh(s/cap)`, `inverse` = 2/softcap, `cap2` = softcap·log2 e.
+#[inline]
 pub fn softcap(s: f32, inverse: f32, cap2: f32) -> f32 {
     let e = exp2_float((-(s.abs() * inverse)).max(EXP2_MIN));
     (((1.0 - e) * rcp(1.0 + e)) * cap2).copysign(s)

@@ -1,0 +1,239 @@
+//! Codes and parameters of one (sequence, KV head), whatever holds them: pages or a contiguous view.
+
+use attn_core::{
+    Error, HostPages, Int4Scale, Int8Scale, KvSource, KvView, PageLayout, Scheme,
+    host_pages::{load_code, load_param},
+    layout,
+    quant::Param,
+};
+use half::f16;
+
+/// K or V.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// Keys.
+    K,
+    /// Values.
+    V,
+}
+
+/// One KV head of one sequence.
+#[derive(Clone, Copy)]
+pub struct Reader<'a> {
+    source: Source<'a>,
+    sequence: usize,
+    head: usize,
+    /// Static scales of K and V, 1 for schemes without.
+    pub tensor_scales: [f32; 2],
+}
+
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    Pages {
+        store: &'a HostPages,
+        layout: PageLayout,
+        pages: &'a [u32],
+        tail: Option<u32>,
+        len: usize,
+    },
+    View(&'a KvView<'a>),
+}
+
+impl<'a> Reader<'a> {
+    /// Opens one KV head of one sequence.
+    ///
+    /// # Errors
+    /// [`Error::Foreign`] if the cache's pages are not in host memory.
+    pub fn new(kv: KvSource<'a>, sequence: usize, head: usize) -> Result<Self, Error> {
+        let pick = |scales: &[f32]| scales.get(head).copied().unwrap_or(1.0);
+        Ok(match kv {
+            KvSource::Cache(cache) => {
+                let store = cache.store().as_any().downcast_ref::<HostPages>();
+                let store = store.ok_or(Error::Foreign {
+                    backend: "cpu",
+                    what: "cache",
+                })?;
+                let (config, table) = (cache.config(), cache.table());
+                Reader {
+                    source: Source::Pages {
+                        store,
+                        layout: config.layout(),
+                        pages: &table.pages[sequence],
+                        tail: table.tail_pages[sequence],
+                        len: table.lens[sequence],
+                    },
+                    sequence,
+                    head,
+                    tensor_scales: [pick(&config.k_tensor_scales), pick(&config.v_tensor_scales)],
+                }
+            }
+            KvSource::View(view) => Reader {
+                source: Source::View(view),
+                sequence,
+                head,
+                tensor_scales: [pick(view.k_tensor_scales), pick(view.v_tensor_scales)],
+            },
+        })
+    }
+
+    /// The scheme that holds token `t`: an open page of `Int4 Channel` holds K as `Int8 Token`.
+    pub fn scheme(&self, side: Side, t: usize) -> Scheme {
+        match self.source {
+            Source::View(view) if side == Side::K => view.format.k,
+            Source::View(view) => view.format.v,
+            Source::Pages { layout, .. } if side == Side::V => layout.format.v,
+            Source::Pages { layout, .. } if self.is_open(t) => layout.tail_k().format.k,
+            Source::Pages { layout, .. } => layout.format.k,
+        }
+    }
+
+    fn is_open(&self, t: usize) -> bool {
+        match self.source {
+            Source::Pages { layout, len, .. } => {
+                layout.has_tail_page() && t / layout.page_size == len / layout.page_size
+            }
+            Source::View(_) => false,
+        }
+    }
+
+    /// Tokens up to which one page (or the whole view) goes on from `t`.
+    pub fn page_end(&self, t: usize) -> usize {
+        match self.source {
+            Source::Pages { layout, .. } => (t / layout.page_size + 1) * layout.page_size,
+            Source::View(_) => usize::MAX,
+        }
+    }
+
+    /// One part of the page of token `t`: its codes, its parameters, and the page's layout.
+    fn part(&self, side: Side, t: usize) -> Option<(&'a [u8], &'a [u8], PageLayout)> {
+        let Source::Pages {
+            store,
+            layout,
+            pages,
+            tail,
+            ..
+        } = self.source
+        else {
+            return None;
+        };
+        let (page, stored) = match (side, tail) {
+            (Side::K, Some(tail)) if self.is_open(t) => (tail, layout.tail_k()),
+            _ => (pages[t / layout.page_size], layout),
+        };
+        let run = store.run(page, self.head);
+        Some(match side {
+            Side::K => (&run[stored.k_codes()], &run[stored.k_params()], stored),
+            Side::V => (&run[stored.v_codes()], &run[stored.v_params()], stored),
+        })
+    }
+
+    /// The stored code of `(t, d)`.
+    pub fn code(&self, side: Side, t: usize, d: usize) -> u16 {
+        let bits = self.scheme(side, t).code_bits();
+        match (self.part(side, t), self.source) {
+            (Some((codes, _, layout)), _) => {
+                let address = if side == Side::K {
+                    layout::k_code
+                } else {
+                    layout::v_code
+                };
+                let at = address(
+                    bits,
+                    layout.head_dim,
+                    layout.page_size,
+                    t % layout.page_size,
+                    d,
+                );
+                load_code(codes, bits, at)
+            }
+            (None, Source::View(view)) => {
+                let rows = if side == Side::K { &view.k } else { &view.v };
+                rows.code(bits, [self.sequence, self.head, t], d)
+            }
+            (None, Source::Pages { .. }) => unreachable!("pages always have parts"),
+        }
+    }
+
+    /// The parameters of group `g` of token `t`; of dim `g` in a sealed `Int4 Channel` page.
+    pub fn param(&self, side: Side, t: usize, g: usize) -> Param {
+        let scheme = self.scheme(side, t);
+        match (self.part(side, t), self.source) {
+            (Some((_, params, layout)), _) => {
+                load_param(params, scheme, layout.page_size, t % layout.page_size, g)
+            }
+            (None, Source::View(view))
+                if !matches!(scheme, Scheme::Int8(Int8Scale::Token | Int8Scale::Group32)) =>
+            {
+                let _ = view;
+                Param {
+                    scale: f16::ONE,
+                    shift: f16::ZERO,
+                }
+            }
+            (None, Source::View(view)) => {
+                let rows = if side == Side::K { &view.k } else { &view.v };
+                Param {
+                    scale: f16::from_bits(rows.scale([self.sequence, self.head, t], g)),
+                    shift: f16::ZERO,
+                }
+            }
+            (None, Source::Pages { .. }) => unreachable!("pages always have parts"),
+        }
+    }
+
+    /// Whether token `t` lies in a sealed page whose K has a scale per channel.
+    pub fn is_channel(&self, t: usize) -> bool {
+        self.scheme(Side::K, t) == Scheme::Int4(Int4Scale::Channel)
+    }
+
+    /// All codes of tokens `t0..t0 + n` (one page at most) as `[t][d]`, panel by panel.
+    pub fn codes(&self, side: Side, t0: usize, n: usize, head_dim: usize, out: &mut [u16]) {
+        let bits = self.scheme(side, t0).code_bits();
+        let Some((codes, _, layout)) = self.part(side, t0) else {
+            for t in 0..n {
+                for d in 0..head_dim {
+                    out[t * head_dim + d] = self.code(side, t0 + t, d);
+                }
+            }
+            return;
+        };
+        let (page_size, first) = (layout.page_size, t0 % layout.page_size);
+        if side == Side::V && bits != 16 {
+            unpack_v(codes, bits, head_dim, first, n, out);
+            return;
+        }
+        for (panel, d0) in (0..head_dim).step_by(128 / bits).enumerate() {
+            let width = 16.min((head_dim - d0) * bits / 8);
+            for t in 0..n {
+                let row = &codes[panel * page_size * 16 + (first + t) * width..][..width];
+                let out = &mut out[t * head_dim + d0..];
+                match bits {
+                    16 => row
+                        .chunks_exact(2)
+                        .zip(out)
+                        .for_each(|(c, o)| *o = u16::from_le_bytes([c[0], c[1]])),
+                    8 => row.iter().zip(out).for_each(|(c, o)| *o = u16::from(*c)),
+                    _ => {
+                        let (low, high) = out[..2 * width].split_at_mut(width);
+                        for ((c, l), h) in row.iter().zip(low).zip(high) {
+                            (*l, *h) = (u16::from(c & 15), u16::from(c >> 4));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// V of 8 and 4 bits lies transposed; tokens `first..first + n`, `first` a multiple of 16.
+fn unpack_v(codes: &[u8], bits: usize, head_dim: usize, first: usize, n: usize, out: &mut [u16]) {
+    for t in 0..n {
+        let token = first + t;
+        let at = layout::v_code(bits, head_dim, 0, token, 0);
+        let row = codes[at.byte..].iter().step_by(16);
+        let mask = if bits == 8 { 0xff } else { 15 };
+        for (c, o) in row.zip(&mut out[t * head_dim..][..head_dim]) {
+            *o = u16::from(c >> at.shift) & mask;
+        }
+    }
+}

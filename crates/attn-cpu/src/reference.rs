@@ -1,0 +1,331 @@
+//! The specification as a program: `docs/arithmetic.md`, one row at a time, scalar, one thread.
+//!
+//! Nothing here is meant to be fast. Not here: what is stored where ([`crate::reader`]).
+
+use attn_core::{
+    Int4Scale, Int8Scale, Problem, Scheme,
+    arithmetic::{
+        EXP2_MIN, LOG2_E, TILE, exp2_float, exp2_weight, exp2i, exponent, segment_tiles, softcap,
+    },
+    quant,
+};
+
+use crate::{
+    reader::{Reader, Side},
+    state::{State, merge_tree},
+};
+
+/// An integer row and its exponent: `x ≈ q15·2^-e`.
+pub(crate) struct Plane {
+    pub q15: Vec<i32>,
+    pub e: i32,
+}
+
+/// Section 2: quantizes a row to 15 bits.
+pub(crate) fn plane(x: &[f32]) -> Plane {
+    let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
+    let e = if amax == 0.0 {
+        0
+    } else {
+        (13 - exponent(amax)).clamp(-70, 60)
+    };
+    let q15 = x
+        .iter()
+        .map(|v| ((v * exp2i(e)).round_ties_even() as i32).clamp(-16383, 16383))
+        .collect();
+    Plane { q15, e }
+}
+
+/// Section 3, sealed `Int4 Channel`: the row's plane for this page, and the shifts' term.
+pub(crate) fn channel_plane(q: &[f32], scale: &[f32], shift: &[f32]) -> (Plane, f32) {
+    let folded: Vec<f32> = q.iter().zip(scale).map(|(q, s)| q * s).collect();
+    let max = |x: &[f32]| x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
+    let (a, b) = (max(q), max(shift));
+    let j = if a == 0.0 || b == 0.0 {
+        0
+    } else {
+        (20 - exponent(a) - exponent(b)).clamp(-100, 100)
+    };
+    let y: i32 = q
+        .iter()
+        .zip(shift)
+        .map(|(q, s)| ((q * s) * exp2i(j)).round_ties_even() as i32)
+        .sum();
+    (plane(&folded), y as f32 * exp2i(-j))
+}
+
+/// One query row of a problem.
+pub(crate) struct Row<'a> {
+    pub problem: &'a Problem,
+    pub sequence: usize,
+    /// Query token.
+    pub i: usize,
+    pub q_head: usize,
+    /// `q'` of section 2.
+    pub q: Vec<f32>,
+}
+
+impl<'a> Row<'a> {
+    pub fn new(
+        problem: &'a Problem,
+        sequence: usize,
+        i: usize,
+        q_head: usize,
+        q: &[f32],
+        k_tensor_scale: f32,
+    ) -> Self {
+        let c = (problem.softmax_scale * LOG2_E) * k_tensor_scale;
+        Row {
+            problem,
+            sequence,
+            i,
+            q_head,
+            q: q.iter().map(|x| x * c).collect(),
+        }
+    }
+
+    /// Soft cap and ALiBi on a base-2 score of token `t`.
+    pub fn modify(&self, mut s: f32, t: usize) -> f32 {
+        if let Some(cap) = self.problem.softcap {
+            s = softcap(s, 2.0 / cap, cap * LOG2_E);
+        }
+        if let Some(slopes) = &self.problem.alibi_slopes {
+            let position = self.problem.kv_lens[self.sequence] as i32 - self.problem.q_len as i32
+                + self.i as i32;
+            s += (slopes[self.q_head] * LOG2_E) * (t as i32 - position) as f32;
+        }
+        s
+    }
+}
+
+/// Attends one row to its whole sequence; writes `out` and returns the log-sum-exp.
+pub(crate) fn attend(row: &Row<'_>, reader: &Reader<'_>, integer: bool, out: &mut [f32]) -> f32 {
+    let kv_len = row.problem.kv_lens[row.sequence];
+    let seen = row.problem.visible(row.sequence, row.i);
+    let segment_tokens = segment_tiles(kv_len) * TILE;
+    let mut segments = Vec::new();
+    for segment in (0..kv_len).step_by(segment_tokens) {
+        let mut state = State::empty(row.q.len());
+        for t0 in (segment..kv_len.min(segment + segment_tokens)).step_by(TILE) {
+            let tile = t0..kv_len.min(t0 + TILE);
+            let visible: Vec<bool> = tile.clone().map(|t| seen.contains(&t)).collect();
+            if visible.contains(&true) {
+                fold_tile(row, reader, integer, tile, &visible, &mut state);
+            }
+        }
+        segments.push(state);
+    }
+    match merge_tree(segments) {
+        Some(state) => state.finish(reader.tensor_scales[1], out),
+        None => State::empty(0).finish(1.0, out),
+    }
+}
+
+fn fold_tile(
+    row: &Row<'_>,
+    reader: &Reader<'_>,
+    integer: bool,
+    tile: std::ops::Range<usize>,
+    visible: &[bool],
+    state: &mut State,
+) {
+    let scores: Vec<f32> = tile
+        .clone()
+        .zip(visible)
+        .map(|(t, &seen)| match seen {
+            true if integer => row.modify(integer_score(&row.q, reader, t), t),
+            true => row.modify(float_score(&row.q, reader, t), t),
+            false => f32::NEG_INFINITY,
+        })
+        .collect();
+    let m = scores
+        .iter()
+        .copied()
+        .fold(f32::NEG_INFINITY, f32::max)
+        .ceil();
+    let exp2: fn(f32) -> f32 = if integer { exp2_weight } else { exp2_float };
+    let p: Vec<f32> = scores
+        .iter()
+        .zip(visible)
+        .map(|(s, &seen)| {
+            if seen {
+                exp2((s - m).max(EXP2_MIN))
+            } else {
+                0.0
+            }
+        })
+        .collect();
+    let l: i32 = p
+        .iter()
+        .map(|p| ((p + 2.0).to_bits() - 0x4000_0000) as i32)
+        .sum();
+    let value = if integer {
+        integer_values(&p, reader, tile, row.q.len())
+    } else {
+        float_values(&p, visible, reader, tile, row.q.len())
+    };
+    state.fold(m, l, &value);
+}
+
+fn signed(scheme: Scheme, code: u16) -> i32 {
+    if matches!(scheme, Scheme::Int8(_)) {
+        i32::from(code as u8 as i8)
+    } else {
+        i32::from(code)
+    }
+}
+
+/// Section 3: the base-2 score of one token, before soft cap and ALiBi.
+fn integer_score(q: &[f32], reader: &Reader<'_>, t: usize) -> f32 {
+    let scheme = reader.scheme(Side::K, t);
+    let dot = |plane: &Plane, dims: std::ops::Range<usize>| -> i32 {
+        dims.map(|d| plane.q15[d] * signed(scheme, reader.code(Side::K, t, d)))
+            .sum()
+    };
+    if scheme == Scheme::Int4(Int4Scale::Channel) {
+        let params: Vec<_> = (0..q.len()).map(|d| reader.param(Side::K, t, d)).collect();
+        let scale: Vec<f32> = params.iter().map(|p| p.scale.to_f32()).collect();
+        let shift: Vec<f32> = params.iter().map(|p| p.shift.to_f32()).collect();
+        let (plane, y) = channel_plane(q, &scale, &shift);
+        return dot(&plane, 0..q.len()) as f32 * exp2i(-plane.e) + y;
+    }
+    let plane = plane(q);
+    let groups = scheme.groups(q.len());
+    let len = q.len() / groups;
+    let mut a = 0.0;
+    for g in 0..groups {
+        let dims = g * len..(g + 1) * len;
+        let param = reader.param(Side::K, t, g);
+        let s = dot(&plane, dims.clone()) as f32;
+        let term = if scheme == Scheme::Int8(Int8Scale::Tensor) {
+            s
+        } else {
+            s * param.scale.to_f32()
+        };
+        a = if g == 0 { term } else { a + term };
+        if matches!(scheme, Scheme::Int4(_)) {
+            let sum: i32 = plane.q15[dims].iter().sum();
+            a += sum as f32 * param.shift.to_f32();
+        }
+    }
+    a * exp2i(-plane.e)
+}
+
+/// Section 4: the tile's value from integer weights; `p` covers the tile's cached tokens.
+fn integer_values(
+    p: &[f32],
+    reader: &Reader<'_>,
+    tile: std::ops::Range<usize>,
+    head_dim: usize,
+) -> Vec<f32> {
+    let scheme = reader.scheme(Side::V, tile.start);
+    let groups = scheme.groups(head_dim);
+    let len = head_dim / groups;
+    let mut value = vec![0.0; head_dim];
+    for g in 0..groups {
+        let params: Vec<_> = tile.clone().map(|t| reader.param(Side::V, t, g)).collect();
+        let scales: Vec<f32> = params.iter().map(|x| x.scale.to_f32()).collect();
+        let largest = scales.iter().copied().fold(0.0f32, f32::max);
+        let f = if largest == 0.0 {
+            0
+        } else {
+            15 - exponent(largest)
+        };
+        let w16: Vec<i32> = p
+            .iter()
+            .zip(&scales)
+            .map(|(p, s)| (p * (s * exp2i(f))).round_ties_even() as i32)
+            .collect();
+        let shift_term = match scheme {
+            Scheme::Int4(_) => {
+                let shifts: Vec<f32> = params.iter().map(|x| x.shift.to_f32()).collect();
+                shift_term(p, &shifts)
+            }
+            _ => 0.0,
+        };
+        for d in g * len..(g + 1) * len {
+            let sum: i32 = tile
+                .clone()
+                .zip(&w16)
+                .map(|(t, w)| w * signed(scheme, reader.code(Side::V, t, d)))
+                .sum();
+            let t = sum as f32 * exp2i(-f);
+            value[d] = if matches!(scheme, Scheme::Int4(_)) {
+                t + shift_term
+            } else {
+                t
+            };
+        }
+    }
+    value
+}
+
+/// Section 4: `Σ p·shift`, an integer sum in two planes.
+pub(crate) fn shift_term(p: &[f32], shifts: &[f32]) -> f32 {
+    let largest = shifts.iter().fold(0.0f32, |a, s| a.max(s.abs()));
+    let h = if largest == 0.0 {
+        0
+    } else {
+        14 - exponent(largest)
+    };
+    let (mut hi, mut lo) = (0i32, 0i32);
+    for (p, shift) in p.iter().zip(shifts) {
+        let p15 = ((p + 256.0).to_bits() - 0x4380_0000) as i32;
+        let sh = (shift * exp2i(h)).round_ties_even() as i32;
+        hi += p15 * (sh >> 8);
+        lo += p15 * (sh & 255);
+    }
+    (hi as f32 * 256.0 + lo as f32) * exp2i(-15 - h)
+}
+
+/// The dequantized element, without its per-tensor scale.
+fn dequantized(reader: &Reader<'_>, side: Side, t: usize, d: usize, head_dim: usize) -> f32 {
+    let scheme = reader.scheme(side, t);
+    let g = if scheme == Scheme::Int4(Int4Scale::Channel) {
+        d
+    } else {
+        d / (head_dim / scheme.groups(head_dim))
+    };
+    quant::decode(
+        scheme,
+        reader.code(side, t, d),
+        reader.param(side, t, g),
+        1.0,
+    )
+}
+
+/// Section 7: the base-2 score of one token in f32.
+fn float_score(q: &[f32], reader: &Reader<'_>, t: usize) -> f32 {
+    let mut acc = [0.0f32; 16];
+    for (d, x) in q.iter().enumerate() {
+        acc[d % 16] += x * dequantized(reader, Side::K, t, d, q.len());
+    }
+    reduce(acc)
+}
+
+/// Section 7: sums halves.
+pub(crate) fn reduce(mut acc: [f32; 16]) -> f32 {
+    for half in [8, 4, 2, 1] {
+        for j in 0..half {
+            acc[j] += acc[j + half];
+        }
+    }
+    acc[0]
+}
+
+/// Section 7: the tile's value in f32.
+fn float_values(
+    p: &[f32],
+    visible: &[bool],
+    reader: &Reader<'_>,
+    tile: std::ops::Range<usize>,
+    head_dim: usize,
+) -> Vec<f32> {
+    let mut value = vec![0.0; head_dim];
+    for ((t, p), _) in tile.zip(p).zip(visible).filter(|(_, seen)| **seen) {
+        for (d, value) in value.iter_mut().enumerate() {
+            *value += p * dequantized(reader, Side::V, t, d, head_dim);
+        }
+    }
+    value
+}

@@ -1,0 +1,85 @@
+//! The state of one query row over some tokens, and the two laws that join states: fold and merge.
+
+use attn_core::arithmetic::{exp2i, ftz, lse, pow2, rcp};
+
+/// `(m, l, O)` of `docs/arithmetic.md`, section 5.
+#[derive(Debug, Clone)]
+pub(crate) struct State {
+    pub m: f32,
+    pub l: f32,
+    pub o: Vec<f32>,
+}
+
+impl State {
+    pub fn empty(head_dim: usize) -> Self {
+        State {
+            m: f32::NEG_INFINITY,
+            l: 0.0,
+            o: vec![0.0; head_dim],
+        }
+    }
+
+    /// Adds one tile's value: `l_tile` is in units of 2^-22.
+    pub fn fold(&mut self, m_tile: f32, l_tile: i32, t: &[f32]) {
+        let m = self.m.max(m_tile);
+        let (alpha, beta) = (pow2(m - self.m), pow2(m - m_tile));
+        self.l = self.l * alpha + l_tile as f32 * exp2i(-22) * beta;
+        if alpha == 1.0 {
+            for (o, t) in self.o.iter_mut().zip(t) {
+                *o = ftz(*o) + t * beta;
+            }
+        } else {
+            for (o, t) in self.o.iter_mut().zip(t) {
+                *o = ftz(*o * alpha) + t * beta;
+            }
+        }
+        self.m = m;
+    }
+
+    /// Joins the state of the tokens that follow.
+    pub fn merge(&mut self, right: State) {
+        if right.m == f32::NEG_INFINITY {
+            return;
+        }
+        if self.m == f32::NEG_INFINITY {
+            *self = right;
+            return;
+        }
+        let m = self.m.max(right.m);
+        let (alpha, beta) = (pow2(m - self.m), pow2(m - right.m));
+        self.l = self.l * alpha + right.l * beta;
+        for (a, b) in self.o.iter_mut().zip(&right.o) {
+            *a = ftz(*a * alpha) + ftz(b * beta);
+        }
+        self.m = m;
+    }
+
+    /// Writes the normalized row and returns its log-sum-exp.
+    pub fn finish(&self, v_tensor_scale: f32, out: &mut [f32]) -> f32 {
+        if self.m == f32::NEG_INFINITY {
+            out.fill(0.0);
+            return f32::NEG_INFINITY;
+        }
+        let scale = rcp(self.l);
+        for (out, o) in out.iter_mut().zip(&self.o) {
+            *out = ftz(ftz(ftz(*o) * scale) * v_tensor_scale);
+        }
+        lse(self.m, self.l)
+    }
+}
+
+/// Merges segments along the binary tree aligned at powers of two.
+pub(crate) fn merge_tree(mut level: Vec<State>) -> Option<State> {
+    while level.len() > 1 {
+        let mut next = Vec::with_capacity(level.len().div_ceil(2));
+        let mut nodes = level.into_iter();
+        while let Some(mut left) = nodes.next() {
+            if let Some(right) = nodes.next() {
+                left.merge(right);
+            }
+            next.push(left);
+        }
+        level = next;
+    }
+    level.pop()
+}
