@@ -2,11 +2,16 @@
 //!
 //! `cargo bench -p attn-cpu`
 
-#![allow(missing_docs, reason = "criterion_group makes an undocumented function")]
+#![allow(
+    missing_docs,
+    reason = "criterion_group makes an undocumented function"
+)]
 
 use std::hint::black_box;
 
-use attn_core::{CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, KvFormat, KvSource, Problem, Scheme};
+use attn_core::{
+    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, KvFormat, KvSource, Problem, Scheme,
+};
 use attn_cpu::{CpuBackend, Reference};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
@@ -24,15 +29,20 @@ fn decode(c: &mut Criterion) {
         let v: Vec<f32> = (0..8192 * 256).map(|i| wave(i, 0.73)).collect();
         cache.append(0, &k, &v).expect("the pool holds 8192 tokens");
         let q: Vec<f32> = (0..8 * 128).map(|i| wave(i, 0.11)).collect();
-        group.throughput(Throughput::Bytes((8192.0 * 2.0 * config.layout().bytes_per_token()) as u64));
-        let backends: [(&str, &dyn DecodeAttention); 2] = [("reference", &reference), ("simd", &simd)];
+        group.throughput(Throughput::Bytes(
+            (8192.0 * 2.0 * config.layout().bytes_per_token()) as u64,
+        ));
+        let backends: [(&str, &dyn DecodeAttention); 2] =
+            [("reference", &reference), ("simd", &simd)];
         for (name, backend) in backends {
             let plan = backend.plan(&problem, format).expect("a legal problem");
             let (mut out, mut lse) = (vec![0.0; 8 * 128], vec![0.0; 8]);
             group.bench_function(BenchmarkId::new(name, format), |b| {
                 b.iter(|| {
-                    let step = DecodeStep::new(&plan, black_box(&q), KvSource::Cache(&cache)).expect("checked");
-                    let mut output = DecodeOutput::new(&problem, &mut out, &mut lse).expect("checked");
+                    let step = DecodeStep::new(&plan, black_box(&q), KvSource::Cache(&cache))
+                        .expect("checked");
+                    let mut output =
+                        DecodeOutput::new(&problem, &mut out, &mut lse).expect("checked");
                     backend.decode(&step, &mut output).expect("the CPU decodes");
                 });
             });
