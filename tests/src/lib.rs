@@ -1,1 +1,12 @@
-//! placeholder
+//! The one conformance suite: what every backend of `attn` is held to, third parties' included.
+//!
+//! [`check_backend`] compares a backend with the reference: cache bytes equal, integer decode equal to the bit,
+//! float decode within a bound of an f64 oracle and the same bits twice.
+#![forbid(unsafe_code)]
+
+pub mod case;
+pub mod check;
+pub mod oracle;
+
+pub use case::Case;
+pub use check::{Report, check_backend, check_case};

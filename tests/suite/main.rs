@@ -1,1 +1,46 @@
-//! placeholder
+//! The suite over every backend that is here; the others are named with their reason, or fail under `ATTN_REQUIRE`.
+
+use attn_conformance::check_backend;
+use attn_core::{DecodeAttention, Unsupported};
+use attn_cpu::{CpuBackend, Reference};
+use rstest::rstest;
+
+mod accuracy;
+mod errors;
+
+/// Opens a backend, or prints why not; absence of one that `ATTN_REQUIRE` names fails.
+fn open_or_skip(name: &str) -> Option<Box<dyn DecodeAttention>> {
+    let opened: Result<Box<dyn DecodeAttention>, Unsupported> = match name {
+        "cpu" => Ok(Box::new(CpuBackend::new())),
+        "cuda" => attn_cuda::open(),
+        _ => attn_wgpu::open(),
+    };
+    match opened {
+        Ok(backend) => Some(backend),
+        Err(reason) => {
+            let required = std::env::var("ATTN_REQUIRE").unwrap_or_default();
+            assert!(
+                !required.split(',').any(|r| r == name),
+                "ATTN_REQUIRE={required}, but {reason}"
+            );
+            eprintln!("skipped: {reason}");
+            None
+        }
+    }
+}
+
+#[rstest]
+#[case("cpu")]
+#[case("cuda")]
+#[case("wgpu")]
+fn every_case_of_the_table_holds(#[case] name: &str) {
+    let Some(backend) = open_or_skip(name) else {
+        return;
+    };
+    let report = check_backend(&Reference::new(), &*backend, &mut |_, _| ());
+    assert!(
+        report.cases > 150 && report.failures.is_empty(),
+        "{}",
+        report.failures.join("\n")
+    );
+}

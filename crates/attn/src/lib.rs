@@ -1,1 +1,125 @@
-//! placeholder
+//! Decode attention over a quantized KV cache: pick a backend, keep a cache on it, attend.
+//!
+//! ```
+//! use attn::{CacheConfig, DecodeOutput, DecodeStep, KvFormat, KvSource, Problem};
+//!
+//! let backend = attn::select(None)?.backend;
+//! let mut cache = backend.create_cache(&CacheConfig::new(KvFormat::INT8, 1, 64, 1, 1024))?;
+//! cache.append(0, &[0.5; 64], &[2.0; 64])?;
+//! let problem = Problem::new(4, 1, 64, vec![1]);
+//! let plan = backend.plan(&problem, KvFormat::INT8)?;
+//! let q = vec![1.0; 4 * 64];
+//! let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; 4]);
+//! let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache))?;
+//! backend.decode(&step, &mut DecodeOutput::new(&problem, &mut out, &mut lse)?)?;
+//! assert!((out[0] - 2.0).abs() < 1e-3);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+
+use std::{fmt, str::FromStr};
+
+pub use attn_core::*;
+
+/// A backend by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BackendId {
+    /// NVIDIA GPUs.
+    Cuda,
+    /// Any GPU, through Vulkan, Metal or DX12.
+    Wgpu,
+    /// The CPU: always there.
+    Cpu,
+}
+
+impl BackendId {
+    /// All, in the order of preference.
+    pub const ALL: [BackendId; 3] = [BackendId::Cuda, BackendId::Wgpu, BackendId::Cpu];
+
+    /// Opens it.
+    ///
+    /// # Errors
+    /// [`Unsupported`] with the reason and what mends it.
+    pub fn open(self) -> Result<Box<dyn DecodeAttention>, Unsupported> {
+        match self {
+            BackendId::Cuda => attn_cuda::open(),
+            BackendId::Wgpu => attn_wgpu::open(),
+            BackendId::Cpu => Ok(Box::new(attn_cpu::CpuBackend::new())),
+        }
+    }
+}
+
+impl fmt::Display for BackendId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            BackendId::Cuda => "cuda",
+            BackendId::Wgpu => "wgpu",
+            BackendId::Cpu => "cpu",
+        })
+    }
+}
+
+impl FromStr for BackendId {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self, Error> {
+        BackendId::ALL
+            .into_iter()
+            .find(|id| id.to_string() == s)
+            .ok_or_else(|| Error::Parameter {
+                what: "backend",
+                given: s.to_owned(),
+                allowed: "cuda, wgpu, cpu",
+            })
+    }
+}
+
+/// What [`select`] chose, and why not the others.
+pub struct Selection {
+    /// The backend.
+    pub backend: Box<dyn DecodeAttention>,
+    /// Its name.
+    pub id: BackendId,
+    /// The backends tried before it, with their reasons.
+    pub refused: Vec<(BackendId, Unsupported)>,
+}
+
+impl fmt::Debug for Selection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Selection({}, refused: {:?})", self.id, self.refused)
+    }
+}
+
+/// Opens `wanted`, else the one that `ATTN_BACKEND` names, else the best present. A backend that was named is never replaced by another.
+///
+/// # Errors
+/// [`Error::Unsupported`] if the named backend is absent; [`Error::Parameter`] if `ATTN_BACKEND` names none.
+pub fn select(wanted: Option<BackendId>) -> Result<Selection, Error> {
+    let named = match (wanted, std::env::var("ATTN_BACKEND")) {
+        (Some(id), _) => Some(id),
+        (None, Ok(name)) if !name.is_empty() => Some(name.parse()?),
+        _ => None,
+    };
+    if let Some(id) = named {
+        return Ok(Selection {
+            backend: id.open()?,
+            id,
+            refused: Vec::new(),
+        });
+    }
+    let mut refused = Vec::new();
+    for id in BackendId::ALL {
+        match id.open() {
+            Ok(backend) => {
+                return Ok(Selection {
+                    backend,
+                    id,
+                    refused,
+                });
+            }
+            Err(reason) => refused.push((id, reason)),
+        }
+    }
+    let (_, reason) = refused.pop().expect("there is at least one backend");
+    Err(reason.into())
+}

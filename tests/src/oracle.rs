@@ -1,0 +1,145 @@
+//! Attention in f64 over the dequantized cache: independent of tiles, segments and planes.
+
+use attn_core::{
+    HostPages, Int4Scale, KvCache, Problem, Scheme,
+    host_pages::{load_code, load_param},
+    layout, quant,
+};
+
+/// Outputs and log-sum-exps in f64, laid out as the problem's; `cache` lies in host memory.
+///
+/// # Panics
+/// If the cache's pages are not in host memory.
+pub fn attend(problem: &Problem, cache: &KvCache, q: &[f32]) -> (Vec<f64>, Vec<f64>) {
+    let dim = problem.head_dim;
+    let (mut out, mut lse) = (Vec::new(), Vec::new());
+    for b in 0..problem.batch() {
+        let kv: Vec<_> = (0..problem.num_kv_heads)
+            .map(|g| dequantize(cache, b, g))
+            .collect();
+        for i in 0..problem.q_len {
+            for h in 0..problem.num_q_heads {
+                let at = ((b * problem.q_len + i) * problem.num_q_heads + h) * dim;
+                let (k, v) = &kv[h / problem.heads_per_kv()];
+                let (row, row_lse) = attend_row(problem, b, i, h, &q[at..at + dim], k, v);
+                out.extend(row);
+                lse.push(row_lse);
+            }
+        }
+    }
+    (out, lse)
+}
+
+fn attend_row(
+    problem: &Problem,
+    b: usize,
+    i: usize,
+    h: usize,
+    q: &[f32],
+    k: &[f64],
+    v: &[f64],
+) -> (Vec<f64>, f64) {
+    let dim = problem.head_dim;
+    let position = problem.kv_lens[b] as f64 - problem.q_len as f64 + i as f64;
+    let scores: Vec<(usize, f64)> = problem
+        .visible(b, i)
+        .map(|t| {
+            let dot: f64 = q
+                .iter()
+                .zip(&k[t * dim..])
+                .map(|(q, k)| f64::from(*q) * k)
+                .sum();
+            let mut s = dot * f64::from(problem.softmax_scale);
+            if let Some(cap) = problem.softcap {
+                s = f64::from(cap) * (s / f64::from(cap)).tanh();
+            }
+            if let Some(slopes) = &problem.alibi_slopes {
+                s += f64::from(slopes[h]) * (t as f64 - position);
+            }
+            (t, s)
+        })
+        .collect();
+    if scores.is_empty() {
+        return (vec![0.0; dim], f64::NEG_INFINITY);
+    }
+    let max = scores
+        .iter()
+        .map(|(_, s)| *s)
+        .fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = scores.iter().map(|(_, s)| (s - max).exp()).sum();
+    let mut out = vec![0.0; dim];
+    for (t, s) in scores {
+        let weight = (s - max).exp() / sum;
+        out.iter_mut()
+            .zip(&v[t * dim..])
+            .for_each(|(o, v)| *o += weight * v);
+    }
+    (out, max + sum.ln())
+}
+
+/// K and V of one KV head as `[t][d]`.
+fn dequantize(cache: &KvCache, b: usize, head: usize) -> (Vec<f64>, Vec<f64>) {
+    let (config, table) = (cache.config(), cache.table());
+    let store = cache
+        .store()
+        .as_any()
+        .downcast_ref::<HostPages>()
+        .expect("the oracle reads host pages");
+    let (layout, dim, len) = (config.layout(), config.head_dim, table.lens[b]);
+    let scale = |scales: &[f32]| scales.get(head).copied().unwrap_or(1.0);
+    let (mut k, mut v) = (Vec::new(), Vec::new());
+    for t in 0..len {
+        let (page, slot) = (t / config.page_size, t % config.page_size);
+        let open = layout.has_tail_page() && (page + 1) * config.page_size > len;
+        let home = store.run(table.pages[b][page], head);
+        let (k_run, k_layout) = match table.tail_pages[b] {
+            Some(tail) if open => (store.run(tail, head), layout.tail_k()),
+            _ => (home, layout),
+        };
+        for d in 0..dim {
+            let value = |run: &[u8],
+                         scheme: Scheme,
+                         codes: std::ops::Range<usize>,
+                         params: std::ops::Range<usize>,
+                         at,
+                         scale| {
+                let code = load_code(&run[codes], scheme.code_bits(), at);
+                let g = match scheme {
+                    Scheme::Int4(Int4Scale::Channel) => d,
+                    _ => d * scheme.groups(dim) / dim,
+                };
+                let param = load_param(&run[params], scheme, config.page_size, slot, g);
+                f64::from(quant::decode(
+                    scheme,
+                    code,
+                    attn_core::quant::Param {
+                        shift: half::f16::ZERO,
+                        ..param
+                    },
+                    scale,
+                )) + param.shift.to_f64()
+            };
+            let scheme = k_layout.format.k;
+            let at = layout::k_code(scheme.code_bits(), dim, config.page_size, slot, d);
+            k.push(value(
+                k_run,
+                scheme,
+                k_layout.k_codes(),
+                k_layout.k_params(),
+                at,
+                scale(&config.k_tensor_scales),
+            ));
+            let scheme = layout.format.v;
+            let at = layout::v_code(scheme.code_bits(), dim, config.page_size, slot, d);
+            v.push(value(
+                home,
+                scheme,
+                layout.v_codes(),
+                layout.v_params(),
+                at,
+                scale(&config.v_tensor_scales),
+            ));
+        }
+    }
+    (k, v)
+}
