@@ -17,6 +17,13 @@ pub struct Param {
     pub shift: f16,
 }
 
+impl Param {
+    /// The shift that goes with codes centred on 0: `x = (u − 8)·scale + centred_shift`, rounded to f32 (`docs/arithmetic.md`, section 3).
+    pub fn centred_shift(self) -> f32 {
+        self.shift.to_f32() + 8.0 * self.scale.to_f32()
+    }
+}
+
 /// Rounds to a binary float of `mantissa_bits` and least normal exponent `min_exp`, half to even, saturated at `max`.
 fn round_to(x: f64, mantissa_bits: i32, min_exp: i32, max: f64) -> f64 {
     if x == 0.0 {

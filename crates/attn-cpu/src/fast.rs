@@ -146,7 +146,7 @@ fn as_integer(scheme: Scheme, code: u16) -> i16 {
     if matches!(scheme, Scheme::Int8(_)) {
         i16::from(code as u8 as i8)
     } else {
-        code as i16
+        code as i16 - 8
     }
 }
 
@@ -182,7 +182,7 @@ impl Tile {
         let (scale, shift): (Vec<f32>, Vec<f32>) = if channel {
             self.k_params
                 .iter()
-                .map(|p| (p.scale.to_f32(), p.shift.to_f32()))
+                .map(|p| (p.scale.to_f32(), p.centred_shift()))
                 .unzip()
         } else {
             Default::default()
@@ -317,7 +317,7 @@ impl Tile {
             self.v_scales.extend(scales);
             if matches!(scheme, Scheme::Int4(_)) {
                 self.v_shifts
-                    .extend((0..TILE).map(|t| if t < n { of(t).shift.to_f32() } else { 0.0 }));
+                    .extend((0..TILE).map(|t| if t < n { of(t).centred_shift() } else { 0.0 }));
             }
         }
     }
@@ -356,7 +356,7 @@ impl Tile {
                             * param.scale.to_f32();
                         a = if g == 0 { term } else { a + term };
                         if let Some(sum) = sums.get(g) {
-                            a += sum * param.shift.to_f32();
+                            a += sum * param.centred_shift();
                         }
                     }
                     a * row.scale

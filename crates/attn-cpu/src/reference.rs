@@ -36,7 +36,7 @@ pub(crate) fn plane(x: &[f32]) -> Plane {
     Plane { q15, e }
 }
 
-/// Section 3, sealed `Int4 Channel`: the row's plane for this page, and the shifts' term.
+/// Section 3, sealed `Int4 Channel`: the row's plane for this page, and the term of the (centred) shifts.
 pub(crate) fn channel_plane(q: &[f32], scale: &[f32], shift: &[f32]) -> (Plane, f32) {
     let folded: Vec<f32> = q.iter().zip(scale).map(|(q, s)| q * s).collect();
     let max = |x: &[f32]| x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
@@ -167,11 +167,12 @@ fn fold_tile(
     state.fold(m, l, &value);
 }
 
+/// The code as the integer that enters both products: int4 codes are centred.
 fn signed(scheme: Scheme, code: u16) -> i32 {
     if matches!(scheme, Scheme::Int8(_)) {
         i32::from(code as u8 as i8)
     } else {
-        i32::from(code)
+        i32::from(code) - 8
     }
 }
 
@@ -185,7 +186,7 @@ fn integer_score(q: &[f32], reader: &Reader<'_>, t: usize) -> f32 {
     if scheme == Scheme::Int4(Int4Scale::Channel) {
         let params: Vec<_> = (0..q.len()).map(|d| reader.param(Side::K, t, d)).collect();
         let scale: Vec<f32> = params.iter().map(|p| p.scale.to_f32()).collect();
-        let shift: Vec<f32> = params.iter().map(|p| p.shift.to_f32()).collect();
+        let shift: Vec<f32> = params.iter().map(|p| p.centred_shift()).collect();
         let (plane, y) = channel_plane(q, &scale, &shift);
         return dot(&plane, 0..q.len()) as f32 * exp2i(-plane.e) + y;
     }
@@ -205,7 +206,7 @@ fn integer_score(q: &[f32], reader: &Reader<'_>, t: usize) -> f32 {
         a = if g == 0 { term } else { a + term };
         if matches!(scheme, Scheme::Int4(_)) {
             let sum: i32 = plane.q15[dims].iter().sum();
-            a += sum as f32 * param.shift.to_f32();
+            a += sum as f32 * param.centred_shift();
         }
     }
     a * exp2i(-plane.e)
@@ -238,7 +239,7 @@ fn integer_values(
             .collect();
         let shift_term = match scheme {
             Scheme::Int4(_) => {
-                let shifts: Vec<f32> = params.iter().map(|x| x.shift.to_f32()).collect();
+                let shifts: Vec<f32> = params.iter().map(|x| x.centred_shift()).collect();
                 shift_term(p, &shifts)
             }
             _ => 0.0,
