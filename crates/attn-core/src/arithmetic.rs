@@ -37,11 +37,14 @@ const LOG2: [f32; 9] = [
     f32::from_bits(0x3FB8_AA36),
 ];
 
+/// Segments per span: segments merge inside spans, spans among themselves.
+pub const SPAN: usize = 4;
+
 /// Tiles per segment for a sequence of `kv_len` tokens.
 pub fn segment_tiles(kv_len: usize) -> usize {
     kv_len
         .div_ceil(TILE)
-        .div_ceil(128)
+        .div_ceil(256)
         .next_power_of_two()
         .max(4)
 }

@@ -16,7 +16,7 @@ use wide::{f32x8, i16x16, i32x8};
 use crate::{
     reader::{Reader, Side},
     reference::{Plane, Row, channel_plane, plane, reduce, shift_term},
-    state::{State, merge_tree},
+    state::{State, merge_spans},
 };
 
 /// All query rows of one KV head: outputs `[q_len · heads_per_kv, head_dim]` and log-sum-exps.
@@ -83,7 +83,7 @@ pub(crate) fn attend_head(
         .zip(out.chunks_exact_mut(dim))
         .zip(&mut lse)
     {
-        let state = merge_tree(column).unwrap_or_else(|| State::empty(dim));
+        let state = merge_spans(column).unwrap_or_else(|| State::empty(dim));
         *lse = state.finish(reader.tensor_scales[1], out);
     }
     (out, lse)

@@ -12,7 +12,7 @@ use attn_core::{
 
 use crate::{
     reader::{Reader, Side},
-    state::{State, merge_tree},
+    state::{State, merge_spans},
 };
 
 /// An integer row and its exponent: `x ≈ q15·2^-e`.
@@ -115,7 +115,7 @@ pub(crate) fn attend(row: &Row<'_>, reader: &Reader<'_>, integer: bool, out: &mu
         }
         segments.push(state);
     }
-    match merge_tree(segments) {
+    match merge_spans(segments) {
         Some(state) => state.finish(reader.tensor_scales[1], out),
         None => State::empty(0).finish(1.0, out),
     }

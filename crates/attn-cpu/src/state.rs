@@ -1,6 +1,6 @@
 //! The state of one query row over some tokens, and the two laws that join states: fold and merge.
 
-use attn_core::arithmetic::{exp2i, ftz, lse, pow2, rcp};
+use attn_core::arithmetic::{SPAN, exp2i, ftz, lse, pow2, rcp};
 
 /// `(m, l, O)` of `docs/arithmetic.md`, section 5.
 #[derive(Debug, Clone)]
@@ -68,18 +68,16 @@ impl State {
     }
 }
 
-/// Merges segments along the binary tree aligned at powers of two.
-pub(crate) fn merge_tree(mut level: Vec<State>) -> Option<State> {
-    while level.len() > 1 {
-        let mut next = Vec::with_capacity(level.len().div_ceil(2));
-        let mut nodes = level.into_iter();
-        while let Some(mut left) = nodes.next() {
-            if let Some(right) = nodes.next() {
-                left.merge(right);
-            }
-            next.push(left);
-        }
-        level = next;
+/// Merges segments left to right inside each span, and the spans left to right.
+pub(crate) fn merge_spans(segments: Vec<State>) -> Option<State> {
+    let join = |mut left: State, right: State| {
+        left.merge(right);
+        left
+    };
+    let mut segments = segments.into_iter().peekable();
+    let mut spans = Vec::new();
+    while segments.peek().is_some() {
+        spans.extend(segments.by_ref().take(SPAN).reduce(join));
     }
-    level.pop()
+    spans.into_iter().reduce(join)
 }
