@@ -1,0 +1,45 @@
+// The parameter block of the decode kernels: `attn_cuda::DecodeParams` is the same bytes (asserted on both sides).
+#pragma once
+
+struct DecodeParams {
+    // Queries f32 [batch, q_len, num_q_heads, head_dim]; outputs likewise; lse f32 [batch, q_len, num_q_heads] or null.
+    const float* q;
+    float* out;
+    float* lse;
+    // Paged: the pool [page][kv_head][run]. Strided: K's and V's codes, and their f16 scales (null for schemes without).
+    const unsigned char* k;
+    const unsigned char* v;
+    const unsigned short* k_scales;
+    const unsigned short* v_scales;
+    // Strided: bytes (codes) and elements (scales) from one sequence, KV head, token to the next.
+    long long k_strides[3];
+    long long v_strides[3];
+    long long k_scale_strides[3];
+    long long v_scale_strides[3];
+    // Paged: u32 [batch][page_table_stride], u32 [batch] (tail pages; Int4 Channel only, else null).
+    const unsigned int* page_table;
+    const unsigned int* tail_pages;
+    const int* kv_lens;               // [batch]
+    const float* k_tensor_scales;     // [num_kv_heads] or null
+    const float* v_tensor_scales;     // [num_kv_heads] or null
+    const float* alibi_slopes;        // [num_q_heads], already multiplied by log2 e, or null
+    // Workspace: partial states, zeroed counters (they return to zero).
+    float* states;                    // [slot][row][head_dim]
+    float2* state_ml;                 // [slot][row]
+    int* covers;                      // [slot]: segments that the state covers
+    unsigned int* counters;           // [batch][num_kv_heads][row_blocks]
+    float log2_scale;                 // fl(softmax_scale · log2 e)
+    float softcap_inner;              // fl(2 / softcap), 0 without
+    float softcap_outer;              // fl(softcap · log2 e)
+    int batch;
+    int num_q_heads;
+    int num_kv_heads;
+    int heads_per_kv;
+    int q_len;
+    int page_table_stride;
+    int max_segments;                 // slots per (sequence, KV head, row block)
+    int window_left;                  // −1 without
+    int causal;
+    int tile_split;                   // 1: a round is one segment, its tiles over the warps; 0: a round is one segment per warp
+    int reserved;
+};
