@@ -217,10 +217,10 @@ mod tests {
 
     #[test]
     fn segments_follow_kv_len_alone() {
-        let tiles: Vec<_> = [1, 256, 32768, 32769, 65536, 131_072, 1 << 20]
+        let tiles: Vec<_> = [1, 256, 65536, 65537, 131_072, 262_145, 1 << 20]
             .map(segment_tiles)
             .into();
-        assert_eq!(tiles, [4, 4, 4, 8, 8, 16, 128]);
+        assert_eq!(tiles, [4, 4, 4, 8, 8, 32, 64]);
     }
 
     #[test]
