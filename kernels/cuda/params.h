@@ -26,7 +26,6 @@ struct DecodeParams {
     // Workspace: partial states, zeroed counters (they return to zero).
     float* states;                    // [slot][row][head_dim]
     float2* state_ml;                 // [slot][row]
-    int* covers;                      // [slot]: segments that the state covers
     unsigned int* counters;           // [batch][num_kv_heads][row_blocks]
     float log2_scale;                 // fl(softmax_scale · log2 e)
     float softcap_inner;              // fl(2 / softcap), 0 without
@@ -37,9 +36,9 @@ struct DecodeParams {
     int heads_per_kv;
     int q_len;
     int page_table_stride;
-    int max_segments;                 // slots per (sequence, KV head, row block)
+    int max_units;                    // slots per (sequence, KV head, row block): spans, or segments when tile_split
     int window_left;                  // −1 without
     int causal;
-    int tile_split;                   // 1: a round is one segment, its tiles over the warps; 0: a round is one segment per warp
+    int tile_split;                   // 0: a unit of work is a span, one segment per team of warps; 1: a segment, one tile per team
     int reserved;
 };

@@ -27,11 +27,12 @@ pub(crate) fn plane(x: &[f32]) -> Plane {
     let e = if amax == 0.0 {
         0
     } else {
-        (13 - exponent(amax)).clamp(-70, 60)
+        // Just above amax, so that no q15 rounds up to 2^14.
+        (13 - exponent(amax * (1.0 + 1.0 / 16384.0))).clamp(-70, 60)
     };
     let q15 = x
         .iter()
-        .map(|v| ((v * exp2i(e)).round_ties_even() as i32).clamp(-16383, 16383))
+        .map(|v| (v * exp2i(e)).round_ties_even() as i32)
         .collect();
     Plane { q15, e }
 }
