@@ -1,6 +1,12 @@
-//! One conformance case, and its seeded inputs.
+//! One conformance case: a problem, a cache built in some way, and seeded inputs.
 
-use attn_core::{CacheConfig, DecodeAttention, Error, KvCache, KvFormat, Problem};
+use std::fmt;
+
+use attn_core::{
+    CacheConfig, DecodeAttention, Error, KvCache, KvFormat, KvView, Problem, Scheme, StridedRows,
+    quant::{self, Param},
+};
+use half::bf16;
 
 /// A problem, a cache for it, and the seed of its inputs.
 #[derive(Debug, Clone)]
@@ -11,18 +17,67 @@ pub struct Case {
     pub format: KvFormat,
     /// Tokens per page.
     pub page_size: usize,
-    /// Of K, V and Q.
+    /// What the numbers look like.
+    pub inputs: Inputs,
+    /// How K and V come to be where decode reads them.
+    pub build: Build,
+    /// Whether each sequence is also decoded alone.
+    pub alone: bool,
+    /// Of K, V and Q, and the case's number in the table.
     pub seed: u64,
+    /// Number of the first sequence: 0, but for a sequence taken out of its batch.
+    pub first: usize,
 }
 
-/// Seeded numbers in −3..3, one in 97 of them 8 times larger: outliers are what quantization finds hard.
+/// What the numbers look like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Inputs {
+    /// In −3..3, one in 97 of them 8 times larger: outliers are what quantization finds hard.
+    Noise,
+    /// All zero, Q too.
+    Zeros,
+    /// Tokens in turn: zero, f32 subnormals, values whose f16 scales are subnormal, noise.
+    Tiny,
+    /// Noise with 1e30 in it: scales saturate. What is left of accuracy is not asked.
+    Huge,
+    /// Noise with the largest f32 in it: bytes only, since a bf16 product overflows.
+    Extreme,
+}
+
+/// How K and V come to be where decode reads them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Build {
+    /// Appended a varying number of tokens at a time.
+    Chunks,
+    /// Appended one token at a time.
+    OneByOne,
+    /// Appended in one call.
+    AtOnce,
+    /// In chunks, the sequences taking turns, on pages in a shuffled order.
+    Shuffled,
+    /// Sequence 1 is forked off sequence 0 and both go on.
+    Forked,
+    /// Written where sequences of other tokens were freed.
+    Reused,
+    /// Not cached: a contiguous `[batch, num_kv_heads, capacity, head_dim]`, read in place.
+    Bnsh,
+    /// Not cached: a contiguous `[batch, capacity, num_kv_heads, head_dim]`, read in place.
+    Bsnh,
+}
+
+fn splitmix(state: u64) -> u64 {
+    let mut z = (state ^ state >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ z >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ z >> 31
+}
+
+/// Seeded numbers in −3..3, one in 97 of them 8 times larger.
 pub fn noise(seed: u64, n: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
     (0..n)
         .map(|_| {
             state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-            let mut z = (state ^ state >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-            z = (z ^ z >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+            let z = splitmix(state);
             let x = ((z >> 40) as f32 / (1 << 23) as f32 - 1.0) * 3.0;
             if z.is_multiple_of(97) { x * 8.0 } else { x }
         })
@@ -36,8 +91,35 @@ impl Case {
             problem: Problem::new(heads[0], heads[1], head_dim, kv_lens.to_vec()),
             format,
             page_size: 64,
+            inputs: Inputs::Noise,
+            build: Build::Chunks,
+            alone: false,
             seed: 1,
+            first: 0,
         }
+    }
+
+    /// Whether a backend that has no kernel for the case fails the suite: the presets and the int4 rows, pages of 64, head_dim 64 and 128.
+    pub fn is_required(&self) -> bool {
+        let formats = ["int8", "int4", "int4-g1", "int4-g4"];
+        formats.contains(&self.format.to_string().as_str())
+            && [64, 128].contains(&self.problem.head_dim)
+            && self.page_size == 64
+            && !self.is_view()
+    }
+
+    /// Whether decode reads a contiguous view instead of a cache.
+    pub fn is_view(&self) -> bool {
+        matches!(self.build, Build::Bnsh | Build::Bsnh)
+    }
+
+    /// Sequence `b` alone, with the tokens and queries it has in the batch.
+    pub fn only(&self, b: usize) -> Case {
+        let mut one = self.clone();
+        one.problem.kv_lens = vec![self.problem.kv_lens[b]];
+        one.build = Build::AtOnce;
+        one.first = b;
+        one
     }
 
     /// The cache's configuration; per-tensor scales that use the range of the inputs.
@@ -55,23 +137,75 @@ impl Case {
             .k_tensor_scales
             .iter_mut()
             .chain(&mut config.v_tensor_scales)
-            .for_each(|s| *s = 0.19);
+            .enumerate()
+            .for_each(|(i, s)| *s = 0.19 + 0.01 * i as f32);
         config
+    }
+
+    /// Numbers per token.
+    fn row(&self) -> usize {
+        self.problem.num_kv_heads * self.problem.head_dim
+    }
+
+    /// Tokens that sequences 0 and 1 share when forked: all but the shorter one's last few, so that a page is open.
+    fn prefix(&self) -> usize {
+        let shortest = self.problem.kv_lens.iter().copied().min().unwrap_or(0);
+        shortest - shortest.min(5)
     }
 
     /// K and V of sequence `b`: `[kv_len, num_kv_heads, head_dim]`.
     pub fn kv(&self, b: usize) -> [Vec<f32>; 2] {
-        let n = self.problem.kv_lens[b] * self.problem.num_kv_heads * self.problem.head_dim;
-        let seed = self.seed * 1000 + b as u64 * 2;
-        [noise(seed, n), noise(seed + 1, n)]
+        let sequence = (self.first + b) as u64;
+        let n = self.problem.kv_lens[b] * self.row();
+        [0, 1].map(|side| {
+            let mut x = self.numbers(self.seed * 1000 + sequence * 2 + side, n);
+            if self.build == Build::Forked && b == 1 {
+                let shared = self.prefix() * self.row();
+                x[..shared].copy_from_slice(&self.numbers(self.seed * 1000 + side, shared));
+            }
+            x
+        })
     }
 
-    /// The queries.
+    fn numbers(&self, seed: u64, n: usize) -> Vec<f32> {
+        let mut x = noise(seed, n);
+        let large = match self.inputs {
+            Inputs::Noise => return x,
+            Inputs::Zeros => return vec![0.0; n],
+            Inputs::Tiny => {
+                let scales = [0.0, 1e-40, 1e-6, 1.0];
+                for (t, row) in x.chunks_mut(self.row()).enumerate() {
+                    row.iter_mut().for_each(|x| *x *= scales[t % 4]);
+                }
+                return x;
+            }
+            Inputs::Huge => 1e30,
+            Inputs::Extreme => f32::MAX,
+        };
+        for (i, x) in x.iter_mut().enumerate().filter(|(i, _)| i % 211 == 17) {
+            *x = large.copysign(if i % 2 == 0 { *x } else { -*x });
+        }
+        x
+    }
+
+    /// The queries. For float formats they are bf16 values, so that rounding Q to 16 bits loses nothing.
     pub fn q(&self) -> Vec<f32> {
-        noise(
-            self.seed * 1000 + 999,
-            self.problem.rows() * self.problem.head_dim,
-        )
+        let per_sequence = self.problem.q_len * self.problem.num_q_heads * self.problem.head_dim;
+        let mut q = Vec::new();
+        for b in 0..self.problem.batch() {
+            q.extend(noise(
+                self.seed * 1000 + 500 + (self.first + b) as u64,
+                per_sequence,
+            ));
+        }
+        match self.inputs {
+            Inputs::Zeros => q.fill(0.0),
+            _ if !self.format.is_integer() => {
+                q.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32())
+            }
+            _ => (),
+        }
+        q
     }
 
     /// A filled cache whose pool was poisoned first; tokens arrive `step` at a time.
@@ -79,18 +213,260 @@ impl Case {
     /// # Errors
     /// The backend's.
     pub fn cache(&self, backend: &dyn DecodeAttention, step: usize) -> Result<KvCache, Error> {
-        let config = self.config();
-        let mut cache = backend.create_cache(&config)?;
-        for page in 0..config.num_pages as u32 {
-            cache.write_page(page, &vec![0xff; config.layout().page_bytes()])?;
-        }
-        let row = self.problem.num_kv_heads * self.problem.head_dim;
+        let mut cache = self.poisoned(backend, self.config())?;
         for b in 0..self.problem.batch() {
-            let [k, v] = self.kv(b);
-            for (k, v) in k.chunks(step * row).zip(v.chunks(step * row)) {
-                cache.append(b, k, v)?;
-            }
+            self.append(&mut cache, b, 0..self.problem.kv_lens[b], &[step])?;
         }
         Ok(cache)
+    }
+
+    /// An empty cache, every byte of its pool 0xFF: NaN as a float, as an f16 scale, and as an fp8 code.
+    fn poisoned(
+        &self,
+        backend: &dyn DecodeAttention,
+        config: CacheConfig,
+    ) -> Result<KvCache, Error> {
+        let mut cache = backend.create_cache(&config)?;
+        let poison = vec![0xff; config.layout().page_bytes()];
+        for page in 0..config.num_pages as u32 {
+            cache.write_page(page, &poison)?;
+        }
+        Ok(cache)
+    }
+
+    /// Appends some tokens of sequence `b`, `steps` at a time in turn.
+    fn append(
+        &self,
+        cache: &mut KvCache,
+        b: usize,
+        tokens: std::ops::Range<usize>,
+        steps: &[usize],
+    ) -> Result<(), Error> {
+        let ([k, v], row) = (self.kv(b), self.row());
+        let (mut t, mut steps) = (tokens.start, steps.iter().cycle());
+        while t < tokens.end {
+            let step = steps.next().copied().unwrap_or(1);
+            let end = tokens.end.min(t.saturating_add(step));
+            cache.append(b, &k[t * row..end * row], &v[t * row..end * row])?;
+            t = end;
+        }
+        Ok(())
+    }
+
+    /// The cache that [`Case::build`] asks for, on a poisoned pool.
+    ///
+    /// # Errors
+    /// The backend's.
+    pub fn built(&self, backend: &dyn DecodeAttention) -> Result<KvCache, Error> {
+        let lens = &self.problem.kv_lens;
+        let chunks = [1, 3, 64, 2, 17, 129, 5, 1000];
+        match self.build {
+            Build::AtOnce | Build::Bnsh | Build::Bsnh => self.cache(backend, usize::MAX),
+            Build::OneByOne => self.cache(backend, 1),
+            Build::Chunks => {
+                let mut cache = self.poisoned(backend, self.config())?;
+                for b in 0..lens.len() {
+                    self.append(&mut cache, b, 0..lens[b], &chunks)?;
+                }
+                Ok(cache)
+            }
+            Build::Shuffled => {
+                let mut cache = self.poisoned(backend, self.config())?;
+                let mut order: Vec<u32> = (0..cache.config().num_pages as u32).collect();
+                order.sort_by_key(|page| splitmix(self.seed << 32 | u64::from(*page)));
+                cache.order_free_pages(&order)?;
+                let longest = lens.iter().copied().max().unwrap_or(0);
+                for t in (0..longest).step_by(37) {
+                    for b in 0..lens.len() {
+                        let tokens = t.min(lens[b])..lens[b].min(t + 37);
+                        self.append(&mut cache, b, tokens, &chunks)?;
+                    }
+                }
+                Ok(cache)
+            }
+            Build::Forked => {
+                let mut cache = self.poisoned(backend, self.config())?;
+                let prefix = self.prefix();
+                self.append(&mut cache, 0, 0..prefix, &chunks)?;
+                cache.fork(0, 1)?;
+                // The fork first: its tokens must not reach the page that the two still share.
+                self.append(&mut cache, 1, prefix..lens[1], &chunks)?;
+                self.append(&mut cache, 0, prefix..lens[0], &chunks)?;
+                Ok(cache)
+            }
+            Build::Reused => {
+                let mut cache = self.poisoned(backend, self.config())?;
+                let other = Case {
+                    seed: self.seed + 1_000_000,
+                    inputs: Inputs::Extreme,
+                    ..self.clone()
+                };
+                for b in 0..lens.len() {
+                    other.append(&mut cache, b, 0..lens[b], &[usize::MAX])?;
+                }
+                for b in 0..lens.len() {
+                    cache.free_sequence(b)?;
+                }
+                for b in (0..lens.len()).rev() {
+                    self.append(&mut cache, b, 0..lens[b], &chunks)?;
+                }
+                Ok(cache)
+            }
+        }
+    }
+
+    /// What a forked-off sequence 0 must still hold after sequence 1 went on: the books and bytes before, and after.
+    ///
+    /// # Errors
+    /// The backend's.
+    pub fn fork_keeps_sibling(&self, backend: &dyn DecodeAttention) -> Result<bool, Error> {
+        let mut cache = self.poisoned(backend, self.config())?;
+        let prefix = self.prefix();
+        self.append(&mut cache, 0, 0..prefix, &[usize::MAX])?;
+        let before = cache.read_back(0)?;
+        cache.fork(0, 1)?;
+        let forked = cache.read_back(1)?;
+        self.append(&mut cache, 1, prefix..self.problem.kv_lens[1], &[2])?;
+        Ok(before == forked && before == cache.read_back(0)?)
+    }
+
+    /// The contiguous cache that a view case reads: exact codes, 9 tokens of capacity to spare, all poisoned.
+    pub fn contiguous(&self) -> Contiguous {
+        let (p, config) = (&self.problem, self.config());
+        let capacity = p.kv_lens.iter().copied().max().unwrap_or(0) + 9;
+        let sides = [0, 1].map(|side| {
+            let (scheme, scales) = match side {
+                0 => (self.format.k, &config.k_tensor_scales),
+                _ => (self.format.v, &config.v_tensor_scales),
+            };
+            let groups = scheme.groups(p.head_dim);
+            let row_bytes = p.head_dim * scheme.code_bits() / 8;
+            let rows = p.batch() * p.num_kv_heads * capacity;
+            let mut filled = Rows {
+                codes: vec![0xff; rows * row_bytes],
+                scales: vec![0xffff; rows * groups],
+                capacity,
+                row_bytes,
+                groups,
+            };
+            let (mut codes, mut params) = (vec![0; p.head_dim], vec![Param::default(); groups]);
+            for b in 0..p.batch() {
+                let x = &self.kv(b)[side];
+                for (i, x) in x.chunks_exact(p.head_dim).enumerate() {
+                    let (t, head) = (i / p.num_kv_heads, i % p.num_kv_heads);
+                    let tensor_scale = scales.get(head).copied().unwrap_or(1.0);
+                    quant::encode(scheme, tensor_scale, x, &mut codes, &mut params);
+                    let row = match self.build {
+                        Build::Bnsh => (b * p.num_kv_heads + head) * capacity + t,
+                        _ => (b * capacity + t) * p.num_kv_heads + head,
+                    };
+                    filled.put(row, &codes, &params);
+                }
+            }
+            filled
+        });
+        Contiguous {
+            sides,
+            config,
+            heads: p.num_kv_heads,
+            bnsh: self.build == Build::Bnsh,
+        }
+    }
+}
+
+/// One of K, V as rows side by side.
+struct Rows {
+    codes: Vec<u8>,
+    scales: Vec<u16>,
+    capacity: usize,
+    row_bytes: usize,
+    groups: usize,
+}
+
+impl Rows {
+    fn put(&mut self, row: usize, codes: &[u16], params: &[Param]) {
+        let bytes = &mut self.codes[row * self.row_bytes..][..self.row_bytes];
+        let width = bytes.len() / codes.len();
+        for (byte, code) in bytes.chunks_exact_mut(width).zip(codes) {
+            byte.copy_from_slice(&code.to_le_bytes()[..width]);
+        }
+        for (g, param) in params.iter().enumerate() {
+            self.scales[row * self.groups + g] = param.scale.to_bits();
+        }
+    }
+}
+
+/// A contiguous cache in host memory.
+pub struct Contiguous {
+    sides: [Rows; 2],
+    config: CacheConfig,
+    heads: usize,
+    bnsh: bool,
+}
+
+impl Contiguous {
+    /// The view of it; schemes without f16 scales get none.
+    pub fn view(&self) -> KvView<'_> {
+        let format = self.config.format;
+        KvView {
+            format,
+            k: self.rows(&self.sides[0], format.k),
+            v: self.rows(&self.sides[1], format.v),
+            k_tensor_scales: &self.config.k_tensor_scales,
+            v_tensor_scales: &self.config.v_tensor_scales,
+        }
+    }
+
+    fn rows<'a>(&self, side: &'a Rows, scheme: Scheme) -> StridedRows<'a> {
+        let has_scales = scheme.is_integer() && !scheme.has_tensor_scale();
+        let make = if self.bnsh {
+            StridedRows::bnsh
+        } else {
+            StridedRows::bsnh
+        };
+        make(
+            &side.codes,
+            if has_scales { &side.scales } else { &[] },
+            self.heads,
+            side.capacity,
+            side.row_bytes,
+            side.groups,
+        )
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let p = &self.problem;
+        write!(
+            f,
+            "seed {}: {}, {}/{} heads, head_dim {}, q_len {}, kv_lens {:?}, page_size {}, {:?}, {:?}",
+            self.seed,
+            self.format,
+            p.num_q_heads,
+            p.num_kv_heads,
+            p.head_dim,
+            p.q_len,
+            p.kv_lens,
+            self.page_size,
+            self.inputs,
+            self.build
+        )?;
+        if !p.causal {
+            f.write_str(", not causal")?;
+        }
+        if let Some(window) = p.window_left {
+            write!(f, ", window {window}")?;
+        }
+        if let Some(cap) = p.softcap {
+            write!(f, ", softcap {cap}")?;
+        }
+        if let Some(slopes) = &p.alibi_slopes {
+            write!(f, ", ALiBi {slopes:?}")?;
+        }
+        if self.alone {
+            f.write_str(", also alone")?;
+        }
+        Ok(())
     }
 }

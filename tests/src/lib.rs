@@ -7,6 +7,8 @@
 pub mod case;
 pub mod check;
 pub mod oracle;
+pub mod table;
 
-pub use case::Case;
-pub use check::{Report, check_backend, check_case};
+pub use case::{Build, Case, Inputs};
+pub use check::{Outcome, Report, check_backend, check_case, check_table};
+pub use table::{Size, table};

@@ -1,0 +1,267 @@
+//! The table of cases that every backend runs.
+
+use attn_core::{Error, KvFormat, Scheme};
+
+use crate::case::{Build, Case, Inputs};
+
+/// How much of the table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Size {
+    /// All of it.
+    Full,
+    /// A few small cases of every kind, one at a time: for runs under a sanitizer.
+    Reduced,
+}
+
+impl Size {
+    /// What `ATTN_TABLE` says: `full` (also if unset) or `reduced`.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for any other value.
+    pub fn from_env() -> Result<Size, Error> {
+        match std::env::var("ATTN_TABLE").as_deref() {
+            Err(_) | Ok("" | "full") => Ok(Size::Full),
+            Ok("reduced") => Ok(Size::Reduced),
+            Ok(other) => Err(Error::Parameter {
+                what: "ATTN_TABLE",
+                given: other.to_owned(),
+                allowed: "full, reduced",
+            }),
+        }
+    }
+}
+
+/// Lengths around every edge: page, tile, segment (256 tokens), span (1024).
+const EDGES: [usize; 20] = [
+    0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 1023, 1024, 1025,
+];
+
+struct Table {
+    cases: Vec<Case>,
+}
+
+impl Table {
+    fn add(&mut self, case: Case) {
+        let number = self.cases.len() as u64 + 1;
+        self.cases.push(Case {
+            seed: number,
+            ..case
+        });
+    }
+}
+
+fn formats(names: &[&str]) -> Vec<KvFormat> {
+    names
+        .iter()
+        .map(|name| name.parse().expect("a format's name"))
+        .collect()
+}
+
+/// The cases of one size, numbered from 1: a number always means the same case of that size.
+pub fn table(size: Size) -> Vec<Case> {
+    let mut table = Table { cases: Vec::new() };
+    match size {
+        Size::Full => full(&mut table),
+        Size::Reduced => reduced(&mut table),
+    }
+    table.cases
+}
+
+fn reduced(table: &mut Table) {
+    for format in formats(&[
+        "int8",
+        "int4",
+        "int4-g4",
+        "int8-tensor/int8-g32",
+        "f16",
+        "bf16",
+        "fp8",
+    ]) {
+        for (build, q_len) in [(Build::Chunks, 1), (Build::Shuffled, 3), (Build::Forked, 2)] {
+            let mut case = Case::new([4, 2], 64, &[70, 0, 300], format);
+            if build == Build::Forked {
+                case = Case::new([3, 1], 128, &[77, 140], format);
+            }
+            (case.build, case.problem.q_len) = (build, q_len);
+            table.add(case);
+        }
+    }
+    for format in formats(&["int8", "int8-g32", "bf16", "fp8"]) {
+        for build in [Build::Bnsh, Build::Bsnh] {
+            let mut case = Case::new([4, 2], 64, &[0, 1, 70], format);
+            case.build = build;
+            table.add(case);
+        }
+    }
+    let mut case = Case::new([12, 1], 128, &[1, 1100], KvFormat::INT8);
+    case.problem.q_len = 4;
+    case.problem.window_left = Some(900);
+    case.problem.softcap = Some(30.0);
+    table.add(case);
+}
+
+fn full(table: &mut Table) {
+    pairs(table);
+    let main = formats(&[
+        "int8",
+        "int4",
+        "int4-g4",
+        "int8/int4-g1",
+        "f16",
+        "bf16",
+        "fp8",
+    ]);
+    for &format in &main {
+        shapes(table, format);
+        builds(table, format);
+        modifiers(table, format);
+    }
+    views(table);
+    numbers(table);
+    for format in formats(&["int8", "int4", "bf16"]) {
+        // 8 tiles to a segment; the last segment and span are short.
+        let mut case = Case::new([2, 1], 64, &[65_536 + 4 * 512 + 70], format);
+        case.build = Build::AtOnce;
+        table.add(case);
+    }
+}
+
+/// Every K scheme with every V scheme.
+fn pairs(table: &mut Table) {
+    for k in Scheme::ALL {
+        for v in Scheme::ALL {
+            let format = KvFormat { k, v };
+            if format.check(128, 64).is_err() {
+                continue;
+            }
+            let mut case = Case::new([4, 2], 128, &[0, 1, 65, 130], format);
+            (case.problem.q_len, case.alone) = (2, true);
+            table.add(case);
+        }
+    }
+}
+
+fn shapes(table: &mut Table, format: KvFormat) {
+    for head_dim in [64, 80, 96, 128, 192, 256] {
+        if format.check(head_dim, 64).is_ok() {
+            table.add(Case::new([3, 1], head_dim, &[1, 77, 300], format));
+        }
+    }
+    for heads_per_kv in [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 32, 64] {
+        table.add(Case::new([heads_per_kv * 2, 2], 64, &[70], format));
+    }
+    for q_len in 1..=16 {
+        let mut case = Case::new([3, 1], 64, &[4, 66, 130], format);
+        case.problem.q_len = q_len;
+        table.add(case);
+    }
+    let mut case = Case::new([16, 1], 128, &[20, 270], format);
+    case.problem.q_len = 16;
+    table.add(case);
+    let mut case = Case::new([2, 1], 64, &EDGES, format);
+    case.alone = true;
+    table.add(case);
+    table.add(Case::new([2, 1], 64, &[4097], format));
+    for page_size in [16, 32, 64, 128] {
+        if format.check(64, page_size).is_ok() {
+            let mut case = Case::new([2, 2], 64, &[1, 31, 33, 127, 129, 270], format);
+            case.page_size = page_size;
+            table.add(case);
+        }
+    }
+}
+
+fn builds(table: &mut Table, format: KvFormat) {
+    for build in [
+        Build::OneByOne,
+        Build::AtOnce,
+        Build::Shuffled,
+        Build::Reused,
+    ] {
+        let mut case = Case::new([4, 2], 64, &[64, 0, 130, 257, 1100], format);
+        (case.build, case.alone) = (build, true);
+        table.add(case);
+    }
+    // A shared open page, a prefix that ends with its page (69 − 5), and one inside a later segment.
+    for kv_lens in [[90, 75], [69, 300], [600, 500]] {
+        let mut case = Case::new([4, 2], 64, &kv_lens, format);
+        case.build = Build::Forked;
+        table.add(case);
+    }
+}
+
+fn modifiers(table: &mut Table, format: KvFormat) {
+    let base = || {
+        let mut case = Case::new([4, 2], 64, &[3, 64, 150, 400], format);
+        case.problem.q_len = 3;
+        case
+    };
+    for window in [0, 1, 70] {
+        let mut case = base();
+        case.problem.window_left = Some(window);
+        table.add(case);
+    }
+    // Whole tiles, segments and a span lie before the window.
+    let mut case = Case::new([2, 1], 64, &[1500], format);
+    case.problem.window_left = Some(200);
+    table.add(case);
+    for cap in [5.0, 50.0] {
+        let mut case = base();
+        case.problem.softcap = Some(cap);
+        table.add(case);
+    }
+    let slopes = || Some(vec![0.5, 0.25, 0.125, 0.0]);
+    let mut case = base();
+    case.problem.alibi_slopes = slopes();
+    table.add(case);
+    let mut case = base();
+    case.problem.causal = false;
+    table.add(case);
+    let mut case = base();
+    case.problem.alibi_slopes = slopes();
+    case.problem.softcap = Some(20.0);
+    case.problem.window_left = Some(100);
+    case.problem.softmax_scale = 0.3;
+    table.add(case);
+}
+
+fn views(table: &mut Table) {
+    for format in formats(&[
+        "f16",
+        "bf16",
+        "fp8",
+        "int8",
+        "int8-g32",
+        "int8-tensor",
+        "int8/int8-g32",
+        "int8-g32/int8-tensor",
+        "int8/fp8",
+        "bf16/int8",
+    ]) {
+        for build in [Build::Bnsh, Build::Bsnh] {
+            for head_dim in [64, 128] {
+                let mut case = Case::new([6, 2], head_dim, &[0, 1, 65, 300], format);
+                (case.build, case.problem.q_len, case.alone) = (build, 2, true);
+                table.add(case);
+            }
+        }
+    }
+}
+
+/// Inputs that are hard on the quantizers, in every scheme.
+fn numbers(table: &mut Table) {
+    for scheme in Scheme::ALL {
+        let format = KvFormat {
+            k: scheme,
+            v: match scheme {
+                Scheme::Int4(attn_core::Int4Scale::Channel) => KvFormat::INT4.v,
+                v => v,
+            },
+        };
+        for inputs in [Inputs::Zeros, Inputs::Tiny, Inputs::Huge, Inputs::Extreme] {
+            let mut case = Case::new([2, 1], 128, &[70, 5, 140], format);
+            case.inputs = inputs;
+            table.add(case);
+        }
+    }
+}
