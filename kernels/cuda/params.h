@@ -35,10 +35,11 @@ struct DecodeParams {
     int num_kv_heads;
     int heads_per_kv;
     int q_len;
+    int row_blocks;                   // ceil(heads_per_kv · q_len / rows per CTA)
     int page_table_stride;
     int max_units;                    // slots per (sequence, KV head, row block): spans, or segments when tile_split
     int window_left;                  // −1 without
     int causal;
     int tile_split;                   // 0: a unit of work is a span, one segment per team of warps; 1: a segment, one tile per team
-    int reserved;
+    int page_bytes;                   // paged: of all KV heads
 };

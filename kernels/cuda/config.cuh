@@ -1,0 +1,65 @@
+// What one kernel instance is specialised for (-D ATTN_…), and the sizes that follow from it.
+#pragma once
+#include "law.cuh"
+
+enum Scheme { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP, INT8_TENSOR, INT4_GROUPS, INT4_CHANNEL };
+
+constexpr int K_SCHEME = ATTN_K, V_SCHEME = ATTN_V;
+constexpr int K_GROUPS = ATTN_K_GROUPS, V_GROUPS = ATTN_V_GROUPS;  // per token; 1 where the scheme has none
+constexpr int D = ATTN_D;
+constexpr int PAGE = ATTN_PAGE;      // tokens; 0: strided rows of someone else's cache
+constexpr int G = ATTN_G;            // row groups of 8 query rows per warp
+constexpr int WR = ATTN_WR;          // warps of a team: they share a ring of stages and have their own rows
+constexpr int TEAMS = SPAN;          // a team has a segment of the span, or a tile of the segment
+constexpr int STAGES = ATTN_STAGES;  // per team
+constexpr bool MASKS = ATTN_MASKS;   // window, soft cap, ALiBi
+
+constexpr int ROWS = 8 * G * WR;
+constexpr int THREADS = 32 * WR * TEAMS;
+
+constexpr bool integer_scheme(int s) { return s >= INT8_TOKEN; }
+__host__ __device__ constexpr int code_bits(int s) { return s <= BF16 ? 16 : s <= INT8_TENSOR ? 8 : 4; }
+constexpr bool INTEGER = integer_scheme(K_SCHEME) && integer_scheme(V_SCHEME);
+constexpr bool K_INT4 = code_bits(K_SCHEME) == 4, V_INT4 = code_bits(V_SCHEME) == 4;
+constexpr bool CHANNEL = K_SCHEME == INT4_CHANNEL;
+
+constexpr int BLOCK = PAGE == 0 || PAGE > TILE ? TILE : PAGE;  // tokens that lie together in a stage
+__host__ __device__ constexpr int params_bytes(int s, int groups, int tokens) {
+    return s == INT8_TOKEN || s == INT8_GROUP ? groups * tokens * 2
+         : s == INT4_GROUPS ? groups * tokens * 4
+         : s == INT4_CHANNEL ? D * 4 : 0;
+}
+__host__ __device__ constexpr int codes_bytes(int s, int tokens) { return tokens * D * code_bits(s) / 8; }
+constexpr int K_CODES = codes_bytes(K_SCHEME, BLOCK), V_CODES = codes_bytes(V_SCHEME, BLOCK);
+constexpr int K_PART = K_CODES + params_bytes(K_SCHEME, K_GROUPS, BLOCK);
+constexpr int V_PART = V_CODES + params_bytes(V_SCHEME, V_GROUPS, BLOCK);
+constexpr int BLOCKS = TILE / BLOCK;
+
+// The run of one KV head in a page.
+constexpr int RUN_V = codes_bytes(K_SCHEME, PAGE) + params_bytes(K_SCHEME, K_GROUPS, PAGE);
+constexpr int RUN_BYTES = RUN_V + codes_bytes(V_SCHEME, PAGE) + params_bytes(V_SCHEME, V_GROUPS, PAGE);
+
+constexpr int PANELS = D / 16;                // of 16 dims (8-bit codes)
+constexpr int TAIL_PANELS = (PANELS + 1) / 2;  // an open page's int8 K comes in two stages
+
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int STAGE_BYTES =
+    (larger(larger(K_PART, V_PART) * BLOCKS, CHANNEL ? TAIL_PANELS * TILE * 16 + TILE * 2 : 0) + 127) / 128 * 128;
+
+// A warp's scratch: parameters of the tile, converted once.
+constexpr int SCRATCH_K = CHANNEL ? larger(2 * D * 4, TILE * 4) : K_INT4 ? K_GROUPS * TILE * 8 : K_GROUPS * TILE * 4;
+constexpr int SCRATCH_V = V_GROUPS * TILE * 4 + (V_INT4 ? V_GROUPS * TILE * 2 : 0);
+constexpr int SCRATCH_BYTES = SCRATCH_K + SCRATCH_V;
+
+// Dynamic shared memory: stages, states handed to the join, folded queries (channel only), scratch, barriers.
+constexpr int STATE_STRIDE = D + 8;        // floats; 8 keeps the rows of a quad group in different banks
+constexpr int QUERY_STRIDE = D + 16;
+constexpr int AT_STATES = TEAMS * STAGES * STAGE_BYTES;
+constexpr int AT_STATE_ML = AT_STATES + TEAMS * ROWS * STATE_STRIDE * 4;
+constexpr int AT_QUERY = AT_STATE_ML + TEAMS * ROWS * 8;
+constexpr int AT_SCRATCH = AT_QUERY + (CHANNEL ? ROWS * QUERY_STRIDE * 4 : 0);
+constexpr int AT_BARRIERS = AT_SCRATCH + TEAMS * WR * SCRATCH_BYTES;
+constexpr int SHARED_BYTES = AT_BARRIERS + TEAMS * STAGES * 16 + 64;
+
+extern "C" __device__ const int attn_shared_bytes = SHARED_BYTES;
+extern "C" __device__ const int attn_threads = THREADS;

@@ -1,0 +1,264 @@
+// Split-KV decode attention over a quantized cache: docs/arithmetic.md on tensor cores.
+//
+// A persistent grid cuts the work into units of about equal bytes (work.cuh). In a CTA four teams of warps take the four
+// segments of a span, each with its own ring of stages that the copy engine fills (feed.cuh); all query rows of a KV head share
+// what is read. Nobody waits for a turn: a team folds its own segment, and the four states meet in shared memory once per unit
+// (join.cuh). The order of every rounding is the law's, whatever the grid.
+#include "feed.cuh"
+#include "join.cuh"
+#include "value.cuh"
+
+struct Rows {
+    int start[G], end[G];  // tokens that row lane/4 sees
+    float slope[G];
+    int position[G];
+};
+
+DEVICE Rows visible(const DecodeParams& p, const Work& work, int warp_row, int lane) {
+    Rows rows;
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        int r = work.row_block * ROWS + warp_row + g * 8 + lane / 4;
+        bool real = r < p.heads_per_kv * p.q_len;
+        int position = work.kv_len - p.q_len + r / p.heads_per_kv;
+        // Rows that fill up the tile see everything, so that they never make a full tile look masked.
+        rows.end[g] = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), work.kv_len) : work.kv_len;
+        rows.start[g] = !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), rows.end[g]);
+        rows.slope[g] = MASKS && real && p.alibi_slopes ? p.alibi_slopes[work.kv_head * p.heads_per_kv + r % p.heads_per_kv] : 0.0f;
+        rows.position[g] = position;
+    }
+    return rows;
+}
+
+// q' of section 2: element (row, dim), 0 for rows that only fill up the tile.
+struct QuerySource {
+    const float* row;
+    float factor;
+    DEVICE float at(const QuerySource& s, int d) { return s.row ? s.row[d] * s.factor : 0.0f; }
+};
+DEVICE QuerySource query_source(const DecodeParams& p, const Work& work, int row) {
+    int r = work.row_block * ROWS + row;
+    if (r >= p.heads_per_kv * p.q_len) return {nullptr, 0.0f};
+    int i = r / p.heads_per_kv, head = work.kv_head * p.heads_per_kv + r % p.heads_per_kv;
+    float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[work.kv_head] : 1.0f);
+    return {p.q + (((u64)work.b * p.q_len + i) * p.num_q_heads + head) * D, factor};
+}
+
+DEVICE void load_query(const DecodeParams& p, const Work& work, int warp_row, int lane, Query& q) {
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        QuerySource source = query_source(p, work, warp_row + g * 8 + lane / 4);
+        quantize(q, g, [&](int panel, float (&x)[4]) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[i] = QuerySource::at(source, panel_dim(panel, lane % 4, i));
+        });
+    }
+}
+
+// The channel scheme folds each page's scales into q', so q' itself waits in shared memory.
+DEVICE void store_query(const DecodeParams& p, const Work& work, u32 query) {
+    for (int i = threadIdx.x; i < ROWS * D; i += THREADS) {
+        float x = QuerySource::at(query_source(p, work, i / D), i % D);
+        sts32(query + (i / D * QUERY_STRIDE + i % D) * 4, float_bits(x));
+    }
+}
+
+struct Warp {
+    const DecodeParams& p;
+    Feed& feed;
+    Ring& ring;
+    int lane, warp_row;
+    bool producer;
+    u32 query, scratch_k, scratch_v;
+
+    __device__ __forceinline__ void done_with_stage() {
+        ring.release(lane);
+        if (producer) feed.issue(p);
+    }
+
+    // A sealed page's scores, complete: planes and shifts' term are the page's own.
+    __device__ __forceinline__ void channel_scores(const float (&largest_q)[G], float (&s)[G][16]) {
+        u32 stage = ring.wait();
+        float largest_shift = prepare_channels(stage + K_CODES, scratch_k, lane);
+        Query q;
+        float offset[G];
+#pragma unroll
+        for (int g = 0; g < G; g++)
+            channel_query(q, g, query, warp_row + g * 8 + lane / 4, scratch_k, largest_q[g], largest_shift, lane, offset[g]);
+        scores(stage, scratch_k, q, lane, s);
+        done_with_stage();
+#pragma unroll
+        for (int g = 0; g < G; g++)
+#pragma unroll
+            for (int i = 0; i < 16; i++) s[g][i] = fmaf(s[g][i], q.scale[g], offset[g]);
+    }
+
+    // An open page's K is int8 per token, in two stages.
+    __device__ __forceinline__ void tail_scores(int tokens, float (&s)[G][16]) {
+        Query q;
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            quantize(q, g, [&](int panel, float (&x)[4]) {
+                float4 v = lds128(query + ((warp_row + g * 8 + lane / 4) * QUERY_STRIDE + panel * 16 + 4 * (lane % 4)) * 4);
+                x[0] = v.x;
+                x[1] = v.y;
+                x[2] = v.z;
+                x[3] = v.w;
+            });
+        }
+        int c[G][8][4] = {};
+        u32 b[PANELS];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32 stage = ring.wait();
+            int first = half == 0 ? 0 : TAIL_PANELS, last = half == 0 ? TAIL_PANELS : PANELS;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                load_k8(stage, TILE, 8 * j, lane, b, first, last);
+#pragma unroll
+                for (int g = 0; g < G; g++) dot_panels(c[g][j], q.plane[g], b, first, last, true);
+            }
+            if (half == 1) {
+                u32 scales = stage + (last - first) * TILE * 16;
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    int t = 8 * j + 2 * (lane % 4);
+                    u32 x = lds32(scales + t * 2);
+                    float k0 = t < tokens ? half_float(x & 0xffff) : 0.0f, k1 = t + 1 < tokens ? half_float(x >> 16) : 0.0f;
+#pragma unroll
+                    for (int g = 0; g < G; g++) {
+                        s[g][2 * j] = plane_sum(c[g][j], 0) * k0 * q.scale[g];
+                        s[g][2 * j + 1] = plane_sum(c[g][j], 1) * k1 * q.scale[g];
+                    }
+                }
+            }
+            done_with_stage();
+        }
+    }
+
+    __device__ __forceinline__ void tile(const Work& work, int index, const Rows& rows, const Query& q,
+                                         const float (&largest_q)[G], State& state) {
+        int t0 = index * TILE, tokens = min(TILE, work.kv_len - t0);
+        float s[G][16], scale[G];
+        if constexpr (CHANNEL) {
+            if (work.is_tail(index)) tail_scores(tokens, s);
+            else channel_scores(largest_q, s);
+#pragma unroll
+            for (int g = 0; g < G; g++) scale[g] = 1.0f;
+        } else {
+            u32 stage = ring.wait();
+            prepare_k(stage, scratch_k, tokens, lane);
+            scores(stage, scratch_k, q, lane, s);
+            done_with_stage();
+#pragma unroll
+            for (int g = 0; g < G; g++) scale[g] = q.scale[g];
+        }
+        int first = t0 + 2 * (lane % 4);
+        if constexpr (MASKS) {
+#pragma unroll
+            for (int g = 0; g < G; g++) {
+#pragma unroll
+                for (int i = 0; i < 16; i++) {
+                    float x = s[g][i] * scale[g];
+                    if (p.softcap_inner != 0.0f) x = softcap(x, p.softcap_inner, p.softcap_outer);
+                    if (p.alibi_slopes) x = x + rows.slope[g] * (float)(first + 8 * (i / 2) + i % 2 - rows.position[g]);
+                    s[g][i] = x;
+                }
+                scale[g] = 1.0f;
+            }
+        }
+        bool full = true;
+#pragma unroll
+        for (int g = 0; g < G; g++) full &= rows.start[g] <= t0 && t0 + TILE <= rows.end[g];
+        full = __all_sync(~0u, full);
+        Rescale r;
+        soften(s, scale, full, [&](int g, int i) {
+            int t = first + 8 * (i / 2) + i % 2;
+            return t >= rows.start[g] && t < rows.end[g];
+        }, state, r);
+        u32 stage = ring.wait();
+        fold_values(stage, scratch_v, tokens, s, r, lane, state);
+        done_with_stage();
+    }
+
+    __device__ __forceinline__ void hand_over(const State& state, u8* shared, int team) {
+        float* states = (float*)(shared + AT_STATES);
+        float2* ml = (float2*)(shared + AT_STATE_ML);
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            int row = team * ROWS + warp_row + g * 8 + lane / 4;
+#pragma unroll
+            for (int j = 0; j < D / 8; j++)
+                *(float2*)(states + row * STATE_STRIDE + 8 * j + 2 * (lane % 4)) = make_float2(state.o[g][j][0], state.o[g][j][1]);
+            if (lane % 4 == 0) ml[row] = make_float2(state.m[g], state.l[g]);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p) {
+    extern __shared__ __align__(128) u8 shared[];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / WR;
+    u32 base = shared_address(shared);
+    u32* last = (u32*)(shared + AT_BARRIERS + TEAMS * STAGES * 16);
+    u32 barriers = base + AT_BARRIERS + team * STAGES * 16;
+    if (threadIdx.x < TEAMS * STAGES) {
+        u32 mine = base + AT_BARRIERS + threadIdx.x / STAGES * STAGES * 16 + threadIdx.x % STAGES * 8;
+        barrier_init(mine, ATTN_BULK && PAGE != 0 ? 1 : 32);
+        barrier_init(mine + STAGES * 8, WR);
+        barrier_init_fence();
+    }
+    u32 end;
+    Work work = first_work(p, end, (u32*)(shared + AT_STATES));  // its barriers make the mbarriers visible too
+    Ring ring = {base + team * STAGES * STAGE_BYTES, barriers, 0, 0};
+    bool producer = WR == 1 || warp % WR == 0;
+    Feed feed;
+    feed.ring = ring;
+    feed.work = work;
+    feed.end = end;
+    feed.team = team;
+    feed.lane = lane;
+#if ATTN_BULK
+    feed.policy = evict_first();
+#endif
+    if (producer) {
+        feed.start(p);
+#pragma unroll 1
+        for (int i = 0; i < STAGES; i++) feed.issue(p);
+    }
+    u32 scratch = base + AT_SCRATCH + warp * SCRATCH_BYTES;
+    Warp self = {p, feed, ring, lane, warp % WR * 8 * G, producer, base + AT_QUERY, scratch, scratch + SCRATCH_K};
+    Query q;
+    Rows rows;
+    float largest_q[G];
+    int have_b = -1, have_head = -1, have_block = -1;
+#pragma unroll 1
+    for (; work.b < p.batch && work.offset < end; work.next(p)) {
+        if (work.b != have_b || work.kv_head != have_head || work.row_block != have_block) {
+            have_b = work.b;
+            have_head = work.kv_head;
+            have_block = work.row_block;
+            rows = visible(p, work, self.warp_row, lane);
+            if constexpr (CHANNEL) {
+                store_query(p, work, self.query);
+                __syncthreads();
+#pragma unroll
+                for (int g = 0; g < G; g++) {
+                    float x = 0.0f;
+                    for (int d = lane % 4; d < D; d += 4)
+                        x = fmaxf(x, fabsf(bits_float(lds32(self.query + ((self.warp_row + g * 8 + lane / 4) * QUERY_STRIDE + d) * 4))));
+                    largest_q[g] = quad_max(x);
+                }
+            } else {
+                load_query(p, work, self.warp_row, lane, q);
+            }
+        }
+        State state;
+        state.clear();
+        int tile, tile_end, step;
+        work.share(p, team, tile, tile_end, step);
+#pragma unroll 1
+        for (; tile < tile_end; tile += step) self.tile(work, tile, rows, q, largest_q, state);
+        self.hand_over(state, shared, team);
+        join_unit(p, work, shared, last);
+    }
+}

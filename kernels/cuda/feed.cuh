@@ -1,0 +1,170 @@
+// The flow of cache bytes: each team has a ring of stages; its first warp copies K parts and V parts of the team's tiles into
+// it, in the order in which the team reads them, as far ahead as there are free stages.
+#pragma once
+#include "work.cuh"
+
+struct Ring {
+    u32 stages, barriers;  // shared addresses; barriers: full[STAGES], then empty[STAGES]
+    int stage;
+    u32 phase;
+
+    __device__ __forceinline__ u32 at() const { return stages + stage * STAGE_BYTES; }
+    __device__ __forceinline__ u32 full() const { return barriers + stage * 8; }
+    __device__ __forceinline__ u32 empty() const { return barriers + (STAGES + stage) * 8; }
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+    // Reader: waits for the stage's bytes.
+    __device__ __forceinline__ u32 wait() const {
+        barrier_wait(full(), phase);
+        return at();
+    }
+    // Reader: the whole team has read the stage.
+    __device__ __forceinline__ void release(int lane) {
+        __syncwarp();
+        if (WR > 1 && lane == 0) barrier_arrive(empty());
+        advance();
+    }
+};
+
+struct Feed {
+    Work work;
+    Ring ring;
+    u32 end;
+    int team, lane;
+    int tile, tile_end, step, part;
+    int page_base;
+    u32 pages;  // lane i: page of block page_base + i
+    u64 policy;
+
+    // Moves to the next tile of this team, over units; the page table is read here, one stage before it is needed.
+    __device__ __forceinline__ void settle(const DecodeParams& p) {
+        while (tile >= tile_end) {
+            work.next(p);
+            if (work.offset >= end || work.b >= p.batch) {
+                tile = -1;
+                return;
+            }
+            work.share(p, team, tile, tile_end, step);
+        }
+        look_up(p);
+    }
+    __device__ __forceinline__ void look_up(const DecodeParams& p) {
+        if (PAGE == 0) return;
+        page_base = tile * TILE / (PAGE ? PAGE : 1);
+        int last = (work.kv_len + PAGE - 1) / (PAGE ? PAGE : 1) - 1;
+        pages = p.page_table[(u64)work.b * p.page_table_stride + min(page_base + lane, last)];
+    }
+    __device__ __forceinline__ void start(const DecodeParams& p) {
+        part = 0;
+        tile = tile_end = 0;
+        if (work.offset >= end || work.b >= p.batch) {
+            tile = -1;
+            return;
+        }
+        work.share(p, team, tile, tile_end, step);
+        if (tile < tile_end) look_up(p);
+        else settle(p);
+    }
+
+    // Copies the next part, if there is one, into the ring's next stage.
+    __device__ __forceinline__ void issue(const DecodeParams& p) {
+        if (tile < 0) return;
+        if (WR > 1) barrier_wait(ring.empty(), ring.phase ^ 1);
+        copy_part(p);
+        ring.advance();
+        bool tail = work.is_tail(tile);
+        if (++part < (tail ? 3 : 2)) return;
+        part = 0;
+        tile += step;
+        if (tile >= tile_end) {
+            settle(p);
+        } else if (PAGE != 0 && ((tile + 1) * TILE - 1) / (PAGE ? PAGE : 1) >= page_base + 32) {
+            look_up(p);
+        }
+    }
+
+    __device__ __forceinline__ void copy_part(const DecodeParams& p) {
+        bool tail = work.is_tail(tile), is_k = part + 1 < (tail ? 3 : 2);
+        if constexpr (PAGE == 0) {
+            copy_rows(p, is_k);
+        } else {
+            [[maybe_unused]] u32 total = tail && is_k ? (part == 0 ? TAIL_PANELS * TILE * 16 : (PANELS - TAIL_PANELS) * TILE * 16 + TILE * 2)
+                      : (is_k ? K_PART : V_PART) * BLOCKS;
+#if ATTN_BULK
+            if (lane == 0) barrier_expect(ring.full(), total);
+            __syncwarp();
+#endif
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++) {
+                // Past the last page a block repeats it: its tokens are not seen.
+                int index = tile * BLOCKS + block - page_base;
+                if (PAGE > TILE) index = tile * TILE / PAGE - page_base;
+                u32 page = __shfl_sync(~0u, pages, index);
+                const u8* run = p.k + (u64)page * p.page_bytes + work.kv_head * RUN_BYTES;
+                if (tail && is_k) {
+                    u32 home = p.tail_pages[work.b];
+                    const u8* k = p.k + (u64)home * p.page_bytes + work.kv_head * RUN_BYTES;
+                    copy_tail(k);
+                } else if (PAGE > TILE) {
+                    copy_half(run, is_k);
+                } else {
+                    u32 bytes = is_k ? K_PART : V_PART;
+                    copy(ring.at() + block * bytes, run + (is_k ? 0 : RUN_V), bytes);
+                }
+            }
+#if !ATTN_BULK
+            copy_async_arrive(ring.full());
+#endif
+        }
+    }
+    // Contiguous bytes, a multiple of 16.
+    __device__ __forceinline__ void copy(u32 to, const u8* from, u32 bytes) {
+#if ATTN_BULK
+        if (lane == 0) copy_bulk(to, from, bytes, ring.full(), policy);
+#else
+        for (u32 i = lane * 16; i < bytes; i += 512) copy16_async(to + i, from + i);
+#endif
+    }
+    // The int8 K of an open page, in two halves of its panels; its scales come with the second.
+    __device__ __forceinline__ void copy_tail(const u8* k) {
+        int half = (tile * TILE) % PAGE;  // 64 for the second tile of a page of 128
+        int panel = part == 0 ? 0 : TAIL_PANELS, panels = part == 0 ? TAIL_PANELS : PANELS - TAIL_PANELS;
+        if (PAGE == TILE) {
+            copy(ring.at(), k + panel * TILE * 16, panels * TILE * 16);
+        } else {
+            for (int i = 0; i < panels; i++) copy(ring.at() + i * TILE * 16, k + ((panel + i) * PAGE + half) * 16, TILE * 16);
+        }
+        if (part == 1) copy(ring.at() + panels * TILE * 16, k + PAGE * D + half * 2, TILE * 2);
+    }
+    // One tile of a page of 128 tokens, laid out like a page of 64.
+    __device__ __forceinline__ void copy_half(const u8* run, bool is_k) {
+        int half = (tile * TILE) % PAGE;
+        int scheme = is_k ? K_SCHEME : V_SCHEME, groups = is_k ? K_GROUPS : V_GROUPS;
+        int bits = code_bits(scheme);
+        const u8* part_of = run + (is_k ? 0 : RUN_V);
+        u32 to = ring.at();
+        int codes = codes_bytes(scheme, PAGE);
+        if (!is_k && bits < 16) {
+            copy(to, part_of + half * D * bits / 8, codes / 2);
+        } else {
+            int row = 16;  // bytes of a panel's row
+            int whole = D * bits / 8 / 16;
+            for (int i = 0; i < whole; i++) copy(to + i * TILE * row, part_of + (i * PAGE + half) * row, TILE * row);
+            if (D * bits / 8 % 16) copy(to + whole * TILE * row, part_of + whole * PAGE * row + half * 8, TILE * 8);
+        }
+        to += codes / 2;
+        part_of += codes;
+        if (scheme == INT4_CHANNEL) {
+            copy(to, part_of, D * 4);
+        } else {
+            int each = params_bytes(scheme, 1, 1);
+            if (each)
+                for (int g = 0; g < groups; g++) copy(to + g * TILE * each, part_of + (g * PAGE + half) * each, TILE * each);
+        }
+    }
+    __device__ __forceinline__ void copy_rows(const DecodeParams& p, bool is_k) {}
+};

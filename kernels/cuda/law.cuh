@@ -1,0 +1,71 @@
+// The scalar functions of docs/arithmetic.md. Compiled with -fmad=false -ftz=true: what is written is what is rounded, and
+// fmaf stands only where one factor is a power of two.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int TILE = 64;            // tokens
+constexpr int SPAN = 4;             // segments
+constexpr float MAGIC = 12582912.0f;  // 1.5·2^23: adding it rounds to an integer, half to even
+constexpr u32 MAGIC_BITS = 0x4B400000u;
+constexpr float MINUS_INFINITY = -__builtin_huge_valf();
+
+DEVICE int segment_tiles_of(int num_tiles) {
+    int least = (num_tiles + 255) / 256, tiles = 4;
+    while (tiles < least) tiles *= 2;
+    return tiles;
+}
+
+DEVICE float exp2i(int k) { return bits_float((u32)(k + 127) << 23); }
+DEVICE int exponent(float x) { return (int)(float_bits(x) >> 23 & 255) - 127; }
+
+// 2^x for -125 <= x <= 0, as a weight: degree 4.
+DEVICE float exp2w(float x) {
+    float t = x + MAGIC, r = x - (t - MAGIC);
+    float y = bits_float(0x3C1D0C02) * r + bits_float(0x3D64FE59);
+    y = y * r + bits_float(0x3E760193);
+    y = y * r + bits_float(0x3F317096);
+    y = y * r + 1.0f;
+    return bits_float(float_bits(y) + (float_bits(t) << 23));
+}
+
+// The same to full precision: degree 5.
+DEVICE float exp2f_law(float x) {
+    float t = x + MAGIC, r = x - (t - MAGIC);
+    float y = bits_float(0x3AADFE47) * r + bits_float(0x3C1E7726);
+    y = y * r + bits_float(0x3D635B15);
+    y = y * r + bits_float(0x3E75FCD9);
+    y = y * r + bits_float(0x3F317216);
+    y = y * r + 1.0f;
+    return bits_float(float_bits(y) + (float_bits(t) << 23));
+}
+
+// 2^-distance up to 64, 0 beyond.
+DEVICE float pow2(float distance) { return distance <= 64.0f ? exp2i(-(int)distance) : 0.0f; }
+
+DEVICE float rcp(float x) {
+    float y = bits_float(0x7EF311C7u - float_bits(x));
+#pragma unroll
+    for (int i = 0; i < 4; i++) y = y * (2.0f - x * y);
+    return y;
+}
+
+DEVICE float softcap(float s, float inner, float outer) {
+    float e = exp2f_law(fmaxf(-(fabsf(s) * inner), -125.0f));
+    return copysignf(((1.0f - e) * rcp(1.0f + e)) * outer, s);
+}
+
+// ln(l·2^m).
+DEVICE float log_sum(float m, float l) {
+    int i = (int)float_bits(l) - 0x3F3504F3;
+    float u = bits_float((u32)((i & 0x7FFFFF) + 0x3F3504F3)) - 1.0f;
+    float y = bits_float(0x3E090EF7) * u + bits_float(0xBE607D7C);
+    y = y * u + bits_float(0x3E5F6D97);
+    y = y * u + bits_float(0xBE72988E);
+    y = y * u + bits_float(0x3E931B3E);
+    y = y * u + bits_float(0xBEB8BC98);
+    y = y * u + bits_float(0x3EF63E7D);
+    y = y * u + bits_float(0xBF38AA18);
+    y = y * u + bits_float(0x3FB8AA36);
+    y = y * u;
+    return ((m + (float)(i >> 23)) + y) * bits_float(0x3F317218);
+}

@@ -1,0 +1,148 @@
+// One function per instruction that C++ has no name for. Nothing here knows about attention.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE static __device__ __forceinline__
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define ATTN_BULK 1  // the bulk copy engine
+#else
+#define ATTN_BULK 0
+#endif
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+DEVICE float bits_float(u32 x) { return __uint_as_float(x); }
+DEVICE u32 float_bits(float x) { return __float_as_uint(x); }
+
+DEVICE float half_float(u32 h) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)h));
+    return x;
+}
+
+// ---- shared memory ----
+
+DEVICE u32 lds32(u32 at) { u32 x; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at)); return x; }
+DEVICE u32 lds16(u32 at) { u16 x; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at)); return x; }
+DEVICE uint2 lds64(u32 at) {
+    uint2 x;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at));
+    return x;
+}
+DEVICE float4 lds128(u32 at) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at));
+    return x;
+}
+DEVICE void sts32(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;" :: "r"(at), "r"(x)); }
+DEVICE void sts64(u32 at, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(at), "f"(x), "f"(y)); }
+DEVICE void sts128(u32 at, float4 x) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w));
+}
+
+// Each lane of an 8-lane group names a 16-byte row; lane 4r + c receives bytes 4c..4c+3 of row r of each matrix.
+DEVICE void ldmatrix_x1(u32 (&x)[1], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(x[0]) : "r"(at));
+}
+DEVICE void ldmatrix_x2(u32 (&x)[2], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(at));
+}
+DEVICE void ldmatrix_x4(u32 (&x)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at));
+}
+DEVICE void ldmatrix_x4_trans(u32 (&x)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at));
+}
+
+// ---- tensor cores: c += a·b; c[0], c[1] are row lane/4, c[2], c[3] row lane/4 + 8; columns 2·(lane%4) + {0, 1} ----
+
+DEVICE void mma_s8_k32(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE void mma_s8_k16(int (&c)[4], u32 a0, u32 a1, u32 b0) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
+}
+DEVICE void mma_u8s8_k32(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// c + a.lo·b0 + a.hi·b1 of u16 by s8, and c + a.lo·b2 + a.hi·b3 of u16 by u8.
+DEVICE int dot2_s8_low(u32 a, u32 b, int c) {
+    int d;
+    asm("dp2a.lo.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+DEVICE int dot2_u8_high(u32 a, u32 b, int c) {
+    u32 d;
+    asm("dp2a.hi.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"((u32)c));
+    return (int)d;
+}
+
+DEVICE u32 warp_max(u32 x) {
+    u32 y;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+// ---- barriers and copies to shared memory ----
+
+DEVICE void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+DEVICE void barrier_init_fence() {
+#if ATTN_BULK
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" :: "r"(barrier) : "memory");
+}
+DEVICE bool barrier_test(u32 barrier, u32 parity) {
+    u32 done;
+#if ATTN_BULK
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#else
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#endif
+    return done != 0;
+}
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+    while (!barrier_test(barrier, parity)) {
+    }
+}
+
+DEVICE void copy16_async(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+}
+// The barrier sees one arrival of this thread once its copies so far have landed.
+DEVICE void copy_async_arrive(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
+}
+
+#if ATTN_BULK
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" :: "r"(barrier), "r"(bytes) : "memory");
+}
+// The cache is read once: it should not push anything else out of L2.
+DEVICE u64 evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+#endif

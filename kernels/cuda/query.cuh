@@ -1,0 +1,59 @@
+// A warp's query rows as the left operand of the first product: two planes of 7 bits, q15 = 128·hi + lo, of 8 rows fill the 16
+// rows of one MMA tile (hi above, lo below), so that both halves of a score come out in one thread.
+#pragma once
+#include "config.cuh"
+
+struct Query {
+    u32 plane[G][PANELS][2];      // per 16 dims: hi, lo of row lane/4, dims 4·(lane%4) + {0, 1, 2, 3}
+    float scale[G];               // 2^-e of row lane/4
+    int centre[G][K_GROUPS][2];   // int4: -8·Σhi, -8·Σlo per group, where the accumulators start
+    float sum[G][K_GROUPS];       // int4 groups: Σ q15
+};
+
+// The dims of a lane's four elements of a panel. Head_dim 80 in int4 ends in a panel whose rows are 8 bytes wide.
+DEVICE int panel_dim(int panel, int c, int i) {
+    if (K_INT4 && D == 80 && panel == 4) return 64 + 2 * c + (i & 1) + (i & 2) * 4;
+    return panel * 16 + 4 * c + i;
+}
+
+// Four rounded elements (low 16 bits of MAGIC_BITS + q15) to their planes.
+DEVICE void split_planes(u32 x0, u32 x1, u32 x2, u32 x3, u32& hi, u32& lo) {
+    u32 a = __byte_perm(x0, x1, 0x5410), b = __byte_perm(x2, x3, 0x5410);
+    lo = __byte_perm(a, b, 0x6420) & 0x7f7f7f7f;
+    hi = __byte_perm(a << 1, b << 1, 0x7531);
+}
+
+// Section 2's `plane` of rows whose elements load(panel, i) gives.
+template <class Load> DEVICE void quantize(Query& q, int g, Load load) {
+    float x[PANELS][4], amax = 0.0f;
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++) {
+        load(panel, x[panel]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) amax = fmaxf(amax, fabsf(x[panel][i]));
+    }
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+    int e = amax == 0.0f ? 0 : min(max(13 - exponent(amax * bits_float(0x3F800200)), -70), 60);
+    float up = exp2i(e);
+    q.scale[g] = exp2i(-e);
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++) {
+        u32 r[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) r[i] = float_bits(fmaf(x[panel][i], up, MAGIC));
+        split_planes(r[0], r[1], r[2], r[3], q.plane[g][panel][0], q.plane[g][panel][1]);
+    }
+    if constexpr (K_INT4) {
+#pragma unroll
+        for (int group = 0; group < K_GROUPS; group++) {
+            int c[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int panel = group * PANELS / K_GROUPS; panel < (group + 1) * PANELS / K_GROUPS; panel++)
+                mma_s8_k16(c, q.plane[g][panel][0], q.plane[g][panel][1], 0xF8F8F8F8u);
+            q.centre[g][group][0] = c[0];
+            q.centre[g][group][1] = c[2];
+            q.sum[g][group] = (float)-((c[0] * 128 + c[2]) >> 3);
+        }
+    }
+}

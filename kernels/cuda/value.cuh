@@ -1,0 +1,222 @@
+// Sections 4 and 5: weights of a tile's tokens, the second product, and the fold into the segment's state.
+#pragma once
+#include "score.cuh"
+
+struct State {
+    float m[G], l[G];           // of row lane/4
+    float o[G][D / 8][2];       // dims 8j + 2·(lane%4) + {0, 1}
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            m[g] = MINUS_INFINITY;
+            l[g] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < D / 8; j++) o[g][j][0] = o[g][j][1] = 0.0f;
+        }
+    }
+};
+
+// What a tile does to a state: both sides' powers of two.
+struct Rescale {
+    float alpha[G], beta[G];
+};
+
+DEVICE float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+DEVICE int quad_sum(int x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Scores to weights p in place; m and l of the state move on, O waits for its tile.
+template <class Seen> DEVICE void soften(float (&s)[G][16], const float (&scale)[G], bool full, Seen seen, State& state, Rescale& r) {
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        if (!full) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) s[g][i] = seen(g, i) ? s[g][i] : MINUS_INFINITY;
+        }
+        float top = s[g][0];
+#pragma unroll
+        for (int i = 1; i < 16; i++) top = fmaxf(top, s[g][i]);
+        float m = ceilf(quad_max(top) * scale[g]);
+        bool some = full || m > MINUS_INFINITY;
+        float from = some ? m : 0.0f;
+        int l = 0;
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float p = exp2w(fmaxf(fmaf(s[g][i], scale[g], -from), -125.0f));
+            if (!full) p = s[g][i] > MINUS_INFINITY ? p : 0.0f;
+            s[g][i] = p;
+            l += (int)float_bits(p + 2.0f);
+        }
+        l = quad_sum(l);  // sixteen times the bits of 2.0 are 0 modulo 2^32
+        float top_m = some ? fmaxf(state.m[g], m) : state.m[g];
+        r.alpha[g] = some ? pow2(top_m - state.m[g]) : 1.0f;
+        r.beta[g] = some ? pow2(top_m - m) : -0.0f;  // adds a zero that changes not even a zero's sign
+        state.l[g] = fmaf((float)l, exp2i(-22) * r.beta[g], state.l[g] * r.alpha[g]);
+        state.m[g] = top_m;
+    }
+}
+
+// Converts a tile's V parameters once for the warp: scale·2^f, f chosen by the largest; shifts as 16-bit integers, pairs of
+// tokens as {hi, hi, lo, lo}.
+struct VScales {
+    float down[V_GROUPS];        // 2^-f
+    float shift_down[V_GROUPS];  // 2^(-15-h)
+};
+
+DEVICE void prepare_v(u32 stage, u32 scratch, int tokens, int lane, VScales& v) {
+    int t = 2 * lane;
+    bool in0 = t < tokens, in1 = t + 1 < tokens;
+    if constexpr (V_SCHEME == INT8_TENSOR) {
+        sts64(scratch + t * 4, in0 ? 32768.0f : 0.0f, in1 ? 32768.0f : 0.0f);
+        v.down[0] = exp2i(-15);
+    } else {
+        u32 block = stage + t / BLOCK * V_PART + V_CODES;
+#pragma unroll
+        for (int group = 0; group < V_GROUPS; group++) {
+            float s0, s1, h0 = 0.0f, h1 = 0.0f;
+            if constexpr (V_INT4) {
+                uint2 x = lds64(block + (group * BLOCK + t % BLOCK) * 4);
+                s0 = in0 ? half_float(x.x & 0xffff) : 0.0f;
+                s1 = in1 ? half_float(x.y & 0xffff) : 0.0f;
+                h0 = in0 ? fmaf(8.0f, s0, half_float(x.x >> 16)) : 0.0f;
+                h1 = in1 ? fmaf(8.0f, s1, half_float(x.y >> 16)) : 0.0f;
+            } else {
+                u32 x = lds32(block + (group * BLOCK + t % BLOCK) * 2);
+                s0 = in0 ? half_float(x & 0xffff) : 0.0f;
+                s1 = in1 ? half_float(x >> 16) : 0.0f;
+            }
+            float largest = bits_float(warp_max(float_bits(fmaxf(s0, s1))));
+            int f = largest == 0.0f ? 0 : 15 - exponent(largest);
+            v.down[group] = exp2i(-f);
+            sts64(scratch + (group * TILE + t) * 4, s0 * exp2i(f), s1 * exp2i(f));
+            if constexpr (V_INT4) {
+                largest = bits_float(warp_max(float_bits(fmaxf(fabsf(h0), fabsf(h1)))));
+                int h = largest == 0.0f ? 0 : 14 - exponent(largest);
+                v.shift_down[group] = exp2i(-15 - h);
+                u32 x0 = float_bits(fmaf(h0, exp2i(h), MAGIC)), x1 = float_bits(fmaf(h1, exp2i(h), MAGIC));
+                sts32(scratch + V_GROUPS * TILE * 4 + (group * TILE / 2 + lane) * 4, __byte_perm(x0, x1, 0x4051));
+            }
+        }
+    }
+    __syncwarp();
+}
+
+// b[panel]: 16 tokens of V, transposed, of 8 dims: bytes 4·(lane%4) + {0..3} in slot order, dim lane/4.
+DEVICE void load_v8(u32 stage, int j, int lane, u32 (&b)[4]) {
+    constexpr int IN_BLOCK = BLOCK / 16;
+    int panel = lane / 8;
+    ldmatrix_x4(b, stage + panel / IN_BLOCK * V_PART + (panel % IN_BLOCK * D + 8 * j + lane % 8) * 16);
+}
+DEVICE void load_v4(u32 stage, int j, int lane, u32 (&b0)[4], u32 (&b1)[4]) {
+    constexpr int IN_BLOCK = BLOCK / 32;
+    int panel = lane / 8 % 2;
+    u32 x[4];
+    ldmatrix_x4(x, stage + panel / IN_BLOCK * V_PART + (panel % IN_BLOCK * D + 8 * (j + lane / 16) + lane % 8) * 16);
+    unpack4(x[0], b0[0], b0[1]);
+    unpack4(x[1], b0[2], b0[3]);
+    unpack4(x[2], b1[0], b1[1]);
+    unpack4(x[3], b1[2], b1[3]);
+}
+
+// The weights of one row group as left operand: two planes of 8 bits, hi above, lo below.
+struct Weights {
+    u32 plane[4][2];  // per 16 tokens
+    int centre[2];    // int4: -8·Σhi, -8·Σlo
+    float shift;      // int4: Σ p·shift
+};
+
+DEVICE void weigh(const float (&p)[16], u32 scratch, int group, const VScales& v, int lane, Weights& w) {
+    int c = lane % 4;
+#pragma unroll
+    for (int panel = 0; panel < 4; panel++) {
+        u32 x[4];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            uint2 scale = lds64(scratch + (group * TILE + 16 * panel + 8 * h + 2 * c) * 4);
+            const float* q = &p[4 * panel + 2 * h];
+            x[2 * h] = float_bits(q[0] * bits_float(scale.x) + 8388608.0f);
+            x[2 * h + 1] = float_bits(q[1] * bits_float(scale.y) + 8388608.0f);
+        }
+        u32 a = __byte_perm(x[0], x[1], 0x5140), b = __byte_perm(x[2], x[3], 0x5140);
+        w.plane[panel][0] = __byte_perm(a, b, 0x7632);
+        w.plane[panel][1] = __byte_perm(a, b, 0x5410);
+    }
+    if constexpr (V_INT4) {
+        int k[4] = {0, 0, 0, 0};
+        mma_u8s8_k32(k, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], 0xF8F8F8F8u, 0xF8F8F8F8u);
+        mma_u8s8_k32(k, w.plane[2][0], w.plane[2][1], w.plane[3][0], w.plane[3][1], 0xF8F8F8F8u, 0xF8F8F8F8u);
+        w.centre[0] = k[0];
+        w.centre[1] = k[2];
+        int hi = 0, lo = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            u32 shifts = lds32(scratch + V_GROUPS * TILE * 4 + (group * TILE / 2 + 4 * i + c) * 4);
+            u32 p15 = __byte_perm(float_bits(p[2 * i] + 256.0f), float_bits(p[2 * i + 1] + 256.0f), 0x5410);
+            hi = dot2_s8_low(p15, shifts, hi);
+            lo = dot2_u8_high(p15, shifts, lo);
+        }
+        w.shift = fmaf((float)quad_sum(hi), 256.0f, (float)quad_sum(lo)) * v.shift_down[group];
+    }
+}
+
+// O of dims 8j.. of one row group: the tile's integers, scaled, folded into the state.
+DEVICE void fold8(State& state, int g, int j, const u32 (&b)[4], const Weights& w, float down, const Rescale& r, bool rescale) {
+    int c[4] = {0, 0, 0, 0};
+    if constexpr (V_INT4) {
+        c[0] = c[1] = w.centre[0];
+        c[2] = c[3] = w.centre[1];
+    }
+    mma_u8s8_k32(c, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], b[0], b[1]);
+    mma_u8s8_k32(c, w.plane[2][0], w.plane[2][1], w.plane[3][0], w.plane[3][1], b[2], b[3]);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float sum = (float)(c[i] * 256 + c[i + 2]), o = state.o[g][j][i];
+        if (rescale) o = o * r.alpha[g];
+        if constexpr (V_INT4) state.o[g][j][i] = fmaf(fmaf(sum, down, w.shift), r.beta[g], o);
+        else state.o[g][j][i] = fmaf(sum, down * r.beta[g], o);
+    }
+}
+
+DEVICE void fold_values(u32 stage, u32 scratch, int tokens, const float (&p)[G][16], const Rescale& r, int lane, State& state) {
+    VScales v;
+    prepare_v(stage, scratch, tokens, lane, v);
+    bool moved = false;
+#pragma unroll
+    for (int g = 0; g < G; g++) moved |= r.alpha[g] != 1.0f;
+    if (__any_sync(~0u, moved)) {
+#pragma unroll
+        for (int g = 0; g < G; g++)
+#pragma unroll
+            for (int j = 0; j < D / 8; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) state.o[g][j][i] = state.o[g][j][i] * r.alpha[g];
+    }
+#pragma unroll
+    for (int group = 0; group < V_GROUPS; group++) {
+        Weights w[G];
+#pragma unroll
+        for (int g = 0; g < G; g++) weigh(p[g], scratch, group, v, lane, w[g]);
+        constexpr int TILES = D / 8 / V_GROUPS;
+#pragma unroll
+        for (int j = group * TILES; j < (group + 1) * TILES; j += 2) {
+            u32 b[2][4];
+            if constexpr (V_INT4) {
+                load_v4(stage, j, lane, b[0], b[1]);
+            } else {
+                load_v8(stage, j, lane, b[0]);
+                load_v8(stage, j + 1, lane, b[1]);
+            }
+#pragma unroll
+            for (int g = 0; g < G; g++) {
+                fold8(state, g, j, b[0], w[g], v.down[group], r, false);
+                fold8(state, g, j + 1, b[1], w[g], v.down[group], r, false);
+            }
+        }
+    }
+}
