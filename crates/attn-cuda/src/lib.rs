@@ -1,27 +1,31 @@
-//! The cuda backend of `attn`: so far it only looks for its device, and says what it found.
+//! Decode attention on NVIDIA GPUs (compute capability 8.0 and newer).
 //!
-//! Kernels are not part of this version; [`open`] therefore always refuses, and names the reason.
+//! [`open`] gives the backend behind the common trait; [`CudaBackend`] adds the [`native`] entry for engines: the caller's
+//! stream and buffers, nothing allocated or synchronized. Reading order: [`geometry`] (how a kernel is shaped), [`instance`]
+//! (which kernel), [`images`] (where it comes from), [`native`]; the kernels lie in `kernels/cuda`.
+//!
+//! Integer formats give the reference's bits (`docs/arithmetic.md`); `docs/cuda.md` says what each machine needs.
+
+mod backend;
+mod device;
+pub mod geometry;
+pub mod images;
+pub mod instance;
+pub mod native;
+pub mod nvrtc;
+pub mod params;
+mod store;
 
 use attn_core::{DecodeAttention, Unsupported};
 
-/// The library whose absence means that there is no device.
-const LOADER: &str = "libcuda.so.1";
+pub use backend::CudaBackend;
+pub use device::CudaError;
+pub use store::CudaPages;
 
-/// Looks for the device; never panics.
+/// Opens the first GPU; never panics.
 ///
 /// # Errors
-/// [`Unsupported::Absent`]: without the NVIDIA driver that is the reason, with it that this version has no kernels.
+/// [`Unsupported::Absent`] with what is missing and what mends it.
 pub fn open() -> Result<Box<dyn DecodeAttention>, Unsupported> {
-    // SAFETY: loading runs the library's initializers; libcuda.so.1 is the system's own, made to be loaded by any process.
-    let reason = match unsafe { libloading::Library::new(LOADER) } {
-        Err(error) => format!("no NVIDIA driver: {error}"),
-        Ok(_) => {
-            format!("found the NVIDIA driver ({LOADER}), but this version has no cuda kernels yet")
-        }
-    };
-    Err(Unsupported::Absent {
-        backend: "cuda",
-        reason,
-        next_step: "install the NVIDIA driver, or use backend \"cpu\"".into(),
-    })
+    Ok(Box::new(CudaBackend::open()?))
 }

@@ -1,0 +1,300 @@
+//! One NVIDIA GPU: found without panicking, its kernels loaded once, its scratch memory kept.
+
+use std::{
+    collections::HashMap,
+    env,
+    ffi::c_void,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use attn_core::{DeviceInfo, Error, Unsupported};
+use cudarc::{
+    driver::{
+        CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DriverError,
+        result, sys,
+    },
+    nvrtc::Ptx,
+};
+
+use crate::{
+    images::{self, ImageError, Origin},
+    instance::{Arch, Instance},
+};
+
+/// What the driver or the compiler said.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// The driver's own error.
+    #[error("the driver said {0}")]
+    Driver(#[from] DriverError),
+    /// No image of a kernel.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// A kernel and this program disagree about its shared memory.
+    #[error(
+        "the kernel exports {kernel} bytes of shared memory, the host computes {host}; kernels/cuda and attn-cuda are of different versions"
+    )]
+    SharedBytes {
+        /// Of the image.
+        kernel: usize,
+        /// Of `Geometry`.
+        host: usize,
+    },
+    /// `ATTN_CHECK=1` found inputs that decode cannot survive.
+    #[error(
+        "ATTN_CHECK: {what}[{index}] is {value}, allowed {allowed}; correct the caller's device buffer"
+    )]
+    Check {
+        /// Which buffer.
+        what: &'static str,
+        /// Flat index into it.
+        index: usize,
+        /// What it holds.
+        value: String,
+        /// What it may hold.
+        allowed: String,
+    },
+}
+
+/// Names what was being done when the device failed.
+pub(crate) fn failed<E: Into<CudaError>>(doing: &'static str) -> impl FnOnce(E) -> Error {
+    move |error| Error::Device {
+        backend: "cuda",
+        doing,
+        source: Box::new(error.into()),
+    }
+}
+
+fn absent(reason: String, next_step: &str) -> Unsupported {
+    Unsupported::Absent {
+        backend: "cuda",
+        reason,
+        next_step: next_step.to_owned(),
+    }
+}
+
+/// A loaded kernel.
+#[derive(Debug)]
+pub(crate) struct Kernel {
+    function: CudaFunction,
+    shared_bytes: usize,
+}
+
+/// Device memory that host calls reuse; grows, never shrinks.
+#[derive(Debug, Default)]
+pub(crate) struct Arena(Option<CudaSlice<u8>>);
+
+/// A GPU and what is loaded on it.
+#[derive(Debug)]
+pub(crate) struct Device {
+    pub(crate) context: Arc<CudaContext>,
+    pub(crate) stream: Arc<CudaStream>,
+    pub(crate) arch: Arch,
+    pub(crate) shared_limit: usize,
+    pub(crate) ctas: usize,
+    pub(crate) check: Option<CudaSlice<u8>>,
+    pub(crate) info: DeviceInfo,
+    kernels: Mutex<HashMap<Instance, Arc<Kernel>>>,
+    arena: Mutex<Arena>,
+}
+
+/// Oldest driver whose CUDA version the bindings know.
+const MIN_DRIVER: i32 = 12000;
+
+impl Device {
+    /// Opens GPU `ordinal` (`CUDA_VISIBLE_DEVICES` decides which that is); never panics.
+    pub(crate) fn open(ordinal: usize) -> Result<Self, Unsupported> {
+        // SAFETY: loading libcuda runs its initializers; the system's driver is made to be loaded by any process.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(absent(
+                "no NVIDIA driver: libcuda.so.1 is not on the library path".into(),
+                "install the NVIDIA driver, or use backend \"wgpu\" or \"cpu\"",
+            ));
+        }
+        let mut version = 0;
+        // SAFETY: cuDriverGetVersion writes one int and needs no initialization.
+        let _ = unsafe { sys::cuDriverGetVersion(&mut version) };
+        if version < MIN_DRIVER {
+            return Err(absent(
+                format!(
+                    "the NVIDIA driver is made for CUDA {}.{}, and 12.0 is needed",
+                    version / 1000,
+                    version % 1000 / 10
+                ),
+                "install driver 525 or newer",
+            ));
+        }
+        let refuse = |error: DriverError| {
+            absent(
+                format!("the NVIDIA driver refuses: {error}"),
+                "see `nvidia-smi` and CUDA_VISIBLE_DEVICES, or use backend \"cpu\"",
+            )
+        };
+        let context = CudaContext::new(ordinal).map_err(refuse)?;
+        let (major, minor) = context.compute_capability().map_err(refuse)?;
+        let native = Arch::of(major, minor).ok_or_else(|| {
+            absent(
+                format!("the GPU has compute capability {major}.{minor}, and 8.0 is needed"),
+                "use backend \"wgpu\" or \"cpu\"",
+            )
+        })?;
+        let arch = match env::var("ATTN_CUDA_ARCH")
+            .ok()
+            .filter(|name| !name.is_empty())
+        {
+            None => native,
+            Some(name) => Arch::from_name(&name).ok_or_else(|| {
+                absent(
+                    format!("ATTN_CUDA_ARCH is {name}"),
+                    "allowed: sm_80, sm_90a, compute_80",
+                )
+            })?,
+        };
+        if images::embedded_count() == 0
+            && let Err(error) = images::compiler()
+            && images::cache_dir().is_none_or(|dir| !dir.is_dir())
+        {
+            return Err(absent(error.to_string(), "then try again"));
+        }
+        let attribute = |what| context.attribute(what).map_err(refuse);
+        use sys::CUdevice_attribute as Attribute;
+        let optin =
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
+        let ctas = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+        // SAFETY: this context's slices are used on one stream only, or by callers who order their streams themselves.
+        unsafe { context.disable_event_tracking() };
+        let stream = context.new_stream().map_err(refuse)?;
+        let check = env::var("ATTN_CHECK").is_ok_and(|v| v == "1");
+        let check = check
+            .then(|| stream.alloc_zeros(16))
+            .transpose()
+            .map_err(refuse)?;
+        let info = DeviceInfo {
+            backend: "cuda",
+            name: context.name().map_err(refuse)?,
+            detail: format!(
+                "{} kernels, {ctas} SMs, driver for CUDA {}.{}",
+                arch.name(),
+                version / 1000,
+                version % 1000 / 10
+            ),
+        };
+        Ok(Device {
+            stream,
+            arch,
+            shared_limit: optin.min(arch.shared_limit()),
+            ctas,
+            check,
+            info,
+            kernels: Mutex::default(),
+            arena: Mutex::default(),
+            context,
+        })
+    }
+
+    /// The kernel of an instance, loaded at its first use; `shared_bytes` is its dynamic shared memory by the host's formula.
+    pub(crate) fn kernel(
+        &self,
+        instance: &Instance,
+        shared_bytes: usize,
+    ) -> Result<Arc<Kernel>, Error> {
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kernel) = kernels.get(instance) {
+            return Ok(kernel.clone());
+        }
+        let kernel = self
+            .load(instance, shared_bytes)
+            .map_err(failed("loading a kernel"))?;
+        let kernel = Arc::new(kernel);
+        kernels.insert(*instance, kernel.clone());
+        Ok(kernel)
+    }
+
+    fn load(&self, instance: &Instance, shared_bytes: usize) -> Result<Kernel, CudaError> {
+        let (image, origin) = images::image(instance, self.arch, false)?;
+        let module = match self.context.load_module(Ptx::from_binary(image)) {
+            // Another driver's or compiler's entry, perhaps: once more from the source.
+            Err(_) if origin == Origin::Cached => {
+                let (image, _) = images::image(instance, self.arch, true)?;
+                self.context.load_module(Ptx::from_binary(image))?
+            }
+            loaded => loaded?,
+        };
+        if let Some(kernel) = self.exported(&module, "attn_shared_bytes")
+            && kernel != shared_bytes
+        {
+            return Err(CudaError::SharedBytes {
+                kernel,
+                host: shared_bytes,
+            });
+        }
+        let function = module.load_function(instance.entry())?;
+        if shared_bytes > 48 * 1024 {
+            function.set_attribute(
+                sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                shared_bytes as i32,
+            )?;
+        }
+        Ok(Kernel {
+            function,
+            shared_bytes,
+        })
+    }
+
+    /// An int that the module exports.
+    fn exported(&self, module: &Arc<CudaModule>, name: &str) -> Option<usize> {
+        let global = module.get_global(name, &self.stream).ok()?;
+        let mut bytes = [0u8; 4];
+        if global.len() != bytes.len() {
+            return None;
+        }
+        self.stream.memcpy_dtoh(&global, &mut bytes).ok()?;
+        self.stream.synchronize().ok()?;
+        Some(i32::from_le_bytes(bytes) as usize)
+    }
+
+    /// `bytes` of scratch memory and the lock that reserves them.
+    pub(crate) fn arena(&self, bytes: usize) -> Result<(u64, MutexGuard<'_, Arena>), DriverError> {
+        let mut arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
+        if arena.0.as_ref().is_none_or(|slice| slice.len() < bytes) {
+            // Frees the old one first, in stream order.
+            arena.0 = None;
+            // SAFETY: every user writes the parts that a kernel or a copy then reads.
+            arena.0 = Some(unsafe { self.stream.alloc(bytes.max(1 << 20).next_power_of_two()) }?);
+        }
+        let address = arena
+            .0
+            .as_ref()
+            .map_or(0, |slice| slice.device_ptr(&self.stream).0);
+        Ok((address, arena))
+    }
+}
+
+impl Kernel {
+    /// Enqueues the kernel.
+    ///
+    /// # Safety
+    /// `arguments` point to values of the kernel's parameter types, whose device addresses are valid for what the kernel does
+    /// until it has run on `stream`, a stream of the device's context, which is current.
+    pub(crate) unsafe fn launch(
+        &self,
+        stream: sys::CUstream,
+        grid: [usize; 3],
+        threads: usize,
+        arguments: &mut [*mut c_void],
+    ) -> Result<(), DriverError> {
+        let [x, y, z] = grid.map(|n| n as u32);
+        // SAFETY: the function belongs to a module that `self` keeps loaded; the rest is this function's contract.
+        unsafe {
+            result::launch_kernel(
+                self.function.cu_function(),
+                (x, y, z),
+                (threads as u32, 1, 1),
+                self.shared_bytes as u32,
+                stream,
+                arguments,
+            )
+        }
+    }
+}

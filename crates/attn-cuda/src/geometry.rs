@@ -1,0 +1,207 @@
+//! How a decode kernel is shaped for a problem: a pure table, which changes speed and never bits.
+
+use attn_core::{Int4Scale, Int8Scale, KvFormat, Scheme, arithmetic};
+
+/// Rows of one tensor-core tile: the two planes of 8 query rows fill the 16 rows of a fragment.
+pub const ROWS: usize = 8;
+
+/// Teams of warps in a CTA: each has a segment of the span, or a tile of the segment.
+pub const TEAMS: usize = arithmetic::SPAN;
+
+/// The shape of one CTA, fixed at compile time (`-D` macros of `decode.cu`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Geometry {
+    /// Row groups of 8 rows per warp: `ATTN_G`.
+    pub row_groups: usize,
+    /// Warps of a team, each with its own rows: `ATTN_WR`.
+    pub row_warps: usize,
+    /// Stages in flight per team: `ATTN_STAGES`.
+    pub stages: usize,
+}
+
+/// What one launch looks like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Launch {
+    /// Runs of rows per KV head.
+    pub row_blocks: usize,
+    /// Slots per (sequence, KV head, row block).
+    pub max_units: usize,
+    /// Whether a unit of work is a segment (few of them) or a span.
+    pub tile_split: bool,
+    /// CTAs.
+    pub grid: usize,
+}
+
+fn params_bytes(scheme: Scheme, head_dim: usize, tokens: usize) -> usize {
+    match scheme {
+        Scheme::Int8(Int8Scale::Tensor) | Scheme::F16 | Scheme::Bf16 | Scheme::Fp8E4m3 => 0,
+        Scheme::Int8(_) => scheme.groups(head_dim) * tokens * 2,
+        Scheme::Int4(Int4Scale::Groups(groups)) => groups as usize * tokens * 4,
+        Scheme::Int4(Int4Scale::Channel) => head_dim * 4,
+    }
+}
+
+impl Geometry {
+    /// For `rows` query rows per KV head, with `shared_limit` bytes of shared memory in a CTA; `None` if nothing fits.
+    pub fn choose(
+        rows: usize,
+        format: KvFormat,
+        head_dim: usize,
+        page_size: usize,
+        shared_limit: usize,
+    ) -> Option<Self> {
+        // Largest first; the first that the rows fill.
+        let shapes = [(2, 4), (2, 3), (2, 2), (2, 1), (1, 2), (1, 1)];
+        let wanted = match rows {
+            0..=8 => 5,
+            9..=16 if head_dim > 128 => 4,
+            9..=16 => 3,
+            17..=32 => 2,
+            33..=48 => 1,
+            _ => 0,
+        };
+        let fits = |(row_groups, row_warps): (usize, usize), least: usize| {
+            (least..=6)
+                .rev()
+                .map(|stages| Geometry {
+                    row_groups,
+                    row_warps,
+                    stages,
+                })
+                .find(|g| g.shared_bytes(format, head_dim, page_size) <= shared_limit)
+        };
+        let smaller = || shapes[wanted..].iter().copied();
+        smaller()
+            .find_map(|shape| fits(shape, 2))
+            .or_else(|| smaller().find_map(|shape| fits(shape, 1)))
+    }
+
+    /// Threads of a CTA.
+    pub fn threads(&self) -> usize {
+        32 * self.row_warps * TEAMS
+    }
+
+    /// Query rows of a CTA.
+    pub fn rows(&self) -> usize {
+        ROWS * self.row_groups * self.row_warps
+    }
+
+    /// Dynamic shared memory of a CTA: `SHARED_BYTES` of `config.cuh`, which the image also exports.
+    pub fn shared_bytes(&self, format: KvFormat, head_dim: usize, page_size: usize) -> usize {
+        let tile = arithmetic::TILE;
+        let block = if page_size == 0 || page_size > tile {
+            tile
+        } else {
+            page_size
+        };
+        let part = |scheme: Scheme| {
+            block * head_dim * scheme.code_bits() / 8 + params_bytes(scheme, head_dim, block)
+        };
+        let channel = format.k == Scheme::Int4(Int4Scale::Channel);
+        let int4 = |scheme: Scheme| scheme.code_bits() == 4;
+        let (k_groups, v_groups) = (format.k.groups(head_dim), format.v.groups(head_dim));
+        let tail = if channel {
+            (head_dim / 16).div_ceil(2) * tile * 16 + tile * 2
+        } else {
+            0
+        };
+        let stage = (part(format.k).max(part(format.v)) * (tile / block))
+            .max(tail)
+            .next_multiple_of(128);
+        let scratch_k = match (channel, int4(format.k)) {
+            (true, _) => (2 * head_dim * 4).max(tile * 4),
+            (false, true) => k_groups * tile * 8,
+            (false, false) => k_groups * tile * 4,
+        };
+        let scratch_v = v_groups * tile * (4 + if int4(format.v) { 2 } else { 0 });
+        let query = if channel {
+            self.rows() * (head_dim + 16) * 4
+        } else {
+            0
+        };
+        TEAMS * self.stages * stage
+            + TEAMS * self.rows() * (head_dim + 8) * 4
+            + TEAMS * self.rows() * 8
+            + query
+            + TEAMS * self.row_warps * (scratch_k + scratch_v)
+            + TEAMS * self.stages * 16
+            + 64
+    }
+
+    /// The launch for lengths up to `max_kv_len` on `ctas` CTAs.
+    pub fn launch(
+        &self,
+        rows: usize,
+        batch: usize,
+        num_kv_heads: usize,
+        max_kv_len: usize,
+        ctas: usize,
+    ) -> Launch {
+        let row_blocks = rows.div_ceil(self.rows());
+        let segments = max_segments(max_kv_len);
+        let spans = segments.div_ceil(arithmetic::SPAN);
+        let tile_split = batch * num_kv_heads * row_blocks * spans < ctas;
+        Launch {
+            row_blocks,
+            max_units: if tile_split { segments } else { spans },
+            tile_split,
+            grid: ctas,
+        }
+    }
+}
+
+impl Launch {
+    /// Slots for partial states.
+    pub fn slots(&self, batch: usize, num_kv_heads: usize) -> usize {
+        batch * num_kv_heads * self.row_blocks * self.max_units
+    }
+}
+
+/// The most segments of any length up to `max_kv_len`: their number falls back to 129 past 65536.
+pub fn max_segments(max_kv_len: usize) -> usize {
+    let tiles = max_kv_len.div_ceil(arithmetic::TILE);
+    tiles.div_ceil(4).clamp(1, 256)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_length_has_more_segments_than_the_maximum_says() {
+        let mut most = 1;
+        for kv_len in 0..300_000usize {
+            let tiles = kv_len.div_ceil(arithmetic::TILE);
+            most = most.max(tiles.div_ceil(arithmetic::segment_tiles(kv_len)));
+            assert!(most <= max_segments(kv_len), "{kv_len}");
+        }
+        assert_eq!((max_segments(0), max_segments(1 << 20)), (1, 256));
+    }
+
+    #[test]
+    fn every_problem_fits_shared_memory_and_covers_its_rows() {
+        for limit in [163 * 1024, 227 * 1024] {
+            for rows in 1..=1024 {
+                for dim in [64, 80, 96, 128, 192, 256] {
+                    for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::F16)] {
+                        let Some(g) = Geometry::choose(rows, format, dim, 64, limit) else {
+                            let largest = format == KvFormat::same(Scheme::F16) && dim == 256;
+                            assert!(largest && limit < 200 * 1024, "{format} {dim} {rows}");
+                            continue;
+                        };
+                        let launch = g.launch(rows, 3, 2, 5000, 132);
+                        assert!(launch.row_blocks * g.rows() >= rows, "{rows}");
+                        assert!(g.threads() <= 512 && g.shared_bytes(format, dim, 64) <= limit);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn short_batches_split_segments_by_tile() {
+        let g = Geometry::choose(4, KvFormat::INT8, 128, 64, 227 * 1024).unwrap();
+        assert!(g.launch(4, 1, 8, 1024, 132).tile_split);
+        assert!(!g.launch(4, 512, 1, 8192, 132).tile_split);
+    }
+}

@@ -1,0 +1,279 @@
+//! Which kernel a problem needs: its macros, what `decode.cu` covers, and the key of its image; shared by `build.rs`.
+
+use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
+
+use crate::geometry::Geometry;
+
+/// What an image is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Arch {
+    /// A100: machine code.
+    Sm80,
+    /// H100, H200: machine code.
+    Sm90a,
+    /// PTX that the driver compiles for every newer GPU.
+    Compute80,
+}
+
+impl Arch {
+    /// NVRTC's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Arch::Sm80 => "sm_80",
+            Arch::Sm90a => "sm_90a",
+            Arch::Compute80 => "compute_80",
+        }
+    }
+
+    /// By name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Arch::Sm80, Arch::Sm90a, Arch::Compute80]
+            .into_iter()
+            .find(|arch| arch.name() == name)
+    }
+
+    /// For a compute capability; `None` below 8.0.
+    pub fn of(major: i32, minor: i32) -> Option<Self> {
+        match (major, minor) {
+            (..=7, _) => None,
+            (8, 0) => Some(Arch::Sm80),
+            (9, 0) => Some(Arch::Sm90a),
+            _ => Some(Arch::Compute80),
+        }
+    }
+
+    /// Shared memory that the kernels of embedded images may use.
+    pub fn shared_limit(self) -> usize {
+        match self {
+            Arch::Sm90a => 227 * 1024,
+            Arch::Sm80 | Arch::Compute80 => 163 * 1024,
+        }
+    }
+}
+
+/// One kernel: a translation unit and its macros.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Instance {
+    /// `decode.cu`.
+    Decode {
+        /// What is stored.
+        format: KvFormat,
+        /// Elements per head.
+        head_dim: usize,
+        /// Tokens per page; 0 for strided views.
+        page_size: usize,
+        /// Shape of a CTA.
+        geometry: Geometry,
+        /// Whether window, soft cap and ALiBi are compiled in.
+        masks: bool,
+    },
+    /// `append.cu`.
+    Append {
+        /// What is stored.
+        format: KvFormat,
+        /// Elements per head.
+        head_dim: usize,
+        /// Tokens per page.
+        page_size: usize,
+    },
+    /// `check.cu`.
+    Check,
+}
+
+/// `ATTN_K` and `ATTN_V`.
+fn scheme_id(scheme: Scheme) -> usize {
+    match scheme {
+        Scheme::F16 => 0,
+        Scheme::Bf16 => 1,
+        Scheme::Fp8E4m3 => 2,
+        Scheme::Int8(Int8Scale::Token) => 3,
+        Scheme::Int8(Int8Scale::Group32) => 4,
+        Scheme::Int8(Int8Scale::Tensor) => 5,
+        Scheme::Int4(Int4Scale::Groups(_)) => 6,
+        Scheme::Int4(Int4Scale::Channel) => 7,
+    }
+}
+
+impl Instance {
+    /// The decode kernel of a problem; `None` if no shape of it fits `shared_limit`.
+    pub fn decode(
+        problem: &Problem,
+        format: KvFormat,
+        page_size: usize,
+        shared_limit: usize,
+    ) -> Option<Self> {
+        let rows = problem.heads_per_kv() * problem.q_len;
+        Some(Instance::Decode {
+            format,
+            head_dim: problem.head_dim,
+            page_size,
+            geometry: Geometry::choose(rows, format, problem.head_dim, page_size, shared_limit)?,
+            masks: problem.window_left.is_some()
+                || problem.softcap.is_some()
+                || problem.alibi_slopes.is_some(),
+        })
+    }
+
+    /// The translation unit.
+    pub fn unit(&self) -> &'static str {
+        match self {
+            Instance::Decode { .. } => "decode.cu",
+            Instance::Append { .. } => "append.cu",
+            Instance::Check => "check.cu",
+        }
+    }
+
+    /// The kernel's name.
+    pub fn entry(&self) -> &'static str {
+        match self {
+            Instance::Decode { .. } => "attn_decode",
+            Instance::Append { .. } => "attn_append",
+            Instance::Check => "attn_check",
+        }
+    }
+
+    fn macros(&self) -> Vec<(&'static str, usize)> {
+        let of_format = |format: KvFormat, head_dim, page_size| {
+            vec![
+                ("ATTN_K", scheme_id(format.k)),
+                ("ATTN_V", scheme_id(format.v)),
+                ("ATTN_K_GROUPS", format.k.groups(head_dim)),
+                ("ATTN_V_GROUPS", format.v.groups(head_dim)),
+                ("ATTN_D", head_dim),
+                ("ATTN_PAGE", page_size),
+            ]
+        };
+        match *self {
+            Instance::Decode {
+                format,
+                head_dim,
+                page_size,
+                geometry: g,
+                masks,
+            } => {
+                let mut all = of_format(format, head_dim, page_size);
+                all.extend([
+                    ("ATTN_G", g.row_groups),
+                    ("ATTN_WR", g.row_warps),
+                    ("ATTN_STAGES", g.stages),
+                    ("ATTN_CTAS", 1),
+                    ("ATTN_MASKS", usize::from(masks)),
+                ]);
+                all
+            }
+            Instance::Append {
+                format,
+                head_dim,
+                page_size,
+            } => of_format(format, head_dim, page_size),
+            Instance::Check => Vec::new(),
+        }
+    }
+
+    /// The compiler's options.
+    pub fn options(&self, arch: Arch) -> Vec<String> {
+        let mut options = vec![
+            format!("--gpu-architecture={}", arch.name()),
+            "--std=c++17".to_owned(),
+            "--fmad=false".to_owned(),
+        ];
+        // The law flushes what decode's merges flush; the quantizers of append keep subnormal inputs.
+        if matches!(self, Instance::Decode { .. }) {
+            options.push("--ftz=true".to_owned());
+        }
+        options.extend(
+            self.macros()
+                .iter()
+                .map(|(name, value)| format!("-D{name}={value}")),
+        );
+        options
+    }
+
+    /// The key of its image: a hash of every source, the unit and the options.
+    pub fn key(&self, sources: &[(&str, &str)], arch: Arch) -> u128 {
+        let mut text = String::new();
+        for (name, source) in sources {
+            text += &format!("{name}\0{source}\0");
+        }
+        text += self.unit();
+        for option in self.options(arch) {
+            text += &format!("\0{option}");
+        }
+        fnv128(text.as_bytes())
+    }
+}
+
+/// FNV-1a, 128 bits.
+pub fn fnv128(bytes: &[u8]) -> u128 {
+    bytes
+        .iter()
+        .fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d, |hash, byte| {
+            (hash ^ u128::from(*byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b)
+        })
+}
+
+/// What `decode.cu` covers; the same conditions as its `#error` lines.
+///
+/// # Errors
+/// What is not covered, and what is.
+pub fn covered(format: KvFormat, page_size: usize) -> Result<(), (String, String)> {
+    let built = || "int8 and int4 schemes for K and V, in pages".to_owned();
+    if !format.is_integer() {
+        return Err((format!("{format} cache"), built()));
+    }
+    if page_size == 0 {
+        return Err(("a contiguous view".to_owned(), built()));
+    }
+    Ok(())
+}
+
+/// The instances that `build.rs` embeds: presets and plain floats on pages of 64, few rows, and their appends.
+pub fn common(arch: Arch) -> Vec<Instance> {
+    let mut all = vec![Instance::Check];
+    for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::Bf16)] {
+        for head_dim in [64, 128] {
+            all.push(Instance::Append {
+                format,
+                head_dim,
+                page_size: 64,
+            });
+            for rows in [8, 16] {
+                let problem = Problem::new(rows, 1, head_dim, vec![1]);
+                let decode = Instance::decode(&problem, format, 64, arch.shared_limit());
+                all.extend(decode.filter(|_| covered(format, 64).is_ok()));
+            }
+        }
+    }
+    all.dedup();
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_differ_where_images_do() {
+        let mut keys: Vec<u128> = Vec::new();
+        for arch in [Arch::Sm80, Arch::Sm90a, Arch::Compute80] {
+            keys.extend(common(arch).iter().map(|i| i.key(&[("a.cu", "x")], arch)));
+        }
+        keys.push(Instance::Check.key(&[("a.cu", "y")], Arch::Sm80));
+        let count = keys.len();
+        keys.sort_unstable();
+        keys.dedup();
+        assert_eq!(keys.len(), count);
+    }
+
+    #[test]
+    fn capabilities_choose_their_images() {
+        let names: Vec<_> = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+            .map(|(a, b)| Arch::of(a, b).map(Arch::name))
+            .into();
+        let ptx = Some("compute_80");
+        assert_eq!(
+            names,
+            [None, Some("sm_80"), ptx, ptx, Some("sm_90a"), ptx, ptx]
+        );
+    }
+}

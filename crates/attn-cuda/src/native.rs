@@ -1,0 +1,557 @@
+//! The entry for inference engines: the caller's stream and device buffers; nothing allocated, nothing synchronized.
+//!
+//! [`CudaBackend::prepare`] loads the kernels and sizes the workspace once; [`CudaBackend::decode_on`] and
+//! [`CudaBackend::append_on`] only enqueue, so a CUDA graph can capture them and replay with longer `kv_lens`.
+
+use std::{ffi::c_void, sync::Arc};
+
+use attn_core::{
+    CacheConfig, Error, KvFormat, PageLayout, Problem, Unsupported, arithmetic::LOG2_E,
+};
+use cudarc::driver::{DevicePtr, DriverError, result, sys};
+
+use crate::{
+    CudaBackend,
+    device::{CudaError, Device, Kernel, failed},
+    geometry::{Geometry, Launch},
+    instance::{self, Instance},
+    params::{AppendParams, CheckParams, DecodeParams},
+};
+
+/// Threads of `append.cu` and `check.cu`.
+const APPEND_THREADS: usize = 128;
+
+/// Number format of K and V to append.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dtype {
+    /// Single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+/// A prepared decode launch: for one problem's heads and modifiers, and lengths up to the problem's longest.
+#[derive(Debug, Clone)]
+pub struct NativePlan {
+    problem: Problem,
+    format: KvFormat,
+    page_size: usize,
+    page_bytes: usize,
+    max_kv_len: usize,
+    geometry: Geometry,
+    launch: Launch,
+    kernel: Arc<Kernel>,
+    check: Option<Arc<Kernel>>,
+    /// Bytes of counters, at the workspace's start.
+    counters_bytes: usize,
+    ml_bytes: usize,
+    states_bytes: usize,
+}
+
+/// Where K and V of a decode launch lie.
+#[derive(Debug, Clone, Copy)]
+pub enum DeviceKv {
+    /// Native pages.
+    Paged {
+        /// The pool, `[page][kv_head][run]`.
+        pool: u64,
+        /// Pages in the pool.
+        num_pages: usize,
+        /// u32 `[batch][page_table_stride]`.
+        page_table: u64,
+        /// Entries per sequence: at least `max_kv_len / page_size`, rounded up.
+        page_table_stride: usize,
+        /// u32 `[batch]` for `Int4 Channel`, else 0.
+        tail_pages: u64,
+    },
+    /// Rows of a contiguous cache.
+    Strided {
+        /// K's codes and f16 scales (0 for schemes without).
+        k: [u64; 2],
+        /// V's.
+        v: [u64; 2],
+        /// Bytes from one sequence, KV head, token to the next, for K's and V's codes.
+        code_strides: [[usize; 3]; 2],
+        /// Elements likewise, for the scales.
+        scale_strides: [[usize; 3]; 2],
+    },
+}
+
+/// Device addresses of one decode launch.
+#[derive(Debug, Clone, Copy)]
+pub struct DecodeArgs {
+    /// f32 `[batch, q_len, num_q_heads, head_dim]`.
+    pub q: u64,
+    /// f32, likewise.
+    pub out: u64,
+    /// f32 `[batch, q_len, num_q_heads]`, or 0.
+    pub lse: u64,
+    /// K and V.
+    pub kv: DeviceKv,
+    /// i32 `[batch]`.
+    pub kv_lens: u64,
+    /// f32 `[num_kv_heads]` for schemes with a static scale, else 0.
+    pub k_tensor_scales: u64,
+    /// Likewise for V.
+    pub v_tensor_scales: u64,
+    /// f32 `[num_q_heads]`, each slope times log2 e rounded to f32 ([`alibi_slopes_log2`]); 0 without.
+    pub alibi_slopes: u64,
+    /// [`NativePlan::workspace_bytes`] bytes, aligned to 256, whose counters are zero.
+    pub workspace: u64,
+}
+
+/// Device addresses of one append launch: `tokens` new tokens for each of `batch` sequences.
+#[derive(Debug, Clone, Copy)]
+pub struct AppendArgs {
+    /// `[batch · tokens][num_kv_heads][head_dim]`.
+    pub k: u64,
+    /// Likewise.
+    pub v: u64,
+    /// Of `k` and `v`.
+    pub dtype: Dtype,
+    /// Elements from one token of K to the next.
+    pub k_token_stride: usize,
+    /// Of V.
+    pub v_token_stride: usize,
+    /// The pool.
+    pub pool: u64,
+    /// u32 `[batch][page_table_stride]`.
+    pub page_table: u64,
+    /// Entries per sequence.
+    pub page_table_stride: usize,
+    /// u32 `[batch]` for `Int4 Channel`, else 0.
+    pub tail_pages: u64,
+    /// i32 `[batch]`: lengths that count the new tokens already.
+    pub kv_lens: u64,
+    /// f32 `[num_kv_heads]`, or 0.
+    pub k_tensor_scales: u64,
+    /// f32 `[num_kv_heads]`, or 0.
+    pub v_tensor_scales: u64,
+    /// Sequences.
+    pub batch: usize,
+    /// New tokens of each.
+    pub tokens: usize,
+}
+
+/// A prepared append launch.
+#[derive(Debug, Clone)]
+pub struct NativeAppend {
+    layout: PageLayout,
+    kernel: Arc<Kernel>,
+}
+
+/// ALiBi slopes as the kernels take them: each times log2 e.
+pub fn alibi_slopes_log2(slopes: &[f32]) -> Vec<f32> {
+    slopes.iter().map(|slope| slope * LOG2_E).collect()
+}
+
+impl NativePlan {
+    /// Bytes of device memory that every launch needs, aligned to 256.
+    pub fn workspace_bytes(&self) -> usize {
+        self.counters_bytes + self.ml_bytes + self.states_bytes
+    }
+
+    /// Bytes at the workspace's start to zero once; launches leave them zero.
+    pub fn counters_bytes(&self) -> usize {
+        self.counters_bytes
+    }
+
+    /// The longest `kv_len` that a launch takes.
+    pub fn max_kv_len(&self) -> usize {
+        self.max_kv_len
+    }
+
+    /// CTAs of the launch.
+    pub fn grid(&self) -> usize {
+        self.launch.grid
+    }
+
+    fn params(&self, args: &DecodeArgs) -> DecodeParams {
+        let p = &self.problem;
+        let strides = |s: [usize; 3]| s.map(|x| x as i64);
+        let mut params = DecodeParams {
+            q: args.q,
+            out: args.out,
+            lse: args.lse,
+            kv_lens: args.kv_lens,
+            k_tensor_scales: args.k_tensor_scales,
+            v_tensor_scales: args.v_tensor_scales,
+            alibi_slopes: args.alibi_slopes,
+            counters: args.workspace,
+            state_ml: args.workspace + self.counters_bytes as u64,
+            states: args.workspace + (self.counters_bytes + self.ml_bytes) as u64,
+            log2_scale: p.softmax_scale * LOG2_E,
+            softcap_inner: p.softcap.map_or(0.0, |cap| 2.0 / cap),
+            softcap_outer: p.softcap.map_or(0.0, |cap| cap * LOG2_E),
+            batch: p.batch() as i32,
+            num_q_heads: p.num_q_heads as i32,
+            num_kv_heads: p.num_kv_heads as i32,
+            heads_per_kv: p.heads_per_kv() as i32,
+            q_len: p.q_len as i32,
+            row_blocks: self.launch.row_blocks as i32,
+            max_units: self.launch.max_units as i32,
+            window_left: p.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
+            causal: i32::from(p.causal),
+            tile_split: i32::from(self.launch.tile_split),
+            ..DecodeParams::default()
+        };
+        match args.kv {
+            DeviceKv::Paged {
+                pool,
+                page_table,
+                page_table_stride,
+                tail_pages,
+                ..
+            } => {
+                params.k = pool;
+                params.page_table = page_table;
+                params.page_table_stride = page_table_stride as i32;
+                params.tail_pages = tail_pages;
+                params.page_bytes = self.page_bytes as i32;
+            }
+            DeviceKv::Strided {
+                k,
+                v,
+                code_strides,
+                scale_strides,
+            } => {
+                [params.k, params.k_scales] = k;
+                [params.v, params.v_scales] = v;
+                [params.k_strides, params.v_strides] = code_strides.map(strides);
+                [params.k_scale_strides, params.v_scale_strides] = scale_strides.map(strides);
+            }
+        }
+        params
+    }
+}
+
+/// The instance, geometry and shared memory of a problem's kernel.
+pub(crate) fn choose(
+    device: &Device,
+    problem: &Problem,
+    format: KvFormat,
+    page_size: usize,
+) -> Result<(Instance, Geometry, usize), Unsupported> {
+    let refuse = |(what, built): (String, String)| Unsupported::NoKernel {
+        backend: "cuda",
+        what,
+        built,
+    };
+    instance::covered(format, page_size).map_err(refuse)?;
+    match Instance::decode(problem, format, page_size, device.shared_limit) {
+        Some(instance @ Instance::Decode { geometry, .. }) => {
+            let shared = geometry.shared_bytes(format, problem.head_dim, page_size);
+            Ok((instance, geometry, shared))
+        }
+        _ => Err(refuse((
+            format!(
+                "{format} with head_dim {} in {} KiB of shared memory",
+                problem.head_dim,
+                device.shared_limit / 1024
+            ),
+            "what fits, such as smaller head_dims".into(),
+        ))),
+    }
+}
+
+pub(crate) fn prepare(
+    device: &Device,
+    problem: &Problem,
+    format: KvFormat,
+    page_size: usize,
+) -> Result<NativePlan, Error> {
+    problem.check()?;
+    format.check(
+        problem.head_dim,
+        if page_size == 0 { 64 } else { page_size },
+    )?;
+    let (instance, geometry, shared) = choose(device, problem, format, page_size)?;
+    let kernel = device.kernel(&instance, shared)?;
+    let check = device
+        .check
+        .is_some()
+        .then(|| device.kernel(&Instance::Check, 0))
+        .transpose()?;
+    let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
+    let rows = problem.heads_per_kv() * problem.q_len;
+    let (batch, heads) = (problem.batch(), problem.num_kv_heads);
+    let launch = geometry.launch(rows, batch, heads, max_kv_len, device.ctas);
+    let slots = launch.slots(batch, heads);
+    let page_bytes = PageLayout {
+        format,
+        head_dim: problem.head_dim,
+        page_size,
+        num_kv_heads: heads,
+    }
+    .page_bytes();
+    let aligned = |bytes: usize| bytes.next_multiple_of(256);
+    Ok(NativePlan {
+        problem: problem.clone(),
+        format,
+        page_size,
+        page_bytes,
+        max_kv_len,
+        geometry,
+        launch,
+        kernel,
+        check,
+        counters_bytes: aligned(batch * heads * launch.row_blocks * 4),
+        ml_bytes: aligned(slots * geometry.rows() * 8),
+        states_bytes: aligned(slots * geometry.rows() * problem.head_dim * 4),
+    })
+}
+
+/// Enqueues one decode.
+///
+/// # Safety
+/// Those of [`CudaBackend::decode_on`]; the device's context is current.
+pub(crate) unsafe fn launch_decode(
+    device: &Device,
+    plan: &NativePlan,
+    stream: sys::CUstream,
+    args: &DecodeArgs,
+) -> Result<(), CudaError> {
+    if plan.problem.rows() == 0 {
+        return Ok(());
+    }
+    let mut params = plan.params(args);
+    if let (Some(kernel), Some(_)) = (&plan.check, &device.check) {
+        // SAFETY: this function's contract.
+        unsafe { check(device, plan, kernel, stream, &mut params, args) }?;
+    }
+    let mut arguments = [(&raw mut params).cast::<c_void>()];
+    // SAFETY:
+    // - Arguments: `attn_decode` takes one DecodeParams; its size and offsets are asserted in params.rs and check.cu.
+    // - Bounds, aliasing, lifetime: this function's contract.
+    unsafe {
+        plan.kernel.launch(
+            stream,
+            [plan.launch.grid, 1, 1],
+            plan.geometry.threads(),
+            &mut arguments,
+        )
+    }?;
+    Ok(())
+}
+
+/// Looks at the inputs on the device, and waits for the answer; passes while a graph is being captured.
+///
+/// # Safety
+/// Those of [`CudaBackend::decode_on`] but for the values it checks.
+unsafe fn check(
+    device: &Device,
+    plan: &NativePlan,
+    kernel: &Kernel,
+    stream: sys::CUstream,
+    params: &mut DecodeParams,
+    args: &DecodeArgs,
+) -> Result<(), CudaError> {
+    // SAFETY: the stream is alive by contract.
+    let status = unsafe { result::stream::is_capturing(stream) }?;
+    let Some(report) = device
+        .check
+        .as_ref()
+        .filter(|_| status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    else {
+        return Ok(());
+    };
+    let report = report.device_ptr(&device.stream).0;
+    let num_pages = match args.kv {
+        DeviceKv::Paged { num_pages, .. } => num_pages as u32,
+        DeviceKv::Strided { .. } => 0,
+    };
+    let mut limits = CheckParams {
+        report,
+        max_kv_len: plan.max_kv_len as i32,
+        num_pages,
+        page_size: plan.page_size as i32,
+        head_dim: plan.problem.head_dim as i32,
+        has_tail: i32::from(params.tail_pages != 0),
+        reserved: 0,
+    };
+    // SAFETY: `report` is 16 bytes of this device.
+    unsafe { result::memset_d8_async(report, 0, 16, stream) }?;
+    let mut arguments = [
+        std::ptr::from_mut(params).cast::<c_void>(),
+        (&raw mut limits).cast(),
+    ];
+    // SAFETY: `attn_check` takes these two blocks, asserted on both sides; it reads only what the contract names.
+    unsafe {
+        kernel.launch(
+            stream,
+            [plan.problem.batch(), 1, 1],
+            APPEND_THREADS,
+            &mut arguments,
+        )
+    }?;
+    let mut found = [0i32; 4];
+    // SAFETY: as above; `found` lives until the synchronization below.
+    unsafe { result::memcpy_dtoh_async(&mut found, report, stream) }?;
+    // SAFETY: the stream is alive by contract.
+    unsafe { result::stream::synchronize(stream) }?;
+    let [kind, index, value, limit] = found;
+    let error = |what, value: String, allowed: String| {
+        Err(CudaError::Check {
+            what,
+            index: index as usize,
+            value,
+            allowed,
+        })
+    };
+    match kind {
+        0 => Ok(()),
+        1 => error("kv_lens", value.to_string(), format!("0 to {limit}")),
+        2 => error(
+            "page_table",
+            (value as u32).to_string(),
+            format!("0 to {}, inside the table's rows", limit - 1),
+        ),
+        3 => error(
+            "tail_pages",
+            (value as u32).to_string(),
+            format!("0 to {}", limit - 1),
+        ),
+        _ => error(
+            "q",
+            f32::from_bits(value as u32).to_string(),
+            "finite, and at most 2^64 once scaled".into(),
+        ),
+    }
+}
+
+/// Enqueues one append.
+///
+/// # Safety
+/// Those of [`CudaBackend::append_on`]; the device's context is current.
+pub(crate) unsafe fn launch_append(
+    kernel: &Kernel,
+    layout: &PageLayout,
+    stream: sys::CUstream,
+    args: &AppendArgs,
+) -> Result<(), DriverError> {
+    if args.batch == 0 || args.tokens == 0 {
+        return Ok(());
+    }
+    let mut params = AppendParams {
+        k: args.k,
+        v: args.v,
+        pool: args.pool,
+        page_table: args.page_table,
+        tail_pages: args.tail_pages,
+        kv_lens: args.kv_lens,
+        k_tensor_scales: args.k_tensor_scales,
+        v_tensor_scales: args.v_tensor_scales,
+        k_token_stride: args.k_token_stride as i64,
+        v_token_stride: args.v_token_stride as i64,
+        tokens: args.tokens as i32,
+        num_kv_heads: layout.num_kv_heads as i32,
+        page_table_stride: args.page_table_stride as i32,
+        dtype: match args.dtype {
+            Dtype::F32 => 0,
+            Dtype::F16 => 1,
+            Dtype::Bf16 => 2,
+        },
+    };
+    // A first page may be open, so `tokens` touch up to this many.
+    let jobs = (args.tokens + layout.page_size - 2) / layout.page_size + 1;
+    let mut arguments = [(&raw mut params).cast::<c_void>()];
+    // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.
+    unsafe {
+        kernel.launch(
+            stream,
+            [jobs, layout.num_kv_heads, args.batch],
+            APPEND_THREADS,
+            &mut arguments,
+        )
+    }
+}
+
+impl CudaBackend {
+    /// Prepares decode launches for the problem's batch, heads and modifiers, and for lengths up to its longest.
+    ///
+    /// `page_size` is the pool's, 0 for strided caches. Loads (at first compiles) the kernel; not for use inside a capture.
+    ///
+    /// # Errors
+    /// Those of [`Problem::check`]; [`Unsupported`] without a kernel; [`Error::Device`].
+    pub fn prepare(
+        &self,
+        problem: &Problem,
+        format: KvFormat,
+        page_size: usize,
+    ) -> Result<NativePlan, Error> {
+        let bind = self.device.context.bind_to_thread();
+        bind.map_err(failed("binding the context"))?;
+        prepare(&self.device, problem, format, page_size)
+    }
+
+    /// Prepares append launches for caches of this shape.
+    ///
+    /// # Errors
+    /// Those of [`CacheConfig::check`]; [`Error::Device`].
+    pub fn prepare_append(&self, config: &CacheConfig) -> Result<NativeAppend, Error> {
+        config.check()?;
+        let instance = Instance::Append {
+            format: config.format,
+            head_dim: config.head_dim,
+            page_size: config.page_size,
+        };
+        Ok(NativeAppend {
+            layout: config.layout(),
+            kernel: self.device.kernel(&instance, 0)?,
+        })
+    }
+
+    /// Enqueues one decode step on the caller's stream. Allocates nothing, synchronizes nothing, and can be captured.
+    ///
+    /// With `ATTN_CHECK=1` in the environment of [`CudaBackend::open`], a checking launch goes first and is waited for.
+    ///
+    /// # Safety
+    /// - `stream` is a live `CUstream` of this backend's context (the device's primary one), which is current on this thread.
+    /// - Every address in `args` is device memory of the documented type and length, aligned to 16 bytes (`pool`, `workspace`: 256), and stays
+    ///   so until the work has run; `out`, `lse` and the workspace overlap nothing else that runs meanwhile.
+    /// - On the device, every `kv_lens` is 0 to [`NativePlan::max_kv_len`]; every page that a length reaches, and every tail page, is
+    ///   below the pool's `num_pages`; queries are finite and within `Error::QueryRange`; K and V were written by append.
+    /// - The workspace's first [`NativePlan::counters_bytes`] bytes were zeroed before its first launch, and again whenever
+    ///   another plan used it; launches that share a workspace do not overlap.
+    ///
+    /// # Errors
+    /// [`Error::Device`] with the driver's refusal, or with [`CudaError::Check`].
+    pub unsafe fn decode_on(
+        &self,
+        plan: &NativePlan,
+        stream: sys::CUstream,
+        args: &DecodeArgs,
+    ) -> Result<(), Error> {
+        // SAFETY: this function's contract.
+        unsafe { launch_decode(&self.device, plan, stream, args) }.map_err(failed("decoding"))
+    }
+
+    /// Enqueues the append of `tokens` new tokens to each sequence, sealing pages as they fill; positions come from `kv_lens` on the device.
+    ///
+    /// # Safety
+    /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes.
+    /// - On the device, every `kv_lens` counts the new tokens, and every page that they touch and every tail page is in the pool
+    ///   and belongs to its sequence alone; tokens arrive in order; K and V are finite.
+    ///
+    /// # Errors
+    /// [`Error::Device`] with the driver's refusal.
+    pub unsafe fn append_on(
+        &self,
+        append: &NativeAppend,
+        stream: sys::CUstream,
+        args: &AppendArgs,
+    ) -> Result<(), Error> {
+        // SAFETY: this function's contract.
+        unsafe { launch_append(&append.kernel, &append.layout, stream, args) }
+            .map_err(failed("appending"))
+    }
+}
+
+impl NativePlan {
+    /// What is stored.
+    pub fn format(&self) -> KvFormat {
+        self.format
+    }
+}

@@ -1,0 +1,302 @@
+//! NVRTC, the run-time kernel compiler: found, loaded and called; shared by `build.rs` and the run time.
+//!
+//! Searched in this order: `ATTN_NVRTC` (a file or a folder), the loader's own path, CUDA toolkits, Python wheels
+//! (`pip install nvidia-cuda-nvrtc`). `libnvrtc-builtins` must be loaded before a library that is opened by its path.
+
+use std::{
+    env,
+    ffi::{CStr, CString, c_char, c_int, c_void},
+    fs,
+    path::{Path, PathBuf},
+    ptr,
+};
+
+use libloading::Library;
+
+/// What mends the absence of the compiler.
+pub const NEXT_STEP: &str = "install it with `pip install nvidia-cuda-nvrtc` (driver 580 or newer) or `pip install nvidia-cuda-nvrtc-cu12`, \
+     or point ATTN_NVRTC at a folder that holds libnvrtc.so";
+
+/// The loaded compiler.
+#[derive(Debug)]
+pub struct Nvrtc {
+    library: Library,
+    _builtins: Option<Library>,
+    /// Where it was found.
+    pub path: PathBuf,
+    /// Its version.
+    pub version: (i32, i32),
+}
+
+type Program = *mut c_void;
+
+/// Folders of one level: `base/<any entry that starts with prefix>/rest`.
+fn glob(base: &Path, prefix: &str, rest: &str) -> Vec<PathBuf> {
+    let mut found: Vec<_> = fs::read_dir(base)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix))
+        .map(|entry| entry.path().join(rest))
+        .filter(|path| path.is_dir())
+        .collect();
+    found.sort();
+    found.reverse();
+    found
+}
+
+/// `lib/python3*/site-packages/nvidia/*/lib` of a Python prefix.
+fn wheels(prefix: &Path) -> Vec<PathBuf> {
+    let mut all = Vec::new();
+    for packages in ["site-packages/nvidia", "dist-packages/nvidia"] {
+        for nvidia in glob(&prefix.join("lib"), "python3", packages) {
+            all.extend(glob(&nvidia, "c", "lib"));
+        }
+    }
+    all
+}
+
+/// Where NVRTC may lie.
+fn folders() -> Vec<PathBuf> {
+    let mut all = vec![PathBuf::from("/usr/local/cuda/lib64")];
+    all.extend(env::var_os("CUDA_PATH").map(|p| PathBuf::from(p).join("lib64")));
+    all.extend(glob(Path::new("/usr/local"), "cuda-", "lib64"));
+    let mut prefixes: Vec<PathBuf> = ["VIRTUAL_ENV", "CONDA_PREFIX"]
+        .iter()
+        .filter_map(env::var_os)
+        .map(PathBuf::from)
+        .collect();
+    for bin in env::split_paths(&env::var_os("PATH").unwrap_or_default()) {
+        if bin.join("python3").exists() {
+            prefixes.extend(bin.parent().map(Path::to_path_buf));
+            // A link into a virtual environment leads to its packages.
+            let link = fs::read_link(bin.join("python3")).ok();
+            prefixes.extend(link.and_then(|l| Some(bin.join(l).parent()?.parent()?.to_path_buf())));
+        }
+    }
+    prefixes.extend(env::var_os("HOME").map(|home| PathBuf::from(home).join(".local")));
+    prefixes
+        .iter()
+        .for_each(|prefix| all.extend(wheels(prefix)));
+    all
+}
+
+/// Opens a library; `global` makes its symbols visible to those opened later.
+fn open(path: &Path, global: bool) -> Result<Library, libloading::Error> {
+    #[cfg(unix)]
+    {
+        use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LOCAL, RTLD_NOW};
+        let flags = RTLD_NOW | if global { RTLD_GLOBAL } else { RTLD_LOCAL };
+        // SAFETY: opening runs the library's initializers; NVRTC and its builtins are made to be loaded by any process.
+        unsafe { Library::open(Some(path), flags) }.map(Into::into)
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = global;
+        // SAFETY: as above.
+        unsafe { Library::new(path) }
+    }
+}
+
+/// The newest file in `folder` whose name starts with `stem`.
+fn newest(folder: &Path, stem: &str) -> Option<PathBuf> {
+    let mut names: Vec<_> = fs::read_dir(folder)
+        .ok()?
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| {
+            path.file_name()
+                .is_some_and(|n| n.to_string_lossy().starts_with(stem))
+        })
+        .collect();
+    names.sort();
+    names.pop()
+}
+
+impl Nvrtc {
+    /// Finds and loads the compiler.
+    ///
+    /// # Errors
+    /// What was searched, and the loader's last words.
+    pub fn load() -> Result<Self, String> {
+        let mut said = String::from(
+            "no libnvrtc.so on the library path, in /usr/local/cuda* or in Python wheels",
+        );
+        if let Some(given) = env::var_os("ATTN_NVRTC").map(PathBuf::from) {
+            let folder = if given.is_dir() {
+                given.clone()
+            } else {
+                given.parent().unwrap_or(Path::new(".")).to_path_buf()
+            };
+            return Self::from_folder(&folder)
+                .unwrap_or_else(|| Err("it holds no libnvrtc.so".into()))
+                .map_err(|error| format!("ATTN_NVRTC={}: {error}", given.display()));
+        }
+        for name in ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"] {
+            if let Ok(library) = open(Path::new(name), false) {
+                match Self::new(library, None, name.into()) {
+                    Ok(nvrtc) => return Ok(nvrtc),
+                    Err(error) => said = error,
+                }
+            }
+        }
+        for folder in folders() {
+            match Self::from_folder(&folder) {
+                Some(Ok(nvrtc)) => return Ok(nvrtc),
+                Some(Err(error)) => said = error,
+                None => {}
+            }
+        }
+        Err(said)
+    }
+
+    fn from_folder(folder: &Path) -> Option<Result<Self, String>> {
+        let path = newest(folder, "libnvrtc.so")?;
+        let builtins = newest(folder, "libnvrtc-builtins.so")
+            .map(|path| open(&path, true))
+            .transpose();
+        let loaded = builtins.and_then(|builtins| Ok((open(&path, false)?, builtins)));
+        Some(match loaded {
+            Ok((library, builtins)) => Self::new(library, builtins, path),
+            Err(error) => Err(error.to_string()),
+        })
+    }
+
+    fn new(library: Library, builtins: Option<Library>, path: PathBuf) -> Result<Self, String> {
+        let mut nvrtc = Nvrtc {
+            library,
+            _builtins: builtins,
+            path,
+            version: (0, 0),
+        };
+        type Version = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
+        let version = nvrtc.symbol::<Version>("nvrtcVersion")?;
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: nvrtcVersion writes two ints.
+        let code = unsafe { version(&mut major, &mut minor) };
+        nvrtc.version = (major, minor);
+        if code == 0 && major >= 12 {
+            Ok(nvrtc)
+        } else {
+            Err(format!(
+                "{}: NVRTC {major}.{minor} is too old; 12.0 or newer is needed",
+                nvrtc.path.display()
+            ))
+        }
+    }
+
+    fn symbol<T: Copy>(&self, name: &str) -> Result<T, String> {
+        // SAFETY: every caller names the type that NVRTC's header gives the function.
+        let symbol = unsafe { self.library.get::<T>(name.as_bytes()) };
+        symbol
+            .map(|s| *s)
+            .map_err(|error| format!("{}: {error}", self.path.display()))
+    }
+
+    /// Compiles one unit of `files`, which also serve as its headers; machine code for `sm_*`, else PTX.
+    ///
+    /// # Errors
+    /// The compiler's log.
+    pub fn compile(
+        &self,
+        files: &[(&str, &str)],
+        unit: &str,
+        options: &[String],
+    ) -> Result<Vec<u8>, String> {
+        type Create = unsafe extern "C" fn(
+            *mut Program,
+            *const c_char,
+            *const c_char,
+            c_int,
+            *const *const c_char,
+            *const *const c_char,
+        ) -> c_int;
+        type Compile = unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int;
+        type Size = unsafe extern "C" fn(Program, *mut usize) -> c_int;
+        type Get = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
+        type Destroy = unsafe extern "C" fn(*mut Program) -> c_int;
+
+        let c_string =
+            |text: &str| CString::new(text).map_err(|_| "a source holds a NUL byte".to_owned());
+        let (_, source) = files
+            .iter()
+            .find(|(name, _)| *name == unit)
+            .ok_or_else(|| format!("there is no kernel source {unit}"))?;
+        let (source, unit_name) = (c_string(source)?, c_string(unit)?);
+        let mut texts = Vec::new();
+        let mut names = Vec::new();
+        for (name, text) in files.iter().filter(|(name, _)| *name != unit) {
+            names.push(c_string(name)?);
+            texts.push(c_string(text)?);
+        }
+        let arguments = options
+            .iter()
+            .map(|option| c_string(option))
+            .collect::<Result<Vec<_>, _>>()?;
+        let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
+        let (texts_at, names_at, arguments_at) =
+            (pointers(&texts), pointers(&names), pointers(&arguments));
+        let create = self.symbol::<Create>("nvrtcCreateProgram")?;
+        let compile = self.symbol::<Compile>("nvrtcCompileProgram")?;
+        let destroy = self.symbol::<Destroy>("nvrtcDestroyProgram")?;
+        let machine_code = options.iter().any(|o| o.contains("=sm_"));
+        let (size_name, get_name) = if machine_code {
+            ("nvrtcGetCUBINSize", "nvrtcGetCUBIN")
+        } else {
+            ("nvrtcGetPTXSize", "nvrtcGetPTX")
+        };
+        let (size, get) = (
+            self.symbol::<Size>(size_name)?,
+            self.symbol::<Get>(get_name)?,
+        );
+        let (log_size, get_log) = (
+            self.symbol::<Size>("nvrtcGetProgramLogSize")?,
+            self.symbol::<Get>("nvrtcGetProgramLog")?,
+        );
+        let mut program: Program = ptr::null_mut();
+        // SAFETY: all strings end in NUL and outlive the program; the two arrays have one entry per header.
+        let code = unsafe {
+            create(
+                &mut program,
+                source.as_ptr(),
+                unit_name.as_ptr(),
+                texts_at.len() as c_int,
+                texts_at.as_ptr(),
+                names_at.as_ptr(),
+            )
+        };
+        if code != 0 {
+            return Err(format!("nvrtcCreateProgram failed with error {code}"));
+        }
+        let read = |size: Size, get: Get| {
+            let mut bytes = 0;
+            // SAFETY: `program` is alive until `destroy` below; `bytes` is a size_t.
+            if unsafe { size(program, &mut bytes) } != 0 {
+                return Err(format!("{unit}: the compiler gave no size"));
+            }
+            let mut buffer = vec![0u8; bytes.max(1)];
+            // SAFETY: the buffer holds as many bytes as the compiler just asked for.
+            match unsafe { get(program, buffer.as_mut_ptr().cast()) } {
+                0 => Ok(buffer),
+                code => Err(format!("{unit}: the compiler gave no image (error {code})")),
+            }
+        };
+        // SAFETY: the program was created above; the options outlive the call.
+        let code = unsafe { compile(program, arguments_at.len() as c_int, arguments_at.as_ptr()) };
+        let result = if code == 0 {
+            read(size, get)
+        } else {
+            let log = read(log_size, get_log).unwrap_or_default();
+            let log = CStr::from_bytes_until_nul(&log)
+                .map(CStr::to_string_lossy)
+                .unwrap_or_default();
+            Err(format!(
+                "{unit} does not compile (NVRTC {}.{}, error {code}): {log}",
+                self.version.0, self.version.1
+            ))
+        };
+        // SAFETY: created above, destroyed once.
+        unsafe { destroy(&mut program) };
+        result
+    }
+}

@@ -1,0 +1,56 @@
+// check.cu: looks at a decode launch's device inputs and reports the first thing that decode could not survive (ATTN_CHECK=1).
+//
+// Grid      (batch); 128 threads.
+// Reads     kv_lens, page table, tail pages, queries. Writes `report`: {kind, index, value, limit}, kind 0 if all is well.
+// Host      crates/attn-cuda/src/native.rs::check.
+
+#include "params.h"
+
+static_assert(sizeof(DecodeParams) == 288, "edit crates/attn-cuda/src/params.rs too");
+#ifndef __CUDACC_RTC__  // has no offsetof; CI compiles this file with nvcc
+static_assert(__builtin_offsetof(DecodeParams, k_strides) == 56, "likewise");
+static_assert(__builtin_offsetof(DecodeParams, page_table) == 152, "likewise");
+static_assert(__builtin_offsetof(DecodeParams, states) == 200, "likewise");
+static_assert(__builtin_offsetof(DecodeParams, log2_scale) == 224, "likewise");
+static_assert(__builtin_offsetof(DecodeParams, page_bytes) == 280, "likewise");
+#endif
+
+struct CheckParams {
+    int* report;          // [4], zeroed
+    int max_kv_len;       // the plan's
+    unsigned int num_pages;
+    int page_size;        // 0: strided
+    int head_dim;
+    int has_tail;
+    int reserved;
+};
+static_assert(sizeof(CheckParams) == 32, "edit crates/attn-cuda/src/params.rs too");
+
+enum { OK, KV_LEN, PAGE, TAIL_PAGE, QUERY };
+
+__device__ void report(int* to, int kind, int index, int value, int limit) {
+    if (atomicCAS(to, OK, kind) == OK) to[1] = index, to[2] = value, to[3] = limit;
+}
+
+extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, const __grid_constant__ CheckParams c) {
+    const int b = blockIdx.x, len = p.kv_lens[b];
+    if (len < 0 || len > c.max_kv_len) {
+        if (threadIdx.x == 0) report(c.report, KV_LEN, b, len, c.max_kv_len);
+        return;
+    }
+    if (c.page_size > 0) {
+        const int pages = (len + c.page_size - 1) / c.page_size;
+        for (int i = threadIdx.x; i < pages; i += blockDim.x) {
+            const unsigned int page = p.page_table[(long long)b * p.page_table_stride + i];
+            if (i >= p.page_table_stride || page >= c.num_pages) report(c.report, PAGE, b * p.page_table_stride + i, (int)page, (int)c.num_pages);
+        }
+        if (c.has_tail && len > 0 && threadIdx.x == 0 && p.tail_pages[b] >= c.num_pages) report(c.report, TAIL_PAGE, b, (int)p.tail_pages[b], (int)c.num_pages);
+    }
+    const long long row = (long long)p.q_len * p.num_q_heads * c.head_dim;
+    for (long long i = threadIdx.x; i < row; i += blockDim.x) {
+        const int head = (int)(i / c.head_dim % p.num_q_heads) / p.heads_per_kv;
+        const float scale = p.k_tensor_scales ? p.k_tensor_scales[head] : 1.f;
+        const float x = p.q[b * row + i] * (p.log2_scale * scale);
+        if (!(fabsf(x) <= 18446744073709551616.f)) report(c.report, QUERY, (int)(b * row + i), __float_as_int(p.q[b * row + i]), 0);
+    }
+}
