@@ -429,6 +429,66 @@ impl KvCache {
         Ok(all)
     }
 
+    /// Fills an empty sequence with `tokens` tokens from pages as [`KvCache::read_back`] gives them, or [`convert::import`](crate::convert::import) makes them.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`]; [`Error::Parameter`] if the sequence is not empty; [`Error::Length`], [`Error::BadBytes`] for other than such pages;
+    /// [`Error::CacheFull`]. Nothing is changed.
+    pub fn restore(
+        &mut self,
+        sequence: usize,
+        tokens: usize,
+        pages: &[Vec<u8>],
+    ) -> Result<(), Error> {
+        self.check_sequence(sequence)?;
+        let layout = self.config.layout();
+        if self.table.lens[sequence] != 0 {
+            return Err(Error::Parameter {
+                what: "restore target",
+                given: format!(
+                    "sequence {sequence} of {} tokens",
+                    self.table.lens[sequence]
+                ),
+                allowed: "an empty sequence; free it first",
+            });
+        }
+        layout.check_pages(pages, tokens)?;
+        let needed = self.config.pages_for(tokens);
+        if needed > self.free.len() {
+            return Err(Error::CacheFull {
+                needed,
+                free: self.free.len(),
+                total: self.config.num_pages,
+            });
+        }
+        let home = tokens.div_ceil(self.config.page_size);
+        let taken: Vec<u32> = (0..needed).map(|_| self.take_page()).collect();
+        let mut write = || {
+            for (page, bytes) in taken.iter().zip(&pages[..home]) {
+                self.store.write_page(*page, bytes)?;
+            }
+            if let (Some(tail), Some(bytes)) = (taken.get(home), pages.get(home)) {
+                let (tail_k, mut padded) = (layout.tail_k(), vec![0; layout.page_bytes()]);
+                for head in 0..layout.num_kv_heads {
+                    let used = tail_k.k_params().end;
+                    let (from, to) = (head * tail_k.run_bytes(), head * layout.run_bytes());
+                    padded[to..to + used].copy_from_slice(&bytes[from..from + used]);
+                }
+                self.store.write_page(*tail, &padded)?;
+            }
+            Ok(())
+        };
+        let written = write();
+        if written.is_err() {
+            taken.into_iter().for_each(|page| self.drop_page(page));
+            return written;
+        }
+        self.table.tail_pages[sequence] = taken.get(home).copied();
+        self.table.pages[sequence] = taken[..home].to_vec();
+        self.table.lens[sequence] = tokens;
+        Ok(())
+    }
+
     /// Writes one page's bytes as they are, for restoring an offloaded page or poisoning a test's.
     ///
     /// # Errors

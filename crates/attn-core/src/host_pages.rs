@@ -29,11 +29,11 @@ pub fn load_code(codes: &[u8], bits: usize, at: CodeAddr) -> u16 {
     }
 }
 
-fn store_code(codes: &mut [u8], bits: usize, at: CodeAddr, code: u16) {
+/// Writes one code; a low nibble clears the high one, which is written later.
+pub fn store_code(codes: &mut [u8], bits: usize, at: CodeAddr, code: u16) {
     match bits {
         16 => codes[at.byte..at.byte + 2].copy_from_slice(&code.to_le_bytes()),
         8 => codes[at.byte] = code as u8,
-        // A low nibble clears the high one, which is written later.
         _ if at.shift == 0 => codes[at.byte] = code as u8,
         _ => codes[at.byte] = codes[at.byte] & 15 | (code as u8) << 4,
     }
@@ -69,6 +69,24 @@ pub fn load_param(params: &[u8], scheme: Scheme, page_size: usize, t: usize, g: 
             scale: f16::ONE,
             shift: f16::ZERO,
         },
+    }
+}
+
+/// Writes the parameters of group `g` of token `t`, where the scheme has any per token.
+pub fn store_param(
+    params: &mut [u8],
+    scheme: Scheme,
+    page_size: usize,
+    t: usize,
+    g: usize,
+    p: Param,
+) {
+    let i = g * page_size + t;
+    if matches!(scheme, Scheme::Int4(_)) {
+        store_f16(params, 2 * i, p.scale);
+        store_f16(params, 2 * i + 1, p.shift);
+    } else {
+        store_f16(params, i, p.scale);
     }
 }
 
@@ -153,13 +171,14 @@ impl HostPages {
             return;
         }
         for (g, p) in params.iter().enumerate() {
-            let i = g * page_size + write.token;
-            if matches!(scheme, Scheme::Int4(_)) {
-                store_f16(&mut run[params_at.clone()], 2 * i, p.scale);
-                store_f16(&mut run[params_at.clone()], 2 * i + 1, p.shift);
-            } else {
-                store_f16(&mut run[params_at.clone()], i, p.scale);
-            }
+            store_param(
+                &mut run[params_at.clone()],
+                scheme,
+                page_size,
+                write.token,
+                g,
+                *p,
+            );
         }
     }
 

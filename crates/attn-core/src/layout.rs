@@ -3,8 +3,11 @@
 use std::ops::Range;
 
 use crate::{
+    convert::rows::check_values,
     error::Error,
     format::{Int4Scale, Int8Scale, KvFormat, Scheme},
+    host_pages::{load_code, load_param},
+    quant::Param,
 };
 
 /// Bytes of a panel row; head_dims and tokens are cut into panels of this width.
@@ -62,6 +65,9 @@ pub fn v_code(bits: usize, head_dim: usize, page_size: usize, t: usize, d: usize
         },
     }
 }
+
+/// `k_code` or `v_code`.
+type Address = fn(usize, usize, usize, usize, usize) -> CodeAddr;
 
 /// A page's parts and sizes for one format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -193,6 +199,110 @@ impl PageLayout {
         Ok(())
     }
 
+    /// Pages that [`KvCache::read_back`](crate::KvCache::read_back) gives for a sequence of `tokens`: home pages, and the tail page while one is open.
+    pub fn pages_of(&self, tokens: usize) -> usize {
+        let tail = self.has_tail_page() && !tokens.is_multiple_of(self.page_size);
+        tokens.div_ceil(self.page_size) + usize::from(tail)
+    }
+
+    /// Refuses pages of a sequence of `tokens` that no quantizer can have written: NaN or infinite values, negative scales.
+    ///
+    /// # Errors
+    /// [`Error::Length`], [`Error::BadBytes`].
+    pub fn check_pages(&self, pages: &[Vec<u8>], tokens: usize) -> Result<(), Error> {
+        let length = |what, given, needed| {
+            if given == needed {
+                Ok(())
+            } else {
+                Err(Error::Length {
+                    what,
+                    given,
+                    needed,
+                })
+            }
+        };
+        length("pages", pages.len(), self.pages_of(tokens))?;
+        let home = tokens.div_ceil(self.page_size);
+        for (i, page) in pages.iter().enumerate() {
+            let stored = if i < home { *self } else { self.tail_k() };
+            length("page", page.len(), stored.page_bytes())?;
+            let used = tokens - i.min(home - 1) * self.page_size;
+            let used = used.min(self.page_size);
+            let k_open = self.has_tail_page() && used < self.page_size;
+            let parts = [
+                (
+                    stored.format.k,
+                    stored.k_codes(),
+                    stored.k_params(),
+                    k_code as Address,
+                ),
+                (
+                    stored.format.v,
+                    stored.v_codes(),
+                    stored.v_params(),
+                    v_code as Address,
+                ),
+            ];
+            for head in 0..self.num_kv_heads {
+                let run = stored.run(0, head);
+                for (side, (scheme, codes, params, address)) in parts.iter().enumerate() {
+                    // While the last page is open, K lies in the tail page, and only K does.
+                    let is_k = side == 0;
+                    let here = if i < home { !(is_k && k_open) } else { is_k };
+                    if !here {
+                        continue;
+                    }
+                    let bytes = &page[run.clone()];
+                    stored
+                        .check_part(
+                            *scheme,
+                            &bytes[codes.clone()],
+                            &bytes[params.clone()],
+                            *address,
+                            used,
+                        )
+                        .map_err(|what| Error::BadBytes {
+                            what,
+                            offset: run.start,
+                            scheme: *scheme,
+                        })?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn check_part(
+        &self,
+        scheme: Scheme,
+        codes: &[u8],
+        params: &[u8],
+        address: Address,
+        tokens: usize,
+    ) -> Result<(), &'static str> {
+        let bits = scheme.code_bits();
+        let groups = match scheme {
+            Scheme::Int4(Int4Scale::Channel) => self.head_dim,
+            _ => scheme.groups(self.head_dim),
+        };
+        for t in 0..tokens {
+            let row: Vec<u16> = (0..self.head_dim)
+                .map(|d| {
+                    load_code(
+                        codes,
+                        bits,
+                        address(bits, self.head_dim, self.page_size, t, d),
+                    )
+                })
+                .collect();
+            let params: Vec<Param> = (0..groups)
+                .map(|g| load_param(params, scheme, self.page_size, t, g))
+                .collect();
+            check_values(scheme, &row, &params)?;
+        }
+        Ok(())
+    }
+
     /// Marks the written bytes of one part.
     fn mark(
         &self,
@@ -200,7 +310,7 @@ impl PageLayout {
         codes: usize,
         params: usize,
         tokens: usize,
-        addr: fn(usize, usize, usize, usize, usize) -> CodeAddr,
+        addr: Address,
         keep: &mut impl FnMut(usize, u8),
     ) {
         let bits = scheme.code_bits();

@@ -9,13 +9,14 @@
 //! ```
 //!
 //! K and V are the dequantized cache. Reading order: [`format`](mod@format) (what is stored), [`layout`] (where),
-//! [`quant`] (how it is rounded), [`cache`] (who owns which page), [`problem`], [`backend`].
+//! [`quant`] (how it is rounded), [`cache`] (who owns which page), [`convert`] (other engines' caches), [`problem`], [`backend`].
 //! The bits of the answer are defined in `docs/arithmetic.md`; [`arithmetic`] holds its scalar functions.
 #![forbid(unsafe_code)]
 
 pub mod arithmetic;
 pub mod backend;
 pub mod cache;
+pub mod convert;
 pub mod error;
 pub mod format;
 pub mod host_pages;

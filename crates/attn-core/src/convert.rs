@@ -1,0 +1,378 @@
+//! Caches of other engines, in and out, without going through floats.
+//!
+//! | theirs ([`RowFormat`]) | ours | in | out |
+//! |---|---|---|---|
+//! | contiguous or paged f16, bf16, e4m3, int8 ([`RowFormat::Plain`]) | the same scheme | exact | exact |
+//! | FBGEMM int4 rows, 1, 2, 4, 8 groups | `int4-g1` … `int4-g8` | exact | exact |
+//! | llama.cpp `q8_0` | `int8-g32` | exact | exact |
+//! | llama.cpp `q4_0` | `int4` with a group per 32 dims | shift rounded where `d` is negative | exact for what came in so |
+//!
+//! [`import`] makes the pages that [`KvCache::restore`](crate::KvCache::restore) puts into a cache on any backend; [`export`] and [`dequantize`] take
+//! those of [`KvCache::read_back`](crate::KvCache::read_back). How each row is laid out, and which quantizer wrote it: [`rows`].
+//!
+//! Not here: int4-channel K from or to others, which no other engine stores; go through [`dequantize`] and `append`.
+
+use half::f16;
+
+use crate::{
+    error::Error,
+    format::{Int4Scale, Scheme},
+    host_pages::{load_code, load_param, store_code, store_param},
+    layout::{self, PageLayout},
+    quant::{self, Param},
+    view::StridedRows,
+};
+
+pub mod rows;
+
+pub use rows::RowFormat;
+
+/// Rows of another engine: how one is coded, and where each lies.
+#[derive(Debug, Clone, Copy)]
+pub struct Foreign<'a> {
+    /// The coding.
+    pub format: RowFormat,
+    /// The bytes; f16 scales beside them for [`RowFormat::Plain`] int8, none for the others, which hold theirs in the row.
+    pub rows: StridedRows<'a>,
+    /// For paged caches; the first stride of `rows` then goes from block to block.
+    pub blocks: Option<Blocks<'a>>,
+}
+
+/// Another engine's page table for one sequence.
+#[derive(Debug, Clone, Copy)]
+pub struct Blocks<'a> {
+    /// The block of each run of tokens.
+    pub table: &'a [u32],
+    /// Tokens per block.
+    pub tokens: usize,
+}
+
+/// K or V.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// Keys.
+    K,
+    /// Values.
+    V,
+}
+
+/// In which order exported rows lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// `[num_kv_heads, tokens, row]`, also called HND.
+    Bnsh,
+    /// `[tokens, num_kv_heads, row]`, also called NHD.
+    Bsnh,
+}
+
+/// One side of one sequence as rows of another engine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Exported {
+    /// The rows.
+    pub codes: Vec<u8>,
+    /// The bits of f16 scales `[…][group]` in the same order, for [`RowFormat::Plain`] int8; else empty.
+    pub scales: Vec<u16>,
+}
+
+/// One part of a run: its scheme and where its codes and parameters lie.
+struct Part {
+    scheme: Scheme,
+    codes: std::ops::Range<usize>,
+    params: std::ops::Range<usize>,
+    address: fn(usize, usize, usize, usize, usize) -> layout::CodeAddr,
+}
+
+fn part(layout: &PageLayout, side: Side) -> Part {
+    match side {
+        Side::K => Part {
+            scheme: layout.format.k,
+            codes: layout.k_codes(),
+            params: layout.k_params(),
+            address: layout::k_code,
+        },
+        Side::V => Part {
+            scheme: layout.format.v,
+            codes: layout.v_codes(),
+            params: layout.v_params(),
+            address: layout::v_code,
+        },
+    }
+}
+
+fn check_scheme(format: RowFormat, layout: &PageLayout, side: Side) -> Result<Scheme, Error> {
+    let scheme = format.scheme(layout.head_dim)?;
+    let stored = part(layout, side).scheme;
+    if scheme != stored {
+        return Err(Error::Mismatch {
+            what: "scheme of the rows",
+            problem: scheme.to_string(),
+            cache: stored.to_string(),
+        });
+    }
+    Ok(scheme)
+}
+
+/// Where the bytes of row (head, token) of `sequence` lie, as an index triple for the strides.
+fn place(
+    foreign: &Foreign<'_>,
+    sequence: usize,
+    head: usize,
+    t: usize,
+) -> Result<[usize; 3], Error> {
+    let Some(blocks) = foreign.blocks else {
+        return Ok([sequence, head, t]);
+    };
+    let tokens = blocks.tokens.max(1);
+    match blocks.table.get(t / tokens) {
+        Some(block) => Ok([*block as usize, head, t % tokens]),
+        None => Err(Error::Length {
+            what: "block table",
+            given: blocks.table.len(),
+            needed: t / tokens + 1,
+        }),
+    }
+}
+
+fn offset(at: [usize; 3], strides: [usize; 3]) -> usize {
+    at.iter().zip(strides).fold(0usize, |sum, (i, s)| {
+        sum.saturating_add(i.saturating_mul(s))
+    })
+}
+
+fn slice<'a, T>(
+    what: &'static str,
+    x: &'a [T],
+    start: usize,
+    len: usize,
+) -> Result<&'a [T], Error> {
+    let end = start.saturating_add(len);
+    x.get(start..end).ok_or(Error::Length {
+        what,
+        given: x.len(),
+        needed: end,
+    })
+}
+
+/// Converts the first `tokens` tokens of `sequence` to pages of `layout`.
+///
+/// # Errors
+/// [`Error::Mismatch`] if the rows' scheme is not the layout's; [`Error::Length`] if rows are missing;
+/// [`Error::BadBytes`] for a NaN, an infinity, a negative scale or a code outside the scheme.
+pub fn import(
+    layout: &PageLayout,
+    sequence: usize,
+    tokens: usize,
+    k: &Foreign<'_>,
+    v: &Foreign<'_>,
+) -> Result<Vec<Vec<u8>>, Error> {
+    let page_size = layout.page_size;
+    layout.format.check(layout.head_dim, page_size)?;
+    let mut pages = vec![vec![0u8; layout.page_bytes()]; tokens.div_ceil(page_size)];
+    for (side, foreign) in [(Side::K, k), (Side::V, v)] {
+        let scheme = check_scheme(foreign.format, layout, side)?;
+        let groups = scheme.groups(layout.head_dim);
+        let row_bytes = foreign.format.row_bytes(layout.head_dim);
+        let outside = foreign.format.scales_outside();
+        let (mut codes, mut params) = (vec![0; layout.head_dim], vec![Param::default(); groups]);
+        for head in 0..layout.num_kv_heads {
+            for t in 0..tokens {
+                let at = place(foreign, sequence, head, t)?;
+                let start = offset(at, foreign.rows.code_strides);
+                let row = slice("rows", foreign.rows.codes, start, row_bytes)?;
+                let scales = if outside {
+                    let start = offset(at, foreign.rows.scale_strides);
+                    slice("scales", foreign.rows.scales, start, groups)?
+                } else {
+                    &[]
+                };
+                foreign
+                    .format
+                    .unpack(row, scales, &mut codes, &mut params)
+                    .map_err(|what| Error::BadBytes {
+                        what,
+                        offset: start,
+                        scheme,
+                    })?;
+                put(
+                    layout,
+                    side,
+                    &mut pages[t / page_size],
+                    head,
+                    t % page_size,
+                    &codes,
+                    &params,
+                );
+            }
+        }
+    }
+    Ok(pages)
+}
+
+/// Writes one token of one head into a page.
+fn put(
+    layout: &PageLayout,
+    side: Side,
+    page: &mut [u8],
+    head: usize,
+    t: usize,
+    codes: &[u16],
+    params: &[Param],
+) {
+    let part = part(layout, side);
+    let run = &mut page[layout.run(0, head)];
+    let bits = part.scheme.code_bits();
+    for (d, &code) in codes.iter().enumerate() {
+        let at = (part.address)(bits, layout.head_dim, layout.page_size, t, d);
+        store_code(&mut run[part.codes.clone()], bits, at, code);
+    }
+    if part.params.is_empty() {
+        return;
+    }
+    for (g, param) in params.iter().enumerate() {
+        store_param(
+            &mut run[part.params.clone()],
+            part.scheme,
+            layout.page_size,
+            t,
+            g,
+            *param,
+        );
+    }
+}
+
+/// Reads one token of one head: codes, and parameters per group (per dim in a sealed `Int4 Channel` page).
+fn get(
+    layout: &PageLayout,
+    side: Side,
+    page: &[u8],
+    head: usize,
+    t: usize,
+) -> (Vec<u16>, Vec<Param>) {
+    let part = part(layout, side);
+    let run = &page[layout.run(0, head)];
+    let bits = part.scheme.code_bits();
+    let codes = (0..layout.head_dim)
+        .map(|d| {
+            let at = (part.address)(bits, layout.head_dim, layout.page_size, t, d);
+            load_code(&run[part.codes.clone()], bits, at)
+        })
+        .collect();
+    let groups = match part.scheme {
+        Scheme::Int4(Int4Scale::Channel) => layout.head_dim,
+        scheme => scheme.groups(layout.head_dim),
+    };
+    let params = (0..groups)
+        .map(|g| {
+            load_param(
+                &run[part.params.clone()],
+                part.scheme,
+                layout.page_size,
+                t,
+                g,
+            )
+        })
+        .collect();
+    (codes, params)
+}
+
+fn check_pages(layout: &PageLayout, pages: &[Vec<u8>], tokens: usize) -> Result<(), Error> {
+    let needed = layout.pages_of(tokens);
+    if pages.len() != needed {
+        return Err(Error::Length {
+            what: "pages",
+            given: pages.len(),
+            needed,
+        });
+    }
+    layout.check_pages(pages, tokens)
+}
+
+/// Converts pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them, to rows of another engine.
+///
+/// # Errors
+/// [`Error::Mismatch`] if the scheme is another; [`Error::Length`], [`Error::BadBytes`] for damaged pages;
+/// [`Error::Parameter`] for an int4 group that is no `q4_0`.
+pub fn export(
+    layout: &PageLayout,
+    pages: &[Vec<u8>],
+    tokens: usize,
+    side: Side,
+    format: RowFormat,
+    order: Order,
+) -> Result<Exported, Error> {
+    check_pages(layout, pages, tokens)?;
+    let scheme = check_scheme(format, layout, side)?;
+    let (heads, page_size) = (layout.num_kv_heads, layout.page_size);
+    let row_bytes = format.row_bytes(layout.head_dim);
+    let groups = if format.scales_outside() {
+        scheme.groups(layout.head_dim)
+    } else {
+        0
+    };
+    let mut exported = Exported {
+        codes: vec![0; heads * tokens * row_bytes],
+        scales: vec![0; heads * tokens * groups],
+    };
+    for head in 0..heads {
+        for t in 0..tokens {
+            let (codes, params) = get(layout, side, &pages[t / page_size], head, t % page_size);
+            let i = match order {
+                Order::Bnsh => head * tokens + t,
+                Order::Bsnh => t * heads + head,
+            };
+            format.pack(
+                &codes,
+                &params,
+                &mut exported.codes[i * row_bytes..][..row_bytes],
+                &mut exported.scales[i * groups..][..groups],
+            )?;
+        }
+    }
+    Ok(exported)
+}
+
+/// Values of pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them: K and V, each `[tokens, num_kv_heads, head_dim]`.
+///
+/// # Errors
+/// [`Error::Length`], [`Error::BadBytes`] for damaged pages.
+pub fn dequantize(
+    layout: &PageLayout,
+    pages: &[Vec<u8>],
+    tokens: usize,
+    k_tensor_scales: &[f32],
+    v_tensor_scales: &[f32],
+) -> Result<[Vec<f32>; 2], Error> {
+    check_pages(layout, pages, tokens)?;
+    let (heads, page_size) = (layout.num_kv_heads, layout.page_size);
+    let tail = layout.tail_k();
+    let side = |side: Side, scales: &[f32]| -> Vec<f32> {
+        let mut x = Vec::with_capacity(tokens * heads * layout.head_dim);
+        for t in 0..tokens {
+            let page = t / page_size;
+            let open = side == Side::K && layout.has_tail_page() && page == tokens / page_size;
+            let (layout, page) = if open {
+                (&tail, &pages[page + 1])
+            } else {
+                (layout, &pages[page])
+            };
+            let scheme = part(layout, side).scheme;
+            for head in 0..heads {
+                let (codes, params) = get(layout, side, page, head, t % page_size);
+                let scale = scales.get(head).copied().unwrap_or(1.0);
+                let width = layout.head_dim / params.len();
+                let values = codes.iter().enumerate();
+                x.extend(values.map(|(d, &c)| quant::decode(scheme, c, params[d / width], scale)));
+            }
+        }
+        x
+    };
+    Ok([
+        side(Side::K, k_tensor_scales),
+        side(Side::V, v_tensor_scales),
+    ])
+}
+
+/// Whether a stored scale is one: finite and not negative.
+pub(crate) fn is_scale(x: f16) -> bool {
+    x.to_bits() <= f16::MAX.to_bits()
+}

@@ -1,0 +1,352 @@
+//! One token of one head as other engines store it, and their quantizers to the byte.
+//!
+//! **FBGEMM int4** (`4·G + D/2` bytes): `G × {f16 scale, f16 shift}`, then codes, element 2i in the low nibble of byte i.
+//! Per group, in f32 unless said otherwise: `scale = fl(fl(max − min) / 15)`, `shift = min`; the inverse in f64,
+//! `inv = 15 / (15·scale + 1e-8)`; `code = rhe(f32(fl(x − min)·inv)) & 15`. Scale and shift are rounded to f16 only when stored, so codes belong
+//! to values slightly off the stored ones, and our own quantizer ([`crate::quant::int4_group`]) gives other codes where that matters.
+//! Nothing is clamped there; what exceeds f16 becomes ±∞ there and is refused here.
+//!
+//! **llama.cpp `q8_0`** (34 bytes per 32): f16 `d`, then 32 int8. `d = fl(amax / 127)`, `code = x·fl(1/d)` rounded half away from zero.
+//!
+//! **llama.cpp `q4_0`** (18 bytes per 32): f16 `d`, then 16 bytes, element j in the low nibble of byte j, j + 16 in the high one; `x = d·(u − 8)`.
+//! `d = fl(m / −8)` for the element m of largest magnitude (the first of equals), so that d is negative where m is positive;
+//! `u = min(15, trunc(fl(fl(x·fl(1/d)) + 8.5)))`. Our scales are never negative. For d ≥ 0: `scale = d`, `shift = −8·d`, which f16 holds exactly.
+//! For d < 0 the codes flip, `15 − u`, with `scale = −d` and `shift = f16(−7·scale)`, rounded to nearest even: off by at most 2^-11 of itself, so
+//! every value of the group moves by at most 0.0035·scale.
+
+use half::f16;
+
+use crate::{
+    convert::is_scale,
+    error::Error,
+    format::{Int4Scale, Int8Scale, Scheme},
+    quant::{Param, to_f16},
+};
+
+/// How another engine codes one token of one head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowFormat {
+    /// Codes side by side, little-endian, scales elsewhere: any scheme but int4.
+    Plain(Scheme),
+    /// FBGEMM's int4 cache with 1, 2, 4 or 8 groups.
+    FbgemmInt4(u8),
+    /// llama.cpp's `q8_0`.
+    Q8_0,
+    /// llama.cpp's `q4_0`.
+    Q4_0,
+}
+
+/// Elements per scale in llama.cpp's formats.
+const GROUP: usize = 32;
+
+impl RowFormat {
+    /// The page scheme that holds the same values.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] if there is none for this head_dim.
+    pub fn scheme(self, head_dim: usize) -> Result<Scheme, Error> {
+        let refuse = |allowed| {
+            Err(Error::Parameter {
+                what: "row format",
+                given: format!("{self:?} with head_dim {head_dim}"),
+                allowed,
+            })
+        };
+        let scheme = match self {
+            RowFormat::Plain(Scheme::Int4(_)) => {
+                return refuse("plain rows of f16, bf16, fp8 or int8; int4 rows as FbgemmInt4");
+            }
+            RowFormat::Plain(scheme) => scheme,
+            RowFormat::FbgemmInt4(groups) => Scheme::Int4(Int4Scale::Groups(groups)),
+            RowFormat::Q8_0 => Scheme::Int8(Int8Scale::Group32),
+            RowFormat::Q4_0 if matches!(head_dim, 64 | 128 | 256) => {
+                Scheme::Int4(Int4Scale::Groups((head_dim / GROUP) as u8))
+            }
+            RowFormat::Q4_0 => return refuse("q4_0 with head_dim 64, 128 or 256"),
+        };
+        scheme.check(head_dim, 128)?;
+        Ok(scheme)
+    }
+
+    /// Bytes of one row.
+    pub fn row_bytes(self, head_dim: usize) -> usize {
+        match self {
+            RowFormat::Plain(scheme) => head_dim * scheme.code_bits() / 8,
+            RowFormat::FbgemmInt4(groups) => 4 * groups as usize + head_dim / 2,
+            RowFormat::Q8_0 => head_dim / GROUP * (2 + GROUP),
+            RowFormat::Q4_0 => head_dim / GROUP * (2 + GROUP / 2),
+        }
+    }
+
+    /// Whether f16 scales lie beside the rows.
+    pub fn scales_outside(self) -> bool {
+        matches!(
+            self,
+            RowFormat::Plain(Scheme::Int8(Int8Scale::Token | Int8Scale::Group32))
+        )
+    }
+
+    /// Reads a row as the page scheme's codes and parameters; says what is wrong with it otherwise.
+    pub(crate) fn unpack(
+        self,
+        row: &[u8],
+        scales: &[u16],
+        codes: &mut [u16],
+        params: &mut [Param],
+    ) -> Result<(), &'static str> {
+        match self {
+            RowFormat::Plain(scheme) => {
+                let width = scheme.code_bits() / 8;
+                for (code, bytes) in codes.iter_mut().zip(row.chunks_exact(width)) {
+                    *code = u16::from_le_bytes([bytes[0], bytes.get(1).copied().unwrap_or(0)]);
+                }
+                for (param, bits) in params.iter_mut().zip(scales) {
+                    param.scale = f16::from_bits(*bits);
+                }
+            }
+            RowFormat::FbgemmInt4(_) => {
+                let (head, body) = row.split_at(4 * params.len());
+                for (param, bytes) in params.iter_mut().zip(head.chunks_exact(4)) {
+                    param.scale = f16::from_le_bytes([bytes[0], bytes[1]]);
+                    param.shift = f16::from_le_bytes([bytes[2], bytes[3]]);
+                }
+                for (pair, byte) in codes.chunks_exact_mut(2).zip(body) {
+                    (pair[0], pair[1]) = (u16::from(byte & 15), u16::from(byte >> 4));
+                }
+            }
+            RowFormat::Q8_0 => {
+                let groups = codes.chunks_exact_mut(GROUP).zip(params.iter_mut());
+                for ((codes, param), row) in groups.zip(row.chunks_exact(2 + GROUP)) {
+                    param.scale = f16::from_le_bytes([row[0], row[1]]);
+                    for (code, byte) in codes.iter_mut().zip(&row[2..]) {
+                        *code = u16::from(*byte);
+                    }
+                }
+            }
+            RowFormat::Q4_0 => {
+                let groups = codes.chunks_exact_mut(GROUP).zip(params.iter_mut());
+                for ((codes, param), row) in groups.zip(row.chunks_exact(2 + GROUP / 2)) {
+                    let d = f16::from_le_bytes([row[0], row[1]]);
+                    let flip = d.is_sign_negative() && d != f16::ZERO;
+                    *param = q4_0_param(d).ok_or("d")?;
+                    for (j, byte) in row[2..].iter().enumerate() {
+                        let pair = [byte & 15, byte >> 4].map(|u| if flip { 15 - u } else { u });
+                        codes[j] = u16::from(pair[0]);
+                        codes[j + GROUP / 2] = u16::from(pair[1]);
+                    }
+                }
+            }
+        }
+        let scheme = self.scheme(codes.len()).map_err(|_| "row")?;
+        check_values(scheme, codes, params)
+    }
+
+    /// Writes a row of the page scheme's codes and parameters.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for an int4 group that is no `q4_0`.
+    pub(crate) fn pack(
+        self,
+        codes: &[u16],
+        params: &[Param],
+        row: &mut [u8],
+        scales: &mut [u16],
+    ) -> Result<(), Error> {
+        match self {
+            RowFormat::Plain(scheme) => {
+                let width = scheme.code_bits() / 8;
+                for (bytes, code) in row.chunks_exact_mut(width).zip(codes) {
+                    bytes.copy_from_slice(&code.to_le_bytes()[..width]);
+                }
+                for (bits, param) in scales.iter_mut().zip(params) {
+                    *bits = param.scale.to_bits();
+                }
+            }
+            RowFormat::FbgemmInt4(_) => pack_fbgemm(codes, params, row),
+            RowFormat::Q8_0 => {
+                let groups = codes.chunks_exact(GROUP).zip(params);
+                for ((codes, param), row) in groups.zip(row.chunks_exact_mut(2 + GROUP)) {
+                    row[..2].copy_from_slice(&param.scale.to_le_bytes());
+                    for (byte, code) in row[2..].iter_mut().zip(codes) {
+                        *byte = *code as u8;
+                    }
+                }
+            }
+            RowFormat::Q4_0 => {
+                let groups = codes.chunks_exact(GROUP).zip(params);
+                for ((codes, param), row) in groups.zip(row.chunks_exact_mut(2 + GROUP / 2)) {
+                    let d = [param.scale, -param.scale].into_iter().find(|d| {
+                        q4_0_param(*d).is_some_and(|p| p.shift.to_bits() == param.shift.to_bits())
+                    });
+                    let Some(d) = d else {
+                        return Err(Error::Parameter {
+                            what: "int4 group",
+                            given: format!("scale {}, shift {}", param.scale, param.shift),
+                            allowed: "shift = -8·scale or f16(-7·scale) in q4_0; dequantize and quantize again with q4_0_row",
+                        });
+                    };
+                    row[..2].copy_from_slice(&d.to_le_bytes());
+                    let flip = d.is_sign_negative() && d != f16::ZERO;
+                    for (j, byte) in row[2..].iter_mut().enumerate() {
+                        let pair = [codes[j], codes[j + GROUP / 2]]
+                            .map(|u| if flip { 15 - u as u8 } else { u as u8 });
+                        *byte = pair[0] | pair[1] << 4;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn pack_fbgemm(codes: &[u16], params: &[Param], row: &mut [u8]) {
+    let (head, body) = row.split_at_mut(4 * params.len());
+    for (bytes, param) in head.chunks_exact_mut(4).zip(params) {
+        bytes[..2].copy_from_slice(&param.scale.to_le_bytes());
+        bytes[2..].copy_from_slice(&param.shift.to_le_bytes());
+    }
+    for (byte, pair) in body.iter_mut().zip(codes.chunks_exact(2)) {
+        *byte = pair[0] as u8 | (pair[1] as u8) << 4;
+    }
+}
+
+/// Our scale and shift for a group of `q4_0`; none where f16 cannot hold the shift.
+fn q4_0_param(d: f16) -> Option<Param> {
+    let scale = f16::from_bits(d.to_bits() & 0x7fff);
+    if scale == f16::ZERO {
+        // Their all-zero group has d = 0 / -8 = -0: the sign survives in the shift, where it changes no value.
+        return Some(Param { scale, shift: d });
+    }
+    let factor = if d.is_sign_negative() { -7.0 } else { -8.0 };
+    let shift = factor * scale.to_f64();
+    (shift >= -65504.0).then(|| Param {
+        scale,
+        shift: to_f16(shift),
+    })
+}
+
+/// What no quantizer of the scheme writes: the name of the first bad thing.
+pub(crate) fn check_values(
+    scheme: Scheme,
+    codes: &[u16],
+    params: &[Param],
+) -> Result<(), &'static str> {
+    let bad: fn(u16) -> bool = match scheme {
+        Scheme::F16 => |c| c & 0x7c00 == 0x7c00,
+        Scheme::Bf16 => |c| c & 0x7f80 == 0x7f80,
+        Scheme::Fp8E4m3 => |c| c & 0x7f == 0x7f,
+        Scheme::Int8(_) => |c| c == 0x80,
+        Scheme::Int4(_) => |_| false,
+    };
+    if codes.iter().any(|c| bad(*c)) {
+        return Err("code");
+    }
+    if params.iter().any(|p| !is_scale(p.scale)) {
+        return Err("scale");
+    }
+    if params.iter().any(|p| !p.shift.is_finite()) {
+        return Err("shift");
+    }
+    Ok(())
+}
+
+fn check_row(what: &'static str, x: &[f32], row: &[u8], needed: usize) -> Result<(), Error> {
+    crate::cache::check_finite(what, x)?;
+    if row.len() == needed {
+        Ok(())
+    } else {
+        Err(Error::Length {
+            what: "row",
+            given: row.len(),
+            needed,
+        })
+    }
+}
+
+/// A stored f16 that must be finite.
+fn finite(what: &'static str, x: f32) -> Result<f16, Error> {
+    let h = f16::from_f32(x);
+    if h.is_finite() {
+        Ok(h)
+    } else {
+        Err(Error::Parameter {
+            what,
+            given: format!("{x:e}"),
+            allowed: "a magnitude that f16 holds, up to 65504",
+        })
+    }
+}
+
+/// FBGEMM's quantizer: one row of `x.len()` dims in `groups` groups.
+///
+/// # Errors
+/// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for group counts and magnitudes outside the format.
+pub fn fbgemm_int4_row(x: &[f32], groups: u8, row: &mut [u8]) -> Result<(), Error> {
+    let format = RowFormat::FbgemmInt4(groups);
+    format.scheme(x.len())?;
+    check_row("x", x, row, format.row_bytes(x.len()))?;
+    let (mut codes, mut params) = (vec![0u16; x.len()], vec![Param::default(); groups.into()]);
+    let len = x.len() / params.len();
+    for ((x, codes), param) in x
+        .chunks_exact(len)
+        .zip(codes.chunks_exact_mut(len))
+        .zip(&mut params)
+    {
+        let min = x.iter().copied().fold(f32::INFINITY, f32::min);
+        let max = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let scale = (max - min) / 15.0;
+        let inverse = 15.0 / (f64::from(scale) * 15.0 + 1e-8);
+        *param = Param {
+            scale: finite("scale", scale)?,
+            shift: finite("shift", min)?,
+        };
+        for (code, x) in codes.iter_mut().zip(x) {
+            let scaled = (f64::from(x - min) * inverse) as f32;
+            *code = (scaled.round_ties_even() as i32 & 15) as u16;
+        }
+    }
+    pack_fbgemm(&codes, &params, row);
+    Ok(())
+}
+
+/// llama.cpp's `q8_0` reference quantizer; where its `1/d` overflows, codes saturate here.
+///
+/// # Errors
+/// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for magnitudes beyond the format.
+pub fn q8_0_row(x: &[f32], row: &mut [u8]) -> Result<(), Error> {
+    check_row("x", x, row, RowFormat::Q8_0.row_bytes(x.len()))?;
+    for (x, row) in x.chunks_exact(GROUP).zip(row.chunks_exact_mut(2 + GROUP)) {
+        let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
+        let d = amax / 127.0;
+        let inverse = if d == 0.0 { 0.0 } else { 1.0 / d };
+        row[..2].copy_from_slice(&finite("d", d)?.to_le_bytes());
+        for (byte, x) in row[2..].iter_mut().zip(x) {
+            *byte = (x * inverse).round() as i8 as u8;
+        }
+    }
+    Ok(())
+}
+
+/// llama.cpp's `q4_0` reference quantizer.
+///
+/// # Errors
+/// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for magnitudes beyond the format.
+pub fn q4_0_row(x: &[f32], row: &mut [u8]) -> Result<(), Error> {
+    check_row("x", x, row, RowFormat::Q4_0.row_bytes(x.len()))?;
+    for (x, row) in x
+        .chunks_exact(GROUP)
+        .zip(row.chunks_exact_mut(2 + GROUP / 2))
+    {
+        let most = x
+            .iter()
+            .fold(0.0f32, |m, &v| if v.abs() > m.abs() { v } else { m });
+        let d = most / -8.0;
+        let inverse = if d == 0.0 { 0.0 } else { 1.0 / d };
+        row[..2].copy_from_slice(&finite("d", d)?.to_le_bytes());
+        let code = |x: f32| ((x * inverse + 8.5) as i8).clamp(0, 15) as u8;
+        for (j, byte) in row[2..].iter_mut().enumerate() {
+            *byte = code(x[j]) | code(x[j + GROUP / 2]) << 4;
+        }
+    }
+    Ok(())
+}
