@@ -7,6 +7,7 @@ use rstest::rstest;
 
 mod accuracy;
 mod errors;
+mod vectors;
 
 /// Opens a backend, or prints why not; absence of one that `ATTN_REQUIRE` names fails.
 fn open_or_skip(name: &str) -> Option<Box<dyn DecodeAttention>> {

@@ -1,0 +1,168 @@
+//! Page bytes and other engines' rows equal the golden vectors, which `vectors/make.py` computes in exact rationals.
+
+use std::{collections::HashMap, fs, path::Path};
+
+use attn_core::{
+    CacheConfig, DecodeAttention, KvCache, KvFormat,
+    convert::rows::{RowFormat, fbgemm_int4_row, q4_0_row, q8_0_row},
+};
+use attn_cpu::CpuBackend;
+use rstest::rstest;
+
+/// The inputs of `make.py`.
+fn value(side: i64, head: i64, t: i64, d: i64) -> f32 {
+    match (t, side, d) {
+        (0, _, 0) => 63.5,
+        (0, ..) => ((d * 29 + head * 7 + side * 3 + 254) % 509 - 254) as f32 / 4.0,
+        (1, ..) => 0.0,
+        (2, 1, 5) => f32::MAX,
+        (2, 0, 7) => -f32::from_bits(3),
+        _ => {
+            let n = t * 7919 + head * 104_729 + side * 1299 + d * d * 31 + d * 17 + 11;
+            (n % 2001 - 1000) as f32 / 128.0
+        }
+    }
+}
+
+fn read(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("vectors")
+        .join(name);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// A vector file: its settings, and each part's title and bytes.
+fn parse(text: &str) -> (HashMap<&str, &str>, Vec<(&str, Vec<u8>)>) {
+    let mut lines = text.lines();
+    let settings = lines
+        .next()
+        .unwrap()
+        .split(' ')
+        .map(|pair| pair.split_once('=').unwrap());
+    let mut parts: Vec<(&str, Vec<u8>)> = Vec::new();
+    for line in lines {
+        if let Some(title) = line.strip_suffix(" bytes") {
+            let (title, bytes) = title.rsplit_once(", ").unwrap();
+            parts.push((title, vec![0; bytes.parse().unwrap()]));
+            continue;
+        }
+        let (offset, hex) = line.split_once(": ").unwrap();
+        let offset = usize::from_str_radix(offset, 16).unwrap();
+        for (i, byte) in hex.split(' ').enumerate() {
+            parts.last_mut().unwrap().1[offset + i] = u8::from_str_radix(byte, 16).unwrap();
+        }
+    }
+    (settings.collect(), parts)
+}
+
+fn cache(settings: &HashMap<&str, &str>, step: usize) -> KvCache {
+    let number = |key: &str| settings[key].parse::<usize>().unwrap();
+    let (dim, heads, tokens) = (number("head_dim"), number("heads"), number("tokens"));
+    let format = KvFormat {
+        k: settings["k"].parse().unwrap(),
+        v: settings["v"].parse().unwrap(),
+    };
+    let mut config = CacheConfig::new(format, heads, dim, 1, 0);
+    config.page_size = number("page_size");
+    config.num_pages = config.pages_for(tokens);
+    for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
+        scales.iter_mut().for_each(|s| *s = 0.125);
+    }
+    let mut cache = CpuBackend::new().create_cache(&config).unwrap();
+    let row = heads * dim;
+    let [k, v] = [0, 1].map(|side| -> Vec<f32> {
+        (0..tokens * row)
+            .map(|i| {
+                let (t, head, d) = (i / row, i % row / dim, i % dim);
+                value(side, head as i64, t as i64, d as i64)
+            })
+            .collect()
+    });
+    for (k, v) in k.chunks(step * row).zip(v.chunks(step * row)) {
+        cache.append(0, k, v).unwrap();
+    }
+    cache
+}
+
+#[rstest]
+#[case("f16")]
+#[case("bf16")]
+#[case("fp8")]
+#[case("int8")]
+#[case("int8-g32")]
+#[case("int8-tensor")]
+#[case("int4-g1")]
+#[case("int4-g2")]
+#[case("int4-g4")]
+#[case("int4-g8")]
+#[case("int4-g1-d80")]
+#[case("int4")]
+fn page_bytes_equal_the_golden_vectors(#[case] name: &str) {
+    let text = read(&format!("{name}.txt"));
+    let (settings, parts) = parse(&text);
+    let cache = cache(&settings, 1);
+    let layout = cache.config().layout();
+    let (mut got, tail) = (cache.read_back(0).unwrap(), layout.tail_k());
+    let home = cache.table().pages[0].len();
+    // A vector of the tail page is its K run of one head.
+    for page in got.split_off(home) {
+        got.extend(
+            page.chunks(tail.run_bytes())
+                .map(|run| run[..tail.k_params().end].to_vec()),
+        );
+    }
+    assert_eq!(got.len(), parts.len());
+    for (got, (title, want)) in got.iter().zip(&parts) {
+        assert_eq!(got.len(), want.len(), "{name}, {title}");
+        if let Some(at) = got.iter().zip(want).position(|(a, b)| a != b) {
+            panic!(
+                "{name}, {title}: byte {at:#x} is {:#04x}, the vector has {:#04x}",
+                got[at], want[at]
+            );
+        }
+    }
+}
+
+#[test]
+fn foreign_rows_equal_the_golden_vectors() {
+    let text = read("rows.txt");
+    assert_eq!(text.lines().count(), 24);
+    for line in text.lines() {
+        let [name, token, hex] = line.split(' ').collect::<Vec<_>>()[..] else {
+            panic!("{line}")
+        };
+        let t: i64 = token.parse().unwrap();
+        let x: Vec<f32> = (0..128).map(|d| value(0, 0, t, d)).collect();
+        let mut row = vec![0; hex.len() / 2];
+        match name.strip_prefix("fbgemm-int4-g") {
+            Some(groups) => fbgemm_int4_row(&x, groups.parse().unwrap(), &mut row).unwrap(),
+            None if name == "q8_0" => q8_0_row(&x, &mut row).unwrap(),
+            None => q4_0_row(&x, &mut row).unwrap(),
+        }
+        let got: String = row.iter().map(|b| format!("{b:02x}")).collect();
+        assert_eq!(got, hex, "{name}, token {t}");
+    }
+    assert_eq!(RowFormat::FbgemmInt4(4).row_bytes(128), 80);
+}
+
+#[test]
+fn worked_bytes_of_the_manual_are_the_vectors() {
+    let manual = include_str!("../../crates/attn-core/FORMATS.md");
+    let mut checked = 0;
+    for block in manual.split("```text\n").skip(1) {
+        let mut lines = block.split("```").next().unwrap().lines();
+        let Some(name) = lines.next().and_then(|l| l.strip_prefix("tests/vectors/")) else {
+            continue;
+        };
+        let text = read(name);
+        for line in lines {
+            let bytes = line.split("   ").next().unwrap();
+            assert!(
+                text.lines().any(|l| l.starts_with(bytes)),
+                "{name} has no line {bytes}"
+            );
+            checked += 1;
+        }
+    }
+    assert!(checked >= 12, "only {checked} worked lines found");
+}

@@ -1,0 +1,359 @@
+#!/usr/bin/env python3
+"""Golden vectors: the rules of FORMATS.md in exact rationals, independent of the Rust code.
+
+    python3 make.py           write the vectors beside this file
+    python3 make.py --check   compare them instead
+"""
+
+import pathlib
+import sys
+from fractions import Fraction as F
+
+F32_MAX = F(2) ** 128 - F(2) ** 104
+F16_MAX = F(65504)
+
+
+# Rounding: every number is an exact rational until one of these rounds it, half to even.
+
+
+def rhe(x):
+    return round(x)  # Python rounds a Fraction half to even
+
+
+def exponent(x):
+    """E with 2^E <= x < 2^(E+1)."""
+    e = x.numerator.bit_length() - x.denominator.bit_length()
+    return e if x >= F(2) ** e else e - 1
+
+
+def float_of(x, mantissa, least_exponent):
+    """The nearest binary float of that many mantissa bits, subnormals included, overflow left alone."""
+    if x == 0:
+        return F(0)
+    quantum = F(2) ** (max(exponent(abs(x)), least_exponent) - mantissa)
+    return rhe(x / quantum) * quantum
+
+
+def f32(x):
+    return float_of(x, 23, -126)
+
+
+def f64(x):
+    return float_of(x, 52, -1022)
+
+
+def f16(x):
+    return float_of(x, 10, -14)
+
+
+def clamp(x, lo, hi):
+    return max(lo, min(hi, x))
+
+
+def to_f16(x):
+    """Saturated."""
+    return clamp(f16(x), -F16_MAX, F16_MAX)
+
+
+def float_bits(x, mantissa, bias, negative):
+    """Sign, exponent and mantissa of a representable number."""
+    width = {10: 5, 7: 8, 3: 4}[mantissa]
+    x = abs(x)
+    if x < F(2) ** (1 - bias):
+        low = x / F(2) ** (1 - bias - mantissa)
+    else:
+        e = exponent(x)
+        low = ((e + bias) << mantissa) + (x / F(2) ** e - 1) * 2**mantissa
+    assert low == int(low)
+    return int(negative) << (width + mantissa) | int(low)
+
+
+def f16_bits(x, negative=None):
+    return float_bits(x, 10, 15, x < 0 if negative is None else negative)
+
+
+def bf16_bits(x):
+    most = F(2) ** 128 - F(2) ** 120
+    return float_bits(float_of(clamp(x, -most, most), 7, -126), 7, 127, x < 0)
+
+
+def fp8_bits(x, scale):
+    return float_bits(clamp(float_of(x / scale, 3, -6), F(-448), F(448)), 3, 7, x < 0)
+
+
+# Inputs.
+
+
+def value(side, head, t, d):
+    """Fixed values, all of them f32: ties, zeros, an outlier and a subnormal, then a ragged pattern."""
+    if t == 0:  # quarters up to 63.5: int8's scale is 0.5, so half the quotients are ties
+        return F((d * 29 + head * 7 + side * 3 + 254) % 509 - 254, 4) if d else F(127, 2)
+    if t == 1:
+        return F(0)
+    if t == 2 and (side, d) == (1, 5):
+        return F32_MAX
+    if t == 2 and (side, d) == (0, 7):
+        return -3 * F(2) ** -149
+    return F((t * 7919 + head * 104729 + side * 1299 + d * d * 31 + d * 17 + 11) % 2001 - 1000, 128)
+
+
+# Quantizers: codes, and (scale, shift) per group.
+
+
+def int8_codes(x, scale):
+    return [clamp(rhe(v / scale), -127, 127) & 255 if scale else 0 for v in x]
+
+
+def int8_group(x):
+    scale = to_f16(max(abs(v) for v in x) / 127)
+    return int8_codes(x, scale), (scale, F(0))
+
+
+def int4_group(x):
+    lo, hi = min(x), max(x)
+    scale = to_f16(min(f32(hi - lo), F32_MAX) / 15)
+    shift = to_f16(lo)
+    codes = [clamp(rhe(f32(v - shift) / scale), 0, 15) if scale else 0 for v in x]
+    return codes, (scale, shift)
+
+
+def grouped(quantizer, groups, x):
+    n = len(x) // groups
+    parts = [quantizer(x[g * n : (g + 1) * n]) for g in range(groups)]
+    return sum((codes for codes, _ in parts), []), [param for _, param in parts]
+
+
+def token(scheme, x, scale):
+    """Codes and parameters of one token of one head."""
+    if scheme == "f16":
+        return [f16_bits(to_f16(v), v < 0) for v in x], []
+    if scheme == "bf16":
+        return [bf16_bits(v) for v in x], []
+    if scheme == "fp8":
+        return [fp8_bits(v, scale) for v in x], []
+    if scheme == "int8-tensor":
+        return int8_codes(x, scale), []
+    if scheme == "int8":
+        return grouped(int8_group, 1, x)
+    if scheme == "int8-g32":
+        return grouped(int8_group, len(x) // 32, x)
+    return grouped(int4_group, int(scheme[6:]), x)
+
+
+# Pages.
+
+
+def bits_of(scheme):
+    return 16 if scheme in ("f16", "bf16") else 4 if scheme.startswith("int4") else 8
+
+
+def slot(t):
+    h, c, e = t // 8, t % 8 // 2, t % 2
+    return 4 * c + 2 * h + e
+
+
+def k_address(bits, dim, page_size, t, d):
+    """Byte offset, and the bits to shift left."""
+    if bits == 16:
+        return (d // 8 * page_size + t) * 16 + d % 8 * 2, 0
+    if bits == 8:
+        return (d // 16 * page_size + t) * 16 + d % 16, 0
+    panel, j = divmod(d, 32)
+    if dim % 32 and panel == dim // 32:  # the half panel of head_dim 80
+        return 2 * page_size * 16 + t * 8 + j % 8, 0 if j < 8 else 4
+    return (panel * page_size + t) * 16 + j % 16, 0 if j < 16 else 4
+
+
+def v_address(bits, dim, page_size, t, d):
+    if bits == 16:
+        return k_address(16, dim, page_size, t, d)
+    if bits == 8:
+        return (t // 16 * dim + d) * 16 + slot(t % 16), 0
+    return (t // 32 * dim + d) * 16 + slot(t % 16), 0 if t % 32 < 16 else 4
+
+
+def part_bytes(scheme, dim, page_size):
+    """Of the codes and of the parameters."""
+    codes = page_size * dim * bits_of(scheme) // 8
+    if scheme == "int4-channel":
+        return codes, dim * 4
+    if scheme == "int8":
+        return codes, page_size * 2
+    if scheme == "int8-g32":
+        return codes, dim // 32 * page_size * 2
+    if bits_of(scheme) == 4:
+        return codes, int(scheme[6:]) * page_size * 4
+    return codes, 0
+
+
+def put_codes(run, base, address, scheme, dim, page_size, t, codes):
+    bits = bits_of(scheme)
+    for d, code in enumerate(codes):
+        at, shift = address(bits, dim, page_size, t, d)
+        if bits == 16:
+            run[base + at : base + at + 2] = code.to_bytes(2, "little")
+        else:
+            run[base + at] |= code << shift
+
+
+def put_f16(run, at, x):
+    run[at : at + 2] = f16_bits(x).to_bytes(2, "little")
+
+
+def put_params(run, base, scheme, page_size, t, params):
+    for g, (scale, shift) in enumerate(params):
+        if bits_of(scheme) == 4:
+            put_f16(run, base + (g * page_size + t) * 4, scale)
+            put_f16(run, base + (g * page_size + t) * 4 + 2, shift)
+        else:
+            put_f16(run, base + (g * page_size + t) * 2, scale)
+
+
+def seal(run, dim, page_size, open_k):
+    """Codes and parameters per channel, from each token's Int8 Token codes and scale."""
+    codes_bytes, _ = part_bytes("int4-channel", dim, page_size)
+    for d in range(dim):
+        # Exact in f32: a code of 8 bits times a scale of 11.
+        x = [((codes[d] ^ 128) - 128) * scale for codes, [(scale, _)] in open_k]
+        codes, (scale, shift) = int4_group(x)
+        for t, code in enumerate(codes):
+            at, by = k_address(4, dim, page_size, t, d)
+            run[at] |= code << by
+        put_f16(run, codes_bytes + d * 4, scale)
+        put_f16(run, codes_bytes + d * 4 + 2, shift)
+
+
+def pages(k, v, dim, page_size, heads, tokens, scales):
+    """Home pages, then the tail page's K run of each head while a page is open; unwritten bytes are zero."""
+    (k_codes, k_params), (v_codes, v_params) = (part_bytes(s, dim, page_size) for s in (k, v))
+    tail_codes, tail_params = part_bytes("int8", dim, page_size)
+    v_base = k_codes + k_params
+    result, tail = [], []
+    for first in range(0, tokens, page_size):
+        page, last = bytearray(), min(tokens, first + page_size)
+        for head in range(heads):
+            run = bytearray(v_base + v_codes + v_params)
+            open_run, open_k = bytearray(tail_codes + tail_params), []
+            for t in range(first, last):
+                x = [value(0, head, t, d) for d in range(dim)]
+                if k == "int4-channel":
+                    codes, params = token("int8", x, None)
+                    open_k.append((codes, params))
+                    put_codes(open_run, 0, k_address, "int8", dim, page_size, t - first, codes)
+                    put_params(open_run, tail_codes, "int8", page_size, t - first, params)
+                else:
+                    codes, params = token(k, x, scales[0])
+                    put_codes(run, 0, k_address, k, dim, page_size, t - first, codes)
+                    put_params(run, k_codes, k, page_size, t - first, params)
+                x = [value(1, head, t, d) for d in range(dim)]
+                codes, params = token(v, x, scales[1])
+                put_codes(run, v_base, v_address, v, dim, page_size, t - first, codes)
+                put_params(run, v_base + v_codes, v, page_size, t - first, params)
+            if k == "int4-channel" and last - first == page_size:
+                seal(run, dim, page_size, open_k)
+            elif k == "int4-channel":
+                tail.append(open_run)
+            page += run
+        result.append(page)
+    return result, tail
+
+
+# Rows of other engines, each step rounded as their programs round it.
+
+
+def fbgemm_row(x, groups):
+    head, codes, n = bytearray(), [], len(x) // groups
+    for g in range(groups):
+        part = x[g * n : (g + 1) * n]
+        lo, hi = min(part), max(part)
+        scale = f32(f32(hi - lo) / 15)
+        inverse = f64(15 / f64(f64(scale * 15) + f64(F(1, 10**8))))
+        codes += [rhe(f32(f64(f32(v - lo) * inverse))) & 15 for v in part]
+        head += f16_bits(f16(scale)).to_bytes(2, "little")
+        head += f16_bits(f16(lo), lo < 0).to_bytes(2, "little")
+    return head + bytes(codes[i] | codes[i + 1] << 4 for i in range(0, len(x), 2))
+
+
+def q8_0_row(x):
+    row = bytearray()
+    for i in range(0, len(x), 32):
+        part = x[i : i + 32]
+        d = f32(max(abs(v) for v in part) / 127)
+        inverse = f32(1 / d) if d else F(0)
+        row += f16_bits(f16(d)).to_bytes(2, "little")
+        for v in part:
+            y = f32(v * inverse)
+            away = int(abs(y) + F(1, 2))  # half away from zero
+            row.append((away if y >= 0 else -away) & 255)
+    return row
+
+
+def q4_0_row(x):
+    row = bytearray()
+    for i in range(0, len(x), 32):
+        part, most = x[i : i + 32], F(0)
+        for v in part:
+            most = v if abs(v) > abs(most) else most
+        d = f32(most / -8)
+        inverse = f32(1 / d) if d else F(0)
+        row += f16_bits(f16(d), most >= 0).to_bytes(2, "little")  # 0 / -8 is -0
+        codes = [min(15, int(f32(f32(v * inverse) + F(17, 2)))) for v in part]
+        row += bytes(codes[j] | codes[j + 16] << 4 for j in range(16))
+    return row
+
+
+# Files.
+
+
+def lines(data):
+    """`offset: 16 bytes`; lines of zeros are left out."""
+    for at in range(0, len(data), 16):
+        if any(data[at : at + 16]):
+            yield f"{at:05x}: {data[at : at + 16].hex(' ')}"
+
+
+def page_file(k, v, dim, page_size, heads, tokens):
+    scales = [F(1, 8) if s in ("fp8", "int8-tensor") else None for s in (k, v)]
+    text = [f"k={k} v={v} head_dim={dim} page_size={page_size} heads={heads} tokens={tokens}"]
+    home, tail = pages(k, v, dim, page_size, heads, tokens, scales)
+    for i, page in enumerate(home):
+        text += [f"page {i}, {len(page)} bytes", *lines(page)]
+    for head, run in enumerate(tail):
+        text += [f"tail page, head {head}, {len(run)} bytes", *lines(run)]
+    return "\n".join(text) + "\n"
+
+
+def row_file():
+    text = []
+    for t in (0, 1, 3, 4):
+        x = [value(0, 0, t, d) for d in range(128)]
+        for groups in (1, 2, 4, 8):
+            text.append(f"fbgemm-int4-g{groups} {t} {fbgemm_row(x, groups).hex()}")
+        text.append(f"q8_0 {t} {q8_0_row(x).hex()}")
+        text.append(f"q4_0 {t} {q4_0_row(x).hex()}")
+    return "\n".join(text) + "\n"
+
+
+def main():
+    here = pathlib.Path(__file__).parent
+    files = {"rows.txt": row_file()}
+    for scheme in ["f16", "bf16", "fp8", "int8", "int8-g32", "int8-tensor", "int4-g1", "int4-g2", "int4-g4"]:
+        files[f"{scheme}.txt"] = page_file(scheme, scheme, 64, 64, 1, 4)
+    files["int4-g8.txt"] = page_file("int4-g8", "int4-g8", 128, 32, 1, 4)
+    # The half panel, two heads, a second page.
+    files["int4-g1-d80.txt"] = page_file("int4-g1", "int4-g1", 80, 32, 2, 35)
+    # A sealed page and an open one.
+    files["int4.txt"] = page_file("int4-channel", "int4-g1", 64, 64, 1, 66)
+    check, stale = "--check" in sys.argv, []
+    for name, text in files.items():
+        path = here / name
+        if not check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            stale.append(name)
+    if stale:
+        sys.exit(f"not what make.py writes: {', '.join(stale)}; run python3 {sys.argv[0]}")
+
+
+if __name__ == "__main__":
+    main()
