@@ -1,15 +1,20 @@
 //! The trait on top of both paths.
 
+use std::{
+    fmt,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, DeviceInfo, Error, HostPages, KvCache,
     KvFormat, Plan, Problem, Unsupported,
 };
-use rayon::prelude::*;
 
 use crate::{
-    fast,
+    decode::{self, Workspace},
     reader::Reader,
     reference::{self, Row},
+    simd::Isa,
 };
 
 fn plan(problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
@@ -103,32 +108,80 @@ impl DecodeAttention for Reference {
     }
 }
 
-/// The fast CPU path: SIMD over a tile, rayon over (sequence, KV head, segment).
+/// The fast CPU path: vector kernels of one instruction set, rayon over (sequence, KV head, span of tokens).
 ///
-/// Runs on the caller's rayon pool; its bits do not depend on the number of threads.
-#[derive(Debug)]
+/// Runs on the caller's rayon pool; its bits depend neither on the number of threads nor on the instruction set. A step
+/// allocates nothing once one of its size has run.
 pub struct CpuBackend {
     device: DeviceInfo,
+    isa: Isa,
+    workspaces: Mutex<Vec<Workspace>>,
 }
 
 impl CpuBackend {
-    /// Always available.
+    /// The fastest instruction set of this machine.
     #[allow(
         clippy::new_without_default,
         reason = "a backend is opened, not defaulted"
     )]
     pub fn new() -> Self {
-        let detail = format!(
-            "portable SIMD (wide), {} threads",
-            rayon::current_num_threads()
-        );
+        CpuBackend::of(Isa::best())
+    }
+
+    /// The instruction set that `ATTN_CPU_ISA` names, else the fastest.
+    ///
+    /// # Errors
+    /// [`Unsupported::Absent`] if the named one is unknown or not here.
+    pub fn open() -> Result<Self, Unsupported> {
+        Isa::from_env()
+            .map(CpuBackend::of)
+            .map_err(|error| match error {
+                Error::Unsupported(reason) => reason,
+                other => Unsupported::Absent {
+                    backend: "cpu",
+                    reason: other.to_string(),
+                    next_step: "name one of those in ATTN_CPU_ISA, or leave it unset".to_owned(),
+                },
+            })
+    }
+
+    /// A given instruction set.
+    ///
+    /// # Errors
+    /// [`Unsupported::Absent`] if this machine lacks it.
+    pub fn with_isa(isa: Isa) -> Result<Self, Unsupported> {
+        isa.require().map(CpuBackend::of)
+    }
+
+    /// `isa` has been found available: the kernels rely on it.
+    fn of(isa: Isa) -> Self {
+        let detail = format!("{isa}, {} threads", rayon::current_num_threads());
         CpuBackend {
             device: DeviceInfo {
                 backend: "cpu",
                 name: std::env::consts::ARCH.to_owned(),
                 detail,
             },
+            isa,
+            workspaces: Mutex::default(),
         }
+    }
+
+    /// The instruction set in use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    fn workspaces(&self) -> MutexGuard<'_, Vec<Workspace>> {
+        self.workspaces
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for CpuBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CpuBackend({})", self.isa)
     }
 }
 
@@ -151,26 +204,10 @@ impl DecodeAttention for CpuBackend {
 
     fn decode(&self, step: &DecodeStep<'_>, output: &mut DecodeOutput<'_>) -> Result<(), Error> {
         check_plan(step)?;
-        let problem = &step.plan().problem;
-        let jobs: Vec<(usize, usize)> = (0..problem.batch())
-            .flat_map(|b| (0..problem.num_kv_heads).map(move |g| (b, g)))
-            .collect();
-        let heads = jobs
-            .par_iter()
-            .map(|&(b, g)| {
-                let reader = Reader::new(step.kv(), b, g)?;
-                Ok(fast::attend_head(step, &reader, b, g))
-            })
-            .collect::<Result<Vec<_>, Error>>()?;
-        let (dim, per) = (problem.head_dim, problem.heads_per_kv());
+        let mut workspace = self.workspaces().pop().unwrap_or_default();
         let (out, lse) = output.slices();
-        for (&(b, g), (head_out, head_lse)) in jobs.iter().zip(&heads) {
-            for (r, (row, row_lse)) in head_out.chunks_exact(dim).zip(head_lse).enumerate() {
-                let at = (b * problem.q_len + r / per) * problem.num_q_heads + g * per + r % per;
-                out[at * dim..][..dim].copy_from_slice(row);
-                lse[at] = *row_lse;
-            }
-        }
-        Ok(())
+        let result = decode::decode(self.isa, step, &mut workspace, out, lse);
+        self.workspaces().push(workspace);
+        result
     }
 }

@@ -1,12 +1,20 @@
-//! Decode attention on the CPU: the scalar specification ([`reference`](mod@reference)) and a SIMD path with the same bits ([`fast`]).
+//! Decode attention on the CPU: the scalar specification ([`reference`](mod@reference)) and vector kernels with the same bits.
 //!
-//! Both read native pages and contiguous views through [`reader`].
-#![forbid(unsafe_code)]
+//! Both read native pages and contiguous views through [`reader`]. The kernels: `simd` has the vectors of each instruction set,
+//! `tile` brings 64 tokens into their shape, `integer` and `float` are the two arithmetics, `softmax` what they share, `decode`
+//! cuts a step into work for threads.
 
 mod backend;
-pub mod fast;
+mod decode;
+mod float;
+mod integer;
 pub mod reader;
 pub mod reference;
+mod scratch;
+mod simd;
+mod softmax;
 mod state;
+mod tile;
 
 pub use backend::{CpuBackend, Reference};
+pub use simd::Isa;

@@ -27,6 +27,28 @@ pub struct Reader<'a> {
     pub tensor_scales: [f32; 2],
 }
 
+/// One side of one page's run.
+#[derive(Clone, Copy)]
+pub(crate) struct PagePart<'a> {
+    pub codes: &'a [u8],
+    pub params: &'a [u8],
+    pub page_size: usize,
+}
+
+/// One head's rows of a view.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<'a> {
+    codes: &'a [u8],
+    token: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// The bytes of one token's row.
+    pub fn row(&self, t: usize, bytes: usize) -> &'a [u8] {
+        &self.codes[t * self.token..][..bytes]
+    }
+}
+
 #[derive(Clone, Copy)]
 enum Source<'a> {
     Pages {
@@ -101,6 +123,56 @@ impl<'a> Reader<'a> {
         match self.source {
             Source::Pages { layout, .. } => (t / layout.page_size + 1) * layout.page_size,
             Source::View(_) => usize::MAX,
+        }
+    }
+
+    /// Whether it reads native pages, not a view.
+    pub(crate) fn is_paged(&self) -> bool {
+        matches!(self.source, Source::Pages { .. })
+    }
+
+    /// One side of the page of token `t`.
+    ///
+    /// # Panics
+    /// For a view.
+    pub(crate) fn page(&self, side: Side, t: usize) -> PagePart<'a> {
+        let (codes, params, layout) = self.part(side, t).expect("a view has no pages");
+        PagePart {
+            codes,
+            params,
+            page_size: layout.page_size,
+        }
+    }
+
+    /// One side's rows of a view.
+    pub(crate) fn rows(&self, side: Side) -> Option<Rows<'a>> {
+        let Source::View(view) = self.source else {
+            return None;
+        };
+        let rows = if side == Side::K { &view.k } else { &view.v };
+        let [sequence, head, token] = rows.code_strides;
+        Some(Rows {
+            codes: &rows.codes
+                [(self.sequence * sequence + self.head * head).min(rows.codes.len())..],
+            token,
+        })
+    }
+
+    /// All codes of a tile as `[t][d]`, page by page.
+    pub(crate) fn codes_of_tile(
+        &self,
+        side: Side,
+        t0: usize,
+        n: usize,
+        head_dim: usize,
+        out: &mut [u16],
+    ) {
+        let mut t = t0;
+        while t < t0 + n {
+            let count = (t0 + n).min(self.page_end(t)) - t;
+            let out = &mut out[(t - t0) * head_dim..][..count * head_dim];
+            self.codes(side, t, count, head_dim, out);
+            t += count;
         }
     }
 

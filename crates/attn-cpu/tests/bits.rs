@@ -1,9 +1,10 @@
-//! The SIMD path gives the reference's bits, at any number of threads.
+//! The vector kernels give the reference's bits, for every instruction set that this machine has, at any number of threads.
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, KvFormat, KvSource, Problem, Scheme,
+    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Int4Scale, Int8Scale, KvFormat,
+    KvSource, KvView, Problem, Scheme, StridedRows,
 };
-use attn_cpu::{CpuBackend, Reference};
+use attn_cpu::{CpuBackend, Isa, Reference};
 
 fn noise(seed: u64) -> impl FnMut() -> f32 {
     let mut state = seed;
@@ -15,28 +16,40 @@ fn noise(seed: u64) -> impl FnMut() -> f32 {
     }
 }
 
-fn decode(backend: &dyn DecodeAttention, problem: &Problem, format: KvFormat) -> Vec<u32> {
-    let max = problem.kv_lens.iter().copied().max().unwrap();
-    let config = CacheConfig::new(
-        format,
-        problem.num_kv_heads,
-        problem.head_dim,
-        problem.batch(),
-        max,
-    );
-    let mut cache = backend.create_cache(&config).unwrap();
+/// Inputs of a problem: K and V per sequence, and Q.
+struct Inputs {
+    kv: Vec<[Vec<f32>; 2]>,
+    q: Vec<f32>,
+}
+
+fn inputs(problem: &Problem) -> Inputs {
     let mut next = noise(7);
-    for (b, len) in problem.kv_lens.iter().enumerate() {
+    let kv = problem.kv_lens.iter().map(|len| {
         let n = len * problem.num_kv_heads * problem.head_dim;
-        let k: Vec<f32> = (0..n).map(|_| next()).collect();
-        let v: Vec<f32> = (0..n).map(|_| next()).collect();
-        cache.append(b, &k, &v).unwrap();
-    }
-    let q: Vec<f32> = (0..problem.rows() * problem.head_dim)
+        // Every second token is larger, so that scales and maxima move.
+        let mut side = || -> Vec<f32> {
+            (0..n)
+                .map(|i| next() * (1.0 + (i / 97 % 5) as f32))
+                .collect()
+        };
+        [side(), side()]
+    });
+    let kv = kv.collect();
+    let q = (0..problem.rows() * problem.head_dim)
         .map(|_| next())
         .collect();
+    Inputs { kv, q }
+}
+
+fn bits(
+    backend: &dyn DecodeAttention,
+    problem: &Problem,
+    format: KvFormat,
+    q: &[f32],
+    kv: KvSource<'_>,
+) -> Vec<u32> {
     let plan = backend.plan(problem, format).unwrap();
-    let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache)).unwrap();
+    let step = DecodeStep::new(&plan, q, kv).unwrap();
     let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
     backend
         .decode(
@@ -47,26 +60,229 @@ fn decode(backend: &dyn DecodeAttention, problem: &Problem, format: KvFormat) ->
     out.iter().chain(&lse).map(|x| x.to_bits()).collect()
 }
 
+fn cached(
+    problem: &Problem,
+    format: KvFormat,
+    page_size: usize,
+    inputs: &Inputs,
+) -> attn_core::KvCache {
+    let max = problem.kv_lens.iter().copied().max().unwrap();
+    let mut config = CacheConfig::new(
+        format,
+        problem.num_kv_heads,
+        problem.head_dim,
+        problem.batch(),
+        max,
+    );
+    config.page_size = page_size;
+    config.num_pages = problem.batch() * config.pages_for(max);
+    for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
+        scales.iter_mut().for_each(|s| *s = 0.09);
+    }
+    let mut cache = CpuBackend::new().create_cache(&config).unwrap();
+    let garbage = vec![0xff; config.layout().page_bytes()];
+    for page in 0..config.num_pages {
+        cache.write_page(page as u32, &garbage).unwrap();
+    }
+    for (b, [k, v]) in inputs.kv.iter().enumerate() {
+        cache.append(b, k, v).unwrap();
+    }
+    cache
+}
+
+/// Holds every instruction set at each thread count to the reference.
+fn compare(
+    problem: &Problem,
+    format: KvFormat,
+    q: &[f32],
+    kv: KvSource<'_>,
+    threads: &[usize],
+    what: &str,
+) {
+    let want = bits(&Reference::new(), problem, format, q, kv);
+    for isa in Isa::available() {
+        let backend = CpuBackend::with_isa(isa).unwrap();
+        for &threads in threads {
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .build()
+                .unwrap();
+            let got = pool.install(|| bits(&backend, problem, format, q, kv));
+            let first = want.iter().zip(&got).position(|(a, b)| a != b);
+            let pair = first.map(|i| (i, f32::from_bits(want[i]), f32::from_bits(got[i])));
+            assert_eq!(pair, None, "{what} {format} on {isa} at {threads} threads");
+        }
+    }
+}
+
 #[test]
-fn simd_bits_equal_reference_for_every_pair_and_thread_count() {
-    let mut problem = Problem::new(6, 2, 128, vec![0, 1, 65, 333, 700]);
+fn bits_equal_reference_for_every_pair_isa_and_thread_count() {
+    let mut problem = Problem::new(6, 2, 128, vec![0, 1, 65, 333, 1100]);
     problem.q_len = 2;
+    let inputs = inputs(&problem);
     for k in Scheme::ALL {
         for v in Scheme::ALL {
             let format = KvFormat { k, v };
-            if format.check(128, 64).is_err() {
-                continue;
+            if format.check(128, 64).is_ok() {
+                let cache = cached(&problem, format, 64, &inputs);
+                compare(
+                    &problem,
+                    format,
+                    &inputs.q,
+                    KvSource::Cache(&cache),
+                    &[1, 3],
+                    "pages",
+                );
             }
-            let want = decode(&Reference::new(), &problem, format);
-            for threads in [1, 2, 3, 7] {
-                let pool = rayon::ThreadPoolBuilder::new()
-                    .num_threads(threads)
-                    .build()
-                    .unwrap();
-                let got = pool.install(|| decode(&CpuBackend::new(), &problem, format));
-                let first = want.iter().zip(&got).position(|(a, b)| a != b);
-                assert_eq!(first, None, "{format} at {threads} threads");
+        }
+    }
+}
+
+fn formats() -> Vec<KvFormat> {
+    let same = Scheme::ALL.into_iter().map(KvFormat::same);
+    let int8_k = KvFormat {
+        k: Scheme::Int8(Int8Scale::Token),
+        v: Scheme::Int4(Int4Scale::Groups(4)),
+    };
+    let fp8_v = KvFormat {
+        k: Scheme::Bf16,
+        v: Scheme::Fp8E4m3,
+    };
+    same.chain([KvFormat::INT4, int8_k, fp8_v]).collect()
+}
+
+#[test]
+fn bits_equal_reference_for_every_head_dim_and_page_size() {
+    for head_dim in [64, 80, 96, 128, 192, 256] {
+        for page_size in [16, 32, 64, 128] {
+            let problem = Problem::new(5, 1, head_dim, vec![331, 129]);
+            let inputs = inputs(&problem);
+            for format in formats() {
+                if format.check(head_dim, page_size).is_ok() {
+                    let cache = cached(&problem, format, page_size, &inputs);
+                    let what = format!("head_dim {head_dim}, page_size {page_size}");
+                    compare(
+                        &problem,
+                        format,
+                        &inputs.q,
+                        KvSource::Cache(&cache),
+                        &[2],
+                        &what,
+                    );
+                }
             }
+        }
+    }
+}
+
+#[test]
+fn bits_equal_reference_for_every_mask_and_number_of_rows() {
+    for (q_len, q_heads, kv_heads) in [(1, 1, 1), (3, 7, 1), (5, 4, 2), (16, 4, 1), (1, 64, 1)] {
+        for variant in 0..6 {
+            let mut problem = Problem::new(q_heads, kv_heads, 64, vec![3, 200, 577]);
+            problem.q_len = q_len;
+            problem.causal = variant % 2 == 0;
+            if variant == 2 || variant == 3 {
+                problem.window_left = Some(if variant == 2 { 70 } else { 5 });
+            }
+            if variant >= 3 {
+                problem.softcap = Some(3.5);
+            }
+            if variant >= 4 {
+                problem.alibi_slopes =
+                    Some((0..q_heads).map(|h| 0.5f32.powi(h as i32 % 7)).collect());
+            }
+            let inputs = inputs(&problem);
+            for format in formats() {
+                if format.check(64, 64).is_ok() {
+                    let cache = cached(&problem, format, 64, &inputs);
+                    let what =
+                        format!("q_len {q_len}, {q_heads}/{kv_heads} heads, variant {variant}");
+                    compare(
+                        &problem,
+                        format,
+                        &inputs.q,
+                        KvSource::Cache(&cache),
+                        &[2],
+                        &what,
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn bits_equal_reference_on_long_sequences_and_far_maxima() {
+    for (len, rows) in [(20_000, 2), (70_000, 1)] {
+        let mut problem = Problem::new(rows, 1, 64, vec![len]);
+        problem.softmax_scale = 3.0;
+        let inputs = inputs(&problem);
+        for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::F16)] {
+            let cache = cached(&problem, format, 64, &inputs);
+            compare(
+                &problem,
+                format,
+                &inputs.q,
+                KvSource::Cache(&cache),
+                &[1, 2, 5],
+                "long",
+            );
+        }
+    }
+}
+
+#[test]
+fn bits_equal_reference_on_views() {
+    let (batch, heads, capacity, dim) = (2, 2, 210, 80);
+    let mut problem = Problem::new(6, heads, dim, vec![0; batch]);
+    problem.kv_lens = vec![201, 77];
+    let mut next = noise(3);
+    let q: Vec<f32> = (0..problem.rows() * dim).map(|_| next()).collect();
+    for scheme in Scheme::ALL {
+        if matches!(scheme, Scheme::Int4(_)) || scheme.check(dim, 64).is_err() {
+            continue;
+        }
+        let row_bytes = dim * scheme.code_bits() / 8;
+        let bytes = |seed: u64| -> Vec<u8> {
+            let mut next = noise(seed);
+            let mut code = |_| match scheme {
+                Scheme::F16 => half::f16::from_f32(next()).to_le_bytes().to_vec(),
+                Scheme::Bf16 => half::bf16::from_f32(next()).to_le_bytes().to_vec(),
+                _ => vec![((next() * 40.0) as i32 as u8) & 0xf7],
+            };
+            (0..batch * heads * capacity * dim)
+                .flat_map(&mut code)
+                .collect()
+        };
+        let (k, v) = (bytes(11), bytes(12));
+        let has_scales = scheme.is_integer() && !scheme.has_tensor_scale();
+        let scales: Vec<u16> = (0..batch * heads * capacity * scheme.groups(dim))
+            .map(|i| half::f16::from_f32(0.01 + (i % 13) as f32 * 0.003).to_bits())
+            .collect();
+        let scales = if has_scales { &scales[..] } else { &[] };
+        let tensor = vec![0.5; if scheme.has_tensor_scale() { heads } else { 0 }];
+        for heads_first in [true, false] {
+            let groups = scheme.groups(dim);
+            let side = |codes| match heads_first {
+                true => StridedRows::bnsh(codes, scales, heads, capacity, row_bytes, groups),
+                false => StridedRows::bsnh(codes, scales, heads, capacity, row_bytes, groups),
+            };
+            let view = KvView {
+                format: KvFormat::same(scheme),
+                k: side(&k),
+                v: side(&v),
+                k_tensor_scales: &tensor,
+                v_tensor_scales: &tensor,
+            };
+            compare(
+                &problem,
+                view.format,
+                &q,
+                KvSource::View(&view),
+                &[2],
+                "view",
+            );
         }
     }
 }

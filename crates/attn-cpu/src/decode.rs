@@ -1,0 +1,432 @@
+//! One step: cut into work items of one span (or one segment) of one KV head, attended by any thread, merged in order.
+
+use std::{cell::RefCell, ops::Range};
+
+use attn_core::{
+    DecodeStep, Error, Int4Scale, KvSource, Scheme,
+    arithmetic::{LOG2_E, SPAN, TILE, ftz, lse, pow2, rcp, segment_tiles},
+};
+use rayon::prelude::*;
+
+use crate::{
+    float, integer,
+    reader::{Reader, Side},
+    scratch::{Aligned, Rows},
+    simd::{Dot, Dot16, Isa, Simd, portable::Portable, scalar::Scalar},
+    softmax::Modifiers,
+    tile::Tile,
+};
+
+/// Some segments of one KV head of one sequence.
+#[derive(Debug, Clone)]
+struct Item {
+    b: usize,
+    g: usize,
+    segments: Range<usize>,
+}
+
+/// What a step needs beside its inputs; kept for the next one.
+#[derive(Default)]
+pub(crate) struct Workspace {
+    items: Vec<Item>,
+    /// Per sequence, where its items begin.
+    starts: Vec<usize>,
+    states: Vec<f32>,
+}
+
+/// A thread's own memory.
+struct Scratch {
+    rows: Rows,
+    tile: Tile,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = const {
+        RefCell::new(Scratch { rows: Rows::new(), tile: Tile::new() })
+    };
+}
+
+/// Attends one item: one state per row into `states`, `[row][dim + 2]`, m and l last.
+type Attend = unsafe fn(&DecodeStep<'_>, &Item, &mut Scratch, &mut [f32]) -> Result<(), Error>;
+
+fn attend_scalar(
+    step: &DecodeStep<'_>,
+    item: &Item,
+    scratch: &mut Scratch,
+    states: &mut [f32],
+) -> Result<(), Error> {
+    attend(Dot16(Scalar), step, item, scratch, states)
+}
+
+fn attend_portable(
+    step: &DecodeStep<'_>,
+    item: &Item,
+    scratch: &mut Scratch,
+    states: &mut [f32],
+) -> Result<(), Error> {
+    attend(Dot16(Portable), step, item, scratch, states)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,f16c")]
+fn attend_avx2(
+    step: &DecodeStep<'_>,
+    item: &Item,
+    scratch: &mut Scratch,
+    states: &mut [f32],
+) -> Result<(), Error> {
+    // SAFETY: this function's own features, which its caller has checked.
+    let s = unsafe { crate::simd::avx2::Avx2::new() };
+    attend(Dot16(s), step, item, scratch, states)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn attend_avx512(
+    step: &DecodeStep<'_>,
+    item: &Item,
+    scratch: &mut Scratch,
+    states: &mut [f32],
+) -> Result<(), Error> {
+    // SAFETY: this function's own features, which its caller has checked.
+    let s = unsafe { crate::simd::avx512::Avx512::new() };
+    attend(Dot16(s), step, item, scratch, states)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn attend_avx512vnni(
+    step: &DecodeStep<'_>,
+    item: &Item,
+    scratch: &mut Scratch,
+    states: &mut [f32],
+) -> Result<(), Error> {
+    // SAFETY: this function's own features, which its caller has checked.
+    let d = unsafe { crate::simd::avx512::Vnni::new() };
+    attend(d, step, item, scratch, states)
+}
+
+#[cfg(target_arch = "aarch64")]
+#[target_feature(enable = "neon")]
+fn attend_neon(
+    step: &DecodeStep<'_>,
+    item: &Item,
+    scratch: &mut Scratch,
+    states: &mut [f32],
+) -> Result<(), Error> {
+    // SAFETY: this function's own features, which its caller has checked.
+    let s = unsafe { crate::simd::neon::Neon::new() };
+    attend(Dot16(s), step, item, scratch, states)
+}
+
+fn kernel(isa: Isa) -> Attend {
+    match isa {
+        Isa::Scalar => attend_scalar,
+        Isa::Portable => attend_portable,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => attend_avx2,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => attend_avx512,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vnni => attend_avx512vnni,
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon => attend_neon,
+        #[allow(
+            unreachable_patterns,
+            reason = "which sets are foreign depends on the target"
+        )]
+        _ => attend_portable,
+    }
+}
+
+/// Attends a whole step on `isa`, which the caller has found available.
+pub(crate) fn decode(
+    isa: Isa,
+    step: &DecodeStep<'_>,
+    workspace: &mut Workspace,
+    out: &mut [f32],
+    lse: &mut [f32],
+) -> Result<(), Error> {
+    let problem = &step.plan().problem;
+    let (dim, heads, threads) = (
+        problem.head_dim,
+        problem.num_kv_heads,
+        rayon::current_num_threads(),
+    );
+    if problem.batch() > 0 {
+        // Whether the cache is one of ours, before any output is touched.
+        Reader::new(step.kv(), 0, 0)?;
+    }
+    let (rows, stride) = (problem.q_len * problem.heads_per_kv(), dim + 2);
+    let segments = |len: usize| len.div_ceil(segment_tiles(len) * TILE);
+    let spans: usize = problem
+        .kv_lens
+        .iter()
+        .map(|&len| segments(len).div_ceil(SPAN))
+        .sum();
+    let per_item = if spans * heads < 4 * threads { 1 } else { SPAN };
+    workspace.items.clear();
+    workspace.starts.clear();
+    for (b, &len) in problem.kv_lens.iter().enumerate() {
+        workspace.starts.push(workspace.items.len());
+        let count = segments(len);
+        for first in (0..count).step_by(per_item) {
+            let segments = first..count.min(first + per_item);
+            workspace.items.extend((0..heads).map(|g| Item {
+                b,
+                g,
+                segments: segments.clone(),
+            }));
+        }
+    }
+    let chunk = rows * stride;
+    let needed = workspace.items.len() * chunk;
+    if workspace.states.len() < needed {
+        workspace.states.resize(needed, 0.0);
+    }
+    let (items, attend) = (&workspace.items[..], kernel(isa));
+    let run = |item: &Item, states: &mut [f32]| {
+        SCRATCH.with_borrow_mut(|scratch| {
+            // SAFETY: the machine has `isa`: `CpuBackend` holds no other.
+            unsafe { attend(step, item, scratch, states) }
+        })
+    };
+    let states = &mut workspace.states[..needed];
+    if threads == 1 || items.len() == 1 {
+        states
+            .chunks_exact_mut(chunk)
+            .zip(items)
+            .try_for_each(|(states, item)| run(item, states))?;
+    } else {
+        states
+            .par_chunks_exact_mut(chunk)
+            .zip(items)
+            .with_max_len(1)
+            .try_for_each(|(states, item)| run(item, states))?;
+    }
+
+    let (states, starts) = (&*states, &workspace.starts);
+    let merge = |row: usize, out: &mut [f32], lse: &mut f32| {
+        let (bi, q_head) = (row / problem.num_q_heads, row % problem.num_q_heads);
+        let (b, i) = (bi / problem.q_len, bi % problem.q_len);
+        let (g, h) = (
+            q_head / problem.heads_per_kv(),
+            q_head % problem.heads_per_kv(),
+        );
+        let end = starts.get(b + 1).copied().unwrap_or(items.len());
+        let columns = (starts[b] + g..end).step_by(heads);
+        let states = columns.map(|item| {
+            &states[item * chunk + (i * problem.heads_per_kv() + h) * stride..][..stride]
+        });
+        *lse = merge_states(
+            states,
+            if per_item == 1 { SPAN } else { 1 },
+            v_scale(step, g),
+            out,
+        );
+    };
+    // Merging is worth threads only where many states meet.
+    if threads == 1 || needed < 1 << 16 {
+        for (row, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
+            merge(row, out, lse);
+        }
+    } else {
+        out.par_chunks_exact_mut(dim)
+            .zip(lse)
+            .with_min_len(4)
+            .enumerate()
+            .for_each(|(row, (out, lse))| merge(row, out, lse));
+    }
+    Ok(())
+}
+
+fn v_scale(step: &DecodeStep<'_>, g: usize) -> f32 {
+    let scales = match step.kv() {
+        KvSource::Cache(cache) => &cache.config().v_tensor_scales[..],
+        KvSource::View(view) => view.v_tensor_scales,
+    };
+    scales.get(g).copied().unwrap_or(1.0)
+}
+
+/// Merges states left to right in groups of `span`, the groups left to right, and normalizes; the log-sum-exp comes back.
+fn merge_states<'a>(
+    states: impl Iterator<Item = &'a [f32]>,
+    span: usize,
+    v_scale: f32,
+    out: &mut [f32],
+) -> f32 {
+    let dim = out.len();
+    let mut total = [f32::NEG_INFINITY, 0.0];
+    let mut part = [f32::NEG_INFINITY, 0.0];
+    let mut part_o = [0.0; 256];
+    out.fill(0.0);
+    for (i, state) in states.enumerate() {
+        let (o, ml) = state.split_at(dim);
+        if span == 1 {
+            merge(&mut total, out, [ml[0], ml[1]], o);
+            continue;
+        }
+        if i % span == 0 {
+            merge(&mut total, out, part, &part_o[..dim]);
+            part[0] = f32::NEG_INFINITY;
+        }
+        merge(&mut part, &mut part_o[..dim], [ml[0], ml[1]], o);
+    }
+    merge(&mut total, out, part, &part_o[..dim]);
+    let [m, l] = total;
+    if m == f32::NEG_INFINITY {
+        out.fill(0.0);
+        return m;
+    }
+    let scale = rcp(l);
+    for x in out {
+        *x = ftz(ftz(ftz(*x) * scale) * v_scale);
+    }
+    lse(m, l)
+}
+
+/// Section 5's merge of (m, l) and O, in place into the left side.
+#[inline(always)]
+fn merge(left: &mut [f32; 2], left_o: &mut [f32], right: [f32; 2], right_o: &[f32]) {
+    if right[0] == f32::NEG_INFINITY {
+        return;
+    }
+    if left[0] == f32::NEG_INFINITY {
+        *left = right;
+        left_o.copy_from_slice(right_o);
+        return;
+    }
+    let m = left[0].max(right[0]);
+    let (alpha, beta) = (pow2(m - left[0]), pow2(m - right[0]));
+    *left = [m, left[1] * alpha + right[1] * beta];
+    for (a, b) in left_o.iter_mut().zip(right_o) {
+        *a = ftz(*a * alpha) + ftz(b * beta);
+    }
+}
+
+/// What the operands of the rows were last prepared for.
+#[derive(PartialEq)]
+enum Prepared {
+    Nothing,
+    Plain(Scheme),
+    Page(usize),
+}
+
+#[inline(always)]
+fn attend<D: Dot>(
+    d: D,
+    step: &DecodeStep<'_>,
+    item: &Item,
+    scratch: &mut Scratch,
+    states: &mut [f32],
+) -> Result<(), Error> {
+    let (plan, s) = (step.plan(), d.simd());
+    let (problem, integer) = (&plan.problem, plan.format.is_integer());
+    let (dim, per, kv_len) = (
+        problem.head_dim,
+        problem.heads_per_kv(),
+        problem.kv_lens[item.b],
+    );
+    let reader = Reader::new(step.kv(), item.b, item.g)?;
+    let (rows, tile) = (&mut scratch.rows, &mut scratch.tile);
+    let count = problem.q_len * per;
+    rows.reserve(count, dim, plan.format.v.groups(dim));
+    load_queries(s, step, item, reader.tensor_scales[0], &mut rows.q);
+
+    let seen = (0..problem.q_len)
+        .map(|i| problem.visible(item.b, i))
+        .filter(|seen| !seen.is_empty())
+        .reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))
+        .unwrap_or(0..0);
+    let caps = problem.softcap.map(|cap| [2.0 / cap, cap * LOG2_E]);
+    let page_tokens = reader.page_end(0);
+    let segment_tokens = segment_tiles(kv_len) * TILE;
+    let mut prepared = Prepared::Nothing;
+    for (n, segment) in item.segments.clone().enumerate() {
+        rows.m.as_mut_slice()[..count].fill(f32::NEG_INFINITY);
+        rows.l.as_mut_slice()[..count].fill(0.0);
+        rows.o.as_mut_slice()[..count * dim].fill(0.0);
+        let tokens = segment * segment_tokens..kv_len.min((segment + 1) * segment_tokens);
+        for t0 in tokens.step_by(TILE) {
+            let len = TILE.min(kv_len - t0);
+            if t0 >= seen.end || t0 + len <= seen.start {
+                continue;
+            }
+            let in_tile = |row: usize| {
+                let seen = problem.visible(item.b, row / per);
+                [seen.start.max(t0) - t0, seen.end.min(t0 + len).max(t0) - t0]
+            };
+            let modifiers = |row: usize| Modifiers {
+                softcap: caps,
+                alibi: problem.alibi_slopes.as_ref().map(|slopes| {
+                    let position = kv_len as i32 - problem.q_len as i32 + (row / per) as i32;
+                    (
+                        slopes[item.g * per + row % per] * LOG2_E,
+                        t0 as i32 - position,
+                    )
+                }),
+            };
+            if !integer {
+                tile.load_float(&reader, t0, len, dim);
+                // SAFETY: `load_float` has pointed the tile to `len` readable tokens.
+                unsafe { float::fold_tile(s, tile, rows, in_tile, modifiers) };
+                continue;
+            }
+            tile.load_integer(s, &reader, t0, len, dim);
+            let scheme = reader.scheme(Side::K, t0);
+            let bias = if tile.k_nibbles { 8 } else { D::K_BIAS };
+            if scheme == Scheme::Int4(Int4Scale::Channel) {
+                let page = Prepared::Page(t0 / page_tokens);
+                if prepared != page {
+                    integer::prepare_channel(
+                        d,
+                        rows,
+                        tile.channel_scale.as_slice(),
+                        tile.channel_shift.as_slice(),
+                        bias,
+                    );
+                    prepared = page;
+                }
+            } else if prepared != Prepared::Plain(scheme) {
+                integer::prepare(d, rows, tile.k_groups, bias);
+                prepared = Prepared::Plain(scheme);
+            }
+            // SAFETY: `load_integer` has pointed the tile to `len` readable tokens; the rows are prepared for its K.
+            unsafe { integer::fold_tile(d, tile, rows, in_tile, modifiers) };
+        }
+        let (m, l, o) = (rows.m.as_slice(), rows.l.as_slice(), rows.o.as_slice());
+        for (r, state) in states.chunks_exact_mut(dim + 2).enumerate() {
+            let (state_o, ml) = state.split_at_mut(dim);
+            let (right, right_o) = ([m[r], l[r]], &o[r * dim..][..dim]);
+            if n == 0 {
+                state_o.copy_from_slice(right_o);
+                ml.copy_from_slice(&right);
+            } else {
+                let mut left = [ml[0], ml[1]];
+                merge(&mut left, state_o, right, right_o);
+                ml.copy_from_slice(&left);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// `q'` of section 2 for every row, `[q_len · heads_per_kv][dim]`.
+#[inline(always)]
+fn load_queries<S: Simd>(
+    _: S,
+    step: &DecodeStep<'_>,
+    item: &Item,
+    k_tensor_scale: f32,
+    out: &mut Aligned<f32>,
+) {
+    let problem = &step.plan().problem;
+    let (dim, per) = (problem.head_dim, problem.heads_per_kv());
+    let c = (problem.softmax_scale * LOG2_E) * k_tensor_scale;
+    for i in 0..problem.q_len {
+        let from = ((item.b * problem.q_len + i) * problem.num_q_heads + item.g * per) * dim;
+        let rows = &step.q()[from..][..per * dim];
+        let out = &mut out.as_mut_slice()[i * per * dim..][..per * dim];
+        out.iter_mut().zip(rows).for_each(|(out, q)| *out = q * c);
+    }
+}

@@ -1,0 +1,257 @@
+//! The float arithmetic of one tile (section 7): 16-bit floats are widened in registers, once for a block of rows.
+//!
+//! Lanes hold dims in the order that the law sums them, so its fixed order costs nothing: even panels of 8 dims are
+//! accumulators 0..8, odd ones 8..16, and the halves meet as the law says.
+
+use attn_core::arithmetic::TILE;
+
+use crate::{
+    integer::{fold_scalars, in_blocks},
+    scratch::Rows,
+    simd::Simd,
+    softmax::{Modifiers, weights},
+    tile::{Float, Tile},
+};
+
+/// As `Float`, for a const parameter.
+const F16: u8 = 0;
+const BF16: u8 = 1;
+const F32: u8 = 2;
+
+/// # Safety
+/// `LANES` stored values at `p`.
+#[inline(always)]
+unsafe fn widen<S: Simd, const KIND: u8>(s: S, p: *const u8) -> S::F {
+    // SAFETY: the caller's contract.
+    unsafe {
+        match KIND {
+            F16 => s.f16_to_f(s.i_load_u16(p)),
+            BF16 => s.of_bits(s.i_shl::<16>(s.i_load_u16(p))),
+            _ => s.load(p.cast()),
+        }
+    }
+}
+
+/// `ROWS/2` panels of one token.
+///
+/// # Safety
+/// One panel row each at `p` and, for four rows, at `p + stride`.
+#[inline(always)]
+unsafe fn widen_panels<S: Simd, const KIND: u8>(s: S, p: *const u8, stride: usize) -> S::F {
+    // SAFETY: the caller's contract.
+    unsafe {
+        match KIND {
+            F16 => s.f16_to_f(s.i_load_panels(p, stride)),
+            BF16 => s.of_bits(s.i_shl::<16>(s.i_load_panels(p, stride))),
+            _ => s.load_panels(p.cast(), p.add(stride * (S::ROWS / 2 - 1)).cast()),
+        }
+    }
+}
+
+/// Scores of `R` rows from `row` on.
+///
+/// # Safety
+/// The tile's places are readable.
+#[inline(always)]
+unsafe fn scores<S: Simd, const R: usize, const KIND: u8>(
+    s: S,
+    tile: &Tile,
+    rows: &mut Rows,
+    row: usize,
+) {
+    let dim = rows.dim;
+    let width = if KIND == F32 { 32 } else { 16 };
+    let q = rows.q.as_slice()[row * dim..][..R * dim].as_ptr();
+    let out = rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr();
+    for t0 in (0..tile.tokens).step_by(S::LANES) {
+        let mut sums = [[s.splat(0.0); 4]; R];
+        for c in 0..4 {
+            let t = t0 + c * S::ROWS;
+            // SAFETY: t < 64; ROWS tokens from t on lie in the place of their 16.
+            let base = unsafe { tile.k[t / 16].add(t % 16 * width) };
+            let mut acc = [[[s.splat(0.0); 2]; 2]; R];
+            for i in 0..dim / 16 {
+                // SAFETY: panels 2i and 2i + 1 of dim/8; two vectors cover ROWS tokens.
+                let k: [[S::F; 2]; 2] = unsafe {
+                    let at = |half: usize, u: usize| {
+                        base.add((2 * i + half) * tile.k_stride + u * (S::ROWS / 2) * width)
+                    };
+                    [
+                        [widen::<S, KIND>(s, at(0, 0)), widen::<S, KIND>(s, at(0, 1))],
+                        [widen::<S, KIND>(s, at(1, 0)), widen::<S, KIND>(s, at(1, 1))],
+                    ]
+                };
+                for r in 0..R {
+                    for half in 0..2 {
+                        // SAFETY: 8 of row r's dims.
+                        let q = unsafe { s.load_8(q.add(r * dim + 16 * i + 8 * half)) };
+                        for u in 0..2 {
+                            acc[r][half][u] = s.add(acc[r][half][u], s.mul(q, k[half][u]));
+                        }
+                    }
+                }
+            }
+            for r in 0..R {
+                let [low, high] = acc[r];
+                sums[r][c] = s.row_pairs(s.add(low[0], high[0]), s.add(low[1], high[1]));
+            }
+        }
+        for r in 0..R {
+            // SAFETY: R·TILE floats at `out`.
+            unsafe { s.store(out.add(r * TILE + t0), s.rows(sums[r])) };
+        }
+    }
+}
+
+/// `Σ p·v` of `R` rows over the tokens `start..end`, and `U` vectors of dims, folded into their states.
+///
+/// # Safety
+/// The tile's places are readable, `weights` has run for these rows, and `dim0 + U·LANES ≤ dim`.
+#[allow(clippy::too_many_arguments, reason = "all of them vary by call")]
+#[inline(always)]
+unsafe fn values<S: Simd, const R: usize, const U: usize, const KIND: u8>(
+    s: S,
+    tile: &Tile,
+    rows: &mut Rows,
+    row: usize,
+    [start, end]: [usize; 2],
+    dim0: usize,
+) {
+    let dim = rows.dim;
+    let width = if KIND == F32 { 32 } else { 16 };
+    let p = rows.scores.as_slice()[row * TILE..][..R * TILE].as_ptr();
+    let mut acc = [[s.splat(0.0); U]; R];
+    for t in start..end {
+        // SAFETY: token t < 64 lies in the place of its 16; panels dim0/8.. of dim/8.
+        let v: [S::F; U] = std::array::from_fn(|u| unsafe {
+            let panel = dim0 / 8 + u * (S::ROWS / 2);
+            let at = tile.v[t / 16].add(t % 16 * width + panel * tile.v_stride);
+            widen_panels::<S, KIND>(s, at, tile.v_stride)
+        });
+        for r in 0..R {
+            // SAFETY: R·TILE floats at p.
+            let weight = s.splat(unsafe { *p.add(r * TILE + t) });
+            for u in 0..U {
+                acc[r][u] = s.add(acc[r][u], s.mul(weight, v[u]));
+            }
+        }
+    }
+    for r in 0..R {
+        let (alpha, beta) = (
+            rows.alpha.as_slice()[row + r],
+            rows.beta.as_slice()[row + r],
+        );
+        let o = rows.o.as_mut_slice()[(row + r) * dim + dim0..][..U * S::LANES].as_mut_ptr();
+        for u in 0..U {
+            // SAFETY: U·LANES floats at o.
+            unsafe {
+                let o = o.add(u * S::LANES);
+                let old = s.ftz(s.mul(s.load(o), s.splat(alpha)));
+                s.store(o, s.add(old, s.mul(acc[r][u], s.splat(beta))));
+            }
+        }
+    }
+}
+
+/// All dims of `R` rows.
+///
+/// # Safety
+/// As for [`values`].
+#[inline(always)]
+unsafe fn all_values<S: Simd, const R: usize, const KIND: u8>(
+    s: S,
+    tile: &Tile,
+    rows: &mut Rows,
+    row: usize,
+    seen: [usize; 2],
+) {
+    let mut dim0 = 0;
+    while dim0 < rows.dim {
+        let left = (rows.dim - dim0) / S::LANES;
+        // SAFETY: the caller's contract; at most `left` vectors.
+        unsafe {
+            if left >= 4 && S::ROWS == 4 {
+                values::<S, R, 4, KIND>(s, tile, rows, row, seen, dim0);
+                dim0 += 4 * S::LANES;
+            } else if left >= 2 {
+                values::<S, R, 2, KIND>(s, tile, rows, row, seen, dim0);
+                dim0 += 2 * S::LANES;
+            } else {
+                values::<S, R, 1, KIND>(s, tile, rows, row, seen, dim0);
+                dim0 += S::LANES;
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As for [`fold_tile`].
+#[inline(always)]
+unsafe fn fold_values<S: Simd, const KIND: u8>(
+    s: S,
+    tile: &Tile,
+    rows: &mut Rows,
+    seen: impl Fn(usize) -> [usize; 2],
+) {
+    let same = (1..rows.count).all(|row| seen(row) == seen(0));
+    // SAFETY: the caller's contract.
+    unsafe {
+        if same {
+            in_blocks!(rows.count, 4, |row, R| all_values::<S, R, KIND>(
+                s,
+                tile,
+                rows,
+                row,
+                seen(0)
+            ));
+        } else {
+            for row in 0..rows.count {
+                let range = seen(row);
+                if range[0] < range[1] {
+                    all_values::<S, 1, KIND>(s, tile, rows, row, range);
+                }
+            }
+        }
+    }
+}
+
+/// Folds one tile into the state of every row that sees some of it; at least one does.
+///
+/// # Safety
+/// The tile's places are readable.
+#[inline(always)]
+pub(crate) unsafe fn fold_tile<S: Simd>(
+    s: S,
+    tile: &Tile,
+    rows: &mut Rows,
+    seen: impl Fn(usize) -> [usize; 2],
+    modifiers: impl Fn(usize) -> Modifiers,
+) {
+    // SAFETY: the caller's contract, throughout.
+    unsafe {
+        match tile.k_float {
+            Float::F16 => in_blocks!(rows.count, 4, |row, R| scores::<S, R, F16>(
+                s, tile, rows, row
+            )),
+            Float::Bf16 => in_blocks!(rows.count, 4, |row, R| scores::<S, R, BF16>(
+                s, tile, rows, row
+            )),
+            Float::F32 => in_blocks!(rows.count, 4, |row, R| scores::<S, R, F32>(
+                s, tile, rows, row
+            )),
+        }
+        for row in 0..rows.count {
+            let range = seen(row);
+            if range[0] < range[1] {
+                let p = rows.scores.as_mut_slice()[row * TILE..][..TILE].as_mut_ptr();
+                let (m, l) = weights::<S, false>(s, p, range, &modifiers(row));
+                fold_scalars(rows, row, m, l);
+            }
+        }
+        match tile.v_float {
+            Float::F16 => fold_values::<S, F16>(s, tile, rows, seen),
+            Float::Bf16 => fold_values::<S, BF16>(s, tile, rows, seen),
+            Float::F32 => fold_values::<S, F32>(s, tile, rows, seen),
+        }
+    }
+}

@@ -1,0 +1,436 @@
+//! The integer arithmetic of one tile for all query rows of its KV head: the two products and what joins them.
+//!
+//! Rows go in blocks that share each loaded vector of codes; an accumulator holds four partial sums per token (of K) or dim
+//! (of V), which meet once per tile. Cost on AVX-512 VNNI, per row and 64 bytes of codes: two `vpdpbusd` for int8, four for int4.
+
+use attn_core::arithmetic::{TILE, exp2i, exponent};
+
+use crate::{
+    scratch::{GROUPS, Rows},
+    simd::{Dot, OPERAND, Simd},
+    softmax::{Modifiers, weights},
+    tile::Tile,
+};
+
+/// Calls a kernel over blocks of rows, as many as the registers hold.
+macro_rules! in_blocks {
+    ($count:expr, $most:expr, |$row:ident, $block:ident| $call:expr) => {{
+        let mut $row = 0;
+        while $row < $count {
+            let left = $count - $row;
+            let block = if $most == 3 && left == 4 {
+                2
+            } else {
+                left.min($most)
+            };
+            match block {
+                1 => {
+                    const $block: usize = 1;
+                    $call
+                }
+                2 => {
+                    const $block: usize = 2;
+                    $call
+                }
+                3 if $most >= 3 => {
+                    const $block: usize = 3;
+                    $call
+                }
+                _ if $most >= 4 => {
+                    const $block: usize = 4;
+                    $call
+                }
+                _ => unreachable!("blocks have at most {} rows", $most),
+            }
+            $row += block;
+        }
+    }};
+}
+pub(crate) use in_blocks;
+
+/// Quantizes a row to 15 bits (section 2), writes its operands, and gives `2^−e`; `integers` receives q15.
+///
+/// # Safety
+/// `dim` floats at `x`, room for `dim` integers at `integers` and `dim/16` operands at `out`; `dim` is a multiple of 16.
+#[inline(always)]
+unsafe fn plane<D: Dot>(d: D, x: *const f32, dim: usize, integers: *mut i32, out: *mut u8) -> f32 {
+    let s = d.simd();
+    let mut largest = s.splat(0.0);
+    for i in (0..dim).step_by(D::S::LANES) {
+        // SAFETY: i + LANES ≤ dim, as LANES divides 16.
+        largest = s.max(largest, s.abs(unsafe { s.load(x.add(i)) }));
+    }
+    let amax = s.largest(largest);
+    let e = if amax == 0.0 {
+        0
+    } else {
+        (13 - exponent(amax * (1.0 + 1.0 / 16384.0))).clamp(-70, 60)
+    };
+    let scale = s.splat(exp2i(e));
+    for i in (0..dim).step_by(D::S::LANES) {
+        // SAFETY: as above.
+        unsafe {
+            s.i_store(
+                integers.add(i).cast(),
+                s.round(s.mul(s.load(x.add(i)), scale)),
+            )
+        };
+    }
+    for i in 0..dim / 16 {
+        // SAFETY: 16 integers and one operand each, inside the caller's room.
+        unsafe { d.k_operand(integers.add(16 * i), out.add(OPERAND * i)) };
+    }
+    exp2i(-e)
+}
+
+/// Prepares every row's operands for K without per-channel scales, in `groups` groups; `bias` is what a code enters with too much.
+#[inline(always)]
+pub(crate) fn prepare<D: Dot>(d: D, rows: &mut Rows, groups: usize, bias: i32) {
+    let dim = rows.dim;
+    for r in 0..rows.count {
+        let (x, out) = (
+            &rows.q.as_slice()[r * dim..][..dim],
+            &mut rows.k_operands.as_mut_slice()[r * dim * 2..][..dim * 2],
+        );
+        let integers = &mut rows.integers.as_mut_slice()[..dim];
+        // SAFETY: `dim` elements each, and dim/16 operands of 32 bytes; HEAD_DIMS are multiples of 16.
+        rows.unit.as_mut_slice()[r] =
+            unsafe { plane(d, x.as_ptr(), dim, integers.as_mut_ptr(), out.as_mut_ptr()) };
+        rows.offset.as_mut_slice()[r] = 0.0;
+        for (g, q) in integers.chunks_exact(dim / groups).enumerate() {
+            let sum: i32 = q.iter().sum();
+            rows.k_bias.as_mut_slice()[r * GROUPS + g] = bias * sum;
+            rows.q_sums.as_mut_slice()[r * GROUPS + g] = sum as f32;
+        }
+    }
+}
+
+/// Prepares every row for one sealed page of `Int4 Channel`: scales go into the plane, shifts into the offset.
+#[inline(always)]
+pub(crate) fn prepare_channel<D: Dot>(
+    d: D,
+    rows: &mut Rows,
+    scale: &[f32],
+    shift: &[f32],
+    bias: i32,
+) {
+    let (s, dim) = (d.simd(), rows.dim);
+    let (scale, shift) = (&scale[..dim], &shift[..dim]);
+    let max = |x: *const f32| {
+        let mut largest = s.splat(0.0);
+        for i in (0..dim).step_by(D::S::LANES) {
+            // SAFETY: every caller passes `dim` floats.
+            largest = s.max(largest, s.abs(unsafe { s.load(x.add(i)) }));
+        }
+        s.largest(largest)
+    };
+    let b = max(shift.as_ptr());
+    for r in 0..rows.count {
+        let q = rows.q.as_slice()[r * dim..][..dim].as_ptr();
+        let folded = rows.floats.as_mut_slice()[..dim].as_mut_ptr();
+        let a = max(q);
+        let j = if a == 0.0 || b == 0.0 {
+            0
+        } else {
+            (20 - exponent(a) - exponent(b)).clamp(-100, 100)
+        };
+        let (unit, mut y) = (s.splat(exp2i(j)), s.i_splat(0));
+        for i in (0..dim).step_by(D::S::LANES) {
+            // SAFETY: i + LANES ≤ dim, the length of q, scale, shift and folded.
+            unsafe {
+                let x = s.load(q.add(i));
+                s.store(folded.add(i), s.mul(x, s.load(scale.as_ptr().add(i))));
+                let term = s.mul(s.mul(x, s.load(shift.as_ptr().add(i))), unit);
+                y = s.i_add(y, s.round(term));
+            }
+        }
+        let out = rows.k_operands.as_mut_slice()[r * dim * 2..][..dim * 2].as_mut_ptr();
+        let integers = &mut rows.integers.as_mut_slice()[..dim];
+        // SAFETY: as in `prepare`.
+        let unit = unsafe { plane(d, folded, dim, integers.as_mut_ptr(), out) };
+        let mut sum = s.i_splat(0);
+        for i in (0..dim).step_by(D::S::LANES) {
+            // SAFETY: as above.
+            sum = s.i_add(sum, unsafe { s.i_load(integers.as_ptr().add(i).cast()) });
+        }
+        rows.unit.as_mut_slice()[r] = unit;
+        rows.offset.as_mut_slice()[r] = s.i_sum(y) as f32 * exp2i(-j);
+        rows.k_bias.as_mut_slice()[r * GROUPS] = bias * s.i_sum(sum);
+    }
+}
+
+/// Section 3 for `R` rows from `row` on: scores of the tile's tokens.
+///
+/// # Safety
+/// The tile's places are readable (see [`Tile`]), `rows` is prepared for its K.
+#[inline(always)]
+unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
+    d: D,
+    tile: &Tile,
+    rows: &mut Rows,
+    row: usize,
+) {
+    let (s, dim) = (d.simd(), rows.dim);
+    let parts = dim / 16 / tile.k_groups;
+    let operands = rows.k_operands.as_slice()[row * dim * 2..][..R * dim * 2].as_ptr();
+    let bias = &rows.k_bias.as_slice()[row * GROUPS..][..R * GROUPS];
+    let q_sums = &rows.q_sums.as_slice()[row * GROUPS..][..R * GROUPS];
+    let (unit, offset) = (
+        &rows.unit.as_slice()[row..][..R],
+        &rows.offset.as_slice()[row..][..R],
+    );
+    let out = rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr();
+    for t in (0..tile.tokens).step_by(D::S::LANES) {
+        // SAFETY: t/16 < 4; the panel rows of tokens t%16.. lie in the tile's place.
+        let base = unsafe { tile.k[t / 16].add(t % 16 * 16) };
+        let mut a = [s.splat(0.0); R];
+        for g in 0..tile.k_groups {
+            let mut acc = [[d.k_zero(); 4]; R];
+            for part in g * parts..(g + 1) * parts {
+                let panel = if NIBBLES { part / 2 } else { part };
+                // SAFETY: the tile's K has dim/16 parts; each vector covers ROWS tokens, four cover LANES ≤ 16 tokens.
+                let codes: [D::KCodes; 4] = std::array::from_fn(|j| unsafe {
+                    let raw = s.i_load(base.add(panel * tile.k_stride + j * D::S::ROWS * 16));
+                    match NIBBLES {
+                        false => d.k_bytes(raw),
+                        true if part % 2 == 0 => d.k_low(raw),
+                        true => d.k_high(raw),
+                    }
+                });
+                for r in 0..R {
+                    // SAFETY: operand `part` of row r, of R·dim/16.
+                    let operand = unsafe {
+                        let at = operands.add(r * dim * 2 + part * OPERAND);
+                        [s.i_row(at), s.i_row(at.add(16))]
+                    };
+                    for j in 0..4 {
+                        acc[r][j] = d.k_dot(acc[r][j], codes[j], operand);
+                    }
+                }
+            }
+            // SAFETY: t + LANES ≤ TILE; g < k_groups ≤ GROUPS.
+            let scale = unsafe { s.load(tile.k_scale[g].as_ptr().add(t)) };
+            for r in 0..R {
+                let sum = s.i_rows(acc[r].map(|x| d.k_sum(x)));
+                let sum = s.i_sub(sum, s.i_splat(bias[r * GROUPS + g]));
+                let term = s.mul(s.to_f(sum), scale);
+                a[r] = if g == 0 { term } else { s.add(a[r], term) };
+                if tile.k_has_shift {
+                    // SAFETY: as for the scale.
+                    let shift = unsafe { s.load(tile.k_shift[g].as_ptr().add(t)) };
+                    a[r] = s.add(a[r], s.mul(s.splat(q_sums[r * GROUPS + g]), shift));
+                }
+            }
+        }
+        for r in 0..R {
+            let x = s.add(s.mul(a[r], s.splat(unit[r])), s.splat(offset[r]));
+            // SAFETY: R·TILE floats are writable at `out`.
+            unsafe { s.store(out.add(r * TILE + t), x) };
+        }
+    }
+}
+
+/// Section 4 for one row: weights, their operands for V, and the sums that go with them.
+///
+/// # Safety
+/// As for [`scores`], which has run.
+#[inline(always)]
+unsafe fn weigh<D: Dot>(
+    d: D,
+    tile: &Tile,
+    rows: &mut Rows,
+    row: usize,
+    seen: [usize; 2],
+    modifiers: &Modifiers,
+) -> (f32, i32) {
+    let s = d.simd();
+    let p = rows.scores.as_mut_slice()[row * TILE..][..TILE].as_mut_ptr();
+    // SAFETY: TILE floats at p.
+    let (m, l) = unsafe { weights::<D::S, true>(s, p, seen, modifiers) };
+    let w = rows.integers.as_mut_slice()[..TILE].as_mut_ptr();
+    for g in 0..tile.v_groups {
+        let mut w_sum = s.i_splat(0);
+        for t in (0..TILE).step_by(D::S::LANES) {
+            // SAFETY: t + LANES ≤ TILE.
+            unsafe {
+                let scaled = s.mul(s.load(p.add(t)), s.load(tile.v_scale[g].as_ptr().add(t)));
+                // Adding 2^23 rounds; the integer is in the low bits.
+                let bits = s.bits(s.add(scaled, s.splat(8_388_608.0)));
+                let w16 = s.i_and(bits, s.i_splat(0xffff));
+                s.i_store(w.add(t).cast(), w16);
+                w_sum = s.i_add(w_sum, w16);
+            }
+        }
+        let at = (row * tile.v_groups + g) * 4 * OPERAND;
+        let out = rows.v_operands.as_mut_slice()[at..][..4 * OPERAND].as_mut_ptr();
+        for panel in 0..4 {
+            // SAFETY: 16 of 64 integers, one of four operands.
+            unsafe { d.v_operand(w.add(16 * panel), out.add(OPERAND * panel)) };
+        }
+        if tile.v_has_shift {
+            rows.w_sums.as_mut_slice()[row * GROUPS + g] = 8 * s.i_sum(w_sum);
+            let (mut hi, mut lo) = (s.i_splat(0), s.i_splat(0));
+            for t in (0..TILE).step_by(D::S::LANES) {
+                // SAFETY: t + LANES ≤ TILE.
+                unsafe {
+                    let bits = s.bits(s.add(s.load(p.add(t)), s.splat(256.0)));
+                    let p15 = s.i_sub(bits, s.i_splat(0x4380_0000));
+                    let plane = |x: &[i32; TILE]| s.i_mul(p15, s.i_load(x.as_ptr().add(t).cast()));
+                    hi = s.i_add(hi, plane(&tile.v_shift_hi[g]));
+                    lo = s.i_add(lo, plane(&tile.v_shift_lo[g]));
+                }
+            }
+            let z = s.i_sum(hi) as f32 * 256.0 + s.i_sum(lo) as f32;
+            rows.v_shifts.as_mut_slice()[row * GROUPS + g] = z * tile.v_shift_unit[g];
+        }
+    }
+    (m, l)
+}
+
+/// Section 4's product with V for `R` rows, folded into their states (section 5).
+///
+/// # Safety
+/// As for [`weigh`], which has run for these rows.
+#[inline(always)]
+unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
+    d: D,
+    tile: &Tile,
+    rows: &mut Rows,
+    row: usize,
+) {
+    let (s, dim) = (d.simd(), rows.dim);
+    let (group_dims, stride) = (dim / tile.v_groups, tile.v_groups * 4 * OPERAND);
+    let operands = rows.v_operands.as_slice()[row * stride..][..R * stride].as_ptr();
+    let w_sums = &rows.w_sums.as_slice()[row * GROUPS..][..R * GROUPS];
+    let shifts = &rows.v_shifts.as_slice()[row * GROUPS..][..R * GROUPS];
+    let (alpha, beta) = (
+        &rows.alpha.as_slice()[row..][..R],
+        &rows.beta.as_slice()[row..][..R],
+    );
+    let o = rows.o.as_mut_slice()[row * dim..][..R * dim].as_mut_ptr();
+    for dim0 in (0..dim).step_by(D::S::LANES) {
+        let g = dim0 / group_dims;
+        let mut acc = [[d.v_zero(); 4]; R];
+        let mut count = [d.v_zero(); 4];
+        for panel in 0..tile.tokens.div_ceil(16) {
+            // SAFETY: the tile has this panel; it holds dim rows of 16 bytes, four vectors cover LANES of them.
+            let codes: [D::VCodes; 4] = std::array::from_fn(|j| unsafe {
+                let raw = s.i_load(tile.v[panel].add((dim0 + j * D::S::ROWS) * 16));
+                match NIBBLES {
+                    false => d.v_bytes(raw),
+                    true if panel % 2 == 0 => d.v_low(raw),
+                    true => d.v_high(raw),
+                }
+            });
+            if D::V_BIAS != 0 {
+                for j in 0..4 {
+                    count[j] = d.v_count(count[j], codes[j]);
+                }
+            }
+            for r in 0..R {
+                // SAFETY: operand (r, g, panel) of R·v_groups·4.
+                let operand = unsafe {
+                    let at = operands.add(r * stride + (g * 4 + panel) * OPERAND);
+                    [s.i_row(at), s.i_row(at.add(16))]
+                };
+                for j in 0..4 {
+                    acc[r][j] = d.v_dot(acc[r][j], codes[j], operand);
+                }
+            }
+        }
+        let back = if D::V_BIAS != 0 {
+            s.i_mul(s.i_rows(count.map(|x| d.v_sum(x))), s.i_splat(D::V_BIAS))
+        } else {
+            s.i_splat(0)
+        };
+        let unit = tile.v_unit[g];
+        for r in 0..R {
+            if beta[r] < 0.0 {
+                continue;
+            }
+            let mut sum = s.i_rows(acc[r].map(|x| d.v_sum(x)));
+            if D::V_BIAS != 0 {
+                sum = s.i_add(sum, back);
+            }
+            let value = if tile.v_has_shift {
+                if NIBBLES {
+                    sum = s.i_sub(sum, s.i_splat(w_sums[r * GROUPS + g]));
+                }
+                let t = s.add(
+                    s.mul(s.to_f(sum), s.splat(unit)),
+                    s.splat(shifts[r * GROUPS + g]),
+                );
+                s.mul(t, s.splat(beta[r]))
+            } else {
+                // Both are powers of two of at least 2^-103 together, or β is 0: one exact product.
+                s.mul(s.to_f(sum), s.splat(unit * beta[r]))
+            };
+            // SAFETY: R·dim floats at o.
+            unsafe {
+                let o = o.add(r * dim + dim0);
+                let old = s.ftz(s.mul(s.load(o), s.splat(alpha[r])));
+                s.store(o, s.add(old, value));
+            }
+        }
+    }
+}
+
+/// Folds one tile into the state of every row that sees some of it; `seen` and `modifiers` are per row.
+///
+/// # Safety
+/// The tile's places are readable, `rows` is prepared for its K.
+#[inline(always)]
+pub(crate) unsafe fn fold_tile<D: Dot>(
+    d: D,
+    tile: &Tile,
+    rows: &mut Rows,
+    seen: impl Fn(usize) -> [usize; 2],
+    modifiers: impl Fn(usize) -> Modifiers,
+) {
+    // SAFETY: the caller's contract, in all three.
+    unsafe {
+        if tile.k_nibbles {
+            in_blocks!(rows.count, D::K_BLOCK, |row, R| scores::<D, R, true>(
+                d, tile, rows, row
+            ));
+        } else {
+            in_blocks!(rows.count, D::K_BLOCK, |row, R| scores::<D, R, false>(
+                d, tile, rows, row
+            ));
+        }
+        for row in 0..rows.count {
+            let range = seen(row);
+            if range[0] >= range[1] {
+                rows.beta.as_mut_slice()[row] = -1.0;
+                continue;
+            }
+            let (m, l) = weigh(d, tile, rows, row, range, &modifiers(row));
+            fold_scalars(rows, row, m, l);
+        }
+        if tile.v_nibbles {
+            in_blocks!(rows.count, D::V_BLOCK, |row, R| values::<D, R, true>(
+                d, tile, rows, row
+            ));
+        } else {
+            in_blocks!(rows.count, D::V_BLOCK, |row, R| values::<D, R, false>(
+                d, tile, rows, row
+            ));
+        }
+    }
+}
+
+/// Section 5's fold of m and l; leaves α and β for O.
+#[inline(always)]
+pub(crate) fn fold_scalars(rows: &mut Rows, row: usize, m_tile: f32, l_tile: i32) {
+    use attn_core::arithmetic::pow2;
+    let (m, l) = (
+        &mut rows.m.as_mut_slice()[row],
+        &mut rows.l.as_mut_slice()[row],
+    );
+    let max = m.max(m_tile);
+    let (alpha, beta) = (pow2(max - *m), pow2(max - m_tile));
+    *l = *l * alpha + l_tile as f32 * exp2i(-22) * beta;
+    *m = max;
+    rows.alpha.as_mut_slice()[row] = alpha;
+    rows.beta.as_mut_slice()[row] = beta;
+}

@@ -1,0 +1,417 @@
+//! AVX-512: four rows a vector, and the byte dot product.
+
+use std::arch::x86_64::*;
+
+use super::{Dot, Simd};
+
+/// AVX-512 F, BW, DQ and VL.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512(());
+
+impl Avx512 {
+    /// # Safety
+    /// The machine has AVX2, F16C and AVX-512 F, BW, DQ, VL.
+    #[inline(always)]
+    pub unsafe fn new() -> Self {
+        Avx512(())
+    }
+}
+
+/// A register operation; the value `self` proves that the machine has it.
+macro_rules! op {
+    ($e:expr) => {{
+        // SAFETY: an `Avx512` exists only where its instructions do.
+        unsafe { $e }
+    }};
+}
+
+impl Simd for Avx512 {
+    const ROWS: usize = 4;
+    type I = __m512i;
+    type F = __m512;
+
+    #[inline(always)]
+    fn i_splat(self, x: i32) -> __m512i {
+        op!(_mm512_set1_epi32(x))
+    }
+
+    #[inline(always)]
+    fn i_add(self, a: __m512i, b: __m512i) -> __m512i {
+        op!(_mm512_add_epi32(a, b))
+    }
+
+    #[inline(always)]
+    fn i_sub(self, a: __m512i, b: __m512i) -> __m512i {
+        op!(_mm512_sub_epi32(a, b))
+    }
+
+    #[inline(always)]
+    fn i_mul(self, a: __m512i, b: __m512i) -> __m512i {
+        op!(_mm512_mullo_epi32(a, b))
+    }
+
+    #[inline(always)]
+    fn i_and(self, a: __m512i, b: __m512i) -> __m512i {
+        op!(_mm512_and_si512(a, b))
+    }
+
+    #[inline(always)]
+    fn i_xor(self, a: __m512i, b: __m512i) -> __m512i {
+        op!(_mm512_xor_si512(a, b))
+    }
+
+    #[inline(always)]
+    fn i_shl<const N: i32>(self, a: __m512i) -> __m512i {
+        op!(_mm512_sll_epi32(a, _mm_cvtsi32_si128(N)))
+    }
+
+    #[inline(always)]
+    fn i_shr<const N: i32>(self, a: __m512i) -> __m512i {
+        op!(_mm512_srl_epi32(a, _mm_cvtsi32_si128(N)))
+    }
+
+    #[inline(always)]
+    fn i_sar<const N: i32>(self, a: __m512i) -> __m512i {
+        op!(_mm512_sra_epi32(a, _mm_cvtsi32_si128(N)))
+    }
+
+    #[inline(always)]
+    fn i_sum(self, a: __m512i) -> i32 {
+        op!(_mm512_reduce_add_epi32(a))
+    }
+
+    #[inline(always)]
+    fn i_rows(self, v: [__m512i; 4]) -> __m512i {
+        op!({
+            let [a, b, c, d] = v;
+            let ab = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+            let cd = _mm512_add_epi32(_mm512_unpacklo_epi64(c, d), _mm512_unpackhi_epi64(c, d));
+            let (ab, cd) = (_mm512_castsi512_ps(ab), _mm512_castsi512_ps(cd));
+            let even = _mm512_shuffle_ps::<0b10_00_10_00>(ab, cd);
+            let odd = _mm512_shuffle_ps::<0b11_01_11_01>(ab, cd);
+            let sum = _mm512_add_epi32(_mm512_castps_si512(even), _mm512_castps_si512(odd));
+            // Lane 4·row + j holds row `row` of v[j].
+            let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            _mm512_permutexvar_epi32(order, sum)
+        })
+    }
+
+    #[inline(always)]
+    fn h_shl<const N: i32>(self, a: __m512i) -> __m512i {
+        op!(_mm512_sll_epi16(a, _mm_cvtsi32_si128(N)))
+    }
+
+    #[inline(always)]
+    fn h_shr<const N: i32>(self, a: __m512i) -> __m512i {
+        op!(_mm512_srl_epi16(a, _mm_cvtsi32_si128(N)))
+    }
+
+    #[inline(always)]
+    fn h_sar<const N: i32>(self, a: __m512i) -> __m512i {
+        op!(_mm512_sra_epi16(a, _mm_cvtsi32_si128(N)))
+    }
+
+    #[inline(always)]
+    fn h_dot(self, acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        op!(_mm512_add_epi32(acc, _mm512_madd_epi16(a, b)))
+    }
+
+    #[inline(always)]
+    unsafe fn i_load(self, p: *const u8) -> __m512i {
+        // SAFETY: 64 bytes are readable by the caller's contract.
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn i_store(self, p: *mut u8, a: __m512i) {
+        // SAFETY: 64 bytes are writable by the caller's contract.
+        unsafe { _mm512_storeu_si512(p.cast(), a) }
+    }
+
+    #[inline(always)]
+    unsafe fn i_row(self, p: *const u8) -> __m512i {
+        // SAFETY: 16 bytes are readable by the caller's contract.
+        unsafe { _mm512_broadcast_i32x4(_mm_loadu_si128(p.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn i_load_u16(self, p: *const u8) -> __m512i {
+        // SAFETY: 32 bytes are readable by the caller's contract.
+        unsafe { _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn i_load_panels(self, p: *const u8, stride: usize) -> __m512i {
+        // SAFETY: 16 bytes are readable at each of two panels by the caller's contract.
+        unsafe {
+            let (a, b) = (
+                _mm_loadu_si128(p.cast()),
+                _mm_loadu_si128(p.add(stride).cast()),
+            );
+            _mm512_cvtepu16_epi32(_mm256_inserti128_si256::<1>(_mm256_castsi128_si256(a), b))
+        }
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        op!(_mm512_set1_ps(x))
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        op!(_mm512_add_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn sub(self, a: __m512, b: __m512) -> __m512 {
+        op!(_mm512_sub_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        op!(_mm512_mul_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn max(self, a: __m512, b: __m512) -> __m512 {
+        op!(_mm512_max_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn abs(self, a: __m512) -> __m512 {
+        op!(_mm512_abs_ps(a))
+    }
+
+    #[inline(always)]
+    fn largest(self, a: __m512) -> f32 {
+        op!(_mm512_reduce_max_ps(a))
+    }
+
+    #[inline(always)]
+    fn ftz(self, a: __m512) -> __m512 {
+        op!({
+            // Category 0x20 is "subnormal".
+            let tiny = _mm512_fpclass_ps_mask::<0x20>(a);
+            _mm512_mask_and_ps(a, tiny, a, _mm512_set1_ps(-0.0))
+        })
+    }
+
+    #[inline(always)]
+    fn to_f(self, a: __m512i) -> __m512 {
+        op!(_mm512_cvtepi32_ps(a))
+    }
+
+    #[inline(always)]
+    fn bits(self, a: __m512) -> __m512i {
+        op!(_mm512_castps_si512(a))
+    }
+
+    #[inline(always)]
+    fn of_bits(self, a: __m512i) -> __m512 {
+        op!(_mm512_castsi512_ps(a))
+    }
+
+    #[inline(always)]
+    fn f16_to_f(self, a: __m512i) -> __m512 {
+        op!(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(a)))
+    }
+
+    #[inline(always)]
+    fn keep(self, a: __m512, start: i32, end: i32, other: f32) -> __m512 {
+        op!({
+            let lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+            let inside = _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(start))
+                & _mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(end));
+            _mm512_mask_blend_ps(inside, _mm512_set1_ps(other), a)
+        })
+    }
+
+    #[inline(always)]
+    fn rows(self, v: [__m512; 4]) -> __m512 {
+        op!({
+            let [a, b, c, d] = v.map(|x| _mm512_castps_pd(x));
+            let pairs = |x, y| {
+                let (low, high) = (_mm512_unpacklo_pd(x, y), _mm512_unpackhi_pd(x, y));
+                _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high))
+            };
+            let (ab, cd) = (pairs(a, b), pairs(c, d));
+            let even = _mm512_shuffle_ps::<0b10_00_10_00>(ab, cd);
+            let odd = _mm512_shuffle_ps::<0b11_01_11_01>(ab, cd);
+            let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            _mm512_permutexvar_ps(order, _mm512_add_ps(even, odd))
+        })
+    }
+
+    #[inline(always)]
+    fn row_pairs(self, a: __m512, b: __m512) -> __m512 {
+        op!(_mm512_add_ps(
+            _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b),
+            _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b),
+        ))
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> __m512 {
+        // SAFETY: 16 floats are readable by the caller's contract.
+        unsafe { _mm512_loadu_ps(p) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, a: __m512) {
+        // SAFETY: 16 floats are writable by the caller's contract.
+        unsafe { _mm512_storeu_ps(p, a) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_8(self, p: *const f32) -> __m512 {
+        // SAFETY: 8 floats are readable by the caller's contract.
+        unsafe { _mm512_broadcast_f32x8(_mm256_loadu_ps(p)) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_panels(self, a: *const f32, b: *const f32) -> __m512 {
+        // SAFETY: 8 floats are readable at each by the caller's contract.
+        unsafe {
+            let low = _mm512_castps256_ps512(_mm256_loadu_ps(a));
+            _mm512_insertf32x8::<1>(low, _mm256_loadu_ps(b))
+        }
+    }
+}
+
+/// The byte dot product: values in two planes of 8 bits, codes as they lie.
+///
+/// `vpdpbusd` multiplies unsigned by signed bytes. K's int8 codes become unsigned by `^ 0x80`, the query's planes are signed; the
+/// weights' planes are unsigned, V's codes signed. Int4 codes are both.
+#[derive(Clone, Copy)]
+pub(crate) struct Vnni(Avx512);
+
+impl Vnni {
+    /// # Safety
+    /// The machine has what [`Avx512::new`] asks for, and AVX-512 VNNI.
+    #[inline(always)]
+    pub unsafe fn new() -> Self {
+        // SAFETY: the caller's contract.
+        Vnni(unsafe { Avx512::new() })
+    }
+}
+
+impl Dot for Vnni {
+    type S = Avx512;
+    const K_BIAS: i32 = 128;
+    const V_BIAS: i32 = 0;
+    const K_BLOCK: usize = 2;
+    const V_BLOCK: usize = 2;
+    type KCodes = __m512i;
+    type VCodes = __m512i;
+    type KAcc = [__m512i; 2];
+    type VAcc = [__m512i; 2];
+
+    #[inline(always)]
+    fn simd(self) -> Avx512 {
+        self.0
+    }
+
+    #[inline(always)]
+    fn k_zero(self) -> [__m512i; 2] {
+        [self.0.i_splat(0); 2]
+    }
+
+    #[inline(always)]
+    fn v_zero(self) -> [__m512i; 2] {
+        [self.0.i_splat(0); 2]
+    }
+
+    #[inline(always)]
+    fn k_bytes(self, raw: __m512i) -> __m512i {
+        self.0.i_xor(raw, self.0.i_splat(0x8080_8080u32 as i32))
+    }
+
+    #[inline(always)]
+    fn k_low(self, raw: __m512i) -> __m512i {
+        self.0.i_and(raw, self.0.i_splat(0x0f0f_0f0f))
+    }
+
+    #[inline(always)]
+    fn k_high(self, raw: __m512i) -> __m512i {
+        self.k_low(self.0.h_shr::<4>(raw))
+    }
+
+    #[inline(always)]
+    fn v_bytes(self, raw: __m512i) -> __m512i {
+        raw
+    }
+
+    #[inline(always)]
+    fn v_low(self, raw: __m512i) -> __m512i {
+        self.k_low(raw)
+    }
+
+    #[inline(always)]
+    fn v_high(self, raw: __m512i) -> __m512i {
+        self.k_high(raw)
+    }
+
+    #[inline(always)]
+    fn k_dot(self, acc: [__m512i; 2], codes: __m512i, operand: [__m512i; 2]) -> [__m512i; 2] {
+        // SAFETY: a `Vnni` exists only where its instructions do.
+        unsafe {
+            [
+                _mm512_dpbusd_epi32(acc[0], codes, operand[0]),
+                _mm512_dpbusd_epi32(acc[1], codes, operand[1]),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn v_dot(self, acc: [__m512i; 2], codes: __m512i, operand: [__m512i; 2]) -> [__m512i; 2] {
+        // SAFETY: a `Vnni` exists only where its instructions do.
+        unsafe {
+            [
+                _mm512_dpbusd_epi32(acc[0], operand[0], codes),
+                _mm512_dpbusd_epi32(acc[1], operand[1], codes),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn v_count(self, acc: [__m512i; 2], _: __m512i) -> [__m512i; 2] {
+        acc
+    }
+
+    #[inline(always)]
+    fn k_sum(self, acc: [__m512i; 2]) -> __m512i {
+        self.0.i_add(self.0.i_shl::<7>(acc[0]), acc[1])
+    }
+
+    #[inline(always)]
+    fn v_sum(self, acc: [__m512i; 2]) -> __m512i {
+        self.0.i_add(self.0.i_shl::<8>(acc[0]), acc[1])
+    }
+
+    #[inline(always)]
+    unsafe fn k_operand(self, q: *const i32, out: *mut u8) {
+        // SAFETY: 16 integers are readable at `q`, 32 bytes writable at `out`: the caller's contract.
+        unsafe {
+            let q = _mm512_loadu_si512(q.cast());
+            let low = _mm512_and_si512(q, _mm512_set1_epi32(127));
+            let high = _mm512_srai_epi32::<7>(q);
+            _mm_storeu_si128(out.cast(), _mm512_cvtepi32_epi8(high));
+            _mm_storeu_si128(out.add(16).cast(), _mm512_cvtepi32_epi8(low));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn v_operand(self, w: *const i32, out: *mut u8) {
+        // SAFETY: as in `k_operand`.
+        unsafe {
+            let w = _mm512_loadu_si512(w.cast());
+            let slots = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+            let (low, high) = (
+                _mm512_cvtepi32_epi8(w),
+                _mm512_cvtepi32_epi8(_mm512_srli_epi32::<8>(w)),
+            );
+            _mm_storeu_si128(out.cast(), _mm_shuffle_epi8(high, slots));
+            _mm_storeu_si128(out.add(16).cast(), _mm_shuffle_epi8(low, slots));
+        }
+    }
+}

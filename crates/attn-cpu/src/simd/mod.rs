@@ -1,0 +1,434 @@
+//! Vectors of one instruction set, and the dot products of codes with query or weight planes.
+//!
+//! The kernels (`crate::integer`, `crate::float`) are written once over [`Simd`] and [`Dot`] and compiled once per [`Isa`]
+//! inside a function that enables its features. A vector is [`Simd::ROWS`] rows of 16 bytes: that many tokens of a panel of K,
+//! or dims of a panel of V. A value of a `Simd` type exists only where the machine has its instructions, so its methods on
+//! registers are safe. No method contracts a product with a sum, and none has an estimate: the bits are equal everywhere.
+
+use std::{fmt, str::FromStr};
+
+use attn_core::{Error, Unsupported};
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod avx512;
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod neon;
+pub(crate) mod portable;
+pub(crate) mod scalar;
+
+/// An instruction set that the kernels are compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Isa {
+    /// Plain arrays of eight numbers; what the compiler makes of them.
+    Scalar,
+    /// `wide`: 128-bit vectors of whatever the build targets.
+    Portable,
+    /// AVX2 and F16C, 256 bits.
+    Avx2,
+    /// AVX-512 F, BW, DQ, VL.
+    Avx512,
+    /// AVX-512 with the byte dot product.
+    Avx512Vnni,
+    /// NEON, two 128-bit registers at a time.
+    Neon,
+}
+
+impl Isa {
+    /// All, slowest first.
+    pub const ALL: [Isa; 6] = [
+        Isa::Scalar,
+        Isa::Portable,
+        Isa::Neon,
+        Isa::Avx2,
+        Isa::Avx512,
+        Isa::Avx512Vnni,
+    ];
+
+    /// Whether this machine has it.
+    pub fn is_available(self) -> bool {
+        match self {
+            Isa::Scalar | Isa::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c"),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => {
+                Isa::Avx2.is_available()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni => Isa::Avx512.is_available() && is_x86_feature_detected!("avx512vnni"),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => std::arch::is_aarch64_feature_detected!("neon"),
+            #[allow(
+                unreachable_patterns,
+                reason = "which sets are foreign depends on the target"
+            )]
+            _ => false,
+        }
+    }
+
+    /// Those that this machine has, slowest first.
+    pub fn available() -> impl Iterator<Item = Isa> {
+        Isa::ALL.into_iter().filter(|isa| isa.is_available())
+    }
+
+    /// The fastest that this machine has.
+    pub fn best() -> Isa {
+        Isa::available().last().unwrap_or(Isa::Scalar)
+    }
+
+    /// The one that `ATTN_CPU_ISA` names, else the fastest.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a name that is none; [`Error::Unsupported`] for one that this machine lacks.
+    pub fn from_env() -> Result<Isa, Error> {
+        match std::env::var("ATTN_CPU_ISA") {
+            Ok(name) if !name.is_empty() => name.parse::<Isa>()?.require().map_err(Error::from),
+            _ => Ok(Isa::best()),
+        }
+    }
+
+    /// Itself, if this machine has it.
+    ///
+    /// # Errors
+    /// [`Unsupported::Absent`] with what there is instead.
+    pub fn require(self) -> Result<Isa, Unsupported> {
+        if self.is_available() {
+            return Ok(self);
+        }
+        let have: Vec<_> = Isa::available().map(|isa| isa.to_string()).collect();
+        Err(Unsupported::Absent {
+            backend: "cpu",
+            reason: format!("this machine has no {self}"),
+            next_step: format!(
+                "it has {}; set ATTN_CPU_ISA to one of them, or leave it unset",
+                have.join(", ")
+            ),
+        })
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Isa::Scalar => "scalar",
+            Isa::Portable => "portable",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+            Isa::Avx512Vnni => "avx512vnni",
+            Isa::Neon => "neon",
+        })
+    }
+}
+
+impl FromStr for Isa {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self, Error> {
+        Isa::ALL
+            .into_iter()
+            .find(|isa| isa.to_string() == s)
+            .ok_or_else(|| Error::Parameter {
+                what: "ATTN_CPU_ISA",
+                given: s.to_owned(),
+                allowed: "scalar, portable, neon, avx2, avx512, avx512vnni",
+            })
+    }
+}
+
+/// The vector operations that the kernels need; `LANES` = 4·`ROWS` lanes of 32 bits.
+pub(crate) trait Simd: Copy {
+    /// 16-byte rows in a vector: 2 or 4.
+    const ROWS: usize;
+    /// Lanes of 32 bits.
+    const LANES: usize = 4 * Self::ROWS;
+    /// Integers.
+    type I: Copy;
+    /// Floats.
+    type F: Copy;
+
+    fn i_splat(self, x: i32) -> Self::I;
+    fn i_add(self, a: Self::I, b: Self::I) -> Self::I;
+    fn i_sub(self, a: Self::I, b: Self::I) -> Self::I;
+    fn i_mul(self, a: Self::I, b: Self::I) -> Self::I;
+    fn i_and(self, a: Self::I, b: Self::I) -> Self::I;
+    fn i_xor(self, a: Self::I, b: Self::I) -> Self::I;
+    fn i_shl<const N: i32>(self, a: Self::I) -> Self::I;
+    /// Logical.
+    fn i_shr<const N: i32>(self, a: Self::I) -> Self::I;
+    /// Arithmetic.
+    fn i_sar<const N: i32>(self, a: Self::I) -> Self::I;
+    fn i_sum(self, a: Self::I) -> i32;
+    /// Sums each row of four lanes; lane 4·row + … comes out in the order `v[0]` rows first: sum of row r of `v[j]` in lane `j·ROWS + r`.
+    fn i_rows(self, v: [Self::I; 4]) -> Self::I;
+    /// Lanes of 16 bits.
+    fn h_shl<const N: i32>(self, a: Self::I) -> Self::I;
+    /// Logical.
+    fn h_shr<const N: i32>(self, a: Self::I) -> Self::I;
+    /// Arithmetic.
+    fn h_sar<const N: i32>(self, a: Self::I) -> Self::I;
+    /// `acc` + products of pairs of signed 16-bit lanes.
+    fn h_dot(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
+
+    /// # Safety
+    /// `4·LANES` bytes are readable at `p`.
+    unsafe fn i_load(self, p: *const u8) -> Self::I;
+    /// # Safety
+    /// `4·LANES` bytes are writable at `p`.
+    unsafe fn i_store(self, p: *mut u8, a: Self::I);
+    /// The same 16 bytes in every row.
+    ///
+    /// # Safety
+    /// 16 bytes are readable at `p`.
+    unsafe fn i_row(self, p: *const u8) -> Self::I;
+    /// 16-bit lanes, zero-extended.
+    ///
+    /// # Safety
+    /// `2·LANES` bytes are readable at `p`.
+    unsafe fn i_load_u16(self, p: *const u8) -> Self::I;
+    /// Rows of 8 values of 16 bits from as many panels as fit, zero-extended: `ROWS/2` panels `stride` apart.
+    ///
+    /// # Safety
+    /// 16 bytes are readable at each panel.
+    unsafe fn i_load_panels(self, p: *const u8, stride: usize) -> Self::I;
+
+    fn splat(self, x: f32) -> Self::F;
+    fn add(self, a: Self::F, b: Self::F) -> Self::F;
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F;
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F;
+    /// Of finite numbers; which zero comes out of two is free.
+    fn max(self, a: Self::F, b: Self::F) -> Self::F;
+    fn abs(self, a: Self::F) -> Self::F;
+    /// Largest lane.
+    fn largest(self, a: Self::F) -> f32;
+    /// A zero of its sign for a subnormal.
+    fn ftz(self, a: Self::F) -> Self::F;
+    fn to_f(self, a: Self::I) -> Self::F;
+    fn bits(self, a: Self::F) -> Self::I;
+    fn of_bits(self, a: Self::I) -> Self::F;
+    /// The f16 in the low half of each lane.
+    fn f16_to_f(self, a: Self::I) -> Self::F;
+    /// Lanes `start..end`, and `other` in the rest.
+    fn keep(self, a: Self::F, start: i32, end: i32, other: f32) -> Self::F;
+    /// As `i_rows`, each row summed by halves: lanes 0 + 2, 1 + 3, then both.
+    fn rows(self, v: [Self::F; 4]) -> Self::F;
+    /// Sums neighbouring rows 2i and 2i + 1 lane by lane: those of `a`, then those of `b`.
+    fn row_pairs(self, a: Self::F, b: Self::F) -> Self::F;
+
+    /// # Safety
+    /// `LANES` floats are readable at `p`.
+    unsafe fn load(self, p: *const f32) -> Self::F;
+    /// # Safety
+    /// `LANES` floats are writable at `p`.
+    unsafe fn store(self, p: *mut f32, a: Self::F);
+    /// The same 8 floats in every pair of rows.
+    ///
+    /// # Safety
+    /// 8 floats are readable at `p`.
+    unsafe fn load_8(self, p: *const f32) -> Self::F;
+
+    /// The same, of `ROWS/2` panels at `a` and `b`; two rows read `a` alone.
+    ///
+    /// # Safety
+    /// 8 floats are readable at each.
+    unsafe fn load_panels(self, a: *const f32, b: *const f32) -> Self::F;
+
+    /// Rounds half to even, |a| ≤ 2^22.
+    #[inline(always)]
+    fn round(self, a: Self::F) -> Self::I {
+        let magic = self.splat(attn_core::arithmetic::ROUND);
+        self.i_sub(
+            self.bits(self.add(a, magic)),
+            self.i_splat(attn_core::arithmetic::ROUND.to_bits() as i32),
+        )
+    }
+}
+
+/// Bytes of an operand: what 16 values of a query or 16 weights become, two rows of 16 bytes.
+pub(crate) const OPERAND: usize = 32;
+
+/// Exact dot products of 16 codes with 16 values of up to 16 bits.
+///
+/// A code enters the product as `code + K_BIAS` (or as it is, for V), a weight as `weight − V_BIAS`; the kernels take that out
+/// of the sums again. Everything is modulo 2^32, and the final sums fit.
+pub(crate) trait Dot: Copy {
+    type S: Simd;
+    /// Added to int8 codes of K.
+    const K_BIAS: i32;
+    /// Subtracted from weights.
+    const V_BIAS: i32;
+    /// Rows of a block, by the number of registers.
+    const K_BLOCK: usize;
+    /// As for K.
+    const V_BLOCK: usize;
+    type KCodes: Copy;
+    type VCodes: Copy;
+    type KAcc: Copy;
+    type VAcc: Copy;
+
+    fn simd(self) -> Self::S;
+    fn k_zero(self) -> Self::KAcc;
+    fn v_zero(self) -> Self::VAcc;
+    /// Int8 codes.
+    fn k_bytes(self, raw: <Self::S as Simd>::I) -> Self::KCodes;
+    /// Low nibbles.
+    fn k_low(self, raw: <Self::S as Simd>::I) -> Self::KCodes;
+    /// High nibbles.
+    fn k_high(self, raw: <Self::S as Simd>::I) -> Self::KCodes;
+    /// Int8 codes.
+    fn v_bytes(self, raw: <Self::S as Simd>::I) -> Self::VCodes;
+    /// Low nibbles.
+    fn v_low(self, raw: <Self::S as Simd>::I) -> Self::VCodes;
+    /// High nibbles.
+    fn v_high(self, raw: <Self::S as Simd>::I) -> Self::VCodes;
+    fn k_dot(
+        self,
+        acc: Self::KAcc,
+        codes: Self::KCodes,
+        operand: [<Self::S as Simd>::I; 2],
+    ) -> Self::KAcc;
+    fn v_dot(
+        self,
+        acc: Self::VAcc,
+        codes: Self::VCodes,
+        operand: [<Self::S as Simd>::I; 2],
+    ) -> Self::VAcc;
+    /// Adds the codes themselves; used where `V_BIAS` is not 0.
+    fn v_count(self, acc: Self::VAcc, codes: Self::VCodes) -> Self::VAcc;
+    fn k_sum(self, acc: Self::KAcc) -> <Self::S as Simd>::I;
+    fn v_sum(self, acc: Self::VAcc) -> <Self::S as Simd>::I;
+    /// 16 values of a query, |q| < 2^14, in the order of the dims.
+    ///
+    /// # Safety
+    /// 16 integers are readable at `q`, `OPERAND` bytes writable at `out`.
+    unsafe fn k_operand(self, q: *const i32, out: *mut u8);
+    /// 16 weights, 0..65536, in the order of the tokens.
+    ///
+    /// # Safety
+    /// As for `k_operand`.
+    unsafe fn v_operand(self, w: *const i32, out: *mut u8);
+}
+
+/// The dot product of 16-bit lanes: even and odd bytes apart, so that a lane of 32 bits still sums four neighbouring codes.
+#[derive(Clone, Copy)]
+pub(crate) struct Dot16<S>(pub S);
+
+impl<S: Simd> Dot for Dot16<S> {
+    type S = S;
+    const K_BIAS: i32 = 0;
+    const V_BIAS: i32 = 32768;
+    const K_BLOCK: usize = if S::ROWS == 4 { 4 } else { 2 };
+    const V_BLOCK: usize = if S::ROWS == 4 { 4 } else { 1 };
+    type KCodes = [S::I; 2];
+    type VCodes = [S::I; 2];
+    type KAcc = S::I;
+    type VAcc = S::I;
+
+    #[inline(always)]
+    fn simd(self) -> S {
+        self.0
+    }
+
+    #[inline(always)]
+    fn k_zero(self) -> S::I {
+        self.0.i_splat(0)
+    }
+
+    #[inline(always)]
+    fn v_zero(self) -> S::I {
+        self.0.i_splat(0)
+    }
+
+    #[inline(always)]
+    fn k_bytes(self, raw: S::I) -> [S::I; 2] {
+        let s = self.0;
+        [s.h_sar::<8>(s.h_shl::<8>(raw)), s.h_sar::<8>(raw)]
+    }
+
+    #[inline(always)]
+    fn k_low(self, raw: S::I) -> [S::I; 2] {
+        let (s, mask) = (self.0, self.0.i_splat(0x000f_000f));
+        [s.i_and(raw, mask), s.i_and(s.h_shr::<8>(raw), mask)]
+    }
+
+    #[inline(always)]
+    fn k_high(self, raw: S::I) -> [S::I; 2] {
+        let (s, mask) = (self.0, self.0.i_splat(0x000f_000f));
+        [s.i_and(s.h_shr::<4>(raw), mask), s.h_shr::<12>(raw)]
+    }
+
+    #[inline(always)]
+    fn v_bytes(self, raw: S::I) -> [S::I; 2] {
+        self.k_bytes(raw)
+    }
+
+    #[inline(always)]
+    fn v_low(self, raw: S::I) -> [S::I; 2] {
+        self.k_low(raw)
+    }
+
+    #[inline(always)]
+    fn v_high(self, raw: S::I) -> [S::I; 2] {
+        self.k_high(raw)
+    }
+
+    #[inline(always)]
+    fn k_dot(self, acc: S::I, codes: [S::I; 2], operand: [S::I; 2]) -> S::I {
+        let even = self.0.h_dot(acc, codes[0], operand[0]);
+        self.0.h_dot(even, codes[1], operand[1])
+    }
+
+    #[inline(always)]
+    fn v_dot(self, acc: S::I, codes: [S::I; 2], operand: [S::I; 2]) -> S::I {
+        self.k_dot(acc, codes, operand)
+    }
+
+    #[inline(always)]
+    fn v_count(self, acc: S::I, codes: [S::I; 2]) -> S::I {
+        let s = self.0;
+        let ones = s.i_splat(0x0001_0001);
+        s.h_dot(s.h_dot(acc, codes[0], ones), codes[1], ones)
+    }
+
+    #[inline(always)]
+    fn k_sum(self, acc: S::I) -> S::I {
+        acc
+    }
+
+    #[inline(always)]
+    fn v_sum(self, acc: S::I) -> S::I {
+        acc
+    }
+
+    #[inline(always)]
+    unsafe fn k_operand(self, q: *const i32, out: *mut u8) {
+        for j in 0..4 {
+            // SAFETY: j < 4, so the indices stay below 16 and the offsets below OPERAND: the caller's contract.
+            unsafe {
+                let at = |i: usize| *q.add(4 * j + i) as u16 as u32;
+                let (even, odd) = (at(0) | at(2) << 16, at(1) | at(3) << 16);
+                out.add(4 * j).cast::<u32>().write_unaligned(even);
+                out.add(16 + 4 * j).cast::<u32>().write_unaligned(odd);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn v_operand(self, w: *const i32, out: *mut u8) {
+        // Slots 4j..4j + 4 hold tokens 2j, 2j + 1, 8 + 2j, 9 + 2j.
+        for j in 0..4 {
+            // SAFETY: as in `k_operand`.
+            unsafe {
+                let at = |t: usize| (*w.add(2 * j + t) - 32768) as u16 as u32;
+                let (even, odd) = (at(0) | at(8) << 16, at(1) | at(9) << 16);
+                out.add(4 * j).cast::<u32>().write_unaligned(even);
+                out.add(16 + 4 * j).cast::<u32>().write_unaligned(odd);
+            }
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! Plain arrays of eight numbers.
+
+use attn_core::arithmetic::ftz;
+use half::f16;
+
+use super::Simd;
+
+/// Two rows in arrays.
+#[derive(Clone, Copy)]
+pub(crate) struct Scalar;
+
+type I = [i32; 8];
+type F = [f32; 8];
+
+#[inline(always)]
+fn zip<T: Copy, U: Copy, R: Copy + Default>(a: [T; 8], b: [U; 8], f: impl Fn(T, U) -> R) -> [R; 8] {
+    let mut out = [R::default(); 8];
+    for i in 0..8 {
+        out[i] = f(a[i], b[i]);
+    }
+    out
+}
+
+/// Applies `f` to both 16-bit halves of each lane.
+#[inline(always)]
+fn halves(a: I, f: impl Fn(u16) -> u16) -> I {
+    a.map(|x| (u32::from(f(x as u16)) | u32::from(f((x >> 16) as u16)) << 16) as i32)
+}
+
+impl Simd for Scalar {
+    const ROWS: usize = 2;
+    type I = I;
+    type F = F;
+
+    #[inline(always)]
+    fn i_splat(self, x: i32) -> I {
+        [x; 8]
+    }
+
+    #[inline(always)]
+    fn i_add(self, a: I, b: I) -> I {
+        zip(a, b, i32::wrapping_add)
+    }
+
+    #[inline(always)]
+    fn i_sub(self, a: I, b: I) -> I {
+        zip(a, b, i32::wrapping_sub)
+    }
+
+    #[inline(always)]
+    fn i_mul(self, a: I, b: I) -> I {
+        zip(a, b, i32::wrapping_mul)
+    }
+
+    #[inline(always)]
+    fn i_and(self, a: I, b: I) -> I {
+        zip(a, b, |a, b| a & b)
+    }
+
+    #[inline(always)]
+    fn i_xor(self, a: I, b: I) -> I {
+        zip(a, b, |a, b| a ^ b)
+    }
+
+    #[inline(always)]
+    fn i_shl<const N: i32>(self, a: I) -> I {
+        a.map(|x| x << N)
+    }
+
+    #[inline(always)]
+    fn i_shr<const N: i32>(self, a: I) -> I {
+        a.map(|x| (x as u32 >> N) as i32)
+    }
+
+    #[inline(always)]
+    fn i_sar<const N: i32>(self, a: I) -> I {
+        a.map(|x| x >> N)
+    }
+
+    #[inline(always)]
+    fn i_sum(self, a: I) -> i32 {
+        a.iter().fold(0, |s, x| s.wrapping_add(*x))
+    }
+
+    #[inline(always)]
+    fn i_rows(self, v: [I; 4]) -> I {
+        let mut out = [0; 8];
+        for j in 0..4 {
+            for r in 0..2 {
+                let row = &v[j][4 * r..4 * r + 4];
+                out[2 * j + r] = row.iter().fold(0, |s: i32, x| s.wrapping_add(*x));
+            }
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn h_shl<const N: i32>(self, a: I) -> I {
+        halves(a, |x| x << N)
+    }
+
+    #[inline(always)]
+    fn h_shr<const N: i32>(self, a: I) -> I {
+        halves(a, |x| x >> N)
+    }
+
+    #[inline(always)]
+    fn h_sar<const N: i32>(self, a: I) -> I {
+        halves(a, |x| (x as i16 >> N) as u16)
+    }
+
+    #[inline(always)]
+    fn h_dot(self, acc: I, a: I, b: I) -> I {
+        let dot = zip(a, b, |a, b| {
+            let (low, high) = (
+                i32::from(a as i16) * i32::from(b as i16),
+                (a >> 16) * (b >> 16),
+            );
+            low.wrapping_add(high)
+        });
+        self.i_add(acc, dot)
+    }
+
+    #[inline(always)]
+    unsafe fn i_load(self, p: *const u8) -> I {
+        // SAFETY: 32 bytes are readable by the caller's contract.
+        unsafe { p.cast::<I>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn i_store(self, p: *mut u8, a: I) {
+        // SAFETY: 32 bytes are writable by the caller's contract.
+        unsafe { p.cast::<I>().write_unaligned(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn i_row(self, p: *const u8) -> I {
+        // SAFETY: 16 bytes are readable by the caller's contract.
+        let [a, b, c, d] = unsafe { p.cast::<[i32; 4]>().read_unaligned() };
+        [a, b, c, d, a, b, c, d]
+    }
+
+    #[inline(always)]
+    unsafe fn i_load_u16(self, p: *const u8) -> I {
+        // SAFETY: 16 bytes are readable by the caller's contract.
+        unsafe { p.cast::<[u16; 8]>().read_unaligned() }.map(i32::from)
+    }
+
+    #[inline(always)]
+    unsafe fn i_load_panels(self, p: *const u8, _: usize) -> I {
+        // SAFETY: 16 bytes are readable by the caller's contract.
+        unsafe { self.i_load_u16(p) }
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> F {
+        [x; 8]
+    }
+
+    #[inline(always)]
+    fn add(self, a: F, b: F) -> F {
+        zip(a, b, |a, b| a + b)
+    }
+
+    #[inline(always)]
+    fn sub(self, a: F, b: F) -> F {
+        zip(a, b, |a, b| a - b)
+    }
+
+    #[inline(always)]
+    fn mul(self, a: F, b: F) -> F {
+        zip(a, b, |a, b| a * b)
+    }
+
+    #[inline(always)]
+    fn max(self, a: F, b: F) -> F {
+        zip(a, b, |a, b| if a > b { a } else { b })
+    }
+
+    #[inline(always)]
+    fn abs(self, a: F) -> F {
+        a.map(f32::abs)
+    }
+
+    #[inline(always)]
+    fn largest(self, a: F) -> f32 {
+        a.iter()
+            .fold(f32::NEG_INFINITY, |m, x| if *x > m { *x } else { m })
+    }
+
+    #[inline(always)]
+    fn ftz(self, a: F) -> F {
+        a.map(ftz)
+    }
+
+    #[inline(always)]
+    fn to_f(self, a: I) -> F {
+        a.map(|x| x as f32)
+    }
+
+    #[inline(always)]
+    fn bits(self, a: F) -> I {
+        a.map(|x| x.to_bits() as i32)
+    }
+
+    #[inline(always)]
+    fn of_bits(self, a: I) -> F {
+        a.map(|x| f32::from_bits(x as u32))
+    }
+
+    #[inline(always)]
+    fn f16_to_f(self, a: I) -> F {
+        a.map(|x| f16::from_bits(x as u16).to_f32())
+    }
+
+    #[inline(always)]
+    fn keep(self, mut a: F, start: i32, end: i32, other: f32) -> F {
+        for (i, x) in a.iter_mut().enumerate() {
+            if !(start..end).contains(&(i as i32)) {
+                *x = other;
+            }
+        }
+        a
+    }
+
+    #[inline(always)]
+    fn rows(self, v: [F; 4]) -> F {
+        let mut out = [0.0; 8];
+        for j in 0..4 {
+            for r in 0..2 {
+                let x = &v[j][4 * r..4 * r + 4];
+                out[2 * j + r] = (x[0] + x[2]) + (x[1] + x[3]);
+            }
+        }
+        out
+    }
+
+    #[inline(always)]
+    fn row_pairs(self, a: F, b: F) -> F {
+        let mut out = [0.0; 8];
+        for i in 0..4 {
+            (out[i], out[4 + i]) = (a[i] + a[4 + i], b[i] + b[4 + i]);
+        }
+        out
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> F {
+        // SAFETY: 8 floats are readable by the caller's contract.
+        unsafe { p.cast::<F>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, a: F) {
+        // SAFETY: 8 floats are writable by the caller's contract.
+        unsafe { p.cast::<F>().write_unaligned(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_8(self, p: *const f32) -> F {
+        // SAFETY: 8 floats are readable by the caller's contract.
+        unsafe { self.load(p) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_panels(self, a: *const f32, _: *const f32) -> F {
+        // SAFETY: 8 floats are readable by the caller's contract.
+        unsafe { self.load(a) }
+    }
+}

@@ -1,0 +1,127 @@
+//! Sections 3 (modifiers) and 4 (weights) of the arithmetic over vectors, and section 5's fold.
+
+use attn_core::arithmetic::{EXP2_FLOAT, EXP2_MIN, EXP2_WEIGHT, ROUND, TILE};
+
+use crate::simd::Simd;
+
+/// Lane numbers of a tile.
+static TOKENS: [i32; TILE] = {
+    let mut tokens = [0; TILE];
+    let mut t = 0;
+    while t < TILE {
+        tokens[t] = t as i32;
+        t += 1;
+    }
+    tokens
+};
+
+/// What changes a score after its scale.
+#[derive(Clone, Copy)]
+pub(crate) struct Modifiers {
+    /// 2/softcap and softcap·log2 e.
+    pub softcap: Option<[f32; 2]>,
+    /// slope·log2 e, and the tile's first token minus the row's position.
+    pub alibi: Option<(f32, i32)>,
+}
+
+impl Modifiers {
+    pub fn is_none(&self) -> bool {
+        self.softcap.is_none() && self.alibi.is_none()
+    }
+}
+
+#[inline(always)]
+pub(crate) fn exp2<S: Simd, const N: usize>(s: S, x: S::F, coefficients: &[f32; N]) -> S::F {
+    let t = s.add(x, s.splat(ROUND));
+    let r = s.sub(x, s.sub(t, s.splat(ROUND)));
+    let mut y = s.splat(coefficients[0]);
+    for c in &coefficients[1..] {
+        y = s.add(s.mul(y, r), s.splat(*c));
+    }
+    y = s.add(s.mul(y, r), s.splat(1.0));
+    s.of_bits(s.i_add(s.bits(y), s.i_shl::<23>(s.bits(t))))
+}
+
+#[inline(always)]
+fn rcp<S: Simd>(s: S, x: S::F) -> S::F {
+    let mut y = s.of_bits(s.i_sub(s.i_splat(0x7EF3_11C7), s.bits(x)));
+    for _ in 0..4 {
+        y = s.mul(y, s.sub(s.splat(2.0), s.mul(x, y)));
+    }
+    y
+}
+
+#[inline(always)]
+fn softcap<S: Simd>(s: S, x: S::F, [inverse, cap]: [f32; 2]) -> S::F {
+    let sign = s.i_splat(i32::MIN);
+    let x_abs = s.abs(x);
+    let down = s.of_bits(s.i_xor(s.bits(s.mul(x_abs, s.splat(inverse))), sign));
+    let e = exp2(s, s.max(down, s.splat(EXP2_MIN)), &EXP2_FLOAT);
+    let tanh = s.mul(s.sub(s.splat(1.0), e), rcp(s, s.add(s.splat(1.0), e)));
+    // tanh·cap is not negative, so the sign goes in by ^.
+    let capped = s.bits(s.mul(tanh, s.splat(cap)));
+    s.of_bits(s.i_xor(capped, s.i_and(s.bits(x), sign)))
+}
+
+/// One row's weights over one tile, in place of its scores: the maximum m and the sum l in units of 2^-22.
+///
+/// Tokens outside `start..end` get 0. `start < end ≤ TILE`.
+///
+/// # Safety
+/// `TILE` floats are readable and writable at `scores`.
+#[inline(always)]
+pub(crate) unsafe fn weights<S: Simd, const INTEGER: bool>(
+    s: S,
+    scores: *mut f32,
+    [start, end]: [usize; 2],
+    modifiers: &Modifiers,
+) -> (f32, i32) {
+    let whole = start == 0 && end == TILE;
+    let from = |lane: usize| (start as i32 - lane as i32, end as i32 - lane as i32);
+    if !whole || !modifiers.is_none() {
+        for lane in (0..TILE).step_by(S::LANES) {
+            // SAFETY: lane + LANES ≤ TILE; the caller's contract.
+            let mut x = unsafe { s.load(scores.add(lane)) };
+            if let Some(cap) = modifiers.softcap {
+                x = softcap(s, x, cap);
+            }
+            if let Some((slope, first)) = modifiers.alibi {
+                // SAFETY: TOKENS has TILE entries.
+                let t = unsafe { s.i_load(TOKENS.as_ptr().add(lane).cast()) };
+                let distance = s.to_f(s.i_add(t, s.i_splat(first)));
+                x = s.add(x, s.mul(s.splat(slope), distance));
+            }
+            let (a, b) = from(lane);
+            x = s.keep(x, a, b, f32::NEG_INFINITY);
+            // SAFETY: as above.
+            unsafe { s.store(scores.add(lane), x) };
+        }
+    }
+    // SAFETY: TILE floats are readable.
+    let mut max = unsafe { s.load(scores) };
+    for lane in (S::LANES..TILE).step_by(S::LANES) {
+        // SAFETY: as above.
+        max = s.max(max, unsafe { s.load(scores.add(lane)) });
+    }
+    let m = s.largest(max).ceil();
+    let mut l = s.i_splat(0);
+    for lane in (0..TILE).step_by(S::LANES) {
+        // SAFETY: as above.
+        let x = unsafe { s.load(scores.add(lane)) };
+        let x = s.max(s.sub(x, s.splat(m)), s.splat(EXP2_MIN));
+        let mut p = if INTEGER {
+            exp2(s, x, &EXP2_WEIGHT)
+        } else {
+            exp2(s, x, &EXP2_FLOAT)
+        };
+        if !whole {
+            let (a, b) = from(lane);
+            p = s.keep(p, a, b, 0.0);
+        }
+        // 64 times 0x40000000 is 0 in 32 bits, so nothing is taken away.
+        l = s.i_add(l, s.bits(s.add(p, s.splat(2.0))));
+        // SAFETY: as above.
+        unsafe { s.store(scores.add(lane), p) };
+    }
+    (m, s.i_sum(l))
+}
