@@ -286,18 +286,25 @@ fn digest(words: impl Iterator<Item = u32>) -> u64 {
         })
 }
 
-/// Runs the table that `ATTN_TABLE` asks for over `backend`, calling `progress(done, of)` after each case; works for third parties' backends too.
-///
-/// `ATTN_CASE=17` runs the case of that seed alone.
+/// Runs the cases that the environment asks for ([`cases_from_env`]) over `backend`, calling `progress(done, of)` after each; works for third parties' backends too.
 ///
 /// # Panics
-/// If `ATTN_TABLE` is neither `full` nor `reduced`, or `ATTN_CASE` names no case.
+/// If the environment asks for what there is not.
 pub fn check_backend(
     reference: &dyn DecodeAttention,
     backend: &dyn DecodeAttention,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Report {
-    let size = Size::from_env().unwrap_or_else(|error| panic!("{error}"));
+    let (cases, threads) = cases_from_env().unwrap_or_else(|error| panic!("{error}"));
+    check_table(reference, backend, &cases, threads, progress)
+}
+
+/// The cases of `ATTN_TABLE` (`full`, `reduced`), of which `ATTN_CASE=17` keeps the one of that seed, and how many to run at a time.
+///
+/// # Errors
+/// [`Error::Parameter`] for another table, or a seed that it does not have.
+pub fn cases_from_env() -> Result<(Vec<Case>, usize), Error> {
+    let size = Size::from_env()?;
     let threads = match size {
         Size::Full => thread::available_parallelism().map_or(1, usize::from),
         Size::Reduced => 1,
@@ -305,12 +312,15 @@ pub fn check_backend(
     let mut cases = table(size);
     if let Ok(seed) = std::env::var("ATTN_CASE") {
         cases.retain(|case| case.seed.to_string() == seed);
-        assert!(
-            !cases.is_empty(),
-            "ATTN_CASE is {seed}; allowed: the seed of a case of the table"
-        );
+        if cases.is_empty() {
+            return Err(Error::Parameter {
+                what: "ATTN_CASE",
+                given: seed,
+                allowed: "the seed of a case of the table",
+            });
+        }
     }
-    check_table(reference, backend, &cases, threads, progress)
+    Ok((cases, threads))
 }
 
 /// Runs some cases over `backend`, `threads` at a time: backends are `Sync`, and this holds them to it.

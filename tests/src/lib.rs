@@ -10,5 +10,5 @@ pub mod oracle;
 pub mod table;
 
 pub use case::{Build, Case, Inputs};
-pub use check::{Outcome, Report, check_backend, check_case, check_table};
+pub use check::{Outcome, Report, cases_from_env, check_backend, check_case, check_table};
 pub use table::{Size, table};

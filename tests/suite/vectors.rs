@@ -31,8 +31,10 @@ fn read(name: &str) -> String {
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
+type Settings<'a> = HashMap<&'a str, &'a str>;
+
 /// A vector file: its settings, and each part's title and bytes.
-fn parse(text: &str) -> (HashMap<&str, &str>, Vec<(&str, Vec<u8>)>) {
+fn parse(text: &str) -> (Settings<'_>, Vec<(&str, Vec<u8>)>) {
     let mut lines = text.lines();
     let settings = lines
         .next()
@@ -55,7 +57,7 @@ fn parse(text: &str) -> (HashMap<&str, &str>, Vec<(&str, Vec<u8>)>) {
     (settings.collect(), parts)
 }
 
-fn cache(settings: &HashMap<&str, &str>, step: usize) -> KvCache {
+fn cache(settings: &Settings<'_>, step: usize) -> KvCache {
     let number = |key: &str| settings[key].parse::<usize>().unwrap();
     let (dim, heads, tokens) = (number("head_dim"), number("heads"), number("tokens"));
     let format = KvFormat {

@@ -99,8 +99,8 @@ impl CacheConfig {
         if ![16, 32, 64, 128].contains(&self.page_size) {
             return refuse("page_size", self.page_size.to_string(), "16, 32, 64, 128");
         }
-        if self.num_kv_heads == 0 {
-            return refuse("num_kv_heads", "0".into(), "1 or more");
+        if !(1..=65536).contains(&self.num_kv_heads) {
+            return refuse("num_kv_heads", self.num_kv_heads.to_string(), "1 to 65536");
         }
         if self.num_pages > u32::MAX as usize {
             return refuse("num_pages", self.num_pages.to_string(), "at most 2^32 - 1");

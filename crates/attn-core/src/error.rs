@@ -92,7 +92,7 @@ pub enum Error {
     },
     /// Bytes that no quantizer of the format can have written.
     #[error(
-        "{what} at byte {offset} is not a {scheme} value; the file is damaged or of another format"
+        "{what} at byte {offset} is no {scheme} value; the file is damaged or of another format"
     )]
     BadBytes {
         /// Which bytes.

@@ -10,6 +10,8 @@ use clap::{Parser, Subcommand};
 mod check;
 #[path = "../cli/data.rs"]
 mod data;
+#[path = "../cli/quantize.rs"]
+mod quantize;
 #[path = "../cli/run.rs"]
 mod run;
 
@@ -35,6 +37,26 @@ enum Command {
         /// Only this backend.
         #[arg(long)]
         backend: Option<BackendId>,
+    },
+    /// K and V of a safetensors file as pages of a format, in another safetensors file.
+    Quantize {
+        /// A safetensors file with NAME.k and NAME.v, [kv_heads, seq, head_dim], f16, bf16 or f32.
+        input: PathBuf,
+        /// The file to write: NAME.pages, and what else FORMATS.md asks for.
+        output: PathBuf,
+        /// The format, `k/v` or one name.
+        #[arg(long)]
+        kv: KvFormat,
+        /// Tokens per page: 16, 32, 64 or 128.
+        #[arg(long, default_value_t = 64)]
+        page_size: usize,
+    },
+    /// The pages of `attn quantize` back as f32 K and V.
+    Dequantize {
+        /// A file that `attn quantize` wrote.
+        input: PathBuf,
+        /// The file to write: NAME.k and NAME.v, [kv_heads, seq, head_dim], f32.
+        output: PathBuf,
     },
 }
 
@@ -78,5 +100,14 @@ fn dispatch(args: Args) -> Result<bool> {
         }
         Command::Devices => check::devices(args.json).map(|()| true),
         Command::Check { backend } => check::check(backend, args.json),
+        Command::Quantize {
+            input,
+            output,
+            kv,
+            page_size,
+        } => quantize::quantize(&input, &output, kv, page_size, args.json).map(|()| true),
+        Command::Dequantize { input, output } => {
+            quantize::dequantize(&input, &output, args.json).map(|()| true)
+        }
     }
 }

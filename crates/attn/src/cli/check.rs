@@ -2,7 +2,6 @@
 
 use anyhow::Result;
 use attn::{BackendId, DecodeAttention, KvFormat, Problem, Scheme, problem::HEAD_DIMS};
-use attn_conformance::Size;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
@@ -67,7 +66,7 @@ pub fn devices(as_json: bool) -> Result<()> {
 
 /// Runs the conformance table over one or every backend that is here; whether all passed.
 pub fn check(only: Option<BackendId>, as_json: bool) -> Result<bool> {
-    Size::from_env()?;
+    let (cases, threads) = attn_conformance::cases_from_env()?;
     let reference = attn_cpu::Reference::new();
     let (mut all_passed, mut rows) = (true, Vec::new());
     for id in BackendId::ALL
@@ -88,10 +87,16 @@ pub fn check(only: Option<BackendId>, as_json: bool) -> Result<bool> {
             .with_style(ProgressStyle::with_template(
                 "{prefix} {wide_bar} {pos}/{len} cases, {eta} left",
             )?);
-        let report = attn_conformance::check_backend(&reference, &*backend, &mut |done, of| {
-            bar.set_length(of as u64);
-            bar.set_position(done as u64);
-        });
+        let report = attn_conformance::check_table(
+            &reference,
+            &*backend,
+            &cases,
+            threads,
+            &mut |done, of| {
+                bar.set_length(of as u64);
+                bar.set_position(done as u64);
+            },
+        );
         bar.finish_and_clear();
         all_passed &= report.failures.is_empty();
         for failure in &report.failures {

@@ -3,25 +3,86 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use half::f16;
+use attn::Scheme;
+use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 
 /// The bundled tensors; `tests/data/README.md` says where they come from.
 static BUNDLED: &[u8] = include_bytes!("../../../../tests/data/smollm2-decode.safetensors");
 
-/// One layer: `k`, `v` as `[seq, kv_heads, head_dim]` (the order of an append), `q`, `out` as `[q_len, q_heads, head_dim]`.
-pub struct Layer {
+/// K and V of one layer: `[seq, kv_heads, head_dim]`, the order of an append.
+pub struct Kv {
     pub name: String,
     pub k: Vec<f32>,
     pub v: Vec<f32>,
+    pub kv_heads: usize,
+    pub seq: usize,
+    pub head_dim: usize,
+}
+
+/// One layer with its queries: `q`, `out` as `[q_len, q_heads, head_dim]`.
+pub struct Layer {
+    pub kv: Kv,
     pub q: Vec<f32>,
     pub out: Vec<f32>,
     pub lse: Vec<f32>,
-    pub kv_heads: usize,
-    pub seq: usize,
     pub q_len: usize,
     pub q_heads: usize,
-    pub head_dim: usize,
+}
+
+/// The bytes of a file.
+pub fn read(path: &Path) -> Result<Vec<u8>> {
+    std::fs::read(path).with_context(|| {
+        format!(
+            "cannot read {}; check the path and its permissions",
+            path.display()
+        )
+    })
+}
+
+/// Parses a safetensors file.
+pub fn parse(bytes: &[u8]) -> Result<SafeTensors<'_>> {
+    SafeTensors::deserialize(bytes)
+        .context("not a safetensors file; write one with NAME.k and NAME.v per layer")
+}
+
+/// Names before `suffix`, sorted.
+pub fn names(tensors: &SafeTensors<'_>, suffix: &str) -> Vec<String> {
+    let mut names: Vec<String> = tensors
+        .names()
+        .iter()
+        .filter_map(|name| name.strip_suffix(suffix).map(str::to_owned))
+        .collect();
+    names.sort();
+    names
+}
+
+/// Static scales per KV head that map the largest magnitude to the largest code.
+pub fn tensor_scales(scheme: Scheme, x: &[f32], heads: usize, head_dim: usize) -> Vec<f32> {
+    let largest = if scheme == Scheme::Fp8E4m3 {
+        448.0
+    } else {
+        127.0
+    };
+    let amax = |h: usize| {
+        let rows = x.chunks_exact(head_dim).skip(h).step_by(heads);
+        rows.flatten().fold(0.0f32, |a, v| a.max(v.abs()))
+    };
+    if !scheme.has_tensor_scale() {
+        return Vec::new();
+    }
+    (0..heads).map(|h| (amax(h) / largest).max(1e-20)).collect()
+}
+
+/// K and V of all layers of a file.
+pub fn load_kv(bytes: &[u8]) -> Result<Vec<Kv>> {
+    let tensors = parse(bytes)?;
+    let names = names(&tensors, ".k");
+    ensure!(
+        !names.is_empty(),
+        "the file has no tensor NAME.k; it needs NAME.k and NAME.v, [kv_heads, seq, head_dim], per layer"
+    );
+    names.into_iter().map(|name| kv(&tensors, name)).collect()
 }
 
 /// All layers of a file, and the scale of its scores.
@@ -30,13 +91,13 @@ pub fn load(file: Option<&Path>) -> Result<(Vec<Layer>, f32)> {
     let bytes = match file {
         None => BUNDLED,
         Some(path) => {
-            owned =
-                std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+            owned = read(path)?;
             &owned
         }
     };
-    let (_, header) = SafeTensors::read_metadata(bytes).context("not a safetensors file")?;
-    let tensors = SafeTensors::deserialize(bytes).context("not a safetensors file")?;
+    let layers = load_kv(bytes)?;
+    let tensors = parse(bytes)?;
+    let (_, header) = SafeTensors::read_metadata(bytes)?;
     let scale = match header.metadata().as_ref().and_then(|m| m.get("scale")) {
         Some(scale) => scale
             .parse()
@@ -45,19 +106,9 @@ pub fn load(file: Option<&Path>) -> Result<(Vec<Layer>, f32)> {
             "the file's metadata has no `scale`; write softmax_scale there, for example 0.125"
         ),
     };
-    let mut names: Vec<String> = tensors
-        .names()
-        .iter()
-        .filter_map(|n| n.strip_suffix(".k").map(str::to_owned))
-        .collect();
-    names.sort();
-    ensure!(
-        !names.is_empty(),
-        "the file has no tensor NAME.k; it needs NAME.k, .v, .q, .out and .lse per layer"
-    );
-    let layers = names
+    let layers = layers
         .into_iter()
-        .map(|name| layer(&tensors, name))
+        .map(|kv| layer(&tensors, kv))
         .collect::<Result<_>>()?;
     Ok((layers, scale))
 }
@@ -72,53 +123,67 @@ fn tensor(tensors: &SafeTensors<'_>, name: &str) -> Result<(Vec<usize>, Vec<f32>
             .chunks_exact(2)
             .map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32())
             .collect(),
+        Dtype::BF16 => view
+            .data()
+            .chunks_exact(2)
+            .map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32())
+            .collect(),
         Dtype::F32 => view
             .data()
             .chunks_exact(4)
             .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
             .collect(),
-        other => bail!("{name} is {other:?}; f16 and f32 are read"),
+        other => bail!("{name} is {other:?}; f16, bf16 and f32 are read"),
     };
     Ok((view.shape().to_vec(), data))
 }
 
-fn layer(tensors: &SafeTensors<'_>, name: String) -> Result<Layer> {
+fn kv(tensors: &SafeTensors<'_>, name: String) -> Result<Kv> {
     let get = |suffix: &str| tensor(tensors, &format!("{name}.{suffix}"));
     let ((k_shape, k), (v_shape, v)) = (get("k")?, get("v")?);
-    let ((q_shape, q), (_, out), (_, lse)) = (get("q")?, get("out")?, get("lse")?);
     let &[kv_heads, seq, head_dim] = &k_shape[..] else {
-        bail!("{name}.k is not [kv_heads, seq, head_dim]")
-    };
-    let &[q_len, q_heads, q_dim] = &q_shape[..] else {
-        bail!("{name}.q is not [q_len, q_heads, head_dim]")
+        bail!("{name}.k is {k_shape:?}; it must be [kv_heads, seq, head_dim]")
     };
     ensure!(
         v_shape == k_shape,
-        "{name}.v has another shape than {name}.k"
-    );
-    ensure!(
-        q_dim == head_dim,
-        "{name}.q and {name}.k differ in head_dim"
-    );
-    ensure!(
-        out.len() == q.len() && lse.len() == q_len * q_heads,
-        "{name}.out or .lse has the wrong shape"
+        "{name}.v is {v_shape:?}, but {name}.k is {k_shape:?}; K and V need the same shape"
     );
     let by_token = |x: Vec<f32>| -> Vec<f32> {
         let rows = (0..seq).flat_map(|t| (0..kv_heads).map(move |h| (h * seq + t) * head_dim));
         rows.flat_map(|at| x[at..at + head_dim].to_vec()).collect()
     };
-    Ok(Layer {
+    Ok(Kv {
         k: by_token(k),
         v: by_token(v),
         name,
+        kv_heads,
+        seq,
+        head_dim,
+    })
+}
+
+fn layer(tensors: &SafeTensors<'_>, kv: Kv) -> Result<Layer> {
+    let name = &kv.name;
+    let get = |suffix: &str| tensor(tensors, &format!("{name}.{suffix}"));
+    let ((q_shape, q), (_, out), (_, lse)) = (get("q")?, get("out")?, get("lse")?);
+    let &[q_len, q_heads, q_dim] = &q_shape[..] else {
+        bail!("{name}.q is {q_shape:?}; it must be [q_len, q_heads, head_dim]")
+    };
+    ensure!(
+        q_dim == kv.head_dim,
+        "{name}.q has head_dim {q_dim}, but {name}.k has {}",
+        kv.head_dim
+    );
+    ensure!(
+        out.len() == q.len() && lse.len() == q_len * q_heads,
+        "{name}.out must have the shape of {name}.q, and {name}.lse [q_len, q_heads]"
+    );
+    Ok(Layer {
+        kv,
         q,
         out,
         lse,
-        kv_heads,
-        seq,
         q_len,
         q_heads,
-        head_dim,
     })
 }

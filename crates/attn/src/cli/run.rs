@@ -5,11 +5,11 @@ use std::{path::Path, time::Instant};
 use anyhow::Result;
 use attn::{
     BackendId, CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, KvFormat, KvSource, Problem,
-    Scheme, Selection,
+    Selection,
 };
 use serde_json::json;
 
-use crate::data::{Layer, load};
+use crate::data::{Layer, load, tensor_scales};
 
 /// Timed steps per layer; the median is printed.
 const STEPS: usize = 5;
@@ -77,13 +77,13 @@ pub fn run(
         &layers[0],
         layers
             .iter()
-            .map(|l| l.name.as_str())
+            .map(|l| l.kv.name.as_str())
             .collect::<Vec<_>>()
             .join(" "),
     );
     println!(
         "{} query heads, {} KV heads, head_dim {}, q_len {}, {} tokens; {names}\n",
-        first.q_heads, first.kv_heads, first.head_dim, first.q_len, first.seq
+        first.q_heads, first.kv.kv_heads, first.kv.head_dim, first.q_len, first.kv.seq
     );
     println!(
         "| K/V | bytes per token | compression | output error | LSE error | µs per step | GB/s |"
@@ -103,23 +103,6 @@ pub fn run(
     Ok(())
 }
 
-/// Static scales per KV head that map the largest magnitude to the largest code.
-fn tensor_scales(scheme: Scheme, x: &[f32], heads: usize, head_dim: usize) -> Vec<f32> {
-    let largest = if scheme == Scheme::Fp8E4m3 {
-        448.0
-    } else {
-        127.0
-    };
-    let amax = |h: usize| {
-        let rows = x.chunks_exact(head_dim).skip(h).step_by(heads);
-        rows.flatten().fold(0.0f32, |a, v| a.max(v.abs()))
-    };
-    if !scheme.has_tensor_scale() {
-        return Vec::new();
-    }
-    (0..heads).map(|h| (amax(h) / largest).max(1e-20)).collect()
-}
-
 fn decode(
     backend: &dyn DecodeAttention,
     layer: &Layer,
@@ -127,16 +110,24 @@ fn decode(
     scale: f32,
     totals: &mut Totals,
 ) -> Result<()> {
-    let mut config = CacheConfig::new(format, layer.kv_heads, layer.head_dim, 1, layer.seq);
-    config.k_tensor_scales = tensor_scales(format.k, &layer.k, layer.kv_heads, layer.head_dim);
-    config.v_tensor_scales = tensor_scales(format.v, &layer.v, layer.kv_heads, layer.head_dim);
+    let mut config = CacheConfig::new(
+        format,
+        layer.kv.kv_heads,
+        layer.kv.head_dim,
+        1,
+        layer.kv.seq,
+    );
+    config.k_tensor_scales =
+        tensor_scales(format.k, &layer.kv.k, layer.kv.kv_heads, layer.kv.head_dim);
+    config.v_tensor_scales =
+        tensor_scales(format.v, &layer.kv.v, layer.kv.kv_heads, layer.kv.head_dim);
     let mut cache = backend.create_cache(&config)?;
-    cache.append(0, &layer.k, &layer.v)?;
+    cache.append(0, &layer.kv.k, &layer.kv.v)?;
     let mut problem = Problem::new(
         layer.q_heads,
-        layer.kv_heads,
-        layer.head_dim,
-        vec![layer.seq],
+        layer.kv.kv_heads,
+        layer.kv.head_dim,
+        vec![layer.kv.seq],
     );
     problem.q_len = layer.q_len;
     problem.softmax_scale = scale;
@@ -155,9 +146,9 @@ fn decode(
     times.sort_by(f64::total_cmp);
     let per_token = config.layout().bytes_per_token();
     totals.bytes_per_token = per_token;
-    totals.compression = layer.head_dim as f64 * 4.0 / per_token;
+    totals.compression = layer.kv.head_dim as f64 * 4.0 / per_token;
     totals.seconds += times[STEPS / 2];
-    totals.bytes += per_token * (layer.kv_heads * layer.seq) as f64;
+    totals.bytes += per_token * (layer.kv.kv_heads * layer.kv.seq) as f64;
     for (got, want) in out.iter().zip(&layer.out) {
         totals.error += f64::from(got - want).powi(2);
         totals.norm += f64::from(*want).powi(2);

@@ -1,0 +1,231 @@
+//! The program: what it prints, what it refuses, and with which exit code.
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+use serde_json::Value;
+
+fn attn(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_attn"));
+    for name in ["ATTN_BACKEND", "ATTN_TABLE", "ATTN_CASE"] {
+        command.env_remove(name);
+    }
+    command.args(args);
+    command
+}
+
+fn run(args: &[&str]) -> Output {
+    attn(args).output().expect("attn starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn json(output: &Output) -> Value {
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("stdout is one JSON value")
+}
+
+/// Misuse: exit code 2, nothing on stdout, and a sentence that says these things.
+fn refused(output: &Output, says: &[&str]) {
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    assert!(output.stdout.is_empty(), "{}", text(&output.stdout));
+    for part in says {
+        assert!(error.contains(part), "`{part}` is not in: {error}");
+    }
+}
+
+fn bundled() -> String {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let path = root.join("tests/data/smollm2-decode.safetensors");
+    path.to_str().unwrap().to_owned()
+}
+
+fn temporary(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join(name)
+}
+
+#[test]
+fn run_prints_a_line_per_format() {
+    let output = run(&["run", "--backend", "cpu", "--kv", "int8,int8/int4-g1"]);
+    let table = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert!(table.contains("| int8 | 132.0 | 1.94x | 1."), "{table}");
+    assert!(table.contains("| int8/int4-g1 | 102.0 |"), "{table}");
+
+    let rows = json(&run(&["run", "--backend", "cpu", "--kv", "int8", "--json"]));
+    assert_eq!(rows["backend"], "cpu");
+    let error = rows["formats"][0]["output_error"].as_f64().unwrap();
+    assert!((0.01..0.02).contains(&error), "{error}");
+}
+
+#[test]
+fn devices_names_every_backend() {
+    let rows = json(&run(&["devices", "--json"]));
+    let names: Vec<_> = rows
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|r| r["backend"].as_str().unwrap())
+        .collect();
+    assert_eq!(names, ["cuda", "wgpu", "cpu"]);
+    for row in rows.as_array().unwrap() {
+        let present = row["available"].as_bool().unwrap();
+        assert_eq!(present, row["reason"].is_null(), "{row}");
+        if !present {
+            // One that is absent is refused by name, with the same reason, and never replaced.
+            let name = row["backend"].as_str().unwrap();
+            let output = run(&["run", "--backend", name]);
+            refused(&output, &[row["reason"].as_str().unwrap()]);
+            let output = attn(&["run"]).env("ATTN_BACKEND", name).output().unwrap();
+            refused(&output, &[row["reason"].as_str().unwrap()]);
+        }
+    }
+    assert!(rows[2]["formats"].as_array().unwrap().len() >= 11, "{rows}");
+}
+
+#[test]
+fn misuse_exits_with_2_and_says_what_is_allowed() {
+    refused(&run(&["run", "--kv", "int5"]), &["int5", "int4-channel"]);
+    refused(
+        &run(&["run", "--kv", "int8/int4-channel"]),
+        &["for K only", "use int4-g1"],
+    );
+    refused(
+        &run(&["run", "--backend", "tpu"]),
+        &["tpu", "cuda, wgpu, cpu"],
+    );
+    refused(&run(&["paint"]), &["unrecognized subcommand"]);
+    refused(
+        &run(&["run", "/no/such/file"]),
+        &["cannot read /no/such/file", "check the path"],
+    );
+    let output = attn(&["run"]).env("ATTN_BACKEND", "tpu").output().unwrap();
+    refused(&output, &["tpu", "cuda, wgpu, cpu"]);
+    for (name, value) in [("ATTN_TABLE", "huge"), ("ATTN_CASE", "0")] {
+        let output = attn(&["check"]).env(name, value).output().unwrap();
+        refused(&output, &[name, value, "allowed"]);
+    }
+}
+
+#[test]
+fn check_passes_on_the_cpu_and_prints_digests() {
+    let check = |threads: &str| {
+        let mut command = attn(&["check", "--backend", "cpu", "--json"]);
+        json(
+            &command
+                .env("ATTN_TABLE", "reduced")
+                .env("RAYON_NUM_THREADS", threads)
+                .output()
+                .unwrap(),
+        )
+    };
+    let rows = check("1");
+    assert_eq!(rows[0]["cases"], 30);
+    assert_eq!(rows[0]["failures"].as_array().unwrap().len(), 0);
+    assert_eq!(rows[0]["integer_digest"].as_str().unwrap().len(), 16);
+    assert_eq!(rows, check("3"));
+}
+
+#[test]
+fn pages_written_are_pages_read() {
+    for (kv, limit) in [
+        ("int8", 0.02),
+        ("int4", 0.2),
+        ("fp8/int8-tensor", 0.05),
+        ("f16", 1e-6),
+    ] {
+        let file = |what: &str| temporary(&format!("{}-{what}.safetensors", kv.replace('/', "-")));
+        let (pages, back, again) = (file("pages"), file("back"), file("again"));
+        let path = |p: &Path| p.to_str().unwrap().to_owned();
+        let made = json(&run(&[
+            "quantize",
+            &bundled(),
+            &path(&pages),
+            "--kv",
+            kv,
+            "--json",
+        ]));
+        assert_eq!(made["layers"].as_array().unwrap().len(), 6);
+        for layer in made["layers"].as_array().unwrap() {
+            for side in ["k_error", "v_error"] {
+                let error = layer[side].as_f64().unwrap();
+                assert!(error <= limit, "{kv} {layer}");
+            }
+        }
+        let read = json(&run(&["dequantize", &path(&pages), &path(&back), "--json"]));
+        assert_eq!(read["layers"][5]["tokens"], 2048);
+        if kv == "f16" {
+            // The data are f16: pages of them lose nothing, and the file says so.
+            let made = json(&run(&[
+                "quantize",
+                &path(&back),
+                &path(&again),
+                "--kv",
+                kv,
+                "--json",
+            ]));
+            assert_eq!(made["layers"][0]["k_error"], 0.0);
+            assert_eq!(
+                std::fs::read(&pages).unwrap().len(),
+                std::fs::read(&again).unwrap().len()
+            );
+        }
+    }
+}
+
+#[test]
+fn damaged_pages_are_refused_with_the_layer() {
+    let (pages, bad, out) = (
+        temporary("whole.safetensors"),
+        temporary("bad.safetensors"),
+        temporary("never.safetensors"),
+    );
+    let [pages, bad, out] = [&pages, &bad, &out].map(|p| p.to_str().unwrap().to_owned());
+    json(&run(&[
+        "quantize",
+        &bundled(),
+        &pages,
+        "--kv",
+        "int8",
+        "--json",
+    ]));
+    let mut bytes = std::fs::read(&pages).unwrap();
+    // The last two bytes of the last page: a V scale, now NaN.
+    let end = bytes.len();
+    bytes[end - 2..].copy_from_slice(&[0x00, 0x7e]);
+    std::fs::write(&bad, &bytes).unwrap();
+    refused(
+        &run(&["dequantize", &bad, &out]),
+        &["is damaged", "no int8 value"],
+    );
+    std::fs::write(&bad, &bytes[..end / 2]).unwrap();
+    refused(
+        &run(&["dequantize", &bad, &out]),
+        &["not a safetensors file"],
+    );
+    refused(
+        &run(&["dequantize", &bundled(), &out]),
+        &["no `attn`", "attn quantize"],
+    );
+    refused(
+        &run(&["dequantize", &pages, &pages]),
+        &["both input and output"],
+    );
+    refused(&run(&["run", &pages]), &["no tensor NAME.k"]);
+    let output = run(&[
+        "quantize",
+        &bundled(),
+        &out,
+        "--kv",
+        "int4",
+        "--page-size",
+        "32",
+    ]);
+    refused(&output, &["int4-channel needs page_size 64 or 128"]);
+    assert!(!Path::new(&out).exists());
+}
