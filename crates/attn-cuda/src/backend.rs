@@ -73,6 +73,14 @@ impl CudaBackend {
         })
     }
 
+    /// Launches `ctas` CTAs instead of one per SM: this changes speed, never bits. Before the first cache is made.
+    pub fn with_grid(mut self, ctas: usize) -> Self {
+        if let Some(device) = Arc::get_mut(&mut self.device) {
+            device.ctas = ctas.max(1);
+        }
+        self
+    }
+
     /// The context that the backend works in: the device's primary one.
     pub fn context(&self) -> &Arc<cudarc::driver::CudaContext> {
         &self.device.context
@@ -233,13 +241,13 @@ impl DecodeAttention for CudaBackend {
     }
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
-        let plan = self.prepare(problem, format, 64)?;
+        let shape = native::shape(&self.device, problem, format, 64)?;
         Ok(Plan {
             backend: "cuda",
             problem: problem.clone(),
             format,
-            num_splits: plan.grid(),
-            workspace_bytes: plan.workspace_bytes(),
+            num_splits: shape.launch.grid,
+            workspace_bytes: shape.workspace_bytes(),
         })
     }
 

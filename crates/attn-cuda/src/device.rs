@@ -81,6 +81,9 @@ pub(crate) struct Kernel {
     shared_bytes: usize,
 }
 
+/// A kernel's place: its lock is held while it is compiled, so that others are not kept waiting.
+type Entry = Arc<Mutex<Option<Arc<Kernel>>>>;
+
 /// Device memory that host calls reuse; grows, never shrinks.
 #[derive(Debug, Default)]
 pub(crate) struct Arena(Option<CudaSlice<u8>>);
@@ -95,7 +98,7 @@ pub(crate) struct Device {
     pub(crate) ctas: usize,
     pub(crate) check: Option<CudaSlice<u8>>,
     pub(crate) info: DeviceInfo,
-    kernels: Mutex<HashMap<Instance, Arc<Kernel>>>,
+    kernels: Mutex<HashMap<Instance, Entry>>,
     arena: Mutex<Arena>,
 }
 
@@ -199,16 +202,18 @@ impl Device {
         instance: &Instance,
         shared_bytes: usize,
     ) -> Result<Arc<Kernel>, Error> {
-        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kernel) = kernels.get(instance) {
+        let entry = {
+            let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+            kernels.entry(*instance).or_default().clone()
+        };
+        let mut place = entry.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kernel) = &*place {
             return Ok(kernel.clone());
         }
         let kernel = self
             .load(instance, shared_bytes)
             .map_err(failed("loading a kernel"))?;
-        let kernel = Arc::new(kernel);
-        kernels.insert(*instance, kernel.clone());
-        Ok(kernel)
+        Ok(place.insert(Arc::new(kernel)).clone())
     }
 
     fn load(&self, instance: &Instance, shared_bytes: usize) -> Result<Kernel, CudaError> {

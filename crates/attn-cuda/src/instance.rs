@@ -78,6 +78,8 @@ pub enum Instance {
     },
     /// `check.cu`.
     Check,
+    /// `read.cu`.
+    Read,
 }
 
 /// `ATTN_K` and `ATTN_V`.
@@ -120,6 +122,7 @@ impl Instance {
             Instance::Decode { .. } => "decode.cu",
             Instance::Append { .. } => "append.cu",
             Instance::Check => "check.cu",
+            Instance::Read => "read.cu",
         }
     }
 
@@ -129,6 +132,7 @@ impl Instance {
             Instance::Decode { .. } => "attn_decode",
             Instance::Append { .. } => "attn_append",
             Instance::Check => "attn_check",
+            Instance::Read => "attn_read",
         }
     }
 
@@ -166,7 +170,7 @@ impl Instance {
                 head_dim,
                 page_size,
             } => of_format(format, head_dim, page_size),
-            Instance::Check => Vec::new(),
+            Instance::Check | Instance::Read => Vec::new(),
         }
     }
 

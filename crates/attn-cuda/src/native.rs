@@ -15,7 +15,7 @@ use crate::{
     device::{CudaError, Device, Kernel, failed},
     geometry::{Geometry, Launch},
     instance::{self, Instance},
-    params::{AppendParams, CheckParams, DecodeParams},
+    params::{AppendParams, CheckParams, DecodeParams, ReadParams},
 };
 
 /// Threads of `append.cu` and `check.cu`.
@@ -39,15 +39,9 @@ pub struct NativePlan {
     format: KvFormat,
     page_size: usize,
     page_bytes: usize,
-    max_kv_len: usize,
-    geometry: Geometry,
-    launch: Launch,
     kernel: Arc<Kernel>,
     check: Option<Arc<Kernel>>,
-    /// Bytes of counters, at the workspace's start.
-    counters_bytes: usize,
-    ml_bytes: usize,
-    states_bytes: usize,
+    shape: Shape,
 }
 
 /// Where K and V of a decode launch lie.
@@ -142,6 +136,10 @@ pub struct NativeAppend {
     kernel: Arc<Kernel>,
 }
 
+/// A prepared read launch.
+#[derive(Debug, Clone)]
+pub struct NativeRead(Arc<Kernel>);
+
 /// ALiBi slopes as the kernels take them: each times log2 e.
 pub fn alibi_slopes_log2(slopes: &[f32]) -> Vec<f32> {
     slopes.iter().map(|slope| slope * LOG2_E).collect()
@@ -150,22 +148,22 @@ pub fn alibi_slopes_log2(slopes: &[f32]) -> Vec<f32> {
 impl NativePlan {
     /// Bytes of device memory that every launch needs, aligned to 256.
     pub fn workspace_bytes(&self) -> usize {
-        self.counters_bytes + self.ml_bytes + self.states_bytes
+        self.shape.workspace_bytes()
     }
 
     /// Bytes at the workspace's start to zero once; launches leave them zero.
     pub fn counters_bytes(&self) -> usize {
-        self.counters_bytes
+        self.shape.counters_bytes
     }
 
     /// The longest `kv_len` that a launch takes.
     pub fn max_kv_len(&self) -> usize {
-        self.max_kv_len
+        self.shape.max_kv_len
     }
 
     /// CTAs of the launch.
     pub fn grid(&self) -> usize {
-        self.launch.grid
+        self.shape.launch.grid
     }
 
     fn params(&self, args: &DecodeArgs) -> DecodeParams {
@@ -180,8 +178,8 @@ impl NativePlan {
             v_tensor_scales: args.v_tensor_scales,
             alibi_slopes: args.alibi_slopes,
             counters: args.workspace,
-            state_ml: args.workspace + self.counters_bytes as u64,
-            states: args.workspace + (self.counters_bytes + self.ml_bytes) as u64,
+            state_ml: args.workspace + self.shape.counters_bytes as u64,
+            states: args.workspace + (self.shape.counters_bytes + self.shape.ml_bytes) as u64,
             log2_scale: p.softmax_scale * LOG2_E,
             softcap_inner: p.softcap.map_or(0.0, |cap| 2.0 / cap),
             softcap_outer: p.softcap.map_or(0.0, |cap| cap * LOG2_E),
@@ -190,11 +188,11 @@ impl NativePlan {
             num_kv_heads: p.num_kv_heads as i32,
             heads_per_kv: p.heads_per_kv() as i32,
             q_len: p.q_len as i32,
-            row_blocks: self.launch.row_blocks as i32,
-            max_units: self.launch.max_units as i32,
+            row_blocks: self.shape.launch.row_blocks as i32,
+            max_units: self.shape.launch.max_units as i32,
             window_left: p.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
             causal: i32::from(p.causal),
-            tile_split: i32::from(self.launch.tile_split),
+            tile_split: i32::from(self.shape.launch.tile_split),
             ..DecodeParams::default()
         };
         match args.kv {
@@ -256,50 +254,82 @@ pub(crate) fn choose(
     }
 }
 
+/// What a launch takes, without loading anything.
+#[derive(Debug, Clone)]
+pub(crate) struct Shape {
+    instance: Instance,
+    geometry: Geometry,
+    shared_bytes: usize,
+    pub(crate) launch: Launch,
+    max_kv_len: usize,
+    counters_bytes: usize,
+    ml_bytes: usize,
+    states_bytes: usize,
+}
+
+impl Shape {
+    pub(crate) fn workspace_bytes(&self) -> usize {
+        self.counters_bytes + self.ml_bytes + self.states_bytes
+    }
+}
+
+pub(crate) fn shape(
+    device: &Device,
+    problem: &Problem,
+    format: KvFormat,
+    page_size: usize,
+) -> Result<Shape, Error> {
+    problem.check()?;
+    format.check(
+        problem.head_dim,
+        if page_size == 0 { 64 } else { page_size },
+    )?;
+    let (instance, geometry, shared_bytes) = choose(device, problem, format, page_size)?;
+    let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
+    let rows = problem.heads_per_kv() * problem.q_len;
+    let (batch, heads) = (problem.batch(), problem.num_kv_heads);
+    let launch = geometry.launch(rows, batch, heads, max_kv_len, device.ctas);
+    let slots = launch.slots(batch, heads);
+    let aligned = |bytes: usize| bytes.next_multiple_of(256);
+    Ok(Shape {
+        instance,
+        geometry,
+        shared_bytes,
+        launch,
+        max_kv_len,
+        counters_bytes: aligned(batch * heads * launch.row_blocks * 4),
+        ml_bytes: aligned(slots * geometry.rows() * 8),
+        states_bytes: aligned(slots * geometry.rows() * problem.head_dim * 4),
+    })
+}
+
 pub(crate) fn prepare(
     device: &Device,
     problem: &Problem,
     format: KvFormat,
     page_size: usize,
 ) -> Result<NativePlan, Error> {
-    problem.check()?;
-    format.check(
-        problem.head_dim,
-        if page_size == 0 { 64 } else { page_size },
-    )?;
-    let (instance, geometry, shared) = choose(device, problem, format, page_size)?;
-    let kernel = device.kernel(&instance, shared)?;
+    let shape = shape(device, problem, format, page_size)?;
+    let kernel = device.kernel(&shape.instance, shape.shared_bytes)?;
     let check = device
         .check
         .is_some()
         .then(|| device.kernel(&Instance::Check, 0))
         .transpose()?;
-    let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
-    let rows = problem.heads_per_kv() * problem.q_len;
-    let (batch, heads) = (problem.batch(), problem.num_kv_heads);
-    let launch = geometry.launch(rows, batch, heads, max_kv_len, device.ctas);
-    let slots = launch.slots(batch, heads);
-    let page_bytes = PageLayout {
+    let layout = PageLayout {
         format,
         head_dim: problem.head_dim,
         page_size,
-        num_kv_heads: heads,
-    }
-    .page_bytes();
-    let aligned = |bytes: usize| bytes.next_multiple_of(256);
+        num_kv_heads: problem.num_kv_heads,
+    };
     Ok(NativePlan {
         problem: problem.clone(),
         format,
         page_size,
-        page_bytes,
-        max_kv_len,
-        geometry,
-        launch,
+        page_bytes: layout.page_bytes(),
         kernel,
         check,
-        counters_bytes: aligned(batch * heads * launch.row_blocks * 4),
-        ml_bytes: aligned(slots * geometry.rows() * 8),
-        states_bytes: aligned(slots * geometry.rows() * problem.head_dim * 4),
+        shape,
     })
 }
 
@@ -328,8 +358,8 @@ pub(crate) unsafe fn launch_decode(
     unsafe {
         plan.kernel.launch(
             stream,
-            [plan.launch.grid, 1, 1],
-            plan.geometry.threads(),
+            [plan.shape.launch.grid, 1, 1],
+            plan.shape.geometry.threads(),
             &mut arguments,
         )
     }?;
@@ -364,7 +394,7 @@ unsafe fn check(
     };
     let mut limits = CheckParams {
         report,
-        max_kv_len: plan.max_kv_len as i32,
+        max_kv_len: plan.shape.max_kv_len as i32,
         num_pages,
         page_size: plan.page_size as i32,
         head_dim: plan.problem.head_dim as i32,
@@ -468,7 +498,47 @@ pub(crate) unsafe fn launch_append(
     }
 }
 
+/// Stages of `read.cu`, and its barriers.
+const READ_SHARED: usize = 6 * 16384 + 128;
+
 impl CudaBackend {
+    /// Loads the kernel of [`CudaBackend::read_on`].
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn prepare_read(&self) -> Result<NativeRead, Error> {
+        Ok(NativeRead(
+            self.device.kernel(&Instance::Read, READ_SHARED)?,
+        ))
+    }
+
+    /// Enqueues a kernel that reads `bytes` (a multiple of 16) and does nothing with them: the ceiling of decode's speed.
+    ///
+    /// # Safety
+    /// `from` holds `bytes` bytes of device memory and `sink` 4, until the work has run on `stream`; the stream as for [`CudaBackend::decode_on`].
+    ///
+    /// # Errors
+    /// [`Error::Device`] with the driver's refusal.
+    pub unsafe fn read_on(
+        &self,
+        read: &NativeRead,
+        stream: sys::CUstream,
+        from: u64,
+        bytes: usize,
+        sink: u64,
+    ) -> Result<(), Error> {
+        let mut params = ReadParams {
+            from,
+            bytes: bytes as u64,
+            sink,
+        };
+        let mut arguments = [(&raw mut params).cast::<c_void>()];
+        let grid = [2 * self.device.ctas, 1, 1];
+        // SAFETY: `attn_read` takes one ReadParams, asserted on both sides; the rest is this function's contract.
+        unsafe { read.0.launch(stream, grid, APPEND_THREADS, &mut arguments) }
+            .map_err(failed("reading"))
+    }
+
     /// Prepares decode launches for the problem's batch, heads and modifiers, and for lengths up to its longest.
     ///
     /// `page_size` is the pool's, 0 for strided caches. Loads (at first compiles) the kernel; not for use inside a capture.

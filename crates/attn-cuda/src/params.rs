@@ -93,3 +93,15 @@ pub struct CheckParams {
 }
 
 const _: () = assert!(size_of::<CheckParams>() == 32);
+
+/// `ReadParams` of `kernels/cuda/read.cu`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[allow(missing_docs, reason = "read.cu documents each field")]
+pub struct ReadParams {
+    pub from: u64,
+    pub bytes: u64,
+    pub sink: u64,
+}
+
+const _: () = assert!(size_of::<ReadParams>() == 24);

@@ -1,0 +1,111 @@
+//! Every instance that the suite, the stress and the timings need.
+
+use std::{collections::BTreeSet, env, process::Command, thread, time::Instant};
+
+use anyhow::{Context, Result, ensure};
+use attn_conformance::{Case, Size, table};
+use attn_core::{KvFormat, Problem};
+use attn_cuda::{
+    images,
+    instance::{Arch, Instance, covered},
+};
+
+use crate::{stress, time};
+
+fn arch() -> Result<Arch> {
+    let name = env::var("ATTN_CUDA_ARCH").unwrap_or_default();
+    if name.is_empty() {
+        return Ok(Arch::Sm90a);
+    }
+    Arch::from_name(&name)
+        .with_context(|| format!("ATTN_CUDA_ARCH is {name}; allowed: sm_80, sm_90a, compute_80"))
+}
+
+/// Kernels of one problem, in pages and alone.
+fn add(all: &mut Vec<Instance>, problem: &Problem, format: KvFormat, page_size: usize, arch: Arch) {
+    if page_size != 0 {
+        all.push(Instance::Append {
+            format,
+            head_dim: problem.head_dim,
+            page_size,
+        });
+    }
+    if covered(format, page_size).is_ok() {
+        all.extend(Instance::decode(
+            problem,
+            format,
+            page_size,
+            arch.shared_limit(),
+        ));
+    }
+}
+
+/// All instances, each once.
+pub fn instances(arch: Arch) -> Vec<Instance> {
+    let mut all = vec![Instance::Check, Instance::Read];
+    let tables = [table(Size::Full), table(Size::Reduced)];
+    for case in tables.iter().flatten().chain(&stress::shapes()) {
+        let Case {
+            problem,
+            format,
+            page_size,
+            ..
+        } = case;
+        add(&mut all, problem, *format, *page_size, arch);
+        if case.is_view() {
+            add(&mut all, problem, *format, 0, arch);
+        }
+    }
+    for work in time::workloads() {
+        add(&mut all, &work.problem(), work.format, 64, arch);
+    }
+    let mut seen = BTreeSet::new();
+    all.retain(|instance| seen.insert(instance.key(&[], arch)));
+    all
+}
+
+/// Compiles them in as many processes as there are cores, or lists them.
+pub fn run(shard: Option<&str>, list: bool) -> Result<()> {
+    let arch = arch()?;
+    let all = instances(arch);
+    if list {
+        for instance in &all {
+            println!("{} {}", instance.unit(), instance.options(arch).join(" "));
+        }
+        return Ok(());
+    }
+    if let Some(shard) = shard {
+        let (i, n) = shard.split_once('/').context("--shard takes i/n")?;
+        let (i, n): (usize, usize) = (i.parse()?, n.parse()?);
+        for instance in all.iter().skip(i).step_by(n.max(1)) {
+            images::image(instance, arch, false)
+                .with_context(|| instance.options(arch).join(" "))?;
+        }
+        return Ok(());
+    }
+    let start = Instant::now();
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let program = env::current_exe()?;
+    let children = (0..cores)
+        .map(|i| {
+            Command::new(&program)
+                .args(["images", "--shard", &format!("{i}/{cores}")])
+                .spawn()
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    let mut failed = 0;
+    for mut child in children {
+        failed += usize::from(!child.wait()?.success());
+    }
+    ensure!(
+        failed == 0,
+        "{failed} of {cores} compiling processes failed"
+    );
+    println!(
+        "images: {} kernels for {} in {:.1} s",
+        all.len(),
+        arch.name(),
+        start.elapsed().as_secs_f64()
+    );
+    Ok(())
+}

@@ -1,0 +1,345 @@
+//! The native entry held to the CPU's bits.
+
+use std::{env, process::Command};
+
+use anyhow::{Context, Result, bail, ensure};
+use attn_conformance::{case::noise, check::first_difference};
+use attn_core::{
+    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Error, KvCache, KvFormat, KvSource,
+    Problem,
+};
+use attn_cpu::CpuBackend;
+use attn_cuda::{
+    CudaBackend, CudaError,
+    native::{AppendArgs, DecodeArgs, DeviceKv, Dtype, NativeAppend, NativePlan},
+};
+use cudarc::driver::{CudaSlice, sys};
+use half::{bf16, f16};
+
+use crate::{buffers::Buffers, driver};
+
+const BATCH: usize = 3;
+const HEADS: usize = 2;
+const Q_HEADS: usize = 8;
+const DIM: usize = 128;
+const PAGE: usize = 64;
+const MAX_LEN: usize = 1400;
+const STRIDE: usize = MAX_LEN.div_ceil(PAGE);
+
+/// An engine's side: its own pool, page table and buffers, and the CPU's cache of the same tokens beside it.
+struct Engine<'a> {
+    gpu: &'a CudaBackend,
+    buffers: Buffers,
+    cpu: CpuBackend,
+    cache: KvCache,
+    problem: Problem,
+    plan: NativePlan,
+    append: NativeAppend,
+    num_pages: usize,
+    pool: CudaSlice<u8>,
+    page_table: CudaSlice<u32>,
+    tail_pages: CudaSlice<u32>,
+    kv_lens: CudaSlice<i32>,
+    q: CudaSlice<f32>,
+    k: CudaSlice<f32>,
+    v: CudaSlice<f32>,
+    out: CudaSlice<f32>,
+    lse: CudaSlice<f32>,
+    workspace: CudaSlice<u8>,
+    lens: [usize; BATCH],
+    seed: u64,
+}
+
+fn table() -> Vec<u32> {
+    // Every page of the pool but the tails', in an order that puts no two of a sequence side by side.
+    let pages = BATCH * STRIDE;
+    (0..pages).map(|i| (i * 31 % pages) as u32).collect()
+}
+
+impl<'a> Engine<'a> {
+    fn new(gpu: &'a CudaBackend, format: KvFormat, q_len: usize) -> Result<Self> {
+        let buffers = Buffers::new(gpu.context())?;
+        let mut config = CacheConfig::new(format, HEADS, DIM, BATCH, MAX_LEN);
+        config.page_size = PAGE;
+        let cpu = CpuBackend::new();
+        let cache = cpu.create_cache(&config)?;
+        let mut problem = Problem::new(Q_HEADS, HEADS, DIM, vec![MAX_LEN; BATCH]);
+        problem.q_len = q_len;
+        let plan = gpu.prepare(&problem, format, PAGE)?;
+        let num_pages = BATCH * (STRIDE + 1);
+        let rows = q_len * BATCH * Q_HEADS;
+        let tails: Vec<u32> = (0..BATCH).map(|b| (BATCH * STRIDE + b) as u32).collect();
+        Ok(Engine {
+            append: gpu.prepare_append(&config)?,
+            pool: buffers.upload(&vec![0xffu8; num_pages * config.layout().page_bytes()])?,
+            page_table: buffers.upload(&table())?,
+            tail_pages: buffers.upload(&tails)?,
+            kv_lens: buffers.upload(&[0; BATCH])?,
+            q: buffers.floats(rows * DIM)?,
+            k: buffers.floats(MAX_LEN * HEADS * DIM)?,
+            v: buffers.floats(MAX_LEN * HEADS * DIM)?,
+            out: buffers.floats(rows * DIM)?,
+            lse: buffers.floats(rows)?,
+            workspace: buffers.bytes(plan.workspace_bytes())?,
+            lens: [0; BATCH],
+            seed: 1,
+            gpu,
+            buffers,
+            cpu,
+            cache,
+            problem,
+            plan,
+            num_pages,
+        })
+    }
+
+    fn append_args(&self, first: usize, batch: usize, tokens: usize) -> AppendArgs {
+        let b = &self.buffers;
+        AppendArgs {
+            k: b.address(&self.k),
+            v: b.address(&self.v),
+            dtype: Dtype::F32,
+            k_token_stride: HEADS * DIM,
+            v_token_stride: HEADS * DIM,
+            pool: b.address(&self.pool),
+            page_table: b.address(&self.page_table) + (first * STRIDE * 4) as u64,
+            page_table_stride: STRIDE,
+            tail_pages: b.address(&self.tail_pages) + (first * 4) as u64,
+            kv_lens: b.address(&self.kv_lens) + (first * 4) as u64,
+            k_tensor_scales: 0,
+            v_tensor_scales: 0,
+            batch,
+            tokens,
+        }
+    }
+
+    fn decode_args(&self) -> DecodeArgs {
+        let b = &self.buffers;
+        DecodeArgs {
+            q: b.address(&self.q),
+            out: b.address(&self.out),
+            lse: b.address(&self.lse),
+            kv: DeviceKv::Paged {
+                pool: b.address(&self.pool),
+                num_pages: self.num_pages,
+                page_table: b.address(&self.page_table),
+                page_table_stride: STRIDE,
+                tail_pages: b.address(&self.tail_pages),
+            },
+            kv_lens: b.address(&self.kv_lens),
+            k_tensor_scales: 0,
+            v_tensor_scales: 0,
+            alibi_slopes: 0,
+            workspace: b.address(&self.workspace),
+        }
+    }
+
+    fn upload_lens(&mut self) -> Result<()> {
+        let lens = self.lens.map(|len| len as i32);
+        self.buffers.copy(&lens, &mut self.kv_lens)
+    }
+
+    /// The next `tokens` of every sequence from `first` to `first + batch`, here and on the CPU.
+    fn next_tokens(
+        &mut self,
+        first: usize,
+        batch: usize,
+        tokens: usize,
+        round: fn(f32) -> f32,
+    ) -> Result<()> {
+        let row = HEADS * DIM;
+        let count = batch * tokens * row;
+        self.seed += 2;
+        let mut numbers = [0, 1].map(|i| noise(self.seed + i, count));
+        numbers.iter_mut().flatten().for_each(|x| *x = round(*x));
+        let [k, v] = &numbers;
+        for i in 0..batch {
+            let of = i * tokens * row..(i + 1) * tokens * row;
+            self.cache.append(first + i, &k[of.clone()], &v[of])?;
+            self.lens[first + i] += tokens;
+        }
+        self.buffers.copy(k, &mut self.k)?;
+        self.buffers.copy(v, &mut self.v)?;
+        self.upload_lens()
+    }
+
+    fn prefill(&mut self, lens: [usize; BATCH]) -> Result<()> {
+        for (b, len) in lens.into_iter().enumerate() {
+            self.next_tokens(b, 1, len, |x| x)?;
+            let args = self.append_args(b, 1, len);
+            // SAFETY: the buffers are this struct's, sized for MAX_LEN; lengths and pages are its own; one stream.
+            unsafe { self.gpu.append_on(&self.append, self.buffers.raw(), &args) }?;
+            driver(self.buffers.stream.synchronize())?;
+        }
+        Ok(())
+    }
+
+    fn new_queries(&mut self) -> Result<Vec<f32>> {
+        let q = noise(self.seed + 77, self.problem.q_len * BATCH * Q_HEADS * DIM);
+        self.buffers.copy(&q, &mut self.q)?;
+        let nan = vec![f32::NAN; q.len()];
+        self.buffers.copy(&nan, &mut self.out)?;
+        Ok(q)
+    }
+
+    /// Enqueues append and decode.
+    fn enqueue(&self, append: &AppendArgs) -> Result<()> {
+        // SAFETY: as in `prefill`; the workspace is zeroed and used by this plan alone.
+        unsafe { self.gpu.append_on(&self.append, self.buffers.raw(), append) }?;
+        // SAFETY: likewise.
+        unsafe {
+            self.gpu
+                .decode_on(&self.plan, self.buffers.raw(), &self.decode_args())
+        }?;
+        Ok(())
+    }
+
+    /// Compares what lies in `out` and `lse` with the CPU.
+    fn compare(&self, q: &[f32], what: &str) -> Result<()> {
+        let mut problem = self.problem.clone();
+        problem.kv_lens = self.lens.to_vec();
+        let plan = self.cpu.plan(&problem, self.plan.format())?;
+        let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);
+        let step = DecodeStep::new(&plan, q, KvSource::Cache(&self.cache))?;
+        self.cpu
+            .decode(&step, &mut DecodeOutput::new(&problem, &mut out, &mut lse)?)?;
+        let got = (
+            self.buffers.download(&self.out)?,
+            self.buffers.download(&self.lse)?,
+        );
+        let found =
+            first_difference("out", &got.0, &out).or_else(|| first_difference("lse", &got.1, &lse));
+        match found {
+            None => Ok(()),
+            Some(text) => bail!("{what}, lengths {:?}: {text}", self.lens),
+        }
+    }
+}
+
+/// A graph of append and decode, captured once, replayed while the sequences grow.
+fn graph(gpu: &CudaBackend, format: KvFormat, tokens: usize, steps: usize) -> Result<usize> {
+    let mut engine = Engine::new(gpu, format, tokens)?;
+    engine.prefill([1, 250, 900])?;
+    let args = engine.append_args(0, BATCH, tokens);
+    let stream = engine.buffers.stream.clone();
+    driver(stream.synchronize())?;
+    driver(stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))?;
+    let enqueued = engine.enqueue(&args);
+    let graph = driver(stream.end_capture(
+        sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH,
+    ))?;
+    enqueued?;
+    let graph = graph.context("the capture gave no graph")?;
+    let mut compared = 0;
+    for step in 0..steps {
+        engine.next_tokens(0, BATCH, tokens, |x| x)?;
+        let q = engine.new_queries()?;
+        driver(graph.launch())?;
+        if step % 7 == 0 || step + 1 == steps {
+            engine.compare(&q, &format!("{format}, replay {step}"))?;
+            compared += 1;
+        }
+        driver(stream.synchronize())?;
+    }
+    Ok(compared)
+}
+
+/// 16-bit inputs are appended as the f32 numbers that they are.
+fn narrow(gpu: &CudaBackend, format: KvFormat, dtype: Dtype) -> Result<()> {
+    let mut engine = Engine::new(gpu, format, 1)?;
+    let round: fn(f32) -> f32 = match dtype {
+        Dtype::Bf16 => |x| bf16::from_f32(x).to_f32(),
+        _ => |x| f16::from_f32(x).to_f32(),
+    };
+    let tokens = 150;
+    engine.next_tokens(0, BATCH, tokens, round)?;
+    let narrowed = |x: &CudaSlice<f32>| -> Result<CudaSlice<u16>> {
+        let bits: Vec<u16> = engine
+            .buffers
+            .download(x)?
+            .iter()
+            .map(|x| match dtype {
+                Dtype::Bf16 => bf16::from_f32(*x).to_bits(),
+                _ => f16::from_f32(*x).to_bits(),
+            })
+            .collect();
+        engine.buffers.upload(&bits)
+    };
+    let (k, v) = (narrowed(&engine.k)?, narrowed(&engine.v)?);
+    let mut args = engine.append_args(0, BATCH, tokens);
+    (args.k, args.v, args.dtype) = (
+        engine.buffers.address(&k),
+        engine.buffers.address(&v),
+        dtype,
+    );
+    let q = engine.new_queries()?;
+    engine.enqueue(&args)?;
+    engine.compare(&q, &format!("{format}, {dtype:?} inputs"))
+}
+
+/// Run in a process of its own, since `ATTN_CHECK` is read when a backend is opened.
+pub fn checked() -> Result<()> {
+    let gpu = CudaBackend::open()?;
+    let mut engine = Engine::new(&gpu, KvFormat::INT8, 1)?;
+    engine.prefill([100, 200, 300])?;
+    let q = engine.new_queries()?;
+    let decode = |engine: &Engine<'_>| {
+        // SAFETY: the checking launch goes first and refuses what would break the contract.
+        unsafe { gpu.decode_on(&engine.plan, engine.buffers.raw(), &engine.decode_args()) }
+    };
+    decode(&engine)?;
+    engine.compare(&q, "with ATTN_CHECK=1")?;
+    let expect = |result: Result<(), Error>, name: &str| match result {
+        Err(Error::Device { source, .. }) => match source.downcast_ref() {
+            Some(CudaError::Check { what, .. }) if *what == name => {
+                println!("checked: {}", source);
+                Ok(())
+            }
+            _ => bail!("expected a refusal of {name}, got {source}"),
+        },
+        other => bail!("expected a refusal of {name}, got {other:?}"),
+    };
+    let good = table();
+    let mut bad = good.clone();
+    bad[STRIDE + 2] = 1_000_000;
+    engine.buffers.copy(&bad, &mut engine.page_table)?;
+    expect(decode(&engine), "page_table")?;
+    engine.buffers.copy(&good, &mut engine.page_table)?;
+    engine
+        .buffers
+        .copy(&[5, MAX_LEN as i32 + 1, 5], &mut engine.kv_lens)?;
+    expect(decode(&engine), "kv_lens")?;
+    engine.upload_lens()?;
+    let mut wild = q.clone();
+    wild[DIM + 3] = f32::NAN;
+    engine.buffers.copy(&wild, &mut engine.q)?;
+    expect(decode(&engine), "q")?;
+    engine.buffers.copy(&q, &mut engine.q)?;
+    decode(&engine)?;
+    engine.compare(&q, "after refusals")
+}
+
+/// All of it.
+pub fn run() -> Result<()> {
+    let gpu = CudaBackend::open()?;
+    let mut compared = 0;
+    for format in ["int8", "int4", "int4-g4"] {
+        let format: KvFormat = format.parse()?;
+        for (tokens, steps) in [(1, 450), (3, 100)] {
+            compared += graph(&gpu, format, tokens, steps)?;
+        }
+        for dtype in [Dtype::F16, Dtype::Bf16] {
+            narrow(&gpu, format, dtype)?;
+            compared += 1;
+        }
+    }
+    let status = Command::new(env::current_exe()?)
+        .arg("checked")
+        .env("ATTN_CHECK", "1")
+        .status()?;
+    ensure!(status.success(), "the checking launch failed");
+    println!(
+        "native: {compared} steps equal to the bit (captured graphs replayed with growing lengths, f16 and bf16 inputs); ATTN_CHECK refuses 3 of 3"
+    );
+    Ok(())
+}

@@ -1,0 +1,180 @@
+//! Equality over random shapes: GPU and CPU, batch and alone, two grids, twice.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use attn_conformance::{
+    Case,
+    case::Build,
+    check::{decode, first_difference},
+};
+use attn_core::KvFormat;
+use attn_cpu::CpuBackend;
+use attn_cuda::{CudaBackend, instance::covered};
+
+/// splitmix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = (self.0 ^ self.0 >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ z >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ z >> 31
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+
+    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len())]
+    }
+}
+
+/// Format, head_dim and page_size of a stress shape: enough to meet every code path, few enough to compile.
+const KINDS: [(&str, usize, usize); 14] = [
+    ("int8", 128, 64),
+    ("int8", 64, 64),
+    ("int8", 256, 16),
+    ("int4", 128, 64),
+    ("int4", 64, 64),
+    ("int4", 80, 128),
+    ("int4", 192, 64),
+    ("int4-g4", 128, 64),
+    ("int4-g8", 128, 32),
+    ("int4-g1", 96, 128),
+    ("int8/int4-g1", 128, 64),
+    ("int8-g32", 128, 64),
+    ("int8-tensor", 64, 32),
+    ("int4-channel/int8-g32", 128, 64),
+];
+
+/// (heads_per_kv, q_len): every row tile, full and not.
+const ROWS: [(usize, usize); 10] = [
+    (1, 1),
+    (4, 1),
+    (8, 1),
+    (5, 3),
+    (16, 1),
+    (9, 3),
+    (32, 1),
+    (16, 3),
+    (64, 1),
+    (12, 16),
+];
+
+fn kind(format: &str) -> KvFormat {
+    format.parse().expect("a format's name")
+}
+
+/// One shape of every kernel that the random ones use.
+pub fn shapes() -> Vec<Case> {
+    let mut all = Vec::new();
+    for (format, head_dim, page_size) in KINDS {
+        for (heads_per_kv, q_len) in ROWS {
+            for window_left in [None, Some(100)] {
+                let mut case = Case::new([heads_per_kv, 1], head_dim, &[1], kind(format));
+                case.page_size = page_size;
+                case.problem.q_len = q_len;
+                case.problem.window_left = window_left;
+                all.push(case);
+            }
+        }
+    }
+    all
+}
+
+fn random(seed: u64) -> Case {
+    let mut r = Random(seed);
+    let (format, head_dim, page_size) = r.pick(&KINDS);
+    let (heads_per_kv, q_len) = r.pick(&ROWS);
+    let heads = r.pick(&[1, 1, 2, 3]);
+    let batch = 1 + r.below(5);
+    let longest = r.pick(&[70, 300, 700, 700, 1500, 5000]);
+    let lens: Vec<usize> = (0..batch).map(|_| r.below(longest)).collect();
+    let mut case = Case::new([heads_per_kv * heads, heads], head_dim, &lens, kind(format));
+    case.page_size = page_size;
+    case.seed = seed;
+    case.build = r.pick(&[Build::AtOnce, Build::Shuffled, Build::Chunks, Build::Reused]);
+    let p = &mut case.problem;
+    p.q_len = q_len;
+    p.causal = r.below(4) > 0;
+    if r.below(3) == 0 {
+        match r.below(3) {
+            0 => p.window_left = Some(r.below(600)),
+            1 => p.softcap = Some(r.pick(&[5.0, 30.0, 50.0])),
+            _ => {
+                let slope = |h: usize| 0.5f32.powi(1 + h as i32 % 8);
+                p.alibi_slopes = Some((0..p.num_q_heads).map(slope).collect());
+            }
+        }
+    }
+    case
+}
+
+/// Where the GPU's answer differs from the CPU's, or from its own under another batch or grid.
+fn differs(cpu: &CpuBackend, gpus: &[CudaBackend; 2], case: &Case) -> Result<Option<String>> {
+    let want = decode(cpu, case, &case.cache(cpu, usize::MAX)?)?;
+    let which = (case.seed % 2) as usize;
+    let cache = case.built(&gpus[which])?;
+    for (run, gpu) in [("", &gpus[which]), ("second run: ", &gpus[which])] {
+        let got = decode(gpu, case, &cache)?;
+        let found = first_difference(&format!("{run}out"), &got.0, &want.0)
+            .or_else(|| first_difference(&format!("{run}lse"), &got.1, &want.1));
+        if found.is_some() {
+            return Ok(found);
+        }
+    }
+    // Another grid, the sequence alone, its pages elsewhere.
+    let b = (case.seed as usize / 2) % case.problem.batch();
+    let one = case.only(b);
+    let gpu = &gpus[1 - which];
+    let got = decode(gpu, &one, &one.built(gpu)?)?;
+    let rows = case.problem.q_len * case.problem.num_q_heads;
+    let dims = rows * case.problem.head_dim;
+    Ok(
+        first_difference("alone, out", &got.0, &want.0[b * dims..][..dims])
+            .or_else(|| first_difference("alone, lse", &got.1, &want.1[b * rows..][..rows])),
+    )
+}
+
+/// Runs `count` shapes from `seed` on.
+pub fn run(count: u64, seed: u64) -> Result<()> {
+    let cpu = CpuBackend::new();
+    let open = || CudaBackend::open();
+    let gpus = [open()?, open()?.with_grid(37)];
+    let start = Instant::now();
+    let (mut equal, mut refused, mut failures) = (0, 0, Vec::new());
+    let mut tokens = 0;
+    for seed in seed..seed + count {
+        let case = random(seed);
+        if covered(case.format, case.page_size).is_err() {
+            refused += 1;
+            continue;
+        }
+        tokens += case.problem.kv_lens.iter().sum::<usize>();
+        match differs(&cpu, &gpus, &case) {
+            Ok(None) => equal += 1,
+            Ok(Some(text)) => failures.push(format!("{case}: {text}")),
+            Err(error) => failures.push(format!(
+                "{case}: {error:#}: {:?}",
+                error.source().map(ToString::to_string)
+            )),
+        }
+        if failures.len() > 20 {
+            break;
+        }
+    }
+    for failure in &failures {
+        println!("differs: {failure}");
+    }
+    println!(
+        "stress: {equal} of {count} random shapes equal to the bit (twice, alone, on two grids; {tokens} tokens), {refused} without a kernel, \
+         {} differ, {:.0} s",
+        failures.len(),
+        start.elapsed().as_secs_f64()
+    );
+    ensure!(failures.is_empty(), "{} shapes differ", failures.len());
+    Ok(())
+}

@@ -1,0 +1,71 @@
+//! `cargo xtask gpu`: collects in `gpu-bin/` what a machine with a GPU, a driver and NVRTC needs to run `.ci/gpu`.
+
+use std::{env, fs, path::Path, process::Command};
+
+use anyhow::{Context, Result, bail, ensure};
+
+/// What may be carried, stripped.
+const LIMIT: u64 = 60 << 20;
+
+fn main() -> Result<()> {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    match arguments.first().map(String::as_str) {
+        Some("gpu") => gpu(arguments.iter().any(|a| a == "--images")),
+        _ => bail!(
+            "usage: cargo xtask gpu [--images]; --images also compiles the kernels here, for a machine without NVRTC"
+        ),
+    }
+}
+
+fn gpu(images: bool) -> Result<()> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let out = root.join("gpu-bin");
+    fs::create_dir_all(&out)?;
+    let status = Command::new(env!("CARGO"))
+        .current_dir(&root)
+        .args([
+            "build",
+            "--release",
+            "--package",
+            "attn",
+            "--bin",
+            "attn",
+            "--package",
+            "xtask",
+            "--bin",
+            "attn-gpu",
+        ])
+        .env("CARGO_PROFILE_RELEASE_STRIP", "symbols")
+        .env("ATTN_EMBED", "0")
+        .status()
+        .context("cannot run cargo")?;
+    ensure!(status.success(), "the build failed");
+    let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), Into::into);
+    let mut total = 0;
+    for name in ["attn", "attn-gpu"] {
+        total += fs::copy(target.join("release").join(name), out.join(name))
+            .with_context(|| format!("cannot copy {name}"))?;
+    }
+    if images {
+        for arch in ["sm_90a", "compute_80"] {
+            let status = Command::new(out.join("attn-gpu"))
+                .arg("images")
+                .env("ATTN_CUDA_ARCH", arch)
+                .env("ATTN_CACHE_DIR", out.join("cache"))
+                .status()?;
+            ensure!(status.success(), "the kernels did not compile for {arch}");
+        }
+        for entry in fs::read_dir(out.join("cache"))? {
+            total += entry?.metadata()?.len();
+        }
+    }
+    ensure!(
+        total < LIMIT,
+        "gpu-bin holds {total} bytes, and {LIMIT} may be carried"
+    );
+    println!(
+        "gpu-bin: {} KiB; run .ci/gpu on the machine with the GPU",
+        total >> 10
+    );
+    Ok(())
+}
