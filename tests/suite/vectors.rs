@@ -2,11 +2,12 @@
 
 use std::{collections::HashMap, fs, path::Path};
 
+use attn_conformance::check::first_difference;
 use attn_core::{
-    CacheConfig, DecodeAttention, KvCache, KvFormat,
+    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, KvCache, KvFormat, KvSource, Problem,
     convert::rows::{RowFormat, fbgemm_int4_row, q4_0_row, q8_0_row},
 };
-use attn_cpu::CpuBackend;
+use attn_cpu::{CpuBackend, Reference};
 use rstest::rstest;
 
 /// The inputs of `make.py`.
@@ -123,6 +124,64 @@ fn page_bytes_equal_the_golden_vectors(#[case] name: &str) {
             );
         }
     }
+}
+
+#[test]
+fn decoded_bits_equal_the_golden_vectors() {
+    let text = read("decode.txt");
+    let mut lines = text.lines();
+    let mut cases = 0;
+    while let Some(header) = lines.next() {
+        let mut settings: Settings<'_> = header
+            .split(' ')
+            .map(|pair| pair.split_once('=').unwrap())
+            .collect();
+        let kv_len: usize = settings["kv_len"].parse().unwrap();
+        settings.extend([
+            ("head_dim", "64"),
+            ("page_size", "64"),
+            ("heads", "1"),
+            ("tokens", settings["kv_len"]),
+        ]);
+        let cache = cache(&settings, kv_len);
+        let mut problem = Problem::new(2, 1, 64, vec![kv_len]);
+        problem.softcap = settings["softcap"].parse().ok();
+        problem.window_left = settings["window"].parse().ok();
+        let slope: Option<f32> = settings["alibi"].parse().ok();
+        problem.alibi_slopes = slope.map(|slope| vec![slope; 2]);
+        let q: Vec<f32> = (0..128)
+            .map(|i| (((i % 64) * 37 + i / 64 * 11 + 5) % 129 - 64) as f32 / 64.0)
+            .collect();
+        let want: Vec<Vec<f32>> = lines
+            .by_ref()
+            .take(2)
+            .map(|line| {
+                let words = line.split(' ').map(|w| u32::from_str_radix(w, 16).unwrap());
+                words.map(f32::from_bits).collect()
+            })
+            .collect();
+        let (reference, cpu) = (Reference::new(), CpuBackend::new());
+        let backends: [(&str, &dyn DecodeAttention); 2] =
+            [("reference", &reference), ("cpu", &cpu)];
+        for (name, backend) in backends {
+            let plan = backend.plan(&problem, cache.config().format).unwrap();
+            let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache)).unwrap();
+            let (mut out, mut lse) = (vec![f32::NAN; 128], vec![f32::NAN; 2]);
+            backend
+                .decode(
+                    &step,
+                    &mut DecodeOutput::new(&problem, &mut out, &mut lse).unwrap(),
+                )
+                .unwrap();
+            for head in 0..2 {
+                let got = [&out[head * 64..][..64], &lse[head..][..1]].concat();
+                let found = first_difference(&format!("head {head}: "), &got, &want[head]);
+                assert_eq!(found, None, "{name}, {header}");
+            }
+        }
+        cases += 1;
+    }
+    assert_eq!(cases, 7);
 }
 
 #[test]
