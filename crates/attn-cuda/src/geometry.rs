@@ -140,7 +140,9 @@ impl Geometry {
         let row_blocks = rows.div_ceil(self.rows());
         let segments = max_segments(max_kv_len);
         let spans = segments.div_ceil(arithmetic::SPAN);
-        let tile_split = batch * num_kv_heads * row_blocks * spans < ctas;
+        // A team takes one tile of a segment, which has no more than four tiles up to 65536 tokens.
+        let tile_split = max_kv_len <= TEAMS * arithmetic::TILE * 256
+            && batch * num_kv_heads * row_blocks * spans < ctas;
         Launch {
             row_blocks,
             max_units: if tile_split { segments } else { spans },
@@ -203,5 +205,6 @@ mod tests {
         let g = Geometry::choose(4, KvFormat::INT8, 128, 64, 227 * 1024).unwrap();
         assert!(g.launch(4, 1, 8, 1024, 132).tile_split);
         assert!(!g.launch(4, 512, 1, 8192, 132).tile_split);
+        assert!(!g.launch(4, 1, 1, 65_537, 132).tile_split);
     }
 }

@@ -180,6 +180,7 @@ impl Instance {
             format!("--gpu-architecture={}", arch.name()),
             "--std=c++17".to_owned(),
             "--fmad=false".to_owned(),
+            "--device-as-default-execution-space".to_owned(),
         ];
         // The law flushes what decode's merges flush; the quantizers of append keep subnormal inputs.
         if matches!(self, Instance::Decode { .. }) {

@@ -9,32 +9,31 @@ const LIMIT: u64 = 60 << 20;
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = env::args().skip(1).collect();
+    let has = |flag: &str| arguments.iter().any(|a| a == flag);
     match arguments.first().map(String::as_str) {
-        Some("gpu") => gpu(arguments.iter().any(|a| a == "--images")),
+        Some("gpu") => gpu(has("--images"), has("--quick")),
         _ => bail!(
-            "usage: cargo xtask gpu [--images]; --images also compiles the kernels here, for a machine without NVRTC"
+            "usage: cargo xtask gpu [--images] [--quick]; --images also compiles the kernels here, for a machine without NVRTC; \
+             --quick leaves out the program attn"
         ),
     }
 }
 
-fn gpu(images: bool) -> Result<()> {
+fn gpu(images: bool, quick: bool) -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let out = root.join("gpu-bin");
     fs::create_dir_all(&out)?;
+    let mut build = vec!["build", "--release"];
+    build.extend(["--package", "xtask", "--bin", "attn-gpu"]);
+    let programs = if quick {
+        vec!["attn-gpu"]
+    } else {
+        build.extend(["--package", "attn", "--bin", "attn"]);
+        vec!["attn-gpu", "attn"]
+    };
     let status = Command::new(env!("CARGO"))
         .current_dir(&root)
-        .args([
-            "build",
-            "--release",
-            "--package",
-            "attn",
-            "--bin",
-            "attn",
-            "--package",
-            "xtask",
-            "--bin",
-            "attn-gpu",
-        ])
+        .args(build)
         .env("CARGO_PROFILE_RELEASE_STRIP", "symbols")
         .env("ATTN_EMBED", "0")
         .status()
@@ -42,7 +41,7 @@ fn gpu(images: bool) -> Result<()> {
     ensure!(status.success(), "the build failed");
     let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), Into::into);
     let mut total = 0;
-    for name in ["attn", "attn-gpu"] {
+    for name in programs {
         total += fs::copy(target.join("release").join(name), out.join(name))
             .with_context(|| format!("cannot copy {name}"))?;
     }

@@ -1,13 +1,13 @@
 //! Every instance that the suite, the stress and the timings need.
 
-use std::{collections::BTreeSet, env, process::Command, thread, time::Instant};
+use std::{collections::BTreeSet, env, fs, path::PathBuf, process::Command, thread, time::Instant};
 
 use anyhow::{Context, Result, ensure};
 use attn_conformance::{Case, Size, table};
 use attn_core::{KvFormat, Problem};
 use attn_cuda::{
     images,
-    instance::{Arch, Instance, covered},
+    instance::{Arch, Instance, common, covered},
 };
 
 use crate::{stress, time};
@@ -64,32 +64,73 @@ pub fn instances(arch: Arch) -> Vec<Instance> {
     all
 }
 
+/// What to compile, and what to do with it.
+#[derive(clap::Args)]
+pub struct Options {
+    /// Only these of every so many, as `i/n`.
+    #[arg(long)]
+    shard: Option<String>,
+    /// Only those that `build.rs` embeds.
+    #[arg(long)]
+    common: bool,
+    /// Print unit and options instead.
+    #[arg(long)]
+    list: bool,
+    /// Also write each image here, for a disassembler.
+    #[arg(long)]
+    dump: Option<PathBuf>,
+}
+
+/// A file name that says what an image is for.
+fn file_name(instance: &Instance, arch: Arch) -> String {
+    let options = instance.options(arch);
+    let macros = options.iter().filter_map(|o| o.strip_prefix("-DATTN_"));
+    let words: Vec<_> = macros.map(|m| m.replace('=', "")).collect();
+    format!(
+        "{}-{}-{}.cubin",
+        instance.unit().trim_end_matches(".cu"),
+        arch.name(),
+        words.join("-")
+    )
+}
+
 /// Compiles them in as many processes as there are cores, or lists them.
-pub fn run(shard: Option<&str>, list: bool) -> Result<()> {
+pub fn run(options: &Options) -> Result<()> {
     let arch = arch()?;
-    let all = instances(arch);
-    if list {
+    let mut all = if options.common {
+        common(arch)
+    } else {
+        instances(arch)
+    };
+    if options.list {
         for instance in &all {
             println!("{} {}", instance.unit(), instance.options(arch).join(" "));
         }
         return Ok(());
     }
-    if let Some(shard) = shard {
+    if let Some(shard) = &options.shard {
         let (i, n) = shard.split_once('/').context("--shard takes i/n")?;
         let (i, n): (usize, usize) = (i.parse()?, n.parse()?);
-        for instance in all.iter().skip(i).step_by(n.max(1)) {
-            images::image(instance, arch, false)
+        all = all.into_iter().skip(i).step_by(n.max(1)).collect();
+        for instance in &all {
+            let (image, _) = images::image(instance, arch, false)
                 .with_context(|| instance.options(arch).join(" "))?;
+            if let Some(dir) = &options.dump {
+                fs::create_dir_all(dir)?;
+                fs::write(dir.join(file_name(instance, arch)), image)?;
+            }
         }
         return Ok(());
     }
     let start = Instant::now();
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let program = env::current_exe()?;
+    let passed: Vec<String> = env::args().skip(1).collect();
     let children = (0..cores)
         .map(|i| {
             Command::new(&program)
-                .args(["images", "--shard", &format!("{i}/{cores}")])
+                .args(&passed)
+                .args(["--shard", &format!("{i}/{cores}")])
                 .spawn()
         })
         .collect::<Result<Vec<_>, _>>()?;

@@ -6,9 +6,9 @@ mod native;
 mod stress;
 mod time;
 
-use std::process::ExitCode;
+use std::{process::ExitCode, time::Instant};
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use clap::{Parser, Subcommand};
 
 /// Checks and timings on a GPU.
@@ -21,14 +21,9 @@ struct Args {
 #[derive(Subcommand)]
 enum Command {
     /// Compiles every kernel that the other commands and the suite use, on all cores, into the cache.
-    Images {
-        /// Compile only these of every so many, as `i/n`.
-        #[arg(long)]
-        shard: Option<String>,
-        /// Print unit and options instead.
-        #[arg(long)]
-        list: bool,
-    },
+    Images(images::Options),
+    /// The conformance table (ATTN_TABLE, ATTN_CASE) on the GPU.
+    Check,
     /// Random shapes: the GPU equals the CPU to the bit, whatever the batch, the pages and the grid.
     Stress {
         /// How many.
@@ -53,7 +48,8 @@ enum Command {
 
 fn main() -> ExitCode {
     let result = match Args::parse().command {
-        Command::Images { shard, list } => images::run(shard.as_deref(), list),
+        Command::Images(options) => images::run(&options),
+        Command::Check => check(),
         Command::Stress { count, seed } => stress::run(count, seed),
         Command::Native => native::run(),
         Command::Checked => native::checked(),
@@ -66,6 +62,31 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+fn check() -> Result<()> {
+    let gpu = attn_cuda::open()?;
+    let reference = attn_cpu::Reference::new();
+    let start = Instant::now();
+    let report = attn_conformance::check_backend(&reference, &*gpu, &mut |_, _| ());
+    for failure in report.failures.iter().take(60) {
+        println!("failed: {failure}");
+    }
+    println!(
+        "conformance: {} cases, {} without a kernel, {} failures, {:.0} s; digest integer {:016x} float {:016x}",
+        report.cases,
+        report.refusals.len(),
+        report.failures.len(),
+        start.elapsed().as_secs_f64(),
+        report.integer_digest,
+        report.float_digest
+    );
+    ensure!(
+        report.failures.is_empty(),
+        "{} cases fail",
+        report.failures.len()
+    );
+    Ok(())
 }
 
 /// The error of a call to the driver, in words.
