@@ -1,23 +1,33 @@
-//! The wgpu backend of `attn`: so far it only looks for its device, and says what it found.
+//! The wgpu backend of `attn`: the same answers on any GPU with Vulkan, Metal or DX12, without a vendor's toolkit.
 //!
-//! Kernels are not part of this version; [`open`] therefore always refuses, and names the reason.
+//! int8 and int4 caches give the bits of `docs/arithmetic.md` where the adapter neither contracts nor reorders f32
+//! operations (seen: Mesa's llvmpipe, NVIDIA's Vulkan driver); other formats stay within the suite's bound.
+//!
+//! Reading order: `gpu` (the device), `store` (pages), `launch` (a step), `shader` and [`specialise`](mod@specialise) (which kernel), then
+//! `kernels/wgsl/decode_split.wgsl`. With a device of your own: [`WgpuBackend::with_device`], [`WgpuBackend::prepare`], [`WgpuBackend::record`].
+
+mod backend;
+mod error;
+mod gpu;
+mod launch;
+mod probe;
+mod shader;
+pub mod specialise;
+mod store;
+mod view;
 
 use attn_core::{DecodeAttention, Unsupported};
 
-/// The library whose absence means that there is no device.
-const LOADER: &str = "libvulkan.so.1";
+pub use backend::WgpuBackend;
+pub use error::WgpuError;
+pub use launch::Prepared;
+pub use store::DevicePages;
+pub use wgpu;
 
-/// Looks for the device; never panics.
+/// Opens the best adapter, or the one that `ATTN_WGPU_ADAPTER` names; never panics.
 ///
 /// # Errors
-/// [`Unsupported::Absent`]: without the Vulkan loader that is the reason, with it that this version has no kernels.
+/// [`Unsupported::Absent`] with the reason and what mends it.
 pub fn open() -> Result<Box<dyn DecodeAttention>, Unsupported> {
-    // SAFETY: loading runs the library's initializers; libvulkan.so.1 is the system's own, made to be loaded by any process.
-    let reason = match unsafe { libloading::Library::new(LOADER) } {
-        Err(error) => format!("no Vulkan loader: {error}"),
-        Ok(_) => {
-            format!("found the Vulkan loader ({LOADER}), but this version has no wgpu kernels yet")
-        }
-    };
-    Err(Unsupported::Absent { backend: "wgpu", reason, next_step: "install libvulkan1 (and mesa-vulkan-drivers for a software adapter), or use backend \"cpu\"".into() })
+    Ok(Box::new(WgpuBackend::open()?))
 }

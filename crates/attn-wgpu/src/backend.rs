@@ -1,0 +1,234 @@
+//! The trait on top of the device, and the native entry for wgpu's users.
+
+use std::sync::Arc;
+
+use attn_core::{
+    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
+    KvSource, Plan, Problem, Unsupported,
+};
+use wgpu::BufferUsages;
+
+use crate::{
+    error::BACKEND,
+    gpu::{self, Gpu},
+    launch::{self, Prepared, Source},
+    shader::{DeviceKey, Pipelines, decode_key},
+    store::DevicePages,
+    view::ViewPages,
+};
+
+/// Decode attention through wgpu: Vulkan, Metal or DX12.
+pub struct WgpuBackend {
+    gpu: Arc<Gpu>,
+    pipelines: Pipelines,
+    device: DeviceInfo,
+}
+
+impl WgpuBackend {
+    /// Opens the best adapter, or the one that `ATTN_WGPU_ADAPTER` names by a part of its name.
+    ///
+    /// # Errors
+    /// [`Unsupported::Absent`] with the reason and what mends it.
+    pub fn open() -> Result<Self, Unsupported> {
+        Ok(Self::on(Gpu::open()?))
+    }
+
+    /// Uses a caller's device and queue; what it can do follows from the device's own features and limits.
+    ///
+    /// # Errors
+    /// [`Unsupported::Absent`] if the device offers less than WebGPU's default compute limits.
+    pub fn with_device(device: wgpu::Device, queue: wgpu::Queue) -> Result<Self, Unsupported> {
+        Ok(Self::on(Gpu::of_device(device, queue)?))
+    }
+
+    fn on(gpu: Gpu) -> Self {
+        let info = &gpu.info;
+        let subgroups = match gpu.subgroup {
+            1 => "no subgroups".to_owned(),
+            lanes => format!("subgroups of {lanes}"),
+        };
+        let device = DeviceInfo {
+            backend: BACKEND,
+            name: info.name.clone(),
+            detail: format!(
+                "{} adapter, {:?}, {} {}, {subgroups}, bindings of {} MiB",
+                gpu::kind(info),
+                info.backend,
+                info.driver,
+                info.driver_info,
+                gpu.limits.max_storage_buffer_binding_size >> 20
+            ),
+        };
+        WgpuBackend {
+            gpu: Arc::new(gpu),
+            pipelines: Pipelines::default(),
+            device,
+        }
+    }
+
+    /// The device that caches and kernels live on.
+    pub fn wgpu_device(&self) -> &wgpu::Device {
+        &self.gpu.device
+    }
+
+    /// Its queue.
+    pub fn wgpu_queue(&self) -> &wgpu::Queue {
+        &self.gpu.queue
+    }
+
+    /// Puts a step's tables and workspace on the device, and makes its pipelines: sequence b of the problem is sequence b of the cache.
+    ///
+    /// # Errors
+    /// Those of [`Problem::check`]; [`Error::Mismatch`] where problem and cache disagree; [`Error::Foreign`] for another
+    /// backend's (or device's) cache; [`Error::Device`].
+    pub fn prepare(&self, problem: &Problem, cache: &KvCache) -> Result<Prepared, Error> {
+        let (config, table) = (cache.config(), cache.table());
+        self.check(problem, config.format)?;
+        let mismatch = |what, problem: usize, cache: usize| {
+            Err(Error::Mismatch {
+                what,
+                problem: problem.to_string(),
+                cache: cache.to_string(),
+            })
+        };
+        if problem.head_dim != config.head_dim {
+            return mismatch("head_dim", problem.head_dim, config.head_dim);
+        }
+        if problem.num_kv_heads != config.num_kv_heads {
+            return mismatch("num_kv_heads", problem.num_kv_heads, config.num_kv_heads);
+        }
+        if problem.batch() > table.lens.len() {
+            return mismatch("batch", problem.batch(), table.lens.len());
+        }
+        for (want, have) in problem.kv_lens.iter().zip(&table.lens) {
+            if want != have {
+                return mismatch("kv_len", *want, *have);
+            }
+        }
+        let source = Source {
+            pages: self.pages(cache)?,
+            page_lists: &table.pages,
+            tail_pages: &table.tail_pages,
+            k_tensor_scales: &config.k_tensor_scales,
+            v_tensor_scales: &config.v_tensor_scales,
+        };
+        Prepared::new(&self.gpu, &self.pipelines, problem, &source)
+    }
+
+    /// Records a prepared step into the caller's encoder; nothing is submitted, read back or waited for.
+    ///
+    /// `q` and `out` are f32 `[batch, q_len, num_q_heads, head_dim]`, `lse` f32 `[batch, q_len, num_q_heads]`; all need
+    /// `BufferUsages::STORAGE`. The queries are taken as they are: they must be finite, and `q · softmax_scale · log2 e` at most 2^64.
+    ///
+    /// # Errors
+    /// [`Error::Device`] for a buffer that is too short or of another device.
+    pub fn record(
+        &self,
+        encoder: &mut wgpu::CommandEncoder,
+        step: &Prepared,
+        q: &wgpu::Buffer,
+        out: &wgpu::Buffer,
+        lse: &wgpu::Buffer,
+    ) -> Result<(), Error> {
+        step.record(&self.gpu, encoder, q, out, lse)
+    }
+
+    fn pages<'a>(&self, cache: &'a KvCache) -> Result<&'a DevicePages, Error> {
+        let pages = cache.store().as_any().downcast_ref::<DevicePages>();
+        pages
+            .filter(|pages| Arc::ptr_eq(&pages.gpu, &self.gpu))
+            .ok_or(Error::Foreign {
+                backend: BACKEND,
+                what: "cache",
+            })
+    }
+
+    fn check(&self, problem: &Problem, format: KvFormat) -> Result<(), Error> {
+        problem.check()?;
+        format.check(problem.head_dim, 64)?;
+        Ok(self.supports(problem, format)?)
+    }
+
+    fn run(&self, step: &Prepared, q: &[f32]) -> Result<Vec<u8>, Error> {
+        let gpu = &self.gpu;
+        let (out_bytes, lse_bytes) = (4 * step.out_elems, 4 * step.lse_elems);
+        let result = BufferUsages::STORAGE | BufferUsages::COPY_SRC;
+        let queries = gpu.buffer(
+            "attn queries",
+            out_bytes,
+            BufferUsages::STORAGE | BufferUsages::COPY_DST,
+        )?;
+        let out = gpu.buffer("attn out", out_bytes, result)?;
+        let lse = gpu.buffer("attn lse", lse_bytes, result)?;
+        let mut encoder = gpu.device.create_command_encoder(&Default::default());
+        step.record(gpu, &mut encoder, &queries, &out, &lse)?;
+        gpu.guarded("writing queries", || {
+            gpu.queue.write_buffer(&queries, 0, bytemuck::cast_slice(q))
+        })?;
+        gpu.submit("decoding", encoder)?;
+        gpu.read(
+            "reading results",
+            &[(&out, 0, out_bytes), (&lse, 0, lse_bytes)],
+        )
+    }
+}
+
+impl DecodeAttention for WgpuBackend {
+    fn device(&self) -> &DeviceInfo {
+        &self.device
+    }
+
+    fn supports(&self, _: &Problem, _: KvFormat) -> Result<(), Unsupported> {
+        Ok(())
+    }
+
+    fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
+        KvCache::new(
+            config.clone(),
+            Box::new(DevicePages::new(self.gpu.clone(), config)?),
+        )
+    }
+
+    fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
+        self.check(problem, format)?;
+        let key = decode_key(problem, format, 64, 1, DeviceKey::of(&self.gpu));
+        let (num_splits, workspace_bytes) = launch::cost(problem, &key);
+        Ok(Plan {
+            backend: BACKEND,
+            problem: problem.clone(),
+            format,
+            num_splits,
+            workspace_bytes,
+        })
+    }
+
+    fn decode(&self, step: &DecodeStep<'_>, output: &mut DecodeOutput<'_>) -> Result<(), Error> {
+        if step.plan().backend != BACKEND {
+            return Err(Error::Foreign {
+                backend: BACKEND,
+                what: "plan",
+            });
+        }
+        let problem = &step.plan().problem;
+        let (out, lse) = output.slices();
+        if lse.is_empty() {
+            return Ok(());
+        }
+        let prepared = match step.kv() {
+            KvSource::Cache(cache) => self.prepare(problem, cache)?,
+            KvSource::View(view) => {
+                let pages = ViewPages::new(self.gpu.clone(), view, problem)?;
+                Prepared::new(&self.gpu, &self.pipelines, problem, &pages.source(view))?
+            }
+        };
+        let bytes = self.run(&prepared, step.q())?;
+        let mut words = bytes
+            .chunks_exact(4)
+            .map(|w| f32::from_le_bytes([w[0], w[1], w[2], w[3]]));
+        out.iter_mut()
+            .chain(lse)
+            .zip(&mut words)
+            .for_each(|(to, x)| *to = x);
+        Ok(())
+    }
+}

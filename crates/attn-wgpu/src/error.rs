@@ -1,0 +1,47 @@
+//! From wgpu's errors to `attn_core::Error`.
+
+use attn_core::Error;
+
+pub(crate) const BACKEND: &str = "wgpu";
+
+/// What the device answered.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum WgpuError {
+    /// Memory is short.
+    #[error("the device is out of memory; create a smaller pool, or free another one")]
+    OutOfMemory(#[source] wgpu::Error),
+    /// The device refused or failed an operation.
+    #[error("the device refused the operation; please report it with the adapter's name")]
+    Failed(#[source] wgpu::Error),
+    /// The device is gone: reset, unplugged or destroyed.
+    #[error("the device is lost ({0}); open the backend again and fill its caches anew")]
+    Lost(String),
+    /// A buffer could not be mapped.
+    #[error("a result could not be read back; open the backend again")]
+    Map(#[source] wgpu::BufferAsyncError),
+    /// Waiting for the device failed.
+    #[error("waiting for the device failed; open the backend again")]
+    Poll(#[source] wgpu::PollError),
+    /// A caller's buffer that a kernel cannot use.
+    #[error("buffer {what} {given}; it needs {needed}")]
+    Buffer {
+        /// Which.
+        what: &'static str,
+        /// What it is.
+        given: String,
+        /// What it must be.
+        needed: String,
+    },
+    /// A kernel source could not be specialised.
+    #[error(transparent)]
+    Kernel(#[from] crate::specialise::SpecialiseError),
+}
+
+pub(crate) fn device(doing: &'static str, source: WgpuError) -> Error {
+    Error::Device {
+        backend: BACKEND,
+        doing,
+        source: Box::new(source),
+    }
+}

@@ -1,0 +1,335 @@
+//! A decode step on the device: which workgroup does what, the buffers it needs, and the commands.
+
+use attn_core::{
+    Error, Problem, Unsupported,
+    arithmetic::{LOG2_E, ROUND, SPAN, TILE, segment_tiles},
+};
+use wgpu::BufferUsages;
+
+use crate::{
+    error::{BACKEND, WgpuError, device},
+    gpu::Gpu,
+    shader::{DecodeKey, DeviceKey, Pipeline, Pipelines, decode_key},
+    store::DevicePages,
+};
+
+/// Workgroups from which one takes a span instead of a segment: enough to fill the largest GPUs several times.
+const MANY_WORKGROUPS: usize = 4096;
+
+/// `Params` of `pages.wgsl`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+pub(crate) struct Params {
+    num_items: u32,
+    grid_x: u32,
+    row_blocks: u32,
+    items_at: u32,
+    sequences_at: u32,
+    scales_at: u32,
+    num_q_heads: u32,
+    num_kv_heads: u32,
+    heads_per_kv: u32,
+    q_len: u32,
+    causal: u32,
+    window_left: i32,
+    pages_per_pool: u32,
+    spans: u32,
+    maxima_at: u32,
+    log2_scale: f32,
+    softcap_inner: f32,
+    softcap_outer: f32,
+    batch: u32,
+    round_up: f32,
+    round_down: f32,
+    reserved: u32,
+}
+
+const _: () = assert!(
+    size_of::<Params>() == 88,
+    "pages.wgsl's Params has 22 words"
+);
+
+/// One run of segments of one sequence: a segment or a span, never bits' concern.
+struct Item {
+    sequence: usize,
+    first_segment: usize,
+    segments: usize,
+}
+
+fn segments(kv_len: usize) -> usize {
+    kv_len.div_ceil(TILE).div_ceil(segment_tiles(kv_len))
+}
+
+fn row_blocks(problem: &Problem, rows: usize) -> usize {
+    (problem.heads_per_kv() * problem.q_len).div_ceil(rows)
+}
+
+/// Whether a workgroup takes a span (else a segment).
+fn takes_spans(problem: &Problem, rows: usize) -> bool {
+    let all: usize = problem.kv_lens.iter().map(|&len| segments(len)).sum();
+    all * problem.num_kv_heads * row_blocks(problem, rows) >= MANY_WORKGROUPS
+}
+
+fn items(problem: &Problem, spans: bool) -> Vec<Item> {
+    let step = if spans { SPAN } else { 1 };
+    let mut items = Vec::new();
+    for (sequence, &len) in problem.kv_lens.iter().enumerate() {
+        let all = segments(len);
+        items.extend((0..all).step_by(step).map(|first_segment| Item {
+            sequence,
+            first_segment,
+            segments: step.min(all - first_segment),
+        }));
+    }
+    items
+}
+
+/// Splits per (sequence, KV head) of the longest sequence, and bytes of states.
+pub(crate) fn cost(problem: &Problem, key: &DecodeKey) -> (usize, usize) {
+    let spans = takes_spans(problem, key.rows);
+    let longest = problem.kv_lens.iter().map(|&len| segments(len)).max();
+    let step = if spans { SPAN } else { 1 };
+    let slots = items(problem, spans).len() * problem.num_kv_heads * row_blocks(problem, key.rows);
+    (
+        longest.unwrap_or(0).div_ceil(step).max(1),
+        slots * key.rows * (key.head_dim + 2) * 4,
+    )
+}
+
+/// A step that is ready to be recorded: its tables and workspace lie on the device.
+///
+/// Valid until the cache it was prepared on is appended to, freed from or dropped.
+pub struct Prepared {
+    pipelines: [Pipeline; 2],
+    params: wgpu::Buffer,
+    tables: wgpu::Buffer,
+    states: wgpu::Buffer,
+    pools: Vec<wgpu::Buffer>,
+    split_grid: [u32; 3],
+    merge_grid: [u32; 3],
+    pub(crate) out_elems: u64,
+    pub(crate) lse_elems: u64,
+}
+
+/// What a step reads, beside the queries.
+pub(crate) struct Source<'a> {
+    pub pages: &'a DevicePages,
+    pub page_lists: &'a [Vec<u32>],
+    pub tail_pages: &'a [Option<u32>],
+    pub k_tensor_scales: &'a [f32],
+    pub v_tensor_scales: &'a [f32],
+}
+
+fn refuse(what: String, built: String) -> Error {
+    Unsupported::NoKernel {
+        backend: BACKEND,
+        what,
+        built,
+    }
+    .into()
+}
+
+impl Prepared {
+    pub(crate) fn new(
+        gpu: &Gpu,
+        pipelines: &Pipelines,
+        problem: &Problem,
+        source: &Source<'_>,
+    ) -> Result<Self, Error> {
+        let pages = source.pages;
+        let key = decode_key(
+            problem,
+            pages.layout.format,
+            pages.layout.page_size,
+            pages.buffers.len(),
+            DeviceKey::of(gpu),
+        );
+        let (rows, blocks) = (key.rows, row_blocks(problem, key.rows));
+        let spans = takes_spans(problem, rows);
+        let items = items(problem, spans);
+        let most = gpu.limits.max_compute_workgroups_per_dimension as usize;
+        let grid_x = items.len().clamp(1, most);
+        if problem.num_kv_heads * blocks > most || problem.batch() > most {
+            return Err(refuse(
+                format!(
+                    "{} KV heads, {} sequences",
+                    problem.num_kv_heads,
+                    problem.batch()
+                ),
+                format!("{most} workgroups per dimension; attend fewer at once"),
+            ));
+        }
+
+        let mut tables: Vec<u32> = Vec::new();
+        for item in &items {
+            tables.extend([item.sequence, item.first_segment, item.segments, 0].map(|x| x as u32));
+        }
+        let sequences_at = tables.len();
+        let mut pages_at = sequences_at + 8 * problem.batch();
+        let mut first_item = 0;
+        for (b, &len) in problem.kv_lens.iter().enumerate() {
+            let count = items[first_item..]
+                .iter()
+                .take_while(|item| item.sequence == b)
+                .count();
+            let tail = source.tail_pages[b].unwrap_or(0) as usize;
+            let tiles = segment_tiles(len);
+            tables.extend([len, tiles, pages_at, tail, first_item, count, 0, 0].map(|x| x as u32));
+            pages_at += source.page_lists[b].len();
+            first_item += count;
+        }
+        for list in &source.page_lists[..problem.batch()] {
+            tables.extend(list);
+        }
+        let scales_at = tables.len();
+        let scale = |scales: &[f32], g: usize| scales.get(g).copied().unwrap_or(1.0).to_bits();
+        for g in 0..problem.num_kv_heads {
+            tables.push(scale(source.k_tensor_scales, g));
+            tables.push(scale(source.v_tensor_scales, g));
+        }
+        let slopes = problem.alibi_slopes.iter().flatten();
+        tables.extend(slopes.map(|slope| (slope * LOG2_E).to_bits()));
+
+        let slots = items.len() * problem.num_kv_heads * blocks;
+        let maxima_at = slots * rows * problem.head_dim;
+        let softcap = problem.softcap.unwrap_or(1.0);
+        let params = Params {
+            num_items: items.len() as u32,
+            grid_x: grid_x as u32,
+            row_blocks: blocks as u32,
+            items_at: 0,
+            sequences_at: sequences_at as u32,
+            scales_at: scales_at as u32,
+            num_q_heads: problem.num_q_heads as u32,
+            num_kv_heads: problem.num_kv_heads as u32,
+            heads_per_kv: problem.heads_per_kv() as u32,
+            q_len: problem.q_len as u32,
+            causal: u32::from(problem.causal),
+            // A window longer than any sequence is none.
+            window_left: problem.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
+            pages_per_pool: pages.pages_per_buffer,
+            spans: u32::from(spans),
+            maxima_at: maxima_at as u32,
+            log2_scale: problem.softmax_scale * LOG2_E,
+            softcap_inner: 2.0 / softcap,
+            softcap_outer: softcap * LOG2_E,
+            batch: problem.batch() as u32,
+            round_up: ROUND,
+            round_down: ROUND,
+            reserved: 0,
+        };
+        let states_bytes = (slots * rows * (problem.head_dim + 2) * 4) as u64;
+        let largest = gpu.limits.max_storage_buffer_binding_size;
+        for (what, bytes) in [
+            ("states", states_bytes),
+            ("page tables", 4 * tables.len() as u64),
+            ("queries", (problem.rows() * problem.head_dim * 4) as u64),
+        ] {
+            if bytes > largest {
+                return Err(refuse(
+                    format!("{what} of {bytes} bytes"),
+                    format!("bindings of {largest} bytes; attend fewer sequences at once"),
+                ));
+            }
+        }
+        let pipelines = pipelines.decode(gpu, &key)?;
+        let write = BufferUsages::COPY_DST;
+        let params_buffer = gpu.buffer(
+            "attn params",
+            size_of::<Params>() as u64,
+            BufferUsages::UNIFORM | write,
+        )?;
+        let tables_buffer = gpu.buffer(
+            "attn tables",
+            4 * tables.len() as u64,
+            BufferUsages::STORAGE | write,
+        )?;
+        let states = gpu.buffer("attn states", states_bytes, BufferUsages::STORAGE)?;
+        gpu.guarded("writing tables", || {
+            gpu.queue
+                .write_buffer(&params_buffer, 0, bytemuck::bytes_of(&params));
+            if !tables.is_empty() {
+                gpu.queue
+                    .write_buffer(&tables_buffer, 0, bytemuck::cast_slice(&tables));
+            }
+        })?;
+        Ok(Prepared {
+            pipelines,
+            params: params_buffer,
+            tables: tables_buffer,
+            states,
+            pools: pages.buffers.clone(),
+            split_grid: [
+                grid_x as u32,
+                (problem.num_kv_heads * blocks) as u32,
+                items.len().div_ceil(grid_x) as u32,
+            ],
+            merge_grid: [
+                (problem.heads_per_kv() * problem.q_len) as u32,
+                problem.num_kv_heads as u32,
+                problem.batch() as u32,
+            ],
+            out_elems: (problem.rows() * problem.head_dim) as u64,
+            lse_elems: problem.rows() as u64,
+        })
+    }
+
+    /// Records both kernels; `q`, `out` and `lse` are the caller's storage buffers.
+    pub(crate) fn record(
+        &self,
+        gpu: &Gpu,
+        encoder: &mut wgpu::CommandEncoder,
+        q: &wgpu::Buffer,
+        out: &wgpu::Buffer,
+        lse: &wgpu::Buffer,
+    ) -> Result<(), Error> {
+        for (what, buffer, elems) in [
+            ("q", q, self.out_elems),
+            ("out", out, self.out_elems),
+            ("lse", lse, self.lse_elems),
+        ] {
+            if buffer.size() < 4 * elems || !buffer.usage().contains(BufferUsages::STORAGE) {
+                return Err(device(
+                    "recording a step",
+                    WgpuError::Buffer {
+                        what,
+                        given: format!("has {} bytes, usage {:?}", buffer.size(), buffer.usage()),
+                        needed: format!("{} bytes and usage STORAGE", 4 * elems),
+                    },
+                ));
+            }
+        }
+        if self.lse_elems == 0 {
+            return Ok(());
+        }
+        gpu.guarded("recording a step", || {
+            let bind = |pipeline: &Pipeline, buffers: &[&wgpu::Buffer]| {
+                let entries: Vec<_> = buffers
+                    .iter()
+                    .enumerate()
+                    .map(|(binding, buffer)| wgpu::BindGroupEntry {
+                        binding: binding as u32,
+                        resource: buffer.as_entire_binding(),
+                    })
+                    .collect();
+                gpu.device.create_bind_group(&wgpu::BindGroupDescriptor {
+                    label: None,
+                    layout: &pipeline.get_bind_group_layout(0),
+                    entries: &entries,
+                })
+            };
+            let [split, merge] = &self.pipelines;
+            let mut buffers = vec![&self.params, &self.tables, q, &self.states];
+            buffers.extend(&self.pools);
+            let split_group = bind(split, &buffers);
+            let merge_group = bind(merge, &[&self.params, &self.tables, &self.states, out, lse]);
+            let mut pass = encoder.begin_compute_pass(&Default::default());
+            pass.set_pipeline(split);
+            pass.set_bind_group(0, &split_group, &[]);
+            pass.dispatch_workgroups(self.split_grid[0], self.split_grid[1], self.split_grid[2]);
+            pass.set_pipeline(merge);
+            pass.set_bind_group(0, &merge_group, &[]);
+            pass.dispatch_workgroups(self.merge_grid[0], self.merge_grid[1], self.merge_grid[2]);
+        })
+    }
+}

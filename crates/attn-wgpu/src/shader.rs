@@ -1,0 +1,341 @@
+//! Which specialisation of `kernels/wgsl` a problem runs on, and the pipelines made so far.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use attn_core::{Error, Int4Scale, Int8Scale, KvFormat, PageLayout, Problem, Scheme};
+
+use crate::{
+    error::{WgpuError, device},
+    gpu::Gpu,
+    specialise::{Constants, SpecialiseError, specialise},
+};
+
+/// Everything that chooses constants of the decode kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct DecodeKey {
+    pub format: KvFormat,
+    pub head_dim: usize,
+    pub page_size: usize,
+    /// Query rows of one workgroup: 1, 2, 4 or 8.
+    pub rows: usize,
+    pub softcap: bool,
+    pub alibi: bool,
+    /// Storage buffers that the pool lies in.
+    pub pools: usize,
+    pub device: DeviceKey,
+}
+
+/// What of the device chooses constants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct DeviceKey {
+    /// Lanes of a subgroup, 1 for none.
+    pub subgroup: usize,
+    /// Bytes of workgroup memory.
+    pub shared_bytes: usize,
+    /// Loads in flight per lane: panels of K or V.
+    pub unroll: usize,
+}
+
+impl DeviceKey {
+    pub fn of(gpu: &Gpu) -> Self {
+        let software = gpu.info.device_type == wgpu::DeviceType::Cpu;
+        DeviceKey {
+            subgroup: gpu.subgroup as usize,
+            // More would cost occupancy.
+            shared_bytes: (gpu.limits.max_compute_workgroup_storage_size as usize).min(32768),
+            unroll: if software { 1 } else { 4 },
+        }
+    }
+}
+
+/// The number of a scheme in the kernels.
+fn kind(scheme: Scheme) -> i64 {
+    match scheme {
+        Scheme::Int8(Int8Scale::Token) => 0,
+        Scheme::Int8(Int8Scale::Group32) => 1,
+        Scheme::Int8(Int8Scale::Tensor) => 2,
+        Scheme::Int4(Int4Scale::Groups(_)) => 3,
+        Scheme::Int4(Int4Scale::Channel) => 4,
+        Scheme::F16 => 5,
+        Scheme::Bf16 => 6,
+        Scheme::Fp8E4m3 => 7,
+    }
+}
+
+const KINDS: [(&str, i64); 8] = [
+    ("TOKEN", 0),
+    ("G32", 1),
+    ("TENSOR", 2),
+    ("GROUPS", 3),
+    ("CHANNEL", 4),
+    ("F16", 5),
+    ("BF16", 6),
+    ("FP8", 7),
+];
+
+/// Constants that every kernel on pages of this layout has.
+fn layout_constants(layout: &PageLayout) -> Constants {
+    let mut constants: Constants = KINDS
+        .iter()
+        .map(|(name, value)| ((*name).to_owned(), *value))
+        .collect();
+    let mut set = |name: &str, value: usize| {
+        constants.insert(name.to_owned(), value as i64);
+    };
+    let (k, v) = (layout.format.k, layout.format.v);
+    set("D", layout.head_dim);
+    set("PS", layout.page_size);
+    set("UNITS", layout.head_dim / 16);
+    set("K", kind(k) as usize);
+    set("V", kind(v) as usize);
+    set("K_BITS", k.code_bits());
+    set("V_BITS", v.code_bits());
+    set("KG", k.groups(layout.head_dim));
+    set("VG", v.groups(layout.head_dim));
+    set("RUN_VECS", layout.run_bytes() / 16);
+    set("K_PARAMS", layout.k_params().start / 4);
+    set("V_CODES", layout.v_codes().start / 16);
+    set("V_PARAMS", layout.v_params().start / 4);
+    constants
+}
+
+/// The decode kernels' constants, and the bytes of workgroup memory that they take.
+pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
+    let layout = PageLayout {
+        format: key.format,
+        head_dim: key.head_dim,
+        page_size: key.page_size,
+        num_kv_heads: 1,
+    };
+    let (k, v) = (key.format.k, key.format.v);
+    let integer = key.format.is_integer();
+    let channel = k == Scheme::Int4(Int4Scale::Channel);
+    let mut constants = layout_constants(&layout);
+    let (d, r) = (key.head_dim, key.rows);
+    let units = d / 16;
+    let (k_groups, v_groups) = (k.groups(d), v.groups(d));
+    let group_dims = d / v_groups;
+    let chunks = group_dims.div_ceil(128);
+    let dims_per_lane = group_dims.div_ceil(32 * chunks);
+    let chunk_dims = 32 * dims_per_lane;
+    let value_bytes = if key.device.shared_bytes >= 32768 {
+        16384
+    } else {
+        4096
+    };
+    let mut value_rows = r;
+    while value_rows > 1 && 4 * value_rows * chunk_dims * 4 > value_bytes {
+        value_rows /= 2;
+    }
+    let scratch_words = (4 * value_rows * chunk_dims)
+        .max(if integer { 4 * r * 32 } else { 0 })
+        .max(r * units);
+    let chunk_elems = (value_rows * chunk_dims).div_ceil(128);
+    let v_panels = if v.code_bits() == 8 { 4 } else { 2 };
+    let scaled = matches!(
+        v,
+        Scheme::Int8(Int8Scale::Token | Int8Scale::Group32) | Scheme::Int4(_)
+    );
+    for (name, value) in [
+        ("INTEGER", usize::from(integer)),
+        ("R", r),
+        ("SG", key.device.subgroup),
+        ("POOLS", key.pools),
+        ("SOFTCAP", usize::from(key.softcap)),
+        ("ALIBI", usize::from(key.alibi)),
+        ("V_SCALED", usize::from(scaled)),
+        ("GD", group_dims),
+        ("CH", chunks),
+        ("DPL", dims_per_lane),
+        ("CD", chunk_dims),
+        ("TROWS", value_rows),
+        ("CHUNK_ELEMS", chunk_elems),
+        ("ELEMS", r / value_rows * chunk_elems),
+        ("SCRATCH_WORDS", scratch_words),
+        ("QU", key.device.unroll),
+        ("VU", key.device.unroll.min(2).min(v_panels)),
+    ] {
+        constants.insert(name.to_owned(), value as i64);
+    }
+    // As declared in decode_split.wgsl and reduce.wgsl.
+    let sets = if channel { 4 } else { 1 };
+    let mut bytes = 4 * scratch_words + 8 * r + 4 * sets * r + 4 * 16 * r;
+    bytes += if integer {
+        16 * sets * r * units * 2 + 16 * 4 * r * 8
+    } else {
+        16 * r * units * 4 + 8 * 256 + 16 * 4 * r * 16
+    };
+    if key.alibi {
+        bytes += 4 * r;
+    }
+    if channel {
+        bytes += 4 * r + 16 * r * units + 16 * units + 32 * r * units + 32 * r;
+    } else if integer && matches!(k, Scheme::Int4(_)) {
+        bytes += 4 * r * units + 4 * r * k_groups;
+    }
+    if key.device.subgroup != 32 {
+        bytes += 16 * (2 * r + v_groups * (2 + 3 * r));
+    }
+    (constants, bytes)
+}
+
+/// The rows of a workgroup for a problem: as many as it has, up to 8, that fit into workgroup memory.
+pub(crate) fn decode_key(
+    problem: &Problem,
+    format: KvFormat,
+    page_size: usize,
+    pools: usize,
+    device: DeviceKey,
+) -> DecodeKey {
+    let rows = problem.heads_per_kv() * problem.q_len;
+    let mut key = DecodeKey {
+        format,
+        head_dim: problem.head_dim,
+        page_size,
+        rows: rows.next_power_of_two().min(8),
+        softcap: problem.softcap.is_some(),
+        alibi: problem.alibi_slopes.is_some(),
+        pools,
+        device,
+    };
+    while key.rows > 1 && decode_constants(&key).1 > device.shared_bytes {
+        key.rows /= 2;
+    }
+    key
+}
+
+fn source(name: &str) -> Option<&'static str> {
+    let found = attn_kernels::WGSL.iter().find(|(file, _)| *file == name);
+    found.map(|(_, text)| *text)
+}
+
+/// The text of a decode kernel: `decode_split` or `decode_merge`.
+pub(crate) fn decode_text(file: &str, key: &DecodeKey) -> Result<String, SpecialiseError> {
+    specialise(file, &decode_constants(key).0, &source)
+}
+
+/// One pipeline, whatever its bind group layout.
+pub(crate) type Pipeline = Arc<wgpu::ComputePipeline>;
+
+/// Pipelines by name and constants.
+#[derive(Default)]
+pub(crate) struct Pipelines {
+    decode: Mutex<HashMap<DecodeKey, [Pipeline; 2]>>,
+}
+
+/// Makes a pipeline of a specialised text.
+pub(crate) fn compile(gpu: &Gpu, name: &'static str, text: String) -> Result<Pipeline, Error> {
+    gpu.guarded("compiling a kernel", || {
+        // SAFETY: without bounds checks an index past a binding is undefined; the kernels index
+        // - tables by what `launch.rs` wrote into the same buffer, of the size it computed;
+        // - pools by pages of `KvCache`'s books, all below `num_pages`, and offsets inside a page by `PageLayout`;
+        // - q, states, out and lse by problem shapes whose buffers' sizes `launch.rs` checks before it records;
+        // - workgroup arrays by constants of `decode_constants`, whose loops end at the arrays' lengths.
+        // Loops end: their bounds are integers of the tables, and the variables only grow.
+        let module = unsafe {
+            gpu.device.create_shader_module_trusted(
+                wgpu::ShaderModuleDescriptor {
+                    label: Some(name),
+                    source: wgpu::ShaderSource::Wgsl(text.into()),
+                },
+                wgpu::ShaderRuntimeChecks::unchecked(),
+            )
+        };
+        Arc::new(
+            gpu.device
+                .create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+                    label: Some(name),
+                    layout: None,
+                    module: &module,
+                    entry_point: Some(name),
+                    compilation_options: wgpu::PipelineCompilationOptions {
+                        zero_initialize_workgroup_memory: false,
+                        ..Default::default()
+                    },
+                    cache: None,
+                }),
+        )
+    })
+}
+
+impl Pipelines {
+    /// The split and the merge kernel.
+    pub fn decode(&self, gpu: &Gpu, key: &DecodeKey) -> Result<[Pipeline; 2], Error> {
+        let mut made = self.decode.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(pair) = made.get(key) {
+            return Ok(pair.clone());
+        }
+        let text = |file| {
+            decode_text(file, key).map_err(|e| device("specialising a kernel", WgpuError::from(e)))
+        };
+        let pair = [
+            compile(gpu, "decode_split", text("decode_split.wgsl")?)?,
+            compile(gpu, "decode_merge", text("decode_merge.wgsl")?)?,
+        ];
+        made.insert(*key, pair.clone());
+        Ok(pair)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use naga::{
+        front::wgsl,
+        valid::{Capabilities, ShaderStages, SubgroupOperationSet, ValidationFlags, Validator},
+    };
+
+    use super::*;
+
+    fn validate(name: &str, text: &str) {
+        let module = wgsl::parse_str(text)
+            .unwrap_or_else(|error| panic!("{name}: {}", error.emit_to_string(text)));
+        let mut validator = Validator::new(ValidationFlags::all(), Capabilities::SUBGROUP);
+        validator
+            .subgroup_stages(ShaderStages::COMPUTE)
+            .subgroup_operations(SubgroupOperationSet::all());
+        validator
+            .validate(&module)
+            .unwrap_or_else(|error| panic!("{name}: {}", error.emit_to_string(text)));
+    }
+
+    #[test]
+    fn every_specialisation_is_valid_wgsl() {
+        let devices = [(1, 16384, 1), (8, 32768, 1), (32, 32768, 4)];
+        for (subgroup, shared_bytes, unroll) in devices {
+            for k in Scheme::ALL {
+                for v in Scheme::ALL {
+                    for (head_dim, page_size, rows) in [
+                        (64, 128, 8),
+                        (80, 64, 1),
+                        (96, 64, 2),
+                        (128, 64, 8),
+                        (192, 32, 4),
+                        (256, 64, 8),
+                    ] {
+                        let format = KvFormat { k, v };
+                        if format.check(head_dim, page_size).is_err() {
+                            continue;
+                        }
+                        let mut problem = Problem::new(rows, 1, head_dim, vec![1]);
+                        if rows == 2 {
+                            problem.softcap = Some(1.0);
+                            problem.alibi_slopes = Some(vec![1.0; 2]);
+                        }
+                        let device = DeviceKey {
+                            subgroup,
+                            shared_bytes,
+                            unroll,
+                        };
+                        let key = decode_key(&problem, format, page_size, 1 + rows / 4, device);
+                        assert!(decode_constants(&key).1 <= shared_bytes, "{key:?}");
+                        for file in ["decode_split.wgsl", "decode_merge.wgsl"] {
+                            let text = decode_text(file, &key).unwrap();
+                            validate(&format!("{file} for {key:?}"), &text);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! The pool on the device: pages in as many buffers as bindings require.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use attn_core::{CacheConfig, Error, HostPages, PageLayout, PageStore, TokenWrite, Unsupported};
+use wgpu::BufferUsages;
+
+use crate::{
+    error::{BACKEND, WgpuError, device},
+    gpu::Gpu,
+};
+
+/// Storage buffers of the split kernel beside the pool's.
+const OTHER_BINDINGS: u32 = 3;
+
+/// A pool on the device.
+pub struct DevicePages {
+    pub(crate) gpu: Arc<Gpu>,
+    pub(crate) layout: PageLayout,
+    pub(crate) buffers: Vec<wgpu::Buffer>,
+    pub(crate) pages_per_buffer: u32,
+    mirror: HostPages,
+}
+
+impl DevicePages {
+    pub(crate) fn new(gpu: Arc<Gpu>, config: &CacheConfig) -> Result<Self, Error> {
+        config.check()?;
+        let layout = config.layout();
+        let page_bytes = layout.page_bytes() as u64;
+        let largest = gpu
+            .limits
+            .max_storage_buffer_binding_size
+            .min(gpu.limits.max_buffer_size);
+        let per_buffer = largest / page_bytes;
+        let num_pages = config.num_pages.max(1) as u64;
+        let bindings = gpu.limits.max_storage_buffers_per_shader_stage - OTHER_BINDINGS;
+        if per_buffer == 0 || num_pages.div_ceil(per_buffer) > u64::from(bindings) {
+            return Err(Unsupported::NoKernel {
+                backend: BACKEND,
+                what: format!("a pool of {} bytes", num_pages * page_bytes),
+                built: format!(
+                    "{bindings} bindings of {largest} bytes on {}; make a smaller pool",
+                    gpu.info.name
+                ),
+            }
+            .into());
+        }
+        let usage = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
+        let buffers = (0..num_pages)
+            .step_by(per_buffer as usize)
+            .map(|first| {
+                let pages = per_buffer.min(num_pages - first);
+                gpu.buffer("attn pages", pages * page_bytes, usage)
+            })
+            .collect::<Result<_, _>>()?;
+        Ok(DevicePages {
+            gpu,
+            layout,
+            buffers,
+            pages_per_buffer: per_buffer.min(num_pages) as u32,
+            mirror: HostPages::new(config)?,
+        })
+    }
+
+    /// The buffer that holds a page, and where.
+    fn place(&self, page: u32) -> (&wgpu::Buffer, u64) {
+        let buffer = &self.buffers[(page / self.pages_per_buffer) as usize];
+        let at = u64::from(page % self.pages_per_buffer) * self.layout.page_bytes() as u64;
+        (buffer, at)
+    }
+
+    fn upload(&self, page: u32, bytes: &[u8]) -> Result<(), Error> {
+        let (buffer, at) = self.place(page);
+        self.gpu.guarded("writing a page", || {
+            self.gpu.queue.write_buffer(buffer, at, bytes)
+        })
+    }
+
+    /// The buffers that the pool's pages lie in: `pages_per_buffer` in each, `[page][kv_head][run]` of FORMATS.md.
+    pub fn buffers(&self) -> &[wgpu::Buffer] {
+        &self.buffers
+    }
+}
+
+impl PageStore for DevicePages {
+    fn append(&mut self, writes: &[TokenWrite], k: &[f32], v: &[f32]) -> Result<(), Error> {
+        self.mirror.append(writes, k, v)?;
+        let mut pages: Vec<u32> = writes
+            .iter()
+            .flat_map(|w| [Some(w.page), w.tail_page])
+            .flatten()
+            .collect();
+        pages.sort_unstable();
+        pages.dedup();
+        for page in pages {
+            let bytes = self.mirror.read_page(page)?;
+            self.upload(page, &bytes)?;
+        }
+        Ok(())
+    }
+
+    fn read_page(&self, page: u32) -> Result<Vec<u8>, Error> {
+        let (buffer, at) = self.place(page);
+        let bytes = self.layout.page_bytes() as u64;
+        self.gpu.read("reading a page", &[(buffer, at, bytes)])
+    }
+
+    fn write_page(&mut self, page: u32, bytes: &[u8]) -> Result<(), Error> {
+        if bytes.len() != self.layout.page_bytes() {
+            return Err(device(
+                "writing a page",
+                WgpuError::Buffer {
+                    what: "page",
+                    given: format!("holds {} bytes", bytes.len()),
+                    needed: self.layout.page_bytes().to_string(),
+                },
+            ));
+        }
+        self.mirror.write_page(page, bytes)?;
+        self.upload(page, bytes)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}

@@ -1,0 +1,117 @@
+// arithmetic.wgsl: the scalar functions of docs/arithmetic.md, by +, -, *, comparisons and bits alone.
+//
+// No exp, log, division or fma: their results differ between adapters. Powers of two are made of bits.
+// WGSL lets a compiler take (x + c) - c for x (Mesa's does): exp2 therefore gets its rounding constant twice, from the
+// parameters, where no compiler can see that both are ROUND. Elsewhere bits are taken of x + ROUND at once.
+
+const ROUND: f32 = 12582912.0;          // adding it rounds |x| <= 2^22 to an integer, half to even
+const ROUND_BITS: i32 = 0x4B400000;
+const NONE: f32 = -3.4028235e38;        // the maximum of no scores (the law's -infinity, kept finite)
+
+// 2^k for -126 <= k <= 127.
+fn exp2i(k: i32) -> f32 {
+    return bitcast<f32>(u32(k + 127) << 23u);
+}
+
+// 2^E <= |x| < 2^(E+1); -127 for zero and subnormals.
+fn exponent(x: f32) -> i32 {
+    return i32((bitcast<u32>(x) >> 23u) & 255u) - 127;
+}
+
+// Round half to even of |x| < 2^22, as an integer.
+fn rhe(x: f32) -> i32 {
+    return bitcast<i32>(x + ROUND) - ROUND_BITS;
+}
+
+fn rhe4(x: vec4<f32>) -> vec4<i32> {
+    return bitcast<vec4<i32>>(x + vec4<f32>(ROUND)) - vec4<i32>(ROUND_BITS);
+}
+
+// 2^x for -125 <= x <= 0 to 2.9e-6: the weights of the integer arithmetic.
+fn exp2w(x: f32) -> f32 {
+    let t = x + params.round_up;
+    let r = x - (t - params.round_down);
+    var y = bitcast<f32>(0x3C1D0C02u);
+    y = y * r + bitcast<f32>(0x3D64FE59u);
+    y = y * r + bitcast<f32>(0x3E760193u);
+    y = y * r + bitcast<f32>(0x3F317096u);
+    y = y * r + 1.0;
+    return bitcast<f32>(bitcast<u32>(y) + (bitcast<u32>(t) << 23u));
+}
+
+// 2^x for -125 <= x <= 0 to 1.6e-7.
+fn exp2f(x: f32) -> f32 {
+    let t = x + params.round_up;
+    let r = x - (t - params.round_down);
+    var y = bitcast<f32>(0x3AADFE47u);
+    y = y * r + bitcast<f32>(0x3C1E7726u);
+    y = y * r + bitcast<f32>(0x3D635B15u);
+    y = y * r + bitcast<f32>(0x3E75FCD9u);
+    y = y * r + bitcast<f32>(0x3F317216u);
+    y = y * r + 1.0;
+    return bitcast<f32>(bitcast<u32>(y) + (bitcast<u32>(t) << 23u));
+}
+
+// 1/x for positive normal x.
+fn rcp(x: f32) -> f32 {
+    var y = bitcast<f32>(0x7EF311C7u - bitcast<u32>(x));
+    y = y * (2.0 - x * y);
+    y = y * (2.0 - x * y);
+    y = y * (2.0 - x * y);
+    return y * (2.0 - x * y);
+}
+
+// ln(l * 2^m) for l > 0.
+fn log_sum_exp(m: f32, l: f32) -> f32 {
+    let i = bitcast<i32>(l) - 0x3F3504F3;
+    let u = bitcast<f32>((i & 0x7FFFFF) + 0x3F3504F3) - 1.0;
+    var y = bitcast<f32>(0x3E090EF7u);
+    y = y * u + bitcast<f32>(0xBE607D7Cu);
+    y = y * u + bitcast<f32>(0x3E5F6D97u);
+    y = y * u + bitcast<f32>(0xBE72988Eu);
+    y = y * u + bitcast<f32>(0x3E931B3Eu);
+    y = y * u + bitcast<f32>(0xBEB8BC98u);
+    y = y * u + bitcast<f32>(0x3EF63E7Du);
+    y = y * u + bitcast<f32>(0xBF38AA18u);
+    y = y * u + bitcast<f32>(0x3FB8AA36u);
+    y = y * u;
+    return ((m + f32(i >> 23u)) + y) * bitcast<f32>(0x3F317218u);
+}
+
+// 2^-distance for distances of 0 to 64, and 0 beyond.
+fn pow2(distance: f32) -> f32 {
+    let bits = u32(127 - i32(min(distance, 64.0))) << 23u;
+    return select(0.0, bitcast<f32>(bits), distance <= 64.0);
+}
+
+// x, or a zero of its sign where a GPU may flush it.
+fn ftz(x: f32) -> f32 {
+    let bits = bitcast<u32>(x);
+    return bitcast<f32>(select(bits, bits & 0x80000000u, (bits & 0x7F800000u) == 0u));
+}
+
+// The soft cap on a base-2 score; inner = 2/softcap, outer = softcap * log2 e.
+fn softcap(s: f32, inner: f32, outer: f32) -> f32 {
+    let e = exp2f(max(-(abs(s) * inner), -125.0));
+    let y = ((1.0 - e) * rcp(1.0 + e)) * outer;
+    return bitcast<f32>((bitcast<u32>(y) & 0x7FFFFFFFu) | (bitcast<u32>(s) & 0x80000000u));
+}
+
+// An f16's low 16 bits as f32, subnormals included, whatever the adapter does with them.
+fn f16_value(h: u32) -> f32 {
+    let sign = (h & 0x8000u) << 16u;
+    let magnitude = h & 0x7FFFu;
+    let normal = bitcast<f32>((magnitude << 13u) + 0x38000000u);
+    let value = select(normal, f32(magnitude) * exp2i(-24), magnitude < 0x400u);
+    return bitcast<f32>(bitcast<u32>(value) | sign);
+}
+
+// An order-keeping integer of a float, above 0; and back.
+fn order_key(x: f32) -> u32 {
+    let bits = bitcast<u32>(x);
+    return select(bits | 0x80000000u, ~bits, (bits & 0x80000000u) != 0u);
+}
+
+fn from_order_key(key: u32) -> f32 {
+    return bitcast<f32>(select(~key, key & 0x7FFFFFFFu, (key & 0x80000000u) != 0u));
+}

@@ -1,0 +1,134 @@
+// score.wgsl: K's codes as the scores read them, 16 dims of one token at a time.
+
+// Where a token's K lies: its run, and the token's index inside the page.
+struct Place {
+    buffer: u32,
+    at: u32,
+    token: u32,
+}
+
+fn place_of(pages_at: u32, head: u32, token: u32) -> Place {
+    let run = run_of(tables[pages_at + token / $(PS)u], head);
+    return Place(run.buffer, run.at, token % $(PS)u);
+}
+
+// The codes of dims 16 u .. 16 u + 15, one byte each (a nibble scheme's as 0..15).
+#if K_BITS == 8 || K == CHANNEL
+fn k_bytes(place: Place, u: u32) -> vec4<u32> {
+    return load_vec(place.buffer, place.at + u * $(PS)u + place.token);
+}
+#end
+#if K_BITS == 4
+fn k_nibbles(place: Place, u: u32) -> vec4<u32> {
+#if D % 32 != 0
+    if u == $(UNITS - 1)u {
+        // The last panel is 16 dims wide: 8 bytes per token.
+        let word = place.at * 4u + $((UNITS - 1) / 2 * PS * 4)u + place.token * 2u;
+        let low = load_word(place.buffer, word);
+        let high = load_word(place.buffer, word + 1u);
+        return vec4<u32>(low, high, low >> 4u, high >> 4u) & vec4<u32>(0x0F0F0F0Fu);
+    }
+#end
+    let panel = load_vec(place.buffer, place.at + (u >> 1u) * $(PS)u + place.token);
+    return (panel >> vec4<u32>((u & 1u) * 4u)) & vec4<u32>(0x0F0F0F0Fu);
+}
+#end
+
+// A token's scale and (centred, in the integer arithmetic) shift in group g.
+#if K == TOKEN || K == G32
+fn k_scale(place: Place, g: u32) -> f32 {
+    return load_f16(place.buffer, place.at * 4u + $(K_PARAMS)u, g * $(PS)u + place.token);
+}
+#elif K == GROUPS
+fn k_param(place: Place, g: u32) -> vec2<f32> {
+    let word = load_word(place.buffer, place.at * 4u + $(K_PARAMS)u + g * $(PS)u + place.token);
+    return vec2<f32>(f16_value(word & 0xFFFFu), f16_value(word >> 16u));
+}
+#elif K == CHANNEL
+fn k_scale_open(place: Place) -> f32 {
+    return load_f16(place.buffer, place.at * 4u + $(D * PS / 4)u, place.token);
+}
+
+// Of dim d, whatever the token.
+fn k_channel(place: Place, d: u32) -> vec2<f32> {
+    let word = load_word(place.buffer, place.at * 4u + $(K_PARAMS)u + d);
+    return vec2<f32>(f16_value(word & 0xFFFFu), f16_value(word >> 16u));
+}
+#end
+
+#if INTEGER
+// acc + the dot product of 16 signed bytes.
+fn dot16(a: vec4<u32>, b: vec4<u32>, acc: i32) -> i32 {
+    return dot4I8Packed(a.w, b.w) + (dot4I8Packed(a.z, b.z) + (dot4I8Packed(a.y, b.y) + (dot4I8Packed(a.x, b.x) + acc)));
+}
+#else
+fn fp8_value(b: u32) -> f32 {
+    let magnitude = b & 0x7Fu;
+    let normal = bitcast<f32>((magnitude << 20u) + 0x3C000000u);
+    let value = select(normal, f32(magnitude) * exp2i(-9), magnitude < 8u);
+    return bitcast<f32>(bitcast<u32>(value) | ((b & 0x80u) << 24u));
+}
+
+fn fp8_values(word: u32) -> vec4<f32> {
+    return vec4<f32>(fp8_value(word & 0xFFu), fp8_value((word >> 8u) & 0xFFu), fp8_value((word >> 16u) & 0xFFu), fp8_value(word >> 24u));
+}
+
+fn int8_values(word: u32) -> vec4<f32> {
+    return vec4<f32>(unpack4xI8(word));
+}
+
+#if K == F16 || K == BF16
+fn half_values(a: u32, b: u32) -> vec4<f32> {
+#if K == BF16
+    return bitcast<vec4<f32>>(vec4<u32>(a << 16u, a & 0xFFFF0000u, b << 16u, b & 0xFFFF0000u));
+#else
+    return vec4<f32>(f16_value(a & 0xFFFFu), f16_value(a >> 16u), f16_value(b & 0xFFFFu), f16_value(b >> 16u));
+#end
+}
+#end
+
+// K dequantized: 16 dims of one token, without a per-tensor scale.
+fn k_values(place: Place, open: bool, u: u32) -> array<vec4<f32>, 4> {
+#if K == F16 || K == BF16
+    let a = load_vec(place.buffer, place.at + 2u * u * $(PS)u + place.token);
+    let b = load_vec(place.buffer, place.at + (2u * u + 1u) * $(PS)u + place.token);
+    return array<vec4<f32>, 4>(
+        half_values(a.x, a.y), half_values(a.z, a.w),
+        half_values(b.x, b.y), half_values(b.z, b.w),
+    );
+#elif K == FP8
+    let c = k_bytes(place, u);
+    return array<vec4<f32>, 4>(fp8_values(c.x), fp8_values(c.y), fp8_values(c.z), fp8_values(c.w));
+#elif K == TENSOR
+    let c = k_bytes(place, u);
+    return array<vec4<f32>, 4>(int8_values(c.x), int8_values(c.y), int8_values(c.z), int8_values(c.w));
+#elif K == TOKEN || K == G32
+    let c = k_bytes(place, u);
+    let s = k_scale(place, $(K == G32 ? 1 : 0)u * (u >> 1u));
+    return array<vec4<f32>, 4>(int8_values(c.x) * s, int8_values(c.y) * s, int8_values(c.z) * s, int8_values(c.w) * s);
+#elif K == GROUPS
+    let c = k_nibbles(place, u);
+    let s = k_param(place, u / $(UNITS / KG)u);
+    return array<vec4<f32>, 4>(int8_values(c.x) * s.x + s.y, int8_values(c.y) * s.x + s.y, int8_values(c.z) * s.x + s.y, int8_values(c.w) * s.x + s.y);
+#else
+    if open {
+        let c = k_bytes(place, u);
+        let s = k_scale_open(place);
+        return array<vec4<f32>, 4>(int8_values(c.x) * s, int8_values(c.y) * s, int8_values(c.z) * s, int8_values(c.w) * s);
+    }
+    let c = k_nibbles(place, u);
+    var out: array<vec4<f32>, 4>;
+#for w in 0..4
+    {
+        let v = int8_values(c[$(w)]);
+        let p0 = k_channel(place, u * 16u + $(4 * w)u);
+        let p1 = k_channel(place, u * 16u + $(4 * w + 1)u);
+        let p2 = k_channel(place, u * 16u + $(4 * w + 2)u);
+        let p3 = k_channel(place, u * 16u + $(4 * w + 3)u);
+        out[$(w)] = v * vec4<f32>(p0.x, p1.x, p2.x, p3.x) + vec4<f32>(p0.y, p1.y, p2.y, p3.y);
+    }
+#end
+    return out;
+#end
+}
+#end

@@ -1,0 +1,38 @@
+// value.wgsl: V's codes and parameters, as the second product reads them.
+
+// A token's scale and shift in V's group g.
+fn v_param(place: Place, g: u32) -> vec2<f32> {
+#if V == TOKEN || V == G32
+    return vec2<f32>(load_f16(place.buffer, place.at * 4u + $(V_PARAMS)u, g * $(PS)u + place.token), 0.0);
+#elif V == GROUPS
+    let word = load_word(place.buffer, place.at * 4u + $(V_PARAMS)u + g * $(PS)u + place.token);
+    return vec2<f32>(f16_value(word & 0xFFFFu), f16_value(word >> 16u));
+#else
+    return vec2<f32>(1.0, 0.0);
+#end
+}
+
+#if V_BITS < 16
+// The 16 bytes of dim d in the panel of `place.token`: 16 tokens in slot order, or 32 as nibbles.
+fn v_panel(place: Place, d: u32) -> vec4<u32> {
+    return load_vec(place.buffer, place.at + $(V_CODES)u + (place.token / $(V_BITS == 8 ? 16 : 32)u) * $(D)u + d);
+}
+#else
+// One element of 16-bit V.
+fn v_element(place: Place, d: u32) -> f32 {
+    let word = load_word(place.buffer, (place.at + $(V_CODES)u + (d >> 3u) * $(PS)u + place.token) * 4u + ((d & 7u) >> 1u));
+    let half = (word >> ((d & 1u) * 16u)) & 0xFFFFu;
+#if V == BF16
+    return bitcast<f32>(half << 16u);
+#else
+    return f16_value(half);
+#end
+}
+#end
+
+#if INTEGER
+// acc + the dot product of 16 unsigned bytes.
+fn dot16u(a: vec4<u32>, b: vec4<u32>, acc: u32) -> u32 {
+    return dot4U8Packed(a.w, b.w) + (dot4U8Packed(a.z, b.z) + (dot4U8Packed(a.y, b.y) + (dot4U8Packed(a.x, b.x) + acc)));
+}
+#end
