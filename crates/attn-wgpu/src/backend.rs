@@ -12,7 +12,7 @@ use crate::{
     error::BACKEND,
     gpu::{self, Gpu},
     launch::{self, Prepared, Source},
-    shader::{DeviceKey, Pipelines, decode_key},
+    shader::{self, DeviceKey, Pipelines, Tuning, decode_key},
     store::DevicePages,
     view::ViewPages,
 };
@@ -64,6 +64,27 @@ impl WgpuBackend {
             pipelines: Pipelines::default(),
             device,
         }
+    }
+
+    /// The same device tuned otherwise; caches made before belong to it, too.
+    pub fn tuned(&self, tuning: Tuning) -> Self {
+        WgpuBackend {
+            gpu: self.gpu.clone(),
+            pipelines: Pipelines::tuned(tuning),
+            device: self.device.clone(),
+        }
+    }
+
+    /// The kernel that only reads its first binding, for a bench to compare with; entry point and layout are `read.wgsl`'s.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    #[doc(hidden)]
+    pub fn read_kernel(&self) -> Result<wgpu::ComputePipeline, Error> {
+        let text = shader::read_text()
+            .map_err(|e| crate::error::device("specialising a kernel", e.into()))?;
+        let pipeline = shader::compile(&self.gpu, "read_all", text)?;
+        Ok(wgpu::ComputePipeline::clone(&pipeline))
     }
 
     /// The device that caches and kernels live on.
@@ -191,8 +212,16 @@ impl DecodeAttention for WgpuBackend {
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
         self.check(problem, format)?;
-        let key = decode_key(problem, format, 64, 1, DeviceKey::of(&self.gpu));
-        let (num_splits, workspace_bytes) = launch::cost(problem, &key);
+        let tuning = &self.pipelines.tuning;
+        let key = decode_key(
+            problem,
+            format,
+            64,
+            1,
+            DeviceKey::of(&self.gpu, tuning),
+            tuning.rows.unwrap_or(8),
+        );
+        let (num_splits, workspace_bytes) = launch::cost(problem, &key, tuning);
         Ok(Plan {
             backend: BACKEND,
             problem: problem.clone(),

@@ -202,6 +202,14 @@ impl Gpu {
             .map(|_| ())
     }
 
+    /// Waits for all submitted work.
+    pub fn wait(&self, doing: &'static str) -> Result<(), Error> {
+        self.device
+            .poll(wgpu::PollType::wait_indefinitely())
+            .map_err(|error| device(doing, WgpuError::Poll(error)))?;
+        self.alive(doing)
+    }
+
     /// Reads parts of buffers (made with `COPY_SRC`; offsets and lengths multiples of 4), waiting for all work before.
     pub fn read(
         &self,
@@ -231,10 +239,7 @@ impl Gpu {
                 *result.lock().unwrap_or_else(|e| e.into_inner()) = Some(outcome);
             });
         })?;
-        self.device
-            .poll(wgpu::PollType::wait_indefinitely())
-            .map_err(|error| device(doing, WgpuError::Poll(error)))?;
-        self.alive(doing)?;
+        self.wait(doing)?;
         let outcome = mapped.lock().unwrap_or_else(|e| e.into_inner()).take();
         if let Some(Err(error)) = outcome {
             return Err(device(doing, WgpuError::Map(error)));

@@ -9,7 +9,7 @@ use wgpu::BufferUsages;
 use crate::{
     error::{BACKEND, WgpuError, device},
     gpu::Gpu,
-    shader::{DecodeKey, DeviceKey, Pipeline, Pipelines, decode_key},
+    shader::{DecodeKey, DeviceKey, Pipeline, Pipelines, Tuning, decode_key},
     store::DevicePages,
 };
 
@@ -65,7 +65,10 @@ fn row_blocks(problem: &Problem, rows: usize) -> usize {
 }
 
 /// Whether a workgroup takes a span (else a segment).
-fn takes_spans(problem: &Problem, rows: usize) -> bool {
+fn takes_spans(problem: &Problem, rows: usize, tuning: &Tuning) -> bool {
+    if let Some(spans) = tuning.spans {
+        return spans;
+    }
     let all: usize = problem.kv_lens.iter().map(|&len| segments(len)).sum();
     all * problem.num_kv_heads * row_blocks(problem, rows) >= MANY_WORKGROUPS
 }
@@ -85,8 +88,8 @@ fn items(problem: &Problem, spans: bool) -> Vec<Item> {
 }
 
 /// Splits per (sequence, KV head) of the longest sequence, and bytes of states.
-pub(crate) fn cost(problem: &Problem, key: &DecodeKey) -> (usize, usize) {
-    let spans = takes_spans(problem, key.rows);
+pub(crate) fn cost(problem: &Problem, key: &DecodeKey, tuning: &Tuning) -> (usize, usize) {
+    let spans = takes_spans(problem, key.rows, tuning);
     let longest = problem.kv_lens.iter().map(|&len| segments(len)).max();
     let step = if spans { SPAN } else { 1 };
     let slots = items(problem, spans).len() * problem.num_kv_heads * row_blocks(problem, key.rows);
@@ -136,16 +139,17 @@ impl Prepared {
         problem: &Problem,
         source: &Source<'_>,
     ) -> Result<Self, Error> {
-        let pages = source.pages;
+        let (pages, tuning) = (source.pages, &pipelines.tuning);
         let key = decode_key(
             problem,
             pages.layout.format,
             pages.layout.page_size,
             pages.buffers.len(),
-            DeviceKey::of(gpu),
+            DeviceKey::of(gpu, tuning),
+            tuning.rows.unwrap_or(8),
         );
         let (rows, blocks) = (key.rows, row_blocks(problem, key.rows));
-        let spans = takes_spans(problem, rows);
+        let spans = takes_spans(problem, rows, tuning);
         let items = items(problem, spans);
         let most = gpu.limits.max_compute_workgroups_per_dimension as usize;
         let grid_x = items.len().clamp(1, most);

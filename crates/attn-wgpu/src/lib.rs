@@ -21,6 +21,7 @@ use attn_core::{DecodeAttention, Unsupported};
 pub use backend::WgpuBackend;
 pub use error::WgpuError;
 pub use launch::Prepared;
+pub use shader::Tuning;
 pub use store::DevicePages;
 pub use wgpu;
 

@@ -33,18 +33,39 @@ pub(crate) struct DeviceKey {
     pub subgroup: usize,
     /// Bytes of workgroup memory.
     pub shared_bytes: usize,
-    /// Loads in flight per lane: panels of K or V.
-    pub unroll: usize,
+    /// Panels of K, and of V, that a lane loads at once.
+    pub unroll: [usize; 2],
+}
+
+/// What may be tried on a device: it changes speed, never bits. `Default` leaves each to the backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Tuning {
+    /// `Some(false)` keeps to workgroup memory where subgroups are present.
+    pub subgroups: Option<bool>,
+    /// Bytes of workgroup memory of one workgroup, at most the device's.
+    pub shared_bytes: Option<usize>,
+    /// Panels of K, and of V, that a lane loads at once: 1, 2 or 4.
+    pub unroll: Option<[usize; 2]>,
+    /// Whether a workgroup takes a span of four segments.
+    pub spans: Option<bool>,
+    /// Query rows of one workgroup, at most: 1, 2, 4 or 8.
+    pub rows: Option<usize>,
 }
 
 impl DeviceKey {
-    pub fn of(gpu: &Gpu) -> Self {
+    pub fn of(gpu: &Gpu, tuning: &Tuning) -> Self {
         let software = gpu.info.device_type == wgpu::DeviceType::Cpu;
+        let subgroups = tuning.subgroups.unwrap_or(true);
+        // More would cost occupancy.
+        let shared = tuning.shared_bytes.unwrap_or(32768);
+        let unroll = tuning
+            .unroll
+            .unwrap_or(if software { [1, 1] } else { [4, 2] });
         DeviceKey {
-            subgroup: gpu.subgroup as usize,
-            // More would cost occupancy.
-            shared_bytes: (gpu.limits.max_compute_workgroup_storage_size as usize).min(32768),
-            unroll: if software { 1 } else { 4 },
+            subgroup: if subgroups { gpu.subgroup as usize } else { 1 },
+            shared_bytes: shared.min(gpu.limits.max_compute_workgroup_storage_size as usize),
+            unroll: unroll.map(|n| n.clamp(1, 4).next_power_of_two()),
         }
     }
 }
@@ -153,8 +174,8 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
         ("CHUNK_ELEMS", chunk_elems),
         ("ELEMS", r / value_rows * chunk_elems),
         ("SCRATCH_WORDS", scratch_words),
-        ("QU", key.device.unroll),
-        ("VU", key.device.unroll.min(2).min(v_panels)),
+        ("QU", key.device.unroll[0]),
+        ("VU", key.device.unroll[1].min(v_panels)),
     ] {
         constants.insert(name.to_owned(), value as i64);
     }
@@ -187,13 +208,14 @@ pub(crate) fn decode_key(
     page_size: usize,
     pools: usize,
     device: DeviceKey,
+    most_rows: usize,
 ) -> DecodeKey {
     let rows = problem.heads_per_kv() * problem.q_len;
     let mut key = DecodeKey {
         format,
         head_dim: problem.head_dim,
         page_size,
-        rows: rows.next_power_of_two().min(8),
+        rows: rows.next_power_of_two().min(most_rows),
         softcap: problem.softcap.is_some(),
         alibi: problem.alibi_slopes.is_some(),
         pools,
@@ -218,10 +240,16 @@ pub(crate) fn decode_text(file: &str, key: &DecodeKey) -> Result<String, Special
 /// One pipeline, whatever its bind group layout.
 pub(crate) type Pipeline = Arc<wgpu::ComputePipeline>;
 
+/// The text of the kernel that only reads.
+pub(crate) fn read_text() -> Result<String, SpecialiseError> {
+    specialise("read.wgsl", &Constants::new(), &source)
+}
+
 /// Pipelines by name and constants.
 #[derive(Default)]
 pub(crate) struct Pipelines {
     decode: Mutex<HashMap<DecodeKey, [Pipeline; 2]>>,
+    pub tuning: Tuning,
 }
 
 /// Makes a pipeline of a specialised text.
@@ -260,6 +288,13 @@ pub(crate) fn compile(gpu: &Gpu, name: &'static str, text: String) -> Result<Pip
 }
 
 impl Pipelines {
+    pub fn tuned(tuning: Tuning) -> Self {
+        Pipelines {
+            tuning,
+            ..Default::default()
+        }
+    }
+
     /// The split and the merge kernel.
     pub fn decode(&self, gpu: &Gpu, key: &DecodeKey) -> Result<[Pipeline; 2], Error> {
         let mut made = self.decode.lock().unwrap_or_else(|e| e.into_inner());
@@ -301,7 +336,7 @@ mod tests {
 
     #[test]
     fn every_specialisation_is_valid_wgsl() {
-        let devices = [(1, 16384, 1), (8, 32768, 1), (32, 32768, 4)];
+        let devices = [(1, 16384, [1, 1]), (8, 32768, [1, 1]), (32, 32768, [4, 2])];
         for (subgroup, shared_bytes, unroll) in devices {
             for k in Scheme::ALL {
                 for v in Scheme::ALL {
@@ -327,7 +362,7 @@ mod tests {
                             shared_bytes,
                             unroll,
                         };
-                        let key = decode_key(&problem, format, page_size, 1 + rows / 4, device);
+                        let key = decode_key(&problem, format, page_size, 1 + rows / 4, device, 8);
                         assert!(decode_constants(&key).1 <= shared_bytes, "{key:?}");
                         for file in ["decode_split.wgsl", "decode_merge.wgsl"] {
                             let text = decode_text(file, &key).unwrap();

@@ -1,7 +1,10 @@
 //! The pool on the device: pages in as many buffers as bindings require.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
 
 use attn_core::{CacheConfig, Error, HostPages, PageLayout, PageStore, TokenWrite, Unsupported};
 use wgpu::BufferUsages;
@@ -14,6 +17,9 @@ use crate::{
 /// Storage buffers of the split kernel beside the pool's.
 const OTHER_BINDINGS: u32 = 3;
 
+/// Page bytes that may wait for a submission.
+const MOST_PENDING: u64 = 64 << 20;
+
 /// A pool on the device.
 pub struct DevicePages {
     pub(crate) gpu: Arc<Gpu>,
@@ -21,6 +27,8 @@ pub struct DevicePages {
     pub(crate) buffers: Vec<wgpu::Buffer>,
     pub(crate) pages_per_buffer: u32,
     mirror: HostPages,
+    /// Bytes written to the queue and not yet submitted, so that staging memory stays small.
+    pending: AtomicU64,
 }
 
 impl DevicePages {
@@ -60,6 +68,7 @@ impl DevicePages {
             buffers,
             pages_per_buffer: per_buffer.min(num_pages) as u32,
             mirror: HostPages::new(config)?,
+            pending: AtomicU64::new(0),
         })
     }
 
@@ -72,9 +81,20 @@ impl DevicePages {
 
     fn upload(&self, page: u32, bytes: &[u8]) -> Result<(), Error> {
         let (buffer, at) = self.place(page);
+        let pending = self
+            .pending
+            .fetch_add(bytes.len() as u64, Ordering::Relaxed);
         self.gpu.guarded("writing a page", || {
-            self.gpu.queue.write_buffer(buffer, at, bytes)
-        })
+            self.gpu.queue.write_buffer(buffer, at, bytes);
+            if pending > MOST_PENDING {
+                self.pending.store(0, Ordering::Relaxed);
+                self.gpu.queue.submit([]);
+            }
+        })?;
+        if pending > MOST_PENDING {
+            self.gpu.wait("writing pages")?;
+        }
+        Ok(())
     }
 
     /// The buffers that the pool's pages lie in: `pages_per_buffer` in each, `[page][kv_head][run]` of FORMATS.md.
