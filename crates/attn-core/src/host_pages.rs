@@ -12,12 +12,16 @@ use crate::{
     quant::{self, Param},
 };
 
+const HUGE_PAGE: usize = 2 << 20;
+
 /// A pool in host memory.
 #[derive(Debug)]
 pub struct HostPages {
     config: CacheConfig,
     layout: PageLayout,
+    /// The pool, and slack in front of it up to `start`.
     bytes: Vec<u8>,
+    start: usize,
 }
 
 /// Reads one stored code.
@@ -98,16 +102,30 @@ impl HostPages {
     pub fn new(config: &CacheConfig) -> Result<Self, Error> {
         config.check()?;
         let layout = config.layout();
+        let size = config.num_pages * layout.page_bytes();
+        // Runs are whole cache lines in most formats; a large pool also starts on a huge page.
+        let align = if size < HUGE_PAGE { 64 } else { HUGE_PAGE };
+        let bytes = vec![0; size + align];
+        let start = bytes.as_ptr().align_offset(align).min(align);
         Ok(HostPages {
-            bytes: vec![0; config.num_pages * layout.page_bytes()],
+            bytes,
+            start,
             layout,
             config: config.clone(),
         })
     }
 
+    fn pool(&self) -> &[u8] {
+        &self.bytes[self.start..]
+    }
+
+    fn pool_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..]
+    }
+
     /// One KV head's run of one page.
     pub fn run(&self, page: u32, head: usize) -> &[u8] {
-        &self.bytes[self.layout.run(page, head)]
+        &self.pool()[self.layout.run(page, head)]
     }
 
     fn write_side(
@@ -156,7 +174,7 @@ impl HostPages {
         } else {
             write.page
         };
-        let run = &mut self.bytes[layout.run(page, head)];
+        let run = &mut self.pool_mut()[layout.run(page, head)];
         let address = if is_k { layout::k_code } else { layout::v_code };
         let bits = scheme.code_bits();
         for (d, &code) in scratch.codes.iter().enumerate() {
@@ -187,9 +205,9 @@ impl HostPages {
         let (layout, page_size, head_dim) =
             (self.layout, self.layout.page_size, self.layout.head_dim);
         let tail = layout.tail_k();
-        let open = self.bytes[layout.run(tail_page, head)][..tail.k_params().end].to_vec();
+        let open = self.pool()[layout.run(tail_page, head)][..tail.k_params().end].to_vec();
         let (open_codes, open_params) = open.split_at(tail.k_codes().end);
-        let run = &mut self.bytes[layout.run(page, head)];
+        let run = &mut self.pool_mut()[layout.run(page, head)];
         let (mut x, mut codes) = (vec![0.0; page_size], vec![0; page_size]);
         run[layout.k_codes()].fill(0);
         for d in 0..head_dim {
@@ -237,12 +255,12 @@ impl PageStore for HostPages {
 
     fn read_page(&self, page: u32) -> Result<Vec<u8>, Error> {
         let size = self.layout.page_bytes();
-        Ok(self.bytes[page as usize * size..][..size].to_vec())
+        Ok(self.pool()[page as usize * size..][..size].to_vec())
     }
 
     fn write_page(&mut self, page: u32, bytes: &[u8]) -> Result<(), Error> {
         let size = self.layout.page_bytes();
-        self.bytes[page as usize * size..][..size].copy_from_slice(bytes);
+        self.pool_mut()[page as usize * size..][..size].copy_from_slice(bytes);
         Ok(())
     }
 

@@ -342,6 +342,7 @@ fn attend<D: Dot>(
     let page_tokens = reader.page_end(0);
     let segment_tokens = segment_tiles(kv_len) * TILE;
     let mut prepared = Prepared::Nothing;
+    let last = seen.end.min(item.segments.end * segment_tokens);
     for (n, segment) in item.segments.clone().enumerate() {
         rows.m.as_mut_slice()[..count].fill(f32::NEG_INFINITY);
         rows.l.as_mut_slice()[..count].fill(0.0);
@@ -368,11 +369,13 @@ fn attend<D: Dot>(
             };
             if !integer {
                 tile.load_float(&reader, t0, len, dim);
+                tile.announce(s, &reader, t0 + TILE, last, dim);
                 // SAFETY: `load_float` has pointed the tile to `len` readable tokens.
                 unsafe { float::fold_tile(s, tile, rows, in_tile, modifiers) };
                 continue;
             }
             tile.load_integer(s, &reader, t0, len, dim);
+            tile.announce(s, &reader, t0 + TILE, last, dim);
             let scheme = reader.scheme(Side::K, t0);
             let bias = if tile.k_nibbles { 8 } else { D::K_BIAS };
             if scheme == Scheme::Int4(Int4Scale::Channel) {

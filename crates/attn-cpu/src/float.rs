@@ -69,6 +69,7 @@ unsafe fn scores<S: Simd, const R: usize, const KIND: u8>(
             let t = t0 + c * S::ROWS;
             // SAFETY: t < 64; ROWS tokens from t on lie in the place of their 16.
             let base = unsafe { tile.k[t / 16].add(t % 16 * width) };
+            let next = tile.next_k[t / 16].wrapping_add(t % 16 * width);
             let mut acc = [[[s.splat(0.0); 2]; 2]; R];
             for i in 0..dim / 16 {
                 // SAFETY: panels 2i and 2i + 1 of dim/8; two vectors cover ROWS tokens.
@@ -81,6 +82,12 @@ unsafe fn scores<S: Simd, const R: usize, const KIND: u8>(
                         [widen::<S, KIND>(s, at(1, 0)), widen::<S, KIND>(s, at(1, 1))],
                     ]
                 };
+                // One line holds four tokens of a panel.
+                if row == 0 && KIND != F32 && t % 4 == 0 {
+                    for half in 0..2 {
+                        s.prefetch(next.wrapping_add((2 * i + half) * tile.k_stride));
+                    }
+                }
                 for r in 0..R {
                     for half in 0..2 {
                         // SAFETY: 8 of row r's dims.
@@ -122,12 +129,21 @@ unsafe fn values<S: Simd, const R: usize, const U: usize, const KIND: u8>(
     let p = rows.scores.as_slice()[row * TILE..][..R * TILE].as_ptr();
     let mut acc = [[s.splat(0.0); U]; R];
     for t in start..end {
-        // SAFETY: token t < 64 lies in the place of its 16; panels dim0/8.. of dim/8.
-        let v: [S::F; U] = std::array::from_fn(|u| unsafe {
-            let panel = dim0 / 8 + u * (S::ROWS / 2);
-            let at = tile.v[t / 16].add(t % 16 * width + panel * tile.v_stride);
-            widen_panels::<S, KIND>(s, at, tile.v_stride)
-        });
+        let mut v = [s.splat(0.0); U];
+        for (u, v) in v.iter_mut().enumerate() {
+            // SAFETY: token t < 64 lies in the place of its 16; panels dim0/8.. of dim/8.
+            *v = unsafe {
+                let panel = dim0 / 8 + u * (S::ROWS / 2);
+                let at = tile.v[t / 16].add(t % 16 * width + panel * tile.v_stride);
+                widen_panels::<S, KIND>(s, at, tile.v_stride)
+            };
+        }
+        if row == 0 && KIND != F32 && t % 4 == 0 {
+            let next = tile.next_v[t / 16].wrapping_add(t % 16 * width);
+            for panel in 0..U * S::ROWS / 2 {
+                s.prefetch(next.wrapping_add((dim0 / 8 + panel) * tile.v_stride));
+            }
+        }
         for r in 0..R {
             // SAFETY: R·TILE floats at p.
             let weight = s.splat(unsafe { *p.add(r * TILE + t) });

@@ -3,6 +3,8 @@
 //! Rows go in blocks that share each loaded vector of codes; an accumulator holds four partial sums per token (of K) or dim
 //! (of V), which meet once per tile. Cost on AVX-512 VNNI, per row and 64 bytes of codes: two `vpdpbusd` for int8, four for int4.
 
+use std::ops::Range;
+
 use attn_core::arithmetic::{TILE, exp2i, exponent};
 
 use crate::{
@@ -47,6 +49,37 @@ macro_rules! in_blocks {
     }};
 }
 pub(crate) use in_blocks;
+
+/// An array of four; not `array::from_fn`, whose closure would be compiled without the vector features.
+macro_rules! four {
+    (|$j:ident| $e:expr) => {
+        [
+            {
+                let $j = 0;
+                $e
+            },
+            {
+                let $j = 1;
+                $e
+            },
+            {
+                let $j = 2;
+                $e
+            },
+            {
+                let $j = 3;
+                $e
+            },
+        ]
+    };
+}
+
+/// The part of `0..whole` that a block of `rows` rows from `row` on fetches for the next tile: requests spread over the blocks
+/// keep the memory busy all the time, where one block's burst would wait for it.
+#[inline(always)]
+pub(crate) fn share(row: usize, rows: usize, count: usize, whole: usize) -> Range<usize> {
+    row * whole / count..(row + rows) * whole / count
+}
 
 /// Quantizes a row to 15 bits (section 2), writes its operands, and gives `2^−e`; `integers` receives q15.
 ///
@@ -171,6 +204,7 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
     row: usize,
 ) {
     let (s, dim) = (d.simd(), rows.dim);
+    let fetch = share(row, R, rows.count, dim / 16);
     let parts = dim / 16 / tile.k_groups;
     let operands = rows.k_operands.as_slice()[row * dim * 2..][..R * dim * 2].as_ptr();
     let bias = &rows.k_bias.as_slice()[row * GROUPS..][..R * GROUPS];
@@ -183,13 +217,14 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
     for t in (0..tile.tokens).step_by(D::S::LANES) {
         // SAFETY: t/16 < 4; the panel rows of tokens t%16.. lie in the tile's place.
         let base = unsafe { tile.k[t / 16].add(t % 16 * 16) };
+        let next = tile.next_k[t / 16].wrapping_add(t % 16 * 16);
         let mut a = [s.splat(0.0); R];
         for g in 0..tile.k_groups {
             let mut acc = [[d.k_zero(); 4]; R];
             for part in g * parts..(g + 1) * parts {
                 let panel = if NIBBLES { part / 2 } else { part };
                 // SAFETY: the tile's K has dim/16 parts; each vector covers ROWS tokens, four cover LANES ≤ 16 tokens.
-                let codes: [D::KCodes; 4] = std::array::from_fn(|j| unsafe {
+                let codes: [D::KCodes; 4] = four!(|j| unsafe {
                     let raw = s.i_load(base.add(panel * tile.k_stride + j * D::S::ROWS * 16));
                     match NIBBLES {
                         false => d.k_bytes(raw),
@@ -197,6 +232,12 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
                         true => d.k_high(raw),
                     }
                 });
+                // One line per line read: the next tile is here when its turn comes.
+                if fetch.contains(&part) && (!NIBBLES || part % 2 == 0) {
+                    for line in 0..D::S::LANES / 4 {
+                        s.prefetch(next.wrapping_add(panel * tile.k_stride + line * 64));
+                    }
+                }
                 for r in 0..R {
                     // SAFETY: operand `part` of row r, of R·dim/16.
                     let operand = unsafe {
@@ -211,7 +252,7 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
             // SAFETY: t + LANES ≤ TILE; g < k_groups ≤ GROUPS.
             let scale = unsafe { s.load(tile.k_scale[g].as_ptr().add(t)) };
             for r in 0..R {
-                let sum = s.i_rows(acc[r].map(|x| d.k_sum(x)));
+                let sum = s.i_rows(four!(|j| d.k_sum(acc[r][j])));
                 let sum = s.i_sub(sum, s.i_splat(bias[r * GROUPS + g]));
                 let term = s.mul(s.to_f(sum), scale);
                 a[r] = if g == 0 { term } else { s.add(a[r], term) };
@@ -299,6 +340,7 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
     row: usize,
 ) {
     let (s, dim) = (d.simd(), rows.dim);
+    let fetch = share(row, R, rows.count, dim);
     let (group_dims, stride) = (dim / tile.v_groups, tile.v_groups * 4 * OPERAND);
     let operands = rows.v_operands.as_slice()[row * stride..][..R * stride].as_ptr();
     let w_sums = &rows.w_sums.as_slice()[row * GROUPS..][..R * GROUPS];
@@ -314,7 +356,7 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
         let mut count = [d.v_zero(); 4];
         for panel in 0..tile.tokens.div_ceil(16) {
             // SAFETY: the tile has this panel; it holds dim rows of 16 bytes, four vectors cover LANES of them.
-            let codes: [D::VCodes; 4] = std::array::from_fn(|j| unsafe {
+            let codes: [D::VCodes; 4] = four!(|j| unsafe {
                 let raw = s.i_load(tile.v[panel].add((dim0 + j * D::S::ROWS) * 16));
                 match NIBBLES {
                     false => d.v_bytes(raw),
@@ -322,6 +364,11 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
                     true => d.v_high(raw),
                 }
             });
+            if fetch.contains(&dim0) && (!NIBBLES || panel % 2 == 0) {
+                for line in 0..D::S::LANES / 4 {
+                    s.prefetch(tile.next_v[panel].wrapping_add(dim0 * 16 + line * 64));
+                }
+            }
             if D::V_BIAS != 0 {
                 for j in 0..4 {
                     count[j] = d.v_count(count[j], codes[j]);
@@ -339,7 +386,7 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
             }
         }
         let back = if D::V_BIAS != 0 {
-            s.i_mul(s.i_rows(count.map(|x| d.v_sum(x))), s.i_splat(D::V_BIAS))
+            s.i_mul(s.i_rows(four!(|j| d.v_sum(count[j]))), s.i_splat(D::V_BIAS))
         } else {
             s.i_splat(0)
         };
@@ -348,7 +395,7 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
             if beta[r] < 0.0 {
                 continue;
             }
-            let mut sum = s.i_rows(acc[r].map(|x| d.v_sum(x)));
+            let mut sum = s.i_rows(four!(|j| d.v_sum(acc[r][j])));
             if D::V_BIAS != 0 {
                 sum = s.i_add(sum, back);
             }

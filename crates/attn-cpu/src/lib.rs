@@ -5,6 +5,7 @@
 //! cuts a step into work for threads.
 
 mod backend;
+pub mod bench;
 mod decode;
 mod float;
 mod integer;

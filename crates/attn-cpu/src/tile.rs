@@ -31,6 +31,8 @@ pub(crate) struct Tile {
     /// K's panel rows of each 16 tokens; the next panel is `k_stride` on.
     pub k: [*const u8; 4],
     pub k_stride: usize,
+    /// Where the next tile's K will be read, to be fetched meanwhile; any address.
+    pub next_k: [*const u8; 4],
     pub k_nibbles: bool,
     pub k_float: Float,
     pub k_groups: usize,
@@ -40,6 +42,8 @@ pub(crate) struct Tile {
     /// Integers: the panel of each 16 tokens, or of the 32 that they lie in. Floats: as for K.
     pub v: [*const u8; 4],
     pub v_stride: usize,
+    /// As for K.
+    pub next_v: [*const u8; 4],
     pub v_nibbles: bool,
     pub v_float: Float,
     pub v_groups: usize,
@@ -66,6 +70,7 @@ impl Tile {
             tokens: 0,
             k: [std::ptr::null(); 4],
             k_stride: 0,
+            next_k: [std::ptr::null(); 4],
             k_nibbles: false,
             k_float: Float::F32,
             k_groups: 1,
@@ -74,6 +79,7 @@ impl Tile {
             k_shift: [[0.0; TILE]; GROUPS],
             v: [std::ptr::null(); 4],
             v_stride: 0,
+            next_v: [std::ptr::null(); 4],
             v_nibbles: false,
             v_float: Float::F32,
             v_groups: 1,
@@ -221,24 +227,33 @@ impl Tile {
     /// Points to pages.
     #[inline(always)]
     fn place(&mut self, reader: &Reader<'_>, side: Side, t0: usize, bits: usize, dim: usize) {
-        let mut t = 0;
-        while t < self.tokens {
-            let page = reader.page(side, t0 + t);
-            let (page_size, mut first) = (page.page_size, (t0 + t) % page.page_size);
-            while first < page_size && t < TILE {
-                // The formulas of FORMATS.md for the first of 16 tokens; all stay inside the part.
-                let at = match (side, bits) {
-                    (Side::K, _) | (Side::V, 16) => first * 16,
-                    (Side::V, 8) => first * dim,
-                    (Side::V, _) => first / 32 * dim * 16,
-                };
-                let place = page.codes[at..].as_ptr();
-                if side == Side::K {
-                    (self.k[t / 16], self.k_stride) = (place, page_size * 16);
-                } else {
-                    (self.v[t / 16], self.v_stride) = (place, page_size * 16);
-                }
-                (t, first) = (t + 16, first + 16);
+        let (places, stride) = match side {
+            Side::K => (&mut self.k, &mut self.k_stride),
+            Side::V => (&mut self.v, &mut self.v_stride),
+        };
+        *stride = places_of(reader, side, t0, self.tokens, bits, dim, places);
+    }
+
+    /// Says which tile comes next: `t0`, unless it is at or past `end`.
+    #[inline(always)]
+    pub fn announce<S: Simd>(
+        &mut self,
+        s: S,
+        reader: &Reader<'_>,
+        t0: usize,
+        end: usize,
+        dim: usize,
+    ) {
+        (self.next_k, self.next_v) = (self.k, self.v);
+        if t0 >= end || !reader.is_paged() {
+            return;
+        }
+        for (side, places) in [(Side::K, &mut self.next_k), (Side::V, &mut self.next_v)] {
+            let bits = reader.scheme(side, t0).code_bits();
+            places_of(reader, side, t0, TILE.min(end - t0), bits, dim, places);
+            let params = reader.page(side, t0).params;
+            for line in params.chunks(64).take(4) {
+                s.prefetch(line.as_ptr());
             }
         }
     }
@@ -340,6 +355,36 @@ impl Tile {
             }
         }
     }
+}
+
+/// Where each 16 of a tile's tokens lie; K's (and 16-bit V's) distance between panels comes back.
+#[inline(always)]
+fn places_of(
+    reader: &Reader<'_>,
+    side: Side,
+    t0: usize,
+    tokens: usize,
+    bits: usize,
+    dim: usize,
+    places: &mut [*const u8; 4],
+) -> usize {
+    let (mut t, mut stride) = (0, 0);
+    while t < tokens {
+        let page = reader.page(side, t0 + t);
+        let mut first = (t0 + t) % page.page_size;
+        stride = page.page_size * 16;
+        while first < page.page_size && t < TILE {
+            // The formulas of FORMATS.md for the first of 16 tokens; all stay inside the part.
+            let at = match (side, bits) {
+                (Side::K, _) | (Side::V, 16) => first * 16,
+                (Side::V, 8) => first * dim,
+                (Side::V, _) => first / 32 * dim * 16,
+            };
+            places[t / 16] = page.codes[at..].as_ptr();
+            (t, first) = (t + 16, first + 16);
+        }
+    }
+    stride
 }
 
 /// Scales and centred shifts from `{scale, shift}` pairs of f16.

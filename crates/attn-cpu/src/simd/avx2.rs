@@ -247,12 +247,16 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn rows(self, v: [__m256; 4]) -> __m256 {
         op!({
-            let [a, b, c, d] = v.map(|x| _mm256_castps_pd(x));
-            let pairs = |x, y| {
-                let (low, high) = (_mm256_unpacklo_pd(x, y), _mm256_unpackhi_pd(x, y));
-                _mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high))
-            };
-            let (ab, cd) = (pairs(a, b), pairs(c, d));
+            let [a, b, c, d] = [
+                _mm256_castps_pd(v[0]),
+                _mm256_castps_pd(v[1]),
+                _mm256_castps_pd(v[2]),
+                _mm256_castps_pd(v[3]),
+            ];
+            let (low, high) = (_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b));
+            let ab = _mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high));
+            let (low, high) = (_mm256_unpacklo_pd(c, d), _mm256_unpackhi_pd(c, d));
+            let cd = _mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high));
             let even = _mm256_shuffle_ps::<0b10_00_10_00>(ab, cd);
             let odd = _mm256_shuffle_ps::<0b11_01_11_01>(ab, cd);
             _mm256_permutevar8x32_ps(_mm256_add_ps(even, odd), order!())
@@ -265,6 +269,11 @@ impl Simd for Avx2 {
             _mm256_permute2f128_ps::<0x20>(a, b),
             _mm256_permute2f128_ps::<0x31>(a, b),
         ))
+    }
+
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        op!(_mm_prefetch::<_MM_HINT_T1>(p.cast()));
     }
 
     #[inline(always)]

@@ -229,12 +229,16 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn rows(self, v: [__m512; 4]) -> __m512 {
         op!({
-            let [a, b, c, d] = v.map(|x| _mm512_castps_pd(x));
-            let pairs = |x, y| {
-                let (low, high) = (_mm512_unpacklo_pd(x, y), _mm512_unpackhi_pd(x, y));
-                _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high))
-            };
-            let (ab, cd) = (pairs(a, b), pairs(c, d));
+            let [a, b, c, d] = [
+                _mm512_castps_pd(v[0]),
+                _mm512_castps_pd(v[1]),
+                _mm512_castps_pd(v[2]),
+                _mm512_castps_pd(v[3]),
+            ];
+            let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+            let ab = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+            let (low, high) = (_mm512_unpacklo_pd(c, d), _mm512_unpackhi_pd(c, d));
+            let cd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
             let even = _mm512_shuffle_ps::<0b10_00_10_00>(ab, cd);
             let odd = _mm512_shuffle_ps::<0b11_01_11_01>(ab, cd);
             let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -248,6 +252,11 @@ impl Simd for Avx512 {
             _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b),
             _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b),
         ))
+    }
+
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        op!(_mm_prefetch::<_MM_HINT_T1>(p.cast()));
     }
 
     #[inline(always)]

@@ -238,6 +238,12 @@ pub(crate) trait Simd: Copy {
     /// 8 floats are readable at each.
     unsafe fn load_panels(self, a: *const f32, b: *const f32) -> Self::F;
 
+    /// Asks for the cache line at `p`, which may be any address.
+    #[inline(always)]
+    fn prefetch(self, p: *const u8) {
+        let _ = p;
+    }
+
     /// Rounds half to even, |a| ≤ 2^22.
     #[inline(always)]
     fn round(self, a: Self::F) -> Self::I {
