@@ -73,10 +73,10 @@ impl CudaBackend {
         })
     }
 
-    /// Launches `ctas` CTAs instead of one per SM: this changes speed, never bits. Before the first cache is made.
-    pub fn with_grid(mut self, ctas: usize) -> Self {
+    /// Sizes launches for so many SMs instead of the device's: this changes speed, never bits. Before the first cache is made.
+    pub fn with_sms(mut self, sms: usize) -> Self {
         if let Some(device) = Arc::get_mut(&mut self.device) {
-            device.ctas = ctas.max(1);
+            device.sms = sms.max(1);
         }
         self
     }

@@ -95,7 +95,7 @@ pub(crate) struct Device {
     pub(crate) stream: Arc<CudaStream>,
     pub(crate) arch: Arch,
     pub(crate) shared_limit: usize,
-    pub(crate) ctas: usize,
+    pub(crate) sms: usize,
     pub(crate) check: Option<CudaSlice<u8>>,
     pub(crate) info: DeviceInfo,
     kernels: Mutex<HashMap<Instance, Entry>>,
@@ -164,7 +164,7 @@ impl Device {
         use sys::CUdevice_attribute as Attribute;
         let optin =
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
-        let ctas = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+        let sms = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
         // SAFETY: this context's slices are used on one stream only, or by callers who order their streams themselves.
         unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().map_err(refuse)?;
@@ -177,7 +177,7 @@ impl Device {
             backend: "cuda",
             name: context.name().map_err(refuse)?,
             detail: format!(
-                "{} kernels, {ctas} SMs, driver for CUDA {}.{}",
+                "{} kernels, {sms} SMs, driver for CUDA {}.{}",
                 arch.name(),
                 version / 1000,
                 version % 1000 / 10
@@ -187,7 +187,7 @@ impl Device {
             stream,
             arch,
             shared_limit: optin.min(arch.shared_limit()),
-            ctas,
+            sms,
             check,
             info,
             kernels: Mutex::default(),

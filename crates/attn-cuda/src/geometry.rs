@@ -17,6 +17,8 @@ pub struct Geometry {
     pub row_warps: usize,
     /// Stages in flight per team: `ATTN_STAGES`.
     pub stages: usize,
+    /// CTAs per SM: `ATTN_CTAS`.
+    pub ctas: usize,
 }
 
 /// What one launch looks like.
@@ -30,6 +32,21 @@ pub struct Launch {
     pub tile_split: bool,
     /// CTAs.
     pub grid: usize,
+}
+
+/// `ATTN_CUDA_SHAPE=row_groups,row_warps,stages,ctas`, for who tunes this table.
+fn from_env() -> Option<Geometry> {
+    let text = std::env::var("ATTN_CUDA_SHAPE").ok()?;
+    let numbers: Vec<usize> = text.split(',').map(|n| n.parse().unwrap_or(1)).collect();
+    let &[row_groups, row_warps, stages, ctas] = &numbers[..] else {
+        return None;
+    };
+    Some(Geometry {
+        row_groups,
+        row_warps,
+        stages,
+        ctas,
+    })
 }
 
 fn params_bytes(scheme: Scheme, head_dim: usize, tokens: usize) -> usize {
@@ -50,6 +67,9 @@ impl Geometry {
         page_size: usize,
         shared_limit: usize,
     ) -> Option<Self> {
+        if let Some(given) = from_env() {
+            return Some(given);
+        }
         // Largest first; the first that the rows fill.
         let shapes = [(2, 4), (2, 3), (2, 2), (2, 1), (1, 2), (1, 1)];
         let wanted = match rows {
@@ -67,6 +87,7 @@ impl Geometry {
                     row_groups,
                     row_warps,
                     stages,
+                    ctas: 1,
                 })
                 .find(|g| g.shared_bytes(format, head_dim, page_size) <= shared_limit)
         };
@@ -128,15 +149,16 @@ impl Geometry {
             + 64
     }
 
-    /// The launch for lengths up to `max_kv_len` on `ctas` CTAs.
+    /// The launch for lengths up to `max_kv_len` on `sms` SMs.
     pub fn launch(
         &self,
         rows: usize,
         batch: usize,
         num_kv_heads: usize,
         max_kv_len: usize,
-        ctas: usize,
+        sms: usize,
     ) -> Launch {
+        let ctas = sms * self.ctas;
         let row_blocks = rows.div_ceil(self.rows());
         let segments = max_segments(max_kv_len);
         let spans = segments.div_ceil(arithmetic::SPAN);

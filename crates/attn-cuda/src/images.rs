@@ -57,6 +57,29 @@ pub fn compiler() -> Result<&'static Nvrtc, ImageError> {
         .map_err(|reason| ImageError::NoCompiler(reason.clone()))
 }
 
+/// The kernel sources: this program's own, or those in the folder that `ATTN_KERNELS` names, for who changes them.
+pub fn sources() -> &'static [(&'static str, &'static str)] {
+    static SOURCES: OnceLock<Vec<(&'static str, &'static str)>> = OnceLock::new();
+    let Some(folder) = env::var_os("ATTN_KERNELS") else {
+        return attn_kernels::CUDA;
+    };
+    SOURCES.get_or_init(|| {
+        let mut files: Vec<(&str, &str)> = fs::read_dir(&folder)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .filter_map(|entry| {
+                let name = entry.file_name().into_string().ok()?;
+                let text = fs::read_to_string(entry.path()).ok()?;
+                // Read once per process.
+                Some((&*name.leak(), &*text.leak()))
+            })
+            .collect();
+        files.sort_unstable();
+        files
+    })
+}
+
 /// Images that this program carries.
 pub fn embedded_count() -> usize {
     embedded::IMAGES.len()
@@ -115,7 +138,7 @@ pub fn image(
     arch: Arch,
     fresh: bool,
 ) -> Result<(Vec<u8>, Origin), ImageError> {
-    let key = instance.key(attn_kernels::CUDA, arch);
+    let key = instance.key(sources(), arch);
     if let Ok(at) = embedded::IMAGES.binary_search_by_key(&key, |(key, _)| *key) {
         return Ok((embedded::IMAGES[at].1.to_vec(), Origin::Embedded));
     }
@@ -124,7 +147,7 @@ pub fn image(
         return Ok((image, Origin::Cached));
     }
     let image = compiler()?
-        .compile(attn_kernels::CUDA, instance.unit(), &instance.options(arch))
+        .compile(sources(), instance.unit(), &instance.options(arch))
         .map_err(ImageError::Compile)?;
     // A cache that cannot be written costs time, nothing else.
     let _ = path.map(|path| write_entry(&path, &image));
@@ -133,7 +156,7 @@ pub fn image(
 
 /// Whether [`image`] would succeed without compiling anything, or a compiler is there.
 pub fn obtainable(instance: &Instance, arch: Arch) -> Result<(), ImageError> {
-    let key = instance.key(attn_kernels::CUDA, arch);
+    let key = instance.key(sources(), arch);
     let known = embedded::IMAGES
         .binary_search_by_key(&key, |(key, _)| *key)
         .is_ok()

@@ -160,7 +160,7 @@ impl Instance {
                     ("ATTN_G", g.row_groups),
                     ("ATTN_WR", g.row_warps),
                     ("ATTN_STAGES", g.stages),
-                    ("ATTN_CTAS", 1),
+                    ("ATTN_CTAS", g.ctas),
                     ("ATTN_MASKS", usize::from(masks)),
                 ]);
                 all

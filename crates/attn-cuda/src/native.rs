@@ -288,7 +288,7 @@ pub(crate) fn shape(
     let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
     let rows = problem.heads_per_kv() * problem.q_len;
     let (batch, heads) = (problem.batch(), problem.num_kv_heads);
-    let launch = geometry.launch(rows, batch, heads, max_kv_len, device.ctas);
+    let launch = geometry.launch(rows, batch, heads, max_kv_len, device.sms);
     let slots = launch.slots(batch, heads);
     let aligned = |bytes: usize| bytes.next_multiple_of(256);
     Ok(Shape {
@@ -533,7 +533,7 @@ impl CudaBackend {
             sink,
         };
         let mut arguments = [(&raw mut params).cast::<c_void>()];
-        let grid = [2 * self.device.ctas, 1, 1];
+        let grid = [2 * self.device.sms, 1, 1];
         // SAFETY: `attn_read` takes one ReadParams, asserted on both sides; the rest is this function's contract.
         unsafe { read.0.launch(stream, grid, APPEND_THREADS, &mut arguments) }
             .map_err(failed("reading"))

@@ -143,7 +143,7 @@ fn differs(cpu: &CpuBackend, gpus: &[CudaBackend; 2], case: &Case) -> Result<Opt
 pub fn run(count: u64, seed: u64) -> Result<()> {
     let cpu = CpuBackend::new();
     let open = || CudaBackend::open();
-    let gpus = [open()?, open()?.with_grid(37)];
+    let gpus = [open()?, open()?.with_sms(37)];
     let start = Instant::now();
     let (mut equal, mut refused, mut failures) = (0, 0, Vec::new());
     let mut tokens = 0;
