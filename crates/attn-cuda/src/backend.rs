@@ -105,9 +105,9 @@ impl CudaBackend {
         if let KvSource::Cache(cache) = step.kv() {
             let pages = &cache.table().pages[..problem.batch()];
             stride = pages.iter().map(Vec::len).max().unwrap_or(0).max(1);
-            for own in pages {
+            for (b, own) in pages.iter().enumerate() {
                 table.extend(own);
-                table.resize(table.len().next_multiple_of(stride).max(stride), 0);
+                table.resize((b + 1) * stride, 0);
             }
             tails.extend(
                 cache.table().tail_pages[..problem.batch()]
