@@ -162,7 +162,7 @@ pub fn check_case(
                 Outcome::Refused(format!("{case}: {reason}"))
             }
         }
-        Ok(Err(error)) => Outcome::Failed(format!("{case}: refused: {error}")),
+        Ok(Err(error)) => Outcome::Failed(format!("{case}: refused: {}", chain(&error))),
         Err(_) => Outcome::Failed(format!("{case}: panicked")),
     }
 }
@@ -378,4 +378,15 @@ pub fn check_table(
     let [integer, float] = digests.map(|words| digest(words.into_iter()));
     (report.integer_digest, report.float_digest) = (integer, float);
     report
+}
+
+/// An error and its causes.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text += &format!(": {error}");
+        cause = error.source();
+    }
+    text
 }
