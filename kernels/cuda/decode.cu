@@ -30,13 +30,12 @@ DEVICE Rows visible(const DecodeParams& p, const Work& work, int warp_row, int l
     return rows;
 }
 
-// q' of section 2: element (row, dim), 0 for rows that only fill up the tile.
-struct QuerySource {
-    const float* row;
+// A row of Q, and the factor that makes it q' of section 2; no row where only the tile is filled up.
+struct QueryRow {
+    const float* q;
     float factor;
-    DEVICE float at(const QuerySource& s, int d) { return s.row ? s.row[d] * s.factor : 0.0f; }
 };
-DEVICE QuerySource query_source(const DecodeParams& p, const Work& work, int row) {
+DEVICE QueryRow query_row(const DecodeParams& p, const Work& work, int row) {
     int r = work.row_block * ROWS + row;
     if (r >= p.heads_per_kv * p.q_len) return {nullptr, 0.0f};
     int i = r / p.heads_per_kv, head = work.kv_head * p.heads_per_kv + r % p.heads_per_kv;
@@ -47,10 +46,21 @@ DEVICE QuerySource query_source(const DecodeParams& p, const Work& work, int row
 DEVICE void load_query(const DecodeParams& p, const Work& work, int warp_row, int lane, Query& q) {
 #pragma unroll
     for (int g = 0; g < G; g++) {
-        QuerySource source = query_source(p, work, warp_row + g * 8 + lane / 4);
+        QueryRow row = query_row(p, work, warp_row + g * 8 + lane / 4);
         quantize(q, g, [&](int panel, float (&x)[4]) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) x[i] = QuerySource::at(source, panel_dim(panel, lane % 4, i));
+            float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+            if (row.q) {
+                if (K_INT4 && D == 80 && panel == 4) {
+                    float2 a = *(const float2*)(row.q + 64 + 2 * (lane % 4)), b = *(const float2*)(row.q + 72 + 2 * (lane % 4));
+                    v = {a.x, a.y, b.x, b.y};
+                } else {
+                    v = *(const float4*)(row.q + panel * 16 + 4 * (lane % 4));
+                }
+            }
+            x[0] = v.x * row.factor;
+            x[1] = v.y * row.factor;
+            x[2] = v.z * row.factor;
+            x[3] = v.w * row.factor;
         });
     }
 }
@@ -58,8 +68,8 @@ DEVICE void load_query(const DecodeParams& p, const Work& work, int warp_row, in
 // The channel scheme folds each page's scales into q', so q' itself waits in shared memory.
 DEVICE void store_query(const DecodeParams& p, const Work& work, u32 query) {
     for (int i = threadIdx.x; i < ROWS * D; i += THREADS) {
-        float x = QuerySource::at(query_source(p, work, i / D), i % D);
-        sts32(query + (i / D * QUERY_STRIDE + i % D) * 4, float_bits(x));
+        QueryRow row = query_row(p, work, i / D);
+        sts32(query + (i / D * QUERY_STRIDE + i % D) * 4, float_bits(row.q ? row.q[i % D] * row.factor : 0.0f));
     }
 }
 
@@ -106,7 +116,7 @@ struct Warp {
                 x[3] = v.w;
             });
         }
-        int c[G][8][4] = {};
+        Sums c[G][8] = {};
         u32 b[PANELS];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -116,7 +126,7 @@ struct Warp {
             for (int j = 0; j < 8; j++) {
                 load_k8(stage, TILE, 8 * j, lane, b, first, last);
 #pragma unroll
-                for (int g = 0; g < G; g++) dot_panels(c[g][j], q.plane[g], b, first, last, true);
+                for (int g = 0; g < G; g++) c[g][j] = dot_panels(c[g][j], q.plane[g], b, first, last, true);
             }
             if (half == 1) {
                 u32 scales = stage + (last - first) * TILE * 16;
@@ -180,26 +190,12 @@ struct Warp {
         fold_values(stage, scratch_v, tokens, s, r, lane, state);
         done_with_stage();
     }
-
-    __device__ __forceinline__ void hand_over(const State& state, u8* shared, int team) {
-        float* states = (float*)(shared + AT_STATES);
-        float2* ml = (float2*)(shared + AT_STATE_ML);
-#pragma unroll
-        for (int g = 0; g < G; g++) {
-            int row = team * ROWS + warp_row + g * 8 + lane / 4;
-#pragma unroll
-            for (int j = 0; j < D / 8; j++)
-                *(float2*)(states + row * STATE_STRIDE + 8 * j + 2 * (lane % 4)) = make_float2(state.o[g][j][0], state.o[g][j][1]);
-            if (lane % 4 == 0) ml[row] = make_float2(state.m[g], state.l[g]);
-        }
-    }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(128) u8 shared[];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / WR;
+    int warp = threadIdx.x / 32, lane = lane_id(), team = warp / WR;
     u32 base = shared_address(shared);
-    u32* last = (u32*)(shared + AT_BARRIERS + TEAMS * STAGES * 16);
     u32 barriers = base + AT_BARRIERS + team * STAGES * 16;
     if (threadIdx.x < TEAMS * STAGES) {
         u32 mine = base + AT_BARRIERS + threadIdx.x / STAGES * STAGES * 16 + threadIdx.x % STAGES * 8;
@@ -207,6 +203,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
         barrier_init(mine + STAGES * 8, WR);
         barrier_init_fence();
     }
+    Join join;
+    join.start(shared);
     u32 end;
     Work work = first_work(p, end, (u32*)(shared + AT_STATES));  // its barriers make the mbarriers visible too
     Ring ring = {base + team * STAGES * STAGE_BYTES, barriers, 0, 0};
@@ -239,6 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
             have_block = work.row_block;
             rows = visible(p, work, self.warp_row, lane);
             if constexpr (CHANNEL) {
+                __syncthreads();
                 store_query(p, work, self.query);
                 __syncthreads();
 #pragma unroll
@@ -257,8 +256,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
         int tile, tile_end, step;
         work.share(p, team, tile, tile_end, step);
 #pragma unroll 1
-        for (; tile < tile_end; tile += step) self.tile(work, tile, rows, q, largest_q, state);
-        self.hand_over(state, shared, team);
-        join_unit(p, work, shared, last);
+        for (; tile < tile_end; tile += step) {
+            self.tile(work, tile, rows, q, largest_q, state);
+            join.count(p);
+        }
+        join.count(p);
+        join.unit(p, work, state, team, self.warp_row, lane);
     }
+    join.finish(p);
 }

@@ -36,11 +36,10 @@ struct Feed {
     u32 end;
     int team, lane;
     int tile, tile_end, step, part;
-    int page_base;
-    u32 pages;  // lane i: page of block page_base + i
+    u32 page;  // of the tile; with pages shorter than a tile, lane i has block i's
     u64 policy;
 
-    // Moves to the next tile of this team, over units; the page table is read here, one stage before it is needed.
+    // Moves to the first tile of this team at or after the next unit.
     __device__ __forceinline__ void settle(const DecodeParams& p) {
         while (tile >= tile_end) {
             work.next(p);
@@ -52,11 +51,12 @@ struct Feed {
         }
         look_up(p);
     }
+    // Reads the page table one stage before the page is needed. Past the last page a block repeats it: its tokens are not seen.
     __device__ __forceinline__ void look_up(const DecodeParams& p) {
-        if (PAGE == 0) return;
-        page_base = tile * TILE / (PAGE ? PAGE : 1);
-        int last = (work.kv_len + PAGE - 1) / (PAGE ? PAGE : 1) - 1;
-        pages = p.page_table[(u64)work.b * p.page_table_stride + min(page_base + lane, last)];
+        if constexpr (PAGE != 0) {
+            int index = PAGE >= TILE ? tile * TILE / PAGE : min(tile * BLOCKS + lane % BLOCKS, (work.kv_len - 1) / PAGE);
+            page = p.page_table[(u64)work.b * p.page_table_stride + index];
+        }
     }
     __device__ __forceinline__ void start(const DecodeParams& p) {
         part = 0;
@@ -80,11 +80,12 @@ struct Feed {
         if (++part < (tail ? 3 : 2)) return;
         part = 0;
         tile += step;
-        if (tile >= tile_end) {
-            settle(p);
-        } else if (PAGE != 0 && ((tile + 1) * TILE - 1) / (PAGE ? PAGE : 1) >= page_base + 32) {
-            look_up(p);
-        }
+        if (tile < tile_end) look_up(p);
+        else settle(p);
+    }
+
+    __device__ __forceinline__ const u8* run(const DecodeParams& p, u32 of_page) const {
+        return p.k + (u64)of_page * p.page_bytes + work.kv_head * RUN_BYTES;
     }
 
     __device__ __forceinline__ void copy_part(const DecodeParams& p) {
@@ -92,28 +93,21 @@ struct Feed {
         if constexpr (PAGE == 0) {
             copy_rows(p, is_k);
         } else {
-            [[maybe_unused]] u32 total = tail && is_k ? (part == 0 ? TAIL_PANELS * TILE * 16 : (PANELS - TAIL_PANELS) * TILE * 16 + TILE * 2)
-                      : (is_k ? K_PART : V_PART) * BLOCKS;
 #if ATTN_BULK
+            u32 total = tail && is_k ? (part == 0 ? TAIL_PANELS * TILE * 16 : (PANELS - TAIL_PANELS) * TILE * 16 + TILE * 2)
+                      : (is_k ? K_PART : V_PART) * BLOCKS;
             if (lane == 0) barrier_expect(ring.full(), total);
-            __syncwarp();
 #endif
+            if (tail && is_k) {
+                copy_tail(run(p, p.tail_pages[work.b]));
+            } else if constexpr (PAGE > TILE) {
+                copy_half(run(p, page), is_k);
+            } else {
 #pragma unroll
-            for (int block = 0; block < BLOCKS; block++) {
-                // Past the last page a block repeats it: its tokens are not seen.
-                int index = tile * BLOCKS + block - page_base;
-                if (PAGE > TILE) index = tile * TILE / PAGE - page_base;
-                u32 page = __shfl_sync(~0u, pages, index);
-                const u8* run = p.k + (u64)page * p.page_bytes + work.kv_head * RUN_BYTES;
-                if (tail && is_k) {
-                    u32 home = p.tail_pages[work.b];
-                    const u8* k = p.k + (u64)home * p.page_bytes + work.kv_head * RUN_BYTES;
-                    copy_tail(k);
-                } else if (PAGE > TILE) {
-                    copy_half(run, is_k);
-                } else {
+                for (int block = 0; block < BLOCKS; block++) {
+                    u32 of_page = BLOCKS == 1 ? page : __shfl_sync(~0u, page, block);
                     u32 bytes = is_k ? K_PART : V_PART;
-                    copy(ring.at() + block * bytes, run + (is_k ? 0 : RUN_V), bytes);
+                    copy(ring.at() + block * bytes, run(p, of_page) + (is_k ? 0 : RUN_V), bytes);
                 }
             }
 #if !ATTN_BULK

@@ -7,7 +7,7 @@ constexpr int TILE = 64;            // tokens
 constexpr int SPAN = 4;             // segments
 constexpr float MAGIC = 12582912.0f;  // 1.5·2^23: adding it rounds to an integer, half to even
 constexpr u32 MAGIC_BITS = 0x4B400000u;
-constexpr float MINUS_INFINITY = -__builtin_huge_valf();
+#define MINUS_INFINITY bits_float(0xFF800000u)  // NVRTC has no constexpr name for it
 
 DEVICE int segment_tiles_of(int num_tiles) {
     int least = (num_tiles + 255) / 256, tiles = 4;
@@ -40,7 +40,9 @@ DEVICE float exp2f_law(float x) {
 }
 
 // 2^-distance up to 64, 0 beyond.
-DEVICE float pow2(float distance) { return distance <= 64.0f ? exp2i(-(int)distance) : 0.0f; }
+DEVICE float pow2(float distance) {
+    return distance <= 64.0f ? bits_float(0x3F800000u - (float_bits(distance + MAGIC) << 23)) : 0.0f;
+}
 
 DEVICE float rcp(float x) {
     float y = bits_float(0x7EF311C7u - float_bits(x));

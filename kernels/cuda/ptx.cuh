@@ -16,6 +16,13 @@ typedef unsigned long long u64;
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
+// Read once: the compiler would rather read the special register again than keep it.
+DEVICE int lane_id() {
+    int x;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(x));
+    return x;
+}
+
 DEVICE float bits_float(u32 x) { return __uint_as_float(x); }
 DEVICE u32 float_bits(float x) { return __float_as_uint(x); }
 
@@ -61,19 +68,32 @@ DEVICE void ldmatrix_x4_trans(u32 (&x)[4], u32 at) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at));
 }
 
-// ---- tensor cores: c += a·b; c[0], c[1] are row lane/4, c[2], c[3] row lane/4 + 8; columns 2·(lane%4) + {0, 1} ----
+// ---- tensor cores: d = a·b + c; elements 0, 1 are row lane/4, elements 2, 3 row lane/4 + 8; columns 2·(lane%4) + {0, 1} ----
 
-DEVICE void mma_s8_k32(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+struct Sums {
+    int x[4];
+};
+
+DEVICE Sums mma_s8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    Sums d;
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]), "r"(c.x[3]));
+    return d;
 }
-DEVICE void mma_s8_k16(int (&c)[4], u32 a0, u32 a1, u32 b0) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
+DEVICE Sums mma_s8_k16(const Sums& c, u32 a0, u32 a1, u32 b0) {
+    Sums d;
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
+        : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
+        : "r"(a0), "r"(a1), "r"(b0), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]), "r"(c.x[3]));
+    return d;
 }
-DEVICE void mma_u8s8_k32(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+DEVICE Sums mma_u8s8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    Sums d;
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]), "r"(c.x[3]));
+    return d;
 }
 
 // c + a.lo·b0 + a.hi·b1 of u16 by s8, and c + a.lo·b2 + a.hi·b3 of u16 by u8.
@@ -92,6 +112,13 @@ DEVICE u32 warp_max(u32 x) {
     u32 y;
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
     return y;
+}
+
+// Adds 1; what this CTA wrote before a barrier is visible to whoever sees the count, and the other way round.
+DEVICE u32 count_release(u32* counter) {
+    u32 before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
 }
 
 // ---- barriers and copies to shared memory ----

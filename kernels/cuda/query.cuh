@@ -6,15 +6,9 @@
 struct Query {
     u32 plane[G][PANELS][2];      // per 16 dims: hi, lo of row lane/4, dims 4·(lane%4) + {0, 1, 2, 3}
     float scale[G];               // 2^-e of row lane/4
-    int centre[G][K_GROUPS][2];   // int4: -8·Σhi, -8·Σlo per group, where the accumulators start
+    Sums centre[G][K_GROUPS];     // int4: -8·Σhi (twice), -8·Σlo (twice) per group, where the accumulators start
     float sum[G][K_GROUPS];       // int4 groups: Σ q15
 };
-
-// The dims of a lane's four elements of a panel. Head_dim 80 in int4 ends in a panel whose rows are 8 bytes wide.
-DEVICE int panel_dim(int panel, int c, int i) {
-    if (K_INT4 && D == 80 && panel == 4) return 64 + 2 * c + (i & 1) + (i & 2) * 4;
-    return panel * 16 + 4 * c + i;
-}
 
 // Four rounded elements (low 16 bits of MAGIC_BITS + q15) to their planes.
 DEVICE void split_planes(u32 x0, u32 x1, u32 x2, u32 x3, u32& hi, u32& lo) {
@@ -47,13 +41,12 @@ template <class Load> DEVICE void quantize(Query& q, int g, Load load) {
     if constexpr (K_INT4) {
 #pragma unroll
         for (int group = 0; group < K_GROUPS; group++) {
-            int c[4] = {0, 0, 0, 0};
+            Sums c = {};
 #pragma unroll
             for (int panel = group * PANELS / K_GROUPS; panel < (group + 1) * PANELS / K_GROUPS; panel++)
-                mma_s8_k16(c, q.plane[g][panel][0], q.plane[g][panel][1], 0xF8F8F8F8u);
-            q.centre[g][group][0] = c[0];
-            q.centre[g][group][1] = c[2];
-            q.sum[g][group] = (float)-((c[0] * 128 + c[2]) >> 3);
+                c = mma_s8_k16(c, q.plane[g][panel][0], q.plane[g][panel][1], 0xF8F8F8F8u);
+            q.centre[g][group] = c;
+            q.sum[g][group] = (float)-((c.x[0] * 128 + c.x[2]) >> 3);
         }
     }
 }

@@ -64,21 +64,22 @@ DEVICE void load_k4(u32 stage, int rows, int row0, int lane, u32 (&b)[PANELS]) {
     }
 }
 
-// c += planes of panels [first, last) · b.
-DEVICE void dot_panels(int (&c)[4], const u32 (&plane)[PANELS][2], const u32 (&b)[PANELS], int first, int last, bool pairs) {
+// c + planes of panels [first, last) · b.
+DEVICE Sums dot_panels(Sums c, const u32 (&plane)[PANELS][2], const u32 (&b)[PANELS], int first, int last, bool pairs) {
 #pragma unroll
     for (int p = first; p < last; p += 2) {
         if (pairs && p + 1 < last) {
-            mma_s8_k32(c, plane[p][0], plane[p][1], plane[p + 1][0], plane[p + 1][1], b[p], b[p + 1]);
+            c = mma_s8_k32(c, plane[p][0], plane[p][1], plane[p + 1][0], plane[p + 1][1], b[p], b[p + 1]);
         } else {
-            mma_s8_k16(c, plane[p][0], plane[p][1], b[p]);
-            if (p + 1 < last) mma_s8_k16(c, plane[p + 1][0], plane[p + 1][1], b[p + 1]);
+            c = mma_s8_k16(c, plane[p][0], plane[p][1], b[p]);
+            if (p + 1 < last) c = mma_s8_k16(c, plane[p + 1][0], plane[p + 1][1], b[p + 1]);
         }
     }
+    return c;
 }
 
 // S of this lane's two tokens from the two planes' sums.
-DEVICE float plane_sum(const int (&c)[4], int i) { return (float)(c[i] * 128 + c[i + 2]); }
+DEVICE float plane_sum(const Sums& c, int i) { return (float)(c.x[i] * 128 + c.x[i + 2]); }
 
 // Converts a tile's K parameters once for the warp: [group][token] scale, or {scale, centred shift}; tokens beyond the
 // sequence get zeros, whatever bytes lie there.
@@ -119,12 +120,9 @@ DEVICE void scores(u32 stage, u32 scratch, const Query& q, int lane, float (&s)[
 #pragma unroll
             for (int group = 0; group < K_GROUPS; group++) {
                 constexpr int LENGTH = PANELS / K_GROUPS;
-                int c[4] = {0, 0, 0, 0};
-                if constexpr (K_INT4) {
-                    c[0] = c[1] = q.centre[g][group][0];
-                    c[2] = c[3] = q.centre[g][group][1];
-                }
-                dot_panels(c, q.plane[g], b, group * LENGTH, (group + 1) * LENGTH, LENGTH % 2 == 0 || K_GROUPS == 1);
+                Sums c = {};
+                if constexpr (K_INT4) c = q.centre[g][group];
+                c = dot_panels(c, q.plane[g], b, group * LENGTH, (group + 1) * LENGTH, LENGTH % 2 == 0 || K_GROUPS == 1);
                 float s0 = plane_sum(c, 0), s1 = plane_sum(c, 1);
                 if constexpr (K_SCHEME == INT8_TOKEN || K_SCHEME == INT8_GROUP) {
                     uint2 k = lds64(scratch + (group * TILE + 8 * j + c2) * 4);

@@ -31,13 +31,15 @@ DEVICE int quad_sum(int x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Scores to weights p in place; m and l of the state move on, O waits for its tile.
+// Scores to weights p in place; m and l of the state move on, O waits for its tile. A token that is not seen gets 2^-125, which
+// is 0 in every integer that is made of it.
 template <class Seen> DEVICE void soften(float (&s)[G][16], const float (&scale)[G], bool full, Seen seen, State& state, Rescale& r) {
 #pragma unroll
     for (int g = 0; g < G; g++) {
         if (!full) {
 #pragma unroll
-            for (int i = 0; i < 16; i++) s[g][i] = seen(g, i) ? s[g][i] : MINUS_INFINITY;
+            for (int i = 0; i < 16; i++)
+                if (!seen(g, i)) s[g][i] = MINUS_INFINITY;
         }
         float top = s[g][0];
 #pragma unroll
@@ -49,7 +51,6 @@ template <class Seen> DEVICE void soften(float (&s)[G][16], const float (&scale)
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             float p = exp2w(fmaxf(fmaf(s[g][i], scale[g], -from), -125.0f));
-            if (!full) p = s[g][i] > MINUS_INFINITY ? p : 0.0f;
             s[g][i] = p;
             l += (int)float_bits(p + 2.0f);
         }
@@ -127,7 +128,7 @@ DEVICE void load_v4(u32 stage, int j, int lane, u32 (&b0)[4], u32 (&b1)[4]) {
 // The weights of one row group as left operand: two planes of 8 bits, hi above, lo below.
 struct Weights {
     u32 plane[4][2];  // per 16 tokens
-    int centre[2];    // int4: -8·Σhi, -8·Σlo
+    Sums centre;      // int4: -8·Σhi (twice), -8·Σlo (twice)
     float shift;      // int4: Σ p·shift
 };
 
@@ -148,11 +149,10 @@ DEVICE void weigh(const float (&p)[16], u32 scratch, int group, const VScales& v
         w.plane[panel][1] = __byte_perm(a, b, 0x5410);
     }
     if constexpr (V_INT4) {
-        int k[4] = {0, 0, 0, 0};
-        mma_u8s8_k32(k, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], 0xF8F8F8F8u, 0xF8F8F8F8u);
-        mma_u8s8_k32(k, w.plane[2][0], w.plane[2][1], w.plane[3][0], w.plane[3][1], 0xF8F8F8F8u, 0xF8F8F8F8u);
-        w.centre[0] = k[0];
-        w.centre[1] = k[2];
+        Sums k = {};
+        k = mma_u8s8_k32(k, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], 0xF8F8F8F8u, 0xF8F8F8F8u);
+        k = mma_u8s8_k32(k, w.plane[2][0], w.plane[2][1], w.plane[3][0], w.plane[3][1], 0xF8F8F8F8u, 0xF8F8F8F8u);
+        w.centre = k;
         int hi = 0, lo = 0;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -166,18 +166,14 @@ DEVICE void weigh(const float (&p)[16], u32 scratch, int group, const VScales& v
 }
 
 // O of dims 8j.. of one row group: the tile's integers, scaled, folded into the state.
-DEVICE void fold8(State& state, int g, int j, const u32 (&b)[4], const Weights& w, float down, const Rescale& r, bool rescale) {
-    int c[4] = {0, 0, 0, 0};
-    if constexpr (V_INT4) {
-        c[0] = c[1] = w.centre[0];
-        c[2] = c[3] = w.centre[1];
-    }
-    mma_u8s8_k32(c, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], b[0], b[1]);
-    mma_u8s8_k32(c, w.plane[2][0], w.plane[2][1], w.plane[3][0], w.plane[3][1], b[2], b[3]);
+DEVICE void fold8(State& state, int g, int j, const u32 (&b)[4], const Weights& w, float down, const Rescale& r) {
+    Sums c = {};
+    if constexpr (V_INT4) c = w.centre;
+    c = mma_u8s8_k32(c, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], b[0], b[1]);
+    c = mma_u8s8_k32(c, w.plane[2][0], w.plane[2][1], w.plane[3][0], w.plane[3][1], b[2], b[3]);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        float sum = (float)(c[i] * 256 + c[i + 2]), o = state.o[g][j][i];
-        if (rescale) o = o * r.alpha[g];
+        float sum = (float)(c.x[i] * 256 + c.x[i + 2]), o = state.o[g][j][i];
         if constexpr (V_INT4) state.o[g][j][i] = fmaf(fmaf(sum, down, w.shift), r.beta[g], o);
         else state.o[g][j][i] = fmaf(sum, down * r.beta[g], o);
     }
@@ -214,8 +210,8 @@ DEVICE void fold_values(u32 stage, u32 scratch, int tokens, const float (&p)[G][
             }
 #pragma unroll
             for (int g = 0; g < G; g++) {
-                fold8(state, g, j, b[0], w[g], v.down[group], r, false);
-                fold8(state, g, j + 1, b[1], w[g], v.down[group], r, false);
+                fold8(state, g, j, b[0], w[g], v.down[group], r);
+                fold8(state, g, j + 1, b[1], w[g], v.down[group], r);
             }
         }
     }
