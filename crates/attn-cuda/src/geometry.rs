@@ -74,7 +74,8 @@ impl Geometry {
         let shapes = [(2, 4), (2, 3), (2, 2), (2, 1), (1, 2), (1, 1)];
         let wanted = match rows {
             0..=8 => 5,
-            9..=16 if head_dim > 128 => 4,
+            // Two groups per warp spill at 128 dims.
+            9..=16 if head_dim >= 128 => 4,
             9..=16 => 3,
             17..=32 => 2,
             33..=48 => 1,
