@@ -286,7 +286,9 @@ fn digest(words: impl Iterator<Item = u32>) -> u64 {
         })
 }
 
-/// Runs the cases that the environment asks for ([`cases_from_env`]) over `backend`, calling `progress(done, of)` after each; works for third parties' backends too.
+/// Runs the cases that the environment asks for over `backend`, calling `progress(done, of)` after each; works for third parties' backends too.
+///
+/// See [`cases_from_env`]; where `ATTN_TABLE` is unset, an emulated device runs the reduced table.
 ///
 /// # Panics
 /// If the environment asks for what there is not.
@@ -295,16 +297,21 @@ pub fn check_backend(
     backend: &dyn DecodeAttention,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Report {
-    let (cases, threads) = cases_from_env().unwrap_or_else(|error| panic!("{error}"));
+    let (cases, threads) = cases_from_env(backend).unwrap_or_else(|error| panic!("{error}"));
     check_table(reference, backend, &cases, threads, progress)
 }
 
-/// The cases of `ATTN_TABLE` (`full`, `reduced`), of which `ATTN_CASE=17` keeps the one of that seed, and how many to run at a time.
+/// The cases of `ATTN_TABLE` (`full`, `reduced`) for a backend, of which `ATTN_CASE=17` keeps the one of that seed, and how many to run at a time.
 ///
 /// # Errors
 /// [`Error::Parameter`] for another table, or a seed that it does not have.
-pub fn cases_from_env() -> Result<(Vec<Case>, usize), Error> {
-    let size = Size::from_env()?;
+pub fn cases_from_env(backend: &dyn DecodeAttention) -> Result<(Vec<Case>, usize), Error> {
+    let asked = Size::from_env()?;
+    let size = if backend.is_emulated() && std::env::var_os("ATTN_TABLE").is_none() {
+        Size::Reduced
+    } else {
+        asked
+    };
     let threads = match size {
         Size::Full => thread::available_parallelism().map_or(1, usize::from),
         Size::Reduced => 1,

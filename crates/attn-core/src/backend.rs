@@ -196,6 +196,11 @@ pub trait DecodeAttention: Send + Sync {
     /// What it runs on.
     fn device(&self) -> &DeviceInfo;
 
+    /// Whether the device is a program on the CPU, such as Mesa's software adapter: chosen only by name.
+    fn is_emulated(&self) -> bool {
+        false
+    }
+
     /// Whether there is a kernel for the problem.
     ///
     /// # Errors

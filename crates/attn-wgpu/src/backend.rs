@@ -199,6 +199,10 @@ impl DecodeAttention for WgpuBackend {
         &self.device
     }
 
+    fn is_emulated(&self) -> bool {
+        self.gpu.info.device_type == wgpu::DeviceType::Cpu
+    }
+
     fn supports(&self, _: &Problem, _: KvFormat) -> Result<(), Unsupported> {
         Ok(())
     }

@@ -90,7 +90,7 @@ impl fmt::Debug for Selection {
     }
 }
 
-/// Opens `wanted`, else the one that `ATTN_BACKEND` names, else the best present. A backend that was named is never replaced by another.
+/// Opens `wanted`, else the one that `ATTN_BACKEND` names, else the best present (an emulated device is not). A backend that was named is never replaced by another.
 ///
 /// # Errors
 /// [`Error::Unsupported`] if the named backend is absent; [`Error::Parameter`] if `ATTN_BACKEND` names none.
@@ -110,6 +110,14 @@ pub fn select(wanted: Option<BackendId>) -> Result<Selection, Error> {
     let mut refused = Vec::new();
     for id in BackendId::ALL {
         match id.open() {
+            Ok(backend) if backend.is_emulated() => refused.push((
+                id,
+                Unsupported::Absent {
+                    backend: backend.device().backend,
+                    reason: format!("{} is a program on the CPU", backend.device().name),
+                    next_step: format!("backend \"cpu\" is faster; name \"{id}\" to use it anyway"),
+                },
+            )),
             Ok(backend) => {
                 return Ok(Selection {
                     backend,

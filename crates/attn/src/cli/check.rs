@@ -66,7 +66,6 @@ pub fn devices(as_json: bool) -> Result<()> {
 
 /// Runs the conformance table over one or every backend that is here; whether all passed.
 pub fn check(only: Option<BackendId>, as_json: bool) -> Result<bool> {
-    let (cases, threads) = attn_conformance::cases_from_env()?;
     let reference = attn_cpu::Reference::new();
     let (mut all_passed, mut rows) = (true, Vec::new());
     for id in BackendId::ALL
@@ -81,6 +80,7 @@ pub fn check(only: Option<BackendId>, as_json: bool) -> Result<bool> {
                 continue;
             }
         };
+        let (cases, threads) = attn_conformance::cases_from_env(&*backend)?;
         // Drawn on stderr, and only where that is a terminal.
         let bar = ProgressBar::no_length()
             .with_prefix(id.to_string())
