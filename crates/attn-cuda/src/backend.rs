@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
-    KvSource, Plan, Problem, Scheme, Unsupported,
+    KvSource, PageLayout, Plan, Problem, Scheme, Unsupported,
 };
 use cudarc::driver::{DriverError, result};
 
 use crate::{
     device::{Device, failed},
-    images,
-    native::{self, DecodeArgs, DeviceKv},
+    images, instance,
+    native::{self, DecodeArgs, DeviceKv, ImportArgs},
     store::CudaPages,
 };
 
@@ -102,6 +102,23 @@ impl CudaBackend {
         let mut table = Vec::new();
         let mut tails = Vec::new();
         let mut stride = 0;
+        // A view that decode does not read in place is copied into pages first.
+        let layout = PageLayout {
+            format: step.plan().format,
+            head_dim: problem.head_dim,
+            page_size,
+            num_kv_heads: problem.num_kv_heads,
+        };
+        let import = match step.kv() {
+            KvSource::View(_) if page_size != 0 => Some(native::prepare_import(device, layout)?),
+            _ => None,
+        };
+        let mut imported = 0;
+        if import.is_some() {
+            stride = plan.max_kv_len().div_ceil(page_size).max(1);
+            table.extend(0..(problem.batch() * stride) as u32);
+            imported = table.len() * layout.page_bytes();
+        }
         if let KvSource::Cache(cache) = step.kv() {
             let pages = &cache.table().pages[..problem.batch()];
             stride = pages.iter().map(Vec::len).max().unwrap_or(0).max(1);
@@ -124,15 +141,9 @@ impl CudaBackend {
         let q = upload.add(bytes_of(step.q()));
         let lens_at = upload.add(bytes_of(&lens));
         let slopes_at = upload.add(bytes_of(&slopes));
+        let pages = [upload.reserve(imported), upload.add(bytes_of(&table))];
         let source = match step.kv() {
-            KvSource::Cache(_) => [
-                upload.add(bytes_of(&table)),
-                upload.add(bytes_of(&tails)),
-                0,
-                0,
-                0,
-                0,
-            ],
+            KvSource::Cache(_) => [0, upload.add(bytes_of(&tails)), 0, 0, 0, 0],
             KvSource::View(view) => [
                 upload.add(view.k.codes),
                 upload.add(view.v.codes),
@@ -147,6 +158,7 @@ impl CudaBackend {
             .map_err(failed("allocating for a decode"))?;
         let at = |offset: usize| base + offset as u64;
         let some = |given: bool, offset: usize| if given { at(offset) } else { 0 };
+        let mut importing = None;
         let (kv, scales) = match step.kv() {
             KvSource::Cache(cache) => {
                 let store = cache.store().as_any().downcast_ref::<CudaPages>();
@@ -156,7 +168,7 @@ impl CudaBackend {
                 let kv = DeviceKv::Paged {
                     pool: store.pool_address(),
                     num_pages: cache.config().num_pages,
-                    page_table: at(source[0]),
+                    page_table: at(pages[1]),
                     page_table_stride: stride,
                     tail_pages: some(cache.config().layout().has_tail_page(), source[1]),
                 };
@@ -164,11 +176,38 @@ impl CudaBackend {
             }
             KvSource::View(view) => {
                 let has = |scheme: Scheme| scheme.is_integer() && !scheme.has_tensor_scale();
-                let kv = DeviceKv::Strided {
-                    k: [at(source[0]), some(has(view.format.k), source[2])],
-                    v: [at(source[1]), some(has(view.format.v), source[3])],
-                    code_strides: [view.k.code_strides, view.v.code_strides],
-                    scale_strides: [view.k.scale_strides, view.v.scale_strides],
+                let k = [at(source[0]), some(has(view.format.k), source[2])];
+                let v = [at(source[1]), some(has(view.format.v), source[3])];
+                let code_strides = [view.k.code_strides, view.v.code_strides];
+                let scale_strides = [view.k.scale_strides, view.v.scale_strides];
+                let kv = if let Some(import) = import {
+                    let args = ImportArgs {
+                        k,
+                        v,
+                        code_strides,
+                        scale_strides,
+                        pool: at(pages[0]),
+                        page_table: at(pages[1]),
+                        page_table_stride: stride,
+                        kv_lens: at(lens_at),
+                        batch: problem.batch(),
+                        max_kv_len: plan.max_kv_len(),
+                    };
+                    importing = Some((import, args));
+                    DeviceKv::Paged {
+                        pool: at(pages[0]),
+                        num_pages: table.len(),
+                        page_table: at(pages[1]),
+                        page_table_stride: stride,
+                        tail_pages: 0,
+                    }
+                } else {
+                    DeviceKv::Strided {
+                        k,
+                        v,
+                        code_strides,
+                        scale_strides,
+                    }
                 };
                 let scales = [
                     some(view.format.k.has_tensor_scale(), source[4]),
@@ -198,6 +237,11 @@ impl CudaBackend {
             unsafe { result::memset_d8_async(at(workspace), 0, plan.counters_bytes(), stream) }
         };
         copy_in().map_err(failed("copying the inputs"))?;
+        if let Some((import, args)) = &importing {
+            // SAFETY: `KvView::check` proved that its slices reach every token; the rest lies in the arena, whose lock is held.
+            unsafe { native::launch_import(import, stream, args) }
+                .map_err(failed("importing a view"))?;
+        }
         // SAFETY: `DecodeStep` and `KvCache` checked lengths, pages and queries; the addresses lie in the arena, whose lock is held
         // until the synchronization below, and in the cache's pool; all on one stream.
         unsafe { native::launch_decode(device, &plan, stream, &args) }
@@ -266,7 +310,10 @@ impl DecodeAttention for CudaBackend {
                 }
                 self.attend(step, output, cache.config().page_size)
             }
-            KvSource::View(_) => self.attend(step, output, 0),
+            KvSource::View(view) => {
+                let in_place = instance::covered(view.format, 0).is_ok();
+                self.attend(step, output, if in_place { 0 } else { 64 })
+            }
         }
     }
 }

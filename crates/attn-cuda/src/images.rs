@@ -206,7 +206,12 @@ mod tests {
                 head_dim: 80,
                 page_size: 64,
             };
-            for instance in [append, Instance::Check] {
+            let import = Instance::Import {
+                format: "fp8/int8-g32".parse().unwrap(),
+                head_dim: 96,
+                page_size: 32,
+            };
+            for instance in [append, import, Instance::Check, Instance::Read] {
                 let image =
                     nvrtc.compile(attn_kernels::CUDA, instance.unit(), &instance.options(arch));
                 assert!(!image.unwrap().is_empty());

@@ -76,6 +76,15 @@ pub enum Instance {
         /// Tokens per page.
         page_size: usize,
     },
+    /// `import.cu`.
+    Import {
+        /// What is stored.
+        format: KvFormat,
+        /// Elements per head.
+        head_dim: usize,
+        /// Tokens per page.
+        page_size: usize,
+    },
     /// `check.cu`.
     Check,
     /// `read.cu`.
@@ -121,6 +130,7 @@ impl Instance {
         match self {
             Instance::Decode { .. } => "decode.cu",
             Instance::Append { .. } => "append.cu",
+            Instance::Import { .. } => "import.cu",
             Instance::Check => "check.cu",
             Instance::Read => "read.cu",
         }
@@ -131,6 +141,7 @@ impl Instance {
         match self {
             Instance::Decode { .. } => "attn_decode",
             Instance::Append { .. } => "attn_append",
+            Instance::Import { .. } => "attn_import",
             Instance::Check => "attn_check",
             Instance::Read => "attn_read",
         }
@@ -166,6 +177,11 @@ impl Instance {
                 all
             }
             Instance::Append {
+                format,
+                head_dim,
+                page_size,
+            }
+            | Instance::Import {
                 format,
                 head_dim,
                 page_size,

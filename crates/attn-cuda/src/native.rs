@@ -6,7 +6,7 @@
 use std::{ffi::c_void, sync::Arc};
 
 use attn_core::{
-    CacheConfig, Error, KvFormat, PageLayout, Problem, Unsupported, arithmetic::LOG2_E,
+    CacheConfig, Error, KvFormat, PageLayout, Problem, Scheme, Unsupported, arithmetic::LOG2_E,
 };
 use cudarc::driver::{DevicePtr, DriverError, result, sys};
 
@@ -15,7 +15,7 @@ use crate::{
     device::{CudaError, Device, Kernel, failed},
     geometry::{Geometry, Launch},
     instance::{self, Instance},
-    params::{AppendParams, CheckParams, DecodeParams, ReadParams},
+    params::{AppendParams, CheckParams, DecodeParams, ImportParams, ReadParams},
 };
 
 /// Threads of `append.cu` and `check.cu`.
@@ -498,10 +498,128 @@ pub(crate) unsafe fn launch_append(
     }
 }
 
+/// Device addresses of one import launch: rows of a contiguous cache into pages of the same format.
+#[derive(Debug, Clone, Copy)]
+pub struct ImportArgs {
+    /// K's codes and f16 scales (0 for schemes without).
+    pub k: [u64; 2],
+    /// V's.
+    pub v: [u64; 2],
+    /// Bytes from one sequence, KV head, token to the next, for K's and V's codes.
+    pub code_strides: [[usize; 3]; 2],
+    /// Elements likewise, for the scales.
+    pub scale_strides: [[usize; 3]; 2],
+    /// The pool.
+    pub pool: u64,
+    /// u32 `[batch][page_table_stride]`.
+    pub page_table: u64,
+    /// Entries per sequence.
+    pub page_table_stride: usize,
+    /// i32 `[batch]`.
+    pub kv_lens: u64,
+    /// Sequences.
+    pub batch: usize,
+    /// No length exceeds it.
+    pub max_kv_len: usize,
+}
+
+/// A prepared import launch.
+#[derive(Debug, Clone)]
+pub struct NativeImport {
+    layout: PageLayout,
+    kernel: Arc<Kernel>,
+}
+
+pub(crate) fn prepare_import(device: &Device, layout: PageLayout) -> Result<NativeImport, Error> {
+    for scheme in [layout.format.k, layout.format.v] {
+        if matches!(scheme, Scheme::Int4(_)) {
+            return Err(Error::Parameter {
+                what: "imported scheme",
+                given: scheme.to_string(),
+                allowed: "f16, bf16, fp8, int8, int8-g32, int8-tensor",
+            });
+        }
+    }
+    let instance = Instance::Import {
+        format: layout.format,
+        head_dim: layout.head_dim,
+        page_size: layout.page_size,
+    };
+    Ok(NativeImport {
+        layout,
+        kernel: device.kernel(&instance, 0)?,
+    })
+}
+
+/// Enqueues one import.
+///
+/// # Safety
+/// Those of [`CudaBackend::import_on`]; the device's context is current.
+pub(crate) unsafe fn launch_import(
+    import: &NativeImport,
+    stream: sys::CUstream,
+    args: &ImportArgs,
+) -> Result<(), DriverError> {
+    if args.batch == 0 || args.max_kv_len == 0 {
+        return Ok(());
+    }
+    let strides = |s: [usize; 3]| s.map(|x| x as i64);
+    let mut params = ImportParams {
+        k: args.k[0],
+        v: args.v[0],
+        k_scales: args.k[1],
+        v_scales: args.v[1],
+        k_strides: strides(args.code_strides[0]),
+        v_strides: strides(args.code_strides[1]),
+        k_scale_strides: strides(args.scale_strides[0]),
+        v_scale_strides: strides(args.scale_strides[1]),
+        pool: args.pool,
+        page_table: args.page_table,
+        kv_lens: args.kv_lens,
+        num_kv_heads: import.layout.num_kv_heads as i32,
+        page_table_stride: args.page_table_stride as i32,
+    };
+    let pages = args.max_kv_len.div_ceil(import.layout.page_size);
+    let grid = [pages, import.layout.num_kv_heads, args.batch];
+    let mut arguments = [(&raw mut params).cast::<c_void>()];
+    // SAFETY: `attn_import` takes one ImportParams, asserted on both sides; the rest is this function's contract.
+    unsafe {
+        import
+            .kernel
+            .launch(stream, grid, APPEND_THREADS, &mut arguments)
+    }
+}
+
 /// Stages of `read.cu`, and its barriers.
 const READ_SHARED: usize = 6 * 16384 + 128;
 
 impl CudaBackend {
+    /// Prepares import launches into pages of this layout.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for int4, which has no row form; [`Error::Device`].
+    pub fn prepare_import(&self, layout: PageLayout) -> Result<NativeImport, Error> {
+        prepare_import(&self.device, layout)
+    }
+
+    /// Enqueues the copy of a contiguous cache's rows into pages, bit for bit.
+    ///
+    /// # Safety
+    /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes; rows may lie at any address.
+    /// - On the device, no `kv_lens` is negative or exceeds `max_kv_len`, and every page that they reach is in the pool.
+    ///
+    /// # Errors
+    /// [`Error::Device`] with the driver's refusal.
+    pub unsafe fn import_on(
+        &self,
+        import: &NativeImport,
+        stream: sys::CUstream,
+        args: &ImportArgs,
+    ) -> Result<(), Error> {
+        // SAFETY: this function's contract.
+        unsafe { launch_import(import, stream, args) }.map_err(failed("importing"))
+    }
+
     /// Loads the kernel of [`CudaBackend::read_on`].
     ///
     /// # Errors

@@ -78,6 +78,28 @@ pub struct AppendParams {
 
 const _: () = assert!(size_of::<AppendParams>() == 96);
 
+/// `ImportParams` of `kernels/cuda/import.cu`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[allow(missing_docs, reason = "import.cu documents each field")]
+pub struct ImportParams {
+    pub k: u64,
+    pub v: u64,
+    pub k_scales: u64,
+    pub v_scales: u64,
+    pub k_strides: [i64; 3],
+    pub v_strides: [i64; 3],
+    pub k_scale_strides: [i64; 3],
+    pub v_scale_strides: [i64; 3],
+    pub pool: u64,
+    pub page_table: u64,
+    pub kv_lens: u64,
+    pub num_kv_heads: i32,
+    pub page_table_stride: i32,
+}
+
+const _: () = assert!(size_of::<ImportParams>() == 160);
+
 /// `CheckParams` of `kernels/cuda/check.cu`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq)]

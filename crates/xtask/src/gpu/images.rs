@@ -53,7 +53,21 @@ pub fn instances(arch: Arch) -> Vec<Instance> {
         } = case;
         add(&mut all, problem, *format, *page_size, arch);
         if case.is_view() {
-            add(&mut all, problem, *format, 0, arch);
+            let in_place = covered(*format, 0).is_ok();
+            add(
+                &mut all,
+                problem,
+                *format,
+                if in_place { 0 } else { 64 },
+                arch,
+            );
+            if !in_place && covered(*format, 64).is_ok() {
+                all.push(Instance::Import {
+                    format: *format,
+                    head_dim: problem.head_dim,
+                    page_size: 64,
+                });
+            }
         }
     }
     for work in time::workloads() {
