@@ -20,6 +20,7 @@ constexpr int THREADS = 32 * WR * TEAMS;
 constexpr bool integer_scheme(int s) { return s >= INT8_TOKEN; }
 __host__ __device__ constexpr int code_bits(int s) { return s <= BF16 ? 16 : s <= INT8_TENSOR ? 8 : 4; }
 constexpr bool INTEGER = integer_scheme(K_SCHEME) && integer_scheme(V_SCHEME);
+static_assert(INTEGER && PAGE != 0, "not written yet; attn_cuda::instance::covered refuses it on the host");
 constexpr bool K_INT4 = code_bits(K_SCHEME) == 4, V_INT4 = code_bits(V_SCHEME) == 4;
 constexpr bool CHANNEL = K_SCHEME == INT4_CHANNEL;
 

@@ -147,7 +147,7 @@ fn measure(gpu: &CudaBackend, work: &Workload) -> Result<(f32, f32, usize)> {
     let total = work.batch * pages;
     let stride = [7919, 7907, 7901]
         .into_iter()
-        .find(|p| total % p != 0)
+        .find(|p| !total.is_multiple_of(*p))
         .unwrap_or(1);
     let table: Vec<u32> = (0..total).map(|i| (i * stride % total) as u32).collect();
     let page_table = buffers.upload(&table)?;
