@@ -115,7 +115,8 @@ impl HostPages {
         })
     }
 
-    fn pool(&self) -> &[u8] {
+    /// The whole pool, page after page.
+    pub fn pool(&self) -> &[u8] {
         &self.bytes[self.start..]
     }
 

@@ -14,7 +14,7 @@ use crate::{
     scratch::{Aligned, Rows},
     simd::{Dot, Dot16, Isa, Simd, portable::Portable, scalar::Scalar},
     softmax::Modifiers,
-    tile::Tile,
+    tile::{Fetch, Tile},
 };
 
 /// Some segments of one KV head of one sequence.
@@ -38,85 +38,86 @@ pub(crate) struct Workspace {
 struct Scratch {
     rows: Rows,
     tile: Tile,
+    fetch: Fetch,
 }
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = const {
-        RefCell::new(Scratch { rows: Rows::new(), tile: Tile::new() })
+        RefCell::new(Scratch { rows: Rows::new(), tile: Tile::new(), fetch: Fetch::new() })
     };
 }
 
-/// Attends one item: one state per row into `states`, `[row][dim + 2]`, m and l last.
-type Attend = unsafe fn(&DecodeStep<'_>, &Item, &mut Scratch, &mut [f32]) -> Result<(), Error>;
+/// Attends the first of the items, and fetches for the second: one state per row into `states`, `[row][dim + 2]`, m and l last.
+type Attend = unsafe fn(&DecodeStep<'_>, &[Item], &mut Scratch, &mut [f32]) -> Result<(), Error>;
 
 fn attend_scalar(
     step: &DecodeStep<'_>,
-    item: &Item,
+    items: &[Item],
     scratch: &mut Scratch,
     states: &mut [f32],
 ) -> Result<(), Error> {
-    attend(Dot16(Scalar), step, item, scratch, states)
+    attend(Dot16(Scalar), step, items, scratch, states)
 }
 
 fn attend_portable(
     step: &DecodeStep<'_>,
-    item: &Item,
+    items: &[Item],
     scratch: &mut Scratch,
     states: &mut [f32],
 ) -> Result<(), Error> {
-    attend(Dot16(Portable), step, item, scratch, states)
+    attend(Dot16(Portable), step, items, scratch, states)
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 fn attend_avx2(
     step: &DecodeStep<'_>,
-    item: &Item,
+    items: &[Item],
     scratch: &mut Scratch,
     states: &mut [f32],
 ) -> Result<(), Error> {
     // SAFETY: this function's own features, which its caller has checked.
     let s = unsafe { crate::simd::avx2::Avx2::new() };
-    attend(Dot16(s), step, item, scratch, states)
+    attend(Dot16(s), step, items, scratch, states)
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 fn attend_avx512(
     step: &DecodeStep<'_>,
-    item: &Item,
+    items: &[Item],
     scratch: &mut Scratch,
     states: &mut [f32],
 ) -> Result<(), Error> {
     // SAFETY: this function's own features, which its caller has checked.
     let s = unsafe { crate::simd::avx512::Avx512::new() };
-    attend(Dot16(s), step, item, scratch, states)
+    attend(Dot16(s), step, items, scratch, states)
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn attend_avx512vnni(
     step: &DecodeStep<'_>,
-    item: &Item,
+    items: &[Item],
     scratch: &mut Scratch,
     states: &mut [f32],
 ) -> Result<(), Error> {
     // SAFETY: this function's own features, which its caller has checked.
     let d = unsafe { crate::simd::avx512::Vnni::new() };
-    attend(d, step, item, scratch, states)
+    attend(d, step, items, scratch, states)
 }
 
 #[cfg(target_arch = "aarch64")]
 #[target_feature(enable = "neon")]
 fn attend_neon(
     step: &DecodeStep<'_>,
-    item: &Item,
+    items: &[Item],
     scratch: &mut Scratch,
     states: &mut [f32],
 ) -> Result<(), Error> {
     // SAFETY: this function's own features, which its caller has checked.
     let s = unsafe { crate::simd::neon::Neon::new() };
-    attend(Dot16(s), step, item, scratch, states)
+    attend(Dot16(s), step, items, scratch, states)
 }
 
 fn kernel(isa: Isa) -> Attend {
@@ -185,24 +186,25 @@ pub(crate) fn decode(
         workspace.states.resize(needed, 0.0);
     }
     let (items, attend) = (&workspace.items[..], kernel(isa));
-    let run = |item: &Item, states: &mut [f32]| {
+    let run = |(index, states): (usize, &mut [f32])| {
+        let items = &items[index..];
         SCRATCH.with_borrow_mut(|scratch| {
             // SAFETY: the machine has `isa`: `CpuBackend` holds no other.
-            unsafe { attend(step, item, scratch, states) }
+            unsafe { attend(step, items, scratch, states) }
         })
     };
     let states = &mut workspace.states[..needed];
     if threads == 1 || items.len() == 1 {
         states
             .chunks_exact_mut(chunk)
-            .zip(items)
-            .try_for_each(|(states, item)| run(item, states))?;
+            .enumerate()
+            .try_for_each(run)?;
     } else {
         states
             .par_chunks_exact_mut(chunk)
-            .zip(items)
             .with_max_len(1)
-            .try_for_each(|(states, item)| run(item, states))?;
+            .enumerate()
+            .try_for_each(run)?;
     }
 
     let (states, starts) = (&*states, &workspace.starts);
@@ -316,10 +318,11 @@ enum Prepared {
 fn attend<D: Dot>(
     d: D,
     step: &DecodeStep<'_>,
-    item: &Item,
+    items: &[Item],
     scratch: &mut Scratch,
     states: &mut [f32],
 ) -> Result<(), Error> {
+    let (item, next) = (&items[0], items.get(1));
     let (plan, s) = (step.plan(), d.simd());
     let (problem, integer) = (&plan.problem, plan.format.is_integer());
     let (dim, per, kv_len) = (
@@ -328,7 +331,7 @@ fn attend<D: Dot>(
         problem.kv_lens[item.b],
     );
     let reader = Reader::new(step.kv(), item.b, item.g)?;
-    let (rows, tile) = (&mut scratch.rows, &mut scratch.tile);
+    let (rows, tile, fetch) = (&mut scratch.rows, &mut scratch.tile, &mut scratch.fetch);
     let count = problem.q_len * per;
     rows.reserve(count, dim, plan.format.v.groups(dim));
     load_queries(s, step, item, reader.tensor_scales[0], &mut rows.q);
@@ -343,6 +346,18 @@ fn attend<D: Dot>(
     let segment_tokens = segment_tiles(kv_len) * TILE;
     let mut prepared = Prepared::Nothing;
     let last = seen.end.min(item.segments.end * segment_tokens);
+    // The tile that comes after this one: of this item, or the first of the next, which this thread most likely takes.
+    let following = next.and_then(|next| {
+        let reader = Reader::new(step.kv(), next.b, next.g).ok()?;
+        let kv_len = problem.kv_lens[next.b];
+        let t0 = next.segments.start * segment_tiles(kv_len) * TILE;
+        Some((reader, t0, TILE.min(kv_len - t0)))
+    });
+    let aim = |fetch: &mut Fetch, reader: &Reader<'_>, t0: usize| match &following {
+        _ if t0 < last => fetch.aim(reader, t0, TILE.min(kv_len - t0)),
+        Some((reader, t0, tokens)) => fetch.aim(reader, *t0, *tokens),
+        None => fetch.idle(),
+    };
     for (n, segment) in item.segments.clone().enumerate() {
         rows.m.as_mut_slice()[..count].fill(f32::NEG_INFINITY);
         rows.l.as_mut_slice()[..count].fill(0.0);
@@ -369,13 +384,13 @@ fn attend<D: Dot>(
             };
             if !integer {
                 tile.load_float(&reader, t0, len, dim);
-                tile.announce(s, &reader, t0 + TILE, last, dim);
+                aim(fetch, &reader, t0 + TILE);
                 // SAFETY: `load_float` has pointed the tile to `len` readable tokens.
-                unsafe { float::fold_tile(s, tile, rows, in_tile, modifiers) };
+                unsafe { float::fold_tile(s, tile, fetch, rows, in_tile, modifiers) };
                 continue;
             }
             tile.load_integer(s, &reader, t0, len, dim);
-            tile.announce(s, &reader, t0 + TILE, last, dim);
+            aim(fetch, &reader, t0 + TILE);
             let scheme = reader.scheme(Side::K, t0);
             let bias = if tile.k_nibbles { 8 } else { D::K_BIAS };
             if scheme == Scheme::Int4(Int4Scale::Channel) {
@@ -395,7 +410,7 @@ fn attend<D: Dot>(
                 prepared = Prepared::Plain(scheme);
             }
             // SAFETY: `load_integer` has pointed the tile to `len` readable tokens; the rows are prepared for its K.
-            unsafe { integer::fold_tile(d, tile, rows, in_tile, modifiers) };
+            unsafe { integer::fold_tile(d, tile, fetch, rows, in_tile, modifiers) };
         }
         let (m, l, o) = (rows.m.as_slice(), rows.l.as_slice(), rows.o.as_slice());
         for (r, state) in states.chunks_exact_mut(dim + 2).enumerate() {

@@ -10,7 +10,7 @@ use crate::{
     scratch::Rows,
     simd::Simd,
     softmax::{Modifiers, weights},
-    tile::{Float, Tile},
+    tile::{Fetch, Float, Tile},
 };
 
 /// As `Float`, for a const parameter.
@@ -56,6 +56,7 @@ unsafe fn widen_panels<S: Simd, const KIND: u8>(s: S, p: *const u8, stride: usiz
 unsafe fn scores<S: Simd, const R: usize, const KIND: u8>(
     s: S,
     tile: &Tile,
+    fetch: &mut Fetch,
     rows: &mut Rows,
     row: usize,
 ) {
@@ -69,7 +70,7 @@ unsafe fn scores<S: Simd, const R: usize, const KIND: u8>(
             let t = t0 + c * S::ROWS;
             // SAFETY: t < 64; ROWS tokens from t on lie in the place of their 16.
             let base = unsafe { tile.k[t / 16].add(t % 16 * width) };
-            let next = tile.next_k[t / 16].wrapping_add(t % 16 * width);
+            fetch.step(s);
             let mut acc = [[[s.splat(0.0); 2]; 2]; R];
             for i in 0..dim / 16 {
                 // SAFETY: panels 2i and 2i + 1 of dim/8; two vectors cover ROWS tokens.
@@ -82,12 +83,6 @@ unsafe fn scores<S: Simd, const R: usize, const KIND: u8>(
                         [widen::<S, KIND>(s, at(1, 0)), widen::<S, KIND>(s, at(1, 1))],
                     ]
                 };
-                // One line holds four tokens of a panel.
-                if row == 0 && KIND != F32 && t % 4 == 0 {
-                    for half in 0..2 {
-                        s.prefetch(next.wrapping_add((2 * i + half) * tile.k_stride));
-                    }
-                }
                 for r in 0..R {
                     for half in 0..2 {
                         // SAFETY: 8 of row r's dims.
@@ -119,6 +114,7 @@ unsafe fn scores<S: Simd, const R: usize, const KIND: u8>(
 unsafe fn values<S: Simd, const R: usize, const U: usize, const KIND: u8>(
     s: S,
     tile: &Tile,
+    fetch: &mut Fetch,
     rows: &mut Rows,
     row: usize,
     [start, end]: [usize; 2],
@@ -138,11 +134,8 @@ unsafe fn values<S: Simd, const R: usize, const U: usize, const KIND: u8>(
                 widen_panels::<S, KIND>(s, at, tile.v_stride)
             };
         }
-        if row == 0 && KIND != F32 && t % 4 == 0 {
-            let next = tile.next_v[t / 16].wrapping_add(t % 16 * width);
-            for panel in 0..U * S::ROWS / 2 {
-                s.prefetch(next.wrapping_add((dim0 / 8 + panel) * tile.v_stride));
-            }
+        if t % 16 == 0 {
+            fetch.step(s);
         }
         for r in 0..R {
             // SAFETY: R·TILE floats at p.
@@ -177,6 +170,7 @@ unsafe fn values<S: Simd, const R: usize, const U: usize, const KIND: u8>(
 unsafe fn all_values<S: Simd, const R: usize, const KIND: u8>(
     s: S,
     tile: &Tile,
+    fetch: &mut Fetch,
     rows: &mut Rows,
     row: usize,
     seen: [usize; 2],
@@ -187,13 +181,13 @@ unsafe fn all_values<S: Simd, const R: usize, const KIND: u8>(
         // SAFETY: the caller's contract; at most `left` vectors.
         unsafe {
             if left >= 4 && S::ROWS == 4 {
-                values::<S, R, 4, KIND>(s, tile, rows, row, seen, dim0);
+                values::<S, R, 4, KIND>(s, tile, fetch, rows, row, seen, dim0);
                 dim0 += 4 * S::LANES;
             } else if left >= 2 {
-                values::<S, R, 2, KIND>(s, tile, rows, row, seen, dim0);
+                values::<S, R, 2, KIND>(s, tile, fetch, rows, row, seen, dim0);
                 dim0 += 2 * S::LANES;
             } else {
-                values::<S, R, 1, KIND>(s, tile, rows, row, seen, dim0);
+                values::<S, R, 1, KIND>(s, tile, fetch, rows, row, seen, dim0);
                 dim0 += S::LANES;
             }
         }
@@ -206,6 +200,7 @@ unsafe fn all_values<S: Simd, const R: usize, const KIND: u8>(
 unsafe fn fold_values<S: Simd, const KIND: u8>(
     s: S,
     tile: &Tile,
+    fetch: &mut Fetch,
     rows: &mut Rows,
     seen: impl Fn(usize) -> [usize; 2],
 ) {
@@ -216,6 +211,7 @@ unsafe fn fold_values<S: Simd, const KIND: u8>(
             in_blocks!(rows.count, 4, |row, R| all_values::<S, R, KIND>(
                 s,
                 tile,
+                fetch,
                 rows,
                 row,
                 seen(0)
@@ -224,7 +220,7 @@ unsafe fn fold_values<S: Simd, const KIND: u8>(
             for row in 0..rows.count {
                 let range = seen(row);
                 if range[0] < range[1] {
-                    all_values::<S, 1, KIND>(s, tile, rows, row, range);
+                    all_values::<S, 1, KIND>(s, tile, fetch, rows, row, range);
                 }
             }
         }
@@ -239,21 +235,24 @@ unsafe fn fold_values<S: Simd, const KIND: u8>(
 pub(crate) unsafe fn fold_tile<S: Simd>(
     s: S,
     tile: &Tile,
+    fetch: &mut Fetch,
     rows: &mut Rows,
     seen: impl Fn(usize) -> [usize; 2],
     modifiers: impl Fn(usize) -> Modifiers,
 ) {
+    let (blocks, tokens) = (rows.count.div_ceil(4), tile.tokens.div_ceil(S::LANES));
+    fetch.spread(blocks * 4 * (tokens + rows.dim.div_ceil(4 * S::LANES)));
     // SAFETY: the caller's contract, throughout.
     unsafe {
         match tile.k_float {
             Float::F16 => in_blocks!(rows.count, 4, |row, R| scores::<S, R, F16>(
-                s, tile, rows, row
+                s, tile, fetch, rows, row
             )),
             Float::Bf16 => in_blocks!(rows.count, 4, |row, R| scores::<S, R, BF16>(
-                s, tile, rows, row
+                s, tile, fetch, rows, row
             )),
             Float::F32 => in_blocks!(rows.count, 4, |row, R| scores::<S, R, F32>(
-                s, tile, rows, row
+                s, tile, fetch, rows, row
             )),
         }
         for row in 0..rows.count {
@@ -265,9 +264,9 @@ pub(crate) unsafe fn fold_tile<S: Simd>(
             }
         }
         match tile.v_float {
-            Float::F16 => fold_values::<S, F16>(s, tile, rows, seen),
-            Float::Bf16 => fold_values::<S, BF16>(s, tile, rows, seen),
-            Float::F32 => fold_values::<S, F32>(s, tile, rows, seen),
+            Float::F16 => fold_values::<S, F16>(s, tile, fetch, rows, seen),
+            Float::Bf16 => fold_values::<S, BF16>(s, tile, fetch, rows, seen),
+            Float::F32 => fold_values::<S, F32>(s, tile, fetch, rows, seen),
         }
     }
 }

@@ -3,15 +3,13 @@
 //! Rows go in blocks that share each loaded vector of codes; an accumulator holds four partial sums per token (of K) or dim
 //! (of V), which meet once per tile. Cost on AVX-512 VNNI, per row and 64 bytes of codes: two `vpdpbusd` for int8, four for int4.
 
-use std::ops::Range;
-
 use attn_core::arithmetic::{TILE, exp2i, exponent};
 
 use crate::{
     scratch::{GROUPS, Rows},
     simd::{Dot, OPERAND, Simd},
     softmax::{Modifiers, weights},
-    tile::Tile,
+    tile::{Fetch, Tile},
 };
 
 /// Calls a kernel over blocks of rows, as many as the registers hold.
@@ -72,13 +70,6 @@ macro_rules! four {
             },
         ]
     };
-}
-
-/// The part of `0..whole` that a block of `rows` rows from `row` on fetches for the next tile: requests spread over the blocks
-/// keep the memory busy all the time, where one block's burst would wait for it.
-#[inline(always)]
-pub(crate) fn share(row: usize, rows: usize, count: usize, whole: usize) -> Range<usize> {
-    row * whole / count..(row + rows) * whole / count
 }
 
 /// Quantizes a row to 15 bits (section 2), writes its operands, and gives `2^−e`; `integers` receives q15.
@@ -200,11 +191,11 @@ pub(crate) fn prepare_channel<D: Dot>(
 unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
     d: D,
     tile: &Tile,
+    fetch: &mut Fetch,
     rows: &mut Rows,
     row: usize,
 ) {
     let (s, dim) = (d.simd(), rows.dim);
-    let fetch = share(row, R, rows.count, dim / 16);
     let parts = dim / 16 / tile.k_groups;
     let operands = rows.k_operands.as_slice()[row * dim * 2..][..R * dim * 2].as_ptr();
     let bias = &rows.k_bias.as_slice()[row * GROUPS..][..R * GROUPS];
@@ -217,7 +208,7 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
     for t in (0..tile.tokens).step_by(D::S::LANES) {
         // SAFETY: t/16 < 4; the panel rows of tokens t%16.. lie in the tile's place.
         let base = unsafe { tile.k[t / 16].add(t % 16 * 16) };
-        let next = tile.next_k[t / 16].wrapping_add(t % 16 * 16);
+        fetch.step(s);
         let mut a = [s.splat(0.0); R];
         for g in 0..tile.k_groups {
             let mut acc = [[d.k_zero(); 4]; R];
@@ -232,12 +223,6 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
                         true => d.k_high(raw),
                     }
                 });
-                // One line per line read: the next tile is here when its turn comes.
-                if fetch.contains(&part) && (!NIBBLES || part % 2 == 0) {
-                    for line in 0..D::S::LANES / 4 {
-                        s.prefetch(next.wrapping_add(panel * tile.k_stride + line * 64));
-                    }
-                }
                 for r in 0..R {
                     // SAFETY: operand `part` of row r, of R·dim/16.
                     let operand = unsafe {
@@ -336,11 +321,11 @@ unsafe fn weigh<D: Dot>(
 unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
     d: D,
     tile: &Tile,
+    fetch: &mut Fetch,
     rows: &mut Rows,
     row: usize,
 ) {
     let (s, dim) = (d.simd(), rows.dim);
-    let fetch = share(row, R, rows.count, dim);
     let (group_dims, stride) = (dim / tile.v_groups, tile.v_groups * 4 * OPERAND);
     let operands = rows.v_operands.as_slice()[row * stride..][..R * stride].as_ptr();
     let w_sums = &rows.w_sums.as_slice()[row * GROUPS..][..R * GROUPS];
@@ -352,6 +337,7 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
     let o = rows.o.as_mut_slice()[row * dim..][..R * dim].as_mut_ptr();
     for dim0 in (0..dim).step_by(D::S::LANES) {
         let g = dim0 / group_dims;
+        fetch.step(s);
         let mut acc = [[d.v_zero(); 4]; R];
         let mut count = [d.v_zero(); 4];
         for panel in 0..tile.tokens.div_ceil(16) {
@@ -364,11 +350,6 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
                     true => d.v_high(raw),
                 }
             });
-            if fetch.contains(&dim0) && (!NIBBLES || panel % 2 == 0) {
-                for line in 0..D::S::LANES / 4 {
-                    s.prefetch(tile.next_v[panel].wrapping_add(dim0 * 16 + line * 64));
-                }
-            }
             if D::V_BIAS != 0 {
                 for j in 0..4 {
                     count[j] = d.v_count(count[j], codes[j]);
@@ -430,19 +411,25 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
 pub(crate) unsafe fn fold_tile<D: Dot>(
     d: D,
     tile: &Tile,
+    fetch: &mut Fetch,
     rows: &mut Rows,
     seen: impl Fn(usize) -> [usize; 2],
     modifiers: impl Fn(usize) -> Modifiers,
 ) {
+    let tokens = tile.tokens.div_ceil(D::S::LANES);
+    fetch.spread(
+        rows.count.div_ceil(D::K_BLOCK) * tokens
+            + rows.count.div_ceil(D::V_BLOCK) * (rows.dim / D::S::LANES),
+    );
     // SAFETY: the caller's contract, in all three.
     unsafe {
         if tile.k_nibbles {
             in_blocks!(rows.count, D::K_BLOCK, |row, R| scores::<D, R, true>(
-                d, tile, rows, row
+                d, tile, fetch, rows, row
             ));
         } else {
             in_blocks!(rows.count, D::K_BLOCK, |row, R| scores::<D, R, false>(
-                d, tile, rows, row
+                d, tile, fetch, rows, row
             ));
         }
         for row in 0..rows.count {
@@ -456,11 +443,11 @@ pub(crate) unsafe fn fold_tile<D: Dot>(
         }
         if tile.v_nibbles {
             in_blocks!(rows.count, D::V_BLOCK, |row, R| values::<D, R, true>(
-                d, tile, rows, row
+                d, tile, fetch, rows, row
             ));
         } else {
             in_blocks!(rows.count, D::V_BLOCK, |row, R| values::<D, R, false>(
-                d, tile, rows, row
+                d, tile, fetch, rows, row
             ));
         }
     }

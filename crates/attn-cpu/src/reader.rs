@@ -27,6 +27,35 @@ pub struct Reader<'a> {
     pub tensor_scales: [f32; 2],
 }
 
+/// Where one head's parts lie in a page: worked out once, not for every tile.
+#[derive(Clone, Copy)]
+struct Parts {
+    page_bytes: usize,
+    /// log2 of the page size.
+    page_shift: u32,
+    /// Start of the codes, start and end of the parameters: K, V, K in a tail page.
+    sides: [[usize; 3]; 3],
+}
+
+impl Parts {
+    fn new(layout: &PageLayout, head: usize) -> Self {
+        let run = head * layout.run_bytes();
+        let tail = layout.tail_k();
+        let side = |codes: std::ops::Range<usize>, params: std::ops::Range<usize>| {
+            [run + codes.start, run + params.start, run + params.end]
+        };
+        Parts {
+            page_bytes: layout.page_bytes(),
+            page_shift: layout.page_size.trailing_zeros(),
+            sides: [
+                side(layout.k_codes(), layout.k_params()),
+                side(layout.v_codes(), layout.v_params()),
+                side(tail.k_codes(), tail.k_params()),
+            ],
+        }
+    }
+}
+
 /// One side of one page's run.
 #[derive(Clone, Copy)]
 pub(crate) struct PagePart<'a> {
@@ -52,8 +81,9 @@ impl<'a> Rows<'a> {
 #[derive(Clone, Copy)]
 enum Source<'a> {
     Pages {
-        store: &'a HostPages,
+        pool: &'a [u8],
         layout: PageLayout,
+        parts: Parts,
         pages: &'a [u32],
         tail: Option<u32>,
         len: usize,
@@ -76,10 +106,12 @@ impl<'a> Reader<'a> {
                     what: "cache",
                 })?;
                 let (config, table) = (cache.config(), cache.table());
+                let layout = config.layout();
                 Reader {
                     source: Source::Pages {
-                        store,
-                        layout: config.layout(),
+                        pool: store.pool(),
+                        layout,
+                        parts: Parts::new(&layout, head),
                         pages: &table.pages[sequence],
                         tail: table.tail_pages[sequence],
                         len: table.lens[sequence],
@@ -111,9 +143,9 @@ impl<'a> Reader<'a> {
 
     fn is_open(&self, t: usize) -> bool {
         match self.source {
-            Source::Pages { layout, len, .. } => {
-                layout.has_tail_page() && t / layout.page_size == len / layout.page_size
-            }
+            Source::Pages {
+                layout, parts, len, ..
+            } => layout.has_tail_page() && t >> parts.page_shift == len >> parts.page_shift,
             Source::View(_) => false,
         }
     }
@@ -135,13 +167,45 @@ impl<'a> Reader<'a> {
     ///
     /// # Panics
     /// For a view.
+    #[inline]
     pub(crate) fn page(&self, side: Side, t: usize) -> PagePart<'a> {
-        let (codes, params, layout) = self.part(side, t).expect("a view has no pages");
+        let Source::Pages {
+            pool,
+            layout,
+            parts,
+            pages,
+            tail,
+            ..
+        } = self.source
+        else {
+            unreachable!("a view has no pages");
+        };
+        let (page, part) = match (side, tail) {
+            (Side::K, Some(tail)) if self.is_open(t) => (tail, 2),
+            _ => (pages[t >> parts.page_shift], side as usize),
+        };
+        let page = &pool[page as usize * parts.page_bytes..][..parts.page_bytes];
+        let [codes, params, end] = parts.sides[part];
         PagePart {
-            codes,
-            params,
+            codes: &page[codes..params],
+            params: &page[params..end],
             page_size: layout.page_size,
         }
+    }
+
+    /// The run of the page of token `t`: all that a tile of a sealed page reads.
+    ///
+    /// # Panics
+    /// For a view.
+    pub(crate) fn run(&self, t: usize) -> &'a [u8] {
+        let Source::Pages {
+            pool, parts, pages, ..
+        } = self.source
+        else {
+            unreachable!("a view has no pages");
+        };
+        let page = pages[t >> parts.page_shift] as usize * parts.page_bytes;
+        &pool[page + parts.sides[0][0]..page + parts.sides[1][2]]
     }
 
     /// One side's rows of a view.
@@ -176,27 +240,13 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// One part of the page of token `t`: its codes, its parameters, and the page's layout.
+    /// One part of the page of token `t`: its codes, its parameters, and the cache's layout.
     fn part(&self, side: Side, t: usize) -> Option<(&'a [u8], &'a [u8], PageLayout)> {
-        let Source::Pages {
-            store,
-            layout,
-            pages,
-            tail,
-            ..
-        } = self.source
-        else {
+        let Source::Pages { layout, .. } = self.source else {
             return None;
         };
-        let (page, stored) = match (side, tail) {
-            (Side::K, Some(tail)) if self.is_open(t) => (tail, layout.tail_k()),
-            _ => (pages[t / layout.page_size], layout),
-        };
-        let run = store.run(page, self.head);
-        Some(match side {
-            Side::K => (&run[stored.k_codes()], &run[stored.k_params()], stored),
-            Side::V => (&run[stored.v_codes()], &run[stored.v_params()], stored),
-        })
+        let page = self.page(side, t);
+        Some((page.codes, page.params, layout))
     }
 
     /// The stored code of `(t, d)`.

@@ -24,6 +24,78 @@ pub(crate) enum Float {
     F32,
 }
 
+/// What will be read next, asked for while the current tile is worked on: into L2, line by line in the order of addresses,
+/// spread over the tile's work. `docs/performance.md` has what else was tried.
+pub(crate) struct Fetch {
+    runs: [(*const u8, usize); 4],
+    count: usize,
+    run: usize,
+    offset: usize,
+    per_step: usize,
+}
+
+impl Fetch {
+    const CHUNK: usize = 256;
+
+    pub const fn new() -> Self {
+        Fetch {
+            runs: [(std::ptr::null(), 0); 4],
+            count: 0,
+            run: 0,
+            offset: 0,
+            per_step: 0,
+        }
+    }
+
+    /// Takes up the pages of the tile at `t0`, if there are pages.
+    #[inline(always)]
+    pub fn aim(&mut self, reader: &Reader<'_>, t0: usize, tokens: usize) {
+        (self.count, self.run, self.offset) = (0, 0, 0);
+        let page_size = reader.page_end(0);
+        // The second half of a page of 128 has come with the first.
+        if !reader.is_paged() || t0 & (page_size - 1) != 0 {
+            return;
+        }
+        for t in (t0..t0 + tokens).step_by(page_size) {
+            let run = reader.run(t);
+            self.runs[self.count] = (run.as_ptr(), run.len());
+            self.count += 1;
+        }
+    }
+
+    /// Nothing to take up.
+    pub fn idle(&mut self) {
+        (self.count, self.run, self.offset) = (0, 0, 0);
+    }
+
+    /// Spreads what is to be fetched over so many steps.
+    #[inline(always)]
+    pub fn spread(&mut self, steps: usize) {
+        let chunks: usize = self.runs[..self.count]
+            .iter()
+            .map(|(_, len)| len.div_ceil(Self::CHUNK))
+            .sum();
+        self.per_step = chunks.div_ceil(steps.max(1));
+    }
+
+    #[inline(always)]
+    pub fn step<S: Simd>(&mut self, s: S) {
+        for _ in 0..self.per_step {
+            if self.run == self.count {
+                return;
+            }
+            let (run, len) = self.runs[self.run];
+            for line in 0..4 {
+                s.prefetch(run.wrapping_add(self.offset + 64 * line));
+            }
+            self.offset += Self::CHUNK;
+            if self.offset >= len {
+                (self.run, self.offset) = (self.run + 1, 0);
+            }
+        }
+    }
+}
+
 /// A tile; its places are pointers into the cache or into its own panels, good until the next load.
 pub(crate) struct Tile {
     /// Cached tokens, 1..=64.
@@ -31,8 +103,6 @@ pub(crate) struct Tile {
     /// K's panel rows of each 16 tokens; the next panel is `k_stride` on.
     pub k: [*const u8; 4],
     pub k_stride: usize,
-    /// Where the next tile's K will be read, to be fetched meanwhile; any address.
-    pub next_k: [*const u8; 4],
     pub k_nibbles: bool,
     pub k_float: Float,
     pub k_groups: usize,
@@ -42,8 +112,6 @@ pub(crate) struct Tile {
     /// Integers: the panel of each 16 tokens, or of the 32 that they lie in. Floats: as for K.
     pub v: [*const u8; 4],
     pub v_stride: usize,
-    /// As for K.
-    pub next_v: [*const u8; 4],
     pub v_nibbles: bool,
     pub v_float: Float,
     pub v_groups: usize,
@@ -52,6 +120,8 @@ pub(crate) struct Tile {
     pub v_scale: [[f32; TILE]; GROUPS],
     /// 2^−f.
     pub v_unit: [f32; GROUPS],
+    v_shift: [[f32; TILE]; GROUPS],
+    /// `sh` in two planes.
     pub v_shift_hi: [[i32; TILE]; GROUPS],
     pub v_shift_lo: [[i32; TILE]; GROUPS],
     /// 2^(−15−h).
@@ -70,7 +140,6 @@ impl Tile {
             tokens: 0,
             k: [std::ptr::null(); 4],
             k_stride: 0,
-            next_k: [std::ptr::null(); 4],
             k_nibbles: false,
             k_float: Float::F32,
             k_groups: 1,
@@ -79,13 +148,13 @@ impl Tile {
             k_shift: [[0.0; TILE]; GROUPS],
             v: [std::ptr::null(); 4],
             v_stride: 0,
-            next_v: [std::ptr::null(); 4],
             v_nibbles: false,
             v_float: Float::F32,
             v_groups: 1,
             v_has_shift: false,
             v_scale: [[0.0; TILE]; GROUPS],
             v_unit: [0.0; GROUPS],
+            v_shift: [[0.0; TILE]; GROUPS],
             v_shift_hi: [[0; TILE]; GROUPS],
             v_shift_lo: [[0; TILE]; GROUPS],
             v_shift_unit: [0.0; GROUPS],
@@ -145,7 +214,6 @@ impl Tile {
         } else {
             self.pack_v(reader, t0, dim);
         }
-        let mut shifts = [[0.0; TILE]; GROUPS];
         if scheme == Scheme::Int8(Int8Scale::Tensor) {
             self.v_scale[0] = std::array::from_fn(|t| if t < tokens { 1.0 } else { 0.0 });
         } else {
@@ -157,7 +225,7 @@ impl Tile {
                 tokens,
                 self.v_groups,
                 &mut self.v_scale,
-                &mut shifts,
+                &mut self.v_shift,
             );
         }
         for g in 0..self.v_groups {
@@ -176,7 +244,7 @@ impl Tile {
                 }
             }
             if self.v_has_shift {
-                let largest = largest_abs(s, &shifts[g]);
+                let largest = largest_abs(s, &self.v_shift[g]);
                 let h = if largest == 0.0 {
                     0
                 } else {
@@ -186,8 +254,9 @@ impl Tile {
                 for t in (0..TILE).step_by(S::LANES) {
                     // SAFETY: t + LANES ≤ TILE.
                     unsafe {
-                        let sh =
-                            s.round(s.mul(s.load(shifts[g].as_ptr().add(t)), s.splat(exp2i(h))));
+                        let sh = s.round(
+                            s.mul(s.load(self.v_shift[g].as_ptr().add(t)), s.splat(exp2i(h))),
+                        );
                         s.i_store(
                             self.v_shift_hi[g].as_mut_ptr().add(t).cast(),
                             s.i_sar::<8>(sh),
@@ -232,30 +301,6 @@ impl Tile {
             Side::V => (&mut self.v, &mut self.v_stride),
         };
         *stride = places_of(reader, side, t0, self.tokens, bits, dim, places);
-    }
-
-    /// Says which tile comes next: `t0`, unless it is at or past `end`.
-    #[inline(always)]
-    pub fn announce<S: Simd>(
-        &mut self,
-        s: S,
-        reader: &Reader<'_>,
-        t0: usize,
-        end: usize,
-        dim: usize,
-    ) {
-        (self.next_k, self.next_v) = (self.k, self.v);
-        if t0 >= end || !reader.is_paged() {
-            return;
-        }
-        for (side, places) in [(Side::K, &mut self.next_k), (Side::V, &mut self.next_v)] {
-            let bits = reader.scheme(side, t0).code_bits();
-            places_of(reader, side, t0, TILE.min(end - t0), bits, dim, places);
-            let params = reader.page(side, t0).params;
-            for line in params.chunks(64).take(4) {
-                s.prefetch(line.as_ptr());
-            }
-        }
     }
 
     /// K as panels of 16 signed codes, int4 already centred.
@@ -371,7 +416,7 @@ fn places_of(
     let (mut t, mut stride) = (0, 0);
     while t < tokens {
         let page = reader.page(side, t0 + t);
-        let mut first = (t0 + t) % page.page_size;
+        let mut first = (t0 + t) & (page.page_size - 1);
         stride = page.page_size * 16;
         while first < page.page_size && t < TILE {
             // The formulas of FORMATS.md for the first of 16 tokens; all stay inside the part.
@@ -456,7 +501,7 @@ fn params<S: Simd>(
     let mut t = 0;
     while t < tokens {
         let page = reader.page(side, t0 + t);
-        let mut first = (t0 + t) % page.page_size;
+        let mut first = (t0 + t) & (page.page_size - 1);
         while first < page.page_size && t < tokens {
             for g in 0..groups {
                 let at = &page.params[(g * page.page_size + first) * width..][..S::LANES * width];
