@@ -19,6 +19,11 @@
 
 use std::{fmt, str::FromStr};
 
+/// The README's example compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
+
 pub use attn_core::*;
 
 /// A backend by name.
