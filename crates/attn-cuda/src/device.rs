@@ -31,15 +31,15 @@ pub enum CudaError {
     /// No image of a kernel.
     #[error(transparent)]
     Image(#[from] ImageError),
-    /// A kernel and this program disagree about its shared memory.
+    /// A kernel asks for more shared memory than there is.
     #[error(
-        "the kernel exports {kernel} bytes of shared memory, the host computes {host}; kernels/cuda and attn-cuda are of different versions"
+        "a kernel needs {kernel} bytes of shared memory, and {limit} may be used; kernels/cuda and geometry.rs are of different versions"
     )]
     SharedBytes {
         /// Of the image.
         kernel: usize,
-        /// Of `Geometry`.
-        host: usize,
+        /// Of the device.
+        limit: usize,
     },
     /// `ATTN_CHECK=1` found inputs that decode cannot survive.
     #[error(
@@ -226,14 +226,17 @@ impl Device {
             }
             loaded => loaded?,
         };
-        if let Some(kernel) = self.exported(&module, "attn_shared_bytes")
-            && kernel != shared_bytes
-        {
-            return Err(CudaError::SharedBytes {
-                kernel,
-                host: shared_bytes,
-            });
-        }
+        // The kernel's own figure; the host's formula only chose the shape.
+        let shared_bytes = match self.exported(&module, "attn_shared_bytes") {
+            Some(kernel) if kernel > self.shared_limit => {
+                return Err(CudaError::SharedBytes {
+                    kernel,
+                    limit: self.shared_limit,
+                });
+            }
+            Some(kernel) => kernel,
+            None => shared_bytes,
+        };
         let function = module.load_function(instance.entry())?;
         if shared_bytes > 48 * 1024 {
             function.set_attribute(
