@@ -399,3 +399,12 @@ pub fn measure(
         ceiling: best.expect("several ways to read"),
     })
 }
+
+/// Runs `f` on a pool of so many threads.
+///
+/// # Panics
+/// If the system gives no threads.
+pub fn with_threads<T: Send>(threads: usize, f: impl FnOnce() -> T + Send) -> T {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    pool.expect("threads for a pool").install(f)
+}

@@ -49,7 +49,7 @@ impl BackendId {
         match self {
             BackendId::Cuda => attn_cuda::open(),
             BackendId::Wgpu => attn_wgpu::open(),
-            BackendId::Cpu => Ok(Box::new(attn_cpu::CpuBackend::new())),
+            BackendId::Cpu => Ok(Box::new(attn_cpu::CpuBackend::open()?)),
         }
     }
 }

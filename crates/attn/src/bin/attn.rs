@@ -6,6 +6,8 @@ use anyhow::Result;
 use attn::{BackendId, KvFormat};
 use clap::{Parser, Subcommand};
 
+#[path = "../cli/bench.rs"]
+mod bench;
 #[path = "../cli/check.rs"]
 mod check;
 #[path = "../cli/data.rs"]
@@ -38,6 +40,8 @@ enum Command {
         #[arg(long)]
         backend: Option<BackendId>,
     },
+    /// Time named shapes beside a pure read of as many bytes.
+    Bench(bench::BenchArgs),
     /// K and V of a safetensors file as pages of a format, in another safetensors file.
     Quantize {
         /// A safetensors file with NAME.k and NAME.v, [kv_heads, seq, head_dim], f16, bf16 or f32.
@@ -98,6 +102,7 @@ fn dispatch(args: Args) -> Result<bool> {
         Command::Run(run) => {
             run::run(run.file.as_deref(), &run.kv, run.backend, args.json).map(|()| true)
         }
+        Command::Bench(bench) => bench::bench(&bench, args.json).map(|()| true),
         Command::Devices => check::devices(args.json).map(|()| true),
         Command::Check { backend } => check::check(backend, args.json),
         Command::Quantize {
