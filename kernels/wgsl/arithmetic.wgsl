@@ -4,9 +4,18 @@
 // WGSL lets a compiler take (x + c) - c for x (Mesa's does): exp2 therefore gets its rounding constant twice, from the
 // parameters, where no compiler can see that both are ROUND. Elsewhere bits are taken of x + ROUND at once.
 
+//
+// Nor may a compiler contract a product and a sum where the product rounds (NVIDIA's does): `product` hides its factors.
+// Products with powers of two, and of small integers, are exact: they stay plain.
+
 const ROUND: f32 = 12582912.0;          // adding it rounds |x| <= 2^22 to an integer, half to even
 const ROUND_BITS: i32 = 0x4B400000;
 const NONE: f32 = -3.4028235e38;        // the maximum of no scores (the law's -infinity, kept finite)
+
+// x * y, rounded: `params.zero` is 0, and no compiler knows.
+fn product(x: f32, y: f32) -> f32 {
+    return bitcast<f32>(bitcast<u32>(x * y) ^ params.zero);
+}
 
 // 2^k for -126 <= k <= 127.
 fn exp2i(k: i32) -> f32 {
@@ -32,10 +41,10 @@ fn exp2w(x: f32) -> f32 {
     let t = x + params.round_up;
     let r = x - (t - params.round_down);
     var y = bitcast<f32>(0x3C1D0C02u);
-    y = y * r + bitcast<f32>(0x3D64FE59u);
-    y = y * r + bitcast<f32>(0x3E760193u);
-    y = y * r + bitcast<f32>(0x3F317096u);
-    y = y * r + 1.0;
+    y = product(y, r) + bitcast<f32>(0x3D64FE59u);
+    y = product(y, r) + bitcast<f32>(0x3E760193u);
+    y = product(y, r) + bitcast<f32>(0x3F317096u);
+    y = product(y, r) + 1.0;
     return bitcast<f32>(bitcast<u32>(y) + (bitcast<u32>(t) << 23u));
 }
 
@@ -44,21 +53,21 @@ fn exp2f(x: f32) -> f32 {
     let t = x + params.round_up;
     let r = x - (t - params.round_down);
     var y = bitcast<f32>(0x3AADFE47u);
-    y = y * r + bitcast<f32>(0x3C1E7726u);
-    y = y * r + bitcast<f32>(0x3D635B15u);
-    y = y * r + bitcast<f32>(0x3E75FCD9u);
-    y = y * r + bitcast<f32>(0x3F317216u);
-    y = y * r + 1.0;
+    y = product(y, r) + bitcast<f32>(0x3C1E7726u);
+    y = product(y, r) + bitcast<f32>(0x3D635B15u);
+    y = product(y, r) + bitcast<f32>(0x3E75FCD9u);
+    y = product(y, r) + bitcast<f32>(0x3F317216u);
+    y = product(y, r) + 1.0;
     return bitcast<f32>(bitcast<u32>(y) + (bitcast<u32>(t) << 23u));
 }
 
 // 1/x for positive normal x.
 fn rcp(x: f32) -> f32 {
     var y = bitcast<f32>(0x7EF311C7u - bitcast<u32>(x));
-    y = y * (2.0 - x * y);
-    y = y * (2.0 - x * y);
-    y = y * (2.0 - x * y);
-    return y * (2.0 - x * y);
+    y = y * (2.0 - product(x, y));
+    y = y * (2.0 - product(x, y));
+    y = y * (2.0 - product(x, y));
+    return y * (2.0 - product(x, y));
 }
 
 // ln(l * 2^m) for l > 0.
@@ -66,15 +75,15 @@ fn log_sum_exp(m: f32, l: f32) -> f32 {
     let i = bitcast<i32>(l) - 0x3F3504F3;
     let u = bitcast<f32>((i & 0x7FFFFF) + 0x3F3504F3) - 1.0;
     var y = bitcast<f32>(0x3E090EF7u);
-    y = y * u + bitcast<f32>(0xBE607D7Cu);
-    y = y * u + bitcast<f32>(0x3E5F6D97u);
-    y = y * u + bitcast<f32>(0xBE72988Eu);
-    y = y * u + bitcast<f32>(0x3E931B3Eu);
-    y = y * u + bitcast<f32>(0xBEB8BC98u);
-    y = y * u + bitcast<f32>(0x3EF63E7Du);
-    y = y * u + bitcast<f32>(0xBF38AA18u);
-    y = y * u + bitcast<f32>(0x3FB8AA36u);
-    y = y * u;
+    y = product(y, u) + bitcast<f32>(0xBE607D7Cu);
+    y = product(y, u) + bitcast<f32>(0x3E5F6D97u);
+    y = product(y, u) + bitcast<f32>(0xBE72988Eu);
+    y = product(y, u) + bitcast<f32>(0x3E931B3Eu);
+    y = product(y, u) + bitcast<f32>(0xBEB8BC98u);
+    y = product(y, u) + bitcast<f32>(0x3EF63E7Du);
+    y = product(y, u) + bitcast<f32>(0xBF38AA18u);
+    y = product(y, u) + bitcast<f32>(0x3FB8AA36u);
+    y = product(y, u);
     return ((m + f32(i >> 23u)) + y) * bitcast<f32>(0x3F317218u);
 }
 

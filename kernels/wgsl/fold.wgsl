@@ -20,8 +20,8 @@ let scale_$(g)_0 = 32768.0;
 let scale_$(g)_1 = 32768.0;
 #end
 #for r in 0..R
-let w_$(g)_$(r)_0 = rhe(p_$(r)_0 * scale_$(g)_0);
-let w_$(g)_$(r)_1 = rhe(p_$(r)_1 * scale_$(g)_1);
+let w_$(g)_$(r)_0 = rhe(product(p_$(r)_0, scale_$(g)_0));
+let w_$(g)_$(r)_1 = rhe(product(p_$(r)_1, scale_$(g)_1));
 scratch[(team * $(R)u + $(r)u) * 32u + lane] = u32(w_$(g)_$(r)_0) | (u32(w_$(g)_$(r)_1) << 16u);
 #if SG == 32
 let sum_$(g)_$(r) = subgroupAdd(w_$(g)_$(r)_0 + w_$(g)_$(r)_1);

@@ -25,7 +25,7 @@ struct Params {
     batch: u32,
     round_up: f32,           // both 12582912, see arithmetic.wgsl
     round_down: f32,
-    reserved: u32,
+    zero: u32,               // 0, see arithmetic.wgsl
 }
 
 // An item is {sequence, first segment, segments, unused}; a sequence {kv_len, segment_tiles, its pages' place, tail page, first item, items, -, -}.

@@ -54,9 +54,9 @@ for (var g = 0u; g < $(UNITS / UPG)u; g++) {
 #for r in 0..R
         {
             let sum = group_sum[$(r * KG)u + g];
-            let term = f32(acc_$(r)_$(j) - 8 * sum) * param.x;
+            let term = product(f32(acc_$(r)_$(j) - 8 * sum), param.x);
             s_$(r)_$(j) = select(s_$(r)_$(j) + term, term, g == 0u);
-            s_$(r)_$(j) = s_$(r)_$(j) + f32(sum) * shift;
+            s_$(r)_$(j) = s_$(r)_$(j) + product(f32(sum), shift);
         }
 #end
     }

@@ -36,7 +36,7 @@ for (var g = 0u; g < $(UNITS / UPG)u; g++) {
 #end
 #for r in 0..R
 #if K == G32
-        let term_$(r) = f32(acc_$(r)_$(j)) * scale;
+        let term_$(r) = product(f32(acc_$(r)_$(j)), scale);
         s_$(r)_$(j) = select(s_$(r)_$(j) + term_$(r), term_$(r), g == 0u);
 #else
         s_$(r)_$(j) = f32(acc_$(r)_$(j)) * scale;

@@ -76,7 +76,7 @@ s_$(r)_$(j) = softcap(s_$(r)_$(j), params.softcap_inner, params.softcap_outer);
 #if ALIBI
 {
     let position = i32(kv_len) - i32(params.q_len) + i32((row0 + $(r)u) / params.heads_per_kv);
-    s_$(r)_$(j) = s_$(r)_$(j) + row_slope[$(r)] * f32(i32(token_$(j)) - position);
+    s_$(r)_$(j) = s_$(r)_$(j) + product(row_slope[$(r)], f32(i32(token_$(j)) - position));
 }
 #end
 let seen_$(r)_$(j) = i32(token_$(j)) >= row_first[$(r)] && i32(token_$(j)) < row_end[$(r)];

@@ -72,12 +72,30 @@ impl Gpu {
         Ok((gpu, backend))
     }
 
+    /// Keeps the GPU busy for a third of a second: clocks ramp up.
+    fn warm_up(
+        &self,
+        mut record: impl FnMut(&mut wgpu::CommandEncoder, usize) -> Any<()>,
+    ) -> Any<()> {
+        let start = std::time::Instant::now();
+        while start.elapsed().as_millis() < 300 {
+            let mut encoder = self.device.create_command_encoder(&Default::default());
+            for i in 0..100 {
+                record(&mut encoder, i)?;
+            }
+            self.queue.submit([encoder.finish()]);
+            self.device.poll(wgpu::PollType::wait_indefinitely())?;
+        }
+        Ok(())
+    }
+
     /// Microseconds of each of `count` pieces of work, recorded one after the other, and their mean back to back.
     fn time(
         &self,
         count: usize,
         mut record: impl FnMut(&mut wgpu::CommandEncoder, usize) -> Any<()>,
     ) -> Any<(Vec<f64>, f64)> {
+        self.warm_up(&mut record)?;
         let period = f64::from(self.queue.get_timestamp_period()) / 1000.0;
         let mut encoder = self.device.create_command_encoder(&Default::default());
         record(&mut encoder, 0)?;

@@ -1,4 +1,4 @@
-//! The conformance table over the adapter that is here, case by case with times: `conformance [PART OF A CASE'S TEXT]`.
+//! The conformance table over the adapter that is here, case by case with times, and the law's functions one by one: `conformance [PART OF A CASE'S TEXT]`.
 
 use attn_conformance::{Outcome, check_case, table};
 use attn_core::DecodeAttention;
@@ -9,6 +9,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let backend = WgpuBackend::open()?;
     let info = backend.device();
     println!("{}: {}", info.name, info.detail);
+    for check in backend.check_law()? {
+        println!("{check}");
+    }
     let part = std::env::args().nth(1).unwrap_or_default();
     let (mut passed, mut failed) = (0, 0);
     for case in table(attn_conformance::Size::from_env()?) {

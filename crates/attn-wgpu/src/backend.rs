@@ -12,6 +12,7 @@ use crate::{
     error::BACKEND,
     gpu::{self, Gpu},
     launch::{self, Prepared, Source},
+    law::{self, LawCheck},
     shader::{self, DeviceKey, Pipelines, Tuning, decode_key},
     store::DevicePages,
     view::ViewPages,
@@ -85,6 +86,14 @@ impl WgpuBackend {
             .map_err(|e| crate::error::device("specialising a kernel", e.into()))?;
         let pipeline = shader::compile(&self.gpu, "read_all", text)?;
         Ok(wgpu::ComputePipeline::clone(&pipeline))
+    }
+
+    /// Evaluates the functions of `docs/arithmetic.md` on this adapter and compares them with the CPU's bits.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn check_law(&self) -> Result<Vec<LawCheck>, Error> {
+        law::check(&self.gpu)
     }
 
     /// The device that caches and kernels live on.

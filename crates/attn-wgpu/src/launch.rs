@@ -41,7 +41,7 @@ pub(crate) struct Params {
     batch: u32,
     round_up: f32,
     round_down: f32,
-    reserved: u32,
+    zero: u32,
 }
 
 const _: () = assert!(
@@ -220,7 +220,7 @@ impl Prepared {
             batch: problem.batch() as u32,
             round_up: ROUND,
             round_down: ROUND,
-            reserved: 0,
+            zero: 0,
         };
         let states_bytes = (slots * rows * (problem.head_dim + 2) * 4) as u64;
         let largest = gpu.limits.max_storage_buffer_binding_size;

@@ -245,6 +245,11 @@ pub(crate) fn read_text() -> Result<String, SpecialiseError> {
     specialise("read.wgsl", &Constants::new(), &source)
 }
 
+/// The text of the kernel that evaluates the law's functions.
+pub(crate) fn law_text() -> Result<String, SpecialiseError> {
+    specialise("law.wgsl", &Constants::new(), &source)
+}
+
 /// Pipelines by name and constants.
 #[derive(Default)]
 pub(crate) struct Pipelines {
@@ -332,6 +337,12 @@ mod tests {
         validator
             .validate(&module)
             .unwrap_or_else(|error| panic!("{name}: {}", error.emit_to_string(text)));
+    }
+
+    #[test]
+    fn the_kernels_without_constants_are_valid_wgsl() {
+        validate("law.wgsl", &law_text().unwrap());
+        validate("read.wgsl", &read_text().unwrap());
     }
 
     #[test]

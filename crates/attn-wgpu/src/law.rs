@@ -1,0 +1,179 @@
+//! The law's scalar functions on this adapter, compared with the CPU's bits: which claim an adapter can be held to.
+
+use attn_core::{
+    Error,
+    arithmetic::{ROUND, exp2_float, exp2_weight, exp2i, ftz, lse, pow2, rcp, softcap},
+};
+use wgpu::BufferUsages;
+
+use crate::{
+    error::{WgpuError, device},
+    gpu::Gpu,
+    shader,
+};
+
+/// One function on this adapter.
+#[derive(Debug, Clone)]
+pub struct LawCheck {
+    /// What was computed.
+    pub function: &'static str,
+    /// Whether decode relies on it (the others show what the compiler does with plain expressions).
+    pub relied_on: bool,
+    /// Inputs tried.
+    pub tried: usize,
+    /// How many results differ from the CPU's bits.
+    pub differing: usize,
+    /// The first that differs: inputs, the adapter's bits, the CPU's.
+    pub first: Option<([f32; 3], u32, u32)>,
+}
+
+impl std::fmt::Display for LawCheck {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{:<28} {} of {} differ",
+            self.function, self.differing, self.tried
+        )?;
+        if let Some(([x, y, z], got, want)) = self.first {
+            write!(
+                f,
+                "; first at x = {x:e}, y = {y:e}, z = {z:e}: {got:#010x} for {want:#010x}"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+type Function = (&'static str, bool, fn([f32; 3]) -> f32);
+
+fn rhe(x: f32) -> f32 {
+    x.round_ties_even() + 0.0
+}
+
+/// In the order of `law.wgsl`.
+const FUNCTIONS: [Function; 17] = [
+    ("exp2w(x)", true, |[x, _, _]| exp2_weight(x)),
+    ("exp2f(x)", true, |[x, _, _]| exp2_float(x)),
+    ("rcp(y)", true, |[_, y, _]| rcp(y)),
+    ("lse(x, y)", true, |[x, y, _]| lse(x.ceil(), y)),
+    ("softcap(x, y, z)", true, |[x, y, z]| softcap(x, y, z)),
+    ("x·y + z, product hidden", true, |[x, y, z]| x * y + z),
+    ("rhe(x·y), product hidden", true, |[x, y, _]| rhe(x * y)),
+    ("f32(i32)", true, |[_, _, z]| z.to_bits() as i32 as f32),
+    ("f16 value", true, |[_, _, z]| {
+        let h = z.to_bits() & 0x7FFF;
+        match h >> 10 {
+            0 => h as f32 * exp2i(-24),
+            _ => f32::from_bits((h << 13) + 0x3800_0000),
+        }
+    }),
+    ("fold by powers of two", true, |[x, _, z]| {
+        ftz(x * exp2i(-20)) + z * exp2i(-3)
+    }),
+    ("ceil through its key", true, |[x, _, _]| x.ceil()),
+    ("pow2(-ceil(x))", true, |[x, _, _]| pow2(-x.ceil())),
+    ("x·y + z, plain", false, |[x, y, z]| x * y + z),
+    ("2 - x·y, plain", false, |[x, y, _]| 2.0 - x * y),
+    ("rhe(x·y), plain", false, |[x, y, _]| {
+        f32::from_bits((x * y + ROUND).to_bits())
+    }),
+    ("z·(2 - x·y), plain", false, |[x, y, z]| z * (2.0 - x * y)),
+    ("(x + ROUND) - ROUND", true, |[x, _, _]| (x + ROUND) - ROUND),
+];
+
+/// Inputs per function.
+const TRIED: usize = 16384;
+
+/// x in -125..0, y in 0.5..64, z of any sign from 2^-11 to 2^21.
+fn inputs() -> Vec<[f32; 3]> {
+    let mut state = 0x9E37_79B9_7F4A_7C15u64;
+    let mut next = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u32 << 24) as f32
+    };
+    (0..TRIED)
+        .map(|i| {
+            let x = -next() * if i % 2 == 0 { 125.0 } else { 4.0 };
+            let y = (0.5 + next()) * exp2i((next() * 6.0) as i32);
+            let z = (next() - 0.5) * exp2i((next() * 32.0) as i32 - 10);
+            [x, y, if z == 0.0 { 1.0 } else { z }]
+        })
+        .collect()
+}
+
+pub(crate) fn check(gpu: &Gpu) -> Result<Vec<LawCheck>, Error> {
+    let text = shader::law_text().map_err(|e| device("specialising a kernel", e.into()))?;
+    let pipeline = shader::compile(gpu, "law", text)?;
+    let inputs = inputs();
+    let rows: Vec<[f32; 4]> = (0..FUNCTIONS.len())
+        .flat_map(|f| inputs.iter().map(move |&[x, y, z]| [x, y, z, f as f32]))
+        .collect();
+    let bytes = 4 * rows.len() as u64;
+    let write = BufferUsages::COPY_DST;
+    let params = gpu.buffer("attn law", 16, BufferUsages::UNIFORM | write)?;
+    let given = gpu.buffer("attn law inputs", 4 * bytes, BufferUsages::STORAGE | write)?;
+    let result = gpu.buffer(
+        "attn law results",
+        bytes,
+        BufferUsages::STORAGE | BufferUsages::COPY_SRC,
+    )?;
+    gpu.guarded("checking the law", || {
+        let constants = [ROUND.to_bits(), ROUND.to_bits(), 0, 0];
+        gpu.queue
+            .write_buffer(&params, 0, bytemuck::cast_slice(&constants));
+        gpu.queue
+            .write_buffer(&given, 0, bytemuck::cast_slice(&rows));
+        let group = gpu.device.create_bind_group(&wgpu::BindGroupDescriptor {
+            label: None,
+            layout: &pipeline.get_bind_group_layout(0),
+            entries: &[&params, &given, &result]
+                .into_iter()
+                .enumerate()
+                .map(|(binding, buffer)| wgpu::BindGroupEntry {
+                    binding: binding as u32,
+                    resource: buffer.as_entire_binding(),
+                })
+                .collect::<Vec<_>>(),
+        });
+        let mut encoder = gpu.device.create_command_encoder(&Default::default());
+        {
+            let mut pass = encoder.begin_compute_pass(&Default::default());
+            pass.set_pipeline(&pipeline);
+            pass.set_bind_group(0, &group, &[]);
+            pass.dispatch_workgroups(rows.len().div_ceil(64) as u32, 1, 1);
+        }
+        gpu.queue.submit([encoder.finish()]);
+    })?;
+    let bytes = gpu.read("checking the law", &[(&result, 0, bytes)])?;
+    let words: Vec<u32> = bytes
+        .chunks_exact(4)
+        .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+        .collect();
+    if words.len() != rows.len() {
+        return Err(device(
+            "checking the law",
+            WgpuError::Lost("results are missing".into()),
+        ));
+    }
+    Ok(FUNCTIONS
+        .iter()
+        .zip(words.chunks_exact(TRIED))
+        .map(|(&(function, relied_on, cpu), words)| {
+            let differing: Vec<_> = inputs
+                .iter()
+                .zip(words)
+                .map(|(&x, &got)| (x, got, cpu(x).to_bits()))
+                .filter(|(_, got, want)| got != want)
+                .collect();
+            LawCheck {
+                function,
+                relied_on,
+                tried: TRIED,
+                differing: differing.len(),
+                first: differing.first().copied(),
+            }
+        })
+        .collect())
+}
