@@ -311,7 +311,10 @@ impl DecodeAttention for CudaBackend {
                 self.attend(step, output, cache.config().page_size)
             }
             KvSource::View(view) => {
-                let in_place = instance::covered(view.format, 0).is_ok();
+                // Decode copies rows in pieces of 16 bytes.
+                let mut strides = view.k.code_strides.iter().chain(&view.v.code_strides);
+                let in_place = instance::covered(view.format, 0).is_ok()
+                    && strides.all(|stride| stride.is_multiple_of(16));
                 self.attend(step, output, if in_place { 0 } else { 64 })
             }
         }

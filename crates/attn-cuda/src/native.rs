@@ -60,7 +60,7 @@ pub enum DeviceKv {
         /// u32 `[batch]` for `Int4 Channel`, else 0.
         tail_pages: u64,
     },
-    /// Rows of a contiguous cache.
+    /// Rows of a contiguous cache; codes begin at multiples of 16 bytes, and code strides are such.
     Strided {
         /// K's codes and f16 scales (0 for schemes without).
         k: [u64; 2],
