@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use attn_conformance::{case::noise, check::first_difference};
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Error, KvCache, KvFormat, KvSource,
-    Problem,
+    KvView, Problem, StridedRows,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{
@@ -277,6 +277,46 @@ fn narrow(gpu: &CudaBackend, format: KvFormat, dtype: Dtype) -> Result<()> {
     engine.compare(&q, &format!("{format}, {dtype:?} inputs"))
 }
 
+/// A host view whose rows begin anywhere: it reaches decode through pages.
+fn crooked_view(gpu: &CudaBackend) -> Result<()> {
+    let lens = vec![300, 0, 129];
+    let (row, capacity) = (DIM + 3, 301);
+    let codes = |seed| -> Vec<u8> {
+        let numbers = noise(seed, lens.len() * HEADS * capacity * row);
+        numbers.iter().map(|x| (x * 20.0) as i8 as u8).collect()
+    };
+    let scales: Vec<u16> = (0..lens.len() * HEADS * capacity)
+        .map(|i| f16::from_f32(0.01 + (i % 37) as f32 * 0.001).to_bits())
+        .collect();
+    let (k, v) = (codes(1), codes(2));
+    let rows = |codes| StridedRows::bnsh(codes, &scales, HEADS, capacity, row, 1);
+    let view = KvView {
+        format: KvFormat::INT8,
+        k: rows(&k),
+        v: rows(&v),
+        k_tensor_scales: &[],
+        v_tensor_scales: &[],
+    };
+    let problem = Problem::new(Q_HEADS, HEADS, DIM, lens);
+    let q = noise(3, problem.rows() * DIM);
+    let cpu = CpuBackend::new();
+    let mut answers = Vec::new();
+    for backend in [&cpu as &dyn DecodeAttention, gpu] {
+        let plan = backend.plan(&problem, KvFormat::INT8)?;
+        let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
+        let step = DecodeStep::new(&plan, &q, KvSource::View(&view))?;
+        backend.decode(&step, &mut DecodeOutput::new(&problem, &mut out, &mut lse)?)?;
+        answers.push((out, lse));
+    }
+    let (want, got) = (&answers[0], &answers[1]);
+    let found = first_difference("out", &got.0, &want.0)
+        .or_else(|| first_difference("lse", &got.1, &want.1));
+    match found {
+        None => Ok(()),
+        Some(text) => bail!("a view with rows of {row} bytes: {text}"),
+    }
+}
+
 /// Run in a process of its own, since `ATTN_CHECK` is read when a backend is opened.
 pub fn checked() -> Result<()> {
     let gpu = CudaBackend::open()?;
@@ -333,6 +373,8 @@ pub fn run() -> Result<()> {
             compared += 1;
         }
     }
+    crooked_view(&gpu)?;
+    compared += 1;
     let status = Command::new(env::current_exe()?)
         .arg("checked")
         .env("ATTN_CHECK", "1")
