@@ -1,7 +1,10 @@
 //! Refusals: typed, and nothing changes.
 
-use attn_conformance::Case;
-use attn_core::{DecodeAttention, DecodeStep, Error, KvFormat, KvSource, Problem, Scheme};
+use attn_conformance::{Build, Case};
+use attn_core::{
+    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Error, KvFormat, KvSource, KvView,
+    Problem, Scheme,
+};
 use attn_cpu::CpuBackend;
 use rstest::rstest;
 
@@ -113,6 +116,125 @@ fn a_plan_names_the_parameter_it_refuses(#[case] problem: Problem, #[case] name:
         matches!(error, Error::Parameter { what, .. } if what == name),
         "{error}"
     );
+}
+
+#[rstest]
+#[case::page_size(|c: &mut CacheConfig| c.page_size = 48, "page_size")]
+#[case::heads(|c: &mut CacheConfig| c.num_kv_heads = 0, "num_kv_heads")]
+#[case::head_dim(|c: &mut CacheConfig| c.head_dim = 65, "head_dim")]
+#[case::small_pages(|c: &mut CacheConfig| c.page_size = 32, "scheme")]
+#[case::v_channel(|c: &mut CacheConfig| c.format.v = c.format.k, "V scheme")]
+#[case::static_scales(|c: &mut CacheConfig| c.k_tensor_scales = vec![1.0], "tensor scales")]
+#[case::nan_scale(
+    |c: &mut CacheConfig| {
+        c.format = KvFormat::same(Scheme::Fp8E4m3);
+        (c.k_tensor_scales, c.v_tensor_scales) = (vec![1.0], vec![f32::NAN]);
+    },
+    "tensor scale"
+)]
+fn a_cache_names_the_setting_it_refuses(#[case] spoil: fn(&mut CacheConfig), #[case] name: &str) {
+    let mut config = CacheConfig::new(KvFormat::INT4, 1, 64, 1, 64);
+    spoil(&mut config);
+    let error = CpuBackend::new().create_cache(&config).err().unwrap();
+    assert!(
+        matches!(&error, Error::Parameter { what, .. } | Error::Length { what, .. } if *what == name),
+        "{error}"
+    );
+}
+
+#[test]
+fn forks_and_sequences_that_do_not_exist_are_refused() {
+    let case = Case::new([2, 1], 64, &[70, 3], KvFormat::INT4);
+    let mut cache = case.cache(&CpuBackend::new(), 70).unwrap();
+    let free = cache.free_pages();
+    for error in [
+        cache.append(2, &[1.0; 64], &[1.0; 64]).unwrap_err(),
+        cache.fork(0, 2).unwrap_err(),
+        cache.free_sequence(2).unwrap_err(),
+        cache.read_back(2).unwrap_err(),
+    ] {
+        assert!(
+            matches!(error, Error::Sequence { given: 2, count: 2 }),
+            "{error}"
+        );
+    }
+    for to in [0, 1] {
+        let error = cache.fork(0, to).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::Parameter {
+                    what: "fork target",
+                    ..
+                }
+            ),
+            "{error}"
+        );
+    }
+    for (k, v, what) in [(63, 63, "k"), (64, 128, "v")] {
+        let error = cache.append(0, &vec![1.0; k], &vec![1.0; v]).unwrap_err();
+        assert!(
+            matches!(error, Error::Length { what: w, .. } if w == what),
+            "{error}"
+        );
+    }
+    let error = cache.order_free_pages(&[0]).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::Parameter {
+                what: "order of free pages",
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert_eq!(
+        (cache.free_pages(), &cache.table().lens[..]),
+        (free, &[70, 3][..])
+    );
+}
+
+#[test]
+fn outputs_and_views_of_the_wrong_length_are_refused() {
+    let mut case = Case::new([2, 1], 64, &[5], KvFormat::INT8);
+    case.build = Build::Bnsh;
+    let p = &case.problem;
+    for (out, lse, what) in [(127, 2, "out"), (128, 3, "lse")] {
+        let error = DecodeOutput::new(p, &mut vec![0.0; out], &mut vec![0.0; lse])
+            .err()
+            .unwrap();
+        assert!(
+            matches!(error, Error::Length { what: w, .. } if w == what),
+            "{error}"
+        );
+    }
+    let contiguous = case.contiguous();
+    let plan = CpuBackend::new().plan(p, case.format).unwrap();
+    let q = case.q();
+    let refuse = |view: &KvView<'_>| DecodeStep::new(&plan, &q, KvSource::View(view)).err();
+    let whole = contiguous.view();
+    assert!(refuse(&whole).is_none());
+    let mut short = whole;
+    short.v.codes = &whole.v.codes[..5 * 64 - 1];
+    assert!(matches!(
+        refuse(&short),
+        Some(Error::Length {
+            what: "v codes",
+            needed: 320,
+            ..
+        })
+    ));
+    let mut short = whole;
+    short.k.scales = &whole.k.scales[..4];
+    assert!(matches!(
+        refuse(&short),
+        Some(Error::Length {
+            what: "scales",
+            given: 4,
+            needed: 5
+        })
+    ));
 }
 
 #[test]

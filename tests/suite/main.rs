@@ -7,6 +7,7 @@ use rstest::rstest;
 
 mod accuracy;
 mod errors;
+mod third_party;
 mod vectors;
 
 /// Opens a backend, or prints why not; absence of one that `ATTN_REQUIRE` names fails.
