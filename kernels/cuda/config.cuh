@@ -20,10 +20,12 @@ constexpr int THREADS = 32 * WR * TEAMS;
 constexpr bool integer_scheme(int s) { return s >= INT8_TOKEN; }
 __host__ __device__ constexpr int code_bits(int s) { return s <= BF16 ? 16 : s <= INT8_TENSOR ? 8 : 4; }
 constexpr bool INTEGER = integer_scheme(K_SCHEME) && integer_scheme(V_SCHEME);
-static_assert(INTEGER && PAGE != 0, "not written yet; attn_cuda::instance::covered refuses it on the host");
 constexpr bool K_INT4 = code_bits(K_SCHEME) == 4, V_INT4 = code_bits(V_SCHEME) == 4;
+constexpr bool K_FLOAT = !integer_scheme(K_SCHEME), V_FLOAT = !integer_scheme(V_SCHEME);
+constexpr bool V_ROWS = PAGE == 0 && code_bits(V_SCHEME) == 8;  // V's bytes lie along the dims and are turned on their way
 constexpr bool CHANNEL = K_SCHEME == INT4_CHANNEL;
 
+constexpr int SAFE_PAGE = PAGE ? PAGE : 1;  // for code that is compiled, but never runs, without pages
 constexpr int BLOCK = PAGE == 0 || PAGE > TILE ? TILE : PAGE;  // tokens that lie together in a stage
 __host__ __device__ constexpr int params_bytes(int s, int groups, int tokens) {
     return s == INT8_TOKEN || s == INT8_GROUP ? groups * tokens * 2
@@ -52,7 +54,7 @@ constexpr int SCRATCH_K = CHANNEL ? larger(2 * D * 4, TILE * 4) : K_INT4 ? K_GRO
 constexpr int SCRATCH_V = V_GROUPS * TILE * 4 + (V_INT4 ? V_GROUPS * TILE * 2 : 0);
 constexpr int SCRATCH_BYTES = SCRATCH_K + SCRATCH_V;
 
-// Dynamic shared memory: stages, states handed to the join, folded queries (channel only), scratch, barriers.
+// Dynamic shared memory: stages, states handed to the join, folded queries (channel only), scratch, barriers, small books.
 constexpr int STATE_STRIDE = D + 8;        // floats; 8 keeps the rows of a quad group in different banks
 constexpr int QUERY_STRIDE = D + 16;
 constexpr int AT_STATES = TEAMS * STAGES * STAGE_BYTES;
@@ -60,7 +62,9 @@ constexpr int AT_STATE_ML = AT_STATES + TEAMS * ROWS * STATE_STRIDE * 4;
 constexpr int AT_QUERY = AT_STATE_ML + TEAMS * ROWS * 8;
 constexpr int AT_SCRATCH = AT_QUERY + (CHANNEL ? ROWS * QUERY_STRIDE * 4 : 0);
 constexpr int AT_BARRIERS = AT_SCRATCH + TEAMS * WR * SCRATCH_BYTES;
-constexpr int SHARED_BYTES = AT_BARRIERS + TEAMS * STAGES * 16 + 64;
+constexpr int AT_JOIN = AT_BARRIERS + TEAMS * STAGES * 16, AT_FEED = AT_JOIN + 64;  // per team 64 bytes
+constexpr int SHARED_BYTES = AT_FEED + TEAMS * 64;
+
 
 extern "C" __device__ const int attn_shared_bytes = SHARED_BYTES;
 extern "C" __device__ const int attn_threads = THREADS;

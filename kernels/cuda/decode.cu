@@ -47,11 +47,13 @@ DEVICE void load_query(const DecodeParams& p, const Work& work, int warp_row, in
 #pragma unroll
     for (int g = 0; g < G; g++) {
         QueryRow row = query_row(p, work, warp_row + g * 8 + lane / 4);
-        quantize(q, g, [&](int panel, float (&x)[4]) {
+        auto load = [&](int panel, float (&x)[4]) {
             float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
             if (row.q) {
-                if (K_INT4 && D == 80 && panel == 4) {
-                    float2 a = *(const float2*)(row.q + 64 + 2 * (lane % 4)), b = *(const float2*)(row.q + 72 + 2 * (lane % 4));
+                // 16-bit K has pairs of dims 8 apart in a lane, and so has the last panel of head_dim 80 in int4.
+                if (code_bits(K_SCHEME) == 16 || (K_INT4 && D == 80 && panel == 4)) {
+                    const float* at = row.q + panel * 16 + 2 * (lane % 4);
+                    float2 a = *(const float2*)at, b = *(const float2*)(at + 8);
                     v = {a.x, a.y, b.x, b.y};
                 } else {
                     v = *(const float4*)(row.q + panel * 16 + 4 * (lane % 4));
@@ -61,7 +63,9 @@ DEVICE void load_query(const DecodeParams& p, const Work& work, int warp_row, in
             x[1] = v.y * row.factor;
             x[2] = v.z * row.factor;
             x[3] = v.w * row.factor;
-        });
+        };
+        if constexpr (K_FLOAT) quantize_float(q, g, load);
+        else quantize(q, g, load);
     }
 }
 
@@ -157,8 +161,14 @@ struct Warp {
             for (int g = 0; g < G; g++) scale[g] = 1.0f;
         } else {
             u32 stage = ring.wait();
-            prepare_k(stage, scratch_k, tokens, lane);
-            scores(stage, scratch_k, q, lane, s);
+            if constexpr (K_FLOAT) {
+                float_scores(stage, q, lane, s);
+            } else {
+                prepare_k(stage, scratch_k, tokens, lane, [&](int group) {
+                    return scale_pair(p.k_scales, p.k_scale_strides, work.b, work.kv_head, t0 + 2 * lane, work.kv_len, group);
+                });
+                scores(stage, scratch_k, q, lane, s);
+            }
             done_with_stage();
 #pragma unroll
             for (int g = 0; g < G; g++) scale[g] = q.scale[g];
@@ -187,7 +197,13 @@ struct Warp {
             return t >= rows.start[g] && t < rows.end[g];
         }, state, r);
         u32 stage = ring.wait();
-        fold_values(stage, scratch_v, tokens, s, r, lane, state);
+        if constexpr (V_FLOAT) {
+            fold_float_values(stage, tokens, s, r, lane, state);
+        } else {
+            fold_values(stage, scratch_v, tokens, s, r, lane, [&](int group) {
+                return scale_pair(p.v_scales, p.v_scale_strides, work.b, work.kv_head, t0 + 2 * lane, work.kv_len, group);
+            }, state);
+        }
         done_with_stage();
     }
 };
@@ -211,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     bool producer = WR == 1 || warp % WR == 0;
     Feed feed;
     feed.ring = ring;
-    feed.work = work;
+    feed.work = (Work*)(shared + AT_FEED + team * 64);
     feed.end = end;
     feed.team = team;
     feed.lane = lane;
@@ -219,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     feed.policy = evict_first();
 #endif
     if (producer) {
-        feed.start(p);
+        feed.start(p, work);
 #pragma unroll 1
         for (int i = 0; i < STAGES; i++) feed.issue(p);
     }

@@ -1,10 +1,12 @@
 // Sections 5 and 6 outside the teams: their states join in order to the unit's, units' to the sequence's, spread over the CTA's
 // threads.
 //
-// A unit is counted in global memory one tile into the next one, when its writes have long arrived, and the count's answer is
-// looked at when that one ends: who counted an item's last unit joins them all. Two ways to spare the CTA its barriers were tried
-// and lost: the last warp to arrive joining alone made the slowest team slower (int4 191 µs for 169 µs), joining a tile later cost
-// registers (204 µs).
+// Global memory is left alone as far as possible: a CTA that has an item's first units keeps their joined state in registers, and
+// writes the result itself if it comes to the item's end (storing every unit's state cost 20 µs of 270 at batch 512, though it is
+// under 2 % of the bytes). What crosses a CTA's border is handed over in slots and counted; who completes the count joins the slots.
+// A unit is counted one tile into the next one, when its writes have long arrived, and the count's answer is looked at when that
+// one ends. Two ways to spare the CTA its barriers were tried and lost: the last warp to arrive joining alone made the slowest team
+// slower (int4 191 µs for 169), joining a tile later cost registers (204 µs).
 #pragma once
 #include "value.cuh"
 #include "work.cuh"
@@ -71,10 +73,10 @@ struct Finish {
     }
 };
 
-// All units of an item's rows first_row… by threads 0, 1, … `index`, LANES to a row.
+// All units of an item from slot first_unit on (it covers those before), rows first_row… by threads 0, 1, … `index`, LANES to a row.
 // Called, not inlined: it is long and rare.
-template <int LANES> static __device__ __noinline__ void join_units(const DecodeParams& p, Item item, int first_row, int index) {
-    constexpr int VECTORS = (ROW_VECTORS + LANES - 1) / LANES, CHUNK = VECTORS < 4 ? VECTORS : 4, AHEAD = 8 / CHUNK;
+template <int LANES> static __device__ __noinline__ void join_units(const DecodeParams& p, Item item, int first_unit, int first_row, int index) {
+    constexpr int VECTORS = (ROW_VECTORS + LANES - 1) / LANES, CHUNK = VECTORS < 4 ? VECTORS : 4, AHEAD = 16 / CHUNK;
     int row = first_row + index / LANES;
     u64 slot = item.index(p) * p.max_units;
     const float4* states = (const float4*)p.states + (slot * ROWS + row) * ROW_VECTORS;
@@ -86,7 +88,7 @@ template <int LANES> static __device__ __noinline__ void join_units(const Decode
 #pragma unroll
         for (int k = 0; k < CHUNK; k++) o[k] = span_o[k] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 1
-        for (int u0 = 0; u0 < item.num_units; u0 += AHEAD) {
+        for (int u0 = first_unit; u0 < item.num_units; u0 += AHEAD) {
             float2 x_ml[AHEAD];
             float4 x[AHEAD][CHUNK];
 #pragma unroll
@@ -128,54 +130,53 @@ template <int LANES> static __device__ __noinline__ void join_units(const Decode
     }
 }
 
-// The unit's state from the teams' in shared memory: the result itself if there is one unit, else the hand-over.
-template <int LANES> DEVICE void join_teams(const DecodeParams& p, const Item& item, int unit, const u8* shared, int first_row, int index) {
-    int row = first_row + index / LANES, at = index % LANES;
-    const float4* states = (const float4*)((const float*)(shared + AT_STATES) + row * STATE_STRIDE);
-    const float2* ml = (const float2*)(shared + AT_STATE_ML) + row;
-    float m = ml[0].x, l = ml[0].y;
-    Weight w[TEAMS];
-#pragma unroll
-    for (int team = 1; team < TEAMS; team++) w[team] = join_weight(m, l, ml[team * ROWS], p.tile_split);
-    bool done = item.num_units == 1;
-    Finish finish = {nullptr, 0.0f, 0.0f};
-    u64 slot = item.index(p) * p.max_units + unit;
-    if (done) finish = Finish::of(p, item, row, m, l, at == 0);
-    else if (at == 0) __stcg(p.state_ml + slot * ROWS + row, make_float2(m, l));
-    float4* to = (float4*)p.states + (slot * ROWS + row) * ROW_VECTORS;
-#pragma unroll 4
-    for (int k = at; k < ROW_VECTORS; k += LANES) {
-        float4 o = states[k];
-#pragma unroll
-        for (int team = 1; team < TEAMS; team++) join(o, states[team * ROWS * (STATE_STRIDE / 4) + k], w[team], p.tile_split);
-        if (done) finish.write(k, o);
-        else __stcg(to + k, o);
-    }
-}
+// What the CTA's threads share about the join: registers are short.
+struct Shared {
+    u32 last;       // 0, or 1 + the first slot of `counted`, all of whose units are there
+    Item counted;   // of the unit to be counted
+    Item kept;      // whose first units are joined in registers
+};
 
 struct Join {
+    static constexpr int LANES = THREADS / ROWS, VECTORS = (ROW_VECTORS + LANES - 1) / LANES;
+
     u8* shared;
-    u32* last;       // in shared memory: the previous unit was its item's last
-    Item previous;
-    bool counting;   // the previous unit is to be counted
-    u32 before;      // thread 0: the count's answer
+    Shared* known;
+    bool counting;
+    u32 add, before;  // thread 0: to the count, and its answer
+    // The joined state of this thread's part of a row over the item's first units.
+    int covered;      // units, 0: none
+    float m, l;
+    float4 o[VECTORS];
 
     __device__ __forceinline__ void start(u8* memory) {
         shared = memory;
-        last = (u32*)(shared + AT_BARRIERS + TEAMS * STAGES * 16);
-        previous.num_units = 0;
+        known = (Shared*)(shared + AT_JOIN);
+        if (threadIdx.x == 0) known->counted.num_units = 0;
         counting = false;
+        covered = 0;
+        add = before = 0;
     }
+    // A count has the units in its low half, and in its high half the first slot, from whoever has the item's first units.
     __device__ __forceinline__ void count(const DecodeParams& p) {
-        if (counting && threadIdx.x == 0) before = count_release(p.counters + previous.index(p));
+        if (counting && threadIdx.x == 0) before = count_release(p.counters + known->counted.index(p), add);
         counting = false;
     }
     __device__ __forceinline__ void answer(const DecodeParams& p) {
         if (threadIdx.x != 0) return;
-        bool is_last = previous.num_units > 1 && before == (u32)previous.num_units - 1;
-        if (is_last) p.counters[previous.index(p)] = 0;
-        *last = is_last;
+        u32 counted = before + add;
+        bool is_last = known->counted.num_units > 1 && (counted & 0xffff) == (u32)known->counted.num_units;
+        if (is_last) p.counters[known->counted.index(p)] = 0;
+        known->last = is_last ? 1 + (counted >> 16) : 0;
+        before = add = 0;
     }
+    // After a barrier that follows the answer.
+    __device__ __forceinline__ void settle(const DecodeParams& p) {
+        if (known->last == 0) return;
+        join_units<LANES>(p, known->counted, known->last - 1, 0, threadIdx.x);
+        __syncthreads();
+    }
+
     // The states of all teams at the end of a unit.
     __device__ __forceinline__ void unit(const DecodeParams& p, const Work& work, const State& state, int team, int warp_row, int lane) {
         float* states = (float*)(shared + AT_STATES);
@@ -185,22 +186,92 @@ struct Join {
             int row = team * ROWS + warp_row + g * 8 + lane / 4;
             float2* to = (float2*)(states + row * STATE_STRIDE + 2 * (lane % 4));
 #pragma unroll
-            for (int j = 0; j < D / 8; j++) to[4 * j] = make_float2(state.o[g][j][0], state.o[g][j][1]);
+            for (int j = 0; j < D / 8; j++) {
+                if constexpr (V_ROWS) {
+                    float4* at = (float4*)(states + row * STATE_STRIDE + 4 * (lane % 4)) + 2 * j;
+                    const float(&even)[2] = state.o[g][j], (&odd)[2] = state.o[g][(j + 1) % (D / 8)];
+                    if (j % 2 == 0) *at = {even[0], odd[0], even[1], odd[1]};
+                } else {
+                    to[4 * j] = make_float2(state.o[g][j][0], state.o[g][j][1]);
+                }
+            }
             if (lane % 4 == 0) ml[row] = make_float2(state.m[g], state.l[g]);
         }
         answer(p);
         __syncthreads();
-        Item item = {work.b, work.kv_head, work.row_block, work.num_units};
-        join_teams<THREADS / ROWS>(p, item, work.unit, shared, 0, threadIdx.x);
-        if (*last) join_units<THREADS / ROWS>(p, previous, 0, threadIdx.x);
+        settle(p);
+        join_teams(p, work);
         __syncthreads();
-        previous = item;
-        counting = item.num_units > 1;
+    }
+    // The unit's state from the teams' in shared memory, and on from there.
+    __device__ __forceinline__ void join_teams(const DecodeParams& p, const Work& work) {
+        int row = threadIdx.x / LANES, at = threadIdx.x % LANES;
+        const float4* states = (const float4*)((const float*)(shared + AT_STATES) + row * STATE_STRIDE);
+        const float2* ml = (const float2*)(shared + AT_STATE_ML) + row;
+        Item here = {work.b, work.kv_head, work.row_block, work.num_units};
+        float2 unit = ml[0];
+        Weight w[TEAMS];
+#pragma unroll
+        for (int team = 1; team < TEAMS; team++) w[team] = join_weight(unit.x, unit.y, ml[team * ROWS], p.tile_split);
+        // Units of split tiles have two levels to join, those of several row blocks take turns: both go by slots.
+        bool keeps = work.unit == 0 ? here.num_units == 1 || (!p.tile_split && p.row_blocks == 1) : covered > 0;
+        bool ends = keeps && work.unit == here.num_units - 1;
+        Weight w_kept = {0.0f, 1.0f};
+        if (keeps && work.unit > 0) {
+            w_kept = join_weight(m, l, unit, false);
+        } else if (keeps) {
+            m = unit.x;
+            l = unit.y;
+        }
+        Finish finish = {nullptr, 0.0f, 0.0f};
+        if (ends) finish = Finish::of(p, here, row, m, l, at == 0);
+        u64 slot = here.index(p) * p.max_units + work.unit;
+        if (!keeps && at == 0) __stcg(p.state_ml + slot * ROWS + row, unit);
+        float4* to = (float4*)p.states + (slot * ROWS + row) * ROW_VECTORS;
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            int vector = at + k * LANES;
+            if (ROW_VECTORS % LANES && vector >= ROW_VECTORS) continue;
+            float4 x = states[vector];
+#pragma unroll
+            for (int team = 1; team < TEAMS; team++) join(x, states[team * ROWS * (STATE_STRIDE / 4) + vector], w[team], p.tile_split);
+            if (!keeps) {
+                __stcg(to + vector, x);
+            } else {
+                if (work.unit == 0) o[k] = x;
+                else join(o[k], x, w_kept, false);
+                if (ends) finish.write(vector, o[k]);
+            }
+        }
+        covered = keeps && !ends ? work.unit + 1 : 0;
+        if (threadIdx.x == 0) (keeps ? known->kept : known->counted) = here;
+        if (!keeps) {
+            add = 1;
+            counting = true;
+        }
     }
     __device__ __forceinline__ void finish(const DecodeParams& p) {
         count(p);
         answer(p);
+        if (covered > 0) {
+            int row = threadIdx.x / LANES, at = threadIdx.x % LANES;
+            u64 slot = known->kept.index(p) * p.max_units + covered - 1;
+            if (at == 0) __stcg(p.state_ml + slot * ROWS + row, make_float2(m, l));
+            float4* to = (float4*)p.states + (slot * ROWS + row) * ROW_VECTORS;
+#pragma unroll
+            for (int k = 0; k < VECTORS; k++)
+                if (ROW_VECTORS % LANES == 0 || at + k * LANES < ROW_VECTORS) __stcg(to + at + k * LANES, o[k]);
+        }
         __syncthreads();
-        if (*last) join_units<THREADS / ROWS>(p, previous, 0, threadIdx.x);
+        settle(p);
+        if (covered == 0) return;
+        __syncthreads();
+        if (threadIdx.x == 0) known->counted = known->kept;
+        add = covered | (covered - 1) << 16;
+        counting = true;
+        count(p);
+        answer(p);
+        __syncthreads();
+        settle(p);
     }
 };

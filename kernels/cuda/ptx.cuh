@@ -96,6 +96,50 @@ DEVICE Sums mma_u8s8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
     return d;
 }
 
+struct FloatSums {
+    float x[4];
+};
+
+DEVICE FloatSums mma_f16(const FloatSums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    FloatSums d;
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d.x[0]), "=f"(d.x[1]), "=f"(d.x[2]), "=f"(d.x[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c.x[0]), "f"(c.x[1]), "f"(c.x[2]), "f"(c.x[3]));
+    return d;
+}
+DEVICE FloatSums mma_bf16(const FloatSums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    FloatSums d;
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d.x[0]), "=f"(d.x[1]), "=f"(d.x[2]), "=f"(d.x[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c.x[0]), "f"(c.x[1]), "f"(c.x[2]), "f"(c.x[3]));
+    return d;
+}
+
+// Pairs of 16-bit floats, the first in the low half.
+DEVICE u32 f16_pair(float x, float y) {
+    u32 z;
+    asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(z) : "f"(x), "f"(y));
+    return z;
+}
+DEVICE u32 bf16_pair(float x, float y) {
+    u32 z;
+    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(z) : "f"(x), "f"(y));
+    return z;
+}
+// Four e4m3 codes to two pairs of f16, exactly.
+DEVICE void e4m3_pairs(u32 x, u32& low, u32& high) {
+#if ATTN_BULK
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }" : "=r"(low), "=r"(high) : "r"(x));
+#else
+    // Exponent and mantissa lie 7 bits higher in f16, whose bias is 8 more: 2^8 makes up for it, for subnormals too.
+    u32 a = __byte_perm(x, 0, 0x1404), b = __byte_perm(x, 0, 0x3424);  // each code in a high byte
+    a = (a & 0x80008000) | (a >> 1 & 0x3f803f80);
+    b = (b & 0x80008000) | (b >> 1 & 0x3f803f80);
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(low) : "r"(a), "r"(0x5c005c00));
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(high) : "r"(b), "r"(0x5c005c00));
+#endif
+}
+
 // c + a.lo·b0 + a.hi·b1 of u16 by s8, and c + a.lo·b2 + a.hi·b3 of u16 by u8.
 DEVICE int dot2_s8_low(u32 a, u32 b, int c) {
     int d;
@@ -114,10 +158,10 @@ DEVICE u32 warp_max(u32 x) {
     return y;
 }
 
-// Adds 1; what this CTA wrote before a barrier is visible to whoever sees the count, and the other way round.
-DEVICE u32 count_release(u32* counter) {
+// Adds; what this CTA wrote before a barrier is visible to whoever sees the count, and the other way round.
+DEVICE u32 count_release(u32* counter, u32 n) {
     u32 before;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(n) : "memory");
     return before;
 }
 

@@ -4,11 +4,24 @@
 #include "config.cuh"
 
 struct Query {
-    u32 plane[G][PANELS][2];      // per 16 dims: hi, lo of row lane/4, dims 4·(lane%4) + {0, 1, 2, 3}
+    // Per 16 dims. Integer K: hi, lo of row lane/4, dims 4·(lane%4) + {0, 1, 2, 3}. Float K: hi, lo of a pair of dims, hi, lo of
+    // another (see pair_dims).
+    u32 plane[G][PANELS][K_FLOAT ? 4 : 2];
     float scale[G];               // 2^-e of row lane/4
     Sums centre[G][K_GROUPS];     // int4: -8·Σhi (twice), -8·Σlo (twice) per group, where the accumulators start
     float sum[G][K_GROUPS];       // int4 groups: Σ q15
 };
+
+// Two floats as pairs of 16-bit floats: hi + lo.
+template <bool IS_BF16> DEVICE void split_pair(float x, float y, u32& hi, u32& lo) {
+    if constexpr (IS_BF16) {
+        hi = bf16_pair(x, y);
+        lo = bf16_pair(x - bits_float(hi << 16), y - bits_float(hi & 0xffff0000));
+    } else {
+        hi = f16_pair(x, y);
+        lo = f16_pair(x - half_float(hi & 0xffff), y - half_float(hi >> 16));
+    }
+}
 
 // Four rounded elements (low 16 bits of MAGIC_BITS + q15) to their planes.
 DEVICE void split_planes(u32 x0, u32 x1, u32 x2, u32 x3, u32& hi, u32& lo) {
@@ -49,4 +62,25 @@ template <class Load> DEVICE void quantize(Query& q, int g, Load load) {
             q.sum[g][group] = (float)-((c.x[0] * 128 + c.x[2]) >> 3);
         }
     }
+}
+
+// Float K: a row as the sum of two planes of K's own precision (f16 for fp8), brought near 2^14 first so that f16 holds it.
+template <class Load> DEVICE void quantize_float(Query& q, int g, Load load) {
+    float x[PANELS][4], amax = 0.0f;
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++) {
+        load(panel, x[panel]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) amax = fmaxf(amax, fabsf(x[panel][i]));
+    }
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+    int e = amax == 0.0f ? 0 : min(max(13 - exponent(amax), -70), 60);
+    float up = exp2i(e);
+    q.scale[g] = exp2i(-e);
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            split_pair<K_SCHEME == BF16>(x[panel][2 * i] * up, x[panel][2 * i + 1] * up, q.plane[g][panel][2 * i], q.plane[g][panel][2 * i + 1]);
 }

@@ -2,8 +2,8 @@
 #pragma once
 #include "query.cuh"
 
-// One token column n-tile (8 tokens) of K as right operand: b[panel] holds dims 16·panel + 4·(lane%4) + {0..3} of token lane/4.
-DEVICE void load_k8(u32 stage, int rows, int row0, int lane, u32 (&b)[PANELS], int first, int last) {
+// Eight tokens of K as right operand: b[panel] holds the 4 bytes lane%4 of token lane/4 in a panel of 16 bytes.
+template <int N> DEVICE void load_k8(u32 stage, int rows, int row0, int lane, u32 (&b)[N], int first, int last) {
 #pragma unroll
     for (int panel = first; panel < last; panel += 4) {
         int matrix = lane / 8;
@@ -65,7 +65,7 @@ DEVICE void load_k4(u32 stage, int rows, int row0, int lane, u32 (&b)[PANELS]) {
 }
 
 // c + planes of panels [first, last) · b.
-DEVICE Sums dot_panels(Sums c, const u32 (&plane)[PANELS][2], const u32 (&b)[PANELS], int first, int last, bool pairs) {
+DEVICE Sums dot_panels(Sums c, const u32 (&plane)[PANELS][K_FLOAT ? 4 : 2], const u32 (&b)[PANELS], int first, int last, bool pairs) {
 #pragma unroll
     for (int p = first; p < last; p += 2) {
         if (pairs && p + 1 < last) {
@@ -82,8 +82,8 @@ DEVICE Sums dot_panels(Sums c, const u32 (&plane)[PANELS][2], const u32 (&b)[PAN
 DEVICE float plane_sum(const Sums& c, int i) { return (float)(c.x[i] * 128 + c.x[i + 2]); }
 
 // Converts a tile's K parameters once for the warp: [group][token] scale, or {scale, centred shift}; tokens beyond the
-// sequence get zeros, whatever bytes lie there.
-DEVICE void prepare_k(u32 stage, u32 scratch, int tokens, int lane) {
+// sequence get zeros, whatever bytes lie there. row_scales(group) reads two tokens' scales of a strided cache.
+template <class Rows> DEVICE void prepare_k(u32 stage, u32 scratch, int tokens, int lane, Rows row_scales) {
     if constexpr (K_SCHEME == INT8_TOKEN || K_SCHEME == INT8_GROUP || K_SCHEME == INT4_GROUPS) {
         int t = 2 * lane;
         u32 block = stage + t / BLOCK * K_PART + K_CODES;
@@ -97,11 +97,42 @@ DEVICE void prepare_k(u32 stage, u32 scratch, int tokens, int lane) {
                             in1 ? s1 : 0.0f, in1 ? fmaf(8.0f, s1, half_float(x.y >> 16)) : 0.0f};
                 sts128(scratch + (group * TILE + t) * 8, y);
             } else {
-                u32 x = lds32(block + (group * BLOCK + t % BLOCK) * 2);
+                u32 x = PAGE == 0 ? row_scales(group) : lds32(block + (group * BLOCK + t % BLOCK) * 2);
                 sts64(scratch + (group * TILE + t) * 4, in0 ? half_float(x & 0xffff) : 0.0f, in1 ? half_float(x >> 16) : 0.0f);
             }
         }
         __syncwarp();
+    }
+}
+
+// Float K: scores before 2^-e, in the same order.
+DEVICE void float_scores(u32 stage, const Query& q, int lane, float (&s)[G][16]) {
+    constexpr int MATRICES = D * code_bits(K_SCHEME) / 128;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        u32 raw[MATRICES], b[PANELS][2];
+        load_k8(stage + 8 * j / BLOCK * K_PART, BLOCK, 8 * j % BLOCK, lane, raw, 0, MATRICES);
+#pragma unroll
+        for (int panel = 0; panel < PANELS; panel++) {
+            if constexpr (K_SCHEME == FP8) {
+                e4m3_pairs(raw[panel], b[panel][0], b[panel][1]);
+            } else {
+                b[panel][0] = raw[2 * panel % MATRICES];
+                b[panel][1] = raw[(2 * panel + 1) % MATRICES];
+            }
+        }
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            FloatSums c = {};
+#pragma unroll
+            for (int panel = 0; panel < PANELS; panel++) {
+                const u32* a = q.plane[g][panel];
+                if constexpr (K_SCHEME == BF16) c = mma_bf16(c, a[0], a[1], a[2 % (K_FLOAT ? 4 : 2)], a[3 % (K_FLOAT ? 4 : 2)], b[panel][0], b[panel][1]);
+                else c = mma_f16(c, a[0], a[1], a[2 % (K_FLOAT ? 4 : 2)], a[3 % (K_FLOAT ? 4 : 2)], b[panel][0], b[panel][1]);
+            }
+            s[g][2 * j] = c.x[0] + c.x[2];
+            s[g][2 * j + 1] = c.x[1] + c.x[3];
+        }
     }
 }
 

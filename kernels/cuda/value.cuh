@@ -50,7 +50,7 @@ template <class Seen> DEVICE void soften(float (&s)[G][16], const float (&scale)
         int l = 0;
 #pragma unroll
         for (int i = 0; i < 16; i++) {
-            float p = exp2w(fmaxf(fmaf(s[g][i], scale[g], -from), -125.0f));
+            float x = fmaxf(fmaf(s[g][i], scale[g], -from), -125.0f), p = INTEGER ? exp2w(x) : exp2f_law(x);
             s[g][i] = p;
             l += (int)float_bits(p + 2.0f);
         }
@@ -70,7 +70,7 @@ struct VScales {
     float shift_down[V_GROUPS];  // 2^(-15-h)
 };
 
-DEVICE void prepare_v(u32 stage, u32 scratch, int tokens, int lane, VScales& v) {
+template <class Rows> DEVICE void prepare_v(u32 stage, u32 scratch, int tokens, int lane, Rows row_scales, VScales& v) {
     int t = 2 * lane;
     bool in0 = t < tokens, in1 = t + 1 < tokens;
     if constexpr (V_SCHEME == INT8_TENSOR) {
@@ -88,7 +88,7 @@ DEVICE void prepare_v(u32 stage, u32 scratch, int tokens, int lane, VScales& v) 
                 h0 = in0 ? fmaf(8.0f, s0, half_float(x.x >> 16)) : 0.0f;
                 h1 = in1 ? fmaf(8.0f, s1, half_float(x.y >> 16)) : 0.0f;
             } else {
-                u32 x = lds32(block + (group * BLOCK + t % BLOCK) * 2);
+                u32 x = PAGE == 0 ? row_scales(group) : lds32(block + (group * BLOCK + t % BLOCK) * 2);
                 s0 = in0 ? half_float(x & 0xffff) : 0.0f;
                 s1 = in1 ? half_float(x >> 16) : 0.0f;
             }
@@ -113,6 +113,19 @@ DEVICE void load_v8(u32 stage, int j, int lane, u32 (&b)[4]) {
     constexpr int IN_BLOCK = BLOCK / 16;
     int panel = lane / 8;
     ldmatrix_x4(b, stage + panel / IN_BLOCK * V_PART + (panel % IN_BLOCK * D + 8 * j + lane % 8) * 16);
+}
+// The same of 16 dims whose rows lie along the dims: b[0] has the even dims, b[1] the odd ones.
+DEVICE void load_v_rows(u32 stage, int j, int lane, u32 (&b)[2][4]) {
+    u32 x[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        ldmatrix_x4_trans(x[half], stage + (j / 2 * TILE + 32 * half + lane) * 16);
+#pragma unroll
+    for (int panel = 0; panel < 4; panel++) {
+        u32 low = x[panel / 2][2 * panel % 4], high = x[panel / 2][2 * panel % 4 + 1];
+        b[0][panel] = __byte_perm(low, high, 0x6420);
+        b[1][panel] = __byte_perm(low, high, 0x7531);
+    }
 }
 DEVICE void load_v4(u32 stage, int j, int lane, u32 (&b0)[4], u32 (&b1)[4]) {
     constexpr int IN_BLOCK = BLOCK / 32;
@@ -179,20 +192,25 @@ DEVICE void fold8(State& state, int g, int j, const u32 (&b)[4], const Weights& 
     }
 }
 
-DEVICE void fold_values(u32 stage, u32 scratch, int tokens, const float (&p)[G][16], const Rescale& r, int lane, State& state) {
-    VScales v;
-    prepare_v(stage, scratch, tokens, lane, v);
+// The state moves to the new maximum before the tile is added.
+DEVICE void rescale(State& state, const Rescale& r) {
     bool moved = false;
 #pragma unroll
     for (int g = 0; g < G; g++) moved |= r.alpha[g] != 1.0f;
-    if (__any_sync(~0u, moved)) {
+    if (!__any_sync(~0u, moved)) return;
 #pragma unroll
-        for (int g = 0; g < G; g++)
+    for (int g = 0; g < G; g++)
 #pragma unroll
-            for (int j = 0; j < D / 8; j++)
+        for (int j = 0; j < D / 8; j++)
 #pragma unroll
-                for (int i = 0; i < 2; i++) state.o[g][j][i] = state.o[g][j][i] * r.alpha[g];
-    }
+            for (int i = 0; i < 2; i++) state.o[g][j][i] = state.o[g][j][i] * r.alpha[g];
+}
+
+template <class Rows> DEVICE void fold_values(u32 stage, u32 scratch, int tokens, const float (&p)[G][16], const Rescale& r, int lane,
+                                              Rows row_scales, State& state) {
+    VScales v;
+    prepare_v(stage, scratch, tokens, lane, row_scales, v);
+    rescale(state, r);
 #pragma unroll
     for (int group = 0; group < V_GROUPS; group++) {
         Weights w[G];
@@ -204,6 +222,8 @@ DEVICE void fold_values(u32 stage, u32 scratch, int tokens, const float (&p)[G][
             u32 b[2][4];
             if constexpr (V_INT4) {
                 load_v4(stage, j, lane, b[0], b[1]);
+            } else if constexpr (V_ROWS) {
+                load_v_rows(stage, j, lane, b);
             } else {
                 load_v8(stage, j, lane, b[0]);
                 load_v8(stage, j + 1, lane, b[1]);
@@ -214,5 +234,77 @@ DEVICE void fold_values(u32 stage, u32 scratch, int tokens, const float (&p)[G][
                 fold8(state, g, j + 1, b[1], w[g], v.down[group], r);
             }
         }
+    }
+}
+
+// ---- Float V: weights as two planes of V's precision (f16 for fp8) ----
+
+// Zeroes the tokens t, t + 1 of a pair that lie beyond the sequence: 0·NaN is not 0.
+DEVICE u32 cached(u32 pair, int t, int tokens) { return t + 1 < tokens ? pair : t < tokens ? pair & 0xffff : 0; }
+
+// Two n-tiles of 8 dims: b[tile][16-token panel][pair].
+DEVICE void load_float_v(u32 stage, int j, int tokens, int lane, u32 (&b)[2][4][2]) {
+    if constexpr (V_SCHEME == FP8) {
+        u32 x[2][4];
+        if constexpr (V_ROWS) {
+            load_v_rows(stage, j, lane, x);
+        } else {
+            load_v8(stage, j, lane, x[0]);
+            load_v8(stage, j + 1, lane, x[1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int panel = 0; panel < 4; panel++) e4m3_pairs(x[i][panel], b[i][panel][0], b[i][panel][1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                u32 x[4];
+                int t = 32 * half + lane;
+                ldmatrix_x4_trans(x, stage + t / BLOCK * V_PART + ((j + i) * BLOCK + t % BLOCK) * 16);
+#pragma unroll
+                for (int k = 0; k < 4; k++) b[i][2 * half + k / 2][k % 2] = x[k];
+            }
+    }
+    if (tokens < TILE) {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int panel = 0; panel < 4; panel++)
+#pragma unroll
+                for (int k = 0; k < 2; k++) b[i][panel][k] = cached(b[i][panel][k], 16 * panel + 8 * k + 2 * (lane % 4), tokens);
+    }
+}
+
+DEVICE void fold_float_values(u32 stage, int tokens, const float (&p)[G][16], const Rescale& r, int lane, State& state) {
+    rescale(state, r);
+    u32 w[G][4][4];
+#pragma unroll
+    for (int g = 0; g < G; g++)
+#pragma unroll
+        for (int panel = 0; panel < 4; panel++)
+#pragma unroll
+            for (int k = 0; k < 2; k++)
+                split_pair<V_SCHEME == BF16>(p[g][4 * panel + 2 * k], p[g][4 * panel + 2 * k + 1], w[g][panel][2 * k], w[g][panel][2 * k + 1]);
+#pragma unroll
+    for (int j = 0; j < D / 8; j += 2) {
+        u32 b[2][4][2];
+        load_float_v(stage, j, tokens, lane, b);
+#pragma unroll
+        for (int g = 0; g < G; g++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                FloatSums c = {};
+#pragma unroll
+                for (int panel = 0; panel < 4; panel++) {
+                    const u32* a = w[g][panel];
+                    if constexpr (V_SCHEME == BF16) c = mma_bf16(c, a[0], a[1], a[2], a[3], b[i][panel][0], b[i][panel][1]);
+                    else c = mma_f16(c, a[0], a[1], a[2], a[3], b[i][panel][0], b[i][panel][1]);
+                }
+#pragma unroll
+                for (int k = 0; k < 2; k++) state.o[g][j + i][k] = fmaf(c.x[k] + c.x[k + 2], r.beta[g], state.o[g][j + i][k]);
+            }
     }
 }

@@ -48,7 +48,7 @@ struct Work {
     }
     // The open page's K is elsewhere (Int4 Channel).
     __device__ __forceinline__ bool is_tail(int tile) const {
-        return CHANNEL && (tile * TILE / PAGE + 1) * PAGE > kv_len;
+        return CHANNEL && (tile * TILE / SAFE_PAGE + 1) * PAGE > kv_len;
     }
 };
 

@@ -21,6 +21,9 @@ pub struct Geometry {
     pub ctas: usize,
 }
 
+/// Shared memory that the device keeps for itself per CTA.
+const RESERVED_SHARED: usize = 1024;
+
 /// What one launch looks like.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Launch {
@@ -82,15 +85,22 @@ impl Geometry {
             _ => 0,
         };
         let fits = |(row_groups, row_warps): (usize, usize), least: usize| {
-            (least..=6)
-                .rev()
-                .map(|stages| Geometry {
-                    row_groups,
-                    row_warps,
-                    stages,
-                    ctas: 1,
-                })
-                .find(|g| g.shared_bytes(format, head_dim, page_size) <= shared_limit)
+            // Two small CTAs cover each other's joins; with more warps in one there are no registers for a second.
+            let most = if (row_groups, row_warps) == (1, 1) { 2 } else { 1 };
+            (1..=most).rev().find_map(|ctas| {
+                (least..=6)
+                    .rev()
+                    .map(|stages| Geometry {
+                        row_groups,
+                        row_warps,
+                        stages,
+                        ctas,
+                    })
+                    .find(|g| {
+                        let bytes = g.shared_bytes(format, head_dim, page_size);
+                        ctas * (bytes + RESERVED_SHARED) <= shared_limit + RESERVED_SHARED
+                    })
+            })
         };
         let smaller = || shapes[wanted..].iter().copied();
         smaller()
@@ -148,6 +158,7 @@ impl Geometry {
             + TEAMS * self.row_warps * (scratch_k + scratch_v)
             + TEAMS * self.stages * 16
             + 64
+            + TEAMS * 64
     }
 
     /// The launch for lengths up to `max_kv_len` on `sms` SMs.
