@@ -111,6 +111,8 @@ pub struct AppendArgs {
     pub v_token_stride: usize,
     /// The pool.
     pub pool: u64,
+    /// Pages in the pool.
+    pub num_pages: usize,
     /// u32 `[batch][page_table_stride]`.
     pub page_table: u64,
     /// Entries per sequence.
@@ -134,6 +136,7 @@ pub struct AppendArgs {
 pub struct NativeAppend {
     layout: PageLayout,
     kernel: Arc<Kernel>,
+    check: Option<Arc<Kernel>>,
 }
 
 /// A prepared read launch.
@@ -303,6 +306,14 @@ pub(crate) fn shape(
     })
 }
 
+/// `check.cu`, if `ATTN_CHECK=1` asked for it.
+fn check_kernel(device: &Device) -> Result<Option<Arc<Kernel>>, Error> {
+    let wanted = device.check.is_some();
+    wanted
+        .then(|| device.kernel(&Instance::Check, 0))
+        .transpose()
+}
+
 pub(crate) fn prepare(
     device: &Device,
     problem: &Problem,
@@ -311,11 +322,7 @@ pub(crate) fn prepare(
 ) -> Result<NativePlan, Error> {
     let shape = shape(device, problem, format, page_size)?;
     let kernel = device.kernel(&shape.instance, shape.shared_bytes)?;
-    let check = device
-        .check
-        .is_some()
-        .then(|| device.kernel(&Instance::Check, 0))
-        .transpose()?;
+    let check = check_kernel(device)?;
     let layout = PageLayout {
         format,
         head_dim: problem.head_dim,
@@ -347,9 +354,20 @@ pub(crate) unsafe fn launch_decode(
         return Ok(());
     }
     let mut params = plan.params(args);
-    if let (Some(kernel), Some(_)) = (&plan.check, &device.check) {
+    if let Some(kernel) = &plan.check {
+        let num_pages = match args.kv {
+            DeviceKv::Paged { num_pages, .. } => num_pages as u32,
+            DeviceKv::Strided { .. } => 0,
+        };
+        let limits = CheckParams {
+            max_kv_len: plan.shape.max_kv_len as i32,
+            num_pages,
+            page_size: plan.page_size as i32,
+            head_dim: plan.problem.head_dim as i32,
+            ..CheckParams::default()
+        };
         // SAFETY: this function's contract.
-        unsafe { check(device, plan, kernel, stream, &mut params, args) }?;
+        unsafe { check(device, kernel, stream, &mut params, limits) }?;
     }
     let mut arguments = [(&raw mut params).cast::<c_void>()];
     // SAFETY:
@@ -372,11 +390,10 @@ pub(crate) unsafe fn launch_decode(
 /// Those of [`CudaBackend::decode_on`] but for the values it checks.
 unsafe fn check(
     device: &Device,
-    plan: &NativePlan,
     kernel: &Kernel,
     stream: sys::CUstream,
     params: &mut DecodeParams,
-    args: &DecodeArgs,
+    mut limits: CheckParams,
 ) -> Result<(), CudaError> {
     // SAFETY: the stream is alive by contract.
     let status = unsafe { result::stream::is_capturing(stream) }?;
@@ -388,19 +405,8 @@ unsafe fn check(
         return Ok(());
     };
     let report = report.device_ptr(&device.stream).0;
-    let num_pages = match args.kv {
-        DeviceKv::Paged { num_pages, .. } => num_pages as u32,
-        DeviceKv::Strided { .. } => 0,
-    };
-    let mut limits = CheckParams {
-        report,
-        max_kv_len: plan.shape.max_kv_len as i32,
-        num_pages,
-        page_size: plan.page_size as i32,
-        head_dim: plan.problem.head_dim as i32,
-        has_tail: i32::from(params.tail_pages != 0),
-        reserved: 0,
-    };
+    limits.report = report;
+    limits.has_tail = i32::from(params.tail_pages != 0);
     // SAFETY: `report` is 16 bytes of this device.
     unsafe { result::memset_d8_async(report, 0, 16, stream) }?;
     let mut arguments = [
@@ -411,7 +417,7 @@ unsafe fn check(
     unsafe {
         kernel.launch(
             stream,
-            [plan.problem.batch(), 1, 1],
+            [params.batch as usize, 1, 1],
             APPEND_THREADS,
             &mut arguments,
         )
@@ -432,11 +438,15 @@ unsafe fn check(
     };
     match kind {
         0 => Ok(()),
-        1 => error("kv_lens", value.to_string(), format!("0 to {limit}")),
+        1 => error(
+            "kv_lens",
+            value.to_string(),
+            format!("{} to {limit}", limits.min_kv_len),
+        ),
         2 => error(
             "page_table",
             (value as u32).to_string(),
-            format!("0 to {}, inside the table's rows", limit - 1),
+            format!("0 to {}", limit - 1),
         ),
         3 => error(
             "tail_pages",
@@ -688,6 +698,7 @@ impl CudaBackend {
         Ok(NativeAppend {
             layout: config.layout(),
             kernel: self.device.kernel(&instance, 0)?,
+            check: check_kernel(&self.device)?,
         })
     }
 
@@ -731,6 +742,26 @@ impl CudaBackend {
         stream: sys::CUstream,
         args: &AppendArgs,
     ) -> Result<(), Error> {
+        if let Some(kernel) = append.check.as_ref().filter(|_| args.tokens > 0) {
+            let mut params = DecodeParams {
+                page_table: args.page_table,
+                page_table_stride: args.page_table_stride as i32,
+                tail_pages: args.tail_pages,
+                kv_lens: args.kv_lens,
+                batch: args.batch as i32,
+                ..DecodeParams::default()
+            };
+            let limits = CheckParams {
+                max_kv_len: (args.page_table_stride * append.layout.page_size) as i32,
+                min_kv_len: args.tokens as i32,
+                num_pages: args.num_pages as u32,
+                page_size: append.layout.page_size as i32,
+                ..CheckParams::default()
+            };
+            // SAFETY: this function's contract.
+            unsafe { check(&self.device, kernel, stream, &mut params, limits) }
+                .map_err(failed("checking an append"))?;
+        }
         // SAFETY: this function's contract.
         unsafe { launch_append(&append.kernel, &append.layout, stream, args) }
             .map_err(failed("appending"))

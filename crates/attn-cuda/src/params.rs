@@ -111,7 +111,7 @@ pub struct CheckParams {
     pub page_size: i32,
     pub head_dim: i32,
     pub has_tail: i32,
-    pub reserved: i32,
+    pub min_kv_len: i32,
 }
 
 const _: () = assert!(size_of::<CheckParams>() == 32);

@@ -114,6 +114,7 @@ impl CudaPages {
             k_token_stride: row,
             v_token_stride: row,
             pool: self.pool_address(),
+            num_pages: self.pool.len() / self.layout.page_bytes(),
             page_table: words,
             page_table_stride: pages,
             tail_pages: words + 4 * pages as u64,

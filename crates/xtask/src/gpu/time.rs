@@ -181,6 +181,7 @@ fn measure(gpu: &CudaBackend, work: &Workload) -> Result<(f32, f32, usize)> {
                     k_token_stride: heads * 128,
                     v_token_stride: heads * 128,
                     pool: buffers.address(pool),
+                    num_pages,
                     page_table: buffers.address(&page_table) + (b * pages * 4) as u64,
                     page_table_stride: pages,
                     tail_pages: buffers.address(&tail_pages) + (b * 4) as u64,
