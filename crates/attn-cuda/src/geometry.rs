@@ -73,15 +73,14 @@ impl Geometry {
         if let Some(given) = from_env() {
             return Some(given);
         }
-        // Largest first; the first that the rows fill.
-        let shapes = [(2, 4), (2, 3), (2, 2), (2, 1), (1, 2), (1, 1)];
+        // Measured on an H200 (docs/performance.md): a second row group per warp spills but for 32 rows; 48 rows are faster as two
+        // blocks of 24 (58 µs) than as one of 48 (70) or two of 32 (70).
+        let shapes = [(2, 2), (1, 3), (1, 2), (1, 1)];
         let wanted = match rows {
-            0..=8 => 5,
-            // Two groups per warp spill at 128 dims.
-            9..=16 if head_dim >= 128 => 4,
-            9..=16 => 3,
-            17..=32 => 2,
-            33..=48 => 1,
+            0..=8 => 3,
+            9..=16 => 2,
+            _ if head_dim > 128 => 2,
+            17..=24 | 33..=48 => 1,
             _ => 0,
         };
         let fits = |(row_groups, row_warps): (usize, usize), least: usize| {
@@ -176,7 +175,7 @@ impl Geometry {
         let spans = segments.div_ceil(arithmetic::SPAN);
         // A team takes one tile of a segment, which has no more than four tiles up to 65536 tokens.
         let tile_split = max_kv_len <= TEAMS * arithmetic::TILE * 256
-            && batch * num_kv_heads * row_blocks * spans < ctas;
+            && 3 * batch * num_kv_heads * row_blocks * spans < ctas;
         Launch {
             row_blocks,
             max_units: if tile_split { segments } else { spans },
