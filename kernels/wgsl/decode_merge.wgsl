@@ -22,8 +22,8 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
     let head = workgroup.y;
     let sequence = workgroup.z;
     let about = params.sequences_at + 8u * sequence;
-    let first_item = tables[about + 4u];
-    let num_items = tables[about + 5u];
+    let first_item = tables[about];
+    let num_items = tables[about + 1u];
     let per_span = select(4u, 1u, params.spans != 0u);
     let num_spans = (num_items + per_span - 1u) / per_span;
     let group = tid / 32u;

@@ -1,11 +1,12 @@
-// decode_split.wgsl: one workgroup attends one item (a segment, or a span of them) of one (sequence, KV head) for $(R) query rows.
+// decode_split.wgsl: one workgroup of 32 lanes attends one item (a segment, or a span of them) of one (sequence, KV head) for $(R) query rows.
 //
-// Grid       (items, num_kv_heads * row_blocks, items / grid_x); 128 threads in 4 teams of 32.
-// Round      each team takes one tile of 64 tokens; then all threads fold the four tile values in order.
+// Grid       (items, num_kv_heads * row_blocks, items / grid_x); 32 threads, which depend on no other: no barrier waits for a second subgroup.
+// Round      a tile of 64 tokens: lane has tokens lane and lane + 32 for the scores, dims lane, lane + 32, … for the values; the state folds at once.
+// Ahead      a tile's V is asked for before its scores, the next tile's K before its values, so memory and arithmetic overlap inside one subgroup.
 // Reads      q f32 [batch, q_len, num_q_heads, head_dim]; pages as in FORMATS.md, each byte once per row block.
 // Writes     states [item][kv_head][row_block][row][head_dim], and (m, l) of each row behind them.
 // Numerics   docs/arithmetic.md; in the integer arithmetic every bit of it.
-// Shared     planes of q, and by turns the raw weights and the tiles' values; never a dequantized cache.
+// Shared     planes of q, one tile's weights, the state; never a dequantized cache.
 // Host       crates/attn-wgpu/src/shader.rs chooses the constants, launch.rs the items.
 #let READS_POOL = 1
 #include "arithmetic.wgsl"
@@ -14,37 +15,51 @@
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
 @group(0) @binding(3) var<storage, read_write> states: array<f32>;
 
-#let PLANE_SETS = K == CHANNEL ? 4 : 1
-#let ROW_SETS = K == CHANNEL ? 4 : 1
 #if INTEGER
-var<workgroup> planes: array<vec4<u32>, $(PLANE_SETS * R * UNITS * 2)>;       // (set, row, unit of 16 dims, {hi, lo})
+var<workgroup> planes: array<vec4<u32>, $(R * UNITS * 2)>;           // (row, unit of 16 dims, {hi, lo})
+var<workgroup> unit_max: array<f32, $(R * UNITS)>;
+var<workgroup> row_unit: array<f32, $(R)>;                           // 2^-e
+var<workgroup> raw: array<u32, $(VG * R * 32)>;                      // (group of V, row, lane): the weights of both tokens
+var<workgroup> words: array<u32, $(VG * R * 32)>;                    // as `weights`, by words
+var<workgroup> weights: array<vec4<u32>, $(VG * R * 8)>;             // (group of V, row, 16 tokens, {hi, lo})
+#if SG == 32
+var<workgroup> weight_sum: array<i32, $(2 * VG * R)>;                // (odd tile, group of V, row), as the next two
+var<workgroup> shift_term: array<f32, $(2 * VG * R)>;
+#end
+var<workgroup> value_unit: array<f32, $(2 * VG)>;                    // 2^-f
 #else
-var<workgroup> queries: array<vec4<f32>, $(R * UNITS * 4)>;                  // (row, 4 dims)
-var<workgroup> v_params: array<vec2<f32>, 256>;                               // (team, token in slot order): scale, shift; 0 past the end
+var<workgroup> values_p: array<f32, $(R * 64)>;                      // (row, token in slot order)
+var<workgroup> values_param: array<vec2<f32>, $(VG * 64)>;           // (group, token in slot order): scale, shift; 0 past the end
 #end
-var<workgroup> scratch: array<u32, $(SCRATCH_WORDS)>;                         // the raw weights (team, row, lane), then tile values (team, row, dim)
-var<workgroup> weights: array<vec4<u32>, $(INTEGER ? 4 * R * 8 : 4 * R * 16)>; // (team, row, 16 tokens, {hi, lo}); float: (team, row, slot)
-var<workgroup> row_first: array<i32, $(R)>;
-var<workgroup> row_end: array<i32, $(R)>;
-var<workgroup> row_unit: array<f32, $(ROW_SETS * R)>;                         // 2^-e
-#if ALIBI
-var<workgroup> row_slope: array<f32, $(R)>;
+#if !INTEGER || K == CHANNEL
+var<workgroup> queries: array<vec4<f32>, $(R * UNITS * 4)>;          // (row, 4 dims)
 #end
-#if K == CHANNEL
+#if SG != 32 || !INTEGER
+var<workgroup> scores: array<f32, $(R * 64)>;                        // (row, token)
+#end
+#if INTEGER && K == CHANNEL
+var<workgroup> channel_scale: array<vec4<f32>, $(UNITS * 4)>;
+var<workgroup> channel_shift: array<vec4<f32>, $(UNITS * 4)>;
+var<workgroup> unit_shift: array<f32, $(UNITS)>;
+var<workgroup> unit_sum: array<vec2<i32>, $(R * UNITS)>;             // sum of q15, of the shift term
 var<workgroup> row_amax: array<f32, $(R)>;
-var<workgroup> unit_max: array<f32, $(4 * R * UNITS)>;
-var<workgroup> unit_shift: array<f32, $(4 * UNITS)>;
-var<workgroup> unit_sum: array<vec2<i32>, $(4 * R * UNITS)>;                  // sum of q15, of the shift term
-var<workgroup> row_sum: array<i32, $(4 * R)>;
-var<workgroup> row_shift: array<f32, $(4 * R)>;
+var<workgroup> row_sum: array<i32, $(R)>;
+var<workgroup> row_shift: array<f32, $(R)>;
 #elif INTEGER && K == GROUPS
 var<workgroup> unit_sum: array<i32, $(R * UNITS)>;
 var<workgroup> group_sum: array<i32, $(R * KG)>;
 #end
-var<workgroup> tile_m: array<f32, $(4 * R)>;
-var<workgroup> tile_l: array<i32, $(4 * R)>;
-var<workgroup> fold_alpha: array<f32, $(4 * R)>;
-var<workgroup> fold_beta: array<f32, $(4 * R)>;                               // -1: the tile is skipped
+var<workgroup> row_first: array<i32, $(R)>;
+var<workgroup> row_end: array<i32, $(R)>;
+#if ALIBI
+var<workgroup> row_slope: array<f32, $(R)>;
+#end
+var<workgroup> tile_m: array<f32, $(R)>;
+var<workgroup> tile_l: array<i32, $(R)>;
+var<workgroup> fold_alpha: array<f32, $(R)>;
+var<workgroup> fold_beta: array<f32, $(R)>;                          // -1: nothing to fold
+var<workgroup> segment_o: array<f32, $(R * CH * DPL * 32)>;          // (row, dim); each lane touches its own dims only
+var<workgroup> span_o: array<f32, $(R * CH * DPL * 32)>;
 #include "reduce.wgsl"
 
 // q' of 16 dims of one row.
@@ -69,11 +84,11 @@ fn largest(x: array<vec4<f32>, 4>) -> f32 {
 #include "score.wgsl"
 #include "value.wgsl"
 
-@compute @workgroup_size(128)
+@compute @workgroup_size(32)
 fn decode_split(
     @builtin(workgroup_id) workgroup: vec3<u32>,
-    @builtin(local_invocation_index) tid: u32,
-#if SG > 1
+    @builtin(local_invocation_index) lane: u32,
+#if SG > 1 && SG < 32
     @builtin(subgroup_invocation_id) sg_lane: u32,
 #end
 ) {
@@ -86,21 +101,19 @@ fn decode_split(
     }
     let head = workgroup.y / params.row_blocks;
     let row0 = (workgroup.y - head * params.row_blocks) * $(R)u;
-    let sequence = tables[params.items_at + 4u * item];
-    let first_segment = tables[params.items_at + 4u * item + 1u];
-    let num_segments = tables[params.items_at + 4u * item + 2u];
-    let about = params.sequences_at + 8u * sequence;
-    let kv_len = tables[about];
-    let segment_tiles = tables[about + 1u];
-    let pages_at = tables[about + 2u];
-    let tail_page = tables[about + 3u];
+    let sequence = tables[params.items_at + 8u * item];
+    let first_segment = tables[params.items_at + 8u * item + 1u];
+    let num_segments = tables[params.items_at + 8u * item + 2u];
+    let kv_len = tables[params.items_at + 8u * item + 3u];
+    let segment_tiles = tables[params.items_at + 8u * item + 4u];
+    let pages_at = tables[params.items_at + 8u * item + 5u];
+    let tail_page = tables[params.items_at + 8u * item + 6u];
     let rows = params.heads_per_kv * params.q_len;
-    let team = tid / 32u;
-    let lane = tid % 32u;
+    let last = kv_len - 1u;
 
     // What each row sees.
-    if tid < $(R)u {
-        let row = row0 + tid;
+    if lane < $(R)u {
+        let row = row0 + lane;
         let position = i32(kv_len) - i32(params.q_len) + i32(row / params.heads_per_kv);
         var end = i32(kv_len);
         if params.causal != 0u {
@@ -110,114 +123,114 @@ fn decode_split(
         if params.window_left >= 0 {
             first = clamp(position - params.window_left, 0, end);
         }
-        row_first[tid] = first;
-        row_end[tid] = select(0, end, row < rows);
+        row_first[lane] = first;
+        row_end[lane] = select(0, end, row < rows);
 #if ALIBI
         let h = head * params.heads_per_kv + min(row, rows - 1u) % params.heads_per_kv;
-        row_slope[tid] = bitcast<f32>(tables[params.scales_at + 2u * params.num_kv_heads + h]);
+        row_slope[lane] = bitcast<f32>(tables[params.scales_at + 2u * params.num_kv_heads + h]);
 #end
     }
-    // The least and the last token that any of them sees.
-    var seen_first = 0;
-    var seen_end = i32(kv_len);
+    // The tiles of the item that any of them sees.
+    let num_tiles = (kv_len + 63u) / 64u;
+    var tile = first_segment * segment_tiles;
+    var tile_end = min((first_segment + num_segments) * segment_tiles, num_tiles);
     {
         let last_row = min(row0 + $(R)u, rows) - 1u;
         let base = i32(kv_len) - i32(params.q_len);
         if params.causal != 0u {
-            seen_end = clamp(base + i32(last_row / params.heads_per_kv) + 1, 0, i32(kv_len));
+            let seen_end = clamp(base + i32(last_row / params.heads_per_kv) + 1, 0, i32(kv_len));
+            tile_end = min(tile_end, u32(seen_end + 63) / 64u);
         }
         if params.window_left >= 0 {
-            seen_first = max(base + i32(row0 / params.heads_per_kv) - params.window_left, 0);
+            tile = max(tile, u32(max(base + i32(row0 / params.heads_per_kv) - params.window_left, 0)) / 64u);
         }
     }
+#include "ahead.wgsl"
+#if K_AHEAD
+#if K == CHANNEL
+    if tile < tile_end && tile / $(PS / 64)u != kv_len / $(PS)u {
+#else
+    if tile < tile_end {
+#end
+#include "load_k.wgsl"
+    }
+#end
 
     // The query, once.
-    {
-        let pr = tid / 16u;
-        let pu = tid % 16u;
-        let mine = pr < $(R)u && pu < $(UNITS)u;
-        var x = query_unit(sequence, head, row0 + pr, min(pu, $(UNITS - 1)u));
+    for (var pair = lane; pair < $(R * UNITS)u; pair += 32u) {
+        let x = query_unit(sequence, head, row0 + pair / $(UNITS)u, pair % $(UNITS)u);
 #if INTEGER
-        if mine {
-            scratch[pr * $(UNITS)u + pu] = bitcast<u32>(largest(x));
-        }
-        workgroupBarrier();
-        if mine {
-            var a = 0.0;
-            for (var u = 0u; u < $(UNITS)u; u++) {
-                a = max(a, bitcast<f32>(scratch[pr * $(UNITS)u + u]));
-            }
-#if K == CHANNEL
-            row_amax[pr] = a;
-#else
-            let e = plane_exponent(a);
-            let sum = store_plane((pr * $(UNITS)u + pu) * 2u, x, exp2i(e));
-            row_unit[pr] = exp2i(-e);
-#if K == GROUPS
-            unit_sum[pr * $(UNITS)u + pu] = sum;
+        unit_max[pair] = largest(x);
 #end
-#end
-        }
-#if K == GROUPS
-        workgroupBarrier();
-        if tid < $(R * KG)u {
-            var sum = 0;
-            for (var u = 0u; u < $(UNITS / KG)u; u++) {
-                sum += unit_sum[tid * $(UNITS / KG)u + u];
-            }
-            group_sum[tid] = sum;
-        }
-#end
-#else
-        if mine {
+#if !INTEGER || K == CHANNEL
 #for w in 0..4
-            queries[(pr * $(UNITS)u + pu) * 4u + $(w)u] = x[$(w)];
+        queries[pair * 4u + $(w)u] = x[$(w)];
 #end
-        }
 #end
     }
-
-    // States: of the segment, and of the span; element (row, dim) = (chunk row + e / CD, e % CD) with e = tid + 128 k.
-#for g in 0..VG
-#for c in 0..CH
-#for k in 0..ELEMS
-    var o_$(g)_$(c)_$(k) = 0.0;
-    var span_$(g)_$(c)_$(k) = 0.0;
+#if INTEGER
+    workgroupBarrier();
+#if K == CHANNEL
+    if lane < $(R)u {
+        var a = 0.0;
+        for (var u = 0u; u < $(UNITS)u; u++) {
+            a = max(a, unit_max[lane * $(UNITS)u + u]);
+        }
+        row_amax[lane] = a;
+    }
+#else
+    for (var pair = lane; pair < $(R * UNITS)u; pair += 32u) {
+        let r = pair / $(UNITS)u;
+        var a = 0.0;
+        for (var u = 0u; u < $(UNITS)u; u++) {
+            a = max(a, unit_max[r * $(UNITS)u + u]);
+        }
+        let e = plane_exponent(a);
+        let sum = store_plane(pair * 2u, query_unit(sequence, head, row0 + r, pair % $(UNITS)u), exp2i(e));
+        if pair % $(UNITS)u == 0u {
+            row_unit[r] = exp2i(-e);
+        }
+#if K == GROUPS
+        unit_sum[pair] = sum;
+#end
+    }
+#if K == GROUPS
+    workgroupBarrier();
+    for (var at = lane; at < $(R * KG)u; at += 32u) {
+        var sum = 0;
+        for (var u = 0u; u < $(UNITS / KG)u; u++) {
+            sum += unit_sum[at * $(UNITS / KG)u + u];
+        }
+        group_sum[at] = sum;
+    }
 #end
 #end
 #end
-    var m = NONE;         // of row tid, as l
+    for (var n = lane; n < $(R * CH * DPL * 32)u; n += 32u) {
+        segment_o[n] = 0.0;
+        span_o[n] = 0.0;
+    }
+    var m = NONE;         // of row `lane`, as l
     var l = 0.0;
     var span_m = NONE;
     var span_l = 0.0;
+    workgroupBarrier();
 
-    let num_tiles = (kv_len + 63u) / 64u;
-    for (var segment = first_segment; segment < first_segment + num_segments; segment++) {
-        let tile_end = min((segment + 1u) * segment_tiles, num_tiles);
-        for (var tile0 = segment * segment_tiles; tile0 < tile_end; tile0 += 4u) {
-            if i32(tile0 * 64u) >= seen_end || i32(tile0 * 64u + 256u) <= seen_first {
-                continue;
-            }
-            let tile = tile0 + team;
-            // Tokens past the end are read as the last one's bytes, and weigh nothing.
-            let last = kv_len - 1u;
-#if SG != 32
-            workgroupBarrier();
-            clear_reduced(tid);
-#end
-            workgroupBarrier();
+    for (; tile < tile_end; tile++) {
 #include "tile.wgsl"
 #include "fold.wgsl"
+        if (tile + 1u) % segment_tiles != 0u && tile + 1u != tile_end {
+            continue;
         }
         // The segment's state merges into the span's.
         workgroupBarrier();
-        if tid < $(R)u {
+        if lane < $(R)u {
             if m == NONE {
-                fold_alpha[tid] = -1.0;
-                fold_beta[tid] = 0.0;
+                fold_alpha[lane] = -1.0;
+                fold_beta[lane] = 0.0;
             } else if span_m == NONE {
-                fold_alpha[tid] = 0.0;
-                fold_beta[tid] = -1.0;
+                fold_alpha[lane] = 0.0;
+                fold_beta[lane] = -1.0;
                 span_m = m;
                 span_l = l;
             } else {
@@ -226,55 +239,41 @@ fn decode_split(
                 let beta = pow2(top - m);
                 span_l = span_l * alpha + l * beta;
                 span_m = top;
-                fold_alpha[tid] = alpha;
-                fold_beta[tid] = beta;
+                fold_alpha[lane] = alpha;
+                fold_beta[lane] = beta;
             }
             m = NONE;
             l = 0.0;
         }
         workgroupBarrier();
-#for rc in 0..(R / TROWS)
-#for k in 0..CHUNK_ELEMS
-        {
-            let row = min($(rc * TROWS)u + (tid + $(128 * k)u) / $(CD)u, $(R - 1)u);
-            let alpha = fold_alpha[row];
-            let beta = fold_beta[row];
-#for g in 0..VG
-#for c in 0..CH
-            if beta < 0.0 {
-                span_$(g)_$(c)_$(rc * CHUNK_ELEMS + k) = o_$(g)_$(c)_$(rc * CHUNK_ELEMS + k);
-            } else if alpha >= 0.0 {
-                span_$(g)_$(c)_$(rc * CHUNK_ELEMS + k) = ftz(span_$(g)_$(c)_$(rc * CHUNK_ELEMS + k) * alpha) + ftz(o_$(g)_$(c)_$(rc * CHUNK_ELEMS + k) * beta);
+        for (var r = 0u; r < $(R)u; r++) {
+            let alpha = fold_alpha[r];
+            let beta = fold_beta[r];
+#for k in 0..(CH * DPL)
+            {
+                let at = (r * $(CH * DPL)u + $(k)u) * 32u + lane;
+                let x = segment_o[at];
+                if beta < 0.0 {
+                    span_o[at] = x;
+                } else if alpha >= 0.0 {
+                    span_o[at] = ftz(span_o[at] * alpha) + ftz(x * beta);
+                }
+                segment_o[at] = 0.0;
             }
-            o_$(g)_$(c)_$(rc * CHUNK_ELEMS + k) = 0.0;
-#end
 #end
         }
-#end
-#end
     }
 
     let slot = (item * params.num_kv_heads + head) * params.row_blocks + row0 / $(R)u;
-    if tid < $(R)u {
-        states[params.maxima_at + (slot * $(R)u + tid) * 2u] = span_m;
-        states[params.maxima_at + (slot * $(R)u + tid) * 2u + 1u] = span_l;
+    if lane < $(R)u {
+        states[params.maxima_at + (slot * $(R)u + lane) * 2u] = span_m;
+        states[params.maxima_at + (slot * $(R)u + lane) * 2u + 1u] = span_l;
     }
-#for rc in 0..(R / TROWS)
-#for k in 0..CHUNK_ELEMS
-    {
-        let e = tid + $(128 * k)u;
-        let row = $(rc * TROWS)u + e / $(CD)u;
-        let dim = e % $(CD)u;
-        if e < $(TROWS * CD)u {
-#for g in 0..VG
-#for c in 0..CH
-            if dim < $(GD - c * CD)u {
-                states[(slot * $(R)u + row) * $(D)u + $(g * GD + c * CD)u + dim] = span_$(g)_$(c)_$(rc * CHUNK_ELEMS + k);
-            }
-#end
-#end
+    for (var r = 0u; r < $(R)u; r++) {
+#for k in 0..(CH * DPL)
+        if lane + $(32 * k)u < $(D)u {
+            states[(slot * $(R)u + r) * $(D)u + $(32 * k)u + lane] = span_o[(r * $(CH * DPL)u + $(k)u) * 32u + lane];
         }
+#end
     }
-#end
-#end
 }

@@ -1,16 +1,16 @@
-// reduce.wgsl: maxima and sums over a team's 32 lanes.
+// reduce.wgsl: maxima and sums over the 32 lanes.
 //
-// Where a subgroup is a team they stay in registers; else each subgroup (or thread) posts its own to `reduced`,
-// a barrier follows, and all read. Slots per team: maxima of scores, l; then per V group: f, h, weights, shift terms.
+// Where a subgroup has 32 lanes they stay in registers; else each subgroup (or thread) posts its own to `reduced`,
+// a barrier follows, and all read. Slots: maxima of scores, l; then per V group: f, h, weights, shift terms.
 
 #if SG == 32
 #let SLOTS = 0
 #else
 #let SLOTS = 2 * R + VG * (2 + 3 * R)
-var<workgroup> reduced: array<atomic<u32>, $(4 * SLOTS)>;
+var<workgroup> reduced: array<atomic<u32>, $(SLOTS)>;
 
-fn clear_reduced(tid: u32) {
-    for (var i = tid; i < $(4 * SLOTS)u; i += 128u) {
+fn clear_reduced(lane: u32) {
+    for (var i = lane; i < $(SLOTS)u; i += 32u) {
         atomicStore(&reduced[i], 0u);
     }
 }

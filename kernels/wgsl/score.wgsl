@@ -12,6 +12,29 @@ fn place_of(pages_at: u32, head: u32, token: u32) -> Place {
     return Place(run.buffer, run.at, token % $(PS)u);
 }
 
+#if PS >= 64
+// Of token `index` of a tile, past the end or not: a tile lies inside one page.
+fn k_place(pages_at: u32, tail_page: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> Place {
+    let page = tile / $(PS / 64)u;
+#if K == CHANNEL
+    let run = run_of(select(tables[pages_at + page], tail_page, page == kv_len / $(PS)u), head);
+#else
+    let run = run_of(tables[pages_at + page], head);
+#end
+    return Place(run.buffer, run.at, (tile % $(PS / 64)u) * 64u + index);
+}
+#else
+// Of token `index` of a tile; one past the end is read as the last one's bytes, and weighs nothing.
+fn k_place(pages_at: u32, tail_page: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> Place {
+    return place_of(pages_at, head, min(tile * 64u + index, kv_len - 1u));
+}
+#end
+
+// Where a token of a tile stands in V's slot order; 32 tokens further stand 32 further.
+fn slot_of(lane: u32) -> u32 {
+    return (lane >> 4u) * 16u + 4u * ((lane & 7u) >> 1u) + 2u * ((lane >> 3u) & 1u) + (lane & 1u);
+}
+
 // The codes of dims 16 u .. 16 u + 15, one byte each (a nibble scheme's as 0..15).
 #if K_BITS == 8 || K == CHANNEL
 fn k_bytes(place: Place, u: u32) -> vec4<u32> {
@@ -19,14 +42,19 @@ fn k_bytes(place: Place, u: u32) -> vec4<u32> {
 }
 #end
 #if K_BITS == 4
+#if D % 32 != 0
+// The last panel is 16 dims wide: 8 bytes per token.
+fn k_half_panel(place: Place) -> vec4<u32> {
+    let word = place.at * 4u + $((UNITS - 1) / 2 * PS * 4)u + place.token * 2u;
+    let low = load_word(place.buffer, word);
+    let high = load_word(place.buffer, word + 1u);
+    return vec4<u32>(low, high, low >> 4u, high >> 4u) & vec4<u32>(0x0F0F0F0Fu);
+}
+#end
 fn k_nibbles(place: Place, u: u32) -> vec4<u32> {
 #if D % 32 != 0
     if u == $(UNITS - 1)u {
-        // The last panel is 16 dims wide: 8 bytes per token.
-        let word = place.at * 4u + $((UNITS - 1) / 2 * PS * 4)u + place.token * 2u;
-        let low = load_word(place.buffer, word);
-        let high = load_word(place.buffer, word + 1u);
-        return vec4<u32>(low, high, low >> 4u, high >> 4u) & vec4<u32>(0x0F0F0F0Fu);
+        return k_half_panel(place);
     }
 #end
     let panel = load_vec(place.buffer, place.at + (u >> 1u) * $(PS)u + place.token);

@@ -346,21 +346,17 @@ fn main() -> Any<()> {
     no_subgroups.subgroups = Some(false);
     tunings.push(("no subgroups", no_subgroups));
     if mode == "sweep" {
-        for (name, unroll, spans, shared, rows) in [
-            ("unroll 1,1", [1, 1], None, None, None),
-            ("unroll 2,1", [2, 1], None, None, None),
-            ("unroll 4,1", [4, 1], None, None, None),
-            ("unroll 2,2", [2, 2], None, None, None),
-            ("unroll 4,4", [4, 4], None, None, None),
-            ("segments", [4, 2], Some(false), None, None),
-            ("spans", [4, 2], Some(true), None, None),
-            ("16 KiB", [4, 2], None, Some(16384), None),
-            ("48 KiB", [4, 2], None, Some(49152), None),
-            ("4 rows", [4, 2], None, None, Some(4)),
+        let (here, ahead) = (Some([false; 2]), Some([true; 2]));
+        for (name, ahead, spans, rows) in [
+            ("nothing ahead", here, None, None),
+            ("K ahead", Some([true, false]), None, None),
+            ("V ahead", Some([false, true]), None, None),
+            ("segments", ahead, Some(false), None),
+            ("spans", ahead, Some(true), None),
+            ("4 rows", ahead, None, Some(4)),
         ] {
             let mut tuning = Tuning::default();
-            (tuning.unroll, tuning.spans) = (Some(unroll), spans);
-            (tuning.shared_bytes, tuning.rows) = (shared, rows);
+            (tuning.ahead, tuning.spans, tuning.rows) = (ahead, spans, rows);
             tunings.push((name, tuning));
         }
     }

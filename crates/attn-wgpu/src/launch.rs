@@ -165,21 +165,36 @@ impl Prepared {
         }
 
         let mut tables: Vec<u32> = Vec::new();
-        for item in &items {
-            tables.extend([item.sequence, item.first_segment, item.segments, 0].map(|x| x as u32));
+        let sequences_at = 8 * items.len();
+        let first_page = sequences_at + 8 * problem.batch();
+        let mut pages_at = Vec::new();
+        let mut next = first_page;
+        for list in &source.page_lists[..problem.batch()] {
+            pages_at.push(next);
+            next += list.len();
         }
-        let sequences_at = tables.len();
-        let mut pages_at = sequences_at + 8 * problem.batch();
+        for item in &items {
+            let (b, len) = (item.sequence, problem.kv_lens[item.sequence]);
+            let tail = source.tail_pages[b].unwrap_or(0) as usize;
+            let words = [
+                b,
+                item.first_segment,
+                item.segments,
+                len,
+                segment_tiles(len),
+                pages_at[b],
+                tail,
+                0,
+            ];
+            tables.extend(words.map(|x| x as u32));
+        }
         let mut first_item = 0;
-        for (b, &len) in problem.kv_lens.iter().enumerate() {
+        for b in 0..problem.batch() {
             let count = items[first_item..]
                 .iter()
                 .take_while(|item| item.sequence == b)
                 .count();
-            let tail = source.tail_pages[b].unwrap_or(0) as usize;
-            let tiles = segment_tiles(len);
-            tables.extend([len, tiles, pages_at, tail, first_item, count, 0, 0].map(|x| x as u32));
-            pages_at += source.page_lists[b].len();
+            tables.extend([first_item as u32, count as u32, 0, 0, 0, 0, 0, 0]);
             first_item += count;
         }
         for list in &source.page_lists[..problem.batch()] {

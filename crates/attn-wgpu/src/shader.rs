@@ -33,8 +33,8 @@ pub(crate) struct DeviceKey {
     pub subgroup: usize,
     /// Bytes of workgroup memory.
     pub shared_bytes: usize,
-    /// Panels of K, and of V, that a lane loads at once.
-    pub unroll: [usize; 2],
+    /// Whether the next tile's K, and a tile's V, are asked for ahead.
+    pub ahead: [bool; 2],
 }
 
 /// What may be tried on a device: it changes speed, never bits. `Default` leaves each to the backend.
@@ -45,8 +45,8 @@ pub struct Tuning {
     pub subgroups: Option<bool>,
     /// Bytes of workgroup memory of one workgroup, at most the device's.
     pub shared_bytes: Option<usize>,
-    /// Panels of K, and of V, that a lane loads at once: 1, 2 or 4.
-    pub unroll: Option<[usize; 2]>,
+    /// Whether the next tile's K, and a tile's V, are asked for ahead: it takes registers.
+    pub ahead: Option<[bool; 2]>,
     /// Whether a workgroup takes a span of four segments.
     pub spans: Option<bool>,
     /// Query rows of one workgroup, at most: 1, 2, 4 or 8.
@@ -59,13 +59,10 @@ impl DeviceKey {
         let subgroups = tuning.subgroups.unwrap_or(true);
         // More would cost occupancy.
         let shared = tuning.shared_bytes.unwrap_or(32768);
-        let unroll = tuning
-            .unroll
-            .unwrap_or(if software { [1, 1] } else { [4, 2] });
         DeviceKey {
             subgroup: if subgroups { gpu.subgroup as usize } else { 1 },
             shared_bytes: shared.min(gpu.limits.max_compute_workgroup_storage_size as usize),
-            unroll: unroll.map(|n| n.clamp(1, 4).next_power_of_two()),
+            ahead: tuning.ahead.unwrap_or([!software; 2]),
         }
     }
 }
@@ -137,23 +134,10 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     let units = d / 16;
     let (k_groups, v_groups) = (k.groups(d), v.groups(d));
     let group_dims = d / v_groups;
-    let chunks = group_dims.div_ceil(128);
-    let dims_per_lane = group_dims.div_ceil(32 * chunks);
-    let chunk_dims = 32 * dims_per_lane;
-    let value_bytes = if key.device.shared_bytes >= 32768 {
-        16384
-    } else {
-        4096
-    };
-    let mut value_rows = r;
-    while value_rows > 1 && 4 * value_rows * chunk_dims * 4 > value_bytes {
-        value_rows /= 2;
-    }
-    let scratch_words = (4 * value_rows * chunk_dims)
-        .max(if integer { 4 * r * 32 } else { 0 })
-        .max(r * units);
-    let chunk_elems = (value_rows * chunk_dims).div_ceil(128);
-    let v_panels = if v.code_bits() == 8 { 4 } else { 2 };
+    let chunks = d.div_ceil(128);
+    let dims_per_lane = d.div_ceil(32 * chunks);
+    // Longer rows take the registers themselves.
+    let ahead = key.device.ahead.map(|ahead| ahead && integer && d <= 128);
     let scaled = matches!(
         v,
         Scheme::Int8(Int8Scale::Token | Int8Scale::Group32) | Scheme::Int4(_)
@@ -169,34 +153,47 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
         ("GD", group_dims),
         ("CH", chunks),
         ("DPL", dims_per_lane),
-        ("CD", chunk_dims),
-        ("TROWS", value_rows),
-        ("CHUNK_ELEMS", chunk_elems),
-        ("ELEMS", r / value_rows * chunk_elems),
-        ("SCRATCH_WORDS", scratch_words),
-        ("QU", key.device.unroll[0]),
-        ("VU", key.device.unroll[1].min(v_panels)),
+        (
+            "K_LOADS",
+            if k.code_bits() == 8 {
+                units
+            } else {
+                units.div_ceil(2)
+            },
+        ),
+        ("V_LOADS", if v.code_bits() == 8 { 4 } else { 2 }),
+        ("K_AHEAD", usize::from(ahead[0])),
+        ("V_AHEAD", usize::from(ahead[1])),
     ] {
         constants.insert(name.to_owned(), value as i64);
     }
     // As declared in decode_split.wgsl and reduce.wgsl.
-    let sets = if channel { 4 } else { 1 };
-    let mut bytes = 4 * scratch_words + 8 * r + 4 * sets * r + 4 * 16 * r;
+    let whole = key.device.subgroup == 32;
+    let mut bytes = 2 * 4 * r * chunks * dims_per_lane * 32 + 24 * r;
     bytes += if integer {
-        16 * sets * r * units * 2 + 16 * 4 * r * 8
+        36 * r * units + 4 * r + v_groups * (2 * 128 * r + 128 * r + 8)
     } else {
-        16 * r * units * 4 + 8 * 256 + 16 * 4 * r * 16
+        256 * r + 512 * v_groups
     };
+    if integer && whole {
+        bytes += 16 * v_groups * r;
+    }
+    if !integer || channel {
+        bytes += 64 * r * units;
+    }
+    if !integer || !whole {
+        bytes += 256 * r;
+    }
+    if !whole {
+        bytes += 4 * (2 * r + v_groups * (2 + 3 * r));
+    }
     if key.alibi {
         bytes += 4 * r;
     }
-    if channel {
-        bytes += 4 * r + 16 * r * units + 16 * units + 32 * r * units + 32 * r;
+    if integer && channel {
+        bytes += 132 * units + 8 * r * units + 12 * r;
     } else if integer && matches!(k, Scheme::Int4(_)) {
         bytes += 4 * r * units + 4 * r * k_groups;
-    }
-    if key.device.subgroup != 32 {
-        bytes += 16 * (2 * r + v_groups * (2 + 3 * r));
     }
     (constants, bytes)
 }
@@ -347,8 +344,12 @@ mod tests {
 
     #[test]
     fn every_specialisation_is_valid_wgsl() {
-        let devices = [(1, 16384, [1, 1]), (8, 32768, [1, 1]), (32, 32768, [4, 2])];
-        for (subgroup, shared_bytes, unroll) in devices {
+        let devices = [
+            (1, 16384, [false; 2]),
+            (8, 32768, [false; 2]),
+            (32, 32768, [true; 2]),
+        ];
+        for (subgroup, shared_bytes, ahead) in devices {
             for k in Scheme::ALL {
                 for v in Scheme::ALL {
                     for (head_dim, page_size, rows) in [
@@ -371,7 +372,7 @@ mod tests {
                         let device = DeviceKey {
                             subgroup,
                             shared_bytes,
-                            unroll,
+                            ahead,
                         };
                         let key = decode_key(&problem, format, page_size, 1 + rows / 4, device, 8);
                         assert!(decode_constants(&key).1 <= shared_bytes, "{key:?}");
