@@ -25,11 +25,12 @@ fn gpu(images: bool, quick: bool) -> Result<()> {
     fs::create_dir_all(&out)?;
     let mut build = vec!["build", "--release"];
     build.extend(["--package", "xtask", "--bin", "attn-gpu"]);
+    build.extend(["--package", "attn-cuda", "--example", "engine"]);
     let programs = if quick {
-        vec!["attn-gpu"]
+        vec!["attn-gpu", "examples/engine"]
     } else {
         build.extend(["--package", "attn", "--bin", "attn"]);
-        vec!["attn-gpu", "attn"]
+        vec!["attn-gpu", "examples/engine", "attn"]
     };
     let status = Command::new(env!("CARGO"))
         .current_dir(&root)
@@ -42,7 +43,8 @@ fn gpu(images: bool, quick: bool) -> Result<()> {
     let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), Into::into);
     let mut total = 0;
     for name in programs {
-        total += fs::copy(target.join("release").join(name), out.join(name))
+        let to = out.join(name.trim_start_matches("examples/"));
+        total += fs::copy(target.join("release").join(name), to)
             .with_context(|| format!("cannot copy {name}"))?;
     }
     if images {

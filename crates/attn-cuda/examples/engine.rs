@@ -1,0 +1,129 @@
+//! An engine's decode loop: own stream, own buffers, one CUDA graph of append and decode, replayed while sequences grow.
+//!
+//! `cargo run --release -p attn-cuda --example engine`
+
+use std::error::Error;
+
+use attn_core::{CacheConfig, KvFormat, Problem};
+use attn_cuda::{
+    CudaBackend,
+    native::{AppendArgs, DecodeArgs, DeviceKv, Dtype},
+};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, sys};
+
+const BATCH: usize = 4;
+const Q_HEADS: usize = 32;
+const KV_HEADS: usize = 8;
+const HEAD_DIM: usize = 128;
+const PAGE_SIZE: usize = 64;
+const MAX_LEN: usize = 4096;
+const STEPS: i32 = 1000;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let gpu = match CudaBackend::open() {
+        Ok(gpu) => gpu,
+        Err(reason) => {
+            println!("{reason}");
+            return Ok(());
+        }
+    };
+    // A stream of the primary context; an engine passes its own `CUstream`.
+    let stream = gpu.context().new_stream()?;
+
+    // Once: what is stored, and the longest lengths to come.
+    let format = KvFormat::INT4;
+    let mut config = CacheConfig::new(format, KV_HEADS, HEAD_DIM, BATCH, MAX_LEN);
+    config.page_size = PAGE_SIZE;
+    let append = gpu.prepare_append(&config)?;
+    let problem = Problem::new(Q_HEADS, KV_HEADS, HEAD_DIM, vec![MAX_LEN; BATCH]);
+    let plan = gpu.prepare(&problem, format, PAGE_SIZE)?;
+
+    // The engine's memory. Which page belongs to whom is the engine's business: here sequence b has pages b, b + BATCH, …
+    let pages = MAX_LEN / PAGE_SIZE;
+    let table: Vec<u32> = (0..BATCH * pages)
+        .map(|i| (i / pages + i % pages * BATCH) as u32)
+        .collect();
+    let tails: Vec<u32> = (0..BATCH).map(|b| (BATCH * pages + b) as u32).collect();
+    let pool: CudaSlice<u8> =
+        stream.alloc_zeros(config.num_pages * config.layout().page_bytes())?;
+    let workspace: CudaSlice<u8> = stream.alloc_zeros(plan.workspace_bytes())?;
+    let page_table = stream.clone_htod(&table)?;
+    let tail_pages = stream.clone_htod(&tails)?;
+    let mut kv_lens = stream.clone_htod(&[0i32; BATCH])?;
+    let mut k: CudaSlice<f32> = stream.alloc_zeros(BATCH * KV_HEADS * HEAD_DIM)?;
+    let mut v: CudaSlice<f32> = stream.alloc_zeros(BATCH * KV_HEADS * HEAD_DIM)?;
+    let q: CudaSlice<f32> = stream.alloc_zeros(BATCH * Q_HEADS * HEAD_DIM)?;
+    let out: CudaSlice<f32> = stream.alloc_zeros(BATCH * Q_HEADS * HEAD_DIM)?;
+    let lse: CudaSlice<f32> = stream.alloc_zeros(BATCH * Q_HEADS)?;
+
+    let append_args = AppendArgs {
+        k: at(&k, &stream),
+        v: at(&v, &stream),
+        dtype: Dtype::F32,
+        k_token_stride: KV_HEADS * HEAD_DIM,
+        v_token_stride: KV_HEADS * HEAD_DIM,
+        pool: at(&pool, &stream),
+        num_pages: config.num_pages,
+        page_table: at(&page_table, &stream),
+        page_table_stride: pages,
+        tail_pages: at(&tail_pages, &stream),
+        kv_lens: at(&kv_lens, &stream),
+        k_tensor_scales: 0,
+        v_tensor_scales: 0,
+        batch: BATCH,
+        tokens: 1,
+    };
+    let decode_args = DecodeArgs {
+        q: at(&q, &stream),
+        out: at(&out, &stream),
+        lse: at(&lse, &stream),
+        kv: DeviceKv::Paged {
+            pool: at(&pool, &stream),
+            num_pages: config.num_pages,
+            page_table: at(&page_table, &stream),
+            page_table_stride: pages,
+            tail_pages: at(&tail_pages, &stream),
+        },
+        kv_lens: at(&kv_lens, &stream),
+        k_tensor_scales: 0,
+        v_tensor_scales: 0,
+        alibi_slopes: 0,
+        workspace: at(&workspace, &stream),
+    };
+
+    // Captured once. Lengths are read on the device, so every replay decodes what has been appended by then.
+    stream.synchronize()?;
+    stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
+    // SAFETY: every buffer above is as long as documented and outlives the graph; pages and tail pages are below `num_pages` and
+    // belong to one sequence each; lengths stay within MAX_LEN.
+    unsafe { gpu.append_on(&append, stream.cu_stream(), &append_args) }?;
+    // SAFETY: likewise; the workspace was allocated zeroed and is this plan's alone.
+    unsafe { gpu.decode_on(&plan, stream.cu_stream(), &decode_args) }?;
+    let graph = stream
+        .end_capture(
+            sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH,
+        )?
+        .ok_or("the capture gave no graph")?;
+
+    for step in 1..=STEPS {
+        // The model's layers write these on the device; here every token is (step, 1).
+        stream.memcpy_htod(&vec![step as f32; k.len()], &mut k)?;
+        stream.memcpy_htod(&vec![1.0f32; v.len()], &mut v)?;
+        stream.memcpy_htod(&[step; BATCH], &mut kv_lens)?;
+        graph.launch()?;
+    }
+    let (out, lse) = (stream.clone_dtoh(&out)?, stream.clone_dtoh(&lse)?);
+    stream.synchronize()?;
+    // A zero query weighs every token alike: V is 1 everywhere, and so is the output; lse is the logarithm of their number.
+    println!(
+        "{STEPS} steps of {BATCH} sequences: out[0] = {}, lse[0] = {} (ln {STEPS} = {})",
+        out[0],
+        lse[0],
+        (STEPS as f32).ln()
+    );
+    Ok(())
+}
+
+fn at<T>(slice: &CudaSlice<T>, stream: &CudaStream) -> u64 {
+    slice.device_ptr(stream).0
+}
