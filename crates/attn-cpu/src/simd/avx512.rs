@@ -308,8 +308,8 @@ impl Dot for Vnni {
     type S = Avx512;
     const K_BIAS: i32 = 128;
     const V_BIAS: i32 = 0;
-    const K_BLOCK: usize = 2;
-    const V_BLOCK: usize = 2;
+    const K_BLOCK: usize = 3;
+    const V_BLOCK: usize = 3;
     type KCodes = __m512i;
     type VCodes = __m512i;
     type KAcc = [__m512i; 2];
