@@ -1,4 +1,4 @@
-// check.cu: looks at a decode launch's device inputs and reports the first thing that decode could not survive (ATTN_CHECK=1).
+// check.cu: looks at a decode or append launch's device inputs and reports the first thing that it could not survive (ATTN_CHECK=1).
 //
 // Grid      (batch); 128 threads.
 // Reads     kv_lens, page table, tail pages, queries. Writes `report`: {kind, index, value, limit}, kind 0 if all is well.
@@ -6,14 +6,7 @@
 
 #include "params.h"
 
-static_assert(sizeof(DecodeParams) == 288, "edit crates/attn-cuda/src/params.rs too");
-#ifndef __CUDACC_RTC__  // has no offsetof; CI compiles this file with nvcc
-static_assert(__builtin_offsetof(DecodeParams, k_strides) == 56, "likewise");
-static_assert(__builtin_offsetof(DecodeParams, page_table) == 152, "likewise");
-static_assert(__builtin_offsetof(DecodeParams, states) == 200, "likewise");
-static_assert(__builtin_offsetof(DecodeParams, log2_scale) == 224, "likewise");
-static_assert(__builtin_offsetof(DecodeParams, page_bytes) == 280, "likewise");
-#endif
+static_assert(sizeof(DecodeParams) == 288, "edit crates/attn-cuda/src/params.rs too");  // whose tests compare every field
 
 struct CheckParams {
     int* report;          // [4], zeroed
@@ -22,7 +15,7 @@ struct CheckParams {
     int page_size;        // 0: strided
     int head_dim;
     int has_tail;
-    int reserved;
+    int min_kv_len;       // append: the new tokens
 };
 static_assert(sizeof(CheckParams) == 32, "edit crates/attn-cuda/src/params.rs too");
 
@@ -34,18 +27,23 @@ __device__ void report(int* to, int kind, int index, int value, int limit) {
 
 extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, const __grid_constant__ CheckParams c) {
     const int b = blockIdx.x, len = p.kv_lens[b];
-    if (len < 0 || len > c.max_kv_len) {
+    if (len < c.min_kv_len || len > c.max_kv_len) {
         if (threadIdx.x == 0) report(c.report, KV_LEN, b, len, c.max_kv_len);
         return;
     }
     if (c.page_size > 0) {
         const int pages = (len + c.page_size - 1) / c.page_size;
+        if (pages > p.page_table_stride) {
+            if (threadIdx.x == 0) report(c.report, KV_LEN, b, len, p.page_table_stride * c.page_size);
+            return;
+        }
         for (int i = threadIdx.x; i < pages; i += blockDim.x) {
             const unsigned int page = p.page_table[(long long)b * p.page_table_stride + i];
-            if (i >= p.page_table_stride || page >= c.num_pages) report(c.report, PAGE, b * p.page_table_stride + i, (int)page, (int)c.num_pages);
+            if (page >= c.num_pages) report(c.report, PAGE, b * p.page_table_stride + i, (int)page, (int)c.num_pages);
         }
         if (c.has_tail && len > 0 && threadIdx.x == 0 && p.tail_pages[b] >= c.num_pages) report(c.report, TAIL_PAGE, b, (int)p.tail_pages[b], (int)c.num_pages);
     }
+    if (p.q == nullptr) return;  // append
     const long long row = (long long)p.q_len * p.num_q_heads * c.head_dim;
     for (long long i = threadIdx.x; i < row; i += blockDim.x) {
         const int head = (int)(i / c.head_dim % p.num_q_heads) / p.heads_per_kv;

@@ -1,6 +1,6 @@
 //! The kernels' parameter blocks: the same bytes as the structs in `kernels/cuda`, asserted here and there.
 
-use std::mem::{offset_of, size_of};
+use std::mem::size_of;
 
 /// `DecodeParams` of `kernels/cuda/params.h`; addresses are device addresses, 0 for null.
 #[repr(C)]
@@ -46,14 +46,7 @@ pub struct DecodeParams {
     pub padding: i32,
 }
 
-const _: () = {
-    assert!(size_of::<DecodeParams>() == 288);
-    assert!(offset_of!(DecodeParams, k_strides) == 56);
-    assert!(offset_of!(DecodeParams, page_table) == 152);
-    assert!(offset_of!(DecodeParams, states) == 200);
-    assert!(offset_of!(DecodeParams, log2_scale) == 224);
-    assert!(offset_of!(DecodeParams, page_bytes) == 280);
-};
+const _: () = assert!(size_of::<DecodeParams>() == 288);
 
 /// `AppendParams` of `kernels/cuda/append.cu`.
 #[repr(C)]
@@ -127,3 +120,139 @@ pub struct ReadParams {
 }
 
 const _: () = assert!(size_of::<ReadParams>() == 24);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::offset_of;
+
+    /// `(field, offset)` of a struct in the kernels' text, by C's rules.
+    fn fields(file: &str, name: &str) -> Vec<(String, usize)> {
+        let (_, text) = attn_kernels::CUDA
+            .iter()
+            .find(|(f, _)| *f == file)
+            .expect("a kernel source");
+        let start = text.find(&format!("struct {name} {{")).expect("a struct");
+        let body = text[start..].split_once("\n};").expect("a struct's end").0;
+        let mut at = 0usize;
+        let mut all = Vec::new();
+        for line in body.lines().skip(1) {
+            let line = line.split("//").next().unwrap_or("").trim();
+            let Some(declaration) = line.strip_suffix(';') else {
+                continue;
+            };
+            let (kind, field) = declaration.rsplit_once(' ').expect("a type and a name");
+            let (field, count) = match field.split_once('[') {
+                Some((field, count)) => (field, count.trim_end_matches(']').parse().unwrap()),
+                None => (field, 1),
+            };
+            let size = match kind {
+                "int" | "unsigned int" | "float" => 4,
+                "long long" | "u64" => 8,
+                pointer if pointer.ends_with('*') => 8,
+                other => panic!("{file}: {other} is not a type that this test knows"),
+            };
+            at = at.next_multiple_of(size);
+            all.push((field.to_owned(), at));
+            at += size * count;
+        }
+        all
+    }
+
+    macro_rules! assert_same {
+        ($file:literal, $name:ident, $($field:ident),+) => {
+            let ours = vec![$((stringify!($field).to_owned(), offset_of!($name, $field))),+];
+            assert_eq!(fields($file, stringify!($name)), ours, "{}", $file);
+        };
+    }
+
+    #[test]
+    fn blocks_are_the_kernels_own_field_by_field() {
+        assert_same!(
+            "params.h",
+            DecodeParams,
+            q,
+            out,
+            lse,
+            k,
+            v,
+            k_scales,
+            v_scales,
+            k_strides,
+            v_strides,
+            k_scale_strides,
+            v_scale_strides,
+            page_table,
+            tail_pages,
+            kv_lens,
+            k_tensor_scales,
+            v_tensor_scales,
+            alibi_slopes,
+            states,
+            state_ml,
+            counters,
+            log2_scale,
+            softcap_inner,
+            softcap_outer,
+            batch,
+            num_q_heads,
+            num_kv_heads,
+            heads_per_kv,
+            q_len,
+            row_blocks,
+            page_table_stride,
+            max_units,
+            window_left,
+            causal,
+            tile_split,
+            page_bytes
+        );
+        assert_same!(
+            "append.cu",
+            AppendParams,
+            k,
+            v,
+            pool,
+            page_table,
+            tail_pages,
+            kv_lens,
+            k_tensor_scales,
+            v_tensor_scales,
+            k_token_stride,
+            v_token_stride,
+            tokens,
+            num_kv_heads,
+            page_table_stride,
+            dtype
+        );
+        assert_same!(
+            "import.cu",
+            ImportParams,
+            k,
+            v,
+            k_scales,
+            v_scales,
+            k_strides,
+            v_strides,
+            k_scale_strides,
+            v_scale_strides,
+            pool,
+            page_table,
+            kv_lens,
+            num_kv_heads,
+            page_table_stride
+        );
+        assert_same!(
+            "check.cu",
+            CheckParams,
+            report,
+            max_kv_len,
+            num_pages,
+            page_size,
+            head_dim,
+            has_tail,
+            min_kv_len
+        );
+        assert_same!("read.cu", ReadParams, from, bytes, sink);
+    }
+}
