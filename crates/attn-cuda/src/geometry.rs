@@ -85,7 +85,11 @@ impl Geometry {
         };
         let fits = |(row_groups, row_warps): (usize, usize), least: usize| {
             // Two small CTAs cover each other's joins; with more warps in one there are no registers for a second.
-            let most = if (row_groups, row_warps) == (1, 1) { 2 } else { 1 };
+            let most = if (row_groups, row_warps) == (1, 1) {
+                2
+            } else {
+                1
+            };
             (1..=most).rev().find_map(|ctas| {
                 (least..=6)
                     .rev()
