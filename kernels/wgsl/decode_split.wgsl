@@ -22,11 +22,9 @@ var<workgroup> row_unit: array<f32, $(R)>;                           // 2^-e
 var<workgroup> raw: array<u32, $(VG * R * 32)>;                      // (group of V, row, lane): the weights of both tokens
 var<workgroup> words: array<u32, $(VG * R * 32)>;                    // as `weights`, by words
 var<workgroup> weights: array<vec4<u32>, $(VG * R * 8)>;             // (group of V, row, 16 tokens, {hi, lo})
-#if SG == 32
-var<workgroup> weight_sum: array<i32, $(2 * VG * R)>;                // (odd tile, group of V, row), as the next two
-var<workgroup> shift_term: array<f32, $(2 * VG * R)>;
-#end
-var<workgroup> value_unit: array<f32, $(2 * VG)>;                    // 2^-f
+var<workgroup> weight_sum: array<i32, $(VG * R)>;                     // (group of V, row), as the next
+var<workgroup> shift_term: array<f32, $(VG * R)>;
+var<workgroup> value_unit: array<f32, $(VG)>;                        // 2^-f
 #else
 var<workgroup> values_p: array<f32, $(R * 64)>;                      // (row, token in slot order)
 var<workgroup> values_param: array<vec2<f32>, $(VG * 64)>;           // (group, token in slot order): scale, shift; 0 past the end
@@ -54,8 +52,9 @@ var<workgroup> row_end: array<i32, $(R)>;
 #if ALIBI
 var<workgroup> row_slope: array<f32, $(R)>;
 #end
+#if SG != 32
 var<workgroup> tile_m: array<f32, $(R)>;
-var<workgroup> tile_l: array<i32, $(R)>;
+#end
 var<workgroup> fold_alpha: array<f32, $(R)>;
 var<workgroup> fold_beta: array<f32, $(R)>;                          // -1: nothing to fold
 var<workgroup> segment_o: array<f32, $(R * CH * DPL * 32)>;          // (row, dim); each lane touches its own dims only
@@ -110,6 +109,13 @@ fn decode_split(
     let tail_page = tables[params.items_at + 8u * item + 6u];
     let rows = params.heads_per_kv * params.q_len;
     let last = kv_len - 1u;
+    let num_rows = min($(R)u, rows - row0);
+    let num_pairs = num_rows * $(UNITS)u;
+#if VG == 1
+    let num_weights = num_rows * 8u;
+#else
+    let num_weights = $(VG * R * 8)u;
+#end
 
     // What each row sees.
     if lane < $(R)u {
@@ -157,7 +163,7 @@ fn decode_split(
 #end
 
     // The query, once.
-    for (var pair = lane; pair < $(R * UNITS)u; pair += 32u) {
+    for (var pair = lane; pair < num_pairs; pair += 32u) {
         let x = query_unit(sequence, head, row0 + pair / $(UNITS)u, pair % $(UNITS)u);
 #if INTEGER
         unit_max[pair] = largest(x);
@@ -179,7 +185,7 @@ fn decode_split(
         row_amax[lane] = a;
     }
 #else
-    for (var pair = lane; pair < $(R * UNITS)u; pair += 32u) {
+    for (var pair = lane; pair < num_pairs; pair += 32u) {
         let r = pair / $(UNITS)u;
         var a = 0.0;
         for (var u = 0u; u < $(UNITS)u; u++) {
@@ -206,7 +212,7 @@ fn decode_split(
 #end
 #end
 #end
-    for (var n = lane; n < $(R * CH * DPL * 32)u; n += 32u) {
+    for (var n = lane; n < num_rows * $(CH * DPL * 32)u; n += 32u) {
         segment_o[n] = 0.0;
         span_o[n] = 0.0;
     }
@@ -246,7 +252,7 @@ fn decode_split(
             l = 0.0;
         }
         workgroupBarrier();
-        for (var r = 0u; r < $(R)u; r++) {
+        for (var r = 0u; r < num_rows; r++) {
             let alpha = fold_alpha[r];
             let beta = fold_beta[r];
 #for k in 0..(CH * DPL)
@@ -269,7 +275,7 @@ fn decode_split(
         states[params.maxima_at + (slot * $(R)u + lane) * 2u] = span_m;
         states[params.maxima_at + (slot * $(R)u + lane) * 2u + 1u] = span_l;
     }
-    for (var r = 0u; r < $(R)u; r++) {
+    for (var r = 0u; r < num_rows; r++) {
 #for k in 0..(CH * DPL)
         if lane + $(32 * k)u < $(D)u {
             states[(slot * $(R)u + r) * $(D)u + $(32 * k)u + lane] = span_o[(r * $(CH * DPL)u + $(k)u) * 32u + lane];

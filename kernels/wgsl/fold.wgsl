@@ -13,10 +13,11 @@ if tile + 1u < tile_end {
 #end
 workgroupBarrier();
 if lane < $(R)u {
-    let top_here = tile_m[lane];
 #if SG == 32
-    let sum_here = tile_l[lane];
+    let top_here = my_top;
+    let sum_here = my_sum;
 #else
+    let top_here = tile_m[lane];
     let sum_here = posted_sum($(R)u + lane);
 #end
     if top_here == NONE {
@@ -30,10 +31,32 @@ if lane < $(R)u {
         fold_alpha[lane] = alpha;
         fold_beta[lane] = beta;
     }
+#if INTEGER
+#for g in 0..VG
+#if SG == 32
+    weight_sum[$(g * R)u + lane] = my_weight_$(g);
+#if V == GROUPS
+    shift_term[$(g * R)u + lane] = my_shift_$(g);
+#end
+#else
+    weight_sum[$(g * R)u + lane] = posted_sum($(2 * R + g * (2 + 3 * R) + 2)u + lane);
+#if V == GROUPS
+    shift_term[$(g * R)u + lane] = (f32(posted_sum($(2 * R + g * (2 + 3 * R) + 2 + R)u + lane)) * 256.0 + f32(posted_sum($(2 * R + g * (2 + 3 * R) + 2 + 2 * R)u + lane))) * exp2i(-15 - h_$(g));
+#end
+#end
+#end
+#end
 }
 #if INTEGER
+#if VG > 1
+if lane == 0u {
+#for g in 0..VG
+    value_unit[$(g)] = exp2i(-f_$(g));
+#end
+}
+#end
 // Weights as bytes: a word has the four tokens of one word of V's slot order.
-for (var task = lane; task < $(VG * R * 8)u; task += 32u) {
+for (var task = lane; task < num_weights; task += 32u) {
     let row = task >> 3u;
     let half = (task >> 2u) & 1u;
     let c = task & 3u;
@@ -50,7 +73,7 @@ for (var task = lane; task < $(VG * R * 8)u; task += 32u) {
     words[to + 20u] = far.x | far.y | far.z | far.w;
 }
 workgroupBarrier();
-for (var at = lane; at < $(VG * R * 8)u; at += 32u) {
+for (var at = lane; at < num_weights; at += 32u) {
     weights[at] = vec4<u32>(words[4u * at], words[4u * at + 1u], words[4u * at + 2u], words[4u * at + 3u]);
 }
 #end
@@ -75,61 +98,53 @@ let v_$(2 * n + 1)_$(i) = (v_raw_$(C)_$(n)_$(i) >> vec4<u32>(4u)) & vec4<u32>(0x
 #for i in 0..DPL
 #if VG == 1
 let group_$(i) = 0u;
+let unit_$(i) = exp2i(-f_0);
 #else
 let group_$(i) = min(lane + $((C * DPL + i) * 32)u, $(D - 1)u) / $(GD)u;
+let unit_$(i) = value_unit[group_$(i)];
 #end
-let unit_$(i) = value_unit[odd * $(VG)u + group_$(i)];
 #end
-for (var r = 0u; r < $(R)u; r++) {
-    let alpha = fold_alpha[r];
-    let beta = fold_beta[r];
-    if beta < 0.0 {
-        continue;
-    }
+for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
+#for n in 0..RU
+    let r_$(n) = r0 + $(n)u;
 #for i in 0..DPL
-    var hi_$(i) = 0u;
-    var lo_$(i) = 0u;
+    var hi_$(n)_$(i) = 0u;
+    var lo_$(n)_$(i) = 0u;
 #end
-#for n in 0..4
+#for t in 0..4
     {
 #if VG == 1
-        let hi = weights[r * 8u + $(2 * n)u];
-        let lo = weights[r * 8u + $(2 * n + 1)u];
+        let hi = weights[r_$(n) * 8u + $(2 * t)u];
+        let lo = weights[r_$(n) * 8u + $(2 * t + 1)u];
 #end
 #for i in 0..DPL
 #if VG == 1
-        hi_$(i) = dot16u(hi, v_$(n)_$(i), hi_$(i));
-        lo_$(i) = dot16u(lo, v_$(n)_$(i), lo_$(i));
+        hi_$(n)_$(i) = dot16u(hi, v_$(t)_$(i), hi_$(n)_$(i));
+        lo_$(n)_$(i) = dot16u(lo, v_$(t)_$(i), lo_$(n)_$(i));
 #else
-        hi_$(i) = dot16u(weights[(group_$(i) * $(R)u + r) * 8u + $(2 * n)u], v_$(n)_$(i), hi_$(i));
-        lo_$(i) = dot16u(weights[(group_$(i) * $(R)u + r) * 8u + $(2 * n + 1)u], v_$(n)_$(i), lo_$(i));
+        hi_$(n)_$(i) = dot16u(weights[(group_$(i) * $(R)u + r_$(n)) * 8u + $(2 * t)u], v_$(t)_$(i), hi_$(n)_$(i));
+        lo_$(n)_$(i) = dot16u(weights[(group_$(i) * $(R)u + r_$(n)) * 8u + $(2 * t + 1)u], v_$(t)_$(i), lo_$(n)_$(i));
 #end
 #end
     }
 #end
+#end
+#for n in 0..RU
+    let alpha_$(n) = fold_alpha[r_$(n)];
+    let beta_$(n) = fold_beta[r_$(n)];
+    if beta_$(n) >= 0.0 {
 #for i in 0..DPL
     {
-#if SG == 32
-        let sum = weight_sum[(odd * $(VG)u + group_$(i)) * $(R)u + r];
-#else
-        let posts = $(2 * R + 2)u + group_$(i) * $(2 + 3 * R)u + r;
-        let sum = posted_sum(posts);
-#end
-        let value = f32(bitcast<i32>((hi_$(i) << 8u) + lo_$(i)) - $(V_BITS == 8 ? 128 : 8) * sum) * unit_$(i);
+        let sum = weight_sum[group_$(i) * $(R)u + r_$(n)];
 #if V == GROUPS
-#if SG == 32
-        let z = shift_term[(odd * $(VG)u + group_$(i)) * $(R)u + r];
+        let value = f32(bitcast<i32>((hi_$(n)_$(i) << 8u) + lo_$(n)_$(i)) - $(V_BITS == 8 ? 128 : 8) * sum) * unit_$(i) + shift_term[group_$(i) * $(R)u + r_$(n)];
 #else
-        let far = posted($(2 * R + 1)u + group_$(i) * $(2 + 3 * R)u);
-        let h = select(14 - exponent(bitcast<f32>(far)), 0, far == 0u);
-        let z = (f32(posted_sum(posts + $(R)u)) * 256.0 + f32(posted_sum(posts + $(2 * R)u))) * exp2i(-15 - h);
+        let value = f32(bitcast<i32>((hi_$(n)_$(i) << 8u) + lo_$(n)_$(i)) - $(V_BITS == 8 ? 128 : 8) * sum) * unit_$(i);
 #end
-        let value_all = value + z;
-#else
-        let value_all = value;
+        let at = (r_$(n) * $(CH * DPL)u + $(C * DPL + i)u) * 32u + lane;
+        segment_o[at] = ftz(segment_o[at] * alpha_$(n)) + value * beta_$(n);
+    }
 #end
-        let at = (r * $(CH * DPL)u + $(C * DPL + i)u) * 32u + lane;
-        segment_o[at] = ftz(segment_o[at] * alpha) + value_all * beta;
     }
 #end
 }

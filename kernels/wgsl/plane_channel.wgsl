@@ -13,7 +13,7 @@ for (var at = lane; at < $(UNITS * 4)u; at += 32u) {
     channel_shift[at] = shift;
 }
 workgroupBarrier();
-for (var pair = lane; pair < $(R * UNITS)u; pair += 32u) {
+for (var pair = lane; pair < num_pairs; pair += 32u) {
     let u = pair % $(UNITS)u;
     var x = vec4<f32>(0.0);
     var far = vec4<f32>(0.0);
@@ -27,7 +27,7 @@ for (var pair = lane; pair < $(R * UNITS)u; pair += 32u) {
     }
 }
 workgroupBarrier();
-for (var pair = lane; pair < $(R * UNITS)u; pair += 32u) {
+for (var pair = lane; pair < num_pairs; pair += 32u) {
     let r = pair / $(UNITS)u;
     let u = pair % $(UNITS)u;
     var a = 0.0;

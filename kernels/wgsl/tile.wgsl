@@ -2,7 +2,6 @@
 // lane `lane` has tokens `lane` and `lane + 32` of the tile.
 let token_0 = tile * 64u + lane;
 let token_1 = token_0 + 32u;
-let odd = tile & 1u;
 #if K == CHANNEL
 let open = tile / $(PS / 64)u == kv_len / $(PS)u;
 #else
@@ -113,125 +112,132 @@ k_param_$(g)_$(j).y = k_param_$(g)_$(j).y + 8.0 * k_param_$(g)_$(j).x;
 #include "score_float.wgsl"
 #end
 
-for (var r = 0u; r < $(R)u; r++) {
+#if INTEGER && SG == 32
+#include "value_scale.wgsl"
+// Of row `lane`: kept by its lane as the rows pass.
+var my_top = NONE;
+var my_sum = 0;
+#for g in 0..VG
+var my_weight_$(g) = 0;
+#if V == GROUPS
+var my_shift_$(g) = 0.0;
+#end
+#end
+#elif SG == 32
+var my_top = NONE;
+var my_sum = 0;
+#end
+// The number of rows is not a constant: unrolled, the loops would not fit the instruction cache.
+for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
+#for n in 0..RU
+let r_$(n) = r0 + $(n)u;
 #if INTEGER
 #include "score_integer.wgsl"
 #else
-    var s_0 = scores[r * 64u + lane];
-    var s_1 = scores[r * 64u + 32u + lane];
+    var s_$(n)_0 = scores[r_$(n) * 64u + lane];
+    var s_$(n)_1 = scores[r_$(n) * 64u + 32u + lane];
 #end
+#end
+#for n in 0..RU
     // Soft cap, ALiBi, masks; the maximum of ceilings.
 #for j in 0..2
 #if SOFTCAP
-    s_$(j) = softcap(s_$(j), params.softcap_inner, params.softcap_outer);
+    s_$(n)_$(j) = softcap(s_$(n)_$(j), params.softcap_inner, params.softcap_outer);
 #end
 #if ALIBI
     {
-        let position = i32(kv_len) - i32(params.q_len) + i32((row0 + r) / params.heads_per_kv);
-        s_$(j) = s_$(j) + product(row_slope[r], f32(i32(token_$(j)) - position));
+        let position = i32(kv_len) - i32(params.q_len) + i32((row0 + r_$(n)) / params.heads_per_kv);
+        s_$(n)_$(j) = s_$(n)_$(j) + product(row_slope[r_$(n)], f32(i32(token_$(j)) - position));
     }
 #end
 #end
 #for j in 0..2
-    let seen_$(j) = i32(token_$(j)) >= row_first[r] && i32(token_$(j)) < row_end[r];
+    let seen_$(n)_$(j) = i32(token_$(j)) >= row_first[r_$(n)] && i32(token_$(j)) < row_end[r_$(n)];
 #end
-    let key = max(select(0u, order_key(ceil(s_0)), seen_0), select(0u, order_key(ceil(s_1)), seen_1));
+    let key_$(n) = max(select(0u, order_key(ceil(s_$(n)_0)), seen_$(n)_0), select(0u, order_key(ceil(s_$(n)_1)), seen_$(n)_1));
 #if SG == 32
-    let top = subgroupMax(key);
+    let top_$(n) = subgroupMax(key_$(n));
 #else
-    scores[r * 64u + lane] = s_0;
-    scores[r * 64u + 32u + lane] = s_1;
-    post_max(sg_lane, r, key);
-}
-workgroupBarrier();
+    scores[r_$(n) * 64u + lane] = s_$(n)_0;
+    scores[r_$(n) * 64u + 32u + lane] = s_$(n)_1;
+    post_max(sg_lane, r_$(n), key_$(n));
+#end
 #end
 #if SG != 32
-for (var r = 0u; r < $(R)u; r++) {
-    let s_0 = scores[r * 64u + lane];
-    let s_1 = scores[r * 64u + 32u + lane];
+}
+workgroupBarrier();
+#if INTEGER
+#include "value_scale.wgsl"
+#end
+for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
+#for n in 0..RU
+    let r_$(n) = r0 + $(n)u;
+    let s_$(n)_0 = scores[r_$(n) * 64u + lane];
+    let s_$(n)_1 = scores[r_$(n) * 64u + 32u + lane];
 #for j in 0..2
-    let seen_$(j) = i32(token_$(j)) >= row_first[r] && i32(token_$(j)) < row_end[r];
+    let seen_$(n)_$(j) = i32(token_$(j)) >= row_first[r_$(n)] && i32(token_$(j)) < row_end[r_$(n)];
 #end
-    let top = posted(r);
+    let top_$(n) = posted(r_$(n));
 #end
+#end
+#for n in 0..RU
+    {
     // Weights.
-    let tile_top = select(from_order_key(top), NONE, top == 0u);
+    let tile_top = select(from_order_key(top_$(n)), NONE, top_$(n) == 0u);
 #for j in 0..2
 #if INTEGER
-    let p_$(j) = select(0.0, exp2w(max(s_$(j) - tile_top, -125.0)), seen_$(j));
+    let p_$(j) = select(0.0, exp2w(max(s_$(n)_$(j) - tile_top, -125.0)), seen_$(n)_$(j));
 #else
-    let p_$(j) = select(0.0, exp2f(max(s_$(j) - tile_top, -125.0)), seen_$(j));
+    let p_$(j) = select(0.0, exp2f(max(s_$(n)_$(j) - tile_top, -125.0)), seen_$(n)_$(j));
 #end
 #end
     let sum = (bitcast<i32>(p_0 + 2.0) - 0x40000000) + (bitcast<i32>(p_1 + 2.0) - 0x40000000);
 #if SG == 32
-    let sum_all = subgroupAdd(sum);
-    if lane == 0u {
-        tile_m[r] = tile_top;
-        tile_l[r] = sum_all;
-    }
+    let mine = lane == r_$(n);
+    my_top = select(my_top, tile_top, mine);
+    my_sum = select(my_sum, subgroupAdd(sum), mine);
 #else
-    post_sum(sg_lane, $(R)u + r, sum);
+    post_sum(sg_lane, $(R)u + r_$(n), sum);
     if lane == 0u {
-        tile_m[r] = tile_top;
+        tile_m[r_$(n)] = tile_top;
     }
 #end
 #if INTEGER
 #for g in 0..VG
     {
 #if V_SCALED
-#if SG != 32
-        let v_top_$(g) = posted($(2 * R + g * (2 + 3 * R))u);
-#end
-        let f = select(15 - exponent(bitcast<f32>(v_top_$(g))), 0, v_top_$(g) == 0u);
-        let w_0 = rhe(product(p_0, v_$(g)_0.x * exp2i(f)));
-        let w_1 = rhe(product(p_1, v_$(g)_1.x * exp2i(f)));
+        let w_0 = rhe(product(p_0, scale_$(g)_0));
+        let w_1 = rhe(product(p_1, scale_$(g)_1));
 #else
-        // A per-tensor scale stays outside: v_scale = 1, so f = 15; unwritten tokens weigh 0 as none sees them.
-        let f = 15;
         let w_0 = rhe(p_0 * 32768.0);
         let w_1 = rhe(p_1 * 32768.0);
 #end
-        raw[($(g * R)u + r) * 32u + lane] = u32(w_0) | (u32(w_1) << 16u);
+        raw[($(g * R)u + r_$(n)) * 32u + lane] = u32(w_0) | (u32(w_1) << 16u);
 #if V == GROUPS
-#if SG != 32
-        let v_far_$(g) = posted($(2 * R + g * (2 + 3 * R) + 1)u);
-#end
-        let h = select(14 - exponent(bitcast<f32>(v_far_$(g))), 0, v_far_$(g) == 0u);
-        let shift_0 = rhe(v_$(g)_0.y * exp2i(h));
-        let shift_1 = rhe(v_$(g)_1.y * exp2i(h));
         let p15_0 = bitcast<i32>(p_0 + 256.0) - 0x43800000;
         let p15_1 = bitcast<i32>(p_1 + 256.0) - 0x43800000;
-        let z_hi = p15_0 * (shift_0 >> 8u) + p15_1 * (shift_1 >> 8u);
-        let z_lo = p15_0 * (shift_0 & 255) + p15_1 * (shift_1 & 255);
+        let z_hi = p15_0 * (shift_$(g)_0 >> 8u) + p15_1 * (shift_$(g)_1 >> 8u);
+        let z_lo = p15_0 * (shift_$(g)_0 & 255) + p15_1 * (shift_$(g)_1 & 255);
 #end
 #if SG == 32
-        let weight_all = subgroupAdd(w_0 + w_1);
+        my_weight_$(g) = select(my_weight_$(g), subgroupAdd(w_0 + w_1), mine);
 #if V == GROUPS
-        let z = (f32(subgroupAdd(z_hi)) * 256.0 + f32(subgroupAdd(z_lo))) * exp2i(-15 - h);
+        my_shift_$(g) = select(my_shift_$(g), (f32(subgroupAdd(z_hi)) * 256.0 + f32(subgroupAdd(z_lo))) * exp2i(-15 - h_$(g)), mine);
 #end
-        if lane == 0u {
-            weight_sum[(odd * $(VG)u + $(g)u) * $(R)u + r] = weight_all;
-            value_unit[odd * $(VG)u + $(g)u] = exp2i(-f);
-#if V == GROUPS
-            shift_term[(odd * $(VG)u + $(g)u) * $(R)u + r] = z;
-#end
-        }
 #else
-        post_sum(sg_lane, $(2 * R + g * (2 + 3 * R) + 2)u + r, w_0 + w_1);
+        post_sum(sg_lane, $(2 * R + g * (2 + 3 * R) + 2)u + r_$(n), w_0 + w_1);
 #if V == GROUPS
-        post_sum(sg_lane, $(2 * R + g * (2 + 3 * R) + 2 + R)u + r, z_hi);
-        post_sum(sg_lane, $(2 * R + g * (2 + 3 * R) + 2 + 2 * R)u + r, z_lo);
+        post_sum(sg_lane, $(2 * R + g * (2 + 3 * R) + 2 + R)u + r_$(n), z_hi);
+        post_sum(sg_lane, $(2 * R + g * (2 + 3 * R) + 2 + 2 * R)u + r_$(n), z_lo);
 #end
-        if lane == 0u {
-            value_unit[odd * $(VG)u + $(g)u] = exp2i(-f);
-        }
 #end
     }
 #end
 #else
-    values_p[r * 64u + slot_of(lane)] = p_0;
-    values_p[r * 64u + 32u + slot_of(lane)] = p_1;
+    values_p[r_$(n) * 64u + slot_of(lane)] = p_0;
+    values_p[r_$(n) * 64u + 32u + slot_of(lane)] = p_1;
+#end
+    }
 #end
 }
 #if !INTEGER

@@ -78,7 +78,7 @@ impl Gpu {
         mut record: impl FnMut(&mut wgpu::CommandEncoder, usize) -> Any<()>,
     ) -> Any<()> {
         let start = std::time::Instant::now();
-        while start.elapsed().as_millis() < 300 {
+        while start.elapsed().as_millis() < 150 {
             let mut encoder = self.device.create_command_encoder(&Default::default());
             for i in 0..100 {
                 record(&mut encoder, i)?;
@@ -311,6 +311,9 @@ fn run(gpu: &Gpu, backend: &WgpuBackend, work: &Work, tunings: &[(&str, Tuning)]
         let (singles, mean) = gpu.time(48, |encoder, i| {
             Ok(tuned.record(encoder, &steps[i % steps.len()], &q, &out, &lse)?)
         })?;
+        let (_, split) = gpu.time(24, |encoder, i| {
+            Ok(tuned.record_split(encoder, &steps[i % steps.len()], [&q, &out, &lse])?)
+        })?;
         let (mut got, mut got_lse) = (vec![0.0; elems], vec![0.0; problem.rows()]);
         let step = DecodeStep::new(&plan, &queries, KvSource::Cache(&caches[0]))?;
         tuned.decode(
@@ -328,7 +331,7 @@ fn run(gpu: &Gpu, backend: &WgpuBackend, work: &Work, tunings: &[(&str, Tuning)]
         });
         let us = median(singles);
         println!(
-            "  {name:<28} {us:8.1} us alone, {mean:8.1} us back to back, {:6.0} GB/s, {:5.1} % of the ceiling, bits {} the CPU's, prepared in {compiled} ms",
+            "  {name:<28} {us:8.1} us alone, {mean:8.1} us back to back ({split:.1} without the merge), {:6.0} GB/s, {:5.1} % of the ceiling, bits {} the CPU's, prepared in {compiled} ms",
             bytes / mean / 1000.0,
             100.0 * ceiling / mean,
             if equal { "equal" } else { "DIFFER FROM" }
@@ -346,16 +349,19 @@ fn main() -> Any<()> {
     no_subgroups.subgroups = Some(false);
     tunings.push(("no subgroups", no_subgroups));
     if mode == "sweep" {
-        let (here, ahead) = (Some([false; 2]), Some([true; 2]));
-        for (name, ahead, spans, rows) in [
-            ("nothing ahead", here, None, None),
-            ("K ahead", Some([true, false]), None, None),
-            ("V ahead", Some([false, true]), None, None),
-            ("segments", ahead, Some(false), None),
-            ("spans", ahead, Some(true), None),
-            ("4 rows", ahead, None, Some(4)),
+        let (none, both) = (Some([false; 2]), Some([true; 2]));
+        for (name, together, ahead, spans, rows) in [
+            ("row by row", 1, both, None, None),
+            ("four rows together", 4, both, None, None),
+            ("row by row, V ahead", 1, Some([false, true]), None, None),
+            ("row by row, nothing ahead", 1, none, None, None),
+            ("two rows, nothing ahead", 2, none, None, None),
+            ("segments", 2, both, Some(false), None),
+            ("spans", 2, both, Some(true), None),
+            ("4 rows a workgroup", 2, both, None, Some(4)),
         ] {
             let mut tuning = Tuning::default();
+            tuning.together = Some(together);
             (tuning.ahead, tuning.spans, tuning.rows) = (ahead, spans, rows);
             tunings.push((name, tuning));
         }
@@ -373,11 +379,11 @@ fn main() -> Any<()> {
     } else {
         vec![
             work(int8, [8, 1], 8192, 32),
-            work(int8, [8, 1], 8192, 512),
-            work(int4, [8, 1], 8192, 32),
-            work(int4, [8, 1], 8192, 512),
-            work(rows4, [8, 1], 8192, 512),
             work(int8, [32, 8], 8192, 1),
+            work(int8, [8, 1], 8192, 512),
+            work(int4, [8, 1], 8192, 512),
+            work(int4, [8, 1], 8192, 32),
+            work(rows4, [8, 1], 8192, 512),
         ]
     };
     for work in &all {

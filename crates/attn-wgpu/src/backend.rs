@@ -160,7 +160,21 @@ impl WgpuBackend {
         out: &wgpu::Buffer,
         lse: &wgpu::Buffer,
     ) -> Result<(), Error> {
-        step.record(&self.gpu, encoder, q, out, lse)
+        step.record(&self.gpu, encoder, q, out, lse, true)
+    }
+
+    /// Records a step without its merge, for a bench.
+    ///
+    /// # Errors
+    /// As [`record`](Self::record).
+    #[doc(hidden)]
+    pub fn record_split(
+        &self,
+        encoder: &mut wgpu::CommandEncoder,
+        step: &Prepared,
+        [q, out, lse]: [&wgpu::Buffer; 3],
+    ) -> Result<(), Error> {
+        step.record(&self.gpu, encoder, q, out, lse, false)
     }
 
     fn pages<'a>(&self, cache: &'a KvCache) -> Result<&'a DevicePages, Error> {
@@ -191,7 +205,7 @@ impl WgpuBackend {
         let out = gpu.buffer("attn out", out_bytes, result)?;
         let lse = gpu.buffer("attn lse", lse_bytes, result)?;
         let mut encoder = gpu.device.create_command_encoder(&Default::default());
-        step.record(gpu, &mut encoder, &queries, &out, &lse)?;
+        step.record(gpu, &mut encoder, &queries, &out, &lse, true)?;
         gpu.guarded("writing queries", || {
             gpu.queue.write_buffer(&queries, 0, bytemuck::cast_slice(q))
         })?;

@@ -293,7 +293,7 @@ impl Prepared {
         })
     }
 
-    /// Records both kernels; `q`, `out` and `lse` are the caller's storage buffers.
+    /// Records both kernels, or the first alone for a bench; `q`, `out` and `lse` are the caller's storage buffers.
     pub(crate) fn record(
         &self,
         gpu: &Gpu,
@@ -301,6 +301,7 @@ impl Prepared {
         q: &wgpu::Buffer,
         out: &wgpu::Buffer,
         lse: &wgpu::Buffer,
+        merges: bool,
     ) -> Result<(), Error> {
         for (what, buffer, elems) in [
             ("q", q, self.out_elems),
@@ -346,6 +347,9 @@ impl Prepared {
             pass.set_pipeline(split);
             pass.set_bind_group(0, &split_group, &[]);
             pass.dispatch_workgroups(self.split_grid[0], self.split_grid[1], self.split_grid[2]);
+            if !merges {
+                return;
+            }
             pass.set_pipeline(merge);
             pass.set_bind_group(0, &merge_group, &[]);
             pass.dispatch_workgroups(self.merge_grid[0], self.merge_grid[1], self.merge_grid[2]);

@@ -35,6 +35,8 @@ pub(crate) struct DeviceKey {
     pub shared_bytes: usize,
     /// Whether the next tile's K, and a tile's V, are asked for ahead.
     pub ahead: [bool; 2],
+    /// Rows whose dependent steps overlap.
+    pub together: usize,
 }
 
 /// What may be tried on a device: it changes speed, never bits. `Default` leaves each to the backend.
@@ -47,6 +49,8 @@ pub struct Tuning {
     pub shared_bytes: Option<usize>,
     /// Whether the next tile's K, and a tile's V, are asked for ahead: it takes registers.
     pub ahead: Option<[bool; 2]>,
+    /// Rows that a step of the row loops takes together: 1, 2 or 4.
+    pub together: Option<usize>,
     /// Whether a workgroup takes a span of four segments.
     pub spans: Option<bool>,
     /// Query rows of one workgroup, at most: 1, 2, 4 or 8.
@@ -63,6 +67,7 @@ impl DeviceKey {
             subgroup: if subgroups { gpu.subgroup as usize } else { 1 },
             shared_bytes: shared.min(gpu.limits.max_compute_workgroup_storage_size as usize),
             ahead: tuning.ahead.unwrap_or([!software; 2]),
+            together: tuning.together.unwrap_or(if software { 1 } else { 2 }),
         }
     }
 }
@@ -162,6 +167,7 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
             },
         ),
         ("V_LOADS", if v.code_bits() == 8 { 4 } else { 2 }),
+        ("RU", key.device.together.clamp(1, r)),
         ("K_AHEAD", usize::from(ahead[0])),
         ("V_AHEAD", usize::from(ahead[1])),
     ] {
@@ -171,13 +177,10 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     let whole = key.device.subgroup == 32;
     let mut bytes = 2 * 4 * r * chunks * dims_per_lane * 32 + 24 * r;
     bytes += if integer {
-        36 * r * units + 4 * r + v_groups * (2 * 128 * r + 128 * r + 8)
+        36 * r * units + 4 * r + v_groups * (3 * 128 * r + 8 * r + 4)
     } else {
         256 * r + 512 * v_groups
     };
-    if integer && whole {
-        bytes += 16 * v_groups * r;
-    }
     if !integer || channel {
         bytes += 64 * r * units;
     }
@@ -373,6 +376,7 @@ mod tests {
                             subgroup,
                             shared_bytes,
                             ahead,
+                            together: 1 + usize::from(ahead[0]),
                         };
                         let key = decode_key(&problem, format, page_size, 1 + rows / 4, device, 8);
                         assert!(decode_constants(&key).1 <= shared_bytes, "{key:?}");
