@@ -200,11 +200,13 @@ struct Join {
         answer(p);
         __syncthreads();
         settle(p);
-        join_teams(p, work);
+        bool keeps = join_teams(p, work);
         __syncthreads();
+        // Now that nobody looks at the unit before this one any more.
+        if (threadIdx.x == 0) (keeps ? known->kept : known->counted) = {work.b, work.kv_head, work.row_block, work.num_units};
     }
-    // The unit's state from the teams' in shared memory, and on from there.
-    __device__ __forceinline__ void join_teams(const DecodeParams& p, const Work& work) {
+    // The unit's state from the teams' in shared memory, and on from there; whether it stays in registers.
+    __device__ __forceinline__ bool join_teams(const DecodeParams& p, const Work& work) {
         int row = threadIdx.x / LANES, at = threadIdx.x % LANES;
         const float4* states = (const float4*)((const float*)(shared + AT_STATES) + row * STATE_STRIDE);
         const float2* ml = (const float2*)(shared + AT_STATE_ML) + row;
@@ -244,15 +246,16 @@ struct Join {
             }
         }
         covered = keeps && !ends ? work.unit + 1 : 0;
-        if (threadIdx.x == 0) (keeps ? known->kept : known->counted) = here;
         if (!keeps) {
             add = 1;
             counting = true;
         }
+        return keeps;
     }
     __device__ __forceinline__ void finish(const DecodeParams& p) {
         count(p);
         answer(p);
+        __syncthreads();
         if (covered > 0) {
             int row = threadIdx.x / LANES, at = threadIdx.x % LANES;
             u64 slot = known->kept.index(p) * p.max_units + covered - 1;
@@ -262,7 +265,6 @@ struct Join {
             for (int k = 0; k < VECTORS; k++)
                 if (ROW_VECTORS % LANES == 0 || at + k * LANES < ROW_VECTORS) __stcg(to + at + k * LANES, o[k]);
         }
-        __syncthreads();
         settle(p);
         if (covered == 0) return;
         __syncthreads();

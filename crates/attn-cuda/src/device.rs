@@ -227,7 +227,11 @@ impl Device {
             loaded => loaded?,
         };
         // The kernel's own figure; the host's formula only chose the shape.
-        let shared_bytes = match self.exported(&module, "attn_shared_bytes") {
+        let exported = match instance {
+            Instance::Decode { .. } => self.exported(&module, "attn_shared_bytes"),
+            _ => None,
+        };
+        let shared_bytes = match exported {
             Some(kernel) if kernel > self.shared_limit => {
                 return Err(CudaError::SharedBytes {
                     kernel,
