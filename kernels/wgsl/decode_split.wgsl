@@ -58,7 +58,9 @@ var<workgroup> tile_m: array<f32, $(R)>;
 var<workgroup> fold_alpha: array<f32, $(R)>;
 var<workgroup> fold_beta: array<f32, $(R)>;                          // -1: nothing to fold
 var<workgroup> segment_o: array<f32, $(R * CH * DPL * 32)>;          // (row, dim); each lane touches its own dims only
+#if SPANS
 var<workgroup> span_o: array<f32, $(R * CH * DPL * 32)>;
+#end
 #include "reduce.wgsl"
 
 // q' of 16 dims of one row.
@@ -153,12 +155,8 @@ fn decode_split(
     }
 #include "ahead.wgsl"
 #if K_AHEAD
-#if K == CHANNEL
-    if tile < tile_end && tile / $(PS / 64)u != kv_len / $(PS)u {
-#else
     if tile < tile_end {
-#end
-#include "load_k.wgsl"
+#include "load.wgsl"
     }
 #end
 
@@ -214,17 +212,22 @@ fn decode_split(
 #end
     for (var n = lane; n < num_rows * $(CH * DPL * 32)u; n += 32u) {
         segment_o[n] = 0.0;
+#if SPANS
         span_o[n] = 0.0;
+#end
     }
     var m = NONE;         // of row `lane`, as l
     var l = 0.0;
+#if SPANS
     var span_m = NONE;
     var span_l = 0.0;
+#end
     workgroupBarrier();
 
     for (; tile < tile_end; tile++) {
 #include "tile.wgsl"
 #include "fold.wgsl"
+#if SPANS
         if (tile + 1u) % segment_tiles != 0u && tile + 1u != tile_end {
             continue;
         }
@@ -268,17 +271,27 @@ fn decode_split(
             }
 #end
         }
+#end
     }
 
     let slot = (item * params.num_kv_heads + head) * params.row_blocks + row0 / $(R)u;
     if lane < $(R)u {
+#if SPANS
         states[params.maxima_at + (slot * $(R)u + lane) * 2u] = span_m;
         states[params.maxima_at + (slot * $(R)u + lane) * 2u + 1u] = span_l;
+#else
+        states[params.maxima_at + (slot * $(R)u + lane) * 2u] = m;
+        states[params.maxima_at + (slot * $(R)u + lane) * 2u + 1u] = l;
+#end
     }
     for (var r = 0u; r < num_rows; r++) {
 #for k in 0..(CH * DPL)
         if lane + $(32 * k)u < $(D)u {
+#if SPANS
             states[(slot * $(R)u + r) * $(D)u + $(32 * k)u + lane] = span_o[(r * $(CH * DPL)u + $(k)u) * 32u + lane];
+#else
+            states[(slot * $(R)u + r) * $(D)u + $(32 * k)u + lane] = segment_o[(r * $(CH * DPL)u + $(k)u) * 32u + lane];
+#end
         }
 #end
     }

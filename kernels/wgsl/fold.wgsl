@@ -1,14 +1,8 @@
 // fold.wgsl: the tile's value, folded into the segment's state (docs/arithmetic.md, sections 4 and 5). Included by decode_split.wgsl behind tile.wgsl.
-#if INTEGER && K_AHEAD
+#if K_AHEAD
 if tile + 1u < tile_end {
-    load_k_at = tile + 1u;
-#if K == CHANNEL
-    if (tile + 1u) / $(PS / 64)u != kv_len / $(PS)u {
-#include "load_k.wgsl"
-    }
-#else
-#include "load_k.wgsl"
-#end
+    load_at = tile + 1u;
+#include "load.wgsl"
 }
 #end
 workgroupBarrier();

@@ -1,17 +1,19 @@
 // plane_channel.wgsl: q' folded with the scales of a sealed page's channels, as planes, and the term of its shifts.
 // An open page holds int8 codes with a scale per token: its channels count as scale 1, shift 0. Included by tile.wgsl.
 workgroupBarrier();
-for (var at = lane; at < $(UNITS * 4)u; at += 32u) {
+#for n in 0..((UNITS * 4 + 31) / 32)
+if lane + $(32 * n)u < $(UNITS * 4)u {
     var scale = vec4<f32>(1.0);
     var shift = vec4<f32>(0.0);
     if !open {
-        let pairs = load_vec(k_place_0.buffer, k_place_0.at + $(K_PARAMS / 4)u + at);
+        let pairs = channel_raw_$(n);
         scale = vec4<f32>(f16_value(pairs.x & 0xFFFFu), f16_value(pairs.y & 0xFFFFu), f16_value(pairs.z & 0xFFFFu), f16_value(pairs.w & 0xFFFFu));
         shift = vec4<f32>(f16_value(pairs.x >> 16u), f16_value(pairs.y >> 16u), f16_value(pairs.z >> 16u), f16_value(pairs.w >> 16u)) + 8.0 * scale;
     }
-    channel_scale[at] = scale;
-    channel_shift[at] = shift;
+    channel_scale[lane + $(32 * n)u] = scale;
+    channel_shift[lane + $(32 * n)u] = shift;
 }
+#end
 workgroupBarrier();
 for (var pair = lane; pair < num_pairs; pair += 32u) {
     let u = pair % $(UNITS)u;

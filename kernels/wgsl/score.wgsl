@@ -35,6 +35,16 @@ fn slot_of(lane: u32) -> u32 {
     return (lane >> 4u) * 16u + 4u * ((lane & 7u) >> 1u) + 2u * ((lane >> 3u) & 1u) + (lane & 1u);
 }
 
+// The same of V, whose open page is no other than its page.
+fn v_place(pages_at: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> Place {
+#if PS >= 64
+    let run = run_of(tables[pages_at + tile / $(PS / 64)u], head);
+    return Place(run.buffer, run.at, (tile % $(PS / 64)u) * 64u + index);
+#else
+    return place_of(pages_at, head, min(tile * 64u + index, kv_len - 1u));
+#end
+}
+
 // The codes of dims 16 u .. 16 u + 15, one byte each (a nibble scheme's as 0..15).
 #if K_BITS == 8 || K == CHANNEL
 fn k_bytes(place: Place, u: u32) -> vec4<u32> {
@@ -59,6 +69,17 @@ fn k_nibbles(place: Place, u: u32) -> vec4<u32> {
 #end
     let panel = load_vec(place.buffer, place.at + (u >> 1u) * $(PS)u + place.token);
     return (panel >> vec4<u32>((u & 1u) * 4u)) & vec4<u32>(0x0F0F0F0Fu);
+}
+#end
+
+#if K == TOKEN || K == G32 || K == GROUPS
+// The word with a token's parameters of group g.
+fn k_word(place: Place, g: u32) -> u32 {
+#if K == GROUPS
+    return load_word(place.buffer, place.at * 4u + $(K_PARAMS)u + g * $(PS)u + place.token);
+#else
+    return load_word(place.buffer, place.at * 4u + $(K_PARAMS)u + ((g * $(PS)u + place.token) >> 1u));
+#end
 }
 #end
 

@@ -9,15 +9,6 @@ let open = false;
 #end
 let k_place_0 = k_place(pages_at, tail_page, head, kv_len, tile, lane);
 let k_place_1 = k_place(pages_at, tail_page, head, kv_len, tile, lane + 32u);
-#if V_SCALED
-#if K == CHANNEL
-let v_place_0 = place_of(pages_at, head, min(token_0, last));
-let v_place_1 = place_of(pages_at, head, min(token_1, last));
-#else
-let v_place_0 = k_place_0;
-let v_place_1 = k_place_1;
-#end
-#end
 #if PS >= 64
 let v_tile = run_of(tables[pages_at + tile / $(PS / 64)u], head);
 #end
@@ -27,15 +18,9 @@ clear_reduced(lane);
 workgroupBarrier();
 #end
 
-#if INTEGER && !K_AHEAD
-load_k_at = tile;
-#if K == CHANNEL
-if !open {
-#include "load_k.wgsl"
-}
-#else
-#include "load_k.wgsl"
-#end
+#if !K_AHEAD
+load_at = tile;
+#include "load.wgsl"
 #end
 #if INTEGER && V_AHEAD
 #let C = 0
@@ -46,7 +31,7 @@ if !open {
 #if V_SCALED
 #for g in 0..VG
 #for j in 0..2
-var v_$(g)_$(j) = v_param(v_place_$(j), $(g)u);
+var v_$(g)_$(j) = v_param(v_word_$(g)_$(j), lane);
 #if INTEGER && V == GROUPS
 v_$(g)_$(j).y = v_$(g)_$(j).y + 8.0 * v_$(g)_$(j).x;
 #end
@@ -97,13 +82,14 @@ if open {
 }
 #elif K == TOKEN || K == G32
 #for g in 0..KG
-let k_scale_$(g)_0 = k_scale(k_place_0, $(g)u);
-let k_scale_$(g)_1 = k_scale(k_place_1, $(g)u);
+#for j in 0..2
+let k_scale_$(g)_$(j) = f16_value((k_word_$(g)_$(j) >> ((lane & 1u) * 16u)) & 0xFFFFu);
+#end
 #end
 #elif K == GROUPS
 #for g in 0..KG
 #for j in 0..2
-var k_param_$(g)_$(j) = k_param(k_place_$(j), $(g)u);
+var k_param_$(g)_$(j) = vec2<f32>(f16_value(k_word_$(g)_$(j) & 0xFFFFu), f16_value(k_word_$(g)_$(j) >> 16u));
 k_param_$(g)_$(j).y = k_param_$(g)_$(j).y + 8.0 * k_param_$(g)_$(j).x;
 #end
 #end

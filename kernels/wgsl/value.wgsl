@@ -1,16 +1,23 @@
 // value.wgsl: V's codes and parameters, as the second product reads them.
 
-// A token's scale and shift in V's group g.
-fn v_param(place: Place, g: u32) -> vec2<f32> {
-#if V == TOKEN || V == G32
-    return vec2<f32>(load_f16(place.buffer, place.at * 4u + $(V_PARAMS)u, g * $(PS)u + place.token), 0.0);
-#elif V == GROUPS
-    let word = load_word(place.buffer, place.at * 4u + $(V_PARAMS)u + g * $(PS)u + place.token);
-    return vec2<f32>(f16_value(word & 0xFFFFu), f16_value(word >> 16u));
+#if V_SCALED
+// The word with a token's parameters of V's group g, and what it says: scale and shift.
+fn v_word(place: Place, g: u32) -> u32 {
+#if V == GROUPS
+    return load_word(place.buffer, place.at * 4u + $(V_PARAMS)u + g * $(PS)u + place.token);
 #else
-    return vec2<f32>(1.0, 0.0);
+    return load_word(place.buffer, place.at * 4u + $(V_PARAMS)u + ((g * $(PS)u + place.token) >> 1u));
 #end
 }
+
+fn v_param(word: u32, token: u32) -> vec2<f32> {
+#if V == GROUPS
+    return vec2<f32>(f16_value(word & 0xFFFFu), f16_value(word >> 16u));
+#else
+    return vec2<f32>(f16_value((word >> ((token & 1u) * 16u)) & 0xFFFFu), 0.0);
+#end
+}
+#end
 
 #if V_BITS < 16
 // The 16 bytes of dim d in the panel of `place.token`: 16 tokens in slot order, or 32 as nibbles.

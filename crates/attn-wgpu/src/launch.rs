@@ -140,7 +140,7 @@ impl Prepared {
         source: &Source<'_>,
     ) -> Result<Self, Error> {
         let (pages, tuning) = (source.pages, &pipelines.tuning);
-        let key = decode_key(
+        let mut key = decode_key(
             problem,
             pages.layout.format,
             pages.layout.page_size,
@@ -150,6 +150,7 @@ impl Prepared {
         );
         let (rows, blocks) = (key.rows, row_blocks(problem, key.rows));
         let spans = takes_spans(problem, rows, tuning);
+        key.spans = spans;
         let items = items(problem, spans);
         let most = gpu.limits.max_compute_workgroups_per_dimension as usize;
         let grid_x = items.len().clamp(1, most);

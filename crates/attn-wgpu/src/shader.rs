@@ -21,6 +21,8 @@ pub(crate) struct DecodeKey {
     pub rows: usize,
     pub softcap: bool,
     pub alibi: bool,
+    /// Whether a workgroup takes a span (else a segment).
+    pub spans: bool,
     /// Storage buffers that the pool lies in.
     pub pools: usize,
     pub device: DeviceKey,
@@ -152,6 +154,7 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
         ("R", r),
         ("SG", key.device.subgroup),
         ("POOLS", key.pools),
+        ("SPANS", usize::from(key.spans)),
         ("SOFTCAP", usize::from(key.softcap)),
         ("ALIBI", usize::from(key.alibi)),
         ("V_SCALED", usize::from(scaled)),
@@ -175,7 +178,7 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     }
     // As declared in decode_split.wgsl and reduce.wgsl.
     let whole = key.device.subgroup == 32;
-    let mut bytes = 2 * 4 * r * chunks * dims_per_lane * 32 + 24 * r;
+    let mut bytes = (1 + usize::from(key.spans)) * 4 * r * chunks * dims_per_lane * 32 + 24 * r;
     bytes += if integer {
         36 * r * units + 4 * r + v_groups * (3 * 128 * r + 8 * r + 4)
     } else {
@@ -218,6 +221,7 @@ pub(crate) fn decode_key(
         rows: rows.next_power_of_two().min(most_rows),
         softcap: problem.softcap.is_some(),
         alibi: problem.alibi_slopes.is_some(),
+        spans: true,
         pools,
         device,
     };
@@ -378,7 +382,9 @@ mod tests {
                             ahead,
                             together: 1 + usize::from(ahead[0]),
                         };
-                        let key = decode_key(&problem, format, page_size, 1 + rows / 4, device, 8);
+                        let mut key =
+                            decode_key(&problem, format, page_size, 1 + rows / 4, device, 8);
+                        key.spans = rows > 1;
                         assert!(decode_constants(&key).1 <= shared_bytes, "{key:?}");
                         for file in ["decode_split.wgsl", "decode_merge.wgsl"] {
                             let text = decode_text(file, &key).unwrap();
