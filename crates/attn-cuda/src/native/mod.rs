@@ -3,34 +3,31 @@
 //! [`CudaBackend::prepare`] loads the kernels and sizes the workspace once; [`CudaBackend::decode_on`] and
 //! [`CudaBackend::append_on`] only enqueue, so a CUDA graph can capture them and replay with longer `kv_lens`.
 
+mod append;
+mod import;
+
+pub(crate) use append::launch_append;
+pub use append::{AppendArgs, Dtype, NativeAppend};
+pub use import::{ImportArgs, NativeImport};
+pub(crate) use import::{launch_import, prepare_import};
+
 use std::{ffi::c_void, sync::Arc};
 
 use attn_core::{
-    CacheConfig, Error, KvFormat, PageLayout, Problem, Scheme, Unsupported, arithmetic::LOG2_E,
+    CacheConfig, Error, KvFormat, PageLayout, Problem, Unsupported, arithmetic::LOG2_E,
 };
-use cudarc::driver::{DevicePtr, DriverError, result, sys};
+use cudarc::driver::{DevicePtr, result, sys};
 
 use crate::{
     CudaBackend,
     device::{CudaError, Device, Kernel, failed},
     geometry::{Geometry, Launch},
     instance::{self, Instance},
-    params::{AppendParams, CheckParams, DecodeParams, ImportParams, ReadParams},
+    params::{CheckParams, DecodeParams, ReadParams},
 };
 
-/// Threads of `append.cu` and `check.cu`.
-const APPEND_THREADS: usize = 128;
-
-/// Number format of K and V to append.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Dtype {
-    /// Single precision.
-    F32,
-    /// IEEE half precision.
-    F16,
-    /// bfloat16.
-    Bf16,
-}
+/// Threads of `append.cu`, `import.cu` and `check.cu`.
+const COPY_THREADS: usize = 128;
 
 /// A prepared decode launch: for one problem's heads and modifiers, and lengths up to the problem's longest.
 #[derive(Debug, Clone)]
@@ -94,49 +91,6 @@ pub struct DecodeArgs {
     pub alibi_slopes: u64,
     /// [`NativePlan::workspace_bytes`] bytes, aligned to 256, whose counters are zero.
     pub workspace: u64,
-}
-
-/// Device addresses of one append launch: `tokens` new tokens for each of `batch` sequences.
-#[derive(Debug, Clone, Copy)]
-pub struct AppendArgs {
-    /// `[batch · tokens][num_kv_heads][head_dim]`.
-    pub k: u64,
-    /// Likewise.
-    pub v: u64,
-    /// Of `k` and `v`.
-    pub dtype: Dtype,
-    /// Elements from one token of K to the next.
-    pub k_token_stride: usize,
-    /// Of V.
-    pub v_token_stride: usize,
-    /// The pool.
-    pub pool: u64,
-    /// Pages in the pool.
-    pub num_pages: usize,
-    /// u32 `[batch][page_table_stride]`.
-    pub page_table: u64,
-    /// Entries per sequence.
-    pub page_table_stride: usize,
-    /// u32 `[batch]` for `Int4 Channel`, else 0.
-    pub tail_pages: u64,
-    /// i32 `[batch]`: lengths that count the new tokens already.
-    pub kv_lens: u64,
-    /// f32 `[num_kv_heads]`, or 0.
-    pub k_tensor_scales: u64,
-    /// f32 `[num_kv_heads]`, or 0.
-    pub v_tensor_scales: u64,
-    /// Sequences.
-    pub batch: usize,
-    /// New tokens of each.
-    pub tokens: usize,
-}
-
-/// A prepared append launch.
-#[derive(Debug, Clone)]
-pub struct NativeAppend {
-    layout: PageLayout,
-    kernel: Arc<Kernel>,
-    check: Option<Arc<Kernel>>,
 }
 
 /// A prepared read launch.
@@ -418,7 +372,7 @@ unsafe fn check(
         kernel.launch(
             stream,
             [params.batch as usize, 1, 1],
-            APPEND_THREADS,
+            COPY_THREADS,
             &mut arguments,
         )
     }?;
@@ -458,145 +412,6 @@ unsafe fn check(
             f32::from_bits(value as u32).to_string(),
             "finite, and at most 2^64 once scaled".into(),
         ),
-    }
-}
-
-/// Enqueues one append.
-///
-/// # Safety
-/// Those of [`CudaBackend::append_on`]; the device's context is current.
-pub(crate) unsafe fn launch_append(
-    kernel: &Kernel,
-    layout: &PageLayout,
-    stream: sys::CUstream,
-    args: &AppendArgs,
-) -> Result<(), DriverError> {
-    if args.batch == 0 || args.tokens == 0 {
-        return Ok(());
-    }
-    let mut params = AppendParams {
-        k: args.k,
-        v: args.v,
-        pool: args.pool,
-        page_table: args.page_table,
-        tail_pages: args.tail_pages,
-        kv_lens: args.kv_lens,
-        k_tensor_scales: args.k_tensor_scales,
-        v_tensor_scales: args.v_tensor_scales,
-        k_token_stride: args.k_token_stride as i64,
-        v_token_stride: args.v_token_stride as i64,
-        tokens: args.tokens as i32,
-        num_kv_heads: layout.num_kv_heads as i32,
-        page_table_stride: args.page_table_stride as i32,
-        dtype: match args.dtype {
-            Dtype::F32 => 0,
-            Dtype::F16 => 1,
-            Dtype::Bf16 => 2,
-        },
-    };
-    // A first page may be open, so `tokens` touch up to this many.
-    let jobs = (args.tokens + layout.page_size - 2) / layout.page_size + 1;
-    let mut arguments = [(&raw mut params).cast::<c_void>()];
-    // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.
-    unsafe {
-        kernel.launch(
-            stream,
-            [jobs, layout.num_kv_heads, args.batch],
-            APPEND_THREADS,
-            &mut arguments,
-        )
-    }
-}
-
-/// Device addresses of one import launch: rows of a contiguous cache into pages of the same format.
-#[derive(Debug, Clone, Copy)]
-pub struct ImportArgs {
-    /// K's codes and f16 scales (0 for schemes without).
-    pub k: [u64; 2],
-    /// V's.
-    pub v: [u64; 2],
-    /// Bytes from one sequence, KV head, token to the next, for K's and V's codes.
-    pub code_strides: [[usize; 3]; 2],
-    /// Elements likewise, for the scales.
-    pub scale_strides: [[usize; 3]; 2],
-    /// The pool.
-    pub pool: u64,
-    /// u32 `[batch][page_table_stride]`.
-    pub page_table: u64,
-    /// Entries per sequence.
-    pub page_table_stride: usize,
-    /// i32 `[batch]`.
-    pub kv_lens: u64,
-    /// Sequences.
-    pub batch: usize,
-    /// No length exceeds it.
-    pub max_kv_len: usize,
-}
-
-/// A prepared import launch.
-#[derive(Debug, Clone)]
-pub struct NativeImport {
-    layout: PageLayout,
-    kernel: Arc<Kernel>,
-}
-
-pub(crate) fn prepare_import(device: &Device, layout: PageLayout) -> Result<NativeImport, Error> {
-    for scheme in [layout.format.k, layout.format.v] {
-        if matches!(scheme, Scheme::Int4(_)) {
-            return Err(Error::Parameter {
-                what: "imported scheme",
-                given: scheme.to_string(),
-                allowed: "f16, bf16, fp8, int8, int8-g32, int8-tensor",
-            });
-        }
-    }
-    let instance = Instance::Import {
-        format: layout.format,
-        head_dim: layout.head_dim,
-        page_size: layout.page_size,
-    };
-    Ok(NativeImport {
-        layout,
-        kernel: device.kernel(&instance, 0)?,
-    })
-}
-
-/// Enqueues one import.
-///
-/// # Safety
-/// Those of [`CudaBackend::import_on`]; the device's context is current.
-pub(crate) unsafe fn launch_import(
-    import: &NativeImport,
-    stream: sys::CUstream,
-    args: &ImportArgs,
-) -> Result<(), DriverError> {
-    if args.batch == 0 || args.max_kv_len == 0 {
-        return Ok(());
-    }
-    let strides = |s: [usize; 3]| s.map(|x| x as i64);
-    let mut params = ImportParams {
-        k: args.k[0],
-        v: args.v[0],
-        k_scales: args.k[1],
-        v_scales: args.v[1],
-        k_strides: strides(args.code_strides[0]),
-        v_strides: strides(args.code_strides[1]),
-        k_scale_strides: strides(args.scale_strides[0]),
-        v_scale_strides: strides(args.scale_strides[1]),
-        pool: args.pool,
-        page_table: args.page_table,
-        kv_lens: args.kv_lens,
-        num_kv_heads: import.layout.num_kv_heads as i32,
-        page_table_stride: args.page_table_stride as i32,
-    };
-    let pages = args.max_kv_len.div_ceil(import.layout.page_size);
-    let grid = [pages, import.layout.num_kv_heads, args.batch];
-    let mut arguments = [(&raw mut params).cast::<c_void>()];
-    // SAFETY: `attn_import` takes one ImportParams, asserted on both sides; the rest is this function's contract.
-    unsafe {
-        import
-            .kernel
-            .launch(stream, grid, APPEND_THREADS, &mut arguments)
     }
 }
 
@@ -663,7 +478,7 @@ impl CudaBackend {
         let mut arguments = [(&raw mut params).cast::<c_void>()];
         let grid = [2 * self.device.sms, 1, 1];
         // SAFETY: `attn_read` takes one ReadParams, asserted on both sides; the rest is this function's contract.
-        unsafe { read.0.launch(stream, grid, APPEND_THREADS, &mut arguments) }
+        unsafe { read.0.launch(stream, grid, COPY_THREADS, &mut arguments) }
             .map_err(failed("reading"))
     }
 

@@ -1,0 +1,110 @@
+//! Appends on the device: new tokens of every sequence into its pages, sealed as they fill.
+
+use std::{ffi::c_void, sync::Arc};
+
+use attn_core::PageLayout;
+use cudarc::driver::{DriverError, sys};
+
+use super::COPY_THREADS;
+use crate::{device::Kernel, params::AppendParams};
+
+/// Number format of K and V to append.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dtype {
+    /// Single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+/// Device addresses of one append launch: `tokens` new tokens for each of `batch` sequences.
+#[derive(Debug, Clone, Copy)]
+pub struct AppendArgs {
+    /// `[batch · tokens][num_kv_heads][head_dim]`.
+    pub k: u64,
+    /// Likewise.
+    pub v: u64,
+    /// Of `k` and `v`.
+    pub dtype: Dtype,
+    /// Elements from one token of K to the next.
+    pub k_token_stride: usize,
+    /// Of V.
+    pub v_token_stride: usize,
+    /// The pool.
+    pub pool: u64,
+    /// Pages in the pool.
+    pub num_pages: usize,
+    /// u32 `[batch][page_table_stride]`.
+    pub page_table: u64,
+    /// Entries per sequence.
+    pub page_table_stride: usize,
+    /// u32 `[batch]` for `Int4 Channel`, else 0.
+    pub tail_pages: u64,
+    /// i32 `[batch]`: lengths that count the new tokens already.
+    pub kv_lens: u64,
+    /// f32 `[num_kv_heads]`, or 0.
+    pub k_tensor_scales: u64,
+    /// f32 `[num_kv_heads]`, or 0.
+    pub v_tensor_scales: u64,
+    /// Sequences.
+    pub batch: usize,
+    /// New tokens of each.
+    pub tokens: usize,
+}
+
+/// A prepared append launch.
+#[derive(Debug, Clone)]
+pub struct NativeAppend {
+    pub(super) layout: PageLayout,
+    pub(super) kernel: Arc<Kernel>,
+    pub(super) check: Option<Arc<Kernel>>,
+}
+
+/// Enqueues one append.
+///
+/// # Safety
+/// Those of `CudaBackend::append_on`; the device's context is current.
+pub(crate) unsafe fn launch_append(
+    kernel: &Kernel,
+    layout: &PageLayout,
+    stream: sys::CUstream,
+    args: &AppendArgs,
+) -> Result<(), DriverError> {
+    if args.batch == 0 || args.tokens == 0 {
+        return Ok(());
+    }
+    let mut params = AppendParams {
+        k: args.k,
+        v: args.v,
+        pool: args.pool,
+        page_table: args.page_table,
+        tail_pages: args.tail_pages,
+        kv_lens: args.kv_lens,
+        k_tensor_scales: args.k_tensor_scales,
+        v_tensor_scales: args.v_tensor_scales,
+        k_token_stride: args.k_token_stride as i64,
+        v_token_stride: args.v_token_stride as i64,
+        tokens: args.tokens as i32,
+        num_kv_heads: layout.num_kv_heads as i32,
+        page_table_stride: args.page_table_stride as i32,
+        dtype: match args.dtype {
+            Dtype::F32 => 0,
+            Dtype::F16 => 1,
+            Dtype::Bf16 => 2,
+        },
+    };
+    // A first page may be open, so `tokens` touch up to this many.
+    let jobs = (args.tokens + layout.page_size - 2) / layout.page_size + 1;
+    let mut arguments = [(&raw mut params).cast::<c_void>()];
+    // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.
+    unsafe {
+        kernel.launch(
+            stream,
+            [jobs, layout.num_kv_heads, args.batch],
+            COPY_THREADS,
+            &mut arguments,
+        )
+    }
+}

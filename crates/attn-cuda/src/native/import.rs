@@ -1,0 +1,105 @@
+//! Rows of a contiguous cache into pages, for views that no kernel reads in place.
+
+use std::{ffi::c_void, sync::Arc};
+
+use attn_core::{Error, PageLayout, Scheme};
+use cudarc::driver::{DriverError, sys};
+
+use super::COPY_THREADS;
+use crate::{
+    device::{Device, Kernel},
+    instance::Instance,
+    params::ImportParams,
+};
+
+/// Device addresses of one import launch: rows of a contiguous cache into pages of the same format.
+#[derive(Debug, Clone, Copy)]
+pub struct ImportArgs {
+    /// K's codes and f16 scales (0 for schemes without).
+    pub k: [u64; 2],
+    /// V's.
+    pub v: [u64; 2],
+    /// Bytes from one sequence, KV head, token to the next, for K's and V's codes.
+    pub code_strides: [[usize; 3]; 2],
+    /// Elements likewise, for the scales.
+    pub scale_strides: [[usize; 3]; 2],
+    /// The pool.
+    pub pool: u64,
+    /// u32 `[batch][page_table_stride]`.
+    pub page_table: u64,
+    /// Entries per sequence.
+    pub page_table_stride: usize,
+    /// i32 `[batch]`.
+    pub kv_lens: u64,
+    /// Sequences.
+    pub batch: usize,
+    /// No length exceeds it.
+    pub max_kv_len: usize,
+}
+
+/// A prepared import launch.
+#[derive(Debug, Clone)]
+pub struct NativeImport {
+    layout: PageLayout,
+    kernel: Arc<Kernel>,
+}
+
+pub(crate) fn prepare_import(device: &Device, layout: PageLayout) -> Result<NativeImport, Error> {
+    for scheme in [layout.format.k, layout.format.v] {
+        if matches!(scheme, Scheme::Int4(_)) {
+            return Err(Error::Parameter {
+                what: "imported scheme",
+                given: scheme.to_string(),
+                allowed: "f16, bf16, fp8, int8, int8-g32, int8-tensor",
+            });
+        }
+    }
+    let instance = Instance::Import {
+        format: layout.format,
+        head_dim: layout.head_dim,
+        page_size: layout.page_size,
+    };
+    Ok(NativeImport {
+        layout,
+        kernel: device.kernel(&instance, 0)?,
+    })
+}
+
+/// Enqueues one import.
+///
+/// # Safety
+/// Those of `CudaBackend::import_on`; the device's context is current.
+pub(crate) unsafe fn launch_import(
+    import: &NativeImport,
+    stream: sys::CUstream,
+    args: &ImportArgs,
+) -> Result<(), DriverError> {
+    if args.batch == 0 || args.max_kv_len == 0 {
+        return Ok(());
+    }
+    let strides = |s: [usize; 3]| s.map(|x| x as i64);
+    let mut params = ImportParams {
+        k: args.k[0],
+        v: args.v[0],
+        k_scales: args.k[1],
+        v_scales: args.v[1],
+        k_strides: strides(args.code_strides[0]),
+        v_strides: strides(args.code_strides[1]),
+        k_scale_strides: strides(args.scale_strides[0]),
+        v_scale_strides: strides(args.scale_strides[1]),
+        pool: args.pool,
+        page_table: args.page_table,
+        kv_lens: args.kv_lens,
+        num_kv_heads: import.layout.num_kv_heads as i32,
+        page_table_stride: args.page_table_stride as i32,
+    };
+    let pages = args.max_kv_len.div_ceil(import.layout.page_size);
+    let grid = [pages, import.layout.num_kv_heads, args.batch];
+    let mut arguments = [(&raw mut params).cast::<c_void>()];
+    // SAFETY: `attn_import` takes one ImportParams, asserted on both sides; the rest is this function's contract.
+    unsafe {
+        import
+            .kernel
+            .launch(stream, grid, COPY_THREADS, &mut arguments)
+    }
+}
