@@ -3,6 +3,8 @@
 //! Native pages are read where they lie. Row-major views, the 8-byte panels of int4 at head_dim 80, fp8, and pairs of an integer
 //! and a float scheme are first packed into panels of this thread's own: a slower path, with the same bits.
 
+use std::sync::LazyLock;
+
 use attn_core::{
     Int4Scale, Int8Scale, Scheme,
     arithmetic::{TILE, exp2i, exponent},
@@ -362,13 +364,23 @@ impl Tile {
         let group_dims = if channel { 1 } else { dim / scheme.groups(dim) };
         self.codes.resize(TILE * dim, 0);
         reader.codes_of_tile(side, t0, self.tokens, dim, &mut self.codes);
+        static FP8: LazyLock<[f32; 256]> =
+            LazyLock::new(|| std::array::from_fn(|code| quant::from_fp8(code as u8)));
+        let fp8: &[f32; 256] = &FP8;
         for t in 0..self.tokens {
-            let mut param = quant::Param::default();
+            let (mut scale, mut shift) = (0.0, 0.0);
             for (d, &code) in self.codes[t * dim..][..dim].iter().enumerate() {
-                if d % group_dims == 0 {
-                    param = reader.param(side, t0 + t, d / group_dims);
+                if scheme.is_integer() && d % group_dims == 0 {
+                    let param = reader.param(side, t0 + t, d / group_dims);
+                    (scale, shift) = (param.scale.to_f32(), param.shift.to_f32());
                 }
-                let x = quant::decode(scheme, code, param, 1.0);
+                // `quant::decode`, its parameters converted once per group.
+                let x = match scheme {
+                    Scheme::Fp8E4m3 => fp8[usize::from(code as u8)],
+                    Scheme::Int8(_) => f32::from(code as u8 as i8) * scale,
+                    Scheme::Int4(_) => f32::from(code) * scale + shift,
+                    _ => quant::decode(scheme, code, quant::Param::default(), 1.0),
+                };
                 let at = ((d / 8 * TILE + t) * 8 + d % 8) * 4;
                 bytes[at..at + 4].copy_from_slice(&x.to_ne_bytes());
             }
