@@ -1,0 +1,54 @@
+//! What a device may be tuned with changes speed, never bits; and the law's functions hold on the adapter that is here.
+
+use attn_conformance::{Outcome, Size, check_case, table};
+use attn_cpu::Reference;
+use attn_wgpu::{Tuning, WgpuBackend};
+
+fn open_or_skip() -> Option<WgpuBackend> {
+    match WgpuBackend::open() {
+        Ok(backend) => Some(backend),
+        Err(reason) => {
+            let required = std::env::var("ATTN_REQUIRE").unwrap_or_default();
+            assert!(!required.split(',').any(|name| name == "wgpu"), "{reason}");
+            println!("skipped: {reason}");
+            None
+        }
+    }
+}
+
+#[test]
+fn the_laws_functions_have_the_cpus_bits() {
+    let Some(backend) = open_or_skip() else {
+        return;
+    };
+    for check in backend.check_law().unwrap() {
+        println!("{check}");
+        assert!(!check.relied_on || check.differing == 0, "{check}");
+    }
+}
+
+#[test]
+fn tunings_change_no_bits() {
+    let Some(backend) = open_or_skip() else {
+        return;
+    };
+    let plain = Tuning::default();
+    let mut ahead = plain;
+    (ahead.ahead, ahead.together) = (Some([true; 2]), Some(2));
+    let mut spans = plain;
+    (spans.spans, spans.together, spans.ahead) = (Some(true), Some(4), Some([false, true]));
+    let mut alone = plain;
+    (alone.subgroups, alone.rows, alone.ahead) = (Some(false), Some(2), Some([true, false]));
+    for tuning in [ahead, spans, alone] {
+        let tuned = backend.tuned(tuning);
+        // Cases of int8, int4 and int4-g4 with several query tokens, and one over several segments.
+        for case in table(Size::Reduced)
+            .iter()
+            .filter(|case| [2, 5, 8, 12, 30].contains(&case.seed))
+        {
+            if let Outcome::Failed(text) = check_case(&Reference::new(), &tuned, case) {
+                panic!("{tuning:?}: {text}");
+            }
+        }
+    }
+}
