@@ -32,12 +32,15 @@ pub struct BenchArgs {
     large: bool,
 }
 
+/// Times a shape over so many runs.
+type Measure = dyn Fn(&Shape, usize) -> Result<Measured>;
+
 /// How one backend is timed.
 struct Timer {
     /// What stands in the table's first line.
     device: String,
     /// Times one shape over so many runs.
-    measure: Box<dyn Fn(&Shape, usize) -> Result<Measured>>,
+    measure: Box<Measure>,
 }
 
 fn timers(args: &BenchArgs) -> Result<Vec<Timer>> {
