@@ -24,8 +24,7 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
     let about = params.sequences_at + 8u * sequence;
     let first_item = tables[about];
     let num_items = tables[about + 1u];
-    let per_span = select(4u, 1u, params.spans != 0u);
-    let num_spans = (num_items + per_span - 1u) / per_span;
+    let num_spans = (num_items + 3u) / 4u;
     let group = tid / 32u;
     let lane = tid % 32u;
 
@@ -33,7 +32,7 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
     var l = 0.0;
     var o = 0.0;          // of dim tid
     for (var span0 = 0u; span0 < num_spans; span0 += 8u) {
-        let first = (span0 + group) * per_span;
+        let first = (span0 + group) * 4u;
         var gm = NONE;
         var gl = 0.0;
 #for k in 0..((D + 31) / 32)
@@ -43,7 +42,7 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
 #for j in 0..4
             let slot_$(j) = ((first_item + min(first + $(j)u, num_items - 1u)) * params.num_kv_heads + head) * params.row_blocks + row / $(R)u;
             let at_$(j) = slot_$(j) * $(R)u + row % $(R)u;
-            let used_$(j) = $(j)u < per_span && first + $(j)u < num_items;
+            let used_$(j) = first + $(j)u < num_items;
             let m_$(j) = select(NONE, states[params.maxima_at + 2u * at_$(j)], used_$(j));
             let l_$(j) = states[params.maxima_at + 2u * at_$(j) + 1u];
 #for k in 0..((D + 31) / 32)

@@ -1,4 +1,4 @@
-// decode_split.wgsl: one workgroup of 32 lanes attends one item (a segment, or a span of them) of one (sequence, KV head) for $(R) query rows.
+// decode_split.wgsl: one workgroup of 32 lanes attends one item (a segment) of one (sequence, KV head) for $(R) query rows.
 //
 // Grid       (items, num_kv_heads * row_blocks, items / grid_x); 32 threads, which depend on no other: no barrier waits for a second subgroup.
 // Round      a tile of 64 tokens: lane has tokens lane and lane + 32 for the scores, dims lane, lane + 32, … for the values; the state folds at once.
@@ -6,7 +6,7 @@
 // Reads      q f32 [batch, q_len, num_q_heads, head_dim]; pages as in FORMATS.md, each byte once per row block.
 // Writes     states [item][kv_head][row_block][row][head_dim], and (m, l) of each row behind them.
 // Numerics   docs/arithmetic.md; in the integer arithmetic every bit of it.
-// Shared     planes of q, one tile's weights, the state; never a dequantized cache.
+// Shared     planes of q and one tile's weights, as little as may be: it is what limits how many workgroups run at once.
 // Host       crates/attn-wgpu/src/shader.rs chooses the constants, launch.rs the items.
 #let READS_POOL = 1
 #include "arithmetic.wgsl"
@@ -19,8 +19,6 @@
 var<workgroup> planes: array<vec4<u32>, $(R * UNITS * 2)>;           // (row, unit of 16 dims, {hi, lo})
 var<workgroup> unit_max: array<f32, $(R * UNITS)>;
 var<workgroup> row_unit: array<f32, $(R)>;                           // 2^-e
-var<workgroup> raw: array<u32, $(VG * R * 32)>;                      // (group of V, row, lane): the weights of both tokens
-var<workgroup> words: array<u32, $(VG * R * 32)>;                    // as `weights`, by words
 var<workgroup> weights: array<vec4<u32>, $(VG * R * 8)>;             // (group of V, row, 16 tokens, {hi, lo})
 var<workgroup> weight_sum: array<i32, $(VG * R)>;                     // (group of V, row), as the next
 var<workgroup> shift_term: array<f32, $(VG * R)>;
@@ -32,9 +30,9 @@ var<workgroup> values_param: array<vec2<f32>, $(VG * 64)>;           // (group, 
 #if !INTEGER || K == CHANNEL
 var<workgroup> queries: array<vec4<f32>, $(R * UNITS * 4)>;          // (row, 4 dims)
 #end
-#if SG != 32 || !INTEGER
-var<workgroup> scores: array<f32, $(R * 64)>;                        // (row, token)
-#end
+// Scores (row, token) by their bits, and in their place the weights of both of a lane's tokens (group of V, row, lane).
+#let RS = SG != 32 || !INTEGER ? 64 : 32
+var<workgroup> scratch: array<u32, $(R * RS + (VG - 1) * R * 32 * INTEGER)>;
 #if INTEGER && K == CHANNEL
 var<workgroup> channel_scale: array<vec4<f32>, $(UNITS * 4)>;
 var<workgroup> channel_shift: array<vec4<f32>, $(UNITS * 4)>;
@@ -57,10 +55,6 @@ var<workgroup> tile_m: array<f32, $(R)>;
 #end
 var<workgroup> fold_alpha: array<f32, $(R)>;
 var<workgroup> fold_beta: array<f32, $(R)>;                          // -1: nothing to fold
-var<workgroup> segment_o: array<f32, $(R * CH * DPL * 32)>;          // (row, dim); each lane touches its own dims only
-#if SPANS
-var<workgroup> span_o: array<f32, $(R * CH * DPL * 32)>;
-#end
 #include "reduce.wgsl"
 
 // q' of 16 dims of one row.
@@ -112,11 +106,12 @@ fn decode_split(
     let rows = params.heads_per_kv * params.q_len;
     let last = kv_len - 1u;
     let num_rows = min($(R)u, rows - row0);
+    let all_rows = $(R)u + params.zero;
     let num_pairs = num_rows * $(UNITS)u;
 #if VG == 1
-    let num_weights = num_rows * 8u;
+    let num_weights = num_rows * 4u;
 #else
-    let num_weights = $(VG * R * 8)u;
+    let num_weights = $(VG * R * 4)u;
 #end
 
     // What each row sees.
@@ -210,89 +205,33 @@ fn decode_split(
 #end
 #end
 #end
-    for (var n = lane; n < num_rows * $(CH * DPL * 32)u; n += 32u) {
-        segment_o[n] = 0.0;
-#if SPANS
-        span_o[n] = 0.0;
+    // The state: O in registers, (row, dim lane + 32 k).
+#for r in 0..R
+#for k in 0..(CH * DPL)
+    var o_$(r)_$(k) = 0.0;
 #end
-    }
+#end
     var m = NONE;         // of row `lane`, as l
     var l = 0.0;
-#if SPANS
-    var span_m = NONE;
-    var span_l = 0.0;
-#end
     workgroupBarrier();
 
     for (; tile < tile_end; tile++) {
 #include "tile.wgsl"
 #include "fold.wgsl"
-#if SPANS
-        if (tile + 1u) % segment_tiles != 0u && tile + 1u != tile_end {
-            continue;
-        }
-        // The segment's state merges into the span's.
-        workgroupBarrier();
-        if lane < $(R)u {
-            if m == NONE {
-                fold_alpha[lane] = -1.0;
-                fold_beta[lane] = 0.0;
-            } else if span_m == NONE {
-                fold_alpha[lane] = 0.0;
-                fold_beta[lane] = -1.0;
-                span_m = m;
-                span_l = l;
-            } else {
-                let top = max(span_m, m);
-                let alpha = pow2(top - span_m);
-                let beta = pow2(top - m);
-                span_l = span_l * alpha + l * beta;
-                span_m = top;
-                fold_alpha[lane] = alpha;
-                fold_beta[lane] = beta;
-            }
-            m = NONE;
-            l = 0.0;
-        }
-        workgroupBarrier();
-        for (var r = 0u; r < num_rows; r++) {
-            let alpha = fold_alpha[r];
-            let beta = fold_beta[r];
-#for k in 0..(CH * DPL)
-            {
-                let at = (r * $(CH * DPL)u + $(k)u) * 32u + lane;
-                let x = segment_o[at];
-                if beta < 0.0 {
-                    span_o[at] = x;
-                } else if alpha >= 0.0 {
-                    span_o[at] = ftz(span_o[at] * alpha) + ftz(x * beta);
-                }
-                segment_o[at] = 0.0;
-            }
-#end
-        }
-#end
     }
 
     let slot = (item * params.num_kv_heads + head) * params.row_blocks + row0 / $(R)u;
     if lane < $(R)u {
-#if SPANS
-        states[params.maxima_at + (slot * $(R)u + lane) * 2u] = span_m;
-        states[params.maxima_at + (slot * $(R)u + lane) * 2u + 1u] = span_l;
-#else
         states[params.maxima_at + (slot * $(R)u + lane) * 2u] = m;
         states[params.maxima_at + (slot * $(R)u + lane) * 2u + 1u] = l;
-#end
     }
-    for (var r = 0u; r < num_rows; r++) {
+#for r in 0..R
+    if $(r)u < num_rows {
 #for k in 0..(CH * DPL)
         if lane + $(32 * k)u < $(D)u {
-#if SPANS
-            states[(slot * $(R)u + r) * $(D)u + $(32 * k)u + lane] = span_o[(r * $(CH * DPL)u + $(k)u) * 32u + lane];
-#else
-            states[(slot * $(R)u + r) * $(D)u + $(32 * k)u + lane] = segment_o[(r * $(CH * DPL)u + $(k)u) * 32u + lane];
-#end
+            states[(slot * $(R)u + $(r)u) * $(D)u + $(32 * k)u + lane] = o_$(r)_$(k);
         }
 #end
     }
+#end
 }

@@ -49,26 +49,23 @@ if lane == 0u {
 #end
 }
 #end
-// Weights as bytes: a word has the four tokens of one word of V's slot order.
+// Weights as bytes, 16 tokens of one plane at a time: a word has the four tokens of one word of V's slot order.
 for (var task = lane; task < num_weights; task += 32u) {
-    let row = task >> 3u;
-    let half = (task >> 2u) & 1u;
-    let c = task & 3u;
-    let source = row * 32u + half * 16u + 2u * c;
-    let a = vec4<u32>(raw[source], raw[source + 1u], raw[source + 8u], raw[source + 9u]);
-    let near = (a & vec4<u32>(0xFFu)) << vec4<u32>(0u, 8u, 16u, 24u);
-    let near_hi = ((a >> vec4<u32>(8u)) & vec4<u32>(0xFFu)) << vec4<u32>(0u, 8u, 16u, 24u);
-    let far = ((a >> vec4<u32>(16u)) & vec4<u32>(0xFFu)) << vec4<u32>(0u, 8u, 16u, 24u);
-    let far_hi = (a >> vec4<u32>(24u)) << vec4<u32>(0u, 8u, 16u, 24u);
-    let to = row * 32u + half * 8u + c;
-    words[to] = near_hi.x | near_hi.y | near_hi.z | near_hi.w;
-    words[to + 4u] = near.x | near.y | near.z | near.w;
-    words[to + 16u] = far_hi.x | far_hi.y | far_hi.z | far_hi.w;
-    words[to + 20u] = far.x | far.y | far.z | far.w;
-}
-workgroupBarrier();
-for (var at = lane; at < num_weights; at += 32u) {
-    weights[at] = vec4<u32>(words[4u * at], words[4u * at + 1u], words[4u * at + 2u], words[4u * at + 3u]);
+    let row = task >> 2u;
+    let half = (task >> 1u) & 1u;
+    let plane_shift = 8u - (task & 1u) * 8u;
+#if VG == 1
+    let source = row * $(RS)u + half * 16u;
+#else
+    let source = select($(R * (RS - 32))u + row * 32u, row * $(RS)u, row < $(R)u) + half * 16u;
+#end
+#for c in 0..4
+    let a_$(c) = ((scratch[source + $(2 * c)u] >> plane_shift) & 0x00FF00FFu) | (((scratch[source + $(2 * c + 1)u] >> plane_shift) & 0x00FF00FFu) << 8u);
+    let b_$(c) = ((scratch[source + $(2 * c + 8)u] >> plane_shift) & 0x00FF00FFu) | (((scratch[source + $(2 * c + 9)u] >> plane_shift) & 0x00FF00FFu) << 8u);
+#end
+    let to = row * 8u + half * 2u + (task & 1u);
+    weights[to] = vec4<u32>((a_0 & 0xFFFFu) | (b_0 << 16u), (a_1 & 0xFFFFu) | (b_1 << 16u), (a_2 & 0xFFFFu) | (b_2 << 16u), (a_3 & 0xFFFFu) | (b_3 << 16u));
+    weights[to + 4u] = vec4<u32>((a_0 >> 16u) | (b_0 & 0xFFFF0000u), (a_1 >> 16u) | (b_1 & 0xFFFF0000u), (a_2 >> 16u) | (b_2 & 0xFFFF0000u), (a_3 >> 16u) | (b_3 & 0xFFFF0000u));
 }
 #end
 workgroupBarrier();
@@ -98,7 +95,14 @@ let group_$(i) = min(lane + $((C * DPL + i) * 32)u, $(D - 1)u) / $(GD)u;
 let unit_$(i) = value_unit[group_$(i)];
 #end
 #end
-for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
+// Registers cannot be indexed: the rows' states pass by, and after as many steps as rows each is back at its place.
+for (var r0 = 0u; r0 < all_rows; r0 += $(RU)u) {
+#for r in 0..RU
+#for i in 0..DPL
+    var new_$(r)_$(i) = o_$(r)_$(C * DPL + i);
+#end
+#end
+    if r0 < num_rows {
 #for n in 0..RU
     let r_$(n) = r0 + $(n)u;
 #for i in 0..DPL
@@ -135,11 +139,20 @@ for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
 #else
         let value = f32(bitcast<i32>((hi_$(n)_$(i) << 8u) + lo_$(n)_$(i)) - $(V_BITS == 8 ? 128 : 8) * sum) * unit_$(i);
 #end
-        let at = (r_$(n) * $(CH * DPL)u + $(C * DPL + i)u) * 32u + lane;
-        segment_o[at] = ftz(segment_o[at] * alpha_$(n)) + value * beta_$(n);
+        new_$(n)_$(i) = ftz(new_$(n)_$(i) * alpha_$(n)) + value * beta_$(n);
     }
 #end
     }
+#end
+    }
+#for r in 0..R
+#for i in 0..DPL
+#if r + RU < R
+    o_$(r)_$(C * DPL + i) = o_$(r + RU)_$(C * DPL + i);
+#else
+    o_$(r)_$(C * DPL + i) = new_$(r + RU - R)_$(i);
+#end
+#end
 #end
 }
 }

@@ -17,7 +17,7 @@ struct Params {
     causal: u32,
     window_left: i32,        // -1 without
     pages_per_pool: u32,
-    spans: u32,              // 1: an item is a span; 0: a segment
+    unused: u32,
     maxima_at: u32,          // where the states' (m, l) begin
     log2_scale: f32,
     softcap_inner: f32,

@@ -21,7 +21,7 @@
 #end
     }
 #for r in 0..R
-    scores[$(r * 64)u + lane] = s_$(r)_0;
-    scores[$(r * 64 + 32)u + lane] = s_$(r)_1;
+    scratch[$(r * 64)u + lane] = bitcast<u32>(s_$(r)_0);
+    scratch[$(r * 64 + 32)u + lane] = bitcast<u32>(s_$(r)_1);
 #end
 }

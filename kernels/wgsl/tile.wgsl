@@ -120,8 +120,8 @@ let r_$(n) = r0 + $(n)u;
 #if INTEGER
 #include "score_integer.wgsl"
 #else
-    var s_$(n)_0 = scores[r_$(n) * 64u + lane];
-    var s_$(n)_1 = scores[r_$(n) * 64u + 32u + lane];
+    var s_$(n)_0 = bitcast<f32>(scratch[r_$(n) * 64u + lane]);
+    var s_$(n)_1 = bitcast<f32>(scratch[r_$(n) * 64u + 32u + lane]);
 #end
 #end
 #for n in 0..RU
@@ -144,8 +144,8 @@ let r_$(n) = r0 + $(n)u;
 #if SG == 32
     let top_$(n) = subgroupMax(key_$(n));
 #else
-    scores[r_$(n) * 64u + lane] = s_$(n)_0;
-    scores[r_$(n) * 64u + 32u + lane] = s_$(n)_1;
+    scratch[r_$(n) * 64u + lane] = bitcast<u32>(s_$(n)_0);
+    scratch[r_$(n) * 64u + 32u + lane] = bitcast<u32>(s_$(n)_1);
     post_max(sg_lane, r_$(n), key_$(n));
 #end
 #end
@@ -158,8 +158,8 @@ workgroupBarrier();
 for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
 #for n in 0..RU
     let r_$(n) = r0 + $(n)u;
-    let s_$(n)_0 = scores[r_$(n) * 64u + lane];
-    let s_$(n)_1 = scores[r_$(n) * 64u + 32u + lane];
+    let s_$(n)_0 = bitcast<f32>(scratch[r_$(n) * 64u + lane]);
+    let s_$(n)_1 = bitcast<f32>(scratch[r_$(n) * 64u + 32u + lane]);
 #for j in 0..2
     let seen_$(n)_$(j) = i32(token_$(j)) >= row_first[r_$(n)] && i32(token_$(j)) < row_end[r_$(n)];
 #end
@@ -198,7 +198,7 @@ for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
         let w_0 = rhe(p_0 * 32768.0);
         let w_1 = rhe(p_1 * 32768.0);
 #end
-        raw[($(g * R)u + r_$(n)) * 32u + lane] = u32(w_0) | (u32(w_1) << 16u);
+        scratch[$(g == 0 ? 0 : R * RS + (g - 1) * R * 32)u + r_$(n) * $(g == 0 ? RS : 32)u + lane] = u32(w_0) | (u32(w_1) << 16u);
 #if V == GROUPS
         let p15_0 = bitcast<i32>(p_0 + 256.0) - 0x43800000;
         let p15_1 = bitcast<i32>(p_1 + 256.0) - 0x43800000;

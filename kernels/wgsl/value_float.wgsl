@@ -57,8 +57,7 @@ for (var quad = 0u; quad < 16u; quad++) {
 if fold_beta[$(r)] >= 0.0 {
 #for i in 0..DPL
     {
-        let at = $((r * CH * DPL + C * DPL + i) * 32)u + lane;
-        segment_o[at] = ftz(segment_o[at] * fold_alpha[$(r)]) + value_$(r)_$(i) * fold_beta[$(r)];
+        o_$(r)_$(C * DPL + i) = ftz(o_$(r)_$(C * DPL + i) * fold_alpha[$(r)]) + value_$(r)_$(i) * fold_beta[$(r)];
     }
 #end
 }

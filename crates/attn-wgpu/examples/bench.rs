@@ -409,24 +409,22 @@ fn main() -> Any<()> {
         dots(&gpu)?;
     }
     let mut tunings = vec![("default", Tuning::default())];
-    let mut no_subgroups = Tuning::default();
-    no_subgroups.subgroups = Some(false);
-    tunings.push(("no subgroups", no_subgroups));
+    let mut subgroups = Tuning::default();
+    subgroups.subgroups = Some(true);
+    tunings.push(("subgroups", subgroups));
     if mode == "sweep" {
         let (none, both) = (Some([false; 2]), Some([true; 2]));
-        for (name, together, ahead, spans, rows) in [
-            ("row by row", 1, both, None, None),
-            ("four rows together", 4, both, None, None),
-            ("row by row, V ahead", 1, Some([false, true]), None, None),
-            ("row by row, nothing ahead", 1, none, None, None),
-            ("two rows, nothing ahead", 2, none, None, None),
-            ("segments", 2, both, Some(false), None),
-            ("spans", 2, both, Some(true), None),
-            ("4 rows a workgroup", 2, both, None, Some(4)),
+        for (name, together, ahead, rows) in [
+            ("row by row", 1, both, None),
+            ("two rows together", 2, both, None),
+            ("four rows together", 4, both, None),
+            ("row by row, V ahead", 1, Some([false, true]), None),
+            ("row by row, nothing ahead", 1, none, None),
+            ("4 rows a workgroup", 1, both, Some(4)),
         ] {
             let mut tuning = Tuning::default();
             tuning.together = Some(together);
-            (tuning.ahead, tuning.spans, tuning.rows) = (ahead, spans, rows);
+            (tuning.ahead, tuning.rows) = (ahead, rows);
             tunings.push((name, tuning));
         }
     }

@@ -248,7 +248,7 @@ impl DecodeAttention for WgpuBackend {
             DeviceKey::of(&self.gpu, tuning),
             tuning.rows.unwrap_or(8),
         );
-        let (num_splits, workspace_bytes) = launch::cost(problem, &key, tuning);
+        let (num_splits, workspace_bytes) = launch::cost(problem, &key);
         Ok(Plan {
             backend: BACKEND,
             problem: problem.clone(),

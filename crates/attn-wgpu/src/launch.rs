@@ -2,19 +2,16 @@
 
 use attn_core::{
     Error, Problem, Unsupported,
-    arithmetic::{LOG2_E, ROUND, SPAN, TILE, segment_tiles},
+    arithmetic::{LOG2_E, ROUND, TILE, segment_tiles},
 };
 use wgpu::BufferUsages;
 
 use crate::{
     error::{BACKEND, WgpuError, device},
     gpu::Gpu,
-    shader::{DecodeKey, DeviceKey, Pipeline, Pipelines, Tuning, decode_key},
+    shader::{DecodeKey, DeviceKey, Pipeline, Pipelines, decode_key},
     store::DevicePages,
 };
-
-/// Workgroups from which one takes a span instead of a segment: enough to fill the largest GPUs several times.
-const MANY_WORKGROUPS: usize = 4096;
 
 /// `Params` of `pages.wgsl`.
 #[repr(C)]
@@ -33,7 +30,7 @@ pub(crate) struct Params {
     causal: u32,
     window_left: i32,
     pages_per_pool: u32,
-    spans: u32,
+    unused: u32,
     maxima_at: u32,
     log2_scale: f32,
     softcap_inner: f32,
@@ -49,7 +46,7 @@ const _: () = assert!(
     "pages.wgsl's Params has 22 words"
 );
 
-/// One run of segments of one sequence: a segment or a span, never bits' concern.
+/// One run of segments of one sequence, never bits' concern.
 struct Item {
     sequence: usize,
     first_segment: usize,
@@ -64,37 +61,26 @@ fn row_blocks(problem: &Problem, rows: usize) -> usize {
     (problem.heads_per_kv() * problem.q_len).div_ceil(rows)
 }
 
-/// Whether a workgroup takes a span (else a segment).
-fn takes_spans(problem: &Problem, rows: usize, tuning: &Tuning) -> bool {
-    if let Some(spans) = tuning.spans {
-        return spans;
-    }
-    let all: usize = problem.kv_lens.iter().map(|&len| segments(len)).sum();
-    all * problem.num_kv_heads * row_blocks(problem, rows) >= MANY_WORKGROUPS
-}
-
-fn items(problem: &Problem, spans: bool) -> Vec<Item> {
-    let step = if spans { SPAN } else { 1 };
+/// A workgroup takes one segment: a span of them in its hands would cost workgroup memory, and with it 1.5 times the time
+/// (H200, int8, ctx 8192, batch 512).
+fn items(problem: &Problem) -> Vec<Item> {
     let mut items = Vec::new();
     for (sequence, &len) in problem.kv_lens.iter().enumerate() {
-        let all = segments(len);
-        items.extend((0..all).step_by(step).map(|first_segment| Item {
+        items.extend((0..segments(len)).map(|first_segment| Item {
             sequence,
             first_segment,
-            segments: step.min(all - first_segment),
+            segments: 1,
         }));
     }
     items
 }
 
 /// Splits per (sequence, KV head) of the longest sequence, and bytes of states.
-pub(crate) fn cost(problem: &Problem, key: &DecodeKey, tuning: &Tuning) -> (usize, usize) {
-    let spans = takes_spans(problem, key.rows, tuning);
+pub(crate) fn cost(problem: &Problem, key: &DecodeKey) -> (usize, usize) {
     let longest = problem.kv_lens.iter().map(|&len| segments(len)).max();
-    let step = if spans { SPAN } else { 1 };
-    let slots = items(problem, spans).len() * problem.num_kv_heads * row_blocks(problem, key.rows);
+    let slots = items(problem).len() * problem.num_kv_heads * row_blocks(problem, key.rows);
     (
-        longest.unwrap_or(0).div_ceil(step).max(1),
+        longest.unwrap_or(0).max(1),
         slots * key.rows * (key.head_dim + 2) * 4,
     )
 }
@@ -140,7 +126,7 @@ impl Prepared {
         source: &Source<'_>,
     ) -> Result<Self, Error> {
         let (pages, tuning) = (source.pages, &pipelines.tuning);
-        let mut key = decode_key(
+        let key = decode_key(
             problem,
             pages.layout.format,
             pages.layout.page_size,
@@ -149,9 +135,7 @@ impl Prepared {
             tuning.rows.unwrap_or(8),
         );
         let (rows, blocks) = (key.rows, row_blocks(problem, key.rows));
-        let spans = takes_spans(problem, rows, tuning);
-        key.spans = spans;
-        let items = items(problem, spans);
+        let items = items(problem);
         let most = gpu.limits.max_compute_workgroups_per_dimension as usize;
         let grid_x = items.len().clamp(1, most);
         if problem.num_kv_heads * blocks > most || problem.batch() > most {
@@ -228,7 +212,7 @@ impl Prepared {
             // A window longer than any sequence is none.
             window_left: problem.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
             pages_per_pool: pages.pages_per_buffer,
-            spans: u32::from(spans),
+            unused: 0,
             maxima_at: maxima_at as u32,
             log2_scale: problem.softmax_scale * LOG2_E,
             softcap_inner: 2.0 / softcap,

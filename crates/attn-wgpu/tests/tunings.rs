@@ -35,11 +35,12 @@ fn tunings_change_no_bits() {
     let plain = Tuning::default();
     let mut ahead = plain;
     (ahead.ahead, ahead.together) = (Some([true; 2]), Some(2));
-    let mut spans = plain;
-    (spans.spans, spans.together, spans.ahead) = (Some(true), Some(4), Some([false, true]));
-    let mut alone = plain;
-    (alone.subgroups, alone.rows, alone.ahead) = (Some(false), Some(2), Some([true, false]));
-    for tuning in [ahead, spans, alone] {
+    let mut four = plain;
+    (four.together, four.ahead) = (Some(4), Some([false, true]));
+    let mut subgroups = plain;
+    (subgroups.subgroups, subgroups.rows, subgroups.ahead) =
+        (Some(true), Some(2), Some([true, false]));
+    for tuning in [ahead, four, subgroups] {
         let tuned = backend.tuned(tuning);
         // Cases of int8, int4 and int4-g4 with several query tokens, and one over several segments.
         for case in table(Size::Reduced)
