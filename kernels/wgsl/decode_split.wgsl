@@ -24,11 +24,9 @@ var<workgroup> weight_sum: array<i32, $(VG * R)>;                     // (group 
 var<workgroup> shift_term: array<f32, $(VG * R)>;
 var<workgroup> value_unit: array<f32, $(VG)>;                        // 2^-f
 #else
+var<workgroup> queries: array<vec4<f32>, $(R * UNITS * 4)>;          // (row, 4 dims)
 var<workgroup> values_p: array<f32, $(R * 64)>;                      // (row, token in slot order)
 var<workgroup> values_param: array<vec2<f32>, $(VG * 64)>;           // (group, token in slot order): scale, shift; 0 past the end
-#end
-#if !INTEGER || K == CHANNEL
-var<workgroup> queries: array<vec4<f32>, $(R * UNITS * 4)>;          // (row, 4 dims)
 #end
 // Scores (row, token) by their bits, and in their place the weights of both of a lane's tokens (group of V, row, lane).
 #let RS = SG != 32 || !INTEGER ? 64 : 32
@@ -160,8 +158,7 @@ fn decode_split(
         let x = query_unit(sequence, head, row0 + pair / $(UNITS)u, pair % $(UNITS)u);
 #if INTEGER
         unit_max[pair] = largest(x);
-#end
-#if !INTEGER || K == CHANNEL
+#else
 #for w in 0..4
         queries[pair * 4u + $(w)u] = x[$(w)];
 #end

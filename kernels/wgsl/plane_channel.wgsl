@@ -17,10 +17,12 @@ if lane + $(32 * n)u < $(UNITS * 4)u {
 workgroupBarrier();
 for (var pair = lane; pair < num_pairs; pair += 32u) {
     let u = pair % $(UNITS)u;
+    // From q again: keeping q' would cost half as much workgroup memory as all the rest.
+    let row = query_unit(sequence, head, row0 + pair / $(UNITS)u, u);
     var x = vec4<f32>(0.0);
     var far = vec4<f32>(0.0);
 #for w in 0..4
-    x = max(x, abs(queries[pair * 4u + $(w)u] * channel_scale[u * 4u + $(w)u]));
+    x = max(x, abs(row[$(w)] * channel_scale[u * 4u + $(w)u]));
     far = max(far, abs(channel_shift[u * 4u + $(w)u]));
 #end
     unit_max[pair] = max(max(x.x, x.y), max(x.z, x.w));
@@ -41,11 +43,11 @@ for (var pair = lane; pair < num_pairs; pair += 32u) {
     let e = plane_exponent(a);
     let j = select(clamp(20 - exponent(row_amax[r]) - exponent(b), -100, 100), 0, row_amax[r] == 0.0 || b == 0.0);
     let unit_j = exp2i(j);
-    var x: array<vec4<f32>, 4>;
+    var x = query_unit(sequence, head, row0 + r, u);
     var y = vec4<i32>(0);
 #for w in 0..4
     {
-        let q4 = queries[pair * 4u + $(w)u];
+        let q4 = x[$(w)];
         x[$(w)] = q4 * channel_scale[u * 4u + $(w)u];
         y += rhe4((q4 * channel_shift[u * 4u + $(w)u]) * unit_j);
     }

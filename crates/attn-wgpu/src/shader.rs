@@ -178,12 +178,9 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     bytes += if integer {
         36 * r * units + 4 * r + v_groups * (128 * r + 8 * r + 4) + (v_groups - 1) * 128 * r
     } else {
-        256 * r + 512 * v_groups
+        256 * r + 512 * v_groups + 64 * r * units
     };
     bytes += if integer && whole { 128 } else { 256 } * r;
-    if !integer || channel {
-        bytes += 64 * r * units;
-    }
     if !whole {
         bytes += 4 * (2 * r + v_groups * (2 + 3 * r));
     }
