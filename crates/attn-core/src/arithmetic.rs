@@ -136,48 +136,6 @@ pub fn softcap(s: f32, inverse: f32, cap2: f32) -> f32 {
     (((1.0 - e) * rcp(1.0 + e)) * cap2).copysign(s)
 }
 
-/// Merges two finished attention states over disjoint tokens, in place into the first.
-///
-/// `out`: normalized outputs `[rows, head_dim]`; `lse`: natural log `[rows]`, −∞ for a state without tokens,
-/// which changes nothing. The weights are `exp(lse − max)`.
-///
-/// # Panics
-/// If the lengths do not match.
-pub fn merge_state(
-    out: &mut [f32],
-    lse: &mut [f32],
-    other_out: &[f32],
-    other_lse: &[f32],
-    head_dim: usize,
-) {
-    assert_eq!(out.len(), lse.len() * head_dim, "out is [rows, head_dim]");
-    assert_eq!(
-        (out.len(), lse.len()),
-        (other_out.len(), other_lse.len()),
-        "both states have the same rows"
-    );
-    for (row, (a, b)) in lse.iter_mut().zip(other_lse).enumerate() {
-        let span = row * head_dim..(row + 1) * head_dim;
-        if *b == f32::NEG_INFINITY {
-            continue;
-        }
-        if *a == f32::NEG_INFINITY {
-            *a = *b;
-            out[span.clone()].copy_from_slice(&other_out[span]);
-            continue;
-        }
-        let max = a.max(*b);
-        let weight = |x: f32| exp2_float(((x - max) * LOG2_E).max(EXP2_MIN));
-        let (wa, wb) = (weight(*a), weight(*b));
-        let sum = wa + wb;
-        let scale = rcp(sum);
-        for (x, y) in out[span.clone()].iter_mut().zip(&other_out[span]) {
-            *x = (*x * wa + y * wb) * scale;
-        }
-        *a = max + self::lse(0.0, sum);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -221,14 +179,5 @@ mod tests {
             .map(segment_tiles)
             .into();
         assert_eq!(tiles, [4, 4, 4, 8, 8, 32, 64]);
-    }
-
-    #[test]
-    fn merging_empty_changes_nothing() {
-        let (mut out, mut lse) = (vec![1.5, -2.0], vec![0.25]);
-        merge_state(&mut out, &mut lse, &[9.0, 9.0], &[f32::NEG_INFINITY], 2);
-        assert_eq!((&out[..], &lse[..]), (&[1.5, -2.0][..], &[0.25][..]));
-        merge_state(&mut out, &mut lse, &[0.5, 2.0], &[0.25], 2);
-        assert!((out[0] - 1.0).abs() < 1e-6 && (lse[0] - (0.25 + 2f32.ln())).abs() < 1e-6);
     }
 }

@@ -23,6 +23,7 @@ pub mod host_pages;
 pub mod layout;
 pub mod problem;
 pub mod quant;
+pub mod state;
 pub mod view;
 
 /// The bytes of every format.
@@ -36,4 +37,5 @@ pub use format::{Int4Scale, Int8Scale, KvFormat, Scheme};
 pub use host_pages::HostPages;
 pub use layout::PageLayout;
 pub use problem::Problem;
+pub use state::AttnState;
 pub use view::{KvView, StridedRows};
