@@ -1,9 +1,9 @@
 //! The wgpu backend of `attn`: the same answers on any GPU with Vulkan, Metal or DX12, without a vendor's toolkit.
 //!
-//! int8 and int4 caches give the bits of `docs/arithmetic.md` where the adapter neither contracts nor reorders f32
-//! operations (seen: Mesa's llvmpipe, NVIDIA's Vulkan driver); other formats stay within the suite's bound.
+//! int8 and int4 caches give the bits of `docs/arithmetic.md` where the adapter rounds each f32 operation (seen: Mesa's llvmpipe, NVIDIA's
+//! Vulkan driver; [`WgpuBackend::check_law`] asks); products are hidden from contraction. Other formats stay within the suite's bound.
 //!
-//! Reading order: `gpu` (the device), `store` (pages), `launch` (a step), `shader` and [`specialise`](mod@specialise) (which kernel), then
+//! Reading order: `gpu` (the device), `store` (pages), `launch` (a step), `shader` and [`specialise`](mod@specialise) (which kernel), `law` (which claim), then
 //! `kernels/wgsl/decode_split.wgsl`. With a device of your own: [`WgpuBackend::with_device`], [`WgpuBackend::prepare`], [`WgpuBackend::record`].
 
 mod backend;
