@@ -98,13 +98,20 @@ impl HostPages {
     /// A zeroed pool.
     ///
     /// # Errors
-    /// Those of [`CacheConfig::check`].
+    /// Those of [`CacheConfig::check`]; [`Error::Device`] if there is no such memory.
     pub fn new(config: &CacheConfig) -> Result<Self, Error> {
         config.check()?;
         let layout = config.layout();
-        let size = config.num_pages * layout.page_bytes();
+        let size = config.num_pages.saturating_mul(layout.page_bytes());
         // Runs are whole cache lines in most formats; a large pool also starts on a huge page.
         let align = if size < HUGE_PAGE { 64 } else { HUGE_PAGE };
+        // Asked for first, since zeroed memory (which is not touched before its use) can only be had or abort.
+        let asked = Vec::<u8>::new().try_reserve_exact(size.saturating_add(align));
+        asked.map_err(|source| Error::Device {
+            backend: "host",
+            doing: "allocating the page pool",
+            source: Box::new(source),
+        })?;
         let bytes = vec![0; size + align];
         let start = bytes.as_ptr().align_offset(align).min(align);
         Ok(HostPages {
@@ -271,5 +278,18 @@ impl PageStore for HostPages {
 
     fn as_any_mut(&mut self) -> &mut dyn Any {
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::KvFormat;
+
+    #[test]
+    fn a_pool_beyond_all_memory_is_refused() {
+        let mut config = CacheConfig::new(KvFormat::INT8, 65536, 256, 1, 64);
+        config.num_pages = u32::MAX as usize;
+        assert!(matches!(HostPages::new(&config), Err(Error::Device { .. })));
     }
 }
