@@ -26,7 +26,7 @@ var s_$(n)_1 = 0.0;
     s_$(n)_$(j) = f32(dot_$(j));
 #elif K == G32
 #if g == 0
-    s_$(n)_$(j) = f32(dot_$(j)) * k_scale_$(g)_$(j);
+    s_$(n)_$(j) = product(f32(dot_$(j)), k_scale_$(g)_$(j));
 #else
     s_$(n)_$(j) = s_$(n)_$(j) + product(f32(dot_$(j)), k_scale_$(g)_$(j));
 #end
