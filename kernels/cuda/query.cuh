@@ -30,9 +30,9 @@ DEVICE void split_planes(u32 x0, u32 x1, u32 x2, u32 x3, u32& hi, u32& lo) {
     hi = __byte_perm(a << 1, b << 1, 0x7531);
 }
 
-// Section 2's `plane` of rows whose elements load(panel, i) gives.
-template <class Load> DEVICE void quantize(Query& q, int g, Load load) {
-    float x[PANELS][4], amax = 0.0f;
+// This lane's elements of a row, which load(panel, i) gives; returns the largest magnitude of the whole row.
+template <class Load> DEVICE float load_row(Load load, float (&x)[PANELS][4]) {
+    float amax = 0.0f;
 #pragma unroll
     for (int panel = 0; panel < PANELS; panel++) {
         load(panel, x[panel]);
@@ -40,7 +40,12 @@ template <class Load> DEVICE void quantize(Query& q, int g, Load load) {
         for (int i = 0; i < 4; i++) amax = fmaxf(amax, fabsf(x[panel][i]));
     }
     amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
-    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+    return fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+}
+
+// Section 2's `plane` of rows whose elements load(panel, i) gives.
+template <class Load> DEVICE void quantize(Query& q, int g, Load load) {
+    float x[PANELS][4], amax = load_row(load, x);
     int e = amax == 0.0f ? 0 : min(max(13 - exponent(amax * bits_float(0x3F800200)), -70), 60);
     float up = exp2i(e);
     q.scale[g] = exp2i(-e);
@@ -66,15 +71,7 @@ template <class Load> DEVICE void quantize(Query& q, int g, Load load) {
 
 // Float K: a row as the sum of two planes of K's own precision (f16 for fp8), brought near 2^14 first so that f16 holds it.
 template <class Load> DEVICE void quantize_float(Query& q, int g, Load load) {
-    float x[PANELS][4], amax = 0.0f;
-#pragma unroll
-    for (int panel = 0; panel < PANELS; panel++) {
-        load(panel, x[panel]);
-#pragma unroll
-        for (int i = 0; i < 4; i++) amax = fmaxf(amax, fabsf(x[panel][i]));
-    }
-    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
-    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+    float x[PANELS][4], amax = load_row(load, x);
     int e = amax == 0.0f ? 0 : min(max(13 - exponent(amax), -70), 60);
     float up = exp2i(e);
     q.scale[g] = exp2i(-e);

@@ -6,7 +6,10 @@
 use std::any::Any;
 
 use crate::{
-    error::Error, format::KvFormat, layout::PageLayout, problem::HEAD_DIMS,
+    error::{Error, refuse},
+    format::KvFormat,
+    layout::PageLayout,
+    problem::check_head_dim,
     view::check_tensor_scales,
 };
 
@@ -82,28 +85,15 @@ impl CacheConfig {
     /// # Errors
     /// [`Error::Parameter`], [`Error::Length`].
     pub fn check(&self) -> Result<(), Error> {
-        let refuse = |what, given: String, allowed| {
-            Err(Error::Parameter {
-                what,
-                given,
-                allowed,
-            })
-        };
-        if !HEAD_DIMS.contains(&self.head_dim) {
-            return refuse(
-                "head_dim",
-                self.head_dim.to_string(),
-                "64, 80, 96, 128, 192, 256",
-            );
-        }
+        check_head_dim(self.head_dim)?;
         if ![16, 32, 64, 128].contains(&self.page_size) {
-            return refuse("page_size", self.page_size.to_string(), "16, 32, 64, 128");
+            return refuse("page_size", self.page_size, "16, 32, 64, 128");
         }
         if !(1..=65536).contains(&self.num_kv_heads) {
-            return refuse("num_kv_heads", self.num_kv_heads.to_string(), "1 to 65536");
+            return refuse("num_kv_heads", self.num_kv_heads, "1 to 65536");
         }
         if self.num_pages > u32::MAX as usize {
-            return refuse("num_pages", self.num_pages.to_string(), "at most 2^32 - 1");
+            return refuse("num_pages", self.num_pages, "at most 2^32 - 1");
         }
         self.format.check(self.head_dim, self.page_size)?;
         check_tensor_scales(self.format.k, &self.k_tensor_scales, self.num_kv_heads)?;

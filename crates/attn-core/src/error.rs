@@ -118,6 +118,19 @@ pub enum Error {
     },
 }
 
+/// The refusal of one parameter.
+pub(crate) fn refuse<T>(
+    what: &'static str,
+    given: impl ToString,
+    allowed: &'static str,
+) -> Result<T, Error> {
+    Err(Error::Parameter {
+        what,
+        given: given.to_string(),
+        allowed,
+    })
+}
+
 /// Why a backend is absent, or cannot run a problem.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]

@@ -1,6 +1,6 @@
 //! The attention step to take: shapes, lengths and score modifiers, validated here, once.
 
-use crate::error::Error;
+use crate::error::{Error, refuse};
 
 /// head_dims that the library defines.
 pub const HEAD_DIMS: [usize; 6] = [64, 80, 96, 128, 192, 256];
@@ -74,20 +74,7 @@ impl Problem {
     /// # Errors
     /// [`Error::Parameter`] naming the parameter and what is allowed; [`Error::Length`] for the slopes.
     pub fn check(&self) -> Result<(), Error> {
-        let refuse = |what, given: String, allowed| {
-            Err(Error::Parameter {
-                what,
-                given,
-                allowed,
-            })
-        };
-        if !HEAD_DIMS.contains(&self.head_dim) {
-            return refuse(
-                "head_dim",
-                self.head_dim.to_string(),
-                "64, 80, 96, 128, 192, 256",
-            );
-        }
+        check_head_dim(self.head_dim)?;
         if self.num_kv_heads == 0
             || self.num_q_heads == 0
             || !self.num_q_heads.is_multiple_of(self.num_kv_heads)
@@ -99,27 +86,27 @@ impl Problem {
             );
         }
         if self.heads_per_kv() > 64 {
-            return refuse("heads_per_kv", self.heads_per_kv().to_string(), "1 to 64");
+            return refuse("heads_per_kv", self.heads_per_kv(), "1 to 64");
         }
         if !(1..=16).contains(&self.q_len) {
             return refuse(
                 "q_len",
-                self.q_len.to_string(),
+                self.q_len,
                 "1 to 16; prefill is another kernel's work",
             );
         }
         if let Some(len) = self.kv_lens.iter().find(|&&len| len > 1 << 20) {
-            return refuse("kv_len", len.to_string(), "0 to 1048576");
+            return refuse("kv_len", len, "0 to 1048576");
         }
         if !(1e-20..=1e20).contains(&self.softmax_scale) {
             return refuse(
                 "softmax_scale",
-                self.softmax_scale.to_string(),
+                self.softmax_scale,
                 "1e-20 to 1e20; usually 1/sqrt(head_dim)",
             );
         }
         if let Some(cap) = self.softcap.filter(|cap| !(1e-3..=1e6).contains(cap)) {
-            return refuse("softcap", cap.to_string(), "0.001 to 1000000, or none");
+            return refuse("softcap", cap, "0.001 to 1000000, or none");
         }
         if let Some(slopes) = &self.alibi_slopes {
             if slopes.len() != self.num_q_heads {
@@ -133,11 +120,7 @@ impl Problem {
                 .iter()
                 .find(|s| **s != 0.0 && !(1e-20..=1e3).contains(&s.abs()))
             {
-                return refuse(
-                    "alibi_slopes",
-                    s.to_string(),
-                    "0, or a magnitude of 1e-20 to 1000",
-                );
+                return refuse("alibi_slopes", s, "0, or a magnitude of 1e-20 to 1000");
             }
         }
         Ok(())
@@ -156,5 +139,14 @@ impl Problem {
             .window_left
             .map_or(0, |w| (position - w as isize).clamp(0, end));
         start as usize..end as usize
+    }
+}
+
+/// Refuses a head_dim that no kernel is written for.
+pub(crate) fn check_head_dim(head_dim: usize) -> Result<(), Error> {
+    if HEAD_DIMS.contains(&head_dim) {
+        Ok(())
+    } else {
+        refuse("head_dim", head_dim, "64, 80, 96, 128, 192, 256")
     }
 }
