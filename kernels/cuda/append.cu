@@ -141,10 +141,13 @@ __device__ void encode(const void* x, int dtype, long long at, float tensor_scal
     __syncwarp();
 }
 
-// Token t's codes into panels that run along the dims (all of K, 16-bit V): a word of each row per lane.
+__device__ __forceinline__ bool is_high(int t) { return t % 16 >= 8; }
+
+// Token t's codes into panels that run along the dims (all of K, 16-bit V): a word of each row per lane. Of 4 bits, tokens t and
+// t + 8 share bytes: the first one's low nibbles clear the high ones.
 template <int BITS>
 __device__ void store_rows(const u16* c, u8* out, int t, int lane) {
-    for (int w = lane; w < D * BITS / 32; w += 32) {
+    for (int w = lane; w < D * (BITS == 4 ? 8 : BITS) / 32; w += 32) {
         if constexpr (BITS == 16) {
             int d = 2 * w;
             *(u32*)(out + (d / 8 * PAGE + t) * 16 + d % 8 * 2) = c[d] | (u32)c[d + 1] << 16;
@@ -152,25 +155,21 @@ __device__ void store_rows(const u16* c, u8* out, int t, int lane) {
             int d = 4 * w;
             *(u32*)(out + (d / 16 * PAGE + t) * 16 + d % 16) = c[d] | c[d + 1] << 8 | c[d + 2] << 16 | (u32)c[d + 3] << 24;
         } else {
-            int panel = w / 4, left = (D - 32 * panel) / 2, width = left < 16 ? left : 16, j = w % 4 * 4;
-            u32 word = 0;
-            for (int i = 0; i < 4; i++) {
-                int d = 32 * panel + j + i;
-                word |= (u32)(c[d] | c[d + width] << 4) << 8 * i;
-            }
-            *(u32*)(out + panel * PAGE * 16 + t * width + j) = word;
+            int d = 4 * w;
+            u32* at = (u32*)(out + (d / 16 * (PAGE / 2) + t / 16 * 8 + t % 8) * 16 + d % 16);
+            u32 word = c[d] | c[d + 1] << 8 | c[d + 2] << 16 | (u32)c[d + 3] << 24;
+            *at = is_high(t) ? (*at & 0x0f0f0f0f) | word << 4 : word;
         }
     }
 }
 
-// Token t's codes into panels that run along the tokens (V of 8 and 4 bits).
+// Token t's codes into panels that run along the tokens (V of 8 and 4 bits; of 4 bits, dims d and d + 8 share a byte).
 template <int BITS>
 __device__ void store_columns(const u16* c, u8* out, int t, int lane) {
     int x = t % 16, slot = 4 * (x % 8 / 2) + 2 * (x / 8) + x % 2;
-    for (int d = lane; d < D; d += 32) {
-        u8* at = out + (t / (128 / BITS) * D + d) * 16 + slot;
-        if (BITS == 8 || t % 32 < 16) *at = (u8)c[d];
-        else *at = (u8)((*at & 15) | c[d] << 4);
+    for (int row = lane; row < D * BITS / 8; row += 32) {
+        int d = row / 8 * 16 + row % 8;
+        out[(t / 16 * (D * BITS / 8) + row) * 16 + slot] = (u8)(BITS == 8 ? c[row] : c[d] | c[d + 8] << 4);
     }
 }
 
@@ -188,12 +187,10 @@ __device__ void seal(const signed char (*codes)[D], const u16* scales, ushort2* 
     }
     __syncthreads();
     for (int i = threadIdx.x; i < PAGE * D / 2; i += THREADS) {
-        int t = i / (D / 2), pair = i % (D / 2), panel = pair / 16, j = pair % 16;
-        int left = (D - 32 * panel) / 2, width = left < 16 ? left : 16, lo = 32 * panel + j, hi = lo + width;
-        float scale = f16_to_f32(scales[t]);
-        int a = int4_code(__fmul_rn((float)codes[t][lo], scale), channel[lo]);
-        int b = int4_code(__fmul_rn((float)codes[t][hi], scale), channel[hi]);
-        run[panel * PAGE * 16 + t * width + j] = (u8)(a | b << 4);
+        int row = i / D, d = i % D, t = row / 8 * 16 + row % 8;
+        int a = int4_code(__fmul_rn((float)codes[t][d], f16_to_f32(scales[t])), channel[d]);
+        int b = int4_code(__fmul_rn((float)codes[t + 8][d], f16_to_f32(scales[t + 8])), channel[d]);
+        run[(d / 16 * (PAGE / 2) + row) * 16 + d % 16] = (u8)(a | b << 4);
     }
 }
 
@@ -238,26 +235,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) attn_append(const __grid_c
                 seal(open_codes, open_scales, channel, run);
             }
         } else {
-            for (int t = t0 + warp; t < t1; t += WARPS) {
-                long long at = (token0 + t) * p.k_token_stride + (long long)head * D;
-                encode<ATTN_K, ATTN_K_GROUPS>(p.k, p.dtype, at, k_scale, codes, run + K_PARAMS, t, lane);
-                store_rows<code_bits(ATTN_K)>(codes, run, t, lane);
-                __syncwarp();
+            // Low nibbles clear the high ones, so they go first.
+            constexpr bool PAIRS = code_bits(ATTN_K) == 4;
+            for (int phase = 0; phase < (PAIRS ? 2 : 1); phase++) {
+                if (phase == 1) __syncthreads();
+                for (int t = t0 + warp; t < t1; t += WARPS) {
+                    if (PAIRS && is_high(t) != (phase == 1)) continue;
+                    long long at = (token0 + t) * p.k_token_stride + (long long)head * D;
+                    encode<ATTN_K, ATTN_K_GROUPS>(p.k, p.dtype, at, k_scale, codes, run + K_PARAMS, t, lane);
+                    store_rows<code_bits(ATTN_K)>(codes, run, t, lane);
+                    __syncwarp();
+                }
             }
         }
-
-        // V: low nibbles clear the high ones, so they go first.
-        for (int phase = 0; phase < (code_bits(ATTN_V) == 4 ? 2 : 1); phase++) {
-            for (int t = t0 + warp; t < t1; t += WARPS) {
-                if (code_bits(ATTN_V) == 4 && t % 32 / 16 != phase) continue;
-                long long at = (token0 + t) * p.v_token_stride + (long long)head * D;
-                encode<ATTN_V, ATTN_V_GROUPS>(p.v, p.dtype, at, v_scale, codes, run + V_PARAMS, t, lane);
-                if constexpr (code_bits(ATTN_V) == 16) store_rows<16>(codes, run + V_CODES, t, lane);
-                else store_columns<code_bits(ATTN_V)>(codes, run + V_CODES, t, lane);
-                __syncwarp();
-            }
-            __syncthreads();
+        for (int t = t0 + warp; t < t1; t += WARPS) {
+            long long at = (token0 + t) * p.v_token_stride + (long long)head * D;
+            encode<ATTN_V, ATTN_V_GROUPS>(p.v, p.dtype, at, v_scale, codes, run + V_PARAMS, t, lane);
+            if constexpr (code_bits(ATTN_V) == 16) store_rows<16>(codes, run + V_CODES, t, lane);
+            else store_columns<code_bits(ATTN_V)>(codes, run + V_CODES, t, lane);
+            __syncwarp();
         }
+        __syncthreads();
         if (!both || page != first) return;
     }
 }

@@ -50,8 +50,7 @@ DEVICE void load_query(const DecodeParams& p, const Work& work, int warp_row, in
         auto load = [&](int panel, float (&x)[4]) {
             float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
             if (row.q) {
-                // 16-bit K has pairs of dims 8 apart in a lane, and so has the last panel of head_dim 80 in int4.
-                if (code_bits(K_SCHEME) == 16 || (K_INT4 && D == 80 && panel == 4)) {
+                if (code_bits(K_SCHEME) == 16) {  // a lane has pairs of dims 8 apart
                     const float* at = row.q + panel * 16 + 2 * (lane % 4);
                     float2 a = *(const float2*)at, b = *(const float2*)(at + 8);
                     v = {a.x, a.y, b.x, b.y};
@@ -104,7 +103,7 @@ struct Warp {
 #pragma unroll
         for (int g = 0; g < G; g++)
 #pragma unroll
-            for (int i = 0; i < 16; i++) s[g][i] = fmaf(s[g][i], q.scale[g], offset[g]);
+            for (int i = 0; i < 16; i++) s[g][i] = fmaf(s[g][i], i & 2 ? q.scale[g] * 0.0625f : q.scale[g], offset[g]);
     }
 
     // An open page's K is int8 per token, in two stages.
@@ -130,7 +129,7 @@ struct Warp {
             for (int j = 0; j < 8; j++) {
                 load_k8(stage, TILE, 8 * j, lane, b, first, last);
 #pragma unroll
-                for (int g = 0; g < G; g++) c[g][j] = dot_panels(c[g][j], q.plane[g], b, first, last, true);
+                for (int g = 0; g < G; g++) c[g][j] = dot_panels<true>(q.plane[g], b, first, last, true, c[g][j]);
             }
             if (half == 1) {
                 u32 scales = stage + (last - first) * TILE * 16;
@@ -141,8 +140,8 @@ struct Warp {
                     float k0 = t < tokens ? half_float(x & 0xffff) : 0.0f, k1 = t + 1 < tokens ? half_float(x >> 16) : 0.0f;
 #pragma unroll
                     for (int g = 0; g < G; g++) {
-                        s[g][2 * j] = plane_sum(c[g][j], 0) * k0 * q.scale[g];
-                        s[g][2 * j + 1] = plane_sum(c[g][j], 1) * k1 * q.scale[g];
+                        s[g][2 * j] = (float)plane_sum(c[g][j], 0) * k0 * q.scale[g];
+                        s[g][2 * j + 1] = (float)plane_sum(c[g][j], 1) * k1 * q.scale[g];
                     }
                 }
             }
@@ -192,15 +191,16 @@ struct Warp {
         for (int g = 0; g < G; g++) full &= rows.start[g] <= t0 && t0 + TILE <= rows.end[g];
         full = __all_sync(~0u, full);
         Rescale r;
+        Pairs pairs;
         soften(s, scale, full, [&](int g, int i) {
             int t = first + 8 * (i / 2) + i % 2;
             return t >= rows.start[g] && t < rows.end[g];
-        }, state, r);
+        }, state, r, pairs);
         u32 stage = ring.wait();
         if constexpr (V_FLOAT) {
             fold_float_values(stage, tokens, s, r, lane, state);
         } else {
-            fold_values(stage, scratch_v, tokens, s, r, lane, [&](int group) {
+            fold_values(stage, scratch_v, tokens, s, pairs, r, lane, [&](int group) {
                 return scale_pair(p.v_scales, p.v_scale_strides, work.b, work.kv_head, t0 + 2 * lane, work.kv_len, group);
             }, state);
         }

@@ -9,6 +9,11 @@ constexpr float MAGIC = 12582912.0f;  // 1.5·2^23: adding it rounds to an integ
 constexpr u32 MAGIC_BITS = 0x4B400000u;
 #define MINUS_INFINITY bits_float(0xFF800000u)  // NVRTC has no constexpr name for it
 
+constexpr u32 EXP2W_C0 = 0x3F7FFB48, EXP2W_C1 = 0x3F317982, EXP2W_C2 = 0x3E786F4E;
+// A weight p < 2 rides in this number's low bits: 23 of them are p·2^22, bytes 1 and 2 are p·2^14, rounded.
+constexpr float WEIGHT_BASE = 2.0f + 0x1p-15f;
+constexpr u32 WEIGHT_BASE_BITS = 0x40000080u;
+
 DEVICE int segment_tiles_of(int num_tiles) {
     int least = (num_tiles + 255) / 256, tiles = 4;
     while (tiles < least) tiles *= 2;
@@ -18,13 +23,12 @@ DEVICE int segment_tiles_of(int num_tiles) {
 DEVICE float exp2i(int k) { return bits_float((u32)(k + 127) << 23); }
 DEVICE int exponent(float x) { return (int)(float_bits(x) >> 23 & 255) - 127; }
 
-// 2^x for -125 <= x <= 0, as a weight: degree 4.
-DEVICE float exp2w(float x) {
-    float t = x + MAGIC, r = x - (t - MAGIC);
-    float y = bits_float(0x3C1D0C02) * r + bits_float(0x3D64FE59);
-    y = y * r + bits_float(0x3E760193);
-    y = y * r + bits_float(0x3F317096);
-    y = y * r + 1.0f;
+// 2^(1 - v) for 0 <= v <= 64, as a weight, from u = v/64: degree 3.
+DEVICE float exp2w(float u) {
+    float t = fmaf(u, -64.0f, MAGIC + 1.0f), r = fmaf(u, -64.0f, -(t - (MAGIC + 1.0f)));
+    float y = bits_float(0x3D620000) * r + bits_float(EXP2W_C2);
+    y = y * r + bits_float(EXP2W_C1);
+    y = y * r + bits_float(EXP2W_C0);
     return bits_float(float_bits(y) + (float_bits(t) << 23));
 }
 

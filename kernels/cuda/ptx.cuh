@@ -96,6 +96,28 @@ DEVICE Sums mma_u8s8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
     return d;
 }
 
+DEVICE Sums mma_s8u8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    Sums d;
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]), "r"(c.x[3]));
+    return d;
+}
+DEVICE Sums mma_s8u8_k16(const Sums& c, u32 a0, u32 a1, u32 b0) {
+    Sums d;
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.u8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
+        : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
+        : "r"(a0), "r"(a1), "r"(b0), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]), "r"(c.x[3]));
+    return d;
+}
+DEVICE Sums mma_u8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    Sums d;
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]), "r"(c.x[3]));
+    return d;
+}
+
 struct FloatSums {
     float x[4];
 };
@@ -150,6 +172,13 @@ DEVICE int dot2_u8_high(u32 a, u32 b, int c) {
     u32 d;
     asm("dp2a.hi.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"((u32)c));
     return (int)d;
+}
+
+// a·b + c, brought into 0..1.
+DEVICE float fma_saturate(float a, float b, float c) {
+    float d;
+    asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
+    return d;
 }
 
 DEVICE u32 warp_max(u32 x) {

@@ -8,8 +8,7 @@ struct Query {
     // another (see pair_dims).
     u32 plane[G][PANELS][K_FLOAT ? 4 : 2];
     float scale[G];               // 2^-e of row lane/4
-    Sums centre[G][K_GROUPS];     // int4: -8·Σhi (twice), -8·Σlo (twice) per group, where the accumulators start
-    float sum[G][K_GROUPS];       // int4 groups: Σ q15
+    int sum[G][K_GROUPS];         // int4: Σ q15
 };
 
 // Two floats as pairs of 16-bit floats: hi + lo.
@@ -62,9 +61,8 @@ template <class Load> DEVICE void quantize(Query& q, int g, Load load) {
             Sums c = {};
 #pragma unroll
             for (int panel = group * PANELS / K_GROUPS; panel < (group + 1) * PANELS / K_GROUPS; panel++)
-                c = mma_s8_k16(c, q.plane[g][panel][0], q.plane[g][panel][1], 0xF8F8F8F8u);
-            q.centre[g][group] = c;
-            q.sum[g][group] = (float)-((c.x[0] * 128 + c.x[2]) >> 3);
+                c = mma_s8_k16(c, q.plane[g][panel][0], q.plane[g][panel][1], 0x01010101u);
+            q.sum[g][group] = c.x[0] * 128 + c.x[2];
         }
     }
 }

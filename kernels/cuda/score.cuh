@@ -31,57 +31,30 @@ template <int N> DEVICE void load_k8(u32 stage, int rows, int row0, int lane, u3
     }
 }
 
-DEVICE void unpack4(u32 x, u32& low, u32& high) {
-    low = x & 0x0f0f0f0f;
-    high = x >> 4 & 0x0f0f0f0f;
-}
+// A byte of 4-bit codes belongs to two accumulators: `whole` sums the bytes as they are, `high` what is left of them here, 16 times
+// the high nibbles' sum. The low nibbles' is the difference, and 16 goes into a scale: half the instructions of taking them apart.
+DEVICE u32 high_nibbles(u32 x) { return x & 0xf0f0f0f0; }
 
-DEVICE void load_k4(u32 stage, int rows, int row0, int lane, u32 (&b)[PANELS]) {
-    constexpr int WHOLE = D / 32;
-#pragma unroll
-    for (int i = 0; i < WHOLE; i += 4) {
-        int matrix = lane / 8;
-        if (WHOLE - i >= 4) {
-            u32 x[4];
-            ldmatrix_x4(x, stage + ((i + matrix) * rows + row0 + lane % 8) * 16);
-#pragma unroll
-            for (int j = 0; j < 4; j++) unpack4(x[j], b[2 * (i + j)], b[2 * (i + j) + 1]);
-        } else {
-            u32 x[2];
-            ldmatrix_x2(x, stage + ((i + matrix % 2) * rows + row0 + lane % 8) * 16);
-            unpack4(x[0], b[2 * i], b[2 * i + 1]);
-            unpack4(x[1], b[2 * i + 2], b[2 * i + 3]);
-            if (WHOLE - i == 3) {
-                u32 y[1];
-                ldmatrix_x1(y, stage + ((i + 2) * rows + row0 + lane % 8) * 16);
-                unpack4(y[0], b[2 * i + 4], b[2 * i + 5]);
-            }
-        }
-    }
-    if constexpr (D == 80) {
-        u32 x = lds16(stage + WHOLE * rows * 16 + (row0 + lane / 4) * 8 + lane % 4 * 2);
-        b[4] = (x & 0x0f0f) | (x >> 4 & 0x0f0f) << 16;
-    }
-}
-
-// c + planes of panels [first, last) · b.
-DEVICE Sums dot_panels(Sums c, const u32 (&plane)[PANELS][K_FLOAT ? 4 : 2], const u32 (&b)[PANELS], int first, int last, bool pairs) {
+// Planes of panels [first, last) · b, whose bytes are signed or not.
+template <bool SIGNED> DEVICE Sums dot_panels(const u32 (&plane)[PANELS][K_FLOAT ? 4 : 2], const u32 (&b)[PANELS], int first, int last,
+                                              bool pairs, Sums c = {}) {
 #pragma unroll
     for (int p = first; p < last; p += 2) {
+        const u32(&x)[K_FLOAT ? 4 : 2] = plane[p], (&y)[K_FLOAT ? 4 : 2] = plane[(p + 1) % PANELS];
         if (pairs && p + 1 < last) {
-            c = mma_s8_k32(c, plane[p][0], plane[p][1], plane[p + 1][0], plane[p + 1][1], b[p], b[p + 1]);
+            c = SIGNED ? mma_s8_k32(c, x[0], x[1], y[0], y[1], b[p], b[p + 1]) : mma_s8u8_k32(c, x[0], x[1], y[0], y[1], b[p], b[p + 1]);
         } else {
-            c = mma_s8_k16(c, plane[p][0], plane[p][1], b[p]);
-            if (p + 1 < last) c = mma_s8_k16(c, plane[p + 1][0], plane[p + 1][1], b[p + 1]);
+            c = SIGNED ? mma_s8_k16(c, x[0], x[1], b[p]) : mma_s8u8_k16(c, x[0], x[1], b[p]);
+            if (p + 1 < last) c = SIGNED ? mma_s8_k16(c, y[0], y[1], b[p + 1]) : mma_s8u8_k16(c, y[0], y[1], b[p + 1]);
         }
     }
     return c;
 }
 
 // S of this lane's two tokens from the two planes' sums.
-DEVICE float plane_sum(const Sums& c, int i) { return (float)(c.x[i] * 128 + c.x[i + 2]); }
+DEVICE int plane_sum(const Sums& c, int i) { return c.x[i] * 128 + c.x[i + 2]; }
 
-// Converts a tile's K parameters once for the warp: [group][token] scale, or {scale, centred shift}; tokens beyond the
+// Converts a tile's K parameters once for the warp: [group][token] scale, or {scale of its sum, centred shift}; tokens beyond the
 // sequence get zeros, whatever bytes lie there. row_scales(group) reads two tokens' scales of a strided cache.
 template <class Rows> DEVICE void prepare_k(u32 stage, u32 scratch, int tokens, int lane, Rows row_scales) {
     if constexpr (K_SCHEME == INT8_TOKEN || K_SCHEME == INT8_GROUP || K_SCHEME == INT4_GROUPS) {
@@ -93,8 +66,9 @@ template <class Rows> DEVICE void prepare_k(u32 stage, u32 scratch, int tokens, 
             if constexpr (K_SCHEME == INT4_GROUPS) {
                 uint2 x = lds64(block + (group * BLOCK + t % BLOCK) * 4);
                 float s0 = half_float(x.x & 0xffff), s1 = half_float(x.y & 0xffff);
-                float4 y = {in0 ? s0 : 0.0f, in0 ? fmaf(8.0f, s0, half_float(x.x >> 16)) : 0.0f,
-                            in1 ? s1 : 0.0f, in1 ? fmaf(8.0f, s1, half_float(x.y >> 16)) : 0.0f};
+                float down = t & 8 ? 0.0625f : 1.0f;
+                float4 y = {in0 ? s0 * down : 0.0f, in0 ? fmaf(8.0f, s0, half_float(x.x >> 16)) : 0.0f,
+                            in1 ? s1 * down : 0.0f, in1 ? fmaf(8.0f, s1, half_float(x.y >> 16)) : 0.0f};
                 sts128(scratch + (group * TILE + t) * 8, y);
             } else {
                 u32 x = PAGE == 0 ? row_scales(group) : lds32(block + (group * BLOCK + t % BLOCK) * 2);
@@ -136,48 +110,72 @@ DEVICE void float_scores(u32 stage, const Query& q, int lane, float (&s)[G][16])
     }
 }
 
-// Scores before 2^-e (rows of int8 and int4 groups) in the order of the accumulators: s[2j + i] is token 8j + 2·(lane%4) + i.
-DEVICE void scores(u32 stage, u32 scratch, const Query& q, int lane, float (&s)[G][16]) {
-    int c2 = 2 * (lane % 4);
+// A K scheme whose groups have LENGTH panels may take them two by two.
+constexpr int LENGTH = PANELS / K_GROUPS;
+constexpr bool PAIRS = LENGTH % 2 == 0 || K_GROUPS == 1;
+
+// Scores before 2^-e in the order of the accumulators: s[2j + i] is token 8j + 2·(lane%4) + i.
+DEVICE void scores8(u32 stage, u32 scratch, const Query& q, int lane, float (&s)[G][16]) {
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         u32 b[PANELS];
-        u32 block = stage + 8 * j / BLOCK * K_PART;
-        if constexpr (K_INT4) load_k4(block, BLOCK, 8 * j % BLOCK, lane, b);
-        else load_k8(block, BLOCK, 8 * j % BLOCK, lane, b, 0, PANELS);
+        load_k8(stage + 8 * j / BLOCK * K_PART, BLOCK, 8 * j % BLOCK, lane, b, 0, PANELS);
 #pragma unroll
-        for (int g = 0; g < G; g++) {
-            float a0 = 0.0f, a1 = 0.0f;
+        for (int g = 0; g < G; g++)
 #pragma unroll
             for (int group = 0; group < K_GROUPS; group++) {
-                constexpr int LENGTH = PANELS / K_GROUPS;
-                Sums c = {};
-                if constexpr (K_INT4) c = q.centre[g][group];
-                c = dot_panels(c, q.plane[g], b, group * LENGTH, (group + 1) * LENGTH, LENGTH % 2 == 0 || K_GROUPS == 1);
-                float s0 = plane_sum(c, 0), s1 = plane_sum(c, 1);
-                if constexpr (K_SCHEME == INT8_TOKEN || K_SCHEME == INT8_GROUP) {
-                    uint2 k = lds64(scratch + (group * TILE + 8 * j + c2) * 4);
+                Sums c = dot_panels<true>(q.plane[g], b, group * LENGTH, (group + 1) * LENGTH, PAIRS);
+                float s0 = (float)plane_sum(c, 0), s1 = (float)plane_sum(c, 1);
+                if constexpr (K_SCHEME != INT8_TENSOR) {
+                    uint2 k = lds64(scratch + (group * TILE + 8 * j + 2 * (lane % 4)) * 4);
                     s0 = s0 * bits_float(k.x);
                     s1 = s1 * bits_float(k.y);
-                } else if constexpr (K_SCHEME == INT4_GROUPS) {
-                    float4 k = lds128(scratch + (group * TILE + 8 * j + c2) * 8);
-                    s0 = s0 * k.x;
-                    s1 = s1 * k.z;
-                    a0 = group == 0 ? s0 : a0 + s0;
-                    a1 = group == 0 ? s1 : a1 + s1;
-                    s0 = q.sum[g][group] * k.y;
-                    s1 = q.sum[g][group] * k.w;
-                    a0 = a0 + s0;
-                    a1 = a1 + s1;
-                    continue;
                 }
-                a0 = group == 0 ? s0 : a0 + s0;
-                a1 = group == 0 ? s1 : a1 + s1;
+                s[g][2 * j] = group == 0 ? s0 : s[g][2 * j] + s0;
+                s[g][2 * j + 1] = group == 0 ? s1 : s[g][2 * j + 1] + s1;
             }
-            s[g][2 * j] = a0;
-            s[g][2 * j + 1] = a1;
-        }
     }
+}
+
+// The same of int4, sixteen tokens at a time. The shift of a channel's page is added elsewhere, that of rows here.
+DEVICE void scores4(u32 stage, u32 scratch, const Query& q, int lane, float (&s)[G][16]) {
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+        u32 whole[PANELS], high[PANELS];
+        load_k8(stage + 8 * j / BLOCK * K_PART, BLOCK / 2, 4 * j % (BLOCK / 2), lane, whole, 0, PANELS);
+#pragma unroll
+        for (int i = 0; i < PANELS; i++) high[i] = high_nibbles(whole[i]);
+#pragma unroll
+        for (int g = 0; g < G; g++)
+#pragma unroll
+            for (int group = 0; group < K_GROUPS; group++) {
+                Sums w = dot_panels<false>(q.plane[g], whole, group * LENGTH, (group + 1) * LENGTH, PAIRS);
+                Sums h = dot_panels<false>(q.plane[g], high, group * LENGTH, (group + 1) * LENGTH, PAIRS);
+                int h0 = plane_sum(h, 0), h1 = plane_sum(h, 1), sum = q.sum[g][group];
+                // Codes enter centred: 8 is taken from each, 16·8 from each that counts 16 times.
+                float x[4] = {(float)(plane_sum(w, 0) - h0 - 8 * sum), (float)(plane_sum(w, 1) - h1 - 8 * sum),
+                              (float)(h0 - 128 * sum), (float)(h1 - 128 * sum)};
+#pragma unroll
+                for (int i = 0; i < 4; i += 2) {
+                    float& s0 = s[g][2 * j + i];
+                    float& s1 = s[g][2 * j + i + 1];
+                    if constexpr (CHANNEL) {
+                        s0 = x[i];
+                        s1 = x[i + 1];
+                    } else {
+                        float4 k = lds128(scratch + (group * TILE + 8 * j + 4 * i + 2 * (lane % 4)) * 8);
+                        float a0 = x[i] * k.x, a1 = x[i + 1] * k.z, b0 = (float)sum * k.y, b1 = (float)sum * k.w;
+                        s0 = (group == 0 ? a0 : s0 + a0) + b0;
+                        s1 = (group == 0 ? a1 : s1 + a1) + b1;
+                    }
+                }
+            }
+    }
+}
+
+DEVICE void scores(u32 stage, u32 scratch, const Query& q, int lane, float (&s)[G][16]) {
+    if constexpr (K_INT4) scores4(stage, scratch, q, lane, s);
+    else scores8(stage, scratch, q, lane, s);
 }
 
 // ---- Int4 Channel: scale and shift belong to the page's channels, so each page has its own planes of the query ----
@@ -199,12 +197,7 @@ DEVICE float prepare_channels(u32 params, u32 scratch, int lane) {
 }
 
 DEVICE float4 query_at(u32 query, int row, int panel, int c) {
-    u32 at = query + (row * QUERY_STRIDE) * 4;
-    if (D == 80 && panel == 4) {
-        uint2 x = lds64(at + (64 + 2 * c) * 4), y = lds64(at + (72 + 2 * c) * 4);
-        return {bits_float(x.x), bits_float(x.y), bits_float(y.x), bits_float(y.y)};
-    }
-    return lds128(at + (panel * 16 + 4 * c) * 4);
+    return lds128(query + (row * QUERY_STRIDE + panel * 16 + 4 * c) * 4);
 }
 DEVICE float4 channel_at(u32 scratch, int panel, int c) { return query_at(scratch, 0, panel, c); }
 

@@ -31,9 +31,15 @@ DEVICE int quad_sum(int x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Scores to weights p in place; m and l of the state move on, O waits for its tile. A token that is not seen gets 2^-125, which
-// is 0 in every integer that is made of it.
-template <class Seen> DEVICE void soften(float (&s)[G][16], const float (&scale)[G], bool full, Seen seen, State& state, Rescale& r) {
+// p14 of two tokens each, where V has shifts.
+struct Pairs {
+    u32 p14[G][V_INT4 ? 8 : 1];
+};
+
+// Scores to weights p in place; m and l of the state move on, O waits for its tile. A token that is not seen gets 2^-63 or less,
+// which is 0 in every integer that is made of it.
+template <class Seen> DEVICE void soften(float (&s)[G][16], const float (&scale)[G], bool full, Seen seen, State& state, Rescale& r,
+                                         Pairs& pairs) {
 #pragma unroll
     for (int g = 0; g < G; g++) {
         if (!full) {
@@ -47,18 +53,24 @@ template <class Seen> DEVICE void soften(float (&s)[G][16], const float (&scale)
         float m = ceilf(quad_max(top) * scale[g]);
         bool some = full || m > MINUS_INFINITY;
         float from = some ? m : 0.0f;
-        int l = 0;
+        u32 l = 0, bits[2];
+        float down = -0.015625f * scale[g], offset = 0.015625f * from;
 #pragma unroll
         for (int i = 0; i < 16; i++) {
-            float x = fmaxf(fmaf(s[g][i], scale[g], -from), -125.0f), p = INTEGER ? exp2w(x) : exp2f_law(x);
+            float p;
+            if constexpr (INTEGER) p = exp2w(fma_saturate(s[g][i], down, offset));
+            else p = exp2f_law(fmaxf(fmaf(s[g][i], scale[g], -from), -125.0f));
             s[g][i] = p;
-            l += (int)float_bits(p + 2.0f);
+            bits[i % 2] = float_bits(p + WEIGHT_BASE);
+            l += bits[i % 2];
+            if (V_INT4 && i % 2 == 1) pairs.p14[g][i / 2 % (V_INT4 ? 8 : 1)] = __byte_perm(bits[0], bits[1], 0x6521);
         }
-        l = quad_sum(l);  // sixteen times the bits of 2.0 are 0 modulo 2^32
+        l = quad_sum((int)l) - TILE * WEIGHT_BASE_BITS;
+        if (INTEGER) m = m - 1.0f;
         float top_m = some ? fmaxf(state.m[g], m) : state.m[g];
         r.alpha[g] = some ? pow2(top_m - state.m[g]) : 1.0f;
         r.beta[g] = some ? pow2(top_m - m) : -0.0f;  // adds a zero that changes not even a zero's sign
-        state.l[g] = fmaf((float)l, exp2i(-22) * r.beta[g], state.l[g] * r.alpha[g]);
+        state.l[g] = fmaf((float)(int)l, exp2i(-22) * r.beta[g], state.l[g] * r.alpha[g]);
         state.m[g] = top_m;
     }
 }
@@ -67,15 +79,15 @@ template <class Seen> DEVICE void soften(float (&s)[G][16], const float (&scale)
 // tokens as {hi, hi, lo, lo}.
 struct VScales {
     float down[V_GROUPS];        // 2^-f
-    float shift_down[V_GROUPS];  // 2^(-15-h)
+    float shift_down[V_GROUPS];  // 2^(-14-h)
 };
 
 template <class Rows> DEVICE void prepare_v(u32 stage, u32 scratch, int tokens, int lane, Rows row_scales, VScales& v) {
     int t = 2 * lane;
     bool in0 = t < tokens, in1 = t + 1 < tokens;
     if constexpr (V_SCHEME == INT8_TENSOR) {
-        sts64(scratch + t * 4, in0 ? 32768.0f : 0.0f, in1 ? 32768.0f : 0.0f);
-        v.down[0] = exp2i(-15);
+        sts64(scratch + t * 4, in0 ? 16384.0f : 0.0f, in1 ? 16384.0f : 0.0f);
+        v.down[0] = exp2i(-14);
     } else {
         u32 block = stage + t / BLOCK * V_PART + V_CODES;
 #pragma unroll
@@ -93,13 +105,13 @@ template <class Rows> DEVICE void prepare_v(u32 stage, u32 scratch, int tokens, 
                 s1 = in1 ? half_float(x >> 16) : 0.0f;
             }
             float largest = bits_float(warp_max(float_bits(fmaxf(s0, s1))));
-            int f = largest == 0.0f ? 0 : 15 - exponent(largest);
+            int f = largest == 0.0f ? 0 : 14 - exponent(largest);
             v.down[group] = exp2i(-f);
             sts64(scratch + (group * TILE + t) * 4, s0 * exp2i(f), s1 * exp2i(f));
             if constexpr (V_INT4) {
                 largest = bits_float(warp_max(float_bits(fmaxf(fabsf(h0), fabsf(h1)))));
                 int h = largest == 0.0f ? 0 : 14 - exponent(largest);
-                v.shift_down[group] = exp2i(-15 - h);
+                v.shift_down[group] = exp2i(-14 - h);
                 u32 x0 = float_bits(fmaf(h0, exp2i(h), MAGIC)), x1 = float_bits(fmaf(h1, exp2i(h), MAGIC));
                 sts32(scratch + V_GROUPS * TILE * 4 + (group * TILE / 2 + lane) * 4, __byte_perm(x0, x1, 0x4051));
             }
@@ -109,10 +121,10 @@ template <class Rows> DEVICE void prepare_v(u32 stage, u32 scratch, int tokens, 
 }
 
 // b[panel]: 16 tokens of V, transposed, of 8 dims: bytes 4·(lane%4) + {0..3} in slot order, dim lane/4.
-DEVICE void load_v8(u32 stage, int j, int lane, u32 (&b)[4]) {
+DEVICE void load_v8(u32 stage, int j, int lane, u32 (&b)[4], int rows = D) {
     constexpr int IN_BLOCK = BLOCK / 16;
     int panel = lane / 8;
-    ldmatrix_x4(b, stage + panel / IN_BLOCK * V_PART + (panel % IN_BLOCK * D + 8 * j + lane % 8) * 16);
+    ldmatrix_x4(b, stage + panel / IN_BLOCK * V_PART + (panel % IN_BLOCK * rows + 8 * j + lane % 8) * 16);
 }
 // The same of 16 dims whose rows lie along the dims: b[0] has the even dims, b[1] the odd ones.
 DEVICE void load_v_rows(u32 stage, int j, int lane, u32 (&b)[2][4]) {
@@ -127,25 +139,16 @@ DEVICE void load_v_rows(u32 stage, int j, int lane, u32 (&b)[2][4]) {
         b[1][panel] = __byte_perm(low, high, 0x7531);
     }
 }
-DEVICE void load_v4(u32 stage, int j, int lane, u32 (&b0)[4], u32 (&b1)[4]) {
-    constexpr int IN_BLOCK = BLOCK / 32;
-    int panel = lane / 8 % 2;
-    u32 x[4];
-    ldmatrix_x4(x, stage + panel / IN_BLOCK * V_PART + (panel % IN_BLOCK * D + 8 * (j + lane / 16) + lane % 8) * 16);
-    unpack4(x[0], b0[0], b0[1]);
-    unpack4(x[1], b0[2], b0[3]);
-    unpack4(x[2], b1[0], b1[1]);
-    unpack4(x[3], b1[2], b1[3]);
-}
 
 // The weights of one row group as left operand: two planes of 8 bits, hi above, lo below.
 struct Weights {
     u32 plane[4][2];  // per 16 tokens
-    Sums centre;      // int4: -8·Σhi (twice), -8·Σlo (twice)
+    Sums centre;      // int4: -128·Σhi (twice), -128·Σlo (twice), where the high nibbles' accumulators start
+    int low;          // int4: -136·Σ w16
     float shift;      // int4: Σ p·shift
 };
 
-DEVICE void weigh(const float (&p)[16], u32 scratch, int group, const VScales& v, int lane, Weights& w) {
+DEVICE void weigh(const float (&p)[16], const u32 (&p14)[V_INT4 ? 8 : 1], u32 scratch, int group, const VScales& v, int lane, Weights& w) {
     int c = lane % 4;
 #pragma unroll
     for (int panel = 0; panel < 4; panel++) {
@@ -163,16 +166,16 @@ DEVICE void weigh(const float (&p)[16], u32 scratch, int group, const VScales& v
     }
     if constexpr (V_INT4) {
         Sums k = {};
-        k = mma_u8s8_k32(k, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], 0xF8F8F8F8u, 0xF8F8F8F8u);
-        k = mma_u8s8_k32(k, w.plane[2][0], w.plane[2][1], w.plane[3][0], w.plane[3][1], 0xF8F8F8F8u, 0xF8F8F8F8u);
+        k = mma_u8s8_k32(k, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], 0x80808080u, 0x80808080u);
+        k = mma_u8s8_k32(k, w.plane[2][0], w.plane[2][1], w.plane[3][0], w.plane[3][1], 0x80808080u, 0x80808080u);
         w.centre = k;
+        w.low = (k.x[0] * 256 + k.x[2]) / 16 * 17;
         int hi = 0, lo = 0;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             u32 shifts = lds32(scratch + V_GROUPS * TILE * 4 + (group * TILE / 2 + 4 * i + c) * 4);
-            u32 p15 = __byte_perm(float_bits(p[2 * i] + 256.0f), float_bits(p[2 * i + 1] + 256.0f), 0x5410);
-            hi = dot2_s8_low(p15, shifts, hi);
-            lo = dot2_u8_high(p15, shifts, lo);
+            hi = dot2_s8_low(p14[i], shifts, hi);
+            lo = dot2_u8_high(p14[i], shifts, lo);
         }
         w.shift = fmaf((float)quad_sum(hi), 256.0f, (float)quad_sum(lo)) * v.shift_down[group];
     }
@@ -181,14 +184,24 @@ DEVICE void weigh(const float (&p)[16], u32 scratch, int group, const VScales& v
 // O of dims 8j.. of one row group: the tile's integers, scaled, folded into the state.
 DEVICE void fold8(State& state, int g, int j, const u32 (&b)[4], const Weights& w, float down, const Rescale& r) {
     Sums c = {};
-    if constexpr (V_INT4) c = w.centre;
     c = mma_u8s8_k32(c, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], b[0], b[1]);
     c = mma_u8s8_k32(c, w.plane[2][0], w.plane[2][1], w.plane[3][0], w.plane[3][1], b[2], b[3]);
 #pragma unroll
+    for (int i = 0; i < 2; i++)
+        state.o[g][j][i] = fmaf((float)(c.x[i] * 256 + c.x[i + 2]), down * r.beta[g], state.o[g][j][i]);
+}
+// The same of dims 8j.. and 8(j + 1).. in the low and high nibbles of the same bytes.
+DEVICE void fold4(State& state, int g, int j, const u32 (&whole)[4], const u32 (&high)[4], const Weights& w, float down, const Rescale& r) {
+    Sums c = {}, h = w.centre;
+    c = mma_u8_k32(c, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], whole[0], whole[1]);
+    c = mma_u8_k32(c, w.plane[2][0], w.plane[2][1], w.plane[3][0], w.plane[3][1], whole[2], whole[3]);
+    h = mma_u8_k32(h, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], high[0], high[1]);
+    h = mma_u8_k32(h, w.plane[2][0], w.plane[2][1], w.plane[3][0], w.plane[3][1], high[2], high[3]);
+#pragma unroll
     for (int i = 0; i < 2; i++) {
-        float sum = (float)(c.x[i] * 256 + c.x[i + 2]), o = state.o[g][j][i];
-        if constexpr (V_INT4) state.o[g][j][i] = fmaf(fmaf(sum, down, w.shift), r.beta[g], o);
-        else state.o[g][j][i] = fmaf(sum, down * r.beta[g], o);
+        int of_high = h.x[i] * 256 + h.x[i + 2], of_low = c.x[i] * 256 + c.x[i + 2] - of_high + w.low;
+        state.o[g][j][i] = fmaf(fmaf((float)of_low, down, w.shift), r.beta[g], state.o[g][j][i]);
+        state.o[g][j + 1][i] = fmaf(fmaf((float)of_high, down * 0.0625f, w.shift), r.beta[g], state.o[g][j + 1][i]);
     }
 }
 
@@ -206,8 +219,8 @@ DEVICE void rescale(State& state, const Rescale& r) {
             for (int i = 0; i < 2; i++) state.o[g][j][i] = state.o[g][j][i] * r.alpha[g];
 }
 
-template <class Rows> DEVICE void fold_values(u32 stage, u32 scratch, int tokens, const float (&p)[G][16], const Rescale& r, int lane,
-                                              Rows row_scales, State& state) {
+template <class Rows> DEVICE void fold_values(u32 stage, u32 scratch, int tokens, const float (&p)[G][16], const Pairs& pairs, const Rescale& r,
+                                              int lane, Rows row_scales, State& state) {
     VScales v;
     prepare_v(stage, scratch, tokens, lane, row_scales, v);
     rescale(state, r);
@@ -215,14 +228,20 @@ template <class Rows> DEVICE void fold_values(u32 stage, u32 scratch, int tokens
     for (int group = 0; group < V_GROUPS; group++) {
         Weights w[G];
 #pragma unroll
-        for (int g = 0; g < G; g++) weigh(p[g], scratch, group, v, lane, w[g]);
+        for (int g = 0; g < G; g++) weigh(p[g], pairs.p14[g], scratch, group, v, lane, w[g]);
         constexpr int TILES = D / 8 / V_GROUPS;
 #pragma unroll
         for (int j = group * TILES; j < (group + 1) * TILES; j += 2) {
             u32 b[2][4];
             if constexpr (V_INT4) {
-                load_v4(stage, j, lane, b[0], b[1]);
-            } else if constexpr (V_ROWS) {
+                load_v8(stage, j / 2, lane, b[0], D / 2);
+#pragma unroll
+                for (int i = 0; i < 4; i++) b[1][i] = high_nibbles(b[0][i]);
+#pragma unroll
+                for (int g = 0; g < G; g++) fold4(state, g, j, b[0], b[1], w[g], v.down[group], r);
+                continue;
+            }
+            if constexpr (V_ROWS) {
                 load_v_rows(stage, j, lane, b);
             } else {
                 load_v8(stage, j, lane, b[0]);
