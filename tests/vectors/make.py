@@ -158,10 +158,9 @@ def k_address(bits, dim, page_size, t, d):
         return (d // 8 * page_size + t) * 16 + d % 8 * 2, 0
     if bits == 8:
         return (d // 16 * page_size + t) * 16 + d % 16, 0
-    panel, j = divmod(d, 32)
-    if dim % 32 and panel == dim // 32:  # the half panel of head_dim 80
-        return 2 * page_size * 16 + t * 8 + j % 8, 0 if j < 8 else 4
-    return (panel * page_size + t) * 16 + j % 16, 0 if j < 16 else 4
+    # Of 16 tokens 0..8 are low nibbles, 8..16 high ones: 8 rows.
+    row, high = t // 16 * 8 + t % 8, t // 8 % 2
+    return (d // 16 * (page_size // 2) + row) * 16 + d % 16, 4 * high
 
 
 def v_address(bits, dim, page_size, t, d):
@@ -169,7 +168,9 @@ def v_address(bits, dim, page_size, t, d):
         return k_address(16, dim, page_size, t, d)
     if bits == 8:
         return (t // 16 * dim + d) * 16 + slot(t % 16), 0
-    return (t // 32 * dim + d) * 16 + slot(t % 16), 0 if t % 32 < 16 else 4
+    # The same of dims.
+    row, high = d // 16 * 8 + d % 8, d // 8 % 2
+    return (t // 16 * (dim // 2) + row) * 16 + slot(t % 16), 4 * high
 
 
 def part_bytes(scheme, dim, page_size):
@@ -340,8 +341,8 @@ def main():
     for scheme in ["f16", "bf16", "fp8", "int8", "int8-g32", "int8-tensor", "int4-g1", "int4-g2", "int4-g4"]:
         files[f"{scheme}.txt"] = page_file(scheme, scheme, 64, 64, 1, 4)
     files["int4-g8.txt"] = page_file("int4-g8", "int4-g8", 128, 32, 1, 4)
-    # The half panel, two heads, a second page.
-    files["int4-g1-d80.txt"] = page_file("int4-g1", "int4-g1", 80, 32, 2, 35)
+    # An odd number of panels, two heads, a third page, which ends among the low nibbles.
+    files["int4-g1-d80.txt"] = page_file("int4-g1", "int4-g1", 80, 16, 2, 35)
     # A sealed page and an open one.
     files["int4.txt"] = page_file("int4-channel", "int4-g1", 64, 64, 1, 66)
     check, stale = "--check" in sys.argv, []

@@ -108,7 +108,6 @@ impl Scheme {
             Scheme::Int4(Int4Scale::Channel) if page_size < 64 => {
                 refuse("int4-channel needs page_size 64 or 128")
             }
-            Scheme::Int4(_) if page_size < 32 => refuse("int4 needs page_size 32, 64 or 128"),
             _ => Ok(()),
         }
     }

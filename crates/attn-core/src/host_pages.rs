@@ -33,7 +33,7 @@ pub fn load_code(codes: &[u8], bits: usize, at: CodeAddr) -> u16 {
     }
 }
 
-/// Writes one code; a low nibble clears the high one, which is written later.
+/// Writes one code; a low nibble clears the high one, which is written later: of K by a later token, of V by a later dim.
 pub fn store_code(codes: &mut [u8], bits: usize, at: CodeAddr, code: u16) {
     match bits {
         16 => codes[at.byte..at.byte + 2].copy_from_slice(&code.to_le_bytes()),

@@ -28,8 +28,15 @@ pub fn slot(t: usize) -> usize {
     4 * c + 2 * h + e
 }
 
+/// A 4-bit code's row among those of its panel, for token (of K) or dim (of V) `i`: a row holds `i` and `i + 8` of each 16.
+fn nibble_row(i: usize) -> (usize, u32) {
+    (i / PANEL * 8 + i % 8, if i % PANEL < 8 { 0 } else { 4 })
+}
+
 /// Address of K's code `(t, d)` under `bits` per code, from the start of the K codes.
-pub fn k_code(bits: usize, head_dim: usize, page_size: usize, t: usize, d: usize) -> CodeAddr {
+///
+/// The head_dim is there for the likeness to [`v_code`]: K's panels are as long as the page.
+pub fn k_code(bits: usize, _head_dim: usize, page_size: usize, t: usize, d: usize) -> CodeAddr {
     match bits {
         16 => CodeAddr {
             byte: (d / 8 * page_size + t) * PANEL + d % 8 * 2,
@@ -40,12 +47,10 @@ pub fn k_code(bits: usize, head_dim: usize, page_size: usize, t: usize, d: usize
             shift: 0,
         },
         _ => {
-            let (panel, j) = (d / 32, d % 32);
-            // The last panel of head_dim 80 has 16 dims, hence rows of 8 bytes.
-            let width = PANEL.min((head_dim - panel * 32) / 2);
+            let (row, shift) = nibble_row(t);
             CodeAddr {
-                byte: panel * page_size * PANEL + t * width + j % width,
-                shift: if j < width { 0 } else { 4 },
+                byte: (d / PANEL * (page_size / 2) + row) * PANEL + d % PANEL,
+                shift,
             }
         }
     }
@@ -59,10 +64,13 @@ pub fn v_code(bits: usize, head_dim: usize, page_size: usize, t: usize, d: usize
             byte: (t / PANEL * head_dim + d) * PANEL + slot(t % PANEL),
             shift: 0,
         },
-        _ => CodeAddr {
-            byte: (t / 32 * head_dim + d) * PANEL + slot(t % PANEL),
-            shift: if t % 32 < PANEL { 0 } else { 4 },
-        },
+        _ => {
+            let (row, shift) = nibble_row(d);
+            CodeAddr {
+                byte: (t / PANEL * (head_dim / 2) + row) * PANEL + slot(t % PANEL),
+                shift,
+            }
+        }
     }
 }
 

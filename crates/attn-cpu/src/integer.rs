@@ -206,20 +206,22 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
     );
     let out = rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr();
     for t in (0..tile.tokens).step_by(D::S::LANES) {
-        // SAFETY: t/16 < 4; the panel rows of tokens t%16.. lie in the tile's place.
-        let base = unsafe { tile.k[t / 16].add(t % 16 * 16) };
+        // The place of the tokens' 16, and where among them this step's begin.
+        let (base, first) = (tile.k[t / 16], if D::S::LANES == 16 { 0 } else { t % 16 });
         fetch.step(s);
         let mut a = [s.splat(0.0); R];
         for g in 0..tile.k_groups {
             let mut acc = [[d.k_zero(); 4]; R];
             for part in g * parts..(g + 1) * parts {
-                let panel = if NIBBLES { part / 2 } else { part };
-                // SAFETY: the tile's K has dim/16 parts; each vector covers ROWS tokens, four cover LANES ≤ 16 tokens.
+                // SAFETY: the tile's K has dim/16 parts; each vector covers ROWS tokens, four cover LANES of the 16 at `base`,
+                // whose nibbles lie in 8 rows.
                 let codes: [D::KCodes; 4] = four!(|j| unsafe {
-                    let raw = s.i_load(base.add(panel * tile.k_stride + j * D::S::ROWS * 16));
+                    let token = first + j * D::S::ROWS;
+                    let row = if NIBBLES { token % 8 } else { token };
+                    let raw = s.i_load(base.add(part * tile.k_stride + row * 16));
                     match NIBBLES {
                         false => d.k_bytes(raw),
-                        true if part % 2 == 0 => d.k_low(raw),
+                        true if token < 8 => d.k_low(raw),
                         true => d.k_high(raw),
                     }
                 });
@@ -338,15 +340,22 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
     for dim0 in (0..dim).step_by(D::S::LANES) {
         let g = dim0 / group_dims;
         fetch.step(s);
+        let first = if D::S::LANES == 16 { 0 } else { dim0 % 16 };
         let mut acc = [[d.v_zero(); 4]; R];
         let mut count = [d.v_zero(); 4];
         for panel in 0..tile.tokens.div_ceil(16) {
-            // SAFETY: the tile has this panel; it holds dim rows of 16 bytes, four vectors cover LANES of them.
+            // SAFETY: the tile has this panel; it holds dim rows of 16 bytes, or half as many rows of nibbles, of which four vectors
+            // cover LANES dims.
             let codes: [D::VCodes; 4] = four!(|j| unsafe {
-                let raw = s.i_load(tile.v[panel].add((dim0 + j * D::S::ROWS) * 16));
+                let dim = first + j * D::S::ROWS;
+                let row = match NIBBLES {
+                    false => dim0 + j * D::S::ROWS,
+                    true => dim0 / 16 * 8 + dim % 8,
+                };
+                let raw = s.i_load(tile.v[panel].add(row * 16));
                 match NIBBLES {
                     false => d.v_bytes(raw),
-                    true if panel % 2 == 0 => d.v_low(raw),
+                    true if dim < 8 => d.v_low(raw),
                     true => d.v_high(raw),
                 }
             });

@@ -320,42 +320,53 @@ impl<'a> Reader<'a> {
             return;
         };
         let (page_size, first) = (layout.page_size, t0 % layout.page_size);
-        if side == Side::V && bits != 16 {
-            unpack_v(codes, bits, head_dim, first, n, out);
-            return;
-        }
-        for (panel, d0) in (0..head_dim).step_by(128 / bits).enumerate() {
-            let width = 16.min((head_dim - d0) * bits / 8);
-            for t in 0..n {
-                let row = &codes[panel * page_size * 16 + (first + t) * width..][..width];
-                let out = &mut out[t * head_dim + d0..];
-                match bits {
-                    16 => row
-                        .chunks_exact(2)
-                        .zip(out)
-                        .for_each(|(c, o)| *o = u16::from_le_bytes([c[0], c[1]])),
-                    8 => row.iter().zip(out).for_each(|(c, o)| *o = u16::from(*c)),
-                    _ => {
-                        let (low, high) = out[..2 * width].split_at_mut(width);
-                        for ((c, l), h) in row.iter().zip(low).zip(high) {
-                            (*l, *h) = (u16::from(c & 15), u16::from(c >> 4));
-                        }
-                    }
-                }
+        for t in 0..n {
+            let (t, out) = (first + t, &mut out[t * head_dim..][..head_dim]);
+            if side == Side::V && bits != 16 {
+                unpack_v(codes, bits, t, out);
+            } else {
+                unpack_k(codes, bits, page_size, t, out);
             }
         }
     }
 }
 
-/// V of 8 and 4 bits lies transposed; tokens `first..first + n`, `first` a multiple of 16.
-fn unpack_v(codes: &[u8], bits: usize, head_dim: usize, first: usize, n: usize, out: &mut [u16]) {
-    for t in 0..n {
-        let token = first + t;
-        let at = layout::v_code(bits, head_dim, 0, token, 0);
-        let row = codes[at.byte..].iter().step_by(16);
-        let mask = if bits == 8 { 0xff } else { 15 };
-        for (c, o) in row.zip(&mut out[t * head_dim..][..head_dim]) {
-            *o = u16::from(c >> at.shift) & mask;
+/// One token's codes from panels with tokens inside: K, and V of 16 bits.
+fn unpack_k(codes: &[u8], bits: usize, page_size: usize, t: usize, out: &mut [u16]) {
+    let (each, panel_bytes) = match bits {
+        16 => (8, page_size * 16),
+        8 => (16, page_size * 16),
+        _ => (16, page_size * 8),
+    };
+    let at = layout::k_code(bits, 0, page_size, t, 0);
+    for (panel, out) in out.chunks_exact_mut(each).enumerate() {
+        let row = &codes[panel * panel_bytes + at.byte..][..16];
+        match bits {
+            16 => row
+                .chunks_exact(2)
+                .zip(out)
+                .for_each(|(c, o)| *o = u16::from_le_bytes([c[0], c[1]])),
+            8 => row.iter().zip(out).for_each(|(c, o)| *o = u16::from(*c)),
+            _ => row
+                .iter()
+                .zip(out)
+                .for_each(|(c, o)| *o = u16::from(c >> at.shift & 15)),
+        }
+    }
+}
+
+/// One token's codes of V in 8 or 4 bits, which lies transposed.
+fn unpack_v(codes: &[u8], bits: usize, t: usize, out: &mut [u16]) {
+    let at = layout::v_code(bits, out.len(), 0, t, 0);
+    let rows = codes[at.byte..].iter().step_by(16);
+    if bits == 8 {
+        rows.zip(out).for_each(|(c, o)| *o = u16::from(*c));
+        return;
+    }
+    for (eight, out) in out.chunks_exact_mut(16).enumerate() {
+        let (low, high) = out.split_at_mut(8);
+        for ((c, l), h) in rows.clone().skip(8 * eight).zip(low).zip(high) {
+            (*l, *h) = (u16::from(c & 15), u16::from(c >> 4));
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One tile of 64 tokens of one KV head, as the kernels want it: where its codes lie, and its parameters as floats.
 //!
-//! Native pages are read where they lie. Row-major views, the 8-byte panels of int4 at head_dim 80, fp8, and pairs of an integer
-//! and a float scheme are first packed into panels of this thread's own: a slower path, with the same bits.
+//! Native pages are read where they lie. Row-major views, fp8, and pairs of an integer and a float scheme are first packed into
+//! panels of this thread's own: a slower path, with the same bits.
 
 use std::sync::LazyLock;
 
@@ -102,7 +102,7 @@ impl Fetch {
 pub(crate) struct Tile {
     /// Cached tokens, 1..=64.
     pub tokens: usize,
-    /// K's panel rows of each 16 tokens; the next panel is `k_stride` on.
+    /// K's panel rows of each 16 tokens (of 4 bits: 8 rows); the next panel is `k_stride` on.
     pub k: [*const u8; 4],
     pub k_stride: usize,
     pub k_nibbles: bool,
@@ -111,7 +111,7 @@ pub(crate) struct Tile {
     pub k_has_shift: bool,
     pub k_scale: [[f32; TILE]; GROUPS],
     pub k_shift: [[f32; TILE]; GROUPS],
-    /// Integers: the panel of each 16 tokens, or of the 32 that they lie in. Floats: as for K.
+    /// Integers: the panel of each 16 tokens. Floats: as for K.
     pub v: [*const u8; 4],
     pub v_stride: usize,
     pub v_nibbles: bool,
@@ -183,11 +183,11 @@ impl Tile {
         let channel = scheme == Scheme::Int4(Int4Scale::Channel);
         self.k_groups = scheme.groups(dim);
         self.k_has_shift = matches!(scheme, Scheme::Int4(Int4Scale::Groups(_)));
-        self.k_nibbles = scheme.code_bits() == 4 && dim.is_multiple_of(32);
-        if reader.is_paged() && (scheme.code_bits() == 8 || self.k_nibbles) {
+        self.k_nibbles = scheme.code_bits() == 4;
+        if reader.is_paged() {
             self.place(reader, Side::K, t0, scheme.code_bits(), dim);
         } else {
-            self.pack_k(reader, t0, scheme, dim);
+            self.pack_k(reader, t0, dim);
         }
         if channel {
             self.channel(s, reader, t0, dim);
@@ -305,25 +305,14 @@ impl Tile {
         *stride = places_of(reader, side, t0, self.tokens, bits, dim, places);
     }
 
-    /// K as panels of 16 signed codes, int4 already centred.
-    fn pack_k(&mut self, reader: &Reader<'_>, t0: usize, scheme: Scheme, dim: usize) {
-        self.k_nibbles = false;
+    /// K of a view as panels of 16 dims.
+    fn pack_k(&mut self, reader: &Reader<'_>, t0: usize, dim: usize) {
         self.k_panels.reserve(TILE * dim);
         let panels = self.k_panels.as_mut_slice();
-        if let Some(view) = reader.rows(Side::K) {
-            for t in 0..self.tokens {
-                for (panel, row) in view.row(t0 + t, dim).chunks_exact(16).enumerate() {
-                    panels[(panel * TILE + t) * 16..][..16].copy_from_slice(row);
-                }
-            }
-        } else {
-            let centre = if scheme.code_bits() == 4 { 8 } else { 0 };
-            self.codes.resize(TILE * dim, 0);
-            reader.codes_of_tile(Side::K, t0, self.tokens, dim, &mut self.codes);
-            for t in 0..self.tokens {
-                for (d, code) in self.codes[t * dim..][..dim].iter().enumerate() {
-                    panels[(d / 16 * TILE + t) * 16 + d % 16] = (*code as u8).wrapping_sub(centre);
-                }
+        let view = reader.rows(Side::K).expect("only views have rows to pack");
+        for t in 0..self.tokens {
+            for (panel, row) in view.row(t0 + t, dim).chunks_exact(16).enumerate() {
+                panels[(panel * TILE + t) * 16..][..16].copy_from_slice(row);
             }
         }
         self.k = std::array::from_fn(|i| panels[i * 256..].as_ptr());
@@ -429,13 +418,15 @@ fn places_of(
     while t < tokens {
         let page = reader.page(side, t0 + t);
         let mut first = (t0 + t) & (page.page_size - 1);
-        stride = page.page_size * 16;
+        // A row of 4-bit K is two tokens.
+        let k_row = if bits == 4 { 8 } else { 16 };
+        stride = page.page_size * k_row;
         while first < page.page_size && t < TILE {
             // The formulas of FORMATS.md for the first of 16 tokens; all stay inside the part.
             let at = match (side, bits) {
-                (Side::K, _) | (Side::V, 16) => first * 16,
+                (Side::K, _) | (Side::V, 16) => first * k_row,
                 (Side::V, 8) => first * dim,
-                (Side::V, _) => first / 32 * dim * 16,
+                (Side::V, _) => first * dim / 2,
             };
             places[t / 16] = page.codes[at..].as_ptr();
             (t, first) = (t + 16, first + 16);
