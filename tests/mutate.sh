@@ -50,6 +50,10 @@ mutate "rounding of weights" crates/attn-cpu/src/reference.rs \
 mutate "page address of K" crates/attn-core/src/layout.rs \
     'byte: (d / PANEL * page_size + t) * PANEL + d % PANEL,' \
     'byte: (d / PANEL * page_size + t) * PANEL + 15 - d % PANEL,'
+mutate "rows of nibbles" crates/attn-core/src/layout.rs \
+    '(i / PANEL * 8 + i % 8, if' '(i / PANEL * 8 + 7 - i % 8, if'
+mutate "rounding of p14" crates/attn-cpu/src/reference.rs \
+    '(weight_units(*p) + 128) >> 8' 'weight_units(*p) >> 8'
 mutate "page address of V" crates/attn-core/src/layout.rs \
     'byte: (t / PANEL * head_dim + d) * PANEL + slot(t % PANEL),' \
     'byte: (t / PANEL * head_dim + d) * PANEL + t % PANEL,'

@@ -41,7 +41,8 @@ def exp_or(x, base):
 
 
 LOG2_E, LN_2 = const(0x3FB8AA3B), const(0x3F317218)
-EXP2W = [const(b) for b in (0x3C1D0C02, 0x3D64FE59, 0x3E760193, 0x3F317096)] + [F(1)]
+EXP2W = [const(b) for b in (0x3D620000, 0x3E786F4E, 0x3F317982, 0x3F7FFB48)]
+B = F(2) + F(1, 2**15)
 EXP2F = [const(b) for b in (0x3AADFE47, 0x3C1E7726, 0x3D635B15, 0x3E75FCD9, 0x3F317216)] + [F(1)]
 LOG2 = [
     const(b)
@@ -49,13 +50,30 @@ LOG2 = [
 ]
 
 
-def exp2(x, coefficients):  # section 4
-    t = f32(x + 12582912)
-    r = f32(x - f32(t - 12582912))
+def polynomial(r, coefficients):
     y = coefficients[0]
     for c in coefficients[1:]:
         y = f32(f32(y * r) + c)
-    return from_bits(bits(y) + (bits(t) << 23))
+    return y
+
+
+def exp2w(v):  # section 4: 2^(1 - v)
+    assert 0 <= v <= 64
+    t = f32(12582913 - v)
+    n = f32(t - 12582913)
+    p = from_bits(bits(polynomial(f32(-v - n), EXP2W)) + (bits(t) << 23))
+    assert 0 < p < 2
+    return p
+
+
+def p22(p):  # section 4
+    return bits(f32(p + B)) - bits(B)
+
+
+def exp2f(x):  # section 7
+    t = f32(x + 12582912)
+    n = f32(t - 12582912)
+    return from_bits(bits(polynomial(f32(x - n), EXP2F)) + (bits(t) << 23))
 
 
 def rcp(x):  # section 6
@@ -159,7 +177,7 @@ def score(k, q, planes, t):  # section 3
 def modify(s, case, t, position):  # section 3
     if case["softcap"]:
         cap = F(case["softcap"])
-        e2 = exp2(max(-f32(abs(s) * f32(2 / cap)), F(-125)), EXP2F)
+        e2 = exp2f(max(-f32(abs(s) * f32(2 / cap)), F(-125)))
         y = f32(f32(f32(1 - e2) * rcp(f32(1 + e2))) * f32(cap * LOG2_E))
         s = y if s >= 0 else -y
     if case["alibi"]:
@@ -173,16 +191,17 @@ def tile_value(v, p, tokens):  # section 4
     n = v.dim // groups
     for g in range(groups):
         params = [(F(1), F(0)) if v.scheme == "int8-tensor" else v.params[t][g] for t in tokens]
-        f = exp_or(max(scale for scale, _ in params), 15)
+        f = exp_or(max(scale for scale, _ in params), 14)
         w16 = [rhe(f32(w * (scale * pow2(f)))) for w, (scale, _) in zip(p, params)]
         assert all(0 <= w <= 65504 for w in w16)
         z = F(0)
         if v.scheme.startswith("int4"):
             h = exp_or(max(abs(shift) for _, shift in params), 14)
             sh = [rhe(shift * pow2(h)) for _, shift in params]
-            p15 = [bits(f32(w + 256)) - 0x43800000 for w in p]
-            hi, lo = dot(p15, [s >> 8 for s in sh]), dot(p15, [s & 255 for s in sh])
-            z = f32(f32(F(hi)) * 256 + f32(F(lo))) * pow2(-15 - h)
+            p14 = [(p22(w) + 128) >> 8 for w in p]
+            assert all(0 <= w <= 2**15 for w in p14)
+            hi, lo = dot(p14, [s >> 8 for s in sh]), dot(p14, [s & 255 for s in sh])
+            z = f32(f32(F(hi)) * 256 + f32(F(lo))) * pow2(-14 - h)
         for d in range(g * n, (g + 1) * n):
             o = f32(F(dot(w16, [v.codes[t][d] for t in tokens]))) * pow2(-f)
             result.append(f32(o + z))
@@ -238,9 +257,10 @@ def attend(case, k, v, q):
             scores = {t: modify(score(k, q, planes, t), case, t, position) for t in tokens if t >= start}
             if not scores:
                 continue
-            m = F(-(-max(scores.values()) // 1))
-            p = [exp2(max(f32(scores[t] - m), F(-125)), EXP2W) if t in scores else F(0) for t in tokens]
-            l = sum(bits(f32(w + 2)) - 0x40000000 for w in p)
+            top = F(-(-max(scores.values()) // 1))
+            m = f32(top - 1)
+            p = [exp2w(min(f32(top - scores[t]), F(64))) if t in scores else F(0) for t in tokens]
+            l = sum(p22(w) for w in p)
             state = fold(state, m, l, tile_value(v, p, tokens))
         segments.append(state)
     spans = [merged(segments[i : i + SPAN]) for i in range(0, len(segments), SPAN)]

@@ -6,24 +6,31 @@ pub const LOG2_E: f32 = f32::from_bits(0x3FB8_AA3B);
 pub const LN_2: f32 = f32::from_bits(0x3F31_7218);
 /// Tokens per tile.
 pub const TILE: usize = 64;
-/// Lowest argument of the exponentials.
+/// Lowest argument of [`exp2_float`].
 pub const EXP2_MIN: f32 = -125.0;
+/// Largest argument of [`exp2_weight`]: a weight of 2^-63 counts as much as none.
+pub const WEIGHT_MAX: f32 = 64.0;
 /// Adding it rounds |x| ≤ 2^22 to an integer, half to even.
 pub const ROUND: f32 = 12_582_912.0;
-/// exp2's coefficients c4…c1 for weights of 16 bits.
+/// The same, and 1 more: what [`exp2_weight`] starts from.
+pub const ROUND_WEIGHT: f32 = 12_582_913.0;
+/// Added to a weight p < 2, leaves p·2^22 in the low bits, and p·2^14 in bytes 1 and 2: 2 + 2^-15.
+pub const WEIGHT_BASE: f32 = f32::from_bits(0x4000_0080);
+/// exp2's coefficients c3…c0 for weights of 16 bits.
 pub const EXP2_WEIGHT: [f32; 4] = [
-    f32::from_bits(0x3C1D_0C02),
-    f32::from_bits(0x3D64_FE59),
-    f32::from_bits(0x3E76_0193),
-    f32::from_bits(0x3F31_7096),
+    f32::from_bits(0x3D62_0000),
+    f32::from_bits(0x3E78_6F4E),
+    f32::from_bits(0x3F31_7982),
+    f32::from_bits(0x3F7F_FB48),
 ];
-/// exp2's coefficients c5…c1 for f32 weights.
-pub const EXP2_FLOAT: [f32; 5] = [
+/// exp2's coefficients c5…c0 for f32 weights.
+pub const EXP2_FLOAT: [f32; 6] = [
     f32::from_bits(0x3AAD_FE47),
     f32::from_bits(0x3C1E_7726),
     f32::from_bits(0x3D63_5B15),
     f32::from_bits(0x3E75_FCD9),
     f32::from_bits(0x3F31_7216),
+    1.0,
 ];
 const LOG2: [f32; 9] = [
     f32::from_bits(0x3E09_0EF7),
@@ -63,27 +70,32 @@ pub fn exponent(x: f32) -> i32 {
 }
 
 #[inline]
-fn exp2<const N: usize>(x: f32, coefficients: &[f32; N]) -> f32 {
-    let t = x + ROUND;
-    let r = x - (t - ROUND);
+fn exp2<const N: usize>(x: f32, round: f32, coefficients: &[f32; N]) -> f32 {
+    let t = x + round;
+    let r = x - (t - round);
     let mut y = coefficients[0];
     for c in &coefficients[1..] {
         y = y * r + c;
     }
-    y = y * r + 1.0;
     f32::from_bits(y.to_bits().wrapping_add(t.to_bits() << 23))
 }
 
-/// 2^x for −125 ≤ x ≤ 0 to 2.9e-6: `exp2w`.
+/// 2^(1 − v) for 0 ≤ v ≤ 64 to 7.5e-5, and below 2: `exp2w`.
 #[inline]
-pub fn exp2_weight(x: f32) -> f32 {
-    exp2(x, &EXP2_WEIGHT)
+pub fn exp2_weight(v: f32) -> f32 {
+    exp2(-v, ROUND_WEIGHT, &EXP2_WEIGHT)
 }
 
 /// 2^x for −125 ≤ x ≤ 0 to 1.6e-7: `exp2f`.
 #[inline]
 pub fn exp2_float(x: f32) -> f32 {
-    exp2(x, &EXP2_FLOAT)
+    exp2(x, ROUND, &EXP2_FLOAT)
+}
+
+/// p·2^22 of a weight 0 ≤ p < 2: `p22`.
+#[inline]
+pub fn weight_units(p: f32) -> i32 {
+    ((p + WEIGHT_BASE).to_bits() - WEIGHT_BASE.to_bits()) as i32
 }
 
 /// 1/x for positive normal x, to about one unit in the last place.
@@ -146,15 +158,32 @@ mod tests {
             let x = -(i as f32) / 2000.0;
             let exact = f64::from(x).exp2();
             assert!(
-                (f64::from(exp2_weight(x)) / exact - 1.0).abs() < 3.0e-6,
-                "{x}"
-            );
-            assert!(
                 (f64::from(exp2_float(x)) / exact - 1.0).abs() < 1.8e-7,
                 "{x}"
             );
         }
-        assert_eq!(exp2_weight(0.0), 1.0);
+        let mut worst = 0.0f64;
+        for i in 0..=256_000 {
+            let v = i as f32 / 4000.0;
+            let (p, exact) = (exp2_weight(v), (1.0 - f64::from(v)).exp2());
+            assert!(p > 0.0 && p < 2.0, "{v}");
+            worst = worst.max((f64::from(p) / exact - 1.0).abs());
+        }
+        assert!((7.4e-5..7.51e-5).contains(&worst), "{worst:e}");
+    }
+
+    #[test]
+    fn weights_count_in_units_of_2_to_the_minus_22() {
+        for i in 0..=64_000 {
+            let p = exp2_weight(i as f32 / 1000.0);
+            assert_eq!(
+                f64::from(weight_units(p)),
+                (f64::from(p) * 4_194_304.0).round_ties_even()
+            );
+            let p14 = (p + WEIGHT_BASE).to_bits() >> 8 & 0xffff;
+            assert_eq!(p14 as i32, (weight_units(p) + 128) >> 8);
+        }
+        assert_eq!(weight_units(0.0), 0);
     }
 
     #[test]

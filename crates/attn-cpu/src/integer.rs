@@ -3,7 +3,7 @@
 //! Rows go in blocks that share each loaded vector of codes; an accumulator holds four partial sums per token (of K) or dim
 //! (of V), which meet once per tile. Cost on AVX-512 VNNI, per row and 64 bytes of codes: two `vpdpbusd` for int8, four for int4.
 
-use attn_core::arithmetic::{TILE, exp2i, exponent};
+use attn_core::arithmetic::{TILE, WEIGHT_BASE, exp2i, exponent};
 
 use crate::{
     scratch::{GROUPS, Rows},
@@ -301,9 +301,10 @@ unsafe fn weigh<D: Dot>(
             for t in (0..TILE).step_by(D::S::LANES) {
                 // SAFETY: t + LANES ≤ TILE.
                 unsafe {
-                    let bits = s.bits(s.add(s.load(p.add(t)), s.splat(256.0)));
-                    let p15 = s.i_sub(bits, s.i_splat(0x4380_0000));
-                    let plane = |x: &[i32; TILE]| s.i_mul(p15, s.i_load(x.as_ptr().add(t).cast()));
+                    let bits = s.bits(s.add(s.load(p.add(t)), s.splat(WEIGHT_BASE)));
+                    // (p22 + 128) >> 8, as the base holds those 128.
+                    let p14 = s.i_and(s.i_shr::<8>(bits), s.i_splat(0xffff));
+                    let plane = |x: &[i32; TILE]| s.i_mul(p14, s.i_load(x.as_ptr().add(t).cast()));
                     hi = s.i_add(hi, plane(&tile.v_shift_hi[g]));
                     lo = s.i_add(lo, plane(&tile.v_shift_lo[g]));
                 }
@@ -399,7 +400,7 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
                 );
                 s.mul(t, s.splat(beta[r]))
             } else {
-                // Both are powers of two of at least 2^-103 together, or β is 0: one exact product.
+                // Both are powers of two of at least 2^-102 together, or β is 0: one exact product.
                 s.mul(s.to_f(sum), s.splat(unit * beta[r]))
             };
             // SAFETY: R·dim floats at o.

@@ -5,7 +5,8 @@
 use attn_core::{
     Int4Scale, Int8Scale, Problem, Scheme,
     arithmetic::{
-        EXP2_MIN, LOG2_E, TILE, exp2_float, exp2_weight, exp2i, exponent, segment_tiles, softcap,
+        EXP2_MIN, LOG2_E, TILE, WEIGHT_MAX, exp2_float, exp2_weight, exp2i, exponent,
+        segment_tiles, softcap, weight_units,
     },
     quant,
 };
@@ -139,27 +140,22 @@ fn fold_tile(
             false => f32::NEG_INFINITY,
         })
         .collect();
-    let m = scores
+    let largest = scores
         .iter()
         .copied()
         .fold(f32::NEG_INFINITY, f32::max)
         .ceil();
-    let exp2: fn(f32) -> f32 = if integer { exp2_weight } else { exp2_float };
+    let m = if integer { largest - 1.0 } else { largest };
     let p: Vec<f32> = scores
         .iter()
         .zip(visible)
-        .map(|(s, &seen)| {
-            if seen {
-                exp2((s - m).max(EXP2_MIN))
-            } else {
-                0.0
-            }
+        .map(|(s, &seen)| match seen {
+            true if integer => exp2_weight((largest - s).min(WEIGHT_MAX)),
+            true => exp2_float((s - m).max(EXP2_MIN)),
+            false => 0.0,
         })
         .collect();
-    let l: i32 = p
-        .iter()
-        .map(|p| ((p + 2.0).to_bits() - 0x4000_0000) as i32)
-        .sum();
+    let l: i32 = p.iter().copied().map(weight_units).sum();
     let value = if integer {
         integer_values(&p, reader, tile, row.q.len())
     } else {
@@ -231,7 +227,7 @@ fn integer_values(
         let f = if largest == 0.0 {
             0
         } else {
-            15 - exponent(largest)
+            14 - exponent(largest)
         };
         let w16: Vec<i32> = p
             .iter()
@@ -272,12 +268,12 @@ pub(crate) fn shift_term(p: &[f32], shifts: &[f32]) -> f32 {
     };
     let (mut hi, mut lo) = (0i32, 0i32);
     for (p, shift) in p.iter().zip(shifts) {
-        let p15 = ((p + 256.0).to_bits() - 0x4380_0000) as i32;
+        let p14 = (weight_units(*p) + 128) >> 8;
         let sh = (shift * exp2i(h)).round_ties_even() as i32;
-        hi += p15 * (sh >> 8);
-        lo += p15 * (sh & 255);
+        hi += p14 * (sh >> 8);
+        lo += p14 * (sh & 255);
     }
-    (hi as f32 * 256.0 + lo as f32) * exp2i(-15 - h)
+    (hi as f32 * 256.0 + lo as f32) * exp2i(-14 - h)
 }
 
 /// The dequantized element, without its per-tensor scale.

@@ -1,6 +1,8 @@
 //! Sections 3 (modifiers) and 4 (weights) of the arithmetic over vectors, and section 5's fold.
 
-use attn_core::arithmetic::{EXP2_FLOAT, EXP2_MIN, EXP2_WEIGHT, ROUND, TILE};
+use attn_core::arithmetic::{
+    EXP2_FLOAT, EXP2_MIN, EXP2_WEIGHT, ROUND, ROUND_WEIGHT, TILE, WEIGHT_BASE, WEIGHT_MAX,
+};
 
 use crate::simd::Simd;
 
@@ -31,14 +33,13 @@ impl Modifiers {
 }
 
 #[inline(always)]
-pub(crate) fn exp2<S: Simd, const N: usize>(s: S, x: S::F, coefficients: &[f32; N]) -> S::F {
-    let t = s.add(x, s.splat(ROUND));
-    let r = s.sub(x, s.sub(t, s.splat(ROUND)));
+fn exp2<S: Simd, const N: usize>(s: S, x: S::F, round: f32, coefficients: &[f32; N]) -> S::F {
+    let t = s.add(x, s.splat(round));
+    let r = s.sub(x, s.sub(t, s.splat(round)));
     let mut y = s.splat(coefficients[0]);
     for c in &coefficients[1..] {
         y = s.add(s.mul(y, r), s.splat(*c));
     }
-    y = s.add(s.mul(y, r), s.splat(1.0));
     s.of_bits(s.i_add(s.bits(y), s.i_shl::<23>(s.bits(t))))
 }
 
@@ -56,7 +57,7 @@ fn softcap<S: Simd>(s: S, x: S::F, [inverse, cap]: [f32; 2]) -> S::F {
     let sign = s.i_splat(i32::MIN);
     let x_abs = s.abs(x);
     let down = s.of_bits(s.i_xor(s.bits(s.mul(x_abs, s.splat(inverse))), sign));
-    let e = exp2(s, s.max(down, s.splat(EXP2_MIN)), &EXP2_FLOAT);
+    let e = exp2(s, s.max(down, s.splat(EXP2_MIN)), ROUND, &EXP2_FLOAT);
     let tanh = s.mul(s.sub(s.splat(1.0), e), rcp(s, s.add(s.splat(1.0), e)));
     // tanh·cap is not negative, so the sign goes in by ^.
     let capped = s.bits(s.mul(tanh, s.splat(cap)));
@@ -103,25 +104,30 @@ pub(crate) unsafe fn weights<S: Simd, const INTEGER: bool>(
         // SAFETY: as above.
         max = s.max(max, unsafe { s.load(scores.add(lane)) });
     }
-    let m = s.largest(max).ceil();
+    let largest = s.largest(max).ceil();
     let mut l = s.i_splat(0);
     for lane in (0..TILE).step_by(S::LANES) {
         // SAFETY: as above.
         let x = unsafe { s.load(scores.add(lane)) };
-        let x = s.max(s.sub(x, s.splat(m)), s.splat(EXP2_MIN));
+        let x = s.sub(x, s.splat(largest));
         let mut p = if INTEGER {
-            exp2(s, x, &EXP2_WEIGHT)
+            // −v: the law's v with its sign changed gives the same bits.
+            let x = s.max(x, s.splat(-WEIGHT_MAX));
+            exp2(s, x, ROUND_WEIGHT, &EXP2_WEIGHT)
         } else {
-            exp2(s, x, &EXP2_FLOAT)
+            let x = s.max(x, s.splat(EXP2_MIN));
+            exp2(s, x, ROUND, &EXP2_FLOAT)
         };
         if !whole {
             let (a, b) = from(lane);
             p = s.keep(p, a, b, 0.0);
         }
-        // 64 times 0x40000000 is 0 in 32 bits, so nothing is taken away.
-        l = s.i_add(l, s.bits(s.add(p, s.splat(2.0))));
+        l = s.i_add(l, s.bits(s.add(p, s.splat(WEIGHT_BASE))));
         // SAFETY: as above.
         unsafe { s.store(scores.add(lane), p) };
     }
-    (m, s.i_sum(l))
+    let m = if INTEGER { largest - 1.0 } else { largest };
+    // Every lane counted the base once.
+    let base = (WEIGHT_BASE.to_bits() as i32).wrapping_mul(TILE as i32);
+    (m, s.i_sum(l).wrapping_sub(base))
 }

@@ -126,7 +126,7 @@ pub(crate) struct Tile {
     /// `sh` in two planes.
     pub v_shift_hi: [[i32; TILE]; GROUPS],
     pub v_shift_lo: [[i32; TILE]; GROUPS],
-    /// 2^(−15−h).
+    /// 2^(−14−h).
     pub v_shift_unit: [f32; GROUPS],
     /// Scales and centred shifts of a sealed `Int4 Channel` page, `[dim]`.
     pub channel_scale: Aligned<f32>,
@@ -235,7 +235,7 @@ impl Tile {
             let f = if largest == 0.0 {
                 0
             } else {
-                15 - exponent(largest)
+                14 - exponent(largest)
             };
             self.v_unit[g] = exp2i(-f);
             for t in (0..TILE).step_by(S::LANES) {
@@ -252,7 +252,7 @@ impl Tile {
                 } else {
                     14 - exponent(largest)
                 };
-                self.v_shift_unit[g] = exp2i(-15 - h);
+                self.v_shift_unit[g] = exp2i(-14 - h);
                 for t in (0..TILE).step_by(S::LANES) {
                     // SAFETY: t + LANES ≤ TILE.
                     unsafe {
