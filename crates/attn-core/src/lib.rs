@@ -15,6 +15,7 @@
 
 pub mod arithmetic;
 pub mod backend;
+pub mod bench;
 pub mod cache;
 pub mod convert;
 pub mod error;

@@ -7,15 +7,16 @@
     reason = "criterion_group makes an undocumented function"
 )]
 
+use attn_core::bench::shapes;
 use attn_cpu::{
     CpuBackend, Isa,
-    bench::{Ceiling, Prepared, shapes},
+    bench::{Ceiling, Prepared},
 };
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
 fn decode(c: &mut Criterion) {
     for shape in shapes().iter().filter(|s| s.family == "single") {
-        let mut group = c.benchmark_group(format!("{}/{}", shape.family, shape.name));
+        let mut group = c.benchmark_group(shape.to_string());
         group.sample_size(10);
         group.throughput(Throughput::Bytes(shape.bytes() as u64));
         for isa in Isa::available() {

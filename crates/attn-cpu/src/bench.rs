@@ -1,299 +1,189 @@
-//! The shapes that benches measure, by name, and how the CPU is timed: cold caches, and a pure read of as many bytes beside it.
+//! How the CPU is timed: cold caches, and a pure read of as many bytes by the same threads in the same minutes.
 //!
-//! `cargo bench -p attn-cpu` and `attn bench` use the same names. A [`Shape`] says nothing of a backend; other backends time it
-//! with their own clocks.
+//! The shapes are [`attn_core::bench`]'s; `attn bench --backend cpu` and `cargo bench -p attn-cpu` are made of this.
 
 use std::{hint::black_box, time::Instant};
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Error, KvCache, KvFormat, KvSource,
-    Plan, Problem, Scheme, arithmetic::TILE,
+    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Error, KvCache, KvSource, KvView, Plan,
+    StridedRows,
+    arithmetic::TILE,
+    bench::{Measured, Place, Shape, Timer, Timing, Work, noise},
 };
 use rayon::prelude::*;
 
-/// One thing to measure.
-#[derive(Debug, Clone)]
-pub struct Shape {
-    /// Its family.
-    pub family: &'static str,
-    /// Its own name, unique inside the family.
-    pub name: String,
-    /// What is stored.
-    pub format: KvFormat,
-    /// What is attended to.
-    pub problem: Problem,
-    /// Whether a backend without a GPU should run it by default: the others take gigabytes.
-    pub fits_a_cpu: bool,
-}
-
-impl Shape {
-    /// Bytes of codes and parameters that a step reads: those of whole pages of 64 tokens, once.
-    pub fn bytes(&self) -> usize {
-        let problem = &self.problem;
-        let config = CacheConfig::new(self.format, problem.num_kv_heads, problem.head_dim, 1, TILE);
-        let pages: usize = problem.kv_lens.iter().map(|len| len.div_ceil(TILE)).sum();
-        pages * config.layout().page_bytes()
-    }
-}
-
-fn shape(
-    family: &'static str,
-    name: String,
-    format: KvFormat,
-    [q_heads, kv_heads, head_dim]: [usize; 3],
-    kv_lens: Vec<usize>,
-) -> Shape {
-    Shape {
-        family,
-        name: format!("{name}/{format}"),
-        format,
-        problem: Problem::new(q_heads, kv_heads, head_dim, kv_lens),
-        fits_a_cpu: true,
-    }
-}
-
-fn named(name: &str) -> KvFormat {
-    name.parse().expect("the presets name formats that exist")
-}
-
-/// Sequences of `ctx` tokens so that `bytes` of cache are read.
-fn batch_for(
-    bytes: usize,
-    format: KvFormat,
-    kv_heads: usize,
-    head_dim: usize,
-    ctx: usize,
-) -> usize {
-    let per_page = CacheConfig::new(format, kv_heads, head_dim, 1, TILE)
-        .layout()
-        .page_bytes();
-    (bytes / (ctx / TILE * per_page)).max(1)
-}
-
-/// Every shape, family by family.
-pub fn shapes() -> Vec<Shape> {
-    let (int8, int4) = (KvFormat::INT8, KvFormat::INT4);
-    let bf16 = KvFormat::same(Scheme::Bf16);
-    let mib = 1 << 20;
-    let mut all = Vec::new();
-    // One sequence with four query heads per KV head: what a CPU or a latency-bound server runs.
-    for (ctx, formats) in [
-        (1024, "int8,int4,bf16"),
-        (
-            8192,
-            "int8,int4,int4-g1,int4-g4,int8-g32,int8-tensor,fp8,bf16,f16",
-        ),
-        (32768, "int8,int4,bf16"),
-        (131_072, "int8"),
-    ] {
-        for format in formats.split(',').map(named) {
-            all.push(shape(
-                "single",
-                format!("32-8-ctx{ctx}"),
-                format,
-                [32, 8, 128],
-                vec![ctx],
-            ));
-        }
-    }
-    for format in [int8, int4] {
-        all.push(shape(
-            "single",
-            "8-1-ctx131072".into(),
-            format,
-            [8, 1, 128],
-            vec![131_072],
-        ));
-    }
-    all.push(shape(
-        "single",
-        "9-3-d64-ctx2048".into(),
-        int8,
-        [9, 3, 64],
-        vec![2048],
-    ));
-    for format in [int8, int4, bf16] {
-        all.push(shape(
-            "batch",
-            "32-8-ctx4096-batch8".into(),
-            format,
-            [32, 8, 128],
-            vec![4096; 8],
-        ));
-    }
-    for ctx in [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20] {
-        let mut s = shape(
-            "context",
-            format!("8-2-ctx{ctx}"),
-            int8,
-            [8, 2, 128],
-            vec![ctx],
-        );
-        s.fits_a_cpu = ctx <= 1 << 18;
-        all.push(s);
-    }
-    // One KV head, eight query heads: the shape of published 4-bit kernels.
-    for batch in [512, 256, 128, 64, 32] {
-        for format in ["int4-g1", "int4-g4", "int4", "int8", "fp8", "bf16"].map(named) {
-            let lens = vec![8192; batch];
-            let mut s = shape("gqa8", format!("batch{batch}"), format, [8, 1, 128], lens);
-            s.fits_a_cpu = batch <= 32;
-            all.push(s);
-        }
-    }
-    for q_len in [3, 1] {
-        for log in 10..18 {
-            let ctx = 1 << log;
-            let batch = batch_for(64 * mib, int8, 1, 128, ctx).next_power_of_two();
-            let (family, name) = (
-                if q_len == 3 { "rows48" } else { "rows16" },
-                format!("ctx{ctx}"),
-            );
-            let mut s = shape(family, name, int8, [16, 1, 128], vec![ctx; batch]);
-            s.problem.q_len = q_len;
-            all.push(s);
-        }
-    }
-    let f16 = KvFormat::same(Scheme::F16);
-    for ctx in [128, 256, 512, 1024, 2048, 4096, 8192] {
-        all.push(shape(
-            "mha",
-            format!("ctx{ctx}"),
-            f16,
-            [32, 32, 128],
-            vec![ctx],
-        ));
-    }
-    for batch in [1, 2, 4, 8, 16, 32, 64, 128] {
-        all.push(shape(
-            "mha",
-            format!("ctx128-batch{batch}"),
-            f16,
-            [32, 32, 128],
-            vec![128; batch],
-        ));
-    }
-    // Log-uniform from 64 to 131072 in a fixed, mixed order.
-    let ragged: Vec<usize> = (0..256)
-        .map(|i| (64.0 * 2048f64.powf(f64::from(i * 77 % 256) / 255.0)) as usize)
-        .collect();
-    for format in [int8, int4] {
-        let mut s = shape("ragged", "256".into(), format, [8, 1, 128], ragged.clone());
-        s.fits_a_cpu = false;
-        all.push(s);
-    }
-    for heads in [3, 5, 6, 7, 12, 16, 32, 64] {
-        let lens = vec![8192; batch_for(256 * mib, int8, 1, 128, 8192)];
-        all.push(shape(
-            "heads",
-            format!("per-kv{heads}"),
-            int8,
-            [heads, 1, 128],
-            lens,
-        ));
-    }
-    for dim in [64, 80, 96, 128, 192, 256] {
-        let lens = vec![8192; batch_for(256 * mib, int8, 1, dim, 8192)];
-        all.push(shape("dims", format!("d{dim}"), int8, [8, 1, dim], lens));
-    }
-    all
-}
-
-/// Microseconds of a run, over several.
-#[derive(Debug, Clone, Copy)]
-pub struct Timing {
-    /// The fastest.
-    pub min: f64,
-    /// The middle one.
-    pub median: f64,
-}
-
-impl Timing {
-    /// From microseconds.
-    ///
-    /// # Panics
-    /// If there are none.
-    pub fn of(mut us: Vec<f64>) -> Self {
-        us.sort_by(f64::total_cmp);
-        Timing {
-            min: us[0],
-            median: us[us.len() / 2],
-        }
-    }
-}
-
-/// What one shape took, and the pure read of as many bytes by the same threads in the same minutes.
-#[derive(Debug, Clone, Copy)]
-pub struct Measured {
-    /// The decode step.
-    pub step: Timing,
-    /// The best of several ways to read.
-    pub ceiling: Timing,
-}
+use crate::CpuBackend;
 
 /// A shape with a filled cache, ready to be attended to on a backend in host memory.
 pub struct Prepared {
     plan: Plan,
-    cache: KvCache,
+    work: Work,
+    kv: Kv,
+    /// One token of every sequence, to append.
+    token: [Vec<f32>; 2],
     q: Vec<f32>,
     out: Vec<f32>,
     lse: Vec<f32>,
 }
 
+/// What is attended to.
+enum Kv {
+    Pages(KvCache),
+    Rows(Rows),
+}
+
+/// A contiguous cache.
+struct Rows {
+    place: Place,
+    capacity: usize,
+    /// Of K and V.
+    codes: [Vec<u8>; 2],
+    scales: [Vec<u16>; 2],
+}
+
+/// Steps of an append for which a cache has room.
+const APPENDS: usize = 128;
+
+/// f16 for about 0.016.
+const SCALE: u16 = 0x2400;
+
+impl Rows {
+    fn new(shape: &Shape) -> Self {
+        let problem = &shape.problem;
+        let capacity = problem.kv_lens.iter().copied().max().unwrap_or(0);
+        let rows = problem.batch() * problem.num_kv_heads * capacity;
+        let schemes = [shape.format.k, shape.format.v];
+        Rows {
+            place: shape.place,
+            capacity,
+            // Codes below 64 are finite in every format.
+            codes: schemes.map(|scheme| {
+                let bytes = rows * problem.head_dim * scheme.code_bits() / 8;
+                (0..bytes).map(|i| (i * 31 % 61) as u8).collect()
+            }),
+            scales: schemes.map(|scheme| {
+                let has = scheme.is_integer() && !scheme.has_tensor_scale();
+                vec![
+                    SCALE;
+                    if has {
+                        rows * scheme.groups(problem.head_dim)
+                    } else {
+                        0
+                    }
+                ]
+            }),
+        }
+    }
+
+    fn view(&self, plan: &Plan) -> KvView<'_> {
+        let (heads, dim) = (plan.problem.num_kv_heads, plan.problem.head_dim);
+        let schemes = [plan.format.k, plan.format.v];
+        let [k, v] = [0, 1].map(|i| {
+            let make = match self.place {
+                Place::Bsnh => StridedRows::bsnh,
+                _ => StridedRows::bnsh,
+            };
+            let row_bytes = dim * schemes[i].code_bits() / 8;
+            let groups = schemes[i].groups(dim);
+            make(
+                &self.codes[i],
+                &self.scales[i],
+                heads,
+                self.capacity,
+                row_bytes,
+                groups,
+            )
+        });
+        KvView {
+            format: plan.format,
+            k,
+            v,
+            k_tensor_scales: &[],
+            v_tensor_scales: &[],
+        }
+    }
+}
+
+/// A cache of noise as it is before the work; the pages of a sequence are scattered over the pool.
+fn filled(backend: &dyn DecodeAttention, shape: &Shape) -> Result<KvCache, Error> {
+    let problem = &shape.problem;
+    let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
+    let (before, room) = match shape.work {
+        Work::Decode => (0, 0),
+        _ => (1, APPENDS),
+    };
+    let mut config = CacheConfig::new(shape.format, heads, dim, problem.batch(), 0);
+    let pages = problem
+        .kv_lens
+        .iter()
+        .map(|&len| config.pages_for(len + room));
+    config.num_pages = pages.sum();
+    for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
+        scales.fill(1.0 / 64.0);
+    }
+    let mut cache = backend.create_cache(&config)?;
+    // Whole pages of one noise, shifted from page to page: making fresh noise would take longer than everything else.
+    let count = (4 * TILE + 61) * heads * dim;
+    let (k, v) = (noise(1, count), noise(2, count));
+    for (b, &len) in problem.kv_lens.iter().enumerate() {
+        let len = len - before;
+        for (page, t) in (0..len).step_by(4 * TILE).enumerate() {
+            let from = (page * 7 + b * 3) % 61 * heads * dim;
+            let n = (len - t).min(4 * TILE) * heads * dim;
+            cache.append(b, &k[from..from + n], &v[from..from + n])?;
+        }
+    }
+    Ok(cache)
+}
+
 impl Prepared {
-    /// Fills a cache with noise; the pages of a sequence are scattered over the pool.
+    /// Fills a cache with noise.
     ///
     /// # Errors
     /// What the backend refuses.
     pub fn new(backend: &dyn DecodeAttention, shape: &Shape) -> Result<Self, Error> {
         let problem = &shape.problem;
-        let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
-        let mut config = CacheConfig::new(shape.format, heads, dim, problem.batch(), 0);
-        config.num_pages = problem
-            .kv_lens
-            .iter()
-            .map(|&len| config.pages_for(len))
-            .sum();
-        for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
-            scales.fill(1.0 / 64.0);
-        }
-        let mut cache = backend.create_cache(&config)?;
-        let mut state = 1u32;
-        let mut noise = |n: usize| -> Vec<f32> {
-            let mut next = || {
-                state = state.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
-                (state >> 8) as f32 * (1.0 / (1 << 23) as f32) - 1.0
-            };
-            (0..n).map(|_| next() + next()).collect()
-        };
-        // Whole pages of one noise, shifted from page to page: making fresh noise would take longer than everything else.
-        let (k, v) = (
-            noise((4 * TILE + 61) * heads * dim),
-            noise((4 * TILE + 61) * heads * dim),
-        );
-        for (b, &len) in problem.kv_lens.iter().enumerate() {
-            for (page, t) in (0..len).step_by(4 * TILE).enumerate() {
-                let from = (page * 7 + b * 3) % 61 * heads * dim;
-                let n = (len - t).min(4 * TILE) * heads * dim;
-                cache.append(b, &k[from..from + n], &v[from..from + n])?;
-            }
-        }
-        let q = noise(problem.rows() * dim);
+        let row = problem.num_kv_heads * problem.head_dim;
+        let q = noise(3, problem.rows() * problem.head_dim);
         Ok(Prepared {
             plan: backend.plan(problem, shape.format)?,
-            cache,
+            work: shape.work,
+            kv: match shape.place {
+                Place::Pages => Kv::Pages(filled(backend, shape)?),
+                _ => Kv::Rows(Rows::new(shape)),
+            },
+            token: [noise(4, row), noise(5, row)],
             out: vec![0.0; q.len()],
             lse: vec![0.0; problem.rows()],
             q,
         })
     }
 
-    /// One decode step.
+    /// The shape's work, once.
     ///
     /// # Errors
-    /// What the backend refuses.
+    /// What the backend refuses; [`Error::CacheFull`] after too many appends.
     pub fn step(&mut self, backend: &dyn DecodeAttention) -> Result<(), Error> {
-        let step = DecodeStep::new(&self.plan, black_box(&self.q), KvSource::Cache(&self.cache))?;
+        if let (Work::Append | Work::AppendDecode, Kv::Pages(cache)) = (self.work, &mut self.kv) {
+            for b in 0..self.plan.problem.batch() {
+                cache.append(b, &self.token[0], &self.token[1])?;
+            }
+            if self.work == Work::Append {
+                return Ok(());
+            }
+            let mut problem = self.plan.problem.clone();
+            problem.kv_lens.clone_from(&cache.table().lens);
+            self.plan = backend.plan(&problem, self.plan.format)?;
+        }
+        let view;
+        let source = match &self.kv {
+            Kv::Pages(cache) => KvSource::Cache(cache),
+            Kv::Rows(rows) => {
+                view = rows.view(&self.plan);
+                KvSource::View(&view)
+            }
+        };
+        let step = DecodeStep::new(&self.plan, black_box(&self.q), source)?;
         let mut output = DecodeOutput::new(&self.plan.problem, &mut self.out, &mut self.lse)?;
         backend.decode(&step, &mut output)?;
         black_box(&self.out);
@@ -371,6 +261,10 @@ pub fn measure(
 ) -> Result<Measured, Error> {
     let mut prepared = Prepared::new(backend, shape)?;
     let bytes = shape.bytes();
+    let runs = match shape.work {
+        Work::Decode => runs,
+        _ => runs.min(APPENDS - 1),
+    };
     let ceiling = Ceiling::new(bytes);
     let time = |f: &mut dyn FnMut() -> Result<(), Error>| -> Result<f64, Error> {
         ceiling.evict();
@@ -407,4 +301,45 @@ pub fn measure(
 pub fn with_threads<T: Send>(threads: usize, f: impl FnOnce() -> T + Send) -> T {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
     pool.expect("threads for a pool").install(f)
+}
+
+/// The CPU on a pool of so many threads.
+pub struct CpuTimer {
+    backend: CpuBackend,
+    threads: usize,
+}
+
+impl CpuTimer {
+    /// With the instruction set that [`CpuBackend::open`] chooses.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if `ATTN_CPU_ISA` names one that is not here.
+    pub fn open(threads: usize) -> Result<Self, Error> {
+        Ok(CpuTimer {
+            backend: CpuBackend::open()?,
+            threads,
+        })
+    }
+}
+
+impl Timer for CpuTimer {
+    fn device(&self) -> String {
+        format!("cpu: {}, {} threads", self.backend.isa(), self.threads)
+    }
+
+    fn runs(&self) -> usize {
+        30
+    }
+
+    fn by_median(&self) -> bool {
+        false
+    }
+
+    fn most_bytes(&self) -> usize {
+        300_000_000
+    }
+
+    fn measure(&mut self, shape: &Shape, runs: usize) -> Result<Measured, Error> {
+        with_threads(self.threads, || measure(&self.backend, shape, runs))
+    }
 }

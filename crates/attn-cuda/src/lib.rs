@@ -7,6 +7,7 @@
 //! Integer formats give the reference's bits (`docs/arithmetic.md`); `docs/cuda.md` says what each machine needs.
 
 mod backend;
+pub mod bench;
 mod device;
 pub mod geometry;
 pub mod images;

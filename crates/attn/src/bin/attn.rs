@@ -102,7 +102,7 @@ fn dispatch(args: Args) -> Result<bool> {
         Command::Run(run) => {
             run::run(run.file.as_deref(), &run.kv, run.backend, args.json).map(|()| true)
         }
-        Command::Bench(bench) => bench::bench(&bench, args.json).map(|()| true),
+        Command::Bench(bench) => bench::bench(&bench, args.json),
         Command::Devices => check::devices(args.json).map(|()| true),
         Command::Check { backend } => check::check(backend, args.json),
         Command::Quantize {

@@ -1,19 +1,22 @@
-//! `attn bench`: named shapes, timed cold, beside a pure read of as many bytes.
+//! `attn bench`: named shapes on one backend, beside a pure read of as many bytes in the same run.
 //!
-//! A backend takes part by a [`Timer`]: it knows its own clock and how to empty its caches; names, bytes and tables are here.
+//! Shapes and what a backend must bring are `attn_core::bench`'s; names, tables and charts are here.
+
+use std::error::Error as _;
 
 use anyhow::{Result, bail, ensure};
-use attn::BackendId;
-use attn_cpu::{
-    CpuBackend,
-    bench::{Measured, Shape, measure, shapes, with_threads},
+use attn::{
+    BackendId, Error, KvFormat, Scheme,
+    bench::{Measured, Shape, Timer, Timing, shapes},
 };
-use serde_json::json;
+use attn_cpu::bench::CpuTimer;
+use attn_cuda::bench::CudaTimer;
+use serde_json::{Value, json};
 
 /// What `attn bench` measures.
 #[derive(clap::Args)]
 pub struct BenchArgs {
-    /// Shapes: any part of family/name, several of them; `--list` prints all. By default family `single`.
+    /// Shapes: a whole family/name/format, or any part of it; several of them. `--list` prints all. By default what the backend's targets name.
     names: Vec<String>,
     /// The backend to time.
     #[arg(long, default_value = "cpu")]
@@ -21,116 +24,257 @@ pub struct BenchArgs {
     /// Threads of the CPU, several to compare; all by default.
     #[arg(long, value_delimiter = ',')]
     threads: Vec<usize>,
-    /// Timed steps per shape.
-    #[arg(long, default_value_t = 30)]
-    runs: usize,
-    /// Print the names and stop.
+    /// Timed repetitions per shape; by default 30 on the CPU, and as many as its clock needs on a GPU.
+    #[arg(long)]
+    runs: Option<usize>,
+    /// Print names and bytes, and stop.
     #[arg(long)]
     list: bool,
-    /// Also what takes gigabytes of memory.
+    /// On the CPU, also what takes gigabytes of memory.
     #[arg(long)]
     large: bool,
 }
 
-/// Times a shape over so many runs.
-type Measure = dyn Fn(&Shape, usize) -> Result<Measured>;
-
-/// How one backend is timed.
-struct Timer {
-    /// What stands in the table's first line.
-    device: String,
-    /// Times one shape over so many runs.
-    measure: Box<Measure>,
+/// One shape on one device.
+pub struct Row {
+    /// Of the timer.
+    pub device: usize,
+    /// What was to be measured.
+    pub shape: Shape,
+    /// What it took, or why there is no figure.
+    pub outcome: Result<Figures, String>,
 }
 
-fn timers(args: &BenchArgs) -> Result<Vec<Timer>> {
+/// The figures that rates are made of, with what they were chosen from.
+pub struct Figures {
+    /// All of it.
+    pub measured: Measured,
+    /// Microseconds of the work.
+    pub us: f64,
+    /// Of the read.
+    pub read_us: f64,
+}
+
+impl Figures {
+    fn new(measured: Measured, by_median: bool) -> Self {
+        let of = |timing: Timing| if by_median { timing.median } else { timing.min };
+        Figures {
+            us: of(measured.step),
+            read_us: of(measured.ceiling),
+            measured,
+        }
+    }
+
+    /// Of the read ceiling.
+    pub fn share(&self) -> f64 {
+        self.read_us / self.us
+    }
+}
+
+fn timers(args: &BenchArgs) -> Result<Vec<Box<dyn Timer>>> {
+    ensure!(
+        args.threads.is_empty() || args.backend == BackendId::Cpu,
+        "--threads is the CPU's; leave it out, or use --backend cpu"
+    );
+    ensure!(
+        !args.threads.contains(&0),
+        "--threads 0: at least one thread"
+    );
     match args.backend {
         BackendId::Cpu => {
             let all = std::thread::available_parallelism().map_or(1, usize::from);
-            let threads = if args.threads.is_empty() {
-                vec![all]
+            let named = if args.threads.is_empty() {
+                &[all]
             } else {
-                args.threads.clone()
+                &args.threads[..]
             };
-            ensure!(!threads.contains(&0), "--threads 0: at least one thread");
-            let timer = |threads| {
-                let backend = CpuBackend::open()?;
-                Ok(Timer {
-                    device: format!("cpu: {}, {threads} threads", backend.isa()),
-                    measure: Box::new(move |shape, runs| {
-                        Ok(with_threads(threads, || measure(&backend, shape, runs))?)
-                    }),
-                })
-            };
-            threads.into_iter().map(timer).collect()
+            let timer = |&threads| Ok(Box::new(CpuTimer::open(threads)?) as Box<dyn Timer>);
+            named.iter().map(timer).collect()
         }
-        other => bail!("{other}: no timer in this program; `attn bench --backend cpu`"),
+        BackendId::Cuda => Ok(vec![Box::new(CudaTimer::open()?)]),
+        BackendId::Wgpu => {
+            bail!("wgpu: no timer in this program; `attn bench --backend cuda`, or cpu")
+        }
     }
 }
 
-/// Measures the named shapes and prints one line each.
-pub fn bench(args: &BenchArgs, as_json: bool) -> Result<()> {
-    let full = |shape: &Shape| format!("{}/{}", shape.family, shape.name);
-    let default = ["single/".to_owned()];
-    let names = if args.names.is_empty() && !args.list {
-        &default[..]
+/// What a backend's targets name.
+fn default_names(args: &BenchArgs) -> Vec<String> {
+    let names: &[&str] = match args.backend {
+        BackendId::Cuda => &[""],
+        BackendId::Cpu => &["single/"],
+        BackendId::Wgpu => &["gqa8/batch32/", "gqa8/batch512/", "single/32-8-ctx8192/"],
+    };
+    names.iter().map(|&name| name.to_owned()).collect()
+}
+
+/// The shapes with one of these names, or else with one of these in their names.
+fn chosen(names: &[String]) -> Result<Vec<Shape>> {
+    let all = shapes();
+    let mut wanted = vec![false; all.len()];
+    for name in names {
+        let whole = all.iter().any(|shape| shape.to_string() == *name);
+        let mut found = false;
+        for (shape, wanted) in all.iter().zip(&mut wanted) {
+            let text = shape.to_string();
+            if if whole {
+                text == *name
+            } else {
+                text.contains(name.as_str())
+            } {
+                (*wanted, found) = (true, true);
+            }
+        }
+        ensure!(
+            found,
+            "no shape is called {name}; `attn bench --list` prints the names"
+        );
+    }
+    Ok(all
+        .into_iter()
+        .zip(wanted)
+        .filter(|pair| pair.1)
+        .map(|pair| pair.0)
+        .collect())
+}
+
+/// An error with its causes.
+fn words(error: &Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
+}
+
+/// bf16's time for the same shape, where it has been measured before.
+fn bf16_us(rows: &[Row], row: &Row) -> Option<f64> {
+    let same = |other: &&Row| {
+        let (a, b) = (&other.shape, &row.shape);
+        a.format == KvFormat::same(Scheme::Bf16)
+            && (other.device, a.family, &a.name) == (row.device, b.family, &b.name)
+    };
+    let figures = rows.iter().find(same)?.outcome.as_ref().ok()?;
+    Some(figures.us)
+}
+
+const HEADER: &str = "\
+| shape | MB | µs min | median | GB/s | read min | median | of the read | bf16 µs |
+|---|---|---|---|---|---|---|---|---|";
+
+fn line(row: &Row, bf16: Option<f64>) -> String {
+    let bytes = row.shape.bytes() as f64;
+    match &row.outcome {
+        Ok(f) => format!(
+            "| {} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.0} % | {} |",
+            row.shape,
+            bytes / 1e6,
+            f.measured.step.min,
+            f.measured.step.median,
+            bytes / f.us / 1e3,
+            f.measured.ceiling.min,
+            f.measured.ceiling.median,
+            f.share() * 100.0,
+            bf16.map_or("–".into(), |us| format!("{us:.1}"))
+        ),
+        Err(reason) => format!("| {} | {:.1} | {reason} |", row.shape, bytes / 1e6),
+    }
+}
+
+fn value(row: &Row, device: &str, bf16: Option<f64>) -> Value {
+    let bytes = row.shape.bytes() as f64;
+    let mut value = json!({ "device": device, "shape": row.shape.to_string(), "bytes": bytes });
+    let Value::Object(map) = &mut value else {
+        return value;
+    };
+    let mut put = |name: &str, x: Value| map.insert(name.to_owned(), x);
+    match &row.outcome {
+        Ok(f) => {
+            put("us", json!(f.us));
+            put("us_min", json!(f.measured.step.min));
+            put("us_median", json!(f.measured.step.median));
+            put("gb_per_s", json!(bytes / f.us / 1e3));
+            put("read_us", json!(f.read_us));
+            put("read_us_min", json!(f.measured.ceiling.min));
+            put("read_us_median", json!(f.measured.ceiling.median));
+            put("share", json!(f.share()));
+            put("bf16_us", json!(bf16));
+        }
+        Err(reason) => {
+            put("reason", json!(reason));
+        }
+    }
+    value
+}
+
+/// Measures the named shapes and prints one line each; whether no device failed.
+pub fn bench(args: &BenchArgs, as_json: bool) -> Result<bool> {
+    let names = if !args.names.is_empty() {
+        args.names.clone()
+    } else if args.list {
+        vec![String::new()]
     } else {
-        &args.names[..]
+        default_names(args)
     };
-    let wanted = |shape: &Shape| {
-        let named =
-            names.is_empty() || names.iter().any(|name| full(shape).contains(name.as_str()));
-        named && (args.large || args.list || shape.fits_a_cpu)
-    };
-    let shapes: Vec<Shape> = shapes().into_iter().filter(wanted).collect();
-    ensure!(
-        !shapes.is_empty(),
-        "no shape is called {}; `attn bench --list` prints the names, `--large` adds those of gigabytes",
-        names.join(" or ")
-    );
+    let shapes = chosen(&names)?;
     if args.list {
         for shape in &shapes {
-            println!("{:44} {:9.1} MB", full(shape), shape.bytes() as f64 / 1e6);
+            println!(
+                "{:44} {:9.1} MB",
+                shape.to_string(),
+                shape.bytes() as f64 / 1e6
+            );
         }
-        return Ok(());
+        return Ok(true);
     }
-    let mut rows = Vec::new();
-    for timer in timers(args)? {
+    let mut timers = timers(args)?;
+    let devices: Vec<String> = timers.iter().map(|timer| timer.device()).collect();
+    let (mut rows, mut values, mut healthy) = (Vec::new(), Vec::new(), true);
+    for (device, timer) in timers.iter_mut().enumerate() {
+        let runs = args.runs.unwrap_or(timer.runs());
         if !as_json {
+            let figure = if timer.by_median() {
+                "medians"
+            } else {
+                "fastest"
+            };
             println!(
-                "{}; min and median of {} cold steps\n",
-                timer.device, args.runs
+                "{}; {runs} repetitions, caches cold, rates of the {figure}\n\n{HEADER}",
+                devices[device]
             );
-            println!(
-                "| shape | MB | µs min | median | GB/s | read min | median | share of the read |"
-            );
-            println!("|---|---|---|---|---|---|---|---|");
         }
         for shape in &shapes {
-            let (bytes, m) = (shape.bytes() as f64, (timer.measure)(shape, args.runs)?);
-            let (rate, share) = (bytes / m.step.min / 1e3, m.ceiling.min / m.step.min);
-            if as_json {
-                rows.push(json!({
-                    "device": timer.device, "shape": full(shape), "bytes": bytes, "us": m.step.min, "us_median": m.step.median,
-                    "gb_per_s": rate, "read_us": m.ceiling.min, "read_us_median": m.ceiling.median, "share": share,
-                }));
+            let outcome = if shape.cache_bytes() > timer.most_bytes() && !args.large {
+                Err(format!(
+                    "not measured: {:.1} GB; add --large",
+                    shape.cache_bytes() as f64 / 1e9
+                ))
             } else {
-                println!(
-                    "| {} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.0} % |",
-                    full(shape),
-                    bytes / 1e6,
-                    m.step.min,
-                    m.step.median,
-                    rate,
-                    m.ceiling.min,
-                    m.ceiling.median,
-                    share * 100.0
-                );
+                let measured = timer.measure(shape, runs);
+                healthy &= !matches!(measured, Err(Error::Device { .. }));
+                let by_median = timer.by_median();
+                measured
+                    .map(|m| Figures::new(m, by_median))
+                    .map_err(|error| words(&error))
+            };
+            let row = Row {
+                device,
+                shape: shape.clone(),
+                outcome,
+            };
+            let bf16 = bf16_us(&rows, &row);
+            if as_json {
+                values.push(value(&row, &devices[device], bf16));
+            } else {
+                println!("{}", line(&row, bf16));
             }
+            rows.push(row);
         }
     }
     if as_json {
-        println!("{}", json!(rows));
+        println!("{}", json!(values));
     }
-    Ok(())
+    Ok(healthy)
 }

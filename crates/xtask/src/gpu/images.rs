@@ -4,13 +4,16 @@ use std::{collections::BTreeSet, env, fs, path::PathBuf, process::Command, threa
 
 use anyhow::{Context, Result, ensure};
 use attn_conformance::{Case, Size, table};
-use attn_core::{KvFormat, Problem};
+use attn_core::{
+    KvFormat, Problem,
+    bench::{Place, shapes},
+};
 use attn_cuda::{
     images,
     instance::{Arch, Instance, common, covered},
 };
 
-use crate::{stress, time};
+use crate::stress;
 
 fn arch() -> Result<Arch> {
     let name = env::var("ATTN_CUDA_ARCH").unwrap_or_default();
@@ -40,9 +43,25 @@ fn add(all: &mut Vec<Instance>, problem: &Problem, format: KvFormat, page_size: 
     }
 }
 
+/// What `attn bench` times, each once.
+fn timed(arch: Arch) -> Vec<Instance> {
+    let mut all = vec![Instance::Read];
+    for shape in shapes() {
+        let page_size = if shape.place == Place::Pages { 64 } else { 0 };
+        add(&mut all, &shape.problem, shape.format, page_size, arch);
+    }
+    once(all, arch)
+}
+
+fn once(mut all: Vec<Instance>, arch: Arch) -> Vec<Instance> {
+    let mut seen = BTreeSet::new();
+    all.retain(|instance| seen.insert(instance.key(&[], arch)));
+    all
+}
+
 /// All instances, each once.
 pub fn instances(arch: Arch) -> Vec<Instance> {
-    let mut all = vec![Instance::Check, Instance::Read];
+    let mut all = vec![Instance::Check];
     let tables = [table(Size::Full), table(Size::Reduced)];
     for case in tables.iter().flatten().chain(&stress::shapes()) {
         let Case {
@@ -70,12 +89,8 @@ pub fn instances(arch: Arch) -> Vec<Instance> {
             }
         }
     }
-    for work in time::workloads() {
-        add(&mut all, &work.problem(), work.format, 64, arch);
-    }
-    let mut seen = BTreeSet::new();
-    all.retain(|instance| seen.insert(instance.key(&[], arch)));
-    all
+    all.extend(timed(arch));
+    once(all, arch)
 }
 
 /// What to compile, and what to do with it.
@@ -87,6 +102,9 @@ pub struct Options {
     /// Only those that `build.rs` embeds.
     #[arg(long)]
     common: bool,
+    /// Only those that `attn bench` times.
+    #[arg(long)]
+    timed: bool,
     /// Print unit and options instead.
     #[arg(long)]
     list: bool,
@@ -111,10 +129,10 @@ fn file_name(instance: &Instance, arch: Arch) -> String {
 /// Compiles them in as many processes as there are cores, or lists them.
 pub fn run(options: &Options) -> Result<()> {
     let arch = arch()?;
-    let mut all = if options.common {
-        common(arch)
-    } else {
-        instances(arch)
+    let mut all = match (options.common, options.timed) {
+        (true, _) => common(arch),
+        (_, true) => timed(arch),
+        _ => instances(arch),
     };
     if options.list {
         for instance in &all {

@@ -1,17 +1,15 @@
-//! The checks and timings that need a GPU, in one program without a toolchain: `.ci/gpu` runs it.
+//! The checks that need a GPU, in one program without a toolchain: `.ci/gpu` runs it. Timings are `attn bench`'s.
 
-mod buffers;
 mod images;
 mod native;
 mod stress;
-mod time;
 
 use std::{process::ExitCode, time::Instant};
 
 use anyhow::{Result, ensure};
 use clap::{Parser, Subcommand};
 
-/// Checks and timings on a GPU.
+/// Checks on a GPU.
 #[derive(Parser)]
 struct Args {
     #[command(subcommand)]
@@ -38,12 +36,6 @@ enum Command {
     /// What `native` runs with ATTN_CHECK=1.
     #[command(hide = true)]
     Checked,
-    /// Times beside the read ceiling.
-    Time {
-        /// Only workloads whose name contains this.
-        #[arg(default_value = "")]
-        filter: String,
-    },
 }
 
 fn main() -> ExitCode {
@@ -53,7 +45,6 @@ fn main() -> ExitCode {
         Command::Stress { count, seed } => stress::run(count, seed),
         Command::Native => native::run(),
         Command::Checked => native::checked(),
-        Command::Time { filter } => time::run(&filter),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -11,12 +11,13 @@ use attn_core::{
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     CudaBackend, CudaError,
+    bench::Buffers,
     native::{AppendArgs, DecodeArgs, DeviceKv, Dtype, NativeAppend, NativePlan},
 };
 use cudarc::driver::{CudaSlice, sys};
 use half::{bf16, f16};
 
-use crate::{buffers::Buffers, driver};
+use crate::driver;
 
 const BATCH: usize = 3;
 const HEADS: usize = 2;
@@ -137,7 +138,7 @@ impl<'a> Engine<'a> {
 
     fn upload_lens(&mut self) -> Result<()> {
         let lens = self.lens.map(|len| len as i32);
-        self.buffers.copy(&lens, &mut self.kv_lens)
+        Ok(self.buffers.copy(&lens, &mut self.kv_lens)?)
     }
 
     /// The next `tokens` of every sequence from `first` to `first + batch`, here and on the CPU.
@@ -264,7 +265,7 @@ fn narrow(gpu: &CudaBackend, format: KvFormat, dtype: Dtype) -> Result<()> {
                 _ => f16::from_f32(*x).to_bits(),
             })
             .collect();
-        engine.buffers.upload(&bits)
+        Ok(engine.buffers.upload(&bits)?)
     };
     let (k, v) = (narrowed(&engine.k)?, narrowed(&engine.v)?);
     let mut args = engine.append_args(0, BATCH, tokens);

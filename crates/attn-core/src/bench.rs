@@ -1,0 +1,349 @@
+//! What every backend's bench measures, by name, and what it says of it: one list of shapes, one trait.
+//!
+//! `attn bench`, `cargo bench -p attn-cpu` and `cargo bench -p attn-cuda` use these names. A [`Shape`] says nothing of a backend;
+//! a backend takes part by a [`Timer`], which knows its own clock and how to find its bytes outside every cache.
+
+use std::fmt;
+
+use crate::{
+    arithmetic::TILE, cache::CacheConfig, error::Error, format::KvFormat, problem::Problem,
+};
+
+/// Where K and V lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// In pages of 64 tokens, scattered over the pool.
+    Pages,
+    /// In a contiguous cache `[batch, num_kv_heads, capacity, head_dim]`, read in place.
+    Bnsh,
+    /// In a contiguous cache `[batch, capacity, num_kv_heads, head_dim]`, read in place.
+    Bsnh,
+}
+
+/// What is timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    /// A decode step.
+    Decode,
+    /// The append of one token per sequence, after which the lengths are the problem's.
+    Append,
+    /// That append, and then the decode step.
+    AppendDecode,
+}
+
+/// One thing to measure.
+#[derive(Debug, Clone)]
+pub struct Shape {
+    /// Its family.
+    pub family: &'static str,
+    /// Its own name, unique inside the family and format.
+    pub name: String,
+    /// What is stored.
+    pub format: KvFormat,
+    /// What is attended to.
+    pub problem: Problem,
+    /// Where K and V lie.
+    pub place: Place,
+    /// What is timed.
+    pub work: Work,
+}
+
+impl fmt::Display for Shape {
+    /// `family/name/format`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}/{}", self.family, self.name, self.format)
+    }
+}
+
+impl Shape {
+    /// Bytes of codes and parameters of the whole cache: whole pages of 64 tokens, or the rows of a contiguous cache.
+    pub fn cache_bytes(&self) -> usize {
+        let problem = &self.problem;
+        if self.place == Place::Pages {
+            let pages: usize = problem.kv_lens.iter().map(|len| len.div_ceil(TILE)).sum();
+            return pages * page_bytes(self.format, problem.num_kv_heads, problem.head_dim);
+        }
+        let tokens: usize = problem.kv_lens.iter().sum();
+        let row = |scheme: crate::Scheme| {
+            let scales = if scheme.is_integer() && !scheme.has_tensor_scale() {
+                2 * scheme.groups(problem.head_dim)
+            } else {
+                0
+            };
+            problem.head_dim * scheme.code_bits() / 8 + scales
+        };
+        tokens * problem.num_kv_heads * (row(self.format.k) + row(self.format.v))
+    }
+
+    /// Bytes of 16-bit K and V that an append reads, and of codes and parameters that it writes.
+    pub fn append_bytes(&self) -> usize {
+        let Problem {
+            num_kv_heads,
+            head_dim,
+            ..
+        } = self.problem;
+        let written = page_bytes(self.format, num_kv_heads, head_dim) / TILE;
+        self.problem.batch() * (num_kv_heads * head_dim * 4 + written)
+    }
+
+    /// Bytes that the work moves at least, and that its ceiling reads.
+    pub fn bytes(&self) -> usize {
+        match self.work {
+            Work::Decode => self.cache_bytes(),
+            Work::Append => self.append_bytes(),
+            Work::AppendDecode => self.cache_bytes() + self.append_bytes(),
+        }
+    }
+}
+
+fn page_bytes(format: KvFormat, kv_heads: usize, head_dim: usize) -> usize {
+    CacheConfig::new(format, kv_heads, head_dim, 1, TILE)
+        .layout()
+        .page_bytes()
+}
+
+fn named(name: &str) -> KvFormat {
+    name.parse().expect("the presets name formats that exist")
+}
+
+/// Sequences of `ctx` tokens so that `bytes` of an int8 cache are read.
+fn batch_for(bytes: usize, kv_heads: usize, head_dim: usize, ctx: usize) -> usize {
+    let per_page = page_bytes(KvFormat::INT8, kv_heads, head_dim);
+    (bytes / (ctx / TILE * per_page)).max(1)
+}
+
+/// A list under construction.
+#[derive(Default)]
+struct List(Vec<Shape>);
+
+impl List {
+    /// Adds a decode step from pages in several formats.
+    fn add(
+        &mut self,
+        family: &'static str,
+        name: &str,
+        formats: &str,
+        [q_heads, kv_heads, head_dim]: [usize; 3],
+        kv_lens: Vec<usize>,
+    ) -> &mut [Shape] {
+        let first = self.0.len();
+        for format in formats.split(',').map(named) {
+            self.0.push(Shape {
+                family,
+                name: name.to_owned(),
+                format,
+                problem: Problem::new(q_heads, kv_heads, head_dim, kv_lens.clone()),
+                place: Place::Pages,
+                work: Work::Decode,
+            });
+        }
+        &mut self.0[first..]
+    }
+
+    /// One sequence with four query heads per KV head: what a CPU or a latency-bound server runs; and small batches of it.
+    fn single(&mut self) {
+        let all = "bf16,f16,fp8,int8,int8-g32,int8-tensor,int4,int4-g1,int4-g4";
+        for (ctx, formats) in [
+            (1024, "bf16,int8,int4"),
+            (8192, all),
+            (32768, "bf16,int8,int4"),
+            (131_072, "bf16,int8,int4"),
+        ] {
+            let name = format!("32-8-ctx{ctx}");
+            self.add("single", &name, formats, [32, 8, 128], vec![ctx]);
+        }
+        let long = vec![131_072];
+        self.add("single", "8-1-ctx131072", "int8,int4", [8, 1, 128], long);
+        self.add("single", "9-3-d64-ctx2048", "int8", [9, 3, 64], vec![2048]);
+        for batch in [8, 64] {
+            let name = format!("32-8-ctx4096-batch{batch}");
+            let lens = vec![4096; batch];
+            self.add("batch", &name, "bf16,int8,int4", [32, 8, 128], lens);
+        }
+        for ctx in [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20] {
+            let name = format!("8-2-ctx{ctx}");
+            self.add("context", &name, "int8", [8, 2, 128], vec![ctx]);
+        }
+    }
+
+    /// One KV head: eight query heads as published 4-bit kernels have them, and 16 with one or three query tokens.
+    fn one_kv_head(&mut self) {
+        let formats = "bf16,fp8,int8,int8/int4-g1,int4,int4-g1,int4-g4";
+        for batch in [512, 256, 128, 64, 32] {
+            let name = format!("batch{batch}");
+            self.add("gqa8", &name, formats, [8, 1, 128], vec![8192; batch]);
+        }
+        for (family, q_len) in [("rows48", 3), ("rows16", 1)] {
+            for log in 10..18 {
+                let lens = vec![1 << log; 256 >> (log - 10)];
+                let name = format!("ctx{}-batch{}", lens[0], lens.len());
+                let shapes = self.add(family, &name, "int8", [16, 1, 128], lens);
+                shapes[0].problem.q_len = q_len;
+            }
+        }
+        for heads in [3, 5, 6, 7, 12, 16, 32, 64] {
+            let lens = vec![8192; batch_for(256 << 20, 1, 128, 8192)];
+            let name = format!("per-kv{heads}");
+            self.add("heads", &name, "int8", [heads, 1, 128], lens);
+        }
+        for dim in [64, 80, 96, 128, 192, 256] {
+            let lens = vec![8192; batch_for(256 << 20, 1, dim, 8192)];
+            self.add("dims", &format!("d{dim}"), "int8", [8, 1, dim], lens);
+        }
+    }
+
+    /// As many KV heads as query heads, 16-bit.
+    fn mha(&mut self) {
+        for ctx in [128, 256, 512, 1024, 2048, 4096, 8192] {
+            let name = format!("ctx{ctx}");
+            self.add("mha", &name, "f16", [32, 32, 128], vec![ctx]);
+        }
+        for batch in [2, 4, 8, 16, 32, 64, 128] {
+            let name = format!("ctx128-batch{batch}");
+            self.add("mha", &name, "f16", [32, 32, 128], vec![128; batch]);
+        }
+    }
+
+    /// Lengths that differ, pages that are not full, contiguous caches.
+    fn uneven(&mut self) {
+        // Log-uniform from 64 to 131072 in a fixed, mixed order.
+        let ragged: Vec<usize> = (0..256)
+            .map(|i| (64.0 * 2048f64.powf(f64::from(i * 77 % 256) / 255.0)) as usize)
+            .collect();
+        self.add("ragged", "256", "int8,int4", [8, 1, 128], ragged);
+        let open = vec![8160; 32];
+        self.add("tails", "ctx8160-batch32", "int8,int4", [8, 1, 128], open);
+        for (name, place) in [
+            ("pages", Place::Pages),
+            ("bnsh", Place::Bnsh),
+            ("bsnh", Place::Bsnh),
+        ] {
+            let lens = vec![8192; batch_for(256 << 20, 8, 128, 8192)];
+            for shape in self.add("views", name, "bf16,int8", [32, 8, 128], lens) {
+                shape.place = place;
+            }
+        }
+    }
+
+    /// One new token of each of 256 sequences: into pages filled to any degree, or into the last place of each page.
+    fn append(&mut self) {
+        let mixed: Vec<usize> = (0..256).map(|b| 961 + b * 37 % 64).collect();
+        for (name, work, lens) in [
+            ("decode-alone", Work::Decode, &mixed),
+            ("append", Work::Append, &mixed),
+            ("append-then-decode", Work::AppendDecode, &mixed),
+            ("append-seals", Work::Append, &vec![1024; 256]),
+        ] {
+            for shape in self.add("append", name, "int8,int4", [32, 8, 128], lens.clone()) {
+                shape.work = work;
+            }
+        }
+    }
+}
+
+/// Every shape, family by family; inside a family, bf16 before the formats that are compared with it.
+pub fn shapes() -> Vec<Shape> {
+    let mut list = List::default();
+    list.single();
+    list.one_kv_head();
+    list.mha();
+    list.uneven();
+    list.append();
+    list.0
+}
+
+/// Deterministic numbers around 0, below 2 in magnitude.
+pub fn noise(seed: u32, count: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(747_796_405).wrapping_add(1);
+    let mut next = || {
+        state = state.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
+        (state >> 8) as f32 * (1.0 / (1 << 23) as f32) - 1.0
+    };
+    (0..count).map(|_| next() + next()).collect()
+}
+
+/// Microseconds of a run, over several.
+#[derive(Debug, Clone, Copy)]
+pub struct Timing {
+    /// The fastest.
+    pub min: f64,
+    /// The middle one.
+    pub median: f64,
+}
+
+impl Timing {
+    /// From microseconds.
+    ///
+    /// # Panics
+    /// If there are none.
+    pub fn of(mut us: Vec<f64>) -> Self {
+        us.sort_by(f64::total_cmp);
+        Timing {
+            min: us[0],
+            median: us[us.len() / 2],
+        }
+    }
+}
+
+/// What one shape took, and the pure read of [`Shape::bytes`] bytes in the same run.
+#[derive(Debug, Clone, Copy)]
+pub struct Measured {
+    /// The work.
+    pub step: Timing,
+    /// The read.
+    pub ceiling: Timing,
+}
+
+/// How one backend is timed.
+pub trait Timer {
+    /// Backend, device and what else the figures depend on.
+    fn device(&self) -> String;
+
+    /// Timed repetitions per shape where the caller names no number.
+    fn runs(&self) -> usize;
+
+    /// Whether rates are those of the medians: so on GPUs, whose clock is quiet. Else of the fastest.
+    fn by_median(&self) -> bool {
+        true
+    }
+
+    /// Cache bytes beyond which a shape is left out unless large ones are asked for.
+    fn most_bytes(&self) -> usize {
+        usize::MAX
+    }
+
+    /// Times one shape.
+    ///
+    /// # Errors
+    /// What the backend refuses, or its device's failure.
+    fn measure(&mut self, shape: &Shape, runs: usize) -> Result<Measured, Error>;
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn shapes_are_legal_and_their_names_unique() {
+        let mut names = BTreeSet::new();
+        for shape in shapes() {
+            shape.problem.check().unwrap();
+            shape.format.check(shape.problem.head_dim, TILE).unwrap();
+            assert!(names.insert(shape.to_string()), "{shape} twice");
+        }
+    }
+
+    #[test]
+    fn target_rows_hold_the_bytes_they_are_named_for() {
+        let mib = |shape: &Shape| shape.bytes() >> 20;
+        for shape in shapes() {
+            match shape.family {
+                "rows48" | "rows16" => assert_eq!(mib(&shape), 65, "{shape}"),
+                "heads" | "dims" => assert!((240..=262).contains(&mib(&shape)), "{shape}"),
+                _ => {}
+            }
+        }
+    }
+}

@@ -1,0 +1,396 @@
+//! How the GPU is timed: captured graphs of launches that rotate over caches larger than L2, beside a plain read of as many bytes.
+//!
+//! [`CudaTimer`] takes the shapes of [`attn_core::bench`]; `attn bench --backend cuda` and `cargo bench -p attn-cuda` are made of
+//! it. The bits are the conformance suite's business: a pool holds one noise over and over, in pages of their own.
+
+mod buffers;
+mod pages;
+mod rows;
+
+use std::time::Duration;
+
+use attn_core::{
+    Error,
+    bench::noise,
+    bench::{Measured, Place, Shape, Timer, Timing, Work},
+};
+use cudarc::driver::{CudaGraph, CudaSlice, DriverError, sys};
+
+pub use buffers::Buffers;
+
+use crate::{
+    CudaBackend,
+    device::failed,
+    native::{AppendArgs, DecodeArgs, DeviceKv, NativeAppend, NativePlan, NativeRead},
+};
+
+/// What launches rotate over, at least: several times any L2.
+const ROTATED: usize = 400 << 20;
+/// No more copies of a small cache than this: a launch each.
+const MOST_COPIES: usize = 200;
+/// Copies for an append alone, which touches a small part of each.
+const APPEND_COPIES: usize = 16;
+/// Graph replays before the timed ones.
+const WARM_UPS: usize = 3;
+/// 16-bit numbers of noise for K, and as many for V.
+const NOISE: usize = 4 << 20;
+/// KV heads that have static scales.
+const SCALES: usize = 256;
+/// Tokens per page.
+const PAGE: usize = 64;
+
+/// One GPU, and the memory that its timings share.
+pub struct CudaTimer {
+    gpu: CudaBackend,
+    buffers: Buffers,
+    read: NativeRead,
+    sink: CudaSlice<u8>,
+    /// K's bf16 noise, then V's.
+    noise: CudaSlice<u16>,
+    /// Static scales, for formats that have them.
+    scales: CudaSlice<f32>,
+    arena: Option<CudaSlice<u8>>,
+}
+
+/// Everything that the launches of one shape read and write, beside the arena.
+struct Step {
+    plan: NativePlan,
+    append: Option<NativeAppend>,
+    source: Source,
+    rotation: Rotation,
+    q: CudaSlice<f32>,
+    out: CudaSlice<f32>,
+    lse: CudaSlice<f32>,
+    kv_lens: CudaSlice<i32>,
+    workspace: CudaSlice<u8>,
+    scales: [u64; 2],
+}
+
+/// Where K and V of one copy lie.
+enum Source {
+    Pages(pages::Pages),
+    Rows(rows::Rows),
+}
+
+/// Copies of a cache in the arena.
+#[derive(Clone, Copy)]
+struct Rotation {
+    base: u64,
+    copy_bytes: usize,
+    copies: usize,
+}
+
+impl Rotation {
+    fn at(&self, i: usize) -> u64 {
+        self.base + (i % self.copies * self.copy_bytes) as u64
+    }
+
+    /// Launches of one graph.
+    fn launches(&self) -> usize {
+        self.copies.max(4)
+    }
+}
+
+/// A shape whose work and whose read are captured; borrows the timer's memory.
+pub struct Prepared<'a> {
+    timer: &'a CudaTimer,
+    work: CudaGraph,
+    read: CudaGraph,
+    launches: usize,
+    /// Outlives the graphs' launches.
+    _step: Step,
+}
+
+fn driver<T>(result: Result<T, DriverError>) -> Result<T, Error> {
+    result.map_err(failed("timing"))
+}
+
+impl CudaTimer {
+    /// Opens the first GPU.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with what is missing; [`Error::Device`].
+    pub fn open() -> Result<Self, Error> {
+        let gpu = CudaBackend::open()?;
+        let buffers = Buffers::new(gpu.context())?;
+        let bf16 = |x: f32| (x.to_bits() >> 16) as u16;
+        let noise: Vec<u16> = noise(3, 2 * NOISE).into_iter().map(bf16).collect();
+        Ok(CudaTimer {
+            read: gpu.prepare_read()?,
+            sink: buffers.bytes(16)?,
+            noise: buffers.upload(&noise)?,
+            scales: buffers.upload(&[0.02f32; SCALES])?,
+            arena: None,
+            buffers,
+            gpu,
+        })
+    }
+
+    /// `bytes` of the arena, which grows; contents are left over from before.
+    fn reserve(&mut self, bytes: usize) -> Result<u64, Error> {
+        if self.arena.as_ref().is_none_or(|arena| arena.len() < bytes) {
+            self.arena = None;
+            self.arena = Some(self.buffers.bytes(bytes)?);
+        }
+        let arena = self.arena.as_ref().map(|a| self.buffers.address(a));
+        Ok(arena.unwrap_or_default())
+    }
+
+    /// As many copies of a cache of `cache_bytes` as the shape's work has to rotate over.
+    fn rotate(&mut self, shape: &Shape, cache_bytes: usize) -> Result<Rotation, Error> {
+        let copy_bytes = cache_bytes.max(shape.bytes()).next_multiple_of(256);
+        let copies = match shape.work {
+            Work::Append => APPEND_COPIES,
+            _ => ROTATED.div_ceil(shape.cache_bytes()).clamp(1, MOST_COPIES),
+        };
+        Ok(Rotation {
+            base: self.reserve(copies * copy_bytes)?,
+            copy_bytes,
+            copies,
+        })
+    }
+
+    /// Copies the first `filled` bytes of the arena's `bytes` at `start` over the rest of them.
+    fn repeat(&mut self, start: usize, mut filled: usize, bytes: usize) -> Result<(), Error> {
+        let Some(arena) = &mut self.arena else {
+            return Ok(());
+        };
+        while filled < bytes {
+            let more = filled.min(bytes - filled);
+            let (from, mut to) = arena.split_at_mut(start + filled);
+            let from = from.slice(start..start + more);
+            driver(
+                self.buffers
+                    .stream
+                    .memcpy_dtod(&from, &mut to.slice_mut(..more)),
+            )?;
+            filled += more;
+        }
+        Ok(())
+    }
+
+    /// Writes `template` over and over into the arena's `bytes` at `start`.
+    fn fill(&mut self, template: &[u8], start: usize, bytes: usize) -> Result<(), Error> {
+        let first = template.len().min(bytes);
+        if let Some(arena) = &mut self.arena {
+            let mut to = arena.slice_mut(start..start + first);
+            driver(self.buffers.stream.memcpy_htod(&template[..first], &mut to))?;
+        }
+        self.repeat(start, first, bytes)
+    }
+
+    fn step(&mut self, shape: &Shape) -> Result<Step, Error> {
+        let problem = &shape.problem;
+        let row = problem.num_kv_heads * problem.head_dim;
+        let appended = if shape.work == Work::Decode {
+            PAGE
+        } else {
+            problem.batch().max(PAGE)
+        };
+        if row * appended > NOISE || problem.num_kv_heads > SCALES {
+            return Err(Error::Parameter {
+                what: "shape to time",
+                given: shape.to_string(),
+                allowed: "up to 256 KV heads and 4 Mi elements of K that an append takes at once",
+            });
+        }
+        let page_size = if shape.place == Place::Pages { PAGE } else { 0 };
+        let plan = self.gpu.prepare(problem, shape.format, page_size)?;
+        let scale = |has: bool| {
+            if has {
+                self.buffers.address(&self.scales)
+            } else {
+                0
+            }
+        };
+        let scales = [shape.format.k, shape.format.v].map(|s| scale(s.has_tensor_scale()));
+        let (append, source, rotation) = if shape.place == Place::Pages {
+            let (append, pages, rotation) = pages::fill(self, shape, scales)?;
+            (Some(append), Source::Pages(pages), rotation)
+        } else {
+            let (rows, rotation) = rows::fill(self, shape)?;
+            (None, Source::Rows(rows), rotation)
+        };
+        let buffers = &self.buffers;
+        let lens: Vec<i32> = problem.kv_lens.iter().map(|&len| len as i32).collect();
+        let elems = problem.rows() * problem.head_dim;
+        Ok(Step {
+            append,
+            source,
+            rotation,
+            q: buffers.upload(&noise(5, elems))?,
+            out: buffers.floats(elems)?,
+            lse: buffers.floats(problem.rows())?,
+            kv_lens: buffers.upload(&lens)?,
+            workspace: buffers.bytes(plan.workspace_bytes())?,
+            plan,
+            scales,
+        })
+    }
+
+    fn decode(&self, step: &Step, copy: u64) -> Result<(), Error> {
+        let at = &self.buffers;
+        let args = DecodeArgs {
+            q: at.address(&step.q),
+            out: at.address(&step.out),
+            lse: at.address(&step.lse),
+            kv: match &step.source {
+                Source::Pages(pages) => pages.kv(at, copy),
+                Source::Rows(rows) => rows.kv(copy),
+            },
+            kv_lens: at.address(&step.kv_lens),
+            k_tensor_scales: step.scales[0],
+            v_tensor_scales: step.scales[1],
+            alibi_slopes: 0,
+            workspace: at.address(&step.workspace),
+        };
+        // SAFETY: `step`'s buffers and the arena were sized for the plan's problem and live until the graph is dropped; the
+        // page table names pages of the copy alone; the workspace was zeroed by its allocation; one stream.
+        unsafe { self.gpu.decode_on(&step.plan, at.raw(), &args) }
+    }
+
+    fn append(&self, step: &Step, copy: u64) -> Result<(), Error> {
+        let (Some(append), Source::Pages(pages)) = (&step.append, &step.source) else {
+            return Err(Error::Parameter {
+                what: "place of an append",
+                given: "a contiguous cache".into(),
+                allowed: "pages",
+            });
+        };
+        let kv_lens = self.buffers.address(&step.kv_lens);
+        let args = AppendArgs {
+            batch: step.kv_lens.len(),
+            ..pages.append_args(self, copy, step.scales, kv_lens, 1)
+        };
+        // SAFETY: as for decode; the lengths count the new token, whose page is in the table; every sequence owns its pages.
+        unsafe { self.gpu.append_on(append, self.buffers.raw(), &args) }
+    }
+
+    fn capture(&self, enqueue: &dyn Fn() -> Result<(), Error>) -> Result<CudaGraph, Error> {
+        let stream = &self.buffers.stream;
+        driver(stream.synchronize())?;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        driver(stream.begin_capture(mode))?;
+        let enqueued = enqueue();
+        let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        let graph = driver(stream.end_capture(flags))?;
+        enqueued?;
+        graph.ok_or_else(|| Error::Device {
+            backend: "cuda",
+            doing: "timing",
+            source: "the capture gave no graph".into(),
+        })
+    }
+
+    /// Fills the caches of a shape, and captures its work and its read.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without a kernel; [`Error::Device`], also where memory is short.
+    pub fn prepare(&mut self, shape: &Shape) -> Result<Prepared<'_>, Error> {
+        let step = self.step(shape)?;
+        let timer = &*self;
+        let rotation = step.rotation;
+        let launches = rotation.launches();
+        let work = timer.capture(&|| {
+            (0..launches).try_for_each(|i| match shape.work {
+                Work::Decode => timer.decode(&step, rotation.at(i)),
+                Work::Append => timer.append(&step, rotation.at(i)),
+                Work::AppendDecode => {
+                    timer.append(&step, rotation.at(i))?;
+                    timer.decode(&step, rotation.at(i))
+                }
+            })
+        })?;
+        let bytes = shape.bytes() / 16 * 16;
+        let sink = timer.buffers.address(&timer.sink);
+        let read = timer.capture(&|| {
+            (0..launches).try_for_each(|i| {
+                // SAFETY: a copy holds `Shape::bytes` bytes and more; the sink holds 16.
+                unsafe {
+                    timer.gpu.read_on(
+                        &timer.read,
+                        timer.buffers.raw(),
+                        rotation.at(i),
+                        bytes,
+                        sink,
+                    )
+                }
+            })
+        })?;
+        Ok(Prepared {
+            timer,
+            work,
+            read,
+            launches,
+            _step: step,
+        })
+    }
+}
+
+impl Prepared<'_> {
+    /// Microseconds per launch of each of `runs` replays.
+    fn replay(&self, graph: &CudaGraph, runs: usize) -> Result<Vec<f64>, Error> {
+        let stream = &self.timer.buffers.stream;
+        let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
+        (0..WARM_UPS).try_for_each(|_| driver(graph.launch()))?;
+        let mut times = Vec::new();
+        for _ in 0..runs.max(1) {
+            let start = driver(stream.record_event(flags))?;
+            driver(graph.launch())?;
+            let end = driver(stream.record_event(flags))?;
+            driver(stream.synchronize())?;
+            let ms = f64::from(driver(start.elapsed_ms(&end))?);
+            times.push(ms * 1000.0 / self.launches as f64);
+        }
+        Ok(times)
+    }
+
+    /// Times work and read.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn measure(&self, runs: usize) -> Result<Measured, Error> {
+        Ok(Measured {
+            step: Timing::of(self.replay(&self.work, runs)?),
+            ceiling: Timing::of(self.replay(&self.read, runs)?),
+        })
+    }
+
+    /// What `iters` launches of the work take, for a bench that decides their number.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn work_time(&self, iters: u64) -> Result<Duration, Error> {
+        self.time(&self.work, iters)
+    }
+
+    /// Likewise for the read.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn read_time(&self, iters: u64) -> Result<Duration, Error> {
+        self.time(&self.read, iters)
+    }
+
+    fn time(&self, graph: &CudaGraph, iters: u64) -> Result<Duration, Error> {
+        let us = self.replay(graph, iters.div_ceil(self.launches as u64) as usize)?;
+        let mean = us.iter().sum::<f64>() / us.len() as f64;
+        Ok(Duration::from_secs_f64(mean * iters as f64 / 1e6))
+    }
+}
+
+impl Timer for CudaTimer {
+    fn device(&self) -> String {
+        use attn_core::DecodeAttention;
+        let info = self.gpu.device();
+        format!("cuda: {} ({})", info.name, info.detail)
+    }
+
+    fn runs(&self) -> usize {
+        15
+    }
+
+    fn measure(&mut self, shape: &Shape, runs: usize) -> Result<Measured, Error> {
+        self.prepare(shape)?.measure(runs)
+    }
+}

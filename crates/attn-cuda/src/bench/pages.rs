@@ -1,0 +1,141 @@
+//! Pools of pages to time: filled once by the append kernel, then copied.
+
+use attn_core::{CacheConfig, Error, bench::Shape, bench::Work};
+use cudarc::driver::CudaSlice;
+
+use super::{AppendArgs, Buffers, CudaTimer, DeviceKv, NOISE, NativeAppend, PAGE, Rotation};
+use crate::native::Dtype;
+
+/// The table of a pool that lies in the arena.
+pub(super) struct Pages {
+    num_pages: usize,
+    stride: usize,
+    page_table: CudaSlice<u32>,
+    /// Page `num_pages − batch + b` for sequence `b`, where the format has tail pages.
+    tail_pages: CudaSlice<u32>,
+    /// Elements of a token's K.
+    row: usize,
+}
+
+impl Pages {
+    pub(super) fn kv(&self, buffers: &Buffers, pool: u64) -> DeviceKv {
+        DeviceKv::Paged {
+            pool,
+            num_pages: self.num_pages,
+            page_table: buffers.address(&self.page_table),
+            page_table_stride: self.stride,
+            tail_pages: buffers.address(&self.tail_pages),
+        }
+    }
+
+    /// The append of `tokens` tokens of noise to the first sequence.
+    pub(super) fn append_args(
+        &self,
+        timer: &CudaTimer,
+        pool: u64,
+        scales: [u64; 2],
+        kv_lens: u64,
+        tokens: usize,
+    ) -> AppendArgs {
+        let noise = timer.buffers.address(&timer.noise);
+        AppendArgs {
+            k: noise,
+            v: noise + 2 * NOISE as u64,
+            dtype: Dtype::Bf16,
+            k_token_stride: self.row,
+            v_token_stride: self.row,
+            pool,
+            num_pages: self.num_pages,
+            page_table: timer.buffers.address(&self.page_table),
+            page_table_stride: self.stride,
+            tail_pages: timer.buffers.address(&self.tail_pages),
+            kv_lens,
+            k_tensor_scales: scales[0],
+            v_tensor_scales: scales[1],
+            batch: 1,
+            tokens,
+        }
+    }
+}
+
+/// Pages of every sequence, side by side for each, scattered over the pool as in an engine.
+fn scattered(counts: &[usize], stride: usize) -> Vec<u32> {
+    let total: usize = counts.iter().sum();
+    let prime = [7919, 7907, 7901]
+        .into_iter()
+        .find(|p| !total.is_multiple_of(*p))
+        .unwrap_or(1);
+    let mut table = vec![0; counts.len() * stride];
+    let mut next = 0;
+    for (b, count) in counts.iter().enumerate() {
+        for page in &mut table[b * stride..][..*count] {
+            *page = (next * prime % total) as u32;
+            next += 1;
+        }
+    }
+    table
+}
+
+/// Fills the pool's copies with what lies there before the work.
+pub(super) fn fill(
+    timer: &mut CudaTimer,
+    shape: &Shape,
+    scales: [u64; 2],
+) -> Result<(NativeAppend, Pages, Rotation), Error> {
+    let problem = &shape.problem;
+    let (heads, dim, batch) = (problem.num_kv_heads, problem.head_dim, problem.batch());
+    let mut config = CacheConfig::new(shape.format, heads, dim, batch, 0);
+    config.page_size = PAGE;
+    let (page_bytes, has_tail) = (
+        config.layout().page_bytes(),
+        config.layout().has_tail_page(),
+    );
+    let counts: Vec<usize> = problem.kv_lens.iter().map(|n| n.div_ceil(PAGE)).collect();
+    let total: usize = counts.iter().sum();
+    let stride = counts.iter().copied().max().unwrap_or(0).max(1);
+    config.num_pages = total + if has_tail { batch } else { 0 };
+    let append = timer.gpu.prepare_append(&config)?;
+    let rotation = timer.rotate(shape, config.num_pages * page_bytes)?;
+    let tails: Vec<u32> = (0..batch)
+        .map(|b| if has_tail { total + b } else { 0 } as u32)
+        .collect();
+    let pages = |table: &[u32], stride| -> Result<Pages, Error> {
+        Ok(Pages {
+            num_pages: config.num_pages,
+            stride,
+            page_table: timer.buffers.upload(table)?,
+            tail_pages: timer.buffers.upload(&tails)?,
+            row: heads * dim,
+        })
+    };
+    // The first pages in their own order, and the rest of the pool from them.
+    let first = total.min(NOISE / (heads * dim) / PAGE);
+    let in_order = pages(&(0..first as u32).collect::<Vec<_>>(), first)?;
+    let scattered = pages(&scattered(&counts, stride), stride)?;
+    let lens = timer.buffers.upload(&[(first * PAGE) as i32])?;
+    let at = timer.buffers.address(&lens);
+    let args = in_order.append_args(timer, rotation.base, scales, at, first * PAGE);
+    // SAFETY: the arena holds the pool; pages below `first` and one tail page; the noise holds so many tokens; one stream.
+    unsafe { timer.gpu.append_on(&append, timer.buffers.raw(), &args) }?;
+    timer.repeat(0, first * page_bytes, total * page_bytes)?;
+    // Open pages, and the tail pages that belong to them.
+    let before = usize::from(shape.work != Work::Decode);
+    let lens: Vec<i32> = problem
+        .kv_lens
+        .iter()
+        .map(|&n| (n - before) as i32)
+        .collect();
+    let lens_there = timer.buffers.upload(&lens)?;
+    for (b, &len) in lens.iter().enumerate() {
+        let at = timer.buffers.address(&lens_there) + 4 * b as u64;
+        let tokens = len as usize % PAGE;
+        let mut args = scattered.append_args(timer, rotation.base, scales, at, tokens);
+        args.page_table += (4 * b * stride) as u64;
+        args.tail_pages += 4 * b as u64;
+        // SAFETY: as above; the last page of sequence `b` is in its row of the table.
+        unsafe { timer.gpu.append_on(&append, timer.buffers.raw(), &args) }?;
+    }
+    let copy = rotation.copy_bytes;
+    timer.repeat(0, copy, rotation.copies * copy)?;
+    Ok((append, scattered, rotation))
+}

@@ -1,0 +1,105 @@
+//! Contiguous caches to time.
+
+use attn_core::{
+    Error, Scheme,
+    bench::{Place, Shape, noise},
+};
+
+use super::{CudaTimer, DeviceKv, Rotation};
+
+/// One part of a copy: its offset, and the strides from one sequence, KV head and token to the next.
+type Part = (usize, [usize; 3]);
+
+/// How a contiguous cache lies in each copy.
+pub(super) struct Rows {
+    /// Codes of K and V, in bytes.
+    codes: [Part; 2],
+    /// Their scales, in elements; without an offset for schemes without.
+    scales: [(Option<usize>, [usize; 3]); 2],
+}
+
+impl Rows {
+    pub(super) fn kv(&self, copy: u64) -> DeviceKv {
+        let of = |i: usize| {
+            let scales = self.scales[i].0.map_or(0, |at| copy + at as u64);
+            [copy + self.codes[i].0 as u64, scales]
+        };
+        DeviceKv::Strided {
+            k: of(0),
+            v: of(1),
+            code_strides: self.codes.map(|(_, strides)| strides),
+            scale_strides: self.scales.map(|(_, strides)| strides),
+        }
+    }
+}
+
+/// Codes of finite numbers.
+fn codes(scheme: Scheme, count: usize) -> Vec<u8> {
+    let noise = noise(7, count).into_iter();
+    match scheme {
+        // Between 0.5 and 1 in magnitude.
+        Scheme::F16 => noise
+            .flat_map(|x| (0x3800 | (x.to_bits() >> 16 & 0x83ff) as u16).to_le_bytes())
+            .collect(),
+        Scheme::Bf16 => noise
+            .flat_map(|x| ((x.to_bits() >> 16) as u16).to_le_bytes())
+            .collect(),
+        Scheme::Fp8E4m3 => noise
+            .map(|x| 0x30 | (x.to_bits() >> 24 & 0x87) as u8)
+            .collect(),
+        _ => noise.map(|x| (x * 60.0) as i8 as u8).collect(),
+    }
+}
+
+/// f16 for about 0.016.
+const SCALE: u16 = 0x2400;
+
+/// Fills the copies.
+pub(super) fn fill(timer: &mut CudaTimer, shape: &Shape) -> Result<(Rows, Rotation), Error> {
+    let problem = &shape.problem;
+    let (batch, heads) = (problem.batch(), problem.num_kv_heads);
+    let capacity = problem.kv_lens.iter().copied().max().unwrap_or(0);
+    let strides = |row: usize| match shape.place {
+        Place::Bsnh => [heads * capacity * row, row, heads * row],
+        _ => [heads * capacity * row, capacity * row, row],
+    };
+    let mut end = 0;
+    let mut part = |bytes: usize| {
+        let at = end;
+        end = (at + bytes).next_multiple_of(256);
+        at
+    };
+    let rows = batch * heads * capacity;
+    let schemes = [shape.format.k, shape.format.v];
+    let code_parts = schemes.map(|scheme| {
+        let bytes = problem.head_dim * scheme.code_bits() / 8;
+        (part(rows * bytes), strides(bytes))
+    });
+    let scale_parts = schemes.map(|scheme| {
+        let has = scheme.is_integer() && !scheme.has_tensor_scale();
+        let groups = if has {
+            scheme.groups(problem.head_dim)
+        } else {
+            0
+        };
+        (has.then(|| part(rows * groups * 2)), strides(groups))
+    });
+    let rotation = timer.rotate(shape, end)?;
+    for (i, scheme) in schemes.into_iter().enumerate() {
+        let bytes = rows * problem.head_dim * scheme.code_bits() / 8;
+        let template = codes(scheme, 4 << 20);
+        timer.fill(&template, code_parts[i].0, bytes)?;
+        if let Some(at) = scale_parts[i].0 {
+            let bytes = rows * scheme.groups(problem.head_dim) * 2;
+            let template: Vec<u8> = (0..1 << 16).flat_map(|_| SCALE.to_le_bytes()).collect();
+            timer.fill(&template, at, bytes)?;
+        }
+    }
+    let copy = rotation.copy_bytes;
+    timer.repeat(0, copy, rotation.copies * copy)?;
+    let rows = Rows {
+        codes: code_parts,
+        scales: scale_parts,
+    };
+    Ok((rows, rotation))
+}
