@@ -7,6 +7,7 @@
 //! `kernels/wgsl/decode_split.wgsl`. With a device of your own: [`WgpuBackend::with_device`], [`WgpuBackend::prepare`], [`WgpuBackend::record`].
 
 mod backend;
+pub mod bench;
 mod error;
 mod gpu;
 mod launch;

@@ -12,6 +12,8 @@ mod bench;
 mod check;
 #[path = "../cli/data.rs"]
 mod data;
+#[path = "../cli/plot.rs"]
+mod plot;
 #[path = "../cli/quantize.rs"]
 mod quantize;
 #[path = "../cli/run.rs"]

@@ -2,16 +2,19 @@
 //!
 //! Shapes and what a backend must bring are `attn_core::bench`'s; names, tables and charts are here.
 
-use std::error::Error as _;
+use std::{error::Error as _, path::PathBuf};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use attn::{
     BackendId, Error, KvFormat, Scheme,
     bench::{Measured, Shape, Timer, Timing, shapes},
 };
 use attn_cpu::bench::CpuTimer;
 use attn_cuda::bench::CudaTimer;
+use attn_wgpu::bench::WgpuTimer;
 use serde_json::{Value, json};
+
+use crate::plot;
 
 /// What `attn bench` measures.
 #[derive(clap::Args)]
@@ -33,6 +36,9 @@ pub struct BenchArgs {
     /// On the CPU, also what takes gigabytes of memory.
     #[arg(long)]
     large: bool,
+    /// Also draw latency over context and share of the read over cache size into this SVG file.
+    #[arg(long)]
+    plot: Option<PathBuf>,
 }
 
 /// One shape on one device.
@@ -92,9 +98,7 @@ fn timers(args: &BenchArgs) -> Result<Vec<Box<dyn Timer>>> {
             named.iter().map(timer).collect()
         }
         BackendId::Cuda => Ok(vec![Box::new(CudaTimer::open()?)]),
-        BackendId::Wgpu => {
-            bail!("wgpu: no timer in this program; `attn bench --backend cuda`, or cpu")
-        }
+        BackendId::Wgpu => Ok(vec![Box::new(WgpuTimer::open()?)]),
     }
 }
 
@@ -102,6 +106,7 @@ fn timers(args: &BenchArgs) -> Result<Vec<Box<dyn Timer>>> {
 fn default_names(args: &BenchArgs) -> Vec<String> {
     let names: &[&str] = match args.backend {
         BackendId::Cuda => &[""],
+        BackendId::Cpu if args.plot.is_some() => &["single/32-8", "context/"],
         BackendId::Cpu => &["single/"],
         BackendId::Wgpu => &["gqa8/batch32/", "gqa8/batch512/", "single/32-8-ctx8192/"],
     };
@@ -275,6 +280,9 @@ pub fn bench(args: &BenchArgs, as_json: bool) -> Result<bool> {
     }
     if as_json {
         println!("{}", json!(values));
+    }
+    if let Some(path) = &args.plot {
+        plot::draw(path, &devices, &rows)?;
     }
     Ok(healthy)
 }

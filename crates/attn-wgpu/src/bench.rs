@@ -1,0 +1,352 @@
+//! How an adapter is timed: steps recorded back to back over caches that rotate beyond its own, beside a WGSL kernel that only
+//! reads the same pages.
+//!
+//! [`WgpuTimer`] takes the shapes of [`attn_core::bench`]; `attn bench --backend wgpu` is made of it. The clock is the GPU's
+//! where the adapter has timestamp queries, else the host's around a submission.
+
+use std::time::{Duration, Instant};
+
+use attn_core::{
+    CacheConfig, DecodeAttention, Error, KvCache,
+    bench::{Measured, Place, Shape, Timer, Timing, Work, noise},
+};
+use wgpu::BufferUsages as Usage;
+
+use crate::{
+    Prepared, WgpuBackend,
+    error::{BACKEND, WgpuError, device},
+    store::DevicePages,
+};
+
+/// What steps rotate over, at least: several times any cache.
+const ROTATED: usize = 256 << 20;
+/// No more copies of a small cache than this.
+const MOST_COPIES: usize = 16;
+/// Tokens of noise; longer sequences repeat their pages.
+const NOISE_TOKENS: usize = 1024;
+/// Work before the timed runs: clocks ramp up.
+const WARM_UP: Duration = Duration::from_millis(150);
+/// Grids of the reading kernel, of which the fastest counts.
+const READ_GRIDS: [u32; 4] = [512, 1024, 2048, 4096];
+
+/// One adapter, and its clock.
+pub struct WgpuTimer {
+    backend: WgpuBackend,
+    read: wgpu::ComputePipeline,
+    sums: wgpu::Buffer,
+    stamps: Option<Stamps>,
+}
+
+/// Two timestamps, and their way to the host.
+struct Stamps {
+    queries: wgpu::QuerySet,
+    resolved: wgpu::Buffer,
+    read: wgpu::Buffer,
+    /// Microseconds per tick.
+    period: f64,
+}
+
+/// Records the i-th piece of work.
+type Record<'a> = dyn Fn(&mut wgpu::CommandEncoder, usize) -> Result<(), Error> + 'a;
+
+fn buffer(device: &wgpu::Device, bytes: u64, usage: Usage) -> wgpu::Buffer {
+    device.create_buffer(&wgpu::BufferDescriptor {
+        label: Some("attn bench"),
+        size: bytes.max(4),
+        usage,
+        mapped_at_creation: false,
+    })
+}
+
+impl Stamps {
+    fn new(backend: &WgpuBackend) -> Option<Self> {
+        let gpu = backend.wgpu_device();
+        if !gpu.features().contains(wgpu::Features::TIMESTAMP_QUERY) {
+            return None;
+        }
+        Some(Stamps {
+            queries: gpu.create_query_set(&wgpu::QuerySetDescriptor {
+                label: None,
+                ty: wgpu::QueryType::Timestamp,
+                count: 2,
+            }),
+            resolved: buffer(gpu, 16, Usage::QUERY_RESOLVE | Usage::COPY_SRC),
+            read: buffer(gpu, 16, Usage::COPY_DST | Usage::MAP_READ),
+            period: f64::from(backend.wgpu_queue().get_timestamp_period()) / 1000.0,
+        })
+    }
+
+    /// Stamps the end of all work before: an empty pass has a beginning.
+    fn stamp(&self, encoder: &mut wgpu::CommandEncoder, index: u32) {
+        encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
+            label: None,
+            timestamp_writes: Some(wgpu::ComputePassTimestampWrites {
+                query_set: &self.queries,
+                beginning_of_pass_write_index: Some(index),
+                end_of_pass_write_index: None,
+            }),
+        });
+    }
+
+    fn resolve(&self, encoder: &mut wgpu::CommandEncoder) {
+        encoder.resolve_query_set(&self.queries, 0..2, &self.resolved, 0);
+        encoder.copy_buffer_to_buffer(&self.resolved, 0, &self.read, 0, 16);
+    }
+
+    /// Microseconds between the stamps of the work just submitted.
+    fn elapsed(&self, gpu: &wgpu::Device) -> Result<f64, Error> {
+        let failed = |text: String| device("reading timestamps", WgpuError::Lost(text));
+        self.read.map_async(wgpu::MapMode::Read, .., |_| ());
+        poll(gpu)?;
+        let ticks = {
+            let view = self.read.get_mapped_range(..);
+            let view = view.map_err(|error| failed(error.to_string()))?;
+            let stamp = |at: usize| {
+                let mut bytes = [0; 8];
+                bytes.copy_from_slice(&view[at..at + 8]);
+                u64::from_le_bytes(bytes)
+            };
+            stamp(8).saturating_sub(stamp(0))
+        };
+        self.read.unmap();
+        Ok(ticks as f64 * self.period)
+    }
+}
+
+fn poll(gpu: &wgpu::Device) -> Result<(), Error> {
+    gpu.poll(wgpu::PollType::wait_indefinitely())
+        .map(|_| ())
+        .map_err(|error| device("timing", WgpuError::Poll(error)))
+}
+
+/// Caches of one shape, each with its prepared step.
+struct Caches {
+    caches: Vec<KvCache>,
+    steps: Vec<Prepared>,
+    q: wgpu::Buffer,
+    out: wgpu::Buffer,
+    lse: wgpu::Buffer,
+}
+
+impl WgpuTimer {
+    /// On the adapter that [`WgpuBackend::open`] chooses.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with what is missing; [`Error::Device`].
+    pub fn open() -> Result<Self, Error> {
+        let backend = WgpuBackend::open()?;
+        Ok(WgpuTimer {
+            read: backend.read_kernel()?,
+            sums: buffer(backend.wgpu_device(), 4, Usage::STORAGE),
+            stamps: Stamps::new(&backend),
+            backend,
+        })
+    }
+
+    /// Microseconds of each of `count` pieces of work, recorded back to back.
+    fn once(&self, count: usize, record: &Record<'_>) -> Result<f64, Error> {
+        let (gpu, queue) = (self.backend.wgpu_device(), self.backend.wgpu_queue());
+        let mut encoder = gpu.create_command_encoder(&Default::default());
+        if let Some(stamps) = &self.stamps {
+            stamps.stamp(&mut encoder, 0);
+        }
+        (0..count).try_for_each(|i| record(&mut encoder, i))?;
+        if let Some(stamps) = &self.stamps {
+            stamps.stamp(&mut encoder, 1);
+            stamps.resolve(&mut encoder);
+        }
+        let commands = encoder.finish();
+        let start = Instant::now();
+        queue.submit([commands]);
+        let us = match &self.stamps {
+            Some(stamps) => stamps.elapsed(gpu)?,
+            None => {
+                poll(gpu)?;
+                start.elapsed().as_secs_f64() * 1e6
+            }
+        };
+        Ok(us / count as f64)
+    }
+
+    fn time(&self, count: usize, runs: usize, record: &Record<'_>) -> Result<Timing, Error> {
+        let start = Instant::now();
+        while start.elapsed() < WARM_UP {
+            self.once(count, record)?;
+        }
+        let times = (0..runs.max(1)).map(|_| self.once(count, record));
+        Ok(Timing::of(times.collect::<Result<_, _>>()?))
+    }
+
+    /// Pages of noise, as many as one sequence needs before they repeat.
+    fn pages(&self, shape: &Shape) -> Result<Vec<Vec<u8>>, Error> {
+        let problem = &shape.problem;
+        let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
+        let config = CacheConfig::new(shape.format, heads, dim, 1, NOISE_TOKENS);
+        let mut cache = self.backend.create_cache(&config)?;
+        let count = NOISE_TOKENS * heads * dim;
+        cache.append(0, &noise(1, count), &noise(2, count))?;
+        cache.read_back(0)
+    }
+
+    /// One cache whose sequences all hold the same tokens, at places of their own.
+    fn cache(&self, shape: &Shape, pages: &[Vec<u8>]) -> Result<KvCache, Error> {
+        let problem = &shape.problem;
+        let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
+        let mut config = CacheConfig::new(shape.format, heads, dim, problem.batch(), 0);
+        let needed = problem.kv_lens.iter().map(|&len| config.pages_for(len));
+        config.num_pages = needed.sum();
+        let page_size = config.page_size;
+        let mut cache = self.backend.create_cache(&config)?;
+        let open = noise(3, page_size * heads * dim);
+        for (b, &len) in problem.kv_lens.iter().enumerate() {
+            let (full, rest) = (len / page_size, len % page_size * heads * dim);
+            if full > 0 {
+                let own: Vec<Vec<u8>> = pages.iter().cycle().take(full).cloned().collect();
+                cache.restore(b, full * page_size, &own)?;
+            }
+            cache.append(b, &open[..rest], &open[..rest])?;
+        }
+        Ok(cache)
+    }
+
+    fn caches(&self, shape: &Shape) -> Result<Caches, Error> {
+        let problem = &shape.problem;
+        let copies = ROTATED.div_ceil(shape.bytes()).clamp(1, MOST_COPIES);
+        let pages = self.pages(shape)?;
+        let caches = (0..copies).map(|_| self.cache(shape, &pages));
+        let caches = caches.collect::<Result<Vec<_>, _>>()?;
+        let steps = caches.iter().map(|c| self.backend.prepare(problem, c));
+        let steps = steps.collect::<Result<Vec<_>, _>>()?;
+        let gpu = self.backend.wgpu_device();
+        let elems = problem.rows() * problem.head_dim;
+        let floats = |count: usize| buffer(gpu, 4 * count as u64, Usage::STORAGE | Usage::COPY_DST);
+        let q = floats(elems);
+        let queries = noise(5, elems);
+        self.backend
+            .wgpu_queue()
+            .write_buffer(&q, 0, bytemuck::cast_slice(&queries));
+        Ok(Caches {
+            caches,
+            steps,
+            q,
+            out: floats(elems),
+            lse: floats(problem.rows()),
+        })
+    }
+
+    /// What reads the pages of one cache: a bind group per buffer of its pool.
+    fn readers(&self, cache: &KvCache, bytes: usize) -> Vec<wgpu::BindGroup> {
+        let pages = cache.store().as_any().downcast_ref::<DevicePages>();
+        let mut left = bytes as u64 / 16 * 16;
+        let mut groups = Vec::new();
+        for data in pages.into_iter().flat_map(DevicePages::buffers) {
+            let size = left.min(data.size() / 16 * 16);
+            left -= size;
+            let Some(size) = wgpu::BufferSize::new(size) else {
+                break;
+            };
+            let data = wgpu::BufferBinding {
+                buffer: data,
+                offset: 0,
+                size: Some(size),
+            };
+            let resources = [
+                wgpu::BindingResource::Buffer(data),
+                self.sums.as_entire_binding(),
+            ];
+            let entries: Vec<_> = (0..)
+                .zip(resources)
+                .map(|(binding, resource)| wgpu::BindGroupEntry { binding, resource })
+                .collect();
+            let gpu = self.backend.wgpu_device();
+            groups.push(gpu.create_bind_group(&wgpu::BindGroupDescriptor {
+                label: None,
+                layout: &self.read.get_bind_group_layout(0),
+                entries: &entries,
+            }));
+        }
+        groups
+    }
+
+    fn ceiling(&self, shape: &Shape, caches: &[KvCache], runs: usize) -> Result<Timing, Error> {
+        let readers = caches.iter().map(|c| self.readers(c, shape.bytes()));
+        let readers: Vec<_> = readers.collect();
+        let mut best: Option<Timing> = None;
+        for workgroups in READ_GRIDS {
+            let timing = self.time(launches(caches.len()), runs, &|encoder, i| {
+                let mut pass = encoder.begin_compute_pass(&Default::default());
+                pass.set_pipeline(&self.read);
+                for group in &readers[i % readers.len()] {
+                    pass.set_bind_group(0, group, &[]);
+                    pass.dispatch_workgroups(workgroups, 1, 1);
+                }
+                Ok(())
+            })?;
+            if best.is_none_or(|best| timing.median < best.median) {
+                best = Some(timing);
+            }
+        }
+        Ok(best.expect("there are grids"))
+    }
+}
+
+/// Pieces of work between two timestamps.
+fn launches(copies: usize) -> usize {
+    copies.max(4)
+}
+
+fn refuse(what: &'static str, given: &str, allowed: &'static str) -> Error {
+    Error::Parameter {
+        what,
+        given: given.to_owned(),
+        allowed,
+    }
+}
+
+impl Timer for WgpuTimer {
+    fn device(&self) -> String {
+        let info = self.backend.device();
+        let clock = match self.stamps {
+            Some(_) => "GPU timestamps",
+            None => "the host's clock",
+        };
+        format!("{BACKEND}: {} ({}); {clock}", info.name, info.detail)
+    }
+
+    fn runs(&self) -> usize {
+        15
+    }
+
+    fn most_bytes(&self) -> usize {
+        if self.backend.is_emulated() {
+            300_000_000
+        } else {
+            usize::MAX
+        }
+    }
+
+    fn measure(&mut self, shape: &Shape, runs: usize) -> Result<Measured, Error> {
+        if shape.place != Place::Pages {
+            let what = "wgpu: place of K and V";
+            return Err(refuse(
+                what,
+                "a contiguous cache",
+                "pages; views are copied into pages first",
+            ));
+        }
+        if shape.work != Work::Decode {
+            let what = "wgpu: work to time";
+            return Err(refuse(what, "an append", "decode"));
+        }
+        let all = self.caches(shape)?;
+        let step = self.time(launches(all.caches.len()), runs, &|encoder, i| {
+            let step = &all.steps[i % all.steps.len()];
+            self.backend
+                .record(encoder, step, &all.q, &all.out, &all.lse)
+        })?;
+        Ok(Measured {
+            step,
+            ceiling: self.ceiling(shape, &all.caches, runs)?,
+        })
+    }
+}

@@ -1,0 +1,227 @@
+//! `attn bench --plot`: latency over context, and share of the read ceiling over cache size, as one SVG file.
+
+use std::{fs, ops::Range, path::Path};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use attn::{
+    KvFormat,
+    bench::{Place, Work},
+};
+use plotters::{
+    coord::{
+        Shift,
+        ranged1d::{AsRangedCoord, ValueFormatter},
+    },
+    prelude::*,
+};
+
+use crate::bench::Row;
+
+/// What belongs to one line: equal formats have a colour, devices a stroke.
+struct Curve {
+    label: String,
+    format: KvFormat,
+    device: usize,
+    points: Vec<(f64, f64)>,
+}
+
+/// A chart's words.
+struct Words<'a> {
+    caption: &'a str,
+    x: &'a str,
+    y: &'a str,
+}
+
+/// Whether the row is a plain decode step of sequences of one length.
+fn plain(row: &Row) -> bool {
+    let shape = &row.shape;
+    let lens = &shape.problem.kv_lens;
+    shape.work == Work::Decode
+        && shape.place == Place::Pages
+        && shape.problem.head_dim == 128
+        && lens.windows(2).all(|pair| pair[0] == pair[1])
+}
+
+/// Gathers points into curves: `of` names a row's curve and its point.
+fn curves(
+    devices: &[String],
+    rows: &[Row],
+    of: impl Fn(&Row) -> Option<(String, (f64, f64))>,
+) -> Vec<Curve> {
+    let mut all: Vec<Curve> = Vec::new();
+    for row in rows.iter().filter(|row| plain(row)) {
+        let Some((mut label, point)) = of(row) else {
+            continue;
+        };
+        if devices.len() > 1 {
+            // What distinguishes a device from the others of a run is its last word.
+            let last = devices[row.device].rsplit(", ").next().unwrap_or_default();
+            label = format!("{label}, {last}");
+        }
+        match all.iter_mut().find(|curve| curve.label == label) {
+            Some(curve) => curve.points.push(point),
+            None => all.push(Curve {
+                label,
+                format: row.shape.format,
+                device: row.device,
+                points: vec![point],
+            }),
+        }
+    }
+    for curve in &mut all {
+        curve.points.sort_by(|a, b| a.0.total_cmp(&b.0));
+    }
+    all
+}
+
+/// Microseconds of one sequence over its tokens; a single point is no curve.
+fn latency(devices: &[String], rows: &[Row]) -> Vec<Curve> {
+    let mut all = curves(devices, rows, |row| {
+        let problem = &row.shape.problem;
+        let figures = row.outcome.as_ref().ok().filter(|_| problem.batch() == 1)?;
+        let heads = format!("{}/{}", problem.num_q_heads, problem.num_kv_heads);
+        let point = (problem.kv_lens[0] as f64, figures.us);
+        Some((format!("{heads} {}", row.shape.format), point))
+    });
+    all.retain(|curve| curve.points.len() > 1);
+    all
+}
+
+/// Percent of the read over MiB.
+fn share(devices: &[String], rows: &[Row]) -> Vec<Curve> {
+    curves(devices, rows, |row| {
+        let shape = &row.shape;
+        let figures = row.outcome.as_ref().ok()?;
+        let heads = format!(
+            "{}/{}",
+            shape.problem.num_q_heads, shape.problem.num_kv_heads
+        );
+        let kinds = [
+            ("single", ""),
+            ("context", ""),
+            ("gqa8", " batches"),
+            ("mha", ""),
+        ];
+        let (_, kind) = kinds.into_iter().find(|kind| kind.0 == shape.family)?;
+        let mib = shape.bytes() as f64 / f64::from(1 << 20);
+        let label = format!("{heads}{kind} {}", shape.format);
+        Some((label, (mib, figures.share() * 100.0)))
+    })
+}
+
+fn bounds(values: impl Iterator<Item = f64>) -> Range<f64> {
+    let (low, high) = values.fold((f64::INFINITY, 0f64), |(a, b), x| (a.min(x), b.max(x)));
+    // Room for the outermost points.
+    low * 0.85..high * 1.2
+}
+
+/// As text without tails of digits; 1024 is Ki where numbers are powers of two.
+fn short(x: f64) -> String {
+    match x {
+        x if x >= 1_048_576.0 && x % 1_048_576.0 == 0.0 => format!("{}Mi", x / 1_048_576.0),
+        x if x >= 1024.0 && x % 1024.0 == 0.0 => format!("{}Ki", x / 1024.0),
+        x if x < 1.0 => format!("{x:.2}"),
+        x => format!("{x:.0}"),
+    }
+}
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+
+fn chart<Y>(
+    area: &Area<'_>,
+    words: &Words<'_>,
+    y: Y,
+    curves: &[Curve],
+    colours: &[KvFormat],
+) -> Result<()>
+where
+    Y: AsRangedCoord<Value = f64>,
+    Y::CoordDescType: ValueFormatter<f64> + Ranged<ValueType = f64>,
+{
+    let failed = |error: &dyn std::fmt::Display| anyhow!("drawing: {error}");
+    let x = bounds(curves.iter().flat_map(|c| &c.points).map(|p| p.0));
+    let mut chart = ChartBuilder::on(area)
+        .caption(words.caption, ("sans-serif", 18))
+        .margin(12)
+        .x_label_area_size(40)
+        .y_label_area_size(56)
+        .build_cartesian_2d(x.log_scale().base(2.0), y)
+        .map_err(|e| failed(&e))?;
+    chart
+        .configure_mesh()
+        .x_desc(words.x)
+        .y_desc(words.y)
+        .x_label_formatter(&|x| short(*x))
+        .y_label_formatter(&|y| short(*y))
+        .light_line_style(RGBColor(240, 240, 240))
+        .draw()
+        .map_err(|e| failed(&e))?;
+    for curve in curves {
+        let index = colours.iter().position(|f| *f == curve.format).unwrap_or(0);
+        let colour = Palette99::pick(index).to_rgba();
+        // The first device's line is the boldest.
+        let style = colour.stroke_width(3u32.saturating_sub(curve.device as u32).max(1));
+        chart
+            .draw_series(LineSeries::new(curve.points.iter().copied(), style))
+            .map_err(|e| failed(&e))?
+            .label(&curve.label)
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
+        let marks = curve
+            .points
+            .iter()
+            .map(|&p| Circle::new(p, 3, colour.filled()));
+        chart.draw_series(marks).map_err(|e| failed(&e))?;
+    }
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperLeft)
+        .background_style(WHITE.mix(0.8))
+        .border_style(RGBColor(200, 200, 200))
+        .label_font(("sans-serif", 12))
+        .draw()
+        .map_err(|e| failed(&e))
+}
+
+/// Writes both charts.
+pub fn draw(path: &Path, devices: &[String], rows: &[Row]) -> Result<()> {
+    let (latency, share) = (latency(devices, rows), share(devices, rows));
+    ensure!(
+        !latency.is_empty() || !share.is_empty(),
+        "nothing to draw: families single, context and gqa8 have curves, and none of their shapes was measured"
+    );
+    let mut colours: Vec<KvFormat> = Vec::new();
+    for curve in latency.iter().chain(&share) {
+        if !colours.contains(&curve.format) {
+            colours.push(curve.format);
+        }
+    }
+    let mut text = String::new();
+    {
+        let root = SVGBackend::with_string(&mut text, (1280, 620)).into_drawing_area();
+        let failed = |error: &dyn std::fmt::Display| anyhow!("drawing: {error}");
+        root.fill(&WHITE).map_err(|e| failed(&e))?;
+        let root = root
+            .titled(&devices[0], ("sans-serif", 14))
+            .map_err(|e| failed(&e))?;
+        let (left, right) = root.split_horizontally(640);
+        if !latency.is_empty() {
+            let words = Words {
+                caption: "One decode step of one sequence",
+                x: "tokens cached",
+                y: "µs",
+            };
+            let y = bounds(latency.iter().flat_map(|c| &c.points).map(|p| p.1));
+            chart(&left, &words, y.log_scale(), &latency, &colours)?;
+        }
+        if !share.is_empty() {
+            let words = Words {
+                caption: "Share of a plain read of the same bytes",
+                x: "MiB of cache",
+                y: "%",
+            };
+            chart(&right, &words, 0.0..110.0, &share, &colours)?;
+        }
+        root.present().map_err(|e| failed(&e))?;
+    }
+    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}
