@@ -12,8 +12,10 @@ var v_word_$(g)_$(j) = 0u;
 var k_word_$(g)_$(j) = 0u;
 #end
 #end
-#for n in 0..K_LOADS
+#if K_BITS == 8 || j == 0
+#for n in 0..UNITS
 var k_raw_$(n)_$(j) = vec4<u32>(0u);
+#end
 #end
 #end
 #end

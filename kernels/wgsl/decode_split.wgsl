@@ -1,7 +1,7 @@
 // decode_split.wgsl: one workgroup of 32 lanes attends one item (a segment) of one (sequence, KV head) for $(R) query rows.
 //
 // Grid       (items, num_kv_heads * row_blocks, items / grid_x); 32 threads, which depend on no other: no barrier waits for a second subgroup.
-// Round      a tile of 64 tokens: lane has tokens lane and lane + 32 for the scores, dims lane, lane + 32, … for the values; the state folds at once.
+// Round      a tile of 64 tokens: a lane has two tokens for the scores, every 32nd dim (or pair of dims) for the values; the state folds at once.
 // Ahead      a tile's V is asked for before its scores, the next tile's K before its values, so memory and arithmetic overlap inside one subgroup.
 // Reads      q f32 [batch, q_len, num_q_heads, head_dim]; pages as in FORMATS.md, each byte once per row block.
 // Writes     states [item][kv_head][row_block][row][head_dim], and (m, l) of each row behind them.
@@ -103,6 +103,7 @@ fn decode_split(
     let tail_page = tables[params.items_at + 8u * item + 6u];
     let rows = params.heads_per_kv * params.q_len;
     let last = kv_len - 1u;
+    let mine = (lane >> 3u) * 16u + (lane & 7u);
     let num_rows = min($(R)u, rows - row0);
     let all_rows = $(R)u + params.zero;
     let num_pairs = num_rows * $(UNITS)u;
@@ -202,7 +203,7 @@ fn decode_split(
 #end
 #end
 #end
-    // The state: O in registers, (row, dim lane + 32 k).
+    // The state: O in registers, (row, the lane's dim k).
 #for r in 0..R
 #for k in 0..(CH * DPL)
     var o_$(r)_$(k) = 0.0;
@@ -225,8 +226,8 @@ fn decode_split(
 #for r in 0..R
     if $(r)u < num_rows {
 #for k in 0..(CH * DPL)
-        if lane + $(32 * k)u < $(D)u {
-            states[(slot * $(R)u + $(r)u) * $(D)u + $(32 * k)u + lane] = o_$(r)_$(k);
+        if dim_of(lane, $(k)u) < $(D)u {
+            states[(slot * $(R)u + $(r)u) * $(D)u + dim_of(lane, $(k)u)] = o_$(r)_$(k);
         }
 #end
     }

@@ -49,23 +49,22 @@ if lane == 0u {
 #end
 }
 #end
-// Weights as bytes, 16 tokens of one plane at a time: a word has the four tokens of one word of V's slot order.
+// Weights as bytes: of each plane 16 tokens in slot order, a word from two lanes.
 for (var task = lane; task < num_weights; task += 32u) {
     let row = task >> 2u;
-    let half = (task >> 1u) & 1u;
-    let plane_shift = 8u - (task & 1u) * 8u;
 #if VG == 1
-    let source = row * $(RS)u + half * 16u;
+    let source = row * $(RS)u + (task & 3u) * 8u;
 #else
-    let source = select($(R * (RS - 32))u + row * 32u, row * $(RS)u, row < $(R)u) + half * 16u;
+    let source = select($(R * (RS - 32))u + row * 32u, row * $(RS)u, row < $(R)u) + (task & 3u) * 8u;
 #end
 #for c in 0..4
-    let a_$(c) = ((scratch[source + $(2 * c)u] >> plane_shift) & 0x00FF00FFu) | (((scratch[source + $(2 * c + 1)u] >> plane_shift) & 0x00FF00FFu) << 8u);
-    let b_$(c) = ((scratch[source + $(2 * c + 8)u] >> plane_shift) & 0x00FF00FFu) | (((scratch[source + $(2 * c + 9)u] >> plane_shift) & 0x00FF00FFu) << 8u);
+    let even_$(c) = scratch[source + $(2 * c)u];
+    let odd_$(c) = scratch[source + $(2 * c + 1)u];
+    let hi_$(c) = ((even_$(c) >> 8u) & 0x00FF00FFu) | (odd_$(c) & 0xFF00FF00u);
+    let lo_$(c) = (even_$(c) & 0x00FF00FFu) | ((odd_$(c) << 8u) & 0xFF00FF00u);
 #end
-    let to = row * 8u + half * 2u + (task & 1u);
-    weights[to] = vec4<u32>((a_0 & 0xFFFFu) | (b_0 << 16u), (a_1 & 0xFFFFu) | (b_1 << 16u), (a_2 & 0xFFFFu) | (b_2 << 16u), (a_3 & 0xFFFFu) | (b_3 << 16u));
-    weights[to + 4u] = vec4<u32>((a_0 >> 16u) | (b_0 & 0xFFFF0000u), (a_1 >> 16u) | (b_1 & 0xFFFF0000u), (a_2 >> 16u) | (b_2 & 0xFFFF0000u), (a_3 >> 16u) | (b_3 & 0xFFFF0000u));
+    weights[2u * task] = vec4<u32>(hi_0, hi_1, hi_2, hi_3);
+    weights[2u * task + 1u] = vec4<u32>(lo_0, lo_1, lo_2, lo_3);
 }
 #end
 workgroupBarrier();
@@ -76,13 +75,15 @@ workgroupBarrier();
 #if !V_AHEAD || C > 0
 #include "load_v.wgsl"
 #end
-#for n in 0..V_LOADS
+#for n in 0..4
 #for i in 0..DPL
 #if V_BITS == 8
 let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i) ^ vec4<u32>(0x80808080u);
+#elif i % 2 == 0
+let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i / 2) & vec4<u32>(0x0F0F0F0Fu);
 #else
-let v_$(2 * n)_$(i) = v_raw_$(C)_$(n)_$(i) & vec4<u32>(0x0F0F0F0Fu);
-let v_$(2 * n + 1)_$(i) = (v_raw_$(C)_$(n)_$(i) >> vec4<u32>(4u)) & vec4<u32>(0x0F0F0F0Fu);
+// 16 times as large.
+let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i / 2) & vec4<u32>(0xF0F0F0F0u);
 #end
 #end
 #end
@@ -91,7 +92,7 @@ let v_$(2 * n + 1)_$(i) = (v_raw_$(C)_$(n)_$(i) >> vec4<u32>(4u)) & vec4<u32>(0x
 let group_$(i) = 0u;
 let unit_$(i) = exp2i(-f_0);
 #else
-let group_$(i) = min(lane + $((C * DPL + i) * 32)u, $(D - 1)u) / $(GD)u;
+let group_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(D - 1)u) / $(GD)u;
 let unit_$(i) = value_unit[group_$(i)];
 #end
 #end
@@ -134,10 +135,11 @@ for (var r0 = 0u; r0 < all_rows; r0 += $(RU)u) {
 #for i in 0..DPL
     {
         let sum = weight_sum[group_$(i) * $(R)u + r_$(n)];
+        let total = bitcast<i32>(((hi_$(n)_$(i) << 8u) + lo_$(n)_$(i)) >> $(V_BITS == 4 && i % 2 == 1 ? 4 : 0)u) - $(V_BITS == 8 ? 128 : 8) * sum;
 #if V == GROUPS
-        let value = f32(bitcast<i32>((hi_$(n)_$(i) << 8u) + lo_$(n)_$(i)) - $(V_BITS == 8 ? 128 : 8) * sum) * unit_$(i) + shift_term[group_$(i) * $(R)u + r_$(n)];
+        let value = f32(total) * unit_$(i) + shift_term[group_$(i) * $(R)u + r_$(n)];
 #else
-        let value = f32(bitcast<i32>((hi_$(n)_$(i) << 8u) + lo_$(n)_$(i)) - $(V_BITS == 8 ? 128 : 8) * sum) * unit_$(i);
+        let value = f32(total) * unit_$(i);
 #end
         new_$(n)_$(i) = ftz(new_$(n)_$(i) * alpha_$(n)) + value * beta_$(n);
     }

@@ -3,7 +3,7 @@
 {
 #if V_SCALED
 #for j in 0..2
-    let v_place_$(j) = v_place(pages_at, head, kv_len, load_at, lane + $(32 * j)u);
+    let v_place_$(j) = v_place(pages_at, head, kv_len, load_at, mine + $(8 * j)u);
 #for g in 0..VG
     v_word_$(g)_$(j) = v_word(v_place_$(j), $(g)u);
 #end
@@ -16,7 +16,7 @@
     {
 #end
 #for j in 0..2
-        let place_$(j) = k_place(pages_at, tail_page, head, kv_len, load_at, lane + $(32 * j)u);
+        let place_$(j) = k_place(pages_at, tail_page, head, kv_len, load_at, mine + $(8 * j)u);
 #if K == TOKEN || K == G32 || K == GROUPS
 #for g in 0..KG
         k_word_$(g)_$(j) = k_word(place_$(j), $(g)u);
@@ -28,14 +28,12 @@
         channel_raw_$(n) = load_vec(place_0.buffer, place_0.at + $(K_PARAMS / 4)u + min(lane + $(32 * n)u, $(UNITS * 4 - 1)u));
 #end
 #end
-#for n in 0..K_LOADS
+#for n in 0..UNITS
 #for j in 0..2
 #if K_BITS == 8
         k_raw_$(n)_$(j) = k_bytes(place_$(j), $(n)u);
-#elif D % 32 != 0 && 2 * n + 1 == UNITS
-        k_raw_$(n)_$(j) = k_half_panel(place_$(j));
-#else
-        k_raw_$(n)_$(j) = load_vec(place_$(j).buffer, place_$(j).at + $(n * PS)u + place_$(j).token);
+#elif j == 0
+        k_raw_$(n)_0 = k_pair(place_0, $(n)u);
 #end
 #end
 #end

@@ -30,9 +30,9 @@ fn k_place(pages_at: u32, tail_page: u32, head: u32, kv_len: u32, tile: u32, ind
 }
 #end
 
-// Where a token of a tile stands in V's slot order; 32 tokens further stand 32 further.
-fn slot_of(lane: u32) -> u32 {
-    return (lane >> 4u) * 16u + 4u * ((lane & 7u) >> 1u) + 2u * ((lane >> 3u) & 1u) + (lane & 1u);
+// Where a token of a tile stands in V's slot order.
+fn slot_of(token: u32) -> u32 {
+    return (token >> 4u) * 16u + 4u * ((token & 7u) >> 1u) + 2u * ((token >> 3u) & 1u) + (token & 1u);
 }
 
 // The same of V, whose open page is no other than its page.
@@ -52,23 +52,13 @@ fn k_bytes(place: Place, u: u32) -> vec4<u32> {
 }
 #end
 #if K_BITS == 4
-#if D % 32 != 0
-// The last panel is 16 dims wide: 8 bytes per token.
-fn k_half_panel(place: Place) -> vec4<u32> {
-    let word = place.at * 4u + $((UNITS - 1) / 2 * PS * 4)u + place.token * 2u;
-    let low = load_word(place.buffer, word);
-    let high = load_word(place.buffer, word + 1u);
-    return vec4<u32>(low, high, low >> 4u, high >> 4u) & vec4<u32>(0x0F0F0F0Fu);
+// Of token 16 a + i (i < 8) in the low nibbles, of token 16 a + 8 + i in the high ones.
+fn k_pair(place: Place, u: u32) -> vec4<u32> {
+    return load_vec(place.buffer, place.at + u * $(PS / 2)u + (place.token >> 4u) * 8u + (place.token & 7u));
 }
-#end
+
 fn k_nibbles(place: Place, u: u32) -> vec4<u32> {
-#if D % 32 != 0
-    if u == $(UNITS - 1)u {
-        return k_half_panel(place);
-    }
-#end
-    let panel = load_vec(place.buffer, place.at + (u >> 1u) * $(PS)u + place.token);
-    return (panel >> vec4<u32>((u & 1u) * 4u)) & vec4<u32>(0x0F0F0F0Fu);
+    return (k_pair(place, u) >> vec4<u32>(((place.token >> 3u) & 1u) * 4u)) & vec4<u32>(0x0F0F0F0Fu);
 }
 #end
 

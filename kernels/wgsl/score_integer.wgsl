@@ -19,7 +19,12 @@ var s_$(n)_1 = 0.0;
     }
 #end
 #for j in 0..2
+#if K_BITS == 4 && K != CHANNEL && j == 1
+    // Already centred, and 16 times as large.
+    let dot_1 = ((hi_1 << 7u) + lo_1) >> 4u;
+#else
     let dot_$(j) = (hi_$(j) << 7u) + lo_$(j);
+#end
 #if K == TOKEN
     s_$(n)_$(j) = f32(dot_$(j)) * k_scale_0_$(j);
 #elif K == TENSOR
@@ -33,7 +38,7 @@ var s_$(n)_1 = 0.0;
 #elif K == GROUPS
     {
         let sum = group_sum[r_$(n) * $(KG)u + $(g)u];
-        let term = product(f32(dot_$(j) - 8 * sum), k_param_$(g)_$(j).x);
+        let term = product(f32(dot_$(j) - $(j == 0 ? 8 : 0) * sum), k_param_$(g)_$(j).x);
 #if g == 0
         s_$(n)_$(j) = term + product(f32(sum), k_param_$(g)_$(j).y);
 #else
@@ -41,7 +46,12 @@ var s_$(n)_1 = 0.0;
 #end
     }
 #else
-    s_$(n)_$(j) = select(f32(dot_$(j) - 8 * row_sum[r_$(n)]) * row_unit[r_$(n)] + row_shift[r_$(n)], (f32(dot_$(j)) * open_scale_$(j)) * row_unit[r_$(n)], open);
+#if j == 0
+    let sealed_0 = dot_0 - 8 * row_sum[r_$(n)];
+#else
+    let sealed_1 = dot_1 >> 4u;
+#end
+    s_$(n)_$(j) = select(f32(sealed_$(j)) * row_unit[r_$(n)] + row_shift[r_$(n)], (f32(dot_$(j)) * open_scale_$(j)) * row_unit[r_$(n)], open);
 #end
 #end
 }

@@ -1,14 +1,14 @@
 // tile.wgsl: one tile, from codes to weights (docs/arithmetic.md, sections 3 and 4). Included by decode_split.wgsl;
-// lane `lane` has tokens `lane` and `lane + 32` of the tile.
-let token_0 = tile * 64u + lane;
-let token_1 = token_0 + 32u;
+// the lane has tokens `mine` and `mine + 8` of the tile, which share the bytes of 4-bit K and whose weights are one word's halves.
+let token_0 = tile * 64u + mine;
+let token_1 = token_0 + 8u;
 #if K == CHANNEL
 let open = tile / $(PS / 64)u == kv_len / $(PS)u;
 #else
 let open = false;
 #end
-let k_place_0 = k_place(pages_at, tail_page, head, kv_len, tile, lane);
-let k_place_1 = k_place(pages_at, tail_page, head, kv_len, tile, lane + 32u);
+let k_place_0 = k_place(pages_at, tail_page, head, kv_len, tile, mine);
+let k_place_1 = k_place(pages_at, tail_page, head, kv_len, tile, mine + 8u);
 #if PS >= 64
 let v_tile = run_of(tables[pages_at + tile / $(PS / 64)u], head);
 #end
@@ -61,10 +61,11 @@ post_max(sg_lane, $(2 * R + g * (2 + 3 * R) + 1)u, max(bitcast<u32>(abs(v_$(g)_0
 #for j in 0..2
 #if K_BITS == 8
 let k_$(u)_$(j) = k_raw_$(u)_$(j);
-#elif D % 32 != 0 && u + 1 == UNITS
-var k_$(u)_$(j) = k_raw_$(u / 2)_$(j);
+#elif j == 0
+var k_$(u)_0 = k_raw_$(u)_0 & vec4<u32>(0x0F0F0F0Fu);
 #else
-var k_$(u)_$(j) = (k_raw_$(u / 2)_$(j) >> vec4<u32>($(4 * (u % 2))u)) & vec4<u32>(0x0F0F0F0Fu);
+// Centred on 0 and 16 times as large.
+var k_$(u)_1 = (k_raw_$(u)_0 & vec4<u32>(0xF0F0F0F0u)) ^ vec4<u32>(0x80808080u);
 #end
 #end
 #end
@@ -220,8 +221,8 @@ for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
     }
 #end
 #else
-    values_p[r_$(n) * 64u + slot_of(lane)] = p_0;
-    values_p[r_$(n) * 64u + 32u + slot_of(lane)] = p_1;
+    values_p[r_$(n) * 64u + slot_of(mine)] = p_0;
+    values_p[r_$(n) * 64u + slot_of(mine + 8u)] = p_1;
 #end
     }
 #end
@@ -229,11 +230,11 @@ for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
 #if !INTEGER
 #for g in 0..VG
 #if V_SCALED
-values_param[$(64 * g)u + slot_of(lane)] = v_$(g)_0;
-values_param[$(64 * g + 32)u + slot_of(lane)] = v_$(g)_1;
+values_param[$(64 * g)u + slot_of(mine)] = v_$(g)_0;
+values_param[$(64 * g)u + slot_of(mine + 8u)] = v_$(g)_1;
 #else
-values_param[$(64 * g)u + slot_of(lane)] = select(vec2<f32>(0.0), vec2<f32>(1.0, 0.0), token_0 < kv_len);
-values_param[$(64 * g + 32)u + slot_of(lane)] = select(vec2<f32>(0.0), vec2<f32>(1.0, 0.0), token_1 < kv_len);
+values_param[$(64 * g)u + slot_of(mine)] = select(vec2<f32>(0.0), vec2<f32>(1.0, 0.0), token_0 < kv_len);
+values_param[$(64 * g)u + slot_of(mine + 8u)] = select(vec2<f32>(0.0), vec2<f32>(1.0, 0.0), token_1 < kv_len);
 #end
 #end
 #end

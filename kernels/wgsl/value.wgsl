@@ -1,5 +1,15 @@
 // value.wgsl: V's codes and parameters, as the second product reads them.
 
+// The lane's j-th dim, past the end for some; of 4-bit V, pairs of dims that share bytes.
+fn dim_of(lane: u32, j: u32) -> u32 {
+#if V_BITS == 4
+    let row = lane + 32u * (j >> 1u);
+    return (row >> 3u) * 16u + (row & 7u) + 8u * (j & 1u);
+#else
+    return lane + 32u * j;
+#end
+}
+
 #if V_SCALED
 // The word with a token's parameters of V's group g, and what it says: scale and shift.
 fn v_word(place: Place, g: u32) -> u32 {
@@ -20,9 +30,13 @@ fn v_param(word: u32, token: u32) -> vec2<f32> {
 #end
 
 #if V_BITS < 16
-// The 16 bytes of dim d in the panel of `place.token`: 16 tokens in slot order, or 32 as nibbles.
+// The 16 bytes of dim d in the panel of `place.token`: 16 tokens in slot order; of 4 bits, those of dims 16 a + i and 16 a + 8 + i.
 fn v_panel(place: Place, d: u32) -> vec4<u32> {
-    return load_vec(place.buffer, place.at + $(V_CODES)u + (place.token / $(V_BITS == 8 ? 16 : 32)u) * $(D)u + d);
+#if V_BITS == 8
+    return load_vec(place.buffer, place.at + $(V_CODES)u + (place.token / 16u) * $(V_ROWS)u + d);
+#else
+    return load_vec(place.buffer, place.at + $(V_CODES)u + (place.token / 16u) * $(V_ROWS)u + (d >> 4u) * 8u + (d & 7u));
+#end
 }
 #else
 // One element of 16-bit V.

@@ -1,6 +1,6 @@
 // value_float.wgsl: chunk $(C) of the tile's value in f32. Included by fold.wgsl.
 #for i in 0..DPL
-let dim_$(i) = min(lane + $((C * DPL + i) * 32)u, $(D - 1)u);
+let dim_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(D - 1)u);
 #for r in 0..R
 var value_$(r)_$(i) = 0.0;
 #end
@@ -38,7 +38,7 @@ for (var quad = 0u; quad < 16u; quad++) {
 #elif V_BITS == 8
         v_$(i) = int8_values(word) * scale;
 #else
-        v_$(i) = int8_values((word >> (((quad >> 2u) & 1u) * 4u)) & 0x0F0F0F0Fu) * scale + shift;
+        v_$(i) = int8_values((word >> (((dim_$(i) >> 3u) & 1u) * 4u)) & 0x0F0F0F0Fu) * scale + shift;
 #end
 #end
     }

@@ -278,23 +278,65 @@ impl KvCache {
         }
         check_finite("k", k)?;
         check_finite("v", v)?;
-        let (len, tokens, page_size) = (
-            self.table.lens[sequence],
-            k.len() / row,
-            self.config.page_size,
-        );
-        if tokens == 0 {
+        self.append_with(&[(sequence, k.len() / row)], |store, writes| {
+            store.append(writes, k, v)
+        })
+    }
+
+    /// Appends tokens that the backend has already: `write` is told where each goes, and writes or records that.
+    ///
+    /// `appends` is sequences, each once, and how many tokens each gets; sources count through all of them in this order.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], [`Error::Parameter`] for a sequence named twice, [`Error::CacheFull`]: nothing is changed; those of `write`.
+    pub fn append_with(
+        &mut self,
+        appends: &[(usize, usize)],
+        write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        self.check_appends(appends)?;
+        let appends = appends.iter().filter(|(_, tokens)| *tokens > 0);
+        let mut writes = Vec::new();
+        for &(sequence, tokens) in appends.clone() {
+            self.take_pages(sequence, tokens, &mut writes)?;
+        }
+        if writes.is_empty() {
             return Ok(());
         }
+        write(&mut *self.store, &writes)?;
+        for &(sequence, tokens) in appends {
+            self.table.lens[sequence] += tokens;
+        }
+        Ok(())
+    }
+
+    /// The open page that an append to `sequence` would have to copy, as others share it.
+    fn shared_open_page(&self, sequence: usize) -> Option<u32> {
+        let open = !self.table.lens[sequence].is_multiple_of(self.config.page_size);
+        let page = self.table.pages[sequence].last().copied().filter(|_| open);
+        page.filter(|&page| self.owners[page as usize] > 1)
+    }
+
+    fn check_appends(&self, appends: &[(usize, usize)]) -> Result<(), Error> {
         let has_tail = self.config.layout().has_tail_page();
-        let open = self.table.pages[sequence]
-            .last()
-            .copied()
-            .filter(|_| !len.is_multiple_of(page_size));
-        let shared_open = open.is_some_and(|page| self.owners[page as usize] > 1);
-        let needed = (len + tokens).div_ceil(page_size) - self.table.pages[sequence].len()
-            + usize::from(shared_open)
-            + usize::from(has_tail && self.table.tail_pages[sequence].is_none());
+        let mut needed = 0;
+        for (i, &(sequence, tokens)) in appends.iter().enumerate() {
+            self.check_sequence(sequence)?;
+            if appends[..i].iter().any(|(other, _)| *other == sequence) {
+                return Err(Error::Parameter {
+                    what: "sequence to append to",
+                    given: format!("{sequence}, twice"),
+                    allowed: "each sequence once per call",
+                });
+            }
+            if tokens == 0 {
+                continue;
+            }
+            let pages = (self.table.lens[sequence] + tokens).div_ceil(self.config.page_size);
+            needed += pages.saturating_sub(self.table.pages[sequence].len())
+                + usize::from(self.shared_open_page(sequence).is_some())
+                + usize::from(has_tail && self.table.tail_pages[sequence].is_none());
+        }
         if needed > self.free.len() {
             return Err(Error::CacheFull {
                 needed,
@@ -302,7 +344,18 @@ impl KvCache {
                 total: self.config.num_pages,
             });
         }
-        if let (Some(page), true) = (open, shared_open) {
+        Ok(())
+    }
+
+    /// Gives `sequence` the pages of `tokens` more tokens, and says where each goes.
+    fn take_pages(
+        &mut self,
+        sequence: usize,
+        tokens: usize,
+        writes: &mut Vec<TokenWrite>,
+    ) -> Result<(), Error> {
+        let (len, page_size) = (self.table.lens[sequence], self.config.page_size);
+        if let Some(page) = self.shared_open_page(sequence) {
             let copy = self.take_page();
             let bytes = self.store.read_page(page)?;
             self.store.write_page(copy, &bytes)?;
@@ -311,23 +364,20 @@ impl KvCache {
                 .last_mut()
                 .expect("an open page is the last") = copy;
         }
-        if has_tail && self.table.tail_pages[sequence].is_none() {
+        if self.config.layout().has_tail_page() && self.table.tail_pages[sequence].is_none() {
             self.table.tail_pages[sequence] = Some(self.take_page());
         }
         while self.table.pages[sequence].len() < (len + tokens).div_ceil(page_size) {
             let page = self.take_page();
             self.table.pages[sequence].push(page);
         }
-        let writes: Vec<_> = (0..tokens)
-            .map(|source| TokenWrite {
-                source,
-                page: self.table.pages[sequence][(len + source) / page_size],
-                tail_page: self.table.tail_pages[sequence],
-                token: (len + source) % page_size,
-            })
-            .collect();
-        self.store.append(&writes, k, v)?;
-        self.table.lens[sequence] = len + tokens;
+        let first = writes.len();
+        writes.extend((0..tokens).map(|i| TokenWrite {
+            source: first + i,
+            page: self.table.pages[sequence][(len + i) / page_size],
+            tail_page: self.table.tail_pages[sequence],
+            token: (len + i) % page_size,
+        }));
         Ok(())
     }
 

@@ -8,7 +8,10 @@ use std::sync::{Arc, Mutex, OnceLock};
 use attn_core::{Error, Unsupported};
 use wgpu::{DeviceType, ErrorFilter, Features, Limits};
 
-use crate::error::{BACKEND, WgpuError, device};
+use crate::{
+    append::Appends,
+    error::{BACKEND, WgpuError, device},
+};
 
 /// A device and its queue, with what was asked of its adapter.
 pub(crate) struct Gpu {
@@ -18,6 +21,7 @@ pub(crate) struct Gpu {
     pub limits: Limits,
     /// Lanes of every subgroup where they lie in order inside a workgroup; else 1.
     pub subgroup: u32,
+    pub appends: Appends,
     lost: Arc<OnceLock<String>>,
     /// Error scopes are per thread, but submissions to one device take turns anyway.
     turn: Mutex<()>,
@@ -120,6 +124,7 @@ impl Gpu {
         });
         let mut gpu = Gpu {
             subgroup: 1,
+            appends: Appends::default(),
             device,
             queue,
             info,

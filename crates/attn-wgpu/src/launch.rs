@@ -9,7 +9,7 @@ use wgpu::BufferUsages;
 use crate::{
     error::{BACKEND, WgpuError, device},
     gpu::Gpu,
-    shader::{DecodeKey, DeviceKey, Pipeline, Pipelines, decode_key},
+    shader::{DecodeKey, DeviceKey, Pipeline, Pipelines, bind, decode_key},
     store::DevicePages,
 };
 
@@ -109,7 +109,8 @@ pub(crate) struct Source<'a> {
     pub v_tensor_scales: &'a [f32],
 }
 
-fn refuse(what: String, built: String) -> Error {
+/// The refusal of what no kernel can take.
+pub(crate) fn refuse(what: String, built: String) -> Error {
     Unsupported::NoKernel {
         backend: BACKEND,
         what,
@@ -308,26 +309,11 @@ impl Prepared {
             return Ok(());
         }
         gpu.guarded("recording a step", || {
-            let bind = |pipeline: &Pipeline, buffers: &[&wgpu::Buffer]| {
-                let entries: Vec<_> = buffers
-                    .iter()
-                    .enumerate()
-                    .map(|(binding, buffer)| wgpu::BindGroupEntry {
-                        binding: binding as u32,
-                        resource: buffer.as_entire_binding(),
-                    })
-                    .collect();
-                gpu.device.create_bind_group(&wgpu::BindGroupDescriptor {
-                    label: None,
-                    layout: &pipeline.get_bind_group_layout(0),
-                    entries: &entries,
-                })
-            };
             let [split, merge] = &self.pipelines;
             let mut buffers = vec![&self.params, &self.tables, q, &self.states];
             buffers.extend(&self.pools);
-            let split_group = bind(split, &buffers);
-            let merge_group = bind(merge, &[&self.params, &self.tables, &self.states, out, lse]);
+            let split_group = bind(gpu, split, &buffers);
+            let merge_group = bind(gpu, merge, &[&self.params, &self.tables, &self.states, out, lse]);
             let mut pass = encoder.begin_compute_pass(&Default::default());
             pass.set_pipeline(split);
             pass.set_bind_group(0, &split_group, &[]);

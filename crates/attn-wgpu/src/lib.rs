@@ -6,6 +6,7 @@
 //! Reading order: `gpu` (the device), `store` (pages), `launch` (a step), `shader` and [`specialise`](mod@specialise) (which kernel), `law` (which claim), then
 //! `kernels/wgsl/decode_split.wgsl`. With a device of your own: [`WgpuBackend::with_device`], [`WgpuBackend::prepare`], [`WgpuBackend::record`].
 
+mod append;
 mod backend;
 pub mod bench;
 mod error;

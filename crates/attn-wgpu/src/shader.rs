@@ -97,7 +97,7 @@ const KINDS: [(&str, i64); 8] = [
 ];
 
 /// Constants that every kernel on pages of this layout has.
-fn layout_constants(layout: &PageLayout) -> Constants {
+pub(crate) fn layout_constants(layout: &PageLayout) -> Constants {
     let mut constants: Constants = KINDS
         .iter()
         .map(|(name, value)| ((*name).to_owned(), *value))
@@ -138,8 +138,14 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     let units = d / 16;
     let (k_groups, v_groups) = (k.groups(d), v.groups(d));
     let group_dims = d / v_groups;
-    let chunks = d.div_ceil(128);
-    let dims_per_lane = d.div_ceil(32 * chunks);
+    // Dims of a lane: of 4-bit V, an even number of them, as they share bytes in pairs.
+    let v_rows = if v.code_bits() == 4 { d / 2 } else { d };
+    let chunks = match (v.code_bits(), d) {
+        (4, 192) => 3,
+        _ => d.div_ceil(128),
+    };
+    let rows_per_lane = v_rows.div_ceil(32 * chunks);
+    let dims_per_lane = rows_per_lane * (d / v_rows);
     // Longer rows take the registers themselves.
     let ahead = key.device.ahead.map(|ahead| ahead && integer && d <= 128);
     let scaled = matches!(
@@ -157,15 +163,8 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
         ("GD", group_dims),
         ("CH", chunks),
         ("DPL", dims_per_lane),
-        (
-            "K_LOADS",
-            if k.code_bits() == 8 {
-                units
-            } else {
-                units.div_ceil(2)
-            },
-        ),
-        ("V_LOADS", if v.code_bits() == 8 { 4 } else { 2 }),
+        ("V_ROWS", v_rows),
+        ("RPL", rows_per_lane),
         ("RU", key.device.together.clamp(1, r)),
         ("K_AHEAD", usize::from(ahead[0])),
         ("V_AHEAD", usize::from(ahead[1])),
@@ -226,9 +225,14 @@ fn source(name: &str) -> Option<&'static str> {
     found.map(|(_, text)| *text)
 }
 
+/// The text of a kernel with these constants.
+pub(crate) fn kernel_text(file: &str, constants: &Constants) -> Result<String, SpecialiseError> {
+    specialise(file, constants, &source)
+}
+
 /// The text of a decode kernel: `decode_split` or `decode_merge`.
 pub(crate) fn decode_text(file: &str, key: &DecodeKey) -> Result<String, SpecialiseError> {
-    specialise(file, &decode_constants(key).0, &source)
+    kernel_text(file, &decode_constants(key).0)
 }
 
 /// One pipeline, whatever its bind group layout.
@@ -236,12 +240,12 @@ pub(crate) type Pipeline = Arc<wgpu::ComputePipeline>;
 
 /// The text of the kernel that only reads.
 pub(crate) fn read_text() -> Result<String, SpecialiseError> {
-    specialise("read.wgsl", &Constants::new(), &source)
+    kernel_text("read.wgsl", &Constants::new())
 }
 
 /// The text of the kernel that evaluates the law's functions.
 pub(crate) fn law_text() -> Result<String, SpecialiseError> {
-    specialise("law.wgsl", &Constants::new(), &source)
+    kernel_text("law.wgsl", &Constants::new())
 }
 
 /// Pipelines by name and constants.
@@ -258,6 +262,7 @@ pub(crate) fn compile(gpu: &Gpu, name: &'static str, text: String) -> Result<Pip
         // - tables by what `launch.rs` wrote into the same buffer, of the size it computed;
         // - pools by pages of `KvCache`'s books, all below `num_pages`, and offsets inside a page by `PageLayout`;
         // - q, states, out and lse by problem shapes whose buffers' sizes `launch.rs` checks before it records;
+        // - an append's jobs by what `append.rs` wrote, its pages of `KvCache`'s books, its tokens within buffers whose sizes are checked;
         // - workgroup arrays by constants of `decode_constants`, whose loops end at the arrays' lengths.
         // Loops end: their bounds are integers of the tables, and the variables only grow.
         let module = unsafe {
@@ -283,6 +288,27 @@ pub(crate) fn compile(gpu: &Gpu, name: &'static str, text: String) -> Result<Pip
                     cache: None,
                 }),
         )
+    })
+}
+
+/// Binds buffers, in order, to a pipeline's group 0.
+pub(crate) fn bind(
+    gpu: &Gpu,
+    pipeline: &Pipeline,
+    buffers: &[&wgpu::Buffer],
+) -> wgpu::BindGroup {
+    let entries: Vec<_> = buffers
+        .iter()
+        .enumerate()
+        .map(|(binding, buffer)| wgpu::BindGroupEntry {
+            binding: binding as u32,
+            resource: buffer.as_entire_binding(),
+        })
+        .collect();
+    gpu.device.create_bind_group(&wgpu::BindGroupDescriptor {
+        label: None,
+        layout: &pipeline.get_bind_group_layout(0),
+        entries: &entries,
     })
 }
 

@@ -6,10 +6,11 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-use attn_core::{CacheConfig, Error, HostPages, PageLayout, PageStore, TokenWrite, Unsupported};
+use attn_core::{CacheConfig, Error, PageLayout, PageStore, TokenWrite, Unsupported};
 use wgpu::BufferUsages;
 
 use crate::{
+    append::{self, Staging},
     error::{BACKEND, WgpuError, device},
     gpu::Gpu,
 };
@@ -26,7 +27,9 @@ pub struct DevicePages {
     pub(crate) layout: PageLayout,
     pub(crate) buffers: Vec<wgpu::Buffer>,
     pub(crate) pages_per_buffer: u32,
-    mirror: HostPages,
+    /// K's and V's per KV head.
+    pub(crate) tensor_scales: Vec<[f32; 2]>,
+    pub(crate) staging: Option<Staging>,
     /// Bytes written to the queue and not yet submitted, so that staging memory stays small.
     pending: AtomicU64,
 }
@@ -67,7 +70,8 @@ impl DevicePages {
             layout,
             buffers,
             pages_per_buffer: per_buffer.min(num_pages) as u32,
-            mirror: HostPages::new(config)?,
+            tensor_scales: append::tensor_scales(config),
+            staging: None,
             pending: AtomicU64::new(0),
         })
     }
@@ -105,19 +109,7 @@ impl DevicePages {
 
 impl PageStore for DevicePages {
     fn append(&mut self, writes: &[TokenWrite], k: &[f32], v: &[f32]) -> Result<(), Error> {
-        self.mirror.append(writes, k, v)?;
-        let mut pages: Vec<u32> = writes
-            .iter()
-            .flat_map(|w| [Some(w.page), w.tail_page])
-            .flatten()
-            .collect();
-        pages.sort_unstable();
-        pages.dedup();
-        for page in pages {
-            let bytes = self.mirror.read_page(page)?;
-            self.upload(page, &bytes)?;
-        }
-        Ok(())
+        append::from_host(self, writes, k, v)
     }
 
     fn read_page(&self, page: u32) -> Result<Vec<u8>, Error> {
@@ -137,7 +129,6 @@ impl PageStore for DevicePages {
                 },
             ));
         }
-        self.mirror.write_page(page, bytes)?;
         self.upload(page, bytes)
     }
 
