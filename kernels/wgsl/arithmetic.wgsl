@@ -10,7 +10,7 @@
 
 const ROUND: f32 = 12582912.0;          // adding it rounds |x| <= 2^22 to an integer, half to even
 const ROUND_BITS: i32 = 0x4B400000;
-const NONE: f32 = -3.4028235e38;        // the maximum of no scores (the law's -infinity, kept finite)
+const NONE: f32 = -3.4028234663852886e38;        // the maximum of no scores (the law's -infinity, kept finite)
 
 // x * y, rounded: `params.zero` is 0, and no compiler knows.
 fn product(x: f32, y: f32) -> f32 {

@@ -180,9 +180,9 @@ for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
 #end
     let sum = (bitcast<i32>(p_0 + 2.0) - 0x40000000) + (bitcast<i32>(p_1 + 2.0) - 0x40000000);
 #if SG == 32
-    let mine = lane == r_$(n);
-    my_top = select(my_top, tile_top, mine);
-    my_sum = select(my_sum, subgroupAdd(sum), mine);
+    let own = lane == r_$(n);
+    my_top = select(my_top, tile_top, own);
+    my_sum = select(my_sum, subgroupAdd(sum), own);
 #else
     post_sum(sg_lane, $(R)u + r_$(n), sum);
     if lane == 0u {
@@ -207,9 +207,9 @@ for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
         let z_lo = p15_0 * (shift_$(g)_0 & 255) + p15_1 * (shift_$(g)_1 & 255);
 #end
 #if SG == 32
-        my_weight_$(g) = select(my_weight_$(g), subgroupAdd(w_0 + w_1), mine);
+        my_weight_$(g) = select(my_weight_$(g), subgroupAdd(w_0 + w_1), own);
 #if V == GROUPS
-        my_shift_$(g) = select(my_shift_$(g), (f32(subgroupAdd(z_hi)) * 256.0 + f32(subgroupAdd(z_lo))) * exp2i(-15 - h_$(g)), mine);
+        my_shift_$(g) = select(my_shift_$(g), (f32(subgroupAdd(z_hi)) * 256.0 + f32(subgroupAdd(z_lo))) * exp2i(-15 - h_$(g)), own);
 #end
 #else
         post_sum(sg_lane, $(2 * R + g * (2 + 3 * R) + 2)u + r_$(n), w_0 + w_1);

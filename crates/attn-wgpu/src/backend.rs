@@ -9,6 +9,7 @@ use attn_core::{
 use wgpu::BufferUsages;
 
 use crate::{
+    append,
     error::BACKEND,
     gpu::{self, Gpu},
     launch::{self, Prepared, Source},
@@ -161,6 +162,35 @@ impl WgpuBackend {
         lse: &wgpu::Buffer,
     ) -> Result<(), Error> {
         step.record(&self.gpu, encoder, q, out, lse, true)
+    }
+
+    /// Records an append into the caller's encoder: tokens in the caller's buffers are quantized into pages, which are sealed as they fill.
+    ///
+    /// `appends` is sequences, each once, and how many tokens each gets; `k` and `v` are f32 `[tokens, num_kv_heads, head_dim]`, the first
+    /// sequence's tokens first, with `BufferUsages::STORAGE`. They must be finite: nobody looks. The cache counts the tokens at once, so
+    /// steps may be prepared and recorded behind this one; submit the encoder before the cache's pages are used in any other way.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::append_with`]; [`Error::Foreign`] for another backend's (or device's) cache; [`Error::Device`] for a buffer
+    /// that is too short or of another device.
+    pub fn record_append(
+        &self,
+        encoder: &mut wgpu::CommandEncoder,
+        cache: &mut KvCache,
+        appends: &[(usize, usize)],
+        k: &wgpu::Buffer,
+        v: &wgpu::Buffer,
+    ) -> Result<(), Error> {
+        let tokens = appends.iter().map(|(_, tokens)| tokens).sum();
+        append::check_buffers(&self.pages(cache)?.layout, tokens, [k, v])?;
+        cache.append_with(appends, |store, writes| {
+            let pages = store.as_any().downcast_ref::<DevicePages>();
+            let pages = pages.ok_or(Error::Foreign {
+                backend: BACKEND,
+                what: "cache",
+            })?;
+            append::record(pages, encoder, writes, [k, v])
+        })
     }
 
     /// Records a step without its merge, for a bench.

@@ -17,6 +17,8 @@ mod probe;
 mod shader;
 pub mod specialise;
 mod store;
+#[cfg(test)]
+mod valid;
 mod view;
 
 use attn_core::{DecodeAttention, Unsupported};

@@ -1,0 +1,123 @@
+//! Whether every specialisation of `kernels/wgsl` is valid WGSL: by naga, and by tint where it is installed.
+
+use std::{io::ErrorKind, process::Command};
+
+use attn_core::{KvFormat, Problem, Scheme};
+use naga::{
+    front::wgsl,
+    valid::{Capabilities, ShaderStages, SubgroupOperationSet, ValidationFlags, Validator},
+};
+
+use crate::{
+    append::AppendKey,
+    shader::{DeviceKey, decode_constants, decode_key, decode_text, law_text, read_text},
+};
+
+fn validate(name: &str, text: &str) {
+    let module = wgsl::parse_str(text)
+        .unwrap_or_else(|error| panic!("{name}: {}", error.emit_to_string(text)));
+    let mut validator = Validator::new(ValidationFlags::all(), Capabilities::SUBGROUP);
+    validator
+        .subgroup_stages(ShaderStages::COMPUTE)
+        .subgroup_operations(SubgroupOperationSet::all());
+    validator
+        .validate(&module)
+        .unwrap_or_else(|error| panic!("{name}: {}", error.emit_to_string(text)));
+}
+
+/// Calls `each` with the name and the text of the kernels, over all formats and what else chooses constants.
+fn each_specialisation(mut each: impl FnMut(&str, &str)) {
+    each("law.wgsl", &law_text().unwrap());
+    each("read.wgsl", &read_text().unwrap());
+    let devices = [
+        (1, 16384, [false; 2]),
+        (8, 32768, [false; 2]),
+        (32, 32768, [true; 2]),
+    ];
+    let shapes = [
+        (64, 128, 8),
+        (80, 64, 1),
+        (96, 64, 2),
+        (128, 64, 8),
+        (192, 32, 4),
+        (256, 16, 8),
+        (256, 64, 8),
+    ];
+    let formats = Scheme::ALL.map(|k| Scheme::ALL.map(|v| KvFormat { k, v }));
+    for format in formats.into_iter().flatten() {
+        for (head_dim, page_size, rows) in shapes {
+            if format.check(head_dim, page_size).is_err() {
+                continue;
+            }
+            let pools = 1 + rows / 4;
+            let key = AppendKey {
+                format,
+                head_dim,
+                page_size,
+                pools,
+            };
+            each(&format!("append.wgsl for {key:?}"), &key.text().unwrap());
+            let mut problem = Problem::new(rows, 1, head_dim, vec![1]);
+            if rows == 2 {
+                problem.softcap = Some(1.0);
+                problem.alibi_slopes = Some(vec![1.0; 2]);
+            }
+            for (subgroup, shared_bytes, ahead) in devices {
+                let device = DeviceKey {
+                    subgroup,
+                    shared_bytes,
+                    ahead,
+                    together: 1 + usize::from(ahead[0]),
+                };
+                let key = decode_key(&problem, format, page_size, pools, device, 8);
+                assert!(decode_constants(&key).1 <= shared_bytes, "{key:?}");
+                for file in ["decode_split.wgsl", "decode_merge.wgsl"] {
+                    let text = decode_text(file, &key).unwrap();
+                    each(&format!("{file} for {key:?}"), &text);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_specialisation_is_valid_wgsl() {
+    each_specialisation(validate);
+}
+
+/// A browser's WGSL is tint's: it also holds barriers to uniform control flow. Subgroups need `enable`, which naga does not know yet.
+#[test]
+fn tint_accepts_every_specialisation() {
+    match Command::new("tint").arg("--help").output() {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            println!("skipped: there is no tint on PATH; naga alone has validated the kernels");
+            return;
+        }
+        found => drop(found.unwrap()),
+    }
+    let folder = std::env::temp_dir().join(format!("attn-tint-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let file = folder.join("kernel.wgsl");
+    let (mut seen, mut refused) = (0, Vec::new());
+    each_specialisation(|name, text| {
+        let enable = if text.contains("subgroup") {
+            "enable subgroups;\n"
+        } else {
+            ""
+        };
+        std::fs::write(&file, format!("{enable}{text}")).unwrap();
+        let output = Command::new("tint")
+            .args(["--format", "ir"])
+            .arg(&file)
+            .output()
+            .unwrap();
+        seen += 1;
+        if !output.status.success() {
+            refused.push(format!("{name}: {}", String::from_utf8_lossy(&output.stderr)));
+        }
+    });
+    std::fs::remove_dir_all(&folder).unwrap();
+    println!("tint: {seen} kernels, {} refused", refused.len());
+    let first = refused.first().cloned().unwrap_or_default();
+    assert!(refused.is_empty(), "{} of {seen}; {first}", refused.len());
+}

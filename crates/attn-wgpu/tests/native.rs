@@ -1,0 +1,190 @@
+//! The native entry: appends and a step in one encoder of the caller's, from and into the caller's buffers.
+
+use attn_core::{
+    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, KvCache, KvFormat, KvSource, Problem,
+};
+use attn_cpu::{CpuBackend, Reference};
+use attn_wgpu::{WgpuBackend, wgpu};
+use wgpu::BufferUsages as Usage;
+
+const HEADS: [usize; 2] = [6, 2];
+const DIM: usize = 80;
+
+fn open_or_skip() -> Option<WgpuBackend> {
+    match WgpuBackend::open() {
+        Ok(backend) => Some(backend),
+        Err(reason) => {
+            let required = std::env::var("ATTN_REQUIRE").unwrap_or_default();
+            assert!(!required.split(',').any(|name| name == "wgpu"), "{reason}");
+            println!("skipped: {reason}");
+            None
+        }
+    }
+}
+
+/// Deterministic numbers in -1..1, some rows of them large, some zero.
+fn noise(n: usize, seed: u32) -> Vec<f32> {
+    let mut x = seed;
+    (0..n)
+        .map(|i| {
+            x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let unit = (x >> 8) as f32 / (1 << 23) as f32 - 1.0;
+            unit * [1.0, 0.0, 3e4, 1e-6, 1.0][i / DIM % 5]
+        })
+        .collect()
+}
+
+fn buffer(backend: &WgpuBackend, bytes: u64, usage: Usage) -> wgpu::Buffer {
+    backend
+        .wgpu_device()
+        .create_buffer(&wgpu::BufferDescriptor {
+            label: None,
+            size: bytes,
+            usage,
+            mapped_at_creation: false,
+        })
+}
+
+fn upload(backend: &WgpuBackend, x: &[f32]) -> wgpu::Buffer {
+    let usage = Usage::STORAGE | Usage::COPY_DST;
+    let buffer = buffer(backend, 4 * x.len() as u64, usage);
+    let bytes: Vec<u8> = x.iter().flat_map(|x| x.to_le_bytes()).collect();
+    backend.wgpu_queue().write_buffer(&buffer, 0, &bytes);
+    buffer
+}
+
+fn download(backend: &WgpuBackend, from: &wgpu::Buffer) -> Vec<u32> {
+    let staging = buffer(backend, from.size(), Usage::MAP_READ | Usage::COPY_DST);
+    let mut encoder = backend
+        .wgpu_device()
+        .create_command_encoder(&Default::default());
+    encoder.copy_buffer_to_buffer(from, 0, &staging, 0, from.size());
+    backend.wgpu_queue().submit([encoder.finish()]);
+    staging.map_async(wgpu::MapMode::Read, .., |outcome| outcome.unwrap());
+    let wait = wgpu::PollType::wait_indefinitely();
+    backend.wgpu_device().poll(wait).unwrap();
+    let view = staging.get_mapped_range(..).unwrap();
+    let words = view.chunks_exact(4);
+    words
+        .map(|w| u32::from_le_bytes(w.try_into().unwrap()))
+        .collect()
+}
+
+/// Appends to both sequences and decodes, all in one encoder; the pages' bytes and (in the integer arithmetic) the answer are the reference's.
+fn step(
+    backend: &WgpuBackend,
+    caches: &mut [KvCache; 2],
+    appends: [(usize, usize); 2],
+    seed: u32,
+) {
+    let row = HEADS[1] * DIM;
+    let tokens = appends[0].1 + appends[1].1;
+    let (k, v) = (noise(tokens * row, seed), noise(tokens * row, seed + 7));
+    let [theirs, ours] = caches;
+    let mut at = 0;
+    for (sequence, count) in appends {
+        let range = at * row..(at + count) * row;
+        theirs
+            .append(sequence, &k[range.clone()], &v[range])
+            .unwrap();
+        at += count;
+    }
+    let mut problem = Problem::new(HEADS[0], HEADS[1], DIM, theirs.table().lens.clone());
+    problem.softmax_scale = 1e-3;
+    let q = noise(problem.rows() * DIM, seed + 9);
+    let buffers = [&k, &v, &q].map(|x| upload(backend, x));
+    let out = buffer(backend, 4 * q.len() as u64, Usage::STORAGE | Usage::COPY_SRC);
+    let lse = buffer(backend, 4 * problem.rows() as u64, Usage::STORAGE | Usage::COPY_SRC);
+    let mut encoder = backend
+        .wgpu_device()
+        .create_command_encoder(&Default::default());
+    let [k, v, q_buffer] = &buffers;
+    backend
+        .record_append(&mut encoder, ours, &appends, k, v)
+        .unwrap();
+    let prepared = backend.prepare(&problem, ours).unwrap();
+    backend
+        .record(&mut encoder, &prepared, q_buffer, &out, &lse)
+        .unwrap();
+    backend.wgpu_queue().submit([encoder.finish()]);
+
+    for sequence in 0..2 {
+        let (a, b) = (theirs.read_back(sequence), ours.read_back(sequence));
+        assert_eq!(a.unwrap(), b.unwrap(), "pages of sequence {sequence}");
+    }
+    let format = theirs.config().format;
+    if !format.is_integer() {
+        return;
+    }
+    let cpu = CpuBackend::new();
+    let mut cache = cpu.create_cache(theirs.config()).unwrap();
+    for sequence in 0..2 {
+        let tokens = theirs.table().lens[sequence];
+        let pages = theirs.read_back(sequence).unwrap();
+        cache.restore(sequence, tokens, &pages).unwrap();
+    }
+    let plan = cpu.plan(&problem, format).unwrap();
+    let (mut want, mut want_lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);
+    cpu.decode(
+        &DecodeStep::new(&plan, &q, KvSource::Cache(&cache)).unwrap(),
+        &mut DecodeOutput::new(&problem, &mut want, &mut want_lse).unwrap(),
+    )
+    .unwrap();
+    let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(&want), download(backend, &out), "{format}: out");
+    assert_eq!(bits(&want_lse), download(backend, &lse), "{format}: lse");
+}
+
+#[test]
+fn recorded_appends_and_steps_have_the_references_bytes() {
+    let Some(backend) = open_or_skip() else {
+        return;
+    };
+    for name in ["int8", "int4", "int4-g1", "int8-g32/int4-g1", "bf16/fp8"] {
+        let format: KvFormat = match name.parse() {
+            Ok(format) => format,
+            Err(error) => panic!("{error}"),
+        };
+        // int8-g32 needs head_dims that are multiples of 32.
+        if format.check(DIM, 64).is_err() {
+            continue;
+        }
+        let config = CacheConfig::new(format, HEADS[1], DIM, 2, 300);
+        let reference = Reference::new();
+        let mut caches = [
+            reference.create_cache(&config).unwrap(),
+            backend.create_cache(&config).unwrap(),
+        ];
+        // Parts of pages, pages that fill, several pages at once, one token, none.
+        let steps = [[3, 60], [61, 5], [1, 130], [0, 1], [70, 64]];
+        for (i, [a, b]) in steps.into_iter().enumerate() {
+            step(&backend, &mut caches, [(0, a), (1, b)], i as u32);
+        }
+    }
+}
+
+#[test]
+fn refused_appends_change_nothing() {
+    let Some(backend) = open_or_skip() else {
+        return;
+    };
+    let config = CacheConfig::new(KvFormat::INT8, HEADS[1], DIM, 2, 64);
+    let mut cache = backend.create_cache(&config).unwrap();
+    let k = upload(&backend, &noise(2 * HEADS[1] * DIM, 1));
+    let mut encoder = backend
+        .wgpu_device()
+        .create_command_encoder(&Default::default());
+    let mut refusal = |appends: &[(usize, usize)]| {
+        let error = backend.record_append(&mut encoder, &mut cache, appends, &k, &k);
+        assert_eq!(cache.table().lens, [0, 0]);
+        error.unwrap_err().to_string()
+    };
+    for (appends, part) in [
+        (&[(0, 3)][..], "buffer k has 1280 bytes"),
+        (&[(0, 1), (0, 1)], "sequence to append to"),
+        (&[(2, 1)], "sequence 2"),
+    ] {
+        let text = refusal(appends);
+        assert!(text.contains(part) || format!("{text:?}").contains(part), "{text}");
+    }
+}
