@@ -18,6 +18,8 @@ struct Params {
     pages_per_pool: u32,
     round_up: f32,
     round_down: f32,
+    weight_up: f32,
+    weight_down: f32,
     zero: u32,
 }
 

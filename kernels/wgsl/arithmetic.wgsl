@@ -36,16 +36,20 @@ fn rhe4(x: vec4<f32>) -> vec4<i32> {
     return bitcast<vec4<i32>>(x + vec4<f32>(ROUND)) - vec4<i32>(ROUND_BITS);
 }
 
-// 2^x for -125 <= x <= 0 to 2.9e-6: the weights of the integer arithmetic.
-fn exp2w(x: f32) -> f32 {
-    let t = x + params.round_up;
-    let r = x - (t - params.round_down);
-    var y = bitcast<f32>(0x3C1D0C02u);
-    y = product(y, r) + bitcast<f32>(0x3D64FE59u);
-    y = product(y, r) + bitcast<f32>(0x3E760193u);
-    y = product(y, r) + bitcast<f32>(0x3F317096u);
-    y = product(y, r) + 1.0;
+// 2^(1-v) for 0 <= v <= 64 to 7.5e-5, and below 2: the weights of the integer arithmetic.
+fn exp2w(v: f32) -> f32 {
+    let t = params.weight_up - v;
+    let r = -v - (t - params.weight_down);
+    var y = bitcast<f32>(0x3D620000u);
+    y = product(y, r) + bitcast<f32>(0x3E786F4Eu);
+    y = product(y, r) + bitcast<f32>(0x3F317982u);
+    y = product(y, r) + bitcast<f32>(0x3F7FFB48u);
     return bitcast<f32>(bitcast<u32>(y) + (bitcast<u32>(t) << 23u));
+}
+
+// p * 2^22 of a weight 0 <= p < 2: p22.
+fn weight_units(p: f32) -> i32 {
+    return bitcast<i32>(p + bitcast<f32>(0x40000080u)) - 0x40000080;
 }
 
 // 2^x for -125 <= x <= 0 to 1.6e-7.

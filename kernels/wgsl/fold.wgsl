@@ -35,7 +35,7 @@ if lane < $(R)u {
 #else
     weight_sum[$(g * R)u + lane] = posted_sum($(2 * R + g * (2 + 3 * R) + 2)u + lane);
 #if V == GROUPS
-    shift_term[$(g * R)u + lane] = (f32(posted_sum($(2 * R + g * (2 + 3 * R) + 2 + R)u + lane)) * 256.0 + f32(posted_sum($(2 * R + g * (2 + 3 * R) + 2 + 2 * R)u + lane))) * exp2i(-15 - h_$(g));
+    shift_term[$(g * R)u + lane] = (f32(posted_sum($(2 * R + g * (2 + 3 * R) + 2 + R)u + lane)) * 256.0 + f32(posted_sum($(2 * R + g * (2 + 3 * R) + 2 + 2 * R)u + lane))) * exp2i(-14 - h_$(g));
 #end
 #end
 #end

@@ -2,6 +2,8 @@
 struct Params {
     round_up: f32,
     round_down: f32,
+    weight_up: f32,
+    weight_down: f32,
     zero: u32,
 }
 
@@ -21,7 +23,7 @@ fn law(@builtin(global_invocation_id) id: vec3<u32>) {
     let z = i.z;
     var v = 0.0;
     switch u32(i.w) {
-        case 0u: { v = exp2w(x); }
+        case 0u: { v = exp2w(min(-x, 64.0)); }
         case 1u: { v = exp2f(x); }
         case 2u: { v = rcp(y); }
         case 3u: { v = log_sum_exp(ceil(x), y); }
@@ -33,11 +35,12 @@ fn law(@builtin(global_invocation_id) id: vec3<u32>) {
         case 9u: { v = ftz(x * exp2i(-20)) + z * exp2i(-3); }
         case 10u: { v = from_order_key(order_key(ceil(x))); }
         case 11u: { v = pow2(-ceil(x)); }
+        case 12u: { v = f32(weight_units(exp2w(min(-x, 64.0)))); }
         // Plain, to see what the compiler does.
-        case 12u: { v = x * y + z; }
-        case 13u: { v = 2.0 - x * y; }
-        case 14u: { v = bitcast<f32>(bitcast<u32>(x * y + ROUND)); }
-        case 15u: { v = z * (2.0 - x * y); }
+        case 13u: { v = x * y + z; }
+        case 14u: { v = 2.0 - x * y; }
+        case 15u: { v = bitcast<f32>(bitcast<u32>(x * y + ROUND)); }
+        case 16u: { v = z * (2.0 - x * y); }
         default: { v = (x + params.round_up) - params.round_down; }
     }
     results[id.x] = bitcast<u32>(v);

@@ -24,6 +24,8 @@ struct Params {
     batch: u32,
     round_up: f32,           // both 12582912, see arithmetic.wgsl
     round_down: f32,
+    weight_up: f32,          // both 12582913
+    weight_down: f32,
     zero: u32,               // 0, see arithmetic.wgsl
 }
 

@@ -170,15 +170,22 @@ for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
 #for n in 0..RU
     {
     // Weights.
+#if INTEGER
+    let highest = from_order_key(top_$(n));
+    let tile_top = select(highest - 1.0, NONE, top_$(n) == 0u);
+#else
     let tile_top = select(from_order_key(top_$(n)), NONE, top_$(n) == 0u);
+#end
 #for j in 0..2
 #if INTEGER
-    let p_$(j) = select(0.0, exp2w(max(s_$(n)_$(j) - tile_top, -125.0)), seen_$(n)_$(j));
+    let p_$(j) = select(0.0, exp2w(min(highest - s_$(n)_$(j), 64.0)), seen_$(n)_$(j));
 #else
     let p_$(j) = select(0.0, exp2f(max(s_$(n)_$(j) - tile_top, -125.0)), seen_$(n)_$(j));
 #end
 #end
-    let sum = (bitcast<i32>(p_0 + 2.0) - 0x40000000) + (bitcast<i32>(p_1 + 2.0) - 0x40000000);
+    let units_0 = weight_units(p_0);
+    let units_1 = weight_units(p_1);
+    let sum = units_0 + units_1;
 #if SG == 32
     let own = lane == r_$(n);
     my_top = select(my_top, tile_top, own);
@@ -196,20 +203,20 @@ for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
         let w_0 = rhe(product(p_0, scale_$(g)_0));
         let w_1 = rhe(product(p_1, scale_$(g)_1));
 #else
-        let w_0 = rhe(p_0 * 32768.0);
-        let w_1 = rhe(p_1 * 32768.0);
+        let w_0 = rhe(p_0 * 16384.0);
+        let w_1 = rhe(p_1 * 16384.0);
 #end
         scratch[$(g == 0 ? 0 : R * RS + (g - 1) * R * 32)u + r_$(n) * $(g == 0 ? RS : 32)u + lane] = u32(w_0) | (u32(w_1) << 16u);
 #if V == GROUPS
-        let p15_0 = bitcast<i32>(p_0 + 256.0) - 0x43800000;
-        let p15_1 = bitcast<i32>(p_1 + 256.0) - 0x43800000;
-        let z_hi = p15_0 * (shift_$(g)_0 >> 8u) + p15_1 * (shift_$(g)_1 >> 8u);
-        let z_lo = p15_0 * (shift_$(g)_0 & 255) + p15_1 * (shift_$(g)_1 & 255);
+        let p14_0 = (units_0 + 128) >> 8u;
+        let p14_1 = (units_1 + 128) >> 8u;
+        let z_hi = p14_0 * (shift_$(g)_0 >> 8u) + p14_1 * (shift_$(g)_1 >> 8u);
+        let z_lo = p14_0 * (shift_$(g)_0 & 255) + p14_1 * (shift_$(g)_1 & 255);
 #end
 #if SG == 32
         my_weight_$(g) = select(my_weight_$(g), subgroupAdd(w_0 + w_1), own);
 #if V == GROUPS
-        my_shift_$(g) = select(my_shift_$(g), (f32(subgroupAdd(z_hi)) * 256.0 + f32(subgroupAdd(z_lo))) * exp2i(-15 - h_$(g)), own);
+        my_shift_$(g) = select(my_shift_$(g), (f32(subgroupAdd(z_hi)) * 256.0 + f32(subgroupAdd(z_lo))) * exp2i(-14 - h_$(g)), own);
 #end
 #else
         post_sum(sg_lane, $(2 * R + g * (2 + 3 * R) + 2)u + r_$(n), w_0 + w_1);

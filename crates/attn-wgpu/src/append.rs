@@ -3,7 +3,10 @@
 use std::collections::HashMap;
 use std::sync::Mutex;
 
-use attn_core::{CacheConfig, Error, KvFormat, PageLayout, TokenWrite};
+use attn_core::{
+    CacheConfig, Error, KvFormat, PageLayout, TokenWrite,
+    arithmetic::{ROUND, ROUND_WEIGHT},
+};
 use wgpu::BufferUsages;
 
 use crate::{
@@ -85,12 +88,14 @@ struct Params {
     pages_per_pool: u32,
     round_up: f32,
     round_down: f32,
+    weight_up: f32,
+    weight_down: f32,
     zero: u32,
 }
 
 const _: () = assert!(
-    size_of::<Params>() == 32,
-    "append.wgsl's Params has 8 words"
+    size_of::<Params>() == 40,
+    "append.wgsl's Params has 10 words"
 );
 
 /// The new tokens of one page; a job of `append.wgsl`.
@@ -267,15 +272,25 @@ fn launch(
         scales_at: table.len() as u32,
         num_kv_heads: heads as u32,
         pages_per_pool: pages.pages_per_buffer,
-        round_up: attn_core::arithmetic::ROUND,
-        round_down: attn_core::arithmetic::ROUND,
+        round_up: ROUND,
+        round_down: ROUND,
+        weight_up: ROUND_WEIGHT,
+        weight_down: ROUND_WEIGHT,
         zero: 0,
     };
     table.extend(pages.tensor_scales.iter().flatten().map(|x| x.to_bits()));
     let write = BufferUsages::COPY_DST;
-    let uniform = gpu.buffer("attn append", 32, BufferUsages::UNIFORM | write)?;
+    let uniform = gpu.buffer(
+        "attn append",
+        size_of::<Params>() as u64,
+        BufferUsages::UNIFORM | write,
+    )?;
     let table_bytes = 4 * table.len() as u64;
-    let tables = gpu.buffer("attn append jobs", table_bytes, BufferUsages::STORAGE | write)?;
+    let tables = gpu.buffer(
+        "attn append jobs",
+        table_bytes,
+        BufferUsages::STORAGE | write,
+    )?;
     gpu.guarded("recording an append", || {
         gpu.queue
             .write_buffer(&uniform, 0, bytemuck::bytes_of(&params));

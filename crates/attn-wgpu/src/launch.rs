@@ -2,7 +2,7 @@
 
 use attn_core::{
     Error, Problem, Unsupported,
-    arithmetic::{LOG2_E, ROUND, TILE, segment_tiles},
+    arithmetic::{LOG2_E, ROUND, ROUND_WEIGHT, TILE, segment_tiles},
 };
 use wgpu::BufferUsages;
 
@@ -38,12 +38,14 @@ pub(crate) struct Params {
     batch: u32,
     round_up: f32,
     round_down: f32,
+    weight_up: f32,
+    weight_down: f32,
     zero: u32,
 }
 
 const _: () = assert!(
-    size_of::<Params>() == 88,
-    "pages.wgsl's Params has 22 words"
+    size_of::<Params>() == 96,
+    "pages.wgsl's Params has 24 words"
 );
 
 /// One run of segments of one sequence, never bits' concern.
@@ -221,6 +223,8 @@ impl Prepared {
             batch: problem.batch() as u32,
             round_up: ROUND,
             round_down: ROUND,
+            weight_up: ROUND_WEIGHT,
+            weight_down: ROUND_WEIGHT,
             zero: 0,
         };
         let states_bytes = (slots * rows * (problem.head_dim + 2) * 4) as u64;
@@ -313,7 +317,11 @@ impl Prepared {
             let mut buffers = vec![&self.params, &self.tables, q, &self.states];
             buffers.extend(&self.pools);
             let split_group = bind(gpu, split, &buffers);
-            let merge_group = bind(gpu, merge, &[&self.params, &self.tables, &self.states, out, lse]);
+            let merge_group = bind(
+                gpu,
+                merge,
+                &[&self.params, &self.tables, &self.states, out, lse],
+            );
             let mut pass = encoder.begin_compute_pass(&Default::default());
             pass.set_pipeline(split);
             pass.set_bind_group(0, &split_group, &[]);

@@ -2,7 +2,10 @@
 
 use attn_core::{
     Error,
-    arithmetic::{ROUND, exp2_float, exp2_weight, exp2i, ftz, lse, pow2, rcp, softcap},
+    arithmetic::{
+        ROUND, ROUND_WEIGHT, WEIGHT_MAX, exp2_float, exp2_weight, exp2i, ftz, lse, pow2, rcp,
+        softcap, weight_units,
+    },
 };
 use wgpu::BufferUsages;
 
@@ -50,9 +53,13 @@ fn rhe(x: f32) -> f32 {
     x.round_ties_even() + 0.0
 }
 
+fn weight(x: f32) -> f32 {
+    exp2_weight((-x).min(WEIGHT_MAX))
+}
+
 /// In the order of `law.wgsl`.
-const FUNCTIONS: [Function; 17] = [
-    ("exp2w(x)", true, |[x, _, _]| exp2_weight(x)),
+const FUNCTIONS: [Function; 18] = [
+    ("exp2w(-x)", true, |[x, _, _]| weight(x)),
     ("exp2f(x)", true, |[x, _, _]| exp2_float(x)),
     ("rcp(y)", true, |[_, y, _]| rcp(y)),
     ("lse(x, y)", true, |[x, y, _]| lse(x.ceil(), y)),
@@ -72,6 +79,9 @@ const FUNCTIONS: [Function; 17] = [
     }),
     ("ceil through its key", true, |[x, _, _]| x.ceil()),
     ("pow2(-ceil(x))", true, |[x, _, _]| pow2(-x.ceil())),
+    ("p22 of a weight", true, |[x, _, _]| {
+        weight_units(weight(x)) as f32
+    }),
     ("x·y + z, plain", false, |[x, y, z]| x * y + z),
     ("2 - x·y, plain", false, |[x, y, _]| 2.0 - x * y),
     ("rhe(x·y), plain", false, |[x, y, _]| {
@@ -112,7 +122,7 @@ pub(crate) fn check(gpu: &Gpu) -> Result<Vec<LawCheck>, Error> {
         .collect();
     let bytes = 4 * rows.len() as u64;
     let write = BufferUsages::COPY_DST;
-    let params = gpu.buffer("attn law", 16, BufferUsages::UNIFORM | write)?;
+    let params = gpu.buffer("attn law", 20, BufferUsages::UNIFORM | write)?;
     let given = gpu.buffer("attn law inputs", 4 * bytes, BufferUsages::STORAGE | write)?;
     let result = gpu.buffer(
         "attn law results",
@@ -120,7 +130,8 @@ pub(crate) fn check(gpu: &Gpu) -> Result<Vec<LawCheck>, Error> {
         BufferUsages::STORAGE | BufferUsages::COPY_SRC,
     )?;
     gpu.guarded("checking the law", || {
-        let constants = [ROUND.to_bits(), ROUND.to_bits(), 0, 0];
+        let [round, weight] = [ROUND, ROUND_WEIGHT].map(f32::to_bits);
+        let constants = [round, round, weight, weight, 0];
         gpu.queue
             .write_buffer(&params, 0, bytemuck::cast_slice(&constants));
         gpu.queue

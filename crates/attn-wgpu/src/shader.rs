@@ -292,11 +292,7 @@ pub(crate) fn compile(gpu: &Gpu, name: &'static str, text: String) -> Result<Pip
 }
 
 /// Binds buffers, in order, to a pipeline's group 0.
-pub(crate) fn bind(
-    gpu: &Gpu,
-    pipeline: &Pipeline,
-    buffers: &[&wgpu::Buffer],
-) -> wgpu::BindGroup {
+pub(crate) fn bind(gpu: &Gpu, pipeline: &Pipeline, buffers: &[&wgpu::Buffer]) -> wgpu::BindGroup {
     let entries: Vec<_> = buffers
         .iter()
         .enumerate()
