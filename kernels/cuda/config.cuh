@@ -46,25 +46,33 @@ constexpr int PANELS = D / 16;                // of 16 dims (8-bit codes)
 constexpr int TAIL_PANELS = (PANELS + 1) / 2;  // an open page's int8 K comes in two stages
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
+// A stage has the K or the V of a tile, or both where they are small: half the copies and waits. An open page's K comes in two
+// stages, of which the second then has the V, too.
+constexpr bool WHOLE = PAGE != 0 && (K_PART + V_PART) * BLOCKS <= 12288;
+constexpr int K_STRIDE = K_PART + (WHOLE ? V_PART : 0), V_STRIDE = V_PART + (WHOLE ? K_PART : 0);  // from block to block
+constexpr int TAIL_FIRST = TAIL_PANELS * TILE * 16, TAIL_SECOND = (PANELS - TAIL_PANELS) * TILE * 16 + TILE * 2;
 constexpr int STAGE_BYTES =
-    (larger(larger(K_PART, V_PART) * BLOCKS, CHANNEL ? TAIL_PANELS * TILE * 16 + TILE * 2 : 0) + 127) / 128 * 128;
+    (larger(larger(K_STRIDE, V_STRIDE) * BLOCKS, CHANNEL ? larger(TAIL_FIRST, TAIL_SECOND + (WHOLE ? V_PART : 0)) : 0) + 127) / 128 * 128;
 
-// A warp's scratch: parameters of the tile, converted once.
+// A warp's scratch: parameters of the tile's K, then of its V, converted once.
 constexpr int SCRATCH_K = CHANNEL ? larger(2 * D * 4, TILE * 4) : K_INT4 ? K_GROUPS * TILE * 8 : K_GROUPS * TILE * 4;
 constexpr int SCRATCH_V = V_GROUPS * TILE * 4 + (V_INT4 ? V_GROUPS * TILE * 2 : 0);
-constexpr int SCRATCH_BYTES = SCRATCH_K + SCRATCH_V;
+constexpr int SCRATCH_BYTES = larger(SCRATCH_K, SCRATCH_V);
 
-// Dynamic shared memory: stages, states handed to the join, folded queries (channel only), scratch, barriers, small books.
+// Dynamic shared memory: stages, states handed to the join, the joined state of an item's first units, folded queries (channel
+// only), scratch, barriers, books.
 constexpr int STATE_STRIDE = D + 8;        // floats; 8 keeps the rows of a quad group in different banks
 constexpr int QUERY_STRIDE = D + 16;
 constexpr int AT_STATES = TEAMS * STAGES * STAGE_BYTES;
 constexpr int AT_STATE_ML = AT_STATES + TEAMS * ROWS * STATE_STRIDE * 4;
-constexpr int AT_QUERY = AT_STATE_ML + TEAMS * ROWS * 8;
+constexpr int AT_KEPT = AT_STATE_ML + TEAMS * ROWS * 8;
+constexpr int AT_KEPT_ML = AT_KEPT + ROWS * D * 4;
+constexpr int AT_QUERY = AT_KEPT_ML + ROWS * 8;
 constexpr int AT_SCRATCH = AT_QUERY + (CHANNEL ? ROWS * QUERY_STRIDE * 4 : 0);
 constexpr int AT_BARRIERS = AT_SCRATCH + TEAMS * WR * SCRATCH_BYTES;
-constexpr int AT_JOIN = AT_BARRIERS + TEAMS * STAGES * 16, AT_FEED = AT_JOIN + 64;  // per team 64 bytes
-constexpr int SHARED_BYTES = AT_FEED + TEAMS * 64;
-
+constexpr int AT_JOIN = AT_BARRIERS + TEAMS * STAGES * 16;
+constexpr int AT_CURSORS = AT_JOIN + 64;   // 64 bytes each: this unit's and the next one's, then each team's feed
+constexpr int SHARED_BYTES = AT_CURSORS + (2 + TEAMS) * 64;
 
 extern "C" __device__ const int attn_shared_bytes = SHARED_BYTES;
 extern "C" __device__ const int attn_threads = THREADS;

@@ -30,33 +30,18 @@ DEVICE Rows visible(const DecodeParams& p, const Work& work, int warp_row, int l
     return rows;
 }
 
-// A row of Q, and the factor that makes it q' of section 2; no row where only the tile is filled up.
-struct QueryRow {
-    const float* q;
-    float factor;
-};
-DEVICE QueryRow query_row(const DecodeParams& p, const Work& work, int row) {
-    int r = work.row_block * ROWS + row;
-    if (r >= p.heads_per_kv * p.q_len) return {nullptr, 0.0f};
-    int i = r / p.heads_per_kv, head = work.kv_head * p.heads_per_kv + r % p.heads_per_kv;
-    float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[work.kv_head] : 1.0f);
-    return {p.q + (((u64)work.b * p.q_len + i) * p.num_q_heads + head) * D, factor};
-}
-
 DEVICE void load_query(const DecodeParams& p, const Work& work, int warp_row, int lane, Query& q) {
 #pragma unroll
     for (int g = 0; g < G; g++) {
         QueryRow row = query_row(p, work, warp_row + g * 8 + lane / 4);
         auto load = [&](int panel, float (&x)[4]) {
-            float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
-            if (row.q) {
-                if (code_bits(K_SCHEME) == 16) {  // a lane has pairs of dims 8 apart
-                    const float* at = row.q + panel * 16 + 2 * (lane % 4);
-                    float2 a = *(const float2*)at, b = *(const float2*)(at + 8);
-                    v = {a.x, a.y, b.x, b.y};
-                } else {
-                    v = *(const float4*)(row.q + panel * 16 + 4 * (lane % 4));
-                }
+            float4 v;
+            if (code_bits(K_SCHEME) == 16) {  // a lane has pairs of dims 8 apart
+                const float* at = row.q + panel * 16 + 2 * (lane % 4);
+                float2 a = *(const float2*)at, b = *(const float2*)(at + 8);
+                v = {a.x, a.y, b.x, b.y};
+            } else {
+                v = *(const float4*)(row.q + panel * 16 + 4 * (lane % 4));
             }
             x[0] = v.x * row.factor;
             x[1] = v.y * row.factor;
@@ -72,7 +57,7 @@ DEVICE void load_query(const DecodeParams& p, const Work& work, int warp_row, in
 DEVICE void store_query(const DecodeParams& p, const Work& work, u32 query) {
     for (int i = threadIdx.x; i < ROWS * D; i += THREADS) {
         QueryRow row = query_row(p, work, i / D);
-        sts32(query + (i / D * QUERY_STRIDE + i % D) * 4, float_bits(row.q ? row.q[i % D] * row.factor : 0.0f));
+        sts32(query + (i / D * QUERY_STRIDE + i % D) * 4, float_bits(row.q[i % D] * row.factor));
     }
 }
 
@@ -82,32 +67,39 @@ struct Warp {
     Ring& ring;
     int lane, warp_row;
     bool producer;
-    u32 query, scratch_k, scratch_v;
+    u32 query, scratch;
 
     __device__ __forceinline__ void done_with_stage() {
         ring.release(lane);
         if (producer) feed.issue(p);
     }
+    // K has been read, scratch too. V lies `k_bytes` behind it, or in the next stage, which says 0.
+    __device__ __forceinline__ u32 done_with_keys(u32 stage, int k_bytes) {
+        if (WHOLE) __syncwarp();
+        else done_with_stage();
+        return WHOLE ? stage + k_bytes : 0;
+    }
 
     // A sealed page's scores, complete: planes and shifts' term are the page's own.
-    __device__ __forceinline__ void channel_scores(const float (&largest_q)[G], float (&s)[G][16]) {
+    __device__ __forceinline__ u32 channel_scores(const float (&largest_q)[G], float (&s)[G][16]) {
         u32 stage = ring.wait();
-        float largest_shift = prepare_channels(stage + K_CODES, scratch_k, lane);
+        float largest_shift = prepare_channels(stage + K_CODES, scratch, lane);
         Query q;
         float offset[G];
 #pragma unroll
         for (int g = 0; g < G; g++)
-            channel_query(q, g, query, warp_row + g * 8 + lane / 4, scratch_k, largest_q[g], largest_shift, lane, offset[g]);
-        scores(stage, scratch_k, q, lane, s);
-        done_with_stage();
+            channel_query(q, g, query, warp_row + g * 8 + lane / 4, scratch, largest_q[g], largest_shift, lane, offset[g]);
+        scores(stage, scratch, q, lane, s);
+        u32 values = done_with_keys(stage, K_PART);
 #pragma unroll
         for (int g = 0; g < G; g++)
 #pragma unroll
             for (int i = 0; i < 16; i++) s[g][i] = fmaf(s[g][i], i & 2 ? q.scale[g] * 0.0625f : q.scale[g], offset[g]);
+        return values;
     }
 
     // An open page's K is int8 per token, in two stages.
-    __device__ __forceinline__ void tail_scores(int tokens, float (&s)[G][16]) {
+    __device__ __forceinline__ u32 tail_scores(int tokens, float (&s)[G][16]) {
         Query q;
 #pragma unroll
         for (int g = 0; g < G; g++) {
@@ -120,7 +112,7 @@ struct Warp {
             });
         }
         Sums c[G][8] = {};
-        u32 b[PANELS];
+        u32 b[PANELS], values = 0;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 stage = ring.wait();
@@ -144,18 +136,21 @@ struct Warp {
                         s[g][2 * j + 1] = (float)plane_sum(c[g][j], 1) * k1 * q.scale[g];
                     }
                 }
+                values = done_with_keys(stage, TAIL_SECOND);
+            } else {
+                done_with_stage();
             }
-            done_with_stage();
         }
+        return values;
     }
 
-    __device__ __forceinline__ void tile(const Work& work, int index, const Rows& rows, const Query& q,
+    __device__ __forceinline__ void tile(const Work& work, int index, int kv_len, const Rows& rows, const Query& q,
                                          const float (&largest_q)[G], State& state) {
-        int t0 = index * TILE, tokens = min(TILE, work.kv_len - t0);
+        int t0 = index * TILE, tokens = min(TILE, kv_len - t0);
         float s[G][16], scale[G];
+        u32 values;
         if constexpr (CHANNEL) {
-            if (work.is_tail(index)) tail_scores(tokens, s);
-            else channel_scores(largest_q, s);
+            values = work.is_tail(index) ? tail_scores(tokens, s) : channel_scores(largest_q, s);
 #pragma unroll
             for (int g = 0; g < G; g++) scale[g] = 1.0f;
         } else {
@@ -163,12 +158,12 @@ struct Warp {
             if constexpr (K_FLOAT) {
                 float_scores(stage, q, lane, s);
             } else {
-                prepare_k(stage, scratch_k, tokens, lane, [&](int group) {
-                    return scale_pair(p.k_scales, p.k_scale_strides, work.b, work.kv_head, t0 + 2 * lane, work.kv_len, group);
+                prepare_k(stage, scratch, tokens, lane, [&](int group) {
+                    return scale_pair(p.k_scales, p.k_scale_strides, work.b, work.kv_head, t0 + 2 * lane, kv_len, group);
                 });
-                scores(stage, scratch_k, q, lane, s);
+                scores(stage, scratch, q, lane, s);
             }
-            done_with_stage();
+            values = done_with_keys(stage, K_PART);
 #pragma unroll
             for (int g = 0; g < G; g++) scale[g] = q.scale[g];
         }
@@ -196,12 +191,12 @@ struct Warp {
             int t = first + 8 * (i / 2) + i % 2;
             return t >= rows.start[g] && t < rows.end[g];
         }, state, r, pairs);
-        u32 stage = ring.wait();
+        if (!WHOLE) values = ring.wait();
         if constexpr (V_FLOAT) {
-            fold_float_values(stage, tokens, s, r, lane, state);
+            fold_float_values(values, tokens, s, r, lane, state);
         } else {
-            fold_values(stage, scratch_v, tokens, s, pairs, r, lane, [&](int group) {
-                return scale_pair(p.v_scales, p.v_scale_strides, work.b, work.kv_head, t0 + 2 * lane, work.kv_len, group);
+            fold_values(values, scratch, tokens, s, pairs, r, lane, [&](int group) {
+                return scale_pair(p.v_scales, p.v_scale_strides, work.b, work.kv_head, t0 + 2 * lane, kv_len, group);
             }, state);
         }
         done_with_stage();
@@ -219,41 +214,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
         barrier_init(mine + STAGES * 8, WR);
         barrier_init_fence();
     }
+    // Whatever comes before in the stream may still be running: nothing of it has been read so far.
+    after_dependencies();
+    fetch_books(p);
     Join join;
     join.start(shared);
-    u32 end;
-    Work work = first_work(p, end, (u32*)(shared + AT_STATES));  // its barriers make the mbarriers visible too
+    Cursor* cursors = (Cursor*)(shared + AT_CURSORS);
+    take_share(p, cursors[0], (u32*)(shared + AT_STATES));  // its barriers make the mbarriers visible too
+    if (cursors[0].is_valid(p)) touch_query(p, cursors[0].work, threadIdx.x, THREADS);
     Ring ring = {base + team * STAGES * STAGE_BYTES, barriers, 0, 0};
     bool producer = WR == 1 || warp % WR == 0;
     Feed feed;
+    feed.cursor = cursors + 2 + team;
     feed.ring = ring;
-    feed.work = (Work*)(shared + AT_FEED + team * 64);
-    feed.end = end;
     feed.team = team;
     feed.lane = lane;
-#if ATTN_BULK
-    feed.policy = evict_first();
-#endif
     if (producer) {
-        feed.start(p, work);
+        feed.start(p, cursors[0]);
 #pragma unroll 1
         for (int i = 0; i < STAGES; i++) feed.issue(p);
     }
     u32 scratch = base + AT_SCRATCH + warp * SCRATCH_BYTES;
-    Warp self = {p, feed, ring, lane, warp % WR * 8 * G, producer, base + AT_QUERY, scratch, scratch + SCRATCH_K};
+    Warp self = {p, feed, ring, lane, warp % WR * 8 * G, producer, base + AT_QUERY, scratch};
     Query q;
     Rows rows;
     float largest_q[G];
-    int have_b = -1, have_head = -1, have_block = -1;
 #pragma unroll 1
-    for (; work.b < p.batch && work.offset < end; work.next(p)) {
-        if (work.b != have_b || work.kv_head != have_head || work.row_block != have_block) {
-            have_b = work.b;
-            have_head = work.kv_head;
-            have_block = work.row_block;
+    for (int n = 0; cursors[n].is_valid(p); n ^= 1) {
+        const Cursor& here = cursors[n];
+        const Work& work = here.work;
+        if (threadIdx.x == 0) {
+            Cursor next = here;
+            next.next(p);
+            cursors[n ^ 1] = next;
+        }
+        if (here.is_fresh) {
             rows = visible(p, work, self.warp_row, lane);
             if constexpr (CHANNEL) {
-                __syncthreads();
                 store_query(p, work, self.query);
                 __syncthreads();
 #pragma unroll
@@ -267,17 +264,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
                 load_query(p, work, self.warp_row, lane, q);
             }
         }
-        State state;
-        state.clear();
-        int tile, tile_end, step;
-        work.share(p, team, tile, tile_end, step);
+        int tile, tile_end, kv_len = work.kv_len, step = work.step(), segment_tiles = work.takes == A_SPAN ? work.segment_tiles : 1 << 30;
+        work.share(team, tile, tile_end);
+        bool first = true;
 #pragma unroll 1
-        for (; tile < tile_end; tile += step) {
-            self.tile(work, tile, rows, q, largest_q, state);
-            join.count(p);
-        }
+        do {
+            State state;
+            state.clear();
+            int until = tile_end - tile > segment_tiles ? tile + segment_tiles : tile_end;
+#pragma unroll 1
+            for (; tile < until; tile += step) {
+                self.tile(work, tile, kv_len, rows, q, largest_q, state);
+                join.count(p);
+            }
+            join.segment(state, first, team, self.warp_row, lane);
+            first = false;
+        } while (tile < tile_end);
         join.count(p);
-        join.unit(p, work, state, team, self.warp_row, lane);
+        join.unit(p, here, cursors[n ^ 1]);
     }
     join.finish(p);
 }

@@ -31,47 +31,49 @@ struct Ring {
 };
 
 struct Feed {
-    Work* work;  // in shared memory, of this team: registers are short, and it is looked at once per tile
+    Cursor* cursor;  // this team's; looked at once per tile
     Ring ring;
-    u32 end;
     int team, lane;
-    int tile, tile_end, step, part;
+    int tile, tile_end, part;
     u32 page;  // of the tile; with pages shorter than a tile, lane i has block i's
-    u64 policy;
 
     // Moves to the first tile of this team at or after the next unit.
-    __device__ __forceinline__ void settle(const DecodeParams& p, Work& at) {
+    __device__ __forceinline__ void settle(const DecodeParams& p, Cursor& at) {
         while (tile >= tile_end) {
             at.next(p);
-            if (at.offset >= end || at.b >= p.batch) {
+            if (!at.is_valid(p)) {
                 tile = -1;
                 return;
             }
-            at.share(p, team, tile, tile_end, step);
+            if (at.is_fresh) touch_query(p, at.work, lane, 32);
+            at.work.share(team, tile, tile_end);
         }
         __syncwarp();
-        if (lane == 0) *work = at;
+        if (lane == 0) *cursor = at;
         __syncwarp();
     }
     // Reads the page table one stage before the page is needed. Past the last page a block repeats it: its tokens are not seen.
     __device__ __forceinline__ void look_up(const DecodeParams& p) {
         if constexpr (PAGE != 0) {
             if (tile < 0) return;
-            int index = PAGE >= TILE ? tile * TILE / SAFE_PAGE : min(tile * BLOCKS + lane % BLOCKS, (work->kv_len - 1) / SAFE_PAGE);
-            page = p.page_table[(u64)work->b * p.page_table_stride + index];
+            int index = PAGE >= TILE ? tile * TILE / SAFE_PAGE : min(tile * BLOCKS + lane % BLOCKS, (cursor->work.kv_len - 1) / SAFE_PAGE);
+            page = p.page_table[(u64)cursor->work.b * p.page_table_stride + index];
         }
     }
-    __device__ __forceinline__ void start(const DecodeParams& p, const Work& first) {
+    __device__ __forceinline__ void start(const DecodeParams& p, const Cursor& first) {
         part = 0;
         tile = -1;
-        if (first.offset >= end || first.b >= p.batch) return;
-        Work at = first;
-        at.share(p, team, tile, tile_end, step);
-        if (lane == 0) *work = at;
+        Cursor at = first;
+        if (!at.is_valid(p)) return;
+        at.work.share(team, tile, tile_end);
+        if (lane == 0) *cursor = at;
         __syncwarp();
         if (tile >= tile_end) settle(p, at);
         look_up(p);
     }
+
+    // Stages of the tile at hand.
+    __device__ __forceinline__ int parts() const { return (WHOLE ? 1 : 2) + cursor->work.is_tail(tile); }
 
     // Copies the next part, if there is one, into the ring's next stage.
     __device__ __forceinline__ void issue(const DecodeParams& p) {
@@ -79,51 +81,52 @@ struct Feed {
         if (WR > 1) barrier_wait(ring.empty(), ring.phase ^ 1);
         copy_part(p);
         ring.advance();
-        if (++part < (work->is_tail(tile) ? 3 : 2)) return;
+        if (++part < parts()) return;
         part = 0;
-        tile += step;
+        tile += cursor->work.step();
         if (tile >= tile_end) {
-            Work at = *work;
+            Cursor at = *cursor;
             settle(p, at);
         }
         look_up(p);
     }
 
     __device__ __forceinline__ const u8* run(const DecodeParams& p, u32 of_page) const {
-        return p.k + (u64)of_page * p.page_bytes + work->kv_head * RUN_BYTES;
+        return p.k + (u64)of_page * p.page_bytes + cursor->work.kv_head * RUN_BYTES;
     }
 
     __device__ __forceinline__ void copy_part(const DecodeParams& p) {
-        bool tail = work->is_tail(tile), is_k = part + 1 < (tail ? 3 : 2);
+        bool tail = cursor->work.is_tail(tile), last = part + 1 == parts();
+        bool has_k = WHOLE || !last, has_v = last;
         if constexpr (PAGE == 0) {
-            copy_rows(p, is_k);
-        } else {
-#if ATTN_BULK
-            u32 total = tail && is_k ? (part == 0 ? TAIL_PANELS * TILE * 16 : (PANELS - TAIL_PANELS) * TILE * 16 + TILE * 2)
-                      : (is_k ? K_PART : V_PART) * BLOCKS;
-            if (lane == 0) barrier_expect(ring.full(), total);
-#endif
-            if (tail && is_k) {
-                copy_tail(run(p, p.tail_pages[work->b]));
-            } else if constexpr (PAGE > TILE) {
-                copy_half(run(p, page), is_k);
-            } else {
-#pragma unroll
-                for (int block = 0; block < BLOCKS; block++) {
-                    u32 of_page = BLOCKS == 1 ? page : __shfl_sync(~0u, page, block);
-                    u32 bytes = is_k ? K_PART : V_PART;
-                    copy(ring.at() + block * bytes, run(p, of_page) + (is_k ? 0 : RUN_V), bytes);
-                }
-            }
-#if !ATTN_BULK
-            copy_async_arrive(ring.full());
-#endif
+            copy_rows(p, has_k);
+            return;
         }
+        int k_bytes = !has_k ? 0 : tail ? (part == 0 ? TAIL_FIRST : TAIL_SECOND) : K_PART * BLOCKS;
+#if ATTN_BULK
+        if (lane == 0) barrier_expect(ring.full(), k_bytes + (has_v ? V_PART * BLOCKS : 0));
+#endif
+        if (tail && has_k) copy_tail(run(p, p.tail_pages[cursor->work.b]));
+        if constexpr (PAGE > TILE) {
+            if (has_k && !tail) copy_half(run(p, page), true, ring.at());
+            if (has_v) copy_half(run(p, page), false, ring.at() + k_bytes);
+        } else if (!tail || has_v) {
+            // K and V of a block lie together, in the page as in the stage.
+            int from = has_k && !tail ? 0 : RUN_V, bytes = (has_k && !tail ? K_PART : 0) + (has_v ? V_PART : 0);
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++) {
+                u32 of_page = BLOCKS == 1 ? page : __shfl_sync(~0u, page, block);
+                copy(ring.at() + (tail ? k_bytes : 0) + block * bytes, run(p, of_page) + from, bytes);
+            }
+        }
+#if !ATTN_BULK
+        copy_async_arrive(ring.full());
+#endif
     }
     // Contiguous bytes, a multiple of 16.
     __device__ __forceinline__ void copy(u32 to, const u8* from, u32 bytes) {
 #if ATTN_BULK
-        if (lane == 0) copy_bulk(to, from, bytes, ring.full(), policy);
+        if (lane == 0) copy_bulk(to, from, bytes, ring.full());
 #else
         for (u32 i = lane * 16; i < bytes; i += 512) copy16_async(to + i, from + i);
 #endif
@@ -140,20 +143,17 @@ struct Feed {
         if (part == 1) copy(ring.at() + panels * TILE * 16, k + PAGE * D + half * 2, TILE * 2);
     }
     // One tile of a page of 128 tokens, laid out like a page of 64.
-    __device__ __forceinline__ void copy_half(const u8* run, bool is_k) {
+    __device__ __forceinline__ void copy_half(const u8* run, bool is_k, u32 to) {
         int half = (tile * TILE) % SAFE_PAGE;
         int scheme = is_k ? K_SCHEME : V_SCHEME, groups = is_k ? K_GROUPS : V_GROUPS;
         int bits = code_bits(scheme);
         const u8* part_of = run + (is_k ? 0 : RUN_V);
-        u32 to = ring.at();
         int codes = codes_bytes(scheme, PAGE);
         if (!is_k && bits < 16) {
             copy(to, part_of + half * D * bits / 8, codes / 2);
         } else {
-            int row = 16;  // bytes of a panel's row
-            int whole = D * bits / 8 / 16;
-            for (int i = 0; i < whole; i++) copy(to + i * TILE * row, part_of + (i * PAGE + half) * row, TILE * row);
-            if (D * bits / 8 % 16) copy(to + whole * TILE * row, part_of + whole * PAGE * row + half * 8, TILE * 8);
+            int panels = bits == 16 ? D / 8 : PANELS, row = bits == 4 ? 8 : 16;  // bytes of a token in a panel
+            for (int i = 0; i < panels; i++) copy(to + i * TILE * row, part_of + (i * PAGE + half) * row, TILE * row);
         }
         to += codes / 2;
         part_of += codes;
@@ -169,12 +169,13 @@ struct Feed {
     // repeat the last one.
     __device__ __forceinline__ void copy_rows(const DecodeParams& p, bool is_k) {
         const long long* strides = is_k ? p.k_strides : p.v_strides;
-        const u8* rows = (is_k ? p.k : p.v) + work->b * strides[0] + work->kv_head * strides[1];
+        const Work& work = cursor->work;
+        const u8* rows = (is_k ? p.k : p.v) + work.b * strides[0] + work.kv_head * strides[1];
         int pieces = D * code_bits(is_k ? K_SCHEME : V_SCHEME) / 128;
 #pragma unroll 4
         for (int i = 0; i < TILE / 16; i++) {
             int t = i * 16 + lane / 2;
-            const u8* row = rows + min(tile * TILE + t, work->kv_len - 1) * strides[2];
+            const u8* row = rows + min(tile * TILE + t, work.kv_len - 1) * strides[2];
             for (int piece = lane % 2; piece < pieces; piece += 2) copy16_async(ring.at() + (piece * TILE + t) * 16, row + piece * 16);
         }
         copy_async_arrive(ring.full());

@@ -1,11 +1,11 @@
 // Sections 5 and 6 outside the teams: their states join in order to the unit's, units' to the sequence's, spread over the CTA's
 // threads.
 //
-// Global memory is left alone as far as possible: a CTA that has an item's first units keeps their joined state in registers, and
-// writes the result itself if it comes to the item's end (storing every unit's state cost 20 µs of 270 at batch 512, though it is
-// under 2 % of the bytes). What crosses a CTA's border is handed over in slots and counted; who completes the count joins the slots.
-// A unit is counted one tile into the next one, when its writes have long arrived, and the count's answer is looked at when that
-// one ends. Two ways to spare the CTA its barriers were tried and lost: the last warp to arrive joining alone made the slowest team
+// Global memory is left alone as far as possible: a CTA that has an item's first units keeps their joined state in shared memory,
+// and writes the result itself if it comes to the item's end (storing every unit's state cost 20 µs of 270 at batch 512, though it
+// is under 2 % of the bytes). What crosses a CTA's border is handed over in slots and counted; who completes the count joins the
+// slots. A unit is counted one tile into the next one, when its writes have long arrived, and the count's answer is looked at when
+// that one ends. Two ways to spare the CTA its barriers were tried and lost: the last warp to arrive joining alone made the slowest team
 // slower (int4 191 µs for 169), joining a tile later cost registers (204 µs).
 #pragma once
 #include "value.cuh"
@@ -40,7 +40,7 @@ DEVICE void join(float4& a, const float4& b, const Weight& w, bool is_fold) {
 
 // One (sequence, KV head, row block).
 struct Item {
-    int b, kv_head, row_block, num_units;
+    int b, kv_head, row_block, num_slots;
 
     __device__ __forceinline__ u64 index(const DecodeParams& p) const {
         return ((u64)b * p.num_kv_heads + kv_head) * p.row_blocks + row_block;
@@ -73,12 +73,13 @@ struct Finish {
     }
 };
 
-// All units of an item from slot first_unit on (it covers those before), rows first_row… by threads 0, 1, … `index`, LANES to a row.
+// All slots of an item from `first` on (it covers those before), LANES threads to a row.
 // Called, not inlined: it is long and rare.
-template <int LANES> static __device__ __noinline__ void join_units(const DecodeParams& p, Item item, int first_unit, int first_row, int index) {
+template <int LANES> static __device__ __noinline__ void join_slots(const DecodeParams& p, Item item, int first) {
     constexpr int VECTORS = (ROW_VECTORS + LANES - 1) / LANES, CHUNK = VECTORS < 4 ? VECTORS : 4, AHEAD = 16 / CHUNK;
-    int row = first_row + index / LANES;
-    u64 slot = item.index(p) * p.max_units;
+    int row = threadIdx.x / LANES, index = threadIdx.x;
+    if (row >= ROWS) return;
+    u64 slot = item.index(p) * p.max_slots;
     const float4* states = (const float4*)p.states + (slot * ROWS + row) * ROW_VECTORS;
     const float2* ml = p.state_ml + slot * ROWS + row;
 #pragma unroll 1
@@ -88,12 +89,12 @@ template <int LANES> static __device__ __noinline__ void join_units(const Decode
 #pragma unroll
         for (int k = 0; k < CHUNK; k++) o[k] = span_o[k] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 1
-        for (int u0 = first_unit; u0 < item.num_units; u0 += AHEAD) {
+        for (int u0 = first; u0 < item.num_slots; u0 += AHEAD) {
             float2 x_ml[AHEAD];
             float4 x[AHEAD][CHUNK];
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
-                int u = min(u0 + i, item.num_units - 1);
+                int u = min(u0 + i, item.num_slots - 1);
                 x_ml[i] = __ldcg(ml + (u64)u * ROWS);
 #pragma unroll
                 for (int k = 0; k < CHUNK; k++)
@@ -102,7 +103,7 @@ template <int LANES> static __device__ __noinline__ void join_units(const Decode
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
                 int u = u0 + i;
-                if (u >= item.num_units) break;
+                if (u >= item.num_slots) break;
                 if (!p.tile_split) {
                     Weight w = join_weight(m, l, x_ml[i], false);
 #pragma unroll
@@ -112,7 +113,7 @@ template <int LANES> static __device__ __noinline__ void join_units(const Decode
                 Weight w = join_weight(span_m, span_l, x_ml[i], false);
 #pragma unroll
                 for (int k = 0; k < CHUNK; k++) join(span_o[k], x[i][k], w, false);
-                if (u % SPAN != SPAN - 1 && u != item.num_units - 1) continue;
+                if (u % SPAN != SPAN - 1 && u != item.num_slots - 1) continue;
                 w = join_weight(m, l, make_float2(span_m, span_l), false);
 #pragma unroll
                 for (int k = 0; k < CHUNK; k++) {
@@ -130,147 +131,195 @@ template <int LANES> static __device__ __noinline__ void join_units(const Decode
     }
 }
 
+// Rows that only fill up the tile have no result: with few real ones, each gets twice the threads, and twice the loads in flight.
+DEVICE void join_units(const DecodeParams& p, const Item& item, int first) {
+    constexpr int LANES = THREADS / ROWS;
+    int real = p.heads_per_kv * p.q_len - item.row_block * ROWS;
+    if (LANES < 32 && real * 32 <= THREADS) join_slots<32>(p, item, first);
+    else join_slots<LANES>(p, item, first);
+}
+
 // What the CTA's threads share about the join: registers are short.
 struct Shared {
-    u32 last;       // 0, or 1 + the first slot of `counted`, all of whose units are there
-    Item counted;   // of the unit to be counted
-    Item kept;      // whose first units are joined in registers
+    u32 last;       // 0, or 1 + the first slot of `counted`, all of whose slots are there
+    u32 add;        // what the count of `counted` goes up by
+    int covered;    // slots of the running item whose joined state is kept, 0: none
+    Item counted;   // of what is to be counted
 };
 
 struct Join {
     static constexpr int LANES = THREADS / ROWS, VECTORS = (ROW_VECTORS + LANES - 1) / LANES;
+    enum Pending { NOTHING, TO_COUNT, COUNTED };
 
     u8* shared;
     Shared* known;
-    bool counting;
-    u32 add, before;  // thread 0: to the count, and its answer
-    // The joined state of this thread's part of a row over the item's first units.
-    int covered;      // units, 0: none
-    float m, l;
-    float4 o[VECTORS];
+    Pending pending;
+    u32 before;  // thread 0: the count's answer
 
     __device__ __forceinline__ void start(u8* memory) {
         shared = memory;
         known = (Shared*)(shared + AT_JOIN);
-        if (threadIdx.x == 0) known->counted.num_units = 0;
-        counting = false;
-        covered = 0;
-        add = before = 0;
+        if (threadIdx.x == 0) {
+            known->last = 0;
+            known->covered = 0;
+        }
+        pending = NOTHING;
     }
-    // A count has the units in its low half, and in its high half the first slot, from whoever has the item's first units.
+    // A count has the slots in its low half, and in its high half the first one, from whoever has the item's first units.
     __device__ __forceinline__ void count(const DecodeParams& p) {
-        if (counting && threadIdx.x == 0) before = count_release(p.counters + known->counted.index(p), add);
-        counting = false;
+        if (pending != TO_COUNT) return;
+        if (threadIdx.x == 0) before = count_release(p.counters + known->counted.index(p), known->add);
+        pending = COUNTED;
     }
+    // Before a barrier that `settle` follows.
     __device__ __forceinline__ void answer(const DecodeParams& p) {
-        if (threadIdx.x != 0) return;
-        u32 counted = before + add;
-        bool is_last = known->counted.num_units > 1 && (counted & 0xffff) == (u32)known->counted.num_units;
+        if (pending != COUNTED || threadIdx.x != 0) return;
+        u32 counted = before + known->add;
+        bool is_last = (counted & 0xffff) == (u32)known->counted.num_slots;
         if (is_last) p.counters[known->counted.index(p)] = 0;
         known->last = is_last ? 1 + (counted >> 16) : 0;
-        before = add = 0;
     }
-    // After a barrier that follows the answer.
     __device__ __forceinline__ void settle(const DecodeParams& p) {
+        if (pending != COUNTED) return;
+        pending = NOTHING;
         if (known->last == 0) return;
-        join_units<LANES>(p, known->counted, known->last - 1, 0, threadIdx.x);
+        join_units(p, known->counted, known->last - 1);
         __syncthreads();
     }
 
-    // The states of all teams at the end of a unit.
-    __device__ __forceinline__ void unit(const DecodeParams& p, const Work& work, const State& state, int team, int warp_row, int lane) {
+    // A team's state at the end of a segment: the first one of a unit is put where the join will look for it, others join it there.
+    __device__ __forceinline__ void segment(const State& state, bool first, int team, int warp_row, int lane) {
         float* states = (float*)(shared + AT_STATES);
         float2* ml = (float2*)(shared + AT_STATE_ML);
 #pragma unroll
         for (int g = 0; g < G; g++) {
             int row = team * ROWS + warp_row + g * 8 + lane / 4;
-            float2* to = (float2*)(states + row * STATE_STRIDE + 2 * (lane % 4));
+            float2 x = make_float2(state.m[g], state.l[g]);
+            Weight w;
+            if (!first) {
+                float2 before = ml[row];
+                w = join_weight(before.x, before.y, x, false);
+                x = before;
+                __syncwarp();
+            }
+            if (lane % 4 == 0) ml[row] = x;
+            // Of V that was turned on its way, a lane has four neighbouring dims in two accumulators.
+            constexpr int STEP = V_ROWS ? 2 : 1;
+            float4* to = (float4*)(states + row * STATE_STRIDE + (V_ROWS ? 4 : 2) * (lane % 4));
 #pragma unroll
-            for (int j = 0; j < D / 8; j++) {
+            for (int j = 0; j < D / 8; j += STEP) {
+                const float(&even)[2] = state.o[g][j], (&odd)[2] = state.o[g][(j + 1) % (D / 8)];
                 if constexpr (V_ROWS) {
-                    float4* at = (float4*)(states + row * STATE_STRIDE + 4 * (lane % 4)) + 2 * j;
-                    const float(&even)[2] = state.o[g][j], (&odd)[2] = state.o[g][(j + 1) % (D / 8)];
-                    if (j % 2 == 0) *at = {even[0], odd[0], even[1], odd[1]};
+                    float4 y = {even[0], odd[0], even[1], odd[1]};
+                    if (!first) {
+                        float4 o = to[2 * j];
+                        join(o, y, w, false);
+                        y = o;
+                    }
+                    to[2 * j] = y;
                 } else {
-                    to[4 * j] = make_float2(state.o[g][j][0], state.o[g][j][1]);
+                    float2& at = *(float2*)(to + 2 * j);
+                    float2 y = make_float2(even[0], even[1]);
+                    if (!first) y = make_float2(at.x * w.alpha + y.x * w.beta, at.y * w.alpha + y.y * w.beta);
+                    at = y;
                 }
             }
-            if (lane % 4 == 0) ml[row] = make_float2(state.m[g], state.l[g]);
         }
+    }
+
+    // The states of all teams at the end of a unit.
+    __device__ __forceinline__ void unit(const DecodeParams& p, const Cursor& here, const Cursor& next) {
         answer(p);
         __syncthreads();
         settle(p);
-        bool keeps = join_teams(p, work);
+        const Work& work = here.work;
+        int covered = known->covered, slots = work.unit_slots(), slot = work.unit * slots, num_slots = work.num_slots();
+        bool first = work.unit == 0, last = work.unit == work.num_units - 1;
+        // What has two levels to join, and several row blocks that take turns, go by slots.
+        bool keeps = first ? last || (work.takes != A_TILE && p.row_blocks == 1) : covered > 0;
+        Unit u = {{work.b, work.kv_head, work.row_block, num_slots}, slot, min(slot + slots, num_slots), first, keeps, keeps && last,
+                  !keeps || (!last && (!next.is_valid(p) || next.is_fresh)), work.takes};
+        if (u.takes == A_SPAN && !keeps) hand_over_spans(p, u);
+        else join_teams(p, u);
         __syncthreads();
-        // Now that nobody looks at the unit before this one any more.
-        if (threadIdx.x == 0) (keeps ? known->kept : known->counted) = {work.b, work.kv_head, work.row_block, work.num_units};
+        if (threadIdx.x == 0) {
+            known->covered = keeps && !last && !u.leaves ? u.end : 0;
+            if (u.leaves) {
+                known->counted = u.item;
+                known->add = keeps ? u.end | (u.end - 1) << 16 : u.end - u.slot;
+            }
+        }
+        if (u.leaves) pending = TO_COUNT;
     }
-    // The unit's state from the teams' in shared memory, and on from there; whether it stays in registers.
-    __device__ __forceinline__ bool join_teams(const DecodeParams& p, const Work& work) {
+    struct Unit {
+        Item item;
+        int slot, end;            // slots of the unit
+        bool first, keeps, ends;  // of the item; joined with the units before it; with the result
+        bool leaves;              // for a slot: what this CTA has of the item ends here, or the unit is on its own
+        int takes;
+    };
+    // The unit's state from the teams' in shared memory, and on from there. Spans join what is kept one by one.
+    __device__ __forceinline__ void join_teams(const DecodeParams& p, const Unit& u) {
         int row = threadIdx.x / LANES, at = threadIdx.x % LANES;
         const float4* states = (const float4*)((const float*)(shared + AT_STATES) + row * STATE_STRIDE);
         const float2* ml = (const float2*)(shared + AT_STATE_ML) + row;
-        Item here = {work.b, work.kv_head, work.row_block, work.num_units};
-        float2 unit = ml[0];
-        Weight w[TEAMS];
+        float4* kept = (float4*)(shared + AT_KEPT) + row * ROW_VECTORS;
+        float2* kept_ml = (float2*)(shared + AT_KEPT_ML) + row;
+        bool joins = u.keeps && !u.first, one_by_one = u.takes == A_SPAN, is_fold = u.takes == A_TILE;
+        // w[0] is for what is kept: before the teams' states, or after them.
+        float2 sum = one_by_one && joins ? *kept_ml : ml[0];
+        Weight w[1 + TEAMS];
+        if (one_by_one && joins) w[0] = join_weight(sum.x, sum.y, ml[0], false);
 #pragma unroll
-        for (int team = 1; team < TEAMS; team++) w[team] = join_weight(unit.x, unit.y, ml[team * ROWS], p.tile_split);
-        // Units of split tiles have two levels to join, those of several row blocks take turns: both go by slots.
-        bool keeps = work.unit == 0 ? here.num_units == 1 || (!p.tile_split && p.row_blocks == 1) : covered > 0;
-        bool ends = keeps && work.unit == here.num_units - 1;
-        Weight w_kept = {0.0f, 1.0f};
-        if (keeps && work.unit > 0) {
-            w_kept = join_weight(m, l, unit, false);
-        } else if (keeps) {
-            m = unit.x;
-            l = unit.y;
+        for (int team = 1; team < TEAMS; team++) w[team] = join_weight(sum.x, sum.y, ml[team * ROWS], is_fold);
+        if (!one_by_one && joins) {
+            float2 before = *kept_ml;
+            w[0] = join_weight(before.x, before.y, sum, false);
+            sum = before;
         }
+        __syncwarp();  // a row's threads, all of one warp, have read what its first one overwrites
+        if (at == 0) *kept_ml = sum;
         Finish finish = {nullptr, 0.0f, 0.0f};
-        if (ends) finish = Finish::of(p, here, row, m, l, at == 0);
-        u64 slot = here.index(p) * p.max_units + work.unit;
-        if (!keeps && at == 0) __stcg(p.state_ml + slot * ROWS + row, unit);
+        if (u.ends) finish = Finish::of(p, u.item, row, sum.x, sum.y, at == 0);
+        u64 slot = u.item.index(p) * p.max_slots + u.end - 1;
+        if (u.leaves && at == 0) __stcg(p.state_ml + slot * ROWS + row, sum);
         float4* to = (float4*)p.states + (slot * ROWS + row) * ROW_VECTORS;
 #pragma unroll
         for (int k = 0; k < VECTORS; k++) {
             int vector = at + k * LANES;
             if (ROW_VECTORS % LANES && vector >= ROW_VECTORS) continue;
-            float4 x = states[vector];
-#pragma unroll
-            for (int team = 1; team < TEAMS; team++) join(x, states[team * ROWS * (STATE_STRIDE / 4) + vector], w[team], p.tile_split);
-            if (!keeps) {
-                __stcg(to + vector, x);
-            } else {
-                if (work.unit == 0) o[k] = x;
-                else join(o[k], x, w_kept, false);
-                if (ends) finish.write(vector, o[k]);
+            float4 x = states[vector], o;
+            if (joins) o = kept[vector];
+            if (one_by_one && joins) {
+                join(o, x, w[0], false);
+                x = o;
             }
+#pragma unroll
+            for (int team = 1; team < TEAMS; team++) join(x, states[team * ROWS * (STATE_STRIDE / 4) + vector], w[team], is_fold);
+            if (!one_by_one && joins) {
+                join(o, x, w[0], false);
+                x = o;
+            }
+            if (u.ends) finish.write(vector, x);
+            else if (u.leaves) __stcg(to + vector, x);
+            else kept[vector] = x;
         }
-        covered = keeps && !ends ? work.unit + 1 : 0;
-        if (!keeps) {
-            add = 1;
-            counting = true;
+    }
+    // Each team's span to its slot.
+    __device__ __forceinline__ void hand_over_spans(const DecodeParams& p, const Unit& u) {
+        int row = threadIdx.x / LANES;
+        const float* states = (const float*)(shared + AT_STATES) + row * STATE_STRIDE;
+#pragma unroll 1
+        for (int team = 0; team < u.end - u.slot; team++) {
+            u64 slot = u.item.index(p) * p.max_slots + u.slot + team;
+            const float4* from = (const float4*)(states + team * ROWS * STATE_STRIDE);
+            float4* to = (float4*)p.states + (slot * ROWS + row) * ROW_VECTORS;
+            for (int at = threadIdx.x % LANES; at < ROW_VECTORS; at += LANES) __stcg(to + at, from[at]);
+            if (threadIdx.x % LANES == 0) __stcg(p.state_ml + slot * ROWS + row, ((const float2*)(shared + AT_STATE_ML))[team * ROWS + row]);
         }
-        return keeps;
     }
     __device__ __forceinline__ void finish(const DecodeParams& p) {
-        count(p);
-        answer(p);
-        __syncthreads();
-        if (covered > 0) {
-            int row = threadIdx.x / LANES, at = threadIdx.x % LANES;
-            u64 slot = known->kept.index(p) * p.max_units + covered - 1;
-            if (at == 0) __stcg(p.state_ml + slot * ROWS + row, make_float2(m, l));
-            float4* to = (float4*)p.states + (slot * ROWS + row) * ROW_VECTORS;
-#pragma unroll
-            for (int k = 0; k < VECTORS; k++)
-                if (ROW_VECTORS % LANES == 0 || at + k * LANES < ROW_VECTORS) __stcg(to + at + k * LANES, o[k]);
-        }
-        settle(p);
-        if (covered == 0) return;
-        __syncthreads();
-        if (threadIdx.x == 0) known->counted = known->kept;
-        add = covered | (covered - 1) << 16;
-        counting = true;
+        if (pending == NOTHING) return;
         count(p);
         answer(p);
         __syncthreads();

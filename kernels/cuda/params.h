@@ -37,9 +37,9 @@ struct DecodeParams {
     int q_len;
     int row_blocks;                   // ceil(heads_per_kv · q_len / rows per CTA)
     int page_table_stride;
-    int max_units;                    // slots per (sequence, KV head, row block): spans, or segments when tile_split
+    int max_slots;                    // per (sequence, KV head, row block): spans, or segments where a team takes a tile
     int window_left;                  // −1 without
     int causal;
-    int tile_split;                   // 0: a unit of work is a span, one segment per team of warps; 1: a segment, one tile per team
+    int tile_split;                   // whether there is so little work that a unit of it is a segment
     int page_bytes;                   // paged: of all KV heads
 };

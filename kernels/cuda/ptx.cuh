@@ -32,6 +32,11 @@ DEVICE float half_float(u32 h) {
     return x;
 }
 
+// Reads a line into L2.
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+// Reads a line into L1.
+DEVICE void touch(const void* p) { asm volatile("{ .reg .u32 x; ld.global.ca.u32 x, [%0]; }" :: "l"(p)); }
+
 // ---- shared memory ----
 
 DEVICE u32 lds32(u32 at) { u32 x; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at)); return x; }
@@ -181,6 +186,11 @@ DEVICE float fma_saturate(float a, float b, float c) {
     return d;
 }
 
+DEVICE u32 warp_sum(u32 x) {
+    u32 y;
+    asm volatile("redux.sync.add.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+    return y;
+}
 DEVICE u32 warp_max(u32 x) {
     u32 y;
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
@@ -192,6 +202,14 @@ DEVICE u32 count_release(u32* counter, u32 n) {
     u32 before;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(n) : "memory");
     return before;
+}
+
+// A launch that may begin before the one ahead of it has ended waits here for its results, having let the next one begin.
+DEVICE void after_dependencies() {
+#if ATTN_BULK
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // ---- barriers and copies to shared memory ----
@@ -235,14 +253,10 @@ DEVICE void copy_async_arrive(u32 barrier) {
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" :: "r"(barrier), "r"(bytes) : "memory");
 }
-// The cache is read once: it should not push anything else out of L2.
-DEVICE u64 evict_first() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+// The cache is read once: it should not push anything else out of L2. What `createpolicy.fractional.L2::evict_first` with 1.0 gives.
+constexpr u64 EVICT_FIRST = 0x12F0000000000000;
+DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(EVICT_FIRST) : "memory");
 }
 #endif

@@ -26,12 +26,12 @@ extern "C" __global__ void __launch_bounds__(128) attn_read(const __grid_constan
         barrier_init_fence();
     }
     __syncthreads();
-    u64 policy = evict_first(), step = (u64)gridDim.x * CHUNK;
+    u64 step = (u64)gridDim.x * CHUNK;
     auto issue = [&](u64 at, int stage) {
         if (threadIdx.x != 0 || at >= p.bytes) return;
         u32 bytes = (u32)(p.bytes - at < CHUNK ? p.bytes - at : CHUNK);
         barrier_expect(barriers + 8 * stage, bytes);
-        copy_bulk(base + stage * CHUNK, p.from + at, bytes, barriers + 8 * stage, policy);
+        copy_bulk(base + stage * CHUNK, p.from + at, bytes, barriers + 8 * stage);
     };
     u64 at = (u64)blockIdx.x * CHUNK;
     for (int i = 0; i < STAGES; i++) issue(at + i * step, i);

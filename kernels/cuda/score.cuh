@@ -59,7 +59,7 @@ DEVICE int plane_sum(const Sums& c, int i) { return c.x[i] * 128 + c.x[i + 2]; }
 template <class Rows> DEVICE void prepare_k(u32 stage, u32 scratch, int tokens, int lane, Rows row_scales) {
     if constexpr (K_SCHEME == INT8_TOKEN || K_SCHEME == INT8_GROUP || K_SCHEME == INT4_GROUPS) {
         int t = 2 * lane;
-        u32 block = stage + t / BLOCK * K_PART + K_CODES;
+        u32 block = stage + t / BLOCK * K_STRIDE + K_CODES;
         bool in0 = t < tokens, in1 = t + 1 < tokens;
 #pragma unroll
         for (int group = 0; group < K_GROUPS; group++) {
@@ -85,7 +85,7 @@ DEVICE void float_scores(u32 stage, const Query& q, int lane, float (&s)[G][16])
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         u32 raw[MATRICES], b[PANELS][2];
-        load_k8(stage + 8 * j / BLOCK * K_PART, BLOCK, 8 * j % BLOCK, lane, raw, 0, MATRICES);
+        load_k8(stage + 8 * j / BLOCK * K_STRIDE, BLOCK, 8 * j % BLOCK, lane, raw, 0, MATRICES);
 #pragma unroll
         for (int panel = 0; panel < PANELS; panel++) {
             if constexpr (K_SCHEME == FP8) {
@@ -119,7 +119,7 @@ DEVICE void scores8(u32 stage, u32 scratch, const Query& q, int lane, float (&s)
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         u32 b[PANELS];
-        load_k8(stage + 8 * j / BLOCK * K_PART, BLOCK, 8 * j % BLOCK, lane, b, 0, PANELS);
+        load_k8(stage + 8 * j / BLOCK * K_STRIDE, BLOCK, 8 * j % BLOCK, lane, b, 0, PANELS);
 #pragma unroll
         for (int g = 0; g < G; g++)
 #pragma unroll
@@ -142,7 +142,7 @@ DEVICE void scores4(u32 stage, u32 scratch, const Query& q, int lane, float (&s)
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
         u32 whole[PANELS], high[PANELS];
-        load_k8(stage + 8 * j / BLOCK * K_PART, BLOCK / 2, 4 * j % (BLOCK / 2), lane, whole, 0, PANELS);
+        load_k8(stage + 8 * j / BLOCK * K_STRIDE, BLOCK / 2, 4 * j % (BLOCK / 2), lane, whole, 0, PANELS);
 #pragma unroll
         for (int i = 0; i < PANELS; i++) high[i] = high_nibbles(whole[i]);
 #pragma unroll

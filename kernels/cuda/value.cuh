@@ -47,10 +47,10 @@ template <class Seen> DEVICE void soften(float (&s)[G][16], const float (&scale)
             for (int i = 0; i < 16; i++)
                 if (!seen(g, i)) s[g][i] = MINUS_INFINITY;
         }
-        float top = s[g][0];
+        float top[4];
 #pragma unroll
-        for (int i = 1; i < 16; i++) top = fmaxf(top, s[g][i]);
-        float m = ceilf(quad_max(top) * scale[g]);
+        for (int i = 0; i < 4; i++) top[i] = fmaxf(fmaxf(s[g][i], s[g][i + 4]), fmaxf(s[g][i + 8], s[g][i + 12]));
+        float m = ceilf(quad_max(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]))) * scale[g]);
         bool some = full || m > MINUS_INFINITY;
         float from = some ? m : 0.0f;
         u32 l = 0, bits[2];
@@ -89,7 +89,7 @@ template <class Rows> DEVICE void prepare_v(u32 stage, u32 scratch, int tokens, 
         sts64(scratch + t * 4, in0 ? 16384.0f : 0.0f, in1 ? 16384.0f : 0.0f);
         v.down[0] = exp2i(-14);
     } else {
-        u32 block = stage + t / BLOCK * V_PART + V_CODES;
+        u32 block = stage + t / BLOCK * V_STRIDE + V_CODES;
 #pragma unroll
         for (int group = 0; group < V_GROUPS; group++) {
             float s0, s1, h0 = 0.0f, h1 = 0.0f;
@@ -124,7 +124,7 @@ template <class Rows> DEVICE void prepare_v(u32 stage, u32 scratch, int tokens, 
 DEVICE void load_v8(u32 stage, int j, int lane, u32 (&b)[4], int rows = D) {
     constexpr int IN_BLOCK = BLOCK / 16;
     int panel = lane / 8;
-    ldmatrix_x4(b, stage + panel / IN_BLOCK * V_PART + (panel % IN_BLOCK * rows + 8 * j + lane % 8) * 16);
+    ldmatrix_x4(b, stage + panel / IN_BLOCK * V_STRIDE + (panel % IN_BLOCK * rows + 8 * j + lane % 8) * 16);
 }
 // The same of 16 dims whose rows lie along the dims: b[0] has the even dims, b[1] the odd ones.
 DEVICE void load_v_rows(u32 stage, int j, int lane, u32 (&b)[2][4]) {
@@ -282,7 +282,7 @@ DEVICE void load_float_v(u32 stage, int j, int tokens, int lane, u32 (&b)[2][4][
             for (int half = 0; half < 2; half++) {
                 u32 x[4];
                 int t = 32 * half + lane;
-                ldmatrix_x4_trans(x, stage + t / BLOCK * V_PART + ((j + i) * BLOCK + t % BLOCK) * 16);
+                ldmatrix_x4_trans(x, stage + t / BLOCK * V_STRIDE + ((j + i) * BLOCK + t % BLOCK) * 16);
 #pragma unroll
                 for (int k = 0; k < 4; k++) b[i][2 * half + k / 2][k % 2] = x[k];
             }

@@ -1,16 +1,18 @@
 // Who does what: units of work in the order [sequence][KV head][unit][row block], cut between CTAs by tiles.
 //
-// A unit is a span (a team takes one of its segments each) or, when there is too little work for that, a segment (a team takes
-// one tile each). Everything follows from kv_lens on the device, so that a captured graph serves growing sequences.
+// A unit is four spans, of which each team takes one; or, when there is too little work for that, a span, whose segments they
+// take, or a segment, whose tiles they take. The longer a team works alone, the less is joined. Everything follows from kv_lens on the device, so that a captured graph serves growing sequences.
 #pragma once
 #include "config.cuh"
 #include "params.h"
+
+enum TeamTakes { A_TILE, A_SEGMENT, A_SPAN };
 
 struct Work {
     int b, kv_head, unit, row_block;  // where we are
     int kv_len, num_tiles, segment_tiles, unit_tiles, num_units;  // of sequence b
     u32 offset;                       // tiles before this unit, over everything
-
+    int takes;                        // TeamTakes, the same for all
 
     __device__ __forceinline__ void enter(const DecodeParams& p, int sequence) {
         b = sequence;
@@ -19,7 +21,7 @@ struct Work {
         kv_len = p.kv_lens[b];
         num_tiles = (kv_len + TILE - 1) / TILE;
         segment_tiles = segment_tiles_of(num_tiles);
-        unit_tiles = p.tile_split ? segment_tiles : SPAN * segment_tiles;
+        unit_tiles = segment_tiles << 2 * takes;
         num_units = num_tiles == 0 ? 1 : (num_tiles + unit_tiles - 1) / unit_tiles;  // an empty sequence still gets its zeros
     }
     __device__ __forceinline__ int tiles_here() const {
@@ -35,20 +37,50 @@ struct Work {
         enter(p, b + 1);
     }
     // This team's tiles of the unit: first, first + step, … below end.
-    __device__ __forceinline__ void share(const DecodeParams& p, int team, int& first, int& end, int& step) const {
-        if (p.tile_split) {
-            first = unit * segment_tiles + team;
-            end = min(num_tiles, (unit + 1) * segment_tiles);
-            step = TEAMS;
+    __device__ __forceinline__ void share(int team, int& first, int& end) const {
+        if (takes == A_TILE) {
+            first = unit * unit_tiles + team;
+            end = min(num_tiles, (unit + 1) * unit_tiles);
         } else {
-            first = (unit * SPAN + team) * segment_tiles;
-            end = min(num_tiles, first + segment_tiles);
-            step = 1;
+            int each = unit_tiles / TEAMS;
+            first = unit * unit_tiles + team * each;
+            end = min(num_tiles, first + each);
         }
+    }
+    __device__ __forceinline__ int step() const { return takes == A_TILE ? TEAMS : 1; }
+    // Slots for what is handed over: a span each, or a unit.
+    __device__ __forceinline__ int unit_slots() const { return takes == A_SPAN ? TEAMS : 1; }
+    __device__ __forceinline__ int num_slots() const {
+        int tiles = unit_tiles / unit_slots();
+        return max(1, (num_tiles + tiles - 1) / tiles);
     }
     // The open page's K is elsewhere (Int4 Channel).
     __device__ __forceinline__ bool is_tail(int tile) const {
         return CHANNEL && (tile * TILE / SAFE_PAGE + 1) * PAGE > kv_len;
+    }
+
+    // The first unit at or after `tile` of sequence `sequence`, which starts at tile `begin`, over everything.
+    __device__ __forceinline__ void seek(const DecodeParams& p, int sequence, u32 begin, u32 tile) {
+        enter(p, sequence);
+        u32 per_head = (u32)max(1, num_tiles) * p.row_blocks, per_unit = unit_tiles * p.row_blocks;
+        kv_head = (tile - begin) / per_head;
+        offset = begin + kv_head * per_head;
+        unit = min((int)((tile - offset) / per_unit), num_units - 1);
+        offset += unit * per_unit;
+        while (offset < tile) next(p);
+    }
+};
+
+// A place in a CTA's share, in shared memory: registers are short.
+struct Cursor {
+    Work work;
+    u32 end;        // of the share
+    bool is_fresh;  // not of the same item and row block as the unit before
+
+    __device__ __forceinline__ bool is_valid(const DecodeParams& p) const { return work.offset < end && work.b < p.batch; }
+    __device__ __forceinline__ void next(const DecodeParams& p) {
+        work.next(p);
+        is_fresh = work.unit == 0 || p.row_blocks > 1;
     }
 };
 
@@ -57,50 +89,118 @@ DEVICE u32 weight(const DecodeParams& p, int b) {
     return (u32)max(1, (p.kv_lens[b] + TILE - 1) / TILE) * p.num_kv_heads * p.row_blocks;
 }
 
-// This CTA's run of units: starts at the first unit at or after its share's start; `end` is where the next CTA's share begins.
-DEVICE Work first_work(const DecodeParams& p, u32& end, u32* scratch) {
+// Four teams with a span each must find nearly as much to do as with a segment each.
+DEVICE int team_takes(const DecodeParams& p, u32 spans, u32 quads) {
+    u32 ctas = gridDim.x, blocks = p.num_kv_heads * p.row_blocks;
+    u32 by_span = (spans * blocks + ctas - 1) / ctas, by_quad = (quads * blocks + ctas - 1) / ctas * 4;
+    return p.tile_split ? A_TILE : by_quad <= by_span + by_span / 8 ? A_SPAN : A_SEGMENT;
+}
+
+// This CTA's share of `total` tiles. CTAs are as many as fit, and CTA i, i + SMs, … run on one SM.
+//
+// Shares are whole numbers of the shortest units. Equal ones come first: where all sequences are alike, they end where items do
+// more often, and less is handed over. But if they leave an SM with more than its part, units are dealt to SMs instead.
+DEVICE void cut(const DecodeParams& p, int takes, u32 total, u32& start, u32& end) {
+    u32 least = (4u << 2 * takes) * p.row_blocks, units = (total + least - 1) / least;
+    u32 ctas = gridDim.x, sms = ctas / ATTN_CTAS, each = (units + ctas - 1) / ctas;
+    u32 busy = (units + each - 1) / each, most = each * ((busy + sms - 1) / sms), i = blockIdx.x;
+    if (ATTN_CTAS == 1 || most <= (units + sms - 1) / sms) {
+        start = each * i;
+        end = start + each;
+    } else {
+        i = i % sms * ATTN_CTAS + i / sms;
+        each = units / ctas;
+        u32 rest = units % ctas;
+        start = each * i + rest * i / ctas;
+        end = each * (i + 1) + rest * (i + 1) / ctas;
+    }
+    start = min(total, start * least);
+    end = min(total, end * least);
+}
+
+// Finds the first unit of this CTA's share of everything, in equal bytes; `sums` holds three numbers per warp.
+DEVICE void take_share(const DecodeParams& p, Cursor& cursor, u32* sums) {
     int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     int chunk = (p.batch + THREADS - 1) / THREADS, begin = min(p.batch, thread * chunk), stop = min(p.batch, begin + chunk);
-    u32 mine = 0;
-    for (int b = begin; b < stop; b++) mine += weight(p, b);
+    u32 mine = 0, spans = 0, quads = 0;
+    for (int b = begin; b < stop; b++) {
+        mine += weight(p, b);
+        u32 tiles = (p.kv_lens[b] + TILE - 1) / TILE, in_span = SPAN * segment_tiles_of(tiles), n = max(1, (tiles + in_span - 1) / in_span);
+        spans += n;
+        quads += (n + 3) / 4;
+    }
+    spans = warp_sum(spans);
+    quads = warp_sum(quads);
     u32 up_to = mine;
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) {
         u32 other = __shfl_up_sync(~0u, up_to, i);
         if (lane >= i) up_to += other;
     }
-    if (lane == 31) scratch[warp] = up_to;
-    __syncthreads();
-    u32 total = 0, before = 0;
-#pragma unroll
-    for (int w = 0; w < THREADS / 32; w++) {
-        u32 x = scratch[w];
-        if (w < warp) before += x;
-        total += x;
+    if (lane == 31) {
+        sums[3 * warp] = up_to;
+        sums[3 * warp + 1] = spans;
+        sums[3 * warp + 2] = quads;
     }
     __syncthreads();
-    u32 start = (u32)((u64)total * blockIdx.x / gridDim.x);
-    end = (u32)((u64)total * (blockIdx.x + 1) / gridDim.x);
-    u32 from = before + up_to - mine;
+    u32 total = 0, before = 0;
+    spans = quads = 0;
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; w++) {
+        u32 x = sums[3 * w];
+        if (w < warp) before += x;
+        total += x;
+        spans += sums[3 * w + 1];
+        quads += sums[3 * w + 2];
+    }
+    u32 start, end, from = before + up_to - mine;
+    int takes = team_takes(p, spans, quads);
+    cut(p, takes, total, start, end);
     if (start >= from && start < from + mine) {
         int b = begin;
         for (u32 w; start >= from + (w = weight(p, b)); b++) from += w;
-        scratch[0] = b;
-        scratch[1] = from;
+        Work work;
+        work.takes = takes;
+        work.seek(p, b, from, start);
+        cursor.work = work;
+        cursor.end = end;
+        cursor.is_fresh = true;
+    }
+    if (start == total && thread == 0) {
+        cursor.work.b = p.batch;
+        cursor.work.offset = cursor.end = total;
     }
     __syncthreads();
-    Work work;
-    work.enter(p, (int)scratch[0]);
-    work.offset = scratch[1];
-    __syncthreads();
-    // Whole heads first, then whole units.
-    u32 per_head = (u32)max(1, work.num_tiles) * p.row_blocks;
-    u32 heads = (start - work.offset) / per_head;
-    work.kv_head = heads;
-    work.offset += heads * per_head;
-    u32 units = (start - work.offset) / (work.unit_tiles * p.row_blocks);
-    work.unit = min((int)units, work.num_units - 1);
-    work.offset += work.unit * work.unit_tiles * p.row_blocks;
-    while (work.offset < start) work.next(p);
-    return work;
+}
+
+// A row of Q, and the factor that makes it q' of section 2. Rows that only fill up the tile are the item's first one times 0:
+// without a branch, all of a row's loads are in flight together.
+struct QueryRow {
+    const float* q;
+    float factor;
+};
+DEVICE QueryRow query_row(const DecodeParams& p, const Work& work, int row) {
+    int r = work.row_block * ROWS + row;
+    bool real = r < p.heads_per_kv * p.q_len;
+    r = real ? r : 0;
+    int i = r / p.heads_per_kv, head = work.kv_head * p.heads_per_kv + r % p.heads_per_kv;
+    float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[work.kv_head] : 1.0f);
+    return {p.q + (((u64)work.b * p.q_len + i) * p.num_q_heads + head) * D, real ? factor : 0.0f};
+}
+
+// Brings all queries and the page table from memory while nobody else reads: behind the first copies, which fill every queue on the
+// way, the first queries took 3 µs. Every CTA has a slice.
+DEVICE void fetch_books(const DecodeParams& p) {
+    u32 thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
+    u32 lines = (u32)p.batch * p.q_len * p.num_q_heads * (D / 32);
+    for (u32 i = thread; i < lines; i += threads) prefetch(p.q + i * 32ull);
+    if (PAGE == 0) return;
+    lines = ((u32)p.batch * p.page_table_stride + 31) / 32;
+    for (u32 i = thread; i < min(lines, 2 * threads); i += threads) prefetch(p.page_table + i * 32ull);
+}
+
+// Brings an item's queries into L1 while the item before is at work.
+DEVICE void touch_query(const DecodeParams& p, const Work& work, int thread, int threads) {
+    constexpr int LINES = D * 4 / 128;
+    for (int i = thread; i < ROWS * LINES; i += threads) touch(query_row(p, work, i / LINES).q + i % LINES * 32);
 }

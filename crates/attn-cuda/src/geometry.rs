@@ -21,6 +21,9 @@ pub struct Geometry {
     pub ctas: usize,
 }
 
+/// A stage has K and V of a tile if they are no larger.
+const WHOLE_STAGE: usize = 12288;
+
 /// Shared memory that the device keeps for itself per CTA.
 const RESERVED_SHARED: usize = 1024;
 
@@ -30,8 +33,8 @@ pub struct Launch {
     /// Runs of rows per KV head.
     pub row_blocks: usize,
     /// Slots per (sequence, KV head, row block).
-    pub max_units: usize,
-    /// Whether a unit of work is a segment (few of them) or a span.
+    pub max_slots: usize,
+    /// Whether there is so little work that a unit of it is a segment, handed over in a slot, and not a span or four.
     pub tile_split: bool,
     /// CTAs.
     pub grid: usize,
@@ -135,14 +138,21 @@ impl Geometry {
         let channel = format.k == Scheme::Int4(Int4Scale::Channel);
         let int4 = |scheme: Scheme| scheme.code_bits() == 4;
         let (k_groups, v_groups) = (format.k.groups(head_dim), format.v.groups(head_dim));
+        let (k, v) = (
+            part(format.k) * (tile / block),
+            part(format.v) * (tile / block),
+        );
+        let whole = page_size != 0 && k + v <= WHOLE_STAGE;
+        let behind = if whole { v } else { 0 };
+        let panels = head_dim / 16;
+        let tail_first = panels.div_ceil(2) * tile * 16;
+        let tail_second = panels / 2 * tile * 16 + tile * 2 + behind;
         let tail = if channel {
-            (head_dim / 16).div_ceil(2) * tile * 16 + tile * 2
+            tail_first.max(tail_second)
         } else {
             0
         };
-        let stage = (part(format.k).max(part(format.v)) * (tile / block))
-            .max(tail)
-            .next_multiple_of(128);
+        let stage = (k + behind).max(v).max(tail).next_multiple_of(128);
         let scratch_k = match (channel, int4(format.k)) {
             (true, _) => (2 * head_dim * 4).max(tile * 4),
             (false, true) => k_groups * tile * 8,
@@ -157,11 +167,12 @@ impl Geometry {
         TEAMS * self.stages * stage
             + TEAMS * self.rows() * (head_dim + 8) * 4
             + TEAMS * self.rows() * 8
+            + self.rows() * (head_dim + 2) * 4
             + query
-            + TEAMS * self.row_warps * (scratch_k + scratch_v)
+            + TEAMS * self.row_warps * scratch_k.max(scratch_v)
             + TEAMS * self.stages * 16
             + 64
-            + TEAMS * 64
+            + (2 + TEAMS) * 64
     }
 
     /// The launch for lengths up to `max_kv_len` on `sms` SMs.
@@ -182,7 +193,7 @@ impl Geometry {
             && 3 * batch * num_kv_heads * row_blocks * spans < ctas;
         Launch {
             row_blocks,
-            max_units: if tile_split { segments } else { spans },
+            max_slots: if tile_split { segments } else { spans },
             tile_split,
             grid: ctas,
         }
@@ -192,7 +203,7 @@ impl Geometry {
 impl Launch {
     /// Slots for partial states.
     pub fn slots(&self, batch: usize, num_kv_heads: usize) -> usize {
-        batch * num_kv_heads * self.row_blocks * self.max_units
+        batch * num_kv_heads * self.row_blocks * self.max_slots
     }
 }
 

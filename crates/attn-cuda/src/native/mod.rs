@@ -146,7 +146,7 @@ impl NativePlan {
             heads_per_kv: p.heads_per_kv() as i32,
             q_len: p.q_len as i32,
             row_blocks: self.shape.launch.row_blocks as i32,
-            max_units: self.shape.launch.max_units as i32,
+            max_slots: self.shape.launch.max_slots as i32,
             window_left: p.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
             causal: i32::from(p.causal),
             tile_split: i32::from(self.shape.launch.tile_split),
