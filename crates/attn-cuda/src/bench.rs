@@ -21,7 +21,7 @@ pub use buffers::Buffers;
 use crate::{
     CudaBackend,
     device::failed,
-    native::{AppendArgs, DecodeArgs, DeviceKv, NativeAppend, NativePlan, NativeRead},
+    native::{self, AppendArgs, DecodeArgs, DeviceKv, NativeAppend, NativePlan, NativeRead},
 };
 
 /// What launches rotate over, at least: several times any L2.
@@ -101,6 +101,11 @@ pub struct Prepared<'a> {
     _step: Step,
 }
 
+/// As the native entry has it.
+fn page_size(shape: &Shape) -> usize {
+    if shape.place == Place::Pages { PAGE } else { 0 }
+}
+
 fn driver<T>(result: Result<T, DriverError>) -> Result<T, Error> {
     result.map_err(failed("timing"))
 }
@@ -124,6 +129,35 @@ impl CudaTimer {
             buffers,
             gpu,
         })
+    }
+
+    /// Whether there is a kernel for the shape; loads none.
+    ///
+    /// # Errors
+    /// Those of [`CudaTimer::prepare`], but for the device's.
+    pub fn supports(&self, shape: &Shape) -> Result<(), Error> {
+        let problem = &shape.problem;
+        let row = problem.num_kv_heads * problem.head_dim;
+        let appended = match shape.work {
+            Work::Decode => PAGE,
+            _ => problem.batch().max(PAGE),
+        };
+        if row * appended > NOISE || problem.num_kv_heads > SCALES {
+            return Err(Error::Parameter {
+                what: "shape to time",
+                given: shape.to_string(),
+                allowed: "up to 256 KV heads and 4 Mi elements of K that an append takes at once",
+            });
+        }
+        if shape.work != Work::Decode && shape.place != Place::Pages {
+            return Err(Error::Parameter {
+                what: "place of an append",
+                given: "a contiguous cache".into(),
+                allowed: "pages",
+            });
+        }
+        let device = &self.gpu.device;
+        native::shape(device, problem, shape.format, page_size(shape)).map(drop)
     }
 
     /// `bytes` of the arena, which grows; contents are left over from before.
@@ -180,22 +214,9 @@ impl CudaTimer {
     }
 
     fn step(&mut self, shape: &Shape) -> Result<Step, Error> {
+        self.supports(shape)?;
         let problem = &shape.problem;
-        let row = problem.num_kv_heads * problem.head_dim;
-        let appended = if shape.work == Work::Decode {
-            PAGE
-        } else {
-            problem.batch().max(PAGE)
-        };
-        if row * appended > NOISE || problem.num_kv_heads > SCALES {
-            return Err(Error::Parameter {
-                what: "shape to time",
-                given: shape.to_string(),
-                allowed: "up to 256 KV heads and 4 Mi elements of K that an append takes at once",
-            });
-        }
-        let page_size = if shape.place == Place::Pages { PAGE } else { 0 };
-        let plan = self.gpu.prepare(problem, shape.format, page_size)?;
+        let plan = self.gpu.prepare(problem, shape.format, page_size(shape))?;
         let scale = |has: bool| {
             if has {
                 self.buffers.address(&self.scales)
@@ -250,12 +271,9 @@ impl CudaTimer {
     }
 
     fn append(&self, step: &Step, copy: u64) -> Result<(), Error> {
+        // `supports` has refused appends to rows.
         let (Some(append), Source::Pages(pages)) = (&step.append, &step.source) else {
-            return Err(Error::Parameter {
-                what: "place of an append",
-                given: "a contiguous cache".into(),
-                allowed: "pages",
-            });
+            return Ok(());
         };
         let kv_lens = self.buffers.address(&step.kv_lens);
         let args = AppendArgs {

@@ -229,3 +229,44 @@ fn damaged_pages_are_refused_with_the_layer() {
     refused(&output, &["int4-channel needs page_size 64 or 128"]);
     assert!(!Path::new(&out).exists());
 }
+
+#[test]
+fn bench_says_why_a_shape_has_no_figure() {
+    let rows = json(&run(&[
+        "bench",
+        "--json",
+        "--runs",
+        "1",
+        "single/9-3-d64-ctx2048/int8",
+        "gqa8/batch512/int8",
+    ]));
+    let [small, large] = &rows.as_array().unwrap()[..] else {
+        panic!("{rows}");
+    };
+    assert!(small["us"].as_f64().unwrap() > 0.0, "{small}");
+    assert!(small["share"].as_f64().unwrap() > 0.0, "{small}");
+    assert!(large["us"].is_null(), "{large}");
+    let reason = large["reason"].as_str().unwrap();
+    assert!(reason.contains("--large"), "{reason}");
+    refused(
+        &run(&["bench", "no-such-shape"]),
+        &["no-such-shape", "--list"],
+    );
+}
+
+#[test]
+fn bench_draws_what_it_measured() {
+    let path = temporary("bench.svg");
+    let output = run(&[
+        "bench",
+        "--runs",
+        "1",
+        "--plot",
+        path.to_str().unwrap(),
+        "context/8-2-ctx1024",
+        "context/8-2-ctx4096",
+    ]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let svg = std::fs::read_to_string(path).unwrap();
+    assert!(svg.contains("8/2 int8") && svg.contains("</svg>"), "{svg}");
+}

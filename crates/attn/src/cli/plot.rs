@@ -25,6 +25,23 @@ struct Curve {
     points: Vec<(f64, f64)>,
 }
 
+/// Of formats, in the order in which they come.
+const COLOURS: [RGBColor; 10] = [
+    RGBColor(0x1f, 0x77, 0xb4),
+    RGBColor(0xd6, 0x27, 0x28),
+    RGBColor(0x2c, 0xa0, 0x2c),
+    RGBColor(0xff, 0x7f, 0x0e),
+    RGBColor(0x94, 0x67, 0xbd),
+    RGBColor(0x8c, 0x56, 0x4b),
+    RGBColor(0xe3, 0x77, 0xc2),
+    RGBColor(0x17, 0xbe, 0xcf),
+    RGBColor(0xbc, 0xbd, 0x22),
+    RGBColor(0x7f, 0x7f, 0x7f),
+];
+
+/// Pixels beside a chart for its legend.
+const LEGEND: u32 = 170;
+
 /// A chart's words.
 struct Words<'a> {
     caption: &'a str,
@@ -87,26 +104,32 @@ fn latency(devices: &[String], rows: &[Row]) -> Vec<Curve> {
     all
 }
 
-/// Percent of the read over MiB.
+/// Percent of the read over MiB; the legend names formats once.
 fn share(devices: &[String], rows: &[Row]) -> Vec<Curve> {
-    curves(devices, rows, |row| {
+    let mut all = curves(devices, rows, |row| {
         let shape = &row.shape;
         let figures = row.outcome.as_ref().ok()?;
-        let heads = format!(
-            "{}/{}",
-            shape.problem.num_q_heads, shape.problem.num_kv_heads
-        );
-        let kinds = [
-            ("single", ""),
-            ("context", ""),
-            ("gqa8", " batches"),
-            ("mha", ""),
-        ];
-        let (_, kind) = kinds.into_iter().find(|kind| kind.0 == shape.family)?;
+        let known = ["single", "context", "gqa8"].contains(&shape.family);
+        let name = format!("{} {}", shape.family, shape.problem.heads_per_kv());
         let mib = shape.bytes() as f64 / f64::from(1 << 20);
-        let label = format!("{heads}{kind} {}", shape.format);
-        Some((label, (mib, figures.share() * 100.0)))
-    })
+        known.then(|| {
+            (
+                format!("{name} {}", shape.format),
+                (mib, figures.share() * 100.0),
+            )
+        })
+    });
+    let mut named = Vec::new();
+    for curve in &mut all {
+        let first = !named.contains(&curve.format);
+        named.push(curve.format);
+        curve.label = if first {
+            curve.format.to_string()
+        } else {
+            String::new()
+        };
+    }
+    all
 }
 
 fn bounds(values: impl Iterator<Item = f64>) -> Range<f64> {
@@ -120,7 +143,7 @@ fn short(x: f64) -> String {
     match x {
         x if x >= 1_048_576.0 && x % 1_048_576.0 == 0.0 => format!("{}Mi", x / 1_048_576.0),
         x if x >= 1024.0 && x % 1024.0 == 0.0 => format!("{}Ki", x / 1024.0),
-        x if x < 1.0 => format!("{x:.2}"),
+        x if x > 0.0 && x < 1.0 => format!("{x:.2}"),
         x => format!("{x:.0}"),
     }
 }
@@ -140,7 +163,11 @@ where
 {
     let failed = |error: &dyn std::fmt::Display| anyhow!("drawing: {error}");
     let x = bounds(curves.iter().flat_map(|c| &c.points).map(|p| p.0));
-    let mut chart = ChartBuilder::on(area)
+    // The legend stands beside the chart, where it hides nothing.
+    let (width, _) = area.dim_in_pixel();
+    let (area, legend) = area.split_horizontally(width - LEGEND);
+    let mut below = 60;
+    let mut chart = ChartBuilder::on(&area)
         .caption(words.caption, ("sans-serif", 18))
         .margin(12)
         .x_label_area_size(40)
@@ -158,28 +185,26 @@ where
         .map_err(|e| failed(&e))?;
     for curve in curves {
         let index = colours.iter().position(|f| *f == curve.format).unwrap_or(0);
-        let colour = Palette99::pick(index).to_rgba();
+        let colour = COLOURS[index % COLOURS.len()].to_rgba();
         // The first device's line is the boldest.
         let style = colour.stroke_width(3u32.saturating_sub(curve.device as u32).max(1));
         chart
             .draw_series(LineSeries::new(curve.points.iter().copied(), style))
-            .map_err(|e| failed(&e))?
-            .label(&curve.label)
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
+            .map_err(|e| failed(&e))?;
+        if !curve.label.is_empty() {
+            let key = PathElement::new([(0, below), (18, below)], style);
+            let text = Text::new(&*curve.label, (24, below - 6), ("sans-serif", 13));
+            legend.draw(&key).map_err(|e| failed(&e))?;
+            legend.draw(&text).map_err(|e| failed(&e))?;
+            below += 16;
+        }
         let marks = curve
             .points
             .iter()
             .map(|&p| Circle::new(p, 3, colour.filled()));
         chart.draw_series(marks).map_err(|e| failed(&e))?;
     }
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::UpperLeft)
-        .background_style(WHITE.mix(0.8))
-        .border_style(RGBColor(200, 200, 200))
-        .label_font(("sans-serif", 12))
-        .draw()
-        .map_err(|e| failed(&e))
+    Ok(())
 }
 
 /// Writes both charts.
@@ -197,13 +222,13 @@ pub fn draw(path: &Path, devices: &[String], rows: &[Row]) -> Result<()> {
     }
     let mut text = String::new();
     {
-        let root = SVGBackend::with_string(&mut text, (1280, 620)).into_drawing_area();
+        let root = SVGBackend::with_string(&mut text, (1500, 560)).into_drawing_area();
         let failed = |error: &dyn std::fmt::Display| anyhow!("drawing: {error}");
         root.fill(&WHITE).map_err(|e| failed(&e))?;
         let root = root
-            .titled(&devices[0], ("sans-serif", 14))
+            .titled(&devices.join("; "), ("sans-serif", 14))
             .map_err(|e| failed(&e))?;
-        let (left, right) = root.split_horizontally(640);
+        let (left, right) = root.split_horizontally(750);
         if !latency.is_empty() {
             let words = Words {
                 caption: "One decode step of one sequence",
