@@ -86,6 +86,22 @@ impl Shape {
         self.problem.batch() * (num_kv_heads * head_dim * 4 + written)
     }
 
+    /// Refuses an append that fills every page, for timers whose caches grow with each append: only the first would.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`].
+    pub fn check_growing(&self) -> Result<(), Error> {
+        let fills = |len: &usize| len.is_multiple_of(TILE);
+        if self.work != Work::Decode && self.problem.kv_lens.iter().all(fills) {
+            return Err(Error::Parameter {
+                what: "append to time",
+                given: "one that fills every page".to_owned(),
+                allowed: "lengths that differ: this timer's caches grow, so that only the first append would fill pages",
+            });
+        }
+        Ok(())
+    }
+
     /// Bytes that the work moves at least, and that its ceiling reads.
     pub fn bytes(&self) -> usize {
         match self.work {

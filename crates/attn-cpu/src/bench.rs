@@ -259,6 +259,7 @@ pub fn measure(
     shape: &Shape,
     runs: usize,
 ) -> Result<Measured, Error> {
+    shape.check_growing()?;
     let mut prepared = Prepared::new(backend, shape)?;
     let bytes = shape.bytes();
     let runs = match shape.work {
@@ -324,7 +325,8 @@ impl CpuTimer {
 
 impl Timer for CpuTimer {
     fn device(&self) -> String {
-        format!("cpu: {}, {} threads", self.backend.isa(), self.threads)
+        let s = if self.threads == 1 { "" } else { "s" };
+        format!("cpu: {}, {} thread{s}", self.backend.isa(), self.threads)
     }
 
     fn runs(&self) -> usize {

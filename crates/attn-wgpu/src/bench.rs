@@ -26,6 +26,10 @@ const MOST_COPIES: usize = 16;
 const NOISE_TOKENS: usize = 1024;
 /// Work before the timed runs: clocks ramp up.
 const WARM_UP: Duration = Duration::from_millis(150);
+/// Copies for an append alone, which touches a small part of each.
+const APPEND_COPIES: usize = 8;
+/// Appends for which a cache has room.
+const APPENDS: usize = 128;
 /// Grids of the reading kernel, of which the fastest counts.
 const READ_GRIDS: [u32; 4] = [512, 1024, 2048, 4096];
 
@@ -47,7 +51,7 @@ struct Stamps {
 }
 
 /// Records the i-th piece of work.
-type Record<'a> = dyn Fn(&mut wgpu::CommandEncoder, usize) -> Result<(), Error> + 'a;
+type Record<'a> = dyn FnMut(&mut wgpu::CommandEncoder, usize) -> Result<(), Error> + 'a;
 
 fn buffer(device: &wgpu::Device, bytes: u64, usage: Usage) -> wgpu::Buffer {
     device.create_buffer(&wgpu::BufferDescriptor {
@@ -119,13 +123,14 @@ fn poll(gpu: &wgpu::Device) -> Result<(), Error> {
         .map_err(|error| device("timing", WgpuError::Poll(error)))
 }
 
-/// Caches of one shape, each with its prepared step.
+/// Caches of one shape, and what their steps read and write.
 struct Caches {
     caches: Vec<KvCache>,
-    steps: Vec<Prepared>,
     q: wgpu::Buffer,
     out: wgpu::Buffer,
     lse: wgpu::Buffer,
+    /// K and V of one token of every sequence.
+    token: [wgpu::Buffer; 2],
 }
 
 impl WgpuTimer {
@@ -144,7 +149,7 @@ impl WgpuTimer {
     }
 
     /// Microseconds of each of `count` pieces of work, recorded back to back.
-    fn once(&self, count: usize, record: &Record<'_>) -> Result<f64, Error> {
+    fn once(&self, count: usize, record: &mut Record<'_>) -> Result<f64, Error> {
         let (gpu, queue) = (self.backend.wgpu_device(), self.backend.wgpu_queue());
         let mut encoder = gpu.create_command_encoder(&Default::default());
         if let Some(stamps) = &self.stamps {
@@ -168,9 +173,16 @@ impl WgpuTimer {
         Ok(us / count as f64)
     }
 
-    fn time(&self, count: usize, runs: usize, record: &Record<'_>) -> Result<Timing, Error> {
+    fn time(
+        &self,
+        count: usize,
+        runs: usize,
+        warm_up: Duration,
+        record: &mut Record<'_>,
+    ) -> Result<Timing, Error> {
         let start = Instant::now();
-        while start.elapsed() < WARM_UP {
+        self.once(count, record)?;
+        while start.elapsed() < warm_up {
             self.once(count, record)?;
         }
         let times = (0..runs.max(1)).map(|_| self.once(count, record));
@@ -193,12 +205,18 @@ impl WgpuTimer {
         let problem = &shape.problem;
         let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
         let mut config = CacheConfig::new(shape.format, heads, dim, problem.batch(), 0);
-        let needed = problem.kv_lens.iter().map(|&len| config.pages_for(len));
+        let (before, room) = match shape.work {
+            Work::Decode => (0, 0),
+            _ => (1, APPENDS),
+        };
+        let needed = problem.kv_lens.iter();
+        let needed = needed.map(|&len| config.pages_for(len + room));
         config.num_pages = needed.sum();
         let page_size = config.page_size;
         let mut cache = self.backend.create_cache(&config)?;
         let open = noise(3, page_size * heads * dim);
         for (b, &len) in problem.kv_lens.iter().enumerate() {
+            let len = len - before;
             let (full, rest) = (len / page_size, len % page_size * heads * dim);
             if full > 0 {
                 let own: Vec<Vec<u8>> = pages.iter().cycle().take(full).cloned().collect();
@@ -211,26 +229,63 @@ impl WgpuTimer {
 
     fn caches(&self, shape: &Shape) -> Result<Caches, Error> {
         let problem = &shape.problem;
-        let copies = ROTATED.div_ceil(shape.bytes()).clamp(1, MOST_COPIES);
+        let copies = match shape.work {
+            Work::Append => APPEND_COPIES,
+            _ => ROTATED.div_ceil(shape.bytes()).clamp(1, MOST_COPIES),
+        };
         let pages = self.pages(shape)?;
         let caches = (0..copies).map(|_| self.cache(shape, &pages));
-        let caches = caches.collect::<Result<Vec<_>, _>>()?;
-        let steps = caches.iter().map(|c| self.backend.prepare(problem, c));
-        let steps = steps.collect::<Result<Vec<_>, _>>()?;
-        let gpu = self.backend.wgpu_device();
         let elems = problem.rows() * problem.head_dim;
-        let floats = |count: usize| buffer(gpu, 4 * count as u64, Usage::STORAGE | Usage::COPY_DST);
-        let q = floats(elems);
-        let queries = noise(5, elems);
-        self.backend
-            .wgpu_queue()
-            .write_buffer(&q, 0, bytemuck::cast_slice(&queries));
+        let tokens = problem.batch() * problem.num_kv_heads * problem.head_dim;
         Ok(Caches {
-            caches,
-            steps,
-            q,
-            out: floats(elems),
-            lse: floats(problem.rows()),
+            caches: caches.collect::<Result<_, _>>()?,
+            q: self.floats(5, elems),
+            out: self.floats(6, elems),
+            lse: self.floats(7, problem.rows()),
+            token: [self.floats(8, tokens), self.floats(9, tokens)],
+        })
+    }
+
+    /// A buffer of noise.
+    fn floats(&self, seed: u32, count: usize) -> wgpu::Buffer {
+        let gpu = self.backend.wgpu_device();
+        let made = buffer(gpu, 4 * count as u64, Usage::STORAGE | Usage::COPY_DST);
+        let numbers = noise(seed, count);
+        let queue = self.backend.wgpu_queue();
+        queue.write_buffer(&made, 0, bytemuck::cast_slice(&numbers));
+        made
+    }
+
+    fn decodes(&self, shape: &Shape, all: &Caches, runs: usize) -> Result<Timing, Error> {
+        let steps = all.caches.iter();
+        let steps = steps.map(|cache| self.backend.prepare(&shape.problem, cache));
+        let steps: Vec<Prepared> = steps.collect::<Result<_, _>>()?;
+        self.time(launches(steps.len()), runs, WARM_UP, &mut |encoder, i| {
+            let step = &steps[i % steps.len()];
+            self.backend
+                .record(encoder, step, &all.q, &all.out, &all.lse)
+        })
+    }
+
+    /// One token to each sequence, and the step after it where it is asked for; the caches grow.
+    fn appends(&self, shape: &Shape, all: &mut Caches, runs: usize) -> Result<Timing, Error> {
+        let copies = all.caches.len();
+        let count = launches(copies);
+        // Every cache grows by as much in each run, the first one included.
+        let most = APPENDS / count.div_ceil(copies) - 1;
+        let appends: Vec<_> = (0..shape.problem.batch()).map(|b| (b, 1)).collect();
+        let mut problem = shape.problem.clone();
+        self.time(count, runs.min(most), Duration::ZERO, &mut |encoder, i| {
+            let cache = &mut all.caches[i % copies];
+            let [k, v] = &all.token;
+            self.backend.record_append(encoder, cache, &appends, k, v)?;
+            if shape.work == Work::Append {
+                return Ok(());
+            }
+            problem.kv_lens.clone_from(&cache.table().lens);
+            let step = self.backend.prepare(&problem, cache)?;
+            self.backend
+                .record(encoder, &step, &all.q, &all.out, &all.lse)
         })
     }
 
@@ -273,7 +328,7 @@ impl WgpuTimer {
         let readers: Vec<_> = readers.collect();
         let mut best: Option<Timing> = None;
         for workgroups in READ_GRIDS {
-            let timing = self.time(launches(caches.len()), runs, &|encoder, i| {
+            let timing = self.time(launches(caches.len()), runs, WARM_UP, &mut |encoder, i| {
                 let mut pass = encoder.begin_compute_pass(&Default::default());
                 pass.set_pipeline(&self.read);
                 for group in &readers[i % readers.len()] {
@@ -293,14 +348,6 @@ impl WgpuTimer {
 /// Pieces of work between two timestamps.
 fn launches(copies: usize) -> usize {
     copies.max(4)
-}
-
-fn refuse(what: &'static str, given: &str, allowed: &'static str) -> Error {
-    Error::Parameter {
-        what,
-        given: given.to_owned(),
-        allowed,
-    }
 }
 
 impl Timer for WgpuTimer {
@@ -327,25 +374,19 @@ impl Timer for WgpuTimer {
 
     fn measure(&mut self, shape: &Shape, runs: usize) -> Result<Measured, Error> {
         if shape.place != Place::Pages {
-            let what = "wgpu: place of K and V";
-            return Err(refuse(
-                what,
-                "a contiguous cache",
-                "pages; views are copied into pages first",
-            ));
+            return Err(Error::Parameter {
+                what: "wgpu: place of K and V",
+                given: "a contiguous cache".to_owned(),
+                allowed: "pages; a view is copied into pages on its way to the device",
+            });
         }
-        if shape.work != Work::Decode {
-            let what = "wgpu: work to time";
-            return Err(refuse(what, "an append", "decode"));
-        }
-        let all = self.caches(shape)?;
-        let step = self.time(launches(all.caches.len()), runs, &|encoder, i| {
-            let step = &all.steps[i % all.steps.len()];
-            self.backend
-                .record(encoder, step, &all.q, &all.out, &all.lse)
-        })?;
+        shape.check_growing()?;
+        let mut all = self.caches(shape)?;
         Ok(Measured {
-            step,
+            step: match shape.work {
+                Work::Decode => self.decodes(shape, &all, runs)?,
+                _ => self.appends(shape, &mut all, runs)?,
+            },
             ceiling: self.ceiling(shape, &all.caches, runs)?,
         })
     }
