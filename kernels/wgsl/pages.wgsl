@@ -33,4 +33,8 @@ struct Params {
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> tables: array<u32>;
 
+#if READS_POOL && VIEW
+#include "view.wgsl"
+#else
 #include "pool.wgsl"
+#end

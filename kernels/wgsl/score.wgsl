@@ -1,5 +1,6 @@
 // score.wgsl: K's codes as the scores read them, 16 dims of one token at a time.
 
+#if !VIEW
 // Where a token's K lies: its run, and the token's index inside the page.
 struct Place {
     buffer: u32,
@@ -29,12 +30,14 @@ fn k_place(pages_at: u32, tail_page: u32, head: u32, kv_len: u32, tile: u32, ind
     return place_of(pages_at, head, min(tile * 64u + index, kv_len - 1u));
 }
 #end
+#end
 
 // Where a token of a tile stands in V's slot order.
 fn slot_of(token: u32) -> u32 {
     return (token >> 4u) * 16u + 4u * ((token & 7u) >> 1u) + 2u * ((token >> 3u) & 1u) + (token & 1u);
 }
 
+#if !VIEW
 // The same of V, whose open page is no other than its page.
 fn v_place(pages_at: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> Place {
 #if PS >= 64
@@ -45,10 +48,16 @@ fn v_place(pages_at: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> Plac
 #end
 }
 
+// The 16 bytes of a token in K's panel `unit`.
+fn k_vec(place: Place, unit: u32) -> vec4<u32> {
+    return load_vec(place.buffer, place.at + unit * $(PS)u + place.token);
+}
+#end
+
 // The codes of dims 16 u .. 16 u + 15, one byte each (a nibble scheme's as 0..15).
 #if K_BITS == 8 || K == CHANNEL
 fn k_bytes(place: Place, u: u32) -> vec4<u32> {
-    return load_vec(place.buffer, place.at + u * $(PS)u + place.token);
+    return k_vec(place, u);
 }
 #end
 #if K_BITS == 4
@@ -62,7 +71,7 @@ fn k_nibbles(place: Place, u: u32) -> vec4<u32> {
 }
 #end
 
-#if K == TOKEN || K == G32 || K == GROUPS
+#if !VIEW && (K == TOKEN || K == G32 || K == GROUPS)
 // The word with a token's parameters of group g.
 fn k_word(place: Place, g: u32) -> u32 {
 #if K == GROUPS
@@ -76,7 +85,11 @@ fn k_word(place: Place, g: u32) -> u32 {
 // A token's scale and (centred, in the integer arithmetic) shift in group g.
 #if K == TOKEN || K == G32
 fn k_scale(place: Place, g: u32) -> f32 {
+#if VIEW
+    return f16_value(k_word(place, g) & 0xFFFFu);
+#else
     return load_f16(place.buffer, place.at * 4u + $(K_PARAMS)u, g * $(PS)u + place.token);
+#end
 }
 #elif K == GROUPS
 fn k_param(place: Place, g: u32) -> vec2<f32> {
@@ -129,8 +142,8 @@ fn half_values(a: u32, b: u32) -> vec4<f32> {
 // K dequantized: 16 dims of one token, without a per-tensor scale.
 fn k_values(place: Place, open: bool, u: u32) -> array<vec4<f32>, 4> {
 #if K == F16 || K == BF16
-    let a = load_vec(place.buffer, place.at + 2u * u * $(PS)u + place.token);
-    let b = load_vec(place.buffer, place.at + (2u * u + 1u) * $(PS)u + place.token);
+    let a = k_vec(place, 2u * u);
+    let b = k_vec(place, 2u * u + 1u);
     return array<vec4<f32>, 4>(
         half_values(a.x, a.y), half_values(a.z, a.w),
         half_values(b.x, b.y), half_values(b.z, b.w),

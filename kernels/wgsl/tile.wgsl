@@ -9,7 +9,7 @@ let open = false;
 #end
 let k_place_0 = k_place(pages_at, tail_page, head, kv_len, tile, mine);
 let k_place_1 = k_place(pages_at, tail_page, head, kv_len, tile, mine + 8u);
-#if PS >= 64
+#if PS >= 64 && !VIEW
 let v_tile = run_of(tables[pages_at + tile / $(PS / 64)u], head);
 #end
 #if SG != 32

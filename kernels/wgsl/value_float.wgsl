@@ -12,7 +12,7 @@ for (var quad = 0u; quad < 16u; quad++) {
     let scale = vec4<f32>(values_param[quad * 4u].x, values_param[quad * 4u + 1u].x, values_param[quad * 4u + 2u].x, values_param[quad * 4u + 3u].x);
     let shift = vec4<f32>(values_param[quad * 4u].y, values_param[quad * 4u + 1u].y, values_param[quad * 4u + 2u].y, values_param[quad * 4u + 3u].y);
 #end
-#if V_BITS == 16
+#if V_BITS == 16 || VIEW
     let place_0 = place_of(pages_at, head, min(first, last));
     let place_1 = place_of(pages_at, head, min(first + 1u, last));
     let place_2 = place_of(pages_at, head, min(first + 8u, last));
@@ -32,7 +32,11 @@ for (var quad = 0u; quad < 16u; quad++) {
         let code = vec4<f32>(v_element(place_0, dim_$(i)), v_element(place_1, dim_$(i)), v_element(place_2, dim_$(i)), v_element(place_3, dim_$(i)));
         v_$(i) = select(code, vec4<f32>(0.0), scale == vec4<f32>(0.0));
 #else
+#if VIEW
+        let word = v_byte(place_0, dim_$(i)) | (v_byte(place_1, dim_$(i)) << 8u) | (v_byte(place_2, dim_$(i)) << 16u) | (v_byte(place_3, dim_$(i)) << 24u);
+#else
         let word = v_panel(place, dim_$(i))[quad & 3u];
+#end
 #if V == FP8
         v_$(i) = select(fp8_values(word), vec4<f32>(0.0), scale == vec4<f32>(0.0));
 #elif V_BITS == 8

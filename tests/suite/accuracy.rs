@@ -2,7 +2,7 @@
 
 use attn_conformance::oracle;
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, KvFormat, KvSource, Problem,
+    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, KvCache, KvFormat, KvSource, Problem,
 };
 use attn_cpu::CpuBackend;
 use half::f16;
@@ -32,6 +32,62 @@ fn relative(error: impl Iterator<Item = (f64, f64)>) -> f64 {
     (e / n).sqrt()
 }
 
+/// One layer of the bundled tensors: 2048 tokens of 3 KV heads, 8 query tokens of 9 heads, head_dim 64.
+struct Layer {
+    name: &'static str,
+    q: Vec<f32>,
+    /// `[tokens, num_kv_heads, head_dim]`, as the next.
+    k: Vec<f32>,
+    v: Vec<f32>,
+    out: Vec<f32>,
+}
+
+fn layers() -> impl Iterator<Item = Layer> {
+    let bytes = include_bytes!("../data/smollm2-decode.safetensors");
+    let file = SafeTensors::deserialize(bytes).unwrap();
+    ["00", "01", "07", "15", "22", "29"]
+        .into_iter()
+        .map(move |name| {
+            let get = |what: &str| tensor(&file, &format!("layer{name}.{what}"));
+            let by_token = |x: Vec<f32>| -> Vec<f32> {
+                (0..2048)
+                    .flat_map(|t| {
+                        (0..3)
+                            .flat_map(|h| x[(h * 2048 + t) * 64..][..64].to_vec())
+                            .collect::<Vec<_>>()
+                    })
+                    .collect()
+            };
+            Layer {
+                name,
+                q: get("q"),
+                k: by_token(get("k")),
+                v: by_token(get("v")),
+                out: get("out"),
+            }
+        })
+}
+
+/// One layer on one backend: its cache, the output and the log-sum-exps.
+fn decode(
+    backend: &dyn DecodeAttention,
+    format: KvFormat,
+    layer: &Layer,
+) -> (Problem, KvCache, Vec<f32>, Vec<f32>) {
+    let mut cache = backend
+        .create_cache(&CacheConfig::new(format, 3, 64, 1, 2048))
+        .unwrap();
+    cache.append(0, &layer.k, &layer.v).unwrap();
+    let mut problem = Problem::new(9, 3, 64, vec![2048]);
+    problem.q_len = 8;
+    let plan = backend.plan(&problem, format).unwrap();
+    let (mut out, mut lse) = (vec![f32::NAN; layer.out.len()], vec![f32::NAN; 72]);
+    let step = DecodeStep::new(&plan, &layer.q, KvSource::Cache(&cache)).unwrap();
+    let mut output = DecodeOutput::new(&problem, &mut out, &mut lse).unwrap();
+    backend.decode(&step, &mut output).unwrap();
+    (problem, cache, out, lse)
+}
+
 /// Limits: 1.2 times the worst of seven equally valid quantizers of the format on these tensors, over the layers.
 #[rstest]
 #[case("int8", 0.019)]
@@ -43,51 +99,49 @@ fn relative(error: impl Iterator<Item = (f64, f64)>) -> f64 {
 #[case("bf16", 0.006)]
 #[case("f16", 1e-5)]
 fn real_layers_stay_within_the_formats_error(#[case] format: &str, #[case] limit: f64) {
-    let bytes = include_bytes!("../data/smollm2-decode.safetensors");
-    let file = SafeTensors::deserialize(bytes).unwrap();
     let format: KvFormat = format.parse().unwrap();
-    let backend = CpuBackend::new();
     let mut pairs = Vec::new();
-    for layer in ["00", "01", "07", "15", "22", "29"] {
-        let get = |what: &str| tensor(&file, &format!("layer{layer}.{what}"));
-        let by_token = |x: Vec<f32>| -> Vec<f32> {
-            (0..2048)
-                .flat_map(|t| {
-                    (0..3)
-                        .flat_map(|h| x[(h * 2048 + t) * 64..][..64].to_vec())
-                        .collect::<Vec<_>>()
-                })
-                .collect()
-        };
-        let mut cache = backend
-            .create_cache(&CacheConfig::new(format, 3, 64, 1, 2048))
-            .unwrap();
-        cache
-            .append(0, &by_token(get("k")), &by_token(get("v")))
-            .unwrap();
-        let mut problem = Problem::new(9, 3, 64, vec![2048]);
-        problem.q_len = 8;
-        let (q, want) = (get("q"), get("out"));
-        let plan = backend.plan(&problem, format).unwrap();
-        let (mut out, mut lse) = (vec![f32::NAN; want.len()], vec![f32::NAN; 72]);
-        let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache)).unwrap();
-        backend
-            .decode(
-                &step,
-                &mut DecodeOutput::new(&problem, &mut out, &mut lse).unwrap(),
-            )
-            .unwrap();
-        let (exact, _) = oracle::attend(&problem, &cache, &q);
+    for layer in layers() {
+        let (problem, cache, out, _) = decode(&CpuBackend::new(), format, &layer);
+        let (exact, _) = oracle::attend(&problem, &cache, &layer.q);
         let arithmetic = relative(out.iter().zip(&exact).map(|(a, b)| (f64::from(*a), *b)));
         let allowed = if format.is_integer() { 3e-4 } else { 2e-6 };
-        println!("layer {layer} {format}: arithmetic error {arithmetic:.2e}");
+        println!(
+            "layer {} {format}: arithmetic error {arithmetic:.2e}",
+            layer.name
+        );
         assert!(
             arithmetic <= allowed,
-            "{format} layer {layer}: arithmetic error {arithmetic:e} > {allowed:e}"
+            "{format} layer {}: arithmetic error {arithmetic:e} > {allowed:e}",
+            layer.name
         );
-        pairs.extend(out.into_iter().zip(want));
+        pairs.extend(out.into_iter().zip(layer.out));
     }
     let error = relative(pairs.iter().map(|(a, b)| (f64::from(*a), f64::from(*b))));
     println!("{format}: output error {:.3} %", error * 100.0);
     assert!(error <= limit, "{format}: {error} > {limit}");
+}
+
+/// What `attn run` decodes, on the other backends: pages and answers are the CPU's, byte for byte and bit for bit.
+#[rstest]
+fn real_layers_have_the_cpus_bits_elsewhere(
+    #[values("cuda", "wgpu")] name: &str,
+    #[values("int8", "int8-g32", "int8/int4-g1", "int4", "int4-g4")] format: &str,
+) {
+    let Some(backend) = crate::open_or_skip(name) else {
+        return;
+    };
+    let format: KvFormat = format.parse().unwrap();
+    let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    for layer in layers() {
+        let (_, cache, out, lse) = decode(&CpuBackend::new(), format, &layer);
+        let (_, theirs, their_out, their_lse) = decode(&*backend, format, &layer);
+        let at = format!("{name}, {format}, layer {}", layer.name);
+        assert!(
+            cache.read_back(0).unwrap() == theirs.read_back(0).unwrap(),
+            "{at}: pages"
+        );
+        assert!(bits(&out) == bits(&their_out), "{at}: out");
+        assert!(bits(&lse) == bits(&their_lse), "{at}: lse");
+    }
 }

@@ -296,9 +296,9 @@ fn launch(
             .write_buffer(&uniform, 0, bytemuck::bytes_of(&params));
         gpu.queue
             .write_buffer(&tables, 0, bytemuck::cast_slice(&table));
-        let mut buffers = vec![&uniform, &tables, sources[0], sources[1]];
-        buffers.extend(&pages.buffers);
-        let group = shader::bind(gpu, pipeline, &buffers);
+        let buffers = [&uniform, &tables, sources[0], sources[1]];
+        let buffers = buffers.into_iter().chain(&pages.buffers);
+        let group = shader::bind(gpu, pipeline, (0..).zip(buffers));
         let mut pass = encoder.begin_compute_pass(&Default::default());
         pass.set_pipeline(pipeline);
         pass.set_bind_group(0, &group, &[]);

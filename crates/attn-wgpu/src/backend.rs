@@ -12,11 +12,12 @@ use crate::{
     append,
     error::BACKEND,
     gpu::{self, Gpu},
+    import::ViewPages,
     launch::{self, Prepared, Source},
     law::{self, LawCheck},
-    shader::{self, DeviceKey, Pipelines, Tuning, decode_key},
+    shader::{self, DeviceKey, Layout, Pipelines, Tuning, decode_key},
     store::DevicePages,
-    view::ViewPages,
+    view::{self, DeviceView},
 };
 
 /// Decode attention through wgpu: Vulkan, Metal or DX12.
@@ -136,12 +137,44 @@ impl WgpuBackend {
                 return mismatch("kv_len", *want, *have);
             }
         }
+        let pages = self.pages(cache)?;
         let source = Source {
-            pages: self.pages(cache)?,
-            page_lists: &table.pages,
+            layout: pages.decode_layout(),
+            stored: pages.stored(),
+            pages_per_pool: pages.pages_per_buffer,
+            lists: &table.pages,
             tail_pages: &table.tail_pages,
             k_tensor_scales: &config.k_tensor_scales,
             v_tensor_scales: &config.v_tensor_scales,
+        };
+        Prepared::new(&self.gpu, &self.pipelines, problem, &source)
+    }
+
+    /// Prepares a step on a contiguous cache of the caller's, which is read where it lies.
+    ///
+    /// # Errors
+    /// Those of [`Problem::check`]; [`Error::Parameter`] for a scheme that has no row form; [`Error::Length`] for other than a tensor scale
+    /// per KV head; [`Error::Device`] for buffers that are too short, or whose offsets and strides do not suit the kernels' loads.
+    pub fn prepare_view(
+        &self,
+        problem: &Problem,
+        view: &DeviceView<'_>,
+    ) -> Result<Prepared, Error> {
+        self.check(problem, view.format)?;
+        let (stored, lists) = view.check(&self.gpu, problem)?;
+        let source = Source {
+            layout: Layout {
+                format: view.format,
+                page_size: 64,
+                pools: 1,
+                view: true,
+            },
+            stored,
+            pages_per_pool: u32::MAX,
+            lists: &lists,
+            tail_pages: &[],
+            k_tensor_scales: view.k_tensor_scales,
+            v_tensor_scales: view.v_tensor_scales,
         };
         Prepared::new(&self.gpu, &self.pipelines, problem, &source)
     }
@@ -270,11 +303,15 @@ impl DecodeAttention for WgpuBackend {
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
         self.check(problem, format)?;
         let tuning = &self.pipelines.tuning;
+        let layout = Layout {
+            format,
+            page_size: 64,
+            pools: 1,
+            view: false,
+        };
         let key = decode_key(
             problem,
-            format,
-            64,
-            1,
+            layout,
             DeviceKey::of(&self.gpu, tuning),
             tuning.rows.unwrap_or(8),
         );
@@ -302,10 +339,22 @@ impl DecodeAttention for WgpuBackend {
         }
         let prepared = match step.kv() {
             KvSource::Cache(cache) => self.prepare(problem, cache)?,
-            KvSource::View(view) => {
-                let pages = ViewPages::new(self.gpu.clone(), view, problem)?;
-                Prepared::new(&self.gpu, &self.pipelines, problem, &pages.source(view))?
-            }
+            KvSource::View(view) => match view::upload(&self.gpu, view, problem)? {
+                Some([k, v]) => {
+                    let view = DeviceView {
+                        format: view.format,
+                        k: k.rows(),
+                        v: v.rows(),
+                        k_tensor_scales: view.k_tensor_scales,
+                        v_tensor_scales: view.v_tensor_scales,
+                    };
+                    self.prepare_view(problem, &view)?
+                }
+                None => {
+                    let pages = ViewPages::new(self.gpu.clone(), view, problem)?;
+                    Prepared::new(&self.gpu, &self.pipelines, problem, &pages.source(view))?
+                }
+            },
         };
         let bytes = self.run(&prepared, step.q())?;
         let mut words = bytes

@@ -9,8 +9,7 @@ use wgpu::BufferUsages;
 use crate::{
     error::{BACKEND, WgpuError, device},
     gpu::Gpu,
-    shader::{DecodeKey, DeviceKey, Pipeline, Pipelines, bind, decode_key},
-    store::DevicePages,
+    shader::{DecodeKey, DeviceKey, Layout, Pipeline, Pipelines, bind, decode_key},
 };
 
 /// `Params` of `pages.wgsl`.
@@ -95,7 +94,8 @@ pub struct Prepared {
     params: wgpu::Buffer,
     tables: wgpu::Buffer,
     states: wgpu::Buffer,
-    pools: Vec<wgpu::Buffer>,
+    /// What is read, from binding 4 on.
+    stored: Vec<(u32, wgpu::Buffer)>,
     split_grid: [u32; 3],
     merge_grid: [u32; 3],
     pub(crate) out_elems: u64,
@@ -104,8 +104,12 @@ pub struct Prepared {
 
 /// What a step reads, beside the queries.
 pub(crate) struct Source<'a> {
-    pub pages: &'a DevicePages,
-    pub page_lists: &'a [Vec<u32>],
+    pub layout: Layout,
+    /// Buffers and their bindings.
+    pub stored: Vec<(u32, wgpu::Buffer)>,
+    pub pages_per_pool: u32,
+    /// Of each sequence its pages, or where a view's rows lie (`view.wgsl`).
+    pub lists: &'a [Vec<u32>],
     pub tail_pages: &'a [Option<u32>],
     pub k_tensor_scales: &'a [f32],
     pub v_tensor_scales: &'a [f32],
@@ -128,12 +132,10 @@ impl Prepared {
         problem: &Problem,
         source: &Source<'_>,
     ) -> Result<Self, Error> {
-        let (pages, tuning) = (source.pages, &pipelines.tuning);
+        let tuning = &pipelines.tuning;
         let key = decode_key(
             problem,
-            pages.layout.format,
-            pages.layout.page_size,
-            pages.buffers.len(),
+            source.layout,
             DeviceKey::of(gpu, tuning),
             tuning.rows.unwrap_or(8),
         );
@@ -157,13 +159,13 @@ impl Prepared {
         let first_page = sequences_at + 8 * problem.batch();
         let mut pages_at = Vec::new();
         let mut next = first_page;
-        for list in &source.page_lists[..problem.batch()] {
+        for list in &source.lists[..problem.batch()] {
             pages_at.push(next);
             next += list.len();
         }
         for item in &items {
             let (b, len) = (item.sequence, problem.kv_lens[item.sequence]);
-            let tail = source.tail_pages[b].unwrap_or(0) as usize;
+            let tail = source.tail_pages.get(b).copied().flatten().unwrap_or(0) as usize;
             let words = [
                 b,
                 item.first_segment,
@@ -185,7 +187,7 @@ impl Prepared {
             tables.extend([first_item as u32, count as u32, 0, 0, 0, 0, 0, 0]);
             first_item += count;
         }
-        for list in &source.page_lists[..problem.batch()] {
+        for list in &source.lists[..problem.batch()] {
             tables.extend(list);
         }
         let scales_at = tables.len();
@@ -214,7 +216,7 @@ impl Prepared {
             causal: u32::from(problem.causal),
             // A window longer than any sequence is none.
             window_left: problem.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
-            pages_per_pool: pages.pages_per_buffer,
+            pages_per_pool: source.pages_per_pool,
             unused: 0,
             maxima_at: maxima_at as u32,
             log2_scale: problem.softmax_scale * LOG2_E,
@@ -267,7 +269,7 @@ impl Prepared {
             params: params_buffer,
             tables: tables_buffer,
             states,
-            pools: pages.buffers.clone(),
+            stored: source.stored.clone(),
             split_grid: [
                 grid_x as u32,
                 (problem.num_kv_heads * blocks) as u32,
@@ -314,14 +316,11 @@ impl Prepared {
         }
         gpu.guarded("recording a step", || {
             let [split, merge] = &self.pipelines;
-            let mut buffers = vec![&self.params, &self.tables, q, &self.states];
-            buffers.extend(&self.pools);
-            let split_group = bind(gpu, split, &buffers);
-            let merge_group = bind(
-                gpu,
-                merge,
-                &[&self.params, &self.tables, &self.states, out, lse],
-            );
+            let given = (0..).zip([&self.params, &self.tables, q, &self.states]);
+            let stored = self.stored.iter().map(|(at, buffer)| (*at, buffer));
+            let split_group = bind(gpu, split, given.chain(stored));
+            let given = [&self.params, &self.tables, &self.states, out, lse];
+            let merge_group = bind(gpu, merge, (0..).zip(given));
             let mut pass = encoder.begin_compute_pass(&Default::default());
             pass.set_pipeline(split);
             pass.set_bind_group(0, &split_group, &[]);

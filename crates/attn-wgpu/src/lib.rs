@@ -11,6 +11,7 @@ mod backend;
 pub mod bench;
 mod error;
 mod gpu;
+mod import;
 mod launch;
 mod law;
 mod probe;
@@ -29,6 +30,7 @@ pub use launch::Prepared;
 pub use law::LawCheck;
 pub use shader::Tuning;
 pub use store::DevicePages;
+pub use view::{DeviceRows, DeviceView};
 pub use wgpu;
 
 /// Opens the best adapter, or the one that `ATTN_WGPU_ADAPTER` names; never panics.

@@ -23,6 +23,8 @@ pub(crate) struct DecodeKey {
     pub alibi: bool,
     /// Storage buffers that the pool lies in.
     pub pools: usize,
+    /// Whether rows are read where another engine put them, instead of pages.
+    pub view: bool,
     pub device: DeviceKey,
 }
 
@@ -145,7 +147,11 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
         _ => d.div_ceil(128),
     };
     let rows_per_lane = v_rows.div_ceil(32 * chunks);
-    let dims_per_lane = rows_per_lane * (d / v_rows);
+    let dims_per_lane = if key.view && v.code_bits() == 8 {
+        4
+    } else {
+        rows_per_lane * (d / v_rows)
+    };
     // Longer rows take the registers themselves.
     let ahead = key.device.ahead.map(|ahead| ahead && integer && d <= 128);
     let scaled = matches!(
@@ -157,6 +163,7 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
         ("R", r),
         ("SG", key.device.subgroup),
         ("POOLS", key.pools),
+        ("VIEW", usize::from(key.view)),
         ("SOFTCAP", usize::from(key.softcap)),
         ("ALIBI", usize::from(key.alibi)),
         ("V_SCALED", usize::from(scaled)),
@@ -194,24 +201,32 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     (constants, bytes)
 }
 
+/// What a step reads: how pages lie, or that there are none.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Layout {
+    pub format: KvFormat,
+    pub page_size: usize,
+    pub pools: usize,
+    pub view: bool,
+}
+
 /// The rows of a workgroup for a problem: as many as it has, up to 8, that fit into workgroup memory.
 pub(crate) fn decode_key(
     problem: &Problem,
-    format: KvFormat,
-    page_size: usize,
-    pools: usize,
+    layout: Layout,
     device: DeviceKey,
     most_rows: usize,
 ) -> DecodeKey {
     let rows = problem.heads_per_kv() * problem.q_len;
     let mut key = DecodeKey {
-        format,
+        format: layout.format,
         head_dim: problem.head_dim,
-        page_size,
+        page_size: layout.page_size,
         rows: rows.next_power_of_two().min(most_rows),
         softcap: problem.softcap.is_some(),
         alibi: problem.alibi_slopes.is_some(),
-        pools,
+        pools: layout.pools,
+        view: layout.view,
         device,
     };
     while key.rows > 1 && decode_constants(&key).1 > device.shared_bytes {
@@ -291,13 +306,16 @@ pub(crate) fn compile(gpu: &Gpu, name: &'static str, text: String) -> Result<Pip
     })
 }
 
-/// Binds buffers, in order, to a pipeline's group 0.
-pub(crate) fn bind(gpu: &Gpu, pipeline: &Pipeline, buffers: &[&wgpu::Buffer]) -> wgpu::BindGroup {
+/// Binds buffers, at the numbers that a kernel gives them, to a pipeline's group 0.
+pub(crate) fn bind<'a>(
+    gpu: &Gpu,
+    pipeline: &Pipeline,
+    buffers: impl IntoIterator<Item = (u32, &'a wgpu::Buffer)>,
+) -> wgpu::BindGroup {
     let entries: Vec<_> = buffers
-        .iter()
-        .enumerate()
+        .into_iter()
         .map(|(binding, buffer)| wgpu::BindGroupEntry {
-            binding: binding as u32,
+            binding,
             resource: buffer.as_entire_binding(),
         })
         .collect();

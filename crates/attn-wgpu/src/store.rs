@@ -13,6 +13,7 @@ use crate::{
     append::{self, Staging},
     error::{BACKEND, WgpuError, device},
     gpu::Gpu,
+    shader::Layout,
 };
 
 /// Storage buffers of the split kernel beside the pool's.
@@ -99,6 +100,21 @@ impl DevicePages {
             self.gpu.wait("writing pages")?;
         }
         Ok(())
+    }
+
+    /// How the decode kernels read the pool.
+    pub(crate) fn decode_layout(&self) -> Layout {
+        Layout {
+            format: self.layout.format,
+            page_size: self.layout.page_size,
+            pools: self.buffers.len(),
+            view: false,
+        }
+    }
+
+    /// The buffers and their bindings in the decode kernels.
+    pub(crate) fn stored(&self) -> Vec<(u32, wgpu::Buffer)> {
+        (4..).zip(self.buffers.iter().cloned()).collect()
     }
 
     /// The buffers that the pool's pages lie in: `pages_per_buffer` in each, `[page][kv_head][run]` of FORMATS.md.

@@ -10,7 +10,7 @@ use naga::{
 
 use crate::{
     append::AppendKey,
-    shader::{DeviceKey, decode_constants, decode_key, decode_text, law_text, read_text},
+    shader::{DeviceKey, Layout, decode_constants, decode_key, decode_text, law_text, read_text},
 };
 
 fn validate(name: &str, text: &str) {
@@ -62,14 +62,26 @@ fn each_specialisation(mut each: impl FnMut(&str, &str)) {
                 problem.softcap = Some(1.0);
                 problem.alibi_slopes = Some(vec![1.0; 2]);
             }
-            for (subgroup, shared_bytes, ahead) in devices {
+            let viewed = [format.k, format.v]
+                .iter()
+                .all(|scheme| !matches!(scheme, Scheme::Int4(_)));
+            let views = [false, true].into_iter().filter(|view| viewed || !view);
+            for (view, (subgroup, shared_bytes, ahead)) in
+                views.flat_map(|view| devices.map(|device| (view, device)))
+            {
                 let device = DeviceKey {
                     subgroup,
                     shared_bytes,
                     ahead,
                     together: 1 + usize::from(ahead[0]),
                 };
-                let key = decode_key(&problem, format, page_size, pools, device, 8);
+                let layout = Layout {
+                    format,
+                    page_size,
+                    pools,
+                    view,
+                };
+                let key = decode_key(&problem, layout, device, 8);
                 assert!(decode_constants(&key).1 <= shared_bytes, "{key:?}");
                 for file in ["decode_split.wgsl", "decode_merge.wgsl"] {
                     let text = decode_text(file, &key).unwrap();

@@ -1,113 +1,262 @@
-//! A contiguous cache in host memory, brought to the device as pages: it has to travel anyway, and pages are what the kernels read.
+//! Contiguous caches of others (BNSH, BSNH), read where they lie.
+//!
+//! The kernels load 16 bytes of K and 4 of V at a time: offsets and strides must be multiples of that. A host's view is uploaded as it is;
+//! one that does not suit, or exceeds a binding, is imported as pages (`import.rs`).
 
-use std::sync::Arc;
+use attn_core::{Error, KvFormat, KvView, Problem, Scheme, StridedRows};
+use wgpu::BufferUsages;
 
-use attn_core::{
-    CacheConfig, Error, KvView, PageStore, Problem, Scheme, StridedRows,
-    layout::{CodeAddr, k_code, v_code},
+use crate::{
+    error::{WgpuError, device},
+    gpu::Gpu,
 };
 
-use crate::{gpu::Gpu, launch::Source, store::DevicePages};
-
-const PAGE_SIZE: usize = 64;
-
-/// The pages of a view, for one step.
-pub(crate) struct ViewPages {
-    pages: DevicePages,
-    lists: Vec<Vec<u32>>,
-    no_tails: Vec<Option<u32>>,
+/// Rows of K or V in the caller's buffers: `head_dim` codes side by side per (sequence, KV head, token), and their f16 scales.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceRows<'a> {
+    /// The codes, with `BufferUsages::STORAGE`.
+    pub codes: &'a wgpu::Buffer,
+    /// Bytes to the first row.
+    pub codes_at: usize,
+    /// Bytes from one sequence, KV head, token to the next.
+    pub code_strides: [usize; 3],
+    /// f16 scales `[…][group]`; none for schemes without.
+    pub scales: Option<&'a wgpu::Buffer>,
+    /// Scales to the first row's.
+    pub scales_at: usize,
+    /// Scales from one sequence, KV head, token to the next.
+    pub scale_strides: [usize; 3],
 }
 
-/// One of K, V: where its codes and scales lie in a run.
-struct Part {
-    scheme: Scheme,
-    codes_at: usize,
-    params_at: usize,
-    address: fn(usize, usize, usize, usize, usize) -> CodeAddr,
+/// A contiguous cache in the caller's buffers.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceView<'a> {
+    /// What is stored: f16, bf16, fp8 or an int8 scheme, row by row.
+    pub format: KvFormat,
+    /// K's rows.
+    pub k: DeviceRows<'a>,
+    /// V's rows.
+    pub v: DeviceRows<'a>,
+    /// Static scales per KV head; empty for schemes without.
+    pub k_tensor_scales: &'a [f32],
+    /// As for K.
+    pub v_tensor_scales: &'a [f32],
 }
 
-impl Part {
-    fn copy(
+/// What a kernel binds, and where each sequence's rows lie (`view.wgsl`).
+type Checked = (Vec<(u32, wgpu::Buffer)>, Vec<Vec<u32>>);
+
+fn is_scaled(scheme: Scheme) -> bool {
+    scheme.is_integer() && !scheme.has_tensor_scale()
+}
+
+fn refuse<T>(what: &'static str, given: String, needed: String) -> Result<T, Error> {
+    Err(device(
+        "preparing a view",
+        WgpuError::Buffer {
+            what,
+            given,
+            needed,
+        },
+    ))
+}
+
+/// Elements up to the end of the last row of `row` elements that the problem reads.
+fn reach(problem: &Problem, at: usize, strides: [usize; 3], row: usize) -> Option<usize> {
+    let mut end = 0;
+    for (b, &len) in problem
+        .kv_lens
+        .iter()
+        .enumerate()
+        .filter(|(_, len)| **len > 0)
+    {
+        let last = [b, problem.num_kv_heads - 1, len - 1];
+        let start = last.iter().zip(strides).try_fold(at, |sum, (i, stride)| {
+            sum.checked_add(i.checked_mul(stride)?)
+        })?;
+        end = end.max(start.checked_add(row)?);
+    }
+    Some(end)
+}
+
+/// `{first row, KV head to KV head, token to token}` of sequence `b` in units of `unit`; checked to lie inside the buffer.
+fn words(b: usize, at: usize, strides: [usize; 3], unit: usize) -> [u32; 3] {
+    [at + b * strides[0], strides[1], strides[2]].map(|x| (x / unit) as u32)
+}
+
+impl DeviceRows<'_> {
+    fn check(
         &self,
-        rows: &StridedRows<'_>,
-        at: [usize; 3],
-        head_dim: usize,
-        slot: usize,
-        run: &mut [u8],
-    ) {
-        let bits = self.scheme.code_bits();
-        for d in 0..head_dim {
-            let code = rows.code(bits, at, d).to_le_bytes();
-            let to = self.codes_at + (self.address)(bits, head_dim, PAGE_SIZE, slot, d).byte;
-            run[to..to + bits / 8].copy_from_slice(&code[..bits / 8]);
+        gpu: &Gpu,
+        what: &'static str,
+        scheme: Scheme,
+        problem: &Problem,
+        align: usize,
+    ) -> Result<(), Error> {
+        if matches!(scheme, Scheme::Int4(_)) {
+            return Err(Error::Parameter {
+                what: "view scheme",
+                given: scheme.to_string(),
+                allowed: "f16, bf16, fp8, int8, int8-g32, int8-tensor; import int4 rows into pages",
+            });
         }
-        if self.scheme.is_integer() && !self.scheme.has_tensor_scale() {
-            for g in 0..self.scheme.groups(head_dim) {
-                let to = self.params_at + 2 * (g * PAGE_SIZE + slot);
-                run[to..to + 2].copy_from_slice(&rows.scale(at, g).to_le_bytes());
+        let strides = self.code_strides;
+        if [self.codes_at]
+            .iter()
+            .chain(&strides)
+            .any(|x| x % align != 0)
+        {
+            let given = format!("starts at {}, strides {strides:?}", self.codes_at);
+            return refuse(what, given, format!("multiples of {align} bytes"));
+        }
+        let row = problem.head_dim * scheme.code_bits() / 8;
+        let most = gpu.limits.max_storage_buffer_binding_size;
+        let fits = |what, buffer: &wgpu::Buffer, elems: Option<usize>, width: u64| {
+            let needed = elems.and_then(|n| (n as u64).checked_mul(width));
+            let usable = buffer.usage().contains(BufferUsages::STORAGE);
+            match needed {
+                Some(n) if usable && n <= buffer.size() && buffer.size() <= most => Ok(()),
+                _ => refuse(
+                    what,
+                    format!("has {} bytes, usage {:?}", buffer.size(), buffer.usage()),
+                    format!("{needed:?} bytes, at most {most} and usage STORAGE"),
+                ),
             }
+        };
+        fits(
+            what,
+            self.codes,
+            reach(problem, self.codes_at, strides, row),
+            1,
+        )?;
+        if !is_scaled(scheme) {
+            return Ok(());
+        }
+        let Some(scales) = self.scales else {
+            return refuse(what, "has no scales".into(), "f16 scales".into());
+        };
+        let groups = scheme.groups(problem.head_dim);
+        let end = reach(problem, self.scales_at, self.scale_strides, groups);
+        // Words are read.
+        fits("scales", scales, end.map(|n| n.next_multiple_of(2)), 2)
+    }
+}
+
+impl DeviceView<'_> {
+    /// Refuses what the kernels cannot read in place.
+    pub(crate) fn check(&self, gpu: &Gpu, problem: &Problem) -> Result<Checked, Error> {
+        self.k.check(gpu, "k", self.format.k, problem, 16)?;
+        self.v.check(gpu, "v", self.format.v, problem, 4)?;
+        for (scheme, scales) in [
+            (self.format.k, self.k_tensor_scales),
+            (self.format.v, self.v_tensor_scales),
+        ] {
+            let needed = match scheme.has_tensor_scale() {
+                true => problem.num_kv_heads,
+                false => 0,
+            };
+            if scales.len() != needed {
+                return Err(Error::Length {
+                    what: "tensor scales",
+                    given: scales.len(),
+                    needed,
+                });
+            }
+        }
+        let mut stored = vec![(4, self.k.codes.clone()), (5, self.v.codes.clone())];
+        for (binding, scheme, rows) in [(6, self.format.k, &self.k), (7, self.format.v, &self.v)] {
+            let scales = rows.scales.filter(|_| is_scaled(scheme));
+            stored.extend(scales.map(|scales| (binding, scales.clone())));
+        }
+        let lists = (0..problem.batch())
+            .map(|b| {
+                let codes = [(&self.k, 16), (&self.v, 4)];
+                let codes =
+                    codes.map(|(rows, unit)| words(b, rows.codes_at, rows.code_strides, unit));
+                let scales = [&self.k, &self.v];
+                let scales = scales.map(|rows| words(b, rows.scales_at, rows.scale_strides, 1));
+                codes.into_iter().chain(scales).flatten().collect()
+            })
+            .collect();
+        Ok((stored, lists))
+    }
+}
+
+/// One side of a host's view on the device.
+pub(crate) struct Uploaded {
+    codes: wgpu::Buffer,
+    code_strides: [usize; 3],
+    scales: Option<wgpu::Buffer>,
+    scale_strides: [usize; 3],
+}
+
+impl Uploaded {
+    pub fn rows(&self) -> DeviceRows<'_> {
+        DeviceRows {
+            codes: &self.codes,
+            codes_at: 0,
+            code_strides: self.code_strides,
+            scales: self.scales.as_ref(),
+            scales_at: 0,
+            scale_strides: self.scale_strides,
         }
     }
 }
 
-impl ViewPages {
-    pub fn new(gpu: Arc<Gpu>, view: &KvView<'_>, problem: &Problem) -> Result<Self, Error> {
-        let counts: Vec<usize> = problem
-            .kv_lens
-            .iter()
-            .map(|len| len.div_ceil(PAGE_SIZE))
-            .collect();
-        let mut config =
-            CacheConfig::new(view.format, problem.num_kv_heads, problem.head_dim, 1, 0);
-        config.num_pages = counts.iter().sum();
-        config.k_tensor_scales = view.k_tensor_scales.to_vec();
-        config.v_tensor_scales = view.v_tensor_scales.to_vec();
-        let layout = config.layout();
-        let parts = [
-            Part {
-                scheme: view.format.k,
-                codes_at: layout.k_codes().start,
-                params_at: layout.k_params().start,
-                address: k_code,
-            },
-            Part {
-                scheme: view.format.v,
-                codes_at: layout.v_codes().start,
-                params_at: layout.v_params().start,
-                address: v_code,
-            },
-        ];
-        let mut pages = DevicePages::new(gpu, &config)?;
-        let (mut lists, mut next) = (Vec::new(), 0u32);
-        for (b, (&len, &count)) in problem.kv_lens.iter().zip(&counts).enumerate() {
-            lists.push((next..next + count as u32).collect());
-            for i in 0..count {
-                let mut bytes = vec![0; layout.page_bytes()];
-                for (head, run) in bytes.chunks_exact_mut(layout.run_bytes()).enumerate() {
-                    for slot in 0..PAGE_SIZE.min(len - i * PAGE_SIZE) {
-                        let at = [b, head, i * PAGE_SIZE + slot];
-                        parts[0].copy(&view.k, at, problem.head_dim, slot, run);
-                        parts[1].copy(&view.v, at, problem.head_dim, slot, run);
-                    }
-                }
-                pages.write_page(next + i as u32, &bytes)?;
-            }
-            next += count as u32;
-        }
-        Ok(ViewPages {
-            pages,
-            no_tails: vec![None; lists.len()],
-            lists,
+/// Brings a host's view to the device as it is, or says that it must be imported.
+pub(crate) fn upload(
+    gpu: &Gpu,
+    view: &KvView<'_>,
+    problem: &Problem,
+) -> Result<Option<[Uploaded; 2]>, Error> {
+    let most = gpu.limits.max_storage_buffer_binding_size;
+    let suits = |rows: &StridedRows<'_>, align: usize| {
+        rows.code_strides.iter().all(|stride| stride % align == 0)
+            && (rows.codes.len() + 16) as u64 <= most
+            && 2 * (rows.scales.len() + 2) as u64 <= most
+    };
+    if !suits(&view.k, 16) || !suits(&view.v, 4) {
+        return Ok(None);
+    }
+    let side = |rows: &StridedRows<'_>, scheme: Scheme| -> Result<Uploaded, Error> {
+        let row = problem.head_dim * scheme.code_bits() / 8;
+        let used = reach(problem, 0, rows.code_strides, row).unwrap_or(0);
+        let scales = if is_scaled(scheme) {
+            let groups = scheme.groups(problem.head_dim);
+            let used = reach(problem, 0, rows.scale_strides, groups).unwrap_or(0);
+            let bytes = bytemuck::cast_slice(&rows.scales[..used.min(rows.scales.len())]);
+            Some(write(gpu, bytes)?)
+        } else {
+            None
+        };
+        Ok(Uploaded {
+            codes: write(gpu, &rows.codes[..used.min(rows.codes.len())])?,
+            code_strides: rows.code_strides,
+            scales,
+            scale_strides: rows.scale_strides,
         })
-    }
+    };
+    Ok(Some([
+        side(&view.k, view.format.k)?,
+        side(&view.v, view.format.v)?,
+    ]))
+}
 
-    pub fn source<'a>(&'a self, view: &'a KvView<'_>) -> Source<'a> {
-        Source {
-            pages: &self.pages,
-            page_lists: &self.lists,
-            tail_pages: &self.no_tails,
-            k_tensor_scales: view.k_tensor_scales,
-            v_tensor_scales: view.v_tensor_scales,
-        }
-    }
+/// A storage buffer with these bytes, its end padded to 16.
+fn write(gpu: &Gpu, bytes: &[u8]) -> Result<wgpu::Buffer, Error> {
+    let size = bytes.len().next_multiple_of(16).max(16);
+    let usage = BufferUsages::STORAGE | BufferUsages::COPY_DST;
+    let buffer = gpu.buffer("attn view", size as u64, usage)?;
+    let (whole, rest) = bytes.split_at(bytes.len() / 4 * 4);
+    let mut last = [0; 4];
+    last[..rest.len()].copy_from_slice(rest);
+    gpu.guarded("writing a view", || {
+        gpu.queue.write_buffer(&buffer, 0, whole);
+        gpu.queue.write_buffer(
+            &buffer,
+            whole.len() as u64,
+            &last[..rest.len().next_multiple_of(4)],
+        );
+    })?;
+    Ok(buffer)
 }
