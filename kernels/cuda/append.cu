@@ -197,6 +197,10 @@ __device__ void seal(const signed char (*codes)[D], const u16* scales, ushort2* 
 extern "C" __global__ void __launch_bounds__(THREADS) attn_append(const __grid_constant__ AppendParams p) {
     __shared__ u16 staged[WARPS][D];
     const int head = blockIdx.y, b = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    // A decode behind this may begin already: it waits itself before it reads.
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
     const int end = p.kv_lens[b], begin = end - p.tokens;
     if (p.tokens <= 0 || begin < 0) return;
     const int first = begin / PAGE, last = (end - 1) / PAGE;

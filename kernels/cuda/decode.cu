@@ -216,12 +216,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     }
     // Whatever comes before in the stream may still be running: nothing of it has been read so far.
     after_dependencies();
-    fetch_books(p);
     Join join;
     join.start(shared);
     Cursor* cursors = (Cursor*)(shared + AT_CURSORS);
     take_share(p, cursors[0], (u32*)(shared + AT_STATES));  // its barriers make the mbarriers visible too
-    if (cursors[0].is_valid(p)) touch_query(p, cursors[0].work, threadIdx.x, THREADS);
     Ring ring = {base + team * STAGES * STAGE_BYTES, barriers, 0, 0};
     bool producer = WR == 1 || warp % WR == 0;
     Feed feed;

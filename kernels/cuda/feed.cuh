@@ -34,8 +34,11 @@ struct Feed {
     Cursor* cursor;  // this team's; looked at once per tile
     Ring ring;
     int team, lane;
-    int tile, tile_end, part;
+    int tile, tile_end, step, part;
     u32 page;  // of the tile; with pages shorter than a tile, lane i has block i's
+    // Of the cursor's sequence and KV head: its pages, and where its run lies in the first page of the pool.
+    const u32* table;
+    const u8* runs;
 
     // Moves to the first tile of this team at or after the next unit.
     __device__ __forceinline__ void settle(const DecodeParams& p, Cursor& at) {
@@ -45,19 +48,25 @@ struct Feed {
                 tile = -1;
                 return;
             }
-            if (at.is_fresh) touch_query(p, at.work, lane, 32);
+            if (at.is_fresh) touch_query(p, at.work, lane);
             at.work.share(team, tile, tile_end);
         }
+        move_to(p, at.work);
         __syncwarp();
         if (lane == 0) *cursor = at;
         __syncwarp();
+    }
+    __device__ __forceinline__ void move_to(const DecodeParams& p, const Work& work) {
+        table = p.page_table + (u64)work.b * p.page_table_stride;
+        runs = p.k + work.kv_head * RUN_BYTES;
+        step = work.step();
     }
     // Reads the page table one stage before the page is needed. Past the last page a block repeats it: its tokens are not seen.
     __device__ __forceinline__ void look_up(const DecodeParams& p) {
         if constexpr (PAGE != 0) {
             if (tile < 0) return;
             int index = PAGE >= TILE ? tile * TILE / SAFE_PAGE : min(tile * BLOCKS + lane % BLOCKS, (cursor->work.kv_len - 1) / SAFE_PAGE);
-            page = p.page_table[(u64)cursor->work.b * p.page_table_stride + index];
+            page = table[index];
         }
     }
     __device__ __forceinline__ void start(const DecodeParams& p, const Cursor& first) {
@@ -66,6 +75,7 @@ struct Feed {
         Cursor at = first;
         if (!at.is_valid(p)) return;
         at.work.share(team, tile, tile_end);
+        move_to(p, at.work);
         if (lane == 0) *cursor = at;
         __syncwarp();
         if (tile >= tile_end) settle(p, at);
@@ -83,7 +93,7 @@ struct Feed {
         ring.advance();
         if (++part < parts()) return;
         part = 0;
-        tile += cursor->work.step();
+        tile += step;
         if (tile >= tile_end) {
             Cursor at = *cursor;
             settle(p, at);
@@ -92,7 +102,7 @@ struct Feed {
     }
 
     __device__ __forceinline__ const u8* run(const DecodeParams& p, u32 of_page) const {
-        return p.k + (u64)of_page * p.page_bytes + cursor->work.kv_head * RUN_BYTES;
+        return runs + (u64)of_page * (u32)p.page_bytes;
     }
 
     __device__ __forceinline__ void copy_part(const DecodeParams& p) {
@@ -104,7 +114,7 @@ struct Feed {
         }
         int k_bytes = !has_k ? 0 : tail ? (part == 0 ? TAIL_FIRST : TAIL_SECOND) : K_PART * BLOCKS;
 #if ATTN_BULK
-        if (lane == 0) barrier_expect(ring.full(), k_bytes + (has_v ? V_PART * BLOCKS : 0));
+        if (elected()) barrier_expect(ring.full(), k_bytes + (has_v ? V_PART * BLOCKS : 0));
 #endif
         if (tail && has_k) copy_tail(run(p, p.tail_pages[cursor->work.b]));
         if constexpr (PAGE > TILE) {
@@ -126,7 +136,7 @@ struct Feed {
     // Contiguous bytes, a multiple of 16.
     __device__ __forceinline__ void copy(u32 to, const u8* from, u32 bytes) {
 #if ATTN_BULK
-        if (lane == 0) copy_bulk(to, from, bytes, ring.full());
+        if (elected()) copy_bulk(to, from, bytes, ring.full());
 #else
         for (u32 i = lane * 16; i < bytes; i += 512) copy16_async(to + i, from + i);
 #endif

@@ -32,8 +32,6 @@ DEVICE float half_float(u32 h) {
     return x;
 }
 
-// Reads a line into L2.
-DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 // Reads a line into L1.
 DEVICE void touch(const void* p) { asm volatile("{ .reg .u32 x; ld.global.ca.u32 x, [%0]; }" :: "l"(p)); }
 
@@ -250,6 +248,12 @@ DEVICE void copy_async_arrive(u32 barrier) {
 }
 
 #if ATTN_BULK
+// True in one lane. Unlike a test of the lane's number it tells the compiler so, which spares a loop around each bulk copy.
+DEVICE bool elected() {
+    u32 x;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(x));
+    return x != 0;
+}
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" :: "r"(barrier), "r"(bytes) : "memory");
 }

@@ -188,19 +188,8 @@ DEVICE QueryRow query_row(const DecodeParams& p, const Work& work, int row) {
     return {p.q + (((u64)work.b * p.q_len + i) * p.num_q_heads + head) * D, real ? factor : 0.0f};
 }
 
-// Brings all queries and the page table from memory while nobody else reads: behind the first copies, which fill every queue on the
-// way, the first queries took 3 µs. Every CTA has a slice.
-DEVICE void fetch_books(const DecodeParams& p) {
-    u32 thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
-    u32 lines = (u32)p.batch * p.q_len * p.num_q_heads * (D / 32);
-    for (u32 i = thread; i < lines; i += threads) prefetch(p.q + i * 32ull);
-    if (PAGE == 0) return;
-    lines = ((u32)p.batch * p.page_table_stride + 31) / 32;
-    for (u32 i = thread; i < min(lines, 2 * threads); i += threads) prefetch(p.page_table + i * 32ull);
-}
-
-// Brings an item's queries into L1 while the item before is at work.
-DEVICE void touch_query(const DecodeParams& p, const Work& work, int thread, int threads) {
+// Brings an item's queries into L1 while the item before is at work. For one warp.
+DEVICE void touch_query(const DecodeParams& p, const Work& work, int lane) {
     constexpr int LINES = D * 4 / 128;
-    for (int i = thread; i < ROWS * LINES; i += threads) touch(query_row(p, work, i / LINES).q + i % LINES * 32);
+    for (int i = lane; i < ROWS * LINES; i += 32) touch(query_row(p, work, i / LINES).q + i % LINES * 32);
 }

@@ -4,14 +4,14 @@ use std::{
     collections::HashMap,
     env,
     ffi::c_void,
+    ptr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use attn_core::{DeviceInfo, Error, Unsupported};
 use cudarc::{
     driver::{
-        CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DriverError,
-        result, sys,
+        CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DriverError, sys,
     },
     nvrtc::Ptx,
 };
@@ -79,6 +79,8 @@ fn absent(reason: String, next_step: &str) -> Unsupported {
 pub(crate) struct Kernel {
     function: CudaFunction,
     shared_bytes: usize,
+    // Whether it may begin before the launch ahead of it has ended.
+    overlaps: bool,
 }
 
 /// A kernel's place: its lock is held while it is compiled, so that others are not kept waiting.
@@ -96,6 +98,8 @@ pub(crate) struct Device {
     pub(crate) arch: Arch,
     pub(crate) shared_limit: usize,
     pub(crate) sms: usize,
+    // Driver's, as in cuDriverGetVersion.
+    version: i32,
     pub(crate) check: Option<CudaSlice<u8>>,
     pub(crate) info: DeviceInfo,
     kernels: Mutex<HashMap<Instance, Entry>>,
@@ -104,6 +108,8 @@ pub(crate) struct Device {
 
 /// Oldest driver whose CUDA version the bindings know.
 const MIN_DRIVER: i32 = 12000;
+/// Oldest driver that captures launches which overlap the one ahead.
+const MIN_OVERLAP: i32 = 12030;
 
 impl Device {
     /// Opens GPU `ordinal` (`CUDA_VISIBLE_DEVICES` decides which that is); never panics.
@@ -188,6 +194,7 @@ impl Device {
             arch,
             shared_limit: optin.min(arch.shared_limit()),
             sms,
+            version,
             check,
             info,
             kernels: Mutex::default(),
@@ -251,6 +258,9 @@ impl Device {
         Ok(Kernel {
             function,
             shared_bytes,
+            overlaps: self.arch == Arch::Sm90a
+                && self.version >= MIN_OVERLAP
+                && matches!(instance, Instance::Decode { .. }),
         })
     }
 
@@ -297,16 +307,35 @@ impl Kernel {
         arguments: &mut [*mut c_void],
     ) -> Result<(), DriverError> {
         let [x, y, z] = grid.map(|n| n as u32);
-        // SAFETY: the function belongs to a module that `self` keeps loaded; the rest is this function's contract.
+        let mut overlap = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue {
+                programmaticStreamSerializationAllowed: 1,
+            },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: threads as u32,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.shared_bytes as u32,
+            hStream: stream,
+            attrs: &raw mut overlap,
+            numAttrs: u32::from(self.overlaps),
+        };
+        // SAFETY: the function belongs to a module that `self` keeps loaded; `config` and its attribute outlive the call; a kernel
+        // that `overlaps` waits for the launch ahead before it reads (`after_dependencies`); the rest is this function's contract.
         unsafe {
-            result::launch_kernel(
+            sys::cuLaunchKernelEx(
+                &raw const config,
                 self.function.cu_function(),
-                (x, y, z),
-                (threads as u32, 1, 1),
-                self.shared_bytes as u32,
-                stream,
-                arguments,
+                arguments.as_mut_ptr(),
+                ptr::null_mut(),
             )
+            .result()
         }
     }
 }
