@@ -187,7 +187,10 @@ impl CpuBackend {
 
     /// `isa` has been found available: the kernels rely on it.
     fn of(isa: Isa) -> Self {
-        let detail = format!("{isa}, {} threads", rayon::current_num_threads());
+        let detail = format!(
+            "{isa}, {} threads; fp8, pairs of an integer and a float scheme, and views are slower: each tile is copied into panels first",
+            rayon::current_num_threads()
+        );
         CpuBackend {
             device: DeviceInfo {
                 backend: "cpu",

@@ -14,6 +14,7 @@ use crate::{
     scratch::{Aligned, Rows},
     simd::{Dot, Dot16, Isa, Simd, portable::Portable, scalar::Scalar},
     softmax::Modifiers,
+    stage::FP8_UNIT,
     tile::{Fetch, Tile},
 };
 
@@ -50,94 +51,86 @@ thread_local! {
 /// Attends the first of the items, and fetches for the second: one state per row into `states`, `[row][dim + 2]`, m and l last.
 type Attend = unsafe fn(&DecodeStep<'_>, &[Item], &mut Scratch, &mut [f32]) -> Result<(), Error>;
 
-fn attend_scalar(
-    step: &DecodeStep<'_>,
-    items: &[Item],
-    scratch: &mut Scratch,
-    states: &mut [f32],
-) -> Result<(), Error> {
-    attend(Dot16(Scalar), step, items, scratch, states)
+/// One instruction set's kernels: functions that enable its features, one for each arithmetic.
+macro_rules! kernels {
+    ($(#[$when:meta])* $name:ident, [$($features:literal)?], $dot:expr) => {
+        $(#[$when])*
+        mod $name {
+            use super::*;
+
+            $(#[target_feature(enable = $features)])?
+            pub fn integer(
+                step: &DecodeStep<'_>,
+                items: &[Item],
+                scratch: &mut Scratch,
+                states: &mut [f32],
+            ) -> Result<(), Error> {
+                attend::<_, true>($dot, step, items, scratch, states)
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub fn float(
+                step: &DecodeStep<'_>,
+                items: &[Item],
+                scratch: &mut Scratch,
+                states: &mut [f32],
+            ) -> Result<(), Error> {
+                attend::<_, false>($dot, step, items, scratch, states)
+            }
+        }
+    };
 }
 
-fn attend_portable(
-    step: &DecodeStep<'_>,
-    items: &[Item],
-    scratch: &mut Scratch,
-    states: &mut [f32],
-) -> Result<(), Error> {
-    attend(Dot16(Portable), step, items, scratch, states)
-}
+kernels!(scalar, [], Dot16(Scalar));
+kernels!(portable, [], Dot16(Portable));
+kernels!(
+    #[cfg(target_arch = "x86_64")]
+    avx2,
+    ["avx2,f16c"],
+    // SAFETY: the function's own features, which its caller has checked; so below.
+    Dot16(unsafe { crate::simd::avx2::Avx2::new() })
+);
+kernels!(
+    #[cfg(target_arch = "x86_64")]
+    avx512,
+    ["avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"],
+    // SAFETY: as above.
+    Dot16(unsafe { crate::simd::avx512::Avx512::new() })
+);
+kernels!(
+    #[cfg(target_arch = "x86_64")]
+    avx512vnni,
+    ["avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"],
+    // SAFETY: as above.
+    unsafe { crate::simd::avx512::Vnni::new() }
+);
+kernels!(
+    #[cfg(target_arch = "aarch64")]
+    neon,
+    ["neon"],
+    // SAFETY: as above.
+    Dot16(unsafe { crate::simd::neon::Neon::new() })
+);
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,f16c")]
-fn attend_avx2(
-    step: &DecodeStep<'_>,
-    items: &[Item],
-    scratch: &mut Scratch,
-    states: &mut [f32],
-) -> Result<(), Error> {
-    // SAFETY: this function's own features, which its caller has checked.
-    let s = unsafe { crate::simd::avx2::Avx2::new() };
-    attend(Dot16(s), step, items, scratch, states)
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-fn attend_avx512(
-    step: &DecodeStep<'_>,
-    items: &[Item],
-    scratch: &mut Scratch,
-    states: &mut [f32],
-) -> Result<(), Error> {
-    // SAFETY: this function's own features, which its caller has checked.
-    let s = unsafe { crate::simd::avx512::Avx512::new() };
-    attend(Dot16(s), step, items, scratch, states)
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn attend_avx512vnni(
-    step: &DecodeStep<'_>,
-    items: &[Item],
-    scratch: &mut Scratch,
-    states: &mut [f32],
-) -> Result<(), Error> {
-    // SAFETY: this function's own features, which its caller has checked.
-    let d = unsafe { crate::simd::avx512::Vnni::new() };
-    attend(d, step, items, scratch, states)
-}
-
-#[cfg(target_arch = "aarch64")]
-#[target_feature(enable = "neon")]
-fn attend_neon(
-    step: &DecodeStep<'_>,
-    items: &[Item],
-    scratch: &mut Scratch,
-    states: &mut [f32],
-) -> Result<(), Error> {
-    // SAFETY: this function's own features, which its caller has checked.
-    let s = unsafe { crate::simd::neon::Neon::new() };
-    attend(Dot16(s), step, items, scratch, states)
-}
-
-fn kernel(isa: Isa) -> Attend {
-    match isa {
-        Isa::Scalar => attend_scalar,
-        Isa::Portable => attend_portable,
+fn kernel(isa: Isa, integer: bool) -> Attend {
+    let [of_integers, of_floats]: [Attend; 2] = match isa {
+        Isa::Scalar => [scalar::integer, scalar::float],
+        Isa::Portable => [portable::integer, portable::float],
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => attend_avx2,
+        Isa::Avx2 => [avx2::integer, avx2::float],
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => attend_avx512,
+        Isa::Avx512 => [avx512::integer, avx512::float],
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Vnni => attend_avx512vnni,
+        Isa::Avx512Vnni => [avx512vnni::integer, avx512vnni::float],
         #[cfg(target_arch = "aarch64")]
-        Isa::Neon => attend_neon,
+        Isa::Neon => [neon::integer, neon::float],
         #[allow(
             unreachable_patterns,
             reason = "which sets are foreign depends on the target"
         )]
-        _ => attend_portable,
-    }
+        _ => [portable::integer, portable::float],
+    };
+    if integer { of_integers } else { of_floats }
 }
 
 /// Attends a whole step on `isa`, which the caller has found available.
@@ -185,7 +178,8 @@ pub(crate) fn decode(
     if workspace.states.len() < needed {
         workspace.states.resize(needed, 0.0);
     }
-    let (items, attend) = (&workspace.items[..], kernel(isa));
+    let attend = kernel(isa, step.plan().format.is_integer());
+    let items = &workspace.items[..];
     let run = |(index, states): (usize, &mut [f32])| {
         let items = &items[index..];
         SCRATCH.with_borrow_mut(|scratch| {
@@ -315,7 +309,7 @@ enum Prepared {
 }
 
 #[inline(always)]
-fn attend<D: Dot>(
+fn attend<D: Dot, const INTEGER: bool>(
     d: D,
     step: &DecodeStep<'_>,
     items: &[Item],
@@ -324,7 +318,7 @@ fn attend<D: Dot>(
 ) -> Result<(), Error> {
     let (item, next) = (&items[0], items.get(1));
     let (plan, s) = (step.plan(), d.simd());
-    let (problem, integer) = (&plan.problem, plan.format.is_integer());
+    let problem = &plan.problem;
     let (dim, per, kv_len) = (
         problem.head_dim,
         problem.heads_per_kv(),
@@ -335,6 +329,17 @@ fn attend<D: Dot>(
     let count = problem.q_len * per;
     rows.reserve(count, dim, plan.format.v.groups(dim));
     load_queries(s, step, item, reader.tensor_scales[0], &mut rows.q);
+    // The float arithmetic reads fp8 too small: see `stage`.
+    let unit = |scheme| match scheme {
+        Scheme::Fp8E4m3 => FP8_UNIT,
+        _ => 1.0,
+    };
+    let (k_unit, v_unit) = (unit(plan.format.k), unit(plan.format.v));
+    if !INTEGER && k_unit != 1.0 {
+        rows.q.as_mut_slice()[..count * dim]
+            .iter_mut()
+            .for_each(|q| *q *= k_unit);
+    }
 
     let seen = (0..problem.q_len)
         .map(|i| problem.visible(item.b, i))
@@ -382,11 +387,11 @@ fn attend<D: Dot>(
                     )
                 }),
             };
-            if !integer {
-                tile.load_float(&reader, t0, len, dim);
+            if !INTEGER {
+                tile.load_float(s, &reader, t0, len, dim);
                 aim(fetch, &reader, t0 + TILE);
                 // SAFETY: `load_float` has pointed the tile to `len` readable tokens.
-                unsafe { float::fold_tile(s, tile, fetch, rows, in_tile, modifiers) };
+                unsafe { float::fold_tile(s, tile, fetch, rows, in_tile, modifiers, v_unit) };
                 continue;
             }
             tile.load_integer(s, &reader, t0, len, dim);

@@ -121,7 +121,6 @@ unsafe fn values<S: Simd, const R: usize, const U: usize, const KIND: u8>(
     dim0: usize,
 ) {
     let dim = rows.dim;
-    let width = if KIND == F32 { 32 } else { 16 };
     let p = rows.scores.as_slice()[row * TILE..][..R * TILE].as_ptr();
     let mut acc = [[s.splat(0.0); U]; R];
     for t in start..end {
@@ -130,7 +129,7 @@ unsafe fn values<S: Simd, const R: usize, const U: usize, const KIND: u8>(
             // SAFETY: token t < 64 lies in the place of its 16; panels dim0/8.. of dim/8.
             *v = unsafe {
                 let panel = dim0 / 8 + u * (S::ROWS / 2);
-                let at = tile.v[t / 16].add(t % 16 * width + panel * tile.v_stride);
+                let at = tile.v[t / 16].add(t % 16 * tile.v_row + panel * tile.v_stride);
                 widen_panels::<S, KIND>(s, at, tile.v_stride)
             };
         }
@@ -227,7 +226,7 @@ unsafe fn fold_values<S: Simd, const KIND: u8>(
     }
 }
 
-/// Folds one tile into the state of every row that sees some of it; at least one does.
+/// Folds one tile into the state of every row that sees some of it; at least one does. V is too small by the factor `v_unit`.
 ///
 /// # Safety
 /// The tile's places are readable.
@@ -239,6 +238,7 @@ pub(crate) unsafe fn fold_tile<S: Simd>(
     rows: &mut Rows,
     seen: impl Fn(usize) -> [usize; 2],
     modifiers: impl Fn(usize) -> Modifiers,
+    v_unit: f32,
 ) {
     let (blocks, tokens) = (rows.count.div_ceil(4), tile.tokens.div_ceil(S::LANES));
     fetch.spread(blocks * 4 * (tokens + rows.dim.div_ceil(4 * S::LANES)));
@@ -261,6 +261,12 @@ pub(crate) unsafe fn fold_tile<S: Simd>(
                 let p = rows.scores.as_mut_slice()[row * TILE..][..TILE].as_mut_ptr();
                 let (m, l) = weights::<S, false>(s, p, range, &modifiers(row));
                 fold_scalars(rows, row, m, l);
+                if v_unit != 1.0 {
+                    let p = rows.scores.as_mut_slice()[row * TILE..][..TILE].as_mut_ptr();
+                    for t in (0..TILE).step_by(S::LANES) {
+                        s.store(p.add(t), s.mul(s.load(p.add(t)), s.splat(v_unit)));
+                    }
+                }
             }
         }
         match tile.v_float {

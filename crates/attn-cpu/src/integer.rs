@@ -12,16 +12,16 @@ use crate::{
     tile::{Fetch, Tile},
 };
 
-/// Calls a kernel over blocks of rows, as many as the registers hold.
+/// Calls a kernel over blocks of rows, 3 or 4 at most.
 macro_rules! in_blocks {
     ($count:expr, $most:expr, |$row:ident, $block:ident| $call:expr) => {{
         let mut $row = 0;
         while $row < $count {
             let left = $count - $row;
-            let block = if $most == 3 && left == 4 {
-                2
-            } else {
-                left.min($most)
+            let block = match left {
+                4 if $most == 3 => 2,
+                5 | 6 | 9 => 3,
+                _ => left.min($most),
             };
             match block {
                 1 => {
@@ -32,11 +32,11 @@ macro_rules! in_blocks {
                     const $block: usize = 2;
                     $call
                 }
-                3 if $most >= 3 => {
+                3 => {
                     const $block: usize = 3;
                     $call
                 }
-                _ if $most >= 4 => {
+                _ if $most == 4 => {
                     const $block: usize = 4;
                     $call
                 }
@@ -47,30 +47,6 @@ macro_rules! in_blocks {
     }};
 }
 pub(crate) use in_blocks;
-
-/// An array of four; not `array::from_fn`, whose closure would be compiled without the vector features.
-macro_rules! four {
-    (|$j:ident| $e:expr) => {
-        [
-            {
-                let $j = 0;
-                $e
-            },
-            {
-                let $j = 1;
-                $e
-            },
-            {
-                let $j = 2;
-                $e
-            },
-            {
-                let $j = 3;
-                $e
-            },
-        ]
-    };
-}
 
 /// Quantizes a row to 15 bits (section 2), writes its operands, and gives `2^−e`; `integers` receives q15.
 ///
@@ -110,14 +86,14 @@ unsafe fn plane<D: Dot>(d: D, x: *const f32, dim: usize, integers: *mut i32, out
 /// Prepares every row's operands for K without per-channel scales, in `groups` groups; `bias` is what a code enters with too much.
 #[inline(always)]
 pub(crate) fn prepare<D: Dot>(d: D, rows: &mut Rows, groups: usize, bias: i32) {
-    let dim = rows.dim;
+    let (dim, each) = (rows.dim, rows.dim / 16 * OPERAND);
     for r in 0..rows.count {
         let (x, out) = (
             &rows.q.as_slice()[r * dim..][..dim],
-            &mut rows.k_operands.as_mut_slice()[r * dim * 2..][..dim * 2],
+            &mut rows.k_operands.as_mut_slice()[r * each..][..each],
         );
         let integers = &mut rows.integers.as_mut_slice()[..dim];
-        // SAFETY: `dim` elements each, and dim/16 operands of 32 bytes; HEAD_DIMS are multiples of 16.
+        // SAFETY: `dim` elements each, and dim/16 operands; HEAD_DIMS are multiples of 16.
         rows.unit.as_mut_slice()[r] =
             unsafe { plane(d, x.as_ptr(), dim, integers.as_mut_ptr(), out.as_mut_ptr()) };
         rows.offset.as_mut_slice()[r] = 0.0;
@@ -138,7 +114,7 @@ pub(crate) fn prepare_channel<D: Dot>(
     shift: &[f32],
     bias: i32,
 ) {
-    let (s, dim) = (d.simd(), rows.dim);
+    let (s, dim, each) = (d.simd(), rows.dim, rows.dim / 16 * OPERAND);
     let (scale, shift) = (&scale[..dim], &shift[..dim]);
     let max = |x: *const f32| {
         let mut largest = s.splat(0.0);
@@ -168,7 +144,7 @@ pub(crate) fn prepare_channel<D: Dot>(
                 y = s.i_add(y, s.round(term));
             }
         }
-        let out = rows.k_operands.as_mut_slice()[r * dim * 2..][..dim * 2].as_mut_ptr();
+        let out = rows.k_operands.as_mut_slice()[r * each..][..each].as_mut_ptr();
         let integers = &mut rows.integers.as_mut_slice()[..dim];
         // SAFETY: as in `prepare`.
         let unit = unsafe { plane(d, folded, dim, integers.as_mut_ptr(), out) };
@@ -181,6 +157,90 @@ pub(crate) fn prepare_channel<D: Dot>(
         rows.offset.as_mut_slice()[r] = s.i_sum(y) as f32 * exp2i(-j);
         rows.k_bias.as_mut_slice()[r * GROUPS] = bias * s.i_sum(sum);
     }
+}
+
+/// Where 16 tokens of K lie, from which of them a step begins, and the operands of its rows, `row` bytes apart.
+struct Keys {
+    base: *const u8,
+    stride: usize,
+    first: usize,
+    operands: *const u8,
+    row: usize,
+}
+
+/// Products of `V` vectors of tokens with `R` rows, over the parts `from..to` of the dims.
+///
+/// # Safety
+/// K has those parts, and so have the operands; four vectors cover LANES of the 16 tokens, whose nibbles lie in 8 rows.
+#[inline(always)]
+unsafe fn k_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool>(
+    d: D,
+    keys: &Keys,
+    [from, to]: [usize; 2],
+    vectors: [usize; V],
+) -> [[D::KAcc; V]; R] {
+    let s = d.simd();
+    let mut acc = [[d.k_zero(); V]; R];
+    for part in from..to {
+        let mut codes = [d.k_none(); V];
+        for j in 0..V {
+            let token = keys.first + vectors[j] * D::S::ROWS;
+            let row = if NIBBLES { token % 8 } else { token };
+            // SAFETY: the caller's contract.
+            let raw = unsafe { s.i_load(keys.base.add(part * keys.stride + row * 16)) };
+            codes[j] = match NIBBLES {
+                false => d.k_bytes(raw),
+                true if token < 8 => d.k_low(raw),
+                true => d.k_high(raw),
+            };
+        }
+        for r in 0..R {
+            // SAFETY: operand `part` of row r.
+            let operand = unsafe {
+                let at = keys.operands.add(r * keys.row + part * OPERAND);
+                [s.i_row(at), s.i_row(at.add(16))]
+            };
+            for j in 0..V {
+                acc[r][j] = d.k_dot(acc[r][j], codes[j], operand);
+            }
+        }
+    }
+    acc
+}
+
+/// The sums of [`k_products`] for a whole step, a token to a lane.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+unsafe fn k_sums<D: Dot, const R: usize, const NIBBLES: bool>(
+    d: D,
+    keys: &Keys,
+    parts: [usize; 2],
+) -> [<D::S as Simd>::I; R] {
+    let s = d.simd();
+    let mut sums = [s.i_splat(0); R];
+    // SAFETY: the caller's contract, throughout.
+    unsafe {
+        if R <= D::AT_ONCE {
+            let acc = k_products::<D, R, 4, NIBBLES>(d, keys, parts, [0, 1, 2, 3]);
+            for r in 0..R {
+                let [a, b, c, e] = acc[r];
+                sums[r] = s.i_rows([d.k_sum(a), d.k_sum(b), d.k_sum(c), d.k_sum(e)]);
+            }
+            return sums;
+        }
+        let acc = k_products::<D, R, 2, NIBBLES>(d, keys, parts, [0, 1]);
+        for r in 0..R {
+            sums[r] = s.i_pairs(d.k_sum(acc[r][0]), d.k_sum(acc[r][1]));
+        }
+        let acc = k_products::<D, R, 2, NIBBLES>(d, keys, parts, [2, 3]);
+        for r in 0..R {
+            let second = s.i_pairs(d.k_sum(acc[r][0]), d.k_sum(acc[r][1]));
+            sums[r] = s.i_join(sums[r], second);
+        }
+    }
+    sums
 }
 
 /// Section 3 for `R` rows from `row` on: scores of the tile's tokens.
@@ -197,7 +257,8 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
 ) {
     let (s, dim) = (d.simd(), rows.dim);
     let parts = dim / 16 / tile.k_groups;
-    let operands = rows.k_operands.as_slice()[row * dim * 2..][..R * dim * 2].as_ptr();
+    let each = dim / 16 * OPERAND;
+    let operands = rows.k_operands.as_slice()[row * each..][..R * each].as_ptr();
     let bias = &rows.k_bias.as_slice()[row * GROUPS..][..R * GROUPS];
     let q_sums = &rows.q_sums.as_slice()[row * GROUPS..][..R * GROUPS];
     let (unit, offset) = (
@@ -206,41 +267,22 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
     );
     let out = rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr();
     for t in (0..tile.tokens).step_by(D::S::LANES) {
-        // The place of the tokens' 16, and where among them this step's begin.
-        let (base, first) = (tile.k[t / 16], if D::S::LANES == 16 { 0 } else { t % 16 });
+        let keys = Keys {
+            base: tile.k[t / 16],
+            stride: tile.k_stride,
+            first: if D::S::LANES == 16 { 0 } else { t % 16 },
+            operands,
+            row: each,
+        };
         fetch.step(s);
         let mut a = [s.splat(0.0); R];
         for g in 0..tile.k_groups {
-            let mut acc = [[d.k_zero(); 4]; R];
-            for part in g * parts..(g + 1) * parts {
-                // SAFETY: the tile's K has dim/16 parts; each vector covers ROWS tokens, four cover LANES of the 16 at `base`,
-                // whose nibbles lie in 8 rows.
-                let codes: [D::KCodes; 4] = four!(|j| unsafe {
-                    let token = first + j * D::S::ROWS;
-                    let row = if NIBBLES { token % 8 } else { token };
-                    let raw = s.i_load(base.add(part * tile.k_stride + row * 16));
-                    match NIBBLES {
-                        false => d.k_bytes(raw),
-                        true if token < 8 => d.k_low(raw),
-                        true => d.k_high(raw),
-                    }
-                });
-                for r in 0..R {
-                    // SAFETY: operand `part` of row r, of R·dim/16.
-                    let operand = unsafe {
-                        let at = operands.add(r * dim * 2 + part * OPERAND);
-                        [s.i_row(at), s.i_row(at.add(16))]
-                    };
-                    for j in 0..4 {
-                        acc[r][j] = d.k_dot(acc[r][j], codes[j], operand);
-                    }
-                }
-            }
+            // SAFETY: the tile's K and the rows' operands have dim/16 parts.
+            let sums = unsafe { k_sums::<D, R, NIBBLES>(d, &keys, [g * parts, (g + 1) * parts]) };
             // SAFETY: t + LANES ≤ TILE; g < k_groups ≤ GROUPS.
             let scale = unsafe { s.load(tile.k_scale[g].as_ptr().add(t)) };
             for r in 0..R {
-                let sum = s.i_rows(four!(|j| d.k_sum(acc[r][j])));
-                let sum = s.i_sub(sum, s.i_splat(bias[r * GROUPS + g]));
+                let sum = s.i_sub(sums[r], s.i_splat(bias[r * GROUPS + g]));
                 let term = s.mul(s.to_f(sum), scale);
                 a[r] = if g == 0 { term } else { s.add(a[r], term) };
                 if tile.k_has_shift {
@@ -291,10 +333,8 @@ unsafe fn weigh<D: Dot>(
         }
         let at = (row * tile.v_groups + g) * 4 * OPERAND;
         let out = rows.v_operands.as_mut_slice()[at..][..4 * OPERAND].as_mut_ptr();
-        for panel in 0..4 {
-            // SAFETY: 16 of 64 integers, one of four operands.
-            unsafe { d.v_operand(w.add(16 * panel), out.add(OPERAND * panel)) };
-        }
+        // SAFETY: TILE integers, four operands.
+        unsafe { d.v_operands(w, out) };
         if tile.v_has_shift {
             rows.w_sums.as_mut_slice()[row * GROUPS + g] = 8 * s.i_sum(w_sum);
             let (mut hi, mut lo) = (s.i_splat(0), s.i_splat(0));
@@ -314,6 +354,120 @@ unsafe fn weigh<D: Dot>(
         }
     }
     (m, l)
+}
+
+/// The operands of a group's weights, of rows `row` bytes apart.
+struct Weights {
+    operands: *const u8,
+    row: usize,
+}
+
+/// What becomes of `V` vectors of dims: products with `R` rows, and the codes' own sums where `V_BIAS` asks for them.
+type VProducts<D, const R: usize, const V: usize> =
+    ([[<D as Dot>::VAcc; V]; R], [<D as Dot>::VAcc; V]);
+
+/// Products of `V` vectors of the dims from `dim0` on with `R` rows.
+///
+/// # Safety
+/// The tile's V and the operands have as many panels as there are tokens; `dim0` and the LANES dims from there lie in V.
+#[inline(always)]
+unsafe fn v_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool>(
+    d: D,
+    tile: &Tile,
+    weights: &Weights,
+    dim0: usize,
+    vectors: [usize; V],
+) -> VProducts<D, R, V> {
+    let s = d.simd();
+    let first = if D::S::LANES == 16 { 0 } else { dim0 % 16 };
+    let mut acc = [[d.v_zero(); V]; R];
+    let mut count = [d.v_zero(); V];
+    for panel in 0..tile.tokens.div_ceil(16) {
+        let mut codes = [d.v_none(); V];
+        for j in 0..V {
+            let dim = first + vectors[j] * D::S::ROWS;
+            let row = match NIBBLES {
+                false => dim0 + vectors[j] * D::S::ROWS,
+                true => dim0 / 16 * 8 + dim % 8,
+            };
+            // SAFETY: a panel has dim rows of 16 bytes, or half as many rows of nibbles.
+            let raw = unsafe { s.i_load(tile.v[panel].add(row * 16)) };
+            codes[j] = match NIBBLES {
+                false => d.v_bytes(raw),
+                true if dim < 8 => d.v_low(raw),
+                true => d.v_high(raw),
+            };
+            if D::V_BIAS != 0 {
+                count[j] = d.v_count(count[j], codes[j]);
+            }
+        }
+        for r in 0..R {
+            // SAFETY: operand `panel` of row r.
+            let operand = unsafe {
+                let at = weights.operands.add(r * weights.row + panel * OPERAND);
+                [s.i_row(at), s.i_row(at.add(16))]
+            };
+            for j in 0..V {
+                acc[r][j] = d.v_dot(acc[r][j], codes[j], operand);
+            }
+        }
+    }
+    (acc, count)
+}
+
+/// The sums of [`v_products`] for a whole step, a dim to a lane.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+unsafe fn v_sums<D: Dot, const R: usize, const NIBBLES: bool>(
+    d: D,
+    tile: &Tile,
+    weights: &Weights,
+    dim0: usize,
+) -> [<D::S as Simd>::I; R] {
+    let s = d.simd();
+    let mut sums = [s.i_splat(0); R];
+    let mut count = s.i_splat(0);
+    // SAFETY: the caller's contract, throughout.
+    unsafe {
+        if R <= D::AT_ONCE {
+            let (acc, counts) =
+                v_products::<D, R, 4, NIBBLES>(d, tile, weights, dim0, [0, 1, 2, 3]);
+            for r in 0..R {
+                let [a, b, c, e] = acc[r];
+                sums[r] = s.i_rows([d.v_sum(a), d.v_sum(b), d.v_sum(c), d.v_sum(e)]);
+            }
+            if D::V_BIAS != 0 {
+                let [a, b, c, e] = counts;
+                count = s.i_rows([d.v_sum(a), d.v_sum(b), d.v_sum(c), d.v_sum(e)]);
+            }
+        } else {
+            let vectors = [0, 1];
+            let (acc, counts) = v_products::<D, R, 2, NIBBLES>(d, tile, weights, dim0, vectors);
+            for r in 0..R {
+                sums[r] = s.i_pairs(d.v_sum(acc[r][0]), d.v_sum(acc[r][1]));
+            }
+            let first = s.i_pairs(d.v_sum(counts[0]), d.v_sum(counts[1]));
+            let vectors = [2, 3];
+            let (acc, counts) = v_products::<D, R, 2, NIBBLES>(d, tile, weights, dim0, vectors);
+            for r in 0..R {
+                let second = s.i_pairs(d.v_sum(acc[r][0]), d.v_sum(acc[r][1]));
+                sums[r] = s.i_join(sums[r], second);
+            }
+            if D::V_BIAS != 0 {
+                let second = s.i_pairs(d.v_sum(counts[0]), d.v_sum(counts[1]));
+                count = s.i_join(first, second);
+            }
+        }
+    }
+    if D::V_BIAS != 0 {
+        let back = s.i_mul(count, s.i_splat(D::V_BIAS));
+        for r in 0..R {
+            sums[r] = s.i_add(sums[r], back);
+        }
+    }
+    sums
 }
 
 /// Section 4's product with V for `R` rows, folded into their states (section 5).
@@ -341,55 +495,19 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
     for dim0 in (0..dim).step_by(D::S::LANES) {
         let g = dim0 / group_dims;
         fetch.step(s);
-        let first = if D::S::LANES == 16 { 0 } else { dim0 % 16 };
-        let mut acc = [[d.v_zero(); 4]; R];
-        let mut count = [d.v_zero(); 4];
-        for panel in 0..tile.tokens.div_ceil(16) {
-            // SAFETY: the tile has this panel; it holds dim rows of 16 bytes, or half as many rows of nibbles, of which four vectors
-            // cover LANES dims.
-            let codes: [D::VCodes; 4] = four!(|j| unsafe {
-                let dim = first + j * D::S::ROWS;
-                let row = match NIBBLES {
-                    false => dim0 + j * D::S::ROWS,
-                    true => dim0 / 16 * 8 + dim % 8,
-                };
-                let raw = s.i_load(tile.v[panel].add(row * 16));
-                match NIBBLES {
-                    false => d.v_bytes(raw),
-                    true if dim < 8 => d.v_low(raw),
-                    true => d.v_high(raw),
-                }
-            });
-            if D::V_BIAS != 0 {
-                for j in 0..4 {
-                    count[j] = d.v_count(count[j], codes[j]);
-                }
-            }
-            for r in 0..R {
-                // SAFETY: operand (r, g, panel) of R·v_groups·4.
-                let operand = unsafe {
-                    let at = operands.add(r * stride + (g * 4 + panel) * OPERAND);
-                    [s.i_row(at), s.i_row(at.add(16))]
-                };
-                for j in 0..4 {
-                    acc[r][j] = d.v_dot(acc[r][j], codes[j], operand);
-                }
-            }
-        }
-        let back = if D::V_BIAS != 0 {
-            s.i_mul(s.i_rows(four!(|j| d.v_sum(count[j]))), s.i_splat(D::V_BIAS))
-        } else {
-            s.i_splat(0)
+        let weights = Weights {
+            // SAFETY: group g of v_groups.
+            operands: unsafe { operands.add(g * 4 * OPERAND) },
+            row: stride,
         };
+        // SAFETY: the tile's V and the operands have the tile's panels; dim0 + LANES ≤ dim.
+        let sums = unsafe { v_sums::<D, R, NIBBLES>(d, tile, &weights, dim0) };
         let unit = tile.v_unit[g];
         for r in 0..R {
             if beta[r] < 0.0 {
                 continue;
             }
-            let mut sum = s.i_rows(four!(|j| d.v_sum(acc[r][j])));
-            if D::V_BIAS != 0 {
-                sum = s.i_add(sum, back);
-            }
+            let mut sum = sums[r];
             let value = if tile.v_has_shift {
                 if NIBBLES {
                     sum = s.i_sub(sum, s.i_splat(w_sums[r * GROUPS + g]));
@@ -427,18 +545,15 @@ pub(crate) unsafe fn fold_tile<D: Dot>(
     modifiers: impl Fn(usize) -> Modifiers,
 ) {
     let tokens = tile.tokens.div_ceil(D::S::LANES);
-    fetch.spread(
-        rows.count.div_ceil(D::K_BLOCK) * tokens
-            + rows.count.div_ceil(D::V_BLOCK) * (rows.dim / D::S::LANES),
-    );
+    fetch.spread(rows.count.div_ceil(D::BLOCK) * (tokens + rows.dim / D::S::LANES));
     // SAFETY: the caller's contract, in all three.
     unsafe {
         if tile.k_nibbles {
-            in_blocks!(rows.count, D::K_BLOCK, |row, R| scores::<D, R, true>(
+            in_blocks!(rows.count, D::BLOCK, |row, R| scores::<D, R, true>(
                 d, tile, fetch, rows, row
             ));
         } else {
-            in_blocks!(rows.count, D::K_BLOCK, |row, R| scores::<D, R, false>(
+            in_blocks!(rows.count, D::BLOCK, |row, R| scores::<D, R, false>(
                 d, tile, fetch, rows, row
             ));
         }
@@ -452,11 +567,11 @@ pub(crate) unsafe fn fold_tile<D: Dot>(
             fold_scalars(rows, row, m, l);
         }
         if tile.v_nibbles {
-            in_blocks!(rows.count, D::V_BLOCK, |row, R| values::<D, R, true>(
+            in_blocks!(rows.count, D::BLOCK, |row, R| values::<D, R, true>(
                 d, tile, fetch, rows, row
             ));
         } else {
-            in_blocks!(rows.count, D::V_BLOCK, |row, R| values::<D, R, false>(
+            in_blocks!(rows.count, D::BLOCK, |row, R| values::<D, R, false>(
                 d, tile, fetch, rows, row
             ));
         }

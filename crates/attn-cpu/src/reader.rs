@@ -142,10 +142,10 @@ impl<'a> Reader<'a> {
     }
 
     fn is_open(&self, t: usize) -> bool {
-        match self.source {
+        match &self.source {
             Source::Pages {
-                layout, parts, len, ..
-            } => layout.has_tail_page() && t >> parts.page_shift == len >> parts.page_shift,
+                tail, parts, len, ..
+            } => tail.is_some() && t >> parts.page_shift == len >> parts.page_shift,
             Source::View(_) => false,
         }
     }
@@ -171,17 +171,16 @@ impl<'a> Reader<'a> {
     pub(crate) fn page(&self, side: Side, t: usize) -> PagePart<'a> {
         let Source::Pages {
             pool,
-            layout,
             parts,
             pages,
             tail,
             ..
-        } = self.source
+        } = &self.source
         else {
             unreachable!("a view has no pages");
         };
         let (page, part) = match (side, tail) {
-            (Side::K, Some(tail)) if self.is_open(t) => (tail, 2),
+            (Side::K, Some(tail)) if self.is_open(t) => (*tail, 2),
             _ => (pages[t >> parts.page_shift], side as usize),
         };
         let page = &pool[page as usize * parts.page_bytes..][..parts.page_bytes];
@@ -189,7 +188,7 @@ impl<'a> Reader<'a> {
         PagePart {
             codes: &page[codes..params],
             params: &page[params..end],
-            page_size: layout.page_size,
+            page_size: 1 << parts.page_shift,
         }
     }
 
@@ -200,7 +199,7 @@ impl<'a> Reader<'a> {
     pub(crate) fn run(&self, t: usize) -> &'a [u8] {
         let Source::Pages {
             pool, parts, pages, ..
-        } = self.source
+        } = &self.source
         else {
             unreachable!("a view has no pages");
         };
@@ -222,22 +221,18 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// All codes of a tile as `[t][d]`, page by page.
-    pub(crate) fn codes_of_tile(
-        &self,
-        side: Side,
-        t0: usize,
-        n: usize,
-        head_dim: usize,
-        out: &mut [u16],
-    ) {
-        let mut t = t0;
-        while t < t0 + n {
-            let count = (t0 + n).min(self.page_end(t)) - t;
-            let out = &mut out[(t - t0) * head_dim..][..count * head_dim];
-            self.codes(side, t, count, head_dim, out);
-            t += count;
-        }
+    /// f16 scales of a view from token `t` on, and how far apart two tokens' are.
+    ///
+    /// # Panics
+    /// For pages.
+    pub(crate) fn view_scales(&self, side: Side, t: usize) -> (&'a [u16], usize) {
+        let Source::View(view) = self.source else {
+            unreachable!("pages hold their scales");
+        };
+        let rows = if side == Side::K { &view.k } else { &view.v };
+        let [sequence, head, token] = rows.scale_strides;
+        let first = self.sequence * sequence + self.head * head + t * token;
+        (&rows.scales[first..], token)
     }
 
     /// One part of the page of token `t`: its codes, its parameters, and the cache's layout.
@@ -306,67 +301,5 @@ impl<'a> Reader<'a> {
     /// Whether token `t` lies in a sealed page whose K has a scale per channel.
     pub fn is_channel(&self, t: usize) -> bool {
         self.scheme(Side::K, t) == Scheme::Int4(Int4Scale::Channel)
-    }
-
-    /// All codes of tokens `t0..t0 + n` (one page at most) as `[t][d]`, panel by panel.
-    pub fn codes(&self, side: Side, t0: usize, n: usize, head_dim: usize, out: &mut [u16]) {
-        let bits = self.scheme(side, t0).code_bits();
-        let Some((codes, _, layout)) = self.part(side, t0) else {
-            for t in 0..n {
-                for d in 0..head_dim {
-                    out[t * head_dim + d] = self.code(side, t0 + t, d);
-                }
-            }
-            return;
-        };
-        let (page_size, first) = (layout.page_size, t0 % layout.page_size);
-        for t in 0..n {
-            let (t, out) = (first + t, &mut out[t * head_dim..][..head_dim]);
-            if side == Side::V && bits != 16 {
-                unpack_v(codes, bits, t, out);
-            } else {
-                unpack_k(codes, bits, page_size, t, out);
-            }
-        }
-    }
-}
-
-/// One token's codes from panels with tokens inside: K, and V of 16 bits.
-fn unpack_k(codes: &[u8], bits: usize, page_size: usize, t: usize, out: &mut [u16]) {
-    let (each, panel_bytes) = match bits {
-        16 => (8, page_size * 16),
-        8 => (16, page_size * 16),
-        _ => (16, page_size * 8),
-    };
-    let at = layout::k_code(bits, 0, page_size, t, 0);
-    for (panel, out) in out.chunks_exact_mut(each).enumerate() {
-        let row = &codes[panel * panel_bytes + at.byte..][..16];
-        match bits {
-            16 => row
-                .chunks_exact(2)
-                .zip(out)
-                .for_each(|(c, o)| *o = u16::from_le_bytes([c[0], c[1]])),
-            8 => row.iter().zip(out).for_each(|(c, o)| *o = u16::from(*c)),
-            _ => row
-                .iter()
-                .zip(out)
-                .for_each(|(c, o)| *o = u16::from(c >> at.shift & 15)),
-        }
-    }
-}
-
-/// One token's codes of V in 8 or 4 bits, which lies transposed.
-fn unpack_v(codes: &[u8], bits: usize, t: usize, out: &mut [u16]) {
-    let at = layout::v_code(bits, out.len(), 0, t, 0);
-    let rows = codes[at.byte..].iter().step_by(16);
-    if bits == 8 {
-        rows.zip(out).for_each(|(c, o)| *o = u16::from(*c));
-        return;
-    }
-    for (eight, out) in out.chunks_exact_mut(16).enumerate() {
-        let (low, high) = out.split_at_mut(8);
-        for ((c, l), h) in rows.clone().skip(8 * eight).zip(low).zip(high) {
-            (*l, *h) = (u16::from(c & 15), u16::from(c >> 4));
-        }
     }
 }

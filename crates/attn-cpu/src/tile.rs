@@ -1,21 +1,18 @@
 //! One tile of 64 tokens of one KV head, as the kernels want it: where its codes lie, and its parameters as floats.
 //!
-//! Native pages are read where they lie. Row-major views, fp8, and pairs of an integer and a float scheme are first packed into
-//! panels of this thread's own: a slower path, with the same bits.
-
-use std::sync::LazyLock;
+//! Native pages are read where they lie, and so is 16-bit V of views; the rest is first brought into panels of this thread's own
+//! ([`crate::stage`]).
 
 use attn_core::{
     Int4Scale, Int8Scale, Scheme,
     arithmetic::{TILE, exp2i, exponent},
-    layout::slot,
-    quant,
 };
 
 use crate::{
     reader::{Reader, Side},
     scratch::{Aligned, GROUPS},
     simd::Simd,
+    stage::{self, Job, Lines, Scales},
 };
 
 /// How floats are stored in panels of 8.
@@ -24,6 +21,22 @@ pub(crate) enum Float {
     F16,
     Bf16,
     F32,
+}
+
+impl Float {
+    /// What the kernel reads of a scheme: fp8 as f16 (see [`crate::stage`]), other codes as f32.
+    fn of(scheme: Scheme) -> Self {
+        match scheme {
+            Scheme::F16 | Scheme::Fp8E4m3 => Float::F16,
+            Scheme::Bf16 => Float::Bf16,
+            _ => Float::F32,
+        }
+    }
+
+    /// Bytes of a panel's row.
+    fn row(self) -> usize {
+        if self == Float::F32 { 32 } else { 16 }
+    }
 }
 
 /// What will be read next, asked for while the current tile is worked on: into L2, line by line in the order of addresses,
@@ -114,6 +127,8 @@ pub(crate) struct Tile {
     /// Integers: the panel of each 16 tokens. Floats: as for K.
     pub v: [*const u8; 4],
     pub v_stride: usize,
+    /// Floats: from a token to the next.
+    pub v_row: usize,
     pub v_nibbles: bool,
     pub v_float: Float,
     pub v_groups: usize,
@@ -133,7 +148,6 @@ pub(crate) struct Tile {
     pub channel_shift: Aligned<f32>,
     k_panels: Aligned<u8>,
     v_panels: Aligned<u8>,
-    codes: Vec<u16>,
 }
 
 impl Tile {
@@ -150,6 +164,7 @@ impl Tile {
             k_shift: [[0.0; TILE]; GROUPS],
             v: [std::ptr::null(); 4],
             v_stride: 0,
+            v_row: 0,
             v_nibbles: false,
             v_float: Float::F32,
             v_groups: 1,
@@ -164,7 +179,6 @@ impl Tile {
             channel_shift: Aligned::new(),
             k_panels: Aligned::new(),
             v_panels: Aligned::new(),
-            codes: Vec::new(),
         }
     }
 
@@ -187,24 +201,16 @@ impl Tile {
         if reader.is_paged() {
             self.place(reader, Side::K, t0, scheme.code_bits(), dim);
         } else {
-            self.pack_k(reader, t0, dim);
+            self.copy_k(s, reader, t0, dim);
         }
         if channel {
-            self.channel(s, reader, t0, dim);
+            self.channel(s, reader, t0, dim, 8.0);
         }
         if channel || scheme == Scheme::Int8(Int8Scale::Tensor) {
             self.k_scale[0] = [1.0; TILE];
         } else {
-            params(
-                s,
-                reader,
-                Side::K,
-                t0,
-                tokens,
-                self.k_groups,
-                &mut self.k_scale,
-                &mut self.k_shift,
-            );
+            let into = [&mut self.k_scale, &mut self.k_shift];
+            params(s, reader, Side::K, [t0, tokens], self.k_groups, 8.0, into);
         }
 
         let scheme = reader.scheme(Side::V, t0);
@@ -214,21 +220,13 @@ impl Tile {
         if reader.is_paged() {
             self.place(reader, Side::V, t0, scheme.code_bits(), dim);
         } else {
-            self.pack_v(reader, t0, dim);
+            self.turn_v(s, reader, t0, dim);
         }
         if scheme == Scheme::Int8(Int8Scale::Tensor) {
             self.v_scale[0] = std::array::from_fn(|t| if t < tokens { 1.0 } else { 0.0 });
         } else {
-            params(
-                s,
-                reader,
-                Side::V,
-                t0,
-                tokens,
-                self.v_groups,
-                &mut self.v_scale,
-                &mut self.v_shift,
-            );
+            let into = [&mut self.v_scale, &mut self.v_shift];
+            params(s, reader, Side::V, [t0, tokens], self.v_groups, 8.0, into);
         }
         for g in 0..self.v_groups {
             let largest = largest(s, &self.v_scale[g]);
@@ -272,25 +270,33 @@ impl Tile {
     }
 
     /// Loads a tile for the float arithmetic.
-    pub fn load_float(&mut self, reader: &Reader<'_>, t0: usize, tokens: usize, dim: usize) {
+    #[inline(always)]
+    pub fn load_float<S: Simd>(
+        &mut self,
+        s: S,
+        reader: &Reader<'_>,
+        t0: usize,
+        tokens: usize,
+        dim: usize,
+    ) {
         self.tokens = tokens;
         for side in [Side::K, Side::V] {
             let scheme = reader.scheme(side, t0);
-            let float = match scheme {
-                Scheme::F16 => Float::F16,
-                Scheme::Bf16 => Float::Bf16,
-                _ => Float::F32,
-            };
-            if float != Float::F32 && reader.is_paged() {
-                self.place(reader, side, t0, 16, dim);
-            } else {
-                self.dequantize(reader, side, t0, scheme, dim);
-            }
-            let stored = if reader.is_paged() { float } else { Float::F32 };
+            let float = Float::of(scheme);
             if side == Side::K {
-                self.k_float = stored;
+                self.k_float = float;
             } else {
-                self.v_float = stored;
+                (self.v_float, self.v_row) = (float, float.row());
+            }
+            if scheme.code_bits() != 16 {
+                self.widen(s, reader, side, t0, scheme, dim);
+            } else if reader.is_paged() {
+                self.place(reader, side, t0, 16, dim);
+            } else if side == Side::K {
+                self.copy_k(s, reader, t0, 2 * dim);
+            } else {
+                let lines = lines_of_view(reader, side, t0, tokens, 2 * dim);
+                (self.v, self.v_stride, self.v_row) = (lines.places, lines.chunk, lines.row);
             }
         }
     }
@@ -305,86 +311,80 @@ impl Tile {
         *stride = places_of(reader, side, t0, self.tokens, bits, dim, places);
     }
 
-    /// K of a view as panels of 16 dims.
-    fn pack_k(&mut self, reader: &Reader<'_>, t0: usize, dim: usize) {
-        self.k_panels.reserve(TILE * dim);
-        let panels = self.k_panels.as_mut_slice();
-        let view = reader.rows(Side::K).expect("only views have rows to pack");
-        for t in 0..self.tokens {
-            for (panel, row) in view.row(t0 + t, dim).chunks_exact(16).enumerate() {
-                panels[(panel * TILE + t) * 16..][..16].copy_from_slice(row);
-            }
-        }
+    /// K of a view, as panels of 16 bytes.
+    #[inline(always)]
+    fn copy_k<S: Simd>(&mut self, s: S, reader: &Reader<'_>, t0: usize, bytes: usize) {
+        self.k_panels.reserve(TILE * bytes);
+        let panels = &mut self.k_panels.as_mut_slice()[..TILE * bytes];
+        let lines = lines_of_view(reader, Side::K, t0, self.tokens, bytes);
+        // SAFETY: `lines` holds rows of `bytes`; `panels` is as long as all of them.
+        unsafe { stage::copy(s, &lines, self.tokens, bytes, panels.as_mut_ptr()) };
         self.k = std::array::from_fn(|i| panels[i * 256..].as_ptr());
         self.k_stride = TILE * 16;
     }
 
-    /// V of a view, transposed into panels of 16 tokens.
-    fn pack_v(&mut self, reader: &Reader<'_>, t0: usize, dim: usize) {
+    /// 8-bit V of a view, turned into panels of 16 tokens.
+    #[inline(always)]
+    fn turn_v<S: Simd>(&mut self, s: S, reader: &Reader<'_>, t0: usize, dim: usize) {
         self.v_panels.reserve(TILE * dim);
-        let panels = self.v_panels.as_mut_slice();
-        let view = reader.rows(Side::V).expect("only views have rows to pack");
-        for t in 0..self.tokens {
-            let panel = &mut panels[t / 16 * dim * 16 + slot(t % 16)..];
-            for (d, code) in view.row(t0 + t, dim).iter().enumerate() {
-                panel[d * 16] = *code;
-            }
-        }
+        let panels = &mut self.v_panels.as_mut_slice()[..TILE * dim];
+        let lines = lines_of_view(reader, Side::V, t0, self.tokens, dim);
+        // SAFETY: `lines` holds rows of `dim` bytes; `panels` has four panels of `dim` rows of 16 bytes.
+        unsafe { stage::turn_rows(s, &lines, self.tokens, dim, panels.as_mut_ptr()) };
         self.v = std::array::from_fn(|i| panels[i * dim * 16..].as_ptr());
     }
 
-    /// One side as f32 in panels of 8.
-    fn dequantize(
+    /// One side of 8 or 4 bits as floats in panels of 8.
+    #[inline(always)]
+    fn widen<S: Simd>(
         &mut self,
+        s: S,
         reader: &Reader<'_>,
         side: Side,
         t0: usize,
         scheme: Scheme,
         dim: usize,
     ) {
-        let panels = if side == Side::K {
-            &mut self.k_panels
-        } else {
-            &mut self.v_panels
-        };
-        panels.reserve(TILE * dim * 4);
-        let bytes = panels.as_mut_slice();
-        let channel = scheme == Scheme::Int4(Int4Scale::Channel);
-        let group_dims = if channel { 1 } else { dim / scheme.groups(dim) };
-        self.codes.resize(TILE * dim, 0);
-        reader.codes_of_tile(side, t0, self.tokens, dim, &mut self.codes);
-        static FP8: LazyLock<[f32; 256]> =
-            LazyLock::new(|| std::array::from_fn(|code| quant::from_fp8(code as u8)));
-        let fp8: &[f32; 256] = &FP8;
-        for t in 0..self.tokens {
-            let (mut scale, mut shift) = (0.0, 0.0);
-            for (d, &code) in self.codes[t * dim..][..dim].iter().enumerate() {
-                if scheme.is_integer() && d % group_dims == 0 {
-                    let param = reader.param(side, t0 + t, d / group_dims);
-                    (scale, shift) = (param.scale.to_f32(), param.shift.to_f32());
-                }
-                // `quant::decode`, its parameters converted once per group.
-                let x = match scheme {
-                    Scheme::Fp8E4m3 => fp8[usize::from(code as u8)],
-                    Scheme::Int8(_) => f32::from(code as u8 as i8) * scale,
-                    Scheme::Int4(_) => f32::from(code) * scale + shift,
-                    _ => quant::decode(scheme, code, quant::Param::default(), 1.0),
-                };
-                let at = ((d / 8 * TILE + t) * 8 + d % 8) * 4;
-                bytes[at..at + 4].copy_from_slice(&x.to_ne_bytes());
-            }
+        let (tokens, groups, row) = (self.tokens, scheme.groups(dim), Float::of(scheme).row());
+        let by_channel = scheme == Scheme::Int4(Int4Scale::Channel);
+        if by_channel {
+            self.channel(s, reader, t0, dim, 0.0);
+        } else if scheme == Scheme::Int8(Int8Scale::Tensor) {
+            self.k_scale[0] = [1.0; TILE];
+        } else if scheme.is_integer() {
+            let into = [&mut self.k_scale, &mut self.k_shift];
+            params(s, reader, side, [t0, tokens], groups, 0.0, into);
         }
-        let places = std::array::from_fn(|i| bytes[i * 16 * 32..].as_ptr());
-        if side == Side::K {
-            (self.k, self.k_stride) = (places, TILE * 32);
-        } else {
-            (self.v, self.v_stride) = (places, TILE * 32);
+        let channel = [&self.channel_scale, &self.channel_shift];
+        let panels = match side {
+            Side::K => &mut self.k_panels,
+            Side::V => &mut self.v_panels,
+        };
+        panels.reserve(TILE * dim / 8 * row);
+        let out = panels.as_mut_slice()[..TILE * dim / 8 * row].as_mut_ptr();
+        let job = Job {
+            tokens,
+            dim,
+            scales: Scales {
+                scale: &self.k_scale,
+                shift: &self.k_shift,
+                groups,
+                channel: by_channel.then(|| channel.map(|x| &x.as_slice()[..dim])),
+            },
+            out,
+        };
+        // SAFETY: `out` is as long as `dim/8` panels of TILE rows.
+        unsafe { widen(s, reader, side, t0, scheme, &job) };
+        let places = [0, 1, 2, 3].map(|i| out.wrapping_add(i * 16 * row).cast_const());
+        match side {
+            Side::K => (self.k, self.k_stride) = (places, TILE * row),
+            Side::V => (self.v, self.v_stride) = (places, TILE * row),
         }
     }
 
-    /// Scales and centred shifts of a sealed page.
+    /// Scales and shifts of a sealed page, for codes less `centre`.
     #[inline(always)]
-    fn channel<S: Simd>(&mut self, s: S, reader: &Reader<'_>, t0: usize, dim: usize) {
+    fn channel<S: Simd>(&mut self, s: S, reader: &Reader<'_>, t0: usize, dim: usize, centre: f32) {
         self.channel_scale.reserve(dim);
         self.channel_shift.reserve(dim);
         let params = &reader.page(Side::K, t0).params[..dim * 4];
@@ -395,10 +395,65 @@ impl Tile {
         for d in (0..dim).step_by(S::LANES) {
             // SAFETY: d + LANES ≤ dim, the number of pairs in params and of floats in scale and shift.
             unsafe {
-                let (a, b) = pair(s, params.as_ptr().add(d * 4));
+                let (a, b) = pair(s, params.as_ptr().add(d * 4), centre);
                 s.store(scale.as_mut_ptr().add(d), a);
                 s.store(shift.as_mut_ptr().add(d), b);
             }
+        }
+    }
+}
+
+/// The rows of a view's tile, all of `bytes` bytes.
+#[inline(always)]
+fn lines_of_view(reader: &Reader<'_>, side: Side, t0: usize, tokens: usize, bytes: usize) -> Lines {
+    let view = reader.rows(side).expect("what has no pages is a view");
+    let first = view.row(t0, bytes);
+    // The last row lies in the view, and so do those before it.
+    let last = view.row(t0 + tokens - 1, bytes);
+    let row = (last.as_ptr() as usize - first.as_ptr() as usize) / (tokens - 1).max(1);
+    Lines {
+        places: [0, 1, 2, 3].map(|i| first.as_ptr().wrapping_add(16 * i * row)),
+        row,
+        chunk: 16,
+    }
+}
+
+/// A job's codes, wherever they lie.
+///
+/// # Safety
+/// The job's `out` has room for its dims in panels of the scheme's floats.
+#[inline(always)]
+unsafe fn widen<S: Simd>(
+    s: S,
+    reader: &Reader<'_>,
+    side: Side,
+    t0: usize,
+    scheme: Scheme,
+    job: &Job<'_>,
+) {
+    let (bits, fp8) = (scheme.code_bits(), scheme == Scheme::Fp8E4m3);
+    let mut lines = Lines {
+        places: [std::ptr::null(); 4],
+        row: 16,
+        chunk: 16,
+    };
+    if reader.is_paged() {
+        let places = &mut lines.places;
+        lines.chunk = places_of(reader, side, t0, job.tokens, bits, job.dim, places);
+    } else {
+        lines = lines_of_view(reader, side, t0, job.tokens, job.dim);
+    }
+    let turned = reader.is_paged() && side == Side::V;
+    // SAFETY: the places hold the tile's tokens, in the shape that each function asks for.
+    unsafe {
+        match (turned, bits) {
+            (true, 4) => stage::widen_turned_pairs(s, &lines.places, job),
+            (true, _) if fp8 => stage::widen_turned::<S, { stage::FP8 }>(s, &lines.places, job),
+            (true, _) => stage::widen_turned::<S, { stage::INT8 }>(s, &lines.places, job),
+            (false, 4) => stage::widen_pairs(s, &lines, job),
+            (false, _) if !fp8 => stage::widen_rows::<S, { stage::INT8 }>(s, &lines, job),
+            _ if reader.is_paged() => stage::widen_rows::<S, { stage::FP8 }>(s, &lines, job),
+            _ => stage::widen_rows::<S, { stage::FP8_NAN }>(s, &lines, job),
         }
     }
 }
@@ -435,17 +490,17 @@ fn places_of(
     stride
 }
 
-/// Scales and centred shifts from `{scale, shift}` pairs of f16.
+/// Scales and shifts, for codes less `centre`, from `{scale, shift}` pairs of f16.
 ///
 /// # Safety
 /// `4·LANES` bytes are readable at `p`.
 #[inline(always)]
-unsafe fn pair<S: Simd>(s: S, p: *const u8) -> (S::F, S::F) {
+unsafe fn pair<S: Simd>(s: S, p: *const u8, centre: f32) -> (S::F, S::F) {
     // SAFETY: the caller's contract.
     let raw = unsafe { s.i_load(p) };
     let scale = s.f16_to_f(s.i_and(raw, s.i_splat(0xffff)));
     let shift = s.f16_to_f(s.i_shr::<16>(raw));
-    (scale, s.add(shift, s.mul(scale, s.splat(8.0))))
+    (scale, s.add(shift, s.mul(scale, s.splat(centre))))
 }
 
 #[inline(always)]
@@ -469,28 +524,28 @@ fn largest_abs<S: Simd>(s: S, x: &[f32; TILE]) -> f32 {
 }
 
 /// Parameters per token as floats, `[group][token]`, 0 from `tokens` on.
-#[allow(
-    clippy::too_many_arguments,
-    reason = "one call per side; a struct would only rename them"
-)]
 #[inline(always)]
 fn params<S: Simd>(
     s: S,
     reader: &Reader<'_>,
     side: Side,
-    t0: usize,
-    tokens: usize,
+    [t0, tokens]: [usize; 2],
     groups: usize,
-    scale: &mut [[f32; TILE]; GROUPS],
-    shift: &mut [[f32; TILE]; GROUPS],
+    centre: f32,
+    [scale, shift]: [&mut [[f32; TILE]; GROUPS]; 2],
 ) {
     if !reader.is_paged() {
+        let ((from, stride), mut bits) = (reader.view_scales(side, t0), [0u16; TILE]);
         for g in 0..groups {
-            for t in 0..TILE {
-                scale[g][t] = match t < tokens {
-                    true => reader.param(side, t0 + t, g).scale.to_f32(),
-                    false => 0.0,
-                };
+            for (t, bits) in bits[..tokens].iter_mut().enumerate() {
+                *bits = from[t * stride + g];
+            }
+            for t in (0..TILE).step_by(S::LANES) {
+                // SAFETY: t + LANES ≤ TILE, the length of both.
+                unsafe {
+                    let x = s.f16_to_f(s.i_load_u16(bits.as_ptr().add(t).cast()));
+                    s.store(scale[g].as_mut_ptr().add(t), x);
+                }
             }
         }
         return;
@@ -512,7 +567,7 @@ fn params<S: Simd>(
                 // SAFETY: `at` holds LANES parameters; t + LANES ≤ TILE.
                 unsafe {
                     let (mut a, mut b) = if shifted {
-                        pair(s, at.as_ptr())
+                        pair(s, at.as_ptr(), centre)
                     } else {
                         (s.f16_to_f(s.i_load_u16(at.as_ptr())), s.splat(0.0))
                     };

@@ -92,14 +92,19 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn i_rows(self, v: [__m256i; 4]) -> __m256i {
+    fn i_pairs(self, a: __m256i, b: __m256i) -> __m256i {
+        op!(_mm256_add_epi32(
+            _mm256_unpacklo_epi64(a, b),
+            _mm256_unpackhi_epi64(a, b)
+        ))
+    }
+
+    #[inline(always)]
+    fn i_join(self, a: __m256i, b: __m256i) -> __m256i {
         op!({
-            let [a, b, c, d] = v;
-            let ab = _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
-            let cd = _mm256_add_epi32(_mm256_unpacklo_epi64(c, d), _mm256_unpackhi_epi64(c, d));
-            let (ab, cd) = (_mm256_castsi256_ps(ab), _mm256_castsi256_ps(cd));
-            let even = _mm256_shuffle_ps::<0b10_00_10_00>(ab, cd);
-            let odd = _mm256_shuffle_ps::<0b11_01_11_01>(ab, cd);
+            let (a, b) = (_mm256_castsi256_ps(a), _mm256_castsi256_ps(b));
+            let even = _mm256_shuffle_ps::<0b10_00_10_00>(a, b);
+            let odd = _mm256_shuffle_ps::<0b11_01_11_01>(a, b);
             let sum = _mm256_add_epi32(_mm256_castps_si256(even), _mm256_castps_si256(odd));
             _mm256_permutevar8x32_epi32(sum, order!())
         })
@@ -123,6 +128,39 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn h_dot(self, acc: __m256i, a: __m256i, b: __m256i) -> __m256i {
         op!(_mm256_add_epi32(acc, _mm256_madd_epi16(a, b)))
+    }
+
+    #[inline(always)]
+    fn zip_8(self, a: __m256i, b: __m256i) -> [__m256i; 2] {
+        op!([_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b)])
+    }
+
+    #[inline(always)]
+    fn zip_16(self, a: __m256i, b: __m256i) -> [__m256i; 2] {
+        op!([_mm256_unpacklo_epi16(a, b), _mm256_unpackhi_epi16(a, b)])
+    }
+
+    #[inline(always)]
+    fn zip_64(self, a: __m256i, b: __m256i) -> [__m256i; 2] {
+        op!([_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b)])
+    }
+
+    #[inline(always)]
+    unsafe fn i_load_rows(self, rows: [*const u8; 4]) -> __m256i {
+        // SAFETY: 16 bytes are readable at each by the caller's contract.
+        unsafe {
+            let low = _mm256_castsi128_si256(_mm_loadu_si128(rows[0].cast()));
+            _mm256_inserti128_si256::<1>(low, _mm_loadu_si128(rows[1].cast()))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn i_store_rows(self, rows: [*mut u8; 4], a: __m256i) {
+        // SAFETY: 16 bytes are writable at the first two by the caller's contract.
+        unsafe {
+            _mm_storeu_si128(rows[0].cast(), _mm256_castsi256_si128(a));
+            _mm_storeu_si128(rows[1].cast(), _mm256_extracti128_si256::<1>(a));
+        }
     }
 
     #[inline(always)]

@@ -81,16 +81,21 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    fn i_rows(self, v: [__m512i; 4]) -> __m512i {
+    fn i_pairs(self, a: __m512i, b: __m512i) -> __m512i {
+        op!(_mm512_add_epi32(
+            _mm512_unpacklo_epi64(a, b),
+            _mm512_unpackhi_epi64(a, b)
+        ))
+    }
+
+    #[inline(always)]
+    fn i_join(self, a: __m512i, b: __m512i) -> __m512i {
         op!({
-            let [a, b, c, d] = v;
-            let ab = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-            let cd = _mm512_add_epi32(_mm512_unpacklo_epi64(c, d), _mm512_unpackhi_epi64(c, d));
-            let (ab, cd) = (_mm512_castsi512_ps(ab), _mm512_castsi512_ps(cd));
-            let even = _mm512_shuffle_ps::<0b10_00_10_00>(ab, cd);
-            let odd = _mm512_shuffle_ps::<0b11_01_11_01>(ab, cd);
+            let (a, b) = (_mm512_castsi512_ps(a), _mm512_castsi512_ps(b));
+            let even = _mm512_shuffle_ps::<0b10_00_10_00>(a, b);
+            let odd = _mm512_shuffle_ps::<0b11_01_11_01>(a, b);
             let sum = _mm512_add_epi32(_mm512_castps_si512(even), _mm512_castps_si512(odd));
-            // Lane 4·row + j holds row `row` of v[j].
+            // Lane 4·row + i holds a row of the vector that came i-th.
             let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
             _mm512_permutexvar_epi32(order, sum)
         })
@@ -114,6 +119,48 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn h_dot(self, acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
         op!(_mm512_add_epi32(acc, _mm512_madd_epi16(a, b)))
+    }
+
+    #[inline(always)]
+    fn zip_8(self, a: __m512i, b: __m512i) -> [__m512i; 2] {
+        op!([_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b)])
+    }
+
+    #[inline(always)]
+    fn zip_16(self, a: __m512i, b: __m512i) -> [__m512i; 2] {
+        op!([_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)])
+    }
+
+    #[inline(always)]
+    fn zip_64(self, a: __m512i, b: __m512i) -> [__m512i; 2] {
+        op!([_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b)])
+    }
+
+    #[inline(always)]
+    unsafe fn i_load_rows(self, rows: [*const u8; 4]) -> __m512i {
+        // SAFETY: 16 bytes are readable at each by the caller's contract.
+        unsafe {
+            let [a, b, c, d] = [
+                _mm_loadu_si128(rows[0].cast()),
+                _mm_loadu_si128(rows[1].cast()),
+                _mm_loadu_si128(rows[2].cast()),
+                _mm_loadu_si128(rows[3].cast()),
+            ];
+            let low = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(a), b);
+            let high = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(c), d);
+            _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn i_store_rows(self, rows: [*mut u8; 4], a: __m512i) {
+        // SAFETY: 16 bytes are writable at each by the caller's contract.
+        unsafe {
+            _mm_storeu_si128(rows[0].cast(), _mm512_castsi512_si128(a));
+            _mm_storeu_si128(rows[1].cast(), _mm512_extracti32x4_epi32::<1>(a));
+            _mm_storeu_si128(rows[2].cast(), _mm512_extracti32x4_epi32::<2>(a));
+            _mm_storeu_si128(rows[3].cast(), _mm512_extracti32x4_epi32::<3>(a));
+        }
     }
 
     #[inline(always)]
@@ -308,8 +355,9 @@ impl Dot for Vnni {
     type S = Avx512;
     const K_BIAS: i32 = 128;
     const V_BIAS: i32 = 0;
-    const K_BLOCK: usize = 3;
-    const V_BLOCK: usize = 3;
+    // Four rows go as two and two: taken two vectors at a time, their additional loads cost more than is shared.
+    const BLOCK: usize = 3;
+    const AT_ONCE: usize = 3;
     type KCodes = __m512i;
     type VCodes = __m512i;
     type KAcc = [__m512i; 2];
@@ -318,6 +366,16 @@ impl Dot for Vnni {
     #[inline(always)]
     fn simd(self) -> Avx512 {
         self.0
+    }
+
+    #[inline(always)]
+    fn k_none(self) -> __m512i {
+        self.0.i_splat(0)
+    }
+
+    #[inline(always)]
+    fn v_none(self) -> __m512i {
+        self.0.i_splat(0)
     }
 
     #[inline(always)]
@@ -410,17 +468,34 @@ impl Dot for Vnni {
     }
 
     #[inline(always)]
-    unsafe fn v_operand(self, w: *const i32, out: *mut u8) {
-        // SAFETY: as in `k_operand`.
+    unsafe fn v_operands(self, w: *const i32, out: *mut u8) {
+        // SAFETY: 64 integers are readable at `w`, 128 bytes writable at `out`: the caller's contract.
         unsafe {
-            let w = _mm512_loadu_si512(w.cast());
-            let slots = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
-            let (low, high) = (
-                _mm512_cvtepi32_epi8(w),
-                _mm512_cvtepi32_epi8(_mm512_srli_epi32::<8>(w)),
+            // In each row of both panels' 16-bit weights: high bytes, then low ones.
+            let planes = _mm512_broadcast_i32x4(_mm_setr_epi8(
+                1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14,
+            ));
+            // Pairs of bytes in the order of the slots: the first panel's high ones, its low ones, the second's.
+            let order = _mm512_add_epi16(
+                _mm512_broadcast_i32x4(_mm_setr_epi16(0, 16, 1, 17, 8, 24, 9, 25)),
+                _mm512_setr_epi64(
+                    0,
+                    0,
+                    0x0004_0004_0004_0004,
+                    0x0004_0004_0004_0004,
+                    0x0002_0002_0002_0002,
+                    0x0002_0002_0002_0002,
+                    0x0006_0006_0006_0006,
+                    0x0006_0006_0006_0006,
+                ),
             );
-            _mm_storeu_si128(out.cast(), _mm_shuffle_epi8(high, slots));
-            _mm_storeu_si128(out.add(16).cast(), _mm_shuffle_epi8(low, slots));
+            for pair in 0..2 {
+                let a = _mm512_loadu_si512(w.add(32 * pair).cast());
+                let b = _mm512_loadu_si512(w.add(32 * pair + 16).cast());
+                let bytes = _mm512_shuffle_epi8(_mm512_packus_epi32(a, b), planes);
+                let operands = _mm512_permutexvar_epi16(order, bytes);
+                _mm512_storeu_si512(out.add(64 * pair).cast(), operands);
+            }
         }
     }
 }

@@ -164,8 +164,15 @@ pub(crate) trait Simd: Copy {
     /// Arithmetic.
     fn i_sar<const N: i32>(self, a: Self::I) -> Self::I;
     fn i_sum(self, a: Self::I) -> i32;
-    /// Sums each row of four lanes; lane 4·row + … comes out in the order `v[0]` rows first: sum of row r of `v[j]` in lane `j·ROWS + r`.
-    fn i_rows(self, v: [Self::I; 4]) -> Self::I;
+    /// The first step of [`i_rows`](Simd::i_rows), for two of its vectors: rows half summed.
+    fn i_pairs(self, a: Self::I, b: Self::I) -> Self::I;
+    /// The second step: the first two vectors, then the others.
+    fn i_join(self, a: Self::I, b: Self::I) -> Self::I;
+    /// Sums each row of four lanes: that of row r of `v[j]` comes to lane `j·ROWS + r`.
+    #[inline(always)]
+    fn i_rows(self, [a, b, c, d]: [Self::I; 4]) -> Self::I {
+        self.i_join(self.i_pairs(a, b), self.i_pairs(c, d))
+    }
     /// Lanes of 16 bits.
     fn h_shl<const N: i32>(self, a: Self::I) -> Self::I;
     /// Logical.
@@ -175,9 +182,24 @@ pub(crate) trait Simd: Copy {
     /// `acc` + products of pairs of signed 16-bit lanes.
     fn h_dot(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I;
 
+    /// Interleaves bytes inside each row: of the first halves of `a`'s and `b`'s rows, then of the second.
+    fn zip_8(self, a: Self::I, b: Self::I) -> [Self::I; 2];
+    /// The same by 16 bits.
+    fn zip_16(self, a: Self::I, b: Self::I) -> [Self::I; 2];
+    /// The same by 64 bits: first halves together, second halves together.
+    fn zip_64(self, a: Self::I, b: Self::I) -> [Self::I; 2];
+
     /// # Safety
     /// `4·LANES` bytes are readable at `p`.
     unsafe fn i_load(self, p: *const u8) -> Self::I;
+    /// Rows from different places, of which the first `ROWS` count.
+    ///
+    /// # Safety
+    /// 16 bytes are readable at each.
+    unsafe fn i_load_rows(self, rows: [*const u8; 4]) -> Self::I;
+    /// # Safety
+    /// 16 bytes are writable at each of the first `ROWS`.
+    unsafe fn i_store_rows(self, rows: [*mut u8; 4], a: Self::I);
     /// # Safety
     /// `4·LANES` bytes are writable at `p`.
     unsafe fn i_store(self, p: *mut u8, a: Self::I);
@@ -268,16 +290,21 @@ pub(crate) trait Dot: Copy {
     const K_BIAS: i32;
     /// Subtracted from weights.
     const V_BIAS: i32;
-    /// Rows of a block, by the number of registers.
-    const K_BLOCK: usize;
-    /// As for K.
-    const V_BLOCK: usize;
+    /// Most rows of a block, 3 or 4.
+    const BLOCK: usize;
+    /// Most rows that take the four vectors of a step at once: as many as the registers hold. More take them two by two, so that
+    /// what a vector of codes costs before its products is still shared by all of the block.
+    const AT_ONCE: usize;
     type KCodes: Copy;
     type VCodes: Copy;
     type KAcc: Copy;
     type VAcc: Copy;
 
     fn simd(self) -> Self::S;
+    /// Codes to begin an array with.
+    fn k_none(self) -> Self::KCodes;
+    /// As for K.
+    fn v_none(self) -> Self::VCodes;
     fn k_zero(self) -> Self::KAcc;
     fn v_zero(self) -> Self::VAcc;
     /// Int8 codes.
@@ -313,11 +340,11 @@ pub(crate) trait Dot: Copy {
     /// # Safety
     /// 16 integers are readable at `q`, `OPERAND` bytes writable at `out`.
     unsafe fn k_operand(self, q: *const i32, out: *mut u8);
-    /// 16 weights, 0..65536, in the order of the tokens.
+    /// The operands of a tile's 64 weights, 0..65536, in the order of the tokens.
     ///
     /// # Safety
-    /// As for `k_operand`.
-    unsafe fn v_operand(self, w: *const i32, out: *mut u8);
+    /// 64 integers are readable at `w`, four operands writable at `out`.
+    unsafe fn v_operands(self, w: *const i32, out: *mut u8);
 }
 
 /// The dot product of 16-bit lanes: even and odd bytes apart, so that a lane of 32 bits still sums four neighbouring codes.
@@ -328,8 +355,8 @@ impl<S: Simd> Dot for Dot16<S> {
     type S = S;
     const K_BIAS: i32 = 0;
     const V_BIAS: i32 = 32768;
-    const K_BLOCK: usize = if S::ROWS == 4 { 4 } else { 2 };
-    const V_BLOCK: usize = if S::ROWS == 4 { 4 } else { 1 };
+    const BLOCK: usize = 4;
+    const AT_ONCE: usize = if S::ROWS == 4 { 4 } else { 1 };
     type KCodes = [S::I; 2];
     type VCodes = [S::I; 2];
     type KAcc = S::I;
@@ -338,6 +365,16 @@ impl<S: Simd> Dot for Dot16<S> {
     #[inline(always)]
     fn simd(self) -> S {
         self.0
+    }
+
+    #[inline(always)]
+    fn k_none(self) -> [S::I; 2] {
+        [self.0.i_splat(0); 2]
+    }
+
+    #[inline(always)]
+    fn v_none(self) -> [S::I; 2] {
+        [self.0.i_splat(0); 2]
     }
 
     #[inline(always)]
@@ -425,15 +462,17 @@ impl<S: Simd> Dot for Dot16<S> {
     }
 
     #[inline(always)]
-    unsafe fn v_operand(self, w: *const i32, out: *mut u8) {
-        // Slots 4j..4j + 4 hold tokens 2j, 2j + 1, 8 + 2j, 9 + 2j.
-        for j in 0..4 {
-            // SAFETY: as in `k_operand`.
+    unsafe fn v_operands(self, w: *const i32, out: *mut u8) {
+        // Slots 4j..4j + 4 of a panel hold tokens 2j, 2j + 1, 8 + 2j, 9 + 2j.
+        for j in 0..16 {
+            let (panel, j) = (j / 4, j % 4);
+            // SAFETY: panel < 4 and j < 4, so that indices stay below 64 and offsets below four operands.
             unsafe {
-                let at = |t: usize| (*w.add(2 * j + t) - 32768) as u16 as u32;
+                let at = |t: usize| (*w.add(16 * panel + 2 * j + t) - 32768) as u16 as u32;
                 let (even, odd) = (at(0) | at(8) << 16, at(1) | at(9) << 16);
-                out.add(4 * j).cast::<u32>().write_unaligned(even);
-                out.add(16 + 4 * j).cast::<u32>().write_unaligned(odd);
+                let out = out.add(OPERAND * panel + 4 * j);
+                out.cast::<u32>().write_unaligned(even);
+                out.add(16).cast::<u32>().write_unaligned(odd);
             }
         }
     }

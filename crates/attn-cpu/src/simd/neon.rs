@@ -126,11 +126,13 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
-    fn i_rows(self, v: [I; 4]) -> I {
-        op!({
-            let two = |a: I, b: I| vpaddq_s32(vpaddq_s32(a.0, a.1), vpaddq_s32(b.0, b.1));
-            I(two(v[0], v[1]), two(v[2], v[3]))
-        })
+    fn i_pairs(self, a: I, b: I) -> I {
+        op!(I(vpaddq_s32(a.0, a.1), vpaddq_s32(b.0, b.1)))
+    }
+
+    #[inline(always)]
+    fn i_join(self, a: I, b: I) -> I {
+        op!(I(vpaddq_s32(a.0, a.1), vpaddq_s32(b.0, b.1)))
     }
 
     #[inline(always)]
@@ -172,6 +174,80 @@ impl Simd for Neon {
             };
             I(f(acc.0, a.0, b.0), f(acc.1, a.1, b.1))
         })
+    }
+
+    #[inline(always)]
+    fn zip_8(self, a: I, b: I) -> [I; 2] {
+        op!({
+            let low = |a, b| {
+                let (a, b) = (vreinterpretq_u8_s32(a), vreinterpretq_u8_s32(b));
+                vreinterpretq_s32_u8(vzip1q_u8(a, b))
+            };
+            let high = |a, b| {
+                let (a, b) = (vreinterpretq_u8_s32(a), vreinterpretq_u8_s32(b));
+                vreinterpretq_s32_u8(vzip2q_u8(a, b))
+            };
+            [
+                I(low(a.0, b.0), low(a.1, b.1)),
+                I(high(a.0, b.0), high(a.1, b.1)),
+            ]
+        })
+    }
+
+    #[inline(always)]
+    fn zip_16(self, a: I, b: I) -> [I; 2] {
+        op!({
+            let low = |a, b| {
+                let (a, b) = (vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b));
+                vreinterpretq_s32_s16(vzip1q_s16(a, b))
+            };
+            let high = |a, b| {
+                let (a, b) = (vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b));
+                vreinterpretq_s32_s16(vzip2q_s16(a, b))
+            };
+            [
+                I(low(a.0, b.0), low(a.1, b.1)),
+                I(high(a.0, b.0), high(a.1, b.1)),
+            ]
+        })
+    }
+
+    #[inline(always)]
+    fn zip_64(self, a: I, b: I) -> [I; 2] {
+        op!({
+            let low = |a, b| {
+                let (a, b) = (vreinterpretq_s64_s32(a), vreinterpretq_s64_s32(b));
+                vreinterpretq_s32_s64(vzip1q_s64(a, b))
+            };
+            let high = |a, b| {
+                let (a, b) = (vreinterpretq_s64_s32(a), vreinterpretq_s64_s32(b));
+                vreinterpretq_s32_s64(vzip2q_s64(a, b))
+            };
+            [
+                I(low(a.0, b.0), low(a.1, b.1)),
+                I(high(a.0, b.0), high(a.1, b.1)),
+            ]
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn i_load_rows(self, rows: [*const u8; 4]) -> I {
+        // SAFETY: 16 bytes are readable at each by the caller's contract.
+        unsafe {
+            I(
+                vreinterpretq_s32_u8(vld1q_u8(rows[0])),
+                vreinterpretq_s32_u8(vld1q_u8(rows[1])),
+            )
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn i_store_rows(self, rows: [*mut u8; 4], a: I) {
+        // SAFETY: 16 bytes are writable at the first two by the caller's contract.
+        unsafe {
+            vst1q_u8(rows[0], vreinterpretq_u8_s32(a.0));
+            vst1q_u8(rows[1], vreinterpretq_u8_s32(a.1));
+        }
     }
 
     #[inline(always)]

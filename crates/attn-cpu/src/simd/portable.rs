@@ -75,8 +75,13 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
-    fn i_rows(self, v: [i32x8; 4]) -> i32x8 {
-        Scalar.i_rows(v.map(i32x8::to_array)).into()
+    fn i_pairs(self, a: i32x8, b: i32x8) -> i32x8 {
+        Scalar.i_pairs(a.to_array(), b.to_array()).into()
+    }
+
+    #[inline(always)]
+    fn i_join(self, a: i32x8, b: i32x8) -> i32x8 {
+        Scalar.i_join(a.to_array(), b.to_array()).into()
     }
 
     #[inline(always)]
@@ -98,6 +103,33 @@ impl Simd for Portable {
     #[inline(always)]
     fn h_dot(self, acc: i32x8, a: i32x8, b: i32x8) -> i32x8 {
         acc + h(a).dot(h(b))
+    }
+
+    #[inline(always)]
+    fn zip_8(self, a: i32x8, b: i32x8) -> [i32x8; 2] {
+        Scalar.zip_8(a.to_array(), b.to_array()).map(i32x8::new)
+    }
+
+    #[inline(always)]
+    fn zip_16(self, a: i32x8, b: i32x8) -> [i32x8; 2] {
+        Scalar.zip_16(a.to_array(), b.to_array()).map(i32x8::new)
+    }
+
+    #[inline(always)]
+    fn zip_64(self, a: i32x8, b: i32x8) -> [i32x8; 2] {
+        Scalar.zip_64(a.to_array(), b.to_array()).map(i32x8::new)
+    }
+
+    #[inline(always)]
+    unsafe fn i_load_rows(self, rows: [*const u8; 4]) -> i32x8 {
+        // SAFETY: the caller's contract.
+        unsafe { Scalar.i_load_rows(rows) }.into()
+    }
+
+    #[inline(always)]
+    unsafe fn i_store_rows(self, rows: [*mut u8; 4], a: i32x8) {
+        // SAFETY: the caller's contract.
+        unsafe { Scalar.i_store_rows(rows, a.to_array()) }
     }
 
     #[inline(always)]

@@ -27,6 +27,23 @@ fn halves(a: I, f: impl Fn(u16) -> u16) -> I {
     a.map(|x| (u32::from(f(x as u16)) | u32::from(f((x >> 16) as u16)) << 16) as i32)
 }
 
+/// Interleaves elements of `T` inside each row.
+#[inline(always)]
+fn zip_elements<T: bytemuck::Pod>(a: I, b: I) -> [I; 2] {
+    let (mut out, half) = ([[0; 8]; 2], 8 / size_of::<T>());
+    let (a, b): (&[T], &[T]) = (bytemuck::cast_slice(&a), bytemuck::cast_slice(&b));
+    for (h, out) in out.iter_mut().enumerate() {
+        let out: &mut [T] = bytemuck::cast_slice_mut(out);
+        for row in 0..2 {
+            for i in 0..half {
+                let (from, to) = ((2 * row + h) * half + i, 2 * (row * half + i));
+                (out[to], out[to + 1]) = (a[from], b[from]);
+            }
+        }
+    }
+    out
+}
+
 impl Simd for Scalar {
     const ROWS: usize = 2;
     type I = I;
@@ -83,15 +100,23 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
-    fn i_rows(self, v: [I; 4]) -> I {
-        let mut out = [0; 8];
-        for j in 0..4 {
-            for r in 0..2 {
-                let row = &v[j][4 * r..4 * r + 4];
-                out[2 * j + r] = row.iter().fold(0, |s: i32, x| s.wrapping_add(*x));
-            }
-        }
-        out
+    fn i_pairs(self, a: I, b: I) -> I {
+        let pair = |x: I, i: usize| x[i].wrapping_add(x[i + 1]);
+        [
+            pair(a, 0),
+            pair(a, 2),
+            pair(a, 4),
+            pair(a, 6),
+            pair(b, 0),
+            pair(b, 2),
+            pair(b, 4),
+            pair(b, 6),
+        ]
+    }
+
+    #[inline(always)]
+    fn i_join(self, a: I, b: I) -> I {
+        self.i_pairs(a, b)
     }
 
     #[inline(always)]
@@ -119,6 +144,42 @@ impl Simd for Scalar {
             low.wrapping_add(high)
         });
         self.i_add(acc, dot)
+    }
+
+    #[inline(always)]
+    fn zip_8(self, a: I, b: I) -> [I; 2] {
+        zip_elements::<u8>(a, b)
+    }
+
+    #[inline(always)]
+    fn zip_16(self, a: I, b: I) -> [I; 2] {
+        zip_elements::<u16>(a, b)
+    }
+
+    #[inline(always)]
+    fn zip_64(self, [a, b, c, d, e, f, g, h]: I, [i, j, k, l, m, n, o, p]: I) -> [I; 2] {
+        [[a, b, i, j, e, f, m, n], [c, d, k, l, g, h, o, p]]
+    }
+
+    #[inline(always)]
+    unsafe fn i_load_rows(self, rows: [*const u8; 4]) -> I {
+        // SAFETY: 16 bytes are readable at each by the caller's contract.
+        let [[a, b, c, d], [e, f, g, h]] = unsafe {
+            [
+                rows[0].cast::<[i32; 4]>().read_unaligned(),
+                rows[1].cast::<[i32; 4]>().read_unaligned(),
+            ]
+        };
+        [a, b, c, d, e, f, g, h]
+    }
+
+    #[inline(always)]
+    unsafe fn i_store_rows(self, rows: [*mut u8; 4], [a, b, c, d, e, f, g, h]: I) {
+        // SAFETY: 16 bytes are writable at the first two by the caller's contract.
+        unsafe {
+            rows[0].cast::<[i32; 4]>().write_unaligned([a, b, c, d]);
+            rows[1].cast::<[i32; 4]>().write_unaligned([e, f, g, h]);
+        }
     }
 
     #[inline(always)]
