@@ -138,6 +138,7 @@ struct Feed {
 #if ATTN_BULK
         if (elected()) copy_bulk(to, from, bytes, ring.full());
 #else
+#pragma unroll 4  // more would cost registers
         for (u32 i = lane * 16; i < bytes; i += 512) copy16_async(to + i, from + i);
 #endif
     }

@@ -19,10 +19,13 @@ struct Weight {
     float alpha, beta;
 };
 
+DEVICE Weight weight_of(float m, float m_b, float top) {
+    bool empty = m == MINUS_INFINITY, b_empty = m_b == MINUS_INFINITY;
+    return {empty ? (b_empty ? 0.0f : -0.0f) : pow2(top - m), b_empty ? -0.0f : pow2(top - m_b)};
+}
 DEVICE Weight join_weight(float& m, float& l, float2 b, bool is_fold) {
     float top = fmaxf(m, b.x);
-    bool empty = m == MINUS_INFINITY, b_empty = b.x == MINUS_INFINITY;
-    Weight w = {empty ? (b_empty ? 0.0f : -0.0f) : pow2(top - m), b_empty ? -0.0f : pow2(top - b.x)};
+    Weight w = weight_of(m, b.x, top);
     m = top;
     l = is_fold ? fmaf(b.y, w.beta, l * w.alpha) : l * w.alpha + b.y * w.beta;
     return w;
@@ -56,16 +59,19 @@ struct Item {
 
 struct Finish {
     float* out;
+    float* lse;
     float scale, tensor;
 
-    // Writes the log-sum-exp, too, if this is the row's first thread.
-    DEVICE Finish of(const DecodeParams& p, const Item& item, int row, float m, float l, bool first) {
+    DEVICE Finish at(const DecodeParams& p, const Item& item, int row) {
         long long at = item.row(p, row);
-        if (at < 0) return {nullptr, 0.0f, 0.0f};
+        if (at < 0) return {nullptr, nullptr, 0.0f, 0.0f};
+        return {p.out + at * D, p.lse ? p.lse + at : nullptr, 0.0f, p.v_tensor_scales ? p.v_tensor_scales[item.kv_head] : 1.0f};
+    }
+    // Writes the log-sum-exp, too, if this is the row's first thread. Nothing seen: O is +0, and so is the result.
+    __device__ __forceinline__ void finish(const DecodeParams& p, float m, float l, bool first) {
         bool some = m > MINUS_INFINITY;
-        if (first && p.lse) p.lse[at] = some ? log_sum(m, l) : MINUS_INFINITY;
-        // Nothing seen: O is +0, and so is the result.
-        return {p.out + at * D, some ? rcp(l) : 1.0f, p.v_tensor_scales ? p.v_tensor_scales[item.kv_head] : 1.0f};
+        if (first && lse) *lse = some ? log_sum(m, l) : MINUS_INFINITY;
+        scale = some ? rcp(l) : 1.0f;
     }
     __device__ __forceinline__ void write(int vector, const float4& o) const {
         if (!out) return;
@@ -73,58 +79,72 @@ struct Finish {
     }
 };
 
-// All slots of an item from `first` on (it covers those before), LANES threads to a row.
-// Called, not inlined: it is long and rare.
+// All slots of an item from `first` on (it covers those before), LANES threads to a row. A row's threads find the weights of LANES
+// slots side by side; then each joins its own dims in order. Called, not inlined: it is long and rare.
 template <int LANES> static __device__ __noinline__ void join_slots(const DecodeParams& p, Item item, int first) {
     constexpr int VECTORS = (ROW_VECTORS + LANES - 1) / LANES, CHUNK = VECTORS < 4 ? VECTORS : 4, AHEAD = 16 / CHUNK;
-    int row = threadIdx.x / LANES, index = threadIdx.x;
+    int row = threadIdx.x / LANES, lane = threadIdx.x % LANES, run = p.tile_split ? SPAN : LANES;
     if (row >= ROWS) return;
     u64 slot = item.index(p) * p.max_slots;
     const float4* states = (const float4*)p.states + (slot * ROWS + row) * ROW_VECTORS;
     const float2* ml = p.state_ml + slot * ROWS + row;
+    Finish finish = Finish::at(p, item, row);
 #pragma unroll 1
-    for (int at = index % LANES; at < ROW_VECTORS; at += CHUNK * LANES) {
-        float m = MINUS_INFINITY, l = 0.0f, span_m = MINUS_INFINITY, span_l = 0.0f;
+    for (int at = lane; at < VECTORS * LANES; at += CHUNK * LANES) {
+        float m = MINUS_INFINITY, l = 0.0f, span_l = 0.0f;
         float4 o[CHUNK], span_o[CHUNK];
 #pragma unroll
         for (int k = 0; k < CHUNK; k++) o[k] = span_o[k] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 1
-        for (int u0 = first; u0 < item.num_slots; u0 += AHEAD) {
-            float2 x_ml[AHEAD];
-            float4 x[AHEAD][CHUNK];
-#pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                int u = min(u0 + i, item.num_slots - 1);
-                x_ml[i] = __ldcg(ml + (u64)u * ROWS);
-#pragma unroll
-                for (int k = 0; k < CHUNK; k++)
-                    x[i][k] = __ldcg(states + (u64)u * (ROWS * ROW_VECTORS) + min(at + k * LANES, ROW_VECTORS - 1));
+        for (int base = first; base < item.num_slots; base += LANES) {
+            float2 mine = base + lane < item.num_slots ? __ldcg(ml + (u64)(base + lane) * ROWS) : make_float2(MINUS_INFINITY, 0.0f);
+            // The running maximum over the span's segments, or over all spans.
+            float top = mine.x;
+            for (int i = 1; i < run; i *= 2) {
+                float other = __shfl_up_sync(~0u, top, i, LANES);
+                if (lane % run >= i) top = fmaxf(top, other);
             }
+            if (!p.tile_split) top = fmaxf(top, m);
+            float before = __shfl_up_sync(~0u, top, 1, LANES);
+            if (lane % run == 0) before = p.tile_split ? MINUS_INFINITY : m;
+            Weight w = weight_of(before, mine.x, top);
+            int slots = min(LANES, item.num_slots - base);
+#pragma unroll 1
+            for (int u0 = 0; u0 < slots; u0 += AHEAD) {
+                float4 x[AHEAD][CHUNK];
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                int u = u0 + i;
-                if (u >= item.num_slots) break;
-                if (!p.tile_split) {
-                    Weight w = join_weight(m, l, x_ml[i], false);
+                for (int i = 0; i < AHEAD; i++)
 #pragma unroll
-                    for (int k = 0; k < CHUNK; k++) join(o[k], x[i][k], w, false);
-                    continue;
+                    for (int k = 0; k < CHUNK; k++)
+                        x[i][k] = __ldcg(states + (u64)(base + min(u0 + i, slots - 1)) * (ROWS * ROW_VECTORS) + min(at + k * LANES, ROW_VECTORS - 1));
+#pragma unroll
+                for (int i = 0; i < AHEAD; i++) {
+                    int u = u0 + i;
+                    if (u >= slots) break;
+                    Weight here = {__shfl_sync(~0u, w.alpha, u, LANES), __shfl_sync(~0u, w.beta, u, LANES)};
+                    float l_here = __shfl_sync(~0u, mine.y, u, LANES);
+                    if (!p.tile_split) {
+                        l = l * here.alpha + l_here * here.beta;
+#pragma unroll
+                        for (int k = 0; k < CHUNK; k++) join(o[k], x[i][k], here, false);
+                        continue;
+                    }
+                    span_l = span_l * here.alpha + l_here * here.beta;
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++) join(span_o[k], x[i][k], here, false);
+                    if (u % SPAN != SPAN - 1 && base + u != item.num_slots - 1) continue;
+                    here = join_weight(m, l, make_float2(__shfl_sync(~0u, top, u, LANES), span_l), false);
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++) {
+                        join(o[k], span_o[k], here, false);
+                        span_o[k] = {0.0f, 0.0f, 0.0f, 0.0f};
+                    }
+                    span_l = 0.0f;
                 }
-                Weight w = join_weight(span_m, span_l, x_ml[i], false);
-#pragma unroll
-                for (int k = 0; k < CHUNK; k++) join(span_o[k], x[i][k], w, false);
-                if (u % SPAN != SPAN - 1 && u != item.num_slots - 1) continue;
-                w = join_weight(m, l, make_float2(span_m, span_l), false);
-#pragma unroll
-                for (int k = 0; k < CHUNK; k++) {
-                    join(o[k], span_o[k], w, false);
-                    span_o[k] = {0.0f, 0.0f, 0.0f, 0.0f};
-                }
-                span_m = MINUS_INFINITY;
-                span_l = 0.0f;
             }
+            if (!p.tile_split) m = __shfl_sync(~0u, top, LANES - 1, LANES);
         }
-        Finish finish = Finish::of(p, item, row, m, l, at == 0);
+        finish.finish(p, m, l, at == 0);
 #pragma unroll
         for (int k = 0; k < CHUNK; k++)
             if (at + k * LANES < ROW_VECTORS) finish.write(at + k * LANES, o[k]);
@@ -279,8 +299,11 @@ struct Join {
         }
         __syncwarp();  // a row's threads, all of one warp, have read what its first one overwrites
         if (at == 0) *kept_ml = sum;
-        Finish finish = {nullptr, 0.0f, 0.0f};
-        if (u.ends) finish = Finish::of(p, u.item, row, sum.x, sum.y, at == 0);
+        Finish finish = {};
+        if (u.ends) {
+            finish = Finish::at(p, u.item, row);
+            finish.finish(p, sum.x, sum.y, at == 0);
+        }
         u64 slot = u.item.index(p) * p.max_slots + u.end - 1;
         if (u.leaves && at == 0) __stcg(p.state_ml + slot * ROWS + row, sum);
         float4* to = (float4*)p.states + (slot * ROWS + row) * ROW_VECTORS;
