@@ -139,3 +139,21 @@ pub(super) fn fill(
     timer.repeat(0, copy, rotation.copies * copy)?;
     Ok((append, scattered, rotation))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::scattered;
+
+    #[test]
+    fn every_page_belongs_to_one_sequence() {
+        for counts in [vec![128; 512], vec![1, 2048, 7, 0, 3], vec![7919]] {
+            let stride = counts.iter().copied().max().unwrap();
+            let table = scattered(&counts, stride);
+            let rows = table.chunks(stride).zip(&counts);
+            let mut pages: Vec<u32> = rows.flat_map(|(row, n)| row[..*n].to_vec()).collect();
+            pages.sort_unstable();
+            let total = counts.iter().sum::<usize>() as u32;
+            assert_eq!(pages, (0..total).collect::<Vec<_>>());
+        }
+    }
+}
