@@ -3,7 +3,11 @@
 //! `attn bench`, `cargo bench -p attn-cpu` and `cargo bench -p attn-cuda` use these names. A [`Shape`] says nothing of a backend;
 //! a backend takes part by a [`Timer`], which knows its own clock and how to find its bytes outside every cache.
 
+mod rows;
+
 use std::fmt;
+
+pub use rows::Rows;
 
 use crate::{
     arithmetic::TILE, cache::CacheConfig, error::Error, format::KvFormat, problem::Problem,

@@ -5,10 +5,9 @@
 use std::{hint::black_box, time::Instant};
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Error, KvCache, KvSource, KvView, Plan,
-    StridedRows,
+    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Error, KvCache, KvSource, Plan,
     arithmetic::TILE,
-    bench::{Measured, Place, Shape, Timer, Timing, Work, noise},
+    bench::{Measured, Place, Rows, Shape, Timer, Timing, Work, noise},
 };
 use rayon::prelude::*;
 
@@ -32,77 +31,8 @@ enum Kv {
     Rows(Rows),
 }
 
-/// A contiguous cache.
-struct Rows {
-    place: Place,
-    capacity: usize,
-    /// Of K and V.
-    codes: [Vec<u8>; 2],
-    scales: [Vec<u16>; 2],
-}
-
 /// Steps of an append for which a cache has room.
 const APPENDS: usize = 128;
-
-/// f16 for about 0.016.
-const SCALE: u16 = 0x2400;
-
-impl Rows {
-    fn new(shape: &Shape) -> Self {
-        let problem = &shape.problem;
-        let capacity = problem.kv_lens.iter().copied().max().unwrap_or(0);
-        let rows = problem.batch() * problem.num_kv_heads * capacity;
-        let schemes = [shape.format.k, shape.format.v];
-        Rows {
-            place: shape.place,
-            capacity,
-            // Codes below 64 are finite in every format.
-            codes: schemes.map(|scheme| {
-                let bytes = rows * problem.head_dim * scheme.code_bits() / 8;
-                (0..bytes).map(|i| (i * 31 % 61) as u8).collect()
-            }),
-            scales: schemes.map(|scheme| {
-                let has = scheme.is_integer() && !scheme.has_tensor_scale();
-                vec![
-                    SCALE;
-                    if has {
-                        rows * scheme.groups(problem.head_dim)
-                    } else {
-                        0
-                    }
-                ]
-            }),
-        }
-    }
-
-    fn view(&self, plan: &Plan) -> KvView<'_> {
-        let (heads, dim) = (plan.problem.num_kv_heads, plan.problem.head_dim);
-        let schemes = [plan.format.k, plan.format.v];
-        let [k, v] = [0, 1].map(|i| {
-            let make = match self.place {
-                Place::Bsnh => StridedRows::bsnh,
-                _ => StridedRows::bnsh,
-            };
-            let row_bytes = dim * schemes[i].code_bits() / 8;
-            let groups = schemes[i].groups(dim);
-            make(
-                &self.codes[i],
-                &self.scales[i],
-                heads,
-                self.capacity,
-                row_bytes,
-                groups,
-            )
-        });
-        KvView {
-            format: plan.format,
-            k,
-            v,
-            k_tensor_scales: &[],
-            v_tensor_scales: &[],
-        }
-    }
-}
 
 /// A cache of noise as it is before the work; the pages of a sequence are scattered over the pool.
 fn filled(backend: &dyn DecodeAttention, shape: &Shape) -> Result<KvCache, Error> {
@@ -179,7 +109,7 @@ impl Prepared {
         let source = match &self.kv {
             Kv::Pages(cache) => KvSource::Cache(cache),
             Kv::Rows(rows) => {
-                view = rows.view(&self.plan);
+                view = rows.view();
                 KvSource::View(&view)
             }
         };

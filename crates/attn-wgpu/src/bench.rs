@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use attn_core::{
     CacheConfig, DecodeAttention, Error, KvCache,
-    bench::{Measured, Place, Shape, Timer, Timing, Work, noise},
+    bench::{Measured, Place, Rows, Shape, Timer, Timing, Work, noise},
 };
 use wgpu::BufferUsages as Usage;
 
 use crate::{
-    Prepared, WgpuBackend,
+    DeviceRows, DeviceView, Prepared, WgpuBackend,
     error::{BACKEND, WgpuError, device},
     store::DevicePages,
 };
@@ -123,14 +123,19 @@ fn poll(gpu: &wgpu::Device) -> Result<(), Error> {
         .map_err(|error| device("timing", WgpuError::Poll(error)))
 }
 
-/// Caches of one shape, and what their steps read and write.
-struct Caches {
-    caches: Vec<KvCache>,
+/// What a shape's steps read and write beside their caches.
+struct Ends {
     q: wgpu::Buffer,
     out: wgpu::Buffer,
     lse: wgpu::Buffer,
     /// K and V of one token of every sequence.
     token: [wgpu::Buffer; 2],
+}
+
+/// A contiguous cache on the device: codes of K and V, and their scales.
+struct DeviceCopy {
+    codes: [wgpu::Buffer; 2],
+    scales: [Option<wgpu::Buffer>; 2],
 }
 
 impl WgpuTimer {
@@ -227,57 +232,114 @@ impl WgpuTimer {
         Ok(cache)
     }
 
-    fn caches(&self, shape: &Shape) -> Result<Caches, Error> {
-        let problem = &shape.problem;
+    fn caches(&self, shape: &Shape) -> Result<Vec<KvCache>, Error> {
+        let pages = self.pages(shape)?;
         let copies = match shape.work {
             Work::Append => APPEND_COPIES,
-            _ => ROTATED.div_ceil(shape.bytes()).clamp(1, MOST_COPIES),
+            _ => copies(shape),
         };
-        let pages = self.pages(shape)?;
-        let caches = (0..copies).map(|_| self.cache(shape, &pages));
+        (0..copies).map(|_| self.cache(shape, &pages)).collect()
+    }
+
+    fn ends(&self, shape: &Shape) -> Ends {
+        let problem = &shape.problem;
         let elems = problem.rows() * problem.head_dim;
         let tokens = problem.batch() * problem.num_kv_heads * problem.head_dim;
-        Ok(Caches {
-            caches: caches.collect::<Result<_, _>>()?,
+        Ends {
             q: self.floats(5, elems),
             out: self.floats(6, elems),
             lse: self.floats(7, problem.rows()),
             token: [self.floats(8, tokens), self.floats(9, tokens)],
-        })
+        }
     }
 
     /// A buffer of noise.
     fn floats(&self, seed: u32, count: usize) -> wgpu::Buffer {
-        let gpu = self.backend.wgpu_device();
-        let made = buffer(gpu, 4 * count as u64, Usage::STORAGE | Usage::COPY_DST);
-        let numbers = noise(seed, count);
-        let queue = self.backend.wgpu_queue();
-        queue.write_buffer(&made, 0, bytemuck::cast_slice(&numbers));
+        self.upload(bytemuck::cast_slice(&noise(seed, count)))
+    }
+
+    /// A buffer of these bytes, a multiple of four.
+    fn upload(&self, bytes: &[u8]) -> wgpu::Buffer {
+        let usage = Usage::STORAGE | Usage::COPY_DST;
+        let made = buffer(self.backend.wgpu_device(), bytes.len() as u64, usage);
+        self.backend.wgpu_queue().write_buffer(&made, 0, bytes);
         made
     }
 
-    fn decodes(&self, shape: &Shape, all: &Caches, runs: usize) -> Result<Timing, Error> {
-        let steps = all.caches.iter();
-        let steps = steps.map(|cache| self.backend.prepare(&shape.problem, cache));
-        let steps: Vec<Prepared> = steps.collect::<Result<_, _>>()?;
+    fn decodes(&self, shape: &Shape, steps: &[Prepared], runs: usize) -> Result<Timing, Error> {
+        let ends = self.ends(shape);
         self.time(launches(steps.len()), runs, WARM_UP, &mut |encoder, i| {
             let step = &steps[i % steps.len()];
             self.backend
-                .record(encoder, step, &all.q, &all.out, &all.lse)
+                .record(encoder, step, &ends.q, &ends.out, &ends.lse)
+        })
+    }
+
+    /// Decode steps from contiguous caches, each in buffers of its own.
+    fn views(&self, shape: &Shape, runs: usize) -> Result<Measured, Error> {
+        let rows = Rows::new(shape);
+        let view = rows.view();
+        let most = self.backend.wgpu_device().limits().max_buffer_size;
+        if view.k.codes.len().max(view.v.codes.len()) as u64 > most {
+            return Err(Error::Parameter {
+                what: "wgpu: contiguous cache to time",
+                given: format!("{} bytes of K", view.k.codes.len()),
+                allowed: "what the adapter's largest buffer holds",
+            });
+        }
+        let both = [&view.k, &view.v];
+        let copies: Vec<DeviceCopy> = (0..copies(shape))
+            .map(|_| DeviceCopy {
+                codes: both.map(|rows| self.upload(rows.codes)),
+                scales: both.map(|rows| {
+                    let bytes = bytemuck::cast_slice(rows.scales);
+                    (!rows.scales.is_empty()).then(|| self.upload(bytes))
+                }),
+            })
+            .collect();
+        let step = |copy: &DeviceCopy| {
+            let [k, v] = [0, 1].map(|i| DeviceRows {
+                codes: &copy.codes[i],
+                codes_at: 0,
+                code_strides: both[i].code_strides,
+                scales: copy.scales[i].as_ref(),
+                scales_at: 0,
+                scale_strides: both[i].scale_strides,
+            });
+            let view = DeviceView {
+                format: shape.format,
+                k,
+                v,
+                k_tensor_scales: &[],
+                v_tensor_scales: &[],
+            };
+            self.backend.prepare_view(&shape.problem, &view)
+        };
+        let steps: Vec<_> = copies.iter().map(step).collect::<Result<_, _>>()?;
+        let buffers: Vec<Vec<_>> = copies
+            .iter()
+            .map(|copy| {
+                let scales = copy.scales.iter().flatten();
+                copy.codes.iter().chain(scales).collect()
+            })
+            .collect();
+        Ok(Measured {
+            step: self.decodes(shape, &steps, runs)?,
+            ceiling: self.ceiling(shape, &buffers, runs)?,
         })
     }
 
     /// One token to each sequence, and the step after it where it is asked for; the caches grow.
-    fn appends(&self, shape: &Shape, all: &mut Caches, runs: usize) -> Result<Timing, Error> {
-        let copies = all.caches.len();
+    fn appends(&self, shape: &Shape, caches: &mut [KvCache], runs: usize) -> Result<Timing, Error> {
+        let (copies, ends) = (caches.len(), self.ends(shape));
         let count = launches(copies);
         // Every cache grows by as much in each run, the first one included.
         let most = APPENDS / count.div_ceil(copies) - 1;
         let appends: Vec<_> = (0..shape.problem.batch()).map(|b| (b, 1)).collect();
         let mut problem = shape.problem.clone();
         self.time(count, runs.min(most), Duration::ZERO, &mut |encoder, i| {
-            let cache = &mut all.caches[i % copies];
-            let [k, v] = &all.token;
+            let cache = &mut caches[i % copies];
+            let [k, v] = &ends.token;
             self.backend.record_append(encoder, cache, &appends, k, v)?;
             if shape.work == Work::Append {
                 return Ok(());
@@ -285,16 +347,15 @@ impl WgpuTimer {
             problem.kv_lens.clone_from(&cache.table().lens);
             let step = self.backend.prepare(&problem, cache)?;
             self.backend
-                .record(encoder, &step, &all.q, &all.out, &all.lse)
+                .record(encoder, &step, &ends.q, &ends.out, &ends.lse)
         })
     }
 
-    /// What reads the pages of one cache: a bind group per buffer of its pool.
-    fn readers(&self, cache: &KvCache, bytes: usize) -> Vec<wgpu::BindGroup> {
-        let pages = cache.store().as_any().downcast_ref::<DevicePages>();
+    /// What reads one cache: a bind group per buffer.
+    fn readers(&self, buffers: &[&wgpu::Buffer], bytes: usize) -> Vec<wgpu::BindGroup> {
         let mut left = bytes as u64 / 16 * 16;
         let mut groups = Vec::new();
-        for data in pages.into_iter().flat_map(DevicePages::buffers) {
+        for data in buffers {
             let size = left.min(data.size() / 16 * 16);
             left -= size;
             let Some(size) = wgpu::BufferSize::new(size) else {
@@ -323,7 +384,12 @@ impl WgpuTimer {
         groups
     }
 
-    fn ceiling(&self, shape: &Shape, caches: &[KvCache], runs: usize) -> Result<Timing, Error> {
+    fn ceiling(
+        &self,
+        shape: &Shape,
+        caches: &[Vec<&wgpu::Buffer>],
+        runs: usize,
+    ) -> Result<Timing, Error> {
         let readers = caches.iter().map(|c| self.readers(c, shape.bytes()));
         let readers: Vec<_> = readers.collect();
         let mut best: Option<Timing> = None;
@@ -343,6 +409,17 @@ impl WgpuTimer {
         }
         Ok(best.expect("there are grids"))
     }
+}
+
+/// Copies of a shape's cache, which steps rotate over.
+fn copies(shape: &Shape) -> usize {
+    ROTATED.div_ceil(shape.bytes()).clamp(1, MOST_COPIES)
+}
+
+/// The buffers that a pool's pages lie in.
+fn pools(cache: &KvCache) -> Vec<&wgpu::Buffer> {
+    let pages = cache.store().as_any().downcast_ref::<DevicePages>();
+    pages.into_iter().flat_map(DevicePages::buffers).collect()
 }
 
 /// Pieces of work between two timestamps.
@@ -373,21 +450,22 @@ impl Timer for WgpuTimer {
     }
 
     fn measure(&mut self, shape: &Shape, runs: usize) -> Result<Measured, Error> {
-        if shape.place != Place::Pages {
-            return Err(Error::Parameter {
-                what: "wgpu: place of K and V",
-                given: "a contiguous cache".to_owned(),
-                allowed: "pages; a view is copied into pages on its way to the device",
-            });
-        }
         shape.check_growing()?;
-        let mut all = self.caches(shape)?;
+        if shape.place != Place::Pages {
+            return self.views(shape, runs);
+        }
+        let mut caches = self.caches(shape)?;
+        let step = if shape.work == Work::Decode {
+            let steps = caches.iter();
+            let steps = steps.map(|cache| self.backend.prepare(&shape.problem, cache));
+            self.decodes(shape, &steps.collect::<Result<Vec<_>, _>>()?, runs)?
+        } else {
+            self.appends(shape, &mut caches, runs)?
+        };
+        let buffers: Vec<_> = caches.iter().map(pools).collect();
         Ok(Measured {
-            step: match shape.work {
-                Work::Decode => self.decodes(shape, &all, runs)?,
-                _ => self.appends(shape, &mut all, runs)?,
-            },
-            ceiling: self.ceiling(shape, &all.caches, runs)?,
+            step,
+            ceiling: self.ceiling(shape, &buffers, runs)?,
         })
     }
 }

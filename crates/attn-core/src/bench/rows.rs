@@ -1,0 +1,73 @@
+//! Contiguous caches to time, in host memory.
+
+use crate::{
+    Scheme,
+    bench::{Place, Shape},
+    view::{KvView, StridedRows},
+};
+
+/// f16 for about 0.016.
+const SCALE: u16 = 0x2400;
+
+/// A contiguous cache of some numbers, all finite.
+pub struct Rows {
+    shape: Shape,
+    /// Of K and V.
+    codes: [Vec<u8>; 2],
+    scales: [Vec<u16>; 2],
+}
+
+/// Groups of a row that have a stored scale.
+fn scale_groups(scheme: Scheme, head_dim: usize) -> usize {
+    if scheme.is_integer() && !scheme.has_tensor_scale() {
+        scheme.groups(head_dim)
+    } else {
+        0
+    }
+}
+
+impl Rows {
+    /// Every sequence has room for the longest.
+    pub fn new(shape: &Shape) -> Self {
+        let dim = shape.problem.head_dim;
+        let rows = shape.problem.batch() * shape.problem.num_kv_heads * Self::capacity(shape);
+        let schemes = [shape.format.k, shape.format.v];
+        Rows {
+            // Bytes below 64 are finite in every format.
+            codes: schemes.map(|scheme| {
+                let bytes = rows * dim * scheme.code_bits() / 8;
+                (0..bytes).map(|i| (i * 31 % 61) as u8).collect()
+            }),
+            scales: schemes.map(|scheme| vec![SCALE; rows * scale_groups(scheme, dim)]),
+            shape: shape.clone(),
+        }
+    }
+
+    fn capacity(shape: &Shape) -> usize {
+        shape.problem.kv_lens.iter().copied().max().unwrap_or(0)
+    }
+
+    /// The rows as the shape places them.
+    pub fn view(&self) -> KvView<'_> {
+        let (heads, dim) = (self.shape.problem.num_kv_heads, self.shape.problem.head_dim);
+        let format = self.shape.format;
+        let capacity = Self::capacity(&self.shape);
+        let [k, v] = [(format.k, 0), (format.v, 1)].map(|(scheme, i)| {
+            let make = match self.shape.place {
+                Place::Bsnh => StridedRows::bsnh,
+                _ => StridedRows::bnsh,
+            };
+            let row_bytes = dim * scheme.code_bits() / 8;
+            let groups = scale_groups(scheme, dim);
+            let (codes, scales) = (&self.codes[i], &self.scales[i]);
+            make(codes, scales, heads, capacity, row_bytes, groups)
+        });
+        KvView {
+            format,
+            k,
+            v,
+            k_tensor_scales: &[],
+            v_tensor_scales: &[],
+        }
+    }
+}
