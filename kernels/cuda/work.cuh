@@ -89,20 +89,30 @@ DEVICE u32 weight(const DecodeParams& p, int b) {
     return (u32)max(1, (p.kv_lens[b] + TILE - 1) / TILE) * p.num_kv_heads * p.row_blocks;
 }
 
-// Four teams with a span each must find nearly as much to do as with a segment each.
-DEVICE int team_takes(const DecodeParams& p, u32 spans, u32 quads) {
-    u32 ctas = gridDim.x, blocks = p.num_kv_heads * p.row_blocks;
-    u32 by_span = (spans * blocks + ctas - 1) / ctas, by_quad = (quads * blocks + ctas - 1) / ctas * 4;
-    return p.tile_split ? A_TILE : by_quad <= by_span + by_span / 8 ? A_SPAN : A_SEGMENT;
-}
+// Units of each length, over everything.
+struct Counts {
+    u32 segments, spans, quads;
 
-// This CTA's share of `total` tiles. CTAs are as many as fit, and CTA i, i + SMs, … run on one SM.
+    __device__ __forceinline__ void add(u32 tiles) {
+        u32 each = segment_tiles_of(tiles), n = max(1, (tiles + each - 1) / each);
+        segments += n;
+        spans += n = (n + SPAN - 1) / SPAN;
+        quads += (n + TEAMS - 1) / TEAMS;
+    }
+    // Four teams with a span each must find nearly as much to do as with a segment each.
+    __device__ __forceinline__ TeamTakes team_takes(const DecodeParams& p) const {
+        u32 ctas = gridDim.x, by_span = (spans + ctas - 1) / ctas, by_quad = (quads + ctas - 1) / ctas * TEAMS;
+        return p.tile_split ? A_TILE : by_quad <= by_span + by_span / 8 ? A_SPAN : A_SEGMENT;
+    }
+    __device__ __forceinline__ u32 units(TeamTakes takes) const { return takes == A_TILE ? segments : takes == A_SEGMENT ? spans : quads; }
+};
+
+// This CTA's share of `total` tiles in so many units. CTAs are as many as fit, and CTA i, i + SMs, … run on one SM.
 //
-// Shares are whole numbers of the shortest units. Equal ones come first: where all sequences are alike, they end where items do
-// more often, and less is handed over. But if they leave an SM with more than its part, units are dealt to SMs instead.
-DEVICE void cut(const DecodeParams& p, int takes, u32 total, u32& start, u32& end) {
-    u32 least = (4u << 2 * takes) * p.row_blocks, units = (total + least - 1) / least;
-    u32 ctas = gridDim.x, sms = ctas / ATTN_CTAS, each = (units + ctas - 1) / ctas;
+// Shares are whole numbers of the mean unit. Equal ones come first: where all sequences are alike, they end where items do more
+// often, and less is handed over. But if they leave an SM with more than its part, units are dealt to SMs instead.
+DEVICE void cut(u32 total, u32 units, u32& start, u32& end) {
+    u32 ctas = gridDim.x, sms = ctas / ATTN_CTAS, each = (units + ctas - 1) / ctas, mean = (total + units - 1) / units;
     u32 busy = (units + each - 1) / each, most = each * ((busy + sms - 1) / sms), i = blockIdx.x;
     if (ATTN_CTAS == 1 || most <= (units + sms - 1) / sms) {
         start = each * i;
@@ -114,23 +124,21 @@ DEVICE void cut(const DecodeParams& p, int takes, u32 total, u32& start, u32& en
         start = each * i + rest * i / ctas;
         end = each * (i + 1) + rest * (i + 1) / ctas;
     }
-    start = min(total, start * least);
-    end = min(total, end * least);
+    start = min(total, start * mean);
+    end = min(total, end * mean);
 }
 
-// Finds the first unit of this CTA's share of everything, in equal bytes; `sums` holds three numbers per warp.
+// Finds the first unit of this CTA's share of everything, in equal bytes; `sums` holds four numbers per warp.
 DEVICE void take_share(const DecodeParams& p, Cursor& cursor, u32* sums) {
     int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     int chunk = (p.batch + THREADS - 1) / THREADS, begin = min(p.batch, thread * chunk), stop = min(p.batch, begin + chunk);
-    u32 mine = 0, spans = 0, quads = 0;
+    u32 mine = 0;
+    Counts counts = {};
     for (int b = begin; b < stop; b++) {
         mine += weight(p, b);
-        u32 tiles = (p.kv_lens[b] + TILE - 1) / TILE, in_span = SPAN * segment_tiles_of(tiles), n = max(1, (tiles + in_span - 1) / in_span);
-        spans += n;
-        quads += (n + 3) / 4;
+        counts.add((p.kv_lens[b] + TILE - 1) / TILE);
     }
-    spans = warp_sum(spans);
-    quads = warp_sum(quads);
+    counts = {warp_sum(counts.segments), warp_sum(counts.spans), warp_sum(counts.quads)};
     u32 up_to = mine;
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) {
@@ -138,24 +146,28 @@ DEVICE void take_share(const DecodeParams& p, Cursor& cursor, u32* sums) {
         if (lane >= i) up_to += other;
     }
     if (lane == 31) {
-        sums[3 * warp] = up_to;
-        sums[3 * warp + 1] = spans;
-        sums[3 * warp + 2] = quads;
+        sums[4 * warp] = up_to;
+        sums[4 * warp + 1] = counts.segments;
+        sums[4 * warp + 2] = counts.spans;
+        sums[4 * warp + 3] = counts.quads;
     }
     __syncthreads();
     u32 total = 0, before = 0;
-    spans = quads = 0;
+    counts = {};
 #pragma unroll
     for (int w = 0; w < THREADS / 32; w++) {
-        u32 x = sums[3 * w];
+        u32 x = sums[4 * w];
         if (w < warp) before += x;
         total += x;
-        spans += sums[3 * w + 1];
-        quads += sums[3 * w + 2];
+        counts.segments += sums[4 * w + 1];
+        counts.spans += sums[4 * w + 2];
+        counts.quads += sums[4 * w + 3];
     }
+    u32 blocks = p.num_kv_heads * p.row_blocks;
+    counts = {counts.segments * blocks, counts.spans * blocks, counts.quads * blocks};
     u32 start, end, from = before + up_to - mine;
-    int takes = team_takes(p, spans, quads);
-    cut(p, takes, total, start, end);
+    TeamTakes takes = counts.team_takes(p);
+    cut(total, counts.units(takes), start, end);
     if (start >= from && start < from + mine) {
         int b = begin;
         for (u32 w; start >= from + (w = weight(p, b)); b++) from += w;
