@@ -41,6 +41,9 @@ pub struct BenchArgs {
     plot: Option<PathBuf>,
 }
 
+/// What a shape took, or why there is no figure.
+pub type Outcome = Result<Figures, String>;
+
 /// One shape on one device.
 pub struct Row {
     /// Of the timer.
@@ -48,7 +51,7 @@ pub struct Row {
     /// What was to be measured.
     pub shape: Shape,
     /// What it took, or why there is no figure.
-    pub outcome: Result<Figures, String>,
+    pub outcome: Outcome,
 }
 
 /// The figures that rates are made of, with what they were chosen from.
@@ -214,6 +217,33 @@ fn value(row: &Row, device: &str, bf16: Option<f64>) -> Value {
     value
 }
 
+fn list(shapes: &[Shape], as_json: bool) {
+    if as_json {
+        let of = |s: &Shape| json!({ "shape": s.to_string(), "bytes": s.bytes() });
+        println!("{}", Value::from_iter(shapes.iter().map(of)));
+        return;
+    }
+    for shape in shapes {
+        let name = shape.to_string();
+        println!("{name:44} {:9.1} MB", shape.bytes() as f64 / 1e6);
+    }
+}
+
+/// Figures, or why there are none; and whether the device is sound.
+fn measure(timer: &mut dyn Timer, shape: &Shape, runs: usize, large: bool) -> (Outcome, bool) {
+    if shape.cache_bytes() > timer.most_bytes() && !large {
+        let gigabytes = shape.cache_bytes() as f64 / 1e9;
+        return (
+            Err(format!("not measured: {gigabytes:.1} GB; add --large")),
+            true,
+        );
+    }
+    match timer.measure(shape, runs) {
+        Ok(measured) => (Ok(Figures::new(measured, timer.by_median())), true),
+        Err(error) => (Err(words(&error)), !matches!(error, Error::Device { .. })),
+    }
+}
+
 /// Measures the named shapes and prints one line each; whether no device failed.
 pub fn bench(args: &BenchArgs, as_json: bool) -> Result<bool> {
     let names = if !args.names.is_empty() {
@@ -225,13 +255,7 @@ pub fn bench(args: &BenchArgs, as_json: bool) -> Result<bool> {
     };
     let shapes = chosen(&names)?;
     if args.list {
-        for shape in &shapes {
-            println!(
-                "{:44} {:9.1} MB",
-                shape.to_string(),
-                shape.bytes() as f64 / 1e6
-            );
-        }
+        list(&shapes, as_json);
         return Ok(true);
     }
     let mut timers = timers(args)?;
@@ -245,25 +269,12 @@ pub fn bench(args: &BenchArgs, as_json: bool) -> Result<bool> {
             } else {
                 "fastest"
             };
-            println!(
-                "{}; {runs} repetitions, caches cold, rates of the {figure}\n\n{HEADER}",
-                devices[device]
-            );
+            let name = &devices[device];
+            println!("{name}; {runs} repetitions, caches cold, rates of the {figure}\n\n{HEADER}");
         }
         for shape in &shapes {
-            let outcome = if shape.cache_bytes() > timer.most_bytes() && !args.large {
-                Err(format!(
-                    "not measured: {:.1} GB; add --large",
-                    shape.cache_bytes() as f64 / 1e9
-                ))
-            } else {
-                let measured = timer.measure(shape, runs);
-                healthy &= !matches!(measured, Err(Error::Device { .. }));
-                let by_median = timer.by_median();
-                measured
-                    .map(|m| Figures::new(m, by_median))
-                    .map_err(|error| words(&error))
-            };
+            let (outcome, sound) = measure(&mut **timer, shape, runs, args.large);
+            healthy &= sound;
             let row = Row {
                 device,
                 shape: shape.clone(),
