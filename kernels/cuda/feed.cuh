@@ -176,8 +176,7 @@ struct Feed {
                 for (int g = 0; g < groups; g++) copy(to + g * TILE * each, part_of + (g * PAGE + half) * each, TILE * each);
         }
     }
-    // A tile of someone else's rows, in 16-byte pieces, laid out like K's panels: eight rows at a time, which no two lanes
-    // write to the same bank, 64 bytes of each. Tokens past the end
+    // A tile of someone else's rows, in 16-byte pieces, laid out like K's panels; two lanes read a sector. Tokens past the end
     // repeat the last one.
     __device__ __forceinline__ void copy_rows(const DecodeParams& p, bool is_k) {
         const long long* strides = is_k ? p.k_strides : p.v_strides;
@@ -185,10 +184,10 @@ struct Feed {
         const u8* rows = (is_k ? p.k : p.v) + work.b * strides[0] + work.kv_head * strides[1];
         int pieces = D * code_bits(is_k ? K_SCHEME : V_SCHEME) / 128;
 #pragma unroll 4
-        for (int i = 0; i < TILE / 8; i++) {
-            int t = i * 8 + lane % 8;
+        for (int i = 0; i < TILE / 16; i++) {
+            int t = i * 16 + lane / 2;
             const u8* row = rows + min(tile * TILE + t, work.kv_len - 1) * strides[2];
-            for (int piece = lane / 8; piece < pieces; piece += 4) copy16_async(ring.at() + (piece * TILE + t) * 16, row + piece * 16);
+            for (int piece = lane % 2; piece < pieces; piece += 2) copy16_async(ring.at() + (piece * TILE + t) * 16, row + piece * 16);
         }
         copy_async_arrive(ring.full());
     }
