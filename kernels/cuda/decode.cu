@@ -1,9 +1,10 @@
 // Split-KV decode attention over a quantized cache: docs/arithmetic.md on tensor cores.
 //
-// A persistent grid cuts the work into units of about equal bytes (work.cuh). In a CTA four teams of warps take the four
-// segments of a span, each with its own ring of stages that the copy engine fills (feed.cuh); all query rows of a KV head share
-// what is read. Nobody waits for a turn: a team folds its own segment, and the four states meet in shared memory once per unit
-// (join.cuh). The order of every rounding is the law's, whatever the grid.
+// A persistent grid cuts the work into shares of equal bytes (work.cuh). In a CTA four teams of warps take a span each, or the
+// four segments of one, or their tiles, each with its own ring of stages that the copy engine fills (feed.cuh); all query rows of
+// a KV head share what is read. Nobody waits for a turn: a team folds and merges what it has, and the four states meet in shared
+// memory once per unit (join.cuh): the joins took a quarter of int4's time when they came for every span. The order of every
+// rounding is the law's, whatever the grid.
 #include "feed.cuh"
 #include "join.cuh"
 #include "value.cuh"
