@@ -77,68 +77,45 @@ struct Sums {
     int x[4];
 };
 
-DEVICE Sums mma_s8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    Sums d;
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-        : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]), "r"(c.x[3]));
-    return d;
-}
-DEVICE Sums mma_s8_k16(const Sums& c, u32 a0, u32 a1, u32 b0) {
-    Sums d;
-    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
-        : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
-        : "r"(a0), "r"(a1), "r"(b0), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]), "r"(c.x[3]));
-    return d;
-}
-DEVICE Sums mma_u8s8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    Sums d;
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-        : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]), "r"(c.x[3]));
-    return d;
-}
-
-DEVICE Sums mma_s8u8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    Sums d;
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-        : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]), "r"(c.x[3]));
-    return d;
-}
-DEVICE Sums mma_s8u8_k16(const Sums& c, u32 a0, u32 a1, u32 b0) {
-    Sums d;
-    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.u8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"
-        : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
-        : "r"(a0), "r"(a1), "r"(b0), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]), "r"(c.x[3]));
-    return d;
-}
-DEVICE Sums mma_u8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    Sums d;
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-        : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]), "r"(c.x[3]));
-    return d;
-}
+#define ATTN_MMA_K32(name, a_type, b_type)                                                                                        \
+    DEVICE Sums name(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {                                                \
+        Sums d;                                                                                                                       \
+        asm("mma.sync.aligned.m16n8k32.row.col.s32." a_type "." b_type ".s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "          \
+            "{%10, %11, %12, %13};"                                                                                                   \
+            : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])                                                                  \
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]), "r"(c.x[3]));              \
+        return d;                                                                                                                     \
+    }
+#define ATTN_MMA_K16(name, a_type, b_type)                                                                                        \
+    DEVICE Sums name(const Sums& c, u32 a0, u32 a1, u32 b0) {                                                                        \
+        Sums d;                                                                                                                       \
+        asm("mma.sync.aligned.m16n8k16.row.col.s32." a_type "." b_type ".s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, %9, %10};"    \
+            : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])                                                                  \
+            : "r"(a0), "r"(a1), "r"(b0), "r"(c.x[0]), "r"(c.x[1]), "r"(c.x[2]), "r"(c.x[3]));                                         \
+        return d;                                                                                                                     \
+    }
+ATTN_MMA_K32(mma_s8_k32, "s8", "s8")
+ATTN_MMA_K16(mma_s8_k16, "s8", "s8")
+ATTN_MMA_K32(mma_s8u8_k32, "s8", "u8")
+ATTN_MMA_K16(mma_s8u8_k16, "s8", "u8")
+ATTN_MMA_K32(mma_u8s8_k32, "u8", "s8")
+ATTN_MMA_K32(mma_u8_k32, "u8", "u8")
 
 struct FloatSums {
     float x[4];
 };
 
-DEVICE FloatSums mma_f16(const FloatSums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    FloatSums d;
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-        : "=f"(d.x[0]), "=f"(d.x[1]), "=f"(d.x[2]), "=f"(d.x[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c.x[0]), "f"(c.x[1]), "f"(c.x[2]), "f"(c.x[3]));
-    return d;
-}
-DEVICE FloatSums mma_bf16(const FloatSums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    FloatSums d;
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-        : "=f"(d.x[0]), "=f"(d.x[1]), "=f"(d.x[2]), "=f"(d.x[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c.x[0]), "f"(c.x[1]), "f"(c.x[2]), "f"(c.x[3]));
-    return d;
-}
+#define ATTN_MMA_FLOAT(name, type)                                                                                                \
+    DEVICE FloatSums name(const FloatSums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {                                      \
+        FloatSums d;                                                                                                                  \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "              \
+            "{%10, %11, %12, %13};"                                                                                                   \
+            : "=f"(d.x[0]), "=f"(d.x[1]), "=f"(d.x[2]), "=f"(d.x[3])                                                                  \
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c.x[0]), "f"(c.x[1]), "f"(c.x[2]), "f"(c.x[3]));              \
+        return d;                                                                                                                     \
+    }
+ATTN_MMA_FLOAT(mma_f16, "f16")
+ATTN_MMA_FLOAT(mma_bf16, "bf16")
 
 // Pairs of 16-bit floats, the first in the low half.
 DEVICE u32 f16_pair(float x, float y) {
