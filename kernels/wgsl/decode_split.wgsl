@@ -8,6 +8,11 @@
 // Numerics   docs/arithmetic.md; in the integer arithmetic every bit of it.
 // Shared     planes of q and one tile's weights, as little as may be: it is what limits how many workgroups run at once.
 // Host       crates/attn-wgpu/src/shader.rs chooses the constants, launch.rs the items.
+#if MATRIX
+enable f16;
+enable wgpu_int16;
+enable wgpu_cooperative_matrix;
+#end
 #let READS_POOL = 1
 #include "arithmetic.wgsl"
 #include "pages.wgsl"
@@ -16,10 +21,14 @@
 @group(0) @binding(3) var<storage, read_write> states: array<f32>;
 
 #if INTEGER
+#if !MATRIX
 var<workgroup> planes: array<vec4<u32>, $(R * UNITS * 2)>;           // (row, unit of 16 dims, {hi, lo})
+#end
 var<workgroup> unit_max: array<f32, $(R * UNITS)>;
 var<workgroup> row_unit: array<f32, $(R)>;                           // 2^-e
+#if !MATRIX
 var<workgroup> weights: array<vec4<u32>, $(VG * R * 8)>;             // (group of V, row, 16 tokens, {hi, lo})
+#end
 var<workgroup> weight_sum: array<i32, $(VG * R)>;                     // (group of V, row), as the next
 var<workgroup> shift_term: array<f32, $(VG * R)>;
 var<workgroup> value_unit: array<f32, $(VG)>;                        // 2^-f
@@ -39,7 +48,7 @@ var<workgroup> unit_sum: array<vec2<i32>, $(R * UNITS)>;             // sum of q
 var<workgroup> row_amax: array<f32, $(R)>;
 var<workgroup> row_sum: array<i32, $(R)>;
 var<workgroup> row_shift: array<f32, $(R)>;
-#elif INTEGER && K == GROUPS
+#elif INTEGER && (K == GROUPS || MATRIX)
 var<workgroup> unit_sum: array<i32, $(R * UNITS)>;
 var<workgroup> group_sum: array<i32, $(R * KG)>;
 #end
@@ -73,6 +82,9 @@ fn largest(x: array<vec4<f32>, 4>) -> f32 {
 }
 #if INTEGER
 #include "plane.wgsl"
+#end
+#if MATRIX
+#include "matrix.wgsl"
 #end
 #include "score.wgsl"
 #include "value.wgsl"
@@ -187,11 +199,14 @@ fn decode_split(
         if pair % $(UNITS)u == 0u {
             row_unit[r] = exp2i(-e);
         }
-#if K == GROUPS
+#if K == GROUPS || MATRIX
         unit_sum[pair] = sum;
 #end
     }
-#if K == GROUPS
+#if MATRIX
+#include "matrix_query.wgsl"
+#end
+#if K == GROUPS || MATRIX
     workgroupBarrier();
     for (var at = lane; at < $(R * KG)u; at += 32u) {
         var sum = 0;

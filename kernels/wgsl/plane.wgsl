@@ -4,6 +4,7 @@ fn plane_exponent(a: f32) -> i32 {
     return select(clamp(13 - exponent(a * 1.00006103515625), -70, 60), 0, a == 0.0);
 }
 
+#if !MATRIX
 // Stores 16 dims at `at` (hi) and `at + 1` (lo); returns the sum of q15.
 fn store_plane(at: u32, x: array<vec4<f32>, 4>, scale: f32) -> i32 {
 #for w in 0..4
@@ -14,3 +15,4 @@ fn store_plane(at: u32, x: array<vec4<f32>, 4>, scale: f32) -> i32 {
     let sum = (q0 + q1) + (q2 + q3);
     return (sum.x + sum.y) + (sum.z + sum.w);
 }
+#end

@@ -1,6 +1,27 @@
 // score_integer.wgsl: row r_$(n)'s scores of the lane's two tokens, by both planes of q. Included by tile.wgsl.
 var s_$(n)_0 = 0.0;
 var s_$(n)_1 = 0.0;
+#if MATRIX
+#for j in 0..2
+{
+    let at = r_$(n) * 64u + mine + $(8 * j)u;
+    let total = (score_sum(at) << 7u) + score_sum(at + 512u);
+#if K == CHANNEL
+    let sum = row_sum[r_$(n)];
+    s_$(n)_$(j) = select(f32(total - 8 * sum) * row_unit[r_$(n)] + row_shift[r_$(n)], (f32(total - 128 * sum) * open_scale_$(j)) * row_unit[r_$(n)], open);
+#else
+    let sum = group_sum[r_$(n)];
+#if K == TOKEN
+    s_$(n)_$(j) = f32(total - 128 * sum) * k_scale_0_$(j);
+#elif K == TENSOR
+    s_$(n)_$(j) = f32(total - 128 * sum);
+#else
+    s_$(n)_$(j) = product(f32(total - 8 * sum), k_param_0_$(j).x) + product(f32(sum), k_param_0_$(j).y);
+#end
+#end
+}
+#end
+#else
 #let SGROUPS = K == G32 || K == GROUPS ? KG : 1
 #for g in 0..SGROUPS
 {
@@ -55,6 +76,7 @@ var s_$(n)_1 = 0.0;
 #end
 #end
 }
+#end
 #end
 #if K != CHANNEL
 s_$(n)_0 = s_$(n)_0 * row_unit[r_$(n)];

@@ -59,10 +59,14 @@ post_max(sg_lane, $(2 * R + g * (2 + 3 * R) + 1)u, max(bitcast<u32>(abs(v_$(g)_0
 #end
 #for u in 0..UNITS
 #for j in 0..2
-#if K_BITS == 8
+#if K_BITS == 8 && MATRIX
+let k_$(u)_$(j) = k_raw_$(u)_$(j) ^ vec4<u32>(0x80808080u);
+#elif K_BITS == 8
 let k_$(u)_$(j) = k_raw_$(u)_$(j);
 #elif j == 0
 var k_$(u)_0 = k_raw_$(u)_0 & vec4<u32>(0x0F0F0F0Fu);
+#elif MATRIX
+var k_$(u)_1 = (k_raw_$(u)_0 >> vec4<u32>(4u)) & vec4<u32>(0x0F0F0F0Fu);
 #else
 // Centred on 0 and 16 times as large.
 var k_$(u)_1 = (k_raw_$(u)_0 & vec4<u32>(0xF0F0F0F0u)) ^ vec4<u32>(0x80808080u);
@@ -75,7 +79,7 @@ var open_scale_1 = 0.0;
 if open {
 #for u in 0..UNITS
 #for j in 0..2
-    k_$(u)_$(j) = k_bytes(k_place_$(j), $(u)u);
+    k_$(u)_$(j) = k_bytes(k_place_$(j), $(u)u) ^ vec4<u32>($(MATRIX ? 2155905152 : 0)u);
 #end
 #end
     open_scale_0 = k_scale_open(k_place_0);
@@ -94,6 +98,12 @@ var k_param_$(g)_$(j) = vec2<f32>(f16_value(k_word_$(g)_$(j) & 0xFFFFu), f16_val
 k_param_$(g)_$(j).y = k_param_$(g)_$(j).y + 8.0 * k_param_$(g)_$(j).x;
 #end
 #end
+#end
+#if MATRIX
+#if K == CHANNEL
+#include "matrix_query.wgsl"
+#end
+#include "matrix_scores.wgsl"
 #end
 #else
 #include "score_float.wgsl"

@@ -40,10 +40,16 @@ impl Gpu {
             .ok_or("no adapter")?;
         let stamps =
             wgpu::Features::TIMESTAMP_QUERY | wgpu::Features::TIMESTAMP_QUERY_INSIDE_ENCODERS;
+        let useful = wgpu::Features::SUBGROUP
+            | wgpu::Features::SHADER_F16
+            | wgpu::Features::SHADER_I16
+            | wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX;
         let (device, queue) =
             pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor {
-                required_features: stamps | (adapter.features() & wgpu::Features::SUBGROUP),
+                required_features: stamps | (adapter.features() & useful),
                 required_limits: adapter.limits(),
+                // SAFETY: the backend's kernels alone use cooperative matrices, as `gpu.rs` says.
+                experimental_features: unsafe { wgpu::ExperimentalFeatures::enabled() },
                 ..Default::default()
             }))?;
         let buffer = |usage| {
@@ -412,19 +418,22 @@ fn main() -> Any<()> {
     let mut subgroups = Tuning::default();
     subgroups.subgroups = Some(true);
     tunings.push(("subgroups", subgroups));
+    let mut dots = Tuning::default();
+    dots.matrix = Some(true);
+    tunings.push(("cooperative matrices", dots));
     if mode == "sweep" {
         let (none, both) = (Some([false; 2]), Some([true; 2]));
-        for (name, together, ahead, rows) in [
-            ("row by row", 1, both, None),
-            ("two rows together", 2, both, None),
-            ("four rows together", 4, both, None),
-            ("row by row, V ahead", 1, Some([false, true]), None),
-            ("row by row, nothing ahead", 1, none, None),
-            ("4 rows a workgroup", 1, both, Some(4)),
+        for (name, together, ahead, [subgroups, matrix]) in [
+            ("two rows together", 2, both, [false, false]),
+            ("nothing ahead", 1, none, [false, false]),
+            ("matrices, subgroups", 1, both, [true, true]),
+            ("matrices, two rows together", 2, both, [false, true]),
+            ("matrices, K ahead", 1, Some([true, false]), [false, true]),
+            ("matrices, nothing ahead", 1, none, [false, true]),
         ] {
             let mut tuning = Tuning::default();
-            tuning.together = Some(together);
-            (tuning.ahead, tuning.rows) = (ahead, rows);
+            (tuning.together, tuning.ahead) = (Some(together), ahead);
+            (tuning.subgroups, tuning.matrix) = (Some(subgroups), Some(matrix));
             tunings.push((name, tuning));
         }
     }
@@ -450,7 +459,7 @@ fn main() -> Any<()> {
     };
     for (i, work) in all.iter().enumerate() {
         // A sweep's answers hold for the later ones, too.
-        let tunings = if i < 3 { &tunings[..] } else { &tunings[..2] };
+        let tunings = if i < 3 { &tunings[..] } else { &tunings[..3] };
         run(&gpu, &backend, work, tunings)?;
     }
     Ok(())

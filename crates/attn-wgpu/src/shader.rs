@@ -7,7 +7,7 @@ use attn_core::{Error, Int4Scale, Int8Scale, KvFormat, PageLayout, Problem, Sche
 
 use crate::{
     error::{WgpuError, device},
-    gpu::Gpu,
+    gpu::{Gpu, asked},
     specialise::{Constants, SpecialiseError, specialise},
 };
 
@@ -39,6 +39,8 @@ pub(crate) struct DeviceKey {
     pub ahead: [bool; 2],
     /// Rows whose dependent steps overlap.
     pub together: usize,
+    /// Whether products may run on cooperative matrices.
+    pub matrix: bool,
 }
 
 /// What may be tried on a device: it changes speed, never bits. `Default` leaves each to the backend.
@@ -55,6 +57,8 @@ pub struct Tuning {
     pub together: Option<usize>,
     /// Query rows of one workgroup, at most: 1, 2, 4 or 8.
     pub rows: Option<usize>,
+    /// Whether int8 and int4 products run on cooperative matrices, where the device has them.
+    pub matrix: Option<bool>,
 }
 
 impl DeviceKey {
@@ -69,6 +73,7 @@ impl DeviceKey {
             shared_bytes: shared.min(gpu.limits.max_compute_workgroup_storage_size as usize),
             ahead: tuning.ahead.unwrap_or([!software; 2]),
             together: tuning.together.unwrap_or(1),
+            matrix: gpu.has_matrix && tuning.matrix.unwrap_or_else(|| asked("matrix")),
         }
     }
 }
@@ -140,13 +145,18 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     let units = d / 16;
     let (k_groups, v_groups) = (k.groups(d), v.groups(d));
     let group_dims = d / v_groups;
+    let matrix = on_matrices(key);
     // Dims of a lane: of 4-bit V, an even number of them, as they share bytes in pairs.
     let v_rows = if v.code_bits() == 4 { d / 2 } else { d };
     let chunks = match (v.code_bits(), d) {
+        _ if matrix => d.div_ceil(64),
         (4, 192) => 3,
         _ => d.div_ceil(128),
     };
-    let rows_per_lane = v_rows.div_ceil(32 * chunks);
+    let rows_per_lane = match matrix {
+        true => 64 * v_rows / d / 32,
+        false => v_rows.div_ceil(32 * chunks),
+    };
     let dims_per_lane = if key.view && v.code_bits() == 8 {
         4
     } else {
@@ -160,6 +170,7 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     );
     for (name, value) in [
         ("INTEGER", usize::from(integer)),
+        ("MATRIX", usize::from(matrix)),
         ("R", r),
         ("SG", key.device.subgroup),
         ("POOLS", key.pools),
@@ -181,6 +192,14 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     // As declared in decode_split.wgsl and reduce.wgsl.
     let whole = key.device.subgroup == 32;
     let mut bytes = 20 * r;
+    if matrix {
+        // Instead of planes and weights as bytes.
+        bytes += 8 * (64 * 6).max(16 * (d / 4 + 2)) + 2304 + 4096;
+        bytes -= (32 * r * units + 128 * r).min(bytes);
+        if !matches!(k, Scheme::Int4(_)) {
+            bytes += 4 * r * units + 4 * r;
+        }
+    }
     bytes += if integer {
         36 * r * units + 4 * r + v_groups * (128 * r + 8 * r + 4) + (v_groups - 1) * 128 * r
     } else {
@@ -199,6 +218,17 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
         bytes += 4 * r * units + 4 * r * k_groups;
     }
     (constants, bytes)
+}
+
+/// Whether the products of a kernel run on cooperative matrices: one group per row, and sums of at most 128 products.
+fn on_matrices(key: &DecodeKey) -> bool {
+    let KvFormat { k, v } = key.format;
+    key.device.matrix
+        && key.format.is_integer()
+        && !key.view
+        && key.head_dim <= 128
+        && k.groups(key.head_dim) == 1
+        && v.groups(key.head_dim) == 1
 }
 
 /// What a step reads: how pages lie, or that there are none.
@@ -229,6 +259,9 @@ pub(crate) fn decode_key(
         view: layout.view,
         device,
     };
+    if decode_constants(&key).1 > device.shared_bytes {
+        key.device.matrix = false;
+    }
     while key.rows > 1 && decode_constants(&key).1 > device.shared_bytes {
         key.rows /= 2;
     }
