@@ -279,23 +279,11 @@ fn launch(
         zero: 0,
     };
     table.extend(pages.tensor_scales.iter().flatten().map(|x| x.to_bits()));
-    let write = BufferUsages::COPY_DST;
-    let uniform = gpu.buffer(
-        "attn append",
-        size_of::<Params>() as u64,
-        BufferUsages::UNIFORM | write,
-    )?;
-    let table_bytes = 4 * table.len() as u64;
-    let tables = gpu.buffer(
-        "attn append jobs",
-        table_bytes,
-        BufferUsages::STORAGE | write,
-    )?;
+    let params = bytemuck::bytes_of(&params);
+    let uniform = gpu.filled("attn append", params, BufferUsages::UNIFORM)?;
+    let table = bytemuck::cast_slice(&table);
+    let tables = gpu.filled("attn append jobs", table, BufferUsages::STORAGE)?;
     gpu.guarded("recording an append", || {
-        gpu.queue
-            .write_buffer(&uniform, 0, bytemuck::bytes_of(&params));
-        gpu.queue
-            .write_buffer(&tables, 0, bytemuck::cast_slice(&table));
         let buffers = [&uniform, &tables, sources[0], sources[1]];
         let buffers = buffers.into_iter().chain(&pages.buffers);
         let group = shader::bind(gpu, pipeline, (0..).zip(buffers));

@@ -246,6 +246,21 @@ impl Gpu {
         })
     }
 
+    /// A buffer that holds `bytes` (a multiple of 4) when the next commands run.
+    pub fn filled(
+        &self,
+        label: &'static str,
+        bytes: &[u8],
+        usage: wgpu::BufferUsages,
+    ) -> Result<wgpu::Buffer, Error> {
+        let usage = usage | wgpu::BufferUsages::COPY_DST;
+        let buffer = self.buffer(label, bytes.len() as u64, usage)?;
+        if !bytes.is_empty() {
+            self.guarded(label, || self.queue.write_buffer(&buffer, 0, bytes))?;
+        }
+        Ok(buffer)
+    }
+
     /// Submits commands.
     pub fn submit(&self, doing: &'static str, encoder: wgpu::CommandEncoder) -> Result<(), Error> {
         self.guarded(doing, || self.queue.submit([encoder.finish()]))

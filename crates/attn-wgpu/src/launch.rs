@@ -4,6 +4,7 @@ use attn_core::{
     Error, Problem, Unsupported,
     arithmetic::{LOG2_E, ROUND, ROUND_WEIGHT, TILE, segment_tiles},
 };
+use bytemuck::Zeroable;
 use wgpu::BufferUsages;
 
 use crate::{
@@ -46,6 +47,31 @@ const _: () = assert!(
     size_of::<Params>() == 96,
     "pages.wgsl's Params has 24 words"
 );
+
+impl Params {
+    /// What follows from the problem alone.
+    fn of(problem: &Problem) -> Self {
+        let softcap = problem.softcap.unwrap_or(1.0);
+        Params {
+            num_q_heads: problem.num_q_heads as u32,
+            num_kv_heads: problem.num_kv_heads as u32,
+            heads_per_kv: problem.heads_per_kv() as u32,
+            q_len: problem.q_len as u32,
+            causal: u32::from(problem.causal),
+            // A window longer than any sequence is none.
+            window_left: problem.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
+            log2_scale: problem.softmax_scale * LOG2_E,
+            softcap_inner: 2.0 / softcap,
+            softcap_outer: softcap * LOG2_E,
+            batch: problem.batch() as u32,
+            round_up: ROUND,
+            round_down: ROUND,
+            weight_up: ROUND_WEIGHT,
+            weight_down: ROUND_WEIGHT,
+            ..Zeroable::zeroed()
+        }
+    }
+}
 
 /// One run of segments of one sequence, never bits' concern.
 struct Item {
@@ -125,6 +151,67 @@ pub(crate) fn refuse(what: String, built: String) -> Error {
     .into()
 }
 
+/// What the kernels look up: items, sequences, their pages (or rows), scales and slopes, as `pages.wgsl` says.
+struct Tables {
+    words: Vec<u32>,
+    sequences_at: usize,
+    scales_at: usize,
+}
+
+impl Tables {
+    fn new(problem: &Problem, source: &Source<'_>, items: &[Item]) -> Self {
+        let mut words: Vec<u32> = Vec::new();
+        let sequences_at = 8 * items.len();
+        let first_page = sequences_at + 8 * problem.batch();
+        let mut pages_at = Vec::new();
+        let mut next = first_page;
+        for list in &source.lists[..problem.batch()] {
+            pages_at.push(next);
+            next += list.len();
+        }
+        for item in items {
+            let (b, len) = (item.sequence, problem.kv_lens[item.sequence]);
+            let tail = source.tail_pages.get(b).copied().flatten().unwrap_or(0) as usize;
+            let item = [
+                b,
+                item.first_segment,
+                item.segments,
+                len,
+                segment_tiles(len),
+                pages_at[b],
+                tail,
+                0,
+            ];
+            words.extend(item.map(|x| x as u32));
+        }
+        let mut first_item = 0;
+        for b in 0..problem.batch() {
+            let count = items[first_item..]
+                .iter()
+                .take_while(|item| item.sequence == b)
+                .count();
+            words.extend([first_item as u32, count as u32, 0, 0, 0, 0, 0, 0]);
+            first_item += count;
+        }
+        for list in &source.lists[..problem.batch()] {
+            words.extend(list);
+        }
+        let scales_at = words.len();
+        let scale = |scales: &[f32], g: usize| scales.get(g).copied().unwrap_or(1.0).to_bits();
+        for g in 0..problem.num_kv_heads {
+            words.push(scale(source.k_tensor_scales, g));
+            words.push(scale(source.v_tensor_scales, g));
+        }
+        let slopes = problem.alibi_slopes.iter().flatten();
+        words.extend(slopes.map(|slope| (slope * LOG2_E).to_bits()));
+        Tables {
+            words,
+            sequences_at,
+            scales_at,
+        }
+    }
+}
+
 impl Prepared {
     pub(crate) fn new(
         gpu: &Gpu,
@@ -154,86 +241,24 @@ impl Prepared {
             ));
         }
 
-        let mut tables: Vec<u32> = Vec::new();
-        let sequences_at = 8 * items.len();
-        let first_page = sequences_at + 8 * problem.batch();
-        let mut pages_at = Vec::new();
-        let mut next = first_page;
-        for list in &source.lists[..problem.batch()] {
-            pages_at.push(next);
-            next += list.len();
-        }
-        for item in &items {
-            let (b, len) = (item.sequence, problem.kv_lens[item.sequence]);
-            let tail = source.tail_pages.get(b).copied().flatten().unwrap_or(0) as usize;
-            let words = [
-                b,
-                item.first_segment,
-                item.segments,
-                len,
-                segment_tiles(len),
-                pages_at[b],
-                tail,
-                0,
-            ];
-            tables.extend(words.map(|x| x as u32));
-        }
-        let mut first_item = 0;
-        for b in 0..problem.batch() {
-            let count = items[first_item..]
-                .iter()
-                .take_while(|item| item.sequence == b)
-                .count();
-            tables.extend([first_item as u32, count as u32, 0, 0, 0, 0, 0, 0]);
-            first_item += count;
-        }
-        for list in &source.lists[..problem.batch()] {
-            tables.extend(list);
-        }
-        let scales_at = tables.len();
-        let scale = |scales: &[f32], g: usize| scales.get(g).copied().unwrap_or(1.0).to_bits();
-        for g in 0..problem.num_kv_heads {
-            tables.push(scale(source.k_tensor_scales, g));
-            tables.push(scale(source.v_tensor_scales, g));
-        }
-        let slopes = problem.alibi_slopes.iter().flatten();
-        tables.extend(slopes.map(|slope| (slope * LOG2_E).to_bits()));
-
+        let tables = Tables::new(problem, source, &items);
         let slots = items.len() * problem.num_kv_heads * blocks;
         let maxima_at = slots * rows * problem.head_dim;
-        let softcap = problem.softcap.unwrap_or(1.0);
         let params = Params {
             num_items: items.len() as u32,
             grid_x: grid_x as u32,
             row_blocks: blocks as u32,
-            items_at: 0,
-            sequences_at: sequences_at as u32,
-            scales_at: scales_at as u32,
-            num_q_heads: problem.num_q_heads as u32,
-            num_kv_heads: problem.num_kv_heads as u32,
-            heads_per_kv: problem.heads_per_kv() as u32,
-            q_len: problem.q_len as u32,
-            causal: u32::from(problem.causal),
-            // A window longer than any sequence is none.
-            window_left: problem.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
+            sequences_at: tables.sequences_at as u32,
+            scales_at: tables.scales_at as u32,
             pages_per_pool: source.pages_per_pool,
-            unused: 0,
             maxima_at: maxima_at as u32,
-            log2_scale: problem.softmax_scale * LOG2_E,
-            softcap_inner: 2.0 / softcap,
-            softcap_outer: softcap * LOG2_E,
-            batch: problem.batch() as u32,
-            round_up: ROUND,
-            round_down: ROUND,
-            weight_up: ROUND_WEIGHT,
-            weight_down: ROUND_WEIGHT,
-            zero: 0,
+            ..Params::of(problem)
         };
         let states_bytes = (slots * rows * (problem.head_dim + 2) * 4) as u64;
         let largest = gpu.limits.max_storage_buffer_binding_size;
         for (what, bytes) in [
             ("states", states_bytes),
-            ("page tables", 4 * tables.len() as u64),
+            ("page tables", 4 * tables.words.len() as u64),
             ("queries", (problem.rows() * problem.head_dim * 4) as u64),
         ] {
             if bytes > largest {
@@ -244,31 +269,13 @@ impl Prepared {
             }
         }
         let pipelines = pipelines.decode(gpu, &key)?;
-        let write = BufferUsages::COPY_DST;
-        let params_buffer = gpu.buffer(
-            "attn params",
-            size_of::<Params>() as u64,
-            BufferUsages::UNIFORM | write,
-        )?;
-        let tables_buffer = gpu.buffer(
-            "attn tables",
-            4 * tables.len() as u64,
-            BufferUsages::STORAGE | write,
-        )?;
-        let states = gpu.buffer("attn states", states_bytes, BufferUsages::STORAGE)?;
-        gpu.guarded("writing tables", || {
-            gpu.queue
-                .write_buffer(&params_buffer, 0, bytemuck::bytes_of(&params));
-            if !tables.is_empty() {
-                gpu.queue
-                    .write_buffer(&tables_buffer, 0, bytemuck::cast_slice(&tables));
-            }
-        })?;
+        let params = bytemuck::bytes_of(&params);
+        let words = bytemuck::cast_slice(&tables.words);
         Ok(Prepared {
             pipelines,
-            params: params_buffer,
-            tables: tables_buffer,
-            states,
+            params: gpu.filled("attn params", params, BufferUsages::UNIFORM)?,
+            tables: gpu.filled("attn tables", words, BufferUsages::STORAGE)?,
+            states: gpu.buffer("attn states", states_bytes, BufferUsages::STORAGE)?,
             stored: source.stored.clone(),
             split_grid: [
                 grid_x as u32,

@@ -137,14 +137,11 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
         page_size: key.page_size,
         num_kv_heads: 1,
     };
-    let (k, v) = (key.format.k, key.format.v);
+    let v = key.format.v;
     let integer = key.format.is_integer();
-    let channel = k == Scheme::Int4(Int4Scale::Channel);
     let mut constants = layout_constants(&layout);
     let (d, r) = (key.head_dim, key.rows);
-    let units = d / 16;
-    let (k_groups, v_groups) = (k.groups(d), v.groups(d));
-    let group_dims = d / v_groups;
+    let group_dims = d / v.groups(d);
     let matrix = on_matrices(key);
     // Dims of a lane: of 4-bit V, an even number of them, as they share bytes in pairs.
     let v_rows = if v.code_bits() == 4 { d / 2 } else { d };
@@ -189,6 +186,16 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     ] {
         constants.insert(name.to_owned(), value as i64);
     }
+    (constants, workgroup_bytes(key))
+}
+
+/// Bytes of workgroup memory that the split kernel takes.
+fn workgroup_bytes(key: &DecodeKey) -> usize {
+    let KvFormat { k, v } = key.format;
+    let (d, r, integer) = (key.head_dim, key.rows, key.format.is_integer());
+    let (units, k_groups, v_groups) = (d / 16, k.groups(d), v.groups(d));
+    let matrix = on_matrices(key);
+    let channel = k == Scheme::Int4(Int4Scale::Channel);
     // As declared in decode_split.wgsl and reduce.wgsl.
     let whole = key.device.subgroup == 32;
     let mut bytes = 20 * r;
@@ -217,7 +224,7 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     } else if integer && matches!(k, Scheme::Int4(_)) {
         bytes += 4 * r * units + 4 * r * k_groups;
     }
-    (constants, bytes)
+    bytes
 }
 
 /// Whether the products of a kernel run on cooperative matrices: one group per row, and sums of at most 128 products.
