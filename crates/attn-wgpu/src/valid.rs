@@ -31,15 +31,52 @@ fn validate(name: &str, text: &str) {
         .unwrap_or_else(|error| panic!("{name}: {}", error.emit_to_string(text)));
 }
 
-/// Calls `each` with the name and the text of the kernels, over all formats and what else chooses constants.
-fn each_specialisation(mut each: impl FnMut(&str, &str)) {
-    each("law.wgsl", &law_text().unwrap());
-    each("read.wgsl", &read_text().unwrap());
+/// The decode kernels of one shape, with and without subgroups, from pages and from views.
+fn each_decode(
+    problem: &Problem,
+    format: KvFormat,
+    page_size: usize,
+    pools: usize,
+    each: &mut impl FnMut(&str, &str),
+) {
     let devices = [
         (1, 16384, [false; 2]),
         (8, 32768, [false; 2]),
         (32, 32768, [true; 2]),
     ];
+    let viewed = [format.k, format.v]
+        .iter()
+        .all(|scheme| !matches!(scheme, Scheme::Int4(_)));
+    let views = [false, true].into_iter().filter(|view| viewed || !view);
+    for (view, (subgroup, shared_bytes, ahead)) in
+        views.flat_map(|view| devices.map(|device| (view, device)))
+    {
+        let device = DeviceKey {
+            subgroup,
+            shared_bytes,
+            ahead,
+            together: 1 + usize::from(ahead[0]),
+            matrix: subgroup == 32,
+        };
+        let layout = Layout {
+            format,
+            page_size,
+            pools,
+            view,
+        };
+        let key = decode_key(problem, layout, device, 8);
+        assert!(decode_constants(&key).1 <= shared_bytes, "{key:?}");
+        for file in ["decode_split.wgsl", "decode_merge.wgsl"] {
+            let text = decode_text(file, &key).unwrap();
+            each(&format!("{file} for {key:?}"), &text);
+        }
+    }
+}
+
+/// Calls `each` with the name and the text of the kernels, over all formats and what else chooses constants.
+fn each_specialisation(mut each: impl FnMut(&str, &str)) {
+    each("law.wgsl", &law_text().unwrap());
+    each("read.wgsl", &read_text().unwrap());
     let shapes = [
         (64, 128, 8),
         (80, 64, 1),
@@ -70,33 +107,7 @@ fn each_specialisation(mut each: impl FnMut(&str, &str)) {
                 problem.softcap = Some(1.0);
                 problem.alibi_slopes = Some(vec![1.0; 2]);
             }
-            let viewed = [format.k, format.v]
-                .iter()
-                .all(|scheme| !matches!(scheme, Scheme::Int4(_)));
-            let views = [false, true].into_iter().filter(|view| viewed || !view);
-            for (view, (subgroup, shared_bytes, ahead)) in
-                views.flat_map(|view| devices.map(|device| (view, device)))
-            {
-                let device = DeviceKey {
-                    subgroup,
-                    shared_bytes,
-                    ahead,
-                    together: 1 + usize::from(ahead[0]),
-                    matrix: subgroup == 32,
-                };
-                let layout = Layout {
-                    format,
-                    page_size,
-                    pools,
-                    view,
-                };
-                let key = decode_key(&problem, layout, device, 8);
-                assert!(decode_constants(&key).1 <= shared_bytes, "{key:?}");
-                for file in ["decode_split.wgsl", "decode_merge.wgsl"] {
-                    let text = decode_text(file, &key).unwrap();
-                    each(&format!("{file} for {key:?}"), &text);
-                }
-            }
+            each_decode(&problem, format, page_size, pools, &mut each);
         }
     }
 }

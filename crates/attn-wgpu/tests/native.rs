@@ -1,10 +1,11 @@
 //! The native entry: appends and a step in one encoder of the caller's, from and into the caller's buffers.
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, KvCache, KvFormat, KvSource, Problem,
+    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Error, KvCache, KvFormat, KvSource,
+    KvView, Problem, StridedRows,
 };
 use attn_cpu::{CpuBackend, Reference};
-use attn_wgpu::{WgpuBackend, wgpu};
+use attn_wgpu::{DeviceRows, DeviceView, WgpuBackend, wgpu};
 use wgpu::BufferUsages as Usage;
 
 const HEADS: [usize; 2] = [6, 2];
@@ -190,4 +191,83 @@ fn refused_appends_change_nothing() {
         let text = refusal(appends);
         assert!(text.contains(part), "{text}");
     }
+}
+
+#[test]
+fn an_engines_rows_are_read_where_they_lie() {
+    let Some(backend) = open_or_skip() else {
+        return;
+    };
+    let (len, format) = (150, KvFormat::INT8);
+    let bytes = |n: usize, seed: u32| -> Vec<u8> {
+        let codes = noise(n, seed).into_iter();
+        codes
+            .map(|x| (x.clamp(-1.0, 1.0) * 127.0) as i8 as u8)
+            .collect()
+    };
+    let row = HEADS[1] * DIM;
+    let (k, v) = (bytes(len * row, 3), bytes(len * row, 4));
+    let scales: Vec<u16> = (0..len * HEADS[1]).map(|i| 0x2000 + i as u16).collect();
+    let side = |codes| StridedRows::bsnh(codes, &scales, HEADS[1], len, DIM, 1);
+    let host = KvView {
+        format,
+        k: side(&k),
+        v: side(&v),
+        k_tensor_scales: &[],
+        v_tensor_scales: &[],
+    };
+    let problem = Problem::new(HEADS[0], HEADS[1], DIM, vec![len]);
+    let q = noise(problem.rows() * DIM, 5);
+    let cpu = CpuBackend::new();
+    let plan = cpu.plan(&problem, format).unwrap();
+    let (mut want, mut want_lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);
+    cpu.decode(
+        &DecodeStep::new(&plan, &q, KvSource::View(&host)).unwrap(),
+        &mut DecodeOutput::new(&problem, &mut want, &mut want_lse).unwrap(),
+    )
+    .unwrap();
+
+    // The same rows behind 32 bytes of something else, the scales behind two.
+    let put = |before: usize, x: &[u8]| {
+        let usage = Usage::STORAGE | Usage::COPY_DST;
+        let whole = buffer(&backend, (before + x.len()) as u64, usage);
+        backend.wgpu_queue().write_buffer(&whole, before as u64, x);
+        whole
+    };
+    let scale_bytes: Vec<u8> = scales.iter().flat_map(|x| x.to_le_bytes()).collect();
+    let [k, v, scales] = [put(32, &k), put(32, &v), put(4, &scale_bytes)];
+    let rows = |codes, codes_at| DeviceRows {
+        codes,
+        codes_at,
+        code_strides: host.k.code_strides,
+        scales: Some(&scales),
+        scales_at: 2,
+        scale_strides: host.k.scale_strides,
+    };
+    let view = |codes_at| DeviceView {
+        format,
+        k: rows(&k, codes_at),
+        v: rows(&v, 32),
+        k_tensor_scales: &[],
+        v_tensor_scales: &[],
+    };
+    for misplaced in [24, 48] {
+        let refused = backend.prepare_view(&problem, &view(misplaced));
+        assert!(matches!(refused, Err(Error::Device { .. })), "{misplaced}");
+    }
+    let prepared = backend.prepare_view(&problem, &view(32)).unwrap();
+    let q = upload(&backend, &q);
+    let result = Usage::STORAGE | Usage::COPY_SRC;
+    let out = buffer(&backend, 4 * want.len() as u64, result);
+    let lse = buffer(&backend, 4 * want_lse.len() as u64, result);
+    let mut encoder = backend
+        .wgpu_device()
+        .create_command_encoder(&Default::default());
+    backend
+        .record(&mut encoder, &prepared, &q, &out, &lse)
+        .unwrap();
+    backend.wgpu_queue().submit([encoder.finish()]);
+    let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(&want), download(&backend, &out));
+    assert_eq!(bits(&want_lse), download(&backend, &lse));
 }
