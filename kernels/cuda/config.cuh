@@ -14,8 +14,12 @@ constexpr int TEAMS = SPAN;          // a team has a segment of the span, or a t
 constexpr int STAGES = ATTN_STAGES;  // per team
 constexpr bool MASKS = ATTN_MASKS;   // window, soft cap, ALiBi
 
+#ifdef ATTN_WIDE  // wide.cu: no teams; all warps share the tiles, and two more feed them
+constexpr int ROWS = 8 * WR, THREADS = 32 * (WR + 2);
+#else
 constexpr int ROWS = 8 * G * WR;
 constexpr int THREADS = 32 * WR * TEAMS;
+#endif
 
 constexpr bool integer_scheme(int s) { return s >= INT8_TOKEN; }
 __host__ __device__ constexpr int code_bits(int s) { return s <= BF16 ? 16 : s <= INT8_TENSOR ? 8 : 4; }
@@ -63,6 +67,7 @@ constexpr int SCRATCH_BYTES = larger(SCRATCH_K, SCRATCH_V);
 // only), scratch, barriers, books.
 constexpr int STATE_STRIDE = D + 8;        // floats; 8 keeps the rows of a quad group in different banks
 constexpr int QUERY_STRIDE = D + 16;
+#ifndef ATTN_WIDE
 constexpr int AT_STATES = TEAMS * STAGES * STAGE_BYTES;
 constexpr int AT_STATE_ML = AT_STATES + TEAMS * ROWS * STATE_STRIDE * 4;
 constexpr int AT_KEPT = AT_STATE_ML + TEAMS * ROWS * 8;
@@ -76,3 +81,4 @@ constexpr int SHARED_BYTES = AT_CURSORS + (2 + TEAMS) * 64;
 
 extern "C" __device__ const int attn_shared_bytes = SHARED_BYTES;
 extern "C" __device__ const int attn_threads = THREADS;
+#endif

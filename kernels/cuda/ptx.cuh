@@ -187,7 +187,22 @@ DEVICE void after_dependencies() {
 #endif
 }
 
+DEVICE u32 load_acquire(const u32* at) {
+    u32 x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
+// Where on the SM the warp lies: every fourth slot belongs to the same scheduler. A hint, which may change.
+DEVICE u32 warp_slot() {
+    u32 x;
+    asm volatile("mov.u32 %0, %%warpid;" : "=r"(x));
+    return x;
+}
+
 // ---- barriers and copies to shared memory ----
+
+// Of N threads; barrier 0 is that of the whole CTA.
+template <int N> DEVICE void barrier_of() { asm volatile("bar.sync 1, %0;" :: "n"(N) : "memory"); }
 
 DEVICE void barrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");

@@ -219,10 +219,9 @@ DEVICE void rescale(State& state, const Rescale& r) {
             for (int i = 0; i < 2; i++) state.o[g][j][i] = state.o[g][j][i] * r.alpha[g];
 }
 
-template <class Rows> DEVICE void fold_values(u32 stage, u32 scratch, int tokens, const float (&p)[G][16], const Pairs& pairs, const Rescale& r,
-                                              int lane, Rows row_scales, State& state) {
-    VScales v;
-    prepare_v(stage, scratch, tokens, lane, row_scales, v);
+// The tile's values, whose parameters are converted, folded into the state.
+DEVICE void fold_prepared(u32 stage, u32 scratch, const VScales& v, const float (&p)[G][16], const Pairs& pairs, const Rescale& r, int lane,
+                          State& state) {
     rescale(state, r);
 #pragma unroll
     for (int group = 0; group < V_GROUPS; group++) {
@@ -254,6 +253,13 @@ template <class Rows> DEVICE void fold_values(u32 stage, u32 scratch, int tokens
             }
         }
     }
+}
+
+template <class Rows> DEVICE void fold_values(u32 stage, u32 scratch, int tokens, const float (&p)[G][16], const Pairs& pairs, const Rescale& r,
+                                              int lane, Rows row_scales, State& state) {
+    VScales v;
+    prepare_v(stage, scratch, tokens, lane, row_scales, v);
+    fold_prepared(stage, scratch, v, p, pairs, r, lane, state);
 }
 
 // ---- Float V: weights as two planes of V's precision (f16 for fp8) ----

@@ -1,0 +1,278 @@
+// Split-KV decode attention for many query rows per KV head (sm_90): docs/arithmetic.md on tensor cores.
+//
+// What decode.cu does, but for one thing: there a team of warps has a segment and its own ring of stages, here all warps of a CTA
+// have the same tiles and each its own rows, so that a tile is read and its parameters are converted once for up to 64 rows. One
+// warp feeds the ring, one converts, neither has rows.
+#include "wide_join.cuh"
+
+static_assert(G == 1 && INTEGER && !CHANNEL && PAGE != 0 && PAGE <= TILE && D % 32 == 0, "integers in pages of at most a tile");
+static_assert(SLOTS <= 8 && THREADS <= 512, "room in shared memory");
+
+constexpr int AT_STATES = SLOTS * SLOT_BYTES, AT_BARRIERS = AT_STATES + STATE_BYTES;
+constexpr int AT_BOOKS = AT_BARRIERS + (SIGNALS * SLOTS * 8 + 15) / 16 * 16, AT_SUMS = AT_BOOKS + 80, AT_PLACES = AT_SUMS + 128;
+constexpr int AT_PLANES = AT_PLACES + WR * 64, SHARED_BYTES = AT_PLANES + WORKERS * PANELS * 8;
+static_assert(AT_PLANES % 16 == 0 && AT_STATES % 16 == 0, "vectors");
+static_assert(sizeof(Books) <= 80 && sizeof(Place) <= 64, "room in shared memory");
+
+extern "C" __device__ const int attn_shared_bytes = SHARED_BYTES;
+extern "C" __device__ const int attn_threads = THREADS;
+
+// The row lane/4 of a warp: what it sees, and its queries.
+struct Row {
+    float scale;     // 2^-e
+    int sum[K_GROUPS];  // see Query
+    int start, end;  // tokens
+    float slope;
+    int position;
+};
+
+DEVICE Row enter_row(const DecodeParams& p, const Work& work, int row, int lane, u32 planes) {
+    Query q;
+    int r = work.row_block * ROWS + row, head = work.kv_head * p.heads_per_kv + r % p.heads_per_kv;
+    bool real = r < p.heads_per_kv * p.q_len;
+    int i = r / p.heads_per_kv, position = work.kv_len - p.q_len + i;
+    const float* at = p.q + (((u64)work.b * p.q_len + i) * p.num_q_heads + head) * D + 4 * (lane % 4);
+    float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[work.kv_head] : 1.0f);
+    quantize(q, 0, [&](int panel, float (&x)[4]) {
+        float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (real) v = *(const float4*)(at + panel * 16);
+        x[0] = v.x * factor;
+        x[1] = v.y * factor;
+        x[2] = v.z * factor;
+        x[3] = v.w * factor;
+    });
+#pragma unroll
+    for (int i = 0; i < PANELS; i += 2)
+        sts128(planes + i / 2 * WORKERS * 16, {bits_float(q.plane[0][i][0]), bits_float(q.plane[0][i][1]),
+                                               bits_float(q.plane[0][i + 1][0]), bits_float(q.plane[0][i + 1][1])});
+    // Rows that fill up the block see everything, so that they never make a full tile look masked.
+    int end = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), work.kv_len) : work.kv_len;
+    int start = !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), end);
+    Row seen = {};
+    seen.scale = q.scale[0];
+    seen.start = start;
+    seen.end = end;
+    seen.slope = MASKS && real && p.alibi_slopes ? p.alibi_slopes[head] : 0.0f;
+    seen.position = position;
+    if constexpr (K_INT4) {
+#pragma unroll
+        for (int group = 0; group < K_GROUPS; group++) seen.sum[group] = q.sum[0][group];
+    }
+    return seen;
+}
+
+// One warp converts the parameters of every tile.
+DEVICE void convert(const DecodeParams& p, Work work, u32 end, Ring ring, int lane) {
+#pragma unroll 1
+    for (; work.b < p.batch && work.offset < end; work.next(p)) {
+#pragma unroll 1
+        for (int tile = work.first_tile(); tile < work.end_tile(); tile++) {
+            int tokens = min(TILE, work.kv_len - tile * TILE);
+            u32 at = ring.at();
+            VScales v;
+            ring.wait(FULL);
+            prepare_k(at, at + AT_SCRATCH_K, tokens, lane, no_rows);
+            prepare_v(at + AT_V, at + AT_SCRATCH_V, tokens, lane, no_rows, v);
+            if (lane == 0) {
+#pragma unroll
+                for (int group = 0; group < V_GROUPS; group++)
+                    sts64(at + AT_DOWN + group * 8, v.down[group], V_INT4 ? v.shift_down[group] : 0.0f);
+            }
+            ring.arrive(READY, lane);
+            ring.arrive(EMPTY, lane);
+            ring.advance();
+        }
+    }
+}
+
+// Both products with four accumulators side by side: one after the other, each product of an accumulator waits for the one before.
+constexpr int SIDE = 4;
+
+// `scores` of one byte per code and one group.
+DEVICE void scores_side(u32 stage, u32 scratch, const Query& q, int lane, float (&s)[G][16]) {
+#pragma unroll
+    for (int j0 = 0; j0 < 8; j0 += SIDE) {
+        Sums c[SIDE] = {};
+#pragma unroll
+        for (int panel = 0; panel < PANELS; panel += 4) {
+            u32 b[SIDE][4];
+#pragma unroll
+            for (int j = 0; j < SIDE; j++) {
+                int token = 8 * (j0 + j);
+                ldmatrix_x4(b[j], stage + token / BLOCK * K_STRIDE + ((panel + lane / 8) * BLOCK + token % BLOCK + lane % 8) * 16);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
+                const u32(&x)[K_FLOAT ? 4 : 2] = q.plane[0][(panel + i) % PANELS], (&y)[K_FLOAT ? 4 : 2] = q.plane[0][(panel + i + 1) % PANELS];
+#pragma unroll
+                for (int j = 0; j < SIDE; j++) c[j] = mma_s8_k32(c[j], x[0], x[1], y[0], y[1], b[j][i], b[j][i + 1]);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < SIDE; j++) {
+            float s0 = (float)plane_sum(c[j], 0), s1 = (float)plane_sum(c[j], 1);
+            if constexpr (K_SCHEME != INT8_TENSOR) {
+                uint2 k = lds64(scratch + (8 * (j0 + j) + 2 * (lane % 4)) * 4);
+                s0 = s0 * bits_float(k.x);
+                s1 = s1 * bits_float(k.y);
+            }
+            s[0][2 * (j0 + j)] = s0;
+            s[0][2 * (j0 + j) + 1] = s1;
+        }
+    }
+}
+
+// `fold_prepared` likewise.
+DEVICE void fold_side(u32 stage, u32 scratch, const VScales& v, const float (&p)[G][16], const Rescale& r, int lane, State& state) {
+    rescale(state, r);
+    Weights w;
+    Pairs none;
+    weigh(p[0], none.p14[0], scratch, 0, v, lane, w);
+    float down = v.down[0] * r.beta[0];
+#pragma unroll
+    for (int j0 = 0; j0 < D / 8; j0 += SIDE) {
+        Sums c[SIDE] = {};
+        u32 b[SIDE][4];
+#pragma unroll
+        for (int j = 0; j < SIDE; j++) load_v8(stage, j0 + j, lane, b[j]);
+#pragma unroll
+        for (int j = 0; j < SIDE; j++)
+            c[j] = mma_u8s8_k32(c[j], w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], b[j][0], b[j][1]);
+#pragma unroll
+        for (int j = 0; j < SIDE; j++)
+            c[j] = mma_u8s8_k32(c[j], w.plane[2][0], w.plane[2][1], w.plane[3][0], w.plane[3][1], b[j][2], b[j][3]);
+#pragma unroll
+        for (int j = 0; j < SIDE; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                state.o[0][j0 + j][i] = fmaf((float)(c[j].x[i] * 256 + c[j].x[i + 2]), down, state.o[0][j0 + j][i]);
+    }
+}
+
+// A tile of a warp's rows.
+DEVICE void fold_tile(const DecodeParams& p, const Ring& ring, int t0, const Row& row, int thread, int lane, State& state) {
+    float s[G][16], scale[G] = {row.scale};
+    ring.wait(READY);
+    Query q;
+    if constexpr (K_INT4) {
+#pragma unroll
+        for (int group = 0; group < K_GROUPS; group++) q.sum[0][group] = row.sum[group];
+    }
+#pragma unroll
+    for (int i = 0; i < PANELS; i += 2) {
+        float4 x = lds128(ring.slots + AT_PLANES + thread * 16 + i / 2 * WORKERS * 16);
+        q.plane[0][i][0] = float_bits(x.x);
+        q.plane[0][i][1] = float_bits(x.y);
+        q.plane[0][i + 1][0] = float_bits(x.z);
+        q.plane[0][i + 1][1] = float_bits(x.w);
+    }
+    u32 at = ring.at();
+    constexpr bool K_SIDE = code_bits(K_SCHEME) == 8 && K_GROUPS == 1 && PANELS % 4 == 0;
+    constexpr bool V_SIDE = code_bits(V_SCHEME) == 8 && V_GROUPS == 1 && D / 8 % SIDE == 0;
+    if constexpr (K_SIDE) scores_side(at, at + AT_SCRATCH_K, q, lane, s);
+    else scores(at, at + AT_SCRATCH_K, q, lane, s);
+    int first = t0 + 2 * (lane % 4);
+    if constexpr (MASKS) {
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float x = s[0][i] * scale[0];
+            if (p.softcap_inner != 0.0f) x = softcap(x, p.softcap_inner, p.softcap_outer);
+            if (p.alibi_slopes) x = x + row.slope * (float)(first + 8 * (i / 2) + i % 2 - row.position);
+            s[0][i] = x;
+        }
+        scale[0] = 1.0f;
+    }
+    bool full = __all_sync(~0u, row.start <= t0 && t0 + TILE <= row.end);
+    Rescale r;
+    Pairs pairs;
+    soften(s, scale, full, [&](int, int i) {
+        int t = first + 8 * (i / 2) + i % 2;
+        return t >= row.start && t < row.end;
+    }, state, r, pairs);
+    VScales v;
+#pragma unroll
+    for (int group = 0; group < V_GROUPS; group++) {
+        uint2 x = lds64(at + AT_DOWN + group * 8);
+        v.down[group] = bits_float(x.x);
+        v.shift_down[group] = bits_float(x.y);
+    }
+    if constexpr (V_SIDE) fold_side(at + AT_V, at + AT_SCRATCH_V, v, s, r, lane, state);
+    else fold_prepared(at + AT_V, at + AT_SCRATCH_V, v, s, pairs, r, lane, state);
+    ring.arrive(EMPTY, lane);
+}
+
+// The CTA's run for the rows of one warp.
+DEVICE void work_through(const DecodeParams& p, const Work& first, u32 end, Ring ring, int worker, int lane, u8* shared) {
+    Place& place = *(Place*)(shared + AT_PLACES + worker * 64);
+    if (lane == 0) place = {first, end, 0, 0, 0};
+    __syncwarp();
+    Join join = {shared + AT_STATES, (Books*)(shared + AT_BOOKS), place, worker * 32 + lane, lane};
+    Row row = {};
+    bool is_new = true;
+#pragma unroll 1
+    while (place.work.b < p.batch && place.work.offset < place.end) {
+        if (is_new) row = enter_row(p, place.work, join.row(), lane, ring.slots + AT_PLANES + join.thread * 16);
+        State state;
+        state.clear();
+        bool is_first = true;
+        int tile = place.work.first_tile();
+#pragma unroll 1
+        while (tile < place.work.end_tile()) {
+            fold_tile(p, ring, tile * TILE, row, join.thread, lane, state);
+            ring.advance();
+            tile++;
+            if ((tile & (place.work.segment_tiles - 1)) == 0 && tile < place.work.end_tile()) {
+                join.segment(state, is_first);
+                is_first = false;
+                state.clear();
+            }
+        }
+        join.unit(p, state, is_first);
+        Work next = place.work;
+        next.next(p);
+        __syncwarp();
+        if (lane == 0) place.work = next;
+        __syncwarp();
+        is_new = next.unit == 0;
+    }
+    join.end(p);
+}
+
+// The order of a warp: first those with rows, then who feeds, then who converts. A scheduler has every fourth warp slot of the SM,
+// and a CTA's warps come to lie in slots in any order: of eight warps, those without rows are chosen by their slots, so that two
+// CTAs spread their work evenly over the schedulers.
+DEVICE int rank(int warp, u32* slots) {
+    if (WR != 6) return warp;
+    u32 slot = warp_slot();
+    if (lane_id() == 0) slots[warp] = slot;
+    __syncthreads();
+    u32 seen = 0, first = ~0u;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 other = slots[warp / 4 * 4 + i];
+        seen |= 1 << other % 4;
+        first = min(first, other);
+        if (i == warp % 4) slot = other;
+    }
+    __syncthreads();
+    int of_four = seen == 15 ? (slot + warp / 4 + first / 8 * 2) % 4 : warp % 4;
+    return of_four < 3 ? warp / 4 * 3 + of_four : 6 + warp / 4;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p) {
+    extern __shared__ __align__(128) u8 shared[];
+    int warp = threadIdx.x / 32, lane = lane_id();
+    u32 base = shared_address(shared);
+    if (threadIdx.x < SIGNALS * SLOTS) {
+        barrier_init(base + AT_BARRIERS + threadIdx.x * 8, threadIdx.x % SIGNALS == EMPTY ? WR + 1 : 1);
+        barrier_init_fence();
+    }
+    u32* sums = (u32*)(shared + AT_SUMS);
+    int role = rank(warp, sums);
+    u32 end;
+    Work work = first_work(p, end, sums);  // its barriers make the mbarriers visible too
+    Ring ring = {base, base + AT_BARRIERS, 0, 0};
+    if (role == WR) feed(p, work, end, ring, lane);
+    else if (role > WR) convert(p, work, end, ring, lane);
+    else work_through(p, work, end, ring, role, lane, shared);
+}
