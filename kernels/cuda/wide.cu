@@ -19,9 +19,9 @@ extern "C" __device__ const int attn_threads = THREADS;
 
 // The row lane/4 of a warp: what it sees, and its queries.
 struct Row {
-    float scale;     // 2^-e
+    float scale;        // 2^-e
     int sum[K_GROUPS];  // see Query
-    int start, end;  // tokens
+    int start, end;     // tokens
     float slope;
     int position;
 };
@@ -269,6 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     }
     u32* sums = (u32*)(shared + AT_SUMS);
     int role = rank(warp, sums);
+    after_dependencies();  // nothing of what comes before in the stream has been read so far
     u32 end;
     Work work = first_work(p, end, sums);  // its barriers make the mbarriers visible too
     Ring ring = {base, base + AT_BARRIERS, 0, 0};

@@ -1,5 +1,7 @@
 //! How a decode kernel is shaped for a problem: a pure table, which changes speed and never bits.
 
+use std::ops::RangeInclusive;
+
 use attn_core::{Int4Scale, Int8Scale, KvFormat, Scheme, arithmetic};
 
 /// Rows of one tensor-core tile: the two planes of 8 query rows fill the 16 rows of a fragment.
@@ -19,10 +21,19 @@ pub struct Geometry {
     pub stages: usize,
     /// CTAs per SM: `ATTN_CTAS`.
     pub ctas: usize,
+    /// Whether all warps of a CTA share the tiles (`wide.cu`, `ATTN_WIDE`): no teams, `row_warps` and two more warps.
+    pub wide: bool,
 }
+
+/// The rows per KV head for which `wide.cu` is chosen, with six warps of eight rows each. None, until `wide.cu` as it stands has run
+/// on a device (docs/performance.md, "Many query rows"); 33..=48 are what it was written for.
+const WIDE_ROWS: Option<RangeInclusive<usize>> = None;
 
 /// A stage has K and V of a tile if they are no larger.
 const WHOLE_STAGE: usize = 12288;
+
+/// What an architecture with the bulk copy engine has, and no other.
+const BULK_SHARED: usize = 227 * 1024;
 
 /// Shared memory that the device keeps for itself per CTA.
 const RESERVED_SHARED: usize = 1024;
@@ -40,11 +51,11 @@ pub struct Launch {
     pub grid: usize,
 }
 
-/// `ATTN_CUDA_SHAPE=row_groups,row_warps,stages,ctas`, for who tunes this table.
+/// `ATTN_CUDA_SHAPE=row_groups,row_warps,stages,ctas`, and a fifth number, 1, for `wide.cu`; for who tunes this table.
 fn from_env() -> Option<Geometry> {
     let text = std::env::var("ATTN_CUDA_SHAPE").ok()?;
     let numbers: Vec<usize> = text.split(',').map(|n| n.parse().unwrap_or(1)).collect();
-    let &[row_groups, row_warps, stages, ctas] = &numbers[..] else {
+    let (&[row_groups, row_warps, stages, ctas], wide) = (numbers.get(..4)?, numbers.get(4)) else {
         return None;
     };
     Some(Geometry {
@@ -52,6 +63,7 @@ fn from_env() -> Option<Geometry> {
         row_warps,
         stages,
         ctas,
+        wide: wide == Some(&1),
     })
 }
 
@@ -75,6 +87,11 @@ impl Geometry {
     ) -> Option<Self> {
         if let Some(given) = from_env() {
             return Some(given);
+        }
+        let wide = Self::wide(format, head_dim, page_size, shared_limit);
+        if let Some(wide) = wide.filter(|_| WIDE_ROWS.is_some_and(|wanted| wanted.contains(&rows)))
+        {
+            return Some(wide);
         }
         // Measured on an H200 (docs/performance.md): a second row group per warp spills but for 32 rows; 48 rows are faster as two
         // blocks of 24 (58 µs) than as one of 48 (70) or two of 32 (70).
@@ -101,6 +118,7 @@ impl Geometry {
                         row_warps,
                         stages,
                         ctas,
+                        wide: false,
                     })
                     .find(|g| {
                         let bytes = g.shared_bytes(format, head_dim, page_size);
@@ -114,9 +132,44 @@ impl Geometry {
             .or_else(|| smaller().find_map(|shape| fits(shape, 1)))
     }
 
+    /// The shape of `wide.cu` for 48 rows; `None` where it was not written for the problem.
+    fn wide(
+        format: KvFormat,
+        head_dim: usize,
+        page_size: usize,
+        shared_limit: usize,
+    ) -> Option<Self> {
+        let int8 = |scheme| {
+            matches!(
+                scheme,
+                Scheme::Int8(Int8Scale::Token) | Scheme::Int8(Int8Scale::Tensor)
+            )
+        };
+        let shape = Geometry {
+            row_groups: 1,
+            row_warps: 6,
+            stages: 3,
+            ctas: 2,
+            wide: true,
+        };
+        // Only an architecture with the bulk copy engine has as much shared memory (`Arch::shared_limit`).
+        let fits = shared_limit >= BULK_SHARED
+            && 2 * (shape.shared_bytes(format, head_dim, page_size) + RESERVED_SHARED)
+                <= shared_limit + RESERVED_SHARED;
+        let written = int8(format.k)
+            && int8(format.v)
+            && matches!(head_dim, 64 | 128)
+            && (1..=arithmetic::TILE).contains(&page_size);
+        (fits && written).then_some(shape)
+    }
+
     /// Threads of a CTA.
     pub fn threads(&self) -> usize {
-        32 * self.row_warps * TEAMS
+        if self.wide {
+            32 * (self.row_warps + 2)
+        } else {
+            32 * self.row_warps * TEAMS
+        }
     }
 
     /// Query rows of a CTA.
@@ -159,6 +212,17 @@ impl Geometry {
             (false, false) => k_groups * tile * 4,
         };
         let scratch_v = v_groups * tile * (4 + if int4(format.v) { 2 } else { 0 });
+        if self.wide {
+            let params = scratch_k + scratch_v + v_groups * 8;
+            let slot = ((k + v).next_multiple_of(16) + params).next_multiple_of(128);
+            return self.stages * slot
+                + 4 * self.rows() * (head_dim / 8 + 1) * 8
+                + (self.stages * 24).next_multiple_of(16)
+                + 80
+                + 128
+                + self.row_warps * 64
+                + 4 * self.rows() * (head_dim / 16) * 8;
+        }
         let query = if channel {
             self.rows() * (head_dim + 16) * 4
         } else {
@@ -188,6 +252,18 @@ impl Geometry {
         let row_blocks = rows.div_ceil(self.rows());
         let segments = max_segments(max_kv_len);
         let spans = segments.div_ceil(arithmetic::SPAN);
+        if self.wide {
+            // Whole spans, unless shares of whole segments come out more even: a segment that is handed over costs about one more.
+            let spans_each = (batch * num_kv_heads * row_blocks * spans).div_ceil(ctas);
+            let segments_each = (batch * num_kv_heads * row_blocks * segments).div_ceil(ctas);
+            let tile_split = segments_each + 1 < arithmetic::SPAN * spans_each;
+            return Launch {
+                row_blocks,
+                max_slots: if tile_split { segments } else { spans },
+                tile_split,
+                grid: ctas,
+            };
+        }
         // A team takes one tile of a segment, which has no more than four tiles up to 65536 tokens.
         let tile_split = max_kv_len <= TEAMS * arithmetic::TILE * 256
             && 3 * batch * num_kv_heads * row_blocks * spans < ctas;
@@ -246,6 +322,22 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn wide_kernels_take_spans_or_the_segments_that_share_more_evenly() {
+        let limit = 227 * 1024;
+        let g = Geometry::wide(KvFormat::INT8, 128, 64, limit).unwrap();
+        assert_eq!((g.rows(), g.threads()), (48, 256));
+        for (kv_len, batch, split) in [(1024, 256, false), (8192, 32, false), (131_072, 2, true)] {
+            let launch = g.launch(48, batch, 1, kv_len, 132);
+            assert_eq!((launch.row_blocks, launch.grid), (1, 264));
+            assert_eq!(launch.tile_split, split, "{kv_len}");
+        }
+        assert!(Geometry::wide(KvFormat::INT8, 128, 64, 163 * 1024).is_none());
+        assert!(Geometry::wide(KvFormat::INT8, 128, 0, limit).is_none());
+        assert!(Geometry::wide(KvFormat::INT4, 128, 64, limit).is_none());
+        assert!(Geometry::wide(KvFormat::INT8, 80, 64, limit).is_none());
     }
 
     #[test]

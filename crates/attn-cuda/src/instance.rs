@@ -54,7 +54,7 @@ impl Arch {
 /// One kernel: a translation unit and its macros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Instance {
-    /// `decode.cu`.
+    /// `decode.cu`, or `wide.cu`.
     Decode {
         /// What is stored.
         format: KvFormat,
@@ -128,6 +128,7 @@ impl Instance {
     /// The translation unit.
     pub fn unit(&self) -> &'static str {
         match self {
+            Instance::Decode { geometry, .. } if geometry.wide => "wide.cu",
             Instance::Decode { .. } => "decode.cu",
             Instance::Append { .. } => "append.cu",
             Instance::Import { .. } => "import.cu",
@@ -174,6 +175,7 @@ impl Instance {
                     ("ATTN_CTAS", g.ctas),
                     ("ATTN_MASKS", usize::from(masks)),
                 ]);
+                all.extend(g.wide.then_some(("ATTN_WIDE", 1)));
                 all
             }
             Instance::Append {
@@ -284,6 +286,31 @@ mod tests {
         keys.sort_unstable();
         keys.dedup();
         assert_eq!(keys.len(), count);
+    }
+
+    #[test]
+    fn a_shape_names_its_unit() {
+        let units = [false, true].map(|wide| {
+            let geometry = Geometry {
+                row_groups: 1,
+                row_warps: 6,
+                stages: 3,
+                ctas: 2,
+                wide,
+            };
+            let instance = Instance::Decode {
+                format: KvFormat::INT8,
+                head_dim: 128,
+                page_size: 64,
+                geometry,
+                masks: false,
+            };
+            let told = instance
+                .options(Arch::Sm90a)
+                .contains(&"-DATTN_WIDE=1".to_owned());
+            (instance.unit(), told)
+        });
+        assert_eq!(units, [("decode.cu", false), ("wide.cu", true)]);
     }
 
     #[test]
