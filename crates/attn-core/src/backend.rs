@@ -74,7 +74,6 @@ impl<'a> DecodeStep<'a> {
                 needed,
             });
         }
-        check_finite("q", q)?;
         let (format, tensor_scales) = match kv {
             KvSource::Cache(cache) => {
                 check_cache(problem, cache)?;
@@ -94,7 +93,11 @@ impl<'a> DecodeStep<'a> {
         }
         let scale =
             problem.softmax_scale * LOG2_E * tensor_scales.iter().copied().fold(1.0, f32::max);
-        if let Some(index) = q.iter().position(|x| (x * scale).abs() > 1.844_674_4e19) {
+        // One pass for a query as it should be; NaN and infinity are beyond any range.
+        let beyond = |x: &f32| !((x * scale).abs() <= 1.844_674_4e19);
+        if q.iter().fold(false, |found, x| found | beyond(x)) {
+            check_finite("q", q)?;
+            let index = q.iter().position(beyond).unwrap_or(0);
             return Err(Error::QueryRange {
                 index,
                 value: q[index] * scale,

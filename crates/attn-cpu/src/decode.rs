@@ -3,13 +3,14 @@
 use std::{cell::RefCell, ops::Range};
 
 use attn_core::{
-    DecodeStep, Error, Int4Scale, KvSource, Scheme,
-    arithmetic::{LOG2_E, SPAN, TILE, ftz, lse, pow2, rcp, segment_tiles},
+    DecodeStep, Error, Int4Scale, KvSource, Problem, Scheme,
+    arithmetic::{LOG2_E, SPAN, TILE, segment_tiles},
 };
 use rayon::prelude::*;
 
 use crate::{
     float, integer,
+    merge::{States, merge},
     reader::{Reader, Side},
     scratch::{Aligned, Rows},
     simd::{Dot, Dot16, Isa, Simd, portable::Portable, scalar::Scalar},
@@ -77,6 +78,11 @@ macro_rules! kernels {
             ) -> Result<(), Error> {
                 attend::<_, false>($dot, step, items, scratch, states)
             }
+
+            $(#[target_feature(enable = $features)])?
+            pub fn finish(states: &States<'_>, span: usize, v_scale: f32, out: &mut [f32]) -> f32 {
+                crate::merge::finish($dot.simd(), states, span, v_scale, out)
+            }
         }
     };
 }
@@ -112,25 +118,61 @@ kernels!(
     Dot16(unsafe { crate::simd::neon::Neon::new() })
 );
 
-fn kernel(isa: Isa, integer: bool) -> Attend {
-    let [of_integers, of_floats]: [Attend; 2] = match isa {
-        Isa::Scalar => [scalar::integer, scalar::float],
-        Isa::Portable => [portable::integer, portable::float],
+/// Merges a row's states in spans of so many, and writes the answer; the log-sum-exp comes back.
+type Finish = unsafe fn(&States<'_>, usize, f32, &mut [f32]) -> f32;
+
+fn kernels(isa: Isa, integer: bool) -> (Attend, Finish) {
+    macro_rules! of {
+        ($name:ident) => {
+            match integer {
+                true => ($name::integer, $name::finish),
+                false => ($name::float, $name::finish),
+            }
+        };
+    }
+    match isa {
+        Isa::Scalar => of!(scalar),
+        Isa::Portable => of!(portable),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => [avx2::integer, avx2::float],
+        Isa::Avx2 => of!(avx2),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => [avx512::integer, avx512::float],
+        Isa::Avx512 => of!(avx512),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Vnni => [avx512vnni::integer, avx512vnni::float],
+        Isa::Avx512Vnni => of!(avx512vnni),
         #[cfg(target_arch = "aarch64")]
-        Isa::Neon => [neon::integer, neon::float],
+        Isa::Neon => of!(neon),
         #[allow(
             unreachable_patterns,
             reason = "which sets are foreign depends on the target"
         )]
-        _ => [portable::integer, portable::float],
-    };
-    if integer { of_integers } else { of_floats }
+        _ => of!(portable),
+    }
+}
+
+impl Workspace {
+    /// Cuts a problem into items of `per_item` segments.
+    fn cut(&mut self, problem: &Problem, per_item: usize) {
+        self.items.clear();
+        self.starts.clear();
+        for (b, &len) in problem.kv_lens.iter().enumerate() {
+            self.starts.push(self.items.len());
+            let count = segments(len);
+            for first in (0..count).step_by(per_item) {
+                let segments = first..count.min(first + per_item);
+                let items = (0..problem.num_kv_heads).map(|g| Item {
+                    b,
+                    g,
+                    segments: segments.clone(),
+                });
+                self.items.extend(items);
+            }
+        }
+    }
+}
+
+/// Segments of a sequence.
+fn segments(kv_len: usize) -> usize {
+    kv_len.div_ceil(segment_tiles(kv_len) * TILE)
 }
 
 /// Attends a whole step on `isa`, which the caller has found available.
@@ -142,44 +184,22 @@ pub(crate) fn decode(
     lse: &mut [f32],
 ) -> Result<(), Error> {
     let problem = &step.plan().problem;
-    let (dim, heads, threads) = (
-        problem.head_dim,
-        problem.num_kv_heads,
-        rayon::current_num_threads(),
-    );
     if problem.batch() > 0 {
         // Whether the cache is one of ours, before any output is touched.
         Reader::new(step.kv(), 0, 0)?;
     }
-    let (rows, stride) = (problem.q_len * problem.heads_per_kv(), dim + 2);
-    let segments = |len: usize| len.div_ceil(segment_tiles(len) * TILE);
-    let spans: usize = problem
-        .kv_lens
-        .iter()
-        .map(|&len| segments(len).div_ceil(SPAN))
-        .sum();
+    let (heads, threads) = (problem.num_kv_heads, rayon::current_num_threads());
+    let lens = problem.kv_lens.iter();
+    let spans: usize = lens.map(|&len| segments(len).div_ceil(SPAN)).sum();
     let per_item = if spans * heads < 4 * threads { 1 } else { SPAN };
-    workspace.items.clear();
-    workspace.starts.clear();
-    for (b, &len) in problem.kv_lens.iter().enumerate() {
-        workspace.starts.push(workspace.items.len());
-        let count = segments(len);
-        for first in (0..count).step_by(per_item) {
-            let segments = first..count.min(first + per_item);
-            workspace.items.extend((0..heads).map(|g| Item {
-                b,
-                g,
-                segments: segments.clone(),
-            }));
-        }
-    }
-    let chunk = rows * stride;
+    workspace.cut(problem, per_item);
+    let chunk = problem.q_len * problem.heads_per_kv() * (problem.head_dim + 2);
     let needed = workspace.items.len() * chunk;
     if workspace.states.len() < needed {
         workspace.states.resize(needed, 0.0);
     }
-    let attend = kernel(isa, step.plan().format.is_integer());
-    let items = &workspace.items[..];
+    let (attend, finish) = kernels(isa, step.plan().format.is_integer());
+    let (items, states) = (&workspace.items[..], &mut workspace.states[..needed]);
     let run = |(index, states): (usize, &mut [f32])| {
         let items = &items[index..];
         SCRATCH.with_borrow_mut(|scratch| {
@@ -187,53 +207,63 @@ pub(crate) fn decode(
             unsafe { attend(step, items, scratch, states) }
         })
     };
-    let states = &mut workspace.states[..needed];
     if threads == 1 || items.len() == 1 {
-        states
-            .chunks_exact_mut(chunk)
-            .enumerate()
-            .try_for_each(run)?;
+        let mut pieces = states.chunks_exact_mut(chunk).enumerate();
+        pieces.try_for_each(run)?;
     } else {
-        states
-            .par_chunks_exact_mut(chunk)
-            .with_max_len(1)
-            .enumerate()
-            .try_for_each(run)?;
+        let pieces = states.par_chunks_exact_mut(chunk).with_max_len(1);
+        pieces.enumerate().try_for_each(run)?;
     }
+    // Items of one span have merged their segments.
+    let span = if per_item == 1 { SPAN } else { 1 };
+    let finish = |states: &States<'_>, v_scale: f32, out: &mut [f32]| {
+        // SAFETY: as above.
+        unsafe { finish(states, span, v_scale, out) }
+    };
+    finish_rows(step, workspace, finish, out, lse);
+    Ok(())
+}
 
-    let (states, starts) = (&*states, &workspace.starts);
-    let merge = |row: usize, out: &mut [f32], lse: &mut f32| {
+/// Makes every row's answer of its states.
+fn finish_rows(
+    step: &DecodeStep<'_>,
+    workspace: &Workspace,
+    finish: impl Fn(&States<'_>, f32, &mut [f32]) -> f32 + Sync,
+    out: &mut [f32],
+    lse: &mut [f32],
+) {
+    let problem = &step.plan().problem;
+    let (dim, heads, per) = (
+        problem.head_dim,
+        problem.num_kv_heads,
+        problem.heads_per_kv(),
+    );
+    let (items, stride) = (workspace.items.len(), dim + 2);
+    let chunk = problem.q_len * per * stride;
+    let row = |row: usize, out: &mut [f32], lse: &mut f32| {
         let (bi, q_head) = (row / problem.num_q_heads, row % problem.num_q_heads);
         let (b, i) = (bi / problem.q_len, bi % problem.q_len);
-        let (g, h) = (
-            q_head / problem.heads_per_kv(),
-            q_head % problem.heads_per_kv(),
-        );
-        let end = starts.get(b + 1).copied().unwrap_or(items.len());
-        let columns = (starts[b] + g..end).step_by(heads);
-        let states = columns.map(|item| {
-            &states[item * chunk + (i * problem.heads_per_kv() + h) * stride..][..stride]
-        });
-        *lse = merge_states(
-            states,
-            if per_item == 1 { SPAN } else { 1 },
-            v_scale(step, g),
-            out,
-        );
+        let (g, h) = (q_head / per, q_head % per);
+        let first = workspace.starts[b];
+        let end = workspace.starts.get(b + 1).copied().unwrap_or(items);
+        let states = States {
+            all: &workspace.states,
+            first: (first + g) * chunk + (i * per + h) * stride,
+            step: heads * chunk,
+            count: (end - first) / heads,
+        };
+        *lse = finish(&states, v_scale(step, g), out);
     };
     // Merging is worth threads only where many states meet.
-    if threads == 1 || needed < 1 << 16 {
-        for (row, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
-            merge(row, out, lse);
+    if rayon::current_num_threads() == 1 || items * chunk < 1 << 16 {
+        for (i, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
+            row(i, out, lse);
         }
     } else {
-        out.par_chunks_exact_mut(dim)
-            .zip(lse)
-            .with_min_len(4)
-            .enumerate()
-            .for_each(|(row, (out, lse))| merge(row, out, lse));
+        let rows = out.par_chunks_exact_mut(dim).zip(lse).with_min_len(4);
+        rows.enumerate()
+            .for_each(|(i, (out, lse))| row(i, out, lse));
     }
-    Ok(())
 }
 
 fn v_scale(step: &DecodeStep<'_>, g: usize) -> f32 {
@@ -242,62 +272,6 @@ fn v_scale(step: &DecodeStep<'_>, g: usize) -> f32 {
         KvSource::View(view) => view.v_tensor_scales,
     };
     scales.get(g).copied().unwrap_or(1.0)
-}
-
-/// Merges states left to right in groups of `span`, the groups left to right, and normalizes; the log-sum-exp comes back.
-fn merge_states<'a>(
-    states: impl Iterator<Item = &'a [f32]>,
-    span: usize,
-    v_scale: f32,
-    out: &mut [f32],
-) -> f32 {
-    let dim = out.len();
-    let mut total = [f32::NEG_INFINITY, 0.0];
-    let mut part = [f32::NEG_INFINITY, 0.0];
-    let mut part_o = [0.0; 256];
-    out.fill(0.0);
-    for (i, state) in states.enumerate() {
-        let (o, ml) = state.split_at(dim);
-        if span == 1 {
-            merge(&mut total, out, [ml[0], ml[1]], o);
-            continue;
-        }
-        if i % span == 0 {
-            merge(&mut total, out, part, &part_o[..dim]);
-            part[0] = f32::NEG_INFINITY;
-        }
-        merge(&mut part, &mut part_o[..dim], [ml[0], ml[1]], o);
-    }
-    merge(&mut total, out, part, &part_o[..dim]);
-    let [m, l] = total;
-    if m == f32::NEG_INFINITY {
-        out.fill(0.0);
-        return m;
-    }
-    let scale = rcp(l);
-    for x in out {
-        *x = ftz(ftz(ftz(*x) * scale) * v_scale);
-    }
-    lse(m, l)
-}
-
-/// Section 5's merge of (m, l) and O, in place into the left side.
-#[inline(always)]
-fn merge(left: &mut [f32; 2], left_o: &mut [f32], right: [f32; 2], right_o: &[f32]) {
-    if right[0] == f32::NEG_INFINITY {
-        return;
-    }
-    if left[0] == f32::NEG_INFINITY {
-        *left = right;
-        left_o.copy_from_slice(right_o);
-        return;
-    }
-    let m = left[0].max(right[0]);
-    let (alpha, beta) = (pow2(m - left[0]), pow2(m - right[0]));
-    *left = [m, left[1] * alpha + right[1] * beta];
-    for (a, b) in left_o.iter_mut().zip(right_o) {
-        *a = ftz(*a * alpha) + ftz(b * beta);
-    }
 }
 
 /// What the operands of the rows were last prepared for.
@@ -426,7 +400,7 @@ fn attend<D: Dot, const INTEGER: bool>(
                 ml.copy_from_slice(&right);
             } else {
                 let mut left = [ml[0], ml[1]];
-                merge(&mut left, state_o, right, right_o);
+                merge(s, &mut left, state_o, right, right_o);
                 ml.copy_from_slice(&left);
             }
         }

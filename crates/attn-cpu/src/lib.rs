@@ -9,6 +9,7 @@ pub mod bench;
 mod decode;
 mod float;
 mod integer;
+mod merge;
 pub mod reader;
 pub mod reference;
 mod scratch;

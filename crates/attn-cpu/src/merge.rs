@@ -1,0 +1,89 @@
+//! Sections 5 and 6 over vectors: the states of a row merge, and the last one becomes the answer.
+
+use attn_core::arithmetic::{lse, pow2, rcp};
+
+use crate::simd::Simd;
+
+/// A row's states in the order of their tokens: `[O, m, l]` each, `step` floats apart.
+pub(crate) struct States<'a> {
+    pub all: &'a [f32],
+    pub first: usize,
+    pub step: usize,
+    pub count: usize,
+}
+
+/// Merges (m, l) and O into the left side.
+#[inline(always)]
+pub(crate) fn merge<S: Simd>(
+    s: S,
+    left: &mut [f32; 2],
+    left_o: &mut [f32],
+    right: [f32; 2],
+    right_o: &[f32],
+) {
+    if right[0] == f32::NEG_INFINITY {
+        return;
+    }
+    if left[0] == f32::NEG_INFINITY {
+        *left = right;
+        left_o.copy_from_slice(right_o);
+        return;
+    }
+    let m = left[0].max(right[0]);
+    let (alpha, beta) = (pow2(m - left[0]), pow2(m - right[0]));
+    *left = [m, left[1] * alpha + right[1] * beta];
+    let (alpha, beta) = (s.splat(alpha), s.splat(beta));
+    let pairs = left_o
+        .chunks_exact_mut(S::LANES)
+        .zip(right_o.chunks_exact(S::LANES));
+    for (a, b) in pairs {
+        // SAFETY: LANES floats each.
+        unsafe {
+            let x = s.ftz(s.mul(s.load(a.as_ptr()), alpha));
+            let y = s.ftz(s.mul(s.load(b.as_ptr()), beta));
+            s.store(a.as_mut_ptr(), s.add(x, y));
+        }
+    }
+}
+
+/// Merges left to right in groups of `span`, the groups left to right, and normalizes; the log-sum-exp comes back.
+#[inline(always)]
+pub(crate) fn finish<S: Simd>(
+    s: S,
+    states: &States<'_>,
+    span: usize,
+    v_scale: f32,
+    out: &mut [f32],
+) -> f32 {
+    let dim = out.len();
+    let mut total = [f32::NEG_INFINITY, 0.0];
+    let mut part = [f32::NEG_INFINITY, 0.0];
+    let mut part_o = [0.0; 256];
+    for i in 0..states.count {
+        let (o, ml) = states.all[states.first + i * states.step..][..dim + 2].split_at(dim);
+        if span == 1 {
+            merge(s, &mut total, out, [ml[0], ml[1]], o);
+            continue;
+        }
+        if i % span == 0 {
+            merge(s, &mut total, out, part, &part_o[..dim]);
+            part[0] = f32::NEG_INFINITY;
+        }
+        merge(s, &mut part, &mut part_o[..dim], [ml[0], ml[1]], o);
+    }
+    merge(s, &mut total, out, part, &part_o[..dim]);
+    let [m, l] = total;
+    if m == f32::NEG_INFINITY {
+        out.fill(0.0);
+        return m;
+    }
+    let (scale, v_scale) = (s.splat(rcp(l)), s.splat(v_scale));
+    for x in out.chunks_exact_mut(S::LANES) {
+        // SAFETY: LANES floats.
+        unsafe {
+            let y = s.ftz(s.mul(s.ftz(s.load(x.as_ptr())), scale));
+            s.store(x.as_mut_ptr(), s.ftz(s.mul(y, v_scale)));
+        }
+    }
+    lse(m, l)
+}
