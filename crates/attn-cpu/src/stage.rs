@@ -120,6 +120,33 @@ pub(crate) unsafe fn widen_rows<S: Simd, const KIND: u8>(s: S, lines: &Lines, jo
     }
 }
 
+/// fp8 K of pages, whose rows are neighbours: a vector is as many tokens as it has rows, and so is what becomes of it.
+///
+/// # Safety
+/// `dim/16` panels of as many rows as `tokens` rounded up to 16; `out` has room.
+#[inline(always)]
+pub(crate) unsafe fn widen_panels<S: Simd>(s: S, lines: &Lines, job: &Job<'_>) {
+    for t in (0..job.tokens).step_by(S::ROWS) {
+        let first = lines.places[t / 16].wrapping_add(t % 16 * 16);
+        for block in 0..job.dim / 16 {
+            // SAFETY: ROWS rows of panel `block`, and of panels 2·block and 2·block + 1 of `out`.
+            unsafe {
+                let codes = s.i_load(first.add(block * lines.chunk));
+                let [even, odd] = s.zip_8(s.i_splat(0), codes);
+                let to = job.out.add((2 * block * TILE + t) * 16);
+                s.i_store(to, half_of_fp8(s, even));
+                s.i_store(to.add(TILE * 16), half_of_fp8(s, odd));
+            }
+        }
+    }
+}
+
+/// f16 of fp8 in the high bytes: the sign stays, exponent and mantissa move below f16's highest exponent bit.
+#[inline(always)]
+fn half_of_fp8<S: Simd>(s: S, x: S::I) -> S::I {
+    s.i_and(s.h_sar::<1>(x), s.i_splat(0xbf80_bf80_u32 as i32))
+}
+
 /// K of 4 bits: a row holds tokens i and i + 8 of each 16.
 ///
 /// # Safety
@@ -284,11 +311,7 @@ unsafe fn emit<S: Simd, const KIND: u8>(
     let [mut scale, mut shift] = [s.splat(0.0); 2];
     for half in 0..2 {
         if KIND == FP8 || KIND == FP8_NAN {
-            // The sign stays, exponent and mantissa move below f16's highest exponent bit.
-            let mut x = s.i_and(
-                s.h_sar::<1>(halves[half]),
-                s.i_splat(0xbf80_bf80_u32 as i32),
-            );
+            let mut x = half_of_fp8(s, halves[half]);
             if KIND == FP8_NAN {
                 // 0x7f and 0xff alone carry into bit 15, and become NaN by that highest bit.
                 let carried = s.i_add(

@@ -452,7 +452,7 @@ unsafe fn widen<S: Simd>(
             (true, _) => stage::widen_turned::<S, { stage::INT8 }>(s, &lines.places, job),
             (false, 4) => stage::widen_pairs(s, &lines, job),
             (false, _) if !fp8 => stage::widen_rows::<S, { stage::INT8 }>(s, &lines, job),
-            _ if reader.is_paged() => stage::widen_rows::<S, { stage::FP8 }>(s, &lines, job),
+            _ if reader.is_paged() => stage::widen_panels(s, &lines, job),
             _ => stage::widen_rows::<S, { stage::FP8_NAN }>(s, &lines, job),
         }
     }
