@@ -70,6 +70,16 @@ struct Warp {
     bool producer;
     u32 query, scratch;
 
+    // Of the queries that `store_query` left in shared memory.
+    __device__ __forceinline__ void largest_queries(float (&largest)[G]) const {
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            float x = 0.0f;
+            for (int d = lane % 4; d < D; d += 4)
+                x = fmaxf(x, fabsf(bits_float(lds32(query + ((warp_row + g * 8 + lane / 4) * QUERY_STRIDE + d) * 4))));
+            largest[g] = quad_max(x);
+        }
+    }
     __device__ __forceinline__ void done_with_stage() {
         ring.release(lane);
         if (producer) feed.issue(p);
@@ -252,13 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
             if constexpr (CHANNEL) {
                 store_query(p, work, self.query);
                 __syncthreads();
-#pragma unroll
-                for (int g = 0; g < G; g++) {
-                    float x = 0.0f;
-                    for (int d = lane % 4; d < D; d += 4)
-                        x = fmaxf(x, fabsf(bits_float(lds32(self.query + ((self.warp_row + g * 8 + lane / 4) * QUERY_STRIDE + d) * 4))));
-                    largest_q[g] = quad_max(x);
-                }
+                self.largest_queries(largest_q);
             } else {
                 load_query(p, work, self.warp_row, lane, q);
             }
