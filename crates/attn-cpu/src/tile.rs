@@ -228,6 +228,12 @@ impl Tile {
             let into = [&mut self.v_scale, &mut self.v_shift];
             params(s, reader, Side::V, [t0, tokens], self.v_groups, 8.0, into);
         }
+        self.bring_up_v_params(s);
+    }
+
+    /// V's scales times their power of two, and its shifts as 16-bit integers in two planes (section 4 of the arithmetic).
+    #[inline(always)]
+    fn bring_up_v_params<S: Simd>(&mut self, s: S) {
         for g in 0..self.v_groups {
             let largest = largest(s, &self.v_scale[g]);
             let f = if largest == 0.0 {

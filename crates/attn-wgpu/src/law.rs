@@ -168,7 +168,12 @@ pub(crate) fn check(gpu: &Gpu) -> Result<Vec<LawCheck>, Error> {
             WgpuError::Lost("results are missing".into()),
         ));
     }
-    Ok(FUNCTIONS
+    Ok(compare(&inputs, &words))
+}
+
+/// The GPU's result bits, function by function, beside the CPU's of the same inputs.
+fn compare(inputs: &[[f32; 3]], words: &[u32]) -> Vec<LawCheck> {
+    FUNCTIONS
         .iter()
         .zip(words.chunks_exact(TRIED))
         .map(|(&(function, relied_on, cpu), words)| {
@@ -186,5 +191,5 @@ pub(crate) fn check(gpu: &Gpu) -> Result<Vec<LawCheck>, Error> {
                 first: differing.first().copied(),
             }
         })
-        .collect())
+        .collect()
 }
