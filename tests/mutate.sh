@@ -62,5 +62,5 @@ mutate "causal mask" crates/attn-core/src/problem.rs \
 mutate "window" crates/attn-core/src/problem.rs \
     '(position - w as isize).clamp(0, end)' '(position - 1 - w as isize).clamp(0, end)'
 mutate "copy of a shared page" crates/attn-core/src/cache.rs \
-    'self.owners[page as usize] > 1);' 'self.owners[page as usize] > 2);'
+    'self.owners[page as usize] > 1)' 'self.owners[page as usize] > 2)'
 echo "every mutation was noticed"
