@@ -1,5 +1,7 @@
 //! The native entry: appends and a step in one encoder of the caller's, from and into the caller's buffers.
 
+mod common;
+
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Error, KvCache, KvFormat, KvSource,
     KvView, Problem, StridedRows,
@@ -10,18 +12,6 @@ use wgpu::BufferUsages as Usage;
 
 const HEADS: [usize; 2] = [6, 2];
 const DIM: usize = 80;
-
-fn open_or_skip() -> Option<WgpuBackend> {
-    match WgpuBackend::open() {
-        Ok(backend) => Some(backend),
-        Err(reason) => {
-            let required = std::env::var("ATTN_REQUIRE").unwrap_or_default();
-            assert!(!required.split(',').any(|name| name == "wgpu"), "{reason}");
-            println!("skipped: {reason}");
-            None
-        }
-    }
-}
 
 /// Deterministic numbers in -1..1, some rows of them large, some zero.
 fn noise(n: usize, seed: u32) -> Vec<f32> {
@@ -141,7 +131,7 @@ fn step(backend: &WgpuBackend, caches: &mut [KvCache; 2], appends: [(usize, usiz
 
 #[test]
 fn recorded_appends_and_steps_have_the_references_bytes() {
-    let Some(backend) = open_or_skip() else {
+    let Some(backend) = common::open_or_skip() else {
         return;
     };
     for name in ["int8", "int4", "int4-g1", "int8-g32/int4-g1", "bf16/fp8"] {
@@ -169,7 +159,7 @@ fn recorded_appends_and_steps_have_the_references_bytes() {
 
 #[test]
 fn refused_appends_change_nothing() {
-    let Some(backend) = open_or_skip() else {
+    let Some(backend) = common::open_or_skip() else {
         return;
     };
     let config = CacheConfig::new(KvFormat::INT8, HEADS[1], DIM, 2, 64);
@@ -195,7 +185,7 @@ fn refused_appends_change_nothing() {
 
 #[test]
 fn an_engines_rows_are_read_where_they_lie() {
-    let Some(backend) = open_or_skip() else {
+    let Some(backend) = common::open_or_skip() else {
         return;
     };
     let (len, format) = (150, KvFormat::INT8);

@@ -1,24 +1,14 @@
 //! What a device may be tuned with changes speed, never bits; and the law's functions hold on the adapter that is here.
 
+mod common;
+
 use attn_conformance::{Outcome, Size, check_case, table};
 use attn_cpu::Reference;
-use attn_wgpu::{Tuning, WgpuBackend};
-
-fn open_or_skip() -> Option<WgpuBackend> {
-    match WgpuBackend::open() {
-        Ok(backend) => Some(backend),
-        Err(reason) => {
-            let required = std::env::var("ATTN_REQUIRE").unwrap_or_default();
-            assert!(!required.split(',').any(|name| name == "wgpu"), "{reason}");
-            println!("skipped: {reason}");
-            None
-        }
-    }
-}
+use attn_wgpu::Tuning;
 
 #[test]
 fn the_laws_functions_have_the_cpus_bits() {
-    let Some(backend) = open_or_skip() else {
+    let Some(backend) = common::open_or_skip() else {
         return;
     };
     for check in backend.check_law().unwrap() {
@@ -29,7 +19,7 @@ fn the_laws_functions_have_the_cpus_bits() {
 
 #[test]
 fn tunings_change_no_bits() {
-    let Some(backend) = open_or_skip() else {
+    let Some(backend) = common::open_or_skip() else {
         return;
     };
     let plain = Tuning::default();
