@@ -1,13 +1,16 @@
 // append.cu: quantizes new tokens, writes them into pages and seals full Int4 Channel pages: the bytes of FORMATS.md.
 //
-// Grid      (page jobs, num_kv_heads, batch): a CTA owns one page of one KV head, so nibbles that share a byte share a CTA.
+// One token per sequence, a decode step: latency is everything (a launch, then length, page, store), so a warp takes K or V of
+// one head, a lane stores what it loaded, and nothing meets in shared memory. Several tokens: a CTA owns a page of a head.
+//
+// Grid      one token: (heads in fours, sealers and then batch), two warps per head; else (page jobs, num_kv_heads, batch).
 // Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_D, ATTN_PAGE, as in decode.cu.
 // Reads     k, v [token][num_kv_heads][ATTN_D], f32, f16 or bf16; kv_lens, which count the new tokens already.
 // Writes    pool [page][kv_head][run].
-// Numerics  every quotient rounded once, as attn-core/src/quant.rs: scales in f64, codes by an exact remainder; compiled without
-//           contraction.
+// Numerics  append.cuh; compiled without contraction.
 // Tail page the first page of a call may read the tail page that its last page writes: one CTA does both, in that order.
-// Host      crates/attn-cuda/src/params.rs::AppendParams.
+// Host      crates/attn-cuda/src/params.rs::AppendParams, native/append.rs.
+#include "append.cuh"
 
 struct AppendParams {
     const void* k;
@@ -21,251 +24,195 @@ struct AppendParams {
     long long k_token_stride;         // elements from one token to the next
     long long v_token_stride;
     int tokens;                       // new tokens of each sequence; those of sequence b start at b * tokens
+    int batch;
     int num_kv_heads;
     int page_table_stride;
     int dtype;                        // of k and v: 0 f32, 1 f16, 2 bf16
 };
-static_assert(sizeof(AppendParams) == 96, "edit crates/attn-cuda/src/params.rs too");
+static_assert(sizeof(AppendParams) == 104, "edit crates/attn-cuda/src/params.rs too");
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
+constexpr int V_BITS = code_bits(ATTN_V);
+typedef Token<CHANNEL ? INT8_TOKEN : ATTN_K, ATTN_K_GROUPS, false> KToken;
+typedef Token<ATTN_V, ATTN_V_GROUPS, (V_BITS < 16)> VToken;
 
-enum { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP32, INT8_TENSOR, INT4_GROUPS, INT4_CHANNEL };
-
-constexpr int D = ATTN_D, PAGE = ATTN_PAGE, WARPS = 4, THREADS = 32 * WARPS;
-constexpr bool CHANNEL = ATTN_K == INT4_CHANNEL;
-
-__host__ __device__ constexpr int code_bits(int scheme) { return scheme <= BF16 ? 16 : scheme >= INT4_GROUPS ? 4 : 8; }
-__host__ __device__ constexpr int codes_bytes(int scheme) { return PAGE * D * code_bits(scheme) / 8; }
-__host__ __device__ constexpr int params_bytes(int scheme, int groups) {
-    return scheme == INT4_CHANNEL ? D * 4
-         : scheme == INT4_GROUPS ? groups * PAGE * 4
-         : scheme == INT8_TOKEN || scheme == INT8_GROUP32 ? groups * PAGE * 2 : 0;
+DEVICE u8* run_of(const AppendParams& p, u32 page, int head) {
+    return p.pool + ((long long)page * p.num_kv_heads + head) * RUN;
 }
-constexpr int K_PARAMS = codes_bytes(ATTN_K);
-constexpr int V_CODES = K_PARAMS + params_bytes(ATTN_K, ATTN_K_GROUPS);
-constexpr int V_PARAMS = V_CODES + codes_bytes(ATTN_V);
-constexpr int RUN = V_PARAMS + params_bytes(ATTN_V, ATTN_V_GROUPS);
+DEVICE u32 page_of(const AppendParams& p, int b, int page) { return p.page_table[(long long)b * p.page_table_stride + page]; }
+DEVICE float scale_of(const float* scales, int head) { return scales ? scales[head] : 1.0f; }
 
-__device__ __forceinline__ float f16_to_f32(u16 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
-__device__ __forceinline__ u16 f32_to_f16(float f) { u16 h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
-// 2^k for a normal result.
-__device__ __forceinline__ double pow2(int k) { return __hiloint2double((1023 + k) << 20, 0); }
-__device__ __forceinline__ int exponent(double x) { return ((__double2hiint(x) >> 20) & 0x7ff) - 1023; }
-
-// quant.rs::round_to
-__device__ double round_to(double x, int mantissa_bits, int min_exp, double max) {
-    if (x == 0.0) return 0.0;
-    int e = exponent(x);
-    e = (e < min_exp ? min_exp : e) - mantissa_bits;
-    return fmin(fmax(rint(x * pow2(-e)) * pow2(e), -max), max);
+DEVICE void load_k(const AppendParams& p, KToken& k, long long token, int head, int lane) {
+    k.load(p.k, p.dtype, p.k_token_stride, token * p.k_token_stride + (long long)head * D, lane);
 }
-// quant.rs::to_f16: zero is always +0.
-__device__ u16 to_f16(double x) { return f32_to_f16((float)(round_to(x, 10, -14, 65504.0) + 0.0)); }
-// quant.rs::to_fp8
-__device__ u16 to_fp8(float x, float scale) {
-    double v = round_to(__ddiv_rn((double)x, (double)scale), 3, -6, 448.0);
-    u16 sign = (u16)(__float_as_uint(x) >> 31 << 7);
-    v = fabs(v);
-    if (v < 0.015625) return sign | (u16)(v * 512.0);
-    return sign | (u16)((exponent(v) + 7) << 3) | (u16)((__double2hiint(v) >> 17) & 7);
-}
-// quant.rs::code, without its division: a rounded guess, and the exact remainder tells whether its neighbour is nearer. The
-// remainder is exact because the guess has 9 bits and the scale 11; a tenth of the f64 division's instructions.
-__device__ __forceinline__ int code(float x, u16 scale, float lo, float hi) {
-    if (scale == 0) return 0;
-    float s = f16_to_f32(scale), n = rintf(fminf(fmaxf(x * __frcp_rn(s), lo - 1.0f), hi + 1.0f));
-    float rest = __fmaf_rn(-n, s, x), twice = 2.0f * fabsf(rest);
-    if (twice > s || (twice == s && ((int)n & 1))) n += copysignf(1.0f, rest);
-    return (int)fminf(fmaxf(n, lo), hi);
+DEVICE void load_v(const AppendParams& p, VToken& v, long long token, int head, int lane) {
+    v.load(p.v, p.dtype, p.v_token_stride, token * p.v_token_stride + (long long)head * D, lane);
 }
 
-__device__ __forceinline__ float warp_min(float x) {
-    for (int i = 16; i; i >>= 1) x = fminf(x, __shfl_xor_sync(~0u, x, i));
-    return x;
-}
-__device__ __forceinline__ float warp_max(float x) {
-    for (int i = 16; i; i >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, i));
-    return x;
-}
+// ---- one token per sequence ----
 
-__device__ __forceinline__ float load(const void* base, int dtype, long long i) {
-    if (dtype == 0) return ((const float*)base)[i];
-    u16 h = ((const u16*)base)[i];
-    return dtype == 1 ? f16_to_f32(h) : __uint_as_float((u32)h << 16);
-}
+// The sequences of up to 1024 whose page this call fills: lane i has those of 32·i…, and how many come before.
+struct Sealed {
+    u32 mask;
+    int before, total;
 
-// f16 scale and shift of int4 values in lo..hi; quant.rs::int4_group.
-__device__ __forceinline__ ushort2 int4_param(float lo, float hi) {
-    float span = fminf(__fsub_rn(hi, lo), 3.402823466e38f);
-    return make_ushort2(to_f16(__ddiv_rn((double)span, 15.0)), to_f16((double)lo));
-}
-__device__ __forceinline__ int int4_code(float x, ushort2 param) {
-    return code(__fsub_rn(x, f16_to_f32(param.y)), param.x, 0.0f, 15.0f);
-}
-
-// One warp encodes one token of one head: codes to shared memory, params [group][t] to `params`.
-template <int SCHEME, int GROUPS>
-__device__ void encode(const void* x, int dtype, long long at, float tensor_scale, u16* codes, u8* params, int t, int lane) {
-    if constexpr (SCHEME == F16 || SCHEME == BF16 || SCHEME == FP8 || SCHEME == INT8_TENSOR) {
-        for (int d = lane; d < D; d += 32) {
-            float v = load(x, dtype, at + d);
-            if (SCHEME == F16) codes[d] = f32_to_f16(fminf(fmaxf(v, -65504.f), 65504.f));
-            if (SCHEME == BF16) {
-                const float max = __uint_as_float(0x7f7f0000);
-                u32 u = __float_as_uint(fminf(fmaxf(v, -max), max));
-                codes[d] = (u16)((u + 0x7fff + (u >> 16 & 1)) >> 16);
-            }
-            if (SCHEME == FP8) codes[d] = to_fp8(v, tensor_scale);
-            if (SCHEME == INT8_TENSOR) {
-                double q = rint(__ddiv_rn((double)v, (double)tensor_scale));
-                codes[d] = (u8)(int)fmin(fmax(q, -127.0), 127.0);
-            }
+    DEVICE_METHOD void find(const AppendParams& p, int first, int lane) {
+        mask = 0;
+#pragma unroll 8
+        for (int i = 0; i < 32; i++) {
+            if (first + 32 * i >= p.batch) break;
+            int b = first + 32 * i + lane, len = b < p.batch ? p.kv_lens[b] : 0;
+            u32 some = __ballot_sync(~0u, len > 0 && len % PAGE == 0);
+            if (i == lane) mask = some;
         }
+        int up_to = __popc(mask);
+        for (int i = 1; i < 32; i *= 2) {
+            int other = __shfl_up_sync(~0u, up_to, i);
+            if (lane >= i) up_to += other;
+        }
+        total = __shfl_sync(~0u, up_to, 31);
+        before = up_to - __popc(mask);
+    }
+    // The n-th one, n < total.
+    DEVICE_METHOD int nth(int n, int lane) const {
+        int chunk = 31 - __clz(__ballot_sync(~0u, before <= n));
+        u32 some = __shfl_sync(~0u, mask, chunk);
+        n -= __shfl_sync(~0u, before, chunk);
+        bool is_it = some >> lane & 1 && __popc(some & ((1u << lane) - 1)) == n;
+        return 32 * chunk + __ffs(__ballot_sync(~0u, is_it)) - 1;
+    }
+};
+
+// A warp per panel of K: the tail page's tokens and the new one, which it encodes itself.
+DEVICE void seal_ones(const AppendParams& p, int sealer, int sealers, int lane) {
+    for (int first = 0; first < p.batch; first += 1024) {
+        Sealed sealed;
+        sealed.find(p, first, lane);
+        const int tasks = sealed.total * p.num_kv_heads * PANELS;
+        for (int task = sealer; task < tasks; task += sealers) {
+            const int panel = task % PANELS, head = task / PANELS % p.num_kv_heads;
+            const int b = first + sealed.nth(task / PANELS / p.num_kv_heads, lane);
+            KToken k;
+            load_k(p, k, b, head, lane);
+            const u8* const tail = run_of(p, p.tail_pages[b], head);
+            const u32 home = page_of(p, b, (p.kv_lens[b] - 1) / PAGE);
+            Panel open;
+            open.load(tail, (const u16*)(tail + PAGE * D), panel, 0, PAGE - 1, lane);
+            k.encode(1.0f, lane);
+            open.set_last(k, panel, lane);
+            open.seal(run_of(p, home, head), panel, lane);
+        }
+    }
+}
+
+DEVICE void append_one(const AppendParams& p) {
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, sealer_rows = gridDim.y - p.batch;
+    if (CHANNEL && (int)blockIdx.y < sealer_rows) {
+        const int ctas = sealer_rows * gridDim.x, cta = blockIdx.y * gridDim.x + blockIdx.x;
+        seal_ones(p, warp * ctas + cta, warps * ctas, lane);
+        return;
+    }
+    const int b = blockIdx.y - sealer_rows, head = blockIdx.x * (warps / 2) + warp / 2;
+    if (head >= p.num_kv_heads) return;
+    if (warp % 2 == 0) {
+        KToken k;
+        load_k(p, k, b, head, lane);
+        const int at = p.kv_lens[b] - 1, t = at % PAGE;
+        if (at < 0 || (CHANNEL && t == PAGE - 1)) return;
+        u8* const run = run_of(p, CHANNEL ? p.tail_pages[b] : page_of(p, b, at / PAGE), head);
+        k.encode(CHANNEL ? 1.0f : scale_of(p.k_tensor_scales, head), lane);
+        k.store(run, run + (CHANNEL ? PAGE * D : K_PARAMS), t, lane);
     } else {
-        constexpr int WIDTH = D / GROUPS;
-        for (int g = 0; g < GROUPS; g++) {
-            float lo = __uint_as_float(0x7f800000), hi = -lo;
-            for (int d = lane; d < WIDTH; d += 32) {
-                float v = load(x, dtype, at + g * WIDTH + d);
-                lo = fminf(lo, v), hi = fmaxf(hi, v);
-            }
-            lo = warp_min(lo), hi = warp_max(hi);
-            if constexpr (SCHEME == INT4_GROUPS) {
-                ushort2 param = int4_param(lo, hi);
-                if (lane == 0) *(ushort2*)(params + (g * PAGE + t) * 4) = param;
-                for (int d = lane; d < WIDTH; d += 32) codes[g * WIDTH + d] = (u16)int4_code(load(x, dtype, at + g * WIDTH + d), param);
-            } else {
-                u16 scale = to_f16(__ddiv_rn((double)fmaxf(hi, -lo), 127.0));
-                if (lane == 0) *(u16*)(params + (g * PAGE + t) * 2) = scale;
-                for (int d = lane; d < WIDTH; d += 32) codes[g * WIDTH + d] = (u8)code(load(x, dtype, at + g * WIDTH + d), scale, -127.0f, 127.0f);
-            }
-        }
-    }
-    __syncwarp();
-}
-
-__device__ __forceinline__ bool is_high(int t) { return t % 16 >= 8; }
-
-// Token t's codes into panels that run along the dims (all of K, 16-bit V): a word of each row per lane. Of 4 bits, tokens t and
-// t + 8 share bytes: the first one's low nibbles clear the high ones.
-template <int BITS>
-__device__ void store_rows(const u16* c, u8* out, int t, int lane) {
-    for (int w = lane; w < D * (BITS == 4 ? 8 : BITS) / 32; w += 32) {
-        if constexpr (BITS == 16) {
-            int d = 2 * w;
-            *(u32*)(out + (d / 8 * PAGE + t) * 16 + d % 8 * 2) = c[d] | (u32)c[d + 1] << 16;
-        } else if constexpr (BITS == 8) {
-            int d = 4 * w;
-            *(u32*)(out + (d / 16 * PAGE + t) * 16 + d % 16) = c[d] | c[d + 1] << 8 | c[d + 2] << 16 | (u32)c[d + 3] << 24;
-        } else {
-            int d = 4 * w;
-            u32* at = (u32*)(out + (d / 16 * (PAGE / 2) + t / 16 * 8 + t % 8) * 16 + d % 16);
-            u32 word = c[d] | c[d + 1] << 8 | c[d + 2] << 16 | (u32)c[d + 3] << 24;
-            *at = is_high(t) ? (*at & 0x0f0f0f0f) | word << 4 : word;
-        }
+        VToken v;
+        load_v(p, v, b, head, lane);
+        const int at = p.kv_lens[b] - 1;
+        if (at < 0) return;
+        u8* const run = run_of(p, page_of(p, b, at / PAGE), head);
+        v.encode(scale_of(p.v_tensor_scales, head), lane);
+        v.store(run + V_CODES, run + V_PARAMS, at % PAGE, lane);
     }
 }
 
-// Token t's codes into panels that run along the tokens (V of 8 and 4 bits; of 4 bits, dims d and d + 8 share a byte).
-template <int BITS>
-__device__ void store_columns(const u16* c, u8* out, int t, int lane) {
-    int x = t % 16, slot = 4 * (x % 8 / 2) + 2 * (x / 8) + x % 2;
-    for (int row = lane; row < D * BITS / 8; row += 32) {
-        int d = row / 8 * 16 + row % 8;
-        out[(t / 16 * (D * BITS / 8) + row) * 16 + slot] = (u8)(BITS == 8 ? c[row] : c[d] | c[d + 8] << 4);
-    }
-}
+// ---- several tokens per sequence ----
 
-// Re-codes the page's K per channel from Int8 Token codes and scales in shared memory.
-__device__ void seal(const signed char (*codes)[D], const u16* scales, ushort2* channel, u8* run) {
+// Tokens [t0, t1) of a page.
+struct Job {
+    int head, t0, t1, warp, warps, lane;
+    long long token0;  // the page's token 0 in k, v
+};
+
+// K of an Int4 Channel page: to the tail page, or from there and from `codes`, `scales` in shared memory into its home.
+DEVICE void append_channel(const AppendParams& p, const Job& j, u8* run, u8* tail, u8* codes, u16* scales) {
+    const bool seals = j.t1 == PAGE;
+    u8* const tail_scales = tail + PAGE * D;
+    for (int t = j.t0 + j.warp; t < j.t1; t += j.warps) {
+        KToken k;
+        load_k(p, k, j.token0 + t, j.head, j.lane);
+        k.encode(1.0f, j.lane);
+        k.store(seals ? codes : tail, seals ? (u8*)scales : tail_scales, t, j.lane);
+    }
+    if (!seals) return;
     __syncthreads();
-    for (int d = threadIdx.x; d < D; d += THREADS) {
-        float lo = __uint_as_float(0x7f800000), hi = -lo;
-        for (int t = 0; t < PAGE; t++) {
-            float x = __fmul_rn((float)codes[t][d], f16_to_f32(scales[t]));
-            lo = fminf(lo, x), hi = fmaxf(hi, x);
-        }
-        channel[d] = int4_param(lo, hi);
-        *(ushort2*)(run + K_PARAMS + 4 * d) = channel[d];
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < PAGE * D / 2; i += THREADS) {
-        int row = i / D, d = i % D, t = row / 8 * 16 + row % 8;
-        int a = int4_code(__fmul_rn((float)codes[t][d], f16_to_f32(scales[t])), channel[d]);
-        int b = int4_code(__fmul_rn((float)codes[t + 8][d], f16_to_f32(scales[t + 8])), channel[d]);
-        run[(d / 16 * (PAGE / 2) + row) * 16 + d % 16] = (u8)(a | b << 4);
+    for (int panel = j.warp; panel < PANELS; panel += j.warps) {
+        Panel open;
+        open.load(tail, (const u16*)tail_scales, panel, 0, j.t0, j.lane);
+        open.load(codes, scales, panel, j.t0, PAGE, j.lane);
+        open.seal(run, panel, j.lane);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) attn_append(const __grid_constant__ AppendParams p) {
-    __shared__ u16 staged[WARPS][D];
-    const int head = blockIdx.y, b = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#if __CUDA_ARCH__ >= 900
-    // A decode behind this may begin already: it waits itself before it reads.
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-    const int end = p.kv_lens[b], begin = end - p.tokens;
+DEVICE void append_rows(const AppendParams& p, const Job& j, u8* run) {
+    // Of 4 bits, low nibbles clear the high ones, so they go first.
+    constexpr bool PAIRS = code_bits(ATTN_K) == 4;
+    const float scale = scale_of(p.k_tensor_scales, j.head);
+    for (int phase = 0; phase < (PAIRS ? 2 : 1); phase++) {
+        if (phase == 1) __syncthreads();
+        for (int t = j.t0 + j.warp; t < j.t1; t += j.warps) {
+            if (PAIRS && is_high(t) != (phase == 1)) continue;
+            KToken k;
+            load_k(p, k, j.token0 + t, j.head, j.lane);
+            k.encode(scale, j.lane);
+            k.store(run, run + K_PARAMS, t, j.lane);
+        }
+    }
+}
+
+DEVICE void append_many(const AppendParams& p) {
+    const int b = blockIdx.z, end = p.kv_lens[b], begin = end - p.tokens;
     if (p.tokens <= 0 || begin < 0) return;
     const int first = begin / PAGE, last = (end - 1) / PAGE;
     int page = first + (int)blockIdx.x;
     if (page > last) return;
     const bool both = CHANNEL && first < last && begin % PAGE != 0 && end % PAGE != 0;
     if (both && page == last) return;
-    const float k_scale = p.k_tensor_scales ? p.k_tensor_scales[head] : 1.f;
-    const float v_scale = p.v_tensor_scales ? p.v_tensor_scales[head] : 1.f;
-    u16* const codes = staged[warp];
-    const unsigned int* const table = p.page_table + (long long)b * p.page_table_stride;
-
+    Job j;
+    j.head = blockIdx.y, j.warp = threadIdx.x / 32, j.warps = blockDim.x / 32, j.lane = threadIdx.x % 32;
     for (;; page = last) {
-        const int t0 = page == first ? begin % PAGE : 0, t1 = page == last ? (end - 1) % PAGE + 1 : PAGE;
-        const long long token0 = (long long)b * p.tokens + (long long)page * PAGE - begin;  // the page's token 0 in k, v
-        u8* const run = p.pool + ((long long)table[page] * p.num_kv_heads + head) * RUN;
-
-        // K: a warp per token.
+        j.t0 = page == first ? begin % PAGE : 0, j.t1 = page == last ? (end - 1) % PAGE + 1 : PAGE;
+        j.token0 = (long long)b * p.tokens + (long long)page * PAGE - begin;
+        u8* const run = run_of(p, page_of(p, b, page), j.head);
         if constexpr (CHANNEL) {
-            __shared__ __align__(16) signed char open_codes[PAGE][D];
-            __shared__ __align__(4) u16 open_scales[PAGE];
-            __shared__ ushort2 channel[D];
-            u8* const tail = p.pool + ((long long)p.tail_pages[b] * p.num_kv_heads + head) * RUN;
-            u8* const tail_scales = tail + PAGE * D;
-            const bool seals = t1 == PAGE;
-            for (int t = t0 + warp; t < t1; t += WARPS) {
-                long long at = (token0 + t) * p.k_token_stride + (long long)head * D;
-                encode<INT8_TOKEN, 1>(p.k, p.dtype, at, 1.f, codes, seals ? (u8*)open_scales : tail_scales, t, lane);
-                if (seals) for (int d = lane; d < D; d += 32) open_codes[t][d] = (signed char)codes[d];
-                else store_rows<8>(codes, tail, t, lane);
-                __syncwarp();
-            }
-            if (seals) {
-                for (int i = threadIdx.x; i < t0 * D; i += THREADS) open_codes[i / D][i % D] = (signed char)tail[(i % D / 16 * PAGE + i / D) * 16 + i % D % 16];
-                for (int t = threadIdx.x; t < t0; t += THREADS) open_scales[t] = ((const u16*)tail_scales)[t];
-                seal(open_codes, open_scales, channel, run);
-            }
+            __shared__ __align__(16) u8 codes[PAGE * D];
+            __shared__ u16 scales[PAGE];
+            append_channel(p, j, run, run_of(p, p.tail_pages[b], j.head), codes, scales);
         } else {
-            // Low nibbles clear the high ones, so they go first.
-            constexpr bool PAIRS = code_bits(ATTN_K) == 4;
-            for (int phase = 0; phase < (PAIRS ? 2 : 1); phase++) {
-                if (phase == 1) __syncthreads();
-                for (int t = t0 + warp; t < t1; t += WARPS) {
-                    if (PAIRS && is_high(t) != (phase == 1)) continue;
-                    long long at = (token0 + t) * p.k_token_stride + (long long)head * D;
-                    encode<ATTN_K, ATTN_K_GROUPS>(p.k, p.dtype, at, k_scale, codes, run + K_PARAMS, t, lane);
-                    store_rows<code_bits(ATTN_K)>(codes, run, t, lane);
-                    __syncwarp();
-                }
-            }
+            append_rows(p, j, run);
         }
-        // Other warps take the first tokens than of K: a single token's K and V go side by side.
-        for (int t = t0 + (warp + WARPS / 2) % WARPS; t < t1; t += WARPS) {
-            long long at = (token0 + t) * p.v_token_stride + (long long)head * D;
-            encode<ATTN_V, ATTN_V_GROUPS>(p.v, p.dtype, at, v_scale, codes, run + V_PARAMS, t, lane);
-            if constexpr (code_bits(ATTN_V) == 16) store_rows<16>(codes, run + V_CODES, t, lane);
-            else store_columns<code_bits(ATTN_V)>(codes, run + V_CODES, t, lane);
-            __syncwarp();
+        const float scale = scale_of(p.v_tensor_scales, j.head);
+        // Other warps take the first tokens than of K.
+        for (int t = j.t0 + (j.warp + j.warps / 2) % j.warps; t < j.t1; t += j.warps) {
+            VToken v;
+            load_v(p, v, j.token0 + t, j.head, j.lane);
+            v.encode(scale, j.lane);
+            v.store(run + V_CODES, run + V_PARAMS, t, j.lane);
         }
         __syncthreads();
         if (!both || page != first) return;
     }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 4) attn_append(const __grid_constant__ AppendParams p) {
+    // Every CTA waits, whatever it then does: who waits for this launch relies on the one before it, too.
+    after_dependencies();
+    if (p.tokens == 1) append_one(p);
+    else append_many(p);
 }

@@ -171,6 +171,16 @@ DEVICE u32 warp_max(u32 x) {
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
     return y;
 }
+DEVICE int warp_max(int x) {
+    int y;
+    asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+    return y;
+}
+DEVICE int warp_min(int x) {
+    int y;
+    asm volatile("redux.sync.min.s32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+    return y;
+}
 
 // Adds; what this CTA wrote before a barrier is visible to whoever sees the count, and the other way round.
 DEVICE u32 count_release(u32* counter, u32 n) {

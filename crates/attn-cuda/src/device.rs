@@ -260,7 +260,7 @@ impl Device {
             shared_bytes,
             overlaps: self.arch == Arch::Sm90a
                 && self.version >= MIN_OVERLAP
-                && matches!(instance, Instance::Decode { .. }),
+                && matches!(instance, Instance::Decode { .. } | Instance::Append { .. }),
         })
     }
 

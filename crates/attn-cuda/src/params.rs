@@ -64,12 +64,15 @@ pub struct AppendParams {
     pub k_token_stride: i64,
     pub v_token_stride: i64,
     pub tokens: i32,
+    pub batch: i32,
     pub num_kv_heads: i32,
     pub page_table_stride: i32,
     pub dtype: i32,
+    /// The C struct's padding.
+    pub padding: i32,
 }
 
-const _: () = assert!(size_of::<AppendParams>() == 96);
+const _: () = assert!(size_of::<AppendParams>() == 104);
 
 /// `ImportParams` of `kernels/cuda/import.cu`.
 #[repr(C)]

@@ -62,6 +62,33 @@ pub struct NativeAppend {
     pub(super) check: Option<Arc<Kernel>>,
 }
 
+/// Heads of a CTA that takes one token of each: two warps of its eight have a head's K and V.
+const HEADS: usize = 4;
+/// CTAs that seal pages, at most: two for each SM of an H200.
+const SEALERS: usize = 264;
+
+/// Grid and threads of `append.cu`.
+fn shape(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize; 3], usize) {
+    let heads = layout.num_kv_heads;
+    if tokens > 1 {
+        // A first page may be open, so `tokens` touch up to this many.
+        let jobs = (tokens + layout.page_size - 2) / layout.page_size + 1;
+        return ([jobs, heads, batch], COPY_THREADS);
+    }
+    let (columns, threads) = (heads.div_ceil(HEADS), 64 * heads.min(HEADS));
+    // A warp seals a panel of 16 dims; before the kernel has read the lengths nobody knows whether there are any.
+    let panels = batch * heads * layout.head_dim / 16;
+    let sealers = if layout.has_tail_page() {
+        panels
+            .div_ceil(threads / 32)
+            .min(SEALERS)
+            .div_ceil(columns)
+    } else {
+        0
+    };
+    ([columns, sealers + batch, 1], threads)
+}
+
 /// Enqueues one append.
 ///
 /// # Safety
@@ -87,6 +114,7 @@ pub(crate) unsafe fn launch_append(
         k_token_stride: args.k_token_stride as i64,
         v_token_stride: args.v_token_stride as i64,
         tokens: args.tokens as i32,
+        batch: args.batch as i32,
         num_kv_heads: layout.num_kv_heads as i32,
         page_table_stride: args.page_table_stride as i32,
         dtype: match args.dtype {
@@ -94,17 +122,12 @@ pub(crate) unsafe fn launch_append(
             Dtype::F16 => 1,
             Dtype::Bf16 => 2,
         },
+        padding: 0,
     };
-    // A first page may be open, so `tokens` touch up to this many.
-    let jobs = (args.tokens + layout.page_size - 2) / layout.page_size + 1;
+    let (grid, threads) = shape(layout, args.batch, args.tokens);
     let mut arguments = [(&raw mut params).cast::<c_void>()];
     // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.
     unsafe {
-        kernel.launch(
-            stream,
-            [jobs, layout.num_kv_heads, args.batch],
-            COPY_THREADS,
-            &mut arguments,
-        )
+        kernel.launch(stream, grid, threads, &mut arguments)
     }
 }

@@ -1,0 +1,391 @@
+// A token's elements in the lanes of a warp: loaded, encoded by the rules of FORMATS.md, stored; and the sealing of a panel.
+//
+// Quotients are rounded once, as attn-core/src/quant.rs rounds them, without its divisions: a scale comes from a quotient that is
+// rounded to odd before it becomes f16, a code from a guess whose distance to a tie says whether the exact remainder has to
+// decide. Both are tested on the host over all scales; a tenth of the instructions of f64 divisions.
+#pragma once
+#include "ptx.cuh"
+
+#define DEVICE_METHOD __device__ __forceinline__
+
+enum { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP32, INT8_TENSOR, INT4_GROUPS, INT4_CHANNEL };
+
+constexpr int D = ATTN_D, PAGE = ATTN_PAGE, PANELS = D / 16;
+constexpr bool CHANNEL = ATTN_K == INT4_CHANNEL;
+
+__host__ __device__ constexpr int code_bits(int scheme) { return scheme <= BF16 ? 16 : scheme >= INT4_GROUPS ? 4 : 8; }
+constexpr int codes_bytes(int scheme) { return PAGE * D * code_bits(scheme) / 8; }
+constexpr int params_bytes(int scheme, int groups) {
+    return scheme == INT4_CHANNEL ? D * 4
+         : scheme == INT4_GROUPS ? groups * PAGE * 4
+         : scheme == INT8_TOKEN || scheme == INT8_GROUP32 ? groups * PAGE * 2 : 0;
+}
+constexpr int K_PARAMS = codes_bytes(ATTN_K);
+constexpr int V_CODES = K_PARAMS + params_bytes(ATTN_K, ATTN_K_GROUPS);
+constexpr int V_PARAMS = V_CODES + codes_bytes(ATTN_V);
+constexpr int RUN = V_PARAMS + params_bytes(ATTN_V, ATTN_V_GROUPS);
+
+constexpr float LARGEST_HALF = 65504.0f, LARGEST = 3.402823466e38f;
+constexpr float ROUND = 12582912.0f;  // 1.5·2^23: adding it rounds to an integer, which the low bits then hold
+#define INFINITE bits_float(0x7f800000u)
+
+DEVICE u16 float_half(float x) {
+    u16 h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+    return h;
+}
+DEVICE float approximate_rcp(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Floats as integers of the same order, and back.
+DEVICE int ordered(float x) {
+    int i = (int)float_bits(x);
+    return i ^ (i >> 31 & 0x7fffffff);
+}
+DEVICE float from_ordered(int i) { return bits_float((u32)(i ^ (i >> 31 & 0x7fffffff))); }
+
+// ---- quant.rs ----
+
+// to_f16(a / N), a >= 0: rounded to odd in f32, the quotient keeps what the second rounding asks for.
+template <int N> DEVICE u16 half_quotient(float a) {
+    constexpr float inverse = 1.0f / N;
+    float q = a * inverse;
+    q = fmaf(fmaf(-q, (float)N, a), inverse, q);
+    float rest = fmaf(-q, (float)N, a);
+    u32 odd = (float_bits(q) - (rest < 0.0f)) | (rest != 0.0f);
+    return float_half(fminf(bits_float(odd), LARGEST_HALF));
+}
+// to_f16 of an f32: zero is always +0.
+DEVICE u16 half_shift(float x) {
+    u16 h = float_half(fminf(fmaxf(x, -LARGEST_HALF), LARGEST_HALF));
+    return h == 0x8000 ? 0 : h;
+}
+
+DEVICE double pow2(int k) { return __hiloint2double((1023 + k) << 20, 0); }  // a normal one
+DEVICE int exponent(double x) { return ((__double2hiint(x) >> 20) & 0x7ff) - 1023; }
+
+DEVICE u32 to_fp8(float x, float scale) {
+    double v = __ddiv_rn((double)x, (double)scale);
+    int e = exponent(v);
+    e = (e < -6 ? -6 : e) - 3;
+    v = v == 0.0 ? 0.0 : fmin(fabs(rint(v * pow2(-e)) * pow2(e)), 448.0);
+    u32 sign = float_bits(x) >> 31 << 7;
+    if (v < 0.015625) return sign | (u32)(v * 512.0);
+    return sign | (u32)(exponent(v) + 7) << 3 | ((u32)__double2hiint(v) >> 17 & 7);
+}
+DEVICE u32 to_tensor_int8(float x, float scale) {
+    double q = rint(__ddiv_rn((double)x, (double)scale));
+    return (u32)(int)fmin(fmax(q, -127.0), 127.0);
+}
+DEVICE u32 to_bf16(float x) {
+    const float max = bits_float(0x7f7f0000);
+    u32 u = float_bits(fminf(fmaxf(x, -max), max));
+    return (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+
+// code(x, scale, lo, hi), exactly: the remainder is exact because the guess has 9 bits and the scale 11.
+DEVICE u32 exact_code(float x, float scale, float lo, float hi) {
+    if (scale == 0.0f) return 0;
+    float n = rintf(fminf(fmaxf(x * approximate_rcp(scale), lo - 1.0f), hi + 1.0f));
+    float rest = fmaf(-n, scale, x), twice = 2.0f * fabsf(rest);
+    if (twice > scale || (twice == scale && ((int)n & 1))) n += copysignf(1.0f, rest);
+    return (u32)(int)fminf(fmaxf(n, lo), hi);
+}
+
+// The symmetric codes of a scale; `near` says whether a code given so far was too close to a tie to be sure.
+struct Symmetric {
+    float scale, inverse;
+
+    DEVICE_METHOD void set(u16 half) {
+        scale = half_float(half);
+        inverse = half == 0 ? 0.0f : approximate_rcp(scale);
+    }
+    DEVICE_METHOD u32 code(float x, bool& near) const {
+        float v = fminf(fmaxf(x * inverse, -127.0f), 127.0f), sum = v + ROUND;
+        near |= fabsf(v - (sum - ROUND)) > 0.49993f;  // v is off by 2^-15 at most
+        return float_bits(sum);
+    }
+    DEVICE_METHOD u32 exact(float x) const { return exact_code(x, scale, -127.0f, 127.0f); }
+};
+// Those of an int4 scale and shift, {scale, shift} of a word.
+struct Shifted {
+    float scale, shift, inverse;
+
+    DEVICE_METHOD void set(u32 param) {
+        scale = half_float(param & 0xffff), shift = half_float(param >> 16);
+        inverse = (param & 0xffff) == 0 ? 0.0f : approximate_rcp(15.0f * scale);
+    }
+    DEVICE_METHOD u32 code(float x, bool& near) const {
+        float v = __saturatef(__fsub_rn(x, shift) * inverse), sum = fmaf(v, 15.0f, ROUND);
+        near |= fabsf(fmaf(v, 15.0f, ROUND - sum)) > 0.49998f;  // 15·v is off by 2^-18 at most
+        return float_bits(sum);
+    }
+    DEVICE_METHOD u32 exact(float x) const { return exact_code(__fsub_rn(x, shift), scale, 0.0f, 15.0f); }
+};
+
+DEVICE u32 int4_param(float lo, float hi) {
+    return half_quotient<15>(fminf(__fsub_rn(hi, lo), LARGEST)) | (u32)half_shift(lo) << 16;
+}
+
+// Low bytes of four words.
+DEVICE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) { return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410); }
+
+// ---- one token of one head ----
+
+DEVICE bool is_high(int t) { return t % 16 >= 8; }
+
+// A lane has units of elements that it stores together: four dims of a row; in columns, where tokens of a dim lie side by side,
+// the dim or two of a byte. Lanes past the last unit repeat it.
+template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
+    static constexpr int BITS = code_bits(SCHEME), UNIT = !COLUMNS ? 4 : BITS == 4 ? 2 : 1;
+    static constexpr int UNITS = D / UNIT, EACH = (UNITS + 31) / 32, WIDTH = D / GROUPS;
+    static constexpr bool IS_INT4 = SCHEME == INT4_GROUPS, HAS_PARAMS = IS_INT4 || SCHEME == INT8_TOKEN || SCHEME == INT8_GROUP32;
+
+    float x[EACH][UNIT];
+    u32 code[EACH][UNIT];  // its low bits
+    u32 param[EACH];       // of the unit's group
+
+    static DEVICE_METHOD int unit(int i, int lane) { return UNITS % 32 ? min(32 * i + lane, UNITS - 1) : 32 * i + lane; }
+    static DEVICE_METHOD int dim(int unit, int k) { return !COLUMNS ? 4 * unit + k : BITS == 4 ? unit / 8 * 16 + unit % 8 + 8 * k : unit; }
+    static DEVICE_METHOD int group(int unit) { return GROUPS == 1 ? 0 : dim(unit, 0) / WIDTH; }
+
+    // Elements from `at` on; `base` is aligned, but for odd strides.
+    DEVICE_METHOD void load(const void* base, int dtype, long long stride, long long at, int lane) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            int u = unit(i, lane);
+            if (!COLUMNS && stride % 4 == 0) load_four(base, dtype, at + 4 * u, x[i]);
+            else
+#pragma unroll
+                for (int k = 0; k < UNIT; k++) x[i][k] = load_single(base, dtype, at + dim(u, k));
+        }
+    }
+    static DEVICE_METHOD float load_single(const void* base, int dtype, long long at) {
+        if (dtype == 0) return ((const float*)base)[at];
+        u32 h = ((const u16*)base)[at];
+        return dtype == 1 ? half_float(h) : bits_float(h << 16);
+    }
+    static DEVICE_METHOD void load_four(const void* base, int dtype, long long at, float (&x)[UNIT]) {
+        if constexpr (UNIT == 4) {
+            if (dtype == 0) {
+                float4 v = *(const float4*)((const float*)base + at);
+                x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+                return;
+            }
+            uint2 v = *(const uint2*)((const u16*)base + at);
+            u32 h[4] = {v.x & 0xffff, v.x >> 16, v.y & 0xffff, v.y >> 16};
+#pragma unroll
+            for (int k = 0; k < 4; k++) x[k] = dtype == 1 ? half_float(h[k]) : bits_float(h[k] << 16);
+        }
+    }
+
+    // What reduce makes of the units' values in each group, for each unit.
+    template <class T, class Reduce> static DEVICE_METHOD void over_groups(T (&v)[EACH], T none, int lane, Reduce reduce) {
+        T mine[EACH];
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            T of_lane = none;
+            bool first = true;
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                T x = group(unit(i, lane)) == g ? v[i] : none;
+                of_lane = first ? x : reduce.two(of_lane, x);
+                first = false;
+            }
+            T all = reduce.warp(of_lane);
+#pragma unroll
+            for (int i = 0; i < EACH; i++)
+                if (g == 0 || group(unit(i, lane)) == g) mine[i] = all;
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; i++) v[i] = mine[i];
+    }
+    struct Larger {
+        static DEVICE_METHOD int two(int a, int b) { return max(a, b); }
+        static DEVICE_METHOD int warp(int x) { return warp_max(x); }
+    };
+    struct Smaller {
+        static DEVICE_METHOD int two(int a, int b) { return min(a, b); }
+        static DEVICE_METHOD int warp(int x) { return warp_min(x); }
+    };
+
+    DEVICE_METHOD void find_params(int lane) {
+        int hi[EACH], lo[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            float top = IS_INT4 ? x[i][0] : fabsf(x[i][0]), bottom = top;
+#pragma unroll
+            for (int k = 1; k < UNIT; k++) {
+                top = fmaxf(top, IS_INT4 ? x[i][k] : fabsf(x[i][k]));
+                bottom = fminf(bottom, x[i][k]);
+            }
+            hi[i] = ordered(top);
+            lo[i] = ordered(bottom);
+        }
+        over_groups(hi, (int)0x80000000, lane, Larger());
+        if (IS_INT4) over_groups(lo, 0x7fffffff, lane, Smaller());
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            param[i] = IS_INT4 ? int4_param(from_ordered(lo[i]), from_ordered(hi[i])) : half_quotient<127>(from_ordered(hi[i]));
+    }
+
+    DEVICE_METHOD void encode(float tensor_scale, int lane) {
+        if constexpr (!HAS_PARAMS) {
+#pragma unroll
+            for (int i = 0; i < EACH; i++)
+#pragma unroll
+                for (int k = 0; k < UNIT; k++) code[i][k] = plain(x[i][k], tensor_scale);
+        } else {
+            find_params(lane);
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                bool near = false;
+                if constexpr (IS_INT4) {
+                    Shifted by;
+                    by.set(param[i]);
+                    quantize(i, by, near);
+                } else {
+                    Symmetric by;
+                    by.set((u16)param[i]);
+                    quantize(i, by, near);
+                }
+            }
+        }
+    }
+    template <class By> DEVICE_METHOD void quantize(int i, const By& by, bool& near) {
+#pragma unroll
+        for (int k = 0; k < UNIT; k++) code[i][k] = by.code(x[i][k], near);
+        if (near) {
+#pragma unroll
+            for (int k = 0; k < UNIT; k++) code[i][k] = by.exact(x[i][k]);
+        }
+    }
+    static DEVICE_METHOD u32 plain(float x, float tensor_scale) {
+        if (SCHEME == F16) return float_half(fminf(fmaxf(x, -LARGEST_HALF), LARGEST_HALF));
+        if (SCHEME == BF16) return to_bf16(x);
+        return SCHEME == FP8 ? to_fp8(x, tensor_scale) : to_tensor_int8(x, tensor_scale);
+    }
+
+    // Into a page, or what is laid out like one, as its token t.
+    DEVICE_METHOD void store(u8* codes, u8* params, int t, int lane) const {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            int u = unit(i, lane);
+            if constexpr (COLUMNS) store_column(i, u, codes, t);
+            else store_row(i, dim(u, 0), codes, t);
+            if (HAS_PARAMS && dim(u, 0) % WIDTH == 0) {
+                int at = group(u) * PAGE + t;
+                if (IS_INT4) ((u32*)params)[at] = param[i];
+                else ((u16*)params)[at] = (u16)param[i];
+            }
+        }
+    }
+    DEVICE_METHOD u32 word(int i) const { return low_bytes(code[i][0], code[i][1 % UNIT], code[i][2 % UNIT], code[i][3 % UNIT]); }
+    // Panels that run along the dims. Of 4 bits, tokens t and t + 8 share bytes: the first one's low nibbles clear the high ones.
+    DEVICE_METHOD void store_row(int i, int d, u8* out, int t) const {
+        if constexpr (BITS == 16) {
+            uint2 both = {__byte_perm(code[i][0], code[i][1 % UNIT], 0x5410), __byte_perm(code[i][2 % UNIT], code[i][3 % UNIT], 0x5410)};
+            *(uint2*)(out + (d / 8 * PAGE + t) * 16 + d % 8 * 2) = both;
+        } else if constexpr (BITS == 8) {
+            *(u32*)(out + (d / 16 * PAGE + t) * 16 + d % 16) = word(i);
+        } else {
+            u32* at = (u32*)(out + (d / 16 * (PAGE / 2) + t / 16 * 8 + t % 8) * 16 + d % 16);
+            *at = is_high(t) ? (*at & 0x0f0f0f0f) | word(i) << 4 : word(i);
+        }
+    }
+    // Panels that run along the tokens; of 4 bits, dims d and d + 8 share a byte.
+    DEVICE_METHOD void store_column(int i, int row, u8* out, int t) const {
+        int of_panel = t % 16, slot = 4 * (of_panel % 8 / 2) + 2 * (of_panel / 8) + of_panel % 2;
+        out[(t / 16 * (D * BITS / 8) + row) * 16 + slot] = (u8)(BITS == 4 ? code[i][0] | code[i][1 % UNIT] << 4 : code[i][0]);
+    }
+};
+
+// ---- a full page's K of 16 dims, re-coded per channel ----
+
+// A lane has dims 4·(lane%4) + {0…3} of tokens lane/4 + 8i, so that it also has both nibbles of a byte.
+struct Panel {
+    static constexpr int EACH = PAGE / 8;
+    u32 words[EACH];  // codes + 128
+    float scales[EACH];
+
+    // Tokens [from, to) of Int8 Token codes, laid out as in a tail page.
+    DEVICE_METHOD void load(const u8* codes, const u16* all_scales, int panel, int from, int to, int lane) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            int t = lane / 4 + 8 * i;
+            if (t < from || t >= to) continue;
+            words[i] = *(const u32*)(codes + (panel * PAGE + t) * 16 + 4 * (lane % 4)) ^ 0x80808080;
+            scales[i] = half_float(all_scales[t]);
+        }
+    }
+    // The page's last token, which all lanes have.
+    template <class T> DEVICE_METHOD void set_last(const T& k, int panel, int lane) {
+        u32 word = 0;
+#pragma unroll
+        for (int i = 0; i < T::EACH; i++) {
+            u32 x = __shfl_sync(~0u, k.word(i), (4 * panel + lane % 4) % 32);
+            if (panel / 8 == i) word = x;
+        }
+        if (lane / 4 != 7) return;
+        words[EACH - 1] = word ^ 0x80808080;
+        scales[EACH - 1] = half_float(k.param[0]);
+    }
+    // code·scale, exact: 2^15 + 128 + code comes from the byte's place in a float, and 2^15 + 128 goes in the same fma.
+    DEVICE_METHOD float value(int i, int k) const {
+        float raised = bits_float(__byte_perm(words[i], 0x47000000, 0x7604 | k << 4));
+        return fmaf(raised, scales[i], -32896.0f * scales[i]);
+    }
+
+    // Smallest and largest of each channel, this lane's being 2·(lane/16) + lane/8%2: each step halves what a lane looks after.
+    DEVICE_METHOD void range(int lane, float& lo, float& hi) const {
+        float l[4], h[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) l[k] = h[k] = value(0, k);
+#pragma unroll
+        for (int i = 1; i < EACH; i++)
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                float x = value(i, k);
+                l[k] = fminf(l[k], x), h[k] = fmaxf(h[k], x);
+            }
+        bool upper = lane & 16;
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            float sent = upper ? l[k] : l[k + 2], kept = upper ? l[k + 2] : l[k];
+            l[k] = fminf(kept, __shfl_xor_sync(~0u, sent, 16));
+            sent = upper ? h[k] : h[k + 2], kept = upper ? h[k + 2] : h[k];
+            h[k] = fmaxf(kept, __shfl_xor_sync(~0u, sent, 16));
+        }
+        upper = lane & 8;
+        lo = fminf(upper ? l[1] : l[0], __shfl_xor_sync(~0u, upper ? l[0] : l[1], 8));
+        hi = fmaxf(upper ? h[1] : h[0], __shfl_xor_sync(~0u, upper ? h[0] : h[1], 8));
+        lo = fminf(lo, __shfl_xor_sync(~0u, lo, 4));
+        hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, 4));
+    }
+
+    DEVICE_METHOD void seal(u8* run, int panel, int lane) const {
+        float lo, hi;
+        range(lane, lo, hi);
+        u32 param = int4_param(lo, hi);
+        if (!(lane & 4)) ((u32*)(run + K_PARAMS))[panel * 16 + 4 * (lane % 4) + lane / 16 * 2 + lane / 8 % 2] = param;
+        Shifted by[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) by[k].set(__shfl_sync(~0u, param, lane % 4 + 8 * k));
+        u32* out = (u32*)(run + (panel * (PAGE / 2) + lane / 4) * 16 + 4 * (lane % 4));
+        bool near = false;
+        codes(by, out, [&](const Shifted& by, float x) { return by.code(x, near); });
+        if (near) codes(by, out, [](const Shifted& by, float x) { return by.exact(x); });
+    }
+    template <class Code> DEVICE_METHOD void codes(const Shifted (&by)[4], u32* out, Code code) const {
+#pragma unroll
+        for (int i = 0; i < EACH; i += 2) {
+            u32 bytes[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) bytes[k] = code(by[k], value(i, k)) + (code(by[k], value(i + 1, k)) << 4);
+            out[i / 2 * 32] = low_bytes(bytes[0], bytes[1], bytes[2], bytes[3]);
+        }
+    }
+};
