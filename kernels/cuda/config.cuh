@@ -38,9 +38,24 @@ __host__ __device__ constexpr int params_bytes(int s, int groups, int tokens) {
 }
 __host__ __device__ constexpr int codes_bytes(int s, int tokens) { return tokens * D * code_bits(s) / 8; }
 constexpr int K_CODES = codes_bytes(K_SCHEME, BLOCK), V_CODES = codes_bytes(V_SCHEME, BLOCK);
-constexpr int K_PART = K_CODES + params_bytes(K_SCHEME, K_GROUPS, BLOCK);
-constexpr int V_PART = V_CODES + params_bytes(V_SCHEME, V_GROUPS, BLOCK);
+constexpr int PARAMS = PAGE ? 1 : 2;  // of someone else's rows, a scale comes in the four bytes in which it lies
+constexpr int K_PART = K_CODES + PARAMS * params_bytes(K_SCHEME, K_GROUPS, BLOCK);
+constexpr int V_PART = V_CODES + PARAMS * params_bytes(V_SCHEME, V_GROUPS, BLOCK);
 constexpr int BLOCKS = TILE / BLOCK;
+
+// Someone else's rows lie in a stage as the copy engine puts them there: side by side as far as its swizzle reaches, so many bytes
+// of each, the 16-byte pieces of neighbouring rows in different banks; what is left of each row behind them.
+__host__ __device__ constexpr int swizzle_of(int scheme) {
+    int row = D * code_bits(scheme) / 8;
+    return row % 128 == 0 ? 128 : row % 64 == 0 ? 64 : row % 32 == 0 ? 32 : 16;
+}
+constexpr int K_SWIZZLE = swizzle_of(K_SCHEME), V_SWIZZLE = swizzle_of(V_SCHEME);
+constexpr int STAGE_ALIGN = PAGE ? 128 : 1024;  // the swizzle goes by address
+// Where `piece` of a token's row lies. Rows of 16 bytes are panels.
+template <int SWIZZLE> DEVICE u32 piece_at(int piece, int t) {
+    constexpr int PIECES = SWIZZLE / 16;
+    return (piece / PIECES * TILE + t) * SWIZZLE + (piece % PIECES ^ t * SWIZZLE / 128 % PIECES) * 16;
+}
 
 // The run of one KV head in a page.
 constexpr int RUN_V = codes_bytes(K_SCHEME, PAGE) + params_bytes(K_SCHEME, K_GROUPS, PAGE);
@@ -56,7 +71,7 @@ constexpr bool WHOLE = PAGE != 0 && (K_PART + V_PART) * BLOCKS <= 12288;
 constexpr int K_STRIDE = K_PART + (WHOLE ? V_PART : 0), V_STRIDE = V_PART + (WHOLE ? K_PART : 0);  // from block to block
 constexpr int TAIL_FIRST = TAIL_PANELS * TILE * 16, TAIL_SECOND = (PANELS - TAIL_PANELS) * TILE * 16 + TILE * 2;
 constexpr int STAGE_BYTES =
-    (larger(larger(K_STRIDE, V_STRIDE) * BLOCKS, CHANNEL ? larger(TAIL_FIRST, TAIL_SECOND + (WHOLE ? V_PART : 0)) : 0) + 127) / 128 * 128;
+    (larger(larger(K_STRIDE, V_STRIDE) * BLOCKS, CHANNEL ? larger(TAIL_FIRST, TAIL_SECOND + (WHOLE ? V_PART : 0)) : 0) + STAGE_ALIGN - 1) / STAGE_ALIGN * STAGE_ALIGN;
 
 // A warp's scratch: parameters of the tile's K, then of its V, converted once.
 constexpr int SCRATCH_K = CHANNEL ? larger(2 * D * 4, TILE * 4) : K_INT4 ? K_GROUPS * TILE * 8 : K_GROUPS * TILE * 4;

@@ -169,8 +169,8 @@ struct Warp {
             if constexpr (K_FLOAT) {
                 float_scores(stage, q, lane, s);
             } else {
-                prepare_k(stage, scratch, tokens, lane, [&](int group) {
-                    return scale_pair(p.k_scales, p.k_scale_strides, work.b, work.kv_head, t0 + 2 * lane, kv_len, group);
+                prepare_k(stage, scratch, tokens, lane, [&](u32 at, int group) {
+                    return scale_pair(at, p.k_scales, p.k_scale_strides, work, t0, lane, group);
                 });
                 scores(stage, scratch, q, lane, s);
             }
@@ -206,16 +206,22 @@ struct Warp {
         if constexpr (V_FLOAT) {
             fold_float_values(values, tokens, s, r, lane, state);
         } else {
-            fold_values(values, scratch, tokens, s, pairs, r, lane, [&](int group) {
-                return scale_pair(p.v_scales, p.v_scale_strides, work.b, work.kv_head, t0 + 2 * lane, kv_len, group);
+            fold_values(values, scratch, tokens, s, pairs, r, lane, [&](u32 at, int group) {
+                return scale_pair(at, p.v_scales, p.v_scale_strides, work, t0, lane, group);
             }, state);
         }
         done_with_stage();
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p) {
-    extern __shared__ __align__(128) u8 shared[];
+#if ATTN_PAGE == 0
+#define ATTN_ROW_MAPS , const __grid_constant__ RowMaps maps
+#else
+#define ATTN_ROW_MAPS
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
+    extern __shared__ __align__(STAGE_ALIGN) u8 shared[];
     int warp = threadIdx.x / 32, lane = lane_id(), team = warp / WR;
     u32 base = shared_address(shared);
     u32 barriers = base + AT_BARRIERS + team * STAGES * 16;
@@ -238,6 +244,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     feed.ring = ring;
     feed.team = team;
     feed.lane = lane;
+#if ATTN_PAGE == 0
+    feed.maps = &maps;
+#endif
     if (producer) {
         feed.start(p, cursors[0]);
 #pragma unroll 1

@@ -36,6 +36,7 @@ struct Feed {
     int team, lane;
     int tile, tile_end, step, part;
     u32 page;  // of the tile; with pages shorter than a tile, lane i has block i's
+    const RowMaps* maps;  // of someone else's rows
     // Of the cursor's sequence and KV head: its pages, and where its run lies in the first page of the pool.
     const u32* table;
     const u8* runs;
@@ -109,7 +110,8 @@ struct Feed {
         bool tail = cursor->work.is_tail(tile), last = part + 1 == parts();
         bool has_k = WHOLE || !last, has_v = last;
         if constexpr (PAGE == 0) {
-            copy_rows(p, has_k);
+            if (has_k) copy_rows<K_SCHEME, K_GROUPS>(maps->k, p.k, p.k_strides, p.k_scales, p.k_scale_strides);
+            else copy_rows<V_SCHEME, V_GROUPS>(maps->v, p.v, p.v_strides, p.v_scales, p.v_scale_strides);
             return;
         }
         int k_bytes = !has_k ? 0 : tail ? (part == 0 ? TAIL_FIRST : TAIL_SECOND) : K_PART * BLOCKS;
@@ -176,25 +178,52 @@ struct Feed {
                 for (int g = 0; g < groups; g++) copy(to + g * TILE * each, part_of + (g * PAGE + half) * each, TILE * each);
         }
     }
-    // A tile of someone else's rows, in 16-byte pieces, laid out like K's panels; two lanes read a sector. Tokens past the end
-    // repeat the last one.
-    __device__ __forceinline__ void copy_rows(const DecodeParams& p, bool is_k) {
-        const long long* strides = is_k ? p.k_strides : p.v_strides;
+    // A tile of someone else's rows: by the copy engine where they are all there, one instruction for as many bytes of each row as
+    // its swizzle spans; else in 16-byte pieces, neighbouring lanes side by side in a row, tokens past the end repeating the last one.
+    template <int SCHEME, int GROUPS>
+    __device__ __forceinline__ void copy_rows(const RowMap& map, const u8* codes, const long long (&strides)[3], const u16* scales,
+                                              const long long (&scale_strides)[3]) {
+        constexpr int SWIZZLE = swizzle_of(SCHEME), ROW = D * code_bits(SCHEME) / 8;
         const Work& work = cursor->work;
-        const u8* rows = (is_k ? p.k : p.v) + work.b * strides[0] + work.kv_head * strides[1];
-        int pieces = D * code_bits(is_k ? K_SCHEME : V_SCHEME) / 128;
-#pragma unroll 4
-        for (int i = 0; i < TILE / 16; i++) {
-            int t = i * 16 + lane / 2;
-            const u8* row = rows + min(tile * TILE + t, work.kv_len - 1) * strides[2];
-            for (int piece = lane % 2; piece < pieces; piece += 2) copy16_async(ring.at() + (piece * TILE + t) * 16, row + piece * 16);
+        int left = work.kv_len - tile * TILE;
+        bool is_whole = ATTN_BULK && left >= TILE && maps->are_set;
+#if ATTN_BULK
+        if (is_whole && elected()) {
+            fence_async();  // pieces of a tile that was not whole may have been here
+            barrier_expect_more(ring.full(), TILE * ROW);
+#pragma unroll
+            for (int at = 0; at < ROW; at += SWIZZLE)
+                copy_box(ring.at() + at * TILE, &map, at, tile * TILE, work.kv_head, work.b, ring.full());
+        }
+#endif
+        if (!is_whole) copy_pieces<SWIZZLE>(codes + work.b * strides[0] + work.kv_head * strides[1], strides[2], ROW / 16, left);
+        if (SCHEME == INT8_TOKEN || SCHEME == INT8_GROUP) {
+            const u16* from = scales + work.b * scale_strides[0] + work.kv_head * scale_strides[1];
+#pragma unroll
+            for (int i = lane; i < TILE; i += 32) {
+                const u16* of_token = from + (tile * TILE + min(i, left - 1)) * scale_strides[2];
+#pragma unroll
+                for (int group = 0; group < GROUPS; group++)
+                    copy4_async(ring.at() + TILE * ROW + (group * TILE + i) * 4, (const void*)((u64)(of_token + group) & ~3ull));
+            }
         }
         copy_async_arrive(ring.full());
     }
+    template <int SWIZZLE> __device__ __forceinline__ void copy_pieces(const u8* rows, long long stride, int pieces, int left) {
+        constexpr int LANES = SWIZZLE == 16 ? 2 : SWIZZLE / 16;  // of a row
+#pragma unroll 4
+        for (int t = lane / LANES; t < TILE; t += 32 / LANES) {
+            const u8* row = rows + (tile * TILE + min(t, left - 1)) * stride;
+            for (int piece = lane % LANES; piece < pieces; piece += LANES) copy16_async(ring.at() + piece_at<SWIZZLE>(piece, t), row + piece * 16);
+        }
+    }
 };
 
-// The f16 scales of a tile's tokens 2·lane, 2·lane + 1 of someone else's cache.
-DEVICE u32 scale_pair(const u16* scales, const long long* strides, int b, int kv_head, int t, int kv_len, int group) {
-    const u16* at = scales + b * strides[0] + kv_head * strides[1] + group;
-    return at[min(t, kv_len - 1) * strides[2]] | (u32)at[min(t + 1, kv_len - 1) * strides[2]] << 16;
+// The f16 scales of a tile's tokens 2·lane, 2·lane + 1 of someone else's cache, from the words at `at` in which they lie.
+DEVICE u32 scale_pair(u32 at, const u16* scales, const long long* strides, const Work& work, int t0, int lane, int group) {
+    uint2 x = lds64(at + (group * TILE + 2 * lane) * 4);
+    // The address's low bits say which half of its word is meant.
+    u32 stride = (u32)strides[2], index = (u32)work.b * (u32)strides[0] + (u32)work.kv_head * (u32)strides[1] + (u32)(t0 + 2 * lane) * stride + group;
+    u32 first = (u32)(u64)scales / 2 + index;
+    return __byte_perm(x.x, x.y, (first & 1 ? 0x0032 : 0x0010) | (first + stride & 1 ? 0x7600 : 0x5400));
 }

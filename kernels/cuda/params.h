@@ -43,3 +43,13 @@ struct DecodeParams {
     int tile_split;                   // whether there is so little work that a unit of it is a segment
     int page_bytes;                   // paged: of all KV heads
 };
+
+// How the copy engine finds rows of someone else's cache; made by the driver.
+struct __align__(64) RowMap {
+    unsigned long long opaque[16];
+};
+struct RowMaps {
+    RowMap k, v;   // [sequence][KV head][token][byte]
+    int are_set;   // whether there are maps: not for every stride
+};
+static_assert(sizeof(RowMaps) == 320, "edit crates/attn-cuda/src/params.rs too");

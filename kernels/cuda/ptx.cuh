@@ -244,6 +244,9 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
 DEVICE void copy16_async(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
 }
+DEVICE void copy4_async(u32 to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
+}
 // The barrier sees one arrival of this thread once its copies so far have landed.
 DEVICE void copy_async_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
@@ -264,5 +267,17 @@ constexpr u64 EVICT_FIRST = 0x12F0000000000000;
 DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(EVICT_FIRST) : "memory");
+}
+// More bytes to come, without an arrival.
+DEVICE void barrier_expect_more(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+// What threads wrote to shared memory comes before what the copy engine writes there.
+DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// A box of a tensor of four dimensions, from these coordinates on.
+DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+                 :: "r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(EVICT_FIRST) : "memory");
 }
 #endif

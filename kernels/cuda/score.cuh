@@ -4,28 +4,31 @@
 
 // Eight tokens of K as right operand: b[panel] holds the 4 bytes lane%4 of token lane/4 in a panel of 16 bytes.
 template <int N> DEVICE void load_k8(u32 stage, int rows, int row0, int lane, u32 (&b)[N], int first, int last) {
+    auto at = [&](int panel) {
+        if constexpr (PAGE == 0) return stage + piece_at<K_SWIZZLE>(panel, row0 + lane % 8);
+        return stage + ((panel - first) * rows + row0 + lane % 8) * 16;
+    };
 #pragma unroll
     for (int panel = first; panel < last; panel += 4) {
         int matrix = lane / 8;
-        u32 at = stage + ((panel - first + matrix) * rows + row0 + lane % 8) * 16;
         if (last - panel >= 4) {
             u32 x[4];
-            ldmatrix_x4(x, at);
+            ldmatrix_x4(x, at(panel + matrix));
 #pragma unroll
             for (int i = 0; i < 4; i++) b[panel + i] = x[i];
         } else if (last - panel >= 2) {
             u32 x[2];
-            ldmatrix_x2(x, stage + ((panel - first + matrix % 2) * rows + row0 + lane % 8) * 16);
+            ldmatrix_x2(x, at(panel + matrix % 2));
             b[panel] = x[0];
             b[panel + 1] = x[1];
             if (last - panel == 3) {
                 u32 y[1];
-                ldmatrix_x1(y, stage + ((panel - first + 2) * rows + row0 + lane % 8) * 16);
+                ldmatrix_x1(y, at(panel + 2));
                 b[panel + 2] = y[0];
             }
         } else {
             u32 y[1];
-            ldmatrix_x1(y, stage + ((panel - first) * rows + row0 + lane % 8) * 16);
+            ldmatrix_x1(y, at(panel));
             b[panel] = y[0];
         }
     }
@@ -55,7 +58,7 @@ template <bool SIGNED> DEVICE Sums dot_panels(const u32 (&plane)[PANELS][K_FLOAT
 DEVICE int plane_sum(const Sums& c, int i) { return c.x[i] * 128 + c.x[i + 2]; }
 
 // Converts a tile's K parameters once for the warp: [group][token] scale, or {scale of its sum, centred shift}; tokens beyond the
-// sequence get zeros, whatever bytes lie there. row_scales(group) reads two tokens' scales of a strided cache.
+// sequence get zeros, whatever bytes lie there. row_scales(at, group) reads two tokens' scales of a strided cache.
 template <class Rows> DEVICE void prepare_k(u32 stage, u32 scratch, int tokens, int lane, Rows row_scales) {
     if constexpr (K_SCHEME == INT8_TOKEN || K_SCHEME == INT8_GROUP || K_SCHEME == INT4_GROUPS) {
         int t = 2 * lane;
@@ -71,7 +74,7 @@ template <class Rows> DEVICE void prepare_k(u32 stage, u32 scratch, int tokens, 
                             in1 ? s1 * down : 0.0f, in1 ? fmaf(8.0f, s1, half_float(x.y >> 16)) : 0.0f};
                 sts128(scratch + (group * TILE + t) * 8, y);
             } else {
-                u32 x = PAGE == 0 ? row_scales(group) : lds32(block + (group * BLOCK + t % BLOCK) * 2);
+                u32 x = PAGE == 0 ? row_scales(stage + K_CODES, group) : lds32(block + (group * BLOCK + t % BLOCK) * 2);
                 sts64(scratch + (group * TILE + t) * 4, in0 ? half_float(x & 0xffff) : 0.0f, in1 ? half_float(x >> 16) : 0.0f);
             }
         }

@@ -100,7 +100,7 @@ template <class Rows> DEVICE void prepare_v(u32 stage, u32 scratch, int tokens, 
                 h0 = in0 ? fmaf(8.0f, s0, half_float(x.x >> 16)) : 0.0f;
                 h1 = in1 ? fmaf(8.0f, s1, half_float(x.y >> 16)) : 0.0f;
             } else {
-                u32 x = PAGE == 0 ? row_scales(group) : lds32(block + (group * BLOCK + t % BLOCK) * 2);
+                u32 x = PAGE == 0 ? row_scales(stage + V_CODES, group) : lds32(block + (group * BLOCK + t % BLOCK) * 2);
                 s0 = in0 ? half_float(x & 0xffff) : 0.0f;
                 s1 = in1 ? half_float(x >> 16) : 0.0f;
             }
@@ -131,7 +131,7 @@ DEVICE void load_v_rows(u32 stage, int j, int lane, u32 (&b)[2][4]) {
     u32 x[2][4];
 #pragma unroll
     for (int half = 0; half < 2; half++)
-        ldmatrix_x4_trans(x[half], stage + (j / 2 * TILE + 32 * half + lane) * 16);
+        ldmatrix_x4_trans(x[half], stage + piece_at<V_SWIZZLE>(j / 2, 32 * half + lane));
 #pragma unroll
     for (int panel = 0; panel < 4; panel++) {
         u32 low = x[panel / 2][2 * panel % 4], high = x[panel / 2][2 * panel % 4 + 1];
@@ -288,7 +288,8 @@ DEVICE void load_float_v(u32 stage, int j, int tokens, int lane, u32 (&b)[2][4][
             for (int half = 0; half < 2; half++) {
                 u32 x[4];
                 int t = 32 * half + lane;
-                ldmatrix_x4_trans(x, stage + t / BLOCK * V_STRIDE + ((j + i) * BLOCK + t % BLOCK) * 16);
+                if (PAGE == 0) ldmatrix_x4_trans(x, stage + piece_at<V_SWIZZLE>(j + i, t));
+                else ldmatrix_x4_trans(x, stage + t / BLOCK * V_STRIDE + ((j + i) * BLOCK + t % BLOCK) * 16);
 #pragma unroll
                 for (int k = 0; k < 4; k++) b[i][2 * half + k / 2][k % 2] = x[k];
             }

@@ -186,7 +186,8 @@ impl Geometry {
             page_size
         };
         let part = |scheme: Scheme| {
-            block * head_dim * scheme.code_bits() / 8 + params_bytes(scheme, head_dim, block)
+            let each = if page_size == 0 { 2 } else { 1 };
+            block * head_dim * scheme.code_bits() / 8 + each * params_bytes(scheme, head_dim, block)
         };
         let channel = format.k == Scheme::Int4(Int4Scale::Channel);
         let int4 = |scheme: Scheme| scheme.code_bits() == 4;
@@ -205,7 +206,8 @@ impl Geometry {
         } else {
             0
         };
-        let stage = (k + behind).max(v).max(tail).next_multiple_of(128);
+        let align = if page_size == 0 { 1024 } else { 128 };
+        let stage = (k + behind).max(v).max(tail).next_multiple_of(align);
         let scratch_k = match (channel, int4(format.k)) {
             (true, _) => (2 * head_dim * 4).max(tile * 4),
             (false, true) => k_groups * tile * 8,

@@ -48,6 +48,18 @@ pub struct DecodeParams {
 
 const _: () = assert!(size_of::<DecodeParams>() == 288);
 
+/// `RowMaps` of `kernels/cuda/params.h`.
+#[repr(C, align(64))]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[allow(missing_docs, reason = "params.h documents each field")]
+pub struct RowMaps {
+    pub k: [u64; 16],
+    pub v: [u64; 16],
+    pub are_set: i32,
+}
+
+const _: () = assert!(size_of::<RowMaps>() == 320);
+
 /// `AppendParams` of `kernels/cuda/append.cu`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq)]

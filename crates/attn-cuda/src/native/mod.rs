@@ -5,6 +5,7 @@
 
 mod append;
 mod import;
+mod rows;
 
 pub(crate) use append::launch_append;
 pub use append::{AppendArgs, Dtype, NativeAppend};
@@ -323,16 +324,24 @@ pub(crate) unsafe fn launch_decode(
         // SAFETY: this function's contract.
         unsafe { check(device, kernel, stream, &mut params, limits) }?;
     }
-    let mut arguments = [(&raw mut params).cast::<c_void>()];
+    let mut maps = rows::maps(device, plan, &args.kv);
+    // What `attn_decode` takes on views, and in pages.
+    let mut both = [(&raw mut params).cast(), (&raw mut maps).cast::<c_void>()];
+    let arguments = if plan.page_size == 0 {
+        &mut both[..]
+    } else {
+        &mut both[..1]
+    };
     // SAFETY:
-    // - Arguments: `attn_decode` takes one DecodeParams; its size and offsets are asserted in params.rs and check.cu.
+    // - Arguments: `attn_decode` takes one DecodeParams; its size and offsets are asserted in params.rs and check.cu. Compiled
+    //   for views it takes RowMaps, too, whose size is asserted in params.rs and params.h.
     // - Bounds, aliasing, lifetime: this function's contract.
     unsafe {
         plan.kernel.launch(
             stream,
             [plan.shape.launch.grid, 1, 1],
             plan.shape.geometry.threads(),
-            &mut arguments,
+            arguments,
         )
     }?;
     Ok(())
