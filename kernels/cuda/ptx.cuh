@@ -189,12 +189,21 @@ DEVICE u32 count_release(u32* counter, u32 n) {
     return before;
 }
 
-// A launch that may begin before the one ahead of it has ended waits here for its results, having let the next one begin.
-DEVICE void after_dependencies() {
+// A launch that may begin before the one ahead of it has ended waits here for its results.
+DEVICE void wait_for_dependencies() {
 #if ATTN_BULK
-    asm volatile("griddepcontrol.launch_dependents;");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+// The next launch may begin, once all CTAs have said so or ended; it sees nothing of this one yet.
+DEVICE void launch_dependents() {
+#if ATTN_BULK
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+DEVICE void after_dependencies() {
+    launch_dependents();
+    wait_for_dependencies();
 }
 
 DEVICE u32 load_acquire(const u32* at) {

@@ -64,9 +64,6 @@ pub struct NativeAppend {
 
 /// Heads of a CTA that takes one token of each: two warps of its eight have a head's K and V.
 const HEADS: usize = 4;
-/// CTAs that seal pages, at most: two for each SM of an H200.
-const SEALERS: usize = 264;
-
 /// Grid and threads of `append.cu`.
 fn shape(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize; 3], usize) {
     let heads = layout.num_kv_heads;
@@ -76,17 +73,7 @@ fn shape(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize; 3], usize
         return ([jobs, heads, batch], COPY_THREADS);
     }
     let (columns, threads) = (heads.div_ceil(HEADS), 64 * heads.min(HEADS));
-    // A warp seals a panel of 16 dims; before the kernel has read the lengths nobody knows whether there are any.
-    let panels = batch * heads * layout.head_dim / 16;
-    let sealers = if layout.has_tail_page() {
-        panels
-            .div_ceil(threads / 32)
-            .min(SEALERS)
-            .div_ceil(columns)
-    } else {
-        0
-    };
-    ([columns, sealers + batch, 1], threads)
+    ([columns, batch, 1], threads)
 }
 
 /// Enqueues one append.
@@ -127,7 +114,5 @@ pub(crate) unsafe fn launch_append(
     let (grid, threads) = shape(layout, args.batch, args.tokens);
     let mut arguments = [(&raw mut params).cast::<c_void>()];
     // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.
-    unsafe {
-        kernel.launch(stream, grid, threads, &mut arguments)
-    }
+    unsafe { kernel.launch(stream, grid, threads, &mut arguments) }
 }
