@@ -181,7 +181,7 @@ struct Feed {
     // A tile of someone else's rows: by the copy engine where they are all there, one instruction for as many bytes of each row as
     // its swizzle spans; else in 16-byte pieces, neighbouring lanes side by side in a row, tokens past the end repeating the last one.
     template <int SCHEME, int GROUPS>
-    __device__ __forceinline__ void copy_rows(const RowMap& map, const u8* codes, const long long (&strides)[3], const u16* scales,
+    __device__ __forceinline__ void copy_rows(const long long (&map)[16], const u8* codes, const long long (&strides)[3], const u16* scales,
                                               const long long (&scale_strides)[3]) {
         constexpr int SWIZZLE = swizzle_of(SCHEME), ROW = D * code_bits(SCHEME) / 8;
         const Work& work = cursor->work;
@@ -193,7 +193,7 @@ struct Feed {
             barrier_expect_more(ring.full(), TILE * ROW);
 #pragma unroll
             for (int at = 0; at < ROW; at += SWIZZLE)
-                copy_box(ring.at() + at * TILE, &map, at, tile * TILE, work.kv_head, work.b, ring.full());
+                copy_box(ring.at() + at * TILE, map, at, tile * TILE, work.kv_head, work.b, ring.full());
         }
 #endif
         if (!is_whole) copy_pieces<SWIZZLE>(codes + work.b * strides[0] + work.kv_head * strides[1], strides[2], ROW / 16, left);

@@ -44,12 +44,10 @@ struct DecodeParams {
     int page_bytes;                   // paged: of all KV heads
 };
 
-// How the copy engine finds rows of someone else's cache; made by the driver.
-struct __align__(64) RowMap {
-    unsigned long long opaque[16];
-};
+// How the copy engine finds rows of someone else's cache, [sequence][KV head][token][byte]: tensor maps, which the driver made.
 struct RowMaps {
-    RowMap k, v;   // [sequence][KV head][token][byte]
+    alignas(64) long long k[16];
+    alignas(64) long long v[16];
     int are_set;   // whether there are maps: not for every stride
 };
 static_assert(sizeof(RowMaps) == 320, "edit crates/attn-cuda/src/params.rs too");

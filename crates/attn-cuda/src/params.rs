@@ -163,7 +163,7 @@ mod tests {
             };
             let size = match kind {
                 "int" | "unsigned int" | "float" => 4,
-                "long long" | "u64" => 8,
+                "long long" | "alignas(64) long long" | "u64" => 8,
                 pointer if pointer.ends_with('*') => 8,
                 other => panic!("{file}: {other} is not a type that this test knows"),
             };
@@ -222,6 +222,7 @@ mod tests {
             tile_split,
             page_bytes
         );
+        assert_same!("params.h", RowMaps, k, v, are_set);
         assert_same!(
             "append.cu",
             AppendParams,
@@ -236,6 +237,7 @@ mod tests {
             k_token_stride,
             v_token_stride,
             tokens,
+            batch,
             num_kv_heads,
             page_table_stride,
             dtype
