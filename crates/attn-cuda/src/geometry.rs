@@ -342,6 +342,20 @@ mod tests {
     }
 
     #[test]
+    fn the_rows_of_wide_kernels_are_those_that_were_measured() {
+        let is_wide = |rows, format, page_size, limit| {
+            Geometry::choose(rows, format, 128, page_size, limit).is_some_and(|g| g.wide)
+        };
+        let (int8, limit) = (KvFormat::INT8, 227 * 1024);
+        let wide: Vec<usize> = (1..=300)
+            .filter(|&rows| is_wide(rows, int8, 64, limit))
+            .collect();
+        assert_eq!(wide, Vec::from_iter(33..=48));
+        assert!(!is_wide(48, KvFormat::INT4, 64, limit) && !is_wide(48, int8, 0, limit));
+        assert!(!is_wide(48, int8, 64, 163 * 1024) && !is_wide(48, int8, 128, limit));
+    }
+
+    #[test]
     fn short_batches_split_segments_by_tile() {
         let g = Geometry::choose(4, KvFormat::INT8, 128, 64, 227 * 1024).unwrap();
         assert!(g.launch(4, 1, 8, 1024, 132).tile_split);
