@@ -20,7 +20,7 @@ var k_raw_$(n)_$(j) = vec4<u32>(0u);
 #end
 #end
 #if INTEGER && K == CHANNEL
-#for n in 0..((UNITS * 4 + 31) / 32)
+#for n in 0..((UNITS * 4 + T - 1) / T)
 var channel_raw_$(n) = vec4<u32>(0u);
 #end
 #end

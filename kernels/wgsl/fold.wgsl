@@ -49,17 +49,6 @@ if lane == 0u {
 #end
 }
 #end
-#if MATRIX
-// Weights in two planes, in V's slot order: four tokens from two lanes.
-for (var task = lane; task < num_rows * 16u; task += 32u) {
-    let row = task >> 4u;
-    let pair = task & 15u;
-    let even = scratch[row * $(RS)u + 2u * pair];
-    let odd = scratch[row * $(RS)u + 2u * pair + 1u];
-    weights[row * $(W_STRIDE)u + pair] = halves(((even >> 8u) & 0x00FF00FFu) | (odd & 0xFF00FF00u));
-    weights[(row + 8u) * $(W_STRIDE)u + pair] = halves((even & 0x00FF00FFu) | ((odd << 8u) & 0xFF00FF00u));
-}
-#else
 // Weights as bytes: of each plane 16 tokens in slot order, a word from two lanes.
 for (var task = lane; task < num_weights; task += 32u) {
     let row = task >> 2u;
@@ -78,13 +67,7 @@ for (var task = lane; task < num_weights; task += 32u) {
     weights[2u * task + 1u] = vec4<u32>(lo_0, lo_1, lo_2, lo_3);
 }
 #end
-#end
 workgroupBarrier();
-#if MATRIX
-#for t in 0..4
-let weights_$(t) = coopLoadT<coop_mat16x16<f16, A>>(&weights[$(4 * t)], $(W_STRIDE)u);
-#end
-#end
 
 #for C in 0..CH
 #if INTEGER
@@ -98,8 +81,6 @@ let weights_$(t) = coopLoadT<coop_mat16x16<f16, A>>(&weights[$(4 * t)], $(W_STRI
 let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i) ^ vec4<u32>(0x80808080u);
 #elif i % 2 == 0
 let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i / 2) & vec4<u32>(0x0F0F0F0Fu);
-#elif MATRIX
-let v_$(n)_$(i) = (v_raw_$(C)_$(n)_$(i / 2) >> vec4<u32>(4u)) & vec4<u32>(0x0F0F0F0Fu);
 #else
 // 16 times as large.
 let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i / 2) & vec4<u32>(0xF0F0F0F0u);
@@ -115,9 +96,6 @@ let group_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(D - 1)u) / $(GD)u;
 let unit_$(i) = value_unit[group_$(i)];
 #end
 #end
-#if MATRIX
-#include "matrix_values.wgsl"
-#end
 // Registers cannot be indexed: the rows' states pass by, and after as many steps as rows each is back at its place.
 for (var r0 = 0u; r0 < all_rows; r0 += $(RU)u) {
 #for r in 0..RU
@@ -126,16 +104,6 @@ for (var r0 = 0u; r0 < all_rows; r0 += $(RU)u) {
 #end
 #end
     if r0 < num_rows {
-#if MATRIX
-#for n in 0..RU
-    let r_$(n) = r0 + $(n)u;
-#for i in 0..DPL
-    let at_$(n)_$(i) = r_$(n) * 64u + dim_of(lane, $(C * DPL + i)u) - $(64 * C)u;
-    let hi_$(n)_$(i) = bitcast<u32>(value_sum(at_$(n)_$(i)));
-    let lo_$(n)_$(i) = bitcast<u32>(value_sum(at_$(n)_$(i) + 512u));
-#end
-#end
-#else
 #for n in 0..RU
     let r_$(n) = r0 + $(n)u;
 #for i in 0..DPL
@@ -160,7 +128,6 @@ for (var r0 = 0u; r0 < all_rows; r0 += $(RU)u) {
     }
 #end
 #end
-#end
 #for n in 0..RU
     let alpha_$(n) = fold_alpha[r_$(n)];
     let beta_$(n) = fold_beta[r_$(n)];
@@ -168,7 +135,7 @@ for (var r0 = 0u; r0 < all_rows; r0 += $(RU)u) {
 #for i in 0..DPL
     {
         let sum = weight_sum[group_$(i) * $(R)u + r_$(n)];
-        let total = bitcast<i32>(((hi_$(n)_$(i) << 8u) + lo_$(n)_$(i)) >> $(V_BITS == 4 && i % 2 == 1 && !MATRIX ? 4 : 0)u) - $(V_BITS == 8 ? 128 : 8) * sum;
+        let total = bitcast<i32>(((hi_$(n)_$(i) << 8u) + lo_$(n)_$(i)) >> $(V_BITS == 4 && i % 2 == 1 ? 4 : 0)u) - $(V_BITS == 8 ? 128 : 8) * sum;
 #if V == GROUPS
         let value = f32(total) * unit_$(i) + shift_term[group_$(i) * $(R)u + r_$(n)];
 #else

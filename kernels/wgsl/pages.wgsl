@@ -29,7 +29,7 @@ struct Params {
     zero: u32,               // 0, see arithmetic.wgsl
 }
 
-// An item is {sequence, first segment, segments, kv_len, segment_tiles, its pages' place, tail page, -}; a sequence {first item, items, 6 unused}.
+// An item is {sequence, first segment, segments, kv_len, segment_tiles, its pages' place, tail page, first slot}; a sequence {first slot, segments, 6 unused}.
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> tables: array<u32>;
 

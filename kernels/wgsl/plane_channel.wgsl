@@ -1,8 +1,8 @@
 // plane_channel.wgsl: q' folded with the scales of a sealed page's channels, as planes, and the term of its shifts.
 // An open page holds int8 codes with a scale per token: its channels count as scale 1, shift 0. Included by tile.wgsl.
 workgroupBarrier();
-#for n in 0..((UNITS * 4 + 31) / 32)
-if lane + $(32 * n)u < $(UNITS * 4)u {
+#for n in 0..((UNITS * 4 + T - 1) / T)
+if tid + $(T * n)u < $(UNITS * 4)u {
     var scale = vec4<f32>(1.0);
     var shift = vec4<f32>(0.0);
     if !open {
@@ -10,12 +10,12 @@ if lane + $(32 * n)u < $(UNITS * 4)u {
         scale = vec4<f32>(f16_value(pairs.x & 0xFFFFu), f16_value(pairs.y & 0xFFFFu), f16_value(pairs.z & 0xFFFFu), f16_value(pairs.w & 0xFFFFu));
         shift = vec4<f32>(f16_value(pairs.x >> 16u), f16_value(pairs.y >> 16u), f16_value(pairs.z >> 16u), f16_value(pairs.w >> 16u)) + 8.0 * scale;
     }
-    channel_scale[lane + $(32 * n)u] = scale;
-    channel_shift[lane + $(32 * n)u] = shift;
+    channel_scale[tid + $(T * n)u] = scale;
+    channel_shift[tid + $(T * n)u] = shift;
 }
 #end
 workgroupBarrier();
-for (var pair = lane; pair < num_pairs; pair += 32u) {
+for (var pair = tid; pair < num_pairs; pair += $(T)u) {
     let u = pair % $(UNITS)u;
     // From q again: keeping q' would cost half as much workgroup memory as all the rest.
     let row = query_unit(sequence, head, row0 + pair / $(UNITS)u, u);
@@ -31,7 +31,7 @@ for (var pair = lane; pair < num_pairs; pair += 32u) {
     }
 }
 workgroupBarrier();
-for (var pair = lane; pair < num_pairs; pair += 32u) {
+for (var pair = tid; pair < num_pairs; pair += $(T)u) {
     let r = pair / $(UNITS)u;
     let u = pair % $(UNITS)u;
     var a = 0.0;
@@ -60,12 +60,12 @@ for (var pair = lane; pair < num_pairs; pair += 32u) {
     }
 }
 workgroupBarrier();
-if lane < $(R)u {
+if tid < $(R)u {
     var sum = vec2<i32>(0);
     for (var i = 0u; i < $(UNITS)u; i++) {
-        sum += unit_sum[lane * $(UNITS)u + i];
+        sum += unit_sum[tid * $(UNITS)u + i];
     }
-    row_sum[lane] = sum.x;
-    row_shift[lane] = f32(sum.y) * row_shift[lane];
+    row_sum[tid] = sum.x;
+    row_shift[tid] = f32(sum.y) * row_shift[tid];
 }
 workgroupBarrier();

@@ -5,6 +5,13 @@
 
 #if SG == 32
 #let SLOTS = 0
+fn lanes_max(x: u32) -> u32 {
+    return subgroupMax(x);
+}
+
+fn lanes_sum(x: i32) -> i32 {
+    return subgroupAdd(x);
+}
 #else
 #let SLOTS = 2 * R + VG * (2 + 3 * R)
 var<workgroup> reduced: array<atomic<u32>, $(SLOTS)>;

@@ -1,11 +1,10 @@
-// score_integer.wgsl: row r_$(n)'s scores of the lane's two tokens, by both planes of q. Included by tile.wgsl.
+// score_integer.wgsl: row r_$(n)'s scores of the lane's two tokens, by both planes of q. Included by tile.wgsl and matrix_tile.wgsl.
 var s_$(n)_0 = 0.0;
 var s_$(n)_1 = 0.0;
 #if MATRIX
 #for j in 0..2
 {
-    let at = r_$(n) * 64u + mine + $(8 * j)u;
-    let total = (score_sum(at) << 7u) + score_sum(at + 512u);
+    let total = score_total(r_$(n), mine + $(8 * j)u);
 #if K == CHANNEL
     let sum = row_sum[r_$(n)];
     s_$(n)_$(j) = select(f32(total - 8 * sum) * row_unit[r_$(n)] + row_shift[r_$(n)], (f32(total - 128 * sum) * open_scale_$(j)) * row_unit[r_$(n)], open);

@@ -27,46 +27,17 @@ load_at = tile;
 #include "load_v.wgsl"
 #end
 
-// V's parameters; past the end they are 0.
-#if V_SCALED
-#for g in 0..VG
-#for j in 0..2
-var v_$(g)_$(j) = v_param(v_word_$(g)_$(j), lane);
-#if INTEGER && V == GROUPS
-v_$(g)_$(j).y = v_$(g)_$(j).y + 8.0 * v_$(g)_$(j).x;
-#end
-v_$(g)_$(j) = select(vec2<f32>(0.0), v_$(g)_$(j), token_$(j) < kv_len);
-#end
-#if INTEGER
-#if SG == 32
-let v_top_$(g) = subgroupMax(max(bitcast<u32>(v_$(g)_0.x), bitcast<u32>(v_$(g)_1.x)));
-#if V == GROUPS
-let v_far_$(g) = subgroupMax(max(bitcast<u32>(abs(v_$(g)_0.y)), bitcast<u32>(abs(v_$(g)_1.y))));
-#end
-#else
-post_max(sg_lane, $(2 * R + g * (2 + 3 * R))u, max(bitcast<u32>(v_$(g)_0.x), bitcast<u32>(v_$(g)_1.x)));
-#if V == GROUPS
-post_max(sg_lane, $(2 * R + g * (2 + 3 * R) + 1)u, max(bitcast<u32>(abs(v_$(g)_0.y)), bitcast<u32>(abs(v_$(g)_1.y))));
-#end
-#end
-#end
-#end
-#end
-
+#include "v_params.wgsl"
 #if INTEGER
 #if K == CHANNEL
 #include "plane_channel.wgsl"
 #end
 #for u in 0..UNITS
 #for j in 0..2
-#if K_BITS == 8 && MATRIX
-let k_$(u)_$(j) = k_raw_$(u)_$(j) ^ vec4<u32>(0x80808080u);
-#elif K_BITS == 8
+#if K_BITS == 8
 let k_$(u)_$(j) = k_raw_$(u)_$(j);
 #elif j == 0
 var k_$(u)_0 = k_raw_$(u)_0 & vec4<u32>(0x0F0F0F0Fu);
-#elif MATRIX
-var k_$(u)_1 = (k_raw_$(u)_0 >> vec4<u32>(4u)) & vec4<u32>(0x0F0F0F0Fu);
 #else
 // Centred on 0 and 16 times as large.
 var k_$(u)_1 = (k_raw_$(u)_0 & vec4<u32>(0xF0F0F0F0u)) ^ vec4<u32>(0x80808080u);
@@ -74,37 +45,15 @@ var k_$(u)_1 = (k_raw_$(u)_0 & vec4<u32>(0xF0F0F0F0u)) ^ vec4<u32>(0x80808080u);
 #end
 #end
 #if K == CHANNEL
-var open_scale_0 = 0.0;
-var open_scale_1 = 0.0;
 if open {
 #for u in 0..UNITS
 #for j in 0..2
-    k_$(u)_$(j) = k_bytes(k_place_$(j), $(u)u) ^ vec4<u32>($(MATRIX ? 2155905152 : 0)u);
+    k_$(u)_$(j) = k_bytes(k_place_$(j), $(u)u);
 #end
 #end
-    open_scale_0 = k_scale_open(k_place_0);
-    open_scale_1 = k_scale_open(k_place_1);
 }
-#elif K == TOKEN || K == G32
-#for g in 0..KG
-#for j in 0..2
-let k_scale_$(g)_$(j) = f16_value((k_word_$(g)_$(j) >> ((lane & 1u) * 16u)) & 0xFFFFu);
 #end
-#end
-#elif K == GROUPS
-#for g in 0..KG
-#for j in 0..2
-var k_param_$(g)_$(j) = vec2<f32>(f16_value(k_word_$(g)_$(j) & 0xFFFFu), f16_value(k_word_$(g)_$(j) >> 16u));
-k_param_$(g)_$(j).y = k_param_$(g)_$(j).y + 8.0 * k_param_$(g)_$(j).x;
-#end
-#end
-#end
-#if MATRIX
-#if K == CHANNEL
-#include "matrix_query.wgsl"
-#end
-#include "matrix_scores.wgsl"
-#end
+#include "k_params.wgsl"
 #else
 #include "score_float.wgsl"
 #end
@@ -136,24 +85,9 @@ let r_$(n) = r0 + $(n)u;
 #end
 #end
 #for n in 0..RU
-    // Soft cap, ALiBi, masks; the maximum of ceilings.
-#for j in 0..2
-#if SOFTCAP
-    s_$(n)_$(j) = softcap(s_$(n)_$(j), params.softcap_inner, params.softcap_outer);
-#end
-#if ALIBI
-    {
-        let position = i32(kv_len) - i32(params.q_len) + i32((row0 + r_$(n)) / params.heads_per_kv);
-        s_$(n)_$(j) = s_$(n)_$(j) + product(row_slope[r_$(n)], f32(i32(token_$(j)) - position));
-    }
-#end
-#end
-#for j in 0..2
-    let seen_$(n)_$(j) = i32(token_$(j)) >= row_first[r_$(n)] && i32(token_$(j)) < row_end[r_$(n)];
-#end
-    let key_$(n) = max(select(0u, order_key(ceil(s_$(n)_0)), seen_$(n)_0), select(0u, order_key(ceil(s_$(n)_1)), seen_$(n)_1));
+#include "row_mask.wgsl"
 #if SG == 32
-    let top_$(n) = subgroupMax(key_$(n));
+    let top_$(n) = lanes_max(key_$(n));
 #else
     scratch[r_$(n) * 64u + lane] = bitcast<u32>(s_$(n)_0);
     scratch[r_$(n) * 64u + 32u + lane] = bitcast<u32>(s_$(n)_1);
@@ -179,27 +113,11 @@ for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
 #end
 #for n in 0..RU
     {
-    // Weights.
-#if INTEGER
-    let highest = from_order_key(top_$(n));
-    let tile_top = select(highest - 1.0, NONE, top_$(n) == 0u);
-#else
-    let tile_top = select(from_order_key(top_$(n)), NONE, top_$(n) == 0u);
-#end
-#for j in 0..2
-#if INTEGER
-    let p_$(j) = select(0.0, exp2w(min(highest - s_$(n)_$(j), 64.0)), seen_$(n)_$(j));
-#else
-    let p_$(j) = select(0.0, exp2f(max(s_$(n)_$(j) - tile_top, -125.0)), seen_$(n)_$(j));
-#end
-#end
-    let units_0 = weight_units(p_0);
-    let units_1 = weight_units(p_1);
-    let sum = units_0 + units_1;
+#include "row_weights.wgsl"
 #if SG == 32
     let own = lane == r_$(n);
     my_top = select(my_top, tile_top, own);
-    my_sum = select(my_sum, subgroupAdd(sum), own);
+    my_sum = select(my_sum, lanes_sum(sum), own);
 #else
     post_sum(sg_lane, $(R)u + r_$(n), sum);
     if lane == 0u {
@@ -209,24 +127,12 @@ for (var r0 = 0u; r0 < num_rows; r0 += $(RU)u) {
 #if INTEGER
 #for g in 0..VG
     {
-#if V_SCALED
-        let w_0 = rhe(product(p_0, scale_$(g)_0));
-        let w_1 = rhe(product(p_1, scale_$(g)_1));
-#else
-        let w_0 = rhe(p_0 * 16384.0);
-        let w_1 = rhe(p_1 * 16384.0);
-#end
+#include "row_products.wgsl"
         scratch[$(g == 0 ? 0 : R * RS + (g - 1) * R * 32)u + r_$(n) * $(g == 0 ? RS : 32)u + lane] = u32(w_0) | (u32(w_1) << 16u);
-#if V == GROUPS
-        let p14_0 = (units_0 + 128) >> 8u;
-        let p14_1 = (units_1 + 128) >> 8u;
-        let z_hi = p14_0 * (shift_$(g)_0 >> 8u) + p14_1 * (shift_$(g)_1 >> 8u);
-        let z_lo = p14_0 * (shift_$(g)_0 & 255) + p14_1 * (shift_$(g)_1 & 255);
-#end
 #if SG == 32
-        my_weight_$(g) = select(my_weight_$(g), subgroupAdd(w_0 + w_1), own);
+        my_weight_$(g) = select(my_weight_$(g), lanes_sum(w_0 + w_1), own);
 #if V == GROUPS
-        my_shift_$(g) = select(my_shift_$(g), (f32(subgroupAdd(z_hi)) * 256.0 + f32(subgroupAdd(z_lo))) * exp2i(-14 - h_$(g)), own);
+        my_shift_$(g) = select(my_shift_$(g), (f32(lanes_sum(z_hi)) * 256.0 + f32(lanes_sum(z_lo))) * exp2i(-14 - h_$(g)), own);
 #end
 #else
         post_sum(sg_lane, $(2 * R + g * (2 + 3 * R) + 2)u + r_$(n), w_0 + w_1);

@@ -51,7 +51,7 @@ struct Stamps {
 }
 
 /// Records the i-th piece of work.
-type Record<'a> = dyn FnMut(&mut wgpu::CommandEncoder, usize) -> Result<(), Error> + 'a;
+pub type Record<'a> = dyn FnMut(&mut wgpu::CommandEncoder, usize) -> Result<(), Error> + 'a;
 
 fn buffer(device: &wgpu::Device, bytes: u64, usage: Usage) -> wgpu::Buffer {
     device.create_buffer(&wgpu::BufferDescriptor {
@@ -144,7 +144,14 @@ impl WgpuTimer {
     /// # Errors
     /// [`Error::Unsupported`] with what is missing; [`Error::Device`].
     pub fn open() -> Result<Self, Error> {
-        let backend = WgpuBackend::open()?;
+        Self::of(WgpuBackend::open()?)
+    }
+
+    /// On a backend that is there.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn of(backend: WgpuBackend) -> Result<Self, Error> {
         Ok(WgpuTimer {
             read: backend.read_kernel()?,
             sums: buffer(backend.wgpu_device(), 4, Usage::STORAGE),
@@ -178,7 +185,20 @@ impl WgpuTimer {
         Ok(us / count as f64)
     }
 
-    fn time(
+    /// Microseconds of one of `count` pieces of work, which `record` records back to back, over `runs` submissions behind a warm-up.
+    ///
+    /// # Errors
+    /// [`Error::Device`], and what `record` returns.
+    pub fn time(
+        &self,
+        count: usize,
+        runs: usize,
+        record: &mut Record<'_>,
+    ) -> Result<Timing, Error> {
+        self.warmed(count, runs, WARM_UP, record)
+    }
+
+    fn warmed(
         &self,
         count: usize,
         runs: usize,
@@ -192,6 +212,11 @@ impl WgpuTimer {
         }
         let times = (0..runs.max(1)).map(|_| self.once(count, record));
         Ok(Timing::of(times.collect::<Result<_, _>>()?))
+    }
+
+    /// The device that is timed.
+    pub fn backend(&self) -> &WgpuBackend {
+        &self.backend
     }
 
     /// Pages of noise, as many as one sequence needs before they repeat.
@@ -268,7 +293,7 @@ impl WgpuTimer {
 
     fn decodes(&self, shape: &Shape, steps: &[Prepared], runs: usize) -> Result<Timing, Error> {
         let ends = self.ends(shape);
-        self.time(launches(steps.len()), runs, WARM_UP, &mut |encoder, i| {
+        self.time(launches(steps.len()), runs, &mut |encoder, i| {
             let step = &steps[i % steps.len()];
             self.backend
                 .record(encoder, step, &ends.q, &ends.out, &ends.lse)
@@ -325,7 +350,7 @@ impl WgpuTimer {
             .collect();
         Ok(Measured {
             step: self.decodes(shape, &steps, runs)?,
-            ceiling: self.ceiling(shape, &buffers, runs)?,
+            ceiling: self.ceiling(shape.bytes(), &buffers, runs)?,
         })
     }
 
@@ -337,7 +362,7 @@ impl WgpuTimer {
         let most = APPENDS / count.div_ceil(copies) - 1;
         let appends: Vec<_> = (0..shape.problem.batch()).map(|b| (b, 1)).collect();
         let mut problem = shape.problem.clone();
-        self.time(count, runs.min(most), Duration::ZERO, &mut |encoder, i| {
+        self.warmed(count, runs.min(most), Duration::ZERO, &mut |encoder, i| {
             let cache = &mut caches[i % copies];
             let [k, v] = &ends.token;
             self.backend.record_append(encoder, cache, &appends, k, v)?;
@@ -384,17 +409,26 @@ impl WgpuTimer {
         groups
     }
 
+    /// Microseconds to read `bytes` of one cache's pages and nothing else, taking turns.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn read(&self, caches: &[KvCache], bytes: usize, runs: usize) -> Result<Timing, Error> {
+        let buffers: Vec<_> = caches.iter().map(pools).collect();
+        self.ceiling(bytes, &buffers, runs)
+    }
+
     fn ceiling(
         &self,
-        shape: &Shape,
+        bytes: usize,
         caches: &[Vec<&wgpu::Buffer>],
         runs: usize,
     ) -> Result<Timing, Error> {
-        let readers = caches.iter().map(|c| self.readers(c, shape.bytes()));
+        let readers = caches.iter().map(|c| self.readers(c, bytes));
         let readers: Vec<_> = readers.collect();
         let mut best: Option<Timing> = None;
         for workgroups in READ_GRIDS {
-            let timing = self.time(launches(caches.len()), runs, WARM_UP, &mut |encoder, i| {
+            let timing = self.time(launches(caches.len()), runs, &mut |encoder, i| {
                 let mut pass = encoder.begin_compute_pass(&Default::default());
                 pass.set_pipeline(&self.read);
                 for group in &readers[i % readers.len()] {
@@ -462,10 +496,9 @@ impl Timer for WgpuTimer {
         } else {
             self.appends(shape, &mut caches, runs)?
         };
-        let buffers: Vec<_> = caches.iter().map(pools).collect();
         Ok(Measured {
             step,
-            ceiling: self.ceiling(shape, &buffers, runs)?,
+            ceiling: self.read(&caches, shape.bytes(), runs)?,
         })
     }
 }

@@ -1,7 +1,7 @@
 //! One device: how its adapter is chosen, what it offers, and every call that can fail on it.
 //!
 //! Limits and features are the adapter's, never assumed. `ATTN_WGPU_ADAPTER` names an adapter by a part of its name;
-//! `ATTN_WGPU_FEATURES=none` leaves WebGPU's default limits and no optional feature; `matrix` adds cooperative matrices.
+//! `ATTN_WGPU_FEATURES=none` leaves WebGPU's default limits and no optional feature; `packed` all but cooperative matrices.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -122,10 +122,10 @@ impl Gpu {
             (Features::empty(), Limits::default())
         } else {
             let useful = Features::SUBGROUP | Features::TIMESTAMP_QUERY;
-            let matrix = if asked("matrix") {
-                matrix_features(adapter)
-            } else {
+            let matrix = if asked("packed") {
                 Features::empty()
+            } else {
+                matrix_features(adapter)
             };
             let useful = useful | matrix;
             (adapter.features() & useful, adapter.limits())

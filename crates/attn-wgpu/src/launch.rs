@@ -10,7 +10,7 @@ use wgpu::BufferUsages;
 use crate::{
     error::{BACKEND, WgpuError, device},
     gpu::Gpu,
-    shader::{DecodeKey, DeviceKey, Layout, Pipeline, Pipelines, bind, decode_key},
+    shader::{DecodeKey, DeviceKey, Layout, Pipeline, Pipelines, bind, decode_key, split_name},
 };
 
 /// `Params` of `pages.wgsl`.
@@ -78,6 +78,8 @@ struct Item {
     sequence: usize,
     first_segment: usize,
     segments: usize,
+    /// Where the state of its first segment goes.
+    slot: usize,
 }
 
 fn segments(kv_len: usize) -> usize {
@@ -88,16 +90,34 @@ fn row_blocks(problem: &Problem, rows: usize) -> usize {
     (problem.heads_per_kv() * problem.q_len).div_ceil(rows)
 }
 
-/// A workgroup takes one segment: a span of them in its hands would cost workgroup memory, and with it 1.5 times the time
-/// (H200, int8, ctx 8192, batch 512).
-fn items(problem: &Problem) -> Vec<Item> {
+/// States that a step leaves: one per segment, KV head and block of rows.
+fn slots(problem: &Problem, rows: usize) -> usize {
+    let lens = problem.kv_lens.iter();
+    let all: usize = lens.map(|&len| segments(len)).sum();
+    all * problem.num_kv_heads * row_blocks(problem, rows)
+}
+
+/// Segments that a workgroup takes. Packed products: one, as a span of them in its hands would cost workgroup memory, and with it 1.5 times
+/// the time (H200, int8, ctx 8192, batch 512). Matrices: several once there are workgroups enough, as each begins with the query.
+fn segments_per_item(problem: &Problem, key: &DecodeKey, most: Option<usize>) -> usize {
+    if split_name(key) == "decode_split" {
+        return 1;
+    }
+    (slots(problem, key.rows) / 4096).clamp(1, most.unwrap_or(4).max(1))
+}
+
+fn items(problem: &Problem, per_item: usize) -> Vec<Item> {
     let mut items = Vec::new();
+    let mut slot = 0;
     for (sequence, &len) in problem.kv_lens.iter().enumerate() {
-        items.extend((0..segments(len)).map(|first_segment| Item {
+        let all = segments(len);
+        items.extend((0..all).step_by(per_item).map(|first_segment| Item {
             sequence,
             first_segment,
-            segments: 1,
+            segments: per_item.min(all - first_segment),
+            slot: slot + first_segment,
         }));
+        slot += all;
     }
     items
 }
@@ -105,7 +125,7 @@ fn items(problem: &Problem) -> Vec<Item> {
 /// Splits per (sequence, KV head) of the longest sequence, and bytes of states.
 pub(crate) fn cost(problem: &Problem, key: &DecodeKey) -> (usize, usize) {
     let longest = problem.kv_lens.iter().map(|&len| segments(len)).max();
-    let slots = items(problem).len() * problem.num_kv_heads * row_blocks(problem, key.rows);
+    let slots = slots(problem, key.rows);
     (
         longest.unwrap_or(0).max(1),
         slots * key.rows * (key.head_dim + 2) * 4,
@@ -180,18 +200,14 @@ impl Tables {
                 segment_tiles(len),
                 pages_at[b],
                 tail,
-                0,
+                item.slot,
             ];
             words.extend(item.map(|x| x as u32));
         }
-        let mut first_item = 0;
-        for b in 0..problem.batch() {
-            let count = items[first_item..]
-                .iter()
-                .take_while(|item| item.sequence == b)
-                .count();
-            words.extend([first_item as u32, count as u32, 0, 0, 0, 0, 0, 0]);
-            first_item += count;
+        let mut first_slot = 0;
+        for &len in &problem.kv_lens {
+            words.extend([first_slot as u32, segments(len) as u32, 0, 0, 0, 0, 0, 0]);
+            first_slot += segments(len);
         }
         for list in &source.lists[..problem.batch()] {
             words.extend(list);
@@ -227,7 +243,7 @@ impl Prepared {
             tuning.rows.unwrap_or(8),
         );
         let (rows, blocks) = (key.rows, row_blocks(problem, key.rows));
-        let items = items(problem);
+        let items = items(problem, segments_per_item(problem, &key, tuning.segments));
         let most = gpu.limits.max_compute_workgroups_per_dimension as usize;
         let grid_x = items.len().clamp(1, most);
         if problem.num_kv_heads * blocks > most || problem.batch() > most {
@@ -242,7 +258,7 @@ impl Prepared {
         }
 
         let tables = Tables::new(problem, source, &items);
-        let slots = items.len() * problem.num_kv_heads * blocks;
+        let slots = slots(problem, rows);
         let maxima_at = slots * rows * problem.head_dim;
         let params = Params {
             num_items: items.len() as u32,

@@ -28,7 +28,7 @@ pub use backend::WgpuBackend;
 pub use error::WgpuError;
 pub use launch::Prepared;
 pub use law::LawCheck;
-pub use shader::Tuning;
+pub use shader::{Products, Tuning};
 pub use store::DevicePages;
 pub use view::{DeviceRows, DeviceView};
 pub use wgpu;

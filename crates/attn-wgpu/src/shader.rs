@@ -7,7 +7,7 @@ use attn_core::{Error, Int4Scale, Int8Scale, KvFormat, PageLayout, Problem, Sche
 
 use crate::{
     error::{WgpuError, device},
-    gpu::{Gpu, asked},
+    gpu::Gpu,
     specialise::{Constants, SpecialiseError, specialise},
 };
 
@@ -39,8 +39,22 @@ pub(crate) struct DeviceKey {
     pub ahead: [bool; 2],
     /// Rows whose dependent steps overlap.
     pub together: usize,
-    /// Whether products may run on cooperative matrices.
-    pub matrix: bool,
+    /// What products run on, where a format has one group per row.
+    pub products: Products,
+    /// Units of 16 dims that a stage of the matrix kernel holds: 2 or 4.
+    pub units: usize,
+}
+
+/// What multiplies integers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Products {
+    /// Packed dot products of four bytes.
+    Packed,
+    /// Cooperative matrices: formats with one group per row, head_dim up to 128, pages.
+    Matrices,
+    /// The kernel of [`Products::Matrices`] with each of its operations spelled out, to test it on adapters without them: slow.
+    SpelledOut,
 }
 
 /// What may be tried on a device: it changes speed, never bits. `Default` leaves each to the backend.
@@ -57,8 +71,12 @@ pub struct Tuning {
     pub together: Option<usize>,
     /// Query rows of one workgroup, at most: 1, 2, 4 or 8.
     pub rows: Option<usize>,
-    /// Whether int8 and int4 products run on cooperative matrices, where the device has them.
-    pub matrix: Option<bool>,
+    /// What multiplies integers; cooperative matrices only where the device has them.
+    pub products: Option<Products>,
+    /// Units of 16 dims that a stage of the matrix kernel holds: 2 or 4.
+    pub units: Option<usize>,
+    /// Segments of a sequence that a workgroup of the matrix kernel takes, at most.
+    pub segments: Option<usize>,
 }
 
 impl DeviceKey {
@@ -73,7 +91,11 @@ impl DeviceKey {
             shared_bytes: shared.min(gpu.limits.max_compute_workgroup_storage_size as usize),
             ahead: tuning.ahead.unwrap_or([!software; 2]),
             together: tuning.together.unwrap_or(1),
-            matrix: gpu.has_matrix && tuning.matrix.unwrap_or_else(|| asked("matrix")),
+            products: match tuning.products.unwrap_or(Products::Matrices) {
+                Products::Matrices if !gpu.has_matrix => Products::Packed,
+                products => products,
+            },
+            units: tuning.units.unwrap_or(4),
         }
     }
 }
@@ -146,14 +168,10 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     // Dims of a lane: of 4-bit V, an even number of them, as they share bytes in pairs.
     let v_rows = if v.code_bits() == 4 { d / 2 } else { d };
     let chunks = match (v.code_bits(), d) {
-        _ if matrix => d.div_ceil(64),
         (4, 192) => 3,
         _ => d.div_ceil(128),
     };
-    let rows_per_lane = match matrix {
-        true => 64 * v_rows / d / 32,
-        false => v_rows.div_ceil(32 * chunks),
-    };
+    let rows_per_lane = v_rows.div_ceil(32 * chunks);
     let dims_per_lane = if key.view && v.code_bits() == 8 {
         4
     } else {
@@ -167,9 +185,10 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     );
     for (name, value) in [
         ("INTEGER", usize::from(integer)),
-        ("MATRIX", usize::from(matrix)),
+        ("PLAIN", usize::from(matrix == Some(Products::SpelledOut))),
+        ("PU", key.device.units),
         ("R", r),
-        ("SG", key.device.subgroup),
+        ("SG", if matrix.is_some() { 32 } else { key.device.subgroup }),
         ("POOLS", key.pools),
         ("VIEW", usize::from(key.view)),
         ("SOFTCAP", usize::from(key.softcap)),
@@ -191,22 +210,15 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
 
 /// Bytes of workgroup memory that the split kernel takes.
 fn workgroup_bytes(key: &DecodeKey) -> usize {
+    if let Some(products) = on_matrices(key) {
+        return matrix_bytes(key, products == Products::SpelledOut);
+    }
     let KvFormat { k, v } = key.format;
     let (d, r, integer) = (key.head_dim, key.rows, key.format.is_integer());
     let (units, k_groups, v_groups) = (d / 16, k.groups(d), v.groups(d));
-    let matrix = on_matrices(key);
-    let channel = k == Scheme::Int4(Int4Scale::Channel);
     // As declared in decode_split.wgsl and reduce.wgsl.
     let whole = key.device.subgroup == 32;
     let mut bytes = 20 * r;
-    if matrix {
-        // Instead of planes and weights as bytes.
-        bytes += 8 * (64 * 6).max(16 * (d / 4 + 2)) + 2304 + 4096;
-        bytes -= (32 * r * units + 128 * r).min(bytes);
-        if !matches!(k, Scheme::Int4(_)) {
-            bytes += 4 * r * units + 4 * r;
-        }
-    }
     bytes += if integer {
         36 * r * units + 4 * r + v_groups * (128 * r + 8 * r + 4) + (v_groups - 1) * 128 * r
     } else {
@@ -219,23 +231,42 @@ fn workgroup_bytes(key: &DecodeKey) -> usize {
     if key.alibi {
         bytes += 4 * r;
     }
-    if integer && channel {
-        bytes += 132 * units + 8 * r * units + 12 * r;
+    if integer && k == Scheme::Int4(Int4Scale::Channel) {
+        bytes += channel_bytes(r, units);
     } else if integer && matches!(k, Scheme::Int4(_)) {
         bytes += 4 * r * units + 4 * r * k_groups;
     }
     bytes
 }
 
-/// Whether the products of a kernel run on cooperative matrices: one group per row, and sums of at most 128 products.
-fn on_matrices(key: &DecodeKey) -> bool {
+/// Of `channel_arrays.wgsl`.
+fn channel_bytes(rows: usize, units: usize) -> usize {
+    132 * units + 8 * rows * units + 12 * rows
+}
+
+/// As declared in matrix_split.wgsl, matrix.wgsl and matrix_plain.wgsl.
+fn matrix_bytes(key: &DecodeKey, plain: bool) -> usize {
+    let (d, r) = (key.head_dim, key.rows);
+    let staged = (64 * (4 * key.device.units + 5)).max(16 * (d / 4 + 2)) + 16 * 18;
+    let sums = 4 * 4 * 328;
+    let rows = 4 * r * (d / 16) + 28 * r + if key.alibi { 4 * r } else { 0 };
+    let query = match key.format.k {
+        Scheme::Int4(Int4Scale::Channel) => channel_bytes(r, d / 16),
+        _ => 4 * r * (d / 16) + 4 * r,
+    };
+    let codes = if plain { 4 * staged + 512 + 64 * (d / 4 + 2) } else { 8 * staged };
+    codes + sums + rows + query
+}
+
+/// Which kernel on matrices, if any: one group per row, and sums of at most 128 products.
+fn on_matrices(key: &DecodeKey) -> Option<Products> {
     let KvFormat { k, v } = key.format;
-    key.device.matrix
-        && key.format.is_integer()
+    let fits = key.format.is_integer()
         && !key.view
         && key.head_dim <= 128
         && k.groups(key.head_dim) == 1
-        && v.groups(key.head_dim) == 1
+        && v.groups(key.head_dim) == 1;
+    (fits && key.device.products != Products::Packed).then_some(key.device.products)
 }
 
 /// What a step reads: how pages lie, or that there are none.
@@ -266,8 +297,13 @@ pub(crate) fn decode_key(
         view: layout.view,
         device,
     };
-    if decode_constants(&key).1 > device.shared_bytes {
-        key.device.matrix = false;
+    if on_matrices(&key).is_some() {
+        // All rows of a matrix, there or not.
+        let whole = DecodeKey { rows: 8, ..key };
+        if workgroup_bytes(&whole) <= device.shared_bytes {
+            return whole;
+        }
+        key.device.products = Products::Packed;
     }
     while key.rows > 1 && decode_constants(&key).1 > device.shared_bytes {
         key.rows /= 2;
@@ -285,7 +321,15 @@ pub(crate) fn kernel_text(file: &str, constants: &Constants) -> Result<String, S
     specialise(file, constants, &source)
 }
 
-/// The text of a decode kernel: `decode_split` or `decode_merge`.
+/// The entry point of the split kernel; its file is named alike.
+pub(crate) fn split_name(key: &DecodeKey) -> &'static str {
+    match on_matrices(key) {
+        Some(_) => "matrix_split",
+        None => "decode_split",
+    }
+}
+
+/// The text of a decode kernel: a split kernel or `decode_merge`.
 pub(crate) fn decode_text(file: &str, key: &DecodeKey) -> Result<String, SpecialiseError> {
     kernel_text(file, &decode_constants(key).0)
 }
@@ -380,12 +424,13 @@ impl Pipelines {
         if let Some(pair) = made.get(key) {
             return Ok(pair.clone());
         }
-        let text = |file| {
-            decode_text(file, key).map_err(|e| device("specialising a kernel", WgpuError::from(e)))
+        let split = split_name(key);
+        let text = |name| {
+            decode_text(&format!("{name}.wgsl"), key).map_err(|e| device("specialising a kernel", WgpuError::from(e)))
         };
         let pair = [
-            compile(gpu, "decode_split", text("decode_split.wgsl")?)?,
-            compile(gpu, "decode_merge", text("decode_merge.wgsl")?)?,
+            compile(gpu, split, text(split)?)?,
+            compile(gpu, "decode_merge", text("decode_merge")?)?,
         ];
         made.insert(*key, pair.clone());
         Ok(pair)

@@ -10,7 +10,7 @@ use naga::{
 
 use crate::{
     append::AppendKey,
-    shader::{DeviceKey, Layout, decode_constants, decode_key, decode_text, law_text, read_text},
+    shader::{DeviceKey, Layout, Products, decode_constants, decode_key, decode_text, law_text, read_text, split_name},
 };
 
 fn validate(name: &str, text: &str) {
@@ -40,15 +40,15 @@ fn each_decode(
     each: &mut impl FnMut(&str, &str),
 ) {
     let devices = [
-        (1, 16384, [false; 2]),
-        (8, 32768, [false; 2]),
-        (32, 32768, [true; 2]),
+        (1, 16384, [false; 2], Products::Packed),
+        (8, 32768, [false; 2], Products::SpelledOut),
+        (32, 32768, [true; 2], Products::Matrices),
     ];
     let viewed = [format.k, format.v]
         .iter()
         .all(|scheme| !matches!(scheme, Scheme::Int4(_)));
     let views = [false, true].into_iter().filter(|view| viewed || !view);
-    for (view, (subgroup, shared_bytes, ahead)) in
+    for (view, (subgroup, shared_bytes, ahead, products)) in
         views.flat_map(|view| devices.map(|device| (view, device)))
     {
         let device = DeviceKey {
@@ -56,7 +56,8 @@ fn each_decode(
             shared_bytes,
             ahead,
             together: 1 + usize::from(ahead[0]),
-            matrix: subgroup == 32,
+            products,
+            units: 2 + 2 * usize::from(subgroup == 32),
         };
         let layout = Layout {
             format,
@@ -66,9 +67,9 @@ fn each_decode(
         };
         let key = decode_key(problem, layout, device, 8);
         assert!(decode_constants(&key).1 <= shared_bytes, "{key:?}");
-        for file in ["decode_split.wgsl", "decode_merge.wgsl"] {
-            let text = decode_text(file, &key).unwrap();
-            each(&format!("{file} for {key:?}"), &text);
+        for name in [split_name(&key), "decode_merge"] {
+            let text = decode_text(&format!("{name}.wgsl"), &key).unwrap();
+            each(&format!("{name} for {key:?}"), &text);
         }
     }
 }

@@ -4,7 +4,7 @@ mod common;
 
 use attn_conformance::{Outcome, Size, check_case, table};
 use attn_cpu::Reference;
-use attn_wgpu::Tuning;
+use attn_wgpu::{Products, Tuning};
 
 #[test]
 fn the_laws_functions_have_the_cpus_bits() {
@@ -39,6 +39,29 @@ fn tunings_change_no_bits() {
         {
             if let Outcome::Failed(text) = check_case(&Reference::new(), &tuned, case) {
                 panic!("{tuning:?}: {text}");
+            }
+        }
+    }
+}
+
+/// The kernel on cooperative matrices computes what the law says wherever its parts lie: its operations in plain WGSL, on any adapter.
+#[test]
+fn matrices_spelled_out_have_the_references_bits() {
+    let Some(backend) = common::open_or_skip() else {
+        return;
+    };
+    let cases = table(Size::Reduced);
+    for (units, segments) in [(4, 4)] {
+        let mut tuning = Tuning::default();
+        tuning.products = Some(Products::SpelledOut);
+        (tuning.units, tuning.segments) = (Some(units), Some(segments));
+        let tuned = backend.tuned(tuning);
+        for case in cases.iter().filter(|case| case.format.is_integer() && case.format.k.groups(case.problem.head_dim) == 1 && case.format.v.groups(case.problem.head_dim) == 1 && case.problem.head_dim <= 128 && case.seed <= 6) {
+            eprintln!("{case}");
+            let start = std::time::Instant::now();
+            match check_case(&Reference::new(), &tuned, case) {
+                Outcome::Failed(text) => println!("FAIL: {text}"),
+                _ => println!("ok {:.1} {case}", start.elapsed().as_secs_f32()),
             }
         }
     }
