@@ -5,7 +5,7 @@
 // u * 2^-24. Sums stay below 2^22 of that unit, so f32 holds them.
 // PLAIN spells matrices and subgroups out (matrix_plain.wgsl), so that any adapter can test where everything lies.
 #let A_STRIDE = D / 4 + 2
-// Rows 40 bytes further into the banks: 128 loads of 16x16 codes per clock of two SMs where 64 or 48 of other distances (H200).
+// Rows an odd number of 8 bytes apart: 40 (as good as 168) is loaded at 1.3 times the rate of 48, and twice that of 32 (H200, `units`).
 #let S_STRIDE = 4 * PU + 5
 #let W_STRIDE = 18
 // Of one subgroup: 16 rows of sums, 20 apart; regions 8 banks apart.

@@ -6,7 +6,7 @@
 //            16 dims: only scores and weights cross subgroups. Codes are widened into a stage of the subgroup's own, PU * 16 at a time.
 // Ahead      a tile's V is asked for before its scores, the next tile's K before the weights.
 // Reads, writes, numerics  as decode_split.wgsl; item word 7 is the slot of its first segment's state.
-// Shared     some 19 KiB: three workgroups at once on an SM with 64.
+// Shared     15 KiB, or 19 with PU = 4: four or three workgroups at once on an SM with 64.
 // Host       crates/attn-wgpu/src/shader.rs says when; launch.rs the items.
 #if !PLAIN
 enable f16;

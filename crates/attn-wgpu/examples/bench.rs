@@ -1,7 +1,8 @@
 //! Tunings of decode on this machine's adapter, by the clock of `attn bench --backend wgpu`, whose shapes and table are for users.
 //!
 //! `bench [quick|sweep]`: microseconds, GB/s and the share of a plain read of the same bytes in the same run; every answer is compared
-//! with the CPU's bits. `sweep` tries more tunings. What came out is in `docs/performance.md`.
+//! with the CPU's bits. `sweep` tries more tunings; `ATTN_WGPU_FEATURES=matrix` adds cooperative matrices. What came out is in
+//! `docs/performance.md`.
 
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, HostPages, KvCache, KvFormat, KvSource,
@@ -168,31 +169,40 @@ fn run(timer: &WgpuTimer, work: &Work, tunings: &[(&str, Tuning)]) -> Any<()> {
     Ok(())
 }
 
-/// What is compared: the kernels by themselves, and in a sweep what may be tuned about them.
-fn tunings(sweep: bool) -> Vec<(&'static str, Tuning)> {
+/// What is compared: the kernels by themselves, and in a sweep what may be tuned about them; matrices where the device has them.
+fn tunings(sweep: bool, matrix: bool) -> Vec<(&'static str, Tuning)> {
     let with = |change: &dyn Fn(&mut Tuning)| {
         let mut tuning = Tuning::default();
         change(&mut tuning);
         tuning
     };
+    let matrices = |units, segments| {
+        with(&|t| {
+            (t.products, t.units, t.segments) = (Some(Products::Matrices), units, segments);
+        })
+    };
+    let packed = |together, subgroups| {
+        with(&|t| {
+            (t.products, t.together, t.subgroups) =
+                (Some(Products::Packed), Some(together), Some(subgroups));
+        })
+    };
     let mut all = vec![
-        ("default", Tuning::default()),
-        ("packed", with(&|t| t.products = Some(Products::Packed))),
-        (
-            "packed, subgroups",
-            with(&|t| (t.products, t.subgroups) = (Some(Products::Packed), Some(true))),
-        ),
+        ("packed, two rows", packed(2, false)),
+        ("packed, one row", packed(1, false)),
+        ("packed, subgroups", packed(2, true)),
+        ("matrices", matrices(None, None)),
     ];
     if sweep {
         all.extend([
-            ("matrices, 32 dims staged", with(&|t| t.units = Some(2))),
-            ("matrices, one segment", with(&|t| t.segments = Some(1))),
-            ("matrices, two segments", with(&|t| t.segments = Some(2))),
-            (
-                "packed, two rows together",
-                with(&|t| (t.products, t.together) = (Some(Products::Packed), Some(2))),
-            ),
+            ("packed, four rows", packed(4, false)),
+            ("matrices, 64 dims staged", matrices(Some(4), None)),
+            ("matrices, one segment", matrices(None, Some(1))),
+            ("matrices, two segments", matrices(None, Some(2))),
         ]);
+    }
+    if !matrix {
+        all.retain(|(_, tuning)| tuning.products == Some(Products::Packed));
     }
     all
 }
@@ -217,8 +227,10 @@ fn main() -> Any<()> {
             Work::new("int4", [8, 1], 8192, 32)?,
         ]
     };
+    let matrix = wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX;
+    let matrix = timer.backend().wgpu_device().features().contains(matrix);
     for work in &shapes {
-        run(&timer, work, &tunings(mode == "sweep"))?;
+        run(&timer, work, &tunings(mode == "sweep", matrix))?;
     }
     Ok(())
 }

@@ -29,7 +29,14 @@ const STEPS: u32 = 64;
 
 impl Unit {
     fn text(&self) -> String {
-        let Unit { head, before, each, sum, threads, .. } = self;
+        let Unit {
+            head,
+            before,
+            each,
+            sum,
+            threads,
+            ..
+        } = self;
         let each = each.repeat(16);
         format!(
             "{head}
@@ -48,88 +55,140 @@ impl Unit {
     }
 }
 
-/// Eight accumulators of a type, each step of which is `f(a, b_k, s_k)`; `a` changes with every step, so nothing is shared.
-fn chains(name: &str, head: &str, start: [&str; 2], step: &str, sum: &str, count: f64) -> Unit {
-    let [a, b] = start;
-    let each: String = (0..8).map(|k| step.replace('#', &k.to_string())).collect();
+/// Eight accumulators: each step is done for every `#` of 0..8, with `b#` and `s#` from `start`; `c` changes with every step, so that
+/// nothing is shared.
+fn chains(name: &str, head: &str, [first, start]: [&str; 2], step: &str, sum: &str) -> Unit {
+    let of = |text: &str, k: usize| text.replace('#', &k.to_string());
     let before: String = (0..8)
-        .map(|k| {
-            let b = b.replace('#', &k.to_string());
-            format!("var s{k} = {b}; let b{k} = {b};")
-        })
+        .map(|k| of(&format!("var s# = {start}; let b# = {start};"), k))
         .collect();
-    let total: Vec<_> = (0..8).map(|k| sum.replace('#', &k.to_string())).collect();
+    let each: String = (0..8).map(|k| of(step, k)).collect();
+    let sums: Vec<_> = (0..8).map(|k| of(sum, k)).collect();
+    let parts = [
+        &format!("var c = {first}; {before}")[..],
+        &format!("{each} c = c + c;"),
+        &sums.join(" ^ "),
+    ];
     Unit {
-        name: name.to_owned(),
-        head: head.to_owned(),
-        before: format!("var c = {a}; {before}"),
-        each: format!("{each} c = c + c;"),
-        sum: total.join(" ^ "),
-        count: 8.0 * count,
-        threads: 256,
-        matrix: false,
+        count: 8.0,
+        ..single(name, head, parts, 256)
     }
 }
 
+const WORD: [&str; 2] = ["a", "a + #u * 77u"];
+const INTEGER: [&str; 2] = ["i32(a)", "i32(a) + # * 77"];
+const FLOAT: [&str; 2] = ["bitcast<f32>(a)", "f32(a + #u)"];
+const HALVES: [&str; 2] = [
+    "vec2<f16>(f16(a), f16(lane))",
+    "vec2<f16>(f16(a + #u), f16(a))",
+];
+
+/// Name, start, step and sum of chains.
+type Chain = (&'static str, [&'static str; 2], &'static str, &'static str);
+
+const CHAINS: [Chain; 9] = [
+    ("dot4I8Packed(a, b) + s", WORD, "s# = u32(dot4I8Packed(c, b#) + i32(s#));", "s#"),
+    ("dot4U8Packed(a, b) + s", WORD, "s# = dot4U8Packed(c, b#) + s#;", "s#"),
+    ("i32 a * b + s", INTEGER, "s# = c * b# + s#;", "u32(s#)"),
+    ("f32 a * b + s", FLOAT, "s# = c * b# + s#;", "bitcast<u32>(s#)"),
+    ("f16x2 fma(a, b, s)", HALVES, "s# = fma(c, b#, s#);", "u32(s#.x + s#.y)"),
+    ("u32 (s ^ a) + b", WORD, "s# = (s# ^ c) + b#;", "s#"),
+    ("f32(u32) + a", WORD, "s# = bitcast<u32>(f32(s#)) + c;", "s#"),
+    (
+        "four f32 of unpack4xI8, added",
+        WORD,
+        "{ let t = vec4<f32>(unpack4xI8(s# + c)); s# = bitcast<u32>((t.x + t.y) + (t.z + t.w)); }",
+        "s#",
+    ),
+    (
+        "four bytes or'ed into f32, added",
+        WORD,
+        "{ let t = bitcast<vec4<f32>>((vec4<u32>(s# + c) >> vec4<u32>(0u, 8u, 16u, 24u)) & vec4<u32>(255u)
+            | vec4<u32>(0x4B000000u)); s# = bitcast<u32>((t.x + t.y) + (t.z + t.w)); }",
+        "s#",
+    ),
+];
+
 fn scalar_units() -> Vec<Unit> {
-    let word = ["a", "a + #u * 77u"];
-    let float = ["bitcast<f32>(a)", "f32(a + #u)"];
-    let mut units = vec![
-        chains("dot4I8Packed", "", ["a", "i32(a) + # * 77"], "s# = dot4I8Packed(c, u32(b#)) + s#;", "u32(s#)", 1.0),
-        chains("dot4U8Packed", "", word, "s# = dot4U8Packed(c, b#) + s#;", "s#", 1.0),
-        chains("i32 a * b + s", "", ["i32(a)", "i32(a) + # * 77"], "s# = c * b# + s#;", "u32(s#)", 1.0),
-        chains("f32 a * b + s", "", float, "s# = c * b# + s#;", "bitcast<u32>(s#)", 1.0),
-        chains("i32 xor", "", word, "s# = (s# ^ c) + b#;", "s#", 1.0),
-        chains("i32 to f32", "", word, "s# = bitcast<u32>(f32(s#)) + c;", "s#", 1.0),
-        chains("unpack4xI8 to f32 (4)", "", word, "{let t = vec4<f32>(unpack4xI8(s# + c)); s# = bitcast<u32>((t.x + t.y) + (t.z + t.w));}", "s#", 1.0),
-        chains("byte or'ed into f32 (4)", "", word,
-            "{let t = bitcast<vec4<f32>>((vec4<u32>(s# + c) >> vec4<u32>(0u, 8u, 16u, 24u)) & vec4<u32>(255u) | vec4<u32>(0x4B000000u)); s# = bitcast<u32>((t.x + t.y) + (t.z + t.w));}", "s#", 1.0),
-    ];
-    units.push(chains("f16x2 a * b + s", "enable f16;", ["vec2<f16>(f16(a), f16(lane))", "vec2<f16>(f16(a + #u), f16(a))"],
-        "s# = fma(c, b#, s#);", "u32(s#.x + s#.y)", 1.0));
-    // Half of each: do they run beside one another?
-    let mut both = chains("dot4I8Packed and f32 a * b + s, pairs", "", ["a", "i32(a) + # * 77"],
-        "s# = dot4I8Packed(c, u32(b#)) + s#; f# = d * g# + f#;", "u32(s#) ^ bitcast<u32>(f#)", 1.0);
+    let mut units: Vec<_> = CHAINS
+        .iter()
+        .map(|(name, start, step, sum)| {
+            let head = if name.contains("f16") {
+                "enable f16;"
+            } else {
+                ""
+            };
+            chains(name, head, *start, step, sum)
+        })
+        .collect();
+    // Do they run beside one another?
+    let step = "s# = dot4U8Packed(c, b#) + s#; f# = d * g# + f#;";
+    let mut both = chains(
+        "a dot4U8Packed and an f32 a * b + s",
+        "",
+        WORD,
+        step,
+        "s# ^ bitcast<u32>(f#)",
+    );
     both.before += "var d = f32(a);";
     for k in 0..8 {
         both.before += &format!("var f{k} = f32(a + {k}u); let g{k} = f32(a) * {k}.0;");
     }
     both.each += "d = d + d;";
     units.push(both);
+    for (name, step) in [
+        ("subgroupAdd(s) + a", "s# = subgroupAdd(s#) + c;"),
+        ("subgroupMax(s) + a", "s# = subgroupMax(s#) + c;"),
+    ] {
+        let mut unit = chains(name, "", WORD, step, "s#");
+        unit.threads = 32;
+        units.push(unit);
+    }
     units
 }
 
-/// Loads from workgroup memory, one word of which is used by as many products as in the kernels.
-fn memory_units() -> Vec<Unit> {
-    let mut units = Vec::new();
-    for (name, at) in [("the same for all lanes", "(i * 16u + a) & 127u"), ("one per lane", "(i * 16u + a + lane) & 127u")] {
-        let mut unit = chains(&format!("16-byte load, {name}"), "var<workgroup> w: array<vec4<u32>, 160>;", ["a", "a + #u"], "", "s#", 0.0);
-        unit.before += "w[lane & 127u] = vec4<u32>(a); workgroupBarrier(); var t = vec4<u32>(a); var n = 0u;";
-        unit.each = format!("t = t ^ w[({at}) + n]; n = (n + 1u) & 31u;");
-        unit.sum += "^ t.x ^ t.y ^ t.z ^ t.w";
-        unit.count = 1.0;
-        units.push(unit);
+/// One thing per step, of `threads` threads.
+fn single(name: &str, head: &str, [before, each, sum]: [&str; 3], threads: u32) -> Unit {
+    Unit {
+        name: name.to_owned(),
+        head: head.to_owned(),
+        before: before.to_owned(),
+        each: each.to_owned(),
+        sum: sum.to_owned(),
+        count: 1.0,
+        threads,
+        matrix: false,
     }
-    let mut unit = chains("16-byte store", "var<workgroup> w: array<vec4<u32>, 160>;", ["a", "a + #u"], "", "s#", 0.0);
-    unit.before += "var n = 0u; let t = vec4<u32>(a); workgroupBarrier();";
-    unit.each = "w[((lane + i) & 127u) + n] = t; n = (n + 1u) & 31u;".into();
-    unit.sum += "^ w[lane & 127u].x";
-    unit.count = 1.0;
-    units.push(unit);
-    let mut unit = chains("atomicMax, all lanes", "var<workgroup> w: array<atomic<u32>, 16>;", ["a", "a + #u"], "", "s#", 0.0);
-    unit.before += "var n = 0u;";
-    unit.each = "atomicMax(&w[n & 15u], a + i); n = n + 1u;".into();
-    unit.sum += "^ atomicLoad(&w[lane & 15u])";
-    unit.count = 1.0;
-    unit.threads = 32;
-    units.push(unit);
-    let mut unit = chains("subgroupAdd", "", ["a", "a + #u"], "s# = subgroupAdd(s#) + c;", "s#", 1.0);
-    unit.threads = 32;
-    units.push(unit);
-    let mut unit = chains("subgroupMax", "", ["a", "a + #u"], "s# = subgroupMax(s#) + c;", "s#", 1.0);
-    unit.threads = 32;
-    units.push(unit);
-    units
+}
+
+fn memory_units() -> Vec<Unit> {
+    let words = "var<workgroup> w: array<vec4<u32>, 160>;";
+    let filled =
+        "w[lane & 127u] = vec4<u32>(a); workgroupBarrier(); var t = vec4<u32>(a); var n = 0u;";
+    let load = |name: &str, at: &str| {
+        let each = format!("t = t ^ w[({at}) + n]; n = (n + 1u) & 31u;");
+        single(name, words, [filled, &each, "t.x ^ t.y ^ t.z ^ t.w"], 256)
+    };
+    let store = [
+        "var n = 0u; let t = vec4<u32>(a);",
+        "w[((lane + i) & 127u) + n] = t; n = (n + 1u) & 31u;",
+        "w[lane & 127u].x",
+    ];
+    let post = [
+        "var n = 0u;",
+        "atomicMax(&w[n & 15u], a + i); n = n + 1u;",
+        "atomicLoad(&w[lane & 15u])",
+    ];
+    let atomics = "var<workgroup> w: array<atomic<u32>, 16>;";
+    vec![
+        load(
+            "16-byte load, the same for all lanes",
+            "(i * 16u + a) & 127u",
+        ),
+        load("16-byte load, one per lane", "(i * 16u + a + lane) & 127u"),
+        single("16-byte store", words, store, 256),
+        single("atomicMax, all lanes in one place", atomics, post, 32),
+    ]
 }
 
 /// Workgroups of 32 threads that wait for one chain: their time tells how many run at once.
@@ -138,68 +197,97 @@ fn occupancy_units() -> Vec<Unit> {
         .iter()
         .map(|kib| {
             let words = kib * 256 - 16;
-            let mut unit = chains(&format!("one chain, {kib} KiB"), &format!("var<workgroup> w: array<u32, {words}>;"), ["a", "a + #u"], "", "s#", 0.0);
-            unit.before += &format!("w[(a + lane) % {words}u] = a; var t = a;");
-            unit.each = "t = (t ^ c) * 77u;".into();
-            unit.sum += &format!("^ t ^ w[lane * {}u]", words / 32);
-            unit.count = 1.0;
-            unit.threads = 32;
-            unit
+            let head = format!("var<workgroup> w: array<u32, {words}>;");
+            let before = format!("w[(a + lane) % {words}u] = a; var t = a; var c = a;");
+            let sum = format!("t ^ w[lane * {}u]", words / 32);
+            let parts = [&before[..], "t = (t ^ c) * 77u; c = c + c;", &sum];
+            single(&format!("one chain beside {kib} KiB"), &head, parts, 32)
         })
         .collect()
 }
 
-fn matrix_units() -> Vec<Unit> {
+/// As `matrix.wgsl` has them.
+const CODES: &str = "var<workgroup> codes: array<vec4<f16>, 1024>;
+    fn halves(word: u32) -> vec4<f16> {
+        return bitcast<vec4<f16>>(vec4<u16>(vec4<u32>(word & 0xFFu, (word >> 8u) & 0xFFu, (word >> 16u) & 0xFFu, word >> 24u)));
+    }";
+const FILL: &str = "for (var k = lane; k < 1024u; k += 32u) { codes[k] = vec4<f16>(f16(a)); }
+    workgroupBarrier();
+    let ma = coopLoadT<coop_mat16x16<f16, A>>(&codes[0], 4u);
+    let mb = coopLoad<coop_mat16x16<f16, B>>(&codes[64], 4u);
+    var at = 0u;";
+
+/// One subgroup with four matrices of sums, `s0` to `s3`.
+fn matrix_unit(name: &str, head: &str, before: &str, each: &str, count: f64) -> Unit {
+    let four = |text: &dyn Fn(u32) -> String| (0..4).map(text).collect::<String>();
+    let sums = four(&|k| format!("var s{k}: coop_mat16x16<f32, C>;"));
+    let store = four(&|k| format!("coopStoreT(s{k}, &out[{}], 16u);", 256 * k));
+    let sum = format!("a; {store} workgroupBarrier(); x[lane + 256u] = bitcast<u32>(out[lane])");
     let enable = "enable f16; enable wgpu_int16; enable wgpu_cooperative_matrix;";
-    let sums: String = (0..4).map(|k| format!("var s{k}: coop_mat16x16<f32, C>;")).collect();
-    let store: String = (0..4).map(|k| format!("coopStoreT(s{k}, &out[{}], 16u);", 256 * k)).collect();
-    let unit = |name: &str, head: &str, before: &str, each: &str, count: f64, threads: u32| Unit {
-        name: name.to_owned(),
-        head: format!("{enable} var<workgroup> out: array<f32, {}>; {head}", 1024 * (threads / 32)),
-        before: format!("{before} {sums}"),
-        each: each.to_owned(),
-        sum: format!("a; {store} workgroupBarrier(); x[lane + 256u] = bitcast<u32>(out[lane])"),
-        count,
-        threads,
+    Unit {
         matrix: true,
-    };
-    let codes = "var<workgroup> codes: array<vec4<f16>, 1024>; 
-        fn halves(word: u32) -> vec4<f16> { return bitcast<vec4<f16>>(vec4<u16>(vec4<u32>(word & 0xFFu, (word >> 8u) & 0xFFu, (word >> 16u) & 0xFFu, word >> 24u))); }";
-    let fill = "for (var k = lane; k < 1024u; k += 32u) { codes[k] = vec4<f16>(f16(a)); } workgroupBarrier();";
-    let ab = "let ma = coopLoadT<coop_mat16x16<f16, A>>(&codes[0], 4u); let mb = coopLoad<coop_mat16x16<f16, B>>(&codes[64], 4u);";
-    let product: String = (0..4).map(|k| format!("s{k} = coopMultiplyAdd(ma, mb, s{k});")).collect();
-    let mut units = vec![unit("matrix products", codes, &format!("{fill} {ab}"), &product, 4.0, 32)];
-    for (name, load, stride) in [
-        ("B, column by column, 32 bytes apart", "coopLoad<coop_mat16x16<f16, B>>", 4),
-        ("B, column by column, 40 bytes apart", "coopLoad<coop_mat16x16<f16, B>>", 5),
-        ("B, column by column, 48 bytes apart", "coopLoad<coop_mat16x16<f16, B>>", 6),
-        ("B, column by column, 272 bytes apart", "coopLoad<coop_mat16x16<f16, B>>", 34),
-        ("B, row by row, 32 bytes apart", "coopLoadT<coop_mat16x16<f16, B>>", 4),
-        ("B, row by row, 48 bytes apart", "coopLoadT<coop_mat16x16<f16, B>>", 6),
-        ("B, row by row, 144 bytes apart", "coopLoadT<coop_mat16x16<f16, B>>", 18),
-    ] {
-        let each: String = (0..4)
-            .map(|k| format!("{{ let mb = {load}(&codes[at + {}u], {stride}u); s{k} = coopMultiplyAdd(ma, mb, s{k}); }}", 64 * k))
-            .collect();
-        units.push(unit(
-            &format!("load {name}, and product"),
-            codes,
-            &format!("{fill} {ab} var at = 0u;"),
-            &format!("{each} at = (at + 2u) & 63u;"),
-            4.0,
+        count,
+        ..single(
+            name,
+            &format!("{enable} var<workgroup> out: array<f32, 1024>; {head}"),
+            [&format!("{before} {sums}"), each, &sum],
             32,
-        ));
+        )
     }
-    let each = "codes[(lane * 6u + n) & 1023u] = halves(c); codes[(lane * 6u + n + 1u) & 1023u] = halves(c + 77u); c = c * 5u; n = n + 16u;";
-    units.push(unit("two words widened and stored", codes, "var c = a; var n = 0u;", each, 1.0, 32));
-    let store: String = (0..4).map(|k| format!("coopStoreT(s{k}, &out[at + {}u], 64u);", 16 * (k % 2))).collect();
-    units.push(unit("sums stored, 64 apart", "",
-        "var at = 0u;", &format!("{store} at = (at + 4u) & 31u; s0 = s0 + s1;"), 4.0, 32));
+}
+
+fn matrix_units() -> Vec<Unit> {
+    let four = |text: &dyn Fn(u32) -> String| (0..4).map(text).collect::<String>();
+    let product = four(&|k| format!("s{k} = coopMultiplyAdd(ma, mb, s{k});"));
+    let mut units = vec![matrix_unit("product", CODES, FILL, &product, 4.0)];
+    for (load, how, stride) in [
+        ("coopLoad", "columns", 4),
+        ("coopLoad", "columns", 5),
+        ("coopLoad", "columns", 6),
+        ("coopLoad", "columns", 34),
+        ("coopLoadT", "rows", 4),
+        ("coopLoadT", "rows", 6),
+        ("coopLoadT", "rows", 18),
+    ] {
+        let each = four(&|k| {
+            let from = format!("&codes[at + {}u], {stride}u", 64 * k);
+            format!(
+                "{{ let b = {load}<coop_mat16x16<f16, B>>({from}); s{k} = coopMultiplyAdd(ma, b, s{k}); }}"
+            )
+        });
+        let name = format!("load of {how} {} bytes apart, product", 8 * stride);
+        let each = format!("{each} at = (at + 2u) & 63u;");
+        units.push(matrix_unit(&name, CODES, FILL, &each, 4.0));
+    }
+    let widen = "codes[(lane * 6u + at) & 1023u] = halves(c); codes[(lane * 6u + at + 1u) & 1023u] = halves(c + 77u);
+        c = c * 5u; at = at + 16u;";
+    let start = "var c = a; var at = 0u;";
+    units.push(matrix_unit(
+        "two words widened and stored",
+        CODES,
+        start,
+        widen,
+        1.0,
+    ));
+    let store = four(&|k| format!("coopStoreT(s{k}, &out[at + {}u], 64u);", 16 * (k % 2)));
+    let store = format!("{store} at = (at + 4u) & 31u; s0 = s0 + s1;");
+    units.push(matrix_unit(
+        "store of sums 256 bytes apart",
+        "",
+        "var at = 0u;",
+        &store,
+        4.0,
+    ));
     units
 }
 
 fn units() -> Vec<Unit> {
-    let kinds = [scalar_units(), memory_units(), occupancy_units(), matrix_units()];
+    let kinds = [
+        scalar_units(),
+        memory_units(),
+        occupancy_units(),
+        matrix_units(),
+    ];
     kinds.into_iter().flatten().collect()
 }
 
@@ -218,7 +306,10 @@ fn main() -> Any<()> {
             || unit.head.contains("f16") && !features.contains(wgpu::Features::SHADER_F16)
             || unit.name.contains("subgroup") && !features.contains(wgpu::Features::SUBGROUP)
         {
-            println!("{:<44} not here: the device lacks the feature (ATTN_WGPU_FEATURES=matrix asks for it)", unit.name);
+            println!(
+                "{:<44} not here: the device lacks the feature (ATTN_WGPU_FEATURES=matrix asks for it)",
+                unit.name
+            );
             continue;
         }
         measure(&timer, &unit)?;
@@ -231,7 +322,10 @@ fn measure(timer: &WgpuTimer, unit: &Unit) -> Any<()> {
     // SAFETY: every index is masked or bounded by the lengths declared in the same text, and loops end at `STEPS`.
     let module = unsafe {
         gpu.create_shader_module_trusted(
-            wgpu::ShaderModuleDescriptor { label: None, source: wgpu::ShaderSource::Wgsl(unit.text().into()) },
+            wgpu::ShaderModuleDescriptor {
+                label: None,
+                source: wgpu::ShaderSource::Wgsl(unit.text().into()),
+            },
             wgpu::ShaderRuntimeChecks::unchecked(),
         )
     };
@@ -240,7 +334,10 @@ fn measure(timer: &WgpuTimer, unit: &Unit) -> Any<()> {
         layout: None,
         module: &module,
         entry_point: None,
-        compilation_options: wgpu::PipelineCompilationOptions { zero_initialize_workgroup_memory: false, ..Default::default() },
+        compilation_options: wgpu::PipelineCompilationOptions {
+            zero_initialize_workgroup_memory: false,
+            ..Default::default()
+        },
         cache: None,
     });
     let x = gpu.create_buffer(&wgpu::BufferDescriptor {
@@ -253,10 +350,16 @@ fn measure(timer: &WgpuTimer, unit: &Unit) -> Any<()> {
     let group = gpu.create_bind_group(&wgpu::BindGroupDescriptor {
         label: None,
         layout: &pipeline.get_bind_group_layout(0),
-        entries: &[wgpu::BindGroupEntry { binding: 0, resource: x.as_entire_binding() }],
+        entries: &[wgpu::BindGroupEntry {
+            binding: 0,
+            resource: x.as_entire_binding(),
+        }],
     });
     // A software adapter only shows that the kernels run.
-    let workgroups = match (timer.backend().device().detail.contains("software"), unit.threads) {
+    let workgroups = match (
+        timer.backend().device().detail.contains("software"),
+        unit.threads,
+    ) {
         (true, _) => 2,
         (_, 256) => 2112,
         _ => 8448,
@@ -268,27 +371,45 @@ fn measure(timer: &WgpuTimer, unit: &Unit) -> Any<()> {
         pass.dispatch_workgroups(workgroups, 1, 1);
         Ok(())
     })?;
-    let parts = if unit.matrix { unit.threads / 32 } else { unit.threads };
+    let parts = if unit.matrix {
+        unit.threads / 32
+    } else {
+        unit.threads
+    };
     let count = f64::from(workgroups) * f64::from(parts) * f64::from(STEPS) * 16.0 * unit.count;
     let rate = count / timing.median / 1e6;
-    let text = if unit.matrix { format!("{:8.2} e9", rate * 1000.0) } else { format!("{rate:8.3} e12") };
-    println!("{:<44} {text} per second   {:8.1} us", unit.name, timing.median);
+    let text = if unit.matrix {
+        format!("{:8.2} e9", rate * 1000.0)
+    } else {
+        format!("{rate:8.3} e12")
+    };
+    println!(
+        "{:<44} {text} per second   {:8.1} us",
+        unit.name, timing.median
+    );
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    use naga::valid::{Capabilities, ShaderStages, SubgroupOperationSet, ValidationFlags, Validator};
+    use naga::valid::{
+        Capabilities, ShaderStages, SubgroupOperationSet, ValidationFlags, Validator,
+    };
 
     /// Where the device lacks a feature nothing else looks at its kernels.
     #[test]
     fn every_unit_is_valid() {
         for unit in super::units() {
             let text = unit.text();
-            let module = naga::front::wgsl::parse_str(&text).unwrap_or_else(|e| panic!("{}: {}", unit.name, e.emit_to_string(&text)));
+            let module = naga::front::wgsl::parse_str(&text)
+                .unwrap_or_else(|e| panic!("{}: {}", unit.name, e.emit_to_string(&text)));
             let mut validator = Validator::new(ValidationFlags::all(), Capabilities::all());
-            validator.subgroup_stages(ShaderStages::COMPUTE).subgroup_operations(SubgroupOperationSet::all());
-            validator.validate(&module).unwrap_or_else(|e| panic!("{}: {}", unit.name, e.emit_to_string(&text)));
+            validator
+                .subgroup_stages(ShaderStages::COMPUTE)
+                .subgroup_operations(SubgroupOperationSet::all());
+            validator
+                .validate(&module)
+                .unwrap_or_else(|e| panic!("{}: {}", unit.name, e.emit_to_string(&text)));
         }
     }
 }

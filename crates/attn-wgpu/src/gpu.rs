@@ -1,7 +1,7 @@
 //! One device: how its adapter is chosen, what it offers, and every call that can fail on it.
 //!
 //! Limits and features are the adapter's, never assumed. `ATTN_WGPU_ADAPTER` names an adapter by a part of its name;
-//! `ATTN_WGPU_FEATURES=none` leaves WebGPU's default limits and no optional feature; `packed` all but cooperative matrices.
+//! `ATTN_WGPU_FEATURES=none` leaves WebGPU's default limits and no optional feature; `matrix` adds cooperative matrices.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -43,8 +43,8 @@ fn experimental(features: Features) -> wgpu::ExperimentalFeatures {
         return wgpu::ExperimentalFeatures::disabled();
     }
     // SAFETY: what wgpu leaves unchecked of cooperative matrices is that loads and stores stay inside their arrays and lie in uniform
-    // control flow. In kernels/wgsl they are at constant places of workgroup arrays whose lengths the same constants make, outside
-    // of any condition but such on tables and parameters, which are uniform.
+    // control flow. In kernels/wgsl they are at places of workgroup arrays that constants and the subgroup's number alone decide, and
+    // whose lengths the same constants make, outside of any condition but such on tables and parameters, which are uniform.
     unsafe { wgpu::ExperimentalFeatures::enabled() }
 }
 
@@ -122,10 +122,10 @@ impl Gpu {
             (Features::empty(), Limits::default())
         } else {
             let useful = Features::SUBGROUP | Features::TIMESTAMP_QUERY;
-            let matrix = if asked("packed") {
-                Features::empty()
-            } else {
+            let matrix = if asked("matrix") {
                 matrix_features(adapter)
+            } else {
+                Features::empty()
             };
             let useful = useful | matrix;
             (adapter.features() & useful, adapter.limits())

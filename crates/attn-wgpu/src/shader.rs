@@ -7,7 +7,7 @@ use attn_core::{Error, Int4Scale, Int8Scale, KvFormat, PageLayout, Problem, Sche
 
 use crate::{
     error::{WgpuError, device},
-    gpu::Gpu,
+    gpu::{Gpu, asked},
     specialise::{Constants, SpecialiseError, specialise},
 };
 
@@ -67,7 +67,7 @@ pub struct Tuning {
     pub shared_bytes: Option<usize>,
     /// Whether the next tile's K, and a tile's V, are asked for ahead: it takes registers.
     pub ahead: Option<[bool; 2]>,
-    /// Rows that a step of the row loops takes together: 1, 2 or 4.
+    /// Rows that a step of the row loops takes together: 1, 2 or 4; of integer formats with head_dim up to 128.
     pub together: Option<usize>,
     /// Query rows of one workgroup, at most: 1, 2, 4 or 8.
     pub rows: Option<usize>,
@@ -90,12 +90,16 @@ impl DeviceKey {
             subgroup: if subgroups { gpu.subgroup as usize } else { 1 },
             shared_bytes: shared.min(gpu.limits.max_compute_workgroup_storage_size as usize),
             ahead: tuning.ahead.unwrap_or([!software; 2]),
-            together: tuning.together.unwrap_or(1),
-            products: match tuning.products.unwrap_or(Products::Matrices) {
-                Products::Matrices if !gpu.has_matrix => Products::Packed,
-                products => products,
+            // Two: 0.95 (int8), 0.93 (int4) and 0.91 (int4-g1) of the time of one on an H200 (batch 512).
+            together: tuning.together.unwrap_or(if software { 1 } else { 2 }),
+            products: match tuning.products {
+                Some(Products::Matrices) if gpu.has_matrix => Products::Matrices,
+                Some(Products::SpelledOut) => Products::SpelledOut,
+                None if gpu.has_matrix && asked("matrix") => Products::Matrices,
+                _ => Products::Packed,
             },
-            units: tuning.units.unwrap_or(4),
+            // 0.78 of the time with 4 on an H200 (int8, batch 512): more workgroups at once.
+            units: tuning.units.unwrap_or(2),
         }
     }
 }
@@ -179,6 +183,11 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     };
     // Longer rows take the registers themselves.
     let ahead = key.device.ahead.map(|ahead| ahead && integer && d <= 128);
+    let together = if integer && d <= 128 {
+        key.device.together
+    } else {
+        1
+    };
     let scaled = matches!(
         v,
         Scheme::Int8(Int8Scale::Token | Int8Scale::Group32) | Scheme::Int4(_)
@@ -188,7 +197,14 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
         ("PLAIN", usize::from(matrix == Some(Products::SpelledOut))),
         ("PU", key.device.units),
         ("R", r),
-        ("SG", if matrix.is_some() { 32 } else { key.device.subgroup }),
+        (
+            "SG",
+            if matrix.is_some() {
+                32
+            } else {
+                key.device.subgroup
+            },
+        ),
         ("POOLS", key.pools),
         ("VIEW", usize::from(key.view)),
         ("SOFTCAP", usize::from(key.softcap)),
@@ -199,7 +215,7 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
         ("DPL", dims_per_lane),
         ("V_ROWS", v_rows),
         ("RPL", rows_per_lane),
-        ("RU", key.device.together.clamp(1, r)),
+        ("RU", together.clamp(1, r)),
         ("K_AHEAD", usize::from(ahead[0])),
         ("V_AHEAD", usize::from(ahead[1])),
     ] {
@@ -254,7 +270,11 @@ fn matrix_bytes(key: &DecodeKey, plain: bool) -> usize {
         Scheme::Int4(Int4Scale::Channel) => channel_bytes(r, d / 16),
         _ => 4 * r * (d / 16) + 4 * r,
     };
-    let codes = if plain { 4 * staged + 512 + 64 * (d / 4 + 2) } else { 8 * staged };
+    let codes = if plain {
+        4 * staged + 512 + 64 * (d / 4 + 2)
+    } else {
+        8 * staged
+    };
     codes + sums + rows + query
 }
 
@@ -426,7 +446,8 @@ impl Pipelines {
         }
         let split = split_name(key);
         let text = |name| {
-            decode_text(&format!("{name}.wgsl"), key).map_err(|e| device("specialising a kernel", WgpuError::from(e)))
+            decode_text(&format!("{name}.wgsl"), key)
+                .map_err(|e| device("specialising a kernel", WgpuError::from(e)))
         };
         let pair = [
             compile(gpu, split, text(split)?)?,

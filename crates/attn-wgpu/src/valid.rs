@@ -10,7 +10,10 @@ use naga::{
 
 use crate::{
     append::AppendKey,
-    shader::{DeviceKey, Layout, Products, decode_constants, decode_key, decode_text, law_text, read_text, split_name},
+    shader::{
+        DeviceKey, Layout, Products, decode_constants, decode_key, decode_text, law_text,
+        read_text, split_name,
+    },
 };
 
 fn validate(name: &str, text: &str) {

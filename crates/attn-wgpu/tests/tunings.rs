@@ -53,8 +53,8 @@ fn matrices_spelled_out_have_the_references_bits() {
     };
     let mut tuning = Tuning::default();
     tuning.products = Some(Products::SpelledOut);
-    let mut narrow = tuning;
-    (narrow.units, narrow.segments) = (Some(2), Some(1));
+    let mut wide = tuning;
+    (wide.units, wide.segments) = (Some(4), Some(1));
     let mut ran = 0;
     for case in table(Size::Full) {
         let dim = case.problem.head_dim;
@@ -64,7 +64,7 @@ fn matrices_spelled_out_have_the_references_bits() {
         if !taken || dim > 128 || matches!(case.build, Build::Bnsh | Build::Bsnh) {
             continue;
         }
-        for (tuning, each) in [(tuning, 5), (narrow, 23)] {
+        for (tuning, each) in [(tuning, 5), (wide, 23)] {
             if ran % each == 0
                 && let Outcome::Failed(text) =
                     check_case(&Reference::new(), &backend.tuned(tuning), &case)
