@@ -3,7 +3,7 @@
 // One token per sequence, a decode step: latency is everything (a launch, then length, page, store), so a warp takes K or V of
 // one head, a lane stores what it loaded, and nothing meets in shared memory. Several tokens: a CTA owns a page of a head.
 //
-// Grid      one token: (heads in fours, batch), two warps per head; else (page jobs, num_kv_heads, batch).
+// Grid      one token: (heads in fours, sealers and then batch), two warps per head; else (page jobs, num_kv_heads, batch).
 // Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_D, ATTN_PAGE, as in decode.cu.
 // Reads     k, v [token][num_kv_heads][ATTN_D], f32, f16 or bf16; kv_lens, which count the new tokens already.
 // Writes    pool [page][kv_head][run].
@@ -36,9 +36,9 @@ typedef Token<CHANNEL ? INT8_TOKEN : ATTN_K, ATTN_K_GROUPS, false> KToken;
 typedef Token<ATTN_V, ATTN_V_GROUPS, (V_BITS < 16)> VToken;
 
 DEVICE u8* run_of(const AppendParams& p, u32 page, int head) {
-    return p.pool + ((long long)page * p.num_kv_heads + head) * RUN;
+    return p.pool + (u64)page * (u32)(p.num_kv_heads * RUN) + (u32)head * RUN;
 }
-DEVICE u32 page_of(const AppendParams& p, int b, int page) { return p.page_table[(long long)b * p.page_table_stride + page]; }
+DEVICE u32 page_of(const AppendParams& p, int b, u32 page) { return p.page_table[(long long)b * p.page_table_stride + page]; }
 DEVICE float scale_of(const float* scales, int head) { return scales ? scales[head] : 1.0f; }
 
 DEVICE void load_k(const AppendParams& p, KToken& k, long long token, int head, int lane) {
@@ -50,118 +50,133 @@ DEVICE void load_v(const AppendParams& p, VToken& v, long long token, int head, 
 
 // ---- one token per sequence ----
 
-// Which panels of full pages are this warp's to seal: everybody looks at all lengths, so that the few pages that a call fills
-// are spread over the GPU, and a warp that is given one fetches it before it turns to its own token.
+// Which dims of full pages are a warp's to seal, four at a time. Some CTAs do nothing else: they look at all lengths, so that the
+// few pages that a call fills are spread over the GPU. Where many fill, all other warps help once they have stored their token.
 struct Seals {
-    int task, tasks, step;  // each a run of panels of a head
-    int panels;             // of a run
+    static constexpr int CHUNKS = 8, SEQUENCES = 32 * CHUNKS;
+    u32 mask;               // lane i: of 32 sequences, those whose page fills
+    int task, tasks, step;  // each a run of quads of a head
+    int quads;              // of a run
 
-    // Sequences of 32 in which a page fills, n-th chunk.
-    static DEVICE_METHOD u32 chunk(const AppendParams& p, int n, int lane) {
-        int b = 32 * n + lane, len = b < p.batch ? p.kv_lens[b] : 0;
-        return __ballot_sync(~0u, len > 0 && len % PAGE == 0);
-    }
-    DEVICE_METHOD void find(const AppendParams& p, int warp, int warps, int lane) {
-        int count = 0, chunks = (p.batch + 31) / 32;
-#pragma unroll 1
-        for (int n = 0; n < chunks; n += 8) {
+    // Of the sequences from `first` on, for one of `warps` warps, the first `sealers` of which have nothing else to do.
+    METHOD void find(const AppendParams& p, int first, int warp, int sealers, int warps, int lane) {
+        int count = 0, len[CHUNKS];
+        mask = 0;
 #pragma unroll
-            for (int i = 0; i < 8; i++) count += __popc(chunk(p, n + i, lane));
+        for (int i = 0; i < CHUNKS; i++) {
+            int b = first + 32 * i + lane;
+            len[i] = b < p.batch ? p.kv_lens[b] : 0;
         }
-        // A head's panels share what has to be known of the new token, but only where there are more of them than warps.
+#pragma unroll
+        for (int i = 0; i < CHUNKS; i++) {
+            u32 some = __ballot_sync(~0u, len[i] > 0 && (u32)len[i] % PAGE == 0);
+            count += __popc(some);
+            if (lane == i) mask = some;
+        }
+        // A head's quads share what has to be known of the new token, but only where there are more of them than warps.
         int heads = count * p.num_kv_heads;
-        for (panels = 1; 2 * panels <= PANELS && PANELS % (2 * panels) == 0 && heads * (PANELS / panels) > warps;) panels *= 2;
-        tasks = heads * (PANELS / panels);
+        step = heads * QUADS <= sealers ? sealers : warps;
+        for (quads = 1; QUADS % (2 * quads) == 0 && heads * (QUADS / quads) > step;) quads *= 2;
+        tasks = warp < step ? heads * (QUADS / quads) : 0;
         task = warp;
-        step = warps;
     }
     // The n-th sequence whose page fills.
-    static DEVICE_METHOD int sequence(const AppendParams& p, int n, int lane) {
-        u32 some = 0;
-        int at = -1;
-        do {
-            n -= __popc(some);
-            some = chunk(p, ++at, lane);
-        } while (n >= __popc(some));
+    METHOD int sequence(int n, int lane) const {
+        int up_to = __popc(mask);
+#pragma unroll
+        for (int i = 1; i < CHUNKS; i *= 2) {
+            int other = __shfl_up_sync(~0u, up_to, i);
+            if (lane >= i) up_to += other;
+        }
+        int before = up_to - __popc(mask), chunk = 31 - __clz(__ballot_sync(~0u, lane < CHUNKS && before <= n));
+        u32 some = __shfl_sync(~0u, mask, chunk);
+        n -= __shfl_sync(~0u, before, chunk);
         bool is_it = some >> lane & 1 && __popc(some & ((1u << lane) - 1)) == n;
-        return 32 * at + __ffs(__ballot_sync(~0u, is_it)) - 1;
+        return 32 * chunk + __ffs(__ballot_sync(~0u, is_it)) - 1;
     }
 };
 
-// One run of panels under way.
+// One run of quads.
 struct Seal {
+    KToken k;  // the new token
+    Quad open;
     const u8* tail;
     u8* home;
-    int b, head, panel, end;
+    int quad, end;
 
-    // Finds it and asks for its bytes, which are there when the warp comes back from its own token.
-    DEVICE_METHOD void fetch(const AppendParams& p, const Seals& seals, int lane) {
-        const int runs = PANELS / seals.panels;
-        head = seals.task / runs % p.num_kv_heads;
-        b = Seals::sequence(p, seals.task / runs / p.num_kv_heads, lane);
-        panel = seals.task % runs * seals.panels;
-        end = panel + seals.panels;
+    METHOD void fetch(const AppendParams& p, const Seals& seals, int first, int lane) {
+        const int runs = QUADS / seals.quads, of_head = seals.task / runs, head = of_head % p.num_kv_heads;
+        const int b = first + seals.sequence(of_head / p.num_kv_heads, lane);
+        quad = seals.task % runs * seals.quads;
+        end = quad + seals.quads;
         tail = run_of(p, p.tail_pages[b], head);
-        for (int at = panel * PAGE * 16 + lane * 128; at < end * PAGE * 16; at += 32 * 128) touch(tail + at);
-        if (lane < PAGE * 2 / 128) touch(tail + PAGE * D + lane * 128);
         home = run_of(p, page_of(p, b, (p.kv_lens[b] - 1) / PAGE), head);
-    }
-    DEVICE_METHOD void finish(const AppendParams& p, int lane) {
-        KToken k;
         load_k(p, k, b, head, lane);
+        open.load_scales((const u16*)(tail + PAGE * D), 0, PAGE - 1, lane);
+        open.load(tail, quad, 0, PAGE - 1, lane);
+    }
+    METHOD void finish(int lane) {
         k.encode(1.0f, lane);
 #pragma unroll 1
-        for (; panel < end; panel++) {
-            Panel open;
-            open.load(tail, (const u16*)(tail + PAGE * D), panel, 0, PAGE - 1, lane);
-            open.set_last(k, panel, lane);
-            open.seal(home, panel, lane);
+        for (;;) {
+            open.set_last(k, quad, lane);
+            Quad now = open;
+            int at = quad++;
+            if (quad < end) open.load(tail, quad, 0, PAGE - 1, lane);
+            now.seal(home, at, lane);
+            if (quad >= end) return;
         }
     }
 };
+
+DEVICE void seal_ones(const AppendParams& p, int warp, int sealers, int warps, int lane) {
+#pragma unroll 1
+    for (int first = 0; first < p.batch; first += Seals::SEQUENCES) {
+        Seals seals;
+        seals.find(p, first, warp, sealers, warps, lane);
+#pragma unroll 1
+        for (; seals.task < seals.tasks; seals.task += seals.step) {
+            Seal seal;
+            seal.fetch(p, seals, first, lane);
+            seal.finish(lane);
+        }
+    }
+}
 
 DEVICE void append_k(const AppendParams& p, int b, int head, int lane) {
     KToken k;
     load_k(p, k, b, head, lane);
-    const int at = p.kv_lens[b] - 1, t = at % PAGE;
-    if (at < 0 || (CHANNEL && t == PAGE - 1)) return;
-    u8* const run = run_of(p, CHANNEL ? p.tail_pages[b] : page_of(p, b, at / PAGE), head);
+    const int len = p.kv_lens[b];
+    const u32 tail = CHANNEL ? p.tail_pages[b] : 0, at = len - 1, t = at % PAGE;
+    if (len <= 0 || (CHANNEL && t == PAGE - 1)) return;
+    u8* const run = run_of(p, CHANNEL ? tail : page_of(p, b, at / PAGE), head);
     k.encode(CHANNEL ? 1.0f : scale_of(p.k_tensor_scales, head), lane);
-    launch_dependents();
     k.store(run, run + (CHANNEL ? PAGE * D : K_PARAMS), t, lane);
 }
 DEVICE void append_v(const AppendParams& p, int b, int head, int lane) {
     VToken v;
     load_v(p, v, b, head, lane);
-    const int at = p.kv_lens[b] - 1;
-    if (at < 0) return;
+    const int len = p.kv_lens[b];
+    const u32 at = len - 1;
+    if (len <= 0) return;
     u8* const run = run_of(p, page_of(p, b, at / PAGE), head);
     v.encode(scale_of(p.v_tensor_scales, head), lane);
-    launch_dependents();
     v.store(run + V_CODES, run + V_PARAMS, at % PAGE, lane);
 }
 
 DEVICE void append_one(const AppendParams& p) {
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int b = blockIdx.y, head = blockIdx.x * (warps / 2) + warp / 2;
-    Seals seals = {};
-    Seal seal;
-    if constexpr (CHANNEL) {
-        const int ctas = gridDim.x * gridDim.y;
-        seals.find(p, warp * ctas + b * gridDim.x + blockIdx.x, warps * ctas, lane);
-        if (seals.task < seals.tasks) seal.fetch(p, seals, lane);
-    }
-    if (head < p.num_kv_heads) {
-        if (warp % 2 == 0) append_k(p, b, head, lane);
-        else append_v(p, b, head, lane);
+    const int sealer_rows = gridDim.y - p.batch, sealers = sealer_rows * gridDim.x, others = p.batch * gridDim.x;  // CTAs
+    const int row = (int)blockIdx.y - sealer_rows, head = blockIdx.x * (warps / 2) + warp / 2;
+    if (row >= 0 && head < p.num_kv_heads) {
+        if (warp % 2 == 0) append_k(p, row, head, lane);
+        else append_v(p, row, head, lane);
     }
     if constexpr (CHANNEL) {
-#pragma unroll 1
-        while (seals.task < seals.tasks) {
-            seal.finish(p, lane);
-            seals.task += seals.step;
-            if (seals.task < seals.tasks) seal.fetch(p, seals, lane);
-        }
+        // The first warp of each CTA, then the second, so that work comes to all SMs.
+        int index = row < 0 ? warp * sealers + blockIdx.y * gridDim.x + blockIdx.x
+                            : warps * sealers + warp * others + row * gridDim.x + blockIdx.x;
+        seal_ones(p, index, warps * sealers, warps * (sealers + others), lane);
     }
 }
 
@@ -185,11 +200,13 @@ DEVICE void append_channel(const AppendParams& p, const Job& j, u8* run, u8* tai
     }
     if (!seals) return;
     __syncthreads();
-    for (int panel = j.warp; panel < PANELS; panel += j.warps) {
-        Panel open;
-        open.load(tail, (const u16*)tail_scales, panel, 0, j.t0, j.lane);
-        open.load(codes, scales, panel, j.t0, PAGE, j.lane);
-        open.seal(run, panel, j.lane);
+    Quad open;
+    open.load_scales((const u16*)tail_scales, 0, j.t0, j.lane);
+    open.load_scales(scales, j.t0, PAGE, j.lane);
+    for (int quad = j.warp; quad < QUADS; quad += j.warps) {
+        open.load(tail, quad, 0, j.t0, j.lane);
+        open.load(codes, quad, j.t0, PAGE, j.lane);
+        open.seal(run, quad, j.lane);
     }
 }
 
@@ -243,9 +260,9 @@ DEVICE void append_many(const AppendParams& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 4) attn_append(const __grid_constant__ AppendParams p) {
-    // Every CTA waits, whatever it then does: who waits for this launch relies on the one before it, too. The next one may begin
-    // when stores are all that is left: earlier, its CTAs only take room (5.0 µs instead of 4.2 from append to append).
+extern "C" __global__ void __launch_bounds__(256, 5) attn_append(const __grid_constant__ AppendParams p) {
+    // Every CTA waits, whatever it then does: who waits for this launch relies on the one before it, too. Letting the next one begin
+    // before this one ends only makes it slower (from append to append 5.0 µs, at once or before the stores; 4.2 without).
     wait_for_dependencies();
     if (p.tokens == 1) append_one(p);
     else append_many(p);

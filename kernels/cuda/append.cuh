@@ -1,4 +1,4 @@
-// A token's elements in the lanes of a warp: loaded, encoded by the rules of FORMATS.md, stored; and the sealing of a panel.
+// A token's elements in the lanes of a warp: loaded, encoded by the rules of FORMATS.md, stored; and the sealing of a page.
 //
 // Quotients are rounded once, as attn-core/src/quant.rs rounds them, without its divisions: a scale comes from a quotient that is
 // rounded to odd before it becomes f16, a code from a guess whose distance to a tie says whether the exact remainder has to
@@ -6,11 +6,11 @@
 #pragma once
 #include "ptx.cuh"
 
-#define DEVICE_METHOD __device__ __forceinline__
+#define METHOD __device__ __forceinline__
 
 enum { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP32, INT8_TENSOR, INT4_GROUPS, INT4_CHANNEL };
 
-constexpr int D = ATTN_D, PAGE = ATTN_PAGE, PANELS = D / 16;
+constexpr int D = ATTN_D, PAGE = ATTN_PAGE, QUADS = D / 4;
 constexpr bool CHANNEL = ATTN_K == INT4_CHANNEL;
 
 __host__ __device__ constexpr int code_bits(int scheme) { return scheme <= BF16 ? 16 : scheme >= INT4_GROUPS ? 4 : 8; }
@@ -99,31 +99,34 @@ DEVICE u32 exact_code(float x, float scale, float lo, float hi) {
 struct Symmetric {
     float scale, inverse;
 
-    DEVICE_METHOD void set(u16 half) {
+    METHOD void set(u32 half) {
         scale = half_float(half);
         inverse = half == 0 ? 0.0f : approximate_rcp(scale);
     }
-    DEVICE_METHOD u32 code(float x, bool& near) const {
-        float v = fminf(fmaxf(x * inverse, -127.0f), 127.0f), sum = v + ROUND;
+    // For all codes at once: a scale so far from amax / 127 (saturated, or a subnormal of few bits) that they may be beyond 127.
+    METHOD bool is_short(u32 half) const { return half < 0x80 || half == 0x7bff; }
+    METHOD u32 code(float x, bool& near) const {
+        float v = x * inverse, sum = v + ROUND;
         near |= fabsf(v - (sum - ROUND)) > 0.49993f;  // v is off by 2^-15 at most
         return float_bits(sum);
     }
-    DEVICE_METHOD u32 exact(float x) const { return exact_code(x, scale, -127.0f, 127.0f); }
+    METHOD u32 exact(float x) const { return exact_code(x, scale, -127.0f, 127.0f); }
 };
 // Those of an int4 scale and shift, {scale, shift} of a word.
 struct Shifted {
     float scale, shift, inverse;
 
-    DEVICE_METHOD void set(u32 param) {
+    METHOD void set(u32 param) {
         scale = half_float(param & 0xffff), shift = half_float(param >> 16);
         inverse = (param & 0xffff) == 0 ? 0.0f : approximate_rcp(15.0f * scale);
     }
-    DEVICE_METHOD u32 code(float x, bool& near) const {
+    METHOD bool is_short(u32) const { return false; }
+    METHOD u32 code(float x, bool& near) const {
         float v = __saturatef(__fsub_rn(x, shift) * inverse), sum = fmaf(v, 15.0f, ROUND);
         near |= fabsf(fmaf(v, 15.0f, ROUND - sum)) > 0.49998f;  // 15·v is off by 2^-18 at most
         return float_bits(sum);
     }
-    DEVICE_METHOD u32 exact(float x) const { return exact_code(__fsub_rn(x, shift), scale, 0.0f, 15.0f); }
+    METHOD u32 exact(float x) const { return exact_code(__fsub_rn(x, shift), scale, 0.0f, 15.0f); }
 };
 
 DEVICE u32 int4_param(float lo, float hi) {
@@ -135,7 +138,7 @@ DEVICE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) { return __byte_perm(__byte_per
 
 // ---- one token of one head ----
 
-DEVICE bool is_high(int t) { return t % 16 >= 8; }
+DEVICE bool is_high(u32 t) { return t % 16 >= 8; }
 
 // A lane has units of elements that it stores together: four dims of a row; in columns, where tokens of a dim lie side by side,
 // the dim or two of a byte. Lanes past the last unit repeat it.
@@ -144,46 +147,48 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     static constexpr int UNITS = D / UNIT, EACH = (UNITS + 31) / 32, WIDTH = D / GROUPS;
     static constexpr bool IS_INT4 = SCHEME == INT4_GROUPS, HAS_PARAMS = IS_INT4 || SCHEME == INT8_TOKEN || SCHEME == INT8_GROUP32;
 
+    int dtype;
+    bool is_pairs;
+    u32 raw[EACH][UNIT];
     float x[EACH][UNIT];
     u32 code[EACH][UNIT];  // its low bits
     u32 param[EACH];       // of the unit's group
 
-    static DEVICE_METHOD int unit(int i, int lane) { return UNITS % 32 ? min(32 * i + lane, UNITS - 1) : 32 * i + lane; }
-    static DEVICE_METHOD int dim(int unit, int k) { return !COLUMNS ? 4 * unit + k : BITS == 4 ? unit / 8 * 16 + unit % 8 + 8 * k : unit; }
-    static DEVICE_METHOD int group(int unit) { return GROUPS == 1 ? 0 : dim(unit, 0) / WIDTH; }
+    static METHOD u32 unit(int i, int lane) { return UNITS % 32 ? (u32)min(32 * i + lane, UNITS - 1) : 32 * i + lane; }
+    static METHOD u32 dim(u32 unit, int k) { return !COLUMNS ? 4 * unit + k : BITS == 4 ? unit / 8 * 16 + unit % 8 + 8 * k : unit; }
+    static METHOD u32 group(u32 unit) { return GROUPS == 1 ? 0 : dim(unit, 0) / WIDTH; }
 
-    // Elements from `at` on; `base` is aligned, but for odd strides.
-    DEVICE_METHOD void load(const void* base, int dtype, long long stride, long long at, int lane) {
+    // Asks for the elements from `at` on; `base` is aligned, but for odd strides. They stay as they come, so that nothing waits for
+    // them here: in a row of 16-bit elements pairs.
+    METHOD void load(const void* base, int type, long long stride, long long at, int lane) {
+        dtype = type;
+        is_pairs = !COLUMNS && dtype != 0 && stride % 4 == 0;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             int u = unit(i, lane);
-            if (!COLUMNS && stride % 4 == 0) load_four(base, dtype, at + 4 * u, x[i]);
-            else
+            const float* wide = (const float*)base + at;
+            const u16* narrow = (const u16*)base + at;
+            if (!COLUMNS && stride % 4 == 0 && dtype == 0) {
+                float4 v = *(const float4*)(wide + 4 * u);
+                raw[i][0] = float_bits(v.x), raw[i][1 % UNIT] = float_bits(v.y), raw[i][2 % UNIT] = float_bits(v.z), raw[i][3 % UNIT] = float_bits(v.w);
+            } else if (is_pairs) {
+                uint2 v = *(const uint2*)(narrow + 4 * u);
+                raw[i][0] = v.x, raw[i][1 % UNIT] = v.y;
+            } else {
 #pragma unroll
-                for (int k = 0; k < UNIT; k++) x[i][k] = load_single(base, dtype, at + dim(u, k));
-        }
-    }
-    static DEVICE_METHOD float load_single(const void* base, int dtype, long long at) {
-        if (dtype == 0) return ((const float*)base)[at];
-        u32 h = ((const u16*)base)[at];
-        return dtype == 1 ? half_float(h) : bits_float(h << 16);
-    }
-    static DEVICE_METHOD void load_four(const void* base, int dtype, long long at, float (&x)[UNIT]) {
-        if constexpr (UNIT == 4) {
-            if (dtype == 0) {
-                float4 v = *(const float4*)((const float*)base + at);
-                x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-                return;
+                for (int k = 0; k < UNIT; k++) raw[i][k] = dtype == 0 ? float_bits(wide[dim(u, k)]) : narrow[dim(u, k)];
             }
-            uint2 v = *(const uint2*)((const u16*)base + at);
-            u32 h[4] = {v.x & 0xffff, v.x >> 16, v.y & 0xffff, v.y >> 16};
-#pragma unroll
-            for (int k = 0; k < 4; k++) x[k] = dtype == 1 ? half_float(h[k]) : bits_float(h[k] << 16);
         }
+    }
+    METHOD float element(int i, int k) const {
+        u32 word = is_pairs ? raw[i][k / 2 % UNIT] : raw[i][k];
+        if (dtype == 0) return bits_float(word);
+        u32 half = is_pairs && k % 2 ? word >> 16 : word & 0xffff;
+        return dtype == 1 ? half_float(half) : bits_float(half << 16);
     }
 
     // What reduce makes of the units' values in each group, for each unit.
-    template <class T, class Reduce> static DEVICE_METHOD void over_groups(T (&v)[EACH], T none, int lane, Reduce reduce) {
+    template <class T, class Reduce> static METHOD void over_groups(T (&v)[EACH], T none, int lane, Reduce reduce) {
         T mine[EACH];
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
@@ -204,15 +209,15 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         for (int i = 0; i < EACH; i++) v[i] = mine[i];
     }
     struct Larger {
-        static DEVICE_METHOD int two(int a, int b) { return max(a, b); }
-        static DEVICE_METHOD int warp(int x) { return warp_max(x); }
+        static METHOD int two(int a, int b) { return max(a, b); }
+        static METHOD int warp(int x) { return warp_max(x); }
     };
     struct Smaller {
-        static DEVICE_METHOD int two(int a, int b) { return min(a, b); }
-        static DEVICE_METHOD int warp(int x) { return warp_min(x); }
+        static METHOD int two(int a, int b) { return min(a, b); }
+        static METHOD int warp(int x) { return warp_min(x); }
     };
 
-    DEVICE_METHOD void find_params(int lane) {
+    METHOD void find_params(int lane) {
         int hi[EACH], lo[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
@@ -232,7 +237,11 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
             param[i] = IS_INT4 ? int4_param(from_ordered(lo[i]), from_ordered(hi[i])) : half_quotient<127>(from_ordered(hi[i]));
     }
 
-    DEVICE_METHOD void encode(float tensor_scale, int lane) {
+    METHOD void encode(float tensor_scale, int lane) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+#pragma unroll
+            for (int k = 0; k < UNIT; k++) x[i][k] = element(i, k);
         if constexpr (!HAS_PARAMS) {
 #pragma unroll
             for (int i = 0; i < EACH; i++)
@@ -240,52 +249,49 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
                 for (int k = 0; k < UNIT; k++) code[i][k] = plain(x[i][k], tensor_scale);
         } else {
             find_params(lane);
-#pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                bool near = false;
-                if constexpr (IS_INT4) {
-                    Shifted by;
-                    by.set(param[i]);
-                    quantize(i, by, near);
-                } else {
-                    Symmetric by;
-                    by.set((u16)param[i]);
-                    quantize(i, by, near);
-                }
-            }
+            if constexpr (IS_INT4) quantize<Shifted>();
+            else quantize<Symmetric>();
         }
     }
-    template <class By> DEVICE_METHOD void quantize(int i, const By& by, bool& near) {
+    template <class By> METHOD void quantize() {
+        By by[EACH];
+        bool near = false;
 #pragma unroll
-        for (int k = 0; k < UNIT; k++) code[i][k] = by.code(x[i][k], near);
-        if (near) {
+        for (int i = 0; i < EACH; i++) {
+            if (GROUPS > 1 || i == 0) by[i].set(param[i]), near |= by[i].is_short(param[i]);
+            else by[i] = by[0];
 #pragma unroll
-            for (int k = 0; k < UNIT; k++) code[i][k] = by.exact(x[i][k]);
+            for (int k = 0; k < UNIT; k++) code[i][k] = by[i].code(x[i][k], near);
         }
+        if (!near) return;
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+#pragma unroll
+            for (int k = 0; k < UNIT; k++) code[i][k] = by[i].exact(x[i][k]);
     }
-    static DEVICE_METHOD u32 plain(float x, float tensor_scale) {
+    static METHOD u32 plain(float x, float tensor_scale) {
         if (SCHEME == F16) return float_half(fminf(fmaxf(x, -LARGEST_HALF), LARGEST_HALF));
         if (SCHEME == BF16) return to_bf16(x);
         return SCHEME == FP8 ? to_fp8(x, tensor_scale) : to_tensor_int8(x, tensor_scale);
     }
 
     // Into a page, or what is laid out like one, as its token t.
-    DEVICE_METHOD void store(u8* codes, u8* params, int t, int lane) const {
+    METHOD void store(u8* codes, u8* params, u32 t, int lane) const {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            int u = unit(i, lane);
+            u32 u = unit(i, lane);
             if constexpr (COLUMNS) store_column(i, u, codes, t);
             else store_row(i, dim(u, 0), codes, t);
             if (HAS_PARAMS && dim(u, 0) % WIDTH == 0) {
-                int at = group(u) * PAGE + t;
+                u32 at = group(u) * PAGE + t;
                 if (IS_INT4) ((u32*)params)[at] = param[i];
                 else ((u16*)params)[at] = (u16)param[i];
             }
         }
     }
-    DEVICE_METHOD u32 word(int i) const { return low_bytes(code[i][0], code[i][1 % UNIT], code[i][2 % UNIT], code[i][3 % UNIT]); }
+    METHOD u32 word(int i) const { return low_bytes(code[i][0], code[i][1 % UNIT], code[i][2 % UNIT], code[i][3 % UNIT]); }
     // Panels that run along the dims. Of 4 bits, tokens t and t + 8 share bytes: the first one's low nibbles clear the high ones.
-    DEVICE_METHOD void store_row(int i, int d, u8* out, int t) const {
+    METHOD void store_row(int i, u32 d, u8* out, u32 t) const {
         if constexpr (BITS == 16) {
             uint2 both = {__byte_perm(code[i][0], code[i][1 % UNIT], 0x5410), __byte_perm(code[i][2 % UNIT], code[i][3 % UNIT], 0x5410)};
             *(uint2*)(out + (d / 8 * PAGE + t) * 16 + d % 8 * 2) = both;
@@ -297,95 +303,87 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         }
     }
     // Panels that run along the tokens; of 4 bits, dims d and d + 8 share a byte.
-    DEVICE_METHOD void store_column(int i, int row, u8* out, int t) const {
-        int of_panel = t % 16, slot = 4 * (of_panel % 8 / 2) + 2 * (of_panel / 8) + of_panel % 2;
+    METHOD void store_column(int i, u32 row, u8* out, u32 t) const {
+        u32 of_panel = t % 16, slot = 4 * (of_panel % 8 / 2) + 2 * (of_panel / 8) + of_panel % 2;
         out[(t / 16 * (D * BITS / 8) + row) * 16 + slot] = (u8)(BITS == 4 ? code[i][0] | code[i][1 % UNIT] << 4 : code[i][0]);
     }
 };
 
-// ---- a full page's K of 16 dims, re-coded per channel ----
+// ---- a full page's K of four dims, re-coded per channel ----
 
-// A lane has dims 4·(lane%4) + {0…3} of tokens lane/4 + 8i, so that it also has both nibbles of a byte.
-struct Panel {
-    static constexpr int EACH = PAGE / 8;
+// A warp has four dims of all tokens, so that a page's seal is spread over as many warps as there are: a lane those of tokens
+// 16·(lane/8) + lane%8 and 8 on, whose nibbles share a byte, and of a page of 128 tokens 64 on.
+struct Quad {
+    static constexpr int EACH = PAGE < 64 ? 2 : PAGE / 32;  // shorter pages have no channels
     u32 words[EACH];  // codes + 128
     float scales[EACH];
 
+    static METHOD int token(int i, int lane) { return i / 2 * 64 + lane / 8 * 16 + lane % 8 + i % 2 * 8; }
+
     // Tokens [from, to) of Int8 Token codes, laid out as in a tail page.
-    DEVICE_METHOD void load(const u8* codes, const u16* all_scales, int panel, int from, int to, int lane) {
+    METHOD void load(const u8* codes, int quad, int from, int to, int lane) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            int t = lane / 4 + 8 * i;
-            if (t < from || t >= to) continue;
-            words[i] = *(const u32*)(codes + (panel * PAGE + t) * 16 + 4 * (lane % 4)) ^ 0x80808080;
-            scales[i] = half_float(all_scales[t]);
+            int t = token(i, lane);
+            if (t >= from && t < to) words[i] = *(const u32*)(codes + (quad / 4 * PAGE + t) * 16 + quad % 4 * 4) ^ 0x80808080;
+        }
+    }
+    METHOD void load_scales(const u16* all, int from, int to, int lane) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            int t = token(i, lane);
+            if (t >= from && t < to) scales[i] = half_float(all[t]);
         }
     }
     // The page's last token, which all lanes have.
-    template <class T> DEVICE_METHOD void set_last(const T& k, int panel, int lane) {
+    template <class T> METHOD void set_last(const T& k, int quad, int lane) {
         u32 word = 0;
 #pragma unroll
         for (int i = 0; i < T::EACH; i++) {
-            u32 x = __shfl_sync(~0u, k.word(i), (4 * panel + lane % 4) % 32);
-            if (panel / 8 == i) word = x;
+            u32 x = __shfl_sync(~0u, k.word(i), quad % 32);
+            if (quad / 32 == i) word = x;
         }
-        if (lane / 4 != 7) return;
+        if (lane != 31) return;
         words[EACH - 1] = word ^ 0x80808080;
         scales[EACH - 1] = half_float(k.param[0]);
     }
     // code·scale, exact: 2^15 + 128 + code comes from the byte's place in a float, and 2^15 + 128 goes in the same fma.
-    DEVICE_METHOD float value(int i, int k) const {
+    METHOD float value(int i, int k) const {
         float raised = bits_float(__byte_perm(words[i], 0x47000000, 0x7604 | k << 4));
         return fmaf(raised, scales[i], -32896.0f * scales[i]);
     }
 
-    // Smallest and largest of each channel, this lane's being 2·(lane/16) + lane/8%2: each step halves what a lane looks after.
-    DEVICE_METHOD void range(int lane, float& lo, float& hi) const {
-        float l[4], h[4];
+    // {scale, shift} of dim lane%4.
+    METHOD u32 param(int lane) const {
+        int lo = 0, hi = 0;
 #pragma unroll
-        for (int k = 0; k < 4; k++) l[k] = h[k] = value(0, k);
+        for (int k = 0; k < 4; k++) {
+            float l = value(0, k), h = l;
 #pragma unroll
-        for (int i = 1; i < EACH; i++)
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                float x = value(i, k);
-                l[k] = fminf(l[k], x), h[k] = fmaxf(h[k], x);
-            }
-        bool upper = lane & 16;
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            float sent = upper ? l[k] : l[k + 2], kept = upper ? l[k + 2] : l[k];
-            l[k] = fminf(kept, __shfl_xor_sync(~0u, sent, 16));
-            sent = upper ? h[k] : h[k + 2], kept = upper ? h[k + 2] : h[k];
-            h[k] = fmaxf(kept, __shfl_xor_sync(~0u, sent, 16));
+            for (int i = 1; i < EACH; i++) l = fminf(l, value(i, k)), h = fmaxf(h, value(i, k));
+            int bottom = warp_min(ordered(l)), top = warp_max(ordered(h));
+            if (k == 0 || lane % 4 == k) lo = bottom, hi = top;
         }
-        upper = lane & 8;
-        lo = fminf(upper ? l[1] : l[0], __shfl_xor_sync(~0u, upper ? l[0] : l[1], 8));
-        hi = fmaxf(upper ? h[1] : h[0], __shfl_xor_sync(~0u, upper ? h[0] : h[1], 8));
-        lo = fminf(lo, __shfl_xor_sync(~0u, lo, 4));
-        hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, 4));
+        return int4_param(from_ordered(lo), from_ordered(hi));
     }
-
-    DEVICE_METHOD void seal(u8* run, int panel, int lane) const {
-        float lo, hi;
-        range(lane, lo, hi);
-        u32 param = int4_param(lo, hi);
-        if (!(lane & 4)) ((u32*)(run + K_PARAMS))[panel * 16 + 4 * (lane % 4) + lane / 16 * 2 + lane / 8 % 2] = param;
+    METHOD void seal(u8* run, int quad, int lane) const {
+        u32 mine = param(lane);
+        if (lane < 4) ((u32*)(run + K_PARAMS))[4 * quad + lane] = mine;
         Shifted by[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) by[k].set(__shfl_sync(~0u, param, lane % 4 + 8 * k));
-        u32* out = (u32*)(run + (panel * (PAGE / 2) + lane / 4) * 16 + 4 * (lane % 4));
+        for (int k = 0; k < 4; k++) by[k].set(__shfl_sync(~0u, mine, k));
+        u32* out = (u32*)(run + (quad / 4 * (PAGE / 2) + lane) * 16 + quad % 4 * 4);
         bool near = false;
         codes(by, out, [&](const Shifted& by, float x) { return by.code(x, near); });
         if (near) codes(by, out, [](const Shifted& by, float x) { return by.exact(x); });
     }
-    template <class Code> DEVICE_METHOD void codes(const Shifted (&by)[4], u32* out, Code code) const {
+    template <class Code> METHOD void codes(const Shifted (&by)[4], u32* out, Code code) const {
 #pragma unroll
         for (int i = 0; i < EACH; i += 2) {
             u32 bytes[4];
 #pragma unroll
             for (int k = 0; k < 4; k++) bytes[k] = code(by[k], value(i, k)) + (code(by[k], value(i + 1, k)) << 4);
-            out[i / 2 * 32] = low_bytes(bytes[0], bytes[1], bytes[2], bytes[3]);
+            out[i / 2 * 128] = low_bytes(bytes[0], bytes[1], bytes[2], bytes[3]);
         }
     }
 };

@@ -64,6 +64,9 @@ pub struct NativeAppend {
 
 /// Heads of a CTA that takes one token of each: two warps of its eight have a head's K and V.
 const HEADS: usize = 4;
+/// CTAs that only seal pages, at most: what an H200 has room for beside 256 sequences of 8 heads.
+const SEALERS: usize = 132;
+
 /// Grid and threads of `append.cu`.
 fn shape(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize; 3], usize) {
     let heads = layout.num_kv_heads;
@@ -73,7 +76,14 @@ fn shape(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize; 3], usize
         return ([jobs, heads, batch], COPY_THREADS);
     }
     let (columns, threads) = (heads.div_ceil(HEADS), 64 * heads.min(HEADS));
-    ([columns, batch, 1], threads)
+    let sealers = if layout.has_tail_page() {
+        // A warp seals four dims; before the kernel has read the lengths nobody knows whether there are any to seal.
+        let most = (batch * heads * layout.head_dim / 4).div_ceil(threads / 32);
+        most.min(SEALERS).div_ceil(columns)
+    } else {
+        0
+    };
+    ([columns, sealers + batch, 1], threads)
 }
 
 /// Enqueues one append.
