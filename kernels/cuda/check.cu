@@ -6,7 +6,7 @@
 
 #include "params.h"
 
-static_assert(sizeof(DecodeParams) == 288, "edit crates/attn-cuda/src/params.rs too");  // whose tests compare every field
+static_assert(sizeof(DecodeParams) == 336, "edit crates/attn-cuda/src/params.rs too");  // whose tests compare every field
 
 struct CheckParams {
     int* report;          // [4], zeroed

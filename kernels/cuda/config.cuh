@@ -41,7 +41,7 @@ constexpr int K_CODES = codes_bytes(K_SCHEME, BLOCK), V_CODES = codes_bytes(V_SC
 constexpr int PARAMS = PAGE ? 1 : 2;  // of someone else's rows, a scale comes in the four bytes in which it lies
 constexpr int K_PART = K_CODES + PARAMS * params_bytes(K_SCHEME, K_GROUPS, BLOCK);
 constexpr int V_PART = V_CODES + PARAMS * params_bytes(V_SCHEME, V_GROUPS, BLOCK);
-constexpr int BLOCKS = TILE / BLOCK;
+constexpr int BLOCKS = TILE / BLOCK, TILES_OF_PAGE = PAGE > TILE ? PAGE / TILE : 1;
 
 // Someone else's rows lie in a stage as the copy engine puts them there: side by side as far as its swizzle reaches, so many bytes
 // of each, the 16-byte pieces of neighbouring rows in different banks; what is left of each row behind them.
@@ -91,8 +91,9 @@ constexpr int AT_QUERY = AT_KEPT_ML + ROWS * 8;
 constexpr int AT_SCRATCH = AT_QUERY + (CHANNEL ? ROWS * QUERY_STRIDE * 4 : 0);
 constexpr int AT_BARRIERS = AT_SCRATCH + TEAMS * WR * SCRATCH_BYTES;
 constexpr int AT_JOIN = AT_BARRIERS + TEAMS * STAGES * 16;
-constexpr int AT_CURSORS = AT_JOIN + 64;   // 64 bytes each: this unit's and the next one's, then each team's feed
-constexpr int SHARED_BYTES = AT_CURSORS + (2 + TEAMS) * 64;
+constexpr int CURSOR_BYTES = 64;
+constexpr int AT_CURSORS = AT_JOIN + 64;   // this unit's and the next one's, then each team's feed
+constexpr int SHARED_BYTES = AT_CURSORS + (2 + TEAMS) * CURSOR_BYTES;
 
 extern "C" __device__ const int attn_shared_bytes = SHARED_BYTES;
 extern "C" __device__ const int attn_threads = THREADS;

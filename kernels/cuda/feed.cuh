@@ -35,7 +35,8 @@ struct Feed {
     Ring ring;
     int team, lane;
     int tile, tile_end, step, part;
-    u32 page;  // of the tile; with pages shorter than a tile, lane i has block i's
+    u32 pages;  // of the next tiles, a block to a lane
+    int known;  // lanes of them that are used up
     const RowMaps* maps;  // of someone else's rows
     // Of the cursor's sequence and KV head: its pages, and where its run lies in the first page of the pool.
     const u32* table;
@@ -49,8 +50,8 @@ struct Feed {
                 tile = -1;
                 return;
             }
-            if (at.is_fresh) touch_query(p, at.work, lane);
-            at.work.share(team, tile, tile_end);
+            at.work.share(p, team, tile, tile_end);
+            if (at.is_fresh && tile < tile_end) touch_query(p, at.work, at.work.kv_head(team), lane);
         }
         move_to(p, at.work);
         __syncwarp();
@@ -59,15 +60,18 @@ struct Feed {
     }
     __device__ __forceinline__ void move_to(const DecodeParams& p, const Work& work) {
         table = p.page_table + (u64)work.b * p.page_table_stride;
-        runs = p.k + work.kv_head * RUN_BYTES;
+        runs = p.k + work.kv_head(team) * RUN_BYTES;
         step = work.step();
     }
-    // Reads the page table one stage before the page is needed. Past the last page a block repeats it: its tokens are not seen.
+    // Reads the page table 32 blocks at a time, one stage before the first is needed. Past the last page a block repeats it: its
+    // tokens are not seen.
     __device__ __forceinline__ void look_up(const DecodeParams& p) {
         if constexpr (PAGE != 0) {
+            known = 0;
             if (tile < 0) return;
-            int index = PAGE >= TILE ? tile * TILE / SAFE_PAGE : min(tile * BLOCKS + lane % BLOCKS, (cursor->work.kv_len - 1) / SAFE_PAGE);
-            page = table[index];
+            int ahead = tile + lane / BLOCKS * step;
+            int index = PAGE > TILE ? ahead / TILES_OF_PAGE : ahead * BLOCKS + lane % BLOCKS;
+            pages = table[min(index, (cursor->work.kv_len - 1) / SAFE_PAGE)];
         }
     }
     __device__ __forceinline__ void start(const DecodeParams& p, const Cursor& first) {
@@ -75,7 +79,7 @@ struct Feed {
         tile = -1;
         Cursor at = first;
         if (!at.is_valid(p)) return;
-        at.work.share(team, tile, tile_end);
+        at.work.share(p, team, tile, tile_end);
         move_to(p, at.work);
         if (lane == 0) *cursor = at;
         __syncwarp();
@@ -95,11 +99,13 @@ struct Feed {
         if (++part < parts()) return;
         part = 0;
         tile += step;
+        known += BLOCKS;
         if (tile >= tile_end) {
             Cursor at = *cursor;
             settle(p, at);
+            known = 32;
         }
-        look_up(p);
+        if (known == 32) look_up(p);
     }
 
     __device__ __forceinline__ const u8* run(const DecodeParams& p, u32 of_page) const {
@@ -120,15 +126,16 @@ struct Feed {
 #endif
         if (tail && has_k) copy_tail(run(p, p.tail_pages[cursor->work.b]));
         if constexpr (PAGE > TILE) {
-            if (has_k && !tail) copy_half(run(p, page), true, ring.at());
-            if (has_v) copy_half(run(p, page), false, ring.at() + k_bytes);
+            const u8* of_page = run(p, __shfl_sync(~0u, pages, known));
+            if (has_k && !tail) copy_half(of_page, true, ring.at());
+            if (has_v) copy_half(of_page, false, ring.at() + k_bytes);
         } else if (!tail || has_v) {
             // K and V of a block lie together, in the page as in the stage.
             int from = has_k && !tail ? 0 : RUN_V, bytes = (has_k && !tail ? K_PART : 0) + (has_v ? V_PART : 0);
 #pragma unroll
             for (int block = 0; block < BLOCKS; block++) {
-                u32 of_page = BLOCKS == 1 ? page : __shfl_sync(~0u, page, block);
-                copy(ring.at() + (tail ? k_bytes : 0) + block * bytes, run(p, of_page) + from, bytes);
+                const u8* of_page = run(p, __shfl_sync(~0u, pages, known + block));
+                copy(ring.at() + (tail ? k_bytes : 0) + block * bytes, of_page + from, bytes);
             }
         }
 #if !ATTN_BULK
@@ -185,7 +192,7 @@ struct Feed {
                                               const long long (&scale_strides)[3]) {
         constexpr int SWIZZLE = swizzle_of(SCHEME), ROW = D * code_bits(SCHEME) / 8;
         const Work& work = cursor->work;
-        int left = work.kv_len - tile * TILE;
+        int kv_head = work.kv_head(team), left = work.kv_len - tile * TILE;
         bool is_whole = ATTN_BULK && left >= TILE && maps->are_set;
 #if ATTN_BULK
         if (is_whole && elected()) {
@@ -193,12 +200,12 @@ struct Feed {
             barrier_expect_more(ring.full(), TILE * ROW);
 #pragma unroll
             for (int at = 0; at < ROW; at += SWIZZLE)
-                copy_box(ring.at() + at * TILE, map, at, tile * TILE, work.kv_head, work.b, ring.full());
+                copy_box(ring.at() + at * TILE, map, at, tile * TILE, kv_head, work.b, ring.full());
         }
 #endif
-        if (!is_whole) copy_pieces<SWIZZLE>(codes + work.b * strides[0] + work.kv_head * strides[1], strides[2], ROW / 16, left);
+        if (!is_whole) copy_pieces<SWIZZLE>(codes + work.b * strides[0] + kv_head * strides[1], strides[2], ROW / 16, left);
         if (SCHEME == INT8_TOKEN || SCHEME == INT8_GROUP) {
-            const u16* from = scales + work.b * scale_strides[0] + work.kv_head * scale_strides[1];
+            const u16* from = scales + work.b * scale_strides[0] + kv_head * scale_strides[1];
 #pragma unroll
             for (int i = lane; i < TILE; i += 32) {
                 const u16* of_token = from + (tile * TILE + min(i, left - 1)) * scale_strides[2];
@@ -220,10 +227,10 @@ struct Feed {
 };
 
 // The f16 scales of a tile's tokens 2·lane, 2·lane + 1 of someone else's cache, from the words at `at` in which they lie.
-DEVICE u32 scale_pair(u32 at, const u16* scales, const long long* strides, const Work& work, int t0, int lane, int group) {
+DEVICE u32 scale_pair(u32 at, const u16* scales, const long long* strides, const Work& work, int kv_head, int t0, int lane, int group) {
     uint2 x = lds64(at + (group * TILE + 2 * lane) * 4);
     // The address's low bits say which half of its word is meant.
-    u32 stride = (u32)strides[2], index = (u32)work.b * (u32)strides[0] + (u32)work.kv_head * (u32)strides[1] + (u32)(t0 + 2 * lane) * stride + group;
+    u32 stride = (u32)strides[2], index = (u32)work.b * (u32)strides[0] + (u32)kv_head * (u32)strides[1] + (u32)(t0 + 2 * lane) * stride + group;
     u32 first = (u32)(u64)scales / 2 + index;
     return __byte_perm(x.x, x.y, (first & 1 ? 0x0032 : 0x0010) | (first + stride & 1 ? 0x7600 : 0x5400));
 }

@@ -52,7 +52,7 @@ struct Item {
     __device__ __forceinline__ long long row(const DecodeParams& p, int row) const {
         int r = row_block * ROWS + row;
         if (r >= p.heads_per_kv * p.q_len) return -1;
-        int i = r / p.heads_per_kv, head = kv_head * p.heads_per_kv + r % p.heads_per_kv;
+        int i = (u32)r / p.by_heads, head = kv_head * p.heads_per_kv + r - i * p.heads_per_kv;
         return ((long long)b * p.q_len + i) * p.num_q_heads + head;
     }
 };
@@ -68,7 +68,7 @@ struct Finish {
         return {p.out + at * D, p.lse ? p.lse + at : nullptr, 0.0f, p.v_tensor_scales ? p.v_tensor_scales[item.kv_head] : 1.0f};
     }
     // Writes the log-sum-exp, too, if this is the row's first thread. Nothing seen: O is +0, and so is the result.
-    __device__ __forceinline__ void finish(const DecodeParams& p, float m, float l, bool first) {
+    __device__ __forceinline__ void finish(float m, float l, bool first) {
         bool some = m > MINUS_INFINITY;
         if (first && lse) *lse = some ? log_sum(m, l) : MINUS_INFINITY;
         scale = some ? rcp(l) : 1.0f;
@@ -79,84 +79,106 @@ struct Finish {
     }
 };
 
-// All slots of an item from `first` on (it covers those before), LANES threads to a row. A row's threads find the weights of LANES
-// slots side by side; then each joins its own dims in order. Called, not inlined: it is long and rare.
-template <int LANES> static __device__ __noinline__ void join_slots(const DecodeParams& p, Item item, int first) {
-    constexpr int VECTORS = (ROW_VECTORS + LANES - 1) / LANES, CHUNK = VECTORS < 4 ? VECTORS : 4, AHEAD = 16 / CHUNK;
-    int row = threadIdx.x / LANES, lane = threadIdx.x % LANES, run = p.tile_split ? SPAN : LANES;
-    if (row >= ROWS) return;
-    u64 slot = item.index(p) * p.max_slots;
-    const float4* states = (const float4*)p.states + (slot * ROWS + row) * ROW_VECTORS;
-    const float2* ml = p.state_ml + slot * ROWS + row;
-    Finish finish = Finish::at(p, item, row);
+// Slots of an item whose states a row's threads join: from `first` (it covers those before) to `end`.
+struct Slots {
+    const float4* states;  // of the row
+    const float2* ml;
+    int first, end;
+};
+
+// A row's threads, LANES, find the weights of LANES slots side by side, while the first states are on their way; then each joins its
+// own dims in order, and writes the result. Slots are spans, or segments that make spans first. Called, not inlined: it is long and
+// rare. By value: what a reference points to would come from global memory. Four slots at a time without a branch: this is the
+// last thing that a launch waits for, one warp's latencies in a row.
+template <int LANES, bool SEGMENTS> static __device__ __noinline__ void join_slots(Slots slots, Finish finish) {
+    constexpr int VECTORS = (ROW_VECTORS + LANES - 1) / LANES, CHUNK = VECTORS < 4 ? VECTORS : 4, AHEAD = 16 / CHUNK / SPAN * SPAN;
+    constexpr int RUN = SEGMENTS ? SPAN : LANES;
+    int lane = threadIdx.x % LANES;
+    auto load_ml = [&](int slot) { return slot < slots.end ? __ldcg(slots.ml + (u64)slot * ROWS) : make_float2(MINUS_INFINITY, 0.0f); };
 #pragma unroll 1
     for (int at = lane; at < VECTORS * LANES; at += CHUNK * LANES) {
-        float m = MINUS_INFINITY, l = 0.0f, span_l = 0.0f;
-        float4 o[CHUNK], span_o[CHUNK];
+        float m = MINUS_INFINITY, l = 0.0f;
+        float4 o[CHUNK], x[AHEAD][CHUNK];
 #pragma unroll
-        for (int k = 0; k < CHUNK; k++) o[k] = span_o[k] = {0.0f, 0.0f, 0.0f, 0.0f};
+        for (int k = 0; k < CHUNK; k++) o[k] = {0.0f, 0.0f, 0.0f, 0.0f};
+        auto load = [&](int slot, float4 (&to)[CHUNK]) {
+            const float4* from = slots.states + (u64)min(slot, slots.end - 1) * (ROWS * ROW_VECTORS) + at;
+#pragma unroll
+            for (int k = 0; k < CHUNK; k++) to[k] = __ldcg(from + (ROW_VECTORS % LANES == 0 || at + k * LANES < ROW_VECTORS ? k * LANES : 0));
+        };
+        float2 mine = load_ml(slots.first + lane);
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) load(slots.first + i, x[i]);
 #pragma unroll 1
-        for (int base = first; base < item.num_slots; base += LANES) {
-            float2 mine = base + lane < item.num_slots ? __ldcg(ml + (u64)(base + lane) * ROWS) : make_float2(MINUS_INFINITY, 0.0f);
+        for (int base = slots.first; base < slots.end; base += LANES) {
+            if (base != slots.first) mine = load_ml(base + lane);
             // The running maximum over the span's segments, or over all spans.
             float top = mine.x;
-            for (int i = 1; i < run; i *= 2) {
+#pragma unroll
+            for (int i = 1; i < RUN; i *= 2) {
                 float other = __shfl_up_sync(~0u, top, i, LANES);
-                if (lane % run >= i) top = fmaxf(top, other);
+                if (lane % RUN >= i) top = fmaxf(top, other);
             }
-            if (!p.tile_split) top = fmaxf(top, m);
+            if (!SEGMENTS) top = fmaxf(top, m);
             float before = __shfl_up_sync(~0u, top, 1, LANES);
-            if (lane % run == 0) before = p.tile_split ? MINUS_INFINITY : m;
+            if (lane % RUN == 0) before = SEGMENTS ? MINUS_INFINITY : m;
+            // Beyond the last slot a side is empty: it changes nothing.
             Weight w = weight_of(before, mine.x, top);
-            int slots = min(LANES, item.num_slots - base);
+            int count = min(LANES, slots.end - base);
 #pragma unroll 1
-            for (int u0 = 0; u0 < slots; u0 += AHEAD) {
-                float4 x[AHEAD][CHUNK];
+            for (int u0 = 0; u0 < count; u0 += AHEAD) {
 #pragma unroll
-                for (int i = 0; i < AHEAD; i++)
+                for (int u4 = 0; u4 < AHEAD; u4 += SPAN) {
+                    if (u0 + u4 >= count) break;
+                    float sum = SEGMENTS ? 0.0f : l;
+                    float4 joined[CHUNK];
 #pragma unroll
-                    for (int k = 0; k < CHUNK; k++)
-                        x[i][k] = __ldcg(states + (u64)(base + min(u0 + i, slots - 1)) * (ROWS * ROW_VECTORS) + min(at + k * LANES, ROW_VECTORS - 1));
+                    for (int k = 0; k < CHUNK; k++) joined[k] = SEGMENTS ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : o[k];
 #pragma unroll
-                for (int i = 0; i < AHEAD; i++) {
-                    int u = u0 + i;
-                    if (u >= slots) break;
-                    Weight here = {__shfl_sync(~0u, w.alpha, u, LANES), __shfl_sync(~0u, w.beta, u, LANES)};
-                    float l_here = __shfl_sync(~0u, mine.y, u, LANES);
-                    if (!p.tile_split) {
-                        l = l * here.alpha + l_here * here.beta;
+                    for (int i = 0; i < SPAN; i++) {
+                        int u = u0 + u4 + i;
+                        Weight here = {__shfl_sync(~0u, w.alpha, u, LANES), __shfl_sync(~0u, w.beta, u, LANES)};
+                        sum = sum * here.alpha + __shfl_sync(~0u, mine.y, u, LANES) * here.beta;
 #pragma unroll
-                        for (int k = 0; k < CHUNK; k++) join(o[k], x[i][k], here, false);
-                        continue;
+                        for (int k = 0; k < CHUNK; k++)
+                            join(joined[k], u < count ? x[u4 + i][k] : make_float4(0.0f, 0.0f, 0.0f, 0.0f), here, false);
+                        load(base + u + AHEAD, x[u4 + i]);
                     }
-                    span_l = span_l * here.alpha + l_here * here.beta;
-#pragma unroll
-                    for (int k = 0; k < CHUNK; k++) join(span_o[k], x[i][k], here, false);
-                    if (u % SPAN != SPAN - 1 && base + u != item.num_slots - 1) continue;
-                    here = join_weight(m, l, make_float2(__shfl_sync(~0u, top, u, LANES), span_l), false);
+                    Weight here = {0.0f, 1.0f};
+                    if (SEGMENTS) here = join_weight(m, l, make_float2(__shfl_sync(~0u, top, u0 + u4 + SPAN - 1, LANES), sum), false);
+                    else l = sum;
 #pragma unroll
                     for (int k = 0; k < CHUNK; k++) {
-                        join(o[k], span_o[k], here, false);
-                        span_o[k] = {0.0f, 0.0f, 0.0f, 0.0f};
+                        if (SEGMENTS) join(o[k], joined[k], here, false);
+                        else o[k] = joined[k];
                     }
-                    span_l = 0.0f;
                 }
             }
-            if (!p.tile_split) m = __shfl_sync(~0u, top, LANES - 1, LANES);
+            if (!SEGMENTS) m = __shfl_sync(~0u, top, LANES - 1, LANES);
         }
-        finish.finish(p, m, l, at == 0);
+        finish.finish(m, l, at == 0);
 #pragma unroll
         for (int k = 0; k < CHUNK; k++)
             if (at + k * LANES < ROW_VECTORS) finish.write(at + k * LANES, o[k]);
     }
 }
 
+template <int LANES> DEVICE void join_rows(const DecodeParams& p, const Item& item, int first) {
+    int row = threadIdx.x / LANES;
+    if (row >= ROWS) return;
+    u64 slot = item.index(p) * p.max_slots;
+    Slots slots = {(const float4*)p.states + (slot * ROWS + row) * ROW_VECTORS, p.state_ml + slot * ROWS + row, first, item.num_slots};
+    Finish finish = Finish::at(p, item, row);
+    if (p.tile_split) join_slots<LANES, true>(slots, finish);
+    else join_slots<LANES, false>(slots, finish);
+}
+
 // Rows that only fill up the tile have no result: with few real ones, each gets twice the threads, and twice the loads in flight.
 DEVICE void join_units(const DecodeParams& p, const Item& item, int first) {
     constexpr int LANES = THREADS / ROWS;
     int real = p.heads_per_kv * p.q_len - item.row_block * ROWS;
-    if (LANES < 32 && real * 32 <= THREADS) join_slots<32>(p, item, first);
-    else join_slots<LANES>(p, item, first);
+    if (LANES < 32 && real * 32 <= THREADS) join_rows<32>(p, item, first);
+    else join_rows<LANES>(p, item, first);
 }
 
 // What the CTA's threads share about the join: registers are short.
@@ -247,18 +269,37 @@ struct Join {
         }
     }
 
+    // The result of an item that a team had for itself: a warp's rows are its own, four threads to a row.
+    __device__ __forceinline__ void item(const DecodeParams& p, const Work& work, int team, int warp_row, int lane) const {
+        __syncwarp();
+        Item item = {work.b, work.kv_head(team), work.row_block, 0};
+        if (item.kv_head < p.num_kv_heads) {
+#pragma unroll
+            for (int g = 0; g < G; g++) {
+                int row = warp_row + g * 8 + lane / 4;
+                Finish finish = Finish::at(p, item, row);
+                float2 ml = ((const float2*)(shared + AT_STATE_ML))[team * ROWS + row];
+                finish.finish(ml.x, ml.y, lane % 4 == 0);
+                const float4* state = (const float4*)((const float*)(shared + AT_STATES) + (team * ROWS + row) * STATE_STRIDE);
+                for (int vector = lane % 4; vector < ROW_VECTORS; vector += 4) finish.write(vector, state[vector]);
+            }
+        }
+        __syncthreads();
+    }
+
     // The states of all teams at the end of a unit.
     __device__ __forceinline__ void unit(const DecodeParams& p, const Cursor& here, const Cursor& next) {
         answer(p);
         __syncthreads();
         settle(p);
         const Work& work = here.work;
-        int covered = known->covered, slots = work.unit_slots(), slot = work.unit * slots, num_slots = work.num_slots();
-        bool first = work.unit == 0, last = work.unit == work.num_units - 1;
+        TeamTakes takes = work.takes();
+        int covered = known->covered, slot = work.slot, end = slot + work.slots_here;
+        bool first = slot == 0, last = end == work.num_slots;
         // What has two levels to join, and several row blocks that take turns, go by slots.
-        bool keeps = first ? last || (work.takes != A_TILE && p.row_blocks == 1) : covered > 0;
-        Unit u = {{work.b, work.kv_head, work.row_block, num_slots}, slot, min(slot + slots, num_slots), first, keeps, keeps && last,
-                  !keeps || (!last && (!next.is_valid(p) || next.is_fresh)), work.takes};
+        bool keeps = first ? last || (takes != A_TILE && p.row_blocks == 1) : covered > 0;
+        Unit u = {{work.b, work.heads, work.row_block, work.num_slots}, slot, end, first, keeps, keeps && last,
+                  !keeps || (!last && (!next.is_valid(p) || next.is_fresh)), takes};
         if (u.takes == A_SPAN && !keeps) hand_over_spans(p, u);
         else join_teams(p, u);
         __syncthreads();
@@ -276,7 +317,7 @@ struct Join {
         int slot, end;            // slots of the unit
         bool first, keeps, ends;  // of the item; joined with the units before it; with the result
         bool leaves;              // for a slot: what this CTA has of the item ends here, or the unit is on its own
-        int takes;
+        TeamTakes takes;
     };
     // The unit's state from the teams' in shared memory, and on from there. Spans join what is kept one by one.
     __device__ __forceinline__ void join_teams(const DecodeParams& p, const Unit& u) {
@@ -302,15 +343,13 @@ struct Join {
         Finish finish = {};
         if (u.ends) {
             finish = Finish::at(p, u.item, row);
-            finish.finish(p, sum.x, sum.y, at == 0);
+            finish.finish(sum.x, sum.y, at == 0);
         }
         u64 slot = u.item.index(p) * p.max_slots + u.end - 1;
         if (u.leaves && at == 0) __stcg(p.state_ml + slot * ROWS + row, sum);
         float4* to = (float4*)p.states + (slot * ROWS + row) * ROW_VECTORS;
-#pragma unroll
-        for (int k = 0; k < VECTORS; k++) {
-            int vector = at + k * LANES;
-            if (ROW_VECTORS % LANES && vector >= ROW_VECTORS) continue;
+#pragma unroll 1  // for a launch of one unit, instructions take longer to arrive than to run
+        for (int vector = at; vector < ROW_VECTORS; vector += LANES) {
             float4 x = states[vector], o;
             if (joins) o = kept[vector];
             if (one_by_one && joins) {

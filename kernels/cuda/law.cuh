@@ -14,11 +14,11 @@ constexpr u32 EXP2W_C0 = 0x3F7FFB48, EXP2W_C1 = 0x3F317982, EXP2W_C2 = 0x3E786F4
 constexpr float WEIGHT_BASE = 2.0f + 0x1p-15f;
 constexpr u32 WEIGHT_BASE_BITS = 0x40000080u;
 
-DEVICE int segment_tiles_of(int num_tiles) {
-    int least = (num_tiles + 255) / 256, tiles = 4;
-    while (tiles < least) tiles *= 2;
-    return tiles;
-}
+// log2 of a segment's tiles: 4, or as few as make 256 segments.
+DEVICE int segment_shift_of(int num_tiles) { return 32 - __clz((max(num_tiles - 1, 0) >> 8) | 3); }
+DEVICE int segment_tiles_of(int num_tiles) { return 1 << segment_shift_of(num_tiles); }
+// Runs of 2^shift tiles; none are one, as an empty sequence still gets its zeros.
+DEVICE int runs_of(int num_tiles, int shift) { return (max(num_tiles, 1) - 1 >> shift) + 1; }
 
 DEVICE float exp2i(int k) { return bits_float((u32)(k + 127) << 23); }
 DEVICE int exponent(float x) { return (int)(float_bits(x) >> 23 & 255) - 127; }

@@ -1,6 +1,13 @@
 // The parameter block of the decode kernels: `attn_cuda::DecodeParams` is the same bytes (asserted on both sides).
 #pragma once
 
+// A number to divide by, prepared by the host (`Divisor::new`): quotients of anything below 2^31.
+struct Divisor {
+    unsigned int divisor;
+    unsigned int multiplier;
+    unsigned int shift;
+};
+
 struct DecodeParams {
     // Queries f32 [batch, q_len, num_q_heads, head_dim]; outputs likewise; lse f32 [batch, q_len, num_q_heads] or null.
     const float* q;
@@ -42,6 +49,10 @@ struct DecodeParams {
     int causal;
     int tile_split;                   // whether there is so little work that a unit of it is a segment
     int page_bytes;                   // paged: of all KV heads
+    Divisor by_heads;                 // heads_per_kv
+    Divisor by_row_blocks;
+    Divisor by_ctas;                  // the grid's
+    Divisor by_sms;                   // CTAs over those that share an SM
 };
 
 // How the copy engine finds rows of someone else's cache, [sequence][KV head][token][byte]: tensor maps, which the driver made.
@@ -51,3 +62,10 @@ struct RowMaps {
     int are_set;   // whether there are maps: not for every stride
 };
 static_assert(sizeof(RowMaps) == 320, "edit crates/attn-cuda/src/params.rs too");
+
+#ifdef __CUDACC__
+static __device__ __forceinline__ unsigned int operator/(unsigned int n, const Divisor& d) {
+    return __umulhi(2 * n, d.multiplier) >> d.shift;
+}
+static __device__ __forceinline__ unsigned int ceil_div(unsigned int n, const Divisor& d) { return (n + d.divisor - 1) / d; }
+#endif

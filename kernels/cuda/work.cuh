@@ -1,73 +1,109 @@
-// Who does what: units of work in the order [sequence][KV head][unit][row block], cut between CTAs by tiles.
+// Who does what: units of work in the order [sequence][KV head][unit][row block], cut between CTAs.
 //
-// A unit is four spans, of which each team takes one; or, when there is too little work for that, a span, whose segments they
-// take, or a segment, whose tiles they take. The longer a team works alone, the less is joined. Everything follows from kv_lens on the device, so that a captured graph serves growing sequences.
+// Shares are whole slots, which is also what is handed over: spans; segments, if there is too little work; or items by fours, KV
+// heads of a sequence, if they are many and short. A CTA takes as much of an item as it has, up to four spans, for a unit: its teams
+// then have a span each, else the segments of one, or a segment's tiles, or an item each. The longer a team works alone, the less is
+// joined. Everything follows from kv_lens on the device, so that a captured graph serves growing sequences.
+//
+// Where all items have the same number of slots, shares are so many of them. Else slots have a cost: what a team's tiles and the
+// join at the end of a unit take. By tiles alone, the CTA with the most short sequences took twice the mean time.
 #pragma once
 #include "config.cuh"
 #include "params.h"
 
-enum TeamTakes { A_TILE, A_SEGMENT, A_SPAN };
+enum SlotKind : u8 { SEGMENTS, SPANS, ITEMS };
+enum TeamTakes { A_TILE, A_SEGMENT, A_SPAN, AN_ITEM };
 
-struct Work {
-    int b, kv_head, unit, row_block;  // where we are
-    int kv_len, num_tiles, segment_tiles, unit_tiles, num_units;  // of sequence b
-    u32 offset;                       // tiles before this unit, over everything
-    int takes;                        // TeamTakes, the same for all
+// What everyone agrees on.
+struct Measure {
+    SlotKind slots_are;
+    bool is_even;  // all slots count the same
+};
+
+// KV heads, or fours of them.
+DEVICE int heads_of(const DecodeParams& p, SlotKind slots) { return slots == ITEMS ? (p.num_kv_heads + TEAMS - 1) / TEAMS : p.num_kv_heads; }
+
+// One sequence's slots, for one KV head and row block.
+struct Sequence {
+    int kv_len, num_tiles, num_slots;
+    u8 segment_shift, slot_shift;    // log2 of their tiles
+    u32 slot_cost, item_cost;        // of a full one; of all, of which the last has what is left
+
+    DEVICE Sequence of(const DecodeParams& p, const Measure& measure, int b) {
+        Sequence s;
+        s.kv_len = p.kv_lens[b];
+        s.num_tiles = (s.kv_len + TILE - 1) / TILE;
+        s.segment_shift = segment_shift_of(s.num_tiles);
+        s.slot_shift = s.segment_shift + 2 * measure.slots_are;
+        s.num_slots = runs_of(s.num_tiles, s.slot_shift);
+        s.slot_cost = measure.is_even ? 1 : cost(1 << s.slot_shift, 1 << s.slot_shift - s.segment_shift);
+        s.item_cost = measure.is_even ? s.num_slots : cost_of_item(s.num_tiles, runs_of(s.num_tiles, s.segment_shift));
+        return s;
+    }
+    // In half tiles: a join takes two tiles of each team and comes once for four spans; an item's first query and last unit, which
+    // is seldom full, take twelve more.
+    DEVICE u32 cost(int tiles, int segments) { return 2 * tiles + segments; }
+    DEVICE u32 cost_of_item(int tiles, int segments) { return cost(max(1, tiles), segments) + 24; }
+};
+
+struct Work : Sequence {
+    int b, heads, slot, row_block;  // where we are; of the heads see `kv_head`
+    u32 offset;                     // cost of what comes before this unit, over everything
+    u8 slots_here;                  // of this unit
+    Measure measure;
 
     __device__ __forceinline__ void enter(const DecodeParams& p, int sequence) {
         b = sequence;
-        kv_head = unit = row_block = 0;
-        if (b >= p.batch) return;
-        kv_len = p.kv_lens[b];
-        num_tiles = (kv_len + TILE - 1) / TILE;
-        segment_tiles = segment_tiles_of(num_tiles);
-        unit_tiles = segment_tiles << 2 * takes;
-        num_units = num_tiles == 0 ? 1 : (num_tiles + unit_tiles - 1) / unit_tiles;  // an empty sequence still gets its zeros
+        heads = slot = row_block = 0;
+        if (b < p.batch) (Sequence&)*this = Sequence::of(p, measure, b);
     }
-    __device__ __forceinline__ int tiles_here() const {
-        return max(1, min(unit_tiles, num_tiles - unit * unit_tiles));
+    __device__ __forceinline__ bool has_items() const { return measure.slots_are == ITEMS; }
+    __device__ __forceinline__ int kv_head(int team) const { return has_items() ? heads * TEAMS + team : heads; }
+    // With less than three spans a team would wait longer for a span than all do for their segments.
+    __device__ __forceinline__ TeamTakes takes() const {
+        return measure.slots_are == SEGMENTS ? A_TILE : has_items() ? AN_ITEM : slots_here == 1 ? A_SEGMENT : A_SPAN;
+    }
+    // As many slots as a CTA whose share ends at `end` takes together. Row blocks take turns with each.
+    __device__ __forceinline__ void size(const DecodeParams& p, u32 end) {
+        int left = 1;
+        if (measure.slots_are == SPANS && p.row_blocks == 1)
+#pragma unroll
+            for (int i = 1; i < TEAMS; i++) left += slot + i < num_slots && offset + i * slot_cost < end;
+        slots_here = left >= 3 ? left : 1;
     }
     __device__ __forceinline__ void next(const DecodeParams& p) {
-        offset += tiles_here();
+        offset += slot + slots_here < num_slots ? slots_here * slot_cost : item_cost - slot * slot_cost;
         if (++row_block < p.row_blocks) return;
         row_block = 0;
-        if (++unit < num_units) return;
-        unit = 0;
-        if (++kv_head < p.num_kv_heads) return;
+        if ((slot += slots_here) < num_slots) return;
+        slot = 0;
+        if (++heads < heads_of(p, measure.slots_are)) return;
         enter(p, b + 1);
     }
     // This team's tiles of the unit: first, first + step, … below end.
-    __device__ __forceinline__ void share(int team, int& first, int& end) const {
-        if (takes == A_TILE) {
-            first = unit * unit_tiles + team;
-            end = min(num_tiles, (unit + 1) * unit_tiles);
-        } else {
-            int each = unit_tiles / TEAMS;
-            first = unit * unit_tiles + team * each;
-            end = min(num_tiles, first + each);
-        }
+    __device__ __forceinline__ void share(const DecodeParams& p, int team, int& first, int& end) const {
+        TeamTakes take = takes();
+        int from = slot << slot_shift, each = take == A_TILE ? 0 : take == A_SEGMENT ? segment_shift : slot_shift;
+        first = take == AN_ITEM ? 0 : from + (team << each);
+        end = min(num_tiles, take == A_TILE ? from + (1 << slot_shift) : first + (1 << each));
+        if (take == AN_ITEM ? kv_head(team) >= p.num_kv_heads : take == A_SPAN && team >= slots_here) end = first;
     }
-    __device__ __forceinline__ int step() const { return takes == A_TILE ? TEAMS : 1; }
-    // Slots for what is handed over: a span each, or a unit.
-    __device__ __forceinline__ int unit_slots() const { return takes == A_SPAN ? TEAMS : 1; }
-    __device__ __forceinline__ int num_slots() const {
-        int tiles = unit_tiles / unit_slots();
-        return max(1, (num_tiles + tiles - 1) / tiles);
-    }
+    __device__ __forceinline__ int step() const { return measure.slots_are == SEGMENTS ? TEAMS : 1; }
     // The open page's K is elsewhere (Int4 Channel).
     __device__ __forceinline__ bool is_tail(int tile) const {
         return CHANNEL && (tile * TILE / SAFE_PAGE + 1) * PAGE > kv_len;
     }
 
-    // The first unit at or after `tile` of sequence `sequence`, which starts at tile `begin`, over everything.
-    __device__ __forceinline__ void seek(const DecodeParams& p, int sequence, u32 begin, u32 tile) {
+    // The first slot at or after `start` of sequence `sequence`, which starts at `begin`, over everything.
+    __device__ __forceinline__ void seek(const DecodeParams& p, int sequence, u32 begin, u32 start) {
         enter(p, sequence);
-        u32 per_head = (u32)max(1, num_tiles) * p.row_blocks, per_unit = unit_tiles * p.row_blocks;
-        kv_head = (tile - begin) / per_head;
-        offset = begin + kv_head * per_head;
-        unit = min((int)((tile - offset) / per_unit), num_units - 1);
-        offset += unit * per_unit;
-        while (offset < tile) next(p);
+        u32 per_head = item_cost * p.row_blocks, per_slot = slot_cost * p.row_blocks;
+        heads = (start - begin) / per_head;
+        offset = begin + heads * per_head;
+        slot = min((int)((start - offset) / per_slot), num_slots - 1);
+        offset += slot * per_slot;
+        slots_here = 1;
+        while (offset < start) next(p);
     }
 };
 
@@ -80,100 +116,108 @@ struct Cursor {
     __device__ __forceinline__ bool is_valid(const DecodeParams& p) const { return work.offset < end && work.b < p.batch; }
     __device__ __forceinline__ void next(const DecodeParams& p) {
         work.next(p);
-        is_fresh = work.unit == 0 || p.row_blocks > 1;
+        work.size(p, end);
+        is_fresh = work.slot == 0 || p.row_blocks > 1;
     }
 };
+static_assert(sizeof(Cursor) <= CURSOR_BYTES, "config.cuh leaves so many");
 
-// Tiles times row blocks and heads of one sequence.
-DEVICE u32 weight(const DecodeParams& p, int b) {
-    return (u32)max(1, (p.kv_lens[b] + TILE - 1) / TILE) * p.num_kv_heads * p.row_blocks;
-}
-
-// Units of each length, over everything.
+// Sums over sequences, for one KV head and row block.
 struct Counts {
-    u32 segments, spans, quads;
+    u32 items, segments, spans, cost;
+    int longest, shortest;  // tiles
 
-    __device__ __forceinline__ void add(u32 tiles) {
-        u32 each = segment_tiles_of(tiles), n = max(1, (tiles + each - 1) / each);
+    __device__ __forceinline__ void add(int tiles) {
+        u32 n = runs_of(tiles, segment_shift_of(tiles));
+        items++;
         segments += n;
-        spans += n = (n + SPAN - 1) / SPAN;
-        quads += (n + TEAMS - 1) / TEAMS;
+        spans += (n + SPAN - 1) / SPAN;
+        cost += Sequence::cost_of_item(tiles, n);
+        longest = max(longest, tiles);
+        shortest = min(shortest, tiles);
     }
-    // Four teams with a span each must find nearly as much to do as with a segment each.
-    __device__ __forceinline__ TeamTakes team_takes(const DecodeParams& p) const {
-        u32 ctas = gridDim.x, by_span = (spans + ctas - 1) / ctas, by_quad = (quads + ctas - 1) / ctas * TEAMS;
-        return p.tile_split ? A_TILE : by_quad <= by_span + by_span / 8 ? A_SPAN : A_SEGMENT;
+    // An item of one span may be a team's own, if that takes no more rounds of tiles than sharing it. Its end takes as long as a tile;
+    // with a query and a join at both ends, a unit that is shared takes two more.
+    __device__ __forceinline__ Measure measure(const DecodeParams& p) const {
+        Measure m = {p.tile_split ? SEGMENTS : SPANS, false};
+        u32 blocks = p.num_kv_heads * p.row_blocks;
+        if (!CHANNEL && longest <= SPAN * 4) {
+            u32 by_item = ceil_div(items * heads_of(p, ITEMS) * p.row_blocks, p.by_ctas) * (longest + 1);
+            u32 shared = p.tile_split ? ceil_div(segments * blocks, p.by_ctas) * 2 : ceil_div(spans * blocks, p.by_ctas) * (min(longest, 4) + 2);
+            if (by_item <= shared) m.slots_are = ITEMS;
+        }
+        int of_longest = segment_shift_of(longest) + 2 * m.slots_are, of_shortest = segment_shift_of(shortest) + 2 * m.slots_are;
+        m.is_even = runs_of(longest, of_longest) == runs_of(shortest, of_shortest) && 4 * max(1, shortest) >= 3 * longest;
+        return m;
     }
-    __device__ __forceinline__ u32 units(TeamTakes takes) const { return takes == A_TILE ? segments : takes == A_SEGMENT ? spans : quads; }
+    __device__ __forceinline__ u32 of(const Measure& m) const {
+        return !m.is_even ? cost : m.slots_are == SEGMENTS ? segments : m.slots_are == SPANS ? spans : items;
+    }
 };
 
-// This CTA's share of `total` tiles in so many units. CTAs are as many as fit, and CTA i, i + SMs, … run on one SM.
+// This CTA's share of everything. CTAs are as many as fit, and CTA i, i + SMs, … run on one SM.
 //
-// Shares are whole numbers of the mean unit. Equal ones come first: where all sequences are alike, they end where items do more
-// often, and less is handed over. But if they leave an SM with more than its part, units are dealt to SMs instead.
-DEVICE void cut(u32 total, u32 units, u32& start, u32& end) {
-    u32 ctas = gridDim.x, sms = ctas / ATTN_CTAS, each = (units + ctas - 1) / ctas, mean = (total + units - 1) / units;
-    u32 busy = (units + each - 1) / each, most = each * ((busy + sms - 1) / sms), i = blockIdx.x;
-    if (ATTN_CTAS == 1 || most <= (units + sms - 1) / sms) {
-        start = each * i;
-        end = start + each;
-    } else {
-        i = i % sms * ATTN_CTAS + i / sms;
-        each = units / ctas;
-        u32 rest = units % ctas;
-        start = each * i + rest * i / ctas;
-        end = each * (i + 1) + rest * (i + 1) / ctas;
+// Of even slots, the same number for each comes first: shares end where items do more often, and less is handed over. But if that
+// leaves an SM with more than its part, slots are dealt to SMs instead.
+DEVICE void cut(const DecodeParams& p, bool is_even, u32 total, u32& start, u32& end) {
+    u32 ctas = gridDim.x, i = blockIdx.x, each = ceil_div(total, p.by_ctas);
+    if (is_even && (ATTN_CTAS == 1 || each * ceil_div((total + each - 1) / each, p.by_sms) <= ceil_div(total, p.by_sms))) {
+        start = min(total, each * i);
+        end = min(total, start + each);
+        return;
     }
-    start = min(total, start * mean);
-    end = min(total, end * mean);
+    if (is_even) {
+        u32 round = i / p.by_sms;
+        i = (i - round * p.by_sms.divisor) * ATTN_CTAS + round;
+    }
+    each = total / p.by_ctas;
+    u32 rest = total - each * ctas;
+    start = each * i + rest * i / p.by_ctas;
+    end = each * (i + 1) + rest * (i + 1) / p.by_ctas;
 }
 
-// Finds the first unit of this CTA's share of everything, in equal bytes; `sums` holds four numbers per warp.
+// Finds the first unit of this CTA's share; `sums` holds five numbers per warp.
 DEVICE void take_share(const DecodeParams& p, Cursor& cursor, u32* sums) {
     int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     int chunk = (p.batch + THREADS - 1) / THREADS, begin = min(p.batch, thread * chunk), stop = min(p.batch, begin + chunk);
-    u32 mine = 0;
-    Counts counts = {};
-    for (int b = begin; b < stop; b++) {
-        mine += weight(p, b);
-        counts.add((p.kv_lens[b] + TILE - 1) / TILE);
+    Counts mine = {0, 0, 0, 0, 0, 0x7fffffff};
+    for (int b = begin; b < stop; b++) mine.add((p.kv_lens[b] + TILE - 1) / TILE);
+    u32* of_warp = sums + 5 * warp;
+    of_warp[0] = warp_sum(mine.segments);
+    of_warp[1] = warp_sum(mine.spans);
+    of_warp[2] = warp_sum(mine.cost);
+    of_warp[3] = warp_max(mine.longest);
+    of_warp[4] = warp_min(mine.shortest);
+    __syncthreads();
+    Counts all = {0, 0, 0, 0, 0, 0x7fffffff}, before = {};
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; w++) {
+        of_warp = sums + 5 * w;
+        if (w == warp) before = all;
+        all.segments += of_warp[0];
+        all.spans += of_warp[1];
+        all.cost += of_warp[2];
+        all.longest = max(all.longest, (int)of_warp[3]);
+        all.shortest = min(all.shortest, (int)of_warp[4]);
     }
-    counts = {warp_sum(counts.segments), warp_sum(counts.spans), warp_sum(counts.quads)};
-    u32 up_to = mine;
+    all.items = p.batch;
+    before.items = min(p.batch, warp * 32 * chunk);
+    Work work;
+    work.measure = all.measure(p);
+    u32 up_to = mine.of(work.measure), blocks = heads_of(p, work.measure.slots_are) * p.row_blocks;
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) {
         u32 other = __shfl_up_sync(~0u, up_to, i);
         if (lane >= i) up_to += other;
     }
-    if (lane == 31) {
-        sums[4 * warp] = up_to;
-        sums[4 * warp + 1] = counts.segments;
-        sums[4 * warp + 2] = counts.spans;
-        sums[4 * warp + 3] = counts.quads;
-    }
-    __syncthreads();
-    u32 total = 0, before = 0;
-    counts = {};
-#pragma unroll
-    for (int w = 0; w < THREADS / 32; w++) {
-        u32 x = sums[4 * w];
-        if (w < warp) before += x;
-        total += x;
-        counts.segments += sums[4 * w + 1];
-        counts.spans += sums[4 * w + 2];
-        counts.quads += sums[4 * w + 3];
-    }
-    u32 blocks = p.num_kv_heads * p.row_blocks;
-    counts = {counts.segments * blocks, counts.spans * blocks, counts.quads * blocks};
-    u32 start, end, from = before + up_to - mine;
-    TeamTakes takes = counts.team_takes(p);
-    cut(total, counts.units(takes), start, end);
-    if (start >= from && start < from + mine) {
+    u32 until = (before.of(work.measure) + up_to) * blocks, from = until - mine.of(work.measure) * blocks, total = all.of(work.measure) * blocks;
+    u32 start, end;
+    cut(p, work.measure.is_even, total, start, end);
+    if (start >= from && start < until) {
         int b = begin;
-        for (u32 w; start >= from + (w = weight(p, b)); b++) from += w;
-        Work work;
-        work.takes = takes;
+        for (u32 w; start >= from + (w = Sequence::of(p, work.measure, b).item_cost * blocks); b++) from += w;
         work.seek(p, b, from, start);
+        work.size(p, end);
         cursor.work = work;
         cursor.end = end;
         cursor.is_fresh = true;
@@ -191,17 +235,17 @@ struct QueryRow {
     const float* q;
     float factor;
 };
-DEVICE QueryRow query_row(const DecodeParams& p, const Work& work, int row) {
+DEVICE QueryRow query_row(const DecodeParams& p, const Work& work, int kv_head, int row) {
     int r = work.row_block * ROWS + row;
     bool real = r < p.heads_per_kv * p.q_len;
     r = real ? r : 0;
-    int i = r / p.heads_per_kv, head = work.kv_head * p.heads_per_kv + r % p.heads_per_kv;
-    float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[work.kv_head] : 1.0f);
+    int i = (u32)r / p.by_heads, head = (kv_head - i) * p.heads_per_kv + r;
+    float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[kv_head] : 1.0f);
     return {p.q + (((u64)work.b * p.q_len + i) * p.num_q_heads + head) * D, real ? factor : 0.0f};
 }
 
 // Brings an item's queries into L1 while the item before is at work. For one warp.
-DEVICE void touch_query(const DecodeParams& p, const Work& work, int lane) {
+DEVICE void touch_query(const DecodeParams& p, const Work& work, int kv_head, int lane) {
     constexpr int LINES = D * 4 / 128;
-    for (int i = lane; i < ROWS * LINES; i += 32) touch(query_row(p, work, i / LINES).q + i % LINES * 32);
+    for (int i = lane; i < ROWS * LINES; i += 32) touch(query_row(p, work, kv_head, i / LINES).q + i % LINES * 32);
 }

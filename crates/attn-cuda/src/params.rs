@@ -42,11 +42,39 @@ pub struct DecodeParams {
     pub causal: i32,
     pub tile_split: i32,
     pub page_bytes: i32,
+    pub by_heads: Divisor,
+    pub by_row_blocks: Divisor,
+    pub by_ctas: Divisor,
+    pub by_sms: Divisor,
     /// The C struct's padding.
     pub padding: i32,
 }
 
-const _: () = assert!(size_of::<DecodeParams>() == 288);
+const _: () = assert!(size_of::<DecodeParams>() == 336);
+
+/// `Divisor` of `kernels/cuda/params.h`: the quotient of `n < 2^31` is `(2n·multiplier) >> 32 >> shift`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[allow(missing_docs, reason = "new says what they are")]
+pub struct Divisor {
+    pub divisor: u32,
+    pub multiplier: u32,
+    pub shift: u32,
+}
+
+impl Divisor {
+    /// With 2^shift the first power of two from `divisor` on, `multiplier` is 2^(31 + shift) / divisor, rounded up: the error of at
+    /// most n/2^31 of 1/divisor does not reach the next integer.
+    pub fn new(divisor: usize) -> Self {
+        let divisor = divisor.clamp(1, 1 << 30) as u32;
+        let shift = divisor.next_power_of_two().trailing_zeros();
+        Self {
+            divisor,
+            multiplier: (1u64 << (31 + shift)).div_ceil(u64::from(divisor)) as u32,
+            shift,
+        }
+    }
+}
 
 /// `RowMaps` of `kernels/cuda/params.h`.
 #[repr(C, align(64))]
@@ -161,13 +189,14 @@ mod tests {
                 Some((field, count)) => (field, count.trim_end_matches(']').parse().unwrap()),
                 None => (field, 1),
             };
-            let size = match kind {
-                "int" | "unsigned int" | "float" => 4,
-                "long long" | "alignas(64) long long" | "u64" => 8,
-                pointer if pointer.ends_with('*') => 8,
+            let (size, align) = match kind {
+                "int" | "unsigned int" | "float" => (4, 4),
+                "long long" | "alignas(64) long long" | "u64" => (8, 8),
+                "Divisor" => (size_of::<Divisor>(), 4),
+                pointer if pointer.ends_with('*') => (8, 8),
                 other => panic!("{file}: {other} is not a type that this test knows"),
             };
-            at = at.next_multiple_of(size);
+            at = at.next_multiple_of(align);
             all.push((field.to_owned(), at));
             at += size * count;
         }
@@ -179,6 +208,19 @@ mod tests {
             let ours = vec![$((stringify!($field).to_owned(), offset_of!($name, $field))),+];
             assert_eq!(fields($file, stringify!($name)), ours, "{}", $file);
         };
+    }
+
+    #[test]
+    fn prepared_divisors_divide() {
+        let quotient = |d: Divisor, n: u32| ((u64::from(2 * n) * u64::from(d.multiplier)) >> 32 >> d.shift) as u32;
+        for divisor in (1..3000).chain([4095, 65_537, (1 << 30) - 1, 1 << 30]) {
+            let d = Divisor::new(divisor as usize);
+            let most = (1u32 << 31) - 1;
+            let last = most / divisor * divisor;
+            for n in [0, 1, divisor - 1, divisor, 2 * divisor - 1, last - 1, last, most, most / 2, 123_456_789] {
+                assert_eq!(quotient(d, n), n / divisor, "{n} / {divisor}");
+            }
+        }
     }
 
     #[test]
@@ -220,9 +262,14 @@ mod tests {
             window_left,
             causal,
             tile_split,
-            page_bytes
+            page_bytes,
+            by_heads,
+            by_row_blocks,
+            by_ctas,
+            by_sms
         );
         assert_same!("params.h", RowMaps, k, v, are_set);
+        assert_same!("params.h", Divisor, divisor, multiplier, shift);
         assert_same!(
             "append.cu",
             AppendParams,

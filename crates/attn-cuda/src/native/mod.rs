@@ -24,7 +24,7 @@ use crate::{
     device::{CudaError, Device, Kernel, failed},
     geometry::{Geometry, Launch},
     instance::{self, Instance},
-    params::{CheckParams, DecodeParams, ReadParams},
+    params::{CheckParams, DecodeParams, Divisor, ReadParams},
 };
 
 /// Threads of `append.cu`, `import.cu` and `check.cu`.
@@ -151,6 +151,10 @@ impl NativePlan {
             window_left: p.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
             causal: i32::from(p.causal),
             tile_split: i32::from(self.shape.launch.tile_split),
+            by_heads: Divisor::new(p.heads_per_kv()),
+            by_row_blocks: Divisor::new(self.shape.launch.row_blocks),
+            by_ctas: Divisor::new(self.shape.launch.grid),
+            by_sms: Divisor::new(self.shape.launch.grid / self.shape.geometry.ctas),
             ..DecodeParams::default()
         };
         match args.kv {
