@@ -2,9 +2,9 @@
 //
 // A persistent grid cuts the work into shares of equal cost (work.cuh). In a CTA four teams of warps take a span each, or the four
 // segments of one, or their tiles, or a short item each, with a ring of stages of their own that the copy engine fills (feed.cuh);
-// all query rows of a KV head share what is read. Nobody waits for a turn: a team folds and merges what it has, and the four states meet in shared
-// memory once per unit (join.cuh): the joins took a quarter of int4's time when they came for every span. The order of every
-// rounding is the law's, whatever the grid.
+// all query rows of a KV head share what is read. Nobody waits for a turn: a team folds and merges what it has, and the four states
+// meet in shared memory once per unit (join.cuh): the joins took a quarter of int4's time when they came for every span. The order of
+// every rounding is the law's, whatever the grid.
 #include "feed.cuh"
 #include "join.cuh"
 #include "value.cuh"

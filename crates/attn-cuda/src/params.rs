@@ -212,12 +212,25 @@ mod tests {
 
     #[test]
     fn prepared_divisors_divide() {
-        let quotient = |d: Divisor, n: u32| ((u64::from(2 * n) * u64::from(d.multiplier)) >> 32 >> d.shift) as u32;
+        let quotient = |d: Divisor, n: u32| {
+            ((u64::from(2 * n) * u64::from(d.multiplier)) >> 32 >> d.shift) as u32
+        };
         for divisor in (1..3000).chain([4095, 65_537, (1 << 30) - 1, 1 << 30]) {
             let d = Divisor::new(divisor as usize);
             let most = (1u32 << 31) - 1;
             let last = most / divisor * divisor;
-            for n in [0, 1, divisor - 1, divisor, 2 * divisor - 1, last - 1, last, most, most / 2, 123_456_789] {
+            for n in [
+                0,
+                1,
+                divisor - 1,
+                divisor,
+                2 * divisor - 1,
+                last - 1,
+                last,
+                most,
+                most / 2,
+                123_456_789,
+            ] {
                 assert_eq!(quotient(d, n), n / divisor, "{n} / {divisor}");
             }
         }
