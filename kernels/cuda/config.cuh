@@ -51,10 +51,12 @@ __host__ __device__ constexpr int swizzle_of(int scheme) {
 }
 constexpr int K_SWIZZLE = swizzle_of(K_SCHEME), V_SWIZZLE = swizzle_of(V_SCHEME);
 constexpr int STAGE_ALIGN = PAGE ? 128 : 1024;  // the swizzle goes by address
-// Where `piece` of a token's row lies. Rows of 16 bytes are panels.
-template <int SWIZZLE> DEVICE u32 piece_at(int piece, int t) {
+// Where piece `fixed + more` of a token's row lies; rows of 16 bytes are panels. What the compiler knows of the piece, `fixed`, costs
+// one instruction: no bit of it and of `more` is the same, and a stage's address leaves the swizzle's bits alone.
+template <int SWIZZLE> DEVICE u32 piece_at(u32 stage, int fixed, int more, int t) {
     constexpr int PIECES = SWIZZLE / 16;
-    return (piece / PIECES * TILE + t) * SWIZZLE + (piece % PIECES ^ t * SWIZZLE / 128 % PIECES) * 16;
+    u32 row = stage + (more / PIECES * TILE + t) * SWIZZLE + (more % PIECES ^ t * SWIZZLE / 128 % PIECES) * 16;
+    return (row ^ fixed % PIECES * 16) + fixed / PIECES * TILE * SWIZZLE;
 }
 
 // The run of one KV head in a page.

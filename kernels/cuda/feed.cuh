@@ -116,8 +116,15 @@ struct Feed {
         bool tail = cursor->work.is_tail(tile), last = part + 1 == parts();
         bool has_k = WHOLE || !last, has_v = last;
         if constexpr (PAGE == 0) {
-            if (has_k) copy_rows<K_SCHEME, K_GROUPS>(maps->k, p.k, p.k_strides, p.k_scales, p.k_scale_strides);
-            else copy_rows<V_SCHEME, V_GROUPS>(maps->v, p.v, p.v_strides, p.v_scales, p.v_scale_strides);
+            if constexpr (K_CODES == V_CODES) {
+                copy_rows<K_SCHEME>(has_k ? maps->k : maps->v, has_k ? p.k : p.v, has_k ? p.k_strides : p.v_strides);
+            } else {
+                if (has_k) copy_rows<K_SCHEME>(maps->k, p.k, p.k_strides);
+                else copy_rows<V_SCHEME>(maps->v, p.v, p.v_strides);
+            }
+            if (has_k) copy_scales<K_SCHEME, K_GROUPS>(K_CODES, p.k_scales, p.k_scale_strides);
+            else copy_scales<V_SCHEME, V_GROUPS>(V_CODES, p.v_scales, p.v_scale_strides);
+            copy_async_arrive(ring.full());
             return;
         }
         int k_bytes = !has_k ? 0 : tail ? (part == 0 ? TAIL_FIRST : TAIL_SECOND) : K_PART * BLOCKS;
@@ -187,9 +194,7 @@ struct Feed {
     }
     // A tile of someone else's rows: by the copy engine where they are all there, one instruction for as many bytes of each row as
     // its swizzle spans; else in 16-byte pieces, neighbouring lanes side by side in a row, tokens past the end repeating the last one.
-    template <int SCHEME, int GROUPS>
-    __device__ __forceinline__ void copy_rows(const long long (&map)[16], const u8* codes, const long long (&strides)[3], const u16* scales,
-                                              const long long (&scale_strides)[3]) {
+    template <int SCHEME> __device__ __forceinline__ void copy_rows(const long long* map, const u8* codes, const long long* strides) {
         constexpr int SWIZZLE = swizzle_of(SCHEME), ROW = D * code_bits(SCHEME) / 8;
         const Work& work = cursor->work;
         int kv_head = work.kv_head(team), left = work.kv_len - tile * TILE;
@@ -204,24 +209,26 @@ struct Feed {
         }
 #endif
         if (!is_whole) copy_pieces<SWIZZLE>(codes + work.b * strides[0] + kv_head * strides[1], strides[2], ROW / 16, left);
-        if (SCHEME == INT8_TOKEN || SCHEME == INT8_GROUP) {
-            const u16* from = scales + work.b * scale_strides[0] + kv_head * scale_strides[1];
+    }
+    template <int SCHEME, int GROUPS> __device__ __forceinline__ void copy_scales(int at, const u16* scales, const long long* strides) {
+        if (SCHEME != INT8_TOKEN && SCHEME != INT8_GROUP) return;
+        const Work& work = cursor->work;
+        const u16* from = scales + work.b * strides[0] + work.kv_head(team) * strides[1];
 #pragma unroll
-            for (int i = lane; i < TILE; i += 32) {
-                const u16* of_token = from + (tile * TILE + min(i, left - 1)) * scale_strides[2];
+        for (int i = lane; i < TILE; i += 32) {
+            const u16* of_token = from + min(tile * TILE + i, work.kv_len - 1) * strides[2];
 #pragma unroll
-                for (int group = 0; group < GROUPS; group++)
-                    copy4_async(ring.at() + TILE * ROW + (group * TILE + i) * 4, (const void*)((u64)(of_token + group) & ~3ull));
-            }
+            for (int group = 0; group < GROUPS; group++)
+                copy4_async(ring.at() + at + (group * TILE + i) * 4, (const void*)((u64)(of_token + group) & ~3ull));
         }
-        copy_async_arrive(ring.full());
     }
     template <int SWIZZLE> __device__ __forceinline__ void copy_pieces(const u8* rows, long long stride, int pieces, int left) {
         constexpr int LANES = SWIZZLE == 16 ? 2 : SWIZZLE / 16;  // of a row
-#pragma unroll 4
+        constexpr int UNROLL = ATTN_BULK ? 1 : 4;                // seldom, or always
+#pragma unroll UNROLL
         for (int t = lane / LANES; t < TILE; t += 32 / LANES) {
             const u8* row = rows + (tile * TILE + min(t, left - 1)) * stride;
-            for (int piece = lane % LANES; piece < pieces; piece += LANES) copy16_async(ring.at() + piece_at<SWIZZLE>(piece, t), row + piece * 16);
+            for (int piece = lane % LANES; piece < pieces; piece += LANES) copy16_async(piece_at<SWIZZLE>(ring.at(), 0, piece, t), row + piece * 16);
         }
     }
 };

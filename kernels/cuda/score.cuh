@@ -4,31 +4,31 @@
 
 // Eight tokens of K as right operand: b[panel] holds the 4 bytes lane%4 of token lane/4 in a panel of 16 bytes.
 template <int N> DEVICE void load_k8(u32 stage, int rows, int row0, int lane, u32 (&b)[N], int first, int last) {
-    auto at = [&](int panel) {
-        if constexpr (PAGE == 0) return stage + piece_at<K_SWIZZLE>(panel, row0 + lane % 8);
-        return stage + ((panel - first) * rows + row0 + lane % 8) * 16;
+    auto at = [&](int panel, int matrix) {
+        if constexpr (PAGE == 0) return piece_at<K_SWIZZLE>(stage, panel, matrix, row0 + lane % 8);
+        return stage + ((panel + matrix - first) * rows + row0 + lane % 8) * 16;
     };
 #pragma unroll
     for (int panel = first; panel < last; panel += 4) {
         int matrix = lane / 8;
         if (last - panel >= 4) {
             u32 x[4];
-            ldmatrix_x4(x, at(panel + matrix));
+            ldmatrix_x4(x, at(panel, matrix));
 #pragma unroll
             for (int i = 0; i < 4; i++) b[panel + i] = x[i];
         } else if (last - panel >= 2) {
             u32 x[2];
-            ldmatrix_x2(x, at(panel + matrix % 2));
+            ldmatrix_x2(x, at(panel, matrix % 2));
             b[panel] = x[0];
             b[panel + 1] = x[1];
             if (last - panel == 3) {
                 u32 y[1];
-                ldmatrix_x1(y, at(panel + 2));
+                ldmatrix_x1(y, at(panel + 2, 0));
                 b[panel + 2] = y[0];
             }
         } else {
             u32 y[1];
-            ldmatrix_x1(y, at(panel));
+            ldmatrix_x1(y, at(panel, 0));
             b[panel] = y[0];
         }
     }

@@ -131,7 +131,7 @@ DEVICE void load_v_rows(u32 stage, int j, int lane, u32 (&b)[2][4]) {
     u32 x[2][4];
 #pragma unroll
     for (int half = 0; half < 2; half++)
-        ldmatrix_x4_trans(x[half], stage + piece_at<V_SWIZZLE>(j / 2, 32 * half + lane));
+        ldmatrix_x4_trans(x[half], piece_at<V_SWIZZLE>(stage, j / 2, 0, 32 * half + lane));
 #pragma unroll
     for (int panel = 0; panel < 4; panel++) {
         u32 low = x[panel / 2][2 * panel % 4], high = x[panel / 2][2 * panel % 4 + 1];
@@ -288,7 +288,7 @@ DEVICE void load_float_v(u32 stage, int j, int tokens, int lane, u32 (&b)[2][4][
             for (int half = 0; half < 2; half++) {
                 u32 x[4];
                 int t = 32 * half + lane;
-                if (PAGE == 0) ldmatrix_x4_trans(x, stage + piece_at<V_SWIZZLE>(j + i, t));
+                if (PAGE == 0) ldmatrix_x4_trans(x, piece_at<V_SWIZZLE>(stage, j + i, 0, t));
                 else ldmatrix_x4_trans(x, stage + t / BLOCK * V_STRIDE + ((j + i) * BLOCK + t % BLOCK) * 16);
 #pragma unroll
                 for (int k = 0; k < 4; k++) b[i][2 * half + k / 2][k % 2] = x[k];
