@@ -1,11 +1,11 @@
-//! Lists the kernel sources, so that `lib.rs` holds every file of `cuda/` and `wgsl/` as text.
+//! Lists the kernel sources, so that `lib.rs` holds every file of `cuda/`, `host/` and `wgsl/` as text.
 
 use std::{env, fmt::Write, fs, path::Path};
 
 fn main() {
     let root = env::var("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");
     let mut text = String::new();
-    for (folder, name) in [("cuda", "CUDA"), ("wgsl", "WGSL")] {
+    for (folder, name) in [("cuda", "CUDA"), ("host", "HOST"), ("wgsl", "WGSL")] {
         let path = Path::new(&root).join(folder);
         println!("cargo::rerun-if-changed={}", path.display());
         let mut files: Vec<_> = fs::read_dir(&path)

@@ -221,7 +221,7 @@ struct Warp {
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
-    extern __shared__ __align__(STAGE_ALIGN) u8 shared[];
+    SHARED_MEMORY(shared, STAGE_ALIGN);
     int warp = threadIdx.x / 32, lane = lane_id(), team = warp / WR;
     u32 base = shared_address(shared);
     u32 barriers = base + AT_BARRIERS + team * STAGES * 16;

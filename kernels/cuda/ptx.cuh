@@ -37,6 +37,8 @@ DEVICE void touch(const void* p) { asm volatile("{ .reg .u32 x; ld.global.ca.u32
 
 // ---- shared memory ----
 
+#define SHARED_MEMORY(name, align) extern __shared__ __align__(align) u8 name[]
+
 DEVICE u32 lds32(u32 at) { u32 x; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at)); return x; }
 DEVICE u32 lds16(u32 at) { u16 x; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at)); return x; }
 DEVICE uint2 lds64(u32 at) {

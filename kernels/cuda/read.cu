@@ -19,7 +19,7 @@ extern "C" __device__ const int attn_shared_bytes = STAGES * CHUNK + 128;
 extern "C" __global__ void __launch_bounds__(128) attn_read(const __grid_constant__ ReadParams p) {
     u32 sum = 0;
 #if ATTN_BULK
-    extern __shared__ __align__(128) u8 shared[];
+    SHARED_MEMORY(shared, 128);
     u32 base = shared_address(shared), barriers = base + STAGES * CHUNK;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) barrier_init(barriers + 8 * i, 1);

@@ -260,7 +260,7 @@ DEVICE int rank(int warp, u32* slots) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p) {
-    extern __shared__ __align__(128) u8 shared[];
+    SHARED_MEMORY(shared, 128);
     int warp = threadIdx.x / 32, lane = lane_id();
     u32 base = shared_address(shared);
     if (threadIdx.x < SIGNALS * SLOTS) {

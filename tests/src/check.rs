@@ -80,7 +80,11 @@ pub fn decode(backend: &dyn DecodeAttention, case: &Case, cache: &KvCache) -> Re
     decode_from(backend, case, KvSource::Cache(cache))
 }
 
-fn decode_from(
+/// Decodes a case from wherever its K and V lie, into outputs filled with NaN.
+///
+/// # Errors
+/// The backend's.
+pub fn decode_from(
     backend: &dyn DecodeAttention,
     case: &Case,
     source: KvSource<'_>,

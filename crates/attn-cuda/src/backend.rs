@@ -11,7 +11,7 @@ use cudarc::driver::{DriverError, result};
 use crate::{
     device::{Device, failed},
     images, instance,
-    native::{self, DecodeArgs, DeviceKv, ImportArgs},
+    native::{self, DecodeArgs, DeviceKv, ImportArgs, Shape},
     store::CudaPages,
 };
 
@@ -268,7 +268,7 @@ impl DecodeAttention for CudaBackend {
     }
 
     fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
-        let (instance, ..) = native::choose(&self.device, problem, format, 64)?;
+        let (instance, ..) = native::choose(self.device.limits(), problem, format, 64)?;
         images::obtainable(&instance, self.device.arch).map_err(|error| Unsupported::Absent {
             backend: "cuda",
             reason: error.to_string(),
@@ -285,7 +285,7 @@ impl DecodeAttention for CudaBackend {
     }
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
-        let shape = native::shape(&self.device, problem, format, 64)?;
+        let shape = Shape::new(self.device.limits(), problem, format, 64)?;
         Ok(Plan {
             backend: "cuda",
             problem: problem.clone(),

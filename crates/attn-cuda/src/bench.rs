@@ -157,7 +157,7 @@ impl CudaTimer {
             });
         }
         let device = &self.gpu.device;
-        native::shape(device, problem, shape.format, page_size(shape)).map(drop)
+        native::Shape::new(device.limits(), problem, shape.format, page_size(shape)).map(drop)
     }
 
     /// `bytes` of the arena, which grows; contents are left over from before.

@@ -19,6 +19,7 @@ use cudarc::{
 use crate::{
     images::{self, ImageError, Origin},
     instance::{Arch, Instance},
+    native::Limits,
 };
 
 /// What the driver or the compiler said.
@@ -112,6 +113,14 @@ const MIN_DRIVER: i32 = 12000;
 const MIN_OVERLAP: i32 = 12030;
 
 impl Device {
+    /// What shapes a launch.
+    pub(crate) fn limits(&self) -> Limits {
+        Limits {
+            shared_limit: self.shared_limit,
+            sms: self.sms,
+        }
+    }
+
     /// Opens GPU `ordinal` (`CUDA_VISIBLE_DEVICES` decides which that is); never panics.
     pub(crate) fn open(ordinal: usize) -> Result<Self, Unsupported> {
         // SAFETY: loading libcuda runs its initializers; the system's driver is made to be loaded by any process.

@@ -6,25 +6,25 @@
 mod append;
 mod import;
 mod rows;
+mod shape;
 
 pub(crate) use append::launch_append;
 pub use append::{AppendArgs, Dtype, NativeAppend};
 pub use import::{ImportArgs, NativeImport};
 pub(crate) use import::{launch_import, prepare_import};
+pub(crate) use shape::choose;
+pub use shape::{Limits, Shape};
 
 use std::{ffi::c_void, sync::Arc};
 
-use attn_core::{
-    CacheConfig, Error, KvFormat, PageLayout, Problem, Unsupported, arithmetic::LOG2_E,
-};
+use attn_core::{CacheConfig, Error, KvFormat, PageLayout, Problem, arithmetic::LOG2_E};
 use cudarc::driver::{DevicePtr, result, sys};
 
 use crate::{
     CudaBackend,
     device::{CudaError, Device, Kernel, failed},
-    geometry::{Geometry, Launch},
-    instance::{self, Instance},
-    params::{CheckParams, DecodeParams, Divisor, ReadParams},
+    instance::Instance,
+    params::{CheckParams, DecodeParams, ReadParams},
 };
 
 /// Threads of `append.cu`, `import.cu` and `check.cu`.
@@ -36,7 +36,6 @@ pub struct NativePlan {
     problem: Problem,
     format: KvFormat,
     page_size: usize,
-    page_bytes: usize,
     kernel: Arc<Kernel>,
     check: Option<Arc<Kernel>>,
     shape: Shape,
@@ -111,7 +110,7 @@ impl NativePlan {
 
     /// Bytes at the workspace's start to zero once; launches leave them zero.
     pub fn counters_bytes(&self) -> usize {
-        self.shape.counters_bytes
+        self.shape.counters_bytes()
     }
 
     /// The longest `kv_len` that a launch takes.
@@ -123,146 +122,6 @@ impl NativePlan {
     pub fn grid(&self) -> usize {
         self.shape.launch.grid
     }
-
-    fn params(&self, args: &DecodeArgs) -> DecodeParams {
-        let p = &self.problem;
-        let strides = |s: [usize; 3]| s.map(|x| x as i64);
-        let mut params = DecodeParams {
-            q: args.q,
-            out: args.out,
-            lse: args.lse,
-            kv_lens: args.kv_lens,
-            k_tensor_scales: args.k_tensor_scales,
-            v_tensor_scales: args.v_tensor_scales,
-            alibi_slopes: args.alibi_slopes,
-            counters: args.workspace,
-            state_ml: args.workspace + self.shape.counters_bytes as u64,
-            states: args.workspace + (self.shape.counters_bytes + self.shape.ml_bytes) as u64,
-            log2_scale: p.softmax_scale * LOG2_E,
-            softcap_inner: p.softcap.map_or(0.0, |cap| 2.0 / cap),
-            softcap_outer: p.softcap.map_or(0.0, |cap| cap * LOG2_E),
-            batch: p.batch() as i32,
-            num_q_heads: p.num_q_heads as i32,
-            num_kv_heads: p.num_kv_heads as i32,
-            heads_per_kv: p.heads_per_kv() as i32,
-            q_len: p.q_len as i32,
-            row_blocks: self.shape.launch.row_blocks as i32,
-            max_slots: self.shape.launch.max_slots as i32,
-            window_left: p.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
-            causal: i32::from(p.causal),
-            tile_split: i32::from(self.shape.launch.tile_split),
-            by_heads: Divisor::new(p.heads_per_kv()),
-            by_row_blocks: Divisor::new(self.shape.launch.row_blocks),
-            by_ctas: Divisor::new(self.shape.launch.grid),
-            by_sms: Divisor::new(self.shape.launch.grid / self.shape.geometry.ctas),
-            ..DecodeParams::default()
-        };
-        match args.kv {
-            DeviceKv::Paged {
-                pool,
-                page_table,
-                page_table_stride,
-                tail_pages,
-                ..
-            } => {
-                params.k = pool;
-                params.page_table = page_table;
-                params.page_table_stride = page_table_stride as i32;
-                params.tail_pages = tail_pages;
-                params.page_bytes = self.page_bytes as i32;
-            }
-            DeviceKv::Strided {
-                k,
-                v,
-                code_strides,
-                scale_strides,
-            } => {
-                [params.k, params.k_scales] = k;
-                [params.v, params.v_scales] = v;
-                [params.k_strides, params.v_strides] = code_strides.map(strides);
-                [params.k_scale_strides, params.v_scale_strides] = scale_strides.map(strides);
-            }
-        }
-        params
-    }
-}
-
-/// The instance, geometry and shared memory of a problem's kernel.
-pub(crate) fn choose(
-    device: &Device,
-    problem: &Problem,
-    format: KvFormat,
-    page_size: usize,
-) -> Result<(Instance, Geometry, usize), Unsupported> {
-    let refuse = |(what, built): (String, String)| Unsupported::NoKernel {
-        backend: "cuda",
-        what,
-        built,
-    };
-    instance::covered(format, page_size).map_err(refuse)?;
-    match Instance::decode(problem, format, page_size, device.shared_limit) {
-        Some(instance @ Instance::Decode { geometry, .. }) => {
-            let shared = geometry.shared_bytes(format, problem.head_dim, page_size);
-            Ok((instance, geometry, shared))
-        }
-        _ => Err(refuse((
-            format!(
-                "{format} with head_dim {} in {} KiB of shared memory",
-                problem.head_dim,
-                device.shared_limit / 1024
-            ),
-            "what fits, such as smaller head_dims".into(),
-        ))),
-    }
-}
-
-/// What a launch takes, without loading anything.
-#[derive(Debug, Clone)]
-pub(crate) struct Shape {
-    instance: Instance,
-    geometry: Geometry,
-    shared_bytes: usize,
-    pub(crate) launch: Launch,
-    max_kv_len: usize,
-    counters_bytes: usize,
-    ml_bytes: usize,
-    states_bytes: usize,
-}
-
-impl Shape {
-    pub(crate) fn workspace_bytes(&self) -> usize {
-        self.counters_bytes + self.ml_bytes + self.states_bytes
-    }
-}
-
-pub(crate) fn shape(
-    device: &Device,
-    problem: &Problem,
-    format: KvFormat,
-    page_size: usize,
-) -> Result<Shape, Error> {
-    problem.check()?;
-    format.check(
-        problem.head_dim,
-        if page_size == 0 { 64 } else { page_size },
-    )?;
-    let (instance, geometry, shared_bytes) = choose(device, problem, format, page_size)?;
-    let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
-    let rows = problem.heads_per_kv() * problem.q_len;
-    let (batch, heads) = (problem.batch(), problem.num_kv_heads);
-    let launch = geometry.launch(rows, batch, heads, max_kv_len, device.sms);
-    let slots = launch.slots(batch, heads);
-    let aligned = |bytes: usize| bytes.next_multiple_of(256);
-    Ok(Shape {
-        instance,
-        geometry,
-        shared_bytes,
-        launch,
-        max_kv_len,
-        counters_bytes: aligned(batch * heads * launch.row_blocks * 4),
-        ml_bytes: aligned(slots * geometry.rows() * 8),
-        states_bytes: aligned(slots * geometry.rows() * problem.head_dim * 4),
-    })
 }
 
 /// `check.cu`, if `ATTN_CHECK=1` asked for it.
@@ -279,20 +138,13 @@ pub(crate) fn prepare(
     format: KvFormat,
     page_size: usize,
 ) -> Result<NativePlan, Error> {
-    let shape = shape(device, problem, format, page_size)?;
+    let shape = Shape::new(device.limits(), problem, format, page_size)?;
     let kernel = device.kernel(&shape.instance, shape.shared_bytes)?;
     let check = check_kernel(device)?;
-    let layout = PageLayout {
-        format,
-        head_dim: problem.head_dim,
-        page_size,
-        num_kv_heads: problem.num_kv_heads,
-    };
     Ok(NativePlan {
         problem: problem.clone(),
         format,
         page_size,
-        page_bytes: layout.page_bytes(),
         kernel,
         check,
         shape,
@@ -312,7 +164,7 @@ pub(crate) unsafe fn launch_decode(
     if plan.problem.rows() == 0 {
         return Ok(());
     }
-    let mut params = plan.params(args);
+    let mut params = plan.shape.params(&plan.problem, args);
     if let Some(kernel) = &plan.check {
         let num_pages = match args.kv {
             DeviceKv::Paged { num_pages, .. } => num_pages as u32,
@@ -500,7 +352,7 @@ impl CudaBackend {
     /// `page_size` is the pool's, 0 for strided caches. Loads (at first compiles) the kernel; not for use inside a capture.
     ///
     /// # Errors
-    /// Those of [`Problem::check`]; [`Unsupported`] without a kernel; [`Error::Device`].
+    /// Those of [`Problem::check`]; [`attn_core::Unsupported`] without a kernel; [`Error::Device`].
     pub fn prepare(
         &self,
         problem: &Problem,

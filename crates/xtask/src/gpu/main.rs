@@ -1,5 +1,7 @@
-//! The checks that need a GPU, in one program without a toolchain: `.ci/gpu` runs it. Timings are `attn bench`'s.
+//! The checks that need a GPU, in one program without a toolchain: `.ci/gpu` runs it. Timings are `attn bench`'s. And one that needs
+//! none, but g++: `emulate`.
 
+mod emulate;
 mod images;
 mod native;
 mod stress;
@@ -31,6 +33,18 @@ enum Command {
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
+    /// Random shapes on this CPU: the decode kernels, compiled by g++ on threads of fibers, give the CPU's bits. Needs no GPU.
+    Emulate {
+        /// How many.
+        #[arg(default_value_t = 40)]
+        count: usize,
+        /// Of the first.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+        /// The conformance table's integer cases instead: minutes, as nearly each has its own kernel.
+        #[arg(long)]
+        table: bool,
+    },
     /// The native entry: device append, a captured graph replayed with longer lengths, 16-bit inputs, the checking launch.
     Native,
     /// What `native` runs with ATTN_CHECK=1.
@@ -43,6 +57,7 @@ fn main() -> ExitCode {
         Command::Images(options) => images::run(&options),
         Command::Check => check(),
         Command::Stress { count, seed } => stress::run(count, seed),
+        Command::Emulate { count, seed, table } => emulate::run(count, seed, table),
         Command::Native => native::run(),
         Command::Checked => native::checked(),
     };

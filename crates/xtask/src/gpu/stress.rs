@@ -85,7 +85,7 @@ pub fn shapes() -> Vec<Case> {
     all
 }
 
-fn random(seed: u64) -> Case {
+pub(crate) fn random(seed: u64) -> Case {
     let mut r = Random(seed);
     let (format, head_dim, page_size) = r.pick(&KINDS);
     let (heads_per_kv, q_len) = r.pick(&ROWS);

@@ -1,0 +1,310 @@
+//! Equality over random shapes without a GPU: the decode kernels' own text, compiled for the host (`kernels/host`), against the CPU.
+
+use std::{
+    collections::{HashMap, HashSet},
+    ffi::{CStr, c_char},
+    fs,
+    path::Path,
+    process::Command,
+    time::Instant,
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use attn_conformance::{
+    Case,
+    check::{decode_from, first_difference},
+};
+use attn_core::{HostPages, KvCache, KvSource, PageTable, StridedRows};
+use attn_cpu::CpuBackend;
+use attn_cuda::{
+    instance::{Arch, Instance},
+    native::{DecodeArgs, DeviceKv, Limits, Shape, alibi_slopes_log2},
+    params::DecodeParams,
+};
+use libloading::Library;
+use rayon::prelude::*;
+
+use crate::stress;
+
+/// `attn_emulate` of `kernels/host/emulate.cpp`: null, or what went wrong.
+type Emulate = unsafe extern "C" fn(*const DecodeParams, u32) -> *const c_char;
+
+/// Tiles times heads and row blocks that one shape may have: seconds, as every lane of every warp is a fiber.
+const LARGEST: usize = 160;
+
+/// The kernels of some shapes, compiled side by side.
+struct Kernels(HashMap<Instance, Library>);
+
+impl Kernels {
+    fn new(instances: HashSet<Instance>) -> Result<Self> {
+        ensure!(
+            cfg!(target_arch = "x86_64"),
+            "the emulation sets x86-64's floating point modes"
+        );
+        let found = Command::new("g++").arg("--version").output();
+        found.context("cannot run g++, which compiles the kernels for this machine")?;
+        let sources = tempfile::tempdir()?;
+        // The host's files come last and take the place of the GPU's.
+        for (name, text) in attn_kernels::CUDA.iter().chain(attn_kernels::HOST) {
+            fs::write(sources.path().join(name), text)?;
+        }
+        let instances: Vec<Instance> = instances.into_iter().collect();
+        let compiled = instances.par_iter().enumerate().map(|(number, instance)| {
+            let library = compile(sources.path(), *instance, number)?;
+            Ok((*instance, library))
+        });
+        Ok(Kernels(compiled.collect::<Result<_>>()?))
+    }
+}
+
+fn compile(sources: &Path, instance: Instance, number: usize) -> Result<Library> {
+    let library = sources.join(format!("kernel{number}.so"));
+    let options = instance.options(Arch::Sm90a);
+    let output = Command::new("g++")
+        .args([
+            "-std=c++17",
+            "-O1",
+            "-w",
+            "-mfma",
+            "-ffp-contract=off",
+            "-fno-strict-aliasing",
+        ])
+        .args(["-fPIC", "-shared", "-D__CUDA_ARCH__=900"])
+        .args(options.iter().filter(|option| option.starts_with("-D")))
+        .arg(format!("-DATTN_UNIT=\"{}\"", instance.unit()))
+        .arg("-o")
+        .arg(&library)
+        .arg(sources.join("emulate.cpp"))
+        .output()?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(
+        output.status.success(),
+        "g++ refuses {}: {said}",
+        instance.unit()
+    );
+    // SAFETY: the library was made from the kernels' text just now; it has no initializers with effects of their own.
+    Ok(unsafe { Library::new(&library) }?)
+}
+
+/// Kernels load queries and store results by 16 bytes.
+#[derive(Clone, Copy)]
+#[repr(C, align(16))]
+struct Quad([f32; 4]);
+
+impl Quad {
+    fn of(x: &[f32]) -> Vec<Quad> {
+        x.chunks_exact(4)
+            .map(|x| Quad([x[0], x[1], x[2], x[3]]))
+            .collect()
+    }
+
+    fn flat(quads: &[Quad]) -> Vec<f32> {
+        quads.iter().flat_map(|quad| quad.0).collect()
+    }
+}
+
+/// The address of a slice, for a kernel that takes it for the device's.
+fn address<T>(of: &[T]) -> u64 {
+    of.as_ptr() as u64
+}
+
+/// What a launch reads beside the pool and the queries, and its workspace.
+struct Books {
+    lens: Vec<i32>,
+    table: Vec<u32>,
+    stride: usize,
+    tails: Vec<u32>,
+    slopes: Vec<f32>,
+    workspace: Vec<u64>,
+    workspace_at: u64,
+}
+
+impl Books {
+    fn new(case: &Case, cache: Option<&KvCache>, shape: &Shape) -> Self {
+        let none = PageTable::default();
+        let table = cache.map_or(&none, KvCache::table);
+        let pages = &table.pages[..case.problem.batch().min(table.pages.len())];
+        let stride = pages.iter().map(Vec::len).max().unwrap_or(0).max(1);
+        let row = |pages: &Vec<u32>| {
+            let mut row = pages.clone();
+            row.resize(stride, 0);
+            row
+        };
+        // NaN wherever the kernel should not look; counters are zero.
+        let mut workspace = vec![u64::MAX; shape.workspace_bytes() / 8 + 32];
+        let workspace_at = address(&workspace).next_multiple_of(256);
+        let first = (workspace_at - address(&workspace)) as usize / 8;
+        workspace[first..first + shape.counters_bytes() / 8].fill(0);
+        let tails = table.tail_pages.iter();
+        Books {
+            lens: case.problem.kv_lens.iter().map(|&len| len as i32).collect(),
+            table: pages.iter().flat_map(row).collect(),
+            stride,
+            tails: tails.map(|tail| tail.unwrap_or(0)).collect(),
+            slopes: alibi_slopes_log2(case.problem.alibi_slopes.as_deref().unwrap_or(&[])),
+            workspace,
+            workspace_at,
+        }
+    }
+
+    fn counters_are_zero(&self, shape: &Shape) -> bool {
+        let first = (self.workspace_at - address(&self.workspace)) as usize / 8;
+        self.workspace[first..][..shape.counters_bytes() / 8]
+            .iter()
+            .all(|&x| x == 0)
+    }
+}
+
+/// One shape, its kernel's launch, and how many multiprocessors it is made for.
+struct Job {
+    case: Case,
+    shape: Shape,
+}
+
+impl Job {
+    /// `None` if it is for GPUs alone: floats have no law of bits, and what is large takes too long.
+    fn new(case: Case) -> Result<Option<Self>> {
+        let p = &case.problem;
+        let tiles: usize = p.kv_lens.iter().map(|len| len.div_ceil(64).max(1)).sum();
+        let rows = p.heads_per_kv() * p.q_len;
+        if !case.format.is_integer() || tiles * p.num_kv_heads * rows.div_ceil(8) > LARGEST {
+            return Ok(None);
+        }
+        let limits = Limits {
+            shared_limit: Arch::Sm90a.shared_limit(),
+            sms: 1 + case.seed as usize % 5,
+        };
+        let page_size = if case.is_view() { 0 } else { case.page_size };
+        let shape = Shape::new(limits, p, case.format, page_size)?;
+        Ok(Some(Job { case, shape }))
+    }
+
+    /// Where the kernel's answer differs from the CPU's.
+    fn differs(&self, cpu: &CpuBackend, kernels: &Kernels) -> Result<Option<String>> {
+        let contiguous = self.case.is_view().then(|| self.case.contiguous());
+        let view = contiguous.as_ref().map(|c| c.view());
+        let cache = match view {
+            None => Some(self.case.built(cpu)?),
+            Some(_) => None,
+        };
+        let source = match (&cache, &view) {
+            (Some(cache), _) => KvSource::Cache(cache),
+            (None, Some(view)) => KvSource::View(view),
+            (None, None) => unreachable!("what is no view has a cache"),
+        };
+        let want = decode_from(cpu, &self.case, source)?;
+        let [out, lse] = self.emulate(kernels, source)?;
+        Ok(first_difference("out", &out, &want.0)
+            .or_else(|| first_difference("lse", &lse, &want.1)))
+    }
+
+    /// Decodes twice, the second time in the first one's workspace.
+    fn emulate(&self, kernels: &Kernels, source: KvSource<'_>) -> Result<[Vec<f32>; 2]> {
+        let (case, shape) = (&self.case, &self.shape);
+        let cache = match source {
+            KvSource::Cache(cache) => Some(cache),
+            KvSource::View(_) => None,
+        };
+        let books = Books::new(case, cache, shape);
+        let some = |slice: &[f32]| if slice.is_empty() { 0 } else { address(slice) };
+        let (kv, scales) = match source {
+            KvSource::Cache(cache) => {
+                let pages = cache.store().as_any().downcast_ref::<HostPages>();
+                let pages = pages.context("the CPU's pages lie in host memory")?;
+                let kv = DeviceKv::Paged {
+                    pool: address(pages.pool()),
+                    num_pages: cache.config().num_pages,
+                    page_table: address(&books.table),
+                    page_table_stride: books.stride,
+                    tail_pages: address(&books.tails),
+                };
+                let config = cache.config();
+                (
+                    kv,
+                    [&config.k_tensor_scales, &config.v_tensor_scales].map(|x| some(x)),
+                )
+            }
+            KvSource::View(view) => {
+                let rows = |rows: &StridedRows<'_>| [address(rows.codes), address(rows.scales)];
+                let kv = DeviceKv::Strided {
+                    k: rows(&view.k),
+                    v: rows(&view.v),
+                    code_strides: [view.k.code_strides, view.v.code_strides],
+                    scale_strides: [view.k.scale_strides, view.v.scale_strides],
+                };
+                (kv, [view.k_tensor_scales, view.v_tensor_scales].map(some))
+            }
+        };
+        let q = Quad::of(&case.q());
+        let mut out = vec![Quad([f32::NAN; 4]); q.len()];
+        let mut lse = vec![f32::NAN; case.problem.rows()];
+        let args = DecodeArgs {
+            q: address(&q),
+            out: out.as_mut_ptr() as u64,
+            lse: lse.as_mut_ptr() as u64,
+            kv,
+            kv_lens: address(&books.lens),
+            k_tensor_scales: scales[0],
+            v_tensor_scales: scales[1],
+            alibi_slopes: some(&books.slopes),
+            workspace: books.workspace_at,
+        };
+        let params = shape.params(&case.problem, &args);
+        // SAFETY: emulate.cpp defines it so.
+        let run = unsafe { kernels.0[&shape.instance].get::<Emulate>(b"attn_emulate\0") }?;
+        for _ in 0..2 {
+            // SAFETY: every address in `params` is that of memory that lives until the end of this function, as large as
+            // `DecodeArgs` asks; page and tail tables come from the cache's own books.
+            let error = unsafe { run(&params, shape.launch.grid as u32) };
+            if !error.is_null() {
+                // SAFETY: a text of the library's, which stays loaded.
+                bail!("{}", unsafe { CStr::from_ptr(error) }.to_string_lossy());
+            }
+            ensure!(books.counters_are_zero(shape), "counters are left");
+        }
+        Ok([Quad::flat(&out), lse])
+    }
+}
+
+/// Runs `count` random shapes from `seed` on, or the table's; those that are small enough.
+pub fn run(count: usize, seed: u64, table: bool) -> Result<()> {
+    let cpu = CpuBackend::new();
+    let start = Instant::now();
+    let (mut jobs, mut left) = (Vec::new(), 0);
+    let mut add = |case| -> Result<usize> {
+        match Job::new(case)? {
+            Some(job) => jobs.push(job),
+            None => left += 1,
+        }
+        Ok(jobs.len())
+    };
+    if table {
+        for case in attn_conformance::table(attn_conformance::Size::Full) {
+            add(case)?;
+        }
+    } else {
+        for seed in seed.. {
+            if add(stress::random(seed))? == count {
+                break;
+            }
+        }
+    }
+    let kernels = Kernels::new(jobs.iter().map(|job| job.shape.instance).collect())?;
+    let mut failures = 0;
+    for job in &jobs {
+        let found = job.differs(&cpu, &kernels);
+        if let Some(text) = found.unwrap_or_else(|error| Some(format!("{error:#}"))) {
+            println!("differs: {}: {text}", job.case);
+            failures += 1;
+        }
+    }
+    println!(
+        "emulate: {} of {} shapes equal to the bit, each twice, by {} kernels ({left} of floats or larger left to GPUs), {:.0} s",
+        jobs.len() - failures,
+        jobs.len(),
+        kernels.0.len(),
+        start.elapsed().as_secs_f64()
+    );
+    ensure!(failures == 0, "{failures} shapes differ");
+    Ok(())
+}

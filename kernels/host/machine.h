@@ -1,0 +1,248 @@
+// CTAs, warps and their threads on one CPU thread: fibers that take turns where they wait.
+#pragma once
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstring>
+#include <initializer_list>
+#include <map>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+template <class To, class From> static inline To same_bits(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+
+enum Op {
+    SYNC, ALL, ANY, SUM, MAX, SHUFFLE, SHUFFLE_UP, SHUFFLE_XOR,
+    MATRIX_1, MATRIX_2, MATRIX_4, MATRIX_4_TRANSPOSED,
+    PRODUCT_S8_S8, PRODUCT_S8_U8, PRODUCT_U8_S8, PRODUCT_U8_U8,
+};
+
+struct Barrier {
+    u32 arrived = 0;
+    u64 round = 0;
+};
+struct Warp32 {
+    Barrier barrier;
+    Op op;
+    u32 in[32][12], out[32][4];
+};
+struct Mbarrier {
+    u32 count, pending;
+    long bytes;
+    u32 phase;
+};
+struct Cta {
+    u32 index;
+    std::vector<u8> memory;
+    u8* shared;
+    std::vector<Warp32> warps;
+    Barrier barriers[2];
+    std::map<u32, Mbarrier> mbarriers;
+};
+struct Fiber {
+    ucontext_t context;
+    Cta* cta;
+    u32 thread;
+    bool done;
+};
+
+static struct Machine {
+    std::vector<Fiber> fibers;
+    std::vector<Cta> ctas;
+    u32 running, alive, threads, grid;
+    u64 idle;  // turns since anybody got on
+    void (*kernel)();
+    jmp_buf home;
+    const char* error;
+} machine;
+
+static inline Fiber& me() { return machine.fibers[machine.running]; }
+
+[[noreturn]] static inline void fail(const char* what) {
+    machine.error = what;
+    longjmp(machine.home, 1);
+}
+
+// The next thread's turn. Everybody has had many, and nobody got on: they wait for each other.
+static inline void yield() {
+    if (++machine.idle > 1000ull * machine.fibers.size()) fail("all threads wait for each other");
+    Fiber& from = me();
+    do machine.running = (machine.running + 1) % machine.fibers.size();
+    while (me().done);
+    if (&me() != &from) swapcontext(&from.context, &me().context);
+}
+
+// True in the last of `count` threads to arrive; the others return once it has called `release`.
+static inline bool arrives_last(Barrier& barrier, u32 count) {
+    u64 round = barrier.round;
+    if (++barrier.arrived == count) return true;
+    while (barrier.round == round) yield();
+    return false;
+}
+static inline void release(Barrier& barrier) {
+    barrier.arrived = 0;
+    barrier.round++;
+    machine.idle = 0;
+}
+static inline void cta_barrier(int index, u32 count) {
+    Barrier& barrier = me().cta->barriers[index];
+    if (arrives_last(barrier, count)) release(barrier);
+}
+
+static inline Mbarrier& mbarrier(u32 at) {
+    auto found = me().cta->mbarriers.find(at);
+    if (found == me().cta->mbarriers.end()) fail("an mbarrier that nobody initialized");
+    return found->second;
+}
+static inline void complete(Mbarrier& b) {
+    machine.idle = 0;
+    if (b.pending != 0 || b.bytes != 0) return;
+    b.phase ^= 1;
+    b.pending = b.count;
+}
+static inline void arrive(u32 at, u32 bytes) {
+    Mbarrier& b = mbarrier(at);
+    if (b.pending == 0) fail("more arrivals at an mbarrier than it waits for");
+    b.bytes += bytes;
+    b.pending--;
+    complete(b);
+}
+static inline void landed(u32 at, u32 bytes) {
+    Mbarrier& b = mbarrier(at);
+    b.bytes -= bytes;
+    complete(b);
+}
+
+// ---- instructions of a whole warp: lanes put down their operands, the last one computes for all ----
+
+// The matrices' rows, 16 bytes each, are where lanes 8i + row say; lane 4r + c gets bytes 4c.. of row r, or of column r two halves.
+static inline void load_matrices(const Cta& cta, Warp32& w, int count, bool transposed) {
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < count; i++) {
+            auto row = [&](int r) {
+                u32 at = w.in[8 * i + r][0];
+                if (at % 16) fail("a misaligned matrix");
+                return cta.shared + at;
+            };
+            u16 halves[2];
+            for (int h = 0; h < 2; h++) {
+                int r = lane / 4, c = 2 * (lane % 4) + h;
+                memcpy(&halves[h], transposed ? row(c) + 2 * r : row(r) + 2 * c, 2);
+            }
+            w.out[lane][i] = halves[0] | (u32)halves[1] << 16;
+        }
+}
+// m16n8k32: PTX's fragments.
+static inline void multiply(Warp32& w, bool a_signed, bool b_signed) {
+    int a[16][32], b[32][8];
+    auto byte = [](u32 x, int i, bool is_signed) { return is_signed ? (int)(signed char)(x >> 8 * i) : (int)(x >> 8 * i & 255); };
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++)
+            for (int half = 0; half < 2; half++) {
+                int k = 16 * half + lane % 4 * 4 + i;
+                a[lane / 4][k] = byte(w.in[lane][2 * half], i, a_signed);
+                a[lane / 4 + 8][k] = byte(w.in[lane][2 * half + 1], i, a_signed);
+                b[k][lane / 4] = byte(w.in[lane][4 + half], i, b_signed);
+            }
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2, sum = 0;
+            for (int k = 0; k < 32; k++) sum += a[row][k] * b[k][column];
+            w.out[lane][i] = w.in[lane][6 + i] + (u32)sum;
+        }
+}
+static inline void reduce(Warp32& w) {
+    u32 x = w.in[0][0];
+    for (int lane = 1; lane < 32; lane++) {
+        u32 y = w.in[lane][0];
+        x = w.op == ALL ? x & y : w.op == ANY ? x | y : w.op == SUM ? x + y : std::max(x, y);
+    }
+    for (auto& out : w.out) out[0] = x;
+}
+static inline void shuffle(Warp32& w) {
+    for (int lane = 0; lane < 32; lane++) {
+        int operand = w.in[lane][1], width = w.in[lane][2], first = lane & ~(width - 1);
+        int from = w.op == SHUFFLE ? first | (operand & (width - 1)) : w.op == SHUFFLE_XOR ? lane ^ operand : lane - operand;
+        w.out[lane][0] = w.in[from < first ? lane : from][0];
+    }
+}
+static inline const u32* warp_exchange(Op op, std::initializer_list<u32> in) {
+    Fiber& self = me();
+    Warp32& w = self.cta->warps[self.thread / 32];
+    int lane = self.thread % 32;
+    if (w.barrier.arrived != 0 && w.op != op) fail("a warp's lanes are at different instructions");
+    w.op = op;
+    std::copy(in.begin(), in.end(), w.in[lane]);
+    if (!arrives_last(w.barrier, 32)) return w.out[lane];
+    switch (op) {
+    case SYNC: break;
+    case ALL: case ANY: case SUM: case MAX: reduce(w); break;
+    case SHUFFLE: case SHUFFLE_UP: case SHUFFLE_XOR: shuffle(w); break;
+    case MATRIX_1: load_matrices(*self.cta, w, 1, false); break;
+    case MATRIX_2: load_matrices(*self.cta, w, 2, false); break;
+    case MATRIX_4: load_matrices(*self.cta, w, 4, false); break;
+    case MATRIX_4_TRANSPOSED: load_matrices(*self.cta, w, 4, true); break;
+    case PRODUCT_S8_S8: multiply(w, true, true); break;
+    case PRODUCT_S8_U8: multiply(w, true, false); break;
+    case PRODUCT_U8_S8: multiply(w, false, true); break;
+    case PRODUCT_U8_U8: multiply(w, false, false); break;
+    }
+    release(w.barrier);
+    return w.out[lane];
+}
+static inline u32 warp_op(Op op, u32 x, u32 operand = 0, u32 width = 32) { return warp_exchange(op, {x, operand, width})[0]; }
+
+// ---- a launch ----
+
+static inline void enter() {
+    machine.kernel();
+    me().done = true;
+    machine.idle = 0;
+    if (--machine.alive == 0) longjmp(machine.home, 2);
+    yield();
+}
+
+// Runs `grid` CTAs of `threads` threads; null, or what went wrong.
+static const char* launch(void (*kernel)(), u32 grid, u32 threads, u32 shared_bytes) {
+    constexpr size_t STACK = 128 << 10;
+    machine = {};
+    machine.kernel = kernel;
+    machine.grid = grid;
+    machine.threads = threads;
+    machine.alive = grid * threads;
+    machine.ctas.resize(grid);
+    machine.fibers.resize(grid * threads);
+    u8* stacks = (u8*)mmap(nullptr, STACK * machine.alive, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stacks == MAP_FAILED) return "no memory for the threads' stacks";
+    for (u32 i = 0; i < grid; i++) {
+        Cta& cta = machine.ctas[i];
+        cta.index = i;
+        cta.memory.assign(shared_bytes + 1024, 0xcd);  // nothing is zero by itself
+        cta.shared = (u8*)(((u64)cta.memory.data() + 1023) / 1024 * 1024);
+        cta.warps.resize(threads / 32);
+    }
+    for (u32 i = 0; i < machine.alive; i++) {
+        Fiber& f = machine.fibers[i];
+        f.cta = &machine.ctas[i / threads];
+        f.thread = i % threads;
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp = stacks + STACK * i;
+        f.context.uc_stack.ss_size = STACK;
+        makecontext(&f.context, enter, 0);
+    }
+    size_t stacks_bytes = STACK * machine.alive;
+    if (setjmp(machine.home) == 0) setcontext(&machine.fibers[0].context);
+    munmap(stacks, stacks_bytes);
+    return machine.error;
+}

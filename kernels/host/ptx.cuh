@@ -1,0 +1,185 @@
+// What cuda/ptx.cuh is on a GPU, and CUDA's own names besides, for an x86-64 CPU: the decode kernels as they are, run by `emulate.cpp`.
+//
+// Threads are fibers (machine.h). They take turns only where they wait for each other: at barriers, at instructions of a whole warp,
+// at mbarriers. Copies land at once. So this finds wrong bits, wrong places, misaligned accesses and waits that never end; it does
+// not find races. Products of floats are not there: float schemes have no law of bits.
+#pragma once
+#include "machine.h"
+
+#include <cmath>
+
+#define DEVICE static inline
+#define ATTN_BULK 1
+#define __device__
+#define __host__
+#define __global__
+#define __noinline__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __CUDACC__
+#define SHARED_MEMORY(name, align) u8* name = me().cta->shared
+
+using std::max;
+using std::min;
+static inline u32 min(u32 a, int b) { return a < (u32)b ? a : (u32)b; }
+static inline u32 max(int a, u32 b) { return (u32)a > b ? (u32)a : b; }
+static inline u32 max(u32 a, int b) { return max(b, a); }
+
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+struct Index { u32 x; };
+#define threadIdx (Index{me().thread})
+#define blockIdx (Index{me().cta->index})
+#define gridDim (Index{machine.grid})
+
+// ---- numbers ----
+
+DEVICE float bits_float(u32 x) { return same_bits<float>(x); }
+DEVICE u32 float_bits(float x) { return same_bits<u32>(x); }
+static inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+static inline u32 __umulhi(u32 a, u32 b) { return (u64)a * b >> 32; }
+static inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
+    u64 bytes = (u64)b << 32 | a;
+    u32 x = 0;
+    for (int i = 0; i < 4; i++) x |= (u32)(bytes >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return x;
+}
+DEVICE float half_float(u32 h) {
+    u32 magnitude = h & 0x7fff, sign = (h & 0x8000) << 16;
+    if (magnitude < 0x400) return bits_float(sign | float_bits((float)magnitude * 0x1p-24f));
+    return bits_float(sign | (magnitude >= 0x7c00 ? 0x7f800000 | magnitude << 13 : (magnitude << 13) + 0x38000000));
+}
+DEVICE float fma_saturate(float a, float b, float c) {
+    float d = fmaf(a, b, c);
+    return d > 0.0f ? (d < 1.0f ? d : 1.0f) : 0.0f;
+}
+DEVICE int dot2_s8_low(u32 a, u32 b, int c) {
+    return c + (int)(a & 0xffff) * (signed char)b + (int)(a >> 16) * (signed char)(b >> 8);
+}
+DEVICE int dot2_u8_high(u32 a, u32 b, int c) { return (int)((u32)c + (a & 0xffff) * (b >> 16 & 255) + (a >> 16) * (b >> 24)); }
+
+// ---- threads and warps ----
+
+DEVICE int lane_id() { return me().thread % 32; }
+DEVICE u32 warp_slot() { return me().thread / 32; }
+static inline void __syncthreads() { cta_barrier(0, machine.threads); }
+template <int N> DEVICE void barrier_of() { cta_barrier(1, N); }
+static inline void __syncwarp(u32 = ~0u) { warp_op(SYNC, 0); }
+static inline bool __all_sync(u32, bool x) { return warp_op(ALL, x); }
+static inline bool __any_sync(u32, bool x) { return warp_op(ANY, x); }
+template <class T> static inline T __shfl_sync(u32, T x, int from, int width = 32) {
+    return same_bits<T>(warp_op(SHUFFLE, same_bits<u32>(x), from, width));
+}
+template <class T> static inline T __shfl_up_sync(u32, T x, int by, int width = 32) {
+    return same_bits<T>(warp_op(SHUFFLE_UP, same_bits<u32>(x), by, width));
+}
+template <class T> static inline T __shfl_xor_sync(u32, T x, int mask) { return same_bits<T>(warp_op(SHUFFLE_XOR, same_bits<u32>(x), mask)); }
+DEVICE u32 warp_sum(u32 x) { return warp_op(SUM, x); }
+DEVICE u32 warp_max(u32 x) { return warp_op(MAX, x); }
+DEVICE int warp_max(int x) { return (int)(warp_op(MAX, (u32)x ^ 0x80000000) ^ 0x80000000); }
+DEVICE int warp_min(int x) { return ~warp_max(~x); }
+DEVICE bool elected() { return lane_id() == 0; }
+
+// ---- global memory ----
+
+template <class T> static inline T __ldcg(const T* p) { return *p; }
+template <class T> static inline void __stcg(T* p, T x) { *p = x; }
+DEVICE void touch(const void*) {}
+DEVICE u32 count_release(u32* counter, u32 n) {
+    u32 before = *counter;
+    *counter += n;
+    return before;
+}
+DEVICE u32 load_acquire(const u32* at) {
+    yield();
+    return *(volatile const u32*)at;
+}
+DEVICE void launch_dependents() {}
+DEVICE void wait_for_dependencies() {}
+DEVICE void after_dependencies() {}
+
+// ---- shared memory ----
+
+DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - me().cta->shared); }
+template <class T> static inline T& shared_at(u32 at) {
+    if (at % sizeof(T)) fail("a misaligned access to shared memory");
+    return *(T*)(me().cta->shared + at);
+}
+DEVICE u32 lds32(u32 at) { return shared_at<u32>(at); }
+DEVICE u32 lds16(u32 at) { return shared_at<u16>(at); }
+DEVICE uint2 lds64(u32 at) { return *(uint2*)&shared_at<u64>(at); }
+DEVICE float4 lds128(u32 at) { return shared_at<float4>(at); }
+DEVICE void sts32(u32 at, u32 x) { shared_at<u32>(at) = x; }
+DEVICE void sts64(u32 at, float x, float y) { *(float2*)&shared_at<u64>(at) = {x, y}; }
+DEVICE void sts128(u32 at, float4 x) { shared_at<float4>(at) = x; }
+
+template <int N> static inline void load_matrices(Op op, u32 (&x)[N], u32 at) {
+    const u32* loaded = warp_exchange(op, {at});
+    for (int i = 0; i < N; i++) x[i] = loaded[i];
+}
+DEVICE void ldmatrix_x1(u32 (&x)[1], u32 at) { load_matrices(MATRIX_1, x, at); }
+DEVICE void ldmatrix_x2(u32 (&x)[2], u32 at) { load_matrices(MATRIX_2, x, at); }
+DEVICE void ldmatrix_x4(u32 (&x)[4], u32 at) { load_matrices(MATRIX_4, x, at); }
+DEVICE void ldmatrix_x4_trans(u32 (&x)[4], u32 at) { load_matrices(MATRIX_4_TRANSPOSED, x, at); }
+
+// ---- tensor cores ----
+
+struct Sums {
+    int x[4];
+};
+static inline Sums product(Op op, const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const u32* d = warp_exchange(op, {a0, a1, a2, a3, b0, b1, (u32)c.x[0], (u32)c.x[1], (u32)c.x[2], (u32)c.x[3]});
+    return {{(int)d[0], (int)d[1], (int)d[2], (int)d[3]}};
+}
+DEVICE Sums mma_s8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { return product(PRODUCT_S8_S8, c, a0, a1, a2, a3, b0, b1); }
+DEVICE Sums mma_s8u8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { return product(PRODUCT_S8_U8, c, a0, a1, a2, a3, b0, b1); }
+DEVICE Sums mma_u8s8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { return product(PRODUCT_U8_S8, c, a0, a1, a2, a3, b0, b1); }
+DEVICE Sums mma_u8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { return product(PRODUCT_U8_U8, c, a0, a1, a2, a3, b0, b1); }
+DEVICE Sums mma_s8_k16(const Sums& c, u32 a0, u32 a1, u32 b0) { return mma_s8_k32(c, a0, a1, 0, 0, b0, 0); }
+DEVICE Sums mma_s8u8_k16(const Sums& c, u32 a0, u32 a1, u32 b0) { return mma_s8u8_k32(c, a0, a1, 0, 0, b0, 0); }
+
+struct FloatSums {
+    float x[4];
+};
+DEVICE FloatSums mma_f16(const FloatSums&, u32, u32, u32, u32, u32, u32) { fail("products of floats are not emulated"); }
+DEVICE FloatSums mma_bf16(const FloatSums&, u32, u32, u32, u32, u32, u32) { fail("products of floats are not emulated"); }
+DEVICE u32 f16_pair(float, float) { fail("products of floats are not emulated"); }
+DEVICE u32 bf16_pair(float, float) { fail("products of floats are not emulated"); }
+DEVICE void e4m3_pairs(u32, u32&, u32&) { fail("products of floats are not emulated"); }
+
+// ---- barriers and copies to shared memory ----
+
+DEVICE void barrier_init(u32 at, u32 count) { me().cta->mbarriers[at] = {count, count, 0, 0}; }
+DEVICE void barrier_init_fence() {}
+DEVICE void barrier_arrive(u32 at) { arrive(at, 0); }
+DEVICE void barrier_expect(u32 at, u32 bytes) { arrive(at, bytes); }
+DEVICE void barrier_expect_more(u32 at, u32 bytes) { mbarrier(at).bytes += bytes; }
+DEVICE bool barrier_test(u32 at, u32 parity) {
+    bool done = mbarrier(at).phase != parity;
+    if (!done) yield();
+    return done;
+}
+DEVICE void barrier_wait(u32 at, u32 parity) {
+    while (!barrier_test(at, parity)) {
+    }
+}
+static inline void copy(u32 to, const void* from, u32 bytes, u32 align) {
+    if (to % align || bytes % align || (u64)from % align) fail("a misaligned copy to shared memory");
+    memcpy(me().cta->shared + to, from, bytes);
+}
+DEVICE void copy16_async(u32 to, const void* from) { copy(to, from, 16, 16); }
+DEVICE void copy4_async(u32 to, const void* from) { copy(to, from, 4, 4); }
+DEVICE void copy_async_arrive(u32 at) { arrive(at, 0); }
+constexpr u64 EVICT_FIRST = 0;
+DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 at) {
+    copy(to, from, bytes, 16);
+    landed(at, bytes);
+}
+DEVICE void fence_async() {}
+DEVICE void copy_box(u32, const void*, int, int, int, int, u32) { fail("tensor maps are not emulated"); }
