@@ -29,17 +29,6 @@ constexpr float LARGEST_HALF = 65504.0f, LARGEST = 3.402823466e38f;
 constexpr float ROUND = 12582912.0f;  // 1.5·2^23: adding it rounds to an integer, which the low bits then hold
 #define INFINITE bits_float(0x7f800000u)
 
-DEVICE u16 float_half(float x) {
-    u16 h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
-    return h;
-}
-DEVICE float approximate_rcp(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // Floats as integers of the same order, and back.
 DEVICE int ordered(float x) {
     int i = (int)float_bits(x);

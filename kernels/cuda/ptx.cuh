@@ -32,6 +32,18 @@ DEVICE float half_float(u32 h) {
     return x;
 }
 
+DEVICE u16 float_half(float x) {
+    u16 h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+    return h;
+}
+// Within one unit in the last place.
+DEVICE float approximate_rcp(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Reads a line into L1.
 DEVICE void touch(const void* p) { asm volatile("{ .reg .u32 x; ld.global.ca.u32 x, [%0]; }" :: "l"(p)); }
 

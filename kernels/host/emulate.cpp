@@ -1,24 +1,44 @@
-// One decode kernel, ATTN_UNIT, as a function of a shared library.
+// One kernel, ATTN_UNIT, as a function of a shared library.
 #include ATTN_UNIT
 
 #include <pmmintrin.h>
 
-static const DecodeParams* params;
+#if ATTN_APPENDS
+typedef AppendParams Params;
+#else
+typedef DecodeParams Params;
+#endif
+
+static const Params* params;
 
 static void kernel() {
-#if ATTN_PAGE == 0
+#if ATTN_APPENDS
+    attn_append(*params);
+#elif ATTN_PAGE == 0
     attn_decode(*params, RowMaps{});
 #else
     attn_decode(*params);
 #endif
 }
 
-extern "C" const char* attn_emulate(const DecodeParams* p, u32 grid) {
+static const char* run(Index grid, u32 threads) {
+    u32 ctas = grid.x * grid.y * grid.z;
+#if ATTN_APPENDS
+    for (u32 i = 0; i < ctas; i++)
+        if (const char* error = launch(kernel, grid, i, 1, threads, 0)) return error;
+    return nullptr;
+#else
+    _MM_SET_FLUSH_ZERO_MODE(_MM_FLUSH_ZERO_ON);  // as decode is compiled
+    _MM_SET_DENORMALS_ZERO_MODE(_MM_DENORMALS_ZERO_ON);
+    if (threads != attn_threads) return "the host has another number of threads in mind";
+    return launch(kernel, grid, 0, ctas, threads, attn_shared_bytes);
+#endif
+}
+
+extern "C" const char* attn_emulate(const Params* p, const u32* grid, u32 threads) {
     params = p;
     u32 before = _mm_getcsr();
-    _MM_SET_FLUSH_ZERO_MODE(_MM_FLUSH_ZERO_ON);  // as the kernels are compiled
-    _MM_SET_DENORMALS_ZERO_MODE(_MM_DENORMALS_ZERO_ON);
-    const char* error = launch(kernel, grid, attn_threads, attn_shared_bytes);
+    const char* error = run({grid[0], grid[1], grid[2]}, threads);
     _mm_setcsr(before);
     return error;
 }

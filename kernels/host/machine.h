@@ -28,6 +28,9 @@ enum Op {
     PRODUCT_S8_S8, PRODUCT_S8_U8, PRODUCT_U8_S8, PRODUCT_U8_U8,
 };
 
+struct Index {
+    u32 x, y, z;
+};
 struct Barrier {
     u32 arrived = 0;
     u64 round = 0;
@@ -43,7 +46,7 @@ struct Mbarrier {
     u32 phase;
 };
 struct Cta {
-    u32 index;
+    Index index;
     std::vector<u8> memory;
     u8* shared;
     std::vector<Warp32> warps;
@@ -60,7 +63,8 @@ struct Fiber {
 static struct Machine {
     std::vector<Fiber> fibers;
     std::vector<Cta> ctas;
-    u32 running, alive, threads, grid;
+    u32 running, alive, threads;
+    Index grid;
     u64 idle;  // turns since anybody got on
     void (*kernel)();
     jmp_buf home;
@@ -213,21 +217,22 @@ static inline void enter() {
     yield();
 }
 
-// Runs `grid` CTAs of `threads` threads; null, or what went wrong.
-static const char* launch(void (*kernel)(), u32 grid, u32 threads, u32 shared_bytes) {
+// Runs `count` CTAs of the grid, from the `first` on, of `threads` threads; null, or what went wrong.
+static const char* launch(void (*kernel)(), Index grid, u32 first, u32 count, u32 threads, u32 shared_bytes) {
     constexpr size_t STACK = 128 << 10;
     machine = {};
     machine.kernel = kernel;
     machine.grid = grid;
     machine.threads = threads;
-    machine.alive = grid * threads;
-    machine.ctas.resize(grid);
-    machine.fibers.resize(grid * threads);
+    machine.alive = count * threads;
+    machine.ctas.resize(count);
+    machine.fibers.resize(count * threads);
     u8* stacks = (u8*)mmap(nullptr, STACK * machine.alive, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stacks == MAP_FAILED) return "no memory for the threads' stacks";
-    for (u32 i = 0; i < grid; i++) {
+    for (u32 i = 0; i < count; i++) {
         Cta& cta = machine.ctas[i];
-        cta.index = i;
+        u32 at = first + i;
+        cta.index = {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y};
         cta.memory.assign(shared_bytes + 1024, 0xcd);  // nothing is zero by itself
         cta.shared = (u8*)(((u64)cta.memory.data() + 1023) / 1024 * 1024);
         cta.warps.resize(threads / 32);

@@ -1,4 +1,4 @@
-// What cuda/ptx.cuh is on a GPU, and CUDA's own names besides, for an x86-64 CPU: the decode kernels as they are, run by `emulate.cpp`.
+// What cuda/ptx.cuh is on a GPU, and CUDA's own names besides, for an x86-64 CPU: decode and append as they are, run by `emulate.cpp`.
 //
 // Threads are fibers (machine.h). They take turns only where they wait for each other: at barriers, at instructions of a whole warp,
 // at mbarriers. Copies land at once. So this finds wrong bits, wrong places, misaligned accesses and waits that never end; it does
@@ -17,6 +17,8 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __align__(x)
+#define __shared__ static  // where CTAs run one by one
 #define __CUDACC__
 #define SHARED_MEMORY(name, align) u8* name = me().cta->shared
 
@@ -33,16 +35,23 @@ struct alignas(16) float4 { float x, y, z, w; };
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-struct Index { u32 x; };
-#define threadIdx (Index{me().thread})
-#define blockIdx (Index{me().cta->index})
-#define gridDim (Index{machine.grid})
+#define threadIdx (Index{me().thread, 0, 0})
+#define blockIdx (me().cta->index)
+#define blockDim (Index{machine.threads, 1, 1})
+#define gridDim (machine.grid)
 
 // ---- numbers ----
 
 DEVICE float bits_float(u32 x) { return same_bits<float>(x); }
 DEVICE u32 float_bits(float x) { return same_bits<u32>(x); }
 static inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+static inline int __ffs(u32 x) { return __builtin_ffs(x); }
+static inline int __popc(u32 x) { return __builtin_popcount(x); }
+static inline float __fsub_rn(float x, float y) { return x - y; }
+static inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
+static inline double __ddiv_rn(double x, double y) { return x / y; }
+static inline int __double2hiint(double x) { return (int)(same_bits<u64>(x) >> 32); }
+static inline double __hiloint2double(int hi, int lo) { return same_bits<double>((u64)(u32)hi << 32 | (u32)lo); }
 static inline u32 __umulhi(u32 a, u32 b) { return (u64)a * b >> 32; }
 static inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     u64 bytes = (u64)b << 32 | a;
@@ -55,9 +64,10 @@ DEVICE float half_float(u32 h) {
     if (magnitude < 0x400) return bits_float(sign | float_bits((float)magnitude * 0x1p-24f));
     return bits_float(sign | (magnitude >= 0x7c00 ? 0x7f800000 | magnitude << 13 : (magnitude << 13) + 0x38000000));
 }
+DEVICE u16 float_half(float x) { return same_bits<u16>((_Float16)x); }
+DEVICE float approximate_rcp(float x) { return 1.0f / x; }
 DEVICE float fma_saturate(float a, float b, float c) {
-    float d = fmaf(a, b, c);
-    return d > 0.0f ? (d < 1.0f ? d : 1.0f) : 0.0f;
+    return __saturatef(fmaf(a, b, c));
 }
 DEVICE int dot2_s8_low(u32 a, u32 b, int c) {
     return c + (int)(a & 0xffff) * (signed char)b + (int)(a >> 16) * (signed char)(b >> 8);
@@ -73,6 +83,7 @@ template <int N> DEVICE void barrier_of() { cta_barrier(1, N); }
 static inline void __syncwarp(u32 = ~0u) { warp_op(SYNC, 0); }
 static inline bool __all_sync(u32, bool x) { return warp_op(ALL, x); }
 static inline bool __any_sync(u32, bool x) { return warp_op(ANY, x); }
+static inline u32 __ballot_sync(u32, bool x) { return warp_op(SUM, (u32)x << lane_id()); }
 template <class T> static inline T __shfl_sync(u32, T x, int from, int width = 32) {
     return same_bits<T>(warp_op(SHUFFLE, same_bits<u32>(x), from, width));
 }

@@ -54,6 +54,34 @@ pub struct AppendArgs {
     pub tokens: usize,
 }
 
+impl AppendArgs {
+    /// The kernel's parameter block.
+    pub fn params(&self, layout: &PageLayout) -> AppendParams {
+        AppendParams {
+            k: self.k,
+            v: self.v,
+            pool: self.pool,
+            page_table: self.page_table,
+            tail_pages: self.tail_pages,
+            kv_lens: self.kv_lens,
+            k_tensor_scales: self.k_tensor_scales,
+            v_tensor_scales: self.v_tensor_scales,
+            k_token_stride: self.k_token_stride as i64,
+            v_token_stride: self.v_token_stride as i64,
+            tokens: self.tokens as i32,
+            batch: self.batch as i32,
+            num_kv_heads: layout.num_kv_heads as i32,
+            page_table_stride: self.page_table_stride as i32,
+            dtype: match self.dtype {
+                Dtype::F32 => 0,
+                Dtype::F16 => 1,
+                Dtype::Bf16 => 2,
+            },
+            padding: 0,
+        }
+    }
+}
+
 /// A prepared append launch.
 #[derive(Debug, Clone)]
 pub struct NativeAppend {
@@ -67,8 +95,8 @@ const HEADS: usize = 4;
 /// CTAs that only seal pages, at most: what an H200 has room for beside 256 sequences of 8 heads.
 const SEALERS: usize = 132;
 
-/// Grid and threads of `append.cu`.
-fn shape(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize; 3], usize) {
+/// Grid and threads of `append.cu`, for `tokens` new tokens of each of `batch` sequences.
+pub fn append_grid(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize; 3], usize) {
     let heads = layout.num_kv_heads;
     if tokens > 1 {
         // A first page may be open, so `tokens` touch up to this many.
@@ -99,29 +127,8 @@ pub(crate) unsafe fn launch_append(
     if args.batch == 0 || args.tokens == 0 {
         return Ok(());
     }
-    let mut params = AppendParams {
-        k: args.k,
-        v: args.v,
-        pool: args.pool,
-        page_table: args.page_table,
-        tail_pages: args.tail_pages,
-        kv_lens: args.kv_lens,
-        k_tensor_scales: args.k_tensor_scales,
-        v_tensor_scales: args.v_tensor_scales,
-        k_token_stride: args.k_token_stride as i64,
-        v_token_stride: args.v_token_stride as i64,
-        tokens: args.tokens as i32,
-        batch: args.batch as i32,
-        num_kv_heads: layout.num_kv_heads as i32,
-        page_table_stride: args.page_table_stride as i32,
-        dtype: match args.dtype {
-            Dtype::F32 => 0,
-            Dtype::F16 => 1,
-            Dtype::Bf16 => 2,
-        },
-        padding: 0,
-    };
-    let (grid, threads) = shape(layout, args.batch, args.tokens);
+    let mut params = args.params(layout);
+    let (grid, threads) = append_grid(layout, args.batch, args.tokens);
     let mut arguments = [(&raw mut params).cast::<c_void>()];
     // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.
     unsafe { kernel.launch(stream, grid, threads, &mut arguments) }

@@ -9,7 +9,7 @@ mod rows;
 mod shape;
 
 pub(crate) use append::launch_append;
-pub use append::{AppendArgs, Dtype, NativeAppend};
+pub use append::{AppendArgs, Dtype, NativeAppend, append_grid};
 pub use import::{ImportArgs, NativeImport};
 pub(crate) use import::{launch_import, prepare_import};
 pub(crate) use shape::choose;

@@ -33,7 +33,7 @@ enum Command {
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
-    /// Random shapes on this CPU: the decode kernels, compiled by g++ on threads of fibers, give the CPU's bits. Needs no GPU.
+    /// On this CPU, without a GPU: decode and append, compiled by g++ for threads that are fibers, give the CPU's bits and bytes.
     Emulate {
         /// How many.
         #[arg(default_value_t = 40)]

@@ -1,15 +1,6 @@
-//! Equality over random shapes without a GPU: the decode kernels' own text, compiled for the host (`kernels/host`), against the CPU.
+//! Decode: random shapes, or the integer cases of the conformance table.
 
-use std::{
-    collections::{HashMap, HashSet},
-    ffi::{CStr, c_char},
-    fs,
-    path::Path,
-    process::Command,
-    time::Instant,
-};
-
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use attn_conformance::{
     Case,
     check::{decode_from, first_difference},
@@ -19,72 +10,13 @@ use attn_cpu::CpuBackend;
 use attn_cuda::{
     instance::{Arch, Instance},
     native::{DecodeArgs, DeviceKv, Limits, Shape, alibi_slopes_log2},
-    params::DecodeParams,
 };
-use libloading::Library;
-use rayon::prelude::*;
 
+use super::{Kernels, address};
 use crate::stress;
-
-/// `attn_emulate` of `kernels/host/emulate.cpp`: null, or what went wrong.
-type Emulate = unsafe extern "C" fn(*const DecodeParams, u32) -> *const c_char;
 
 /// Tiles times heads and row blocks that one shape may have: seconds, as every lane of every warp is a fiber.
 const LARGEST: usize = 160;
-
-/// The kernels of some shapes, compiled side by side.
-struct Kernels(HashMap<Instance, Library>);
-
-impl Kernels {
-    fn new(instances: HashSet<Instance>) -> Result<Self> {
-        ensure!(
-            cfg!(target_arch = "x86_64"),
-            "the emulation sets x86-64's floating point modes"
-        );
-        let found = Command::new("g++").arg("--version").output();
-        found.context("cannot run g++, which compiles the kernels for this machine")?;
-        let sources = tempfile::tempdir()?;
-        // The host's files come last and take the place of the GPU's.
-        for (name, text) in attn_kernels::CUDA.iter().chain(attn_kernels::HOST) {
-            fs::write(sources.path().join(name), text)?;
-        }
-        let instances: Vec<Instance> = instances.into_iter().collect();
-        let compiled = instances.par_iter().enumerate().map(|(number, instance)| {
-            let library = compile(sources.path(), *instance, number)?;
-            Ok((*instance, library))
-        });
-        Ok(Kernels(compiled.collect::<Result<_>>()?))
-    }
-}
-
-fn compile(sources: &Path, instance: Instance, number: usize) -> Result<Library> {
-    let library = sources.join(format!("kernel{number}.so"));
-    let options = instance.options(Arch::Sm90a);
-    let output = Command::new("g++")
-        .args([
-            "-std=c++17",
-            "-O1",
-            "-w",
-            "-mfma",
-            "-ffp-contract=off",
-            "-fno-strict-aliasing",
-        ])
-        .args(["-fPIC", "-shared", "-D__CUDA_ARCH__=900"])
-        .args(options.iter().filter(|option| option.starts_with("-D")))
-        .arg(format!("-DATTN_UNIT=\"{}\"", instance.unit()))
-        .arg("-o")
-        .arg(&library)
-        .arg(sources.join("emulate.cpp"))
-        .output()?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(
-        output.status.success(),
-        "g++ refuses {}: {said}",
-        instance.unit()
-    );
-    // SAFETY: the library was made from the kernels' text just now; it has no initializers with effects of their own.
-    Ok(unsafe { Library::new(&library) }?)
-}
 
 /// Kernels load queries and store results by 16 bytes.
 #[derive(Clone, Copy)]
@@ -101,11 +33,6 @@ impl Quad {
     fn flat(quads: &[Quad]) -> Vec<f32> {
         quads.iter().flat_map(|quad| quad.0).collect()
     }
-}
-
-/// The address of a slice, for a kernel that takes it for the device's.
-fn address<T>(of: &[T]) -> u64 {
-    of.as_ptr() as u64
 }
 
 /// What a launch reads beside the pool and the queries, and its workspace.
@@ -250,61 +177,73 @@ impl Job {
             workspace: books.workspace_at,
         };
         let params = shape.params(&case.problem, &args);
-        // SAFETY: emulate.cpp defines it so.
-        let run = unsafe { kernels.0[&shape.instance].get::<Emulate>(b"attn_emulate\0") }?;
         for _ in 0..2 {
-            // SAFETY: every address in `params` is that of memory that lives until the end of this function, as large as
-            // `DecodeArgs` asks; page and tail tables come from the cache's own books.
-            let error = unsafe { run(&params, shape.launch.grid as u32) };
-            if !error.is_null() {
-                // SAFETY: a text of the library's, which stays loaded.
-                bail!("{}", unsafe { CStr::from_ptr(error) }.to_string_lossy());
-            }
+            let (grid, threads) = ([shape.launch.grid, 1, 1], shape.geometry.threads());
+            // SAFETY: decode kernels take a DecodeParams, whose addresses are those of memory that lives until the end of this
+            // function, as large as `DecodeArgs` asks; page and tail tables come from the cache's own books.
+            unsafe { kernels.run(&shape.instance, &params, grid, threads) }?;
             ensure!(books.counters_are_zero(shape), "counters are left");
         }
         Ok([Quad::flat(&out), lse])
     }
 }
 
-/// Runs `count` random shapes from `seed` on, or the table's; those that are small enough.
-pub fn run(count: usize, seed: u64, table: bool) -> Result<()> {
-    let cpu = CpuBackend::new();
-    let start = Instant::now();
-    let (mut jobs, mut left) = (Vec::new(), 0);
-    let mut add = |case| -> Result<usize> {
-        match Job::new(case)? {
-            Some(job) => jobs.push(job),
-            None => left += 1,
-        }
-        Ok(jobs.len())
-    };
-    if table {
-        for case in attn_conformance::table(attn_conformance::Size::Full) {
-            add(case)?;
-        }
-    } else {
-        for seed in seed.. {
-            if add(stress::random(seed))? == count {
-                break;
+/// The shapes to run, and how many are left to GPUs.
+pub struct Jobs {
+    jobs: Vec<Job>,
+    left: usize,
+}
+
+impl Jobs {
+    /// `count` random shapes from `seed` on that are small enough, or the table's that are.
+    pub fn new(count: usize, seed: u64, table: bool) -> Result<Self> {
+        let mut all = Jobs {
+            jobs: Vec::new(),
+            left: 0,
+        };
+        if table {
+            for case in attn_conformance::table(attn_conformance::Size::Full) {
+                all.add(case)?;
+            }
+        } else {
+            for seed in seed.. {
+                if all.jobs.len() == count {
+                    break;
+                }
+                all.add(stress::random(seed))?;
             }
         }
+        Ok(all)
     }
-    let kernels = Kernels::new(jobs.iter().map(|job| job.shape.instance).collect())?;
-    let mut failures = 0;
-    for job in &jobs {
-        let found = job.differs(&cpu, &kernels);
-        if let Some(text) = found.unwrap_or_else(|error| Some(format!("{error:#}"))) {
-            println!("differs: {}: {text}", job.case);
-            failures += 1;
+
+    fn add(&mut self, case: Case) -> Result<()> {
+        match Job::new(case)? {
+            Some(job) => self.jobs.push(job),
+            None => self.left += 1,
         }
+        Ok(())
     }
-    println!(
-        "emulate: {} of {} shapes equal to the bit, each twice, by {} kernels ({left} of floats or larger left to GPUs), {:.0} s",
-        jobs.len() - failures,
-        jobs.len(),
-        kernels.0.len(),
-        start.elapsed().as_secs_f64()
-    );
-    ensure!(failures == 0, "{failures} shapes differ");
-    Ok(())
+
+    pub fn instances(&self) -> impl Iterator<Item = Instance> {
+        self.jobs.iter().map(|job| job.shape.instance)
+    }
+
+    /// How many differ from the CPU.
+    pub fn run(&self, cpu: &CpuBackend, kernels: &Kernels) -> usize {
+        let mut failures = 0;
+        for job in &self.jobs {
+            let found = job.differs(cpu, kernels);
+            if let Some(text) = found.unwrap_or_else(|error| Some(format!("{error:#}"))) {
+                println!("differs: {}: {text}", job.case);
+                failures += 1;
+            }
+        }
+        println!(
+            "decode: {} of {} shapes equal to the bit, each twice ({} of floats or larger left to GPUs)",
+            self.jobs.len() - failures,
+            self.jobs.len(),
+            self.left
+        );
+        failures
+    }
 }

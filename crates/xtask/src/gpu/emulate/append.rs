@@ -1,0 +1,258 @@
+//! Append: calls of one and of several tokens, from floats of three kinds; after each the pool must be the CPU's, byte by byte.
+
+use anyhow::{Context, Result};
+use attn_conformance::case::noise;
+use attn_core::{CacheConfig, DecodeAttention, HostPages, KvCache, layout};
+use attn_cpu::CpuBackend;
+use attn_cuda::{
+    instance::Instance,
+    native::{AppendArgs, Dtype, append_grid},
+};
+use half::{bf16, f16};
+
+use super::{Kernels, address};
+
+/// Format, head_dim, page_size, KV heads.
+const KINDS: [(&str, usize, usize, usize); 14] = [
+    ("int8", 128, 64, 5),
+    ("int8-g32", 64, 32, 2),
+    ("int8-tensor", 64, 16, 3),
+    ("int4", 128, 64, 2),
+    ("int4", 64, 128, 5),
+    ("int4", 80, 64, 1),
+    ("int4", 256, 64, 1),
+    ("int4-channel/int8", 192, 64, 2),
+    ("int4-g1", 96, 32, 4),
+    ("int4-g4", 128, 64, 1),
+    ("int4-g8", 256, 16, 1),
+    ("int8/int4-g2", 128, 128, 2),
+    ("fp8", 80, 64, 2),
+    ("bf16/f16", 128, 32, 1),
+];
+const SEQUENCES: usize = 3;
+
+pub struct Job {
+    name: &'static str,
+    config: CacheConfig,
+    dtype: Dtype,
+}
+
+/// All kinds, each with one of the three number formats.
+pub fn jobs() -> Vec<Job> {
+    let job = |(i, (name, head_dim, page_size, heads)): (usize, _)| {
+        let format = str::parse(name).expect("a format's name");
+        let mut config = CacheConfig::new(format, heads, head_dim, SEQUENCES, 7 * page_size);
+        config.page_size = page_size;
+        config.num_pages = SEQUENCES * config.pages_for(7 * page_size);
+        for scale in config
+            .k_tensor_scales
+            .iter_mut()
+            .chain(&mut config.v_tensor_scales)
+        {
+            *scale = 0.02;
+        }
+        let dtype = [Dtype::F32, Dtype::F16, Dtype::Bf16][i % 3];
+        Job {
+            name,
+            config,
+            dtype,
+        }
+    };
+    KINDS.into_iter().enumerate().map(job).collect()
+}
+
+/// New tokens as both sides take them.
+struct Tokens {
+    floats: Vec<f32>,
+    bytes: Vec<u8>,
+}
+
+impl Job {
+    pub fn instance(&self) -> Instance {
+        Instance::Append {
+            format: self.config.format,
+            head_dim: self.config.head_dim,
+            page_size: self.config.page_size,
+        }
+    }
+
+    fn tokens(&self, seed: u64, count: usize) -> Tokens {
+        let noise = noise(
+            seed,
+            count * self.config.num_kv_heads * self.config.head_dim,
+        );
+        let (mut floats, mut bytes) = (Vec::new(), Vec::new());
+        for x in noise {
+            match self.dtype {
+                Dtype::F32 => {
+                    floats.push(x);
+                    bytes.extend(x.to_le_bytes());
+                }
+                Dtype::F16 => {
+                    let x = f16::from_f32(x);
+                    floats.push(x.to_f32());
+                    bytes.extend(x.to_le_bytes());
+                }
+                Dtype::Bf16 => {
+                    let x = bf16::from_f32(x);
+                    floats.push(x.to_f32());
+                    bytes.extend(x.to_le_bytes());
+                }
+            }
+        }
+        Tokens { floats, bytes }
+    }
+
+    /// Where the pools first differ after which call.
+    fn differs(&self, cpu: &CpuBackend, kernels: &Kernels) -> Result<Option<String>> {
+        let (config, page) = (&self.config, self.config.page_size);
+        let mut cache = cpu.create_cache(config)?;
+        let row = config.num_kv_heads * config.head_dim;
+        for b in 0..SEQUENCES {
+            // One sequence that begins empty, one in the middle of a page, one that is about to fill its first.
+            let [k, v] =
+                [0, 1].map(|side| self.tokens(10 + 2 * b as u64 + side, [0, 5, page - 1][b]));
+            cache.append(b, &k.floats, &v.floats)?;
+        }
+        // Kernels store up to 16 bytes at once.
+        let from = pool_of(&cache)?;
+        let mut memory = vec![0; from.len() + 16];
+        let start = (address(&memory).next_multiple_of(16) - address(&memory)) as usize;
+        let pool = &mut memory[start..][..from.len()];
+        pool.copy_from_slice(from);
+        for (call, tokens) in [1, 1, page - 3, 1, 1, 2, 1, page + 7, 1, 2 * page + 1, 1, 1]
+            .into_iter()
+            .enumerate()
+        {
+            let [k, v] =
+                [0, 1].map(|side| self.tokens(1000 * call as u64 + side, SEQUENCES * tokens));
+            for b in 0..SEQUENCES {
+                let at = b * tokens * row..(b + 1) * tokens * row;
+                cache.append(b, &k.floats[at.clone()], &v.floats[at])?;
+            }
+            self.emulate(kernels, &cache, [&k, &v], tokens, pool.as_mut_ptr())?;
+            if let Some(found) = self.first_difference(&cache, pool)? {
+                return Ok(Some(format!("call {call}, {tokens} tokens: {found}")));
+            }
+        }
+        Ok(None)
+    }
+
+    fn emulate(
+        &self,
+        kernels: &Kernels,
+        cache: &KvCache,
+        [k, v]: [&Tokens; 2],
+        tokens: usize,
+        pool: *mut u8,
+    ) -> Result<()> {
+        let (config, table) = (&self.config, cache.table());
+        let stride = table.pages.iter().map(Vec::len).max().unwrap_or(1);
+        let pages: Vec<u32> = table
+            .pages
+            .iter()
+            .flat_map(|pages| (0..stride).map(|i| pages.get(i).copied().unwrap_or(0)))
+            .collect();
+        let tails: Vec<u32> = table
+            .tail_pages
+            .iter()
+            .map(|tail| tail.unwrap_or(0))
+            .collect();
+        let lens: Vec<i32> = table.lens.iter().map(|&len| len as i32).collect();
+        let some = |scales: &[f32]| {
+            if scales.is_empty() {
+                0
+            } else {
+                address(scales)
+            }
+        };
+        let row = config.num_kv_heads * config.head_dim;
+        let args = AppendArgs {
+            k: address(&k.bytes),
+            v: address(&v.bytes),
+            dtype: self.dtype,
+            k_token_stride: row,
+            v_token_stride: row,
+            pool: pool as u64,
+            num_pages: config.num_pages,
+            page_table: address(&pages),
+            page_table_stride: stride,
+            tail_pages: address(&tails),
+            kv_lens: address(&lens),
+            k_tensor_scales: some(&config.k_tensor_scales),
+            v_tensor_scales: some(&config.v_tensor_scales),
+            batch: SEQUENCES,
+            tokens,
+        };
+        let (grid, threads) = append_grid(&config.layout(), SEQUENCES, tokens);
+        // SAFETY: append.cu takes an AppendParams; its addresses are those of memory that lives until here, as large as `AppendArgs`
+        // asks, and the tables are the cache's own.
+        unsafe {
+            kernels.run(
+                &self.instance(),
+                &args.params(&config.layout()),
+                grid,
+                threads,
+            )
+        }
+    }
+
+    /// All pages are compared whole but tail pages, of which only the tokens that they hold mean anything.
+    fn first_difference(&self, cache: &KvCache, pool: &[u8]) -> Result<Option<String>> {
+        let (want, layout, table) = (pool_of(cache)?, self.config.layout(), cache.table());
+        let tail_of = |page: u32| table.tail_pages.iter().position(|&tail| tail == Some(page));
+        for page in 0..self.config.num_pages as u32 {
+            for head in 0..self.config.num_kv_heads {
+                let run = layout.run(page, head);
+                let (got, want) = (&pool[run.clone()], &want[run]);
+                let mut means_nothing = vec![false; got.len()];
+                if let Some(b) = tail_of(page).filter(|_| layout.has_tail_page()) {
+                    means_nothing.fill(true);
+                    let scales = layout.tail_k().k_params().start;
+                    for t in 0..table.lens[b] % layout.page_size {
+                        for d in 0..layout.head_dim {
+                            let code = layout::k_code(8, layout.head_dim, layout.page_size, t, d);
+                            means_nothing[code.byte] = false;
+                        }
+                        means_nothing[scales + 2 * t..][..2].fill(false);
+                    }
+                }
+                let differ = |&i: &usize| got[i] != want[i] && !means_nothing[i];
+                if let Some(i) = (0..got.len()).find(differ) {
+                    return Ok(Some(format!(
+                        "page {page}, head {head}, byte {i} is {:#04x}, expected {:#04x}",
+                        got[i], want[i]
+                    )));
+                }
+            }
+        }
+        Ok(None)
+    }
+}
+
+fn pool_of(cache: &KvCache) -> Result<&[u8]> {
+    let pages = cache.store().as_any().downcast_ref::<HostPages>();
+    Ok(pages.context("the CPU's pages lie in host memory")?.pool())
+}
+
+/// How many differ from the CPU.
+pub fn run(jobs: &[Job], cpu: &CpuBackend, kernels: &Kernels) -> usize {
+    let mut failures = 0;
+    for job in jobs {
+        let found = job.differs(cpu, kernels);
+        if let Some(text) = found.unwrap_or_else(|error| Some(format!("{error:#}"))) {
+            let (name, config, dtype) = (job.name, &job.config, job.dtype);
+            println!(
+                "differs: append {name}, head_dim {}, pages of {}, {dtype:?}: {text}",
+                config.head_dim, config.page_size
+            );
+            failures += 1;
+        }
+    }
+    println!(
+        "append: {} of {} formats write the CPU's bytes, over calls of 1 to many tokens",
+        jobs.len() - failures,
+        jobs.len()
+    );
+    failures
+}
