@@ -175,26 +175,16 @@ DEVICE float fma_saturate(float a, float b, float c) {
     return d;
 }
 
-DEVICE u32 warp_sum(u32 x) {
-    u32 y;
-    asm volatile("redux.sync.add.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
-    return y;
-}
-DEVICE u32 warp_max(u32 x) {
-    u32 y;
-    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
-    return y;
-}
-DEVICE int warp_max(int x) {
-    int y;
-    asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
-    return y;
-}
-DEVICE int warp_min(int x) {
-    int y;
-    asm volatile("redux.sync.min.s32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
-    return y;
-}
+#define ATTN_REDUX(name, type, op)                                                            \
+    DEVICE type name(type x) {                                                                \
+        type y;                                                                               \
+        asm volatile("redux.sync." op " %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));             \
+        return y;                                                                             \
+    }
+ATTN_REDUX(warp_sum, u32, "add.u32")
+ATTN_REDUX(warp_max, u32, "max.u32")
+ATTN_REDUX(warp_max, int, "max.s32")
+ATTN_REDUX(warp_min, int, "min.s32")
 
 // Adds; what this CTA wrote before a barrier is visible to whoever sees the count, and the other way round.
 DEVICE u32 count_release(u32* counter, u32 n) {
