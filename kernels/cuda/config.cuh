@@ -14,6 +14,14 @@ constexpr int TEAMS = SPAN;          // a team has a segment of the span, or a t
 constexpr int STAGES = ATTN_STAGES;  // per team
 constexpr bool MASKS = ATTN_MASKS;   // window, soft cap, ALiBi
 
+// Lanes that say on an mbarrier that their warp is done: one, after __syncwarp. racecheck does not see that this orders the others,
+// too, and gets them all (.ci/gpu).
+#ifdef ATTN_EVERY_LANE_ARRIVES
+constexpr int ARRIVALS = 32;
+#else
+constexpr int ARRIVALS = 1;
+#endif
+
 #ifdef ATTN_WIDE  // wide.cu: no teams; all warps share the tiles, and two more feed them
 constexpr int ROWS = 8 * WR, THREADS = 32 * (WR + 2);
 #else

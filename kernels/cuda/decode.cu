@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     if (threadIdx.x < TEAMS * STAGES) {
         u32 mine = base + AT_BARRIERS + threadIdx.x / STAGES * STAGES * 16 + threadIdx.x % STAGES * 8;
         barrier_init(mine, ATTN_BULK && PAGE != 0 ? 1 : 32);
-        barrier_init(mine + STAGES * 8, WR);
+        barrier_init(mine + STAGES * 8, WR * ARRIVALS);
         barrier_init_fence();
     }
     // Whatever comes before in the stream may still be running: nothing of it has been read so far.

@@ -25,7 +25,7 @@ struct Ring {
     // Reader: the whole team has read the stage.
     __device__ __forceinline__ void release(int lane) {
         __syncwarp();
-        if (WR > 1 && lane == 0) barrier_arrive(empty());
+        if (WR > 1 && lane < ARRIVALS) barrier_arrive(empty());
         advance();
     }
 };

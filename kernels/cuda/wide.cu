@@ -264,7 +264,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     int warp = threadIdx.x / 32, lane = lane_id();
     u32 base = shared_address(shared);
     if (threadIdx.x < SIGNALS * SLOTS) {
-        barrier_init(base + AT_BARRIERS + threadIdx.x * 8, threadIdx.x % SIGNALS == EMPTY ? WR + 1 : 1);
+        int signal = threadIdx.x % SIGNALS;
+        barrier_init(base + AT_BARRIERS + threadIdx.x * 8, signal == FULL ? 1 : signal == READY ? ARRIVALS : (WR + 1) * ARRIVALS);
         barrier_init_fence();
     }
     u32* sums = (u32*)(shared + AT_SUMS);

@@ -107,7 +107,7 @@ struct Ring {
     // The whole warp is done.
     __device__ __forceinline__ void arrive(int kind, int lane) const {
         __syncwarp();
-        if (lane == 0) barrier_arrive(signal(kind));
+        if (lane < ARRIVALS) barrier_arrive(signal(kind));
     }
 };
 

@@ -61,9 +61,18 @@ fn once(mut all: Vec<Instance>, arch: Arch) -> Vec<Instance> {
 
 /// All instances, each once.
 pub fn instances(arch: Arch) -> Vec<Instance> {
+    let mut cases = table(Size::Full);
+    cases.extend(table(Size::Reduced));
+    cases.extend(stress::shapes());
+    let mut all = of_cases(&cases, arch);
+    all.extend(timed(arch));
+    once(all, arch)
+}
+
+/// What these cases need, and the checks of every program.
+fn of_cases(cases: &[Case], arch: Arch) -> Vec<Instance> {
     let mut all = vec![Instance::Check];
-    let tables = [table(Size::Full), table(Size::Reduced)];
-    for case in tables.iter().flatten().chain(&stress::shapes()) {
+    for case in cases {
         let Case {
             problem,
             format,
@@ -89,7 +98,6 @@ pub fn instances(arch: Arch) -> Vec<Instance> {
             }
         }
     }
-    all.extend(timed(arch));
     once(all, arch)
 }
 
@@ -105,6 +113,9 @@ pub struct Options {
     /// Only those that `attn bench` times.
     #[arg(long)]
     timed: bool,
+    /// Only those of the reduced table.
+    #[arg(long)]
+    reduced: bool,
     /// Print unit and options instead.
     #[arg(long)]
     list: bool,
@@ -129,10 +140,14 @@ fn file_name(instance: &Instance, arch: Arch) -> String {
 /// Compiles them in as many processes as there are cores, or lists them.
 pub fn run(options: &Options) -> Result<()> {
     let arch = arch()?;
-    let mut all = match (options.common, options.timed) {
-        (true, _) => common(arch),
-        (_, true) => timed(arch),
-        _ => instances(arch),
+    let mut all = if options.common {
+        common(arch)
+    } else if options.timed {
+        timed(arch)
+    } else if options.reduced {
+        of_cases(&table(Size::Reduced), arch)
+    } else {
+        instances(arch)
     };
     if options.list {
         for instance in &all {
