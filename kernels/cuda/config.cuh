@@ -92,13 +92,15 @@ constexpr int SCRATCH_BYTES = larger(SCRATCH_K, SCRATCH_V);
 // only), scratch, barriers, books.
 constexpr int STATE_STRIDE = D + 8;        // floats; 8 keeps the rows of a quad group in different banks
 constexpr int QUERY_STRIDE = D + 16;
+constexpr int QUERY_BYTES = CHANNEL ? ROWS * QUERY_STRIDE * 4 : 0;
 #ifndef ATTN_WIDE
 constexpr int AT_STATES = TEAMS * STAGES * STAGE_BYTES;
 constexpr int AT_STATE_ML = AT_STATES + TEAMS * ROWS * STATE_STRIDE * 4;
 constexpr int AT_KEPT = AT_STATE_ML + TEAMS * ROWS * 8;
 constexpr int AT_KEPT_ML = AT_KEPT + ROWS * D * 4;
 constexpr int AT_QUERY = AT_KEPT_ML + ROWS * 8;
-constexpr int AT_SCRATCH = AT_QUERY + (CHANNEL ? ROWS * QUERY_STRIDE * 4 : 0);
+constexpr int AT_TEAM_QUERIES = AT_KEPT;  // of teams that have an item each, and then keep nothing
+constexpr int AT_SCRATCH = larger(AT_QUERY + QUERY_BYTES, AT_TEAM_QUERIES + TEAMS * QUERY_BYTES);
 constexpr int AT_BARRIERS = AT_SCRATCH + TEAMS * WR * SCRATCH_BYTES;
 constexpr int AT_JOIN = AT_BARRIERS + TEAMS * STAGES * 16;
 constexpr int CURSOR_BYTES = 64;

@@ -54,10 +54,10 @@ DEVICE void load_query(const DecodeParams& p, const Work& work, int kv_head, int
     }
 }
 
-// The channel scheme folds each page's scales into q', so q' itself waits in shared memory.
-DEVICE void store_query(const DecodeParams& p, const Work& work, u32 query) {
-    for (int i = threadIdx.x; i < ROWS * D; i += THREADS) {
-        QueryRow row = query_row(p, work, work.heads, i / D);
+// The channel scheme folds each page's scales into q', so q' itself waits in shared memory: rows from `first` to `end`, by so many threads.
+DEVICE void store_query(const DecodeParams& p, const Work& work, int kv_head, u32 query, int first, int end, int thread, int threads) {
+    for (int i = first * D + thread; i < end * D; i += threads) {
+        QueryRow row = query_row(p, work, kv_head, i / D);
         sts32(query + (i / D * QUERY_STRIDE + i % D) * 4, float_bits(row.q[i % D] * row.factor));
     }
 }
@@ -231,12 +231,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
         barrier_init(mine + STAGES * 8, WR * ARRIVALS);
         barrier_init_fence();
     }
+    __syncthreads();
+    if (threadIdx.x == THREADS - 1) touch_params(p, base + AT_KEPT);
     // Whatever comes before in the stream may still be running: nothing of it has been read so far.
     after_dependencies();
     Join join;
     join.start(shared);
     Cursor* cursors = (Cursor*)(shared + AT_CURSORS);
-    take_share(p, cursors[0], (u32*)(shared + AT_STATES));  // its barriers make the mbarriers visible too
+    Cursor first = take_share(p, cursors, (u32*)(shared + AT_STATES));
     Ring ring = {base + team * STAGES * STAGE_BYTES, barriers, 0, 0};
     bool producer = WR == 1 || warp % WR == 0;
     Feed feed;
@@ -248,9 +250,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     feed.maps = &maps;
 #endif
     if (producer) {
-        feed.start(p, cursors[0]);
+        feed.start(p, first);
         feed.issue(p);
     }
+    __syncthreads();  // cursors[0], the join's books
     // The other stages wait for the first queries: behind as many copies, instructions and queries took 1.5 µs more.
     int ahead = 1;
     u32 scratch = base + AT_SCRATCH + warp * SCRATCH_BYTES;
@@ -272,8 +275,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
             int kv_head = min(work.kv_head(team), p.num_kv_heads - 1);
             rows = visible(p, work, kv_head, self.warp_row, lane);
             if constexpr (CHANNEL) {
-                store_query(p, work, self.query);
-                __syncthreads();
+                if (work.has_items()) {
+                    self.query = base + AT_TEAM_QUERIES + team * QUERY_BYTES;
+                    store_query(p, work, kv_head, self.query, self.warp_row, self.warp_row + 8 * G, lane, 32);
+                    __syncwarp();
+                } else {
+                    store_query(p, work, kv_head, self.query, 0, ROWS, threadIdx.x, THREADS);
+                    __syncthreads();
+                }
                 self.largest_queries(largest_q);
             } else {
                 load_query(p, work, kv_head, self.warp_row, lane, q);

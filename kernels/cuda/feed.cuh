@@ -51,7 +51,6 @@ struct Feed {
                 return;
             }
             at.work.share(p, team, tile, tile_end);
-            if (at.is_fresh && tile < tile_end) touch_query(p, at.work, at.work.kv_head(team), lane);
         }
         move_to(p, at.work);
         __syncwarp();

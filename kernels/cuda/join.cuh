@@ -4,188 +4,19 @@
 // Global memory is left alone as far as possible: a CTA that has an item's first units keeps their joined state in shared memory,
 // and writes the result itself if it comes to the item's end (storing every unit's state cost 20 µs of 270 at batch 512, though it
 // is under 2 % of the bytes). What crosses a CTA's border is handed over in slots and counted; who completes the count joins the
-// slots. A unit is counted one tile into the next one, when its writes have long arrived, and the count's answer is looked at when
-// that one ends. Two ways to spare the CTA its barriers were tried and lost: the last warp to arrive joining alone made the slowest
-// team slower (int4 191 µs for 169), joining a tile later cost registers (204 µs).
+// slots, or others help (slots.cuh). A unit is counted one tile into the next one, when its writes have long arrived, and the
+// count's answer is looked at when that one ends. Two ways to spare the CTA its barriers were tried and lost: the last warp to
+// arrive joining alone made the slowest team slower (int4 191 µs for 169), joining a tile later cost registers (204 µs).
 #pragma once
-#include "value.cuh"
-#include "work.cuh"
-
-constexpr int ROW_VECTORS = D / 4;   // float4s of a row
-
-// What joining does to both sides. An empty side has O = +0 and takes part with weight -0: what it adds changes nothing, not even
-// a zero's sign.
-struct Weight {
-    float alpha, beta;
-};
-
-DEVICE Weight weight_of(float m, float m_b, float top) {
-    bool empty = m == MINUS_INFINITY, b_empty = m_b == MINUS_INFINITY;
-    return {empty ? (b_empty ? 0.0f : -0.0f) : pow2(top - m), b_empty ? -0.0f : pow2(top - m_b)};
-}
-DEVICE Weight join_weight(float& m, float& l, float2 b, bool is_fold) {
-    float top = fmaxf(m, b.x);
-    Weight w = weight_of(m, b.x, top);
-    m = top;
-    l = is_fold ? fmaf(b.y, w.beta, l * w.alpha) : l * w.alpha + b.y * w.beta;
-    return w;
-}
-// `merge` of docs/arithmetic.md, or `fold` of a tile whose value was kept as a state: they round alike but for subnormals.
-DEVICE void join(float4& a, const float4& b, const Weight& w, bool is_fold) {
-    if (is_fold) {
-        a = {fmaf(b.x, w.beta, a.x * w.alpha), fmaf(b.y, w.beta, a.y * w.alpha), fmaf(b.z, w.beta, a.z * w.alpha),
-             fmaf(b.w, w.beta, a.w * w.alpha)};
-    } else {
-        a = {a.x * w.alpha + b.x * w.beta, a.y * w.alpha + b.y * w.beta, a.z * w.alpha + b.z * w.beta,
-             a.w * w.alpha + b.w * w.beta};
-    }
-}
-
-// One (sequence, KV head, row block).
-struct Item {
-    int b, kv_head, row_block, num_slots;
-
-    __device__ __forceinline__ u64 index(const DecodeParams& p) const {
-        return ((u64)b * p.num_kv_heads + kv_head) * p.row_blocks + row_block;
-    }
-    // The row's place in Q, out and lse, or -1.
-    __device__ __forceinline__ long long row(const DecodeParams& p, int row) const {
-        int r = row_block * ROWS + row;
-        if (r >= p.heads_per_kv * p.q_len) return -1;
-        int i = (u32)r / p.by_heads, head = kv_head * p.heads_per_kv + r - i * p.heads_per_kv;
-        return ((long long)b * p.q_len + i) * p.num_q_heads + head;
-    }
-};
-
-struct Finish {
-    float* out;
-    float* lse;
-    float scale, tensor;
-
-    DEVICE Finish at(const DecodeParams& p, const Item& item, int row) {
-        long long at = item.row(p, row);
-        if (at < 0) return {nullptr, nullptr, 0.0f, 0.0f};
-        return {p.out + at * D, p.lse ? p.lse + at : nullptr, 0.0f, p.v_tensor_scales ? p.v_tensor_scales[item.kv_head] : 1.0f};
-    }
-    // Writes the log-sum-exp, too, if this is the row's first thread. Nothing seen: O is +0, and so is the result.
-    __device__ __forceinline__ void finish(float m, float l, bool first) {
-        bool some = m > MINUS_INFINITY;
-        if (first && lse) *lse = some ? log_sum(m, l) : MINUS_INFINITY;
-        scale = some ? rcp(l) : 1.0f;
-    }
-    __device__ __forceinline__ void write(int vector, const float4& o) const {
-        if (!out) return;
-        ((float4*)out)[vector] = {o.x * scale * tensor, o.y * scale * tensor, o.z * scale * tensor, o.w * scale * tensor};
-    }
-};
-
-// Slots of an item whose states a row's threads join: from `first` (it covers those before) to `end`.
-struct Slots {
-    const float4* states;  // of the row
-    const float2* ml;
-    int first, end;
-};
-
-// A row's threads, LANES, find the weights of LANES slots side by side, while the first states are on their way; then each joins its
-// own dims in order, and writes the result. Slots are spans, or segments that make spans first. Called, not inlined: it is long and
-// rare. By value: what a reference points to would come from global memory. Four slots at a time without a branch: this is the
-// last thing that a launch waits for, one warp's latencies in a row.
-template <int LANES, bool SEGMENTS> static __device__ __noinline__ void join_slots(Slots slots, Finish finish) {
-    constexpr int VECTORS = (ROW_VECTORS + LANES - 1) / LANES, CHUNK = VECTORS < 4 ? VECTORS : 4, AHEAD = 16 / CHUNK / SPAN * SPAN;
-    constexpr int RUN = SEGMENTS ? SPAN : LANES;
-    int lane = threadIdx.x % LANES;
-    auto load_ml = [&](int slot) { return slot < slots.end ? __ldcg(slots.ml + (u64)slot * ROWS) : make_float2(MINUS_INFINITY, 0.0f); };
-#pragma unroll 1
-    for (int at = lane; at < VECTORS * LANES; at += CHUNK * LANES) {
-        float m = MINUS_INFINITY, l = 0.0f;
-        float4 o[CHUNK], x[AHEAD][CHUNK];
-#pragma unroll
-        for (int k = 0; k < CHUNK; k++) o[k] = {0.0f, 0.0f, 0.0f, 0.0f};
-        auto load = [&](int slot, float4 (&to)[CHUNK]) {
-            const float4* from = slots.states + (u64)min(slot, slots.end - 1) * (ROWS * ROW_VECTORS) + at;
-#pragma unroll
-            for (int k = 0; k < CHUNK; k++) to[k] = __ldcg(from + (ROW_VECTORS % LANES == 0 || at + k * LANES < ROW_VECTORS ? k * LANES : 0));
-        };
-        float2 mine = load_ml(slots.first + lane);
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) load(slots.first + i, x[i]);
-#pragma unroll 1
-        for (int base = slots.first; base < slots.end; base += LANES) {
-            if (base != slots.first) mine = load_ml(base + lane);
-            // The running maximum over the span's segments, or over all spans.
-            float top = mine.x;
-#pragma unroll
-            for (int i = 1; i < RUN; i *= 2) {
-                float other = __shfl_up_sync(~0u, top, i, LANES);
-                if (lane % RUN >= i) top = fmaxf(top, other);
-            }
-            if (!SEGMENTS) top = fmaxf(top, m);
-            float before = __shfl_up_sync(~0u, top, 1, LANES);
-            if (lane % RUN == 0) before = SEGMENTS ? MINUS_INFINITY : m;
-            // Beyond the last slot a side is empty: it changes nothing.
-            Weight w = weight_of(before, mine.x, top);
-            int count = min(LANES, slots.end - base);
-#pragma unroll 1
-            for (int u0 = 0; u0 < count; u0 += AHEAD) {
-#pragma unroll
-                for (int u4 = 0; u4 < AHEAD; u4 += SPAN) {
-                    if (u0 + u4 >= count) break;
-                    float sum = SEGMENTS ? 0.0f : l;
-                    float4 joined[CHUNK];
-#pragma unroll
-                    for (int k = 0; k < CHUNK; k++) joined[k] = SEGMENTS ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : o[k];
-#pragma unroll
-                    for (int i = 0; i < SPAN; i++) {
-                        int u = u0 + u4 + i;
-                        Weight here = {__shfl_sync(~0u, w.alpha, u, LANES), __shfl_sync(~0u, w.beta, u, LANES)};
-                        sum = sum * here.alpha + __shfl_sync(~0u, mine.y, u, LANES) * here.beta;
-#pragma unroll
-                        for (int k = 0; k < CHUNK; k++)
-                            join(joined[k], u < count ? x[u4 + i][k] : make_float4(0.0f, 0.0f, 0.0f, 0.0f), here, false);
-                        load(base + u + AHEAD, x[u4 + i]);
-                    }
-                    Weight here = {0.0f, 1.0f};
-                    if (SEGMENTS) here = join_weight(m, l, make_float2(__shfl_sync(~0u, top, u0 + u4 + SPAN - 1, LANES), sum), false);
-                    else l = sum;
-#pragma unroll
-                    for (int k = 0; k < CHUNK; k++) {
-                        if (SEGMENTS) join(o[k], joined[k], here, false);
-                        else o[k] = joined[k];
-                    }
-                }
-            }
-            if (!SEGMENTS) m = __shfl_sync(~0u, top, LANES - 1, LANES);
-        }
-        finish.finish(m, l, at == 0);
-#pragma unroll
-        for (int k = 0; k < CHUNK; k++)
-            if (at + k * LANES < ROW_VECTORS) finish.write(at + k * LANES, o[k]);
-    }
-}
-
-template <int LANES> DEVICE void join_rows(const DecodeParams& p, const Item& item, int first) {
-    int row = threadIdx.x / LANES;
-    if (row >= ROWS) return;
-    u64 slot = item.index(p) * p.max_slots;
-    Slots slots = {(const float4*)p.states + (slot * ROWS + row) * ROW_VECTORS, p.state_ml + slot * ROWS + row, first, item.num_slots};
-    Finish finish = Finish::at(p, item, row);
-    if (p.tile_split) join_slots<LANES, true>(slots, finish);
-    else join_slots<LANES, false>(slots, finish);
-}
-
-// Rows that only fill up the tile have no result: with few real ones, each gets twice the threads, and twice the loads in flight.
-DEVICE void join_units(const DecodeParams& p, const Item& item, int first) {
-    constexpr int LANES = THREADS / ROWS;
-    int real = p.heads_per_kv * p.q_len - item.row_block * ROWS;
-    if (LANES < 32 && real * 32 <= THREADS) join_rows<32>(p, item, first);
-    else join_rows<LANES>(p, item, first);
-}
+#include "slots.cuh"
 
 // What the CTA's threads share about the join: registers are short.
 struct Shared {
     u32 last;       // 0, or 1 + the first slot of `counted`, all of whose slots are there
+    u32 parts;      // of them, what this CTA joins
     u32 add;        // what the count of `counted` goes up by
     int covered;    // slots of the running item whose joined state is kept, 0: none
+    int began;      // this CTA's first slot of the running item
     Item counted;   // of what is to be counted
 };
 
@@ -207,7 +38,6 @@ struct Join {
         }
         pending = NOTHING;
     }
-    // A count has the slots in its low half, and in its high half the first one, from whoever has the item's first units.
     __device__ __forceinline__ void count(const DecodeParams& p) {
         if (pending != TO_COUNT) return;
         if (threadIdx.x == 0) before = count_release(p.counters + known->counted.index(p), known->add);
@@ -216,16 +46,26 @@ struct Join {
     // Before a barrier that `settle` follows.
     __device__ __forceinline__ void answer(const DecodeParams& p) {
         if (pending != COUNTED || threadIdx.x != 0) return;
-        u32 counted = before + known->add;
-        bool is_last = (counted & 0xffff) == (u32)known->counted.num_slots;
-        if (is_last) p.counters[known->counted.index(p)] = 0;
-        known->last = is_last ? 1 + (counted >> 16) : 0;
+        u32* at = p.counters + known->counted.index(p);
+        u32 num_slots = known->counted.num_slots, mine = Count{known->add}.parts(), others = Count{before}.parts();
+        Count now = {before + known->add};
+        known->last = 0;
+        if (now.slots() == num_slots) {
+            known->last = 1 + now.first();
+            known->parts = others ? parts_of(p, known->counted) & ~others : ALL_PARTS;
+            if (others) add_relaxed(at, Count::of(SHARED_OUT, now.first(), others) - now.bits);
+            else *at = 0;
+        } else if (mine) {
+            known->last = await_slots(at, mine, num_slots);
+            known->parts = mine;
+        }
     }
     __device__ __forceinline__ void settle(const DecodeParams& p) {
         if (pending != COUNTED) return;
         pending = NOTHING;
         if (known->last == 0) return;
-        join_units(p, known->counted, known->last - 1);
+        if (known->parts == ALL_PARTS) join_units(p, known->counted, known->last - 1);
+        else join_parts(p, known->counted, known->last - 1, known->parts);
         __syncthreads();
     }
 
@@ -304,10 +144,13 @@ struct Join {
         else join_teams(p, u);
         __syncthreads();
         if (threadIdx.x == 0) {
+            int began = here.is_fresh ? slot : known->began;
+            known->began = began;
             known->covered = keeps && !last && !u.leaves ? u.end : 0;
             if (u.leaves) {
                 known->counted = u.item;
-                known->add = keeps ? u.end | (u.end - 1) << 16 : u.end - u.slot;
+                int from = keeps ? 0 : u.slot;
+                known->add = Count::of(u.end - from, keeps ? u.end - 1 : 0, next.is_valid(p) ? 0 : parts_for(p, u.item, began, u.end));
             }
         }
         if (u.leaves) pending = TO_COUNT;

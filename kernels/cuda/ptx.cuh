@@ -44,9 +44,6 @@ DEVICE float approximate_rcp(float x) {
     return y;
 }
 
-// Reads a line into L1.
-DEVICE void touch(const void* p) { asm volatile("{ .reg .u32 x; ld.global.ca.u32 x, [%0]; }" :: "l"(p)); }
-
 // ---- shared memory ----
 
 #define SHARED_MEMORY(name, align) extern __shared__ __align__(align) u8 name[]
@@ -192,6 +189,14 @@ DEVICE u32 count_release(u32* counter, u32 n) {
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(n) : "memory");
     return before;
 }
+
+// Whether `old` was there, and now is `now`.
+DEVICE bool replace(u32* at, u32 old, u32 now) {
+    u32 before;
+    asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(before) : "l"(at), "r"(old), "r"(now) : "memory");
+    return before == old;
+}
+DEVICE void add_relaxed(u32* at, u32 n) { asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" :: "l"(at), "r"(n) : "memory"); }
 
 // A launch that may begin before the one ahead of it has ended waits here for its results.
 DEVICE void wait_for_dependencies() {

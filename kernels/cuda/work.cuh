@@ -122,6 +122,12 @@ struct Cursor {
 };
 static_assert(sizeof(Cursor) <= CURSOR_BYTES, "config.cuh leaves so many");
 
+// Parameters are constants that come from L2 64 bytes at a time, when they are first read: here, while the launch ahead still runs.
+DEVICE void touch_params(const DecodeParams& p, u32 nowhere) {
+    u64 addresses = (u64)p.q ^ (u64)p.page_table ^ (u64)p.kv_lens ^ (u64)p.counters;
+    sts32(nowhere, (u32)addresses ^ p.batch ^ p.max_slots ^ p.by_heads.shift ^ p.by_sms.shift);
+}
+
 // Sums over sequences, for one KV head and row block.
 struct Counts {
     u32 items, segments, spans, cost;
@@ -141,7 +147,7 @@ struct Counts {
     __device__ __forceinline__ Measure measure(const DecodeParams& p) const {
         Measure m = {p.tile_split ? SEGMENTS : SPANS, false};
         u32 blocks = p.num_kv_heads * p.row_blocks;
-        if (!CHANNEL && longest <= SPAN * 4) {
+        if (longest <= SPAN * 4) {
             u32 by_item = ceil_div(items * heads_of(p, ITEMS) * p.row_blocks, p.by_ctas) * (longest + 1);
             u32 shared = p.tile_split ? ceil_div(segments * blocks, p.by_ctas) * 2 : ceil_div(spans * blocks, p.by_ctas) * (min(longest, 4) + 2);
             if (by_item <= shared) m.slots_are = ITEMS;
@@ -176,33 +182,39 @@ DEVICE void cut(const DecodeParams& p, bool is_even, u32 total, u32& start, u32&
     end = each * (i + 1) + rest * (i + 1) / p.by_ctas;
 }
 
-// Finds the first unit of this CTA's share; `sums` holds five numbers per warp.
-DEVICE void take_share(const DecodeParams& p, Cursor& cursor, u32* sums) {
-    int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    int chunk = (p.batch + THREADS - 1) / THREADS, begin = min(p.batch, thread * chunk), stop = min(p.batch, begin + chunk);
+// Finds the first unit of this CTA's share, which the next barrier shows everyone in `found`; `sums` holds five numbers per warp. A warp finds out alone about up to 32 sequences, and
+// all of them about more.
+DEVICE Cursor take_share(const DecodeParams& p, Cursor* found, u32* sums) {
+    bool alone = p.batch <= 32;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, thread = alone ? lane : threadIdx.x;
+    int chunk = alone ? 1 : (p.batch + THREADS - 1) / THREADS, begin = min(p.batch, thread * chunk), stop = min(p.batch, begin + chunk);
     Counts mine = {0, 0, 0, 0, 0, 0x7fffffff};
     for (int b = begin; b < stop; b++) mine.add((p.kv_lens[b] + TILE - 1) / TILE);
-    u32* of_warp = sums + 5 * warp;
-    of_warp[0] = warp_sum(mine.segments);
-    of_warp[1] = warp_sum(mine.spans);
-    of_warp[2] = warp_sum(mine.cost);
-    of_warp[3] = warp_max(mine.longest);
-    of_warp[4] = warp_min(mine.shortest);
-    __syncthreads();
-    Counts all = {0, 0, 0, 0, 0, 0x7fffffff}, before = {};
+    Counts all = {0, warp_sum(mine.segments), warp_sum(mine.spans), warp_sum(mine.cost), warp_max(mine.longest), warp_min(mine.shortest)}, before = {};
+    if (!alone) {
+        u32* of_warp = sums + 5 * warp;
+        of_warp[0] = all.segments;
+        of_warp[1] = all.spans;
+        of_warp[2] = all.cost;
+        of_warp[3] = all.longest;
+        of_warp[4] = all.shortest;
+        __syncthreads();
+        all = {0, 0, 0, 0, 0, 0x7fffffff};
 #pragma unroll
-    for (int w = 0; w < THREADS / 32; w++) {
-        of_warp = sums + 5 * w;
-        if (w == warp) before = all;
-        all.segments += of_warp[0];
-        all.spans += of_warp[1];
-        all.cost += of_warp[2];
-        all.longest = max(all.longest, (int)of_warp[3]);
-        all.shortest = min(all.shortest, (int)of_warp[4]);
+        for (int w = 0; w < THREADS / 32; w++) {
+            of_warp = sums + 5 * w;
+            if (w == warp) before = all;
+            all.segments += of_warp[0];
+            all.spans += of_warp[1];
+            all.cost += of_warp[2];
+            all.longest = max(all.longest, (int)of_warp[3]);
+            all.shortest = min(all.shortest, (int)of_warp[4]);
+        }
+        before.items = min(p.batch, warp * 32 * chunk);
     }
     all.items = p.batch;
-    before.items = min(p.batch, warp * 32 * chunk);
-    Work work;
+    Cursor cursor;
+    Work& work = cursor.work;
     work.measure = all.measure(p);
     u32 up_to = mine.of(work.measure), blocks = heads_of(p, work.measure.slots_are) * p.row_blocks;
 #pragma unroll
@@ -213,20 +225,29 @@ DEVICE void take_share(const DecodeParams& p, Cursor& cursor, u32* sums) {
     u32 until = (before.of(work.measure) + up_to) * blocks, from = until - mine.of(work.measure) * blocks, total = all.of(work.measure) * blocks;
     u32 start, end;
     cut(p, work.measure.is_even, total, start, end);
-    if (start >= from && start < until) {
+    bool is_here = start >= from && start < until;
+    cursor.end = end;
+    cursor.is_fresh = true;
+    if (alone) {
+        int owner = __ffs(__ballot_sync(~0u, is_here)) - 1;
+        begin = __shfl_sync(~0u, begin, owner);
+        from = __shfl_sync(~0u, from, owner);
+        is_here = owner >= 0;
+    }
+    if (is_here) {
         int b = begin;
         for (u32 w; start >= from + (w = Sequence::of(p, work.measure, b).item_cost * blocks); b++) from += w;
         work.seek(p, b, from, start);
         work.size(p, end);
-        cursor.work = work;
-        cursor.end = end;
-        cursor.is_fresh = true;
     }
-    if (start == total && thread == 0) {
-        cursor.work.b = p.batch;
-        cursor.work.offset = cursor.end = total;
+    if (start == total) {
+        work.b = p.batch;
+        work.offset = cursor.end = total;
     }
+    if (alone ? threadIdx.x == 0 : is_here || start == total && threadIdx.x == 0) *found = cursor;
+    if (alone) return cursor;
     __syncthreads();
+    return *found;
 }
 
 // A row of Q, and the factor that makes it q' of section 2. Rows that only fill up the tile are the item's first one times 0:
@@ -242,10 +263,4 @@ DEVICE QueryRow query_row(const DecodeParams& p, const Work& work, int kv_head, 
     int i = (u32)r / p.by_heads, head = (kv_head - i) * p.heads_per_kv + r;
     float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[kv_head] : 1.0f);
     return {p.q + (((u64)work.b * p.q_len + i) * p.num_q_heads + head) * D, real ? factor : 0.0f};
-}
-
-// Brings an item's queries into L1 while the item before is at work. For one warp.
-DEVICE void touch_query(const DecodeParams& p, const Work& work, int kv_head, int lane) {
-    constexpr int LINES = D * 4 / 128;
-    for (int i = lane; i < ROWS * LINES; i += 32) touch(query_row(p, work, kv_head, i / LINES).q + i % LINES * 32);
 }

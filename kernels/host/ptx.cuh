@@ -101,11 +101,28 @@ DEVICE bool elected() { return lane_id() == 0; }
 
 template <class T> static inline T __ldcg(const T* p) { return *p; }
 template <class T> static inline void __stcg(T* p, T x) { *p = x; }
-DEVICE void touch(const void*) {}
+// Others have turns before and after: what they do between a count and what follows from its answer should not matter.
+DEVICE void pause() {
+    static u32 dice = 1;
+    dice = dice * 1664525 + 1013904223;
+    for (u32 i = dice >> 28; i > 0; i--) yield();
+}
 DEVICE u32 count_release(u32* counter, u32 n) {
+    pause();
     u32 before = *counter;
     *counter += n;
+    pause();
     return before;
+}
+DEVICE bool replace(u32* at, u32 old, u32 now) {
+    pause();
+    bool is_old = *at == old;
+    if (is_old) *at = now;
+    return is_old;
+}
+DEVICE void add_relaxed(u32* at, u32 n) {
+    pause();
+    *at += n;
 }
 DEVICE u32 load_acquire(const u32* at) {
     yield();

@@ -25,9 +25,9 @@ pub struct Geometry {
     pub wide: bool,
 }
 
-/// The rows per KV head for which `wide.cu` is chosen, with six warps of eight rows each: 48 rows take 40 to 46 µs there, 49 to 76 in
-/// `decode.cu` (docs/performance.md, "Many query rows").
-const WIDE_ROWS: RangeInclusive<usize> = 33..=48;
+/// The rows per KV head for which `wide.cu` is chosen, with six or eight warps of eight rows each: 48 rows take 43 to 54 µs there and 49
+/// to 76 in `decode.cu`, 64 rows 209 instead of 284 (docs/performance.md, "Many query rows").
+const WIDE_ROWS: RangeInclusive<usize> = 33..=64;
 
 /// A stage has K and V of a tile if they are no larger.
 const WHOLE_STAGE: usize = 12288;
@@ -88,8 +88,7 @@ impl Geometry {
         if let Some(given) = from_env() {
             return Some(given);
         }
-        let wide = Self::wide(format, head_dim, page_size, shared_limit);
-        if let Some(wide) = wide.filter(|_| WIDE_ROWS.contains(&rows)) {
+        if let Some(wide) = Self::wide(rows, format, head_dim, page_size, shared_limit) {
             return Some(wide);
         }
         // Measured on an H200 (docs/performance.md): a second row group per warp spills but for 32 rows; 48 rows are faster as two
@@ -131,8 +130,9 @@ impl Geometry {
             .or_else(|| smaller().find_map(|shape| fits(shape, 1)))
     }
 
-    /// The shape of `wide.cu` for 48 rows; `None` where it was not written for the problem.
+    /// The shape of `wide.cu`; `None` where it was not written for the problem, or is not the faster one.
     fn wide(
+        rows: usize,
         format: KvFormat,
         head_dim: usize,
         page_size: usize,
@@ -146,7 +146,7 @@ impl Geometry {
         };
         let shape = Geometry {
             row_groups: 1,
-            row_warps: 6,
+            row_warps: if rows <= 48 { 6 } else { 8 },
             stages: 3,
             ctas: 2,
             wide: true,
@@ -159,7 +159,7 @@ impl Geometry {
             && int8(format.v)
             && matches!(head_dim, 64 | 128)
             && (1..=arithmetic::TILE).contains(&page_size);
-        (fits && written).then_some(shape)
+        (fits && written && WIDE_ROWS.contains(&rows)).then_some(shape)
     }
 
     /// Threads of a CTA.
@@ -232,8 +232,7 @@ impl Geometry {
         TEAMS * self.stages * stage
             + TEAMS * self.rows() * (head_dim + 8) * 4
             + TEAMS * self.rows() * 8
-            + self.rows() * (head_dim + 2) * 4
-            + query
+            + (self.rows() * (head_dim + 2) * 4 + query).max(TEAMS * query)
             + TEAMS * self.row_warps * scratch_k.max(scratch_v)
             + TEAMS * self.stages * 16
             + 64
@@ -328,17 +327,19 @@ mod tests {
     #[test]
     fn wide_kernels_take_spans_or_the_segments_that_share_more_evenly() {
         let limit = 227 * 1024;
-        let g = Geometry::wide(KvFormat::INT8, 128, 64, limit).unwrap();
+        let g = Geometry::wide(48, KvFormat::INT8, 128, 64, limit).unwrap();
         assert_eq!((g.rows(), g.threads()), (48, 256));
+        let g64 = Geometry::wide(64, KvFormat::INT8, 128, 64, limit).unwrap();
+        assert_eq!((g64.rows(), g64.threads()), (64, 320));
         for (kv_len, batch, split) in [(1024, 256, false), (8192, 32, false), (131_072, 2, true)] {
             let launch = g.launch(48, batch, 1, kv_len, 132);
             assert_eq!((launch.row_blocks, launch.grid), (1, 264));
             assert_eq!(launch.tile_split, split, "{kv_len}");
         }
-        assert!(Geometry::wide(KvFormat::INT8, 128, 64, 163 * 1024).is_none());
-        assert!(Geometry::wide(KvFormat::INT8, 128, 0, limit).is_none());
-        assert!(Geometry::wide(KvFormat::INT4, 128, 64, limit).is_none());
-        assert!(Geometry::wide(KvFormat::INT8, 80, 64, limit).is_none());
+        assert!(Geometry::wide(48, KvFormat::INT8, 128, 64, 163 * 1024).is_none());
+        assert!(Geometry::wide(48, KvFormat::INT8, 128, 0, limit).is_none());
+        assert!(Geometry::wide(48, KvFormat::INT4, 128, 64, limit).is_none());
+        assert!(Geometry::wide(48, KvFormat::INT8, 80, 64, limit).is_none());
     }
 
     #[test]
@@ -350,7 +351,7 @@ mod tests {
         let wide: Vec<usize> = (1..=300)
             .filter(|&rows| is_wide(rows, int8, 64, limit))
             .collect();
-        assert_eq!(wide, Vec::from_iter(33..=48));
+        assert_eq!(wide, Vec::from_iter(33..=64));
         assert!(!is_wide(48, KvFormat::INT4, 64, limit) && !is_wide(48, int8, 0, limit));
         assert!(!is_wide(48, int8, 64, 163 * 1024) && !is_wide(48, int8, 128, limit));
     }

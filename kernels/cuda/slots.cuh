@@ -1,0 +1,242 @@
+// States on their way between CTAs: an item's slots in global memory, their count, and who joins them.
+#pragma once
+#include "value.cuh"
+#include "work.cuh"
+
+constexpr int ROW_VECTORS = D / 4;   // float4s of a row
+
+// What joining does to both sides. An empty side has O = +0 and takes part with weight -0: what it adds changes nothing, not even
+// a zero's sign.
+struct Weight {
+    float alpha, beta;
+};
+
+DEVICE Weight weight_of(float m, float m_b, float top) {
+    bool empty = m == MINUS_INFINITY, b_empty = m_b == MINUS_INFINITY;
+    return {empty ? (b_empty ? 0.0f : -0.0f) : pow2(top - m), b_empty ? -0.0f : pow2(top - m_b)};
+}
+DEVICE Weight join_weight(float& m, float& l, float2 b, bool is_fold) {
+    float top = fmaxf(m, b.x);
+    Weight w = weight_of(m, b.x, top);
+    m = top;
+    l = is_fold ? fmaf(b.y, w.beta, l * w.alpha) : l * w.alpha + b.y * w.beta;
+    return w;
+}
+// `merge` of docs/arithmetic.md, or `fold` of a tile whose value was kept as a state: they round alike but for subnormals.
+DEVICE void join(float& a, float b, const Weight& w, bool is_fold) { a = is_fold ? fmaf(b, w.beta, a * w.alpha) : a * w.alpha + b * w.beta; }
+DEVICE void join(float4& a, const float4& b, const Weight& w, bool is_fold) {
+    if (is_fold) {
+        a = {fmaf(b.x, w.beta, a.x * w.alpha), fmaf(b.y, w.beta, a.y * w.alpha), fmaf(b.z, w.beta, a.z * w.alpha),
+             fmaf(b.w, w.beta, a.w * w.alpha)};
+    } else {
+        a = {a.x * w.alpha + b.x * w.beta, a.y * w.alpha + b.y * w.beta, a.z * w.alpha + b.z * w.beta,
+             a.w * w.alpha + b.w * w.beta};
+    }
+}
+
+// One (sequence, KV head, row block).
+struct Item {
+    int b, kv_head, row_block, num_slots;
+
+    __device__ __forceinline__ u64 index(const DecodeParams& p) const {
+        return ((u64)b * p.num_kv_heads + kv_head) * p.row_blocks + row_block;
+    }
+    // The row's place in Q, out and lse, or -1.
+    __device__ __forceinline__ long long row(const DecodeParams& p, int row) const {
+        int r = row_block * ROWS + row;
+        if (r >= p.heads_per_kv * p.q_len) return -1;
+        int i = (u32)r / p.by_heads, head = kv_head * p.heads_per_kv + r - i * p.heads_per_kv;
+        return ((long long)b * p.q_len + i) * p.num_q_heads + head;
+    }
+};
+
+struct Finish {
+    float* out;
+    float* lse;
+    float scale, tensor;
+
+    DEVICE Finish at(const DecodeParams& p, const Item& item, int row) {
+        long long at = item.row(p, row);
+        if (at < 0) return {nullptr, nullptr, 0.0f, 0.0f};
+        return {p.out + at * D, p.lse ? p.lse + at : nullptr, 0.0f, p.v_tensor_scales ? p.v_tensor_scales[item.kv_head] : 1.0f};
+    }
+    // Writes the log-sum-exp, too, if this is the row's first thread. Nothing seen: O is +0, and so is the result.
+    __device__ __forceinline__ void finish(float m, float l, bool first) {
+        bool some = m > MINUS_INFINITY;
+        if (first && lse) *lse = some ? log_sum(m, l) : MINUS_INFINITY;
+        scale = some ? rcp(l) : 1.0f;
+    }
+    __device__ __forceinline__ void write(int vector, const float4& o) const {
+        if (!out) return;
+        ((float4*)out)[vector] = {o.x * scale * tensor, o.y * scale * tensor, o.z * scale * tensor, o.w * scale * tensor};
+    }
+    __device__ __forceinline__ void write(int dim, float o) const {
+        if (out) out[dim] = o * scale * tensor;
+    }
+};
+
+// Slots of an item whose states a row's threads join: from `first` (it covers those before) to `end`.
+struct Slots {
+    const float* states;  // of the row
+    const float2* ml;
+    int first, end;
+};
+
+// A row's threads, LANES, find the weights of LANES slots side by side, while the first states are on their way; then each joins its
+// own vectors of dims, float4 or float, from `from` to `to`, in order, and writes the result. Slots are spans, or segments that make
+// spans first. Called, not inlined: it is long and rare. By value: what a reference points to would come from global memory. This is
+// the last thing that a launch waits for, one warp's latencies in a row: a batch of states is on its way at once, and four slots at
+// a time are joined without a branch. (Refilling what has been joined made the compiler wait for each load at once.)
+template <class Vector, int LANES, bool SEGMENTS>
+static __device__ __noinline__ void join_slots(Slots slots, Finish finish, int from, int to) {
+    constexpr int WIDTH = sizeof(Vector) / 4, VECTORS = WIDTH == 1 ? 1 : (D / WIDTH + LANES - 1) / LANES;
+    constexpr int CHUNK = VECTORS < 4 ? VECTORS : 4, BATCH = WIDTH == 1 ? LANES : LANES / 2;
+    constexpr int RUN = SEGMENTS ? SPAN : LANES;
+    const Vector ZERO = {};
+    int lane = threadIdx.x % LANES;
+    auto load_ml = [&](int slot) { return slot < slots.end ? __ldcg(slots.ml + (u64)slot * ROWS) : make_float2(MINUS_INFINITY, 0.0f); };
+#pragma unroll 1
+    for (int at = from + lane; at < from + VECTORS * LANES; at += CHUNK * LANES) {
+        float m = MINUS_INFINITY, l = 0.0f;
+        Vector o[CHUNK];
+#pragma unroll
+        for (int k = 0; k < CHUNK; k++) o[k] = ZERO;
+#pragma unroll 1
+        for (int base = slots.first; base < slots.end; base += LANES) {
+            float2 mine = load_ml(base + lane);
+            float top = mine.x;  // the running maximum over the span's segments, or over all spans
+            Weight w;
+#pragma unroll
+            for (int u0 = 0; u0 < LANES; u0 += BATCH) {
+                int count = slots.end - base - u0;
+                if (count <= 0) break;
+                Vector x[BATCH][CHUNK];
+#pragma unroll
+                for (int i = 0; i < BATCH; i++) {
+                    const Vector* of_slot = (const Vector*)(slots.states + (u64)min(base + u0 + i, slots.end - 1) * (ROWS * D));
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++) x[i][k] = __ldcg(of_slot + min(at + k * LANES, to - 1));
+                }
+                if (u0 == 0) {
+#pragma unroll
+                    for (int i = 1; i < RUN; i *= 2) {
+                        float other = __shfl_up_sync(~0u, top, i, LANES);
+                        if (lane % RUN >= i) top = fmaxf(top, other);
+                    }
+                    if (!SEGMENTS) top = fmaxf(top, m);
+                    float before = __shfl_up_sync(~0u, top, 1, LANES);
+                    if (lane % RUN == 0) before = SEGMENTS ? MINUS_INFINITY : m;
+                    // Beyond the last slot a side is empty: it changes nothing.
+                    w = weight_of(before, mine.x, top);
+                }
+#pragma unroll
+                for (int u4 = 0; u4 < BATCH; u4 += SPAN) {
+                    float sum = SEGMENTS ? 0.0f : l;
+                    Vector joined[CHUNK];
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++) joined[k] = SEGMENTS ? ZERO : o[k];
+#pragma unroll
+                    for (int i = u4; i < u4 + SPAN; i++) {
+                        Weight here = {__shfl_sync(~0u, w.alpha, u0 + i, LANES), __shfl_sync(~0u, w.beta, u0 + i, LANES)};
+                        sum = sum * here.alpha + __shfl_sync(~0u, mine.y, u0 + i, LANES) * here.beta;
+#pragma unroll
+                        for (int k = 0; k < CHUNK; k++) join(joined[k], i < count ? x[i][k] : ZERO, here, false);
+                    }
+                    Weight here = {0.0f, 1.0f};
+                    if (SEGMENTS) here = join_weight(m, l, make_float2(__shfl_sync(~0u, top, u0 + u4 + SPAN - 1, LANES), sum), false);
+                    else l = sum;
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++) {
+                        if (SEGMENTS) join(o[k], joined[k], here, false);
+                        else o[k] = joined[k];
+                    }
+                }
+            }
+            if (!SEGMENTS) m = __shfl_sync(~0u, top, LANES - 1, LANES);
+        }
+        finish.finish(m, l, at == 0);
+#pragma unroll
+        for (int k = 0; k < CHUNK; k++)
+            if (at + k * LANES < to) finish.write(at + k * LANES, o[k]);
+    }
+}
+
+template <class Vector, int LANES> DEVICE void join_row(const DecodeParams& p, const Item& item, int first, int row, int from, int to) {
+    u64 slot = item.index(p) * p.max_slots;
+    Slots slots = {p.states + (slot * ROWS + row) * D, p.state_ml + slot * ROWS + row, first, item.num_slots};
+    Finish finish = Finish::at(p, item, row);
+    if (p.tile_split) join_slots<Vector, LANES, true>(slots, finish, from, to);
+    else join_slots<Vector, LANES, false>(slots, finish, from, to);
+}
+
+// All of an item's slots by one CTA.
+DEVICE void join_units(const DecodeParams& p, const Item& item, int first) {
+    constexpr int LANES = THREADS / ROWS;
+    join_row<float4, LANES>(p, item, first, threadIdx.x / LANES, 0, ROW_VECTORS);
+}
+
+// ---- many slots: shared out ----
+
+// One CTA would read them all at what its loads in flight allow, 50 GB/s, while the others have gone: half of a launch of one
+// sequence. So a CTA whose share ends with one of many slots says with its count that it will join some rows, waits until the count is
+// complete, and does; who completes the count joins what nobody said. Nobody waits for ever: who has waited for long takes back what it
+// said, and leaves it to the others. So it does not matter whether all CTAs run at once.
+
+constexpr int SHARED_SLOTS = 12;  // from how many slots on
+constexpr int PARTS = 8, PART_ROWS = ROWS / PARTS;
+constexpr u32 SHARED_OUT = 0x800, COUNT = 0x7ff, ALL_PARTS = ~0u;
+constexpr int FIRST_SHIFT = 12, PARTS_SHIFT = 24;
+#ifndef ATTN_PATIENCE  // looks at the count before a CTA takes back what it said
+#define ATTN_PATIENCE 100
+#endif
+
+// The item's count: slots; that it is complete, and who said so can start; the first slot, from whoever has the item's first units;
+// parts that somebody will join.
+struct Count {
+    u32 bits;
+    DEVICE u32 of(u32 slots, u32 first, u32 parts) { return slots | first << FIRST_SHIFT | parts << PARTS_SHIFT; }
+    __device__ __forceinline__ u32 slots() const { return bits & COUNT; }
+    __device__ __forceinline__ bool is_shared_out() const { return bits & SHARED_OUT; }
+    __device__ __forceinline__ u32 first() const { return bits >> FIRST_SHIFT & 0xfff; }
+    __device__ __forceinline__ u32 parts() const { return bits >> PARTS_SHIFT; }
+};
+
+// The parts that have rows.
+DEVICE u32 parts_of(const DecodeParams& p, const Item& item) {
+    int rows = min(ROWS, p.heads_per_kv * p.q_len - item.row_block * ROWS);
+    return (1 << (rows + PART_ROWS - 1) / PART_ROWS) - 1;
+}
+// Those for whoever has slots from `from` to `end`.
+DEVICE u32 parts_for(const DecodeParams& p, const Item& item, int from, int end) {
+    if (item.num_slots < SHARED_SLOTS) return 0;
+    u32 parts = 0;
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+        int slot = part * item.num_slots / PARTS;
+        parts |= slot >= from && slot < end ? 1 << part : 0;
+    }
+    return parts & parts_of(p, item);
+}
+
+// One thread waits for the first slot, plus 1, of slots that are all there; 0: `parts` are left to the others. Who completed the count
+// has seen whose parts it had then, so that they can be taken back no more: it will say so, and waits for nobody.
+static __device__ __noinline__ u32 await_slots(u32* count, u32 parts, u32 num_slots) {
+    // Acquiring looks are slow ones, and should be: relaxed ones, of 30 CTAs, held the counts themselves up by 1 to 3 µs.
+    Count now;
+    for (int look = 0; now.bits = load_acquire(count), !now.is_shared_out(); look++)
+        if (look >= ATTN_PATIENCE && now.slots() < num_slots && replace(count, now.bits, now.bits - Count::of(0, 0, parts))) return 0;
+    Count before = {count_release(count, 0 - Count::of(0, 0, parts))};
+    if (before.parts() == parts) *count = 0;  // everyone has seen it
+    return 1 + before.first();
+}
+
+DEVICE void join_parts(const DecodeParams& p, const Item& item, int first, u32 parts) {
+    constexpr int PIECES = (D + 31) / 32;  // of a row
+#pragma unroll 1
+    for (; parts; parts &= parts - 1) {
+        int row = (__ffs(parts) - 1) * PART_ROWS;
+#pragma unroll 1
+        for (int i = threadIdx.x / 32; i < PART_ROWS * PIECES; i += THREADS / 32)
+            join_row<float, 32>(p, item, first, row + i / PIECES, i % PIECES * 32, D);
+    }
+}
