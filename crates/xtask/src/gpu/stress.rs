@@ -90,9 +90,15 @@ pub(crate) fn random(seed: u64) -> Case {
     let (format, head_dim, page_size) = r.pick(&KINDS);
     let (heads_per_kv, q_len) = r.pick(&ROWS);
     let heads = r.pick(&[1, 1, 2, 3]);
-    let batch = 1 + r.below(5);
-    let longest = r.pick(&[70, 300, 700, 700, 1500, 5000]);
-    let lens: Vec<usize> = (0..batch).map(|_| r.below(longest)).collect();
+    // Few sequences, or more than a warp has lanes, a few of them long: shares of unequal cost, and many slots.
+    let lens: Vec<usize> = if r.below(8) == 0 {
+        let of_batch =
+            |i: usize, r: &mut Random| r.below(if i.is_multiple_of(8) { 6000 } else { 90 });
+        (0..33 + r.below(30)).map(|i| of_batch(i, &mut r)).collect()
+    } else {
+        let longest = r.pick(&[70, 300, 700, 700, 1500, 5000]);
+        (0..1 + r.below(5)).map(|_| r.below(longest)).collect()
+    };
     let mut case = Case::new([heads_per_kv * heads, heads], head_dim, &lens, kind(format));
     case.page_size = page_size;
     case.seed = seed;

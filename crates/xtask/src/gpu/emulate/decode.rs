@@ -5,7 +5,7 @@ use attn_conformance::{
     Case,
     check::{decode_from, first_difference},
 };
-use attn_core::{HostPages, KvCache, KvSource, PageTable, StridedRows};
+use attn_core::{HostPages, KvCache, KvFormat, KvSource, PageTable, StridedRows};
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     instance::{Arch, Instance},
@@ -17,6 +17,10 @@ use crate::stress;
 
 /// Tiles times heads and row blocks that one shape may have: seconds, as every lane of every warp is a fiber.
 const LARGEST: usize = 160;
+/// The same on a larger GPU, where there are many sequences or long ones: cuts between many CTAs, joins that they share.
+const LARGEST_OF_MANY: usize = 700;
+/// Tokens of a long sequence.
+const LONG: usize = 3000;
 
 /// Kernels load queries and store results by 16 bytes.
 #[derive(Clone, Copy)]
@@ -94,12 +98,17 @@ impl Job {
         let p = &case.problem;
         let tiles: usize = p.kv_lens.iter().map(|len| len.div_ceil(64).max(1)).sum();
         let rows = p.heads_per_kv() * p.q_len;
-        if !case.format.is_integer() || tiles * p.num_kv_heads * rows.div_ceil(8) > LARGEST {
+        let (largest, sms) = if p.batch() > 32 || p.kv_lens.iter().any(|&len| len > LONG) {
+            (LARGEST_OF_MANY, 24)
+        } else {
+            (LARGEST, 1 + case.seed as usize % 5)
+        };
+        if !case.format.is_integer() || tiles * p.num_kv_heads * rows.div_ceil(8) > largest {
             return Ok(None);
         }
         let limits = Limits {
             shared_limit: Arch::Sm90a.shared_limit(),
-            sms: 1 + case.seed as usize % 5,
+            sms,
         };
         let page_size = if case.is_view() { 0 } else { case.page_size };
         let shape = Shape::new(limits, p, case.format, page_size)?;
@@ -206,6 +215,15 @@ impl Jobs {
                 all.add(case)?;
             }
         } else {
+            // Joins of many slots, which CTAs share: of segments and of spans; alone, and among others.
+            for (heads, lens) in [
+                ([4, 1], vec![5000]),
+                ([8, 1], vec![20_000, 100]),
+                ([6, 2], vec![4000]),
+            ] {
+                all.add(Case::new(heads, 64, &lens, KvFormat::INT8))?;
+            }
+            let count = count + all.jobs.len();
             for seed in seed.. {
                 if all.jobs.len() == count {
                     break;

@@ -82,6 +82,8 @@ fn compile(sources: &Path, instance: Instance, number: usize) -> Result<Library>
             "-fno-strict-aliasing",
         ])
         .args(["-fPIC", "-shared", "-D__CUDA_ARCH__=900"])
+        // Little patience, so that CTAs take back their word in the middle of others' counts.
+        .arg("-DATTN_PATIENCE=2")
         .args(options.iter().filter(|option| option.starts_with("-D")))
         .arg(format!("-DATTN_UNIT=\"{}\"", instance.unit()))
         .arg(format!(
