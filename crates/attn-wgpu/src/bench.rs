@@ -26,6 +26,8 @@ const MOST_COPIES: usize = 16;
 const NOISE_TOKENS: usize = 1024;
 /// Work before the timed runs: clocks ramp up.
 const WARM_UP: Duration = Duration::from_millis(150);
+/// Timed runs at most: two timestamps each.
+const MOST_RUNS: usize = 1000;
 /// Copies for an append alone, which touches a small part of each.
 const APPEND_COPIES: usize = 8;
 /// Appends for which a cache has room.
@@ -41,7 +43,7 @@ pub struct WgpuTimer {
     stamps: Option<Stamps>,
 }
 
-/// Two timestamps, and their way to the host.
+/// Timestamps, two for each run, and their way to the host.
 struct Stamps {
     queries: wgpu::QuerySet,
     resolved: wgpu::Buffer,
@@ -63,6 +65,8 @@ fn buffer(device: &wgpu::Device, bytes: u64, usage: Usage) -> wgpu::Buffer {
 }
 
 impl Stamps {
+    const BYTES: u64 = 16 * MOST_RUNS as u64;
+
     fn new(backend: &WgpuBackend) -> Option<Self> {
         let gpu = backend.wgpu_device();
         if !gpu.features().contains(wgpu::Features::TIMESTAMP_QUERY) {
@@ -72,10 +76,10 @@ impl Stamps {
             queries: gpu.create_query_set(&wgpu::QuerySetDescriptor {
                 label: None,
                 ty: wgpu::QueryType::Timestamp,
-                count: 2,
+                count: 2 * MOST_RUNS as u32,
             }),
-            resolved: buffer(gpu, 16, Usage::QUERY_RESOLVE | Usage::COPY_SRC),
-            read: buffer(gpu, 16, Usage::COPY_DST | Usage::MAP_READ),
+            resolved: buffer(gpu, Self::BYTES, Usage::QUERY_RESOLVE | Usage::COPY_SRC),
+            read: buffer(gpu, Self::BYTES, Usage::COPY_DST | Usage::MAP_READ),
             period: f64::from(backend.wgpu_queue().get_timestamp_period()) / 1000.0,
         })
     }
@@ -92,33 +96,39 @@ impl Stamps {
         });
     }
 
-    fn resolve(&self, encoder: &mut wgpu::CommandEncoder) {
-        encoder.resolve_query_set(&self.queries, 0..2, &self.resolved, 0);
-        encoder.copy_buffer_to_buffer(&self.resolved, 0, &self.read, 0, 16);
-    }
-
-    /// Microseconds between the stamps of the work just submitted.
-    fn elapsed(&self, gpu: &wgpu::Device) -> Result<f64, Error> {
+    /// Microseconds between the two stamps of each of `runs` runs, which have been submitted.
+    fn elapsed(&self, backend: &WgpuBackend, runs: usize) -> Result<Vec<f64>, Error> {
         let failed = |text: String| device("reading timestamps", WgpuError::Lost(text));
+        let (gpu, queue) = (backend.wgpu_device(), backend.wgpu_queue());
+        let mut encoder = gpu.create_command_encoder(&Default::default());
+        encoder.resolve_query_set(&self.queries, 0..2 * runs as u32, &self.resolved, 0);
+        encoder.copy_buffer_to_buffer(&self.resolved, 0, &self.read, 0, 16 * runs as u64);
+        queue.submit([encoder.finish()]);
         self.read.map_async(wgpu::MapMode::Read, .., |_| ());
-        poll(gpu)?;
-        let ticks = {
-            let view = self.read.get_mapped_range(..);
+        poll(gpu, None)?;
+        let ticks: Vec<u64> = {
+            let view = self.read.get_mapped_range(..16 * runs as u64);
             let view = view.map_err(|error| failed(error.to_string()))?;
-            let stamp = |at: usize| {
-                let mut bytes = [0; 8];
-                bytes.copy_from_slice(&view[at..at + 8]);
-                u64::from_le_bytes(bytes)
-            };
-            stamp(8).saturating_sub(stamp(0))
+            view.chunks_exact(8).map(pod).collect()
         };
         self.read.unmap();
-        Ok(ticks as f64 * self.period)
+        let us = |pair: &[u64]| pair[1].saturating_sub(pair[0]) as f64 * self.period;
+        Ok(ticks.chunks_exact(2).map(us).collect())
     }
 }
 
-fn poll(gpu: &wgpu::Device) -> Result<(), Error> {
-    gpu.poll(wgpu::PollType::wait_indefinitely())
+/// A timestamp from its bytes.
+fn pod(bytes: &[u8]) -> u64 {
+    bytemuck::pod_read_unaligned(bytes)
+}
+
+/// Waits for a submission, or for all of them.
+fn poll(gpu: &wgpu::Device, until: Option<wgpu::SubmissionIndex>) -> Result<(), Error> {
+    let wait = wgpu::PollType::Wait {
+        submission_index: until,
+        timeout: None,
+    };
+    gpu.poll(wait)
         .map(|_| ())
         .map_err(|error| device("timing", WgpuError::Poll(error)))
 }
@@ -160,32 +170,42 @@ impl WgpuTimer {
         })
     }
 
-    /// Microseconds of each of `count` pieces of work, recorded back to back.
-    fn once(&self, count: usize, record: &mut Record<'_>) -> Result<f64, Error> {
-        let (gpu, queue) = (self.backend.wgpu_device(), self.backend.wgpu_queue());
+    /// `count` pieces of work, recorded back to back, between the stamps of this run.
+    fn commands(
+        &self,
+        count: usize,
+        run: usize,
+        record: &mut Record<'_>,
+    ) -> Result<wgpu::CommandBuffer, Error> {
+        let gpu = self.backend.wgpu_device();
         let mut encoder = gpu.create_command_encoder(&Default::default());
-        if let Some(stamps) = &self.stamps {
-            stamps.stamp(&mut encoder, 0);
-        }
-        (0..count).try_for_each(|i| record(&mut encoder, i))?;
-        if let Some(stamps) = &self.stamps {
-            stamps.stamp(&mut encoder, 1);
-            stamps.resolve(&mut encoder);
-        }
-        let commands = encoder.finish();
-        let start = Instant::now();
-        queue.submit([commands]);
-        let us = match &self.stamps {
-            Some(stamps) => stamps.elapsed(gpu)?,
-            None => {
-                poll(gpu)?;
-                start.elapsed().as_secs_f64() * 1e6
+        let stamp = |encoder: &mut _, index: usize| {
+            if let Some(stamps) = &self.stamps {
+                stamps.stamp(encoder, index as u32);
             }
+        };
+        stamp(&mut encoder, 2 * run);
+        (0..count).try_for_each(|i| record(&mut encoder, i))?;
+        stamp(&mut encoder, 2 * run + 1);
+        Ok(encoder.finish())
+    }
+
+    /// Microseconds of each of `count` pieces of work, in a submission of their own.
+    fn once(&self, count: usize, record: &mut Record<'_>) -> Result<f64, Error> {
+        let commands = self.commands(count, 0, record)?;
+        let start = Instant::now();
+        self.backend.wgpu_queue().submit([commands]);
+        let us = if let Some(stamps) = &self.stamps {
+            stamps.elapsed(&self.backend, 1)?[0]
+        } else {
+            poll(self.backend.wgpu_device(), None)?;
+            start.elapsed().as_secs_f64() * 1e6
         };
         Ok(us / count as f64)
     }
 
     /// Microseconds of one of `count` pieces of work, which `record` records back to back, over `runs` submissions behind a warm-up.
+    /// At most 1000 runs. The same work may be recorded in any order.
     ///
     /// # Errors
     /// [`Error::Device`], and what `record` returns.
@@ -195,21 +215,31 @@ impl WgpuTimer {
         runs: usize,
         record: &mut Record<'_>,
     ) -> Result<Timing, Error> {
-        self.warmed(count, runs, WARM_UP, record)
+        let (gpu, queue) = (self.backend.wgpu_device(), self.backend.wgpu_queue());
+        let runs = runs.clamp(1, MOST_RUNS);
+        self.once(count, record)?;
+        let stamped = if self.stamps.is_some() { runs } else { 0 };
+        let timed = (0..stamped).map(|run| self.commands(count, run, record));
+        let timed = timed.collect::<Result<Vec<_>, _>>()?;
+        // A GPU that waits while its host records lowers its clocks (42 µs became 170 on an H200): it is kept at work until the timed
+        // runs are there, all at once.
+        let (start, mut before) = (Instant::now(), None);
+        while start.elapsed() < WARM_UP {
+            let commands = self.commands(count, 0, record)?;
+            let last = before.replace(queue.submit([commands]));
+            last.map_or(Ok(()), |last| poll(gpu, Some(last)))?;
+        }
+        let Some(stamps) = &self.stamps else {
+            poll(gpu, None)?;
+            return self.each(count, runs, record);
+        };
+        queue.submit(timed);
+        let us = stamps.elapsed(&self.backend, runs)?;
+        Ok(Timing::of(us.iter().map(|us| us / count as f64).collect()))
     }
 
-    fn warmed(
-        &self,
-        count: usize,
-        runs: usize,
-        warm_up: Duration,
-        record: &mut Record<'_>,
-    ) -> Result<Timing, Error> {
-        let start = Instant::now();
-        self.once(count, record)?;
-        while start.elapsed() < warm_up {
-            self.once(count, record)?;
-        }
+    /// The same without a warm-up, one run after the other: for work that changes what it works on.
+    fn each(&self, count: usize, runs: usize, record: &mut Record<'_>) -> Result<Timing, Error> {
         let times = (0..runs.max(1)).map(|_| self.once(count, record));
         Ok(Timing::of(times.collect::<Result<_, _>>()?))
     }
@@ -362,7 +392,7 @@ impl WgpuTimer {
         let most = APPENDS / count.div_ceil(copies) - 1;
         let appends: Vec<_> = (0..shape.problem.batch()).map(|b| (b, 1)).collect();
         let mut problem = shape.problem.clone();
-        self.warmed(count, runs.min(most), Duration::ZERO, &mut |encoder, i| {
+        let mut append = |encoder: &mut wgpu::CommandEncoder, i: usize| {
             let cache = &mut caches[i % copies];
             let [k, v] = &ends.token;
             self.backend.record_append(encoder, cache, &appends, k, v)?;
@@ -373,7 +403,9 @@ impl WgpuTimer {
             let step = self.backend.prepare(&problem, cache)?;
             self.backend
                 .record(encoder, &step, &ends.q, &ends.out, &ends.lse)
-        })
+        };
+        self.once(count, &mut append)?;
+        self.each(count, runs.min(most), &mut append)
     }
 
     /// What reads one cache: a bind group per buffer.
