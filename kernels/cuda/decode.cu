@@ -62,6 +62,13 @@ DEVICE void store_query(const DecodeParams& p, const Work& work, int kv_head, u3
     }
 }
 
+// What a warp knows of its rows of an item.
+struct ItemRows {
+    Rows rows;
+    Query q;
+    float largest_q[G];  // channel scheme: of q'
+};
+
 struct Warp {
     const DecodeParams& p;
     Feed& feed;
@@ -155,13 +162,14 @@ struct Warp {
         return values;
     }
 
-    __device__ __forceinline__ void tile(const Work& work, int index, int kv_len, const Rows& rows, const Query& q,
-                                         const float (&largest_q)[G], State& state) {
+    __device__ __forceinline__ void tile(const Work& work, int index, int kv_len, const ItemRows& item, State& state) {
+        const Rows& rows = item.rows;
+        const Query& q = item.q;
         int t0 = index * TILE, tokens = min(TILE, kv_len - t0);
         float s[G][16], scale[G];
         u32 values;
         if constexpr (CHANNEL) {
-            values = work.is_tail(index) ? tail_scores(tokens, s) : channel_scores(largest_q, s);
+            values = work.is_tail(index) ? tail_scores(tokens, s) : channel_scores(item.largest_q, s);
 #pragma unroll
             for (int g = 0; g < G; g++) scale[g] = 1.0f;
         } else {
@@ -212,6 +220,46 @@ struct Warp {
         }
         done_with_stage();
     }
+
+    // An item's rows and queries. A team without an item of its own does as if it had the last one.
+    __device__ __forceinline__ void enter(const Work& work, u32 shared, ItemRows& item) {
+        int kv_head = min(work.kv_head(feed.team), p.num_kv_heads - 1);
+        item.rows = visible(p, work, kv_head, warp_row, lane);
+        if constexpr (CHANNEL) {
+            if (work.has_items()) {
+                query = shared + AT_TEAM_QUERIES + feed.team * QUERY_BYTES;
+                store_query(p, work, kv_head, query, warp_row, warp_row + 8 * G, lane, 32);
+                __syncwarp();
+            } else {
+                store_query(p, work, kv_head, query, 0, ROWS, threadIdx.x, THREADS);
+                __syncthreads();
+            }
+            largest_queries(item.largest_q);
+        } else {
+            load_query(p, work, kv_head, warp_row, lane, item.q);
+        }
+    }
+
+    // The team's tiles of a unit. Each segment's state goes where the join will look for the team's.
+    __device__ __forceinline__ void take(const Work& work, const ItemRows& item, Join& join) {
+        int index, end, kv_len = work.kv_len, step = work.step(), segment_tiles = work.takes() >= A_SPAN ? 1 << work.segment_shift : 1 << 30;
+        work.share(p, feed.team, index, end);
+        bool first = true;
+#pragma unroll 1
+        do {
+            State state;
+            state.clear();
+            int until = end - index > segment_tiles ? index + segment_tiles : end;
+#pragma unroll 1
+            for (; index < until; index += step) {
+                tile(work, index, kv_len, item, state);
+                join.count(p);
+            }
+            join.segment(state, first, feed.team, warp_row, lane);
+            first = false;
+        } while (index < end);
+        join.count(p);
+    }
 };
 
 #if ATTN_PAGE == 0
@@ -258,9 +306,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     int ahead = 1;
     u32 scratch = base + AT_SCRATCH + warp * SCRATCH_BYTES;
     Warp self = {p, feed, ring, lane, warp % WR * 8 * G, producer, base + AT_QUERY, scratch};
-    Query q;
-    Rows rows;
-    float largest_q[G];
+    ItemRows item;
 #pragma unroll 1
     for (int n = 0; cursors[n].is_valid(p); n ^= 1) {
         const Cursor& here = cursors[n];
@@ -270,44 +316,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
             next.next(p);
             cursors[n ^ 1] = next;
         }
-        if (here.is_fresh) {
-            // A team without an item of its own does as if it had the last one.
-            int kv_head = min(work.kv_head(team), p.num_kv_heads - 1);
-            rows = visible(p, work, kv_head, self.warp_row, lane);
-            if constexpr (CHANNEL) {
-                if (work.has_items()) {
-                    self.query = base + AT_TEAM_QUERIES + team * QUERY_BYTES;
-                    store_query(p, work, kv_head, self.query, self.warp_row, self.warp_row + 8 * G, lane, 32);
-                    __syncwarp();
-                } else {
-                    store_query(p, work, kv_head, self.query, 0, ROWS, threadIdx.x, THREADS);
-                    __syncthreads();
-                }
-                self.largest_queries(largest_q);
-            } else {
-                load_query(p, work, kv_head, self.warp_row, lane, q);
-            }
-        }
+        if (here.is_fresh) self.enter(work, base, item);
 #pragma unroll 1
         for (; ahead < STAGES; ahead++)
             if (producer) self.feed.issue(p);
-        int tile, tile_end, kv_len = work.kv_len, step = work.step(), segment_tiles = work.takes() >= A_SPAN ? 1 << work.segment_shift : 1 << 30;
-        work.share(p, team, tile, tile_end);
-        bool first = true;
-#pragma unroll 1
-        do {
-            State state;
-            state.clear();
-            int until = tile_end - tile > segment_tiles ? tile + segment_tiles : tile_end;
-#pragma unroll 1
-            for (; tile < until; tile += step) {
-                self.tile(work, tile, kv_len, rows, q, largest_q, state);
-                join.count(p);
-            }
-            join.segment(state, first, team, self.warp_row, lane);
-            first = false;
-        } while (tile < tile_end);
-        join.count(p);
+        self.take(work, item, join);
         if (work.has_items()) join.item(p, work, team, self.warp_row, lane);
         else join.unit(p, here, cursors[n ^ 1]);
     }
