@@ -29,9 +29,9 @@ struct Sequence {
     u8 segment_shift, slot_shift;    // log2 of their tiles
     u32 slot_cost, item_cost;        // of a full one; of all, of which the last has what is left
 
-    DEVICE Sequence of(const DecodeParams& p, const Measure& measure, int b) {
+    DEVICE Sequence of(const Measure& measure, int kv_len) {
         Sequence s;
-        s.kv_len = p.kv_lens[b];
+        s.kv_len = kv_len;
         s.num_tiles = (s.kv_len + TILE - 1) / TILE;
         s.segment_shift = segment_shift_of(s.num_tiles);
         s.slot_shift = s.segment_shift + 2 * measure.slots_are;
@@ -52,10 +52,10 @@ struct Work : Sequence {
     u8 slots_here;                  // of this unit
     Measure measure;
 
-    __device__ __forceinline__ void enter(const DecodeParams& p, int sequence) {
+    __device__ __forceinline__ void enter(int sequence, int kv_len) {
         b = sequence;
         heads = slot = row_block = 0;
-        if (b < p.batch) (Sequence&)*this = Sequence::of(p, measure, b);
+        (Sequence&)*this = Sequence::of(measure, kv_len);
     }
     __device__ __forceinline__ bool has_items() const { return measure.slots_are == ITEMS; }
     __device__ __forceinline__ int kv_head(int team) const { return has_items() ? heads * TEAMS + team : heads; }
@@ -78,7 +78,7 @@ struct Work : Sequence {
         if ((slot += slots_here) < num_slots) return;
         slot = 0;
         if (++heads < heads_of(p, measure.slots_are)) return;
-        enter(p, b + 1);
+        if (++b < p.batch) enter(b, p.kv_lens[b]);
     }
     // This team's tiles of the unit: first, first + step, … below end.
     __device__ __forceinline__ void share(const DecodeParams& p, int team, int& first, int& end) const {
@@ -94,9 +94,9 @@ struct Work : Sequence {
         return CHANNEL && (tile * TILE / SAFE_PAGE + 1) * PAGE > kv_len;
     }
 
-    // The first slot at or after `start` of sequence `sequence`, which starts at `begin`, over everything.
-    __device__ __forceinline__ void seek(const DecodeParams& p, int sequence, u32 begin, u32 start) {
-        enter(p, sequence);
+    // The first slot at or after `start` of a sequence that starts at `begin`, over everything.
+    __device__ __forceinline__ void seek(const DecodeParams& p, int sequence, int kv_len, u32 begin, u32 start) {
+        enter(sequence, kv_len);
         u32 per_head = item_cost * p.row_blocks, per_slot = slot_cost * p.row_blocks;
         heads = (start - begin) / per_head;
         offset = begin + heads * per_head;
@@ -166,8 +166,10 @@ struct Counts {
 // Of even slots, the same number for each comes first: shares end where items do more often, and less is handed over. But if that
 // leaves an SM with more than its part, slots are dealt to SMs instead.
 DEVICE void cut(const DecodeParams& p, bool is_even, u32 total, u32& start, u32& end) {
-    u32 ctas = gridDim.x, i = blockIdx.x, each = ceil_div(total, p.by_ctas);
-    if (is_even && (ATTN_CTAS == 1 || each * ceil_div((total + each - 1) / each, p.by_sms) <= ceil_div(total, p.by_sms))) {
+    u32 ctas = gridDim.x, i = blockIdx.x, each = ceil_div(total, p.by_ctas), rounds = 1;
+#pragma unroll
+    for (int n = 1; n < ATTN_CTAS; n++) rounds += total > each * n * p.by_sms.divisor;
+    if (is_even && (ATTN_CTAS == 1 || each * rounds <= ceil_div(total, p.by_sms))) {
         start = min(total, each * i);
         end = min(total, start + each);
         return;
@@ -189,7 +191,11 @@ DEVICE Cursor take_share(const DecodeParams& p, Cursor* found, u32* sums) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, thread = alone ? lane : threadIdx.x;
     int chunk = alone ? 1 : (p.batch + THREADS - 1) / THREADS, begin = min(p.batch, thread * chunk), stop = min(p.batch, begin + chunk);
     Counts mine = {0, 0, 0, 0, 0, 0x7fffffff};
-    for (int b = begin; b < stop; b++) mine.add((p.kv_lens[b] + TILE - 1) / TILE);
+    int kv_len = 0;
+    for (int b = begin; b < stop; b++) {
+        kv_len = p.kv_lens[b];
+        mine.add((kv_len + TILE - 1) / TILE);
+    }
     Counts all = {0, warp_sum(mine.segments), warp_sum(mine.spans), warp_sum(mine.cost), warp_max(mine.longest), warp_min(mine.shortest)}, before = {};
     if (!alone) {
         u32* of_warp = sums + 5 * warp;
@@ -217,11 +223,12 @@ DEVICE Cursor take_share(const DecodeParams& p, Cursor* found, u32* sums) {
     Work& work = cursor.work;
     work.measure = all.measure(p);
     u32 up_to = mine.of(work.measure), blocks = heads_of(p, work.measure.slots_are) * p.row_blocks;
+    if (p.batch > 1)
 #pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-        u32 other = __shfl_up_sync(~0u, up_to, i);
-        if (lane >= i) up_to += other;
-    }
+        for (int i = 1; i < 32; i *= 2) {
+            u32 other = __shfl_up_sync(~0u, up_to, i);
+            if (lane >= i) up_to += other;
+        }
     u32 until = (before.of(work.measure) + up_to) * blocks, from = until - mine.of(work.measure) * blocks, total = all.of(work.measure) * blocks;
     u32 start, end;
     cut(p, work.measure.is_even, total, start, end);
@@ -231,13 +238,15 @@ DEVICE Cursor take_share(const DecodeParams& p, Cursor* found, u32* sums) {
     if (alone) {
         int owner = __ffs(__ballot_sync(~0u, is_here)) - 1;
         begin = __shfl_sync(~0u, begin, owner);
+        kv_len = __shfl_sync(~0u, kv_len, owner);
         from = __shfl_sync(~0u, from, owner);
         is_here = owner >= 0;
     }
     if (is_here) {
         int b = begin;
-        for (u32 w; start >= from + (w = Sequence::of(p, work.measure, b).item_cost * blocks); b++) from += w;
-        work.seek(p, b, from, start);
+        if (!alone)
+            for (u32 w; start >= from + (w = Sequence::of(work.measure, kv_len = p.kv_lens[b]).item_cost * blocks); b++) from += w;
+        work.seek(p, b, kv_len, from, start);
         work.size(p, end);
     }
     if (start == total) {
