@@ -21,7 +21,7 @@ struct Shared {
 };
 
 struct Join {
-    static constexpr int LANES = THREADS / ROWS, VECTORS = (ROW_VECTORS + LANES - 1) / LANES;
+    static constexpr int LANES = THREADS / ROWS;
     enum Pending { NOTHING, TO_COUNT, COUNTED };
 
     u8* shared;
@@ -162,9 +162,19 @@ struct Join {
         bool leaves;              // for a slot: what this CTA has of the item ends here, or the unit is on its own
         TeamTakes takes;
     };
+    // A row and the threads that share it: twice as many where half of the rows only fill up the tile.
+    struct Lanes {
+        int row, lane, lanes;
+        DEVICE Lanes of(const DecodeParams& p) {
+            bool twice = 2 * LANES <= 32 && 2 * p.heads_per_kv * p.q_len <= ROWS;
+            int row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+            if (!twice) return {row, lane, LANES};
+            return {row / 2, lane + row % 2 * LANES, 2 * LANES};
+        }
+    };
     // The unit's state from the teams' in shared memory, and on from there. Spans join what is kept one by one.
     __device__ __forceinline__ void join_teams(const DecodeParams& p, const Unit& u) {
-        int row = threadIdx.x / LANES, at = threadIdx.x % LANES;
+        auto [row, at, lanes] = Lanes::of(p);
         const float4* states = (const float4*)((const float*)(shared + AT_STATES) + row * STATE_STRIDE);
         const float2* ml = (const float2*)(shared + AT_STATE_ML) + row;
         float4* kept = (float4*)(shared + AT_KEPT) + row * ROW_VECTORS;
@@ -192,7 +202,7 @@ struct Join {
         if (u.leaves && at == 0) __stcg(p.state_ml + slot * ROWS + row, sum);
         float4* to = (float4*)p.states + (slot * ROWS + row) * ROW_VECTORS;
 #pragma unroll 1  // for a launch of one unit, instructions take longer to arrive than to run
-        for (int vector = at; vector < ROW_VECTORS; vector += LANES) {
+        for (int vector = at; vector < ROW_VECTORS; vector += lanes) {
             float4 x = states[vector], o;
             if (joins) o = kept[vector];
             if (one_by_one && joins) {
@@ -212,15 +222,15 @@ struct Join {
     }
     // Each team's span to its slot.
     __device__ __forceinline__ void hand_over_spans(const DecodeParams& p, const Unit& u) {
-        int row = threadIdx.x / LANES;
+        auto [row, lane, lanes] = Lanes::of(p);
         const float* states = (const float*)(shared + AT_STATES) + row * STATE_STRIDE;
 #pragma unroll 1
         for (int team = 0; team < u.end - u.slot; team++) {
             u64 slot = u.item.index(p) * p.max_slots + u.slot + team;
             const float4* from = (const float4*)(states + team * ROWS * STATE_STRIDE);
             float4* to = (float4*)p.states + (slot * ROWS + row) * ROW_VECTORS;
-            for (int at = threadIdx.x % LANES; at < ROW_VECTORS; at += LANES) __stcg(to + at, from[at]);
-            if (threadIdx.x % LANES == 0) __stcg(p.state_ml + slot * ROWS + row, ((const float2*)(shared + AT_STATE_ML))[team * ROWS + row]);
+            for (int at = lane; at < ROW_VECTORS; at += lanes) __stcg(to + at, from[at]);
+            if (lane == 0) __stcg(p.state_ml + slot * ROWS + row, ((const float2*)(shared + AT_STATE_ML))[team * ROWS + row]);
         }
     }
     __device__ __forceinline__ void finish(const DecodeParams& p) {
