@@ -142,6 +142,28 @@ struct Counts {
         longest = max(longest, tiles);
         shortest = min(shortest, tiles);
     }
+    // The sums of all warps from each one's; `before`: of those before this one. `sums` holds five numbers per warp.
+    __device__ __forceinline__ Counts of_all_warps(u32* sums, int warp, Counts& before) const {
+        u32* of_warp = sums + 5 * warp;
+        of_warp[0] = segments;
+        of_warp[1] = spans;
+        of_warp[2] = cost;
+        of_warp[3] = longest;
+        of_warp[4] = shortest;
+        __syncthreads();
+        Counts all = {0, 0, 0, 0, 0, 0x7fffffff};
+#pragma unroll
+        for (int w = 0; w < THREADS / 32; w++) {
+            of_warp = sums + 5 * w;
+            if (w == warp) before = all;
+            all.segments += of_warp[0];
+            all.spans += of_warp[1];
+            all.cost += of_warp[2];
+            all.longest = max(all.longest, (int)of_warp[3]);
+            all.shortest = min(all.shortest, (int)of_warp[4]);
+        }
+        return all;
+    }
     // An item of one span may be a team's own, if that takes no more rounds of tiles than sharing it. Its end takes as long as a tile;
     // with a query and a join at both ends, a unit that is shared takes two more.
     __device__ __forceinline__ Measure measure(const DecodeParams& p) const {
@@ -184,8 +206,8 @@ DEVICE void cut(const DecodeParams& p, bool is_even, u32 total, u32& start, u32&
     end = each * (i + 1) + rest * (i + 1) / p.by_ctas;
 }
 
-// Finds the first unit of this CTA's share, which the next barrier shows everyone in `found`; `sums` holds five numbers per warp. A warp finds out alone about up to 32 sequences, and
-// all of them about more.
+// Finds the first unit of this CTA's share, which the next barrier shows everyone in `found`. About up to 32 sequences each warp
+// finds out alone, about more all of them.
 DEVICE Cursor take_share(const DecodeParams& p, Cursor* found, u32* sums) {
     bool alone = p.batch <= 32;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, thread = alone ? lane : threadIdx.x;
@@ -198,24 +220,7 @@ DEVICE Cursor take_share(const DecodeParams& p, Cursor* found, u32* sums) {
     }
     Counts all = {0, warp_sum(mine.segments), warp_sum(mine.spans), warp_sum(mine.cost), warp_max(mine.longest), warp_min(mine.shortest)}, before = {};
     if (!alone) {
-        u32* of_warp = sums + 5 * warp;
-        of_warp[0] = all.segments;
-        of_warp[1] = all.spans;
-        of_warp[2] = all.cost;
-        of_warp[3] = all.longest;
-        of_warp[4] = all.shortest;
-        __syncthreads();
-        all = {0, 0, 0, 0, 0, 0x7fffffff};
-#pragma unroll
-        for (int w = 0; w < THREADS / 32; w++) {
-            of_warp = sums + 5 * w;
-            if (w == warp) before = all;
-            all.segments += of_warp[0];
-            all.spans += of_warp[1];
-            all.cost += of_warp[2];
-            all.longest = max(all.longest, (int)of_warp[3]);
-            all.shortest = min(all.shortest, (int)of_warp[4]);
-        }
+        all = all.of_all_warps(sums, warp, before);
         before.items = min(p.batch, warp * 32 * chunk);
     }
     all.items = p.batch;
