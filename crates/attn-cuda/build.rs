@@ -11,6 +11,9 @@ mod instance;
 #[allow(dead_code, reason = "shared with the library, which uses all of it")]
 #[path = "src/nvrtc.rs"]
 mod nvrtc;
+#[allow(dead_code, reason = "shared with the library, which uses all of it")]
+#[path = "src/short.rs"]
+mod short;
 
 use instance::Arch;
 

@@ -10,7 +10,13 @@ constexpr int D = ATTN_D;
 constexpr int PAGE = ATTN_PAGE;      // tokens; 0: strided rows of someone else's cache
 constexpr int G = ATTN_G;            // row groups of 8 query rows per warp
 constexpr int WR = ATTN_WR;          // warps of a team: they share a ring of stages and have their own rows
-constexpr int TEAMS = SPAN;          // a team has a segment of the span, or a tile of the segment
+#ifdef ATTN_SHORT
+constexpr int TW = 4;                // warps that share each tile: a warp has its own tokens and, for the values, its own dims
+#else
+constexpr int TW = 1;
+#endif
+constexpr bool SHARES_TILES = TW > 1;
+constexpr int TEAMS = SPAN;          // of decode.cu: a team has a segment of the span, or a tile of the segment
 constexpr int STAGES = ATTN_STAGES;  // per team
 constexpr bool MASKS = ATTN_MASKS;   // window, soft cap, ALiBi
 
@@ -24,10 +30,15 @@ constexpr int ARRIVALS = 1;
 
 #ifdef ATTN_WIDE  // wide.cu: no teams; all warps share the tiles, and two more feed them
 constexpr int ROWS = 8 * WR, THREADS = 32 * (WR + 2);
+#elif defined(ATTN_SHORT)  // short.cu: the warps of a team share its tiles, and one more feeds them
+constexpr int ROWS = 8 * G, WORKERS = 32 * TW, TEAM_THREADS = WORKERS + 32, MAX_TEAMS = 2, THREADS = MAX_TEAMS * TEAM_THREADS;
 #else
 constexpr int ROWS = 8 * G * WR;
 constexpr int THREADS = 32 * WR * TEAMS;
 #endif
+constexpr int READERS = SHARES_TILES ? TW : WR;  // warps that read a stage
+// A warp's part of a tile.
+constexpr int TOKENS = TILE / TW, DIMS = D / TW, SCORES = TOKENS / 4;  // scores: of a row, in a lane
 
 constexpr bool integer_scheme(int s) { return s >= INT8_TOKEN; }
 __host__ __device__ constexpr int code_bits(int s) { return s <= BF16 ? 16 : s <= INT8_TENSOR ? 8 : 4; }
@@ -50,6 +61,9 @@ constexpr int PARAMS = PAGE ? 1 : 2;  // of someone else's rows, a scale comes i
 constexpr int K_PART = K_CODES + PARAMS * params_bytes(K_SCHEME, K_GROUPS, BLOCK);
 constexpr int V_PART = V_CODES + PARAMS * params_bytes(V_SCHEME, V_GROUPS, BLOCK);
 constexpr int BLOCKS = TILE / BLOCK, TILES_OF_PAGE = PAGE > TILE ? PAGE / TILE : 1;
+// Where token t of a tile lies; spares arithmetic on what only a human knows to be below 64.
+DEVICE int block_of(int t) { return BLOCKS == 1 ? 0 : t / BLOCK; }
+DEVICE int in_block(int t) { return BLOCKS == 1 ? t : t % BLOCK; }
 
 // Someone else's rows lie in a stage as the copy engine puts them there: side by side as far as its swizzle reaches, so many bytes
 // of each, the 16-byte pieces of neighbouring rows in different banks; what is left of each row behind them.
@@ -93,7 +107,8 @@ constexpr int SCRATCH_BYTES = larger(SCRATCH_K, SCRATCH_V);
 constexpr int STATE_STRIDE = D + 8;        // floats; 8 keeps the rows of a quad group in different banks
 constexpr int QUERY_STRIDE = D + 16;
 constexpr int QUERY_BYTES = CHANNEL ? ROWS * QUERY_STRIDE * 4 : 0;
-#ifndef ATTN_WIDE
+constexpr int CURSOR_BYTES = 64;
+#if !defined(ATTN_WIDE) && !defined(ATTN_SHORT)
 constexpr int AT_STATES = TEAMS * STAGES * STAGE_BYTES;
 constexpr int AT_STATE_ML = AT_STATES + TEAMS * ROWS * STATE_STRIDE * 4;
 constexpr int AT_KEPT = AT_STATE_ML + TEAMS * ROWS * 8;
@@ -103,7 +118,6 @@ constexpr int AT_TEAM_QUERIES = AT_KEPT;  // of teams that have an item each, an
 constexpr int AT_SCRATCH = larger(AT_QUERY + QUERY_BYTES, AT_TEAM_QUERIES + TEAMS * QUERY_BYTES);
 constexpr int AT_BARRIERS = AT_SCRATCH + TEAMS * WR * SCRATCH_BYTES;
 constexpr int AT_JOIN = AT_BARRIERS + TEAMS * STAGES * 16;
-constexpr int CURSOR_BYTES = 64;
 constexpr int AT_CURSORS = AT_JOIN + 64;   // this unit's and the next one's, then each team's feed
 constexpr int SHARED_BYTES = AT_CURSORS + (2 + TEAMS) * CURSOR_BYTES;
 

@@ -22,89 +22,62 @@ struct Ring {
         barrier_wait(full(), phase);
         return at();
     }
+    // The same for the stage behind it, whose turn comes next.
+    __device__ __forceinline__ u32 wait_next() const {
+        Ring next = *this;
+        next.advance();
+        return next.wait();
+    }
     // Reader: the whole team has read the stage.
     __device__ __forceinline__ void release(int lane) {
         __syncwarp();
-        if (WR > 1 && lane < ARRIVALS) barrier_arrive(empty());
+        if (READERS > 1 && lane < ARRIVALS) barrier_arrive(empty());
         advance();
     }
 };
 
-struct Feed {
-    Cursor* cursor;  // this team's; looked at once per tile
+// One stage's worth after the other of a run of tiles, first tile, first tile + step, …, of the sequence and KV head that `Place`
+// tells: b(), kv_len(), kv_head().
+template <class Place> struct Copies {
+    Place place;
     Ring ring;
-    int team, lane;
+    int lane;
     int tile, tile_end, step, part;
     u32 pages;  // of the next tiles, a block to a lane
     int known;  // lanes of them that are used up
     const RowMaps* maps;  // of someone else's rows
-    // Of the cursor's sequence and KV head: its pages, and where its run lies in the first page of the pool.
+    // Of the sequence and KV head: its pages, and where its run lies in the first page of the pool.
     const u32* table;
     const u8* runs;
 
-    // Moves to the first tile of this team at or after the next unit.
-    __device__ __forceinline__ void settle(const DecodeParams& p, Cursor& at) {
-        while (tile >= tile_end) {
-            at.next(p);
-            if (!at.is_valid(p)) {
-                tile = -1;
-                return;
-            }
-            at.work.share(p, team, tile, tile_end);
-        }
-        move_to(p, at.work);
-        __syncwarp();
-        if (lane == 0) *cursor = at;
-        __syncwarp();
-    }
-    __device__ __forceinline__ void move_to(const DecodeParams& p, const Work& work) {
-        table = p.page_table + (u64)work.b * p.page_table_stride;
-        runs = p.k + work.kv_head(team) * RUN_BYTES;
-        step = work.step();
+    __device__ __forceinline__ void begin(const DecodeParams& p, int b, int kv_head) {
+        table = p.page_table + (u64)b * p.page_table_stride;
+        runs = p.k + kv_head * RUN_BYTES;
     }
     // Reads the page table 32 blocks at a time, one stage before the first is needed. Past the last page a block repeats it: its
     // tokens are not seen.
-    __device__ __forceinline__ void look_up(const DecodeParams& p) {
+    __device__ __forceinline__ void look_up() {
         if constexpr (PAGE != 0) {
             known = 0;
             if (tile < 0) return;
             int ahead = tile + lane / BLOCKS * step;
             int index = PAGE > TILE ? ahead / TILES_OF_PAGE : ahead * BLOCKS + lane % BLOCKS;
-            pages = table[min(index, (cursor->work.kv_len - 1) / SAFE_PAGE)];
+            pages = table[min(index, (place.kv_len() - 1) / SAFE_PAGE)];
         }
     }
-    __device__ __forceinline__ void start(const DecodeParams& p, const Cursor& first) {
-        part = 0;
-        tile = -1;
-        Cursor at = first;
-        if (!at.is_valid(p)) return;
-        at.work.share(p, team, tile, tile_end);
-        move_to(p, at.work);
-        if (lane == 0) *cursor = at;
-        __syncwarp();
-        if (tile >= tile_end) settle(p, at);
-        look_up(p);
-    }
-
+    __device__ __forceinline__ bool is_tail() const { return is_open(tile, place.kv_len()); }
     // Stages of the tile at hand.
-    __device__ __forceinline__ int parts() const { return (WHOLE ? 1 : 2) + cursor->work.is_tail(tile); }
-
-    // Copies the next part, if there is one, into the ring's next stage.
-    __device__ __forceinline__ void issue(const DecodeParams& p) {
-        if (tile < 0) return;
-        if (WR > 1) barrier_wait(ring.empty(), ring.phase ^ 1);
+    __device__ __forceinline__ int parts() const { return (WHOLE ? 1 : 2) + is_tail(); }
+    // Copies the next part into the ring's next stage; true if the tile at hand is a new one.
+    __device__ __forceinline__ bool copy_next(const DecodeParams& p) {
+        if (READERS > 1) barrier_wait(ring.empty(), ring.phase ^ 1);
         copy_part(p);
         ring.advance();
-        if (++part < parts()) return;
+        if (++part < parts()) return false;
         part = 0;
         tile += step;
         known += BLOCKS;
-        if (tile >= tile_end) {
-            Cursor at = *cursor;
-            settle(p, at);
-            known = 32;
-        }
-        if (known == 32) look_up(p);
+        return true;
     }
 
     __device__ __forceinline__ const u8* run(const DecodeParams& p, u32 of_page) const {
@@ -112,7 +85,7 @@ struct Feed {
     }
 
     __device__ __forceinline__ void copy_part(const DecodeParams& p) {
-        bool tail = cursor->work.is_tail(tile), last = part + 1 == parts();
+        bool tail = is_tail(), last = part + 1 == parts();
         bool has_k = WHOLE || !last, has_v = last;
         if constexpr (PAGE == 0) {
             if constexpr (K_CODES == V_CODES) {
@@ -130,7 +103,7 @@ struct Feed {
 #if ATTN_BULK
         if (elected()) barrier_expect(ring.full(), k_bytes + (has_v ? V_PART * BLOCKS : 0));
 #endif
-        if (tail && has_k) copy_tail(run(p, p.tail_pages[cursor->work.b]));
+        if (tail && has_k) copy_tail(run(p, p.tail_pages[place.b()]));
         if constexpr (PAGE > TILE) {
             const u8* of_page = run(p, __shfl_sync(~0u, pages, known));
             if (has_k && !tail) copy_half(of_page, true, ring.at());
@@ -195,8 +168,7 @@ struct Feed {
     // its swizzle spans; else in 16-byte pieces, neighbouring lanes side by side in a row, tokens past the end repeating the last one.
     template <int SCHEME> __device__ __forceinline__ void copy_rows(const long long* map, const u8* codes, const long long* strides) {
         constexpr int SWIZZLE = swizzle_of(SCHEME), ROW = D * code_bits(SCHEME) / 8;
-        const Work& work = cursor->work;
-        int kv_head = work.kv_head(team), left = work.kv_len - tile * TILE;
+        int b = place.b(), kv_head = place.kv_head(), left = place.kv_len() - tile * TILE;
         bool is_whole = ATTN_BULK && left >= TILE && maps->are_set;
 #if ATTN_BULK
         if (is_whole && elected()) {
@@ -204,18 +176,17 @@ struct Feed {
             barrier_expect_more(ring.full(), TILE * ROW);
 #pragma unroll
             for (int at = 0; at < ROW; at += SWIZZLE)
-                copy_box(ring.at() + at * TILE, map, at, tile * TILE, kv_head, work.b, ring.full());
+                copy_box(ring.at() + at * TILE, map, at, tile * TILE, kv_head, b, ring.full());
         }
 #endif
-        if (!is_whole) copy_pieces<SWIZZLE>(codes + work.b * strides[0] + kv_head * strides[1], strides[2], ROW / 16, left);
+        if (!is_whole) copy_pieces<SWIZZLE>(codes + b * strides[0] + kv_head * strides[1], strides[2], ROW / 16, left);
     }
     template <int SCHEME, int GROUPS> __device__ __forceinline__ void copy_scales(int at, const u16* scales, const long long* strides) {
         if (SCHEME != INT8_TOKEN && SCHEME != INT8_GROUP) return;
-        const Work& work = cursor->work;
-        const u16* from = scales + work.b * strides[0] + work.kv_head(team) * strides[1];
+        const u16* from = scales + place.b() * strides[0] + place.kv_head() * strides[1];
 #pragma unroll
         for (int i = lane; i < TILE; i += 32) {
-            const u16* of_token = from + min(tile * TILE + i, work.kv_len - 1) * strides[2];
+            const u16* of_token = from + min(tile * TILE + i, place.kv_len() - 1) * strides[2];
 #pragma unroll
             for (int group = 0; group < GROUPS; group++)
                 copy4_async(ring.at() + at + (group * TILE + i) * 4, (const void*)((u64)(of_token + group) & ~3ull));
@@ -232,11 +203,64 @@ struct Feed {
     }
 };
 
-// The f16 scales of a tile's tokens 2·lane, 2·lane + 1 of someone else's cache, from the words at `at` in which they lie.
-DEVICE u32 scale_pair(u32 at, const u16* scales, const long long* strides, const Work& work, int kv_head, int t0, int lane, int group) {
-    uint2 x = lds64(at + (group * TILE + 2 * lane) * 4);
+// Of a team of decode.cu: the cursor is looked at once per tile.
+struct OfCursor {
+    Cursor* cursor;
+    int team;
+
+    __device__ __forceinline__ int b() const { return cursor->work.b; }
+    __device__ __forceinline__ int kv_len() const { return cursor->work.kv_len; }
+    __device__ __forceinline__ int kv_head() const { return cursor->work.kv_head(team); }
+};
+struct Feed : Copies<OfCursor> {
+    // Moves to the first tile of this team at or after the next unit.
+    __device__ __forceinline__ void settle(const DecodeParams& p, Cursor& at) {
+        while (tile >= tile_end) {
+            at.next(p);
+            if (!at.is_valid(p)) {
+                tile = -1;
+                return;
+            }
+            at.work.share(p, place.team, tile, tile_end);
+        }
+        move_to(p, at.work);
+        __syncwarp();
+        if (lane == 0) *place.cursor = at;
+        __syncwarp();
+    }
+    __device__ __forceinline__ void move_to(const DecodeParams& p, const Work& work) {
+        begin(p, work.b, work.kv_head(place.team));
+        step = work.step();
+    }
+    __device__ __forceinline__ void start(const DecodeParams& p, const Cursor& first) {
+        part = 0;
+        tile = -1;
+        Cursor at = first;
+        if (!at.is_valid(p)) return;
+        at.work.share(p, place.team, tile, tile_end);
+        move_to(p, at.work);
+        if (lane == 0) *place.cursor = at;
+        __syncwarp();
+        if (tile >= tile_end) settle(p, at);
+        look_up();
+    }
+    // Copies the next part, if there is one.
+    __device__ __forceinline__ void issue(const DecodeParams& p) {
+        if (tile < 0 || !copy_next(p)) return;
+        if (tile >= tile_end) {
+            Cursor at = *place.cursor;
+            settle(p, at);
+            known = 32;
+        }
+        if (known == 32) look_up();
+    }
+};
+
+// The f16 scales of a tile's tokens t, t + 1 (t even) of someone else's cache, from the words at `at` in which they lie.
+DEVICE u32 scale_pair(u32 at, const u16* scales, const long long* strides, int b, int kv_head, int t0, int t, int group) {
+    uint2 x = lds64(at + (group * TILE + t) * 4);
     // The address's low bits say which half of its word is meant.
-    u32 stride = (u32)strides[2], index = (u32)work.b * (u32)strides[0] + (u32)kv_head * (u32)strides[1] + (u32)(t0 + 2 * lane) * stride + group;
+    u32 stride = (u32)strides[2], index = (u32)b * (u32)strides[0] + (u32)kv_head * (u32)strides[1] + (u32)(t0 + t) * stride + group;
     u32 first = (u32)(u64)scales / 2 + index;
     return __byte_perm(x.x, x.y, (first & 1 ? 0x0032 : 0x0010) | (first + stride & 1 ? 0x7600 : 0x5400));
 }

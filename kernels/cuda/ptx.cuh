@@ -215,6 +215,30 @@ DEVICE void after_dependencies() {
     wait_for_dependencies();
 }
 
+// ---- clusters: CTAs that run at once and read each other's shared memory ----
+
+#if ATTN_BULK
+// Where what lies at `at` here lies in CTA `rank` of the cluster.
+DEVICE u32 peer_address(u32 at, u32 rank) {
+    u32 x;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(x) : "r"(at), "r"(rank));
+    return x;
+}
+DEVICE float peer_load(u32 at) {
+    float x;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+    return x;
+}
+DEVICE float2 peer_load2(u32 at) {
+    float2 x;
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
+    return x;
+}
+// All threads of the cluster; what was written before is seen behind it.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+#endif
+
 DEVICE u32 load_acquire(const u32* at) {
     u32 x;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
@@ -230,7 +254,7 @@ DEVICE u32 warp_slot() {
 // ---- barriers and copies to shared memory ----
 
 // Of N threads; barrier 0 is that of the whole CTA.
-template <int N> DEVICE void barrier_of() { asm volatile("bar.sync 1, %0;" :: "n"(N) : "memory"); }
+template <int N> DEVICE void barrier_of(int id = 1) { asm volatile("bar.sync %0, %1;" :: "r"(id), "n"(N) : "memory"); }
 
 DEVICE void barrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");

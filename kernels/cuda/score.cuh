@@ -1,6 +1,7 @@
 // The first product: 64 scores of each row against a tile's K.
 #pragma once
 #include "query.cuh"
+#include "team.cuh"
 
 // Eight tokens of K as right operand: b[panel] holds the 4 bytes lane%4 of token lane/4 in a panel of 16 bytes.
 template <int N> DEVICE void load_k8(u32 stage, int rows, int row0, int lane, u32 (&b)[N], int first, int last) {
@@ -40,9 +41,11 @@ DEVICE u32 high_nibbles(u32 x) { return x & 0xf0f0f0f0; }
 
 // Planes of panels [first, last) · b, whose bytes are signed or not.
 template <bool SIGNED> DEVICE Sums dot_panels(const u32 (&plane)[PANELS][K_FLOAT ? 4 : 2], const u32 (&b)[PANELS], int first, int last,
-                                              bool pairs, Sums c = {}) {
+                                              bool pairs, Sums before = {}) {
+    Sums sums[2] = {before, {}};  // one after the other, each product of a sum waits for the one before
 #pragma unroll
     for (int p = first; p < last; p += 2) {
+        Sums& c = sums[SHARES_TILES ? p / 2 % 2 : 0];
         const u32(&x)[K_FLOAT ? 4 : 2] = plane[p], (&y)[K_FLOAT ? 4 : 2] = plane[(p + 1) % PANELS];
         if (pairs && p + 1 < last) {
             c = SIGNED ? mma_s8_k32(c, x[0], x[1], y[0], y[1], b[p], b[p + 1]) : mma_s8u8_k32(c, x[0], x[1], y[0], y[1], b[p], b[p + 1]);
@@ -51,31 +54,58 @@ template <bool SIGNED> DEVICE Sums dot_panels(const u32 (&plane)[PANELS][K_FLOAT
             if (p + 1 < last) c = SIGNED ? mma_s8_k16(c, y[0], y[1], b[p + 1]) : mma_s8u8_k16(c, y[0], y[1], b[p + 1]);
         }
     }
-    return c;
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[0].x[i] += sums[1].x[i];
+    return sums[0];
 }
 
 // S of this lane's two tokens from the two planes' sums.
 DEVICE int plane_sum(const Sums& c, int i) { return c.x[i] * 128 + c.x[i + 2]; }
 
-// Converts a tile's K parameters once for the warp: [group][token] scale, or {scale of its sum, centred shift}; tokens beyond the
-// sequence get zeros, whatever bytes lie there. row_scales(at, group) reads two tokens' scales of a strided cache.
-template <class Rows> DEVICE void prepare_k(u32 stage, u32 scratch, int tokens, int lane, Rows row_scales) {
+// K's parameters of the tokens t, t + 1 (t even) from where they lie in a stage: scales, or {scale of its sum, centred shift} of both.
+// Tokens beyond the sequence get zeros, whatever bytes lie there. rows(at, group, t) reads the scales of a strided cache.
+template <class Rows> struct StoredK {
+    u32 stage;
+    int tokens;
+    Rows rows;
+
+    __device__ __forceinline__ u32 at(int group, int t, int bytes) const {
+        return stage + block_of(t) * K_STRIDE + K_CODES + (group * BLOCK + in_block(t)) * bytes;
+    }
+    __device__ __forceinline__ uint2 scales(int group, int t) const {
+        u32 x = PAGE == 0 ? rows(stage + K_CODES, group, t) : lds32(at(group, t, 2));
+        return {t < tokens ? float_bits(half_float(x & 0xffff)) : 0, t + 1 < tokens ? float_bits(half_float(x >> 16)) : 0};
+    }
+    __device__ __forceinline__ float4 pairs(int group, int t) const {
+        uint2 x = lds64(at(group, t, 4));
+        bool in0 = t < tokens, in1 = t + 1 < tokens;
+        float s0 = half_float(x.x & 0xffff), s1 = half_float(x.y & 0xffff), down = t & 8 ? 0.0625f : 1.0f;
+        return {in0 ? s0 * down : 0.0f, in0 ? fmaf(8.0f, s0, half_float(x.x >> 16)) : 0.0f,
+                in1 ? s1 * down : 0.0f, in1 ? fmaf(8.0f, s1, half_float(x.y >> 16)) : 0.0f};
+    }
+};
+// Where nothing is strided.
+struct NoRows {
+    __device__ __forceinline__ u32 operator()(u32, int, int) const { return 0; }
+};
+// The same, once they have been converted for the whole warp.
+struct PreparedK {
+    u32 scratch;
+
+    __device__ __forceinline__ uint2 scales(int group, int t) const { return lds64(scratch + (group * TILE + t) * 4); }
+    __device__ __forceinline__ float4 pairs(int group, int t) const { return lds128(scratch + (group * TILE + t) * 8); }
+};
+
+template <class Rows> DEVICE void prepare_k(const StoredK<Rows>& stored, u32 scratch, int lane) {
     if constexpr (K_SCHEME == INT8_TOKEN || K_SCHEME == INT8_GROUP || K_SCHEME == INT4_GROUPS) {
         int t = 2 * lane;
-        u32 block = stage + t / BLOCK * K_STRIDE + K_CODES;
-        bool in0 = t < tokens, in1 = t + 1 < tokens;
 #pragma unroll
         for (int group = 0; group < K_GROUPS; group++) {
             if constexpr (K_SCHEME == INT4_GROUPS) {
-                uint2 x = lds64(block + (group * BLOCK + t % BLOCK) * 4);
-                float s0 = half_float(x.x & 0xffff), s1 = half_float(x.y & 0xffff);
-                float down = t & 8 ? 0.0625f : 1.0f;
-                float4 y = {in0 ? s0 * down : 0.0f, in0 ? fmaf(8.0f, s0, half_float(x.x >> 16)) : 0.0f,
-                            in1 ? s1 * down : 0.0f, in1 ? fmaf(8.0f, s1, half_float(x.y >> 16)) : 0.0f};
-                sts128(scratch + (group * TILE + t) * 8, y);
+                sts128(scratch + (group * TILE + t) * 8, stored.pairs(group, t));
             } else {
-                u32 x = PAGE == 0 ? row_scales(stage + K_CODES, group) : lds32(block + (group * BLOCK + t % BLOCK) * 2);
-                sts64(scratch + (group * TILE + t) * 4, in0 ? half_float(x & 0xffff) : 0.0f, in1 ? half_float(x >> 16) : 0.0f);
+                uint2 x = stored.scales(group, t);
+                sts64(scratch + (group * TILE + t) * 4, bits_float(x.x), bits_float(x.y));
             }
         }
         __syncwarp();
@@ -83,12 +113,13 @@ template <class Rows> DEVICE void prepare_k(u32 stage, u32 scratch, int tokens, 
 }
 
 // Float K: scores before 2^-e, in the same order.
-DEVICE void float_scores(u32 stage, const Query& q, int lane, float (&s)[G][16]) {
+DEVICE void float_scores(u32 stage, const Query& q, const Team& team, float (&s)[G][SCORES]) {
     constexpr int MATRICES = D * code_bits(K_SCHEME) / 128;
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
+    for (int j = 0; j < TOKENS / 8; j++) {
         u32 raw[MATRICES], b[PANELS][2];
-        load_k8(stage + 8 * j / BLOCK * K_STRIDE, BLOCK, 8 * j % BLOCK, lane, raw, 0, MATRICES);
+        int t = team.token() + 8 * j;
+        load_k8(stage + block_of(t) * K_STRIDE, BLOCK, in_block(t), team.lane, raw, 0, MATRICES);
 #pragma unroll
         for (int panel = 0; panel < PANELS; panel++) {
             if constexpr (K_SCHEME == FP8) {
@@ -100,15 +131,16 @@ DEVICE void float_scores(u32 stage, const Query& q, int lane, float (&s)[G][16])
         }
 #pragma unroll
         for (int g = 0; g < G; g++) {
-            FloatSums c = {};
+            FloatSums sums[2] = {};  // one after the other, each product would wait for the one before
 #pragma unroll
             for (int panel = 0; panel < PANELS; panel++) {
+                FloatSums& c = sums[panel % 2];
                 const u32* a = q.plane[g][panel];
                 if constexpr (K_SCHEME == BF16) c = mma_bf16(c, a[0], a[1], a[2 % (K_FLOAT ? 4 : 2)], a[3 % (K_FLOAT ? 4 : 2)], b[panel][0], b[panel][1]);
                 else c = mma_f16(c, a[0], a[1], a[2 % (K_FLOAT ? 4 : 2)], a[3 % (K_FLOAT ? 4 : 2)], b[panel][0], b[panel][1]);
             }
-            s[g][2 * j] = c.x[0] + c.x[2];
-            s[g][2 * j + 1] = c.x[1] + c.x[3];
+            s[g][2 * j] = (sums[0].x[0] + sums[1].x[0]) + (sums[0].x[2] + sums[1].x[2]);
+            s[g][2 * j + 1] = (sums[0].x[1] + sums[1].x[1]) + (sums[0].x[3] + sums[1].x[3]);
         }
     }
 }
@@ -117,12 +149,13 @@ DEVICE void float_scores(u32 stage, const Query& q, int lane, float (&s)[G][16])
 constexpr int LENGTH = PANELS / K_GROUPS;
 constexpr bool PAIRS = LENGTH % 2 == 0 || K_GROUPS == 1;
 
-// Scores before 2^-e in the order of the accumulators: s[2j + i] is token 8j + 2·(lane%4) + i.
-DEVICE void scores8(u32 stage, u32 scratch, const Query& q, int lane, float (&s)[G][16]) {
+// Scores before 2^-e in the order of the accumulators: s[2j + i] is the warp's token 8j + 2·(lane%4) + i.
+template <class Params> DEVICE void scores8(u32 stage, const Params& params, const Query& q, const Team& team, float (&s)[G][SCORES]) {
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
+    for (int j = 0; j < TOKENS / 8; j++) {
         u32 b[PANELS];
-        load_k8(stage + 8 * j / BLOCK * K_STRIDE, BLOCK, 8 * j % BLOCK, lane, b, 0, PANELS);
+        int t = team.token() + 8 * j;
+        load_k8(stage + block_of(t) * K_STRIDE, BLOCK, in_block(t), team.lane, b, 0, PANELS);
 #pragma unroll
         for (int g = 0; g < G; g++)
 #pragma unroll
@@ -130,7 +163,7 @@ DEVICE void scores8(u32 stage, u32 scratch, const Query& q, int lane, float (&s)
                 Sums c = dot_panels<true>(q.plane[g], b, group * LENGTH, (group + 1) * LENGTH, PAIRS);
                 float s0 = (float)plane_sum(c, 0), s1 = (float)plane_sum(c, 1);
                 if constexpr (K_SCHEME != INT8_TENSOR) {
-                    uint2 k = lds64(scratch + (group * TILE + 8 * j + 2 * (lane % 4)) * 4);
+                    uint2 k = params.scales(group, t + 2 * (team.lane % 4));
                     s0 = s0 * bits_float(k.x);
                     s1 = s1 * bits_float(k.y);
                 }
@@ -141,11 +174,12 @@ DEVICE void scores8(u32 stage, u32 scratch, const Query& q, int lane, float (&s)
 }
 
 // The same of int4, sixteen tokens at a time. The shift of a channel's page is added elsewhere, that of rows here.
-DEVICE void scores4(u32 stage, u32 scratch, const Query& q, int lane, float (&s)[G][16]) {
+template <class Params> DEVICE void scores4(u32 stage, const Params& params, const Query& q, const Team& team, float (&s)[G][SCORES]) {
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {
+    for (int j = 0; j < TOKENS / 8; j += 2) {
         u32 whole[PANELS], high[PANELS];
-        load_k8(stage + 8 * j / BLOCK * K_STRIDE, BLOCK / 2, 4 * j % (BLOCK / 2), lane, whole, 0, PANELS);
+        int t = team.token() + 8 * j;
+        load_k8(stage + block_of(t) * K_STRIDE, BLOCK / 2, in_block(t) / 2, team.lane, whole, 0, PANELS);
 #pragma unroll
         for (int i = 0; i < PANELS; i++) high[i] = high_nibbles(whole[i]);
 #pragma unroll
@@ -166,7 +200,7 @@ DEVICE void scores4(u32 stage, u32 scratch, const Query& q, int lane, float (&s)
                         s0 = x[i];
                         s1 = x[i + 1];
                     } else {
-                        float4 k = lds128(scratch + (group * TILE + 8 * j + 4 * i + 2 * (lane % 4)) * 8);
+                        float4 k = params.pairs(group, t + 4 * i + 2 * (team.lane % 4));
                         float a0 = x[i] * k.x, a1 = x[i + 1] * k.z, b0 = (float)sum * k.y, b1 = (float)sum * k.w;
                         s0 = (group == 0 ? a0 : s0 + a0) + b0;
                         s1 = (group == 0 ? a1 : s1 + a1) + b1;
@@ -176,9 +210,9 @@ DEVICE void scores4(u32 stage, u32 scratch, const Query& q, int lane, float (&s)
     }
 }
 
-DEVICE void scores(u32 stage, u32 scratch, const Query& q, int lane, float (&s)[G][16]) {
-    if constexpr (K_INT4) scores4(stage, scratch, q, lane, s);
-    else scores8(stage, scratch, q, lane, s);
+template <class Params> DEVICE void scores(u32 stage, const Params& params, const Query& q, const Team& team, float (&s)[G][SCORES]) {
+    if constexpr (K_INT4) scores4(stage, params, q, team, s);
+    else scores8(stage, params, q, team, s);
 }
 
 // ---- Int4 Channel: scale and shift belong to the page's channels, so each page has its own planes of the query ----

@@ -4,7 +4,7 @@
 
 struct State {
     float m[G], l[G];           // of row lane/4
-    float o[G][D / 8][2];       // dims 8j + 2·(lane%4) + {0, 1}
+    float o[G][DIMS / 8][2];    // of the warp's dims, 8j + 2·(lane%4) + {0, 1}
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -12,7 +12,19 @@ struct State {
             m[g] = MINUS_INFINITY;
             l[g] = 0.0f;
 #pragma unroll
-            for (int j = 0; j < D / 8; j++) o[g][j][0] = o[g][j][1] = 0.0f;
+            for (int j = 0; j < DIMS / 8; j++) o[g][j][0] = o[g][j][1] = 0.0f;
+        }
+    }
+    // Of V that was turned on its way, a lane has four neighbouring dims in two accumulators. The dim of an element, and of the j-th
+    // pair of neighbours that a lane has.
+    DEVICE int dim_of(int j, int i, int lane) { return V_ROWS ? 8 * (j & ~1) + 4 * (lane % 4) + 2 * i + (j & 1) : 8 * j + 2 * (lane % 4) + i; }
+    DEVICE int pair_of(int j, int lane) { return V_ROWS ? 8 * (j & ~1) + 4 * (lane % 4) + 2 * (j & 1) : 8 * j + 2 * (lane % 4); }
+    // take(dim, x, y) of these pairs.
+    template <class Take> __device__ __forceinline__ void each_pair(int g, int lane, Take take) const {
+#pragma unroll
+        for (int j = 0; j < DIMS / 8; j++) {
+            if (V_ROWS) take(pair_of(j, lane), o[g][j & ~1][j & 1], o[g][j | 1][j & 1]);
+            else take(pair_of(j, lane), o[g][j][0], o[g][j][1]);
         }
     }
 };
@@ -20,6 +32,7 @@ struct State {
 // What a tile does to a state: both sides' powers of two.
 struct Rescale {
     float alpha[G], beta[G];
+    int weights[G];  // what the lane adds to l, times 2^22
 };
 
 DEVICE float quad_max(float x) {
@@ -33,88 +46,173 @@ DEVICE int quad_sum(int x) {
 
 // p14 of two tokens each, where V has shifts.
 struct Pairs {
-    u32 p14[G][V_INT4 ? 8 : 1];
+    u32 p14[G][V_INT4 ? SCORES / 2 : 1];
 };
 
-// Scores to weights p in place; m and l of the state move on, O waits for its tile. A token that is not seen gets 2^-63 or less,
-// which is 0 in every integer that is made of it.
-template <class Seen> DEVICE void soften(float (&s)[G][16], const float (&scale)[G], bool full, Seen seen, State& state, Rescale& r,
-                                         Pairs& pairs) {
+// m of the state lies with whoever softens.
+DEVICE void add_weights(State& state, int g, int l, const Rescale& r) {
+    state.l[g] = fmaf((float)l, exp2i(-22) * r.beta[g], state.l[g] * r.alpha[g]);
+}
+
+// The tile's maxima, rounded up, of what the warp's lanes have; scores of tokens that are not seen go.
+template <class Seen> DEVICE void highest(float (&s)[G][SCORES], const float (&scale)[G], bool full, Seen seen, float (&tops)[G]) {
 #pragma unroll
     for (int g = 0; g < G; g++) {
         if (!full) {
 #pragma unroll
-            for (int i = 0; i < 16; i++)
+            for (int i = 0; i < SCORES; i++)
                 if (!seen(g, i)) s[g][i] = MINUS_INFINITY;
         }
         float top[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) top[i] = fmaxf(fmaxf(s[g][i], s[g][i + 4]), fmaxf(s[g][i + 8], s[g][i + 12]));
-        float m = ceilf(quad_max(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]))) * scale[g]);
+        for (int i = 0; i < 4; i++) {
+            top[i] = s[g][i];
+            if (SCORES == 16) top[i] = fmaxf(fmaxf(top[i], s[g][(i + 4) % SCORES]), fmaxf(s[g][(i + 8) % SCORES], s[g][(i + 12) % SCORES]));
+        }
+        tops[g] = ceilf(quad_max(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]))) * scale[g]);
+    }
+}
+
+// Scores to weights p in place; the running maxima m move on, l and O wait. A token that is not seen gets 2^-63 or less, which is 0
+// in every integer that is made of it.
+DEVICE void soften(float (&s)[G][SCORES], const float (&scale)[G], bool full, const float (&tops)[G], float (&running)[G], Rescale& r, Pairs& pairs) {
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        float m = tops[g];
         bool some = full || m > MINUS_INFINITY;
         float from = some ? m : 0.0f;
         u32 l = 0, bits[2];
         float down = -0.015625f * scale[g], offset = 0.015625f * from;
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
+        for (int i = 0; i < SCORES; i++) {
             float p;
             if constexpr (INTEGER) p = exp2w(fma_saturate(s[g][i], down, offset));
             else p = exp2f_law(fmaxf(fmaf(s[g][i], scale[g], -from), -125.0f));
             s[g][i] = p;
             bits[i % 2] = float_bits(p + WEIGHT_BASE);
             l += bits[i % 2];
-            if (V_INT4 && i % 2 == 1) pairs.p14[g][i / 2 % (V_INT4 ? 8 : 1)] = __byte_perm(bits[0], bits[1], 0x6521);
+            if (V_INT4 && i % 2 == 1) pairs.p14[g][i / 2 % (V_INT4 ? SCORES / 2 : 1)] = __byte_perm(bits[0], bits[1], 0x6521);
         }
-        l = quad_sum((int)l) - TILE * WEIGHT_BASE_BITS;
+        l -= SCORES * WEIGHT_BASE_BITS;
         if (INTEGER) m = m - 1.0f;
-        float top_m = some ? fmaxf(state.m[g], m) : state.m[g];
-        r.alpha[g] = some ? pow2(top_m - state.m[g]) : 1.0f;
+        float top_m = some ? fmaxf(running[g], m) : running[g];
+        r.alpha[g] = some ? pow2(top_m - running[g]) : 1.0f;
         r.beta[g] = some ? pow2(top_m - m) : -0.0f;  // adds a zero that changes not even a zero's sign
-        state.l[g] = fmaf((float)(int)l, exp2i(-22) * r.beta[g], state.l[g] * r.alpha[g]);
-        state.m[g] = top_m;
+        r.weights[g] = (int)l;
+        running[g] = top_m;
     }
 }
 
-// Converts a tile's V parameters once for the warp: scale·2^f, f chosen by the largest; shifts as 16-bit integers, pairs of
-// tokens as {hi, hi, lo, lo}.
+// Powers of two that bring a tile's V parameters to integers, chosen by the largest of each group: scale·2^f, shift·2^h.
 struct VScales {
-    float down[V_GROUPS];        // 2^-f
-    float shift_down[V_GROUPS];  // 2^(-14-h)
+    float up[V_GROUPS], down[V_GROUPS];              // 2^f, 2^-f
+    float shift_up[V_GROUPS], shift_down[V_GROUPS];  // 2^h, 2^(-14-h)
 };
 
-template <class Rows> DEVICE void prepare_v(u32 stage, u32 scratch, int tokens, int lane, Rows row_scales, VScales& v) {
-    int t = 2 * lane;
-    bool in0 = t < tokens, in1 = t + 1 < tokens;
+// V's parameters of the tokens t, t + 1 (t even) from where they lie in a stage; zeros beyond the sequence. See StoredK.
+template <class Rows> struct StoredV {
+    u32 stage;
+    int tokens;
+    Rows rows;
+    VScales v;
+
+    // Scales, and centred shifts.
+    __device__ __forceinline__ float2 scales(int group, int t, float2& shifts) const {
+        bool in0 = t < tokens, in1 = t + 1 < tokens;
+        u32 block = stage + block_of(t) * V_STRIDE + V_CODES;
+        if constexpr (V_INT4) {
+            uint2 x = lds64(block + (group * BLOCK + in_block(t)) * 4);
+            float s0 = in0 ? half_float(x.x & 0xffff) : 0.0f, s1 = in1 ? half_float(x.y & 0xffff) : 0.0f;
+            shifts = {in0 ? fmaf(8.0f, s0, half_float(x.x >> 16)) : 0.0f, in1 ? fmaf(8.0f, s1, half_float(x.y >> 16)) : 0.0f};
+            return {s0, s1};
+        } else {
+            u32 x = PAGE == 0 ? rows(stage + V_CODES, group, t) : lds32(block + (group * BLOCK + in_block(t)) * 2);
+            return {in0 ? half_float(x & 0xffff) : 0.0f, in1 ? half_float(x >> 16) : 0.0f};
+        }
+    }
+    // All lanes together.
+    __device__ __forceinline__ void measure(int lane) {
+        if constexpr (V_SCHEME == INT8_TENSOR) {
+            v.down[0] = exp2i(-14);
+        } else {
+#pragma unroll
+            for (int group = 0; group < V_GROUPS; group++) {
+                float2 shift, scale = scales(group, 2 * lane, shift);
+                measure(group, scale, shift);
+            }
+        }
+    }
+    __device__ __forceinline__ void measure(int group, float2 scale, float2 shift) {
+        float largest = bits_float(warp_max(float_bits(fmaxf(scale.x, scale.y))));
+        int f = largest == 0.0f ? 0 : 14 - exponent(largest);
+        v.up[group] = exp2i(f);
+        v.down[group] = exp2i(-f);
+        if constexpr (V_INT4) {
+            largest = bits_float(warp_max(float_bits(fmaxf(fabsf(shift.x), fabsf(shift.y)))));
+            int h = largest == 0.0f ? 0 : 14 - exponent(largest);
+            v.shift_up[group] = exp2i(h);
+            v.shift_down[group] = exp2i(-14 - h);
+        }
+    }
+    // Two shifts as 16-bit integers, {hi, hi, lo, lo}.
+    __device__ __forceinline__ u32 shift_bytes(int group, float2 shift) const {
+        u32 x0 = float_bits(fmaf(shift.x, v.shift_up[group], MAGIC)), x1 = float_bits(fmaf(shift.y, v.shift_up[group], MAGIC));
+        return __byte_perm(x0, x1, 0x4051);
+    }
+    // As they enter the products, once they are measured.
+    __device__ __forceinline__ uint2 scaled(int group, int t, int = 0) const {
+        if constexpr (V_SCHEME == INT8_TENSOR) {
+            return {t < tokens ? float_bits(16384.0f) : 0, t + 1 < tokens ? float_bits(16384.0f) : 0};
+        } else {
+            float2 shift, scale = scales(group, t, shift);
+            return {float_bits(scale.x * v.up[group]), float_bits(scale.y * v.up[group])};
+        }
+    }
+    __device__ __forceinline__ u32 shifts(int group, int t, int = 0) const {
+        float2 shift;
+        scales(group, t, shift);
+        return shift_bytes(group, shift);
+    }
+};
+// The same, once they have been converted for the whole warp.
+struct PreparedV {
+    u32 scratch;
+
+    __device__ __forceinline__ uint2 scaled(int group, int t, int) const { return lds64(scratch + (group * TILE + t) * 4); }
+    __device__ __forceinline__ u32 shifts(int group, int t, int) const { return lds32(scratch + V_GROUPS * TILE * 4 + (group * TILE + t) * 2); }
+};
+
+// Those of the lane's own pairs of tokens, before they are needed.
+struct OwnV {
+    uint2 scale[V_GROUPS][SCORES / 2];
+    u32 shift[V_GROUPS][V_INT4 ? SCORES / 2 : 1];
+
+    template <class Rows> __device__ __forceinline__ void read(const StoredV<Rows>& stored, const Team& team) {
+#pragma unroll
+        for (int group = 0; group < V_GROUPS; group++)
+#pragma unroll
+            for (int i = 0; i < SCORES / 2; i++) {
+                int t = team.token() + 8 * i + 2 * (team.lane % 4);
+                scale[group][i] = stored.scaled(group, t);
+                if constexpr (V_INT4) shift[group][i] = stored.shifts(group, t);
+            }
+    }
+    __device__ __forceinline__ uint2 scaled(int group, int, int i) const { return scale[group][i]; }
+    __device__ __forceinline__ u32 shifts(int group, int, int i) const { return shift[group][V_INT4 ? i : 0]; }
+};
+
+template <class Rows> DEVICE void prepare_v(StoredV<Rows>& stored, u32 scratch, int lane) {
     if constexpr (V_SCHEME == INT8_TENSOR) {
-        sts64(scratch + t * 4, in0 ? 16384.0f : 0.0f, in1 ? 16384.0f : 0.0f);
-        v.down[0] = exp2i(-14);
+        uint2 x = stored.scaled(0, 2 * lane);
+        sts64(scratch + 2 * lane * 4, bits_float(x.x), bits_float(x.y));
+        stored.measure(lane);
     } else {
-        u32 block = stage + t / BLOCK * V_STRIDE + V_CODES;
 #pragma unroll
         for (int group = 0; group < V_GROUPS; group++) {
-            float s0, s1, h0 = 0.0f, h1 = 0.0f;
-            if constexpr (V_INT4) {
-                uint2 x = lds64(block + (group * BLOCK + t % BLOCK) * 4);
-                s0 = in0 ? half_float(x.x & 0xffff) : 0.0f;
-                s1 = in1 ? half_float(x.y & 0xffff) : 0.0f;
-                h0 = in0 ? fmaf(8.0f, s0, half_float(x.x >> 16)) : 0.0f;
-                h1 = in1 ? fmaf(8.0f, s1, half_float(x.y >> 16)) : 0.0f;
-            } else {
-                u32 x = PAGE == 0 ? row_scales(stage + V_CODES, group) : lds32(block + (group * BLOCK + t % BLOCK) * 2);
-                s0 = in0 ? half_float(x & 0xffff) : 0.0f;
-                s1 = in1 ? half_float(x >> 16) : 0.0f;
-            }
-            float largest = bits_float(warp_max(float_bits(fmaxf(s0, s1))));
-            int f = largest == 0.0f ? 0 : 14 - exponent(largest);
-            v.down[group] = exp2i(-f);
-            sts64(scratch + (group * TILE + t) * 4, s0 * exp2i(f), s1 * exp2i(f));
-            if constexpr (V_INT4) {
-                largest = bits_float(warp_max(float_bits(fmaxf(fabsf(h0), fabsf(h1)))));
-                int h = largest == 0.0f ? 0 : 14 - exponent(largest);
-                v.shift_down[group] = exp2i(-14 - h);
-                u32 x0 = float_bits(fmaf(h0, exp2i(h), MAGIC)), x1 = float_bits(fmaf(h1, exp2i(h), MAGIC));
-                sts32(scratch + V_GROUPS * TILE * 4 + (group * TILE / 2 + lane) * 4, __byte_perm(x0, x1, 0x4051));
-            }
+            float2 shift, scale = stored.scales(group, 2 * lane, shift);
+            stored.measure(group, scale, shift);
+            sts64(scratch + (group * TILE + 2 * lane) * 4, scale.x * stored.v.up[group], scale.y * stored.v.up[group]);
+            if constexpr (V_INT4) sts32(scratch + V_GROUPS * TILE * 4 + (group * TILE / 2 + lane) * 4, stored.shift_bytes(group, shift));
         }
     }
     __syncwarp();
@@ -148,36 +246,81 @@ struct Weights {
     float shift;      // int4: Σ p·shift
 };
 
-DEVICE void weigh(const float (&p)[16], const u32 (&p14)[V_INT4 ? 8 : 1], u32 scratch, int group, const VScales& v, int lane, Weights& w) {
-    int c = lane % 4;
+// Of 16 of the warp's tokens, number `panel` of its panels.
+template <class Params> DEVICE void weigh_panel(const float (&p)[SCORES], int panel, const Params& params, int group, const Team& team, u32 (&plane)[2]) {
+    u32 x[4];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        uint2 scale = params.scaled(group, team.token() + 16 * panel + 8 * h + 2 * (team.lane % 4), 2 * panel + h);
+        const float* q = &p[4 * panel + 2 * h];
+        x[2 * h] = float_bits(q[0] * bits_float(scale.x) + 8388608.0f);
+        x[2 * h + 1] = float_bits(q[1] * bits_float(scale.y) + 8388608.0f);
+    }
+    u32 a = __byte_perm(x[0], x[1], 0x5140), b = __byte_perm(x[2], x[3], 0x5140);
+    plane[0] = __byte_perm(a, b, 0x7632);
+    plane[1] = __byte_perm(a, b, 0x5410);
+}
+// Σ p14·shift of the lane's tokens, high and low bytes of the shifts apart.
+template <class Params> DEVICE int2 shift_sums(const u32 (&p14)[V_INT4 ? SCORES / 2 : 1], const Params& params, int group, const Team& team) {
+    int hi = 0, lo = 0;
+#pragma unroll
+    for (int i = 0; i < SCORES / 2; i++) {
+        u32 shifts = params.shifts(group, team.token() + 8 * i + 2 * (team.lane % 4), i);
+        hi = dot2_s8_low(p14[i % (V_INT4 ? SCORES / 2 : 1)], shifts, hi);
+        lo = dot2_u8_high(p14[i % (V_INT4 ? SCORES / 2 : 1)], shifts, lo);
+    }
+    return {hi, lo};
+}
+// What else int4 takes, once all planes are there.
+DEVICE void centre(Weights& w, int hi, int lo, float shift_down) {
+    Sums k = {};
+    k = mma_u8s8_k32(k, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], 0x80808080u, 0x80808080u);
+    k = mma_u8s8_k32(k, w.plane[2][0], w.plane[2][1], w.plane[3][0], w.plane[3][1], 0x80808080u, 0x80808080u);
+    w.centre = k;
+    w.low = (k.x[0] * 256 + k.x[2]) / 16 * 17;
+    w.shift = fmaf((float)hi, 256.0f, (float)lo) * shift_down;
+}
+// A warp alone.
+DEVICE void weigh(const float (&p)[SCORES], const u32 (&p14)[V_INT4 ? SCORES / 2 : 1], u32 scratch, int group, const VScales& v, const Team& team,
+                  Weights& w) {
+    PreparedV params = {scratch};
+#pragma unroll
+    for (int panel = 0; panel < SCORES / 4; panel++) weigh_panel(p, panel, params, group, team, w.plane[panel]);
+    if constexpr (V_INT4) {
+        int2 sums = shift_sums(p14, params, group, team);
+        centre(w, quad_sum(sums.x), quad_sum(sums.y), v.shift_down[group]);
+    }
+}
+// Several: each tells the others its part, in all groups.
+template <class Params> DEVICE void tell_weights(const float (&p)[G][SCORES], const Pairs& pairs, const Rescale& r, const Params& params, const Team& team) {
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+#pragma unroll
+        for (int group = 0; group < V_GROUPS; group++) {
+            u32 plane[2];
+            weigh_panel(p[g], 0, params, group, team, plane);
+            sts64(team.planes_at(group, g, team.warp), bits_float(plane[0]), bits_float(plane[1]));
+            if constexpr (V_INT4) {
+                int2 sums = shift_sums(pairs.p14[g], params, group, team);
+                team.tell_sum(1 + 2 * group, g, sums.x);
+                team.tell_sum(2 + 2 * group, g, sums.y);
+            }
+        }
+        team.tell_sum(0, g, r.weights[g]);
+    }
+}
+DEVICE void hear_weights(int group, int g, const VScales& v, const Team& team, Weights& w) {
 #pragma unroll
     for (int panel = 0; panel < 4; panel++) {
-        u32 x[4];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            uint2 scale = lds64(scratch + (group * TILE + 16 * panel + 8 * h + 2 * c) * 4);
-            const float* q = &p[4 * panel + 2 * h];
-            x[2 * h] = float_bits(q[0] * bits_float(scale.x) + 8388608.0f);
-            x[2 * h + 1] = float_bits(q[1] * bits_float(scale.y) + 8388608.0f);
-        }
-        u32 a = __byte_perm(x[0], x[1], 0x5140), b = __byte_perm(x[2], x[3], 0x5140);
-        w.plane[panel][0] = __byte_perm(a, b, 0x7632);
-        w.plane[panel][1] = __byte_perm(a, b, 0x5410);
+        uint2 x = lds64(team.planes_at(group, g, panel));
+        w.plane[panel][0] = x.x;
+        w.plane[panel][1] = x.y;
     }
     if constexpr (V_INT4) {
-        Sums k = {};
-        k = mma_u8s8_k32(k, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], 0x80808080u, 0x80808080u);
-        k = mma_u8s8_k32(k, w.plane[2][0], w.plane[2][1], w.plane[3][0], w.plane[3][1], 0x80808080u, 0x80808080u);
-        w.centre = k;
-        w.low = (k.x[0] * 256 + k.x[2]) / 16 * 17;
-        int hi = 0, lo = 0;
+        float down = v.shift_down[0];
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            u32 shifts = lds32(scratch + V_GROUPS * TILE * 4 + (group * TILE / 2 + 4 * i + c) * 4);
-            hi = dot2_s8_low(p14[i], shifts, hi);
-            lo = dot2_u8_high(p14[i], shifts, lo);
-        }
-        w.shift = fmaf((float)quad_sum(hi), 256.0f, (float)quad_sum(lo)) * v.shift_down[group];
+        for (int i = 1; i < V_GROUPS; i++) down = i == group ? v.shift_down[i] : down;
+        centre(w, team.sum(1 + 2 * group, g), team.sum(2 + 2 * group, g), down);
     }
 }
 
@@ -210,56 +353,69 @@ DEVICE void rescale(State& state, const Rescale& r) {
     bool moved = false;
 #pragma unroll
     for (int g = 0; g < G; g++) moved |= r.alpha[g] != 1.0f;
-    if (!__any_sync(~0u, moved)) return;
+    if (!SHARES_TILES && !__any_sync(~0u, moved)) return;
 #pragma unroll
     for (int g = 0; g < G; g++)
 #pragma unroll
-        for (int j = 0; j < D / 8; j++)
+        for (int j = 0; j < DIMS / 8; j++)
 #pragma unroll
             for (int i = 0; i < 2; i++) state.o[g][j][i] = state.o[g][j][i] * r.alpha[g];
 }
 
-// The tile's values, whose parameters are converted, folded into the state.
-DEVICE void fold_prepared(u32 stage, u32 scratch, const VScales& v, const float (&p)[G][16], const Pairs& pairs, const Rescale& r, int lane,
-                          State& state) {
-    rescale(state, r);
+// The tile's values, folded into the state, whose O has been rescaled; weigh(n, g, w) gives the weights of a row group in the
+// warp's n-th group of V.
+template <class Weigh> DEVICE void fold_groups(u32 stage, const VScales& v, const Rescale& r, const Team& team, State& state, Weigh weigh) {
 #pragma unroll
-    for (int group = 0; group < V_GROUPS; group++) {
+    for (int n = 0; n < Team::GROUPS; n++) {
+        float down = v.down[SHARES_TILES ? 0 : n];
+        if constexpr (SHARES_TILES) {
+#pragma unroll
+            for (int i = 1; i < V_GROUPS; i++) down = i == team.group() + n ? v.down[i] : down;
+        }
         Weights w[G];
 #pragma unroll
-        for (int g = 0; g < G; g++) weigh(p[g], pairs.p14[g], scratch, group, v, lane, w[g]);
-        constexpr int TILES = D / 8 / V_GROUPS;
+        for (int g = 0; g < G; g++) weigh(n, g, w[g]);
+        constexpr int TILES = DIMS / 8 / Team::GROUPS;
 #pragma unroll
-        for (int j = group * TILES; j < (group + 1) * TILES; j += 2) {
+        for (int j = n * TILES; j < (n + 1) * TILES; j += 2) {
             u32 b[2][4];
+            int of_tile = team.dim() / 8 + j;
             if constexpr (V_INT4) {
-                load_v8(stage, j / 2, lane, b[0], D / 2);
+                load_v8(stage, of_tile / 2, team.lane, b[0], D / 2);
 #pragma unroll
                 for (int i = 0; i < 4; i++) b[1][i] = high_nibbles(b[0][i]);
 #pragma unroll
-                for (int g = 0; g < G; g++) fold4(state, g, j, b[0], b[1], w[g], v.down[group], r);
+                for (int g = 0; g < G; g++) fold4(state, g, j, b[0], b[1], w[g], down, r);
                 continue;
             }
             if constexpr (V_ROWS) {
-                load_v_rows(stage, j, lane, b);
+                load_v_rows(stage, of_tile, team.lane, b);
             } else {
-                load_v8(stage, j, lane, b[0]);
-                load_v8(stage, j + 1, lane, b[1]);
+                load_v8(stage, of_tile, team.lane, b[0]);
+                load_v8(stage, of_tile + 1, team.lane, b[1]);
             }
 #pragma unroll
             for (int g = 0; g < G; g++) {
-                fold8(state, g, j, b[0], w[g], v.down[group], r);
-                fold8(state, g, j + 1, b[1], w[g], v.down[group], r);
+                fold8(state, g, j, b[0], w[g], down, r);
+                fold8(state, g, j + 1, b[1], w[g], down, r);
             }
         }
     }
 }
 
-template <class Rows> DEVICE void fold_values(u32 stage, u32 scratch, int tokens, const float (&p)[G][16], const Pairs& pairs, const Rescale& r,
-                                              int lane, Rows row_scales, State& state) {
-    VScales v;
-    prepare_v(stage, scratch, tokens, lane, row_scales, v);
-    fold_prepared(stage, scratch, v, p, pairs, r, lane, state);
+// By a warp alone, whose parameters are converted.
+DEVICE void fold_prepared(u32 stage, u32 scratch, const VScales& v, const float (&p)[G][SCORES], const Pairs& pairs, const Rescale& r,
+                          const Team& team, State& state) {
+    rescale(state, r);
+    fold_groups(stage, v, r, team, state, [&](int n, int g, Weights& w) { weigh(p[g], pairs.p14[g], scratch, n, v, team, w); });
+}
+
+// By warps that have told each other their parts.
+DEVICE void fold_told(u32 stage, const VScales& v, const Rescale& r, const Team& team, State& state) {
+    rescale(state, r);
+    fold_groups(stage, v, r, team, state, [&](int n, int g, Weights& w) { hear_weights(team.group() + n, g, v, team, w); });
+#pragma unroll
+    for (int g = 0; g < G; g++) add_weights(state, g, team.sum(0, g), r);
 }
 
 // ---- Float V: weights as two planes of V's precision (f16 for fp8) ----
@@ -304,20 +460,17 @@ DEVICE void load_float_v(u32 stage, int j, int tokens, int lane, u32 (&b)[2][4][
     }
 }
 
-DEVICE void fold_float_values(u32 stage, int tokens, const float (&p)[G][16], const Rescale& r, int lane, State& state) {
+// Of 16 of the warp's tokens, number `panel` of its panels.
+DEVICE void split_weights(const float (&p)[SCORES], int panel, u32 (&w)[4]) {
+#pragma unroll
+    for (int k = 0; k < 2; k++) split_pair<V_SCHEME == BF16>(p[4 * panel + 2 * k], p[4 * panel + 2 * k + 1], w[2 * k], w[2 * k + 1]);
+}
+DEVICE void fold_floats(u32 stage, int tokens, const u32 (&w)[G][4][4], const Rescale& r, const Team& team, State& state) {
     rescale(state, r);
-    u32 w[G][4][4];
 #pragma unroll
-    for (int g = 0; g < G; g++)
-#pragma unroll
-        for (int panel = 0; panel < 4; panel++)
-#pragma unroll
-            for (int k = 0; k < 2; k++)
-                split_pair<V_SCHEME == BF16>(p[g][4 * panel + 2 * k], p[g][4 * panel + 2 * k + 1], w[g][panel][2 * k], w[g][panel][2 * k + 1]);
-#pragma unroll
-    for (int j = 0; j < D / 8; j += 2) {
+    for (int j = 0; j < DIMS / 8; j += 2) {
         u32 b[2][4][2];
-        load_float_v(stage, j, tokens, lane, b);
+        load_float_v(stage, team.dim() / 8 + j, tokens, team.lane, b);
 #pragma unroll
         for (int g = 0; g < G; g++)
 #pragma unroll
@@ -333,4 +486,41 @@ DEVICE void fold_float_values(u32 stage, int tokens, const float (&p)[G][16], co
                 for (int k = 0; k < 2; k++) state.o[g][j + i][k] = fmaf(c.x[k] + c.x[k + 2], r.beta[g], state.o[g][j + i][k]);
             }
     }
+}
+
+// By a warp alone.
+DEVICE void fold_float_values(u32 stage, int tokens, const float (&p)[G][SCORES], const Rescale& r, const Team& team, State& state) {
+    u32 w[G][4][4];
+#pragma unroll
+    for (int g = 0; g < G; g++)
+#pragma unroll
+        for (int panel = 0; panel < SCORES / 4; panel++) split_weights(p[g], panel, w[g][panel]);
+    fold_floats(stage, tokens, w, r, team, state);
+}
+
+// By warps that tell each other their parts.
+DEVICE void tell_float_weights(const float (&p)[G][SCORES], const Rescale& r, const Team& team) {
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        u32 w[4];
+        split_weights(p[g], 0, w);
+        sts128(team.planes_at(0, g, team.warp), {bits_float(w[0]), bits_float(w[1]), bits_float(w[2]), bits_float(w[3])});
+        team.tell_sum(0, g, r.weights[g]);
+    }
+}
+DEVICE void fold_told_floats(u32 stage, int tokens, const Rescale& r, const Team& team, State& state) {
+    u32 w[G][4][4];
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        add_weights(state, g, team.sum(0, g), r);
+#pragma unroll
+        for (int panel = 0; panel < 4; panel++) {
+            float4 x = lds128(team.planes_at(0, g, panel));
+            w[g][panel][0] = float_bits(x.x);
+            w[g][panel][1] = float_bits(x.y);
+            w[g][panel][2] = float_bits(x.z);
+            w[g][panel][3] = float_bits(x.w);
+        }
+    }
+    fold_floats(stage, tokens, w, r, team, state);
 }

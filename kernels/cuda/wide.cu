@@ -69,10 +69,11 @@ DEVICE void convert(const DecodeParams& p, Work work, u32 end, Ring ring, int la
         for (int tile = work.first_tile(); tile < work.end_tile(); tile++) {
             int tokens = min(TILE, work.kv_len - tile * TILE);
             u32 at = ring.at();
-            VScales v;
             ring.wait(FULL);
-            prepare_k(at, at + AT_SCRATCH_K, tokens, lane, no_rows);
-            prepare_v(at + AT_V, at + AT_SCRATCH_V, tokens, lane, no_rows, v);
+            StoredV<NoRows> values = {at + AT_V, tokens};
+            prepare_k(StoredK<NoRows>{at, tokens}, at + AT_SCRATCH_K, lane);
+            prepare_v(values, at + AT_SCRATCH_V, lane);
+            const VScales& v = values.v;
             if (lane == 0) {
 #pragma unroll
                 for (int group = 0; group < V_GROUPS; group++)
@@ -123,18 +124,18 @@ DEVICE void scores_side(u32 stage, u32 scratch, const Query& q, int lane, float 
 }
 
 // `fold_prepared` likewise.
-DEVICE void fold_side(u32 stage, u32 scratch, const VScales& v, const float (&p)[G][16], const Rescale& r, int lane, State& state) {
+DEVICE void fold_side(u32 stage, u32 scratch, const VScales& v, const float (&p)[G][16], const Rescale& r, const Team& team, State& state) {
     rescale(state, r);
     Weights w;
     Pairs none;
-    weigh(p[0], none.p14[0], scratch, 0, v, lane, w);
+    weigh(p[0], none.p14[0], scratch, 0, v, team, w);
     float down = v.down[0] * r.beta[0];
 #pragma unroll
     for (int j0 = 0; j0 < D / 8; j0 += SIDE) {
         Sums c[SIDE] = {};
         u32 b[SIDE][4];
 #pragma unroll
-        for (int j = 0; j < SIDE; j++) load_v8(stage, j0 + j, lane, b[j]);
+        for (int j = 0; j < SIDE; j++) load_v8(stage, j0 + j, team.lane, b[j]);
 #pragma unroll
         for (int j = 0; j < SIDE; j++)
             c[j] = mma_u8s8_k32(c[j], w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], b[j][0], b[j][1]);
@@ -152,6 +153,7 @@ DEVICE void fold_side(u32 stage, u32 scratch, const VScales& v, const float (&p)
 // A tile of a warp's rows.
 DEVICE void fold_tile(const DecodeParams& p, const Ring& ring, int t0, const Row& row, int thread, int lane, State& state) {
     float s[G][16], scale[G] = {row.scale};
+    Team team = {0, 0, lane};
     ring.wait(READY);
     Query q;
     if constexpr (K_INT4) {
@@ -170,7 +172,7 @@ DEVICE void fold_tile(const DecodeParams& p, const Ring& ring, int t0, const Row
     constexpr bool K_SIDE = code_bits(K_SCHEME) == 8 && K_GROUPS == 1 && PANELS % 4 == 0;
     constexpr bool V_SIDE = code_bits(V_SCHEME) == 8 && V_GROUPS == 1 && D / 8 % SIDE == 0;
     if constexpr (K_SIDE) scores_side(at, at + AT_SCRATCH_K, q, lane, s);
-    else scores(at, at + AT_SCRATCH_K, q, lane, s);
+    else scores(at, PreparedK{at + AT_SCRATCH_K}, q, team, s);
     int first = t0 + 2 * (lane % 4);
     if constexpr (MASKS) {
 #pragma unroll
@@ -185,10 +187,13 @@ DEVICE void fold_tile(const DecodeParams& p, const Ring& ring, int t0, const Row
     bool full = __all_sync(~0u, row.start <= t0 && t0 + TILE <= row.end);
     Rescale r;
     Pairs pairs;
-    soften(s, scale, full, [&](int, int i) {
+    float tops[G];
+    highest(s, scale, full, [&](int, int i) {
         int t = first + 8 * (i / 2) + i % 2;
         return t >= row.start && t < row.end;
-    }, state, r, pairs);
+    }, tops);
+    soften(s, scale, full, tops, state.m, r, pairs);
+    add_weights(state, 0, quad_sum(r.weights[0]), r);
     VScales v;
 #pragma unroll
     for (int group = 0; group < V_GROUPS; group++) {
@@ -196,8 +201,8 @@ DEVICE void fold_tile(const DecodeParams& p, const Ring& ring, int t0, const Row
         v.down[group] = bits_float(x.x);
         v.shift_down[group] = bits_float(x.y);
     }
-    if constexpr (V_SIDE) fold_side(at + AT_V, at + AT_SCRATCH_V, v, s, r, lane, state);
-    else fold_prepared(at + AT_V, at + AT_SCRATCH_V, v, s, pairs, r, lane, state);
+    if constexpr (V_SIDE) fold_side(at + AT_V, at + AT_SCRATCH_V, v, s, r, team, state);
+    else fold_prepared(at + AT_V, at + AT_SCRATCH_V, v, s, pairs, r, team, state);
     ring.arrive(EMPTY, lane);
 }
 

@@ -141,6 +141,3 @@ DEVICE void feed(const DecodeParams& p, Work work, u32 end, Ring ring, int lane)
         }
     }
 }
-
-// Where a strided cache would give the scales of two tokens.
-DEVICE u32 no_rows(u32, int) { return 0; }

@@ -11,6 +11,9 @@
 #include "config.cuh"
 #include "params.h"
 
+// The open page's K is elsewhere (Int4 Channel).
+DEVICE bool is_open(int tile, int kv_len) { return CHANNEL && (tile * TILE / SAFE_PAGE + 1) * PAGE > kv_len; }
+
 enum SlotKind : u8 { SEGMENTS, SPANS, ITEMS };
 enum TeamTakes { A_TILE, A_SEGMENT, A_SPAN, AN_ITEM };
 
@@ -89,10 +92,6 @@ struct Work : Sequence {
         if (take == AN_ITEM ? kv_head(team) >= p.num_kv_heads : take == A_SPAN && team >= slots_here) end = first;
     }
     __device__ __forceinline__ int step() const { return measure.slots_are == SEGMENTS ? TEAMS : 1; }
-    // The open page's K is elsewhere (Int4 Channel).
-    __device__ __forceinline__ bool is_tail(int tile) const {
-        return CHANNEL && (tile * TILE / SAFE_PAGE + 1) * PAGE > kv_len;
-    }
 
     // The first slot at or after `start` of a sequence that starts at `begin`, over everything.
     __device__ __forceinline__ void seek(const DecodeParams& p, int sequence, int kv_len, u32 begin, u32 start) {

@@ -50,7 +50,7 @@ struct Cta {
     std::vector<u8> memory;
     u8* shared;
     std::vector<Warp32> warps;
-    Barrier barriers[2];
+    Barrier barriers[17];  // the last one is the cluster's
     std::map<u32, Mbarrier> mbarriers;
 };
 struct Fiber {

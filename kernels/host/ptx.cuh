@@ -29,6 +29,7 @@ static inline u32 max(int a, u32 b) { return (u32)a > b ? (u32)a : b; }
 static inline u32 max(u32 a, int b) { return max(b, a); }
 
 struct uint2 { u32 x, y; };
+struct int2 { int x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
@@ -79,7 +80,28 @@ DEVICE int dot2_u8_high(u32 a, u32 b, int c) { return (int)((u32)c + (a & 0xffff
 DEVICE int lane_id() { return me().thread % 32; }
 DEVICE u32 warp_slot() { return me().thread / 32; }
 static inline void __syncthreads() { cta_barrier(0, machine.threads); }
-template <int N> DEVICE void barrier_of() { cta_barrier(1, N); }
+template <int N> DEVICE void barrier_of(int id = 1) { cta_barrier(id, N); }
+// A cluster is a row of the grid.
+DEVICE u32 peer_address(u32 at, u32 rank) { return at | rank << 24; }
+DEVICE const u8* peer_memory(u32 at, u32 bytes) {
+    if (at % bytes) fail("a misaligned load from another CTA");
+    return (me().cta - me().cta->index.x + (at >> 24))->shared + (at & 0xffffff);
+}
+DEVICE float peer_load(u32 at) {
+    float x;
+    memcpy(&x, peer_memory(at, 4), 4);
+    return x;
+}
+DEVICE float2 peer_load2(u32 at) {
+    float2 x;
+    memcpy(&x, peer_memory(at, 8), 8);
+    return x;
+}
+DEVICE void cluster_arrive() {}
+DEVICE void cluster_wait() {
+    Barrier& barrier = (me().cta - me().cta->index.x)->barriers[16];
+    if (arrives_last(barrier, machine.grid.x * machine.threads)) release(barrier);
+}
 static inline void __syncwarp(u32 = ~0u) { warp_op(SYNC, 0); }
 static inline bool __all_sync(u32, bool x) { return warp_op(ALL, x); }
 static inline bool __any_sync(u32, bool x) { return warp_op(ANY, x); }

@@ -17,9 +17,9 @@ use cudarc::{
 };
 
 use crate::{
+    geometry::{Launch, Limits, Short},
     images::{self, ImageError, Origin},
     instance::{Arch, Instance},
-    native::Limits,
 };
 
 /// What the driver or the compiler said.
@@ -79,6 +79,7 @@ fn absent(reason: String, next_step: &str) -> Unsupported {
 #[derive(Debug)]
 pub(crate) struct Kernel {
     function: CudaFunction,
+    // Of a CTA, or of each of its teams.
     shared_bytes: usize,
     // Whether it may begin before the launch ahead of it has ended.
     overlaps: bool,
@@ -99,6 +100,7 @@ pub(crate) struct Device {
     pub(crate) arch: Arch,
     pub(crate) shared_limit: usize,
     pub(crate) sms: usize,
+    pub(crate) short: Short,
     // Driver's, as in cuDriverGetVersion.
     version: i32,
     pub(crate) check: Option<CudaSlice<u8>>,
@@ -118,6 +120,7 @@ impl Device {
         Limits {
             shared_limit: self.shared_limit,
             sms: self.sms,
+            short: self.short,
         }
     }
 
@@ -175,6 +178,10 @@ impl Device {
         {
             return Err(absent(error.to_string(), "then try again"));
         }
+        let short = env::var("ATTN_CUDA_SHORT").unwrap_or_default();
+        let short: Short = short
+            .parse()
+            .map_err(|reason| absent(reason, "then try again"))?;
         let attribute = |what| context.attribute(what).map_err(refuse);
         use sys::CUdevice_attribute as Attribute;
         let optin =
@@ -203,6 +210,7 @@ impl Device {
             arch,
             shared_limit: optin.min(arch.shared_limit()),
             sms,
+            short,
             version,
             check,
             info,
@@ -248,7 +256,7 @@ impl Device {
             _ => None,
         };
         let shared_bytes = match exported {
-            Some(kernel) if kernel > self.shared_limit => {
+            Some(kernel) if kernel * instance.max_teams() > self.shared_limit => {
                 return Err(CudaError::SharedBytes {
                     kernel,
                     limit: self.shared_limit,
@@ -258,10 +266,11 @@ impl Device {
             None => shared_bytes,
         };
         let function = module.load_function(instance.entry())?;
-        if shared_bytes > 48 * 1024 {
+        let most = shared_bytes * instance.max_teams();
+        if most > 48 * 1024 {
             function.set_attribute(
                 sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                shared_bytes as i32,
+                most as i32,
             )?;
         }
         Ok(Kernel {
@@ -315,27 +324,68 @@ impl Kernel {
         threads: usize,
         arguments: &mut [*mut c_void],
     ) -> Result<(), DriverError> {
-        let [x, y, z] = grid.map(|n| n as u32);
-        let mut overlap = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        let launch = Launch {
+            grid,
+            threads,
+            ..Launch::default()
+        };
+        // SAFETY: this function's contract.
+        unsafe { self.launch_teams(stream, &launch, arguments) }
+    }
+
+    /// Enqueues the kernel, its CTAs of several teams or in clusters.
+    ///
+    /// # Safety
+    /// As [`Kernel::launch`].
+    pub(crate) unsafe fn launch_teams(
+        &self,
+        stream: sys::CUstream,
+        launch: &Launch,
+        arguments: &mut [*mut c_void],
+    ) -> Result<(), DriverError> {
+        use sys::CUlaunchAttributeID as Id;
+        let [x, y, z] = launch.grid.map(|n| n as u32);
+        let attribute = |id, value| sys::CUlaunchAttribute {
+            id,
             pad: [0; 4],
-            value: sys::CUlaunchAttributeValue {
-                programmaticStreamSerializationAllowed: 1,
+            value,
+        };
+        let cluster = sys::CUlaunchAttributeValue {
+            clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
+                x: launch.cluster as u32,
+                y: 1,
+                z: 1,
             },
+        };
+        let overlap = sys::CUlaunchAttributeValue {
+            programmaticStreamSerializationAllowed: 1,
+        };
+        let mut attributes = [
+            attribute(Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, cluster),
+            attribute(
+                Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                overlap,
+            ),
+        ];
+        // Kernels that overlap may lie in clusters; others have no attribute.
+        let attributes = match (self.overlaps, launch.cluster > 1) {
+            (false, _) => &mut attributes[..0],
+            (true, false) => &mut attributes[1..],
+            (true, true) => &mut attributes[..],
         };
         let config = sys::CUlaunchConfig {
             gridDimX: x,
             gridDimY: y,
             gridDimZ: z,
-            blockDimX: threads as u32,
+            blockDimX: launch.threads as u32,
             blockDimY: 1,
             blockDimZ: 1,
-            sharedMemBytes: self.shared_bytes as u32,
+            sharedMemBytes: (self.shared_bytes * launch.teams) as u32,
             hStream: stream,
-            attrs: &raw mut overlap,
-            numAttrs: u32::from(self.overlaps),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
         };
-        // SAFETY: the function belongs to a module that `self` keeps loaded; `config` and its attribute outlive the call; a kernel
+        // SAFETY: the function belongs to a module that `self` keeps loaded; `config` and its attributes outlive the call; a kernel
         // that `overlaps` waits for the launch ahead before it reads (`after_dependencies`); the rest is this function's contract.
         unsafe {
             sys::cuLaunchKernelEx(

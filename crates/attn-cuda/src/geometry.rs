@@ -2,27 +2,78 @@
 
 use std::ops::RangeInclusive;
 
-use attn_core::{Int4Scale, Int8Scale, KvFormat, Scheme, arithmetic};
+use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme, arithmetic};
+
+use crate::short;
 
 /// Rows of one tensor-core tile: the two planes of 8 query rows fill the 16 rows of a fragment.
 pub const ROWS: usize = 8;
 
-/// Teams of warps in a CTA: each has a segment of the span, or a tile of the segment.
-pub const TEAMS: usize = arithmetic::SPAN;
+/// Teams of warps in a CTA of `decode.cu`: each has a segment of the span, or a tile of the segment.
+const TEAMS: usize = arithmetic::SPAN;
 
-/// The shape of one CTA, fixed at compile time (`-D` macros of `decode.cu`).
+/// A decode kernel: each is the fastest for some problems, all give the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Unit {
+    /// `decode.cu`: most of the work in flight.
+    Decode,
+    /// `wide.cu`: many query rows per KV head.
+    Wide,
+    /// `short.cu`: few and short sequences, where latency binds.
+    Short,
+}
+
+/// What of a device shapes a launch.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Bytes of shared memory that a CTA may have.
+    pub shared_limit: usize,
+    /// Streaming multiprocessors.
+    pub sms: usize,
+    /// Whether `short.cu` may be chosen, must be where it can, or must not: this changes speed, never bits.
+    pub short: Short,
+}
+
+/// When to choose `short.cu` (`ATTN_CUDA_SHORT`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Short {
+    /// Where it is the faster one: `auto`.
+    #[default]
+    Auto,
+    /// Wherever it can: `always`.
+    Always,
+    /// `never`.
+    Never,
+}
+
+impl std::str::FromStr for Short {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "" | "auto" => Ok(Short::Auto),
+            "always" => Ok(Short::Always),
+            "never" => Ok(Short::Never),
+            other => Err(format!(
+                "ATTN_CUDA_SHORT is {other}; allowed: auto, always, never"
+            )),
+        }
+    }
+}
+
+/// The shape of one CTA, fixed at compile time (`-D` macros of the kernels).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Geometry {
+    /// The kernel.
+    pub unit: Unit,
     /// Row groups of 8 rows per warp: `ATTN_G`.
     pub row_groups: usize,
-    /// Warps of a team, each with its own rows: `ATTN_WR`.
+    /// Warps of a team, each with its own rows: `ATTN_WR`. All warps with rows of `wide.cu`, where there are no teams.
     pub row_warps: usize,
     /// Stages in flight per team: `ATTN_STAGES`.
     pub stages: usize,
     /// CTAs per SM: `ATTN_CTAS`.
     pub ctas: usize,
-    /// Whether all warps of a CTA share the tiles (`wide.cu`, `ATTN_WIDE`): no teams, `row_warps` and two more warps.
-    pub wide: bool,
 }
 
 /// The rows per KV head for which `wide.cu` is chosen, with six or eight warps of eight rows each: 48 rows take 43 to 54 µs there and 49
@@ -30,13 +81,13 @@ pub struct Geometry {
 const WIDE_ROWS: RangeInclusive<usize> = 33..=64;
 
 /// A stage has K and V of a tile if they are no larger.
-const WHOLE_STAGE: usize = 12288;
+pub(crate) const WHOLE_STAGE: usize = 12288;
 
 /// What an architecture with the bulk copy engine has, and no other.
-const BULK_SHARED: usize = 227 * 1024;
+pub(crate) const BULK_SHARED: usize = 227 * 1024;
 
 /// Shared memory that the device keeps for itself per CTA.
-const RESERVED_SHARED: usize = 1024;
+pub(crate) const RESERVED_SHARED: usize = 1024;
 
 /// What one launch looks like.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,7 +99,13 @@ pub struct Launch {
     /// Whether there is so little work that a unit of it is a segment, handed over in a slot, and not a span or four.
     pub tile_split: bool,
     /// CTAs.
-    pub grid: usize,
+    pub grid: [usize; 3],
+    /// Threads of a CTA.
+    pub threads: usize,
+    /// Teams of a CTA, of which each has shared memory of its own; 1 but in `short.cu`.
+    pub teams: usize,
+    /// CTAs of a cluster, along the grid's first axis; 1 but in `short.cu`.
+    pub cluster: usize,
 }
 
 /// `ATTN_CUDA_SHAPE=row_groups,row_warps,stages,ctas`, and a fifth number, 1, for `wide.cu`; for who tunes this table.
@@ -59,11 +116,15 @@ fn from_env() -> Option<Geometry> {
         return None;
     };
     Some(Geometry {
+        unit: if wide == Some(&1) {
+            Unit::Wide
+        } else {
+            Unit::Decode
+        },
         row_groups,
         row_warps,
         stages,
         ctas,
-        wide: wide == Some(&1),
     })
 }
 
@@ -112,11 +173,11 @@ impl Geometry {
                 (least..=6)
                     .rev()
                     .map(|stages| Geometry {
+                        unit: Unit::Decode,
                         row_groups,
                         row_warps,
                         stages,
                         ctas,
-                        wide: false,
                     })
                     .find(|g| {
                         let bytes = g.shared_bytes(format, head_dim, page_size);
@@ -145,11 +206,11 @@ impl Geometry {
             )
         };
         let shape = Geometry {
+            unit: Unit::Wide,
             row_groups: 1,
             row_warps: if rows <= 48 { 6 } else { 8 },
             stages: 3,
             ctas: 2,
-            wide: true,
         };
         // Only an architecture with the bulk copy engine has as much shared memory (`Arch::shared_limit`).
         let fits = shared_limit >= BULK_SHARED
@@ -162,12 +223,50 @@ impl Geometry {
         (fits && written && WIDE_ROWS.contains(&rows)).then_some(shape)
     }
 
-    /// Threads of a CTA.
+    /// The kernel of a problem, and of other lengths and batches of its heads: `decode.cu` or `wide.cu` first, then `short.cu`.
+    pub fn all(
+        rows: usize,
+        format: KvFormat,
+        head_dim: usize,
+        page_size: usize,
+        shared_limit: usize,
+    ) -> impl Iterator<Item = Self> {
+        let many = Self::choose(rows, format, head_dim, page_size, shared_limit);
+        many.into_iter().chain(short::geometry(
+            rows,
+            format,
+            head_dim,
+            page_size,
+            shared_limit,
+        ))
+    }
+
+    /// The fastest one for a problem, by its longest sequence; `None` if nothing fits.
+    pub fn of_problem(
+        problem: &Problem,
+        format: KvFormat,
+        page_size: usize,
+        limits: Limits,
+    ) -> Option<Self> {
+        let rows = problem.heads_per_kv() * problem.q_len;
+        let all = Self::all(
+            rows,
+            format,
+            problem.head_dim,
+            page_size,
+            limits.shared_limit,
+        );
+        let (mut short, mut many): (Vec<_>, Vec<_>) = all.partition(|g| g.unit == Unit::Short);
+        let is_faster = |_: &Geometry| short::is_faster(problem, format, limits);
+        short.pop().filter(is_faster).or(many.pop())
+    }
+
+    /// Threads of a CTA, or of each of its teams in `short.cu`.
     pub fn threads(&self) -> usize {
-        if self.wide {
-            32 * (self.row_warps + 2)
-        } else {
-            32 * self.row_warps * TEAMS
+        match self.unit {
+            Unit::Decode => 32 * self.row_warps * TEAMS,
+            Unit::Wide => 32 * (self.row_warps + 2),
+            Unit::Short => short::TEAM_THREADS,
         }
     }
 
@@ -176,7 +275,7 @@ impl Geometry {
         ROWS * self.row_groups * self.row_warps
     }
 
-    /// Dynamic shared memory of a CTA: `SHARED_BYTES` of `config.cuh`, which the image also exports.
+    /// Dynamic shared memory of a CTA, or of each of its teams in `short.cu`: `attn_shared_bytes`, which the image exports.
     pub fn shared_bytes(&self, format: KvFormat, head_dim: usize, page_size: usize) -> usize {
         let tile = arithmetic::TILE;
         let block = if page_size == 0 || page_size > tile {
@@ -213,7 +312,26 @@ impl Geometry {
             (false, false) => k_groups * tile * 4,
         };
         let scratch_v = v_groups * tile * (4 + if int4(format.v) { 2 } else { 0 });
-        if self.wide {
+        if self.unit == Unit::Short {
+            let query = if channel {
+                self.rows() * (head_dim + 16) * 4
+            } else {
+                0
+            };
+            let scratch = if channel {
+                4 * scratch_k.max(scratch_v)
+            } else {
+                0
+            };
+            let bytes = self.stages * (stage + 16)
+                + short::exchange_bytes(self, format.v, v_groups)
+                + short::TEAM_SLOTS * self.rows() * (head_dim + 10) * 4
+                + query
+                + scratch
+                + 16;
+            return bytes.next_multiple_of(align);
+        }
+        if self.unit == Unit::Wide {
             let params = scratch_k + scratch_v + v_groups * 8;
             let slot = ((k + v).next_multiple_of(16) + params).next_multiple_of(128);
             return self.stages * slot
@@ -239,39 +357,54 @@ impl Geometry {
             + (2 + TEAMS) * 64
     }
 
-    /// The launch for lengths up to `max_kv_len` on `sms` SMs.
-    pub fn launch(
-        &self,
-        rows: usize,
-        batch: usize,
-        num_kv_heads: usize,
-        max_kv_len: usize,
-        sms: usize,
-    ) -> Launch {
+    /// The launch for lengths up to the problem's longest on `sms` SMs.
+    pub fn launch(&self, problem: &Problem, sms: usize) -> Launch {
+        let (rows, batch, num_kv_heads) = (
+            problem.heads_per_kv() * problem.q_len,
+            problem.batch(),
+            problem.num_kv_heads,
+        );
+        let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
+        if self.unit == Unit::Short {
+            return short::launch(self, problem, sms);
+        }
+        let one_by_one = |tile_split, row_blocks, segments: usize, spans, ctas| Launch {
+            row_blocks,
+            max_slots: if tile_split { segments } else { spans },
+            tile_split,
+            grid: [ctas, 1, 1],
+            threads: self.threads(),
+            ..Launch::default()
+        };
         let ctas = sms * self.ctas;
         let row_blocks = rows.div_ceil(self.rows());
         let segments = max_segments(max_kv_len);
         let spans = segments.div_ceil(arithmetic::SPAN);
-        if self.wide {
+        if self.unit == Unit::Wide {
             // Whole spans, unless shares of whole segments come out more even: a segment that is handed over costs about one more.
             let spans_each = (batch * num_kv_heads * row_blocks * spans).div_ceil(ctas);
             let segments_each = (batch * num_kv_heads * row_blocks * segments).div_ceil(ctas);
             let tile_split = segments_each + 1 < arithmetic::SPAN * spans_each;
-            return Launch {
-                row_blocks,
-                max_slots: if tile_split { segments } else { spans },
-                tile_split,
-                grid: ctas,
-            };
+            return one_by_one(tile_split, row_blocks, segments, spans, ctas);
         }
         // A team takes one tile of a segment, which has no more than four tiles up to 65536 tokens.
         let tile_split = max_kv_len <= TEAMS * arithmetic::TILE * 256
             && 3 * batch * num_kv_heads * row_blocks * spans < ctas;
+        one_by_one(tile_split, row_blocks, segments, spans, ctas)
+    }
+}
+
+impl Default for Launch {
+    /// One CTA of no threads.
+    fn default() -> Self {
         Launch {
-            row_blocks,
-            max_slots: if tile_split { segments } else { spans },
-            tile_split,
-            grid: ctas,
+            row_blocks: 1,
+            max_slots: 0,
+            tile_split: false,
+            grid: [1; 3],
+            threads: 0,
+            teams: 1,
+            cluster: 1,
         }
     }
 }
@@ -315,7 +448,7 @@ mod tests {
                             assert!(largest && limit < 200 * 1024, "{format} {dim} {rows}");
                             continue;
                         };
-                        let launch = g.launch(rows, 3, 2, 5000, 132);
+                        let launch = g.launch(&Problem::new(2 * rows, 2, dim, vec![5000; 3]), 132);
                         assert!(launch.row_blocks * g.rows() >= rows, "{rows}");
                         assert!(g.threads() <= 512 && g.shared_bytes(format, dim, 64) <= limit);
                     }
@@ -332,8 +465,8 @@ mod tests {
         let g64 = Geometry::wide(64, KvFormat::INT8, 128, 64, limit).unwrap();
         assert_eq!((g64.rows(), g64.threads()), (64, 320));
         for (kv_len, batch, split) in [(1024, 256, false), (8192, 32, false), (131_072, 2, true)] {
-            let launch = g.launch(48, batch, 1, kv_len, 132);
-            assert_eq!((launch.row_blocks, launch.grid), (1, 264));
+            let launch = g.launch(&Problem::new(48, 1, 128, vec![kv_len; batch]), 132);
+            assert_eq!((launch.row_blocks, launch.grid), (1, [264, 1, 1]));
             assert_eq!(launch.tile_split, split, "{kv_len}");
         }
         assert!(Geometry::wide(48, KvFormat::INT8, 128, 64, 163 * 1024).is_none());
@@ -345,7 +478,8 @@ mod tests {
     #[test]
     fn the_rows_of_wide_kernels_are_those_that_were_measured() {
         let is_wide = |rows, format, page_size, limit| {
-            Geometry::choose(rows, format, 128, page_size, limit).is_some_and(|g| g.wide)
+            Geometry::choose(rows, format, 128, page_size, limit)
+                .is_some_and(|g| g.unit == Unit::Wide)
         };
         let (int8, limit) = (KvFormat::INT8, 227 * 1024);
         let wide: Vec<usize> = (1..=300)
@@ -359,8 +493,12 @@ mod tests {
     #[test]
     fn short_batches_split_segments_by_tile() {
         let g = Geometry::choose(4, KvFormat::INT8, 128, 64, 227 * 1024).unwrap();
-        assert!(g.launch(4, 1, 8, 1024, 132).tile_split);
-        assert!(!g.launch(4, 512, 1, 8192, 132).tile_split);
-        assert!(!g.launch(4, 1, 1, 65_537, 132).tile_split);
+        let is_split = |heads: usize, batch: usize, kv_len| {
+            let problem = Problem::new(4 * heads, heads, 128, vec![kv_len; batch]);
+            g.launch(&problem, 132).tile_split
+        };
+        assert!(is_split(8, 1, 1024));
+        assert!(!is_split(1, 512, 8192));
+        assert!(!is_split(1, 1, 65_537));
     }
 }

@@ -2,7 +2,10 @@
 
 use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
 
-use crate::geometry::Geometry;
+use crate::{
+    geometry::{Geometry, Limits, Unit},
+    short,
+};
 
 /// What an image is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -54,7 +57,7 @@ impl Arch {
 /// One kernel: a translation unit and its macros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Instance {
-    /// `decode.cu`, or `wide.cu`.
+    /// `decode.cu`, `wide.cu` or `short.cu`.
     Decode {
         /// What is stored.
         format: KvFormat,
@@ -106,30 +109,58 @@ fn scheme_id(scheme: Scheme) -> usize {
 }
 
 impl Instance {
-    /// The decode kernel of a problem; `None` if no shape of it fits `shared_limit`.
+    /// The decode kernel of a problem; `None` if no shape of it fits.
     pub fn decode(
         problem: &Problem,
         format: KvFormat,
         page_size: usize,
-        shared_limit: usize,
+        limits: Limits,
     ) -> Option<Self> {
+        let geometry = Geometry::of_problem(problem, format, page_size, limits)?;
+        Some(Self::shaped(problem, format, page_size, geometry))
+    }
+
+    /// The decode kernels of all problems that differ from this one in batch and lengths alone.
+    pub fn all_decode(
+        problem: &Problem,
+        format: KvFormat,
+        page_size: usize,
+        shared_limit: usize,
+    ) -> Vec<Self> {
         let rows = problem.heads_per_kv() * problem.q_len;
-        Some(Instance::Decode {
+        Geometry::all(rows, format, problem.head_dim, page_size, shared_limit)
+            .map(|geometry| Self::shaped(problem, format, page_size, geometry))
+            .collect()
+    }
+
+    fn shaped(problem: &Problem, format: KvFormat, page_size: usize, geometry: Geometry) -> Self {
+        Instance::Decode {
             format,
             head_dim: problem.head_dim,
             page_size,
-            geometry: Geometry::choose(rows, format, problem.head_dim, page_size, shared_limit)?,
+            geometry,
             masks: problem.window_left.is_some()
                 || problem.softcap.is_some()
                 || problem.alibi_slopes.is_some(),
-        })
+        }
+    }
+
+    /// The most teams of its CTAs that have shared memory of their own.
+    pub fn max_teams(&self) -> usize {
+        match self {
+            Instance::Decode { geometry, .. } if geometry.unit == Unit::Short => short::SM_TEAMS,
+            _ => 1,
+        }
     }
 
     /// The translation unit.
     pub fn unit(&self) -> &'static str {
         match self {
-            Instance::Decode { geometry, .. } if geometry.wide => "wide.cu",
-            Instance::Decode { .. } => "decode.cu",
+            Instance::Decode { geometry, .. } => match geometry.unit {
+                Unit::Decode => "decode.cu",
+                Unit::Wide => "wide.cu",
+                Unit::Short => "short.cu",
+            },
             Instance::Append { .. } => "append.cu",
             Instance::Import { .. } => "import.cu",
             Instance::Check => "check.cu",
@@ -175,7 +206,11 @@ impl Instance {
                     ("ATTN_CTAS", g.ctas),
                     ("ATTN_MASKS", usize::from(masks)),
                 ]);
-                all.extend(g.wide.then_some(("ATTN_WIDE", 1)));
+                all.extend(match g.unit {
+                    Unit::Decode => None,
+                    Unit::Wide => Some(("ATTN_WIDE", 1)),
+                    Unit::Short => Some(("ATTN_SHORT", 1)),
+                });
                 all
             }
             Instance::Append {
@@ -262,8 +297,10 @@ pub fn common(arch: Arch) -> Vec<Instance> {
             });
             for rows in [8, 16] {
                 let problem = Problem::new(rows, 1, head_dim, vec![1]);
-                let decode = Instance::decode(&problem, format, 64, arch.shared_limit());
-                all.extend(decode.filter(|_| covered(format, 64).is_ok()));
+                if covered(format, 64).is_ok() {
+                    let limit = arch.shared_limit();
+                    all.extend(Instance::all_decode(&problem, format, 64, limit));
+                }
             }
         }
     }
@@ -290,13 +327,13 @@ mod tests {
 
     #[test]
     fn a_shape_names_its_unit() {
-        let units = [false, true].map(|wide| {
+        let units = [Unit::Decode, Unit::Wide, Unit::Short].map(|unit| {
             let geometry = Geometry {
+                unit,
                 row_groups: 1,
                 row_warps: 6,
                 stages: 3,
                 ctas: 2,
-                wide,
             };
             let instance = Instance::Decode {
                 format: KvFormat::INT8,
@@ -305,12 +342,12 @@ mod tests {
                 geometry,
                 masks: false,
             };
-            let told = instance
-                .options(Arch::Sm90a)
-                .contains(&"-DATTN_WIDE=1".to_owned());
-            (instance.unit(), told)
+            let told = instance.options(Arch::Sm90a).pop();
+            (instance.unit(), told.filter(|last| last.ends_with("=1")))
         });
-        assert_eq!(units, [("decode.cu", false), ("wide.cu", true)]);
+        assert_eq!(units[0].0, "decode.cu");
+        assert_eq!(units[1], ("wide.cu", Some("-DATTN_WIDE=1".to_owned())));
+        assert_eq!(units[2], ("short.cu", Some("-DATTN_SHORT=1".to_owned())));
     }
 
     #[test]

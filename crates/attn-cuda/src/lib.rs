@@ -15,6 +15,7 @@ pub mod instance;
 pub mod native;
 pub mod nvrtc;
 pub mod params;
+mod short;
 mod store;
 
 use attn_core::{DecodeAttention, Unsupported};

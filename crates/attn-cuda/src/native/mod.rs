@@ -12,8 +12,8 @@ pub(crate) use append::launch_append;
 pub use append::{AppendArgs, Dtype, NativeAppend, append_grid};
 pub use import::{ImportArgs, NativeImport};
 pub(crate) use import::{launch_import, prepare_import};
+pub use shape::Shape;
 pub(crate) use shape::choose;
-pub use shape::{Limits, Shape};
 
 use std::{ffi::c_void, sync::Arc};
 
@@ -120,7 +120,7 @@ impl NativePlan {
 
     /// CTAs of the launch.
     pub fn grid(&self) -> usize {
-        self.shape.launch.grid
+        self.shape.launch.grid.iter().product()
     }
 }
 
@@ -193,12 +193,8 @@ pub(crate) unsafe fn launch_decode(
     //   for views it takes RowMaps, too, whose size is asserted in params.rs and params.h.
     // - Bounds, aliasing, lifetime: this function's contract.
     unsafe {
-        plan.kernel.launch(
-            stream,
-            [plan.shape.launch.grid, 1, 1],
-            plan.shape.geometry.threads(),
-            arguments,
-        )
+        plan.kernel
+            .launch_teams(stream, &plan.shape.launch, arguments)
     }?;
     Ok(())
 }

@@ -4,19 +4,10 @@ use attn_core::{Error, KvFormat, PageLayout, Problem, Unsupported, arithmetic::L
 
 use super::{DecodeArgs, DeviceKv};
 use crate::{
-    geometry::{Geometry, Launch},
+    geometry::{Geometry, Launch, Limits},
     instance::{self, Instance},
     params::{DecodeParams, Divisor},
 };
-
-/// What of a device shapes a launch.
-#[derive(Debug, Clone, Copy)]
-pub struct Limits {
-    /// Bytes of shared memory that a CTA may have.
-    pub shared_limit: usize,
-    /// Streaming multiprocessors.
-    pub sms: usize,
-}
 
 /// One problem's launches, for lengths up to its longest.
 #[derive(Debug, Clone)]
@@ -25,7 +16,7 @@ pub struct Shape {
     pub instance: Instance,
     /// Of its CTAs.
     pub geometry: Geometry,
-    /// Dynamic shared memory of a CTA, bytes.
+    /// Dynamic shared memory of a CTA, or of each of its teams, bytes.
     pub shared_bytes: usize,
     /// The grid and what it hands over.
     pub launch: Launch,
@@ -49,7 +40,7 @@ pub(crate) fn choose(
         built,
     };
     instance::covered(format, page_size).map_err(refuse)?;
-    match Instance::decode(problem, format, page_size, limits.shared_limit) {
+    match Instance::decode(problem, format, page_size, limits) {
         Some(instance @ Instance::Decode { geometry, .. }) => {
             let shared = geometry.shared_bytes(format, problem.head_dim, page_size);
             Ok((instance, geometry, shared))
@@ -83,9 +74,8 @@ impl Shape {
         )?;
         let (instance, geometry, shared_bytes) = choose(limits, problem, format, page_size)?;
         let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
-        let rows = problem.heads_per_kv() * problem.q_len;
         let (batch, heads) = (problem.batch(), problem.num_kv_heads);
-        let launch = geometry.launch(rows, batch, heads, max_kv_len, limits.sms);
+        let launch = geometry.launch(problem, limits.sms);
         let slots = launch.slots(batch, heads);
         let aligned = |bytes: usize| bytes.next_multiple_of(256);
         let layout = PageLayout {
@@ -146,8 +136,8 @@ impl Shape {
             tile_split: i32::from(self.launch.tile_split),
             by_heads: Divisor::new(p.heads_per_kv()),
             by_row_blocks: Divisor::new(self.launch.row_blocks),
-            by_ctas: Divisor::new(self.launch.grid),
-            by_sms: Divisor::new(self.launch.grid / self.geometry.ctas),
+            by_ctas: Divisor::new(self.launch.grid[0]),
+            by_sms: Divisor::new(self.launch.grid[0] / self.geometry.ctas),
             ..DecodeParams::default()
         };
         match args.kv {

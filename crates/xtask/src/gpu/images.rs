@@ -34,7 +34,7 @@ fn add(all: &mut Vec<Instance>, problem: &Problem, format: KvFormat, page_size: 
         });
     }
     if covered(format, page_size).is_ok() {
-        all.extend(Instance::decode(
+        all.extend(Instance::all_decode(
             problem,
             format,
             page_size,

@@ -1,4 +1,4 @@
-//! Equality over random shapes: GPU and CPU, batch and alone, two grids, twice.
+//! Equality over random shapes: GPU and CPU, batch and alone, two grids, with and without `short.cu`, twice.
 
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use attn_conformance::{
 };
 use attn_core::KvFormat;
 use attn_cpu::CpuBackend;
-use attn_cuda::{CudaBackend, instance::covered};
+use attn_cuda::{CudaBackend, geometry::Short, instance::covered};
 
 /// splitmix64.
 struct Random(u64);
@@ -149,7 +149,7 @@ fn differs(cpu: &CpuBackend, gpus: &[CudaBackend; 2], case: &Case) -> Result<Opt
 pub fn run(count: u64, seed: u64) -> Result<()> {
     let cpu = CpuBackend::new();
     let open = || CudaBackend::open();
-    let gpus = [open()?, open()?.with_sms(37)];
+    let gpus = [open()?, open()?.with_sms(37).with_short(Short::Never)];
     let start = Instant::now();
     let (mut equal, mut refused, mut failures) = (0, 0, Vec::new());
     let mut tokens = 0;

@@ -8,8 +8,9 @@ use attn_conformance::{
 use attn_core::{HostPages, KvCache, KvFormat, KvSource, PageTable, StridedRows};
 use attn_cpu::CpuBackend;
 use attn_cuda::{
+    geometry::{Limits, Short, Unit},
     instance::{Arch, Instance},
-    native::{DecodeArgs, DeviceKv, Limits, Shape, alibi_slopes_log2},
+    native::{DecodeArgs, DeviceKv, Shape, alibi_slopes_log2},
 };
 
 use super::{Kernels, address};
@@ -93,8 +94,8 @@ struct Job {
 }
 
 impl Job {
-    /// `None` if it is for GPUs alone: floats have no law of bits, and what is large takes too long.
-    fn new(case: Case) -> Result<Option<Self>> {
+    /// By one kernel or the other; `None` if it is for GPUs alone, floats have no law of bits, and what is large takes too long.
+    fn new(case: Case, short: Short) -> Result<Option<Self>> {
         let p = &case.problem;
         let tiles: usize = p.kv_lens.iter().map(|len| len.div_ceil(64).max(1)).sum();
         let rows = p.heads_per_kv() * p.q_len;
@@ -108,7 +109,8 @@ impl Job {
         }
         let limits = Limits {
             shared_limit: Arch::Sm90a.shared_limit(),
-            sms,
+            sms: if short == Short::Always { 132 } else { sms },
+            short,
         };
         let page_size = if case.is_view() { 0 } else { case.page_size };
         let shape = Shape::new(limits, p, case.format, page_size)?;
@@ -187,7 +189,7 @@ impl Job {
         };
         let params = shape.params(&case.problem, &args);
         for _ in 0..2 {
-            let (grid, threads) = ([shape.launch.grid, 1, 1], shape.geometry.threads());
+            let (grid, threads) = (shape.launch.grid, shape.launch.threads);
             // SAFETY: decode kernels take a DecodeParams, whose addresses are those of memory that lives until the end of this
             // function, as large as `DecodeArgs` asks; page and tail tables come from the cache's own books.
             unsafe { kernels.run(&shape.instance, &params, grid, threads) }?;
@@ -225,7 +227,7 @@ impl Jobs {
             }
             let count = count + all.jobs.len();
             for seed in seed.. {
-                if all.jobs.len() == count {
+                if all.jobs.len() >= count {
                     break;
                 }
                 all.add(stress::random(seed))?;
@@ -235,10 +237,13 @@ impl Jobs {
     }
 
     fn add(&mut self, case: Case) -> Result<()> {
-        match Job::new(case)? {
+        match Job::new(case.clone(), Short::Never)? {
             Some(job) => self.jobs.push(job),
             None => self.left += 1,
         }
+        let short = Job::new(case, Short::Always)?;
+        let short = short.filter(|job| job.shape.geometry.unit == Unit::Short);
+        self.jobs.extend(short);
         Ok(())
     }
 

@@ -1,0 +1,79 @@
+// What joining states takes, and what becomes of the last one.
+#pragma once
+#include "value.cuh"
+#include "work.cuh"
+
+constexpr int ROW_VECTORS = D / 4;   // float4s of a row
+
+// What joining does to both sides. An empty side has O = +0 and takes part with weight -0: what it adds changes nothing, not even
+// a zero's sign.
+struct Weight {
+    float alpha, beta;
+};
+
+DEVICE Weight weight_of(float m, float m_b, float top) {
+    bool empty = m == MINUS_INFINITY, b_empty = m_b == MINUS_INFINITY;
+    return {empty ? (b_empty ? 0.0f : -0.0f) : pow2(top - m), b_empty ? -0.0f : pow2(top - m_b)};
+}
+DEVICE Weight join_weight(float& m, float& l, float2 b, bool is_fold) {
+    float top = fmaxf(m, b.x);
+    Weight w = weight_of(m, b.x, top);
+    m = top;
+    l = is_fold ? fmaf(b.y, w.beta, l * w.alpha) : l * w.alpha + b.y * w.beta;
+    return w;
+}
+// `merge` of docs/arithmetic.md, or `fold` of a tile whose value was kept as a state: they round alike but for subnormals.
+DEVICE void join(float& a, float b, const Weight& w, bool is_fold) { a = is_fold ? fmaf(b, w.beta, a * w.alpha) : a * w.alpha + b * w.beta; }
+DEVICE void join(float4& a, const float4& b, const Weight& w, bool is_fold) {
+    if (is_fold) {
+        a = {fmaf(b.x, w.beta, a.x * w.alpha), fmaf(b.y, w.beta, a.y * w.alpha), fmaf(b.z, w.beta, a.z * w.alpha),
+             fmaf(b.w, w.beta, a.w * w.alpha)};
+    } else {
+        a = {a.x * w.alpha + b.x * w.beta, a.y * w.alpha + b.y * w.beta, a.z * w.alpha + b.z * w.beta,
+             a.w * w.alpha + b.w * w.beta};
+    }
+}
+
+// One (sequence, KV head, row block).
+struct Item {
+    int b, kv_head, row_block, num_slots;
+
+    __device__ __forceinline__ u64 index(const DecodeParams& p) const {
+        return ((u64)b * p.num_kv_heads + kv_head) * p.row_blocks + row_block;
+    }
+    // The row's place in Q, out and lse, or -1.
+    __device__ __forceinline__ long long row(const DecodeParams& p, int row) const {
+        int r = row_block * ROWS + row;
+        if (r >= p.heads_per_kv * p.q_len) return -1;
+        int i = (u32)r / p.by_heads, head = kv_head * p.heads_per_kv + r - i * p.heads_per_kv;
+        return ((long long)b * p.q_len + i) * p.num_q_heads + head;
+    }
+};
+
+struct Finish {
+    float* out;
+    float* lse;
+    float scale, tensor;
+
+    DEVICE Finish at(const DecodeParams& p, const Item& item, int row) {
+        long long at = item.row(p, row);
+        if (at < 0) return {nullptr, nullptr, 0.0f, 0.0f};
+        return {p.out + at * D, p.lse ? p.lse + at : nullptr, 0.0f, p.v_tensor_scales ? p.v_tensor_scales[item.kv_head] : 1.0f};
+    }
+    // Writes the log-sum-exp, too, if this is the row's first thread. Nothing seen: O is +0, and so is the result.
+    __device__ __forceinline__ void finish(float m, float l, bool first) {
+        bool some = m > MINUS_INFINITY;
+        if (first && lse) *lse = some ? log_sum(m, l) : MINUS_INFINITY;
+        scale = some ? rcp(l) : 1.0f;
+    }
+    __device__ __forceinline__ void write(int vector, const float4& o) const {
+        if (!out) return;
+        ((float4*)out)[vector] = {o.x * scale * tensor, o.y * scale * tensor, o.z * scale * tensor, o.w * scale * tensor};
+    }
+    __device__ __forceinline__ void write_pair(int pair, float x, float y) const {
+        if (out) ((float2*)out)[pair] = make_float2(x * scale * tensor, y * scale * tensor);
+    }
+    __device__ __forceinline__ void write(int dim, float o) const {
+        if (out) out[dim] = o * scale * tensor;
+    }
+};

@@ -1,0 +1,90 @@
+// A warp's query rows of an item: what they see, their queries, and what masks do to their scores.
+#pragma once
+#include "value.cuh"
+#include "work.cuh"
+
+struct Rows {
+    int start[G], end[G];  // tokens that row lane/4 sees
+    float slope[G];
+    int position[G];
+};
+
+DEVICE Rows visible(const DecodeParams& p, const Work& work, int kv_head, int warp_row, int lane) {
+    Rows rows;
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        int r = work.row_block * ROWS + warp_row + g * 8 + lane / 4;
+        bool real = r < p.heads_per_kv * p.q_len;
+        int i = (u32)r / p.by_heads, position = work.kv_len - p.q_len + i;
+        // Rows that fill up the tile see everything, so that they never make a full tile look masked.
+        rows.end[g] = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), work.kv_len) : work.kv_len;
+        rows.start[g] = !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), rows.end[g]);
+        rows.slope[g] = MASKS && real && p.alibi_slopes ? p.alibi_slopes[(kv_head - i) * p.heads_per_kv + r] : 0.0f;
+        rows.position[g] = position;
+    }
+    return rows;
+}
+
+DEVICE void load_query(const DecodeParams& p, const Work& work, int kv_head, int warp_row, int lane, Query& q) {
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        QueryRow row = query_row(p, work, kv_head, warp_row + g * 8 + lane / 4);
+        auto load = [&](int panel, float (&x)[4]) {
+            float4 v;
+            if (code_bits(K_SCHEME) == 16) {  // a lane has pairs of dims 8 apart
+                const float* at = row.q + panel * 16 + 2 * (lane % 4);
+                float2 a = *(const float2*)at, b = *(const float2*)(at + 8);
+                v = {a.x, a.y, b.x, b.y};
+            } else {
+                v = *(const float4*)(row.q + panel * 16 + 4 * (lane % 4));
+            }
+            x[0] = v.x * row.factor;
+            x[1] = v.y * row.factor;
+            x[2] = v.z * row.factor;
+            x[3] = v.w * row.factor;
+        };
+        if constexpr (K_FLOAT) quantize_float(q, g, load);
+        else quantize(q, g, load);
+    }
+}
+
+// The channel scheme folds each page's scales into q', so q' itself waits in shared memory: rows from `first` to `end`, by so many threads.
+DEVICE void store_query(const DecodeParams& p, const Work& work, int kv_head, u32 query, int first, int end, int thread, int threads) {
+    for (int i = first * D + thread; i < end * D; i += threads) {
+        QueryRow row = query_row(p, work, kv_head, i / D);
+        sts32(query + (i / D * QUERY_STRIDE + i % D) * 4, float_bits(row.q[i % D] * row.factor));
+    }
+}
+
+// Of the queries that `store_query` left in shared memory.
+DEVICE void largest_queries(u32 query, int warp_row, int lane, float (&largest)[G]) {
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        float x = 0.0f;
+        for (int d = lane % 4; d < D; d += 4)
+            x = fmaxf(x, fabsf(bits_float(lds32(query + ((warp_row + g * 8 + lane / 4) * QUERY_STRIDE + d) * 4))));
+        largest[g] = quad_max(x);
+    }
+}
+
+// What a warp knows of its rows of an item.
+struct ItemRows {
+    Rows rows;
+    Query q;
+    float largest_q[G];  // channel scheme: of q'
+};
+
+// Soft cap and ALiBi; scores are complete then. `first`: the token of the lane's first score.
+DEVICE void bend(const DecodeParams& p, const Rows& rows, int first, float (&s)[G][SCORES], float (&scale)[G]) {
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+#pragma unroll
+        for (int i = 0; i < SCORES; i++) {
+            float x = s[g][i] * scale[g];
+            if (p.softcap_inner != 0.0f) x = softcap(x, p.softcap_inner, p.softcap_outer);
+            if (p.alibi_slopes) x = x + rows.slope[g] * (float)(first + 8 * (i / 2) + i % 2 - rows.position[g]);
+            s[g][i] = x;
+        }
+        scale[g] = 1.0f;
+    }
+}

@@ -1,0 +1,416 @@
+// Split-KV decode attention where latency binds (sm_90): few and short items, an item being what one KV head of one sequence has to do.
+//
+// What decode.cu does, but for three things. An item is a cluster's: its CTAs take the item's slots (tiles, segments or spans, whatever
+// leaves each CTA a few), and read each other's states where they lie in shared memory; no share has to be found, nothing is counted,
+// nothing goes through global memory. In a CTA, four warps share each tile, by tokens for the scores, by dims for the values: a tile takes
+// 0.6 µs instead of the 2.5 that a warp needs alone, and states stay in registers, a quarter of the dims in each warp. And a fifth warp
+// feeds them. All of that costs instructions, and CTAs that wait at two barriers per tile: with more to do, decode.cu is faster.
+#include "channel.cuh"
+#include "merge.cuh"
+
+static_assert(WR == 1 && D % 64 == 0 && (V_GROUPS == 1 || V_GROUPS == 2 || V_GROUPS % TW == 0), "a warp's dims are of one group, or of whole ones");
+
+constexpr int TEAM_SLOTS = 4;       // that a team keeps for the others
+constexpr int SLOT_STRIDE = D + 8;  // floats; 8 keeps the rows of a quad group in different banks
+// Of a team.
+constexpr int AT_EXCHANGE = STAGES * STAGE_BYTES, AT_SLOTS = AT_EXCHANGE + EXCHANGE_BYTES;
+constexpr int AT_SLOT_ML = AT_SLOTS + TEAM_SLOTS * ROWS * SLOT_STRIDE * 4, AT_QUERY = AT_SLOT_ML + TEAM_SLOTS * ROWS * 8;
+constexpr int AT_SCRATCH = AT_QUERY + QUERY_BYTES, AT_BARRIERS = AT_SCRATCH + (CHANNEL ? TW * SCRATCH_BYTES : 0);
+constexpr int AT_NOWHERE = AT_BARRIERS + STAGES * 16, TEAM_BYTES = (AT_NOWHERE + 16 + STAGE_ALIGN - 1) / STAGE_ALIGN * STAGE_ALIGN;
+
+// Of each of a CTA's teams.
+extern "C" __device__ const int attn_shared_bytes = TEAM_BYTES;
+extern "C" __device__ const int attn_threads = TEAM_THREADS;
+
+// ---- who does what ----
+
+enum Level { TILE_VALUES, SEGMENT_STATES, SPAN_STATES };
+
+// A team's slots of the item.
+struct Slots {
+    Level level;
+    int shift;             // log2 of a slot's tiles
+    int all, each;         // of the item, of a team
+    int first, end;        // of this one
+    u32 cta_teams;         // 1 or 2
+    int teams;             // of the cluster
+
+    // Whether the item is several teams'.
+    __device__ __forceinline__ bool is_shared() const { return teams > 1; }
+
+    DEVICE Slots of(const Sequence& s, int team, int teams, u32 cta_teams) {
+        Slots x;
+        x.cta_teams = cta_teams;
+        x.teams = teams;
+        int segments = runs_of(s.num_tiles, s.segment_shift);
+        bool tiles = s.num_tiles <= 2 * teams && s.segment_shift == 2;
+        x.level = teams == 1 ? SPAN_STATES : tiles ? TILE_VALUES : segments <= TEAM_SLOTS * teams ? SEGMENT_STATES : SPAN_STATES;
+        x.shift = x.level == TILE_VALUES ? 0 : x.level == SEGMENT_STATES ? s.segment_shift : s.segment_shift + 2;
+        x.all = runs_of(s.num_tiles, x.shift);
+        x.each = (x.all + teams - 1) / teams;
+        x.first = min(x.all, team * x.each);
+        x.end = min(x.all, x.first + x.each);
+        return x;
+    }
+};
+
+struct OfItem {
+    int sequence, length, head;
+
+    __device__ __forceinline__ int b() const { return sequence; }
+    __device__ __forceinline__ int kv_len() const { return length; }
+    __device__ __forceinline__ int kv_head() const { return head; }
+};
+
+// The barrier of a team and the warp that feeds it.
+DEVICE void first_queries_are_there(int team) { barrier_of<TEAM_THREADS>(1 + MAX_TEAMS + team); }
+
+// One warp copies the tiles of the team's slots into the ring. What follows the first tile waits for the first queries: behind more
+// copies, they would take longer.
+DEVICE void feed(const DecodeParams& p, const Work& work, int tile, int end, const Ring& ring, int lane, int team, const RowMaps* maps) {
+    Copies<OfItem> copies;
+    copies.place = {work.b, work.kv_len, work.heads};
+    copies.ring = ring;
+    copies.lane = lane;
+    copies.tile = tile;
+    copies.step = 1;
+    copies.part = 0;
+    copies.maps = maps;
+    copies.begin(p, work.b, work.heads);
+    if (tile < end) {
+        copies.look_up();
+        while (!copies.copy_next(p)) {
+        }
+    }
+    first_queries_are_there(team);
+#pragma unroll 1
+    while (copies.tile < end)
+        if (copies.copy_next(p) && copies.known == 32) copies.look_up();
+}
+
+// ---- the tiles ----
+
+// Scales of someone else's rows, where a stage has them.
+struct RowScales {
+    const u16* scales;
+    const long long* strides;
+    int b, kv_head, t0;
+
+    __device__ __forceinline__ u32 operator()(u32 at, int group, int t) const { return scale_pair(at, scales, strides, b, kv_head, t0, t, group); }
+};
+
+// Whether there are registers for V's parameters while scores are under way.
+constexpr bool READS_AHEAD = G * V_GROUPS <= 2;
+
+// A team's run of tiles.
+struct Warp {
+    const DecodeParams& p;
+    const Work& work;
+    const Slots& slots;
+    Ring ring;
+    Team team;
+    u32 query, scratch;
+    u32 shared;  // of the team
+    ItemRows item;
+
+    __device__ __forceinline__ void enter() {
+        item.rows = visible(p, work, work.heads, 0, team.lane);
+        if constexpr (CHANNEL) {
+            store_query(p, work, work.heads, query, 0, ROWS, team.warp * 32 + team.lane, WORKERS);
+            team.barrier();
+            largest_queries(query, 0, team.lane, item.largest_q);
+        } else {
+            load_query(p, work, work.heads, 0, team.lane, item.q);
+        }
+    }
+    __device__ __forceinline__ void done_with_stage() { ring.release(team.lane); }
+
+    // A tile, folded into the segment's state. What can be known before a barrier is.
+    __device__ __forceinline__ void tile(int index, State& state) {
+        const Rows& rows = item.rows;
+        int t0 = index * TILE, tokens = min(TILE, work.kv_len - t0);
+        float s[G][SCORES], scale[G];
+        StoredV<RowScales> v = {0, tokens, {p.v_scales, p.v_scale_strides, work.b, work.heads, t0}};
+        OwnV own;
+        auto look_at_values = [&](bool ahead) {
+            if constexpr (!V_FLOAT) {
+                if (ahead == READS_AHEAD) v.measure(team.lane);
+                if (ahead && READS_AHEAD) own.read(v, team);
+            }
+        };
+        if constexpr (CHANNEL) {
+            auto done = [&] { done_with_stage(); };
+            v.stage = is_open(index, work.kv_len) ? tail_scores(ring, query, 0, tokens, team, s, done)
+                                                  : channel_scores(ring, query, scratch, 0, item.largest_q, team, s, done);
+            if (!WHOLE) v.stage = ring.wait();
+            look_at_values(true);
+        } else {
+            StoredK<RowScales> k = {ring.wait(), tokens, {p.k_scales, p.k_scale_strides, work.b, work.heads, t0}};
+            v.stage = WHOLE ? k.stage + K_PART : ring.wait_next();
+            look_at_values(true);
+            if constexpr (K_FLOAT) float_scores(k.stage, item.q, team, s);
+            else scores(k.stage, k, item.q, team, s);
+        }
+#pragma unroll
+        for (int g = 0; g < G; g++) scale[g] = CHANNEL ? 1.0f : item.q.scale[g];
+        int first = t0 + team.token() + 2 * (team.lane % 4);
+        if constexpr (MASKS) bend(p, rows, first, s, scale);
+        bool full = true;
+#pragma unroll
+        for (int g = 0; g < G; g++) full &= rows.start[g] <= t0 && t0 + TILE <= rows.end[g];
+        full = __all_sync(~0u, full);
+        float tops[G];
+        highest(s, scale, full, [&](int g, int i) {
+            int t = first + 8 * (i / 2) + i % 2;
+            return t >= rows.start[g] && t < rows.end[g];
+        }, tops);
+        team.tell_largest(tops);
+        team.barrier();
+        look_at_values(false);
+        team.hear_largest(tops);
+        Rescale r;
+        Pairs pairs;
+        soften(s, scale, full, tops, state.m, r, pairs);
+        if constexpr (V_FLOAT) tell_float_weights(s, r, team);
+        else if constexpr (READS_AHEAD) tell_weights(s, pairs, r, own, team);
+        else tell_weights(s, pairs, r, v, team);
+        team.barrier();
+        if constexpr (V_FLOAT) fold_told_floats(v.stage, tokens, r, team, state);
+        else fold_told(v.stage, v.v, r, team, state);
+        if (!WHOLE && !CHANNEL) done_with_stage();  // with K
+        done_with_stage();
+    }
+
+    // O of a slot, or of the item so far, waits in shared memory, where a lane has its own elements; (m, l) in registers.
+    __device__ __forceinline__ u32 kept_at(int place, int g, int dim) const {
+        return shared + AT_SLOTS + ((place * ROWS + g * 8 + team.lane / 4) * SLOT_STRIDE + team.dim() + dim) * 4;
+    }
+    // Joins what follows to what is kept there.
+    __device__ __forceinline__ void keep(int place, bool first, float2 (&ml)[G], const State& state) const {
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            Weight w;
+            float2 x = make_float2(state.m[g], state.l[g]);
+            if (first) ml[g] = x;
+            else w = join_weight(ml[g].x, ml[g].y, x, false);
+            state.each_pair(g, team.lane, [&](int dim, float x, float y) {
+                u32 at = kept_at(place, g, dim);
+                if (!first) {
+                    uint2 before = lds64(at);
+                    x = bits_float(before.x) * w.alpha + x * w.beta;
+                    y = bits_float(before.y) * w.alpha + y * w.beta;
+                }
+                sts64(at, x, y);
+            });
+        }
+    }
+    // A slot's tiles: its segments, one after the other.
+    __device__ __forceinline__ void attend(int slot, int place, float2 (&ml)[G]) {
+        int index = slot << slots.shift, end = min(work.num_tiles, slot + 1 << slots.shift);
+        bool first = true;
+        do {
+            State segment;
+            segment.clear();
+            int until = min(end, index + (1 << work.segment_shift));
+#pragma unroll 1
+            for (; index < until; index++) tile(index, segment);
+            keep(place, first, ml, segment);
+            first = false;
+        } while (index < end);
+    }
+    // Slots that others of the cluster will read.
+    __device__ __forceinline__ void run() {
+#pragma unroll 1
+        for (int slot = slots.first; slot < slots.end; slot++) {
+            float2 ml[G];
+            attend(slot, slot - slots.first, ml);
+#pragma unroll
+            for (int g = 0; g < G; g++)
+                if (team.warp == 0 && team.lane % 4 == 0)
+                    sts64(shared + AT_SLOT_ML + ((slot - slots.first) * ROWS + g * 8 + team.lane / 4) * 8, ml[g].x, ml[g].y);
+        }
+    }
+    // An item that the team has for itself: spans in one place, what they join in another, and the result.
+    __device__ __forceinline__ void run_alone() {
+        float2 ml[G];
+        attend(0, 0, ml);
+#pragma unroll 1
+        for (int slot = 1; slot < slots.all; slot++) {
+            float2 span_ml[G];
+            attend(slot, 1, span_ml);
+            State span;
+#pragma unroll
+            for (int g = 0; g < G; g++) {
+                span.m[g] = span_ml[g].x;
+                span.l[g] = span_ml[g].y;
+#pragma unroll
+                for (int j = 0; j < DIMS / 8; j++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) span.o[g][j][i] = bits_float(lds32(kept_at(1, g, State::dim_of(j, i, team.lane))));
+            }
+            keep(0, false, ml, span);
+        }
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            Finish finish = Finish::at(p, {work.b, work.heads, work.row_block, 0}, g * 8 + team.lane / 4);
+            finish.finish(ml[g].x, ml[g].y, team.warp == 0 && team.lane % 4 == 0);
+#pragma unroll
+            for (int j = 0; j < DIMS / 8; j++) {
+                int dim = State::pair_of(j, team.lane);
+                uint2 x = lds64(kept_at(0, g, dim));
+                finish.write_pair((team.dim() + dim) / 2, bits_float(x.x), bits_float(x.y));
+            }
+        }
+    }
+};
+
+// ---- the cluster's slots ----
+
+// The largest of this lane and those 1, 2, … count - 1 strides before it, in runs of so many.
+DEVICE float running_max(float x, int stride, int count) {
+#pragma unroll
+    for (int i = 1; i < count; i *= 2) {
+        float other = __shfl_up_sync(~0u, x, i * stride);
+        if ((int)lane_id() / stride % count >= i) x = fmaxf(x, other);
+    }
+    return x;
+}
+// Of runs of lanes, what joining this lane's run to those before it in a run of `count` does; `top`: the running maximum, `m` of nothing.
+DEVICE Weight running_weight(float x, float& top, int stride, int count, float m) {
+    top = fmaxf(running_max(x, stride, count), m);
+    float before = __shfl_up_sync(~0u, top, stride);
+    if ((int)lane_id() / stride % count == 0) before = m;
+    return weight_of(before, x, top);
+}
+
+struct Joined {
+    float m, l, o;
+
+    __device__ __forceinline__ void add(const Joined& b, const Weight& w, bool is_fold) {
+        join(l, b.l, w, is_fold);
+        join(o, b.o, w, is_fold);
+    }
+};
+DEVICE Weight weight_at(const Weight& w, int lane) { return {__shfl_sync(~0u, w.alpha, lane), __shfl_sync(~0u, w.beta, lane)}; }
+
+// A row's slots, all of them, by one warp: a lane finds the weights of a slot, and joins one dim. Tiles fold into segments, segments
+// merge into spans, spans into the sequence's state.
+template <int LEVEL> DEVICE Joined join_slots_of_row(u32 shared, const Slots& slots, int row, int dim) {
+    constexpr int BATCH = 16, SEGMENT = LEVEL == TILE_VALUES ? SPAN : 1, RUN = LEVEL == SPAN_STATES ? 1 : SEGMENT * SPAN;
+    int lane = lane_id();
+    Joined all = {MINUS_INFINITY, 0.0f, 0.0f};
+#pragma unroll 1
+    for (int base = 0; base < slots.all; base += 32) {
+        int slot = min(base + lane, slots.all - 1), team = slot / slots.each, at = (slot - team * slots.each) * ROWS + row;
+        u32 of_team = shared + (team & slots.cta_teams - 1) * TEAM_BYTES, rank = team >> slots.cta_teams - 1;
+        u32 states = peer_address(of_team + AT_SLOTS + at * SLOT_STRIDE * 4, rank);
+        float2 mine = peer_load2(peer_address(of_team + AT_SLOT_ML + at * 8, rank));
+        if (base + lane >= slots.all) mine = make_float2(MINUS_INFINITY, 0.0f);
+        float top = mine.x;
+        Weight of_tile, of_segment, of_span;
+        if (LEVEL == TILE_VALUES) {
+            of_tile = running_weight(mine.x, top, 1, SEGMENT, MINUS_INFINITY);
+            top = __shfl_sync(~0u, top, lane | SEGMENT - 1);
+        }
+        if (LEVEL <= SEGMENT_STATES) {
+            of_segment = running_weight(top, top, SEGMENT, SPAN, MINUS_INFINITY);
+            top = __shfl_sync(~0u, top, lane | RUN - 1);
+        }
+        of_span = running_weight(top, top, RUN, 32 / RUN, all.m);
+        all.m = __shfl_sync(~0u, top, 31);
+#pragma unroll
+        for (int u = 0; u < 32; u += BATCH) {
+            if (base + u >= slots.all) break;
+            float x[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) x[i] = peer_load(__shfl_sync(~0u, states, u + i) + dim * 4);
+            Joined segment = {}, span = {};
+#pragma unroll
+            for (int i = u; i < u + BATCH; i++) {
+                // Beyond the last slot a side is empty: it changes nothing.
+                Joined here = {0.0f, __shfl_sync(~0u, mine.y, i), base + i < slots.all ? x[i - u] : 0.0f};
+                if (LEVEL == TILE_VALUES) {
+                    if (i % SEGMENT == 0) segment = {};
+                    segment.add(here, weight_at(of_tile, i), true);
+                    if (i % SEGMENT != SEGMENT - 1) continue;
+                    here = segment;
+                }
+                if (LEVEL <= SEGMENT_STATES) {
+                    if (i % RUN < SEGMENT) span = {};
+                    span.add(here, weight_at(of_segment, i), false);
+                    if (i % RUN != RUN - 1) continue;
+                    here = span;
+                }
+                all.add(here, weight_at(of_span, i), false);
+            }
+        }
+    }
+    return all;
+}
+
+// The item's result: a warp of the cluster has 32 dims of a row, and 32 more if there are.
+DEVICE void join_cluster(const DecodeParams& p, const Work& work, const Slots& slots, u32 shared, int warp, int warps) {
+    int rows = min(ROWS, p.heads_per_kv * p.q_len - work.row_block * ROWS), lane = lane_id();
+#pragma unroll 1
+    for (; warp < rows * (D / 32); warp += warps) {
+        int row = warp / (D / 32), dim = warp % (D / 32) * 32 + lane;
+        Joined x;
+        if (slots.level == TILE_VALUES) x = join_slots_of_row<TILE_VALUES>(shared, slots, row, dim);
+        else if (slots.level == SEGMENT_STATES) x = join_slots_of_row<SEGMENT_STATES>(shared, slots, row, dim);
+        else x = join_slots_of_row<SPAN_STATES>(shared, slots, row, dim);
+        Finish finish = Finish::at(p, {work.b, work.heads, work.row_block, 0}, row);
+        finish.finish(x.m, x.l, dim == 0);
+        finish.write(dim, x.o);
+    }
+}
+
+#if ATTN_PAGE == 0
+#define ATTN_ROW_MAPS , const __grid_constant__ RowMaps maps
+#else
+#define ATTN_ROW_MAPS
+#endif
+
+// Grid: (CTAs of a cluster, KV heads · row blocks, sequences); CTAs of one or two teams.
+extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
+    SHARED_MEMORY(shared, STAGE_ALIGN);
+    int warp = threadIdx.x / 32 % (TW + 1), lane = lane_id(), team = threadIdx.x / TEAM_THREADS;
+    u32 base = shared_address(shared), mine = base + team * TEAM_BYTES;
+    if (threadIdx.x % TEAM_THREADS < STAGES) {
+        u32 barrier = mine + AT_BARRIERS + threadIdx.x % TEAM_THREADS * 8;
+        barrier_init(barrier, PAGE != 0 ? 1 : 32);
+        barrier_init(barrier + STAGES * 8, TW * ARRIVALS);
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x == TEAM_THREADS - 1) touch_params(p, base + AT_NOWHERE);
+    // Whatever comes before in the stream may still be running: nothing of it has been read so far.
+    after_dependencies();
+    Work work;
+    work.measure = {SPANS, true};
+    work.enter(blockIdx.z, p.kv_lens[blockIdx.z]);
+    work.heads = blockIdx.y / p.by_row_blocks;
+    work.row_block = blockIdx.y - work.heads * p.row_blocks;
+    int cta_teams = blockDim.x / TEAM_THREADS, index = blockIdx.x * cta_teams + team, teams = gridDim.x * cta_teams;
+    Slots slots = Slots::of(work, index, teams, cta_teams);
+    Ring ring = {mine, mine + AT_BARRIERS, 0, 0};
+    if (warp == TW) {
+        const RowMaps* rows = nullptr;
+#if ATTN_PAGE == 0
+        rows = &maps;
+#endif
+        feed(p, work, slots.first << slots.shift, min(work.num_tiles, slots.end << slots.shift), ring, lane, team, rows);
+    } else {
+        Warp self = {p, work, slots, ring, {mine + AT_EXCHANGE, warp, lane, team}, mine + AT_QUERY, mine + AT_SCRATCH + warp * SCRATCH_BYTES, mine};
+        self.enter();
+        first_queries_are_there(team);
+        if (slots.is_shared()) self.run();
+        else self.run_alone();
+    }
+    if (!slots.is_shared()) return;
+    cluster_arrive();
+    cluster_wait();
+    if (warp < TW) join_cluster(p, work, slots, base, index * TW + warp, teams * TW);
+    // Others may still read what lies here.
+    cluster_arrive();
+    cluster_wait();
+}

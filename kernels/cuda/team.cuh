@@ -1,0 +1,54 @@
+// Warps that share each tile (short.cu): every warp has 16 of its tokens for the scores and a quarter of the dims for the values.
+// Everywhere else a warp is a team of one.
+#pragma once
+#include "config.cuh"
+
+// What the warps tell each other about a tile.
+constexpr int SUMS = V_INT4 ? 1 + 2 * V_GROUPS : 1;  // per row, of four lanes of each warp: weights; and of each group, shifts' high and low bytes
+constexpr int PLANES_BYTES = V_FLOAT ? 16 : 8;       // of a lane, for 16 tokens
+constexpr int EXCHANGED_SUMS = ROWS * TW * 4, EXCHANGED_PLANES = EXCHANGED_SUMS + SUMS * ROWS * TW * 16;
+constexpr int EXCHANGE_BYTES = EXCHANGED_PLANES + V_GROUPS * G * (TILE / 16) * 32 * PLANES_BYTES;
+
+struct Team {
+    u32 exchange;  // shared address
+    int warp, lane, index;
+
+    __device__ __forceinline__ void barrier() const { barrier_of<32 * TW>(1 + index); }
+
+    // The warp's first token of a tile and its first dim.
+    __device__ __forceinline__ int token() const { return SHARES_TILES ? warp * TOKENS : 0; }
+    __device__ __forceinline__ int dim() const { return SHARES_TILES ? warp * DIMS : 0; }
+    // V's groups that the warp's dims belong to: one where groups are longer than that.
+    static constexpr int GROUPS = V_GROUPS > TW ? V_GROUPS / TW : SHARES_TILES ? 1 : V_GROUPS;
+    __device__ __forceinline__ int group() const { return SHARES_TILES ? warp * V_GROUPS / TW : 0; }
+
+    // Of each row, the largest of what the warps say; behind the next barrier, of all.
+    __device__ __forceinline__ void tell_largest(const float (&x)[G]) const {
+        if (lane % 4 == 0)
+#pragma unroll
+            for (int g = 0; g < G; g++) sts32(exchange + ((g * 8 + lane / 4) * TW + warp) * 4, float_bits(x[g]));
+    }
+    __device__ __forceinline__ void hear_largest(float (&x)[G]) const {
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            float4 all = lds128(exchange + (g * 8 + lane / 4) * TW * 4);
+            x[g] = fmaxf(fmaxf(all.x, all.y), fmaxf(all.z, all.w));
+        }
+    }
+    // A row's sum number `kind`: what this lane has, and, behind the next barrier, the sum of all. Nobody waits for it, so that it takes
+    // less to add sixteen numbers then than to shuffle now.
+    __device__ __forceinline__ u32 sum_at(int kind, int g) const { return exchange + EXCHANGED_SUMS + (kind * ROWS + g * 8 + lane / 4) * TW * 16; }
+    __device__ __forceinline__ void tell_sum(int kind, int g, int x) const { sts32(sum_at(kind, g) + (warp * 4 + lane % 4) * 4, x); }
+    __device__ __forceinline__ int sum(int kind, int g) const {
+        u32 all = 0;
+#pragma unroll
+        for (int i = 0; i < TW; i++) {
+            float4 x = lds128(sum_at(kind, g) + i * 16);
+            all += float_bits(x.x) + float_bits(x.y) + float_bits(x.z) + float_bits(x.w);
+        }
+        return (int)all;
+    }
+    __device__ __forceinline__ u32 planes_at(int group, int g, int panel) const {
+        return exchange + EXCHANGED_PLANES + (((group * G + g) * (TILE / 16) + panel) * 32 + lane) * PLANES_BYTES;
+    }
+};
