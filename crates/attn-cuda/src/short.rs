@@ -42,11 +42,15 @@ pub(crate) fn geometry(
     shared_limit: usize,
 ) -> Option<Geometry> {
     let channel = format.k == Scheme::Int4(Int4Scale::Channel);
-    // A warp has a quarter of the dims, which is a part of one of V's groups or some of them; two row groups fit the registers of
-    // the integer schemes alone.
-    let written = matches!(head_dim, 64 | 128)
-        && matches!(format.v.groups(head_dim), 1 | 2 | 4 | 8)
-        && (rows <= 8 || rows <= 16 && format.is_integer() && !channel)
+    // A warp has a quarter of the dims, which is a part of one of V's groups or some of them. Two row groups fit the registers of the
+    // integer schemes alone, 256 dims those of int8 alone. (192 dims do, too, and are no faster.)
+    let int8 = |scheme: Scheme| scheme.is_integer() && scheme.code_bits() == 8;
+    let written = matches!(format.v.groups(head_dim), 1 | 2 | 4 | 8)
+        && match head_dim {
+            64 | 128 => rows <= 8 || rows <= 16 && format.is_integer() && !channel,
+            256 => rows <= 8 && int8(format.k) && int8(format.v),
+            _ => false,
+        }
         && shared_limit >= BULK_SHARED;
     let team = |stages| Geometry {
         unit: Unit::Short,
