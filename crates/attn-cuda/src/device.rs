@@ -367,10 +367,10 @@ impl Kernel {
                 overlap,
             ),
         ];
-        // Kernels that overlap may lie in clusters; others have no attribute.
-        let attributes = match (self.overlaps, launch.cluster > 1) {
-            (false, _) => &mut attributes[..0],
-            (true, false) => &mut attributes[1..],
+        let attributes = match (launch.cluster > 1, self.overlaps) {
+            (false, false) => &mut attributes[..0],
+            (true, false) => &mut attributes[..1],
+            (false, true) => &mut attributes[1..],
             (true, true) => &mut attributes[..],
         };
         let config = sys::CUlaunchConfig {
