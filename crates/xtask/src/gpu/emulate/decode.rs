@@ -109,9 +109,9 @@ impl Job {
         }
         let limits = Limits {
             shared_limit: Arch::Sm90a.shared_limit(),
-            // Clusters of up to 8 CTAs, or of up to 4.
+            // Clusters of up to 8 CTAs, or of up to 4, and alone with an item where there are many.
             sms: match short {
-                Short::Always => [72, 36][case.seed as usize % 2],
+                Short::Always => [56, 20][case.seed as usize % 2],
                 _ => sms,
             },
             short,
