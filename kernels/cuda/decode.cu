@@ -115,12 +115,6 @@ struct Warp {
     }
 };
 
-#if ATTN_PAGE == 0
-#define ATTN_ROW_MAPS , const __grid_constant__ RowMaps maps
-#else
-#define ATTN_ROW_MAPS
-#endif
-
 extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
     SHARED_MEMORY(shared, STAGE_ALIGN);
     int warp = threadIdx.x / 32, lane = lane_id(), team = warp / WR;

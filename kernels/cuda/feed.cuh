@@ -3,6 +3,13 @@
 #pragma once
 #include "work.cuh"
 
+// What a kernel takes besides its parameters.
+#if ATTN_PAGE == 0
+#define ATTN_ROW_MAPS , const __grid_constant__ RowMaps maps
+#else
+#define ATTN_ROW_MAPS
+#endif
+
 struct Ring {
     u32 stages, barriers;  // shared addresses; barriers: full[STAGES], then empty[STAGES]
     int stage;

@@ -364,12 +364,6 @@ DEVICE void join_cluster(const DecodeParams& p, const Work& work, const Slots& s
     }
 }
 
-#if ATTN_PAGE == 0
-#define ATTN_ROW_MAPS , const __grid_constant__ RowMaps maps
-#else
-#define ATTN_ROW_MAPS
-#endif
-
 // Grid: (CTAs of a cluster, KV heads · row blocks, sequences); CTAs of one or two teams.
 extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
     SHARED_MEMORY(shared, STAGE_ALIGN);
