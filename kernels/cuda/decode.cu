@@ -120,12 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     int warp = threadIdx.x / 32, lane = lane_id(), team = warp / WR;
     u32 base = shared_address(shared);
     u32 barriers = base + AT_BARRIERS + team * STAGES * 16;
-    if (threadIdx.x < TEAMS * STAGES) {
-        u32 mine = base + AT_BARRIERS + threadIdx.x / STAGES * STAGES * 16 + threadIdx.x % STAGES * 8;
-        barrier_init(mine, ATTN_BULK && PAGE != 0 ? 1 : 32);
-        barrier_init(mine + STAGES * 8, WR * ARRIVALS);
-        barrier_init_fence();
-    }
+    if (threadIdx.x < TEAMS * STAGES) Ring::init(base + AT_BARRIERS + threadIdx.x / STAGES * STAGES * 16, threadIdx.x % STAGES);
     __syncthreads();
     if (threadIdx.x == THREADS - 1) touch_params(p, base + AT_KEPT);
     // Whatever comes before in the stream may still be running: nothing of it has been read so far.

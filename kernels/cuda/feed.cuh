@@ -15,6 +15,12 @@ struct Ring {
     int stage;
     u32 phase;
 
+    // By one thread per stage, before anybody uses the ring: the copy engine says once that a stage is full, lanes that copy each do.
+    DEVICE void init(u32 barriers, int stage) {
+        barrier_init(barriers + stage * 8, ATTN_BULK && PAGE != 0 ? 1 : 32);
+        barrier_init(barriers + (STAGES + stage) * 8, READERS * ARRIVALS);
+        barrier_init_fence();
+    }
     __device__ __forceinline__ u32 at() const { return stages + stage * STAGE_BYTES; }
     __device__ __forceinline__ u32 full() const { return barriers + stage * 8; }
     __device__ __forceinline__ u32 empty() const { return barriers + (STAGES + stage) * 8; }

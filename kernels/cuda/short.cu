@@ -369,12 +369,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     SHARED_MEMORY(shared, STAGE_ALIGN);
     int warp = threadIdx.x / 32 % (TW + 1), lane = lane_id(), team = threadIdx.x / TEAM_THREADS;
     u32 base = shared_address(shared), mine = base + team * TEAM_BYTES;
-    if (threadIdx.x % TEAM_THREADS < STAGES) {
-        u32 barrier = mine + AT_BARRIERS + threadIdx.x % TEAM_THREADS * 8;
-        barrier_init(barrier, PAGE != 0 ? 1 : 32);
-        barrier_init(barrier + STAGES * 8, TW * ARRIVALS);
-        barrier_init_fence();
-    }
+    if (threadIdx.x % TEAM_THREADS < STAGES) Ring::init(mine + AT_BARRIERS, threadIdx.x % TEAM_THREADS);
     __syncthreads();
     if (threadIdx.x == TEAM_THREADS - 1) touch_params(p, base + AT_NOWHERE);
     // Whatever comes before in the stream may still be running: nothing of it has been read so far.
