@@ -10,17 +10,76 @@ template <class Done> DEVICE u32 done_with_keys(u32 stage, int k_bytes, Done don
     return WHOLE ? stage + k_bytes : 0;
 }
 
+// The page's scales and centred shifts to scratch, and the largest scale of each word (see `query_word`), those of four panels together;
+// returns E of the largest |shift|.
+DEVICE int prepare_channels(u32 params, u32 scratch, int lane) {
+    float largest_shift = 0.0f;
+#pragma unroll
+    for (int first = 0; first < D / 4; first += 32) {
+        int word = first + lane;
+        if (first + 32 > D / 4 && word >= D / 4) break;
+        float4 raw = lds128(params + word * 16), scale, shift;
+        auto channel = [&](float pair, float& scale, float& shift) {
+            scale = half_float(float_bits(pair) & 0xffff);
+            shift = fmaf(8.0f, scale, half_float(float_bits(pair) >> 16));
+            largest_shift = fmaxf(largest_shift, fabsf(shift));
+        };
+        channel(raw.x, scale.x, shift.x);
+        channel(raw.y, scale.y, shift.y);
+        channel(raw.z, scale.z, shift.z);
+        channel(raw.w, scale.w, shift.w);
+        sts128(scratch + word * 16, scale);
+        sts128(scratch + PAGE_SHIFTS + word * 16, shift);
+        int panel = word / 4;
+        sts32(scratch + PAGE_LARGEST + (panel / 4 * 16 + word % 4 * 4 + panel % 4) * 4,
+              float_bits(fmaxf(fmaxf(scale.x, scale.y), fmaxf(scale.z, scale.w))));
+    }
+    __syncwarp();
+    return exponent(bits_float(warp_max(float_bits(largest_shift))));
+}
+
+// Planes of q'·scale and the shifts' term Y of this page; `offset` is f32(Y)·2^-j.
+DEVICE void channel_query(Query& q, int g, u32 query, int eight, u32 scratch, int exponent_q, int exponent_shift, int lane, float& offset) {
+    int c = lane % 4;
+    float bounds[2] = {};
+#pragma unroll
+    for (int four = 0; four < FOURS; four++) {
+        float4 x = lds128(query_largest(query, eight, four, lane)), k = lds128(scratch + PAGE_LARGEST + (four * 4 + c) * 16);
+        const float xs[4] = {x.x, x.y, x.z, x.w}, ks[4] = {k.x, k.y, k.z, k.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (four * 4 + i < PANELS) bounds[i % 2] = fmaxf(bounds[i % 2], xs[i] * ks[i]);
+    }
+    int e = plane_exponent(quad_max(fmaxf(bounds[0], bounds[1])));
+    int j = min(max(20 - exponent_q - exponent_shift, -100), 100);
+    q.scale[g] = exp2i(-e);
+    // What rounds to multiples of 2^-e: q'·scale is exact, so this is the law's product with 2^e, rounded.
+    float magic = bits_float(MAGIC_BITS + SPLIT - ((u32)e << 23)), up = exp2i(j);
+    u32 y[2] = {};
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++) {
+        u32 word = (panel * 4 + c) * 16;
+        float4 v = lds128(query_word(query, eight, panel, lane)), k = lds128(scratch + word), h = lds128(scratch + PAGE_SHIFTS + word);
+        y[0] += float_bits(fmaf(v.x * h.x, up, MAGIC)) + float_bits(fmaf(v.y * h.y, up, MAGIC));
+        y[1] += float_bits(fmaf(v.z * h.z, up, MAGIC)) + float_bits(fmaf(v.w * h.w, up, MAGIC));
+        split_planes(float_bits(fmaf(v.x, k.x, magic)), float_bits(fmaf(v.y, k.y, magic)), float_bits(fmaf(v.z, k.z, magic)),
+                     float_bits(fmaf(v.w, k.w, magic)), q.plane[g][panel][0], q.plane[g][panel][1]);
+    }
+    centre_codes(q, g);
+    offset = (float)quad_sum((int)(y[0] + y[1] - (u32)(PANELS * 4) * MAGIC_BITS)) * exp2i(-j);
+}
+
 // A sealed page's scores, complete: planes and shifts' term are the page's own.
-template <class Done> DEVICE u32 channel_scores(Ring& ring, u32 query, u32 scratch, int warp_row, const float (&largest_q)[G], const Team& team,
+template <class Done> DEVICE u32 channel_scores(Ring& ring, u32 query, u32 scratch, int warp_row, const int (&exponent_q)[G], const Team& team,
                                                 float (&s)[G][SCORES], Done done) {
     int lane = team.lane;
     u32 stage = ring.wait();
-    float largest_shift = prepare_channels(stage + K_CODES, scratch, lane);
+    int exponent_shift = prepare_channels(stage + K_CODES, scratch, lane);
     Query q;
     float offset[G];
 #pragma unroll
     for (int g = 0; g < G; g++)
-        channel_query(q, g, query, warp_row + g * 8 + lane / 4, scratch, largest_q[g], largest_shift, lane, offset[g]);
+        channel_query(q, g, query, warp_row / 8 + g, scratch, exponent_q[g], exponent_shift, lane, offset[g]);
     scores(stage, PreparedK{scratch}, q, team, s);
     u32 values = done_with_keys(stage, K_PART, done);
 #pragma unroll
@@ -37,7 +96,7 @@ template <class Done> DEVICE u32 tail_scores(Ring& ring, u32 query, int warp_row
 #pragma unroll
     for (int g = 0; g < G; g++) {
         quantize(q, g, [&](int panel, float (&x)[4]) {
-            float4 v = lds128(query + ((warp_row + g * 8 + lane / 4) * QUERY_STRIDE + panel * 16 + 4 * (lane % 4)) * 4);
+            float4 v = lds128(query_word(query, warp_row / 8 + g, panel, lane));
             x[0] = v.x;
             x[1] = v.y;
             x[2] = v.z;

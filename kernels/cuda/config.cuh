@@ -86,6 +86,7 @@ constexpr int RUN_V = codes_bytes(K_SCHEME, PAGE) + params_bytes(K_SCHEME, K_GRO
 constexpr int RUN_BYTES = RUN_V + codes_bytes(V_SCHEME, PAGE) + params_bytes(V_SCHEME, V_GROUPS, PAGE);
 
 constexpr int PANELS = D / 16;                // of 16 dims (8-bit codes)
+constexpr int FOURS = (PANELS + 3) / 4;       // of panels
 constexpr int TAIL_PANELS = (PANELS + 1) / 2;  // an open page's int8 K comes in two stages
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
@@ -97,16 +98,17 @@ constexpr int TAIL_FIRST = TAIL_PANELS * TILE * 16, TAIL_SECOND = (PANELS - TAIL
 constexpr int STAGE_BYTES =
     (larger(larger(K_STRIDE, V_STRIDE) * BLOCKS, CHANNEL ? larger(TAIL_FIRST, TAIL_SECOND + (WHOLE ? V_PART : 0)) : 0) + STAGE_ALIGN - 1) / STAGE_ALIGN * STAGE_ALIGN;
 
-// A warp's scratch: parameters of the tile's K, then of its V, converted once.
-constexpr int SCRATCH_K = CHANNEL ? larger(2 * D * 4, TILE * 4) : K_INT4 ? K_GROUPS * TILE * 8 : K_GROUPS * TILE * 4;
+// A warp's scratch: parameters of the tile's K, then of its V, converted once. Of channels: {scale}[D], {shift}[D], and
+// the largest scale of every word (channel.cuh).
+constexpr int PAGE_SHIFTS = D * 4, PAGE_LARGEST = 2 * D * 4;
+constexpr int SCRATCH_K = CHANNEL ? PAGE_LARGEST + FOURS * 64 : K_INT4 ? K_GROUPS * TILE * 8 : K_GROUPS * TILE * 4;
 constexpr int SCRATCH_V = V_GROUPS * TILE * 4 + (V_INT4 ? V_GROUPS * TILE * 2 : 0);
 constexpr int SCRATCH_BYTES = larger(SCRATCH_K, SCRATCH_V);
 
-// Dynamic shared memory: stages, states handed to the join, the joined state of an item's first units, folded queries (channel
+// Dynamic shared memory: stages, states handed to the join, the joined state of an item's first units, queries (channel
 // only), scratch, barriers, books.
 constexpr int STATE_STRIDE = D + 8;        // floats; 8 keeps the rows of a quad group in different banks
-constexpr int QUERY_STRIDE = D + 16;
-constexpr int QUERY_BYTES = CHANNEL ? ROWS * QUERY_STRIDE * 4 : 0;
+constexpr int QUERY_BYTES = CHANNEL ? ROWS / 8 * (PANELS + FOURS) * 512 : 0;
 constexpr int CURSOR_BYTES = 64;
 #if !defined(ATTN_WIDE) && !defined(ATTN_SHORT)
 constexpr int AT_STATES = TEAMS * STAGES * STAGE_BYTES;

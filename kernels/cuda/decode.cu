@@ -30,7 +30,7 @@ struct Warp {
         u32 values;
         if constexpr (CHANNEL) {
             values = is_open(index, kv_len) ? tail_scores(ring, query, warp_row, tokens, team, s, done)
-                                            : channel_scores(ring, query, scratch, warp_row, item.largest_q, team, s, done);
+                                            : channel_scores(ring, query, scratch, warp_row, item.exponent_q, team, s, done);
 #pragma unroll
             for (int g = 0; g < G; g++) scale[g] = 1.0f;
         } else {
@@ -81,13 +81,13 @@ struct Warp {
         if constexpr (CHANNEL) {
             if (work.has_items()) {
                 query = shared + AT_TEAM_QUERIES + feed.place.team * QUERY_BYTES;
-                store_query(p, work, kv_head, query, warp_row, warp_row + 8 * G, lane, 32);
+                store_query(p, work, kv_head, query, warp_row / 8, warp_row / 8 + G, lane, 32);
                 __syncwarp();
             } else {
-                store_query(p, work, kv_head, query, 0, ROWS, threadIdx.x, THREADS);
+                store_query(p, work, kv_head, query, 0, ROWS / 8, threadIdx.x, THREADS);
                 __syncthreads();
             }
-            largest_queries(query, warp_row, lane, item.largest_q);
+            measure_queries(query, warp_row, lane, item.exponent_q);
         } else {
             load_query(p, work, kv_head, warp_row, lane, item.q);
         }

@@ -58,12 +58,14 @@ template <class Place> struct Copies {
     int tile, tile_end, step, part;
     u32 pages;  // of the next tiles, a block to a lane
     int known;  // lanes of them that are used up
+    int open;   // the first tile that is not in a sealed page of channels
     const RowMaps* maps;  // of someone else's rows
     // Of the sequence and KV head: its pages, and where its run lies in the first page of the pool.
     const u32* table;
     const u8* runs;
 
-    __device__ __forceinline__ void begin(const DecodeParams& p, int b, int kv_head) {
+    __device__ __forceinline__ void begin(const DecodeParams& p, int b, int kv_head, int kv_len) {
+        if (CHANNEL) open = kv_len / SAFE_PAGE * TILES_OF_PAGE;
         table = p.page_table + (u64)b * p.page_table_stride;
         runs = p.k + kv_head * RUN_BYTES;
     }
@@ -78,7 +80,7 @@ template <class Place> struct Copies {
             pages = table[min(index, (place.kv_len() - 1) / SAFE_PAGE)];
         }
     }
-    __device__ __forceinline__ bool is_tail() const { return is_open(tile, place.kv_len()); }
+    __device__ __forceinline__ bool is_tail() const { return CHANNEL && tile >= open; }
     // Stages of the tile at hand.
     __device__ __forceinline__ int parts() const { return (WHOLE ? 1 : 2) + is_tail(); }
     // Copies the next part into the ring's next stage; true if the tile at hand is a new one.
@@ -98,9 +100,9 @@ template <class Place> struct Copies {
     }
 
     __device__ __forceinline__ void copy_part(const DecodeParams& p) {
-        bool tail = is_tail(), last = part + 1 == parts();
-        bool has_k = WHOLE || !last, has_v = last;
+        bool last = part + 1 == parts();
         if constexpr (PAGE == 0) {
+            bool has_k = !last;
             if constexpr (K_CODES == V_CODES) {
                 copy_rows<K_SCHEME>(has_k ? maps->k : maps->v, has_k ? p.k : p.v, has_k ? p.k_strides : p.v_strides);
             } else {
@@ -110,34 +112,64 @@ template <class Place> struct Copies {
             if (has_k) copy_scales<K_SCHEME, K_GROUPS>(K_CODES, p.k_scales, p.k_scale_strides);
             else copy_scales<V_SCHEME, V_GROUPS>(V_CODES, p.v_scales, p.v_scale_strides);
             copy_async_arrive(ring.full());
-            return;
-        }
-        int k_bytes = !has_k ? 0 : tail ? (part == 0 ? TAIL_FIRST : TAIL_SECOND) : K_PART * BLOCKS;
-#if ATTN_BULK
-        if (elected()) barrier_expect(ring.full(), k_bytes + (has_v ? V_PART * BLOCKS : 0));
-#endif
-        if (tail && has_k) copy_tail(run(p, p.tail_pages[place.b()]));
-        if constexpr (PAGE > TILE) {
-            const u8* of_page = run(p, __shfl_sync(~0u, pages, known));
-            if (has_k && !tail) copy_half(of_page, true, ring.at());
-            if (has_v) copy_half(of_page, false, ring.at() + k_bytes);
-        } else if (!tail || has_v) {
-            // K and V of a block lie together, in the page as in the stage.
-            int from = has_k && !tail ? 0 : RUN_V, bytes = (has_k && !tail ? K_PART : 0) + (has_v ? V_PART : 0);
+        } else {
+            u32 indices[BLOCKS];  // of the pages
 #pragma unroll
-            for (int block = 0; block < BLOCKS; block++) {
-                const u8* of_page = run(p, __shfl_sync(~0u, pages, known + block));
-                copy(ring.at() + (tail ? k_bytes : 0) + block * bytes, of_page + from, bytes);
+            for (int block = 0; block < BLOCKS; block++) indices[block] = __shfl_sync(~0u, pages, known + block);
+            if (copies()) {
+                if (!is_tail()) {
+                    copy_blocks(p, indices, WHOLE || !last, last);
+                } else {
+                    bool has_k = WHOLE || !last;
+                    int k_bytes = !has_k ? 0 : part == 0 ? TAIL_FIRST : TAIL_SECOND;
+                    expect(k_bytes + (last ? V_PART * BLOCKS : 0));
+                    if (has_k) copy_tail(run(p, p.tail_pages[place.b()]));
+                    if (last) copy_values(p, indices, ring.at() + k_bytes);
+                }
             }
-        }
 #if !ATTN_BULK
-        copy_async_arrive(ring.full());
+            copy_async_arrive(ring.full());
+#endif
+        }
+    }
+    // K, V, or both of a tile; they lie together, in the page as in the stage.
+    __device__ __forceinline__ void copy_blocks(const DecodeParams& p, const u32 (&indices)[BLOCKS], bool has_k, bool has_v) {
+        int from = has_k ? 0 : RUN_V, bytes = (has_k ? K_PART : 0) + (has_v ? V_PART : 0);
+        expect(bytes * BLOCKS);
+        if constexpr (PAGE > TILE) {
+            if (has_k) copy_half(run(p, indices[0]), true, ring.at());
+            if (has_v) copy_half(run(p, indices[0]), false, ring.at() + (has_k ? K_PART : 0));
+        } else {
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++) copy(ring.at() + block * bytes, run(p, indices[block]) + from, bytes);
+        }
+    }
+    // The V of a tile whose K is in an open page.
+    __device__ __forceinline__ void copy_values(const DecodeParams& p, const u32 (&indices)[BLOCKS], u32 to) {
+        if constexpr (PAGE > TILE) {
+            copy_half(run(p, indices[0]), false, to);
+        } else {
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++) copy(to + block * V_PART, run(p, indices[block]) + RUN_V, V_PART);
+        }
+    }
+    __device__ __forceinline__ void expect(u32 bytes) {
+#if ATTN_BULK
+        barrier_expect(ring.full(), bytes);
+#endif
+    }
+    // Who copies pages: with the copy engine one lane, else all, side by side.
+    DEVICE bool copies() {
+#if ATTN_BULK
+        return elected();
+#else
+        return true;
 #endif
     }
     // Contiguous bytes, a multiple of 16.
     __device__ __forceinline__ void copy(u32 to, const u8* from, u32 bytes) {
 #if ATTN_BULK
-        if (elected()) copy_bulk(to, from, bytes, ring.full());
+        copy_bulk(to, from, bytes, ring.full());
 #else
 #pragma unroll 4  // more would cost registers
         for (u32 i = lane * 16; i < bytes; i += 512) copy16_async(to + i, from + i);
@@ -242,7 +274,7 @@ struct Feed : Copies<OfCursor> {
         __syncwarp();
     }
     __device__ __forceinline__ void move_to(const DecodeParams& p, const Work& work) {
-        begin(p, work.b, work.kv_head(place.team));
+        begin(p, work.b, work.kv_head(place.team), work.kv_len);
         step = work.step();
     }
     __device__ __forceinline__ void start(const DecodeParams& p, const Cursor& first) {

@@ -23,6 +23,15 @@ DEVICE int runs_of(int num_tiles, int shift) { return (max(num_tiles, 1) - 1 >> 
 DEVICE float exp2i(int k) { return bits_float((u32)(k + 127) << 23); }
 DEVICE int exponent(float x) { return (int)(float_bits(x) >> 23 & 255) - 127; }
 
+// Brings what would round up to the next power of two there beforehand.
+constexpr float BELOW = 1.0f + 0x1p-14f;
+// The exponents of a row's plane and of shifts, by the largest magnitude. Of zeros the law's are 0; whatever these are, the integers
+// that they bring up are zeros.
+DEVICE int plane_exponent(float largest) { return min(max(13 - exponent(largest * BELOW), -70), 60); }
+DEVICE int shift_exponent(float largest) { return largest == 0.0f ? 0 : 14 - exponent(largest * BELOW); }
+// 13 significant bits, half away from zero: the product with an f16 is exact.
+DEVICE float round_13(float x) { return bits_float(float_bits(x) + 0x400 & ~0x7ffu); }
+
 // 2^(1 - v) for 0 <= v <= 64, as a weight, from u = v/64: degree 3.
 DEVICE float exp2w(float u) {
     float t = fmaf(u, -64.0f, MAGIC + 1.0f), r = fmaf(u, -64.0f, -(t - (MAGIC + 1.0f)));

@@ -1,4 +1,4 @@
-// A warp's query rows as the left operand of the first product: two planes of 7 bits, q15 = 128·hi + lo, of 8 rows fill the 16
+// A warp's query rows as the left operand of the first product: two planes of signed bytes, q15 = 256·hi + lo, of 8 rows fill the 16
 // rows of one MMA tile (hi above, lo below), so that both halves of a score come out in one thread.
 #pragma once
 #include "config.cuh"
@@ -8,8 +8,18 @@ struct Query {
     // another (see pair_dims).
     u32 plane[G][PANELS][K_FLOAT ? 4 : 2];
     float scale[G];               // 2^-e of row lane/4
-    int sum[G][K_GROUPS];         // int4: Σ q15
+    int centre[G][K_GROUPS];      // int4: -8·Σ q15, as codes enter centred
 };
+
+// A K scheme whose groups have LENGTH panels may take them two by two.
+constexpr int LENGTH = PANELS / K_GROUPS;
+constexpr bool PAIRS = LENGTH % 2 == 0 || K_GROUPS == 1;
+
+// A page of channels has planes of its own, so q' waits in shared memory, for eight rows at a time in the order in which a warp's lanes
+// read it: words of four dims, lane%4 of every panel, of row lane/4; and behind all rows' words the largest magnitude of each word,
+// those of four panels together.
+DEVICE u32 query_word(u32 query, int eight, int panel, int lane) { return query + ((eight * PANELS + panel) * 32 + lane) * 16; }
+DEVICE u32 query_largest(u32 query, int eight, int four, int lane) { return query + ROWS * D * 4 + ((eight * FOURS + four) * 32 + lane) * 16; }
 
 // Two floats as pairs of 16-bit floats: hi + lo.
 template <bool IS_BF16> DEVICE void split_pair(float x, float y, u32& hi, u32& lo) {
@@ -22,49 +32,63 @@ template <bool IS_BF16> DEVICE void split_pair(float x, float y, u32& hi, u32& l
     }
 }
 
-// Four rounded elements (low 16 bits of MAGIC_BITS + q15) to their planes.
+// q15 + 128 has `hi` as its high byte, and as its low one `lo` but for the sign: so much more is added when rounding.
+constexpr int SPLIT = 128;
+// Four rounded elements (q15 + SPLIT in the low 16 bits) to their planes.
 DEVICE void split_planes(u32 x0, u32 x1, u32 x2, u32 x3, u32& hi, u32& lo) {
     u32 a = __byte_perm(x0, x1, 0x5410), b = __byte_perm(x2, x3, 0x5410);
-    lo = __byte_perm(a, b, 0x6420) & 0x7f7f7f7f;
-    hi = __byte_perm(a << 1, b << 1, 0x7531);
+    lo = __byte_perm(a, b, 0x6420) ^ 0x80808080;
+    hi = __byte_perm(a, b, 0x7531);
+}
+// What -8·Σ q15 of each group comes to, once the planes are there.
+DEVICE void centre_codes(Query& q, int g) {
+    if constexpr (K_INT4) {
+        constexpr u32 ONES = 0x01010101u;
+#pragma unroll
+        for (int group = 0; group < K_GROUPS; group++) {
+            Sums c = {};
+#pragma unroll
+            for (int p = group * LENGTH; p < (group + 1) * LENGTH; p += PAIRS ? 2 : 1) {
+                const u32(&x)[K_FLOAT ? 4 : 2] = q.plane[g][p], (&y)[K_FLOAT ? 4 : 2] = q.plane[g][(p + 1) % PANELS];
+                if (PAIRS && p + 1 < (group + 1) * LENGTH) c = mma_s8_k32(c, x[0], x[1], y[0], y[1], ONES, ONES);
+                else c = mma_s8_k16(c, x[0], x[1], ONES);
+            }
+            q.centre[g][group] = -2048 * c.x[0] - 8 * c.x[2];
+        }
+    }
+}
+
+DEVICE float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
 // This lane's elements of a row, which load(panel, i) gives; returns the largest magnitude of the whole row.
 template <class Load> DEVICE float load_row(Load load, float (&x)[PANELS][4]) {
-    float amax = 0.0f;
+    float amax[4] = {};
 #pragma unroll
     for (int panel = 0; panel < PANELS; panel++) {
         load(panel, x[panel]);
 #pragma unroll
-        for (int i = 0; i < 4; i++) amax = fmaxf(amax, fabsf(x[panel][i]));
+        for (int i = 0; i < 4; i++) amax[i] = fmaxf(amax[i], fabsf(x[panel][i]));
     }
-    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
-    return fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+    return quad_max(fmaxf(fmaxf(amax[0], amax[1]), fmaxf(amax[2], amax[3])));
 }
 
 // Section 2's `plane` of rows whose elements load(panel, i) gives.
 template <class Load> DEVICE void quantize(Query& q, int g, Load load) {
-    float x[PANELS][4], amax = load_row(load, x);
-    int e = amax == 0.0f ? 0 : min(max(13 - exponent(amax * bits_float(0x3F800200)), -70), 60);
+    float x[PANELS][4];
+    int e = plane_exponent(load_row(load, x));
     float up = exp2i(e);
     q.scale[g] = exp2i(-e);
 #pragma unroll
     for (int panel = 0; panel < PANELS; panel++) {
         u32 r[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) r[i] = float_bits(fmaf(x[panel][i], up, MAGIC));
+        for (int i = 0; i < 4; i++) r[i] = float_bits(fmaf(x[panel][i], up, MAGIC + SPLIT));
         split_planes(r[0], r[1], r[2], r[3], q.plane[g][panel][0], q.plane[g][panel][1]);
     }
-    if constexpr (K_INT4) {
-#pragma unroll
-        for (int group = 0; group < K_GROUPS; group++) {
-            Sums c = {};
-#pragma unroll
-            for (int panel = group * PANELS / K_GROUPS; panel < (group + 1) * PANELS / K_GROUPS; panel++)
-                c = mma_s8_k16(c, q.plane[g][panel][0], q.plane[g][panel][1], 0x01010101u);
-            q.sum[g][group] = c.x[0] * 128 + c.x[2];
-        }
-    }
+    centre_codes(q, g);
 }
 
 // Float K: a row as the sum of two planes of K's own precision (f16 for fp8), brought near 2^14 first so that f16 holds it.

@@ -48,22 +48,29 @@ DEVICE void load_query(const DecodeParams& p, const Work& work, int kv_head, int
     }
 }
 
-// The channel scheme folds each page's scales into q', so q' itself waits in shared memory: rows from `first` to `end`, by so many threads.
+// q' for pages of channels, see `query_word`: of rows 8·first to 8·end, by so many threads.
 DEVICE void store_query(const DecodeParams& p, const Work& work, int kv_head, u32 query, int first, int end, int thread, int threads) {
-    for (int i = first * D + thread; i < end * D; i += threads) {
-        QueryRow row = query_row(p, work, kv_head, i / D);
-        sts32(query + (i / D * QUERY_STRIDE + i % D) * 4, float_bits(row.q[i % D] * row.factor));
+    for (int i = first * PANELS * 32 + thread; i < end * PANELS * 32; i += threads) {
+        int lane = i % 32, panel = i / 32 % PANELS, eight = i / 32 / PANELS;
+        QueryRow row = query_row(p, work, kv_head, eight * 8 + lane / 4);
+        float4 x = *(const float4*)(row.q + panel * 16 + 4 * (lane % 4));
+        x = {x.x * row.factor, x.y * row.factor, x.z * row.factor, x.w * row.factor};
+        if (INTEGER) x = {round_13(x.x), round_13(x.y), round_13(x.z), round_13(x.w)};
+        float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
+        sts128(query_word(query, eight, panel, lane), x);
+        sts32(query_largest(query, eight, panel / 4, lane) + panel % 4 * 4, float_bits(largest));
     }
 }
 
-// Of the queries that `store_query` left in shared memory.
-DEVICE void largest_queries(u32 query, int warp_row, int lane, float (&largest)[G]) {
+// Exponents of what `store_query` left in shared memory, row by row.
+DEVICE void measure_queries(u32 query, int warp_row, int lane, int (&exponents)[G]) {
 #pragma unroll
     for (int g = 0; g < G; g++) {
-        float x = 0.0f;
-        for (int d = lane % 4; d < D; d += 4)
-            x = fmaxf(x, fabsf(bits_float(lds32(query + ((warp_row + g * 8 + lane / 4) * QUERY_STRIDE + d) * 4))));
-        largest[g] = quad_max(x);
+        float largest = 0.0f;
+#pragma unroll
+        for (int panel = 0; panel < PANELS; panel++)
+            largest = fmaxf(largest, bits_float(lds32(query_largest(query, warp_row / 8 + g, panel / 4, lane) + panel % 4 * 4)));
+        exponents[g] = exponent(quad_max(largest));
     }
 }
 
@@ -71,7 +78,7 @@ DEVICE void largest_queries(u32 query, int warp_row, int lane, float (&largest)[
 struct ItemRows {
     Rows rows;
     Query q;
-    float largest_q[G];  // channel scheme: of q'
+    int exponent_q[G];  // channel scheme: E of the largest q'
 };
 
 // Soft cap and ALiBi; scores are complete then. `first`: the token of the lane's first score.

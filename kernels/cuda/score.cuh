@@ -60,9 +60,10 @@ template <bool SIGNED> DEVICE Sums dot_panels(const u32 (&plane)[PANELS][K_FLOAT
 }
 
 // S of this lane's two tokens from the two planes' sums.
-DEVICE int plane_sum(const Sums& c, int i) { return c.x[i] * 128 + c.x[i + 2]; }
+DEVICE int plane_sum(const Sums& c, int i) { return c.x[i] * 256 + c.x[i + 2]; }
 
-// K's parameters of the tokens t, t + 1 (t even) from where they lie in a stage: scales, or {scale of its sum, centred shift} of both.
+// K's parameters of the tokens t, t + 1 (t even) from where they lie in a stage: scales, or {scale of its sum, centred shift, for what
+// -8 times the query's sum is} of both.
 // Tokens beyond the sequence get zeros, whatever bytes lie there. rows(at, group, t) reads the scales of a strided cache.
 template <class Rows> struct StoredK {
     u32 stage;
@@ -80,8 +81,8 @@ template <class Rows> struct StoredK {
         uint2 x = lds64(at(group, t, 4));
         bool in0 = t < tokens, in1 = t + 1 < tokens;
         float s0 = half_float(x.x & 0xffff), s1 = half_float(x.y & 0xffff), down = t & 8 ? 0.0625f : 1.0f;
-        return {in0 ? s0 * down : 0.0f, in0 ? fmaf(8.0f, s0, half_float(x.x >> 16)) : 0.0f,
-                in1 ? s1 * down : 0.0f, in1 ? fmaf(8.0f, s1, half_float(x.y >> 16)) : 0.0f};
+        return {in0 ? s0 * down : 0.0f, in0 ? fmaf(-0.125f, half_float(x.x >> 16), -s0) : 0.0f,
+                in1 ? s1 * down : 0.0f, in1 ? fmaf(-0.125f, half_float(x.y >> 16), -s1) : 0.0f};
     }
 };
 // Where nothing is strided.
@@ -145,10 +146,6 @@ DEVICE void float_scores(u32 stage, const Query& q, const Team& team, float (&s)
     }
 }
 
-// A K scheme whose groups have LENGTH panels may take them two by two.
-constexpr int LENGTH = PANELS / K_GROUPS;
-constexpr bool PAIRS = LENGTH % 2 == 0 || K_GROUPS == 1;
-
 // Scores before 2^-e in the order of the accumulators: s[2j + i] is the warp's token 8j + 2·(lane%4) + i.
 template <class Params> DEVICE void scores8(u32 stage, const Params& params, const Query& q, const Team& team, float (&s)[G][SCORES]) {
 #pragma unroll
@@ -188,10 +185,9 @@ template <class Params> DEVICE void scores4(u32 stage, const Params& params, con
             for (int group = 0; group < K_GROUPS; group++) {
                 Sums w = dot_panels<false>(q.plane[g], whole, group * LENGTH, (group + 1) * LENGTH, PAIRS);
                 Sums h = dot_panels<false>(q.plane[g], high, group * LENGTH, (group + 1) * LENGTH, PAIRS);
-                int h0 = plane_sum(h, 0), h1 = plane_sum(h, 1), sum = q.sum[g][group];
-                // Codes enter centred: 8 is taken from each, 16·8 from each that counts 16 times.
-                float x[4] = {(float)(plane_sum(w, 0) - h0 - 8 * sum), (float)(plane_sum(w, 1) - h1 - 8 * sum),
-                              (float)(h0 - 128 * sum), (float)(h1 - 128 * sum)};
+                int h0 = plane_sum(h, 0), h1 = plane_sum(h, 1), centre = q.centre[g][group];
+                float x[4] = {(float)(plane_sum(w, 0) - h0 + centre), (float)(plane_sum(w, 1) - h1 + centre),
+                              (float)(h0 + 16 * centre), (float)(h1 + 16 * centre)};
 #pragma unroll
                 for (int i = 0; i < 4; i += 2) {
                     float& s0 = s[g][2 * j + i];
@@ -201,7 +197,7 @@ template <class Params> DEVICE void scores4(u32 stage, const Params& params, con
                         s1 = x[i + 1];
                     } else {
                         float4 k = params.pairs(group, t + 4 * i + 2 * (team.lane % 4));
-                        float a0 = x[i] * k.x, a1 = x[i + 1] * k.z, b0 = (float)sum * k.y, b1 = (float)sum * k.w;
+                        float a0 = x[i] * k.x, a1 = x[i + 1] * k.z, b0 = (float)centre * k.y, b1 = (float)centre * k.w;
                         s0 = (group == 0 ? a0 : s0 + a0) + b0;
                         s1 = (group == 0 ? a1 : s1 + a1) + b1;
                     }
@@ -213,50 +209,4 @@ template <class Params> DEVICE void scores4(u32 stage, const Params& params, con
 template <class Params> DEVICE void scores(u32 stage, const Params& params, const Query& q, const Team& team, float (&s)[G][SCORES]) {
     if constexpr (K_INT4) scores4(stage, params, q, team, s);
     else scores8(stage, params, q, team, s);
-}
-
-// ---- Int4 Channel: scale and shift belong to the page's channels, so each page has its own planes of the query ----
-
-// The page's {scale}[D] and {centred shift}[D] to scratch; returns the largest |shift|.
-DEVICE float prepare_channels(u32 params, u32 scratch, int lane) {
-    u32 largest = 0;
-#pragma unroll
-    for (int d = 2 * lane; d < D; d += 64) {
-        uint2 x = lds64(params + d * 4);
-        float s0 = half_float(x.x & 0xffff), s1 = half_float(x.y & 0xffff);
-        float h0 = fmaf(8.0f, s0, half_float(x.x >> 16)), h1 = fmaf(8.0f, s1, half_float(x.y >> 16));
-        sts64(scratch + d * 4, s0, s1);
-        sts64(scratch + (D + d) * 4, h0, h1);
-        largest = max(largest, max(float_bits(fabsf(h0)), float_bits(fabsf(h1))));
-    }
-    __syncwarp();
-    return bits_float(warp_max(largest));
-}
-
-DEVICE float4 query_at(u32 query, int row, int panel, int c) {
-    return lds128(query + (row * QUERY_STRIDE + panel * 16 + 4 * c) * 4);
-}
-DEVICE float4 channel_at(u32 scratch, int panel, int c) { return query_at(scratch, 0, panel, c); }
-
-// Planes of fl(q'·scale) and the shifts' term Y of this page; `offset` is f32(Y)·2^-j.
-DEVICE void channel_query(Query& q, int g, u32 query, int row, u32 scratch, float largest_q, float largest_shift, int lane,
-                          float& offset) {
-    int c = lane % 4;
-    int j = largest_q == 0.0f || largest_shift == 0.0f
-                ? 0 : min(max(20 - exponent(largest_q) - exponent(largest_shift), -100), 100);
-    float up = exp2i(j);
-    u32 y = 0;
-    quantize(q, g, [&](int panel, float (&x)[4]) {
-        float4 v = query_at(query, row, panel, c), k = channel_at(scratch, panel, c), h = channel_at(scratch + D * 4, panel, c);
-        y += float_bits(fmaf(v.x * h.x, up, MAGIC)) + float_bits(fmaf(v.y * h.y, up, MAGIC));
-        y += float_bits(fmaf(v.z * h.z, up, MAGIC)) + float_bits(fmaf(v.w * h.w, up, MAGIC));
-        x[0] = v.x * k.x;
-        x[1] = v.y * k.y;
-        x[2] = v.z * k.z;
-        x[3] = v.w * k.w;
-    });
-    y -= (u32)(PANELS * 4) * MAGIC_BITS;
-    y += __shfl_xor_sync(~0u, y, 1);
-    y += __shfl_xor_sync(~0u, y, 2);
-    offset = (float)(int)y * exp2i(-j);
 }

@@ -76,7 +76,7 @@ DEVICE void feed(const DecodeParams& p, const Work& work, int tile, int end, con
     copies.step = 1;
     copies.part = 0;
     copies.maps = maps;
-    copies.begin(p, work.b, work.heads);
+    copies.begin(p, work.b, work.heads, work.kv_len);
     if (tile < end) {
         copies.look_up();
         while (!copies.copy_next(p)) {
@@ -116,9 +116,9 @@ struct Warp {
     __device__ __forceinline__ void enter() {
         item.rows = visible(p, work, work.heads, 0, team.lane);
         if constexpr (CHANNEL) {
-            store_query(p, work, work.heads, query, 0, ROWS, team.warp * 32 + team.lane, WORKERS);
+            store_query(p, work, work.heads, query, 0, ROWS / 8, team.warp * 32 + team.lane, WORKERS);
             team.barrier();
-            largest_queries(query, 0, team.lane, item.largest_q);
+            measure_queries(query, 0, team.lane, item.exponent_q);
         } else {
             load_query(p, work, work.heads, 0, team.lane, item.q);
         }
@@ -141,7 +141,7 @@ struct Warp {
         if constexpr (CHANNEL) {
             auto done = [&] { done_with_stage(); };
             v.stage = is_open(index, work.kv_len) ? tail_scores(ring, query, 0, tokens, team, s, done)
-                                                  : channel_scores(ring, query, scratch, 0, item.largest_q, team, s, done);
+                                                  : channel_scores(ring, query, scratch, 0, item.exponent_q, team, s, done);
             if (!WHOLE) v.stage = ring.wait();
             look_at_values(true);
         } else {

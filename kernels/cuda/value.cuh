@@ -35,10 +35,6 @@ struct Rescale {
     int weights[G];  // what the lane adds to l, times 2^22
 };
 
-DEVICE float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
 DEVICE int quad_sum(int x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
@@ -149,7 +145,7 @@ template <class Rows> struct StoredV {
         v.down[group] = exp2i(-f);
         if constexpr (V_INT4) {
             largest = bits_float(warp_max(float_bits(fmaxf(fabsf(shift.x), fabsf(shift.y)))));
-            int h = largest == 0.0f ? 0 : 14 - exponent(largest);
+            int h = shift_exponent(largest);
             v.shift_up[group] = exp2i(h);
             v.shift_down[group] = exp2i(-14 - h);
         }

@@ -20,7 +20,7 @@ extern "C" __device__ const int attn_threads = THREADS;
 // The row lane/4 of a warp: what it sees, and its queries.
 struct Row {
     float scale;        // 2^-e
-    int sum[K_GROUPS];  // see Query
+    int centre[K_GROUPS];  // see Query
     int start, end;     // tokens
     float slope;
     int position;
@@ -56,7 +56,7 @@ DEVICE Row enter_row(const DecodeParams& p, const Work& work, int row, int lane,
     seen.position = position;
     if constexpr (K_INT4) {
 #pragma unroll
-        for (int group = 0; group < K_GROUPS; group++) seen.sum[group] = q.sum[0][group];
+        for (int group = 0; group < K_GROUPS; group++) seen.centre[group] = q.centre[0][group];
     }
     return seen;
 }
@@ -158,7 +158,7 @@ DEVICE void fold_tile(const DecodeParams& p, const Ring& ring, int t0, const Row
     Query q;
     if constexpr (K_INT4) {
 #pragma unroll
-        for (int group = 0; group < K_GROUPS; group++) q.sum[0][group] = row.sum[group];
+        for (int group = 0; group < K_GROUPS; group++) q.centre[0][group] = row.centre[group];
     }
 #pragma unroll
     for (int i = 0; i < PANELS; i += 2) {

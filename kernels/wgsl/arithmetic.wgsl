@@ -27,6 +27,23 @@ fn exponent(x: f32) -> i32 {
     return i32((bitcast<u32>(x) >> 23u) & 255u) - 127;
 }
 
+// Brings what would round up to the next power of two there beforehand.
+const BELOW: f32 = 1.00006103515625;
+
+// The exponents of a row's plane and of shifts, by the largest magnitude.
+fn plane_exponent(largest: f32) -> i32 {
+    return select(clamp(13 - exponent(largest * BELOW), -70, 60), 0, largest == 0.0);
+}
+
+fn shift_exponent(largest: f32) -> i32 {
+    return select(14 - exponent(largest * BELOW), 0, largest == 0.0);
+}
+
+// 13 significant bits, half away from zero: products with f16 are exact.
+fn round_13(x: vec4<f32>) -> vec4<f32> {
+    return bitcast<vec4<f32>>((bitcast<vec4<u32>>(x) + vec4<u32>(0x400u)) & vec4<u32>(0xFFFFF800u));
+}
+
 // Round half to even of |x| < 2^22, as an integer.
 fn rhe(x: f32) -> i32 {
     return bitcast<i32>(x + ROUND) - ROUND_BITS;

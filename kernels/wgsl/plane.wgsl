@@ -1,9 +1,5 @@
 // plane.wgsl: a row as 15-bit integers in two planes of bytes, q15 = 128 hi + lo (docs/arithmetic.md, section 2).
 
-fn plane_exponent(a: f32) -> i32 {
-    return select(clamp(13 - exponent(a * 1.00006103515625), -70, 60), 0, a == 0.0);
-}
-
 #if !MATRIX
 // Stores 16 dims at `at` (hi) and `at + 1` (lo); returns the sum of q15.
 fn store_plane(at: u32, x: array<vec4<f32>, 4>, scale: f32) -> i32 {

@@ -19,15 +19,15 @@ for (var pair = tid; pair < num_pairs; pair += $(T)u) {
     let u = pair % $(UNITS)u;
     // From q again: keeping q' would cost half as much workgroup memory as all the rest.
     let row = query_unit(sequence, head, row0 + pair / $(UNITS)u, u);
-    var x = vec4<f32>(0.0);
+    var bound = 0.0;
     var far = vec4<f32>(0.0);
 #for w in 0..4
-    x = max(x, abs(row[$(w)] * channel_scale[u * 4u + $(w)u]));
+    bound = max(bound, largest_of(abs(row[$(w)])) * largest_of(channel_scale[u * 4u + $(w)u]));
     far = max(far, abs(channel_shift[u * 4u + $(w)u]));
 #end
-    unit_max[pair] = max(max(x.x, x.y), max(x.z, x.w));
+    unit_max[pair] = bound;
     if pair < $(UNITS)u {
-        unit_shift[pair] = max(max(far.x, far.y), max(far.z, far.w));
+        unit_shift[pair] = largest_of(far);
     }
 }
 workgroupBarrier();

@@ -15,7 +15,7 @@ let f_$(g) = 14;
 #if SG != 32
 let v_far_$(g) = posted($(2 * R + g * (2 + 3 * R) + 1)u);
 #end
-let h_$(g) = select(14 - exponent(bitcast<f32>(v_far_$(g))), 0, v_far_$(g) == 0u);
+let h_$(g) = shift_exponent(bitcast<f32>(v_far_$(g)));
 let shift_$(g)_0 = rhe(v_$(g)_0.y * exp2i(h_$(g)));
 let shift_$(g)_1 = rhe(v_$(g)_1.y * exp2i(h_$(g)));
 #end

@@ -38,6 +38,8 @@ pub enum Inputs {
     Zeros,
     /// Tokens in turn: zero, f32 subnormals, values whose f16 scales are subnormal, noise.
     Tiny,
+    /// Sixteen steps that an int4 group takes from 2 − 2^-10 on: the centred shift is so little below 2 that it rounds up to it.
+    Edge,
     /// Noise with 1e30 in it: scales saturate. What is left of accuracy is not asked.
     Huge,
     /// Noise with the largest f32 in it: bytes only, since a bf16 product overflows.
@@ -178,6 +180,10 @@ impl Case {
                     row.iter_mut().for_each(|x| *x *= scales[t % 4]);
                 }
                 return x;
+            }
+            Inputs::Edge => {
+                let (first, step) = (2.0 - 1.0 / 1024.0, (2.0 - 1.0 / 1024.0) / 16384.0);
+                return (0..n).map(|i| first + (i % 16) as f32 * step).collect();
             }
             Inputs::Huge => 1e30,
             Inputs::Extreme => f32::MAX,

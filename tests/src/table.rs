@@ -258,7 +258,13 @@ fn numbers(table: &mut Table) {
                 v => v,
             },
         };
-        for inputs in [Inputs::Zeros, Inputs::Tiny, Inputs::Huge, Inputs::Extreme] {
+        for inputs in [
+            Inputs::Zeros,
+            Inputs::Tiny,
+            Inputs::Edge,
+            Inputs::Huge,
+            Inputs::Extreme,
+        ] {
             let mut case = Case::new([2, 1], 128, &[70, 5, 140], format);
             case.inputs = inputs;
             table.add(case);

@@ -96,12 +96,20 @@ def ftz(x):
     return x if abs(x) >= SMALLEST else F(0)
 
 
-def plane(x):  # section 2
-    a = max(abs(v) for v in x)
-    e = clamp(13 - exponent(f32(a * (1 + pow2(-14)))), -70, 60) if a else 0
+def below(a):  # section 2
+    return f32(a * (1 + pow2(-14)))
+
+
+def plane(x, a=None):  # section 2
+    a = a or max(abs(v) for v in x)
+    e = clamp(13 - exponent(below(a)), -70, 60) if a else 0
     q15 = [rhe(v * pow2(e)) for v in x]
     assert all(abs(q) <= 16383 for q in q15)
     return q15, e
+
+
+def round_13(x):  # section 2
+    return from_bits((bits(x) + 0x400) & ~0x7FF) if x else x
 
 
 def dot(a, b):
@@ -145,11 +153,15 @@ class Side:
 
 
 def channel_terms(q, params):  # section 3, sealed Int4 Channel
-    folded, shifts = [f32(a * scale) for a, (scale, _) in zip(q, params)], [shift for _, shift in params]
+    scales, shifts = [scale for scale, _ in params], [shift for _, shift in params]
+    folded = [a * scale for a, scale in zip(q, scales)]
+    assert folded == [f32(x) for x in folded]
+    fours = [slice(d, d + 4) for d in range(0, len(q), 4)]
+    bound = max(f32(max(map(abs, q[i])) * max(scales[i])) for i in fours)
     a, b = max(map(abs, q)), max(map(abs, shifts))
     j = clamp(20 - exponent(a) - exponent(b), -100, 100) if a and b else 0
     y = sum(rhe(f32(x * s) * pow2(j)) for x, s in zip(q, shifts))
-    return *plane(folded), f32(F(y)) * pow2(-j)
+    return *plane(folded, bound), f32(F(y)) * pow2(-j)
 
 
 def score(k, q, planes, t):  # section 3
@@ -196,8 +208,9 @@ def tile_value(v, p, tokens):  # section 4
         assert all(0 <= w <= 65504 for w in w16)
         z = F(0)
         if v.scheme.startswith("int4"):
-            h = exp_or(max(abs(shift) for _, shift in params), 14)
+            h = exp_or(below(max(abs(shift) for _, shift in params)), 14)
             sh = [rhe(shift * pow2(h)) for _, shift in params]
+            assert all(abs(s) < 2**15 for s in sh)
             p14 = [(p22(w) + 128) >> 8 for w in p]
             assert all(0 <= w <= 2**15 for w in p14)
             hi, lo = dot(p14, [s >> 8 for s in sh]), dot(p14, [s & 255 for s in sh])
@@ -245,6 +258,8 @@ def attend(case, k, v, q):
     start = max(0, position - case["window"]) if case["window"] is not None else 0
     c = f32(f32(F(1, 8) * LOG2_E) * (k.tensor_scale or 1))
     q, planes = [f32(x * c) for x in q], {}
+    if k.scheme == "int4-channel":
+        q = [round_13(x) for x in q]
     num_tiles = -(-kv_len // TILE)
     segment_tiles = 4
     while segment_tiles < -(-num_tiles // 256):

@@ -69,6 +69,33 @@ pub fn exponent(x: f32) -> i32 {
     ((x.to_bits() >> 23) & 255) as i32 - 127
 }
 
+/// The exponent e of a row whose largest magnitude is `amax`: every |x|·2^e rounds to less than 2^14.
+#[inline]
+pub fn plane_exponent(amax: f32) -> i32 {
+    if amax == 0.0 {
+        return 0;
+    }
+    (13 - exponent(amax * BELOW)).clamp(-70, 60)
+}
+
+/// The exponent h of shifts up to `largest` in magnitude: every |shift|·2^h rounds to less than 2^15.
+#[inline]
+pub fn shift_exponent(largest: f32) -> i32 {
+    if largest == 0.0 {
+        return 0;
+    }
+    14 - exponent(largest * BELOW)
+}
+
+/// Brings what would round up to the next power of two there beforehand.
+const BELOW: f32 = 1.0 + 1.0 / 16384.0;
+
+/// x rounded to 13 significant bits, half away from zero: its product with an f16 is exact.
+#[inline]
+pub fn round_13(x: f32) -> f32 {
+    f32::from_bits((x.to_bits() + 0x400) & !0x7ff)
+}
+
 #[inline]
 fn exp2<const N: usize>(x: f32, round: f32, coefficients: &[f32; N]) -> f32 {
     let t = x + round;

@@ -6,8 +6,8 @@ use std::{
 };
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, DeviceInfo, Error, HostPages, KvCache,
-    KvFormat, Plan, Problem, Unsupported,
+    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, DeviceInfo, Error, HostPages,
+    Int4Scale, KvCache, KvFormat, Plan, Problem, Scheme, Unsupported,
 };
 
 use crate::{
@@ -119,14 +119,14 @@ impl DecodeAttention for Reference {
 
     fn decode(&self, step: &DecodeStep<'_>, output: &mut DecodeOutput<'_>) -> Result<(), Error> {
         check_plan(step)?;
-        let (problem, integer) = (&step.plan().problem, step.plan().format.is_integer());
-        let dim = problem.head_dim;
+        let (problem, format) = (&step.plan().problem, step.plan().format);
+        let (dim, integer) = (problem.head_dim, format.is_integer());
         let (out, lse) = output.slices();
         for (r, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
             let (bi, q_head) = (r / problem.num_q_heads, r % problem.num_q_heads);
             let (b, i) = (bi / problem.q_len, bi % problem.q_len);
             let reader = Reader::new(step.kv(), b, q_head / problem.heads_per_kv())?;
-            let row = Row::new(
+            let mut row = Row::new(
                 problem,
                 b,
                 i,
@@ -134,6 +134,9 @@ impl DecodeAttention for Reference {
                 &step.q()[r * dim..][..dim],
                 reader.tensor_scales[0],
             );
+            if integer && format.k == Scheme::Int4(Int4Scale::Channel) {
+                row = row.rounded();
+            }
             *lse = reference::attend(&row, &reader, integer, out);
         }
         Ok(())

@@ -9,7 +9,7 @@ use attn_core::{
 use rayon::prelude::*;
 
 use crate::{
-    float, integer,
+    channels, float, integer,
     merge::{States, merge},
     reader::{Reader, Side},
     scratch::{Aligned, Rows},
@@ -324,6 +324,9 @@ fn attend<D: Dot, const INTEGER: bool>(
     let page_tokens = reader.page_end(0);
     let segment_tokens = segment_tiles(kv_len) * TILE;
     let mut prepared = Prepared::Nothing;
+    if INTEGER && plan.format.k == Scheme::Int4(Int4Scale::Channel) {
+        channels::round_queries(rows);
+    }
     let last = seen.end.min(item.segments.end * segment_tokens);
     // The tile that comes after this one: of this item, or the first of the next, which this thread most likely takes.
     let following = next.and_then(|next| {
@@ -375,13 +378,7 @@ fn attend<D: Dot, const INTEGER: bool>(
             if scheme == Scheme::Int4(Int4Scale::Channel) {
                 let page = Prepared::Page(t0 / page_tokens);
                 if prepared != page {
-                    integer::prepare_channel(
-                        d,
-                        rows,
-                        tile.channel_scale.as_slice(),
-                        tile.channel_shift.as_slice(),
-                        bias,
-                    );
+                    channels::prepare(d, rows, &tile.channels, bias);
                     prepared = page;
                 }
             } else if prepared != Prepared::Plain(scheme) {

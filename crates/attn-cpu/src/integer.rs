@@ -3,7 +3,7 @@
 //! Rows go in blocks that share each loaded vector of codes; an accumulator holds four partial sums per token (of K) or dim
 //! (of V), which meet once per tile. Cost on AVX-512 VNNI, per row and 64 bytes of codes: two `vpdpbusd` for int8, four for int4.
 
-use attn_core::arithmetic::{TILE, WEIGHT_BASE, exp2i, exponent};
+use attn_core::arithmetic::{TILE, WEIGHT_BASE, exp2i, plane_exponent};
 
 use crate::{
     scratch::{GROUPS, Rows},
@@ -48,27 +48,37 @@ macro_rules! in_blocks {
 }
 pub(crate) use in_blocks;
 
-/// Quantizes a row to 15 bits (section 2), writes its operands, and gives `2^−e`; `integers` receives q15.
+/// The largest magnitude of `dim` floats.
+///
+/// # Safety
+/// They are readable at `x`; `dim` is a multiple of 16.
+#[inline(always)]
+pub(crate) unsafe fn largest_abs<S: Simd>(s: S, x: *const f32, dim: usize) -> f32 {
+    let mut largest = s.splat(0.0);
+    for i in (0..dim).step_by(S::LANES) {
+        // SAFETY: i + LANES ≤ dim, as LANES divides 16.
+        largest = s.max(largest, s.abs(unsafe { s.load(x.add(i)) }));
+    }
+    s.largest(largest)
+}
+
+/// A row times 2^e as integers (section 2) and, of those, as operands.
 ///
 /// # Safety
 /// `dim` floats at `x`, room for `dim` integers at `integers` and `dim/16` operands at `out`; `dim` is a multiple of 16.
 #[inline(always)]
-unsafe fn plane<D: Dot>(d: D, x: *const f32, dim: usize, integers: *mut i32, out: *mut u8) -> f32 {
+pub(crate) unsafe fn plane<D: Dot>(
+    d: D,
+    x: *const f32,
+    e: i32,
+    dim: usize,
+    integers: *mut i32,
+    out: *mut u8,
+) {
     let s = d.simd();
-    let mut largest = s.splat(0.0);
-    for i in (0..dim).step_by(D::S::LANES) {
-        // SAFETY: i + LANES ≤ dim, as LANES divides 16.
-        largest = s.max(largest, s.abs(unsafe { s.load(x.add(i)) }));
-    }
-    let amax = s.largest(largest);
-    let e = if amax == 0.0 {
-        0
-    } else {
-        (13 - exponent(amax * (1.0 + 1.0 / 16384.0))).clamp(-70, 60)
-    };
     let scale = s.splat(exp2i(e));
     for i in (0..dim).step_by(D::S::LANES) {
-        // SAFETY: as above.
+        // SAFETY: i + LANES ≤ dim, as LANES divides 16.
         unsafe {
             s.i_store(
                 integers.add(i).cast(),
@@ -80,7 +90,6 @@ unsafe fn plane<D: Dot>(d: D, x: *const f32, dim: usize, integers: *mut i32, out
         // SAFETY: 16 integers and one operand each, inside the caller's room.
         unsafe { d.k_operand(integers.add(16 * i), out.add(OPERAND * i)) };
     }
-    exp2i(-e)
 }
 
 /// Prepares every row's operands for K without per-channel scales, in `groups` groups; `bias` is what a code enters with too much.
@@ -94,68 +103,25 @@ pub(crate) fn prepare<D: Dot>(d: D, rows: &mut Rows, groups: usize, bias: i32) {
         );
         let integers = &mut rows.integers.as_mut_slice()[..dim];
         // SAFETY: `dim` elements each, and dim/16 operands; HEAD_DIMS are multiples of 16.
-        rows.unit.as_mut_slice()[r] =
-            unsafe { plane(d, x.as_ptr(), dim, integers.as_mut_ptr(), out.as_mut_ptr()) };
+        let e = unsafe {
+            let e = plane_exponent(largest_abs(d.simd(), x.as_ptr(), dim));
+            plane(
+                d,
+                x.as_ptr(),
+                e,
+                dim,
+                integers.as_mut_ptr(),
+                out.as_mut_ptr(),
+            );
+            e
+        };
+        rows.unit.as_mut_slice()[r] = exp2i(-e);
         rows.offset.as_mut_slice()[r] = 0.0;
         for (g, q) in integers.chunks_exact(dim / groups).enumerate() {
             let sum: i32 = q.iter().sum();
             rows.k_bias.as_mut_slice()[r * GROUPS + g] = bias * sum;
             rows.q_sums.as_mut_slice()[r * GROUPS + g] = sum as f32;
         }
-    }
-}
-
-/// Prepares every row for one sealed page of `Int4 Channel`: scales go into the plane, shifts into the offset.
-#[inline(always)]
-pub(crate) fn prepare_channel<D: Dot>(
-    d: D,
-    rows: &mut Rows,
-    scale: &[f32],
-    shift: &[f32],
-    bias: i32,
-) {
-    let (s, dim, each) = (d.simd(), rows.dim, rows.dim / 16 * OPERAND);
-    let (scale, shift) = (&scale[..dim], &shift[..dim]);
-    let max = |x: *const f32| {
-        let mut largest = s.splat(0.0);
-        for i in (0..dim).step_by(D::S::LANES) {
-            // SAFETY: every caller passes `dim` floats.
-            largest = s.max(largest, s.abs(unsafe { s.load(x.add(i)) }));
-        }
-        s.largest(largest)
-    };
-    let b = max(shift.as_ptr());
-    for r in 0..rows.count {
-        let q = rows.q.as_slice()[r * dim..][..dim].as_ptr();
-        let folded = rows.floats.as_mut_slice()[..dim].as_mut_ptr();
-        let a = max(q);
-        let j = if a == 0.0 || b == 0.0 {
-            0
-        } else {
-            (20 - exponent(a) - exponent(b)).clamp(-100, 100)
-        };
-        let (unit, mut y) = (s.splat(exp2i(j)), s.i_splat(0));
-        for i in (0..dim).step_by(D::S::LANES) {
-            // SAFETY: i + LANES ≤ dim, the length of q, scale, shift and folded.
-            unsafe {
-                let x = s.load(q.add(i));
-                s.store(folded.add(i), s.mul(x, s.load(scale.as_ptr().add(i))));
-                let term = s.mul(s.mul(x, s.load(shift.as_ptr().add(i))), unit);
-                y = s.i_add(y, s.round(term));
-            }
-        }
-        let out = rows.k_operands.as_mut_slice()[r * each..][..each].as_mut_ptr();
-        let integers = &mut rows.integers.as_mut_slice()[..dim];
-        // SAFETY: as in `prepare`.
-        let unit = unsafe { plane(d, folded, dim, integers.as_mut_ptr(), out) };
-        let mut sum = s.i_splat(0);
-        for i in (0..dim).step_by(D::S::LANES) {
-            // SAFETY: as above.
-            sum = s.i_add(sum, unsafe { s.i_load(integers.as_ptr().add(i).cast()) });
-        }
-        rows.unit.as_mut_slice()[r] = unit;
-        rows.offset.as_mut_slice()[r] = s.i_sum(y) as f32 * exp2i(-j);
-        rows.k_bias.as_mut_slice()[r * GROUPS] = bias * s.i_sum(sum);
     }
 }
 

@@ -6,6 +6,7 @@
 
 mod backend;
 pub mod bench;
+mod channels;
 mod decode;
 mod float;
 mod integer;

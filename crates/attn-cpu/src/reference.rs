@@ -6,7 +6,7 @@ use attn_core::{
     Int4Scale, Int8Scale, Problem, Scheme,
     arithmetic::{
         EXP2_MIN, LOG2_E, TILE, WEIGHT_MAX, exp2_float, exp2_weight, exp2i, exponent,
-        segment_tiles, softcap, weight_units,
+        plane_exponent, round_13, segment_tiles, shift_exponent, softcap, weight_units,
     },
     quant,
 };
@@ -25,12 +25,10 @@ pub(crate) struct Plane {
 /// Section 2: quantizes a row to 15 bits.
 pub(crate) fn plane(x: &[f32]) -> Plane {
     let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
-    let e = if amax == 0.0 {
-        0
-    } else {
-        // Just above amax, so that no q15 rounds up to 2^14.
-        (13 - exponent(amax * (1.0 + 1.0 / 16384.0))).clamp(-70, 60)
-    };
+    plane_at(x, plane_exponent(amax))
+}
+
+fn plane_at(x: &[f32], e: i32) -> Plane {
     let q15 = x
         .iter()
         .map(|v| (v * exp2i(e)).round_ties_even() as i32)
@@ -40,8 +38,11 @@ pub(crate) fn plane(x: &[f32]) -> Plane {
 
 /// Section 3, sealed `Int4 Channel`: the row's plane for this page, and the term of the (centred) shifts.
 pub(crate) fn channel_plane(q: &[f32], scale: &[f32], shift: &[f32]) -> (Plane, f32) {
-    let folded: Vec<f32> = q.iter().zip(scale).map(|(q, s)| q * s).collect();
     let max = |x: &[f32]| x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
+    let bound = (q.chunks(4).zip(scale.chunks(4)))
+        .map(|(q, scale)| max(q) * max(scale))
+        .fold(0.0, f32::max);
+    let folded: Vec<f32> = q.iter().zip(scale).map(|(q, s)| q * s).collect();
     let (a, b) = (max(q), max(shift));
     let j = if a == 0.0 || b == 0.0 {
         0
@@ -53,7 +54,10 @@ pub(crate) fn channel_plane(q: &[f32], scale: &[f32], shift: &[f32]) -> (Plane, 
         .zip(shift)
         .map(|(q, s)| ((q * s) * exp2i(j)).round_ties_even() as i32)
         .sum();
-    (plane(&folded), y as f32 * exp2i(-j))
+    (
+        plane_at(&folded, plane_exponent(bound)),
+        y as f32 * exp2i(-j),
+    )
 }
 
 /// One query row of a problem.
@@ -84,6 +88,12 @@ impl<'a> Row<'a> {
             q_head,
             q: q.iter().map(|x| x * c).collect(),
         }
+    }
+
+    /// Section 2, for K of `Int4 Channel`: 13 bits, so that products with a page's scales are exact.
+    pub fn rounded(mut self) -> Self {
+        self.q.iter_mut().for_each(|x| *x = round_13(*x));
+        self
     }
 
     /// Soft cap and ALiBi on a base-2 score of token `t`.
@@ -260,12 +270,7 @@ fn integer_values(
 
 /// Section 4: `Σ p·shift`, an integer sum in two planes.
 pub(crate) fn shift_term(p: &[f32], shifts: &[f32]) -> f32 {
-    let largest = shifts.iter().fold(0.0f32, |a, s| a.max(s.abs()));
-    let h = if largest == 0.0 {
-        0
-    } else {
-        14 - exponent(largest)
-    };
+    let h = shift_exponent(shifts.iter().fold(0.0f32, |a, s| a.max(s.abs())));
     let (mut hi, mut lo) = (0i32, 0i32);
     for (p, shift) in p.iter().zip(shifts) {
         let p14 = (weight_units(*p) + 128) >> 8;

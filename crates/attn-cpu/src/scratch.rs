@@ -54,6 +54,8 @@ pub(crate) struct Rows {
     pub dim: usize,
     /// `q'`, `[row][dim]`.
     pub q: Aligned<f32>,
+    /// Of every four, the largest magnitude, for K of `Int4 Channel`: `[row][dim/4]`.
+    pub q_largest: Aligned<f32>,
     /// Query operands, `[row][dim/16][OPERAND]`.
     pub k_operands: Aligned<u8>,
     /// What the codes' bias adds to a sum, `[row][GROUPS]`.
@@ -94,6 +96,7 @@ impl Rows {
             count: 0,
             dim: 0,
             q: Aligned::new(),
+            q_largest: Aligned::new(),
             k_operands: Aligned::new(),
             k_bias: Aligned::new(),
             q_sums: Aligned::new(),
@@ -117,6 +120,7 @@ impl Rows {
     pub fn reserve(&mut self, count: usize, dim: usize, v_groups: usize) {
         (self.count, self.dim) = (count, dim);
         self.q.reserve(count * dim);
+        self.q_largest.reserve(count * dim / 4);
         self.k_operands.reserve(count * dim * 2);
         self.k_bias.reserve(count * GROUPS);
         self.q_sums.reserve(count * GROUPS);

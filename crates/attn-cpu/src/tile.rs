@@ -5,10 +5,12 @@
 
 use attn_core::{
     Int4Scale, Int8Scale, Scheme,
-    arithmetic::{TILE, exp2i, exponent},
+    arithmetic::{TILE, exp2i, exponent, shift_exponent},
 };
 
 use crate::{
+    channels::Channels,
+    integer::largest_abs,
     reader::{Reader, Side},
     scratch::{Aligned, GROUPS},
     simd::Simd,
@@ -143,9 +145,7 @@ pub(crate) struct Tile {
     pub v_shift_lo: [[i32; TILE]; GROUPS],
     /// 2^(−14−h).
     pub v_shift_unit: [f32; GROUPS],
-    /// Scales and centred shifts of a sealed `Int4 Channel` page, `[dim]`.
-    pub channel_scale: Aligned<f32>,
-    pub channel_shift: Aligned<f32>,
+    pub channels: Channels,
     k_panels: Aligned<u8>,
     v_panels: Aligned<u8>,
 }
@@ -175,8 +175,7 @@ impl Tile {
             v_shift_hi: [[0; TILE]; GROUPS],
             v_shift_lo: [[0; TILE]; GROUPS],
             v_shift_unit: [0.0; GROUPS],
-            channel_scale: Aligned::new(),
-            channel_shift: Aligned::new(),
+            channels: Channels::new(),
             k_panels: Aligned::new(),
             v_panels: Aligned::new(),
         }
@@ -204,7 +203,7 @@ impl Tile {
             self.copy_k(s, reader, t0, dim);
         }
         if channel {
-            self.channel(s, reader, t0, dim, 8.0);
+            self.channels.load(s, reader, t0, dim, 8.0);
         }
         if channel || scheme == Scheme::Int8(Int8Scale::Tensor) {
             self.k_scale[0] = [1.0; TILE];
@@ -250,27 +249,11 @@ impl Tile {
                 }
             }
             if self.v_has_shift {
-                let largest = largest_abs(s, &self.v_shift[g]);
-                let h = if largest == 0.0 {
-                    0
-                } else {
-                    14 - exponent(largest)
-                };
+                let planes =
+                    [&mut self.v_shift_hi[g], &mut self.v_shift_lo[g]].map(|x| x.as_mut_ptr());
+                // SAFETY: TILE elements each.
+                let h = unsafe { shift_planes(s, self.v_shift[g].as_ptr(), TILE, planes) };
                 self.v_shift_unit[g] = exp2i(-14 - h);
-                for t in (0..TILE).step_by(S::LANES) {
-                    // SAFETY: t + LANES ≤ TILE.
-                    unsafe {
-                        let sh = s.round(
-                            s.mul(s.load(self.v_shift[g].as_ptr().add(t)), s.splat(exp2i(h))),
-                        );
-                        s.i_store(
-                            self.v_shift_hi[g].as_mut_ptr().add(t).cast(),
-                            s.i_sar::<8>(sh),
-                        );
-                        let low = s.i_and(sh, s.i_splat(255));
-                        s.i_store(self.v_shift_lo[g].as_mut_ptr().add(t).cast(), low);
-                    }
-                }
             }
         }
     }
@@ -354,14 +337,14 @@ impl Tile {
         let (tokens, groups, row) = (self.tokens, scheme.groups(dim), Float::of(scheme).row());
         let by_channel = scheme == Scheme::Int4(Int4Scale::Channel);
         if by_channel {
-            self.channel(s, reader, t0, dim, 0.0);
+            self.channels.load(s, reader, t0, dim, 0.0);
         } else if scheme == Scheme::Int8(Int8Scale::Tensor) {
             self.k_scale[0] = [1.0; TILE];
         } else if scheme.is_integer() {
             let into = [&mut self.k_scale, &mut self.k_shift];
             params(s, reader, side, [t0, tokens], groups, 0.0, into);
         }
-        let channel = [&self.channel_scale, &self.channel_shift];
+        let channel = [&self.channels.scale, &self.channels.shift];
         let panels = match side {
             Side::K => &mut self.k_panels,
             Side::V => &mut self.v_panels,
@@ -385,26 +368,6 @@ impl Tile {
         match side {
             Side::K => (self.k, self.k_stride) = (places, TILE * row),
             Side::V => (self.v, self.v_stride) = (places, TILE * row),
-        }
-    }
-
-    /// Scales and shifts of a sealed page, for codes less `centre`.
-    #[inline(always)]
-    fn channel<S: Simd>(&mut self, s: S, reader: &Reader<'_>, t0: usize, dim: usize, centre: f32) {
-        self.channel_scale.reserve(dim);
-        self.channel_shift.reserve(dim);
-        let params = &reader.page(Side::K, t0).params[..dim * 4];
-        let (scale, shift) = (
-            &mut self.channel_scale.as_mut_slice()[..dim],
-            &mut self.channel_shift.as_mut_slice()[..dim],
-        );
-        for d in (0..dim).step_by(S::LANES) {
-            // SAFETY: d + LANES ≤ dim, the number of pairs in params and of floats in scale and shift.
-            unsafe {
-                let (a, b) = pair(s, params.as_ptr().add(d * 4), centre);
-                s.store(scale.as_mut_ptr().add(d), a);
-                s.store(shift.as_mut_ptr().add(d), b);
-            }
         }
     }
 }
@@ -501,12 +464,35 @@ fn places_of(
 /// # Safety
 /// `4·LANES` bytes are readable at `p`.
 #[inline(always)]
-unsafe fn pair<S: Simd>(s: S, p: *const u8, centre: f32) -> (S::F, S::F) {
+pub(crate) unsafe fn pair<S: Simd>(s: S, p: *const u8, centre: f32) -> (S::F, S::F) {
     // SAFETY: the caller's contract.
     let raw = unsafe { s.i_load(p) };
     let scale = s.f16_to_f(s.i_and(raw, s.i_splat(0xffff)));
     let shift = s.f16_to_f(s.i_shr::<16>(raw));
     (scale, s.add(shift, s.mul(scale, s.splat(centre))))
+}
+
+/// Shifts as integers, `sh = 256·sh_hi + sh_lo`, in two planes; their exponent h.
+///
+/// # Safety
+/// `len` elements at each; 16 divides `len`.
+#[inline(always)]
+unsafe fn shift_planes<S: Simd>(
+    s: S,
+    shift: *const f32,
+    len: usize,
+    [hi, lo]: [*mut i32; 2],
+) -> i32 {
+    // SAFETY: the caller's contract, throughout.
+    unsafe {
+        let h = shift_exponent(largest_abs(s, shift, len));
+        for i in (0..len).step_by(S::LANES) {
+            let sh = s.round(s.mul(s.load(shift.add(i)), s.splat(exp2i(h))));
+            s.i_store(hi.add(i).cast(), s.i_sar::<8>(sh));
+            s.i_store(lo.add(i).cast(), s.i_and(sh, s.i_splat(255)));
+        }
+        h
+    }
 }
 
 #[inline(always)]
@@ -515,16 +501,6 @@ fn largest<S: Simd>(s: S, x: &[f32; TILE]) -> f32 {
     for t in (0..TILE).step_by(S::LANES) {
         // SAFETY: t + LANES ≤ TILE.
         m = s.max(m, unsafe { s.load(x.as_ptr().add(t)) });
-    }
-    s.largest(m)
-}
-
-#[inline(always)]
-fn largest_abs<S: Simd>(s: S, x: &[f32; TILE]) -> f32 {
-    let mut m = s.splat(0.0);
-    for t in (0..TILE).step_by(S::LANES) {
-        // SAFETY: t + LANES ≤ TILE.
-        m = s.max(m, s.abs(unsafe { s.load(x.as_ptr().add(t)) }));
     }
     s.largest(m)
 }

@@ -307,17 +307,17 @@ impl Geometry {
         let align = if page_size == 0 { 1024 } else { 128 };
         let stage = (k + behind).max(v).max(tail).next_multiple_of(align);
         let scratch_k = match (channel, int4(format.k)) {
-            (true, _) => (2 * head_dim * 4).max(tile * 4),
+            (true, _) => 2 * head_dim * 4 + panels.div_ceil(4) * 64,
             (false, true) => k_groups * tile * 8,
             (false, false) => k_groups * tile * 4,
         };
+        let query = if channel {
+            self.rows() / ROWS * (panels + panels.div_ceil(4)) * 512
+        } else {
+            0
+        };
         let scratch_v = v_groups * tile * (4 + if int4(format.v) { 2 } else { 0 });
         if self.unit == Unit::Short {
-            let query = if channel {
-                self.rows() * (head_dim + 16) * 4
-            } else {
-                0
-            };
             let scratch = if channel {
                 4 * scratch_k.max(scratch_v)
             } else {
@@ -342,11 +342,6 @@ impl Geometry {
                 + self.row_warps * 64
                 + 4 * self.rows() * (head_dim / 16) * 8;
         }
-        let query = if channel {
-            self.rows() * (head_dim + 16) * 4
-        } else {
-            0
-        };
         TEAMS * self.stages * stage
             + TEAMS * self.rows() * (head_dim + 8) * 4
             + TEAMS * self.rows() * 8

@@ -1,0 +1,116 @@
+//! Sealed pages of `Int4 Channel`, whose scales and shifts belong to dims: the page's part, and what it makes of the query's rows
+//! (section 3 of the arithmetic).
+
+use attn_core::arithmetic::{exp2i, exponent, plane_exponent, round_13};
+
+use crate::{
+    integer::{largest_abs, plane},
+    reader::{Reader, Side},
+    scratch::{Aligned, GROUPS, Rows},
+    simd::{Dot, OPERAND, Simd},
+    tile::pair,
+};
+
+/// The parameters of a sealed page, `[dim]`.
+pub(crate) struct Channels {
+    pub scale: Aligned<f32>,
+    /// Centred in the integer arithmetic.
+    pub shift: Aligned<f32>,
+    /// Of every four scales, `[dim/4]`.
+    largest_scale: Aligned<f32>,
+}
+
+impl Channels {
+    pub const fn new() -> Self {
+        Channels {
+            scale: Aligned::new(),
+            shift: Aligned::new(),
+            largest_scale: Aligned::new(),
+        }
+    }
+
+    /// Scales and shifts of the page of token `t0`, for codes less `centre`.
+    #[inline(always)]
+    pub fn load<S: Simd>(&mut self, s: S, reader: &Reader<'_>, t0: usize, dim: usize, centre: f32) {
+        self.scale.reserve(dim);
+        self.shift.reserve(dim);
+        self.largest_scale.reserve(dim / 4);
+        let params = &reader.page(Side::K, t0).params[..dim * 4];
+        let (scale, shift) = (
+            &mut self.scale.as_mut_slice()[..dim],
+            &mut self.shift.as_mut_slice()[..dim],
+        );
+        for d in (0..dim).step_by(S::LANES) {
+            // SAFETY: d + LANES ≤ dim, the number of pairs in params and of floats in scale and shift.
+            unsafe {
+                let (a, b) = pair(s, params.as_ptr().add(d * 4), centre);
+                s.store(scale.as_mut_ptr().add(d), a);
+                s.store(shift.as_mut_ptr().add(d), b);
+            }
+        }
+        largest_of_fours(scale, &mut self.largest_scale.as_mut_slice()[..dim / 4]);
+    }
+}
+
+/// The largest magnitude of every four neighbours.
+#[inline(always)]
+fn largest_of_fours(x: &[f32], out: &mut [f32]) {
+    for (out, x) in out.iter_mut().zip(x.chunks_exact(4)) {
+        *out = x[0].abs().max(x[1].abs()).max(x[2].abs().max(x[3].abs()));
+    }
+}
+
+/// Rounds every row's query to 13 bits (section 2), and finds what bounds its products with a page's scales.
+#[inline(always)]
+pub(crate) fn round_queries(rows: &mut Rows) {
+    let len = rows.count * rows.dim;
+    let q = &mut rows.q.as_mut_slice()[..len];
+    for x in q.iter_mut() {
+        *x = round_13(*x);
+    }
+    largest_of_fours(q, &mut rows.q_largest.as_mut_slice()[..len / 4]);
+}
+
+/// Prepares every row for one sealed page: scales go into the plane, shifts into the offset.
+#[inline(always)]
+pub(crate) fn prepare<D: Dot>(d: D, rows: &mut Rows, page: &Channels, bias: i32) {
+    let (s, dim, each) = (d.simd(), rows.dim, rows.dim / 16 * OPERAND);
+    let [scale, shift] = [&page.scale, &page.shift].map(|x| x.as_slice()[..dim].as_ptr());
+    let largest_scale = &page.largest_scale.as_slice()[..dim / 4];
+    // SAFETY: `dim` floats, a multiple of 16.
+    let b = unsafe { largest_abs(s, shift, dim) };
+    for r in 0..rows.count {
+        let (mut a, mut bound) = (0.0f32, 0.0f32);
+        let fours = &rows.q_largest.as_slice()[r * dim / 4..][..dim / 4];
+        for (q, scale) in fours.iter().zip(largest_scale) {
+            (a, bound) = (a.max(*q), bound.max(q * scale));
+        }
+        let j = if a == 0.0 || b == 0.0 {
+            0
+        } else {
+            (20 - exponent(a) - exponent(b)).clamp(-100, 100)
+        };
+        let e = plane_exponent(bound);
+        let q = rows.q.as_slice()[r * dim..][..dim].as_ptr();
+        let folded = rows.floats.as_mut_slice()[..dim].as_mut_ptr();
+        let out = rows.k_operands.as_mut_slice()[r * each..][..each].as_mut_ptr();
+        let integers = rows.integers.as_mut_slice()[..dim].as_mut_ptr();
+        let (unit, mut y, mut sum) = (s.splat(exp2i(j)), s.i_splat(0), s.i_splat(0));
+        // SAFETY: `dim` elements each, and dim/16 operands; LANES divides `dim`.
+        unsafe {
+            for i in (0..dim).step_by(D::S::LANES) {
+                let x = s.load(q.add(i));
+                s.store(folded.add(i), s.mul(x, s.load(scale.add(i))));
+                let term = s.mul(s.mul(x, s.load(shift.add(i))), unit);
+                y = s.i_add(y, s.round(term));
+            }
+            plane(d, folded, e, dim, integers, out);
+            for i in (0..dim).step_by(D::S::LANES) {
+                sum = s.i_add(sum, s.i_load(integers.add(i).cast()));
+            }
+        }
+        rows.unit.as_mut_slice()[r] = exp2i(-e);
+        rows.offset.as_mut_slice()[r] = s.i_sum(y) as f32 * exp2i(-j);
+        rows.k_bias.as_mut_slice()[r * GROUPS] = bias * s.i_sum(sum);
+    }
+}
