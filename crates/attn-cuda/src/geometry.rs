@@ -137,6 +137,50 @@ fn params_bytes(scheme: Scheme, head_dim: usize, tokens: usize) -> usize {
     }
 }
 
+/// Bytes of a tile's K and V, and of a stage of a ring, which has one of them or, where they are small, both.
+struct Stage {
+    k: usize,
+    v: usize,
+    bytes: usize,
+    align: usize,
+}
+
+impl Stage {
+    fn of(format: KvFormat, head_dim: usize, page_size: usize) -> Self {
+        let tile = arithmetic::TILE;
+        let block = if page_size == 0 || page_size > tile {
+            tile
+        } else {
+            page_size
+        };
+        let part = |scheme: Scheme| {
+            let each = if page_size == 0 { 2 } else { 1 };
+            block * head_dim * scheme.code_bits() / 8 + each * params_bytes(scheme, head_dim, block)
+        };
+        let (k, v) = (
+            part(format.k) * (tile / block),
+            part(format.v) * (tile / block),
+        );
+        let whole = page_size != 0 && k + v <= WHOLE_STAGE;
+        let behind = if whole { v } else { 0 };
+        let panels = head_dim / 16;
+        let tail_first = panels.div_ceil(2) * tile * 16;
+        let tail_second = panels / 2 * tile * 16 + tile * 2 + behind;
+        let tail = if format.k == Scheme::Int4(Int4Scale::Channel) {
+            tail_first.max(tail_second)
+        } else {
+            0
+        };
+        let align = if page_size == 0 { 1024 } else { 128 };
+        Stage {
+            k,
+            v,
+            bytes: (k + behind).max(v).max(tail).next_multiple_of(align),
+            align,
+        }
+    }
+}
+
 impl Geometry {
     /// For `rows` query rows per KV head, with `shared_limit` bytes of shared memory in a CTA; `None` if nothing fits.
     pub fn choose(
@@ -162,6 +206,10 @@ impl Geometry {
             17..=24 | 33..=48 => 1,
             _ => 0,
         };
+        // Of long stages one is enough to have on the way for each of eight teams; of short ones it is too few.
+        let is_enough = |g: &Geometry| {
+            g.ctas == 1 || g.stages > 1 || Stage::of(format, head_dim, page_size).bytes >= 12_288
+        };
         let fits = |(row_groups, row_warps): (usize, usize), least: usize| {
             // Two small CTAs cover each other's joins; with more warps in one there are no registers for a second.
             let most = if (row_groups, row_warps) == (1, 1) {
@@ -170,7 +218,7 @@ impl Geometry {
                 1
             };
             (1..=most).rev().find_map(|ctas| {
-                (least..=6)
+                (if ctas == 2 { 1 } else { least }..=6)
                     .rev()
                     .map(|stages| Geometry {
                         unit: Unit::Decode,
@@ -182,6 +230,7 @@ impl Geometry {
                     .find(|g| {
                         let bytes = g.shared_bytes(format, head_dim, page_size);
                         ctas * (bytes + RESERVED_SHARED) <= shared_limit + RESERVED_SHARED
+                            && is_enough(g)
                     })
             })
         };
@@ -278,34 +327,16 @@ impl Geometry {
     /// Dynamic shared memory of a CTA, or of each of its teams in `short.cu`: `attn_shared_bytes`, which the image exports.
     pub fn shared_bytes(&self, format: KvFormat, head_dim: usize, page_size: usize) -> usize {
         let tile = arithmetic::TILE;
-        let block = if page_size == 0 || page_size > tile {
-            tile
-        } else {
-            page_size
-        };
-        let part = |scheme: Scheme| {
-            let each = if page_size == 0 { 2 } else { 1 };
-            block * head_dim * scheme.code_bits() / 8 + each * params_bytes(scheme, head_dim, block)
-        };
         let channel = format.k == Scheme::Int4(Int4Scale::Channel);
         let int4 = |scheme: Scheme| scheme.code_bits() == 4;
         let (k_groups, v_groups) = (format.k.groups(head_dim), format.v.groups(head_dim));
-        let (k, v) = (
-            part(format.k) * (tile / block),
-            part(format.v) * (tile / block),
-        );
-        let whole = page_size != 0 && k + v <= WHOLE_STAGE;
-        let behind = if whole { v } else { 0 };
         let panels = head_dim / 16;
-        let tail_first = panels.div_ceil(2) * tile * 16;
-        let tail_second = panels / 2 * tile * 16 + tile * 2 + behind;
-        let tail = if channel {
-            tail_first.max(tail_second)
-        } else {
-            0
-        };
-        let align = if page_size == 0 { 1024 } else { 128 };
-        let stage = (k + behind).max(v).max(tail).next_multiple_of(align);
+        let Stage {
+            k,
+            v,
+            bytes: stage,
+            align,
+        } = Stage::of(format, head_dim, page_size);
         let scratch_k = match (channel, int4(format.k)) {
             (true, _) => 2 * head_dim * 4 + panels.div_ceil(4) * 64,
             (false, true) => k_groups * tile * 8,

@@ -75,6 +75,9 @@ struct Spread {
     tiles: usize,
 }
 
+/// The fewest tiles of an item that is worth a wave: where CTAs come and go faster, `decode.cu` lets its teams stay.
+const WAVE_TILES: usize = 16;
+
 /// Microseconds of a launch but for its tiles: of one team per item, and of several that read each other's states.
 const ALONE: f64 = 2.6;
 const TOGETHER: f64 = 4.2;
@@ -152,14 +155,38 @@ fn us_per_tile(problem: &Problem, format: KvFormat, bytes: f64) -> f64 {
     chain.max(bytes / 32.5e3)
 }
 
+/// Microseconds of a launch whose items have a team each, more than run at once; `read` is what so many of them take to read, at least.
+/// `None` where lengths differ, so that some teams would end long after others, or each item is soon over, or of fewer dims (more teams
+/// than two then fit an SM).
+fn in_waves(
+    problem: &Problem,
+    sms: usize,
+    us_per_tile: f64,
+    read: impl Fn(usize) -> f64,
+) -> Option<f64> {
+    let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
+    let shortest = problem.kv_lens.iter().copied().min().unwrap_or(0);
+    let tiles = longest.div_ceil(arithmetic::TILE);
+    if problem.head_dim < 128 || tiles < WAVE_TILES || 4 * shortest < 3 * longest {
+        return None;
+    }
+    let (items, places) = (problem.batch() * problem.num_kv_heads, SM_TEAMS * sms);
+    let alone = ALONE + tiles as f64 * us_per_tile;
+    let wave = |items: usize| {
+        if items > 0 {
+            alone.max(read(items))
+        } else {
+            0.0
+        }
+    };
+    Some(ALONE + (items / places) as f64 * wave(places) + wave(items % places))
+}
+
 /// Whether `short.cu` is faster than the others, or asked for; it always has a launch then.
 pub(crate) fn is_faster(problem: &Problem, format: KvFormat, limits: Limits) -> bool {
     if problem.batch() > MAX_GRID || problem.num_kv_heads > MAX_GRID {
         return false;
     }
-    let Some(spread) = spread(problem, limits.sms) else {
-        return limits.short == Short::Always;
-    };
     let tokens: usize = problem.kv_lens.iter().sum();
     let layout = PageLayout {
         format,
@@ -172,15 +199,22 @@ pub(crate) fn is_faster(problem: &Problem, format: KvFormat, limits: Limits) -> 
     // What both read at most, in bytes per microsecond.
     let pace = if format.is_integer() { 4.3e6 } else { 4.5e6 };
     let other = 8.3 + bytes / 4.4e6;
-    let short = spread.us(us_per_tile(problem, format, tile));
+    let us_per_tile = us_per_tile(problem, format, tile);
+    let item = bytes / (problem.batch() * problem.num_kv_heads) as f64;
+    let short = match spread(problem, limits.sms) {
+        Some(spread) => Some(spread.us(us_per_tile).max(TOGETHER + bytes / pace)),
+        None => in_waves(problem, limits.sms, us_per_tile, |items| {
+            items as f64 * item / pace
+        }),
+    };
     match limits.short {
-        Short::Auto => short.max(TOGETHER + bytes / pace) < other,
+        Short::Auto => short.is_some_and(|us| us < other),
         Short::Always => true,
         Short::Never => false,
     }
 }
 
-/// The launch of a problem; one CTA per item where there is no room for all clusters at once.
+/// The launch of a problem; one CTA per item, in waves, where there is no room for all at once.
 pub(crate) fn launch(geometry: &Geometry, problem: &Problem, sms: usize) -> Launch {
     let alone = Spread {
         teams: 1,
@@ -216,10 +250,14 @@ mod tests {
             .unwrap()
     }
 
-    /// What was measured faster is chosen (docs/performance.md, log lines 39 and 41).
+    /// What was measured faster is chosen (docs/performance.md, log lines 39, 41 and 48).
     #[test]
-    fn latency_goes_to_short_and_bytes_to_decode() {
-        let (int8, f16) = (KvFormat::INT8, KvFormat::same(Scheme::F16));
+    fn latency_and_full_waves_go_to_short() {
+        let (int8, f16, bf16) = (
+            KvFormat::INT8,
+            KvFormat::same(Scheme::F16),
+            KvFormat::same(Scheme::Bf16),
+        );
         let kinds = [
             (
                 int8,
@@ -242,6 +280,10 @@ mod tests {
                 Unit::Short,
             ),
             (f16, [32, 32], &[(128, 16)], Unit::Decode),
+            (bf16, [8, 1], &[(8192, 512), (8192, 400)], Unit::Short),
+            (bf16, [32, 8], &[(4096, 64), (1024, 128)], Unit::Short),
+            (bf16, [8, 1], &[(8192, 300)], Unit::Decode),
+            (KvFormat::INT4, [8, 1], &[(8192, 512)], Unit::Decode),
         ];
         for (format, heads, shapes, want) in kinds {
             for &(kv_len, batch) in shapes {
