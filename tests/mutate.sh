@@ -63,4 +63,6 @@ mutate "window" crates/attn-core/src/problem.rs \
     '(position - w as isize).clamp(0, end)' '(position - 1 - w as isize).clamp(0, end)'
 mutate "copy of a shared page" crates/attn-core/src/cache.rs \
     'self.owners[page as usize] > 1)' 'self.owners[page as usize] > 2)'
+mutate "13 bits of a query" crates/attn-core/src/arithmetic.rs \
+    '(x.to_bits() + 0x400)' '(x.to_bits() + 0x200)'
 echo "every mutation was noticed"

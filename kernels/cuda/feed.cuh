@@ -58,14 +58,14 @@ template <class Place> struct Copies {
     int tile, tile_end, step, part;
     u32 pages;  // of the next tiles, a block to a lane
     int known;  // lanes of them that are used up
-    int open;   // the first tile that is not in a sealed page of channels
+    int open;   // `first_open_tile`
     const RowMaps* maps;  // of someone else's rows
     // Of the sequence and KV head: its pages, and where its run lies in the first page of the pool.
     const u32* table;
     const u8* runs;
 
     __device__ __forceinline__ void begin(const DecodeParams& p, int b, int kv_head, int kv_len) {
-        if (CHANNEL) open = kv_len / SAFE_PAGE * TILES_OF_PAGE;
+        if (CHANNEL) open = first_open_tile(kv_len);
         table = p.page_table + (u64)b * p.page_table_stride;
         runs = p.k + kv_head * RUN_BYTES;
     }

@@ -11,8 +11,10 @@
 #include "config.cuh"
 #include "params.h"
 
-// The open page's K is elsewhere (Int4 Channel).
-DEVICE bool is_open(int tile, int kv_len) { return CHANNEL && (tile * TILE / SAFE_PAGE + 1) * PAGE > kv_len; }
+// The first tile of the open page, whose K is elsewhere (Int4 Channel, which has whole tiles in a page).
+DEVICE int first_open_tile(int kv_len) { return kv_len / SAFE_PAGE * TILES_OF_PAGE; }
+DEVICE bool is_open(int tile, int kv_len) { return CHANNEL && tile >= first_open_tile(kv_len); }
+static_assert(!CHANNEL || PAGE >= TILE, "a tile of channels is of one page");
 
 enum SlotKind : u8 { SEGMENTS, SPANS, ITEMS };
 enum TeamTakes { A_TILE, A_SEGMENT, A_SPAN, AN_ITEM };

@@ -207,9 +207,7 @@ impl Geometry {
             _ => 0,
         };
         // Of long stages one is enough to have on the way for each of eight teams; of short ones it is too few.
-        let is_enough = |g: &Geometry| {
-            g.ctas == 1 || g.stages > 1 || Stage::of(format, head_dim, page_size).bytes >= 12_288
-        };
+        let is_long = Stage::of(format, head_dim, page_size).bytes >= 12_288;
         let fits = |(row_groups, row_warps): (usize, usize), least: usize| {
             // Two small CTAs cover each other's joins; with more warps in one there are no registers for a second.
             let most = if (row_groups, row_warps) == (1, 1) {
@@ -218,7 +216,12 @@ impl Geometry {
                 1
             };
             (1..=most).rev().find_map(|ctas| {
-                (if ctas == 2 { 1 } else { least }..=6)
+                let least = match ctas {
+                    2 if is_long => 1,
+                    2 => 2,
+                    _ => least,
+                };
+                (least..=6)
                     .rev()
                     .map(|stages| Geometry {
                         unit: Unit::Decode,
@@ -230,7 +233,6 @@ impl Geometry {
                     .find(|g| {
                         let bytes = g.shared_bytes(format, head_dim, page_size);
                         ctas * (bytes + RESERVED_SHARED) <= shared_limit + RESERVED_SHARED
-                            && is_enough(g)
                     })
             })
         };
