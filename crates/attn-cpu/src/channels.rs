@@ -16,7 +16,7 @@ pub(crate) struct Channels {
     pub scale: Aligned<f32>,
     /// Centred in the integer arithmetic.
     pub shift: Aligned<f32>,
-    /// Of every four scales, `[dim/4]`.
+    /// Of every four scales, `[fours(dim)]`.
     largest_scale: Aligned<f32>,
 }
 
@@ -34,7 +34,7 @@ impl Channels {
     pub fn load<S: Simd>(&mut self, s: S, reader: &Reader<'_>, t0: usize, dim: usize, centre: f32) {
         self.scale.reserve(dim);
         self.shift.reserve(dim);
-        self.largest_scale.reserve(dim / 4);
+        self.largest_scale.reserve(fours(dim));
         let params = &reader.page(Side::K, t0).params[..dim * 4];
         let (scale, shift) = (
             &mut self.scale.as_mut_slice()[..dim],
@@ -48,27 +48,43 @@ impl Channels {
                 s.store(shift.as_mut_ptr().add(d), b);
             }
         }
-        largest_of_fours(scale, &mut self.largest_scale.as_mut_slice()[..dim / 4]);
+        let largest = &mut self.largest_scale.as_mut_slice()[..fours(dim)];
+        largest_of_fours(scale, largest);
     }
 }
 
-/// The largest magnitude of every four neighbours.
+/// Fours in so many dims, filled up to whole vectors.
+pub(crate) const fn fours(dim: usize) -> usize {
+    (dim / 4).next_multiple_of(16)
+}
+
+/// The largest magnitude of every four neighbours; zeros fill up the rest.
 #[inline(always)]
 fn largest_of_fours(x: &[f32], out: &mut [f32]) {
-    for (out, x) in out.iter_mut().zip(x.chunks_exact(4)) {
-        *out = x[0].abs().max(x[1].abs()).max(x[2].abs().max(x[3].abs()));
+    let (full, rest) = out.split_at_mut(x.len() / 4);
+    rest.fill(0.0);
+    for (out, x) in full.iter_mut().zip(x.chunks_exact(4)) {
+        // Magnitudes are ordered as their bits are, which compare without a thought of NaN.
+        const MAGNITUDE: u32 = 0x7fff_ffff;
+        let a = (x[0].to_bits() & MAGNITUDE).max(x[1].to_bits() & MAGNITUDE);
+        let b = (x[2].to_bits() & MAGNITUDE).max(x[3].to_bits() & MAGNITUDE);
+        *out = f32::from_bits(a.max(b));
     }
 }
 
 /// Rounds every row's query to 13 bits (section 2), and finds what bounds its products with a page's scales.
 #[inline(always)]
 pub(crate) fn round_queries(rows: &mut Rows) {
-    let len = rows.count * rows.dim;
-    let q = &mut rows.q.as_mut_slice()[..len];
-    for x in q.iter_mut() {
-        *x = round_13(*x);
+    let (dim, stride) = (rows.dim, fours(rows.dim));
+    for r in 0..rows.count {
+        let q = &mut rows.q.as_mut_slice()[r * dim..][..dim];
+        for x in q.iter_mut() {
+            *x = round_13(*x);
+        }
+        let largest = &mut rows.q_largest.as_mut_slice()[r * stride..][..stride];
+        largest_of_fours(q, largest);
+        rows.q_exponent.as_mut_slice()[r] = exponent(largest.iter().copied().fold(0.0, f32::max));
     }
-    largest_of_fours(q, &mut rows.q_largest.as_mut_slice()[..len / 4]);
 }
 
 /// Prepares every row for one sealed page: scales go into the plane, shifts into the offset.
@@ -76,21 +92,21 @@ pub(crate) fn round_queries(rows: &mut Rows) {
 pub(crate) fn prepare<D: Dot>(d: D, rows: &mut Rows, page: &Channels, bias: i32) {
     let (s, dim, each) = (d.simd(), rows.dim, rows.dim / 16 * OPERAND);
     let [scale, shift] = [&page.scale, &page.shift].map(|x| x.as_slice()[..dim].as_ptr());
-    let largest_scale = &page.largest_scale.as_slice()[..dim / 4];
+    let stride = fours(dim);
+    let largest_scale = page.largest_scale.as_slice()[..stride].as_ptr();
     // SAFETY: `dim` floats, a multiple of 16.
-    let b = unsafe { largest_abs(s, shift, dim) };
+    let shift_exponent = exponent(unsafe { largest_abs(s, shift, dim) });
     for r in 0..rows.count {
-        let (mut a, mut bound) = (0.0f32, 0.0f32);
-        let fours = &rows.q_largest.as_slice()[r * dim / 4..][..dim / 4];
-        for (q, scale) in fours.iter().zip(largest_scale) {
-            (a, bound) = (a.max(*q), bound.max(q * scale));
+        // Where all of one are zero, every term is, whatever the exponent.
+        let j = (20 - rows.q_exponent.as_slice()[r] - shift_exponent).clamp(-100, 100);
+        let q_largest = rows.q_largest.as_slice()[r * stride..][..stride].as_ptr();
+        let mut bounds = s.splat(0.0);
+        for i in (0..stride).step_by(D::S::LANES) {
+            // SAFETY: `stride` floats each, a multiple of LANES.
+            let product = unsafe { s.mul(s.load(q_largest.add(i)), s.load(largest_scale.add(i))) };
+            bounds = s.max(bounds, product);
         }
-        let j = if a == 0.0 || b == 0.0 {
-            0
-        } else {
-            (20 - exponent(a) - exponent(b)).clamp(-100, 100)
-        };
-        let e = plane_exponent(bound);
+        let e = plane_exponent(s.largest(bounds));
         let q = rows.q.as_slice()[r * dim..][..dim].as_ptr();
         let folded = rows.floats.as_mut_slice()[..dim].as_mut_ptr();
         let out = rows.k_operands.as_mut_slice()[r * each..][..each].as_mut_ptr();

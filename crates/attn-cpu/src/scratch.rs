@@ -2,6 +2,8 @@
 
 use std::marker::PhantomData;
 
+use crate::channels::fours;
+
 /// One cache line.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
@@ -54,8 +56,9 @@ pub(crate) struct Rows {
     pub dim: usize,
     /// `q'`, `[row][dim]`.
     pub q: Aligned<f32>,
-    /// Of every four, the largest magnitude, for K of `Int4 Channel`: `[row][dim/4]`.
+    /// For K of `Int4 Channel`: of every four, the largest magnitude, `[row][fours(dim)]`, and E of the largest, `[row]`.
     pub q_largest: Aligned<f32>,
+    pub q_exponent: Aligned<i32>,
     /// Query operands, `[row][dim/16][OPERAND]`.
     pub k_operands: Aligned<u8>,
     /// What the codes' bias adds to a sum, `[row][GROUPS]`.
@@ -97,6 +100,7 @@ impl Rows {
             dim: 0,
             q: Aligned::new(),
             q_largest: Aligned::new(),
+            q_exponent: Aligned::new(),
             k_operands: Aligned::new(),
             k_bias: Aligned::new(),
             q_sums: Aligned::new(),
@@ -120,7 +124,8 @@ impl Rows {
     pub fn reserve(&mut self, count: usize, dim: usize, v_groups: usize) {
         (self.count, self.dim) = (count, dim);
         self.q.reserve(count * dim);
-        self.q_largest.reserve(count * dim / 4);
+        self.q_largest.reserve(count * fours(dim));
+        self.q_exponent.reserve(count);
         self.k_operands.reserve(count * dim * 2);
         self.k_bias.reserve(count * GROUPS);
         self.q_sums.reserve(count * GROUPS);
