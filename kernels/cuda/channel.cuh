@@ -10,9 +10,12 @@ template <class Done> DEVICE u32 done_with_keys(u32 stage, int k_bytes, Done don
     return WHOLE ? stage + k_bytes : 0;
 }
 
-// The page's scales and centred shifts to scratch, and the largest scale of each word (see `query_word`), those of four panels together;
-// returns E of the largest |shift|.
-DEVICE int prepare_channels(u32 params, u32 scratch, int lane) {
+// A page's scales and centred shifts in scratch, and the largest scale of each word (see `query_word`), those of four panels together.
+struct Channels {
+    u32 scratch;
+    int exponent;  // E of the largest |shift|
+};
+DEVICE Channels prepare_channels(u32 params, u32 scratch, int lane) {
     float largest_shift = 0.0f;
 #pragma unroll
     for (int first = 0; first < D / 4; first += 32) {
@@ -35,23 +38,23 @@ DEVICE int prepare_channels(u32 params, u32 scratch, int lane) {
               float_bits(fmaxf(fmaxf(scale.x, scale.y), fmaxf(scale.z, scale.w))));
     }
     __syncwarp();
-    return exponent(bits_float(warp_max(float_bits(largest_shift))));
+    return {scratch, exponent(bits_float(warp_max(float_bits(largest_shift))))};
 }
 
-// Planes of q'·scale and the shifts' term Y of this page; `offset` is f32(Y)·2^-j.
-DEVICE void channel_query(Query& q, int g, u32 query, int eight, u32 scratch, int exponent_q, int exponent_shift, int lane, float& offset) {
+// Planes of q'·scale for this page, of the eight rows that lie in `query` as number `eight`; returns the shifts' term f32(Y)·2^-j.
+DEVICE float channel_query(Query& q, int g, u32 query, int eight, const Channels& page, int exponent_q, int lane) {
     int c = lane % 4;
     float bounds[2] = {};
 #pragma unroll
     for (int four = 0; four < FOURS; four++) {
-        float4 x = lds128(query_largest(query, eight, four, lane)), k = lds128(scratch + PAGE_LARGEST + (four * 4 + c) * 16);
+        float4 x = lds128(query_largest(query, eight, four, lane)), k = lds128(page.scratch + PAGE_LARGEST + (four * 4 + c) * 16);
         const float xs[4] = {x.x, x.y, x.z, x.w}, ks[4] = {k.x, k.y, k.z, k.w};
 #pragma unroll
         for (int i = 0; i < 4; i++)
             if (four * 4 + i < PANELS) bounds[i % 2] = fmaxf(bounds[i % 2], xs[i] * ks[i]);
     }
     int e = plane_exponent(quad_max(fmaxf(bounds[0], bounds[1])));
-    int j = min(max(20 - exponent_q - exponent_shift, -100), 100);
+    int j = min(max(20 - exponent_q - page.exponent, -100), 100);
     q.scale[g] = exp2i(-e);
     // What rounds to multiples of 2^-e: q'·scale is exact, so this is the law's product with 2^e, rounded.
     float magic = bits_float(MAGIC_BITS + SPLIT - ((u32)e << 23)), up = exp2i(j);
@@ -59,14 +62,14 @@ DEVICE void channel_query(Query& q, int g, u32 query, int eight, u32 scratch, in
 #pragma unroll
     for (int panel = 0; panel < PANELS; panel++) {
         u32 word = (panel * 4 + c) * 16;
-        float4 v = lds128(query_word(query, eight, panel, lane)), k = lds128(scratch + word), h = lds128(scratch + PAGE_SHIFTS + word);
+        float4 v = lds128(query_word(query, eight, panel, lane)), k = lds128(page.scratch + word), h = lds128(page.scratch + PAGE_SHIFTS + word);
         y[0] += float_bits(fmaf(v.x * h.x, up, MAGIC)) + float_bits(fmaf(v.y * h.y, up, MAGIC));
         y[1] += float_bits(fmaf(v.z * h.z, up, MAGIC)) + float_bits(fmaf(v.w * h.w, up, MAGIC));
         split_planes(float_bits(fmaf(v.x, k.x, magic)), float_bits(fmaf(v.y, k.y, magic)), float_bits(fmaf(v.z, k.z, magic)),
                      float_bits(fmaf(v.w, k.w, magic)), q.plane[g][panel][0], q.plane[g][panel][1]);
     }
     centre_codes(q, g);
-    offset = (float)quad_sum((int)(y[0] + y[1] - (u32)(PANELS * 4) * MAGIC_BITS)) * exp2i(-j);
+    return (float)quad_sum((int)(y[0] + y[1] - (u32)(PANELS * 4) * MAGIC_BITS)) * exp2i(-j);
 }
 
 // A sealed page's scores, complete: planes and shifts' term are the page's own.
@@ -74,12 +77,11 @@ template <class Done> DEVICE u32 channel_scores(Ring& ring, u32 query, u32 scrat
                                                 float (&s)[G][SCORES], Done done) {
     int lane = team.lane;
     u32 stage = ring.wait();
-    int exponent_shift = prepare_channels(stage + K_CODES, scratch, lane);
+    Channels page = prepare_channels(stage + K_CODES, scratch, lane);
     Query q;
     float offset[G];
 #pragma unroll
-    for (int g = 0; g < G; g++)
-        channel_query(q, g, query, warp_row / 8 + g, scratch, exponent_q[g], exponent_shift, lane, offset[g]);
+    for (int g = 0; g < G; g++) offset[g] = channel_query(q, g, query, warp_row / 8 + g, page, exponent_q[g], lane);
     scores(stage, PreparedK{scratch}, q, team, s);
     u32 values = done_with_keys(stage, K_PART, done);
 #pragma unroll

@@ -1,5 +1,5 @@
 // The scalar functions of docs/arithmetic.md. Compiled with -fmad=false -ftz=true: what is written is what is rounded, and
-// fmaf stands only where one factor is a power of two.
+// fmaf stands only where the product is exact.
 #pragma once
 #include "ptx.cuh"
 

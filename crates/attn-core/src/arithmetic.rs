@@ -214,6 +214,31 @@ mod tests {
     }
 
     #[test]
+    fn what_is_just_below_a_power_of_two_does_not_round_up_to_it() {
+        for below in 0..100_000u32 {
+            let x = f32::from_bits(2.0f32.to_bits() - below);
+            let at = |e: i32| (x * exp2i(e)).round_ties_even();
+            let (q15, sh) = (at(plane_exponent(x)), at(shift_exponent(x)));
+            assert!((4096.0..16384.0).contains(&q15), "{x}");
+            assert!((8192.0..32768.0).contains(&sh), "{x}");
+        }
+        assert_eq!((plane_exponent(0.0), shift_exponent(0.0)), (0, 0));
+    }
+
+    #[test]
+    fn queries_of_13_bits_times_f16_are_exact() {
+        for i in 0..100_000u32 {
+            let (x, scale) = (
+                f32::from_bits(0x3f00_0000 + i * 997),
+                (i % 2048 + 1) as f32 / 4096.0,
+            );
+            let q = round_13(x);
+            assert_eq!(f64::from(q * scale), f64::from(q) * f64::from(scale));
+            assert!((q / x - 1.0).abs() <= 1.0 / 8192.0, "{x}");
+        }
+    }
+
+    #[test]
     fn reciprocal_and_log_are_float_accurate() {
         for i in 1..100_000u32 {
             let x = i as f32 * 0.37;

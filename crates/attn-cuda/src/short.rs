@@ -250,7 +250,7 @@ mod tests {
             .unwrap()
     }
 
-    /// What was measured faster is chosen (docs/performance.md, log lines 39, 41 and 48).
+    /// What was measured faster is chosen (docs/performance.md, log lines 39, 41 and 49).
     #[test]
     fn latency_and_full_waves_go_to_short() {
         let (int8, f16, bf16) = (
