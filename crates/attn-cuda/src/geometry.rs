@@ -207,7 +207,8 @@ impl Geometry {
             _ => 0,
         };
         // Of long stages one is enough to have on the way for each of eight teams; of short ones it is too few.
-        let is_long = Stage::of(format, head_dim, page_size).bytes >= 12_288;
+        let stage = Stage::of(format, head_dim, page_size);
+        let is_long = stage.k.min(stage.v) >= 12_288;
         let fits = |(row_groups, row_warps): (usize, usize), least: usize| {
             // Two small CTAs cover each other's joins; with more warps in one there are no registers for a second.
             let most = if (row_groups, row_warps) == (1, 1) {
