@@ -10,6 +10,9 @@ constexpr int D = ATTN_D;
 constexpr int PAGE = ATTN_PAGE;      // tokens; 0: strided rows of someone else's cache
 constexpr int G = ATTN_G;            // row groups of 8 query rows per warp
 constexpr int WR = ATTN_WR;          // warps of a team: they share a ring of stages and have their own rows
+#ifdef ATTN_HAND_OVER
+#define ATTN_SHORT
+#endif
 #ifdef ATTN_SHORT
 constexpr int TW = 4;                // warps that share each tile: a warp has its own tokens and, for the values, its own dims
 #else
@@ -32,9 +35,10 @@ constexpr int ARRIVALS = 1;
 constexpr int ROWS = 8 * WR, THREADS = 32 * (WR + 2);
 #elif defined(ATTN_SHORT)  // short.cu: the warps of a team share its tiles, and one more feeds them
 constexpr int ROWS = 8 * G, WORKERS = 32 * TW, TEAM_THREADS = WORKERS + 32, MAX_TEAMS = 2, THREADS = MAX_TEAMS * TEAM_THREADS;
+constexpr int JOINERS = WORKERS;  // threads that join an item's slots
 #else
 constexpr int ROWS = 8 * G * WR;
-constexpr int THREADS = 32 * WR * TEAMS;
+constexpr int THREADS = 32 * WR * TEAMS, JOINERS = THREADS;
 #endif
 constexpr int READERS = SHARES_TILES ? TW : WR;  // warps that read a stage
 // A warp's part of a tile.

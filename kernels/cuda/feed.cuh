@@ -64,8 +64,7 @@ template <class Place> struct Copies {
     const u32* table;
     const u8* runs;
 
-    __device__ __forceinline__ void begin(const DecodeParams& p, int b, int kv_head, int kv_len) {
-        if (CHANNEL) open = first_open_tile(kv_len);
+    __device__ __forceinline__ void begin(const DecodeParams& p, int b, int kv_head) {
         table = p.page_table + (u64)b * p.page_table_stride;
         runs = p.k + kv_head * RUN_BYTES;
     }
@@ -74,10 +73,25 @@ template <class Place> struct Copies {
     __device__ __forceinline__ void look_up() {
         if constexpr (PAGE != 0) {
             known = 0;
-            if (tile < 0) return;
-            int ahead = tile + lane / BLOCKS * step;
-            int index = PAGE > TILE ? ahead / TILES_OF_PAGE : ahead * BLOCKS + lane % BLOCKS;
-            pages = table[min(index, (place.kv_len() - 1) / SAFE_PAGE)];
+            if (tile >= 0) pages = table[entry()];
+        }
+    }
+    // The lane's.
+    __device__ __forceinline__ int entry() const {
+        int ahead = tile + lane / BLOCKS * step;
+        int index = PAGE > TILE ? ahead / TILES_OF_PAGE : ahead * BLOCKS + lane % BLOCKS;
+        return min(index, (place.kv_len() - 1) / SAFE_PAGE);
+    }
+    // 32 entries from `first` on, as far as the table goes, before it is known which are needed; and what was needed, if it is there.
+    __device__ __forceinline__ u32 look_at(const DecodeParams& p, int first) const {
+        return PAGE == 0 ? 0 : table[min(first + lane, p.page_table_stride - 1)];
+    }
+    __device__ __forceinline__ void look_up(u32 seen, int first) {
+        if constexpr (PAGE != 0) {
+            known = 0;
+            int at = entry();
+            pages = __shfl_sync(~0u, seen, at - first);
+            if (!__all_sync(~0u, (u32)(at - first) < 32)) pages = table[at];
         }
     }
     __device__ __forceinline__ bool is_tail() const { return CHANNEL && tile >= open; }
@@ -274,7 +288,8 @@ struct Feed : Copies<OfCursor> {
         __syncwarp();
     }
     __device__ __forceinline__ void move_to(const DecodeParams& p, const Work& work) {
-        begin(p, work.b, work.kv_head(place.team), work.kv_len);
+        begin(p, work.b, work.kv_head(place.team));
+        if (CHANNEL) open = first_open_tile(work.kv_len);
         step = work.step();
     }
     __device__ __forceinline__ void start(const DecodeParams& p, const Cursor& first) {

@@ -12,8 +12,7 @@
 
 // What the CTA's threads share about the join: registers are short.
 struct Shared {
-    u32 last;       // 0, or 1 + the first slot of `counted`, all of whose slots are there
-    u32 parts;      // of them, what this CTA joins
+    Answer answer;  // about `counted`
     u32 add;        // what the count of `counted` goes up by
     int covered;    // slots of the running item whose joined state is kept, 0: none
     int began;      // this CTA's first slot of the running item
@@ -33,7 +32,7 @@ struct Join {
         shared = memory;
         known = (Shared*)(shared + AT_JOIN);
         if (threadIdx.x == 0) {
-            known->last = 0;
+            known->answer.last = 0;
             known->covered = 0;
         }
         pending = NOTHING;
@@ -45,27 +44,13 @@ struct Join {
     }
     // Before a barrier that `settle` follows.
     __device__ __forceinline__ void answer(const DecodeParams& p) {
-        if (pending != COUNTED || threadIdx.x != 0) return;
-        u32* at = p.counters + known->counted.index(p);
-        u32 num_slots = known->counted.num_slots, mine = Count{known->add}.parts(), others = Count{before}.parts();
-        Count now = {before + known->add};
-        known->last = 0;
-        if (now.slots() == num_slots) {
-            known->last = 1 + now.first();
-            known->parts = others ? parts_of(p, known->counted) & ~others : ALL_PARTS;
-            if (others) add_relaxed(at, Count::of(SHARED_OUT, now.first(), others) - now.bits);
-            else *at = 0;
-        } else if (mine) {
-            known->last = await_slots(at, mine, num_slots);
-            known->parts = mine;
-        }
+        if (pending == COUNTED && threadIdx.x == 0) known->answer = answer_of(p, known->counted, before, known->add);
     }
     __device__ __forceinline__ void settle(const DecodeParams& p) {
         if (pending != COUNTED) return;
         pending = NOTHING;
-        if (known->last == 0) return;
-        if (known->parts == ALL_PARTS) join_units(p, known->counted, known->last - 1);
-        else join_parts(p, known->counted, known->last - 1, known->parts);
+        if (known->answer.last == 0) return;
+        join_answered(p, known->counted, known->answer);
         __syncthreads();
     }
 

@@ -9,7 +9,7 @@
 // wide formats, whose instructions are few for each byte. With those, many items of like lengths come here too, a team to each, in
 // waves: a team that ends makes room for the next, and nothing is ever joined (bf16 reads at 97 % so, at 95 in decode.cu).
 #include "channel.cuh"
-#include "merge.cuh"
+#include "slots.cuh"
 
 static_assert(WR == 1 && D % 64 == 0 && (V_GROUPS == 1 || V_GROUPS == 2 || V_GROUPS % TW == 0), "a warp's dims are of one group, or of whole ones");
 
@@ -25,9 +25,17 @@ constexpr int AT_NOWHERE = AT_BARRIERS + STAGES * 16, TEAM_BYTES = (AT_NOWHERE +
 extern "C" __device__ const int attn_shared_bytes = TEAM_BYTES;
 extern "C" __device__ const int attn_threads = TEAM_THREADS;
 
+// Whether teams hand their states over in global memory: any number of CTAs, anywhere, has an item then.
+#ifdef ATTN_HAND_OVER
+constexpr bool HANDS_OVER = true;
+#else
+constexpr bool HANDS_OVER = false;
+#endif
+
 // ---- who does what ----
 
 enum Level { TILE_VALUES, SEGMENT_STATES, SPAN_STATES };
+enum Go { TO_THE_RESULT, TO_THE_CLUSTER, TO_MEMORY };
 
 // A team's slots of the item.
 struct Slots {
@@ -36,26 +44,42 @@ struct Slots {
     int all, each;         // of the item, of a team
     int first, end;        // of this one
     u32 cta_teams;         // 1 or 2
-    int teams;             // of the cluster
+    Go go;                 // where their states go
 
-    // Whether the item is several teams'.
-    __device__ __forceinline__ bool is_shared() const { return teams > 1; }
-
-    DEVICE Slots of(const Sequence& s, int team, int teams, u32 cta_teams) {
+    // A team's part of so many.
+    DEVICE int each_of(const DecodeParams& p, int slots) {
+        u32 second = blockDim.x / TEAM_THREADS - 1;  // team of the CTA
+        return ceil_div(slots + second >> second, p.by_ctas);
+    }
+    // With the sequence's length, which whatever needs no length does not wait for.
+    __device__ __forceinline__ void enter(const DecodeParams& p, Work& work, int team) {
+        work.measure = {SPANS, true};
+        (Sequence&)work = Sequence::of(work.measure, p.kv_lens[work.b]);
+        *this = of(p, work, team);
+    }
+    DEVICE Slots of(const DecodeParams& p, const Sequence& s, int team) {
         Slots x;
-        x.cta_teams = cta_teams;
-        x.teams = teams;
+        x.cta_teams = blockDim.x / TEAM_THREADS;
+        int teams = gridDim.x * x.cta_teams;
         int segments = runs_of(s.num_tiles, s.segment_shift);
         bool tiles = s.num_tiles <= 2 * teams && s.segment_shift == 2;
-        x.level = teams == 1 ? SPAN_STATES : tiles ? TILE_VALUES : segments <= TEAM_SLOTS * teams ? SEGMENT_STATES : SPAN_STATES;
+        bool by_segments = HANDS_OVER ? p.tile_split : segments <= TEAM_SLOTS * teams;
+        x.level = teams == 1 ? SPAN_STATES : tiles && !HANDS_OVER ? TILE_VALUES : by_segments ? SEGMENT_STATES : SPAN_STATES;
         x.shift = x.level == TILE_VALUES ? 0 : x.level == SEGMENT_STATES ? s.segment_shift : s.segment_shift + 2;
         x.all = runs_of(s.num_tiles, x.shift);
-        x.each = (x.all + teams - 1) / teams;
+        x.each = each_of(p, x.all);
         x.first = min(x.all, team * x.each);
         x.end = min(x.all, x.first + x.each);
+        x.go = (HANDS_OVER ? x.all : teams) == 1 ? TO_THE_RESULT : HANDS_OVER ? TO_MEMORY : TO_THE_CLUSTER;
         return x;
     }
 };
+
+// The page that a team will most likely start with, before it knows the sequence's length: where a launch hands over, its slots are most
+// often as many as they can be; of a cluster, the sequence is short.
+DEVICE int likely_page(const DecodeParams& p, int team) {
+    return HANDS_OVER ? (team * Slots::each_of(p, p.max_slots) << (p.tile_split ? 2 : 4)) * BLOCKS / TILES_OF_PAGE : 0;
+}
 
 struct OfItem {
     int sequence, length, head;
@@ -70,18 +94,22 @@ DEVICE void first_queries_are_there(int team) { barrier_of<TEAM_THREADS>(1 + MAX
 
 // One warp copies the tiles of the team's slots into the ring. What follows the first tile waits for the first queries: behind more
 // copies, they would take longer.
-DEVICE void feed(const DecodeParams& p, const Work& work, int tile, int end, const Ring& ring, int lane, int team, const RowMaps* maps) {
+DEVICE void feed(const DecodeParams& p, Work& work, Slots& slots, const Ring& ring, int lane, int index, int team, const RowMaps* maps) {
     Copies<OfItem> copies;
-    copies.place = {work.b, work.kv_len, work.heads};
     copies.ring = ring;
     copies.lane = lane;
-    copies.tile = tile;
     copies.step = 1;
     copies.part = 0;
     copies.maps = maps;
-    copies.begin(p, work.b, work.heads, work.kv_len);
-    if (tile < end) {
-        copies.look_up();
+    copies.begin(p, work.b, work.heads);
+    u32 likely = copies.look_at(p, likely_page(p, index));
+    slots.enter(p, work, index);
+    copies.place = {work.b, work.kv_len, work.heads};
+    copies.open = first_open_tile(work.kv_len);
+    copies.tile = slots.first << slots.shift;
+    int end = min(work.num_tiles, slots.end << slots.shift);
+    if (copies.tile < end) {
+        copies.look_up(likely, likely_page(p, index));
         while (!copies.copy_next(p)) {
         }
     }
@@ -108,16 +136,15 @@ constexpr bool READS_AHEAD = G * V_GROUPS <= 2;
 // A team's run of tiles.
 struct Warp {
     const DecodeParams& p;
-    const Work& work;
-    const Slots& slots;
+    Work& work;
+    Slots& slots;
     Ring ring;
     Team team;
     u32 query, scratch;
     u32 shared;  // of the team
     ItemRows item;
 
-    __device__ __forceinline__ void enter() {
-        item.rows = visible(p, work, work.heads, 0, team.lane);
+    __device__ __forceinline__ void load_queries() {
         if constexpr (CHANNEL) {
             store_query(p, work, work.heads, query, 0, ROWS / 8, team.warp * 32 + team.lane, WORKERS);
             team.barrier();
@@ -125,6 +152,10 @@ struct Warp {
         } else {
             load_query(p, work, work.heads, 0, team.lane, item.q);
         }
+    }
+    __device__ __forceinline__ void enter(int index) {
+        slots.enter(p, work, index);
+        item.rows = visible(p, work, work.heads, 0, team.lane);
     }
     __device__ __forceinline__ void done_with_stage() { ring.release(team.lane); }
 
@@ -188,6 +219,15 @@ struct Warp {
     __device__ __forceinline__ u32 kept_at(int place, int g, int dim) const {
         return shared + AT_SLOTS + ((place * ROWS + g * 8 + team.lane / 4) * SLOT_STRIDE + team.dim() + dim) * 4;
     }
+    // take(dim of the row, x, y) of the lane's pairs.
+    template <class Take> __device__ __forceinline__ void each_kept(int place, int g, Take take) const {
+#pragma unroll
+        for (int j = 0; j < DIMS / 8; j++) {
+            int dim = State::pair_of(j, team.lane);
+            uint2 x = lds64(kept_at(place, g, dim));
+            take(team.dim() + dim, bits_float(x.x), bits_float(x.y));
+        }
+    }
     // Joins what follows to what is kept there.
     __device__ __forceinline__ void keep(int place, bool first, float2 (&ml)[G], const State& state) const {
 #pragma unroll
@@ -221,49 +261,80 @@ struct Warp {
             first = false;
         } while (index < end);
     }
-    // Slots that others of the cluster will read.
-    __device__ __forceinline__ void run() {
-#pragma unroll 1
-        for (int slot = slots.first; slot < slots.end; slot++) {
-            float2 ml[G];
-            attend(slot, slot - slots.first, ml);
+    // (m, l) of a slot, for the others of the cluster.
+    __device__ __forceinline__ void tell(int place, const float2 (&ml)[G]) const {
 #pragma unroll
-            for (int g = 0; g < G; g++)
-                if (team.warp == 0 && team.lane % 4 == 0)
-                    sts64(shared + AT_SLOT_ML + ((slot - slots.first) * ROWS + g * 8 + team.lane / 4) * 8, ml[g].x, ml[g].y);
-        }
+        for (int g = 0; g < G; g++)
+            if (team.warp == 0 && team.lane % 4 == 0)
+                sts64(shared + AT_SLOT_ML + (place * ROWS + g * 8 + team.lane / 4) * 8, ml[g].x, ml[g].y);
     }
-    // An item that the team has for itself: spans in one place, what they join in another, and the result.
-    __device__ __forceinline__ void run_alone() {
-        float2 ml[G];
-        attend(0, 0, ml);
-#pragma unroll 1
-        for (int slot = 1; slot < slots.all; slot++) {
-            float2 span_ml[G];
-            attend(slot, 1, span_ml);
-            State span;
-#pragma unroll
-            for (int g = 0; g < G; g++) {
-                span.m[g] = span_ml[g].x;
-                span.l[g] = span_ml[g].y;
-#pragma unroll
-                for (int j = 0; j < DIMS / 8; j++)
-#pragma unroll
-                    for (int i = 0; i < 2; i++) span.o[g][j][i] = bits_float(lds32(kept_at(1, g, State::dim_of(j, i, team.lane))));
-            }
-            keep(0, false, ml, span);
-        }
+    // A slot to global memory, for whoever completes the item's count.
+    __device__ __forceinline__ void hand_over(const Item& item, int slot, const float2 (&ml)[G]) const {
 #pragma unroll
         for (int g = 0; g < G; g++) {
-            Finish finish = Finish::at(p, {work.b, work.heads, work.row_block, 0}, g * 8 + team.lane / 4);
-            finish.finish(ml[g].x, ml[g].y, team.warp == 0 && team.lane % 4 == 0);
+            u64 row = (item.index(p) * p.max_slots + slot) * ROWS + g * 8 + team.lane / 4;
+            if (team.warp == 0 && team.lane % 4 == 0) __stcg(p.state_ml + row, ml[g]);
+            each_kept(0, g, [&](int dim, float x, float y) { __stcg((float2*)(p.states + row * D + dim), make_float2(x, y)); });
+        }
+    }
+    __device__ __forceinline__ void count(const Item& item) const {
+        team.barrier();
+        u32 told = shared + AT_SLOT_ML;
+        if (team.warp == 0 && team.lane == 0) {
+            u32 add = Count::of(slots.end - slots.first, 0, parts_for(p, item, slots.first, slots.end));
+            Answer answer = answer_of(p, item, count_release(p.counters + item.index(p), add), add);
+            sts32(told, answer.last);
+            sts32(told + 4, answer.parts);
+        }
+        team.barrier();
+        Answer answer = {lds32(told), lds32(told + 4)};
+        if (answer.last) join_answered(p, item, answer);
+    }
+    // A span to those before it, of an item that the team has for itself.
+    __device__ __forceinline__ void append(float2 (&ml)[G], const float2 (&span_ml)[G]) const {
+        State span;
 #pragma unroll
-            for (int j = 0; j < DIMS / 8; j++) {
-                int dim = State::pair_of(j, team.lane);
-                uint2 x = lds64(kept_at(0, g, dim));
-                finish.write_pair((team.dim() + dim) / 2, bits_float(x.x), bits_float(x.y));
+        for (int g = 0; g < G; g++) {
+            span.m[g] = span_ml[g].x;
+            span.l[g] = span_ml[g].y;
+#pragma unroll
+            for (int j = 0; j < DIMS / 8; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) span.o[g][j][i] = bits_float(lds32(kept_at(1, g, State::dim_of(j, i, team.lane))));
+        }
+        keep(0, false, ml, span);
+    }
+    __device__ __forceinline__ void write(const Item& item, const float2 (&ml)[G]) const {
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            Finish finish = Finish::at(p, item, g * 8 + team.lane / 4);
+            finish.finish(ml[g].x, ml[g].y, team.warp == 0 && team.lane % 4 == 0);
+            each_kept(0, g, [&](int dim, float x, float y) { finish.write_pair(dim / 2, x, y); });
+        }
+    }
+    // The team's slots, one after the other, and what becomes of them. The tiles' code is here once.
+    __device__ __forceinline__ void run() {
+        Item item = {work.b, work.heads, work.row_block, slots.all};
+        float2 all_ml[G];
+#pragma unroll 1
+        for (int slot = slots.first; slot < slots.end; slot++) {
+            int place = slots.go == TO_THE_CLUSTER ? slot - slots.first : slots.go == TO_THE_RESULT && slot > 0;
+            float2 ml[G];
+            attend(slot, place, ml);
+            if (!HANDS_OVER && slots.go == TO_THE_CLUSTER) {
+                tell(place, ml);
+            } else if (HANDS_OVER && slots.go == TO_MEMORY) {
+                hand_over(item, slot, ml);
+            } else if (slot > 0) {
+                append(all_ml, ml);
+            } else {
+#pragma unroll
+                for (int g = 0; g < G; g++) all_ml[g] = ml[g];
             }
         }
+        if (slots.first == slots.end || slots.go == TO_THE_CLUSTER) return;
+        if (HANDS_OVER && slots.go == TO_MEMORY) count(item);
+        else write(item, all_ml);
     }
 };
 
@@ -286,22 +357,25 @@ DEVICE Weight running_weight(float x, float& top, int stride, int count, float m
     return weight_of(before, x, top);
 }
 
-struct Joined {
-    float m, l, o;
+// Of a row, PIECES dims to a lane, 32 apart.
+template <int PIECES> struct Joined {
+    float m, l, o[PIECES];
 
     __device__ __forceinline__ void add(const Joined& b, const Weight& w, bool is_fold) {
         join(l, b.l, w, is_fold);
-        join(o, b.o, w, is_fold);
+#pragma unroll
+        for (int k = 0; k < PIECES; k++) join(o[k], b.o[k], w, is_fold);
     }
 };
 DEVICE Weight weight_at(const Weight& w, int lane) { return {__shfl_sync(~0u, w.alpha, lane), __shfl_sync(~0u, w.beta, lane)}; }
 
-// A row's slots, all of them, by one warp: a lane finds the weights of a slot, and joins one dim. Tiles fold into segments, segments
+// A row's slots, all of them, by one warp: a lane finds the weights of a slot, and joins its dims. Tiles fold into segments, segments
 // merge into spans, spans into the sequence's state.
-template <int LEVEL> DEVICE Joined join_slots_of_row(u32 shared, const Slots& slots, int row, int dim) {
-    constexpr int BATCH = 16, SEGMENT = LEVEL == TILE_VALUES ? SPAN : 1, RUN = LEVEL == SPAN_STATES ? 1 : SEGMENT * SPAN;
+template <int LEVEL, int PIECES> DEVICE Joined<PIECES> join_slots_of_row(u32 shared, const Slots& slots, int row, int dim) {
+    constexpr int BATCH = PIECES == 1 ? 16 : 8, SEGMENT = LEVEL == TILE_VALUES ? SPAN : 1, RUN = LEVEL == SPAN_STATES ? 1 : SEGMENT * SPAN;
+    static_assert(BATCH % RUN == 0, "a batch has whole spans");
     int lane = lane_id();
-    Joined all = {MINUS_INFINITY, 0.0f, 0.0f};
+    Joined<PIECES> all = {MINUS_INFINITY};
 #pragma unroll 1
     for (int base = 0; base < slots.all; base += 32) {
         int slot = min(base + lane, slots.all - 1), team = slot / slots.each, at = (slot - team * slots.each) * ROWS + row;
@@ -321,50 +395,63 @@ template <int LEVEL> DEVICE Joined join_slots_of_row(u32 shared, const Slots& sl
         }
         of_span = running_weight(top, top, RUN, 32 / RUN, all.m);
         all.m = __shfl_sync(~0u, top, 31);
+#pragma unroll 1
+        for (int u = 0; u < min(32, slots.all - base); u += BATCH) {
+            float x[BATCH][PIECES];
 #pragma unroll
-        for (int u = 0; u < 32; u += BATCH) {
-            if (base + u >= slots.all) break;
-            float x[BATCH];
+            for (int i = 0; i < BATCH; i++) {
+                u32 from = __shfl_sync(~0u, states, u + i) + dim * 4;
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) x[i] = peer_load(__shfl_sync(~0u, states, u + i) + dim * 4);
-            Joined segment = {}, span = {};
+                for (int k = 0; k < PIECES; k++) x[i][k] = peer_load(from + k * 128);
+            }
+            Joined<PIECES> segment, span;
 #pragma unroll
-            for (int i = u; i < u + BATCH; i++) {
+            for (int i = 0; i < BATCH; i++) {
                 // Beyond the last slot a side is empty: it changes nothing.
-                Joined here = {0.0f, __shfl_sync(~0u, mine.y, i), base + i < slots.all ? x[i - u] : 0.0f};
+                Joined<PIECES> here = {0.0f, __shfl_sync(~0u, mine.y, u + i)};
+#pragma unroll
+                for (int k = 0; k < PIECES; k++) here.o[k] = base + u + i < slots.all ? x[i][k] : 0.0f;
                 if (LEVEL == TILE_VALUES) {
                     if (i % SEGMENT == 0) segment = {};
-                    segment.add(here, weight_at(of_tile, i), true);
+                    segment.add(here, weight_at(of_tile, u + i), true);
                     if (i % SEGMENT != SEGMENT - 1) continue;
                     here = segment;
                 }
                 if (LEVEL <= SEGMENT_STATES) {
                     if (i % RUN < SEGMENT) span = {};
-                    span.add(here, weight_at(of_segment, i), false);
+                    span.add(here, weight_at(of_segment, u + i), false);
                     if (i % RUN != RUN - 1) continue;
                     here = span;
                 }
-                all.add(here, weight_at(of_span, i), false);
+                all.add(here, weight_at(of_span, u + i), false);
             }
         }
     }
     return all;
 }
 
-// The item's result: a warp of the cluster has 32 dims of a row, and 32 more if there are.
-DEVICE void join_cluster(const DecodeParams& p, const Work& work, const Slots& slots, u32 shared, int warp, int warps) {
+// The item's result: a warp of the cluster has PIECES · 32 dims of a row, and as many more if there are.
+template <int LEVEL, int PIECES> DEVICE void join_rows(const DecodeParams& p, const Work& work, const Slots& slots, u32 shared, int warp, int warps) {
+    constexpr int RUNS = D / 32 / PIECES;
     int rows = min(ROWS, p.heads_per_kv * p.q_len - work.row_block * ROWS), lane = lane_id();
 #pragma unroll 1
-    for (; warp < rows * (D / 32); warp += warps) {
-        int row = warp / (D / 32), dim = warp % (D / 32) * 32 + lane;
-        Joined x;
-        if (slots.level == TILE_VALUES) x = join_slots_of_row<TILE_VALUES>(shared, slots, row, dim);
-        else if (slots.level == SEGMENT_STATES) x = join_slots_of_row<SEGMENT_STATES>(shared, slots, row, dim);
-        else x = join_slots_of_row<SPAN_STATES>(shared, slots, row, dim);
+    for (; warp < rows * RUNS; warp += warps) {
+        int row = warp / RUNS, dim = warp % RUNS * 32 * PIECES + lane;
+        Joined<PIECES> x = join_slots_of_row<LEVEL, PIECES>(shared, slots, row, dim);
         Finish finish = Finish::at(p, {work.b, work.heads, work.row_block, 0}, row);
         finish.finish(x.m, x.l, dim == 0);
-        finish.write(dim, x.o);
+#pragma unroll
+        for (int k = 0; k < PIECES; k++) finish.write(dim + k * 32, x.o[k]);
     }
+}
+// Where a CTA or two have the item, whole rows spare turns; tiles are shared by many.
+DEVICE void join_cluster(const DecodeParams& p, const Work& work, const Slots& slots, u32 shared, int warp, int warps) {
+    bool few = warps <= 4 * TW;
+    if (slots.level == TILE_VALUES) join_rows<TILE_VALUES, 1>(p, work, slots, shared, warp, warps);
+    else if (slots.level == SEGMENT_STATES && few) join_rows<SEGMENT_STATES, D / 32>(p, work, slots, shared, warp, warps);
+    else if (slots.level == SEGMENT_STATES) join_rows<SEGMENT_STATES, 1>(p, work, slots, shared, warp, warps);
+    else if (few) join_rows<SPAN_STATES, D / 32>(p, work, slots, shared, warp, warps);
+    else join_rows<SPAN_STATES, 1>(p, work, slots, shared, warp, warps);
 }
 
 // Grid: (CTAs of a cluster, KV heads · row blocks, sequences); CTAs of one or two teams.
@@ -378,30 +465,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     // Whatever comes before in the stream may still be running: nothing of it has been read so far.
     after_dependencies();
     Work work;
-    work.measure = {SPANS, true};
-    work.enter(blockIdx.z, p.kv_lens[blockIdx.z]);
+    work.b = blockIdx.z;
     work.heads = blockIdx.y / p.by_row_blocks;
     work.row_block = blockIdx.y - work.heads * p.row_blocks;
-    int cta_teams = blockDim.x / TEAM_THREADS, index = blockIdx.x * cta_teams + team, teams = gridDim.x * cta_teams;
-    Slots slots = Slots::of(work, index, teams, cta_teams);
+    Slots slots;
+    int cta_teams = blockDim.x / TEAM_THREADS, index = blockIdx.x * cta_teams + team;
     Ring ring = {mine, mine + AT_BARRIERS, 0, 0};
     if (warp == TW) {
         const RowMaps* rows = nullptr;
 #if ATTN_PAGE == 0
         rows = &maps;
 #endif
-        feed(p, work, slots.first << slots.shift, min(work.num_tiles, slots.end << slots.shift), ring, lane, team, rows);
+        feed(p, work, slots, ring, lane, index, team, rows);
     } else {
         Warp self = {p, work, slots, ring, {mine + AT_EXCHANGE, warp, lane, team}, mine + AT_QUERY, mine + AT_SCRATCH + warp * SCRATCH_BYTES, mine};
-        self.enter();
+        self.load_queries();
+        self.enter(index);
         first_queries_are_there(team);
-        if (slots.is_shared()) self.run();
-        else self.run_alone();
+        self.run();
     }
-    if (!slots.is_shared()) return;
+    if (HANDS_OVER || slots.go != TO_THE_CLUSTER) return;
     cluster_arrive();
     cluster_wait();
-    if (warp < TW) join_cluster(p, work, slots, base, index * TW + warp, teams * TW);
+    if (warp < TW) join_cluster(p, work, slots, base, index * TW + warp, gridDim.x * cta_teams * TW);
     // Others may still read what lies here.
     cluster_arrive();
     cluster_wait();

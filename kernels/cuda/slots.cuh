@@ -2,8 +2,17 @@
 #pragma once
 #include "merge.cuh"
 
+// Of those who join together; the others of a team have warps of their own.
+DEVICE int joiner() {
+#ifdef ATTN_SHORT
+    return threadIdx.x % TEAM_THREADS;
+#else
+    return threadIdx.x;
+#endif
+}
+
 // Slots of an item whose states a row's threads join: from `first` (it covers those before) to `end`.
-struct Slots {
+struct RowSlots {
     const float* states;  // of the row
     const float2* ml;
     int first, end;
@@ -15,7 +24,7 @@ struct Slots {
 // the last thing that a launch waits for, one warp's latencies in a row: a batch of states is on its way at once, and four slots at
 // a time are joined without a branch. (Refilling what has been joined made the compiler wait for each load at once.)
 template <class Vector, int LANES, bool SEGMENTS>
-static __device__ __noinline__ void join_slots(Slots slots, Finish finish, int from, int to) {
+static __device__ __noinline__ void join_slots(RowSlots slots, Finish finish, int from, int to) {
     constexpr int WIDTH = sizeof(Vector) / 4, VECTORS = WIDTH == 1 ? 1 : (D / WIDTH + LANES - 1) / LANES;
     constexpr int CHUNK = VECTORS < 4 ? VECTORS : 4, BATCH = WIDTH == 1 ? LANES : LANES / 2;
     constexpr int RUN = SEGMENTS ? SPAN : LANES;
@@ -90,16 +99,16 @@ static __device__ __noinline__ void join_slots(Slots slots, Finish finish, int f
 
 template <class Vector, int LANES> DEVICE void join_row(const DecodeParams& p, const Item& item, int first, int row, int from, int to) {
     u64 slot = item.index(p) * p.max_slots;
-    Slots slots = {p.states + (slot * ROWS + row) * D, p.state_ml + slot * ROWS + row, first, item.num_slots};
+    RowSlots slots = {p.states + (slot * ROWS + row) * D, p.state_ml + slot * ROWS + row, first, item.num_slots};
     Finish finish = Finish::at(p, item, row);
     if (p.tile_split) join_slots<Vector, LANES, true>(slots, finish, from, to);
     else join_slots<Vector, LANES, false>(slots, finish, from, to);
 }
 
-// All of an item's slots by one CTA.
+// All of an item's slots by one CTA, or team.
 DEVICE void join_units(const DecodeParams& p, const Item& item, int first) {
-    constexpr int LANES = THREADS / ROWS;
-    join_row<float4, LANES>(p, item, first, threadIdx.x / LANES, 0, ROW_VECTORS);
+    constexpr int LANES = JOINERS / ROWS;
+    join_row<float4, LANES>(p, item, first, joiner() / LANES, 0, ROW_VECTORS);
 }
 
 // ---- many slots: shared out ----
@@ -157,13 +166,37 @@ static __device__ __noinline__ u32 await_slots(u32* count, u32 parts, u32 num_sl
     return 1 + before.first();
 }
 
+// What one thread learns when it counts slots of an item.
+struct Answer {
+    u32 last;   // 0, or 1 + the first slot of the item, all of whose slots are there
+    u32 parts;  // of them, what this CTA joins
+};
+// The count went up by `add` from `before`.
+DEVICE Answer answer_of(const DecodeParams& p, const Item& item, u32 before, u32 add) {
+    u32* at = p.counters + item.index(p);
+    u32 num_slots = item.num_slots, mine = Count{add}.parts(), others = Count{before}.parts();
+    Count now = {before + add};
+    if (now.slots() == num_slots) {
+        if (others) add_relaxed(at, Count::of(SHARED_OUT, now.first(), others) - now.bits);
+        else *at = 0;
+        return {1 + now.first(), others ? parts_of(p, item) & ~others : ALL_PARTS};
+    }
+    return {mine ? await_slots(at, mine, num_slots) : 0, mine};
+}
+
 DEVICE void join_parts(const DecodeParams& p, const Item& item, int first, u32 parts) {
     constexpr int PIECES = (D + 31) / 32;  // of a row
 #pragma unroll 1
     for (; parts; parts &= parts - 1) {
         int row = (__ffs(parts) - 1) * PART_ROWS;
 #pragma unroll 1
-        for (int i = threadIdx.x / 32; i < PART_ROWS * PIECES; i += THREADS / 32)
+        for (int i = joiner() / 32; i < PART_ROWS * PIECES; i += JOINERS / 32)
             join_row<float, 32>(p, item, first, row + i / PIECES, i % PIECES * 32, D);
     }
+}
+
+// What an answer asks of all joiners.
+DEVICE void join_answered(const DecodeParams& p, const Item& item, const Answer& answer) {
+    if (answer.parts == ALL_PARTS) join_units(p, item, answer.last - 1);
+    else join_parts(p, item, answer.last - 1, answer.parts);
 }

@@ -19,8 +19,17 @@ pub enum Unit {
     Decode,
     /// `wide.cu`: many query rows per KV head.
     Wide,
-    /// `short.cu`: few and short sequences, where latency binds.
+    /// `short.cu`: few and short sequences, where latency binds; an item's teams share a cluster.
     Short,
+    /// `short.cu` where an item's teams hand their states over in global memory: few long sequences.
+    HandOver,
+}
+
+impl Unit {
+    /// Whether it is one of `short.cu`, whose teams share tiles.
+    pub fn shares_tiles(self) -> bool {
+        matches!(self, Unit::Short | Unit::HandOver)
+    }
 }
 
 /// What of a device shapes a launch.
@@ -275,7 +284,7 @@ impl Geometry {
         (fits && written && WIDE_ROWS.contains(&rows)).then_some(shape)
     }
 
-    /// The kernel of a problem, and of other lengths and batches of its heads: `decode.cu` or `wide.cu` first, then `short.cu`.
+    /// The kernel of a problem, and of other lengths and batches of its heads: `decode.cu` or `wide.cu` first, then those of `short.cu`.
     pub fn all(
         rows: usize,
         format: KvFormat,
@@ -284,7 +293,7 @@ impl Geometry {
         shared_limit: usize,
     ) -> impl Iterator<Item = Self> {
         let many = Self::choose(rows, format, head_dim, page_size, shared_limit);
-        many.into_iter().chain(short::geometry(
+        many.into_iter().chain(short::geometries(
             rows,
             format,
             head_dim,
@@ -308,9 +317,10 @@ impl Geometry {
             page_size,
             limits.shared_limit,
         );
-        let (mut short, mut many): (Vec<_>, Vec<_>) = all.partition(|g| g.unit == Unit::Short);
-        let is_faster = |_: &Geometry| short::is_faster(problem, format, limits);
-        short.pop().filter(is_faster).or(many.pop())
+        let (short, mut many): (Vec<_>, Vec<_>) = all.partition(|g| g.unit.shares_tiles());
+        let chosen = short::choose(problem, format, limits);
+        let is_chosen = |g: &Geometry| chosen == Some(g.unit);
+        short.into_iter().find(is_chosen).or(many.pop())
     }
 
     /// Threads of a CTA, or of each of its teams in `short.cu`.
@@ -318,7 +328,7 @@ impl Geometry {
         match self.unit {
             Unit::Decode => 32 * self.row_warps * TEAMS,
             Unit::Wide => 32 * (self.row_warps + 2),
-            Unit::Short => short::TEAM_THREADS,
+            Unit::Short | Unit::HandOver => short::TEAM_THREADS,
         }
     }
 
@@ -351,7 +361,7 @@ impl Geometry {
             0
         };
         let scratch_v = v_groups * tile * (4 + if int4(format.v) { 2 } else { 0 });
-        if self.unit == Unit::Short {
+        if self.unit.shares_tiles() {
             let scratch = if channel {
                 4 * scratch_k.max(scratch_v)
             } else {
@@ -387,15 +397,15 @@ impl Geometry {
     }
 
     /// The launch for lengths up to the problem's longest on `sms` SMs.
-    pub fn launch(&self, problem: &Problem, sms: usize) -> Launch {
+    pub fn launch(&self, problem: &Problem, format: KvFormat, sms: usize) -> Launch {
         let (rows, batch, num_kv_heads) = (
             problem.heads_per_kv() * problem.q_len,
             problem.batch(),
             problem.num_kv_heads,
         );
         let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
-        if self.unit == Unit::Short {
-            return short::launch(self, problem, sms);
+        if self.unit.shares_tiles() {
+            return short::launch(self, problem, format, sms);
         }
         let one_by_one = |tile_split, row_blocks, segments: usize, spans, ctas| Launch {
             row_blocks,
@@ -477,7 +487,8 @@ mod tests {
                             assert!(largest && limit < 200 * 1024, "{format} {dim} {rows}");
                             continue;
                         };
-                        let launch = g.launch(&Problem::new(2 * rows, 2, dim, vec![5000; 3]), 132);
+                        let launch =
+                            g.launch(&Problem::new(2 * rows, 2, dim, vec![5000; 3]), format, 132);
                         assert!(launch.row_blocks * g.rows() >= rows, "{rows}");
                         assert!(g.threads() <= 512 && g.shared_bytes(format, dim, 64) <= limit);
                     }
@@ -494,7 +505,11 @@ mod tests {
         let g64 = Geometry::wide(64, KvFormat::INT8, 128, 64, limit).unwrap();
         assert_eq!((g64.rows(), g64.threads()), (64, 320));
         for (kv_len, batch, split) in [(1024, 256, false), (8192, 32, false), (131_072, 2, true)] {
-            let launch = g.launch(&Problem::new(48, 1, 128, vec![kv_len; batch]), 132);
+            let launch = g.launch(
+                &Problem::new(48, 1, 128, vec![kv_len; batch]),
+                KvFormat::INT8,
+                132,
+            );
             assert_eq!((launch.row_blocks, launch.grid), (1, [264, 1, 1]));
             assert_eq!(launch.tile_split, split, "{kv_len}");
         }
@@ -524,7 +539,7 @@ mod tests {
         let g = Geometry::choose(4, KvFormat::INT8, 128, 64, 227 * 1024).unwrap();
         let is_split = |heads: usize, batch: usize, kv_len| {
             let problem = Problem::new(4 * heads, heads, 128, vec![kv_len; batch]);
-            g.launch(&problem, 132).tile_split
+            g.launch(&problem, KvFormat::INT8, 132).tile_split
         };
         assert!(is_split(8, 1, 1024));
         assert!(!is_split(1, 512, 8192));

@@ -148,7 +148,7 @@ impl Instance {
     /// The most teams of its CTAs that have shared memory of their own.
     pub fn max_teams(&self) -> usize {
         match self {
-            Instance::Decode { geometry, .. } if geometry.unit == Unit::Short => short::SM_TEAMS,
+            Instance::Decode { geometry, .. } if geometry.unit.shares_tiles() => short::SM_TEAMS,
             _ => 1,
         }
     }
@@ -159,7 +159,7 @@ impl Instance {
             Instance::Decode { geometry, .. } => match geometry.unit {
                 Unit::Decode => "decode.cu",
                 Unit::Wide => "wide.cu",
-                Unit::Short => "short.cu",
+                Unit::Short | Unit::HandOver => "short.cu",
             },
             Instance::Append { .. } => "append.cu",
             Instance::Import { .. } => "import.cu",
@@ -210,6 +210,7 @@ impl Instance {
                     Unit::Decode => None,
                     Unit::Wide => Some(("ATTN_WIDE", 1)),
                     Unit::Short => Some(("ATTN_SHORT", 1)),
+                    Unit::HandOver => Some(("ATTN_HAND_OVER", 1)),
                 });
                 all
             }
@@ -327,7 +328,7 @@ mod tests {
 
     #[test]
     fn a_shape_names_its_unit() {
-        let units = [Unit::Decode, Unit::Wide, Unit::Short].map(|unit| {
+        let units = [Unit::Decode, Unit::Wide, Unit::Short, Unit::HandOver].map(|unit| {
             let geometry = Geometry {
                 unit,
                 row_groups: 1,
@@ -348,6 +349,10 @@ mod tests {
         assert_eq!(units[0].0, "decode.cu");
         assert_eq!(units[1], ("wide.cu", Some("-DATTN_WIDE=1".to_owned())));
         assert_eq!(units[2], ("short.cu", Some("-DATTN_SHORT=1".to_owned())));
+        assert_eq!(
+            units[3],
+            ("short.cu", Some("-DATTN_HAND_OVER=1".to_owned()))
+        );
     }
 
     #[test]

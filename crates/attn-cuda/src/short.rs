@@ -33,22 +33,22 @@ pub(crate) fn exchange_bytes(geometry: &Geometry, v: Scheme, groups: usize) -> u
     (1 + 4 * sums) * geometry.rows() * 16 + groups * geometry.row_groups * 4 * 32 * planes
 }
 
-/// The shape for `rows` query rows per KV head; `None` where the kernel was not written for the problem.
-pub(crate) fn geometry(
+/// The shapes for `rows` query rows per KV head; none where the kernels were not written for the problem.
+pub(crate) fn geometries(
     rows: usize,
     format: KvFormat,
     head_dim: usize,
     page_size: usize,
     shared_limit: usize,
-) -> Option<Geometry> {
+) -> impl Iterator<Item = Geometry> {
     let channel = format.k == Scheme::Int4(Int4Scale::Channel);
     // A warp has a quarter of the dims, which is a part of one of V's groups or some of them. Two row groups fit the registers of the
-    // integer schemes alone, 256 dims those of int8 alone. (192 dims do, too, and are no faster.)
+    // integer schemes alone, 192 and 256 dims those of int8 alone.
     let int8 = |scheme: Scheme| scheme.is_integer() && scheme.code_bits() == 8;
     let written = matches!(format.v.groups(head_dim), 1 | 2 | 4 | 8)
         && match head_dim {
             64 | 128 => rows <= 8 || rows <= 16 && format.is_integer() && !channel,
-            256 => rows <= 8 && int8(format.k) && int8(format.v),
+            192 | 256 => rows <= 8 && int8(format.k) && int8(format.v),
             _ => false,
         }
         && shared_limit >= BULK_SHARED;
@@ -63,78 +63,193 @@ pub(crate) fn geometry(
         let bytes = g.shared_bytes(format, head_dim, page_size) + RESERVED_SHARED;
         SM_TEAMS * bytes <= shared_limit + RESERVED_SHARED
     };
-    (3..=6).rev().map(team).find(|g| written && fits(g))
+    let short = (3..=6).rev().map(team).find(|g| written && fits(g));
+    let of_unit = move |unit| short.map(|g| Geometry { unit, ..g });
+    [Unit::Short, Unit::HandOver]
+        .into_iter()
+        .filter_map(of_unit)
+}
+
+/// How the teams of an item bring their states together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Together {
+    /// There is one.
+    Alone,
+    /// They read each other's shared memory.
+    Cluster,
+    /// In slots of global memory, segments or spans: any number of CTAs, wherever they run.
+    HandOver { segments: bool },
+}
+
+impl Together {
+    fn unit(self) -> Unit {
+        match self {
+            Together::Alone | Together::Cluster => Unit::Short,
+            Together::HandOver { .. } => Unit::HandOver,
+        }
+    }
 }
 
 /// One way to spread each item (a KV head of a sequence, with the rows of a block) over the GPU.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Spread {
     teams: usize,
-    cluster: usize,
+    ctas: usize,
+    together: Together,
+    /// Of the item.
+    slots: usize,
     /// Of the team with the most.
+    slots_each: usize,
     tiles: usize,
 }
 
 /// The fewest tiles of an item that is worth a wave: where CTAs come and go faster, `decode.cu` lets its teams stay.
 const WAVE_TILES: usize = 16;
 
-/// Microseconds of a launch but for its tiles: of one team per item, and of several that read each other's states.
+/// Microseconds of a launch but for its tiles: of one team per item, of several that read each other's states, and of several that hand
+/// them over.
 const ALONE: f64 = 2.6;
 const TOGETHER: f64 = 4.2;
+const HANDED_OVER: f64 = 5.9;
+/// What each slot that is joined takes: of a cluster of more than `FEW_TEAMS` (fewer join whole rows at once), and handed over; and
+/// each that a team hands over but its first.
+const CLUSTER_SLOT: f64 = 0.07;
+const FEW_TEAMS: usize = 4;
+const SLOT: f64 = 0.03;
+const NEXT_SLOT: f64 = 0.45;
+
+fn longest(problem: &Problem) -> usize {
+    problem.kv_lens.iter().copied().max().unwrap_or(0)
+}
+
+fn items(problem: &Problem) -> usize {
+    problem.batch() * problem.num_kv_heads
+}
 
 impl Spread {
-    /// `None` if a launch of it would come in waves, or hand over more than teams keep.
-    fn of(problem: &Problem, sms: usize, teams: usize, cluster: usize) -> Option<Self> {
-        let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
-        let all = teams * cluster;
+    /// `None` if a launch of it would come in waves, or leave more in shared memory than teams keep.
+    fn of(
+        problem: &Problem,
+        sms: usize,
+        teams: usize,
+        ctas: usize,
+        together: Together,
+    ) -> Option<Self> {
+        let longest = longest(problem);
+        let all = teams * ctas;
         let tiles = longest.div_ceil(arithmetic::TILE).max(1);
         let segment_tiles = arithmetic::segment_tiles(longest);
         let segments = max_segments(longest);
         let spans = segments.div_ceil(arithmetic::SPAN);
-        if all > 1 && spans > TEAM_SLOTS * all {
-            return None;
-        }
         // A graphics processing cluster has a number of SMs that need not be a multiple of what a cluster takes; there are eight.
         let places = (SM_TEAMS / teams) * sms;
-        let lost = if cluster > 2 { 8 * (cluster - 2) } else { 0 };
-        let items = problem.batch() * problem.num_kv_heads;
-        if items * cluster + lost > places {
+        let in_cluster = together == Together::Cluster;
+        let lost = if in_cluster && ctas > 2 {
+            8 * (ctas - 2)
+        } else {
+            0
+        };
+        if items(problem) * ctas + lost > places {
             return None;
         }
-        let most = |slots: usize, each: usize| (slots.div_ceil(all) * each).min(tiles);
-        let tiles = if all == 1 {
-            tiles
-        } else if tiles <= 2 * all && segment_tiles == arithmetic::SPAN {
-            tiles.div_ceil(all)
-        } else if segments <= TEAM_SLOTS * all {
-            most(segments, segment_tiles)
-        } else {
-            most(spans, segment_tiles * arithmetic::SPAN)
+        let by_tiles = in_cluster && tiles <= 2 * all && segment_tiles == arithmetic::SPAN;
+        let by_segments = match together {
+            Together::Alone => false,
+            Together::Cluster => segments <= TEAM_SLOTS * all,
+            Together::HandOver { segments } => segments,
         };
+        let (slots, slot_tiles) = if by_tiles {
+            (tiles, 1)
+        } else if by_segments {
+            (segments, segment_tiles)
+        } else {
+            (spans, segment_tiles * arithmetic::SPAN)
+        };
+        let slots_each = slots.div_ceil(all);
+        if in_cluster && slots_each > TEAM_SLOTS {
+            return None;
+        }
         Some(Spread {
             teams,
-            cluster,
-            tiles,
+            ctas,
+            together,
+            slots,
+            slots_each,
+            tiles: (slots_each * slot_tiles).min(tiles),
         })
     }
 
-    fn us(&self, us_per_tile: f64) -> f64 {
-        let fixed = if self.teams * self.cluster == 1 {
-            ALONE
-        } else {
-            TOGETHER
-        };
-        fixed + self.tiles as f64 * us_per_tile
+    fn us(&self, cost: &Cost) -> f64 {
+        let tiles = self.tiles as f64 * cost.tile;
+        let slots = self.slots as f64;
+        match self.together {
+            Together::Alone => (ALONE + tiles).max(TOGETHER + cost.read),
+            Together::Cluster => {
+                let is_tile = self.tiles == self.slots_each;
+                let few = self.teams * self.ctas <= FEW_TEAMS;
+                let join = if is_tile || few { 0.0 } else { CLUSTER_SLOT };
+                TOGETHER + slots * join + tiles.max(cost.read)
+            }
+            Together::HandOver { .. } => {
+                let more = (self.slots_each - 1) as f64 * NEXT_SLOT;
+                HANDED_OVER + slots * SLOT + more + tiles.max(cost.read)
+            }
+        }
     }
 }
 
-/// The way that leaves each team the fewest tiles, by the fewest CTAs; a team alone with an item needs not wait for others.
-fn spread(problem: &Problem, sms: usize) -> Option<Spread> {
-    let ways = [1, 2, 4, MAX_CLUSTER]
+/// The way that takes the least time, of those that `unit` has, or of all.
+fn spread(problem: &Problem, sms: usize, cost: &Cost, unit: Option<Unit>) -> Option<Spread> {
+    let clusters = [2, 4, MAX_CLUSTER]
         .into_iter()
-        .flat_map(|cluster| [1, SM_TEAMS].map(|teams| (teams, cluster)));
-    ways.filter_map(|(teams, cluster)| Spread::of(problem, sms, teams, cluster))
-        .min_by(|a, b| a.us(0.7).total_cmp(&b.us(0.7)))
+        .flat_map(|ctas| [1, SM_TEAMS].map(|teams| (teams, ctas, Together::Cluster)));
+    // As many as there is room for, and as many as there are slots.
+    let hand_over = [false, true].into_iter().filter_map(|segments| {
+        let slots =
+            max_segments(longest(problem)).div_ceil(if segments { 1 } else { arithmetic::SPAN });
+        let ctas = (SM_TEAMS * sms / items(problem).max(1)).min(slots);
+        (ctas > 1).then_some((1, ctas, Together::HandOver { segments }))
+    });
+    [(1, 1, Together::Alone), (SM_TEAMS, 1, Together::Cluster)]
+        .into_iter()
+        .chain(clusters)
+        .chain(hand_over)
+        .filter(|(.., together)| unit.is_none_or(|unit| together.unit() == unit))
+        .filter_map(|(teams, ctas, together)| Spread::of(problem, sms, teams, ctas, together))
+        .min_by(|a, b| a.us(cost).total_cmp(&b.us(cost)))
+}
+
+/// Microseconds of a team's tile, and of reading everything as fast as the kernel does.
+struct Cost {
+    tile: f64,
+    read: f64,
+}
+
+impl Cost {
+    fn of(problem: &Problem, format: KvFormat) -> Self {
+        // What both kernels read at most, in bytes per microsecond.
+        let pace = if format.is_integer() { 4.3e6 } else { 4.5e6 };
+        let layout = layout(problem, format);
+        Cost {
+            tile: us_per_tile(problem, format, layout.run_bytes() as f64),
+            read: bytes(problem, &layout) / pace,
+        }
+    }
+}
+
+fn layout(problem: &Problem, format: KvFormat) -> PageLayout {
+    PageLayout {
+        format,
+        head_dim: problem.head_dim,
+        page_size: arithmetic::TILE,
+        num_kv_heads: problem.num_kv_heads,
+    }
+}
+
+/// Of the cache that is read.
+fn bytes(problem: &Problem, layout: &PageLayout) -> f64 {
+    let tokens: usize = problem.kv_lens.iter().sum();
+    (tokens * problem.num_kv_heads) as f64 * layout.bytes_per_token()
 }
 
 /// Microseconds that a team takes for a tile of `bytes`: what its chain of products and exchanges takes, or what one team can read.
@@ -151,30 +266,24 @@ fn us_per_tile(problem: &Problem, format: KvFormat, bytes: f64) -> f64 {
     let more: f64 = more.iter().filter(|(has, _)| *has).map(|(_, us)| us).sum();
     let rows = problem.heads_per_kv() * problem.q_len;
     let row_groups = rows.div_ceil(8).max(1) as f64;
-    let chain = (0.45 + 0.35 * dims + more) * (0.4 + 0.6 * row_groups);
+    let chain = (0.25 + 0.55 * dims + more) * (0.4 + 0.6 * row_groups);
     chain.max(bytes / 32.5e3)
 }
 
-/// Microseconds of a launch whose items have a team each, more than run at once; `read` is what so many of them take to read, at least.
-/// `None` where lengths differ, so that some teams would end long after others, or each item is soon over, or of fewer dims (more teams
-/// than two then fit an SM).
-fn in_waves(
-    problem: &Problem,
-    sms: usize,
-    us_per_tile: f64,
-    read: impl Fn(usize) -> f64,
-) -> Option<f64> {
-    let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
+/// Microseconds of a launch whose items have a team each, more than run at once. `None` where lengths differ, so that some teams would
+/// end long after others, or each item is soon over, or of fewer dims (more teams than two then fit an SM).
+fn in_waves(problem: &Problem, sms: usize, cost: &Cost) -> Option<f64> {
+    let longest = longest(problem);
     let shortest = problem.kv_lens.iter().copied().min().unwrap_or(0);
     let tiles = longest.div_ceil(arithmetic::TILE);
     if problem.head_dim < 128 || tiles < WAVE_TILES || 4 * shortest < 3 * longest {
         return None;
     }
-    let (items, places) = (problem.batch() * problem.num_kv_heads, SM_TEAMS * sms);
-    let alone = ALONE + tiles as f64 * us_per_tile;
-    let wave = |items: usize| {
-        if items > 0 {
-            alone.max(read(items))
+    let (items, places) = (items(problem), SM_TEAMS * sms);
+    let alone = ALONE + tiles as f64 * cost.tile;
+    let wave = |of_wave: usize| {
+        if of_wave > 0 {
+            alone.max(cost.read * of_wave as f64 / items as f64)
         } else {
             0.0
         }
@@ -182,51 +291,73 @@ fn in_waves(
     Some(ALONE + (items / places) as f64 * wave(places) + wave(items % places))
 }
 
-/// Whether `short.cu` is faster than the others, or asked for; it always has a launch then.
-pub(crate) fn is_faster(problem: &Problem, format: KvFormat, limits: Limits) -> bool {
+/// Microseconds of `decode.cu`: its CTAs have whole spans, some one more than others, and hand over what they share; a warp with two
+/// groups of rows takes longer.
+fn decode_us(problem: &Problem, format: KvFormat, sms: usize) -> f64 {
+    let spans = max_segments(longest(problem)).div_ceil(arithmetic::SPAN);
+    let (items, ctas) = (items(problem), SM_TEAMS * sms);
+    let is_cut = items < ctas && spans > 1;
+    let joins = if is_cut { 0.05 * spans as f64 } else { 0.0 };
+    let each = (items * spans) as f64 / ctas as f64;
+    let most = if is_cut && each > 1.0 {
+        each.ceil() / each
+    } else {
+        1.0
+    };
+    let rows = problem.heads_per_kv() * problem.q_len;
+    let more = if rows > 8 { 4.0 } else { 0.0 };
+    8.3 + joins + more + most * bytes(problem, &layout(problem, format)) / 4.4e6
+}
+
+/// Which kernel of `short.cu` is faster than the others, or asked for; it always has a launch then.
+pub(crate) fn choose(problem: &Problem, format: KvFormat, limits: Limits) -> Option<Unit> {
     if problem.batch() > MAX_GRID || problem.num_kv_heads > MAX_GRID {
-        return false;
+        return None;
     }
-    let tokens: usize = problem.kv_lens.iter().sum();
-    let layout = PageLayout {
-        format,
-        head_dim: problem.head_dim,
-        page_size: arithmetic::TILE,
-        num_kv_heads: problem.num_kv_heads,
+    let cost = Cost::of(problem, format);
+    let spread = spread(problem, limits.sms, &cost, None);
+    let unit = spread.map_or(Unit::Short, |spread| spread.together.unit());
+    let short = match spread {
+        Some(spread) => Some(spread.us(&cost)),
+        None => in_waves(problem, limits.sms, &cost),
     };
-    let tile = layout.run_bytes() as f64;
-    let bytes = (tokens * problem.num_kv_heads) as f64 * layout.bytes_per_token();
-    // What both read at most, in bytes per microsecond.
-    let pace = if format.is_integer() { 4.3e6 } else { 4.5e6 };
-    let other = 8.3 + bytes / 4.4e6;
-    let us_per_tile = us_per_tile(problem, format, tile);
-    let item = bytes / (problem.batch() * problem.num_kv_heads) as f64;
-    let short = match spread(problem, limits.sms) {
-        Some(spread) => Some(spread.us(us_per_tile).max(TOGETHER + bytes / pace)),
-        None => in_waves(problem, limits.sms, us_per_tile, |items| {
-            items as f64 * item / pace
-        }),
-    };
-    match limits.short {
-        Short::Auto => short.is_some_and(|us| us < other),
+    let is_chosen = match limits.short {
+        Short::Auto => short.is_some_and(|us| us < decode_us(problem, format, limits.sms)),
         Short::Always => true,
         Short::Never => false,
-    }
+    };
+    is_chosen.then_some(unit)
 }
 
 /// The launch of a problem; one CTA per item, in waves, where there is no room for all at once.
-pub(crate) fn launch(geometry: &Geometry, problem: &Problem, sms: usize) -> Launch {
-    let alone = Spread {
-        teams: 1,
-        cluster: 1,
-        tiles: 0,
+pub(crate) fn launch(
+    geometry: &Geometry,
+    problem: &Problem,
+    format: KvFormat,
+    sms: usize,
+) -> Launch {
+    let cost = Cost::of(problem, format);
+    let best = spread(problem, sms, &cost, Some(geometry.unit));
+    let (teams, ctas, together) = best.map_or((1, 1, Together::Alone), |spread| {
+        (spread.teams, spread.ctas, spread.together)
+    });
+    let segments = max_segments(longest(problem));
+    let (max_slots, tile_split) = match (geometry.unit, together) {
+        (Unit::HandOver, Together::HandOver { segments: true }) => (segments, true),
+        (Unit::HandOver, _) => (segments.div_ceil(arithmetic::SPAN), false),
+        _ => (0, false),
     };
-    let Spread { teams, cluster, .. } = spread(problem, sms).unwrap_or(alone);
     Launch {
-        grid: [cluster, problem.num_kv_heads, problem.batch()],
+        grid: [ctas, problem.num_kv_heads, problem.batch()],
         threads: teams * geometry.threads(),
         teams,
-        cluster,
+        cluster: if together == Together::Cluster {
+            ctas
+        } else {
+            1
+        },
+        max_slots,
+        tile_split,
         ..Launch::default()
     }
 }
@@ -250,9 +381,9 @@ mod tests {
             .unwrap()
     }
 
-    /// What was measured faster is chosen (docs/performance.md, log lines 39, 41 and 49).
+    /// What was measured faster is chosen (docs/performance.md, log lines 39, 41, 49 and 51).
     #[test]
-    fn latency_and_full_waves_go_to_short() {
+    fn latency_and_full_waves_go_to_teams_that_share_tiles() {
         let (int8, f16, bf16) = (
             KvFormat::INT8,
             KvFormat::same(Scheme::F16),
@@ -262,26 +393,33 @@ mod tests {
             (
                 int8,
                 [32, 8],
-                &[(1, 1), (1024, 1), (8192, 1)][..],
+                &[(1, 1), (1024, 1), (4096, 1)][..],
                 Unit::Short,
             ),
-            (int8, [32, 8], &[(32_768, 1), (131_072, 1)], Unit::Decode),
+            (
+                int8,
+                [32, 8],
+                &[(8192, 1), (32_768, 1), (131_072, 1)],
+                Unit::HandOver,
+            ),
+            (int8, [8, 1], &[(8192, 32), (8192, 85)], Unit::HandOver),
             (
                 int8,
                 [8, 1],
                 &[(8192, 64), (8192, 128), (8192, 256)],
                 Unit::Short,
             ),
-            (int8, [8, 1], &[(8192, 32), (8192, 512)], Unit::Decode),
+            (int8, [8, 1], &[(8192, 512)], Unit::Decode),
             (
                 f16,
                 [32, 32],
-                &[(128, 1), (512, 1), (2048, 1), (8192, 1), (128, 8)],
+                &[(128, 1), (512, 1), (2048, 1), (4096, 1), (128, 8)],
                 Unit::Short,
             ),
             (f16, [32, 32], &[(128, 16)], Unit::Decode),
             (bf16, [8, 1], &[(8192, 512), (8192, 400)], Unit::Short),
             (bf16, [32, 8], &[(4096, 64), (1024, 128)], Unit::Short),
+            (bf16, [32, 8], &[(8192, 1), (32_768, 1)], Unit::HandOver),
             (bf16, [8, 1], &[(8192, 300)], Unit::Decode),
             (KvFormat::INT4, [8, 1], &[(8192, 512)], Unit::Decode),
         ];
@@ -294,18 +432,22 @@ mod tests {
     }
 
     #[test]
-    fn all_clusters_of_a_launch_run_at_once() {
+    fn all_ctas_of_a_launch_run_at_once() {
         for batch in 1..300 {
             for kv_len in [1, 64, 65, 700, 1024, 5000, 8192, 65_536, 200_000] {
                 let problem = Problem::new(4, 1, 128, vec![kv_len; batch]);
-                let Some(way) = spread(&problem, 132) else {
-                    continue;
-                };
-                let all = way.teams * way.cluster;
-                assert!(batch * way.cluster * way.teams <= 264);
-                let spans = max_segments(kv_len).div_ceil(arithmetic::SPAN);
-                assert!(all == 1 || spans <= TEAM_SLOTS * all, "{kv_len} {batch}");
-                assert!(way.tiles * all >= kv_len.div_ceil(64));
+                let cost = Cost::of(&problem, KvFormat::INT8);
+                for unit in [None, Some(Unit::Short), Some(Unit::HandOver)] {
+                    let Some(way) = spread(&problem, 132, &cost, unit) else {
+                        continue;
+                    };
+                    let all = way.teams * way.ctas;
+                    assert!(batch * all <= 264);
+                    let kept = way.together != Together::Cluster || way.slots_each <= TEAM_SLOTS;
+                    assert!(kept, "{kv_len} {batch}");
+                    assert!(way.tiles * all >= kv_len.div_ceil(64));
+                    assert!(unit.is_none_or(|unit| unit == way.together.unit()));
+                }
             }
         }
     }
@@ -315,7 +457,7 @@ mod tests {
         let problem = Problem::new(8, 1, 128, vec![8192; 512]);
         let of = |short| {
             let geometry = Geometry::of_problem(&problem, KvFormat::INT8, 64, limits(short));
-            geometry.map(|g| (g.unit, g.launch(&problem, 132).grid))
+            geometry.map(|g| (g.unit, g.launch(&problem, KvFormat::INT8, 132).grid))
         };
         assert_eq!(of(Short::Always), Some((Unit::Short, [1, 1, 512])));
         assert_eq!(of(Short::Never), Some((Unit::Decode, [264, 1, 1])));

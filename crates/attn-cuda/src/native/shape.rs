@@ -75,7 +75,7 @@ impl Shape {
         let (instance, geometry, shared_bytes) = choose(limits, problem, format, page_size)?;
         let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
         let (batch, heads) = (problem.batch(), problem.num_kv_heads);
-        let launch = geometry.launch(problem, limits.sms);
+        let launch = geometry.launch(problem, format, limits.sms);
         let slots = launch.slots(batch, heads);
         let aligned = |bytes: usize| bytes.next_multiple_of(256);
         let layout = PageLayout {

@@ -246,7 +246,7 @@ impl Jobs {
             None => self.left += 1,
         }
         let short = Job::new(case, Short::Always)?;
-        let short = short.filter(|job| job.shape.geometry.unit == Unit::Short);
+        let short = short.filter(|job| job.shape.geometry.unit.shares_tiles());
         self.jobs.extend(short);
         Ok(())
     }
