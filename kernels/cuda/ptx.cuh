@@ -196,7 +196,6 @@ DEVICE bool replace(u32* at, u32 old, u32 now) {
     asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(before) : "l"(at), "r"(old), "r"(now) : "memory");
     return before == old;
 }
-DEVICE void add_relaxed(u32* at, u32 n) { asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" :: "l"(at), "r"(n) : "memory"); }
 
 // A launch that may begin before the one ahead of it has ended waits here for its results.
 DEVICE void wait_for_dependencies() {

@@ -120,19 +120,18 @@ DEVICE void join_units(const DecodeParams& p, const Item& item, int first) {
 
 constexpr int SHARED_SLOTS = 12;  // from how many slots on
 constexpr int PARTS = 8, PART_ROWS = ROWS / PARTS;
-constexpr u32 SHARED_OUT = 0x800, COUNT = 0x7ff, ALL_PARTS = ~0u;
+constexpr u32 COUNT = 0xfff, ALL_PARTS = ~0u;
 constexpr int FIRST_SHIFT = 12, PARTS_SHIFT = 24;
 #ifndef ATTN_PATIENCE  // looks at the count before a CTA takes back what it said
 #define ATTN_PATIENCE 100
 #endif
 
-// The item's count: slots; that it is complete, and who said so can start; the first slot, from whoever has the item's first units;
-// parts that somebody will join.
+// The item's count: slots; the first slot, from whoever has the item's first units; parts that somebody will join. It stays once it is
+// complete, until all of those have left.
 struct Count {
     u32 bits;
     DEVICE u32 of(u32 slots, u32 first, u32 parts) { return slots | first << FIRST_SHIFT | parts << PARTS_SHIFT; }
     __device__ __forceinline__ u32 slots() const { return bits & COUNT; }
-    __device__ __forceinline__ bool is_shared_out() const { return bits & SHARED_OUT; }
     __device__ __forceinline__ u32 first() const { return bits >> FIRST_SHIFT & 0xfff; }
     __device__ __forceinline__ u32 parts() const { return bits >> PARTS_SHIFT; }
 };
@@ -154,34 +153,36 @@ DEVICE u32 parts_for(const DecodeParams& p, const Item& item, int from, int end)
     return parts & parts_of(p, item);
 }
 
-// One thread waits for the first slot, plus 1, of slots that are all there; 0: `parts` are left to the others. Who completed the count
-// has seen whose parts it had then, so that they can be taken back no more: it will say so, and waits for nobody.
-static __device__ __noinline__ u32 await_slots(u32* count, u32 parts, u32 num_slots) {
-    // Acquiring looks are slow ones, and should be: relaxed ones, of 30 CTAs, held the counts themselves up by 1 to 3 µs.
-    Count now;
-    for (int look = 0; now.bits = load_acquire(count), !now.is_shared_out(); look++)
-        if (look >= ATTN_PATIENCE && now.slots() < num_slots && replace(count, now.bits, now.bits - Count::of(0, 0, parts))) return 0;
-    Count before = {count_release(count, 0 - Count::of(0, 0, parts))};
-    if (before.parts() == parts) *count = 0;  // everyone has seen it
-    return 1 + before.first();
-}
-
 // What one thread learns when it counts slots of an item.
 struct Answer {
     u32 last;   // 0, or 1 + the first slot of the item, all of whose slots are there
     u32 parts;  // of them, what this CTA joins
 };
+
+// Who said it would join `parts` has seen that the count is complete; the last of them clears it.
+DEVICE void leave(u32* count, u32 parts) {
+    Count before = {count_release(count, 0 - Count::of(0, 0, parts))};
+    if (before.parts() == parts) *count = 0;
+}
+// One thread waits for the first slot, plus 1, of slots that are all there; 0: `parts` are left to the others. Whoever completes the
+// count sees what it says then, and what it says can be taken back no more.
+static __device__ __noinline__ u32 await_slots(u32* count, u32 parts, u32 num_slots) {
+    // Acquiring looks are slow ones, and should be: relaxed ones, of 30 CTAs, held the counts themselves up by 1 to 3 µs.
+    Count now;
+    for (int look = 0; now.bits = load_acquire(count), now.slots() < num_slots; look++)
+        if (look >= ATTN_PATIENCE && replace(count, now.bits, now.bits - Count::of(0, 0, parts))) return 0;
+    leave(count, parts);
+    return 1 + now.first();
+}
 // The count went up by `add` from `before`.
 DEVICE Answer answer_of(const DecodeParams& p, const Item& item, u32 before, u32 add) {
     u32* at = p.counters + item.index(p);
     u32 num_slots = item.num_slots, mine = Count{add}.parts(), others = Count{before}.parts();
     Count now = {before + add};
-    if (now.slots() == num_slots) {
-        if (others) add_relaxed(at, Count::of(SHARED_OUT, now.first(), others) - now.bits);
-        else *at = 0;
-        return {1 + now.first(), others ? parts_of(p, item) & ~others : ALL_PARTS};
-    }
-    return {mine ? await_slots(at, mine, num_slots) : 0, mine};
+    if (now.slots() < num_slots) return {mine ? await_slots(at, mine, num_slots) : 0, mine};
+    if (!others) *at = 0;
+    else if (mine) leave(at, mine);
+    return {1 + now.first(), others ? parts_of(p, item) & ~others : ALL_PARTS};
 }
 
 DEVICE void join_parts(const DecodeParams& p, const Item& item, int first, u32 parts) {

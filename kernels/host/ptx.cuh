@@ -142,10 +142,6 @@ DEVICE bool replace(u32* at, u32 old, u32 now) {
     if (is_old) *at = now;
     return is_old;
 }
-DEVICE void add_relaxed(u32* at, u32 n) {
-    pause();
-    *at += n;
-}
 DEVICE u32 load_acquire(const u32* at) {
     yield();
     return *(volatile const u32*)at;
