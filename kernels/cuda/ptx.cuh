@@ -214,7 +214,7 @@ DEVICE void after_dependencies() {
     wait_for_dependencies();
 }
 
-// ---- clusters: CTAs that run at once and read each other's shared memory ----
+// ---- clusters: CTAs that run at once and write to each other's shared memory ----
 
 #if ATTN_BULK
 // Where what lies at `at` here lies in CTA `rank` of the cluster.
@@ -223,17 +223,12 @@ DEVICE u32 peer_address(u32 at, u32 rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(x) : "r"(at), "r"(rank));
     return x;
 }
-DEVICE float peer_load(u32 at) {
-    float x;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
-    return x;
+// Eight bytes to another CTA, whose barrier counts them when they are there.
+DEVICE void peer_send(u32 to, float x, float y, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+                 :: "r"(to), "f"(x), "f"(y), "r"(barrier) : "memory");
 }
-DEVICE float2 peer_load2(u32 at) {
-    float2 x;
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
-    return x;
-}
-// All threads of the cluster; what was written before is seen behind it.
+// All threads of the cluster that have not ended; what was written before is seen behind it.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #endif

@@ -9,21 +9,10 @@
 // wide formats, whose instructions are few for each byte. With those, many items of like lengths come here too, a team to each, in
 // waves: a team that ends makes room for the next, and nothing is ever joined (bf16 reads at 97 % so, at 95 in decode.cu).
 #include "channel.cuh"
+#include "cluster.cuh"
 #include "slots.cuh"
 
 static_assert(WR == 1 && D % 64 == 0 && (V_GROUPS == 1 || V_GROUPS == 2 || V_GROUPS % TW == 0), "a warp's dims are of one group, or of whole ones");
-
-constexpr int TEAM_SLOTS = 4;       // that a team keeps for the others
-constexpr int SLOT_STRIDE = D + 8;  // floats; 8 keeps the rows of a quad group in different banks
-// Of a team.
-constexpr int AT_EXCHANGE = STAGES * STAGE_BYTES, AT_SLOTS = AT_EXCHANGE + EXCHANGE_BYTES;
-constexpr int AT_SLOT_ML = AT_SLOTS + TEAM_SLOTS * ROWS * SLOT_STRIDE * 4, AT_QUERY = AT_SLOT_ML + TEAM_SLOTS * ROWS * 8;
-constexpr int AT_SCRATCH = AT_QUERY + QUERY_BYTES, AT_BARRIERS = AT_SCRATCH + (CHANNEL ? TW * SCRATCH_BYTES : 0);
-constexpr int AT_NOWHERE = AT_BARRIERS + STAGES * 16, TEAM_BYTES = (AT_NOWHERE + 16 + STAGE_ALIGN - 1) / STAGE_ALIGN * STAGE_ALIGN;
-
-// Of each of a CTA's teams.
-extern "C" __device__ const int attn_shared_bytes = TEAM_BYTES;
-extern "C" __device__ const int attn_threads = TEAM_THREADS;
 
 // Whether teams hand their states over in global memory: any number of CTAs, anywhere, has an item then.
 #ifdef ATTN_HAND_OVER
@@ -32,18 +21,28 @@ constexpr bool HANDS_OVER = true;
 constexpr bool HANDS_OVER = false;
 #endif
 
+// A team's memory. A state of its own waits in a place; a second one, of an item that it has alone, lies where others' would.
+constexpr int PLACE_BYTES = ROWS * STATE_STRIDE * 4;
+constexpr int AT_EXCHANGE = STAGES * STAGE_BYTES, AT_PLACES = AT_EXCHANGE + EXCHANGE_BYTES, AT_SENT = AT_PLACES + PLACE_BYTES;
+constexpr int AT_QUERY = AT_SENT + (HANDS_OVER ? 0 : SENT_BYTES), AT_SCRATCH = AT_QUERY + QUERY_BYTES;
+constexpr int AT_BARRIERS = AT_SCRATCH + (CHANNEL ? TW * SCRATCH_BYTES : 0), AT_ALL_SENT = AT_BARRIERS + STAGES * 16;
+constexpr int AT_ANSWER = AT_ALL_SENT + 8, TEAM_BYTES = (AT_ANSWER + 8 + STAGE_ALIGN - 1) / STAGE_ALIGN * STAGE_ALIGN;
+static_assert(PLACE_BYTES <= SENT_BYTES, "a second place");
+
+// Of each of a CTA's teams.
+extern "C" __device__ const int attn_shared_bytes = TEAM_BYTES;
+extern "C" __device__ const int attn_threads = TEAM_THREADS;
+
 // ---- who does what ----
 
-enum Level { TILE_VALUES, SEGMENT_STATES, SPAN_STATES };
 enum Go { TO_THE_RESULT, TO_THE_CLUSTER, TO_MEMORY };
 
 // A team's slots of the item.
 struct Slots {
     Level level;
     int shift;             // log2 of a slot's tiles
-    int all, each;         // of the item, of a team
-    int first, end;        // of this one
-    u32 cta_teams;         // 1 or 2
+    int all;               // of the item
+    int first, end;        // of this team
     Go go;                 // where their states go
 
     // A team's part of so many.
@@ -59,17 +58,16 @@ struct Slots {
     }
     DEVICE Slots of(const DecodeParams& p, const Sequence& s, int team) {
         Slots x;
-        x.cta_teams = blockDim.x / TEAM_THREADS;
-        int teams = gridDim.x * x.cta_teams;
+        int teams = gridDim.x * (blockDim.x / TEAM_THREADS);
         int segments = runs_of(s.num_tiles, s.segment_shift);
         bool tiles = s.num_tiles <= 2 * teams && s.segment_shift == 2;
         bool by_segments = HANDS_OVER ? p.tile_split : segments <= TEAM_SLOTS * teams;
         x.level = teams == 1 ? SPAN_STATES : tiles && !HANDS_OVER ? TILE_VALUES : by_segments ? SEGMENT_STATES : SPAN_STATES;
         x.shift = x.level == TILE_VALUES ? 0 : x.level == SEGMENT_STATES ? s.segment_shift : s.segment_shift + 2;
         x.all = runs_of(s.num_tiles, x.shift);
-        x.each = each_of(p, x.all);
-        x.first = min(x.all, team * x.each);
-        x.end = min(x.all, x.first + x.each);
+        int each = each_of(p, x.all);
+        x.first = min(x.all, team * each);
+        x.end = min(x.all, x.first + each);
         x.go = (HANDS_OVER ? x.all : teams) == 1 ? TO_THE_RESULT : HANDS_OVER ? TO_MEMORY : TO_THE_CLUSTER;
         return x;
     }
@@ -215,9 +213,9 @@ struct Warp {
         done_with_stage();
     }
 
-    // O of a slot, or of the item so far, waits in shared memory, where a lane has its own elements; (m, l) in registers.
+    // O of a slot, or of the item so far, waits in a place, where a lane has its own elements; (m, l) in registers.
     __device__ __forceinline__ u32 kept_at(int place, int g, int dim) const {
-        return shared + AT_SLOTS + ((place * ROWS + g * 8 + team.lane / 4) * SLOT_STRIDE + team.dim() + dim) * 4;
+        return shared + AT_PLACES + ((place * ROWS + g * 8 + team.lane / 4) * STATE_STRIDE + team.dim() + dim) * 4;
     }
     // take(dim of the row, x, y) of the lane's pairs.
     template <class Take> __device__ __forceinline__ void each_kept(int place, int g, Take take) const {
@@ -261,12 +259,31 @@ struct Warp {
             first = false;
         } while (index < end);
     }
-    // (m, l) of a slot, for the others of the cluster.
-    __device__ __forceinline__ void tell(int place, const float2 (&ml)[G]) const {
+    // A slot to those of the cluster who will join it.
+    __device__ __forceinline__ void send(const Tasks& tasks, int slot, const float2 (&ml)[G]) const {
+        u32 base = shared - team.index * TEAM_BYTES;
 #pragma unroll
-        for (int g = 0; g < G; g++)
-            if (team.warp == 0 && team.lane % 4 == 0)
-                sts64(shared + AT_SLOT_ML + (place * ROWS + g * 8 + team.lane / 4) * 8, ml[g].x, ml[g].y);
+        for (int g = 0; g < G; g++) {
+            int row = g * 8 + team.lane / 4;
+            each_kept(0, g, [&](int dim, float x, float y) {
+                if (row >= tasks.rows) return;
+                u32 task = tasks.whole ? row : row * (D / 32) + dim / 32, in = tasks.whole ? dim : dim % 32;
+                u32 of_team = base + tasks.team(task) * TEAM_BYTES, to = of_team + AT_SENT + tasks.index(task) * tasks.bytes();
+                u32 rank = tasks.rank(task), all_sent = peer_address(of_team + AT_ALL_SENT, rank);
+                to = peer_address(to, rank);
+                peer_send(to + (slot * tasks.width() + in) * 4, x, y, all_sent);
+                if (in == 0) peer_send(to + tasks.states_bytes() + slot * 8, ml[g].x, ml[g].y, all_sent);
+            });
+        }
+    }
+    // What the others send to this team, joined.
+    __device__ __forceinline__ void receive(const Item& item, const Tasks& tasks) const {
+        int count = tasks.of_team(blockIdx.x, team.index);
+        u32 all_sent = shared + AT_ALL_SENT;
+        if (count == 0) return;
+        if (team.warp == 0 && team.lane == 0) barrier_expect(all_sent, count * tasks.bytes());
+        barrier_wait(all_sent, 0);
+        join_tasks(p, item, tasks, slots.level, blockIdx.x, team.index, shared + AT_SENT, team.warp);
     }
     // A slot to global memory, for whoever completes the item's count.
     __device__ __forceinline__ void hand_over(const Item& item, int slot, const float2 (&ml)[G]) const {
@@ -279,7 +296,7 @@ struct Warp {
     }
     __device__ __forceinline__ void count(const Item& item) const {
         team.barrier();
-        u32 told = shared + AT_SLOT_ML;
+        u32 told = shared + AT_ANSWER;
         if (team.warp == 0 && team.lane == 0) {
             u32 add = Count::of(slots.end - slots.first, 0, parts_for(p, item, slots.first, slots.end));
             Answer answer = answer_of(p, item, count_release(p.counters + item.index(p), add), add);
@@ -315,14 +332,14 @@ struct Warp {
     // The team's slots, one after the other, and what becomes of them. The tiles' code is here once.
     __device__ __forceinline__ void run() {
         Item item = {work.b, work.heads, work.row_block, slots.all};
+        Tasks tasks = Tasks::of(p, work.row_block, slots.all);
         float2 all_ml[G];
 #pragma unroll 1
         for (int slot = slots.first; slot < slots.end; slot++) {
-            int place = slots.go == TO_THE_CLUSTER ? slot - slots.first : slots.go == TO_THE_RESULT && slot > 0;
             float2 ml[G];
-            attend(slot, place, ml);
+            attend(slot, slots.go == TO_THE_RESULT && slot > 0, ml);
             if (!HANDS_OVER && slots.go == TO_THE_CLUSTER) {
-                tell(place, ml);
+                send(tasks, slot, ml);
             } else if (HANDS_OVER && slots.go == TO_MEMORY) {
                 hand_over(item, slot, ml);
             } else if (slot > 0) {
@@ -332,144 +349,38 @@ struct Warp {
                 for (int g = 0; g < G; g++) all_ml[g] = ml[g];
             }
         }
-        if (slots.first == slots.end || slots.go == TO_THE_CLUSTER) return;
-        if (HANDS_OVER && slots.go == TO_MEMORY) count(item);
+        if (!HANDS_OVER && slots.go == TO_THE_CLUSTER) receive(item, tasks);
+        else if (slots.first == slots.end) return;
+        else if (HANDS_OVER && slots.go == TO_MEMORY) count(item);
         else write(item, all_ml);
     }
 };
-
-// ---- the cluster's slots ----
-
-// The largest of this lane and those 1, 2, … count - 1 strides before it, in runs of so many.
-DEVICE float running_max(float x, int stride, int count) {
-#pragma unroll
-    for (int i = 1; i < count; i *= 2) {
-        float other = __shfl_up_sync(~0u, x, i * stride);
-        if ((int)lane_id() / stride % count >= i) x = fmaxf(x, other);
-    }
-    return x;
-}
-// Of runs of lanes, what joining this lane's run to those before it in a run of `count` does; `top`: the running maximum, `m` of nothing.
-DEVICE Weight running_weight(float x, float& top, int stride, int count, float m) {
-    top = fmaxf(running_max(x, stride, count), m);
-    float before = __shfl_up_sync(~0u, top, stride);
-    if ((int)lane_id() / stride % count == 0) before = m;
-    return weight_of(before, x, top);
-}
-
-// Of a row, PIECES dims to a lane, 32 apart.
-template <int PIECES> struct Joined {
-    float m, l, o[PIECES];
-
-    __device__ __forceinline__ void add(const Joined& b, const Weight& w, bool is_fold) {
-        join(l, b.l, w, is_fold);
-#pragma unroll
-        for (int k = 0; k < PIECES; k++) join(o[k], b.o[k], w, is_fold);
-    }
-};
-DEVICE Weight weight_at(const Weight& w, int lane) { return {__shfl_sync(~0u, w.alpha, lane), __shfl_sync(~0u, w.beta, lane)}; }
-
-// A row's slots, all of them, by one warp: a lane finds the weights of a slot, and joins its dims. Tiles fold into segments, segments
-// merge into spans, spans into the sequence's state.
-template <int LEVEL, int PIECES> DEVICE Joined<PIECES> join_slots_of_row(u32 shared, const Slots& slots, int row, int dim) {
-    constexpr int BATCH = PIECES == 1 ? 16 : 8, SEGMENT = LEVEL == TILE_VALUES ? SPAN : 1, RUN = LEVEL == SPAN_STATES ? 1 : SEGMENT * SPAN;
-    static_assert(BATCH % RUN == 0, "a batch has whole spans");
-    int lane = lane_id();
-    Joined<PIECES> all = {MINUS_INFINITY};
-#pragma unroll 1
-    for (int base = 0; base < slots.all; base += 32) {
-        int slot = min(base + lane, slots.all - 1), team = slot / slots.each, at = (slot - team * slots.each) * ROWS + row;
-        u32 of_team = shared + (team & slots.cta_teams - 1) * TEAM_BYTES, rank = team >> slots.cta_teams - 1;
-        u32 states = peer_address(of_team + AT_SLOTS + at * SLOT_STRIDE * 4, rank);
-        float2 mine = peer_load2(peer_address(of_team + AT_SLOT_ML + at * 8, rank));
-        if (base + lane >= slots.all) mine = make_float2(MINUS_INFINITY, 0.0f);
-        float top = mine.x;
-        Weight of_tile, of_segment, of_span;
-        if (LEVEL == TILE_VALUES) {
-            of_tile = running_weight(mine.x, top, 1, SEGMENT, MINUS_INFINITY);
-            top = __shfl_sync(~0u, top, lane | SEGMENT - 1);
-        }
-        if (LEVEL <= SEGMENT_STATES) {
-            of_segment = running_weight(top, top, SEGMENT, SPAN, MINUS_INFINITY);
-            top = __shfl_sync(~0u, top, lane | RUN - 1);
-        }
-        of_span = running_weight(top, top, RUN, 32 / RUN, all.m);
-        all.m = __shfl_sync(~0u, top, 31);
-#pragma unroll 1
-        for (int u = 0; u < min(32, slots.all - base); u += BATCH) {
-            float x[BATCH][PIECES];
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                u32 from = __shfl_sync(~0u, states, u + i) + dim * 4;
-#pragma unroll
-                for (int k = 0; k < PIECES; k++) x[i][k] = peer_load(from + k * 128);
-            }
-            Joined<PIECES> segment, span;
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                // Beyond the last slot a side is empty: it changes nothing.
-                Joined<PIECES> here = {0.0f, __shfl_sync(~0u, mine.y, u + i)};
-#pragma unroll
-                for (int k = 0; k < PIECES; k++) here.o[k] = base + u + i < slots.all ? x[i][k] : 0.0f;
-                if (LEVEL == TILE_VALUES) {
-                    if (i % SEGMENT == 0) segment = {};
-                    segment.add(here, weight_at(of_tile, u + i), true);
-                    if (i % SEGMENT != SEGMENT - 1) continue;
-                    here = segment;
-                }
-                if (LEVEL <= SEGMENT_STATES) {
-                    if (i % RUN < SEGMENT) span = {};
-                    span.add(here, weight_at(of_segment, u + i), false);
-                    if (i % RUN != RUN - 1) continue;
-                    here = span;
-                }
-                all.add(here, weight_at(of_span, u + i), false);
-            }
-        }
-    }
-    return all;
-}
-
-// The item's result: a warp of the cluster has PIECES · 32 dims of a row, and as many more if there are.
-template <int LEVEL, int PIECES> DEVICE void join_rows(const DecodeParams& p, const Work& work, const Slots& slots, u32 shared, int warp, int warps) {
-    constexpr int RUNS = D / 32 / PIECES;
-    int rows = min(ROWS, p.heads_per_kv * p.q_len - work.row_block * ROWS), lane = lane_id();
-#pragma unroll 1
-    for (; warp < rows * RUNS; warp += warps) {
-        int row = warp / RUNS, dim = warp % RUNS * 32 * PIECES + lane;
-        Joined<PIECES> x = join_slots_of_row<LEVEL, PIECES>(shared, slots, row, dim);
-        Finish finish = Finish::at(p, {work.b, work.heads, work.row_block, 0}, row);
-        finish.finish(x.m, x.l, dim == 0);
-#pragma unroll
-        for (int k = 0; k < PIECES; k++) finish.write(dim + k * 32, x.o[k]);
-    }
-}
-// Where a CTA or two have the item, whole rows spare turns; tiles are shared by many.
-DEVICE void join_cluster(const DecodeParams& p, const Work& work, const Slots& slots, u32 shared, int warp, int warps) {
-    bool few = warps <= 4 * TW;
-    if (slots.level == TILE_VALUES) join_rows<TILE_VALUES, 1>(p, work, slots, shared, warp, warps);
-    else if (slots.level == SEGMENT_STATES && few) join_rows<SEGMENT_STATES, D / 32>(p, work, slots, shared, warp, warps);
-    else if (slots.level == SEGMENT_STATES) join_rows<SEGMENT_STATES, 1>(p, work, slots, shared, warp, warps);
-    else if (few) join_rows<SPAN_STATES, D / 32>(p, work, slots, shared, warp, warps);
-    else join_rows<SPAN_STATES, 1>(p, work, slots, shared, warp, warps);
-}
 
 // Grid: (CTAs of a cluster, KV heads · row blocks, sequences); CTAs of one or two teams.
 extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
     SHARED_MEMORY(shared, STAGE_ALIGN);
     int warp = threadIdx.x / 32 % (TW + 1), lane = lane_id(), team = threadIdx.x / TEAM_THREADS;
     u32 base = shared_address(shared), mine = base + team * TEAM_BYTES;
-    if (threadIdx.x % TEAM_THREADS < STAGES) Ring::init(mine + AT_BARRIERS, threadIdx.x % TEAM_THREADS);
+    int thread = threadIdx.x % TEAM_THREADS;
+    bool in_cluster = !HANDS_OVER && gridDim.x * blockDim.x > TEAM_THREADS;
+    if (thread < STAGES) {
+        Ring::init(mine + AT_BARRIERS, thread);
+    } else if (thread == STAGES) {
+        barrier_init(mine + AT_ALL_SENT, 1);
+        barrier_init_fence();
+    }
     __syncthreads();
-    if (threadIdx.x == TEAM_THREADS - 1) touch_params(p, base + AT_NOWHERE);
+    if (in_cluster) cluster_arrive();  // what others send may come from now on
+    if (threadIdx.x == TEAM_THREADS - 1) touch_params(p, base + AT_ANSWER);
     // Whatever comes before in the stream may still be running: nothing of it has been read so far.
     after_dependencies();
+    if (in_cluster) cluster_wait();
     Work work;
     work.b = blockIdx.z;
     work.heads = blockIdx.y / p.by_row_blocks;
     work.row_block = blockIdx.y - work.heads * p.row_blocks;
     Slots slots;
-    int cta_teams = blockDim.x / TEAM_THREADS, index = blockIdx.x * cta_teams + team;
+    int index = blockIdx.x * (blockDim.x / TEAM_THREADS) + team;
     Ring ring = {mine, mine + AT_BARRIERS, 0, 0};
     if (warp == TW) {
         const RowMaps* rows = nullptr;
@@ -484,11 +395,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
         first_queries_are_there(team);
         self.run();
     }
-    if (HANDS_OVER || slots.go != TO_THE_CLUSTER) return;
-    cluster_arrive();
-    cluster_wait();
-    if (warp < TW) join_cluster(p, work, slots, base, index * TW + warp, gridDim.x * cta_teams * TW);
-    // Others may still read what lies here.
-    cluster_arrive();
-    cluster_wait();
 }

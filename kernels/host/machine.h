@@ -104,9 +104,9 @@ static inline void cta_barrier(int index, u32 count) {
     if (arrives_last(barrier, count)) release(barrier);
 }
 
-static inline Mbarrier& mbarrier(u32 at) {
-    auto found = me().cta->mbarriers.find(at);
-    if (found == me().cta->mbarriers.end()) fail("an mbarrier that nobody initialized");
+static inline Mbarrier& mbarrier(u32 at, Cta& cta = *me().cta) {
+    auto found = cta.mbarriers.find(at);
+    if (found == cta.mbarriers.end()) fail("an mbarrier that nobody initialized");
     return found->second;
 }
 static inline void complete(Mbarrier& b) {
@@ -122,8 +122,8 @@ static inline void arrive(u32 at, u32 bytes) {
     b.pending--;
     complete(b);
 }
-static inline void landed(u32 at, u32 bytes) {
-    Mbarrier& b = mbarrier(at);
+static inline void landed(u32 at, u32 bytes, Cta& cta = *me().cta) {
+    Mbarrier& b = mbarrier(at, cta);
     b.bytes -= bytes;
     complete(b);
 }

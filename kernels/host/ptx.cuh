@@ -83,19 +83,12 @@ static inline void __syncthreads() { cta_barrier(0, machine.threads); }
 template <int N> DEVICE void barrier_of(int id = 1) { cta_barrier(id, N); }
 // A cluster is a row of the grid.
 DEVICE u32 peer_address(u32 at, u32 rank) { return at | rank << 24; }
-DEVICE const u8* peer_memory(u32 at, u32 bytes) {
-    if (at % bytes) fail("a misaligned load from another CTA");
-    return (me().cta - me().cta->index.x + (at >> 24))->shared + (at & 0xffffff);
-}
-DEVICE float peer_load(u32 at) {
-    float x;
-    memcpy(&x, peer_memory(at, 4), 4);
-    return x;
-}
-DEVICE float2 peer_load2(u32 at) {
-    float2 x;
-    memcpy(&x, peer_memory(at, 8), 8);
-    return x;
+DEVICE void peer_send(u32 to, float x, float y, u32 barrier) {
+    if (to % 8) fail("a misaligned store to another CTA");
+    Cta& other = *(me().cta - me().cta->index.x + (to >> 24));
+    float2 both = {x, y};
+    memcpy(other.shared + (to & 0xffffff), &both, 8);
+    landed(barrier & 0xffffff, 8, other);
 }
 DEVICE void cluster_arrive() {}
 DEVICE void cluster_wait() {

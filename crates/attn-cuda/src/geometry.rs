@@ -369,7 +369,7 @@ impl Geometry {
             };
             let bytes = self.stages * (stage + 16)
                 + short::exchange_bytes(self, format.v, v_groups)
-                + short::TEAM_SLOTS * self.rows() * (head_dim + 10) * 4
+                + short::state_bytes(self, head_dim)
                 + query
                 + scratch
                 + 16;

@@ -12,7 +12,7 @@ pub(crate) const TEAM_THREADS: usize = 160;
 /// The most CTAs along a grid's second and third axis.
 const MAX_GRID: usize = 65_535;
 
-/// Slots that a team keeps for the others of its cluster.
+/// Slots of an item for each team of its cluster, at most.
 pub(crate) const TEAM_SLOTS: usize = 4;
 
 /// Teams of all CTAs on an SM.
@@ -31,6 +31,15 @@ pub(crate) fn exchange_bytes(geometry: &Geometry, v: Scheme, groups: usize) -> u
     let is_float = matches!(v, Scheme::F16 | Scheme::Bf16 | Scheme::Fp8E4m3);
     let planes = if is_float { 16 } else { 8 };
     (1 + 4 * sums) * geometry.rows() * 16 + groups * geometry.row_groups * 4 * 32 * planes
+}
+
+/// A team's state, and room for those that others of its cluster send: `PLACE_BYTES` of `short.cu`, `SENT_BYTES` of `cluster.cuh`.
+pub(crate) fn state_bytes(geometry: &Geometry, head_dim: usize) -> usize {
+    let sent = match geometry.unit {
+        Unit::HandOver => 0,
+        _ => TEAM_SLOTS * (head_dim / 32) * (32 * 4 + 8),
+    };
+    geometry.rows() * ((head_dim + 8) * 4 + sent)
 }
 
 /// The shapes for `rows` query rows per KV head; none where the kernels were not written for the problem.
@@ -52,19 +61,21 @@ pub(crate) fn geometries(
             _ => false,
         }
         && shared_limit >= BULK_SHARED;
-    let team = |stages| Geometry {
-        unit: Unit::Short,
+    let team = move |unit, stages| Geometry {
+        unit,
         row_groups: rows.div_ceil(8).max(1),
         row_warps: 1,
         stages,
         ctas: 1,
     };
-    let fits = |g: &Geometry| {
+    let fits = move |g: &Geometry| {
         let bytes = g.shared_bytes(format, head_dim, page_size) + RESERVED_SHARED;
         SM_TEAMS * bytes <= shared_limit + RESERVED_SHARED
     };
-    let short = (3..=6).rev().map(team).find(|g| written && fits(g));
-    let of_unit = move |unit| short.map(|g| Geometry { unit, ..g });
+    let of_unit = move |unit| {
+        let stages = (3..=6).rev().map(|stages| team(unit, stages));
+        { stages }.find(|g| written && fits(g))
+    };
     [Unit::Short, Unit::HandOver]
         .into_iter()
         .filter_map(of_unit)

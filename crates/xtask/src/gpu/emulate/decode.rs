@@ -8,7 +8,7 @@ use attn_conformance::{
 use attn_core::{HostPages, KvCache, KvFormat, KvSource, PageTable, StridedRows};
 use attn_cpu::CpuBackend;
 use attn_cuda::{
-    geometry::{Limits, Short, Unit},
+    geometry::{Limits, Short},
     instance::{Arch, Instance},
     native::{DecodeArgs, DeviceKv, Shape, alibi_slopes_log2},
 };
@@ -261,7 +261,8 @@ impl Jobs {
         for job in &self.jobs {
             let found = job.differs(cpu, kernels);
             if let Some(text) = found.unwrap_or_else(|error| Some(format!("{error:#}"))) {
-                println!("differs: {}: {text}", job.case);
+                let unit = job.shape.geometry.unit;
+                println!("differs, {unit:?}: {}: {text}", job.case);
                 failures += 1;
             }
         }
