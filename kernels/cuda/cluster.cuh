@@ -4,7 +4,31 @@
 #pragma once
 #include "merge.cuh"
 
+// Whether teams hand their states over in global memory: any number of CTAs, anywhere, has an item then.
+#ifdef ATTN_HAND_OVER
+constexpr bool HANDS_OVER = true;
+#else
+constexpr bool HANDS_OVER = false;
+#endif
+
 constexpr int TEAM_SLOTS = 4;  // of the item, for each of its teams, at most
+
+// Room for a team's tasks: of so many slots, 32 dims and (m, l) each.
+constexpr int SENT_BYTES = TEAM_SLOTS * ROWS * (D / 32) * (32 * 4 + 8);
+
+// A team's memory. A state of its own waits in a place; a second one, of an item that it has alone, lies where others' would.
+constexpr int PLACE_BYTES = ROWS * STATE_STRIDE * 4;
+constexpr int AT_EXCHANGE = STAGES * STAGE_BYTES, AT_PLACES = AT_EXCHANGE + EXCHANGE_BYTES, AT_SENT = AT_PLACES + PLACE_BYTES;
+constexpr int AT_QUERY = AT_SENT + (HANDS_OVER ? 0 : SENT_BYTES), AT_SCRATCH = AT_QUERY + QUERY_BYTES;
+constexpr int AT_BARRIERS = AT_SCRATCH + (CHANNEL ? TW * SCRATCH_BYTES : 0), AT_ALL_SENT = AT_BARRIERS + STAGES * 16;
+constexpr int AT_ANSWER = AT_ALL_SENT + 8, TEAM_BYTES = (AT_ANSWER + 8 + STAGE_ALIGN - 1) / STAGE_ALIGN * STAGE_ALIGN;
+static_assert(PLACE_BYTES <= SENT_BYTES, "a second place");
+
+// Where a task's states go, its barrier, and the dim among its own.
+struct Sent {
+    u32 states, barrier;
+    int dim;
+};
 
 // What the cluster's warps join: a task is a row, or 32 dims of one, of all slots. Its states lie side by side, (m, l) behind them.
 // Tasks are dealt to CTAs and to their teams, one after the other.
@@ -12,18 +36,19 @@ struct Tasks {
     u32 ctas, shift;  // of the cluster; its log2
     u32 second;       // whether CTAs have a second team
     int slots, rows;
-    bool whole;       // whether a task is a row: where few teams have the item, that spares them turns
+    bool whole;       // whether a task is a row: where tasks of 32 dims would be more than warps
 
     DEVICE Tasks of(const DecodeParams& p, int row_block, int slots) {
         u32 second = blockDim.x / TEAM_THREADS - 1;
         int rows = min(ROWS, p.heads_per_kv * p.q_len - row_block * ROWS);
-        return {gridDim.x, (u32)__ffs(gridDim.x) - 1, second, slots, rows, gridDim.x << second <= 4};
+        return {gridDim.x, (u32)__ffs(gridDim.x) - 1, second, slots, rows, rows * (D / 32) > (int)(gridDim.x << second) * TW};
     }
     __device__ __forceinline__ int width() const { return whole ? D : 32; }
     __device__ __forceinline__ int runs() const { return whole ? 1 : D / 32; }
     __device__ __forceinline__ int count() const { return rows * runs(); }
     __device__ __forceinline__ u32 states_bytes() const { return slots * width() * 4; }
-    __device__ __forceinline__ u32 bytes() const { return states_bytes() + slots * 8; }
+    __device__ __forceinline__ u32 sent_bytes() const { return states_bytes() + slots * 8; }
+    __device__ __forceinline__ u32 stride() const { return sent_bytes() + 15 & ~15u; }
     // Whose it is, and where it lies among the team's.
     __device__ __forceinline__ u32 rank(u32 task) const { return task & ctas - 1; }
     __device__ __forceinline__ u32 team(u32 task) const { return task >> shift & second; }
@@ -33,9 +58,12 @@ struct Tasks {
         int before = (int)(team << shift | rank);
         return count() <= before ? 0 : (count() - before - 1 >> shift + second) + 1;
     }
+    // Where a row's dim goes; `base`: of the CTA's shared memory.
+    __device__ __forceinline__ Sent at(u32 base, int row, int dim) const {
+        u32 task = row * runs() + (whole ? 0 : dim / 32), of_team = base + team(task) * TEAM_BYTES;
+        return {peer_address(of_team + AT_SENT + index(task) * stride(), rank(task)), peer_address(of_team + AT_ALL_SENT, rank(task)), dim % width()};
+    }
 };
-// Room for a team's tasks: of so many slots, 32 dims and (m, l) each.
-constexpr int SENT_BYTES = TEAM_SLOTS * ROWS * (D / 32) * (32 * 4 + 8);
 
 // The largest of this lane and those 1, 2, … count - 1 strides before it, in runs of so many.
 DEVICE float running_max(float x, int stride, int count) {
@@ -71,7 +99,7 @@ enum Level { TILE_VALUES, SEGMENT_STATES, SPAN_STATES };
 // A task's slots, all of them, by one warp: a lane finds the weights of a slot, and joins its dims. Tiles fold into segments, segments
 // merge into spans, spans into the sequence's state.
 template <int LEVEL, int PIECES> DEVICE Joined<PIECES> join_sent(u32 states, u32 mls, int slots) {
-    constexpr int BATCH = 16, SEGMENT = LEVEL == TILE_VALUES ? SPAN : 1, RUN = LEVEL == SPAN_STATES ? 1 : SEGMENT * SPAN;
+    constexpr int BATCH = LEVEL == TILE_VALUES ? 16 : 8, SEGMENT = LEVEL == TILE_VALUES ? SPAN : 1, RUN = LEVEL == SPAN_STATES ? 1 : SEGMENT * SPAN;
     static_assert(BATCH % RUN == 0, "a batch has whole spans");
     int lane = lane_id();
     Joined<PIECES> all = {MINUS_INFINITY};
@@ -125,7 +153,7 @@ template <int LEVEL, int PIECES> DEVICE Joined<PIECES> join_sent(u32 states, u32
 template <int LEVEL, int PIECES> DEVICE void join_tasks(const DecodeParams& p, const Item& item, const Tasks& tasks, u32 rank, u32 team, u32 sent, int warp) {
 #pragma unroll 1
     for (int i = warp; i < tasks.of_team(rank, team); i += TW) {
-        u32 task = tasks.task(rank, team, i), at = sent + i * tasks.bytes();
+        u32 task = tasks.task(rank, team, i), at = sent + i * tasks.stride();
         int row = task / (D / 32 / PIECES), dim = task % (D / 32 / PIECES) * 32 + lane_id();
         Joined<PIECES> x = join_sent<LEVEL, PIECES>(at, at + tasks.states_bytes(), tasks.slots);
         Finish finish = Finish::at(p, item, row);

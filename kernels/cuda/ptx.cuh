@@ -223,10 +223,14 @@ DEVICE u32 peer_address(u32 at, u32 rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(x) : "r"(at), "r"(rank));
     return x;
 }
-// Eight bytes to another CTA, whose barrier counts them when they are there.
-DEVICE void peer_send(u32 to, float x, float y, u32 barrier) {
+// To another CTA, whose barrier counts the bytes when they are there.
+DEVICE void peer_send(u32 to, float2 x, u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
-                 :: "r"(to), "f"(x), "f"(y), "r"(barrier) : "memory");
+                 :: "r"(to), "f"(x.x), "f"(x.y), "r"(barrier) : "memory");
+}
+DEVICE void peer_send(u32 to, float4 x, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 :: "r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier) : "memory");
 }
 // All threads of the cluster that have not ended; what was written before is seen behind it.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
@@ -236,6 +240,11 @@ DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;
 DEVICE u32 load_acquire(const u32* at) {
     u32 x;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
+// What follows from it is found here, not before a loop around it that has no registers to spare.
+DEVICE int not_before(int x) {
+    asm volatile("" : "+r"(x));
     return x;
 }
 // Where on the SM the warp lies: every fourth slot belongs to the same scheduler. A hint, which may change.

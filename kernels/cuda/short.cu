@@ -14,21 +14,6 @@
 
 static_assert(WR == 1 && D % 64 == 0 && (V_GROUPS == 1 || V_GROUPS == 2 || V_GROUPS % TW == 0), "a warp's dims are of one group, or of whole ones");
 
-// Whether teams hand their states over in global memory: any number of CTAs, anywhere, has an item then.
-#ifdef ATTN_HAND_OVER
-constexpr bool HANDS_OVER = true;
-#else
-constexpr bool HANDS_OVER = false;
-#endif
-
-// A team's memory. A state of its own waits in a place; a second one, of an item that it has alone, lies where others' would.
-constexpr int PLACE_BYTES = ROWS * STATE_STRIDE * 4;
-constexpr int AT_EXCHANGE = STAGES * STAGE_BYTES, AT_PLACES = AT_EXCHANGE + EXCHANGE_BYTES, AT_SENT = AT_PLACES + PLACE_BYTES;
-constexpr int AT_QUERY = AT_SENT + (HANDS_OVER ? 0 : SENT_BYTES), AT_SCRATCH = AT_QUERY + QUERY_BYTES;
-constexpr int AT_BARRIERS = AT_SCRATCH + (CHANNEL ? TW * SCRATCH_BYTES : 0), AT_ALL_SENT = AT_BARRIERS + STAGES * 16;
-constexpr int AT_ANSWER = AT_ALL_SENT + 8, TEAM_BYTES = (AT_ANSWER + 8 + STAGE_ALIGN - 1) / STAGE_ALIGN * STAGE_ALIGN;
-static_assert(PLACE_BYTES <= SENT_BYTES, "a second place");
-
 // Of each of a CTA's teams.
 extern "C" __device__ const int attn_shared_bytes = TEAM_BYTES;
 extern "C" __device__ const int attn_threads = TEAM_THREADS;
@@ -43,7 +28,6 @@ struct Slots {
     int shift;             // log2 of a slot's tiles
     int all;               // of the item
     int first, end;        // of this team
-    Go go;                 // where their states go
 
     // A team's part of so many.
     DEVICE int each_of(const DecodeParams& p, int slots) {
@@ -68,7 +52,6 @@ struct Slots {
         int each = each_of(p, x.all);
         x.first = min(x.all, team * each);
         x.end = min(x.all, x.first + each);
-        x.go = (HANDS_OVER ? x.all : teams) == 1 ? TO_THE_RESULT : HANDS_OVER ? TO_MEMORY : TO_THE_CLUSTER;
         return x;
     }
 };
@@ -260,33 +243,43 @@ struct Warp {
         } while (index < end);
     }
     // A slot to those of the cluster who will join it.
-    __device__ __forceinline__ void send(const Tasks& tasks, int slot, const float2 (&ml)[G]) const {
+    __device__ __forceinline__ void send(int slot, const float2 (&ml)[G]) const {
+        Tasks tasks = Tasks::of(p, not_before(work.row_block), slots.all);
+        constexpr int VECTORS = DIMS / 4;  // of a row, in this warp
         u32 base = shared - team.index * TEAM_BYTES;
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < ROWS * VECTORS / 32; i++) {
+            int vector = i * 32 + team.lane, row = vector / VECTORS, dim = team.dim() + vector % VECTORS * 4;
+            if (row >= tasks.rows) continue;
+            Sent to = tasks.at(base, row, dim);
+            peer_send(to.states + (slot * tasks.width() + to.dim) * 4, lds128(shared + AT_PLACES + (row * STATE_STRIDE + dim) * 4), to.barrier);
+        }
 #pragma unroll
         for (int g = 0; g < G; g++) {
-            int row = g * 8 + team.lane / 4;
-            each_kept(0, g, [&](int dim, float x, float y) {
-                if (row >= tasks.rows) return;
-                u32 task = tasks.whole ? row : row * (D / 32) + dim / 32, in = tasks.whole ? dim : dim % 32;
-                u32 of_team = base + tasks.team(task) * TEAM_BYTES, to = of_team + AT_SENT + tasks.index(task) * tasks.bytes();
-                u32 rank = tasks.rank(task), all_sent = peer_address(of_team + AT_ALL_SENT, rank);
-                to = peer_address(to, rank);
-                peer_send(to + (slot * tasks.width() + in) * 4, x, y, all_sent);
-                if (in == 0) peer_send(to + tasks.states_bytes() + slot * 8, ml[g].x, ml[g].y, all_sent);
-            });
+#pragma unroll
+            for (int first = 0; first < DIMS; first += 8) {
+                int row = g * 8 + team.lane / 4, dim = team.dim() + first;
+                if (team.lane % 4 != 0 || row >= tasks.rows || dim % tasks.width() != 0) continue;
+                Sent to = tasks.at(base, row, dim);
+                peer_send(to.states + tasks.states_bytes() + slot * 8, ml[g], to.barrier);
+            }
         }
+        __syncwarp();  // before the place is another state's
     }
     // What the others send to this team, joined.
-    __device__ __forceinline__ void receive(const Item& item, const Tasks& tasks) const {
+    __device__ __forceinline__ void receive(const Item& item) const {
+        Tasks tasks = Tasks::of(p, work.row_block, slots.all);
         int count = tasks.of_team(blockIdx.x, team.index);
         u32 all_sent = shared + AT_ALL_SENT;
         if (count == 0) return;
-        if (team.warp == 0 && team.lane == 0) barrier_expect(all_sent, count * tasks.bytes());
+        if (team.warp == 0 && team.lane == 0) barrier_expect(all_sent, count * tasks.sent_bytes());
         barrier_wait(all_sent, 0);
         join_tasks(p, item, tasks, slots.level, blockIdx.x, team.index, shared + AT_SENT, team.warp);
     }
     // A slot to global memory, for whoever completes the item's count.
-    __device__ __forceinline__ void hand_over(const Item& item, int slot, const float2 (&ml)[G]) const {
+    __device__ __forceinline__ void hand_over(int slot, const float2 (&ml)[G]) const {
+        Item item = {work.b, work.heads, not_before(work.row_block), slots.all};
 #pragma unroll
         for (int g = 0; g < G; g++) {
             u64 row = (item.index(p) * p.max_slots + slot) * ROWS + g * 8 + team.lane / 4;
@@ -329,19 +322,17 @@ struct Warp {
             each_kept(0, g, [&](int dim, float x, float y) { finish.write_pair(dim / 2, x, y); });
         }
     }
-    // The team's slots, one after the other, and what becomes of them. The tiles' code is here once.
-    __device__ __forceinline__ void run() {
-        Item item = {work.b, work.heads, work.row_block, slots.all};
-        Tasks tasks = Tasks::of(p, work.row_block, slots.all);
+    // The team's slots, one after the other, and where they go.
+    template <Go GO> __device__ __forceinline__ void run() {
         float2 all_ml[G];
 #pragma unroll 1
         for (int slot = slots.first; slot < slots.end; slot++) {
             float2 ml[G];
-            attend(slot, slots.go == TO_THE_RESULT && slot > 0, ml);
-            if (!HANDS_OVER && slots.go == TO_THE_CLUSTER) {
-                send(tasks, slot, ml);
-            } else if (HANDS_OVER && slots.go == TO_MEMORY) {
-                hand_over(item, slot, ml);
+            attend(slot, GO == TO_THE_RESULT && slot > 0, ml);
+            if constexpr (GO == TO_THE_CLUSTER) {
+                send(slot, ml);
+            } else if constexpr (GO == TO_MEMORY) {
+                hand_over(slot, ml);
             } else if (slot > 0) {
                 append(all_ml, ml);
             } else {
@@ -349,9 +340,10 @@ struct Warp {
                 for (int g = 0; g < G; g++) all_ml[g] = ml[g];
             }
         }
-        if (!HANDS_OVER && slots.go == TO_THE_CLUSTER) receive(item, tasks);
+        Item item = {work.b, work.heads, work.row_block, slots.all};
+        if constexpr (GO == TO_THE_CLUSTER) receive(item);
         else if (slots.first == slots.end) return;
-        else if (HANDS_OVER && slots.go == TO_MEMORY) count(item);
+        else if constexpr (GO == TO_MEMORY) count(item);
         else write(item, all_ml);
     }
 };
@@ -393,6 +385,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
         self.load_queries();
         self.enter(index);
         first_queries_are_there(team);
-        self.run();
+        if constexpr (HANDS_OVER) self.run<TO_MEMORY>();
+        else if (in_cluster) self.run<TO_THE_CLUSTER>();
+        else self.run<TO_THE_RESULT>();
     }
 }

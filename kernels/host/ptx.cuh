@@ -78,17 +78,17 @@ DEVICE int dot2_u8_high(u32 a, u32 b, int c) { return (int)((u32)c + (a & 0xffff
 // ---- threads and warps ----
 
 DEVICE int lane_id() { return me().thread % 32; }
+DEVICE int not_before(int x) { return x; }
 DEVICE u32 warp_slot() { return me().thread / 32; }
 static inline void __syncthreads() { cta_barrier(0, machine.threads); }
 template <int N> DEVICE void barrier_of(int id = 1) { cta_barrier(id, N); }
 // A cluster is a row of the grid.
 DEVICE u32 peer_address(u32 at, u32 rank) { return at | rank << 24; }
-DEVICE void peer_send(u32 to, float x, float y, u32 barrier) {
-    if (to % 8) fail("a misaligned store to another CTA");
+template <class Vector> static inline void peer_send(u32 to, Vector x, u32 barrier) {
+    if (to % sizeof(x)) fail("a misaligned store to another CTA");
     Cta& other = *(me().cta - me().cta->index.x + (to >> 24));
-    float2 both = {x, y};
-    memcpy(other.shared + (to & 0xffffff), &both, 8);
-    landed(barrier & 0xffffff, 8, other);
+    memcpy(other.shared + (to & 0xffffff), &x, sizeof(x));
+    landed(barrier & 0xffffff, sizeof(x), other);
 }
 DEVICE void cluster_arrive() {}
 DEVICE void cluster_wait() {

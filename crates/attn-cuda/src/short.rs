@@ -120,11 +120,11 @@ const WAVE_TILES: usize = 16;
 /// Microseconds of a launch but for its tiles: of one team per item, of several that read each other's states, and of several that hand
 /// them over.
 const ALONE: f64 = 2.6;
-const TOGETHER: f64 = 4.2;
+const TOGETHER: f64 = 3.7;
 const HANDED_OVER: f64 = 5.9;
 /// What each slot that is joined takes: of a cluster of more than `FEW_TEAMS` (fewer join whole rows at once), and handed over; and
 /// each that a team hands over but its first.
-const CLUSTER_SLOT: f64 = 0.07;
+const CLUSTER_SLOT: f64 = 0.08;
 const FEW_TEAMS: usize = 4;
 const SLOT: f64 = 0.03;
 const NEXT_SLOT: f64 = 0.45;
