@@ -41,9 +41,11 @@ DEVICE Channels prepare_channels(u32 params, u32 scratch, int lane) {
     return {scratch, exponent(bits_float(warp_max(float_bits(largest_shift))))};
 }
 
-// Planes of q'·scale for this page, of the eight rows that lie in `query` as number `eight`; returns the shifts' term f32(Y)·2^-j.
-DEVICE float channel_query(Query& q, int g, u32 query, int eight, const Channels& page, int exponent_q, int lane) {
-    int c = lane % 4;
+// Planes of q'·scale for this page, of the eight rows that lie in `query` as number `eight`; returns the shifts' term f32(Y)·2^-j. Warps
+// that share tiles make a part of the planes each, and tell the others.
+DEVICE float channel_query(Query& q, int g, u32 query, int eight, const Channels& page, int exponent_q, const Team& team) {
+    constexpr int OWN = PANELS / TW;
+    int lane = team.lane, c = lane % 4;
     float bounds[2] = {};
 #pragma unroll
     for (int four = 0; four < FOURS; four++) {
@@ -60,16 +62,27 @@ DEVICE float channel_query(Query& q, int g, u32 query, int eight, const Channels
     float magic = bits_float(MAGIC_BITS + SPLIT - ((u32)e << 23)), up = exp2i(j);
     u32 y[2] = {};
 #pragma unroll
-    for (int panel = 0; panel < PANELS; panel++) {
+    for (int i = 0; i < OWN; i++) {
+        int panel = SHARES_TILES ? team.warp * OWN + i : i;
         u32 word = (panel * 4 + c) * 16;
         float4 v = lds128(query_word(query, eight, panel, lane)), k = lds128(page.scratch + word), h = lds128(page.scratch + PAGE_SHIFTS + word);
         y[0] += float_bits(fmaf(v.x * h.x, up, MAGIC)) + float_bits(fmaf(v.y * h.y, up, MAGIC));
         y[1] += float_bits(fmaf(v.z * h.z, up, MAGIC)) + float_bits(fmaf(v.w * h.w, up, MAGIC));
         split_planes(float_bits(fmaf(v.x, k.x, magic)), float_bits(fmaf(v.y, k.y, magic)), float_bits(fmaf(v.z, k.z, magic)),
-                     float_bits(fmaf(v.w, k.w, magic)), q.plane[g][panel][0], q.plane[g][panel][1]);
+                     float_bits(fmaf(v.w, k.w, magic)), q.plane[g][i][0], q.plane[g][i][1]);
+        if (SHARES_TILES) team.tell_plane(panel, q.plane[g][i][0], q.plane[g][i][1]);
+    }
+    int sum = quad_sum((int)(y[0] + y[1] - (u32)(OWN * 4) * MAGIC_BITS));
+    if constexpr (SHARES_TILES) {
+        static_assert(!CHANNEL || G == 1 && PANELS % TW == 0, "team.cuh has room for eight rows");
+        team.tell_shift(sum);
+        team.barrier();
+#pragma unroll
+        for (int panel = 0; panel < PANELS; panel++) team.hear_plane(panel, q.plane[g][panel][0], q.plane[g][panel][1]);
+        sum = team.shift();
     }
     centre_codes(q, g);
-    return (float)quad_sum((int)(y[0] + y[1] - (u32)(PANELS * 4) * MAGIC_BITS)) * exp2i(-j);
+    return (float)sum * exp2i(-j);
 }
 
 // A sealed page's scores, complete: planes and shifts' term are the page's own.
@@ -81,7 +94,7 @@ template <class Done> DEVICE u32 channel_scores(Ring& ring, u32 query, u32 scrat
     Query q;
     float offset[G];
 #pragma unroll
-    for (int g = 0; g < G; g++) offset[g] = channel_query(q, g, query, warp_row / 8 + g, page, exponent_q[g], lane);
+    for (int g = 0; g < G; g++) offset[g] = channel_query(q, g, query, warp_row / 8 + g, page, exponent_q[g], team);
     scores(stage, PreparedK{scratch}, q, team, s);
     u32 values = done_with_keys(stage, K_PART, done);
 #pragma unroll

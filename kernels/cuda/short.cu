@@ -245,10 +245,11 @@ struct Warp {
     // A slot to those of the cluster who will join it.
     __device__ __forceinline__ void send(int slot, const float2 (&ml)[G]) const {
         Tasks tasks = Tasks::of(p, not_before(work.row_block), slots.all);
-        constexpr int VECTORS = DIMS / 4;  // of a row, in this warp
+        constexpr int VECTORS = DIMS / 4;        // of a row, in this warp
+        constexpr int UNROLL = G == 1 ? 16 : 1;  // with two row groups there are no registers for more
         u32 base = shared - team.index * TEAM_BYTES;
         __syncwarp();
-#pragma unroll
+#pragma unroll UNROLL
         for (int i = 0; i < ROWS * VECTORS / 32; i++) {
             int vector = i * 32 + team.lane, row = vector / VECTORS, dim = team.dim() + vector % VECTORS * 4;
             if (row >= tasks.rows) continue;

@@ -7,7 +7,8 @@
 constexpr int SUMS = V_INT4 ? 1 + 2 * V_GROUPS : 1;  // per row, of four lanes of each warp: weights; and of each group, shifts' high and low bytes
 constexpr int PLANES_BYTES = V_FLOAT ? 16 : 8;       // of a lane, for 16 tokens
 constexpr int EXCHANGED_SUMS = ROWS * TW * 4, EXCHANGED_PLANES = EXCHANGED_SUMS + SUMS * ROWS * TW * 16;
-constexpr int EXCHANGE_BYTES = EXCHANGED_PLANES + V_GROUPS * G * (TILE / 16) * 32 * PLANES_BYTES;
+constexpr int EXCHANGED_QUERY = EXCHANGED_PLANES + V_GROUPS * G * (TILE / 16) * 32 * PLANES_BYTES;  // of a page of channels: planes, shifts' sums
+constexpr int EXCHANGED_SHIFTS = EXCHANGED_QUERY + PANELS * 32 * 8, EXCHANGE_BYTES = CHANNEL ? EXCHANGED_SHIFTS + 8 * TW * 4 : EXCHANGED_QUERY;
 
 struct Team {
     u32 exchange;  // shared address
@@ -47,6 +48,22 @@ struct Team {
             all += float_bits(x.x) + float_bits(x.y) + float_bits(x.z) + float_bits(x.w);
         }
         return (int)all;
+    }
+    // The planes of a page's query, and the parts of its shifts' term.
+    __device__ __forceinline__ u32 plane_at(int panel) const { return exchange + EXCHANGED_QUERY + (panel * 32 + lane) * 8; }
+    __device__ __forceinline__ void tell_plane(int panel, u32 hi, u32 lo) const { sts64(plane_at(panel), bits_float(hi), bits_float(lo)); }
+    __device__ __forceinline__ void hear_plane(int panel, u32& hi, u32& lo) const {
+        uint2 x = lds64(plane_at(panel));
+        hi = x.x;
+        lo = x.y;
+    }
+    __device__ __forceinline__ u32 shift_at() const { return exchange + EXCHANGED_SHIFTS + lane / 4 * TW * 4; }
+    __device__ __forceinline__ void tell_shift(int sum) const {
+        if (lane % 4 == 0) sts32(shift_at() + warp * 4, sum);
+    }
+    __device__ __forceinline__ int shift() const {
+        float4 x = lds128(shift_at());
+        return (int)(float_bits(x.x) + float_bits(x.y) + float_bits(x.z) + float_bits(x.w));
     }
     __device__ __forceinline__ u32 planes_at(int group, int g, int panel) const {
         return exchange + EXCHANGED_PLANES + (((group * G + g) * (TILE / 16) + panel) * 32 + lane) * PLANES_BYTES;

@@ -367,7 +367,9 @@ impl Kernel {
                 overlap,
             ),
         ];
-        let attributes = match (launch.cluster > 1, self.overlaps) {
+        // Also of one CTA, where its teams send each other states: those instructions are for clusters.
+        let is_cluster = launch.cluster * launch.teams > 1;
+        let attributes = match (is_cluster, self.overlaps) {
             (false, false) => &mut attributes[..0],
             (true, false) => &mut attributes[..1],
             (false, true) => &mut attributes[1..],

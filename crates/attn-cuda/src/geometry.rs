@@ -368,7 +368,7 @@ impl Geometry {
                 0
             };
             let bytes = self.stages * (stage + 16)
-                + short::exchange_bytes(self, format.v, v_groups)
+                + short::exchange_bytes(self, format, head_dim)
                 + short::state_bytes(self, head_dim)
                 + query
                 + scratch

@@ -22,7 +22,13 @@ pub(crate) const SM_TEAMS: usize = 2;
 const MAX_CLUSTER: usize = 8;
 
 /// What the warps of a team tell each other about a tile: `EXCHANGE_BYTES` of `team.cuh`.
-pub(crate) fn exchange_bytes(geometry: &Geometry, v: Scheme, groups: usize) -> usize {
+pub(crate) fn exchange_bytes(geometry: &Geometry, format: KvFormat, head_dim: usize) -> usize {
+    let (v, groups) = (format.v, format.v.groups(head_dim));
+    let query = if format.k == Scheme::Int4(Int4Scale::Channel) {
+        head_dim / 16 * 32 * 8 + geometry.rows() * 16
+    } else {
+        0
+    };
     let sums = if v.code_bits() == 4 {
         1 + 2 * groups
     } else {
@@ -30,7 +36,7 @@ pub(crate) fn exchange_bytes(geometry: &Geometry, v: Scheme, groups: usize) -> u
     };
     let is_float = matches!(v, Scheme::F16 | Scheme::Bf16 | Scheme::Fp8E4m3);
     let planes = if is_float { 16 } else { 8 };
-    (1 + 4 * sums) * geometry.rows() * 16 + groups * geometry.row_groups * 4 * 32 * planes
+    (1 + 4 * sums) * geometry.rows() * 16 + groups * geometry.row_groups * 4 * 32 * planes + query
 }
 
 /// A team's state, and room for those that others of its cluster send: `PLACE_BYTES` of `short.cu`, `SENT_BYTES` of `cluster.cuh`.
@@ -272,7 +278,7 @@ fn us_per_tile(problem: &Problem, format: KvFormat, bytes: f64) -> f64 {
     let more = [
         (format.v.code_bits() == 4, 0.2),
         (groups, 0.35),
-        (channel, 0.65 * dims),
+        (channel, 0.4 * dims),
     ];
     let more: f64 = more.iter().filter(|(has, _)| *has).map(|(_, us)| us).sum();
     let rows = problem.heads_per_kv() * problem.q_len;
@@ -302,8 +308,8 @@ fn in_waves(problem: &Problem, sms: usize, cost: &Cost) -> Option<f64> {
     Some(ALONE + (items / places) as f64 * wave(places) + wave(items % places))
 }
 
-/// Microseconds of `decode.cu`: its CTAs have whole spans, some one more than others, and hand over what they share; a warp with two
-/// groups of rows takes longer.
+/// Microseconds of `decode.cu`: its CTAs have whole spans, some one more than others, and hand over what they share; a warp alone with a
+/// tile takes longer with two groups of rows, and with 4-bit keys.
 fn decode_us(problem: &Problem, format: KvFormat, sms: usize) -> f64 {
     let spans = max_segments(longest(problem)).div_ceil(arithmetic::SPAN);
     let (items, ctas) = (items(problem), SM_TEAMS * sms);
@@ -316,7 +322,13 @@ fn decode_us(problem: &Problem, format: KvFormat, sms: usize) -> f64 {
         1.0
     };
     let rows = problem.heads_per_kv() * problem.q_len;
-    let more = if rows > 8 { 4.0 } else { 0.0 };
+    let more = [
+        (rows > 8, 4.0),
+        (format.k.code_bits() == 4, 1.3),
+        (format.k == Scheme::Int4(Int4Scale::Channel), 0.7),
+        (format.k.groups(problem.head_dim) > 1, 1.4),
+    ];
+    let more: f64 = more.iter().filter(|(has, _)| *has).map(|(_, us)| us).sum();
     8.3 + joins + more + most * bytes(problem, &layout(problem, format)) / 4.4e6
 }
 
