@@ -74,7 +74,7 @@ DEVICE float channel_query(Query& q, int g, u32 query, int eight, const Channels
     }
     int sum = quad_sum((int)(y[0] + y[1] - (u32)(OWN * 4) * MAGIC_BITS));
     if constexpr (SHARES_TILES) {
-        static_assert(!CHANNEL || G == 1 && PANELS % TW == 0, "team.cuh has room for eight rows");
+        static_assert(!CHANNEL || !SHARES_TILES || G == 1 && PANELS % TW == 0, "team.cuh has room for eight rows");
         team.tell_shift(sum);
         team.barrier();
 #pragma unroll

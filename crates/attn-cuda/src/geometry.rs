@@ -51,6 +51,8 @@ pub enum Short {
     Auto,
     /// Wherever it can: `always`.
     Always,
+    /// Wherever its teams can hand over in global memory, elsewhere where it is the faster one: `hand-over`.
+    HandOver,
     /// `never`.
     Never,
 }
@@ -62,9 +64,10 @@ impl std::str::FromStr for Short {
         match text {
             "" | "auto" => Ok(Short::Auto),
             "always" => Ok(Short::Always),
+            "hand-over" => Ok(Short::HandOver),
             "never" => Ok(Short::Never),
             other => Err(format!(
-                "ATTN_CUDA_SHORT is {other}; allowed: auto, always, never"
+                "ATTN_CUDA_SHORT is {other}; allowed: auto, always, hand-over, never"
             )),
         }
     }

@@ -129,8 +129,9 @@ const ALONE: f64 = 2.6;
 const TOGETHER: f64 = 3.7;
 const HANDED_OVER: f64 = 5.9;
 /// What each slot that is joined takes: of a cluster of more than `FEW_TEAMS` (fewer join whole rows at once), and handed over; and
-/// each that a team hands over but its first.
+/// each that a team hands over but its first. `MORE_ROWS`: of a cluster, where there are more than eight.
 const CLUSTER_SLOT: f64 = 0.08;
+const MORE_ROWS: f64 = 2.5;
 const FEW_TEAMS: usize = 4;
 const SLOT: f64 = 0.03;
 const NEXT_SLOT: f64 = 0.45;
@@ -205,7 +206,8 @@ impl Spread {
                 let is_tile = self.tiles == self.slots_each;
                 let few = self.teams * self.ctas <= FEW_TEAMS;
                 let join = if is_tile || few { 0.0 } else { CLUSTER_SLOT };
-                TOGETHER + slots * join + tiles.max(cost.read)
+                let rows = if cost.row_groups > 1 { MORE_ROWS } else { 0.0 };
+                TOGETHER + rows + slots * join + tiles.max(cost.read)
             }
             Together::HandOver { .. } => {
                 let more = (self.slots_each - 1) as f64 * NEXT_SLOT;
@@ -240,6 +242,7 @@ fn spread(problem: &Problem, sms: usize, cost: &Cost, unit: Option<Unit>) -> Opt
 struct Cost {
     tile: f64,
     read: f64,
+    row_groups: usize,
 }
 
 impl Cost {
@@ -250,6 +253,7 @@ impl Cost {
         Cost {
             tile: us_per_tile(problem, format, layout.run_bytes() as f64),
             read: bytes(problem, &layout) / pace,
+            row_groups: row_groups(problem),
         }
     }
 }
@@ -281,10 +285,15 @@ fn us_per_tile(problem: &Problem, format: KvFormat, bytes: f64) -> f64 {
         (channel, 0.4 * dims),
     ];
     let more: f64 = more.iter().filter(|(has, _)| *has).map(|(_, us)| us).sum();
-    let rows = problem.heads_per_kv() * problem.q_len;
-    let row_groups = rows.div_ceil(8).max(1) as f64;
-    let chain = (0.25 + 0.55 * dims + more) * (0.4 + 0.6 * row_groups);
+    let chain = (0.25 + 0.55 * dims).max(0.7) + more;
+    let chain = chain * (0.4 + 0.6 * row_groups(problem) as f64);
     chain.max(bytes / 32.5e3)
+}
+
+/// Groups of eight query rows per KV head.
+fn row_groups(problem: &Problem) -> usize {
+    let rows = problem.heads_per_kv() * problem.q_len;
+    rows.div_ceil(8).max(1)
 }
 
 /// Microseconds of a launch whose items have a team each, more than run at once. `None` where lengths differ, so that some teams would
@@ -321,9 +330,8 @@ fn decode_us(problem: &Problem, format: KvFormat, sms: usize) -> f64 {
     } else {
         1.0
     };
-    let rows = problem.heads_per_kv() * problem.q_len;
     let more = [
-        (rows > 8, 4.0),
+        (row_groups(problem) > 1, 4.0),
         (format.k.code_bits() == 4, 1.3),
         (format.k == Scheme::Int4(Int4Scale::Channel), 0.7),
         (format.k.groups(problem.head_dim) > 1, 1.4),
@@ -338,6 +346,10 @@ pub(crate) fn choose(problem: &Problem, format: KvFormat, limits: Limits) -> Opt
         return None;
     }
     let cost = Cost::of(problem, format);
+    let hands_over = || spread(problem, limits.sms, &cost, Some(Unit::HandOver)).is_some();
+    if limits.short == Short::HandOver && hands_over() {
+        return Some(Unit::HandOver);
+    }
     let spread = spread(problem, limits.sms, &cost, None);
     let unit = spread.map_or(Unit::Short, |spread| spread.together.unit());
     let short = match spread {
@@ -345,7 +357,9 @@ pub(crate) fn choose(problem: &Problem, format: KvFormat, limits: Limits) -> Opt
         None => in_waves(problem, limits.sms, &cost),
     };
     let is_chosen = match limits.short {
-        Short::Auto => short.is_some_and(|us| us < decode_us(problem, format, limits.sms)),
+        Short::Auto | Short::HandOver => {
+            short.is_some_and(|us| us < decode_us(problem, format, limits.sms))
+        }
         Short::Always => true,
         Short::Never => false,
     };
@@ -397,11 +411,14 @@ mod tests {
         }
     }
 
+    fn chosen(problem: &Problem, format: KvFormat) -> Unit {
+        let geometry = Geometry::of_problem(problem, format, 64, limits(Short::Auto));
+        geometry.map(|g| g.unit).unwrap()
+    }
+
     fn unit(heads: [usize; 2], kv_len: usize, batch: usize, format: KvFormat) -> Unit {
         let problem = Problem::new(heads[0], heads[1], 128, vec![kv_len; batch]);
-        Geometry::of_problem(&problem, format, 64, limits(Short::Auto))
-            .map(|g| g.unit)
-            .unwrap()
+        chosen(&problem, format)
     }
 
     /// What was measured faster is chosen (docs/performance.md, log lines 39, 41, 49 and 51).
@@ -455,6 +472,19 @@ mod tests {
     }
 
     #[test]
+    fn head_dims_choose_for_themselves() {
+        for (head_dim, batch, want) in [
+            (64, 256, Unit::Decode),
+            (96, 167, Unit::Decode),
+            (192, 85, Unit::HandOver),
+            (256, 64, Unit::Short),
+        ] {
+            let problem = Problem::new(8, 1, head_dim, vec![8192; batch]);
+            assert_eq!(chosen(&problem, KvFormat::INT8), want, "{head_dim}");
+        }
+    }
+
+    #[test]
     fn all_ctas_of_a_launch_run_at_once() {
         for batch in 1..300 {
             for kv_len in [1, 64, 65, 700, 1024, 5000, 8192, 65_536, 200_000] {
@@ -484,6 +514,13 @@ mod tests {
         };
         assert_eq!(of(Short::Always), Some((Unit::Short, [1, 1, 512])));
         assert_eq!(of(Short::Never), Some((Unit::Decode, [264, 1, 1])));
+        assert_eq!(
+            of(Short::HandOver).map(|(unit, _)| unit),
+            Some(Unit::Decode)
+        );
+        let long = Problem::new(8, 1, 128, vec![300, 1]);
+        let over = Geometry::of_problem(&long, KvFormat::INT8, 64, limits(Short::HandOver));
+        assert_eq!(over.map(|g| g.unit), Some(Unit::HandOver));
         let few = Problem::new(8, 1, 128, vec![100]);
         let never = Geometry::of_problem(&few, KvFormat::INT8, 64, limits(Short::Never));
         assert_eq!(never.map(|g| g.unit), Some(Unit::Decode));

@@ -120,9 +120,9 @@ pub(crate) fn random(seed: u64) -> Case {
 }
 
 /// Where the GPU's answer differs from the CPU's, or from its own under another batch or grid.
-fn differs(cpu: &CpuBackend, gpus: &[CudaBackend; 2], case: &Case) -> Result<Option<String>> {
+fn differs(cpu: &CpuBackend, gpus: &[CudaBackend; 3], case: &Case) -> Result<Option<String>> {
     let want = decode(cpu, case, &case.cache(cpu, usize::MAX)?)?;
-    let which = (case.seed % 2) as usize;
+    let which = (case.seed % 3) as usize;
     let cache = case.built(&gpus[which])?;
     for (run, gpu) in [("", &gpus[which]), ("second run: ", &gpus[which])] {
         let got = decode(gpu, case, &cache)?;
@@ -133,9 +133,9 @@ fn differs(cpu: &CpuBackend, gpus: &[CudaBackend; 2], case: &Case) -> Result<Opt
         }
     }
     // Another grid, the sequence alone, its pages elsewhere.
-    let b = (case.seed as usize / 2) % case.problem.batch();
+    let b = (case.seed as usize / 3) % case.problem.batch();
     let one = case.only(b);
-    let gpu = &gpus[1 - which];
+    let gpu = &gpus[(which + 1) % 3];
     let got = decode(gpu, &one, &one.built(gpu)?)?;
     let rows = case.problem.q_len * case.problem.num_q_heads;
     let dims = rows * case.problem.head_dim;
@@ -149,7 +149,11 @@ fn differs(cpu: &CpuBackend, gpus: &[CudaBackend; 2], case: &Case) -> Result<Opt
 pub fn run(count: u64, seed: u64) -> Result<()> {
     let cpu = CpuBackend::new();
     let open = || CudaBackend::open();
-    let gpus = [open()?, open()?.with_sms(37).with_short(Short::Never)];
+    let gpus = [
+        open()?,
+        open()?.with_sms(37).with_short(Short::Never),
+        open()?.with_sms(61).with_short(Short::HandOver),
+    ];
     let start = Instant::now();
     let (mut equal, mut refused, mut failures) = (0, 0, Vec::new());
     let mut tokens = 0;
@@ -176,7 +180,7 @@ pub fn run(count: u64, seed: u64) -> Result<()> {
         println!("differs: {failure}");
     }
     println!(
-        "stress: {equal} of {count} random shapes equal to the bit (twice, alone, on two grids; {tokens} tokens), {refused} without a kernel, \
+        "stress: {equal} of {count} random shapes equal to the bit (twice, alone, on three grids; {tokens} tokens), {refused} without a kernel, \
          {} differ, {:.0} s",
         failures.len(),
         start.elapsed().as_secs_f64()

@@ -8,7 +8,7 @@ use attn_conformance::{
 use attn_core::{HostPages, KvCache, KvFormat, KvSource, PageTable, StridedRows};
 use attn_cpu::CpuBackend;
 use attn_cuda::{
-    geometry::{Limits, Short},
+    geometry::{Limits, Short, Unit},
     instance::{Arch, Instance},
     native::{DecodeArgs, DeviceKv, Shape, alibi_slopes_log2},
 };
@@ -111,7 +111,7 @@ impl Job {
             shared_limit: Arch::Sm90a.shared_limit(),
             // Clusters of up to 8 CTAs, or of up to 4, and alone with an item where there are many.
             sms: match short {
-                Short::Always => [56, 20][case.seed as usize % 2],
+                Short::Always | Short::HandOver => [56, 20][case.seed as usize % 2],
                 _ => sms,
             },
             short,
@@ -245,9 +245,12 @@ impl Jobs {
             Some(job) => self.jobs.push(job),
             None => self.left += 1,
         }
-        let short = Job::new(case, Short::Always)?;
-        let short = short.filter(|job| job.shape.geometry.unit.shares_tiles());
-        self.jobs.extend(short);
+        let short = Job::new(case.clone(), Short::Always)?;
+        let is_short = |job: &Job| job.shape.geometry.unit == Unit::Short;
+        self.jobs.extend(short.filter(is_short));
+        let over = Job::new(case, Short::HandOver)?;
+        let is_over = |job: &Job| job.shape.geometry.unit == Unit::HandOver;
+        self.jobs.extend(over.filter(is_over));
         Ok(())
     }
 
