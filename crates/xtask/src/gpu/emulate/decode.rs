@@ -269,10 +269,16 @@ impl Jobs {
                 failures += 1;
             }
         }
+        let of = |unit| {
+            let is_of = |job: &&Job| job.shape.geometry.unit == unit;
+            self.jobs.iter().filter(is_of).count()
+        };
         println!(
-            "decode: {} of {} shapes equal to the bit, each twice ({} of floats or larger left to GPUs)",
+            "decode: {} of {} shapes equal to the bit, each twice ({} by short.cu in clusters, {} handed over; {} of floats or larger left to GPUs)",
             self.jobs.len() - failures,
             self.jobs.len(),
+            of(Unit::Short),
+            of(Unit::HandOver),
             self.left
         );
         failures
