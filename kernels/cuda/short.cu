@@ -1,13 +1,18 @@
-// Split-KV decode attention by teams of four warps (sm_90): of few and short items, where latency binds, and of wide formats in waves. An
-// item is what one KV head of one sequence has to do.
+// Split-KV decode attention by teams of four warps (sm_90): of few items and of short ones, where latency binds, and of wide formats in
+// waves. An item is what one KV head of one sequence has to do.
 //
-// What decode.cu does, but for three things. An item is a cluster's: its CTAs take the item's slots (tiles, segments or spans, whatever
-// leaves each CTA a few), and read each other's states where they lie in shared memory; no share has to be found, nothing is counted,
-// nothing goes through global memory. In a CTA, four warps share each tile, by tokens for the scores, by dims for the values: a tile takes
+// What decode.cu does, but for three things. No share has to be found: the host gives each item so many teams, and a team takes the
+// item's next slots, tiles, segments or spans. Four warps share each tile, by tokens for the scores, by dims for the values: a tile takes
 // 0.6 µs instead of the 2.5 that a warp needs alone, and states stay in registers, a quarter of the dims in each warp. And a fifth warp
-// feeds them. All of that costs instructions, and CTAs that wait at two barriers per tile: with more to do, decode.cu is faster, but for
-// wide formats, whose instructions are few for each byte. With those, many items of like lengths come here too, a team to each, in
-// waves: a team that ends makes room for the next, and nothing is ever joined (bf16 reads at 97 % so, at 95 in decode.cu).
+// feeds them. All of that costs instructions, and a team waits at two barriers per tile: with more to do, decode.cu is faster, but for
+// wide formats, whose instructions are few for each byte.
+//
+// Where a team's states go:
+// - to the result, where the team has the item for itself. Also of more items than run at once, if their lengths are alike and the
+//   format is wide: a team that ends makes room for the next, and nothing is ever joined (bf16 reads at 97 % so, at 95 in decode.cu).
+// - to others of the cluster, which join them (cluster.cuh): the fastest way, for as many CTAs as clusters can have all at once.
+// - to global memory, counted and joined by whoever comes last (slots.cuh; a kernel of its own, ATTN_HAND_OVER): 2 µs more, for any
+//   number of CTAs. 32 items would take 32 clusters of four SMs, of which 30 fit an H200; one item takes all SMs this way.
 #include "channel.cuh"
 #include "cluster.cuh"
 #include "slots.cuh"
@@ -22,6 +27,11 @@ extern "C" __device__ const int attn_threads = TEAM_THREADS;
 
 enum Go { TO_THE_RESULT, TO_THE_CLUSTER, TO_MEMORY };
 
+// Which of the item's teams this is, which of its CTA's, and the sequence's length.
+struct Start {
+    int index, team, kv_len;
+};
+
 // A team's slots of the item.
 struct Slots {
     Level level;
@@ -35,10 +45,10 @@ struct Slots {
         return ceil_div(slots + second >> second, p.by_ctas);
     }
     // With the sequence's length, which whatever needs no length does not wait for.
-    __device__ __forceinline__ void enter(const DecodeParams& p, Work& work, int team) {
+    __device__ __forceinline__ void enter(const DecodeParams& p, Work& work, const Start& start) {
         work.measure = {SPANS, true};
-        (Sequence&)work = Sequence::of(work.measure, p.kv_lens[work.b]);
-        *this = of(p, work, team);
+        (Sequence&)work = Sequence::of(work.measure, start.kv_len);
+        *this = of(p, work, start.index);
     }
     DEVICE Slots of(const DecodeParams& p, const Sequence& s, int team) {
         Slots x;
@@ -75,7 +85,7 @@ DEVICE void first_queries_are_there(int team) { barrier_of<TEAM_THREADS>(1 + MAX
 
 // One warp copies the tiles of the team's slots into the ring. What follows the first tile waits for the first queries: behind more
 // copies, they would take longer.
-DEVICE void feed(const DecodeParams& p, Work& work, Slots& slots, const Ring& ring, int lane, int index, int team, const RowMaps* maps) {
+DEVICE void feed(const DecodeParams& p, Work& work, Slots& slots, const Ring& ring, const Start& start, int lane, const RowMaps* maps) {
     Copies<OfItem> copies;
     copies.ring = ring;
     copies.lane = lane;
@@ -83,18 +93,18 @@ DEVICE void feed(const DecodeParams& p, Work& work, Slots& slots, const Ring& ri
     copies.part = 0;
     copies.maps = maps;
     copies.begin(p, work.b, work.heads);
-    u32 likely = copies.look_at(p, likely_page(p, index));
-    slots.enter(p, work, index);
+    u32 likely = copies.look_at(p, likely_page(p, start.index));
+    slots.enter(p, work, start);
     copies.place = {work.b, work.kv_len, work.heads};
     copies.open = first_open_tile(work.kv_len);
     copies.tile = slots.first << slots.shift;
     int end = min(work.num_tiles, slots.end << slots.shift);
     if (copies.tile < end) {
-        copies.look_up(likely, likely_page(p, index));
+        copies.look_up(likely, likely_page(p, start.index));
         while (!copies.copy_next(p)) {
         }
     }
-    first_queries_are_there(team);
+    first_queries_are_there(start.team);
 #pragma unroll 1
     while (copies.tile < end)
         if (copies.copy_next(p) && copies.known == 32) copies.look_up();
@@ -134,8 +144,8 @@ struct Warp {
             load_query(p, work, work.heads, 0, team.lane, item.q);
         }
     }
-    __device__ __forceinline__ void enter(int index) {
-        slots.enter(p, work, index);
+    __device__ __forceinline__ void enter(const Start& start) {
+        slots.enter(p, work, start);
         item.rows = visible(p, work, work.heads, 0, team.lane);
     }
     __device__ __forceinline__ void done_with_stage() { ring.release(team.lane); }
@@ -349,7 +359,7 @@ struct Warp {
     }
 };
 
-// Grid: (CTAs of a cluster, KV heads · row blocks, sequences); CTAs of one or two teams.
+// Grid: (CTAs of an item, KV heads · row blocks, sequences); CTAs of one or two teams.
 extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
     SHARED_MEMORY(shared, STAGE_ALIGN);
     int warp = threadIdx.x / 32 % (TW + 1), lane = lane_id(), team = threadIdx.x / TEAM_THREADS;
@@ -368,23 +378,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     // Whatever comes before in the stream may still be running: nothing of it has been read so far.
     after_dependencies();
     if (in_cluster) cluster_wait();
+    Start start = {(int)(blockIdx.x * (blockDim.x / TEAM_THREADS)) + team, team, load_now(p.kv_lens + blockIdx.z)};
     Work work;
     work.b = blockIdx.z;
     work.heads = blockIdx.y / p.by_row_blocks;
     work.row_block = blockIdx.y - work.heads * p.row_blocks;
     Slots slots;
-    int index = blockIdx.x * (blockDim.x / TEAM_THREADS) + team;
     Ring ring = {mine, mine + AT_BARRIERS, 0, 0};
     if (warp == TW) {
         const RowMaps* rows = nullptr;
 #if ATTN_PAGE == 0
         rows = &maps;
 #endif
-        feed(p, work, slots, ring, lane, index, team, rows);
+        feed(p, work, slots, ring, start, lane, rows);
     } else {
         Warp self = {p, work, slots, ring, {mine + AT_EXCHANGE, warp, lane, team}, mine + AT_QUERY, mine + AT_SCRATCH + warp * SCRATCH_BYTES, mine};
         self.load_queries();
-        self.enter(index);
+        self.enter(start);
         first_queries_are_there(team);
         if constexpr (HANDS_OVER) self.run<TO_MEMORY>();
         else if (in_cluster) self.run<TO_THE_CLUSTER>();
