@@ -13,7 +13,8 @@ constexpr bool HANDS_OVER = false;
 
 constexpr int TEAM_SLOTS = 4;  // of the item, for each of its teams, at most
 
-// Room for a team's tasks: of so many slots, 32 dims and (m, l) each.
+// Room for a team's tasks: of as many slots as all teams can have, 32 dims and (m, l) each. Teams are a power of two that divides the
+// tasks of ROWS rows, so that tasks of fewer rows never leave one of them more.
 constexpr int SENT_BYTES = TEAM_SLOTS * ROWS * (D / 32) * (32 * 4 + 8);
 
 // A team's memory. A state of its own waits in a place; a second one, of an item that it has alone, lies where others' would.

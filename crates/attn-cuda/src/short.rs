@@ -39,7 +39,7 @@ pub(crate) fn exchange_bytes(geometry: &Geometry, format: KvFormat, head_dim: us
     (1 + 4 * sums) * geometry.rows() * 16 + groups * geometry.row_groups * 4 * 32 * planes + query
 }
 
-/// A team's state, and room for those that others of its cluster send: `PLACE_BYTES` of `short.cu`, `SENT_BYTES` of `cluster.cuh`.
+/// A team's state, and room for those that others of its cluster send: `PLACE_BYTES` and `SENT_BYTES` of `cluster.cuh`.
 pub(crate) fn state_bytes(geometry: &Geometry, head_dim: usize) -> usize {
     let sent = match geometry.unit {
         Unit::HandOver => 0,
