@@ -229,6 +229,12 @@ impl Jobs {
             ] {
                 all.add(Case::new(heads, 64, &lens, KvFormat::INT8))?;
             }
+            // Teams whose first page is not the likely one; a cluster of one CTA, whose warps join whole rows.
+            let mut pages = Case::new([4, 1], 64, &[1500, 700], KvFormat::INT8);
+            pages.page_size = 16;
+            pages.seed = 2; // for the larger GPU
+            all.add(pages)?;
+            all.add(Case::new([8, 1], 128, &[600; 16], KvFormat::INT8))?;
             let count = count + all.jobs.len();
             for seed in seed.. {
                 if all.jobs.len() >= count {
