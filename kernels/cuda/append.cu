@@ -28,6 +28,7 @@ struct AppendParams {
     int num_kv_heads;
     int page_table_stride;
     int dtype;                        // of k and v: 0 f32, 1 f16, 2 bf16
+    int is_followed;                  // by a decode that knows what this launch writes
 };
 static_assert(sizeof(AppendParams) == 104, "edit crates/attn-cuda/src/params.rs too");
 
@@ -261,9 +262,11 @@ DEVICE void append_many(const AppendParams& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(256, 5) attn_append(const __grid_constant__ AppendParams p) {
-    // Every CTA waits, whatever it then does: who waits for this launch relies on the one before it, too. Letting the next one begin
-    // before this one ends only makes it slower (from append to append 5.0 µs, at once or before the stores; 4.2 without).
+    // Every CTA waits, whatever it then does: who waits for this launch relies on the one before it, too. A launch that then waits for
+    // all of this one should not begin before it ends (from append to append 5.0 µs, at once or before the stores; 4.2 without), but
+    // a decode has enough to do meanwhile.
     wait_for_dependencies();
+    if (p.is_followed) launch_dependents();
     if (p.tokens == 1) append_one(p);
     else append_many(p);
 }

@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     __syncthreads();
     if (threadIdx.x == THREADS - 1) touch_params(p, base + AT_KEPT);
     // Whatever comes before in the stream may still be running: nothing of it has been read so far.
-    after_dependencies();
+    after_dependencies(p);
     Join join;
     join.start(shared);
     Cursor* cursors = (Cursor*)(shared + AT_CURSORS);
@@ -166,4 +166,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
         else join.unit(p, here, cursors[n ^ 1]);
     }
     join.finish(p);
+    wait_for_dependencies();  // whoever waits for this launch relies on the ones before it, too
 }

@@ -59,6 +59,7 @@ template <class Place> struct Copies {
     u32 pages;  // of the next tiles, a block to a lane
     int known;  // lanes of them that are used up
     int open;   // `first_open_tile`
+    int appended;  // `first_appended_tile`, until it is there
     const RowMaps* maps;  // of someone else's rows
     // Of the sequence and KV head: its pages, and where its run lies in the first page of the pool.
     const u32* table;
@@ -99,6 +100,10 @@ template <class Place> struct Copies {
     __device__ __forceinline__ int parts() const { return (WHOLE ? 1 : 2) + is_tail(); }
     // Copies the next part into the ring's next stage; true if the tile at hand is a new one.
     __device__ __forceinline__ bool copy_next(const DecodeParams& p) {
+        if (PAGE != 0 && tile >= appended) {
+            wait_for_dependencies();
+            appended = 0x7fffffff;
+        }
         if (READERS > 1) barrier_wait(ring.empty(), ring.phase ^ 1);
         copy_part(p);
         ring.advance();
@@ -290,6 +295,7 @@ struct Feed : Copies<OfCursor> {
     __device__ __forceinline__ void move_to(const DecodeParams& p, const Work& work) {
         begin(p, work.b, work.kv_head(place.team));
         if (CHANNEL) open = first_open_tile(work.kv_len);
+        appended = first_appended_tile(p, work.kv_len);
         step = work.step();
     }
     __device__ __forceinline__ void start(const DecodeParams& p, const Cursor& first) {

@@ -53,6 +53,8 @@ struct DecodeParams {
     Divisor by_row_blocks;
     Divisor by_ctas;                  // the grid's
     Divisor by_sms;                   // CTAs over those that share an SM
+    int appended;                     // new tokens of each sequence that the launch ahead writes, an append that waited for what is
+                                      // ahead of it: all else may be read while it runs. 0: the launch ahead is any other
 };
 
 // How the copy engine finds rows of someone else's cache, [sequence][KV head][token][byte]: tensor maps, which the driver made.

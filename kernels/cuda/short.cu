@@ -97,6 +97,7 @@ DEVICE void feed(const DecodeParams& p, Work& work, Slots& slots, const Ring& ri
     slots.enter(p, work, start);
     copies.place = {work.b, work.kv_len, work.heads};
     copies.open = first_open_tile(work.kv_len);
+    copies.appended = first_appended_tile(p, work.kv_len);
     copies.tile = slots.first << slots.shift;
     int end = min(work.num_tiles, slots.end << slots.shift);
     if (copies.tile < end) {
@@ -108,6 +109,7 @@ DEVICE void feed(const DecodeParams& p, Work& work, Slots& slots, const Ring& ri
 #pragma unroll 1
     while (copies.tile < end)
         if (copies.copy_next(p) && copies.known == 32) copies.look_up();
+    wait_for_dependencies();  // whoever waits for this launch relies on the ones before it, too
 }
 
 // ---- the tiles ----
@@ -376,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     if (in_cluster) cluster_arrive();  // what others send may come from now on
     if (threadIdx.x == TEAM_THREADS - 1) touch_params(p, base + AT_ANSWER);
     // Whatever comes before in the stream may still be running: nothing of it has been read so far.
-    after_dependencies();
+    after_dependencies(p);
     if (in_cluster) cluster_wait();
     Start start = {(int)(blockIdx.x * (blockDim.x / TEAM_THREADS)) + team, team, load_now(p.kv_lens + blockIdx.z)};
     Work work;

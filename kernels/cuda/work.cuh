@@ -129,6 +129,16 @@ DEVICE void touch_params(const DecodeParams& p, u32 nowhere) {
     sts32(nowhere, (u32)addresses ^ p.batch ^ p.max_slots ^ p.by_heads.shift ^ p.by_sms.shift);
 }
 
+// Before anything is read that comes from ahead in the stream. Behind an append, only the pages that it writes are not there yet.
+DEVICE void after_dependencies(const DecodeParams& p) {
+    launch_dependents();
+    if (p.appended == 0) wait_for_dependencies();
+}
+// The first tile of a page that the launch ahead writes.
+DEVICE int first_appended_tile(const DecodeParams& p, int kv_len) {
+    return p.appended == 0 ? 0x7fffffff : (kv_len - p.appended) / larger(PAGE, TILE) * TILES_OF_PAGE;
+}
+
 // Sums over sequences, for one KV head and row block.
 struct Counts {
     u32 items, segments, spans, cost;

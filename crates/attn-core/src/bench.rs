@@ -245,13 +245,14 @@ impl List {
         }
     }
 
-    /// One new token of each of 256 sequences: into pages filled to any degree, or into the last place of each page.
+    /// One new token of each of 256 sequences, into pages filled to any degree, or into the last place of each page; and of one.
     fn append(&mut self) {
         let mixed: Vec<usize> = (0..256).map(|b| 961 + b * 37 % 64).collect();
         for (name, work, lens) in [
             ("decode-alone", Work::Decode, &mixed),
             ("append", Work::Append, &mixed),
             ("append-then-decode", Work::AppendDecode, &mixed),
+            ("append-then-decode-one", Work::AppendDecode, &vec![8190]),
             ("append-seals", Work::Append, &vec![1024; 256]),
         ] {
             for shape in self.add("append", name, "int8,int4", [32, 8, 128], lens.clone()) {

@@ -96,9 +96,16 @@ fn main() -> Result<(), Box<dyn Error>> {
     stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
     // SAFETY: every buffer above is as long as documented and outlives the graph; pages and tail pages are below `num_pages` and
     // belong to one sequence each; lengths stay within MAX_LEN.
-    unsafe { gpu.append_on(&append, stream.cu_stream(), &append_args) }?;
-    // SAFETY: likewise; the workspace was allocated zeroed and is this plan's alone.
-    unsafe { gpu.decode_on(&plan, stream.cu_stream(), &decode_args) }?;
+    // The workspace was allocated zeroed and is this plan's alone.
+    unsafe {
+        gpu.append_decode_on(
+            &append,
+            &plan,
+            stream.cu_stream(),
+            &append_args,
+            &decode_args,
+        )
+    }?;
     let graph = stream
         .end_capture(
             sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH,

@@ -253,7 +253,7 @@ impl CudaBackend {
         }
         // SAFETY: `DecodeStep` and `KvCache` checked lengths, pages and queries; the addresses lie in the arena, whose lock is held
         // until the synchronization below, and in the cache's pool; all on one stream.
-        unsafe { native::launch_decode(device, &plan, stream, &args) }
+        unsafe { native::launch_decode(device, &plan, stream, &args, 0) }
             .map_err(failed("decoding"))?;
         let mut copy_out = || -> Result<(), DriverError> {
             // SAFETY: `out` has as many elements as the arena's part.

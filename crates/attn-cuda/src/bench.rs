@@ -249,9 +249,9 @@ impl CudaTimer {
         })
     }
 
-    fn decode(&self, step: &Step, copy: u64) -> Result<(), Error> {
+    fn decode_args(&self, step: &Step, copy: u64) -> DecodeArgs {
         let at = &self.buffers;
-        let args = DecodeArgs {
+        DecodeArgs {
             q: at.address(&step.q),
             out: at.address(&step.out),
             lse: at.address(&step.lse),
@@ -264,24 +264,35 @@ impl CudaTimer {
             v_tensor_scales: step.scales[1],
             alibi_slopes: 0,
             workspace: at.address(&step.workspace),
-        };
-        // SAFETY: `step`'s buffers and the arena were sized for the plan's problem and live until the graph is dropped; the
-        // page table names pages of the copy alone; the workspace was zeroed by its allocation; one stream.
-        unsafe { self.gpu.decode_on(&step.plan, at.raw(), &args) }
+        }
     }
 
-    fn append(&self, step: &Step, copy: u64) -> Result<(), Error> {
+    /// Enqueues the work of one launch, or of an append and a decode.
+    fn enqueue(&self, work: Work, step: &Step, copy: u64) -> Result<(), Error> {
+        let stream = self.buffers.raw();
+        let decode = self.decode_args(step, copy);
         // `supports` has refused appends to rows.
-        let (Some(append), Source::Pages(pages)) = (&step.append, &step.source) else {
-            return Ok(());
+        let (Some(append), Source::Pages(pages), true) =
+            (&step.append, &step.source, work != Work::Decode)
+        else {
+            // SAFETY: `step`'s buffers and the arena were sized for the plan's problem and live until the graph is dropped; the
+            // page table names pages of the copy alone; the workspace was zeroed by its allocation; one stream.
+            return unsafe { self.gpu.decode_on(&step.plan, stream, &decode) };
         };
         let kv_lens = self.buffers.address(&step.kv_lens);
         let args = AppendArgs {
             batch: step.kv_lens.len(),
             ..pages.append_args(self, copy, step.scales, kv_lens, 1)
         };
-        // SAFETY: as for decode; the lengths count the new token, whose page is in the table; every sequence owns its pages.
-        unsafe { self.gpu.append_on(append, self.buffers.raw(), &args) }
+        if work == Work::Append {
+            // SAFETY: as for decode; the lengths count the new token, whose page is in the table; every sequence owns its pages.
+            return unsafe { self.gpu.append_on(append, stream, &args) };
+        }
+        // SAFETY: likewise.
+        unsafe {
+            self.gpu
+                .append_decode_on(append, &step.plan, stream, &args, &decode)
+        }
     }
 
     fn capture(&self, enqueue: &dyn Fn() -> Result<(), Error>) -> Result<CudaGraph, Error> {
@@ -310,14 +321,7 @@ impl CudaTimer {
         let rotation = step.rotation;
         let launches = rotation.launches();
         let work = timer.capture(&|| {
-            (0..launches).try_for_each(|i| match shape.work {
-                Work::Decode => timer.decode(&step, rotation.at(i)),
-                Work::Append => timer.append(&step, rotation.at(i)),
-                Work::AppendDecode => {
-                    timer.append(&step, rotation.at(i))?;
-                    timer.decode(&step, rotation.at(i))
-                }
-            })
+            (0..launches).try_for_each(|i| timer.enqueue(shape.work, &step, rotation.at(i)))
         })?;
         let bytes = shape.bytes() / 16 * 16;
         let sink = timer.buffers.address(&timer.sink);

@@ -46,8 +46,7 @@ pub struct DecodeParams {
     pub by_row_blocks: Divisor,
     pub by_ctas: Divisor,
     pub by_sms: Divisor,
-    /// The C struct's padding.
-    pub padding: i32,
+    pub appended: i32,
 }
 
 const _: () = assert!(size_of::<DecodeParams>() == 336);
@@ -108,8 +107,7 @@ pub struct AppendParams {
     pub num_kv_heads: i32,
     pub page_table_stride: i32,
     pub dtype: i32,
-    /// The C struct's padding.
-    pub padding: i32,
+    pub is_followed: i32,
 }
 
 const _: () = assert!(size_of::<AppendParams>() == 104);
@@ -279,7 +277,8 @@ mod tests {
             by_heads,
             by_row_blocks,
             by_ctas,
-            by_sms
+            by_sms,
+            appended
         );
         assert_same!("params.h", RowMaps, k, v, are_set);
         assert_same!("params.h", Divisor, divisor, multiplier, shift);
@@ -300,7 +299,8 @@ mod tests {
             batch,
             num_kv_heads,
             page_table_stride,
-            dtype
+            dtype,
+            is_followed
         );
         assert_same!(
             "import.cu",

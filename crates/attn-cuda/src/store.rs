@@ -126,8 +126,10 @@ impl CudaPages {
         };
         // SAFETY: the addresses are this store's pool and scales, and the arena's parts that were just written; pages and
         // tokens were checked by `KvCache`; the stream is the one that owns all of them.
-        unsafe { native::launch_append(&self.append, &self.layout, stream.cu_stream(), &args) }
-            .map_err(failed("appending"))
+        unsafe {
+            native::launch_append(&self.append, &self.layout, stream.cu_stream(), &args, false)
+        }
+        .map_err(failed("appending"))
     }
 }
 

@@ -55,8 +55,8 @@ pub struct AppendArgs {
 }
 
 impl AppendArgs {
-    /// The kernel's parameter block.
-    pub fn params(&self, layout: &PageLayout) -> AppendParams {
+    /// The kernel's parameter block; `is_followed` by a decode that knows what is appended.
+    pub fn params(&self, layout: &PageLayout, is_followed: bool) -> AppendParams {
         AppendParams {
             k: self.k,
             v: self.v,
@@ -77,7 +77,7 @@ impl AppendArgs {
                 Dtype::F16 => 1,
                 Dtype::Bf16 => 2,
             },
-            padding: 0,
+            is_followed: i32::from(is_followed),
         }
     }
 }
@@ -123,11 +123,12 @@ pub(crate) unsafe fn launch_append(
     layout: &PageLayout,
     stream: sys::CUstream,
     args: &AppendArgs,
+    is_followed: bool,
 ) -> Result<(), DriverError> {
     if args.batch == 0 || args.tokens == 0 {
         return Ok(());
     }
-    let mut params = args.params(layout);
+    let mut params = args.params(layout, is_followed);
     let (grid, threads) = append_grid(layout, args.batch, args.tokens);
     let mut arguments = [(&raw mut params).cast::<c_void>()];
     // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.

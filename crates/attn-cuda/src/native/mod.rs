@@ -151,20 +151,24 @@ pub(crate) fn prepare(
     })
 }
 
-/// Enqueues one decode.
+/// Enqueues one decode. `appended`: new tokens of each sequence that an append enqueued just before writes; 0 behind anything else.
 ///
 /// # Safety
-/// Those of [`CudaBackend::decode_on`]; the device's context is current.
+/// Those of [`CudaBackend::decode_on`], with 0 tokens, or of [`CudaBackend::append_decode_on`]; the device's context is current.
 pub(crate) unsafe fn launch_decode(
     device: &Device,
     plan: &NativePlan,
     stream: sys::CUstream,
     args: &DecodeArgs,
+    appended: usize,
 ) -> Result<(), CudaError> {
     if plan.problem.rows() == 0 {
         return Ok(());
     }
     let mut params = plan.shape.params(&plan.problem, args);
+    if plan.page_size != 0 {
+        params.appended = appended as i32;
+    }
     if let Some(kernel) = &plan.check {
         let num_pages = match args.kv {
             DeviceKv::Paged { num_pages, .. } => num_pages as u32,
@@ -400,7 +404,7 @@ impl CudaBackend {
         args: &DecodeArgs,
     ) -> Result<(), Error> {
         // SAFETY: this function's contract.
-        unsafe { launch_decode(&self.device, plan, stream, args) }.map_err(failed("decoding"))
+        unsafe { launch_decode(&self.device, plan, stream, args, 0) }.map_err(failed("decoding"))
     }
 
     /// Enqueues the append of `tokens` new tokens to each sequence, sealing pages as they fill; positions come from `kv_lens` on the device.
@@ -417,6 +421,49 @@ impl CudaBackend {
         append: &NativeAppend,
         stream: sys::CUstream,
         args: &AppendArgs,
+    ) -> Result<(), Error> {
+        // SAFETY: this function's contract.
+        unsafe { self.append(append, stream, args, false) }
+    }
+
+    /// Enqueues an append and the decode behind it: what [`CudaBackend::append_on`] and [`CudaBackend::decode_on`] do, with the same bits,
+    /// but the decode reads older pages while the append runs, and waits only for those that it writes. The step of a layer.
+    ///
+    /// # Safety
+    /// Those of both. All that the decode reads but the new tokens is there before the append begins, as nothing is enqueued between them;
+    /// on the device, the last tokens of a sequence that the append takes are its new ones.
+    ///
+    /// # Errors
+    /// Those of both. If the decode is refused, the append has been enqueued.
+    pub unsafe fn append_decode_on(
+        &self,
+        append: &NativeAppend,
+        plan: &NativePlan,
+        stream: sys::CUstream,
+        append_args: &AppendArgs,
+        decode_args: &DecodeArgs,
+    ) -> Result<(), Error> {
+        // SAFETY: this function's contract.
+        unsafe { self.append(append, stream, append_args, true) }?;
+        // What is ahead of an append of nothing may still run.
+        let appended = if append_args.batch == 0 {
+            0
+        } else {
+            append_args.tokens
+        };
+        // SAFETY: this function's contract, and the launch ahead is the append.
+        unsafe { launch_decode(&self.device, plan, stream, decode_args, appended) }
+            .map_err(failed("decoding"))
+    }
+
+    /// # Safety
+    /// Those of [`CudaBackend::append_on`]; if `is_followed`, [`launch_decode`] with the same tokens is next on the stream.
+    unsafe fn append(
+        &self,
+        append: &NativeAppend,
+        stream: sys::CUstream,
+        args: &AppendArgs,
+        is_followed: bool,
     ) -> Result<(), Error> {
         if let Some(kernel) = append.check.as_ref().filter(|_| args.tokens > 0) {
             let mut params = DecodeParams {
@@ -439,7 +486,7 @@ impl CudaBackend {
                 .map_err(failed("checking an append"))?;
         }
         // SAFETY: this function's contract.
-        unsafe { launch_append(&append.kernel, &append.layout, stream, args) }
+        unsafe { launch_append(&append.kernel, &append.layout, stream, args, is_followed) }
             .map_err(failed("appending"))
     }
 }

@@ -184,15 +184,18 @@ impl<'a> Engine<'a> {
         Ok(q)
     }
 
-    /// Enqueues append and decode.
-    fn enqueue(&self, append: &AppendArgs) -> Result<()> {
-        // SAFETY: as in `prefill`; the workspace is zeroed and used by this plan alone.
-        unsafe { self.gpu.append_on(&self.append, self.buffers.raw(), append) }?;
-        // SAFETY: likewise.
-        unsafe {
-            self.gpu
-                .decode_on(&self.plan, self.buffers.raw(), &self.decode_args())
-        }?;
+    /// Enqueues append and decode, one after the other or as one step.
+    fn enqueue(&self, append: &AppendArgs, as_one: bool) -> Result<()> {
+        let (gpu, stream, decode) = (self.gpu, self.buffers.raw(), self.decode_args());
+        if as_one {
+            // SAFETY: as in `prefill`; the workspace is zeroed and used by this plan alone.
+            unsafe { gpu.append_decode_on(&self.append, &self.plan, stream, append, &decode) }?;
+        } else {
+            // SAFETY: likewise.
+            unsafe { gpu.append_on(&self.append, stream, append) }?;
+            // SAFETY: likewise.
+            unsafe { gpu.decode_on(&self.plan, stream, &decode) }?;
+        }
         Ok(())
     }
 
@@ -219,14 +222,20 @@ impl<'a> Engine<'a> {
 }
 
 /// A graph of append and decode, captured once, replayed while the sequences grow.
-fn graph(gpu: &CudaBackend, format: KvFormat, tokens: usize, steps: usize) -> Result<usize> {
+fn graph(
+    gpu: &CudaBackend,
+    format: KvFormat,
+    tokens: usize,
+    steps: usize,
+    as_one: bool,
+) -> Result<usize> {
     let mut engine = Engine::new(gpu, format, tokens)?;
     engine.prefill([1, 250, 900])?;
     let args = engine.append_args(0, BATCH, tokens);
     let stream = engine.buffers.stream.clone();
     driver(stream.synchronize())?;
     driver(stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))?;
-    let enqueued = engine.enqueue(&args);
+    let enqueued = engine.enqueue(&args, as_one);
     let graph = driver(stream.end_capture(
         sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH,
     ))?;
@@ -238,7 +247,7 @@ fn graph(gpu: &CudaBackend, format: KvFormat, tokens: usize, steps: usize) -> Re
         let q = engine.new_queries()?;
         driver(graph.launch())?;
         if step % 7 == 0 || step + 1 == steps {
-            engine.compare(&q, &format!("{format}, replay {step}"))?;
+            engine.compare(&q, &format!("{format}, as one: {as_one}, replay {step}"))?;
             compared += 1;
         }
         driver(stream.synchronize())?;
@@ -275,7 +284,7 @@ fn narrow(gpu: &CudaBackend, format: KvFormat, dtype: Dtype) -> Result<()> {
         dtype,
     );
     let q = engine.new_queries()?;
-    engine.enqueue(&args)?;
+    engine.enqueue(&args, false)?;
     engine.compare(&q, &format!("{format}, {dtype:?} inputs"))
 }
 
@@ -368,7 +377,9 @@ pub fn run() -> Result<()> {
     for format in ["int8", "int4", "int4-g4"] {
         let format: KvFormat = format.parse()?;
         for (tokens, steps) in [(1, 450), (3, 100)] {
-            compared += graph(&gpu, format, tokens, steps)?;
+            for as_one in [false, true] {
+                compared += graph(&gpu, format, tokens, steps, as_one)?;
+            }
         }
         for dtype in [Dtype::F16, Dtype::Bf16] {
             narrow(&gpu, format, dtype)?;

@@ -190,7 +190,7 @@ impl Job {
         unsafe {
             kernels.run(
                 &self.instance(),
-                &args.params(&config.layout()),
+                &args.params(&config.layout(), false),
                 grid,
                 threads,
             )
