@@ -110,13 +110,14 @@ template <class Done> DEVICE u32 tail_scores(Ring& ring, u32 query, int warp_row
     Query q;
 #pragma unroll
     for (int g = 0; g < G; g++) {
-        quantize(q, g, [&](int panel, float (&x)[4]) {
+        float x[PANELS][4], largest = load_row([&](int panel, float (&to)[4]) {
             float4 v = lds128(query_word(query, warp_row / 8 + g, panel, lane));
-            x[0] = v.x;
-            x[1] = v.y;
-            x[2] = v.z;
-            x[3] = v.w;
-        });
+            to[0] = v.x;
+            to[1] = v.y;
+            to[2] = v.z;
+            to[3] = v.w;
+        }, x);
+        quantize(q, g, x, largest);
     }
     Sums c[G][TOKENS / 8] = {};
     u32 b[PANELS], values = 0;

@@ -4,9 +4,10 @@
 // Reads     kv_lens, page table, tail pages, queries. Writes `report`: {kind, index, value, limit}, kind 0 if all is well.
 // Host      crates/attn-cuda/src/native.rs::check.
 
+#include "numbers.cuh"
 #include "params.h"
 
-static_assert(sizeof(DecodeParams) == 336, "edit crates/attn-cuda/src/params.rs too");  // whose tests compare every field
+static_assert(sizeof(DecodeParams) == 344, "edit crates/attn-cuda/src/params.rs too");  // whose tests compare every field
 
 struct CheckParams {
     int* report;          // [4], zeroed
@@ -48,7 +49,7 @@ extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, co
     for (long long i = threadIdx.x; i < row; i += blockDim.x) {
         const int head = (int)(i / c.head_dim % p.num_q_heads) / p.heads_per_kv;
         const float scale = p.k_tensor_scales ? p.k_tensor_scales[head] : 1.f;
-        const float x = p.q[b * row + i] * (p.log2_scale * scale);
-        if (!(fabsf(x) <= 18446744073709551616.f)) report(c.report, QUERY, (int)(b * row + i), __float_as_int(p.q[b * row + i]), 0);
+        const float q = element(p.q, b * row + i, p.dtype), x = q * (p.log2_scale * scale);
+        if (!(fabsf(x) <= 18446744073709551616.f)) report(c.report, QUERY, (int)(b * row + i), __float_as_int(q), 0);
     }
 }

@@ -43,7 +43,7 @@ struct Item {
     }
     // The row's place in Q, out and lse, or -1.
     __device__ __forceinline__ long long row(const DecodeParams& p, int row) const {
-        int r = row_block * ROWS + row;
+        int r = not_before(row_block * ROWS + row);
         if (r >= p.heads_per_kv * p.q_len) return -1;
         int i = (u32)r / p.by_heads, head = kv_head * p.heads_per_kv + r - i * p.heads_per_kv;
         return ((long long)b * p.q_len + i) * p.num_q_heads + head;
@@ -51,14 +51,16 @@ struct Item {
 };
 
 struct Finish {
-    float* out;
+    u8* out;  // the row, or null
     float* lse;
     float scale, tensor;
+    int dtype;
 
     DEVICE Finish at(const DecodeParams& p, const Item& item, int row) {
         long long at = item.row(p, row);
-        if (at < 0) return {nullptr, nullptr, 0.0f, 0.0f};
-        return {p.out + at * D, p.lse ? p.lse + at : nullptr, 0.0f, p.v_tensor_scales ? p.v_tensor_scales[item.kv_head] : 1.0f};
+        if (at < 0) return {};
+        float tensor = p.v_tensor_scales ? p.v_tensor_scales[item.kv_head] : 1.0f;
+        return {row_at(p.out, at, D, p.dtype), p.lse ? p.lse + at : nullptr, 0.0f, tensor, p.dtype};
     }
     // Writes the log-sum-exp, too, if this is the row's first thread. Nothing seen: O is +0, and so is the result.
     __device__ __forceinline__ void finish(float m, float l, bool first) {
@@ -67,13 +69,12 @@ struct Finish {
         scale = some ? rcp(l) : 1.0f;
     }
     __device__ __forceinline__ void write(int vector, const float4& o) const {
-        if (!out) return;
-        ((float4*)out)[vector] = {o.x * scale * tensor, o.y * scale * tensor, o.z * scale * tensor, o.w * scale * tensor};
+        if (out) store_four(out, dtype, 4 * vector, {o.x * scale * tensor, o.y * scale * tensor, o.z * scale * tensor, o.w * scale * tensor});
     }
     __device__ __forceinline__ void write_pair(int pair, float x, float y) const {
-        if (out) ((float2*)out)[pair] = make_float2(x * scale * tensor, y * scale * tensor);
+        if (out) store_pair(out, dtype, 2 * pair, x * scale * tensor, y * scale * tensor);
     }
     __device__ __forceinline__ void write(int dim, float o) const {
-        if (out) out[dim] = o * scale * tensor;
+        if (out) store_one(out, dtype, dim, o * scale * tensor);
     }
 };

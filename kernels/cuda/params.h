@@ -9,9 +9,9 @@ struct Divisor {
 };
 
 struct DecodeParams {
-    // Queries f32 [batch, q_len, num_q_heads, head_dim]; outputs likewise; lse f32 [batch, q_len, num_q_heads] or null.
-    const float* q;
-    float* out;
+    // Queries [batch, q_len, num_q_heads, head_dim]; outputs likewise; lse f32 [batch, q_len, num_q_heads] or null.
+    const void* q;
+    void* out;
     float* lse;
     // Paged: the pool [page][kv_head][run]. Strided: K's and V's codes, and their f16 scales (null for schemes without).
     const unsigned char* k;
@@ -55,6 +55,7 @@ struct DecodeParams {
     Divisor by_sms;                   // CTAs over those that share an SM
     int appended;                     // new tokens of each sequence that the launch ahead writes, an append that waited for what is
                                       // ahead of it: all else may be read while it runs. 0: the launch ahead is any other
+    int dtype;                        // of queries and outputs: 0 f32, 1 f16, 2 bf16
 };
 
 // How the copy engine finds rows of someone else's cache, [sequence][KV head][token][byte]: tensor maps, which the driver made.

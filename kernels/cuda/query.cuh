@@ -2,6 +2,8 @@
 // rows of one MMA tile (hi above, lo below), so that both halves of a score come out in one thread.
 #pragma once
 #include "config.cuh"
+#include "numbers.cuh"
+#include "params.h"
 
 struct Query {
     // Per 16 dims. Integer K: hi, lo of row lane/4, dims 4·(lane%4) + {0, 1, 2, 3}. Float K: hi, lo of a pair of dims, hi, lo of
@@ -14,6 +16,44 @@ struct Query {
 // A K scheme whose groups have LENGTH panels may take them two by two.
 constexpr int LENGTH = PANELS / K_GROUPS;
 constexpr bool PAIRS = LENGTH % 2 == 0 || K_GROUPS == 1;
+
+// A row of Q, and the factor that makes it q' of section 2. Rows that only fill up the tile are the item's first one times 0:
+// without a branch, all of a row's loads are in flight together.
+struct QueryRow {
+    const u8* row;
+    float factor;
+    int dtype;
+
+    // Dims dim … dim + 3 (a multiple of four); the caller says which branch is which.
+    template <bool NARROW> __device__ __forceinline__ void four(int dim, float (&x)[4]) const {
+        if (NARROW) {
+            uint2 v = *(const uint2*)(row + dim * 2);
+            set(widen_pair(v.x, dtype), widen_pair(v.y, dtype), x);
+        } else {
+            float4 v = *(const float4*)(row + dim * 4);
+            set(make_float2(v.x, v.y), make_float2(v.z, v.w), x);
+        }
+    }
+    // Dims dim, dim + 1 (even), and those 8 behind them.
+    template <bool NARROW> __device__ __forceinline__ void pairs(int dim, float (&x)[4]) const { set(pair<NARROW>(dim), pair<NARROW>(dim + 8), x); }
+    template <bool NARROW> __device__ __forceinline__ float2 pair(int dim) const {
+        return NARROW ? widen_pair(*(const u32*)(row + dim * 2), dtype) : *(const float2*)(row + dim * 4);
+    }
+    __device__ __forceinline__ void set(float2 a, float2 b, float (&x)[4]) const {
+        x[0] = a.x * factor;
+        x[1] = a.y * factor;
+        x[2] = b.x * factor;
+        x[3] = b.y * factor;
+    }
+};
+template <class Work> DEVICE QueryRow query_row(const DecodeParams& p, const Work& work, int kv_head, int row) {
+    int r = work.row_block * ROWS + row;
+    bool real = r < p.heads_per_kv * p.q_len;
+    r = real ? r : 0;
+    int i = (u32)r / p.by_heads, head = (kv_head - i) * p.heads_per_kv + r;
+    float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[kv_head] : 1.0f);
+    return {row_at(p.q, ((u64)work.b * p.q_len + i) * p.num_q_heads + head, D, p.dtype), real ? factor : 0.0f, p.dtype};
+}
 
 // A page of channels has planes of its own, so q' waits in shared memory, for eight rows at a time in the order in which a warp's lanes
 // read it: words of four dims, lane%4 of every panel, of row lane/4; and behind all rows' words the largest magnitude of each word,
@@ -58,6 +98,10 @@ DEVICE void centre_codes(Query& q, int g) {
     }
 }
 
+template <bool IS> struct Is {
+    static constexpr bool value = IS;
+};
+
 DEVICE float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -75,10 +119,20 @@ template <class Load> DEVICE float load_row(Load load, float (&x)[PANELS][4]) {
     return quad_max(fmaxf(fmaxf(amax[0], amax[1]), fmaxf(amax[2], amax[3])));
 }
 
-// Section 2's `plane` of rows whose elements load(panel, i) gives.
-template <class Load> DEVICE void quantize(Query& q, int g, Load load) {
-    float x[PANELS][4];
-    int e = plane_exponent(load_row(load, x));
+// The lane's elements of a row of Q.
+DEVICE float load_row(const QueryRow& row, int lane, float (&x)[PANELS][4]) {
+    auto load = [&](auto narrow) {
+        return load_row([&](int panel, float (&to)[4]) {
+            if (code_bits(K_SCHEME) == 16) row.pairs<decltype(narrow)::value>(panel * 16 + 2 * (lane % 4), to);
+            else row.four<decltype(narrow)::value>(panel * 16 + 4 * (lane % 4), to);
+        }, x);
+    };
+    return row.dtype == AS_F32 ? load(Is<false>()) : load(Is<true>());
+}
+
+// Section 2's `plane` of a row of that magnitude.
+DEVICE void quantize(Query& q, int g, const float (&x)[PANELS][4], float largest) {
+    int e = plane_exponent(largest);
     float up = exp2i(e);
     q.scale[g] = exp2i(-e);
 #pragma unroll
@@ -92,9 +146,8 @@ template <class Load> DEVICE void quantize(Query& q, int g, Load load) {
 }
 
 // Float K: a row as the sum of two planes of K's own precision (f16 for fp8), brought near 2^14 first so that f16 holds it.
-template <class Load> DEVICE void quantize_float(Query& q, int g, Load load) {
-    float x[PANELS][4], amax = load_row(load, x);
-    int e = amax == 0.0f ? 0 : min(max(13 - exponent(amax), -70), 60);
+DEVICE void quantize_float(Query& q, int g, const float (&x)[PANELS][4], float largest) {
+    int e = largest == 0.0f ? 0 : min(max(13 - exponent(largest), -70), 60);
     float up = exp2i(e);
     q.scale[g] = exp2i(-e);
 #pragma unroll

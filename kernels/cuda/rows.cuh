@@ -28,23 +28,9 @@ DEVICE Rows visible(const DecodeParams& p, const Work& work, int kv_head, int wa
 DEVICE void load_query(const DecodeParams& p, const Work& work, int kv_head, int warp_row, int lane, Query& q) {
 #pragma unroll
     for (int g = 0; g < G; g++) {
-        QueryRow row = query_row(p, work, kv_head, warp_row + g * 8 + lane / 4);
-        auto load = [&](int panel, float (&x)[4]) {
-            float4 v;
-            if (code_bits(K_SCHEME) == 16) {  // a lane has pairs of dims 8 apart
-                const float* at = row.q + panel * 16 + 2 * (lane % 4);
-                float2 a = *(const float2*)at, b = *(const float2*)(at + 8);
-                v = {a.x, a.y, b.x, b.y};
-            } else {
-                v = *(const float4*)(row.q + panel * 16 + 4 * (lane % 4));
-            }
-            x[0] = v.x * row.factor;
-            x[1] = v.y * row.factor;
-            x[2] = v.z * row.factor;
-            x[3] = v.w * row.factor;
-        };
-        if constexpr (K_FLOAT) quantize_float(q, g, load);
-        else quantize(q, g, load);
+        float x[PANELS][4], largest = load_row(query_row(p, work, kv_head, warp_row + g * 8 + lane / 4), lane, x);
+        if constexpr (K_FLOAT) quantize_float(q, g, x, largest);
+        else quantize(q, g, x, largest);
     }
 }
 
@@ -53,11 +39,14 @@ DEVICE void store_query(const DecodeParams& p, const Work& work, int kv_head, u3
     for (int i = first * PANELS * 32 + thread; i < end * PANELS * 32; i += threads) {
         int lane = i % 32, panel = i / 32 % PANELS, eight = i / 32 / PANELS;
         QueryRow row = query_row(p, work, kv_head, eight * 8 + lane / 4);
-        float4 x = *(const float4*)(row.q + panel * 16 + 4 * (lane % 4));
-        x = {x.x * row.factor, x.y * row.factor, x.z * row.factor, x.w * row.factor};
-        if (INTEGER) x = {round_13(x.x), round_13(x.y), round_13(x.z), round_13(x.w)};
-        float largest = fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
-        sts128(query_word(query, eight, panel, lane), x);
+        float x[4];
+        if (row.dtype == AS_F32) row.four<false>(panel * 16 + 4 * (lane % 4), x);
+        else row.four<true>(panel * 16 + 4 * (lane % 4), x);
+        if (INTEGER)
+#pragma unroll
+            for (float& element : x) element = round_13(element);
+        float largest = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
+        sts128(query_word(query, eight, panel, lane), {x[0], x[1], x[2], x[3]});
         sts32(query_largest(query, eight, panel / 4, lane) + panel % 4 * 4, float_bits(largest));
     }
 }

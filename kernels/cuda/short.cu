@@ -34,11 +34,13 @@ struct Start {
 
 // A team's slots of the item.
 struct Slots {
-    Level level;
     int shift;             // log2 of a slot's tiles
     int all;               // of the item
     int first, end;        // of this team
 
+    __device__ __forceinline__ Level level(const Sequence& s) const {
+        return shift == 0 ? TILE_VALUES : shift == s.segment_shift ? SEGMENT_STATES : SPAN_STATES;
+    }
     // A team's part of so many.
     DEVICE int each_of(const DecodeParams& p, int slots) {
         u32 second = blockDim.x / TEAM_THREADS - 1;  // team of the CTA
@@ -56,8 +58,7 @@ struct Slots {
         int segments = runs_of(s.num_tiles, s.segment_shift);
         bool tiles = s.num_tiles <= 2 * teams && s.segment_shift == 2;
         bool by_segments = HANDS_OVER ? p.tile_split : segments <= TEAM_SLOTS * teams;
-        x.level = teams == 1 ? SPAN_STATES : tiles && !HANDS_OVER ? TILE_VALUES : by_segments ? SEGMENT_STATES : SPAN_STATES;
-        x.shift = x.level == TILE_VALUES ? 0 : x.level == SEGMENT_STATES ? s.segment_shift : s.segment_shift + 2;
+        x.shift = teams == 1 ? s.segment_shift + 2 : tiles && !HANDS_OVER ? 0 : by_segments ? s.segment_shift : s.segment_shift + 2;
         x.all = runs_of(s.num_tiles, x.shift);
         int each = each_of(p, x.all);
         x.first = min(x.all, team * each);
@@ -136,6 +137,9 @@ struct Warp {
     u32 query, scratch;
     u32 shared;  // of the team
     ItemRows item;
+
+    // After the tiles, for which registers are short.
+    __device__ __forceinline__ int row_block() const { return not_before(blockIdx.y) - work.heads * p.row_blocks; }
 
     __device__ __forceinline__ void load_queries() {
         if constexpr (CHANNEL) {
@@ -256,7 +260,7 @@ struct Warp {
     }
     // A slot to those of the cluster who will join it.
     __device__ __forceinline__ void send(int slot, const float2 (&ml)[G]) const {
-        Tasks tasks = Tasks::of(p, not_before(work.row_block), slots.all);
+        Tasks tasks = Tasks::of(p, row_block(), slots.all);
         constexpr int VECTORS = DIMS / 4;        // of a row, in this warp
         constexpr int UNROLL = G == 1 ? 16 : 1;  // with two row groups there are no registers for more
         u32 base = shared - team.index * TEAM_BYTES;
@@ -282,17 +286,17 @@ struct Warp {
     }
     // What the others send to this team, joined.
     __device__ __forceinline__ void receive(const Item& item) const {
-        Tasks tasks = Tasks::of(p, work.row_block, slots.all);
+        Tasks tasks = Tasks::of(p, row_block(), slots.all);
         int count = tasks.of_team(blockIdx.x, team.index);
         u32 all_sent = shared + AT_ALL_SENT;
         if (count == 0) return;
         if (team.warp == 0 && team.lane == 0) barrier_expect(all_sent, count * tasks.sent_bytes());
         barrier_wait(all_sent, 0);
-        join_tasks(p, item, tasks, slots.level, blockIdx.x, team.index, shared + AT_SENT, team.warp);
+        join_tasks(p, item, tasks, slots.level(work), blockIdx.x, team.index, shared + AT_SENT, team.warp);
     }
     // A slot to global memory, for whoever completes the item's count.
     __device__ __forceinline__ void hand_over(int slot, const float2 (&ml)[G]) const {
-        Item item = {work.b, work.heads, not_before(work.row_block), slots.all};
+        Item item = {work.b, work.heads, row_block(), slots.all};
 #pragma unroll
         for (int g = 0; g < G; g++) {
             u64 row = (item.index(p) * p.max_slots + slot) * ROWS + g * 8 + team.lane / 4;
@@ -353,7 +357,7 @@ struct Warp {
                 for (int g = 0; g < G; g++) all_ml[g] = ml[g];
             }
         }
-        Item item = {work.b, work.heads, work.row_block, slots.all};
+        Item item = {work.b, work.heads, row_block(), slots.all};
         if constexpr (GO == TO_THE_CLUSTER) receive(item);
         else if (slots.first == slots.end) return;
         else if constexpr (GO == TO_MEMORY) count(item);

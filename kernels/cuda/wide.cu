@@ -31,16 +31,8 @@ DEVICE Row enter_row(const DecodeParams& p, const Work& work, int row, int lane,
     int r = work.row_block * ROWS + row, head = work.kv_head * p.heads_per_kv + r % p.heads_per_kv;
     bool real = r < p.heads_per_kv * p.q_len;
     int i = r / p.heads_per_kv, position = work.kv_len - p.q_len + i;
-    const float* at = p.q + (((u64)work.b * p.q_len + i) * p.num_q_heads + head) * D + 4 * (lane % 4);
-    float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[work.kv_head] : 1.0f);
-    quantize(q, 0, [&](int panel, float (&x)[4]) {
-        float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (real) v = *(const float4*)(at + panel * 16);
-        x[0] = v.x * factor;
-        x[1] = v.y * factor;
-        x[2] = v.z * factor;
-        x[3] = v.w * factor;
-    });
+    float x[PANELS][4], largest = load_row(query_row(p, work, work.kv_head, row), lane, x);
+    quantize(q, 0, x, largest);
 #pragma unroll
     for (int i = 0; i < PANELS; i += 2)
         sts128(planes + i / 2 * WORKERS * 16, {bits_float(q.plane[0][i][0]), bits_float(q.plane[0][i][1]),

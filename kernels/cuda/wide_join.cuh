@@ -70,14 +70,16 @@ struct Item {
 
 // Section 6 of a row: factors of its O; its log-sum-exp is written by the thread that is `first` in it.
 struct Finish {
-    float* out;
+    u8* out;
     float scale, tensor;
+    int dtype;
 
     DEVICE Finish of(const DecodeParams& p, const Item& item, int row, float m, float l, bool first) {
         u64 at = item.row(p, row);
         bool some = m > MINUS_INFINITY;
         if (first && p.lse) p.lse[at] = some ? log_sum(m, l) : MINUS_INFINITY;
-        return {p.out + at * D, some ? rcp(l) : 1.0f, p.v_tensor_scales ? p.v_tensor_scales[item.kv_head] : 1.0f};
+        float tensor = p.v_tensor_scales ? p.v_tensor_scales[item.kv_head] : 1.0f;
+        return {row_at(p.out, at, D, p.dtype), some ? rcp(l) : 1.0f, tensor, p.dtype};
     }
     __device__ __forceinline__ float of(float o) const { return o * scale * tensor; }
 };
@@ -131,7 +133,7 @@ static __device__ __noinline__ void join_columns(const DecodeParams& p, Item ite
 #pragma unroll 4
             for (int s = 1; s < spans; s++) join(o, span_o[s * columns + column], join_weight(ml.x, ml.y, span_ml[s * columns + column]));
             Finish finish = Finish::of(p, item, row, ml.x, ml.y, vector == 0);
-            ((float4*)finish.out)[vector] = {finish.of(o.x), finish.of(o.y), finish.of(o.z), finish.of(o.w)};
+            store_four(finish.out, finish.dtype, 4 * vector, {finish.of(o.x), finish.of(o.y), finish.of(o.z), finish.of(o.w)});
         }
         workers_barrier();
     }
@@ -202,9 +204,9 @@ struct Join {
     }
     __device__ __forceinline__ void finish(const DecodeParams& p, const State& state) {
         Finish finish = Finish::of(p, item(), row(), state.m[0], state.l[0], lane % 4 == 0);
-        float2* to = (float2*)finish.out + lane % 4;
 #pragma unroll
-        for (int j = 0; j < D / 8; j++) to[4 * j] = make_float2(finish.of(state.o[0][j][0]), finish.of(state.o[0][j][1]));
+        for (int j = 0; j < D / 8; j++)
+            store_pair(finish.out, finish.dtype, 8 * j + 2 * (lane % 4), finish.of(state.o[0][j][0]), finish.of(state.o[0][j][1]));
     }
     // Each segment that another one of the unit follows.
     __device__ __forceinline__ void segment(State& state, bool is_first) {

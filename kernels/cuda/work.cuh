@@ -274,18 +274,3 @@ DEVICE Cursor take_share(const DecodeParams& p, Cursor* found, u32* sums) {
     __syncthreads();
     return *found;
 }
-
-// A row of Q, and the factor that makes it q' of section 2. Rows that only fill up the tile are the item's first one times 0:
-// without a branch, all of a row's loads are in flight together.
-struct QueryRow {
-    const float* q;
-    float factor;
-};
-DEVICE QueryRow query_row(const DecodeParams& p, const Work& work, int kv_head, int row) {
-    int r = work.row_block * ROWS + row;
-    bool real = r < p.heads_per_kv * p.q_len;
-    r = real ? r : 0;
-    int i = (u32)r / p.by_heads, head = (kv_head - i) * p.heads_per_kv + r;
-    float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[kv_head] : 1.0f);
-    return {p.q + (((u64)work.b * p.q_len + i) * p.num_q_heads + head) * D, real ? factor : 0.0f};
-}

@@ -189,8 +189,14 @@ struct FloatSums {
 };
 DEVICE FloatSums mma_f16(const FloatSums&, u32, u32, u32, u32, u32, u32) { fail("products of floats are not emulated"); }
 DEVICE FloatSums mma_bf16(const FloatSums&, u32, u32, u32, u32, u32, u32) { fail("products of floats are not emulated"); }
-DEVICE u32 f16_pair(float, float) { fail("products of floats are not emulated"); }
-DEVICE u32 bf16_pair(float, float) { fail("products of floats are not emulated"); }
+DEVICE u32 f16_pair(float x, float y) { return float_half(x) | (u32)float_half(y) << 16; }
+DEVICE u32 bf16_pair(float x, float y) {
+    auto round = [](float z) {
+        u32 bits = float_bits(z);
+        return z != z ? 0x7fff : bits + 0x7fff + (bits >> 16 & 1) >> 16;
+    };
+    return round(x) | round(y) << 16;
+}
 DEVICE void e4m3_pairs(u32, u32&, u32&) { fail("products of floats are not emulated"); }
 
 // ---- barriers and copies to shared memory ----

@@ -90,10 +90,19 @@ pub fn decode_from(
     case: &Case,
     source: KvSource<'_>,
 ) -> Result<Rows, Error> {
-    let q = case.q();
+    decode_rows(backend, case, &case.q(), source)
+}
+
+/// The same for queries of the caller's.
+pub fn decode_rows(
+    backend: &dyn DecodeAttention,
+    case: &Case,
+    q: &[f32],
+    source: KvSource<'_>,
+) -> Result<Rows, Error> {
     let plan = backend.plan(&case.problem, case.format)?;
     let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; case.problem.rows()]);
-    let step = DecodeStep::new(&plan, &q, source)?;
+    let step = DecodeStep::new(&plan, q, source)?;
     backend.decode(
         &step,
         &mut DecodeOutput::new(&case.problem, &mut out, &mut lse)?,

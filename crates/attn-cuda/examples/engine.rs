@@ -77,6 +77,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         q: at(&q, &stream),
         out: at(&out, &stream),
         lse: at(&lse, &stream),
+        dtype: Dtype::F32,
         kv: DeviceKv::Paged {
             pool: at(&pool, &stream),
             num_pages: config.num_pages,

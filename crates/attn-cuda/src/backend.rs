@@ -12,7 +12,7 @@ use crate::{
     device::{Device, failed},
     geometry::Short,
     images, instance,
-    native::{self, DecodeArgs, DeviceKv, ImportArgs, Shape},
+    native::{self, DecodeArgs, DeviceKv, Dtype, ImportArgs, Shape},
     store::CudaPages,
 };
 
@@ -229,6 +229,7 @@ impl CudaBackend {
             q: at(q),
             out: at(out_at),
             lse: at(lse_at),
+            dtype: Dtype::F32,
             kv,
             kv_lens: at(lens_at),
             k_tensor_scales: scales[0],

@@ -21,7 +21,7 @@ pub use buffers::Buffers;
 use crate::{
     CudaBackend,
     device::failed,
-    native::{self, AppendArgs, DecodeArgs, DeviceKv, NativeAppend, NativePlan, NativeRead},
+    native::{self, AppendArgs, DecodeArgs, DeviceKv, Dtype, NativeAppend, NativePlan, NativeRead},
 };
 
 /// What launches rotate over, at least: several times any L2.
@@ -255,6 +255,7 @@ impl CudaTimer {
             q: at.address(&step.q),
             out: at.address(&step.out),
             lse: at.address(&step.lse),
+            dtype: Dtype::F32,
             kv: match &step.source {
                 Source::Pages(pages) => pages.kv(at, copy),
                 Source::Rows(rows) => rows.kv(copy),

@@ -47,9 +47,12 @@ pub struct DecodeParams {
     pub by_ctas: Divisor,
     pub by_sms: Divisor,
     pub appended: i32,
+    pub dtype: i32,
+    /// The C struct's padding.
+    pub padding: i32,
 }
 
-const _: () = assert!(size_of::<DecodeParams>() == 336);
+const _: () = assert!(size_of::<DecodeParams>() == 344);
 
 /// `Divisor` of `kernels/cuda/params.h`: the quotient of `n < 2^31` is `(2n·multiplier) >> 32 >> shift`.
 #[repr(C)]
@@ -278,7 +281,8 @@ mod tests {
             by_row_blocks,
             by_ctas,
             by_sms,
-            appended
+            appended,
+            dtype
         );
         assert_same!("params.h", RowMaps, k, v, are_set);
         assert_same!("params.h", Divisor, divisor, multiplier, shift);

@@ -8,7 +8,7 @@ use cudarc::driver::{DriverError, sys};
 use super::COPY_THREADS;
 use crate::{device::Kernel, params::AppendParams};
 
-/// Number format of K and V to append.
+/// Number format of an engine's rows: K and V to append, queries, outputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dtype {
     /// Single precision.
@@ -17,6 +17,17 @@ pub enum Dtype {
     F16,
     /// bfloat16.
     Bf16,
+}
+
+impl Dtype {
+    /// As the kernels number them: `Dtype` of `numbers.cuh`.
+    pub(super) fn code(self) -> i32 {
+        match self {
+            Dtype::F32 => 0,
+            Dtype::F16 => 1,
+            Dtype::Bf16 => 2,
+        }
+    }
 }
 
 /// Device addresses of one append launch: `tokens` new tokens for each of `batch` sequences.
@@ -72,11 +83,7 @@ impl AppendArgs {
             batch: self.batch as i32,
             num_kv_heads: layout.num_kv_heads as i32,
             page_table_stride: self.page_table_stride as i32,
-            dtype: match self.dtype {
-                Dtype::F32 => 0,
-                Dtype::F16 => 1,
-                Dtype::Bf16 => 2,
-            },
+            dtype: self.dtype.code(),
             is_followed: i32::from(is_followed),
         }
     }

@@ -73,10 +73,13 @@ pub enum DeviceKv {
 /// Device addresses of one decode launch.
 #[derive(Debug, Clone, Copy)]
 pub struct DecodeArgs {
-    /// f32 `[batch, q_len, num_q_heads, head_dim]`.
+    /// `[batch, q_len, num_q_heads, head_dim]`.
     pub q: u64,
-    /// f32, likewise.
+    /// Likewise.
     pub out: u64,
+    /// Of `q` and `out`. 16-bit queries are the f32 numbers that they are; 16-bit outputs are the f32 ones rounded to nearest even,
+    /// infinite where f16 has no more room.
+    pub dtype: Dtype,
     /// f32 `[batch, q_len, num_q_heads]`, or 0.
     pub lse: u64,
     /// K and V.

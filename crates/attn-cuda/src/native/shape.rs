@@ -114,6 +114,7 @@ impl Shape {
             q: args.q,
             out: args.out,
             lse: args.lse,
+            dtype: args.dtype.code(),
             kv_lens: args.kv_lens,
             k_tensor_scales: args.k_tensor_scales,
             v_tensor_scales: args.v_tensor_scales,

@@ -4,6 +4,7 @@
 mod emulate;
 mod images;
 mod native;
+mod numbers;
 mod stress;
 
 use std::{process::ExitCode, time::Instant};

@@ -15,9 +15,9 @@ use attn_cuda::{
     native::{AppendArgs, DecodeArgs, DeviceKv, Dtype, NativeAppend, NativePlan},
 };
 use cudarc::driver::{CudaSlice, sys};
-use half::{bf16, f16};
+use half::f16;
 
-use crate::driver;
+use crate::{driver, numbers};
 
 const BATCH: usize = 3;
 const HEADS: usize = 2;
@@ -36,15 +36,17 @@ struct Engine<'a> {
     problem: Problem,
     plan: NativePlan,
     append: NativeAppend,
+    /// Of queries and outputs.
+    dtype: Dtype,
     num_pages: usize,
     pool: CudaSlice<u8>,
     page_table: CudaSlice<u32>,
     tail_pages: CudaSlice<u32>,
     kv_lens: CudaSlice<i32>,
-    q: CudaSlice<f32>,
+    q: CudaSlice<u8>,
     k: CudaSlice<f32>,
     v: CudaSlice<f32>,
-    out: CudaSlice<f32>,
+    out: CudaSlice<u8>,
     lse: CudaSlice<f32>,
     workspace: CudaSlice<u8>,
     lens: [usize; BATCH],
@@ -58,7 +60,7 @@ fn table() -> Vec<u32> {
 }
 
 impl<'a> Engine<'a> {
-    fn new(gpu: &'a CudaBackend, format: KvFormat, q_len: usize) -> Result<Self> {
+    fn new(gpu: &'a CudaBackend, format: KvFormat, q_len: usize, dtype: Dtype) -> Result<Self> {
         let buffers = Buffers::new(gpu.context())?;
         let mut config = CacheConfig::new(format, HEADS, DIM, BATCH, MAX_LEN);
         config.page_size = PAGE;
@@ -69,6 +71,7 @@ impl<'a> Engine<'a> {
         let plan = gpu.prepare(&problem, format, PAGE)?;
         let num_pages = BATCH * (STRIDE + 1);
         let rows = q_len * BATCH * Q_HEADS;
+        let row_bytes = numbers::bytes(dtype, &[0.0; DIM]).len();
         let tails: Vec<u32> = (0..BATCH).map(|b| (BATCH * STRIDE + b) as u32).collect();
         Ok(Engine {
             append: gpu.prepare_append(&config)?,
@@ -76,10 +79,10 @@ impl<'a> Engine<'a> {
             page_table: buffers.upload(&table())?,
             tail_pages: buffers.upload(&tails)?,
             kv_lens: buffers.upload(&[0; BATCH])?,
-            q: buffers.floats(rows * DIM)?,
+            q: buffers.bytes(rows * row_bytes)?,
             k: buffers.floats(MAX_LEN * HEADS * DIM)?,
             v: buffers.floats(MAX_LEN * HEADS * DIM)?,
-            out: buffers.floats(rows * DIM)?,
+            out: buffers.bytes(rows * row_bytes)?,
             lse: buffers.floats(rows)?,
             workspace: buffers.bytes(plan.workspace_bytes())?,
             lens: [0; BATCH],
@@ -90,6 +93,7 @@ impl<'a> Engine<'a> {
             cache,
             problem,
             plan,
+            dtype,
             num_pages,
         })
     }
@@ -120,6 +124,7 @@ impl<'a> Engine<'a> {
         DecodeArgs {
             q: b.address(&self.q),
             out: b.address(&self.out),
+            dtype: self.dtype,
             lse: b.address(&self.lse),
             kv: DeviceKv::Paged {
                 pool: b.address(&self.pool),
@@ -147,27 +152,25 @@ impl<'a> Engine<'a> {
         first: usize,
         batch: usize,
         tokens: usize,
-        round: fn(f32) -> f32,
+        dtype: Dtype,
     ) -> Result<()> {
         let row = HEADS * DIM;
         let count = batch * tokens * row;
         self.seed += 2;
-        let mut numbers = [0, 1].map(|i| noise(self.seed + i, count));
-        numbers.iter_mut().flatten().for_each(|x| *x = round(*x));
-        let [k, v] = &numbers;
+        let [k, v] = [0, 1].map(|i| numbers::rounded(dtype, &noise(self.seed + i, count)));
         for i in 0..batch {
             let of = i * tokens * row..(i + 1) * tokens * row;
             self.cache.append(first + i, &k[of.clone()], &v[of])?;
             self.lens[first + i] += tokens;
         }
-        self.buffers.copy(k, &mut self.k)?;
-        self.buffers.copy(v, &mut self.v)?;
+        self.buffers.copy(&k, &mut self.k)?;
+        self.buffers.copy(&v, &mut self.v)?;
         self.upload_lens()
     }
 
     fn prefill(&mut self, lens: [usize; BATCH]) -> Result<()> {
         for (b, len) in lens.into_iter().enumerate() {
-            self.next_tokens(b, 1, len, |x| x)?;
+            self.next_tokens(b, 1, len, Dtype::F32)?;
             let args = self.append_args(b, 1, len);
             // SAFETY: the buffers are this struct's, sized for MAX_LEN; lengths and pages are its own; one stream.
             unsafe { self.gpu.append_on(&self.append, self.buffers.raw(), &args) }?;
@@ -178,10 +181,15 @@ impl<'a> Engine<'a> {
 
     fn new_queries(&mut self) -> Result<Vec<f32>> {
         let q = noise(self.seed + 77, self.problem.q_len * BATCH * Q_HEADS * DIM);
-        self.buffers.copy(&q, &mut self.q)?;
-        let nan = vec![f32::NAN; q.len()];
+        self.upload_queries(&q)?;
+        let nan = numbers::bytes(self.dtype, &vec![f32::NAN; q.len()]);
         self.buffers.copy(&nan, &mut self.out)?;
-        Ok(q)
+        Ok(numbers::rounded(self.dtype, &q))
+    }
+
+    fn upload_queries(&mut self, q: &[f32]) -> Result<()> {
+        let bytes = numbers::bytes(self.dtype, q);
+        Ok(self.buffers.copy(&bytes, &mut self.q)?)
     }
 
     /// Enqueues append and decode, one after the other or as one step.
@@ -209,9 +217,10 @@ impl<'a> Engine<'a> {
         self.cpu
             .decode(&step, &mut DecodeOutput::new(&problem, &mut out, &mut lse)?)?;
         let got = (
-            self.buffers.download(&self.out)?,
+            numbers::numbers(self.dtype, &self.buffers.download(&self.out)?),
             self.buffers.download(&self.lse)?,
         );
+        let out = numbers::rounded(self.dtype, &out);
         let found =
             first_difference("out", &got.0, &out).or_else(|| first_difference("lse", &got.1, &lse));
         match found {
@@ -227,9 +236,9 @@ fn graph(
     format: KvFormat,
     tokens: usize,
     steps: usize,
-    as_one: bool,
+    (as_one, dtype): (bool, Dtype),
 ) -> Result<usize> {
-    let mut engine = Engine::new(gpu, format, tokens)?;
+    let mut engine = Engine::new(gpu, format, tokens, dtype)?;
     engine.prefill([1, 250, 900])?;
     let args = engine.append_args(0, BATCH, tokens);
     let stream = engine.buffers.stream.clone();
@@ -243,11 +252,14 @@ fn graph(
     let graph = graph.context("the capture gave no graph")?;
     let mut compared = 0;
     for step in 0..steps {
-        engine.next_tokens(0, BATCH, tokens, |x| x)?;
+        engine.next_tokens(0, BATCH, tokens, Dtype::F32)?;
         let q = engine.new_queries()?;
         driver(graph.launch())?;
         if step % 7 == 0 || step + 1 == steps {
-            engine.compare(&q, &format!("{format}, as one: {as_one}, replay {step}"))?;
+            engine.compare(
+                &q,
+                &format!("{format}, {dtype:?}, as one: {as_one}, replay {step}"),
+            )?;
             compared += 1;
         }
         driver(stream.synchronize())?;
@@ -257,24 +269,12 @@ fn graph(
 
 /// 16-bit inputs are appended as the f32 numbers that they are.
 fn narrow(gpu: &CudaBackend, format: KvFormat, dtype: Dtype) -> Result<()> {
-    let mut engine = Engine::new(gpu, format, 1)?;
-    let round: fn(f32) -> f32 = match dtype {
-        Dtype::Bf16 => |x| bf16::from_f32(x).to_f32(),
-        _ => |x| f16::from_f32(x).to_f32(),
-    };
+    let mut engine = Engine::new(gpu, format, 1, dtype)?;
     let tokens = 150;
-    engine.next_tokens(0, BATCH, tokens, round)?;
-    let narrowed = |x: &CudaSlice<f32>| -> Result<CudaSlice<u16>> {
-        let bits: Vec<u16> = engine
-            .buffers
-            .download(x)?
-            .iter()
-            .map(|x| match dtype {
-                Dtype::Bf16 => bf16::from_f32(*x).to_bits(),
-                _ => f16::from_f32(*x).to_bits(),
-            })
-            .collect();
-        Ok(engine.buffers.upload(&bits)?)
+    engine.next_tokens(0, BATCH, tokens, dtype)?;
+    let narrowed = |x: &CudaSlice<f32>| -> Result<CudaSlice<u8>> {
+        let bytes = numbers::bytes(dtype, &engine.buffers.download(x)?);
+        Ok(engine.buffers.upload(&bytes)?)
     };
     let (k, v) = (narrowed(&engine.k)?, narrowed(&engine.v)?);
     let mut args = engine.append_args(0, BATCH, tokens);
@@ -331,7 +331,7 @@ fn crooked_view(gpu: &CudaBackend) -> Result<()> {
 /// Run in a process of its own, since `ATTN_CHECK` is read when a backend is opened.
 pub fn checked() -> Result<()> {
     let gpu = CudaBackend::open()?;
-    let mut engine = Engine::new(&gpu, KvFormat::INT8, 1)?;
+    let mut engine = Engine::new(&gpu, KvFormat::INT8, 1, Dtype::F32)?;
     engine.prefill([100, 200, 300])?;
     let q = engine.new_queries()?;
     let decode = |engine: &Engine<'_>| {
@@ -363,9 +363,9 @@ pub fn checked() -> Result<()> {
     engine.upload_lens()?;
     let mut wild = q.clone();
     wild[DIM + 3] = f32::NAN;
-    engine.buffers.copy(&wild, &mut engine.q)?;
+    engine.upload_queries(&wild)?;
     expect(decode(&engine), "q")?;
-    engine.buffers.copy(&q, &mut engine.q)?;
+    engine.upload_queries(&q)?;
     decode(&engine)?;
     engine.compare(&q, "after refusals")
 }
@@ -377,8 +377,8 @@ pub fn run() -> Result<()> {
     for format in ["int8", "int4", "int4-g4"] {
         let format: KvFormat = format.parse()?;
         for (tokens, steps) in [(1, 450), (3, 100)] {
-            for as_one in [false, true] {
-                compared += graph(&gpu, format, tokens, steps, as_one)?;
+            for how in [(false, Dtype::F32), (true, Dtype::Bf16), (true, Dtype::F16)] {
+                compared += graph(&gpu, format, tokens, steps, how)?;
             }
         }
         for dtype in [Dtype::F16, Dtype::Bf16] {
@@ -394,7 +394,7 @@ pub fn run() -> Result<()> {
         .status()?;
     ensure!(status.success(), "the checking launch failed");
     println!(
-        "native: {compared} steps equal to the bit (captured graphs replayed with growing lengths, f16 and bf16 inputs); ATTN_CHECK refuses 4 of 4"
+        "native: {compared} steps equal to the bit (captured graphs replayed with growing lengths; f32, f16 and bf16); ATTN_CHECK refuses 4 of 4"
     );
     Ok(())
 }
