@@ -106,7 +106,7 @@ struct Join {
                 float2 ml = ((const float2*)(shared + AT_STATE_ML))[team * ROWS + row];
                 finish.finish(ml.x, ml.y, lane % 4 == 0);
                 const float4* state = (const float4*)((const float*)(shared + AT_STATES) + (team * ROWS + row) * STATE_STRIDE);
-                for (int vector = lane % 4; vector < ROW_VECTORS; vector += 4) finish.write(vector, state[vector]);
+                finish.write_state(lane % 4, 4, state);
             }
         }
         __syncthreads();

@@ -68,8 +68,20 @@ struct Finish {
         if (first && lse) *lse = some ? log_sum(m, l) : MINUS_INFINITY;
         scale = some ? rcp(l) : 1.0f;
     }
+    __device__ __forceinline__ float4 of(const float4& o) const {
+        return {o.x * scale * tensor, o.y * scale * tensor, o.z * scale * tensor, o.w * scale * tensor};
+    }
     __device__ __forceinline__ void write(int vector, const float4& o) const {
-        if (out) store_four(out, dtype, 4 * vector, {o.x * scale * tensor, o.y * scale * tensor, o.z * scale * tensor, o.w * scale * tensor});
+        if (out) store_four(out, dtype, 4 * vector, of(o));
+    }
+    // Vectors first, first + step, … of a state.
+    __device__ __forceinline__ void write_state(int first, int step, const float4* state) const {
+        if (!out) return;
+        auto write = [&](int type) {
+            for (int vector = first; vector < ROW_VECTORS; vector += step) store_four(out, type, 4 * vector, of(state[vector]));
+        };
+        if (dtype == AS_F32) write(AS_F32);  // decided once: for short items that counts
+        else write(dtype);
     }
     __device__ __forceinline__ void write_pair(int pair, float x, float y) const {
         if (out) store_pair(out, dtype, 2 * pair, x * scale * tensor, y * scale * tensor);

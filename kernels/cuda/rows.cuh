@@ -35,13 +35,11 @@ DEVICE void load_query(const DecodeParams& p, const Work& work, int kv_head, int
 }
 
 // q' for pages of channels, see `query_word`: of rows 8·first to 8·end, by so many threads.
-DEVICE void store_query(const DecodeParams& p, const Work& work, int kv_head, u32 query, int first, int end, int thread, int threads) {
+template <bool NARROW> DEVICE void store_query(const DecodeParams& p, const Work& work, int kv_head, u32 query, int first, int end, int thread, int threads) {
     for (int i = first * PANELS * 32 + thread; i < end * PANELS * 32; i += threads) {
         int lane = i % 32, panel = i / 32 % PANELS, eight = i / 32 / PANELS;
-        QueryRow row = query_row(p, work, kv_head, eight * 8 + lane / 4);
         float x[4];
-        if (row.dtype == AS_F32) row.four<false>(panel * 16 + 4 * (lane % 4), x);
-        else row.four<true>(panel * 16 + 4 * (lane % 4), x);
+        query_row(p, work, kv_head, eight * 8 + lane / 4).four<NARROW>(panel * 16 + 4 * (lane % 4), x);
         if (INTEGER)
 #pragma unroll
             for (float& element : x) element = round_13(element);
@@ -49,6 +47,10 @@ DEVICE void store_query(const DecodeParams& p, const Work& work, int kv_head, u3
         sts128(query_word(query, eight, panel, lane), {x[0], x[1], x[2], x[3]});
         sts32(query_largest(query, eight, panel / 4, lane) + panel % 4 * 4, float_bits(largest));
     }
+}
+DEVICE void store_query(const DecodeParams& p, const Work& work, int kv_head, u32 query, int first, int end, int thread, int threads) {
+    if (p.dtype == AS_F32) store_query<false>(p, work, kv_head, query, first, end, thread, threads);
+    else store_query<true>(p, work, kv_head, query, first, end, thread, threads);
 }
 
 // Exponents of what `store_query` left in shared memory, row by row.

@@ -45,10 +45,10 @@ struct Sequence {
         s.item_cost = measure.is_even ? s.num_slots : cost_of_item(s.num_tiles, runs_of(s.num_tiles, s.segment_shift));
         return s;
     }
-    // In half tiles: a join takes two tiles of each team and comes once for four spans; an item's first query and last unit, which
-    // is seldom full, take twelve more.
+    // In half tiles: a join takes two tiles of each team and comes once for four spans; an item's first query and last units, which
+    // are seldom full, take sixteen more.
     DEVICE u32 cost(int tiles, int segments) { return 2 * tiles + segments; }
-    DEVICE u32 cost_of_item(int tiles, int segments) { return cost(max(1, tiles), segments) + 24; }
+    DEVICE u32 cost_of_item(int tiles, int segments) { return cost(max(1, tiles), segments) + 32; }
 };
 
 struct Work : Sequence {
@@ -64,17 +64,18 @@ struct Work : Sequence {
     }
     __device__ __forceinline__ bool has_items() const { return measure.slots_are == ITEMS; }
     __device__ __forceinline__ int kv_head(int team) const { return has_items() ? heads * TEAMS + team : heads; }
-    // With less than three spans a team would wait longer for a span than all do for their segments.
     __device__ __forceinline__ TeamTakes takes() const {
         return measure.slots_are == SEGMENTS ? A_TILE : has_items() ? AN_ITEM : slots_here == 1 ? A_SEGMENT : A_SPAN;
     }
-    // As many slots as a CTA whose share ends at `end` takes together. Row blocks take turns with each.
+    // As many slots as a CTA whose share ends at `end` takes together: with fewer than all teams' some would wait longer for a span than
+    // all do for their segments, one span after the other. Where lengths are alike three are better: all CTAs are late then, and a
+    // join less counts for more. Row blocks take turns with each.
     __device__ __forceinline__ void size(const DecodeParams& p, u32 end) {
         int left = 1;
         if (measure.slots_are == SPANS && p.row_blocks == 1)
 #pragma unroll
             for (int i = 1; i < TEAMS; i++) left += slot + i < num_slots && offset + i * slot_cost < end;
-        slots_here = left >= 3 ? left : 1;
+        slots_here = left >= (measure.is_even ? TEAMS - 1 : TEAMS) ? left : 1;
     }
     __device__ __forceinline__ void next(const DecodeParams& p) {
         offset += slot + slots_here < num_slots ? slots_here * slot_cost : item_cost - slot * slot_cost;
