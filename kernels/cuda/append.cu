@@ -51,16 +51,31 @@ DEVICE void load_v(const AppendParams& p, VToken& v, long long token, int head, 
 
 // ---- one token per sequence ----
 
+// Who appends, and who only seals: CTAs (heads in fours, sealers and then sequences), two warps per head.
+struct Roles {
+    int warp, warps, lane, sealers, row;  // warps: of a CTA; sealers: rows of CTAs; row: the sequence, below 0 for sealers
+
+    METHOD static Roles of(const AppendParams& p) {
+        const int sealers = gridDim.y - p.batch;
+        return {(int)threadIdx.x / 32, (int)blockDim.x / 32, (int)threadIdx.x % 32, sealers, (int)blockIdx.y - sealers};
+    }
+};
+
+// The page of a sequence that has so many tokens now has just been filled.
+DEVICE bool fills(int len) { return len > 0 && (u32)len % PAGE == 0; }
+
 // Which dims of full pages are a warp's to seal, four at a time. Some CTAs do nothing else: they look at all lengths, so that the
-// few pages that a call fills are spread over the GPU. Where many fill, all other warps help once they have stored their token.
+// few pages that a call fills are spread over the GPU. Where many fill, the warps of those sequences help once they have stored their
+// token. All others are done then and make room: a decode behind this launch has all of it 2 µs sooner than if they looked, too.
 struct Seals {
     static constexpr int CHUNKS = 8, SEQUENCES = 32 * CHUNKS;
     u32 mask;               // lane i: of 32 sequences, those whose page fills
     int task, tasks, step;  // each a run of quads of a head
     int quads;              // of a run
 
-    // Of the sequences from `first` on, for one of `warps` warps, the first `sealers` of which have nothing else to do.
-    METHOD void find(const AppendParams& p, int first, int warp, int sealers, int warps, int lane) {
+    // Of the sequences from `first` on, among which a warp's own is, if it has one.
+    METHOD void find(const AppendParams& p, const Roles& who, int first) {
+        const int lane = who.lane;
         int count = 0, len[CHUNKS];
         mask = 0;
 #pragma unroll
@@ -70,28 +85,39 @@ struct Seals {
         }
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) {
-            u32 some = __ballot_sync(~0u, len[i] > 0 && (u32)len[i] % PAGE == 0);
+            u32 some = __ballot_sync(~0u, fills(len[i]));
             count += __popc(some);
             if (lane == i) mask = some;
         }
-        // A head's quads share what has to be known of the new token, but only where there are more of them than warps.
-        int heads = count * p.num_kv_heads;
-        step = heads * QUADS <= sealers ? sealers : warps;
+        // The first warp of each CTA, then the second, so that work comes to all SMs. A head's quads share what has to be known of the
+        // new token, but only where there are more of them than warps.
+        int heads = count * p.num_kv_heads, sealers = who.warps * who.sealers * gridDim.x;
+        bool alone = heads * QUADS <= sealers;
+        step = alone ? sealers : sealers + who.warps * count * gridDim.x;
         for (quads = 1; QUADS % (2 * quads) == 0 && heads * (QUADS / quads) > step;) quads *= 2;
-        tasks = warp < step ? heads * (QUADS / quads) : 0;
-        task = warp;
+        tasks = alone && who.row >= 0 ? 0 : heads * (QUADS / quads);
+        task = who.row < 0 ? (who.warp * who.sealers + blockIdx.y) * gridDim.x + blockIdx.x
+                           : sealers + (who.warp * count + rank(who.row - first, lane)) * gridDim.x + blockIdx.x;
     }
-    // The n-th sequence whose page fills.
-    METHOD int sequence(int n, int lane) const {
+    // Of the sequences whose pages fill, those before the lane's 32.
+    METHOD int before(int lane) const {
         int up_to = __popc(mask);
 #pragma unroll
         for (int i = 1; i < CHUNKS; i *= 2) {
             int other = __shfl_up_sync(~0u, up_to, i);
             if (lane >= i) up_to += other;
         }
-        int before = up_to - __popc(mask), chunk = 31 - __clz(__ballot_sync(~0u, lane < CHUNKS && before <= n));
+        return up_to - __popc(mask);
+    }
+    // And those before sequence i of all.
+    METHOD int rank(int i, int lane) const {
+        return __shfl_sync(~0u, before(lane), i / 32) + __popc(__shfl_sync(~0u, mask, i / 32) & ((1u << i % 32) - 1));
+    }
+    // The n-th sequence whose page fills.
+    METHOD int sequence(int n, int lane) const {
+        int up_to = before(lane), chunk = 31 - __clz(__ballot_sync(~0u, lane < CHUNKS && up_to <= n));
         u32 some = __shfl_sync(~0u, mask, chunk);
-        n -= __shfl_sync(~0u, before, chunk);
+        n -= __shfl_sync(~0u, up_to, chunk);
         bool is_it = some >> lane & 1 && __popc(some & ((1u << lane) - 1)) == n;
         return 32 * chunk + __ffs(__ballot_sync(~0u, is_it)) - 1;
     }
@@ -130,16 +156,18 @@ struct Seal {
     }
 };
 
-DEVICE void seal_ones(const AppendParams& p, int warp, int sealers, int warps, int lane) {
+DEVICE void seal_ones(const AppendParams& p, const Roles& who) {
+    if (who.row >= 0 && !fills(p.kv_lens[who.row])) return;
+    const int own = max(who.row, 0) / Seals::SEQUENCES * Seals::SEQUENCES, end = who.row < 0 ? p.batch : own + 1;
 #pragma unroll 1
-    for (int first = 0; first < p.batch; first += Seals::SEQUENCES) {
+    for (int first = own; first < end; first += Seals::SEQUENCES) {
         Seals seals;
-        seals.find(p, first, warp, sealers, warps, lane);
+        seals.find(p, who, first);
 #pragma unroll 1
         for (; seals.task < seals.tasks; seals.task += seals.step) {
             Seal seal;
-            seal.fetch(p, seals, first, lane);
-            seal.finish(lane);
+            seal.fetch(p, seals, first, who.lane);
+            seal.finish(who.lane);
         }
     }
 }
@@ -166,19 +194,13 @@ DEVICE void append_v(const AppendParams& p, int b, int head, int lane) {
 }
 
 DEVICE void append_one(const AppendParams& p) {
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int sealer_rows = gridDim.y - p.batch, sealers = sealer_rows * gridDim.x, others = p.batch * gridDim.x;  // CTAs
-    const int row = (int)blockIdx.y - sealer_rows, head = blockIdx.x * (warps / 2) + warp / 2;
-    if (row >= 0 && head < p.num_kv_heads) {
-        if (warp % 2 == 0) append_k(p, row, head, lane);
-        else append_v(p, row, head, lane);
+    const Roles who = Roles::of(p);
+    const int head = blockIdx.x * (who.warps / 2) + who.warp / 2;
+    if (who.row >= 0 && head < p.num_kv_heads) {
+        if (who.warp % 2 == 0) append_k(p, who.row, head, who.lane);
+        else append_v(p, who.row, head, who.lane);
     }
-    if constexpr (CHANNEL) {
-        // The first warp of each CTA, then the second, so that work comes to all SMs.
-        int index = row < 0 ? warp * sealers + blockIdx.y * gridDim.x + blockIdx.x
-                            : warps * sealers + warp * others + row * gridDim.x + blockIdx.x;
-        seal_ones(p, index, warps * sealers, warps * (sealers + others), lane);
-    }
+    if constexpr (CHANNEL) seal_ones(p, who);
 }
 
 // ---- several tokens per sequence ----

@@ -29,21 +29,25 @@ const KINDS: [(&str, usize, usize, usize); 14] = [
     ("fp8", 80, 64, 2),
     ("bf16/f16", 128, 32, 1),
 ];
-const SEQUENCES: usize = 3;
 
 pub struct Job {
     name: &'static str,
     config: CacheConfig,
     dtype: Dtype,
+    /// Tokens that each sequence begins with, and those of each call.
+    lens: Vec<usize>,
+    calls: Vec<usize>,
 }
 
-/// All kinds, each with one of the three number formats.
+/// All kinds, each with one of the three number formats; and one token of many sequences, whose pages fill in every third one at once,
+/// then in two: all seal, or those alone who do nothing else.
 pub fn jobs() -> Vec<Job> {
-    let job = |(i, (name, head_dim, page_size, heads)): (usize, _)| {
+    let job = |name, head_dim, page_size, heads, lens: Vec<usize>, calls: Vec<usize>| {
         let format = str::parse(name).expect("a format's name");
-        let mut config = CacheConfig::new(format, heads, head_dim, SEQUENCES, 7 * page_size);
+        let longest = lens.iter().max().unwrap_or(&0) + calls.iter().sum::<usize>();
+        let mut config = CacheConfig::new(format, heads, head_dim, lens.len(), longest);
         config.page_size = page_size;
-        config.num_pages = SEQUENCES * config.pages_for(7 * page_size);
+        config.num_pages = lens.len() * config.pages_for(longest);
         for scale in config
             .k_tensor_scales
             .iter_mut()
@@ -51,14 +55,46 @@ pub fn jobs() -> Vec<Job> {
         {
             *scale = 0.02;
         }
-        let dtype = [Dtype::F32, Dtype::F16, Dtype::Bf16][i % 3];
         Job {
             name,
             config,
-            dtype,
+            dtype: Dtype::F32,
+            lens,
+            calls,
         }
     };
-    KINDS.into_iter().enumerate().map(job).collect()
+    let mut jobs: Vec<Job> = KINDS
+        .into_iter()
+        .map(|(name, head_dim, page, heads)| {
+            // One sequence that begins empty, one in the middle of a page, one that is about to fill its first.
+            let calls = [1, 1, page - 3, 1, 1, 2, 1, page + 7, 1, 2 * page + 1, 1, 1];
+            job(
+                name,
+                head_dim,
+                page,
+                heads,
+                vec![0, 5, page - 1],
+                calls.to_vec(),
+            )
+        })
+        .collect();
+    for (i, job) in jobs.iter_mut().enumerate() {
+        job.dtype = [Dtype::F32, Dtype::F16, Dtype::Bf16][i % 3];
+    }
+    let lens = |b| match b {
+        7 | 263 => 62,
+        _ if b % 3 == 0 => 63,
+        _ => b % 50,
+    };
+    jobs.push(job(
+        "int4",
+        64,
+        64,
+        1,
+        (0..270).map(lens).collect(),
+        vec![1, 1],
+    ));
+    jobs
 }
 
 /// New tokens as both sides take them.
@@ -105,13 +141,11 @@ impl Job {
 
     /// Where the pools first differ after which call.
     fn differs(&self, cpu: &CpuBackend, kernels: &Kernels) -> Result<Option<String>> {
-        let (config, page) = (&self.config, self.config.page_size);
+        let config = &self.config;
         let mut cache = cpu.create_cache(config)?;
         let row = config.num_kv_heads * config.head_dim;
-        for b in 0..SEQUENCES {
-            // One sequence that begins empty, one in the middle of a page, one that is about to fill its first.
-            let [k, v] =
-                [0, 1].map(|side| self.tokens(10 + 2 * b as u64 + side, [0, 5, page - 1][b]));
+        for (b, &len) in self.lens.iter().enumerate() {
+            let [k, v] = [0, 1].map(|side| self.tokens(10 + 2 * b as u64 + side, len));
             cache.append(b, &k.floats, &v.floats)?;
         }
         // Kernels store up to 16 bytes at once.
@@ -120,13 +154,10 @@ impl Job {
         let start = (address(&memory).next_multiple_of(16) - address(&memory)) as usize;
         let pool = &mut memory[start..][..from.len()];
         pool.copy_from_slice(from);
-        for (call, tokens) in [1, 1, page - 3, 1, 1, 2, 1, page + 7, 1, 2 * page + 1, 1, 1]
-            .into_iter()
-            .enumerate()
-        {
-            let [k, v] =
-                [0, 1].map(|side| self.tokens(1000 * call as u64 + side, SEQUENCES * tokens));
-            for b in 0..SEQUENCES {
+        for (call, &tokens) in self.calls.iter().enumerate() {
+            let [k, v] = [0, 1]
+                .map(|side| self.tokens(1000 * (1 + call as u64) + side, self.lens.len() * tokens));
+            for b in 0..self.lens.len() {
                 let at = b * tokens * row..(b + 1) * tokens * row;
                 cache.append(b, &k.floats[at.clone()], &v.floats[at])?;
             }
@@ -181,10 +212,10 @@ impl Job {
             kv_lens: address(&lens),
             k_tensor_scales: some(&config.k_tensor_scales),
             v_tensor_scales: some(&config.v_tensor_scales),
-            batch: SEQUENCES,
+            batch: self.lens.len(),
             tokens,
         };
-        let (grid, threads) = append_grid(&config.layout(), SEQUENCES, tokens);
+        let (grid, threads) = append_grid(&config.layout(), self.lens.len(), tokens);
         // SAFETY: append.cu takes an AppendParams; its addresses are those of memory that lives until here, as large as `AppendArgs`
         // asks, and the tables are the cache's own.
         unsafe {
@@ -250,7 +281,7 @@ pub fn run(jobs: &[Job], cpu: &CpuBackend, kernels: &Kernels) -> usize {
         }
     }
     println!(
-        "append: {} of {} formats write the CPU's bytes, over calls of 1 to many tokens",
+        "append: {} of {} kinds of caches have the CPU's bytes, over calls of 1 to many tokens of 3 to 270 sequences",
         jobs.len() - failures,
         jobs.len()
     );
