@@ -66,7 +66,7 @@ DEVICE bool fills(int len) { return len > 0 && (u32)len % PAGE == 0; }
 
 // Which dims of full pages are a warp's to seal, four at a time. Some CTAs do nothing else: they look at all lengths, so that the
 // few pages that a call fills are spread over the GPU. Where many fill, the warps of those sequences help once they have stored their
-// token. All others are done then and make room: a decode behind this launch has all of it 2 µs sooner than if they looked, too.
+// token. All others are done then and make room: a decode behind this launch ends 1 µs sooner than if they looked, too.
 struct Seals {
     static constexpr int CHUNKS = 8, SEQUENCES = 32 * CHUNKS;
     u32 mask;               // lane i: of 32 sequences, those whose page fills
