@@ -318,7 +318,8 @@ fn in_waves(problem: &Problem, sms: usize, cost: &Cost) -> Option<f64> {
 }
 
 /// Microseconds of `decode.cu`: its CTAs have whole spans, some one more than others, and hand over what they share; a warp alone with a
-/// tile takes longer with two groups of rows, and with 4-bit keys.
+/// tile takes longer with two groups of rows, and with 4-bit keys. One item alone is a few tiles for each, most of all with 4-bit keys, and
+/// slots of all CTAs that eight join.
 fn decode_us(problem: &Problem, format: KvFormat, sms: usize) -> f64 {
     let spans = max_segments(longest(problem)).div_ceil(arithmetic::SPAN);
     let (items, ctas) = (items(problem), SM_TEAMS * sms);
@@ -330,9 +331,12 @@ fn decode_us(problem: &Problem, format: KvFormat, sms: usize) -> f64 {
     } else {
         1.0
     };
+    let int4 = format.k.code_bits() == 4;
     let more = [
+        (items == 1, 4.0),
+        (items == 1 && int4, 4.0),
         (row_groups(problem) > 1, 4.0),
-        (format.k.code_bits() == 4, 1.3),
+        (int4, 1.3),
         (format.k == Scheme::Int4(Int4Scale::Channel), 0.7),
         (format.k.groups(problem.head_dim) > 1, 1.4),
     ];
@@ -421,7 +425,7 @@ mod tests {
         chosen(&problem, format)
     }
 
-    /// What was measured faster is chosen (docs/performance.md, log lines 39, 41, 49 and 51).
+    /// What was measured faster is chosen (docs/performance.md, log lines 39, 41, 49, 51 and 64).
     #[test]
     fn latency_and_full_waves_go_to_teams_that_share_tiles() {
         let (int8, f16, bf16) = (
@@ -461,7 +465,10 @@ mod tests {
             (bf16, [32, 8], &[(4096, 64), (1024, 128)], Unit::Short),
             (bf16, [32, 8], &[(8192, 1), (32_768, 1)], Unit::HandOver),
             (bf16, [8, 1], &[(8192, 300)], Unit::Decode),
+            (int8, [8, 1], &[(131_072, 1)], Unit::HandOver),
+            (int8, [8, 2], &[(65_536, 1), (262_144, 1)], Unit::Decode),
             (KvFormat::INT4, [8, 1], &[(8192, 512)], Unit::Decode),
+            (KvFormat::INT4, [8, 1], &[(131_072, 1)], Unit::HandOver),
         ];
         for (format, heads, shapes, want) in kinds {
             for &(kv_len, batch) in shapes {
