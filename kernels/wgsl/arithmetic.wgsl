@@ -10,7 +10,7 @@
 
 const ROUND: f32 = 12582912.0;          // adding it rounds |x| <= 2^22 to an integer, half to even
 const ROUND_BITS: i32 = 0x4B400000;
-const NONE: f32 = -3.4028234663852886e38;        // the maximum of no scores (the law's -infinity, kept finite)
+const NONE: f32 = -3.4028234663852886e38;        // the law's -infinity, kept finite: an unseen score, the maximum of none
 
 // x * y, rounded: `params.zero` is 0, and no compiler knows.
 fn product(x: f32, y: f32) -> f32 {
@@ -136,12 +136,12 @@ fn f16_value(h: u32) -> f32 {
     return bitcast<f32>(bitcast<u32>(value) | sign);
 }
 
-// An order-keeping integer of a float, above 0; and back.
+// An integer of a float in the same order, above 0; and back.
 fn order_key(x: f32) -> u32 {
     let bits = bitcast<u32>(x);
-    return select(bits | 0x80000000u, ~bits, (bits & 0x80000000u) != 0u);
+    return bits ^ (u32(bitcast<i32>(bits) >> 31u) | 0x80000000u);
 }
 
 fn from_order_key(key: u32) -> f32 {
-    return bitcast<f32>(select(~key, key & 0x7FFFFFFFu, (key & 0x80000000u) != 0u));
+    return bitcast<f32>(key ^ (~u32(bitcast<i32>(key) >> 31u) | 0x80000000u));
 }

@@ -1,9 +1,12 @@
-// decode_merge.wgsl: one workgroup merges the states of one row, segments inside spans and spans among themselves, left to right, and finishes it.
+// decode_merge.wgsl: one workgroup brings the states of one row, or of some of its dims, together and finishes it: tiles fold into segments, if items are tiles, segments merge inside
+// spans and spans among themselves, left to right.
 //
-// Grid       (heads_per_kv * q_len, num_kv_heads, batch); 256 threads: 8 spans at a time, 32 lanes each.
+// Grid       (heads_per_kv * q_len * D / MD, num_kv_heads, batch); 256 threads: 8 spans at a time, 32 lanes each.
 // Reads      the states that decode_split.wgsl wrote.
 // Writes     out f32 [batch, q_len, num_q_heads, head_dim], lse [batch, q_len, num_q_heads] (bits, -inf where nothing is seen).
 // Numerics   docs/arithmetic.md, sections 5 and 6.
+// Dims of a workgroup: where items are tiles there are few rows, and many states of each.
+#let MD = PER_SEGMENT > 1 ? 32 : D
 #let READS_POOL = 0
 #include "arithmetic.wgsl"
 #include "pages.wgsl"
@@ -12,41 +15,73 @@
 @group(0) @binding(3) var<storage, read_write> out: array<f32>;
 @group(0) @binding(4) var<storage, read_write> lse: array<u32>;
 
-var<workgroup> span_o: array<f32, $(8 * D)>;
+var<workgroup> span_o: array<f32, $(8 * MD)>;
 var<workgroup> span_m: array<f32, 8>;
 var<workgroup> span_l: array<f32, 8>;
 
 @compute @workgroup_size(256)
 fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
-    let row = workgroup.x;
+    let row = workgroup.x / $((D + MD - 1) / MD)u;
+    let dim0 = workgroup.x % $((D + MD - 1) / MD)u * $(MD)u;
     let head = workgroup.y;
     let sequence = workgroup.z;
     let about = params.sequences_at + 8u * sequence;
     let first_item = tables[about];
     let num_items = tables[about + 1u];
-    let num_spans = (num_items + 3u) / 4u;
+    let num_segments = (num_items + $(PER_SEGMENT - 1)u) / $(PER_SEGMENT)u;
+    let num_spans = (num_segments + 3u) / 4u;
     let group = tid / 32u;
     let lane = tid % 32u;
 
     var m = NONE;
     var l = 0.0;
-    var o = 0.0;          // of dim tid
+    var o = 0.0;          // of dim dim0 + tid
     for (var span0 = 0u; span0 < num_spans; span0 += 8u) {
         let first = (span0 + group) * 4u;
         var gm = NONE;
         var gl = 0.0;
-#for k in 0..((D + 31) / 32)
+#for k in 0..((MD + 31) / 32)
         var g_$(k) = 0.0;
 #end
-        if first < num_items {
+        if first < num_segments {
+#for n in 0..PER_SEGMENT
 #for j in 0..4
-            let slot_$(j) = ((first_item + min(first + $(j)u, num_items - 1u)) * params.num_kv_heads + head) * params.row_blocks + row / $(R)u;
-            let at_$(j) = slot_$(j) * $(R)u + row % $(R)u;
-            let used_$(j) = first + $(j)u < num_items;
-            let m_$(j) = select(NONE, states[params.maxima_at + 2u * at_$(j)], used_$(j));
-            let l_$(j) = states[params.maxima_at + 2u * at_$(j) + 1u];
-#for k in 0..((D + 31) / 32)
-            let o_$(j)_$(k) = states[at_$(j) * $(D)u + min(lane + $(32 * k)u, $(D - 1)u)];
+            let index_$(n)_$(j) = (first + $(j)u) * $(PER_SEGMENT)u + $(n)u;
+            let slot_$(n)_$(j) = ((first_item + min(index_$(n)_$(j), num_items - 1u)) * params.num_kv_heads + head) * params.row_blocks + row / $(R)u;
+            let at_$(n)_$(j) = slot_$(n)_$(j) * $(R)u + row % $(R)u;
+            let m_$(n)_$(j) = select(NONE, states[params.maxima_at + 2u * at_$(n)_$(j)], index_$(n)_$(j) < num_items);
+            let l_$(n)_$(j) = states[params.maxima_at + 2u * at_$(n)_$(j) + 1u];
+#for k in 0..((MD + 31) / 32)
+            let o_$(n)_$(j)_$(k) = states[at_$(n)_$(j) * $(D)u + min(dim0 + lane + $(32 * k)u, $(D - 1)u)];
+#end
+#end
+#end
+#for j in 0..4
+            var m_$(j) = m_0_$(j);
+            var l_$(j) = l_0_$(j);
+#for k in 0..((MD + 31) / 32)
+            var o_$(j)_$(k) = o_0_$(j)_$(k);
+#end
+#for n in 1..PER_SEGMENT
+            if m_$(n)_$(j) != NONE {
+                if m_$(j) == NONE {
+                    m_$(j) = m_$(n)_$(j);
+                    l_$(j) = l_$(n)_$(j);
+#for k in 0..((MD + 31) / 32)
+                    o_$(j)_$(k) = o_$(n)_$(j)_$(k);
+#end
+                } else {
+                    // As fold.wgsl does.
+                    let top = max(m_$(j), m_$(n)_$(j));
+                    let alpha = pow2(top - m_$(j));
+                    let beta = pow2(top - m_$(n)_$(j));
+                    l_$(j) = l_$(j) * alpha + l_$(n)_$(j) * beta;
+                    m_$(j) = top;
+#for k in 0..((MD + 31) / 32)
+                    o_$(j)_$(k) = ftz(o_$(j)_$(k) * alpha) + o_$(n)_$(j)_$(k) * beta;
+#end
+                }
+            }
 #end
 #end
 #for j in 0..4
@@ -54,7 +89,7 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
                 if gm == NONE {
                     gm = m_$(j);
                     gl = l_$(j);
-#for k in 0..((D + 31) / 32)
+#for k in 0..((MD + 31) / 32)
                     g_$(k) = o_$(j)_$(k);
 #end
                 } else {
@@ -63,7 +98,7 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
                     let beta = pow2(top - m_$(j));
                     gl = gl * alpha + l_$(j) * beta;
                     gm = top;
-#for k in 0..((D + 31) / 32)
+#for k in 0..((MD + 31) / 32)
                     g_$(k) = ftz(g_$(k) * alpha) + ftz(o_$(j)_$(k) * beta);
 #end
                 }
@@ -73,16 +108,16 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
         workgroupBarrier();
         span_m[group] = gm;
         span_l[group] = gl;
-#for k in 0..((D + 31) / 32)
-        if lane + $(32 * k)u < $(D)u {
-            span_o[group * $(D)u + lane + $(32 * k)u] = g_$(k);
+#for k in 0..((MD + 31) / 32)
+        if lane + $(32 * k)u < $(MD)u {
+            span_o[group * $(MD)u + lane + $(32 * k)u] = g_$(k);
         }
 #end
         workgroupBarrier();
         for (var s = 0u; s < 8u; s++) {
             let sm = span_m[s];
             if sm != NONE {
-                let so = span_o[s * $(D)u + min(tid, $(D - 1)u)];
+                let so = span_o[s * $(MD)u + min(tid, $(MD - 1)u)];
                 if m == NONE {
                     m = sm;
                     l = span_l[s];
@@ -101,15 +136,15 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
 
     let i = row / params.heads_per_kv;
     let at = (sequence * params.q_len + i) * params.num_q_heads + head * params.heads_per_kv + row % params.heads_per_kv;
-    if tid < $(D)u {
+    if tid < $(MD)u && dim0 + tid < $(D)u {
         let v_scale = bitcast<f32>(tables[params.scales_at + 2u * head + 1u]);
         var x = 0.0;
         if m != NONE {
             x = ftz(ftz(ftz(o) * rcp(l)) * v_scale);
         }
-        out[at * $(D)u + tid] = x;
+        out[at * $(D)u + dim0 + tid] = x;
     }
-    if tid == 0u {
+    if dim0 + tid == 0u {
         lse[at] = 0xFF800000u;
         if m != NONE {
             lse[at] = bitcast<u32>(log_sum_exp(m, l));

@@ -1,16 +1,31 @@
-// decode_split.wgsl: one workgroup of 32 lanes attends one item (a segment) of one (sequence, KV head) for $(R) query rows.
+// decode_split.wgsl: one workgroup of 64 lanes attends one item (a segment or a tile) of one (sequence, KV head) for $(R) query rows.
 //
-// Grid       (items, num_kv_heads * row_blocks, items / grid_x); 32 threads, which depend on no other: no barrier waits for a second subgroup.
-// Round      a tile of 64 tokens: a lane has two tokens for the scores, every 32nd dim (or pair of dims) for the values; the state folds at once.
-// Ahead      a tile's V is asked for before its scores, the next tile's K before its values, so memory and arithmetic overlap inside one subgroup.
+// Grid       (items, num_kv_heads * row_blocks, items / grid_x); 64 threads: two subgroups share a tile and halve its registers.
+// Round      a tile of 64 tokens: a lane has one token for the scores, every 64th dim (or pair of dims) for the values; the state folds at once.
+// Ahead      a tile's V is asked for before its scores, the next tile's page and its channels before that tile; its K is not: it took
+//            registers, and with them workgroups.
 // Reads      q f32 [batch, q_len, num_q_heads, head_dim]; pages as in FORMATS.md, each byte once per row block.
 // Writes     states [item][kv_head][row_block][row][head_dim], and (m, l) of each row behind them.
 // Numerics   docs/arithmetic.md; in the integer arithmetic every bit of it.
-// Shared     planes of q and one tile's weights, as little as may be: it is what limits how many workgroups run at once.
+// Shared     planes of q and one tile's weights, as little as may be: it limits how many workgroups run at once.
 // Host       crates/attn-wgpu/src/shader.rs chooses the constants, launch.rs the items.
 #let READS_POOL = 1
-#let T = 32
-#let MATRIX = 0
+#let T = 64
+// Whether a tile lies inside one page.
+#let PAGED = PS >= 64 && !VIEW
+// Rows whose steps overlap.
+#let RU = R > 1 ? R / 2 : 1
+// Whether there are registers for all of V while scores are under way.
+#let V_FIRST = INTEGER && CH == 1
+// Groups of K's dims with a scale each in the scores.
+#let SGROUPS = K == G32 || K == GROUPS ? KG : 1
+// Whether a lane multiplies half of the dims of two tokens, `lane` and `lane ^ 32`, whose halves meet in workgroup memory: each vector of the
+// query that is loaded then serves two tokens.
+#let HALVES = INTEGER && UNITS % 2 == 0 && SGROUPS == 1
+#let HALF = HALVES ? UNITS / 2 : UNITS
+#let TOKENS = HALVES ? 2 : 1
+// Pairs (row, unit of 16 dims) of a lane, which makes planes of their queries.
+#let PAIRS = (R * UNITS + T - 1) / T
 #include "arithmetic.wgsl"
 #include "pages.wgsl"
 
@@ -18,34 +33,30 @@
 @group(0) @binding(3) var<storage, read_write> states: array<f32>;
 
 #if INTEGER
-var<workgroup> planes: array<vec4<u32>, $(R * UNITS * 2)>;           // (row, unit of 16 dims, {hi, lo})
-var<workgroup> unit_max: array<f32, $(R * UNITS)>;
+var<workgroup> planes: array<vec4<u32>, $(R * UNITS * 2)>;           // (row, unit, {hi, lo})
 var<workgroup> row_unit: array<f32, $(R)>;                           // 2^-e
 var<workgroup> weights: array<vec4<u32>, $(VG * R * 8)>;             // (group of V, row, 16 tokens, {hi, lo})
-var<workgroup> weight_sum: array<i32, $(VG * R)>;                     // (group of V, row), as the next
+var<workgroup> weight_sum: array<i32, $(VG * R)>;                    // (group of V, row), as the next
 var<workgroup> shift_term: array<f32, $(VG * R)>;
 var<workgroup> value_unit: array<f32, $(VG)>;                        // 2^-f
+// A token's products with half of the dims, by whoever has them; then weights, of two of V's groups in a word: (pair of groups, row, token),
+// each 16 tokens 17 words apart, so that lanes that read different sixteens meet in no bank.
+#let RS = 68
+var<workgroup> scratch: array<u32, $((VG + 1) / 2 * R * RS)>;
+#if K == CHANNEL
+// Of four dims: (which of the unit's fours, unit), as lanes of neighbouring units read side by side.
+var<workgroup> channel_scale: array<vec4<f32>, $(UNITS * 4)>;
+var<workgroup> channel_shift: array<vec4<f32>, $(UNITS * 4)>;
+var<workgroup> row_shift: array<f32, $(R)>;                          // 2^-j
+#end
 #else
 var<workgroup> queries: array<vec4<f32>, $(R * UNITS * 4)>;          // (row, 4 dims)
 var<workgroup> values_p: array<f32, $(R * 64)>;                      // (row, token in slot order)
 var<workgroup> values_param: array<vec2<f32>, $(VG * 64)>;           // (group, token in slot order): scale, shift; 0 past the end
 #end
-// Scores (row, token) by their bits, and in their place the weights of both of a lane's tokens (group of V, row, lane).
-#let RS = SG != 32 || !INTEGER ? 64 : 32
-var<workgroup> scratch: array<u32, $(R * RS + (VG - 1) * R * 32 * INTEGER)>;
-#if INTEGER && K == CHANNEL
-#include "channel_arrays.wgsl"
-#elif INTEGER && K == GROUPS
-var<workgroup> unit_sum: array<i32, $(R * UNITS)>;
-var<workgroup> group_sum: array<i32, $(R * KG)>;
-#end
-var<workgroup> row_first: array<i32, $(R)>;
-var<workgroup> row_end: array<i32, $(R)>;
+var<workgroup> row_sees: array<vec2<u32>, $(R)>;                     // first token, and how many
 #if ALIBI
 var<workgroup> row_slope: array<f32, $(R)>;
-#end
-#if SG != 32
-var<workgroup> tile_m: array<f32, $(R)>;
 #end
 var<workgroup> fold_alpha: array<f32, $(R)>;
 var<workgroup> fold_beta: array<f32, $(R)>;                          // -1: nothing to fold
@@ -58,32 +69,33 @@ var<workgroup> fold_beta: array<f32, $(R)>;                          // -1: noth
 #include "score.wgsl"
 #include "value.wgsl"
 
-@compute @workgroup_size(32)
+@compute @workgroup_size($(T))
 fn decode_split(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
-#if SG > 1 && SG < 32
-    @builtin(subgroup_invocation_id) sg_lane: u32,
-#end
 ) {
-#if SG <= 1
-    let sg_lane = 0u;
-#end
-    let tid = lane;
 #include "item.wgsl"
-    let all_rows = $(R)u + params.zero;
-#if VG == 1
-    let num_weights = num_rows * 4u;
-#else
-    let num_weights = $(VG * R * 4)u;
+    let scratch_at = lane + (lane >> 4u);
+#if HALVES
+    let scratch_of_other = (lane ^ 32u) + ((lane ^ 32u) >> 4u);
 #end
-#include "ahead.wgsl"
-#if K_AHEAD
-    if tile < tile_end {
-#include "load.wgsl"
+#if VG == 1
+    let num_weights = num_rows * 8u;
+#else
+    let num_weights = $(VG * R * 8)u;
+#end
+#if PAGED
+    // The next tile's page, maybe one past the last: what follows the pages in the tables.
+    var page_ahead = tables[pages_at + tile / $(PS / 64)u];
+#end
+#if INTEGER && K == CHANNEL
+#for n in 0..((UNITS * 4 + T - 1) / T)
+    var channel_raw_$(n) = vec4<u32>(0u);
+#end
+    if tile < tile_end && tile / $(PS / 64)u != kv_len / $(PS)u {
+#include "load_channels.wgsl"
     }
 #end
-
 #include "query.wgsl"
     // The state: O in registers, (row, the lane's dim k).
 #for r in 0..R
@@ -93,8 +105,6 @@ fn decode_split(
 #end
     var m = NONE;         // of row `lane`, as l
     var l = 0.0;
-    workgroupBarrier();
-
     for (; tile < tile_end; tile++) {
 #include "tile.wgsl"
 #include "fold.wgsl"

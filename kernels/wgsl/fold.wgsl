@@ -1,19 +1,16 @@
 // fold.wgsl: the tile's value, folded into the segment's state (docs/arithmetic.md, sections 4 and 5). Included by decode_split.wgsl behind tile.wgsl.
-#if K_AHEAD
-if tile + 1u < tile_end {
-    load_at = tile + 1u;
-#include "load.wgsl"
-}
-#end
 workgroupBarrier();
+// Here nobody posts: slots are cleared as they are read.
 if lane < $(R)u {
-#if SG == 32
-    let top_here = my_top;
-    let sum_here = my_sum;
+    let highest = from_order_key(posted($(TOP)u + lane));
+#if INTEGER
+    let top_here = select(highest - 1.0, NONE, highest == NONE);
 #else
-    let top_here = tile_m[lane];
-    let sum_here = posted_sum($(R)u + lane);
+    let top_here = highest;
 #end
+    let sum_here = posted_sum($(SUM)u + lane);
+    clear($(TOP)u + lane);
+    clear($(SUM)u + lane);
     if top_here == NONE {
         fold_beta[lane] = -1.0;
     } else {
@@ -26,53 +23,66 @@ if lane < $(R)u {
         fold_beta[lane] = beta;
     }
 #if INTEGER
+#if K == CHANNEL
+    clear($(BOUND)u + lane);
+    clear($(QUERY_SUM)u + lane);
+    clear($(SHIFT_SUM)u + lane);
+#end
 #for g in 0..VG
-#if SG == 32
-    weight_sum[$(g * R)u + lane] = my_weight_$(g);
+#let OF_ROW = GROUPS_AT + g * OF_GROUP + 2
+    weight_sum[$(g * R)u + lane] = posted_sum($(OF_ROW)u + lane);
+    clear($(OF_ROW)u + lane);
 #if V == GROUPS
-    shift_term[$(g * R)u + lane] = my_shift_$(g);
-#end
-#else
-    weight_sum[$(g * R)u + lane] = posted_sum($(2 * R + g * (2 + 3 * R) + 2)u + lane);
-#if V == GROUPS
-    shift_term[$(g * R)u + lane] = (f32(posted_sum($(2 * R + g * (2 + 3 * R) + 2 + R)u + lane)) * 256.0 + f32(posted_sum($(2 * R + g * (2 + 3 * R) + 2 + 2 * R)u + lane))) * exp2i(-14 - h_$(g));
-#end
+    shift_term[$(g * R)u + lane] = (f32(posted_sum($(OF_ROW + R)u + lane)) * 256.0 + f32(posted_sum($(OF_ROW + 2 * R)u + lane))) * exp2i(-14 - h_$(g));
+    clear($(OF_ROW + R)u + lane);
+    clear($(OF_ROW + 2 * R)u + lane);
 #end
 #end
 #end
 }
 #if INTEGER
-#if VG > 1
 if lane == 0u {
+#if K == CHANNEL
+    clear($(FAR)u);
+#end
 #for g in 0..VG
+    clear($(GROUPS_AT + g * OF_GROUP)u);
+    clear($(GROUPS_AT + g * OF_GROUP + 1)u);
+#if VG > 1
     value_unit[$(g)] = exp2i(-f_$(g));
 #end
-}
 #end
-// Weights as bytes: of each plane 16 tokens in slot order, a word from two lanes.
-for (var task = lane; task < num_weights; task += 32u) {
-    let row = task >> 2u;
+}
+// Weights as bytes: of each plane 16 tokens in slot order, four to a word.
+for (var task = lane; task < num_weights; task += $(T)u) {
+    let row = task >> 3u;            // of a group
 #if VG == 1
-    let source = row * $(RS)u + (task & 3u) * 8u;
+    let source = row * $(RS)u + ((task >> 1u) & 3u) * 17u;
+    let down = (~task & 1u) * 8u;
 #else
-    let source = select($(R * (RS - 32))u + row * 32u, row * $(RS)u, row < $(R)u) + (task & 3u) * 8u;
+    let group = row / $(R)u;
+    let source = ((group >> 1u) * $(R)u + row % $(R)u) * $(RS)u + ((task >> 1u) & 3u) * 17u;
+    let down = (~task & 1u) * 8u + (group & 1u) * 16u;
 #end
 #for c in 0..4
-    let even_$(c) = scratch[source + $(2 * c)u];
-    let odd_$(c) = scratch[source + $(2 * c + 1)u];
-    let hi_$(c) = ((even_$(c) >> 8u) & 0x00FF00FFu) | (odd_$(c) & 0xFF00FF00u);
-    let lo_$(c) = (even_$(c) & 0x00FF00FFu) | ((odd_$(c) << 8u) & 0xFF00FF00u);
+    let word_$(c) = ((scratch[source + $(2 * c)u] >> down) & 255u) | (((scratch[source + $(2 * c + 1)u] >> down) & 255u) << 8u)
+        | (((scratch[source + $(2 * c + 8)u] >> down) & 255u) << 16u) | ((scratch[source + $(2 * c + 9)u] >> down) << 24u);
 #end
-    weights[2u * task] = vec4<u32>(hi_0, hi_1, hi_2, hi_3);
-    weights[2u * task + 1u] = vec4<u32>(lo_0, lo_1, lo_2, lo_3);
+    weights[task] = vec4<u32>(word_0, word_1, word_2, word_3);
 }
 #end
 workgroupBarrier();
 
+// Lanes that have a dim.
+#let DIM_LANES = VIEW && V_BITS == 8 ? D / 4 : V_ROWS
 #for C in 0..CH
 #if INTEGER
+#if DIM_LANES < T
+if lane < $(DIM_LANES)u {
+#else
 {
-#if !V_AHEAD || C > 0
+#end
+#if !V_FIRST
 #include "load_v.wgsl"
 #end
 #for n in 0..4
@@ -96,67 +106,49 @@ let group_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(D - 1)u) / $(GD)u;
 let unit_$(i) = value_unit[group_$(i)];
 #end
 #end
-// Registers cannot be indexed: the rows' states pass by, and after as many steps as rows each is back at its place.
-for (var r0 = 0u; r0 < all_rows; r0 += $(RU)u) {
-#for r in 0..RU
+#for b in 0..(R / RU)
+if $(b * RU)u < num_rows {
+#for r in (b * RU)..(b * RU + RU)
 #for i in 0..DPL
-    var new_$(r)_$(i) = o_$(r)_$(C * DPL + i);
-#end
-#end
-    if r0 < num_rows {
-#for n in 0..RU
-    let r_$(n) = r0 + $(n)u;
-#for i in 0..DPL
-    var hi_$(n)_$(i) = 0u;
-    var lo_$(n)_$(i) = 0u;
+    var hi_$(r)_$(i) = 0u;
+    var lo_$(r)_$(i) = 0u;
 #end
 #for t in 0..4
     {
 #if VG == 1
-        let hi = weights[r_$(n) * 8u + $(2 * t)u];
-        let lo = weights[r_$(n) * 8u + $(2 * t + 1)u];
+        let hi = weights[$(r * 8 + 2 * t)];
+        let lo = weights[$(r * 8 + 2 * t + 1)];
 #end
 #for i in 0..DPL
 #if VG == 1
-        hi_$(n)_$(i) = dot16u(hi, v_$(t)_$(i), hi_$(n)_$(i));
-        lo_$(n)_$(i) = dot16u(lo, v_$(t)_$(i), lo_$(n)_$(i));
+        hi_$(r)_$(i) = dot16u(hi, v_$(t)_$(i), hi_$(r)_$(i));
+        lo_$(r)_$(i) = dot16u(lo, v_$(t)_$(i), lo_$(r)_$(i));
 #else
-        hi_$(n)_$(i) = dot16u(weights[(group_$(i) * $(R)u + r_$(n)) * 8u + $(2 * t)u], v_$(t)_$(i), hi_$(n)_$(i));
-        lo_$(n)_$(i) = dot16u(weights[(group_$(i) * $(R)u + r_$(n)) * 8u + $(2 * t + 1)u], v_$(t)_$(i), lo_$(n)_$(i));
+        hi_$(r)_$(i) = dot16u(weights[(group_$(i) * $(R)u + $(r)u) * 8u + $(2 * t)u], v_$(t)_$(i), hi_$(r)_$(i));
+        lo_$(r)_$(i) = dot16u(weights[(group_$(i) * $(R)u + $(r)u) * 8u + $(2 * t + 1)u], v_$(t)_$(i), lo_$(r)_$(i));
 #end
 #end
     }
 #end
 #end
-#for n in 0..RU
-    let alpha_$(n) = fold_alpha[r_$(n)];
-    let beta_$(n) = fold_beta[r_$(n)];
-    if beta_$(n) >= 0.0 {
+#for r in (b * RU)..(b * RU + RU)
+    if fold_beta[$(r)] >= 0.0 {
 #for i in 0..DPL
-    {
-        let sum = weight_sum[group_$(i) * $(R)u + r_$(n)];
-        let total = bitcast<i32>(((hi_$(n)_$(i) << 8u) + lo_$(n)_$(i)) >> $(V_BITS == 4 && i % 2 == 1 ? 4 : 0)u) - $(V_BITS == 8 ? 128 : 8) * sum;
+        {
+            let sum = weight_sum[group_$(i) * $(R)u + $(r)u];
+            let total = bitcast<i32>(((hi_$(r)_$(i) << 8u) + lo_$(r)_$(i)) >> $(V_BITS == 4 && i % 2 == 1 ? 4 : 0)u) - $(V_BITS == 8 ? 128 : 8) * sum;
 #if V == GROUPS
-        let value = f32(total) * unit_$(i) + shift_term[group_$(i) * $(R)u + r_$(n)];
+            let value = f32(total) * unit_$(i) + shift_term[group_$(i) * $(R)u + $(r)u];
 #else
-        let value = f32(total) * unit_$(i);
+            let value = f32(total) * unit_$(i);
 #end
-        new_$(n)_$(i) = ftz(new_$(n)_$(i) * alpha_$(n)) + value * beta_$(n);
-    }
-#end
-    }
+            o_$(r)_$(C * DPL + i) = ftz(o_$(r)_$(C * DPL + i) * fold_alpha[$(r)]) + value * fold_beta[$(r)];
+        }
 #end
     }
-#for r in 0..R
-#for i in 0..DPL
-#if r + RU < R
-    o_$(r)_$(C * DPL + i) = o_$(r + RU)_$(C * DPL + i);
-#else
-    o_$(r)_$(C * DPL + i) = new_$(r + RU - R)_$(i);
-#end
-#end
 #end
 }
+#end
 }
 #else
 {

@@ -1,4 +1,4 @@
-// item.wgsl: what a workgroup has to attend: its item, its rows, and the tiles that any of them sees. Included by both split kernels.
+// item.wgsl: what a workgroup has to attend: its item, its rows, and the tiles that any of them sees. Included by decode_split.wgsl.
 let item = workgroup.x + workgroup.z * params.grid_x;
 if item >= params.num_items {
     return;
@@ -6,21 +6,19 @@ if item >= params.num_items {
 let head = workgroup.y / params.row_blocks;
 let row0 = (workgroup.y - head * params.row_blocks) * $(R)u;
 let sequence = tables[params.items_at + 8u * item];
-let first_segment = tables[params.items_at + 8u * item + 1u];
-let num_segments = tables[params.items_at + 8u * item + 2u];
-let kv_len = tables[params.items_at + 8u * item + 3u];
-let segment_tiles = tables[params.items_at + 8u * item + 4u];
-let pages_at = tables[params.items_at + 8u * item + 5u];
-let tail_page = tables[params.items_at + 8u * item + 6u];
+let slot_index = tables[params.items_at + 8u * item + 1u];
+let kv_len = tables[params.items_at + 8u * item + 2u];
+let slot_tiles = tables[params.items_at + 8u * item + 3u];
+let pages_at = tables[params.items_at + 8u * item + 4u];
+let tail_page = tables[params.items_at + 8u * item + 5u];
 let rows = params.heads_per_kv * params.q_len;
 let last = kv_len - 1u;
-let mine = (lane >> 3u) * 16u + (lane & 7u);
 let num_rows = min($(R)u, rows - row0);
 let num_pairs = num_rows * $(UNITS)u;
 
 // What each row sees.
-if tid < $(R)u {
-    let row = row0 + tid;
+if lane < $(R)u {
+    let row = row0 + lane;
     let position = i32(kv_len) - i32(params.q_len) + i32(row / params.heads_per_kv);
     var end = i32(kv_len);
     if params.causal != 0u {
@@ -30,17 +28,16 @@ if tid < $(R)u {
     if params.window_left >= 0 {
         first = clamp(position - params.window_left, 0, end);
     }
-    row_first[tid] = first;
-    row_end[tid] = select(0, end, row < rows);
+    row_sees[lane] = vec2<u32>(u32(first), select(0u, u32(end - first), row < rows));
 #if ALIBI
     let h = head * params.heads_per_kv + min(row, rows - 1u) % params.heads_per_kv;
-    row_slope[tid] = bitcast<f32>(tables[params.scales_at + 2u * params.num_kv_heads + h]);
+    row_slope[lane] = bitcast<f32>(tables[params.scales_at + 2u * params.num_kv_heads + h]);
 #end
 }
 // The tiles of the item that any of them sees.
 let num_tiles = (kv_len + 63u) / 64u;
-var tile = first_segment * segment_tiles;
-var tile_end = min((first_segment + num_segments) * segment_tiles, num_tiles);
+var tile = slot_index * slot_tiles;
+var tile_end = min((slot_index + 1u) * slot_tiles, num_tiles);
 {
     let last_row = min(row0 + $(R)u, rows) - 1u;
     let base = i32(kv_len) - i32(params.q_len);

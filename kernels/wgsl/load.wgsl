@@ -1,25 +1,48 @@
-// load.wgsl: asks for K's codes and both parameters of tile `load_at`. Included by decode_split.wgsl;
-// of an open page of Int4 Channel, whose codes are wider, for V's parameters alone.
-{
-#include "load_params.wgsl"
+// load.wgsl: the lane's K codes and both parameters of the tile; of an open page of Int4 Channel, whose codes are wider, V's parameters
+// alone. Included by tile.wgsl.
+#if V_SCALED
+let of_v = v_place(pages, head, kv_len, tile, lane);
+#for g in 0..VG
+let v_word_$(g) = v_word(of_v, $(g)u);
+#end
+#end
 #if INTEGER
-#if K == CHANNEL
-    if load_at / $(PS / 64)u != kv_len / $(PS)u {
+#if K == TOKEN || K == G32 || K == GROUPS
+#for g in 0..KG
+let k_word_$(g) = k_word(place, $(g)u);
+#end
+#end
+let place_0 = place;
+#if HALVES
+let place_1 = k_place(pages, tail_page, head, kv_len, tile, lane ^ 32u);
+let first_unit = (lane >> 5u) * $(HALF)u;
 #else
-    {
+let first_unit = 0u;
 #end
-#for j in 0..2
-        let place_$(j) = k_place(pages_at, tail_page, head, kv_len, load_at, mine + $(8 * j)u);
-#end
-#for n in 0..UNITS
-#for j in 0..2
+#for j in 0..TOKENS
+#for n in 0..HALF
 #if K_BITS == 8
-        k_raw_$(n)_$(j) = k_bytes(place_$(j), $(n)u);
-#elif j == 0
-        k_raw_$(n)_0 = k_pair(place_0, $(n)u);
+let k_$(j)_$(n) = k_bytes(place_$(j), first_unit + $(n)u);
+#elif K != CHANNEL
+let k_$(j)_$(n) = nibbles_of(place_$(j), k_pair(place_$(j), first_unit + $(n)u));
+#else
+var k_$(j)_$(n): vec4<u32>;
 #end
 #end
 #end
-    }
+#if K == CHANNEL
+if open {
+#for j in 0..TOKENS
+#for n in 0..HALF
+    k_$(j)_$(n) = k_bytes(place_$(j), first_unit + $(n)u);
+#end
+#end
+} else {
+#for j in 0..TOKENS
+#for n in 0..HALF
+    k_$(j)_$(n) = nibbles_of(place_$(j), k_pair(place_$(j), first_unit + $(n)u));
+#end
 #end
 }
+#end
+#end

@@ -4,7 +4,7 @@
 #for n in 0..4
 #for c in 0..4
 #for e in 0..4
-let w_$(C)_$(n)_$(c)_$(e) = pool_1[view_row(pages_at + 3u, head, min(tile * 64u + $(16 * n + 2 * c + e % 2 + e / 2 * 8)u, last)) + min(lane + $(32 * C)u, $(D / 4 - 1)u)];
+let w_$(C)_$(n)_$(c)_$(e) = pool_1[view_row(pages_at + 3u, head, min(tile * 64u + $(16 * n + 2 * c + e % 2 + e / 2 * 8)u, last)) + min(lane + $(T * C)u, $(D / 4 - 1)u)];
 #end
 #for h in 0..2
 let even_$(C)_$(n)_$(c)_$(h) = (w_$(C)_$(n)_$(c)_$(2 * h) & 0x00FF00FFu) | ((w_$(C)_$(n)_$(c)_$(2 * h + 1) & 0x00FF00FFu) << 8u);
@@ -29,7 +29,7 @@ let v_raw_$(C)_$(n)_$(i) = vec4<u32>(
 #end
 #else
 #for n in 0..4
-#if PS >= 64
+#if PAGED
 let v_at_$(C)_$(n) = v_tile.at + $(V_CODES)u + ((tile % $(PS / 64)u) * 4u + $(n)u) * $(V_ROWS)u;
 let v_buffer_$(C)_$(n) = v_tile.buffer;
 #else
@@ -38,7 +38,7 @@ let v_at_$(C)_$(n) = v_place_$(C)_$(n).at + $(V_CODES)u + (v_place_$(C)_$(n).tok
 let v_buffer_$(C)_$(n) = v_place_$(C)_$(n).buffer;
 #end
 #for i in 0..RPL
-let v_raw_$(C)_$(n)_$(i) = load_vec(v_buffer_$(C)_$(n), v_at_$(C)_$(n) + min(lane + $((C * RPL + i) * 32)u, $(V_ROWS - 1)u));
+let v_raw_$(C)_$(n)_$(i) = load_vec(v_buffer_$(C)_$(n), v_at_$(C)_$(n) + min(lane + $((C * RPL + i) * T)u, $(V_ROWS - 1)u));
 #end
 #end
 #end

@@ -29,7 +29,8 @@ struct Params {
     zero: u32,               // 0, see arithmetic.wgsl
 }
 
-// An item is {sequence, first segment, segments, kv_len, segment_tiles, its pages' place, tail page, first slot}; a sequence {first slot, segments, 6 unused}.
+// A slot is a segment or a tile: what leaves a state. An item is one: {sequence, its index there, kv_len, a slot's tiles, its pages' place,
+// tail page, 2 unused}; a sequence {first item, items, 6 unused}.
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> tables: array<u32>;
 

@@ -1,6 +1,5 @@
 // plane.wgsl: a row as 15-bit integers in two planes of bytes, q15 = 128 hi + lo (docs/arithmetic.md, section 2).
 
-#if !MATRIX
 // Stores 16 dims at `at` (hi) and `at + 1` (lo); returns the sum of q15.
 fn store_plane(at: u32, x: array<vec4<f32>, 4>, scale: f32) -> i32 {
 #for w in 0..4
@@ -11,4 +10,3 @@ fn store_plane(at: u32, x: array<vec4<f32>, 4>, scale: f32) -> i32 {
     let sum = (q0 + q1) + (q2 + q3);
     return (sum.x + sum.y) + (sum.z + sum.w);
 }
-#end

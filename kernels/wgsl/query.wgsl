@@ -1,52 +1,37 @@
-// query.wgsl: the query's planes (or floats), and the sums that the scores need, once. Included by both split kernels.
-for (var pair = tid; pair < num_pairs; pair += $(T)u) {
-    let x = query_unit(sequence, head, row0 + pair / $(UNITS)u, pair % $(UNITS)u);
+// query.wgsl: the query's planes (or floats), and the sums that the scores need, once. Included by decode_split.wgsl.
+for (var slot = lane; slot < $(SLOTS)u; slot += $(T)u) {
+    clear(slot);
+}
+workgroupBarrier();
+#for n in 0..PAIRS
+let pair_$(n) = lane + $(n * T)u;
+let row_$(n) = pair_$(n) / $(UNITS)u;
+let unit_$(n) = pair_$(n) % $(UNITS)u;
+var query_$(n): array<vec4<f32>, 4>;
+if pair_$(n) < num_pairs {
+    query_$(n) = query_unit(sequence, head, row0 + row_$(n), unit_$(n));
 #if INTEGER
-    unit_max[pair] = largest(x);
+    post_max($(QUERY_TOP)u + row_$(n), bitcast<u32>(largest(query_$(n))));
 #else
 #for w in 0..4
-    queries[pair * 4u + $(w)u] = x[$(w)];
+    queries[pair_$(n) * 4u + $(w)u] = query_$(n)[$(w)];
 #end
 #end
 }
-#if INTEGER
+#end
 workgroupBarrier();
-#if K == CHANNEL
-if tid < $(R)u {
-    var a = 0.0;
-    for (var u = 0u; u < $(UNITS)u; u++) {
-        a = max(a, unit_max[tid * $(UNITS)u + u]);
+#if INTEGER && K != CHANNEL
+#for n in 0..PAIRS
+if pair_$(n) < num_pairs {
+    let e = plane_exponent(bitcast<f32>(posted($(QUERY_TOP)u + row_$(n))));
+    let sum = store_plane(pair_$(n) * 2u, query_$(n), exp2i(e));
+    if unit_$(n) == 0u {
+        row_unit[row_$(n)] = exp2i(-e);
     }
-    row_amax[tid] = a;
-}
-#else
-for (var pair = tid; pair < num_pairs; pair += $(T)u) {
-    let r = pair / $(UNITS)u;
-    var a = 0.0;
-    for (var u = 0u; u < $(UNITS)u; u++) {
-        a = max(a, unit_max[r * $(UNITS)u + u]);
-    }
-    let e = plane_exponent(a);
-    let sum = store_plane(pair * 2u, query_unit(sequence, head, row0 + r, pair % $(UNITS)u), exp2i(e));
-    if pair % $(UNITS)u == 0u {
-        row_unit[r] = exp2i(-e);
-    }
-#if K == GROUPS || MATRIX
-    unit_sum[pair] = sum;
+#if K == GROUPS
+    post_sum($(QUERY_SUM)u + row_$(n) * $(KG)u + unit_$(n) / $(UNITS / KG)u, sum);
 #end
 }
-#if MATRIX
-#include "matrix_query.wgsl"
 #end
-#if K == GROUPS || MATRIX
 workgroupBarrier();
-for (var at = tid; at < $(R * KG)u; at += $(T)u) {
-    var sum = 0;
-    for (var u = 0u; u < $(UNITS / KG)u; u++) {
-        sum += unit_sum[at * $(UNITS / KG)u + u];
-    }
-    group_sum[at] = sum;
-}
-#end
-#end
 #end

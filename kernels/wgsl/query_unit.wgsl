@@ -1,4 +1,4 @@
-// query_unit.wgsl: the query as the kernels read it. Included by both split kernels.
+// query_unit.wgsl: the query as the kernels read it. Included by decode_split.wgsl.
 
 // q' of 16 dims of one row.
 fn query_unit(sequence: u32, head: u32, row: u32, unit: u32) -> array<vec4<f32>, 4> {

@@ -1,47 +1,32 @@
-// reduce.wgsl: maxima and sums over the 32 lanes.
-//
-// Where a subgroup has 32 lanes they stay in registers; else each subgroup (or thread) posts its own to `reduced`,
-// a barrier follows, and all read. Slots: maxima of scores, l; then per V group: f, h, weights, shift terms.
+// reduce.wgsl: maxima and sums over the lanes, by atomics in workgroup memory: whoever has some posts it to a slot, a barrier follows,
+// and all read. Slots are cleared when they have been read. Subgroup operations were slower, and on one driver wrong (docs/wgpu.md).
 
-#if SG == 32
-#let SLOTS = 0
-fn lanes_max(x: u32) -> u32 {
-    return subgroupMax(x);
-}
-
-fn lanes_sum(x: i32) -> i32 {
-    return subgroupAdd(x);
-}
-#else
-#let SLOTS = 2 * R + VG * (2 + 3 * R)
+// Of each row its largest score, and l.
+#let TOP = 0
+#let SUM = R
+// Of V's group g: largest scale and shift, then of each row the weights and two parts of the shifts' term.
+#let OF_GROUP = 2 + 3 * R
+#let GROUPS_AT = 2 * R
+// Of each row its largest query, and the sums of its planes for each of K's groups.
+#let QUERY_TOP = GROUPS_AT + VG * OF_GROUP
+#let QUERY_SUM = QUERY_TOP + R
+// Of a page of channels: of each row the bound on its products with scales, and its shifts' term; the largest shift.
+#let BOUND = QUERY_SUM + R * (K == GROUPS ? KG : 1)
+#let SHIFT_SUM = BOUND + R
+#let FAR = SHIFT_SUM + R
+#let SLOTS = K == CHANNEL ? FAR + 1 : BOUND
 var<workgroup> reduced: array<atomic<u32>, $(SLOTS)>;
 
-fn clear_reduced(lane: u32) {
-    for (var i = lane; i < $(SLOTS)u; i += 32u) {
-        atomicStore(&reduced[i], 0u);
-    }
+fn clear(slot: u32) {
+    atomicStore(&reduced[slot], 0u);
 }
 
-fn post_max(sg_lane: u32, slot: u32, x: u32) {
-#if SG > 1
-    let all = subgroupMax(x);
-    if sg_lane == 0u {
-        atomicMax(&reduced[slot], all);
-    }
-#else
+fn post_max(slot: u32, x: u32) {
     atomicMax(&reduced[slot], x);
-#end
 }
 
-fn post_sum(sg_lane: u32, slot: u32, x: i32) {
-#if SG > 1
-    let all = subgroupAdd(x);
-    if sg_lane == 0u {
-        atomicAdd(&reduced[slot], bitcast<u32>(all));
-    }
-#else
+fn post_sum(slot: u32, x: i32) {
     atomicAdd(&reduced[slot], bitcast<u32>(x));
-#end
 }
 
 fn posted(slot: u32) -> u32 {
@@ -51,4 +36,3 @@ fn posted(slot: u32) -> u32 {
 fn posted_sum(slot: u32) -> i32 {
     return bitcast<i32>(atomicLoad(&reduced[slot]));
 }
-#end

@@ -15,12 +15,11 @@ fn place_of(pages_at: u32, head: u32, token: u32) -> Place {
 
 #if PS >= 64
 // Of token `index` of a tile, past the end or not: a tile lies inside one page.
-fn k_place(pages_at: u32, tail_page: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> Place {
-    let page = tile / $(PS / 64)u;
+fn k_place(page: u32, tail_page: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> Place {
 #if K == CHANNEL
-    let run = run_of(select(tables[pages_at + page], tail_page, page == kv_len / $(PS)u), head);
+    let run = run_of(select(page, tail_page, tile / $(PS / 64)u == kv_len / $(PS)u), head);
 #else
-    let run = run_of(tables[pages_at + page], head);
+    let run = run_of(page, head);
 #end
     return Place(run.buffer, run.at, (tile % $(PS / 64)u) * 64u + index);
 }
@@ -39,12 +38,12 @@ fn slot_of(token: u32) -> u32 {
 
 #if !VIEW
 // The same of V, whose open page is no other than its page.
-fn v_place(pages_at: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> Place {
+fn v_place(pages: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> Place {
 #if PS >= 64
-    let run = run_of(tables[pages_at + tile / $(PS / 64)u], head);
+    let run = run_of(pages, head);
     return Place(run.buffer, run.at, (tile % $(PS / 64)u) * 64u + index);
 #else
-    return place_of(pages_at, head, min(tile * 64u + index, kv_len - 1u));
+    return place_of(pages, head, min(tile * 64u + index, kv_len - 1u));
 #end
 }
 
@@ -66,8 +65,12 @@ fn k_pair(place: Place, u: u32) -> vec4<u32> {
     return load_vec(place.buffer, place.at + u * $(PS / 2)u + (place.token >> 4u) * 8u + (place.token & 7u));
 }
 
+fn nibbles_of(place: Place, pairs: vec4<u32>) -> vec4<u32> {
+    return (pairs >> vec4<u32>(((place.token >> 3u) & 1u) * 4u)) & vec4<u32>(0x0F0F0F0Fu);
+}
+
 fn k_nibbles(place: Place, u: u32) -> vec4<u32> {
-    return (k_pair(place, u) >> vec4<u32>(((place.token >> 3u) & 1u) * 4u)) & vec4<u32>(0x0F0F0F0Fu);
+    return nibbles_of(place, k_pair(place, u));
 }
 #end
 

@@ -3,12 +3,12 @@
 // The lane's j-th dim, past the end for some: of a view's bytes four of a word, of 4-bit V pairs that share bytes.
 fn dim_of(lane: u32, j: u32) -> u32 {
 #if VIEW && V_BITS == 8
-    return 4u * (lane + 32u * (j >> 2u)) + (j & 3u);
+    return 4u * (lane + $(T)u * (j >> 2u)) + (j & 3u);
 #elif V_BITS == 4
-    let row = lane + 32u * (j >> 1u);
+    let row = lane + $(T)u * (j >> 1u);
     return (row >> 3u) * 16u + (row & 7u) + 8u * (j & 1u);
 #else
-    return lane + 32u * j;
+    return lane + $(T)u * j;
 #end
 }
 

@@ -1,7 +1,7 @@
 //! Tunings of decode on this machine's adapter, by the clock of `attn bench --backend wgpu`, whose shapes and table are for users.
 //!
 //! `bench [quick|sweep]`: microseconds, GB/s and the share of a plain read of the same bytes in the same run; every answer is compared
-//! with the CPU's bits. `sweep` tries more tunings; `ATTN_WGPU_FEATURES=matrix` adds cooperative matrices. What came out is in
+//! with the CPU's bits. `sweep` tries more tunings; What came out is in
 //! `docs/performance.md`.
 
 use attn_core::{
@@ -9,7 +9,7 @@ use attn_core::{
     Problem, bench::noise,
 };
 use attn_cpu::CpuBackend;
-use attn_wgpu::{Prepared, Products, Tuning, WgpuBackend, bench::WgpuTimer, wgpu};
+use attn_wgpu::{Prepared, Tuning, WgpuBackend, bench::WgpuTimer, wgpu};
 use wgpu::BufferUsages as Usage;
 
 type Any<T> = Result<T, Box<dyn std::error::Error>>;
@@ -169,40 +169,20 @@ fn run(timer: &WgpuTimer, work: &Work, tunings: &[(&str, Tuning)]) -> Any<()> {
     Ok(())
 }
 
-/// What is compared: the kernels by themselves, and in a sweep what may be tuned about them; matrices where the device has them.
-fn tunings(sweep: bool, matrix: bool) -> Vec<(&'static str, Tuning)> {
+/// What is compared: the kernels by themselves, and in a sweep what may be tuned about them.
+fn tunings(sweep: bool) -> Vec<(&'static str, Tuning)> {
     let with = |change: &dyn Fn(&mut Tuning)| {
         let mut tuning = Tuning::default();
         change(&mut tuning);
         tuning
     };
-    let matrices = |units, segments| {
-        with(&|t| {
-            (t.products, t.units, t.segments) = (Some(Products::Matrices), units, segments);
-        })
-    };
-    let packed = |together, subgroups| {
-        with(&|t| {
-            (t.products, t.together, t.subgroups) =
-                (Some(Products::Packed), Some(together), Some(subgroups));
-        })
-    };
-    let mut all = vec![
-        ("packed, two rows", packed(2, false)),
-        ("packed, one row", packed(1, false)),
-        ("packed, subgroups", packed(2, true)),
-        ("matrices", matrices(None, None)),
-    ];
+    let mut all = vec![("as chosen", Tuning::default())];
     if sweep {
         all.extend([
-            ("packed, four rows", packed(4, false)),
-            ("matrices, 64 dims staged", matrices(Some(4), None)),
-            ("matrices, one segment", matrices(None, Some(1))),
-            ("matrices, two segments", matrices(None, Some(2))),
+            ("tile by tile", with(&|t| t.by_tiles = Some(true))),
+            ("by segments", with(&|t| t.by_tiles = Some(false))),
+            ("four query rows each", with(&|t| t.rows = Some(4))),
         ]);
-    }
-    if !matrix {
-        all.retain(|(_, tuning)| tuning.products == Some(Products::Packed));
     }
     all
 }
@@ -227,10 +207,8 @@ fn main() -> Any<()> {
             Work::new("int4", [8, 1], 8192, 32)?,
         ]
     };
-    let matrix = wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX;
-    let matrix = timer.backend().wgpu_device().features().contains(matrix);
     for work in &shapes {
-        run(&timer, work, &tunings(mode == "sweep", matrix))?;
+        run(&timer, work, &tunings(mode == "sweep"))?;
     }
     Ok(())
 }

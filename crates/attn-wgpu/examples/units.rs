@@ -78,20 +78,15 @@ fn chains(name: &str, head: &str, [first, start]: [&str; 2], step: &str, sum: &s
 const WORD: [&str; 2] = ["a", "a + #u * 77u"];
 const INTEGER: [&str; 2] = ["i32(a)", "i32(a) + # * 77"];
 const FLOAT: [&str; 2] = ["bitcast<f32>(a)", "f32(a + #u)"];
-const HALVES: [&str; 2] = [
-    "vec2<f16>(f16(a), f16(lane))",
-    "vec2<f16>(f16(a + #u), f16(a))",
-];
 
 /// Name, start, step and sum of chains.
 type Chain = (&'static str, [&'static str; 2], &'static str, &'static str);
 
-const CHAINS: [Chain; 9] = [
+const CHAINS: [Chain; 8] = [
     ("dot4I8Packed(a, b) + s", WORD, "s# = u32(dot4I8Packed(c, b#) + i32(s#));", "s#"),
     ("dot4U8Packed(a, b) + s", WORD, "s# = dot4U8Packed(c, b#) + s#;", "s#"),
     ("i32 a * b + s", INTEGER, "s# = c * b# + s#;", "u32(s#)"),
     ("f32 a * b + s", FLOAT, "s# = c * b# + s#;", "bitcast<u32>(s#)"),
-    ("f16x2 fma(a, b, s)", HALVES, "s# = fma(c, b#, s#);", "u32(s#.x + s#.y)"),
     ("u32 (s ^ a) + b", WORD, "s# = (s# ^ c) + b#;", "s#"),
     ("f32(u32) + a", WORD, "s# = bitcast<u32>(f32(s#)) + c;", "s#"),
     (
@@ -136,14 +131,6 @@ fn scalar_units() -> Vec<Unit> {
     }
     both.each += "d = d + d;";
     units.push(both);
-    for (name, step) in [
-        ("subgroupAdd(s) + a", "s# = subgroupAdd(s#) + c;"),
-        ("subgroupMax(s) + a", "s# = subgroupMax(s#) + c;"),
-    ] {
-        let mut unit = chains(name, "", WORD, step, "s#");
-        unit.threads = 32;
-        units.push(unit);
-    }
     units
 }
 
@@ -206,88 +193,8 @@ fn occupancy_units() -> Vec<Unit> {
         .collect()
 }
 
-/// As `matrix.wgsl` has them.
-const CODES: &str = "var<workgroup> codes: array<vec4<f16>, 1024>;
-    fn halves(word: u32) -> vec4<f16> {
-        return bitcast<vec4<f16>>(vec4<u16>(vec4<u32>(word & 0xFFu, (word >> 8u) & 0xFFu, (word >> 16u) & 0xFFu, word >> 24u)));
-    }";
-const FILL: &str = "for (var k = lane; k < 1024u; k += 32u) { codes[k] = vec4<f16>(f16(a)); }
-    workgroupBarrier();
-    let ma = coopLoadT<coop_mat16x16<f16, A>>(&codes[0], 4u);
-    let mb = coopLoad<coop_mat16x16<f16, B>>(&codes[64], 4u);
-    var at = 0u;";
-
-/// One subgroup with four matrices of sums, `s0` to `s3`.
-fn matrix_unit(name: &str, head: &str, before: &str, each: &str, count: f64) -> Unit {
-    let four = |text: &dyn Fn(u32) -> String| (0..4).map(text).collect::<String>();
-    let sums = four(&|k| format!("var s{k}: coop_mat16x16<f32, C>;"));
-    let store = four(&|k| format!("coopStoreT(s{k}, &out[{}], 16u);", 256 * k));
-    let sum = format!("a; {store} workgroupBarrier(); x[lane + 256u] = bitcast<u32>(out[lane])");
-    let enable = "enable f16; enable wgpu_int16; enable wgpu_cooperative_matrix;";
-    Unit {
-        matrix: true,
-        count,
-        ..single(
-            name,
-            &format!("{enable} var<workgroup> out: array<f32, 1024>; {head}"),
-            [&format!("{before} {sums}"), each, &sum],
-            32,
-        )
-    }
-}
-
-fn matrix_units() -> Vec<Unit> {
-    let four = |text: &dyn Fn(u32) -> String| (0..4).map(text).collect::<String>();
-    let product = four(&|k| format!("s{k} = coopMultiplyAdd(ma, mb, s{k});"));
-    let mut units = vec![matrix_unit("product", CODES, FILL, &product, 4.0)];
-    for (load, how, stride) in [
-        ("coopLoad", "columns", 4),
-        ("coopLoad", "columns", 5),
-        ("coopLoad", "columns", 6),
-        ("coopLoad", "columns", 34),
-        ("coopLoadT", "rows", 4),
-        ("coopLoadT", "rows", 6),
-        ("coopLoadT", "rows", 18),
-    ] {
-        let each = four(&|k| {
-            let from = format!("&codes[at + {}u], {stride}u", 64 * k);
-            format!(
-                "{{ let b = {load}<coop_mat16x16<f16, B>>({from}); s{k} = coopMultiplyAdd(ma, b, s{k}); }}"
-            )
-        });
-        let name = format!("load of {how} {} bytes apart, product", 8 * stride);
-        let each = format!("{each} at = (at + 2u) & 63u;");
-        units.push(matrix_unit(&name, CODES, FILL, &each, 4.0));
-    }
-    let widen = "codes[(lane * 6u + at) & 1023u] = halves(c); codes[(lane * 6u + at + 1u) & 1023u] = halves(c + 77u);
-        c = c * 5u; at = at + 16u;";
-    let start = "var c = a; var at = 0u;";
-    units.push(matrix_unit(
-        "two words widened and stored",
-        CODES,
-        start,
-        widen,
-        1.0,
-    ));
-    let store = four(&|k| format!("coopStoreT(s{k}, &out[at + {}u], 64u);", 16 * (k % 2)));
-    let store = format!("{store} at = (at + 4u) & 31u; s0 = s0 + s1;");
-    units.push(matrix_unit(
-        "store of sums 256 bytes apart",
-        "",
-        "var at = 0u;",
-        &store,
-        4.0,
-    ));
-    units
-}
-
 fn units() -> Vec<Unit> {
-    let kinds = [
-        scalar_units(),
-        memory_units(),
-        occupancy_units(),
-        matrix_units(),
-    ];
+    let kinds = [scalar_units(), memory_units(), occupancy_units()];
     kinds.into_iter().flatten().collect()
 }
 
@@ -296,20 +203,8 @@ fn main() -> Any<()> {
     let timer = WgpuTimer::of(WgpuBackend::open()?)?;
     let backend = timer.backend();
     println!("{}: {}", backend.device().name, backend.device().detail);
-    let gpu = backend.wgpu_device();
     for unit in units() {
         if !wanted.is_empty() && !wanted.iter().any(|w| unit.name.contains(w.as_str())) {
-            continue;
-        }
-        let features = gpu.features();
-        if unit.matrix && !features.contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX)
-            || unit.head.contains("f16") && !features.contains(wgpu::Features::SHADER_F16)
-            || unit.name.contains("subgroup") && !features.contains(wgpu::Features::SUBGROUP)
-        {
-            println!(
-                "{:<44} not here: the device lacks the feature (ATTN_WGPU_FEATURES=matrix asks for it)",
-                unit.name
-            );
             continue;
         }
         measure(&timer, &unit)?;

@@ -15,7 +15,7 @@ use crate::{
     import::ViewPages,
     launch::{self, Prepared, Source},
     law::{self, LawCheck},
-    shader::{self, DeviceKey, Layout, Pipelines, Tuning, decode_key},
+    shader::{self, Layout, Pipelines, Tuning},
     store::DevicePages,
     view::{self, DeviceView},
 };
@@ -28,12 +28,15 @@ pub struct WgpuBackend {
 }
 
 impl WgpuBackend {
-    /// Opens the best adapter, or the one that `ATTN_WGPU_ADAPTER` names by a part of its name.
+    /// Opens the best adapter, or the one that `ATTN_WGPU_ADAPTER` names by a part of its name. `ATTN_WGPU_ITEMS` says what a workgroup
+    /// attends, `tiles` or `segments`, else what is faster: this changes speed, never bits.
     ///
     /// # Errors
     /// [`Unsupported::Absent`] with the reason and what mends it.
     pub fn open() -> Result<Self, Unsupported> {
-        Ok(Self::on(Gpu::open()?))
+        let tuning = Tuning::from_env()
+            .map_err(|reason| gpu::absent(reason, "set it to one of these, or not at all"))?;
+        Ok(Self::on(Gpu::open()?).tuned(tuning))
     }
 
     /// Uses a caller's device and queue; what it can do follows from the device's own features and limits.
@@ -46,15 +49,11 @@ impl WgpuBackend {
 
     fn on(gpu: Gpu) -> Self {
         let info = &gpu.info;
-        let subgroups = match gpu.subgroup {
-            1 => "no subgroups".to_owned(),
-            lanes => format!("subgroups of {lanes}"),
-        };
         let device = DeviceInfo {
             backend: BACKEND,
             name: info.name.clone(),
             detail: format!(
-                "{} adapter, {:?}, {} {}, {subgroups}, bindings of {} MiB",
+                "{} adapter, {:?}, {} {}, bindings of {} MiB",
                 gpu::kind(info),
                 info.backend,
                 info.driver,
@@ -302,19 +301,13 @@ impl DecodeAttention for WgpuBackend {
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
         self.check(problem, format)?;
-        let tuning = &self.pipelines.tuning;
         let layout = Layout {
             format,
             page_size: 64,
             pools: 1,
             view: false,
         };
-        let key = decode_key(
-            problem,
-            layout,
-            DeviceKey::of(&self.gpu, tuning),
-            tuning.rows.unwrap_or(8),
-        );
+        let key = self.pipelines.key(&self.gpu, problem, layout);
         let (num_splits, workspace_bytes) = launch::cost(problem, &key);
         Ok(Plan {
             backend: BACKEND,

@@ -24,8 +24,9 @@ const ROTATED: usize = 256 << 20;
 const MOST_COPIES: usize = 16;
 /// Tokens of noise; longer sequences repeat their pages.
 const NOISE_TOKENS: usize = 1024;
-/// Work before the timed runs: clocks ramp up.
-const WARM_UP: Duration = Duration::from_millis(150);
+/// Work before the timed runs, in so many pieces at most: clocks ramp up.
+const WARM_UP: Duration = Duration::from_millis(200);
+const MOST_WARM_UPS: usize = 15;
 /// Timed runs at most: two timestamps each.
 const MOST_RUNS: usize = 1000;
 /// Copies for an append alone, which touches a small part of each.
@@ -221,14 +222,8 @@ impl WgpuTimer {
         let stamped = if self.stamps.is_some() { runs } else { 0 };
         let timed = (0..stamped).map(|run| self.commands(count, run, record));
         let timed = timed.collect::<Result<Vec<_>, _>>()?;
-        // A GPU that waits while its host records lowers its clocks (42 µs became 170 on an H200): it is kept at work until the timed
-        // runs are there, all at once.
-        let (start, mut before) = (Instant::now(), None);
-        while start.elapsed() < WARM_UP {
-            let commands = self.commands(count, 0, record)?;
-            let last = before.replace(queue.submit([commands]));
-            last.map_or(Ok(()), |last| poll(gpu, Some(last)))?;
-        }
+        // The timed runs follow all at once: a GPU that waits while its host records lowers its clocks (42 µs became 170 on an H200).
+        self.warm_up(count, record)?;
         let Some(stamps) = &self.stamps else {
             poll(gpu, None)?;
             return self.each(count, runs, record);
@@ -236,6 +231,27 @@ impl WgpuTimer {
         queue.submit(timed);
         let us = stamps.elapsed(&self.backend, runs)?;
         Ok(Timing::of(us.iter().map(|us| us / count as f64).collect()))
+    }
+
+    /// Keeps the device at work until that is done no faster from one while to the next: clocks rise slowly after a long idleness.
+    fn warm_up(&self, count: usize, record: &mut Record<'_>) -> Result<(), Error> {
+        let (gpu, queue) = (self.backend.wgpu_device(), self.backend.wgpu_queue());
+        let (mut before, mut fastest) = (None, 0.0);
+        for _ in 0..MOST_WARM_UPS {
+            let (start, mut done) = (Instant::now(), 0);
+            while start.elapsed() < WARM_UP {
+                let commands = self.commands(count, 0, record)?;
+                let last = before.replace(queue.submit([commands]));
+                last.map_or(Ok(()), |last| poll(gpu, Some(last)))?;
+                done += 1;
+            }
+            let rate = f64::from(done) / start.elapsed().as_secs_f64();
+            if rate < 1.03 * fastest {
+                break;
+            }
+            fastest = rate;
+        }
+        Ok(())
     }
 
     /// The same without a warm-up, one run after the other: for work that changes what it works on.

@@ -1,7 +1,7 @@
 //! One device: how its adapter is chosen, what it offers, and every call that can fail on it.
 //!
 //! Limits and features are the adapter's, never assumed. `ATTN_WGPU_ADAPTER` names an adapter by a part of its name;
-//! `ATTN_WGPU_FEATURES=none` leaves WebGPU's default limits and no optional feature; `matrix` adds cooperative matrices.
+//! `ATTN_WGPU_FEATURES=none` leaves WebGPU's default limits and no optional feature.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -13,58 +13,19 @@ use crate::{
     error::{BACKEND, WgpuError, device},
 };
 
-/// What the kernels on cooperative matrices need.
-const MATRIX_FEATURES: Features = Features::EXPERIMENTAL_COOPERATIVE_MATRIX
-    .union(Features::SHADER_F16)
-    .union(Features::SHADER_I16);
-
-/// Whether `ATTN_WGPU_FEATURES` is this word.
-pub(crate) fn asked(word: &str) -> bool {
-    std::env::var("ATTN_WGPU_FEATURES").is_ok_and(|value| value == word)
-}
-
-/// The features of the kernels on cooperative matrices, if the adapter has f16 16×16×16 with f32 sums; else none.
-fn matrix_features(adapter: &wgpu::Adapter) -> Features {
-    use wgpu::CooperativeScalarType::{F16, F32};
-    let has = adapter
-        .cooperative_matrix_properties()
-        .iter()
-        .any(|p| [p.m_size, p.n_size, p.k_size] == [16; 3] && (p.ab_type, p.cr_type) == (F16, F32));
-    if has && adapter.features().contains(MATRIX_FEATURES) {
-        MATRIX_FEATURES
-    } else {
-        Features::empty()
-    }
-}
-
-/// wgpu's leave to use what it calls experimental.
-fn experimental(features: Features) -> wgpu::ExperimentalFeatures {
-    if !features.contains(Features::EXPERIMENTAL_COOPERATIVE_MATRIX) {
-        return wgpu::ExperimentalFeatures::disabled();
-    }
-    // SAFETY: what wgpu leaves unchecked of cooperative matrices is that loads and stores stay inside their arrays and lie in uniform
-    // control flow. In kernels/wgsl they are at places of workgroup arrays that constants and the subgroup's number alone decide, and
-    // whose lengths the same constants make, outside of any condition but such on tables and parameters, which are uniform.
-    unsafe { wgpu::ExperimentalFeatures::enabled() }
-}
-
 /// A device and its queue, with what was asked of its adapter.
 pub(crate) struct Gpu {
     pub device: wgpu::Device,
     pub queue: wgpu::Queue,
     pub info: wgpu::AdapterInfo,
     pub limits: Limits,
-    /// Lanes of every subgroup where they lie in order inside a workgroup; else 1.
-    pub subgroup: u32,
-    /// Whether there are cooperative matrices of f16 16×16×16 with f32 sums, and subgroups that use them whole.
-    pub has_matrix: bool,
     pub appends: Appends,
     lost: Arc<OnceLock<String>>,
     /// Error scopes are per thread, but submissions to one device take turns anyway.
     turn: Mutex<()>,
 }
 
-fn absent(reason: impl Into<String>, next_step: &str) -> Unsupported {
+pub(crate) fn absent(reason: impl Into<String>, next_step: &str) -> Unsupported {
     Unsupported::Absent {
         backend: BACKEND,
         reason: reason.into(),
@@ -118,23 +79,19 @@ impl Gpu {
     }
 
     fn of_adapter(adapter: &wgpu::Adapter) -> Result<Self, Unsupported> {
-        let (features, limits) = if asked("none") {
+        let bare = std::env::var("ATTN_WGPU_FEATURES").is_ok_and(|value| value == "none");
+        let (features, limits) = if bare {
             (Features::empty(), Limits::default())
         } else {
-            let useful = Features::SUBGROUP | Features::TIMESTAMP_QUERY;
-            let matrix = if asked("matrix") {
-                matrix_features(adapter)
-            } else {
-                Features::empty()
-            };
-            let useful = useful | matrix;
-            (adapter.features() & useful, adapter.limits())
+            (
+                adapter.features() & Features::TIMESTAMP_QUERY,
+                adapter.limits(),
+            )
         };
         let request = adapter.request_device(&wgpu::DeviceDescriptor {
             label: Some("attn"),
             required_features: features,
             required_limits: limits,
-            experimental_features: experimental(features),
             ..Default::default()
         });
         let (device, queue) = pollster::block_on(request)
@@ -165,9 +122,7 @@ impl Gpu {
             // The first reason stays.
             let _ = report.set(format!("{reason:?}: {message}"));
         });
-        let mut gpu = Gpu {
-            subgroup: 1,
-            has_matrix: false,
+        Ok(Gpu {
             appends: Appends::default(),
             device,
             queue,
@@ -175,12 +130,7 @@ impl Gpu {
             limits,
             lost,
             turn: Mutex::new(()),
-        };
-        if gpu.device.features().contains(Features::SUBGROUP) {
-            gpu.subgroup = crate::probe::subgroup_lanes(&gpu).unwrap_or(1);
-            gpu.has_matrix = gpu.subgroup == 32 && gpu.device.features().contains(MATRIX_FEATURES);
-        }
-        Ok(gpu)
+        })
     }
 
     /// Runs `work`, and returns the first error that the device reports about it.

@@ -2,7 +2,7 @@
 
 use attn_core::{
     Error, Problem, Unsupported,
-    arithmetic::{LOG2_E, ROUND, ROUND_WEIGHT, TILE, segment_tiles},
+    arithmetic::{LOG2_E, ROUND, ROUND_WEIGHT, SPAN, TILE, segment_tiles},
 };
 use bytemuck::Zeroable;
 use wgpu::BufferUsages;
@@ -10,7 +10,7 @@ use wgpu::BufferUsages;
 use crate::{
     error::{BACKEND, WgpuError, device},
     gpu::Gpu,
-    shader::{DecodeKey, DeviceKey, Layout, Pipeline, Pipelines, bind, decode_key, split_name},
+    shader::{DecodeKey, Layout, Pipeline, Pipelines, bind},
 };
 
 /// `Params` of `pages.wgsl`.
@@ -73,62 +73,75 @@ impl Params {
     }
 }
 
-/// One run of segments of one sequence, never bits' concern.
-struct Item {
-    sequence: usize,
-    first_segment: usize,
-    segments: usize,
-    /// Where the state of its first segment goes.
-    slot: usize,
-}
-
-fn segments(kv_len: usize) -> usize {
-    kv_len.div_ceil(TILE).div_ceil(segment_tiles(kv_len))
-}
-
 fn row_blocks(problem: &Problem, rows: usize) -> usize {
     (problem.heads_per_kv() * problem.q_len).div_ceil(rows)
 }
 
-/// States that a step leaves: one per segment, KV head and block of rows.
-fn slots(problem: &Problem, rows: usize) -> usize {
-    let lens = problem.kv_lens.iter();
-    let all: usize = lens.map(|&len| segments(len)).sum();
-    all * problem.num_kv_heads * row_blocks(problem, rows)
+/// Workgroups below which each takes a tile instead of a segment: they are what a GPU runs at once and waits for.
+const FEW_WORKGROUPS: usize = 512;
+
+/// What a workgroup attends: a segment, or a tile that `decode_merge` folds into its segment; never bits' concern.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Item {
+    Segment,
+    Tile,
 }
 
-/// Segments that a workgroup takes. Packed products: one, as a span of them in its hands would cost workgroup memory, and with it 1.5 times
-/// the time (H200, int8, ctx 8192, batch 512). Matrices: several once there are workgroups enough, as each begins with the query.
-fn segments_per_item(problem: &Problem, key: &DecodeKey, most: Option<usize>) -> usize {
-    if split_name(key) == "decode_split" {
-        return 1;
+impl Item {
+    /// What is asked for, or faster; tiles only where a segment has no more than `decode_merge` folds.
+    pub fn choose(problem: &Problem, rows: usize, asked: Option<Item>) -> Self {
+        let few = Item::Segment.all(problem, rows) < FEW_WORKGROUPS;
+        let short = |&len: &usize| segment_tiles(len) == SPAN;
+        match asked.unwrap_or(if few { Item::Tile } else { Item::Segment }) {
+            Item::Tile if problem.kv_lens.iter().all(short) => Item::Tile,
+            _ => Item::Segment,
+        }
     }
-    (slots(problem, key.rows) / 4096).clamp(1, most.unwrap_or(4).max(1))
-}
 
-fn items(problem: &Problem, per_item: usize) -> Vec<Item> {
-    let mut items = Vec::new();
-    let mut slot = 0;
-    for (sequence, &len) in problem.kv_lens.iter().enumerate() {
-        let all = segments(len);
-        items.extend((0..all).step_by(per_item).map(|first_segment| Item {
-            sequence,
-            first_segment,
-            segments: per_item.min(all - first_segment),
-            slot: slot + first_segment,
-        }));
-        slot += all;
+    fn tiles(self, kv_len: usize) -> usize {
+        match self {
+            Item::Segment => segment_tiles(kv_len),
+            Item::Tile => 1,
+        }
     }
-    items
+
+    pub fn per_segment(self) -> usize {
+        match self {
+            Item::Segment => 1,
+            Item::Tile => SPAN,
+        }
+    }
+
+    /// Workgroups of `decode_merge` for a row.
+    fn merge_parts(self, problem: &Problem) -> usize {
+        match self {
+            Item::Segment => 1,
+            Item::Tile => problem.head_dim.div_ceil(32),
+        }
+    }
+
+    fn of_sequence(self, kv_len: usize) -> usize {
+        kv_len.div_ceil(TILE).div_ceil(self.tiles(kv_len))
+    }
+
+    /// Of all sequences.
+    fn count(self, problem: &Problem) -> usize {
+        let lens = problem.kv_lens.iter();
+        lens.map(|&len| self.of_sequence(len)).sum()
+    }
+
+    /// Workgroups, and states of as many rows: of all sequences, KV heads and blocks of rows.
+    fn all(self, problem: &Problem, rows: usize) -> usize {
+        self.count(problem) * problem.num_kv_heads * row_blocks(problem, rows)
+    }
 }
 
 /// Splits per (sequence, KV head) of the longest sequence, and bytes of states.
 pub(crate) fn cost(problem: &Problem, key: &DecodeKey) -> (usize, usize) {
-    let longest = problem.kv_lens.iter().map(|&len| segments(len)).max();
-    let slots = slots(problem, key.rows);
+    let longest = problem.kv_lens.iter().map(|&len| key.item.of_sequence(len));
     (
-        longest.unwrap_or(0).max(1),
-        slots * key.rows * (key.head_dim + 2) * 4,
+        longest.max().unwrap_or(0).max(1),
+        key.item.all(problem, key.rows) * key.rows * (key.head_dim + 2) * 4,
     )
 }
 
@@ -179,9 +192,9 @@ struct Tables {
 }
 
 impl Tables {
-    fn new(problem: &Problem, source: &Source<'_>, items: &[Item]) -> Self {
+    fn new(problem: &Problem, source: &Source<'_>, item: Item) -> Self {
         let mut words: Vec<u32> = Vec::new();
-        let sequences_at = 8 * items.len();
+        let sequences_at = 8 * item.count(problem);
         let first_page = sequences_at + 8 * problem.batch();
         let mut pages_at = Vec::new();
         let mut next = first_page;
@@ -189,25 +202,18 @@ impl Tables {
             pages_at.push(next);
             next += list.len();
         }
-        for item in items {
-            let (b, len) = (item.sequence, problem.kv_lens[item.sequence]);
+        for (b, &len) in problem.kv_lens.iter().enumerate() {
             let tail = source.tail_pages.get(b).copied().flatten().unwrap_or(0) as usize;
-            let item = [
-                b,
-                item.first_segment,
-                item.segments,
-                len,
-                segment_tiles(len),
-                pages_at[b],
-                tail,
-                item.slot,
-            ];
-            words.extend(item.map(|x| x as u32));
+            for index in 0..item.of_sequence(len) {
+                let about = [b, index, len, item.tiles(len), pages_at[b], tail, 0, 0];
+                words.extend(about.map(|x| x as u32));
+            }
         }
-        let mut first_slot = 0;
+        let mut first_item = 0;
         for &len in &problem.kv_lens {
-            words.extend([first_slot as u32, segments(len) as u32, 0, 0, 0, 0, 0, 0]);
-            first_slot += segments(len);
+            let items = item.of_sequence(len);
+            words.extend([first_item as u32, items as u32, 0, 0, 0, 0, 0, 0]);
+            first_item += items;
         }
         for list in &source.lists[..problem.batch()] {
             words.extend(list);
@@ -235,17 +241,11 @@ impl Prepared {
         problem: &Problem,
         source: &Source<'_>,
     ) -> Result<Self, Error> {
-        let tuning = &pipelines.tuning;
-        let key = decode_key(
-            problem,
-            source.layout,
-            DeviceKey::of(gpu, tuning),
-            tuning.rows.unwrap_or(8),
-        );
+        let key = pipelines.key(gpu, problem, source.layout);
         let (rows, blocks) = (key.rows, row_blocks(problem, key.rows));
-        let items = items(problem, segments_per_item(problem, &key, tuning.segments));
+        let items = key.item.count(problem);
         let most = gpu.limits.max_compute_workgroups_per_dimension as usize;
-        let grid_x = items.len().clamp(1, most);
+        let grid_x = items.clamp(1, most);
         if problem.num_kv_heads * blocks > most || problem.batch() > most {
             return Err(refuse(
                 format!(
@@ -257,11 +257,11 @@ impl Prepared {
             ));
         }
 
-        let tables = Tables::new(problem, source, &items);
-        let slots = slots(problem, rows);
-        let maxima_at = slots * rows * problem.head_dim;
+        let tables = Tables::new(problem, source, key.item);
+        let states = key.item.all(problem, rows) * rows;
+        let maxima_at = states * problem.head_dim;
         let params = Params {
-            num_items: items.len() as u32,
+            num_items: items as u32,
             grid_x: grid_x as u32,
             row_blocks: blocks as u32,
             sequences_at: tables.sequences_at as u32,
@@ -270,7 +270,7 @@ impl Prepared {
             maxima_at: maxima_at as u32,
             ..Params::of(problem)
         };
-        let states_bytes = (slots * rows * (problem.head_dim + 2) * 4) as u64;
+        let states_bytes = (states * (problem.head_dim + 2) * 4) as u64;
         let largest = gpu.limits.max_storage_buffer_binding_size;
         for (what, bytes) in [
             ("states", states_bytes),
@@ -296,10 +296,10 @@ impl Prepared {
             split_grid: [
                 grid_x as u32,
                 (problem.num_kv_heads * blocks) as u32,
-                items.len().div_ceil(grid_x) as u32,
+                items.div_ceil(grid_x) as u32,
             ],
             merge_grid: [
-                (problem.heads_per_kv() * problem.q_len) as u32,
+                (problem.heads_per_kv() * problem.q_len * key.item.merge_parts(problem)) as u32,
                 problem.num_kv_heads as u32,
                 problem.batch() as u32,
             ],
@@ -355,5 +355,29 @@ impl Prepared {
             pass.set_bind_group(0, &merge_group, &[]);
             pass.dispatch_workgroups(self.merge_grid[0], self.merge_grid[1], self.merge_grid[2]);
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_workgroups_take_tiles_where_segments_are_short() {
+        let item = |kv_lens: &[usize], asked| {
+            let problem = Problem::new(32, 8, 128, kv_lens.to_vec());
+            Item::choose(&problem, 4, asked)
+        };
+        for (kv_lens, want) in [
+            (&[1][..], Item::Tile),
+            (&[8192], Item::Tile),
+            (&[8192, 8192], Item::Segment), // 512 workgroups
+            (&[1, 65_537], Item::Segment),  // segments of eight tiles
+        ] {
+            assert_eq!(item(kv_lens, None), want, "{kv_lens:?}");
+        }
+        assert_eq!(item(&[1], Some(Item::Segment)), Item::Segment);
+        assert_eq!(item(&[8192; 64], Some(Item::Tile)), Item::Tile);
+        assert_eq!(item(&[65_537], Some(Item::Tile)), Item::Segment);
     }
 }

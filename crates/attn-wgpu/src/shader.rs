@@ -7,7 +7,8 @@ use attn_core::{Error, Int4Scale, Int8Scale, KvFormat, PageLayout, Problem, Sche
 
 use crate::{
     error::{WgpuError, device},
-    gpu::{Gpu, asked},
+    gpu::Gpu,
+    launch::Item,
     specialise::{Constants, SpecialiseError, specialise},
 };
 
@@ -25,84 +26,49 @@ pub(crate) struct DecodeKey {
     pub pools: usize,
     /// Whether rows are read where another engine put them, instead of pages.
     pub view: bool,
-    pub device: DeviceKey,
-}
-
-/// What of the device chooses constants.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct DeviceKey {
-    /// Lanes of a subgroup, 1 for none.
-    pub subgroup: usize,
-    /// Bytes of workgroup memory.
-    pub shared_bytes: usize,
-    /// Whether the next tile's K, and a tile's V, are asked for ahead.
-    pub ahead: [bool; 2],
-    /// Rows whose dependent steps overlap.
-    pub together: usize,
-    /// What products run on, where a format has one group per row.
-    pub products: Products,
-    /// Units of 16 dims that a stage of the matrix kernel holds: 2 or 4.
-    pub units: usize,
-}
-
-/// What multiplies integers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Products {
-    /// Packed dot products of four bytes.
-    Packed,
-    /// Cooperative matrices: formats with one group per row, head_dim up to 128, pages.
-    Matrices,
-    /// The kernel of [`Products::Matrices`] with each of its operations spelled out, to test it on adapters without them: slow.
-    SpelledOut,
+    pub item: Item,
 }
 
 /// What may be tried on a device: it changes speed, never bits. `Default` leaves each to the backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Tuning {
-    /// Whether maxima and sums are taken by subgroup operations, where present, or by atomics in workgroup memory.
-    pub subgroups: Option<bool>,
     /// Bytes of workgroup memory of one workgroup, at most the device's.
     pub shared_bytes: Option<usize>,
-    /// Whether the next tile's K, and a tile's V, are asked for ahead: it takes registers.
-    pub ahead: Option<[bool; 2]>,
-    /// Rows that a step of the row loops takes together: 1, 2 or 4; of integer formats with head_dim up to 128.
-    pub together: Option<usize>,
     /// Query rows of one workgroup, at most: 1, 2, 4 or 8.
     pub rows: Option<usize>,
-    /// What multiplies integers; cooperative matrices only where the device has them.
-    pub products: Option<Products>,
-    /// Units of 16 dims that a stage of the matrix kernel holds: 2 or 4.
-    pub units: Option<usize>,
-    /// Segments of a sequence that a workgroup of the matrix kernel takes, at most.
-    pub segments: Option<usize>,
+    /// Whether a workgroup takes a single tile, where segments are no longer than four, or a segment.
+    pub by_tiles: Option<bool>,
 }
 
-impl DeviceKey {
-    pub fn of(gpu: &Gpu, tuning: &Tuning) -> Self {
-        let software = gpu.info.device_type == wgpu::DeviceType::Cpu;
-        // Atomics in workgroup memory took 0.83 to 0.96 of the time of subgroup operations on an H200, and no more on llvmpipe.
-        let subgroups = tuning.subgroups.unwrap_or(false);
-        // More would cost occupancy.
-        let shared = tuning.shared_bytes.unwrap_or(32768);
-        DeviceKey {
-            subgroup: if subgroups { gpu.subgroup as usize } else { 1 },
-            shared_bytes: shared.min(gpu.limits.max_compute_workgroup_storage_size as usize),
-            ahead: tuning.ahead.unwrap_or([!software; 2]),
-            // Two: 0.95 (int8), 0.93 (int4) and 0.91 (int4-g1) of the time of one on an H200 (batch 512).
-            together: tuning.together.unwrap_or(if software { 1 } else { 2 }),
-            products: match tuning.products {
-                Some(Products::Matrices) if gpu.has_matrix => Products::Matrices,
-                Some(Products::SpelledOut) => Products::SpelledOut,
-                None if gpu.has_matrix && asked("matrix") => Products::Matrices,
-                _ => Products::Packed,
-            },
-            // 0.78 of the time with 4 on an H200 (int8, batch 512): more workgroups at once.
-            units: tuning.units.unwrap_or(2),
-        }
+impl Tuning {
+    /// What `ATTN_WGPU_ITEMS` asks for.
+    pub(crate) fn from_env() -> Result<Self, String> {
+        let by_tiles = match std::env::var("ATTN_WGPU_ITEMS").as_deref() {
+            Err(_) | Ok("" | "auto") => None,
+            Ok("tiles") => Some(true),
+            Ok("segments") => Some(false),
+            Ok(other) => {
+                return Err(format!(
+                    "ATTN_WGPU_ITEMS is {other}; allowed: auto, tiles, segments"
+                ));
+            }
+        };
+        Ok(Tuning {
+            by_tiles,
+            ..Default::default()
+        })
+    }
+
+    /// Bytes of workgroup memory on this device; more than that would cost occupancy.
+    fn shared_bytes(&self, gpu: &Gpu) -> usize {
+        let most = gpu.limits.max_compute_workgroup_storage_size as usize;
+        self.shared_bytes.unwrap_or(32768).min(most)
     }
 }
+
+/// Lanes of a workgroup of `decode_split.wgsl`: `T`.
+const LANES: usize = 64;
 
 /// The number of a scheme in the kernels.
 fn kind(scheme: Scheme) -> i64 {
@@ -168,25 +134,19 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     let mut constants = layout_constants(&layout);
     let (d, r) = (key.head_dim, key.rows);
     let group_dims = d / v.groups(d);
-    let matrix = on_matrices(key);
-    // Dims of a lane: of 4-bit V, an even number of them, as they share bytes in pairs.
+    // Dims of a lane: of 4-bit V pairs of them, as they share bytes; of a view's bytes the four of a word. Long rows take turns.
     let v_rows = if v.code_bits() == 4 { d / 2 } else { d };
+    let by_words = key.view && v.code_bits() == 8;
     let chunks = match (v.code_bits(), d) {
-        (4, 192) => 3,
+        _ if by_words => 1,
+        (8 | 16, 192) => 3,
         _ => d.div_ceil(128),
     };
-    let rows_per_lane = v_rows.div_ceil(32 * chunks);
-    let dims_per_lane = if key.view && v.code_bits() == 8 {
+    let rows_per_lane = v_rows.div_ceil(LANES * chunks);
+    let dims_per_lane = if by_words {
         4
     } else {
         rows_per_lane * (d / v_rows)
-    };
-    // Longer rows take the registers themselves.
-    let ahead = key.device.ahead.map(|ahead| ahead && integer && d <= 128);
-    let together = if integer && d <= 128 {
-        key.device.together
-    } else {
-        1
     };
     let scaled = matches!(
         v,
@@ -194,99 +154,51 @@ pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
     );
     for (name, value) in [
         ("INTEGER", usize::from(integer)),
-        ("PLAIN", usize::from(matrix == Some(Products::SpelledOut))),
-        ("PU", key.device.units),
         ("R", r),
-        (
-            "SG",
-            if matrix.is_some() {
-                32
-            } else {
-                key.device.subgroup
-            },
-        ),
         ("POOLS", key.pools),
         ("VIEW", usize::from(key.view)),
         ("SOFTCAP", usize::from(key.softcap)),
         ("ALIBI", usize::from(key.alibi)),
+        ("PER_SEGMENT", key.item.per_segment()),
         ("V_SCALED", usize::from(scaled)),
         ("GD", group_dims),
         ("CH", chunks),
         ("DPL", dims_per_lane),
         ("V_ROWS", v_rows),
         ("RPL", rows_per_lane),
-        ("RU", together.clamp(1, r)),
-        ("K_AHEAD", usize::from(ahead[0])),
-        ("V_AHEAD", usize::from(ahead[1])),
     ] {
         constants.insert(name.to_owned(), value as i64);
     }
     (constants, workgroup_bytes(key))
 }
 
-/// Bytes of workgroup memory that the split kernel takes.
+/// Bytes of workgroup memory that the split kernel takes, as declared in decode_split.wgsl and reduce.wgsl.
 fn workgroup_bytes(key: &DecodeKey) -> usize {
-    if let Some(products) = on_matrices(key) {
-        return matrix_bytes(key, products == Products::SpelledOut);
-    }
     let KvFormat { k, v } = key.format;
     let (d, r, integer) = (key.head_dim, key.rows, key.format.is_integer());
     let (units, k_groups, v_groups) = (d / 16, k.groups(d), v.groups(d));
-    // As declared in decode_split.wgsl and reduce.wgsl.
-    let whole = key.device.subgroup == 32;
-    let mut bytes = 20 * r;
+    let channel = k == Scheme::Int4(Int4Scale::Channel);
+    let sums = match k {
+        Scheme::Int4(Int4Scale::Groups(_)) => k_groups,
+        _ => 1,
+    };
+    let mut bytes = 16 * r + if key.alibi { 4 * r } else { 0 };
     bytes += if integer {
-        36 * r * units + 4 * r + v_groups * (128 * r + 8 * r + 4) + (v_groups - 1) * 128 * r
+        32 * r * units
+            + 4 * r
+            + v_groups * (128 * r + 8 * r + 4)
+            + 4 * 68 * r * v_groups.div_ceil(2)
     } else {
         256 * r + 512 * v_groups + 64 * r * units
     };
-    bytes += if integer && whole { 128 } else { 256 } * r;
-    if !whole {
-        bytes += 4 * (2 * r + v_groups * (2 + 3 * r));
+    let mut slots = 3 * r + v_groups * (2 + 3 * r) + r * sums;
+    if channel {
+        slots += 2 * r + 1;
     }
-    if key.alibi {
-        bytes += 4 * r;
+    if integer && channel {
+        bytes += 128 * units + 4 * r;
     }
-    if integer && k == Scheme::Int4(Int4Scale::Channel) {
-        bytes += channel_bytes(r, units);
-    } else if integer && matches!(k, Scheme::Int4(_)) {
-        bytes += 4 * r * units + 4 * r * k_groups;
-    }
-    bytes
-}
-
-/// Of `channel_arrays.wgsl`.
-fn channel_bytes(rows: usize, units: usize) -> usize {
-    132 * units + 8 * rows * units + 12 * rows
-}
-
-/// As declared in matrix_split.wgsl, matrix.wgsl and matrix_plain.wgsl.
-fn matrix_bytes(key: &DecodeKey, plain: bool) -> usize {
-    let (d, r) = (key.head_dim, key.rows);
-    let staged = (64 * (4 * key.device.units + 5)).max(16 * (d / 4 + 2)) + 16 * 18;
-    let sums = 4 * 4 * 328;
-    let rows = 4 * r * (d / 16) + 28 * r + if key.alibi { 4 * r } else { 0 };
-    let query = match key.format.k {
-        Scheme::Int4(Int4Scale::Channel) => channel_bytes(r, d / 16),
-        _ => 4 * r * (d / 16) + 4 * r,
-    };
-    let codes = if plain {
-        4 * staged + 512 + 64 * (d / 4 + 2)
-    } else {
-        8 * staged
-    };
-    codes + sums + rows + query
-}
-
-/// Which kernel on matrices, if any: one group per row, and sums of at most 128 products.
-fn on_matrices(key: &DecodeKey) -> Option<Products> {
-    let KvFormat { k, v } = key.format;
-    let fits = key.format.is_integer()
-        && !key.view
-        && key.head_dim <= 128
-        && k.groups(key.head_dim) == 1
-        && v.groups(key.head_dim) == 1;
-    (fits && key.device.products != Products::Packed).then_some(key.device.products)
+    bytes + 4 * slots
 }
 
 /// What a step reads: how pages lie, or that there are none.
@@ -298,36 +210,32 @@ pub(crate) struct Layout {
     pub view: bool,
 }
 
-/// The rows of a workgroup for a problem: as many as it has, up to 8, that fit into workgroup memory.
+/// The kernels of a problem: the rows of a workgroup are as many as it has, up to 8, that fit into workgroup memory.
 pub(crate) fn decode_key(
     problem: &Problem,
     layout: Layout,
-    device: DeviceKey,
-    most_rows: usize,
+    shared_bytes: usize,
+    tuning: &Tuning,
 ) -> DecodeKey {
     let rows = problem.heads_per_kv() * problem.q_len;
     let mut key = DecodeKey {
         format: layout.format,
         head_dim: problem.head_dim,
         page_size: layout.page_size,
-        rows: rows.next_power_of_two().min(most_rows),
+        rows: rows.next_power_of_two().min(tuning.rows.unwrap_or(8)),
         softcap: problem.softcap.is_some(),
         alibi: problem.alibi_slopes.is_some(),
         pools: layout.pools,
         view: layout.view,
-        device,
+        item: Item::Segment,
     };
-    if on_matrices(&key).is_some() {
-        // All rows of a matrix, there or not.
-        let whole = DecodeKey { rows: 8, ..key };
-        if workgroup_bytes(&whole) <= device.shared_bytes {
-            return whole;
-        }
-        key.device.products = Products::Packed;
-    }
-    while key.rows > 1 && decode_constants(&key).1 > device.shared_bytes {
+    while key.rows > 1 && decode_constants(&key).1 > shared_bytes {
         key.rows /= 2;
     }
+    let asked = tuning
+        .by_tiles
+        .map(|by_tiles| if by_tiles { Item::Tile } else { Item::Segment });
+    key.item = Item::choose(problem, key.rows, asked);
     key
 }
 
@@ -341,15 +249,7 @@ pub(crate) fn kernel_text(file: &str, constants: &Constants) -> Result<String, S
     specialise(file, constants, &source)
 }
 
-/// The entry point of the split kernel; its file is named alike.
-pub(crate) fn split_name(key: &DecodeKey) -> &'static str {
-    match on_matrices(key) {
-        Some(_) => "matrix_split",
-        None => "decode_split",
-    }
-}
-
-/// The text of a decode kernel: a split kernel or `decode_merge`.
+/// The text of `decode_split` or `decode_merge`.
 pub(crate) fn decode_text(file: &str, key: &DecodeKey) -> Result<String, SpecialiseError> {
     kernel_text(file, &decode_constants(key).0)
 }
@@ -438,19 +338,28 @@ impl Pipelines {
         }
     }
 
+    /// The kernels of a problem on this device.
+    pub fn key(&self, gpu: &Gpu, problem: &Problem, layout: Layout) -> DecodeKey {
+        let mut tuning = self.tuning;
+        if gpu.info.device_type == wgpu::DeviceType::Cpu {
+            // Its compiler takes seconds for eight rows spelled out.
+            tuning.rows = tuning.rows.or(Some(2));
+        }
+        decode_key(problem, layout, tuning.shared_bytes(gpu), &tuning)
+    }
+
     /// The split and the merge kernel.
     pub fn decode(&self, gpu: &Gpu, key: &DecodeKey) -> Result<[Pipeline; 2], Error> {
         let mut made = self.decode.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(pair) = made.get(key) {
             return Ok(pair.clone());
         }
-        let split = split_name(key);
         let text = |name| {
             decode_text(&format!("{name}.wgsl"), key)
                 .map_err(|e| device("specialising a kernel", WgpuError::from(e)))
         };
         let pair = [
-            compile(gpu, split, text(split)?)?,
+            compile(gpu, "decode_split", text("decode_split")?)?,
             compile(gpu, "decode_merge", text("decode_merge")?)?,
         ];
         made.insert(*key, pair.clone());

@@ -5,36 +5,23 @@ use std::{collections::HashMap, io::ErrorKind, path::Path, process::Command};
 use attn_core::{KvFormat, Problem, Scheme};
 use naga::{
     front::wgsl,
-    valid::{Capabilities, ShaderStages, SubgroupOperationSet, ValidationFlags, Validator},
+    valid::{Capabilities, ValidationFlags, Validator},
 };
 
 use crate::{
     append::AppendKey,
-    shader::{
-        DeviceKey, Layout, Products, decode_constants, decode_key, decode_text, law_text,
-        read_text, split_name,
-    },
+    shader::{Layout, Tuning, decode_constants, decode_key, decode_text, law_text, read_text},
 };
 
 fn validate(name: &str, text: &str) {
     let module = wgsl::parse_str(text)
         .unwrap_or_else(|error| panic!("{name}: {}", error.emit_to_string(text)));
-    let mut validator = Validator::new(
-        ValidationFlags::all(),
-        Capabilities::SUBGROUP
-            | Capabilities::SHADER_FLOAT16
-            | Capabilities::SHADER_INT16
-            | Capabilities::COOPERATIVE_MATRIX,
-    );
-    validator
-        .subgroup_stages(ShaderStages::COMPUTE)
-        .subgroup_operations(SubgroupOperationSet::all());
-    validator
+    Validator::new(ValidationFlags::all(), Capabilities::empty())
         .validate(&module)
         .unwrap_or_else(|error| panic!("{name}: {}", error.emit_to_string(text)));
 }
 
-/// The decode kernels of one shape, with and without subgroups, from pages and from views.
+/// The decode kernels of one shape, from pages and from views, at WebGPU's default workgroup memory and with more.
 fn each_decode(
     problem: &Problem,
     format: KvFormat,
@@ -42,35 +29,24 @@ fn each_decode(
     pools: usize,
     each: &mut impl FnMut(&str, &str),
 ) {
-    let devices = [
-        (1, 16384, [false; 2], Products::Packed),
-        (8, 32768, [false; 2], Products::SpelledOut),
-        (32, 32768, [true; 2], Products::Matrices),
-    ];
     let viewed = [format.k, format.v]
         .iter()
         .all(|scheme| !matches!(scheme, Scheme::Int4(_)));
     let views = [false, true].into_iter().filter(|view| viewed || !view);
-    for (view, (subgroup, shared_bytes, ahead, products)) in
-        views.flat_map(|view| devices.map(|device| (view, device)))
-    {
-        let device = DeviceKey {
-            subgroup,
-            shared_bytes,
-            ahead,
-            together: 1 + usize::from(ahead[0]),
-            products,
-            units: 2 + 2 * usize::from(subgroup == 32),
-        };
+    for (view, shared_bytes) in views.flat_map(|view| [16384, 32768].map(|bytes| (view, bytes))) {
         let layout = Layout {
             format,
             page_size,
             pools,
             view,
         };
-        let key = decode_key(problem, layout, device, 8);
+        let tuning = Tuning {
+            by_tiles: Some(view),
+            ..Default::default()
+        };
+        let key = decode_key(problem, layout, shared_bytes, &tuning);
         assert!(decode_constants(&key).1 <= shared_bytes, "{key:?}");
-        for name in [split_name(&key), "decode_merge"] {
+        for name in ["decode_split", "decode_merge"] {
             let text = decode_text(&format!("{name}.wgsl"), &key).unwrap();
             each(&format!("{name} for {key:?}"), &text);
         }
@@ -131,14 +107,9 @@ fn tint_accepts_every_specialisation() {
         }
         found => drop(found.unwrap()),
     }
-    let (mut texts, mut native) = (HashMap::new(), 0);
+    let mut texts = HashMap::new();
     each_specialisation(|name, text| {
-        // wgpu's own extensions are none of a browser's.
-        if text.contains("enable wgpu_") {
-            native += 1;
-        } else {
-            texts.insert(text.to_owned(), name.to_owned());
-        }
+        texts.insert(text.to_owned(), name.to_owned());
     });
     let folder = std::env::temp_dir().join(format!("attn-tint-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
@@ -165,23 +136,14 @@ fn tint_accepts_every_specialisation() {
             .collect()
     });
     std::fs::remove_dir_all(&folder).unwrap();
-    println!(
-        "tint: {} kernels, {} refused; {native} with wgpu's own extensions are naga's alone",
-        texts.len(),
-        refused.len()
-    );
+    println!("tint: {} kernels, {} refused", texts.len(), refused.len());
     let first = refused.first().cloned().unwrap_or_default();
     assert!(refused.is_empty(), "{} refused; {first}", refused.len());
 }
 
-/// What tint says against a text, written to `file`; subgroups need an `enable` that naga does not know yet.
+/// What tint says against a text, written to `file`.
 fn tint_refusal(file: &Path, text: &str) -> Option<String> {
-    let enable = if text.contains("subgroup") {
-        "enable subgroups;\n"
-    } else {
-        ""
-    };
-    std::fs::write(file, format!("{enable}{text}")).unwrap();
+    std::fs::write(file, text).unwrap();
     let output = Command::new("tint")
         .args(["--format", "wgsl", "-o"])
         .arg(file.with_extension("out"))
