@@ -6,9 +6,9 @@ if item >= params.num_items {
 let head = workgroup.y / params.row_blocks;
 let row0 = (workgroup.y - head * params.row_blocks) * $(R)u;
 let sequence = tables[params.items_at + 8u * item];
-let slot_index = tables[params.items_at + 8u * item + 1u];
+let index = tables[params.items_at + 8u * item + 1u];
 let kv_len = tables[params.items_at + 8u * item + 2u];
-let slot_tiles = tables[params.items_at + 8u * item + 3u];
+let item_tiles = tables[params.items_at + 8u * item + 3u];
 let pages_at = tables[params.items_at + 8u * item + 4u];
 let tail_page = tables[params.items_at + 8u * item + 5u];
 let rows = params.heads_per_kv * params.q_len;
@@ -36,8 +36,8 @@ if lane < $(R)u {
 }
 // The tiles of the item that any of them sees.
 let num_tiles = (kv_len + 63u) / 64u;
-var tile = slot_index * slot_tiles;
-var tile_end = min((slot_index + 1u) * slot_tiles, num_tiles);
+var tile = index * item_tiles;
+var tile_end = min((index + 1u) * item_tiles, num_tiles);
 {
     let last_row = min(row0 + $(R)u, rows) - 1u;
     let base = i32(kv_len) - i32(params.q_len);

@@ -29,8 +29,8 @@ struct Params {
     zero: u32,               // 0, see arithmetic.wgsl
 }
 
-// A slot is a segment or a tile: what leaves a state. An item is one: {sequence, its index there, kv_len, a slot's tiles, its pages' place,
-// tail page, 2 unused}; a sequence {first item, items, 6 unused}.
+// An item is a segment or a tile of a sequence: {sequence, its index there, kv_len, its tiles, its pages' place, tail page, 2 unused}; a
+// sequence {first item, items, 6 unused}.
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> tables: array<u32>;
 
