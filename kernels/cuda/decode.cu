@@ -39,8 +39,7 @@ struct Warp {
                 float_scores(stage, q, team, s);
             } else {
                 auto rows = [&](u32 at, int group, int t) { return scale_pair(at, p.k_scales, p.k_scale_strides, work.b, work.kv_head(feed.place.team), t0, t, group); };
-                prepare_k(StoredK<decltype(rows)>{stage, tokens, rows}, scratch, lane);
-                scores(stage, PreparedK{scratch}, q, team, s);
+                scores(stage, PreparesK<decltype(rows)>{{scratch}, {stage, tokens, rows}, lane}, q, team, s);
             }
             values = done_with_keys(stage, K_PART, done);
 #pragma unroll
@@ -59,17 +58,18 @@ struct Warp {
             int t = first + 8 * (i / 2) + i % 2;
             return t >= rows.start[g] && t < rows.end[g];
         }, tops);
+        auto v_rows = [&](u32 at, int group, int t) { return scale_pair(at, p.v_scales, p.v_scale_strides, work.b, work.kv_head(feed.place.team), t0, t, group); };
+        StoredV<decltype(v_rows)> v = {values, tokens, v_rows};
+        if (WHOLE && !V_FLOAT) prepare_v(v, scratch, lane);  // where shuffles and latencies leave room
         soften(s, scale, full, tops, state.m, r, pairs);
 #pragma unroll
         for (int g = 0; g < G; g++) add_weights(state, g, quad_sum(r.weights[g]), r);
-        if (!WHOLE) values = ring.wait();
+        if (!WHOLE) v.stage = ring.wait();
         if constexpr (V_FLOAT) {
-            fold_float_values(values, tokens, s, r, team, state);
+            fold_float_values(v.stage, tokens, s, r, team, state);
         } else {
-            auto rows = [&](u32 at, int group, int t) { return scale_pair(at, p.v_scales, p.v_scale_strides, work.b, work.kv_head(feed.place.team), t0, t, group); };
-            StoredV<decltype(rows)> stored = {values, tokens, rows};
-            prepare_v(stored, scratch, lane);
-            fold_prepared(values, scratch, stored.v, s, pairs, r, team, state);
+            if (!WHOLE) prepare_v(v, scratch, lane);
+            fold_prepared(v.stage, scratch, v.v, s, pairs, r, team, state);
         }
         done_with_stage();
     }
@@ -95,23 +95,20 @@ struct Warp {
 
     // The team's tiles of a unit. Each segment's state goes where the join will look for the team's.
     __device__ __forceinline__ void take(const Work& work, const ItemRows& item, Join& join) {
-        int index, end, kv_len = work.kv_len, step = work.step(), segment_tiles = work.takes() >= A_SPAN ? 1 << work.segment_shift : 1 << 30;
+        int index, end, kv_len = work.kv_len, step = not_before(work.step()), segment_tiles = work.takes() >= A_SPAN ? 1 << work.segment_shift : 1 << 30;
         work.share(p, feed.place.team, index, end);
         bool first = true;
 #pragma unroll 1
         do {
             State state;
             state.clear();
-            int until = end - index > segment_tiles ? index + segment_tiles : end;
+            int until = not_before(end - index > segment_tiles ? index + segment_tiles : end);
 #pragma unroll 1
-            for (; index < until; index += step) {
-                tile(work, index, kv_len, item, state);
-                join.count(p);
-            }
+            for (; index < until; index += step) tile(work, index, kv_len, item, state);
             join.segment(state, first, feed.place.team, warp_row, lane);
             first = false;
+            join.count(p);
         } while (index < end);
-        join.count(p);
     }
 };
 

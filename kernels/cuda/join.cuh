@@ -4,7 +4,7 @@
 // Global memory is left alone as far as possible: a CTA that has an item's first units keeps their joined state in shared memory,
 // and writes the result itself if it comes to the item's end (storing every unit's state cost 20 µs of 270 at batch 512, though it
 // is under 2 % of the bytes). What crosses a CTA's border is handed over in slots and counted; who completes the count joins the
-// slots, or others help (slots.cuh). A unit is counted one tile into the next one, when its writes have long arrived, and the
+// slots, or others help (slots.cuh). A unit is counted one segment into the next one, when its writes have long arrived, and the
 // count's answer is looked at when that one ends. Two ways to spare the CTA its barriers were tried and lost: the last warp to
 // arrive joining alone made the slowest team slower (int4 191 µs for 169), joining a tile later cost registers (204 µs).
 #pragma once

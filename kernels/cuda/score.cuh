@@ -70,6 +70,7 @@ template <class Rows> struct StoredK {
     int tokens;
     Rows rows;
 
+    __device__ __forceinline__ void prepare() const {}
     __device__ __forceinline__ u32 at(int group, int t, int bytes) const {
         return stage + block_of(t) * K_STRIDE + K_CODES + (group * BLOCK + in_block(t)) * bytes;
     }
@@ -93,6 +94,7 @@ struct NoRows {
 struct PreparedK {
     u32 scratch;
 
+    __device__ __forceinline__ void prepare() const {}
     __device__ __forceinline__ uint2 scales(int group, int t) const { return lds64(scratch + (group * TILE + t) * 4); }
     __device__ __forceinline__ float4 pairs(int group, int t) const { return lds128(scratch + (group * TILE + t) * 8); }
 };
@@ -112,6 +114,14 @@ template <class Rows> DEVICE void prepare_k(const StoredK<Rows>& stored, u32 scr
         __syncwarp();
     }
 }
+
+// The same, by a warp that converts them while its first products are under way.
+template <class Rows> struct PreparesK : PreparedK {
+    StoredK<Rows> stored;
+    int lane;
+
+    __device__ __forceinline__ void prepare() const { prepare_k(stored, scratch, lane); }
+};
 
 // Float K: scores before 2^-e, in the same order.
 DEVICE void float_scores(u32 stage, const Query& q, const Team& team, float (&s)[G][SCORES]) {
@@ -158,6 +168,7 @@ template <class Params> DEVICE void scores8(u32 stage, const Params& params, con
 #pragma unroll
             for (int group = 0; group < K_GROUPS; group++) {
                 Sums c = dot_panels<true>(q.plane[g], b, group * LENGTH, (group + 1) * LENGTH, PAIRS);
+                if (j + g + group == 0) params.prepare();
                 float s0 = (float)plane_sum(c, 0), s1 = (float)plane_sum(c, 1);
                 if constexpr (K_SCHEME != INT8_TENSOR) {
                     uint2 k = params.scales(group, t + 2 * (team.lane % 4));
@@ -185,6 +196,7 @@ template <class Params> DEVICE void scores4(u32 stage, const Params& params, con
             for (int group = 0; group < K_GROUPS; group++) {
                 Sums w = dot_panels<false>(q.plane[g], whole, group * LENGTH, (group + 1) * LENGTH, PAIRS);
                 Sums h = dot_panels<false>(q.plane[g], high, group * LENGTH, (group + 1) * LENGTH, PAIRS);
+                if (j + g + group == 0) params.prepare();
                 int h0 = plane_sum(h, 0), h1 = plane_sum(h, 1), centre = q.centre[g][group];
                 float x[4] = {(float)(plane_sum(w, 0) - h0 + centre), (float)(plane_sum(w, 1) - h1 + centre),
                               (float)(h0 + 16 * centre), (float)(h1 + 16 * centre)};
