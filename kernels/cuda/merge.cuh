@@ -24,6 +24,10 @@ DEVICE Weight join_weight(float& m, float& l, float2 b, bool is_fold) {
 }
 // `merge` of docs/arithmetic.md, or `fold` of a tile whose value was kept as a state: they round alike but for subnormals.
 DEVICE void join(float& a, float b, const Weight& w, bool is_fold) { a = is_fold ? fmaf(b, w.beta, a * w.alpha) : a * w.alpha + b * w.beta; }
+DEVICE void join(float2& a, const float2& b, const Weight& w, bool is_fold) {
+    join(a.x, b.x, w, is_fold);
+    join(a.y, b.y, w, is_fold);
+}
 DEVICE void join(float4& a, const float4& b, const Weight& w, bool is_fold) {
     if (is_fold) {
         a = {fmaf(b.x, w.beta, a.x * w.alpha), fmaf(b.y, w.beta, a.y * w.alpha), fmaf(b.z, w.beta, a.z * w.alpha),
@@ -86,6 +90,7 @@ struct Finish {
     __device__ __forceinline__ void write_pair(int pair, float x, float y) const {
         if (out) store_pair(out, dtype, 2 * pair, x * scale * tensor, y * scale * tensor);
     }
+    __device__ __forceinline__ void write(int pair, const float2& o) const { write_pair(pair, o.x, o.y); }
     __device__ __forceinline__ void write(int dim, float o) const {
         if (out) store_one(out, dtype, dim, o * scale * tensor);
     }

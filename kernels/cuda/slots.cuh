@@ -19,14 +19,14 @@ struct RowSlots {
 };
 
 // A row's threads, LANES, find the weights of LANES slots side by side, while the first states are on their way; then each joins its
-// own vectors of dims, float4 or float, from `from` to `to`, in order, and writes the result. Slots are spans, or segments that make
+// own vectors of dims, float4, or one float2 or float, from `from` to `to`, in order, and writes the result. Slots are spans, or segments that make
 // spans first. Called, not inlined: it is long and rare. By value: what a reference points to would come from global memory. This is
 // the last thing that a launch waits for, one warp's latencies in a row: a batch of states is on its way at once, and four slots at
 // a time are joined without a branch. (Refilling what has been joined made the compiler wait for each load at once.)
 template <class Vector, int LANES, bool SEGMENTS>
 static __device__ __noinline__ void join_slots(RowSlots slots, Finish finish, int from, int to) {
-    constexpr int WIDTH = sizeof(Vector) / 4, VECTORS = WIDTH == 1 ? 1 : (D / WIDTH + LANES - 1) / LANES;
-    constexpr int CHUNK = VECTORS < 4 ? VECTORS : 4, BATCH = WIDTH == 1 ? LANES : LANES / 2;
+    constexpr int WIDTH = sizeof(Vector) / 4, VECTORS = WIDTH < 4 ? 1 : (D / WIDTH + LANES - 1) / LANES;
+    constexpr int CHUNK = VECTORS < 4 ? VECTORS : 4, BATCH = WIDTH < 4 ? LANES : LANES / 2;
     constexpr int RUN = SEGMENTS ? SPAN : LANES;
     const Vector ZERO = {};
     int lane = threadIdx.x % LANES;
@@ -186,13 +186,18 @@ DEVICE Answer answer_of(const DecodeParams& p, const Item& item, u32 before, u32
 }
 
 DEVICE void join_parts(const DecodeParams& p, const Item& item, int first, u32 parts) {
-    constexpr int PIECES = (D + 31) / 32;  // of a row
+    // A lane has two dims where one would be more than a piece for each warp: one after the other took 2 µs more of 28.
+    constexpr bool PAIRS = PART_ROWS * (D / 32) > JOINERS / 32 && D % 64 == 0;
+    constexpr int WIDTH = PAIRS ? 2 : 1, PIECES = (D / WIDTH + 31) / 32;  // of a row
 #pragma unroll 1
     for (; parts; parts &= parts - 1) {
         int row = (__ffs(parts) - 1) * PART_ROWS;
 #pragma unroll 1
-        for (int i = joiner() / 32; i < PART_ROWS * PIECES; i += JOINERS / 32)
-            join_row<float, 32>(p, item, first, row + i / PIECES, i % PIECES * 32, D);
+        for (int i = joiner() / 32; i < PART_ROWS * PIECES; i += JOINERS / 32) {
+            int of_row = row + i / PIECES, from = i % PIECES * 32;
+            if constexpr (PAIRS) join_row<float2, 32>(p, item, first, of_row, from, D / WIDTH);
+            else join_row<float, 32>(p, item, first, of_row, from, D / WIDTH);
+        }
     }
 }
 
