@@ -4,13 +4,6 @@
 #pragma once
 #include "merge.cuh"
 
-// Whether teams hand their states over in global memory: any number of CTAs, anywhere, has an item then.
-#ifdef ATTN_HAND_OVER
-constexpr bool HANDS_OVER = true;
-#else
-constexpr bool HANDS_OVER = false;
-#endif
-
 constexpr int TEAM_SLOTS = 4;  // of the item, for each of its teams, at most
 
 // Room for a team's tasks: of as many slots as all teams can have, 32 dims and (m, l) each. Teams are a power of two that divides the

@@ -10,8 +10,12 @@ constexpr int D = ATTN_D;
 constexpr int PAGE = ATTN_PAGE;      // tokens; 0: strided rows of someone else's cache
 constexpr int G = ATTN_G;            // row groups of 8 query rows per warp
 constexpr int WR = ATTN_WR;          // warps of a team: they share a ring of stages and have their own rows
+// Whether the teams of short.cu hand their states over in global memory: any number of CTAs, anywhere, has an item then.
 #ifdef ATTN_HAND_OVER
 #define ATTN_SHORT
+constexpr bool HANDS_OVER = true;
+#else
+constexpr bool HANDS_OVER = false;
 #endif
 #ifdef ATTN_SHORT
 constexpr int TW = 4;                // warps that share each tile: a warp has its own tokens and, for the values, its own dims

@@ -45,6 +45,8 @@ struct Item {
     __device__ __forceinline__ u64 index(const DecodeParams& p) const {
         return ((u64)b * p.num_kv_heads + kv_head) * p.row_blocks + row_block;
     }
+    // That are no filling of the block.
+    __device__ __forceinline__ int rows(const DecodeParams& p) const { return min(ROWS, p.heads_per_kv * p.q_len - row_block * ROWS); }
     // The row's place in Q, out and lse, or -1.
     __device__ __forceinline__ long long row(const DecodeParams& p, int row) const {
         int r = not_before(row_block * ROWS + row);

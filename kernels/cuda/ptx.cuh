@@ -248,6 +248,23 @@ DEVICE u32 load_acquire(const u32* at) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
     return x;
 }
+// What another CTA may have stored by now.
+DEVICE float look_at(const float* at) {
+    float x;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
+    return x;
+}
+DEVICE float2 look_at(const float2* at) {
+    float2 x;
+    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(at) : "memory");
+    return x;
+}
+DEVICE float4 look_at(const float4* at) {
+    float4 x;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(at) : "memory");
+    return x;
+}
+DEVICE void look_again() {}  // others have turns of their own
 // What follows from it is found here, not before a loop around it that has no registers to spare.
 DEVICE int not_before(int x) {
     asm volatile("" : "+r"(x));

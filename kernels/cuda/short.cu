@@ -11,11 +11,11 @@
 // - to the result, where the team has the item for itself. Also of more items than run at once, if their lengths are alike and the
 //   format is wide: a team that ends makes room for the next, and nothing is ever joined (bf16 reads at 97 % so, at 95 in decode.cu).
 // - to others of the cluster, which join them (cluster.cuh): the fastest way, for as many CTAs as clusters can have all at once.
-// - to global memory, counted and joined by whoever comes last (slots.cuh; a kernel of its own, ATTN_HAND_OVER): 2 µs more, for any
-//   number of CTAs. 32 items would take 32 clusters of four SMs, of which 30 fit an H200; one item takes all SMs this way.
+// - to global memory, where others look for them (hand_over.cuh; a kernel of its own, ATTN_HAND_OVER): 1 to 2 µs more, for any number
+//   of CTAs. 32 items would take 32 clusters of four SMs, of which 30 fit an H200; one item takes all SMs this way.
 #include "channel.cuh"
 #include "cluster.cuh"
-#include "slots.cuh"
+#include "hand_over.cuh"
 
 static_assert(WR == 1 && D % 64 == 0 && (V_GROUPS == 1 || V_GROUPS == 2 || V_GROUPS % TW == 0), "a warp's dims are of one group, or of whole ones");
 
@@ -294,28 +294,29 @@ struct Warp {
         barrier_wait(all_sent, 0);
         join_tasks(p, item, tasks, slots.level(work), blockIdx.x, team.index, shared + AT_SENT, team.warp);
     }
-    // A slot to global memory, for whoever completes the item's count.
+    // A slot to global memory, where whoever joins it looks.
     __device__ __forceinline__ void hand_over(int slot, const float2 (&ml)[G]) const {
-        Item item = {work.b, work.heads, row_block(), slots.all};
+        Item item = {work.b, work.heads, row_block(), 0};
 #pragma unroll
         for (int g = 0; g < G; g++) {
-            u64 row = (item.index(p) * p.max_slots + slot) * ROWS + g * 8 + team.lane / 4;
-            if (team.warp == 0 && team.lane % 4 == 0) __stcg(p.state_ml + row, ml[g]);
-            each_kept(0, g, [&](int dim, float x, float y) { __stcg((float2*)(p.states + row * D + dim), make_float2(x, y)); });
+            int of_item = g * 8 + not_before(team.lane) / 4;  // see `row_block`
+            u64 row = (item.index(p) * p.max_slots + slot) * ROWS + of_item;
+            if (of_item >= item.rows(p)) continue;
+            if (team.warp == 0 && team.lane % 4 == 0) __stcg(p.state_ml + row, told(ml[g].x, ml[g].y));
+            each_kept(0, g, [&](int dim, float x, float y) { __stcg((float2*)(p.states + row * D + dim), told(x, y)); });
         }
     }
-    __device__ __forceinline__ void count(const Item& item) const {
+    // For which registers are short, too: the team's slots are found anew.
+    __device__ __forceinline__ void join_handed() const {
+        Sequence sequence = work;
+        sequence.num_tiles = not_before(sequence.num_tiles);
+        Slots mine = Slots::of(p, sequence, blockIdx.x);
+        Item item = {work.b, work.heads, row_block(), mine.all};
+        u32 parts = handed_parts(p, item, mine.first, mine.end);
+        if (parts == 0) return;
+        join_answered(p, item, {1, parts});
         team.barrier();
-        u32 told = shared + AT_ANSWER;
-        if (team.warp == 0 && team.lane == 0) {
-            u32 add = Count::of(slots.end - slots.first, 0, parts_for(p, item, slots.first, slots.end));
-            Answer answer = answer_of(p, item, count_release(p.counters + item.index(p), add), add);
-            sts32(told, answer.last);
-            sts32(told + 4, answer.parts);
-        }
-        team.barrier();
-        Answer answer = {lds32(told), lds32(told + 4)};
-        if (answer.last) join_answered(p, item, answer);
+        clear_mls(p, item, parts);
     }
     // A span to those before it, of an item that the team has for itself.
     __device__ __forceinline__ void append(float2 (&ml)[G], const float2 (&span_ml)[G]) const {
@@ -359,9 +360,8 @@ struct Warp {
         }
         Item item = {work.b, work.heads, row_block(), slots.all};
         if constexpr (GO == TO_THE_CLUSTER) receive(item);
-        else if (slots.first == slots.end) return;
-        else if constexpr (GO == TO_MEMORY) count(item);
-        else write(item, all_ml);
+        else if constexpr (GO == TO_MEMORY) join_handed();
+        else if (slots.first < slots.end) write(item, all_ml);
     }
 };
 

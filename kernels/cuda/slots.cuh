@@ -1,4 +1,5 @@
-// States on their way between CTAs: an item's slots in global memory, their count, and who joins them.
+// States on their way between CTAs: an item's slots in global memory, who joins them, and their count (decode.cu; teams of short.cu
+// need none, hand_over.cuh).
 #pragma once
 #include "merge.cuh"
 
@@ -13,24 +14,32 @@ DEVICE int joiner() {
 
 // Slots of an item whose states a row's threads join: from `first` (it covers those before) to `end`.
 struct RowSlots {
-    const float* states;  // of the row
-    const float2* ml;
+    float* states;  // of the row
+    float2* ml;
     int first, end;
+    bool is_real;  // and no filling of the block
 };
 
+// Slots of short.cu are zero until they are there.
+DEVICE bool is_there(float2 x) { return float_bits(x.x) != 0 && float_bits(x.y) != 0; }
+DEVICE bool is_there(float x) { return float_bits(x) != 0; }
+DEVICE bool is_there(const float4& x) { return is_there(make_float2(x.x, x.y)) && is_there(make_float2(x.z, x.w)); }
+constexpr int FEW = 4;  // missing slots whose states are looked at; while there are more, (m, l) alone: others still read the cache
+
 // A row's threads, LANES, find the weights of LANES slots side by side, while the first states are on their way; then each joins its
-// own vectors of dims, float4, or one float2 or float, from `from` to `to`, in order, and writes the result. Slots are spans, or segments that make
-// spans first. Called, not inlined: it is long and rare. By value: what a reference points to would come from global memory. This is
-// the last thing that a launch waits for, one warp's latencies in a row: a batch of states is on its way at once, and four slots at
-// a time are joined without a branch. (Refilling what has been joined made the compiler wait for each load at once.)
+// own vectors of dims, float4, or one float2 or float, from `from` to `to`, in order, and writes the result. Slots are spans, or segments
+// that make spans first. Called, not inlined: it is long and rare. By value: what a reference points to would come from global memory.
+// This is the last thing that a launch waits for, one warp's latencies in a row: a batch of states is on its way at once, and four
+// slots at a time are joined without a branch. (Refilling what has been joined made the compiler wait for each load at once.)
 template <class Vector, int LANES, bool SEGMENTS>
 static __device__ __noinline__ void join_slots(RowSlots slots, Finish finish, int from, int to) {
     constexpr int WIDTH = sizeof(Vector) / 4, VECTORS = WIDTH < 4 ? 1 : (D / WIDTH + LANES - 1) / LANES;
-    constexpr int CHUNK = VECTORS < 4 ? VECTORS : 4, BATCH = WIDTH < 4 ? LANES : LANES / 2;
+    constexpr int CHUNK = VECTORS < 4 ? VECTORS : 4, BATCH = WIDTH < (HANDS_OVER ? 2 : 4) ? LANES : LANES / 2;
     constexpr int RUN = SEGMENTS ? SPAN : LANES;
     const Vector ZERO = {};
     int lane = threadIdx.x % LANES;
-    auto load_ml = [&](int slot) { return slot < slots.end ? __ldcg(slots.ml + (u64)slot * ROWS) : make_float2(MINUS_INFINITY, 0.0f); };
+    const float2 NO_SLOT = make_float2(MINUS_INFINITY, 0.0f);
+    auto load_ml = [&](int slot) { return slot < slots.end ? __ldcg(slots.ml + (u64)slot * ROWS) : NO_SLOT; };
 #pragma unroll 1
     for (int at = from + lane; at < from + VECTORS * LANES; at += CHUNK * LANES) {
         float m = MINUS_INFINITY, l = 0.0f;
@@ -39,21 +48,43 @@ static __device__ __noinline__ void join_slots(RowSlots slots, Finish finish, in
         for (int k = 0; k < CHUNK; k++) o[k] = ZERO;
 #pragma unroll 1
         for (int base = slots.first; base < slots.end; base += LANES) {
-            float2 mine = load_ml(base + lane);
-            float top = mine.x;  // the running maximum over the span's segments, or over all spans
+            bool awaits = HANDS_OVER && slots.is_real, awaits_ml = awaits && base + lane < slots.end;
+            float2 mine = awaits_ml ? make_float2(0.0f, 0.0f) : HANDS_OVER ? NO_SLOT : load_ml(base + lane);
+            float top;  // the running maximum over the span's segments, or over all spans
             Weight w;
 #pragma unroll
             for (int u0 = 0; u0 < LANES; u0 += BATCH) {
                 int count = slots.end - base - u0;
                 if (count <= 0) break;
                 Vector x[BATCH][CHUNK];
+                auto each = [&](auto take) {
 #pragma unroll
-                for (int i = 0; i < BATCH; i++) {
-                    const Vector* of_slot = (const Vector*)(slots.states + (u64)min(base + u0 + i, slots.end - 1) * (ROWS * D));
+                    for (int i = 0; i < BATCH; i++) {
+                        Vector* of_slot = (Vector*)(slots.states + (u64)min(base + u0 + i, slots.end - 1) * (ROWS * D));
 #pragma unroll
-                    for (int k = 0; k < CHUNK; k++) x[i][k] = __ldcg(of_slot + min(at + k * LANES, to - 1));
+                        for (int k = 0; k < CHUNK; k++) take(i, k, of_slot + min(at + k * LANES, to - 1));
+                    }
+                };
+                if constexpr (HANDS_OVER) {
+                    // The first look and the next ones are the same instructions: those that a launch needs once arrive slowly.
+                    each([&](int i, int k, Vector*) { x[i][k] = ZERO; });
+#pragma unroll 1
+                    for (bool few = true;;) {
+                        if (awaits_ml && !is_there(mine)) mine = look_at(slots.ml + (u64)(base + lane) * ROWS);
+                        if (few) each([&](int i, int k, Vector* p) { if (awaits && !is_there(x[i][k])) x[i][k] = look_at(p); });
+                        u32 missing = __ballot_sync(~0u, awaits_ml && !is_there(mine));
+                        bool all = missing == 0;
+                        each([&](int i, int k, Vector*) { all &= is_there(x[i][k]); });
+                        if (__all_sync(~0u, all || !awaits)) break;
+                        few = __popc(missing) <= FEW * (32 / LANES);
+                        look_again();
+                    }
+                    each([&](int, int, Vector* p) { if (awaits) __stcg(p, ZERO); });
+                } else {
+                    each([&](int i, int k, Vector* p) { x[i][k] = __ldcg(p); });
                 }
                 if (u0 == 0) {
+                    top = mine.x;
 #pragma unroll
                     for (int i = 1; i < RUN; i *= 2) {
                         float other = __shfl_up_sync(~0u, top, i, LANES);
@@ -99,7 +130,7 @@ static __device__ __noinline__ void join_slots(RowSlots slots, Finish finish, in
 
 template <class Vector, int LANES> DEVICE void join_row(const DecodeParams& p, const Item& item, int first, int row, int from, int to) {
     u64 slot = item.index(p) * p.max_slots;
-    RowSlots slots = {p.states + (slot * ROWS + row) * D, p.state_ml + slot * ROWS + row, first, item.num_slots};
+    RowSlots slots = {p.states + (slot * ROWS + row) * D, p.state_ml + slot * ROWS + row, first, item.num_slots, row < item.rows(p)};
     Finish finish = Finish::at(p, item, row);
     if (p.tile_split) join_slots<Vector, LANES, true>(slots, finish, from, to);
     else join_slots<Vector, LANES, false>(slots, finish, from, to);
@@ -138,8 +169,7 @@ struct Count {
 
 // The parts that have rows.
 DEVICE u32 parts_of(const DecodeParams& p, const Item& item) {
-    int rows = min(ROWS, p.heads_per_kv * p.q_len - item.row_block * ROWS);
-    return (1 << (rows + PART_ROWS - 1) / PART_ROWS) - 1;
+    return (1 << (item.rows(p) + PART_ROWS - 1) / PART_ROWS) - 1;
 }
 // Those for whoever has slots from `from` to `end`.
 DEVICE u32 parts_for(const DecodeParams& p, const Item& item, int from, int end) {

@@ -243,8 +243,8 @@ impl CudaBackend {
                 // SAFETY: the arena holds every part; the copy has left `bytes` when it returns.
                 unsafe { result::memcpy_htod_async(at(*offset), bytes, stream) }?;
             }
-            // SAFETY: the workspace starts with its counters.
-            unsafe { result::memset_d8_async(at(workspace), 0, plan.counters_bytes(), stream) }
+            // SAFETY: the workspace has more bytes than are zeroed.
+            unsafe { result::memset_d8_async(at(workspace), 0, plan.zeroed_bytes(), stream) }
         };
         copy_in().map_err(failed("copying the inputs"))?;
         if let Some((import, args)) = &importing {

@@ -129,11 +129,16 @@ const ALONE: f64 = 2.6;
 const TOGETHER: f64 = 3.7;
 const HANDED_OVER: f64 = 5.9;
 /// What each slot that is joined takes: of a cluster of more than `FEW_TEAMS` (fewer join whole rows at once), and handed over; and
-/// each that a team hands over but its first. `MORE_ROWS`: of a cluster, where there are more than eight.
+/// each that a team hands over but its first. `MORE_ROWS`: of a cluster, where there are more than eight. From `SHARED_SLOTS` on
+/// (`slots.cuh`) several teams join, `SHARED` sooner; beyond `FEW_BATCHES` their warps' batches make each slot take `LATE_SLOT` more.
 const CLUSTER_SLOT: f64 = 0.08;
 const MORE_ROWS: f64 = 2.5;
 const FEW_TEAMS: usize = 4;
 const SLOT: f64 = 0.03;
+const SHARED_SLOTS: usize = 12;
+const SHARED: f64 = 0.7;
+const FEW_BATCHES: usize = 64;
+const LATE_SLOT: f64 = 0.025;
 const NEXT_SLOT: f64 = 0.45;
 
 fn longest(problem: &Problem) -> usize {
@@ -211,7 +216,13 @@ impl Spread {
             }
             Together::HandOver { .. } => {
                 let more = (self.slots_each - 1) as f64 * NEXT_SLOT;
-                HANDED_OVER + slots * SLOT + more + tiles.max(cost.read)
+                let shared = if self.slots < SHARED_SLOTS {
+                    0.0
+                } else {
+                    SHARED
+                };
+                let late = self.slots.saturating_sub(FEW_BATCHES) as f64 * LATE_SLOT;
+                HANDED_OVER - shared + slots * SLOT + late + more + tiles.max(cost.read)
             }
         }
     }
@@ -425,7 +436,7 @@ mod tests {
         chosen(&problem, format)
     }
 
-    /// What was measured faster is chosen (docs/performance.md, log lines 39, 41, 49, 51 and 64).
+    /// What was measured faster is chosen (docs/performance.md, log lines 39, 41, 49, 51, 64 and 72).
     #[test]
     fn latency_and_full_waves_go_to_teams_that_share_tiles() {
         let (int8, f16, bf16) = (
@@ -465,10 +476,10 @@ mod tests {
             (bf16, [32, 8], &[(4096, 64), (1024, 128)], Unit::Short),
             (bf16, [32, 8], &[(8192, 1), (32_768, 1)], Unit::HandOver),
             (bf16, [8, 1], &[(8192, 300)], Unit::Decode),
-            (int8, [8, 1], &[(131_072, 1)], Unit::HandOver),
+            (int8, [8, 1], &[(131_072, 1)], Unit::Decode),
             (int8, [8, 2], &[(65_536, 1), (262_144, 1)], Unit::Decode),
             (KvFormat::INT4, [8, 1], &[(8192, 512)], Unit::Decode),
-            (KvFormat::INT4, [8, 1], &[(131_072, 1)], Unit::HandOver),
+            (KvFormat::INT4, [8, 1], &[(131_072, 1)], Unit::Decode),
         ];
         for (format, heads, shapes, want) in kinds {
             for &(kv_len, batch) in shapes {

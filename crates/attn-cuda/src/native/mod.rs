@@ -92,7 +92,7 @@ pub struct DecodeArgs {
     pub v_tensor_scales: u64,
     /// f32 `[num_q_heads]`, each slope times log2 e rounded to f32 ([`alibi_slopes_log2`]); 0 without.
     pub alibi_slopes: u64,
-    /// [`NativePlan::workspace_bytes`] bytes, aligned to 256, whose counters are zero.
+    /// [`NativePlan::workspace_bytes`] bytes, aligned to 256, of which the first [`NativePlan::zeroed_bytes`] are zero.
     pub workspace: u64,
 }
 
@@ -112,8 +112,8 @@ impl NativePlan {
     }
 
     /// Bytes at the workspace's start to zero once; launches leave them zero.
-    pub fn counters_bytes(&self) -> usize {
-        self.shape.counters_bytes()
+    pub fn zeroed_bytes(&self) -> usize {
+        self.shape.zeroed_bytes()
     }
 
     /// The longest `kv_len` that a launch takes.
@@ -395,7 +395,7 @@ impl CudaBackend {
     ///   so until the work has run; `out`, `lse` and the workspace overlap nothing else that runs meanwhile.
     /// - On the device, every `kv_lens` is 0 to [`NativePlan::max_kv_len`]; every page that a length reaches, and every tail page, is
     ///   below the pool's `num_pages`; queries are finite and within `Error::QueryRange`; K and V were written by append.
-    /// - The workspace's first [`NativePlan::counters_bytes`] bytes were zeroed before its first launch, and again whenever
+    /// - The workspace's first [`NativePlan::zeroed_bytes`] bytes were zeroed before its first launch, and again whenever
     ///   another plan used it; launches that share a workspace do not overlap.
     ///
     /// # Errors

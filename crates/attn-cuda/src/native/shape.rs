@@ -4,7 +4,7 @@ use attn_core::{Error, KvFormat, PageLayout, Problem, Unsupported, arithmetic::L
 
 use super::{DecodeArgs, DeviceKv};
 use crate::{
-    geometry::{Geometry, Launch, Limits},
+    geometry::{Geometry, Launch, Limits, Unit},
     instance::{self, Instance},
     params::{DecodeParams, Divisor},
 };
@@ -25,6 +25,8 @@ pub struct Shape {
     counters_bytes: usize,
     ml_bytes: usize,
     states_bytes: usize,
+    /// Whether a slot says that it is there by not being zero; nothing is counted then.
+    slots_are_zeroed: bool,
 }
 
 /// The instance, geometry and shared memory of a problem's kernel.
@@ -78,6 +80,7 @@ impl Shape {
         let launch = geometry.launch(problem, format, limits.sms);
         let slots = launch.slots(batch, heads);
         let aligned = |bytes: usize| bytes.next_multiple_of(256);
+        let slots_are_zeroed = geometry.unit == Unit::HandOver;
         let layout = PageLayout {
             format,
             head_dim: problem.head_dim,
@@ -91,9 +94,14 @@ impl Shape {
             launch,
             max_kv_len,
             page_bytes: layout.page_bytes(),
-            counters_bytes: aligned(batch * heads * launch.row_blocks * 4),
+            counters_bytes: if slots_are_zeroed {
+                0
+            } else {
+                aligned(batch * heads * launch.row_blocks * 4)
+            },
             ml_bytes: aligned(slots * geometry.rows() * 8),
             states_bytes: aligned(slots * geometry.rows() * problem.head_dim * 4),
+            slots_are_zeroed,
         })
     }
 
@@ -103,8 +111,12 @@ impl Shape {
     }
 
     /// Bytes at the workspace's start to zero once; launches leave them zero.
-    pub fn counters_bytes(&self) -> usize {
-        self.counters_bytes
+    pub fn zeroed_bytes(&self) -> usize {
+        if self.slots_are_zeroed {
+            self.workspace_bytes()
+        } else {
+            self.counters_bytes
+        }
     }
 
     /// The kernel's parameter block.

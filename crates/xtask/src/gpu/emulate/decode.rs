@@ -52,11 +52,11 @@ impl Books {
             row.resize(stride, 0);
             row
         };
-        // NaN wherever the kernel should not look; counters are zero.
+        // NaN wherever the kernel should not look; counters, or slots, are zero.
         let mut workspace = vec![u64::MAX; shape.workspace_bytes() / 8 + 32];
         let workspace_at = address(&workspace).next_multiple_of(256);
         let first = (workspace_at - address(&workspace)) as usize / 8;
-        workspace[first..first + shape.counters_bytes() / 8].fill(0);
+        workspace[first..first + shape.zeroed_bytes() / 8].fill(0);
         let tails = table.tail_pages.iter();
         Books {
             lens: case.problem.kv_lens.iter().map(|&len| len as i32).collect(),
@@ -69,9 +69,9 @@ impl Books {
         }
     }
 
-    fn counters_are_zero(&self, shape: &Shape) -> bool {
+    fn is_zeroed(&self, shape: &Shape) -> bool {
         let first = (self.workspace_at - address(&self.workspace)) as usize / 8;
-        self.workspace[first..][..shape.counters_bytes() / 8]
+        self.workspace[first..][..shape.zeroed_bytes() / 8]
             .iter()
             .all(|&x| x == 0)
     }
@@ -203,7 +203,10 @@ impl Job {
         // SAFETY: decode kernels take a DecodeParams, whose addresses are those of memory that lives until the end of this
         // function, as large as `DecodeArgs` asks; page and tail tables come from the cache's own books.
         unsafe { kernels.run(&shape.instance, &params, grid, threads) }?;
-        ensure!(books.counters_are_zero(shape), "counters are left");
+        ensure!(
+            books.is_zeroed(shape),
+            "the workspace is not left as it was"
+        );
         let out = bytemuck::cast_slice(&out);
         Ok([numbers::numbers(dtype, out), lse])
     }
