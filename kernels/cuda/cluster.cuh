@@ -15,7 +15,7 @@ constexpr int PLACE_BYTES = ROWS * STATE_STRIDE * 4;
 constexpr int AT_EXCHANGE = STAGES * STAGE_BYTES, AT_PLACES = AT_EXCHANGE + EXCHANGE_BYTES, AT_SENT = AT_PLACES + PLACE_BYTES;
 constexpr int AT_QUERY = AT_SENT + (HANDS_OVER ? 0 : SENT_BYTES), AT_SCRATCH = AT_QUERY + QUERY_BYTES;
 constexpr int AT_BARRIERS = AT_SCRATCH + (CHANNEL ? TW * SCRATCH_BYTES : 0), AT_ALL_SENT = AT_BARRIERS + STAGES * 16;
-constexpr int AT_ANSWER = AT_ALL_SENT + 8, TEAM_BYTES = (AT_ANSWER + 8 + STAGE_ALIGN - 1) / STAGE_ALIGN * STAGE_ALIGN;
+constexpr int AT_NOWHERE = AT_ALL_SENT + 8, TEAM_BYTES = (AT_NOWHERE + 8 + STAGE_ALIGN - 1) / STAGE_ALIGN * STAGE_ALIGN;
 static_assert(PLACE_BYTES <= SENT_BYTES, "a second place");
 
 // Where a task's states go, its barrier, and the dim among its own.

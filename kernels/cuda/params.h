@@ -30,7 +30,7 @@ struct DecodeParams {
     const float* k_tensor_scales;     // [num_kv_heads] or null
     const float* v_tensor_scales;     // [num_kv_heads] or null
     const float* alibi_slopes;        // [num_q_heads], already multiplied by log2 e, or null
-    // Workspace: partial states, zeroed counters (they return to zero).
+    // Workspace: partial states and zeroed counters (they return to zero); slots that short.cu hands over are zero themselves.
     float* states;                    // [slot][row][head_dim]
     float2* state_ml;                 // [slot][row]
     unsigned int* counters;           // [batch][num_kv_heads][row_blocks]

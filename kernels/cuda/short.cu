@@ -380,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     }
     __syncthreads();
     if (in_cluster) cluster_arrive();  // what others send may come from now on
-    if (threadIdx.x == TEAM_THREADS - 1) touch_params(p, base + AT_ANSWER);
+    if (threadIdx.x == TEAM_THREADS - 1) touch_params(p, base + AT_NOWHERE);
     // Whatever comes before in the stream may still be running: nothing of it has been read so far.
     after_dependencies(p);
     if (in_cluster) cluster_wait();
