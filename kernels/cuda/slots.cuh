@@ -15,9 +15,8 @@ DEVICE int joiner() {
 // Slots of an item whose states a row's threads join: from `first` (it covers those before) to `end`.
 struct RowSlots {
     float* states;  // of the row
-    float2* ml;
+    float2* ml;     // null: the row only fills up the block, and is not handed over
     int first, end;
-    bool is_real;  // and no filling of the block
 };
 
 // Slots of short.cu are zero until they are there.
@@ -48,9 +47,9 @@ static __device__ __noinline__ void join_slots(RowSlots slots, Finish finish, in
         for (int k = 0; k < CHUNK; k++) o[k] = ZERO;
 #pragma unroll 1
         for (int base = slots.first; base < slots.end; base += LANES) {
-            bool awaits = HANDS_OVER && slots.is_real, awaits_ml = awaits && base + lane < slots.end;
+            bool awaits = HANDS_OVER && slots.ml, awaits_ml = awaits && base + lane < slots.end;
             float2 mine = awaits_ml ? make_float2(0.0f, 0.0f) : HANDS_OVER ? NO_SLOT : load_ml(base + lane);
-            float top;  // the running maximum over the span's segments, or over all spans
+            float top = mine.x;  // the running maximum over the span's segments, or over all spans
             Weight w;
 #pragma unroll
             for (int u0 = 0; u0 < LANES; u0 += BATCH) {
@@ -84,7 +83,7 @@ static __device__ __noinline__ void join_slots(RowSlots slots, Finish finish, in
                     each([&](int i, int k, Vector* p) { x[i][k] = __ldcg(p); });
                 }
                 if (u0 == 0) {
-                    top = mine.x;
+                    if (HANDS_OVER) top = mine.x;
 #pragma unroll
                     for (int i = 1; i < RUN; i *= 2) {
                         float other = __shfl_up_sync(~0u, top, i, LANES);
@@ -130,7 +129,8 @@ static __device__ __noinline__ void join_slots(RowSlots slots, Finish finish, in
 
 template <class Vector, int LANES> DEVICE void join_row(const DecodeParams& p, const Item& item, int first, int row, int from, int to) {
     u64 slot = item.index(p) * p.max_slots;
-    RowSlots slots = {p.states + (slot * ROWS + row) * D, p.state_ml + slot * ROWS + row, first, item.num_slots, row < item.rows(p)};
+    float2* ml = HANDS_OVER && row >= item.rows(p) ? nullptr : p.state_ml + slot * ROWS + row;
+    RowSlots slots = {p.states + (slot * ROWS + row) * D, ml, first, item.num_slots};
     Finish finish = Finish::at(p, item, row);
     if (p.tile_split) join_slots<Vector, LANES, true>(slots, finish, from, to);
     else join_slots<Vector, LANES, false>(slots, finish, from, to);
