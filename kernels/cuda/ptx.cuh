@@ -237,23 +237,17 @@ DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.alig
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #endif
 
+#define ATTN_LOAD(name, type, letter, how)                                                    \
+    DEVICE type name(const type* at) {                                                        \
+        type x;                                                                               \
+        asm volatile("ld." how " %0, [%1];" : "=" letter(x) : "l"(at) : "memory");            \
+        return x;                                                                             \
+    }
 // Asked for here, wherever it is used.
-DEVICE int load_now(const int* at) {
-    int x;
-    asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
-    return x;
-}
-DEVICE u32 load_acquire(const u32* at) {
-    u32 x;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
-    return x;
-}
+ATTN_LOAD(load_now, int, "r", "global.s32")
+ATTN_LOAD(load_acquire, u32, "r", "acquire.gpu.global.u32")
 // What another CTA may have stored by now.
-DEVICE float look_at(const float* at) {
-    float x;
-    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
-    return x;
-}
+ATTN_LOAD(look_at, float, "f", "relaxed.gpu.global.f32")
 DEVICE float2 look_at(const float2* at) {
     float2 x;
     asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(at) : "memory");
