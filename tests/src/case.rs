@@ -40,9 +40,9 @@ pub enum Inputs {
     Tiny,
     /// Sixteen steps that an int4 group takes from 2 − 2^-10 on: the centred shift is so little below 2 that it rounds up to it.
     Edge,
-    /// Noise with 1e30 in it: scales saturate. What is left of accuracy is not asked.
+    /// Noise with 1e30 in it, or the scheme's largest number: scales saturate. What is left of accuracy is not asked.
     Huge,
-    /// Noise with the largest f32 in it: bytes only, since a bf16 product overflows.
+    /// Noise with the largest f32 in it, or the scheme's largest number: bytes only.
     Extreme,
 }
 
@@ -159,17 +159,19 @@ impl Case {
     pub fn kv(&self, b: usize) -> [Vec<f32>; 2] {
         let sequence = (self.first + b) as u64;
         let n = self.problem.kv_lens[b] * self.row();
-        [0, 1].map(|side| {
-            let mut x = self.numbers(self.seed * 1000 + sequence * 2 + side, n);
+        [(0, self.format.k), (1, self.format.v)].map(|(side, scheme)| {
+            let most = scheme.max_magnitude();
+            let mut x = self.numbers(self.seed * 1000 + sequence * 2 + side, n, most);
             if self.build == Build::Forked && b == 1 {
                 let shared = self.prefix() * self.row();
-                x[..shared].copy_from_slice(&self.numbers(self.seed * 1000 + side, shared));
+                x[..shared].copy_from_slice(&self.numbers(self.seed * 1000 + side, shared, most));
             }
             x
         })
     }
 
-    fn numbers(&self, seed: u64, n: usize) -> Vec<f32> {
+    /// Seeded numbers of a magnitude of at most `most`, the scheme's own.
+    fn numbers(&self, seed: u64, n: usize, most: f32) -> Vec<f32> {
         let mut x = noise(seed, n);
         let large = match self.inputs {
             Inputs::Noise => return x,
@@ -189,7 +191,7 @@ impl Case {
             Inputs::Extreme => f32::MAX,
         };
         for (i, x) in x.iter_mut().enumerate().filter(|(i, _)| i % 211 == 17) {
-            *x = large.copysign(if i % 2 == 0 { *x } else { -*x });
+            *x = large.min(most).copysign(if i % 2 == 0 { *x } else { -*x });
         }
         x
     }
@@ -233,7 +235,7 @@ impl Case {
         config: CacheConfig,
     ) -> Result<KvCache, Error> {
         let mut cache = backend.create_cache(&config)?;
-        let poison = vec![0xff; config.layout().page_bytes()];
+        let poison = vec![0xff; config.layout()?.page_bytes()];
         for page in 0..config.num_pages as u32 {
             cache.write_page(page, &poison)?;
         }
@@ -412,19 +414,21 @@ pub struct Contiguous {
 
 impl Contiguous {
     /// The view of it; schemes without f16 scales get none.
-    pub fn view(&self) -> KvView<'_> {
+    ///
+    /// # Errors
+    /// Those of [`KvView::new`].
+    pub fn view<'a>(&'a self, problem: &'a Problem) -> Result<KvView<'a>, Error> {
         let format = self.config.format;
-        KvView {
-            format,
-            k: self.rows(&self.sides[0], format.k),
-            v: self.rows(&self.sides[1], format.v),
-            k_tensor_scales: &self.config.k_tensor_scales,
-            v_tensor_scales: &self.config.v_tensor_scales,
-        }
+        let k = self.rows(&self.sides[0], format.k);
+        let v = self.rows(&self.sides[1], format.v);
+        let scales = [
+            &self.config.k_tensor_scales[..],
+            &self.config.v_tensor_scales[..],
+        ];
+        KvView::new(problem, format, k, v, scales)
     }
 
     fn rows<'a>(&self, side: &'a Rows, scheme: Scheme) -> StridedRows<'a> {
-        let has_scales = scheme.is_integer() && !scheme.has_tensor_scale();
         let make = if self.bnsh {
             StridedRows::bnsh
         } else {
@@ -432,7 +436,11 @@ impl Contiguous {
         };
         make(
             &side.codes,
-            if has_scales { &side.scales } else { &[] },
+            if scheme.has_row_scales() {
+                &side.scales
+            } else {
+                &[]
+            },
             self.heads,
             side.capacity,
             side.row_bytes,

@@ -9,9 +9,7 @@ use std::{
     thread,
 };
 
-use attn_core::{
-    DecodeAttention, DecodeOutput, DecodeStep, Error, KvCache, KvSource, Scheme, Unsupported,
-};
+use attn_core::{DecodeAttention, DecodeStep, Error, KvCache, KvSource, Scheme, Unsupported};
 
 use crate::{
     case::{Build, Case, Inputs},
@@ -102,11 +100,8 @@ pub fn decode_rows(
 ) -> Result<Rows, Error> {
     let plan = backend.plan(&case.problem, case.format)?;
     let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; case.problem.rows()]);
-    let step = DecodeStep::new(&plan, q, source)?;
-    backend.decode(
-        &step,
-        &mut DecodeOutput::new(&case.problem, &mut out, &mut lse)?,
-    )?;
+    let mut step = DecodeStep::new(&plan, q, source, &mut out, &mut lse)?;
+    backend.decode(&mut step)?;
     Ok((out, lse))
 }
 
@@ -197,7 +192,8 @@ fn claims(
     backend.supports(&case.problem, case.format)?;
     let want_cache = case.cache(reference, usize::MAX)?;
     let contiguous = case.is_view().then(|| case.contiguous());
-    let view = contiguous.as_ref().map(|c| c.view());
+    let view = contiguous.as_ref().map(|c| c.view(&case.problem));
+    let view = view.transpose()?;
     let cache = case.built(backend)?;
     hold!(bytes_differ(&cache, &want_cache, case.problem.batch())?);
     if case.build == Build::Forked && !case.fork_keeps_sibling(backend)? {

@@ -91,7 +91,7 @@ fn dequantize(cache: &KvCache, b: usize, head: usize) -> (Vec<f64>, Vec<f64>) {
         .as_any()
         .downcast_ref::<HostPages>()
         .expect("the oracle reads host pages");
-    let (layout, dim, len) = (config.layout(), config.head_dim, table.lens[b]);
+    let (layout, dim, len) = (*cache.layout(), config.head_dim, table.lens[b]);
     let scale = |scales: &[f32]| scales.get(head).copied().unwrap_or(1.0);
     let (mut k, mut v) = (Vec::new(), Vec::new());
     for t in 0..len {
@@ -125,7 +125,7 @@ fn dequantize(cache: &KvCache, b: usize, head: usize) -> (Vec<f64>, Vec<f64>) {
                     scale,
                 )) + param.shift.to_f64()
             };
-            let scheme = k_layout.format.k;
+            let scheme = k_layout.format().k;
             let at = layout::k_code(scheme.code_bits(), dim, config.page_size, slot, d);
             k.push(value(
                 k_run,
@@ -135,7 +135,7 @@ fn dequantize(cache: &KvCache, b: usize, head: usize) -> (Vec<f64>, Vec<f64>) {
                 at,
                 scale(&config.k_tensor_scales),
             ));
-            let scheme = layout.format.v;
+            let scheme = layout.format().v;
             let at = layout::v_code(scheme.code_bits(), dim, config.page_size, slot, d);
             v.push(value(
                 home,

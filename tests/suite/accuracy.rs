@@ -1,9 +1,7 @@
 //! What each format costs on real data: `attn run`'s figures, held to `tests/data`'s limits.
 
 use attn_conformance::oracle;
-use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, KvCache, KvFormat, KvSource, Problem,
-};
+use attn_core::{CacheConfig, DecodeAttention, DecodeStep, KvCache, KvFormat, KvSource, Problem};
 use attn_cpu::CpuBackend;
 use half::f16;
 use rstest::rstest;
@@ -82,9 +80,9 @@ fn decode(
     problem.q_len = 8;
     let plan = backend.plan(&problem, format).unwrap();
     let (mut out, mut lse) = (vec![f32::NAN; layer.out.len()], vec![f32::NAN; 72]);
-    let step = DecodeStep::new(&plan, &layer.q, KvSource::Cache(&cache)).unwrap();
-    let mut output = DecodeOutput::new(&problem, &mut out, &mut lse).unwrap();
-    backend.decode(&step, &mut output).unwrap();
+    let kv = KvSource::Cache(&cache);
+    let mut step = DecodeStep::new(&plan, &layer.q, kv, &mut out, &mut lse).unwrap();
+    backend.decode(&mut step).unwrap();
     (problem, cache, out, lse)
 }
 

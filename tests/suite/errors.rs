@@ -1,12 +1,20 @@
 //! Refusals: typed, and nothing changes.
 
-use attn_conformance::{Build, Case};
+use attn_conformance::{Build, Case, check};
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Error, KvFormat, KvSource, KvView,
-    Problem, Scheme,
+    CacheConfig, DecodeAttention, DecodeStep, Error, KvFormat, KvSource, KvView, Plan, Problem,
+    Scheme, StridedRows,
 };
-use attn_cpu::CpuBackend;
+use attn_cpu::{CpuBackend, Reference};
 use rstest::rstest;
+
+/// Why a step with outputs of the right lengths is refused.
+fn refusal(plan: &Plan, q: &[f32], kv: KvSource<'_>) -> Option<Error> {
+    let problem = &plan.problem;
+    let mut out = vec![0.0; problem.elements()];
+    let mut lse = vec![0.0; problem.rows()];
+    DecodeStep::new(plan, q, kv, &mut out, &mut lse).err()
+}
 
 #[rstest]
 #[case(f32::NAN)]
@@ -65,11 +73,7 @@ fn a_step_refuses_bad_queries_and_foreign_lengths() {
     let backend = CpuBackend::new();
     let cache = case.cache(&backend, 5).unwrap();
     let plan = backend.plan(&case.problem, case.format).unwrap();
-    let refuse = |q: &[f32]| {
-        DecodeStep::new(&plan, q, KvSource::Cache(&cache))
-            .err()
-            .unwrap()
-    };
+    let refuse = |q: &[f32]| refusal(&plan, q, KvSource::Cache(&cache)).unwrap();
     assert!(matches!(
         refuse(&[0.0; 100]),
         Error::Length {
@@ -92,9 +96,7 @@ fn a_step_refuses_bad_queries_and_foreign_lengths() {
     ));
     let longer = Problem::new(2, 1, 64, vec![6]);
     let plan = backend.plan(&longer, case.format).unwrap();
-    let error = DecodeStep::new(&plan, &[0.0; 128], KvSource::Cache(&cache))
-        .err()
-        .unwrap();
+    let error = refusal(&plan, &[0.0; 128], KvSource::Cache(&cache)).unwrap();
     assert!(
         matches!(error, Error::Mismatch { what: "kv_len", .. }),
         "{error}"
@@ -195,46 +197,198 @@ fn forks_and_sequences_that_do_not_exist_are_refused() {
     );
 }
 
-#[test]
-fn outputs_and_views_of_the_wrong_length_are_refused() {
+#[rstest]
+#[case(127, 2, "out")]
+#[case(129, 2, "out")]
+#[case(128, 1, "lse")]
+#[case(128, 3, "lse")]
+fn outputs_of_another_length_than_the_steps_are_refused(
+    #[case] out: usize,
+    #[case] lse: usize,
+    #[case] what: &str,
+) {
+    let case = Case::new([2, 1], 64, &[5], KvFormat::INT8);
+    let backend = CpuBackend::new();
+    let cache = case.cache(&backend, 5).unwrap();
+    let plan = backend.plan(&case.problem, case.format).unwrap();
+    let (q, mut out, mut lse) = (case.q(), vec![7.0; out], vec![7.0; lse]);
+    let kv = KvSource::Cache(&cache);
+    let error = DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).err();
+    assert!(
+        matches!(error, Some(Error::Length { what: w, .. }) if w == what),
+        "{error:?}"
+    );
+    assert!(out.iter().chain(&lse).all(|x| *x == 7.0));
+}
+
+/// What is wrong with a view.
+type Spoil = fn(&mut [StridedRows<'_>; 2]);
+
+#[rstest]
+#[case::short_codes(|rows: &mut [StridedRows<'_>; 2]| rows[1].codes = &rows[1].codes[..5 * 64 - 1], "v codes")]
+#[case::short_scales(|rows: &mut [StridedRows<'_>; 2]| rows[0].scales = &rows[0].scales[..4], "scales")]
+#[case::wrapping_tokens(|rows: &mut [StridedRows<'_>; 2]| rows[0].code_strides[2] = 1 << 63, "k codes")]
+#[case::wrapping_scales(|rows: &mut [StridedRows<'_>; 2]| rows[1].scale_strides[2] = 1 << 63, "scales")]
+#[case::stride_that_wraps_to_0(|rows: &mut [StridedRows<'_>; 2]| rows[0].code_strides[2] = 1 << 62, "k codes")]
+fn views_that_do_not_reach_every_token_are_refused(#[case] spoil: Spoil, #[case] what: &str) {
     let mut case = Case::new([2, 1], 64, &[5], KvFormat::INT8);
     case.build = Build::Bnsh;
-    let p = &case.problem;
-    for (out, lse, what) in [(127, 2, "out"), (128, 3, "lse")] {
-        let error = DecodeOutput::new(p, &mut vec![0.0; out], &mut vec![0.0; lse])
-            .err()
-            .unwrap();
+    let contiguous = case.contiguous();
+    let whole = contiguous.view(&case.problem).unwrap();
+    let mut rows = [*whole.k(), *whole.v()];
+    spoil(&mut rows);
+    let [k, v] = rows;
+    for make in [KvView::new, KvView::with_trusted_values] {
+        let error = make(&case.problem, case.format, k, v, [&[], &[]]).unwrap_err();
         assert!(
             matches!(error, Error::Length { what: w, .. } if w == what),
             "{error}"
         );
     }
+}
+
+#[test]
+fn a_view_of_other_tokens_than_the_problems_is_refused() {
+    let mut case = Case::new([2, 1], 64, &[5, 9], KvFormat::INT8);
+    case.build = Build::Bnsh;
     let contiguous = case.contiguous();
-    let plan = CpuBackend::new().plan(p, case.format).unwrap();
-    let q = case.q();
-    let refuse = |view: &KvView<'_>| DecodeStep::new(&plan, &q, KvSource::View(view)).err();
-    let whole = contiguous.view();
-    assert!(refuse(&whole).is_none());
-    let mut short = whole;
-    short.v.codes = &whole.v.codes[..5 * 64 - 1];
-    assert!(matches!(
-        refuse(&short),
-        Some(Error::Length {
-            what: "v codes",
-            needed: 320,
-            ..
-        })
-    ));
-    let mut short = whole;
-    short.k.scales = &whole.k.scales[..4];
-    assert!(matches!(
-        refuse(&short),
-        Some(Error::Length {
-            what: "scales",
-            given: 4,
-            needed: 5
-        })
-    ));
+    let view = contiguous.view(&case.problem).unwrap();
+    let backend = CpuBackend::new();
+    for (lens, what) in [
+        (vec![5, 10], "kv_len"),
+        (vec![4, 9], "kv_len"),
+        (vec![5, 9, 1], "batch"),
+    ] {
+        let problem = Problem::new(2, 1, 64, lens);
+        let plan = backend.plan(&problem, case.format).unwrap();
+        let q = vec![0.5; problem.elements()];
+        let error = refusal(&plan, &q, KvSource::View(&view)).unwrap();
+        assert!(
+            matches!(error, Error::Mismatch { what: w, .. } if w == what),
+            "{error}"
+        );
+    }
+}
+
+/// Where the last row begins that a problem of 2 heads and lengths 5 and 70 reads.
+fn last_row(strides: [usize; 3]) -> usize {
+    strides[0] + strides[1] + 69 * strides[2]
+}
+
+#[rstest]
+#[case::negative("int8", 0xac00, None)]
+#[case::negative_zero("int8", 0x8000, None)]
+#[case::infinite("int8-g32", 0x7c00, None)]
+#[case::nan("int8", 0x7e00, None)]
+#[case::largest("int8", 0x7bff, Some(()))]
+fn scales_of_views_are_finite_and_not_negative(
+    #[case] format: &str,
+    #[case] bits: u16,
+    #[case] allowed: Option<()>,
+    #[values(0, 1)] side: usize,
+    #[values(Build::Bnsh, Build::Bsnh)] build: Build,
+) {
+    let mut case = Case::new([2, 2], 64, &[5, 70], format.parse().unwrap());
+    case.build = build;
+    let contiguous = case.contiguous();
+    let whole = contiguous.view(&case.problem).unwrap();
+    let mut rows = [*whole.k(), *whole.v()];
+    let mut scales = rows[side].scales.to_vec();
+    let groups = case.format.k.groups(64);
+    scales[last_row(rows[side].scale_strides) + groups - 1] = bits;
+    rows[side].scales = &scales;
+    let make = |lens: &[usize]| {
+        let mut problem = case.problem.clone();
+        problem.kv_lens = lens.to_vec();
+        KvView::new(&problem, case.format, rows[0], rows[1], [&[], &[]]).err()
+    };
+    match (make(&[5, 70]), allowed) {
+        (None, Some(())) => (),
+        (Some(Error::BadBytes { what, .. }), None) => assert_eq!(what, "view scale"),
+        (found, _) => panic!("{found:?}"),
+    }
+    // A token that no sequence has is not looked at.
+    assert!(make(&[5, 69]).is_none());
+}
+
+#[rstest]
+#[case("f16", 0x7c00, 0x7bff)]
+#[case("f16", 0xfe00, 0xfbff)]
+#[case("bf16", 0x7f80, 0x5880)]
+#[case("bf16", 0xd881, 0xd880)]
+#[case("fp8", 0x7f, 0x7e)]
+#[case("fp8", 0xff, 0xfe)]
+fn codes_of_views_are_numbers(
+    #[case] format: &str,
+    #[case] bad: u16,
+    #[case] good: u16,
+    #[values(0, 1)] side: usize,
+    #[values(Build::Bnsh, Build::Bsnh)] build: Build,
+) {
+    let mut case = Case::new([2, 2], 64, &[5, 70], format.parse().unwrap());
+    case.build = build;
+    let (contiguous, config) = (case.contiguous(), case.config());
+    let scales = [&config.k_tensor_scales[..], &config.v_tensor_scales[..]];
+    let whole = contiguous.view(&case.problem).unwrap();
+    for (code, allowed) in [(bad, false), (good, true)] {
+        let mut rows = [*whole.k(), *whole.v()];
+        let mut codes = rows[side].codes.to_vec();
+        let width = case.format.k.code_bits() / 8;
+        let at = last_row(rows[side].code_strides) + 63 * width;
+        codes[at..at + width].copy_from_slice(&code.to_le_bytes()[..width]);
+        rows[side].codes = &codes;
+        let [k, v] = rows;
+        let view = KvView::new(&case.problem, case.format, k, v, scales);
+        assert_eq!(view.is_ok(), allowed, "{code:#x}: {view:?}");
+        let trusted = KvView::with_trusted_values(&case.problem, case.format, k, v, scales);
+        assert!(trusted.is_ok());
+    }
+}
+
+/// The largest K and V that bf16 takes, the largest queries, and a soft cap at its ends: finite, and the reference's bits.
+#[rstest]
+fn answers_at_the_ends_of_the_ranges_are_finite_and_the_same_everywhere(
+    #[values(1e-15, 1.0, 1e15)] softmax_scale: f32,
+    #[values(None, Some(1e-3), Some(1e3))] softcap: Option<f32>,
+    #[values("bf16", "f16", "int8", "fp8/bf16")] format: &str,
+) {
+    let mut case = Case::new([2, 1], 64, &[70], format.parse().unwrap());
+    (case.problem.softmax_scale, case.problem.softcap) = (softmax_scale, softcap);
+    let limits = [case.format.k, case.format.v].map(|scheme| scheme.max_magnitude());
+    let fill = |limit: f32| -> Vec<f32> {
+        let signs = (0..70 * 64).map(|i| if i * 7 % 5 < 2 { -1.0 } else { 1.0 });
+        signs.map(|sign| sign * limit).collect()
+    };
+    // Queries of the largest magnitude that QueryRange lets through.
+    let most = (1.8e19 / (f64::from(softmax_scale) * std::f64::consts::LOG2_E)) as f32;
+    let q = fill(most.min(1e38))[..128].to_vec();
+    let mut answers = Vec::new();
+    for backend in [
+        &Reference::new() as &dyn DecodeAttention,
+        &CpuBackend::new(),
+    ] {
+        let mut cache = backend.create_cache(&case.config()).unwrap();
+        cache.append(0, &fill(limits[0]), &fill(limits[1])).unwrap();
+        let got = check::decode_rows(backend, &case, &q, KvSource::Cache(&cache));
+        let (out, lse) = got.unwrap();
+        let all = || out.iter().chain(&lse);
+        assert!(all().all(|x| x.is_finite()), "{lse:?}");
+        answers.push(all().map(|x| x.to_bits()).collect::<Vec<_>>());
+    }
+    assert_eq!(answers[0], answers[1]);
+}
+
+#[test]
+fn a_window_of_any_size_sees_the_whole_cache() {
+    let mut case = Case::new([2, 1], 64, &[10], KvFormat::INT8);
+    let backend = CpuBackend::new();
+    let cache = case.cache(&backend, 10).unwrap();
+    let whole = check::decode(&backend, &case, &cache).unwrap();
+    for window in [usize::MAX, 1 << 63, (1 << 63) - 1, 1 << 32] {
+        case.problem.window_left = Some(window);
+        let got = check::decode(&backend, &case, &cache).unwrap();
+        assert_eq!(got, whole, "{window}");
+    }
 }
 
 #[test]

@@ -2,8 +2,8 @@
 
 use attn_conformance::{Case, check_table};
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
-    Plan, Problem, Unsupported,
+    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, Plan, Problem,
+    Unsupported,
 };
 use attn_cpu::Reference;
 use rstest::rstest;
@@ -56,17 +56,18 @@ impl DecodeAttention for Theirs {
         self.inner.plan(problem, format)
     }
 
-    fn decode(&self, step: &DecodeStep<'_>, output: &mut DecodeOutput<'_>) -> Result<(), Error> {
+    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         assert!(self.fault != Fault::Panic, "this backend panics");
         let calls = self
             .calls
             .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        self.inner.decode(step, output)?;
-        let (out, _) = output.slices();
+        self.inner.decode(step)?;
+        let batch = step.plan().problem.batch();
+        let (out, _) = step.outputs();
         let wrong = match self.fault {
             Fault::LastBit => Some(7),
             Fault::Restless if calls % 2 == 1 => Some(7),
-            Fault::Batch if step.plan().problem.batch() > 1 => Some(7),
+            Fault::Batch if batch > 1 => Some(7),
             _ => None,
         };
         if let Some(i) = wrong {

@@ -4,7 +4,7 @@ use std::{collections::HashMap, fs, path::Path};
 
 use attn_conformance::check::first_difference;
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, KvCache, KvFormat, KvSource, Problem,
+    CacheConfig, DecodeAttention, DecodeStep, KvCache, KvFormat, KvSource, Problem,
     convert::rows::{RowFormat, fbgemm_int4_row, q4_0_row, q8_0_row},
 };
 use attn_cpu::{CpuBackend, Reference};
@@ -104,7 +104,7 @@ fn page_bytes_equal_the_golden_vectors(#[case] name: &str) {
     let text = read(&format!("{name}.txt"));
     let (settings, parts) = parse(&text);
     let cache = cache(&settings, 1);
-    let layout = cache.config().layout();
+    let layout = *cache.layout();
     let (mut got, tail) = (cache.read_back(0).unwrap(), layout.tail_k());
     let home = cache.table().pages[0].len();
     // A vector of the tail page is its K run of one head.
@@ -165,14 +165,10 @@ fn decoded_bits_equal_the_golden_vectors() {
             [("reference", &reference), ("cpu", &cpu)];
         for (name, backend) in backends {
             let plan = backend.plan(&problem, cache.config().format).unwrap();
-            let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache)).unwrap();
             let (mut out, mut lse) = (vec![f32::NAN; 128], vec![f32::NAN; 2]);
-            backend
-                .decode(
-                    &step,
-                    &mut DecodeOutput::new(&problem, &mut out, &mut lse).unwrap(),
-                )
-                .unwrap();
+            let kv = KvSource::Cache(&cache);
+            let mut step = DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).unwrap();
+            backend.decode(&mut step).unwrap();
             for head in 0..2 {
                 let got = [&out[head * 64..][..64], &lse[head..][..1]].concat();
                 let found = first_difference(&format!("head {head}: "), &got, &want[head]);

@@ -2,8 +2,8 @@
 
 use crate::{
     arithmetic::LOG2_E,
-    cache::{CacheConfig, KvCache, check_finite},
-    error::{Error, Unsupported},
+    cache::{CacheConfig, KvCache},
+    error::{Error, Unsupported, check_finite},
     format::KvFormat,
     problem::Problem,
     view::KvView,
@@ -44,74 +44,21 @@ pub enum KvSource<'a> {
     View(&'a KvView<'a>),
 }
 
-/// A decode step whose inputs have been checked: holding one is the proof.
+/// What a decode step reads; checked by [`DecodeStep::new`], the only way to get one.
 #[derive(Clone, Copy)]
-pub struct DecodeStep<'a> {
+pub struct StepInputs<'a> {
     plan: &'a Plan,
     q: &'a [f32],
     kv: KvSource<'a>,
 }
 
-/// Where the results go; lengths checked.
-pub struct DecodeOutput<'a> {
-    out: &'a mut [f32],
-    lse: &'a mut [f32],
-}
-
-impl<'a> DecodeStep<'a> {
-    /// Checks a step: `q` is `[batch, q_len, num_q_heads, head_dim]`, sequence b of the cache is sequence b of the problem.
-    ///
-    /// # Errors
-    /// [`Error::Length`], [`Error::NotFinite`], [`Error::QueryRange`]; [`Error::Mismatch`] where plan and cache disagree.
-    pub fn new(plan: &'a Plan, q: &'a [f32], kv: KvSource<'a>) -> Result<Self, Error> {
-        let problem = &plan.problem;
-        problem.check()?;
-        let needed = problem.rows() * problem.head_dim;
-        if q.len() != needed {
-            return Err(Error::Length {
-                what: "q",
-                given: q.len(),
-                needed,
-            });
-        }
-        let (format, tensor_scales) = match kv {
-            KvSource::Cache(cache) => {
-                check_cache(problem, cache)?;
-                (cache.config().format, &cache.config().k_tensor_scales[..])
-            }
-            KvSource::View(view) => {
-                view.check(problem)?;
-                (view.format, view.k_tensor_scales)
-            }
-        };
-        if format != plan.format {
-            return Err(Error::Mismatch {
-                what: "format",
-                problem: plan.format.to_string(),
-                cache: format.to_string(),
-            });
-        }
-        let scale =
-            problem.softmax_scale * LOG2_E * tensor_scales.iter().copied().fold(1.0, f32::max);
-        // One pass for a query as it should be; NaN and infinity are beyond any range.
-        let beyond = |x: &f32| !((x * scale).abs() <= 1.844_674_4e19);
-        if q.iter().fold(false, |found, x| found | beyond(x)) {
-            check_finite("q", q)?;
-            let index = q.iter().position(beyond).unwrap_or(0);
-            return Err(Error::QueryRange {
-                index,
-                value: q[index] * scale,
-            });
-        }
-        Ok(DecodeStep { plan, q, kv })
-    }
-
+impl<'a> StepInputs<'a> {
     /// The plan.
     pub fn plan(&self) -> &'a Plan {
         self.plan
     }
 
-    /// The queries.
+    /// The queries, `[batch, q_len, num_q_heads, head_dim]`.
     pub fn q(&self) -> &'a [f32] {
         self.q
     }
@@ -122,75 +69,135 @@ impl<'a> DecodeStep<'a> {
     }
 }
 
-fn check_cache(problem: &Problem, cache: &KvCache) -> Result<(), Error> {
-    let config = cache.config();
-    let differ = |what, problem: String, cache: String| {
-        Err(Error::Mismatch {
-            what,
-            problem,
-            cache,
-        })
-    };
-    if config.head_dim != problem.head_dim {
-        return differ(
-            "head_dim",
-            problem.head_dim.to_string(),
-            config.head_dim.to_string(),
-        );
-    }
-    if config.num_kv_heads != problem.num_kv_heads {
-        return differ(
-            "num_kv_heads",
-            problem.num_kv_heads.to_string(),
-            config.num_kv_heads.to_string(),
-        );
-    }
-    if cache.table().lens.len() < problem.batch() {
-        return differ(
-            "batch",
-            problem.batch().to_string(),
-            cache.table().lens.len().to_string(),
-        );
-    }
-    for (b, (want, have)) in problem.kv_lens.iter().zip(&cache.table().lens).enumerate() {
-        if want != have {
-            return differ(
-                "kv_len",
-                format!("{want} for sequence {b}"),
-                have.to_string(),
-            );
+/// A decode step whose inputs and outputs have been checked against each other: holding one is the proof.
+pub struct DecodeStep<'a> {
+    inputs: StepInputs<'a>,
+    out: &'a mut [f32],
+    lse: &'a mut [f32],
+}
+
+impl<'a> DecodeStep<'a> {
+    /// Checks a step; sequence b of the cache is sequence b of the problem.
+    ///
+    /// | argument | shape | |
+    /// |---|---|---|
+    /// | `q`, `out` | `[batch, q_len, num_q_heads, head_dim]` | |
+    /// | `lse` | `[batch, q_len, num_q_heads]` | natural log; −∞ where nothing is seen |
+    ///
+    /// # Errors
+    /// [`Error::Length`], [`Error::NotFinite`], [`Error::QueryRange`]; [`Error::Mismatch`] where plan and cache disagree.
+    pub fn new(
+        plan: &'a Plan,
+        q: &'a [f32],
+        kv: KvSource<'a>,
+        out: &'a mut [f32],
+        lse: &'a mut [f32],
+    ) -> Result<Self, Error> {
+        let problem = &plan.problem;
+        problem.check()?;
+        for (what, given, needed) in [
+            ("q", q.len(), problem.elements()),
+            ("out", out.len(), problem.elements()),
+            ("lse", lse.len(), problem.rows()),
+        ] {
+            if given != needed {
+                return Err(Error::Length {
+                    what,
+                    given,
+                    needed,
+                });
+            }
         }
+        let (format, tensor_scales) = match kv {
+            KvSource::Cache(cache) => {
+                let config = cache.config();
+                let lens = &cache.table().lens;
+                check_source(problem, config.num_kv_heads, config.head_dim, lens)?;
+                (config.format, &config.k_tensor_scales[..])
+            }
+            KvSource::View(view) => {
+                check_source(
+                    problem,
+                    view.num_kv_heads(),
+                    view.head_dim(),
+                    view.kv_lens(),
+                )?;
+                (view.format(), view.k_tensor_scales())
+            }
+        };
+        if format != plan.format {
+            return Err(Error::Mismatch {
+                what: "format",
+                problem: plan.format.to_string(),
+                cache: format.to_string(),
+            });
+        }
+        check_queries(problem, q, tensor_scales)?;
+        let inputs = StepInputs { plan, q, kv };
+        Ok(DecodeStep { inputs, out, lse })
+    }
+
+    /// The plan.
+    pub fn plan(&self) -> &'a Plan {
+        self.inputs.plan
+    }
+
+    /// What the step reads.
+    pub fn inputs(&self) -> StepInputs<'a> {
+        self.inputs
+    }
+
+    /// Outputs and log-sum-exps, to be overwritten.
+    pub fn outputs(&mut self) -> (&mut [f32], &mut [f32]) {
+        (self.out, self.lse)
+    }
+}
+
+/// Refuses queries that are not finite or beyond what the arithmetic takes.
+fn check_queries(problem: &Problem, q: &[f32], k_tensor_scales: &[f32]) -> Result<(), Error> {
+    let scale =
+        problem.softmax_scale * LOG2_E * k_tensor_scales.iter().copied().fold(1.0, f32::max);
+    // One pass for queries as they should be; NaN and infinity are beyond any range.
+    let beyond = |x: &f32| !((x * scale).abs() <= 1.844_674_4e19);
+    if q.iter().fold(false, |found, x| found | beyond(x)) {
+        check_finite("q", q)?;
+        let index = q.iter().position(beyond).unwrap_or(0);
+        return Err(Error::QueryRange {
+            index,
+            value: q[index] * scale,
+        });
     }
     Ok(())
 }
 
-impl<'a> DecodeOutput<'a> {
-    /// `out` is `[batch, q_len, num_q_heads, head_dim]`, `lse` `[batch, q_len, num_q_heads]` (natural log, −∞ where nothing is seen).
-    ///
-    /// # Errors
-    /// [`Error::Length`].
-    pub fn new(problem: &Problem, out: &'a mut [f32], lse: &'a mut [f32]) -> Result<Self, Error> {
-        let needed = problem.rows() * problem.head_dim;
-        if out.len() != needed {
-            return Err(Error::Length {
-                what: "out",
-                given: out.len(),
-                needed,
+/// Refuses a problem of other heads or lengths than the cache's first sequences.
+fn check_source(
+    problem: &Problem,
+    num_kv_heads: usize,
+    head_dim: usize,
+    lens: &[usize],
+) -> Result<(), Error> {
+    for (what, problem, cache) in [
+        ("head_dim", problem.head_dim, head_dim),
+        ("num_kv_heads", problem.num_kv_heads, num_kv_heads),
+        ("batch", problem.batch(), problem.batch().min(lens.len())),
+    ] {
+        if problem != cache {
+            return Err(Error::Mismatch {
+                what,
+                problem: problem.to_string(),
+                cache: cache.to_string(),
             });
         }
-        if lse.len() != problem.rows() {
-            return Err(Error::Length {
-                what: "lse",
-                given: lse.len(),
-                needed: problem.rows(),
-            });
-        }
-        Ok(DecodeOutput { out, lse })
     }
-
-    /// Outputs and log-sum-exps, to be overwritten.
-    pub fn slices(&mut self) -> (&mut [f32], &mut [f32]) {
-        (self.out, self.lse)
+    let mut pairs = problem.kv_lens.iter().zip(lens).enumerate();
+    match pairs.find(|(_, (want, have))| want != have) {
+        Some((b, (want, have))) => Err(Error::Mismatch {
+            what: "kv_len",
+            problem: format!("{want} for sequence {b}"),
+            cache: have.to_string(),
+        }),
+        None => Ok(()),
     }
 }
 
@@ -222,9 +229,9 @@ pub trait DecodeAttention: Send + Sync {
     /// Those of [`Problem::check`] and [`DecodeAttention::supports`].
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error>;
 
-    /// Attends: writes every element of the output, or refuses and writes none.
+    /// Attends: writes every element of the step's outputs, or refuses and writes none.
     ///
     /// # Errors
-    /// [`Error::Foreign`] for another backend's plan or cache, [`Error::Device`].
-    fn decode(&self, step: &DecodeStep<'_>, output: &mut DecodeOutput<'_>) -> Result<(), Error>;
+    /// [`Error::Foreign`] for another backend's plan or cache; [`Error::Device`], after which the outputs' contents are undefined.
+    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error>;
 }

@@ -9,9 +9,7 @@ use std::fmt;
 
 pub use rows::Rows;
 
-use crate::{
-    arithmetic::TILE, cache::CacheConfig, error::Error, format::KvFormat, problem::Problem,
-};
+use crate::{arithmetic::TILE, error::Error, format::KvFormat, layout, problem::Problem};
 
 /// Where K and V lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,9 +115,7 @@ impl Shape {
 }
 
 fn page_bytes(format: KvFormat, kv_heads: usize, head_dim: usize) -> usize {
-    CacheConfig::new(format, kv_heads, head_dim, 1, TILE)
-        .layout()
-        .page_bytes()
+    kv_heads * layout::run_bytes(format, head_dim, TILE)
 }
 
 fn named(name: &str) -> KvFormat {

@@ -1,15 +1,14 @@
 //! Who owns which page: the page table over a shared pool, and the cache's lifecycle.
 //!
-//! [`KvCache`] keeps the host's books (lengths, pages, sharing) and checks every call; a backend's [`PageStore`] keeps the
-//! bytes where the backend is. A refused call changes neither.
+//! [`KvCache`] keeps the page table (lengths, pages, sharing) and checks every call; a backend's [`PageStore`] keeps the bytes where the
+//! backend is. A refused call changes neither, and a call that the device fails changes no length and takes no page.
 
 use std::any::Any;
 
 use crate::{
-    error::{Error, refuse},
+    error::{Error, check_values, filled, refuse},
     format::KvFormat,
-    layout::PageLayout,
-    problem::check_head_dim,
+    layout::{MAX_KV_HEADS, PageLayout},
     view::check_tensor_scales,
 };
 
@@ -34,8 +33,13 @@ pub struct CacheConfig {
     pub v_tensor_scales: Vec<f32>,
 }
 
+/// Most sequences of a cache.
+const MAX_SEQUENCES: usize = 1 << 24;
+
 impl CacheConfig {
     /// Pages of 64 tokens, enough for `num_sequences` of `max_kv_len` tokens, tensor scales 1.
+    ///
+    /// Numbers that no cache can have saturate here; [`CacheConfig::check`] refuses them.
     pub fn new(
         format: KvFormat,
         num_kv_heads: usize,
@@ -45,11 +49,14 @@ impl CacheConfig {
     ) -> Self {
         let page_size = 64;
         let scales = |has: bool| {
-            if has {
-                vec![1.0; num_kv_heads]
-            } else {
-                Vec::new()
-            }
+            vec![
+                1.0;
+                if has {
+                    num_kv_heads.min(MAX_KV_HEADS)
+                } else {
+                    0
+                }
+            ]
         };
         let mut config = CacheConfig {
             format,
@@ -61,23 +68,36 @@ impl CacheConfig {
             k_tensor_scales: scales(format.k.has_tensor_scale()),
             v_tensor_scales: scales(format.v.has_tensor_scale()),
         };
-        config.num_pages = num_sequences * config.pages_for(max_kv_len);
+        config.num_pages = num_sequences.saturating_mul(config.pages_for(max_kv_len));
         config
     }
 
     /// Pages that one sequence of `kv_len` tokens takes, tail page included.
     pub fn pages_for(&self, kv_len: usize) -> usize {
-        kv_len.div_ceil(self.page_size) + usize::from(self.layout().has_tail_page() && kv_len > 0)
+        let home = kv_len.div_ceil(self.page_size.max(1));
+        home.saturating_add(usize::from(self.format.has_tail_page() && kv_len > 0))
     }
 
     /// The page's layout.
-    pub fn layout(&self) -> PageLayout {
-        PageLayout {
-            format: self.format,
-            head_dim: self.head_dim,
-            page_size: self.page_size,
-            num_kv_heads: self.num_kv_heads,
-        }
+    ///
+    /// # Errors
+    /// Those of [`PageLayout::new`].
+    pub fn layout(&self) -> Result<PageLayout, Error> {
+        PageLayout::new(
+            self.format,
+            self.head_dim,
+            self.page_size,
+            self.num_kv_heads,
+        )
+    }
+
+    /// Bytes of the pool.
+    ///
+    /// # Errors
+    /// Those of [`CacheConfig::check`].
+    pub fn pool_bytes(&self) -> Result<usize, Error> {
+        self.check()?;
+        Ok(self.num_pages * self.layout()?.page_bytes())
     }
 
     /// Refuses what no pool can hold.
@@ -85,24 +105,29 @@ impl CacheConfig {
     /// # Errors
     /// [`Error::Parameter`], [`Error::Length`].
     pub fn check(&self) -> Result<(), Error> {
-        check_head_dim(self.head_dim)?;
-        if ![16, 32, 64, 128].contains(&self.page_size) {
-            return refuse("page_size", self.page_size, "16, 32, 64, 128");
-        }
-        if !(1..=65536).contains(&self.num_kv_heads) {
-            return refuse("num_kv_heads", self.num_kv_heads, "1 to 65536");
-        }
+        let layout = self.layout()?;
         if self.num_pages > u32::MAX as usize {
             return refuse("num_pages", self.num_pages, "at most 2^32 - 1");
         }
-        self.format.check(self.head_dim, self.page_size)?;
+        if self.num_sequences > MAX_SEQUENCES {
+            return refuse("num_sequences", self.num_sequences, "at most 2^24");
+        }
+        let bytes = self.num_pages.checked_mul(layout.page_bytes());
+        if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+            return refuse(
+                "pool bytes",
+                format!("{} pages of {} bytes", self.num_pages, layout.page_bytes()),
+                "at most 2^63 - 1; ask for fewer pages",
+            );
+        }
         check_tensor_scales(self.format.k, &self.k_tensor_scales, self.num_kv_heads)?;
         check_tensor_scales(self.format.v, &self.v_tensor_scales, self.num_kv_heads)
     }
 }
 
-/// Where one token goes, decided and checked by [`KvCache::append`].
+/// Where one token goes, decided and checked by [`KvCache`], which alone can make one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TokenWrite {
     /// The token's index in the call's K and V.
     pub source: usize,
@@ -121,27 +146,39 @@ impl TokenWrite {
     }
 }
 
-/// A backend's pool of pages. Arguments are checked by [`KvCache`].
+/// Permission to drive a [`PageStore`]: only a [`KvCache`] has one, so that no other caller can write pages which sequences own.
+#[derive(Debug)]
+pub struct CacheAccess(());
+
+/// A backend's pool of pages, driven by the [`KvCache`] that owns it.
 pub trait PageStore: Send + Sync {
+    /// The layout of its pages.
+    fn layout(&self) -> PageLayout;
+    /// Pages in the pool.
+    fn num_pages(&self) -> usize;
     /// Quantizes and writes tokens in order, sealing pages as they fill; `k`, `v` are `[tokens, num_kv_heads, head_dim]`.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
-    fn append(&mut self, writes: &[TokenWrite], k: &[f32], v: &[f32]) -> Result<(), Error>;
+    fn append(
+        &mut self,
+        access: &CacheAccess,
+        writes: &[TokenWrite],
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<(), Error>;
     /// The bytes of one page.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
-    fn read_page(&self, page: u32) -> Result<Vec<u8>, Error>;
+    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error>;
     /// Replaces the bytes of one page.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
-    fn write_page(&mut self, page: u32, bytes: &[u8]) -> Result<(), Error>;
+    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error>;
     /// For the backend to find its own type again.
     fn as_any(&self) -> &dyn Any;
-    /// Likewise, to write.
-    fn as_any_mut(&mut self) -> &mut dyn Any;
 }
 
 /// Which pages hold which sequence; pages may be shared.
@@ -158,28 +195,61 @@ pub struct PageTable {
 /// A paged, quantized cache on one backend.
 pub struct KvCache {
     config: CacheConfig,
+    layout: PageLayout,
     table: PageTable,
+    /// Pages given back, the next to take last.
     free: Vec<u32>,
+    /// The first page that was never taken; those from here on are free, too.
+    fresh: u32,
     owners: Vec<u32>,
     store: Box<dyn PageStore>,
 }
 
+/// The pages that an append adds to a sequence; the table changes only when the tokens are written.
+struct Reservation {
+    sequence: usize,
+    tokens: usize,
+    /// The shared open page, and its copy.
+    copied: Option<[u32; 2]>,
+    pages: Vec<u32>,
+    tail: Option<u32>,
+}
+
 impl KvCache {
-    /// Puts the books on a backend's store; backends call this from `create_cache`.
+    /// Makes the page table for a backend's store; backends call this from `create_cache`.
     ///
     /// # Errors
-    /// Those of [`CacheConfig::check`].
+    /// Those of [`CacheConfig::check`]; [`Error::Mismatch`] if the store's pages are others than the config's; [`Error::OutOfMemory`].
     pub fn new(config: CacheConfig, store: Box<dyn PageStore>) -> Result<Self, Error> {
         config.check()?;
+        let layout = config.layout()?;
+        let differ = |what, config: String, store: String| {
+            Err(Error::Mismatch {
+                what,
+                problem: config,
+                cache: store,
+            })
+        };
+        if store.layout() != layout {
+            let texts = [layout, store.layout()].map(|layout| format!("{layout:?}"));
+            let [config, store] = texts;
+            return differ("page layout", config, store);
+        }
+        if store.num_pages() != config.num_pages {
+            let [config, store] = [config.num_pages, store.num_pages()].map(|n| n.to_string());
+            return differ("num_pages", config, store);
+        }
         let n = config.num_sequences;
         Ok(KvCache {
             table: PageTable {
-                pages: vec![Vec::new(); n],
-                tail_pages: vec![None; n],
-                lens: vec![0; n],
+                pages: filled("the page table", n, Vec::new())?,
+                tail_pages: filled("the tail pages", n, None)?,
+                lens: filled("the lengths", n, 0)?,
             },
-            free: (0..config.num_pages as u32).rev().collect(),
-            owners: vec![0; config.num_pages],
+            free: Vec::new(),
+            fresh: 0,
+            owners: filled("the pages' owners", config.num_pages, 0)?,
+            layout,
             config,
             store,
         })
@@ -188,6 +258,11 @@ impl KvCache {
     /// What was asked for.
     pub fn config(&self) -> &CacheConfig {
         &self.config
+    }
+
+    /// The layout of its pages.
+    pub fn layout(&self) -> &PageLayout {
+        &self.layout
     }
 
     /// Pages and lengths.
@@ -202,7 +277,7 @@ impl KvCache {
 
     /// Pages not owned by any sequence.
     pub fn free_pages(&self) -> usize {
-        self.free.len()
+        self.free.len() + (self.config.num_pages - self.fresh as usize)
     }
 
     /// Puts the free pages in the given order of allocation, so that tests can place pages at will.
@@ -210,10 +285,14 @@ impl KvCache {
     /// # Errors
     /// [`Error::Parameter`] if `order` is not a permutation of the free pages.
     pub fn order_free_pages(&mut self, order: &[u32]) -> Result<(), Error> {
-        let (mut have, mut want) = (self.free.clone(), order.to_vec());
-        have.sort_unstable();
-        want.sort_unstable();
-        if have != want {
+        let mut sorted = order.to_vec();
+        sorted.sort_unstable();
+        sorted.dedup();
+        let owned = |page: &u32| self.owners.get(*page as usize).is_none_or(|&n| n > 0);
+        if sorted.len() != self.free_pages()
+            || order.len() != sorted.len()
+            || sorted.iter().any(owned)
+        {
             return Err(Error::Parameter {
                 what: "order of free pages",
                 given: format!("{} pages", order.len()),
@@ -221,6 +300,7 @@ impl KvCache {
             });
         }
         self.free = order.iter().rev().copied().collect();
+        self.fresh = self.config.num_pages as u32;
         Ok(())
     }
 
@@ -236,13 +316,18 @@ impl KvCache {
         }
     }
 
-    fn take_page(&mut self) -> u32 {
-        let page = self
-            .free
-            .pop()
-            .expect("the caller compared the need with the free list");
+    /// Takes a page off the free ones.
+    fn take_page(&mut self) -> Result<u32, Error> {
+        let page = match self.free.pop() {
+            Some(page) => page,
+            None if (self.fresh as usize) < self.config.num_pages => {
+                self.fresh += 1;
+                self.fresh - 1
+            }
+            None => return Err(self.full(1)),
+        };
         self.owners[page as usize] = 1;
-        page
+        Ok(page)
     }
 
     fn drop_page(&mut self, page: u32) {
@@ -253,12 +338,28 @@ impl KvCache {
         }
     }
 
+    fn full(&self, needed: usize) -> Error {
+        Error::CacheFull {
+            needed,
+            free: self.free_pages(),
+            total: self.config.num_pages,
+        }
+    }
+
+    fn check_room(&self, needed: usize) -> Result<(), Error> {
+        if needed > self.free_pages() {
+            return Err(self.full(needed));
+        }
+        Ok(())
+    }
+
     /// Appends tokens to one sequence: `k` and `v` are `[tokens, num_kv_heads, head_dim]`.
     ///
     /// Pages are sealed as they fill. The bytes do not depend on how many tokens come at once.
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Length`], [`Error::NotFinite`], [`Error::CacheFull`]: nothing is changed.
+    /// [`Error::Sequence`], [`Error::Length`], [`Error::NotFinite`], [`Error::Magnitude`], [`Error::CacheFull`]; [`Error::Device`] if the
+    /// device fails. Lengths and pages are unchanged then.
     pub fn append(&mut self, sequence: usize, k: &[f32], v: &[f32]) -> Result<(), Error> {
         self.check_sequence(sequence)?;
         let row = self.config.num_kv_heads * self.config.head_dim;
@@ -276,38 +377,50 @@ impl KvCache {
                 needed: k.len(),
             });
         }
-        check_finite("k", k)?;
-        check_finite("v", v)?;
-        self.append_with(&[(sequence, k.len() / row)], |store, writes| {
-            store.append(writes, k, v)
+        check_values("k", k, self.config.format.k)?;
+        check_values("v", v, self.config.format.v)?;
+        self.write_tokens(&[(sequence, k.len() / row)], |store, writes| {
+            store.append(&CacheAccess(()), writes, k, v)
         })
     }
 
-    /// Appends tokens that the backend has already: `write` is told where each goes, and writes or records that.
+    /// Appends tokens that the backend has already: `write` gets the backend's store and where each token goes, and writes or records that.
     ///
     /// `appends` is sequences, each once, and how many tokens each gets; sources count through all of them in this order.
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Parameter`] for a sequence named twice, [`Error::CacheFull`]: nothing is changed; those of `write`.
+    /// [`Error::Sequence`], [`Error::Parameter`] for a sequence named twice, [`Error::CacheFull`]; those of `write`. Lengths and pages are
+    /// unchanged then.
     pub fn append_with(
+        &mut self,
+        appends: &[(usize, usize)],
+        write: impl FnOnce(&dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        self.write_tokens(appends, |store, writes| write(store, writes))
+    }
+
+    /// Reserves pages, writes, and only then enters pages and lengths into the table.
+    fn write_tokens(
         &mut self,
         appends: &[(usize, usize)],
         write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        self.check_appends(appends)?;
-        let appends = appends.iter().filter(|(_, tokens)| *tokens > 0);
-        let mut writes = Vec::new();
-        for &(sequence, tokens) in appends.clone() {
-            self.take_pages(sequence, tokens, &mut writes)?;
-        }
-        if writes.is_empty() {
+        let total = self.check_appends(appends)?;
+        if total == 0 {
             return Ok(());
         }
-        write(&mut *self.store, &writes)?;
-        for &(sequence, tokens) in appends {
-            self.table.lens[sequence] += tokens;
+        let mut reserved = Vec::with_capacity(appends.len());
+        let mut written = self.reserve(appends, &mut reserved);
+        if written.is_ok() {
+            written = self
+                .writes(&reserved, total)
+                .and_then(|writes| write(&mut *self.store, &writes));
         }
-        Ok(())
+        match written {
+            Ok(()) => reserved.into_iter().for_each(|r| self.commit(r)),
+            Err(_) => reserved.into_iter().rev().for_each(|r| self.give_back(r)),
+        }
+        written
     }
 
     /// The open page that an append to `sequence` would have to copy, as others share it.
@@ -317,68 +430,129 @@ impl KvCache {
         page.filter(|&page| self.owners[page as usize] > 1)
     }
 
-    fn check_appends(&self, appends: &[(usize, usize)]) -> Result<(), Error> {
-        let has_tail = self.config.layout().has_tail_page();
-        let mut needed = 0;
-        for (i, &(sequence, tokens)) in appends.iter().enumerate() {
+    /// Pages that a sequence lacks for `tokens` more.
+    fn new_pages(&self, sequence: usize, tokens: usize) -> usize {
+        let len = self.table.lens[sequence].saturating_add(tokens);
+        len.div_ceil(self.config.page_size)
+            .saturating_sub(self.table.pages[sequence].len())
+    }
+
+    fn needs_tail(&self, sequence: usize) -> bool {
+        self.layout.has_tail_page() && self.table.tail_pages[sequence].is_none()
+    }
+
+    /// Refuses appends that cannot be; says how many tokens they are together.
+    fn check_appends(&self, appends: &[(usize, usize)]) -> Result<usize, Error> {
+        let (mut needed, mut total) = (0usize, 0usize);
+        let mut sequences = Vec::with_capacity(appends.len());
+        for &(sequence, tokens) in appends {
             self.check_sequence(sequence)?;
-            if appends[..i].iter().any(|(other, _)| *other == sequence) {
-                return Err(Error::Parameter {
-                    what: "sequence to append to",
-                    given: format!("{sequence}, twice"),
-                    allowed: "each sequence once per call",
-                });
-            }
+            sequences.push(sequence);
             if tokens == 0 {
                 continue;
             }
-            let pages = (self.table.lens[sequence] + tokens).div_ceil(self.config.page_size);
-            needed += pages.saturating_sub(self.table.pages[sequence].len())
+            let pages = self.new_pages(sequence, tokens)
                 + usize::from(self.shared_open_page(sequence).is_some())
-                + usize::from(has_tail && self.table.tail_pages[sequence].is_none());
+                + usize::from(self.needs_tail(sequence));
+            needed = needed.saturating_add(pages);
+            total = total.saturating_add(tokens);
         }
-        if needed > self.free.len() {
-            return Err(Error::CacheFull {
-                needed,
-                free: self.free.len(),
-                total: self.config.num_pages,
+        sequences.sort_unstable();
+        if let Some(pair) = sequences.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Error::Parameter {
+                what: "sequence to append to",
+                given: format!("{}, twice", pair[0]),
+                allowed: "each sequence once per call",
             });
+        }
+        self.check_room(needed)?;
+        Ok(total)
+    }
+
+    /// Takes the pages that the appends need, and copies the open pages that others share.
+    fn reserve(
+        &mut self,
+        appends: &[(usize, usize)],
+        reserved: &mut Vec<Reservation>,
+    ) -> Result<(), Error> {
+        for &(sequence, tokens) in appends.iter().filter(|(_, tokens)| *tokens > 0) {
+            let needs_tail = self.needs_tail(sequence);
+            let mut reservation = Reservation {
+                sequence,
+                tokens,
+                copied: None,
+                pages: Vec::new(),
+                tail: None,
+            };
+            let shared = self.shared_open_page(sequence);
+            if let Some(page) = shared {
+                reservation.copied = Some([page, self.take_page()?]);
+            }
+            if needs_tail {
+                reservation.tail = Some(self.take_page()?);
+            }
+            for _ in 0..self.new_pages(sequence, tokens) {
+                reservation.pages.push(self.take_page()?);
+            }
+            let copied = reservation.copied;
+            reserved.push(reservation);
+            if let Some([from, to]) = copied {
+                let bytes = self.store.read_page(&CacheAccess(()), from)?;
+                self.store.write_page(&CacheAccess(()), to, &bytes)?;
+            }
         }
         Ok(())
     }
 
-    /// Gives `sequence` the pages of `tokens` more tokens, and says where each goes.
-    fn take_pages(
-        &mut self,
-        sequence: usize,
-        tokens: usize,
-        writes: &mut Vec<TokenWrite>,
-    ) -> Result<(), Error> {
-        let (len, page_size) = (self.table.lens[sequence], self.config.page_size);
-        if let Some(page) = self.shared_open_page(sequence) {
-            let copy = self.take_page();
-            let bytes = self.store.read_page(page)?;
-            self.store.write_page(copy, &bytes)?;
-            self.drop_page(page);
-            *self.table.pages[sequence]
-                .last_mut()
-                .expect("an open page is the last") = copy;
+    /// Where each of the tokens goes.
+    fn writes(&self, reserved: &[Reservation], total: usize) -> Result<Vec<TokenWrite>, Error> {
+        let mut writes = Vec::new();
+        writes
+            .try_reserve_exact(total)
+            .map_err(|_| Error::OutOfMemory {
+                what: "the places of tokens to append",
+                bytes: total.saturating_mul(size_of::<TokenWrite>()),
+            })?;
+        let page_size = self.config.page_size;
+        for r in reserved {
+            let (len, held) = (self.table.lens[r.sequence], &self.table.pages[r.sequence]);
+            let open = len / page_size;
+            let tail_page = self.table.tail_pages[r.sequence].or(r.tail);
+            for t in len..len + r.tokens {
+                let page = match (t / page_size, r.copied) {
+                    (page, Some([_, copy])) if page == open => copy,
+                    (page, _) if page < held.len() => held[page],
+                    (page, _) => r.pages[page - held.len()],
+                };
+                writes.push(TokenWrite {
+                    source: writes.len(),
+                    page,
+                    tail_page,
+                    token: t % page_size,
+                });
+            }
         }
-        if self.config.layout().has_tail_page() && self.table.tail_pages[sequence].is_none() {
-            self.table.tail_pages[sequence] = Some(self.take_page());
+        Ok(writes)
+    }
+
+    fn commit(&mut self, r: Reservation) {
+        if let Some([from, to]) = r.copied {
+            let last = self.table.pages[r.sequence].len() - 1;
+            self.table.pages[r.sequence][last] = to;
+            self.drop_page(from);
         }
-        while self.table.pages[sequence].len() < (len + tokens).div_ceil(page_size) {
-            let page = self.take_page();
-            self.table.pages[sequence].push(page);
+        self.table.pages[r.sequence].extend(r.pages);
+        if r.tail.is_some() {
+            self.table.tail_pages[r.sequence] = r.tail;
         }
-        let first = writes.len();
-        writes.extend((0..tokens).map(|i| TokenWrite {
-            source: first + i,
-            page: self.table.pages[sequence][(len + i) / page_size],
-            tail_page: self.table.tail_pages[sequence],
-            token: (len + i) % page_size,
-        }));
-        Ok(())
+        self.table.lens[r.sequence] += r.tokens;
+    }
+
+    /// Frees the pages of an append that failed, the last taken first, so that they are taken in the same order again.
+    fn give_back(&mut self, r: Reservation) {
+        let copy = r.copied.map(|[_, to]| to);
+        let pages = r.pages.into_iter().rev().chain(r.tail).chain(copy);
+        pages.for_each(|page| self.drop_page(page));
     }
 
     /// Makes `to` (empty) share `from`'s tokens; the open page is copied when either appends.
@@ -396,16 +570,14 @@ impl KvCache {
             });
         }
         if let Some(tail) = self.table.tail_pages[from] {
-            if self.free.is_empty() {
-                return Err(Error::CacheFull {
-                    needed: 1,
-                    free: 0,
-                    total: self.config.num_pages,
-                });
+            let copy = self.take_page()?;
+            let access = CacheAccess(());
+            let bytes = self.store.read_page(&access, tail);
+            let copied = bytes.and_then(|bytes| self.store.write_page(&access, copy, &bytes));
+            if copied.is_err() {
+                self.drop_page(copy);
+                return copied;
             }
-            let bytes = self.store.read_page(tail)?;
-            let copy = self.take_page();
-            self.store.write_page(copy, &bytes)?;
             self.table.tail_pages[to] = Some(copy);
         }
         for &page in &self.table.pages[from] {
@@ -438,12 +610,12 @@ impl KvCache {
     /// [`Error::Sequence`], [`Error::Device`].
     pub fn read_back(&self, sequence: usize) -> Result<Vec<Vec<u8>>, Error> {
         self.check_sequence(sequence)?;
-        let layout = self.config.layout();
+        let layout = self.layout;
         let (len, page_size) = (self.table.lens[sequence], self.config.page_size);
         let mut all = Vec::new();
         for (i, &page) in self.table.pages[sequence].iter().enumerate() {
             let tokens = page_size.min(len - i * page_size);
-            let mut bytes = self.store.read_page(page)?;
+            let mut bytes = self.store.read_page(&CacheAccess(()), page)?;
             layout.canonical(
                 &mut bytes,
                 tokens,
@@ -455,10 +627,10 @@ impl KvCache {
             self.table.tail_pages[sequence],
             !len.is_multiple_of(page_size),
         ) {
-            let bytes = self.store.read_page(tail)?;
+            let bytes = self.store.read_page(&CacheAccess(()), tail)?;
             let tail_k = layout.tail_k();
             let mut kept = vec![0u8; tail_k.page_bytes()];
-            for head in 0..layout.num_kv_heads {
+            for head in 0..layout.num_kv_heads() {
                 let used = tail_k.k_params().end;
                 let (from, to) = (head * layout.run_bytes(), head * tail_k.run_bytes());
                 kept[to..to + used].copy_from_slice(&bytes[from..from + used]);
@@ -481,7 +653,7 @@ impl KvCache {
         pages: &[Vec<u8>],
     ) -> Result<(), Error> {
         self.check_sequence(sequence)?;
-        let layout = self.config.layout();
+        let layout = self.layout;
         if self.table.lens[sequence] != 0 {
             return Err(Error::Parameter {
                 what: "restore target",
@@ -494,33 +666,33 @@ impl KvCache {
         }
         layout.check_pages(pages, tokens)?;
         let needed = self.config.pages_for(tokens);
-        if needed > self.free.len() {
-            return Err(Error::CacheFull {
-                needed,
-                free: self.free.len(),
-                total: self.config.num_pages,
-            });
-        }
+        self.check_room(needed)?;
         let home = tokens.div_ceil(self.config.page_size);
-        let taken: Vec<u32> = (0..needed).map(|_| self.take_page()).collect();
+        let taken = (0..needed)
+            .map(|_| self.take_page())
+            .collect::<Result<Vec<u32>, _>>()?;
+        let access = CacheAccess(());
         let mut write = || {
             for (page, bytes) in taken.iter().zip(&pages[..home]) {
-                self.store.write_page(*page, bytes)?;
+                self.store.write_page(&access, *page, bytes)?;
             }
             if let (Some(tail), Some(bytes)) = (taken.get(home), pages.get(home)) {
                 let (tail_k, mut padded) = (layout.tail_k(), vec![0; layout.page_bytes()]);
-                for head in 0..layout.num_kv_heads {
+                for head in 0..layout.num_kv_heads() {
                     let used = tail_k.k_params().end;
                     let (from, to) = (head * tail_k.run_bytes(), head * layout.run_bytes());
                     padded[to..to + used].copy_from_slice(&bytes[from..from + used]);
                 }
-                self.store.write_page(*tail, &padded)?;
+                self.store.write_page(&access, *tail, &padded)?;
             }
             Ok(())
         };
         let written = write();
         if written.is_err() {
-            taken.into_iter().for_each(|page| self.drop_page(page));
+            taken
+                .into_iter()
+                .rev()
+                .for_each(|page| self.drop_page(page));
             return written;
         }
         self.table.tail_pages[sequence] = taken.get(home).copied();
@@ -541,7 +713,7 @@ impl KvCache {
                 allowed: "a page of the pool",
             });
         }
-        let needed = self.config.layout().page_bytes();
+        let needed = self.layout.page_bytes();
         if bytes.len() != needed {
             return Err(Error::Length {
                 what: "page bytes",
@@ -549,18 +721,6 @@ impl KvCache {
                 needed,
             });
         }
-        self.store.write_page(page, bytes)
-    }
-}
-
-/// Refuses NaN and infinity.
-pub(crate) fn check_finite(what: &'static str, x: &[f32]) -> Result<(), Error> {
-    match x.iter().position(|v| !v.is_finite()) {
-        Some(index) => Err(Error::NotFinite {
-            what,
-            index,
-            value: x[index],
-        }),
-        None => Ok(()),
+        self.store.write_page(&CacheAccess(()), page, bytes)
     }
 }

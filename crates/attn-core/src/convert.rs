@@ -15,12 +15,12 @@
 use half::f16;
 
 use crate::{
-    error::Error,
+    error::{Error, filled, refuse},
     format::{Int4Scale, Scheme},
     host_pages::{load_code, load_param, store_code, store_param},
     layout::{self, PageLayout},
     quant::{self, Param},
-    view::StridedRows,
+    view::{StridedRows, check_tensor_scales},
 };
 
 pub mod rows;
@@ -43,7 +43,7 @@ pub struct Foreign<'a> {
 pub struct Blocks<'a> {
     /// The block of each run of tokens.
     pub table: &'a [u32],
-    /// Tokens per block.
+    /// Tokens per block; 1 or more.
     pub tokens: usize,
 }
 
@@ -85,13 +85,13 @@ struct Part {
 fn part(layout: &PageLayout, side: Side) -> Part {
     match side {
         Side::K => Part {
-            scheme: layout.format.k,
+            scheme: layout.format().k,
             codes: layout.k_codes(),
             params: layout.k_params(),
             address: layout::k_code,
         },
         Side::V => Part {
-            scheme: layout.format.v,
+            scheme: layout.format().v,
             codes: layout.v_codes(),
             params: layout.v_params(),
             address: layout::v_code,
@@ -100,7 +100,7 @@ fn part(layout: &PageLayout, side: Side) -> Part {
 }
 
 fn check_scheme(format: RowFormat, layout: &PageLayout, side: Side) -> Result<Scheme, Error> {
-    let scheme = format.scheme(layout.head_dim)?;
+    let scheme = format.scheme(layout.head_dim())?;
     let stored = part(layout, side).scheme;
     if scheme != stored {
         return Err(Error::Mismatch {
@@ -110,6 +110,45 @@ fn check_scheme(format: RowFormat, layout: &PageLayout, side: Side) -> Result<Sc
         });
     }
     Ok(scheme)
+}
+
+impl Foreign<'_> {
+    /// Refuses rows that do not hold the last token of the last head, and a block table that is too short: what asks for pages of memory
+    /// has brought as many rows.
+    fn check(&self, layout: &PageLayout, sequence: usize, tokens: usize) -> Result<(), Error> {
+        if self.blocks.is_some_and(|blocks| blocks.tokens == 0) {
+            return refuse("tokens per block", 0, "1 or more");
+        }
+        let Some(last) = tokens.checked_sub(1) else {
+            return Ok(());
+        };
+        let heads = layout.num_kv_heads();
+        let row_bytes = self.format.row_bytes(layout.head_dim());
+        // Strides of 0 would let one row stand for any number of them.
+        let (given, needed) = (
+            self.rows.codes.len() / row_bytes,
+            tokens.saturating_mul(heads),
+        );
+        if needed > given {
+            return Err(Error::Length {
+                what: "rows",
+                given,
+                needed,
+            });
+        }
+        let at = place(self, sequence, heads - 1, last)?;
+        let start = offset(at, self.rows.code_strides);
+        slice("rows", self.rows.codes, start, row_bytes)?;
+        Ok(())
+    }
+}
+
+/// Zeroed pages for `tokens` tokens.
+fn blank_pages(layout: &PageLayout, tokens: usize) -> Result<Vec<Vec<u8>>, Error> {
+    let count = tokens.div_ceil(layout.page_size());
+    (0..count)
+        .map(|_| filled("a page", layout.page_bytes(), 0))
+        .collect()
 }
 
 /// Where the bytes of row (head, token) of `sequence` lie, as an index triple for the strides.
@@ -122,13 +161,12 @@ fn place(
     let Some(blocks) = foreign.blocks else {
         return Ok([sequence, head, t]);
     };
-    let tokens = blocks.tokens.max(1);
-    match blocks.table.get(t / tokens) {
-        Some(block) => Ok([*block as usize, head, t % tokens]),
+    match blocks.table.get(t / blocks.tokens) {
+        Some(block) => Ok([*block as usize, head, t % blocks.tokens]),
         None => Err(Error::Length {
             what: "block table",
             given: blocks.table.len(),
-            needed: t / tokens + 1,
+            needed: t / blocks.tokens + 1,
         }),
     }
 }
@@ -157,7 +195,8 @@ fn slice<'a, T>(
 ///
 /// # Errors
 /// [`Error::Mismatch`] if the rows' scheme is not the layout's; [`Error::Length`] if rows are missing;
-/// [`Error::BadBytes`] for a NaN, an infinity, a negative scale or a code outside the scheme.
+/// [`Error::BadBytes`] for a NaN, an infinity, a negative scale or a code outside the scheme; [`Error::Parameter`] for blocks of no tokens;
+/// [`Error::OutOfMemory`].
 pub fn import(
     layout: &PageLayout,
     sequence: usize,
@@ -165,16 +204,19 @@ pub fn import(
     k: &Foreign<'_>,
     v: &Foreign<'_>,
 ) -> Result<Vec<Vec<u8>>, Error> {
-    let page_size = layout.page_size;
-    layout.format.check(layout.head_dim, page_size)?;
-    let mut pages = vec![vec![0u8; layout.page_bytes()]; tokens.div_ceil(page_size)];
+    let page_size = layout.page_size();
+    for (side, foreign) in [(Side::K, k), (Side::V, v)] {
+        check_scheme(foreign.format, layout, side)?;
+        foreign.check(layout, sequence, tokens)?;
+    }
+    let mut pages = blank_pages(layout, tokens)?;
     for (side, foreign) in [(Side::K, k), (Side::V, v)] {
         let scheme = check_scheme(foreign.format, layout, side)?;
-        let groups = scheme.groups(layout.head_dim);
-        let row_bytes = foreign.format.row_bytes(layout.head_dim);
+        let groups = scheme.groups(layout.head_dim());
+        let row_bytes = foreign.format.row_bytes(layout.head_dim());
         let outside = foreign.format.scales_outside();
-        let (mut codes, mut params) = (vec![0; layout.head_dim], vec![Param::default(); groups]);
-        for head in 0..layout.num_kv_heads {
+        let (mut codes, mut params) = (vec![0; layout.head_dim()], vec![Param::default(); groups]);
+        for head in 0..layout.num_kv_heads() {
             for t in 0..tokens {
                 let at = place(foreign, sequence, head, t)?;
                 let start = offset(at, foreign.rows.code_strides);
@@ -222,7 +264,7 @@ fn put(
     let run = &mut page[layout.run(0, head)];
     let bits = part.scheme.code_bits();
     for (d, &code) in codes.iter().enumerate() {
-        let at = (part.address)(bits, layout.head_dim, layout.page_size, t, d);
+        let at = (part.address)(bits, layout.head_dim(), layout.page_size(), t, d);
         store_code(&mut run[part.codes.clone()], bits, at, code);
     }
     if part.params.is_empty() {
@@ -232,7 +274,7 @@ fn put(
         store_param(
             &mut run[part.params.clone()],
             part.scheme,
-            layout.page_size,
+            layout.page_size(),
             t,
             g,
             *param,
@@ -251,22 +293,22 @@ fn get(
     let part = part(layout, side);
     let run = &page[layout.run(0, head)];
     let bits = part.scheme.code_bits();
-    let codes = (0..layout.head_dim)
+    let codes = (0..layout.head_dim())
         .map(|d| {
-            let at = (part.address)(bits, layout.head_dim, layout.page_size, t, d);
+            let at = (part.address)(bits, layout.head_dim(), layout.page_size(), t, d);
             load_code(&run[part.codes.clone()], bits, at)
         })
         .collect();
     let groups = match part.scheme {
-        Scheme::Int4(Int4Scale::Channel) => layout.head_dim,
-        scheme => scheme.groups(layout.head_dim),
+        Scheme::Int4(Int4Scale::Channel) => layout.head_dim(),
+        scheme => scheme.groups(layout.head_dim()),
     };
     let params = (0..groups)
         .map(|g| {
             load_param(
                 &run[part.params.clone()],
                 part.scheme,
-                layout.page_size,
+                layout.page_size(),
                 t,
                 g,
             )
@@ -302,16 +344,17 @@ pub fn export(
 ) -> Result<Exported, Error> {
     check_pages(layout, pages, tokens)?;
     let scheme = check_scheme(format, layout, side)?;
-    let (heads, page_size) = (layout.num_kv_heads, layout.page_size);
-    let row_bytes = format.row_bytes(layout.head_dim);
+    let (heads, page_size) = (layout.num_kv_heads(), layout.page_size());
+    let row_bytes = format.row_bytes(layout.head_dim());
     let groups = if format.scales_outside() {
-        scheme.groups(layout.head_dim)
+        scheme.groups(layout.head_dim())
     } else {
         0
     };
+    let rows = heads.saturating_mul(tokens);
     let mut exported = Exported {
-        codes: vec![0; heads * tokens * row_bytes],
-        scales: vec![0; heads * tokens * groups],
+        codes: filled("exported rows", rows.saturating_mul(row_bytes), 0)?,
+        scales: filled("exported scales", rows.saturating_mul(groups), 0)?,
     };
     for head in 0..heads {
         for t in 0..tokens {
@@ -334,7 +377,7 @@ pub fn export(
 /// Values of pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them: K and V, each `[tokens, num_kv_heads, head_dim]`.
 ///
 /// # Errors
-/// [`Error::Length`], [`Error::BadBytes`] for damaged pages.
+/// [`Error::Length`], [`Error::BadBytes`] for damaged pages; [`Error::Length`], [`Error::Parameter`] for scales that no cache has.
 pub fn dequantize(
     layout: &PageLayout,
     pages: &[Vec<u8>],
@@ -343,10 +386,14 @@ pub fn dequantize(
     v_tensor_scales: &[f32],
 ) -> Result<[Vec<f32>; 2], Error> {
     check_pages(layout, pages, tokens)?;
-    let (heads, page_size) = (layout.num_kv_heads, layout.page_size);
+    let format = layout.format();
+    for (scheme, scales) in [(format.k, k_tensor_scales), (format.v, v_tensor_scales)] {
+        check_tensor_scales(scheme, scales, layout.num_kv_heads())?;
+    }
+    let (heads, page_size) = (layout.num_kv_heads(), layout.page_size());
     let tail = layout.tail_k();
     let side = |side: Side, scales: &[f32]| -> Vec<f32> {
-        let mut x = Vec::with_capacity(tokens * heads * layout.head_dim);
+        let mut x = Vec::with_capacity(tokens * heads * layout.head_dim());
         for t in 0..tokens {
             let page = t / page_size;
             let open = side == Side::K && layout.has_tail_page() && page == tokens / page_size;
@@ -359,7 +406,7 @@ pub fn dequantize(
             for head in 0..heads {
                 let (codes, params) = get(layout, side, page, head, t % page_size);
                 let scale = scales.get(head).copied().unwrap_or(1.0);
-                let width = layout.head_dim / params.len();
+                let width = layout.head_dim() / params.len();
                 let values = codes.iter().enumerate();
                 x.extend(values.map(|(d, &c)| quant::decode(scheme, c, params[d / width], scale)));
             }

@@ -40,6 +40,32 @@ pub enum Error {
         /// The bad value.
         value: f32,
     },
+    /// A finite K or V that the scheme cannot hold.
+    #[error(
+        "{what}[{index}] is {value:e}; {scheme} takes magnitudes up to {limit:e}: look for the layer that made it, or use another format"
+    )]
+    Magnitude {
+        /// `k` or `v`.
+        what: &'static str,
+        /// Flat index of the first such element.
+        index: usize,
+        /// The value.
+        value: f32,
+        /// The scheme.
+        scheme: Scheme,
+        /// The largest magnitude that it takes.
+        limit: f32,
+    },
+    /// No memory for what was asked.
+    #[error(
+        "there is no memory for {what} of {bytes} bytes; ask for less, or use a machine with more"
+    )]
+    OutOfMemory {
+        /// What needs it.
+        what: &'static str,
+        /// Bytes needed.
+        bytes: usize,
+    },
     /// A query too large for the arithmetic.
     #[error(
         "q[{index}]·softmax_scale·log2(e) is {value:e}; its magnitude must stay at or below 2^64: check the scale of Q"
@@ -129,6 +155,46 @@ pub(crate) fn refuse<T>(
         given: given.to_string(),
         allowed,
     })
+}
+
+/// A vector of `len` copies of `value`, or [`Error::OutOfMemory`]: an allocation that fails must not end the process.
+pub(crate) fn filled<T: Clone>(what: &'static str, len: usize, value: T) -> Result<Vec<T>, Error> {
+    let asked = Vec::<T>::new().try_reserve_exact(len);
+    asked.map_err(|_| Error::OutOfMemory {
+        what,
+        bytes: len.saturating_mul(size_of::<T>()),
+    })?;
+    // A second request, since only `vec!` gets zeroed memory without touching it.
+    Ok(vec![value; len])
+}
+
+/// Refuses NaN, infinity, and magnitudes beyond what `scheme` takes.
+pub(crate) fn check_values(what: &'static str, x: &[f32], scheme: Scheme) -> Result<(), Error> {
+    let limit = scheme.max_magnitude();
+    // NaN is beyond any limit.
+    let Some(index) = x.iter().position(|v| !(v.abs() <= limit)) else {
+        return Ok(());
+    };
+    check_finite(what, x)?;
+    Err(Error::Magnitude {
+        what,
+        index,
+        value: x[index],
+        scheme,
+        limit,
+    })
+}
+
+/// Refuses NaN and infinity.
+pub(crate) fn check_finite(what: &'static str, x: &[f32]) -> Result<(), Error> {
+    match x.iter().position(|v| !v.is_finite()) {
+        Some(index) => Err(Error::NotFinite {
+            what,
+            index,
+            value: x[index],
+        }),
+        None => Ok(()),
+    }
 }
 
 /// Why a backend is absent, or cannot run a problem.

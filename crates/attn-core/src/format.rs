@@ -24,6 +24,9 @@ pub enum Int4Scale {
     Channel,
 }
 
+/// The largest magnitude of a bf16 cache, 2^50: with queries of at most 2^64, scores stay below 2^122 and sums over 2^20 tokens below 2^70.
+pub const BF16_MAX: f32 = 1_125_899_906_842_624.0;
+
 /// How one of K, V is stored; `FORMATS.md` has the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Scheme {
@@ -74,12 +77,27 @@ impl Scheme {
         matches!(self, Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor))
     }
 
+    /// Whether f16 scales belong to each token's row.
+    pub fn has_row_scales(self) -> bool {
+        self.is_integer() && !self.has_tensor_scale()
+    }
+
     /// Quantization groups along `head_dim` (1 where there is a single scale, or none).
     pub fn groups(self, head_dim: usize) -> usize {
         match self {
             Scheme::Int8(Int8Scale::Group32) => head_dim / 32,
             Scheme::Int4(Int4Scale::Groups(groups)) => groups as usize,
             _ => 1,
+        }
+    }
+
+    /// The largest magnitude that the scheme takes: larger ones are refused, since scores and sums of them would overflow f32.
+    ///
+    /// The other schemes saturate or scale, so they take every finite f32.
+    pub fn max_magnitude(self) -> f32 {
+        match self {
+            Scheme::Bf16 => BF16_MAX,
+            _ => f32::MAX,
         }
     }
 
@@ -174,6 +192,11 @@ impl KvFormat {
     /// Whether decode runs in the integer arithmetic, whose bits are equal on every backend.
     pub fn is_integer(self) -> bool {
         self.k.is_integer() && self.v.is_integer()
+    }
+
+    /// Whether a sequence owns a tail page, which holds the K of its open page (`Int4 Channel`).
+    pub fn has_tail_page(self) -> bool {
+        self.k == Scheme::Int4(Int4Scale::Channel)
     }
 
     /// Refuses pairs, head_dims and page sizes that no page can hold.

@@ -5,8 +5,8 @@ use std::any::Any;
 use half::f16;
 
 use crate::{
-    cache::{CacheConfig, PageStore, TokenWrite},
-    error::Error,
+    cache::{CacheAccess, CacheConfig, PageStore, TokenWrite},
+    error::{Error, filled},
     format::{Int4Scale, Scheme},
     layout::{self, CodeAddr, PageLayout},
     quant::{self, Param},
@@ -98,21 +98,12 @@ impl HostPages {
     /// A zeroed pool.
     ///
     /// # Errors
-    /// Those of [`CacheConfig::check`]; [`Error::Device`] if there is no such memory.
+    /// Those of [`CacheConfig::check`]; [`Error::OutOfMemory`].
     pub fn new(config: &CacheConfig) -> Result<Self, Error> {
-        config.check()?;
-        let layout = config.layout();
-        let size = config.num_pages.saturating_mul(layout.page_bytes());
+        let (size, layout) = (config.pool_bytes()?, config.layout()?);
         // Runs are whole cache lines in most formats; a large pool also starts on a huge page.
         let align = if size < HUGE_PAGE { 64 } else { HUGE_PAGE };
-        // Asked for first, since zeroed memory (which is not touched before its use) can only be had or abort.
-        let asked = Vec::<u8>::new().try_reserve_exact(size.saturating_add(align));
-        asked.map_err(|source| Error::Device {
-            backend: "host",
-            doing: "allocating the page pool",
-            source: Box::new(source),
-        })?;
-        let bytes = vec![0; size + align];
+        let bytes = filled("the page pool", size.saturating_add(align), 0)?;
         let start = bytes.as_ptr().align_offset(align).min(align);
         Ok(HostPages {
             bytes,
@@ -145,7 +136,7 @@ impl HostPages {
         scratch: &mut Scratch,
     ) {
         let (layout, page_size, head_dim) =
-            (self.layout, self.layout.page_size, self.layout.head_dim);
+            (self.layout, self.layout.page_size(), self.layout.head_dim());
         let open_channel = is_k && layout.has_tail_page();
         let stored = if open_channel {
             layout.tail_k()
@@ -154,14 +145,14 @@ impl HostPages {
         };
         let (scheme, codes_at, params_at, scales) = if is_k {
             (
-                stored.format.k,
+                stored.format().k,
                 stored.k_codes(),
                 stored.k_params(),
                 &self.config.k_tensor_scales,
             )
         } else {
             (
-                stored.format.v,
+                stored.format().v,
                 stored.v_codes(),
                 stored.v_params(),
                 &self.config.v_tensor_scales,
@@ -211,7 +202,7 @@ impl HostPages {
     /// Re-codes a full page's K per channel, from the `Int8 Token` values in the tail page.
     fn seal(&mut self, page: u32, tail_page: u32, head: usize) {
         let (layout, page_size, head_dim) =
-            (self.layout, self.layout.page_size, self.layout.head_dim);
+            (self.layout, self.layout.page_size(), self.layout.head_dim());
         let tail = layout.tail_k();
         let open = self.pool()[layout.run(tail_page, head)][..tail.k_params().end].to_vec();
         let (open_codes, open_params) = open.split_at(tail.k_codes().end);
@@ -221,8 +212,8 @@ impl HostPages {
         for d in 0..head_dim {
             for (t, x) in x.iter_mut().enumerate() {
                 let code = load_code(open_codes, 8, layout::k_code(8, head_dim, page_size, t, d));
-                let param = load_param(open_params, tail.format.k, page_size, t, 0);
-                *x = quant::decode(tail.format.k, code, param, 1.0);
+                let param = load_param(open_params, tail.format().k, page_size, t, 0);
+                *x = quant::decode(tail.format().k, code, param, 1.0);
             }
             let param = quant::int4_group(&x, &mut codes);
             for (t, &code) in codes.iter().enumerate() {
@@ -241,9 +232,23 @@ struct Scratch {
 }
 
 impl PageStore for HostPages {
-    fn append(&mut self, writes: &[TokenWrite], k: &[f32], v: &[f32]) -> Result<(), Error> {
-        let head_dim = self.layout.head_dim;
-        let heads = self.layout.num_kv_heads;
+    fn layout(&self) -> PageLayout {
+        self.layout
+    }
+
+    fn num_pages(&self) -> usize {
+        self.config.num_pages
+    }
+
+    fn append(
+        &mut self,
+        _: &CacheAccess,
+        writes: &[TokenWrite],
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<(), Error> {
+        let head_dim = self.layout.head_dim();
+        let heads = self.layout.num_kv_heads();
         let mut scratch = Scratch {
             codes: vec![0; head_dim],
             params: vec![Param::default(); head_dim / 16],
@@ -253,7 +258,8 @@ impl PageStore for HostPages {
                 let at = (write.source * heads + head) * head_dim;
                 self.write_side(write, head, &k[at..at + head_dim], true, &mut scratch);
                 self.write_side(write, head, &v[at..at + head_dim], false, &mut scratch);
-                if let (Some(tail), true) = (write.tail_page, write.fills(self.layout.page_size)) {
+                if let (Some(tail), true) = (write.tail_page, write.fills(self.layout.page_size()))
+                {
                     self.seal(write.page, tail, head);
                 }
             }
@@ -261,12 +267,12 @@ impl PageStore for HostPages {
         Ok(())
     }
 
-    fn read_page(&self, page: u32) -> Result<Vec<u8>, Error> {
+    fn read_page(&self, _: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
         let size = self.layout.page_bytes();
         Ok(self.pool()[page as usize * size..][..size].to_vec())
     }
 
-    fn write_page(&mut self, page: u32, bytes: &[u8]) -> Result<(), Error> {
+    fn write_page(&mut self, _: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
         let size = self.layout.page_bytes();
         self.pool_mut()[page as usize * size..][..size].copy_from_slice(bytes);
         Ok(())
@@ -274,22 +280,5 @@ impl PageStore for HostPages {
 
     fn as_any(&self) -> &dyn Any {
         self
-    }
-
-    fn as_any_mut(&mut self) -> &mut dyn Any {
-        self
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::format::KvFormat;
-
-    #[test]
-    fn a_pool_beyond_all_memory_is_refused() {
-        let mut config = CacheConfig::new(KvFormat::INT8, 65536, 256, 1, 64);
-        config.num_pages = u32::MAX as usize;
-        assert!(matches!(HostPages::new(&config), Err(Error::Device { .. })));
     }
 }

@@ -4,9 +4,10 @@ use std::ops::Range;
 
 use crate::{
     convert::rows::check_values,
-    error::Error,
+    error::{Error, refuse},
     format::{Int4Scale, Int8Scale, KvFormat, Scheme},
     host_pages::{load_code, load_param},
+    problem::check_head_dim,
     quant::Param,
 };
 
@@ -77,18 +78,20 @@ pub fn v_code(bits: usize, head_dim: usize, page_size: usize, t: usize, d: usize
 /// `k_code` or `v_code`.
 type Address = fn(usize, usize, usize, usize, usize) -> CodeAddr;
 
-/// A page's parts and sizes for one format.
+/// A page's parts and sizes for one format; holding one proves that the format has such pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageLayout {
-    /// What is stored.
-    pub format: KvFormat,
-    /// Elements per token and KV head.
-    pub head_dim: usize,
-    /// Tokens per page: 16, 32, 64 or 128.
-    pub page_size: usize,
-    /// KV heads, each with a run of its own.
-    pub num_kv_heads: usize,
+    format: KvFormat,
+    head_dim: usize,
+    page_size: usize,
+    num_kv_heads: usize,
 }
+
+/// Page sizes that the library defines, in tokens.
+pub const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
+
+/// Most KV heads of a problem or a cache.
+pub const MAX_KV_HEADS: usize = 65536;
 
 fn params_bytes(scheme: Scheme, head_dim: usize, page_size: usize) -> usize {
     match scheme {
@@ -99,7 +102,78 @@ fn params_bytes(scheme: Scheme, head_dim: usize, page_size: usize) -> usize {
     }
 }
 
+/// Bytes of one KV head's run of a page: codes and parameters of K and of V.
+pub fn run_bytes(format: KvFormat, head_dim: usize, page_size: usize) -> usize {
+    let part = |scheme: Scheme| {
+        page_size * head_dim * scheme.code_bits() / 8 + params_bytes(scheme, head_dim, page_size)
+    };
+    part(format.k) + part(format.v)
+}
+
+/// Refuses numbers of KV heads that no cache and no problem has.
+pub(crate) fn check_kv_heads(num_kv_heads: usize) -> Result<(), Error> {
+    if (1..=MAX_KV_HEADS).contains(&num_kv_heads) {
+        Ok(())
+    } else {
+        refuse("num_kv_heads", num_kv_heads, "1 to 65536")
+    }
+}
+
 impl PageLayout {
+    /// Pages of `page_size` tokens of `num_kv_heads` KV heads.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a head_dim, page size, number of heads or scheme that the library does not define, and for pages of
+    /// more than `i32::MAX` bytes, which kernels cannot address.
+    pub fn new(
+        format: KvFormat,
+        head_dim: usize,
+        page_size: usize,
+        num_kv_heads: usize,
+    ) -> Result<Self, Error> {
+        check_head_dim(head_dim)?;
+        if !PAGE_SIZES.contains(&page_size) {
+            return refuse("page_size", page_size, "16, 32, 64, 128");
+        }
+        check_kv_heads(num_kv_heads)?;
+        format.check(head_dim, page_size)?;
+        let layout = PageLayout {
+            format,
+            head_dim,
+            page_size,
+            num_kv_heads,
+        };
+        let bytes = num_kv_heads.checked_mul(layout.run_bytes());
+        if bytes.is_none_or(|bytes| bytes > i32::MAX as usize) {
+            return refuse(
+                "page bytes",
+                format!("{num_kv_heads} heads of {} bytes", layout.run_bytes()),
+                "at most 2^31 - 1 bytes a page; use smaller pages",
+            );
+        }
+        Ok(layout)
+    }
+
+    /// What is stored.
+    pub fn format(&self) -> KvFormat {
+        self.format
+    }
+
+    /// Elements per token and KV head.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Tokens per page: 16, 32, 64 or 128.
+    pub fn page_size(&self) -> usize {
+        self.page_size
+    }
+
+    /// KV heads, each with a run of its own.
+    pub fn num_kv_heads(&self) -> usize {
+        self.num_kv_heads
+    }
+
     /// Bytes of one part's codes.
     fn codes_bytes(&self, scheme: Scheme) -> usize {
         self.page_size * self.head_dim * scheme.code_bits() / 8
@@ -146,7 +220,7 @@ impl PageLayout {
 
     /// Whether sequences own a tail page (`Int4 Channel` K).
     pub fn has_tail_page(&self) -> bool {
-        self.format.k == Scheme::Int4(Int4Scale::Channel)
+        self.format.has_tail_page()
     }
 
     /// The layout by which a tail page holds K: `Int8 Token` at offset 0.
@@ -170,8 +244,11 @@ impl PageLayout {
     /// `page` is one page's bytes; `k_open` says that K lies in the tail page instead.
     ///
     /// # Errors
-    /// [`Error::Length`] if `page` is not one page long.
+    /// [`Error::Length`] if `page` is not one page long; [`Error::Parameter`] for more tokens than a page holds.
     pub fn canonical(&self, page: &mut [u8], tokens: usize, k_open: bool) -> Result<(), Error> {
+        if tokens > self.page_size {
+            return refuse("tokens of a page", tokens, "at most the page size");
+        }
         if page.len() != self.page_bytes() {
             return Err(Error::Length {
                 what: "page",

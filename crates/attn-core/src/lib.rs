@@ -31,8 +31,8 @@ pub mod view;
 #[doc = include_str!("../FORMATS.md")]
 pub mod formats {}
 
-pub use backend::{DecodeAttention, DecodeOutput, DecodeStep, DeviceInfo, KvSource, Plan};
-pub use cache::{CacheConfig, KvCache, PageStore, PageTable, TokenWrite};
+pub use backend::{DecodeAttention, DecodeStep, DeviceInfo, KvSource, Plan, StepInputs};
+pub use cache::{CacheAccess, CacheConfig, KvCache, PageStore, PageTable, TokenWrite};
 pub use error::{Error, Unsupported};
 pub use format::{Int4Scale, Int8Scale, KvFormat, Scheme};
 pub use host_pages::HostPages;

@@ -1,9 +1,21 @@
 //! The attention step to take: shapes, lengths and score modifiers, validated here, once.
 
-use crate::error::{Error, refuse};
+use crate::{
+    error::{Error, refuse},
+    layout::check_kv_heads,
+};
 
 /// head_dims that the library defines.
 pub const HEAD_DIMS: [usize; 6] = [64, 80, 96, 128, 192, 256];
+
+/// softmax_scale and static scales: their product with each other and with log2 e is a normal f32.
+pub(crate) const SCALES: std::ops::RangeInclusive<f32> = 1e-15..=1e15;
+
+/// Soft caps: the form `1 - exp2(-2s/cap)` loses up to `cap * 2^-23` of a score.
+const SOFTCAPS: std::ops::RangeInclusive<f32> = 1e-3..=1e3;
+
+/// Elements that a slice of f32 can hold.
+const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
 
 /// One decode step over a batch of cached sequences.
 ///
@@ -26,7 +38,7 @@ pub struct Problem {
     pub causal: bool,
     /// `cap·tanh(s/cap)` on the scaled scores.
     pub softcap: Option<f32>,
-    /// A token sees at most this many tokens before its own position.
+    /// A token sees at most this many tokens before its own position; any number is allowed.
     pub window_left: Option<usize>,
     /// Per query head: adds `slope·(t − position)` to the scaled score.
     pub alibi_slopes: Option<Vec<f32>>,
@@ -54,9 +66,9 @@ impl Problem {
         }
     }
 
-    /// Query heads that read one KV head.
+    /// Query heads that read one KV head; 0 if there is no KV head.
     pub fn heads_per_kv(&self) -> usize {
-        self.num_q_heads / self.num_kv_heads
+        self.num_q_heads.checked_div(self.num_kv_heads).unwrap_or(0)
     }
 
     /// Sequences.
@@ -64,9 +76,16 @@ impl Problem {
         self.kv_lens.len()
     }
 
-    /// Rows of the result: `[batch, q_len, num_q_heads]`.
+    /// Rows of the result: `[batch, q_len, num_q_heads]`. A product that overflows saturates, and [`Problem::check`] refuses it.
     pub fn rows(&self) -> usize {
-        self.batch() * self.q_len * self.num_q_heads
+        self.batch()
+            .saturating_mul(self.q_len)
+            .saturating_mul(self.num_q_heads)
+    }
+
+    /// Elements of Q and of the result: `[batch, q_len, num_q_heads, head_dim]`, saturating as [`Problem::rows`] does.
+    pub fn elements(&self) -> usize {
+        self.rows().saturating_mul(self.head_dim)
     }
 
     /// Refuses what the library does not define.
@@ -85,6 +104,7 @@ impl Problem {
                 "a whole number of query heads per KV head, from 1 to 64",
             );
         }
+        check_kv_heads(self.num_kv_heads)?;
         if self.heads_per_kv() > 64 {
             return refuse("heads_per_kv", self.heads_per_kv(), "1 to 64");
         }
@@ -98,15 +118,26 @@ impl Problem {
         if let Some(len) = self.kv_lens.iter().find(|&&len| len > 1 << 20) {
             return refuse("kv_len", len, "0 to 1048576");
         }
-        if !(1e-20..=1e20).contains(&self.softmax_scale) {
+        if self.elements() > MAX_ELEMENTS {
+            return refuse(
+                "batch x q_len x num_q_heads x head_dim",
+                self.elements(),
+                "elements that a slice of f32 can hold; make the batch smaller",
+            );
+        }
+        if !SCALES.contains(&self.softmax_scale) {
             return refuse(
                 "softmax_scale",
                 self.softmax_scale,
-                "1e-20 to 1e20; usually 1/sqrt(head_dim)",
+                "1e-15 to 1e15; usually 1/sqrt(head_dim)",
             );
         }
-        if let Some(cap) = self.softcap.filter(|cap| !(1e-3..=1e6).contains(cap)) {
-            return refuse("softcap", cap, "0.001 to 1000000, or none");
+        if let Some(cap) = self.softcap.filter(|cap| !SOFTCAPS.contains(cap)) {
+            return refuse(
+                "softcap",
+                cap,
+                "0.001 to 1000, or none: a larger one changes no score that a model makes",
+            );
         }
         if let Some(slopes) = &self.alibi_slopes {
             if slopes.len() != self.num_q_heads {
@@ -127,9 +158,14 @@ impl Problem {
     }
 
     /// Tokens that query token `i` of sequence `b` sees: `start..end`.
+    ///
+    /// # Panics
+    /// If the problem has no sequence `b`.
     pub fn visible(&self, b: usize, i: usize) -> std::ops::Range<usize> {
-        let len = self.kv_lens[b] as isize;
-        let position = len - self.q_len as isize + i as isize;
+        // What is checked is far below 2^30; a larger window sees every cached token, and a cast of it would wrap.
+        let signed = |x: usize| x.min(1 << 30) as isize;
+        let len = signed(self.kv_lens[b]);
+        let position = len - signed(self.q_len) + signed(i);
         let end = if self.causal {
             (position + 1).clamp(0, len)
         } else {
@@ -137,7 +173,7 @@ impl Problem {
         };
         let start = self
             .window_left
-            .map_or(0, |w| (position - w as isize).clamp(0, end));
+            .map_or(0, |w| (position - signed(w)).clamp(0, end));
         start as usize..end as usize
     }
 }
@@ -148,5 +184,104 @@ pub(crate) fn check_head_dim(head_dim: usize) -> Result<(), Error> {
         Ok(())
     } else {
         refuse("head_dim", head_dim, "64, 80, 96, 128, 192, 256")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_of_any_size_see_what_they_should() {
+        let mut p = Problem::new(1, 1, 64, vec![10, 2, 0]);
+        p.q_len = 4;
+        for (window, seen) in [(0, 6..7), (2, 4..7), (6, 0..7), (usize::MAX >> 1, 0..7)] {
+            p.window_left = Some(window);
+            assert_eq!(p.visible(0, 0), seen, "{window}");
+        }
+        for window in [usize::MAX, isize::MAX as usize, isize::MAX as usize + 1] {
+            p.window_left = Some(window);
+            assert_eq!(p.visible(0, 3), 0..10);
+            // The first two query tokens stand before the sequence.
+            assert_eq!([p.visible(1, 0), p.visible(1, 2)], [0..0, 0..1]);
+            assert_eq!(p.visible(2, 3), 0..0);
+        }
+    }
+
+    #[test]
+    fn products_that_overflow_are_refused() {
+        let mut p = Problem::new(1 << 16, 1 << 16, 256, vec![0; 128]);
+        p.q_len = 16;
+        p.check().unwrap();
+        p.num_q_heads = 1 << 53;
+        p.num_kv_heads = 1 << 53;
+        assert!(matches!(
+            p.check(),
+            Err(Error::Parameter {
+                what: "num_kv_heads",
+                ..
+            })
+        ));
+        assert_eq!((p.rows(), p.elements()), (usize::MAX, usize::MAX));
+        p.num_kv_heads = 0;
+        assert_eq!(p.heads_per_kv(), 0);
+        assert!(p.check().is_err());
+    }
+
+    #[test]
+    fn ranges_are_closed_at_both_ends() {
+        let with = |spoil: &dyn Fn(&mut Problem)| {
+            let mut p = Problem::new(2, 1, 64, vec![1]);
+            spoil(&mut p);
+            p.check()
+        };
+        for scale in [1e-15, 1e15] {
+            with(&|p| p.softmax_scale = scale).unwrap();
+        }
+        for scale in [0.0, 9e-16, 1.1e15, -1.0, f32::NAN, f32::INFINITY] {
+            let error = with(&|p| p.softmax_scale = scale).unwrap_err();
+            assert!(matches!(
+                error,
+                Error::Parameter {
+                    what: "softmax_scale",
+                    ..
+                }
+            ));
+        }
+        for cap in [1e-3, 1e3] {
+            with(&|p| p.softcap = Some(cap)).unwrap();
+        }
+        for cap in [9e-4, 1001.0, f32::NAN] {
+            let error = with(&|p| p.softcap = Some(cap)).unwrap_err();
+            assert!(matches!(
+                error,
+                Error::Parameter {
+                    what: "softcap",
+                    ..
+                }
+            ));
+        }
+        with(&|p| p.alibi_slopes = Some(vec![0.0, -1e3])).unwrap();
+        for slopes in [vec![1.0], vec![1.0; 3]] {
+            let error = with(&|p| p.alibi_slopes = Some(slopes.clone())).unwrap_err();
+            assert!(matches!(
+                error,
+                Error::Length {
+                    what: "alibi_slopes",
+                    needed: 2,
+                    ..
+                }
+            ));
+        }
+        for slope in [1e-21, 1001.0, f32::NAN] {
+            let error = with(&|p| p.alibi_slopes = Some(vec![0.5, slope])).unwrap_err();
+            assert!(matches!(
+                error,
+                Error::Parameter {
+                    what: "alibi_slopes",
+                    ..
+                }
+            ));
+        }
     }
 }

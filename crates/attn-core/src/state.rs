@@ -2,7 +2,7 @@
 
 use crate::{
     arithmetic::{EXP2_MIN, LOG2_E, exp2_float, lse, rcp},
-    error::Error,
+    error::{Error, check_finite, filled, refuse},
 };
 
 /// Normalized outputs and log-sum-exps of the same rows: what a decode step returns, ready to join with another over other tokens.
@@ -17,9 +17,10 @@ impl AttnState {
     /// `out` is `[rows, head_dim]`, `lse` `[rows]`: natural log, −∞ for a row that saw no token.
     ///
     /// # Errors
-    /// [`Error::Length`].
+    /// [`Error::Length`]; [`Error::Parameter`] for a head_dim of 0 and for outputs beyond 2^126; [`Error::NotFinite`] for an output that is not finite, and for a
+    /// log-sum-exp of NaN or +∞, which no decode step gives and which no merge could weigh.
     pub fn new(head_dim: usize, out: Vec<f32>, lse: Vec<f32>) -> Result<Self, Error> {
-        let needed = lse.len() * head_dim;
+        let needed = elements(lse.len(), head_dim)?;
         if out.len() != needed {
             return Err(Error::Length {
                 what: "out",
@@ -27,16 +28,34 @@ impl AttnState {
                 needed,
             });
         }
+        check_finite("out", &out)?;
+        if let Some(x) = out.iter().find(|x| x.abs() > MAX_OUT) {
+            return refuse(
+                "out",
+                x,
+                "magnitudes up to 2^126, so that two of them add up",
+            );
+        }
+        if let Some(index) = lse.iter().position(|x| !(*x < f32::INFINITY)) {
+            return Err(Error::NotFinite {
+                what: "lse",
+                index,
+                value: lse[index],
+            });
+        }
         Ok(AttnState { head_dim, out, lse })
     }
 
     /// No token seen: outputs 0, log-sum-exps −∞. Merging it changes nothing.
-    pub fn empty(rows: usize, head_dim: usize) -> Self {
-        AttnState {
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a head_dim of 0; [`Error::OutOfMemory`].
+    pub fn empty(rows: usize, head_dim: usize) -> Result<Self, Error> {
+        Ok(AttnState {
             head_dim,
-            out: vec![0.0; rows * head_dim],
-            lse: vec![f32::NEG_INFINITY; rows],
-        }
+            out: filled("outputs", elements(rows, head_dim)?, 0.0)?,
+            lse: filled("log-sum-exps", rows, f32::NEG_INFINITY)?,
+        })
     }
 
     /// Outputs `[rows, head_dim]`.
@@ -67,8 +86,8 @@ impl AttnState {
                 });
             }
         }
-        let rows = self.out.chunks_exact_mut(self.head_dim.max(1));
-        let other_rows = other.out.chunks_exact(self.head_dim.max(1));
+        let rows = self.out.chunks_exact_mut(self.head_dim);
+        let other_rows = other.out.chunks_exact(self.head_dim);
         let sums = self.lse.iter_mut().zip(&other.lse);
         for ((row, other_row), (a, b)) in rows.zip(other_rows).zip(sums) {
             if *b == f32::NEG_INFINITY {
@@ -93,31 +112,95 @@ impl AttnState {
     }
 }
 
+/// 2^126.
+const MAX_OUT: f32 = f32::from_bits(0x7e80_0000);
+
+/// Elements of an output.
+fn elements(rows: usize, head_dim: usize) -> Result<usize, Error> {
+    if head_dim == 0 {
+        return refuse("head_dim", 0, "1 or more");
+    }
+    Ok(rows.saturating_mul(head_dim))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn merging_weighs_by_the_log_sum_exps() {
-        let mut state = AttnState::empty(1, 2);
+        let mut state = AttnState::empty(1, 2).unwrap();
         let first = AttnState::new(2, vec![1.5, -2.0], vec![0.25]).unwrap();
         state.merge_state(&first).unwrap();
-        state.merge_state(&AttnState::empty(1, 2)).unwrap();
+        state.merge_state(&AttnState::empty(1, 2).unwrap()).unwrap();
         assert_eq!(state, first);
-        let second = AttnState::new(2, vec![0.5, 2.0], vec![0.25]).unwrap();
+        // Unequal weights: e^0.25 and e^1.75, so that no two of them could be exchanged unnoticed.
+        let second = AttnState::new(2, vec![0.5, 2.0], vec![1.75]).unwrap();
         state.merge_state(&second).unwrap();
-        let close = |x: f32, y: f32| (x - y).abs() < 1e-6;
-        assert!(close(state.out()[0], 1.0) && close(state.out()[1], 0.0));
-        assert!(close(state.lse()[0], 0.25 + 2f32.ln()));
+        let (a, b) = (0.25f64.exp(), 1.75f64.exp());
+        let close = |x: f32, y: f64| (f64::from(x) - y).abs() < 1e-6;
+        assert!(close(state.out()[0], (1.5 * a + 0.5 * b) / (a + b)));
+        assert!(close(state.out()[1], (-2.0 * a + 2.0 * b) / (a + b)));
+        assert!(close(state.lse()[0], (a + b).ln()));
+    }
+
+    #[test]
+    fn rows_merge_on_their_own() {
+        let rows = |x: [f32; 2], lse: [f32; 2]| AttnState::new(1, x.to_vec(), lse.to_vec());
+        let none = f32::NEG_INFINITY;
+        let mut state = rows([1.0, 0.0], [0.5, none]).unwrap();
+        state
+            .merge_state(&rows([0.0, 3.0], [none, -700.0]).unwrap())
+            .unwrap();
+        assert_eq!(state, rows([1.0, 3.0], [0.5, -700.0]).unwrap());
+    }
+
+    #[test]
+    fn what_no_step_gives_is_refused() {
+        for lse in [f32::NAN, f32::INFINITY] {
+            let error = AttnState::new(1, vec![1.0, 1.0], vec![0.0, lse]).unwrap_err();
+            assert!(matches!(
+                error,
+                Error::NotFinite {
+                    what: "lse",
+                    index: 1,
+                    ..
+                }
+            ));
+        }
+        for x in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let error = AttnState::new(1, vec![x], vec![0.0]).unwrap_err();
+            assert!(matches!(
+                error,
+                Error::NotFinite {
+                    what: "out",
+                    index: 0,
+                    ..
+                }
+            ));
+        }
+        assert!(AttnState::new(1, vec![f32::MAX], vec![0.0]).is_err());
+        assert!(AttnState::new(0, vec![], vec![0.0]).is_err());
+        assert!(AttnState::empty(1, 0).is_err());
+        for rows in [1 << 58, usize::MAX] {
+            assert!(matches!(
+                AttnState::empty(rows, 64),
+                Err(Error::OutOfMemory { .. })
+            ));
+        }
     }
 
     #[test]
     fn other_shapes_are_refused() {
         assert!(AttnState::new(2, vec![0.0; 3], vec![0.0]).is_err());
-        let mut state = AttnState::empty(2, 2);
+        let mut state = AttnState::empty(2, 2).unwrap();
         let before = state.clone();
-        for other in [AttnState::empty(1, 2), AttnState::empty(2, 4)] {
-            assert!(state.merge_state(&other).is_err());
+        for (rows, dim) in [(1, 2), (2, 4)] {
+            assert!(
+                state
+                    .merge_state(&AttnState::empty(rows, dim).unwrap())
+                    .is_err()
+            );
             assert_eq!(state, before);
         }
     }

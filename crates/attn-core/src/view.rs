@@ -1,9 +1,11 @@
 //! Contiguous caches of others (BNSH, BSNH), read in place through strides.
 
+use half::bf16;
+
 use crate::{
-    error::Error,
-    format::{KvFormat, Scheme},
-    problem::Problem,
+    error::{Error, refuse},
+    format::{BF16_MAX, KvFormat, Scheme},
+    problem::{Problem, SCALES},
 };
 
 /// Rows of one of K, V: `head_dim` codes side by side per (sequence, KV head, token), and their f16 scales.
@@ -21,19 +23,15 @@ pub struct StridedRows<'a> {
     pub scale_strides: [usize; 3],
 }
 
-/// A whole contiguous cache.
+/// A whole contiguous cache, checked: every cached token of a problem lies inside its slices, and its scales and codes are values.
 #[derive(Debug, Clone, Copy)]
 pub struct KvView<'a> {
-    /// What is stored: f16, bf16, fp8 or an int8 scheme, row by row.
-    pub format: KvFormat,
-    /// K's rows.
-    pub k: StridedRows<'a>,
-    /// V's rows.
-    pub v: StridedRows<'a>,
-    /// Static scales per KV head; empty for schemes without.
-    pub k_tensor_scales: &'a [f32],
-    /// As for K.
-    pub v_tensor_scales: &'a [f32],
+    format: KvFormat,
+    rows: [StridedRows<'a>; 2],
+    tensor_scales: [&'a [f32]; 2],
+    num_kv_heads: usize,
+    head_dim: usize,
+    kv_lens: &'a [usize],
 }
 
 impl<'a> StridedRows<'a> {
@@ -49,12 +47,16 @@ impl<'a> StridedRows<'a> {
         StridedRows {
             codes,
             code_strides: [
-                heads * capacity * row_bytes,
-                capacity * row_bytes,
+                product([heads, capacity, row_bytes]),
+                product([1, capacity, row_bytes]),
                 row_bytes,
             ],
             scales,
-            scale_strides: [heads * capacity * groups, capacity * groups, groups],
+            scale_strides: [
+                product([heads, capacity, groups]),
+                product([1, capacity, groups]),
+                groups,
+            ],
         }
     }
 
@@ -69,13 +71,24 @@ impl<'a> StridedRows<'a> {
     ) -> Self {
         StridedRows {
             codes,
-            code_strides: [heads * capacity * row_bytes, row_bytes, heads * row_bytes],
+            code_strides: [
+                product([heads, capacity, row_bytes]),
+                row_bytes,
+                product([1, heads, row_bytes]),
+            ],
             scales,
-            scale_strides: [heads * capacity * groups, groups, heads * groups],
+            scale_strides: [
+                product([heads, capacity, groups]),
+                groups,
+                product([1, heads, groups]),
+            ],
         }
     }
 
     /// Code `d` of the row at (sequence, head, token).
+    ///
+    /// # Panics
+    /// If the row does not lie inside the codes; those of a [`KvView`]'s tokens do.
     pub fn code(&self, bits: usize, at: [usize; 3], d: usize) -> u16 {
         let row: usize = at.iter().zip(self.code_strides).map(|(i, s)| i * s).sum();
         match bits {
@@ -85,6 +98,9 @@ impl<'a> StridedRows<'a> {
     }
 
     /// Bits of the f16 scale of `group` at (sequence, head, token).
+    ///
+    /// # Panics
+    /// If the row does not lie inside the scales; those of a [`KvView`]'s tokens do.
     pub fn scale(&self, at: [usize; 3], group: usize) -> u16 {
         let row: usize = at.iter().zip(self.scale_strides).map(|(i, s)| i * s).sum();
         self.scales[row + group]
@@ -99,62 +115,237 @@ impl<'a> StridedRows<'a> {
             });
         }
         scheme.check(problem.head_dim, 64)?;
-        let reach = |strides: [usize; 3], row: usize| {
-            let longest = problem
-                .kv_lens
-                .iter()
-                .enumerate()
-                .filter(|(_, len)| **len > 0);
-            longest
-                .map(|(b, len)| {
-                    b * strides[0]
-                        + (problem.num_kv_heads - 1) * strides[1]
-                        + (len - 1) * strides[2]
-                        + row
-                })
-                .max()
-                .unwrap_or(0)
-        };
-        let needed = reach(self.code_strides, problem.head_dim * scheme.code_bits() / 8);
-        if needed > self.codes.len() {
-            return Err(Error::Length {
-                what,
-                given: self.codes.len(),
-                needed,
-            });
+        let row = problem.head_dim * scheme.code_bits() / 8;
+        check_reach(what, self.code_strides, row, self.codes.len(), problem)?;
+        if scheme.has_row_scales() {
+            let groups = scheme.groups(problem.head_dim);
+            let given = self.scales.len();
+            check_reach("scales", self.scale_strides, groups, given, problem)?;
         }
-        let has_scales = scheme.is_integer() && !scheme.has_tensor_scale();
-        let needed = if has_scales {
-            reach(self.scale_strides, scheme.groups(problem.head_dim))
-        } else {
-            0
-        };
-        if needed > self.scales.len() {
-            return Err(Error::Length {
-                what: "scales",
-                given: self.scales.len(),
-                needed,
-            });
+        Ok(())
+    }
+
+    /// Refuses scales that are negative, infinite or NaN, and codes of floats that are infinite, NaN or beyond the scheme's magnitude.
+    ///
+    /// The rows must lie inside the slices.
+    fn check_values(&self, scheme: Scheme, problem: &Problem) -> Result<(), Error> {
+        let row = problem.head_dim * scheme.code_bits() / 8;
+        let groups = scheme.groups(problem.head_dim);
+        for (b, &len) in problem.kv_lens.iter().enumerate() {
+            for head in 0..problem.num_kv_heads {
+                let bad = |what, offset| {
+                    Err(Error::BadBytes {
+                        what,
+                        offset,
+                        scheme,
+                    })
+                };
+                let codes = Lines::of(self.codes, self.code_strides, [b, head], row, len);
+                if let Some(at) = codes.find(|bytes| has_bad_code(scheme, bytes)) {
+                    return bad("view code", at);
+                }
+                if scheme.has_row_scales() {
+                    let scales = Lines::of(self.scales, self.scale_strides, [b, head], groups, len);
+                    if let Some(at) = scales.find(|bits| bits.iter().any(|b| *b > F16_MAX)) {
+                        return bad("view scale", at);
+                    }
+                }
+            }
         }
         Ok(())
     }
 }
 
-impl KvView<'_> {
-    /// Refuses a view that does not reach every cached token.
+/// Bits of the largest finite f16; those of negative, infinite and NaN values are larger.
+const F16_MAX: u16 = 0x7bff;
+
+/// Whether any code of the scheme is no number, or beyond [`Scheme::max_magnitude`].
+fn has_bad_code(scheme: Scheme, bytes: &[u8]) -> bool {
+    let any16 = |most: u16| {
+        let codes = bytes.chunks_exact(2);
+        codes.fold(false, |bad, c| {
+            bad | (u16::from_le_bytes([c[0], c[1]]) & 0x7fff > most)
+        })
+    };
+    match scheme {
+        Scheme::F16 => any16(F16_MAX),
+        Scheme::Bf16 => any16(bf16::from_f32(BF16_MAX).to_bits()),
+        Scheme::Fp8E4m3 => bytes.iter().fold(false, |bad, c| bad | (c & 0x7f == 0x7f)),
+        // Every integer is a code.
+        Scheme::Int8(_) | Scheme::Int4(_) => false,
+    }
+}
+
+/// The rows of one (sequence, KV head): `len` of them, `step` elements apart.
+struct Lines<'a, T> {
+    elements: &'a [T],
+    first: usize,
+    step: usize,
+    row: usize,
+    len: usize,
+}
+
+impl<'a, T> Lines<'a, T> {
+    fn of(
+        elements: &'a [T],
+        strides: [usize; 3],
+        [b, head]: [usize; 2],
+        row: usize,
+        len: usize,
+    ) -> Self {
+        // Sequences without tokens may have strides that no slice reaches.
+        let first = b
+            .saturating_mul(strides[0])
+            .saturating_add(head.saturating_mul(strides[1]));
+        Lines {
+            elements,
+            first,
+            step: strides[2],
+            row,
+            len,
+        }
+    }
+
+    /// Where the first run begins that `is_bad`; rows that lie side by side are one run.
+    fn find(&self, is_bad: impl Fn(&[T]) -> bool) -> Option<usize> {
+        if self.len > 0 && self.step == self.row {
+            let run = &self.elements[self.first..][..self.len * self.row];
+            if !is_bad(run) {
+                return None;
+            }
+        }
+        (0..self.len)
+            .map(|t| self.first + t * self.step)
+            .find(|&at| is_bad(&self.elements[at..at + self.row]))
+    }
+}
+
+/// A product that saturates: strides that no slice can have are refused with their view.
+fn product(factors: [usize; 3]) -> usize {
+    factors.into_iter().fold(1, usize::saturating_mul)
+}
+
+/// Refuses a slice of `given` elements that ends before the last row of `row` elements which the problem reads.
+fn check_reach(
+    what: &'static str,
+    strides: [usize; 3],
+    row: usize,
+    given: usize,
+    problem: &Problem,
+) -> Result<(), Error> {
+    let mut needed = 0;
+    for (b, &len) in problem.kv_lens.iter().enumerate() {
+        if len == 0 {
+            continue;
+        }
+        let last = [b, problem.num_kv_heads - 1, len - 1];
+        let terms = last.iter().zip(strides);
+        let end = terms
+            .map(|(i, stride)| i.saturating_mul(stride))
+            .fold(row, usize::saturating_add);
+        needed = needed.max(end);
+    }
+    if needed > given {
+        return Err(Error::Length {
+            what,
+            given,
+            needed,
+        });
+    }
+    Ok(())
+}
+
+impl<'a> KvView<'a> {
+    /// A view of the cache that `problem` attends to: its lengths, heads and head_dim. `tensor_scales` are K's and V's static scales per KV
+    /// head, empty for schemes without.
+    ///
+    /// Reads every scale, and every code of a float scheme: about the time of one read of those bytes (`docs/testing.md` has the measured
+    /// cost). int8 codes are not read, since every one is a value.
     ///
     /// # Errors
-    /// [`Error::Length`] for short slices, [`Error::Parameter`] for schemes that have no row form.
-    pub fn check(&self, problem: &Problem) -> Result<(), Error> {
-        self.k.check("k codes", self.format.k, problem)?;
-        self.v.check("v codes", self.format.v, problem)?;
-        for (scheme, scales) in [
-            (self.format.k, self.k_tensor_scales),
-            (self.format.v, self.v_tensor_scales),
-        ] {
+    /// [`Error::Parameter`] for a problem or a scheme that has no row form; [`Error::Length`] for slices that do not reach every cached
+    /// token; [`Error::BadBytes`] for a scale that is negative or not finite, and for a code that is not finite or too large.
+    pub fn new(
+        problem: &'a Problem,
+        format: KvFormat,
+        k: StridedRows<'a>,
+        v: StridedRows<'a>,
+        tensor_scales: [&'a [f32]; 2],
+    ) -> Result<Self, Error> {
+        let view = Self::with_trusted_values(problem, format, k, v, tensor_scales)?;
+        view.rows[0].check_values(format.k, problem)?;
+        view.rows[1].check_values(format.v, problem)?;
+        Ok(view)
+    }
+
+    /// As [`KvView::new`], but takes the scales and codes on trust.
+    ///
+    /// For caches whose writer checks every value. A scale or code that `new` would refuse gives an answer without meaning, which may differ
+    /// between backends; memory is safe all the same.
+    ///
+    /// # Errors
+    /// Those of [`KvView::new`] but [`Error::BadBytes`].
+    pub fn with_trusted_values(
+        problem: &'a Problem,
+        format: KvFormat,
+        k: StridedRows<'a>,
+        v: StridedRows<'a>,
+        tensor_scales: [&'a [f32]; 2],
+    ) -> Result<Self, Error> {
+        problem.check()?;
+        k.check("k codes", format.k, problem)?;
+        v.check("v codes", format.v, problem)?;
+        for (scheme, scales) in [format.k, format.v].into_iter().zip(tensor_scales) {
             check_tensor_scales(scheme, scales, problem.num_kv_heads)?;
         }
-        Ok(())
+        Ok(KvView {
+            format,
+            rows: [k, v],
+            tensor_scales,
+            num_kv_heads: problem.num_kv_heads,
+            head_dim: problem.head_dim,
+            kv_lens: &problem.kv_lens,
+        })
+    }
+
+    /// What is stored: f16, bf16, fp8 or an int8 scheme, row by row.
+    pub fn format(&self) -> KvFormat {
+        self.format
+    }
+
+    /// K's rows.
+    pub fn k(&self) -> &StridedRows<'a> {
+        &self.rows[0]
+    }
+
+    /// V's rows.
+    pub fn v(&self) -> &StridedRows<'a> {
+        &self.rows[1]
+    }
+
+    /// K's static scales per KV head; empty for schemes without.
+    pub fn k_tensor_scales(&self) -> &'a [f32] {
+        self.tensor_scales[0]
+    }
+
+    /// V's static scales per KV head; empty for schemes without.
+    pub fn v_tensor_scales(&self) -> &'a [f32] {
+        self.tensor_scales[1]
+    }
+
+    /// KV heads.
+    pub fn num_kv_heads(&self) -> usize {
+        self.num_kv_heads
+    }
+
+    /// Elements per head.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Cached tokens of each sequence.
+    pub fn kv_lens(&self) -> &'a [usize] {
+        self.kv_lens
     }
 }
 
@@ -176,12 +367,8 @@ pub(crate) fn check_tensor_scales(
             needed,
         });
     }
-    match scales.iter().find(|s| !(1e-20..=1e20).contains(*s)) {
-        Some(s) => Err(Error::Parameter {
-            what: "tensor scale",
-            given: s.to_string(),
-            allowed: "1e-20 to 1e20",
-        }),
+    match scales.iter().find(|s| !SCALES.contains(*s)) {
+        Some(s) => refuse("tensor scale", s, "1e-15 to 1e15"),
         None => Ok(()),
     }
 }

@@ -51,7 +51,7 @@ fn foreign(
 /// In, out again, and into a cache and back: the same bytes each time. Returns the pages' K values.
 fn round_trip(format: RowFormat, dim: usize, tokens: usize, rows: &Exported) -> Vec<f32> {
     let config = config(format.scheme(dim).unwrap(), dim, tokens);
-    let layout = config.layout();
+    let layout = config.layout().unwrap();
     let mut values = Vec::new();
     for order in [Order::Bnsh, Order::Bsnh] {
         let theirs = foreign(format, rows, order, dim, tokens);
@@ -170,7 +170,9 @@ proptest! {
     fn arbitrary_q4_0_bytes_come_back_or_are_refused(bytes in prop::collection::vec(any::<u8>(), 72)) {
         let rows = Exported { codes: [&bytes[..], &bytes].concat(), scales: Vec::new() };
         let format = RowFormat::Q4_0;
-        let layout = config(format.scheme(128).unwrap(), 128, 1).layout();
+        let layout = config(format.scheme(128).unwrap(), 128, 1)
+            .layout()
+            .unwrap();
         let theirs = foreign(format, &rows, Order::Bsnh, 128, 1);
         match import(&layout, 0, 1, &theirs, &theirs) {
             Ok(pages) => {
@@ -234,7 +236,7 @@ fn a_block_table_gives_the_pages_of_a_contiguous_cache() {
             tokens: 16,
         }),
     };
-    let layout = config.layout();
+    let layout = config.layout().unwrap();
     let pages = import(&layout, 0, tokens, &paged, &paged).unwrap();
     assert_eq!(pages, import(&layout, 0, tokens, &want, &want).unwrap());
     let paged = Foreign {
@@ -296,7 +298,7 @@ fn restore_brings_an_open_channel_page_back() {
 fn damaged_pages_are_refused_and_nothing_changes() {
     let scheme = Scheme::Int8(Int8Scale::Token);
     let config = config(scheme, 64, 10);
-    let layout = config.layout();
+    let layout = config.layout().unwrap();
     let mut cache =
         KvCache::new(config.clone(), Box::new(HostPages::new(&config).unwrap())).unwrap();
     let mut pages = vec![vec![0u8; layout.page_bytes()]];
@@ -354,7 +356,9 @@ fn formats_without_a_counterpart_are_named() {
         codes: [&row[..], &row].concat(),
         scales: Vec::new(),
     };
-    let layout = config(Scheme::Int4(Int4Scale::Groups(2)), 64, 1).layout();
+    let layout = config(Scheme::Int4(Int4Scale::Groups(2)), 64, 1)
+        .layout()
+        .unwrap();
     let theirs = foreign(RowFormat::FbgemmInt4(2), &rows, Order::Bsnh, 64, 1);
     let pages = import(&layout, 0, 1, &theirs, &theirs).unwrap();
     let error = export(&layout, &pages, 1, Side::V, RowFormat::Q4_0, Order::Bsnh).unwrap_err();

@@ -6,8 +6,8 @@ use std::{
 };
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, DeviceInfo, Error, HostPages,
-    Int4Scale, KvCache, KvFormat, Plan, Problem, Scheme, Unsupported,
+    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, Int4Scale, KvCache,
+    KvFormat, Plan, Problem, Scheme, Unsupported,
 };
 
 use crate::{
@@ -65,8 +65,8 @@ fn ask_for_huge_pages(pool: &[u8]) {
 #[cfg(not(target_os = "linux"))]
 fn ask_for_huge_pages(_: &[u8]) {}
 
-fn check_plan(step: &DecodeStep<'_>) -> Result<(), Error> {
-    if step.plan().backend == "cpu" {
+fn check_plan(plan: &Plan) -> Result<(), Error> {
+    if plan.backend == "cpu" {
         Ok(())
     } else {
         Err(Error::Foreign {
@@ -117,21 +117,22 @@ impl DecodeAttention for Reference {
         plan(problem, format)
     }
 
-    fn decode(&self, step: &DecodeStep<'_>, output: &mut DecodeOutput<'_>) -> Result<(), Error> {
-        check_plan(step)?;
+    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        check_plan(step.plan())?;
+        let inputs = step.inputs();
         let (problem, format) = (&step.plan().problem, step.plan().format);
         let (dim, integer) = (problem.head_dim, format.is_integer());
-        let (out, lse) = output.slices();
+        let (out, lse) = step.outputs();
         for (r, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
             let (bi, q_head) = (r / problem.num_q_heads, r % problem.num_q_heads);
             let (b, i) = (bi / problem.q_len, bi % problem.q_len);
-            let reader = Reader::new(step.kv(), b, q_head / problem.heads_per_kv())?;
+            let reader = Reader::new(inputs.kv(), b, q_head / problem.heads_per_kv())?;
             let mut row = Row::new(
                 problem,
                 b,
                 i,
                 q_head,
-                &step.q()[r * dim..][..dim],
+                &inputs.q()[r * dim..][..dim],
                 reader.tensor_scales[0],
             );
             if integer && format.k == Scheme::Int4(Int4Scale::Channel) {
@@ -240,11 +241,12 @@ impl DecodeAttention for CpuBackend {
         plan(problem, format)
     }
 
-    fn decode(&self, step: &DecodeStep<'_>, output: &mut DecodeOutput<'_>) -> Result<(), Error> {
-        check_plan(step)?;
+    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        check_plan(step.plan())?;
+        let inputs = step.inputs();
         let mut workspace = self.workspaces().pop().unwrap_or_default();
-        let (out, lse) = output.slices();
-        let result = decode::decode(self.isa, step, &mut workspace, out, lse);
+        let (out, lse) = step.outputs();
+        let result = decode::decode(self.isa, &inputs, &mut workspace, out, lse);
         self.workspaces().push(workspace);
         result
     }

@@ -5,7 +5,7 @@
 use std::{hint::black_box, time::Instant};
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Error, KvCache, KvSource, Plan,
+    CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvSource, Plan,
     arithmetic::TILE,
     bench::{Measured, Place, Rows, Shape, Timer, Timing, Work, noise},
 };
@@ -109,13 +109,12 @@ impl Prepared {
         let source = match &self.kv {
             Kv::Pages(cache) => KvSource::Cache(cache),
             Kv::Rows(rows) => {
-                view = rows.view();
+                view = rows.view()?;
                 KvSource::View(&view)
             }
         };
-        let step = DecodeStep::new(&self.plan, black_box(&self.q), source)?;
-        let mut output = DecodeOutput::new(&self.plan.problem, &mut self.out, &mut self.lse)?;
-        backend.decode(&step, &mut output)?;
+        let (q, out, lse) = (black_box(&self.q), &mut self.out, &mut self.lse);
+        backend.decode(&mut DecodeStep::new(&self.plan, q, source, out, lse)?)?;
         black_box(&self.out);
         Ok(())
     }

@@ -3,7 +3,7 @@
 use std::{cell::RefCell, ops::Range};
 
 use attn_core::{
-    DecodeStep, Error, Int4Scale, KvSource, Problem, Scheme,
+    Error, Int4Scale, KvSource, Problem, Scheme, StepInputs,
     arithmetic::{LOG2_E, SPAN, TILE, segment_tiles},
 };
 use rayon::prelude::*;
@@ -50,7 +50,7 @@ thread_local! {
 }
 
 /// Attends the first of the items, and fetches for the second: one state per row into `states`, `[row][dim + 2]`, m and l last.
-type Attend = unsafe fn(&DecodeStep<'_>, &[Item], &mut Scratch, &mut [f32]) -> Result<(), Error>;
+type Attend = unsafe fn(&StepInputs<'_>, &[Item], &mut Scratch, &mut [f32]) -> Result<(), Error>;
 
 /// One instruction set's kernels: functions that enable its features, one for each arithmetic.
 macro_rules! kernels {
@@ -61,7 +61,7 @@ macro_rules! kernels {
 
             $(#[target_feature(enable = $features)])?
             pub fn integer(
-                step: &DecodeStep<'_>,
+                step: &StepInputs<'_>,
                 items: &[Item],
                 scratch: &mut Scratch,
                 states: &mut [f32],
@@ -71,7 +71,7 @@ macro_rules! kernels {
 
             $(#[target_feature(enable = $features)])?
             pub fn float(
-                step: &DecodeStep<'_>,
+                step: &StepInputs<'_>,
                 items: &[Item],
                 scratch: &mut Scratch,
                 states: &mut [f32],
@@ -178,7 +178,7 @@ fn segments(kv_len: usize) -> usize {
 /// Attends a whole step on `isa`, which the caller has found available.
 pub(crate) fn decode(
     isa: Isa,
-    step: &DecodeStep<'_>,
+    step: &StepInputs<'_>,
     workspace: &mut Workspace,
     out: &mut [f32],
     lse: &mut [f32],
@@ -226,7 +226,7 @@ pub(crate) fn decode(
 
 /// Makes every row's answer of its states.
 fn finish_rows(
-    step: &DecodeStep<'_>,
+    step: &StepInputs<'_>,
     workspace: &Workspace,
     finish: impl Fn(&States<'_>, f32, &mut [f32]) -> f32 + Sync,
     out: &mut [f32],
@@ -266,10 +266,10 @@ fn finish_rows(
     }
 }
 
-fn v_scale(step: &DecodeStep<'_>, g: usize) -> f32 {
+fn v_scale(step: &StepInputs<'_>, g: usize) -> f32 {
     let scales = match step.kv() {
         KvSource::Cache(cache) => &cache.config().v_tensor_scales[..],
-        KvSource::View(view) => view.v_tensor_scales,
+        KvSource::View(view) => view.v_tensor_scales(),
     };
     scales.get(g).copied().unwrap_or(1.0)
 }
@@ -285,7 +285,7 @@ enum Prepared {
 #[inline(always)]
 fn attend<D: Dot, const INTEGER: bool>(
     d: D,
-    step: &DecodeStep<'_>,
+    step: &StepInputs<'_>,
     items: &[Item],
     scratch: &mut Scratch,
     states: &mut [f32],
@@ -409,7 +409,7 @@ fn attend<D: Dot, const INTEGER: bool>(
 #[inline(always)]
 fn load_queries<S: Simd>(
     _: S,
-    step: &DecodeStep<'_>,
+    step: &StepInputs<'_>,
     item: &Item,
     k_tensor_scale: f32,
     out: &mut Aligned<f32>,

@@ -46,7 +46,7 @@ impl Parts {
         };
         Parts {
             page_bytes: layout.page_bytes(),
-            page_shift: layout.page_size.trailing_zeros(),
+            page_shift: layout.page_size().trailing_zeros(),
             sides: [
                 side(layout.k_codes(), layout.k_params()),
                 side(layout.v_codes(), layout.v_params()),
@@ -106,7 +106,7 @@ impl<'a> Reader<'a> {
                     what: "cache",
                 })?;
                 let (config, table) = (cache.config(), cache.table());
-                let layout = config.layout();
+                let layout = *cache.layout();
                 Reader {
                     source: Source::Pages {
                         pool: store.pool(),
@@ -125,7 +125,7 @@ impl<'a> Reader<'a> {
                 source: Source::View(view),
                 sequence,
                 head,
-                tensor_scales: [pick(view.k_tensor_scales), pick(view.v_tensor_scales)],
+                tensor_scales: [pick(view.k_tensor_scales()), pick(view.v_tensor_scales())],
             },
         })
     }
@@ -133,11 +133,11 @@ impl<'a> Reader<'a> {
     /// The scheme that holds token `t`: an open page of `Int4 Channel` holds K as `Int8 Token`.
     pub fn scheme(&self, side: Side, t: usize) -> Scheme {
         match self.source {
-            Source::View(view) if side == Side::K => view.format.k,
-            Source::View(view) => view.format.v,
-            Source::Pages { layout, .. } if side == Side::V => layout.format.v,
-            Source::Pages { layout, .. } if self.is_open(t) => layout.tail_k().format.k,
-            Source::Pages { layout, .. } => layout.format.k,
+            Source::View(view) if side == Side::K => view.format().k,
+            Source::View(view) => view.format().v,
+            Source::Pages { layout, .. } if side == Side::V => layout.format().v,
+            Source::Pages { layout, .. } if self.is_open(t) => layout.tail_k().format().k,
+            Source::Pages { layout, .. } => layout.format().k,
         }
     }
 
@@ -153,7 +153,7 @@ impl<'a> Reader<'a> {
     /// Tokens up to which one page (or the whole view) goes on from `t`.
     pub fn page_end(&self, t: usize) -> usize {
         match self.source {
-            Source::Pages { layout, .. } => (t / layout.page_size + 1) * layout.page_size,
+            Source::Pages { layout, .. } => (t / layout.page_size() + 1) * layout.page_size(),
             Source::View(_) => usize::MAX,
         }
     }
@@ -212,7 +212,7 @@ impl<'a> Reader<'a> {
         let Source::View(view) = self.source else {
             return None;
         };
-        let rows = if side == Side::K { &view.k } else { &view.v };
+        let rows = if side == Side::K { view.k() } else { view.v() };
         let [sequence, head, token] = rows.code_strides;
         Some(Rows {
             codes: &rows.codes
@@ -229,7 +229,7 @@ impl<'a> Reader<'a> {
         let Source::View(view) = self.source else {
             unreachable!("pages hold their scales");
         };
-        let rows = if side == Side::K { &view.k } else { &view.v };
+        let rows = if side == Side::K { view.k() } else { view.v() };
         let [sequence, head, token] = rows.scale_strides;
         let first = self.sequence * sequence + self.head * head + t * token;
         (&rows.scales[first..], token)
@@ -256,15 +256,15 @@ impl<'a> Reader<'a> {
                 };
                 let at = address(
                     bits,
-                    layout.head_dim,
-                    layout.page_size,
-                    t % layout.page_size,
+                    layout.head_dim(),
+                    layout.page_size(),
+                    t % layout.page_size(),
                     d,
                 );
                 load_code(codes, bits, at)
             }
             (None, Source::View(view)) => {
-                let rows = if side == Side::K { &view.k } else { &view.v };
+                let rows = if side == Side::K { view.k() } else { view.v() };
                 rows.code(bits, [self.sequence, self.head, t], d)
             }
             (None, Source::Pages { .. }) => unreachable!("pages always have parts"),
@@ -275,9 +275,13 @@ impl<'a> Reader<'a> {
     pub fn param(&self, side: Side, t: usize, g: usize) -> Param {
         let scheme = self.scheme(side, t);
         match (self.part(side, t), self.source) {
-            (Some((_, params, layout)), _) => {
-                load_param(params, scheme, layout.page_size, t % layout.page_size, g)
-            }
+            (Some((_, params, layout)), _) => load_param(
+                params,
+                scheme,
+                layout.page_size(),
+                t % layout.page_size(),
+                g,
+            ),
             (None, Source::View(view))
                 if !matches!(scheme, Scheme::Int8(Int8Scale::Token | Int8Scale::Group32)) =>
             {
@@ -288,7 +292,7 @@ impl<'a> Reader<'a> {
                 }
             }
             (None, Source::View(view)) => {
-                let rows = if side == Side::K { &view.k } else { &view.v };
+                let rows = if side == Side::K { view.k() } else { view.v() };
                 Param {
                     scale: f16::from_bits(rows.scale([self.sequence, self.head, t], g)),
                     shift: f16::ZERO,

@@ -252,11 +252,12 @@ fn integer_values(
             _ => 0.0,
         };
         for d in g * len..(g + 1) * len {
-            let sum: i32 = tile
-                .clone()
-                .zip(&w16)
-                .map(|(t, w)| w * signed(scheme, reader.code(Side::V, t, d)))
-                .sum();
+            // Below 2^30 for scales that are numbers; a view that is trusted may have others, and must not panic.
+            let terms = tile.clone().zip(&w16);
+            let sum = terms.fold(0i32, |sum, (t, w)| {
+                let v = signed(scheme, reader.code(Side::V, t, d));
+                sum.wrapping_add(w.wrapping_mul(v))
+            });
             let t = sum as f32 * exp2i(-f);
             value[d] = if matches!(scheme, Scheme::Int4(_)) {
                 t + shift_term

@@ -5,9 +5,7 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, KvFormat, KvSource, Problem,
-};
+use attn_core::{CacheConfig, DecodeAttention, DecodeStep, KvFormat, KvSource, Problem};
 use attn_cpu::CpuBackend;
 
 /// The system's allocator, and how often it was asked for memory, by any thread.
@@ -68,9 +66,9 @@ fn counted(format: &str, threads: usize) -> Vec<usize> {
     let plan = backend.plan(&problem, format).unwrap();
     let mut step = || {
         let before = allocations();
-        let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache)).unwrap();
-        let mut output = DecodeOutput::new(&problem, &mut out, &mut lse).unwrap();
-        backend.decode(&step, &mut output).unwrap();
+        let kv = KvSource::Cache(&cache);
+        let mut step = DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).unwrap();
+        backend.decode(&mut step).unwrap();
         allocations() - before
     };
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);

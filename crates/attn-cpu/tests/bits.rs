@@ -1,8 +1,8 @@
 //! The vector kernels give the reference's bits, for every instruction set that this machine has, at any number of threads.
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Int4Scale, Int8Scale, KvFormat,
-    KvSource, KvView, Problem, Scheme, StridedRows,
+    CacheConfig, DecodeAttention, DecodeStep, Int4Scale, Int8Scale, KvFormat, KvSource, KvView,
+    Problem, Scheme, StridedRows,
 };
 use attn_cpu::{CpuBackend, Isa, Reference};
 
@@ -49,14 +49,9 @@ fn bits(
     kv: KvSource<'_>,
 ) -> Vec<u32> {
     let plan = backend.plan(problem, format).unwrap();
-    let step = DecodeStep::new(&plan, q, kv).unwrap();
     let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
-    backend
-        .decode(
-            &step,
-            &mut DecodeOutput::new(problem, &mut out, &mut lse).unwrap(),
-        )
-        .unwrap();
+    let mut step = DecodeStep::new(&plan, q, kv, &mut out, &mut lse).unwrap();
+    backend.decode(&mut step).unwrap();
     out.iter().chain(&lse).map(|x| x.to_bits()).collect()
 }
 
@@ -80,7 +75,7 @@ fn cached(
         scales.iter_mut().for_each(|s| *s = 0.09);
     }
     let mut cache = CpuBackend::new().create_cache(&config).unwrap();
-    let garbage = vec![0xff; config.layout().page_bytes()];
+    let garbage = vec![0xff; cache.layout().page_bytes()];
     for page in 0..config.num_pages {
         cache.write_page(page as u32, &garbage).unwrap();
     }
@@ -256,11 +251,14 @@ fn bits_equal_reference_on_views() {
                 .collect()
         };
         let (k, v) = (bytes(11), bytes(12));
-        let has_scales = scheme.is_integer() && !scheme.has_tensor_scale();
         let scales: Vec<u16> = (0..batch * heads * capacity * scheme.groups(dim))
             .map(|i| half::f16::from_f32(0.01 + (i % 13) as f32 * 0.003).to_bits())
             .collect();
-        let scales = if has_scales { &scales[..] } else { &[] };
+        let scales = if scheme.has_row_scales() {
+            &scales[..]
+        } else {
+            &[]
+        };
         let tensor = vec![0.5; if scheme.has_tensor_scale() { heads } else { 0 }];
         for heads_first in [true, false] {
             let groups = scheme.groups(dim);
@@ -268,21 +266,9 @@ fn bits_equal_reference_on_views() {
                 true => StridedRows::bnsh(codes, scales, heads, capacity, row_bytes, groups),
                 false => StridedRows::bsnh(codes, scales, heads, capacity, row_bytes, groups),
             };
-            let view = KvView {
-                format: KvFormat::same(scheme),
-                k: side(&k),
-                v: side(&v),
-                k_tensor_scales: &tensor,
-                v_tensor_scales: &tensor,
-            };
-            compare(
-                &problem,
-                view.format,
-                &q,
-                KvSource::View(&view),
-                &[2],
-                "view",
-            );
+            let (format, both) = (KvFormat::same(scheme), [&tensor[..]; 2]);
+            let view = KvView::new(&problem, format, side(&k), side(&v), both).unwrap();
+            compare(&problem, format, &q, KvSource::View(&view), &[2], "view");
         }
     }
 }

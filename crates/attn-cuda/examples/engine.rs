@@ -45,7 +45,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .collect();
     let tails: Vec<u32> = (0..BATCH).map(|b| (BATCH * pages + b) as u32).collect();
     let pool: CudaSlice<u8> =
-        stream.alloc_zeros(config.num_pages * config.layout().page_bytes())?;
+        stream.alloc_zeros(config.num_pages * config.layout()?.page_bytes())?;
     let workspace: CudaSlice<u8> = stream.alloc_zeros(plan.workspace_bytes())?;
     let page_table = stream.clone_htod(&table)?;
     let tail_pages = stream.clone_htod(&tails)?;

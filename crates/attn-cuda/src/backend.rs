@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
-    KvSource, PageLayout, Plan, Problem, Scheme, Unsupported,
+    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, KvSource,
+    PageLayout, Plan, Problem, StepInputs, Unsupported,
 };
 use cudarc::driver::{DriverError, result};
 
@@ -97,8 +97,8 @@ impl CudaBackend {
 
     fn attend(
         &self,
-        step: &DecodeStep<'_>,
-        output: &mut DecodeOutput<'_>,
+        step: StepInputs<'_>,
+        (out, lse): (&mut [f32], &mut [f32]),
         page_size: usize,
     ) -> Result<(), Error> {
         let device = &self.device;
@@ -112,18 +112,16 @@ impl CudaBackend {
         let mut tails = Vec::new();
         let mut stride = 0;
         // A view that decode does not read in place is copied into pages first.
-        let layout = PageLayout {
-            format: step.plan().format,
-            head_dim: problem.head_dim,
-            page_size,
-            num_kv_heads: problem.num_kv_heads,
-        };
         let import = match step.kv() {
-            KvSource::View(_) if page_size != 0 => Some(native::prepare_import(device, layout)?),
+            KvSource::View(_) if page_size != 0 => {
+                let (format, heads) = (step.plan().format, problem.num_kv_heads);
+                let layout = PageLayout::new(format, problem.head_dim, page_size, heads)?;
+                Some((native::prepare_import(device, layout)?, layout))
+            }
             _ => None,
         };
         let mut imported = 0;
-        if import.is_some() {
+        if let Some((_, layout)) = &import {
             stride = plan.max_kv_len().div_ceil(page_size).max(1);
             table.extend(0..(problem.batch() * stride) as u32);
             imported = table.len() * layout.page_bytes();
@@ -142,7 +140,6 @@ impl CudaBackend {
             );
         }
         let rows = problem.rows();
-        let (out, lse) = output.slices();
         let mut upload = Upload::default();
         let workspace = upload.reserve(plan.workspace_bytes());
         let out_at = upload.reserve(size_of_val(&*out));
@@ -154,12 +151,12 @@ impl CudaBackend {
         let source = match step.kv() {
             KvSource::Cache(_) => [0, upload.add(bytes_of(&tails)), 0, 0, 0, 0],
             KvSource::View(view) => [
-                upload.add(view.k.codes),
-                upload.add(view.v.codes),
-                upload.add(bytes_of(view.k.scales)),
-                upload.add(bytes_of(view.v.scales)),
-                upload.add(bytes_of(view.k_tensor_scales)),
-                upload.add(bytes_of(view.v_tensor_scales)),
+                upload.add(view.k().codes),
+                upload.add(view.v().codes),
+                upload.add(bytes_of(view.k().scales)),
+                upload.add(bytes_of(view.v().scales)),
+                upload.add(bytes_of(view.k_tensor_scales())),
+                upload.add(bytes_of(view.v_tensor_scales())),
             ],
         };
         let (base, _lock) = device
@@ -179,17 +176,17 @@ impl CudaBackend {
                     num_pages: cache.config().num_pages,
                     page_table: at(pages[1]),
                     page_table_stride: stride,
-                    tail_pages: some(cache.config().layout().has_tail_page(), source[1]),
+                    tail_pages: some(cache.layout().has_tail_page(), source[1]),
                 };
                 (kv, store.tensor_scale_addresses())
             }
             KvSource::View(view) => {
-                let has = |scheme: Scheme| scheme.is_integer() && !scheme.has_tensor_scale();
-                let k = [at(source[0]), some(has(view.format.k), source[2])];
-                let v = [at(source[1]), some(has(view.format.v), source[3])];
-                let code_strides = [view.k.code_strides, view.v.code_strides];
-                let scale_strides = [view.k.scale_strides, view.v.scale_strides];
-                let kv = if let Some(import) = import {
+                let format = view.format();
+                let k = [at(source[0]), some(format.k.has_row_scales(), source[2])];
+                let v = [at(source[1]), some(format.v.has_row_scales(), source[3])];
+                let code_strides = [view.k().code_strides, view.v().code_strides];
+                let scale_strides = [view.k().scale_strides, view.v().scale_strides];
+                let kv = if let Some((import, _)) = import {
                     let args = ImportArgs {
                         k,
                         v,
@@ -219,8 +216,8 @@ impl CudaBackend {
                     }
                 };
                 let scales = [
-                    some(view.format.k.has_tensor_scale(), source[4]),
-                    some(view.format.v.has_tensor_scale(), source[5]),
+                    some(format.k.has_tensor_scale(), source[4]),
+                    some(format.v.has_tensor_scale(), source[5]),
                 ];
                 (kv, scales)
             }
@@ -305,28 +302,34 @@ impl DecodeAttention for CudaBackend {
         })
     }
 
-    fn decode(&self, step: &DecodeStep<'_>, output: &mut DecodeOutput<'_>) -> Result<(), Error> {
+    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         if step.plan().backend != "cuda" {
             return Err(Error::Foreign {
                 backend: "cuda",
                 what: "plan",
             });
         }
-        match step.kv() {
+        let inputs = step.inputs();
+        let page_size = match inputs.kv() {
             KvSource::Cache(cache) => {
                 let ours = cache.store().as_any().downcast_ref::<CudaPages>();
                 if !ours.is_some_and(|store| store.lies_on(&self.device)) {
                     return Err(FOREIGN_CACHE);
                 }
-                self.attend(step, output, cache.config().page_size)
+                cache.config().page_size
             }
             KvSource::View(view) => {
                 // Decode copies rows in pieces of 16 bytes.
-                let mut strides = view.k.code_strides.iter().chain(&view.v.code_strides);
-                let in_place = instance::covered(view.format, 0).is_ok()
+                let mut strides = view
+                    .k()
+                    .code_strides
+                    .into_iter()
+                    .chain(view.v().code_strides);
+                let in_place = instance::covered(view.format(), 0).is_ok()
                     && strides.all(|stride| stride.is_multiple_of(16));
-                self.attend(step, output, if in_place { 0 } else { 64 })
+                if in_place { 0 } else { 64 }
             }
-        }
+        };
+        self.attend(inputs, step.outputs(), page_size)
     }
 }

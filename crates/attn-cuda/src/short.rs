@@ -1,6 +1,6 @@
 //! When `short.cu` is the faster kernel, and what its launches look like: pure functions, tuned on an H200 (docs/performance.md).
 
-use attn_core::{Int4Scale, KvFormat, PageLayout, Problem, Scheme, arithmetic};
+use attn_core::{Int4Scale, KvFormat, Problem, Scheme, arithmetic, layout::run_bytes};
 
 use crate::geometry::{
     BULK_SHARED, Geometry, Launch, Limits, RESERVED_SHARED, Short, Unit, max_segments,
@@ -260,28 +260,20 @@ impl Cost {
     fn of(problem: &Problem, format: KvFormat) -> Self {
         // What both kernels read at most, in bytes per microsecond.
         let pace = if format.is_integer() { 4.3e6 } else { 4.5e6 };
-        let layout = layout(problem, format);
+        let tile = run_bytes(format, problem.head_dim, arithmetic::TILE);
         Cost {
-            tile: us_per_tile(problem, format, layout.run_bytes() as f64),
-            read: bytes(problem, &layout) / pace,
+            tile: us_per_tile(problem, format, tile as f64),
+            read: bytes(problem, format) / pace,
             row_groups: row_groups(problem),
         }
     }
 }
 
-fn layout(problem: &Problem, format: KvFormat) -> PageLayout {
-    PageLayout {
-        format,
-        head_dim: problem.head_dim,
-        page_size: arithmetic::TILE,
-        num_kv_heads: problem.num_kv_heads,
-    }
-}
-
 /// Of the cache that is read.
-fn bytes(problem: &Problem, layout: &PageLayout) -> f64 {
+fn bytes(problem: &Problem, format: KvFormat) -> f64 {
     let tokens: usize = problem.kv_lens.iter().sum();
-    (tokens * problem.num_kv_heads) as f64 * layout.bytes_per_token()
+    let tile = run_bytes(format, problem.head_dim, arithmetic::TILE) as f64;
+    (tokens * problem.num_kv_heads) as f64 * (tile / arithmetic::TILE as f64)
 }
 
 /// Microseconds that a team takes for a tile of `bytes`: what its chain of products and exchanges takes, or what one team can read.
@@ -352,7 +344,7 @@ fn decode_us(problem: &Problem, format: KvFormat, sms: usize) -> f64 {
         (format.k.groups(problem.head_dim) > 1, 1.4),
     ];
     let more: f64 = more.iter().filter(|(has, _)| *has).map(|(_, us)| us).sum();
-    8.3 + joins + more + most * bytes(problem, &layout(problem, format)) / 4.4e6
+    8.3 + joins + more + most * bytes(problem, format) / 4.4e6
 }
 
 /// Which kernel of `short.cu` is faster than the others, or asked for; it always has a launch then.

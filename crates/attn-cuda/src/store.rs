@@ -2,7 +2,7 @@
 
 use std::{any::Any, sync::Arc};
 
-use attn_core::{CacheConfig, Error, PageLayout, PageStore, TokenWrite};
+use attn_core::{CacheAccess, CacheConfig, Error, PageLayout, PageStore, TokenWrite};
 use cudarc::driver::{CudaSlice, DevicePtr, result};
 
 use crate::{
@@ -16,6 +16,7 @@ use crate::{
 pub struct CudaPages {
     device: Arc<Device>,
     layout: PageLayout,
+    num_pages: usize,
     pool: CudaSlice<u8>,
     /// K's, then V's static scales.
     tensor_scales: CudaSlice<f32>,
@@ -40,8 +41,7 @@ fn first_run(writes: &[TokenWrite], page_size: usize) -> usize {
 
 impl CudaPages {
     pub(crate) fn new(device: Arc<Device>, config: &CacheConfig) -> Result<Self, Error> {
-        config.check()?;
-        let layout = config.layout();
+        let (bytes, layout) = (config.pool_bytes()?.max(1), config.layout()?);
         let append = device.kernel(
             &Instance::Append {
                 format: config.format,
@@ -50,7 +50,6 @@ impl CudaPages {
             },
             0,
         )?;
-        let bytes = (config.num_pages * layout.page_bytes()).max(1);
         let pool = device
             .stream
             .alloc_zeros(bytes)
@@ -64,6 +63,7 @@ impl CudaPages {
             .map_err(failed("copying the tensor scales"))?;
         Ok(CudaPages {
             layout,
+            num_pages: config.num_pages,
             pool,
             tensor_scales,
             num_k_scales: config.k_tensor_scales.len(),
@@ -93,7 +93,7 @@ impl CudaPages {
 
     fn append_run(&self, writes: &[TokenWrite], k: u64, v: u64, words: u64) -> Result<(), Error> {
         let first = writes[0];
-        let row = self.layout.num_kv_heads * self.layout.head_dim;
+        let row = self.layout.num_kv_heads() * self.layout.head_dim();
         let mut table: Vec<u32> = writes.iter().map(|w| w.page).collect();
         table.dedup();
         let pages = table.len();
@@ -114,7 +114,7 @@ impl CudaPages {
             k_token_stride: row,
             v_token_stride: row,
             pool: self.pool_address(),
-            num_pages: self.pool.len() / self.layout.page_bytes(),
+            num_pages: self.num_pages,
             page_table: words,
             page_table_stride: pages,
             tail_pages: words + 4 * pages as u64,
@@ -134,7 +134,21 @@ impl CudaPages {
 }
 
 impl PageStore for CudaPages {
-    fn append(&mut self, writes: &[TokenWrite], k: &[f32], v: &[f32]) -> Result<(), Error> {
+    fn layout(&self) -> PageLayout {
+        self.layout
+    }
+
+    fn num_pages(&self) -> usize {
+        self.num_pages
+    }
+
+    fn append(
+        &mut self,
+        _: &CacheAccess,
+        writes: &[TokenWrite],
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<(), Error> {
         if writes.is_empty() {
             return Ok(());
         }
@@ -154,14 +168,14 @@ impl PageStore for CudaPages {
         }
         let mut left = writes;
         while !left.is_empty() {
-            let (run, rest) = left.split_at(first_run(left, self.layout.page_size));
+            let (run, rest) = left.split_at(first_run(left, self.layout.page_size()));
             self.append_run(run, k_at, v_at, words)?;
             left = rest;
         }
         Ok(())
     }
 
-    fn read_page(&self, page: u32) -> Result<Vec<u8>, Error> {
+    fn read_page(&self, _: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
         let size = self.layout.page_bytes();
         let at = page as usize * size;
         let view = self.pool.slice(at..at + size);
@@ -171,7 +185,7 @@ impl PageStore for CudaPages {
         Ok(bytes)
     }
 
-    fn write_page(&mut self, page: u32, bytes: &[u8]) -> Result<(), Error> {
+    fn write_page(&mut self, _: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
         let size = self.layout.page_bytes();
         let at = page as usize * size;
         let mut view = self.pool.slice_mut(at..at + size);
@@ -184,31 +198,38 @@ impl PageStore for CudaPages {
     fn as_any(&self) -> &dyn Any {
         self
     }
-
-    fn as_any_mut(&mut self) -> &mut dyn Any {
-        self
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn write(source: usize, page: u32, token: usize) -> TokenWrite {
-        TokenWrite {
-            source,
-            page,
-            tail_page: None,
-            token,
-        }
+    use attn_core::{HostPages, KvCache, KvFormat};
+
+    /// Where the tokens of some appends go, on pages of 32 tokens.
+    fn writes(before: usize, appends: &[(usize, usize)]) -> Vec<TokenWrite> {
+        let mut config = CacheConfig::new(KvFormat::INT8, 1, 64, 2, 128);
+        (config.page_size, config.num_pages) = (32, 8);
+        let pages = HostPages::new(&config).unwrap();
+        let mut cache = KvCache::new(config, Box::new(pages)).unwrap();
+        cache.append_with(&[(0, before)], |_, _| Ok(())).unwrap();
+        let mut all = Vec::new();
+        let write = |_: &dyn PageStore, writes: &[TokenWrite]| {
+            all = writes.to_vec();
+            Ok(())
+        };
+        cache.append_with(appends, write).unwrap();
+        all
     }
 
     #[test]
     fn runs_end_where_tokens_do_not_follow() {
-        let across = [write(0, 5, 30), write(1, 5, 31), write(2, 9, 0)];
+        let across = writes(30, &[(0, 3), (1, 2)]);
         assert_eq!(first_run(&across, 32), 3);
-        assert_eq!(first_run(&[write(0, 5, 3), write(2, 5, 4)], 32), 1);
-        assert_eq!(first_run(&[write(0, 5, 3), write(1, 6, 4)], 32), 1);
-        assert_eq!(first_run(&[write(0, 5, 31), write(1, 5, 0)], 32), 1);
+        assert_eq!(first_run(&across[3..], 32), 2);
+        let gap = [across[0], across[2]];
+        assert_eq!(first_run(&gap, 32), 1);
+        // The second sequence's first token is the first of a page, as the one that follows would be, but of another source.
+        assert_eq!(first_run(&[across[1], across[3]], 32), 1);
     }
 }

@@ -1,8 +1,7 @@
 //! Without a GPU the backend says so, and says what mends it; with one it attends.
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Error, KvFormat, KvSource, Problem,
-    Unsupported,
+    CacheConfig, DecodeAttention, DecodeStep, Error, KvFormat, KvSource, Problem, Unsupported,
 };
 use attn_cpu::CpuBackend;
 
@@ -34,9 +33,9 @@ fn another_backends_cache_and_plan_are_refused() {
         cpu.plan(&problem, KvFormat::INT8).unwrap(),
     ] {
         let (mut out, mut lse) = ([0.0; 256], [0.0; 4]);
-        let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache)).unwrap();
-        let mut output = DecodeOutput::new(&problem, &mut out, &mut lse).unwrap();
-        let error = gpu.decode(&step, &mut output).unwrap_err();
+        let kv = KvSource::Cache(&cache);
+        let mut step = DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).unwrap();
+        let error = gpu.decode(&mut step).unwrap_err();
         assert!(
             matches!(
                 error,

@@ -5,8 +5,8 @@
 //! `docs/performance.md`.
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, HostPages, KvCache, KvFormat, KvSource,
-    Problem, bench::noise,
+    CacheConfig, DecodeAttention, DecodeStep, HostPages, KvCache, KvFormat, KvSource, Problem,
+    bench::noise,
 };
 use attn_cpu::CpuBackend;
 use attn_wgpu::{Prepared, Tuning, WgpuBackend, bench::WgpuTimer, wgpu};
@@ -57,8 +57,8 @@ impl Sample {
         let (mut out, mut lse) = (vec![0.0; query.len()], vec![0.0; work.heads[0]]);
         let (cpu, problem) = (CpuBackend::new(), work.problem(1));
         let plan = cpu.plan(&problem, work.format)?;
-        let step = DecodeStep::new(&plan, &query, KvSource::Cache(&cache))?;
-        cpu.decode(&step, &mut DecodeOutput::new(&problem, &mut out, &mut lse)?)?;
+        let kv = KvSource::Cache(&cache);
+        cpu.decode(&mut DecodeStep::new(&plan, &query, kv, &mut out, &mut lse)?)?;
         Ok(Sample {
             cache,
             query,
@@ -113,7 +113,7 @@ fn run(timer: &WgpuTimer, work: &Work, tunings: &[(&str, Tuning)]) -> Any<()> {
     let sample = Sample::new(work)?;
     let config = CacheConfig::new(work.format, work.heads[1], DIM, 1, work.ctx);
     let tokens = (work.batch * work.ctx * work.heads[1]) as f64;
-    let bytes = (tokens * config.layout().bytes_per_token()) as usize;
+    let bytes = (tokens * config.layout()?.bytes_per_token()) as usize;
     let caches = sample.copies(work, backend, bytes)?;
     let ceiling = timer.read(&caches, bytes, RUNS)?.median;
     println!(
@@ -148,11 +148,9 @@ fn run(timer: &WgpuTimer, work: &Work, tunings: &[(&str, Tuning)]) -> Any<()> {
             tuned.record_split(encoder, &steps[i % steps.len()], [&q, &out, &lse])
         })?;
         let [mut got, mut got_lse] = ends.clone();
-        let step = DecodeStep::new(&plan, &queries, KvSource::Cache(&caches[0]))?;
-        tuned.decode(
-            &step,
-            &mut DecodeOutput::new(&problem, &mut got, &mut got_lse)?,
-        )?;
+        let kv = KvSource::Cache(&caches[0]);
+        let mut step = DecodeStep::new(&plan, &queries, kv, &mut got, &mut got_lse)?;
+        tuned.decode(&mut step)?;
         println!(
             "  {name:<28} {:8.1} us ({:.1} without the merge), {:6.0} GB/s, {:5.1} % of the ceiling, bits {} the CPU's, prepared in {prepared} ms",
             us.median,

@@ -31,20 +31,15 @@ pub(crate) struct AppendKey {
 impl AppendKey {
     fn of(pages: &DevicePages) -> Self {
         AppendKey {
-            format: pages.layout.format,
-            head_dim: pages.layout.head_dim,
-            page_size: pages.layout.page_size,
+            format: pages.layout.format(),
+            head_dim: pages.layout.head_dim(),
+            page_size: pages.layout.page_size(),
             pools: pages.buffers.len(),
         }
     }
 
     fn constants(&self) -> Constants {
-        let layout = PageLayout {
-            format: self.format,
-            head_dim: self.head_dim,
-            page_size: self.page_size,
-            num_kv_heads: 1,
-        };
+        let layout = shader::one_head(self.format, self.head_dim, self.page_size);
         let mut constants = shader::layout_constants(&layout);
         let groups = [self.format.k, self.format.v].map(|scheme| scheme.groups(self.head_dim));
         constants.insert("AG".to_owned(), groups[0].max(groups[1]) as i64);
@@ -155,20 +150,15 @@ pub(crate) fn from_host(
     k: &[f32],
     v: &[f32],
 ) -> Result<(), Error> {
-    let row = pages.layout.num_kv_heads * pages.layout.head_dim;
+    let row = pages.layout.num_kv_heads() * pages.layout.head_dim();
     for chunk in writes.chunks((CHUNK_BYTES / (4 * row)).max(1)) {
         let Some(first) = chunk.iter().map(|write| write.source).min() else {
             continue;
         };
         let end = chunk.iter().map(|write| write.source + 1).max();
         let range = first * row..end.unwrap_or(first) * row;
-        let moved: Vec<TokenWrite> = chunk
-            .iter()
-            .map(|write| TokenWrite {
-                source: write.source - first,
-                ..*write
-            })
-            .collect();
+        let mut moved = chunk.to_vec();
+        moved.iter_mut().for_each(|write| write.source -= first);
         let staging = staging(pages, 4 * range.len() as u64)?;
         let gpu = pages.gpu.clone();
         gpu.guarded("writing tokens", || {
@@ -209,7 +199,7 @@ pub(crate) fn check_buffers(
     tokens: usize,
     sources: [&wgpu::Buffer; 2],
 ) -> Result<(), Error> {
-    let bytes = 4 * (tokens * layout.num_kv_heads * layout.head_dim) as u64;
+    let bytes = 4 * (tokens * layout.num_kv_heads() * layout.head_dim()) as u64;
     for (what, buffer) in ["k", "v"].into_iter().zip(sources) {
         if buffer.size() < bytes || !buffer.usage().contains(BufferUsages::STORAGE) {
             return Err(device(
@@ -234,7 +224,7 @@ pub(crate) fn record(
 ) -> Result<(), Error> {
     let gpu = &pages.gpu;
     let pipeline = gpu.appends.get(gpu, AppendKey::of(pages))?;
-    for jobs in jobs(writes, pages.layout.page_size) {
+    for jobs in jobs(writes, pages.layout.page_size()) {
         if !jobs.is_empty() {
             launch(pages, encoder, &pipeline, &jobs, sources)?;
         }
@@ -251,7 +241,7 @@ fn launch(
     sources: [&wgpu::Buffer; 2],
 ) -> Result<(), Error> {
     let gpu = &pages.gpu;
-    let heads = pages.layout.num_kv_heads;
+    let heads = pages.layout.num_kv_heads();
     let most = gpu.limits.max_compute_workgroups_per_dimension as usize;
     let grid_x = (jobs.len() * heads).min(most);
     let grid_y = (jobs.len() * heads).div_ceil(grid_x);
@@ -306,30 +296,41 @@ pub(crate) fn tensor_scales(config: &CacheConfig) -> Vec<[f32; 2]> {
 
 #[cfg(test)]
 mod tests {
+    use attn_core::{HostPages, KvCache, PageStore};
+
     use super::*;
 
-    fn writes(first: usize, tokens: usize, page_size: usize, tail: Option<u32>) -> Vec<TokenWrite> {
-        (0..tokens)
-            .map(|i| TokenWrite {
-                source: i,
-                page: ((first + i) / page_size) as u32,
-                tail_page: tail,
-                token: (first + i) % page_size,
-            })
-            .collect()
+    /// Where `tokens` tokens behind the `first` ones go, on pages of 64 tokens.
+    fn writes(format: KvFormat, first: usize, tokens: usize) -> Vec<TokenWrite> {
+        let config = CacheConfig::new(format, 1, 64, 1, first + tokens);
+        let pages = HostPages::new(&config).unwrap();
+        let mut cache = KvCache::new(config, Box::new(pages)).unwrap();
+        cache.append_with(&[(0, first)], |_, _| Ok(())).unwrap();
+        let mut all = Vec::new();
+        let write = |_: &dyn PageStore, writes: &[TokenWrite]| {
+            all = writes.to_vec();
+            Ok(())
+        };
+        cache.append_with(&[(0, tokens)], write).unwrap();
+        all
     }
 
     #[test]
     fn a_job_is_the_new_tokens_of_one_page() {
-        let [sealing, open] = jobs(&writes(60, 72, 64, Some(9)), 64);
+        let sealed = writes(KvFormat::INT4, 60, 72);
+        let pages: Vec<u32> = [0, 10, 70].map(|i| sealed[i].page).into();
+        let [sealing, open] = jobs(&sealed, 64);
         let spans = |jobs: &[Job]| -> Vec<[u32; 4]> {
             jobs.iter()
                 .map(|job| [job.page, job.first, job.end, job.source])
                 .collect()
         };
-        assert_eq!(spans(&sealing), [[0, 60, 64, 0], [1, 0, 64, 4]]);
-        assert_eq!(spans(&open), [[2, 0, 4, 68]]);
-        let [sealing, open] = jobs(&writes(0, 64, 64, None), 64);
+        assert_eq!(
+            spans(&sealing),
+            [[pages[0], 60, 64, 0], [pages[1], 0, 64, 4]]
+        );
+        assert_eq!(spans(&open), [[pages[2], 0, 4, 68]]);
+        let [sealing, open] = jobs(&writes(KvFormat::INT8, 0, 64), 64);
         assert_eq!((sealing.len(), spans(&open)), (0, vec![[0, 0, 64, 0]]));
     }
 }

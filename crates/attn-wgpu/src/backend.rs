@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
-    KvSource, Plan, Problem, Unsupported,
+    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, KvSource, Plan,
+    Problem, Unsupported,
 };
 use wgpu::BufferUsages;
 
@@ -318,7 +318,7 @@ impl DecodeAttention for WgpuBackend {
         })
     }
 
-    fn decode(&self, step: &DecodeStep<'_>, output: &mut DecodeOutput<'_>) -> Result<(), Error> {
+    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         if step.plan().backend != BACKEND {
             return Err(Error::Foreign {
                 backend: BACKEND,
@@ -326,20 +326,21 @@ impl DecodeAttention for WgpuBackend {
             });
         }
         let problem = &step.plan().problem;
-        let (out, lse) = output.slices();
+        let inputs = step.inputs();
+        let (out, lse) = step.outputs();
         if lse.is_empty() {
             return Ok(());
         }
-        let prepared = match step.kv() {
+        let prepared = match inputs.kv() {
             KvSource::Cache(cache) => self.prepare(problem, cache)?,
             KvSource::View(view) => match view::upload(&self.gpu, view, problem)? {
                 Some([k, v]) => {
                     let view = DeviceView {
-                        format: view.format,
+                        format: view.format(),
                         k: k.rows(),
                         v: v.rows(),
-                        k_tensor_scales: view.k_tensor_scales,
-                        v_tensor_scales: view.v_tensor_scales,
+                        k_tensor_scales: view.k_tensor_scales(),
+                        v_tensor_scales: view.v_tensor_scales(),
                     };
                     self.prepare_view(problem, &view)?
                 }
@@ -349,7 +350,7 @@ impl DecodeAttention for WgpuBackend {
                 }
             },
         };
-        let bytes = self.run(&prepared, step.q())?;
+        let bytes = self.run(&prepared, inputs.q())?;
         let mut words = bytes
             .chunks_exact(4)
             .map(|w| f32::from_le_bytes([w[0], w[1], w[2], w[3]]));

@@ -349,16 +349,16 @@ impl WgpuTimer {
     /// Decode steps from contiguous caches, each in buffers of its own.
     fn views(&self, shape: &Shape, runs: usize) -> Result<Measured, Error> {
         let rows = Rows::new(shape);
-        let view = rows.view();
+        let view = rows.view()?;
         let most = self.backend.wgpu_device().limits().max_buffer_size;
-        if view.k.codes.len().max(view.v.codes.len()) as u64 > most {
+        if view.k().codes.len().max(view.v().codes.len()) as u64 > most {
             return Err(Error::Parameter {
                 what: "wgpu: contiguous cache to time",
-                given: format!("{} bytes of K", view.k.codes.len()),
+                given: format!("{} bytes of K", view.k().codes.len()),
                 allowed: "what the adapter's largest buffer holds",
             });
         }
-        let both = [&view.k, &view.v];
+        let both = [view.k(), view.v()];
         let copies: Vec<DeviceCopy> = (0..copies(shape))
             .map(|_| DeviceCopy {
                 codes: both.map(|rows| self.upload(rows.codes)),

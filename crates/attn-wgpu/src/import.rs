@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use attn_core::{
-    CacheConfig, Error, KvView, PageStore, Problem, Scheme, StridedRows,
+    CacheConfig, Error, KvView, Problem, Scheme, StridedRows,
     layout::{CodeAddr, k_code, v_code},
 };
 
@@ -41,7 +41,7 @@ impl Part {
             let to = self.codes_at + (self.address)(bits, head_dim, PAGE_SIZE, slot, d).byte;
             run[to..to + bits / 8].copy_from_slice(&code[..bits / 8]);
         }
-        if self.scheme.is_integer() && !self.scheme.has_tensor_scale() {
+        if self.scheme.has_row_scales() {
             for g in 0..self.scheme.groups(head_dim) {
                 let to = self.params_at + 2 * (g * PAGE_SIZE + slot);
                 run[to..to + 2].copy_from_slice(&rows.scale(at, g).to_le_bytes());
@@ -58,26 +58,26 @@ impl ViewPages {
             .map(|len| len.div_ceil(PAGE_SIZE))
             .collect();
         let mut config =
-            CacheConfig::new(view.format, problem.num_kv_heads, problem.head_dim, 1, 0);
+            CacheConfig::new(view.format(), problem.num_kv_heads, problem.head_dim, 1, 0);
         config.num_pages = counts.iter().sum();
-        config.k_tensor_scales = view.k_tensor_scales.to_vec();
-        config.v_tensor_scales = view.v_tensor_scales.to_vec();
-        let layout = config.layout();
+        config.k_tensor_scales = view.k_tensor_scales().to_vec();
+        config.v_tensor_scales = view.v_tensor_scales().to_vec();
+        let layout = config.layout()?;
         let parts = [
             Part {
-                scheme: view.format.k,
+                scheme: view.format().k,
                 codes_at: layout.k_codes().start,
                 params_at: layout.k_params().start,
                 address: k_code,
             },
             Part {
-                scheme: view.format.v,
+                scheme: view.format().v,
                 codes_at: layout.v_codes().start,
                 params_at: layout.v_params().start,
                 address: v_code,
             },
         ];
-        let mut pages = DevicePages::new(gpu, &config)?;
+        let pages = DevicePages::new(gpu, &config)?;
         let (mut lists, mut next) = (Vec::new(), 0u32);
         for (b, (&len, &count)) in problem.kv_lens.iter().zip(&counts).enumerate() {
             lists.push((next..next + count as u32).collect());
@@ -86,11 +86,11 @@ impl ViewPages {
                 for (head, run) in bytes.chunks_exact_mut(layout.run_bytes()).enumerate() {
                     for slot in 0..PAGE_SIZE.min(len - i * PAGE_SIZE) {
                         let at = [b, head, i * PAGE_SIZE + slot];
-                        parts[0].copy(&view.k, at, problem.head_dim, slot, run);
-                        parts[1].copy(&view.v, at, problem.head_dim, slot, run);
+                        parts[0].copy(view.k(), at, problem.head_dim, slot, run);
+                        parts[1].copy(view.v(), at, problem.head_dim, slot, run);
                     }
                 }
-                pages.write_page(next + i as u32, &bytes)?;
+                pages.replace_page(next + i as u32, &bytes)?;
             }
             next += count as u32;
         }
@@ -108,8 +108,8 @@ impl ViewPages {
             pages_per_pool: self.pages.pages_per_buffer,
             lists: &self.lists,
             tail_pages: &self.no_tails,
-            k_tensor_scales: view.k_tensor_scales,
-            v_tensor_scales: view.v_tensor_scales,
+            k_tensor_scales: view.k_tensor_scales(),
+            v_tensor_scales: view.v_tensor_scales(),
         }
     }
 }

@@ -95,6 +95,14 @@ const KINDS: [(&str, i64); 8] = [
     ("FP8", 7),
 ];
 
+/// The layout of pages of one KV head.
+///
+/// # Panics
+/// For what no page can hold: keys are made of checked problems and caches.
+pub(crate) fn one_head(format: KvFormat, head_dim: usize, page_size: usize) -> PageLayout {
+    PageLayout::new(format, head_dim, page_size, 1).expect("kernels are chosen for checked layouts")
+}
+
 /// Constants that every kernel on pages of this layout has.
 pub(crate) fn layout_constants(layout: &PageLayout) -> Constants {
     let mut constants: Constants = KINDS
@@ -104,16 +112,16 @@ pub(crate) fn layout_constants(layout: &PageLayout) -> Constants {
     let mut set = |name: &str, value: usize| {
         constants.insert(name.to_owned(), value as i64);
     };
-    let (k, v) = (layout.format.k, layout.format.v);
-    set("D", layout.head_dim);
-    set("PS", layout.page_size);
-    set("UNITS", layout.head_dim / 16);
+    let (k, v) = (layout.format().k, layout.format().v);
+    set("D", layout.head_dim());
+    set("PS", layout.page_size());
+    set("UNITS", layout.head_dim() / 16);
     set("K", kind(k) as usize);
     set("V", kind(v) as usize);
     set("K_BITS", k.code_bits());
     set("V_BITS", v.code_bits());
-    set("KG", k.groups(layout.head_dim));
-    set("VG", v.groups(layout.head_dim));
+    set("KG", k.groups(layout.head_dim()));
+    set("VG", v.groups(layout.head_dim()));
     set("RUN_VECS", layout.run_bytes() / 16);
     set("K_PARAMS", layout.k_params().start / 4);
     set("V_CODES", layout.v_codes().start / 16);
@@ -123,12 +131,7 @@ pub(crate) fn layout_constants(layout: &PageLayout) -> Constants {
 
 /// The decode kernels' constants, and the bytes of workgroup memory that they take.
 pub(crate) fn decode_constants(key: &DecodeKey) -> (Constants, usize) {
-    let layout = PageLayout {
-        format: key.format,
-        head_dim: key.head_dim,
-        page_size: key.page_size,
-        num_kv_heads: 1,
-    };
+    let layout = one_head(key.format, key.head_dim, key.page_size);
     let v = key.format.v;
     let integer = key.format.is_integer();
     let mut constants = layout_constants(&layout);

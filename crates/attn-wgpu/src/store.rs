@@ -6,7 +6,7 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-use attn_core::{CacheConfig, Error, PageLayout, PageStore, TokenWrite, Unsupported};
+use attn_core::{CacheAccess, CacheConfig, Error, PageLayout, PageStore, TokenWrite, Unsupported};
 use wgpu::BufferUsages;
 
 use crate::{
@@ -28,6 +28,7 @@ pub struct DevicePages {
     pub(crate) layout: PageLayout,
     pub(crate) buffers: Vec<wgpu::Buffer>,
     pub(crate) pages_per_buffer: u32,
+    num_pages: usize,
     /// K's and V's per KV head.
     pub(crate) tensor_scales: Vec<[f32; 2]>,
     pub(crate) staging: Option<Staging>,
@@ -38,7 +39,7 @@ pub struct DevicePages {
 impl DevicePages {
     pub(crate) fn new(gpu: Arc<Gpu>, config: &CacheConfig) -> Result<Self, Error> {
         config.check()?;
-        let layout = config.layout();
+        let layout = config.layout()?;
         let page_bytes = layout.page_bytes() as u64;
         let largest = gpu
             .limits
@@ -71,6 +72,7 @@ impl DevicePages {
             layout,
             buffers,
             pages_per_buffer: per_buffer.min(num_pages) as u32,
+            num_pages: config.num_pages,
             tensor_scales: append::tensor_scales(config),
             staging: None,
             pending: AtomicU64::new(0),
@@ -82,6 +84,21 @@ impl DevicePages {
         let buffer = &self.buffers[(page / self.pages_per_buffer) as usize];
         let at = u64::from(page % self.pages_per_buffer) * self.layout.page_bytes() as u64;
         (buffer, at)
+    }
+
+    /// Replaces the bytes of one page.
+    pub(crate) fn replace_page(&self, page: u32, bytes: &[u8]) -> Result<(), Error> {
+        if bytes.len() != self.layout.page_bytes() {
+            return Err(device(
+                "writing a page",
+                WgpuError::Buffer {
+                    what: "page",
+                    given: format!("holds {} bytes", bytes.len()),
+                    needed: self.layout.page_bytes().to_string(),
+                },
+            ));
+        }
+        self.upload(page, bytes)
     }
 
     fn upload(&self, page: u32, bytes: &[u8]) -> Result<(), Error> {
@@ -105,8 +122,8 @@ impl DevicePages {
     /// How the decode kernels read the pool.
     pub(crate) fn decode_layout(&self) -> Layout {
         Layout {
-            format: self.layout.format,
-            page_size: self.layout.page_size,
+            format: self.layout.format(),
+            page_size: self.layout.page_size(),
             pools: self.buffers.len(),
             view: false,
         }
@@ -124,35 +141,35 @@ impl DevicePages {
 }
 
 impl PageStore for DevicePages {
-    fn append(&mut self, writes: &[TokenWrite], k: &[f32], v: &[f32]) -> Result<(), Error> {
+    fn layout(&self) -> PageLayout {
+        self.layout
+    }
+
+    fn num_pages(&self) -> usize {
+        self.num_pages
+    }
+
+    fn append(
+        &mut self,
+        _: &CacheAccess,
+        writes: &[TokenWrite],
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<(), Error> {
         append::from_host(self, writes, k, v)
     }
 
-    fn read_page(&self, page: u32) -> Result<Vec<u8>, Error> {
+    fn read_page(&self, _: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
         let (buffer, at) = self.place(page);
         let bytes = self.layout.page_bytes() as u64;
         self.gpu.read("reading a page", &[(buffer, at, bytes)])
     }
 
-    fn write_page(&mut self, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        if bytes.len() != self.layout.page_bytes() {
-            return Err(device(
-                "writing a page",
-                WgpuError::Buffer {
-                    what: "page",
-                    given: format!("holds {} bytes", bytes.len()),
-                    needed: self.layout.page_bytes().to_string(),
-                },
-            ));
-        }
-        self.upload(page, bytes)
+    fn write_page(&mut self, _: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
+        self.replace_page(page, bytes)
     }
 
     fn as_any(&self) -> &dyn Any {
-        self
-    }
-
-    fn as_any_mut(&mut self) -> &mut dyn Any {
         self
     }
 }

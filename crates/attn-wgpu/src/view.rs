@@ -215,7 +215,7 @@ pub(crate) fn upload(
             && (rows.codes.len() + 16) as u64 <= most
             && 2 * (rows.scales.len() + 2) as u64 <= most
     };
-    if !suits(&view.k, 16) || !suits(&view.v, 4) {
+    if !suits(view.k(), 16) || !suits(view.v(), 4) {
         return Ok(None);
     }
     let side = |rows: &StridedRows<'_>, scheme: Scheme| -> Result<Uploaded, Error> {
@@ -237,8 +237,8 @@ pub(crate) fn upload(
         })
     };
     Ok(Some([
-        side(&view.k, view.format.k)?,
-        side(&view.v, view.format.v)?,
+        side(view.k(), view.format().k)?,
+        side(view.v(), view.format().v)?,
     ]))
 }
 

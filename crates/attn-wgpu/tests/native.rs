@@ -3,8 +3,8 @@
 mod common;
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Error, KvCache, KvFormat, KvSource,
-    KvView, Problem, StridedRows,
+    CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvFormat, KvSource, KvView, Problem,
+    StridedRows,
 };
 use attn_cpu::{CpuBackend, Reference};
 use attn_wgpu::{DeviceRows, DeviceView, WgpuBackend, wgpu};
@@ -119,11 +119,9 @@ fn step(backend: &WgpuBackend, caches: &mut [KvCache; 2], appends: [(usize, usiz
     }
     let plan = cpu.plan(&problem, format).unwrap();
     let (mut want, mut want_lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);
-    cpu.decode(
-        &DecodeStep::new(&plan, &q, KvSource::Cache(&cache)).unwrap(),
-        &mut DecodeOutput::new(&problem, &mut want, &mut want_lse).unwrap(),
-    )
-    .unwrap();
+    let kv = KvSource::Cache(&cache);
+    let mut step = DecodeStep::new(&plan, &q, kv, &mut want, &mut want_lse).unwrap();
+    cpu.decode(&mut step).unwrap();
     let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     assert_eq!(bits(&want), download(backend, &out), "{format}: out");
     assert_eq!(bits(&want_lse), download(backend, &lse), "{format}: lse");
@@ -199,23 +197,15 @@ fn an_engines_rows_are_read_where_they_lie() {
     let (k, v) = (bytes(len * row, 3), bytes(len * row, 4));
     let scales: Vec<u16> = (0..len * HEADS[1]).map(|i| 0x2000 + i as u16).collect();
     let side = |codes| StridedRows::bsnh(codes, &scales, HEADS[1], len, DIM, 1);
-    let host = KvView {
-        format,
-        k: side(&k),
-        v: side(&v),
-        k_tensor_scales: &[],
-        v_tensor_scales: &[],
-    };
     let problem = Problem::new(HEADS[0], HEADS[1], DIM, vec![len]);
+    let host = KvView::new(&problem, format, side(&k), side(&v), [&[], &[]]).unwrap();
     let q = noise(problem.rows() * DIM, 5);
     let cpu = CpuBackend::new();
     let plan = cpu.plan(&problem, format).unwrap();
     let (mut want, mut want_lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);
-    cpu.decode(
-        &DecodeStep::new(&plan, &q, KvSource::View(&host)).unwrap(),
-        &mut DecodeOutput::new(&problem, &mut want, &mut want_lse).unwrap(),
-    )
-    .unwrap();
+    let kv = KvSource::View(&host);
+    let mut step = DecodeStep::new(&plan, &q, kv, &mut want, &mut want_lse).unwrap();
+    cpu.decode(&mut step).unwrap();
 
     // The same rows behind 32 bytes of something else, the scales behind two.
     let put = |before: usize, x: &[u8]| {

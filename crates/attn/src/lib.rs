@@ -1,7 +1,7 @@
 //! Decode attention over a quantized KV cache: pick a backend, keep a cache on it, attend.
 //!
 //! ```
-//! use attn::{CacheConfig, DecodeOutput, DecodeStep, KvFormat, KvSource, Problem};
+//! use attn::{CacheConfig, DecodeStep, KvFormat, KvSource, Problem};
 //!
 //! let backend = attn::select(None)?.backend;
 //! let mut cache = backend.create_cache(&CacheConfig::new(KvFormat::INT8, 1, 64, 1, 1024))?;
@@ -10,8 +10,8 @@
 //! let plan = backend.plan(&problem, KvFormat::INT8)?;
 //! let q = vec![1.0; 4 * 64];
 //! let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; 4]);
-//! let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache))?;
-//! backend.decode(&step, &mut DecodeOutput::new(&problem, &mut out, &mut lse)?)?;
+//! let kv = KvSource::Cache(&cache);
+//! backend.decode(&mut DecodeStep::new(&plan, &q, kv, &mut out, &mut lse)?)?;
 //! assert!((out[0] - 2.0).abs() < 1e-3);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

@@ -3,6 +3,7 @@
 use crate::{
     Scheme,
     bench::{Place, Shape},
+    error::Error,
     view::{KvView, StridedRows},
 };
 
@@ -19,7 +20,7 @@ pub struct Rows {
 
 /// Groups of a row that have a stored scale.
 fn scale_groups(scheme: Scheme, head_dim: usize) -> usize {
-    if scheme.is_integer() && !scheme.has_tensor_scale() {
+    if scheme.has_row_scales() {
         scheme.groups(head_dim)
     } else {
         0
@@ -48,7 +49,10 @@ impl Rows {
     }
 
     /// The rows as the shape places them.
-    pub fn view(&self) -> KvView<'_> {
+    ///
+    /// # Errors
+    /// Those of [`KvView::new`].
+    pub fn view(&self) -> Result<KvView<'_>, Error> {
         let (heads, dim) = (self.shape.problem.num_kv_heads, self.shape.problem.head_dim);
         let format = self.shape.format;
         let capacity = Self::capacity(&self.shape);
@@ -62,12 +66,7 @@ impl Rows {
             let (codes, scales) = (&self.codes[i], &self.scales[i]);
             make(codes, scales, heads, capacity, row_bytes, groups)
         });
-        KvView {
-            format,
-            k,
-            v,
-            k_tensor_scales: &[],
-            v_tensor_scales: &[],
-        }
+        // The values are the constructor's own.
+        KvView::with_trusted_values(&self.shape.problem, format, k, v, [&[], &[]])
     }
 }

@@ -18,8 +18,9 @@ use half::f16;
 
 use crate::{
     convert::is_scale,
-    error::Error,
+    error::{Error, check_finite, refuse},
     format::{Int4Scale, Int8Scale, Scheme},
+    problem::check_head_dim,
     quant::{Param, to_f16},
 };
 
@@ -233,7 +234,8 @@ pub(crate) fn check_values(
 ) -> Result<(), &'static str> {
     let bad: fn(u16) -> bool = match scheme {
         Scheme::F16 => |c| c & 0x7c00 == 0x7c00,
-        Scheme::Bf16 => |c| c & 0x7f80 == 0x7f80,
+        // 2^50, [`BF16_MAX`](crate::format::BF16_MAX); NaN and infinity are above it, too.
+        Scheme::Bf16 => |c| c & 0x7fff > 0x5880,
         Scheme::Fp8E4m3 => |c| c & 0x7f == 0x7f,
         Scheme::Int8(_) => |c| c == 0x80,
         Scheme::Int4(_) => |_| false,
@@ -250,8 +252,9 @@ pub(crate) fn check_values(
     Ok(())
 }
 
-fn check_row(what: &'static str, x: &[f32], row: &[u8], needed: usize) -> Result<(), Error> {
-    crate::cache::check_finite(what, x)?;
+/// Refuses values that are not finite and a row of another length.
+fn check_row(x: &[f32], row: &[u8], needed: usize) -> Result<(), Error> {
+    check_finite("x", x)?;
     if row.len() == needed {
         Ok(())
     } else {
@@ -261,6 +264,14 @@ fn check_row(what: &'static str, x: &[f32], row: &[u8], needed: usize) -> Result
             needed,
         })
     }
+}
+
+/// Refuses rows that are not whole groups of llama.cpp's formats.
+fn check_groups(x: &[f32]) -> Result<(), Error> {
+    if x.is_empty() || !x.len().is_multiple_of(GROUP) {
+        return refuse("row elements", x.len(), "a multiple of 32, at least 32");
+    }
+    Ok(())
 }
 
 /// A stored f16 that must be finite.
@@ -282,9 +293,10 @@ fn finite(what: &'static str, x: f32) -> Result<f16, Error> {
 /// # Errors
 /// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for group counts and magnitudes outside the format.
 pub fn fbgemm_int4_row(x: &[f32], groups: u8, row: &mut [u8]) -> Result<(), Error> {
+    check_head_dim(x.len())?;
     let format = RowFormat::FbgemmInt4(groups);
     format.scheme(x.len())?;
-    check_row("x", x, row, format.row_bytes(x.len()))?;
+    check_row(x, row, format.row_bytes(x.len()))?;
     let (mut codes, mut params) = (vec![0u16; x.len()], vec![Param::default(); groups.into()]);
     let len = x.len() / params.len();
     for ((x, codes), param) in x
@@ -314,7 +326,8 @@ pub fn fbgemm_int4_row(x: &[f32], groups: u8, row: &mut [u8]) -> Result<(), Erro
 /// # Errors
 /// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for magnitudes beyond the format.
 pub fn q8_0_row(x: &[f32], row: &mut [u8]) -> Result<(), Error> {
-    check_row("x", x, row, RowFormat::Q8_0.row_bytes(x.len()))?;
+    check_groups(x)?;
+    check_row(x, row, RowFormat::Q8_0.row_bytes(x.len()))?;
     for (x, row) in x.chunks_exact(GROUP).zip(row.chunks_exact_mut(2 + GROUP)) {
         let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
         let d = amax / 127.0;
@@ -332,7 +345,8 @@ pub fn q8_0_row(x: &[f32], row: &mut [u8]) -> Result<(), Error> {
 /// # Errors
 /// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for magnitudes beyond the format.
 pub fn q4_0_row(x: &[f32], row: &mut [u8]) -> Result<(), Error> {
-    check_row("x", x, row, RowFormat::Q4_0.row_bytes(x.len()))?;
+    check_groups(x)?;
+    check_row(x, row, RowFormat::Q4_0.row_bytes(x.len()))?;
     for (x, row) in x
         .chunks_exact(GROUP)
         .zip(row.chunks_exact_mut(2 + GROUP / 2))

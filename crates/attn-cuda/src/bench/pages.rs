@@ -86,10 +86,8 @@ pub(super) fn fill(
     let (heads, dim, batch) = (problem.num_kv_heads, problem.head_dim, problem.batch());
     let mut config = CacheConfig::new(shape.format, heads, dim, batch, 0);
     config.page_size = PAGE;
-    let (page_bytes, has_tail) = (
-        config.layout().page_bytes(),
-        config.layout().has_tail_page(),
-    );
+    let layout = config.layout()?;
+    let (page_bytes, has_tail) = (layout.page_bytes(), layout.has_tail_page());
     let counts: Vec<usize> = problem.kv_lens.iter().map(|n| n.div_ceil(PAGE)).collect();
     let total: usize = counts.iter().sum();
     let stride = counts.iter().copied().max().unwrap_or(0).max(1);

@@ -81,7 +81,7 @@ impl AppendArgs {
             v_token_stride: self.v_token_stride as i64,
             tokens: self.tokens as i32,
             batch: self.batch as i32,
-            num_kv_heads: layout.num_kv_heads as i32,
+            num_kv_heads: layout.num_kv_heads() as i32,
             page_table_stride: self.page_table_stride as i32,
             dtype: self.dtype.code(),
             is_followed: i32::from(is_followed),
@@ -104,16 +104,16 @@ const SEALERS: usize = 132;
 
 /// Grid and threads of `append.cu`, for `tokens` new tokens of each of `batch` sequences.
 pub fn append_grid(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize; 3], usize) {
-    let heads = layout.num_kv_heads;
+    let heads = layout.num_kv_heads();
     if tokens > 1 {
         // A first page may be open, so `tokens` touch up to this many.
-        let jobs = (tokens + layout.page_size - 2) / layout.page_size + 1;
+        let jobs = (tokens + layout.page_size() - 2) / layout.page_size() + 1;
         return ([jobs, heads, batch], COPY_THREADS);
     }
     let (columns, threads) = (heads.div_ceil(HEADS), 64 * heads.min(HEADS));
     let sealers = if layout.has_tail_page() {
         // A warp seals four dims; before the kernel has read the lengths nobody knows whether there are any to seal.
-        let most = (batch * heads * layout.head_dim / 4).div_ceil(threads / 32);
+        let most = (batch * heads * layout.head_dim() / 4).div_ceil(threads / 32);
         most.min(SEALERS).div_ceil(columns)
     } else {
         0

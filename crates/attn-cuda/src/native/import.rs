@@ -45,7 +45,7 @@ pub struct NativeImport {
 }
 
 pub(crate) fn prepare_import(device: &Device, layout: PageLayout) -> Result<NativeImport, Error> {
-    for scheme in [layout.format.k, layout.format.v] {
+    for scheme in [layout.format().k, layout.format().v] {
         if matches!(scheme, Scheme::Int4(_)) {
             return Err(Error::Parameter {
                 what: "imported scheme",
@@ -55,9 +55,9 @@ pub(crate) fn prepare_import(device: &Device, layout: PageLayout) -> Result<Nati
         }
     }
     let instance = Instance::Import {
-        format: layout.format,
-        head_dim: layout.head_dim,
-        page_size: layout.page_size,
+        format: layout.format(),
+        head_dim: layout.head_dim(),
+        page_size: layout.page_size(),
     };
     Ok(NativeImport {
         layout,
@@ -90,11 +90,11 @@ pub(crate) unsafe fn launch_import(
         pool: args.pool,
         page_table: args.page_table,
         kv_lens: args.kv_lens,
-        num_kv_heads: import.layout.num_kv_heads as i32,
+        num_kv_heads: import.layout.num_kv_heads() as i32,
         page_table_stride: args.page_table_stride as i32,
     };
-    let pages = args.max_kv_len.div_ceil(import.layout.page_size);
-    let grid = [pages, import.layout.num_kv_heads, args.batch];
+    let pages = args.max_kv_len.div_ceil(import.layout.page_size());
+    let grid = [pages, import.layout.num_kv_heads(), args.batch];
     let mut arguments = [(&raw mut params).cast::<c_void>()];
     // SAFETY: `attn_import` takes one ImportParams, asserted on both sides; the rest is this function's contract.
     unsafe {

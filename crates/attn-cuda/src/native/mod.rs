@@ -379,7 +379,7 @@ impl CudaBackend {
             page_size: config.page_size,
         };
         Ok(NativeAppend {
-            layout: config.layout(),
+            layout: config.layout()?,
             kernel: self.device.kernel(&instance, 0)?,
             check: check_kernel(&self.device)?,
         })
@@ -478,10 +478,10 @@ impl CudaBackend {
                 ..DecodeParams::default()
             };
             let limits = CheckParams {
-                max_kv_len: (args.page_table_stride * append.layout.page_size) as i32,
+                max_kv_len: (args.page_table_stride * append.layout.page_size()) as i32,
                 min_kv_len: args.tokens as i32,
                 num_pages: args.num_pages as u32,
-                page_size: append.layout.page_size as i32,
+                page_size: append.layout.page_size() as i32,
                 ..CheckParams::default()
             };
             // SAFETY: this function's contract.

@@ -81,11 +81,10 @@ impl Shape {
         let slots = launch.slots(batch, heads);
         let aligned = |bytes: usize| bytes.next_multiple_of(256);
         let slots_are_zeroed = geometry.unit == Unit::HandOver;
-        let layout = PageLayout {
-            format,
-            head_dim: problem.head_dim,
-            page_size,
-            num_kv_heads: heads,
+        // Views have no pages.
+        let page_bytes = match page_size {
+            0 => 0,
+            _ => PageLayout::new(format, problem.head_dim, page_size, heads)?.page_bytes(),
         };
         Ok(Shape {
             instance,
@@ -93,7 +92,7 @@ impl Shape {
             shared_bytes,
             launch,
             max_kv_len,
-            page_bytes: layout.page_bytes(),
+            page_bytes,
             counters_bytes: if slots_are_zeroed {
                 0
             } else {

@@ -83,7 +83,7 @@ pub fn quantize(
     for kv in &layers {
         let (config, pages) = pages_of(kv, format, page_size)
             .with_context(|| format!("layer {} cannot be quantized", kv.name))?;
-        let layout = config.layout();
+        let layout = config.layout()?;
         let [k, v] = convert::dequantize(
             &layout,
             &pages,
@@ -198,7 +198,7 @@ pub fn dequantize(input: &Path, output: &Path, as_json: bool) -> Result<()> {
         config
             .check()
             .with_context(|| format!("layer {name} is damaged"))?;
-        let layout = config.layout();
+        let layout = config.layout()?;
         let mut pages: Vec<Vec<u8>> = file
             .tensor(&format!("{name}.pages"))?
             .data()

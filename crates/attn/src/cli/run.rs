@@ -4,8 +4,7 @@ use std::{path::Path, time::Instant};
 
 use anyhow::Result;
 use attn::{
-    BackendId, CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, KvFormat, KvSource, Problem,
-    Selection,
+    BackendId, CacheConfig, DecodeAttention, DecodeStep, KvFormat, KvSource, Problem, Selection,
 };
 use serde_json::json;
 
@@ -139,12 +138,14 @@ fn decode(
     let mut times = Vec::new();
     for _ in 0..STEPS {
         let start = Instant::now();
-        let step = DecodeStep::new(&plan, &layer.q, KvSource::Cache(&cache))?;
-        backend.decode(&step, &mut DecodeOutput::new(&problem, &mut out, &mut lse)?)?;
+        let kv = KvSource::Cache(&cache);
+        backend.decode(&mut DecodeStep::new(
+            &plan, &layer.q, kv, &mut out, &mut lse,
+        )?)?;
         times.push(start.elapsed().as_secs_f64());
     }
     times.sort_by(f64::total_cmp);
-    let per_token = config.layout().bytes_per_token();
+    let per_token = cache.layout().bytes_per_token();
     totals.bytes_per_token = per_token;
     totals.compression = layer.kv.head_dim as f64 * 4.0 / per_token;
     totals.seconds += times[STEPS / 2];

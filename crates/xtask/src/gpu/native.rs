@@ -5,8 +5,8 @@ use std::{env, process::Command};
 use anyhow::{Context, Result, bail, ensure};
 use attn_conformance::{case::noise, check::first_difference};
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeOutput, DecodeStep, Error, KvCache, KvFormat, KvSource,
-    KvView, Problem, StridedRows,
+    CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvFormat, KvSource, KvView, Problem,
+    StridedRows,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{
@@ -75,7 +75,7 @@ impl<'a> Engine<'a> {
         let tails: Vec<u32> = (0..BATCH).map(|b| (BATCH * STRIDE + b) as u32).collect();
         Ok(Engine {
             append: gpu.prepare_append(&config)?,
-            pool: buffers.upload(&vec![0xffu8; num_pages * config.layout().page_bytes()])?,
+            pool: buffers.upload(&vec![0xffu8; num_pages * config.layout()?.page_bytes()])?,
             page_table: buffers.upload(&table())?,
             tail_pages: buffers.upload(&tails)?,
             kv_lens: buffers.upload(&[0; BATCH])?,
@@ -213,9 +213,9 @@ impl<'a> Engine<'a> {
         problem.kv_lens = self.lens.to_vec();
         let plan = self.cpu.plan(&problem, self.plan.format())?;
         let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);
-        let step = DecodeStep::new(&plan, q, KvSource::Cache(&self.cache))?;
-        self.cpu
-            .decode(&step, &mut DecodeOutput::new(&problem, &mut out, &mut lse)?)?;
+        let kv = KvSource::Cache(&self.cache);
+        let mut step = DecodeStep::new(&plan, q, kv, &mut out, &mut lse)?;
+        self.cpu.decode(&mut step)?;
         let got = (
             numbers::numbers(self.dtype, &self.buffers.download(&self.out)?),
             self.buffers.download(&self.lse)?,
@@ -301,22 +301,16 @@ fn crooked_view(gpu: &CudaBackend) -> Result<()> {
         .collect();
     let (k, v) = (codes(1), codes(2));
     let rows = |codes| StridedRows::bnsh(codes, &scales, HEADS, capacity, row, 1);
-    let view = KvView {
-        format: KvFormat::INT8,
-        k: rows(&k),
-        v: rows(&v),
-        k_tensor_scales: &[],
-        v_tensor_scales: &[],
-    };
     let problem = Problem::new(Q_HEADS, HEADS, DIM, lens);
+    let view = KvView::new(&problem, KvFormat::INT8, rows(&k), rows(&v), [&[], &[]])?;
     let q = noise(3, problem.rows() * DIM);
     let cpu = CpuBackend::new();
     let mut answers = Vec::new();
     for backend in [&cpu as &dyn DecodeAttention, gpu] {
         let plan = backend.plan(&problem, KvFormat::INT8)?;
         let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
-        let step = DecodeStep::new(&plan, &q, KvSource::View(&view))?;
-        backend.decode(&step, &mut DecodeOutput::new(&problem, &mut out, &mut lse)?)?;
+        let kv = KvSource::View(&view);
+        backend.decode(&mut DecodeStep::new(&plan, &q, kv, &mut out, &mut lse)?)?;
         answers.push((out, lse));
     }
     let (want, got) = (&answers[0], &answers[1]);

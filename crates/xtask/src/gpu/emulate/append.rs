@@ -215,13 +215,13 @@ impl Job {
             batch: self.lens.len(),
             tokens,
         };
-        let (grid, threads) = append_grid(&config.layout(), self.lens.len(), tokens);
+        let (grid, threads) = append_grid(&config.layout()?, self.lens.len(), tokens);
         // SAFETY: append.cu takes an AppendParams; its addresses are those of memory that lives until here, as large as `AppendArgs`
         // asks, and the tables are the cache's own.
         unsafe {
             kernels.run(
                 &self.instance(),
-                &args.params(&config.layout(), false),
+                &args.params(&config.layout()?, false),
                 grid,
                 threads,
             )
@@ -230,7 +230,7 @@ impl Job {
 
     /// All pages are compared whole but tail pages, of which only the tokens that they hold mean anything.
     fn first_difference(&self, cache: &KvCache, pool: &[u8]) -> Result<Option<String>> {
-        let (want, layout, table) = (pool_of(cache)?, self.config.layout(), cache.table());
+        let (want, layout, table) = (pool_of(cache)?, *cache.layout(), cache.table());
         let tail_of = |page: u32| table.tail_pages.iter().position(|&tail| tail == Some(page));
         for page in 0..self.config.num_pages as u32 {
             for head in 0..self.config.num_kv_heads {
@@ -240,9 +240,10 @@ impl Job {
                 if let Some(b) = tail_of(page).filter(|_| layout.has_tail_page()) {
                     means_nothing.fill(true);
                     let scales = layout.tail_k().k_params().start;
-                    for t in 0..table.lens[b] % layout.page_size {
-                        for d in 0..layout.head_dim {
-                            let code = layout::k_code(8, layout.head_dim, layout.page_size, t, d);
+                    for t in 0..table.lens[b] % layout.page_size() {
+                        for d in 0..layout.head_dim() {
+                            let code =
+                                layout::k_code(8, layout.head_dim(), layout.page_size(), t, d);
                             means_nothing[code.byte] = false;
                         }
                         means_nothing[scales + 2 * t..][..2].fill(false);

@@ -114,7 +114,8 @@ impl Job {
     /// Where the kernel's answer differs from the CPU's.
     fn differs(&self, cpu: &CpuBackend, kernels: &Kernels) -> Result<Option<String>> {
         let contiguous = self.case.is_view().then(|| self.case.contiguous());
-        let view = contiguous.as_ref().map(|c| c.view());
+        let view = contiguous.as_ref().map(|c| c.view(&self.case.problem));
+        let view = view.transpose()?;
         let cache = match view {
             None => Some(self.case.built(cpu)?),
             Some(_) => None,
@@ -175,12 +176,13 @@ impl Job {
             KvSource::View(view) => {
                 let rows = |rows: &StridedRows<'_>| [address(rows.codes), address(rows.scales)];
                 let kv = DeviceKv::Strided {
-                    k: rows(&view.k),
-                    v: rows(&view.v),
-                    code_strides: [view.k.code_strides, view.v.code_strides],
-                    scale_strides: [view.k.scale_strides, view.v.scale_strides],
+                    k: rows(view.k()),
+                    v: rows(view.v()),
+                    code_strides: [view.k().code_strides, view.v().code_strides],
+                    scale_strides: [view.k().scale_strides, view.v().scale_strides],
                 };
-                (kv, [view.k_tensor_scales, view.v_tensor_scales].map(some))
+                let scales = [view.k_tensor_scales(), view.v_tensor_scales()];
+                (kv, scales.map(some))
             }
         };
         let q = aligned(&numbers::bytes(dtype, q));

@@ -1,0 +1,409 @@
+//! The page table: who owns which page, and what a refused or failed call leaves.
+
+use std::{
+    any::Any,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use attn_core::{
+    CacheAccess, CacheConfig, Error, HostPages, KvCache, KvFormat, PageLayout, PageStore, Scheme,
+    TokenWrite,
+};
+use rstest::rstest;
+
+const DIM: usize = 64;
+
+fn config(format: KvFormat, pages: usize) -> CacheConfig {
+    let mut config = CacheConfig::new(format, 1, DIM, 3, 0);
+    config.num_pages = pages;
+    config
+}
+
+fn cache(format: KvFormat, pages: usize) -> KvCache {
+    let config = config(format, pages);
+    let store = HostPages::new(&config).unwrap();
+    KvCache::new(config, Box::new(store)).unwrap()
+}
+
+fn tokens(n: usize, seed: usize) -> Vec<f32> {
+    (0..n * DIM)
+        .map(|i| ((i * 37 + seed * 101) % 129) as f32 / 16.0 - 4.0)
+        .collect()
+}
+
+fn grow(cache: &mut KvCache, sequence: usize, n: usize) -> Result<(), Error> {
+    cache.append(sequence, &tokens(n, sequence), &tokens(n, sequence + 7))
+}
+
+/// A store that fails on demand.
+struct Failing {
+    inner: HostPages,
+    fails: Arc<AtomicBool>,
+}
+
+impl Failing {
+    fn check(&self) -> Result<(), Error> {
+        if self.fails.load(Ordering::Relaxed) {
+            return Err(Error::Device {
+                backend: "test",
+                doing: "failing on demand",
+                source: "as asked".into(),
+            });
+        }
+        Ok(())
+    }
+}
+
+impl PageStore for Failing {
+    fn layout(&self) -> PageLayout {
+        self.inner.layout()
+    }
+
+    fn num_pages(&self) -> usize {
+        self.inner.num_pages()
+    }
+
+    fn append(
+        &mut self,
+        access: &CacheAccess,
+        writes: &[TokenWrite],
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<(), Error> {
+        self.check()?;
+        self.inner.append(access, writes, k, v)
+    }
+
+    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
+        self.inner.read_page(access, page)
+    }
+
+    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
+        self.check()?;
+        self.inner.write_page(access, page, bytes)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+#[rstest]
+#[case::int8(KvFormat::INT8)]
+#[case::with_tail_pages(KvFormat::INT4)]
+fn a_call_that_the_device_fails_changes_no_length_and_takes_no_page(#[case] format: KvFormat) {
+    let config = config(format, 12);
+    let fails = Arc::new(AtomicBool::new(false));
+    let store = Failing {
+        inner: HostPages::new(&config).unwrap(),
+        fails: fails.clone(),
+    };
+    let mut cache = KvCache::new(config, Box::new(store)).unwrap();
+    grow(&mut cache, 0, 70).unwrap();
+    cache.fork(0, 1).unwrap();
+    let state = |cache: &KvCache| {
+        let bytes: Vec<_> = (0..3).map(|b| cache.read_back(b).unwrap()).collect();
+        (cache.table().clone(), cache.free_pages(), bytes)
+    };
+    let before = state(&cache);
+    let pages = cache.read_back(0).unwrap();
+    fails.store(true, Ordering::Relaxed);
+    for _ in 0..20 {
+        for sequence in 0..3 {
+            // New pages, a copy of the page that two sequences share, a tail page.
+            let error = grow(&mut cache, sequence, 130).unwrap_err();
+            assert!(matches!(error, Error::Device { .. }), "{error}");
+        }
+        let error = cache.append_with(&[(0, 3), (2, 65)], |_, _| {
+            Err(Error::Foreign {
+                backend: "test",
+                what: "cache",
+            })
+        });
+        assert!(error.is_err());
+        assert!(cache.restore(2, 70, &pages).is_err());
+        if format.has_tail_page() {
+            assert!(cache.fork(0, 2).is_err());
+        }
+        assert_eq!(state(&cache), before);
+    }
+    fails.store(false, Ordering::Relaxed);
+    // All the pages are there, and the sibling keeps its bytes.
+    grow(&mut cache, 1, 130).unwrap();
+    grow(&mut cache, 2, 130).unwrap();
+    assert_eq!(cache.read_back(0).unwrap(), before.2[0]);
+}
+
+#[test]
+fn appended_tokens_go_where_the_table_says() {
+    let mut cache = cache(KvFormat::INT8, 8);
+    grow(&mut cache, 0, 60).unwrap();
+    grow(&mut cache, 1, 3).unwrap();
+    let mut seen = Vec::new();
+    cache
+        .append_with(&[(1, 2), (2, 0), (0, 70)], |_, writes| {
+            seen = writes.to_vec();
+            Ok(())
+        })
+        .unwrap();
+    let table = cache.table().clone();
+    assert_eq!(table.lens, [130, 5, 0]);
+    let sources: Vec<usize> = seen.iter().map(|w| w.source).collect();
+    assert_eq!(sources, (0..72).collect::<Vec<_>>());
+    let places = |b: usize, from: usize| {
+        let pages = &table.pages[b];
+        (from..table.lens[b]).map(move |t| (pages[t / 64], t % 64))
+    };
+    let want: Vec<_> = places(1, 3).chain(places(0, 60)).collect();
+    let got: Vec<_> = seen.iter().map(|w| (w.page, w.token)).collect();
+    assert_eq!(got, want);
+}
+
+#[rstest]
+#[case::int8(KvFormat::INT8, 3)]
+#[case::int4(KvFormat::INT4, 5)]
+fn pages_of_forks_come_back_when_the_last_owner_frees_them(
+    #[case] format: KvFormat,
+    #[case] used: usize,
+) {
+    let mut cache = cache(format, 9);
+    grow(&mut cache, 0, 130).unwrap();
+    cache.fork(0, 1).unwrap();
+    assert_eq!(9 - cache.free_pages(), used);
+    // The copy of the open page belongs to one sequence, the rest to both.
+    grow(&mut cache, 1, 1).unwrap();
+    assert_eq!(9 - cache.free_pages(), used + 1);
+    cache.free_sequence(0).unwrap();
+    cache.free_sequence(1).unwrap();
+    assert_eq!(cache.free_pages(), 9);
+    let held = cache.table().pages.iter().all(Vec::is_empty);
+    assert!(held && cache.table().lens == [0; 3]);
+}
+
+#[test]
+fn both_of_two_forks_can_grow_in_one_call() {
+    let mut cache = cache(KvFormat::INT8, 4);
+    grow(&mut cache, 0, 10).unwrap();
+    cache.fork(0, 1).unwrap();
+    cache.append_with(&[(0, 1), (1, 1)], |_, _| Ok(())).unwrap();
+    let pages = &cache.table().pages;
+    assert_ne!(pages[0], pages[1]);
+    assert_eq!(cache.free_pages(), 2);
+}
+
+#[rstest]
+#[case::k(0, "k")]
+#[case::v(1, "v")]
+fn values_that_no_cache_holds_are_refused(#[case] side: usize, #[case] name: &str) {
+    let formats = ["int8", "bf16", "fp8", "f16", "int4"];
+    for (format, bad) in formats.into_iter().flat_map(|f| {
+        [
+            f32::NAN,
+            f32::INFINITY,
+            f32::NEG_INFINITY,
+            1.2e15,
+            -f32::MAX,
+        ]
+        .map(|bad| (f, bad))
+    }) {
+        let mut cache = cache(format.parse().unwrap(), 4);
+        let mut x = [vec![1.0; DIM], vec![1.0; DIM]];
+        x[side][5] = bad;
+        let result = cache.append(0, &x[0], &x[1]);
+        match result {
+            Err(Error::NotFinite { what, index, .. }) if !bad.is_finite() => {
+                assert_eq!((what, index), (name, 5))
+            }
+            Err(Error::Magnitude { what, index, .. }) if format == "bf16" && bad.is_finite() => {
+                assert_eq!((what, index), (name, 5))
+            }
+            Ok(()) if bad.is_finite() && format != "bf16" => continue,
+            other => panic!("{format}, {bad}: {other:?}"),
+        }
+        assert_eq!((cache.table().lens[0], cache.free_pages()), (0, 4));
+    }
+    // The largest magnitude of bf16 is 2^50.
+    let mut cache = cache(KvFormat::same(Scheme::Bf16), 4);
+    let x = vec![1_125_899_906_842_624.0; DIM];
+    cache.append(0, &x, &x).unwrap();
+}
+
+#[test]
+fn numbers_that_no_cache_has_are_refused_before_memory_is_asked_for() {
+    let new = CacheConfig::new;
+    let fp8 = KvFormat::same(Scheme::Fp8E4m3);
+    // Products that overflow saturate, and are refused.
+    assert_eq!(
+        new(KvFormat::INT8, 1, 64, 1 << 33, 1 << 38).num_pages,
+        usize::MAX
+    );
+    let spoilt = |spoil: fn(&mut CacheConfig)| {
+        let mut config = config(KvFormat::INT8, 4);
+        spoil(&mut config);
+        config
+    };
+    for (config, name) in [
+        (new(fp8, 1 << 53, 64, 1, 64), "num_kv_heads"),
+        (new(KvFormat::INT8, 1, 64, 1, usize::MAX), "num_pages"),
+        (spoilt(|c| c.num_sequences = 1 << 40), "num_sequences"),
+        (spoilt(|c| c.num_sequences = usize::MAX), "num_sequences"),
+        (spoilt(|c| c.num_pages = 1 << 32), "num_pages"),
+        (spoilt(|c| c.page_size = 0), "page_size"),
+        (
+            spoilt(|c| (c.num_kv_heads, c.head_dim, c.page_size) = (65536, 256, 128)),
+            "page bytes",
+        ),
+    ] {
+        let errors = [
+            config.check().err(),
+            HostPages::new(&config).err(),
+            config.pool_bytes().err(),
+        ];
+        for error in errors {
+            assert!(
+                matches!(&error, Some(Error::Parameter { what, .. }) if *what == name),
+                "{name}: {error:?}"
+            );
+        }
+    }
+    assert_eq!(spoilt(|c| c.page_size = 0).pages_for(5), 5);
+    // The largest pool is asked for, and not had; its table never is.
+    let mut config = spoilt(|c| (c.num_kv_heads, c.head_dim) = (65536, 256));
+    (config.page_size, config.num_pages) = (16, u32::MAX as usize);
+    assert!(matches!(
+        HostPages::new(&config),
+        Err(Error::OutOfMemory { .. })
+    ));
+}
+
+#[test]
+fn a_store_of_other_pages_than_the_configs_is_refused() {
+    let config = config(KvFormat::INT8, 4);
+    let others: [(fn(&mut CacheConfig), &str); 3] = [
+        (|c| c.num_pages = 3, "num_pages"),
+        (|c| c.page_size = 32, "page layout"),
+        (|c| c.format = KvFormat::same(Scheme::F16), "page layout"),
+    ];
+    for (spoil, name) in others {
+        let mut other = config.clone();
+        spoil(&mut other);
+        let store = HostPages::new(&other).unwrap();
+        let error = KvCache::new(config.clone(), Box::new(store)).err();
+        assert!(
+            matches!(error, Some(Error::Mismatch { what, .. }) if what == name),
+            "{name}: {error:?}"
+        );
+    }
+}
+
+#[test]
+fn appends_of_any_number_of_tokens_are_typed_errors() {
+    let mut cache = cache(KvFormat::INT8, 4);
+    grow(&mut cache, 0, 5).unwrap();
+    let huge = [usize::MAX, usize::MAX - 5, 1 << 63, 1 << 40, 4 * 64 - 4];
+    for appends in huge.map(|n| vec![(0, n)]).into_iter().chain([
+        vec![(0, usize::MAX), (1, usize::MAX)],
+        vec![(0, 1), (1, 65), (2, usize::MAX)],
+    ]) {
+        let error = cache.append_with(&appends, |_, _| Ok(())).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::CacheFull {
+                    free: 3,
+                    total: 4,
+                    ..
+                }
+            ),
+            "{error}"
+        );
+    }
+    let twice = cache.append_with(&[(1, 1), (2, 0), (1, 0)], |_, _| Ok(()));
+    assert!(matches!(
+        twice,
+        Err(Error::Parameter {
+            what: "sequence to append to",
+            ..
+        })
+    ));
+    cache
+        .append_with(&[(0, 4 * 64 - 5)], |_, _| Ok(()))
+        .unwrap();
+    assert_eq!((cache.free_pages(), cache.table().lens[0]), (0, 256));
+}
+
+#[test]
+fn pages_are_taken_in_the_order_that_was_asked_for() {
+    let mut cache = cache(KvFormat::INT8, 5);
+    grow(&mut cache, 0, 1).unwrap();
+    for bad in [
+        &[1, 2, 3][..],
+        &[1, 2, 3, 3],
+        &[0, 1, 2, 3],
+        &[1, 2, 3, 5],
+        &[1, 2, 3, 4, 4],
+    ] {
+        assert!(cache.order_free_pages(bad).is_err(), "{bad:?}");
+    }
+    cache.order_free_pages(&[3, 1, 4, 2]).unwrap();
+    grow(&mut cache, 1, 130).unwrap();
+    assert_eq!(cache.table().pages[1], [3, 1, 4]);
+    cache.free_sequence(0).unwrap();
+    assert_eq!(cache.free_pages(), 2);
+}
+
+#[test]
+fn pages_are_written_and_restored_whole() {
+    let mut cache = cache(KvFormat::same(Scheme::Bf16), 4);
+    let bytes = cache.layout().page_bytes();
+    for (page, len) in [
+        (0, bytes - 1),
+        (0, bytes + 1),
+        (4, bytes),
+        (u32::MAX, bytes),
+    ] {
+        assert!(
+            cache.write_page(page, &vec![0; len]).is_err(),
+            "{page}, {len}"
+        );
+    }
+    grow(&mut cache, 0, 70).unwrap();
+    let pages = cache.read_back(0).unwrap();
+    let (table, free) = (cache.table().clone(), cache.free_pages());
+    // Every bf16 that is not finite, or above 2^50, in K's and in V's part, and tokens that are not there.
+    let v_at = cache.layout().v_codes().start;
+    for bits in [0x7f80u16, 0xff80, 0x7fc0, 0x5881, 0xd881] {
+        for at in [0, v_at] {
+            let mut damaged = pages.clone();
+            damaged[0][at..at + 2].copy_from_slice(&bits.to_le_bytes());
+            let error = cache.restore(1, 70, &damaged).unwrap_err();
+            assert!(
+                matches!(error, Error::BadBytes { what: "code", .. }),
+                "{error}"
+            );
+        }
+    }
+    for (tokens, count) in [(70, 1), (64, 2), (129, 2), (usize::MAX, 2)] {
+        let error = cache.restore(1, tokens, &pages[..count]).unwrap_err();
+        assert!(matches!(error, Error::Length { .. }), "{error}");
+    }
+    assert_eq!((cache.table(), cache.free_pages()), (&table, free));
+    cache.restore(1, 70, &pages).unwrap();
+    assert_eq!(cache.read_back(1).unwrap(), pages);
+}
+
+#[test]
+fn a_layout_keeps_no_more_tokens_than_a_page_has() {
+    let layout = config(KvFormat::INT8, 1).layout().unwrap();
+    let mut page = vec![0xff; layout.page_bytes()];
+    for tokens in [65, usize::MAX] {
+        assert!(layout.canonical(&mut page, tokens, false).is_err());
+    }
+    layout.canonical(&mut page, 64, false).unwrap();
+    assert!(page.iter().all(|b| *b == 0xff));
+    layout.canonical(&mut page, 0, false).unwrap();
+    assert!(page.iter().all(|b| *b == 0));
+}
