@@ -98,6 +98,14 @@ fn reduced(table: &mut Table) {
     case.problem.window_left = Some(900);
     case.problem.softcap = Some(30.0);
     table.add(case);
+    table.add(without_window());
+}
+
+/// A window of any length sees the whole cache, whatever it is cast to.
+fn without_window() -> Case {
+    let mut case = Case::new([4, 2], 64, &[1, 70, 300], KvFormat::INT8);
+    (case.problem.q_len, case.problem.window_left) = (2, Some(usize::MAX));
+    case
 }
 
 fn full(table: &mut Table) {
@@ -124,6 +132,7 @@ fn full(table: &mut Table) {
         case.build = Build::AtOnce;
         table.add(case);
     }
+    table.add(without_window());
 }
 
 /// Every K scheme with every V scheme.

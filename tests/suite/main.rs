@@ -7,6 +7,7 @@ use rstest::rstest;
 
 mod accuracy;
 mod errors;
+mod ranges;
 mod third_party;
 mod vectors;
 

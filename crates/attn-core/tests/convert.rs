@@ -1,7 +1,8 @@
 //! Other engines' caches go in and come out unchanged, and mean what they meant.
 
 use attn_core::{
-    CacheConfig, Error, HostPages, Int4Scale, Int8Scale, KvCache, KvFormat, Scheme, StridedRows,
+    CacheConfig, Error, HostPages, Int4Scale, Int8Scale, KvCache, KvFormat, PageLayout, Scheme,
+    StridedRows,
     convert::{
         Blocks, Exported, Foreign, Order, RowFormat, Side, dequantize, export, import,
         rows::{fbgemm_int4_row, q4_0_row, q8_0_row},
@@ -402,4 +403,136 @@ fn magnitudes_beyond_f16_are_refused_by_the_row_quantizers() {
         q8_0_row(&x[..32], &mut row[..10]),
         Err(Error::Length { .. })
     ));
+}
+
+#[test]
+fn rows_that_are_not_there_are_refused_before_pages_are_made() {
+    let format = RowFormat::Plain(Scheme::F16);
+    let layout = config(Scheme::F16, 64, 1).layout().unwrap();
+    let bytes = vec![0u8; 3 * HEADS * 128];
+    let plain = |token_stride: usize| Foreign {
+        format,
+        rows: StridedRows {
+            codes: &bytes,
+            code_strides: [0, 128, token_stride],
+            scales: &[],
+            scale_strides: [0; 3],
+        },
+        blocks: None,
+    };
+    for tokens in [4, 1 << 32, 1 << 53, usize::MAX] {
+        // Side by side, one row for all, and strides whose products wrap.
+        for stride in [HEADS * 128, 0, 1 << 62, usize::MAX] {
+            let rows = plain(stride);
+            let error = import(&layout, 0, tokens, &rows, &rows).unwrap_err();
+            assert!(
+                matches!(error, Error::Length { what: "rows", .. }),
+                "{error}"
+            );
+        }
+    }
+    let rows = plain(HEADS * 128);
+    assert_eq!(import(&layout, 0, 3, &rows, &rows).unwrap().len(), 1);
+    assert!(import(&layout, 0, 0, &rows, &rows).unwrap().is_empty());
+    // The first stride is 0, so any sequence is the first.
+    assert!(import(&layout, usize::MAX, 3, &rows, &rows).is_ok());
+}
+
+#[test]
+fn blocks_without_tokens_and_short_tables_are_refused() {
+    let format = RowFormat::Plain(Scheme::F16);
+    let layout = config(Scheme::F16, 64, 1).layout().unwrap();
+    let bytes = vec![0u8; 4 * HEADS * 128];
+    let paged = |table, tokens| Foreign {
+        format,
+        rows: StridedRows {
+            codes: &bytes,
+            code_strides: [2 * HEADS * 128, 128, HEADS * 128],
+            scales: &[],
+            scale_strides: [0; 3],
+        },
+        blocks: Some(Blocks { table, tokens }),
+    };
+    let import = |table, block_tokens, tokens| {
+        let rows = paged(table, block_tokens);
+        import(&layout, 0, tokens, &rows, &rows)
+    };
+    assert!(import(&[1, 0], 2, 4).is_ok());
+    for (table, block_tokens, name) in [
+        (&[1, 0][..], 0, "tokens per block"),
+        (&[1][..], 2, "block table"),
+        (&[1, 2][..], 2, "rows"),
+        (&[u32::MAX, 0][..], 2, "rows"),
+    ] {
+        let error = import(table, block_tokens, 4).unwrap_err();
+        assert!(
+            matches!(&error, Error::Parameter { what, .. } | Error::Length { what, .. } if *what == name),
+            "{name}: {error}"
+        );
+    }
+}
+
+#[test]
+fn layouts_are_made_of_what_pages_can_hold() {
+    let new = PageLayout::new;
+    let format = KvFormat::INT8;
+    for page_size in [0, 15, 48, 256, usize::MAX] {
+        assert!(new(format, 64, page_size, 1).is_err(), "{page_size}");
+    }
+    for head_dim in [0, 1, 63, 72, 512, usize::MAX] {
+        assert!(new(format, head_dim, 64, 1).is_err(), "{head_dim}");
+    }
+    for heads in [0, 65537, usize::MAX] {
+        assert!(new(format, 64, 64, heads).is_err(), "{heads}");
+    }
+    // 128 tokens of 256 dims in bf16 are 2^17 bytes a head: 2^14 heads are one byte too many.
+    let bf16 = KvFormat::same(Scheme::Bf16);
+    assert!(new(bf16, 256, 128, 1 << 14).is_err());
+    let largest = new(bf16, 256, 128, (1 << 14) - 1).unwrap();
+    assert_eq!(largest.page_bytes(), (1 << 31) - (1 << 17));
+    assert!(new(KvFormat::INT4, 64, 32, 1).is_err());
+}
+
+#[test]
+fn static_scales_of_other_heads_are_refused() {
+    let config = config(Scheme::Fp8E4m3, 64, 1);
+    let layout = config.layout().unwrap();
+    let pages = vec![vec![0; layout.page_bytes()]];
+    let good = [0.25; HEADS];
+    for bad in [
+        &[0.25; 1][..],
+        &[0.25; 3],
+        &[0.0; 2],
+        &[f32::NAN; 2],
+        &[1e16; 2],
+    ] {
+        assert!(dequantize(&layout, &pages, 1, bad, &good).is_err());
+        assert!(dequantize(&layout, &pages, 1, &good, bad).is_err());
+    }
+    assert!(dequantize(&layout, &pages, 1, &good, &good).is_ok());
+}
+
+#[test]
+fn rows_that_are_no_whole_groups_are_refused() {
+    for len in [0, 1, 31, 33, 40, 63] {
+        let x = vec![1.0; len];
+        for quantize in [q8_0_row, q4_0_row] {
+            let mut row = vec![7; 68];
+            let error = quantize(&x, &mut row).unwrap_err();
+            assert!(
+                matches!(
+                    error,
+                    Error::Parameter {
+                        what: "row elements",
+                        ..
+                    }
+                ),
+                "{error}"
+            );
+            assert!(row.iter().all(|b| *b == 7));
+        }
+        for groups in [0, 1, 2, 3, 255] {
+            assert!(fbgemm_int4_row(&x, groups, &mut [0; 68]).is_err());
+        }
+    }
 }

@@ -7,7 +7,10 @@
     reason = "criterion_group makes an undocumented function"
 )]
 
-use attn_core::bench::shapes;
+use attn_core::{
+    Error, KvView,
+    bench::{Place, Rows, shapes},
+};
 use attn_cpu::{
     CpuBackend, Isa,
     bench::{Ceiling, Prepared},
@@ -40,5 +43,24 @@ fn decode(c: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, decode);
+/// What it costs to check the scales and codes of a contiguous cache, beside taking them on trust.
+fn views(c: &mut Criterion) {
+    for shape in shapes().iter().filter(|s| s.place != Place::Pages) {
+        let mut group = c.benchmark_group(format!("view/{shape}"));
+        group.sample_size(10);
+        group.throughput(Throughput::Bytes(shape.bytes() as u64));
+        let mut rows = None;
+        let mut bench = |name, view: fn(&Rows) -> Result<KvView<'_>, Error>| {
+            group.bench_function(name, |b| {
+                let rows = rows.get_or_insert_with(|| Rows::new(shape));
+                b.iter(|| view(rows).expect("the rows are values"));
+            });
+        };
+        bench("checked", Rows::checked_view);
+        bench("trusted", Rows::view);
+        group.finish();
+    }
+}
+
+criterion_group!(benches, decode, views);
 criterion_main!(benches);

@@ -4,6 +4,8 @@ use crate::{
     Scheme,
     bench::{Place, Shape},
     error::Error,
+    format::KvFormat,
+    problem::Problem,
     view::{KvView, StridedRows},
 };
 
@@ -17,6 +19,15 @@ pub struct Rows {
     codes: [Vec<u8>; 2],
     scales: [Vec<u16>; 2],
 }
+
+/// A constructor of [`KvView`].
+type MakeView<'a> = fn(
+    &'a Problem,
+    KvFormat,
+    StridedRows<'a>,
+    StridedRows<'a>,
+    [&'a [f32]; 2],
+) -> Result<KvView<'a>, Error>;
 
 /// Groups of a row that have a stored scale.
 fn scale_groups(scheme: Scheme, head_dim: usize) -> usize {
@@ -48,11 +59,23 @@ impl Rows {
         shape.problem.kv_lens.iter().copied().max().unwrap_or(0)
     }
 
-    /// The rows as the shape places them.
+    /// The rows as the shape places them; their values are this type's own, and taken on trust.
     ///
     /// # Errors
     /// Those of [`KvView::new`].
     pub fn view(&self) -> Result<KvView<'_>, Error> {
+        self.made_by(KvView::with_trusted_values)
+    }
+
+    /// As [`Rows::view`], with every value checked: what [`KvView::new`] costs.
+    ///
+    /// # Errors
+    /// Those of [`KvView::new`].
+    pub fn checked_view(&self) -> Result<KvView<'_>, Error> {
+        self.made_by(KvView::new)
+    }
+
+    fn made_by<'a>(&'a self, make_view: MakeView<'a>) -> Result<KvView<'a>, Error> {
         let (heads, dim) = (self.shape.problem.num_kv_heads, self.shape.problem.head_dim);
         let format = self.shape.format;
         let capacity = Self::capacity(&self.shape);
@@ -66,7 +89,6 @@ impl Rows {
             let (codes, scales) = (&self.codes[i], &self.scales[i]);
             make(codes, scales, heads, capacity, row_bytes, groups)
         });
-        // The values are the constructor's own.
-        KvView::with_trusted_values(&self.shape.problem, format, k, v, [&[], &[]])
+        make_view(&self.shape.problem, format, k, v, [&[], &[]])
     }
 }

@@ -1,0 +1,67 @@
+//! The ends of the accepted ranges: answers are finite, the same everywhere, and as near as `docs/arithmetic.md`, section 8, says.
+
+use attn_conformance::{Case, check, oracle};
+use attn_core::{DecodeAttention, KvSource};
+use attn_cpu::{CpuBackend, Reference};
+use rstest::rstest;
+
+/// The largest K and V that bf16 takes, the largest queries, and a soft cap at its ends: finite, and the reference's bits.
+#[rstest]
+fn answers_at_the_ends_of_the_ranges_are_finite_and_the_same_everywhere(
+    #[values(1e-15, 1.0, 1e15)] softmax_scale: f32,
+    #[values(None, Some(1e-3), Some(1e3))] softcap: Option<f32>,
+    #[values("bf16", "f16", "int8", "fp8/bf16")] format: &str,
+) {
+    let mut case = Case::new([2, 1], 64, &[70], format.parse().unwrap());
+    (case.problem.softmax_scale, case.problem.softcap) = (softmax_scale, softcap);
+    let limits = [case.format.k, case.format.v].map(|scheme| scheme.max_magnitude());
+    let fill = |limit: f32| -> Vec<f32> {
+        let signs = (0..70 * 64).map(|i| if i * 7 % 5 < 2 { -1.0 } else { 1.0 });
+        signs.map(|sign| sign * limit).collect()
+    };
+    // Queries of the largest magnitude that QueryRange lets through.
+    let most = (1.8e19 / (f64::from(softmax_scale) * std::f64::consts::LOG2_E)) as f32;
+    let q = fill(most.min(1e38))[..128].to_vec();
+    let mut answers = Vec::new();
+    for backend in [
+        &Reference::new() as &dyn DecodeAttention,
+        &CpuBackend::new(),
+    ] {
+        let mut cache = backend.create_cache(&case.config()).unwrap();
+        cache.append(0, &fill(limits[0]), &fill(limits[1])).unwrap();
+        let got = check::decode_rows(backend, &case, &q, KvSource::Cache(&cache));
+        let (out, lse) = got.unwrap();
+        let all = || out.iter().chain(&lse);
+        assert!(all().all(|x| x.is_finite()), "{lse:?}");
+        answers.push(all().map(|x| x.to_bits()).collect::<Vec<_>>());
+    }
+    assert_eq!(answers[0], answers[1]);
+}
+
+/// The soft cap's form cancels where the cap is large: its own share of the error grows with it.
+#[rstest]
+#[case(1e-3, 1e-4)]
+#[case(50.0, 1.1e-4)]
+#[case(1e3, 2.5e-4)]
+fn the_soft_caps_error_is_the_documented_one(
+    #[case] cap: f32,
+    #[case] allowed: f64,
+    #[values("int8", "bf16")] format: &str,
+) {
+    let mut case = Case::new([2, 1], 64, &[10, 70, 300], format.parse().unwrap());
+    case.problem.softcap = Some(cap);
+    let (mut worst, reference) = (0.0f64, Reference::new());
+    for seed in 1..20 {
+        case.seed = seed;
+        let cache = case.cache(&reference, usize::MAX).unwrap();
+        let (_, lse) = check::decode(&reference, &case, &cache).unwrap();
+        let (_, want) = oracle::attend(&case.problem, &cache, &case.q());
+        let errors = lse
+            .iter()
+            .zip(&want)
+            .map(|(a, b)| (f64::from(*a) - b).abs());
+        worst = errors.fold(worst, f64::max);
+    }
+    println!("{format}, softcap {cap}: lse off by {worst:.1e}");
+    assert!(worst <= allowed, "{format}, softcap {cap}: {worst:e}");
+}
