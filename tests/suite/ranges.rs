@@ -40,13 +40,13 @@ fn answers_at_the_ends_of_the_ranges_are_finite_and_the_same_everywhere(
 
 /// The soft cap's form cancels where the cap is large: its own share of the error grows with it.
 #[rstest]
-#[case(1e-3, 1e-4)]
-#[case(50.0, 1.1e-4)]
-#[case(1e3, 2.5e-4)]
+#[case(1e-3, 2e-6)]
+#[case(50.0, 1.1e-5)]
+#[case(1e3, 1.2e-4)]
 fn the_soft_caps_error_is_the_documented_one(
     #[case] cap: f32,
     #[case] allowed: f64,
-    #[values("int8", "bf16")] format: &str,
+    #[values("f16", "bf16")] format: &str,
 ) {
     let mut case = Case::new([2, 1], 64, &[10, 70, 300], format.parse().unwrap());
     case.problem.softcap = Some(cap);

@@ -73,11 +73,11 @@ fn cache(settings: &Settings<'_>, step: usize) -> KvCache {
     }
     let mut cache = CpuBackend::new().create_cache(&config).unwrap();
     let row = heads * dim;
-    let [k, v] = [0, 1].map(|side| -> Vec<f32> {
+    let [k, v] = [(0, format.k), (1, format.v)].map(|(side, scheme)| -> Vec<f32> {
         (0..tokens * row)
             .map(|i| {
                 let (t, head, d) = (i / row, i % row / dim, i % dim);
-                value(side, head as i64, t as i64, d as i64)
+                value(side, head as i64, t as i64, d as i64).min(scheme.max_magnitude())
             })
             .collect()
     });

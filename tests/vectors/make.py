@@ -11,6 +11,7 @@ from fractions import Fraction as F
 
 F32_MAX = F(2) ** 128 - F(2) ** 104
 F16_MAX = F(65504)
+BF16_MAX = F(2) ** 50
 
 
 # Rounding: every number is an exact rational until one of these rounds it, half to even.
@@ -128,7 +129,8 @@ def token(scheme, x, scale):
     if scheme == "f16":
         return [f16_bits(to_f16(v), v < 0) for v in x], []
     if scheme == "bf16":
-        return [bf16_bits(v) for v in x], []
+        # Larger inputs are refused, so that the inputs' outlier is the largest that bf16 takes.
+        return [bf16_bits(clamp(v, -BF16_MAX, BF16_MAX)) for v in x], []
     if scheme == "fp8":
         return [fp8_bits(v, scale) for v in x], []
     if scheme == "int8-tensor":
