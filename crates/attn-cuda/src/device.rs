@@ -18,6 +18,7 @@ use cudarc::{
 
 use crate::{
     geometry::{Launch, Limits, Short},
+    image_cache,
     images::{self, ImageError, Origin},
     instance::{Arch, Instance},
 };
@@ -172,11 +173,14 @@ impl Device {
                 )
             })?,
         };
+        let cache = image_cache::usable_folder();
         if images::embedded_count() == 0
             && let Err(error) = images::compiler()
-            && images::cache_dir().is_none_or(|dir| !dir.is_dir())
+            && !matches!(cache, Ok(Some(_)))
         {
-            return Err(absent(error.to_string(), "then try again"));
+            let cache = cache.err().map(|refused| format!("{refused}; "));
+            let reason = format!("{}{error}", cache.unwrap_or_default());
+            return Err(absent(reason, "then try again"));
         }
         let short = env::var("ATTN_CUDA_SHORT").unwrap_or_default();
         let short: Short = short
@@ -199,10 +203,14 @@ impl Device {
             backend: "cuda",
             name: context.name().map_err(refuse)?,
             detail: format!(
-                "{} kernels, {sms} SMs, driver for CUDA {}.{}",
+                "{} kernels, {sms} SMs, driver for CUDA {}.{}{}",
                 arch.name(),
                 version / 1000,
-                version % 1000 / 10
+                version % 1000 / 10,
+                // Kernels still compile, but at every start.
+                cache
+                    .err()
+                    .map_or(String::new(), |refused| format!("; {refused}"))
             ),
         };
         Ok(Device {
