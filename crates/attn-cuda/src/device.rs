@@ -11,7 +11,8 @@ use std::{
 use attn_core::{DeviceInfo, Error, Unsupported};
 use cudarc::{
     driver::{
-        CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DriverError, sys,
+        CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DevicePtrMut,
+        DeviceRepr, DriverError, result, sys,
     },
     nvrtc::Ptx,
 };
@@ -21,6 +22,7 @@ use crate::{
     image_cache,
     images::{self, ImageError, Origin},
     instance::{Arch, Instance},
+    sizes,
 };
 
 /// What the driver or the compiler said.
@@ -73,6 +75,54 @@ fn absent(reason: String, next_step: &str) -> Unsupported {
         backend: "cuda",
         reason,
         next_step: next_step.to_owned(),
+    }
+}
+
+/// Waits for a stream when it is dropped, so that no copy reads or writes borrowed host memory after that, however the function ends.
+///
+/// The driver's asynchronous copies return at once where the host's memory is pinned. Declare it behind what is copied: what is
+/// declared last is dropped first.
+pub(crate) struct WaitOnDrop(sys::CUstream);
+
+impl WaitOnDrop {
+    /// # Safety
+    /// The stream is alive, and its context current on this thread, until the value is dropped.
+    pub(crate) unsafe fn on(stream: sys::CUstream) -> Self {
+        WaitOnDrop(stream)
+    }
+
+    /// Waits now, for whoever wants to know how the work went.
+    pub(crate) fn finish(self) -> Result<(), DriverError> {
+        let waited = self.wait();
+        std::mem::forget(self);
+        waited
+    }
+
+    /// Not `CudaStream::synchronize`, which returns without waiting where an earlier call has failed.
+    fn wait(&self) -> Result<(), DriverError> {
+        // SAFETY: `on`'s contract.
+        match unsafe { result::stream::synchronize(self.0) } {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                // While another thread captures a graph, a wait can be refused to threads that have not said that it is meant. If the
+                // device itself has failed, this fails, too, and no copy runs any more.
+                let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+                // SAFETY: swaps a number of this thread's with the driver; and `on`'s contract.
+                unsafe {
+                    sys::cuThreadExchangeStreamCaptureMode(&raw mut mode).result()?;
+                    let waited = result::stream::synchronize(self.0);
+                    sys::cuThreadExchangeStreamCaptureMode(&raw mut mode).result()?;
+                    waited.map_err(|_| error)
+                }
+            }
+        }
+    }
+}
+
+impl Drop for WaitOnDrop {
+    fn drop(&mut self) {
+        // An error is the device's, which the next call reports.
+        let _ = self.wait();
     }
 }
 
@@ -264,7 +314,7 @@ impl Device {
             _ => None,
         };
         let shared_bytes = match exported {
-            Some(kernel) if kernel * instance.max_teams() > self.shared_limit => {
+            Some(kernel) if kernel.saturating_mul(instance.max_teams()) > self.shared_limit => {
                 return Err(CudaError::SharedBytes {
                     kernel,
                     limit: self.shared_limit,
@@ -274,11 +324,11 @@ impl Device {
             None => shared_bytes,
         };
         let function = module.load_function(instance.entry())?;
-        let most = shared_bytes * instance.max_teams();
+        let most = shared_bytes.saturating_mul(instance.max_teams());
         if most > 48 * 1024 {
             function.set_attribute(
                 sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                most as i32,
+                sizes::int_limit(most),
             )?;
         }
         Ok(Kernel {
@@ -297,19 +347,53 @@ impl Device {
         if global.len() != bytes.len() {
             return None;
         }
-        self.stream.memcpy_dtoh(&global, &mut bytes).ok()?;
-        self.stream.synchronize().ok()?;
-        Some(i32::from_le_bytes(bytes) as usize)
+        self.download(&global, &mut bytes).ok()?;
+        usize::try_from(i32::from_le_bytes(bytes)).ok()
+    }
+
+    /// Copies to the host, and waits for it.
+    pub(crate) fn download<T: DeviceRepr>(
+        &self,
+        from: &impl DevicePtr<T>,
+        to: &mut [T],
+    ) -> Result<(), DriverError> {
+        let wait = self.wait_on_drop()?;
+        self.stream.memcpy_dtoh(from, to)?;
+        wait.finish()
+    }
+
+    /// Copies to the device, and waits for it.
+    pub(crate) fn upload<T: DeviceRepr>(
+        &self,
+        from: &[T],
+        to: &mut impl DevicePtrMut<T>,
+    ) -> Result<(), DriverError> {
+        let wait = self.wait_on_drop()?;
+        self.stream.memcpy_htod(from, to)?;
+        wait.finish()
+    }
+
+    /// Makes the context current, and waits for the device's own stream once it is dropped.
+    pub(crate) fn wait_on_drop(&self) -> Result<WaitOnDrop, DriverError> {
+        self.context.bind_to_thread()?;
+        // SAFETY: `self` keeps the stream, and outlives every function of this crate that keeps the value in a variable; nobody changes
+        // the thread's context meanwhile.
+        Ok(unsafe { WaitOnDrop::on(self.stream.cu_stream()) })
     }
 
     /// `bytes` of scratch memory and the lock that reserves them.
     pub(crate) fn arena(&self, bytes: usize) -> Result<(u64, MutexGuard<'_, Arena>), DriverError> {
         let mut arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
         if arena.0.as_ref().is_none_or(|slice| slice.len() < bytes) {
+            let no_room = DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+            let room = bytes
+                .max(1 << 20)
+                .checked_next_power_of_two()
+                .ok_or(no_room)?;
             // Frees the old one first, in stream order.
             arena.0 = None;
             // SAFETY: every user writes the parts that a kernel or a copy then reads.
-            arena.0 = Some(unsafe { self.stream.alloc(bytes.max(1 << 20).next_power_of_two()) }?);
+            arena.0 = Some(unsafe { self.stream.alloc(room) }?);
         }
         let address = arena
             .0
@@ -352,7 +436,7 @@ impl Kernel {
         arguments: &mut [*mut c_void],
     ) -> Result<(), DriverError> {
         use sys::CUlaunchAttributeID as Id;
-        let [x, y, z] = launch.grid.map(|n| n as u32);
+        let [x, y, z] = launch.grid.map(sizes::axis);
         let attribute = |id, value| sys::CUlaunchAttribute {
             id,
             pad: [0; 4],
@@ -360,7 +444,7 @@ impl Kernel {
         };
         let cluster = sys::CUlaunchAttributeValue {
             clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
-                x: launch.cluster as u32,
+                x: sizes::axis(launch.cluster),
                 y: 1,
                 z: 1,
             },
@@ -387,10 +471,10 @@ impl Kernel {
             gridDimX: x,
             gridDimY: y,
             gridDimZ: z,
-            blockDimX: launch.threads as u32,
+            blockDimX: sizes::axis(launch.threads),
             blockDimY: 1,
             blockDimZ: 1,
-            sharedMemBytes: (self.shared_bytes * launch.teams) as u32,
+            sharedMemBytes: sizes::axis(self.shared_bytes.saturating_mul(launch.teams)),
             hStream: stream,
             attrs: attributes.as_mut_ptr(),
             numAttrs: attributes.len() as u32,

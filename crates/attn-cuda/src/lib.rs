@@ -17,7 +17,10 @@ pub mod native;
 pub mod nvrtc;
 pub mod params;
 mod short;
+mod sizes;
+mod step;
 mod store;
+mod upload;
 
 use attn_core::{DecodeAttention, Unsupported};
 
