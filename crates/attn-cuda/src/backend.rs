@@ -14,7 +14,7 @@ use crate::{
     images, instance,
     native::{self, DeviceKv, Shape},
     sizes,
-    step::{Arena, Inputs, Parts},
+    step::{Inputs, Parts, Placed},
     store::CudaPages,
     upload::Upload,
 };
@@ -64,7 +64,8 @@ impl CudaBackend {
         self
     }
 
-    /// The context that the backend works in: the device's primary one.
+    /// The context that the backend works in: the device's primary one. Its event tracking is off: whoever uses its slices on several
+    /// streams orders them.
     pub fn context(&self) -> &Arc<cudarc::driver::CudaContext> {
         &self.device.context
     }
@@ -90,9 +91,9 @@ impl CudaBackend {
         let parts = Parts::reserve(&mut upload, step, &plan, &inputs, out)?;
         let allocated = device.arena(upload.bytes());
         let (base, _lock) = allocated.map_err(failed("allocating for a decode"))?;
-        let arena = Arena { base, parts };
-        let (kv, scales) = self.kv(step, &inputs, &arena)?;
-        let args = arena.decode_args(kv, scales, &inputs);
+        let placed = Placed { base, parts };
+        let (kv, scales) = self.kv(step, &inputs, &placed)?;
+        let args = placed.decode_args(kv, scales, &inputs);
         let stream = device.stream.cu_stream();
         let wait = device.wait_on_drop().map_err(failed("decoding"))?;
         // SAFETY: the arena, whose lock is held, has room for the parts; they outlive `wait`, which waits for the copies however this
@@ -102,7 +103,7 @@ impl CudaBackend {
         unsafe { result::memset_d8_async(args.workspace, 0, plan.zeroed_bytes(), stream) }
             .map_err(failed("zeroing the workspace"))?;
         if let (Some(import), KvSource::View(view)) = (&inputs.import, step.kv()) {
-            let args = arena.import_args(view, &inputs, &plan);
+            let args = placed.import_args(view, &inputs, &plan);
             // SAFETY: `DecodeStep::new` has compared the view's reach with its slices, by products that do not wrap, and strides beyond
             // 63 bits are multiplied by 0 alone. `Inputs` counts pages up to the longest length for each sequence, and `Parts` has
             // their bytes. All lies in the arena, whose lock is held until `wait` has waited.
@@ -131,7 +132,7 @@ impl CudaBackend {
         &self,
         step: &StepInputs<'_>,
         inputs: &Inputs,
-        arena: &Arena,
+        placed: &Placed,
     ) -> Result<(DeviceKv, [u64; 2]), Error> {
         match step.kv() {
             KvSource::Cache(cache) => {
@@ -140,23 +141,23 @@ impl CudaBackend {
                 let kv = DeviceKv::Paged {
                     pool: store.pool_address(),
                     num_pages: store.num_pages(),
-                    page_table: arena.at(arena.parts.table),
+                    page_table: placed.at(placed.parts.table),
                     page_table_stride: inputs.books.stride,
-                    tail_pages: arena.some(has_tails, arena.parts.tails),
+                    tail_pages: placed.some(has_tails, placed.parts.tails),
                 };
                 Ok((kv, store.tensor_scale_addresses()))
             }
             KvSource::View(view) => {
                 let kv = if inputs.import.is_some() {
                     DeviceKv::Paged {
-                        pool: arena.at(arena.parts.imported),
+                        pool: placed.at(placed.parts.imported),
                         num_pages: inputs.books.table.len(),
-                        page_table: arena.at(arena.parts.table),
+                        page_table: placed.at(placed.parts.table),
                         page_table_stride: inputs.books.stride,
                         tail_pages: 0,
                     }
                 } else {
-                    let [k, v] = arena.rows(view);
+                    let [k, v] = placed.rows(view);
                     DeviceKv::Strided {
                         k,
                         v,
@@ -164,10 +165,10 @@ impl CudaBackend {
                         scale_strides: [view.k().scale_strides, view.v().scale_strides],
                     }
                 };
-                let [.., k, v] = arena.parts.view;
+                let [.., k, v] = placed.parts.view;
                 let scales = [
-                    arena.some(view.format().k.has_tensor_scale(), k),
-                    arena.some(view.format().v.has_tensor_scale(), v),
+                    placed.some(view.format().k.has_tensor_scale(), k),
+                    placed.some(view.format().v.has_tensor_scale(), v),
                 ];
                 Ok((kv, scales))
             }

@@ -302,7 +302,7 @@ impl CudaTimer {
             // SAFETY: as for decode; the lengths count the new token, whose page is in the table; every sequence owns its pages.
             return unsafe { self.gpu.append_on(append, stream, &args) };
         }
-        // SAFETY: likewise.
+        // SAFETY: as for decode and for append; nothing is enqueued between them.
         unsafe {
             self.gpu
                 .append_decode_on(append, &step.plan, stream, &args, &decode)

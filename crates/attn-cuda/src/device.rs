@@ -4,6 +4,7 @@ use std::{
     collections::HashMap,
     env,
     ffi::c_void,
+    marker::PhantomData,
     ptr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -82,13 +83,13 @@ fn absent(reason: String, next_step: &str) -> Unsupported {
 ///
 /// The driver's asynchronous copies return at once where the host's memory is pinned. Declare it behind what is copied: what is
 /// declared last is dropped first.
-pub(crate) struct WaitOnDrop(sys::CUstream);
+pub(crate) struct WaitOnDrop<'a>(sys::CUstream, PhantomData<&'a CudaStream>);
 
-impl WaitOnDrop {
+impl WaitOnDrop<'_> {
     /// # Safety
     /// The stream is alive, and its context current on this thread, until the value is dropped.
     pub(crate) unsafe fn on(stream: sys::CUstream) -> Self {
-        WaitOnDrop(stream)
+        WaitOnDrop(stream, PhantomData)
     }
 
     /// Waits now, for whoever wants to know how the work went.
@@ -119,7 +120,7 @@ impl WaitOnDrop {
     }
 }
 
-impl Drop for WaitOnDrop {
+impl Drop for WaitOnDrop<'_> {
     fn drop(&mut self) {
         // An error is the device's, which the next call reports.
         let _ = self.wait();
@@ -374,10 +375,10 @@ impl Device {
     }
 
     /// Makes the context current, and waits for the device's own stream once it is dropped.
-    pub(crate) fn wait_on_drop(&self) -> Result<WaitOnDrop, DriverError> {
+    pub(crate) fn wait_on_drop(&self) -> Result<WaitOnDrop<'_>, DriverError> {
         self.context.bind_to_thread()?;
-        // SAFETY: `self` keeps the stream, and outlives every function of this crate that keeps the value in a variable; nobody changes
-        // the thread's context meanwhile.
+        // SAFETY: `self`, which the value borrows, keeps the stream; its context is current, and no function of this crate that has the
+        // value changes that.
         Ok(unsafe { WaitOnDrop::on(self.stream.cu_stream()) })
     }
 

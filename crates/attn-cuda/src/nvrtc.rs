@@ -170,7 +170,7 @@ fn open(path: &Path, global: bool) -> Result<Library, libloading::Error> {
     #[cfg(not(unix))]
     {
         let _ = global;
-        // SAFETY: as above.
+        // SAFETY: opening runs the library's initializers; NVRTC and its builtins are made to be loaded by any process.
         unsafe { Library::new(path) }
     }
 }

@@ -22,14 +22,13 @@ pub(crate) struct Books {
     pub(crate) stride: usize,
 }
 
-/// An empty list with room for `count` entries, or the refusal of the system's memory.
+/// An empty list with room for `count` entries: an allocation that fails must not end the process.
 fn with_room<T>(count: usize) -> Result<Vec<T>, Error> {
     let mut list = Vec::new();
     let asked = list.try_reserve_exact(count);
-    asked.map_err(|source| Error::Device {
-        backend: "cuda",
-        doing: "allocating a page table",
-        source: Box::new(source),
+    asked.map_err(|_| Error::OutOfMemory {
+        what: "the page table",
+        bytes: count.saturating_mul(size_of::<T>()),
     })?;
     Ok(list)
 }
@@ -199,13 +198,13 @@ impl Parts {
     }
 }
 
-/// Where the parts are.
-pub(crate) struct Arena {
+/// Where the parts are, in device memory.
+pub(crate) struct Placed {
     pub(crate) base: u64,
     pub(crate) parts: Parts,
 }
 
-impl Arena {
+impl Placed {
     pub(crate) fn at(&self, offset: usize) -> u64 {
         self.base + offset as u64
     }

@@ -307,10 +307,11 @@ mod tests {
 
     use attn_core::{HostPages, KvCache, KvFormat};
 
-    /// On pages of 32 tokens.
+    /// On pages of 32 tokens, or as small as the format has them.
     fn config(format: KvFormat, heads: usize) -> CacheConfig {
         let mut config = CacheConfig::new(format, heads, 64, 2, 128);
-        (config.page_size, config.num_pages) = (32, 8);
+        let page_size = if format.has_tail_page() { 64 } else { 32 };
+        (config.page_size, config.num_pages) = (page_size, 8);
         config
     }
 

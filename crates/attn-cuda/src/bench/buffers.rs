@@ -27,10 +27,10 @@ impl Buffers {
     }
 
     /// Waits for the stream once it is dropped.
-    pub(super) fn wait(&self) -> Result<WaitOnDrop, Error> {
+    pub(super) fn wait(&self) -> Result<WaitOnDrop<'_>, Error> {
         let context = self.stream.context().bind_to_thread();
         context.map_err(failed("binding the context"))?;
-        // SAFETY: `self` keeps the stream and outlives its functions' variables; its context is current.
+        // SAFETY: `self`, which the value borrows, keeps the stream; its context is current.
         Ok(unsafe { WaitOnDrop::on(self.stream.cu_stream()) })
     }
 

@@ -169,3 +169,69 @@ pub(crate) unsafe fn launch_append(
     // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.
     unsafe { kernel.launch(stream, grid, threads, &mut arguments) }.map_err(failed("appending"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use attn_core::KvFormat;
+
+    fn layout() -> PageLayout {
+        PageLayout::new(KvFormat::INT4, 128, 64, 2).unwrap()
+    }
+
+    fn args() -> AppendArgs {
+        AppendArgs {
+            k: 0,
+            v: 0,
+            dtype: Dtype::F32,
+            k_token_stride: 256,
+            v_token_stride: usize::MAX,
+            pool: 0,
+            num_pages: 1,
+            page_table: 0,
+            page_table_stride: 3,
+            tail_pages: 0,
+            kv_lens: 0,
+            k_tensor_scales: 0,
+            v_tensor_scales: 0,
+            batch: 5,
+            tokens: 7,
+        }
+    }
+
+    #[test]
+    fn numbers_of_more_than_31_bits_are_refused() {
+        let params = args().params(&layout(), true).unwrap();
+        assert_eq!(
+            (params.tokens, params.batch, params.page_table_stride),
+            (7, 5, 3)
+        );
+        assert_eq!(
+            (params.k_token_stride, params.v_token_stride),
+            (256, i64::MAX)
+        );
+        for large in [1 << 31, (1 << 32) + 1, usize::MAX] {
+            let [mut tokens, mut batch, mut stride] = [args(); 3];
+            (tokens.tokens, batch.batch, stride.page_table_stride) = (large, large, large);
+            for args in [tokens, batch, stride] {
+                let refused = args.params(&layout(), false);
+                assert!(matches!(refused, Err(Error::Parameter { .. })), "{args:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn grids_grow_with_tokens_and_saturate() {
+        assert_eq!(append_grid(&layout(), 3, 65), ([2, 2, 3], COPY_THREADS));
+        assert_eq!(append_grid(&layout(), 3, 66).0, [3, 2, 3]);
+        assert_eq!(append_grid(&layout(), 3, usize::MAX).0[1..], [2, 3]);
+        let (grid, threads) = append_grid(&layout(), usize::MAX, 1);
+        assert_eq!((grid, threads), ([1, usize::MAX, 1], 128));
+    }
+
+    #[test]
+    fn more_heads_than_a_grid_has_rows_are_refused() {
+        check_heads(65_535).unwrap();
+        assert!(check_heads(65_536).is_err());
+    }
+}

@@ -312,7 +312,7 @@ impl CudaBackend {
     /// - On the device, no `kv_lens` is negative or exceeds `max_kv_len`, and every page that they reach is in the pool.
     ///
     /// # Errors
-    /// [`Error::Device`] with the driver's refusal.
+    /// [`Error::Parameter`] for numbers of more than 31 bits; [`Error::Device`] with the driver's refusal.
     pub unsafe fn import_on(
         &self,
         import: &NativeImport,
@@ -339,7 +339,7 @@ impl CudaBackend {
     /// `from` holds `bytes` bytes of device memory and `sink` 4, until the work has run on `stream`; the stream as for [`CudaBackend::decode_on`].
     ///
     /// # Errors
-    /// [`Error::Device`] with the driver's refusal.
+    /// [`Error::Parameter`] for other than a multiple of 16; [`Error::Device`] with the driver's refusal.
     pub unsafe fn read_on(
         &self,
         read: &NativeRead,
@@ -348,6 +348,13 @@ impl CudaBackend {
         bytes: usize,
         sink: u64,
     ) -> Result<(), Error> {
+        if !bytes.is_multiple_of(16) {
+            return Err(Error::Parameter {
+                what: "bytes to read",
+                given: bytes.to_string(),
+                allowed: "a multiple of 16",
+            });
+        }
         let mut params = ReadParams {
             from,
             bytes: bytes as u64,
@@ -412,6 +419,7 @@ impl CudaBackend {
     ///   another plan used it; launches that share a workspace do not overlap.
     ///
     /// # Errors
+    /// [`Error::Parameter`] for strided rows and a plan for pages, or the other way round, and for numbers of more than 31 bits;
     /// [`Error::Device`] with the driver's refusal, or with [`CudaError::Check`].
     pub unsafe fn decode_on(
         &self,
@@ -431,7 +439,7 @@ impl CudaBackend {
     ///   and belongs to its sequence alone; tokens arrive in order; K and V are finite.
     ///
     /// # Errors
-    /// [`Error::Device`] with the driver's refusal.
+    /// [`Error::Parameter`] for numbers of more than 31 bits; [`Error::Device`] with the driver's refusal.
     pub unsafe fn append_on(
         &self,
         append: &NativeAppend,

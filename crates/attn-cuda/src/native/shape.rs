@@ -261,3 +261,91 @@ impl Shape {
         Ok(params)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::Short;
+
+    fn limits() -> Limits {
+        Limits {
+            shared_limit: 227 * 1024,
+            sms: 132,
+            short: Short::Auto,
+        }
+    }
+
+    fn shape(heads: usize, kv_lens: Vec<usize>) -> (Problem, Result<Shape, Error>) {
+        let problem = Problem::new(4 * heads, heads, 128, kv_lens);
+        let shape = Shape::new(limits(), &problem, KvFormat::INT8, 64);
+        (problem, shape)
+    }
+
+    fn is_too_much<T>(result: Result<T, Error>) -> bool {
+        matches!(result, Err(Error::Unsupported(Unsupported::NoKernel { what, .. })) if what.contains("half tiles"))
+    }
+
+    #[test]
+    fn work_that_kernels_cannot_add_up_is_refused() {
+        // 2 · 16384 tiles, 256 segments and 32 for each of 32 heads: 2^30 are 1015.0 such sequences.
+        let long = 1 << 20;
+        assert!(shape(32, vec![long; 1015]).1.is_ok());
+        for batch in [1016, 2048, 4096, 1 << 17] {
+            assert!(is_too_much(shape(32, vec![long; batch]).1), "{batch}");
+        }
+        // Counted one by one, with what every sequence costs.
+        let (problem, mixed) = shape(32, [vec![long; 1000], vec![0; 10_000]].concat());
+        assert!(mixed.is_ok());
+        // A native plan's lengths may all become the longest.
+        assert!(is_too_much(mixed.unwrap().check_longest(&problem)));
+        assert!(is_too_much(shape(65_536, vec![1; 500]).1));
+        let (problem, few) = shape(8, vec![long; 1000]);
+        few.unwrap().check_longest(&problem).unwrap();
+    }
+
+    #[test]
+    fn numbers_of_more_than_31_bits_are_refused() {
+        let (problem, shape) = shape(2, vec![700]);
+        let shape = shape.unwrap();
+        let args = |page_table_stride| DecodeArgs {
+            q: 0,
+            out: 0,
+            dtype: super::super::Dtype::F32,
+            lse: 0,
+            kv: DeviceKv::Paged {
+                pool: 0,
+                num_pages: 1,
+                page_table: 0,
+                page_table_stride,
+                tail_pages: 0,
+            },
+            kv_lens: 0,
+            k_tensor_scales: 0,
+            v_tensor_scales: 0,
+            alibi_slopes: 0,
+            workspace: 0,
+        };
+        let params = shape.params(&problem, &args(11)).unwrap();
+        let page_bytes = 2 * (2 * 64 * 128 + 2 * 64 * 2);
+        assert_eq!(
+            (params.page_table_stride, params.page_bytes),
+            (11, page_bytes)
+        );
+        for stride in [1 << 31, (1 << 32) + 11, usize::MAX] {
+            let what = "page_table_stride";
+            let result = shape.params(&problem, &args(stride));
+            assert!(matches!(result, Err(Error::Parameter { what: w, .. }) if w == what));
+        }
+    }
+
+    #[test]
+    fn sums_saturate_before_they_are_refused() {
+        let launch = Launch {
+            row_blocks: 1 << 40,
+            max_slots: 256,
+            ..Launch::default()
+        };
+        assert_eq!(launch.slots(1 << 20, 1 << 16), usize::MAX);
+        assert_eq!(launch.slots(2, 3), 2 * 3 * (1 << 48));
+    }
+}
