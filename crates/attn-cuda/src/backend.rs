@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, KvSource,
-    PageLayout, Plan, Problem, StepInputs, Unsupported,
+    PageStore, Plan, Problem, StepInputs, Unsupported,
 };
 use cudarc::driver::{DriverError, result};
 
@@ -12,48 +12,21 @@ use crate::{
     device::{Device, failed},
     geometry::Short,
     images, instance,
-    native::{self, DecodeArgs, DeviceKv, Dtype, ImportArgs, Shape},
+    native::{self, DeviceKv, Shape},
+    sizes,
+    step::{Inputs, Parts, Placed},
     store::CudaPages,
+    upload::Upload,
 };
+
+/// The most SMs that a launch is sized for.
+const MOST_SMS: usize = 8192;
 
 /// One NVIDIA GPU.
 #[derive(Debug)]
 pub struct CudaBackend {
     pub(crate) device: Arc<Device>,
 }
-
-/// Host bytes on their way into the arena, each part aligned.
-#[derive(Default)]
-struct Upload<'a> {
-    parts: Vec<(usize, &'a [u8])>,
-    bytes: usize,
-}
-
-impl<'a> Upload<'a> {
-    fn reserve(&mut self, bytes: usize) -> usize {
-        let at = self.bytes;
-        self.bytes = (at + bytes).next_multiple_of(256);
-        at
-    }
-
-    fn add(&mut self, bytes: &'a [u8]) -> usize {
-        let at = self.reserve(bytes.len());
-        self.parts.push((at, bytes));
-        at
-    }
-}
-
-fn bytes_of<T: Copy + Words>(x: &[T]) -> &[u8] {
-    // SAFETY: `Words` are plain numbers without padding, and a byte has no alignment.
-    unsafe { std::slice::from_raw_parts(x.as_ptr().cast(), size_of_val(x)) }
-}
-
-/// Numbers without padding.
-trait Words {}
-impl Words for f32 {}
-impl Words for i32 {}
-impl Words for u32 {}
-impl Words for u16 {}
 
 impl CudaBackend {
     /// Opens the first GPU that the driver shows; never panics.
@@ -74,10 +47,11 @@ impl CudaBackend {
         })
     }
 
-    /// Sizes launches for so many SMs instead of the device's: this changes speed, never bits. Before the first cache is made.
+    /// Sizes launches for so many SMs, 1 to 8192, instead of the device's: this changes speed, never bits. Before the first cache is made.
     pub fn with_sms(mut self, sms: usize) -> Self {
         if let Some(device) = Arc::get_mut(&mut self.device) {
-            device.sms = sms.max(1);
+            // The kernels' own sums of CTAs stay below 2^31.
+            device.sms = sms.clamp(1, MOST_SMS);
         }
         self
     }
@@ -90,14 +64,15 @@ impl CudaBackend {
         self
     }
 
-    /// The context that the backend works in: the device's primary one.
+    /// The context that the backend works in: the device's primary one. Its event tracking is off: whoever uses its slices on several
+    /// streams orders them.
     pub fn context(&self) -> &Arc<cudarc::driver::CudaContext> {
         &self.device.context
     }
 
     fn attend(
         &self,
-        step: StepInputs<'_>,
+        step: &StepInputs<'_>,
         (out, lse): (&mut [f32], &mut [f32]),
         page_size: usize,
     ) -> Result<(), Error> {
@@ -106,162 +81,131 @@ impl CudaBackend {
         bind.map_err(failed("binding the context"))?;
         let problem = &step.plan().problem;
         let plan = native::prepare(device, problem, step.plan().format, page_size)?;
-        let lens: Vec<i32> = problem.kv_lens.iter().map(|&len| len as i32).collect();
-        let slopes = native::alibi_slopes_log2(problem.alibi_slopes.as_deref().unwrap_or(&[]));
-        let mut table = Vec::new();
-        let mut tails = Vec::new();
-        let mut stride = 0;
-        // A view that decode does not read in place is copied into pages first.
-        let import = match step.kv() {
-            KvSource::View(_) if page_size != 0 => {
-                let (format, heads) = (step.plan().format, problem.num_kv_heads);
-                let layout = PageLayout::new(format, problem.head_dim, page_size, heads)?;
-                Some((native::prepare_import(device, layout)?, layout))
-            }
-            _ => None,
+        let store = match step.kv() {
+            KvSource::Cache(cache) => Some(self.store(cache)?),
+            KvSource::View(_) => None,
         };
-        let mut imported = 0;
-        if let Some((_, layout)) = &import {
-            stride = plan.max_kv_len().div_ceil(page_size).max(1);
-            table.extend(0..(problem.batch() * stride) as u32);
-            imported = table.len() * layout.page_bytes();
-        }
-        if let KvSource::Cache(cache) = step.kv() {
-            let pages = &cache.table().pages[..problem.batch()];
-            stride = pages.iter().map(Vec::len).max().unwrap_or(0).max(1);
-            for (b, own) in pages.iter().enumerate() {
-                table.extend(own);
-                table.resize((b + 1) * stride, 0);
-            }
-            tails.extend(
-                cache.table().tail_pages[..problem.batch()]
-                    .iter()
-                    .map(|tail| tail.unwrap_or(0)),
-            );
-        }
-        let rows = problem.rows();
+        let inputs = Inputs::new(device, step, &plan, store, page_size)?;
+        check_lengths(problem, step.q(), out, lse)?;
         let mut upload = Upload::default();
-        let workspace = upload.reserve(plan.workspace_bytes());
-        let out_at = upload.reserve(size_of_val(&*out));
-        let lse_at = upload.reserve(rows * 4);
-        let q = upload.add(bytes_of(step.q()));
-        let lens_at = upload.add(bytes_of(&lens));
-        let slopes_at = upload.add(bytes_of(&slopes));
-        let pages = [upload.reserve(imported), upload.add(bytes_of(&table))];
-        let source = match step.kv() {
-            KvSource::Cache(_) => [0, upload.add(bytes_of(&tails)), 0, 0, 0, 0],
-            KvSource::View(view) => [
-                upload.add(view.k().codes),
-                upload.add(view.v().codes),
-                upload.add(bytes_of(view.k().scales)),
-                upload.add(bytes_of(view.v().scales)),
-                upload.add(bytes_of(view.k_tensor_scales())),
-                upload.add(bytes_of(view.v_tensor_scales())),
-            ],
+        let parts = Parts::reserve(&mut upload, step, &plan, &inputs, out)?;
+        let allocated = device.arena(upload.bytes());
+        let (base, _lock) = allocated.map_err(failed("allocating for a decode"))?;
+        let placed = Placed { base, parts };
+        let (kv, scales) = self.kv(step, &inputs, &placed)?;
+        let args = placed.decode_args(kv, scales, &inputs);
+        let stream = device.stream.cu_stream();
+        let wait = device.wait_on_drop().map_err(failed("decoding"))?;
+        // SAFETY: the arena, whose lock is held, has room for the parts; they outlive `wait`, which waits for the copies however this
+        // function ends.
+        unsafe { upload.copy(base, stream) }.map_err(failed("copying the inputs"))?;
+        // SAFETY: the workspace, a part of the arena, has more bytes than are zeroed.
+        unsafe { result::memset_d8_async(args.workspace, 0, plan.zeroed_bytes(), stream) }
+            .map_err(failed("zeroing the workspace"))?;
+        if let (Some(import), KvSource::View(view)) = (&inputs.import, step.kv()) {
+            let args = placed.import_args(view, &inputs, &plan);
+            // SAFETY: `DecodeStep::new` has compared the view's reach with its slices, by products that do not wrap, and strides beyond
+            // 63 bits are multiplied by 0 alone. `Inputs` counts pages up to the longest length for each sequence, and `Parts` has
+            // their bytes. All lies in the arena, whose lock is held until `wait` has waited.
+            unsafe { native::launch_import(import, stream, &args) }?;
+        }
+        // SAFETY:
+        // - Lengths: `check_lengths` has compared queries and outputs with the problem that `plan` is for.
+        // - Pages: `Books::of_cache` has compared every page with the store's pool, and counted each sequence's. Imported ones are in order.
+        // - Rows: as for the import; `decode` has seen that strides are whole pieces of 16 bytes.
+        // - Queries: `DecodeStep::new` has compared each with the range.
+        // - Lifetime: everything lies in the arena, whose lock is held until `wait` has waited, or in the cache, which `step` borrows;
+        //   one stream. The workspace is zeroed ahead.
+        unsafe { native::launch_decode(device, &plan, stream, &args, 0) }?;
+        let mut copy_out = || -> Result<(), DriverError> {
+            // SAFETY: `Parts` has reserved as many bytes as `out` has; it outlives `wait`.
+            unsafe { result::memcpy_dtoh_async(out, args.out, stream) }?;
+            // SAFETY: the same for `lse`.
+            unsafe { result::memcpy_dtoh_async(lse, args.lse, stream) }
         };
-        let (base, _lock) = device
-            .arena(upload.bytes)
-            .map_err(failed("allocating for a decode"))?;
-        let at = |offset: usize| base + offset as u64;
-        let some = |given: bool, offset: usize| if given { at(offset) } else { 0 };
-        let mut importing = None;
-        let (kv, scales) = match step.kv() {
+        copy_out().map_err(failed("copying the results"))?;
+        wait.finish().map_err(failed("decoding"))
+    }
+
+    /// K and V on the device, and the addresses of their static scales.
+    fn kv(
+        &self,
+        step: &StepInputs<'_>,
+        inputs: &Inputs,
+        placed: &Placed,
+    ) -> Result<(DeviceKv, [u64; 2]), Error> {
+        match step.kv() {
             KvSource::Cache(cache) => {
-                let store = cache.store().as_any().downcast_ref::<CudaPages>();
-                let store = store
-                    .filter(|store| store.lies_on(device))
-                    .ok_or(FOREIGN_CACHE)?;
+                let store = self.store(cache)?;
+                let has_tails = cache.layout().has_tail_page();
                 let kv = DeviceKv::Paged {
                     pool: store.pool_address(),
-                    num_pages: cache.config().num_pages,
-                    page_table: at(pages[1]),
-                    page_table_stride: stride,
-                    tail_pages: some(cache.layout().has_tail_page(), source[1]),
+                    num_pages: store.num_pages(),
+                    page_table: placed.at(placed.parts.table),
+                    page_table_stride: inputs.books.stride,
+                    tail_pages: placed.some(has_tails, placed.parts.tails),
                 };
-                (kv, store.tensor_scale_addresses())
+                Ok((kv, store.tensor_scale_addresses()))
             }
             KvSource::View(view) => {
-                let format = view.format();
-                let k = [at(source[0]), some(format.k.has_row_scales(), source[2])];
-                let v = [at(source[1]), some(format.v.has_row_scales(), source[3])];
-                let code_strides = [view.k().code_strides, view.v().code_strides];
-                let scale_strides = [view.k().scale_strides, view.v().scale_strides];
-                let kv = if let Some((import, _)) = import {
-                    let args = ImportArgs {
-                        k,
-                        v,
-                        code_strides,
-                        scale_strides,
-                        pool: at(pages[0]),
-                        page_table: at(pages[1]),
-                        page_table_stride: stride,
-                        kv_lens: at(lens_at),
-                        batch: problem.batch(),
-                        max_kv_len: plan.max_kv_len(),
-                    };
-                    importing = Some((import, args));
+                let kv = if inputs.import.is_some() {
                     DeviceKv::Paged {
-                        pool: at(pages[0]),
-                        num_pages: table.len(),
-                        page_table: at(pages[1]),
-                        page_table_stride: stride,
+                        pool: placed.at(placed.parts.imported),
+                        num_pages: inputs.books.table.len(),
+                        page_table: placed.at(placed.parts.table),
+                        page_table_stride: inputs.books.stride,
                         tail_pages: 0,
                     }
                 } else {
+                    let [k, v] = placed.rows(view);
                     DeviceKv::Strided {
                         k,
                         v,
-                        code_strides,
-                        scale_strides,
+                        code_strides: [view.k().code_strides, view.v().code_strides],
+                        scale_strides: [view.k().scale_strides, view.v().scale_strides],
                     }
                 };
+                let [.., k, v] = placed.parts.view;
                 let scales = [
-                    some(format.k.has_tensor_scale(), source[4]),
-                    some(format.v.has_tensor_scale(), source[5]),
+                    placed.some(view.format().k.has_tensor_scale(), k),
+                    placed.some(view.format().v.has_tensor_scale(), v),
                 ];
-                (kv, scales)
+                Ok((kv, scales))
             }
-        };
-        let args = DecodeArgs {
-            q: at(q),
-            out: at(out_at),
-            lse: at(lse_at),
-            dtype: Dtype::F32,
-            kv,
-            kv_lens: at(lens_at),
-            k_tensor_scales: scales[0],
-            v_tensor_scales: scales[1],
-            alibi_slopes: some(!slopes.is_empty(), slopes_at),
-            workspace: at(workspace),
-        };
-        let stream = device.stream.cu_stream();
-        let copy_in = || -> Result<(), DriverError> {
-            for (offset, bytes) in upload.parts.iter().filter(|(_, bytes)| !bytes.is_empty()) {
-                // SAFETY: the arena holds every part; the copy has left `bytes` when it returns.
-                unsafe { result::memcpy_htod_async(at(*offset), bytes, stream) }?;
-            }
-            // SAFETY: the workspace has more bytes than are zeroed.
-            unsafe { result::memset_d8_async(at(workspace), 0, plan.zeroed_bytes(), stream) }
-        };
-        copy_in().map_err(failed("copying the inputs"))?;
-        if let Some((import, args)) = &importing {
-            // SAFETY: `KvView::check` proved that its slices reach every token; the rest lies in the arena, whose lock is held.
-            unsafe { native::launch_import(import, stream, args) }
-                .map_err(failed("importing a view"))?;
         }
-        // SAFETY: `DecodeStep` and `KvCache` checked lengths, pages and queries; the addresses lie in the arena, whose lock is held
-        // until the synchronization below, and in the cache's pool; all on one stream.
-        unsafe { native::launch_decode(device, &plan, stream, &args, 0) }
-            .map_err(failed("decoding"))?;
-        let mut copy_out = || -> Result<(), DriverError> {
-            // SAFETY: `out` has as many elements as the arena's part.
-            unsafe { result::memcpy_dtoh_async(out, args.out, stream) }?;
-            // SAFETY: likewise.
-            unsafe { result::memcpy_dtoh_async(lse, args.lse, stream) }?;
-            device.stream.synchronize()
-        };
-        copy_out().map_err(failed("decoding"))
     }
+
+    /// The store of a cache that this backend made, whose pages are as the cache says.
+    ///
+    /// Another's store can lead to it (`PageStore::as_any`), and say something else of itself: what a launch relies on is compared with
+    /// this store's own numbers.
+    fn store<'a>(&self, cache: &'a KvCache) -> Result<&'a CudaPages, Error> {
+        let store = cache.store().as_any().downcast_ref::<CudaPages>();
+        store
+            .filter(|store| store.lies_on(&self.device))
+            .filter(|store| store.layout() == *cache.layout())
+            .ok_or(FOREIGN_CACHE)
+    }
+}
+
+/// Refuses slices of other lengths than the problem's.
+fn check_lengths(problem: &Problem, q: &[f32], out: &[f32], lse: &[f32]) -> Result<(), Error> {
+    let rows = problem.rows();
+    let elems = sizes::product("elements of a query", &[rows, problem.head_dim])?;
+    for (what, given, needed) in [
+        ("q", q.len(), elems),
+        ("out", out.len(), elems),
+        ("lse", lse.len(), rows),
+    ] {
+        if given != needed {
+            return Err(Error::Length {
+                what,
+                given,
+                needed,
+            });
+        }
+    }
+    Ok(())
 }
 
 const FOREIGN_CACHE: Error = Error::Foreign {
@@ -275,6 +219,14 @@ impl DecodeAttention for CudaBackend {
     }
 
     fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
+        let defined = problem
+            .check()
+            .and_then(|()| format.check(problem.head_dim, 64));
+        defined.map_err(|error| Unsupported::NoKernel {
+            backend: "cuda",
+            what: error.to_string(),
+            built: "what the library defines".into(),
+        })?;
         let (instance, ..) = native::choose(self.device.limits(), problem, format, 64)?;
         images::obtainable(&instance, self.device.arch).map_err(|error| Unsupported::Absent {
             backend: "cuda",
@@ -311,25 +263,17 @@ impl DecodeAttention for CudaBackend {
         }
         let inputs = step.inputs();
         let page_size = match inputs.kv() {
-            KvSource::Cache(cache) => {
-                let ours = cache.store().as_any().downcast_ref::<CudaPages>();
-                if !ours.is_some_and(|store| store.lies_on(&self.device)) {
-                    return Err(FOREIGN_CACHE);
-                }
-                cache.config().page_size
-            }
+            KvSource::Cache(cache) => self.store(cache)?.layout().page_size(),
             KvSource::View(view) => {
                 // Decode copies rows in pieces of 16 bytes.
-                let mut strides = view
-                    .k()
-                    .code_strides
-                    .into_iter()
-                    .chain(view.v().code_strides);
+                let [k, v] = [view.k(), view.v()].map(|rows| rows.code_strides);
                 let in_place = instance::covered(view.format(), 0).is_ok()
-                    && strides.all(|stride| stride.is_multiple_of(16));
+                    && k.into_iter()
+                        .chain(v)
+                        .all(|stride| stride.is_multiple_of(16));
                 if in_place { 0 } else { 64 }
             }
         };
-        self.attend(inputs, step.outputs(), page_size)
+        self.attend(&inputs, step.outputs(), page_size)
     }
 }

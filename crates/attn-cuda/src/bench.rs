@@ -22,6 +22,7 @@ use crate::{
     CudaBackend,
     device::failed,
     native::{self, AppendArgs, DecodeArgs, DeviceKv, Dtype, NativeAppend, NativePlan, NativeRead},
+    sizes,
 };
 
 /// What launches rotate over, at least: several times any L2.
@@ -137,12 +138,12 @@ impl CudaTimer {
     /// Those of [`CudaTimer::prepare`], but for the device's.
     pub fn supports(&self, shape: &Shape) -> Result<(), Error> {
         let problem = &shape.problem;
-        let row = problem.num_kv_heads * problem.head_dim;
+        let row = problem.num_kv_heads.saturating_mul(problem.head_dim);
         let appended = match shape.work {
             Work::Decode => PAGE,
             _ => problem.batch().max(PAGE),
         };
-        if row * appended > NOISE || problem.num_kv_heads > SCALES {
+        if row.saturating_mul(appended) > NOISE || problem.num_kv_heads > SCALES {
             return Err(Error::Parameter {
                 what: "shape to time",
                 given: shape.to_string(),
@@ -154,6 +155,13 @@ impl CudaTimer {
                 what: "place of an append",
                 given: "a contiguous cache".into(),
                 allowed: "pages",
+            });
+        }
+        if shape.work != Work::Decode && problem.kv_lens.contains(&0) {
+            return Err(Error::Parameter {
+                what: "kv_len of an append",
+                given: "0".into(),
+                allowed: "1 and more: lengths count the new token",
             });
         }
         let device = &self.gpu.device;
@@ -178,7 +186,10 @@ impl CudaTimer {
             _ => ROTATED.div_ceil(shape.cache_bytes()).clamp(1, MOST_COPIES),
         };
         Ok(Rotation {
-            base: self.reserve(copies * copy_bytes)?,
+            base: self.reserve(sizes::product(
+                "bytes to rotate over",
+                &[copies, copy_bytes],
+            )?)?,
             copy_bytes,
             copies,
         })
@@ -208,7 +219,9 @@ impl CudaTimer {
         let first = template.len().min(bytes);
         if let Some(arena) = &mut self.arena {
             let mut to = arena.slice_mut(start..start + first);
+            let wait = self.buffers.wait()?;
             driver(self.buffers.stream.memcpy_htod(&template[..first], &mut to))?;
+            driver(wait.finish())?;
         }
         self.repeat(start, first, bytes)
     }
@@ -289,7 +302,7 @@ impl CudaTimer {
             // SAFETY: as for decode; the lengths count the new token, whose page is in the table; every sequence owns its pages.
             return unsafe { self.gpu.append_on(append, stream, &args) };
         }
-        // SAFETY: likewise.
+        // SAFETY: as for decode and for append; nothing is enqueued between them.
         unsafe {
             self.gpu
                 .append_decode_on(append, &step.plan, stream, &args, &decode)

@@ -4,6 +4,7 @@ use std::{
     collections::HashMap,
     env,
     ffi::c_void,
+    marker::PhantomData,
     ptr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -11,15 +12,18 @@ use std::{
 use attn_core::{DeviceInfo, Error, Unsupported};
 use cudarc::{
     driver::{
-        CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DriverError, sys,
+        CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DevicePtrMut,
+        DeviceRepr, DriverError, result, sys,
     },
     nvrtc::Ptx,
 };
 
 use crate::{
     geometry::{Launch, Limits, Short},
+    image_cache,
     images::{self, ImageError, Origin},
     instance::{Arch, Instance},
+    sizes,
 };
 
 /// What the driver or the compiler said.
@@ -72,6 +76,54 @@ fn absent(reason: String, next_step: &str) -> Unsupported {
         backend: "cuda",
         reason,
         next_step: next_step.to_owned(),
+    }
+}
+
+/// Waits for a stream when it is dropped, so that no copy reads or writes borrowed host memory after that, however the function ends.
+///
+/// The driver's asynchronous copies return at once where the host's memory is pinned. Declare it behind what is copied: what is
+/// declared last is dropped first.
+pub(crate) struct WaitOnDrop<'a>(sys::CUstream, PhantomData<&'a CudaStream>);
+
+impl WaitOnDrop<'_> {
+    /// # Safety
+    /// The stream is alive, and its context current on this thread, until the value is dropped.
+    pub(crate) unsafe fn on(stream: sys::CUstream) -> Self {
+        WaitOnDrop(stream, PhantomData)
+    }
+
+    /// Waits now, for whoever wants to know how the work went.
+    pub(crate) fn finish(self) -> Result<(), DriverError> {
+        let waited = self.wait();
+        std::mem::forget(self);
+        waited
+    }
+
+    /// Not `CudaStream::synchronize`, which returns without waiting where an earlier call has failed.
+    fn wait(&self) -> Result<(), DriverError> {
+        // SAFETY: `on`'s contract.
+        match unsafe { result::stream::synchronize(self.0) } {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                // While another thread captures a graph, a wait can be refused to threads that have not said that it is meant. If the
+                // device itself has failed, this fails, too, and no copy runs any more.
+                let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+                // SAFETY: swaps a number of this thread's with the driver; and `on`'s contract.
+                unsafe {
+                    sys::cuThreadExchangeStreamCaptureMode(&raw mut mode).result()?;
+                    let waited = result::stream::synchronize(self.0);
+                    sys::cuThreadExchangeStreamCaptureMode(&raw mut mode).result()?;
+                    waited.map_err(|_| error)
+                }
+            }
+        }
+    }
+}
+
+impl Drop for WaitOnDrop<'_> {
+    fn drop(&mut self) {
+        // An error is the device's, which the next call reports.
+        let _ = self.wait();
     }
 }
 
@@ -172,11 +224,14 @@ impl Device {
                 )
             })?,
         };
+        let cache = image_cache::usable_folder();
         if images::embedded_count() == 0
             && let Err(error) = images::compiler()
-            && images::cache_dir().is_none_or(|dir| !dir.is_dir())
+            && !matches!(cache, Ok(Some(_)))
         {
-            return Err(absent(error.to_string(), "then try again"));
+            let cache = cache.err().map(|refused| format!("{refused}; "));
+            let reason = format!("{}{error}", cache.unwrap_or_default());
+            return Err(absent(reason, "then try again"));
         }
         let short = env::var("ATTN_CUDA_SHORT").unwrap_or_default();
         let short: Short = short
@@ -199,10 +254,14 @@ impl Device {
             backend: "cuda",
             name: context.name().map_err(refuse)?,
             detail: format!(
-                "{} kernels, {sms} SMs, driver for CUDA {}.{}",
+                "{} kernels, {sms} SMs, driver for CUDA {}.{}{}",
                 arch.name(),
                 version / 1000,
-                version % 1000 / 10
+                version % 1000 / 10,
+                // Kernels still compile, but at every start.
+                cache
+                    .err()
+                    .map_or(String::new(), |refused| format!("; {refused}"))
             ),
         };
         Ok(Device {
@@ -256,7 +315,7 @@ impl Device {
             _ => None,
         };
         let shared_bytes = match exported {
-            Some(kernel) if kernel * instance.max_teams() > self.shared_limit => {
+            Some(kernel) if kernel.saturating_mul(instance.max_teams()) > self.shared_limit => {
                 return Err(CudaError::SharedBytes {
                     kernel,
                     limit: self.shared_limit,
@@ -266,11 +325,11 @@ impl Device {
             None => shared_bytes,
         };
         let function = module.load_function(instance.entry())?;
-        let most = shared_bytes * instance.max_teams();
+        let most = shared_bytes.saturating_mul(instance.max_teams());
         if most > 48 * 1024 {
             function.set_attribute(
                 sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                most as i32,
+                sizes::int_limit(most),
             )?;
         }
         Ok(Kernel {
@@ -289,19 +348,53 @@ impl Device {
         if global.len() != bytes.len() {
             return None;
         }
-        self.stream.memcpy_dtoh(&global, &mut bytes).ok()?;
-        self.stream.synchronize().ok()?;
-        Some(i32::from_le_bytes(bytes) as usize)
+        self.download(&global, &mut bytes).ok()?;
+        usize::try_from(i32::from_le_bytes(bytes)).ok()
+    }
+
+    /// Copies to the host, and waits for it.
+    pub(crate) fn download<T: DeviceRepr>(
+        &self,
+        from: &impl DevicePtr<T>,
+        to: &mut [T],
+    ) -> Result<(), DriverError> {
+        let wait = self.wait_on_drop()?;
+        self.stream.memcpy_dtoh(from, to)?;
+        wait.finish()
+    }
+
+    /// Copies to the device, and waits for it.
+    pub(crate) fn upload<T: DeviceRepr>(
+        &self,
+        from: &[T],
+        to: &mut impl DevicePtrMut<T>,
+    ) -> Result<(), DriverError> {
+        let wait = self.wait_on_drop()?;
+        self.stream.memcpy_htod(from, to)?;
+        wait.finish()
+    }
+
+    /// Makes the context current, and waits for the device's own stream once it is dropped.
+    pub(crate) fn wait_on_drop(&self) -> Result<WaitOnDrop<'_>, DriverError> {
+        self.context.bind_to_thread()?;
+        // SAFETY: `self`, which the value borrows, keeps the stream; its context is current, and no function of this crate that has the
+        // value changes that.
+        Ok(unsafe { WaitOnDrop::on(self.stream.cu_stream()) })
     }
 
     /// `bytes` of scratch memory and the lock that reserves them.
     pub(crate) fn arena(&self, bytes: usize) -> Result<(u64, MutexGuard<'_, Arena>), DriverError> {
         let mut arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
         if arena.0.as_ref().is_none_or(|slice| slice.len() < bytes) {
+            let no_room = DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+            let room = bytes
+                .max(1 << 20)
+                .checked_next_power_of_two()
+                .ok_or(no_room)?;
             // Frees the old one first, in stream order.
             arena.0 = None;
             // SAFETY: every user writes the parts that a kernel or a copy then reads.
-            arena.0 = Some(unsafe { self.stream.alloc(bytes.max(1 << 20).next_power_of_two()) }?);
+            arena.0 = Some(unsafe { self.stream.alloc(room) }?);
         }
         let address = arena
             .0
@@ -344,7 +437,7 @@ impl Kernel {
         arguments: &mut [*mut c_void],
     ) -> Result<(), DriverError> {
         use sys::CUlaunchAttributeID as Id;
-        let [x, y, z] = launch.grid.map(|n| n as u32);
+        let [x, y, z] = launch.grid.map(sizes::axis);
         let attribute = |id, value| sys::CUlaunchAttribute {
             id,
             pad: [0; 4],
@@ -352,7 +445,7 @@ impl Kernel {
         };
         let cluster = sys::CUlaunchAttributeValue {
             clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
-                x: launch.cluster as u32,
+                x: sizes::axis(launch.cluster),
                 y: 1,
                 z: 1,
             },
@@ -379,10 +472,10 @@ impl Kernel {
             gridDimX: x,
             gridDimY: y,
             gridDimZ: z,
-            blockDimX: launch.threads as u32,
+            blockDimX: sizes::axis(launch.threads),
             blockDimY: 1,
             blockDimZ: 1,
-            sharedMemBytes: (self.shared_bytes * launch.teams) as u32,
+            sharedMemBytes: sizes::axis(self.shared_bytes.saturating_mul(launch.teams)),
             hStream: stream,
             attrs: attributes.as_mut_ptr(),
             numAttrs: attributes.len() as u32,

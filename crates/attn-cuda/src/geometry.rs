@@ -120,10 +120,14 @@ pub struct Launch {
     pub cluster: usize,
 }
 
+/// The most of anything in a shape that `ATTN_CUDA_SHAPE` asks for.
+const MOST_OF_SHAPE: usize = 64;
+
 /// `ATTN_CUDA_SHAPE=row_groups,row_warps,stages,ctas`, and a fifth number, 1, for `wide.cu`; for who tunes this table.
 fn from_env() -> Option<Geometry> {
     let text = std::env::var("ATTN_CUDA_SHAPE").ok()?;
-    let numbers: Vec<usize> = text.split(',').map(|n| n.parse().unwrap_or(1)).collect();
+    let number = |n: &str| n.parse().unwrap_or(1usize).clamp(1, MOST_OF_SHAPE);
+    let numbers: Vec<usize> = text.split(',').map(number).collect();
     let (&[row_groups, row_warps, stages, ctas], wide) = (numbers.get(..4)?, numbers.get(4)) else {
         return None;
     };
@@ -401,11 +405,7 @@ impl Geometry {
 
     /// The launch for lengths up to the problem's longest on `sms` SMs.
     pub fn launch(&self, problem: &Problem, format: KvFormat, sms: usize) -> Launch {
-        let (rows, batch, num_kv_heads) = (
-            problem.heads_per_kv() * problem.q_len,
-            problem.batch(),
-            problem.num_kv_heads,
-        );
+        let rows = problem.heads_per_kv() * problem.q_len;
         let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
         if self.unit.shares_tiles() {
             return short::launch(self, problem, format, sms);
@@ -418,20 +418,23 @@ impl Geometry {
             threads: self.threads(),
             ..Launch::default()
         };
+        // Sums that would not fit saturate: they only choose a shape, and `Shape::new` refuses what kernels cannot add up.
+        let items = |n: usize| items(problem).saturating_mul(n);
         let ctas = sms * self.ctas;
         let row_blocks = rows.div_ceil(self.rows());
         let segments = max_segments(max_kv_len);
         let spans = segments.div_ceil(arithmetic::SPAN);
         if self.unit == Unit::Wide {
             // Whole spans, unless shares of whole segments come out more even: a segment that is handed over costs about one more.
-            let spans_each = (batch * num_kv_heads * row_blocks * spans).div_ceil(ctas);
-            let segments_each = (batch * num_kv_heads * row_blocks * segments).div_ceil(ctas);
-            let tile_split = segments_each + 1 < arithmetic::SPAN * spans_each;
+            let spans_each = items(row_blocks * spans).div_ceil(ctas);
+            let segments_each = items(row_blocks * segments).div_ceil(ctas);
+            let tile_split =
+                segments_each.saturating_add(1) < spans_each.saturating_mul(arithmetic::SPAN);
             return one_by_one(tile_split, row_blocks, segments, spans, ctas);
         }
         // A team takes one tile of a segment, which has no more than four tiles up to 65536 tokens.
-        let tile_split = max_kv_len <= TEAMS * arithmetic::TILE * 256
-            && 3 * batch * num_kv_heads * row_blocks * spans < ctas;
+        let tile_split =
+            max_kv_len <= TEAMS * arithmetic::TILE * 256 && items(3 * row_blocks * spans) < ctas;
         one_by_one(tile_split, row_blocks, segments, spans, ctas)
     }
 }
@@ -452,10 +455,16 @@ impl Default for Launch {
 }
 
 impl Launch {
-    /// Slots for partial states.
+    /// Slots for partial states; `usize::MAX` where there would be more.
     pub fn slots(&self, batch: usize, num_kv_heads: usize) -> usize {
-        batch * num_kv_heads * self.row_blocks * self.max_slots
+        let of_item = self.row_blocks.saturating_mul(self.max_slots);
+        batch.saturating_mul(num_kv_heads).saturating_mul(of_item)
     }
+}
+
+/// KV heads of all sequences; `usize::MAX` where there would be more.
+pub(crate) fn items(problem: &Problem) -> usize {
+    problem.batch().saturating_mul(problem.num_kv_heads)
 }
 
 /// The most segments of any length up to `max_kv_len`: their number falls back to 129 past 65536.

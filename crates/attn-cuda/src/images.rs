@@ -1,20 +1,11 @@
-//! Kernel images: embedded by `build.rs`, else from the disk cache, else compiled by NVRTC and kept there.
-//!
-//! The cache is `$ATTN_CACHE_DIR`, else `$XDG_CACHE_HOME/attn`, else `~/.cache/attn`; an entry is written beside its place
-//! and renamed, so concurrent processes are safe, and carries its length and a checksum, so a damaged one is rebuilt.
+//! Kernel images: embedded by `build.rs`, else from the disk cache ([`image_cache`](crate::image_cache)), else compiled by NVRTC and
+//! kept there.
 
-use std::{
-    env, fs, io,
-    path::{Path, PathBuf},
-    process,
-    sync::{
-        OnceLock,
-        atomic::{AtomicUsize, Ordering},
-    },
-};
+use std::{env, fs, path::PathBuf, sync::OnceLock};
 
 use crate::{
-    instance::{Arch, Instance, fnv128},
+    image_cache::{self, CacheError},
+    instance::{Arch, Instance, Key},
     nvrtc::{self, Nvrtc},
 };
 
@@ -23,8 +14,6 @@ mod embedded {
     include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 }
 
-const MAGIC: &[u8; 8] = b"ATTNIMG1";
-
 /// Why there is no image.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
@@ -32,6 +21,14 @@ pub enum ImageError {
     /// No embedded image, none cached, no compiler.
     #[error("no compiler for its kernels: {0}; {next}", next = nvrtc::NEXT_STEP)]
     NoCompiler(String),
+    /// The cache is refused, so nothing in it was read, and there is no compiler.
+    #[error("{cache}; nor is there a compiler for its kernels: {compiler}; {next}", next = nvrtc::NEXT_STEP)]
+    Cache {
+        /// Why the cache is refused.
+        cache: CacheError,
+        /// Why there is no compiler.
+        compiler: String,
+    },
     /// The compiler refused the source.
     #[error("{0}; report it, and use backend \"cpu\" meanwhile")]
     Compile(String),
@@ -85,48 +82,6 @@ pub fn embedded_count() -> usize {
     embedded::IMAGES.len()
 }
 
-/// The cache's folder; `None` where the environment names no place.
-pub fn cache_dir() -> Option<PathBuf> {
-    let of = |name: &str| {
-        env::var_os(name)
-            .filter(|v| !v.is_empty())
-            .map(PathBuf::from)
-    };
-    of("ATTN_CACHE_DIR")
-        .or_else(|| Some(of("XDG_CACHE_HOME")?.join("attn")))
-        .or_else(|| Some(of("HOME")?.join(".cache").join("attn")))
-}
-
-fn entry_path(dir: &Path, key: u128) -> PathBuf {
-    dir.join(format!("{key:032x}.image"))
-}
-
-/// Reads an entry; `None` if it is absent or damaged.
-fn read_entry(path: &Path) -> Option<Vec<u8>> {
-    let bytes = fs::read(path).ok()?;
-    let (head, image) = bytes.split_at_checked(32)?;
-    let length = u64::from_le_bytes(head[8..16].try_into().ok()?);
-    let sum = u128::from_le_bytes(head[16..32].try_into().ok()?);
-    let sound = &head[..8] == MAGIC && length == image.len() as u64 && sum == fnv128(image);
-    sound.then(|| image.to_vec())
-}
-
-fn write_entry(path: &Path, image: &[u8]) -> io::Result<()> {
-    static COUNT: AtomicUsize = AtomicUsize::new(0);
-    let dir = path.parent().unwrap_or(Path::new("."));
-    fs::create_dir_all(dir)?;
-    let mut bytes = MAGIC.to_vec();
-    bytes.extend((image.len() as u64).to_le_bytes());
-    bytes.extend(fnv128(image).to_le_bytes());
-    bytes.extend(image);
-    let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    let temporary = path.with_extension(format!("{}-{count}.tmp", process::id()));
-    fs::write(&temporary, bytes)?;
-    fs::rename(&temporary, path).inspect_err(|_| {
-        let _ = fs::remove_file(&temporary);
-    })
-}
-
 /// The image of an instance, ready for the driver: machine code, or PTX that ends in NUL.
 ///
 /// `fresh` passes over the cache, for an entry that the driver refused.
@@ -139,32 +94,75 @@ pub fn image(
     fresh: bool,
 ) -> Result<(Vec<u8>, Origin), ImageError> {
     let key = instance.key(sources(), arch);
-    if let Ok(at) = embedded::IMAGES.binary_search_by_key(&key, |(key, _)| *key) {
-        return Ok((embedded::IMAGES[at].1.to_vec(), Origin::Embedded));
+    if let Some(image) = embedded_image(&key) {
+        return Ok((image.to_vec(), Origin::Embedded));
     }
-    let path = cache_dir().map(|dir| entry_path(&dir, key));
-    if !fresh && let Some(image) = path.as_deref().and_then(read_entry) {
+    let folder = image_cache::folder();
+    let cached = if fresh {
+        Ok(None)
+    } else {
+        cached_image(folder.clone(), &key)
+    };
+    if let Ok(Some(image)) = cached {
         return Ok((image, Origin::Cached));
     }
-    let image = compiler()?
+    let compiler = compiler().map_err(|error| without_compiler(error, cached.err()))?;
+    let image = compiler
         .compile(sources(), instance.unit(), &instance.options(arch))
         .map_err(ImageError::Compile)?;
-    // A cache that cannot be written costs time, nothing else.
-    let _ = path.map(|path| write_entry(&path, &image));
+    // A cache that cannot be written, or must not be, costs time, nothing else.
+    if let Ok(Some(folder)) = folder {
+        let _ = image_cache::write_entry(&folder, &key, &image);
+    }
     Ok((image, Origin::Compiled))
 }
 
 /// Whether [`image`] would succeed without compiling anything, or a compiler is there.
+///
+/// A cached entry counts once it has been read and its hash compared.
+///
+/// # Errors
+/// [`ImageError`].
 pub fn obtainable(instance: &Instance, arch: Arch) -> Result<(), ImageError> {
     let key = instance.key(sources(), arch);
-    let known = embedded::IMAGES
-        .binary_search_by_key(&key, |(key, _)| *key)
-        .is_ok()
-        || cache_dir().is_some_and(|dir| entry_path(&dir, key).exists());
-    if known {
-        Ok(())
-    } else {
-        compiler().map(|_| ())
+    if embedded_image(&key).is_some() {
+        return Ok(());
+    }
+    obtainable_from(image_cache::folder(), &key, || compiler().map(drop))
+}
+
+fn obtainable_from(
+    folder: Result<Option<PathBuf>, CacheError>,
+    key: &Key,
+    compiler: impl FnOnce() -> Result<(), ImageError>,
+) -> Result<(), ImageError> {
+    match cached_image(folder, key) {
+        Ok(Some(_)) => Ok(()),
+        cached => compiler().map_err(|error| without_compiler(error, cached.err())),
+    }
+}
+
+fn embedded_image(key: &Key) -> Option<&'static [u8]> {
+    let at = embedded::IMAGES.binary_search_by_key(&key, |(key, _)| key);
+    at.ok().map(|at| embedded::IMAGES[at].1)
+}
+
+/// What the cache has for a key, or why it is refused.
+fn cached_image(
+    folder: Result<Option<PathBuf>, CacheError>,
+    key: &Key,
+) -> Result<Option<Vec<u8>>, CacheError> {
+    match folder? {
+        Some(folder) => image_cache::read_entry(&folder, key),
+        None => Ok(None),
+    }
+}
+
+/// Names the cache's refusal where the image might have been there.
+fn without_compiler(error: ImageError, cache: Option<CacheError>) -> ImageError {
+    match (error, cache) {
+        (ImageError::NoCompiler(compiler), Some(cache)) => ImageError::Cache { cache, compiler },
+        (error, _) => error,
     }
 }
 
@@ -173,25 +171,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_damaged_entry_reads_as_absent() {
-        let dir = env::temp_dir().join(format!("attn-images-{}", process::id()));
-        let path = entry_path(&dir, 7);
-        write_entry(&path, b"kernel").unwrap();
-        assert_eq!(read_entry(&path).as_deref(), Some(&b"kernel"[..]));
-        let good = fs::read(&path).unwrap();
-        for i in 0..good.len() {
-            let mut bad = good.clone();
-            bad[i] ^= 1;
-            fs::write(&path, &bad).unwrap();
-            assert_eq!(read_entry(&path), None, "byte {i}");
+    fn only_a_sound_entry_or_a_compiler_makes_a_kernel_obtainable() {
+        let root = tempfile::tempdir().unwrap();
+        let (folder, key) = (root.path().join("attn"), [3; 32]);
+        let nowhere = || Err(ImageError::NoCompiler("nowhere".into()));
+        let ask =
+            |folder: Result<Option<PathBuf>, CacheError>| obtainable_from(folder, &key, nowhere);
+        let given = || Ok(Some(folder.clone()));
+        assert!(matches!(ask(given()), Err(ImageError::NoCompiler(_))));
+        assert!(matches!(ask(Ok(None)), Err(ImageError::NoCompiler(_))));
+        image_cache::write_entry(&folder, &key, b"kernel").unwrap();
+        assert!(ask(given()).is_ok());
+        let path = image_cache::entry_path(&folder, &key);
+        let mut bytes = fs::read(&path).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        fs::write(&path, bytes).unwrap();
+        let said = ask(given()).unwrap_err().to_string();
+        for part in [
+            path.to_str().unwrap(),
+            "damaged",
+            "nowhere",
+            nvrtc::NEXT_STEP,
+        ] {
+            assert!(said.contains(part), "{said}");
         }
-        for len in 0..good.len() {
-            fs::write(&path, &good[..len]).unwrap();
-            assert_eq!(read_entry(&path), None, "{len} bytes");
-        }
-        write_entry(&path, b"rebuilt").unwrap();
-        assert_eq!(read_entry(&path).as_deref(), Some(&b"rebuilt"[..]));
-        fs::remove_dir_all(&dir).unwrap();
+        assert!(obtainable_from(given(), &key, || Ok(())).is_ok());
+        let relative = Err(CacheError::Relative { path: "x".into() });
+        assert!(matches!(ask(relative), Err(ImageError::Cache { .. })));
     }
 
     #[test]

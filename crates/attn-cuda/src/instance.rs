@@ -248,27 +248,34 @@ impl Instance {
         options
     }
 
-    /// The key of its image: a hash of every source, the unit and the options.
-    pub fn key(&self, sources: &[(&str, &str)], arch: Arch) -> u128 {
-        let mut text = String::new();
+    /// The key of its image: a hash of every source, the unit, the options.
+    ///
+    /// The key decides which machine code runs, so it is a cryptographic hash: no two texts that anybody can make share one. Each
+    /// text's length comes before it, so that what belongs to which text is part of the key.
+    pub fn key(&self, sources: &[(&str, &str)], arch: Arch) -> Key {
+        let mut hash = blake3::Hasher::new_derive_key("attn-cuda 2026-11 kernel image");
+        let mut add = |text: &str| {
+            hash.update(&(text.len() as u64).to_le_bytes());
+            hash.update(text.as_bytes());
+        };
         for (name, source) in sources {
-            text += &format!("{name}\0{source}\0");
+            add(name);
+            add(source);
         }
-        text += self.unit();
+        add(self.unit());
         for option in self.options(arch) {
-            text += &format!("\0{option}");
+            add(&option);
         }
-        fnv128(text.as_bytes())
+        *hash.finalize().as_bytes()
     }
 }
 
-/// FNV-1a, 128 bits.
-pub fn fnv128(bytes: &[u8]) -> u128 {
-    bytes
-        .iter()
-        .fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d, |hash, byte| {
-            (hash ^ u128::from(*byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b)
-        })
+/// What names an image: a BLAKE3 hash ([`Instance::key`]).
+pub type Key = [u8; 32];
+
+/// A key as text, two digits for a byte.
+pub fn hex(key: &Key) -> String {
+    key.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// What `decode.cu` covers; the same conditions as its `#error` lines.
@@ -315,11 +322,14 @@ mod tests {
 
     #[test]
     fn keys_differ_where_images_do() {
-        let mut keys: Vec<u128> = Vec::new();
+        let mut keys: Vec<Key> = Vec::new();
         for arch in [Arch::Sm80, Arch::Sm90a, Arch::Compute80] {
             keys.extend(common(arch).iter().map(|i| i.key(&[("a.cu", "x")], arch)));
         }
         keys.push(Instance::Check.key(&[("a.cu", "y")], Arch::Sm80));
+        // The same bytes in a row, cut elsewhere.
+        keys.push(Instance::Check.key(&[("a.c", "uy")], Arch::Sm80));
+        keys.push(Instance::Check.key(&[("a.cuy", "")], Arch::Sm80));
         let count = keys.len();
         keys.sort_unstable();
         keys.dedup();

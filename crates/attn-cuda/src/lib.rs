@@ -2,7 +2,7 @@
 //!
 //! [`open`] gives the backend behind the common trait; [`CudaBackend`] adds the [`native`] entry for engines: the caller's
 //! stream and buffers, nothing allocated or synchronized. Reading order: [`geometry`] (how a kernel is shaped), [`instance`]
-//! (which kernel), [`images`] (where it comes from), [`native`]; the kernels lie in `kernels/cuda`.
+//! (which kernel), [`images`] and [`image_cache`] (where it comes from), [`native`]; the kernels lie in `kernels/cuda`.
 //!
 //! Integer formats give the reference's bits (`docs/arithmetic.md`); `docs/cuda.md` says what each machine needs.
 
@@ -10,13 +10,17 @@ mod backend;
 pub mod bench;
 mod device;
 pub mod geometry;
+pub mod image_cache;
 pub mod images;
 pub mod instance;
 pub mod native;
 pub mod nvrtc;
 pub mod params;
 mod short;
+mod sizes;
+mod step;
 mod store;
+mod upload;
 
 use attn_core::{DecodeAttention, Unsupported};
 

@@ -1,11 +1,21 @@
 //! NVRTC, the run-time kernel compiler: found, loaded and called; shared by `build.rs` and the run time.
 //!
-//! Searched in this order: `ATTN_NVRTC` (a file or a folder), the loader's own path, CUDA toolkits, Python wheels
-//! (`pip install nvidia-cuda-nvrtc`). `libnvrtc-builtins` must be loaded before a library that is opened by its path.
+//! Loading a library runs its code, so only these places are searched, in this order:
+//!
+//! 1. `ATTN_NVRTC`, an absolute path of a folder or of a file in it; then nothing else;
+//! 2. the dynamic loader's own path, unless `LD_LIBRARY_PATH` has a relative or empty entry;
+//! 3. the absolute entries of `LD_LIBRARY_PATH`;
+//! 4. `/usr/local/cuda/lib64`, `$CUDA_PATH/lib64`, `/usr/local/cuda-*/lib64`;
+//! 5. the wheels of `pip install nvidia-cuda-nvrtc` (`lib/python3*/{site,dist}-packages/nvidia/c*/lib`) below `VIRTUAL_ENV`,
+//!    `CONDA_PREFIX`, the parent of each absolute entry of `PATH` that has a `python3`, where that is a link its target's, and
+//!    `~/.local`.
+//!
+//! A relative path, the current directory among them, is never searched. `libnvrtc-builtins` must be loaded before a library
+//! that is opened by its path.
 
 use std::{
     env,
-    ffi::{CStr, CString, c_char, c_int, c_void},
+    ffi::{CStr, CString, OsString, c_char, c_int, c_void},
     fs,
     path::{Path, PathBuf},
     ptr,
@@ -56,28 +66,95 @@ fn wheels(prefix: &Path) -> Vec<PathBuf> {
     all
 }
 
-/// Where NVRTC may lie.
-fn folders() -> Vec<PathBuf> {
-    let mut all = vec![PathBuf::from("/usr/local/cuda/lib64")];
-    all.extend(env::var_os("CUDA_PATH").map(|p| PathBuf::from(p).join("lib64")));
-    all.extend(glob(Path::new("/usr/local"), "cuda-", "lib64"));
-    let mut prefixes: Vec<PathBuf> = ["VIRTUAL_ENV", "CONDA_PREFIX"]
-        .iter()
-        .filter_map(env::var_os)
+/// The environment variables that say where to search; the build script runs again when one of them changes.
+pub const VARIABLES: [&str; 7] = [
+    "ATTN_NVRTC",
+    "LD_LIBRARY_PATH",
+    "CUDA_PATH",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "PATH",
+    "HOME",
+];
+
+/// Reads one environment variable.
+type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+fn process_env(name: &str) -> Option<OsString> {
+    env::var_os(name)
+}
+
+/// The variable's path if it is absolute. A relative one would name a folder of wherever the process was started.
+fn absolute(env: Env<'_>, name: &str) -> Option<PathBuf> {
+    env(name)
         .map(PathBuf::from)
+        .filter(|path| path.is_absolute())
+}
+
+/// The entries of the dynamic loader's search path; an empty one stands for the current directory.
+fn library_path(env: Env<'_>) -> Vec<PathBuf> {
+    let list = env("LD_LIBRARY_PATH").unwrap_or_default();
+    if list.is_empty() {
+        return Vec::new();
+    }
+    // Like the loader, which also takes semicolons.
+    let entries = env::split_paths(&list).map(PathBuf::into_os_string);
+    entries
+        .flat_map(|entry| match entry.to_str() {
+            Some(text) => text.split(';').map(PathBuf::from).collect(),
+            None => vec![PathBuf::from(entry)],
+        })
+        .collect()
+}
+
+/// Python's prefixes: of `VIRTUAL_ENV`, `CONDA_PREFIX`, every absolute entry of `PATH` with a `python3`, and `~/.local`.
+fn prefixes(env: Env<'_>) -> Vec<PathBuf> {
+    let mut all: Vec<PathBuf> = ["VIRTUAL_ENV", "CONDA_PREFIX"]
+        .iter()
+        .filter_map(|name| absolute(env, name))
         .collect();
-    for bin in env::split_paths(&env::var_os("PATH").unwrap_or_default()) {
+    let path = env("PATH").unwrap_or_default();
+    for bin in env::split_paths(&path).filter(|bin| bin.is_absolute()) {
         if bin.join("python3").exists() {
-            prefixes.extend(bin.parent().map(Path::to_path_buf));
+            all.extend(bin.parent().map(Path::to_path_buf));
             // A link into a virtual environment leads to its packages.
             let link = fs::read_link(bin.join("python3")).ok();
-            prefixes.extend(link.and_then(|l| Some(bin.join(l).parent()?.parent()?.to_path_buf())));
+            all.extend(link.and_then(|l| Some(bin.join(l).parent()?.parent()?.to_path_buf())));
         }
     }
-    prefixes.extend(env::var_os("HOME").map(|home| PathBuf::from(home).join(".local")));
-    prefixes
-        .iter()
-        .for_each(|prefix| all.extend(wheels(prefix)));
+    all.extend(absolute(env, "HOME").map(|home| home.join(".local")));
+    all
+}
+
+/// The folders that are searched after the loader's own path; all are absolute.
+fn folders(env: Env<'_>) -> Vec<PathBuf> {
+    let mut all = library_path(env);
+    all.retain(|folder| folder.is_absolute());
+    all.push(PathBuf::from("/usr/local/cuda/lib64"));
+    all.extend(absolute(env, "CUDA_PATH").map(|path| path.join("lib64")));
+    all.extend(glob(Path::new("/usr/local"), "cuda-", "lib64"));
+    for prefix in prefixes(env) {
+        all.extend(wheels(&prefix));
+    }
+    all
+}
+
+/// The files and folders that exist now and decide which library is found: what a build script watches.
+///
+/// A wheel that is installed under a Python prefix without any NVIDIA package is not noticed: cargo watches no folder without
+/// all that lies below it, and `site-packages` is too large for that.
+pub fn watched(found: Option<&Nvrtc>) -> Vec<PathBuf> {
+    let mut all: Vec<PathBuf> = absolute(&process_env, "ATTN_NVRTC").into_iter().collect();
+    let loaded = found.map(|nvrtc| nvrtc.path.clone());
+    all.extend(loaded.filter(|path| path.is_absolute()));
+    // `LD_LIBRARY_PATH` has cargo's own folders, which change with every build.
+    let fixed = |name: &str| {
+        (name != "LD_LIBRARY_PATH")
+            .then(|| process_env(name))
+            .flatten()
+    };
+    all.extend(folders(&fixed));
+    all.retain(|path| path.exists());
     all
 }
 
@@ -93,7 +170,7 @@ fn open(path: &Path, global: bool) -> Result<Library, libloading::Error> {
     #[cfg(not(unix))]
     {
         let _ = global;
-        // SAFETY: as above.
+        // SAFETY: opening runs the library's initializers; NVRTC and its builtins are made to be loaded by any process.
         unsafe { Library::new(path) }
     }
 }
@@ -119,20 +196,26 @@ impl Nvrtc {
     /// # Errors
     /// What was searched, and the loader's last words.
     pub fn load() -> Result<Self, String> {
+        Self::load_from(&process_env)
+    }
+
+    fn load_from(env: Env<'_>) -> Result<Self, String> {
         let mut said = String::from(
             "no libnvrtc.so on the library path, in /usr/local/cuda* or in Python wheels",
         );
-        if let Some(given) = env::var_os("ATTN_NVRTC").map(PathBuf::from) {
-            let folder = if given.is_dir() {
-                given.clone()
-            } else {
-                given.parent().unwrap_or(Path::new(".")).to_path_buf()
-            };
-            return Self::from_folder(&folder)
-                .unwrap_or_else(|| Err("it holds no libnvrtc.so".into()))
+        if let Some(given) = env("ATTN_NVRTC").map(PathBuf::from) {
+            return Self::from_given(&given)
                 .map_err(|error| format!("ATTN_NVRTC={}: {error}", given.display()));
         }
-        for name in ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"] {
+        // The loader takes every entry of its path, so a path that leads to the current directory is not left to it: `folders` has
+        // the entries that are absolute.
+        let leads_elsewhere = library_path(env).iter().any(|entry| !entry.is_absolute());
+        let by_name: &[&str] = if cfg!(unix) && !leads_elsewhere {
+            &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+        } else {
+            &[]
+        };
+        for name in by_name {
             if let Ok(library) = open(Path::new(name), false) {
                 match Self::new(library, None, name.into()) {
                     Ok(nvrtc) => return Ok(nvrtc),
@@ -140,7 +223,7 @@ impl Nvrtc {
                 }
             }
         }
-        for folder in folders() {
+        for folder in folders(env) {
             match Self::from_folder(&folder) {
                 Some(Ok(nvrtc)) => return Ok(nvrtc),
                 Some(Err(error)) => said = error,
@@ -148,6 +231,19 @@ impl Nvrtc {
             }
         }
         Err(said)
+    }
+
+    /// The library in the folder that is given, or beside the file.
+    fn from_given(given: &Path) -> Result<Self, String> {
+        if !given.is_absolute() {
+            return Err("it is a relative path; give an absolute one".into());
+        }
+        let folder = if given.is_dir() {
+            given
+        } else {
+            given.parent().unwrap_or(given)
+        };
+        Self::from_folder(folder).unwrap_or_else(|| Err("it holds no libnvrtc.so".into()))
     }
 
     fn from_folder(folder: &Path) -> Option<Result<Self, String>> {
@@ -298,5 +394,99 @@ impl Nvrtc {
         // SAFETY: created above, destroyed once.
         unsafe { destroy(&mut program) };
         result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An environment of these variables alone.
+    fn of<'a>(variables: &'a [(&'a str, &'a Path)]) -> impl Fn(&str) -> Option<OsString> + 'a {
+        |name| {
+            let found = variables.iter().find(|(variable, _)| *variable == name);
+            found.map(|(_, path)| path.as_os_str().to_owned())
+        }
+    }
+
+    /// The same place, relative to the current directory.
+    fn relative(path: &Path) -> PathBuf {
+        let here = env::current_dir().unwrap();
+        let up = here.components().skip(1).map(|_| "..");
+        let relative: PathBuf = up.collect();
+        relative.join(path.strip_prefix("/").unwrap())
+    }
+
+    /// A Python prefix that has the wheel's folder.
+    fn prefix() -> tempfile::TempDir {
+        let prefix = tempfile::tempdir().unwrap();
+        let wheel = "lib/python3.12/site-packages/nvidia/cu13/lib";
+        fs::create_dir_all(prefix.path().join(wheel)).unwrap();
+        fs::create_dir(prefix.path().join("bin")).unwrap();
+        fs::write(prefix.path().join("bin/python3"), "").unwrap();
+        prefix
+    }
+
+    #[test]
+    fn absolute_places_are_searched_and_relative_ones_are_not() {
+        let prefix = prefix();
+        let (root, bin) = (prefix.path().to_path_buf(), prefix.path().join("bin"));
+        let below = |path: &Path| {
+            folders(&of(&[("PATH", path)]))
+                .iter()
+                .any(|f| f.starts_with(&root))
+        };
+        assert!(below(&bin));
+        let relative_bin = relative(&bin);
+        assert!(
+            relative_bin.join("python3").exists(),
+            "the path leads there"
+        );
+        for variable in [
+            "PATH",
+            "VIRTUAL_ENV",
+            "CONDA_PREFIX",
+            "CUDA_PATH",
+            "LD_LIBRARY_PATH",
+        ] {
+            let path = if variable == "PATH" {
+                &relative_bin
+            } else {
+                &relative(&root)
+            };
+            let searched = folders(&of(&[(variable, path)]));
+            assert!(
+                searched.iter().all(|folder| folder.is_absolute()),
+                "{variable}: {searched:?}"
+            );
+        }
+        let home = relative(&root);
+        let searched = folders(&of(&[("HOME", &home)]));
+        assert!(searched.iter().all(|folder| folder.is_absolute()));
+    }
+
+    #[test]
+    fn a_relative_attn_nvrtc_is_refused_with_its_name() {
+        for given in [".", "lib", "../lib/libnvrtc.so"] {
+            let said = Nvrtc::load_from(&of(&[("ATTN_NVRTC", Path::new(given))])).unwrap_err();
+            assert!(said.contains(given) && said.contains("absolute"), "{said}");
+        }
+    }
+
+    #[test]
+    fn empty_entries_of_the_library_path_count_as_the_current_directory() {
+        for (path, is_safe) in [
+            ("", true),
+            ("/a:/b", true),
+            ("/a;/b", true),
+            (":/a", false),
+            ("/a:", false),
+            ("/a::/b", false),
+            ("/a;.", false),
+            ("lib:/a", false),
+        ] {
+            let entries = library_path(&of(&[("LD_LIBRARY_PATH", Path::new(path))]));
+            assert_eq!(entries.iter().all(|e| e.is_absolute()), is_safe, "{path:?}");
+        }
     }
 }

@@ -3,7 +3,7 @@
 use attn_core::{Int4Scale, KvFormat, Problem, Scheme, arithmetic, layout::run_bytes};
 
 use crate::geometry::{
-    BULK_SHARED, Geometry, Launch, Limits, RESERVED_SHARED, Short, Unit, max_segments,
+    BULK_SHARED, Geometry, Launch, Limits, RESERVED_SHARED, Short, Unit, items, max_segments,
 };
 
 /// Threads of a team: four warps that share its tiles, and one that feeds them.
@@ -145,10 +145,6 @@ fn longest(problem: &Problem) -> usize {
     problem.kv_lens.iter().copied().max().unwrap_or(0)
 }
 
-fn items(problem: &Problem) -> usize {
-    problem.batch() * problem.num_kv_heads
-}
-
 impl Spread {
     /// `None` if a launch of it would come in waves, or leave more in shared memory than teams keep.
     fn of(
@@ -172,7 +168,7 @@ impl Spread {
         } else {
             0
         };
-        if items(problem) * ctas + lost > places {
+        if items(problem).saturating_mul(ctas).saturating_add(lost) > places {
             return None;
         }
         let by_tiles = in_cluster && tiles <= 2 * all && segment_tiles == arithmetic::SPAN;
@@ -271,9 +267,9 @@ impl Cost {
 
 /// Of the cache that is read.
 fn bytes(problem: &Problem, format: KvFormat) -> f64 {
-    let tokens: usize = problem.kv_lens.iter().sum();
+    let tokens: f64 = problem.kv_lens.iter().map(|&len| len as f64).sum();
     let tile = run_bytes(format, problem.head_dim, arithmetic::TILE) as f64;
-    (tokens * problem.num_kv_heads) as f64 * (tile / arithmetic::TILE as f64)
+    tokens * problem.num_kv_heads as f64 * (tile / arithmetic::TILE as f64)
 }
 
 /// Microseconds that a team takes for a tile of `bytes`: what its chain of products and exchanges takes, or what one team can read.
@@ -328,7 +324,7 @@ fn decode_us(problem: &Problem, format: KvFormat, sms: usize) -> f64 {
     let (items, ctas) = (items(problem), SM_TEAMS * sms);
     let is_cut = items < ctas && spans > 1;
     let joins = if is_cut { 0.05 * spans as f64 } else { 0.0 };
-    let each = (items * spans) as f64 / ctas as f64;
+    let each = items as f64 * spans as f64 / ctas as f64;
     let most = if is_cut && each > 1.0 {
         each.ceil() / each
     } else {

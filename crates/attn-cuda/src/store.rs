@@ -1,14 +1,16 @@
 //! A pool of pages in device memory.
 
-use std::{any::Any, sync::Arc};
+use std::{any::Any, ops::Range, sync::Arc};
 
 use attn_core::{CacheAccess, CacheConfig, Error, PageLayout, PageStore, TokenWrite};
-use cudarc::driver::{CudaSlice, DevicePtr, result};
+use cudarc::driver::{CudaSlice, DevicePtr};
 
 use crate::{
     device::{Device, Kernel, failed},
     instance::Instance,
     native::{self, AppendArgs, Dtype},
+    sizes,
+    upload::{Upload, bytes_of},
 };
 
 /// The pages of one cache.
@@ -25,7 +27,18 @@ pub struct CudaPages {
     append: Arc<Kernel>,
 }
 
-/// The longest run of writes that one launch can take: consecutive tokens of one sequence.
+/// Consecutive tokens of one sequence, which one launch appends.
+#[derive(Debug, PartialEq, Eq)]
+struct Run {
+    /// The first token's index in K and V.
+    source: usize,
+    tokens: usize,
+    /// Where the run's words begin: its pages, its tail page, the length behind its last token.
+    words: usize,
+    pages: usize,
+}
+
+/// How many writes from the first on one launch can take.
 fn first_run(writes: &[TokenWrite], page_size: usize) -> usize {
     let follows = |a: &TokenWrite, b: &TokenWrite| {
         b.source == a.source + 1
@@ -39,9 +52,94 @@ fn first_run(writes: &[TokenWrite], page_size: usize) -> usize {
         .count()
 }
 
+/// The launches of checked writes, and the words that they read on the device.
+fn runs(writes: &[TokenWrite], page_size: usize) -> Result<(Vec<Run>, Vec<u32>), Error> {
+    let (mut runs, mut words, mut left) = (Vec::new(), Vec::<u32>::new(), writes);
+    while let Some(first) = left.first() {
+        let (run, rest) = left.split_at(first_run(left, page_size));
+        let at = words.len();
+        for write in run {
+            if words.len() == at || write.token == 0 {
+                words.push(write.page);
+            }
+        }
+        let pages = words.len() - at;
+        let len = sizes::int("tokens to append at once", first.token + run.len())?;
+        words.extend([first.tail_page.unwrap_or(0), len.unsigned_abs()]);
+        runs.push(Run {
+            source: first.source,
+            tokens: run.len(),
+            words: at,
+            pages,
+        });
+        left = rest;
+    }
+    Ok((runs, words))
+}
+
+/// Refuses writes beyond the pool, a page, or K and V: kernels go where they are told.
+fn check_writes(
+    layout: &PageLayout,
+    num_pages: usize,
+    writes: &[TokenWrite],
+    k_len: usize,
+    v_len: usize,
+) -> Result<(), Error> {
+    let row = layout.num_kv_heads() * layout.head_dim();
+    let length = |what, given, needed| {
+        Err(Error::Length {
+            what,
+            given,
+            needed,
+        })
+    };
+    if v_len != k_len {
+        return length("v", v_len, k_len);
+    }
+    let rows = k_len / row;
+    for write in writes {
+        if write.source >= rows {
+            let needed = write.source.saturating_add(1).saturating_mul(row);
+            return length("k", k_len, needed);
+        }
+        check_page(write.page, num_pages)?;
+        if write.token >= layout.page_size() {
+            return Err(Error::Parameter {
+                what: "token of a page",
+                given: write.token.to_string(),
+                allowed: "an index below page_size",
+            });
+        }
+        match write.tail_page {
+            Some(tail) => check_page(tail, num_pages)?,
+            None if layout.has_tail_page() => {
+                return Err(Error::Parameter {
+                    what: "tail page",
+                    given: "none".into(),
+                    allowed: "a page of the pool, where K is int4-channel",
+                });
+            }
+            None => {}
+        }
+    }
+    Ok(())
+}
+
+fn check_page(page: u32, num_pages: usize) -> Result<(), Error> {
+    if page as usize >= num_pages {
+        return Err(Error::Parameter {
+            what: "page",
+            given: page.to_string(),
+            allowed: "a page of the pool",
+        });
+    }
+    Ok(())
+}
+
 impl CudaPages {
     pub(crate) fn new(device: Arc<Device>, config: &CacheConfig) -> Result<Self, Error> {
-        let (bytes, layout) = (config.pool_bytes()?.max(1), config.layout()?);
+        let (bytes, layout) = (config.pool_bytes()?, config.layout()?);
+        native::check_heads(config.num_kv_heads)?;
         let append = device.kernel(
             &Instance::Append {
                 format: config.format,
@@ -52,14 +150,17 @@ impl CudaPages {
         )?;
         let pool = device
             .stream
-            .alloc_zeros(bytes)
+            .alloc_zeros(bytes.max(1))
             .map_err(failed("allocating the page pool"))?;
         let mut scales = config.k_tensor_scales.clone();
         scales.extend(&config.v_tensor_scales);
         scales.push(1.0);
-        let tensor_scales = device
+        let mut tensor_scales = device
             .stream
-            .clone_htod(&scales)
+            .alloc_zeros(scales.len())
+            .map_err(failed("allocating the tensor scales"))?;
+        device
+            .upload(&scales, &mut tensor_scales)
             .map_err(failed("copying the tensor scales"))?;
         Ok(CudaPages {
             layout,
@@ -91,23 +192,22 @@ impl CudaPages {
         [k, if self.num_v_scales > 0 { v } else { 0 }]
     }
 
-    fn append_run(&self, writes: &[TokenWrite], k: u64, v: u64, words: u64) -> Result<(), Error> {
-        let first = writes[0];
+    /// Where a page lies in the pool.
+    fn page(&self, page: u32) -> Result<Range<usize>, Error> {
+        check_page(page, self.num_pages)?;
+        let size = self.layout.page_bytes();
+        // Below the pool's bytes, which `new` multiplied.
+        let at = page as usize * size;
+        Ok(at..at + size)
+    }
+
+    /// The launch of one run; `words` is where the device has its words, `k` and `v` where it has all tokens.
+    fn run_args(&self, run: &Run, [k, v]: [u64; 2], words: u64) -> AppendArgs {
         let row = self.layout.num_kv_heads() * self.layout.head_dim();
-        let mut table: Vec<u32> = writes.iter().map(|w| w.page).collect();
-        table.dedup();
-        let pages = table.len();
-        table.extend([
-            first.tail_page.unwrap_or(0),
-            (first.token + writes.len()) as u32,
-        ]);
-        let stream = &self.device.stream;
-        // SAFETY: `words` was sized for every page of the call, a tail page and a length; the copy has left `table` when it returns.
-        unsafe { result::memcpy_htod_async(words, &table, stream.cu_stream()) }
-            .map_err(failed("copying the pages to append to"))?;
-        let offset = (first.source * row * 4) as u64;
+        let offset = (run.source * row * 4) as u64;
         let [k_tensor_scales, v_tensor_scales] = self.tensor_scale_addresses();
-        let args = AppendArgs {
+        let page_table = words + 4 * run.words as u64;
+        AppendArgs {
             k: k + offset,
             v: v + offset,
             dtype: Dtype::F32,
@@ -115,21 +215,15 @@ impl CudaPages {
             v_token_stride: row,
             pool: self.pool_address(),
             num_pages: self.num_pages,
-            page_table: words,
-            page_table_stride: pages,
-            tail_pages: words + 4 * pages as u64,
-            kv_lens: words + 4 * (pages + 1) as u64,
+            page_table,
+            page_table_stride: run.pages,
+            tail_pages: page_table + 4 * run.pages as u64,
+            kv_lens: page_table + 4 * (run.pages + 1) as u64,
             k_tensor_scales,
             v_tensor_scales,
             batch: 1,
-            tokens: writes.len(),
-        };
-        // SAFETY: the addresses are this store's pool and scales, and the arena's parts that were just written; pages and
-        // tokens were checked by `KvCache`; the stream is the one that owns all of them.
-        unsafe {
-            native::launch_append(&self.append, &self.layout, stream.cu_stream(), &args, false)
+            tokens: run.tokens,
         }
-        .map_err(failed("appending"))
     }
 }
 
@@ -149,49 +243,56 @@ impl PageStore for CudaPages {
         k: &[f32],
         v: &[f32],
     ) -> Result<(), Error> {
-        if writes.is_empty() {
+        check_writes(&self.layout, self.num_pages, writes, k.len(), v.len())?;
+        let (runs, words) = runs(writes, self.layout.page_size())?;
+        if runs.is_empty() {
             return Ok(());
         }
         let device = &self.device;
-        let bind = device.context.bind_to_thread();
-        bind.map_err(failed("binding the context"))?;
-        let floats = (k.len() * 4).next_multiple_of(256);
-        let pages = (writes.len() + 2) * 4;
-        let (base, _lock) = device
-            .arena(2 * floats + pages)
-            .map_err(failed("allocating for an append"))?;
-        let (k_at, v_at, words) = (base, base + floats as u64, base + 2 * floats as u64);
-        for (at, x) in [(k_at, k), (v_at, v)] {
-            // SAFETY: the arena holds both inputs; the copy has left `x` when it returns.
-            unsafe { result::memcpy_htod_async(at, x, device.stream.cu_stream()) }
-                .map_err(failed("copying tokens to append"))?;
+        let doing = "copying tokens to append";
+        let mut arena = Upload::default();
+        let at = [
+            arena.add(bytes_of(k))?,
+            arena.add(bytes_of(v))?,
+            arena.add(bytes_of(&words))?,
+        ];
+        let allocated = device.arena(arena.bytes());
+        let (base, _lock) = allocated.map_err(failed("allocating for an append"))?;
+        let wait = device.wait_on_drop().map_err(failed(doing))?;
+        // SAFETY: the arena, whose lock is held, has room for the parts; they outlive `wait`, which waits for the copies however this
+        // function ends.
+        unsafe { arena.copy(base, device.stream.cu_stream()) }.map_err(failed(doing))?;
+        let [k, v, words] = at.map(|offset| base + offset as u64);
+        for run in &runs {
+            let args = self.run_args(run, [k, v], words);
+            let stream = device.stream.cu_stream();
+            // SAFETY: the addresses are this store's pool and scales, and the arena's parts, which are copied ahead on the same stream.
+            // `check_writes` has compared pages, tail pages and tokens with the pool and the page, and sources with K and V.
+            unsafe { native::launch_append(&self.append, &self.layout, stream, &args, false) }?;
         }
-        let mut left = writes;
-        while !left.is_empty() {
-            let (run, rest) = left.split_at(first_run(left, self.layout.page_size()));
-            self.append_run(run, k_at, v_at, words)?;
-            left = rest;
-        }
-        Ok(())
+        wait.finish().map_err(failed("appending"))
     }
 
     fn read_page(&self, _: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
-        let size = self.layout.page_bytes();
-        let at = page as usize * size;
-        let view = self.pool.slice(at..at + size);
-        let stream = &self.device.stream;
-        let bytes = stream.clone_dtoh(&view).map_err(failed("reading a page"))?;
-        stream.synchronize().map_err(failed("reading a page"))?;
+        let place = self.page(page)?;
+        let mut bytes = vec![0; place.len()];
+        self.device
+            .download(&self.pool.slice(place), &mut bytes)
+            .map_err(failed("reading a page"))?;
         Ok(bytes)
     }
 
     fn write_page(&mut self, _: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        let size = self.layout.page_bytes();
-        let at = page as usize * size;
-        let mut view = self.pool.slice_mut(at..at + size);
-        let stream = &self.device.stream;
-        stream
-            .memcpy_htod(bytes, &mut view)
+        let place = self.page(page)?;
+        if bytes.len() != place.len() {
+            return Err(Error::Length {
+                what: "page bytes",
+                given: bytes.len(),
+                needed: place.len(),
+            });
+        }
+        self.device
+            .upload(bytes, &mut self.pool.slice_mut(place))
             .map_err(failed("writing a page"))
     }
 
@@ -206,10 +307,17 @@ mod tests {
 
     use attn_core::{HostPages, KvCache, KvFormat};
 
-    /// Where the tokens of some appends go, on pages of 32 tokens.
-    fn writes(before: usize, appends: &[(usize, usize)]) -> Vec<TokenWrite> {
-        let mut config = CacheConfig::new(KvFormat::INT8, 1, 64, 2, 128);
-        (config.page_size, config.num_pages) = (32, 8);
+    /// On pages of 32 tokens, or as small as the format has them.
+    fn config(format: KvFormat, heads: usize) -> CacheConfig {
+        let mut config = CacheConfig::new(format, heads, 64, 2, 128);
+        let page_size = if format.has_tail_page() { 64 } else { 32 };
+        (config.page_size, config.num_pages) = (page_size, 8);
+        config
+    }
+
+    /// Where the tokens of some appends go.
+    fn writes_of(format: KvFormat, before: usize, appends: &[(usize, usize)]) -> Vec<TokenWrite> {
+        let config = config(format, 1);
         let pages = HostPages::new(&config).unwrap();
         let mut cache = KvCache::new(config, Box::new(pages)).unwrap();
         cache.append_with(&[(0, before)], |_, _| Ok(())).unwrap();
@@ -222,6 +330,10 @@ mod tests {
         all
     }
 
+    fn writes(before: usize, appends: &[(usize, usize)]) -> Vec<TokenWrite> {
+        writes_of(KvFormat::INT8, before, appends)
+    }
+
     #[test]
     fn runs_end_where_tokens_do_not_follow() {
         let across = writes(30, &[(0, 3), (1, 2)]);
@@ -231,5 +343,66 @@ mod tests {
         assert_eq!(first_run(&gap, 32), 1);
         // The second sequence's first token is the first of a page, as the one that follows would be, but of another source.
         assert_eq!(first_run(&[across[1], across[3]], 32), 1);
+    }
+
+    #[test]
+    fn every_run_has_its_pages_its_tail_page_and_its_length() {
+        let all = writes(30, &[(0, 3), (1, 2)]);
+        let (runs, words) = runs(&all, 32).unwrap();
+        let run = |source, tokens, words, pages| Run {
+            source,
+            tokens,
+            words,
+            pages,
+        };
+        assert_eq!(runs, [run(0, 3, 0, 2), run(3, 2, 4, 1)]);
+        let [a, b, c] = [0, 2, 3].map(|i| all[i].page);
+        assert_eq!(words, [a, b, 0, 33, c, 0, 2]);
+    }
+
+    /// One token of a cache of four pages and two heads, spoiled.
+    fn check(
+        format: KvFormat,
+        [k_len, v_len]: [usize; 2],
+        spoil: impl FnOnce(&mut TokenWrite),
+    ) -> Result<(), Error> {
+        let mut write = writes_of(format, 0, &[(0, 1)])[0];
+        (write.page, write.tail_page) = (0, write.tail_page.map(|_| 1));
+        spoil(&mut write);
+        let layout = config(format, 2).layout().unwrap();
+        check_writes(&layout, 4, &[write], k_len, v_len)
+    }
+
+    #[test]
+    fn writes_beyond_pool_page_or_rows_are_refused() {
+        let row = 2 * 64;
+        let int8 = |lens, spoil: &dyn Fn(&mut TokenWrite)| check(KvFormat::INT8, lens, spoil);
+        let last = |w: &mut TokenWrite| (w.source, w.page, w.token) = (1, 3, 31);
+        int8([2 * row; 2], &last).unwrap();
+        for page in [4, 5, u32::MAX] {
+            let error = int8([row; 2], &|w| w.page = page).unwrap_err();
+            assert!(matches!(error, Error::Parameter { what: "page", .. }));
+        }
+        for token in [32, 1 << 30, usize::MAX] {
+            let error = int8([row; 2], &|w| w.token = token).unwrap_err();
+            assert!(error.to_string().contains("token"), "{error}");
+        }
+        for source in [1, 2, usize::MAX] {
+            let error = int8([2 * row - 1; 2], &|w| w.source = source).unwrap_err();
+            assert!(matches!(error, Error::Length { what: "k", .. }));
+        }
+        for v_len in [0, row - 1, row + 1, 2 * row] {
+            let error = int8([row, v_len], &|_| ()).unwrap_err();
+            assert!(matches!(error, Error::Length { what: "v", .. }));
+        }
+    }
+
+    #[test]
+    fn tail_pages_are_there_for_channels_and_in_the_pool() {
+        let int4 = |tail| check(KvFormat::INT4, [128; 2], |w| w.tail_page = tail);
+        int4(Some(3)).unwrap();
+        for tail in [None, Some(4), Some(u32::MAX)] {
+            assert!(int4(tail).is_err(), "{tail:?}");
+        }
     }
 }

@@ -1,6 +1,12 @@
-//! `cargo xtask gpu`: collects in `gpu-bin/` what a machine with a GPU, a driver and NVRTC needs to run `.ci/gpu`.
+//! `cargo xtask deny`: holds the dependencies to `deny.toml`. `cargo xtask gpu`: collects in `gpu-bin/` what a machine with a GPU, a driver and NVRTC needs to run `.ci/gpu`.
 
-use std::{env, fs, path::Path, process::Command};
+mod deny;
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -11,16 +17,21 @@ fn main() -> Result<()> {
     let arguments: Vec<String> = env::args().skip(1).collect();
     let has = |flag: &str| arguments.iter().any(|a| a == flag);
     match arguments.first().map(String::as_str) {
+        Some("deny") => deny::run(&root()),
         Some("gpu") => gpu(has("--images"), has("--quick")),
         _ => bail!(
-            "usage: cargo xtask gpu [--images] [--quick]; --images also compiles the kernels here, for a machine without NVRTC; \
+            "usage: cargo xtask deny | gpu [--images] [--quick]; --images also compiles the kernels here, for a machine without NVRTC; \
              --quick leaves out the program attn"
         ),
     }
 }
 
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
 fn gpu(images: bool, quick: bool) -> Result<()> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let root = root();
     let out = root.join("gpu-bin");
     fs::create_dir_all(&out)?;
     let mut build = vec!["build", "--release"];

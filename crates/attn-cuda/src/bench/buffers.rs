@@ -5,7 +5,7 @@ use std::sync::Arc;
 use attn_core::Error;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DeviceRepr, sys};
 
-use crate::device::failed;
+use crate::device::{WaitOnDrop, failed};
 
 /// A stream of the backend's context, and copies on it.
 pub struct Buffers {
@@ -26,6 +26,14 @@ impl Buffers {
         Ok(Buffers { stream })
     }
 
+    /// Waits for the stream once it is dropped.
+    pub(super) fn wait(&self) -> Result<WaitOnDrop<'_>, Error> {
+        let context = self.stream.context().bind_to_thread();
+        context.map_err(failed("binding the context"))?;
+        // SAFETY: `self`, which the value borrows, keeps the stream; its context is current.
+        Ok(unsafe { WaitOnDrop::on(self.stream.cu_stream()) })
+    }
+
     /// The stream as the native entry takes it.
     pub fn raw(&self) -> sys::CUstream {
         self.stream.cu_stream()
@@ -36,7 +44,10 @@ impl Buffers {
     /// # Errors
     /// [`Error::Device`].
     pub fn upload<T: DeviceRepr + Clone>(&self, x: &[T]) -> Result<CudaSlice<T>, Error> {
-        self.stream.clone_htod(x).map_err(failed("uploading"))
+        let wait = self.wait()?;
+        let there = self.stream.clone_htod(x).map_err(failed("uploading"))?;
+        wait.finish().map_err(failed("uploading"))?;
+        Ok(there)
     }
 
     /// Zeroed bytes, at least one.
@@ -67,10 +78,9 @@ impl Buffers {
     /// # Errors
     /// [`Error::Device`].
     pub fn download<T: DeviceRepr + Clone>(&self, slice: &CudaSlice<T>) -> Result<Vec<T>, Error> {
+        // Pageable: the copy has ended when this returns.
         let host = self.stream.clone_dtoh(slice).map_err(failed("downloading"));
-        self.stream
-            .synchronize()
-            .map_err(failed("waiting for a stream"))?;
+        self.wait()?.finish().map_err(failed("downloading"))?;
         host
     }
 
@@ -79,8 +89,10 @@ impl Buffers {
     /// # Errors
     /// [`Error::Device`].
     pub fn copy<T: DeviceRepr>(&self, from: &[T], to: &mut CudaSlice<T>) -> Result<(), Error> {
+        let wait = self.wait()?;
         self.stream
             .memcpy_htod(from, to)
-            .map_err(failed("uploading"))
+            .map_err(failed("uploading"))?;
+        wait.finish().map_err(failed("uploading"))
     }
 }

@@ -2,11 +2,15 @@
 
 use std::{ffi::c_void, sync::Arc};
 
-use attn_core::PageLayout;
-use cudarc::driver::{DriverError, sys};
+use attn_core::{Error, PageLayout};
+use cudarc::driver::sys;
 
 use super::COPY_THREADS;
-use crate::{device::Kernel, params::AppendParams};
+use crate::{
+    device::{Kernel, failed},
+    params::AppendParams,
+    sizes,
+};
 
 /// Number format of an engine's rows: K and V to append, queries, outputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,8 +71,13 @@ pub struct AppendArgs {
 
 impl AppendArgs {
     /// The kernel's parameter block; `is_followed` by a decode that knows what is appended.
-    pub fn params(&self, layout: &PageLayout, is_followed: bool) -> AppendParams {
-        AppendParams {
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a number that needs more than 31 bits.
+    pub fn params(&self, layout: &PageLayout, is_followed: bool) -> Result<AppendParams, Error> {
+        let [k_token_stride, v_token_stride, _] =
+            sizes::strides([self.k_token_stride, self.v_token_stride, 0]);
+        Ok(AppendParams {
             k: self.k,
             v: self.v,
             pool: self.pool,
@@ -77,16 +86,31 @@ impl AppendArgs {
             kv_lens: self.kv_lens,
             k_tensor_scales: self.k_tensor_scales,
             v_tensor_scales: self.v_tensor_scales,
-            k_token_stride: self.k_token_stride as i64,
-            v_token_stride: self.v_token_stride as i64,
-            tokens: self.tokens as i32,
-            batch: self.batch as i32,
-            num_kv_heads: layout.num_kv_heads() as i32,
-            page_table_stride: self.page_table_stride as i32,
+            k_token_stride,
+            v_token_stride,
+            tokens: sizes::int("tokens to append", self.tokens)?,
+            batch: sizes::int("sequences to append to", self.batch)?,
+            num_kv_heads: sizes::int("num_kv_heads", layout.num_kv_heads())?,
+            page_table_stride: sizes::int("page_table_stride", self.page_table_stride)?,
             dtype: self.dtype.code(),
             is_followed: i32::from(is_followed),
-        }
+        })
     }
+}
+
+/// The most KV heads of a cache: rows of a CUDA grid, which has a head to each.
+const MAX_HEADS: usize = 65_535;
+
+/// Refuses more KV heads than an append launch has room for.
+pub(crate) fn check_heads(num_kv_heads: usize) -> Result<(), Error> {
+    if num_kv_heads > MAX_HEADS {
+        return Err(Error::Parameter {
+            what: "num_kv_heads",
+            given: num_kv_heads.to_string(),
+            allowed: "1 to 65535 on CUDA, whose grids have no more rows",
+        });
+    }
+    Ok(())
 }
 
 /// A prepared append launch.
@@ -102,23 +126,27 @@ const HEADS: usize = 4;
 /// CTAs that only seal pages, at most: what an H200 has room for beside 256 sequences of 8 heads.
 const SEALERS: usize = 132;
 
-/// Grid and threads of `append.cu`, for `tokens` new tokens of each of `batch` sequences.
+/// Grid and threads of `append.cu`, for `tokens` new tokens of each of `batch` sequences; more than there can be saturate, and the
+/// driver refuses them.
 pub fn append_grid(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize; 3], usize) {
     let heads = layout.num_kv_heads();
     if tokens > 1 {
         // A first page may be open, so `tokens` touch up to this many.
-        let jobs = (tokens + layout.page_size() - 2) / layout.page_size() + 1;
+        let jobs = tokens.saturating_add(layout.page_size() - 2) / layout.page_size() + 1;
         return ([jobs, heads, batch], COPY_THREADS);
     }
     let (columns, threads) = (heads.div_ceil(HEADS), 64 * heads.min(HEADS));
     let sealers = if layout.has_tail_page() {
         // A warp seals four dims; before the kernel has read the lengths nobody knows whether there are any to seal.
-        let most = (batch * heads * layout.head_dim() / 4).div_ceil(threads / 32);
+        let dims = batch
+            .saturating_mul(heads)
+            .saturating_mul(layout.head_dim());
+        let most = (dims / 4).div_ceil(threads / 32);
         most.min(SEALERS).div_ceil(columns)
     } else {
         0
     };
-    ([columns, sealers + batch, 1], threads)
+    ([columns, batch.saturating_add(sealers), 1], threads)
 }
 
 /// Enqueues one append.
@@ -131,13 +159,79 @@ pub(crate) unsafe fn launch_append(
     stream: sys::CUstream,
     args: &AppendArgs,
     is_followed: bool,
-) -> Result<(), DriverError> {
+) -> Result<(), Error> {
     if args.batch == 0 || args.tokens == 0 {
         return Ok(());
     }
-    let mut params = args.params(layout, is_followed);
+    let mut params = args.params(layout, is_followed)?;
     let (grid, threads) = append_grid(layout, args.batch, args.tokens);
     let mut arguments = [(&raw mut params).cast::<c_void>()];
     // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.
-    unsafe { kernel.launch(stream, grid, threads, &mut arguments) }
+    unsafe { kernel.launch(stream, grid, threads, &mut arguments) }.map_err(failed("appending"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use attn_core::KvFormat;
+
+    fn layout() -> PageLayout {
+        PageLayout::new(KvFormat::INT4, 128, 64, 2).unwrap()
+    }
+
+    fn args() -> AppendArgs {
+        AppendArgs {
+            k: 0,
+            v: 0,
+            dtype: Dtype::F32,
+            k_token_stride: 256,
+            v_token_stride: usize::MAX,
+            pool: 0,
+            num_pages: 1,
+            page_table: 0,
+            page_table_stride: 3,
+            tail_pages: 0,
+            kv_lens: 0,
+            k_tensor_scales: 0,
+            v_tensor_scales: 0,
+            batch: 5,
+            tokens: 7,
+        }
+    }
+
+    #[test]
+    fn numbers_of_more_than_31_bits_are_refused() {
+        let params = args().params(&layout(), true).unwrap();
+        assert_eq!(
+            (params.tokens, params.batch, params.page_table_stride),
+            (7, 5, 3)
+        );
+        assert_eq!(
+            (params.k_token_stride, params.v_token_stride),
+            (256, i64::MAX)
+        );
+        for large in [1 << 31, (1 << 32) + 1, usize::MAX] {
+            let [mut tokens, mut batch, mut stride] = [args(); 3];
+            (tokens.tokens, batch.batch, stride.page_table_stride) = (large, large, large);
+            for args in [tokens, batch, stride] {
+                let refused = args.params(&layout(), false);
+                assert!(matches!(refused, Err(Error::Parameter { .. })), "{args:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn grids_grow_with_tokens_and_saturate() {
+        assert_eq!(append_grid(&layout(), 3, 65), ([2, 2, 3], COPY_THREADS));
+        assert_eq!(append_grid(&layout(), 3, 66).0, [3, 2, 3]);
+        assert_eq!(append_grid(&layout(), 3, usize::MAX).0[1..], [2, 3]);
+        let (grid, threads) = append_grid(&layout(), usize::MAX, 1);
+        assert_eq!((grid, threads), ([1, usize::MAX, 1], 128));
+    }
+
+    #[test]
+    fn more_heads_than_a_grid_has_rows_are_refused() {
+        check_heads(65_535).unwrap();
+        assert!(check_heads(65_536).is_err());
+    }
 }

@@ -3,13 +3,14 @@
 use std::{ffi::c_void, sync::Arc};
 
 use attn_core::{Error, PageLayout, Scheme};
-use cudarc::driver::{DriverError, sys};
+use cudarc::driver::sys;
 
 use super::COPY_THREADS;
 use crate::{
-    device::{Device, Kernel},
+    device::{Device, Kernel, failed},
     instance::Instance,
     params::ImportParams,
+    sizes,
 };
 
 /// Device addresses of one import launch: rows of a contiguous cache into pages of the same format.
@@ -45,6 +46,7 @@ pub struct NativeImport {
 }
 
 pub(crate) fn prepare_import(device: &Device, layout: PageLayout) -> Result<NativeImport, Error> {
+    super::check_heads(layout.num_kv_heads())?;
     for scheme in [layout.format().k, layout.format().v] {
         if matches!(scheme, Scheme::Int4(_)) {
             return Err(Error::Parameter {
@@ -73,11 +75,11 @@ pub(crate) unsafe fn launch_import(
     import: &NativeImport,
     stream: sys::CUstream,
     args: &ImportArgs,
-) -> Result<(), DriverError> {
+) -> Result<(), Error> {
     if args.batch == 0 || args.max_kv_len == 0 {
         return Ok(());
     }
-    let strides = |s: [usize; 3]| s.map(|x| x as i64);
+    let strides = sizes::strides;
     let mut params = ImportParams {
         k: args.k[0],
         v: args.v[0],
@@ -90,8 +92,8 @@ pub(crate) unsafe fn launch_import(
         pool: args.pool,
         page_table: args.page_table,
         kv_lens: args.kv_lens,
-        num_kv_heads: import.layout.num_kv_heads() as i32,
-        page_table_stride: args.page_table_stride as i32,
+        num_kv_heads: sizes::int("num_kv_heads", import.layout.num_kv_heads())?,
+        page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
     };
     let pages = args.max_kv_len.div_ceil(import.layout.page_size());
     let grid = [pages, import.layout.num_kv_heads(), args.batch];
@@ -102,4 +104,5 @@ pub(crate) unsafe fn launch_import(
             .kernel
             .launch(stream, grid, COPY_THREADS, &mut arguments)
     }
+    .map_err(failed("importing"))
 }

@@ -8,8 +8,8 @@ mod import;
 mod rows;
 mod shape;
 
-pub(crate) use append::launch_append;
 pub use append::{AppendArgs, Dtype, NativeAppend, append_grid};
+pub(crate) use append::{check_heads, launch_append};
 pub use import::{ImportArgs, NativeImport};
 pub(crate) use import::{launch_import, prepare_import};
 pub use shape::Shape;
@@ -22,9 +22,10 @@ use cudarc::driver::{DevicePtr, result, sys};
 
 use crate::{
     CudaBackend,
-    device::{CudaError, Device, Kernel, failed},
+    device::{CudaError, Device, Kernel, WaitOnDrop, failed},
     instance::Instance,
     params::{CheckParams, DecodeParams, ReadParams},
+    sizes,
 };
 
 /// Threads of `append.cu`, `import.cu` and `check.cu`.
@@ -164,28 +165,36 @@ pub(crate) unsafe fn launch_decode(
     stream: sys::CUstream,
     args: &DecodeArgs,
     appended: usize,
-) -> Result<(), CudaError> {
+) -> Result<(), Error> {
     if plan.problem.rows() == 0 {
         return Ok(());
     }
-    let mut params = plan.shape.params(&plan.problem, args);
+    if matches!(args.kv, DeviceKv::Paged { .. }) != (plan.page_size != 0) {
+        return Err(Error::Parameter {
+            what: "page_size of the plan",
+            given: plan.page_size.to_string(),
+            allowed: "the pool's for pages, 0 for strided rows; prepare a plan for what is decoded",
+        });
+    }
+    let mut params = plan.shape.params(&plan.problem, args)?;
     if plan.page_size != 0 {
-        params.appended = appended as i32;
+        params.appended = sizes::int("tokens appended", appended)?;
     }
     if let Some(kernel) = &plan.check {
         let num_pages = match args.kv {
-            DeviceKv::Paged { num_pages, .. } => num_pages as u32,
+            DeviceKv::Paged { num_pages, .. } => sizes::axis(num_pages),
             DeviceKv::Strided { .. } => 0,
         };
         let limits = CheckParams {
-            max_kv_len: plan.shape.max_kv_len as i32,
+            max_kv_len: sizes::int_limit(plan.shape.max_kv_len),
             num_pages,
-            page_size: plan.page_size as i32,
-            head_dim: plan.problem.head_dim as i32,
+            page_size: sizes::int("page_size", plan.page_size)?,
+            head_dim: sizes::int("head_dim", plan.problem.head_dim)?,
             ..CheckParams::default()
         };
         // SAFETY: this function's contract.
-        unsafe { check(device, kernel, stream, &mut params, limits) }?;
+        unsafe { check(device, kernel, stream, &mut params, limits) }
+            .map_err(failed("checking a decode"))?;
     }
     let mut maps = rows::maps(device, plan, &args.kv);
     // What `attn_decode` takes on views, and in pages.
@@ -202,8 +211,8 @@ pub(crate) unsafe fn launch_decode(
     unsafe {
         plan.kernel
             .launch_teams(stream, &plan.shape.launch, arguments)
-    }?;
-    Ok(())
+    }
+    .map_err(failed("decoding"))
 }
 
 /// Looks at the inputs on the device, and waits for the answer; passes while a graph is being captured.
@@ -245,10 +254,11 @@ unsafe fn check(
         )
     }?;
     let mut found = [0i32; 4];
-    // SAFETY: as above; `found` lives until the synchronization below.
+    // SAFETY: the stream is alive, and its context current, by contract.
+    let wait = unsafe { WaitOnDrop::on(stream) };
+    // SAFETY: `report` is 16 bytes of this device; `found` outlives `wait`, which waits for the copy however this function ends.
     unsafe { result::memcpy_dtoh_async(&mut found, report, stream) }?;
-    // SAFETY: the stream is alive by contract.
-    unsafe { result::stream::synchronize(stream) }?;
+    wait.finish()?;
     let [kind, index, value, limit] = found;
     let error = |what, value: String, allowed: String| {
         Err(CudaError::Check {
@@ -302,7 +312,7 @@ impl CudaBackend {
     /// - On the device, no `kv_lens` is negative or exceeds `max_kv_len`, and every page that they reach is in the pool.
     ///
     /// # Errors
-    /// [`Error::Device`] with the driver's refusal.
+    /// [`Error::Parameter`] for numbers of more than 31 bits; [`Error::Device`] with the driver's refusal.
     pub unsafe fn import_on(
         &self,
         import: &NativeImport,
@@ -310,7 +320,7 @@ impl CudaBackend {
         args: &ImportArgs,
     ) -> Result<(), Error> {
         // SAFETY: this function's contract.
-        unsafe { launch_import(import, stream, args) }.map_err(failed("importing"))
+        unsafe { launch_import(import, stream, args) }
     }
 
     /// Loads the kernel of [`CudaBackend::read_on`].
@@ -329,7 +339,7 @@ impl CudaBackend {
     /// `from` holds `bytes` bytes of device memory and `sink` 4, until the work has run on `stream`; the stream as for [`CudaBackend::decode_on`].
     ///
     /// # Errors
-    /// [`Error::Device`] with the driver's refusal.
+    /// [`Error::Parameter`] for other than a multiple of 16; [`Error::Device`] with the driver's refusal.
     pub unsafe fn read_on(
         &self,
         read: &NativeRead,
@@ -338,6 +348,13 @@ impl CudaBackend {
         bytes: usize,
         sink: u64,
     ) -> Result<(), Error> {
+        if !bytes.is_multiple_of(16) {
+            return Err(Error::Parameter {
+                what: "bytes to read",
+                given: bytes.to_string(),
+                allowed: "a multiple of 16",
+            });
+        }
         let mut params = ReadParams {
             from,
             bytes: bytes as u64,
@@ -364,15 +381,18 @@ impl CudaBackend {
     ) -> Result<NativePlan, Error> {
         let bind = self.device.context.bind_to_thread();
         bind.map_err(failed("binding the context"))?;
-        prepare(&self.device, problem, format, page_size)
+        let plan = prepare(&self.device, problem, format, page_size)?;
+        plan.shape.check_longest(problem)?;
+        Ok(plan)
     }
 
     /// Prepares append launches for caches of this shape.
     ///
     /// # Errors
-    /// Those of [`CacheConfig::check`]; [`Error::Device`].
+    /// Those of [`CacheConfig::check`]; [`Error::Parameter`] for more KV heads than a grid has rows; [`Error::Device`].
     pub fn prepare_append(&self, config: &CacheConfig) -> Result<NativeAppend, Error> {
         config.check()?;
+        check_heads(config.num_kv_heads)?;
         let instance = Instance::Append {
             format: config.format,
             head_dim: config.head_dim,
@@ -399,6 +419,7 @@ impl CudaBackend {
     ///   another plan used it; launches that share a workspace do not overlap.
     ///
     /// # Errors
+    /// [`Error::Parameter`] for strided rows and a plan for pages, or the other way round, and for numbers of more than 31 bits;
     /// [`Error::Device`] with the driver's refusal, or with [`CudaError::Check`].
     pub unsafe fn decode_on(
         &self,
@@ -407,7 +428,7 @@ impl CudaBackend {
         args: &DecodeArgs,
     ) -> Result<(), Error> {
         // SAFETY: this function's contract.
-        unsafe { launch_decode(&self.device, plan, stream, args, 0) }.map_err(failed("decoding"))
+        unsafe { launch_decode(&self.device, plan, stream, args, 0) }
     }
 
     /// Enqueues the append of `tokens` new tokens to each sequence, sealing pages as they fill; positions come from `kv_lens` on the device.
@@ -418,7 +439,7 @@ impl CudaBackend {
     ///   and belongs to its sequence alone; tokens arrive in order; K and V are finite.
     ///
     /// # Errors
-    /// [`Error::Device`] with the driver's refusal.
+    /// [`Error::Parameter`] for numbers of more than 31 bits; [`Error::Device`] with the driver's refusal.
     pub unsafe fn append_on(
         &self,
         append: &NativeAppend,
@@ -456,7 +477,6 @@ impl CudaBackend {
         };
         // SAFETY: this function's contract, and the launch ahead is the append.
         unsafe { launch_decode(&self.device, plan, stream, decode_args, appended) }
-            .map_err(failed("decoding"))
     }
 
     /// # Safety
@@ -471,17 +491,20 @@ impl CudaBackend {
         if let Some(kernel) = append.check.as_ref().filter(|_| args.tokens > 0) {
             let mut params = DecodeParams {
                 page_table: args.page_table,
-                page_table_stride: args.page_table_stride as i32,
+                page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
                 tail_pages: args.tail_pages,
                 kv_lens: args.kv_lens,
-                batch: args.batch as i32,
+                batch: sizes::int("sequences to append to", args.batch)?,
                 ..DecodeParams::default()
             };
             let limits = CheckParams {
-                max_kv_len: (args.page_table_stride * append.layout.page_size()) as i32,
-                min_kv_len: args.tokens as i32,
-                num_pages: args.num_pages as u32,
-                page_size: append.layout.page_size() as i32,
+                max_kv_len: sizes::int_limit(
+                    args.page_table_stride
+                        .saturating_mul(append.layout.page_size()),
+                ),
+                min_kv_len: sizes::int("tokens to append", args.tokens)?,
+                num_pages: sizes::axis(args.num_pages),
+                page_size: sizes::int("page_size", append.layout.page_size())?,
                 ..CheckParams::default()
             };
             // SAFETY: this function's contract.
@@ -490,7 +513,6 @@ impl CudaBackend {
         }
         // SAFETY: this function's contract.
         unsafe { launch_append(&append.kernel, &append.layout, stream, args, is_followed) }
-            .map_err(failed("appending"))
     }
 }
 

@@ -1,12 +1,16 @@
 //! What a decode launch takes: kernel, grid, workspace, parameters. Pure functions of the problem and of what a device has.
 
-use attn_core::{Error, KvFormat, PageLayout, Problem, Unsupported, arithmetic::LOG2_E};
+use attn_core::{
+    Error, KvFormat, PageLayout, Problem, Unsupported,
+    arithmetic::{self, LOG2_E},
+};
 
 use super::{DecodeArgs, DeviceKv};
 use crate::{
     geometry::{Geometry, Launch, Limits, Unit},
     instance::{self, Instance},
     params::{DecodeParams, Divisor},
+    sizes,
 };
 
 /// One problem's launches, for lengths up to its longest.
@@ -44,6 +48,9 @@ pub(crate) fn choose(
     instance::covered(format, page_size).map_err(refuse)?;
     match Instance::decode(problem, format, page_size, limits) {
         Some(instance @ Instance::Decode { geometry, .. }) => {
+            check_counts(problem).map_err(refuse)?;
+            let work = work(problem, geometry, problem.kv_lens.iter().copied());
+            check_work(problem, work).map_err(refuse)?;
             let shared = geometry.shared_bytes(format, problem.head_dim, page_size);
             Ok((instance, geometry, shared))
         }
@@ -58,7 +65,71 @@ pub(crate) fn choose(
     }
 }
 
+/// The most work of a launch, in half tiles: kernels add it up in 32 bits, and divide sums of less than 2^31.
+const MOST_WORK: u64 = 1 << 30;
+
+/// What kernels add up to share a launch's work: `cost_of_item` of `work.cuh` for each KV head and row block of every sequence.
+fn work(problem: &Problem, geometry: Geometry, kv_lens: impl Iterator<Item = usize>) -> u64 {
+    let rows = problem.heads_per_kv() * problem.q_len;
+    let row_blocks = rows.div_ceil(geometry.rows());
+    let item = |kv_len: usize| {
+        let tiles = kv_len.div_ceil(arithmetic::TILE).max(1);
+        let segments = tiles.div_ceil(arithmetic::segment_tiles(kv_len));
+        (2 * tiles + segments + 32) as u64
+    };
+    let items = kv_lens.fold(0u64, |sum, kv_len| sum.saturating_add(item(kv_len)));
+    items
+        .saturating_mul(problem.num_kv_heads as u64)
+        .saturating_mul(row_blocks as u64)
+}
+
+/// What is too much, and how much there may be.
+type TooMuch = (String, String);
+
+fn check_work(problem: &Problem, work: u64) -> Result<(), TooMuch> {
+    if work <= MOST_WORK {
+        return Ok(());
+    }
+    let given = format!(
+        "work of {work} half tiles ({} sequences, {} KV heads)",
+        problem.batch(),
+        problem.num_kv_heads
+    );
+    Err((
+        given,
+        format!("up to {MOST_WORK}: fewer or shorter sequences at once"),
+    ))
+}
+
+/// Refuses numbers that kernels cannot count to.
+fn check_counts(problem: &Problem) -> Result<(), TooMuch> {
+    let counts = [
+        ("sequences", problem.batch()),
+        ("query heads", problem.num_q_heads),
+        ("KV heads", problem.num_kv_heads),
+    ];
+    match counts.into_iter().find(|(_, n)| *n > i32::MAX as usize) {
+        Some((what, n)) => Err((
+            format!("a problem of {n} {what}"),
+            format!("up to {}", i32::MAX),
+        )),
+        None => Ok(()),
+    }
+}
+
 impl Shape {
+    /// Refuses a batch that would be too much work if all of its sequences were as long as the longest: a native plan's may be.
+    pub(super) fn check_longest(&self, problem: &Problem) -> Result<(), Error> {
+        let longest = problem.kv_lens.iter().map(|_| self.max_kv_len);
+        let refuse = |(what, built)| Unsupported::NoKernel {
+            backend: "cuda",
+            what,
+            built,
+        };
+        check_work(problem, work(problem, self.geometry, longest)).map_err(refuse)?;
+        Ok(())
+    }
+
     /// For pages of `page_size` tokens, or 0 for a view.
     ///
     /// # Errors
@@ -79,7 +150,12 @@ impl Shape {
         let (batch, heads) = (problem.batch(), problem.num_kv_heads);
         let launch = geometry.launch(problem, format, limits.sms);
         let slots = launch.slots(batch, heads);
-        let aligned = |bytes: usize| bytes.next_multiple_of(256);
+        let aligned = |factors: &[usize]| {
+            let what = "bytes of the workspace";
+            // Of a sum of three no part may have more than a quarter.
+            sizes::product(what, &[4, sizes::product(what, factors)?])?;
+            Ok::<_, Error>(sizes::product(what, factors)?.next_multiple_of(256))
+        };
         let slots_are_zeroed = geometry.unit == Unit::HandOver;
         // Views have no pages.
         let page_bytes = match page_size {
@@ -96,10 +172,10 @@ impl Shape {
             counters_bytes: if slots_are_zeroed {
                 0
             } else {
-                aligned(batch * heads * launch.row_blocks * 4)
+                aligned(&[batch, heads, launch.row_blocks, 4])?
             },
-            ml_bytes: aligned(slots * geometry.rows() * 8),
-            states_bytes: aligned(slots * geometry.rows() * problem.head_dim * 4),
+            ml_bytes: aligned(&[slots, geometry.rows(), 8])?,
+            states_bytes: aligned(&[slots, geometry.rows(), problem.head_dim, 4])?,
             slots_are_zeroed,
         })
     }
@@ -119,8 +195,11 @@ impl Shape {
     }
 
     /// The kernel's parameter block.
-    pub fn params(&self, p: &Problem, args: &DecodeArgs) -> DecodeParams {
-        let strides = |s: [usize; 3]| s.map(|x| x as i64);
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a number that needs more than 31 bits.
+    pub fn params(&self, p: &Problem, args: &DecodeArgs) -> Result<DecodeParams, Error> {
+        let strides = sizes::strides;
         let mut params = DecodeParams {
             q: args.q,
             out: args.out,
@@ -136,13 +215,14 @@ impl Shape {
             log2_scale: p.softmax_scale * LOG2_E,
             softcap_inner: p.softcap.map_or(0.0, |cap| 2.0 / cap),
             softcap_outer: p.softcap.map_or(0.0, |cap| cap * LOG2_E),
-            batch: p.batch() as i32,
-            num_q_heads: p.num_q_heads as i32,
-            num_kv_heads: p.num_kv_heads as i32,
-            heads_per_kv: p.heads_per_kv() as i32,
-            q_len: p.q_len as i32,
-            row_blocks: self.launch.row_blocks as i32,
-            max_slots: self.launch.max_slots as i32,
+            batch: sizes::int("sequences", p.batch())?,
+            num_q_heads: sizes::int("num_q_heads", p.num_q_heads)?,
+            num_kv_heads: sizes::int("num_kv_heads", p.num_kv_heads)?,
+            heads_per_kv: sizes::int("heads_per_kv", p.heads_per_kv())?,
+            q_len: sizes::int("q_len", p.q_len)?,
+            row_blocks: sizes::int("row blocks", self.launch.row_blocks)?,
+            max_slots: sizes::int("slots", self.launch.max_slots)?,
+            // No sequence is longer than 2^20.
             window_left: p.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
             causal: i32::from(p.causal),
             tile_split: i32::from(self.launch.tile_split),
@@ -162,9 +242,9 @@ impl Shape {
             } => {
                 params.k = pool;
                 params.page_table = page_table;
-                params.page_table_stride = page_table_stride as i32;
+                params.page_table_stride = sizes::int("page_table_stride", page_table_stride)?;
                 params.tail_pages = tail_pages;
-                params.page_bytes = self.page_bytes as i32;
+                params.page_bytes = sizes::int("bytes of a page", self.page_bytes)?;
             }
             DeviceKv::Strided {
                 k,
@@ -178,6 +258,94 @@ impl Shape {
                 [params.k_scale_strides, params.v_scale_strides] = scale_strides.map(strides);
             }
         }
-        params
+        Ok(params)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::Short;
+
+    fn limits() -> Limits {
+        Limits {
+            shared_limit: 227 * 1024,
+            sms: 132,
+            short: Short::Auto,
+        }
+    }
+
+    fn shape(heads: usize, kv_lens: Vec<usize>) -> (Problem, Result<Shape, Error>) {
+        let problem = Problem::new(4 * heads, heads, 128, kv_lens);
+        let shape = Shape::new(limits(), &problem, KvFormat::INT8, 64);
+        (problem, shape)
+    }
+
+    fn is_too_much<T>(result: Result<T, Error>) -> bool {
+        matches!(result, Err(Error::Unsupported(Unsupported::NoKernel { what, .. })) if what.contains("half tiles"))
+    }
+
+    #[test]
+    fn work_that_kernels_cannot_add_up_is_refused() {
+        // 2 · 16384 tiles, 256 segments and 32 for each of 32 heads: 2^30 are 1015.0 such sequences.
+        let long = 1 << 20;
+        assert!(shape(32, vec![long; 1015]).1.is_ok());
+        for batch in [1016, 2048, 4096, 1 << 17] {
+            assert!(is_too_much(shape(32, vec![long; batch]).1), "{batch}");
+        }
+        // Counted one by one, with what every sequence costs.
+        let (problem, mixed) = shape(32, [vec![long; 1000], vec![0; 10_000]].concat());
+        assert!(mixed.is_ok());
+        // A native plan's lengths may all become the longest.
+        assert!(is_too_much(mixed.unwrap().check_longest(&problem)));
+        assert!(is_too_much(shape(65_536, vec![1; 500]).1));
+        let (problem, few) = shape(8, vec![long; 1000]);
+        few.unwrap().check_longest(&problem).unwrap();
+    }
+
+    #[test]
+    fn numbers_of_more_than_31_bits_are_refused() {
+        let (problem, shape) = shape(2, vec![700]);
+        let shape = shape.unwrap();
+        let args = |page_table_stride| DecodeArgs {
+            q: 0,
+            out: 0,
+            dtype: super::super::Dtype::F32,
+            lse: 0,
+            kv: DeviceKv::Paged {
+                pool: 0,
+                num_pages: 1,
+                page_table: 0,
+                page_table_stride,
+                tail_pages: 0,
+            },
+            kv_lens: 0,
+            k_tensor_scales: 0,
+            v_tensor_scales: 0,
+            alibi_slopes: 0,
+            workspace: 0,
+        };
+        let params = shape.params(&problem, &args(11)).unwrap();
+        let page_bytes = 2 * (2 * 64 * 128 + 2 * 64 * 2);
+        assert_eq!(
+            (params.page_table_stride, params.page_bytes),
+            (11, page_bytes)
+        );
+        for stride in [1 << 31, (1 << 32) + 11, usize::MAX] {
+            let what = "page_table_stride";
+            let result = shape.params(&problem, &args(stride));
+            assert!(matches!(result, Err(Error::Parameter { what: w, .. }) if w == what));
+        }
+    }
+
+    #[test]
+    fn sums_saturate_before_they_are_refused() {
+        let launch = Launch {
+            row_blocks: 1 << 40,
+            max_slots: 256,
+            ..Launch::default()
+        };
+        assert_eq!(launch.slots(1 << 20, 1 << 16), usize::MAX);
+        assert_eq!(launch.slots(2, 3), 2 * 3 * (1 << 48));
     }
 }

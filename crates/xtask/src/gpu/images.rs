@@ -13,7 +13,7 @@ use attn_cuda::{
     instance::{Arch, Instance, common, covered},
 };
 
-use crate::stress;
+use crate::{hostile, stress};
 
 fn arch() -> Result<Arch> {
     let name = env::var("ATTN_CUDA_ARCH").unwrap_or_default();
@@ -66,6 +66,7 @@ pub fn instances(arch: Arch) -> Vec<Instance> {
     cases.extend(stress::shapes());
     let mut all = of_cases(&cases, arch);
     all.extend(timed(arch));
+    all.extend(hostile::instances(arch));
     once(all, arch)
 }
 

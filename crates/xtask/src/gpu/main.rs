@@ -2,6 +2,7 @@
 //! none, but g++: `emulate`.
 
 mod emulate;
+mod hostile;
 mod images;
 mod native;
 mod numbers;
@@ -46,6 +47,12 @@ enum Command {
         #[arg(long)]
         table: bool,
     },
+    /// Misuse of the safe interface: pinned memory that changes after a call, stores that lie, strides and sizes at the ends of their types.
+    Hostile {
+        /// Leave out what only the driver refuses, which compute-sanitizer counts as errors.
+        #[arg(long)]
+        sanitized: bool,
+    },
     /// The native entry: device append, a captured graph replayed with longer lengths, 16-bit inputs, the checking launch.
     Native,
     /// What `native` runs with ATTN_CHECK=1.
@@ -59,6 +66,7 @@ fn main() -> ExitCode {
         Command::Check => check(),
         Command::Stress { count, seed } => stress::run(count, seed),
         Command::Emulate { count, seed, table } => emulate::run(count, seed, table),
+        Command::Hostile { sanitized } => hostile::run(sanitized),
         Command::Native => native::run(),
         Command::Checked => native::checked(),
     };

@@ -221,7 +221,7 @@ impl Job {
         unsafe {
             kernels.run(
                 &self.instance(),
-                &args.params(&config.layout()?, false),
+                &args.params(&config.layout()?, false)?,
                 grid,
                 threads,
             )

@@ -200,7 +200,7 @@ impl Job {
             alibi_slopes: some(&books.slopes),
             workspace: books.workspace_at,
         };
-        let params = shape.params(&case.problem, &args);
+        let params = shape.params(&case.problem, &args)?;
         let (grid, threads) = (shape.launch.grid, shape.launch.threads);
         // SAFETY: decode kernels take a DecodeParams, whose addresses are those of memory that lives until the end of this
         // function, as large as `DecodeArgs` asks; page and tail tables come from the cache's own books.

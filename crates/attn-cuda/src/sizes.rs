@@ -1,0 +1,81 @@
+//! Numbers that callers give, on their way into kernels' parameters: products that do not wrap, conversions that do not cut.
+
+use attn_core::Error;
+
+/// The product of `factors`.
+///
+/// # Errors
+/// [`Error::Parameter`] for `what` if it needs more than 64 bits.
+pub(crate) fn product(what: &'static str, factors: &[usize]) -> Result<usize, Error> {
+    let product = factors.iter().try_fold(1usize, |p, n| p.checked_mul(*n));
+    product.ok_or_else(|| Error::Parameter {
+        what,
+        given: factors
+            .iter()
+            .map(usize::to_string)
+            .collect::<Vec<_>>()
+            .join(" · "),
+        allowed: "less than 2^64; decode fewer sequences or make a smaller cache",
+    })
+}
+
+/// `n` as the kernels take counts.
+///
+/// # Errors
+/// [`Error::Parameter`] for `what` if `n` needs more than 31 bits.
+pub(crate) fn int(what: &'static str, n: usize) -> Result<i32, Error> {
+    i32::try_from(n).map_err(|_| Error::Parameter {
+        what,
+        given: n.to_string(),
+        allowed: "at most 2147483647, which is what CUDA kernels count to",
+    })
+}
+
+/// A length to count down to or a limit to compare with: what needs more than 31 bits is the largest that kernels know.
+pub(crate) fn int_limit(n: usize) -> i32 {
+    i32::try_from(n).unwrap_or(i32::MAX)
+}
+
+/// An axis of a grid: what needs more than 32 bits becomes a size that the driver refuses.
+pub(crate) fn axis(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+/// Strides as the kernels take them. One that needs more than 63 bits lies along an axis with one entry, and is multiplied by 0 alone:
+/// no memory has a second entry that far away.
+pub(crate) fn strides(of: [usize; 3]) -> [i64; 3] {
+    of.map(|stride| i64::try_from(stride).unwrap_or(i64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn products_that_wrap_are_refused() {
+        assert_eq!(product("x", &[]).unwrap(), 1);
+        assert_eq!(product("x", &[1 << 31, 1 << 32]).unwrap(), 1 << 63);
+        assert_eq!(product("x", &[0, usize::MAX]).unwrap(), 0);
+        // A pool of 2^31 pages of 2^33 bytes.
+        let error = product("page pool", &[1 << 31, 1 << 33]).unwrap_err();
+        let said = error.to_string();
+        assert!(
+            said.contains("page pool") && said.contains("2147483648 · 8589934592"),
+            "{said}"
+        );
+    }
+
+    #[test]
+    fn conversions_keep_the_number_or_refuse_it() {
+        assert_eq!(int("x", i32::MAX as usize).unwrap(), i32::MAX);
+        for n in [1 << 31, (1 << 32) + 7, usize::MAX] {
+            assert!(matches!(
+                int("tokens", n),
+                Err(Error::Parameter { what: "tokens", .. })
+            ));
+            assert_eq!(int_limit(n), i32::MAX);
+        }
+        assert_eq!((int_limit(5), axis(5), axis(1 << 32)), (5, 5, u32::MAX));
+        assert_eq!(strides([1, 1 << 63, usize::MAX]), [1, i64::MAX, i64::MAX]);
+    }
+}

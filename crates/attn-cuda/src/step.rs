@@ -1,0 +1,324 @@
+//! One decode of the common trait: what is copied to the arena, and where it lies there.
+
+use attn_core::{Error, KvSource, KvView, PageLayout, PageStore, PageTable, Problem, StepInputs};
+
+use crate::{
+    device::Device,
+    native::{
+        self, DecodeArgs, DeviceKv, Dtype, ImportArgs, NativeImport, NativePlan, alibi_slopes_log2,
+    },
+    sizes,
+    store::CudaPages,
+    upload::{Upload, bytes_of},
+};
+
+/// The page table that a launch reads.
+#[derive(Debug, Default)]
+pub(crate) struct Books {
+    /// `[batch][stride]`.
+    pub(crate) table: Vec<u32>,
+    /// `[batch]`, of a cache.
+    tails: Vec<u32>,
+    pub(crate) stride: usize,
+}
+
+/// An empty list with room for `count` entries: an allocation that fails must not end the process.
+fn with_room<T>(count: usize) -> Result<Vec<T>, Error> {
+    let mut list = Vec::new();
+    let asked = list.try_reserve_exact(count);
+    asked.map_err(|_| Error::OutOfMemory {
+        what: "the page table",
+        bytes: count.saturating_mul(size_of::<T>()),
+    })?;
+    Ok(list)
+}
+
+impl Books {
+    /// Of the sequences of `problem`, in a pool of `num_pages` pages: every page is in the pool, and they are as many as lengths need.
+    fn of_cache(
+        problem: &Problem,
+        books: &PageTable,
+        page_size: usize,
+        num_pages: usize,
+    ) -> Result<Self, Error> {
+        let differ = |what, problem: String| {
+            Err(Error::Mismatch {
+                what,
+                problem,
+                cache: format!("a pool of {num_pages} pages"),
+            })
+        };
+        let batch = problem.batch();
+        if books.pages.len() < batch || books.tail_pages.len() < batch {
+            return differ("batch", batch.to_string());
+        }
+        let pages = &books.pages[..batch];
+        let longest = pages.iter().map(Vec::len).max().unwrap_or(0);
+        let stride = longest.max(1);
+        let entries = sizes::product("entries of the page table", &[batch, stride])?;
+        let (mut table, mut tails) = (with_room(entries)?, with_room(batch)?);
+        for (b, (own, kv_len)) in pages.iter().zip(&problem.kv_lens).enumerate() {
+            if own.len() < kv_len.div_ceil(page_size) {
+                return differ("kv_len", format!("{kv_len} in {} pages", own.len()));
+            }
+            let tail = books.tail_pages[b].unwrap_or(0);
+            let mut all = own.iter().chain(&books.tail_pages[b]);
+            if let Some(page) = all.find(|page| **page as usize >= num_pages) {
+                return differ("page", page.to_string());
+            }
+            table.extend(own);
+            table.resize((b + 1) * stride, 0);
+            tails.push(tail);
+        }
+        Ok(Books {
+            table,
+            tails,
+            stride,
+        })
+    }
+
+    /// Of pages in order, as many for each sequence as the longest needs.
+    fn in_order(batch: usize, max_kv_len: usize, page_size: usize) -> Result<Self, Error> {
+        let stride = max_kv_len.div_ceil(page_size).max(1);
+        let pages = sizes::product("pages of a view", &[batch, stride])?;
+        let last = u32::try_from(pages).map_err(|_| Error::Parameter {
+            what: "pages of a view",
+            given: pages.to_string(),
+            allowed: "less than 2^32; decode fewer sequences at once",
+        })?;
+        let mut table = with_room(pages)?;
+        table.extend(0..last);
+        Ok(Books {
+            table,
+            tails: Vec::new(),
+            stride,
+        })
+    }
+}
+
+/// What a decode makes of its step before it copies anything.
+pub(crate) struct Inputs {
+    lens: Vec<i32>,
+    slopes: Vec<f32>,
+    pub(crate) books: Books,
+    /// For a view that decode does not read in place: it is copied into pages first.
+    pub(crate) import: Option<NativeImport>,
+    imported_bytes: usize,
+}
+
+impl Inputs {
+    /// For pages of `page_size` tokens, or 0 for a view that is read in place; of a cache, `store` has the pages.
+    pub(crate) fn new(
+        device: &Device,
+        step: &StepInputs<'_>,
+        plan: &NativePlan,
+        store: Option<&CudaPages>,
+        page_size: usize,
+    ) -> Result<Self, Error> {
+        let problem = &step.plan().problem;
+        let lens = problem.kv_lens.iter();
+        let lens = lens
+            .map(|&len| sizes::int("kv_len", len))
+            .collect::<Result<_, _>>()?;
+        let slopes = alibi_slopes_log2(problem.alibi_slopes.as_deref().unwrap_or(&[]));
+        let (mut import, mut imported_bytes) = (None, 0);
+        let books = match step.kv() {
+            KvSource::Cache(cache) => {
+                let num_pages = store.map_or(0, |store| store.num_pages());
+                Books::of_cache(problem, cache.table(), page_size, num_pages)?
+            }
+            KvSource::View(_) if page_size == 0 => Books::default(),
+            KvSource::View(_) => {
+                let (format, heads) = (step.plan().format, problem.num_kv_heads);
+                let layout = PageLayout::new(format, problem.head_dim, page_size, heads)?;
+                let books = Books::in_order(problem.batch(), plan.max_kv_len(), page_size)?;
+                let sizes = [books.table.len(), layout.page_bytes()];
+                imported_bytes = sizes::product("bytes of a view in pages", &sizes)?;
+                import = Some(native::prepare_import(device, layout)?);
+                books
+            }
+        };
+        Ok(Inputs {
+            lens,
+            slopes,
+            books,
+            import,
+            imported_bytes,
+        })
+    }
+}
+
+/// Offsets of a decode's parts in the arena.
+pub(crate) struct Parts {
+    workspace: usize,
+    out: usize,
+    lse: usize,
+    q: usize,
+    lens: usize,
+    slopes: usize,
+    pub(crate) imported: usize,
+    pub(crate) table: usize,
+    pub(crate) tails: usize,
+    /// Codes of K and V, their scales, their static scales.
+    pub(crate) view: [usize; 6],
+}
+
+impl Parts {
+    /// `out` tells how many bytes the outputs take; `lse` has an element for each `head_dim` of them.
+    pub(crate) fn reserve<'a>(
+        upload: &mut Upload<'a>,
+        step: &StepInputs<'a>,
+        plan: &NativePlan,
+        inputs: &'a Inputs,
+        out: &[f32],
+    ) -> Result<Self, Error> {
+        let out_bytes = size_of_val(out);
+        Ok(Parts {
+            workspace: upload.reserve(plan.workspace_bytes())?,
+            out: upload.reserve(out_bytes)?,
+            lse: upload.reserve(out_bytes / step.plan().problem.head_dim)?,
+            q: upload.add(bytes_of(step.q()))?,
+            lens: upload.add(bytes_of(&inputs.lens))?,
+            slopes: upload.add(bytes_of(&inputs.slopes))?,
+            imported: upload.reserve(inputs.imported_bytes)?,
+            table: upload.add(bytes_of(&inputs.books.table))?,
+            tails: upload.add(bytes_of(&inputs.books.tails))?,
+            view: match step.kv() {
+                KvSource::Cache(_) => [0; 6],
+                KvSource::View(view) => [
+                    upload.add(view.k().codes)?,
+                    upload.add(view.v().codes)?,
+                    upload.add(bytes_of(view.k().scales))?,
+                    upload.add(bytes_of(view.v().scales))?,
+                    upload.add(bytes_of(view.k_tensor_scales()))?,
+                    upload.add(bytes_of(view.v_tensor_scales()))?,
+                ],
+            },
+        })
+    }
+}
+
+/// Where the parts are, in device memory.
+pub(crate) struct Placed {
+    pub(crate) base: u64,
+    pub(crate) parts: Parts,
+}
+
+impl Placed {
+    pub(crate) fn at(&self, offset: usize) -> u64 {
+        self.base + offset as u64
+    }
+
+    /// The address, or null for what is not given.
+    pub(crate) fn some(&self, given: bool, offset: usize) -> u64 {
+        if given { self.at(offset) } else { 0 }
+    }
+
+    /// Codes and scales of a view's K and V.
+    pub(crate) fn rows(&self, view: &KvView<'_>) -> [[u64; 2]; 2] {
+        let [k, v, k_scales, v_scales, ..] = self.parts.view;
+        [
+            [
+                self.at(k),
+                self.some(view.format().k.has_row_scales(), k_scales),
+            ],
+            [
+                self.at(v),
+                self.some(view.format().v.has_row_scales(), v_scales),
+            ],
+        ]
+    }
+
+    pub(crate) fn import_args(
+        &self,
+        view: &KvView<'_>,
+        inputs: &Inputs,
+        plan: &NativePlan,
+    ) -> ImportArgs {
+        let [k, v] = self.rows(view);
+        ImportArgs {
+            k,
+            v,
+            code_strides: [view.k().code_strides, view.v().code_strides],
+            scale_strides: [view.k().scale_strides, view.v().scale_strides],
+            pool: self.at(self.parts.imported),
+            page_table: self.at(self.parts.table),
+            page_table_stride: inputs.books.stride,
+            kv_lens: self.at(self.parts.lens),
+            batch: inputs.lens.len(),
+            max_kv_len: plan.max_kv_len(),
+        }
+    }
+
+    pub(crate) fn decode_args(
+        &self,
+        kv: DeviceKv,
+        scales: [u64; 2],
+        inputs: &Inputs,
+    ) -> DecodeArgs {
+        DecodeArgs {
+            q: self.at(self.parts.q),
+            out: self.at(self.parts.out),
+            lse: self.at(self.parts.lse),
+            dtype: Dtype::F32,
+            kv,
+            kv_lens: self.at(self.parts.lens),
+            k_tensor_scales: scales[0],
+            v_tensor_scales: scales[1],
+            alibi_slopes: self.some(!inputs.slopes.is_empty(), self.parts.slopes),
+            workspace: self.at(self.parts.workspace),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn books(pages: &[&[u32]], tails: &[Option<u32>]) -> PageTable {
+        PageTable {
+            pages: pages.iter().map(|own| own.to_vec()).collect(),
+            tail_pages: tails.to_vec(),
+            lens: vec![0; pages.len()],
+        }
+    }
+
+    fn table(lens: &[usize], of: &PageTable, num_pages: usize) -> Result<Books, Error> {
+        let problem = Problem::new(1, 1, 64, lens.to_vec());
+        Books::of_cache(&problem, of, 32, num_pages)
+    }
+
+    #[test]
+    fn a_page_table_has_a_row_for_each_sequence() {
+        let of = books(&[&[4, 2, 0], &[], &[3]], &[Some(1), None, None]);
+        let made = table(&[65, 0, 32], &of, 5).unwrap();
+        assert_eq!((made.stride, &made.tails[..]), (3, &[1, 0, 0][..]));
+        assert_eq!(made.table, [4, 2, 0, 0, 0, 0, 3, 0, 0]);
+        assert_eq!(table(&[65], &of, 5).unwrap().table, [4, 2, 0]);
+    }
+
+    #[test]
+    fn a_table_that_leads_out_of_the_pool_is_refused() {
+        let of = books(&[&[4, 2], &[3]], &[Some(1), None]);
+        for num_pages in [0, 1, 2, 4] {
+            assert!(table(&[64, 32], &of, num_pages).is_err(), "{num_pages}");
+        }
+        let of = books(&[&[0]], &[Some(7)]);
+        assert!(table(&[1], &of, 7).is_err() && table(&[1], &of, 8).is_ok());
+        let short = books(&[&[0, 1]], &[None]);
+        assert!(table(&[64], &short, 2).is_ok() && table(&[65], &short, 2).is_err());
+        assert!(
+            table(&[1, 1], &short, 2).is_err(),
+            "a sequence that is not there"
+        );
+    }
+
+    #[test]
+    fn a_view_of_too_many_pages_is_refused_before_memory_is_asked_for() {
+        let made = Books::in_order(2, 65, 32).unwrap();
+        assert_eq!((made.stride, made.table), (3, vec![0, 1, 2, 3, 4, 5]));
+        for (batch, max_kv_len) in [(1 << 18, 1 << 20), (1 << 60, 1 << 20), (usize::MAX, 64)] {
+            assert!(Books::in_order(batch, max_kv_len, 64).is_err(), "{batch}");
+        }
+    }
+}

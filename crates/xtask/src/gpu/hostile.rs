@@ -1,0 +1,416 @@
+//! What callers with bugs do to the safe interface: pinned memory that changes right after a call, stores that say of themselves what is
+//! not so, strides and sizes at the ends of their types. Each gets the CPU's bits or a typed error, and the GPU works on.
+
+use std::any::Any;
+
+use anyhow::{Context, Result, bail, ensure};
+use attn_conformance::{case::noise, check::first_difference};
+use attn_core::{
+    CacheAccess, CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvFormat, KvSource,
+    KvView, PageLayout, PageStore, Problem, StridedRows, TokenWrite,
+};
+use attn_cpu::CpuBackend;
+use attn_cuda::{
+    CudaBackend, CudaPages,
+    instance::{Arch, Instance},
+    native::{AppendArgs, DecodeArgs, DeviceKv, Dtype},
+};
+use cudarc::driver::{DeviceRepr, PinnedHostSlice, ValidAsZeroBits};
+
+use crate::driver;
+
+const FORMAT: KvFormat = KvFormat::INT8;
+const DIM: usize = 128;
+const PAGE: usize = 64;
+
+/// Every kernel that is needed here.
+pub fn instances(arch: Arch) -> Vec<Instance> {
+    let (format, head_dim, page_size) = (FORMAT, DIM, PAGE);
+    let problem = Problem::new(4, 1, DIM, vec![1]);
+    let decodes =
+        [PAGE, 0].map(|page| Instance::all_decode(&problem, FORMAT, page, arch.shared_limit()));
+    let mut all = decodes.concat();
+    all.push(Instance::Append {
+        format,
+        head_dim,
+        page_size,
+    });
+    all.push(Instance::Import {
+        format,
+        head_dim,
+        page_size,
+    });
+    all
+}
+
+fn config(heads: usize, sequences: usize, tokens: usize) -> CacheConfig {
+    let mut config = CacheConfig::new(FORMAT, heads, DIM, sequences, tokens);
+    config.page_size = PAGE;
+    config.num_pages = sequences * tokens.div_ceil(PAGE);
+    config
+}
+
+/// Outputs and log-sum-exps of one decode.
+fn decode(
+    backend: &dyn DecodeAttention,
+    problem: &Problem,
+    q: &[f32],
+    kv: KvSource<'_>,
+) -> Result<(Vec<f32>, Vec<f32>), Error> {
+    let plan = backend.plan(problem, FORMAT)?;
+    let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
+    backend.decode(&mut DecodeStep::new(&plan, q, kv, &mut out, &mut lse)?)?;
+    Ok((out, lse))
+}
+
+fn equal(what: &str, got: &(Vec<f32>, Vec<f32>), want: &(Vec<f32>, Vec<f32>)) -> Result<()> {
+    let found = first_difference("out", &got.0, &want.0)
+        .or_else(|| first_difference("lse", &got.1, &want.1));
+    match found {
+        None => Ok(()),
+        Some(text) => bail!("{what}: {text}"),
+    }
+}
+
+/// The same page-locked memory, which the driver copies from while the caller goes on.
+fn pinned<T: DeviceRepr + ValidAsZeroBits + Copy>(
+    gpu: &CudaBackend,
+    x: &[T],
+) -> Result<PinnedHostSlice<T>> {
+    // SAFETY: every element is written before any is read.
+    let mut there = driver(unsafe { gpu.context().alloc_pinned_with_flags::<T>(x.len(), 0) })?;
+    driver(there.as_mut_slice())?.copy_from_slice(x);
+    Ok(there)
+}
+
+/// Two sequences on both devices, and a decode of them.
+struct Pair {
+    gpu: KvCache,
+    problem: Problem,
+    q: Vec<f32>,
+    want: (Vec<f32>, Vec<f32>),
+}
+
+impl Pair {
+    fn new(gpu: &CudaBackend) -> Result<Self> {
+        let (cpu, lens) = (CpuBackend::new(), vec![700, 65]);
+        let config = config(2, 2, 700);
+        let (mut here, mut there) = (cpu.create_cache(&config)?, gpu.create_cache(&config)?);
+        for (b, &len) in lens.iter().enumerate() {
+            let [k, v] = [0, 1].map(|i| noise(10 + 2 * b as u64 + i, len * 2 * DIM));
+            here.append(b, &k, &v)?;
+            there.append(b, &k, &v)?;
+        }
+        let problem = Problem::new(8, 2, DIM, lens);
+        let q = noise(5, problem.rows() * DIM);
+        let want = decode(&cpu, &problem, &q, KvSource::Cache(&here))?;
+        Ok(Pair {
+            gpu: there,
+            problem,
+            q,
+            want,
+        })
+    }
+
+    /// Whether the GPU still answers as it should.
+    fn works(&self, gpu: &CudaBackend, after: &str) -> Result<()> {
+        let got = decode(gpu, &self.problem, &self.q, KvSource::Cache(&self.gpu));
+        let got = got.with_context(|| format!("a decode after {after}"))?;
+        equal(&format!("a decode after {after}"), &got, &self.want)
+    }
+}
+
+/// K and V may be overwritten as soon as `append` has returned: 16 MiB of each, of which the last are copied last and overwritten first.
+fn appended_memory_is_free(gpu: &CudaBackend) -> Result<()> {
+    let (heads, tokens) = (8, 4096);
+    let config = config(heads, 1, tokens);
+    let [k, v] = [1, 2].map(|seed| noise(seed, tokens * heads * DIM));
+    let mut pageable = gpu.create_cache(&config)?;
+    pageable.append(0, &k, &v)?;
+    let want = pageable.read_back(0)?;
+    let mut cache = gpu.create_cache(&config)?;
+    for round in 0..5 {
+        let (mut pinned_k, mut pinned_v) = (pinned(gpu, &k)?, pinned(gpu, &v)?);
+        let (k, v) = (
+            driver(pinned_k.as_mut_slice())?,
+            driver(pinned_v.as_mut_slice())?,
+        );
+        cache.append(0, k, v)?;
+        for x in [v, k] {
+            x.iter_mut().rev().for_each(|x| *x = f32::NAN);
+        }
+        let equal = cache.read_back(0)? == want;
+        ensure!(
+            equal,
+            "round {round}: pages hold what was written after append"
+        );
+        cache.free_sequence(0)?;
+    }
+    Ok(())
+}
+
+/// A page's bytes may be overwritten as soon as `write_page` has returned: a page of 8 MiB.
+fn written_memory_is_free(gpu: &CudaBackend) -> Result<()> {
+    let heads = 512;
+    let mut cache = gpu.create_cache(&config(heads, 2, PAGE))?;
+    for b in 0..2 {
+        let [k, v] = [0, 1].map(|i| noise(2 * b as u64 + i, PAGE * heads * DIM));
+        cache.append(b, &k, &v)?;
+    }
+    let want = cache.read_back(0)?;
+    let page = cache.table().pages[1][0];
+    for round in 0..5 {
+        let mut bytes = pinned(gpu, &want[0])?;
+        let bytes = driver(bytes.as_mut_slice())?;
+        cache.write_page(page, bytes)?;
+        bytes.iter_mut().rev().for_each(|x| *x = 0);
+        let equal = cache.read_back(1)? == want;
+        ensure!(
+            equal,
+            "round {round}: a page holds what was written after write_page"
+        );
+    }
+    Ok(())
+}
+
+/// Queries may be overwritten, and outputs read, as soon as `decode` has returned.
+fn decoded_memory_is_free(gpu: &CudaBackend, pair: &Pair) -> Result<()> {
+    let plan = gpu.plan(&pair.problem, FORMAT)?;
+    let mut q = pinned(gpu, &pair.q)?;
+    let mut out = pinned(gpu, &vec![f32::NAN; pair.q.len()])?;
+    let mut lse = pinned(gpu, &vec![f32::NAN; pair.problem.rows()])?;
+    let q = driver(q.as_mut_slice())?;
+    let (out, lse) = (driver(out.as_mut_slice())?, driver(lse.as_mut_slice())?);
+    let kv = KvSource::Cache(&pair.gpu);
+    gpu.decode(&mut DecodeStep::new(&plan, q, kv, out, lse)?)?;
+    let got = (out.to_vec(), lse.to_vec());
+    q.fill(f32::NAN);
+    equal("pinned queries and outputs", &got, &pair.want)
+}
+
+/// Somebody's store, which leads to a small one of this backend and claims other pages.
+struct Liar {
+    leads_to: &'static CudaPages,
+    layout: PageLayout,
+    num_pages: usize,
+}
+
+impl PageStore for Liar {
+    fn layout(&self) -> PageLayout {
+        self.layout
+    }
+
+    fn num_pages(&self) -> usize {
+        self.num_pages
+    }
+
+    fn append(
+        &mut self,
+        _: &CacheAccess,
+        _: &[TokenWrite],
+        _: &[f32],
+        _: &[f32],
+    ) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn read_page(&self, _: &CacheAccess, _: u32) -> Result<Vec<u8>, Error> {
+        Ok(vec![0; self.layout.page_bytes()])
+    }
+
+    fn write_page(&mut self, _: &CacheAccess, _: u32, _: &[u8]) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self.leads_to
+    }
+}
+
+/// A cache of `tokens` tokens of `heads` heads that has no more than one page of one head on the device.
+fn lying_cache(gpu: &CudaBackend, heads: usize, tokens: usize) -> Result<KvCache> {
+    // As long as the program: a store lives as long as its cache, and this one is borrowed by another.
+    let small: &'static KvCache = Box::leak(Box::new(gpu.create_cache(&config(1, 1, PAGE))?));
+    let leads_to = small.store().as_any().downcast_ref::<CudaPages>();
+    let config = config(heads, 1, tokens);
+    let store = Liar {
+        leads_to: leads_to.context("the backend's own store")?,
+        layout: config.layout()?,
+        num_pages: config.num_pages,
+    };
+    let mut cache = KvCache::new(config, Box::new(store))?;
+    cache.append_with(&[(0, tokens)], |_, _| Ok(()))?;
+    Ok(cache)
+}
+
+/// Pages that a store claims, and does not have, are not read.
+fn claimed_pages_are_not_read(gpu: &CudaBackend) -> Result<()> {
+    for (heads, tokens) in [(1, 1 << 18), (1, PAGE + 1), (2, PAGE)] {
+        let cache = lying_cache(gpu, heads, tokens)?;
+        let problem = Problem::new(4 * heads, heads, DIM, vec![tokens]);
+        let q = noise(1, problem.rows() * DIM);
+        match decode(gpu, &problem, &q, KvSource::Cache(&cache)) {
+            Err(Error::Mismatch { what: "page", .. }) if heads == 1 => {}
+            Err(Error::Foreign { what: "cache", .. }) if heads == 2 => {}
+            other => bail!("{heads} heads, {tokens} tokens that are not there: {other:?}"),
+        }
+    }
+    Ok(())
+}
+
+/// A view of one token in each of `lens`' sequences that have any, at these strides.
+fn stridden(gpu: &dyn DecodeAttention, lens: &[usize], strides: [usize; 3]) -> Result<()> {
+    let codes: Vec<u8> = (0..DIM).map(|i| (i as u8).wrapping_mul(37)).collect();
+    let rows = StridedRows {
+        codes: &codes,
+        code_strides: strides,
+        scales: &[0x2400],
+        scale_strides: strides,
+    };
+    let problem = Problem::new(4, 1, DIM, lens.to_vec());
+    let view = KvView::new(&problem, FORMAT, rows, rows, [&[], &[]])?;
+    let q = noise(4, problem.rows() * DIM);
+    let of = |backend: &dyn DecodeAttention| decode(backend, &problem, &q, KvSource::View(&view));
+    let (got, want) = (of(gpu)?, of(&CpuBackend::new())?);
+    ensure!(
+        got.0.iter().all(|x| x.is_finite()),
+        "strides {strides:?}: {:?}",
+        got.0
+    );
+    equal(&format!("strides {strides:?}"), &got, &want)
+}
+
+/// Read in place, and copied into pages.
+const STRIDES: [usize; 4] = [1 << 63, usize::MAX - 15, usize::MAX, (1 << 63) + 1];
+
+/// Strides along an axis with one entry are never taken, however long.
+fn unused_strides_are_free(gpu: &CudaBackend) -> Result<()> {
+    for stride in STRIDES {
+        stridden(gpu, &[1], [stride; 3])?;
+    }
+    Ok(())
+}
+
+fn is_refused(what: &str, result: Result<(), Error>) -> Result<()> {
+    match result {
+        Err(Error::Parameter { .. }) => Ok(()),
+        other => bail!("{what} is not refused: {other:?}"),
+    }
+}
+
+/// Numbers that the kernels' parameters cannot hold are refused before anything is launched.
+fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
+    let append = gpu.prepare_append(&config(2, 2, 700))?;
+    let small = AppendArgs {
+        k: 0,
+        v: 0,
+        dtype: Dtype::F32,
+        k_token_stride: 2 * DIM,
+        v_token_stride: 2 * DIM,
+        pool: 0,
+        num_pages: 22,
+        page_table: 0,
+        page_table_stride: 11,
+        tail_pages: 0,
+        kv_lens: 0,
+        k_tensor_scales: 0,
+        v_tensor_scales: 0,
+        batch: 2,
+        tokens: 1,
+    };
+    let large = (1 << 32) + 1;
+    let [mut tokens, mut batch, mut stride] = [small; 3];
+    (tokens.tokens, batch.batch, stride.page_table_stride) = (large, large, large);
+    let stream = driver(gpu.context().new_stream())?;
+    for (what, args) in [("tokens", tokens), ("batch", batch), ("stride", stride)] {
+        // SAFETY: refused for the number that is too large; nothing is launched, and no address is used.
+        let result = unsafe { gpu.append_on(&append, stream.cu_stream(), &args) };
+        is_refused(what, result)?;
+    }
+    let plan = gpu.prepare(&Problem::new(8, 2, DIM, vec![700]), FORMAT, PAGE)?;
+    let rows = DecodeArgs {
+        q: 0,
+        out: 0,
+        dtype: Dtype::F32,
+        lse: 0,
+        kv: DeviceKv::Strided {
+            k: [0; 2],
+            v: [0; 2],
+            code_strides: [[0; 3]; 2],
+            scale_strides: [[0; 3]; 2],
+        },
+        kv_lens: 0,
+        k_tensor_scales: 0,
+        v_tensor_scales: 0,
+        alibi_slopes: 0,
+        workspace: 0,
+    };
+    // SAFETY: refused as the plan is for pages; nothing is launched.
+    let result = unsafe { gpu.decode_on(&plan, stream.cu_stream(), &rows) };
+    is_refused("rows for a plan of pages", result)?;
+    let mut heads = CacheConfig::new(FORMAT, 65_536, 64, 1, 16);
+    (heads.page_size, heads.num_pages) = (16, 1);
+    is_refused("65536 heads", gpu.create_cache(&heads).map(drop))
+}
+
+/// What the driver itself refuses comes back as an error, too. compute-sanitizer counts such refusals, so it does not run this.
+fn driver_refusals_are_errors(gpu: &CudaBackend) -> Result<()> {
+    let mut huge = config(8, 1, PAGE);
+    huge.num_pages = 1 << 24;
+    match gpu.create_cache(&huge) {
+        Err(Error::Device { .. }) => {}
+        other => bail!("a pool of 2 TB: {:?}", other.map(drop)),
+    }
+    // No tensor map has such a stride; the sequence that it leads to is empty.
+    for stride in STRIDES {
+        stridden(gpu, &[1, 0], [stride; 3])?;
+    }
+    Ok(())
+}
+
+/// All of it; `sanitized` leaves out what only the driver refuses.
+pub fn run(sanitized: bool) -> Result<()> {
+    let gpu = CudaBackend::open()?;
+    let pair = Pair::new(&gpu)?;
+    pair.works(&gpu, "nothing")?;
+    type Check = fn(&CudaBackend) -> Result<()>;
+    let mut checks: Vec<(&str, Check)> = vec![
+        ("appends from pinned memory", appended_memory_is_free),
+        ("pages from pinned memory", written_memory_is_free),
+        (
+            "stores that claim more than they have",
+            claimed_pages_are_not_read,
+        ),
+        ("strides that are not taken", unused_strides_are_free),
+        ("numbers that are too large", large_numbers_are_refused),
+    ];
+    if !sanitized {
+        checks.push(("the driver's refusals", driver_refusals_are_errors));
+    }
+    for (what, check) in &checks {
+        check(&gpu).with_context(|| (*what).to_owned())?;
+        pair.works(&gpu, what)?;
+        println!("hostile: {what}: passed");
+    }
+    decoded_memory_is_free(&gpu, &pair)?;
+    println!(
+        "hostile: {} kinds of misuse, each answered by the CPU's bits or a typed error, and the GPU works on",
+        checks.len() + 1
+    );
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the GPU's answers are compared with is itself compared with the reference.
+    #[test]
+    fn the_cpu_never_takes_unused_strides() {
+        for stride in STRIDES {
+            for lens in [&[1][..], &[1, 0]] {
+                stridden(&attn_cpu::Reference::new(), lens, [stride; 3]).unwrap();
+            }
+        }
+    }
+}
