@@ -113,6 +113,7 @@ impl WgpuBackend {
     /// Those of [`Problem::check`]; [`Error::Mismatch`] where problem and cache disagree; [`Error::Foreign`] for another
     /// backend's (or device's) cache; [`Error::Device`].
     pub fn prepare(&self, problem: &Problem, cache: &KvCache) -> Result<Prepared, Error> {
+        self.gpu.alive("preparing a step")?;
         let (config, table) = (cache.config(), cache.table());
         self.check(problem, config.format)?;
         let mismatch = |what, problem: usize, cache: usize| {
@@ -141,6 +142,7 @@ impl WgpuBackend {
             layout: pages.decode_layout(),
             stored: pages.stored(),
             pages_per_pool: pages.pages_per_buffer,
+            num_pages: Some(pages.num_pages),
             lists: &table.pages,
             tail_pages: &table.tail_pages,
             k_tensor_scales: &config.k_tensor_scales,
@@ -159,6 +161,7 @@ impl WgpuBackend {
         problem: &Problem,
         view: &DeviceView<'_>,
     ) -> Result<Prepared, Error> {
+        self.gpu.alive("preparing a view")?;
         self.check(problem, view.format)?;
         let (stored, lists) = view.check(&self.gpu, problem)?;
         let source = Source {
@@ -170,6 +173,7 @@ impl WgpuBackend {
             },
             stored,
             pages_per_pool: u32::MAX,
+            num_pages: None,
             lists: &lists,
             tail_pages: &[],
             k_tensor_scales: view.k_tensor_scales,
@@ -184,7 +188,7 @@ impl WgpuBackend {
     /// `BufferUsages::STORAGE`. The queries are taken as they are: they must be finite, and `q · softmax_scale · log2 e` at most 2^64.
     ///
     /// # Errors
-    /// [`Error::Device`] for a buffer that is too short or of another device.
+    /// [`Error::Device`] for a buffer that is too short or of another device; [`Error::Foreign`] for another backend's step.
     pub fn record(
         &self,
         encoder: &mut wgpu::CommandEncoder,
@@ -193,7 +197,7 @@ impl WgpuBackend {
         out: &wgpu::Buffer,
         lse: &wgpu::Buffer,
     ) -> Result<(), Error> {
-        step.record(&self.gpu, encoder, q, out, lse, true)
+        step.record(&self.gpu, encoder, [q, out, lse], true)
     }
 
     /// Records an append into the caller's encoder: tokens in the caller's buffers are quantized into pages, which are sealed as they fill.
@@ -213,15 +217,18 @@ impl WgpuBackend {
         k: &wgpu::Buffer,
         v: &wgpu::Buffer,
     ) -> Result<(), Error> {
-        let tokens = appends.iter().map(|(_, tokens)| tokens).sum();
-        append::check_buffers(&self.pages(cache)?.layout, tokens, [k, v])?;
+        self.gpu.alive("recording an append")?;
+        // What saturates is more than any buffer holds.
+        let tokens = appends.iter().map(|(_, tokens)| *tokens);
+        let tokens = tokens.fold(0, usize::saturating_add);
+        append::check_buffers(self.pages(cache)?, tokens, [k, v])?;
         cache.append_with(appends, |store, writes| {
             let pages = store.as_any().downcast_ref::<DevicePages>();
             let pages = pages.ok_or(Error::Foreign {
                 backend: BACKEND,
                 what: "cache",
             })?;
-            append::record(pages, encoder, writes, [k, v])
+            append::record(pages, encoder, writes, tokens, [k, v])
         })
     }
 
@@ -234,9 +241,9 @@ impl WgpuBackend {
         &self,
         encoder: &mut wgpu::CommandEncoder,
         step: &Prepared,
-        [q, out, lse]: [&wgpu::Buffer; 3],
+        buffers: [&wgpu::Buffer; 3],
     ) -> Result<(), Error> {
-        step.record(&self.gpu, encoder, q, out, lse, false)
+        step.record(&self.gpu, encoder, buffers, false)
     }
 
     fn pages<'a>(&self, cache: &'a KvCache) -> Result<&'a DevicePages, Error> {
@@ -267,7 +274,7 @@ impl WgpuBackend {
         let out = gpu.buffer("attn out", out_bytes, result)?;
         let lse = gpu.buffer("attn lse", lse_bytes, result)?;
         let mut encoder = gpu.device.create_command_encoder(&Default::default());
-        step.record(gpu, &mut encoder, &queries, &out, &lse, true)?;
+        step.record(gpu, &mut encoder, [&queries, &out, &lse], true)?;
         gpu.guarded("writing queries", || {
             gpu.queue.write_buffer(&queries, 0, bytemuck::cast_slice(q))
         })?;
@@ -325,6 +332,7 @@ impl DecodeAttention for WgpuBackend {
                 what: "plan",
             });
         }
+        self.gpu.alive("decoding")?;
         let problem = &step.plan().problem;
         let inputs = step.inputs();
         let (out, lse) = step.outputs();

@@ -15,14 +15,22 @@ pub enum WgpuError {
     #[error("the device refused the operation; please report it with the adapter's name")]
     Failed(#[source] wgpu::Error),
     /// The device is gone: reset, unplugged or destroyed.
-    #[error("the device is lost ({0}); open the backend again and fill its caches anew")]
+    #[error(
+        "the device is lost ({0}); open the backend again, create its caches anew, and restore them from pages that were read back before"
+    )]
     Lost(String),
     /// A buffer could not be mapped.
     #[error("a result could not be read back; open the backend again")]
     Map(#[source] wgpu::BufferAsyncError),
+    /// A mapped buffer could not be read.
+    #[error("a result could not be read back; open the backend again")]
+    Unmapped(#[source] wgpu::MapRangeError),
     /// Waiting for the device failed.
     #[error("waiting for the device failed; open the backend again")]
     Poll(#[source] wgpu::PollError),
+    /// wgpu panicked, as it does for handles of another instance.
+    #[error("wgpu panicked: {0}; pass buffers and encoders of this backend's own device")]
+    Panicked(String),
     /// A caller's buffer that a kernel cannot use.
     #[error("buffer {what} {given}; it needs {needed}")]
     Buffer {

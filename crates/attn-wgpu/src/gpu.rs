@@ -2,8 +2,14 @@
 //!
 //! Limits and features are the adapter's, never assumed. `ATTN_WGPU_ADAPTER` names an adapter by a part of its name;
 //! `ATTN_WGPU_FEATURES=none` leaves WebGPU's default limits and no optional feature.
+//!
+//! wgpu swallows the errors of a lost device, so every call asks first whether the device is there ([`Gpu::alive`]).
 
-use std::sync::{Arc, Mutex, OnceLock};
+use std::{
+    any::Any,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, Mutex, OnceLock},
+};
 
 use attn_core::{Error, Unsupported};
 use wgpu::{DeviceType, ErrorFilter, Features, Limits};
@@ -33,6 +39,12 @@ pub(crate) fn absent(reason: impl Into<String>, next_step: &str) -> Unsupported 
     }
 }
 
+/// Bytes of a binding that 32-bit indices of its smallest elements, f16 numbers, reach.
+const ADDRESSABLE_BYTES: u64 = 1 << 33;
+
+/// Workgroups per dimension that keep the product of two dimensions below 2^32.
+const MOST_WORKGROUPS: u32 = 65535;
+
 const INSTALL: &str =
     "install libvulkan1 (and mesa-vulkan-drivers for a software adapter), or use backend \"cpu\"";
 
@@ -50,6 +62,13 @@ fn rank(info: &wgpu::AdapterInfo) -> usize {
 /// `software`, `discrete`, …: so that nobody takes llvmpipe for a GPU.
 pub(crate) fn kind(info: &wgpu::AdapterInfo) -> &'static str {
     ["discrete", "integrated", "virtual", "other", "software"][rank(info)]
+}
+
+/// The message of a panic.
+fn text_of(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    text.unwrap_or("without a message").to_owned()
 }
 
 impl Gpu {
@@ -96,7 +115,14 @@ impl Gpu {
         });
         let (device, queue) = pollster::block_on(request)
             .map_err(|error| absent(format!("{}: {error}", adapter.get_info().name), INSTALL))?;
-        Self::of_device(device, queue)
+        let gpu = Self::of_device(device, queue)?;
+        // A caller's device keeps its callback: `alive` does without, and only lacks the reason.
+        let report = gpu.lost.clone();
+        gpu.device.set_device_lost_callback(move |reason, message| {
+            // The first reason stays.
+            let _ = report.set(format!("{reason:?}: {message}"));
+        });
+        Ok(gpu)
     }
 
     /// Takes a caller's device.
@@ -116,21 +142,33 @@ impl Gpu {
                 "use a device with WebGPU's default limits, or backend \"cpu\"",
             ));
         }
-        let lost = Arc::new(OnceLock::new());
-        let report = lost.clone();
-        device.set_device_lost_callback(move |reason, message| {
-            // The first reason stays.
-            let _ = report.set(format!("{reason:?}: {message}"));
-        });
-        Ok(Gpu {
+        let gpu = Gpu {
             appends: Appends::default(),
             device,
             queue,
             info,
             limits,
-            lost,
+            lost: Arc::default(),
             turn: Mutex::new(()),
-        })
+        };
+        match gpu.lives() {
+            true => Ok(gpu),
+            false => Err(absent("the device is lost", "make another device")),
+        }
+    }
+
+    /// Bytes of the largest buffer that a kernel can bind and address.
+    pub fn largest_binding(&self) -> u64 {
+        self.limits
+            .max_storage_buffer_binding_size
+            .min(self.limits.max_buffer_size)
+            .min(ADDRESSABLE_BYTES)
+    }
+
+    /// Workgroups of a dispatch in one dimension.
+    pub fn most_workgroups(&self) -> usize {
+        let most = self.limits.max_compute_workgroups_per_dimension;
+        most.min(MOST_WORKGROUPS) as usize
     }
 
     /// Runs `work`, and returns the first error that the device reports about it.
@@ -143,26 +181,45 @@ impl Gpu {
             ErrorFilter::Validation,
         ]
         .map(|filter| self.device.push_error_scope(filter));
-        let value = work();
+        // wgpu knows its handles by numbers, and panics at one of another instance.
+        let value = catch_unwind(AssertUnwindSafe(work));
         let mut first = None;
         for scope in scopes.into_iter().rev() {
             first = first.or(pollster::block_on(scope.pop()));
         }
+        let failed = match (value, first) {
+            (Ok(value), None) => return Ok(value),
+            (Err(panic), _) => WgpuError::Panicked(text_of(&*panic)),
+            (_, Some(error @ wgpu::Error::OutOfMemory { .. })) => WgpuError::OutOfMemory(error),
+            (_, Some(error)) => WgpuError::Failed(error),
+        };
+        // What fails on a lost device, fails because it is lost.
         self.alive(doing)?;
-        match first {
-            None => Ok(value),
-            Some(error @ wgpu::Error::OutOfMemory { .. }) => {
-                Err(device(doing, WgpuError::OutOfMemory(error)))
-            }
-            Some(error) => Err(device(doing, WgpuError::Failed(error))),
-        }
+        Err(device(doing, failed))
     }
 
-    fn alive(&self, doing: &'static str) -> Result<(), Error> {
+    /// Refuses a lost device.
+    pub fn alive(&self, doing: &'static str) -> Result<(), Error> {
+        if self.lost.get().is_none() && !self.lives() {
+            let _ = self.lost.set("destroyed or reset".to_owned());
+        }
         match self.lost.get() {
             None => Ok(()),
             Some(reason) => Err(device(doing, WgpuError::Lost(reason.clone()))),
         }
+    }
+
+    /// Whether the device takes operations. It answers an invalid one with an error; a lost device, whose errors wgpu swallows, answers
+    /// with none. The callback of a loss would come too late: it waits for the queue to be empty, and for somebody to poll.
+    fn lives(&self) -> bool {
+        let scope = self.device.push_error_scope(ErrorFilter::Validation);
+        drop(self.device.create_buffer(&wgpu::BufferDescriptor {
+            label: None,
+            size: 4,
+            usage: wgpu::BufferUsages::empty(),
+            mapped_at_creation: false,
+        }));
+        pollster::block_on(scope.pop()).is_some()
     }
 
     /// A buffer of at least 4 bytes, zeroed.
@@ -172,20 +229,20 @@ impl Gpu {
         bytes: u64,
         usage: wgpu::BufferUsages,
     ) -> Result<wgpu::Buffer, Error> {
-        let size = bytes.max(4).next_multiple_of(4);
-        if size > self.limits.max_buffer_size {
+        let size = bytes.max(4).checked_next_multiple_of(4);
+        let Some(size) = size.filter(|size| *size <= self.limits.max_buffer_size) else {
             return Err(device(
                 label,
                 WgpuError::Buffer {
                     what: label,
-                    given: format!("would take {size} bytes"),
+                    given: format!("would take {bytes} bytes"),
                     needed: format!(
                         "at most {} on this device; attend fewer sequences at once",
                         self.limits.max_buffer_size
                     ),
                 },
             ));
-        }
+        };
         self.guarded(label, || {
             self.device.create_buffer(&wgpu::BufferDescriptor {
                 label: Some(label),
@@ -211,18 +268,26 @@ impl Gpu {
         Ok(buffer)
     }
 
-    /// Submits commands.
+    /// Submits commands; a loss that this meets is told here.
     pub fn submit(&self, doing: &'static str, encoder: wgpu::CommandEncoder) -> Result<(), Error> {
-        self.guarded(doing, || self.queue.submit([encoder.finish()]))
-            .map(|_| ())
+        self.guarded(doing, || self.queue.submit([encoder.finish()]))?;
+        self.alive(doing)
     }
 
     /// Waits for all submitted work.
     pub fn wait(&self, doing: &'static str) -> Result<(), Error> {
-        self.device
-            .poll(wgpu::PollType::wait_indefinitely())
-            .map_err(|error| device(doing, WgpuError::Poll(error)))?;
-        self.alive(doing)
+        // wgpu panics where the driver reports a loss to one who waits; by then it holds no lock.
+        let polled = catch_unwind(AssertUnwindSafe(|| {
+            self.device.poll(wgpu::PollType::wait_indefinitely())
+        }));
+        if polled.is_err() {
+            let _ = self.lost.set("reset while it was waited for".to_owned());
+        }
+        self.alive(doing)?;
+        match polled {
+            Ok(Err(error)) => Err(device(doing, WgpuError::Poll(error))),
+            _ => Ok(()),
+        }
     }
 
     /// Reads parts of buffers (made with `COPY_SRC`; offsets and lengths multiples of 4), waiting for all work before.
@@ -259,9 +324,8 @@ impl Gpu {
         if let Some(Err(error)) = outcome {
             return Err(device(doing, WgpuError::Map(error)));
         }
-        let view = staging
-            .get_mapped_range(..total)
-            .map_err(|error| device(doing, WgpuError::Lost(error.to_string())))?;
-        Ok(view.to_vec())
+        let view = staging.get_mapped_range(..total);
+        let bytes = view.map(|view| view.to_vec());
+        bytes.map_err(|error| device(doing, WgpuError::Unmapped(error)))
     }
 }

@@ -106,6 +106,7 @@ impl ViewPages {
             layout: self.pages.decode_layout(),
             stored: self.pages.stored(),
             pages_per_pool: self.pages.pages_per_buffer,
+            num_pages: Some(self.pages.num_pages),
             lists: &self.lists,
             tail_pages: &self.no_tails,
             k_tensor_scales: view.k_tensor_scales(),

@@ -1,6 +1,7 @@
 //! Which specialisation of `kernels/wgsl` a problem runs on, and the pipelines made so far.
 
 use std::collections::HashMap;
+use std::num::NonZeroU64;
 use std::sync::{Arc, Mutex};
 
 use attn_core::{Error, Int4Scale, Int8Scale, KvFormat, PageLayout, Problem, Scheme};
@@ -35,7 +36,7 @@ pub(crate) struct DecodeKey {
 pub struct Tuning {
     /// Bytes of workgroup memory of one workgroup, at most the device's.
     pub shared_bytes: Option<usize>,
-    /// Query rows of one workgroup, at most: 1, 2, 4 or 8.
+    /// Query rows of one workgroup, at most: 1, 2, 4 or 8; another number counts as the next of these below it, 0 as 1.
     pub rows: Option<usize>,
     /// Whether a workgroup takes a single tile, where segments are no longer than four, or a segment.
     pub by_tiles: Option<bool>,
@@ -58,6 +59,11 @@ impl Tuning {
             by_tiles,
             ..Default::default()
         })
+    }
+
+    /// Query rows of one workgroup, at most: a power of two.
+    fn rows(&self) -> usize {
+        1 << self.rows.unwrap_or(8).clamp(1, 8).ilog2()
     }
 
     /// Bytes of workgroup memory on this device; more than that would cost occupancy.
@@ -225,7 +231,7 @@ pub(crate) fn decode_key(
         format: layout.format,
         head_dim: problem.head_dim,
         page_size: layout.page_size,
-        rows: rows.next_power_of_two().min(tuning.rows.unwrap_or(8)),
+        rows: rows.next_power_of_two().min(tuning.rows()),
         softcap: problem.softcap.is_some(),
         alibi: problem.alibi_slopes.is_some(),
         pools: layout.pools,
@@ -280,12 +286,18 @@ pub(crate) struct Pipelines {
 /// Makes a pipeline of a specialised text.
 pub(crate) fn compile(gpu: &Gpu, name: &'static str, text: String) -> Result<Pipeline, Error> {
     gpu.guarded("compiling a kernel", || {
-        // SAFETY: without bounds checks an index past a binding is undefined; the kernels index
-        // - tables by what `launch.rs` wrote into the same buffer, of the size it computed;
-        // - pools by pages of `KvCache`'s books, all below `num_pages`, and offsets inside a page by `PageLayout`;
-        // - q, states, out and lse by problem shapes whose buffers' sizes `launch.rs` checks before it records;
-        // - an append's jobs by what `append.rs` wrote, its pages of `KvCache`'s books, its tokens within buffers whose sizes are checked;
-        // - workgroup arrays by constants of `decode_constants`, whose loops end at the arrays' lengths.
+        // SAFETY: without bounds checks an index past a binding is undefined. Of what the kernels index by, release builds check
+        // - the pages of a step: `launch::Source::check` compares them with the pool's count, and their number with kv_len;
+        // - the pages, tail pages, tokens and sources of an append: `append::check_writes`;
+        // - a view's offsets and strides: `view.rs` computes the end of the last row in checked arithmetic;
+        // - callers' buffers (k and v of an append, a view's, q, out, lse): as many bytes as the kernels reach are bound (`first`), which
+        //   wgpu compares with the buffer that it finds;
+        // - 32-bit indices: no binding is longer than `Gpu::largest_binding`, which bounds the pool (`DevicePages::new`), the states,
+        //   tables and queries (`launch::check_sizes`), an append's table (`append::grid`), and the callers' buffers above; workgroups
+        //   are counted below 2^32 (`Gpu::most_workgroups`);
+        // - whose pools and steps these are: `WgpuBackend::pages` and `Prepared::record` refuse those of another device.
+        // Tables and states are indexed by what `launch.rs` and `append.rs` write into the tables they allocate, places inside a page and
+        // workgroup arrays by constants of the same layout; law.wgsl and read.wgsl stop at arrayLength. No index comes from values.
         // Loops end: their bounds are integers of the tables, and the variables only grow.
         let module = unsafe {
             gpu.device.create_shader_module_trusted(
@@ -313,17 +325,27 @@ pub(crate) fn compile(gpu: &Gpu, name: &'static str, text: String) -> Result<Pip
     })
 }
 
+/// The first `bytes` of a caller's buffer, which has as many. wgpu compares them with the buffer that it finds, which is another one where
+/// the handle is of another instance: what a kernel reaches is there in any case.
+pub(crate) fn first(buffer: &wgpu::Buffer, bytes: u64) -> wgpu::BufferBinding<'_> {
+    wgpu::BufferBinding {
+        buffer,
+        offset: 0,
+        size: NonZeroU64::new(bytes),
+    }
+}
+
 /// Binds buffers, at the numbers that a kernel gives them, to a pipeline's group 0.
 pub(crate) fn bind<'a>(
     gpu: &Gpu,
     pipeline: &Pipeline,
-    buffers: impl IntoIterator<Item = (u32, &'a wgpu::Buffer)>,
+    buffers: impl IntoIterator<Item = (u32, wgpu::BufferBinding<'a>)>,
 ) -> wgpu::BindGroup {
     let entries: Vec<_> = buffers
         .into_iter()
         .map(|(binding, buffer)| wgpu::BindGroupEntry {
             binding,
-            resource: buffer.as_entire_binding(),
+            resource: wgpu::BindingResource::Buffer(buffer),
         })
         .collect();
     gpu.device.create_bind_group(&wgpu::BindGroupDescriptor {
@@ -367,5 +389,59 @@ impl Pipelines {
         ];
         made.insert(*key, pair.clone());
         Ok(pair)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_tuning_gives_kernels_of_one_two_four_or_eight_rows() {
+        let problem = Problem::new(64, 1, 64, vec![1]);
+        let layout = Layout {
+            format: KvFormat::INT8,
+            page_size: 64,
+            pools: 1,
+            view: false,
+        };
+        for (asked, rows) in [
+            (0, 1),
+            (1, 1),
+            (3, 2),
+            (4, 4),
+            (7, 4),
+            (100, 8),
+            (usize::MAX, 8),
+        ] {
+            let mut tuning = Tuning {
+                rows: Some(asked),
+                ..Default::default()
+            };
+            assert_eq!(decode_key(&problem, layout, 32768, &tuning).rows, rows);
+            tuning.shared_bytes = Some(0);
+            assert_eq!(decode_key(&problem, layout, 0, &tuning).rows, 1);
+        }
+    }
+
+    #[test]
+    fn the_largest_kernels_are_far_from_the_preprocessors_bounds() {
+        let mut problem = Problem::new(64, 1, 256, vec![1]);
+        (problem.softcap, problem.alibi_slopes) = (Some(1.0), Some(vec![1.0; 64]));
+        let mut longest = 0;
+        for format in ["int4-g1", "int8-g32/int4-g1", "int4"] {
+            let layout = Layout {
+                format: format.parse().unwrap(),
+                page_size: 64,
+                pools: 8,
+                view: false,
+            };
+            let key = decode_key(&problem, layout, 65536, &Tuning::default());
+            for file in ["decode_split.wgsl", "decode_merge.wgsl"] {
+                longest = longest.max(decode_text(file, &key).unwrap().len());
+            }
+        }
+        println!("the longest kernel has {longest} bytes");
+        assert!(longest < crate::specialise::MOST_OUT / 4);
     }
 }

@@ -9,8 +9,21 @@
 //!
 //! `$(EXPR)` in any other line becomes its value. Expressions are integers with `?: || && == != < <= > >= + - * / % ! ()`.
 //! Unrolling by text keeps every accumulator a scalar, whatever a driver's compiler does with loops.
+//!
+//! Any text is either specialised or refused: arithmetic is checked, and nesting, work and the length of the result are bounded.
 
 use std::{collections::HashMap, fmt};
+
+/// Includes inside includes.
+const MOST_INCLUDES: usize = 8;
+/// Blocks inside blocks, includes among them.
+const MOST_BLOCKS: usize = 64;
+/// Parentheses, `!`, `-` and `?:` inside one another in an expression.
+const MOST_TERMS: usize = 64;
+/// Bytes of the result.
+pub(crate) const MOST_OUT: usize = 4 << 20;
+/// Bytes of all lines that are looked at, each time that they are.
+const MOST_WORK: usize = 64 << 20;
 
 /// Why a source could not be specialised: a mistake in `kernels/wgsl`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,11 +46,12 @@ pub type Constants = HashMap<String, i64>;
 /// Specialises `file` under `constants`; `source` finds a file's text.
 ///
 /// # Errors
-/// [`SpecialiseError`] naming the line.
-pub fn specialise(
+/// [`SpecialiseError`] naming the line: for a directive or an expression that cannot be read, an integer beyond i64, and for text that
+/// nests deeper, takes more work or grows longer than any kernel does.
+pub fn specialise<'a>(
     file: &str,
     constants: &Constants,
-    source: &dyn Fn(&str) -> Option<&'static str>,
+    source: &dyn Fn(&str) -> Option<&'a str>,
 ) -> Result<String, SpecialiseError> {
     let text = source(file).ok_or_else(|| fail(file, "there is no such file"))?;
     let lines: Vec<&str> = text.lines().collect();
@@ -45,7 +59,9 @@ pub fn specialise(
         constants: constants.clone(),
         source,
         out: String::new(),
-        depth: 0,
+        includes: 0,
+        blocks: 0,
+        work: 0,
     };
     run.block(&lines)?;
     Ok(run.out)
@@ -58,87 +74,144 @@ fn fail(line: &str, reason: impl Into<String>) -> SpecialiseError {
     }
 }
 
-struct Run<'a> {
+struct Run<'a, 's> {
     constants: Constants,
-    source: &'a dyn Fn(&str) -> Option<&'static str>,
+    source: &'s dyn Fn(&str) -> Option<&'a str>,
     out: String,
-    depth: usize,
+    includes: usize,
+    blocks: usize,
+    work: usize,
 }
 
-/// The index of the `#end` that closes the block opened before `lines`, and the branch lines at its level.
-fn close(lines: &[&str], opener: &str) -> Result<(usize, Vec<usize>), SpecialiseError> {
-    let (mut depth, mut branches) = (0, Vec::new());
-    for (i, line) in lines.iter().enumerate() {
-        let line = line.trim();
-        if line.starts_with("#if ") || line.starts_with("#for ") {
-            depth += 1;
-        } else if line == "#end" {
-            if depth == 0 {
-                return Ok((i, branches));
-            }
-            depth -= 1;
-        } else if depth == 0 && (line == "#else" || line.starts_with("#elif ")) {
-            branches.push(i);
+/// Whether `$(…)` can name it.
+fn is_name(text: &str) -> bool {
+    let mut chars = text.chars();
+    let first = chars.next();
+    first.is_some_and(|c| c.is_ascii_alphabetic() || c == '_')
+        && chars.all(|c| c.is_ascii_alphanumeric() || c == '_')
+}
+
+impl Run<'_, '_> {
+    /// Counts a look at `line`, and refuses the one too many.
+    fn spend(&mut self, line: &str) -> Result<(), SpecialiseError> {
+        self.work = self.work.saturating_add(line.len() + 1);
+        if self.work > MOST_WORK {
+            return Err(fail(
+                line,
+                format!("comes after {MOST_WORK} bytes of lines"),
+            ));
         }
+        Ok(())
     }
-    Err(fail(opener, "has no #end"))
-}
 
-impl Run<'_> {
+    /// The index of the `#end` that closes the block opened before `lines`, and the branch lines at its level.
+    fn close(
+        &mut self,
+        lines: &[&str],
+        opener: &str,
+    ) -> Result<(usize, Vec<usize>), SpecialiseError> {
+        let (mut depth, mut branches) = (0usize, Vec::new());
+        for (i, line) in lines.iter().enumerate() {
+            self.spend(line)?;
+            let line = line.trim();
+            if line.starts_with("#if ") || line.starts_with("#for ") {
+                depth += 1;
+            } else if line == "#end" {
+                if depth == 0 {
+                    return Ok((i, branches));
+                }
+                depth -= 1;
+            } else if depth == 0 && (line == "#else" || line.starts_with("#elif ")) {
+                branches.push(i);
+            }
+        }
+        Err(fail(opener, "has no #end"))
+    }
+
     fn block(&mut self, lines: &[&str]) -> Result<(), SpecialiseError> {
         let mut i = 0;
         while i < lines.len() {
             let line = lines[i];
             let trimmed = line.trim();
             i += 1;
-            if let Some(rest) = trimmed.strip_prefix("#include ") {
-                let name = rest.trim().trim_matches('"');
-                let text =
-                    (self.source)(name).ok_or_else(|| fail(line, "there is no such file"))?;
-                if self.depth == 8 {
-                    return Err(fail(line, "includes are nested too deep"));
-                }
-                self.depth += 1;
-                self.block(&text.lines().collect::<Vec<_>>())?;
-                self.depth -= 1;
+            self.spend(line)?;
+            if let Some(name) = trimmed.strip_prefix("#include ") {
+                self.include(name, line)?;
             } else if let Some(rest) = trimmed.strip_prefix("#let ") {
                 let (name, value) = rest
                     .split_once('=')
                     .ok_or_else(|| fail(line, "lacks an ="))?;
                 let value = self.value(value, line)?;
-                self.constants.insert(name.trim().to_owned(), value);
+                self.set(name, value, line)?;
             } else if let Some(condition) = trimmed.strip_prefix("#if ") {
-                let (end, branches) = close(&lines[i..], line)?;
+                let (end, branches) = self.close(&lines[i..], line)?;
                 let body = &lines[i..i + end];
                 i += end + 1;
                 self.conditional(condition, body, &branches, line)?;
-            } else if let Some(rest) = trimmed.strip_prefix("#for ") {
-                let (end, _) = close(&lines[i..], line)?;
+            } else if let Some(header) = trimmed.strip_prefix("#for ") {
+                let (end, _) = self.close(&lines[i..], line)?;
                 let body = &lines[i..i + end];
                 i += end + 1;
-                let (name, range) = rest
-                    .split_once(" in ")
-                    .ok_or_else(|| fail(line, "lacks an in"))?;
-                let (from, to) = range
-                    .split_once("..")
-                    .ok_or_else(|| fail(line, "lacks a .."))?;
-                let (from, to) = (self.value(from, line)?, self.value(to, line)?);
-                let name = name.trim();
-                let outer = self.constants.get(name).copied();
-                for value in from..to {
-                    self.constants.insert(name.to_owned(), value);
-                    self.block(body)?;
-                }
-                match outer {
-                    Some(value) => self.constants.insert(name.to_owned(), value),
-                    None => self.constants.remove(name),
-                };
+                self.repeat(header, body, line)?;
             } else if trimmed.starts_with('#') {
                 return Err(fail(line, "is no directive that belongs here"));
             } else {
                 self.text(line)?;
             }
         }
+        Ok(())
+    }
+
+    /// A block inside the current one.
+    fn inner(&mut self, lines: &[&str], line: &str) -> Result<(), SpecialiseError> {
+        if self.blocks == MOST_BLOCKS {
+            return Err(fail(line, "is nested too deep"));
+        }
+        self.blocks += 1;
+        self.block(lines)?;
+        self.blocks -= 1;
+        Ok(())
+    }
+
+    fn include(&mut self, name: &str, line: &str) -> Result<(), SpecialiseError> {
+        let name = name.trim().trim_matches('"');
+        let text = (self.source)(name).ok_or_else(|| fail(line, "there is no such file"))?;
+        if self.includes == MOST_INCLUDES {
+            return Err(fail(line, "includes are nested too deep"));
+        }
+        self.includes += 1;
+        self.inner(&text.lines().collect::<Vec<_>>(), line)?;
+        self.includes -= 1;
+        Ok(())
+    }
+
+    fn set(&mut self, name: &str, value: i64, line: &str) -> Result<(), SpecialiseError> {
+        let name = name.trim();
+        if !is_name(name) {
+            return Err(fail(line, format!("{name:?} is no name")));
+        }
+        self.constants.insert(name.to_owned(), value);
+        Ok(())
+    }
+
+    fn repeat(&mut self, header: &str, body: &[&str], line: &str) -> Result<(), SpecialiseError> {
+        let (name, range) = header
+            .split_once(" in ")
+            .ok_or_else(|| fail(line, "lacks an in"))?;
+        let (from, to) = range
+            .split_once("..")
+            .ok_or_else(|| fail(line, "lacks a .."))?;
+        let (from, to) = (self.value(from, line)?, self.value(to, line)?);
+        let outer = self.constants.get(name.trim()).copied();
+        for value in from..to {
+            self.spend(line)?;
+            self.set(name, value, line)?;
+            self.inner(body, line)?;
+        }
+        match outer {
+            Some(value) => self.constants.insert(name.trim().to_owned(), value),
+            None => self.constants.remove(name.trim()),
+        };
         Ok(())
     }
 
@@ -157,7 +230,7 @@ impl Run<'_> {
                 None => true,
             };
             if holds {
-                return self.block(&body[start..next]);
+                return self.inner(&body[start..next], line);
             }
             if next < body.len() {
                 condition = body[next].trim().strip_prefix("#elif ");
@@ -172,14 +245,14 @@ impl Run<'_> {
         while let Some(at) = rest.find("$(") {
             self.out.push_str(&rest[..at]);
             let inside = &rest[at + 2..];
-            let mut depth = 1;
+            let mut depth = 1usize;
             let end = inside
                 .find(|c| {
-                    depth += match c {
-                        '(' => 1,
-                        ')' => -1,
-                        _ => 0,
-                    };
+                    match c {
+                        '(' => depth += 1,
+                        ')' => depth -= 1,
+                        _ => {}
+                    }
                     depth == 0
                 })
                 .ok_or_else(|| fail(line, "has an open $("))?;
@@ -189,6 +262,9 @@ impl Run<'_> {
         }
         self.out.push_str(rest);
         self.out.push('\n');
+        if self.out.len() > MOST_OUT {
+            return Err(fail(line, format!("is beyond {MOST_OUT} bytes of text")));
+        }
         Ok(())
     }
 
@@ -196,6 +272,7 @@ impl Run<'_> {
         let mut parser = Parser {
             rest: text.trim(),
             constants: &self.constants,
+            terms: 0,
         };
         let value = parser.choice().map_err(|reason| fail(line, reason))?;
         if parser.rest.is_empty() {
@@ -209,6 +286,7 @@ impl Run<'_> {
 struct Parser<'a> {
     rest: &'a str,
     constants: &'a Constants,
+    terms: usize,
 }
 
 /// Binary operators, weakest first.
@@ -221,6 +299,27 @@ const LEVELS: [&[&str]; 6] = [
     &["*", "/", "%"],
 ];
 
+/// `a operator b`.
+fn apply(operator: &str, a: i64, b: i64) -> Result<i64, String> {
+    let value = match operator {
+        "||" => Some(i64::from(a != 0 || b != 0)),
+        "&&" => Some(i64::from(a != 0 && b != 0)),
+        "==" => Some(i64::from(a == b)),
+        "!=" => Some(i64::from(a != b)),
+        "<=" => Some(i64::from(a <= b)),
+        ">=" => Some(i64::from(a >= b)),
+        "<" => Some(i64::from(a < b)),
+        ">" => Some(i64::from(a > b)),
+        "+" => a.checked_add(b),
+        "-" => a.checked_sub(b),
+        "*" => a.checked_mul(b),
+        "/" | "%" if b == 0 => return Err("divides by 0".into()),
+        "/" => a.checked_div(b),
+        _ => a.checked_rem(b),
+    };
+    value.ok_or_else(|| format!("{a} {operator} {b} is beyond 64 bits"))
+}
+
 impl Parser<'_> {
     fn take(&mut self, token: &str) -> bool {
         match self.rest.strip_prefix(token) {
@@ -232,16 +331,27 @@ impl Parser<'_> {
         }
     }
 
+    /// What `part` parses, one term deeper.
+    fn deeper(&mut self, part: fn(&mut Self) -> Result<i64, String>) -> Result<i64, String> {
+        if self.terms == MOST_TERMS {
+            return Err("is nested too deep".into());
+        }
+        self.terms += 1;
+        let value = part(self)?;
+        self.terms -= 1;
+        Ok(value)
+    }
+
     fn choice(&mut self) -> Result<i64, String> {
         let condition = self.binary(0)?;
         if !self.take("?") {
             return Ok(condition);
         }
-        let yes = self.choice()?;
+        let yes = self.deeper(Self::choice)?;
         if !self.take(":") {
             return Err("lacks a :".into());
         }
-        let no = self.choice()?;
+        let no = self.deeper(Self::choice)?;
         Ok(if condition != 0 { yes } else { no })
     }
 
@@ -252,35 +362,20 @@ impl Parser<'_> {
         let mut a = self.binary(level + 1)?;
         while let Some(operator) = operators.iter().find(|o| self.take(o)) {
             let b = self.binary(level + 1)?;
-            a = match *operator {
-                "||" => i64::from(a != 0 || b != 0),
-                "&&" => i64::from(a != 0 && b != 0),
-                "==" => i64::from(a == b),
-                "!=" => i64::from(a != b),
-                "<=" => i64::from(a <= b),
-                ">=" => i64::from(a >= b),
-                "<" => i64::from(a < b),
-                ">" => i64::from(a > b),
-                "+" => a + b,
-                "-" => a - b,
-                "*" => a * b,
-                "/" | "%" if b == 0 => return Err("divides by 0".into()),
-                "/" => a / b,
-                _ => a % b,
-            };
+            a = apply(operator, a, b)?;
         }
         Ok(a)
     }
 
     fn atom(&mut self) -> Result<i64, String> {
         if self.take("!") {
-            return Ok(i64::from(self.atom()? == 0));
+            return Ok(i64::from(self.deeper(Self::atom)? == 0));
         }
         if self.take("-") {
-            return Ok(-self.atom()?);
+            return apply("-", 0, self.deeper(Self::atom)?);
         }
         if self.take("(") {
-            let value = self.choice()?;
+            let value = self.deeper(Self::choice)?;
             return if self.take(")") {
                 Ok(value)
             } else {
@@ -343,5 +438,127 @@ mod tests {
         ] {
             assert_eq!(run(text).unwrap_err().reason, reason);
         }
+    }
+
+    #[test]
+    fn numbers_beyond_64_bits_are_refused() {
+        for text in [
+            "$(9223372036854775807 + 1)",
+            "$(-9223372036854775807 - 2)",
+            "$(9223372036854775807 * 2)",
+            "$((-9223372036854775807 - 1) / -1)",
+            "$((-9223372036854775807 - 1) % -1)",
+            "$(-(-9223372036854775807 - 1))",
+        ] {
+            let reason = run(text).unwrap_err().reason;
+            assert!(reason.ends_with("is beyond 64 bits"), "{text}: {reason}");
+        }
+        let reason = run("$(9223372036854775808)").unwrap_err().reason;
+        assert_eq!(reason, "\"9223372036854775808\" is not a constant");
+    }
+
+    #[test]
+    fn nesting_of_any_kind_is_bounded() {
+        let leak = |text: String| -> &'static str { text.leak() };
+        let n = 200_000;
+        for text in [
+            "#if 1\n".repeat(MOST_BLOCKS + 1) + &"#end\n".repeat(MOST_BLOCKS + 1),
+            "#for i in 0..1\n".repeat(MOST_BLOCKS + 1) + &"#end\n".repeat(MOST_BLOCKS + 1),
+            format!("$({}1{})", "(".repeat(n), ")".repeat(n)),
+            format!("$({}1)", "!".repeat(n)),
+            format!("$({}1)", "-".repeat(n)),
+            format!("$({}1{})", "1 ? ".repeat(n), ": 0".repeat(n)),
+            format!("$({}1)", "1 ? 2 : ".repeat(n)),
+            "#include \"a\"".to_owned(),
+        ] {
+            let start: String = text.chars().take(30).collect();
+            let reason = run(leak(text)).unwrap_err().reason;
+            assert!(reason.ends_with("nested too deep"), "{start}: {reason}");
+        }
+        let deepest = "#if 1\n".repeat(MOST_BLOCKS) + "x\n" + &"#end\n".repeat(MOST_BLOCKS);
+        assert_eq!(run(leak(deepest)).unwrap(), "x\n");
+        let deepest = format!("$({}7{})", "(".repeat(MOST_TERMS), ")".repeat(MOST_TERMS));
+        assert_eq!(run(leak(deepest)).unwrap(), "7\n");
+    }
+
+    #[test]
+    fn work_and_text_are_bounded() {
+        for (text, reason) in [
+            ("#for i in 0..9223372036854775807\n#end", "bytes of lines"),
+            (
+                "#for i in -9223372036854775807..9223372036854775807\n#if 0\nx\n#end\n#end",
+                "bytes of lines",
+            ),
+            ("#for i in 0..1000000000\nx\n#end", "bytes of text"),
+        ] {
+            let error = run(text).unwrap_err();
+            assert!(error.reason.ends_with(reason), "{error}");
+        }
+    }
+
+    #[test]
+    fn only_names_are_set() {
+        for text in [
+            "#let = 1",
+            "#let 2 = 1",
+            "#let a b = 1",
+            "#for  in 0..2\n#end",
+        ] {
+            assert!(run(text).is_err(), "{text}");
+        }
+        assert_eq!(run("#let _a1 = 2\n$(_a1)").unwrap(), "2\n");
+    }
+
+    #[test]
+    fn texts_of_any_pieces_are_specialised_or_refused() {
+        let pieces = [
+            "#if ",
+            "#elif ",
+            "#else",
+            "#end",
+            "#for ",
+            "#let ",
+            "#include ",
+            "i",
+            " in ",
+            "..",
+            "0",
+            "3",
+            "N",
+            "\n",
+            "\n",
+            "$(",
+            "(",
+            ")",
+            "+",
+            "-",
+            "!",
+            "?",
+            ":",
+            "/",
+            "%",
+            "é",
+            "\"b\"",
+            "=",
+            " ",
+            "99999999999999999999",
+        ];
+        let (mut x, mut specialised) = (1u32, 0);
+        for _ in 0..20_000 {
+            let mut text = String::new();
+            for _ in 0..(x >> 8) % 40 {
+                x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                text += pieces[(x >> 8) as usize % pieces.len()];
+            }
+            x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let constants = Constants::from([("N".to_owned(), i64::MIN)]);
+            let found = specialise("a", &constants, &|name| match name {
+                "a" => Some(&text),
+                "b" => Some("$(i)"),
+                _ => None,
+            });
+            specialised += usize::from(found.is_ok());
+        }
+        assert!((100..19_900).contains(&specialised), "{specialised}");
     }
 }

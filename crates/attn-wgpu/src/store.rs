@@ -11,8 +11,9 @@ use wgpu::BufferUsages;
 
 use crate::{
     append::{self, Staging},
-    error::{BACKEND, WgpuError, device},
+    error::BACKEND,
     gpu::Gpu,
+    launch::Stored,
     shader::Layout,
 };
 
@@ -28,7 +29,8 @@ pub struct DevicePages {
     pub(crate) layout: PageLayout,
     pub(crate) buffers: Vec<wgpu::Buffer>,
     pub(crate) pages_per_buffer: u32,
-    num_pages: usize,
+    /// Pages that callers may name; the buffers hold at least one.
+    pub(crate) num_pages: usize,
     /// K's and V's per KV head.
     pub(crate) tensor_scales: Vec<[f32; 2]>,
     pub(crate) staging: Option<Staging>,
@@ -38,20 +40,18 @@ pub struct DevicePages {
 
 impl DevicePages {
     pub(crate) fn new(gpu: Arc<Gpu>, config: &CacheConfig) -> Result<Self, Error> {
+        gpu.alive("creating a cache")?;
         config.check()?;
         let layout = config.layout()?;
         let page_bytes = layout.page_bytes() as u64;
-        let largest = gpu
-            .limits
-            .max_storage_buffer_binding_size
-            .min(gpu.limits.max_buffer_size);
+        let largest = gpu.largest_binding();
         let per_buffer = largest / page_bytes;
         let num_pages = config.num_pages.max(1) as u64;
         let bindings = gpu.limits.max_storage_buffers_per_shader_stage - OTHER_BINDINGS;
         if per_buffer == 0 || num_pages.div_ceil(per_buffer) > u64::from(bindings) {
             return Err(Unsupported::NoKernel {
                 backend: BACKEND,
-                what: format!("a pool of {} bytes", num_pages * page_bytes),
+                what: format!("a pool of {num_pages} pages of {page_bytes} bytes"),
                 built: format!(
                     "{bindings} bindings of {largest} bytes on {}; make a smaller pool",
                     gpu.info.name
@@ -80,29 +80,33 @@ impl DevicePages {
     }
 
     /// The buffer that holds a page, and where.
-    fn place(&self, page: u32) -> (&wgpu::Buffer, u64) {
+    fn place(&self, page: u32) -> Result<(&wgpu::Buffer, u64), Error> {
+        if page as usize >= self.num_pages {
+            return Err(Error::Parameter {
+                what: "page",
+                given: format!("{page} of {}", self.num_pages),
+                allowed: "a page of the pool",
+            });
+        }
         let buffer = &self.buffers[(page / self.pages_per_buffer) as usize];
         let at = u64::from(page % self.pages_per_buffer) * self.layout.page_bytes() as u64;
-        (buffer, at)
+        Ok((buffer, at))
     }
 
     /// Replaces the bytes of one page.
     pub(crate) fn replace_page(&self, page: u32, bytes: &[u8]) -> Result<(), Error> {
         if bytes.len() != self.layout.page_bytes() {
-            return Err(device(
-                "writing a page",
-                WgpuError::Buffer {
-                    what: "page",
-                    given: format!("holds {} bytes", bytes.len()),
-                    needed: self.layout.page_bytes().to_string(),
-                },
-            ));
+            return Err(Error::Length {
+                what: "page bytes",
+                given: bytes.len(),
+                needed: self.layout.page_bytes(),
+            });
         }
         self.upload(page, bytes)
     }
 
     fn upload(&self, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        let (buffer, at) = self.place(page);
+        let (buffer, at) = self.place(page)?;
         let pending = self
             .pending
             .fetch_add(bytes.len() as u64, Ordering::Relaxed);
@@ -130,8 +134,13 @@ impl DevicePages {
     }
 
     /// The buffers and their bindings in the decode kernels.
-    pub(crate) fn stored(&self) -> Vec<(u32, wgpu::Buffer)> {
-        (4..).zip(self.buffers.iter().cloned()).collect()
+    pub(crate) fn stored(&self) -> Vec<Stored> {
+        let stored = |(binding, buffer): (u32, &wgpu::Buffer)| Stored {
+            binding,
+            buffer: buffer.clone(),
+            bytes: buffer.size(),
+        };
+        (4..).zip(&self.buffers).map(stored).collect()
     }
 
     /// The buffers that the pool's pages lie in: `pages_per_buffer` in each, `[page][kv_head][run]` of FORMATS.md.
@@ -160,7 +169,7 @@ impl PageStore for DevicePages {
     }
 
     fn read_page(&self, _: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
-        let (buffer, at) = self.place(page);
+        let (buffer, at) = self.place(page)?;
         let bytes = self.layout.page_bytes() as u64;
         self.gpu.read("reading a page", &[(buffer, at, bytes)])
     }

@@ -9,6 +9,7 @@ use wgpu::BufferUsages;
 use crate::{
     error::{WgpuError, device},
     gpu::Gpu,
+    launch::Stored,
 };
 
 /// Rows of K or V in the caller's buffers: `head_dim` codes side by side per (sequence, KV head, token), and their f16 scales.
@@ -44,11 +45,7 @@ pub struct DeviceView<'a> {
 }
 
 /// What a kernel binds, and where each sequence's rows lie (`view.wgsl`).
-type Checked = (Vec<(u32, wgpu::Buffer)>, Vec<Vec<u32>>);
-
-fn is_scaled(scheme: Scheme) -> bool {
-    scheme.is_integer() && !scheme.has_tensor_scale()
-}
+type Checked = (Vec<Stored>, Vec<Vec<u32>>);
 
 fn refuse<T>(what: &'static str, given: String, needed: String) -> Result<T, Error> {
     Err(device(
@@ -79,12 +76,20 @@ fn reach(problem: &Problem, at: usize, strides: [usize; 3], row: usize) -> Optio
     Some(end)
 }
 
-/// `{first row, KV head to KV head, token to token}` of sequence `b` in units of `unit`; checked to lie inside the buffer.
-fn words(b: usize, at: usize, strides: [usize; 3], unit: usize) -> [u32; 3] {
-    [at + b * strides[0], strides[1], strides[2]].map(|x| (x / unit) as u32)
+/// `{first row, KV head to KV head, token to token}` of sequence `b` in units of `unit`: 0 for steps that are never taken. The others end
+/// inside a binding (`reach`), whose indices fit into 32 bits.
+fn words(problem: &Problem, b: usize, at: usize, strides: [usize; 3], unit: usize) -> [u32; 3] {
+    let len = problem.kv_lens[b];
+    if len == 0 {
+        return [0; 3];
+    }
+    let steps = [b, problem.num_kv_heads - 1, len - 1];
+    let [sequence, head, token] = [0, 1, 2].map(|i| if steps[i] == 0 { 0 } else { strides[i] });
+    [at + b * sequence, head, token].map(|x| (x / unit) as u32)
 }
 
 impl DeviceRows<'_> {
+    /// Bytes of codes and of scales that the problem reads.
     fn check(
         &self,
         gpu: &Gpu,
@@ -92,7 +97,7 @@ impl DeviceRows<'_> {
         scheme: Scheme,
         problem: &Problem,
         align: usize,
-    ) -> Result<(), Error> {
+    ) -> Result<[u64; 2], Error> {
         if matches!(scheme, Scheme::Int4(_)) {
             return Err(Error::Parameter {
                 what: "view scheme",
@@ -110,12 +115,12 @@ impl DeviceRows<'_> {
             return refuse(what, given, format!("multiples of {align} bytes"));
         }
         let row = problem.head_dim * scheme.code_bits() / 8;
-        let most = gpu.limits.max_storage_buffer_binding_size;
+        let most = gpu.largest_binding();
         let fits = |what, buffer: &wgpu::Buffer, elems: Option<usize>, width: u64| {
             let needed = elems.and_then(|n| (n as u64).checked_mul(width));
             let usable = buffer.usage().contains(BufferUsages::STORAGE);
             match needed {
-                Some(n) if usable && n <= buffer.size() && buffer.size() <= most => Ok(()),
+                Some(n) if usable && n <= buffer.size().min(most) => Ok(n),
                 _ => refuse(
                     what,
                     format!("has {} bytes, usage {:?}", buffer.size(), buffer.usage()),
@@ -123,14 +128,10 @@ impl DeviceRows<'_> {
                 ),
             }
         };
-        fits(
-            what,
-            self.codes,
-            reach(problem, self.codes_at, strides, row),
-            1,
-        )?;
-        if !is_scaled(scheme) {
-            return Ok(());
+        let end = reach(problem, self.codes_at, strides, row);
+        let codes = fits(what, self.codes, end, 1)?;
+        if !scheme.has_row_scales() {
+            return Ok([codes, 0]);
         }
         let Some(scales) = self.scales else {
             return refuse(what, "has no scales".into(), "f16 scales".into());
@@ -138,15 +139,16 @@ impl DeviceRows<'_> {
         let groups = scheme.groups(problem.head_dim);
         let end = reach(problem, self.scales_at, self.scale_strides, groups);
         // Words are read.
-        fits("scales", scales, end.map(|n| n.next_multiple_of(2)), 2)
+        let end = end.and_then(|n| n.checked_next_multiple_of(2));
+        Ok([codes, fits("scales", scales, end, 2)?])
     }
 }
 
 impl DeviceView<'_> {
     /// Refuses what the kernels cannot read in place.
     pub(crate) fn check(&self, gpu: &Gpu, problem: &Problem) -> Result<Checked, Error> {
-        self.k.check(gpu, "k", self.format.k, problem, 16)?;
-        self.v.check(gpu, "v", self.format.v, problem, 4)?;
+        let k = self.k.check(gpu, "k", self.format.k, problem, 16)?;
+        let v = self.v.check(gpu, "v", self.format.v, problem, 4)?;
         for (scheme, scales) in [
             (self.format.k, self.k_tensor_scales),
             (self.format.v, self.v_tensor_scales),
@@ -162,23 +164,41 @@ impl DeviceView<'_> {
                     needed,
                 });
             }
+            if let Some(scale) = scales.iter().find(|s| !(1e-15..=1e15).contains(*s)) {
+                return Err(Error::Parameter {
+                    what: "tensor scale",
+                    given: scale.to_string(),
+                    allowed: "1e-15 to 1e15",
+                });
+            }
         }
-        let mut stored = vec![(4, self.k.codes.clone()), (5, self.v.codes.clone())];
-        for (binding, scheme, rows) in [(6, self.format.k, &self.k), (7, self.format.v, &self.v)] {
-            let scales = rows.scales.filter(|_| is_scaled(scheme));
-            stored.extend(scales.map(|scales| (binding, scales.clone())));
+        let stored = |binding, buffer: &wgpu::Buffer, bytes| Stored {
+            binding,
+            buffer: buffer.clone(),
+            bytes,
+        };
+        let mut all = vec![stored(4, self.k.codes, k[0]), stored(5, self.v.codes, v[0])];
+        for (binding, scheme, rows, bytes) in [
+            (6, self.format.k, &self.k, k[1]),
+            (7, self.format.v, &self.v, v[1]),
+        ] {
+            let scales = rows.scales.filter(|_| scheme.has_row_scales());
+            all.extend(scales.map(|scales| stored(binding, scales, bytes)));
         }
         let lists = (0..problem.batch())
             .map(|b| {
-                let codes = [(&self.k, 16), (&self.v, 4)];
-                let codes =
-                    codes.map(|(rows, unit)| words(b, rows.codes_at, rows.code_strides, unit));
-                let scales = [&self.k, &self.v];
-                let scales = scales.map(|rows| words(b, rows.scales_at, rows.scale_strides, 1));
+                let codes = [(&self.k, 16), (&self.v, 4)]
+                    .map(|(rows, unit)| words(problem, b, rows.codes_at, rows.code_strides, unit));
+                // Only a scheme with scales has its scales' strides checked, and read.
+                let scales = [(&self.k, self.format.k), (&self.v, self.format.v)];
+                let scales = scales.map(|(rows, scheme)| match scheme.has_row_scales() {
+                    true => words(problem, b, rows.scales_at, rows.scale_strides, 1),
+                    false => [0; 3],
+                });
                 codes.into_iter().chain(scales).flatten().collect()
             })
             .collect();
-        Ok((stored, lists))
+        Ok((all, lists))
     }
 }
 
@@ -209,7 +229,7 @@ pub(crate) fn upload(
     view: &KvView<'_>,
     problem: &Problem,
 ) -> Result<Option<[Uploaded; 2]>, Error> {
-    let most = gpu.limits.max_storage_buffer_binding_size;
+    let most = gpu.largest_binding();
     let suits = |rows: &StridedRows<'_>, align: usize| {
         rows.code_strides.iter().all(|stride| stride % align == 0)
             && (rows.codes.len() + 16) as u64 <= most
@@ -221,7 +241,7 @@ pub(crate) fn upload(
     let side = |rows: &StridedRows<'_>, scheme: Scheme| -> Result<Uploaded, Error> {
         let row = problem.head_dim * scheme.code_bits() / 8;
         let used = reach(problem, 0, rows.code_strides, row).unwrap_or(0);
-        let scales = if is_scaled(scheme) {
+        let scales = if scheme.has_row_scales() {
             let groups = scheme.groups(problem.head_dim);
             let used = reach(problem, 0, rows.scale_strides, groups).unwrap_or(0);
             let bytes = bytemuck::cast_slice(&rows.scales[..used.min(rows.scales.len())]);

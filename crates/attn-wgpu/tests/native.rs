@@ -219,10 +219,10 @@ fn an_engines_rows_are_read_where_they_lie() {
     let rows = |codes, codes_at| DeviceRows {
         codes,
         codes_at,
-        code_strides: host.k.code_strides,
+        code_strides: host.k().code_strides,
         scales: Some(&scales),
         scales_at: 2,
-        scale_strides: host.k.scale_strides,
+        scale_strides: host.k().scale_strides,
     };
     let view = |codes_at| DeviceView {
         format,

@@ -1,0 +1,341 @@
+//! Counts, strides and handles that no engine should pass: each is a typed refusal, and nothing is changed.
+
+mod common;
+
+use attn_core::{
+    CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvFormat, KvSource, PageStore,
+    Problem, Unsupported,
+};
+use attn_cpu::Reference;
+use attn_wgpu::{DevicePages, DeviceRows, DeviceView, WgpuBackend, WgpuError, wgpu};
+use wgpu::BufferUsages as Usage;
+
+const HEADS: usize = 2;
+const DIM: usize = 64;
+
+fn buffer(backend: &WgpuBackend, size: u64) -> wgpu::Buffer {
+    let device = backend.wgpu_device();
+    device.create_buffer(&wgpu::BufferDescriptor {
+        label: None,
+        size,
+        usage: Usage::STORAGE | Usage::COPY_DST,
+        mapped_at_creation: false,
+    })
+}
+
+fn encoder(backend: &WgpuBackend) -> wgpu::CommandEncoder {
+    let device = backend.wgpu_device();
+    device.create_command_encoder(&Default::default())
+}
+
+fn cache(backend: &dyn DecodeAttention) -> KvCache {
+    let config = CacheConfig::new(KvFormat::INT8, HEADS, DIM, 2, 64);
+    backend.create_cache(&config).unwrap()
+}
+
+/// Whether the refusal is of a caller's buffer.
+fn is_of_buffer(error: &Error) -> bool {
+    let Error::Device { source, .. } = error else {
+        return false;
+    };
+    matches!(source.downcast_ref(), Some(WgpuError::Buffer { .. }))
+}
+
+#[test]
+fn appends_of_any_count_that_buffers_lack_are_refused() {
+    let Some(backend) = common::open_or_skip() else {
+        return;
+    };
+    let mut cache = cache(&backend);
+    let k = buffer(&backend, (4 * HEADS * DIM) as u64);
+    let mut encoder = encoder(&backend);
+    let row = 4 * HEADS * DIM;
+    for appends in [
+        &[(0, 2)][..],
+        &[(0, usize::MAX)],
+        &[(0, usize::MAX), (1, 1)],
+        &[(0, usize::MAX), (1, 2)],
+        &[(0, 1 << 63), (1, 1 << 63)],
+        &[(0, usize::MAX / row + 1)],
+        &[(0, usize::MAX / row + 2)],
+        &[(0, 1 << 32)],
+        &[(0, 1 << 62)],
+    ] {
+        let refused = backend.record_append(&mut encoder, &mut cache, appends, &k, &k);
+        let error = refused.unwrap_err();
+        assert!(is_of_buffer(&error), "{appends:?}: {error:?}");
+        assert_eq!(cache.table().lens, [0, 0]);
+        assert_eq!(cache.free_pages(), 2);
+    }
+}
+
+#[test]
+fn pools_beyond_the_device_are_refused() {
+    let Some(backend) = common::open_or_skip() else {
+        return;
+    };
+    let mut config = CacheConfig::new(KvFormat::INT8, HEADS, DIM, 2, 64);
+    for num_pages in [1 << 31, u32::MAX as usize] {
+        config.num_pages = num_pages;
+        let refused = backend.create_cache(&config).map(|_| ());
+        assert!(
+            matches!(
+                refused,
+                Err(Error::Unsupported(Unsupported::NoKernel { .. }))
+            ),
+            "{num_pages}: {refused:?}"
+        );
+    }
+    for num_pages in [1 << 32, usize::MAX] {
+        config.num_pages = num_pages;
+        let refused = backend.create_cache(&config).map(|_| ());
+        assert!(
+            matches!(refused, Err(Error::Parameter { .. })),
+            "{num_pages}: {refused:?}"
+        );
+    }
+}
+
+/// A view of `int8` rows in buffers of `bytes` bytes, all strides 0.
+fn view<'a>(codes: &'a wgpu::Buffer, scales: &'a wgpu::Buffer) -> DeviceView<'a> {
+    let rows = DeviceRows {
+        codes,
+        codes_at: 0,
+        code_strides: [0; 3],
+        scales: Some(scales),
+        scales_at: 0,
+        scale_strides: [0; 3],
+    };
+    DeviceView {
+        format: KvFormat::INT8,
+        k: rows,
+        v: rows,
+        k_tensor_scales: &[],
+        v_tensor_scales: &[],
+    }
+}
+
+const HUGE: [usize; 8] = [
+    1 << 20,
+    1 << 32,
+    1 << 36,
+    1 << 60,
+    1 << 62,
+    1 << 63,
+    (1 << 63) + (1 << 62),
+    usize::MAX - 15,
+];
+
+#[test]
+fn views_whose_rows_lie_outside_their_buffers_are_refused_whatever_wraps() {
+    let Some(backend) = common::open_or_skip() else {
+        return;
+    };
+    let (codes, scales) = (buffer(&backend, 4096), buffer(&backend, 4096));
+    let problem = Problem::new(HEADS, HEADS, DIM, vec![3, 5]);
+    type Set = fn(&mut DeviceRows<'_>, usize, usize);
+    let places: [Set; 4] = [
+        |rows, i, huge| rows.code_strides[i] = huge,
+        |rows, i, huge| rows.scale_strides[i] = huge,
+        |rows, _, huge| rows.codes_at = huge,
+        |rows, _, huge| rows.scales_at = huge,
+    ];
+    for huge in HUGE {
+        for (p, set) in places.iter().enumerate() {
+            for (i, of_k) in [
+                (0, true),
+                (1, true),
+                (2, true),
+                (0, false),
+                (1, false),
+                (2, false),
+            ] {
+                let mut view = view(&codes, &scales);
+                let rows = if of_k { &mut view.k } else { &mut view.v };
+                set(rows, i, huge);
+                match backend.prepare_view(&problem, &view) {
+                    Err(error) => assert!(is_of_buffer(&error), "{huge} {p} {i}: {error:?}"),
+                    Ok(_) => panic!("{huge} in place {p}, {i} was accepted"),
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn strides_that_no_row_takes_are_of_no_concern() {
+    let Some(backend) = common::open_or_skip() else {
+        return;
+    };
+    let (codes, scales) = (buffer(&backend, 4096), buffer(&backend, 4096));
+    for huge in HUGE {
+        let mut view = view(&codes, &scales);
+        for rows in [&mut view.k, &mut view.v] {
+            rows.code_strides = [huge; 3];
+            rows.scale_strides = [huge; 3];
+        }
+        // One sequence of one token and one KV head takes none; neither do empty sequences.
+        let problem = Problem::new(1, 1, DIM, vec![1]);
+        backend.prepare_view(&problem, &view).unwrap();
+        (view.k.codes_at, view.v.codes_at) = (huge, huge);
+        (view.k.scales_at, view.v.scales_at) = (huge, huge);
+        let problem = Problem::new(HEADS, HEADS, DIM, vec![0; 3]);
+        backend.prepare_view(&problem, &view).unwrap();
+    }
+}
+
+#[test]
+fn steps_beyond_the_device_are_refused_before_memory_is_asked_for() {
+    let Some(backend) = common::open_or_skip() else {
+        return;
+    };
+    let (codes, scales) = (buffer(&backend, 4096), buffer(&backend, 4096));
+    let view = view(&codes, &scales);
+    for (heads, kv_lens) in [
+        (1, vec![1 << 20; 65_535]),
+        (1, vec![1; 70_000]),
+        (70_000, vec![1]),
+        (60_000, vec![1 << 20; 64]),
+        (1 << 32, vec![1]),
+        (1 << 53, vec![1 << 20]),
+        (1 << 57, vec![1 << 20]),
+    ] {
+        let problem = Problem::new(heads, heads, DIM, kv_lens);
+        let refused = backend.prepare_view(&problem, &view).map(|_| ());
+        assert!(
+            matches!(
+                refused,
+                Err(Error::Unsupported(_) | Error::Parameter { .. })
+            ),
+            "{heads} KV heads, {} sequences: {refused:?}",
+            problem.batch()
+        );
+        if let Ok(plan) = backend.plan(&problem, KvFormat::INT8) {
+            assert!(plan.workspace_bytes > 1 << 20);
+        }
+    }
+}
+
+#[test]
+fn tensor_scales_of_a_view_are_in_range() {
+    let Some(backend) = common::open_or_skip() else {
+        return;
+    };
+    let codes = buffer(&backend, 4096);
+    let problem = Problem::new(HEADS, HEADS, DIM, vec![3]);
+    for bad in [f32::NAN, f32::INFINITY, 0.0, -1.0, 9e-16, 1.1e15] {
+        let mut view = view(&codes, &codes);
+        view.format = "fp8".parse().unwrap();
+        let (good, bad) = ([1.0; HEADS], [1.0, bad]);
+        for (k, v) in [(&good, &bad), (&bad, &good)] {
+            (view.k_tensor_scales, view.v_tensor_scales) = (k, v);
+            let refused = backend.prepare_view(&problem, &view).map(|_| ());
+            assert!(
+                matches!(refused, Err(Error::Parameter { .. })),
+                "{refused:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn caches_and_steps_of_another_device_are_refused() {
+    let (Some(ours), Some(other)) = (common::open_or_skip(), common::open_or_skip()) else {
+        return;
+    };
+    let is_foreign = |refused: Result<(), Error>| {
+        assert!(matches!(refused, Err(Error::Foreign { .. })), "{refused:?}");
+    };
+    let problem = Problem::new(HEADS, HEADS, DIM, vec![0, 0]);
+    let mut encoder = encoder(&ours);
+    let k = buffer(&ours, 4096);
+    for mut cache in [cache(&other), cache(&Reference::new())] {
+        is_foreign(ours.prepare(&problem, &cache).map(|_| ()));
+        is_foreign(ours.record_append(&mut encoder, &mut cache, &[(0, 1)], &k, &k));
+    }
+    let step = other.prepare(&problem, &cache(&other)).unwrap();
+    is_foreign(ours.record(&mut encoder, &step, &k, &k, &k));
+}
+
+#[test]
+fn outputs_that_are_not_the_plans_make_no_step() {
+    let Some(backend) = common::open_or_skip() else {
+        return;
+    };
+    let cache = cache(&backend);
+    let problem = Problem::new(HEADS, HEADS, DIM, vec![0, 0]);
+    let plan = backend.plan(&problem, KvFormat::INT8).unwrap();
+    let q = vec![1.0; problem.rows() * DIM];
+    let (right_out, right_lse) = (q.len(), problem.rows());
+    for (out, lse) in [
+        (right_out + 1, right_lse),
+        (right_out - 1, right_lse),
+        (2 * right_out, 2 * right_lse),
+        (right_out / 2, right_lse / 2),
+        (0, right_lse),
+        (right_out, right_lse - 1),
+        (right_out, right_lse + 1),
+        (right_out, 0),
+    ] {
+        let (mut out, mut lse) = (vec![7.0; out], vec![7.0; lse]);
+        let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out, &mut lse);
+        assert!(matches!(step.err(), Some(Error::Length { .. })));
+    }
+    let (mut out, mut lse) = (vec![7.0; right_out], vec![7.0; right_lse]);
+    let kv = KvSource::Cache(&cache);
+    let mut step = DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).unwrap();
+    backend.decode(&mut step).unwrap();
+    assert!(out.iter().all(|x| *x == 0.0) && lse.iter().all(|x| *x == f32::NEG_INFINITY));
+}
+
+#[test]
+fn nested_appends_cannot_exchange_the_stores_of_two_caches() {
+    let Some(backend) = common::open_or_skip() else {
+        return;
+    };
+    let [mut a, mut b] = [cache(&backend), cache(&backend)];
+    let pool = |store: &dyn PageStore| {
+        let pages = store.as_any().downcast_ref::<DevicePages>().unwrap();
+        pages.buffers().as_ptr()
+    };
+    let own = [pool(a.store()), pool(b.store())];
+    assert_ne!(own[0], own[1]);
+    // Both closures get a shared store: there is nothing to swap through, and neither `append` nor `write_page` can be called on it.
+    a.append_with(&[(0, 1)], |of_a: &dyn PageStore, _| {
+        b.append_with(&[(0, 1)], |of_b: &dyn PageStore, _| {
+            assert_eq!([pool(of_a), pool(of_b)], own);
+            Ok(())
+        })
+    })
+    .unwrap();
+    assert_eq!([pool(a.store()), pool(b.store())], own);
+}
+
+#[test]
+fn a_recorded_append_that_fails_gives_its_pages_back() {
+    let Some(backend) = common::open_or_skip() else {
+        return;
+    };
+    let Some(other) = common::open_or_skip() else {
+        return;
+    };
+    let config = CacheConfig::new(KvFormat::INT4, HEADS, DIM, 2, 64);
+    let mut cache = backend.create_cache(&config).unwrap();
+    let mut encoder = encoder(&backend);
+    // Long enough, but of another instance, which knows more buffers: only wgpu can tell, when pages have been reserved.
+    let foreign: Vec<_> = (0..1000).map(|_| buffer(&other, 1 << 16)).collect();
+    let (table, free) = (cache.table().clone(), cache.free_pages());
+    for foreign in &foreign[900..910] {
+        let appends = [(0, 40), (1, 64)];
+        let refused = backend.record_append(&mut encoder, &mut cache, &appends, foreign, foreign);
+        assert!(matches!(refused, Err(Error::Device { .. })), "{refused:?}");
+        assert_eq!((cache.table(), cache.free_pages()), (&table, free));
+    }
+    let own = buffer(&backend, 1 << 20);
+    backend
+        .record_append(&mut encoder, &mut cache, &[(0, 40), (1, 64)], &own, &own)
+        .unwrap();
+    backend.wgpu_queue().submit([encoder.finish()]);
+    assert_eq!(cache.table().lens, [40, 64]);
+    cache.read_back(1).unwrap();
+}
