@@ -395,13 +395,9 @@ mod tests {
             self.inner.plan(problem, format)
         }
 
-        fn decode(
-            &self,
-            step: &DecodeStep<'_>,
-            output: &mut DecodeOutput<'_>,
-        ) -> Result<(), Error> {
+        fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
             self.note(Event::Decode);
-            self.inner.decode(step, output)
+            self.inner.decode(step)
         }
     }
 
