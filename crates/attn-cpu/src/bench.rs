@@ -194,20 +194,20 @@ fn read_streams<const N: usize>(lines: &[Line]) -> Line {
 
 /// Memory beside the work that is timed.
 trait Memory {
-    /// Pushes everything else out of the caches.
-    fn evict(&self);
+    /// Pushes everything else out of the caches; what was read for it.
+    fn evict(&self) -> Line;
 
-    /// Reads so many bytes by so many streams.
-    fn read(&self, bytes: usize, streams: usize);
+    /// Reads so many bytes by so many streams; what was read.
+    fn read(&self, bytes: usize, streams: usize) -> Line;
 }
 
 impl Memory for Ceiling {
-    fn evict(&self) {
-        black_box(Ceiling::evict(self));
+    fn evict(&self) -> Line {
+        Ceiling::evict(self)
     }
 
-    fn read(&self, bytes: usize, streams: usize) {
-        black_box(Ceiling::read(self, bytes, streams));
+    fn read(&self, bytes: usize, streams: usize) -> Line {
+        Ceiling::read(self, bytes, streams)
     }
 }
 
@@ -236,7 +236,7 @@ fn measure_beside(
         _ => runs.min(APPENDS - 1),
     };
     let time = |f: &mut dyn FnMut() -> Result<(), Error>| -> Result<f64, Error> {
-        memory.evict();
+        black_box(memory.evict());
         let start = Instant::now();
         f()?;
         Ok(start.elapsed().as_secs_f64() * 1e6)
@@ -248,7 +248,7 @@ fn measure_beside(
         steps.push(time(&mut || prepared.step(backend))?);
         for (reads, streams) in reads.iter_mut().zip(Ceiling::STREAMS) {
             reads.push(time(&mut || {
-                memory.read(shape.bytes(), streams);
+                black_box(memory.read(shape.bytes(), streams));
                 Ok(())
             })?);
         }
@@ -368,13 +368,15 @@ mod tests {
     }
 
     impl Memory for Recorder {
-        fn evict(&self) {
+        fn evict(&self) -> Line {
             self.note(Event::Evict);
+            Line::default()
         }
 
-        fn read(&self, bytes: usize, streams: usize) {
+        fn read(&self, bytes: usize, streams: usize) -> Line {
             self.note(Event::Read(bytes, streams));
             sleep(Duration::from_millis(if streams == 4 { 30 } else { 90 }));
+            Line::default()
         }
     }
 
@@ -431,14 +433,14 @@ mod tests {
     #[test]
     fn evictions_and_reads_touch_every_line_of_their_own_memory() {
         let bytes = (1 << 20) + 3 * LINE_BYTES;
-        let ceiling = Ceiling::new(bytes);
+        let memory: &dyn Memory = &Ceiling::new(bytes);
         let xor = |lines: std::ops::Range<usize>| lines.fold(0, |a, i| a ^ i as u64);
         let evicted = EVICT / LINE_BYTES;
         assert!(EVICT >= 128 << 20, "{EVICT} bytes leave caches as they are");
-        assert_eq!(ceiling.evict(), [xor(0..evicted); 8]);
+        assert_eq!(memory.evict(), [xor(0..evicted); 8]);
         for streams in Ceiling::STREAMS {
             let all = evicted..evicted + bytes / LINE_BYTES;
-            assert_eq!(ceiling.read(bytes, streams), [xor(all); 8], "{streams}");
+            assert_eq!(memory.read(bytes, streams), [xor(all); 8], "{streams}");
         }
     }
 

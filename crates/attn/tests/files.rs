@@ -223,3 +223,18 @@ fn pages_with_sizes_that_no_file_has_are_refused() {
     }
     assert_eq!(folder.names(), ["bad", "in", "pages"]);
 }
+
+#[test]
+fn heads_of_zeros_have_pages_in_every_format() {
+    let folder = Folder::new();
+    let (shape, zeros) = ([HEADS, TOKENS, DIM], [0.0; HEADS * TOKENS * DIM]);
+    let tensors = [("one.k", &shape[..], &zeros[..]), ("one.v", &shape, &zeros)];
+    let file = folder.write("in", &tensors, "0.125");
+    let (pages, back) = (folder.path("pages"), folder.path("back"));
+    for kv in ["fp8", "int8", "int8-tensor", "int4"] {
+        let args = ["quantize", &file, &pages, "--kv", kv, "--force", "--json"];
+        assert_eq!(json(&run(&args))["layers"][0]["k_error"], 0.0, "{kv}");
+        json(&run(&["dequantize", &pages, &back, "--force", "--json"]));
+        assert_eq!(tensor(&back, "one.k").1, zeros, "{kv}");
+    }
+}
