@@ -284,7 +284,7 @@ pub fn noise(seed: u32, count: usize) -> Vec<f32> {
 pub struct Timing {
     /// The fastest.
     pub min: f64,
-    /// The middle one.
+    /// The middle one; of an even number, the slower of the middle two.
     pub median: f64,
 }
 
@@ -362,5 +362,47 @@ mod tests {
                 _ => {}
             }
         }
+    }
+
+    #[test]
+    fn timings_are_the_fastest_and_the_middle_one() {
+        let timing = Timing::of(vec![7.0, 1.0, 100.0, 3.0, 2.0]);
+        assert_eq!((timing.min, timing.median), (1.0, 3.0));
+        let timing = Timing::of(vec![4.0, 1.0, 3.0, 2.0]);
+        assert_eq!((timing.min, timing.median), (1.0, 3.0));
+    }
+
+    fn shape(name: &str) -> Shape {
+        let found = shapes().into_iter().find(|s| s.to_string() == name);
+        found.unwrap_or_else(|| panic!("{name} is a preset"))
+    }
+
+    #[test]
+    fn bytes_are_those_of_codes_scales_and_new_tokens() {
+        // A token of a KV head has 2 × 128 codes, and in int8 two f16 scales.
+        let cache = shape("context/8-2-ctx4096/int8");
+        assert_eq!(cache.bytes(), 4096 * 2 * 2 * 130);
+        assert_eq!(shape("mha/ctx128/f16").bytes(), 128 * 32 * 2 * 128 * 2);
+        // An append reads 16-bit K and V and writes a token's share of a page.
+        let append = shape("append/append/int8");
+        assert_eq!(append.bytes(), 256 * 8 * (2 * 128 * 2 + 2 * 130));
+        let both = shape("append/append-then-decode/int8");
+        assert_eq!(both.bytes(), both.cache_bytes() + append.bytes());
+    }
+
+    #[test]
+    fn appends_that_fill_every_page_are_not_for_growing_caches() {
+        assert!(shape("append/append-seals/int8").check_growing().is_err());
+        shape("append/append/int8").check_growing().unwrap();
+        shape("context/8-2-ctx4096/int8").check_growing().unwrap();
+    }
+
+    #[test]
+    fn noise_is_repeatable_and_below_2_on_both_sides_of_0() {
+        let x = noise(1, 1000);
+        assert_eq!(x, noise(1, 1000));
+        assert_ne!(x, noise(2, 1000));
+        assert!(x.iter().all(|x| x.abs() < 2.0));
+        assert!(x.iter().any(|x| *x > 1.0) && x.iter().any(|x| *x < -1.0));
     }
 }

@@ -121,6 +121,7 @@ impl Prepared {
 }
 
 type Line = [u64; 8];
+const LINE_BYTES: usize = size_of::<Line>();
 
 /// Memory to read: once to measure how fast it can be, and once more to push other data out of the caches.
 pub struct Ceiling {
@@ -134,49 +135,80 @@ impl Ceiling {
     /// Memory for reads of up to `bytes`.
     pub fn new(bytes: usize) -> Self {
         Ceiling {
-            lines: vec![[1; 8]; (bytes + EVICT).div_ceil(64)],
+            lines: (0..(bytes + EVICT).div_ceil(LINE_BYTES) as u64)
+                .map(|i| [i; 8])
+                .collect(),
         }
     }
 
-    /// Pushes everything else out of the caches of this pool's threads.
-    pub fn evict(&self) {
-        read(&self.lines[..EVICT / 64], 4);
+    /// Pushes everything else out of the caches of this pool's threads; the exclusive or of all lines read.
+    pub fn evict(&self) -> [u64; 8] {
+        read(&self.lines[..EVICT / LINE_BYTES], 4)
     }
 
-    /// Reads `bytes` by as many streams in each thread of the pool.
-    pub fn read(&self, bytes: usize, streams: usize) {
-        read(&self.lines[EVICT / 64..][..bytes / 64], streams);
+    /// Reads `bytes` by as many streams in each thread of the pool; the exclusive or of all lines read.
+    pub fn read(&self, bytes: usize, streams: usize) -> [u64; 8] {
+        read(
+            &self.lines[EVICT / LINE_BYTES..][..bytes / LINE_BYTES],
+            streams,
+        )
     }
 
     /// The best of 1, 2, 4 and 8 streams.
     pub const STREAMS: [usize; 4] = [1, 2, 4, 8];
 }
 
-fn read(lines: &[Line], streams: usize) {
+fn xor(mut a: Line, b: &Line) -> Line {
+    for (a, b) in a.iter_mut().zip(b) {
+        *a ^= b;
+    }
+    a
+}
+
+fn read(lines: &[Line], streams: usize) -> Line {
     let threads = rayon::current_num_threads();
     let pieces = lines.par_chunks(lines.len().div_ceil(4 * threads).max(1));
-    pieces.with_max_len(1).for_each(|piece| match streams {
+    let sums = pieces.with_max_len(1).map(|piece| match streams {
         1 => read_streams::<1>(piece),
         2 => read_streams::<2>(piece),
         4 => read_streams::<4>(piece),
         _ => read_streams::<8>(piece),
     });
+    sums.reduce(Line::default, |a, b| xor(a, &b))
 }
 
-fn read_streams<const N: usize>(lines: &[Line]) {
+fn read_streams<const N: usize>(lines: &[Line]) -> Line {
     let each = lines.len() / N;
     let streams: [&[Line]; N] = std::array::from_fn(|i| &lines[i * each..][..each]);
-    let mut sums = [[0u64; 8]; 2];
+    let mut sums = [Line::default(); 2];
     for i in (0..each).step_by(4) {
         for stream in streams {
             for (n, line) in stream[i..each.min(i + 4)].iter().enumerate() {
-                for (sum, x) in sums[n % 2].iter_mut().zip(line) {
-                    *sum ^= x;
-                }
+                sums[n % 2] = xor(sums[n % 2], line);
             }
         }
     }
-    black_box(sums);
+    let rest = &lines[N * each..];
+    black_box(rest.iter().fold(xor(sums[0], &sums[1]), xor))
+}
+
+/// Memory beside the work that is timed.
+trait Memory {
+    /// Pushes everything else out of the caches; what was read for it.
+    fn evict(&self) -> Line;
+
+    /// Reads so many bytes by so many streams; what was read.
+    fn read(&self, bytes: usize, streams: usize) -> Line;
+}
+
+impl Memory for Ceiling {
+    fn evict(&self) -> Line {
+        Ceiling::evict(self)
+    }
+
+    fn read(&self, bytes: usize, streams: usize) -> Line {
+        Ceiling::read(self, bytes, streams)
+    }
 }
 
 /// Times a shape on the caller's rayon pool: `runs` cold steps, between them as many cold reads per number of streams.
@@ -188,16 +220,23 @@ pub fn measure(
     shape: &Shape,
     runs: usize,
 ) -> Result<Measured, Error> {
+    measure_beside(&Ceiling::new(shape.bytes()), backend, shape, runs)
+}
+
+fn measure_beside(
+    memory: &dyn Memory,
+    backend: &dyn DecodeAttention,
+    shape: &Shape,
+    runs: usize,
+) -> Result<Measured, Error> {
     shape.check_growing()?;
     let mut prepared = Prepared::new(backend, shape)?;
-    let bytes = shape.bytes();
     let runs = match shape.work {
         Work::Decode => runs,
         _ => runs.min(APPENDS - 1),
     };
-    let ceiling = Ceiling::new(bytes);
     let time = |f: &mut dyn FnMut() -> Result<(), Error>| -> Result<f64, Error> {
-        ceiling.evict();
+        black_box(memory.evict());
         let start = Instant::now();
         f()?;
         Ok(start.elapsed().as_secs_f64() * 1e6)
@@ -209,7 +248,7 @@ pub fn measure(
         steps.push(time(&mut || prepared.step(backend))?);
         for (reads, streams) in reads.iter_mut().zip(Ceiling::STREAMS) {
             reads.push(time(&mut || {
-                ceiling.read(bytes, streams);
+                black_box(memory.read(shape.bytes(), streams));
                 Ok(())
             })?);
         }
@@ -224,13 +263,37 @@ pub fn measure(
     })
 }
 
+/// The most threads that are started: more than any machine has, and few enough for every system to start.
+pub const MOST_THREADS: usize = 1024;
+
+/// Refuses a number of threads that no machine should start.
+///
+/// # Errors
+/// [`Error::Parameter`] if it is 0 or above [`MOST_THREADS`].
+pub fn check_threads(threads: usize) -> Result<(), Error> {
+    if (1..=MOST_THREADS).contains(&threads) {
+        return Ok(());
+    }
+    Err(Error::Parameter {
+        what: "threads",
+        given: threads.to_string(),
+        allowed: "1 to 1024; one per core is the fastest",
+    })
+}
+
 /// Runs `f` on a pool of so many threads.
 ///
-/// # Panics
-/// If the system gives no threads.
-pub fn with_threads<T: Send>(threads: usize, f: impl FnOnce() -> T + Send) -> T {
+/// # Errors
+/// [`Error::Parameter`] for a number that [`check_threads`] refuses; [`Error::Device`] if the system does not start as many.
+pub fn with_threads<T: Send>(threads: usize, f: impl FnOnce() -> T + Send) -> Result<T, Error> {
+    check_threads(threads)?;
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-    pool.expect("threads for a pool").install(f)
+    let pool = pool.map_err(|source| Error::Device {
+        backend: "cpu",
+        doing: "starting the threads of a pool",
+        source: source.into(),
+    })?;
+    Ok(pool.install(f))
 }
 
 /// The CPU on a pool of so many threads.
@@ -243,8 +306,10 @@ impl CpuTimer {
     /// With the instruction set that [`CpuBackend::open`] chooses.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if `ATTN_CPU_ISA` names one that is not here.
+    /// [`Error::Parameter`] for a number of threads that [`check_threads`] refuses; [`Error::Unsupported`] if `ATTN_CPU_ISA` names an
+    /// instruction set that this machine lacks.
     pub fn open(threads: usize) -> Result<Self, Error> {
+        check_threads(threads)?;
         Ok(CpuTimer {
             backend: CpuBackend::open()?,
             threads,
@@ -271,6 +336,122 @@ impl Timer for CpuTimer {
     }
 
     fn measure(&mut self, shape: &Shape, runs: usize) -> Result<Measured, Error> {
-        with_threads(self.threads, || measure(&self.backend, shape, runs))
+        with_threads(self.threads, || measure(&self.backend, shape, runs))?
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::Mutex, thread::sleep, time::Duration};
+
+    use attn_core::{CacheConfig, DeviceInfo, KvFormat, Problem, Unsupported, bench::shapes};
+
+    use super::*;
+
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Event {
+        Evict,
+        Decode,
+        Read(usize, usize),
+    }
+
+    /// A backend and memory that note what is asked of them. Reads by four streams are the fastest.
+    struct Recorder {
+        inner: CpuBackend,
+        events: Mutex<Vec<Event>>,
+    }
+
+    impl Recorder {
+        fn note(&self, event: Event) {
+            self.events.lock().unwrap().push(event);
+        }
+    }
+
+    impl Memory for Recorder {
+        fn evict(&self) -> Line {
+            self.note(Event::Evict);
+            Line::default()
+        }
+
+        fn read(&self, bytes: usize, streams: usize) -> Line {
+            self.note(Event::Read(bytes, streams));
+            sleep(Duration::from_millis(if streams == 4 { 30 } else { 90 }));
+            Line::default()
+        }
+    }
+
+    impl DecodeAttention for Recorder {
+        fn device(&self) -> &DeviceInfo {
+            self.inner.device()
+        }
+
+        fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
+            self.inner.supports(problem, format)
+        }
+
+        fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
+            self.inner.create_cache(config)
+        }
+
+        fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
+            self.inner.plan(problem, format)
+        }
+
+        fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+            self.note(Event::Decode);
+            self.inner.decode(step)
+        }
+    }
+
+    fn shape(name: &str) -> Shape {
+        let found = shapes().into_iter().find(|s| s.to_string() == name);
+        found.expect("a preset")
+    }
+
+    #[test]
+    fn every_timed_step_and_every_read_of_the_shapes_bytes_follows_an_eviction() {
+        let recorder = Recorder {
+            inner: CpuBackend::open().unwrap(),
+            events: Mutex::default(),
+        };
+        let shape = shape("context/8-2-ctx1024/int8");
+        let measured = measure_beside(&recorder, &recorder, &shape, 2).unwrap();
+        // 1024 tokens on 2 KV heads, of 128 codes and an f16 scale for K and for V.
+        let bytes = 1024 * 2 * 2 * (128 + 2);
+        let mut round = vec![Event::Evict, Event::Decode];
+        for streams in [1, 2, 4, 8] {
+            round.extend([Event::Evict, Event::Read(bytes, streams)]);
+        }
+        let want = [vec![Event::Decode], round.clone(), round].concat();
+        assert_eq!(*recorder.events.lock().unwrap(), want);
+        // The step took less than a read, and the read is the fastest of the four.
+        let (step, read) = (measured.step.min, measured.ceiling.min);
+        assert!(step < 30e3 && (30e3..90e3).contains(&read), "{measured:?}");
+        assert!(measured.step.min <= measured.step.median);
+    }
+
+    #[test]
+    fn evictions_and_reads_touch_every_line_of_their_own_memory() {
+        let bytes = (1 << 20) + 3 * LINE_BYTES;
+        let memory: &dyn Memory = &Ceiling::new(bytes);
+        let xor = |lines: std::ops::Range<usize>| lines.fold(0, |a, i| a ^ i as u64);
+        let evicted = EVICT / LINE_BYTES;
+        assert!(EVICT >= 128 << 20, "{EVICT} bytes leave caches as they are");
+        assert_eq!(memory.evict(), [xor(0..evicted); 8]);
+        for streams in Ceiling::STREAMS {
+            let all = evicted..evicted + bytes / LINE_BYTES;
+            assert_eq!(memory.read(bytes, streams), [xor(all); 8], "{streams}");
+        }
+    }
+
+    #[test]
+    fn numbers_of_threads_beyond_any_machine_are_refused() {
+        for threads in [0, MOST_THREADS + 1, usize::MAX] {
+            let error = CpuTimer::open(threads).err().expect("refused").to_string();
+            assert!(error.contains("1 to 1024"), "{error}");
+            assert!(with_threads(threads, || ()).is_err());
+        }
+        let threads = with_threads(3, rayon::current_num_threads).unwrap();
+        assert_eq!(threads, 3);
     }
 }

@@ -17,7 +17,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
-use std::{fmt, str::FromStr};
+use std::{ffi::OsString, fmt, str::FromStr};
 
 /// The README's example compiles.
 #[cfg(doctest)]
@@ -98,12 +98,11 @@ impl fmt::Debug for Selection {
 /// Opens `wanted`, else the one that `ATTN_BACKEND` names, else the best present (an emulated device is not). A backend that was named is never replaced by another.
 ///
 /// # Errors
-/// [`Error::Unsupported`] if the named backend is absent; [`Error::Parameter`] if `ATTN_BACKEND` names none.
+/// [`Error::Unsupported`] if the named backend is absent; [`Error::Parameter`] if `ATTN_BACKEND` names none, or is not UTF-8.
 pub fn select(wanted: Option<BackendId>) -> Result<Selection, Error> {
-    let named = match (wanted, std::env::var("ATTN_BACKEND")) {
-        (Some(id), _) => Some(id),
-        (None, Ok(name)) if !name.is_empty() => Some(name.parse()?),
-        _ => None,
+    let named = match wanted {
+        Some(id) => Some(id),
+        None => named_backend(std::env::var_os("ATTN_BACKEND"))?,
     };
     if let Some(id) = named {
         return Ok(Selection {
@@ -135,4 +134,44 @@ pub fn select(wanted: Option<BackendId>) -> Result<Selection, Error> {
     }
     let (_, reason) = refused.pop().expect("there is at least one backend");
     Err(reason.into())
+}
+
+/// The backend that a value of `ATTN_BACKEND` names; none if it is unset or empty.
+fn named_backend(value: Option<OsString>) -> Result<Option<BackendId>, Error> {
+    let Some(name) = value.filter(|name| !name.is_empty()) else {
+        return Ok(None);
+    };
+    match name.to_str().map(str::parse) {
+        Some(Ok(id)) => Ok(Some(id)),
+        _ => Err(Error::Parameter {
+            what: "ATTN_BACKEND",
+            given: name.to_string_lossy().into_owned(),
+            allowed: "cuda, wgpu, cpu; leave it unset for the best one here",
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_backends_are_read_or_refused_and_never_ignored() {
+        for id in BackendId::ALL {
+            let name = OsString::from(id.to_string());
+            assert_eq!(named_backend(Some(name)).unwrap(), Some(id));
+        }
+        for unset in [None, Some(OsString::new())] {
+            assert_eq!(named_backend(unset).unwrap(), None);
+        }
+        let refusal = |name: OsString| named_backend(Some(name)).unwrap_err().to_string();
+        let text = refusal("CPU".into());
+        assert!(text.starts_with("ATTN_BACKEND is CPU; allowed"), "{text}");
+        #[cfg(unix)]
+        {
+            use std::os::unix::ffi::OsStringExt;
+            let text = refusal(OsString::from_vec(b"cpu\xff".to_vec()));
+            assert!(text.starts_with("ATTN_BACKEND is cpu\u{fffd}"), "{text}");
+        }
+    }
 }

@@ -1,53 +1,8 @@
 //! The program: what it prints, what it refuses, and with which exit code.
 
-use std::{
-    path::{Path, PathBuf},
-    process::{Command, Output},
-};
+mod program;
 
-use serde_json::Value;
-
-fn attn(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_attn"));
-    for name in ["ATTN_BACKEND", "ATTN_TABLE", "ATTN_CASE"] {
-        command.env_remove(name);
-    }
-    command.args(args);
-    command
-}
-
-fn run(args: &[&str]) -> Output {
-    attn(args).output().expect("attn starts")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-fn json(output: &Output) -> Value {
-    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
-    serde_json::from_slice(&output.stdout).expect("stdout is one JSON value")
-}
-
-/// Misuse: exit code 2, nothing on stdout, and a sentence that says these things.
-fn refused(output: &Output, says: &[&str]) {
-    let error = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{error}");
-    assert!(output.stdout.is_empty(), "{}", text(&output.stdout));
-    for part in says {
-        assert!(error.contains(part), "`{part}` is not in: {error}");
-    }
-}
-
-fn bundled() -> String {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let path = root.join("tests/data/smollm2-decode.safetensors");
-    path.to_str().unwrap().to_owned()
-}
-
-fn temporary(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_TARGET_TMPDIR")).join(name)
-}
+use program::{Folder, attn, bundled, json, refused, run, text};
 
 #[test]
 fn run_prints_a_line_per_format() {
@@ -139,13 +94,12 @@ fn pages_written_are_pages_read() {
         ("fp8/int8-tensor", 0.05),
         ("f16", 1e-6),
     ] {
-        let file = |what: &str| temporary(&format!("{}-{what}.safetensors", kv.replace('/', "-")));
-        let (pages, back, again) = (file("pages"), file("back"), file("again"));
-        let path = |p: &Path| p.to_str().unwrap().to_owned();
+        let folder = Folder::new();
+        let [pages, back, again] = ["pages", "back", "again"].map(|name| folder.path(name));
         let made = json(&run(&[
             "quantize",
             &bundled(),
-            &path(&pages),
+            &pages,
             "--kv",
             kv,
             "--json",
@@ -157,18 +111,11 @@ fn pages_written_are_pages_read() {
                 assert!(error <= limit, "{kv} {layer}");
             }
         }
-        let read = json(&run(&["dequantize", &path(&pages), &path(&back), "--json"]));
+        let read = json(&run(&["dequantize", &pages, &back, "--json"]));
         assert_eq!(read["layers"][5]["tokens"], 2048);
         if kv == "f16" {
             // The data are f16: pages of them lose nothing, and the file says so.
-            let made = json(&run(&[
-                "quantize",
-                &path(&back),
-                &path(&again),
-                "--kv",
-                kv,
-                "--json",
-            ]));
+            let made = json(&run(&["quantize", &back, &again, "--kv", kv, "--json"]));
             assert_eq!(made["layers"][0]["k_error"], 0.0);
             assert_eq!(
                 std::fs::read(&pages).unwrap().len(),
@@ -180,12 +127,8 @@ fn pages_written_are_pages_read() {
 
 #[test]
 fn damaged_pages_are_refused_with_the_layer() {
-    let (pages, bad, out) = (
-        temporary("whole.safetensors"),
-        temporary("bad.safetensors"),
-        temporary("never.safetensors"),
-    );
-    let [pages, bad, out] = [&pages, &bad, &out].map(|p| p.to_str().unwrap().to_owned());
+    let folder = Folder::new();
+    let [pages, bad, out] = ["whole", "bad", "never"].map(|name| folder.path(name));
     json(&run(&[
         "quantize",
         &bundled(),
@@ -227,7 +170,7 @@ fn damaged_pages_are_refused_with_the_layer() {
         "32",
     ]);
     refused(&output, &["int4-channel needs page_size 64 or 128"]);
-    assert!(!Path::new(&out).exists());
+    assert_eq!(folder.names(), ["bad", "whole"]);
 }
 
 #[test]
@@ -256,13 +199,14 @@ fn bench_says_why_a_shape_has_no_figure() {
 
 #[test]
 fn bench_draws_what_it_measured() {
-    let path = temporary("bench.svg");
+    let folder = Folder::new();
+    let path = folder.path("bench.svg");
     let output = run(&[
         "bench",
         "--runs",
         "1",
         "--plot",
-        path.to_str().unwrap(),
+        &path,
         "context/8-2-ctx1024",
         "context/8-2-ctx4096",
     ]);

@@ -1,23 +1,43 @@
 //! The program `attn`: decode attention on real data, from the command line.
+//!
+//! It ends with 0; with 1 if a check or a device failed, or a result is NaN; with 2 and a sentence after misuse or if something cannot be
+//! read, written or printed; and with 141, quietly, if the reader of its output is gone (as a shell reports programs that SIGPIPE ends).
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{
+    env,
+    io::{self, Write},
+    process::ExitCode,
+};
 
 use anyhow::Result;
-use attn::{BackendId, KvFormat};
+use attn::{BackendId, DecodeAttention, Error, Selection, Unsupported};
 use clap::{Parser, Subcommand};
 
 #[path = "../cli/bench.rs"]
 mod bench;
 #[path = "../cli/check.rs"]
 mod check;
+#[path = "../cli/console.rs"]
+mod console;
 #[path = "../cli/data.rs"]
 mod data;
+#[cfg(test)]
+#[path = "../cli/faulty.rs"]
+mod faulty;
+#[path = "../cli/figures.rs"]
+mod figures;
 #[path = "../cli/plot.rs"]
 mod plot;
 #[path = "../cli/quantize.rs"]
 mod quantize;
 #[path = "../cli/run.rs"]
 mod run;
+#[path = "../cli/target.rs"]
+mod target;
+#[path = "../cli/threads.rs"]
+mod threads;
+
+use console::{Console, PrintError};
 
 /// Decode attention over a quantized KV cache.
 #[derive(Parser)]
@@ -25,7 +45,7 @@ mod run;
 struct Args {
     #[command(subcommand)]
     command: Option<Command>,
-    /// Print JSON instead of tables.
+    /// Print JSON instead of tables; a figure that is no number is the string NaN, inf or -inf.
     #[arg(long, global = true)]
     json: bool,
 }
@@ -33,7 +53,7 @@ struct Args {
 #[derive(Subcommand)]
 enum Command {
     /// Decode over real K, V and Q in several formats, beside the exact result (the default).
-    Run(RunArgs),
+    Run(run::RunArgs),
     /// Which backends are here, and why the others are not.
     Devices,
     /// Hold the backends that are here to the conformance table.
@@ -45,76 +65,131 @@ enum Command {
     /// Time named shapes beside a pure read of as many bytes.
     Bench(bench::BenchArgs),
     /// K and V of a safetensors file as pages of a format, in another safetensors file.
-    Quantize {
-        /// A safetensors file with NAME.k and NAME.v, [kv_heads, seq, head_dim], f16, bf16 or f32.
-        input: PathBuf,
-        /// The file to write: NAME.pages, and what else FORMATS.md asks for.
-        output: PathBuf,
-        /// The format, `k/v` or one name.
-        #[arg(long)]
-        kv: KvFormat,
-        /// Tokens per page: 16, 32, 64 or 128.
-        #[arg(long, default_value_t = 64)]
-        page_size: usize,
-    },
+    Quantize(quantize::QuantizeArgs),
     /// The pages of `attn quantize` back as f32 K and V.
-    Dequantize {
-        /// A file that `attn quantize` wrote.
-        input: PathBuf,
-        /// The file to write: NAME.k and NAME.v, [kv_heads, seq, head_dim], f32.
-        output: PathBuf,
-    },
+    Dequantize(quantize::DequantizeArgs),
 }
 
-/// What `attn run` reads and compares.
-#[derive(clap::Args)]
-struct RunArgs {
-    /// A safetensors file with layerNN.{k,v,q,out,lse}; the bundled SmolLM2-135M tensors by default.
-    file: Option<PathBuf>,
-    /// Formats, `k/v` or one name: f16, bf16, fp8, int8, int8-g32, int8-tensor, int4, int4-g1 … int4-g8, int4-channel/int8, …
-    #[arg(long, value_delimiter = ',', default_value = "bf16,fp8,int8,int4")]
-    kv: Vec<KvFormat>,
-    /// cuda, wgpu or cpu; the best present by default.
-    #[arg(long)]
-    backend: Option<BackendId>,
+/// How backends are opened: as the library does it, or as a test needs it.
+struct Backends {
+    open: fn(BackendId) -> Result<Box<dyn DecodeAttention>, Unsupported>,
+    select: fn(Option<BackendId>) -> Result<Selection, Error>,
 }
+
+/// Exit codes.
+const PASSED: u8 = 0;
+const FAILED: u8 = 1;
+const REFUSED: u8 = 2;
+const PIPE_CLOSED: u8 = 141;
 
 fn main() -> ExitCode {
-    let args = Args::parse();
-    match dispatch(args) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("attn: {error:#}");
-            ExitCode::from(2)
+    let (mut out, mut err) = (io::stdout().lock(), io::stderr());
+    let mut console = Console::new(&mut out, &mut err);
+    let here = Backends {
+        open: BackendId::open,
+        select: attn::select,
+    };
+    ExitCode::from(match Args::try_parse() {
+        Ok(args) => {
+            let threads = start_threads(&args);
+            let result = threads.and_then(|()| dispatch(args, &mut console, &here));
+            ending(result, &mut console)
         }
+        Err(usage) if usage.use_stderr() => {
+            let _ = usage.print();
+            REFUSED
+        }
+        // What `--help` and `--version` print is the result.
+        Err(help) => {
+            let printed = help.print().and_then(|()| io::stdout().flush());
+            ending(
+                printed.map(|()| true).map_err(|e| PrintError(e).into()),
+                &mut console,
+            )
+        }
+    })
+}
+
+/// Refuses a wrong number of threads, and starts them for commands that decode on rayon's own pool.
+fn start_threads(args: &Args) -> Result<()> {
+    let asked = threads::asked(env::var_os(threads::VARIABLE).as_deref())?;
+    match args.command {
+        None | Some(Command::Run(_) | Command::Check { .. }) => threads::start(asked),
+        _ => Ok(()),
     }
 }
 
-fn dispatch(args: Args) -> Result<bool> {
-    let default = RunArgs {
-        file: None,
-        kv: ["bf16", "fp8", "int8", "int4"]
-            .iter()
-            .map(|f| f.parse())
-            .collect::<Result<_, _>>()?,
-        backend: None,
-    };
-    match args.command.unwrap_or(Command::Run(default)) {
-        Command::Run(run) => {
-            run::run(run.file.as_deref(), &run.kv, run.backend, args.json).map(|()| true)
+/// The exit code for what a command came to, after a sentence about what went wrong.
+fn ending(result: Result<bool>, console: &mut Console<'_>) -> u8 {
+    let printed = console.flush();
+    match result.and_then(|passed| Ok(printed.map(|()| passed)?)) {
+        Ok(true) => PASSED,
+        Ok(false) => FAILED,
+        Err(error) => match error.downcast_ref::<PrintError>() {
+            Some(print) if print.is_closed_pipe() => PIPE_CLOSED,
+            _ => {
+                console.remark(format_args!("attn: {error:#}"));
+                REFUSED
+            }
+        },
+    }
+}
+
+/// Runs a command; whether what it checked is right.
+fn dispatch(args: Args, console: &mut Console<'_>, backends: &Backends) -> Result<bool> {
+    console.json = args.json;
+    match args.command {
+        None => run::run(&run::RunArgs::default(), console, backends),
+        Some(Command::Run(run)) => run::run(&run, console, backends),
+        Some(Command::Bench(bench)) => bench::bench(&bench, console),
+        Some(Command::Devices) => check::devices(console, backends).map(|()| true),
+        Some(Command::Check { backend }) => check::check(backend, console, backends),
+        Some(Command::Quantize(args)) => quantize::quantize(&args, console).map(|()| true),
+        Some(Command::Dequantize(args)) => quantize::dequantize(&args, console).map(|()| true),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Standard output that fails in one way.
+    struct Broken(io::ErrorKind);
+
+    impl Write for Broken {
+        fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+            Err(self.0.into())
         }
-        Command::Bench(bench) => bench::bench(&bench, args.json),
-        Command::Devices => check::devices(args.json).map(|()| true),
-        Command::Check { backend } => check::check(backend, args.json),
-        Command::Quantize {
-            input,
-            output,
-            kv,
-            page_size,
-        } => quantize::quantize(&input, &output, kv, page_size, args.json).map(|()| true),
-        Command::Dequantize { input, output } => {
-            quantize::dequantize(&input, &output, args.json).map(|()| true)
+
+        fn flush(&mut self) -> io::Result<()> {
+            Err(self.0.into())
+        }
+    }
+
+    #[test]
+    fn endings_have_the_documented_codes() {
+        let end = |result: Result<bool>| {
+            let (mut out, mut err) = (Vec::new(), Vec::new());
+            let code = ending(result, &mut Console::new(&mut out, &mut err));
+            (code, String::from_utf8(err).unwrap())
+        };
+        assert_eq!(end(Ok(true)), (0, String::new()));
+        assert_eq!(end(Ok(false)), (1, String::new()));
+        let sentence = "attn: no such thing\n".to_owned();
+        assert_eq!(end(Err(anyhow::anyhow!("no such thing"))), (2, sentence));
+    }
+
+    #[test]
+    fn a_stream_that_fails_at_the_last_flush_is_noticed() {
+        for (kind, code) in [
+            (io::ErrorKind::BrokenPipe, 141),
+            (io::ErrorKind::StorageFull, 2),
+        ] {
+            let (mut out, mut err) = (Broken(kind), Vec::new());
+            let ended = ending(Ok(true), &mut Console::new(&mut out, &mut err));
+            assert_eq!(ended, code);
+            // The end of a pipe is quiet.
+            assert_eq!(err.is_empty(), code == 141);
         }
     }
 }

@@ -4,7 +4,7 @@
 
 use std::{error::Error as _, path::PathBuf};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use attn::{
     BackendId, Error, KvFormat, Scheme,
     bench::{Measured, Shape, Timer, Timing, shapes},
@@ -14,7 +14,13 @@ use attn_cuda::bench::CudaTimer;
 use attn_wgpu::bench::WgpuTimer;
 use serde_json::{Value, json};
 
-use crate::plot;
+use crate::{
+    console::Console,
+    figures::{gb_per_s, number},
+    plot,
+    target::Target,
+    threads::per_core,
+};
 
 /// What `attn bench` measures.
 #[derive(clap::Args)]
@@ -24,14 +30,14 @@ pub struct BenchArgs {
     /// The backend to time.
     #[arg(long, default_value = "cpu")]
     backend: BackendId,
-    /// Threads of the CPU, several to compare; all by default.
+    /// Threads of the CPU, 1 to 1024, several to compare; one per core by default.
     #[arg(long, value_delimiter = ',')]
     threads: Vec<usize>,
     /// Timed repetitions per shape; by default 30 on the CPU, and as many as its clock needs on a GPU.
-    #[arg(long)]
-    runs: Option<usize>,
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    runs: Option<u32>,
     /// Print names and bytes, and stop.
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["plot", "threads", "runs"])]
     list: bool,
     /// On the CPU, also what takes gigabytes of memory.
     #[arg(long)]
@@ -39,6 +45,9 @@ pub struct BenchArgs {
     /// Also draw latency over context and share of the read over cache size into this SVG file.
     #[arg(long)]
     plot: Option<PathBuf>,
+    /// Replace the file of `--plot` if it exists.
+    #[arg(long, requires = "plot")]
+    force: bool,
 }
 
 /// What a shape took, or why there is no figure.
@@ -65,7 +74,8 @@ pub struct Figures {
 }
 
 impl Figures {
-    fn new(measured: Measured, by_median: bool) -> Self {
+    /// By the medians of a quiet clock, else by the fastest.
+    pub fn new(measured: Measured, by_median: bool) -> Self {
         let of = |timing: Timing| if by_median { timing.median } else { timing.min };
         Figures {
             us: of(measured.step),
@@ -85,19 +95,18 @@ fn timers(args: &BenchArgs) -> Result<Vec<Box<dyn Timer>>> {
         args.threads.is_empty() || args.backend == BackendId::Cpu,
         "--threads is the CPU's; leave it out, or use --backend cpu"
     );
-    ensure!(
-        !args.threads.contains(&0),
-        "--threads 0: at least one thread"
-    );
     match args.backend {
         BackendId::Cpu => {
-            let all = std::thread::available_parallelism().map_or(1, usize::from);
+            let all = [per_core()];
             let named = if args.threads.is_empty() {
-                &[all]
+                &all
             } else {
                 &args.threads[..]
             };
-            let timer = |&threads| Ok(Box::new(CpuTimer::open(threads)?) as Box<dyn Timer>);
+            let timer = |&threads| {
+                let timer = CpuTimer::open(threads).context("--threads")?;
+                Ok(Box::new(timer) as Box<dyn Timer>)
+            };
             named.iter().map(timer).collect()
         }
         BackendId::Cuda => Ok(vec![Box::new(CudaTimer::open()?)]),
@@ -181,7 +190,7 @@ fn line(row: &Row, bf16: Option<f64>) -> String {
             bytes / 1e6,
             f.measured.step.min,
             f.measured.step.median,
-            bytes / f.us / 1e3,
+            gb_per_s(bytes, f.us),
             f.measured.ceiling.min,
             f.measured.ceiling.median,
             f.share() * 100.0,
@@ -200,15 +209,15 @@ fn value(row: &Row, device: &str, bf16: Option<f64>) -> Value {
     let mut put = |name: &str, x: Value| map.insert(name.to_owned(), x);
     match &row.outcome {
         Ok(f) => {
-            put("us", json!(f.us));
-            put("us_min", json!(f.measured.step.min));
-            put("us_median", json!(f.measured.step.median));
-            put("gb_per_s", json!(bytes / f.us / 1e3));
-            put("read_us", json!(f.read_us));
-            put("read_us_min", json!(f.measured.ceiling.min));
-            put("read_us_median", json!(f.measured.ceiling.median));
-            put("share", json!(f.share()));
-            put("bf16_us", json!(bf16));
+            put("us", number(f.us));
+            put("us_min", number(f.measured.step.min));
+            put("us_median", number(f.measured.step.median));
+            put("gb_per_s", number(gb_per_s(bytes, f.us)));
+            put("read_us", number(f.read_us));
+            put("read_us_min", number(f.measured.ceiling.min));
+            put("read_us_median", number(f.measured.ceiling.median));
+            put("share", number(f.share()));
+            put("bf16_us", bf16.map_or(Value::Null, number));
         }
         Err(reason) => {
             put("reason", json!(reason));
@@ -217,16 +226,14 @@ fn value(row: &Row, device: &str, bf16: Option<f64>) -> Value {
     value
 }
 
-fn list(shapes: &[Shape], as_json: bool) {
-    if as_json {
-        let of = |s: &Shape| json!({ "shape": s.to_string(), "bytes": s.bytes() });
-        println!("{}", Value::from_iter(shapes.iter().map(of)));
-        return;
-    }
+fn list(shapes: &[Shape], console: &mut Console<'_>) -> Result<()> {
     for shape in shapes {
-        let name = shape.to_string();
-        println!("{name:44} {:9.1} MB", shape.bytes() as f64 / 1e6);
+        let (name, megabytes) = (shape.to_string(), shape.bytes() as f64 / 1e6);
+        console.table(format_args!("{name:44} {megabytes:9.1} MB"))?;
     }
+    let of = |s: &Shape| json!({ "shape": s.to_string(), "bytes": s.bytes() });
+    console.value(&Value::from_iter(shapes.iter().map(of)))?;
+    Ok(())
 }
 
 /// Figures, or why there are none; and whether the device is sound.
@@ -245,7 +252,7 @@ fn measure(timer: &mut dyn Timer, shape: &Shape, runs: usize, large: bool) -> (O
 }
 
 /// Measures the named shapes and prints one line each; whether no device failed.
-pub fn bench(args: &BenchArgs, as_json: bool) -> Result<bool> {
+pub fn bench(args: &BenchArgs, console: &mut Console<'_>) -> Result<bool> {
     let names = if !args.names.is_empty() {
         args.names.clone()
     } else if args.list {
@@ -255,24 +262,42 @@ pub fn bench(args: &BenchArgs, as_json: bool) -> Result<bool> {
     };
     let shapes = chosen(&names)?;
     if args.list {
-        list(&shapes, as_json);
+        list(&shapes, console)?;
         return Ok(true);
     }
+    // Refused before hours of measuring, not after.
+    let plot = args.plot.as_deref();
+    let plot = plot.map(|path| Target::new(path, args.force, None));
+    let plot = plot.transpose()?;
     let mut timers = timers(args)?;
     let devices: Vec<String> = timers.iter().map(|timer| timer.device()).collect();
+    let (rows, healthy) = measure_all(&mut timers, &shapes, args, console)?;
+    if let Some(plot) = plot {
+        plot.write(plot::svg(&devices, &rows)?.as_bytes())?;
+    }
+    Ok(healthy)
+}
+
+/// Measures shapes by each timer and prints them; whether no device failed.
+fn measure_all(
+    timers: &mut [Box<dyn Timer>],
+    shapes: &[Shape],
+    args: &BenchArgs,
+    console: &mut Console<'_>,
+) -> Result<(Vec<Row>, bool)> {
     let (mut rows, mut values, mut healthy) = (Vec::new(), Vec::new(), true);
     for (device, timer) in timers.iter_mut().enumerate() {
-        let runs = args.runs.unwrap_or(timer.runs());
-        if !as_json {
-            let figure = if timer.by_median() {
-                "medians"
-            } else {
-                "fastest"
-            };
-            let name = &devices[device];
-            println!("{name}; {runs} repetitions, caches cold, rates of the {figure}\n\n{HEADER}");
-        }
-        for shape in &shapes {
+        let runs = args.runs.map_or(timer.runs(), |runs| runs as usize);
+        let name = timer.device();
+        let figure = if timer.by_median() {
+            "medians"
+        } else {
+            "fastest"
+        };
+        console.table(format_args!(
+            "{name}; {runs} repetitions, caches cold, rates of the {figure}\n\n{HEADER}"
+        ))?;
+        for shape in shapes {
             let (outcome, sound) = measure(&mut **timer, shape, runs, args.large);
             healthy &= sound;
             let row = Row {
@@ -281,19 +306,198 @@ pub fn bench(args: &BenchArgs, as_json: bool) -> Result<bool> {
                 outcome,
             };
             let bf16 = bf16_us(&rows, &row);
-            if as_json {
-                values.push(value(&row, &devices[device], bf16));
-            } else {
-                println!("{}", line(&row, bf16));
-            }
+            console.table(line(&row, bf16))?;
+            values.push(value(&row, &name, bf16));
             rows.push(row);
         }
     }
-    if as_json {
-        println!("{}", json!(values));
+    console.value(&json!(values))?;
+    Ok((rows, healthy))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        bench: BenchArgs,
     }
-    if let Some(path) = &args.plot {
-        plot::draw(path, &devices, &rows)?;
+
+    fn args(words: &[&str]) -> BenchArgs {
+        Line::parse_from([&["bench"], words].concat()).bench
     }
-    Ok(healthy)
+
+    /// A timer with figures by format, or with an error.
+    struct Fake(fn(&Shape) -> Result<Measured, Error>);
+
+    impl Timer for Fake {
+        fn device(&self) -> String {
+            "a fake".to_owned()
+        }
+
+        fn runs(&self) -> usize {
+            7
+        }
+
+        fn most_bytes(&self) -> usize {
+            100_000_000
+        }
+
+        fn measure(&mut self, shape: &Shape, _: usize) -> Result<Measured, Error> {
+            (self.0)(shape)
+        }
+    }
+
+    /// Steps of 100 (median 200) µs and reads of 40 (50) µs; half as fast in bf16.
+    fn known(shape: &Shape) -> Result<Measured, Error> {
+        let slow = shape.format == KvFormat::same(Scheme::Bf16);
+        let by = if slow { 2.0 } else { 1.0 };
+        let timing = |min, median| Timing {
+            min: min * by,
+            median: median * by,
+        };
+        Ok(Measured {
+            step: timing(100.0, 200.0),
+            ceiling: timing(40.0, 50.0),
+        })
+    }
+
+    fn measured(
+        measure: fn(&Shape) -> Result<Measured, Error>,
+        words: &[&str],
+        json: bool,
+    ) -> (String, bool) {
+        let (mut out, mut err) = (Vec::new(), Vec::new());
+        let mut console = Console::new(&mut out, &mut err);
+        console.json = json;
+        let args = args(words);
+        let shapes = chosen(&args.names).unwrap();
+        let mut timers = vec![Box::new(Fake(measure)) as Box<dyn Timer>];
+        let (_, healthy) = measure_all(&mut timers, &shapes, &args, &mut console).unwrap();
+        (String::from_utf8(out).unwrap(), healthy)
+    }
+
+    const NAMES: [&str; 2] = ["single/32-8-ctx1024/bf16", "single/32-8-ctx1024/int8"];
+
+    #[test]
+    fn lines_have_the_rates_of_the_medians_and_the_share_of_the_read() {
+        let (table, healthy) = measured(known, &NAMES, false);
+        assert!(healthy);
+        assert!(table.starts_with("a fake; 7 repetitions, caches cold, rates of the medians"));
+        // 8 KV heads × 1024 tokens × (K and V) × (128 codes and a scale of 2 bytes) = 2.13 MB; in 200 µs.
+        let int8 = "| single/32-8-ctx1024/int8 | 2.1 | 100.0 | 200.0 | 10.6 | 40.0 | 50.0 | 25 % | 400.0 |";
+        let bf16 =
+            "| single/32-8-ctx1024/bf16 | 4.2 | 200.0 | 400.0 | 10.5 | 80.0 | 100.0 | 25 % | – |";
+        assert!(table.contains(int8) && table.contains(bf16), "{table}");
+    }
+
+    #[test]
+    fn json_has_the_same_figures() {
+        let (text, _) = measured(known, &NAMES, true);
+        let rows: Value = serde_json::from_str(&text).unwrap();
+        let row = &rows[1];
+        assert_eq!(row["shape"], NAMES[1]);
+        for (key, want) in [
+            ("bytes", 2_129_920.0),
+            ("us", 200.0),
+            ("us_min", 100.0),
+            ("us_median", 200.0),
+            ("gb_per_s", 10.6496),
+            ("read_us", 50.0),
+            ("read_us_min", 40.0),
+            ("read_us_median", 50.0),
+            ("share", 0.25),
+            ("bf16_us", 400.0),
+        ] {
+            assert_eq!(row[key], want, "{key}");
+        }
+        // Without bf16 beside it there is nothing to compare with.
+        let (text, _) = measured(known, &NAMES[1..], true);
+        let rows: Value = serde_json::from_str(&text).unwrap();
+        assert!(rows[0]["bf16_us"].is_null(), "{rows}");
+    }
+
+    #[test]
+    fn figures_are_of_the_fastest_where_the_clock_is_not_quiet() {
+        let shape = &chosen(&[NAMES[1].to_owned()]).unwrap()[0];
+        let figures = Figures::new(known(shape).unwrap(), false);
+        assert_eq!((figures.us, figures.read_us), (100.0, 40.0));
+        assert_eq!(figures.share(), 0.4);
+    }
+
+    #[test]
+    fn figures_that_are_no_numbers_are_json_strings() {
+        let none = |_: &Shape| {
+            let timing = |us| Timing {
+                min: us,
+                median: us,
+            };
+            Ok(Measured {
+                step: timing(0.0),
+                ceiling: timing(0.0),
+            })
+        };
+        let (text, _) = measured(none, &NAMES[1..], true);
+        let rows: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(
+            (&rows[0]["share"], &rows[0]["gb_per_s"]),
+            (&json!("NaN"), &json!("inf"))
+        );
+    }
+
+    #[test]
+    fn shapes_without_figures_say_why_and_only_a_failed_device_is_a_failure() {
+        let large = ["gqa8/batch512/int8"];
+        let (table, healthy) = measured(known, &large, false);
+        assert!(healthy && table.contains("GB; add --large |"), "{table}");
+        let (table, _) = measured(known, &["gqa8/batch512/int8", "--large"], false);
+        assert!(table.contains("| 25 % |"), "{table}");
+
+        let refused = |_: &Shape| {
+            Err(Error::Parameter {
+                what: "it",
+                given: "this".to_owned(),
+                allowed: "that",
+            })
+        };
+        let (table, healthy) = measured(refused, &NAMES, false);
+        assert!(
+            healthy && table.contains("| it is this; allowed: that |"),
+            "{table}"
+        );
+
+        let lost = |_: &Shape| {
+            Err(Error::Device {
+                backend: "fake",
+                doing: "a launch",
+                source: "it is gone".into(),
+            })
+        };
+        let (table, healthy) = measured(lost, &NAMES, false);
+        assert!(
+            !healthy && table.contains("| fake: a launch failed: it is gone |"),
+            "{table}"
+        );
+    }
+
+    #[test]
+    fn names_choose_one_shape_or_all_that_contain_them() {
+        let names = |names: &[&str]| -> Vec<String> {
+            let names: Vec<_> = names.iter().map(|&n| n.to_owned()).collect();
+            let shapes = chosen(&names).unwrap();
+            shapes.iter().map(Shape::to_string).collect()
+        };
+        // A whole name is that shape alone, though int8 begins int8-g32.
+        assert_eq!(
+            names(&["single/32-8-ctx8192/int8"]),
+            ["single/32-8-ctx8192/int8"]
+        );
+        assert_eq!(names(&["single/32-8-ctx8192/int8-"]).len(), 2);
+        assert_eq!(names(&["context/", "context/"]).len(), 6);
+        assert!(chosen(&["no-such".to_owned()]).is_err());
+    }
 }

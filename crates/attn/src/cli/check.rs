@@ -2,8 +2,11 @@
 
 use anyhow::Result;
 use attn::{BackendId, DecodeAttention, KvFormat, Problem, Scheme, problem::HEAD_DIMS};
+use attn_conformance::Report;
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::json;
+use serde_json::{Value, json};
+
+use crate::{Backends, console::Console};
 
 /// What a backend has kernels for, asked of itself: formats at head_dim 128, and the head_dims of `int8`.
 fn kernels(backend: &dyn DecodeAttention) -> (Vec<String>, Vec<usize>) {
@@ -29,99 +32,178 @@ fn kernels(backend: &dyn DecodeAttention) -> (Vec<String>, Vec<usize>) {
 }
 
 /// Prints every backend: its device and kernels, or why it is not available.
-pub fn devices(as_json: bool) -> Result<()> {
+pub fn devices(console: &mut Console<'_>, backends: &Backends) -> Result<()> {
     let mut rows = Vec::new();
     for id in BackendId::ALL {
         let name = id.to_string();
-        match id.open() {
+        match (backends.open)(id) {
             Ok(backend) => {
                 let device = backend.device();
                 let (formats, head_dims) = kernels(&*backend);
-                if !as_json {
-                    let dims: Vec<_> = head_dims.iter().map(usize::to_string).collect();
-                    println!("{name:5} available: {} ({})", device.name, device.detail);
-                    println!("      formats {}", formats.join(", "));
-                    println!("      head_dims {}", dims.join(", "));
-                }
+                let dims: Vec<_> = head_dims.iter().map(usize::to_string).collect();
+                console.table(format_args!(
+                    "{name:5} available: {} ({})\n      formats {}\n      head_dims {}",
+                    device.name,
+                    device.detail,
+                    formats.join(", "),
+                    dims.join(", ")
+                ))?;
                 rows.push(json!({
                     "backend": name, "available": true, "device": device.name, "detail": device.detail,
                     "formats": formats, "head_dims": head_dims,
                 }));
             }
             Err(reason) => {
-                if !as_json {
-                    println!("{name:5} not available: {reason}");
-                }
+                console.table(format_args!("{name:5} not available: {reason}"))?;
                 rows.push(
                     json!({ "backend": name, "available": false, "reason": reason.to_string() }),
                 );
             }
         }
     }
-    if as_json {
-        println!("{}", json!(rows));
-    }
+    console.value(&json!(rows))?;
     Ok(())
 }
 
 /// Runs the conformance table over one or every backend that is here; whether all passed.
-pub fn check(only: Option<BackendId>, as_json: bool) -> Result<bool> {
-    let reference = attn_cpu::Reference::new();
+pub fn check(
+    only: Option<BackendId>,
+    console: &mut Console<'_>,
+    backends: &Backends,
+) -> Result<bool> {
     let (mut all_passed, mut rows) = (true, Vec::new());
     for id in BackendId::ALL
         .into_iter()
         .filter(|id| only.is_none_or(|o| o == *id))
     {
-        let backend = match id.open() {
+        let backend = match (backends.open)(id) {
             Ok(backend) => backend,
             Err(reason) if only.is_some() => return Err(reason.into()),
             Err(reason) => {
-                eprintln!("skipped: {reason}");
+                console.remark(format_args!("skipped: {reason}"));
                 continue;
             }
         };
-        let (cases, threads) = attn_conformance::cases_from_env(&*backend)?;
-        // Drawn on stderr, and only where that is a terminal.
-        let bar = ProgressBar::no_length()
-            .with_prefix(id.to_string())
-            .with_style(ProgressStyle::with_template(
-                "{prefix} {wide_bar} {pos}/{len} cases, {eta} left",
-            )?);
-        let report = attn_conformance::check_table(
-            &reference,
-            &*backend,
-            &cases,
-            threads,
-            &mut |done, of| {
-                bar.set_length(of as u64);
-                bar.set_position(done as u64);
-            },
-        );
-        bar.finish_and_clear();
+        let report = hold_to_table(id, &*backend)?;
         all_passed &= report.failures.is_empty();
         for failure in &report.failures {
-            eprintln!("failed: {failure}");
+            console.remark(format_args!("failed: {failure}"));
         }
         for refusal in &report.refusals {
-            eprintln!("no kernel: {refusal}");
+            console.remark(format_args!("no kernel: {refusal}"));
         }
-        if !as_json {
-            println!(
-                "{id}: {} cases, {} without a kernel, {} failures; digest integer {:016x} float {:016x}",
-                report.cases,
-                report.refusals.len(),
-                report.failures.len(),
-                report.integer_digest,
-                report.float_digest
-            );
-        }
-        rows.push(json!({
-            "backend": id.to_string(), "cases": report.cases, "failures": report.failures, "no_kernel": report.refusals,
-            "integer_digest": format!("{:016x}", report.integer_digest), "float_digest": format!("{:016x}", report.float_digest),
-        }));
+        console.table(line(id, &report))?;
+        rows.push(value(id, &report));
     }
-    if as_json {
-        println!("{}", json!(rows));
-    }
+    console.value(&json!(rows))?;
     Ok(all_passed)
+}
+
+/// Runs the cases that the environment asks for, with a bar on stderr where that is a terminal.
+fn hold_to_table(id: BackendId, backend: &dyn DecodeAttention) -> Result<Report> {
+    let (cases, threads) = attn_conformance::cases_from_env(backend)?;
+    let bar = ProgressBar::no_length()
+        .with_prefix(id.to_string())
+        .with_style(ProgressStyle::with_template(
+            "{prefix} {wide_bar} {pos}/{len} cases, {eta} left",
+        )?);
+    let report = attn_conformance::check_table(
+        &attn_cpu::Reference::new(),
+        backend,
+        &cases,
+        threads,
+        &mut |done, of| {
+            bar.set_length(of as u64);
+            bar.set_position(done as u64);
+        },
+    );
+    bar.finish_and_clear();
+    Ok(report)
+}
+
+fn line(id: BackendId, report: &Report) -> String {
+    format!(
+        "{id}: {} cases, {} without a kernel, {} failures; digest integer {:016x} float {:016x}",
+        report.cases,
+        report.refusals.len(),
+        report.failures.len(),
+        report.integer_digest,
+        report.float_digest
+    )
+}
+
+fn value(id: BackendId, report: &Report) -> Value {
+    json!({
+        "backend": id.to_string(), "cases": report.cases, "failures": report.failures, "no_kernel": report.refusals,
+        "integer_digest": format!("{:016x}", report.integer_digest), "float_digest": format!("{:016x}", report.float_digest),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use attn::Unsupported;
+
+    use super::*;
+    use crate::faulty::{Fault, Faulty, program};
+
+    /// The CPU alone, spoilt.
+    fn spoilt(id: BackendId, fault: Fault) -> Result<Box<dyn DecodeAttention>, Unsupported> {
+        match id {
+            BackendId::Cpu => Ok(Faulty::open(fault)),
+            _ => Err(Unsupported::Absent {
+                backend: "gpu",
+                reason: "none".to_owned(),
+                next_step: "use another".to_owned(),
+            }),
+        }
+    }
+
+    fn check_with(
+        open: fn(BackendId) -> Result<Box<dyn DecodeAttention>, Unsupported>,
+    ) -> (u8, Value, String) {
+        let backends = Backends {
+            open,
+            select: attn::select,
+        };
+        let (code, out, err) = program(&["check", "--json"], &backends);
+        (code, serde_json::from_str(&out).expect("JSON"), err)
+    }
+
+    #[test]
+    fn a_backend_that_is_right_passes_and_absent_ones_are_named() {
+        let (code, rows, err) = check_with(|id| spoilt(id, |_, _| ()));
+        assert_eq!(code, 0, "{err}");
+        assert_eq!(rows[0]["failures"], json!([]));
+        assert_eq!(err.matches("skipped: gpu: none").count(), 2, "{err}");
+    }
+
+    #[test]
+    fn failures_end_the_program_with_1() {
+        // One bit, NaN in an output, NaN in a log-sum-exp.
+        let flipped =
+            check_with(|id| spoilt(id, |out, _| out[0] = f32::from_bits(out[0].to_bits() ^ 1)));
+        let nan = check_with(|id| spoilt(id, |out, _| out[0] = f32::NAN));
+        let nan_lse = check_with(|id| spoilt(id, |_, lse| lse[0] = f32::NAN));
+        for (code, rows, err) in [flipped, nan, nan_lse] {
+            assert_eq!(code, 1, "{rows}");
+            let failures = rows[0]["failures"].as_array().unwrap().len();
+            assert!(failures > 0, "{rows}");
+            assert_eq!(err.matches("failed: seed ").count(), failures, "{err}");
+        }
+    }
+
+    #[test]
+    fn the_line_counts_cases_refusals_and_failures() {
+        let report = Report {
+            cases: 30,
+            failures: vec!["one".to_owned()],
+            refusals: vec!["two".to_owned(), "three".to_owned()],
+            integer_digest: 0xab,
+            float_digest: 0xcd,
+        };
+        assert_eq!(
+            line(BackendId::Cpu, &report),
+            "cpu: 30 cases, 2 without a kernel, 1 failures; digest integer 00000000000000ab float 00000000000000cd"
+        );
+    }
 }

@@ -57,6 +57,9 @@ pub fn names(tensors: &SafeTensors<'_>, suffix: &str) -> Vec<String> {
     names
 }
 
+/// The least static scale that a cache takes: that of a head of zeros.
+const LEAST_SCALE: f32 = 1e-15;
+
 /// Static scales per KV head that map the largest magnitude to the largest code.
 pub fn tensor_scales(scheme: Scheme, x: &[f32], heads: usize, head_dim: usize) -> Vec<f32> {
     let largest = if scheme == Scheme::Fp8E4m3 {
@@ -71,7 +74,9 @@ pub fn tensor_scales(scheme: Scheme, x: &[f32], heads: usize, head_dim: usize) -
     if !scheme.has_tensor_scale() {
         return Vec::new();
     }
-    (0..heads).map(|h| (amax(h) / largest).max(1e-20)).collect()
+    (0..heads)
+        .map(|h| (amax(h) / largest).max(LEAST_SCALE))
+        .collect()
 }
 
 /// K and V of all layers of a file.
@@ -145,6 +150,10 @@ fn kv(tensors: &SafeTensors<'_>, name: String) -> Result<Kv> {
         bail!("{name}.k is {k_shape:?}; it must be [kv_heads, seq, head_dim]")
     };
     ensure!(
+        !k_shape.contains(&0),
+        "{name}.k is {k_shape:?}; it needs at least one KV head, one token and one dim"
+    );
+    ensure!(
         v_shape == k_shape,
         "{name}.v is {v_shape:?}, but {name}.k is {k_shape:?}; K and V need the same shape"
     );
@@ -186,4 +195,34 @@ fn layer(tensors: &SafeTensors<'_>, kv: Kv) -> Result<Layer> {
         q_len,
         q_heads,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn static_scales_map_each_heads_largest_magnitude_to_the_largest_code() {
+        // Two tokens of two heads of two dims.
+        let x = [1.0, -448.0, 12.7, 0.0, 2.0, 3.0, -127.0, 1.0];
+        let scales = |scheme| tensor_scales(scheme, &x, 2, 2);
+        assert_eq!(scales(Scheme::Fp8E4m3), [1.0, 127.0 / 448.0]);
+        let format: attn::KvFormat = "int8-tensor".parse().unwrap();
+        assert_eq!(scales(format.k), [448.0 / 127.0, 1.0]);
+        let format: attn::KvFormat = "int8".parse().unwrap();
+        assert!(scales(format.k).is_empty());
+        // A head of zeros has a scale all the same.
+        assert_eq!(tensor_scales(Scheme::Fp8E4m3, &[0.0; 4], 2, 2), [1e-15; 2]);
+    }
+
+    #[test]
+    fn bundled_layers_have_the_shapes_of_their_model() {
+        let (layers, scale) = load(None).unwrap();
+        assert_eq!((layers.len(), scale), (6, 0.125));
+        for layer in &layers {
+            let kv = &layer.kv;
+            assert_eq!((kv.kv_heads, kv.seq, kv.head_dim), (3, 2048, 64));
+            assert_eq!((layer.q_len, layer.q_heads), (8, 9));
+        }
+    }
 }

@@ -1,8 +1,8 @@
 //! `attn bench --plot`: latency over context, and share of the read ceiling over cache size, as one SVG file.
 
-use std::{fs, ops::Range, path::Path};
+use std::ops::Range;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Result, anyhow, ensure};
 use attn::{
     KvFormat,
     bench::{Place, Work},
@@ -70,6 +70,10 @@ fn curves(
         let Some((mut label, point)) = of(row) else {
             continue;
         };
+        // Axes have no place for a figure that is zero, infinite or NaN.
+        if ![point.0, point.1].iter().all(|x| x.is_normal() && *x > 0.0) {
+            continue;
+        }
         if devices.len() > 1 {
             // What distinguishes a device from the others of a run is its last word.
             let last = devices[row.device].rsplit(", ").next().unwrap_or_default();
@@ -207,8 +211,8 @@ where
     Ok(())
 }
 
-/// Writes both charts.
-pub fn draw(path: &Path, devices: &[String], rows: &[Row]) -> Result<()> {
+/// Both charts as the text of an SVG file.
+pub fn svg(devices: &[String], rows: &[Row]) -> Result<String> {
     let (latency, share) = (latency(devices, rows), share(devices, rows));
     ensure!(
         !latency.is_empty() || !share.is_empty(),
@@ -244,9 +248,174 @@ pub fn draw(path: &Path, devices: &[String], rows: &[Row]) -> Result<()> {
                 x: "MiB of cache",
                 y: "%",
             };
-            chart(&right, &words, 0.0..110.0, &share, &colours)?;
+            let most = share.iter().flat_map(|c| &c.points).map(|p| p.1);
+            let top = most.fold(105.0, f64::max) + 5.0;
+            chart(&right, &words, 0.0..top, &share, &colours)?;
         }
         root.present().map_err(|e| failed(&e))?;
     }
-    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use attn::bench::{Measured, Shape, Timing, shapes};
+
+    use super::*;
+    use crate::bench::Figures;
+
+    fn shape(name: &str) -> Shape {
+        let found = shapes().into_iter().find(|s| s.to_string() == name);
+        found.unwrap_or_else(|| panic!("{name} is a preset"))
+    }
+
+    /// A row whose step took `us` and whose read `read_us`.
+    fn row(device: usize, name: &str, us: f64, read_us: f64) -> Row {
+        let timing = |us| Timing {
+            min: us,
+            median: us,
+        };
+        let measured = Measured {
+            step: timing(us),
+            ceiling: timing(read_us),
+        };
+        Row {
+            device,
+            shape: shape(name),
+            outcome: Ok(Figures::new(measured, true)),
+        }
+    }
+
+    fn devices() -> Vec<String> {
+        vec!["cpu: avx2, 2 threads".to_owned()]
+    }
+
+    /// Rows whose contexts do not come in order.
+    fn rows() -> Vec<Row> {
+        vec![
+            row(0, "context/8-2-ctx4096/int8", 80.0, 40.0),
+            row(0, "context/8-2-ctx16384/int8", 200.0, 150.0),
+            row(0, "context/8-2-ctx1024/int8", 50.0, 10.0),
+        ]
+    }
+
+    fn points(curves: &[Curve]) -> Vec<(&str, &[(f64, f64)])> {
+        curves
+            .iter()
+            .map(|c| (c.label.as_str(), &c.points[..]))
+            .collect()
+    }
+
+    #[test]
+    fn latency_is_microseconds_over_tokens_in_the_order_of_tokens() {
+        let curves = latency(&devices(), &rows());
+        let want = [(1024.0, 50.0), (4096.0, 80.0), (16384.0, 200.0)];
+        assert_eq!(points(&curves), [("8/2 int8", &want[..])]);
+    }
+
+    #[test]
+    fn share_is_percent_of_the_read_over_mebibytes() {
+        let curves = share(&devices(), &rows());
+        // 520 bytes per token: two KV heads, K and V, 128 codes and a scale of 2 bytes.
+        let mib = |tokens: f64| tokens * 520.0 / 1_048_576.0;
+        let want = [
+            (mib(1024.0), 20.0),
+            (mib(4096.0), 50.0),
+            (mib(16384.0), 75.0),
+        ];
+        assert_eq!(points(&curves), [("int8", &want[..])]);
+    }
+
+    #[test]
+    fn rows_without_a_place_on_the_axes_are_left_out() {
+        let mut rows = rows();
+        rows[0] = row(0, "context/8-2-ctx4096/int8", f64::NAN, 40.0);
+        rows[1] = row(0, "context/8-2-ctx16384/int8", 0.0, 1.0);
+        rows.push(row(0, "append/append/int8", 1.0, 1.0));
+        rows.push(Row {
+            outcome: Err("too large".to_owned()),
+            ..row(0, "context/8-2-ctx65536/int8", 1.0, 1.0)
+        });
+        let curves = share(&devices(), &rows);
+        assert_eq!((curves.len(), curves[0].points.len()), (1, 1));
+        // One point is no curve.
+        assert!(latency(&devices(), &rows).is_empty());
+        let text = svg(&devices(), &rows[..1]).unwrap_err().to_string();
+        assert!(text.contains("nothing to draw"), "{text}");
+    }
+
+    #[test]
+    fn devices_have_curves_of_their_own_named_by_their_last_word() {
+        let devices = ["cpu: avx2, 1 thread", "cpu: avx2, 2 threads"].map(str::to_owned);
+        let mut rows = rows();
+        rows.push(row(1, "context/8-2-ctx1024/int8", 30.0, 10.0));
+        rows.push(row(1, "context/8-2-ctx4096/int8", 60.0, 40.0));
+        let curves = latency(&devices, &rows);
+        let labels: Vec<_> = curves.iter().map(|c| c.label.as_str()).collect();
+        assert_eq!(labels, ["8/2 int8, 1 thread", "8/2 int8, 2 threads"]);
+        assert_eq!((curves[0].points.len(), curves[1].points.len()), (3, 2));
+    }
+
+    /// An attribute of an SVG element.
+    fn attribute(element: &str, name: &str) -> f64 {
+        let start = element.find(&format!(" {name}=\"")).expect("the attribute");
+        let value = element[start..].split('"').nth(1).expect("a value");
+        value.parse().expect("a number")
+    }
+
+    /// Centres of the marks, in the order of the file.
+    fn marks(svg: &str) -> Vec<(f64, f64)> {
+        svg.split("<circle")
+            .skip(1)
+            .map(|element| (attribute(element, "cx"), attribute(element, "cy")))
+            .collect()
+    }
+
+    #[test]
+    fn marks_stand_where_their_figures_belong() {
+        let svg = svg(&devices(), &rows()).unwrap();
+        let marks = marks(&svg);
+        let (left, right) = marks.split_at(3);
+        assert_eq!(right.len(), 3);
+        for (chart, side) in [(left, 0.0..750.0), (right, 750.0..1500.0)] {
+            assert!(chart.iter().all(|mark| side.contains(&mark.0)), "{chart:?}");
+            // More tokens stand to the right; more µs, or a greater share, higher up, where y is less.
+            for pair in chart.windows(2) {
+                assert!(pair[0].0 < pair[1].0 && pair[0].1 > pair[1].1, "{chart:?}");
+            }
+        }
+        // The axes of tokens are logarithmic: both steps are fourfold. So are those of µs.
+        let step = |i: usize| left[i + 1].0 - left[i].0;
+        assert!((step(0) - step(1)).abs() <= 2.0, "{left:?}");
+        let rise = |i: usize| left[i].1 - left[i + 1].1;
+        let expected = (200f64 / 80.0).ln() / (80f64 / 50.0).ln();
+        assert!((rise(1) / rise(0) - expected).abs() < 0.05, "{left:?}");
+        // Shares are linear: 20, 50, 75 %.
+        let rise = |i: usize| right[i].1 - right[i + 1].1;
+        assert!((rise(0) / rise(1) - 30.0 / 25.0).abs() < 0.05, "{right:?}");
+        for text in [
+            "tokens cached",
+            "µs",
+            "MiB of cache",
+            "%",
+            "8/2 int8",
+            "4Ki",
+        ] {
+            assert!(svg.contains(text), "{text}");
+        }
+    }
+
+    #[test]
+    fn shares_above_100_percent_stay_inside_the_chart() {
+        let mut rows = rows();
+        rows[1] = row(0, "context/8-2-ctx16384/int8", 100.0, 300.0);
+        let svg = svg(&devices(), &rows).unwrap();
+        assert!(marks(&svg).iter().all(|mark| mark.1 > 20.0), "{svg}");
+    }
+
+    #[test]
+    fn numbers_on_axes_are_short() {
+        let all = [0.25, 3.0, 512.0, 1000.0, 2048.0, 3_145_728.0].map(short);
+        assert_eq!(all, ["0.25", "3", "512", "1000", "2Ki", "3Mi"]);
+    }
 }

@@ -2,19 +2,57 @@
 //!
 //! Per layer NAME: `NAME.pages` U8 `[pages, page_bytes]`; `NAME.tail` U8, the tail page of an open int4-channel page; `NAME.k_scales`,
 //! `NAME.v_scales` F32 `[num_kv_heads]` for static scales. Metadata: `attn` = `pages 1`, `kv`, `page_size`, and per NAME a JSON object with
-//! `tokens`, `num_kv_heads`, `head_dim`. The bytes are those of FORMATS.md.
+//! `tokens`, `num_kv_heads`, `head_dim`; so no layer can be called `attn`, `kv` or `page_size`. The bytes are those of FORMATS.md.
 
-use std::{collections::HashMap, path::Path};
+use std::{collections::HashMap, path::PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use attn::{CacheConfig, HostPages, KvCache, KvFormat, convert};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::{Value, json};
 
-use crate::data::{Kv, load_kv, names, parse, read, tensor_scales};
+use crate::{
+    console::Console,
+    data::{Kv, load_kv, names, parse, read, tensor_scales},
+    figures::{Difference, number},
+    target::Target,
+};
+
+/// What `attn quantize` reads and writes.
+#[derive(clap::Args)]
+pub struct QuantizeArgs {
+    /// A safetensors file with NAME.k and NAME.v, [kv_heads, seq, head_dim], f16, bf16 or f32.
+    input: PathBuf,
+    /// The file to write: NAME.pages, and what else FORMATS.md asks for.
+    output: PathBuf,
+    /// The format, `k/v` or one name.
+    #[arg(long)]
+    kv: KvFormat,
+    /// Tokens per page: 16, 32, 64 or 128.
+    #[arg(long, default_value_t = 64)]
+    page_size: usize,
+    /// Replace the output if it exists.
+    #[arg(long)]
+    force: bool,
+}
+
+/// What `attn dequantize` reads and writes.
+#[derive(clap::Args)]
+pub struct DequantizeArgs {
+    /// A file that `attn quantize` wrote.
+    input: PathBuf,
+    /// The file to write: NAME.k and NAME.v, [kv_heads, seq, head_dim], f32.
+    output: PathBuf,
+    /// Replace the output if it exists.
+    #[arg(long)]
+    force: bool,
+}
 
 /// What the metadata's `attn` says.
 const KIND: &str = "pages 1";
+
+/// Keys of the metadata that are no layers.
+const SETTINGS: [&str; 3] = ["attn", "kv", "page_size"];
 
 /// Tensors to write, each with its type, shape and bytes.
 type Tensors = Vec<(String, Dtype, Vec<usize>, Vec<u8>)>;
@@ -23,7 +61,7 @@ fn f32_bytes(x: &[f32]) -> Vec<u8> {
     x.iter().flat_map(|v| v.to_le_bytes()).collect()
 }
 
-fn write(path: &Path, tensors: Tensors, metadata: HashMap<String, String>) -> Result<u64> {
+fn write(target: &Target, tensors: Tensors, metadata: HashMap<String, String>) -> Result<u64> {
     let views = tensors
         .iter()
         .map(|(name, dtype, shape, bytes)| {
@@ -31,118 +69,120 @@ fn write(path: &Path, tensors: Tensors, metadata: HashMap<String, String>) -> Re
         })
         .collect::<Result<Vec<_>>>()?;
     let bytes = safetensors::serialize(views, Some(metadata))?;
-    std::fs::write(path, &bytes).with_context(|| {
-        format!(
-            "cannot write {}; check that its folder exists and is writable",
-            path.display()
-        )
-    })?;
+    target.write(&bytes)?;
     Ok(bytes.len() as u64)
 }
 
-fn refuse_same(input: &Path, output: &Path) -> Result<()> {
-    let same = input.canonicalize().ok().zip(output.canonicalize().ok());
-    ensure!(
-        same.is_none_or(|(a, b)| a != b),
-        "{} is both input and output; write to another file",
-        input.display()
-    );
-    Ok(())
+/// A quantized layer: what is printed of it.
+struct Row {
+    layer: String,
+    tokens: usize,
+    bytes: usize,
+    k_error: f64,
+    v_error: f64,
 }
 
-/// Relative L2 difference.
-fn relative(got: &[f32], want: &[f32]) -> f64 {
-    let (mut error, mut norm) = (0.0, 0.0);
-    for (a, b) in got.iter().zip(want) {
-        error += f64::from(a - b).powi(2);
-        norm += f64::from(*b).powi(2);
+impl Row {
+    fn line(&self) -> String {
+        format!(
+            "| {} | {} | {} | {:.3} % | {:.3} % |",
+            self.layer,
+            self.tokens,
+            self.bytes,
+            self.k_error * 100.0,
+            self.v_error * 100.0
+        )
     }
-    if norm == 0.0 {
-        error.sqrt()
-    } else {
-        (error / norm).sqrt()
+
+    fn value(&self) -> Value {
+        json!({
+            "layer": self.layer, "tokens": self.tokens, "bytes": self.bytes,
+            "k_error": number(self.k_error), "v_error": number(self.v_error),
+        })
     }
 }
 
-/// Quantizes K and V of every layer of `input` into pages in `output`.
-pub fn quantize(
-    input: &Path,
-    output: &Path,
-    format: KvFormat,
-    page_size: usize,
-    as_json: bool,
-) -> Result<()> {
-    refuse_same(input, output)?;
-    let layers = load_kv(&read(input)?)?;
-    let mut metadata = HashMap::from([
-        ("attn".to_owned(), KIND.to_owned()),
-        ("kv".to_owned(), format.to_string()),
-        ("page_size".to_owned(), page_size.to_string()),
-    ]);
+/// Quantizes K and V of every layer of the input into pages in the output.
+pub fn quantize(args: &QuantizeArgs, console: &mut Console<'_>) -> Result<()> {
+    let target = Target::new(&args.output, args.force, Some(&args.input))?;
+    let layers = load_kv(&read(&args.input)?)?;
+    for kv in &layers {
+        ensure!(
+            !SETTINGS.contains(&kv.name.as_str()),
+            "layer {0} cannot be written: the metadata of pages has settings called {1}; rename the tensors {0}.k and {0}.v",
+            kv.name,
+            SETTINGS.join(", ")
+        );
+    }
+    let (format, page_size) = (args.kv, args.page_size);
+    let settings = [KIND.to_owned(), format.to_string(), page_size.to_string()];
+    let mut metadata: HashMap<_, _> = SETTINGS
+        .map(str::to_owned)
+        .into_iter()
+        .zip(settings)
+        .collect();
     let (mut tensors, mut rows) = (Vec::new(), Vec::new());
     for kv in &layers {
-        let (config, pages) = pages_of(kv, format, page_size)
-            .with_context(|| format!("layer {} cannot be quantized", kv.name))?;
-        let layout = config.layout()?;
-        let [k, v] = convert::dequantize(
-            &layout,
-            &pages,
-            kv.seq,
-            &config.k_tensor_scales,
-            &config.v_tensor_scales,
-        )?;
         let shape =
             json!({ "tokens": kv.seq, "num_kv_heads": kv.kv_heads, "head_dim": kv.head_dim });
         metadata.insert(kv.name.clone(), shape.to_string());
-        let home = kv.seq.div_ceil(page_size);
-        let mut add = |suffix: &str, dtype, shape: Vec<usize>, bytes: Vec<u8>| {
-            if !bytes.is_empty() {
-                tensors.push((format!("{}.{suffix}", kv.name), dtype, shape, bytes));
-            }
-        };
-        add(
-            "pages",
-            Dtype::U8,
-            vec![home, layout.page_bytes()],
-            pages[..home].concat(),
-        );
-        let tail = pages[home..].concat();
-        add("tail", Dtype::U8, vec![tail.len()], tail);
-        for (suffix, scales) in [
-            ("k_scales", &config.k_tensor_scales),
-            ("v_scales", &config.v_tensor_scales),
-        ] {
-            add(suffix, Dtype::F32, vec![scales.len()], f32_bytes(scales));
-        }
-        rows.push(json!({
-            "layer": kv.name, "tokens": kv.seq, "bytes": pages.concat().len(),
-            "k_error": relative(&k, &kv.k), "v_error": relative(&v, &kv.v),
-        }));
+        let row = quantize_layer(kv, format, page_size, &mut tensors)
+            .with_context(|| format!("layer {} cannot be quantized", kv.name))?;
+        rows.push(row);
     }
-    let bytes = write(output, tensors, metadata)?;
-    if as_json {
-        let file = output.display().to_string();
-        println!(
-            "{}",
-            json!({ "kv": format.to_string(), "file": file, "bytes": bytes, "layers": rows })
-        );
-        return Ok(());
-    }
-    println!("| layer | tokens | bytes | K error | V error |");
-    println!("|---|---|---|---|---|");
+    let bytes = write(&target, tensors, metadata)?;
+    let file = target.path().display();
+    console.table("| layer | tokens | bytes | K error | V error |\n|---|---|---|---|---|")?;
     for row in &rows {
-        let percent = |key: &str| row[key].as_f64().unwrap_or(f64::NAN) * 100.0;
-        println!(
-            "| {} | {} | {} | {:.3} % | {:.3} % |",
-            row["layer"].as_str().unwrap_or(""),
-            row["tokens"],
-            row["bytes"],
-            percent("k_error"),
-            percent("v_error")
-        );
+        console.table(row.line())?;
     }
-    println!("\n{bytes} bytes of {format} pages in {}", output.display());
+    console.table(format_args!("\n{bytes} bytes of {format} pages in {file}"))?;
+    let rows: Vec<_> = rows.iter().map(Row::value).collect();
+    console.value(&json!({
+        "kv": format.to_string(), "file": file.to_string(), "bytes": bytes, "layers": rows,
+    }))?;
     Ok(())
+}
+
+/// Adds a layer's tensors.
+fn quantize_layer(
+    kv: &Kv,
+    format: KvFormat,
+    page_size: usize,
+    tensors: &mut Tensors,
+) -> Result<Row> {
+    let (config, pages) = pages_of(kv, format, page_size)?;
+    let layout = config.layout()?;
+    let [k, v] = convert::dequantize(
+        &layout,
+        &pages,
+        kv.seq,
+        &config.k_tensor_scales,
+        &config.v_tensor_scales,
+    )?;
+    let home = kv.seq.div_ceil(page_size);
+    let mut add = |suffix: &str, dtype, shape: Vec<usize>, bytes: Vec<u8>| {
+        if !bytes.is_empty() {
+            tensors.push((format!("{}.{suffix}", kv.name), dtype, shape, bytes));
+        }
+    };
+    let shape = vec![home, layout.page_bytes()];
+    add("pages", Dtype::U8, shape, pages[..home].concat());
+    let tail = pages[home..].concat();
+    add("tail", Dtype::U8, vec![tail.len()], tail);
+    for (suffix, scales) in [
+        ("k_scales", &config.k_tensor_scales),
+        ("v_scales", &config.v_tensor_scales),
+    ] {
+        add(suffix, Dtype::F32, vec![scales.len()], f32_bytes(scales));
+    }
+    Ok(Row {
+        layer: kv.name.clone(),
+        tokens: kv.seq,
+        bytes: pages.iter().map(Vec::len).sum(),
+        k_error: Difference::of(&k, &kv.k).relative(),
+        v_error: Difference::of(&v, &kv.v).relative(),
+    })
 }
 
 /// One layer's pages, as a cache reads them back.
@@ -157,80 +197,56 @@ fn pages_of(kv: &Kv, format: KvFormat, page_size: usize) -> Result<(CacheConfig,
     Ok((config, cache.read_back(0)?))
 }
 
-/// Writes the values of the pages in `input` as f32 K and V.
-pub fn dequantize(input: &Path, output: &Path, as_json: bool) -> Result<()> {
-    refuse_same(input, output)?;
-    let bytes = read(input)?;
-    let file = parse(&bytes)?;
-    let (_, header) = SafeTensors::read_metadata(&bytes)?;
-    let metadata = header.metadata().clone().unwrap_or_default();
-    let setting = |key: &str| {
-        metadata.get(key).with_context(|| {
-            format!("the file's metadata has no `{key}`; make it with `attn quantize`")
+/// What the metadata says of all layers.
+struct Settings {
+    metadata: HashMap<String, String>,
+    format: KvFormat,
+    page_size: usize,
+}
+
+impl Settings {
+    fn read(bytes: &[u8]) -> Result<Self> {
+        let (_, header) = SafeTensors::read_metadata(bytes)?;
+        let metadata = header.metadata().clone().unwrap_or_default();
+        let [kind, format, page_size] = SETTINGS.map(|key| setting(&metadata, key));
+        let kind = kind?;
+        ensure!(
+            kind == KIND,
+            "the file holds `{kind}`, but this version reads `{KIND}`; make it again with `attn quantize`"
+        );
+        Ok(Settings {
+            format: format?.parse()?,
+            page_size: page_size?
+                .parse()
+                .context("the file's metadata `page_size` is not a number")?,
+            metadata,
         })
-    };
-    let kind = setting("attn")?;
-    ensure!(
-        kind == KIND,
-        "the file holds `{kind}`, but this version reads `{KIND}`; make it again with `attn quantize`"
-    );
-    let format: KvFormat = setting("kv")?.parse()?;
-    let page_size = setting("page_size")?
-        .parse()
-        .context("the file's metadata `page_size` is not a number")?;
+    }
+}
+
+fn setting<'a>(metadata: &'a HashMap<String, String>, key: &str) -> Result<&'a str> {
+    let value = metadata.get(key).map(String::as_str);
+    value.with_context(|| {
+        format!("the file's metadata has no `{key}`; make it with `attn quantize`")
+    })
+}
+
+/// Writes the values of the pages in the input as f32 K and V.
+pub fn dequantize(args: &DequantizeArgs, console: &mut Console<'_>) -> Result<()> {
+    let target = Target::new(&args.output, args.force, Some(&args.input))?;
+    let bytes = read(&args.input)?;
+    let file = parse(&bytes)?;
+    let settings = Settings::read(&bytes)?;
     let (mut tensors, mut rows) = (Vec::new(), Vec::new());
     for name in names(&file, ".pages") {
-        let shape: Value = serde_json::from_str(setting(&name)?)
-            .with_context(|| format!("the file's metadata `{name}` is not JSON"))?;
-        let number = |key: &str| match shape[key].as_u64() {
-            Some(n) => Ok(n as usize),
-            None => bail!("the file's metadata `{name}` has no number `{key}`"),
-        };
-        let (tokens, heads, dim) = (
-            number("tokens")?,
-            number("num_kv_heads")?,
-            number("head_dim")?,
-        );
-        let mut config = CacheConfig::new(format, heads, dim, 1, 0);
-        config.page_size = page_size;
-        config.k_tensor_scales = scales(&file, &format!("{name}.k_scales"))?;
-        config.v_tensor_scales = scales(&file, &format!("{name}.v_scales"))?;
-        config
-            .check()
-            .with_context(|| format!("layer {name} is damaged"))?;
-        let layout = config.layout()?;
-        let mut pages: Vec<Vec<u8>> = file
-            .tensor(&format!("{name}.pages"))?
-            .data()
-            .chunks(layout.page_bytes())
-            .map(<[u8]>::to_vec)
-            .collect();
-        if let Ok(tail) = file.tensor(&format!("{name}.tail")) {
-            pages.push(tail.data().to_vec());
-        }
-        let values = convert::dequantize(
-            &layout,
-            &pages,
-            tokens,
-            &config.k_tensor_scales,
-            &config.v_tensor_scales,
-        )
-        .with_context(|| format!("layer {name} is damaged"))?;
-        for (side, x) in ["k", "v"].into_iter().zip(values) {
-            let by_head: Vec<f32> = (0..heads)
-                .flat_map(|h| {
-                    x.chunks_exact(dim)
-                        .skip(h)
-                        .step_by(heads)
-                        .flatten()
-                        .copied()
-                })
-                .collect();
+        let layer = layer(&file, &name, &settings, bytes.len())?;
+        let [tokens, heads, dim] = layer.shape;
+        for (side, x) in ["k", "v"].into_iter().zip(&layer.values) {
             tensors.push((
                 format!("{name}.{side}"),
                 Dtype::F32,
                 vec![heads, tokens, dim],
-                f32_bytes(&by_head),
+                f32_bytes(&by_head(x, heads, dim)),
             ));
         }
         rows.push(
@@ -241,20 +257,80 @@ pub fn dequantize(input: &Path, output: &Path, as_json: bool) -> Result<()> {
         !rows.is_empty(),
         "the file has no tensor NAME.pages; make it with `attn quantize`"
     );
-    let bytes = write(output, tensors, HashMap::new())?;
-    let target = output.display().to_string();
-    if as_json {
-        println!(
-            "{}",
-            json!({ "kv": format.to_string(), "file": target, "bytes": bytes, "layers": rows })
-        );
-    } else {
-        println!(
-            "{} layers of {format} pages as f32 in {target}, {bytes} bytes",
-            rows.len()
-        );
-    }
+    let bytes = write(&target, tensors, HashMap::new())?;
+    let (format, file) = (settings.format, target.path().display());
+    console.table(format_args!(
+        "{} layers of {format} pages as f32 in {file}, {bytes} bytes",
+        rows.len()
+    ))?;
+    console.value(&json!({
+        "kv": format.to_string(), "file": file.to_string(), "bytes": bytes, "layers": rows,
+    }))?;
     Ok(())
+}
+
+/// `[tokens, heads, dim]` as `[heads, tokens, dim]`.
+fn by_head(x: &[f32], heads: usize, dim: usize) -> Vec<f32> {
+    let of_head = |h| {
+        x.chunks_exact(dim)
+            .skip(h)
+            .step_by(heads)
+            .flatten()
+            .copied()
+    };
+    (0..heads).flat_map(of_head).collect()
+}
+
+/// A layer read from pages.
+struct Layer {
+    /// Tokens, KV heads, dims.
+    shape: [usize; 3],
+    /// K and V, each `[tokens, heads, dim]`.
+    values: [Vec<f32>; 2],
+}
+
+fn layer(
+    file: &SafeTensors<'_>,
+    name: &str,
+    settings: &Settings,
+    file_bytes: usize,
+) -> Result<Layer> {
+    let shape: Value = serde_json::from_str(setting(&settings.metadata, name)?)
+        .with_context(|| format!("the file's metadata `{name}` is not JSON"))?;
+    // Nothing in a file outnumbers its bits.
+    let most = file_bytes as u64 * 8;
+    let number = |key: &str| match shape[key].as_u64() {
+        Some(n) if (1..=most).contains(&n) => Ok(n as usize),
+        Some(n) => bail!("the file's metadata `{name}` has `{key}` {n}; the file is damaged"),
+        None => bail!("the file's metadata `{name}` has no number `{key}`"),
+    };
+    let shape = [
+        number("tokens")?,
+        number("num_kv_heads")?,
+        number("head_dim")?,
+    ];
+    let [tokens, heads, dim] = shape;
+    let mut config = CacheConfig::new(settings.format, heads, dim, 1, 0);
+    config.page_size = settings.page_size;
+    config.k_tensor_scales = scales(file, &format!("{name}.k_scales"))?;
+    config.v_tensor_scales = scales(file, &format!("{name}.v_scales"))?;
+    let damaged = || format!("layer {name} is damaged");
+    config.check().with_context(damaged)?;
+    let layout = config.layout()?;
+    let data = file.tensor(&format!("{name}.pages"))?.data();
+    let mut pages: Vec<Vec<u8>> = data
+        .chunks(layout.page_bytes())
+        .map(<[u8]>::to_vec)
+        .collect();
+    if let Ok(tail) = file.tensor(&format!("{name}.tail")) {
+        pages.push(tail.data().to_vec());
+    }
+    let (k_scales, v_scales) = (&config.k_tensor_scales, &config.v_tensor_scales);
+    let values = convert::dequantize(&layout, &pages, tokens, k_scales, v_scales);
+    Ok(Layer {
+        shape,
+        values: values.with_context(damaged)?,
+    })
 }
 
 /// A tensor of static scales; none if the file has none.

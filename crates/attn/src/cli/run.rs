@@ -1,133 +1,210 @@
 //! `attn run`: the formats side by side on real data.
 
-use std::{path::Path, time::Instant};
+use std::{path::PathBuf, time::Instant};
 
 use anyhow::Result;
 use attn::{
     BackendId, CacheConfig, DecodeAttention, DecodeStep, KvFormat, KvSource, Problem, Selection,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
-use crate::data::{Layer, load, tensor_scales};
+use crate::{
+    Backends,
+    console::Console,
+    data::{Layer, load, tensor_scales},
+    figures::{Difference, gb_per_s, greater, lse_difference, number},
+};
+
+/// What `attn run` reads and compares.
+#[derive(clap::Args)]
+pub struct RunArgs {
+    /// A safetensors file with layerNN.{k,v,q,out,lse}; the bundled SmolLM2-135M tensors by default.
+    file: Option<PathBuf>,
+    /// Formats, `k/v` or one name: f16, bf16, fp8, int8, int8-g32, int8-tensor, int4, int4-g1 … int4-g8, int4-channel/int8, …
+    #[arg(long, value_delimiter = ',', default_value = DEFAULT_FORMATS)]
+    kv: Vec<KvFormat>,
+    /// cuda, wgpu or cpu; the best present by default.
+    #[arg(long)]
+    backend: Option<BackendId>,
+}
+
+const DEFAULT_FORMATS: &str = "bf16,fp8,int8,int4";
+
+impl Default for RunArgs {
+    fn default() -> Self {
+        let format = |name: &str| name.parse().expect("the default formats exist");
+        RunArgs {
+            file: None,
+            kv: DEFAULT_FORMATS.split(',').map(format).collect(),
+            backend: None,
+        }
+    }
+}
 
 /// Timed steps per layer; the median is printed.
 const STEPS: usize = 5;
 
+/// What the layers of a file came to in one format.
 #[derive(Default)]
 struct Totals {
+    layers: usize,
     bytes_per_token: f64,
     compression: f64,
-    error: f64,
-    norm: f64,
+    difference: Difference,
     lse_error: f64,
     seconds: f64,
     bytes: f64,
 }
 
-/// Decodes every layer in every format and prints one line per format.
-pub fn run(
-    file: Option<&Path>,
-    formats: &[KvFormat],
-    backend: Option<BackendId>,
-    as_json: bool,
-) -> Result<()> {
-    let (layers, scale) = load(file)?;
+/// What is printed of a format.
+#[derive(Debug, PartialEq)]
+struct Figures {
+    bytes_per_token: f64,
+    compression: f64,
+    output_error: f64,
+    lse_error: f64,
+    us_per_step: f64,
+    gb_per_s: f64,
+}
+
+impl Totals {
+    fn figures(&self) -> Figures {
+        let us = self.seconds * 1e6;
+        Figures {
+            bytes_per_token: self.bytes_per_token,
+            compression: self.compression,
+            output_error: self.difference.relative(),
+            lse_error: self.lse_error,
+            us_per_step: us / self.layers as f64,
+            gb_per_s: gb_per_s(self.bytes, us),
+        }
+    }
+}
+
+const HEADER: &str = "\
+| K/V | bytes per token | compression | output error | LSE error | µs per step | GB/s |
+|---|---|---|---|---|---|---|";
+
+impl Figures {
+    /// Whether the errors are numbers at all.
+    fn are_finite(&self) -> bool {
+        self.output_error.is_finite() && self.lse_error.is_finite()
+    }
+
+    fn line(&self, format: KvFormat) -> String {
+        format!(
+            "| {format} | {:.1} | {:.2}x | {:.3} % | {:.1e} | {:.0} | {:.2} |",
+            self.bytes_per_token,
+            self.compression,
+            self.output_error * 100.0,
+            self.lse_error,
+            self.us_per_step,
+            self.gb_per_s
+        )
+    }
+
+    fn value(&self, format: KvFormat) -> Value {
+        json!({
+            "kv": format.to_string(),
+            "bytes_per_token": number(self.bytes_per_token), "compression": number(self.compression),
+            "output_error": number(self.output_error), "lse_error": number(self.lse_error),
+            "us_per_step": number(self.us_per_step), "gb_per_s": number(self.gb_per_s),
+        })
+    }
+}
+
+/// Decodes every layer in every format and prints one line per format; whether every error is a number.
+pub fn run(args: &RunArgs, console: &mut Console<'_>, backends: &Backends) -> Result<bool> {
+    let (layers, scale) = load(args.file.as_deref())?;
     let Selection {
         backend,
         id,
         refused,
-    } = attn::select(backend)?;
-    let device = backend.device();
+    } = (backends.select)(args.backend)?;
     let mut rows = Vec::new();
-    for &format in formats {
+    for &format in &args.kv {
         let mut totals = Totals::default();
         for layer in &layers {
-            decode(&*backend, layer, format, scale, &mut totals)?;
+            let rows = decode(&*backend, layer, format, scale, &mut totals)?;
+            for what in not_finite(layer, &rows) {
+                console.remark(format_args!("{format}, layer {}: {what}", layer.kv.name));
+            }
         }
-        rows.push((format, totals));
+        rows.push((format, totals.figures()));
     }
-    let error = |t: &Totals| (t.error / t.norm).sqrt();
-    if as_json {
-        let rows: Vec<_> = rows
-            .iter()
-            .map(|(format, t)| {
-                json!({
-                    "kv": format.to_string(), "bytes_per_token": t.bytes_per_token, "compression": t.compression,
-                    "output_error": error(t), "lse_error": t.lse_error,
-                    "us_per_step": t.seconds * 1e6 / layers.len() as f64, "gb_per_s": t.bytes / t.seconds / 1e9,
-                })
-            })
-            .collect();
-        let refused: Vec<_> = refused
-            .iter()
-            .map(|(_, reason)| reason.to_string())
-            .collect();
-        println!(
-            "{}",
-            json!({ "backend": id.to_string(), "device": device.name, "refused": refused, "formats": rows })
-        );
-        return Ok(());
+    let device = backend.device();
+    if !console.json {
+        for (_, reason) in &refused {
+            console.remark(format_args!("not used: {reason}"));
+        }
     }
-    for (_, reason) in &refused {
-        eprintln!("not used: {reason}");
+    console.table(format_args!("{id}: {} ({})", device.name, device.detail))?;
+    console.table(inputs(&layers))?;
+    console.table(HEADER)?;
+    for (format, figures) in &rows {
+        console.table(figures.line(*format))?;
     }
-    println!("{id}: {} ({})", device.name, device.detail);
-    let (first, names) = (
-        &layers[0],
-        layers
-            .iter()
-            .map(|l| l.kv.name.as_str())
-            .collect::<Vec<_>>()
-            .join(" "),
-    );
-    println!(
-        "{} query heads, {} KV heads, head_dim {}, q_len {}, {} tokens; {names}\n",
-        first.q_heads, first.kv.kv_heads, first.kv.head_dim, first.q_len, first.kv.seq
-    );
-    println!(
-        "| K/V | bytes per token | compression | output error | LSE error | µs per step | GB/s |"
-    );
-    println!("|---|---|---|---|---|---|---|");
-    for (format, t) in &rows {
-        println!(
-            "| {format} | {:.1} | {:.2}x | {:.3} % | {:.1e} | {:.0} | {:.2} |",
-            t.bytes_per_token,
-            t.compression,
-            error(t) * 100.0,
-            t.lse_error,
-            t.seconds * 1e6 / layers.len() as f64,
-            t.bytes / t.seconds / 1e9
-        );
-    }
-    Ok(())
+    let reasons: Vec<_> = refused.iter().map(|(_, r)| r.to_string()).collect();
+    let formats: Vec<_> = rows.iter().map(|(f, figures)| figures.value(*f)).collect();
+    console.value(&json!({
+        "backend": id.to_string(), "device": device.name, "refused": reasons, "formats": formats,
+    }))?;
+    Ok(rows.iter().all(|(_, figures)| figures.are_finite()))
 }
 
+/// What is decoded, in a line.
+fn inputs(layers: &[Layer]) -> String {
+    let first = &layers[0];
+    let names: Vec<_> = layers.iter().map(|l| l.kv.name.as_str()).collect();
+    format!(
+        "{} query heads, {} KV heads, head_dim {}, q_len {}, {} tokens; {}\n",
+        first.q_heads,
+        first.kv.kv_heads,
+        first.kv.head_dim,
+        first.q_len,
+        first.kv.seq,
+        names.join(" ")
+    )
+}
+
+/// Outputs and log-sum-exps of a layer.
+struct Rows {
+    out: Vec<f32>,
+    lse: Vec<f32>,
+}
+
+/// A sentence for each tensor, decoded or of the file, with a value that no attention has.
+fn not_finite(layer: &Layer, rows: &Rows) -> Vec<String> {
+    // −∞ is the log-sum-exp of a query that sees no token.
+    let tensors = [
+        ("out", &rows.out, false),
+        ("lse", &rows.lse, true),
+        ("the file's out", &layer.out, false),
+        ("the file's lse", &layer.lse, true),
+    ];
+    let first = |(what, x, is_lse): (&str, &Vec<f32>, bool)| {
+        let legal = |x: f32| x.is_finite() || is_lse && x == f32::NEG_INFINITY;
+        let i = x.iter().position(|x| !legal(*x))?;
+        Some(format!("{what}[{i}] is {}", x[i]))
+    };
+    tensors.into_iter().filter_map(first).collect()
+}
+
+/// Decodes a layer in a format and adds what it came to.
 fn decode(
     backend: &dyn DecodeAttention,
     layer: &Layer,
     format: KvFormat,
     scale: f32,
     totals: &mut Totals,
-) -> Result<()> {
-    let mut config = CacheConfig::new(
-        format,
-        layer.kv.kv_heads,
-        layer.kv.head_dim,
-        1,
-        layer.kv.seq,
-    );
-    config.k_tensor_scales =
-        tensor_scales(format.k, &layer.kv.k, layer.kv.kv_heads, layer.kv.head_dim);
-    config.v_tensor_scales =
-        tensor_scales(format.v, &layer.kv.v, layer.kv.kv_heads, layer.kv.head_dim);
+) -> Result<Rows> {
+    let kv = &layer.kv;
+    let mut config = CacheConfig::new(format, kv.kv_heads, kv.head_dim, 1, kv.seq);
+    config.k_tensor_scales = tensor_scales(format.k, &kv.k, kv.kv_heads, kv.head_dim);
+    config.v_tensor_scales = tensor_scales(format.v, &kv.v, kv.kv_heads, kv.head_dim);
     let mut cache = backend.create_cache(&config)?;
-    cache.append(0, &layer.kv.k, &layer.kv.v)?;
-    let mut problem = Problem::new(
-        layer.q_heads,
-        layer.kv.kv_heads,
-        layer.kv.head_dim,
-        vec![layer.kv.seq],
-    );
+    cache.append(0, &kv.k, &kv.v)?;
+    let mut problem = Problem::new(layer.q_heads, kv.kv_heads, kv.head_dim, vec![kv.seq]);
     problem.q_len = layer.q_len;
     problem.softmax_scale = scale;
     let plan = backend.plan(&problem, format)?;
@@ -139,26 +216,135 @@ fn decode(
     for _ in 0..STEPS {
         let start = Instant::now();
         let kv = KvSource::Cache(&cache);
-        backend.decode(&mut DecodeStep::new(
-            &plan, &layer.q, kv, &mut out, &mut lse,
-        )?)?;
+        let mut step = DecodeStep::new(&plan, &layer.q, kv, &mut out, &mut lse)?;
+        backend.decode(&mut step)?;
         times.push(start.elapsed().as_secs_f64());
     }
     times.sort_by(f64::total_cmp);
     let per_token = cache.layout().bytes_per_token();
+    totals.layers += 1;
     totals.bytes_per_token = per_token;
-    totals.compression = layer.kv.head_dim as f64 * 4.0 / per_token;
+    // K and V of 16 bits each.
+    totals.compression = kv.head_dim as f64 * 4.0 / per_token;
     totals.seconds += times[STEPS / 2];
-    totals.bytes += per_token * (layer.kv.kv_heads * layer.kv.seq) as f64;
-    for (got, want) in out.iter().zip(&layer.out) {
-        totals.error += f64::from(got - want).powi(2);
-        totals.norm += f64::from(*want).powi(2);
+    totals.bytes += per_token * (kv.kv_heads * kv.seq) as f64;
+    totals.difference.add(&out, &layer.out);
+    totals.lse_error = greater(totals.lse_error, lse_difference(&lse, &layer.lse));
+    Ok(Rows { out, lse })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::faulty::{Faulty, program};
+
+    const ARGS: [&str; 5] = ["run", "--backend", "cpu", "--kv", "int8"];
+
+    fn json(args: &[&str], backends: &Backends) -> (u8, Value, String) {
+        let (code, out, err) = program(&[args, &["--json"]].concat(), backends);
+        (code, serde_json::from_str(&out).expect("JSON"), err)
     }
-    let lse_error = lse
-        .iter()
-        .zip(&layer.lse)
-        .map(|(a, b)| f64::from((a - b).abs()))
-        .fold(0.0, f64::max);
-    totals.lse_error = totals.lse_error.max(lse_error);
-    Ok(())
+
+    #[test]
+    fn nan_of_a_backend_is_printed_and_is_a_failure() {
+        let backends = Backends {
+            open: |_| Ok(Faulty::open(|_, _| ())),
+            select: |_| Ok(Faulty::select(|_, lse| lse[3] = f32::NAN)),
+        };
+        let (code, table, err) = program(&ARGS, &backends);
+        assert_eq!(code, 1, "{table}");
+        assert!(table.contains("| 1.482 % | NaN |"), "{table}");
+        assert!(err.contains("int8, layer layer00: lse[3] is NaN"), "{err}");
+        let (code, value, _) = json(&ARGS, &backends);
+        assert_eq!(
+            (code, &value["formats"][0]["lse_error"]),
+            (1, &json!("NaN"))
+        );
+
+        let backends = Backends {
+            select: |_| Ok(Faulty::select(|out, _| out[7] = f32::NAN)),
+            ..backends
+        };
+        let (code, table, err) = program(&ARGS, &backends);
+        assert_eq!(code, 1, "{table}");
+        assert!(table.contains("| NaN % |"), "{table}");
+        assert!(err.contains("out[7] is NaN"), "{err}");
+        let (code, value, _) = json(&ARGS, &backends);
+        assert_eq!(
+            (code, &value["formats"][0]["output_error"]),
+            (1, &json!("NaN"))
+        );
+    }
+
+    #[test]
+    fn infinite_outputs_are_a_failure() {
+        let backends = Backends {
+            open: |_| Ok(Faulty::open(|_, _| ())),
+            select: |_| Ok(Faulty::select(|_, lse| lse[0] = f32::NEG_INFINITY)),
+        };
+        let (code, value, _) = json(&ARGS, &backends);
+        assert_eq!(
+            (code, &value["formats"][0]["lse_error"]),
+            (1, &json!("inf"))
+        );
+    }
+
+    #[test]
+    fn errors_are_those_of_the_answers() {
+        let backends = Backends {
+            open: |_| Ok(Faulty::open(|_, _| ())),
+            select: |_| Ok(Faulty::select(|_, _| ())),
+        };
+        let (code, value, err) = json(&ARGS, &backends);
+        assert_eq!((code, err.as_str()), (0, ""));
+        let lse_error = value["formats"][0]["lse_error"].as_f64().unwrap();
+        assert!((0.11..0.13).contains(&lse_error), "{lse_error}");
+
+        let backends = Backends {
+            select: |_| {
+                Ok(Faulty::select(|out, lse| {
+                    out.iter_mut().for_each(|x| *x *= 3.0);
+                    lse.iter_mut().for_each(|x| *x += 8.0);
+                }))
+            },
+            ..backends
+        };
+        let (code, value, _) = json(&ARGS, &backends);
+        assert_eq!(code, 0);
+        let row = &value["formats"][0];
+        let lse_error = row["lse_error"].as_f64().unwrap();
+        assert!((8.0..8.13).contains(&lse_error), "{lse_error}");
+        let output_error = row["output_error"].as_f64().unwrap();
+        assert!((1.95..2.05).contains(&output_error), "{output_error}");
+    }
+
+    #[test]
+    fn rates_are_of_all_layers_and_times_of_one() {
+        let totals = Totals {
+            layers: 4,
+            bytes_per_token: 132.0,
+            compression: 1.94,
+            difference: Difference::of(&[3.0], &[2.0]),
+            lse_error: 0.25,
+            seconds: 2e-3,
+            bytes: 6e6,
+        };
+        let figures = totals.figures();
+        let format: KvFormat = "int8".parse().unwrap();
+        assert_eq!(
+            figures.line(format),
+            "| int8 | 132.0 | 1.94x | 50.000 % | 2.5e-1 | 500 | 3.00 |"
+        );
+        let value = figures.value(format);
+        for (key, want) in [
+            ("bytes_per_token", 132.0),
+            ("compression", 1.94),
+            ("output_error", 0.5),
+            ("lse_error", 0.25),
+            ("us_per_step", 500.0),
+            ("gb_per_s", 3.0),
+        ] {
+            assert_eq!(value[key], want, "{key}");
+        }
+    }
 }

@@ -1,0 +1,77 @@
+//! A backend that spoils the answers of the CPU, for tests of what the program says of one; and the program with it.
+
+use attn::{
+    BackendId, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
+    Plan, Problem, Selection, Unsupported,
+};
+use attn_cpu::CpuBackend;
+use clap::Parser;
+
+use crate::{Args, Backends, console::Console, dispatch, ending};
+
+/// Changes outputs and log-sum-exps.
+pub type Fault = fn(&mut [f32], &mut [f32]);
+
+/// The CPU with a fault.
+pub struct Faulty {
+    inner: CpuBackend,
+    fault: Fault,
+}
+
+impl Faulty {
+    /// As a backend to open.
+    pub fn open(fault: Fault) -> Box<dyn DecodeAttention> {
+        let inner = CpuBackend::open().expect("the CPU is there");
+        Box::new(Faulty { inner, fault })
+    }
+
+    /// As one that was selected.
+    pub fn select(fault: Fault) -> Selection {
+        Selection {
+            backend: Faulty::open(fault),
+            id: BackendId::Cpu,
+            refused: Vec::new(),
+        }
+    }
+}
+
+impl DecodeAttention for Faulty {
+    fn device(&self) -> &DeviceInfo {
+        self.inner.device()
+    }
+
+    /// `attn check` holds emulated devices to the reduced table.
+    fn is_emulated(&self) -> bool {
+        true
+    }
+
+    fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
+        self.inner.supports(problem, format)
+    }
+
+    fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
+        self.inner.create_cache(config)
+    }
+
+    fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
+        self.inner.plan(problem, format)
+    }
+
+    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        self.inner.decode(step)?;
+        let (out, lse) = step.outputs();
+        (self.fault)(out, lse);
+        Ok(())
+    }
+}
+
+/// Runs the program; its exit code, standard output and standard error.
+pub fn program(args: &[&str], backends: &Backends) -> (u8, String, String) {
+    let (mut out, mut err) = (Vec::new(), Vec::new());
+    let args = Args::try_parse_from([&["attn"], args].concat()).expect("the arguments are legal");
+    let mut console = Console::new(&mut out, &mut err);
+    let result = dispatch(args, &mut console, backends);
+    let code = ending(result, &mut console);
+    let text = |bytes| String::from_utf8(bytes).expect("the program prints UTF-8");
+    (code, text(out), text(err))
+}

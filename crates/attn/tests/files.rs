@@ -1,0 +1,240 @@
+//! What the program writes: values, and files that are whole or not there.
+
+mod program;
+
+use std::fs;
+
+use program::{Folder, attn, json, refused, run, tensor, text};
+
+const TOKENS: usize = 70;
+const HEADS: usize = 2;
+const DIM: usize = 64;
+
+/// Numbers that f16 holds exactly, each once: head 1 a hundred times head 0, V negative.
+fn numbers(side: usize) -> Vec<f32> {
+    let sign = [1.0, -1.0][side];
+    let number = |i: usize| {
+        let head = i / (TOKENS * DIM);
+        let by = [1.0 / 1024.0, 0.125][head];
+        sign * by * (1 + i % (TOKENS * DIM) % 2047) as f32
+    };
+    (0..HEADS * TOKENS * DIM).map(number).collect()
+}
+
+/// A file with one layer of those numbers.
+fn input(folder: &Folder, name: &str, layer: &str) -> String {
+    let shape = [HEADS, TOKENS, DIM];
+    let [k, v] = [0, 1].map(numbers);
+    let (k_name, v_name) = (format!("{layer}.k"), format!("{layer}.v"));
+    let tensors = [(&*k_name, &shape[..], &k[..]), (&*v_name, &shape, &v)];
+    folder.write(name, &tensors, "0.125")
+}
+
+/// Relative L2 difference of one head.
+fn head_error(got: &[f32], want: &[f32], head: usize) -> f64 {
+    let part = head * TOKENS * DIM..(head + 1) * TOKENS * DIM;
+    let (mut error, mut norm) = (0.0, 0.0);
+    for (a, b) in got[part.clone()].iter().zip(&want[part]) {
+        error += f64::from(a - b).powi(2);
+        norm += f64::from(*b).powi(2);
+    }
+    (error / norm).sqrt()
+}
+
+#[test]
+fn every_head_of_k_and_of_v_comes_back_with_its_own_values() {
+    for (kv, allowed) in [
+        ("f16", 0.0),
+        ("bf16", 0.01),
+        ("fp8", 0.06),
+        ("int8", 0.02),
+        ("int8-tensor", 0.02),
+        ("int4", 0.2),
+        ("int8/int4-g1", 0.2),
+    ] {
+        let folder = Folder::new();
+        let file = input(&folder, "in", "one");
+        let (pages, back) = (folder.path("pages"), folder.path("back"));
+        let made = json(&run(&["quantize", &file, &pages, "--kv", kv, "--json"]));
+        json(&run(&["dequantize", &pages, &back, "--json"]));
+        for (side, name) in ["k", "v"].into_iter().enumerate() {
+            let (shape, got) = tensor(&back, &format!("one.{name}"));
+            assert_eq!(shape, [HEADS, TOKENS, DIM]);
+            let want = numbers(side);
+            for head in 0..HEADS {
+                let error = head_error(&got, &want, head);
+                assert!(error <= allowed, "{kv} {name}, head {head}: {error}");
+            }
+            let printed = &made["layers"][0][format!("{name}_error")];
+            let printed = printed.as_f64().unwrap();
+            assert!(printed <= allowed, "{kv} {name}: {printed}");
+            assert_eq!(printed == 0.0, kv == "f16", "{kv} {name}: {printed}");
+        }
+    }
+}
+
+#[test]
+fn an_existing_file_is_replaced_only_by_force() {
+    let folder = Folder::new();
+    let file = input(&folder, "in", "one");
+    let (pages, back) = (folder.path("pages"), folder.path("back"));
+    fs::write(&pages, "mine").unwrap();
+    fs::write(&back, "mine").unwrap();
+    let quantize = ["quantize", &file, &pages, "--kv", "int8"];
+    refused(&run(&quantize), &["pages exists", "--force"]);
+    assert_eq!(fs::read(&pages).unwrap(), b"mine");
+    json(&run(&[&quantize[..], &["--force", "--json"]].concat()));
+
+    let dequantize = ["dequantize", &pages, &back];
+    refused(&run(&dequantize), &["back exists", "--force"]);
+    assert_eq!(fs::read(&back).unwrap(), b"mine");
+    json(&run(&[&dequantize[..], &["--force", "--json"]].concat()));
+    assert_eq!(tensor(&back, "one.k").0, [HEADS, TOKENS, DIM]);
+    assert_eq!(folder.names(), ["back", "in", "pages"]);
+}
+
+#[test]
+fn an_existing_chart_is_refused_before_anything_is_measured() {
+    let folder = Folder::new();
+    let chart = folder.path("chart.svg");
+    fs::write(&chart, "mine").unwrap();
+    let shapes = ["context/8-2-ctx1024", "context/8-2-ctx4096"];
+    let bench = [&["bench", "--runs", "1", "--plot", &chart], &shapes[..]].concat();
+    refused(&run(&bench), &["chart.svg exists", "--force"]);
+    assert_eq!(fs::read(&chart).unwrap(), b"mine");
+    let nowhere = folder.path("no/such/folder.svg");
+    refused(
+        &run(&["bench", "--plot", &nowhere, "context/"]),
+        &["folder does not exist"],
+    );
+    let output = run(&[&bench[..], &["--force"]].concat());
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert!(fs::read_to_string(&chart).unwrap().contains("</svg>"));
+    assert_eq!(folder.names(), ["chart.svg"]);
+}
+
+#[test]
+fn an_input_under_another_name_is_never_the_output() {
+    let folder = Folder::new();
+    let file = input(&folder, "in", "one");
+    let before = fs::read(&file).unwrap();
+    let hard = folder.path("hard");
+    fs::hard_link(&file, &hard).unwrap();
+    let mut others = vec![file.clone(), hard, folder.path("./in")];
+    #[cfg(unix)]
+    {
+        others.push(folder.path("soft"));
+        std::os::unix::fs::symlink(&file, &others[3]).unwrap();
+    }
+    for other in &others {
+        for force in [&[][..], &["--force"]] {
+            let args = ["quantize", &file, other, "--kv", "int8"];
+            let output = run(&[&args, force].concat());
+            refused(&output, &["both input and output"]);
+        }
+    }
+    assert_eq!(fs::read(&file).unwrap(), before);
+}
+
+/// Runs the program in a shell that lets it write 1,024 bytes per file, or 512: a full disk, as the program sees one.
+#[cfg(unix)]
+#[test]
+fn a_write_that_fails_leaves_the_old_file_and_no_other() {
+    let folder = Folder::new();
+    let file = input(&folder, "in", "one");
+    let limited = |output: &str, force: &str| {
+        let script = "trap '' XFSZ; ulimit -f 1; exec \"$@\"";
+        let program = env!("CARGO_BIN_EXE_attn");
+        let args = ["quantize", &file, output, "--kv", "int8"];
+        let mut shell = std::process::Command::new("sh");
+        shell.args(["-c", script, "sh", program]).args(args);
+        shell.args((!force.is_empty()).then_some(force));
+        shell.output().expect("a shell")
+    };
+    let (old, new) = (folder.path("old"), folder.path("new"));
+    fs::write(&old, "mine").unwrap();
+    refused(&limited(&old, "--force"), &["cannot write", "space left"]);
+    refused(&limited(&new, ""), &["cannot write", "space left"]);
+    assert_eq!(fs::read(&old).unwrap(), b"mine");
+    assert_eq!(folder.names(), ["in", "old"]);
+}
+
+#[test]
+fn layers_that_cannot_be_read_back_are_refused_before_anything_is_written() {
+    let folder = Folder::new();
+    let out = folder.path("out");
+    for name in ["attn", "kv", "page_size"] {
+        let file = input(&folder, "in", name);
+        let output = run(&["quantize", &file, &out, "--kv", "int8"]);
+        refused(&output, &[&format!("layer {name} cannot"), "rename"]);
+    }
+    for shape in [[2, 0, 64], [0, 3, 64], [2, 3, 0], [1 << 53, 0, 64]] {
+        let tensors = [("one.k", &shape[..], &[][..]), ("one.v", &shape, &[])];
+        let file = folder.write("in", &tensors, "0.125");
+        for kv in ["int8", "fp8"] {
+            let output = run(&["quantize", &file, &out, "--kv", kv]);
+            refused(&output, &["one.k is [", "at least one"]);
+        }
+        refused(&run(&["run", &file]), &["one.k is [", "at least one"]);
+    }
+    assert_eq!(folder.names(), ["in"]);
+}
+
+#[test]
+fn layers_whose_names_only_resemble_settings_are_written_and_read() {
+    let folder = Folder::new();
+    let (pages, back) = (folder.path("pages"), folder.path("back"));
+    for name in ["kv.0", "attn.kv", "page_size "] {
+        let file = input(&folder, "in", name);
+        let output = run(&["quantize", &file, &pages, "--kv", "f16", "--force"]);
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        json(&run(&["dequantize", &pages, &back, "--force", "--json"]));
+        assert_eq!(tensor(&back, &format!("{name}.v")).1, numbers(1));
+    }
+}
+
+#[test]
+fn pages_with_sizes_that_no_file_has_are_refused() {
+    let folder = Folder::new();
+    let file = input(&folder, "in", "one");
+    let (pages, bad, out) = (folder.path("pages"), folder.path("bad"), folder.path("out"));
+    json(&run(&["quantize", &file, &pages, "--kv", "fp8", "--json"]));
+    let bytes = fs::read(&pages).unwrap();
+    for (key, value) in [
+        ("tokens", "0"),
+        ("tokens", "9007199254740993"),
+        ("num_kv_heads", "9007199254740993"),
+        ("head_dim", "9007199254740992"),
+    ] {
+        let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let text = text(&bytes[8..8 + header]);
+        let start = text.find(&format!("{key}\\\":")).expect("the key") + key.len() + 3;
+        let end = start + text[start..].find([',', '}']).unwrap();
+        let mut changed = format!("{}{value}{}", &text[..start], &text[end..]);
+        while !changed.len().is_multiple_of(8) {
+            changed.push(' ');
+        }
+        let mut all = (changed.len() as u64).to_le_bytes().to_vec();
+        all.extend(changed.as_bytes());
+        all.extend(&bytes[8 + header..]);
+        fs::write(&bad, all).unwrap();
+        let output = attn(&["dequantize", &bad, &out]).output().unwrap();
+        refused(&output, &["`one` has", key, value, "damaged"]);
+    }
+    assert_eq!(folder.names(), ["bad", "in", "pages"]);
+}
+
+#[test]
+fn heads_of_zeros_have_pages_in_every_format() {
+    let folder = Folder::new();
+    let (shape, zeros) = ([HEADS, TOKENS, DIM], [0.0; HEADS * TOKENS * DIM]);
+    let tensors = [("one.k", &shape[..], &zeros[..]), ("one.v", &shape, &zeros)];
+    let file = folder.write("in", &tensors, "0.125");
+    let (pages, back) = (folder.path("pages"), folder.path("back"));
+    for kv in ["fp8", "int8", "int8-tensor", "int4"] {
+        let args = ["quantize", &file, &pages, "--kv", kv, "--force", "--json"];
+        assert_eq!(json(&run(&args))["layers"][0]["k_error"], 0.0, "{kv}");
+        json(&run(&["dequantize", &pages, &back, "--force", "--json"]));
+        assert_eq!(tensor(&back, "one.k").1, zeros, "{kv}");
+    }
+}

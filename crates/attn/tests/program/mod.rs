@@ -1,0 +1,110 @@
+//! The program as the tests start it, and small safetensors files for it.
+
+#![allow(dead_code, reason = "not every test uses all of it")]
+
+use std::{
+    collections::HashMap,
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use serde_json::Value;
+
+/// The program with arguments, and none of the variables that it reads.
+pub fn attn(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_attn"));
+    for name in [
+        "ATTN_BACKEND",
+        "ATTN_TABLE",
+        "ATTN_CASE",
+        "RAYON_NUM_THREADS",
+    ] {
+        command.env_remove(name);
+    }
+    command.args(args);
+    command
+}
+
+pub fn run(args: &[&str]) -> Output {
+    attn(args).output().expect("attn starts")
+}
+
+pub fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+pub fn json(output: &Output) -> Value {
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("stdout is one JSON value")
+}
+
+/// Misuse: exit code 2, nothing on stdout, and a sentence that says these things.
+pub fn refused(output: &Output, says: &[&str]) {
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    assert!(output.stdout.is_empty(), "{}", text(&output.stdout));
+    assert!(!error.contains("panicked"), "{error}");
+    for part in says {
+        assert!(error.contains(part), "`{part}` is not in: {error}");
+    }
+}
+
+pub fn bundled() -> String {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let path = root.join("tests/data/smollm2-decode.safetensors");
+    path.to_str().unwrap().to_owned()
+}
+
+/// A folder of the test's own; it goes with the value.
+pub struct Folder(tempfile::TempDir);
+
+impl Folder {
+    pub fn new() -> Self {
+        Folder(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder"))
+    }
+
+    pub fn path(&self, name: &str) -> String {
+        self.0.path().join(name).to_str().unwrap().to_owned()
+    }
+
+    /// Names of all files, sorted.
+    pub fn names(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.0.path()).unwrap();
+        let name = |entry: std::io::Result<fs::DirEntry>| entry.unwrap().file_name();
+        let mut names: Vec<_> = entries
+            .map(|entry| name(entry).into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// Writes f32 tensors and metadata.
+    pub fn write(&self, name: &str, tensors: &[(&str, &[usize], &[f32])], scale: &str) -> String {
+        let bytes: Vec<Vec<u8>> = tensors
+            .iter()
+            .map(|(_, _, x)| x.iter().flat_map(|x| x.to_le_bytes()).collect())
+            .collect();
+        let views = tensors.iter().zip(&bytes).map(|((name, shape, _), bytes)| {
+            let view = TensorView::new(Dtype::F32, shape.to_vec(), bytes);
+            (*name, view.expect("as many bytes as the shape has"))
+        });
+        let metadata = HashMap::from([("scale".to_owned(), scale.to_owned())]);
+        let file = safetensors::serialize(views, Some(metadata)).expect("a legal file");
+        let path = PathBuf::from(self.path(name));
+        fs::write(&path, file).expect("the folder is writable");
+        path.to_str().unwrap().to_owned()
+    }
+}
+
+/// An f32 tensor of a file.
+pub fn tensor(path: &str, name: &str) -> (Vec<usize>, Vec<f32>) {
+    let bytes = fs::read(path).expect("the file is there");
+    let file = SafeTensors::deserialize(&bytes).expect("a safetensors file");
+    let view = file.tensor(name).expect("the tensor is there");
+    assert_eq!(view.dtype(), Dtype::F32);
+    let values = view.data().chunks_exact(4);
+    let values = values.map(|b| f32::from_le_bytes(b.try_into().unwrap()));
+    (view.shape().to_vec(), values.collect())
+}
