@@ -2,7 +2,7 @@
 //
 // Grid      (batch); 128 threads.
 // Reads     kv_lens, page table, tail pages, queries. Writes `report`: {kind, index, value, limit}, kind 0 if all is well.
-// Host      crates/attn-cuda/src/native.rs::check.
+// Host      crates/attn-cuda/src/native/mod.rs::check.
 
 #include "numbers.cuh"
 #include "params.h"

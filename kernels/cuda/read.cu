@@ -2,7 +2,7 @@
 //
 // Grid      persistent, 2 CTAs per SM; 128 threads. CTA i reads chunks i, i + grid, …
 // Shared    6 stages of 16 KiB (bulk copies); plain 16-byte loads before sm_90.
-// Host      crates/attn-cuda/src/native.rs::launch_read.
+// Host      crates/attn-cuda/src/native/mod.rs::launch_read.
 #include "ptx.cuh"
 
 struct ReadParams {

@@ -1,4 +1,4 @@
-// law.wgsl: each function of arithmetic.wgsl on given inputs, one per thread, to compare with the CPU's bits (crates/attn-wgpu/tests/law.rs).
+// law.wgsl: each function of arithmetic.wgsl on given inputs, one per thread, to compare with the CPU's bits (crates/attn-wgpu/src/law.rs).
 struct Params {
     round_up: f32,
     round_down: f32,

@@ -42,7 +42,7 @@ impl Float {
 }
 
 /// What will be read next, asked for while the current tile is worked on: into L2, line by line in the order of addresses,
-/// spread over the tile's work. `docs/performance.md` has what else was tried.
+/// spread over the tile's work. `docs/log/2026-11-cpu.md` has what else was tried.
 pub(crate) struct Fetch {
     runs: [(*const u8, usize); 4],
     count: usize,

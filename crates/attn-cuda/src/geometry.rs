@@ -89,7 +89,7 @@ pub struct Geometry {
 }
 
 /// The rows per KV head for which `wide.cu` is chosen, with six or eight warps of eight rows each: 48 rows take 43 to 54 µs there and 49
-/// to 76 in `decode.cu`, 64 rows 209 instead of 284 (docs/performance.md, "Many query rows").
+/// to 76 in `decode.cu`, 64 rows 209 instead of 284 (docs/log/2026-11-cuda.md, "Many query rows").
 const WIDE_ROWS: RangeInclusive<usize> = 33..=64;
 
 /// A stage has K and V of a tile if they are no larger.
@@ -212,7 +212,7 @@ impl Geometry {
         if let Some(wide) = Self::wide(rows, format, head_dim, page_size, shared_limit) {
             return Some(wide);
         }
-        // Measured on an H200 (docs/performance.md): a second row group per warp spills but for 32 rows; 48 rows are faster as two
+        // Measured on an H200 (docs/log/2026-11-cuda.md): a second row group per warp spills but for 32 rows; 48 rows are faster as two
         // blocks of 24 (58 µs) than as one of 48 (70) or two of 32 (70).
         let shapes = [(2, 2), (1, 3), (1, 2), (1, 1)];
         let wanted = match rows {

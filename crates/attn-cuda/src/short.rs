@@ -1,4 +1,4 @@
-//! When `short.cu` is the faster kernel, and what its launches look like: pure functions, tuned on an H200 (docs/performance.md).
+//! When `short.cu` is the faster kernel, and what its launches look like: pure functions, tuned on an H200 (docs/log/2026-11-cuda.md).
 
 use attn_core::{Int4Scale, KvFormat, Problem, Scheme, arithmetic, layout::run_bytes};
 
@@ -424,7 +424,7 @@ mod tests {
         chosen(&problem, format)
     }
 
-    /// What was measured faster is chosen (docs/performance.md, log lines 39, 41, 49, 51, 64 and 72).
+    /// What was measured faster is chosen (docs/log/2026-11-cuda.md, lines 39, 41, 49, 51, 64 and 72).
     #[test]
     fn latency_and_full_waves_go_to_teams_that_share_tiles() {
         let (int8, f16, bf16) = (

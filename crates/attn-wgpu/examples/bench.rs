@@ -2,7 +2,7 @@
 //!
 //! `bench [quick|sweep]`: microseconds, GB/s and the share of a plain read of the same bytes in the same run; every answer is compared
 //! with the CPU's bits. `sweep` tries more tunings; What came out is in
-//! `docs/performance.md`.
+//! `docs/log/2026-11-wgpu.md`.
 
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, HostPages, KvCache, KvFormat, KvSource, Problem,
