@@ -14,6 +14,8 @@ pub struct Answer {
     pub lse: Vec<f64>,
     /// For each row, the largest sum of magnitudes of a score's products, in natural units and after scaling.
     pub score: Vec<f64>,
+    /// For each row, the sum of a score's products as large as any query element and any element of K could make them.
+    pub plane: Vec<f64>,
     /// For each row, the largest magnitude in V.
     pub value: Vec<f64>,
 }
@@ -38,10 +40,12 @@ fn row(problem: &Problem, [b, i, h]: [usize; 3], q: &[f32], [k, v]: KvOf<'_>, an
     let head = h / (problem.num_q_heads / problem.num_kv_heads);
     let position = problem.kv_lens[b] as f64 - problem.q_len as f64 + i as f64;
     let (mut seen, mut largest, mut value) = (Vec::new(), 0.0f64, 0.0f64);
+    let mut key = 0.0f64;
     for t in 0..problem.kv_lens[b] {
         let at = (t * problem.num_kv_heads + head) * dim;
         // Values of tokens that are not seen still enter a tile's exponents.
         value = v[at..at + dim].iter().fold(value, |a, x| a.max(x.abs()));
+        key = k[at..at + dim].iter().fold(key, |a, x| a.max(x.abs()));
         let before = position - t as f64;
         let in_window = problem.window_left.is_none_or(|w| before <= w as f64);
         let products = q.iter().zip(&k[at..at + dim]);
@@ -80,12 +84,15 @@ fn row(problem: &Problem, [b, i, h]: [usize; 3], q: &[f32], [k, v]: KvOf<'_>, an
         .push(if seen.is_empty() { max } else { max + sum.ln() });
     answer.score.push(largest);
     answer.value.push(value);
+    let query = q.iter().fold(0.0, |a: f64, x| a.max(f64::from(x.abs())));
+    let scale = f64::from(problem.softmax_scale);
+    answer.plane.push(query * key * dim as f64 * scale);
 }
 
 /// Compares an answer of the CPU with that of f64; `integer` says which arithmetic it took.
 ///
-/// Scores of terms that add up to S err by about S·2^-15 in integers (15 bits of a query; a page of channels wastes up to a bit
-/// or two) and by S·2^-22 in f32; a soft cap's form loses cap·2^-23 of a score. The weights' polynomial errs by 7.5e-5, codes
+/// In integers a query has 15 bits below its largest element (a page of channels wastes up to a bit or two), so a score errs by
+/// that part of the largest sum that the query and the keys could make. In f32 it errs by 2^-22 of its terms' sum; a soft cap's form loses cap·2^-23 of a score. The weights' polynomial errs by 7.5e-5, codes
 /// of weights by 2^-16. Outputs err by the weights' error, of the largest value.
 ///
 /// # Errors
@@ -109,7 +116,7 @@ pub fn compare(
         let size = want.score[row];
         let cap = problem.softcap.map_or(0.0, f64::from);
         let bound = if integer {
-            1e-3 + size * 1e-3
+            1e-3 + size * 1e-4 + want.plane[row] / 8192.0
         } else {
             1e-5 + size * 4e-6
         } + cap * 1e-6;
@@ -120,7 +127,8 @@ pub fn compare(
         let error = (f64::from(*lse) - exact).abs();
         crate::hold!(
             error <= bound + exact.abs() * 1e-6,
-            "lse of row {row} is {lse}, not {exact} (off by {error:e}, bound {bound:e}); {problem:?}"
+            "lse of row {row} is {lse}, not {exact} (off by {error:e}, bound {bound:e}, sums {size} and {}); {problem:?}",
+            want.plane[row]
         );
         let bound = 3.0 * bound * want.value[row] + 1e-37;
         for (d, (x, exact)) in out
