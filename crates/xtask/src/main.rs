@@ -10,6 +10,8 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 
+mod fuzz;
+
 /// What may be carried, stripped.
 const LIMIT: u64 = 60 << 20;
 
@@ -19,6 +21,11 @@ fn main() -> Result<()> {
     match arguments.first().map(String::as_str) {
         Some("deny") => deny::run(&root()),
         Some("gpu") => gpu(has("--images"), has("--quick")),
+        Some("fuzz") => fuzz::fuzz(&arguments[1..]).map(|good| {
+            if !good {
+                std::process::exit(1)
+            }
+        }),
         _ => bail!(
             "usage: cargo xtask deny | gpu [--images] [--quick]; --images also compiles the kernels here, for a machine without NVRTC; \
              --quick leaves out the program attn"

@@ -1,0 +1,147 @@
+//! What fuzzers draw from an input: ranges, choices, hostile numbers.
+//!
+//! An input that is used up gives zeros, which `arbitrary` promises for numbers; so drawing cannot fail.
+
+use std::ops::RangeInclusive;
+
+use arbitrary::Unstructured;
+use attn_core::{Int4Scale, KvFormat, Scheme};
+
+/// The next number of the splitmix64 sequence of `state`.
+pub fn splitmix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let mut z = *state;
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+/// The bytes of the input of `seed`: up to 4 KiB, shorter ones more often.
+pub fn input(seed: u64) -> Vec<u8> {
+    let mut state = seed;
+    let len = 16usize << (splitmix(&mut state) % 9);
+    let words = (0..len / 8).map(|_| splitmix(&mut state));
+    words.flat_map(u64::to_le_bytes).collect()
+}
+
+/// Draws from an input.
+pub struct Draw<'a, 'b>(pub &'a mut Unstructured<'b>);
+
+impl Draw<'_, '_> {
+    /// Any 64 bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0.arbitrary().unwrap_or(0)
+    }
+
+    /// A number of a range.
+    pub fn range(&mut self, range: RangeInclusive<usize>) -> usize {
+        let least = *range.start();
+        self.0.int_in_range(range).unwrap_or(least)
+    }
+
+    /// True about once in `n` times.
+    pub fn once_in(&mut self, n: usize) -> bool {
+        self.range(1..=n) == n
+    }
+
+    /// One of several values.
+    pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.range(0..=of.len() - 1)]
+    }
+
+    /// A size at which products and sums overflow, or one near a limit, or a small one.
+    pub fn size(&mut self) -> usize {
+        const EDGES: [usize; 14] = [
+            0,
+            1,
+            2,
+            64,
+            128,
+            1 << 16,
+            1 << 20,
+            1 << 31,
+            1 << 32,
+            1 << 40,
+            1 << 53,
+            1 << 62,
+            1 << 63,
+            usize::MAX,
+        ];
+        match self.range(0..=3) {
+            0 => self.range(0..=300),
+            1 => self.pick(&EDGES),
+            2 => self
+                .pick(&EDGES)
+                .wrapping_add(self.range(0..=4))
+                .wrapping_sub(2),
+            _ => self.bits() as usize >> self.range(0..=63),
+        }
+    }
+
+    /// An ordinary number of magnitude up to 4.
+    pub fn small(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1 << 23) as f32 * 4.0 - 4.0
+    }
+
+    /// Any f32: NaN, infinities, subnormals, extremes, ordinary ones.
+    pub fn float(&mut self) -> f32 {
+        const EDGES: [f32; 16] = [
+            0.0,
+            -0.0,
+            1.0,
+            -1.0,
+            f32::MAX,
+            f32::MIN,
+            f32::MIN_POSITIVE,
+            1e-45,
+            f32::INFINITY,
+            f32::NEG_INFINITY,
+            f32::NAN,
+            65504.0,
+            65520.0,
+            1e20,
+            -1e30,
+            1e-20,
+        ];
+        match self.range(0..=3) {
+            0 => self.pick(&EDGES),
+            1 => f32::from_bits(self.bits() as u32),
+            _ => self.small(),
+        }
+    }
+
+    /// `n` ordinary numbers of magnitude up to `largest`, from one seed of the input.
+    pub fn noise(&mut self, n: usize, largest: f32) -> Vec<f32> {
+        let mut state = self.bits();
+        let mut next = || splitmix(&mut state) >> 40;
+        (0..n)
+            .map(|_| (next() as f32 / (1 << 23) as f32 - 1.0) * largest)
+            .collect()
+    }
+
+    /// `n` bytes, from one seed of the input.
+    pub fn bytes(&mut self, n: usize) -> Vec<u8> {
+        let mut state = self.bits();
+        let words = (0..n.div_ceil(8)).map(|_| splitmix(&mut state));
+        let mut bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+        bytes.truncate(n);
+        bytes
+    }
+
+    /// A scheme.
+    pub fn scheme(&mut self) -> Scheme {
+        self.pick(&Scheme::ALL)
+    }
+
+    /// A pair of schemes, int4-channel only for K.
+    pub fn format(&mut self) -> KvFormat {
+        let mut format = KvFormat {
+            k: self.scheme(),
+            v: self.scheme(),
+        };
+        if format.v == Scheme::Int4(Int4Scale::Channel) {
+            format.v = Scheme::Int4(Int4Scale::Groups(1));
+        }
+        format
+    }
+}

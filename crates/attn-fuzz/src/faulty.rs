@@ -1,0 +1,146 @@
+//! Backends that are wrong in one way each, for the tests of the fuzzers themselves.
+
+use std::{
+    any::Any,
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use attn_core::{
+    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, KvCache, KvFormat,
+    PageLayout, PageStore, Plan, Problem, TokenWrite, Unsupported, cache::CacheAccess,
+};
+use attn_cpu::Reference;
+
+use crate::backends::Backends;
+
+/// What goes wrong.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Fault {
+    None,
+    /// The last output's lowest bit, where there are more than 20 tokens.
+    Bit,
+    /// Every output is 2 % too large.
+    Size,
+    /// Every 16th append writes one byte more.
+    Page,
+}
+
+struct Faulty {
+    inner: Reference,
+    fault: Fault,
+}
+
+impl DecodeAttention for Faulty {
+    fn device(&self) -> &DeviceInfo {
+        self.inner.device()
+    }
+
+    fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
+        self.inner.supports(problem, format)
+    }
+
+    fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
+        if self.fault != Fault::Page {
+            return self.inner.create_cache(config);
+        }
+        let pages = HostPages::new(config)?;
+        KvCache::new(
+            config.clone(),
+            Box::new(FaultyPages {
+                pages,
+                calls: AtomicU32::new(0),
+            }),
+        )
+    }
+
+    fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
+        self.inner.plan(problem, format)
+    }
+
+    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        self.inner.decode(step)?;
+        let long = step.plan().problem.kv_lens.iter().any(|len| *len > 20);
+        let (out, _) = step.outputs();
+        match self.fault {
+            Fault::Bit if long => {
+                if let Some(x) = out.last_mut() {
+                    *x = f32::from_bits(x.to_bits() ^ 1);
+                }
+            }
+            Fault::Size => out.iter_mut().for_each(|x| *x *= 1.02),
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+struct FaultyPages {
+    pages: HostPages,
+    calls: AtomicU32,
+}
+
+impl PageStore for FaultyPages {
+    fn layout(&self) -> PageLayout {
+        self.pages.layout()
+    }
+
+    fn num_pages(&self) -> usize {
+        self.pages.num_pages()
+    }
+
+    fn append(
+        &mut self,
+        access: &CacheAccess,
+        writes: &[TokenWrite],
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<(), Error> {
+        self.pages.append(access, writes, k, v)?;
+        if self.calls.fetch_add(1, Ordering::Relaxed) == 1 {
+            let mut page = self.pages.read_page(access, writes[0].page)?;
+            page[0] ^= 1;
+            self.pages.write_page(access, writes[0].page, &page)?;
+        }
+        Ok(())
+    }
+
+    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
+        self.pages.read_page(access, page)
+    }
+
+    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
+        self.pages.write_page(access, page, bytes)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self.pages.as_any()
+    }
+}
+
+fn backends(reference: Fault, other: Fault) -> Backends {
+    let of = |fault| -> Box<dyn DecodeAttention> {
+        Box::new(Faulty {
+            inner: Reference::new(),
+            fault,
+        })
+    };
+    Backends {
+        reference: of(reference),
+        others: vec![("faulty".to_owned(), of(other))],
+    }
+}
+
+/// The one that is compared with the reference flips a bit.
+pub fn one_wrong_bit() -> Backends {
+    backends(Fault::None, Fault::Bit)
+}
+
+/// Both are wrong alike.
+pub fn all_wrong() -> Backends {
+    backends(Fault::Size, Fault::Size)
+}
+
+/// The second append to a cache leaves another bit.
+pub fn wrong_pages() -> Backends {
+    backends(Fault::Page, Fault::None)
+}

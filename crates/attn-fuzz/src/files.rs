@@ -1,0 +1,231 @@
+//! Fuzzes the program's readers of safetensors and page files, inside this process: a whole file goes to pages and back, a
+//! damaged one is an error or a whole answer, and where there is an error there is no file.
+
+use std::{fs, path::Path};
+
+use arbitrary::Unstructured;
+use attn_core::{Int4Scale, Int8Scale, KvFormat, Scheme};
+use safetensors::Dtype;
+
+use crate::{
+    draw::Draw,
+    driver::scratch,
+    hold,
+    tensors::{Content, File, decoded, draw_format, read_values},
+};
+
+/// The program's functions under test.
+#[derive(Debug, Clone, Copy)]
+pub struct Doors {
+    /// `attn quantize`.
+    pub quantize: fn(&Path, &Path, KvFormat, usize) -> anyhow::Result<()>,
+    /// `attn dequantize`.
+    pub dequantize: fn(&Path, &Path) -> anyhow::Result<()>,
+}
+
+/// Those of the crate `attn`.
+pub const DOORS: Doors = Doors {
+    quantize: |input, output, format, page_size| {
+        crate::quantize::quantize(input, output, format, page_size, true)
+    },
+    dequantize: |input, output| crate::quantize::dequantize(input, output, true),
+};
+
+/// Draws files; see the module.
+///
+/// # Errors
+/// What does not hold.
+pub fn fuzz(u: &mut Unstructured<'_>) -> Result<(), String> {
+    fuzz_doors(u, &DOORS)
+}
+
+/// The same for other functions.
+///
+/// # Errors
+/// What does not hold.
+pub fn fuzz_doors(u: &mut Unstructured<'_>, doors: &Doors) -> Result<(), String> {
+    let folder = scratch();
+    let folder = tempfile::tempdir_in(folder).map_err(|e| e.to_string())?;
+    in_folder(&mut Draw(u), doors, folder.path())
+}
+
+fn in_folder(draw: &mut Draw<'_, '_>, doors: &Doors, folder: &Path) -> Result<(), String> {
+    let [input, pages, output] = ["in", "pages", "out"].map(|name| folder.join(name));
+    let (file, content) = File::draw(draw);
+    let (format, page_size) = draw_format(draw);
+    let damaged = draw.once_in(2);
+    let bytes = if damaged {
+        file.damage(draw)
+    } else {
+        file.bytes()
+    };
+    write(&input, &bytes)?;
+    // `attn run` reads with this.
+    let _ = crate::data::load(Some(&input));
+    let done = (doors.quantize)(&input, &pages, format, page_size);
+    only_on_success(folder, &done.as_ref().map(|()| ()), &["in", "pages"])?;
+    if let Err(error) = done {
+        let fits = content.finite && fits(format, page_size, &content);
+        hold!(
+            damaged || !fits,
+            "a whole file is refused: {error:#}; {content:?} {format} {page_size}"
+        );
+        return Ok(());
+    }
+    hold!(
+        damaged || content.finite,
+        "{content:?} is not finite, but quantized"
+    );
+    let made = fs::read(&pages).map_err(|e| e.to_string())?;
+    let done = (doors.dequantize)(&pages, &output);
+    only_on_success(folder, &done.as_ref().map(|()| ()), &["in", "pages", "out"])?;
+    done.map_err(|e| format!("pages of {content:?} {format} {page_size} are refused: {e:#}"))?;
+    let back = check_output(&output)?;
+    if !damaged {
+        for name in &content.names {
+            for (side, scheme) in [("k", format.k), ("v", format.v)] {
+                let key = format!("{name}.{side}");
+                let Some((shape, values)) = back.get(&key) else {
+                    return Err(format!("{key} of {content:?} is lost"));
+                };
+                hold!(
+                    shape[..] == content.shape,
+                    "{key} has shape {shape:?}, not {:?}",
+                    content.shape
+                );
+                close(&bytes, &key, scheme, values)?;
+            }
+        }
+    }
+    let damaged = File::parse(&made)
+        .ok_or("pages are in no file")?
+        .damage(draw);
+    write(&pages, &damaged)?;
+    fs::remove_file(&output).map_err(|e| e.to_string())?;
+    let done = (doors.dequantize)(&pages, &output);
+    only_on_success(folder, &done.as_ref().map(|()| ()), &["in", "pages", "out"])?;
+    if done.is_ok() {
+        check_output(&output)?;
+    }
+    Ok(())
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<(), String> {
+    fs::write(path, bytes).map_err(|e| e.to_string())
+}
+
+/// Whether a whole file can be held by the format.
+fn fits(format: KvFormat, page_size: usize, content: &Content) -> bool {
+    let [_, tokens, dim] = content.shape;
+    let scheme = |scheme: Scheme| match scheme {
+        Scheme::Int8(Int8Scale::Group32) => dim % 32 == 0,
+        Scheme::Int4(Int4Scale::Groups(g)) => dim % (16 * usize::from(g)) == 0,
+        Scheme::Int4(Int4Scale::Channel) => page_size >= 64,
+        _ => true,
+    };
+    let reserved = ["attn", "kv", "page_size"];
+    dim != 5
+        && tokens > 0
+        && [16, 32, 64, 128].contains(&page_size)
+        && scheme(format.k)
+        && scheme(format.v)
+        && !content
+            .names
+            .iter()
+            .any(|name| reserved.contains(&name.as_str()))
+}
+
+/// The folder holds the named files, the last of them only after a success.
+fn only_on_success(
+    folder: &Path,
+    done: &Result<(), &anyhow::Error>,
+    names: &[&str],
+) -> Result<(), String> {
+    let mut found: Vec<String> = fs::read_dir(folder)
+        .map_err(|e| e.to_string())?
+        .filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()))
+        .collect();
+    found.sort();
+    let names = if done.is_ok() {
+        names
+    } else {
+        &names[..names.len() - 1]
+    };
+    let mut want = names.to_vec();
+    want.sort_unstable();
+    hold!(
+        found == want,
+        "the folder holds {found:?}, not {want:?}, after {done:?}"
+    );
+    Ok(())
+}
+
+type Values = std::collections::BTreeMap<String, (Vec<usize>, Vec<f32>)>;
+
+/// A written file can be read, and its values are finite.
+fn check_output(path: &Path) -> Result<Values, String> {
+    let bytes = fs::read(path).map_err(|e| e.to_string())?;
+    let values = read_values(&bytes).ok_or("the output is no file of f32 tensors")?;
+    let finite = values.values().flat_map(|(_, x)| x).all(|x| x.is_finite());
+    hold!(finite, "the output holds NaN or infinity");
+    Ok(values)
+}
+
+/// Values are those of the file: to the bit where f16 goes through f16, else to a step of int4 on numbers up to 3.
+fn close(bytes: &[u8], key: &str, scheme: Scheme, values: &[f32]) -> Result<(), String> {
+    let file = safetensors::SafeTensors::deserialize(bytes).map_err(|e| e.to_string())?;
+    let view = file.tensor(key).map_err(|e| e.to_string())?;
+    let want = decoded(view.dtype(), view.data());
+    let exact = scheme == Scheme::F16 && view.dtype() == Dtype::F16;
+    let bound = if exact { 0.0 } else { 0.35 };
+    hold!(
+        want.len() == values.len(),
+        "{key} has {} values",
+        values.len()
+    );
+    for (i, (want, got)) in want.iter().zip(values).enumerate() {
+        hold!(
+            (want - got).abs() <= bound,
+            "{key}[{i}] is {got} in {scheme}, not {want}"
+        );
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn finds(doors: &Doors) -> bool {
+        crate::finds(300, fuzz, |u| fuzz_doors(u, doors))
+    }
+
+    #[test]
+    fn an_output_beside_an_error_is_found() {
+        assert!(finds(&Doors {
+            dequantize: |input, output| {
+                let done = (DOORS.dequantize)(input, output);
+                if done.is_err() {
+                    fs::write(output, b"half")?;
+                }
+                done
+            },
+            ..DOORS
+        }));
+    }
+
+    #[test]
+    fn a_flipped_byte_of_the_output_is_found() {
+        assert!(finds(&Doors {
+            dequantize: |input, output| {
+                (DOORS.dequantize)(input, output)?;
+                let mut bytes = fs::read(output)?;
+                if let Some(last) = bytes.last_mut() {
+                    *last ^= 1;
+                }
+                Ok(fs::write(output, bytes)?)
+            },
+            ..DOORS
+        }));
+    }
+}

@@ -1,0 +1,5 @@
+//! The program that `cargo xtask fuzz` builds and starts.
+
+fn main() -> std::process::ExitCode {
+    attn_fuzz::driver::main()
+}
