@@ -1,6 +1,8 @@
 //! `cargo xtask deny`: holds the dependencies to `deny.toml`. `cargo xtask gpu`: collects in `gpu-bin/` what a machine with a GPU, a driver and NVRTC needs to run `.ci/gpu`.
+//! `cargo xtask mutants`: changes one expression at a time, and sees whether a test fails.
 
 mod deny;
+mod mutants;
 
 use std::{
     env, fs,
@@ -19,8 +21,9 @@ fn main() -> Result<()> {
     match arguments.first().map(String::as_str) {
         Some("deny") => deny::run(&root()),
         Some("gpu") => gpu(has("--images"), has("--quick")),
+        Some("mutants") => mutants::main(&arguments[1..]),
         _ => bail!(
-            "usage: cargo xtask deny | gpu [--images] [--quick]; --images also compiles the kernels here, for a machine without NVRTC; \
+            "usage: cargo xtask deny | gpu [--images] [--quick] | mutants [--help]; --images also compiles the kernels here, for a machine without NVRTC; \
              --quick leaves out the program attn"
         ),
     }
