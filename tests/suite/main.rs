@@ -6,7 +6,9 @@ use attn_cpu::{CpuBackend, Reference};
 use rstest::rstest;
 
 mod accuracy;
+mod bounds;
 mod errors;
+mod foreign;
 mod ranges;
 mod third_party;
 mod vectors;

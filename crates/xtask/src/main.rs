@@ -1,6 +1,8 @@
-//! `cargo xtask deny`: holds the dependencies to `deny.toml`. `cargo xtask gpu`: collects in `gpu-bin/` what a machine with a GPU, a driver and NVRTC needs to run `.ci/gpu`.
+//! `cargo xtask COMMAND`: the habits of this repository; `USAGE` lists them.
 
 mod deny;
+mod fuzz;
+mod mutants;
 
 use std::{
     env, fs,
@@ -10,10 +12,16 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 
-mod fuzz;
-
 /// What may be carried, stripped.
 const LIMIT: u64 = 60 << 20;
+
+const USAGE: &str = "usage: cargo xtask COMMAND
+  deny                     holds the dependencies' licences, sources and versions to deny.toml
+  fuzz [--seconds N | --minutes N] [--seed S] [--only NAME] [--input SEED]
+                           feeds random input to every door, with checks of overflow and assertions
+  gpu [--images] [--quick] collects in gpu-bin/ what .ci/gpu needs on a machine with a GPU, a driver and NVRTC;
+                           --images compiles the kernels here, --quick leaves out the program attn
+  mutants [--help]         changes one expression at a time, and sees whether a test fails";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = env::args().skip(1).collect();
@@ -21,15 +29,12 @@ fn main() -> Result<()> {
     match arguments.first().map(String::as_str) {
         Some("deny") => deny::run(&root()),
         Some("gpu") => gpu(has("--images"), has("--quick")),
-        Some("fuzz") => fuzz::fuzz(&arguments[1..]).map(|good| {
-            if !good {
-                std::process::exit(1)
-            }
-        }),
-        _ => bail!(
-            "usage: cargo xtask deny | gpu [--images] [--quick]; --images also compiles the kernels here, for a machine without NVRTC; \
-             --quick leaves out the program attn"
-        ),
+        Some("fuzz") => {
+            ensure!(fuzz::fuzz(&arguments[1..])?, "the fuzzers found something");
+            Ok(())
+        }
+        Some("mutants") => mutants::main(&arguments[1..]),
+        _ => bail!(USAGE),
     }
 }
 
