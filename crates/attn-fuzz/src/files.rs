@@ -1,13 +1,15 @@
 //! Fuzzes the program's readers of safetensors and page files, inside this process: a whole file goes to pages and back, a
 //! damaged one is an error or a whole answer, and where there is an error there is no file.
 
-use std::{fs, path::Path};
+use std::{ffi::OsStr, fs, path::Path};
 
 use arbitrary::Unstructured;
 use attn_core::{Int4Scale, Int8Scale, KvFormat, Scheme};
+use clap::Parser;
 use safetensors::Dtype;
 
 use crate::{
+    console::Console,
     draw::Draw,
     driver::scratch,
     hold,
@@ -23,12 +25,37 @@ pub struct Doors {
     pub dequantize: fn(&Path, &Path) -> anyhow::Result<()>,
 }
 
+/// The program's arguments, as it parses them.
+#[derive(clap::Parser)]
+struct Arguments<A: clap::Args> {
+    #[command(flatten)]
+    inner: A,
+}
+
+/// Parses arguments, and hands them to a function of the program that prints nowhere.
+fn call<A: clap::Args>(
+    arguments: &[&OsStr],
+    function: fn(&A, &mut Console<'_>) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let arguments = Arguments::<A>::try_parse_from(arguments)?;
+    let (mut out, mut err) = (std::io::sink(), std::io::sink());
+    function(&arguments.inner, &mut Console::new(&mut out, &mut err))
+}
+
 /// Those of the crate `attn`.
 pub const DOORS: Doors = Doors {
     quantize: |input, output, format, page_size| {
-        crate::quantize::quantize(input, output, format, page_size, true)
+        let (format, page_size) = (format.to_string(), page_size.to_string());
+        let [kv, size] = ["--kv", "--page-size"].map(OsStr::new);
+        let (format, page_size) = (OsStr::new(&format), OsStr::new(&page_size));
+        let paths = [OsStr::new("attn"), input.as_ref(), output.as_ref()];
+        let arguments = [&paths[..], &[kv, format, size, page_size]].concat();
+        call(&arguments, crate::quantize::quantize)
     },
-    dequantize: |input, output| crate::quantize::dequantize(input, output, true),
+    dequantize: |input, output| {
+        let paths = [OsStr::new("attn"), input.as_ref(), output.as_ref()];
+        call(&paths, crate::quantize::dequantize)
+    },
 };
 
 /// Draws files; see the module.

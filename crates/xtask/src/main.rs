@@ -1,6 +1,7 @@
 //! `cargo xtask deny`: holds the dependencies to `deny.toml`. `cargo xtask gpu`: collects in `gpu-bin/` what a machine with a GPU, a driver and NVRTC needs to run `.ci/gpu`.
 
 mod deny;
+mod fuzz;
 
 use std::{
     env, fs,
@@ -9,8 +10,6 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
-
-mod fuzz;
 
 /// What may be carried, stripped.
 const LIMIT: u64 = 60 << 20;
