@@ -13,7 +13,7 @@ use crate::{
     draw::Draw,
     driver::scratch,
     hold,
-    tensors::{Content, File, decoded, draw_format, read_values},
+    tensors::{Content, File, Values, decoded, draw_format, read_values},
 };
 
 /// The program's functions under test.
@@ -90,7 +90,7 @@ fn in_folder(draw: &mut Draw<'_, '_>, doors: &Doors, folder: &Path) -> Result<()
     // `attn run` reads with this.
     let _ = crate::data::load(Some(&input));
     let done = (doors.quantize)(&input, &pages, format, page_size);
-    only_on_success(folder, &done.as_ref().map(|()| ()), &["in", "pages"])?;
+    only_on_success(folder, done.as_ref(), &["in", "pages"])?;
     if let Err(error) = done {
         let fits = content.finite && fits(format, page_size, &content);
         hold!(
@@ -105,7 +105,7 @@ fn in_folder(draw: &mut Draw<'_, '_>, doors: &Doors, folder: &Path) -> Result<()
     );
     let made = fs::read(&pages).map_err(|e| e.to_string())?;
     let done = (doors.dequantize)(&pages, &output);
-    only_on_success(folder, &done.as_ref().map(|()| ()), &["in", "pages", "out"])?;
+    only_on_success(folder, done.as_ref(), &["in", "pages", "out"])?;
     done.map_err(|e| format!("pages of {content:?} {format} {page_size} are refused: {e:#}"))?;
     let back = check_output(&output)?;
     if !damaged {
@@ -130,7 +130,7 @@ fn in_folder(draw: &mut Draw<'_, '_>, doors: &Doors, folder: &Path) -> Result<()
     write(&pages, &damaged)?;
     fs::remove_file(&output).map_err(|e| e.to_string())?;
     let done = (doors.dequantize)(&pages, &output);
-    only_on_success(folder, &done.as_ref().map(|()| ()), &["in", "pages", "out"])?;
+    only_on_success(folder, done.as_ref(), &["in", "pages", "out"])?;
     if done.is_ok() {
         check_output(&output)?;
     }
@@ -165,7 +165,7 @@ fn fits(format: KvFormat, page_size: usize, content: &Content) -> bool {
 /// The folder holds the named files, the last of them only after a success.
 fn only_on_success(
     folder: &Path,
-    done: &Result<(), &anyhow::Error>,
+    done: Result<&(), &anyhow::Error>,
     names: &[&str],
 ) -> Result<(), String> {
     let mut found: Vec<String> = fs::read_dir(folder)
@@ -186,8 +186,6 @@ fn only_on_success(
     );
     Ok(())
 }
-
-type Values = std::collections::BTreeMap<String, (Vec<usize>, Vec<f32>)>;
 
 /// A written file can be read, and its values are finite.
 fn check_output(path: &Path) -> Result<Values, String> {
