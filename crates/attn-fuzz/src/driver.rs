@@ -287,9 +287,19 @@ fn one(arguments: &[String]) -> Result<()> {
     try_input(&by_name(name)?, number(seed)?).map_err(anyhow::Error::msg)
 }
 
+/// A folder for the files of one fuzzer's children, removed at the end.
 fn folder_for(name: &str) -> Result<tempfile::TempDir> {
     let prefix = format!("attn-fuzz-{name}-");
-    Ok(tempfile::Builder::new().prefix(&prefix).tempdir()?)
+    // Files are flushed to their disk, which is memory where there is such a folder.
+    let memory = Path::new("/dev/shm");
+    let parent = if memory.is_dir() {
+        memory.to_owned()
+    } else {
+        std::env::temp_dir()
+    };
+    Ok(tempfile::Builder::new()
+        .prefix(&prefix)
+        .tempdir_in(parent)?)
 }
 
 /// Runs what the options ask for, and prints the table of inputs; whether nothing was found.

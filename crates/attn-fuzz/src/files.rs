@@ -1,17 +1,19 @@
 //! Fuzzes the program's readers of safetensors and page files, inside this process: a whole file goes to pages and back, a
 //! damaged one is an error or a whole answer, and where there is an error there is no file.
 
-use std::{fs, path::Path};
+use std::{ffi::OsStr, fs, path::Path};
 
 use arbitrary::Unstructured;
 use attn_core::{Int4Scale, Int8Scale, KvFormat, Scheme};
+use clap::Parser;
 use safetensors::Dtype;
 
 use crate::{
+    console::Console,
     draw::Draw,
     driver::scratch,
     hold,
-    tensors::{Content, File, decoded, draw_format, read_values},
+    tensors::{Content, File, Values, decoded, draw_format, read_values},
 };
 
 /// The program's functions under test.
@@ -23,12 +25,37 @@ pub struct Doors {
     pub dequantize: fn(&Path, &Path) -> anyhow::Result<()>,
 }
 
+/// The program's arguments, as it parses them.
+#[derive(clap::Parser)]
+struct Arguments<A: clap::Args> {
+    #[command(flatten)]
+    inner: A,
+}
+
+/// Parses arguments, and hands them to a function of the program that prints nowhere.
+fn call<A: clap::Args>(
+    arguments: &[&OsStr],
+    function: fn(&A, &mut Console<'_>) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let arguments = Arguments::<A>::try_parse_from(arguments)?;
+    let (mut out, mut err) = (std::io::sink(), std::io::sink());
+    function(&arguments.inner, &mut Console::new(&mut out, &mut err))
+}
+
 /// Those of the crate `attn`.
 pub const DOORS: Doors = Doors {
     quantize: |input, output, format, page_size| {
-        crate::quantize::quantize(input, output, format, page_size, true)
+        let (format, page_size) = (format.to_string(), page_size.to_string());
+        let [kv, size] = ["--kv", "--page-size"].map(OsStr::new);
+        let (format, page_size) = (OsStr::new(&format), OsStr::new(&page_size));
+        let paths = [OsStr::new("attn"), input.as_ref(), output.as_ref()];
+        let arguments = [&paths[..], &[kv, format, size, page_size]].concat();
+        call(&arguments, crate::quantize::quantize)
     },
-    dequantize: |input, output| crate::quantize::dequantize(input, output, true),
+    dequantize: |input, output| {
+        let paths = [OsStr::new("attn"), input.as_ref(), output.as_ref()];
+        call(&paths, crate::quantize::dequantize)
+    },
 };
 
 /// Draws files; see the module.
@@ -63,7 +90,7 @@ fn in_folder(draw: &mut Draw<'_, '_>, doors: &Doors, folder: &Path) -> Result<()
     // `attn run` reads with this.
     let _ = crate::data::load(Some(&input));
     let done = (doors.quantize)(&input, &pages, format, page_size);
-    only_on_success(folder, &done.as_ref().map(|()| ()), &["in", "pages"])?;
+    only_on_success(folder, done.as_ref(), &["in", "pages"])?;
     if let Err(error) = done {
         let fits = content.finite && fits(format, page_size, &content);
         hold!(
@@ -78,7 +105,7 @@ fn in_folder(draw: &mut Draw<'_, '_>, doors: &Doors, folder: &Path) -> Result<()
     );
     let made = fs::read(&pages).map_err(|e| e.to_string())?;
     let done = (doors.dequantize)(&pages, &output);
-    only_on_success(folder, &done.as_ref().map(|()| ()), &["in", "pages", "out"])?;
+    only_on_success(folder, done.as_ref(), &["in", "pages", "out"])?;
     done.map_err(|e| format!("pages of {content:?} {format} {page_size} are refused: {e:#}"))?;
     let back = check_output(&output)?;
     if !damaged {
@@ -103,7 +130,7 @@ fn in_folder(draw: &mut Draw<'_, '_>, doors: &Doors, folder: &Path) -> Result<()
     write(&pages, &damaged)?;
     fs::remove_file(&output).map_err(|e| e.to_string())?;
     let done = (doors.dequantize)(&pages, &output);
-    only_on_success(folder, &done.as_ref().map(|()| ()), &["in", "pages", "out"])?;
+    only_on_success(folder, done.as_ref(), &["in", "pages", "out"])?;
     if done.is_ok() {
         check_output(&output)?;
     }
@@ -138,7 +165,7 @@ fn fits(format: KvFormat, page_size: usize, content: &Content) -> bool {
 /// The folder holds the named files, the last of them only after a success.
 fn only_on_success(
     folder: &Path,
-    done: &Result<(), &anyhow::Error>,
+    done: Result<&(), &anyhow::Error>,
     names: &[&str],
 ) -> Result<(), String> {
     let mut found: Vec<String> = fs::read_dir(folder)
@@ -159,8 +186,6 @@ fn only_on_success(
     );
     Ok(())
 }
-
-type Values = std::collections::BTreeMap<String, (Vec<usize>, Vec<f32>)>;
 
 /// A written file can be read, and its values are finite.
 fn check_output(path: &Path) -> Result<Values, String> {

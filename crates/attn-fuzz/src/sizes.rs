@@ -100,7 +100,7 @@ fn problem_can_be(p: &Problem) -> bool {
     [64, 80, 96, 128, 192, 256].contains(&p.head_dim)
         && (1..=65536).contains(&p.num_kv_heads)
         && (1..=64).contains(&per_kv)
-        && p.num_q_heads % p.num_kv_heads == 0
+        && p.num_q_heads.is_multiple_of(p.num_kv_heads)
         && (1..=16).contains(&p.q_len)
         && p.kv_lens.iter().all(|len| *len <= 1 << 20)
         && elements.saturating_mul(4) <= isize::MAX as u128
@@ -392,7 +392,7 @@ fn quantized_rows(draw: &mut Draw<'_, '_>) -> Result<(), String> {
             _ => rows::q4_0_row(&x, &mut row),
         };
         if done.is_ok() {
-            let fits = row.len() == needed && len % 32 == 0 && len > 0;
+            let fits = row.len() == needed && len.is_multiple_of(32) && len > 0;
             hold!(
                 fits && finite,
                 "{name} takes {len} elements, {} bytes",

@@ -134,7 +134,7 @@ fn state(
 /// Compares each row with the f64 sum of both sides by their weights.
 fn check_merge(a: &AttnState, b: &AttnState, joined: &AttnState) -> Result<(), String> {
     let rows = a.lse().len();
-    let dim = if rows == 0 { 0 } else { a.out().len() / rows };
+    let dim = a.out().len().checked_div(rows).unwrap_or(0);
     for r in 0..rows {
         let [la, lb, got] = [a, b, joined].map(|s| f64::from(s.lse()[r]));
         if la.max(lb) == f64::NEG_INFINITY {

@@ -252,8 +252,11 @@ pub fn draw_format(draw: &mut Draw<'_, '_>) -> (KvFormat, usize) {
     (draw.format(), page_size)
 }
 
+/// Shapes and values of tensors by name.
+pub type Values = BTreeMap<String, (Vec<usize>, Vec<f32>)>;
+
 /// A file of f32 tensors: each tensor's shape and values by name. None if it is no such file.
-pub fn read_values(bytes: &[u8]) -> Option<BTreeMap<String, (Vec<usize>, Vec<f32>)>> {
+pub fn read_values(bytes: &[u8]) -> Option<Values> {
     let tensors = SafeTensors::deserialize(bytes).ok()?;
     let all = tensors.tensors().into_iter().map(|(name, view)| {
         if view.dtype() != Dtype::F32 {

@@ -256,7 +256,7 @@ impl Side {
         let heads = problem.num_kv_heads;
         let allowed = match self.scheme {
             Scheme::Int4(_) => false,
-            Scheme::Int8(Int8Scale::Group32) => problem.head_dim % 32 == 0,
+            Scheme::Int8(Int8Scale::Group32) => problem.head_dim.is_multiple_of(32),
             _ => true,
         };
         let has_tensor = matches!(
