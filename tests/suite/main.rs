@@ -6,6 +6,7 @@ use attn_cpu::{CpuBackend, Reference};
 use rstest::rstest;
 
 mod accuracy;
+mod bounds;
 mod errors;
 mod ranges;
 mod third_party;

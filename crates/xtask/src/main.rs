@@ -1,6 +1,9 @@
 //! `cargo xtask deny`: holds the dependencies to `deny.toml`. `cargo xtask gpu`: collects in `gpu-bin/` what a machine with a GPU, a driver and NVRTC needs to run `.ci/gpu`.
+//! `cargo xtask mutants`: changes one expression at a time, and sees whether a test fails.
 
 mod deny;
+mod fuzz;
+mod mutants;
 
 use std::{
     env, fs,
@@ -9,8 +12,6 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
-
-mod fuzz;
 
 /// What may be carried, stripped.
 const LIMIT: u64 = 60 << 20;
@@ -26,8 +27,9 @@ fn main() -> Result<()> {
                 std::process::exit(1)
             }
         }),
+        Some("mutants") => mutants::main(&arguments[1..]),
         _ => bail!(
-            "usage: cargo xtask deny | gpu [--images] [--quick]; --images also compiles the kernels here, for a machine without NVRTC; \
+            "usage: cargo xtask deny | fuzz | gpu [--images] [--quick] | mutants [--help]; --images also compiles the kernels here, for a machine without NVRTC; \
              --quick leaves out the program attn"
         ),
     }
