@@ -1,0 +1,122 @@
+//! What a problem may be: every range ends where its text says, and a step sees the tokens that its masks leave.
+
+use attn_core::{Error, Problem, problem::HEAD_DIMS};
+use rstest::rstest;
+
+fn problem() -> Problem {
+    Problem::new(4, 2, 64, vec![10, 0])
+}
+
+fn refused(p: &Problem) -> Option<(&'static str, String)> {
+    match p.check() {
+        Ok(()) => None,
+        Err(Error::Parameter { what, given, .. }) => Some((what, given)),
+        Err(other) => panic!("{other}"),
+    }
+}
+
+#[test]
+fn a_new_problem_is_causal_decode_of_one_token() {
+    let p = problem();
+    assert_eq!((p.q_len, p.causal, p.softmax_scale), (1, true, 0.125));
+    assert_eq!((p.softcap, p.window_left), (None, None));
+    assert_eq!((p.batch(), p.heads_per_kv(), p.rows()), (2, 2, 8));
+    assert_eq!(p.elements(), 512);
+    assert_eq!(refused(&p), None);
+}
+
+#[test]
+fn the_head_dims_of_the_list_are_allowed_and_no_other() {
+    for head_dim in 0..300 {
+        let p = Problem::new(1, 1, head_dim, vec![1]);
+        let found = refused(&p).map(|refusal| refusal.0);
+        let expected = (!HEAD_DIMS.contains(&head_dim)).then_some("head_dim");
+        assert_eq!(found, expected, "{head_dim}");
+    }
+}
+
+#[rstest]
+#[case(1, 1, None)]
+#[case(64, 1, None)]
+#[case(128, 2, None)]
+#[case(65, 1, Some("heads_per_kv"))]
+#[case(130, 2, Some("heads_per_kv"))]
+#[case(0, 1, Some("num_q_heads/num_kv_heads"))]
+#[case(1, 0, Some("num_q_heads/num_kv_heads"))]
+#[case(0, 0, Some("num_q_heads/num_kv_heads"))]
+#[case(3, 2, Some("num_q_heads/num_kv_heads"))]
+#[case(1, 2, Some("num_q_heads/num_kv_heads"))]
+#[case(1 << 16, 1 << 16, None)]
+#[case((1 << 16) + 1, (1 << 16) + 1, Some("num_kv_heads"))]
+fn heads_are_whole_groups_of_at_most_64(
+    #[case] q_heads: usize,
+    #[case] kv_heads: usize,
+    #[case] what: Option<&str>,
+) {
+    let p = Problem::new(q_heads, kv_heads, 64, vec![1]);
+    assert_eq!(refused(&p).map(|refusal| refusal.0), what);
+}
+
+#[test]
+fn query_tokens_and_lengths_end_where_the_text_says() {
+    for (q_len, allowed) in [(0, false), (1, true), (16, true), (17, false)] {
+        let p = Problem { q_len, ..problem() };
+        let expected = (!allowed).then(|| ("q_len", q_len.to_string()));
+        assert_eq!(refused(&p), expected);
+    }
+    for (len, allowed) in [(0, true), (1 << 20, true), ((1 << 20) + 1, false)] {
+        let p = Problem::new(1, 1, 64, vec![3, len, 4]);
+        let expected = (!allowed).then(|| ("kv_len", len.to_string()));
+        assert_eq!(refused(&p), expected);
+    }
+}
+
+#[test]
+fn slopes_are_0_or_of_a_normal_magnitude() {
+    for (slope, allowed) in [
+        (0.0, true),
+        (-0.0, true),
+        (1e-20, true),
+        (-1e-20, true),
+        (1.2e-20, true),
+        (0.9e-20, false),
+        (1e3, true),
+        (-1e3, true),
+        (1000.1, false),
+        (-1500.0, false),
+        (f32::INFINITY, false),
+    ] {
+        let p = Problem {
+            alibi_slopes: Some(vec![0.5, 0.25, 1.0, slope]),
+            ..problem()
+        };
+        let found = refused(&p).map(|refusal| refusal.0);
+        assert_eq!(found, (!allowed).then_some("alibi_slopes"), "{slope}");
+    }
+}
+
+#[test]
+fn masks_leave_the_tokens_that_the_law_names() {
+    // Positions of four query tokens of 10: 6, 7, 8, 9.
+    let mut p = Problem::new(1, 1, 64, vec![10, 2]);
+    p.q_len = 4;
+    let seen = |p: &Problem, b| -> Vec<_> { (0..4).map(|i| p.visible(b, i)).collect() };
+    assert_eq!(seen(&p, 0), [0..7, 0..8, 0..9, 0..10]);
+    // Two of them stand before a sequence of 2.
+    assert_eq!(seen(&p, 1), [0..0, 0..0, 0..1, 0..2]);
+    p.window_left = Some(3);
+    assert_eq!(seen(&p, 0), [3..7, 4..8, 5..9, 6..10]);
+    assert_eq!(seen(&p, 1), [0..0, 0..0, 0..1, 0..2]);
+    p.window_left = Some(0);
+    assert_eq!(seen(&p, 0), [6..7, 7..8, 8..9, 9..10]);
+    p.causal = false;
+    assert_eq!(seen(&p, 0), [6..10, 7..10, 8..10, 9..10]);
+    p.window_left = None;
+    assert_eq!(seen(&p, 0), [0..10, 0..10, 0..10, 0..10]);
+    // A window of 2^20 reaches over the longest sequence.
+    p = Problem::new(1, 1, 64, vec![1 << 20]);
+    p.window_left = Some((1 << 20) - 2);
+    assert_eq!(p.visible(0, 0), 1..1 << 20);
+    p.window_left = Some((1 << 20) - 1);
+    assert_eq!(p.visible(0, 0), 0..1 << 20);
+}
