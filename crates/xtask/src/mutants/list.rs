@@ -5,6 +5,8 @@ use std::{collections::BTreeMap, fs, path::Path};
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
+use super::Key;
+
 /// The committed list.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -32,16 +34,19 @@ pub struct Skip {
     pub function: String,
     /// A part of `original -> mutated`; all of the function's mutants if it is empty.
     pub text: String,
+    /// Which of several equal ones in the function, from 1; all of them without it.
+    pub nth: Option<u64>,
     /// Why no test can notice them.
     pub reason: String,
 }
 
 impl Skip {
     /// Whether it means a mutant.
-    pub fn covers(&self, file: &str, function: &str, from: &str, to: &str) -> bool {
-        self.file == file
-            && self.function == function
+    pub fn covers(&self, (file, function, from, to, nth): &Key) -> bool {
+        self.file == *file
+            && self.function == *function
             && format!("{from} -> {to}").contains(&self.text)
+            && self.nth.is_none_or(|only| only == *nth)
     }
 }
 

@@ -150,11 +150,11 @@ fn skipped<'a>(
     files: &[String],
     all: &[Mutant],
 ) -> Result<Vec<Option<&'a str>>> {
-    let mut reasons = vec![None; all.len()];
+    let (mut reasons, keys) = (vec![None; all.len()], keys(all));
     for skip in list.skip.iter().filter(|skip| files.contains(&skip.file)) {
         let mut found = false;
-        for (m, reason) in all.iter().zip(&mut reasons) {
-            if skip.covers(&m.file, &m.function, &m.from, &m.to) {
+        for (key, reason) in keys.iter().zip(&mut reasons) {
+            if skip.covers(key) {
                 (*reason, found) = (Some(&*skip.reason), true);
             }
         }
