@@ -8,6 +8,7 @@ use rstest::rstest;
 mod accuracy;
 mod bounds;
 mod errors;
+mod foreign;
 mod ranges;
 mod third_party;
 mod vectors;

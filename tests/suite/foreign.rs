@@ -1,0 +1,84 @@
+//! Plans and caches of another backend are refused by the CPU's, and no output is touched.
+
+use std::any::Any;
+
+use attn_core::{
+    CacheAccess, CacheConfig, DecodeAttention, DecodeStep, Error, HostPages, KvCache, KvFormat,
+    KvSource, PageLayout, PageStore, Problem, TokenWrite,
+};
+use attn_cpu::{CpuBackend, Reference};
+
+/// Pages that the CPU's backends do not know.
+struct Elsewhere(HostPages);
+
+impl PageStore for Elsewhere {
+    fn layout(&self) -> PageLayout {
+        self.0.layout()
+    }
+
+    fn num_pages(&self) -> usize {
+        self.0.num_pages()
+    }
+
+    fn append(
+        &mut self,
+        access: &CacheAccess,
+        writes: &[TokenWrite],
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<(), Error> {
+        self.0.append(access, writes, k, v)
+    }
+
+    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
+        self.0.read_page(access, page)
+    }
+
+    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
+        self.0.write_page(access, page, bytes)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+fn backends() -> [Box<dyn DecodeAttention>; 2] {
+    [Box::new(CpuBackend::new()), Box::new(Reference::new())]
+}
+
+#[test]
+fn another_backends_plan_or_cache_is_refused_and_no_output_is_touched() {
+    // A sequence without tokens has nothing to read, and yet its cache is another's.
+    let of = |len: usize| backends().into_iter().map(move |backend| (backend, len));
+    for (backend, len) in of(5).chain(of(0)) {
+        let config = CacheConfig::new(KvFormat::INT8, 1, 64, 1, 5);
+        let problem = Problem::new(2, 1, 64, vec![len]);
+        let x = vec![0.5; len * 64];
+        let own = {
+            let mut cache = backend.create_cache(&config).unwrap();
+            cache.append(0, &x, &x).unwrap();
+            cache
+        };
+        let theirs = {
+            let store = Elsewhere(HostPages::new(&config).unwrap());
+            let mut cache = KvCache::new(config, Box::new(store)).unwrap();
+            cache.append(0, &x, &x).unwrap();
+            cache
+        };
+        let plan = backend.plan(&problem, KvFormat::INT8).unwrap();
+        let mut their_plan = plan.clone();
+        their_plan.backend = "theirs";
+        for (plan, cache, name) in [(&their_plan, &own, "plan"), (&plan, &theirs, "cache")] {
+            let (q, mut out, mut lse) = ([0.25; 128], [7.0; 128], [7.0; 2]);
+            let kv = KvSource::Cache(cache);
+            let mut step = DecodeStep::new(plan, &q, kv, &mut out, &mut lse).unwrap();
+            let error = backend.decode(&mut step).unwrap_err();
+            assert!(
+                matches!(error, Error::Foreign { backend: "cpu", what } if what == name),
+                "{error}"
+            );
+            assert!(out.iter().chain(&lse).all(|x| *x == 7.0), "{name}");
+        }
+    }
+}
