@@ -12,6 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
 use super::{
+    Key,
     list::List,
     render::{Rendered, render, switch},
     sites::{Found, find},
@@ -187,8 +188,18 @@ impl Tree {
         &self,
         list: &List,
         sources: &[Source],
+        keys: &[Key],
         live: &mut [bool],
     ) -> Result<Vec<Program>> {
+        // What did not compile before is not tried again: each try rebuilds all that depends on the file.
+        let known = self.root.join("target/mutants/do-not-compile.json");
+        let mut failed: BTreeSet<Key> = match fs::read_to_string(&known) {
+            Ok(text) => serde_json::from_str(&text)?,
+            Err(_) => BTreeSet::new(),
+        };
+        for (key, live) in keys.iter().zip(live.iter_mut()) {
+            *live &= !failed.contains(key);
+        }
         for round in 1.. {
             let rendered = self.write(sources, live.len(), live)?;
             let (programs, errors) = self.cargo(list)?;
@@ -207,7 +218,9 @@ impl Tree {
             );
             for id in dropped {
                 live[id as usize] = false;
+                failed.insert(keys[id as usize].clone());
             }
+            put(&known, serde_json::to_string(&failed)?.as_bytes())?;
         }
         unreachable!("rounds do not end")
     }

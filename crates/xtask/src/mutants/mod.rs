@@ -104,7 +104,7 @@ pub fn main(arguments: &[String]) -> Result<()> {
         all.len(),
         files.len()
     );
-    let programs = Tree::new(&root).build(&list, &sources, &mut live)?;
+    let programs = Tree::new(&root).build(&list, &sources, &keys(&all), &mut live)?;
     let compiled = live.iter().filter(|live| **live).count();
     println!(
         "{compiled} compile; {} do not, for their types",
