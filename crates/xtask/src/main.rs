@@ -47,7 +47,7 @@ fn gpu(images: bool, quick: bool) -> Result<()> {
     let out = root.join("gpu-bin");
     fs::create_dir_all(&out)?;
     let mut build = vec!["build", "--release"];
-    build.extend(["--package", "attn-gpu"]);
+    build.extend(["--package", "attn-gpu", "--bin", "attn-gpu"]);
     build.extend(["--package", "attn-cuda", "--example", "engine"]);
     let programs = if quick {
         vec!["attn-gpu", "examples/engine"]
