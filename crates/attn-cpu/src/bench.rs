@@ -445,7 +445,7 @@ mod tests {
             sum
         };
         let evicted = EVICT / LINE_BYTES;
-        assert!(EVICT >= 128 << 20, "{EVICT} bytes leave caches as they are");
+        const { assert!(EVICT >= 128 << 20, "fewer bytes leave caches as they are") };
         assert_eq!(memory.evict(), all(0..evicted));
         for streams in Ceiling::STREAMS {
             let lines = evicted..evicted + bytes / LINE_BYTES;
