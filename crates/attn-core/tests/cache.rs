@@ -282,7 +282,8 @@ fn numbers_that_no_cache_has_are_refused_before_memory_is_asked_for() {
 #[test]
 fn a_store_of_other_pages_than_the_configs_is_refused() {
     let config = config(KvFormat::INT8, 4);
-    let others: [(fn(&mut CacheConfig), &str); 3] = [
+    type Spoil = fn(&mut CacheConfig);
+    let others: [(Spoil, &str); 3] = [
         (|c| c.num_pages = 3, "num_pages"),
         (|c| c.page_size = 32, "page layout"),
         (|c| c.format = KvFormat::same(Scheme::F16), "page layout"),

@@ -274,7 +274,7 @@ fn pages_of_other_numbers_or_lengths_are_refused() {
     let layout = PageLayout::new(KvFormat::INT4, 64, 64, 1).unwrap();
     let page = vec![0; layout.page_bytes()];
     layout.check_pages(&[], 0).unwrap();
-    layout.check_pages(&[page.clone()], 64).unwrap();
+    layout.check_pages(std::slice::from_ref(&page), 64).unwrap();
     for (pages, tokens, name) in [
         (vec![page.clone()], 63, "pages"),
         (vec![page.clone(); 2], 64, "pages"),
