@@ -1,10 +1,13 @@
 //! The shapes that benches name: published figures refer to them, so that none may change under its name.
 
-use attn_core::bench::{Measured, Timing, noise, shapes};
+use attn_core::{
+    KvFormat, KvView, Problem,
+    bench::{Measured, Place, Rows, Shape, Timing, Work, noise, shapes},
+};
 
 /// One line per shape: what it is, and the bytes that its share of the read is made from.
 fn list() -> String {
-    let line = |shape: attn_core::bench::Shape| {
+    let line = |shape: Shape| {
         let p = &shape.problem;
         let lens = &p.kv_lens;
         let [least, most] = [lens.iter().min(), lens.iter().max()].map(|len| len.unwrap());
@@ -42,7 +45,6 @@ fn shapes_are_those_of_the_committed_list() {
 
 #[test]
 fn appends_are_refused_where_every_page_fills() {
-    use attn_core::bench::Work;
     let of = |work: Work, lens: &[usize]| {
         let mut shape = shapes().remove(0);
         (shape.work, shape.problem.kv_lens) = (work, lens.to_vec());
@@ -77,7 +79,88 @@ fn noise_is_centred_spread_and_its_seeds_differ() {
     let mean = a.iter().sum::<f32>() / 10_000.0;
     assert!(mean.abs() < 0.03, "{mean}");
     assert!(a.iter().all(|x| x.abs() < 2.0));
+    // Figures of one run and of the next are of the same numbers.
+    assert_eq!(a[..3], [-0.254_007_58, -0.308_336_38, -0.175_948_98]);
+    assert_eq!(b[..3], [1.285_649_8, 0.101_764_8, -1.432_108_9]);
     // The sum of two numbers that are even in −1..1: a variance of two thirds.
     let variance = a.iter().map(|x| x * x).sum::<f32>() / 10_000.0;
     assert!((0.62..0.71).contains(&variance), "{variance}");
+}
+
+/// Sequences of other lengths than whole pages, in place.
+fn contiguous(format: &str, place: Place) -> Shape {
+    Shape {
+        family: "test",
+        name: "uneven".to_owned(),
+        format: format.parse().unwrap(),
+        problem: Problem::new(4, 2, 64, vec![70, 3, 129]),
+        place,
+        work: Work::Decode,
+    }
+}
+
+#[test]
+fn bytes_of_a_contiguous_cache_are_those_of_its_tokens() {
+    for (format, row) in [
+        ("f16", 128 + 128),
+        ("fp8", 64 + 64),
+        ("int8", 66 + 66),
+        ("int8-g32", 68 + 68),
+        ("int8-g32/bf16", 68 + 128),
+        ("int8-tensor/int8", 64 + 66),
+    ] {
+        for place in [Place::Bnsh, Place::Bsnh] {
+            let shape = contiguous(format, place);
+            assert_eq!(shape.cache_bytes(), (70 + 3 + 129) * 2 * row, "{format}");
+        }
+        // Pages of 64 tokens are whole.
+        let shape = contiguous(format, Place::Pages);
+        assert_eq!(shape.cache_bytes(), (2 + 1 + 3) * 64 * 2 * row, "{format}");
+    }
+}
+
+#[test]
+fn rows_to_time_lie_as_their_shape_says() {
+    for format in ["f16", "bf16", "int8", "int8-g32/bf16", "bf16/int8"] {
+        for place in [Place::Bnsh, Place::Bsnh] {
+            let shape = contiguous(format, place);
+            let format: KvFormat = shape.format;
+            let rows = Rows::new(&shape);
+            for view in [rows.view().unwrap(), rows.checked_view().unwrap()] {
+                assert_eq!(view.format(), format);
+                check_rows(&view, place);
+            }
+        }
+    }
+    let none = Shape {
+        problem: Problem::new(4, 2, 64, vec![]),
+        ..contiguous("int8", Place::Bnsh)
+    };
+    let rows = Rows::new(&none);
+    assert!(rows.view().unwrap().k().codes.is_empty());
+}
+
+/// Each side has room for the longest of three sequences, and not a byte more.
+fn check_rows(view: &KvView<'_>, place: Place) {
+    let format = view.format();
+    for (rows, scheme) in [(view.k(), format.k), (view.v(), format.v)] {
+        let row = 64 * scheme.code_bits() / 8;
+        let groups = if scheme.has_row_scales() {
+            scheme.groups(64)
+        } else {
+            0
+        };
+        assert_eq!(rows.codes.len(), 3 * 2 * 129 * row);
+        assert_eq!(rows.scales.len(), 3 * 2 * 129 * groups);
+        let of = |each: usize| match place {
+            Place::Bsnh => [2 * 129 * each, each, 2 * each],
+            _ => [2 * 129 * each, 129 * each, each],
+        };
+        assert_eq!(rows.code_strides, of(row));
+        assert_eq!(rows.scale_strides, of(groups));
+        // Small codes, which differ; scales of 1/64.
+        assert!(rows.codes.iter().all(|byte| *byte < 64));
+        assert_eq!(rows.codes[..5], [0, 31, 1, 32, 2]);
+        assert!(rows.scales.iter().all(|bits| *bits == 0x2400));
+    }
 }

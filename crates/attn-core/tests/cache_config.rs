@@ -1,0 +1,70 @@
+//! The sizes that a cache's configuration gives and takes.
+
+use attn_core::{CacheConfig, Error, HostPages, KvCache, KvFormat};
+use rstest::rstest;
+
+#[rstest]
+#[case(KvFormat::INT8, 0, 0)]
+#[case(KvFormat::INT8, 1, 1)]
+#[case(KvFormat::INT8, 64, 1)]
+#[case(KvFormat::INT8, 65, 2)]
+#[case(KvFormat::INT4, 0, 0)]
+#[case(KvFormat::INT4, 1, 2)]
+#[case(KvFormat::INT4, 64, 2)]
+#[case(KvFormat::INT4, 65, 3)]
+fn a_sequence_takes_whole_pages_and_a_tail_page(
+    #[case] format: KvFormat,
+    #[case] tokens: usize,
+    #[case] pages: usize,
+) {
+    let config = CacheConfig::new(format, 2, 64, 3, tokens);
+    assert_eq!((config.page_size, config.num_sequences), (64, 3));
+    assert_eq!(config.pages_for(tokens), pages);
+    assert_eq!(config.num_pages, 3 * pages);
+    let bytes = config.layout().unwrap().page_bytes();
+    assert_eq!(config.pool_bytes().unwrap(), 3 * pages * bytes);
+}
+
+#[test]
+fn static_scales_are_1_until_they_are_set() {
+    let config = CacheConfig::new("fp8".parse().unwrap(), 3, 64, 1, 1);
+    assert_eq!(config.k_tensor_scales, [1.0; 3]);
+    assert_eq!(config.v_tensor_scales, [1.0; 3]);
+    let config = CacheConfig::new("int8/fp8".parse().unwrap(), 3, 64, 1, 1);
+    assert_eq!(
+        (config.k_tensor_scales.len(), config.v_tensor_scales.len()),
+        (0, 3)
+    );
+}
+
+#[test]
+fn pages_and_sequences_end_where_the_text_says() {
+    let with = |pages: usize, sequences: usize| {
+        let mut config = CacheConfig::new(KvFormat::INT8, 1, 64, 1, 1);
+        (config.num_pages, config.num_sequences) = (pages, sequences);
+        config.check()
+    };
+    with(u32::MAX as usize, 1 << 24).unwrap();
+    with(0, 0).unwrap();
+    for (pages, sequences, name) in [
+        (1 << 32, 1, "num_pages"),
+        (1, (1 << 24) + 1, "num_sequences"),
+    ] {
+        let error = with(pages, sequences).unwrap_err();
+        assert!(
+            matches!(error, Error::Parameter { what, .. } if what == name),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_cache_checks_its_own_configuration_whatever_its_store_was_made_from() {
+    let good = CacheConfig::new("fp8".parse().unwrap(), 2, 64, 1, 64);
+    for scales in [vec![1.0], vec![1.0, f32::NAN], vec![1.0, 0.0]] {
+        let store = HostPages::new(&good).unwrap();
+        let mut config = good.clone();
+        config.v_tensor_scales = scales;
+        assert!(KvCache::new(config, Box::new(store)).is_err());
+    }
+}
