@@ -93,6 +93,10 @@ fn parameters_that_no_quantizer_writes_are_refused() {
         row[2..4].copy_from_slice(&shift.to_le_bytes());
         let found = bad(import_row(RowFormat::FbgemmInt4(1), 64, &row, &[]));
         assert_eq!(found, expected, "{scale:#x} {shift:#x}");
+        // One of two groups is enough.
+        let row = [&[0; 4], &row[..]].concat();
+        let found = bad(import_row(RowFormat::FbgemmInt4(2), 64, &row, &[]));
+        assert_eq!(found, expected, "{scale:#x} {shift:#x}");
     }
 }
 
