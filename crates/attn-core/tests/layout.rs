@@ -88,6 +88,7 @@ fn every_code_has_bits_of_its_own() {
             let (bits, mut used) = (scheme.code_bits(), vec![0u8; codes.len()]);
             for (t, d) in (0..size).flat_map(|t| (0..dim).map(move |d| (t, d))) {
                 let at = address(bits, dim, size, t, d);
+                assert!(at.shift == 0 || bits == 4 && at.shift == 4);
                 let mask = if bits == 4 { 0xf << at.shift } else { 0xff };
                 for i in 0..bits.div_ceil(8) {
                     assert_eq!(used[at.byte + i] & mask, 0, "{scheme} ({t}, {d})");

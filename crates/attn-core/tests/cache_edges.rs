@@ -1,0 +1,306 @@
+//! The page table at its edges: the last free page, sequences that do not exist, heads with runs of their own, what read_back leaves out.
+
+use std::{
+    any::Any,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use attn_core::{
+    CacheAccess, CacheConfig, Error, HostPages, KvCache, KvFormat, PageLayout, PageStore,
+    TokenWrite,
+};
+use rstest::rstest;
+
+const DIM: usize = 64;
+
+fn config(format: KvFormat, heads: usize, pages: usize) -> CacheConfig {
+    let mut config = CacheConfig::new(format, heads, DIM, 3, 0);
+    config.num_pages = pages;
+    config
+}
+
+fn cache(format: KvFormat, heads: usize, pages: usize) -> KvCache {
+    let config = config(format, heads, pages);
+    let store = HostPages::new(&config).unwrap();
+    KvCache::new(config, Box::new(store)).unwrap()
+}
+
+fn values(count: usize, seed: usize) -> Vec<f32> {
+    let value = |i: usize| ((i * 37 + seed * 101 + i / 640) % 129) as f32 / 16.0 - 4.0;
+    (0..count).map(value).collect()
+}
+
+/// Tokens of one head, K and V.
+fn grow(cache: &mut KvCache, sequence: usize, tokens: usize) -> Result<(), Error> {
+    let (k, v) = (values(tokens * DIM, 1), values(tokens * DIM, 2));
+    cache.append(sequence, &k, &v)
+}
+
+/// Lengths, pages, free pages.
+fn books(cache: &KvCache) -> (Vec<usize>, Vec<Vec<u32>>, Vec<Option<u32>>, usize) {
+    let table = cache.table().clone();
+    (
+        table.lens,
+        table.pages,
+        table.tail_pages,
+        cache.free_pages(),
+    )
+}
+
+fn full(found: Result<(), Error>) -> (usize, usize, usize) {
+    match found {
+        Err(Error::CacheFull {
+            needed,
+            free,
+            total,
+        }) => (needed, free, total),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_sequence_that_does_not_exist_is_named_before_anything_else() {
+    let mut cache = cache(KvFormat::INT8, 1, 4);
+    grow(&mut cache, 0, 5).unwrap();
+    let before = books(&cache);
+    let pages = cache.read_back(0).unwrap();
+    for error in [
+        cache.append(3, &[0.0; 63], &[]).unwrap_err(),
+        cache.append_with(&[(3, 1)], |_, _| Ok(())).unwrap_err(),
+        cache.append_with(&[(3, 0)], |_, _| Ok(())).unwrap_err(),
+        cache.fork(3, 1).unwrap_err(),
+        cache.fork(0, 3).unwrap_err(),
+        cache.restore(3, 5, &pages).unwrap_err(),
+        cache.free_sequence(3).unwrap_err(),
+        cache.read_back(3).unwrap_err(),
+    ] {
+        assert!(
+            matches!(error, Error::Sequence { given: 3, count: 3 }),
+            "{error}"
+        );
+    }
+    assert_eq!(books(&cache), before);
+}
+
+#[rstest]
+#[case(&[(0, 1), (0, 1)])]
+#[case(&[(2, 1), (0, 3), (2, 0)])]
+#[case(&[(1, 0), (1, 0)])]
+fn a_sequence_named_twice_is_refused(#[case] appends: &[(usize, usize)]) {
+    let mut cache = cache(KvFormat::INT8, 1, 4);
+    let error = cache.append_with(appends, |_, _| Ok(())).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::Parameter {
+                what: "sequence to append to",
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert_eq!(cache.free_pages(), 4);
+}
+
+#[test]
+fn no_tokens_take_no_page_and_are_not_written() {
+    let mut cache = cache(KvFormat::INT4, 1, 4);
+    let untouched = |_: &dyn PageStore, _: &[TokenWrite]| -> Result<(), Error> {
+        panic!("there is nothing to write")
+    };
+    cache.append_with(&[(0, 0), (1, 0)], untouched).unwrap();
+    cache.append_with(&[], untouched).unwrap();
+    grow(&mut cache, 0, 70).unwrap();
+    cache.fork(0, 1).unwrap();
+    // The pool is full now: a copy of the shared page or a tail page would not be had.
+    assert_eq!(cache.free_pages(), 0);
+    let before = books(&cache);
+    cache.append_with(&[(1, 0), (2, 0)], untouched).unwrap();
+    assert_eq!(books(&cache), before);
+    // Nor beside tokens of another sequence.
+    let mut cache = self::cache(KvFormat::INT4, 1, 8);
+    grow(&mut cache, 0, 3).unwrap();
+    cache.fork(0, 1).unwrap();
+    let free = cache.free_pages();
+    cache
+        .append_with(&[(1, 0), (2, 1), (0, 0)], |_, writes| {
+            assert_eq!(writes.len(), 1);
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!((cache.free_pages(), cache.table().lens[2]), (free - 2, 1));
+    assert_eq!(cache.table().pages[0], cache.table().pages[1]);
+}
+
+#[test]
+fn what_an_append_lacks_is_counted_to_the_page() {
+    // A home page and a tail page.
+    let mut one = cache(KvFormat::INT4, 1, 1);
+    assert_eq!(full(grow(&mut one, 0, 1)), (2, 1, 1));
+    let mut two = cache(KvFormat::INT4, 1, 2);
+    grow(&mut two, 0, 1).unwrap();
+    // A copy of the shared open page and two new ones; the tail page is there.
+    let mut cache = cache(KvFormat::INT4, 1, 6);
+    grow(&mut cache, 0, 70).unwrap();
+    cache.fork(0, 1).unwrap();
+    assert_eq!(cache.free_pages(), 2);
+    let before = books(&cache);
+    assert_eq!(full(grow(&mut cache, 1, 130)), (3, 2, 6));
+    // A tail page for the fork.
+    let mut small = self::cache(KvFormat::INT4, 1, 3);
+    grow(&mut small, 0, 70).unwrap();
+    assert_eq!(full(small.fork(0, 1)), (1, 0, 3));
+    assert_eq!(books(&small).0, [70, 0, 0]);
+    // Two home pages and a tail page.
+    let pages = cache.read_back(0).unwrap();
+    assert_eq!(full(cache.restore(2, 70, &pages)), (3, 2, 6));
+    assert_eq!(books(&cache), before);
+    cache.free_sequence(1).unwrap();
+    cache.restore(2, 70, &pages).unwrap();
+    assert_eq!(cache.read_back(2).unwrap(), pages);
+    assert_eq!(cache.free_pages(), 0);
+}
+
+#[rstest]
+#[case(KvFormat::INT8)]
+#[case(KvFormat::INT4)]
+fn a_fork_that_grows_over_pages_has_the_bytes_of_one_that_was_never_forked(
+    #[case] format: KvFormat,
+) {
+    let mut cache = cache(format, 1, 20);
+    let (k, v) = (values(250 * DIM, 5), values(250 * DIM, 6));
+    cache.append(0, &k[..70 * DIM], &v[..70 * DIM]).unwrap();
+    cache.fork(0, 1).unwrap();
+    cache.append(1, &k[70 * DIM..], &v[70 * DIM..]).unwrap();
+    cache.append(2, &k, &v).unwrap();
+    assert_eq!(cache.read_back(1).unwrap(), cache.read_back(2).unwrap());
+    // The other goes on, too.
+    cache.append(0, &k[70 * DIM..], &v[70 * DIM..]).unwrap();
+    assert_eq!(cache.read_back(0).unwrap(), cache.read_back(2).unwrap());
+}
+
+#[rstest]
+#[case("int8", 70)]
+#[case("int4", 70)]
+#[case("int4", 64)]
+#[case("bf16/int4-g1", 1)]
+fn read_back_leaves_out_what_no_token_wrote(#[case] format: &str, #[case] tokens: usize) {
+    let format: KvFormat = format.parse().unwrap();
+    let (mut clean, mut dirty) = (cache(format, 1, 6), cache(format, 1, 6));
+    let garbage = vec![0xff; dirty.layout().page_bytes()];
+    for page in 0..6 {
+        dirty.write_page(page, &garbage).unwrap();
+    }
+    grow(&mut clean, 0, tokens).unwrap();
+    grow(&mut dirty, 0, tokens).unwrap();
+    assert_eq!(clean.read_back(0).unwrap(), dirty.read_back(0).unwrap());
+}
+
+#[rstest]
+#[case("int8", 70)]
+#[case("int4", 70)]
+#[case("int4", 128)]
+#[case("int4-channel/bf16", 5)]
+fn each_head_has_the_bytes_that_it_has_alone(#[case] format: &str, #[case] tokens: usize) {
+    let format: KvFormat = format.parse().unwrap();
+    let mut both = cache(format, 2, 8);
+    let sides = [1, 2].map(|seed| values(tokens * 2 * DIM, seed));
+    both.append(0, &sides[0], &sides[1]).unwrap();
+    let pages = both.read_back(0).unwrap();
+    for head in 0..2 {
+        let mut alone = cache(format, 1, 8);
+        let [k, v] = [&sides[0], &sides[1]].map(|side| -> Vec<f32> {
+            let rows = side.chunks_exact(DIM).skip(head).step_by(2);
+            rows.flatten().copied().collect()
+        });
+        alone.append(0, &k, &v).unwrap();
+        let alone = alone.read_back(0).unwrap();
+        assert_eq!(alone.len(), pages.len());
+        for (page, alone) in pages.iter().zip(&alone) {
+            assert_eq!(page.len(), 2 * alone.len());
+            assert!(
+                page[head * alone.len()..][..alone.len()] == alone[..],
+                "head {head}"
+            );
+        }
+    }
+    both.restore(1, tokens, &pages).unwrap();
+    let more = values(2 * DIM, 9);
+    for sequence in [0, 1] {
+        both.append(sequence, &more, &more).unwrap();
+    }
+    assert_eq!(both.read_back(0).unwrap(), both.read_back(1).unwrap());
+}
+
+/// A store whose pages cannot be written whole while `fails` is set; tokens can.
+struct NoCopies {
+    inner: HostPages,
+    fails: Arc<AtomicBool>,
+}
+
+impl PageStore for NoCopies {
+    fn layout(&self) -> PageLayout {
+        self.inner.layout()
+    }
+
+    fn num_pages(&self) -> usize {
+        self.inner.num_pages()
+    }
+
+    fn append(
+        &mut self,
+        access: &CacheAccess,
+        writes: &[TokenWrite],
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<(), Error> {
+        self.inner.append(access, writes, k, v)
+    }
+
+    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
+        self.inner.read_page(access, page)
+    }
+
+    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
+        if self.fails.load(Ordering::Relaxed) {
+            return Err(Error::Device {
+                backend: "test",
+                doing: "writing a page",
+                source: "as asked".into(),
+            });
+        }
+        self.inner.write_page(access, page, bytes)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+#[test]
+fn a_copy_that_fails_ends_the_append_before_any_token_is_written() {
+    let (config, fails) = (
+        config(KvFormat::INT8, 1, 8),
+        Arc::new(AtomicBool::new(false)),
+    );
+    let store = NoCopies {
+        inner: HostPages::new(&config).unwrap(),
+        fails: fails.clone(),
+    };
+    let mut cache = KvCache::new(config, Box::new(store)).unwrap();
+    grow(&mut cache, 0, 5).unwrap();
+    cache.fork(0, 1).unwrap();
+    let before = (books(&cache), cache.read_back(0).unwrap());
+    fails.store(true, Ordering::Relaxed);
+    assert!(matches!(grow(&mut cache, 1, 3), Err(Error::Device { .. })));
+    // The sequence after the one whose copy fails is not touched, either.
+    let found = cache.append_with(&[(1, 1), (2, 1)], |_, _| Ok(()));
+    assert!(matches!(found, Err(Error::Device { .. })));
+    assert_eq!((books(&cache), cache.read_back(0).unwrap()), before);
+    fails.store(false, Ordering::Relaxed);
+    grow(&mut cache, 1, 3).unwrap();
+    assert_eq!(cache.read_back(0).unwrap(), before.1);
+}
