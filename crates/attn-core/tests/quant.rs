@@ -95,6 +95,10 @@ fn groups_of_int8_use_their_whole_range() {
     // The scale is 2; quotients of ¼, −127, 1½, ½, 63½.
     assert_eq!((param.scale.to_f32(), param.shift), (2.0, f16::ZERO));
     assert_eq!(codes.map(|c| c as u8 as i8), [0, -127, 2, 0, 64]);
+    // A scale that f16 has not: every code is 0.
+    let mut codes = [7u16; 3];
+    let param = int8_group(&[1e-8, -1e-8, 0.0], &mut codes);
+    assert_eq!((param.scale, codes), (f16::ZERO, [0; 3]));
     // A scale beyond f16: quotients beyond 127 stay there.
     let mut codes = [0u16; 2];
     let param = int8_group(&[1.0e9, -1.0e9], &mut codes);
@@ -111,6 +115,14 @@ fn groups_of_int4_span_from_their_least_to_their_largest() {
     // Quotients of 0, 15, 1½, 7½, 2.
     assert_eq!(codes, [0, 15, 2, 8, 2]);
     assert_eq!(param.centred_shift(), 13.0);
+    let mut flat = [7u16; 2];
+    let same = int4_group(&[5.0, 5.0], &mut flat);
+    assert_eq!(
+        (same.scale, same.shift.to_f32(), flat),
+        (f16::ZERO, 5.0, [0; 2])
+    );
+    let near = int4_group(&[1e-8, -1e-8], &mut flat);
+    assert_eq!((near.scale, flat), (f16::ZERO, [0; 2]));
     let value = |code| quant::decode(Scheme::Int4(Int4Scale::Channel), code, param, 1.0);
     assert_eq!([value(0), value(15)], [-3.0, 27.0]);
 }

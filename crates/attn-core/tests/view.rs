@@ -174,3 +174,34 @@ fn a_bad_code_is_found_in_any_place_of_a_row(
         assert_eq!(view.is_err(), found, "{code:#x}: {view:?}");
     }
 }
+
+#[test]
+fn schemes_without_rows_of_their_own_and_odd_groups_are_refused() {
+    let codes = [0; 4096];
+    let scales = [0; 64];
+    for (format, dim, name) in [
+        ("int4-g1/int8", 64, "view scheme"),
+        ("int8/int4-g1", 64, "view scheme"),
+        ("int4", 64, "view scheme"),
+        ("int8-g32/int8", 80, "scheme"),
+        ("int8/int8-g32", 80, "scheme"),
+    ] {
+        let problem = Problem::new(1, 1, dim, vec![2]);
+        let rows = StridedRows::bnsh(&codes, &scales, 1, 2, dim, 2);
+        let error = KvView::new(&problem, format.parse().unwrap(), rows, rows, [&[], &[]]).err();
+        assert!(
+            matches!(error, Some(Error::Parameter { what, .. }) if what == name),
+            "{format}: {error:?}"
+        );
+    }
+}
+
+#[test]
+fn a_sequence_without_tokens_may_have_rows_that_no_slice_reaches() {
+    let problem = Problem::new(1, 1, 64, vec![1, 0]);
+    let rows = StridedRows::bnsh(&[5; 64], &[0x3c00], 1, 100, 64, 1);
+    KvView::new(&problem, KvFormat::INT8, rows, rows, [&[], &[]]).unwrap();
+    let problem = Problem::new(1, 1, 64, vec![0, 0]);
+    let rows = StridedRows::bnsh(&[], &[], 1, 100, 64, 1);
+    KvView::new(&problem, KvFormat::INT8, rows, rows, [&[], &[]]).unwrap();
+}
