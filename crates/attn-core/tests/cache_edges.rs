@@ -39,8 +39,11 @@ fn grow(cache: &mut KvCache, sequence: usize, tokens: usize) -> Result<(), Error
     cache.append(sequence, &k, &v)
 }
 
+/// Lengths, pages, tail pages, and the number of free pages.
+type Books = (Vec<usize>, Vec<Vec<u32>>, Vec<Option<u32>>, usize);
+
 /// Lengths, pages, free pages.
-fn books(cache: &KvCache) -> (Vec<usize>, Vec<Vec<u32>>, Vec<Option<u32>>, usize) {
+fn books(cache: &KvCache) -> Books {
     let table = cache.table().clone();
     (
         table.lens,
