@@ -317,18 +317,6 @@ fn get(
     (codes, params)
 }
 
-fn check_pages(layout: &PageLayout, pages: &[Vec<u8>], tokens: usize) -> Result<(), Error> {
-    let needed = layout.pages_of(tokens);
-    if pages.len() != needed {
-        return Err(Error::Length {
-            what: "pages",
-            given: pages.len(),
-            needed,
-        });
-    }
-    layout.check_pages(pages, tokens)
-}
-
 /// Converts pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them, to rows of another engine.
 ///
 /// # Errors
@@ -342,7 +330,7 @@ pub fn export(
     format: RowFormat,
     order: Order,
 ) -> Result<Exported, Error> {
-    check_pages(layout, pages, tokens)?;
+    layout.check_pages(pages, tokens)?;
     let scheme = check_scheme(format, layout, side)?;
     let (heads, page_size) = (layout.num_kv_heads(), layout.page_size());
     let row_bytes = format.row_bytes(layout.head_dim());
@@ -385,7 +373,7 @@ pub fn dequantize(
     k_tensor_scales: &[f32],
     v_tensor_scales: &[f32],
 ) -> Result<[Vec<f32>; 2], Error> {
-    check_pages(layout, pages, tokens)?;
+    layout.check_pages(pages, tokens)?;
     let format = layout.format();
     for (scheme, scales) in [(format.k, k_tensor_scales), (format.v, v_tensor_scales)] {
         check_tensor_scales(scheme, scales, layout.num_kv_heads())?;

@@ -129,7 +129,7 @@ pub fn main(arguments: &[String]) -> Result<()> {
             println!("[{done}/{}]", ids.len());
         }
     };
-    let verdicts = tests::try_all(&programs, &reach, &ids, args.jobs, &progress)?;
+    let verdicts = tests::try_all(&programs, &reach, (&all, &ids), args.jobs, &progress)?;
     if let Some(path) = &args.json {
         let text = serde_json::to_string_pretty(&report(&all, &verdicts))?;
         fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;

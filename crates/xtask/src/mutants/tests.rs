@@ -16,7 +16,10 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::{build::Program, list::List};
+use super::{
+    build::{Mutant, Program},
+    list::List,
+};
 
 /// Tests that take less run together.
 const QUICK: Duration = Duration::from_millis(150);
@@ -218,40 +221,89 @@ pub fn reach(programs: &[Program], list: &List, folder: &Path, jobs: usize) -> R
     Ok(Reach { tests, of })
 }
 
-/// The runs that a mutant may need: quick tests of a program together, the others alone, the cheapest first.
-fn runs(reach: &Reach, id: u32) -> Vec<(usize, Vec<&str>, Duration)> {
-    let mut quick: BTreeMap<usize, (Vec<&str>, Duration)> = BTreeMap::new();
+/// Tests that run together.
+struct Run<'a> {
+    program: usize,
+    names: Vec<&'a str>,
+    time: Duration,
+}
+
+/// How often a run was tried for mutants of a file, and how often it noticed.
+type Record<'a> = BTreeMap<(&'a str, usize, Option<&'a str>), [u32; 2]>;
+
+impl<'a> Run<'a> {
+    /// What it is called in a record: one test, or a program's quick ones.
+    fn key(&self, file: &'a str) -> (&'a str, usize, Option<&'a str>) {
+        let alone = self.names.len() == 1 && self.time >= QUICK;
+        let alone = alone.then(|| self.names.first().copied());
+        (file, self.program, alone.flatten())
+    }
+}
+
+/// The runs that a mutant may need: quick tests of a program together, the others alone.
+fn runs<'a>(reach: &'a Reach, id: u32) -> Vec<Run<'a>> {
+    let mut quick: BTreeMap<usize, Run<'a>> = BTreeMap::new();
     let mut runs = Vec::new();
     for test in reach.of.get(&id).into_iter().flatten() {
-        let test = &reach.tests[*test];
-        if test.time < QUICK {
-            let group = quick.entry(test.program).or_default();
-            group.0.push(&test.name);
-            group.1 += test.time;
-        } else {
-            runs.push((test.program, vec![&*test.name], test.time));
+        let Test {
+            program,
+            name,
+            time,
+        } = &reach.tests[*test];
+        let (program, names, time) = (*program, vec![&**name], *time);
+        if time >= QUICK {
+            runs.push(Run {
+                program,
+                names,
+                time,
+            });
+            continue;
+        }
+        match quick.get_mut(&program) {
+            Some(run) => {
+                run.names.extend(names);
+                run.time += time;
+            }
+            None => {
+                let run = Run {
+                    program,
+                    names,
+                    time,
+                };
+                quick.insert(program, run);
+            }
         }
     }
-    runs.extend(quick.into_iter().map(|(p, (names, time))| (p, names, time)));
-    runs.sort_by_key(|run| run.2);
+    runs.extend(quick.into_values());
     runs
 }
 
-/// Tries each mutant of `ids`, `jobs` at a time, calling `progress(done, verdict)` after each.
+/// Puts those first that notice most in their time, as far as is known of the file's other mutants.
+fn sort<'a>(runs: &mut [Run<'a>], record: &Record<'a>, file: &'a str) {
+    runs.sort_by_cached_key(|run| {
+        let [tried, noticed] = record.get(&run.key(file)).copied().unwrap_or_default();
+        let share = (f64::from(noticed) + 0.5) / (f64::from(tried) + 1.0);
+        // A process takes some milliseconds to start.
+        ((run.time.as_secs_f64() + 0.01) / share * 1e6) as u64
+    });
+}
+
+/// Tries each mutant of `ids`, `jobs` at a time, calling `progress(done, id, verdict)` after each.
 ///
 /// # Errors
 /// If a test cannot be started.
 pub fn try_all(
     programs: &[Program],
     reach: &Reach,
-    ids: &[u32],
+    (mutants, ids): (&[Mutant], &[u32]),
     jobs: usize,
     progress: &(dyn Fn(usize, u32, &Verdict) + Sync),
 ) -> Result<BTreeMap<u32, Verdict>> {
     let verdicts = Mutex::new(BTreeMap::new());
+    let record = Mutex::new(Record::new());
     in_parallel(ids.len(), jobs, |i| {
         let id = ids[i];
-        let verdict = try_one(programs, reach, id)?;
+        let verdict = try_one(programs, reach, (id, &mutants[id as usize].file), &record)?;
         let mut verdicts = verdicts.lock().expect("no panic");
         progress(verdicts.len() + 1, id, &verdict);
         verdicts.insert(id, verdict);
@@ -260,17 +312,30 @@ pub fn try_all(
     Ok(verdicts.into_inner().expect("no panic"))
 }
 
-fn try_one(programs: &[Program], reach: &Reach, id: u32) -> Result<Verdict> {
-    let runs = runs(reach, id);
+fn try_one<'a>(
+    programs: &[Program],
+    reach: &'a Reach,
+    (id, file): (u32, &'a str),
+    record: &Mutex<Record<'a>>,
+) -> Result<Verdict> {
+    let mut runs = runs(reach, id);
     if runs.is_empty() {
         return Ok(Verdict::NotReached);
     }
-    for (program, names, time) in runs {
-        let program = &programs[program];
-        let mut command = command(program, &names);
+    sort(&mut runs, &record.lock().expect("no panic"), file);
+    for one in runs {
+        let program = &programs[one.program];
+        let mut command = command(program, &one.names);
         command.env("ATTN_MUTANT", id.to_string());
-        let limit = time * 3 + Duration::from_secs(5);
-        match run(command, limit)?.0 {
+        let limit = one.time * 3 + Duration::from_secs(5);
+        let end = run(command, limit)?.0;
+        {
+            let mut record = record.lock().expect("no panic");
+            let [tried, noticed] = record.entry(one.key(file)).or_default();
+            *tried += 1;
+            *noticed += u32::from(end != End::Passed);
+        }
+        match end {
             End::Passed => {}
             End::Failed => return Ok(Verdict::Noticed(program.name.clone())),
             End::TimedOut => return Ok(Verdict::TimedOut(program.name.clone())),
