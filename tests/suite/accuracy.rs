@@ -1,4 +1,4 @@
-//! What each format costs on real data: `attn run`'s figures, held to `tests/data`'s limits.
+//! What each format costs on real data: `attn run`'s figures, held to each format's limits.
 
 use attn_conformance::oracle;
 use attn_core::{CacheConfig, DecodeAttention, DecodeStep, KvCache, KvFormat, KvSource, Problem};
@@ -41,7 +41,7 @@ struct Layer {
 }
 
 fn layers() -> impl Iterator<Item = Layer> {
-    let bytes = include_bytes!("../data/smollm2-decode.safetensors");
+    let bytes = include_bytes!("../../crates/attn-cli/data/smollm2-decode.safetensors");
     let file = SafeTensors::deserialize(bytes).unwrap();
     ["00", "01", "07", "15", "22", "29"]
         .into_iter()

@@ -15,7 +15,7 @@
 
 pub mod arithmetic;
 pub mod backend;
-pub mod bench;
+mod backend_id;
 pub mod cache;
 pub mod convert;
 pub mod error;
@@ -32,6 +32,7 @@ pub mod view;
 pub mod formats {}
 
 pub use backend::{DecodeAttention, DecodeStep, DeviceInfo, KvSource, Plan, StepInputs};
+pub use backend_id::BackendId;
 pub use cache::{CacheAccess, CacheConfig, KvCache, PageStore, PageTable, TokenWrite};
 pub use error::{Error, Unsupported};
 pub use format::{Int4Scale, Int8Scale, KvFormat, Scheme};

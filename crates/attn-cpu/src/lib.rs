@@ -5,7 +5,6 @@
 //! cuts a step into work for threads.
 
 mod backend;
-pub mod bench;
 mod channels;
 mod decode;
 mod float;

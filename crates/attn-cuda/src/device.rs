@@ -63,7 +63,7 @@ pub enum CudaError {
 }
 
 /// Names what was being done when the device failed.
-pub(crate) fn failed<E: Into<CudaError>>(doing: &'static str) -> impl FnOnce(E) -> Error {
+pub fn failed<E: Into<CudaError>>(doing: &'static str) -> impl FnOnce(E) -> Error {
     move |error| Error::Device {
         backend: "cuda",
         doing,
@@ -83,17 +83,17 @@ fn absent(reason: String, next_step: &str) -> Unsupported {
 ///
 /// The driver's asynchronous copies return at once where the host's memory is pinned. Declare it behind what is copied: what is
 /// declared last is dropped first.
-pub(crate) struct WaitOnDrop<'a>(sys::CUstream, PhantomData<&'a CudaStream>);
+pub struct WaitOnDrop<'a>(sys::CUstream, PhantomData<&'a CudaStream>);
 
 impl WaitOnDrop<'_> {
     /// # Safety
     /// The stream is alive, and its context current on this thread, until the value is dropped.
-    pub(crate) unsafe fn on(stream: sys::CUstream) -> Self {
+    pub unsafe fn on(stream: sys::CUstream) -> Self {
         WaitOnDrop(stream, PhantomData)
     }
 
     /// Waits now, for whoever wants to know how the work went.
-    pub(crate) fn finish(self) -> Result<(), DriverError> {
+    pub fn finish(self) -> Result<(), DriverError> {
         let waited = self.wait();
         std::mem::forget(self);
         waited

@@ -7,7 +7,6 @@
 //! Integer formats give the reference's bits (`docs/arithmetic.md`); `docs/cuda.md` says what each machine needs.
 
 mod backend;
-pub mod bench;
 mod device;
 pub mod geometry;
 pub mod image_cache;
@@ -21,6 +20,16 @@ mod sizes;
 mod step;
 mod store;
 mod upload;
+
+/// What the project's own timing code and tests need; not for other users, and it may change in any release.
+#[doc(hidden)]
+pub mod internals {
+    pub use crate::{
+        device::{WaitOnDrop, failed},
+        native::NativeRead,
+        sizes::product,
+    };
+}
 
 use attn_core::{DecodeAttention, Unsupported};
 

@@ -6,7 +6,7 @@ use attn_core::Error;
 ///
 /// # Errors
 /// [`Error::Parameter`] for `what` if it needs more than 64 bits.
-pub(crate) fn product(what: &'static str, factors: &[usize]) -> Result<usize, Error> {
+pub fn product(what: &'static str, factors: &[usize]) -> Result<usize, Error> {
     let product = factors.iter().try_fold(1usize, |p, n| p.checked_mul(*n));
     product.ok_or_else(|| Error::Parameter {
         what,

@@ -4,12 +4,12 @@
 use std::{ffi::OsStr, fs, path::Path};
 
 use arbitrary::Unstructured;
+use attn_cli::console::Console;
 use attn_core::{Int4Scale, Int8Scale, KvFormat, Scheme};
 use clap::Parser;
 use safetensors::Dtype;
 
 use crate::{
-    console::Console,
     draw::Draw,
     driver::scratch,
     hold,
@@ -50,11 +50,11 @@ pub const DOORS: Doors = Doors {
         let (format, page_size) = (OsStr::new(&format), OsStr::new(&page_size));
         let paths = [OsStr::new("attn"), input.as_ref(), output.as_ref()];
         let arguments = [&paths[..], &[kv, format, size, page_size]].concat();
-        call(&arguments, crate::quantize::quantize)
+        call(&arguments, attn_cli::quantize::quantize)
     },
     dequantize: |input, output| {
         let paths = [OsStr::new("attn"), input.as_ref(), output.as_ref()];
-        call(&paths, crate::quantize::dequantize)
+        call(&paths, attn_cli::quantize::dequantize)
     },
 };
 
@@ -88,7 +88,7 @@ fn in_folder(draw: &mut Draw<'_, '_>, doors: &Doors, folder: &Path) -> Result<()
     };
     write(&input, &bytes)?;
     // `attn run` reads with this.
-    let _ = crate::data::load(Some(&input));
+    let _ = attn_cli::data::load(Some(&input));
     let done = (doors.quantize)(&input, &pages, format, page_size);
     only_on_success(folder, done.as_ref(), &["in", "pages"])?;
     if let Err(error) = done {

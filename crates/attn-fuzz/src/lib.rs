@@ -7,23 +7,6 @@
 //! The oracles here share no code with `attn-core`'s quantizers and address formulas: [`pages`] reads pages by the text of
 //! FORMATS.md, [`oracle`] attends in f64.
 
-// The program's readers, compiled here on the crate that they need of `attn`: attn-core.
-extern crate attn_core as attn;
-#[path = "../../attn/src/cli/console.rs"]
-#[allow(dead_code, reason = "the program uses more of it")]
-mod console;
-#[path = "../../attn/src/cli/data.rs"]
-#[allow(dead_code, reason = "the program uses more of it")]
-mod data;
-#[path = "../../attn/src/cli/figures.rs"]
-#[allow(dead_code, reason = "the program uses more of it")]
-mod figures;
-#[path = "../../attn/src/cli/quantize.rs"]
-mod quantize;
-#[path = "../../attn/src/cli/target.rs"]
-#[allow(dead_code, reason = "the program uses more of it")]
-mod target;
-
 pub mod backends;
 pub mod convert;
 pub mod draw;

@@ -3,6 +3,7 @@
 use std::{env, process::Command};
 
 use anyhow::{Context, Result, bail, ensure};
+use attn_bench::cuda::Buffers;
 use attn_conformance::{case::noise, check::first_difference};
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvFormat, KvSource, KvView, Problem,
@@ -11,7 +12,6 @@ use attn_core::{
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     CudaBackend, CudaError,
-    bench::Buffers,
     native::{AppendArgs, DecodeArgs, DeviceKv, Dtype, NativeAppend, NativePlan},
 };
 use cudarc::driver::{CudaSlice, sys};

@@ -2,7 +2,8 @@
 
 use attn_core::Error;
 
-pub(crate) const BACKEND: &str = "wgpu";
+/// This backend's name in errors.
+pub const BACKEND: &str = "wgpu";
 
 /// What the device answered.
 #[derive(Debug, thiserror::Error)]
@@ -46,7 +47,8 @@ pub enum WgpuError {
     Kernel(#[from] crate::specialise::SpecialiseError),
 }
 
-pub(crate) fn device(doing: &'static str, source: WgpuError) -> Error {
+/// [`Error::Device`] of this backend.
+pub fn device(doing: &'static str, source: WgpuError) -> Error {
     Error::Device {
         backend: BACKEND,
         doing,

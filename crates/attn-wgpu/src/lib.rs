@@ -8,7 +8,6 @@
 
 mod append;
 mod backend;
-pub mod bench;
 mod error;
 mod gpu;
 mod import;
@@ -20,6 +19,12 @@ mod store;
 #[cfg(test)]
 mod valid;
 mod view;
+
+/// What the project's own timing code needs; not for other users, and it may change in any release.
+#[doc(hidden)]
+pub mod internals {
+    pub use crate::error::{BACKEND, device};
+}
 
 use attn_core::{DecodeAttention, Unsupported};
 

@@ -17,65 +17,51 @@
 //! ```
 #![forbid(unsafe_code)]
 
-use std::{ffi::OsString, fmt, str::FromStr};
+use std::{ffi::OsString, fmt};
 
 /// The README's example compiles.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
-pub use attn_core::*;
+pub use attn_core::{
+    AttnState, BackendId, CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error,
+    HostPages, Int4Scale, Int8Scale, KvCache, KvFormat, KvSource, KvView, PageLayout, PageStore,
+    PageTable, Plan, Problem, Scheme, StepInputs, StridedRows, TokenWrite, Unsupported, arithmetic,
+    cache, convert, format, formats, layout, problem, quant,
+};
 
-/// A backend by name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BackendId {
-    /// NVIDIA GPUs.
-    Cuda,
-    /// Any GPU, through Vulkan, Metal or DX12.
-    Wgpu,
-    /// The CPU: always there.
-    Cpu,
+/// The backends, each under the feature of its name.
+pub mod backends {
+    #[cfg(feature = "cpu")]
+    pub use attn_cpu as cpu;
+    #[cfg(feature = "cuda")]
+    pub use attn_cuda as cuda;
+    #[cfg(feature = "wgpu")]
+    pub use attn_wgpu as wgpu;
 }
 
-impl BackendId {
-    /// All, in the order of preference.
-    pub const ALL: [BackendId; 3] = [BackendId::Cuda, BackendId::Wgpu, BackendId::Cpu];
-
-    /// Opens it.
-    ///
-    /// # Errors
-    /// [`Unsupported`] with the reason and what mends it.
-    pub fn open(self) -> Result<Box<dyn DecodeAttention>, Unsupported> {
-        match self {
-            BackendId::Cuda => attn_cuda::open(),
-            BackendId::Wgpu => attn_wgpu::open(),
-            BackendId::Cpu => Ok(Box::new(attn_cpu::CpuBackend::open()?)),
-        }
-    }
-}
-
-impl fmt::Display for BackendId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            BackendId::Cuda => "cuda",
-            BackendId::Wgpu => "wgpu",
-            BackendId::Cpu => "cpu",
-        })
-    }
-}
-
-impl FromStr for BackendId {
-    type Err = Error;
-
-    fn from_str(s: &str) -> Result<Self, Error> {
-        BackendId::ALL
-            .into_iter()
-            .find(|id| id.to_string() == s)
-            .ok_or_else(|| Error::Parameter {
-                what: "backend",
-                given: s.to_owned(),
-                allowed: "cuda, wgpu, cpu",
-            })
+/// Opens one backend.
+///
+/// # Errors
+/// [`Unsupported::Absent`] with the reason and the next step, also where this build leaves the backend's feature out.
+pub fn open(id: BackendId) -> Result<Box<dyn DecodeAttention>, Unsupported> {
+    match id {
+        #[cfg(feature = "cuda")]
+        BackendId::Cuda => attn_cuda::open(),
+        #[cfg(feature = "wgpu")]
+        BackendId::Wgpu => attn_wgpu::open(),
+        #[cfg(feature = "cpu")]
+        BackendId::Cpu => Ok(Box::new(attn_cpu::CpuBackend::open()?)),
+        #[allow(
+            unreachable_patterns,
+            reason = "with every feature, only backends that a later version of core names"
+        )]
+        _ => Err(Unsupported::Absent {
+            backend: id.name(),
+            reason: format!("this build of attn-kv has no feature \"{id}\""),
+            next_step: format!("add \"{id}\" to the features of attn-kv in Cargo.toml"),
+        }),
     }
 }
 
@@ -106,14 +92,14 @@ pub fn select(wanted: Option<BackendId>) -> Result<Selection, Error> {
     };
     if let Some(id) = named {
         return Ok(Selection {
-            backend: id.open()?,
+            backend: open(id)?,
             id,
             refused: Vec::new(),
         });
     }
     let mut refused = Vec::new();
     for id in BackendId::ALL {
-        match id.open() {
+        match open(id) {
             Ok(backend) if backend.is_emulated() => refused.push((
                 id,
                 Unsupported::Absent {

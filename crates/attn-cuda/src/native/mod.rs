@@ -367,6 +367,19 @@ impl CudaBackend {
             .map_err(failed("reading"))
     }
 
+    /// Whether [`CudaBackend::prepare`] has a kernel for these arguments; loads none.
+    ///
+    /// # Errors
+    /// Those of [`CudaBackend::prepare`], but for the device's.
+    pub fn check_native(
+        &self,
+        problem: &Problem,
+        format: KvFormat,
+        page_size: usize,
+    ) -> Result<(), Error> {
+        Shape::new(self.device.limits(), problem, format, page_size).map(drop)
+    }
+
     /// Prepares decode launches for the problem's batch, heads and modifiers, and for lengths up to its longest.
     ///
     /// `page_size` is the pool's, 0 for strided caches. Loads (at first compiles) the kernel; not for use inside a capture.

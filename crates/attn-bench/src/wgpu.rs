@@ -1,21 +1,21 @@
 //! How an adapter is timed: steps recorded back to back over caches that rotate beyond its own, beside a WGSL kernel that only
 //! reads the same pages.
 //!
-//! [`WgpuTimer`] takes the shapes of [`attn_core::bench`]; `attn bench --backend wgpu` is made of it. The clock is the GPU's
+//! `attn bench --backend wgpu` uses [`WgpuTimer`]. The clock is the GPU's
 //! where the adapter has timestamp queries, else the host's around a submission.
 
 use std::time::{Duration, Instant};
 
-use attn_core::{
-    CacheConfig, DecodeAttention, Error, KvCache,
-    bench::{Measured, Place, Rows, Shape, Timer, Timing, Work, noise},
+use attn_core::{CacheConfig, DecodeAttention, Error, KvCache};
+use attn_wgpu::{
+    DevicePages, DeviceRows, DeviceView, Prepared, WgpuBackend, WgpuError,
+    internals::{BACKEND, device},
 };
 use wgpu::BufferUsages as Usage;
 
 use crate::{
-    DeviceRows, DeviceView, Prepared, WgpuBackend,
-    error::{BACKEND, WgpuError, device},
-    store::DevicePages,
+    ContiguousCache,
+    workload::{CacheLayout, Measured, Operation, Timer, Timing, Workload, noise},
 };
 
 /// What steps rotate over, at least: several times any cache.
@@ -24,7 +24,7 @@ const ROTATED: usize = 256 << 20;
 const MOST_COPIES: usize = 16;
 /// Tokens of noise; longer sequences repeat their pages.
 const NOISE_TOKENS: usize = 1024;
-/// Work before the timed runs, in so many pieces at most: clocks ramp up.
+/// Operation before the timed runs, in so many pieces at most: clocks ramp up.
 const WARM_UP: Duration = Duration::from_millis(200);
 const MOST_WARM_UPS: usize = 15;
 /// Timed runs at most: two timestamps each.
@@ -134,7 +134,7 @@ fn poll(gpu: &wgpu::Device, until: Option<wgpu::SubmissionIndex>) -> Result<(), 
         .map_err(|error| device("timing", WgpuError::Poll(error)))
 }
 
-/// What a shape's steps read and write beside their caches.
+/// What a workload's steps read and write beside their caches.
 struct Ends {
     q: wgpu::Buffer,
     out: wgpu::Buffer,
@@ -266,10 +266,10 @@ impl WgpuTimer {
     }
 
     /// Pages of noise, as many as one sequence needs before they repeat.
-    fn pages(&self, shape: &Shape) -> Result<Vec<Vec<u8>>, Error> {
-        let problem = &shape.problem;
+    fn pages(&self, workload: &Workload) -> Result<Vec<Vec<u8>>, Error> {
+        let problem = &workload.problem;
         let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
-        let config = CacheConfig::new(shape.format, heads, dim, 1, NOISE_TOKENS);
+        let config = CacheConfig::new(workload.format, heads, dim, 1, NOISE_TOKENS);
         let mut cache = self.backend.create_cache(&config)?;
         let count = NOISE_TOKENS * heads * dim;
         cache.append(0, &noise(1, count), &noise(2, count))?;
@@ -277,12 +277,12 @@ impl WgpuTimer {
     }
 
     /// One cache whose sequences all hold the same tokens, at places of their own.
-    fn cache(&self, shape: &Shape, pages: &[Vec<u8>]) -> Result<KvCache, Error> {
-        let problem = &shape.problem;
+    fn cache(&self, workload: &Workload, pages: &[Vec<u8>]) -> Result<KvCache, Error> {
+        let problem = &workload.problem;
         let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
-        let mut config = CacheConfig::new(shape.format, heads, dim, problem.batch(), 0);
-        let (before, room) = match shape.work {
-            Work::Decode => (0, 0),
+        let mut config = CacheConfig::new(workload.format, heads, dim, problem.batch(), 0);
+        let (before, room) = match workload.operation {
+            Operation::Decode => (0, 0),
             _ => (1, APPENDS),
         };
         let needed = problem.kv_lens.iter();
@@ -303,17 +303,17 @@ impl WgpuTimer {
         Ok(cache)
     }
 
-    fn caches(&self, shape: &Shape) -> Result<Vec<KvCache>, Error> {
-        let pages = self.pages(shape)?;
-        let copies = match shape.work {
-            Work::Append => APPEND_COPIES,
-            _ => copies(shape),
+    fn caches(&self, workload: &Workload) -> Result<Vec<KvCache>, Error> {
+        let pages = self.pages(workload)?;
+        let copies = match workload.operation {
+            Operation::Append => APPEND_COPIES,
+            _ => copies(workload),
         };
-        (0..copies).map(|_| self.cache(shape, &pages)).collect()
+        (0..copies).map(|_| self.cache(workload, &pages)).collect()
     }
 
-    fn ends(&self, shape: &Shape) -> Ends {
-        let problem = &shape.problem;
+    fn ends(&self, workload: &Workload) -> Ends {
+        let problem = &workload.problem;
         let elems = problem.rows() * problem.head_dim;
         let tokens = problem.batch() * problem.num_kv_heads * problem.head_dim;
         Ends {
@@ -337,8 +337,13 @@ impl WgpuTimer {
         made
     }
 
-    fn decodes(&self, shape: &Shape, steps: &[Prepared], runs: usize) -> Result<Timing, Error> {
-        let ends = self.ends(shape);
+    fn decodes(
+        &self,
+        workload: &Workload,
+        steps: &[Prepared],
+        runs: usize,
+    ) -> Result<Timing, Error> {
+        let ends = self.ends(workload);
         self.time(launches(steps.len()), runs, &mut |encoder, i| {
             let step = &steps[i % steps.len()];
             self.backend
@@ -347,8 +352,8 @@ impl WgpuTimer {
     }
 
     /// Decode steps from contiguous caches, each in buffers of its own.
-    fn views(&self, shape: &Shape, runs: usize) -> Result<Measured, Error> {
-        let rows = Rows::new(shape);
+    fn views(&self, workload: &Workload, runs: usize) -> Result<Measured, Error> {
+        let rows = ContiguousCache::new(workload);
         let view = rows.view()?;
         let most = self.backend.wgpu_device().limits().max_buffer_size;
         if view.k().codes.len().max(view.v().codes.len()) as u64 > most {
@@ -359,7 +364,7 @@ impl WgpuTimer {
             });
         }
         let both = [view.k(), view.v()];
-        let copies: Vec<DeviceCopy> = (0..copies(shape))
+        let copies: Vec<DeviceCopy> = (0..copies(workload))
             .map(|_| DeviceCopy {
                 codes: both.map(|rows| self.upload(rows.codes)),
                 scales: both.map(|rows| {
@@ -378,13 +383,13 @@ impl WgpuTimer {
                 scale_strides: both[i].scale_strides,
             });
             let view = DeviceView {
-                format: shape.format,
+                format: workload.format,
                 k,
                 v,
                 k_tensor_scales: &[],
                 v_tensor_scales: &[],
             };
-            self.backend.prepare_view(&shape.problem, &view)
+            self.backend.prepare_view(&workload.problem, &view)
         };
         let steps: Vec<_> = copies.iter().map(step).collect::<Result<_, _>>()?;
         let buffers: Vec<Vec<_>> = copies
@@ -395,24 +400,29 @@ impl WgpuTimer {
             })
             .collect();
         Ok(Measured {
-            step: self.decodes(shape, &steps, runs)?,
-            ceiling: self.ceiling(shape.bytes(), &buffers, runs)?,
+            step: self.decodes(workload, &steps, runs)?,
+            ceiling: self.ceiling(workload.bytes(), &buffers, runs)?,
         })
     }
 
     /// One token to each sequence, and the step after it where it is asked for; the caches grow.
-    fn appends(&self, shape: &Shape, caches: &mut [KvCache], runs: usize) -> Result<Timing, Error> {
-        let (copies, ends) = (caches.len(), self.ends(shape));
+    fn appends(
+        &self,
+        workload: &Workload,
+        caches: &mut [KvCache],
+        runs: usize,
+    ) -> Result<Timing, Error> {
+        let (copies, ends) = (caches.len(), self.ends(workload));
         let count = launches(copies);
         // Every cache grows by as much in each run, the first one included.
         let most = APPENDS / count.div_ceil(copies) - 1;
-        let appends: Vec<_> = (0..shape.problem.batch()).map(|b| (b, 1)).collect();
-        let mut problem = shape.problem.clone();
+        let appends: Vec<_> = (0..workload.problem.batch()).map(|b| (b, 1)).collect();
+        let mut problem = workload.problem.clone();
         let mut append = |encoder: &mut wgpu::CommandEncoder, i: usize| {
             let cache = &mut caches[i % copies];
             let [k, v] = &ends.token;
             self.backend.record_append(encoder, cache, &appends, k, v)?;
-            if shape.work == Work::Append {
+            if workload.operation == Operation::Append {
                 return Ok(());
             }
             problem.kv_lens.clone_from(&cache.table().lens);
@@ -493,9 +503,9 @@ impl WgpuTimer {
     }
 }
 
-/// Copies of a shape's cache, which steps rotate over.
-fn copies(shape: &Shape) -> usize {
-    ROTATED.div_ceil(shape.bytes()).clamp(1, MOST_COPIES)
+/// Copies of a workload's cache, which steps rotate over.
+fn copies(workload: &Workload) -> usize {
+    ROTATED.div_ceil(workload.bytes()).clamp(1, MOST_COPIES)
 }
 
 /// The buffers that a pool's pages lie in.
@@ -531,22 +541,22 @@ impl Timer for WgpuTimer {
         }
     }
 
-    fn measure(&mut self, shape: &Shape, runs: usize) -> Result<Measured, Error> {
-        shape.check_growing()?;
-        if shape.place != Place::Pages {
-            return self.views(shape, runs);
+    fn measure(&mut self, workload: &Workload, runs: usize) -> Result<Measured, Error> {
+        workload.check_growing()?;
+        if workload.cache != CacheLayout::Pages {
+            return self.views(workload, runs);
         }
-        let mut caches = self.caches(shape)?;
-        let step = if shape.work == Work::Decode {
+        let mut caches = self.caches(workload)?;
+        let step = if workload.operation == Operation::Decode {
             let steps = caches.iter();
-            let steps = steps.map(|cache| self.backend.prepare(&shape.problem, cache));
-            self.decodes(shape, &steps.collect::<Result<Vec<_>, _>>()?, runs)?
+            let steps = steps.map(|cache| self.backend.prepare(&workload.problem, cache));
+            self.decodes(workload, &steps.collect::<Result<Vec<_>, _>>()?, runs)?
         } else {
-            self.appends(shape, &mut caches, runs)?
+            self.appends(workload, &mut caches, runs)?
         };
         Ok(Measured {
             step,
-            ceiling: self.read(&caches, shape.bytes(), runs)?,
+            ceiling: self.read(&caches, workload.bytes(), runs)?,
         })
     }
 }

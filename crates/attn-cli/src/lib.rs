@@ -1,5 +1,7 @@
 //! The program `attn`: decode attention on real data, from the command line.
 //!
+//! A library for this project's fuzzers alone: [`main`] is the program, and the public modules may change in any release.
+//!
 //! It ends with 0; with 1 if a check or a device failed, or a result is NaN; with 2 and a sentence after misuse or if something cannot be
 //! read, written or printed; and with 141, quietly, if the reader of its output is gone (as a shell reports programs that SIGPIPE ends).
 
@@ -13,28 +15,17 @@ use anyhow::Result;
 use attn::{BackendId, DecodeAttention, Error, Selection, Unsupported};
 use clap::{Parser, Subcommand};
 
-#[path = "../cli/bench.rs"]
 mod bench;
-#[path = "../cli/check.rs"]
 mod check;
-#[path = "../cli/console.rs"]
-mod console;
-#[path = "../cli/data.rs"]
-mod data;
+pub mod console;
+pub mod data;
 #[cfg(test)]
-#[path = "../cli/faulty.rs"]
 mod faulty;
-#[path = "../cli/figures.rs"]
-mod figures;
-#[path = "../cli/plot.rs"]
+pub mod figures;
 mod plot;
-#[path = "../cli/quantize.rs"]
-mod quantize;
-#[path = "../cli/run.rs"]
+pub mod quantize;
 mod run;
-#[path = "../cli/target.rs"]
-mod target;
-#[path = "../cli/threads.rs"]
+pub mod target;
 mod threads;
 
 use console::{Console, PrintError};
@@ -82,11 +73,12 @@ const FAILED: u8 = 1;
 const REFUSED: u8 = 2;
 const PIPE_CLOSED: u8 = 141;
 
-fn main() -> ExitCode {
+/// Runs the program with this process's arguments, and gives its exit code.
+pub fn main() -> ExitCode {
     let (mut out, mut err) = (io::stdout().lock(), io::stderr());
     let mut console = Console::new(&mut out, &mut err);
     let here = Backends {
-        open: BackendId::open,
+        open: attn::open,
         select: attn::select,
     };
     ExitCode::from(match Args::try_parse() {

@@ -1,20 +1,15 @@
 //! Contiguous caches to time, in host memory.
 
-use crate::{
-    Scheme,
-    bench::{Place, Shape},
-    error::Error,
-    format::KvFormat,
-    problem::Problem,
-    view::{KvView, StridedRows},
-};
+use attn_core::{Error, KvFormat, KvView, Problem, Scheme, StridedRows};
+
+use crate::workload::{CacheLayout, Workload};
 
 /// f16 for about 0.016.
 const SCALE: u16 = 0x2400;
 
 /// A contiguous cache of some numbers, all finite.
-pub struct Rows {
-    shape: Shape,
+pub struct ContiguousCache {
+    workload: Workload,
     /// Of K and V.
     codes: [Vec<u8>; 2],
     scales: [Vec<u16>; 2],
@@ -38,28 +33,29 @@ fn scale_groups(scheme: Scheme, head_dim: usize) -> usize {
     }
 }
 
-impl Rows {
+impl ContiguousCache {
     /// Every sequence has room for the longest.
-    pub fn new(shape: &Shape) -> Self {
-        let dim = shape.problem.head_dim;
-        let rows = shape.problem.batch() * shape.problem.num_kv_heads * Self::capacity(shape);
-        let schemes = [shape.format.k, shape.format.v];
-        Rows {
+    pub fn new(workload: &Workload) -> Self {
+        let dim = workload.problem.head_dim;
+        let rows =
+            workload.problem.batch() * workload.problem.num_kv_heads * Self::capacity(workload);
+        let schemes = [workload.format.k, workload.format.v];
+        ContiguousCache {
             // Bytes below 64 are finite in every format.
             codes: schemes.map(|scheme| {
                 let bytes = rows * dim * scheme.code_bits() / 8;
                 (0..bytes).map(|i| (i * 31 % 61) as u8).collect()
             }),
             scales: schemes.map(|scheme| vec![SCALE; rows * scale_groups(scheme, dim)]),
-            shape: shape.clone(),
+            workload: workload.clone(),
         }
     }
 
-    fn capacity(shape: &Shape) -> usize {
-        shape.problem.kv_lens.iter().copied().max().unwrap_or(0)
+    fn capacity(workload: &Workload) -> usize {
+        workload.problem.kv_lens.iter().copied().max().unwrap_or(0)
     }
 
-    /// The rows as the shape places them; their values are this type's own, and taken on trust.
+    /// The rows as the workload places them; their values are this type's own, and taken on trust.
     ///
     /// # Errors
     /// Those of [`KvView::new`].
@@ -67,7 +63,7 @@ impl Rows {
         self.made_by(KvView::with_trusted_values)
     }
 
-    /// As [`Rows::view`], with every value checked: what [`KvView::new`] costs.
+    /// As [`ContiguousCache::view`], with every value checked: what [`KvView::new`] costs.
     ///
     /// # Errors
     /// Those of [`KvView::new`].
@@ -76,12 +72,15 @@ impl Rows {
     }
 
     fn made_by<'a>(&'a self, make_view: MakeView<'a>) -> Result<KvView<'a>, Error> {
-        let (heads, dim) = (self.shape.problem.num_kv_heads, self.shape.problem.head_dim);
-        let format = self.shape.format;
-        let capacity = Self::capacity(&self.shape);
+        let (heads, dim) = (
+            self.workload.problem.num_kv_heads,
+            self.workload.problem.head_dim,
+        );
+        let format = self.workload.format;
+        let capacity = Self::capacity(&self.workload);
         let [k, v] = [(format.k, 0), (format.v, 1)].map(|(scheme, i)| {
-            let make = match self.shape.place {
-                Place::Bsnh => StridedRows::bsnh,
+            let make = match self.workload.cache {
+                CacheLayout::Bsnh => StridedRows::bsnh,
                 _ => StridedRows::bnsh,
             };
             let row_bytes = dim * scheme.code_bits() / 8;
@@ -89,6 +88,6 @@ impl Rows {
             let (codes, scales) = (&self.codes[i], &self.scales[i]);
             make(codes, scales, heads, capacity, row_bytes, groups)
         });
-        make_view(&self.shape.problem, format, k, v, [&[], &[]])
+        make_view(&self.workload.problem, format, k, v, [&[], &[]])
     }
 }

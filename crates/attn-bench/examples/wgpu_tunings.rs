@@ -1,15 +1,15 @@
-//! Tunings of decode on this machine's adapter, by the clock of `attn bench --backend wgpu`, whose shapes and table are for users.
+//! Tunings of decode on this machine's adapter, by the clock of `attn bench --backend wgpu`, whose workloads and table are for users.
 //!
 //! `bench [quick|sweep]`: microseconds, GB/s and the share of a plain read of the same bytes in the same run; every answer is compared
 //! with the CPU's bits. `sweep` tries more tunings; What came out is in
 //! `docs/log/2026-11-wgpu.md`.
 
+use attn_bench::{noise, wgpu::WgpuTimer};
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, HostPages, KvCache, KvFormat, KvSource, Problem,
-    bench::noise,
 };
 use attn_cpu::CpuBackend;
-use attn_wgpu::{Prepared, Tuning, WgpuBackend, bench::WgpuTimer, wgpu};
+use attn_wgpu::{Prepared, Tuning, WgpuBackend, wgpu};
 use wgpu::BufferUsages as Usage;
 
 type Any<T> = Result<T, Box<dyn std::error::Error>>;
@@ -17,16 +17,16 @@ type Any<T> = Result<T, Box<dyn std::error::Error>>;
 const DIM: usize = 128;
 const RUNS: usize = 9;
 
-struct Work {
+struct Case {
     format: KvFormat,
     heads: [usize; 2],
     ctx: usize,
     batch: usize,
 }
 
-impl Work {
+impl Case {
     fn new(format: &str, heads: [usize; 2], ctx: usize, batch: usize) -> Any<Self> {
-        Ok(Work {
+        Ok(Case {
             format: format.parse()?,
             heads,
             ctx,
@@ -48,7 +48,7 @@ struct Sample {
 }
 
 impl Sample {
-    fn new(work: &Work) -> Any<Self> {
+    fn new(work: &Case) -> Any<Self> {
         let one = CacheConfig::new(work.format, work.heads[1], DIM, 1, work.ctx);
         let mut cache = KvCache::new(one.clone(), Box::new(HostPages::new(&one)?))?;
         let count = work.ctx * work.heads[1] * DIM;
@@ -68,7 +68,7 @@ impl Sample {
     }
 
     /// Caches on the device, beyond 256 MiB together, whose sequences all hold the sample's tokens at places of their own.
-    fn copies(&self, work: &Work, backend: &WgpuBackend, bytes: usize) -> Any<Vec<KvCache>> {
+    fn copies(&self, work: &Case, backend: &WgpuBackend, bytes: usize) -> Any<Vec<KvCache>> {
         let pages = self.cache.read_back(0)?;
         (0..(256usize << 20).div_ceil(bytes).clamp(1, 16))
             .map(|_| {
@@ -108,7 +108,7 @@ fn upload(backend: &WgpuBackend, values: &[f32]) -> wgpu::Buffer {
     buffer
 }
 
-fn run(timer: &WgpuTimer, work: &Work, tunings: &[(&str, Tuning)]) -> Any<()> {
+fn run(timer: &WgpuTimer, work: &Case, tunings: &[(&str, Tuning)]) -> Any<()> {
     let backend = timer.backend();
     let sample = Sample::new(work)?;
     let config = CacheConfig::new(work.format, work.heads[1], DIM, 1, work.ctx);
@@ -190,22 +190,22 @@ fn main() -> Any<()> {
     let timer = WgpuTimer::of(WgpuBackend::open()?)?;
     let info = timer.backend().device();
     println!("{}: {}", info.name, info.detail);
-    let shapes = if mode == "quick" {
+    let workloads = if mode == "quick" {
         vec![
-            Work::new("int8", [8, 1], 512, 2)?,
-            Work::new("int4", [8, 1], 512, 2)?,
+            Case::new("int8", [8, 1], 512, 2)?,
+            Case::new("int4", [8, 1], 512, 2)?,
         ]
     } else {
         vec![
-            Work::new("int8", [8, 1], 8192, 32)?,
-            Work::new("int8", [8, 1], 8192, 512)?,
-            Work::new("int4", [8, 1], 8192, 512)?,
-            Work::new("int4-g1", [8, 1], 8192, 512)?,
-            Work::new("int8", [32, 8], 8192, 1)?,
-            Work::new("int4", [8, 1], 8192, 32)?,
+            Case::new("int8", [8, 1], 8192, 32)?,
+            Case::new("int8", [8, 1], 8192, 512)?,
+            Case::new("int4", [8, 1], 8192, 512)?,
+            Case::new("int4-g1", [8, 1], 8192, 512)?,
+            Case::new("int8", [32, 8], 8192, 1)?,
+            Case::new("int4", [8, 1], 8192, 32)?,
         ]
     };
-    for work in &shapes {
+    for work in &workloads {
         run(&timer, work, &tunings(mode == "sweep"))?;
     }
     Ok(())

@@ -3,10 +3,8 @@
 use std::ops::Range;
 
 use anyhow::{Result, anyhow, ensure};
-use attn::{
-    KvFormat,
-    bench::{Place, Work},
-};
+use attn::KvFormat;
+use attn_bench::{CacheLayout, Operation};
 use plotters::{
     coord::{
         Shift,
@@ -51,11 +49,11 @@ struct Words<'a> {
 
 /// Whether the row is a plain decode step of sequences of one length.
 fn plain(row: &Row) -> bool {
-    let shape = &row.shape;
-    let lens = &shape.problem.kv_lens;
-    shape.work == Work::Decode
-        && shape.place == Place::Pages
-        && shape.problem.head_dim == 128
+    let workload = &row.workload;
+    let lens = &workload.problem.kv_lens;
+    workload.operation == Operation::Decode
+        && workload.cache == CacheLayout::Pages
+        && workload.problem.head_dim == 128
         && lens.windows(2).all(|pair| pair[0] == pair[1])
 }
 
@@ -83,7 +81,7 @@ fn curves(
             Some(curve) => curve.points.push(point),
             None => all.push(Curve {
                 label,
-                format: row.shape.format,
+                format: row.workload.format,
                 device: row.device,
                 points: vec![point],
             }),
@@ -98,11 +96,11 @@ fn curves(
 /// Microseconds of one sequence over its tokens; a single point is no curve.
 fn latency(devices: &[String], rows: &[Row]) -> Vec<Curve> {
     let mut all = curves(devices, rows, |row| {
-        let problem = &row.shape.problem;
+        let problem = &row.workload.problem;
         let figures = row.outcome.as_ref().ok().filter(|_| problem.batch() == 1)?;
         let heads = format!("{}/{}", problem.num_q_heads, problem.num_kv_heads);
         let point = (problem.kv_lens[0] as f64, figures.us);
-        Some((format!("{heads} {}", row.shape.format), point))
+        Some((format!("{heads} {}", row.workload.format), point))
     });
     all.retain(|curve| curve.points.len() > 1);
     all
@@ -111,14 +109,14 @@ fn latency(devices: &[String], rows: &[Row]) -> Vec<Curve> {
 /// Percent of the read over MiB; the legend names formats once.
 fn share(devices: &[String], rows: &[Row]) -> Vec<Curve> {
     let mut all = curves(devices, rows, |row| {
-        let shape = &row.shape;
+        let workload = &row.workload;
         let figures = row.outcome.as_ref().ok()?;
-        let known = ["single", "context", "gqa8"].contains(&shape.family);
-        let name = format!("{} {}", shape.family, shape.problem.heads_per_kv());
-        let mib = shape.bytes() as f64 / f64::from(1 << 20);
+        let known = ["single", "context", "gqa8"].contains(&workload.family);
+        let name = format!("{} {}", workload.family, workload.problem.heads_per_kv());
+        let mib = workload.bytes() as f64 / f64::from(1 << 20);
         known.then(|| {
             (
-                format!("{name} {}", shape.format),
+                format!("{name} {}", workload.format),
                 (mib, figures.share() * 100.0),
             )
         })
@@ -216,7 +214,7 @@ pub fn svg(devices: &[String], rows: &[Row]) -> Result<String> {
     let (latency, share) = (latency(devices, rows), share(devices, rows));
     ensure!(
         !latency.is_empty() || !share.is_empty(),
-        "nothing to draw: families single, context and gqa8 have curves, and none of their shapes was measured"
+        "nothing to draw: families single, context and gqa8 have curves, and none of their workloads was measured"
     );
     let mut colours: Vec<KvFormat> = Vec::new();
     for curve in latency.iter().chain(&share) {
@@ -259,13 +257,13 @@ pub fn svg(devices: &[String], rows: &[Row]) -> Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use attn::bench::{Measured, Shape, Timing, shapes};
+    use attn_bench::{Measured, Timing, Workload, workloads};
 
     use super::*;
     use crate::bench::Figures;
 
-    fn shape(name: &str) -> Shape {
-        let found = shapes().into_iter().find(|s| s.to_string() == name);
+    fn workload(name: &str) -> Workload {
+        let found = workloads().into_iter().find(|s| s.to_string() == name);
         found.unwrap_or_else(|| panic!("{name} is a preset"))
     }
 
@@ -281,7 +279,7 @@ mod tests {
         };
         Row {
             device,
-            shape: shape(name),
+            workload: workload(name),
             outcome: Ok(Figures::new(measured, true)),
         }
     }

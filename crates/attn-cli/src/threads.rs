@@ -3,7 +3,7 @@
 use std::{ffi::OsStr, thread::available_parallelism};
 
 use anyhow::{Context, Result, bail};
-use attn_cpu::bench::{MOST_THREADS, check_threads};
+use attn_bench::cpu::{MOST_THREADS, check_threads};
 
 /// The variable that names the number.
 pub const VARIABLE: &str = "RAYON_NUM_THREADS";

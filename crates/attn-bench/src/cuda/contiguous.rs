@@ -1,24 +1,23 @@
 //! Contiguous caches to time.
 
-use attn_core::{
-    Error, Scheme,
-    bench::{Place, Shape, noise},
-};
+use attn_core::{Error, Scheme};
+use attn_cuda::native::DeviceKv;
 
-use super::{CudaTimer, DeviceKv, Rotation};
+use super::{CudaTimer, Rotation};
+use crate::workload::{CacheLayout, Workload, noise};
 
 /// One part of a copy: its offset, and the strides from one sequence, KV head and token to the next.
 type Part = (usize, [usize; 3]);
 
 /// How a contiguous cache lies in each copy.
-pub(super) struct Rows {
+pub(super) struct Contiguous {
     /// Codes of K and V, in bytes.
     codes: [Part; 2],
     /// Their scales, in elements; without an offset for schemes without.
     scales: [(Option<usize>, [usize; 3]); 2],
 }
 
-impl Rows {
+impl Contiguous {
     pub(super) fn kv(&self, copy: u64) -> DeviceKv {
         let of = |i: usize| {
             let scales = self.scales[i].0.map_or(0, |at| copy + at as u64);
@@ -55,12 +54,15 @@ fn codes(scheme: Scheme, count: usize) -> Vec<u8> {
 const SCALE: u16 = 0x2400;
 
 /// Fills the copies.
-pub(super) fn fill(timer: &mut CudaTimer, shape: &Shape) -> Result<(Rows, Rotation), Error> {
-    let problem = &shape.problem;
+pub(super) fn fill(
+    timer: &mut CudaTimer,
+    workload: &Workload,
+) -> Result<(Contiguous, Rotation), Error> {
+    let problem = &workload.problem;
     let (batch, heads) = (problem.batch(), problem.num_kv_heads);
     let capacity = problem.kv_lens.iter().copied().max().unwrap_or(0);
-    let strides = |row: usize| match shape.place {
-        Place::Bsnh => [heads * capacity * row, row, heads * row],
+    let strides = |row: usize| match workload.cache {
+        CacheLayout::Bsnh => [heads * capacity * row, row, heads * row],
         _ => [heads * capacity * row, capacity * row, row],
     };
     let mut end = 0;
@@ -70,7 +72,7 @@ pub(super) fn fill(timer: &mut CudaTimer, shape: &Shape) -> Result<(Rows, Rotati
         at
     };
     let rows = batch * heads * capacity;
-    let schemes = [shape.format.k, shape.format.v];
+    let schemes = [workload.format.k, workload.format.v];
     let code_parts = schemes.map(|scheme| {
         let bytes = problem.head_dim * scheme.code_bits() / 8;
         (part(rows * bytes), strides(bytes))
@@ -84,7 +86,7 @@ pub(super) fn fill(timer: &mut CudaTimer, shape: &Shape) -> Result<(Rows, Rotati
         };
         (has.then(|| part(rows * groups * 2)), strides(groups))
     });
-    let rotation = timer.rotate(shape, end)?;
+    let rotation = timer.rotate(workload, end)?;
     for (i, scheme) in schemes.into_iter().enumerate() {
         let bytes = rows * problem.head_dim * scheme.code_bits() / 8;
         let template = codes(scheme, 4 << 20);
@@ -97,7 +99,7 @@ pub(super) fn fill(timer: &mut CudaTimer, shape: &Shape) -> Result<(Rows, Rotati
     }
     let copy = rotation.copy_bytes;
     timer.repeat(0, copy, rotation.copies * copy)?;
-    let rows = Rows {
+    let rows = Contiguous {
         codes: code_parts,
         scales: scale_parts,
     };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use attn_core::Error;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DeviceRepr, sys};
 
-use crate::device::{WaitOnDrop, failed};
+use attn_cuda::internals::{WaitOnDrop, failed};
 
 /// A stream of the backend's context, and copies on it.
 pub struct Buffers {

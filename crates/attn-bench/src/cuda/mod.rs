@@ -1,29 +1,24 @@
 //! How the GPU is timed: captured graphs of launches that rotate over caches larger than L2, beside a plain read of as many bytes.
 //!
-//! [`CudaTimer`] takes the shapes of [`attn_core::bench`]; `attn bench --backend cuda` and `cargo bench -p attn-cuda` are made of
-//! it. The bits are the conformance suite's business: a pool holds one noise over and over, in pages of their own.
+//! `attn bench --backend cuda` and `cargo bench -p attn-bench --bench cuda` use [`CudaTimer`]. The bits are the conformance suite's business: a pool holds one noise over and over, in pages of their own.
 
 mod buffers;
+mod contiguous;
 mod pages;
-mod rows;
 
 use std::time::Duration;
 
-use attn_core::{
-    Error,
-    bench::noise,
-    bench::{Measured, Place, Shape, Timer, Timing, Work},
+use attn_core::{DecodeAttention, Error};
+use attn_cuda::{
+    CudaBackend,
+    internals::{NativeRead, failed, product},
+    native::{AppendArgs, DecodeArgs, Dtype, NativeAppend, NativePlan},
 };
 use cudarc::driver::{CudaGraph, CudaSlice, DriverError, sys};
 
 pub use buffers::Buffers;
 
-use crate::{
-    CudaBackend,
-    device::failed,
-    native::{self, AppendArgs, DecodeArgs, DeviceKv, Dtype, NativeAppend, NativePlan, NativeRead},
-    sizes,
-};
+use crate::workload::{CacheLayout, Measured, Operation, Timer, Timing, Workload, noise};
 
 /// What launches rotate over, at least: several times any L2.
 const ROTATED: usize = 400 << 20;
@@ -53,7 +48,7 @@ pub struct CudaTimer {
     arena: Option<CudaSlice<u8>>,
 }
 
-/// Everything that the launches of one shape read and write, beside the arena.
+/// Everything that the launches of one workload read and write, beside the arena.
 struct Step {
     plan: NativePlan,
     append: Option<NativeAppend>,
@@ -70,7 +65,7 @@ struct Step {
 /// Where K and V of one copy lie.
 enum Source {
     Pages(pages::Pages),
-    Rows(rows::Rows),
+    Contiguous(contiguous::Contiguous),
 }
 
 /// Copies of a cache in the arena.
@@ -92,7 +87,7 @@ impl Rotation {
     }
 }
 
-/// A shape whose work and whose read are captured; borrows the timer's memory.
+/// A workload whose work and whose read are captured; borrows the timer's memory.
 pub struct Prepared<'a> {
     timer: &'a CudaTimer,
     work: CudaGraph,
@@ -103,8 +98,12 @@ pub struct Prepared<'a> {
 }
 
 /// As the native entry has it.
-fn page_size(shape: &Shape) -> usize {
-    if shape.place == Place::Pages { PAGE } else { 0 }
+fn page_size(workload: &Workload) -> usize {
+    if workload.cache == CacheLayout::Pages {
+        PAGE
+    } else {
+        0
+    }
 }
 
 fn driver<T>(result: Result<T, DriverError>) -> Result<T, Error> {
@@ -132,40 +131,40 @@ impl CudaTimer {
         })
     }
 
-    /// Whether there is a kernel for the shape; loads none.
+    /// Whether there is a kernel for the workload; loads none.
     ///
     /// # Errors
     /// Those of [`CudaTimer::prepare`], but for the device's.
-    pub fn supports(&self, shape: &Shape) -> Result<(), Error> {
-        let problem = &shape.problem;
+    pub fn supports(&self, workload: &Workload) -> Result<(), Error> {
+        let problem = &workload.problem;
         let row = problem.num_kv_heads.saturating_mul(problem.head_dim);
-        let appended = match shape.work {
-            Work::Decode => PAGE,
+        let appended = match workload.operation {
+            Operation::Decode => PAGE,
             _ => problem.batch().max(PAGE),
         };
         if row.saturating_mul(appended) > NOISE || problem.num_kv_heads > SCALES {
             return Err(Error::Parameter {
-                what: "shape to time",
-                given: shape.to_string(),
+                what: "workload to time",
+                given: workload.to_string(),
                 allowed: "up to 256 KV heads and 4 Mi elements of K that an append takes at once",
             });
         }
-        if shape.work != Work::Decode && shape.place != Place::Pages {
+        if workload.operation != Operation::Decode && workload.cache != CacheLayout::Pages {
             return Err(Error::Parameter {
                 what: "place of an append",
                 given: "a contiguous cache".into(),
                 allowed: "pages",
             });
         }
-        if shape.work != Work::Decode && problem.kv_lens.contains(&0) {
+        if workload.operation != Operation::Decode && problem.kv_lens.contains(&0) {
             return Err(Error::Parameter {
                 what: "kv_len of an append",
                 given: "0".into(),
                 allowed: "1 and more: lengths count the new token",
             });
         }
-        let device = &self.gpu.device;
-        native::Shape::new(device.limits(), problem, shape.format, page_size(shape)).map(drop)
+        self.gpu
+            .check_native(problem, workload.format, page_size(workload))
     }
 
     /// `bytes` of the arena, which grows; contents are left over from before.
@@ -178,18 +177,17 @@ impl CudaTimer {
         Ok(arena.unwrap_or_default())
     }
 
-    /// As many copies of a cache of `cache_bytes` as the shape's work has to rotate over.
-    fn rotate(&mut self, shape: &Shape, cache_bytes: usize) -> Result<Rotation, Error> {
-        let copy_bytes = cache_bytes.max(shape.bytes()).next_multiple_of(256);
-        let copies = match shape.work {
-            Work::Append => APPEND_COPIES,
-            _ => ROTATED.div_ceil(shape.cache_bytes()).clamp(1, MOST_COPIES),
+    /// As many copies of a cache of `cache_bytes` as the workload's work has to rotate over.
+    fn rotate(&mut self, workload: &Workload, cache_bytes: usize) -> Result<Rotation, Error> {
+        let copy_bytes = cache_bytes.max(workload.bytes()).next_multiple_of(256);
+        let copies = match workload.operation {
+            Operation::Append => APPEND_COPIES,
+            _ => ROTATED
+                .div_ceil(workload.cache_bytes())
+                .clamp(1, MOST_COPIES),
         };
         Ok(Rotation {
-            base: self.reserve(sizes::product(
-                "bytes to rotate over",
-                &[copies, copy_bytes],
-            )?)?,
+            base: self.reserve(product("bytes to rotate over", &[copies, copy_bytes])?)?,
             copy_bytes,
             copies,
         })
@@ -226,10 +224,12 @@ impl CudaTimer {
         self.repeat(start, first, bytes)
     }
 
-    fn step(&mut self, shape: &Shape) -> Result<Step, Error> {
-        self.supports(shape)?;
-        let problem = &shape.problem;
-        let plan = self.gpu.prepare(problem, shape.format, page_size(shape))?;
+    fn step(&mut self, workload: &Workload) -> Result<Step, Error> {
+        self.supports(workload)?;
+        let problem = &workload.problem;
+        let plan = self
+            .gpu
+            .prepare(problem, workload.format, page_size(workload))?;
         let scale = |has: bool| {
             if has {
                 self.buffers.address(&self.scales)
@@ -237,13 +237,13 @@ impl CudaTimer {
                 0
             }
         };
-        let scales = [shape.format.k, shape.format.v].map(|s| scale(s.has_tensor_scale()));
-        let (append, source, rotation) = if shape.place == Place::Pages {
-            let (append, pages, rotation) = pages::fill(self, shape, scales)?;
+        let scales = [workload.format.k, workload.format.v].map(|s| scale(s.has_tensor_scale()));
+        let (append, source, rotation) = if workload.cache == CacheLayout::Pages {
+            let (append, pages, rotation) = pages::fill(self, workload, scales)?;
             (Some(append), Source::Pages(pages), rotation)
         } else {
-            let (rows, rotation) = rows::fill(self, shape)?;
-            (None, Source::Rows(rows), rotation)
+            let (rows, rotation) = contiguous::fill(self, workload)?;
+            (None, Source::Contiguous(rows), rotation)
         };
         let buffers = &self.buffers;
         let lens: Vec<i32> = problem.kv_lens.iter().map(|&len| len as i32).collect();
@@ -271,7 +271,7 @@ impl CudaTimer {
             dtype: Dtype::F32,
             kv: match &step.source {
                 Source::Pages(pages) => pages.kv(at, copy),
-                Source::Rows(rows) => rows.kv(copy),
+                Source::Contiguous(rows) => rows.kv(copy),
             },
             kv_lens: at.address(&step.kv_lens),
             k_tensor_scales: step.scales[0],
@@ -282,12 +282,12 @@ impl CudaTimer {
     }
 
     /// Enqueues the work of one launch, or of an append and a decode.
-    fn enqueue(&self, work: Work, step: &Step, copy: u64) -> Result<(), Error> {
+    fn enqueue(&self, work: Operation, step: &Step, copy: u64) -> Result<(), Error> {
         let stream = self.buffers.raw();
         let decode = self.decode_args(step, copy);
         // `supports` has refused appends to rows.
         let (Some(append), Source::Pages(pages), true) =
-            (&step.append, &step.source, work != Work::Decode)
+            (&step.append, &step.source, work != Operation::Decode)
         else {
             // SAFETY: `step`'s buffers and the arena were sized for the plan's problem and live until the graph is dropped; the
             // page table names pages of the copy alone; the workspace was zeroed by its allocation; one stream.
@@ -298,7 +298,7 @@ impl CudaTimer {
             batch: step.kv_lens.len(),
             ..pages.append_args(self, copy, step.scales, kv_lens, 1)
         };
-        if work == Work::Append {
+        if work == Operation::Append {
             // SAFETY: as for decode; the lengths count the new token, whose page is in the table; every sequence owns its pages.
             return unsafe { self.gpu.append_on(append, stream, &args) };
         }
@@ -325,23 +325,23 @@ impl CudaTimer {
         })
     }
 
-    /// Fills the caches of a shape, and captures its work and its read.
+    /// Fills the caches of a workload, and captures its work and its read.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without a kernel; [`Error::Device`], also where memory is short.
-    pub fn prepare(&mut self, shape: &Shape) -> Result<Prepared<'_>, Error> {
-        let step = self.step(shape)?;
+    pub fn prepare(&mut self, workload: &Workload) -> Result<Prepared<'_>, Error> {
+        let step = self.step(workload)?;
         let timer = &*self;
         let rotation = step.rotation;
         let launches = rotation.launches();
         let work = timer.capture(&|| {
-            (0..launches).try_for_each(|i| timer.enqueue(shape.work, &step, rotation.at(i)))
+            (0..launches).try_for_each(|i| timer.enqueue(workload.operation, &step, rotation.at(i)))
         })?;
-        let bytes = shape.bytes() / 16 * 16;
+        let bytes = workload.bytes() / 16 * 16;
         let sink = timer.buffers.address(&timer.sink);
         let read = timer.capture(&|| {
             (0..launches).try_for_each(|i| {
-                // SAFETY: a copy holds `Shape::bytes` bytes and more; the sink holds 16.
+                // SAFETY: a copy holds `Workload::bytes` bytes and more; the sink holds 16.
                 unsafe {
                     timer.gpu.read_on(
                         &timer.read,
@@ -417,7 +417,6 @@ impl Prepared<'_> {
 
 impl Timer for CudaTimer {
     fn device(&self) -> String {
-        use attn_core::DecodeAttention;
         let info = self.gpu.device();
         format!("cuda: {} ({})", info.name, info.detail)
     }
@@ -426,7 +425,7 @@ impl Timer for CudaTimer {
         15
     }
 
-    fn measure(&mut self, shape: &Shape, runs: usize) -> Result<Measured, Error> {
-        self.prepare(shape)?.measure(runs)
+    fn measure(&mut self, workload: &Workload, runs: usize) -> Result<Measured, Error> {
+        self.prepare(workload)?.measure(runs)
     }
 }

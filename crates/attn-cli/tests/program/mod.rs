@@ -53,7 +53,7 @@ pub fn refused(output: &Output, says: &[&str]) {
 
 pub fn bundled() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let path = root.join("tests/data/smollm2-decode.safetensors");
+    let path = root.join("crates/attn-cli/data/smollm2-decode.safetensors");
     path.to_str().unwrap().to_owned()
 }
 

@@ -1,22 +1,24 @@
 //! How the CPU is timed: cold caches, and a pure read of as many bytes by the same threads in the same minutes.
 //!
-//! The shapes are [`attn_core::bench`]'s; `attn bench --backend cpu` and `cargo bench -p attn-cpu` are made of this.
+//! `attn bench --backend cpu` and `cargo bench -p attn-bench --bench cpu` use it.
 
 use std::{hint::black_box, time::Instant};
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvSource, Plan,
-    arithmetic::TILE,
-    bench::{Measured, Place, Rows, Shape, Timer, Timing, Work, noise},
+    CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvSource, Plan, arithmetic::TILE,
 };
+use attn_cpu::CpuBackend;
 use rayon::prelude::*;
 
-use crate::CpuBackend;
+use crate::{
+    ContiguousCache,
+    workload::{CacheLayout, Measured, Operation, Timer, Timing, Workload, noise},
+};
 
-/// A shape with a filled cache, ready to be attended to on a backend in host memory.
+/// A workload with a filled cache, ready to be attended to on a backend in host memory.
 pub struct Prepared {
     plan: Plan,
-    work: Work,
+    operation: Operation,
     kv: Kv,
     /// One token of every sequence, to append.
     token: [Vec<f32>; 2],
@@ -28,21 +30,21 @@ pub struct Prepared {
 /// What is attended to.
 enum Kv {
     Pages(KvCache),
-    Rows(Rows),
+    Contiguous(ContiguousCache),
 }
 
 /// Steps of an append for which a cache has room.
 const APPENDS: usize = 128;
 
 /// A cache of noise as it is before the work; the pages of a sequence are scattered over the pool.
-fn filled(backend: &dyn DecodeAttention, shape: &Shape) -> Result<KvCache, Error> {
-    let problem = &shape.problem;
+fn filled(backend: &dyn DecodeAttention, workload: &Workload) -> Result<KvCache, Error> {
+    let problem = &workload.problem;
     let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
-    let (before, room) = match shape.work {
-        Work::Decode => (0, 0),
+    let (before, room) = match workload.operation {
+        Operation::Decode => (0, 0),
         _ => (1, APPENDS),
     };
-    let mut config = CacheConfig::new(shape.format, heads, dim, problem.batch(), 0);
+    let mut config = CacheConfig::new(workload.format, heads, dim, problem.batch(), 0);
     let pages = problem
         .kv_lens
         .iter()
@@ -71,16 +73,16 @@ impl Prepared {
     ///
     /// # Errors
     /// What the backend refuses.
-    pub fn new(backend: &dyn DecodeAttention, shape: &Shape) -> Result<Self, Error> {
-        let problem = &shape.problem;
+    pub fn new(backend: &dyn DecodeAttention, workload: &Workload) -> Result<Self, Error> {
+        let problem = &workload.problem;
         let row = problem.num_kv_heads * problem.head_dim;
         let q = noise(3, problem.rows() * problem.head_dim);
         Ok(Prepared {
-            plan: backend.plan(problem, shape.format)?,
-            work: shape.work,
-            kv: match shape.place {
-                Place::Pages => Kv::Pages(filled(backend, shape)?),
-                _ => Kv::Rows(Rows::new(shape)),
+            plan: backend.plan(problem, workload.format)?,
+            operation: workload.operation,
+            kv: match workload.cache {
+                CacheLayout::Pages => Kv::Pages(filled(backend, workload)?),
+                _ => Kv::Contiguous(ContiguousCache::new(workload)),
             },
             token: [noise(4, row), noise(5, row)],
             out: vec![0.0; q.len()],
@@ -89,16 +91,18 @@ impl Prepared {
         })
     }
 
-    /// The shape's work, once.
+    /// The workload's work, once.
     ///
     /// # Errors
     /// What the backend refuses; [`Error::CacheFull`] after too many appends.
     pub fn step(&mut self, backend: &dyn DecodeAttention) -> Result<(), Error> {
-        if let (Work::Append | Work::AppendDecode, Kv::Pages(cache)) = (self.work, &mut self.kv) {
+        if let (Operation::Append | Operation::AppendDecode, Kv::Pages(cache)) =
+            (self.operation, &mut self.kv)
+        {
             for b in 0..self.plan.problem.batch() {
                 cache.append(b, &self.token[0], &self.token[1])?;
             }
-            if self.work == Work::Append {
+            if self.operation == Operation::Append {
                 return Ok(());
             }
             let mut problem = self.plan.problem.clone();
@@ -108,7 +112,7 @@ impl Prepared {
         let view;
         let source = match &self.kv {
             Kv::Pages(cache) => KvSource::Cache(cache),
-            Kv::Rows(rows) => {
+            Kv::Contiguous(rows) => {
                 view = rows.view()?;
                 KvSource::View(&view)
             }
@@ -216,28 +220,28 @@ impl Memory for Ceiling {
     }
 }
 
-/// Times a shape on the caller's rayon pool: `runs` cold steps, between them as many cold reads per number of streams.
+/// Times a workload on the caller's rayon pool: `runs` cold steps, between them as many cold reads per number of streams.
 ///
 /// # Errors
 /// What the backend refuses.
 pub fn measure(
     backend: &dyn DecodeAttention,
-    shape: &Shape,
+    workload: &Workload,
     runs: usize,
 ) -> Result<Measured, Error> {
-    measure_beside(&Ceiling::new(shape.bytes()), backend, shape, runs)
+    measure_beside(&Ceiling::new(workload.bytes()), backend, workload, runs)
 }
 
 fn measure_beside(
     memory: &dyn Memory,
     backend: &dyn DecodeAttention,
-    shape: &Shape,
+    workload: &Workload,
     runs: usize,
 ) -> Result<Measured, Error> {
-    shape.check_growing()?;
-    let mut prepared = Prepared::new(backend, shape)?;
-    let runs = match shape.work {
-        Work::Decode => runs,
+    workload.check_growing()?;
+    let mut prepared = Prepared::new(backend, workload)?;
+    let runs = match workload.operation {
+        Operation::Decode => runs,
         _ => runs.min(APPENDS - 1),
     };
     let time = |f: &mut dyn FnMut() -> Result<(), Error>| -> Result<f64, Error> {
@@ -253,7 +257,7 @@ fn measure_beside(
         steps.push(time(&mut || prepared.step(backend))?);
         for (reads, streams) in reads.iter_mut().zip(Ceiling::STREAMS) {
             reads.push(time(&mut || {
-                black_box(memory.read(shape.bytes(), streams));
+                black_box(memory.read(workload.bytes(), streams));
                 Ok(())
             })?);
         }
@@ -340,8 +344,8 @@ impl Timer for CpuTimer {
         300_000_000
     }
 
-    fn measure(&mut self, shape: &Shape, runs: usize) -> Result<Measured, Error> {
-        with_threads(self.threads, || measure(&self.backend, shape, runs))?
+    fn measure(&mut self, workload: &Workload, runs: usize) -> Result<Measured, Error> {
+        with_threads(self.threads, || measure(&self.backend, workload, runs))?
     }
 }
 
@@ -349,9 +353,10 @@ impl Timer for CpuTimer {
 mod tests {
     use std::{sync::Mutex, thread::sleep, time::Duration};
 
-    use attn_core::{CacheConfig, DeviceInfo, KvFormat, Problem, Unsupported, bench::shapes};
+    use attn_core::{CacheConfig, DeviceInfo, KvFormat, Problem, Unsupported};
 
     use super::*;
+    use crate::workload::workloads;
 
     #[derive(Debug, Clone, Copy, PartialEq)]
     enum Event {
@@ -408,8 +413,8 @@ mod tests {
         }
     }
 
-    fn shape(name: &str) -> Shape {
-        let found = shapes().into_iter().find(|s| s.to_string() == name);
+    fn workload(name: &str) -> Workload {
+        let found = workloads().into_iter().find(|s| s.to_string() == name);
         found.expect("a preset")
     }
 
@@ -419,8 +424,8 @@ mod tests {
             inner: CpuBackend::open().unwrap(),
             events: Mutex::default(),
         };
-        let shape = shape("context/8-2-ctx1024/int8");
-        let measured = measure_beside(&recorder, &recorder, &shape, 2).unwrap();
+        let workload = workload("context/8-2-ctx1024/int8");
+        let measured = measure_beside(&recorder, &recorder, &workload, 2).unwrap();
         // 1024 tokens on 2 KV heads, of 128 codes and an f16 scale for K and for V.
         let bytes = 1024 * 2 * 2 * (128 + 2);
         let mut round = vec![Event::Evict, Event::Decode];

@@ -1,6 +1,6 @@
 //! Decode steps and appends on the GPU by the names that `attn bench` uses, and reads of as many bytes beside them.
 //!
-//! `cargo bench -p attn-cuda -- gqa8/batch512`. Time is the GPU's own: graphs of launches over caches beyond L2, between CUDA
+//! `cargo bench -p attn-bench --features cuda --bench cuda -- gqa8/batch512`. Time is the GPU's own: graphs of launches over caches beyond L2, between CUDA
 //! events; criterion decides how many and reports. `attn bench --backend cuda` takes less of a GPU's time.
 
 #![allow(
@@ -10,8 +10,8 @@
 
 use std::time::Duration;
 
-use attn_core::{Error, bench::shapes};
-use attn_cuda::bench::CudaTimer;
+use attn_bench::{cuda::CudaTimer, workloads};
+use attn_core::Error;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 
 fn decode(c: &mut Criterion) {
@@ -19,22 +19,22 @@ fn decode(c: &mut Criterion) {
         Ok(timer) => timer,
         Err(reason) => return println!("nothing measured: {reason}"),
     };
-    for shape in shapes() {
-        if let Err(reason) = timer.supports(&shape) {
-            println!("{shape} not measured: {reason}");
+    for workload in workloads() {
+        if let Err(reason) = timer.supports(&workload) {
+            println!("{workload} not measured: {reason}");
             continue;
         }
-        let mut group = c.benchmark_group(shape.to_string());
+        let mut group = c.benchmark_group(workload.to_string());
         group
             .sample_size(10)
             .warm_up_time(Duration::from_millis(100))
             .measurement_time(Duration::from_millis(300))
-            .throughput(Throughput::Bytes(shape.bytes() as u64));
+            .throughput(Throughput::Bytes(workload.bytes() as u64));
         // Filled once, and only where criterion's filter lets one of the two pass.
         let (mut idle, mut ready) = (Some(&mut timer), None);
         let mut fill = || {
             let timer = idle.take().expect("asked for once");
-            timer.prepare(&shape).expect("the device has the memory")
+            timer.prepare(&workload).expect("the device has the memory")
         };
         group.bench_function("work", |b| {
             let prepared = ready.get_or_insert_with(&mut fill);

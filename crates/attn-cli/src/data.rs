@@ -7,26 +7,38 @@ use attn::Scheme;
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 
-/// The bundled tensors; `tests/data/README.md` says where they come from.
-static BUNDLED: &[u8] = include_bytes!("../../../../tests/data/smollm2-decode.safetensors");
+/// The bundled tensors; `data/README.md` says where they come from.
+static BUNDLED: &[u8] = include_bytes!("../data/smollm2-decode.safetensors");
 
-/// K and V of one layer: `[seq, kv_heads, head_dim]`, the order of an append.
+/// K and V of one layer.
 pub struct Kv {
+    /// The layer's name in the file.
     pub name: String,
+    /// K as `[seq, kv_heads, head_dim]`, the order of an append.
     pub k: Vec<f32>,
+    /// V, in the same order.
     pub v: Vec<f32>,
+    /// The number of KV heads.
     pub kv_heads: usize,
+    /// The number of tokens.
     pub seq: usize,
+    /// The number of dims of a head.
     pub head_dim: usize,
 }
 
-/// One layer with its queries: `q`, `out` as `[q_len, q_heads, head_dim]`.
+/// One layer with its queries and the exact result.
 pub struct Layer {
+    /// K and V.
     pub kv: Kv,
+    /// Queries as `[q_len, q_heads, head_dim]`.
     pub q: Vec<f32>,
+    /// The exact outputs as `[q_len, q_heads, head_dim]`.
     pub out: Vec<f32>,
+    /// The exact log-sum-exp as `[q_len, q_heads]`.
     pub lse: Vec<f32>,
+    /// The number of query tokens.
     pub q_len: usize,
+    /// The number of query heads.
     pub q_heads: usize,
 }
 

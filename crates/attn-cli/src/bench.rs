@@ -1,17 +1,12 @@
-//! `attn bench`: named shapes on one backend, beside a pure read of as many bytes in the same run.
+//! `attn bench`: named workloads on one backend, beside a pure read of as many bytes in the same run.
 //!
-//! Shapes and what a backend must bring are `attn_core::bench`'s; names, tables and charts are here.
+//! Workloads and timers are those of `attn-bench`; names, tables and charts are here.
 
 use std::{error::Error as _, path::PathBuf};
 
-use anyhow::{Context, Result, ensure};
-use attn::{
-    BackendId, Error, KvFormat, Scheme,
-    bench::{Measured, Shape, Timer, Timing, shapes},
-};
-use attn_cpu::bench::CpuTimer;
-use attn_cuda::bench::CudaTimer;
-use attn_wgpu::bench::WgpuTimer;
+use anyhow::{Context, Result, bail, ensure};
+use attn::{BackendId, Error, KvFormat, Scheme};
+use attn_bench::{Measured, Timer, Timing, Workload, cpu::CpuTimer, workloads};
 use serde_json::{Value, json};
 
 use crate::{
@@ -33,7 +28,7 @@ pub struct BenchArgs {
     /// Threads of the CPU, 1 to 1024, several to compare; one per core by default.
     #[arg(long, value_delimiter = ',')]
     threads: Vec<usize>,
-    /// Timed repetitions per shape; by default 30 on the CPU, and as many as its clock needs on a GPU.
+    /// Timed repetitions per workload; by default 30 on the CPU, and as many as its clock needs on a GPU.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     runs: Option<u32>,
     /// Print names and bytes, and stop.
@@ -50,15 +45,15 @@ pub struct BenchArgs {
     force: bool,
 }
 
-/// What a shape took, or why there is no figure.
+/// What a workload took, or why there is no figure.
 pub type Outcome = Result<Figures, String>;
 
-/// One shape on one device.
+/// One workload on one device.
 pub struct Row {
     /// Of the timer.
     pub device: usize,
     /// What was to be measured.
-    pub shape: Shape,
+    pub workload: Workload,
     /// What it took, or why there is no figure.
     pub outcome: Outcome,
 }
@@ -109,8 +104,13 @@ fn timers(args: &BenchArgs) -> Result<Vec<Box<dyn Timer>>> {
             };
             named.iter().map(timer).collect()
         }
-        BackendId::Cuda => Ok(vec![Box::new(CudaTimer::open()?)]),
-        BackendId::Wgpu => Ok(vec![Box::new(WgpuTimer::open()?)]),
+        #[cfg(feature = "cuda")]
+        BackendId::Cuda => Ok(vec![Box::new(attn_bench::cuda::CudaTimer::open()?)]),
+        #[cfg(feature = "wgpu")]
+        BackendId::Wgpu => Ok(vec![Box::new(attn_bench::wgpu::WgpuTimer::open()?)]),
+        other => bail!(
+            "this build of attn has no timer for {other}; build attn-cli with the feature {other}"
+        ),
     }
 }
 
@@ -120,20 +120,20 @@ fn default_names(args: &BenchArgs) -> Vec<String> {
         BackendId::Cuda => &[""],
         BackendId::Cpu if args.plot.is_some() => &["single/32-8", "context/"],
         BackendId::Cpu => &["single/"],
-        BackendId::Wgpu => &["gqa8/batch32/", "gqa8/batch512/", "single/32-8-ctx8192/"],
+        _ => &["gqa8/batch32/", "gqa8/batch512/", "single/32-8-ctx8192/"],
     };
     names.iter().map(|&name| name.to_owned()).collect()
 }
 
-/// The shapes with one of these names, or else with one of these in their names.
-fn chosen(names: &[String]) -> Result<Vec<Shape>> {
-    let all = shapes();
+/// The workloads with one of these names, or else with one of these in their names.
+fn chosen(names: &[String]) -> Result<Vec<Workload>> {
+    let all = workloads();
     let mut wanted = vec![false; all.len()];
     for name in names {
-        let whole = all.iter().any(|shape| shape.to_string() == *name);
+        let whole = all.iter().any(|workload| workload.to_string() == *name);
         let mut found = false;
-        for (shape, wanted) in all.iter().zip(&mut wanted) {
-            let text = shape.to_string();
+        for (workload, wanted) in all.iter().zip(&mut wanted) {
+            let text = workload.to_string();
             if if whole {
                 text == *name
             } else {
@@ -144,7 +144,7 @@ fn chosen(names: &[String]) -> Result<Vec<Shape>> {
         }
         ensure!(
             found,
-            "no shape is called {name}; `attn bench --list` prints the names"
+            "no workload is called {name}; `attn bench --list` prints the names"
         );
     }
     Ok(all
@@ -166,10 +166,10 @@ fn words(error: &Error) -> String {
     text
 }
 
-/// bf16's time for the same shape, where it has been measured before.
+/// bf16's time for the same workload, where it has been measured before.
 fn bf16_us(rows: &[Row], row: &Row) -> Option<f64> {
     let same = |other: &&Row| {
-        let (a, b) = (&other.shape, &row.shape);
+        let (a, b) = (&other.workload, &row.workload);
         a.format == KvFormat::same(Scheme::Bf16)
             && (other.device, a.family, &a.name) == (row.device, b.family, &b.name)
     };
@@ -178,15 +178,15 @@ fn bf16_us(rows: &[Row], row: &Row) -> Option<f64> {
 }
 
 const HEADER: &str = "\
-| shape | MB | µs min | median | GB/s | read min | median | of the read | bf16 µs |
+| workload | MB | µs min | median | GB/s | read min | median | of the read | bf16 µs |
 |---|---|---|---|---|---|---|---|---|";
 
 fn line(row: &Row, bf16: Option<f64>) -> String {
-    let bytes = row.shape.bytes() as f64;
+    let bytes = row.workload.bytes() as f64;
     match &row.outcome {
         Ok(f) => format!(
             "| {} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.0} % | {} |",
-            row.shape,
+            row.workload,
             bytes / 1e6,
             f.measured.step.min,
             f.measured.step.median,
@@ -196,13 +196,13 @@ fn line(row: &Row, bf16: Option<f64>) -> String {
             f.share() * 100.0,
             bf16.map_or("–".into(), |us| format!("{us:.1}"))
         ),
-        Err(reason) => format!("| {} | {:.1} | {reason} |", row.shape, bytes / 1e6),
+        Err(reason) => format!("| {} | {:.1} | {reason} |", row.workload, bytes / 1e6),
     }
 }
 
 fn value(row: &Row, device: &str, bf16: Option<f64>) -> Value {
-    let bytes = row.shape.bytes() as f64;
-    let mut value = json!({ "device": device, "shape": row.shape.to_string(), "bytes": bytes });
+    let bytes = row.workload.bytes() as f64;
+    let mut value = json!({ "device": device, "shape": row.workload.to_string(), "bytes": bytes });
     let Value::Object(map) = &mut value else {
         return value;
     };
@@ -226,32 +226,37 @@ fn value(row: &Row, device: &str, bf16: Option<f64>) -> Value {
     value
 }
 
-fn list(shapes: &[Shape], console: &mut Console<'_>) -> Result<()> {
-    for shape in shapes {
-        let (name, megabytes) = (shape.to_string(), shape.bytes() as f64 / 1e6);
+fn list(workloads: &[Workload], console: &mut Console<'_>) -> Result<()> {
+    for workload in workloads {
+        let (name, megabytes) = (workload.to_string(), workload.bytes() as f64 / 1e6);
         console.table(format_args!("{name:44} {megabytes:9.1} MB"))?;
     }
-    let of = |s: &Shape| json!({ "shape": s.to_string(), "bytes": s.bytes() });
-    console.value(&Value::from_iter(shapes.iter().map(of)))?;
+    let of = |s: &Workload| json!({ "shape": s.to_string(), "bytes": s.bytes() });
+    console.value(&Value::from_iter(workloads.iter().map(of)))?;
     Ok(())
 }
 
 /// Figures, or why there are none; and whether the device is sound.
-fn measure(timer: &mut dyn Timer, shape: &Shape, runs: usize, large: bool) -> (Outcome, bool) {
-    if shape.cache_bytes() > timer.most_bytes() && !large {
-        let gigabytes = shape.cache_bytes() as f64 / 1e9;
+fn measure(
+    timer: &mut dyn Timer,
+    workload: &Workload,
+    runs: usize,
+    large: bool,
+) -> (Outcome, bool) {
+    if workload.cache_bytes() > timer.most_bytes() && !large {
+        let gigabytes = workload.cache_bytes() as f64 / 1e9;
         return (
             Err(format!("not measured: {gigabytes:.1} GB; add --large")),
             true,
         );
     }
-    match timer.measure(shape, runs) {
+    match timer.measure(workload, runs) {
         Ok(measured) => (Ok(Figures::new(measured, timer.by_median())), true),
         Err(error) => (Err(words(&error)), !matches!(error, Error::Device { .. })),
     }
 }
 
-/// Measures the named shapes and prints one line each; whether no device failed.
+/// Measures the named workloads and prints one line each; whether no device failed.
 pub fn bench(args: &BenchArgs, console: &mut Console<'_>) -> Result<bool> {
     let names = if !args.names.is_empty() {
         args.names.clone()
@@ -260,9 +265,9 @@ pub fn bench(args: &BenchArgs, console: &mut Console<'_>) -> Result<bool> {
     } else {
         default_names(args)
     };
-    let shapes = chosen(&names)?;
+    let workloads = chosen(&names)?;
     if args.list {
-        list(&shapes, console)?;
+        list(&workloads, console)?;
         return Ok(true);
     }
     // Refused before hours of measuring, not after.
@@ -271,17 +276,17 @@ pub fn bench(args: &BenchArgs, console: &mut Console<'_>) -> Result<bool> {
     let plot = plot.transpose()?;
     let mut timers = timers(args)?;
     let devices: Vec<String> = timers.iter().map(|timer| timer.device()).collect();
-    let (rows, healthy) = measure_all(&mut timers, &shapes, args, console)?;
+    let (rows, healthy) = measure_all(&mut timers, &workloads, args, console)?;
     if let Some(plot) = plot {
         plot.write(plot::svg(&devices, &rows)?.as_bytes())?;
     }
     Ok(healthy)
 }
 
-/// Measures shapes by each timer and prints them; whether no device failed.
+/// Measures workloads by each timer and prints them; whether no device failed.
 fn measure_all(
     timers: &mut [Box<dyn Timer>],
-    shapes: &[Shape],
+    workloads: &[Workload],
     args: &BenchArgs,
     console: &mut Console<'_>,
 ) -> Result<(Vec<Row>, bool)> {
@@ -297,12 +302,12 @@ fn measure_all(
         console.table(format_args!(
             "{name}; {runs} repetitions, caches cold, rates of the {figure}\n\n{HEADER}"
         ))?;
-        for shape in shapes {
-            let (outcome, sound) = measure(&mut **timer, shape, runs, args.large);
+        for workload in workloads {
+            let (outcome, sound) = measure(&mut **timer, workload, runs, args.large);
             healthy &= sound;
             let row = Row {
                 device,
-                shape: shape.clone(),
+                workload: workload.clone(),
                 outcome,
             };
             let bf16 = bf16_us(&rows, &row);
@@ -332,7 +337,7 @@ mod tests {
     }
 
     /// A timer with figures by format, or with an error.
-    struct Fake(fn(&Shape) -> Result<Measured, Error>);
+    struct Fake(fn(&Workload) -> Result<Measured, Error>);
 
     impl Timer for Fake {
         fn device(&self) -> String {
@@ -347,14 +352,14 @@ mod tests {
             100_000_000
         }
 
-        fn measure(&mut self, shape: &Shape, _: usize) -> Result<Measured, Error> {
-            (self.0)(shape)
+        fn measure(&mut self, workload: &Workload, _: usize) -> Result<Measured, Error> {
+            (self.0)(workload)
         }
     }
 
     /// Steps of 100 (median 200) µs and reads of 40 (50) µs; half as fast in bf16.
-    fn known(shape: &Shape) -> Result<Measured, Error> {
-        let slow = shape.format == KvFormat::same(Scheme::Bf16);
+    fn known(workload: &Workload) -> Result<Measured, Error> {
+        let slow = workload.format == KvFormat::same(Scheme::Bf16);
         let by = if slow { 2.0 } else { 1.0 };
         let timing = |min, median| Timing {
             min: min * by,
@@ -367,7 +372,7 @@ mod tests {
     }
 
     fn measured(
-        measure: fn(&Shape) -> Result<Measured, Error>,
+        measure: fn(&Workload) -> Result<Measured, Error>,
         words: &[&str],
         json: bool,
     ) -> (String, bool) {
@@ -375,9 +380,9 @@ mod tests {
         let mut console = Console::new(&mut out, &mut err);
         console.json = json;
         let args = args(words);
-        let shapes = chosen(&args.names).unwrap();
+        let workloads = chosen(&args.names).unwrap();
         let mut timers = vec![Box::new(Fake(measure)) as Box<dyn Timer>];
-        let (_, healthy) = measure_all(&mut timers, &shapes, &args, &mut console).unwrap();
+        let (_, healthy) = measure_all(&mut timers, &workloads, &args, &mut console).unwrap();
         (String::from_utf8(out).unwrap(), healthy)
     }
 
@@ -423,15 +428,15 @@ mod tests {
 
     #[test]
     fn figures_are_of_the_fastest_where_the_clock_is_not_quiet() {
-        let shape = &chosen(&[NAMES[1].to_owned()]).unwrap()[0];
-        let figures = Figures::new(known(shape).unwrap(), false);
+        let workload = &chosen(&[NAMES[1].to_owned()]).unwrap()[0];
+        let figures = Figures::new(known(workload).unwrap(), false);
         assert_eq!((figures.us, figures.read_us), (100.0, 40.0));
         assert_eq!(figures.share(), 0.4);
     }
 
     #[test]
     fn figures_that_are_no_numbers_are_json_strings() {
-        let none = |_: &Shape| {
+        let none = |_: &Workload| {
             let timing = |us| Timing {
                 min: us,
                 median: us,
@@ -457,7 +462,7 @@ mod tests {
         let (table, _) = measured(known, &["gqa8/batch512/int8", "--large"], false);
         assert!(table.contains("| 25 % |"), "{table}");
 
-        let refused = |_: &Shape| {
+        let refused = |_: &Workload| {
             Err(Error::Parameter {
                 what: "it",
                 given: "this".to_owned(),
@@ -470,7 +475,7 @@ mod tests {
             "{table}"
         );
 
-        let lost = |_: &Shape| {
+        let lost = |_: &Workload| {
             Err(Error::Device {
                 backend: "fake",
                 doing: "a launch",
@@ -488,10 +493,10 @@ mod tests {
     fn names_choose_one_shape_or_all_that_contain_them() {
         let names = |names: &[&str]| -> Vec<String> {
             let names: Vec<_> = names.iter().map(|&n| n.to_owned()).collect();
-            let shapes = chosen(&names).unwrap();
-            shapes.iter().map(Shape::to_string).collect()
+            let workloads = chosen(&names).unwrap();
+            workloads.iter().map(Workload::to_string).collect()
         };
-        // A whole name is that shape alone, though int8 begins int8-g32.
+        // A whole name is that workload alone, though int8 begins int8-g32.
         assert_eq!(
             names(&["single/32-8-ctx8192/int8"]),
             ["single/32-8-ctx8192/int8"]

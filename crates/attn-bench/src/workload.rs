@@ -1,19 +1,15 @@
-//! What every backend's bench measures, by name, and what it says of it: one list of shapes, one trait.
+//! What every backend's bench measures, by name, and what it says of it: one list of workloads, one trait.
 //!
-//! `attn bench`, `cargo bench -p attn-cpu` and `cargo bench -p attn-cuda` use these names. A [`Shape`] says nothing of a backend;
+//! `attn bench`, `cargo bench -p attn-cpu` and `cargo bench -p attn-cuda` use these names. A [`Workload`] says nothing of a backend;
 //! a backend takes part by a [`Timer`], which knows its own clock and how to find its bytes outside every cache.
-
-mod rows;
 
 use std::fmt;
 
-pub use rows::Rows;
-
-use crate::{arithmetic::TILE, error::Error, format::KvFormat, layout, problem::Problem};
+use attn_core::{Error, KvFormat, Problem, Scheme, arithmetic::TILE, layout};
 
 /// Where K and V lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum CacheLayout {
     /// In pages of 64 tokens, scattered over the pool.
     Pages,
     /// In a contiguous cache `[batch, num_kv_heads, capacity, head_dim]`, read in place.
@@ -24,7 +20,7 @@ pub enum Place {
 
 /// What is timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Work {
+pub enum Operation {
     /// A decode step.
     Decode,
     /// The append of one token per sequence, after which the lengths are the problem's.
@@ -35,7 +31,7 @@ pub enum Work {
 
 /// One thing to measure.
 #[derive(Debug, Clone)]
-pub struct Shape {
+pub struct Workload {
     /// Its family.
     pub family: &'static str,
     /// Its own name, unique inside the family and format.
@@ -45,28 +41,28 @@ pub struct Shape {
     /// What is attended to.
     pub problem: Problem,
     /// Where K and V lie.
-    pub place: Place,
+    pub cache: CacheLayout,
     /// What is timed.
-    pub work: Work,
+    pub operation: Operation,
 }
 
-impl fmt::Display for Shape {
+impl fmt::Display for Workload {
     /// `family/name/format`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}/{}", self.family, self.name, self.format)
     }
 }
 
-impl Shape {
+impl Workload {
     /// Bytes of codes and parameters of the whole cache: whole pages of 64 tokens, or the rows of a contiguous cache.
     pub fn cache_bytes(&self) -> usize {
         let problem = &self.problem;
-        if self.place == Place::Pages {
+        if self.cache == CacheLayout::Pages {
             let pages: usize = problem.kv_lens.iter().map(|len| len.div_ceil(TILE)).sum();
             return pages * page_bytes(self.format, problem.num_kv_heads, problem.head_dim);
         }
         let tokens: usize = problem.kv_lens.iter().sum();
-        let row = |scheme: crate::Scheme| {
+        let row = |scheme: Scheme| {
             let scales = if scheme.is_integer() && !scheme.has_tensor_scale() {
                 2 * scheme.groups(problem.head_dim)
             } else {
@@ -94,7 +90,7 @@ impl Shape {
     /// [`Error::Parameter`].
     pub fn check_growing(&self) -> Result<(), Error> {
         let fills = |len: &usize| len.is_multiple_of(TILE);
-        if self.work != Work::Decode && self.problem.kv_lens.iter().all(fills) {
+        if self.operation != Operation::Decode && self.problem.kv_lens.iter().all(fills) {
             return Err(Error::Parameter {
                 what: "append to time",
                 given: "one that fills every page".to_owned(),
@@ -106,10 +102,10 @@ impl Shape {
 
     /// Bytes that the work moves at least, and that its ceiling reads.
     pub fn bytes(&self) -> usize {
-        match self.work {
-            Work::Decode => self.cache_bytes(),
-            Work::Append => self.append_bytes(),
-            Work::AppendDecode => self.cache_bytes() + self.append_bytes(),
+        match self.operation {
+            Operation::Decode => self.cache_bytes(),
+            Operation::Append => self.append_bytes(),
+            Operation::AppendDecode => self.cache_bytes() + self.append_bytes(),
         }
     }
 }
@@ -130,7 +126,7 @@ fn batch_for(bytes: usize, kv_heads: usize, head_dim: usize, ctx: usize) -> usiz
 
 /// A list under construction.
 #[derive(Default)]
-struct List(Vec<Shape>);
+struct List(Vec<Workload>);
 
 impl List {
     /// Adds a decode step from pages in several formats.
@@ -141,16 +137,16 @@ impl List {
         formats: &str,
         [q_heads, kv_heads, head_dim]: [usize; 3],
         kv_lens: Vec<usize>,
-    ) -> &mut [Shape] {
+    ) -> &mut [Workload] {
         let first = self.0.len();
         for format in formats.split(',').map(named) {
-            self.0.push(Shape {
+            self.0.push(Workload {
                 family,
                 name: name.to_owned(),
                 format,
                 problem: Problem::new(q_heads, kv_heads, head_dim, kv_lens.clone()),
-                place: Place::Pages,
-                work: Work::Decode,
+                cache: CacheLayout::Pages,
+                operation: Operation::Decode,
             });
         }
         &mut self.0[first..]
@@ -193,8 +189,8 @@ impl List {
             for log in 10..18 {
                 let lens = vec![1 << log; 256 >> (log - 10)];
                 let name = format!("ctx{}-batch{}", lens[0], lens.len());
-                let shapes = self.add(family, &name, "int8", [16, 1, 128], lens);
-                shapes[0].problem.q_len = q_len;
+                let workloads = self.add(family, &name, "int8", [16, 1, 128], lens);
+                workloads[0].problem.q_len = q_len;
             }
         }
         for heads in [3, 5, 6, 7, 12, 16, 32, 64] {
@@ -229,14 +225,14 @@ impl List {
         self.add("ragged", "256", "int8,int4", [8, 1, 128], ragged);
         let open = vec![8160; 32];
         self.add("tails", "ctx8160-batch32", "int8,int4", [8, 1, 128], open);
-        for (name, place) in [
-            ("pages", Place::Pages),
-            ("bnsh", Place::Bnsh),
-            ("bsnh", Place::Bsnh),
+        for (name, layout) in [
+            ("pages", CacheLayout::Pages),
+            ("bnsh", CacheLayout::Bnsh),
+            ("bsnh", CacheLayout::Bsnh),
         ] {
             let lens = vec![8192; batch_for(256 << 20, 8, 128, 8192)];
-            for shape in self.add("views", name, "bf16,int8", [32, 8, 128], lens) {
-                shape.place = place;
+            for workload in self.add("views", name, "bf16,int8", [32, 8, 128], lens) {
+                workload.cache = layout;
             }
         }
     }
@@ -244,22 +240,26 @@ impl List {
     /// One new token of each of 256 sequences, into pages filled to any degree, or into the last place of each page; and of one.
     fn append(&mut self) {
         let mixed: Vec<usize> = (0..256).map(|b| 961 + b * 37 % 64).collect();
-        for (name, work, lens) in [
-            ("decode-alone", Work::Decode, &mixed),
-            ("append", Work::Append, &mixed),
-            ("append-then-decode", Work::AppendDecode, &mixed),
-            ("append-then-decode-one", Work::AppendDecode, &vec![8190]),
-            ("append-seals", Work::Append, &vec![1024; 256]),
+        for (name, operation, lens) in [
+            ("decode-alone", Operation::Decode, &mixed),
+            ("append", Operation::Append, &mixed),
+            ("append-then-decode", Operation::AppendDecode, &mixed),
+            (
+                "append-then-decode-one",
+                Operation::AppendDecode,
+                &vec![8190],
+            ),
+            ("append-seals", Operation::Append, &vec![1024; 256]),
         ] {
-            for shape in self.add("append", name, "int8,int4", [32, 8, 128], lens.clone()) {
-                shape.work = work;
+            for workload in self.add("append", name, "int8,int4", [32, 8, 128], lens.clone()) {
+                workload.operation = operation;
             }
         }
     }
 }
 
-/// Every shape, family by family; inside a family, bf16 before the formats that are compared with it.
-pub fn shapes() -> Vec<Shape> {
+/// Every workload, family by family; inside a family, bf16 before the formats that are compared with it.
+pub fn workloads() -> Vec<Workload> {
     let mut list = List::default();
     list.single();
     list.one_kv_head();
@@ -302,7 +302,7 @@ impl Timing {
     }
 }
 
-/// What one shape took, and the pure read of [`Shape::bytes`] bytes in the same run.
+/// What one workload took, and the pure read of [`Workload::bytes`] bytes in the same run.
 #[derive(Debug, Clone, Copy)]
 pub struct Measured {
     /// The work.
@@ -316,7 +316,7 @@ pub trait Timer {
     /// Backend, device and what else the figures depend on.
     fn device(&self) -> String;
 
-    /// Timed repetitions per shape where the caller names no number.
+    /// Timed repetitions per workload where the caller names no number.
     fn runs(&self) -> usize;
 
     /// Whether rates are those of the medians: so on GPUs, whose clock is quiet. Else of the fastest.
@@ -324,16 +324,16 @@ pub trait Timer {
         true
     }
 
-    /// Cache bytes beyond which a shape is left out unless large ones are asked for.
+    /// Cache bytes beyond which a workload is left out unless large ones are asked for.
     fn most_bytes(&self) -> usize {
         usize::MAX
     }
 
-    /// Times one shape.
+    /// Times one workload.
     ///
     /// # Errors
     /// What the backend refuses, or its device's failure.
-    fn measure(&mut self, shape: &Shape, runs: usize) -> Result<Measured, Error>;
+    fn measure(&mut self, workload: &Workload, runs: usize) -> Result<Measured, Error>;
 }
 
 #[cfg(test)]
@@ -345,20 +345,23 @@ mod tests {
     #[test]
     fn shapes_are_legal_and_their_names_unique() {
         let mut names = BTreeSet::new();
-        for shape in shapes() {
-            shape.problem.check().unwrap();
-            shape.format.check(shape.problem.head_dim, TILE).unwrap();
-            assert!(names.insert(shape.to_string()), "{shape} twice");
+        for workload in workloads() {
+            workload.problem.check().unwrap();
+            workload
+                .format
+                .check(workload.problem.head_dim, TILE)
+                .unwrap();
+            assert!(names.insert(workload.to_string()), "{workload} twice");
         }
     }
 
     #[test]
     fn target_rows_hold_the_bytes_they_are_named_for() {
-        let mib = |shape: &Shape| shape.bytes() >> 20;
-        for shape in shapes() {
-            match shape.family {
-                "rows48" | "rows16" => assert_eq!(mib(&shape), 65, "{shape}"),
-                "heads" | "dims" => assert!((240..=262).contains(&mib(&shape)), "{shape}"),
+        let mib = |workload: &Workload| workload.bytes() >> 20;
+        for workload in workloads() {
+            match workload.family {
+                "rows48" | "rows16" => assert_eq!(mib(&workload), 65, "{workload}"),
+                "heads" | "dims" => assert!((240..=262).contains(&mib(&workload)), "{workload}"),
                 _ => {}
             }
         }
@@ -372,29 +375,35 @@ mod tests {
         assert_eq!((timing.min, timing.median), (1.0, 3.0));
     }
 
-    fn shape(name: &str) -> Shape {
-        let found = shapes().into_iter().find(|s| s.to_string() == name);
+    fn workload(name: &str) -> Workload {
+        let found = workloads().into_iter().find(|s| s.to_string() == name);
         found.unwrap_or_else(|| panic!("{name} is a preset"))
     }
 
     #[test]
     fn bytes_are_those_of_codes_scales_and_new_tokens() {
         // A token of a KV head has 2 × 128 codes, and in int8 two f16 scales.
-        let cache = shape("context/8-2-ctx4096/int8");
+        let cache = workload("context/8-2-ctx4096/int8");
         assert_eq!(cache.bytes(), 4096 * 2 * 2 * 130);
-        assert_eq!(shape("mha/ctx128/f16").bytes(), 128 * 32 * 2 * 128 * 2);
+        assert_eq!(workload("mha/ctx128/f16").bytes(), 128 * 32 * 2 * 128 * 2);
         // An append reads 16-bit K and V and writes a token's share of a page.
-        let append = shape("append/append/int8");
+        let append = workload("append/append/int8");
         assert_eq!(append.bytes(), 256 * 8 * (2 * 128 * 2 + 2 * 130));
-        let both = shape("append/append-then-decode/int8");
+        let both = workload("append/append-then-decode/int8");
         assert_eq!(both.bytes(), both.cache_bytes() + append.bytes());
     }
 
     #[test]
     fn appends_that_fill_every_page_are_not_for_growing_caches() {
-        assert!(shape("append/append-seals/int8").check_growing().is_err());
-        shape("append/append/int8").check_growing().unwrap();
-        shape("context/8-2-ctx4096/int8").check_growing().unwrap();
+        assert!(
+            workload("append/append-seals/int8")
+                .check_growing()
+                .is_err()
+        );
+        workload("append/append/int8").check_growing().unwrap();
+        workload("context/8-2-ctx4096/int8")
+            .check_growing()
+            .unwrap();
     }
 
     #[test]

@@ -1,38 +1,38 @@
-//! The shapes that benches name: published figures refer to them, so that none may change under its name.
+//! The workloads that benches name: published figures refer to them, so that none may change under its name.
 
-use attn_core::{
-    KvFormat, KvView, Problem,
-    bench::{Measured, Place, Rows, Shape, Timing, Work, noise, shapes},
+use attn_bench::{
+    CacheLayout, ContiguousCache, Measured, Operation, Timing, Workload, noise, workloads,
 };
+use attn_core::{KvFormat, KvView, Problem};
 
-/// One line per shape: what it is, and the bytes that its share of the read is made from.
+/// One line per workload: what it is, and the bytes that its share of the read is made from.
 fn list() -> String {
-    let line = |shape: Shape| {
-        let p = &shape.problem;
+    let line = |workload: Workload| {
+        let p = &workload.problem;
         let lens = &p.kv_lens;
         let [least, most] = [lens.iter().min(), lens.iter().max()].map(|len| len.unwrap());
         // Where lengths differ, their order counts, too.
         let order: usize = lens.iter().enumerate().map(|(i, len)| (i + 1) * len).sum();
         format!(
-            "{shape} {:?} {:?} heads {}/{} q {} batch {} tokens {least}..={most} order {order} bytes {} cache {} append {}\n",
-            shape.work,
-            shape.place,
+            "{workload} {:?} {:?} heads {}/{} q {} batch {} tokens {least}..={most} order {order} bytes {} cache {} append {}\n",
+            workload.operation,
+            workload.cache,
             p.num_q_heads,
             p.num_kv_heads,
             p.q_len,
             p.batch(),
-            shape.bytes(),
-            shape.cache_bytes(),
-            shape.append_bytes(),
+            workload.bytes(),
+            workload.cache_bytes(),
+            workload.append_bytes(),
         )
     };
-    shapes().into_iter().map(line).collect()
+    workloads().into_iter().map(line).collect()
 }
 
-/// After a change on purpose: `ATTN_WRITE_SHAPES=1 cargo test -p attn-core --test shapes`.
+/// After a change on purpose: `ATTN_WRITE_SHAPES=1 cargo test -p attn-core --test workloads`.
 #[test]
 fn shapes_are_those_of_the_committed_list() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/shapes.txt");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/workloads.txt");
     if std::env::var_os("ATTN_WRITE_SHAPES").is_some() {
         std::fs::write(path, list()).unwrap();
     }
@@ -45,16 +45,16 @@ fn shapes_are_those_of_the_committed_list() {
 
 #[test]
 fn appends_are_refused_where_every_page_fills() {
-    let of = |work: Work, lens: &[usize]| {
-        let mut shape = shapes().remove(0);
-        (shape.work, shape.problem.kv_lens) = (work, lens.to_vec());
-        shape.check_growing().is_ok()
+    let of = |work: Operation, lens: &[usize]| {
+        let mut workload = workloads().remove(0);
+        (workload.operation, workload.problem.kv_lens) = (work, lens.to_vec());
+        workload.check_growing().is_ok()
     };
-    assert!(of(Work::Decode, &[64, 128]));
-    assert!(!of(Work::Append, &[64, 128]));
-    assert!(!of(Work::AppendDecode, &[64, 128]));
-    assert!(of(Work::Append, &[64, 127]));
-    assert!(of(Work::AppendDecode, &[65, 128]));
+    assert!(of(Operation::Decode, &[64, 128]));
+    assert!(!of(Operation::Append, &[64, 128]));
+    assert!(!of(Operation::AppendDecode, &[64, 128]));
+    assert!(of(Operation::Append, &[64, 127]));
+    assert!(of(Operation::AppendDecode, &[65, 128]));
 }
 
 #[test]
@@ -88,14 +88,14 @@ fn noise_is_centred_spread_and_its_seeds_differ() {
 }
 
 /// Sequences of other lengths than whole pages, in place.
-fn contiguous(format: &str, place: Place) -> Shape {
-    Shape {
+fn contiguous(format: &str, cache: CacheLayout) -> Workload {
+    Workload {
         family: "test",
         name: "uneven".to_owned(),
         format: format.parse().unwrap(),
         problem: Problem::new(4, 2, 64, vec![70, 3, 129]),
-        place,
-        work: Work::Decode,
+        cache,
+        operation: Operation::Decode,
     }
 }
 
@@ -109,39 +109,43 @@ fn bytes_of_a_contiguous_cache_are_those_of_its_tokens() {
         ("int8-g32/bf16", 68 + 128),
         ("int8-tensor/int8", 64 + 66),
     ] {
-        for place in [Place::Bnsh, Place::Bsnh] {
-            let shape = contiguous(format, place);
-            assert_eq!(shape.cache_bytes(), (70 + 3 + 129) * 2 * row, "{format}");
+        for place in [CacheLayout::Bnsh, CacheLayout::Bsnh] {
+            let workload = contiguous(format, place);
+            assert_eq!(workload.cache_bytes(), (70 + 3 + 129) * 2 * row, "{format}");
         }
         // Pages of 64 tokens are whole.
-        let shape = contiguous(format, Place::Pages);
-        assert_eq!(shape.cache_bytes(), (2 + 1 + 3) * 64 * 2 * row, "{format}");
+        let workload = contiguous(format, CacheLayout::Pages);
+        assert_eq!(
+            workload.cache_bytes(),
+            (2 + 1 + 3) * 64 * 2 * row,
+            "{format}"
+        );
     }
 }
 
 #[test]
 fn rows_to_time_lie_as_their_shape_says() {
     for format in ["f16", "bf16", "int8", "int8-g32/bf16", "bf16/int8"] {
-        for place in [Place::Bnsh, Place::Bsnh] {
-            let shape = contiguous(format, place);
-            let format: KvFormat = shape.format;
-            let rows = Rows::new(&shape);
+        for place in [CacheLayout::Bnsh, CacheLayout::Bsnh] {
+            let workload = contiguous(format, place);
+            let format: KvFormat = workload.format;
+            let rows = ContiguousCache::new(&workload);
             for view in [rows.view().unwrap(), rows.checked_view().unwrap()] {
                 assert_eq!(view.format(), format);
                 check_rows(&view, place);
             }
         }
     }
-    let none = Shape {
+    let none = Workload {
         problem: Problem::new(4, 2, 64, vec![]),
-        ..contiguous("int8", Place::Bnsh)
+        ..contiguous("int8", CacheLayout::Bnsh)
     };
-    let rows = Rows::new(&none);
+    let rows = ContiguousCache::new(&none);
     assert!(rows.view().unwrap().k().codes.is_empty());
 }
 
 /// Each side has room for the longest of three sequences, and not a byte more.
-fn check_rows(view: &KvView<'_>, place: Place) {
+fn check_rows(view: &KvView<'_>, cache: CacheLayout) {
     let format = view.format();
     for (rows, scheme) in [(view.k(), format.k), (view.v(), format.v)] {
         let row = 64 * scheme.code_bits() / 8;
@@ -152,8 +156,8 @@ fn check_rows(view: &KvView<'_>, place: Place) {
         };
         assert_eq!(rows.codes.len(), 3 * 2 * 129 * row);
         assert_eq!(rows.scales.len(), 3 * 2 * 129 * groups);
-        let of = |each: usize| match place {
-            Place::Bsnh => [2 * 129 * each, each, 2 * each],
+        let of = |each: usize| match cache {
+            CacheLayout::Bsnh => [2 * 129 * each, each, 2 * each],
             _ => [2 * 129 * each, 129 * each, each],
         };
         assert_eq!(rows.code_strides, of(row));

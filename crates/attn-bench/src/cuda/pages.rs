@@ -1,10 +1,11 @@
 //! Pools of pages to time: filled once by the append kernel, then copied.
 
-use attn_core::{CacheConfig, Error, bench::Shape, bench::Work};
+use attn_core::{CacheConfig, Error};
+use attn_cuda::native::{AppendArgs, DeviceKv, Dtype, NativeAppend};
 use cudarc::driver::CudaSlice;
 
-use super::{AppendArgs, Buffers, CudaTimer, DeviceKv, NOISE, NativeAppend, PAGE, Rotation};
-use crate::native::Dtype;
+use super::{Buffers, CudaTimer, NOISE, PAGE, Rotation};
+use crate::workload::{Operation, Workload};
 
 /// The table of a pool that lies in the arena.
 pub(super) struct Pages {
@@ -79,12 +80,12 @@ fn scattered(counts: &[usize], stride: usize) -> Vec<u32> {
 /// Fills the pool's copies with what lies there before the work.
 pub(super) fn fill(
     timer: &mut CudaTimer,
-    shape: &Shape,
+    workload: &Workload,
     scales: [u64; 2],
 ) -> Result<(NativeAppend, Pages, Rotation), Error> {
-    let problem = &shape.problem;
+    let problem = &workload.problem;
     let (heads, dim, batch) = (problem.num_kv_heads, problem.head_dim, problem.batch());
-    let mut config = CacheConfig::new(shape.format, heads, dim, batch, 0);
+    let mut config = CacheConfig::new(workload.format, heads, dim, batch, 0);
     config.page_size = PAGE;
     let layout = config.layout()?;
     let (page_bytes, has_tail) = (layout.page_bytes(), layout.has_tail_page());
@@ -93,7 +94,7 @@ pub(super) fn fill(
     let stride = counts.iter().copied().max().unwrap_or(0).max(1);
     config.num_pages = total + if has_tail { batch } else { 0 };
     let append = timer.gpu.prepare_append(&config)?;
-    let rotation = timer.rotate(shape, config.num_pages * page_bytes)?;
+    let rotation = timer.rotate(workload, config.num_pages * page_bytes)?;
     let tails: Vec<u32> = (0..batch)
         .map(|b| if has_tail { total + b } else { 0 } as u32)
         .collect();
@@ -117,7 +118,7 @@ pub(super) fn fill(
     unsafe { timer.gpu.append_on(&append, timer.buffers.raw(), &args) }?;
     timer.repeat(0, first * page_bytes, total * page_bytes)?;
     // Open pages, and the tail pages that belong to them.
-    let before = usize::from(shape.work != Work::Decode);
+    let before = usize::from(workload.operation != Operation::Decode);
     let lens: Vec<i32> = problem
         .kv_lens
         .iter()

@@ -1,0 +1,5 @@
+//! The program `attn`.
+
+fn main() -> std::process::ExitCode {
+    attn_cli::main()
+}
