@@ -30,6 +30,28 @@ pub fn attend(problem: &Problem, cache: &KvCache, q: &[f32]) -> (Vec<f64>, Vec<f
     (out, lse)
 }
 
+/// Outputs `[q_len, num_q_heads, head_dim]` and log-sum-exps `[q_len, num_q_heads]` in f64 for one sequence, over K and V that are given
+/// as f32 `[kv_len, num_kv_heads, head_dim]` instead of a cache.
+pub fn attend_rows(problem: &Problem, q: &[f32], k: &[f32], v: &[f32]) -> (Vec<f64>, Vec<f64>) {
+    let dim = problem.head_dim;
+    let of_head = |x: &[f32], g: usize| -> Vec<f64> {
+        let rows = x.chunks_exact(dim).skip(g).step_by(problem.num_kv_heads);
+        rows.flatten().map(|x| f64::from(*x)).collect()
+    };
+    let kv: Vec<_> = (0..problem.num_kv_heads)
+        .map(|g| (of_head(k, g), of_head(v, g)))
+        .collect();
+    let (mut out, mut lse) = (Vec::new(), Vec::new());
+    for (row, q) in q.chunks_exact(dim).enumerate() {
+        let (i, h) = (row / problem.num_q_heads, row % problem.num_q_heads);
+        let (k, v) = &kv[h / problem.heads_per_kv()];
+        let (row, row_lse) = attend_row(problem, 0, i, h, q, k, v);
+        out.extend(row);
+        lse.push(row_lse);
+    }
+    (out, lse)
+}
+
 fn attend_row(
     problem: &Problem,
     b: usize,
@@ -41,7 +63,7 @@ fn attend_row(
 ) -> (Vec<f64>, f64) {
     let dim = problem.head_dim;
     let position = problem.kv_lens[b] as f64 - problem.q_len as f64 + i as f64;
-    // The law's words, not `Problem::visible`: a wrong mask there must not be right here.
+    // The specification's words, not `Problem::visible`: a wrong mask there must not be right here.
     let sees = |t: &usize| {
         let t = *t as f64;
         (!problem.causal || t <= position)

@@ -45,6 +45,7 @@ fn filled(backend: &dyn DecodeAttention, workload: &Workload) -> Result<KvCache,
         _ => (1, APPENDS),
     };
     let mut config = CacheConfig::new(workload.format, heads, dim, problem.batch(), 0);
+    config.page_size = workload.page_size;
     let pages = problem
         .kv_lens
         .iter()

@@ -269,7 +269,9 @@ impl WgpuTimer {
     fn pages(&self, workload: &Workload) -> Result<Vec<Vec<u8>>, Error> {
         let problem = &workload.problem;
         let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
-        let config = CacheConfig::new(workload.format, heads, dim, 1, NOISE_TOKENS);
+        let mut config = CacheConfig::new(workload.format, heads, dim, 1, 0);
+        config.page_size = workload.page_size;
+        config.num_pages = config.pages_for(NOISE_TOKENS);
         let mut cache = self.backend.create_cache(&config)?;
         let count = NOISE_TOKENS * heads * dim;
         cache.append(0, &noise(1, count), &noise(2, count))?;
@@ -285,6 +287,7 @@ impl WgpuTimer {
             Operation::Decode => (0, 0),
             _ => (1, APPENDS),
         };
+        config.page_size = workload.page_size;
         let needed = problem.kv_lens.iter();
         let needed = needed.map(|&len| config.pages_for(len + room));
         config.num_pages = needed.sum();

@@ -10,7 +10,7 @@ use attn_core::{Error, KvFormat, Problem, Scheme, arithmetic::TILE, layout};
 /// Where K and V lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CacheLayout {
-    /// In pages of 64 tokens, scattered over the pool.
+    /// In pages of [`Workload::page_size`] tokens, scattered over the pool.
     Pages,
     /// In a contiguous cache `[batch, num_kv_heads, capacity, head_dim]`, read in place.
     Bnsh,
@@ -40,6 +40,8 @@ pub struct Workload {
     pub format: KvFormat,
     /// What is attended to.
     pub problem: Problem,
+    /// Tokens per page; contiguous caches have none and ignore it.
+    pub page_size: usize,
     /// Where K and V lie.
     pub cache: CacheLayout,
     /// What is timed.
@@ -54,12 +56,51 @@ impl fmt::Display for Workload {
 }
 
 impl Workload {
-    /// Bytes of codes and parameters of the whole cache: whole pages of 64 tokens, or the rows of a contiguous cache.
+    /// A decode step of `batch` sequences of equal length from pages, with a name made of its numbers.
+    ///
+    /// # Errors
+    /// Those of [`Problem::check`] and [`KvFormat::check`].
+    pub fn custom(problem: Problem, format: KvFormat, page_size: usize) -> Result<Self, Error> {
+        problem.check()?;
+        format.check(problem.head_dim, page_size)?;
+        let Problem {
+            num_q_heads,
+            num_kv_heads,
+            head_dim,
+            q_len,
+            ..
+        } = problem;
+        let longest = problem.kv_lens.iter().max().copied().unwrap_or(0);
+        let batch = problem.batch();
+        Ok(Workload {
+            family: "custom",
+            name: format!(
+                "{num_q_heads}-{num_kv_heads}-d{head_dim}-q{q_len}-ctx{longest}-batch{batch}-page{page_size}"
+            ),
+            format,
+            problem,
+            page_size,
+            cache: CacheLayout::Pages,
+            operation: Operation::Decode,
+        })
+    }
+
+    /// Bytes of codes and parameters of the whole cache: whole pages, or the rows of a contiguous cache.
     pub fn cache_bytes(&self) -> usize {
         let problem = &self.problem;
         if self.cache == CacheLayout::Pages {
-            let pages: usize = problem.kv_lens.iter().map(|len| len.div_ceil(TILE)).sum();
-            return pages * page_bytes(self.format, problem.num_kv_heads, problem.head_dim);
+            let pages: usize = problem
+                .kv_lens
+                .iter()
+                .map(|len| len.div_ceil(self.page_size))
+                .sum();
+            return pages
+                * page_bytes(
+                    self.format,
+                    problem.num_kv_heads,
+                    problem.head_dim,
+                    self.page_size,
+                );
         }
         let tokens: usize = problem.kv_lens.iter().sum();
         let row = |scheme: Scheme| {
@@ -80,7 +121,8 @@ impl Workload {
             head_dim,
             ..
         } = self.problem;
-        let written = page_bytes(self.format, num_kv_heads, head_dim) / TILE;
+        let written =
+            page_bytes(self.format, num_kv_heads, head_dim, self.page_size) / self.page_size;
         self.problem.batch() * (num_kv_heads * head_dim * 4 + written)
     }
 
@@ -89,7 +131,7 @@ impl Workload {
     /// # Errors
     /// [`Error::Parameter`].
     pub fn check_growing(&self) -> Result<(), Error> {
-        let fills = |len: &usize| len.is_multiple_of(TILE);
+        let fills = |len: &usize| len.is_multiple_of(self.page_size);
         if self.operation != Operation::Decode && self.problem.kv_lens.iter().all(fills) {
             return Err(Error::Parameter {
                 what: "append to time",
@@ -110,8 +152,8 @@ impl Workload {
     }
 }
 
-fn page_bytes(format: KvFormat, kv_heads: usize, head_dim: usize) -> usize {
-    kv_heads * layout::run_bytes(format, head_dim, TILE)
+fn page_bytes(format: KvFormat, kv_heads: usize, head_dim: usize, page_size: usize) -> usize {
+    kv_heads * layout::run_bytes(format, head_dim, page_size)
 }
 
 fn named(name: &str) -> KvFormat {
@@ -120,7 +162,7 @@ fn named(name: &str) -> KvFormat {
 
 /// Sequences of `ctx` tokens so that `bytes` of an int8 cache are read.
 fn batch_for(bytes: usize, kv_heads: usize, head_dim: usize, ctx: usize) -> usize {
-    let per_page = page_bytes(KvFormat::INT8, kv_heads, head_dim);
+    let per_page = page_bytes(KvFormat::INT8, kv_heads, head_dim, TILE);
     (bytes / (ctx / TILE * per_page)).max(1)
 }
 
@@ -145,6 +187,7 @@ impl List {
                 name: name.to_owned(),
                 format,
                 problem: Problem::new(q_heads, kv_heads, head_dim, kv_lens.clone()),
+                page_size: TILE,
                 cache: CacheLayout::Pages,
                 operation: Operation::Decode,
             });

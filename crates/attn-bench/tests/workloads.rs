@@ -94,6 +94,7 @@ fn contiguous(format: &str, cache: CacheLayout) -> Workload {
         name: "uneven".to_owned(),
         format: format.parse().unwrap(),
         problem: Problem::new(4, 2, 64, vec![70, 3, 129]),
+        page_size: 64,
         cache,
         operation: Operation::Decode,
     }
@@ -167,4 +168,19 @@ fn check_rows(view: &KvView<'_>, cache: CacheLayout) {
         assert_eq!(rows.codes[..5], [0, 31, 1, 32, 2]);
         assert!(rows.scales.iter().all(|bits| *bits == 0x2400));
     }
+}
+
+#[test]
+fn a_custom_workload_is_named_by_its_numbers_and_has_their_bytes() {
+    let mut problem = Problem::new(28, 4, 128, vec![3000; 7]);
+    problem.q_len = 2;
+    let workload = Workload::custom(problem.clone(), KvFormat::INT8, 16).unwrap();
+    assert_eq!(
+        workload.to_string(),
+        "custom/28-4-d128-q2-ctx3000-batch7-page16/int8"
+    );
+    // 188 pages of 16 tokens; a token of a KV head has 2 × 128 codes and two f16 scales.
+    assert_eq!(workload.bytes(), 7 * 188 * 16 * 4 * (2 * 128 + 4));
+    let error = Workload::custom(problem, KvFormat::INT8, 17).unwrap_err();
+    assert!(error.to_string().contains("page_size"), "{error}");
 }

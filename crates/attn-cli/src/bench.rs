@@ -2,14 +2,16 @@
 //!
 //! Workloads and timers are those of `attn-bench`; names, tables and charts are here.
 
-use std::{error::Error as _, path::PathBuf};
+use std::{error::Error as _, path::PathBuf, time::Duration};
 
 use anyhow::{Context, Result, bail, ensure};
-use attn::{BackendId, Error, KvFormat, Scheme};
+use attn::{BackendId, Error, KvFormat, Problem, Scheme, Selection};
 use attn_bench::{Measured, Timer, Timing, Workload, cpu::CpuTimer, workloads};
+use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
 use crate::{
+    Backends,
     console::Console,
     figures::{gb_per_s, number},
     plot,
@@ -20,11 +22,13 @@ use crate::{
 /// What `attn bench` measures.
 #[derive(clap::Args)]
 pub struct BenchArgs {
-    /// Shapes: a whole family/name/format, or any part of it; several of them. `--list` prints all. By default what the backend's targets name.
+    /// Workloads: a whole family/name/format, or any part of it; several of them. `--list` prints all. By default what the backend's targets name.
     names: Vec<String>,
-    /// The backend to time.
-    #[arg(long, default_value = "cpu")]
-    backend: BackendId,
+    /// The backend to time: cuda, wgpu or cpu; the best present by default, as for `run`.
+    #[arg(long)]
+    backend: Option<BackendId>,
+    #[command(flatten)]
+    custom: CustomArgs,
     /// Threads of the CPU, 1 to 1024, several to compare; one per core by default.
     #[arg(long, value_delimiter = ',')]
     threads: Vec<usize>,
@@ -44,6 +48,68 @@ pub struct BenchArgs {
     #[arg(long, requires = "plot")]
     force: bool,
 }
+
+/// A decode step of any shape, in place of named workloads.
+#[derive(clap::Args)]
+struct CustomArgs {
+    /// Time a shape of your own: query heads and KV heads, as in 28/4.
+    #[arg(long, value_name = "Q/KV", value_parser = heads, conflicts_with_all = ["names", "list"])]
+    heads: Option<[usize; 2]>,
+    /// Dims of a head.
+    #[arg(long, default_value_t = 128, requires = "heads")]
+    dim: usize,
+    /// Tokens in each sequence's cache.
+    #[arg(long, default_value_t = 8192, requires = "heads")]
+    ctx: usize,
+    /// Sequences.
+    #[arg(long, default_value_t = 1, requires = "heads")]
+    batch: usize,
+    /// Query tokens of each sequence.
+    #[arg(long, default_value_t = 1, requires = "heads")]
+    q_len: usize,
+    /// Tokens per page: 16, 32, 64 or 128.
+    #[arg(long, default_value_t = 64, requires = "heads")]
+    page_size: usize,
+    /// Formats, as for `run`.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "bf16,int8,int4",
+        requires = "heads"
+    )]
+    kv: Vec<KvFormat>,
+}
+
+/// Query heads and KV heads from `28/4`.
+fn heads(text: &str) -> Result<[usize; 2], String> {
+    let parts = text.split_once('/');
+    let parsed = parts.and_then(|(q, kv)| Some([q.parse().ok()?, kv.parse().ok()?]));
+    parsed.ok_or_else(|| "write query heads and KV heads as in 28/4".to_owned())
+}
+
+impl CustomArgs {
+    /// One workload per format; none if no shape was given.
+    fn workloads(&self) -> Result<Vec<Workload>> {
+        let Some([q, kv]) = self.heads else {
+            return Ok(Vec::new());
+        };
+        let one = |&format: &KvFormat| {
+            // More sequences than any cache has are refused before a list of their lengths is made.
+            ensure!(
+                self.batch <= MOST_SEQUENCES,
+                "--batch is {}; allowed: up to {MOST_SEQUENCES} sequences",
+                self.batch
+            );
+            let mut problem = Problem::new(q, kv, self.dim, vec![self.ctx; self.batch]);
+            problem.q_len = self.q_len;
+            Ok(Workload::custom(problem, format, self.page_size)?)
+        };
+        self.kv.iter().map(one).collect()
+    }
+}
+
+/// The most sequences of a workload of one's own.
+const MOST_SEQUENCES: usize = 1 << 16;
 
 /// What a workload took, or why there is no figure.
 pub type Outcome = Result<Figures, String>;
@@ -85,12 +151,13 @@ impl Figures {
     }
 }
 
-fn timers(args: &BenchArgs) -> Result<Vec<Box<dyn Timer>>> {
+/// One timer, or on the CPU one for each number of threads.
+fn timers(args: &BenchArgs, backend: BackendId) -> Result<Vec<Box<dyn Timer>>> {
     ensure!(
-        args.threads.is_empty() || args.backend == BackendId::Cpu,
+        args.threads.is_empty() || backend == BackendId::Cpu,
         "--threads is the CPU's; leave it out, or use --backend cpu"
     );
-    match args.backend {
+    match backend {
         BackendId::Cpu => {
             let all = [per_core()];
             let named = if args.threads.is_empty() {
@@ -104,19 +171,26 @@ fn timers(args: &BenchArgs) -> Result<Vec<Box<dyn Timer>>> {
             };
             named.iter().map(timer).collect()
         }
+        gpu => Ok(vec![gpu_timer(gpu)?]),
+    }
+}
+
+/// The timer of a backend other than the CPU's.
+pub fn gpu_timer(backend: BackendId) -> Result<Box<dyn Timer>> {
+    match backend {
         #[cfg(feature = "cuda")]
-        BackendId::Cuda => Ok(vec![Box::new(attn_bench::cuda::CudaTimer::open()?)]),
+        BackendId::Cuda => Ok(Box::new(attn_bench::cuda::CudaTimer::open()?)),
         #[cfg(feature = "wgpu")]
-        BackendId::Wgpu => Ok(vec![Box::new(attn_bench::wgpu::WgpuTimer::open()?)]),
+        BackendId::Wgpu => Ok(Box::new(attn_bench::wgpu::WgpuTimer::open()?)),
         other => bail!(
             "this build of attn has no timer for {other}; build attn-cli with the feature {other}"
         ),
     }
 }
 
-/// What a backend's targets name.
-fn default_names(args: &BenchArgs) -> Vec<String> {
-    let names: &[&str] = match args.backend {
+/// The names that a backend's targets use.
+fn default_names(args: &BenchArgs, backend: BackendId) -> Vec<String> {
+    let names: &[&str] = match backend {
         BackendId::Cuda => &[""],
         BackendId::Cpu if args.plot.is_some() => &["single/32-8", "context/"],
         BackendId::Cpu => &["single/"],
@@ -257,30 +331,59 @@ fn measure(
 }
 
 /// Measures the named workloads and prints one line each; whether no device failed.
-pub fn bench(args: &BenchArgs, console: &mut Console<'_>) -> Result<bool> {
-    let names = if !args.names.is_empty() {
-        args.names.clone()
-    } else if args.list {
-        vec![String::new()]
-    } else {
-        default_names(args)
-    };
-    let workloads = chosen(&names)?;
+pub fn bench(args: &BenchArgs, console: &mut Console<'_>, backends: &Backends) -> Result<bool> {
     if args.list {
-        list(&workloads, console)?;
+        let all = [String::new()];
+        let names = if args.names.is_empty() {
+            &all
+        } else {
+            &args.names[..]
+        };
+        list(&chosen(names)?, console)?;
         return Ok(true);
+    }
+    // Whatever can be refused is refused before a device is opened.
+    let mut workloads = args.custom.workloads()?;
+    if !args.names.is_empty() {
+        workloads = chosen(&args.names)?;
+    }
+    let backend = match args.backend {
+        Some(backend) => backend,
+        None => best(console, backends)?,
+    };
+    if workloads.is_empty() {
+        workloads = chosen(&default_names(args, backend))?;
     }
     // Refused before hours of measuring, not after.
     let plot = args.plot.as_deref();
     let plot = plot.map(|path| Target::new(path, args.force, None));
     let plot = plot.transpose()?;
-    let mut timers = timers(args)?;
+    let mut timers = timers(args, backend)?;
     let devices: Vec<String> = timers.iter().map(|timer| timer.device()).collect();
     let (rows, healthy) = measure_all(&mut timers, &workloads, args, console)?;
     if let Some(plot) = plot {
         plot.write(plot::svg(&devices, &rows)?.as_bytes())?;
     }
     Ok(healthy)
+}
+
+/// The backend that `run` would take, after a remark on each better one that is absent.
+fn best(console: &mut Console<'_>, backends: &Backends) -> Result<BackendId> {
+    let Selection { id, refused, .. } = (backends.select)(None)?;
+    if !console.json {
+        for (_, reason) in &refused {
+            console.remark(format_args!("not used: {reason}"));
+        }
+    }
+    Ok(id)
+}
+
+/// A bar on stderr, where that is a terminal, that names the workload at hand.
+fn progress(count: usize) -> Result<ProgressBar> {
+    let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg}, {eta} left")?;
+    let bar = ProgressBar::new(count as u64).with_style(style);
+    bar.enable_steady_tick(Duration::from_millis(200));
+    Ok(bar)
 }
 
 /// Measures workloads by each timer and prints them; whether no device failed.
@@ -291,6 +394,7 @@ fn measure_all(
     console: &mut Console<'_>,
 ) -> Result<(Vec<Row>, bool)> {
     let (mut rows, mut values, mut healthy) = (Vec::new(), Vec::new(), true);
+    let bar = progress(timers.len() * workloads.len())?;
     for (device, timer) in timers.iter_mut().enumerate() {
         let runs = args.runs.map_or(timer.runs(), |runs| runs as usize);
         let name = timer.device();
@@ -299,10 +403,13 @@ fn measure_all(
         } else {
             "fastest"
         };
-        console.table(format_args!(
-            "{name}; {runs} repetitions, caches cold, rates of the {figure}\n\n{HEADER}"
-        ))?;
+        bar.suspend(|| {
+            console.table(format_args!(
+                "{name}; {runs} repetitions, caches cold, rates of the {figure}\n\n{HEADER}"
+            ))
+        })?;
         for workload in workloads {
+            bar.set_message(workload.to_string());
             let (outcome, sound) = measure(&mut **timer, workload, runs, args.large);
             healthy &= sound;
             let row = Row {
@@ -311,11 +418,13 @@ fn measure_all(
                 outcome,
             };
             let bf16 = bf16_us(&rows, &row);
-            console.table(line(&row, bf16))?;
+            bar.inc(1);
+            bar.suspend(|| console.table(line(&row, bf16)))?;
             values.push(value(&row, &name, bf16));
             rows.push(row);
         }
     }
+    bar.finish_and_clear();
     console.value(&json!(values))?;
     Ok((rows, healthy))
 }

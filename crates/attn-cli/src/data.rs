@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use attn::Scheme;
+use attn::{Problem, Scheme};
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 
@@ -26,7 +26,7 @@ pub struct Kv {
     pub head_dim: usize,
 }
 
-/// One layer with its queries and the exact result.
+/// One layer with its queries and the exact result: the file's, or computed in f64 from its K, V and Q.
 pub struct Layer {
     /// K and V.
     pub kv: Kv,
@@ -102,7 +102,7 @@ pub fn load_kv(bytes: &[u8]) -> Result<Vec<Kv>> {
     names.into_iter().map(|name| kv(&tensors, name)).collect()
 }
 
-/// All layers of a file, and the scale of its scores.
+/// All layers of a file, and the scale of its scores: the metadata's `scale`, or 1 / sqrt(head_dim).
 pub fn load(file: Option<&Path>) -> Result<(Vec<Layer>, f32)> {
     let owned;
     let bytes = match file {
@@ -119,13 +119,11 @@ pub fn load(file: Option<&Path>) -> Result<(Vec<Layer>, f32)> {
         Some(scale) => scale
             .parse()
             .context("the file's metadata `scale` is not a number")?,
-        None => bail!(
-            "the file's metadata has no `scale`; write softmax_scale there, for example 0.125"
-        ),
+        None => (layers[0].head_dim as f32).sqrt().recip(),
     };
     let layers = layers
         .into_iter()
-        .map(|kv| layer(&tensors, kv))
+        .map(|kv| layer(&tensors, kv, scale))
         .collect::<Result<_>>()?;
     Ok((layers, scale))
 }
@@ -183,10 +181,10 @@ fn kv(tensors: &SafeTensors<'_>, name: String) -> Result<Kv> {
     })
 }
 
-fn layer(tensors: &SafeTensors<'_>, kv: Kv) -> Result<Layer> {
+fn layer(tensors: &SafeTensors<'_>, kv: Kv, scale: f32) -> Result<Layer> {
     let name = &kv.name;
     let get = |suffix: &str| tensor(tensors, &format!("{name}.{suffix}"));
-    let ((q_shape, q), (_, out), (_, lse)) = (get("q")?, get("out")?, get("lse")?);
+    let (q_shape, q) = get("q")?;
     let &[q_len, q_heads, q_dim] = &q_shape[..] else {
         bail!("{name}.q is {q_shape:?}; it must be [q_len, q_heads, head_dim]")
     };
@@ -195,6 +193,10 @@ fn layer(tensors: &SafeTensors<'_>, kv: Kv) -> Result<Layer> {
         "{name}.q has head_dim {q_dim}, but {name}.k has {}",
         kv.head_dim
     );
+    let (out, lse) = match (get("out"), get("lse")) {
+        (Ok((_, out)), Ok((_, lse))) => (out, lse),
+        _ => exact(&kv, &q, [q_len, q_heads], scale)?,
+    };
     ensure!(
         out.len() == q.len() && lse.len() == q_len * q_heads,
         "{name}.out must have the shape of {name}.q, and {name}.lse [q_len, q_heads]"
@@ -207,6 +209,24 @@ fn layer(tensors: &SafeTensors<'_>, kv: Kv) -> Result<Layer> {
         q_len,
         q_heads,
     })
+}
+
+/// Outputs and log-sum-exps of a layer whose file has none, in f64 from K and V as they are. The queries are those of the last tokens.
+fn exact(
+    kv: &Kv,
+    q: &[f32],
+    [q_len, q_heads]: [usize; 2],
+    scale: f32,
+) -> Result<(Vec<f32>, Vec<f32>)> {
+    let mut problem = Problem::new(q_heads, kv.kv_heads, kv.head_dim, vec![kv.seq]);
+    problem.q_len = q_len;
+    problem.softmax_scale = scale;
+    problem
+        .check()
+        .with_context(|| format!("{}.q does not fit {}.k", kv.name, kv.name))?;
+    let (out, lse) = attn_conformance::oracle::attend_rows(&problem, q, &kv.k, &kv.v);
+    let narrow = |x: Vec<f64>| x.into_iter().map(|x| x as f32).collect();
+    Ok((narrow(out), narrow(lse)))
 }
 
 #[cfg(test)]
@@ -225,6 +245,19 @@ mod tests {
         assert!(scales(format.k).is_empty());
         // A head of zeros has a scale all the same.
         assert_eq!(tensor_scales(Scheme::Fp8E4m3, &[0.0; 4], 2, 2), [1e-15; 2]);
+    }
+
+    #[test]
+    fn exact_outputs_are_those_that_the_bundled_file_has() {
+        let (layers, scale) = load(None).unwrap();
+        let layer = &layers[0];
+        let shape = [layer.q_len, layer.q_heads];
+        let (out, lse) = exact(&layer.kv, &layer.q, shape, scale).unwrap();
+        // The file's are the model's own, from f16 K and V.
+        let error = crate::figures::Difference::of(&out, &layer.out).relative();
+        assert!(error < 1e-3, "{error}");
+        let error = crate::figures::lse_difference(&lse, &layer.lse);
+        assert!(error < 1e-3, "{error}");
     }
 
     #[test]

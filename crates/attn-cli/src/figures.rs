@@ -44,6 +44,12 @@ impl Difference {
         }
     }
 
+    /// Adds what another one gathered.
+    pub fn merge(&mut self, other: &Difference) {
+        self.error += other.error;
+        self.norm += other.norm;
+    }
+
     /// Relative to what was wanted; where that is zero everywhere, the difference itself.
     pub fn relative(&self) -> f64 {
         if self.norm == 0.0 {

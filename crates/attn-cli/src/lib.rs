@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::Result;
 use attn::{BackendId, DecodeAttention, Error, Selection, Unsupported};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 mod bench;
 mod check;
@@ -22,6 +22,7 @@ pub mod data;
 #[cfg(test)]
 mod faulty;
 pub mod figures;
+pub mod inspect;
 mod plot;
 pub mod quantize;
 mod run;
@@ -53,12 +54,19 @@ enum Command {
         #[arg(long)]
         backend: Option<BackendId>,
     },
-    /// Time named shapes beside a pure read of as many bytes.
+    /// Time named workloads, or a shape of your own, beside a pure read of as many bytes.
     Bench(bench::BenchArgs),
     /// K and V of a safetensors file as pages of a format, in another safetensors file.
     Quantize(quantize::QuantizeArgs),
     /// The pages of `attn quantize` back as f32 K and V.
     Dequantize(quantize::DequantizeArgs),
+    /// The content of a file of pages, or of K and V, checked.
+    Inspect(inspect::InspectArgs),
+    /// A script that completes commands and options in a shell, on standard output.
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
 }
 
 /// How backends are opened: as the library does it, or as a test needs it.
@@ -133,10 +141,17 @@ fn dispatch(args: Args, console: &mut Console<'_>, backends: &Backends) -> Resul
     match args.command {
         None => run::run(&run::RunArgs::default(), console, backends),
         Some(Command::Run(run)) => run::run(&run, console, backends),
-        Some(Command::Bench(bench)) => bench::bench(&bench, console),
+        Some(Command::Bench(bench)) => bench::bench(&bench, console, backends),
         Some(Command::Devices) => check::devices(console, backends).map(|()| true),
         Some(Command::Check { backend }) => check::check(backend, console, backends),
         Some(Command::Quantize(args)) => quantize::quantize(&args, console).map(|()| true),
+        Some(Command::Inspect(args)) => inspect::inspect(&args, console).map(|()| true),
+        Some(Command::Completions { shell }) => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Args::command(), "attn", &mut script);
+            console.line(String::from_utf8_lossy(&script).trim_end())?;
+            Ok(true)
+        }
         Some(Command::Dequantize(args)) => quantize::dequantize(&args, console).map(|()| true),
     }
 }

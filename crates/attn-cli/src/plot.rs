@@ -15,7 +15,7 @@ use plotters::{
 
 use crate::bench::Row;
 
-/// What belongs to one line: equal formats have a colour, devices a stroke.
+/// The points of one line: a format has a colour and a mark, a device a stroke.
 struct Curve {
     label: String,
     format: KvFormat,
@@ -152,6 +152,75 @@ fn short(x: f64) -> String {
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
+/// The line of the first device is whole; those of others are dashes and gaps of so many pixels.
+const DASHES: [Option<(u32, u32)>; 4] = [None, Some((10, 5)), Some((3, 3)), Some((14, 3))];
+
+/// The mark of a format's points, by which lines are told apart without colour.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Mark {
+    /// Corners on a circle of [`MARK_RADIUS`] pixels, `(x, y)`.
+    corners: [(i32, i32); 8],
+    count: usize,
+    filled: bool,
+}
+
+const MARK_RADIUS: f64 = 5.0;
+
+impl Mark {
+    /// Triangles, squares, diamonds, pentagons and octagons, first filled and then open: one for each colour.
+    fn of(index: usize) -> Self {
+        // Corners, and the turn of the first one in eighths of a circle.
+        let (count, turn) = [(8, 0.5), (4, 1.0), (3, 2.0), (4, 0.0), (3, -2.0)][index % 5];
+        let corner = |i: usize| {
+            let angle = (turn / 8.0 + i as f64 / count as f64) * std::f64::consts::TAU;
+            let [x, y] = [angle.cos(), -angle.sin()].map(|x| (x * MARK_RADIUS).round() as i32);
+            (x, y)
+        };
+        Mark {
+            corners: std::array::from_fn(|i| corner(i % count)),
+            count,
+            filled: index / 5 % 2 == 0,
+        }
+    }
+
+    /// The area and the outline, around the point that they are added to.
+    fn parts(self, colour: RGBAColor) -> (Polygon<(i32, i32)>, PathElement<(i32, i32)>) {
+        let mut corners = self.corners[..self.count].to_vec();
+        let inside = if self.filled { colour } else { WHITE.to_rgba() };
+        let area = Polygon::new(corners.clone(), inside.filled());
+        corners.push(corners[0]);
+        (area, PathElement::new(corners, colour.stroke_width(1)))
+    }
+}
+
+/// A line of the legend: the stroke, the mark and the label.
+fn draw_key(
+    legend: &Area<'_>,
+    curve: &Curve,
+    style: ShapeStyle,
+    mark: Mark,
+    below: i32,
+) -> Result<(), DrawingAreaErrorKind<std::io::Error>> {
+    let ends = [(0, below), (24, below)];
+    match DASHES[curve.device % DASHES.len()] {
+        None => legend.draw(&PathElement::new(ends, style))?,
+        Some((dash, gap)) => {
+            let step = (dash + gap) as usize;
+            for x in (0..24).step_by(step) {
+                let end = (x + dash as i32).min(24);
+                legend.draw(&PathElement::new([(x, below), (end, below)], style))?;
+            }
+        }
+    }
+    let (area, outline) = mark.parts(style.color);
+    legend.draw(&(EmptyElement::at((12, below)) + area + outline))?;
+    legend.draw(&Text::new(
+        &*curve.label,
+        (30, below - 6),
+        ("sans-serif", 13),
+    ))
+}
+
 fn chart<Y>(
     area: &Area<'_>,
     words: &Words<'_>,
@@ -188,23 +257,25 @@ where
     for curve in curves {
         let index = colours.iter().position(|f| *f == curve.format).unwrap_or(0);
         let colour = COLOURS[index % COLOURS.len()].to_rgba();
-        // The first device's line is the boldest.
-        let style = colour.stroke_width(3u32.saturating_sub(curve.device as u32).max(1));
-        chart
-            .draw_series(LineSeries::new(curve.points.iter().copied(), style))
-            .map_err(|e| failed(&e))?;
+        let style = colour.stroke_width(2);
+        let points = curve.points.iter().copied();
+        match DASHES[curve.device % DASHES.len()] {
+            None => chart.draw_series(LineSeries::new(points, style)).map(drop),
+            Some((dash, gap)) => chart
+                .draw_series(DashedLineSeries::new(points, dash, gap, style))
+                .map(drop),
+        }
+        .map_err(|e| failed(&e))?;
+        let mark = Mark::of(index);
         if !curve.label.is_empty() {
-            let key = PathElement::new([(0, below), (18, below)], style);
-            let text = Text::new(&*curve.label, (24, below - 6), ("sans-serif", 13));
-            legend.draw(&key).map_err(|e| failed(&e))?;
-            legend.draw(&text).map_err(|e| failed(&e))?;
+            draw_key(&legend, curve, style, mark, below).map_err(|e| failed(&e))?;
             below += 16;
         }
-        let marks = curve
-            .points
-            .iter()
-            .map(|&p| Circle::new(p, 3, colour.filled()));
-        chart.draw_series(marks).map_err(|e| failed(&e))?;
+        for &(x, y) in &curve.points {
+            let (area, outline) = mark.parts(colour);
+            let at = EmptyElement::at((x, y)) + area + outline;
+            chart.draw_series([at]).map_err(|e| failed(&e))?;
+        }
     }
     Ok(())
 }
@@ -354,19 +425,54 @@ mod tests {
         assert_eq!((curves[0].points.len(), curves[1].points.len()), (3, 2));
     }
 
-    /// An attribute of an SVG element.
-    fn attribute(element: &str, name: &str) -> f64 {
-        let start = element.find(&format!(" {name}=\"")).expect("the attribute");
-        let value = element[start..].split('"').nth(1).expect("a value");
-        value.parse().expect("a number")
+    /// The corners of every mark: the polygons of the SVG.
+    fn polygons(svg: &str) -> Vec<Vec<(f64, f64)>> {
+        let corners = |element: &str| {
+            let start = element.find("points=\"").expect("a polygon has points");
+            let list = element[start..].split('"').nth(1).expect("a value");
+            let corner = |pair: &str| {
+                let (x, y) = pair.split_once(',').expect("x,y");
+                (x.parse().expect("a number"), y.parse().expect("a number"))
+            };
+            list.split_whitespace().map(corner).collect()
+        };
+        svg.split("<polygon").skip(1).map(corners).collect()
     }
 
-    /// Centres of the marks, in the order of the file.
+    /// Centres of the marks of points, in the order of the file; those of the legends stand beside the charts.
     fn marks(svg: &str) -> Vec<(f64, f64)> {
-        svg.split("<circle")
-            .skip(1)
-            .map(|element| (attribute(element, "cx"), attribute(element, "cy")))
+        let centre = |corners: Vec<(f64, f64)>| {
+            let n = corners.len() as f64;
+            let sum = corners
+                .iter()
+                .fold((0.0, 0.0), |a, b| (a.0 + b.0, a.1 + b.1));
+            (sum.0 / n, sum.1 / n)
+        };
+        let in_chart = |mark: &(f64, f64)| mark.0 % 750.0 < 750.0 - f64::from(LEGEND);
+        polygons(svg)
+            .into_iter()
+            .map(centre)
+            .filter(in_chart)
             .collect()
+    }
+
+    #[test]
+    fn formats_and_devices_are_told_apart_without_colour() {
+        let marks: Vec<_> = (0..COLOURS.len()).map(Mark::of).collect();
+        for (i, mark) in marks.iter().enumerate() {
+            assert!(mark.count >= 3);
+            assert!(marks[..i].iter().all(|other| other != mark), "{i}");
+        }
+        let devices = ["cpu: avx2, 1 thread", "cpu: avx2, 2 threads"].map(str::to_owned);
+        let one = svg(&devices, &rows()).unwrap();
+        let mut both = rows();
+        both.push(row(1, "context/8-2-ctx1024/int8", 30.0, 10.0));
+        both.push(row(1, "context/8-2-ctx4096/int8", 60.0, 40.0));
+        // A dashed line is many short ones.
+        let strokes = |svg: &str| svg.matches("<polyline").count() + svg.matches("<line").count();
+        let two = svg(&devices, &both).unwrap();
+        assert!(strokes(&two) > strokes(&one) + 20);
+        assert_eq!(polygons(&two).len(), polygons(&one).len() + 2 * 2 + 1);
     }
 
     #[test]

@@ -4,11 +4,15 @@
 //! `NAME.v_scales` F32 `[num_kv_heads]` for static scales. Metadata: `attn` = `pages 1`, `kv`, `page_size`, and per NAME a JSON object with
 //! `tokens`, `num_kv_heads`, `head_dim`; so no layer can be called `attn`, `kv` or `page_size`. The bytes are those of FORMATS.md.
 
-use std::{collections::HashMap, path::PathBuf};
+use std::{
+    cmp::Ordering,
+    collections::{BTreeMap, HashMap},
+    path::PathBuf,
+};
 
 use anyhow::{Context, Result, bail, ensure};
 use attn::{CacheConfig, HostPages, KvCache, KvFormat, convert};
-use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 
 use crate::{
@@ -61,14 +65,38 @@ fn f32_bytes(x: &[f32]) -> Vec<u8> {
     x.iter().flat_map(|v| v.to_le_bytes()).collect()
 }
 
-fn write(target: &Target, tensors: Tensors, metadata: HashMap<String, String>) -> Result<u64> {
-    let views = tensors
-        .iter()
-        .map(|(name, dtype, shape, bytes)| {
-            Ok((name, TensorView::new(*dtype, shape.clone(), bytes)?))
-        })
-        .collect::<Result<Vec<_>>>()?;
-    let bytes = safetensors::serialize(views, Some(metadata))?;
+/// The bytes of a safetensors file. Equal inputs give equal bytes: `safetensors::serialize` writes metadata in the order of a hash map.
+fn serialize(mut tensors: Tensors, metadata: &BTreeMap<String, String>) -> Vec<u8> {
+    // Wide elements first, so that every tensor is aligned to its elements.
+    tensors.sort_by(|a, b| {
+        (b.1, &a.0)
+            .partial_cmp(&(a.1, &b.0))
+            .unwrap_or(Ordering::Equal)
+    });
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
+    if !metadata.is_empty() {
+        header.insert("__metadata__".to_owned(), json!(metadata));
+    }
+    for (name, dtype, shape, bytes) in &tensors {
+        let offsets = [end, end + bytes.len()];
+        end = offsets[1];
+        let entry = json!({ "dtype": dtype, "shape": shape, "data_offsets": offsets });
+        header.insert(name.clone(), entry);
+    }
+    let mut header = Value::Object(header).to_string();
+    while !header.len().is_multiple_of(size_of::<u64>()) {
+        header.push(' ');
+    }
+    let length = (header.len() as u64).to_le_bytes();
+    let mut file = [&length[..], header.as_bytes()].concat();
+    for (_, _, _, bytes) in &tensors {
+        file.extend_from_slice(bytes);
+    }
+    file
+}
+
+fn write(target: &Target, tensors: Tensors, metadata: &BTreeMap<String, String>) -> Result<u64> {
+    let bytes = serialize(tensors, metadata);
     target.write(&bytes)?;
     Ok(bytes.len() as u64)
 }
@@ -116,7 +144,7 @@ pub fn quantize(args: &QuantizeArgs, console: &mut Console<'_>) -> Result<()> {
     }
     let (format, page_size) = (args.kv, args.page_size);
     let settings = [KIND.to_owned(), format.to_string(), page_size.to_string()];
-    let mut metadata: HashMap<_, _> = SETTINGS
+    let mut metadata: BTreeMap<_, _> = SETTINGS
         .map(str::to_owned)
         .into_iter()
         .zip(settings)
@@ -130,7 +158,7 @@ pub fn quantize(args: &QuantizeArgs, console: &mut Console<'_>) -> Result<()> {
             .with_context(|| format!("layer {} cannot be quantized", kv.name))?;
         rows.push(row);
     }
-    let bytes = write(&target, tensors, metadata)?;
+    let bytes = write(&target, tensors, &metadata)?;
     let file = target.path().display();
     console.table("| layer | tokens | bytes | K error | V error |\n|---|---|---|---|---|")?;
     for row in &rows {
@@ -234,12 +262,9 @@ fn setting<'a>(metadata: &'a HashMap<String, String>, key: &str) -> Result<&'a s
 /// Writes the values of the pages in the input as f32 K and V.
 pub fn dequantize(args: &DequantizeArgs, console: &mut Console<'_>) -> Result<()> {
     let target = Target::new(&args.output, args.force, Some(&args.input))?;
-    let bytes = read(&args.input)?;
-    let file = parse(&bytes)?;
-    let settings = Settings::read(&bytes)?;
+    let pages = read_pages(&read(&args.input)?)?;
     let (mut tensors, mut rows) = (Vec::new(), Vec::new());
-    for name in names(&file, ".pages") {
-        let layer = layer(&file, &name, &settings, bytes.len())?;
+    for (name, layer) in &pages.layers {
         let [tokens, heads, dim] = layer.shape;
         for (side, x) in ["k", "v"].into_iter().zip(&layer.values) {
             tensors.push((
@@ -253,12 +278,8 @@ pub fn dequantize(args: &DequantizeArgs, console: &mut Console<'_>) -> Result<()
             json!({ "layer": name, "tokens": tokens, "num_kv_heads": heads, "head_dim": dim }),
         );
     }
-    ensure!(
-        !rows.is_empty(),
-        "the file has no tensor NAME.pages; make it with `attn quantize`"
-    );
-    let bytes = write(&target, tensors, HashMap::new())?;
-    let (format, file) = (settings.format, target.path().display());
+    let bytes = write(&target, tensors, &BTreeMap::new())?;
+    let (format, file) = (pages.format, target.path().display());
     console.table(format_args!(
         "{} layers of {format} pages as f32 in {file}, {bytes} bytes",
         rows.len()
@@ -281,12 +302,44 @@ fn by_head(x: &[f32], heads: usize, dim: usize) -> Vec<f32> {
     (0..heads).flat_map(of_head).collect()
 }
 
+/// A file of pages, read and checked.
+pub struct Pages {
+    /// The format of every layer.
+    pub format: KvFormat,
+    /// Tokens per page.
+    pub page_size: usize,
+    /// Layers by name.
+    pub layers: BTreeMap<String, Layer>,
+}
+
 /// A layer read from pages.
-struct Layer {
+pub struct Layer {
     /// Tokens, KV heads, dims.
-    shape: [usize; 3],
+    pub shape: [usize; 3],
     /// K and V, each `[tokens, heads, dim]`.
-    values: [Vec<f32>; 2],
+    pub values: [Vec<f32>; 2],
+    /// Bytes of its pages.
+    pub bytes: usize,
+}
+
+/// Reads a file that `attn quantize` wrote.
+pub fn read_pages(bytes: &[u8]) -> Result<Pages> {
+    let file = parse(bytes)?;
+    let settings = Settings::read(bytes)?;
+    let mut layers = BTreeMap::new();
+    for name in names(&file, ".pages") {
+        let layer = layer(&file, &name, &settings, bytes.len())?;
+        layers.insert(name, layer);
+    }
+    ensure!(
+        !layers.is_empty(),
+        "the file has no tensor NAME.pages; make it with `attn quantize`"
+    );
+    Ok(Pages {
+        format: settings.format,
+        page_size: settings.page_size,
+        layers,
+    })
 }
 
 fn layer(
@@ -330,6 +383,7 @@ fn layer(
     Ok(Layer {
         shape,
         values: values.with_context(damaged)?,
+        bytes: pages.iter().map(Vec::len).sum(),
     })
 }
 

@@ -6,10 +6,12 @@ use anyhow::Result;
 use attn::{
     BackendId, CacheConfig, DecodeAttention, DecodeStep, KvFormat, KvSource, Problem, Selection,
 };
+use attn_bench::{Timer, Workload};
 use serde_json::{Value, json};
 
 use crate::{
     Backends,
+    bench::gpu_timer,
     console::Console,
     data::{Layer, load, tensor_scales},
     figures::{Difference, gb_per_s, greater, lse_difference, number},
@@ -18,7 +20,7 @@ use crate::{
 /// What `attn run` reads and compares.
 #[derive(clap::Args)]
 pub struct RunArgs {
-    /// A safetensors file with layerNN.{k,v,q,out,lse}; the bundled SmolLM2-135M tensors by default.
+    /// A safetensors file with NAME.{k,v,q} per layer, and NAME.{out,lse} where the exact results are known; the bundled SmolLM2-135M tensors by default.
     file: Option<PathBuf>,
     /// Formats, `k/v` or one name: f16, bf16, fp8, int8, int8-g32, int8-tensor, int4, int4-g1 … int4-g8, int4-channel/int8, …
     #[arg(long, value_delimiter = ',', default_value = DEFAULT_FORMATS)]
@@ -44,6 +46,43 @@ impl Default for RunArgs {
 /// Timed steps per layer; the median is printed.
 const STEPS: usize = 5;
 
+/// The clock of a GPU's own timer: a step of the host interface would show the copies to the device and back.
+struct DeviceClock {
+    timer: Box<dyn Timer>,
+    /// Shapes that have been timed: layers of a model are alike.
+    known: Vec<(Workload, f64)>,
+}
+
+impl DeviceClock {
+    /// None for the CPU, and for a GPU that is a program on the CPU.
+    fn open(id: BackendId, backend: &dyn DecodeAttention) -> Result<Option<Self>> {
+        if id == BackendId::Cpu || backend.is_emulated() {
+            return Ok(None);
+        }
+        let timer = gpu_timer(id)?;
+        Ok(Some(DeviceClock {
+            timer,
+            known: Vec::new(),
+        }))
+    }
+
+    /// Seconds of a decode step, the median of the timer's runs.
+    fn seconds(&mut self, problem: &Problem, format: KvFormat) -> Result<f64> {
+        let workload = Workload::custom(problem.clone(), format, PAGE_SIZE)?;
+        let name = workload.to_string();
+        if let Some((_, seconds)) = self.known.iter().find(|(w, _)| w.to_string() == name) {
+            return Ok(*seconds);
+        }
+        let runs = self.timer.runs();
+        let seconds = self.timer.measure(&workload, runs)?.step.median * 1e-6;
+        self.known.push((workload, seconds));
+        Ok(seconds)
+    }
+}
+
+/// Tokens per page of the caches here, which is the default of a cache.
+const PAGE_SIZE: usize = 64;
+
 /// What the layers of a file came to in one format.
 #[derive(Default)]
 struct Totals {
@@ -68,6 +107,26 @@ struct Figures {
 }
 
 impl Totals {
+    /// Adds one layer's.
+    fn add(&mut self, layer: &Totals) {
+        self.layers += layer.layers;
+        self.bytes_per_token = layer.bytes_per_token;
+        self.compression = layer.compression;
+        self.difference.merge(&layer.difference);
+        self.lse_error = greater(self.lse_error, layer.lse_error);
+        self.seconds += layer.seconds;
+        self.bytes += layer.bytes;
+    }
+
+    /// One layer's errors and time, for JSON.
+    fn layer_value(&self, name: &str) -> Value {
+        let figures = self.figures();
+        json!({
+            "layer": name, "output_error": number(figures.output_error), "lse_error": number(figures.lse_error),
+            "us_per_step": number(figures.us_per_step),
+        })
+    }
+
     fn figures(&self) -> Figures {
         let us = self.seconds * 1e6;
         Figures {
@@ -103,9 +162,9 @@ impl Figures {
         )
     }
 
-    fn value(&self, format: KvFormat) -> Value {
+    fn value(&self, format: KvFormat, layers: &[Value]) -> Value {
         json!({
-            "kv": format.to_string(),
+            "kv": format.to_string(), "layers": layers,
             "bytes_per_token": number(self.bytes_per_token), "compression": number(self.compression),
             "output_error": number(self.output_error), "lse_error": number(self.lse_error),
             "us_per_step": number(self.us_per_step), "gb_per_s": number(self.gb_per_s),
@@ -121,16 +180,23 @@ pub fn run(args: &RunArgs, console: &mut Console<'_>, backends: &Backends) -> Re
         id,
         refused,
     } = (backends.select)(args.backend)?;
+    let mut clock = DeviceClock::open(id, &*backend)?;
     let mut rows = Vec::new();
     for &format in &args.kv {
-        let mut totals = Totals::default();
+        let (mut totals, mut per_layer) = (Totals::default(), Vec::new());
         for layer in &layers {
-            let rows = decode(&*backend, layer, format, scale, &mut totals)?;
+            let mut own = Totals::default();
+            let (problem, rows) = decode(&*backend, layer, format, scale, &mut own)?;
+            if let Some(clock) = &mut clock {
+                own.seconds = clock.seconds(&problem, format)?;
+            }
+            per_layer.push(own.layer_value(&layer.kv.name));
+            totals.add(&own);
             for what in not_finite(layer, &rows) {
                 console.remark(format_args!("{format}, layer {}: {what}", layer.kv.name));
             }
         }
-        rows.push((format, totals.figures()));
+        rows.push((format, totals.figures(), per_layer));
     }
     let device = backend.device();
     if !console.json {
@@ -141,15 +207,30 @@ pub fn run(args: &RunArgs, console: &mut Console<'_>, backends: &Backends) -> Re
     console.table(format_args!("{id}: {} ({})", device.name, device.detail))?;
     console.table(inputs(&layers))?;
     console.table(HEADER)?;
-    for (format, figures) in &rows {
+    for (format, figures, _) in &rows {
         console.table(figures.line(*format))?;
     }
     let reasons: Vec<_> = refused.iter().map(|(_, r)| r.to_string()).collect();
-    let formats: Vec<_> = rows.iter().map(|(f, figures)| figures.value(*f)).collect();
+    let formats: Vec<_> = rows
+        .iter()
+        .map(|(format, figures, layers)| figures.value(*format, layers))
+        .collect();
     console.value(&json!({
-        "backend": id.to_string(), "device": device.name, "refused": reasons, "formats": formats,
+        "backend": id.to_string(), "device": device.name, "detail": device.detail, "refused": reasons,
+        "softmax_scale": scale, "layers": shapes(&layers), "formats": formats,
     }))?;
-    Ok(rows.iter().all(|(_, figures)| figures.are_finite()))
+    Ok(rows.iter().all(|(_, figures, _)| figures.are_finite()))
+}
+
+/// The shape of each layer, for JSON.
+fn shapes(layers: &[Layer]) -> Vec<Value> {
+    let shape = |l: &Layer| {
+        json!({
+            "layer": l.kv.name, "q_heads": l.q_heads, "kv_heads": l.kv.kv_heads, "head_dim": l.kv.head_dim,
+            "q_len": l.q_len, "tokens": l.kv.seq,
+        })
+    };
+    layers.iter().map(shape).collect()
 }
 
 /// What is decoded, in a line.
@@ -197,7 +278,7 @@ fn decode(
     format: KvFormat,
     scale: f32,
     totals: &mut Totals,
-) -> Result<Rows> {
+) -> Result<(Problem, Rows)> {
     let kv = &layer.kv;
     let mut config = CacheConfig::new(format, kv.kv_heads, kv.head_dim, 1, kv.seq);
     config.k_tensor_scales = tensor_scales(format.k, &kv.k, kv.kv_heads, kv.head_dim);
@@ -230,7 +311,7 @@ fn decode(
     totals.bytes += per_token * (kv.kv_heads * kv.seq) as f64;
     totals.difference.add(&out, &layer.out);
     totals.lse_error = greater(totals.lse_error, lse_difference(&lse, &layer.lse));
-    Ok(Rows { out, lse })
+    Ok((problem, Rows { out, lse }))
 }
 
 #[cfg(test)]
@@ -335,7 +416,7 @@ mod tests {
             figures.line(format),
             "| int8 | 132.0 | 1.94x | 50.000 % | 2.5e-1 | 500 | 3.00 |"
         );
-        let value = figures.value(format);
+        let value = figures.value(format, &[]);
         for (key, want) in [
             ("bytes_per_token", 132.0),
             ("compression", 1.94),
@@ -346,5 +427,33 @@ mod tests {
         ] {
             assert_eq!(value[key], want, "{key}");
         }
+    }
+
+    #[test]
+    fn totals_are_those_of_their_layers_together() {
+        let layer = |got: f32, lse_error, seconds| Totals {
+            layers: 1,
+            bytes_per_token: 132.0,
+            compression: 1.94,
+            difference: Difference::of(&[got], &[2.0]),
+            lse_error,
+            seconds,
+            bytes: 3e6,
+        };
+        let (a, b) = (layer(3.0, 0.25, 1e-3), layer(2.0, 0.5, 3e-3));
+        let mut both = Totals::default();
+        both.add(&a);
+        both.add(&b);
+        let figures = both.figures();
+        // One of two equal norms is off by half: the root of 1 / (4 + 4).
+        assert!((figures.output_error - 0.125f64.sqrt()).abs() < 1e-12);
+        assert_eq!((figures.lse_error, figures.us_per_step), (0.5, 2000.0));
+        assert_eq!((figures.bytes_per_token, figures.gb_per_s), (132.0, 1.5));
+        let value = b.layer_value("layer07");
+        assert_eq!(value["layer"], "layer07");
+        assert_eq!(
+            (&value["lse_error"], &value["output_error"]),
+            (&json!(0.5), &json!(0.0))
+        );
     }
 }

@@ -178,6 +178,8 @@ fn damaged_pages_are_refused_with_the_layer() {
 fn bench_says_why_a_shape_has_no_figure() {
     let rows = json(&run(&[
         "bench",
+        "--backend",
+        "cpu",
         "--json",
         "--runs",
         "1",
@@ -214,4 +216,156 @@ fn bench_draws_what_it_measured() {
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let svg = std::fs::read_to_string(path).unwrap();
     assert!(svg.contains("8/2 int8") && svg.contains("</svg>"), "{svg}");
+}
+
+#[test]
+fn files_without_exact_results_are_run_against_f64() {
+    let folder = Folder::new();
+    let (heads, tokens, dim) = (2, 70, 64);
+    let noise = |seed: usize, count: usize| -> Vec<f32> {
+        (0..count)
+            .map(|i| ((i * 7919 + seed) % 1009) as f32 / 504.5 - 1.0)
+            .collect()
+    };
+    let (k, v) = (
+        noise(1, heads * tokens * dim),
+        noise(2, heads * tokens * dim),
+    );
+    let q = noise(3, 3 * 4 * dim);
+    let tensors = [
+        ("x.k", &[heads, tokens, dim][..], &k[..]),
+        ("x.v", &[heads, tokens, dim], &v),
+        ("x.q", &[3, 4, dim], &q),
+    ];
+    let file = folder.write("in", &tensors, "0.125");
+    let made = json(&run(&[
+        "run",
+        &file,
+        "--backend",
+        "cpu",
+        "--kv",
+        "bf16,int4",
+        "--json",
+    ]));
+    let layer = &made["layers"][0];
+    for (key, want) in [
+        ("q_heads", 4),
+        ("kv_heads", 2),
+        ("head_dim", 64),
+        ("q_len", 3),
+        ("tokens", 70),
+    ] {
+        assert_eq!(layer[key], want, "{key}");
+    }
+    let errors = [0, 1].map(|i| {
+        made["formats"][i]["layers"][0]["output_error"]
+            .as_f64()
+            .unwrap()
+    });
+    // The error of rounding K and V, not that of another mask or scale.
+    assert!(
+        errors[0] < 0.01 && errors[0] < errors[1] && errors[1] < 0.5,
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn inspect_says_what_a_file_holds_and_what_it_cost() {
+    let (folder, file) = (Folder::new(), bundled());
+    let pages = folder.path("pages");
+    let quantized = json(&run(&[
+        "quantize",
+        &file,
+        &pages,
+        "--kv",
+        "int8",
+        "--page-size",
+        "32",
+        "--json",
+    ]));
+    let tensors = json(&run(&["inspect", &file, "--json"]));
+    assert_eq!(
+        (&tensors["kind"], &tensors["layers"][5]["tokens"]),
+        (&"tensors".into(), &2048.into())
+    );
+    assert_eq!(tensors["layers"][0]["has_q"], true);
+    let plain = json(&run(&["inspect", &pages, "--json"]));
+    assert_eq!(
+        (&plain["kv"], &plain["page_size"]),
+        (&"int8".into(), &32.into())
+    );
+    assert!(plain["layers"][0].get("k_error").is_none());
+    let against = json(&run(&["inspect", &pages, "--against", &file, "--json"]));
+    for i in 0..6 {
+        for key in ["layer", "tokens", "bytes", "k_error", "v_error"] {
+            assert_eq!(
+                against["layers"][i][key], quantized["layers"][i][key],
+                "{key} of {i}"
+            );
+        }
+    }
+    refused(
+        &run(&["inspect", &file, "--against", &file]),
+        &["holds none", "attn quantize"],
+    );
+}
+
+#[test]
+fn bench_times_a_shape_of_ones_own() {
+    let shape = [
+        "bench",
+        "--backend",
+        "cpu",
+        "--heads",
+        "6/2",
+        "--dim",
+        "64",
+        "--ctx",
+        "100",
+    ];
+    let more = [
+        "--batch",
+        "3",
+        "--q-len",
+        "2",
+        "--page-size",
+        "16",
+        "--kv",
+        "int8,fp8",
+        "--runs",
+        "1",
+        "--json",
+    ];
+    let rows = json(&run(&[&shape[..], &more].concat()));
+    let names = [0, 1].map(|i| rows[i]["shape"].as_str().unwrap());
+    assert_eq!(
+        names,
+        [
+            "custom/6-2-d64-q2-ctx100-batch3-page16/int8",
+            "custom/6-2-d64-q2-ctx100-batch3-page16/fp8"
+        ]
+    );
+    // Seven pages of 16 tokens each: codes of K and V of 64 dims, and two f16 scales.
+    assert_eq!(
+        rows[0]["bytes"].as_f64(),
+        Some((3 * 7 * 16 * 2 * (2 * 64 + 4)) as f64)
+    );
+    assert!(rows[0]["us"].as_f64().unwrap() > 0.0);
+    refused(&run(&["bench", "--dim", "64"]), &["--heads"]);
+    refused(&run(&["bench", "--heads", "6"]), &["28/4"]);
+    refused(&run(&["bench", "--heads", "6/4"]), &["num_q_heads"]);
+}
+
+#[test]
+fn completions_name_every_command() {
+    for shell in ["bash", "zsh", "fish", "powershell", "elvish"] {
+        let output = run(&["completions", shell]);
+        assert!(output.status.success());
+        for command in ["quantize", "inspect", "bench"] {
+            assert!(
+                text(&output.stdout).contains(command),
+                "{command} in {shell}"
+            );
+        }
+    }
 }

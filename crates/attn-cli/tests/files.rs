@@ -30,6 +30,48 @@ fn input(folder: &Folder, name: &str, layer: &str) -> String {
     folder.write(name, &tensors, "0.125")
 }
 
+#[test]
+fn equal_inputs_give_equal_bytes() {
+    let folder = Folder::new();
+    let file = folder.path("in");
+    // Several layers: the order of their metadata must not be that of a hash map.
+    let x = numbers(0);
+    let shape = [HEADS, TOKENS, DIM];
+    let names = ["a", "b", "c", "d", "e"].map(|layer| [format!("{layer}.k"), format!("{layer}.v")]);
+    let tensors: Vec<_> = names
+        .as_flattened()
+        .iter()
+        .map(|name| (&**name, &shape[..], &x[..]))
+        .collect();
+    folder.write("in", &tensors, "0.125");
+    let made = [0, 1, 2].map(|i| {
+        let pages = folder.path(&format!("pages{i}"));
+        json(&run(&[
+            "quantize",
+            &file,
+            &pages,
+            "--kv",
+            "int8-tensor",
+            "--json",
+        ]));
+        fs::read(pages).unwrap()
+    });
+    assert_eq!(made[0], made[1]);
+    assert_eq!(made[0], made[2]);
+    // Every tensor of f32 lies at a multiple of its size.
+    let tensors = safetensors::SafeTensors::deserialize(&made[0]).unwrap();
+    let header = 8 + u64::from_le_bytes(made[0][..8].try_into().unwrap()) as usize;
+    assert_eq!(header % 8, 0);
+    let base = made[0].as_ptr().addr();
+    for (name, view) in tensors.tensors() {
+        let at = view.data().as_ptr().addr() - base;
+        assert!(
+            view.dtype() != safetensors::Dtype::F32 || at % 4 == 0,
+            "{name} at {at}"
+        );
+    }
+}
+
 /// Relative L2 difference of one head.
 fn head_error(got: &[f32], want: &[f32], head: usize) -> f64 {
     let part = head * TOKENS * DIM..(head + 1) * TOKENS * DIM;

@@ -32,8 +32,6 @@ const WARM_UPS: usize = 3;
 const NOISE: usize = 4 << 20;
 /// KV heads that have static scales.
 const SCALES: usize = 256;
-/// Tokens per page.
-const PAGE: usize = 64;
 
 /// One GPU, and the memory that its timings share.
 pub struct CudaTimer {
@@ -100,7 +98,7 @@ pub struct Prepared<'a> {
 /// As the native entry has it.
 fn page_size(workload: &Workload) -> usize {
     if workload.cache == CacheLayout::Pages {
-        PAGE
+        workload.page_size
     } else {
         0
     }
@@ -139,8 +137,8 @@ impl CudaTimer {
         let problem = &workload.problem;
         let row = problem.num_kv_heads.saturating_mul(problem.head_dim);
         let appended = match workload.operation {
-            Operation::Decode => PAGE,
-            _ => problem.batch().max(PAGE),
+            Operation::Decode => workload.page_size,
+            _ => problem.batch().max(workload.page_size),
         };
         if row.saturating_mul(appended) > NOISE || problem.num_kv_heads > SCALES {
             return Err(Error::Parameter {

@@ -4,7 +4,7 @@ use attn_core::{CacheConfig, Error};
 use attn_cuda::native::{AppendArgs, DeviceKv, Dtype, NativeAppend};
 use cudarc::driver::CudaSlice;
 
-use super::{Buffers, CudaTimer, NOISE, PAGE, Rotation};
+use super::{Buffers, CudaTimer, NOISE, Rotation};
 use crate::workload::{Operation, Workload};
 
 /// The table of a pool that lies in the arena.
@@ -86,10 +86,15 @@ pub(super) fn fill(
     let problem = &workload.problem;
     let (heads, dim, batch) = (problem.num_kv_heads, problem.head_dim, problem.batch());
     let mut config = CacheConfig::new(workload.format, heads, dim, batch, 0);
-    config.page_size = PAGE;
+    let page_size = workload.page_size;
+    config.page_size = page_size;
     let layout = config.layout()?;
     let (page_bytes, has_tail) = (layout.page_bytes(), layout.has_tail_page());
-    let counts: Vec<usize> = problem.kv_lens.iter().map(|n| n.div_ceil(PAGE)).collect();
+    let counts: Vec<usize> = problem
+        .kv_lens
+        .iter()
+        .map(|n| n.div_ceil(page_size))
+        .collect();
     let total: usize = counts.iter().sum();
     let stride = counts.iter().copied().max().unwrap_or(0).max(1);
     config.num_pages = total + if has_tail { batch } else { 0 };
@@ -108,12 +113,12 @@ pub(super) fn fill(
         })
     };
     // The first pages in their own order, and the rest of the pool from them.
-    let first = total.min(NOISE / (heads * dim) / PAGE);
+    let first = total.min(NOISE / (heads * dim) / page_size);
     let in_order = pages(&(0..first as u32).collect::<Vec<_>>(), first)?;
     let scattered = pages(&scattered(&counts, stride), stride)?;
-    let lens = timer.buffers.upload(&[(first * PAGE) as i32])?;
+    let lens = timer.buffers.upload(&[(first * page_size) as i32])?;
     let at = timer.buffers.address(&lens);
-    let args = in_order.append_args(timer, rotation.base, scales, at, first * PAGE);
+    let args = in_order.append_args(timer, rotation.base, scales, at, first * page_size);
     // SAFETY: the arena holds the pool; pages below `first` and one tail page; the noise holds so many tokens; one stream.
     unsafe { timer.gpu.append_on(&append, timer.buffers.raw(), &args) }?;
     timer.repeat(0, first * page_bytes, total * page_bytes)?;
@@ -127,7 +132,7 @@ pub(super) fn fill(
     let lens_there = timer.buffers.upload(&lens)?;
     for (b, &len) in lens.iter().enumerate() {
         let at = timer.buffers.address(&lens_there) + 4 * b as u64;
-        let tokens = len as usize % PAGE;
+        let tokens = len as usize % page_size;
         let mut args = scattered.append_args(timer, rotation.base, scales, at, tokens);
         args.page_table += (4 * b * stride) as u64;
         args.tail_pages += 4 * b as u64;
