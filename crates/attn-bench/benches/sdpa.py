@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """PyTorch's scaled_dot_product_attention on the shapes of `attn bench --backend cuda` that have a 16-bit form.
 
-    python3 crates/attn-cuda/benches/sdpa.py [--json] [NAME...]      # NAME: any part of family/name/format
+    python3 crates/attn-bench/benches/sdpa.py [--json] [NAME...]      # NAME: any part of family/name/format
 
 Each backend is chosen explicitly and named in its row; one that refuses a shape prints its reason. K and V are contiguous BNSH
 and rotate beyond L2, launches are captured in CUDA graphs, and figures are those of 15 replays, as in `attn bench`. With
@@ -33,7 +33,7 @@ BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTEN
 
 
 def shapes():
-    """(name, dtype, query heads, KV heads, q_len, batch, ctx), named as attn_core::bench names them; D = 128."""
+    """(name, dtype, query heads, KV heads, q_len, batch, ctx), named as attn_bench::workload names them; D = 128."""
     bf16, f16 = torch.bfloat16, torch.float16
     for ctx in (1024, 8192, 32768, 131072):
         yield f"single/32-8-ctx{ctx}/bf16", bf16, 32, 8, 1, 1, ctx

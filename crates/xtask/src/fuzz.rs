@@ -10,7 +10,7 @@ pub fn fuzz(options: &[String]) -> Result<bool> {
     let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), Into::into);
     for build in [
         ["--profile", "fuzz", "--package", "attn-fuzz"],
-        ["--profile", "release", "--package", "attn"],
+        ["--profile", "release", "--package", "attn-cli"],
     ] {
         let status = Command::new(env!("CARGO"))
             .current_dir(&root)

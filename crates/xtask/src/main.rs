@@ -3,6 +3,8 @@
 mod deny;
 mod fuzz;
 mod mutants;
+mod package;
+mod words;
 
 use std::{
     env, fs,
@@ -16,26 +18,46 @@ use anyhow::{Context, Result, bail, ensure};
 const LIMIT: u64 = 60 << 20;
 
 const USAGE: &str = "usage: cargo xtask COMMAND
+  ci [fast|full]           everything that a change must pass; fast: form, lints, words, licences, in about three minutes
+  circles                  no modules of a crate import each other in a circle
   deny                     holds the dependencies' licences, sources and versions to deny.toml
   fuzz [--seconds N | --minutes N] [--seed S] [--only NAME] [--input SEED]
                            feeds random input to every door, with checks of overflow and assertions
   gpu [--images] [--quick] collects in gpu-bin/ what .ci/gpu needs on a machine with a GPU, a driver and NVRTC;
                            --images compiles the kernels here, --quick leaves out the program attn
-  mutants [--help]         changes one expression at a time, and sees whether a test fails";
+  kernels                  compiles the CUDA kernels for sm_80 and sm_90a: no stack frames, tensor-core instructions
+  mutants [--help]         changes one expression at a time, and sees whether a test fails
+  package [--verify]       packages what crates.io would get, and checks a crate outside with each feature alone
+  tables [--check | DIR]   writes the tables of the documents again from docs/data, or from a run of .ci/gpu
+  words                    finds words that docs/architecture.md's glossary has replaced";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = env::args().skip(1).collect();
     let has = |flag: &str| arguments.iter().any(|a| a == flag);
     match arguments.first().map(String::as_str) {
+        Some("ci") => script("run", &arguments[1..]),
         Some("deny") => deny::run(&root()),
         Some("gpu") => gpu(has("--images"), has("--quick")),
         Some("fuzz") => {
             ensure!(fuzz::fuzz(&arguments[1..])?, "the fuzzers found something");
             Ok(())
         }
+        Some("kernels") => script("kernels", &arguments[1..]),
         Some("mutants") => mutants::main(&arguments[1..]),
+        Some("package") => package::run(&root(), has("--verify")),
+        Some("tables") => script("tables", &arguments[1..]),
+        Some("words") => words::run(&root()),
         _ => bail!(USAGE),
     }
+}
+
+/// Runs a script of `.ci`.
+fn script(name: &str, arguments: &[String]) -> Result<()> {
+    let path = root().join(".ci").join(name);
+    let status = Command::new(&path).args(arguments).status();
+    let status = status.with_context(|| format!("cannot run {}", path.display()))?;
+    ensure!(status.success(), "{} failed", path.display());
+    Ok(())
 }
 
 fn root() -> PathBuf {
@@ -52,7 +74,7 @@ fn gpu(images: bool, quick: bool) -> Result<()> {
     let programs = if quick {
         vec!["attn-gpu", "examples/engine"]
     } else {
-        build.extend(["--package", "attn", "--bin", "attn"]);
+        build.extend(["--package", "attn-cli", "--bin", "attn"]);
         vec!["attn-gpu", "examples/engine", "attn"]
     };
     let status = Command::new(env!("CARGO"))
