@@ -3,11 +3,9 @@
 use std::{collections::BTreeSet, env, fs, path::PathBuf, process::Command, thread, time::Instant};
 
 use anyhow::{Context, Result, ensure};
+use attn_bench::{CacheLayout, workloads};
 use attn_conformance::{Case, Size, table};
-use attn_core::{
-    KvFormat, Problem,
-    bench::{Place, shapes},
-};
+use attn_core::{KvFormat, Problem};
 use attn_cuda::{
     images,
     instance::{Arch, Instance, common, covered},
@@ -46,9 +44,19 @@ fn add(all: &mut Vec<Instance>, problem: &Problem, format: KvFormat, page_size: 
 /// What `attn bench` times, each once.
 fn timed(arch: Arch) -> Vec<Instance> {
     let mut all = vec![Instance::Read];
-    for shape in shapes() {
-        let page_size = if shape.place == Place::Pages { 64 } else { 0 };
-        add(&mut all, &shape.problem, shape.format, page_size, arch);
+    for workload in workloads() {
+        let page_size = if workload.cache == CacheLayout::Pages {
+            workload.page_size
+        } else {
+            0
+        };
+        add(
+            &mut all,
+            &workload.problem,
+            workload.format,
+            page_size,
+            arch,
+        );
     }
     once(all, arch)
 }
