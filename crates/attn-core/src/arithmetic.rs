@@ -1,11 +1,11 @@
 //! The scalar functions of `docs/arithmetic.md`, each written once, and the merge of finished states.
 
+pub use crate::segments::{SPAN, TILE, segment_tiles};
+
 /// log2 e as f32.
 pub const LOG2_E: f32 = f32::from_bits(0x3FB8_AA3B);
 /// ln 2 as f32.
 pub const LN_2: f32 = f32::from_bits(0x3F31_7218);
-/// Tokens per tile.
-pub const TILE: usize = 64;
 /// Lowest argument of [`exp2_float`].
 pub const EXP2_MIN: f32 = -125.0;
 /// Largest argument of [`exp2_weight`]: a weight of 2^-63 counts as much as none.
@@ -43,18 +43,6 @@ const LOG2: [f32; 9] = [
     f32::from_bits(0xBF38_AA18),
     f32::from_bits(0x3FB8_AA36),
 ];
-
-/// Segments per span: segments merge inside spans, spans among themselves.
-pub const SPAN: usize = 4;
-
-/// Tiles per segment for a sequence of `kv_len` tokens.
-pub fn segment_tiles(kv_len: usize) -> usize {
-    kv_len
-        .div_ceil(TILE)
-        .div_ceil(256)
-        .next_power_of_two()
-        .max(4)
-}
 
 /// 2^k for −126 ≤ k ≤ 127.
 #[inline]
@@ -252,13 +240,5 @@ mod tests {
                 "{x}"
             );
         }
-    }
-
-    #[test]
-    fn segments_follow_kv_len_alone() {
-        let tiles: Vec<_> = [1, 256, 65536, 65537, 131_072, 262_145, 1 << 20]
-            .map(segment_tiles)
-            .into();
-        assert_eq!(tiles, [4, 4, 4, 8, 8, 32, 64]);
     }
 }

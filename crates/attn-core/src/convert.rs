@@ -12,19 +12,17 @@
 //!
 //! Not here: int4-channel K from or to others, which no other engine stores; go through [`dequantize`] and `append`.
 
-use half::f16;
-
 use crate::{
     error::{Error, filled, refuse},
-    format::{Int4Scale, Scheme},
-    host_pages::{load_code, load_param, store_code, store_param},
-    layout::{self, PageLayout},
+    format::Scheme,
+    layout::PageLayout,
     quant::{self, Param},
     view::{StridedRows, check_tensor_scales},
 };
 
 pub mod rows;
 
+pub use crate::layout::Side;
 pub use rows::RowFormat;
 
 /// Rows of another engine: how one is coded, and where each lies.
@@ -47,15 +45,6 @@ pub struct Blocks<'a> {
     pub tokens: usize,
 }
 
-/// K or V.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
-    /// Keys.
-    K,
-    /// Values.
-    V,
-}
-
 /// In which order exported rows lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
@@ -74,34 +63,9 @@ pub struct Exported {
     pub scales: Vec<u16>,
 }
 
-/// One part of a run: its scheme and where its codes and parameters lie.
-struct Part {
-    scheme: Scheme,
-    codes: std::ops::Range<usize>,
-    params: std::ops::Range<usize>,
-    address: fn(usize, usize, usize, usize, usize) -> layout::CodeAddr,
-}
-
-fn part(layout: &PageLayout, side: Side) -> Part {
-    match side {
-        Side::K => Part {
-            scheme: layout.format().k,
-            codes: layout.k_codes(),
-            params: layout.k_params(),
-            address: layout::k_code,
-        },
-        Side::V => Part {
-            scheme: layout.format().v,
-            codes: layout.v_codes(),
-            params: layout.v_params(),
-            address: layout::v_code,
-        },
-    }
-}
-
 fn check_scheme(format: RowFormat, layout: &PageLayout, side: Side) -> Result<Scheme, Error> {
     let scheme = format.scheme(layout.head_dim())?;
-    let stored = part(layout, side).scheme;
+    let stored = layout.part(side).scheme;
     if scheme != stored {
         return Err(Error::Mismatch {
             what: "scheme of the rows",
@@ -211,7 +175,8 @@ pub fn import(
     }
     let mut pages = blank_pages(layout, tokens)?;
     for (side, foreign) in [(Side::K, k), (Side::V, v)] {
-        let scheme = check_scheme(foreign.format, layout, side)?;
+        let part = layout.part(side);
+        let scheme = part.scheme;
         let groups = scheme.groups(layout.head_dim());
         let row_bytes = foreign.format.row_bytes(layout.head_dim());
         let outside = foreign.format.scales_outside();
@@ -235,54 +200,16 @@ pub fn import(
                         offset: start,
                         scheme,
                     })?;
-                put(
-                    layout,
-                    side,
-                    &mut pages[t / page_size],
-                    head,
-                    t % page_size,
-                    &codes,
-                    &params,
-                );
+                let run = &mut pages[t / page_size][layout.run(0, head)];
+                part.store_codes(run, t % page_size, &codes);
+                part.store_params(run, t % page_size, &params);
             }
         }
     }
     Ok(pages)
 }
 
-/// Writes one token of one head into a page.
-fn put(
-    layout: &PageLayout,
-    side: Side,
-    page: &mut [u8],
-    head: usize,
-    t: usize,
-    codes: &[u16],
-    params: &[Param],
-) {
-    let part = part(layout, side);
-    let run = &mut page[layout.run(0, head)];
-    let bits = part.scheme.code_bits();
-    for (d, &code) in codes.iter().enumerate() {
-        let at = (part.address)(bits, layout.head_dim(), layout.page_size(), t, d);
-        store_code(&mut run[part.codes.clone()], bits, at, code);
-    }
-    if part.params.is_empty() {
-        return;
-    }
-    for (g, param) in params.iter().enumerate() {
-        store_param(
-            &mut run[part.params.clone()],
-            part.scheme,
-            layout.page_size(),
-            t,
-            g,
-            *param,
-        );
-    }
-}
-
-/// Reads one token of one head: codes, and parameters per group (per dim in a sealed `Int4 Channel` page).
+/// Codes of one token of one head, and its parameters per group (per dim in a sealed `Int4 Channel` page).
 fn get(
     layout: &PageLayout,
     side: Side,
@@ -290,31 +217,11 @@ fn get(
     head: usize,
     t: usize,
 ) -> (Vec<u16>, Vec<Param>) {
-    let part = part(layout, side);
+    let part = layout.part(side);
     let run = &page[layout.run(0, head)];
-    let bits = part.scheme.code_bits();
-    let codes = (0..layout.head_dim())
-        .map(|d| {
-            let at = (part.address)(bits, layout.head_dim(), layout.page_size(), t, d);
-            load_code(&run[part.codes.clone()], bits, at)
-        })
-        .collect();
-    let groups = match part.scheme {
-        Scheme::Int4(Int4Scale::Channel) => layout.head_dim(),
-        scheme => scheme.groups(layout.head_dim()),
-    };
-    let params = (0..groups)
-        .map(|g| {
-            load_param(
-                &run[part.params.clone()],
-                part.scheme,
-                layout.page_size(),
-                t,
-                g,
-            )
-        })
-        .collect();
-    (codes, params)
+    let codes = (0..layout.head_dim()).map(|d| part.load_code(run, t, d));
+    let params = (0..part.num_params()).map(|g| part.load_param(run, t, g));
+    (codes.collect(), params.collect())
 }
 
 /// Converts pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them, to rows of another engine.
@@ -390,7 +297,7 @@ pub fn dequantize(
             } else {
                 (layout, &pages[page])
             };
-            let scheme = part(layout, side).scheme;
+            let scheme = layout.part(side).scheme;
             for head in 0..heads {
                 let (codes, params) = get(layout, side, page, head, t % page_size);
                 let scale = scales.get(head).copied().unwrap_or(1.0);
@@ -405,9 +312,4 @@ pub fn dequantize(
         side(Side::K, k_tensor_scales),
         side(Side::V, v_tensor_scales),
     ])
-}
-
-/// Whether a stored scale is one: finite and not negative.
-pub(crate) fn is_scale(x: f16) -> bool {
-    x.to_bits() <= f16::MAX.to_bits()
 }

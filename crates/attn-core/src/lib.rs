@@ -22,8 +22,10 @@ pub mod error;
 pub mod format;
 pub mod host_pages;
 pub mod layout;
+mod page_bytes;
 pub mod problem;
 pub mod quant;
+pub mod segments;
 pub mod state;
 pub mod view;
 

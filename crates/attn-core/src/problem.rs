@@ -2,11 +2,10 @@
 
 use crate::{
     error::{Error, refuse},
-    layout::check_kv_heads,
+    layout::{check_head_dim, check_kv_heads},
 };
 
-/// head_dims that the library defines.
-pub const HEAD_DIMS: [usize; 6] = [64, 80, 96, 128, 192, 256];
+pub use crate::layout::HEAD_DIMS;
 
 /// softmax_scale and static scales: their product with each other and with log2 e is a normal f32.
 pub(crate) const SCALES: std::ops::RangeInclusive<f32> = 1e-15..=1e15;
@@ -175,15 +174,6 @@ impl Problem {
             .window_left
             .map_or(0, |w| (position - signed(w)).clamp(0, end));
         start as usize..end as usize
-    }
-}
-
-/// Refuses a head_dim that no kernel is written for.
-pub(crate) fn check_head_dim(head_dim: usize) -> Result<(), Error> {
-    if HEAD_DIMS.contains(&head_dim) {
-        Ok(())
-    } else {
-        refuse("head_dim", head_dim, "64, 80, 96, 128, 192, 256")
     }
 }
 

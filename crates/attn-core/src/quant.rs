@@ -160,6 +160,36 @@ pub fn decode(scheme: Scheme, code: u16, param: Param, tensor_scale: f32) -> f32
     }
 }
 
+/// Refuses codes and parameters that no quantizer of the scheme writes; the error names the kind of the first one.
+pub(crate) fn check_stored(
+    scheme: Scheme,
+    codes: &[u16],
+    params: &[Param],
+) -> Result<(), &'static str> {
+    let bad: fn(u16) -> bool = match scheme {
+        Scheme::F16 => |c| c & 0x7c00 == 0x7c00,
+        // 2^50, `format::BF16_MAX`; NaN and infinity are above it, too.
+        Scheme::Bf16 => |c| c & 0x7fff > 0x5880,
+        Scheme::Fp8E4m3 => |c| c & 0x7f == 0x7f,
+        Scheme::Int8(_) => |c| c == 0x80,
+        Scheme::Int4(_) => |_| false,
+    };
+    if codes.iter().any(|c| bad(*c)) {
+        return Err("code");
+    }
+    // Negative, infinite and NaN scales have larger bits than the largest finite one.
+    if params
+        .iter()
+        .any(|p| p.scale.to_bits() > f16::MAX.to_bits())
+    {
+        return Err("scale");
+    }
+    if params.iter().any(|p| !p.shift.is_finite()) {
+        return Err("shift");
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,11 +1,12 @@
 //! Contiguous caches of others (BNSH, BSNH), read in place through strides.
 
-use half::bf16;
+use half::{bf16, f16};
 
 use crate::{
     error::{Error, refuse},
     format::{BF16_MAX, KvFormat, Scheme},
     problem::{Problem, SCALES},
+    quant::Param,
 };
 
 /// Rows of one of K, V: `head_dim` codes side by side per (sequence, KV head, token), and their f16 scales.
@@ -104,6 +105,17 @@ impl<'a> StridedRows<'a> {
     pub fn scale(&self, at: [usize; 3], group: usize) -> u16 {
         let row: usize = at.iter().zip(self.scale_strides).map(|(i, s)| i * s).sum();
         self.scales[row + group]
+    }
+
+    /// The parameters of `group` at (sequence, head, token), of a scheme with f16 scales per row.
+    ///
+    /// # Panics
+    /// If the row does not lie inside the scales; those of a [`KvView`]'s tokens do.
+    pub fn param(&self, at: [usize; 3], group: usize) -> Param {
+        Param {
+            scale: f16::from_bits(self.scale(at, group)),
+            shift: f16::ZERO,
+        }
     }
 
     fn check(&self, what: &'static str, scheme: Scheme, problem: &Problem) -> Result<(), Error> {

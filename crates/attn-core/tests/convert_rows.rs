@@ -120,7 +120,7 @@ fn q4_0_has_the_head_dims_whose_groups_int4_has() {
 fn q4_0_scales_of_every_sign_and_size_come_back_or_are_refused() {
     let row = |d: f16| -> Vec<u8> {
         let group = |first: u8| {
-            let codes = (0..16).map(move |i| first.wrapping_add(i * 37));
+            let codes = (0..16u8).map(move |i| first.wrapping_add(i.wrapping_mul(37)));
             d.to_le_bytes().into_iter().chain(codes)
         };
         group(3).chain(group(200)).collect()

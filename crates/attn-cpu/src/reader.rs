@@ -1,21 +1,12 @@
 //! Codes and parameters of one (sequence, KV head), whatever holds them: pages or a contiguous view.
 
+pub use attn_core::layout::Side;
 use attn_core::{
-    Error, HostPages, Int4Scale, Int8Scale, KvSource, KvView, PageLayout, Scheme,
-    host_pages::{load_code, load_param},
-    layout,
+    Error, HostPages, Int4Scale, KvSource, KvView, PageLayout, Scheme,
+    layout::{k_code, load_param, v_code},
     quant::Param,
 };
 use half::f16;
-
-/// K or V.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
-    /// Keys.
-    K,
-    /// Values.
-    V,
-}
 
 /// One KV head of one sequence.
 #[derive(Clone, Copy)]
@@ -249,11 +240,7 @@ impl<'a> Reader<'a> {
         let bits = self.scheme(side, t).code_bits();
         match (self.part(side, t), self.source) {
             (Some((codes, _, layout)), _) => {
-                let address = if side == Side::K {
-                    layout::k_code
-                } else {
-                    layout::v_code
-                };
+                let address = if side == Side::K { k_code } else { v_code };
                 let at = address(
                     bits,
                     layout.head_dim(),
@@ -261,7 +248,7 @@ impl<'a> Reader<'a> {
                     t % layout.page_size(),
                     d,
                 );
-                load_code(codes, bits, at)
+                at.load(codes, bits)
             }
             (None, Source::View(view)) => {
                 let rows = if side == Side::K { view.k() } else { view.v() };
@@ -282,21 +269,13 @@ impl<'a> Reader<'a> {
                 t % layout.page_size(),
                 g,
             ),
-            (None, Source::View(view))
-                if !matches!(scheme, Scheme::Int8(Int8Scale::Token | Int8Scale::Group32)) =>
-            {
-                let _ = view;
-                Param {
-                    scale: f16::ONE,
-                    shift: f16::ZERO,
-                }
-            }
+            (None, Source::View(_)) if !scheme.has_row_scales() => Param {
+                scale: f16::ONE,
+                shift: f16::ZERO,
+            },
             (None, Source::View(view)) => {
                 let rows = if side == Side::K { view.k() } else { view.v() };
-                Param {
-                    scale: f16::from_bits(rows.scale([self.sequence, self.head, t], g)),
-                    shift: f16::ZERO,
-                }
+                rows.param([self.sequence, self.head, t], g)
             }
             (None, Source::Pages { .. }) => unreachable!("pages always have parts"),
         }

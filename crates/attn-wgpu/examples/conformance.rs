@@ -1,4 +1,4 @@
-//! The conformance table over the adapter that is here, case by case with times, and the law's functions one by one: `conformance [PART OF A CASE'S TEXT]`.
+//! The conformance table over the adapter that is here, case by case with times, and the scalar functions of the arithmetic one by one: `conformance [PART OF A CASE'S TEXT]`.
 
 use attn_conformance::{Outcome, check_case, table};
 use attn_core::DecodeAttention;
@@ -9,7 +9,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let backend = WgpuBackend::open()?;
     let info = backend.device();
     println!("{}: {}", info.name, info.detail);
-    for check in backend.check_law()? {
+    for check in backend.check_arithmetic()? {
         println!("{check}");
     }
     let part = std::env::args().nth(1).unwrap_or_default();

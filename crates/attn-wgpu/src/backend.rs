@@ -6,16 +6,20 @@ use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, KvSource, Plan,
     Problem, Unsupported,
 };
+use attn_kernels::wgsl::{
+    self,
+    decode::{KvLayout, Tuning},
+};
 use wgpu::BufferUsages;
 
 use crate::{
-    append,
+    append::{self, AppendPipelines},
+    arithmetic::{self, ArithmeticCheck},
     error::BACKEND,
     gpu::{self, Gpu},
     import::ViewPages,
-    launch::{self, Prepared, Source},
-    law::{self, LawCheck},
-    shader::{self, Layout, Pipelines, Tuning},
+    launch::{self, KvTables, Prepared},
+    pipeline::{self, Pipelines},
     store::DevicePages,
     view::{self, DeviceView},
 };
@@ -24,7 +28,25 @@ use crate::{
 pub struct WgpuBackend {
     gpu: Arc<Gpu>,
     pipelines: Pipelines,
+    appends: Arc<AppendPipelines>,
     device: DeviceInfo,
+}
+
+/// The tuning that `ATTN_WGPU_ITEMS` asks for.
+fn tuning_from_env() -> Result<Tuning, String> {
+    let by_tiles = match std::env::var("ATTN_WGPU_ITEMS").as_deref() {
+        Err(_) | Ok("" | "auto") => None,
+        Ok("tiles") => Some(true),
+        Ok("segments") => Some(false),
+        Ok(other) => {
+            return Err(format!(
+                "ATTN_WGPU_ITEMS is {other}; allowed: auto, tiles, segments"
+            ));
+        }
+    };
+    let mut tuning = Tuning::default();
+    tuning.by_tiles = by_tiles;
+    Ok(tuning)
 }
 
 impl WgpuBackend {
@@ -34,7 +56,7 @@ impl WgpuBackend {
     /// # Errors
     /// [`Unsupported::Absent`] with the reason and what mends it.
     pub fn open() -> Result<Self, Unsupported> {
-        let tuning = Tuning::from_env()
+        let tuning = tuning_from_env()
             .map_err(|reason| gpu::absent(reason, "set it to one of these, or not at all"))?;
         Ok(Self::on(Gpu::open()?).tuned(tuning))
     }
@@ -64,6 +86,7 @@ impl WgpuBackend {
         WgpuBackend {
             gpu: Arc::new(gpu),
             pipelines: Pipelines::default(),
+            appends: Arc::default(),
             device,
         }
     }
@@ -73,6 +96,7 @@ impl WgpuBackend {
         WgpuBackend {
             gpu: self.gpu.clone(),
             pipelines: Pipelines::tuned(tuning),
+            appends: self.appends.clone(),
             device: self.device.clone(),
         }
     }
@@ -83,9 +107,7 @@ impl WgpuBackend {
     /// [`Error::Device`].
     #[doc(hidden)]
     pub fn read_kernel(&self) -> Result<wgpu::ComputePipeline, Error> {
-        let text = shader::read_text()
-            .map_err(|e| crate::error::device("specialising a kernel", e.into()))?;
-        let pipeline = shader::compile(&self.gpu, "read_all", text)?;
+        let pipeline = pipeline::compile(&self.gpu, "read_all", wgsl::read_text())?;
         Ok(wgpu::ComputePipeline::clone(&pipeline))
     }
 
@@ -93,8 +115,8 @@ impl WgpuBackend {
     ///
     /// # Errors
     /// [`Error::Device`].
-    pub fn check_law(&self) -> Result<Vec<LawCheck>, Error> {
-        law::check(&self.gpu)
+    pub fn check_arithmetic(&self) -> Result<Vec<ArithmeticCheck>, Error> {
+        arithmetic::check(&self.gpu)
     }
 
     /// The device that caches and kernels live on.
@@ -137,12 +159,12 @@ impl WgpuBackend {
                 return mismatch("kv_len", *want, *have);
             }
         }
-        let pages = self.pages(cache)?;
-        let source = Source {
-            layout: pages.decode_layout(),
-            stored: pages.stored(),
-            pages_per_pool: pages.pages_per_buffer,
-            num_pages: Some(pages.num_pages),
+        let pool = &self.pages(cache)?.pool;
+        let source = KvTables {
+            layout: pool.decode_layout(),
+            stored: pool.stored(),
+            pages_per_pool: pool.pages_per_buffer,
+            num_pages: Some(pool.num_pages),
             lists: &table.pages,
             tail_pages: &table.tail_pages,
             k_tensor_scales: &config.k_tensor_scales,
@@ -164,8 +186,8 @@ impl WgpuBackend {
         self.gpu.alive("preparing a view")?;
         self.check(problem, view.format)?;
         let (stored, lists) = view.check(&self.gpu, problem)?;
-        let source = Source {
-            layout: Layout {
+        let source = KvTables {
+            layout: KvLayout {
                 format: view.format,
                 page_size: 64,
                 pools: 1,
@@ -221,14 +243,16 @@ impl WgpuBackend {
         // What saturates is more than any buffer holds.
         let tokens = appends.iter().map(|(_, tokens)| *tokens);
         let tokens = tokens.fold(0, usize::saturating_add);
-        append::check_buffers(self.pages(cache)?, tokens, [k, v])?;
+        append::check_buffers(&self.pages(cache)?.pool, tokens, [k, v])?;
         cache.append_with(appends, |store, writes| {
             let pages = store.as_any().downcast_ref::<DevicePages>();
             let pages = pages.ok_or(Error::Foreign {
                 backend: BACKEND,
                 what: "cache",
             })?;
-            append::record(pages, encoder, writes, tokens, [k, v])
+            pages
+                .appender
+                .record(&pages.pool, encoder, writes, tokens, [k, v])
         })
     }
 
@@ -249,7 +273,7 @@ impl WgpuBackend {
     fn pages<'a>(&self, cache: &'a KvCache) -> Result<&'a DevicePages, Error> {
         let pages = cache.store().as_any().downcast_ref::<DevicePages>();
         pages
-            .filter(|pages| Arc::ptr_eq(&pages.gpu, &self.gpu))
+            .filter(|pages| Arc::ptr_eq(&pages.pool.gpu, &self.gpu))
             .ok_or(Error::Foreign {
                 backend: BACKEND,
                 what: "cache",
@@ -302,13 +326,17 @@ impl DecodeAttention for WgpuBackend {
     fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
         KvCache::new(
             config.clone(),
-            Box::new(DevicePages::new(self.gpu.clone(), config)?),
+            Box::new(DevicePages::new(
+                self.gpu.clone(),
+                self.appends.clone(),
+                config,
+            )?),
         )
     }
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
         self.check(problem, format)?;
-        let layout = Layout {
+        let layout = KvLayout {
             format,
             page_size: 64,
             pools: 1,
@@ -354,7 +382,7 @@ impl DecodeAttention for WgpuBackend {
                 }
                 None => {
                     let pages = ViewPages::new(self.gpu.clone(), view, problem)?;
-                    Prepared::new(&self.gpu, &self.pipelines, problem, &pages.source(view))?
+                    Prepared::new(&self.gpu, &self.pipelines, problem, &pages.tables(view))?
                 }
             },
         };

@@ -1,6 +1,6 @@
 //! From wgpu's errors to `attn_core::Error`.
 
-use attn_core::Error;
+use attn_core::{Error, Unsupported};
 
 pub(crate) const BACKEND: &str = "wgpu";
 
@@ -43,7 +43,7 @@ pub enum WgpuError {
     },
     /// A kernel source could not be specialised.
     #[error(transparent)]
-    Kernel(#[from] crate::specialise::SpecialiseError),
+    Kernel(#[from] attn_kernels::wgsl::SpecialiseError),
 }
 
 pub(crate) fn device(doing: &'static str, source: WgpuError) -> Error {
@@ -52,4 +52,14 @@ pub(crate) fn device(doing: &'static str, source: WgpuError) -> Error {
         doing,
         source: Box::new(source),
     }
+}
+
+/// The error for work that no kernel can take on this device: `what` was asked for, `built` is what there is.
+pub(crate) fn no_kernel(what: String, built: String) -> Error {
+    Unsupported::NoKernel {
+        backend: BACKEND,
+        what,
+        built,
+    }
+    .into()
 }

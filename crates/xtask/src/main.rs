@@ -1,5 +1,6 @@
 //! `cargo xtask COMMAND`: the habits of this repository; `USAGE` lists them.
 
+mod circles;
 mod deny;
 mod fuzz;
 mod mutants;
@@ -16,6 +17,7 @@ use anyhow::{Context, Result, bail, ensure};
 const LIMIT: u64 = 60 << 20;
 
 const USAGE: &str = "usage: cargo xtask COMMAND
+  circles                  lists the import circles inside each crate, and fails on one that is not allowed
   deny                     holds the dependencies' licences, sources and versions to deny.toml
   fuzz [--seconds N | --minutes N] [--seed S] [--only NAME] [--input SEED]
                            feeds random input to every door, with checks of overflow and assertions
@@ -27,6 +29,7 @@ fn main() -> Result<()> {
     let arguments: Vec<String> = env::args().skip(1).collect();
     let has = |flag: &str| arguments.iter().any(|a| a == flag);
     match arguments.first().map(String::as_str) {
+        Some("circles") => circles::run(&root().canonicalize()?),
         Some("deny") => deny::run(&root()),
         Some("gpu") => gpu(has("--images"), has("--quick")),
         Some("fuzz") => {

@@ -17,11 +17,10 @@
 use half::f16;
 
 use crate::{
-    convert::is_scale,
     error::{Error, check_finite, refuse},
     format::{Int4Scale, Int8Scale, Scheme},
-    problem::check_head_dim,
-    quant::{Param, to_f16},
+    layout::check_head_dim,
+    quant::{Param, check_stored, to_f16},
 };
 
 /// How another engine codes one token of one head.
@@ -139,7 +138,7 @@ impl RowFormat {
             }
         }
         let scheme = self.scheme(codes.len()).map_err(|_| "row")?;
-        check_values(scheme, codes, params)
+        check_stored(scheme, codes, params)
     }
 
     /// Writes a row of the page scheme's codes and parameters.
@@ -224,32 +223,6 @@ fn q4_0_param(d: f16) -> Option<Param> {
         scale,
         shift: to_f16(shift),
     })
-}
-
-/// What no quantizer of the scheme writes: the name of the first bad thing.
-pub(crate) fn check_values(
-    scheme: Scheme,
-    codes: &[u16],
-    params: &[Param],
-) -> Result<(), &'static str> {
-    let bad: fn(u16) -> bool = match scheme {
-        Scheme::F16 => |c| c & 0x7c00 == 0x7c00,
-        // 2^50, [`BF16_MAX`](crate::format::BF16_MAX); NaN and infinity are above it, too.
-        Scheme::Bf16 => |c| c & 0x7fff > 0x5880,
-        Scheme::Fp8E4m3 => |c| c & 0x7f == 0x7f,
-        Scheme::Int8(_) => |c| c == 0x80,
-        Scheme::Int4(_) => |_| false,
-    };
-    if codes.iter().any(|c| bad(*c)) {
-        return Err("code");
-    }
-    if params.iter().any(|p| !is_scale(p.scale)) {
-        return Err("scale");
-    }
-    if params.iter().any(|p| !p.shift.is_finite()) {
-        return Err("shift");
-    }
-    Ok(())
 }
 
 /// Refuses values that are not finite and a row of another length.

@@ -277,6 +277,19 @@ pub(crate) trait Simd: Copy {
     }
 }
 
+/// Scales and shifts, for codes less `centre`, from `{scale, shift}` pairs of f16.
+///
+/// # Safety
+/// `4·LANES` bytes are readable at `p`.
+#[inline(always)]
+pub(crate) unsafe fn scale_and_shift<S: Simd>(s: S, p: *const u8, centre: f32) -> (S::F, S::F) {
+    // SAFETY: the caller's contract.
+    let raw = unsafe { s.i_load(p) };
+    let scale = s.f16_to_f(s.i_and(raw, s.i_splat(0xffff)));
+    let shift = s.f16_to_f(s.i_shr::<16>(raw));
+    (scale, s.add(shift, s.mul(scale, s.splat(centre))))
+}
+
 /// Bytes of an operand: what 16 values of a query or 16 weights become, two rows of 16 bytes.
 pub(crate) const OPERAND: usize = 32;
 

@@ -21,7 +21,7 @@ const MOST_BLOCKS: usize = 64;
 /// Parentheses, `!`, `-` and `?:` inside one another in an expression.
 const MOST_TERMS: usize = 64;
 /// Bytes of the result.
-pub(crate) const MOST_OUT: usize = 4 << 20;
+pub const MOST_OUT: usize = 4 << 20;
 /// Bytes of all lines that are looked at, each time that they are.
 const MOST_WORK: usize = 64 << 20;
 
