@@ -11,7 +11,7 @@ use crate::{
 
 const HUGE_PAGE: usize = 2 << 20;
 
-/// A pool in host memory.
+/// A pool of pages in host memory.
 #[derive(Debug)]
 pub struct HostPages {
     config: CacheConfig,
@@ -22,7 +22,7 @@ pub struct HostPages {
 }
 
 impl HostPages {
-    /// A zeroed pool.
+    /// Allocates a zeroed pool.
     ///
     /// # Errors
     /// Those of [`CacheConfig::check`]; [`Error::OutOfMemory`].

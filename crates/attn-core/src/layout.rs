@@ -269,7 +269,7 @@ pub(crate) fn check_head_dim(head_dim: usize) -> Result<(), Error> {
     }
 }
 
-/// Refuses numbers of KV heads that no cache and no problem has.
+/// Refuses a number of KV heads that no cache and no problem has.
 pub(crate) fn check_kv_heads(num_kv_heads: usize) -> Result<(), Error> {
     if (1..=MAX_KV_HEADS).contains(&num_kv_heads) {
         Ok(())
@@ -279,7 +279,7 @@ pub(crate) fn check_kv_heads(num_kv_heads: usize) -> Result<(), Error> {
 }
 
 impl PageLayout {
-    /// Pages of `page_size` tokens of `num_kv_heads` KV heads.
+    /// Lays out pages of `page_size` tokens of `num_kv_heads` KV heads.
     ///
     /// # Errors
     /// [`Error::Parameter`] for a head_dim, page size, number of heads or scheme that the library does not define, and for pages of
@@ -313,7 +313,7 @@ impl PageLayout {
         Ok(layout)
     }
 
-    /// What is stored.
+    /// The schemes of K and V.
     pub fn format(&self) -> KvFormat {
         self.format
     }
@@ -328,7 +328,7 @@ impl PageLayout {
         self.page_size
     }
 
-    /// KV heads, each with a run of its own.
+    /// Number of KV heads, each with a run of its own.
     pub fn num_kv_heads(&self) -> usize {
         self.num_kv_heads
     }
@@ -338,24 +338,24 @@ impl PageLayout {
         self.page_size * self.head_dim * scheme.code_bits() / 8
     }
 
-    /// K codes inside a run.
+    /// Range of K's codes inside a run.
     pub fn k_codes(&self) -> Range<usize> {
         0..self.codes_bytes(self.format.k)
     }
 
-    /// K parameters inside a run.
+    /// Range of K's parameters inside a run.
     pub fn k_params(&self) -> Range<usize> {
         let start = self.k_codes().end;
         start..start + params_bytes(self.format.k, self.head_dim, self.page_size)
     }
 
-    /// V codes inside a run.
+    /// Range of V's codes inside a run.
     pub fn v_codes(&self) -> Range<usize> {
         let start = self.k_params().end;
         start..start + self.codes_bytes(self.format.v)
     }
 
-    /// V parameters inside a run.
+    /// Range of V's parameters inside a run.
     pub fn v_params(&self) -> Range<usize> {
         let start = self.v_codes().end;
         start..start + params_bytes(self.format.v, self.head_dim, self.page_size)
@@ -387,7 +387,7 @@ impl PageLayout {
         self.num_kv_heads * self.run_bytes()
     }
 
-    /// Where `head`'s run of `page` lies in the pool.
+    /// Range of `head`'s run of `page` inside the pool.
     pub fn run(&self, page: u32, head: usize) -> Range<usize> {
         let start = page as usize * self.page_bytes() + head * self.run_bytes();
         start..start + self.run_bytes()
@@ -414,7 +414,8 @@ impl PageLayout {
         self.run_bytes() as f64 / self.page_size as f64
     }
 
-    /// Pages that [`KvCache::read_back`](crate::KvCache::read_back) gives for a sequence of `tokens`: home pages, and the tail page while one is open.
+    /// Number of pages that [`KvCache::read_back`](crate::KvCache::read_back) gives for a sequence of `tokens`: home pages, and the tail page while
+    /// one is open.
     pub fn pages_of(&self, tokens: usize) -> usize {
         let tail = self.has_tail_page() && !tokens.is_multiple_of(self.page_size);
         tokens.div_ceil(self.page_size) + usize::from(tail)

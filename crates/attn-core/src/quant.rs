@@ -11,9 +11,9 @@ use crate::format::{Int4Scale, Int8Scale, Scheme};
 /// f16 scale and shift of one group; `shift` is 0 for symmetric schemes.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Param {
-    /// Multiplies the code.
+    /// The factor of a code.
     pub scale: f16,
-    /// Added after that.
+    /// The number added to a code times its scale.
     pub shift: f16,
 }
 
@@ -73,7 +73,7 @@ fn code(x: f32, scale: f16, lo: f64, hi: f64) -> i32 {
         .clamp(lo, hi) as i32
 }
 
-/// Symmetric int8 of one group.
+/// Quantizes one group to symmetric int8.
 pub fn int8_group(x: &[f32], codes: &mut [u16]) -> Param {
     let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
     let scale = to_f16(f64::from(amax) / 127.0);
@@ -86,7 +86,7 @@ pub fn int8_group(x: &[f32], codes: &mut [u16]) -> Param {
     }
 }
 
-/// Asymmetric int4 of one group.
+/// Quantizes one group to asymmetric int4.
 pub fn int4_group(x: &[f32], codes: &mut [u16]) -> Param {
     let (lo, hi) = x
         .iter()

@@ -3,7 +3,7 @@
 use attn_core::{
     CacheConfig, Error, HostPages, KvCache, KvFormat, PageLayout, Scheme, StridedRows,
     convert::{
-        Exported, Foreign, Order, RowFormat, Side, dequantize, export, import,
+        Exported, ExternalRows, Order, RowFormat, Side, dequantize, export, import,
         rows::{fbgemm_int4_row, q4_0_row, q8_0_row},
     },
 };
@@ -20,12 +20,12 @@ fn import_row(
     let scheme = format.scheme(dim)?;
     let layout = PageLayout::new(KvFormat::same(scheme), dim, 64, 1)?;
     let rows = StridedRows::bsnh(row, scales, 1, 1, row.len(), scales.len());
-    let foreign = Foreign {
+    let external = ExternalRows {
         format,
         rows,
         blocks: None,
     };
-    Ok((layout, import(&layout, 0, 1, &foreign, &foreign)?))
+    Ok((layout, import(&layout, 0, 1, &external, &external)?))
 }
 
 fn bad(found: Result<(PageLayout, Vec<Vec<u8>>), Error>) -> Option<&'static str> {

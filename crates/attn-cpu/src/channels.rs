@@ -1,5 +1,5 @@
-//! Sealed pages of `Int4 Channel`, whose scales and shifts belong to dims: the page's part, and what it makes of the query's rows
-//! (section 3 of the arithmetic).
+//! Sealed pages of `Int4 Channel`, whose scales and shifts belong to dims: the page's parameters, and the query rows prepared with them
+//! (`docs/arithmetic.md`, section 3).
 
 use attn_core::{
     arithmetic::{exp2i, exponent, plane_exponent},
@@ -16,9 +16,9 @@ use crate::{
 /// The parameters of a sealed page, `[dim]`.
 pub(crate) struct Channels {
     pub scale: Aligned<f32>,
-    /// Centred in the integer arithmetic.
+    /// The shifts, centred in the integer arithmetic.
     pub shift: Aligned<f32>,
-    /// Of every four scales, `[fours(dim)]`.
+    /// The largest of every four scales, `[fours(dim)]`.
     largest_scale: Aligned<f32>,
 }
 
@@ -65,7 +65,7 @@ pub(crate) fn prepare<D: Dot>(d: D, rows: &mut QueryRows, page: &Channels, bias:
     // SAFETY: `dim` floats, a multiple of 16.
     let shift_exponent = exponent(unsafe { largest_abs(s, shift, dim) });
     for r in 0..rows.count {
-        // Where all of one are zero, every term is, whatever the exponent.
+        // If all queries or all shifts are zero, so is every term, whatever the exponent.
         let j = (20 - rows.q_exponent.as_slice()[r] - shift_exponent).clamp(-100, 100);
         let q_largest = rows.q_largest.as_slice()[r * stride..][..stride].as_ptr();
         let mut bounds = s.splat(0.0);

@@ -21,7 +21,7 @@ use crate::{
     unpack::FP8_UNIT,
 };
 
-/// Some segments of one KV head of one sequence.
+/// A run of whole segments of one KV head of one sequence.
 #[derive(Debug, Clone)]
 struct Split {
     b: usize,
@@ -29,11 +29,11 @@ struct Split {
     segments: Range<usize>,
 }
 
-/// What a step needs beside its inputs; kept for the next one.
+/// Memory that a step needs beside its inputs, kept for the next step.
 #[derive(Default)]
 pub(crate) struct Workspace {
     splits: Vec<Split>,
-    /// Per sequence, where its splits begin.
+    /// Index of the first split of each sequence.
     starts: Vec<usize>,
     states: Vec<f32>,
 }
@@ -54,7 +54,7 @@ thread_local! {
 /// Attends the first of the splits, and fetches for the second: writes one state per row to `states`, `[row][dim + 2]`, m and l last.
 type Attend = unsafe fn(&StepInputs<'_>, &[Split], &mut Scratch, &mut [f32]) -> Result<(), Error>;
 
-/// One instruction set's kernels: functions that enable its features, one for each arithmetic.
+/// Makes one instruction set's kernels: functions that enable its features, one for each arithmetic.
 macro_rules! kernels {
     ($(#[$when:meta])* $name:ident, [$($features:literal)?], $dot:expr) => {
         $(#[$when])*
@@ -82,8 +82,8 @@ macro_rules! kernels {
             }
 
             $(#[target_feature(enable = $features)])?
-            pub fn finish(states: &States<'_>, span: usize, v_scale: f32, out: &mut [f32]) -> f32 {
-                crate::merge::finish($dot.simd(), states, span, v_scale, out)
+            pub fn epilogue(states: &States<'_>, span: usize, v_scale: f32, out: &mut [f32]) -> f32 {
+                crate::merge::epilogue($dot.simd(), states, span, v_scale, out)
             }
         }
     };
@@ -120,15 +120,15 @@ kernels!(
     Dot16(unsafe { crate::simd::neon::Neon::new() })
 );
 
-/// Merges a row's states in spans of so many, and writes the answer; the log-sum-exp comes back.
-type Finish = unsafe fn(&States<'_>, usize, f32, &mut [f32]) -> f32;
+/// Merges a row's states in spans of so many, writes the output and returns the log-sum-exp.
+type Epilogue = unsafe fn(&States<'_>, usize, f32, &mut [f32]) -> f32;
 
-fn kernels(isa: Isa, integer: bool) -> (Attend, Finish) {
+fn kernels(isa: Isa, integer: bool) -> (Attend, Epilogue) {
     macro_rules! of {
         ($name:ident) => {
             match integer {
-                true => ($name::integer, $name::finish),
-                false => ($name::float, $name::finish),
+                true => ($name::integer, $name::epilogue),
+                false => ($name::float, $name::epilogue),
             }
         };
     }
@@ -143,10 +143,7 @@ fn kernels(isa: Isa, integer: bool) -> (Attend, Finish) {
         Isa::Avx512Vnni => of!(avx512vnni),
         #[cfg(target_arch = "aarch64")]
         Isa::Neon => of!(neon),
-        #[allow(
-            unreachable_patterns,
-            reason = "which sets are foreign depends on the target"
-        )]
+        #[allow(unreachable_patterns, reason = "the target decides which sets exist")]
         _ => of!(portable),
     }
 }
@@ -182,7 +179,7 @@ pub(crate) fn decode(
 ) -> Result<(), Error> {
     let problem = &step.plan().problem;
     if problem.batch() > 0 {
-        // Whether the cache is one of ours, before any output is touched.
+        // Refuses another backend's cache before any output is touched.
         Reader::new(step.kv(), 0, 0)?;
     }
     let (heads, threads) = (problem.num_kv_heads, rayon::current_num_threads());
@@ -195,7 +192,7 @@ pub(crate) fn decode(
     if workspace.states.len() < needed {
         workspace.states.resize(needed, 0.0);
     }
-    let (attend, finish) = kernels(isa, step.plan().format.is_integer());
+    let (attend, epilogue) = kernels(isa, step.plan().format.is_integer());
     let (splits, states) = (&workspace.splits[..], &mut workspace.states[..needed]);
     let run = |(index, states): (usize, &mut [f32])| {
         let splits = &splits[index..];
@@ -205,27 +202,27 @@ pub(crate) fn decode(
         })
     };
     if threads == 1 || splits.len() == 1 {
-        let mut pieces = states.chunks_exact_mut(chunk).enumerate();
-        pieces.try_for_each(run)?;
+        let mut chunks = states.chunks_exact_mut(chunk).enumerate();
+        chunks.try_for_each(run)?;
     } else {
-        let pieces = states.par_chunks_exact_mut(chunk).with_max_len(1);
-        pieces.enumerate().try_for_each(run)?;
+        let chunks = states.par_chunks_exact_mut(chunk).with_max_len(1);
+        chunks.enumerate().try_for_each(run)?;
     }
     // A split of one span has merged its segments.
     let span = if per_split == 1 { SPAN } else { 1 };
-    let finish = |states: &States<'_>, v_scale: f32, out: &mut [f32]| {
+    let epilogue = |states: &States<'_>, v_scale: f32, out: &mut [f32]| {
         // SAFETY: as above.
-        unsafe { finish(states, span, v_scale, out) }
+        unsafe { epilogue(states, span, v_scale, out) }
     };
-    finish_rows(step, workspace, finish, out, lse);
+    write_rows(step, workspace, epilogue, out, lse);
     Ok(())
 }
 
-/// Makes every row's answer of its states.
-fn finish_rows(
+/// Writes every row's output from its states.
+fn write_rows(
     step: &StepInputs<'_>,
     workspace: &Workspace,
-    finish: impl Fn(&States<'_>, f32, &mut [f32]) -> f32 + Sync,
+    epilogue: impl Fn(&States<'_>, f32, &mut [f32]) -> f32 + Sync,
     out: &mut [f32],
     lse: &mut [f32],
 ) {
@@ -249,7 +246,7 @@ fn finish_rows(
             step: heads * chunk,
             count: (end - first) / heads,
         };
-        *lse = finish(&states, v_scale(step, g), out);
+        *lse = epilogue(&states, v_scale(step, g), out);
     };
     // Merging is worth threads only where many states meet.
     if rayon::current_num_threads() == 1 || splits * chunk < 1 << 16 {
@@ -271,9 +268,9 @@ fn v_scale(step: &StepInputs<'_>, g: usize) -> f32 {
     scales.get(g).copied().unwrap_or(1.0)
 }
 
-/// What the operands of the rows were last prepared for.
+/// The codes that the rows' operands were last prepared for.
 #[derive(PartialEq)]
-enum Prepared {
+enum PreparedFor {
     Nothing,
     Plain(Scheme),
     Page(usize),
@@ -300,7 +297,7 @@ fn attend<D: Dot, const INTEGER: bool>(
     let count = problem.q_len * per;
     rows.reserve(count, dim, plan.format.v.groups(dim));
     load_queries(s, step, split, reader.tensor_scales[0], &mut rows.q);
-    // The float arithmetic reads fp8 too small: see `unpack`.
+    // The float arithmetic reads fp8 too small by this factor (`unpack`).
     let unit = |scheme| match scheme {
         Scheme::Fp8E4m3 => FP8_UNIT,
         _ => 1.0,
@@ -320,7 +317,7 @@ fn attend<D: Dot, const INTEGER: bool>(
     let caps = problem.softcap.map(|cap| [2.0 / cap, cap * LOG2_E]);
     let page_tokens = reader.page_end(0);
     let segment_tokens = segments::segment_tokens(kv_len);
-    let mut prepared = Prepared::Nothing;
+    let mut prepared = PreparedFor::Nothing;
     if INTEGER && plan.format.k == Scheme::Int4(Int4Scale::Channel) {
         query::round_queries(rows);
     }
@@ -373,14 +370,14 @@ fn attend<D: Dot, const INTEGER: bool>(
             let scheme = reader.scheme(Side::K, t0);
             let bias = if tile.k_nibbles { 8 } else { D::K_BIAS };
             if scheme == Scheme::Int4(Int4Scale::Channel) {
-                let page = Prepared::Page(t0 / page_tokens);
+                let page = PreparedFor::Page(t0 / page_tokens);
                 if prepared != page {
                     channels::prepare(d, rows, &tile.channels, bias);
                     prepared = page;
                 }
-            } else if prepared != Prepared::Plain(scheme) {
+            } else if prepared != PreparedFor::Plain(scheme) {
                 query::prepare(d, rows, tile.k_groups, bias);
-                prepared = Prepared::Plain(scheme);
+                prepared = PreparedFor::Plain(scheme);
             }
             // SAFETY: `load_integer` has pointed the tile to `len` readable tokens; the rows are prepared for its K.
             unsafe { integer::fold_tile(d, tile, fetch, rows, in_tile, modifiers) };

@@ -1,7 +1,7 @@
 //! The float arithmetic of one tile (section 7): 16-bit floats are widened in registers, once for a block of rows.
 //!
-//! Lanes hold dims in the order that the law sums them, so its fixed order costs nothing: even panels of 8 dims are
-//! accumulators 0..8, odd ones 8..16, and the halves meet as the law says.
+//! Lanes hold dims in the order in which the arithmetic sums them, so the fixed order costs nothing: even panels of 8 dims are
+//! accumulators 0..8, odd ones 8..16, and section 7 adds the halves.
 
 use attn_core::arithmetic::TILE;
 

@@ -1,4 +1,4 @@
-//! The integer arithmetic of one tile for all query rows of its KV head: the two products and what joins them.
+//! The integer arithmetic of one tile for all query rows of its KV head: the two products, and the weights between them.
 //!
 //! Rows go in blocks that share each loaded vector of codes; an accumulator holds four partial sums per token (of K) or dim
 //! (of V), which meet once per tile. Cost on AVX-512 VNNI, per row and 64 bytes of codes: two `vpdpbusd` for int8, four for int4.
@@ -67,7 +67,7 @@ unsafe fn k_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool
 /// The sums of [`k_products`] for a whole step, a token to a lane.
 ///
 /// # Safety
-/// As there.
+/// As for [`k_products`].
 #[inline(always)]
 unsafe fn k_sums<D: Dot, const R: usize, const NIBBLES: bool>(
     d: D,
@@ -218,7 +218,7 @@ struct Weights {
     row: usize,
 }
 
-/// What becomes of `V` vectors of dims: products with `R` rows, and the codes' own sums where `V_BIAS` asks for them.
+/// The results for `V` vectors of dims: products with `R` rows, and the codes' own sums where `V_BIAS` asks for them.
 type VProducts<D, const R: usize, const V: usize> =
     ([[<D as Dot>::VAcc; V]; R], [<D as Dot>::VAcc; V]);
 
@@ -274,7 +274,7 @@ unsafe fn v_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool
 /// The sums of [`v_products`] for a whole step, a dim to a lane.
 ///
 /// # Safety
-/// As there.
+/// As for [`v_products`].
 #[inline(always)]
 unsafe fn v_sums<D: Dot, const R: usize, const NIBBLES: bool>(
     d: D,

@@ -10,18 +10,18 @@ use crate::{
     simd::{Dot, OPERAND, Simd},
 };
 
-/// All query rows of one KV head, and the state that the current tile and segment leave.
+/// All query rows of one KV head, with the state of the current segment and the intermediate values of the current tile.
 pub(crate) struct QueryRows {
     pub count: usize,
     pub dim: usize,
     /// `q'`, `[row][dim]`.
     pub q: Aligned<f32>,
-    /// For K of `Int4 Channel`: of every four, the largest magnitude, `[row][fours(dim)]`, and E of the largest, `[row]`.
+    /// For K of `Int4 Channel`: the largest magnitude of every four dims, `[row][fours(dim)]`, and E of the largest, `[row]`.
     pub q_largest: Aligned<f32>,
     pub q_exponent: Aligned<i32>,
     /// Query operands, `[row][dim/16][OPERAND]`.
     pub k_operands: Aligned<u8>,
-    /// What the codes' bias adds to a sum, `[row][MAX_GROUPS]`.
+    /// The codes' bias times the sum of the query's integers, `[row][MAX_GROUPS]`.
     pub k_bias: Aligned<i32>,
     /// `f32(Q_g)`, `[row][MAX_GROUPS]`.
     pub q_sums: Aligned<f32>,
@@ -37,16 +37,16 @@ pub(crate) struct QueryRows {
     pub w_sums: Aligned<i32>,
     /// The shifts' term of V, `[row][MAX_GROUPS]`.
     pub v_shifts: Aligned<f32>,
-    /// α and β of the fold under way, `[row]`; β is negative where the row sees nothing.
+    /// α and β of the current fold, `[row]`; β is negative where the row sees nothing.
     pub alpha: Aligned<f32>,
     pub beta: Aligned<f32>,
-    /// The segment's state.
+    /// The state of the current segment.
     pub m: Aligned<f32>,
     pub l: Aligned<f32>,
     pub o: Aligned<f32>,
-    /// 64 integers on their way.
+    /// Scratch memory for a row of integers.
     pub integers: Aligned<i32>,
-    /// One row of floats on its way.
+    /// Scratch memory for a row of floats.
     pub floats: Aligned<f32>,
 }
 
@@ -138,7 +138,7 @@ macro_rules! in_blocks {
 }
 pub(crate) use in_blocks;
 
-/// Fours in so many dims, filled up to whole vectors.
+/// Number of fours in `dim` dims, rounded up to whole vectors.
 pub(crate) const fn fours(dim: usize) -> usize {
     (dim / 4).next_multiple_of(16)
 }
@@ -149,7 +149,7 @@ pub(crate) fn largest_of_fours(x: &[f32], out: &mut [f32]) {
     let (full, rest) = out.split_at_mut(x.len() / 4);
     rest.fill(0.0);
     for (out, x) in full.iter_mut().zip(x.chunks_exact(4)) {
-        // Magnitudes are ordered as their bits are, which compare without a thought of NaN.
+        // The bits of magnitudes have the order of the magnitudes, and comparing them needs no NaN handling.
         const MAGNITUDE: u32 = 0x7fff_ffff;
         let a = (x[0].to_bits() & MAGNITUDE).max(x[1].to_bits() & MAGNITUDE);
         let b = (x[2].to_bits() & MAGNITUDE).max(x[3].to_bits() & MAGNITUDE);
@@ -157,7 +157,7 @@ pub(crate) fn largest_of_fours(x: &[f32], out: &mut [f32]) {
     }
 }
 
-/// Rounds every row's query to 13 bits (section 2), and finds what bounds its products with a page's scales.
+/// Rounds every row's query to 13 bits (section 2), and computes the bounds of its products with a page's scales.
 #[inline(always)]
 pub(crate) fn round_queries(rows: &mut QueryRows) {
     let (dim, stride) = (rows.dim, fours(rows.dim));
@@ -186,7 +186,7 @@ pub(crate) unsafe fn largest_abs<S: Simd>(s: S, x: *const f32, dim: usize) -> f3
     s.largest(largest)
 }
 
-/// A row times 2^e as integers (section 2) and, of those, as operands.
+/// Converts a row times 2^e to integers (section 2), and those to operands.
 ///
 /// # Safety
 /// `dim` floats at `x`, room for `dim` integers at `integers` and `dim/16` operands at `out`; `dim` is a multiple of 16.
@@ -216,7 +216,7 @@ pub(crate) unsafe fn plane<D: Dot>(
     }
 }
 
-/// Prepares every row's operands for K without per-channel scales, in `groups` groups; `bias` is what a code enters with too much.
+/// Prepares every row's operands for K without per-channel scales, in `groups` groups; `bias` is added to every code that enters the product.
 #[inline(always)]
 pub(crate) fn prepare<D: Dot>(d: D, rows: &mut QueryRows, groups: usize, bias: i32) {
     let (dim, each) = (rows.dim, rows.dim / 16 * OPERAND);

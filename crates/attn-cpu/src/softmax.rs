@@ -18,7 +18,7 @@ static TOKENS: [i32; TILE] = {
     tokens
 };
 
-/// What changes a score after its scale.
+/// The score modifiers of one row and tile.
 #[derive(Clone, Copy)]
 pub(crate) struct Modifiers {
     /// 2/softcap and softcap·log2 e.
@@ -112,7 +112,7 @@ pub(crate) unsafe fn weights<S: Simd, const INTEGER: bool>(
         let x = unsafe { s.load(scores.add(lane)) };
         let x = s.sub(x, s.splat(largest));
         let mut p = if INTEGER {
-            // −v: the law's v with its sign changed gives the same bits.
+            // −v: the arithmetic's v with its sign changed gives the same bits.
             let x = s.max(x, s.splat(-WEIGHT_MAX));
             exp2(s, x, ROUND_WEIGHT, &EXP2_WEIGHT)
         } else {

@@ -1,7 +1,6 @@
-//! One tile of 64 tokens of one KV head, as the kernels want it: where its codes lie, and its parameters as floats.
+//! One tile of 64 tokens of one KV head, as the kernels read it: where its codes lie, and its parameters as floats.
 //!
-//! Native pages are read where they lie, and so is 16-bit V of views; the rest is first brought into panels of this thread's own
-//! ([`crate::unpack`]).
+//! Native pages are read in place, and so is 16-bit V of views; [`crate::unpack`] converts everything else into panels that the thread owns.
 
 use attn_core::{
     Int4Scale, Int8Scale, Scheme,
@@ -27,7 +26,7 @@ pub(crate) enum Float {
 }
 
 impl Float {
-    /// What the kernel reads of a scheme: fp8 as f16 (see [`crate::unpack`]), other codes as f32.
+    /// The float type as which the kernel reads a scheme: fp8 as f16 (see [`crate::unpack`]), other codes as f32.
     fn of(scheme: Scheme) -> Self {
         match scheme {
             Scheme::F16 | Scheme::Fp8E4m3 => Float::F16,
@@ -42,8 +41,8 @@ impl Float {
     }
 }
 
-/// What will be read next, asked for while the current tile is worked on: into L2, line by line in the order of addresses,
-/// spread over the tile's work. `docs/log/2026-11-cpu.md` has what else was tried.
+/// Prefetches the next tile's pages into L2 while the current tile is computed: line by line in the order of addresses, spread over the
+/// tile's work. `docs/log/2026-11-cpu.md` lists the alternatives that were measured.
 pub(crate) struct Fetch {
     runs: [(*const u8, usize); 4],
     count: usize,
@@ -65,12 +64,12 @@ impl Fetch {
         }
     }
 
-    /// Takes up the pages of the tile at `t0`, if there are pages.
+    /// Aims at the pages of the tile at `t0`; views have none.
     #[inline(always)]
     pub fn aim(&mut self, reader: &Reader<'_>, t0: usize, tokens: usize) {
         (self.count, self.run, self.offset) = (0, 0, 0);
         let page_size = reader.page_end(0);
-        // The second half of a page of 128 has come with the first.
+        // The second half of a page of 128 tokens is fetched with the first.
         if !reader.is_paged() || t0 & (page_size - 1) != 0 {
             return;
         }
@@ -81,12 +80,12 @@ impl Fetch {
         }
     }
 
-    /// Nothing to take up.
+    /// Aims at nothing.
     pub fn idle(&mut self) {
         (self.count, self.run, self.offset) = (0, 0, 0);
     }
 
-    /// Spreads what is to be fetched over so many steps.
+    /// Spreads the prefetches over so many steps.
     #[inline(always)]
     pub fn spread(&mut self, steps: usize) {
         let chunks: usize = self.runs[..self.count]
@@ -114,7 +113,7 @@ impl Fetch {
     }
 }
 
-/// A tile; its places are pointers into the cache or into its own panels, good until the next load.
+/// A tile; its pointers lead into the cache or into its own panels, and stay valid until the next load.
 pub(crate) struct Tile {
     /// Cached tokens, 1..=64.
     pub tokens: usize,
@@ -376,7 +375,9 @@ impl Tile {
 /// The rows of a view's tile, all of `bytes` bytes.
 #[inline(always)]
 fn view_rows(reader: &Reader<'_>, side: Side, t0: usize, tokens: usize, bytes: usize) -> CodeRows {
-    let view = reader.rows(side).expect("what has no pages is a view");
+    let view = reader
+        .rows(side)
+        .expect("a reader without pages reads a view");
     let first = view.row(t0, bytes);
     // The last row lies in the view, and so do those before it.
     let last = view.row(t0 + tokens - 1, bytes);
@@ -388,10 +389,10 @@ fn view_rows(reader: &Reader<'_>, side: Side, t0: usize, tokens: usize, bytes: u
     }
 }
 
-/// A job's codes, wherever they lie.
+/// Converts the codes of one side of a tile to floats, from pages or from a view.
 ///
 /// # Safety
-/// The job's `out` has room for its dims in panels of the scheme's floats.
+/// `job.out` has room for its dims in panels of the scheme's floats.
 #[inline(always)]
 unsafe fn widen<S: Simd>(
     s: S,
@@ -428,7 +429,7 @@ unsafe fn widen<S: Simd>(
     }
 }
 
-/// Where each 16 of a tile's tokens lie; K's (and 16-bit V's) distance between panels comes back.
+/// Finds where each 16 of a tile's tokens lie, and returns the distance between the panels of K (and of 16-bit V).
 #[inline(always)]
 fn places_of(
     reader: &Reader<'_>,

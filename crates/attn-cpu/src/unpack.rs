@@ -1,23 +1,23 @@
-//! Codes that a kernel does not read where they lie, brought into panels of this thread's own, 16 bytes at a time.
+//! Converts codes that the kernels cannot read in place, 16 bytes at a time, into panels that the thread owns.
 //!
-//! Views lie row by row; V of 8 and 4 bits lies turned, which the float arithmetic, whose sums run over tokens in order, does not
-//! want; and its factors are floats. fp8 becomes f16, of which it is 2^8 times too small: the other factor, a query or a weight,
-//! makes up for it, so that every product is the same real number. Other codes become f32.
+//! A view's rows become panels. The float arithmetic sums over tokens in order, so it needs V of 8 and 4 bits transposed, and all codes as
+//! floats. fp8 becomes f16 that is too small by 2^8; the other factor of the product, a query or a weight, is scaled by 2^8, so every product
+//! is the same real number. Other codes become f32.
 
 use attn_core::{arithmetic::TILE, format::MAX_GROUPS, layout::slot};
 
 use crate::simd::Simd;
 
-/// What codes become, as a const parameter: of fp8, f16.
+/// Conversion of fp8 to f16, as a const parameter.
 pub(crate) const FP8: u8 = 0;
-/// The same where NaN may be among them: in views.
+/// Conversion of fp8 that may hold NaN, as views may.
 pub(crate) const FP8_NAN: u8 = 1;
-/// code·scale.
+/// Conversion to code·scale.
 pub(crate) const INT8: u8 = 2;
-/// code·scale + shift.
+/// Conversion to code·scale + shift.
 pub(crate) const INT4: u8 = 3;
 
-/// 2^8: what fp8 as f16 is too small by.
+/// The factor by which fp8 as f16 is too small.
 pub(crate) const FP8_UNIT: f32 = 256.0;
 
 /// Tokens whose codes are side by side.
@@ -42,7 +42,7 @@ pub(crate) struct Scales<'a> {
     pub channel: Option<[&'a [f32]; 2]>,
 }
 
-/// One side of a tile, and where it goes: panels of 8 dims, `TILE` rows each, 2 or 4 bytes an element.
+/// The conversion of one side of a tile into panels of 8 dims, `TILE` rows each, 2 or 4 bytes an element.
 #[derive(Clone, Copy)]
 pub(crate) struct Unpack<'a> {
     pub tokens: usize,

@@ -132,7 +132,7 @@ impl WgpuBackend {
     /// Puts a step's tables and workspace on the device, and makes its pipelines: sequence b of the problem is sequence b of the cache.
     ///
     /// # Errors
-    /// Those of [`Problem::check`]; [`Error::Mismatch`] where problem and cache disagree; [`Error::Foreign`] for another
+    /// Those of [`Problem::check`]; [`Error::Mismatch`] where problem and cache disagree; [`Error::WrongBackend`] for another
     /// backend's (or device's) cache; [`Error::Device`].
     pub fn prepare(&self, problem: &Problem, cache: &KvCache) -> Result<Prepared, Error> {
         self.gpu.alive("preparing a step")?;
@@ -210,7 +210,7 @@ impl WgpuBackend {
     /// `BufferUsages::STORAGE`. The queries are taken as they are: they must be finite, and `q · softmax_scale · log2 e` at most 2^64.
     ///
     /// # Errors
-    /// [`Error::Device`] for a buffer that is too short or of another device; [`Error::Foreign`] for another backend's step.
+    /// [`Error::Device`] for a buffer that is too short or of another device; [`Error::WrongBackend`] for another backend's step.
     pub fn record(
         &self,
         encoder: &mut wgpu::CommandEncoder,
@@ -229,7 +229,7 @@ impl WgpuBackend {
     /// steps may be prepared and recorded behind this one; submit the encoder before the cache's pages are used in any other way.
     ///
     /// # Errors
-    /// Those of [`KvCache::append_with`]; [`Error::Foreign`] for another backend's (or device's) cache; [`Error::Device`] for a buffer
+    /// Those of [`KvCache::append_with`]; [`Error::WrongBackend`] for another backend's (or device's) cache; [`Error::Device`] for a buffer
     /// that is too short or of another device.
     pub fn record_append(
         &self,
@@ -246,7 +246,7 @@ impl WgpuBackend {
         append::check_buffers(&self.pages(cache)?.pool, tokens, [k, v])?;
         cache.append_with(appends, |store, writes| {
             let pages = store.as_any().downcast_ref::<DevicePages>();
-            let pages = pages.ok_or(Error::Foreign {
+            let pages = pages.ok_or(Error::WrongBackend {
                 backend: BACKEND,
                 what: "cache",
             })?;
@@ -274,7 +274,7 @@ impl WgpuBackend {
         let pages = cache.store().as_any().downcast_ref::<DevicePages>();
         pages
             .filter(|pages| Arc::ptr_eq(&pages.pool.gpu, &self.gpu))
-            .ok_or(Error::Foreign {
+            .ok_or(Error::WrongBackend {
                 backend: BACKEND,
                 what: "cache",
             })
@@ -315,7 +315,7 @@ impl DecodeAttention for WgpuBackend {
         &self.device
     }
 
-    fn is_emulated(&self) -> bool {
+    fn is_software(&self) -> bool {
         self.gpu.info.device_type == wgpu::DeviceType::Cpu
     }
 
@@ -355,7 +355,7 @@ impl DecodeAttention for WgpuBackend {
 
     fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         if step.plan().backend != BACKEND {
-            return Err(Error::Foreign {
+            return Err(Error::WrongBackend {
                 backend: BACKEND,
                 what: "plan",
             });

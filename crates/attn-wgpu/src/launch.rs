@@ -276,7 +276,7 @@ impl Prepared {
     ) -> Result<(), Error> {
         gpu.alive("recording a step")?;
         if !Arc::ptr_eq(&self.gpu, gpu) {
-            return Err(Error::Foreign {
+            return Err(Error::WrongBackend {
                 backend: BACKEND,
                 what: "prepared step",
             });

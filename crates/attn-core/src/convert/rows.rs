@@ -4,7 +4,7 @@
 //! Per group, in f32 unless said otherwise: `scale = fl(fl(max − min) / 15)`, `shift = min`; the inverse in f64,
 //! `inv = 15 / (15·scale + 1e-8)`; `code = rhe(f32(fl(x − min)·inv)) & 15`. Scale and shift are rounded to f16 only when stored, so codes belong
 //! to values slightly off the stored ones, and our own quantizer ([`crate::quant::int4_group`]) gives other codes where that matters.
-//! Nothing is clamped there; what exceeds f16 becomes ±∞ there and is refused here.
+//! FBGEMM clamps nothing: numbers beyond f16 become ±∞ there and are refused here.
 //!
 //! **llama.cpp `q8_0`** (34 bytes per 32): f16 `d`, then 32 int8. `d = fl(amax / 127)`, `code = x·fl(1/d)` rounded half away from zero.
 //!
@@ -26,13 +26,13 @@ use crate::{
 /// How another engine codes one token of one head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowFormat {
-    /// Codes side by side, little-endian, scales elsewhere: any scheme but int4.
+    /// Codes of any scheme but int4 side by side, little-endian, with scales outside the row.
     Plain(Scheme),
-    /// FBGEMM's int4 cache with 1, 2, 4 or 8 groups.
+    /// Rows of FBGEMM's int4 cache with 1, 2, 4 or 8 groups.
     FbgemmInt4(u8),
-    /// llama.cpp's `q8_0`.
+    /// Rows of llama.cpp's `q8_0`.
     Q8_0,
-    /// llama.cpp's `q4_0`.
+    /// Rows of llama.cpp's `q4_0`.
     Q4_0,
 }
 
@@ -68,7 +68,7 @@ impl RowFormat {
         Ok(scheme)
     }
 
-    /// Bytes of one row.
+    /// Size of one row in bytes.
     pub fn row_bytes(self, head_dim: usize) -> usize {
         match self {
             RowFormat::Plain(scheme) => head_dim * scheme.code_bits() / 8,
@@ -86,7 +86,7 @@ impl RowFormat {
         )
     }
 
-    /// Reads a row as the page scheme's codes and parameters; says what is wrong with it otherwise.
+    /// Reads a row as the page scheme's codes and parameters, or returns the kind of the first bad value.
     pub(crate) fn unpack(
         self,
         row: &[u8],
@@ -261,7 +261,7 @@ fn finite(what: &'static str, x: f32) -> Result<f16, Error> {
     }
 }
 
-/// FBGEMM's quantizer: one row of `x.len()` dims in `groups` groups.
+/// Quantizes one row of `x.len()` dims in `groups` groups as FBGEMM does.
 ///
 /// # Errors
 /// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for group counts and magnitudes outside the format.
@@ -294,7 +294,7 @@ pub fn fbgemm_int4_row(x: &[f32], groups: u8, row: &mut [u8]) -> Result<(), Erro
     Ok(())
 }
 
-/// llama.cpp's `q8_0` reference quantizer; where its `1/d` overflows, codes saturate here.
+/// Quantizes one row as llama.cpp's `q8_0` reference does; where its `1/d` overflows, codes saturate here.
 ///
 /// # Errors
 /// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for magnitudes beyond the format.
@@ -313,7 +313,7 @@ pub fn q8_0_row(x: &[f32], row: &mut [u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// llama.cpp's `q4_0` reference quantizer.
+/// Quantizes one row as llama.cpp's `q4_0` reference does.
 ///
 /// # Errors
 /// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for magnitudes beyond the format.
