@@ -208,7 +208,7 @@ fn check_lengths(problem: &Problem, q: &[f32], out: &[f32], lse: &[f32]) -> Resu
     Ok(())
 }
 
-const FOREIGN_CACHE: Error = Error::Foreign {
+const FOREIGN_CACHE: Error = Error::WrongBackend {
     backend: "cuda",
     what: "cache",
 };
@@ -256,7 +256,7 @@ impl DecodeAttention for CudaBackend {
 
     fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         if step.plan().backend != "cuda" {
-            return Err(Error::Foreign {
+            return Err(Error::WrongBackend {
                 backend: "cuda",
                 what: "plan",
             });

@@ -1,4 +1,4 @@
-//! The law's scalar functions on this adapter, compared with the CPU's bits: which claim an adapter can be held to.
+//! The scalar functions of `docs/arithmetic.md` on this adapter, compared with the CPU's bits: they decide which claim the adapter can be held to.
 
 use attn_core::{
     Error,
@@ -7,26 +7,27 @@ use attn_core::{
         softcap, weight_units,
     },
 };
+use attn_kernels::wgsl::{self, params::ArithmeticParams};
 use wgpu::BufferUsages;
 
-use crate::{error::device, gpu::Gpu, shader};
+use crate::{gpu::Gpu, pipeline};
 
-/// One function on this adapter.
+/// The comparison of one function on this adapter with the CPU.
 #[derive(Debug, Clone)]
-pub struct LawCheck {
-    /// What was computed.
+pub struct ArithmeticCheck {
+    /// The function or expression.
     pub function: &'static str,
-    /// Whether decode relies on it (the others show what the compiler does with plain expressions).
+    /// Whether decode relies on it; the others show how the compiler treats plain expressions.
     pub relied_on: bool,
     /// Inputs tried.
     pub tried: usize,
-    /// How many results differ from the CPU's bits.
+    /// Results that differ from the CPU's bits.
     pub differing: usize,
     /// The first that differs: inputs, the adapter's bits, the CPU's.
     pub first: Option<([f32; 3], u32, u32)>,
 }
 
-impl std::fmt::Display for LawCheck {
+impl std::fmt::Display for ArithmeticCheck {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
@@ -53,7 +54,7 @@ fn weight(x: f32) -> f32 {
     exp2_weight((-x).min(WEIGHT_MAX))
 }
 
-/// In the order of `law.wgsl`.
+/// In the order of `check_arithmetic.wgsl`.
 const FUNCTIONS: [Function; 18] = [
     ("exp2w(-x)", true, |[x, _, _]| weight(x)),
     ("exp2f(x)", true, |[x, _, _]| exp2_float(x)),
@@ -109,27 +110,36 @@ fn inputs() -> Vec<[f32; 3]> {
         .collect()
 }
 
-pub(crate) fn check(gpu: &Gpu) -> Result<Vec<LawCheck>, Error> {
-    let text = shader::law_text().map_err(|e| device("specialising a kernel", e.into()))?;
-    let pipeline = shader::compile(gpu, "law", text)?;
+pub(crate) fn check(gpu: &Gpu) -> Result<Vec<ArithmeticCheck>, Error> {
+    let text = wgsl::arithmetic_text();
+    let pipeline = pipeline::compile(gpu, "check_arithmetic", text)?;
     let inputs = inputs();
     let rows: Vec<[f32; 4]> = (0..FUNCTIONS.len())
         .flat_map(|f| inputs.iter().map(move |&[x, y, z]| [x, y, z, f as f32]))
         .collect();
     let bytes = 4 * rows.len() as u64;
     let write = BufferUsages::COPY_DST;
-    let params = gpu.buffer("attn law", 20, BufferUsages::UNIFORM | write)?;
-    let given = gpu.buffer("attn law inputs", 4 * bytes, BufferUsages::STORAGE | write)?;
+    let params = gpu.buffer("attn arithmetic", 20, BufferUsages::UNIFORM | write)?;
+    let given = gpu.buffer(
+        "attn arithmetic inputs",
+        4 * bytes,
+        BufferUsages::STORAGE | write,
+    )?;
     let result = gpu.buffer(
-        "attn law results",
+        "attn arithmetic results",
         bytes,
         BufferUsages::STORAGE | BufferUsages::COPY_SRC,
     )?;
-    gpu.guarded("checking the law", || {
-        let [round, weight] = [ROUND, ROUND_WEIGHT].map(f32::to_bits);
-        let constants = [round, round, weight, weight, 0];
+    gpu.guarded("checking the arithmetic", || {
+        let constants = ArithmeticParams {
+            round_up: ROUND,
+            round_down: ROUND,
+            weight_up: ROUND_WEIGHT,
+            weight_down: ROUND_WEIGHT,
+            zero: 0,
+        };
         gpu.queue
-            .write_buffer(&params, 0, bytemuck::cast_slice(&constants));
+            .write_buffer(&params, 0, bytemuck::cast_slice(&constants.words()));
         gpu.queue
             .write_buffer(&given, 0, bytemuck::cast_slice(&rows));
         let group = gpu.device.create_bind_group(&wgpu::BindGroupDescriptor {
@@ -153,7 +163,7 @@ pub(crate) fn check(gpu: &Gpu) -> Result<Vec<LawCheck>, Error> {
         }
         gpu.queue.submit([encoder.finish()]);
     })?;
-    let bytes = gpu.read("checking the law", &[(&result, 0, bytes)])?;
+    let bytes = gpu.read("checking the arithmetic", &[(&result, 0, bytes)])?;
     let words: Vec<u32> = bytes
         .chunks_exact(4)
         .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
@@ -162,7 +172,7 @@ pub(crate) fn check(gpu: &Gpu) -> Result<Vec<LawCheck>, Error> {
 }
 
 /// The GPU's result bits, function by function, beside the CPU's of the same inputs.
-fn compare(inputs: &[[f32; 3]], words: &[u32]) -> Vec<LawCheck> {
+fn compare(inputs: &[[f32; 3]], words: &[u32]) -> Vec<ArithmeticCheck> {
     FUNCTIONS
         .iter()
         .zip(words.chunks_exact(TRIED))
@@ -173,7 +183,7 @@ fn compare(inputs: &[[f32; 3]], words: &[u32]) -> Vec<LawCheck> {
                 .map(|(&x, &got)| (x, got, cpu(x).to_bits()))
                 .filter(|(_, got, want)| got != want)
                 .collect();
-            LawCheck {
+            ArithmeticCheck {
                 function,
                 relied_on,
                 tried: TRIED,

@@ -1,4 +1,4 @@
-//! The preprocessor that makes one WGSL module of `kernels/wgsl`: constants, conditions, unrolled loops, includes.
+//! The preprocessor that makes one WGSL module of `kernels/wgsl`: constants, conditions, unrolled loops, includes, templates.
 //!
 //! | line | meaning |
 //! |---|---|
@@ -6,13 +6,21 @@
 //! | `#let NAME = EXPR` | a constant from here on |
 //! | `#if EXPR`, `#elif EXPR`, `#else`, `#end` | conditional lines |
 //! | `#for NAME in A..B`, `#end` | the lines once for each integer of `A..B` |
+//! | `#def NAME(CONSTANT, …): IN, … -> OUT, …`, `#end` | a template: statements that read the locals `IN` of the function around them, and declare or change `OUT` |
+//! | `#use NAME(EXPR, …)` | the template's lines, with its constants set |
+//!
+//! In a template's interface `name_*` stands for all locals whose names begin so. A template that uses another local of the function, and a
+//! function that uses another local of the template, are refused.
 //!
 //! `$(EXPR)` in any other line becomes its value. Expressions are integers with `?: || && == != < <= > >= + - * / % ! ()`.
 //! Unrolling by text keeps every accumulator a scalar, whatever a driver's compiler does with loops.
 //!
 //! Any text is either specialised or refused: arithmetic is checked, and nesting, work and the length of the result are bounded.
 
-use std::{collections::HashMap, fmt};
+use std::{
+    collections::{HashMap, HashSet},
+    fmt,
+};
 
 /// Includes inside includes.
 const MOST_INCLUDES: usize = 8;
@@ -21,7 +29,7 @@ const MOST_BLOCKS: usize = 64;
 /// Parentheses, `!`, `-` and `?:` inside one another in an expression.
 const MOST_TERMS: usize = 64;
 /// Bytes of the result.
-pub(crate) const MOST_OUT: usize = 4 << 20;
+pub const MOST_OUT: usize = 4 << 20;
 /// Bytes of all lines that are looked at, each time that they are.
 const MOST_WORK: usize = 64 << 20;
 
@@ -58,6 +66,8 @@ pub fn specialise<'a>(
     let mut run = Run {
         constants: constants.clone(),
         source,
+        templates: HashMap::new(),
+        locals: Locals::default(),
         out: String::new(),
         includes: 0,
         blocks: 0,
@@ -74,9 +84,110 @@ fn fail(line: &str, reason: impl Into<String>) -> SpecialiseError {
     }
 }
 
+/// Statements with an interface.
+#[derive(Clone)]
+struct Template<'a> {
+    constants: Vec<&'a str>,
+    /// Patterns of the locals that it reads.
+    reads: Vec<&'a str>,
+    /// Patterns of the locals that it declares or changes.
+    writes: Vec<&'a str>,
+    body: Vec<&'a str>,
+}
+
+/// Whether one of the patterns stands for `name`.
+fn matches(patterns: &[&str], name: &str) -> bool {
+    patterns
+        .iter()
+        .any(|pattern| match pattern.strip_suffix('*') {
+            Some(start) => name.starts_with(start),
+            None => *pattern == name,
+        })
+}
+
+/// The use of a template that is being expanded.
+struct Use<'a> {
+    template: Template<'a>,
+    /// The function's locals where the use begins.
+    outer: HashSet<String>,
+    /// Locals declared since.
+    own: HashSet<String>,
+}
+
+/// The locals of the function that the text is in.
+#[derive(Default)]
+struct Locals<'a> {
+    /// Whether the text is in the function's list of parameters.
+    in_header: bool,
+    known: HashSet<String>,
+    /// Locals of templates that their interfaces do not name.
+    hidden: HashSet<String>,
+    uses: Vec<Use<'a>>,
+}
+
+/// The names on a line, comments and members apart, each with the name before it and whether a colon follows.
+fn names(line: &str) -> impl Iterator<Item = (&str, &str, bool)> {
+    let code = line.split("//").next().unwrap_or("");
+    let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let mut before = "";
+    let mut rest = code;
+    std::iter::from_fn(move || {
+        loop {
+            let start = rest.find(is_part)?;
+            let member = rest[..start].ends_with('.');
+            let found = &rest[start..];
+            let end = found.find(|c| !is_part(c)).unwrap_or(found.len());
+            let name = &found[..end];
+            rest = &found[end..];
+            let previous = std::mem::replace(&mut before, name);
+            if !member && is_name(name) {
+                return Some((name, previous, rest.starts_with(':')));
+            }
+        }
+    })
+}
+
+impl Locals<'_> {
+    /// Takes a line of text into account, and names a local that an interface lacks.
+    fn line(&mut self, line: &str) -> Result<(), String> {
+        if line.starts_with("fn ") {
+            *self = Locals {
+                in_header: true,
+                ..Locals::default()
+            };
+        }
+        for (name, before, colon) in names(line) {
+            if matches!(before, "let" | "var") || (self.in_header && colon) {
+                self.known.insert(name.to_owned());
+                self.hidden.remove(name);
+                for of in &mut self.uses {
+                    of.own.insert(name.to_owned());
+                }
+            } else if self.hidden.contains(name) {
+                return Err(format!("uses {name:?}, which a template keeps to itself"));
+            }
+            for Use {
+                template,
+                outer,
+                own,
+            } in &self.uses
+            {
+                let named = matches(&template.reads, name) || matches(&template.writes, name);
+                if outer.contains(name) && !own.contains(name) && !named {
+                    return Err(format!("uses {name:?}, which its template does not name"));
+                }
+            }
+        }
+        self.in_header &= !line.contains('{');
+        Ok(())
+    }
+}
+
 struct Run<'a, 's> {
     constants: Constants,
     source: &'s dyn Fn(&str) -> Option<&'a str>,
+    templates: HashMap<String, Template<'a>>,
+    locals: Locals<'a>,
     out: String,
     includes: usize,
     blocks: usize,
@@ -91,7 +202,7 @@ fn is_name(text: &str) -> bool {
         && chars.all(|c| c.is_ascii_alphanumeric() || c == '_')
 }
 
-impl Run<'_, '_> {
+impl<'a> Run<'a, '_> {
     /// Counts a look at `line`, and refuses the one too many.
     fn spend(&mut self, line: &str) -> Result<(), SpecialiseError> {
         self.work = self.work.saturating_add(line.len() + 1);
@@ -114,7 +225,10 @@ impl Run<'_, '_> {
         for (i, line) in lines.iter().enumerate() {
             self.spend(line)?;
             let line = line.trim();
-            if line.starts_with("#if ") || line.starts_with("#for ") {
+            if ["#if ", "#for ", "#def "]
+                .iter()
+                .any(|opener| line.starts_with(opener))
+            {
                 depth += 1;
             } else if line == "#end" {
                 if depth == 0 {
@@ -128,7 +242,7 @@ impl Run<'_, '_> {
         Err(fail(opener, "has no #end"))
     }
 
-    fn block(&mut self, lines: &[&str]) -> Result<(), SpecialiseError> {
+    fn block(&mut self, lines: &[&'a str]) -> Result<(), SpecialiseError> {
         let mut i = 0;
         while i < lines.len() {
             let line = lines[i];
@@ -153,6 +267,12 @@ impl Run<'_, '_> {
                 let body = &lines[i..i + end];
                 i += end + 1;
                 self.repeat(header, body, line)?;
+            } else if let Some(header) = trimmed.strip_prefix("#def ") {
+                let (end, _) = self.close(&lines[i..], line)?;
+                self.define(header, &lines[i..i + end], line)?;
+                i += end + 1;
+            } else if let Some(call) = trimmed.strip_prefix("#use ") {
+                self.expand(call, line)?;
             } else if trimmed.starts_with('#') {
                 return Err(fail(line, "is no directive that belongs here"));
             } else {
@@ -163,7 +283,7 @@ impl Run<'_, '_> {
     }
 
     /// A block inside the current one.
-    fn inner(&mut self, lines: &[&str], line: &str) -> Result<(), SpecialiseError> {
+    fn inner(&mut self, lines: &[&'a str], line: &str) -> Result<(), SpecialiseError> {
         if self.blocks == MOST_BLOCKS {
             return Err(fail(line, "is nested too deep"));
         }
@@ -194,7 +314,98 @@ impl Run<'_, '_> {
         Ok(())
     }
 
-    fn repeat(&mut self, header: &str, body: &[&str], line: &str) -> Result<(), SpecialiseError> {
+    /// `NAME(CONSTANT, …): IN, … -> OUT, …`
+    fn define(
+        &mut self,
+        header: &'a str,
+        body: &[&'a str],
+        line: &str,
+    ) -> Result<(), SpecialiseError> {
+        let list = |text: &'a str| -> Vec<&'a str> {
+            let names = text.split(',').map(str::trim);
+            names.filter(|name| !name.is_empty()).collect()
+        };
+        let parts = header.split_once('(').and_then(|(name, rest)| {
+            let (constants, rest) = rest.split_once(')')?;
+            let (reads, writes) = rest.strip_prefix(':')?.split_once("->")?;
+            Some((name, [constants, reads, writes].map(list)))
+        });
+        let Some((name, [constants, reads, writes])) = parts else {
+            return Err(fail(line, "is not #def NAME(CONSTANT, …): IN, … -> OUT, …"));
+        };
+        let template = Template {
+            constants,
+            reads,
+            writes,
+            body: body.to_vec(),
+        };
+        self.templates.insert(name.to_owned(), template);
+        Ok(())
+    }
+
+    fn expand(&mut self, call: &str, line: &str) -> Result<(), SpecialiseError> {
+        let parts = call
+            .trim()
+            .strip_suffix(')')
+            .and_then(|c| c.split_once('('));
+        let (name, arguments) = parts.ok_or_else(|| fail(line, "is not #use NAME(EXPR, …)"))?;
+        let template = self.templates.get(name).cloned();
+        let template = template.ok_or_else(|| fail(line, "there is no such template"))?;
+        let arguments = arguments.split(',').filter(|text| !text.trim().is_empty());
+        let values = arguments
+            .map(|text| self.value(text, line))
+            .collect::<Result<Vec<_>, _>>()?;
+        if values.len() != template.constants.len() {
+            return Err(fail(line, "has other constants than its template"));
+        }
+        let outer: Vec<_> = template
+            .constants
+            .iter()
+            .map(|name| (*name, self.constants.get(*name).copied()))
+            .collect();
+        for (name, value) in template.constants.iter().zip(values) {
+            self.set(name, value, line)?;
+        }
+        self.locals.uses.push(Use {
+            template: template.clone(),
+            outer: self.locals.known.clone(),
+            own: HashSet::new(),
+        });
+        self.inner(&template.body, line)?;
+        if let Some(Use {
+            template,
+            own,
+            outer,
+        }) = self.locals.uses.pop()
+        {
+            let kept = own
+                .into_iter()
+                .filter(|name| !matches(&template.writes, name));
+            for name in kept.filter(|name| !outer.contains(name)) {
+                self.locals.known.remove(&name);
+                self.locals.hidden.insert(name);
+            }
+        }
+        for (name, value) in outer {
+            self.restore(name, value);
+        }
+        Ok(())
+    }
+
+    /// Gives a constant the value that it had, if it had one.
+    fn restore(&mut self, name: &str, value: Option<i64>) {
+        match value {
+            Some(value) => self.constants.insert(name.to_owned(), value),
+            None => self.constants.remove(name),
+        };
+    }
+
+    fn repeat(
+        &mut self,
+        header: &str,
+        body: &[&'a str],
+        line: &str,
+    ) -> Result<(), SpecialiseError> {
         let (name, range) = header
             .split_once(" in ")
             .ok_or_else(|| fail(line, "lacks an in"))?;
@@ -208,17 +419,14 @@ impl Run<'_, '_> {
             self.set(name, value, line)?;
             self.inner(body, line)?;
         }
-        match outer {
-            Some(value) => self.constants.insert(name.trim().to_owned(), value),
-            None => self.constants.remove(name.trim()),
-        };
+        self.restore(name.trim(), outer);
         Ok(())
     }
 
     fn conditional(
         &mut self,
         first: &str,
-        body: &[&str],
+        body: &[&'a str],
         branches: &[usize],
         line: &str,
     ) -> Result<(), SpecialiseError> {
@@ -241,7 +449,7 @@ impl Run<'_, '_> {
     }
 
     fn text(&mut self, line: &str) -> Result<(), SpecialiseError> {
-        let mut rest = line;
+        let (start, mut rest) = (self.out.len(), line);
         while let Some(at) = rest.find("$(") {
             self.out.push_str(&rest[..at]);
             let inside = &rest[at + 2..];
@@ -261,6 +469,8 @@ impl Run<'_, '_> {
             rest = &inside[end + 1..];
         }
         self.out.push_str(rest);
+        let locals = self.locals.line(&self.out[start..]);
+        locals.map_err(|reason| fail(line, reason))?;
         self.out.push('\n');
         if self.out.len() > MOST_OUT {
             return Err(fail(line, format!("is beyond {MOST_OUT} bytes of text")));
@@ -417,6 +627,44 @@ mod tests {
     }
 
     #[test]
+    fn templates_state_the_locals_that_they_share() {
+        let add = "#def add(i): x -> sum_*\nlet y = x * $(i);\nlet sum_$(i) = y;\n#end\n";
+        let run = |body: &str| -> Result<String, SpecialiseError> {
+            run(format!("{add}fn f(x: i32, z: i32) {{\n{body}\n}}").leak())
+        };
+        let used = run("#for i in 1..N\n#use add(i + 1)\n#end\nlet t = sum_2 + sum_3 + v.y;");
+        let text = "let y = x * 2;\nlet sum_2 = y;\nlet y = x * 3;\nlet sum_3 = y;\n";
+        assert!(used.unwrap().contains(text));
+        for (body, reason) in [
+            (
+                "#use add(1)\nlet t = y;",
+                "uses \"y\", which a template keeps to itself",
+            ),
+            ("#use add()", "has other constants than its template"),
+            ("#use sub(1)", "there is no such template"),
+            (
+                "#def f(): x -> a\nlet a = x + z;\n#end\n#use f()",
+                "uses \"z\", which its template does not name",
+            ),
+            (
+                "#def f(): -> b\n#use add(2)\nlet b = sum_2;\n#end\n#use f()",
+                "uses \"x\", which its template does not name",
+            ),
+            (
+                "#def f(): -> b\n#use f()\n#end\n#use f()",
+                "is nested too deep",
+            ),
+            (
+                "#def f() -> b\n#end",
+                "is not #def NAME(CONSTANT, …): IN, … -> OUT, …",
+            ),
+        ] {
+            assert_eq!(run(body).unwrap_err().reason, reason, "{body}");
+        }
+        assert!(run("#use add(1)\nlet y = sum_1;").is_ok());
+    }
+
+    #[test]
     fn one_branch_is_taken() {
         let text = "#let M = N == 3 ? 7 : 9\n#if M < 7 || !N\na\n#elif M == 7 && N >= 3\nb\n#else\nc\n#end";
         assert_eq!(run(text).unwrap(), "b\n");
@@ -518,6 +766,9 @@ mod tests {
             "#end",
             "#for ",
             "#let ",
+            "#def ",
+            "#use ",
+            ": i -> 3",
             "#include ",
             "i",
             " in ",

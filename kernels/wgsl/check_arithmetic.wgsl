@@ -1,11 +1,5 @@
-// law.wgsl: each function of arithmetic.wgsl on given inputs, one per thread, to compare with the CPU's bits (crates/attn-wgpu/src/law.rs).
-struct Params {
-    round_up: f32,
-    round_down: f32,
-    weight_up: f32,
-    weight_down: f32,
-    zero: u32,
-}
+// check_arithmetic.wgsl: each function of arithmetic.wgsl on given inputs, one per thread, to compare with the CPU's bits (crates/attn-wgpu/src/arithmetic.rs).
+#include "arithmetic_params"
 
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> inputs: array<vec4<f32>>;      // x, y, z, function
@@ -13,7 +7,7 @@ struct Params {
 #include "arithmetic.wgsl"
 
 @compute @workgroup_size(64)
-fn law(@builtin(global_invocation_id) id: vec3<u32>) {
+fn check_arithmetic(@builtin(global_invocation_id) id: vec3<u32>) {
     if id.x >= arrayLength(&inputs) {
         return;
     }

@@ -1,29 +1,28 @@
-//! Codes that a kernel does not read where they lie, brought into panels of this thread's own, 16 bytes at a time.
+//! Converts codes that the kernels cannot read in place, 16 bytes at a time, into panels that the thread owns.
 //!
-//! Views lie row by row; V of 8 and 4 bits lies turned, which the float arithmetic, whose sums run over tokens in order, does not
-//! want; and its factors are floats. fp8 becomes f16, of which it is 2^8 times too small: the other factor, a query or a weight,
-//! makes up for it, so that every product is the same real number. Other codes become f32.
+//! A view's rows become panels. The float arithmetic sums over tokens in order, so it needs V of 8 and 4 bits transposed, and all codes as
+//! floats. fp8 becomes f16 that is too small by 2^8; the other factor of the product, a query or a weight, is scaled by 2^8, so every product
+//! is the same real number. Other codes become f32.
 
-use attn_core::arithmetic::TILE;
-use attn_core::layout::slot;
+use attn_core::{arithmetic::TILE, format::MAX_GROUPS, layout::slot};
 
-use crate::{scratch::GROUPS, simd::Simd};
+use crate::simd::Simd;
 
-/// What codes become, as a const parameter: of fp8, f16.
+/// Conversion of fp8 to f16, as a const parameter.
 pub(crate) const FP8: u8 = 0;
-/// The same where NaN may be among them: in views.
+/// Conversion of fp8 that may hold NaN, as views may.
 pub(crate) const FP8_NAN: u8 = 1;
-/// code·scale.
+/// Conversion to code·scale.
 pub(crate) const INT8: u8 = 2;
-/// code·scale + shift.
+/// Conversion to code·scale + shift.
 pub(crate) const INT4: u8 = 3;
 
-/// 2^8: what fp8 as f16 is too small by.
+/// The factor by which fp8 as f16 is too small.
 pub(crate) const FP8_UNIT: f32 = 256.0;
 
 /// Tokens whose codes are side by side.
 #[derive(Clone, Copy)]
-pub(crate) struct Lines {
+pub(crate) struct CodeRows {
     /// The first row of each 16 tokens.
     pub places: [*const u8; 4],
     /// From a row to the next.
@@ -36,16 +35,16 @@ pub(crate) struct Lines {
 #[derive(Clone, Copy)]
 pub(crate) struct Scales<'a> {
     /// By group and token.
-    pub scale: &'a [[f32; TILE]; GROUPS],
-    pub shift: &'a [[f32; TILE]; GROUPS],
+    pub scale: &'a [[f32; TILE]; MAX_GROUPS],
+    pub shift: &'a [[f32; TILE]; MAX_GROUPS],
     pub groups: usize,
     /// By dim, instead of the others.
     pub channel: Option<[&'a [f32]; 2]>,
 }
 
-/// One side of a tile, and where it goes: panels of 8 dims, `TILE` rows each, 2 or 4 bytes an element.
+/// The conversion of one side of a tile into panels of 8 dims, `TILE` rows each, 2 or 4 bytes an element.
 #[derive(Clone, Copy)]
-pub(crate) struct Job<'a> {
+pub(crate) struct Unpack<'a> {
     pub tokens: usize,
     pub dim: usize,
     pub scales: Scales<'a>,
@@ -57,7 +56,13 @@ pub(crate) struct Job<'a> {
 /// # Safety
 /// `bytes` are readable in each of `tokens` rows, a multiple of 16 and 64 at least; `bytes·TILE` are writable at `out`.
 #[inline(always)]
-pub(crate) unsafe fn copy<S: Simd>(s: S, lines: &Lines, tokens: usize, bytes: usize, out: *mut u8) {
+pub(crate) unsafe fn copy<S: Simd>(
+    s: S,
+    lines: &CodeRows,
+    tokens: usize,
+    bytes: usize,
+    out: *mut u8,
+) {
     for t in 0..tokens {
         for at in (0..bytes / 16).step_by(S::ROWS) {
             // The last vector overlaps the one before it if need be.
@@ -79,7 +84,7 @@ pub(crate) unsafe fn copy<S: Simd>(s: S, lines: &Lines, tokens: usize, bytes: us
 #[inline(always)]
 pub(crate) unsafe fn turn_rows<S: Simd>(
     s: S,
-    lines: &Lines,
+    lines: &CodeRows,
     tokens: usize,
     dim: usize,
     out: *mut u8,
@@ -107,7 +112,7 @@ pub(crate) unsafe fn turn_rows<S: Simd>(
 /// # Safety
 /// `dim` bytes are readable in each of `tokens` rows; `out` has room.
 #[inline(always)]
-pub(crate) unsafe fn widen_rows<S: Simd, const KIND: u8>(s: S, lines: &Lines, job: &Job<'_>) {
+pub(crate) unsafe fn widen_rows<S: Simd, const KIND: u8>(s: S, lines: &CodeRows, job: &Unpack<'_>) {
     for t in 0..job.tokens {
         for at in (0..job.dim / 16).step_by(S::ROWS) {
             let at = at.min(job.dim / 16 - S::ROWS);
@@ -125,7 +130,7 @@ pub(crate) unsafe fn widen_rows<S: Simd, const KIND: u8>(s: S, lines: &Lines, jo
 /// # Safety
 /// `dim/16` panels of as many rows as `tokens` rounded up to 16; `out` has room.
 #[inline(always)]
-pub(crate) unsafe fn widen_panels<S: Simd>(s: S, lines: &Lines, job: &Job<'_>) {
+pub(crate) unsafe fn widen_panels<S: Simd>(s: S, lines: &CodeRows, job: &Unpack<'_>) {
     for t in (0..job.tokens).step_by(S::ROWS) {
         let first = lines.places[t / 16].wrapping_add(t % 16 * 16);
         for block in 0..job.dim / 16 {
@@ -152,7 +157,7 @@ fn half_of_fp8<S: Simd>(s: S, x: S::I) -> S::I {
 /// # Safety
 /// 8 rows for each 16 tokens; else as for [`widen_rows`].
 #[inline(always)]
-pub(crate) unsafe fn widen_pairs<S: Simd>(s: S, lines: &Lines, job: &Job<'_>) {
+pub(crate) unsafe fn widen_pairs<S: Simd>(s: S, lines: &CodeRows, job: &Unpack<'_>) {
     let mask = s.i_splat(0x0f0f_0f0f);
     for t0 in (0..job.tokens).step_by(16) {
         for i in 0..8 {
@@ -179,7 +184,7 @@ pub(crate) unsafe fn widen_pairs<S: Simd>(s: S, lines: &Lines, job: &Job<'_>) {
 pub(crate) unsafe fn widen_turned<S: Simd, const KIND: u8>(
     s: S,
     places: &[*const u8; 4],
-    job: &Job<'_>,
+    job: &Unpack<'_>,
 ) {
     for t0 in (0..job.tokens).step_by(16) {
         for at in (0..job.dim / 16).step_by(S::ROWS) {
@@ -202,7 +207,7 @@ pub(crate) unsafe fn widen_turned<S: Simd, const KIND: u8>(
 /// # Safety
 /// As for [`widen_turned`], with `dim/2` rows.
 #[inline(always)]
-pub(crate) unsafe fn widen_turned_pairs<S: Simd>(s: S, places: &[*const u8; 4], job: &Job<'_>) {
+pub(crate) unsafe fn widen_turned_pairs<S: Simd>(s: S, places: &[*const u8; 4], job: &Unpack<'_>) {
     let (mask, blocks) = (s.i_splat(0x0f0f_0f0f), job.dim / 16);
     for t0 in (0..job.tokens).step_by(16) {
         // 16 rows are two blocks of 16 dims; the last two overlap others if need be.
@@ -231,7 +236,7 @@ pub(crate) unsafe fn widen_turned_pairs<S: Simd>(s: S, places: &[*const u8; 4], 
 
 /// Chunks `at..at + 4` of token `t`.
 #[inline(always)]
-fn chunks(lines: &Lines, t: usize, at: usize) -> [*const u8; 4] {
+fn chunks(lines: &CodeRows, t: usize, at: usize) -> [*const u8; 4] {
     let first = lines.places[t / 16].wrapping_add(t % 16 * lines.row + at * lines.chunk);
     [
         first,
@@ -301,7 +306,7 @@ unsafe fn turned<S: Simd>(s: S, place: *const u8, starts: [usize; 4]) -> [S::I; 
 #[inline(always)]
 unsafe fn emit<S: Simd, const KIND: u8>(
     s: S,
-    job: &Job<'_>,
+    job: &Unpack<'_>,
     t: usize,
     blocks: [usize; 4],
     codes: S::I,
@@ -354,7 +359,7 @@ unsafe fn emit<S: Simd, const KIND: u8>(
 /// Row `t` of the even (`half` 0) or odd panels of `blocks`; a row has `width` bytes.
 #[inline(always)]
 fn panel_rows(
-    job: &Job<'_>,
+    job: &Unpack<'_>,
     t: usize,
     blocks: [usize; 4],
     half: usize,
@@ -376,7 +381,7 @@ fn panel_rows(
 #[inline(always)]
 unsafe fn factors<S: Simd>(
     s: S,
-    job: &Job<'_>,
+    job: &Unpack<'_>,
     t: usize,
     blocks: [usize; 4],
     quarter: usize,
@@ -404,15 +409,15 @@ unsafe fn factors<S: Simd>(
         return [s.splat(of.scale[0][t]), s.splat(of.shift[0][t])];
     }
     // Four times each group's, for the rows that lie in it.
-    let (mut scale, mut shift) = ([[0.0f32; 4]; GROUPS], [[0.0f32; 4]; GROUPS]);
+    let (mut scale, mut shift) = ([[0.0f32; 4]; MAX_GROUPS], [[0.0f32; 4]; MAX_GROUPS]);
     for g in 0..of.groups {
         scale[g] = [of.scale[g][t]; 4];
         shift[g] = [of.shift[g][t]; 4];
     }
     let blocks_per_group = job.dim / 16 / of.groups;
-    let rows = |x: &[[f32; 4]; GROUPS]| {
+    let rows = |x: &[[f32; 4]; MAX_GROUPS]| {
         let at = |r: usize| {
-            x[(blocks[r] / blocks_per_group).min(GROUPS - 1)]
+            x[(blocks[r] / blocks_per_group).min(MAX_GROUPS - 1)]
                 .as_ptr()
                 .cast()
         };
