@@ -3,14 +3,8 @@
 // Grid      persistent, 2 CTAs per SM; 128 threads. CTA i reads chunks i, i + grid, …
 // Shared    6 stages of 16 KiB (bulk copies); plain 16-byte loads before sm_90.
 // Host      crates/attn-cuda/src/native/mod.rs::launch_read.
+#include "params.h"
 #include "ptx.cuh"
-
-struct ReadParams {
-    const u8* from;
-    u64 bytes;  // a multiple of 16
-    u32* sink;  // written if the bytes cancel out, which nobody asks for
-};
-static_assert(sizeof(ReadParams) == 24, "edit crates/attn-cuda/src/params.rs too");
 
 constexpr int STAGES = 6, CHUNK = 16384;
 

@@ -78,7 +78,7 @@ DEVICE int dot2_u8_high(u32 a, u32 b, int c) { return (int)((u32)c + (a & 0xffff
 // ---- threads and warps ----
 
 DEVICE int lane_id() { return me().thread % 32; }
-DEVICE int not_before(int x) { return x; }
+DEVICE int opaque(int x) { return x; }
 DEVICE u32 warp_slot() { return me().thread / 32; }
 static inline void __syncthreads() { cta_barrier(0, machine.threads); }
 template <int N> DEVICE void barrier_of(int id = 1) { cta_barrier(id, N); }
@@ -139,10 +139,10 @@ DEVICE u32 load_acquire(const u32* at) {
     yield();
     return *(volatile const u32*)at;
 }
-template <class T> static inline T look_at(const T* at) { return *at; }
-// A warp that looks gets on by itself, so `yield` does not see that it waits for ever.
-DEVICE void look_again() {
-    if (++machine.looks > 100000000) fail("a word that never comes");
+template <class T> static inline T load_relaxed(const T* at) { return *at; }
+// A warp that spins gets on by itself, so `yield` does not see that it waits for ever.
+DEVICE void backoff() {
+    if (++machine.spins > 100000000) fail("a word that never comes");
     yield();
 }
 DEVICE int load_now(const int* at) { return *at; }

@@ -165,7 +165,14 @@ impl CudaTimer {
             });
         }
         let device = &self.gpu.device;
-        native::Shape::new(device.limits(), problem, shape.format, page_size(shape)).map(drop)
+        native::LaunchPlan::new(
+            device.limits(),
+            &device.preferences,
+            problem,
+            shape.format,
+            page_size(shape),
+        )
+        .map(drop)
     }
 
     /// `bytes` of the arena, which grows; contents are left over from before.

@@ -8,9 +8,10 @@ use attn_core::{
     KvFormat, Problem,
     bench::{Place, shapes},
 };
-use attn_cuda::{
-    images,
-    instance::{Arch, Instance, common, covered},
+use attn_cuda::images;
+use attn_kernels::cuda::{
+    Arch, Instance,
+    instance::{common, covered},
 };
 
 use crate::{hostile, stress};
@@ -117,7 +118,7 @@ pub struct Options {
     /// Only those of the reduced table.
     #[arg(long)]
     reduced: bool,
-    /// Print unit and options instead.
+    /// Print source files and options instead.
     #[arg(long)]
     list: bool,
     /// Also write each image here, for a disassembler.
@@ -132,7 +133,7 @@ fn file_name(instance: &Instance, arch: Arch) -> String {
     let words: Vec<_> = macros.map(|m| m.replace('=', "")).collect();
     format!(
         "{}-{}-{}.cubin",
-        instance.unit().trim_end_matches(".cu"),
+        instance.source().trim_end_matches(".cu"),
         arch.name(),
         words.join("-")
     )
@@ -152,7 +153,7 @@ pub fn run(options: &Options) -> Result<()> {
     };
     if options.list {
         for instance in &all {
-            println!("{} {}", instance.unit(), instance.options(arch).join(" "));
+            println!("{} {}", instance.source(), instance.options(arch).join(" "));
         }
         return Ok(());
     }

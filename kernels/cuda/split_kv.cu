@@ -1,74 +1,74 @@
 // Split-KV decode attention over a quantized cache: docs/arithmetic.md on tensor cores.
 //
-// A persistent grid cuts the work into shares of equal cost (work.cuh). In a CTA four teams of warps take a span each, or the four
-// segments of one, or their tiles, or a short item each, with a ring of stages of their own that the copy engine fills (feed.cuh);
+// A persistent grid cuts the work into shares of equal cost (split.cuh). In a CTA four teams of warps take a span each, or the four
+// segments of one, or their tiles, or a short item each, with a ring of stages of their own that the copy engine fills (kv_pipeline.cuh);
 // all query rows of a KV head share what is read. Nobody waits for a turn: a team folds and merges what it has, and the four states
-// meet in shared memory once per unit (join.cuh): the joins took a quarter of int4's time when they came for every span. The order of
+// meet in shared memory once per unit (partials_shared.cuh): the merges took a quarter of int4's time when they came for every span. The order of
 // every rounding is the law's, whatever the grid.
 #include "channel.cuh"
-#include "join.cuh"
+#include "partials_shared.cuh"
 
 struct Warp {
     const DecodeParams& p;
-    Feed& feed;
+    Producer& producer;
     Ring& ring;
     Team team;
     int lane, warp_row;
-    bool producer;
+    bool is_producer;
     u32 query, scratch;
 
     __device__ __forceinline__ void done_with_stage() {
         ring.release(lane);
-        if (producer) feed.issue(p);
+        if (is_producer) producer.issue(p);
     }
     __device__ __forceinline__ void tile(const Work& work, int index, int kv_len, const ItemRows& item, State& state) {
         const Rows& rows = item.rows;
         const Query& q = item.q;
         int t0 = index * TILE, tokens = min(TILE, kv_len - t0);
-        float s[G][SCORES], scale[G];
+        float s[ROW_GROUPS][SCORES], scale[ROW_GROUPS];
         auto done = [&] { done_with_stage(); };
         u32 values;
-        if constexpr (CHANNEL) {
+        if constexpr (K_PER_CHANNEL) {
             values = is_open(index, kv_len) ? tail_scores(ring, query, warp_row, tokens, team, s, done)
                                             : channel_scores(ring, query, scratch, warp_row, item.exponent_q, team, s, done);
 #pragma unroll
-            for (int g = 0; g < G; g++) scale[g] = 1.0f;
+            for (int g = 0; g < ROW_GROUPS; g++) scale[g] = 1.0f;
         } else {
             u32 stage = ring.wait();
             if constexpr (K_FLOAT) {
                 float_scores(stage, q, team, s);
             } else {
-                auto rows = [&](u32 at, int group, int t) { return scale_pair(at, p.k_scales, p.k_scale_strides, work.b, work.kv_head(feed.place.team), t0, t, group); };
+                auto rows = [&](u32 at, int group, int t) { return scale_pair(at, p.k_scales, p.k_scale_strides, work.b, work.kv_head(producer.source.team), t0, t, group); };
                 scores(stage, PreparesK<decltype(rows)>{{scratch}, {stage, tokens, rows}, lane}, q, team, s);
             }
-            values = done_with_keys(stage, K_PART, done);
+            values = done_with_keys(stage, K_BYTES_OF_BLOCK, done);
 #pragma unroll
-            for (int g = 0; g < G; g++) scale[g] = q.scale[g];
+            for (int g = 0; g < ROW_GROUPS; g++) scale[g] = q.scale[g];
         }
         int first = t0 + 2 * (lane % 4);
-        if constexpr (MASKS) bend(p, rows, first, s, scale);
+        if constexpr (HAS_SCORE_MODS) apply_score_mods(p, rows, first, s, scale);
         bool full = true;
 #pragma unroll
-        for (int g = 0; g < G; g++) full &= rows.start[g] <= t0 && t0 + TILE <= rows.end[g];
+        for (int g = 0; g < ROW_GROUPS; g++) full &= rows.start[g] <= t0 && t0 + TILE <= rows.end[g];
         full = __all_sync(~0u, full);
         Rescale r;
         Pairs pairs;
-        float tops[G];
-        highest(s, scale, full, [&](int g, int i) {
+        float tops[ROW_GROUPS];
+        row_max(s, scale, full, [&](int g, int i) {
             int t = first + 8 * (i / 2) + i % 2;
             return t >= rows.start[g] && t < rows.end[g];
         }, tops);
-        auto v_rows = [&](u32 at, int group, int t) { return scale_pair(at, p.v_scales, p.v_scale_strides, work.b, work.kv_head(feed.place.team), t0, t, group); };
+        auto v_rows = [&](u32 at, int group, int t) { return scale_pair(at, p.v_scales, p.v_scale_strides, work.b, work.kv_head(producer.source.team), t0, t, group); };
         StoredV<decltype(v_rows)> v = {values, tokens, v_rows};
-        if (WHOLE && !V_FLOAT) prepare_v(v, scratch, lane);  // where shuffles and latencies leave room
-        soften(s, scale, full, tops, state.m, r, pairs);
+        if (KV_ONE_STAGE && !V_FLOAT) prepare_v(v, scratch, lane);  // where shuffles and latencies leave room
+        softmax_tile(s, scale, full, tops, state.m, r, pairs);
 #pragma unroll
-        for (int g = 0; g < G; g++) add_weights(state, g, quad_sum(r.weights[g]), r);
-        if (!WHOLE) v.stage = ring.wait();
+        for (int g = 0; g < ROW_GROUPS; g++) add_weights(state, g, quad_sum(r.weights[g]), r);
+        if (!KV_ONE_STAGE) v.stage = ring.wait();
         if constexpr (V_FLOAT) {
             fold_float_values(v.stage, tokens, s, r, team, state);
         } else {
-            if (!WHOLE) prepare_v(v, scratch, lane);
+            if (!KV_ONE_STAGE) prepare_v(v, scratch, lane);
             fold_prepared(v.stage, scratch, v.v, s, pairs, r, team, state);
         }
         done_with_stage();
@@ -76,12 +76,12 @@ struct Warp {
 
     // An item's rows and queries. A team without an item of its own does as if it had the last one.
     __device__ __forceinline__ void enter(const Work& work, u32 shared, ItemRows& item) {
-        int kv_head = min(work.kv_head(feed.place.team), p.num_kv_heads - 1);
+        int kv_head = min(work.kv_head(producer.source.team), p.num_kv_heads - 1);
         item.rows = visible(p, work, kv_head, warp_row, lane);
-        if constexpr (CHANNEL) {
+        if constexpr (K_PER_CHANNEL) {
             if (work.has_items()) {
-                query = shared + AT_TEAM_QUERIES + feed.place.team * QUERY_BYTES;
-                store_query(p, work, kv_head, query, warp_row / 8, warp_row / 8 + G, lane, 32);
+                query = shared + AT_TEAM_QUERIES + producer.source.team * QUERY_BYTES;
+                store_query(p, work, kv_head, query, warp_row / 8, warp_row / 8 + ROW_GROUPS, lane, 32);
                 __syncwarp();
             } else {
                 store_query(p, work, kv_head, query, 0, ROWS / 8, threadIdx.x, THREADS);
@@ -93,28 +93,28 @@ struct Warp {
         }
     }
 
-    // The team's tiles of a unit. Each segment's state goes where the join will look for the team's.
-    __device__ __forceinline__ void take(const Work& work, const ItemRows& item, Join& join) {
-        int index, end, kv_len = work.kv_len, step = not_before(work.step()), segment_tiles = work.takes() >= A_SPAN ? 1 << work.segment_shift : 1 << 30;
-        work.share(p, feed.place.team, index, end);
+    // The team's tiles of a unit. Each segment's state goes where the merge will look for the team's.
+    __device__ __forceinline__ void take(const Work& work, const ItemRows& item, Merge& merge) {
+        int index, end, kv_len = work.kv_len, step = opaque(work.step()), segment_tiles = work.takes() >= A_SPAN ? 1 << work.segment_shift : 1 << 30;
+        work.team_tiles(p, producer.source.team, index, end);
         bool first = true;
 #pragma unroll 1
         do {
             State state;
             state.clear();
-            int until = not_before(end - index > segment_tiles ? index + segment_tiles : end);
+            int until = opaque(end - index > segment_tiles ? index + segment_tiles : end);
 #pragma unroll 1
             for (; index < until; index += step) tile(work, index, kv_len, item, state);
-            join.segment(state, first, feed.place.team, warp_row, lane);
+            merge.segment(state, first, producer.source.team, warp_row, lane);
             first = false;
-            join.count(p);
+            merge.count(p);
         } while (index < end);
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
     SHARED_MEMORY(shared, STAGE_ALIGN);
-    int warp = threadIdx.x / 32, lane = lane_id(), team = warp / WR;
+    int warp = threadIdx.x / 32, lane = lane_id(), team = warp / ROW_WARPS;
     u32 base = shared_address(shared);
     u32 barriers = base + AT_BARRIERS + team * STAGES * 16;
     if (threadIdx.x < TEAMS * STAGES) Ring::init(base + AT_BARRIERS + threadIdx.x / STAGES * STAGES * 16, threadIdx.x % STAGES);
@@ -122,28 +122,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     if (threadIdx.x == THREADS - 1) touch_params(p, base + AT_KEPT);
     // Whatever comes before in the stream may still be running: nothing of it has been read so far.
     after_dependencies(p);
-    Join join;
-    join.start(shared);
+    Merge merge;
+    merge.start(shared);
     Cursor* cursors = (Cursor*)(shared + AT_CURSORS);
-    Cursor first = take_share(p, cursors, (u32*)(shared + AT_STATES));
+    Cursor first = find_work(p, cursors, (u32*)(shared + AT_STATES));
     Ring ring = {base + team * STAGES * STAGE_BYTES, barriers, 0, 0};
-    bool producer = WR == 1 || warp % WR == 0;
-    Feed feed;
-    feed.place = {cursors + 2 + team, team};
-    feed.ring = ring;
-    feed.lane = lane;
+    bool is_producer = ROW_WARPS == 1 || warp % ROW_WARPS == 0;
+    Producer producer;
+    producer.source = {cursors + 2 + team, team};
+    producer.ring = ring;
+    producer.lane = lane;
 #if ATTN_PAGE == 0
-    feed.maps = &maps;
+    producer.maps = &maps;
 #endif
-    if (producer) {
-        feed.start(p, first);
-        feed.issue(p);
+    if (is_producer) {
+        producer.start(p, first);
+        producer.issue(p);
     }
-    __syncthreads();  // cursors[0], the join's books
+    __syncthreads();  // cursors[0], the merge's books
     // The other stages wait for the first queries: behind as many copies, instructions and queries took 1.5 µs more.
     int ahead = 1;
     u32 scratch = base + AT_SCRATCH + warp * SCRATCH_BYTES;
-    Warp self = {p, feed, ring, {0, 0, lane}, lane, warp % WR * 8 * G, producer, base + AT_QUERY, scratch};
+    Warp self = {p, producer, ring, {0, 0, lane}, lane, warp % ROW_WARPS * 8 * ROW_GROUPS, is_producer, base + AT_QUERY, scratch};
     ItemRows item;
 #pragma unroll 1
     for (int n = 0; cursors[n].is_valid(p); n ^= 1) {
@@ -157,11 +157,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
         if (here.is_fresh) self.enter(work, base, item);
 #pragma unroll 1
         for (; ahead < STAGES; ahead++)
-            if (producer) self.feed.issue(p);
-        self.take(work, item, join);
-        if (work.has_items()) join.item(p, work, team, self.warp_row, lane);
-        else join.unit(p, here, cursors[n ^ 1]);
+            if (is_producer) self.producer.issue(p);
+        self.take(work, item, merge);
+        if (work.has_items()) merge.item(p, work, team, self.warp_row, lane);
+        else merge.unit(p, here, cursors[n ^ 1]);
     }
-    join.finish(p);
+    merge.finish(p);
     wait_for_dependencies();  // whoever waits for this launch relies on the ones before it, too
 }

@@ -1,110 +1,110 @@
 // Who does what: units of work in the order [sequence][KV head][unit][row block], cut between CTAs.
 //
-// Shares are whole slots, which is also what is handed over: spans; segments, if there is too little work; or items by fours, KV
+// Shares are whole partials, which is also what is handed over: spans; segments, if there is too little work; or items by fours, KV
 // heads of a sequence, if they are many and short. A CTA takes as much of an item as it has, up to four spans, for a unit: its teams
 // then have a span each, else the segments of one, or a segment's tiles, or an item each. The longer a team works alone, the less is
-// joined. Everything follows from kv_lens on the device, so that a captured graph serves growing sequences.
+// merged. Everything follows from kv_lens on the device, so that a captured graph serves growing sequences.
 //
-// Where all items have the same number of slots, shares are so many of them. Else slots have a cost: what a team's tiles and the
-// join at the end of a unit take. By tiles alone, the CTA with the most short sequences took twice the mean time.
+// Where all items have the same number of partials, shares are so many of them. Else partials have a cost: what a team's tiles and the
+// merge at the end of a unit take. By tiles alone, the CTA with the most short sequences took twice the mean time.
 #pragma once
 #include "config.cuh"
-#include "params.h"
+#include "divmod.cuh"
 
 // The first tile of the open page, whose K is elsewhere (Int4 Channel, which has whole tiles in a page).
 DEVICE int first_open_tile(int kv_len) { return kv_len / SAFE_PAGE * TILES_OF_PAGE; }
-DEVICE bool is_open(int tile, int kv_len) { return CHANNEL && tile >= first_open_tile(kv_len); }
-static_assert(!CHANNEL || PAGE >= TILE, "a tile of channels is of one page");
+DEVICE bool is_open(int tile, int kv_len) { return K_PER_CHANNEL && tile >= first_open_tile(kv_len); }
+static_assert(!K_PER_CHANNEL || PAGE >= TILE, "a tile of channels is of one page");
 
-enum SlotKind : u8 { SEGMENTS, SPANS, ITEMS };
+enum PartialKind : u8 { SEGMENTS, SPANS, ITEMS };
 enum TeamTakes { A_TILE, A_SEGMENT, A_SPAN, AN_ITEM };
 
 // What everyone agrees on.
 struct Measure {
-    SlotKind slots_are;
-    bool is_even;  // all slots count the same
+    PartialKind partials_are;
+    bool is_even;  // all partials count the same
 };
 
 // KV heads, or fours of them.
-DEVICE int heads_of(const DecodeParams& p, SlotKind slots) { return slots == ITEMS ? (p.num_kv_heads + TEAMS - 1) / TEAMS : p.num_kv_heads; }
+DEVICE int heads_of(const DecodeParams& p, PartialKind partials) { return partials == ITEMS ? (p.num_kv_heads + TEAMS - 1) / TEAMS : p.num_kv_heads; }
 
-// One sequence's slots, for one KV head and row block.
+// One sequence's partials, for one KV head and row block.
 struct Sequence {
-    int kv_len, num_tiles, num_slots;
-    u8 segment_shift, slot_shift;    // log2 of their tiles
-    u32 slot_cost, item_cost;        // of a full one; of all, of which the last has what is left
+    int kv_len, num_tiles, num_partials;
+    u8 segment_shift, partial_shift;    // log2 of their tiles
+    u32 partial_cost, item_cost;        // of a full one; of all, of which the last has what is left
 
     DEVICE Sequence of(const Measure& measure, int kv_len) {
         Sequence s;
         s.kv_len = kv_len;
         s.num_tiles = (s.kv_len + TILE - 1) / TILE;
         s.segment_shift = segment_shift_of(s.num_tiles);
-        s.slot_shift = s.segment_shift + 2 * measure.slots_are;
-        s.num_slots = runs_of(s.num_tiles, s.slot_shift);
-        s.slot_cost = measure.is_even ? 1 : cost(1 << s.slot_shift, 1 << s.slot_shift - s.segment_shift);
-        s.item_cost = measure.is_even ? s.num_slots : cost_of_item(s.num_tiles, runs_of(s.num_tiles, s.segment_shift));
+        s.partial_shift = s.segment_shift + 2 * measure.partials_are;
+        s.num_partials = runs_of(s.num_tiles, s.partial_shift);
+        s.partial_cost = measure.is_even ? 1 : cost(1 << s.partial_shift, 1 << s.partial_shift - s.segment_shift);
+        s.item_cost = measure.is_even ? s.num_partials : cost_of_item(s.num_tiles, runs_of(s.num_tiles, s.segment_shift));
         return s;
     }
-    // In half tiles: a join takes two tiles of each team and comes once for four spans; an item's first query and last units, which
+    // In half tiles: a merge takes two tiles of each team and comes once for four spans; an item's first query and last units, which
     // are seldom full, take sixteen more.
     DEVICE u32 cost(int tiles, int segments) { return 2 * tiles + segments; }
     DEVICE u32 cost_of_item(int tiles, int segments) { return cost(max(1, tiles), segments) + 32; }
 };
 
 struct Work : Sequence {
-    int b, heads, slot, row_block;  // where we are; of the heads see `kv_head`
+    int b, heads, partial, row_block;  // where we are; of the heads see `kv_head`
     u32 offset;                     // cost of what comes before this unit, over everything
-    u8 slots_here;                  // of this unit
+    u8 partials_here;                  // of this unit
     Measure measure;
 
     __device__ __forceinline__ void enter(int sequence, int kv_len) {
         b = sequence;
-        heads = slot = row_block = 0;
+        heads = partial = row_block = 0;
         (Sequence&)*this = Sequence::of(measure, kv_len);
     }
-    __device__ __forceinline__ bool has_items() const { return measure.slots_are == ITEMS; }
+    __device__ __forceinline__ bool has_items() const { return measure.partials_are == ITEMS; }
     __device__ __forceinline__ int kv_head(int team) const { return has_items() ? heads * TEAMS + team : heads; }
     __device__ __forceinline__ TeamTakes takes() const {
-        return measure.slots_are == SEGMENTS ? A_TILE : has_items() ? AN_ITEM : slots_here == 1 ? A_SEGMENT : A_SPAN;
+        return measure.partials_are == SEGMENTS ? A_TILE : has_items() ? AN_ITEM : partials_here == 1 ? A_SEGMENT : A_SPAN;
     }
-    // As many slots as a CTA whose share ends at `end` takes together: with fewer than all teams' some would wait longer for a span than
+    // As many partials as a CTA whose share ends at `end` takes together: with fewer than all teams' some would wait longer for a span than
     // all do for their segments, one span after the other. Where lengths are alike three are better: all CTAs are late then, and a
-    // join less counts for more. Row blocks take turns with each.
+    // merge less counts for more. Row blocks take turns with each.
     __device__ __forceinline__ void size(const DecodeParams& p, u32 end) {
         int left = 1;
-        if (measure.slots_are == SPANS && p.row_blocks == 1)
+        if (measure.partials_are == SPANS && p.row_blocks == 1)
 #pragma unroll
-            for (int i = 1; i < TEAMS; i++) left += slot + i < num_slots && offset + i * slot_cost < end;
-        slots_here = left >= (measure.is_even ? TEAMS - 1 : TEAMS) ? left : 1;
+            for (int i = 1; i < TEAMS; i++) left += partial + i < num_partials && offset + i * partial_cost < end;
+        partials_here = left >= (measure.is_even ? TEAMS - 1 : TEAMS) ? left : 1;
     }
     __device__ __forceinline__ void next(const DecodeParams& p) {
-        offset += slot + slots_here < num_slots ? slots_here * slot_cost : item_cost - slot * slot_cost;
+        offset += partial + partials_here < num_partials ? partials_here * partial_cost : item_cost - partial * partial_cost;
         if (++row_block < p.row_blocks) return;
         row_block = 0;
-        if ((slot += slots_here) < num_slots) return;
-        slot = 0;
-        if (++heads < heads_of(p, measure.slots_are)) return;
+        if ((partial += partials_here) < num_partials) return;
+        partial = 0;
+        if (++heads < heads_of(p, measure.partials_are)) return;
         if (++b < p.batch) enter(b, p.kv_lens[b]);
     }
     // This team's tiles of the unit: first, first + step, … below end.
-    __device__ __forceinline__ void share(const DecodeParams& p, int team, int& first, int& end) const {
+    __device__ __forceinline__ void team_tiles(const DecodeParams& p, int team, int& first, int& end) const {
         TeamTakes take = takes();
-        int from = slot << slot_shift, each = take == A_TILE ? 0 : take == A_SEGMENT ? segment_shift : slot_shift;
+        int from = partial << partial_shift, each = take == A_TILE ? 0 : take == A_SEGMENT ? segment_shift : partial_shift;
         first = take == AN_ITEM ? 0 : from + (team << each);
-        end = min(num_tiles, take == A_TILE ? from + (1 << slot_shift) : first + (1 << each));
-        if (take == AN_ITEM ? kv_head(team) >= p.num_kv_heads : take == A_SPAN && team >= slots_here) end = first;
+        end = min(num_tiles, take == A_TILE ? from + (1 << partial_shift) : first + (1 << each));
+        if (take == AN_ITEM ? kv_head(team) >= p.num_kv_heads : take == A_SPAN && team >= partials_here) end = first;
     }
-    __device__ __forceinline__ int step() const { return measure.slots_are == SEGMENTS ? TEAMS : 1; }
+    __device__ __forceinline__ int step() const { return measure.partials_are == SEGMENTS ? TEAMS : 1; }
 
-    // The first slot at or after `start` of a sequence that starts at `begin`, over everything.
+    // The first partial at or after `start` of a sequence that starts at `begin`, over everything.
     __device__ __forceinline__ void seek(const DecodeParams& p, int sequence, int kv_len, u32 begin, u32 start) {
         enter(sequence, kv_len);
-        u32 per_head = item_cost * p.row_blocks, per_slot = slot_cost * p.row_blocks;
+        u32 per_head = item_cost * p.row_blocks, per_partial = partial_cost * p.row_blocks;
         heads = (start - begin) / per_head;
         offset = begin + heads * per_head;
-        slot = min((int)((start - offset) / per_slot), num_slots - 1);
-        offset += slot * per_slot;
-        slots_here = 1;
+        partial = min((int)((start - offset) / per_partial), num_partials - 1);
+        offset += partial * per_partial;
+        partials_here = 1;
         while (offset < start) next(p);
     }
 };
@@ -119,7 +119,7 @@ struct Cursor {
     __device__ __forceinline__ void next(const DecodeParams& p) {
         work.next(p);
         work.size(p, end);
-        is_fresh = work.slot == 0 || p.row_blocks > 1;
+        is_fresh = work.partial == 0 || p.row_blocks > 1;
     }
 };
 static_assert(sizeof(Cursor) <= CURSOR_BYTES, "config.cuh leaves so many");
@@ -127,7 +127,7 @@ static_assert(sizeof(Cursor) <= CURSOR_BYTES, "config.cuh leaves so many");
 // Parameters are constants that come from L2 64 bytes at a time, when they are first read: here, while the launch ahead still runs.
 DEVICE void touch_params(const DecodeParams& p, u32 nowhere) {
     u64 addresses = (u64)p.q ^ (u64)p.page_table ^ (u64)p.kv_lens ^ (u64)p.counters;
-    sts32(nowhere, (u32)addresses ^ p.batch ^ p.max_slots ^ p.by_heads.shift ^ p.by_sms.shift);
+    sts32(nowhere, (u32)addresses ^ p.batch ^ p.max_partials ^ p.heads_per_kv_divmod.shift ^ p.sms_divmod.shift);
 }
 
 // Before anything is read that comes from ahead in the stream. Behind an append, only the pages that it writes are not there yet.
@@ -177,50 +177,50 @@ struct Counts {
         return all;
     }
     // An item of one span may be a team's own, if that takes no more rounds of tiles than sharing it. Its end takes as long as a tile;
-    // with a query and a join at both ends, a unit that is shared takes two more.
+    // with a query and a merge at both ends, a unit that is shared takes two more.
     __device__ __forceinline__ Measure measure(const DecodeParams& p) const {
-        Measure m = {p.tile_split ? SEGMENTS : SPANS, false};
+        Measure m = {p.partial_per_segment ? SEGMENTS : SPANS, false};
         u32 blocks = p.num_kv_heads * p.row_blocks;
         if (longest <= SPAN * 4) {
-            u32 by_item = ceil_div(items * heads_of(p, ITEMS) * p.row_blocks, p.by_ctas) * (longest + 1);
-            u32 shared = p.tile_split ? ceil_div(segments * blocks, p.by_ctas) * 2 : ceil_div(spans * blocks, p.by_ctas) * (min(longest, 4) + 2);
-            if (by_item <= shared) m.slots_are = ITEMS;
+            u32 by_item = ceil_div(items * heads_of(p, ITEMS) * p.row_blocks, p.ctas_divmod) * (longest + 1);
+            u32 shared = p.partial_per_segment ? ceil_div(segments * blocks, p.ctas_divmod) * 2 : ceil_div(spans * blocks, p.ctas_divmod) * (min(longest, 4) + 2);
+            if (by_item <= shared) m.partials_are = ITEMS;
         }
-        int of_longest = segment_shift_of(longest) + 2 * m.slots_are, of_shortest = segment_shift_of(shortest) + 2 * m.slots_are;
+        int of_longest = segment_shift_of(longest) + 2 * m.partials_are, of_shortest = segment_shift_of(shortest) + 2 * m.partials_are;
         m.is_even = runs_of(longest, of_longest) == runs_of(shortest, of_shortest) && 4 * max(1, shortest) >= 3 * longest;
         return m;
     }
     __device__ __forceinline__ u32 of(const Measure& m) const {
-        return !m.is_even ? cost : m.slots_are == SEGMENTS ? segments : m.slots_are == SPANS ? spans : items;
+        return !m.is_even ? cost : m.partials_are == SEGMENTS ? segments : m.partials_are == SPANS ? spans : items;
     }
 };
 
 // This CTA's share of everything. CTAs are as many as fit, and CTA i, i + SMs, … run on one SM.
 //
-// Of even slots, the same number for each comes first: shares end where items do more often, and less is handed over. But if that
-// leaves an SM with more than its part, slots are dealt to SMs instead.
-DEVICE void cut(const DecodeParams& p, bool is_even, u32 total, u32& start, u32& end) {
-    u32 ctas = gridDim.x, i = blockIdx.x, each = ceil_div(total, p.by_ctas), rounds = 1;
+// Of even partials, the same number for each comes first: shares end where items do more often, and less is handed over. But if that
+// leaves an SM with more than its part, partials are dealt to SMs instead.
+DEVICE void partition(const DecodeParams& p, bool is_even, u32 total, u32& start, u32& end) {
+    u32 ctas = gridDim.x, i = blockIdx.x, each = ceil_div(total, p.ctas_divmod), rounds = 1;
 #pragma unroll
-    for (int n = 1; n < ATTN_CTAS; n++) rounds += total > each * n * p.by_sms.divisor;
-    if (is_even && (ATTN_CTAS == 1 || each * rounds <= ceil_div(total, p.by_sms))) {
+    for (int n = 1; n < ATTN_CTAS; n++) rounds += total > each * n * p.sms_divmod.divisor;
+    if (is_even && (ATTN_CTAS == 1 || each * rounds <= ceil_div(total, p.sms_divmod))) {
         start = min(total, each * i);
         end = min(total, start + each);
         return;
     }
     if (is_even) {
-        u32 round = i / p.by_sms;
-        i = (i - round * p.by_sms.divisor) * ATTN_CTAS + round;
+        u32 round = i / p.sms_divmod;
+        i = (i - round * p.sms_divmod.divisor) * ATTN_CTAS + round;
     }
-    each = total / p.by_ctas;
+    each = total / p.ctas_divmod;
     u32 rest = total - each * ctas;
-    start = each * i + rest * i / p.by_ctas;
-    end = each * (i + 1) + rest * (i + 1) / p.by_ctas;
+    start = each * i + rest * i / p.ctas_divmod;
+    end = each * (i + 1) + rest * (i + 1) / p.ctas_divmod;
 }
 
 // Finds the first unit of this CTA's share, which the next barrier shows everyone in `found`. About up to 32 sequences each warp
 // finds out alone, about more all of them.
-DEVICE Cursor take_share(const DecodeParams& p, Cursor* found, u32* sums) {
+DEVICE Cursor find_work(const DecodeParams& p, Cursor* found, u32* sums) {
     bool alone = p.batch <= 32;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, thread = alone ? lane : threadIdx.x;
     int chunk = alone ? 1 : (p.batch + THREADS - 1) / THREADS, begin = min(p.batch, thread * chunk), stop = min(p.batch, begin + chunk);
@@ -239,7 +239,7 @@ DEVICE Cursor take_share(const DecodeParams& p, Cursor* found, u32* sums) {
     Cursor cursor;
     Work& work = cursor.work;
     work.measure = all.measure(p);
-    u32 up_to = mine.of(work.measure), blocks = heads_of(p, work.measure.slots_are) * p.row_blocks;
+    u32 up_to = mine.of(work.measure), blocks = heads_of(p, work.measure.partials_are) * p.row_blocks;
     if (p.batch > 1)
 #pragma unroll
         for (int i = 1; i < 32; i *= 2) {
@@ -248,7 +248,7 @@ DEVICE Cursor take_share(const DecodeParams& p, Cursor* found, u32* sums) {
         }
     u32 until = (before.of(work.measure) + up_to) * blocks, from = until - mine.of(work.measure) * blocks, total = all.of(work.measure) * blocks;
     u32 start, end;
-    cut(p, work.measure.is_even, total, start, end);
+    partition(p, work.measure.is_even, total, start, end);
     bool is_here = start >= from && start < until;
     cursor.end = end;
     cursor.is_fresh = true;

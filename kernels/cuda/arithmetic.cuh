@@ -42,7 +42,7 @@ DEVICE float exp2w(float u) {
 }
 
 // The same to full precision: degree 5.
-DEVICE float exp2f_law(float x) {
+DEVICE float exp2f_full(float x) {
     float t = x + MAGIC, r = x - (t - MAGIC);
     float y = bits_float(0x3AADFE47) * r + bits_float(0x3C1E7726);
     y = y * r + bits_float(0x3D635B15);
@@ -65,7 +65,7 @@ DEVICE float rcp(float x) {
 }
 
 DEVICE float softcap(float s, float inner, float outer) {
-    float e = exp2f_law(fmaxf(-(fabsf(s) * inner), -125.0f));
+    float e = exp2f_full(fmaxf(-(fabsf(s) * inner), -125.0f));
     return copysignf(((1.0f - e) * rcp(1.0f + e)) * outer, s);
 }
 
