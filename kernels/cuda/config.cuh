@@ -113,24 +113,6 @@ constexpr int SCRATCH_K = K_PER_CHANNEL ? PAGE_LARGEST + FOURS * 64 : K_INT4 ? K
 constexpr int SCRATCH_V = V_GROUPS * TILE * 4 + (V_INT4 ? V_GROUPS * TILE * 2 : 0);
 constexpr int SCRATCH_BYTES = larger(SCRATCH_K, SCRATCH_V);
 
-// Dynamic shared memory: stages, states handed to the merge, the merged state of an item's first units, queries (channel
-// only), scratch, barriers, books.
 constexpr int STATE_STRIDE = HEAD_DIM + 8;        // floats; 8 keeps the rows of a quad group in different banks
 constexpr int QUERY_BYTES = K_PER_CHANNEL ? ROWS / 8 * (PANELS + FOURS) * 512 : 0;
 constexpr int CURSOR_BYTES = 64;
-#if !defined(ATTN_MANY_ROWS) && !defined(ATTN_LOW_LATENCY)
-constexpr int AT_STATES = TEAMS * STAGES * STAGE_BYTES;
-constexpr int AT_STATE_ML = AT_STATES + TEAMS * ROWS * STATE_STRIDE * 4;
-constexpr int AT_KEPT = AT_STATE_ML + TEAMS * ROWS * 8;
-constexpr int AT_KEPT_ML = AT_KEPT + ROWS * HEAD_DIM * 4;
-constexpr int AT_QUERY = AT_KEPT_ML + ROWS * 8;
-constexpr int AT_TEAM_QUERIES = AT_KEPT;  // of teams that have an item each, and then keep nothing
-constexpr int AT_SCRATCH = larger(AT_QUERY + QUERY_BYTES, AT_TEAM_QUERIES + TEAMS * QUERY_BYTES);
-constexpr int AT_BARRIERS = AT_SCRATCH + TEAMS * ROW_WARPS * SCRATCH_BYTES;
-constexpr int AT_MERGE = AT_BARRIERS + TEAMS * STAGES * 16;
-constexpr int AT_CURSORS = AT_MERGE + 64;   // this unit's and the next one's, then each team's feed
-constexpr int SHARED_BYTES = AT_CURSORS + (2 + TEAMS) * CURSOR_BYTES;
-
-extern "C" __device__ const int attn_shared_bytes = SHARED_BYTES;
-extern "C" __device__ const int attn_threads = THREADS;
-#endif

@@ -19,10 +19,6 @@
 
 static_assert(ROW_WARPS == 1 && HEAD_DIM % 64 == 0 && (V_GROUPS == 1 || V_GROUPS == 2 || V_GROUPS % TILE_WARPS == 0), "a warp's dims are of one group, or of whole ones");
 
-// Of each of a CTA's teams.
-extern "C" __device__ const int attn_shared_bytes = TEAM_BYTES;
-extern "C" __device__ const int attn_threads = TEAM_THREADS;
-
 // ---- who does what ----
 
 enum MergeVia { NO_MERGE, VIA_CLUSTER, VIA_GLOBAL };
@@ -214,7 +210,7 @@ struct Warp {
 
     // O of a partial, or of the item so far, waits in a place, where a lane has its own elements; (m, l) in registers.
     __device__ __forceinline__ u32 kept_at(int place, int g, int dim) const {
-        return shared + AT_PLACES + ((place * ROWS + g * 8 + team.lane / 4) * STATE_STRIDE + team.dim() + dim) * 4;
+        return shared + SharedMemory::STATE + ((place * ROWS + g * 8 + team.lane / 4) * STATE_STRIDE + team.dim() + dim) * 4;
     }
     // take(dim of the row, x, y) of the lane's pairs.
     template <class Take> __device__ __forceinline__ void each_kept(int place, int g, Take take) const {
@@ -263,14 +259,14 @@ struct Warp {
         MergeJobs jobs = MergeJobs::of(p, row_block(), split.all);
         constexpr int VECTORS = DIMS / 4;        // of a row, in this warp
         constexpr int UNROLL = ROW_GROUPS == 1 ? 16 : 1;  // with two row groups there are no registers for more
-        u32 base = shared - team.index * TEAM_BYTES;
+        u32 base = shared - team.index * SharedMemory::BYTES;
         __syncwarp();
 #pragma unroll UNROLL
         for (int i = 0; i < ROWS * VECTORS / 32; i++) {
             int vector = i * 32 + team.lane, row = vector / VECTORS, dim = team.dim() + vector % VECTORS * 4;
             if (row >= jobs.rows) continue;
             Sent to = jobs.at(base, row, dim);
-            peer_send(to.states + (partial * jobs.width() + to.dim) * 4, lds128(shared + AT_PLACES + (row * STATE_STRIDE + dim) * 4), to.barrier);
+            peer_send(to.states + (partial * jobs.width() + to.dim) * 4, lds128(shared + SharedMemory::STATE + (row * STATE_STRIDE + dim) * 4), to.barrier);
         }
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
@@ -288,11 +284,11 @@ struct Warp {
     __device__ __forceinline__ void receive(const WorkItem& item) const {
         MergeJobs jobs = MergeJobs::of(p, row_block(), split.all);
         int count = jobs.of_team(blockIdx.x, team.index);
-        u32 all_sent = shared + AT_ALL_SENT;
+        u32 all_sent = shared + SharedMemory::ALL_RECEIVED;
         if (count == 0) return;
         if (team.warp == 0 && team.lane == 0) barrier_expect(all_sent, count * jobs.sent_bytes());
         barrier_wait(all_sent, 0);
-        merge_jobs(p, item, jobs, split.level(work), blockIdx.x, team.index, shared + AT_SENT, team.warp);
+        merge_jobs(p, item, jobs, split.level(work), blockIdx.x, team.index, shared + SharedMemory::RECEIVED, team.warp);
     }
     // A partial to global memory, where whoever merges it spins.
     __device__ __forceinline__ void publish(int partial, const float2 (&ml)[ROW_GROUPS]) const {
@@ -369,18 +365,18 @@ struct Warp {
 extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
     SHARED_MEMORY(shared, STAGE_ALIGN);
     int warp = threadIdx.x / 32 % (TILE_WARPS + 1), lane = lane_id(), team = threadIdx.x / TEAM_THREADS;
-    u32 base = shared_address(shared), mine = base + team * TEAM_BYTES;
+    u32 base = shared_address(shared), mine = base + team * SharedMemory::BYTES;
     int thread = threadIdx.x % TEAM_THREADS;
     bool in_cluster = !MERGES_GLOBALLY && gridDim.x * blockDim.x > TEAM_THREADS;
     if (thread < STAGES) {
-        Ring::init(mine + AT_BARRIERS, thread);
+        Ring::init(mine + SharedMemory::BARRIERS, thread);
     } else if (thread == STAGES) {
-        barrier_init(mine + AT_ALL_SENT, 1);
+        barrier_init(mine + SharedMemory::ALL_RECEIVED, 1);
         barrier_init_fence();
     }
     __syncthreads();
     if (in_cluster) cluster_arrive();  // what others send may come from now on
-    if (threadIdx.x == TEAM_THREADS - 1) touch_params(p, base + AT_NOWHERE);
+    if (threadIdx.x == TEAM_THREADS - 1) touch_params(p, base + SharedMemory::NOWHERE);
     // Whatever comes before in the stream may still be running: nothing of it has been read so far.
     after_dependencies(p);
     if (in_cluster) cluster_wait();
@@ -390,7 +386,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     work.heads = blockIdx.y / p.row_blocks_divmod;
     work.row_block = blockIdx.y - work.heads * p.row_blocks;
     Split split;
-    Ring ring = {mine, mine + AT_BARRIERS, 0, 0};
+    Ring ring = {mine, mine + SharedMemory::BARRIERS, 0, 0};
     if (warp == TILE_WARPS) {
         const RowMaps* rows = nullptr;
 #if ATTN_PAGE == 0
@@ -398,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
 #endif
         produce(p, work, split, ring, start, lane, rows);
     } else {
-        Warp self = {p, work, split, ring, {mine + AT_EXCHANGE, warp, lane, team}, mine + AT_QUERY, mine + AT_SCRATCH + warp * SCRATCH_BYTES, mine};
+        Warp self = {p, work, split, ring, {mine + SharedMemory::EXCHANGE, warp, lane, team}, mine + SharedMemory::QUERY, mine + SharedMemory::SCRATCH + warp * SCRATCH_BYTES, mine};
         self.load_queries();
         self.enter(start);
         signal_q_loaded(team);

@@ -2,21 +2,8 @@
 // will merge it, and is done; who merges waits for the bytes alone. (Before, all threads of a cluster waited for each other, read each
 // other's memory, and waited again before they left: 0.7 µs more.)
 #pragma once
+#include "low_latency_smem.cuh"
 #include "merge.cuh"
-
-constexpr int TEAM_PARTIALS = 4;  // of the item, for each of its teams, at most
-
-// Room for a team's jobs: of as many partials as all teams can have, 32 dims and (m, l) each. Teams are a power of two that divides the
-// jobs of ROWS rows, so that jobs of fewer rows never leave one of them more.
-constexpr int SENT_BYTES = TEAM_PARTIALS * ROWS * (HEAD_DIM / 32) * (32 * 4 + 8);
-
-// A team's memory. A state of its own waits in a place; a second one, of an item that it has alone, lies where others' would.
-constexpr int PLACE_BYTES = ROWS * STATE_STRIDE * 4;
-constexpr int AT_EXCHANGE = STAGES * STAGE_BYTES, AT_PLACES = AT_EXCHANGE + EXCHANGE_BYTES, AT_SENT = AT_PLACES + PLACE_BYTES;
-constexpr int AT_QUERY = AT_SENT + (MERGES_GLOBALLY ? 0 : SENT_BYTES), AT_SCRATCH = AT_QUERY + QUERY_BYTES;
-constexpr int AT_BARRIERS = AT_SCRATCH + (K_PER_CHANNEL ? TILE_WARPS * SCRATCH_BYTES : 0), AT_ALL_SENT = AT_BARRIERS + STAGES * 16;
-constexpr int AT_NOWHERE = AT_ALL_SENT + 8, TEAM_BYTES = (AT_NOWHERE + 8 + STAGE_ALIGN - 1) / STAGE_ALIGN * STAGE_ALIGN;
-static_assert(PLACE_BYTES <= SENT_BYTES, "a second place");
 
 // Where a job's states go, its barrier, and the dim among its own.
 struct Sent {
@@ -54,8 +41,8 @@ struct MergeJobs {
     }
     // Where a row's dim goes; `base`: of the CTA's shared memory.
     __device__ __forceinline__ Sent at(u32 base, int row, int dim) const {
-        u32 job = row * runs() + (is_row ? 0 : dim / 32), of_team = base + team(job) * TEAM_BYTES;
-        return {peer_address(of_team + AT_SENT + index(job) * stride(), rank(job)), peer_address(of_team + AT_ALL_SENT, rank(job)), dim % width()};
+        u32 job = row * runs() + (is_row ? 0 : dim / 32), of_team = base + team(job) * SharedMemory::BYTES;
+        return {peer_address(of_team + SharedMemory::RECEIVED + index(job) * stride(), rank(job)), peer_address(of_team + SharedMemory::ALL_RECEIVED, rank(job)), dim % width()};
     }
 };
 

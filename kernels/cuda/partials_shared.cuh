@@ -9,6 +9,7 @@
 // arrive merging alone made the slowest team slower (int4 191 µs for 169), merging a tile later cost registers (204 µs).
 #pragma once
 #include "partials_counted.cuh"
+#include "split_kv_smem.cuh"
 
 // What the CTA's threads share about the merge: registers are short.
 struct MergeState {
@@ -30,7 +31,7 @@ struct Merge {
 
     __device__ __forceinline__ void start(u8* memory) {
         shared = memory;
-        shared_state = (MergeState*)(shared + AT_MERGE);
+        shared_state = (MergeState*)(shared + SharedMemory::MERGE_STATE);
         if (threadIdx.x == 0) {
             shared_state->arrival.last = 0;
             shared_state->covered = 0;
@@ -56,8 +57,8 @@ struct Merge {
 
     // A team's state at the end of a segment: the first one of a unit is put where the merge will look for it, others merge it there.
     __device__ __forceinline__ void segment(const State& state, bool first, int team, int warp_row, int lane) {
-        float* states = (float*)(shared + AT_STATES);
-        float2* ml = (float2*)(shared + AT_STATE_ML);
+        float* states = (float*)(shared + SharedMemory::STATES);
+        float2* ml = (float2*)(shared + SharedMemory::MAX_SUMS);
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
             int row = team * ROWS + warp_row + g * 8 + lane / 4;
@@ -103,9 +104,9 @@ struct Merge {
             for (int g = 0; g < ROW_GROUPS; g++) {
                 int row = warp_row + g * 8 + lane / 4;
                 Epilogue epilogue = Epilogue::at(p, item, row);
-                float2 ml = ((const float2*)(shared + AT_STATE_ML))[team * ROWS + row];
+                float2 ml = ((const float2*)(shared + SharedMemory::MAX_SUMS))[team * ROWS + row];
                 epilogue.begin(ml.x, ml.y, lane % 4 == 0);
-                const float4* state = (const float4*)((const float*)(shared + AT_STATES) + (team * ROWS + row) * STATE_STRIDE);
+                const float4* state = (const float4*)((const float*)(shared + SharedMemory::STATES) + (team * ROWS + row) * STATE_STRIDE);
                 epilogue.write_state(lane % 4, 4, state);
             }
         }
@@ -160,10 +161,10 @@ struct Merge {
     // The unit's state from the teams' in shared memory, and on from there. Spans merge what is kept one by one.
     __device__ __forceinline__ void merge_teams(const DecodeParams& p, const Unit& u) {
         auto [row, at, lanes] = Lanes::of(p);
-        const float4* states = (const float4*)((const float*)(shared + AT_STATES) + row * STATE_STRIDE);
-        const float2* ml = (const float2*)(shared + AT_STATE_ML) + row;
-        float4* kept = (float4*)(shared + AT_KEPT) + row * ROW_VECTORS;
-        float2* kept_ml = (float2*)(shared + AT_KEPT_ML) + row;
+        const float4* states = (const float4*)((const float*)(shared + SharedMemory::STATES) + row * STATE_STRIDE);
+        const float2* ml = (const float2*)(shared + SharedMemory::MAX_SUMS) + row;
+        float4* kept = (float4*)(shared + SharedMemory::KEPT) + row * ROW_VECTORS;
+        float2* kept_ml = (float2*)(shared + SharedMemory::KEPT_MAX_SUMS) + row;
         bool merges = u.keeps && !u.first, one_by_one = u.takes == A_SPAN, is_fold = u.takes == A_TILE;
         // w[0] is for what is kept: before the teams' states, or after them.
         float2 sum = one_by_one && merges ? *kept_ml : ml[0];
@@ -208,14 +209,14 @@ struct Merge {
     // Each team's span to its partial.
     __device__ __forceinline__ void publish_spans(const DecodeParams& p, const Unit& u) {
         auto [row, lane, lanes] = Lanes::of(p);
-        const float* states = (const float*)(shared + AT_STATES) + row * STATE_STRIDE;
+        const float* states = (const float*)(shared + SharedMemory::STATES) + row * STATE_STRIDE;
 #pragma unroll 1
         for (int team = 0; team < u.end - u.partial; team++) {
             u64 partial = u.item.index(p) * p.max_partials + u.partial + team;
             const float4* from = (const float4*)(states + team * ROWS * STATE_STRIDE);
             float4* to = (float4*)p.partial_o + (partial * ROWS + row) * ROW_VECTORS;
             for (int at = lane; at < ROW_VECTORS; at += lanes) __stcg(to + at, from[at]);
-            if (lane == 0) __stcg(p.partial_max_sum + partial * ROWS + row, ((const float2*)(shared + AT_STATE_ML))[team * ROWS + row]);
+            if (lane == 0) __stcg(p.partial_max_sum + partial * ROWS + row, ((const float2*)(shared + SharedMemory::MAX_SUMS))[team * ROWS + row]);
         }
     }
     __device__ __forceinline__ void finish(const DecodeParams& p) {

@@ -80,7 +80,7 @@ struct Warp {
         item.rows = visible(p, work, kv_head, warp_row, lane);
         if constexpr (K_PER_CHANNEL) {
             if (work.has_items()) {
-                query = shared + AT_TEAM_QUERIES + producer.source.team * QUERY_BYTES;
+                query = shared + SharedMemory::TEAM_QUERIES + producer.source.team * QUERY_BYTES;
                 store_query(p, work, kv_head, query, warp_row / 8, warp_row / 8 + ROW_GROUPS, lane, 32);
                 __syncwarp();
             } else {
@@ -116,16 +116,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     SHARED_MEMORY(shared, STAGE_ALIGN);
     int warp = threadIdx.x / 32, lane = lane_id(), team = warp / ROW_WARPS;
     u32 base = shared_address(shared);
-    u32 barriers = base + AT_BARRIERS + team * STAGES * 16;
-    if (threadIdx.x < TEAMS * STAGES) Ring::init(base + AT_BARRIERS + threadIdx.x / STAGES * STAGES * 16, threadIdx.x % STAGES);
+    u32 barriers = base + SharedMemory::BARRIERS + team * STAGES * 16;
+    if (threadIdx.x < TEAMS * STAGES) Ring::init(base + SharedMemory::BARRIERS + threadIdx.x / STAGES * STAGES * 16, threadIdx.x % STAGES);
     __syncthreads();
-    if (threadIdx.x == THREADS - 1) touch_params(p, base + AT_KEPT);
+    if (threadIdx.x == THREADS - 1) touch_params(p, base + SharedMemory::KEPT);
     // Whatever comes before in the stream may still be running: nothing of it has been read so far.
     after_dependencies(p);
     Merge merge;
     merge.start(shared);
-    Cursor* cursors = (Cursor*)(shared + AT_CURSORS);
-    Cursor first = find_work(p, cursors, (u32*)(shared + AT_STATES));
+    Cursor* cursors = (Cursor*)(shared + SharedMemory::CURSORS);
+    Cursor first = find_work(p, cursors, (u32*)(shared + SharedMemory::STATES));
     Ring ring = {base + team * STAGES * STAGE_BYTES, barriers, 0, 0};
     bool is_producer = ROW_WARPS == 1 || warp % ROW_WARPS == 0;
     Producer producer;
@@ -142,8 +142,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     __syncthreads();  // cursors[0], the merge's books
     // The other stages wait for the first queries: behind as many copies, instructions and queries took 1.5 µs more.
     int ahead = 1;
-    u32 scratch = base + AT_SCRATCH + warp * SCRATCH_BYTES;
-    Warp self = {p, producer, ring, {0, 0, lane}, lane, warp % ROW_WARPS * 8 * ROW_GROUPS, is_producer, base + AT_QUERY, scratch};
+    u32 scratch = base + SharedMemory::SCRATCH + warp * SCRATCH_BYTES;
+    Warp self = {p, producer, ring, {0, 0, lane}, lane, warp % ROW_WARPS * 8 * ROW_GROUPS, is_producer, base + SharedMemory::QUERY, scratch};
     ItemRows item;
 #pragma unroll 1
     for (int n = 0; cursors[n].is_valid(p); n ^= 1) {

@@ -180,3 +180,102 @@ fn partial_bytes(config: &KernelConfig, head_dim: usize) -> usize {
     };
     config.rows() * ((head_dim + 8) * 4 + received)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::cuda::{Arch, Instance, instance::covered, nvrtc::Nvrtc, select::Shape};
+
+    const FORMATS: [&str; 13] = [
+        "int8",
+        "int8-g32",
+        "int8-tensor",
+        "int4",
+        "int4-g1",
+        "int4-g4",
+        "int4-channel/int8",
+        "int8/int4-g2",
+        "fp8",
+        "bf16",
+        "f16",
+        "bf16/int8",
+        "fp8/int8-g32",
+    ];
+
+    /// Every configuration that is chosen for some problem, by the options that its size depends on.
+    fn configurations() -> BTreeMap<Vec<String>, (Instance, usize)> {
+        let mut all = BTreeMap::new();
+        for format in FORMATS.map(|name| name.parse::<KvFormat>().expect("a format's name")) {
+            for head_dim in [64, 80, 96, 128, 192, 256] {
+                for page_size in [0, 16, 32, 64, 128] {
+                    let tokens = if page_size == 0 { 64 } else { page_size };
+                    if format.check(head_dim, tokens).is_err()
+                        || covered(format, page_size).is_err()
+                    {
+                        continue;
+                    }
+                    for rows in [8, 16, 24, 48] {
+                        let shape = Shape {
+                            rows,
+                            format,
+                            head_dim,
+                            page_size,
+                        };
+                        for limit in [163 * 1024, 227 * 1024] {
+                            for config in shape.all(limit) {
+                                let instance = Instance::Decode {
+                                    format,
+                                    head_dim,
+                                    page_size,
+                                    config,
+                                    score_mods: false,
+                                };
+                                let size = shared_bytes(&config, format, head_dim, page_size);
+                                all.insert(instance.options(Arch::Compute80), (instance, size));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    /// The size that the kernel's header exports, from its PTX; `None` if the kernel has no header of its own for it.
+    fn exported(nvrtc: &Nvrtc, instance: &Instance, options: &[String]) -> Option<usize> {
+        let header = match instance.source() {
+            "split_kv.cu" => "split_kv_smem.cuh",
+            "low_latency.cu" => "low_latency_smem.cuh",
+            _ => return None,
+        };
+        let text = format!("#include \"{header}\"\n");
+        let mut sources = crate::CUDA.to_vec();
+        sources.push(("size.cu", &text));
+        let ptx = nvrtc.compile(&sources, "size.cu", options).unwrap();
+        let ptx = String::from_utf8_lossy(&ptx);
+        let (_, value) = ptx.split_once("attn_shared_bytes = ")?;
+        value.split(';').next()?.parse().ok()
+    }
+
+    #[test]
+    fn sizes_are_those_of_the_kernels() {
+        let Ok(nvrtc) = Nvrtc::load() else {
+            eprintln!("skipped: no NVRTC");
+            return;
+        };
+        let (mut compared, mut many_rows) = (0, 0);
+        for (options, (instance, size)) in configurations() {
+            match exported(&nvrtc, &instance, &options) {
+                Some(exported) => {
+                    assert_eq!(exported, size, "{instance:?}");
+                    compared += 1;
+                }
+                None => many_rows += 1,
+            }
+        }
+        println!("{compared} sizes are equal; {many_rows} of many_rows.cu are not compared");
+        assert!(compared > 500);
+    }
+}
