@@ -1,17 +1,15 @@
 // append.cu: quantizes new tokens, writes them into pages and seals full Int4 Channel pages: the bytes of FORMATS.md.
 //
-// One token per sequence, a decode step: latency is everything (a launch, then length, page, store), so a warp takes K or V of
-// one head, a lane stores what it loaded, and nothing meets in shared memory. Several tokens: a CTA owns a page of a head.
-//
-// Grid      one token: (heads in fours, sealers and then batch), two warps per head; else (page jobs, num_kv_heads, batch).
+// Grid      one token: (heads / 4, sealing rows + batch), two warps per head; else (page jobs, num_kv_heads, batch), 128 threads.
+// Split     one token per sequence is latency alone (launch, length, page, store): a warp takes K or V of one head, a lane stores what it
+//           loaded, and shared memory is not used. With several tokens a CTA owns a page of a head.
 // Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh.
-// Reads     k, v [token][num_kv_heads][ATTN_HEAD_DIM], f32, f16 or bf16; kv_lens, which count the new tokens already.
-// Writes    pool [page][kv_head][run].
-// Numerics  append.cuh; compiled without contraction.
-// Tail page the first page of a call may read the tail page that its last page writes: one CTA does both, in that order.
-// Host      crates/attn-cuda/src/params.rs::AppendParams, native/append.rs.
+// Reads     k, v [token][num_kv_heads][head_dim], f32, f16 or bf16; kv_lens, which count the new tokens already.
+// Writes    pool [page][kv_head][run]. The first page of a call may read the tail page that its last page writes: one CTA does both, in
+//           that order.
+// Numerics  append.cuh; compiled without contraction, subnormals kept.
+// Host      attn-cuda/src/native/append.rs; parameters in kernels/src/cuda/params.rs.
 #include "append.cuh"
-#include "params.h"
 
 constexpr int V_BITS = code_bits(ATTN_V);
 typedef Token<K_PER_CHANNEL ? INT8_TOKEN : ATTN_K, ATTN_K_GROUPS, false> KToken;
@@ -32,7 +30,7 @@ DEVICE void load_v(const AppendParams& p, VToken& v, long long token, int head, 
 
 // ---- one token per sequence ----
 
-// Who appends, and who only seals: CTAs (heads in fours, sealers and then sequences), two warps per head.
+// The role of a warp: it appends, or only seals. CTAs (heads in fours, sealers and then sequences), two warps per head.
 struct Roles {
     int warp, warps, lane, sealers, row;  // warps: of a CTA; sealers: rows of CTAs; row: the sequence, below 0 for sealers
 
@@ -265,9 +263,8 @@ DEVICE void append_many(const AppendParams& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(256, 5) attn_append(const __grid_constant__ AppendParams p) {
-    // Every CTA waits, whatever it then does: who waits for this launch relies on the one before it, too. A launch that then waits for
-    // all of this one should not begin before it ends (from append to append 5.0 µs, at once or before the stores; 4.2 without), but
-    // a decode has enough to do meanwhile.
+    // Every CTA waits, because a launch that waits for this one relies on those before it, too. A launch that waits for all of this one should
+    // not begin before it ends (append to append: 4.2 µs, 5.0 if launched early), but a decode has other work meanwhile.
     wait_for_dependencies();
     if (p.is_followed) launch_dependents();
     if (p.tokens == 1) append_one(p);

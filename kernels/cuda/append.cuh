@@ -6,9 +6,9 @@
 #pragma once
 #include "ptx.cuh"
 
-#define METHOD __device__ __forceinline__
+#include "params.h"
 
-enum { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP32, INT8_TENSOR, INT4_GROUPS, INT4_CHANNEL };
+#define METHOD __device__ __forceinline__
 
 constexpr int HEAD_DIM = ATTN_HEAD_DIM, PAGE = ATTN_PAGE, QUADS = HEAD_DIM / 4;
 constexpr bool K_PER_CHANNEL = ATTN_K == INT4_CHANNEL;
@@ -18,7 +18,7 @@ constexpr int codes_bytes(int scheme) { return PAGE * HEAD_DIM * code_bits(schem
 constexpr int params_bytes(int scheme, int groups) {
     return scheme == INT4_CHANNEL ? HEAD_DIM * 4
          : scheme == INT4_GROUPS ? groups * PAGE * 4
-         : scheme == INT8_TOKEN || scheme == INT8_GROUP32 ? groups * PAGE * 2 : 0;
+         : scheme == INT8_TOKEN || scheme == INT8_GROUP ? groups * PAGE * 2 : 0;
 }
 constexpr int K_PARAMS = codes_bytes(ATTN_K);
 constexpr int V_CODES = K_PARAMS + params_bytes(ATTN_K, ATTN_K_GROUPS);
@@ -134,7 +134,7 @@ DEVICE bool is_high(u32 t) { return t % 16 >= 8; }
 template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     static constexpr int BITS = code_bits(SCHEME), UNIT = !COLUMNS ? 4 : BITS == 4 ? 2 : 1;
     static constexpr int UNITS = HEAD_DIM / UNIT, EACH = (UNITS + 31) / 32, WIDTH = HEAD_DIM / GROUPS;
-    static constexpr bool IS_INT4 = SCHEME == INT4_GROUPS, HAS_PARAMS = IS_INT4 || SCHEME == INT8_TOKEN || SCHEME == INT8_GROUP32;
+    static constexpr bool IS_INT4 = SCHEME == INT4_GROUPS, HAS_PARAMS = IS_INT4 || SCHEME == INT8_TOKEN || SCHEME == INT8_GROUP;
 
     int dtype;
     bool is_pairs;

@@ -25,7 +25,7 @@ DEVICE int exponent(float x) { return (int)(float_bits(x) >> 23 & 255) - 127; }
 
 // Brings what would round up to the next power of two there beforehand.
 constexpr float BELOW = 1.0f + 0x1p-14f;
-// The exponents of a row's plane and of shifts, by the largest magnitude. Of zeros the law's are 0; whatever these are, the integers
+// The exponents of a row's plane and of shifts, by the largest magnitude. Of zeros those of docs/arithmetic.md are 0; whatever these are, the integers
 // that they bring up are zeros.
 DEVICE int plane_exponent(float largest) { return min(max(13 - exponent(largest * BELOW), -70), 60); }
 DEVICE int shift_exponent(float largest) { return largest == 0.0f ? 0 : 14 - exponent(largest * BELOW); }

@@ -3,7 +3,7 @@
 #include "kv_pipeline.cuh"
 #include "rows.cuh"
 
-// K has been read, scratch too. V lies `k_bytes` behind it, or in the next stage, which says 0.
+// Called once K and scratch have been read. Returns where V lies: `k_bytes` behind K, or 0 for the next stage.
 template <class Done> DEVICE u32 done_with_keys(u32 stage, int k_bytes, Done done) {
     if (KV_ONE_STAGE) __syncwarp();
     else done();
@@ -42,7 +42,7 @@ DEVICE Channels prepare_channels(u32 params, u32 scratch, int lane) {
 }
 
 // Planes of q'·scale for this page, of the eight rows that lie in `query` as number `eight`; returns the shifts' term f32(Y)·2^-j. Warps
-// that share tiles make a part of the planes each, and tell the others.
+// that share tiles compute some of the planes each, and publish them.
 DEVICE float channel_query(Query& q, int g, u32 query, int eight, const Channels& page, int exponent_q, const Team& team) {
     constexpr int OWN = PANELS / TILE_WARPS;
     int lane = team.lane, c = lane % 4;
@@ -58,7 +58,7 @@ DEVICE float channel_query(Query& q, int g, u32 query, int eight, const Channels
     int e = plane_exponent(quad_max(fmaxf(bounds[0], bounds[1])));
     int j = min(max(20 - exponent_q - page.exponent, -100), 100);
     q.scale[g] = exp2i(-e);
-    // What rounds to multiples of 2^-e: q'·scale is exact, so this is the law's product with 2^e, rounded.
+    // What rounds to multiples of 2^-e: q'·scale is exact, so this is the product with 2^e of docs/arithmetic.md, rounded.
     float magic = bits_float(MAGIC_BITS + SPLIT - ((u32)e << 23)), up = exp2i(j);
     u32 y[2] = {};
 #pragma unroll

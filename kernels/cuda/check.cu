@@ -1,8 +1,10 @@
-// check.cu: spins at a decode or append launch's device inputs and reports the first thing that it could not survive (ATTN_CHECK=1).
+// check.cu: checks the device inputs of a decode or append launch, and reports the first one that would be fatal (ATTN_CHECK=1).
 //
 // Grid      (batch); 128 threads.
-// Reads     kv_lens, page table, tail pages, queries. Writes `report`: {kind, index, value, limit}, kind 0 if all is well.
-// Host      crates/attn-cuda/src/native/mod.rs::check.
+// Reads     kv_lens, page table, tail pages, queries.
+// Writes    report: {kind, index, value, limit}; kind 0 if all inputs are allowed.
+// Shared    none.
+// Host      attn-cuda/src/native/mod.rs::check; parameters in kernels/src/cuda/params.rs.
 
 #include "dtype.cuh"
 #include "params.h"

@@ -1,16 +1,15 @@
 // What one kernel instance is specialised for (-HEAD_DIM ATTN_…), and the sizes that follow from it.
 #pragma once
 #include "arithmetic.cuh"
-
-enum Scheme { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP, INT8_TENSOR, INT4_GROUPS, INT4_CHANNEL };
+#include "params.h"
 
 constexpr int K_SCHEME = ATTN_K, V_SCHEME = ATTN_V;
 constexpr int K_GROUPS = ATTN_K_GROUPS, V_GROUPS = ATTN_V_GROUPS;  // per token; 1 where the scheme has none
 constexpr int HEAD_DIM = ATTN_HEAD_DIM;
-constexpr int PAGE = ATTN_PAGE;      // tokens; 0: strided rows of someone else's cache
+constexpr int PAGE = ATTN_PAGE;      // tokens; 0: strided rows
 constexpr int ROW_GROUPS = ATTN_ROW_GROUPS;            // row groups of 8 query rows per warp
 constexpr int ROW_WARPS = ATTN_ROW_WARPS;          // warps of a team: they share a ring of stages and have their own rows
-// Whether the teams of low_latency.cu hand their states over in global memory: any number of CTAs, anywhere, has an item then.
+// Whether the teams of low_latency.cu merge through global memory: a work item then has any number of CTAs.
 #ifdef ATTN_MERGE_GLOBAL
 #define ATTN_LOW_LATENCY
 constexpr bool MERGES_GLOBALLY = true;
@@ -27,8 +26,8 @@ constexpr int TEAMS = SPAN;          // of split_kv.cu: a team has a segment of 
 constexpr int STAGES = ATTN_STAGES;  // per team
 constexpr bool HAS_SCORE_MODS = ATTN_SCORE_MODS;   // window, soft cap, ALiBi
 
-// Lanes that say on an mbarrier that their warp is done: one, after __syncwarp. racecheck does not see that this orders the others,
-// too, and gets them all (.ci/gpu).
+// Lanes that arrive on an mbarrier for their warp, after __syncwarp: one. racecheck does not see that this orders the other lanes, too, so
+// .ci/gpu compiles for it with all of them.
 #ifdef ATTN_EVERY_LANE_ARRIVES
 constexpr int ARRIVALS = 32;
 #else
@@ -39,7 +38,7 @@ constexpr int ARRIVALS = 1;
 constexpr int ROWS = 8 * ROW_WARPS, THREADS = 32 * (ROW_WARPS + 2);
 #elif defined(ATTN_LOW_LATENCY)  // low_latency.cu: the warps of a team share its tiles, and one more feeds them
 constexpr int ROWS = 8 * ROW_GROUPS, WORKERS = 32 * TILE_WARPS, TEAM_THREADS = WORKERS + 32, MAX_TEAMS = 2, THREADS = MAX_TEAMS * TEAM_THREADS;
-constexpr int MERGE_THREADS = WORKERS;  // threads that merge an item's slots
+constexpr int MERGE_THREADS = WORKERS;  // threads that merge a work item's partials
 #else
 constexpr int ROWS = 8 * ROW_GROUPS * ROW_WARPS;
 constexpr int THREADS = 32 * ROW_WARPS * TEAMS, MERGE_THREADS = THREADS;
@@ -69,12 +68,12 @@ constexpr int PARAMS = PAGE ? 1 : 2;  // of someone else's rows, a scale comes i
 constexpr int K_BYTES_OF_BLOCK = K_CODES + PARAMS * params_bytes(K_SCHEME, K_GROUPS, BLOCK);
 constexpr int V_BYTES_OF_BLOCK = V_CODES + PARAMS * params_bytes(V_SCHEME, V_GROUPS, BLOCK);
 constexpr int BLOCKS = TILE / BLOCK, TILES_OF_PAGE = PAGE > TILE ? PAGE / TILE : 1;
-// Where token t of a tile lies; spares arithmetic on what only a human knows to be below 64.
+// Where token t of a tile lies; avoids a division that the compiler cannot prove away.
 DEVICE int block_of(int t) { return BLOCKS == 1 ? 0 : t / BLOCK; }
 DEVICE int in_block(int t) { return BLOCKS == 1 ? t : t % BLOCK; }
 
-// Someone else's rows lie in a stage as the copy engine puts them there: side by side as far as its swizzle reaches, so many bytes
-// of each, the 16-byte chunks of neighbouring rows in different banks; what is left of each row behind them.
+// Strided rows lie in a stage as the copy engine puts them there: side by side as far as its swizzle reaches, so many bytes
+// of each, the 16-byte chunks of neighbouring rows in different banks; the rest of each row behind them.
 __host__ __device__ constexpr int swizzle_of(int scheme) {
     int row = HEAD_DIM * code_bits(scheme) / 8;
     return row % 128 == 0 ? 128 : row % 64 == 0 ? 64 : row % 32 == 0 ? 32 : 16;

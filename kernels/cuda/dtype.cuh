@@ -1,5 +1,5 @@
-// Rows of numbers as an engine has them, queries and outputs: f32, f16 or bf16 (`DecodeParams::dtype`, one for both). 16-bit inputs are
-// the f32 numbers that they are; results are rounded once, to nearest even.
+// Rows of queries, outputs and new tokens in f32, f16 or bf16 (`DecodeParams::dtype`). 16-bit inputs are widened exactly; results are
+// rounded once, to nearest even.
 #pragma once
 #include "ptx.cuh"
 

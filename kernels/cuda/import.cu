@@ -4,19 +4,20 @@
 // Macros    ATTN_K, ATTN_V (no int4), ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh.
 // Reads     rows of ATTN_HEAD_DIM codes and their f16 scales [group].
 // Writes    pool [page][kv_head][run]; tokens past kv_len are left as they are.
-// Host      crates/attn-cuda/src/params.rs::ImportParams.
+// Numerics  none: bytes are copied.
+// Shared    none.
+// Host      attn-cuda/src/native/import.rs; parameters in kernels/src/cuda/params.rs.
 
 #include "params.h"
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 
-enum { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP32, INT8_TENSOR };
 static_assert(ATTN_K <= INT8_TENSOR && ATTN_V <= INT8_TENSOR, "int4 has no row form");
 
 constexpr int HEAD_DIM = ATTN_HEAD_DIM, PAGE = ATTN_PAGE;
 constexpr int width(int scheme) { return scheme <= BF16 ? 2 : 1; }
-constexpr int scales(int scheme, int groups) { return scheme == INT8_TOKEN || scheme == INT8_GROUP32 ? groups : 0; }
+constexpr int scales(int scheme, int groups) { return scheme == INT8_TOKEN || scheme == INT8_GROUP ? groups : 0; }
 constexpr int K_BYTES = HEAD_DIM * width(ATTN_K), V_BYTES = HEAD_DIM * width(ATTN_V);  // of a row
 constexpr int K_SCALES = scales(ATTN_K, ATTN_K_GROUPS), V_SCALES = scales(ATTN_V, ATTN_V_GROUPS);
 constexpr int K_PARAMS = PAGE * K_BYTES, V_CODES = K_PARAMS + PAGE * K_SCALES * 2;

@@ -1,9 +1,9 @@
-// The flow of cache bytes: each team has a ring of stages; its first warp copies K parts and V parts of the team's tiles into
-// it, in the order in which the team reads them, as far ahead as there are free stages.
+// The pipeline of cache bytes: each team has a ring of stages. Its producer warp copies K and V of the team's tiles into it, in the order
+// in which the team reads them, as far ahead as there are free stages.
 #pragma once
 #include "split.cuh"
 
-// What a kernel takes besides its parameters.
+// Further kernel arguments: tensor maps of strided rows.
 #if ATTN_PAGE == 0
 #define ATTN_ROW_MAPS , const __grid_constant__ RowMaps maps
 #else
@@ -15,7 +15,7 @@ struct Ring {
     int stage;
     u32 phase;
 
-    // By one thread per stage, before anybody uses the ring: the copy engine says once that a stage is full, lanes that copy each do.
+    // Called by one thread per stage before the ring is used. Full: one arrival of the copy engine, or one of each copying lane.
     DEVICE void init(u32 barriers, int stage) {
         barrier_init(barriers + stage * 8, ATTN_BULK && PAGE != 0 ? 1 : 32);
         barrier_init(barriers + (STAGES + stage) * 8, READERS * ARRIVALS);
@@ -49,18 +49,18 @@ struct Ring {
     }
 };
 
-// One stage's worth after the other of a run of tiles, first tile, first tile + step, …, of the sequence and KV head that `Source`
-// tells: b(), kv_len(), kv_head().
+// Copies a run of tiles, first tile, first tile + step, …, one stage after the other, of the sequence and KV head that `Source` gives:
+// b(), kv_len(), kv_head().
 template <class Source> struct TileCopier {
     Source source;
     Ring ring;
     int lane;
     int tile, tile_end, step, stage_of_tile;
-    u32 pages;  // of the next tiles, a block to a lane
-    int known;  // lanes of them that are used up
+    u32 pages;  // page numbers of the next tiles, a block to a lane
+    int known;  // lanes of `pages` that are used up
     int open;   // `first_open_tile`
-    int appended;  // `first_appended_tile`, until it is there
-    const RowMaps* maps;  // of someone else's rows
+    int appended;  // `first_appended_tile`, until the append has ended
+    const RowMaps* maps;  // tensor maps of strided rows
     // Of the sequence and KV head: its pages, and where its run lies in the first page of the pool.
     const u32* table;
     const u8* runs;
@@ -96,9 +96,9 @@ template <class Source> struct TileCopier {
         }
     }
     __device__ __forceinline__ bool is_tail() const { return K_PER_CHANNEL && tile >= open; }
-    // Stages of the tile at hand.
+    // Stages of the current tile.
     __device__ __forceinline__ int stages_of_tile() const { return (KV_ONE_STAGE ? 1 : 2) + is_tail(); }
-    // TileCopier the next stage_of_tile into the ring's next stage; true if the tile at hand is a new one.
+    // Copies the next stage of the current tile; true if the next call begins a new tile.
     __device__ __forceinline__ bool copy_next(const DecodeParams& p) {
         if (PAGE != 0 && tile >= appended) {
             wait_for_dependencies();
@@ -177,7 +177,7 @@ template <class Source> struct TileCopier {
         barrier_expect(ring.full(), bytes);
 #endif
     }
-    // Who copies pages: with the copy engine one lane, else all, side by side.
+    // Whether this lane copies pages: with the copy engine one lane does, else all.
     DEVICE bool copies() {
 #if ATTN_BULK
         return elected();
@@ -228,8 +228,8 @@ template <class Source> struct TileCopier {
                 for (int g = 0; g < groups; g++) copy(to + g * TILE * each, side + (g * PAGE + half) * each, TILE * each);
         }
     }
-    // A tile of someone else's rows: by the copy engine where they are all there, one instruction for as many bytes of each row as
-    // its swizzle spans; else in 16-byte chunks, neighbouring lanes side by side in a row, tokens past the end repeating the last one.
+    // A tile of strided rows: by the copy engine where all tokens exist, one instruction for as many bytes of each row as its swizzle spans;
+    // else in 16-byte chunks, with neighbouring lanes side by side in a row, and tokens past the end repeating the last one.
     template <int SCHEME> __device__ __forceinline__ void copy_rows(const long long* map, const u8* codes, const long long* strides) {
         constexpr int SWIZZLE = swizzle_of(SCHEME), ROW = HEAD_DIM * code_bits(SCHEME) / 8;
         int b = source.b(), kv_head = source.kv_head(), left = source.kv_len() - tile * TILE;
@@ -267,7 +267,7 @@ template <class Source> struct TileCopier {
     }
 };
 
-// Of a team of split_kv.cu: the cursor is looked at once per tile.
+// The source of a team of split_kv.cu: its cursor in shared memory, read once per tile.
 struct CursorSource {
     Cursor* cursor;
     int team;
@@ -279,7 +279,7 @@ struct CursorSource {
 struct Producer : TileCopier<CursorSource> {
     static constexpr bool HAS_PLAIN = PAGE != 0 && PAGE <= TILE;
 
-    int plain;  // stages to come before anything has to be looked at again
+    int plain;  // stages to copy before the next decision
 
     // Moves to the first tile of this team at or after the next unit.
     __device__ __forceinline__ void enter_next_unit(const DecodeParams& p, Cursor& at) {
@@ -314,8 +314,8 @@ struct Producer : TileCopier<CursorSource> {
         if (tile >= tile_end) enter_next_unit(p, at);
         load_page_indices();
     }
-    // TileCopier the next stage_of_tile, if there is one. What has to be decided about a tile, and the branches for it, took 12 % of an int4 kernel's
-    // time for 6 % of its instructions; most tiles are like the one before.
+    // Copies the next stage, if there is one. Decisions about a tile and their branches cost 12 % of an int4 kernel's time, so runs of
+    // tiles like the one before are counted, and copied without them.
     __device__ __forceinline__ void issue(const DecodeParams& p) {
         if (HAS_PLAIN && __any_sync(~0u, plain > 0)) {  // a vote: the compiler then knows that the warp stays together
             copy_plain(p);

@@ -1,48 +1,49 @@
-// Split-KV decode attention by teams of four warps (sm_90): of few items and of short ones, where latency binds, and of wide formats in
-// waves. An item is what one KV head of one sequence has to do.
+// low_latency.cu: split-KV decode attention by teams of four warps (sm_90a), for few or short sequences, where latency binds, and for
+// 16-bit formats in waves.
 //
-// What split_kv.cu does, but for three things. No share has to be found: the host gives each item so many teams, and a team takes the
-// item's next partials, tiles, segments or spans. Four warps share each tile, by tokens for the scores, by dims for the values: a tile takes
-// 0.6 µs instead of the 2.5 that a warp needs alone, and states stay in registers, a quarter of the dims in each warp. And a fifth warp
-// feeds them. All of that costs instructions, and a team waits at two barriers per tile: with more to do, split_kv.cu is faster, but for
-// wide formats, whose instructions are few for each byte.
-//
-// Where a team's states go:
-// - to the result, where the team has the item for itself. Also of more items than run at once, if their lengths are alike and the
-//   format is wide: a team that ends makes room for the next, and nothing is ever merged (bf16 reads at 97 % so, at 95 in split_kv.cu).
-// - to others of the cluster, which merge them (partials_cluster.cuh): the fastest way, for as many CTAs as clusters can have all at once.
-// - to global memory, where others look for them (partials_nonzero.cuh; a kernel of its own, ATTN_MERGE_GLOBAL): 1 to 2 µs more, for any number
-//   of CTAs. 32 items would take 32 clusters of four SMs, of which 30 fit an H200; one item takes all SMs this way.
+// Grid      (CTAs of a work item, KV heads * row blocks, sequences); CTAs of 1 or 2 teams, a team is 4 warps and a producer warp.
+// Split     the host fixes the number of teams of a work item; a team attends its next partials: tiles, segments or spans.
+// Tile      four warps share each tile, by tokens for the scores and by dims for the values: 0.6 µs instead of the 2.5 of one warp. A
+//           warp keeps a quarter of the dims in registers. This costs instructions and two barriers per tile: with more work in flight
+//           split_kv.cu is faster, except for 16-bit formats, which need few instructions per byte.
+// Merge     none where a work item has one team, in waves where there are more work items than run at once (VIA: NO_MERGE);
+//           in a cluster's shared memory (VIA_CLUSTER, partials_cluster.cuh), the fastest way where all clusters run at once;
+//           in global memory (VIA_GLOBAL, -DATTN_MERGE_GLOBAL, partials_nonzero.cuh): 1 to 2 µs more, for any number of CTAs.
+// Reads     q; pages or strided rows; page table, lengths.
+// Writes    out, lse; VIA_GLOBAL: partials in the workspace, which is zero between launches.
+// Numerics  docs/arithmetic.md, the same bits as split_kv.cu.
+// Shared    low_latency_smem.cuh.
+// Host      kernels/src/cuda: select.rs (configuration), split.rs (launch, MergeVia), cost.rs, smem.rs.
 #include "channel.cuh"
 #include "partials_cluster.cuh"
 #include "partials_nonzero.cuh"
 
 static_assert(ROW_WARPS == 1 && HEAD_DIM % 64 == 0 && (V_GROUPS == 1 || V_GROUPS == 2 || V_GROUPS % TILE_WARPS == 0), "a warp's dims are of one group, or of whole ones");
 
-// ---- who does what ----
+// ---- the split ----
 
 enum MergeVia { NO_MERGE, VIA_CLUSTER, VIA_GLOBAL };
 
-// Which of the item's teams this is, which of its CTA's, and the sequence's length.
+// The team's index in the work item and in its CTA, and the sequence's length.
 struct Start {
     int index, team, kv_len;
 };
 
-// A team's partials of the item.
+// The part of a work item that one team attends.
 struct Split {
     int shift;             // log2 of a partial's tiles
-    int all;               // of the item
-    int first, end;        // of this team
+    int all;               // partials of the work item
+    int first, end;        // partials of this team
 
     __device__ __forceinline__ Level level(const Sequence& s) const {
         return shift == 0 ? TILE_VALUES : shift == s.segment_shift ? SEGMENT_STATES : SPAN_STATES;
     }
-    // A team's part of so many.
+    // Partials of each team.
     DEVICE int each_of(const DecodeParams& p, int partials) {
         u32 second = blockDim.x / TEAM_THREADS - 1;  // team of the CTA
         return ceil_div(partials + second >> second, p.ctas_divmod);
     }
-    // With the sequence's length, which whatever needs no length does not wait for.
+    // Called once the sequence's length is known; loads that do not need it are issued before.
     __device__ __forceinline__ void enter(const DecodeParams& p, Work& work, const Start& start) {
         work.measure = {SPANS, true};
         (Sequence&)work = Sequence::of(work.measure, start.kv_len);
@@ -63,8 +64,8 @@ struct Split {
     }
 };
 
-// The page that a team will most likely start with, before it knows the sequence's length: where a launch hands over, its partials are most
-// often as many as they can be; of a cluster, the sequence is short.
+// The page that a team will most likely start with, before the sequence's length is known. Where partials are merged through global
+// memory a work item mostly has the largest number of them; with a cluster the sequence is short.
 DEVICE int likely_page(const DecodeParams& p, int team) {
     return MERGES_GLOBALLY ? (team * Split::each_of(p, p.max_partials) << (p.partial_per_segment ? 2 : 4)) * BLOCKS / TILES_OF_PAGE : 0;
 }
@@ -77,11 +78,11 @@ struct ItemSource {
     __device__ __forceinline__ int kv_head() const { return head; }
 };
 
-// The barrier of a team and the warp that feeds it.
+// The producer warp waits here until the team has loaded its first queries.
 DEVICE void signal_q_loaded(int team) { barrier_of<TEAM_THREADS>(1 + MAX_TEAMS + team); }
 
-// One warp copies the tiles of the team's partials into the ring. What follows the first tile waits for the first queries: behind more
-// copies, they would take longer.
+// The producer warp copies the team's tiles into the ring. Stages after the first tile are filled once the queries are loaded: queries
+// behind more copies would arrive later.
 DEVICE void produce(const DecodeParams& p, Work& work, Split& split, const Ring& ring, const Start& start, int lane, const RowMaps* maps) {
     TileCopier<ItemSource> copier;
     copier.ring = ring;
@@ -106,12 +107,12 @@ DEVICE void produce(const DecodeParams& p, Work& work, Split& split, const Ring&
 #pragma unroll 1
     while (copier.tile < end)
         if (copier.copy_next(p) && copier.known == 32) copier.load_page_indices();
-    wait_for_dependencies();  // whoever waits for this launch relies on the ones before it, too
+    wait_for_dependencies();  // a launch that waits for this one relies on those before it, too
 }
 
 // ---- the tiles ----
 
-// Scales of someone else's rows, where a stage has them.
+// Scales of strided rows.
 struct RowScales {
     const u16* scales;
     const long long* strides;
@@ -123,7 +124,7 @@ struct RowScales {
 // Whether there are registers for V's parameters while scores are under way.
 constexpr bool READS_AHEAD = ROW_GROUPS * V_GROUPS <= 2;
 
-// A team's run of tiles.
+// One of the four warps that attend a team's tiles.
 struct Warp {
     const DecodeParams& p;
     Work& work;
@@ -134,7 +135,7 @@ struct Warp {
     u32 shared;  // of the team
     ItemRows item;
 
-    // After the tiles, for which registers are short.
+    // Recomputed after the tiles, where registers are short.
     __device__ __forceinline__ int row_block() const { return opaque(blockIdx.y) - work.heads * p.row_blocks; }
 
     __device__ __forceinline__ void load_queries() {
@@ -152,7 +153,7 @@ struct Warp {
     }
     __device__ __forceinline__ void done_with_stage() { ring.release(team.lane); }
 
-    // A tile, folded into the segment's state. What can be known before a barrier is.
+    // Folds a tile into the segment's state. Whatever needs no exchange is computed before the barriers.
     __device__ __forceinline__ void tile(int index, State& state) {
         const Rows& rows = item.rows;
         int t0 = index * TILE, tokens = min(TILE, work.kv_len - t0);
@@ -208,7 +209,7 @@ struct Warp {
         done_with_stage();
     }
 
-    // O of a partial, or of the item so far, waits in a place, where a lane has its own elements; (m, l) in registers.
+    // O of a partial, or of the work item so far, is kept in shared memory, where each lane has its own elements; (max, sum) in registers.
     __device__ __forceinline__ u32 kept_at(int place, int g, int dim) const {
         return shared + SharedMemory::STATE + ((place * ROWS + g * 8 + team.lane / 4) * STATE_STRIDE + team.dim() + dim) * 4;
     }
@@ -221,7 +222,7 @@ struct Warp {
             take(team.dim() + dim, bits_float(x.x), bits_float(x.y));
         }
     }
-    // Merges what follows to what is kept there.
+    // Merges a state that follows into the one that is kept.
     __device__ __forceinline__ void keep(int place, bool first, float2 (&ml)[ROW_GROUPS], const State& state) const {
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
@@ -240,7 +241,7 @@ struct Warp {
             });
         }
     }
-    // A partial's tiles: its segments, one after the other.
+    // Attends a partial's tiles, one segment after the other.
     __device__ __forceinline__ void attend(int partial, int place, float2 (&ml)[ROW_GROUPS]) {
         int index = partial << split.shift, end = min(work.num_tiles, partial + 1 << split.shift);
         bool first = true;
@@ -254,7 +255,7 @@ struct Warp {
             first = false;
         } while (index < end);
     }
-    // A partial to those of the cluster who will merge it.
+    // Publishes a partial to the teams of the cluster that merge it.
     __device__ __forceinline__ void send(int partial, const float2 (&ml)[ROW_GROUPS]) const {
         MergeJobs jobs = MergeJobs::of(p, row_block(), split.all);
         constexpr int VECTORS = DIMS / 4;        // of a row, in this warp
@@ -280,7 +281,7 @@ struct Warp {
         }
         __syncwarp();  // before the place is another state's
     }
-    // What the others send to this team, merged.
+    // Merges what the cluster has sent to this team.
     __device__ __forceinline__ void receive(const WorkItem& item) const {
         MergeJobs jobs = MergeJobs::of(p, row_block(), split.all);
         int count = jobs.of_team(blockIdx.x, team.index);
@@ -290,7 +291,7 @@ struct Warp {
         barrier_wait(all_sent, 0);
         merge_jobs(p, item, jobs, split.level(work), blockIdx.x, team.index, shared + SharedMemory::RECEIVED, team.warp);
     }
-    // A partial to global memory, where whoever merges it spins.
+    // Publishes a partial in global memory, where merging teams wait for it.
     __device__ __forceinline__ void publish(int partial, const float2 (&ml)[ROW_GROUPS]) const {
         WorkItem item = {work.b, work.heads, row_block(), 0};
 #pragma unroll
@@ -302,7 +303,7 @@ struct Warp {
             each_kept(0, g, [&](int dim, float x, float y) { __stcg((float2*)(p.partial_o + row * HEAD_DIM + dim), encode_nonzero(x, y)); });
         }
     }
-    // For which registers are short, too: the team's partials are found anew.
+    // Merges partials from global memory. The team's split is computed again: registers are short.
     __device__ __forceinline__ void merge_global() const {
         Sequence sequence = work;
         sequence.num_tiles = opaque(sequence.num_tiles);
@@ -314,7 +315,7 @@ struct Warp {
         team.barrier();
         clear_max_sums(p, item, slices);
     }
-    // A span to those before it, of an item that the team has for itself.
+    // Merges a span into those before it, where the team has the work item alone.
     __device__ __forceinline__ void append(float2 (&ml)[ROW_GROUPS], const float2 (&span_ml)[ROW_GROUPS]) const {
         State span;
 #pragma unroll
@@ -336,7 +337,7 @@ struct Warp {
             each_kept(0, g, [&](int dim, float x, float y) { epilogue.write_pair(dim / 2, x, y); });
         }
     }
-    // The team's partials, one after the other, and where they go.
+    // Attends the team's partials one after the other, and passes them on.
     template <MergeVia VIA> __device__ __forceinline__ void run() {
         float2 all_ml[ROW_GROUPS];
 #pragma unroll 1
@@ -361,7 +362,6 @@ struct Warp {
     }
 };
 
-// Grid: (CTAs of an item, KV heads · row blocks, sequences); CTAs of one or two teams.
 extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
     SHARED_MEMORY(shared, STAGE_ALIGN);
     int warp = threadIdx.x / 32 % (TILE_WARPS + 1), lane = lane_id(), team = threadIdx.x / TEAM_THREADS;
@@ -375,9 +375,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
         barrier_init_fence();
     }
     __syncthreads();
-    if (in_cluster) cluster_arrive();  // what others send may come from now on
+    if (in_cluster) cluster_arrive();  // from now on others may send
     if (threadIdx.x == TEAM_THREADS - 1) touch_params(p, base + SharedMemory::NOWHERE);
-    // Whatever comes before in the stream may still be running: nothing of it has been read so far.
+    // The launch ahead may still run: nothing that it writes has been read so far.
     after_dependencies(p);
     if (in_cluster) cluster_wait();
     Start start = {(int)(blockIdx.x * (blockDim.x / TEAM_THREADS)) + team, team, load_now(p.kv_lens + blockIdx.z)};

@@ -1,8 +1,13 @@
-// Split-KV decode attention for many query rows per KV head (sm_90): docs/arithmetic.md on tensor cores.
+// many_rows.cu: split-KV decode attention for many query rows per KV head (sm_90a), on tensor cores.
 //
-// What split_kv.cu does, but for one thing: there a team of warps has a segment and its own ring of stages, here all warps of a CTA
-// have the same tiles and each its own rows, so that a tile is read and its parameters are converted once for up to 64 rows. One
-// warp feeds the ring, one converts, neither has rows.
+// Grid      persistent, (SMs * CTAs per SM); ROW_WARPS warps with 8 rows each, a producer warp and a warp that converts parameters.
+// Tile      all warps of a CTA attend the same tiles, each its own rows, so a tile is read and its parameters are converted once for up
+//           to 64 rows. In split_kv.cu a team has its own tiles and ring.
+// Reads     q; pages; page table, lengths.
+// Writes    out, lse; partials and arrival counts in the workspace.
+// Numerics  docs/arithmetic.md, the same bits as split_kv.cu.
+// Shared    AT_… below.
+// Host      kernels/src/cuda: select.rs (configuration), split.rs (launch), smem.rs.
 #include "many_rows_merge.cuh"
 
 static_assert(ROW_GROUPS == 1 && INTEGER && !K_PER_CHANNEL && PAGE != 0 && PAGE <= TILE && HEAD_DIM % 32 == 0, "integers in pages of at most a tile");

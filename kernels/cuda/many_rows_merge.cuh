@@ -1,4 +1,4 @@
-// Many query rows: segments merge into spans, spans into an item's state, in the law's order.
+// Many query rows: segments merge into spans, spans into an item's state, in the order of docs/arithmetic.md.
 //
 // A thread keeps its own elements of a state (row lane/4 of its warp, dims 8j + 2·(lane%4) + {0, 1}), so a span's state waits in
 // shared memory, and that of an item's first spans in a slot of global memory, without a barrier. What crosses a CTA's border goes through slots of global memory and is counted; when an item's count is

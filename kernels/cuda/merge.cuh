@@ -1,12 +1,12 @@
-// What merging states takes, and what becomes of the last one.
+// Merging two states, and the epilogue: from a merged state to out and lse.
 #pragma once
 #include "value.cuh"
 #include "split.cuh"
 
 constexpr int ROW_VECTORS = HEAD_DIM / 4;   // float4s of a row
 
-// What merging does to both sides. An empty side has O = +0 and takes part with weight -0: what it adds changes nothing, not even
-// a zero's sign.
+// The powers of two that both sides of a merge are multiplied by. An empty side has O = +0 and scale -0: adding it changes nothing, not
+// even a zero's sign.
 struct MergeScale {
     float alpha, beta;
 };
@@ -45,7 +45,7 @@ struct WorkItem {
     __device__ __forceinline__ u64 index(const DecodeParams& p) const {
         return ((u64)b * p.num_kv_heads + kv_head) * p.row_blocks + row_block;
     }
-    // That are no filling of the block.
+    // Rows of the block without padding.
     __device__ __forceinline__ int rows(const DecodeParams& p) const { return min(ROWS, p.heads_per_kv * p.q_len - row_block * ROWS); }
     // The row's place in Q, out and lse, or -1.
     __device__ __forceinline__ long long row(const DecodeParams& p, int row) const {

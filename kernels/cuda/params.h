@@ -2,6 +2,9 @@
 // `ATTN_UPDATE=1 cargo test -p attn-kernels`.
 #pragma once
 
+// How K or V is stored: the values of ATTN_K and ATTN_V.
+enum Scheme { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP, INT8_TENSOR, INT4_GROUPS, INT4_CHANNEL };
+
 // A divisor prepared by the host; `divmod.cuh` divides numbers below 2^31 by it: `(2n · multiplier) >> 32 >> shift`.
 struct FastDivmod {
     unsigned int divisor;                      // Number to divide by.

@@ -1,18 +1,17 @@
-// States on their way within a cluster (low_latency.cu): a team sends each of its partials, as soon as it has it, to the shared memory of whoever
-// will merge it, and is done; who merges waits for the bytes alone. (Before, all threads of a cluster waited for each other, read each
-// other's memory, and waited again before they left: 0.7 µs more.)
+// Partials within a cluster (low_latency.cu): a team sends each of its partials to the shared memory of the teams that merge it
+// (st.async), and a merging team waits on a barrier that counts the received bytes. No team waits for another to read.
 #pragma once
 #include "low_latency_smem.cuh"
 #include "merge.cuh"
 
-// Where a job's states go, its barrier, and the dim among its own.
+// Destination of a state: addresses of the job's states and barrier, and the dim within the job.
 struct Sent {
     u32 states, barrier;
     int dim;
 };
 
-// What the cluster's warps merge: a job is a row, or 32 dims of one, of all partials. Its states lie side by side, (m, l) behind them.
-// MergeJobs are dealt to CTAs and to their teams, one after the other.
+// The merge of a work item as jobs: a job is a row, or 32 dims of a row, of all partials. Its states lie side by side, with (max, sum)
+// behind them. Jobs are assigned to CTAs and to their teams in turn.
 struct MergeJobs {
     u32 ctas, shift;  // of the cluster; its log2
     u32 second;       // whether CTAs have a second team
@@ -30,7 +29,7 @@ struct MergeJobs {
     __device__ __forceinline__ u32 states_bytes() const { return partials * width() * 4; }
     __device__ __forceinline__ u32 sent_bytes() const { return states_bytes() + partials * 8; }
     __device__ __forceinline__ u32 stride() const { return sent_bytes() + 15 & ~15u; }
-    // Whose it is, and where it lies among the team's.
+    // CTA and team of a job, and its index among the team's jobs.
     __device__ __forceinline__ u32 rank(u32 job) const { return job & ctas - 1; }
     __device__ __forceinline__ u32 team(u32 job) const { return job >> shift & second; }
     __device__ __forceinline__ u32 index(u32 job) const { return job >> shift >> second; }
@@ -46,7 +45,7 @@ struct MergeJobs {
     }
 };
 
-// The largest of this lane and those 1, 2, … count - 1 strides before it, in runs of so many.
+// The largest of this lane and of those 1, 2, … count - 1 strides before it, in runs of `count`.
 DEVICE float running_max(float x, int stride, int count) {
 #pragma unroll
     for (int i = 1; i < count; i *= 2) {
@@ -55,7 +54,7 @@ DEVICE float running_max(float x, int stride, int count) {
     }
     return x;
 }
-// Of runs of lanes, what merging this lane's run to those before it in a run of `count` does; `top`: the running maximum, `m` of nothing.
+// The scales of merging this lane's run with those before it in a run of `count`; `top`: the running maximum, `m` that of the start.
 DEVICE MergeScale running_scale(float x, float& top, int stride, int count, float m) {
     top = fmaxf(running_max(x, stride, count), m);
     float before = __shfl_up_sync(~0u, top, stride);
@@ -63,7 +62,7 @@ DEVICE MergeScale running_scale(float x, float& top, int stride, int count, floa
     return merge_scale_of(before, x, top);
 }
 
-// Of a row, COLUMNS dims to a lane, 32 apart.
+// A merged state: of a row, COLUMNS dims to a lane, 32 apart.
 template <int COLUMNS> struct MergedRow {
     float m, l, o[COLUMNS];
 
@@ -77,8 +76,8 @@ DEVICE MergeScale scale_at(const MergeScale& w, int lane) { return {__shfl_sync(
 
 enum Level { TILE_VALUES, SEGMENT_STATES, SPAN_STATES };
 
-// A job's partials, all of them, by one warp: a lane finds the weights of a partial, and merges its dims. Tiles fold into segments, segments
-// merge into spans, spans into the sequence's state.
+// Merges a job's partials by one warp: a lane finds the scales of one partial, and merges its own dims. Tiles fold into segments,
+// segments merge into spans, spans into the sequence's state.
 template <int LEVEL, int COLUMNS> DEVICE MergedRow<COLUMNS> merge_sent(u32 states, u32 mls, int partials) {
     constexpr int BATCH = LEVEL == TILE_VALUES ? 16 : 8, SEGMENT = LEVEL == TILE_VALUES ? SPAN : 1, RUN = LEVEL == SPAN_STATES ? 1 : SEGMENT * SPAN;
     static_assert(BATCH % RUN == 0, "a batch has is_row spans");
@@ -130,7 +129,7 @@ template <int LEVEL, int COLUMNS> DEVICE MergedRow<COLUMNS> merge_sent(u32 state
     return all;
 }
 
-// The result of a team's jobs, which lie at `sent`, by its warps.
+// Merges a team's jobs, which lie at `sent`, and writes their results.
 template <int LEVEL, int COLUMNS> DEVICE void merge_jobs(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, u32 rank, u32 team, u32 sent, int warp) {
 #pragma unroll 1
     for (int i = warp; i < jobs.of_team(rank, team); i += TILE_WARPS) {

@@ -1,9 +1,9 @@
-// States on their way between CTAs: an item's partials in global memory, who merges them, and their count (split_kv.cu; teams of low_latency.cu
-// need none, partials_nonzero.cuh).
+// Partials of a work item in global memory, and the count of their arrival (split_kv.cu). `merge_partials` also serves low_latency.cu,
+// which needs no count (partials_nonzero.cuh).
 #pragma once
 #include "merge.cuh"
 
-// Of those who merge together; the others of a team have warps of their own.
+// Index of this thread among those that merge together. Teams of low_latency.cu merge separately.
 DEVICE int merge_thread() {
 #ifdef ATTN_LOW_LATENCY
     return threadIdx.x % TEAM_THREADS;
@@ -12,24 +12,24 @@ DEVICE int merge_thread() {
 #endif
 }
 
-// Partials of an item whose states a row's threads merge: from `first` (it covers those before) to `end`.
+// The partials of a row to merge: from `first` (which covers those before it) to `end`.
 struct PartialRows {
-    float* states;  // of the row
-    float2* ml;     // null: the row only fills up the block, and is not handed over
+    float* states;  // O of the row
+    float2* ml;     // null: a padding row, which has no partials
     int first, end;
 };
 
-// Partials of low_latency.cu are zero until they are there.
+// Partials of low_latency.cu are zero until they arrive.
 DEVICE bool has_arrived(float2 x) { return float_bits(x.x) != 0 && float_bits(x.y) != 0; }
 DEVICE bool has_arrived(float x) { return float_bits(x) != 0; }
 DEVICE bool has_arrived(const float4& x) { return has_arrived(make_float2(x.x, x.y)) && has_arrived(make_float2(x.z, x.w)); }
 constexpr int FEW = 4;  // missing partials whose states are looked at; while there are more, (m, l) alone: others still read the cache
 
-// A row's threads, LANES, find the weights of LANES partials side by side, while the first states are on their way; then each merges its
-// own vectors of dims, float4, or one float2 or float, from `from` to `to`, in order, and writes the result. Partials are spans, or segments
-// that make spans first. Called, not inlined: it is long and rare. By value: what a reference points to would come from global memory.
-// This is the last thing that a launch waits for, one warp's latencies in a row: a batch of states is on its way at once, and four
-// partials at a time are merged without a branch. (Refilling what has been merged made the compiler wait for each load at once.)
+// Merges a row's partials by LANES threads. They compute the scales of LANES partials side by side while the first states are loaded;
+// then each merges its own vectors of dims (float4, float2 or float) from `from` to `to`, in order, and writes the result. Partials are
+// spans, or segments that form spans first. Not inlined: it is long and rare. Arguments by value: references would be reloaded from
+// global memory. A launch waits for this last, for one warp's latencies in a row; so a batch of states is loaded at once, and four
+// partials at a time are merged without a branch. Refilling merged slots of the batch would make the compiler wait for each load.
 template <class Vector, int LANES, bool SEGMENTS>
 static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogue epilogue, int from, int to) {
     constexpr int WIDTH = sizeof(Vector) / 4, VECTORS = WIDTH < 4 ? 1 : (HEAD_DIM / WIDTH + LANES - 1) / LANES;
@@ -136,29 +136,28 @@ template <class Vector, int LANES> DEVICE void merge_row(const DecodeParams& p, 
     else merge_partials<Vector, LANES, false>(partials, epilogue, from, to);
 }
 
-// All of an item's partials by one CTA, or team.
+// Merges all of a work item's partials by one CTA, or team.
 DEVICE void merge_all_rows(const DecodeParams& p, const WorkItem& item, int first) {
     constexpr int LANES = MERGE_THREADS / ROWS;
     merge_row<float4, LANES>(p, item, first, merge_thread() / LANES, 0, ROW_VECTORS);
 }
 
-// ---- many partials: shared out ----
+// ---- many partials: several CTAs merge them ----
 
-// One CTA would read them all at what its loads in flight allow, 50 GB/s, while the others have gone: half of a launch of one
-// sequence. So a CTA whose share ends with one of many partials says with its count that it will merge some rows, waits until the count is
-// complete, and does; who completes the count merges what nobody said. Nobody waits for ever: who has waited for long takes back what it
-// said, and leaves it to the others. So it does not matter whether all CTAs run at once.
+// One CTA would read all of them at the 50 GB/s of its loads in flight, for half of the time of a launch of one sequence. With
+// SHARED_PARTIALS or more, CTAs claim slices of rows to merge when they increment the arrival count, and wait for it to be complete; the
+// last arrival merges unclaimed slices. No CTA requires co-residency: after SPIN_LIMIT spins it withdraws its claims.
 
 constexpr int SHARED_PARTIALS = 12;  // from how many partials on
 constexpr int SLICES = 8, SLICE_ROWS = ROWS / SLICES;
 constexpr u32 COUNT_MASK = 0xfff, ALL_SLICES = ~0u;
 constexpr int FIRST_SHIFT = 12, SLICES_SHIFT = 24;
-#ifndef ATTN_SPIN_LIMIT  // spins at the count before a CTA takes back what it said
+#ifndef ATTN_SPIN_LIMIT  // loads of the count before a CTA withdraws its claims; the emulation has fewer
 #define ATTN_SPIN_LIMIT 100
 #endif
 
-// The item's count: partials; the first partial, from whoever has the item's first units; slices that somebody will merge. It stays once it is
-// complete, until all of those have left.
+// A work item's arrival count: arrived partials; the first partial, set by the CTA that has the work item's first units; claimed slices.
+// It stays complete until all CTAs with claims have seen it.
 struct ArrivalCount {
     u32 bits;
     DEVICE u32 of(u32 partials, u32 first, u32 slices) { return partials | first << FIRST_SHIFT | slices << SLICES_SHIFT; }
@@ -171,7 +170,7 @@ struct ArrivalCount {
 DEVICE u32 slices_of(const DecodeParams& p, const WorkItem& item) {
     return (1 << (item.rows(p) + SLICE_ROWS - 1) / SLICE_ROWS) - 1;
 }
-// Those for whoever has partials from `from` to `end`.
+// The slices for a CTA with partials from `from` to `end`.
 DEVICE u32 slices_for(const DecodeParams& p, const WorkItem& item, int from, int end) {
     if (item.num_partials < SHARED_PARTIALS) return 0;
     u32 slices = 0;
@@ -183,28 +182,28 @@ DEVICE u32 slices_for(const DecodeParams& p, const WorkItem& item, int from, int
     return slices & slices_of(p, item);
 }
 
-// What one thread learns when it counts partials of an item.
+// The outcome of an arrival.
 struct Arrival {
-    u32 last;   // 0, or 1 + the first partial of the item, all of whose partials are there
-    u32 slices;  // of them, what this CTA merges
+    u32 last;   // 0, or 1 + the first partial of a work item whose partials have all arrived
+    u32 slices;  // slices that this CTA merges
 };
 
-// Who said it would merge `slices` has seen that the count is complete; the last of them clears it.
+// Called once a CTA with claims has seen the complete count; the last one clears it.
 DEVICE void clear_after_last(u32* count, u32 slices) {
     ArrivalCount before = {count_release(count, 0 - ArrivalCount::of(0, 0, slices))};
     if (before.slices() == slices) *count = 0;
 }
-// One thread waits for the first partial, plus 1, of partials that are all there; 0: `slices` are left to the others. Whoever completes the
-// count sees what it says then, and what it says can be taken back no more.
+// One thread waits for the count to be complete. Returns 1 + the first partial, or 0 once the claims are withdrawn. The CTA that completes
+// the count sees the claims of that moment, and those can no longer be withdrawn.
 static __device__ __noinline__ u32 await_partials(u32* count, u32 slices, u32 num_partials) {
-    // Acquiring spins are slow ones, and should be: relaxed ones, of 30 CTAs, held the counts themselves up by 1 to 3 µs.
+    // Acquiring loads are slow, and should be: relaxed ones of 30 CTAs delay the counts themselves by 1 to 3 µs.
     ArrivalCount now;
     for (int look = 0; now.bits = load_acquire(count), now.partials() < num_partials; look++)
         if (look >= ATTN_SPIN_LIMIT && replace(count, now.bits, now.bits - ArrivalCount::of(0, 0, slices))) return 0;
     clear_after_last(count, slices);
     return 1 + now.first();
 }
-// The count went up by `add` from `before`.
+// The outcome of adding `add` to a count of `before`.
 DEVICE Arrival on_arrival(const DecodeParams& p, const WorkItem& item, u32 before, u32 add) {
     u32* at = p.counters + item.index(p);
     u32 num_partials = item.num_partials, mine = ArrivalCount{add}.slices(), others = ArrivalCount{before}.slices();
@@ -216,7 +215,7 @@ DEVICE Arrival on_arrival(const DecodeParams& p, const WorkItem& item, u32 befor
 }
 
 DEVICE void merge_slices(const DecodeParams& p, const WorkItem& item, int first, u32 slices) {
-    // A lane has two dims where one would be more than a piece for each warp: one after the other took 2 µs more of 28.
+    // Two dims per lane where one would give a warp several columns: columns in a row take 2 µs more of 28.
     constexpr bool PAIRS = SLICE_ROWS * (HEAD_DIM / 32) > MERGE_THREADS / 32 && HEAD_DIM % 64 == 0;
     constexpr int WIDTH = PAIRS ? 2 : 1, COLUMNS = (HEAD_DIM / WIDTH + 31) / 32;  // of a row
 #pragma unroll 1
@@ -231,7 +230,7 @@ DEVICE void merge_slices(const DecodeParams& p, const WorkItem& item, int first,
     }
 }
 
-// What an answer asks of all merging threads.
+// The merge that an arrival asks of all merging threads.
 DEVICE void merge_arrived(const DecodeParams& p, const WorkItem& item, const Arrival& arrival) {
     if (arrival.slices == ALL_SLICES) merge_all_rows(p, item, arrival.last - 1);
     else merge_slices(p, item, arrival.last - 1, arrival.slices);

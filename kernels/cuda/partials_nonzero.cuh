@@ -1,21 +1,20 @@
-// States on their way in global memory (low_latency.cu, ATTN_MERGE_GLOBAL): a team stores each of its partials, as soon as it has it, where
-// whoever merges it spins. Nothing is counted, and no store waits for another: a word that is not zero is there. A zero is encode_nonzero as the
-// smallest number instead, which arithmetic that flushes takes for the zero it was; who has read a word puts the zero back. (A count that
-// all add to, spins at it, and loads behind those came one after the other: 1 µs more of 10.)
+// Partials in global memory without a count (low_latency.cu, ATTN_MERGE_GLOBAL). Arrival is signalled by the data: the workspace is zero
+// between launches, and a nonzero word has arrived. Zeros are stored as the smallest subnormal, which arithmetic flushes. The reader
+// resets each word. A count that all increment is 1 µs of 10 slower (docs/log/2026-11-cuda.md, line 72).
 //
-// Who merges waits for all CTAs of the item, who does not for nobody. CTAs start in the order of their indices, so a launch ends wherever
-// one more than SLICES of them can run at once.
+// Merging CTAs wait for all CTAs of the work item; the others never wait. CTAs start in the order of their indices, so a launch ends
+// wherever one more than SLICES of them run at once.
 #pragma once
 #include "partials_counted.cuh"
 
 DEVICE float encode_nonzero(float x) { return bits_float(max(float_bits(x), 1u)); }
 DEVICE float2 encode_nonzero(float x, float y) { return make_float2(encode_nonzero(x), encode_nonzero(y)); }
 
-// What the team with partials from `from` to `end` merges: of many partials, some of the slices; of few, the last team all.
+// The slices that the team with partials from `from` to `end` merges: of many partials some slices, of few the last team all.
 DEVICE u32 slices_to_merge(const DecodeParams& p, const WorkItem& item, int from, int end) {
     return item.num_partials >= SHARED_PARTIALS ? slices_for(p, item, from, end) : end == item.num_partials && from < end ? ALL_SLICES : 0;
 }
-// Behind a barrier that its rows' (m, l) have been read.
+// Called behind a barrier, once (max, sum) of these rows have been read.
 DEVICE void clear_max_sums(const DecodeParams& p, const WorkItem& item, u32 slices) {
     int rows = item.rows(p);
     float2* ml = p.partial_max_sum + item.index(p) * p.max_partials * ROWS;

@@ -1,23 +1,21 @@
-// Sections 5 and 6 outside the teams: their states merge in order to the unit's, units' to the sequence's, spread over the CTA's
-// threads.
+// Sections 5 and 6 of docs/arithmetic.md between the teams of a CTA of split_kv.cu: team states are merged into the state of the work
+// unit, units into the work item's, by all threads of the CTA.
 //
-// Global memory is left alone as far as possible: a CTA that has an item's first units keeps their merged state in shared memory,
-// and writes the result itself if it comes to the item's end (storing every unit's state cost 20 µs of 270 at batch 512, though it
-// is under 2 % of the bytes). What crosses a CTA's border is handed over in partials and counted; who completes the count merges the
-// partials, or others help (partials_counted.cuh). A unit is counted one segment into the next one, when its writes have long arrived, and the
-// count's answer is looked at when that one ends. Two ways to spare the CTA its barriers were tried and lost: the last warp to
-// arrive merging alone made the slowest team slower (int4 191 µs for 169), merging a tile later cost registers (204 µs).
+// Global memory is avoided: a CTA that has a work item's first units keeps their merged state in shared memory, and writes the result if
+// it reaches the work item's end (storing every unit's state took 20 µs of 270 at batch 512). Work items that several CTAs share go
+// through partials in the workspace (partials_counted.cuh). A unit's arrival is counted one segment into the next unit, when its writes
+// have landed, and the outcome is used when that unit ends.
 #pragma once
 #include "partials_counted.cuh"
 #include "split_kv_smem.cuh"
 
-// What the CTA's threads share about the merge: registers are short.
+// State of the merge that all threads of the CTA use; in shared memory, because registers are short.
 struct MergeState {
-    Arrival arrival;  // about `counted`
-    u32 add;        // what the count of `counted` goes up by
-    int covered;    // partials of the running item whose merged state is kept, 0: none
-    int began;      // this CTA's first partial of the running item
-    WorkItem counted;   // of what is to be counted
+    Arrival arrival;  // outcome of counting `counted`
+    u32 add;        // increment of the arrival count of `counted`
+    int covered;    // partials of the current work item whose merged state is kept; 0: none
+    int began;      // this CTA's first partial of the current work item
+    WorkItem counted;   // work item to count
 };
 
 struct Merge {
@@ -27,7 +25,7 @@ struct Merge {
     u8* shared;
     MergeState* shared_state;
     CountStep count_step;
-    u32 before;  // thread 0: the count's answer
+    u32 before;  // thread 0: the count before the increment
 
     __device__ __forceinline__ void start(u8* memory) {
         shared = memory;
@@ -55,7 +53,7 @@ struct Merge {
         __syncthreads();
     }
 
-    // A team's state at the end of a segment: the first one of a unit is put where the merge will look for it, others merge it there.
+    // Takes a team's state at the end of a segment: the first of a unit is stored where the merge reads it, later ones are merged there.
     __device__ __forceinline__ void segment(const State& state, bool first, int team, int warp_row, int lane) {
         float* states = (float*)(shared + SharedMemory::STATES);
         float2* ml = (float2*)(shared + SharedMemory::MAX_SUMS);
@@ -95,7 +93,7 @@ struct Merge {
         }
     }
 
-    // The result of an item that a team had for itself: a warp's rows are its own, four threads to a row.
+    // Writes the result of a work item that a team had alone: a warp's rows are its own, four threads to a row.
     __device__ __forceinline__ void item(const DecodeParams& p, const Work& work, int team, int warp_row, int lane) const {
         __syncwarp();
         WorkItem item = {work.b, work.kv_head(team), work.row_block, 0};
@@ -113,7 +111,7 @@ struct Merge {
         __syncthreads();
     }
 
-    // The states of all teams at the end of a unit.
+    // Merges the states of all teams at the end of a unit.
     __device__ __forceinline__ void unit(const DecodeParams& p, const Cursor& here, const Cursor& next) {
         resolve_arrival(p);
         __syncthreads();
@@ -122,7 +120,7 @@ struct Merge {
         TeamTakes takes = work.takes();
         int covered = shared_state->covered, partial = work.partial, end = partial + work.partials_here;
         bool first = partial == 0, last = end == work.num_partials;
-        // What has two levels to merge, and several row blocks that take turns, go by partials.
+        // Units of tiles, which merge at two levels, and row blocks that take turns become partials.
         bool keeps = first ? last || (takes != A_TILE && p.row_blocks == 1) : covered > 0;
         Unit u = {{work.b, work.heads, work.row_block, work.num_partials}, partial, end, first, keeps, keeps && last,
                   !keeps || (!last && (!next.is_valid(p) || next.is_fresh)), takes};
@@ -144,8 +142,8 @@ struct Merge {
     struct Unit {
         WorkItem item;
         int partial, end;            // partials of the unit
-        bool first, keeps, ends;  // of the item; merged with the units before it; with the result
-        bool leaves;              // for a partial: what this CTA has of the item ends here, or the unit is on its own
+        bool first, keeps, ends;  // first of the work item; merged with the units before; ends with the result
+        bool leaves;              // becomes a partial: the CTA's part of the work item ends here, or the unit is alone
         TeamTakes takes;
     };
     // A row and the threads that share it: twice as many where half of the rows only fill up the tile.
@@ -158,7 +156,7 @@ struct Merge {
             return {row / 2, lane + row % 2 * LANES, 2 * LANES};
         }
     };
-    // The unit's state from the teams' in shared memory, and on from there. Spans merge what is kept one by one.
+    // Merges the teams' states of a unit, then with what is kept; spans are merged with it one by one.
     __device__ __forceinline__ void merge_teams(const DecodeParams& p, const Unit& u) {
         auto [row, at, lanes] = Lanes::of(p);
         const float4* states = (const float4*)((const float*)(shared + SharedMemory::STATES) + row * STATE_STRIDE);
@@ -206,7 +204,7 @@ struct Merge {
             else kept[vector] = x;
         }
     }
-    // Each team's span to its partial.
+    // Stores each team's span as a partial.
     __device__ __forceinline__ void publish_spans(const DecodeParams& p, const Unit& u) {
         auto [row, lane, lanes] = Lanes::of(p);
         const float* states = (const float*)(shared + SharedMemory::STATES) + row * STATE_STRIDE;

@@ -1,4 +1,4 @@
-// A warp's query rows of an item: what they see, their queries, and what masks do to their scores.
+// A warp's query rows of a work item: the tokens they see, their queries, and the score modifiers.
 #pragma once
 #include "value.cuh"
 #include "split.cuh"
@@ -65,7 +65,7 @@ DEVICE void measure_queries(u32 query, int warp_row, int lane, int (&exponents)[
     }
 }
 
-// What a warp knows of its rows of an item.
+// A warp's rows of a work item, and their queries.
 struct ItemRows {
     Rows rows;
     Query q;

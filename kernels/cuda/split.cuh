@@ -1,12 +1,12 @@
-// Who does what: units of work in the order [sequence][KV head][unit][row block], cut between CTAs.
+// The split of the work among CTAs of split_kv.cu: work units in the order [sequence][KV head][unit][row block], partitioned on the
+// device from kv_lens, so that a captured graph serves growing sequences.
 //
-// Shares are whole partials, which is also what is handed over: spans; segments, if there is too little work; or items by fours, KV
-// heads of a sequence, if they are many and short. A CTA takes as much of an item as it has, up to four spans, for a unit: its teams
-// then have a span each, else the segments of one, or a segment's tiles, or an item each. The longer a team works alone, the less is
-// merged. Everything follows from kv_lens on the device, so that a captured graph serves growing sequences.
+// A CTA's split is a run of whole partials: spans; segments, if there is little work; or work items by fours (KV heads of a sequence), if
+// they are many and short. A work unit is what the teams attend between two merges, up to four spans: a team then has a span, a segment
+// of one, tiles of a segment, or a work item. The longer a team works alone, the less is merged.
 //
-// Where all items have the same number of partials, shares are so many of them. Else partials have a cost: what a team's tiles and the
-// merge at the end of a unit take. By tiles alone, the CTA with the most short sequences took twice the mean time.
+// Where all work items have the same number of partials, splits are equal numbers of them. Else partials have a cost: their tiles and the
+// merge at the end of a unit. Counting tiles alone gives the CTA with the most short sequences twice the mean time.
 #pragma once
 #include "config.cuh"
 #include "divmod.cuh"
@@ -19,13 +19,13 @@ static_assert(!K_PER_CHANNEL || PAGE >= TILE, "a tile of channels is of one page
 enum PartialKind : u8 { SEGMENTS, SPANS, ITEMS };
 enum TeamTakes { A_TILE, A_SEGMENT, A_SPAN, AN_ITEM };
 
-// What everyone agrees on.
+// How work is measured; the same in all CTAs.
 struct Measure {
     PartialKind partials_are;
-    bool is_even;  // all partials count the same
+    bool is_even;  // all partials have the same cost
 };
 
-// KV heads, or fours of them.
+// KV heads of a sequence, or groups of four where a team has a work item.
 DEVICE int heads_of(const DecodeParams& p, PartialKind partials) { return partials == ITEMS ? (p.num_kv_heads + TEAMS - 1) / TEAMS : p.num_kv_heads; }
 
 // One sequence's partials, for one KV head and row block.
@@ -45,16 +45,16 @@ struct Sequence {
         s.item_cost = measure.is_even ? s.num_partials : cost_of_item(s.num_tiles, runs_of(s.num_tiles, s.segment_shift));
         return s;
     }
-    // In half tiles: a merge takes two tiles of each team and comes once for four spans; an item's first query and last units, which
-    // are seldom full, take sixteen more.
+    // Cost in half tiles. A merge takes two tiles of each team and comes once for four spans; a work item's first query and its last units,
+    // which are seldom full, take sixteen more.
     DEVICE u32 cost(int tiles, int segments) { return 2 * tiles + segments; }
     DEVICE u32 cost_of_item(int tiles, int segments) { return cost(max(1, tiles), segments) + 32; }
 };
 
 struct Work : Sequence {
-    int b, heads, partial, row_block;  // where we are; of the heads see `kv_head`
-    u32 offset;                     // cost of what comes before this unit, over everything
-    u8 partials_here;                  // of this unit
+    int b, heads, partial, row_block;  // the current unit; `heads`: see kv_head
+    u32 offset;                     // cost of all units before this one
+    u8 partials_here;                  // partials of this unit
     Measure measure;
 
     __device__ __forceinline__ void enter(int sequence, int kv_len) {
@@ -67,9 +67,9 @@ struct Work : Sequence {
     __device__ __forceinline__ TeamTakes takes() const {
         return measure.partials_are == SEGMENTS ? A_TILE : has_items() ? AN_ITEM : partials_here == 1 ? A_SEGMENT : A_SPAN;
     }
-    // As many partials as a CTA whose share ends at `end` takes together: with fewer than all teams' some would wait longer for a span than
-    // all do for their segments, one span after the other. Where lengths are alike three are better: all CTAs are late then, and a
-    // merge less counts for more. Row blocks take turns with each.
+    // Sizes the unit: up to four partials, within the CTA's split, which ends at `end`. With fewer than all teams' some would wait longer
+    // for a span than all do for their segments. Where lengths are alike three are better: all CTAs are late then, and one merge less counts
+    // for more. Row blocks alternate with each partial.
     __device__ __forceinline__ void size(const DecodeParams& p, u32 end) {
         int left = 1;
         if (measure.partials_are == SPANS && p.row_blocks == 1)
@@ -96,7 +96,7 @@ struct Work : Sequence {
     }
     __device__ __forceinline__ int step() const { return measure.partials_are == SEGMENTS ? TEAMS : 1; }
 
-    // The first partial at or after `start` of a sequence that starts at `begin`, over everything.
+    // Moves to the first partial at or after `start` of a sequence that begins at `begin`, in cost over all sequences.
     __device__ __forceinline__ void seek(const DecodeParams& p, int sequence, int kv_len, u32 begin, u32 start) {
         enter(sequence, kv_len);
         u32 per_head = item_cost * p.row_blocks, per_partial = partial_cost * p.row_blocks;
@@ -109,11 +109,11 @@ struct Work : Sequence {
     }
 };
 
-// A place in a CTA's share, in shared memory: registers are short.
+// A position in a CTA's split; in shared memory, because registers are short.
 struct Cursor {
     Work work;
-    u32 end;        // of the share
-    bool is_fresh;  // not of the same item and row block as the unit before
+    u32 end;        // cost at the end of the split
+    bool is_fresh;  // another work item or row block than the unit before
 
     __device__ __forceinline__ bool is_valid(const DecodeParams& p) const { return work.offset < end && work.b < p.batch; }
     __device__ __forceinline__ void next(const DecodeParams& p) {
@@ -122,7 +122,7 @@ struct Cursor {
         is_fresh = work.partial == 0 || p.row_blocks > 1;
     }
 };
-static_assert(sizeof(Cursor) <= CURSOR_BYTES, "config.cuh leaves so many");
+static_assert(sizeof(Cursor) <= CURSOR_BYTES, "split_kv_smem.cuh reserves as many bytes");
 
 // Parameters are constants that come from L2 64 bytes at a time, when they are first read: here, while the launch ahead still runs.
 DEVICE void touch_params(const DecodeParams& p, u32 nowhere) {
@@ -130,7 +130,7 @@ DEVICE void touch_params(const DecodeParams& p, u32 nowhere) {
     sts32(nowhere, (u32)addresses ^ p.batch ^ p.max_partials ^ p.heads_per_kv_divmod.shift ^ p.sms_divmod.shift);
 }
 
-// Before anything is read that comes from ahead in the stream. Behind an append, only the pages that it writes are not there yet.
+// Called before anything is read that an earlier launch writes. Behind an append only the pages that it writes are missing.
 DEVICE void after_dependencies(const DecodeParams& p) {
     launch_dependents();
     if (p.appended == 0) wait_for_dependencies();
@@ -176,8 +176,8 @@ struct Counts {
         }
         return all;
     }
-    // An item of one span may be a team's own, if that takes no more rounds of tiles than sharing it. Its end takes as long as a tile;
-    // with a query and a merge at both ends, a unit that is shared takes two more.
+    // A work item of one span may be a team's own, if that takes no more rounds of tiles than sharing it. Its end takes as long as a tile; a
+    // shared unit, with a query and a merge at both ends, takes two more.
     __device__ __forceinline__ Measure measure(const DecodeParams& p) const {
         Measure m = {p.partial_per_segment ? SEGMENTS : SPANS, false};
         u32 blocks = p.num_kv_heads * p.row_blocks;
@@ -195,10 +195,10 @@ struct Counts {
     }
 };
 
-// This CTA's share of everything. CTAs are as many as fit, and CTA i, i + SMs, … run on one SM.
+// This CTA's split, from `start` to `end`. All CTAs run at once, and CTA i, i + SMs, … share an SM.
 //
-// Of even partials, the same number for each comes first: shares end where items do more often, and less is handed over. But if that
-// leaves an SM with more than its part, partials are dealt to SMs instead.
+// Of even partials, every CTA gets the same number: splits then end more often where work items do, and fewer partials are exchanged.
+// If that gives one SM more than its part, partials are distributed over SMs instead.
 DEVICE void partition(const DecodeParams& p, bool is_even, u32 total, u32& start, u32& end) {
     u32 ctas = gridDim.x, i = blockIdx.x, each = ceil_div(total, p.ctas_divmod), rounds = 1;
 #pragma unroll
@@ -218,8 +218,8 @@ DEVICE void partition(const DecodeParams& p, bool is_even, u32 total, u32& start
     end = each * (i + 1) + rest * (i + 1) / p.ctas_divmod;
 }
 
-// Finds the first unit of this CTA's share, which the next barrier shows everyone in `found`. About up to 32 sequences each warp
-// finds out alone, about more all of them.
+// Finds the first unit of this CTA's split, which is visible in `found` behind the next barrier. Up to 32 sequences each warp computes it
+// alone, with more all warps together.
 DEVICE Cursor find_work(const DecodeParams& p, Cursor* found, u32* sums) {
     bool alone = p.batch <= 32;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, thread = alone ? lane : threadIdx.x;

@@ -1,10 +1,16 @@
-// Split-KV decode attention over a quantized cache: docs/arithmetic.md on tensor cores.
+// split_kv.cu: split-KV decode attention over a quantized cache, on tensor cores; the kernel of most problems.
 //
-// A persistent grid cuts the work into shares of equal cost (split.cuh). In a CTA four teams of warps take a span each, or the four
-// segments of one, or their tiles, or a short item each, with a ring of stages of their own that the copy engine fills (kv_pipeline.cuh);
-// all query rows of a KV head share what is read. Nobody waits for a turn: a team folds and merges what it has, and the four states
-// meet in shared memory once per unit (partials_shared.cuh): the merges took a quarter of int4's time when they came for every span. The order of
-// every rounding is the law's, whatever the grid.
+// Grid      persistent, (SMs * CTAs per SM); 4 teams of ROW_WARPS warps. All query rows of a KV head read the cache once.
+// Split     each CTA finds its part of the work items on the device (split.cuh). A team attends a span, a segment of one, tiles of a
+//           segment, or a short work item of its own, whichever leaves all teams enough to do.
+// Pipeline  each team has a ring of stages; the team's first warp is its producer (kv_pipeline.cuh). Teams run independently.
+// Merge     the states of the four teams are merged in shared memory once per work unit (partials_shared.cuh), those of several CTAs
+//           through the workspace (partials_counted.cuh).
+// Reads     q; pages or strided rows; page table, lengths.
+// Writes    out, lse; partials and arrival counts in the workspace.
+// Numerics  docs/arithmetic.md. The order of every rounding is the same on every grid.
+// Shared    split_kv_smem.cuh.
+// Host      kernels/src/cuda: select.rs (configuration), split.rs (launch), smem.rs; attn-cuda/src/native/launch_plan.rs.
 #include "channel.cuh"
 #include "partials_shared.cuh"
 
@@ -74,7 +80,7 @@ struct Warp {
         done_with_stage();
     }
 
-    // An item's rows and queries. A team without an item of its own does as if it had the last one.
+    // The rows and queries of a work item. A team without a work item repeats the last one.
     __device__ __forceinline__ void enter(const Work& work, u32 shared, ItemRows& item) {
         int kv_head = min(work.kv_head(producer.source.team), p.num_kv_heads - 1);
         item.rows = visible(p, work, kv_head, warp_row, lane);
@@ -93,7 +99,7 @@ struct Warp {
         }
     }
 
-    // The team's tiles of a unit. Each segment's state goes where the merge will look for the team's.
+    // The team's tiles of a work unit. Each segment's state goes to the team's place for the merge.
     __device__ __forceinline__ void take(const Work& work, const ItemRows& item, Merge& merge) {
         int index, end, kv_len = work.kv_len, step = opaque(work.step()), segment_tiles = work.takes() >= A_SPAN ? 1 << work.segment_shift : 1 << 30;
         work.team_tiles(p, producer.source.team, index, end);
@@ -120,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     if (threadIdx.x < TEAMS * STAGES) Ring::init(base + SharedMemory::BARRIERS + threadIdx.x / STAGES * STAGES * 16, threadIdx.x % STAGES);
     __syncthreads();
     if (threadIdx.x == THREADS - 1) touch_params(p, base + SharedMemory::KEPT);
-    // Whatever comes before in the stream may still be running: nothing of it has been read so far.
+    // The launch ahead may still run: nothing that it writes has been read so far.
     after_dependencies(p);
     Merge merge;
     merge.start(shared);
@@ -139,8 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
         producer.start(p, first);
         producer.issue(p);
     }
-    __syncthreads();  // cursors[0], the merge's books
-    // The other stages wait for the first queries: behind as many copies, instructions and queries took 1.5 µs more.
+    __syncthreads();  // cursors[0] and the MergeState are visible
+    // The other stages are filled after the first queries are loaded: queries behind as many copies arrive 1.5 µs later.
     int ahead = 1;
     u32 scratch = base + SharedMemory::SCRATCH + warp * SCRATCH_BYTES;
     Warp self = {p, producer, ring, {0, 0, lane}, lane, warp % ROW_WARPS * 8 * ROW_GROUPS, is_producer, base + SharedMemory::QUERY, scratch};
@@ -163,5 +169,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
         else merge.unit(p, here, cursors[n ^ 1]);
     }
     merge.finish(p);
-    wait_for_dependencies();  // whoever waits for this launch relies on the ones before it, too
+    wait_for_dependencies();  // a launch that waits for this one relies on those before it, too
 }

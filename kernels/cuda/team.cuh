@@ -1,9 +1,9 @@
-// Warps that share each tile (low_latency.cu): every warp has 16 of its tokens for the scores and a quarter of the dims for the values.
-// Everywhere else a warp is a team of one.
+// A team of warps that share each tile (low_latency.cu): a warp has 16 of the tokens for the scores and a quarter of the dims for the
+// values. In the other kernels a team is one warp for these functions.
 #pragma once
 #include "config.cuh"
 
-// What the warps tell each other about a tile.
+// What the warps exchange about a tile.
 constexpr int SUMS = V_INT4 ? 1 + 2 * V_GROUPS : 1;  // per row, of four lanes of each warp: weights; and of each group, shifts' high and low bytes
 constexpr int PLANES_BYTES = V_FLOAT ? 16 : 8;       // of a lane, for 16 tokens
 constexpr int EXCHANGED_SUMS = ROWS * TILE_WARPS * 4, EXCHANGED_PLANES = EXCHANGED_SUMS + SUMS * ROWS * TILE_WARPS * 16;
@@ -23,7 +23,7 @@ struct Team {
     static constexpr int GROUPS = V_GROUPS > TILE_WARPS ? V_GROUPS / TILE_WARPS : SHARES_TILES ? 1 : V_GROUPS;
     __device__ __forceinline__ int group() const { return SHARES_TILES ? warp * V_GROUPS / TILE_WARPS : 0; }
 
-    // Of each row, the largest of what the warps say; behind the next barrier, of all.
+    // Publishes each row's maximum of this warp; behind the next barrier `gather_largest` gives the maximum of all.
     __device__ __forceinline__ void publish_largest(const float (&x)[ROW_GROUPS]) const {
         if (lane % 4 == 0)
 #pragma unroll
@@ -36,8 +36,8 @@ struct Team {
             x[g] = fmaxf(fmaxf(all.x, all.y), fmaxf(all.z, all.w));
         }
     }
-    // A row's sum number `kind`: what this lane has, and, behind the next barrier, the sum of all. Nobody waits for it, so that it takes
-    // less to add sixteen numbers then than to shuffle now.
+    // A row's sum number `kind`: published per lane, and gathered from all lanes behind the next barrier. No warp waits for the sum at once, so
+    // adding sixteen numbers then takes less than shuffling now.
     __device__ __forceinline__ u32 sum_at(int kind, int g) const { return exchange + EXCHANGED_SUMS + (kind * ROWS + g * 8 + lane / 4) * TILE_WARPS * 16; }
     __device__ __forceinline__ void publish_sum(int kind, int g, int x) const { sts32(sum_at(kind, g) + (warp * 4 + lane % 4) * 4, x); }
     __device__ __forceinline__ int gather_sum(int kind, int g) const {
@@ -49,7 +49,7 @@ struct Team {
         }
         return (int)all;
     }
-    // The planes of a page's query, and the parts of its shifts' term.
+    // The planes of a page's query, and the partial sums of its shifts' term.
     __device__ __forceinline__ u32 plane_at(int panel) const { return exchange + EXCHANGED_QUERY + (panel * 32 + lane) * 8; }
     __device__ __forceinline__ void publish_plane(int panel, u32 hi, u32 lo) const { sts64(plane_at(panel), bits_float(hi), bits_float(lo)); }
     __device__ __forceinline__ void gather_plane(int panel, u32& hi, u32& lo) const {

@@ -1,4 +1,4 @@
-// Sections 4 and 5: weights of a tile's tokens, the second product, and the fold into the segment's state.
+// Sections 4 and 5 of docs/arithmetic.md: softmax weights of a tile, P·V, and the fold into the segment's state.
 #pragma once
 #include "score.cuh"
 
@@ -45,12 +45,12 @@ struct Pairs {
     u32 p14[ROW_GROUPS][V_INT4 ? SCORES / 2 : 1];
 };
 
-// m of the state lies with whoever softens.
+// `softmax_tile` updates the running maximum; this updates only `l`.
 DEVICE void add_weights(State& state, int g, int l, const Rescale& r) {
     state.l[g] = fmaf((float)l, exp2i(-22) * r.beta[g], state.l[g] * r.alpha[g]);
 }
 
-// The tile's maxima, rounded up, of what the warp's lanes have; scores of tokens that are not seen go.
+// The row maxima of the warp's scores, rounded up; scores of masked tokens become -inf.
 template <class Seen> DEVICE void row_max(float (&s)[ROW_GROUPS][SCORES], const float (&scale)[ROW_GROUPS], bool full, Seen seen, float (&tops)[ROW_GROUPS]) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
@@ -69,8 +69,8 @@ template <class Seen> DEVICE void row_max(float (&s)[ROW_GROUPS][SCORES], const 
     }
 }
 
-// Scores to weights p in place; the running maxima m move on, l and O wait. A token that is not seen gets 2^-63 or less, which is 0
-// in every integer that is made of it.
+// Replaces scores by weights p and updates the running maxima m; l and O are rescaled later. A masked token gets 2^-63 or less, which is 0
+// in every integer made of it.
 DEVICE void softmax_tile(float (&s)[ROW_GROUPS][SCORES], const float (&scale)[ROW_GROUPS], bool full, const float (&tops)[ROW_GROUPS], float (&running)[ROW_GROUPS], Rescale& r, Pairs& pairs) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
@@ -287,7 +287,7 @@ DEVICE void weigh(const float (&p)[SCORES], const u32 (&p14)[V_INT4 ? SCORES / 2
         centre(w, quad_sum(sums.x), quad_sum(sums.y), v.shift_down[group]);
     }
 }
-// Several: each tells the others its part, in all groups.
+// Warps that share a tile: each publishes the weights of its tokens, in all groups.
 template <class Params> DEVICE void publish_weights(const float (&p)[ROW_GROUPS][SCORES], const Pairs& pairs, const Rescale& r, const Params& params, const Team& team) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
@@ -494,7 +494,7 @@ DEVICE void fold_float_values(u32 stage, int tokens, const float (&p)[ROW_GROUPS
     fold_floats(stage, tokens, w, r, team, state);
 }
 
-// By warps that tell each other their parts.
+// By warps that share a tile.
 DEVICE void publish_float_weights(const float (&p)[ROW_GROUPS][SCORES], const Rescale& r, const Team& team) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {

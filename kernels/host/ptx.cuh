@@ -2,7 +2,7 @@
 //
 // Threads are fibers (machine.h). They take turns only where they wait for each other: at barriers, at instructions of a whole warp,
 // at mbarriers. Copies land at once. So this finds wrong bits, wrong places, misaligned accesses and waits that never end; it does
-// not find races. Products of floats are not there: float schemes have no law of bits.
+// not find races. Products of floats are not there: float schemes have not defined to the bit by the arithmetic.
 #pragma once
 #include "machine.h"
 
@@ -116,7 +116,7 @@ DEVICE bool elected() { return lane_id() == 0; }
 
 template <class T> static inline T __ldcg(const T* p) { return *p; }
 template <class T> static inline void __stcg(T* p, T x) { *p = x; }
-// Others have turns before and after: what they do between a count and what follows from its answer should not matter.
+// Lets other fibers run before and after a count: what they do in between should not matter.
 DEVICE void pause() {
     static u32 dice = 1;
     dice = dice * 1664525 + 1013904223;

@@ -94,7 +94,19 @@ pub enum Instance {
     Read,
 }
 
-/// `ATTN_K` and `ATTN_V`.
+/// The schemes as the kernels name them, in the order of [`scheme_id`]; `params.h` has them as an enum.
+pub(crate) const SCHEMES: [&str; 8] = [
+    "F16",
+    "BF16",
+    "FP8",
+    "INT8_TOKEN",
+    "INT8_GROUP",
+    "INT8_TENSOR",
+    "INT4_GROUPS",
+    "INT4_CHANNEL",
+];
+
+/// The value of `ATTN_K` or `ATTN_V`: an index into [`SCHEMES`].
 fn scheme_id(scheme: Scheme) -> usize {
     match scheme {
         Scheme::F16 => 0,

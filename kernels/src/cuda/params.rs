@@ -1,8 +1,10 @@
-//! The parameter blocks of the CUDA kernels. One definition gives the Rust struct and the text of `kernels/cuda/params.h`.
+//! The parameter blocks of the CUDA kernels. One definition gives each Rust struct and its text in `kernels/cuda/params.h`.
 //!
 //! `ATTN_UPDATE=1 cargo test -p attn-kernels` rewrites `params.h`; without it the same test fails if the file is not current.
 
 use std::{fmt::Write, mem::size_of};
+
+use super::instance::SCHEMES;
 
 /// A field of a block, as C++ declares it.
 struct Field {
@@ -290,6 +292,8 @@ pub fn header() -> String {
         "// The parameter blocks of the kernels. Generated from kernels/src/cuda/params.rs: edit that file, then run\n\
          // `ATTN_UPDATE=1 cargo test -p attn-kernels`.\n#pragma once\n",
     );
+    text.push_str("\n// How K or V is stored: the values of ATTN_K and ATTN_V.\n");
+    writeln!(text, "enum Scheme {{ {} }};", SCHEMES.join(", ")).expect("strings take all");
     for block in BLOCKS {
         write_block(&mut text, block);
     }
