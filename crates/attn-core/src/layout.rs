@@ -243,7 +243,8 @@ pub const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
 /// Most KV heads of a problem or a cache.
 pub const MAX_KV_HEADS: usize = 65536;
 
-fn params_bytes(scheme: Scheme, head_dim: usize, page_size: usize) -> usize {
+/// Bytes of the parameters of one side of a run of `page_size` tokens.
+pub fn params_bytes(scheme: Scheme, head_dim: usize, page_size: usize) -> usize {
     match scheme {
         Scheme::F16 | Scheme::Bf16 | Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor) => 0,
         Scheme::Int8(_) => scheme.groups(head_dim) * page_size * 2,

@@ -12,9 +12,9 @@ use attn_core::{
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     CudaBackend, CudaPages,
-    instance::{Arch, Instance},
     native::{AppendArgs, DecodeArgs, DeviceKv, Dtype},
 };
+use attn_kernels::cuda::{Arch, Instance};
 use cudarc::driver::{DeviceRepr, PinnedHostSlice, ValidAsZeroBits};
 
 use crate::driver;

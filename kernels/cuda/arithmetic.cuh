@@ -25,7 +25,7 @@ DEVICE int exponent(float x) { return (int)(float_bits(x) >> 23 & 255) - 127; }
 
 // Brings what would round up to the next power of two there beforehand.
 constexpr float BELOW = 1.0f + 0x1p-14f;
-// The exponents of a row's plane and of shifts, by the largest magnitude. Of zeros the law's are 0; whatever these are, the integers
+// The exponents of a row's plane and of shifts, by the largest magnitude. Of zeros those of docs/arithmetic.md are 0; whatever these are, the integers
 // that they bring up are zeros.
 DEVICE int plane_exponent(float largest) { return min(max(13 - exponent(largest * BELOW), -70), 60); }
 DEVICE int shift_exponent(float largest) { return largest == 0.0f ? 0 : 14 - exponent(largest * BELOW); }
@@ -42,7 +42,7 @@ DEVICE float exp2w(float u) {
 }
 
 // The same to full precision: degree 5.
-DEVICE float exp2f_law(float x) {
+DEVICE float exp2f_full(float x) {
     float t = x + MAGIC, r = x - (t - MAGIC);
     float y = bits_float(0x3AADFE47) * r + bits_float(0x3C1E7726);
     y = y * r + bits_float(0x3D635B15);
@@ -65,7 +65,7 @@ DEVICE float rcp(float x) {
 }
 
 DEVICE float softcap(float s, float inner, float outer) {
-    float e = exp2f_law(fmaxf(-(fabsf(s) * inner), -125.0f));
+    float e = exp2f_full(fmaxf(-(fabsf(s) * inner), -125.0f));
     return copysignf(((1.0f - e) * rcp(1.0f + e)) * outer, s);
 }
 

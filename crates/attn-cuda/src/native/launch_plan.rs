@@ -1,58 +1,75 @@
-//! What a decode launch takes: kernel, grid, workspace, parameters. Pure functions of the problem and of what a device has.
+//! The plan of a decode launch: kernel, grid, workspace and parameters. Pure functions of the problem and of the device's limits.
 
 use attn_core::{
     Error, KvFormat, PageLayout, Problem, Unsupported,
     arithmetic::{self, LOG2_E},
 };
 
-use super::{DecodeArgs, DeviceKv};
-use crate::{
-    geometry::{Geometry, Launch, Limits, Unit},
-    instance::{self, Instance},
-    params::{DecodeParams, Divisor},
-    sizes,
+use attn_kernels::cuda::{
+    DeviceLimits, Instance, Kernel, KernelConfig, Launch, Preferences, instance,
+    params::{DecodeParams, FastDivmod},
+    smem::shared_bytes,
 };
 
-/// One problem's launches, for lengths up to its longest.
+use super::{DecodeArgs, DeviceKv};
+use crate::{device::Device, sizes};
+
+/// The launch of a problem, for lengths up to its longest.
 #[derive(Debug, Clone)]
-pub struct Shape {
-    /// The kernel.
+pub struct LaunchPlan {
+    /// Kernel with everything that it is compiled for.
     pub instance: Instance,
-    /// Of its CTAs.
-    pub geometry: Geometry,
+    /// Configuration of its CTAs.
+    pub config: KernelConfig,
     /// Dynamic shared memory of a CTA, or of each of its teams, bytes.
     pub shared_bytes: usize,
-    /// The grid and what it hands over.
+    /// Grid, and the partials that its CTAs exchange.
     pub launch: Launch,
     pub(super) max_kv_len: usize,
     page_bytes: usize,
     counters_bytes: usize,
-    ml_bytes: usize,
-    states_bytes: usize,
-    /// Whether a slot says that it is there by not being zero; nothing is counted then.
-    slots_are_zeroed: bool,
+    max_sum_bytes: usize,
+    partial_o_bytes: usize,
+    /// Whether a nonzero word of a partial has arrived. There are no arrival counts then.
+    partials_are_zeroed: bool,
 }
 
-/// The instance, geometry and shared memory of a problem's kernel.
+/// The instance, configuration and shared memory of a problem's kernel.
 pub(crate) fn choose(
-    limits: Limits,
+    device: &Device,
     problem: &Problem,
     format: KvFormat,
     page_size: usize,
-) -> Result<(Instance, Geometry, usize), Unsupported> {
+) -> Result<(Instance, KernelConfig, usize), Unsupported> {
+    configure(
+        device.limits(),
+        &device.preferences,
+        problem,
+        format,
+        page_size,
+    )
+}
+
+fn configure(
+    limits: DeviceLimits,
+    preferences: &Preferences,
+    problem: &Problem,
+    format: KvFormat,
+    page_size: usize,
+) -> Result<(Instance, KernelConfig, usize), Unsupported> {
     let refuse = |(what, built): (String, String)| Unsupported::NoKernel {
         backend: "cuda",
         what,
         built,
     };
     instance::covered(format, page_size).map_err(refuse)?;
-    match Instance::decode(problem, format, page_size, limits) {
-        Some(instance @ Instance::Decode { geometry, .. }) => {
+    match Instance::decode(problem, format, page_size, limits, preferences) {
+        Some(instance @ Instance::Decode { config, .. }) => {
             check_counts(problem).map_err(refuse)?;
-            let work = work(problem, geometry, problem.kv_lens.iter().copied());
+            let work = work(problem, config, problem.kv_lens.iter().copied());
             check_work(problem, work).map_err(refuse)?;
-            let shared = geometry.shared_bytes(format, problem.head_dim, page_size);
-            Ok((instance, geometry, shared))
+            let shared = shared_bytes(&config, format, problem.head_dim, page_size);
+            Ok((instance, config, shared))
         }
         _ => Err(refuse((
             format!(
@@ -68,10 +85,10 @@ pub(crate) fn choose(
 /// The most work of a launch, in half tiles: kernels add it up in 32 bits, and divide sums of less than 2^31.
 const MOST_WORK: u64 = 1 << 30;
 
-/// What kernels add up to share a launch's work: `cost_of_item` of `work.cuh` for each KV head and row block of every sequence.
-fn work(problem: &Problem, geometry: Geometry, kv_lens: impl Iterator<Item = usize>) -> u64 {
+/// What kernels add up to split a launch's work: `cost_of_item` of `split.cuh` for each KV head and row block of every sequence.
+fn work(problem: &Problem, config: KernelConfig, kv_lens: impl Iterator<Item = usize>) -> u64 {
     let rows = problem.heads_per_kv() * problem.q_len;
-    let row_blocks = rows.div_ceil(geometry.rows());
+    let row_blocks = rows.div_ceil(config.rows());
     let item = |kv_len: usize| {
         let tiles = kv_len.div_ceil(arithmetic::TILE).max(1);
         let segments = tiles.div_ceil(arithmetic::segment_tiles(kv_len));
@@ -117,7 +134,7 @@ fn check_counts(problem: &Problem) -> Result<(), TooMuch> {
     }
 }
 
-impl Shape {
+impl LaunchPlan {
     /// Refuses a batch that would be too much work if all of its sequences were as long as the longest: a native plan's may be.
     pub(super) fn check_longest(&self, problem: &Problem) -> Result<(), Error> {
         let longest = problem.kv_lens.iter().map(|_| self.max_kv_len);
@@ -126,7 +143,7 @@ impl Shape {
             what,
             built,
         };
-        check_work(problem, work(problem, self.geometry, longest)).map_err(refuse)?;
+        check_work(problem, work(problem, self.config, longest)).map_err(refuse)?;
         Ok(())
     }
 
@@ -135,7 +152,8 @@ impl Shape {
     /// # Errors
     /// Those of [`Problem::check`] and [`KvFormat::check`]; [`Unsupported::NoKernel`] where no kernel covers the problem.
     pub fn new(
-        limits: Limits,
+        limits: DeviceLimits,
+        preferences: &Preferences,
         problem: &Problem,
         format: KvFormat,
         page_size: usize,
@@ -145,49 +163,50 @@ impl Shape {
             problem.head_dim,
             if page_size == 0 { 64 } else { page_size },
         )?;
-        let (instance, geometry, shared_bytes) = choose(limits, problem, format, page_size)?;
+        let (instance, config, shared_bytes) =
+            configure(limits, preferences, problem, format, page_size)?;
         let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
         let (batch, heads) = (problem.batch(), problem.num_kv_heads);
-        let launch = geometry.launch(problem, format, limits.sms);
-        let slots = launch.slots(batch, heads);
+        let launch = Launch::new(&config, problem, format, limits.sms);
+        let partials = launch.partials(batch, heads);
         let aligned = |factors: &[usize]| {
             let what = "bytes of the workspace";
             // Of a sum of three no part may have more than a quarter.
             sizes::product(what, &[4, sizes::product(what, factors)?])?;
             Ok::<_, Error>(sizes::product(what, factors)?.next_multiple_of(256))
         };
-        let slots_are_zeroed = geometry.unit == Unit::HandOver;
+        let partials_are_zeroed = config.kernel == Kernel::LowLatencyGlobal;
         // Views have no pages.
         let page_bytes = match page_size {
             0 => 0,
             _ => PageLayout::new(format, problem.head_dim, page_size, heads)?.page_bytes(),
         };
-        Ok(Shape {
+        Ok(LaunchPlan {
             instance,
-            geometry,
+            config,
             shared_bytes,
             launch,
             max_kv_len,
             page_bytes,
-            counters_bytes: if slots_are_zeroed {
+            counters_bytes: if partials_are_zeroed {
                 0
             } else {
                 aligned(&[batch, heads, launch.row_blocks, 4])?
             },
-            ml_bytes: aligned(&[slots, geometry.rows(), 8])?,
-            states_bytes: aligned(&[slots, geometry.rows(), problem.head_dim, 4])?,
-            slots_are_zeroed,
+            max_sum_bytes: aligned(&[partials, config.rows(), 8])?,
+            partial_o_bytes: aligned(&[partials, config.rows(), problem.head_dim, 4])?,
+            partials_are_zeroed,
         })
     }
 
     /// Bytes of memory that every launch needs, aligned to 256.
     pub fn workspace_bytes(&self) -> usize {
-        self.counters_bytes + self.ml_bytes + self.states_bytes
+        self.counters_bytes + self.max_sum_bytes + self.partial_o_bytes
     }
 
     /// Bytes at the workspace's start to zero once; launches leave them zero.
     pub fn zeroed_bytes(&self) -> usize {
-        if self.slots_are_zeroed {
+        if self.partials_are_zeroed {
             self.workspace_bytes()
         } else {
             self.counters_bytes
@@ -210,8 +229,8 @@ impl Shape {
             v_tensor_scales: args.v_tensor_scales,
             alibi_slopes: args.alibi_slopes,
             counters: args.workspace,
-            state_ml: args.workspace + self.counters_bytes as u64,
-            states: args.workspace + (self.counters_bytes + self.ml_bytes) as u64,
+            partial_max_sum: args.workspace + self.counters_bytes as u64,
+            partial_o: args.workspace + (self.counters_bytes + self.max_sum_bytes) as u64,
             log2_scale: p.softmax_scale * LOG2_E,
             softcap_inner: p.softcap.map_or(0.0, |cap| 2.0 / cap),
             softcap_outer: p.softcap.map_or(0.0, |cap| cap * LOG2_E),
@@ -221,15 +240,15 @@ impl Shape {
             heads_per_kv: sizes::int("heads_per_kv", p.heads_per_kv())?,
             q_len: sizes::int("q_len", p.q_len)?,
             row_blocks: sizes::int("row blocks", self.launch.row_blocks)?,
-            max_slots: sizes::int("slots", self.launch.max_slots)?,
+            max_partials: sizes::int("partials", self.launch.max_partials)?,
             // No sequence is longer than 2^20.
             window_left: p.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
             causal: i32::from(p.causal),
-            tile_split: i32::from(self.launch.tile_split),
-            by_heads: Divisor::new(p.heads_per_kv()),
-            by_row_blocks: Divisor::new(self.launch.row_blocks),
-            by_ctas: Divisor::new(self.launch.grid[0]),
-            by_sms: Divisor::new(self.launch.grid[0] / self.geometry.ctas),
+            partial_per_segment: i32::from(self.launch.partial_per_segment),
+            heads_per_kv_divmod: FastDivmod::new(p.heads_per_kv()),
+            row_blocks_divmod: FastDivmod::new(self.launch.row_blocks),
+            ctas_divmod: FastDivmod::new(self.launch.grid[0]),
+            sms_divmod: FastDivmod::new(self.launch.grid[0] / self.config.ctas),
             ..DecodeParams::default()
         };
         match args.kv {
@@ -265,20 +284,18 @@ impl Shape {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::geometry::Short;
-
-    fn limits() -> Limits {
-        Limits {
+    fn limits() -> DeviceLimits {
+        DeviceLimits {
             shared_limit: 227 * 1024,
             sms: 132,
-            short: Short::Auto,
         }
     }
 
-    fn shape(heads: usize, kv_lens: Vec<usize>) -> (Problem, Result<Shape, Error>) {
+    fn plan(heads: usize, kv_lens: Vec<usize>) -> (Problem, Result<LaunchPlan, Error>) {
         let problem = Problem::new(4 * heads, heads, 128, kv_lens);
-        let shape = Shape::new(limits(), &problem, KvFormat::INT8, 64);
-        (problem, shape)
+        let preferences = Preferences::default();
+        let plan = LaunchPlan::new(limits(), &preferences, &problem, KvFormat::INT8, 64);
+        (problem, plan)
     }
 
     fn is_too_much<T>(result: Result<T, Error>) -> bool {
@@ -289,24 +306,24 @@ mod tests {
     fn work_that_kernels_cannot_add_up_is_refused() {
         // 2 · 16384 tiles, 256 segments and 32 for each of 32 heads: 2^30 are 1015.0 such sequences.
         let long = 1 << 20;
-        assert!(shape(32, vec![long; 1015]).1.is_ok());
+        assert!(plan(32, vec![long; 1015]).1.is_ok());
         for batch in [1016, 2048, 4096, 1 << 17] {
-            assert!(is_too_much(shape(32, vec![long; batch]).1), "{batch}");
+            assert!(is_too_much(plan(32, vec![long; batch]).1), "{batch}");
         }
         // Counted one by one, with what every sequence costs.
-        let (problem, mixed) = shape(32, [vec![long; 1000], vec![0; 10_000]].concat());
+        let (problem, mixed) = plan(32, [vec![long; 1000], vec![0; 10_000]].concat());
         assert!(mixed.is_ok());
         // A native plan's lengths may all become the longest.
         assert!(is_too_much(mixed.unwrap().check_longest(&problem)));
-        assert!(is_too_much(shape(65_536, vec![1; 500]).1));
-        let (problem, few) = shape(8, vec![long; 1000]);
+        assert!(is_too_much(plan(65_536, vec![1; 500]).1));
+        let (problem, few) = plan(8, vec![long; 1000]);
         few.unwrap().check_longest(&problem).unwrap();
     }
 
     #[test]
     fn numbers_of_more_than_31_bits_are_refused() {
-        let (problem, shape) = shape(2, vec![700]);
-        let shape = shape.unwrap();
+        let (problem, plan) = plan(2, vec![700]);
+        let plan = plan.unwrap();
         let args = |page_table_stride| DecodeArgs {
             q: 0,
             out: 0,
@@ -325,7 +342,7 @@ mod tests {
             alibi_slopes: 0,
             workspace: 0,
         };
-        let params = shape.params(&problem, &args(11)).unwrap();
+        let params = plan.params(&problem, &args(11)).unwrap();
         let page_bytes = 2 * (2 * 64 * 128 + 2 * 64 * 2);
         assert_eq!(
             (params.page_table_stride, params.page_bytes),
@@ -333,19 +350,8 @@ mod tests {
         );
         for stride in [1 << 31, (1 << 32) + 11, usize::MAX] {
             let what = "page_table_stride";
-            let result = shape.params(&problem, &args(stride));
+            let result = plan.params(&problem, &args(stride));
             assert!(matches!(result, Err(Error::Parameter { what: w, .. }) if w == what));
         }
-    }
-
-    #[test]
-    fn sums_saturate_before_they_are_refused() {
-        let launch = Launch {
-            row_blocks: 1 << 40,
-            max_slots: 256,
-            ..Launch::default()
-        };
-        assert_eq!(launch.slots(1 << 20, 1 << 16), usize::MAX);
-        assert_eq!(launch.slots(2, 3), 2 * 3 * (1 << 48));
     }
 }

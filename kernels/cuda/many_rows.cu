@@ -1,18 +1,23 @@
-// Split-KV decode attention for many query rows per KV head (sm_90): docs/arithmetic.md on tensor cores.
+// many_rows.cu: split-KV decode attention for many query rows per KV head (sm_90a), on tensor cores.
 //
-// What decode.cu does, but for one thing: there a team of warps has a segment and its own ring of stages, here all warps of a CTA
-// have the same tiles and each its own rows, so that a tile is read and its parameters are converted once for up to 64 rows. One
-// warp feeds the ring, one converts, neither has rows.
-#include "wide_join.cuh"
+// Grid      persistent, (SMs * CTAs per SM); ROW_WARPS warps with 8 rows each, a producer warp and a warp that converts parameters.
+// Tile      all warps of a CTA attend the same tiles, each its own rows, so a tile is read and its parameters are converted once for up
+//           to 64 rows. In split_kv.cu a team has its own tiles and ring.
+// Reads     q; pages; page table, lengths.
+// Writes    out, lse; partials and arrival counts in the workspace.
+// Numerics  docs/arithmetic.md, the same bits as split_kv.cu.
+// Shared    AT_… below.
+// Host      kernels/src/cuda: select.rs (configuration), split.rs (launch), smem.rs.
+#include "many_rows_merge.cuh"
 
-static_assert(G == 1 && INTEGER && !CHANNEL && PAGE != 0 && PAGE <= TILE && D % 32 == 0, "integers in pages of at most a tile");
-static_assert(SLOTS <= 8 && THREADS <= 512, "room in shared memory");
+static_assert(ROW_GROUPS == 1 && INTEGER && !K_PER_CHANNEL && PAGE != 0 && PAGE <= TILE && HEAD_DIM % 32 == 0, "integers in pages of at most a tile");
+static_assert(STAGES <= 8 && THREADS <= 512, "room in shared memory");
 
-constexpr int AT_STATES = SLOTS * SLOT_BYTES, AT_BARRIERS = AT_STATES + STATE_BYTES;
-constexpr int AT_BOOKS = AT_BARRIERS + (SIGNALS * SLOTS * 8 + 15) / 16 * 16, AT_SUMS = AT_BOOKS + 80, AT_PLACES = AT_SUMS + 128;
-constexpr int AT_PLANES = AT_PLACES + WR * 64, SHARED_BYTES = AT_PLANES + WORKERS * PANELS * 8;
+constexpr int AT_STATES = STAGES * TILE_STAGE_BYTES, AT_BARRIERS = AT_STATES + STATE_BYTES;
+constexpr int AT_SHARED_STATE = AT_BARRIERS + (SIGNALS * STAGES * 8 + 15) / 16 * 16, AT_SUMS = AT_SHARED_STATE + 80, AT_PROGRESS = AT_SUMS + 128;
+constexpr int AT_PLANES = AT_PROGRESS + ROW_WARPS * 64, SHARED_BYTES = AT_PLANES + WORKERS * PANELS * 8;
 static_assert(AT_PLANES % 16 == 0 && AT_STATES % 16 == 0, "vectors");
-static_assert(sizeof(Books) <= 80 && sizeof(Place) <= 64, "room in shared memory");
+static_assert(sizeof(SharedState) <= 80 && sizeof(Progress) <= 64, "room in shared memory");
 
 extern "C" __device__ const int attn_shared_bytes = SHARED_BYTES;
 extern "C" __device__ const int attn_threads = THREADS;
@@ -44,7 +49,7 @@ DEVICE Row enter_row(const DecodeParams& p, const Work& work, int row, int lane,
     seen.scale = q.scale[0];
     seen.start = start;
     seen.end = end;
-    seen.slope = MASKS && real && p.alibi_slopes ? p.alibi_slopes[head] : 0.0f;
+    seen.slope = HAS_SCORE_MODS && real && p.alibi_slopes ? p.alibi_slopes[head] : 0.0f;
     seen.position = position;
     if constexpr (K_INT4) {
 #pragma unroll
@@ -82,7 +87,7 @@ DEVICE void convert(const DecodeParams& p, Work work, u32 end, Ring ring, int la
 constexpr int SIDE = 4;
 
 // `scores` of one byte per code and one group.
-DEVICE void scores_side(u32 stage, u32 scratch, const Query& q, int lane, float (&s)[G][16]) {
+DEVICE void scores_side(u32 stage, u32 scratch, const Query& q, int lane, float (&s)[ROW_GROUPS][16]) {
 #pragma unroll
     for (int j0 = 0; j0 < 8; j0 += SIDE) {
         Sums c[SIDE] = {};
@@ -116,14 +121,14 @@ DEVICE void scores_side(u32 stage, u32 scratch, const Query& q, int lane, float 
 }
 
 // `fold_prepared` likewise.
-DEVICE void fold_side(u32 stage, u32 scratch, const VScales& v, const float (&p)[G][16], const Rescale& r, const Team& team, State& state) {
+DEVICE void fold_side(u32 stage, u32 scratch, const VScales& v, const float (&p)[ROW_GROUPS][16], const Rescale& r, const Team& team, State& state) {
     rescale(state, r);
     Weights w;
     Pairs none;
     weigh(p[0], none.p14[0], scratch, 0, v, team, w);
     float down = v.down[0] * r.beta[0];
 #pragma unroll
-    for (int j0 = 0; j0 < D / 8; j0 += SIDE) {
+    for (int j0 = 0; j0 < HEAD_DIM / 8; j0 += SIDE) {
         Sums c[SIDE] = {};
         u32 b[SIDE][4];
 #pragma unroll
@@ -144,7 +149,7 @@ DEVICE void fold_side(u32 stage, u32 scratch, const VScales& v, const float (&p)
 
 // A tile of a warp's rows.
 DEVICE void fold_tile(const DecodeParams& p, const Ring& ring, int t0, const Row& row, int thread, int lane, State& state) {
-    float s[G][16], scale[G] = {row.scale};
+    float s[ROW_GROUPS][16], scale[ROW_GROUPS] = {row.scale};
     Team team = {0, 0, lane};
     ring.wait(READY);
     Query q;
@@ -154,7 +159,7 @@ DEVICE void fold_tile(const DecodeParams& p, const Ring& ring, int t0, const Row
     }
 #pragma unroll
     for (int i = 0; i < PANELS; i += 2) {
-        float4 x = lds128(ring.slots + AT_PLANES + thread * 16 + i / 2 * WORKERS * 16);
+        float4 x = lds128(ring.stages + AT_PLANES + thread * 16 + i / 2 * WORKERS * 16);
         q.plane[0][i][0] = float_bits(x.x);
         q.plane[0][i][1] = float_bits(x.y);
         q.plane[0][i + 1][0] = float_bits(x.z);
@@ -162,11 +167,11 @@ DEVICE void fold_tile(const DecodeParams& p, const Ring& ring, int t0, const Row
     }
     u32 at = ring.at();
     constexpr bool K_SIDE = code_bits(K_SCHEME) == 8 && K_GROUPS == 1 && PANELS % 4 == 0;
-    constexpr bool V_SIDE = code_bits(V_SCHEME) == 8 && V_GROUPS == 1 && D / 8 % SIDE == 0;
+    constexpr bool V_SIDE = code_bits(V_SCHEME) == 8 && V_GROUPS == 1 && HEAD_DIM / 8 % SIDE == 0;
     if constexpr (K_SIDE) scores_side(at, at + AT_SCRATCH_K, q, lane, s);
     else scores(at, PreparedK{at + AT_SCRATCH_K}, q, team, s);
     int first = t0 + 2 * (lane % 4);
-    if constexpr (MASKS) {
+    if constexpr (HAS_SCORE_MODS) {
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             float x = s[0][i] * scale[0];
@@ -179,12 +184,12 @@ DEVICE void fold_tile(const DecodeParams& p, const Ring& ring, int t0, const Row
     bool full = __all_sync(~0u, row.start <= t0 && t0 + TILE <= row.end);
     Rescale r;
     Pairs pairs;
-    float tops[G];
-    highest(s, scale, full, [&](int, int i) {
+    float tops[ROW_GROUPS];
+    row_max(s, scale, full, [&](int, int i) {
         int t = first + 8 * (i / 2) + i % 2;
         return t >= row.start && t < row.end;
     }, tops);
-    soften(s, scale, full, tops, state.m, r, pairs);
+    softmax_tile(s, scale, full, tops, state.m, r, pairs);
     add_weights(state, 0, quad_sum(r.weights[0]), r);
     VScales v;
 #pragma unroll
@@ -200,46 +205,46 @@ DEVICE void fold_tile(const DecodeParams& p, const Ring& ring, int t0, const Row
 
 // The CTA's run for the rows of one warp.
 DEVICE void work_through(const DecodeParams& p, const Work& first, u32 end, Ring ring, int worker, int lane, u8* shared) {
-    Place& place = *(Place*)(shared + AT_PLACES + worker * 64);
-    if (lane == 0) place = {first, end, 0, 0, 0};
+    Progress& progress = *(Progress*)(shared + AT_PROGRESS + worker * 64);
+    if (lane == 0) progress = {first, end, 0, 0, 0};
     __syncwarp();
-    Join join = {shared + AT_STATES, (Books*)(shared + AT_BOOKS), place, worker * 32 + lane, lane};
+    Merge merge = {shared + AT_STATES, (SharedState*)(shared + AT_SHARED_STATE), progress, worker * 32 + lane, lane};
     Row row = {};
     bool is_new = true;
 #pragma unroll 1
-    while (place.work.b < p.batch && place.work.offset < place.end) {
-        if (is_new) row = enter_row(p, place.work, join.row(), lane, ring.slots + AT_PLANES + join.thread * 16);
+    while (progress.work.b < p.batch && progress.work.offset < progress.end) {
+        if (is_new) row = enter_row(p, progress.work, merge.row(), lane, ring.stages + AT_PLANES + merge.thread * 16);
         State state;
         state.clear();
         bool is_first = true;
-        int tile = place.work.first_tile();
+        int tile = progress.work.first_tile();
 #pragma unroll 1
-        while (tile < place.work.end_tile()) {
-            fold_tile(p, ring, tile * TILE, row, join.thread, lane, state);
+        while (tile < progress.work.end_tile()) {
+            fold_tile(p, ring, tile * TILE, row, merge.thread, lane, state);
             ring.advance();
             tile++;
-            if ((tile & (place.work.segment_tiles - 1)) == 0 && tile < place.work.end_tile()) {
-                join.segment(state, is_first);
+            if ((tile & (progress.work.segment_tiles - 1)) == 0 && tile < progress.work.end_tile()) {
+                merge.segment(state, is_first);
                 is_first = false;
                 state.clear();
             }
         }
-        join.unit(p, state, is_first);
-        Work next = place.work;
+        merge.unit(p, state, is_first);
+        Work next = progress.work;
         next.next(p);
         __syncwarp();
-        if (lane == 0) place.work = next;
+        if (lane == 0) progress.work = next;
         __syncwarp();
         is_new = next.unit == 0;
     }
-    join.end(p);
+    merge.end(p);
 }
 
 // The order of a warp: first those with rows, then who feeds, then who converts. A scheduler has every fourth warp slot of the SM,
 // and a CTA's warps come to lie in slots in any order: of eight warps, those without rows are chosen by their slots, so that two
 // CTAs spread their work evenly over the schedulers.
 DEVICE int rank(int warp, u32* slots) {
-    if (WR != 6) return warp;
+    if (ROW_WARPS != 6) return warp;
     u32 slot = warp_slot();
     if (lane_id() == 0) slots[warp] = slot;
     __syncthreads();
@@ -260,9 +265,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     SHARED_MEMORY(shared, 128);
     int warp = threadIdx.x / 32, lane = lane_id();
     u32 base = shared_address(shared);
-    if (threadIdx.x < SIGNALS * SLOTS) {
+    if (threadIdx.x < SIGNALS * STAGES) {
         int signal = threadIdx.x % SIGNALS;
-        barrier_init(base + AT_BARRIERS + threadIdx.x * 8, signal == FULL ? 1 : signal == READY ? ARRIVALS : (WR + 1) * ARRIVALS);
+        barrier_init(base + AT_BARRIERS + threadIdx.x * 8, signal == FULL ? 1 : signal == READY ? ARRIVALS : (ROW_WARPS + 1) * ARRIVALS);
         barrier_init_fence();
     }
     u32* sums = (u32*)(shared + AT_SUMS);
@@ -271,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     u32 end;
     Work work = first_work(p, end, sums);  // its barriers make the mbarriers visible too
     Ring ring = {base, base + AT_BARRIERS, 0, 0};
-    if (role == WR) feed(p, work, end, ring, lane);
-    else if (role > WR) convert(p, work, end, ring, lane);
+    if (role == ROW_WARPS) produce(p, work, end, ring, lane);
+    else if (role > ROW_WARPS) convert(p, work, end, ring, lane);
     else work_through(p, work, end, ring, role, lane, shared);
 }

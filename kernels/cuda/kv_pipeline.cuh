@@ -1,9 +1,9 @@
-// The flow of cache bytes: each team has a ring of stages; its first warp copies K parts and V parts of the team's tiles into
-// it, in the order in which the team reads them, as far ahead as there are free stages.
+// The pipeline of cache bytes: each team has a ring of stages. Its producer warp copies K and V of the team's tiles into it, in the order
+// in which the team reads them, as far ahead as there are free stages.
 #pragma once
-#include "work.cuh"
+#include "split.cuh"
 
-// What a kernel takes besides its parameters.
+// Further kernel arguments: tensor maps of strided rows.
 #if ATTN_PAGE == 0
 #define ATTN_ROW_MAPS , const __grid_constant__ RowMaps maps
 #else
@@ -15,7 +15,7 @@ struct Ring {
     int stage;
     u32 phase;
 
-    // By one thread per stage, before anybody uses the ring: the copy engine says once that a stage is full, lanes that copy each do.
+    // Called by one thread per stage before the ring is used. Full: one arrival of the copy engine, or one of each copying lane.
     DEVICE void init(u32 barriers, int stage) {
         barrier_init(barriers + stage * 8, ATTN_BULK && PAGE != 0 ? 1 : 32);
         barrier_init(barriers + (STAGES + stage) * 8, READERS * ARRIVALS);
@@ -49,18 +49,18 @@ struct Ring {
     }
 };
 
-// One stage's worth after the other of a run of tiles, first tile, first tile + step, …, of the sequence and KV head that `Place`
-// tells: b(), kv_len(), kv_head().
-template <class Place> struct Copies {
-    Place place;
+// Copies a run of tiles, first tile, first tile + step, …, one stage after the other, of the sequence and KV head that `Source` gives:
+// b(), kv_len(), kv_head().
+template <class Source> struct TileCopier {
+    Source source;
     Ring ring;
     int lane;
-    int tile, tile_end, step, part;
-    u32 pages;  // of the next tiles, a block to a lane
-    int known;  // lanes of them that are used up
+    int tile, tile_end, step, stage_of_tile;
+    u32 pages;  // page numbers of the next tiles, a block to a lane
+    int known;  // lanes of `pages` that are used up
     int open;   // `first_open_tile`
-    int appended;  // `first_appended_tile`, until it is there
-    const RowMaps* maps;  // of someone else's rows
+    int appended;  // `first_appended_tile`, until the append has ended
+    const RowMaps* maps;  // tensor maps of strided rows
     // Of the sequence and KV head: its pages, and where its run lies in the first page of the pool.
     const u32* table;
     const u8* runs;
@@ -71,7 +71,7 @@ template <class Place> struct Copies {
     }
     // Reads the page table 32 blocks at a time, one stage before the first is needed. Past the last page a block repeats it: its
     // tokens are not seen.
-    __device__ __forceinline__ void look_up() {
+    __device__ __forceinline__ void load_page_indices() {
         if constexpr (PAGE != 0) {
             known = 0;
             if (tile >= 0) pages = table[entry()];
@@ -81,13 +81,13 @@ template <class Place> struct Copies {
     __device__ __forceinline__ int entry() const {
         int ahead = tile + lane / BLOCKS * step;
         int index = PAGE > TILE ? ahead / TILES_OF_PAGE : ahead * BLOCKS + lane % BLOCKS;
-        return min(index, (place.kv_len() - 1) / SAFE_PAGE);
+        return min(index, (source.kv_len() - 1) / SAFE_PAGE);
     }
     // 32 entries from `first` on, as far as the table goes, before it is known which are needed; and what was needed, if it is there.
-    __device__ __forceinline__ u32 look_at(const DecodeParams& p, int first) const {
+    __device__ __forceinline__ u32 prefetch_pages(const DecodeParams& p, int first) const {
         return PAGE == 0 ? 0 : table[min(first + lane, p.page_table_stride - 1)];
     }
-    __device__ __forceinline__ void look_up(u32 seen, int first) {
+    __device__ __forceinline__ void load_page_indices(u32 seen, int first) {
         if constexpr (PAGE != 0) {
             known = 0;
             int at = entry();
@@ -95,20 +95,20 @@ template <class Place> struct Copies {
             if (!__all_sync(~0u, (u32)(at - first) < 32)) pages = table[at];
         }
     }
-    __device__ __forceinline__ bool is_tail() const { return CHANNEL && tile >= open; }
-    // Stages of the tile at hand.
-    __device__ __forceinline__ int parts() const { return (WHOLE ? 1 : 2) + is_tail(); }
-    // Copies the next part into the ring's next stage; true if the tile at hand is a new one.
+    __device__ __forceinline__ bool is_tail() const { return K_PER_CHANNEL && tile >= open; }
+    // Stages of the current tile.
+    __device__ __forceinline__ int stages_of_tile() const { return (KV_ONE_STAGE ? 1 : 2) + is_tail(); }
+    // Copies the next stage of the current tile; true if the next call begins a new tile.
     __device__ __forceinline__ bool copy_next(const DecodeParams& p) {
         if (PAGE != 0 && tile >= appended) {
             wait_for_dependencies();
             appended = 0x7fffffff;
         }
         if (READERS > 1) barrier_wait(ring.empty(), ring.phase ^ 1);
-        copy_part(p);
+        copy_stage(p);
         ring.advance();
-        if (++part < parts()) return false;
-        part = 0;
+        if (++stage_of_tile < stages_of_tile()) return false;
+        stage_of_tile = 0;
         tile += step;
         known += BLOCKS;
         return true;
@@ -118,8 +118,8 @@ template <class Place> struct Copies {
         return runs + (u64)of_page * (u32)p.page_bytes;
     }
 
-    __device__ __forceinline__ void copy_part(const DecodeParams& p) {
-        bool last = part + 1 == parts();
+    __device__ __forceinline__ void copy_stage(const DecodeParams& p) {
+        bool last = stage_of_tile + 1 == stages_of_tile();
         if constexpr (PAGE == 0) {
             bool has_k = !last;
             if constexpr (K_CODES == V_CODES) {
@@ -137,12 +137,12 @@ template <class Place> struct Copies {
             for (int block = 0; block < BLOCKS; block++) indices[block] = __shfl_sync(~0u, pages, known + block);
             if (copies()) {
                 if (!is_tail()) {
-                    copy_blocks(p, indices, WHOLE || !last, last);
+                    copy_blocks(p, indices, KV_ONE_STAGE || !last, last);
                 } else {
-                    bool has_k = WHOLE || !last;
-                    int k_bytes = !has_k ? 0 : part == 0 ? TAIL_FIRST : TAIL_SECOND;
-                    expect(k_bytes + (last ? V_PART * BLOCKS : 0));
-                    if (has_k) copy_tail(run(p, p.tail_pages[place.b()]));
+                    bool has_k = KV_ONE_STAGE || !last;
+                    int k_bytes = !has_k ? 0 : stage_of_tile == 0 ? TAIL_FIRST : TAIL_SECOND;
+                    expect(k_bytes + (last ? V_BYTES_OF_BLOCK * BLOCKS : 0));
+                    if (has_k) copy_tail(run(p, p.tail_pages[source.b()]));
                     if (last) copy_values(p, indices, ring.at() + k_bytes);
                 }
             }
@@ -153,11 +153,11 @@ template <class Place> struct Copies {
     }
     // K, V, or both of a tile; they lie together, in the page as in the stage.
     __device__ __forceinline__ void copy_blocks(const DecodeParams& p, const u32 (&indices)[BLOCKS], bool has_k, bool has_v) {
-        int from = has_k ? 0 : RUN_V, bytes = (has_k ? K_PART : 0) + (has_v ? V_PART : 0);
+        int from = has_k ? 0 : RUN_V, bytes = (has_k ? K_BYTES_OF_BLOCK : 0) + (has_v ? V_BYTES_OF_BLOCK : 0);
         expect(bytes * BLOCKS);
         if constexpr (PAGE > TILE) {
             if (has_k) copy_half(run(p, indices[0]), true, ring.at());
-            if (has_v) copy_half(run(p, indices[0]), false, ring.at() + (has_k ? K_PART : 0));
+            if (has_v) copy_half(run(p, indices[0]), false, ring.at() + (has_k ? K_BYTES_OF_BLOCK : 0));
         } else {
 #pragma unroll
             for (int block = 0; block < BLOCKS; block++) copy(ring.at() + block * bytes, run(p, indices[block]) + from, bytes);
@@ -169,7 +169,7 @@ template <class Place> struct Copies {
             copy_half(run(p, indices[0]), false, to);
         } else {
 #pragma unroll
-            for (int block = 0; block < BLOCKS; block++) copy(to + block * V_PART, run(p, indices[block]) + RUN_V, V_PART);
+            for (int block = 0; block < BLOCKS; block++) copy(to + block * V_BYTES_OF_BLOCK, run(p, indices[block]) + RUN_V, V_BYTES_OF_BLOCK);
         }
     }
     __device__ __forceinline__ void expect(u32 bytes) {
@@ -177,7 +177,7 @@ template <class Place> struct Copies {
         barrier_expect(ring.full(), bytes);
 #endif
     }
-    // Who copies pages: with the copy engine one lane, else all, side by side.
+    // Whether this lane copies pages: with the copy engine one lane does, else all.
     DEVICE bool copies() {
 #if ATTN_BULK
         return elected();
@@ -197,78 +197,78 @@ template <class Place> struct Copies {
     // The int8 K of an open page, in two halves of its panels; its scales come with the second.
     __device__ __forceinline__ void copy_tail(const u8* k) {
         int half = (tile * TILE) % SAFE_PAGE;  // 64 for the second tile of a page of 128
-        int panel = part == 0 ? 0 : TAIL_PANELS, panels = part == 0 ? TAIL_PANELS : PANELS - TAIL_PANELS;
+        int panel = stage_of_tile == 0 ? 0 : TAIL_PANELS, panels = stage_of_tile == 0 ? TAIL_PANELS : PANELS - TAIL_PANELS;
         if (PAGE == TILE) {
             copy(ring.at(), k + panel * TILE * 16, panels * TILE * 16);
         } else {
             for (int i = 0; i < panels; i++) copy(ring.at() + i * TILE * 16, k + ((panel + i) * PAGE + half) * 16, TILE * 16);
         }
-        if (part == 1) copy(ring.at() + panels * TILE * 16, k + PAGE * D + half * 2, TILE * 2);
+        if (stage_of_tile == 1) copy(ring.at() + panels * TILE * 16, k + PAGE * HEAD_DIM + half * 2, TILE * 2);
     }
     // One tile of a page of 128 tokens, laid out like a page of 64.
     __device__ __forceinline__ void copy_half(const u8* run, bool is_k, u32 to) {
         int half = (tile * TILE) % SAFE_PAGE;
         int scheme = is_k ? K_SCHEME : V_SCHEME, groups = is_k ? K_GROUPS : V_GROUPS;
         int bits = code_bits(scheme);
-        const u8* part_of = run + (is_k ? 0 : RUN_V);
+        const u8* side = run + (is_k ? 0 : RUN_V);
         int codes = codes_bytes(scheme, PAGE);
         if (!is_k && bits < 16) {
-            copy(to, part_of + half * D * bits / 8, codes / 2);
+            copy(to, side + half * HEAD_DIM * bits / 8, codes / 2);
         } else {
-            int panels = bits == 16 ? D / 8 : PANELS, row = bits == 4 ? 8 : 16;  // bytes of a token in a panel
-            for (int i = 0; i < panels; i++) copy(to + i * TILE * row, part_of + (i * PAGE + half) * row, TILE * row);
+            int panels = bits == 16 ? HEAD_DIM / 8 : PANELS, row = bits == 4 ? 8 : 16;  // bytes of a token in a panel
+            for (int i = 0; i < panels; i++) copy(to + i * TILE * row, side + (i * PAGE + half) * row, TILE * row);
         }
         to += codes / 2;
-        part_of += codes;
+        side += codes;
         if (scheme == INT4_CHANNEL) {
-            copy(to, part_of, D * 4);
+            copy(to, side, HEAD_DIM * 4);
         } else {
             int each = params_bytes(scheme, 1, 1);
             if (each)
-                for (int g = 0; g < groups; g++) copy(to + g * TILE * each, part_of + (g * PAGE + half) * each, TILE * each);
+                for (int g = 0; g < groups; g++) copy(to + g * TILE * each, side + (g * PAGE + half) * each, TILE * each);
         }
     }
-    // A tile of someone else's rows: by the copy engine where they are all there, one instruction for as many bytes of each row as
-    // its swizzle spans; else in 16-byte pieces, neighbouring lanes side by side in a row, tokens past the end repeating the last one.
+    // A tile of strided rows: by the copy engine where all tokens exist, one instruction for as many bytes of each row as its swizzle spans;
+    // else in 16-byte chunks, with neighbouring lanes side by side in a row, and tokens past the end repeating the last one.
     template <int SCHEME> __device__ __forceinline__ void copy_rows(const long long* map, const u8* codes, const long long* strides) {
-        constexpr int SWIZZLE = swizzle_of(SCHEME), ROW = D * code_bits(SCHEME) / 8;
-        int b = place.b(), kv_head = place.kv_head(), left = place.kv_len() - tile * TILE;
+        constexpr int SWIZZLE = swizzle_of(SCHEME), ROW = HEAD_DIM * code_bits(SCHEME) / 8;
+        int b = source.b(), kv_head = source.kv_head(), left = source.kv_len() - tile * TILE;
         bool is_whole = ATTN_BULK && left >= TILE && maps->are_set;
 #if ATTN_BULK
         if (is_whole && elected()) {
-            fence_async();  // pieces of a tile that was not whole may have been here
+            fence_async();  // chunks of a tile that was not whole may have been here
             barrier_expect_more(ring.full(), TILE * ROW);
 #pragma unroll
             for (int at = 0; at < ROW; at += SWIZZLE)
                 copy_box(ring.at() + at * TILE, map, at, tile * TILE, kv_head, b, ring.full());
         }
 #endif
-        if (!is_whole) copy_pieces<SWIZZLE>(codes + b * strides[0] + kv_head * strides[1], strides[2], ROW / 16, left);
+        if (!is_whole) copy_chunks<SWIZZLE>(codes + b * strides[0] + kv_head * strides[1], strides[2], ROW / 16, left);
     }
     template <int SCHEME, int GROUPS> __device__ __forceinline__ void copy_scales(int at, const u16* scales, const long long* strides) {
         if (SCHEME != INT8_TOKEN && SCHEME != INT8_GROUP) return;
-        const u16* from = scales + place.b() * strides[0] + place.kv_head() * strides[1];
+        const u16* from = scales + source.b() * strides[0] + source.kv_head() * strides[1];
 #pragma unroll
         for (int i = lane; i < TILE; i += 32) {
-            const u16* of_token = from + min(tile * TILE + i, place.kv_len() - 1) * strides[2];
+            const u16* of_token = from + min(tile * TILE + i, source.kv_len() - 1) * strides[2];
 #pragma unroll
             for (int group = 0; group < GROUPS; group++)
                 copy4_async(ring.at() + at + (group * TILE + i) * 4, (const void*)((u64)(of_token + group) & ~3ull));
         }
     }
-    template <int SWIZZLE> __device__ __forceinline__ void copy_pieces(const u8* rows, long long stride, int pieces, int left) {
+    template <int SWIZZLE> __device__ __forceinline__ void copy_chunks(const u8* rows, long long stride, int chunks, int left) {
         constexpr int LANES = SWIZZLE == 16 ? 2 : SWIZZLE / 16;  // of a row
         constexpr int UNROLL = ATTN_BULK ? 1 : 4;                // seldom, or always
 #pragma unroll UNROLL
         for (int t = lane / LANES; t < TILE; t += 32 / LANES) {
             const u8* row = rows + (tile * TILE + min(t, left - 1)) * stride;
-            for (int piece = lane % LANES; piece < pieces; piece += LANES) copy16_async(piece_at<SWIZZLE>(ring.at(), 0, piece, t), row + piece * 16);
+            for (int chunk = lane % LANES; chunk < chunks; chunk += LANES) copy16_async(chunk_at<SWIZZLE>(ring.at(), 0, chunk, t), row + chunk * 16);
         }
     }
 };
 
-// Of a team of decode.cu: the cursor is looked at once per tile.
-struct OfCursor {
+// The source of a team of split_kv.cu: its cursor in shared memory, read once per tile.
+struct CursorSource {
     Cursor* cursor;
     int team;
 
@@ -276,46 +276,46 @@ struct OfCursor {
     __device__ __forceinline__ int kv_len() const { return cursor->work.kv_len; }
     __device__ __forceinline__ int kv_head() const { return cursor->work.kv_head(team); }
 };
-struct Feed : Copies<OfCursor> {
+struct Producer : TileCopier<CursorSource> {
     static constexpr bool HAS_PLAIN = PAGE != 0 && PAGE <= TILE;
 
-    int plain;  // stages to come before anything has to be looked at again
+    int plain;  // stages to copy before the next decision
 
     // Moves to the first tile of this team at or after the next unit.
-    __device__ __forceinline__ void settle(const DecodeParams& p, Cursor& at) {
+    __device__ __forceinline__ void enter_next_unit(const DecodeParams& p, Cursor& at) {
         while (tile >= tile_end) {
             at.next(p);
             if (!at.is_valid(p)) {
                 tile = -1;
                 return;
             }
-            at.work.share(p, place.team, tile, tile_end);
+            at.work.team_tiles(p, source.team, tile, tile_end);
         }
         move_to(p, at.work);
         __syncwarp();
-        if (lane == 0) *place.cursor = at;
+        if (lane == 0) *source.cursor = at;
         __syncwarp();
     }
     __device__ __forceinline__ void move_to(const DecodeParams& p, const Work& work) {
-        begin(p, work.b, work.kv_head(place.team));
-        if (CHANNEL) open = first_open_tile(work.kv_len);
+        begin(p, work.b, work.kv_head(source.team));
+        if (K_PER_CHANNEL) open = first_open_tile(work.kv_len);
         appended = first_appended_tile(p, work.kv_len);
         step = work.step();
     }
     __device__ __forceinline__ void start(const DecodeParams& p, const Cursor& first) {
-        part = plain = 0;
+        stage_of_tile = plain = 0;
         tile = -1;
         Cursor at = first;
         if (!at.is_valid(p)) return;
-        at.work.share(p, place.team, tile, tile_end);
+        at.work.team_tiles(p, source.team, tile, tile_end);
         move_to(p, at.work);
-        if (lane == 0) *place.cursor = at;
+        if (lane == 0) *source.cursor = at;
         __syncwarp();
-        if (tile >= tile_end) settle(p, at);
-        look_up();
+        if (tile >= tile_end) enter_next_unit(p, at);
+        load_page_indices();
     }
-    // Copies the next part, if there is one. What has to be decided about a tile, and the branches for it, took 12 % of an int4 kernel's
-    // time for 6 % of its instructions; most tiles are like the one before.
+    // Copies the next stage, if there is one. Decisions about a tile and their branches cost 12 % of an int4 kernel's time, so runs of
+    // tiles like the one before are counted, and copied without them.
     __device__ __forceinline__ void issue(const DecodeParams& p) {
         if (HAS_PLAIN && __any_sync(~0u, plain > 0)) {  // a vote: the compiler then knows that the warp stays together
             copy_plain(p);
@@ -323,17 +323,17 @@ struct Feed : Copies<OfCursor> {
         }
         if (tile < 0 || !copy_next(p)) return;
         if (tile >= tile_end) {
-            Cursor at = *place.cursor;
-            settle(p, at);
+            Cursor at = *source.cursor;
+            enter_next_unit(p, at);
             known = 32;
         }
-        if (known == 32) look_up();
-        if (HAS_PLAIN && tile >= 0) plain = (WHOLE ? 1 : 2) * plain_tiles();
+        if (known == 32) load_page_indices();
+        if (HAS_PLAIN && tile >= 0) plain = (KV_ONE_STAGE ? 1 : 2) * plain_tiles();
     }
     // Tiles but the last one before the run's end, an open page, pages that are not there yet, and those that are not known.
     __device__ __forceinline__ int plain_tiles() const {
         int tiles = min(tile_end, appended) - tile;
-        if (CHANNEL) tiles = min(tiles, open - tile);
+        if (K_PER_CHANNEL) tiles = min(tiles, open - tile);
         if (step > 1) tiles = (tiles + TEAMS - 1) / TEAMS;
         return min(tiles, (32 - known) / BLOCKS) - 1;
     }
@@ -342,14 +342,14 @@ struct Feed : Copies<OfCursor> {
         u32 indices[BLOCKS];
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++) indices[block] = __shfl_sync(~0u, pages, known + block);
-        bool has_v = WHOLE || part == 1;
-        if (copies()) copy_blocks(p, indices, WHOLE || !has_v, has_v);
+        bool has_v = KV_ONE_STAGE || stage_of_tile == 1;
+        if (copies()) copy_blocks(p, indices, KV_ONE_STAGE || !has_v, has_v);
 #if !ATTN_BULK
         copy_async_arrive(ring.full());
 #endif
         ring.advance();
         plain--;
-        if (!WHOLE) part ^= 1;
+        if (!KV_ONE_STAGE) stage_of_tile ^= 1;
         tile += has_v ? step : 0;
         known += has_v ? BLOCKS : 0;
     }

@@ -2,9 +2,9 @@
 
 use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
 
-use crate::{
-    geometry::{Geometry, Limits, Unit},
-    short,
+use super::{
+    config::{DeviceLimits, Kernel, KernelConfig, Preferences, SM_TEAMS},
+    select::{self, Shape},
 };
 
 /// What an image is compiled for.
@@ -57,7 +57,7 @@ impl Arch {
 /// One kernel: a translation unit and its macros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Instance {
-    /// `decode.cu`, `wide.cu` or `short.cu`.
+    /// `split_kv.cu`, `many_rows.cu` or `low_latency.cu`.
     Decode {
         /// What is stored.
         format: KvFormat,
@@ -66,9 +66,9 @@ pub enum Instance {
         /// Tokens per page; 0 for strided views.
         page_size: usize,
         /// Shape of a CTA.
-        geometry: Geometry,
+        config: KernelConfig,
         /// Whether window, soft cap and ALiBi are compiled in.
-        masks: bool,
+        score_mods: bool,
     },
     /// `append.cu`.
     Append {
@@ -94,7 +94,19 @@ pub enum Instance {
     Read,
 }
 
-/// `ATTN_K` and `ATTN_V`.
+/// The schemes as the kernels name them, in the order of [`scheme_id`]; `params.h` has them as an enum.
+pub(crate) const SCHEMES: [&str; 8] = [
+    "F16",
+    "BF16",
+    "FP8",
+    "INT8_TOKEN",
+    "INT8_GROUP",
+    "INT8_TENSOR",
+    "INT4_GROUPS",
+    "INT4_CHANNEL",
+];
+
+/// The value of `ATTN_K` or `ATTN_V`: an index into [`SCHEMES`].
 fn scheme_id(scheme: Scheme) -> usize {
     match scheme {
         Scheme::F16 => 0,
@@ -109,15 +121,16 @@ fn scheme_id(scheme: Scheme) -> usize {
 }
 
 impl Instance {
-    /// The decode kernel of a problem; `None` if no shape of it fits.
+    /// The fastest decode kernel of a problem; `None` if none fits the device.
     pub fn decode(
         problem: &Problem,
         format: KvFormat,
         page_size: usize,
-        limits: Limits,
+        limits: DeviceLimits,
+        preferences: &Preferences,
     ) -> Option<Self> {
-        let geometry = Geometry::of_problem(problem, format, page_size, limits)?;
-        Some(Self::shaped(problem, format, page_size, geometry))
+        let config = select::select(problem, format, page_size, limits, preferences)?;
+        Some(Self::configured(problem, format, page_size, config))
     }
 
     /// The decode kernels of all problems that differ from this one in batch and lengths alone.
@@ -127,19 +140,24 @@ impl Instance {
         page_size: usize,
         shared_limit: usize,
     ) -> Vec<Self> {
-        let rows = problem.heads_per_kv() * problem.q_len;
-        Geometry::all(rows, format, problem.head_dim, page_size, shared_limit)
-            .map(|geometry| Self::shaped(problem, format, page_size, geometry))
+        Shape::new(problem, format, page_size)
+            .all(shared_limit)
+            .map(|config| Self::configured(problem, format, page_size, config))
             .collect()
     }
 
-    fn shaped(problem: &Problem, format: KvFormat, page_size: usize, geometry: Geometry) -> Self {
+    fn configured(
+        problem: &Problem,
+        format: KvFormat,
+        page_size: usize,
+        config: KernelConfig,
+    ) -> Self {
         Instance::Decode {
             format,
             head_dim: problem.head_dim,
             page_size,
-            geometry,
-            masks: problem.window_left.is_some()
+            config,
+            score_mods: problem.window_left.is_some()
                 || problem.softcap.is_some()
                 || problem.alibi_slopes.is_some(),
         }
@@ -148,18 +166,18 @@ impl Instance {
     /// The most teams of its CTAs that have shared memory of their own.
     pub fn max_teams(&self) -> usize {
         match self {
-            Instance::Decode { geometry, .. } if geometry.unit.shares_tiles() => short::SM_TEAMS,
+            Instance::Decode { config, .. } if config.kernel.is_low_latency() => SM_TEAMS,
             _ => 1,
         }
     }
 
-    /// The translation unit.
-    pub fn unit(&self) -> &'static str {
+    /// File of `kernels/cuda` that is compiled.
+    pub fn source(&self) -> &'static str {
         match self {
-            Instance::Decode { geometry, .. } => match geometry.unit {
-                Unit::Decode => "decode.cu",
-                Unit::Wide => "wide.cu",
-                Unit::Short | Unit::HandOver => "short.cu",
+            Instance::Decode { config, .. } => match config.kernel {
+                Kernel::SplitKv => "split_kv.cu",
+                Kernel::ManyRows => "many_rows.cu",
+                Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => "low_latency.cu",
             },
             Instance::Append { .. } => "append.cu",
             Instance::Import { .. } => "import.cu",
@@ -186,7 +204,7 @@ impl Instance {
                 ("ATTN_V", scheme_id(format.v)),
                 ("ATTN_K_GROUPS", format.k.groups(head_dim)),
                 ("ATTN_V_GROUPS", format.v.groups(head_dim)),
-                ("ATTN_D", head_dim),
+                ("ATTN_HEAD_DIM", head_dim),
                 ("ATTN_PAGE", page_size),
             ]
         };
@@ -195,22 +213,22 @@ impl Instance {
                 format,
                 head_dim,
                 page_size,
-                geometry: g,
-                masks,
+                config,
+                score_mods,
             } => {
                 let mut all = of_format(format, head_dim, page_size);
                 all.extend([
-                    ("ATTN_G", g.row_groups),
-                    ("ATTN_WR", g.row_warps),
-                    ("ATTN_STAGES", g.stages),
-                    ("ATTN_CTAS", g.ctas),
-                    ("ATTN_MASKS", usize::from(masks)),
+                    ("ATTN_ROW_GROUPS", config.row_groups),
+                    ("ATTN_ROW_WARPS", config.row_warps),
+                    ("ATTN_STAGES", config.stages),
+                    ("ATTN_CTAS", config.ctas),
+                    ("ATTN_SCORE_MODS", usize::from(score_mods)),
                 ]);
-                all.extend(match g.unit {
-                    Unit::Decode => None,
-                    Unit::Wide => Some(("ATTN_WIDE", 1)),
-                    Unit::Short => Some(("ATTN_SHORT", 1)),
-                    Unit::HandOver => Some(("ATTN_HAND_OVER", 1)),
+                all.extend(match config.kernel {
+                    Kernel::SplitKv => None,
+                    Kernel::ManyRows => Some(("ATTN_MANY_ROWS", 1)),
+                    Kernel::LowLatencyCluster => Some(("ATTN_LOW_LATENCY", 1)),
+                    Kernel::LowLatencyGlobal => Some(("ATTN_MERGE_GLOBAL", 1)),
                 });
                 all
             }
@@ -236,7 +254,7 @@ impl Instance {
             "--fmad=false".to_owned(),
             "--device-as-default-execution-space".to_owned(),
         ];
-        // The law flushes what decode's merges flush; the quantizers of append keep subnormal inputs.
+        // The arithmetic of decode flushes subnormals; the quantizers of append keep subnormal inputs.
         if matches!(self, Instance::Decode { .. }) {
             options.push("--ftz=true".to_owned());
         }
@@ -262,7 +280,7 @@ impl Instance {
             add(name);
             add(source);
         }
-        add(self.unit());
+        add(self.source());
         for option in self.options(arch) {
             add(&option);
         }
@@ -337,10 +355,16 @@ mod tests {
     }
 
     #[test]
-    fn a_shape_names_its_unit() {
-        let units = [Unit::Decode, Unit::Wide, Unit::Short, Unit::HandOver].map(|unit| {
-            let geometry = Geometry {
-                unit,
+    fn a_configuration_names_its_source() {
+        let sources = [
+            Kernel::SplitKv,
+            Kernel::ManyRows,
+            Kernel::LowLatencyCluster,
+            Kernel::LowLatencyGlobal,
+        ]
+        .map(|kernel| {
+            let config = KernelConfig {
+                kernel,
                 row_groups: 1,
                 row_warps: 6,
                 stages: 3,
@@ -350,18 +374,24 @@ mod tests {
                 format: KvFormat::INT8,
                 head_dim: 128,
                 page_size: 64,
-                geometry,
-                masks: false,
+                config,
+                score_mods: false,
             };
-            let told = instance.options(Arch::Sm90a).pop();
-            (instance.unit(), told.filter(|last| last.ends_with("=1")))
+            let last = instance.options(Arch::Sm90a).pop();
+            (instance.source(), last.filter(|last| last.ends_with("=1")))
         });
-        assert_eq!(units[0].0, "decode.cu");
-        assert_eq!(units[1], ("wide.cu", Some("-DATTN_WIDE=1".to_owned())));
-        assert_eq!(units[2], ("short.cu", Some("-DATTN_SHORT=1".to_owned())));
+        assert_eq!(sources[0].0, "split_kv.cu");
         assert_eq!(
-            units[3],
-            ("short.cu", Some("-DATTN_HAND_OVER=1".to_owned()))
+            sources[1],
+            ("many_rows.cu", Some("-DATTN_MANY_ROWS=1".to_owned()))
+        );
+        assert_eq!(
+            sources[2],
+            ("low_latency.cu", Some("-DATTN_LOW_LATENCY=1".to_owned()))
+        );
+        assert_eq!(
+            sources[3],
+            ("low_latency.cu", Some("-DATTN_MERGE_GLOBAL=1".to_owned()))
         );
     }
 

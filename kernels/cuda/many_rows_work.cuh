@@ -2,7 +2,7 @@
 // between CTAs by tiles; a CTA walks the tiles of its units in order, all its warps together.
 #pragma once
 #include "config.cuh"
-#include "params.h"
+#include "divmod.cuh"
 
 struct Work {
     int b, kv_head, row_block, unit;
@@ -16,7 +16,7 @@ struct Work {
         kv_len = p.kv_lens[b];
         num_tiles = (kv_len + TILE - 1) / TILE;
         segment_tiles = segment_tiles_of(num_tiles);
-        unit_tiles = p.tile_split ? segment_tiles : SPAN * segment_tiles;
+        unit_tiles = p.partial_per_segment ? segment_tiles : SPAN * segment_tiles;
         num_units = max(1, (num_tiles + unit_tiles - 1) / unit_tiles);  // an empty sequence still gets its zeros
     }
     __device__ __forceinline__ int first_tile() const { return unit * unit_tiles; }
@@ -81,26 +81,25 @@ DEVICE Work first_work(const DecodeParams& p, u32& end, u32* scratch) {
 
 // ---- the ring: a slot has a tile's K and V, and their parameters converted once for all warps ----
 
-constexpr int SLOTS = STAGES;
-constexpr int TILE_BYTES = (K_PART + V_PART) * BLOCKS;
-constexpr int AT_V = WHOLE ? K_PART : K_PART * BLOCKS;
+constexpr int TILE_BYTES = (K_BYTES_OF_BLOCK + V_BYTES_OF_BLOCK) * BLOCKS;
+constexpr int AT_V = KV_ONE_STAGE ? K_BYTES_OF_BLOCK : K_BYTES_OF_BLOCK * BLOCKS;
 constexpr int AT_SCRATCH_K = (TILE_BYTES + 15) / 16 * 16, AT_SCRATCH_V = AT_SCRATCH_K + SCRATCH_K, AT_DOWN = AT_SCRATCH_V + SCRATCH_V;
-constexpr int SLOT_BYTES = (AT_DOWN + V_GROUPS * 8 + 127) / 128 * 128;
+constexpr int TILE_STAGE_BYTES = (AT_DOWN + V_GROUPS * 8 + 127) / 128 * 128;
 
 // FULL: the bytes are there. READY: the parameters are converted, too. EMPTY: all warps have read.
 enum Signal { FULL, READY, EMPTY, SIGNALS };
 
 struct Ring {
-    u32 slots, barriers;  // shared addresses
-    int slot;
+    u32 stages, barriers;  // shared addresses
+    int stage;
     u32 phase;
 
-    __device__ __forceinline__ u32 at() const { return slots + slot * SLOT_BYTES; }
-    __device__ __forceinline__ u32 signal(int kind) const { return barriers + (slot * SIGNALS + kind) * 8; }
+    __device__ __forceinline__ u32 at() const { return stages + stage * TILE_STAGE_BYTES; }
+    __device__ __forceinline__ u32 signal(int kind) const { return barriers + (stage * SIGNALS + kind) * 8; }
     __device__ __forceinline__ void wait(int kind) const { barrier_wait(signal(kind), phase); }
     __device__ __forceinline__ void advance() {
-        if (++slot == SLOTS) {
-            slot = 0;
+        if (++stage == STAGES) {
+            stage = 0;
             phase ^= 1;
         }
     }
@@ -112,7 +111,7 @@ struct Ring {
 };
 
 // One warp copies the tiles of the CTA's run into the ring, in the order of reading.
-DEVICE void feed(const DecodeParams& p, Work work, u32 end, Ring ring, int lane) {
+DEVICE void produce(const DecodeParams& p, Work work, u32 end, Ring ring, int lane) {
 #pragma unroll 1
     for (; work.b < p.batch && work.offset < end; work.next(p)) {
         const u32* table = p.page_table + (u64)work.b * p.page_table_stride;
@@ -130,11 +129,11 @@ DEVICE void feed(const DecodeParams& p, Work work, u32 end, Ring ring, int lane)
             __syncwarp();
             u32 to = ring.at() + lane * K_STRIDE;
             if (lane < BLOCKS) {
-                if (WHOLE || BLOCKS == 1) {
-                    copy_bulk(to, page, K_PART + V_PART, ring.signal(FULL));
+                if (KV_ONE_STAGE || BLOCKS == 1) {
+                    copy_bulk(to, page, K_BYTES_OF_BLOCK + V_BYTES_OF_BLOCK, ring.signal(FULL));
                 } else {
-                    copy_bulk(to, page, K_PART, ring.signal(FULL));
-                    copy_bulk(ring.at() + AT_V + lane * V_STRIDE, page + RUN_V, V_PART, ring.signal(FULL));
+                    copy_bulk(to, page, K_BYTES_OF_BLOCK, ring.signal(FULL));
+                    copy_bulk(ring.at() + AT_V + lane * V_STRIDE, page + RUN_V, V_BYTES_OF_BLOCK, ring.signal(FULL));
                 }
             }
             ring.advance();
