@@ -3,7 +3,8 @@
 use std::fmt;
 
 use attn_core::{
-    CacheConfig, DecodeAttention, Error, KvCache, KvFormat, KvView, Problem, Scheme, StridedRows,
+    CacheConfig, DecodeAttention, Error, Heads, KvCache, KvFormat, KvView, Problem, Scheme,
+    StridedRows,
     quant::{self, Param},
 };
 use half::bf16;
@@ -90,7 +91,14 @@ impl Case {
     /// Causal decode of `kv_lens` in `format` on pages of 64 tokens.
     pub fn new(heads: [usize; 2], head_dim: usize, kv_lens: &[usize], format: KvFormat) -> Self {
         Case {
-            problem: Problem::new(heads[0], heads[1], head_dim, kv_lens.to_vec()),
+            problem: Problem::new(
+                Heads {
+                    q: heads[0],
+                    kv: heads[1],
+                    dim: head_dim,
+                },
+                kv_lens.to_vec(),
+            ),
             format,
             page_size: 64,
             inputs: Inputs::Noise,
@@ -128,7 +136,17 @@ impl Case {
     pub fn config(&self) -> CacheConfig {
         let p = &self.problem;
         let max = p.kv_lens.iter().copied().max().unwrap_or(0);
-        let mut config = CacheConfig::new(self.format, p.num_kv_heads, p.head_dim, p.batch(), max);
+        let mut config = CacheConfig::builder(
+            self.format,
+            Heads {
+                q: p.num_kv_heads,
+                kv: p.num_kv_heads,
+                dim: p.head_dim,
+            },
+        )
+        .sequences(p.batch())
+        .max_len(max)
+        .build();
         config.page_size = self.page_size;
         config.num_pages = p
             .kv_lens

@@ -100,7 +100,7 @@ pub fn decode_rows(
 ) -> Result<Rows, Error> {
     let plan = backend.plan(&case.problem, case.format)?;
     let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; case.problem.rows()]);
-    let mut step = DecodeStep::new(&plan, q, source, &mut out, &mut lse)?;
+    let mut step = DecodeStep::new(&plan, q, source, &mut out)?.with_lse(&mut lse)?;
     backend.decode(&mut step)?;
     Ok((out, lse))
 }

@@ -1,7 +1,9 @@
 //! What each format costs on real data: `attn run`'s figures, held to each format's limits.
 
 use attn_conformance::oracle;
-use attn_core::{CacheConfig, DecodeAttention, DecodeStep, KvCache, KvFormat, KvSource, Problem};
+use attn_core::{
+    CacheConfig, DecodeAttention, DecodeStep, Heads, KvCache, KvFormat, KvSource, Problem,
+};
 use attn_cpu::CpuBackend;
 use half::f16;
 use rstest::rstest;
@@ -73,15 +75,36 @@ fn decode(
     layer: &Layer,
 ) -> (Problem, KvCache, Vec<f32>, Vec<f32>) {
     let mut cache = backend
-        .create_cache(&CacheConfig::new(format, 3, 64, 1, 2048))
+        .create_cache(
+            &CacheConfig::builder(
+                format,
+                Heads {
+                    q: 3,
+                    kv: 3,
+                    dim: 64,
+                },
+            )
+            .sequences(1)
+            .max_len(2048)
+            .build(),
+        )
         .unwrap();
     cache.append(0, &layer.k, &layer.v).unwrap();
-    let mut problem = Problem::new(9, 3, 64, vec![2048]);
+    let mut problem = Problem::new(
+        Heads {
+            q: 9,
+            kv: 3,
+            dim: 64,
+        },
+        vec![2048],
+    );
     problem.q_len = 8;
     let plan = backend.plan(&problem, format).unwrap();
     let (mut out, mut lse) = (vec![f32::NAN; layer.out.len()], vec![f32::NAN; 72]);
     let kv = KvSource::Cache(&cache);
-    let mut step = DecodeStep::new(&plan, &layer.q, kv, &mut out, &mut lse).unwrap();
+    let mut step = DecodeStep::new(&plan, &layer.q, kv, &mut out)
+        .and_then(|step| step.with_lse(&mut lse))
+        .unwrap();
     backend.decode(&mut step).unwrap();
     (problem, cache, out, lse)
 }

@@ -2,8 +2,8 @@
 
 use attn_conformance::{Build, Case, check};
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, KvFormat, KvSource, KvView, Plan, Problem,
-    Scheme, StridedRows,
+    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, KvView, Plan,
+    Problem, Scheme, StridedRows,
 };
 use attn_cpu::CpuBackend;
 use rstest::rstest;
@@ -13,7 +13,9 @@ fn refusal(plan: &Plan, q: &[f32], kv: KvSource<'_>) -> Option<Error> {
     let problem = &plan.problem;
     let mut out = vec![0.0; problem.elements()];
     let mut lse = vec![0.0; problem.rows()];
-    DecodeStep::new(plan, q, kv, &mut out, &mut lse).err()
+    DecodeStep::new(plan, q, kv, &mut out)
+        .and_then(|step| step.with_lse(&mut lse))
+        .err()
 }
 
 #[rstest]
@@ -94,7 +96,14 @@ fn a_step_refuses_bad_queries_and_foreign_lengths() {
         refuse(&[1e30; 128]),
         Error::QueryRange { index: 0, .. }
     ));
-    let longer = Problem::new(2, 1, 64, vec![6]);
+    let longer = Problem::new(
+        Heads {
+            q: 2,
+            kv: 1,
+            dim: 64,
+        },
+        vec![6],
+    );
     let plan = backend.plan(&longer, case.format).unwrap();
     let error = refusal(&plan, &[0.0; 128], KvSource::Cache(&cache)).unwrap();
     assert!(
@@ -104,12 +113,12 @@ fn a_step_refuses_bad_queries_and_foreign_lengths() {
 }
 
 #[rstest]
-#[case::head_dim(Problem::new(2, 1, 72, vec![1]), "head_dim")]
-#[case::heads(Problem::new(3, 2, 64, vec![1]), "num_q_heads/num_kv_heads")]
-#[case::heads_per_kv(Problem::new(65, 1, 64, vec![1]), "heads_per_kv")]
-#[case::q_len(Problem { q_len: 17, ..Problem::new(2, 1, 64, vec![1]) }, "q_len")]
-#[case::kv_len(Problem::new(2, 1, 64, vec![(1 << 20) + 1]), "kv_len")]
-#[case::softcap(Problem { softcap: Some(0.0), ..Problem::new(2, 1, 64, vec![1]) }, "softcap")]
+#[case::head_dim(Problem::new(Heads { q: 2, kv: 1, dim: 72 }, vec![1]), "head_dim")]
+#[case::heads(Problem::new(Heads { q: 3, kv: 2, dim: 64 }, vec![1]), "num_q_heads/num_kv_heads")]
+#[case::heads_per_kv(Problem::new(Heads { q: 65, kv: 1, dim: 64 }, vec![1]), "heads_per_kv")]
+#[case::q_len(Problem { q_len: 17, ..Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]) }, "q_len")]
+#[case::kv_len(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![(1 << 20) + 1]), "kv_len")]
+#[case::softcap(Problem { softcap: Some(0.0), ..Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]) }, "softcap")]
 fn a_plan_names_the_parameter_it_refuses(#[case] problem: Problem, #[case] name: &str) {
     let error = CpuBackend::new()
         .plan(&problem, KvFormat::INT8)
@@ -135,7 +144,17 @@ fn a_plan_names_the_parameter_it_refuses(#[case] problem: Problem, #[case] name:
     "tensor scale"
 )]
 fn a_cache_names_the_setting_it_refuses(#[case] spoil: fn(&mut CacheConfig), #[case] name: &str) {
-    let mut config = CacheConfig::new(KvFormat::INT4, 1, 64, 1, 64);
+    let mut config = CacheConfig::builder(
+        KvFormat::INT4,
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        },
+    )
+    .sequences(1)
+    .max_len(64)
+    .build();
     spoil(&mut config);
     let error = CpuBackend::new().create_cache(&config).err().unwrap();
     assert!(
@@ -213,7 +232,9 @@ fn outputs_of_another_length_than_the_steps_are_refused(
     let plan = backend.plan(&case.problem, case.format).unwrap();
     let (q, mut out, mut lse) = (case.q(), vec![7.0; out], vec![7.0; lse]);
     let kv = KvSource::Cache(&cache);
-    let error = DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).err();
+    let error = DecodeStep::new(&plan, &q, kv, &mut out)
+        .and_then(|step| step.with_lse(&mut lse))
+        .err();
     assert!(
         matches!(error, Some(Error::Length { what: w, .. }) if w == what),
         "{error:?}"
@@ -259,7 +280,14 @@ fn a_view_of_other_tokens_than_the_problems_is_refused() {
         (vec![4, 9], "kv_len"),
         (vec![5, 9, 1], "batch"),
     ] {
-        let problem = Problem::new(2, 1, 64, lens);
+        let problem = Problem::new(
+            Heads {
+                q: 2,
+                kv: 1,
+                dim: 64,
+            },
+            lens,
+        );
         let plan = backend.plan(&problem, case.format).unwrap();
         let q = vec![0.5; problem.elements()];
         let error = refusal(&plan, &q, KvSource::View(&view)).unwrap();

@@ -3,8 +3,8 @@
 use std::any::Any;
 
 use attn_core::{
-    CacheAccess, CacheConfig, DecodeAttention, DecodeStep, Error, HostPages, KvCache, KvFormat,
-    KvSource, PageLayout, PageStore, Problem, TokenWrite,
+    CacheAccess, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, HostPages, KvCache,
+    KvFormat, KvSource, PageLayout, PageStore, Problem, TokenWrite,
 };
 use attn_cpu::{CpuBackend, Reference};
 
@@ -52,8 +52,25 @@ fn another_backends_plan_or_cache_is_refused_and_no_output_is_touched() {
     // A sequence without tokens has nothing to read, and yet its cache is another's.
     let of = |len: usize| backends().into_iter().map(move |backend| (backend, len));
     for (backend, len) in of(5).chain(of(0)) {
-        let config = CacheConfig::new(KvFormat::INT8, 1, 64, 1, 5);
-        let problem = Problem::new(2, 1, 64, vec![len]);
+        let config = CacheConfig::builder(
+            KvFormat::INT8,
+            Heads {
+                q: 1,
+                kv: 1,
+                dim: 64,
+            },
+        )
+        .sequences(1)
+        .max_len(5)
+        .build();
+        let problem = Problem::new(
+            Heads {
+                q: 2,
+                kv: 1,
+                dim: 64,
+            },
+            vec![len],
+        );
         let x = vec![0.5; len * 64];
         let own = {
             let mut cache = backend.create_cache(&config).unwrap();
@@ -72,7 +89,9 @@ fn another_backends_plan_or_cache_is_refused_and_no_output_is_touched() {
         for (plan, cache, name) in [(&their_plan, &own, "plan"), (&plan, &theirs, "cache")] {
             let (q, mut out, mut lse) = ([0.25; 128], [7.0; 128], [7.0; 2]);
             let kv = KvSource::Cache(cache);
-            let mut step = DecodeStep::new(plan, &q, kv, &mut out, &mut lse).unwrap();
+            let mut step = DecodeStep::new(plan, &q, kv, &mut out)
+                .and_then(|step| step.with_lse(&mut lse))
+                .unwrap();
             let error = backend.decode(&mut step).unwrap_err();
             assert!(
                 matches!(error, Error::WrongBackend { backend: "cpu", what } if what == name),

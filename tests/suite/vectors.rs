@@ -4,7 +4,7 @@ use std::{collections::HashMap, fs, path::Path};
 
 use attn_conformance::check::first_difference;
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, KvCache, KvFormat, KvSource, Problem,
+    CacheConfig, DecodeAttention, DecodeStep, Heads, KvCache, KvFormat, KvSource, Problem,
     convert::rows::{RowFormat, fbgemm_int4_row, q4_0_row, q8_0_row},
 };
 use attn_cpu::{CpuBackend, Reference};
@@ -65,7 +65,17 @@ fn cache(settings: &Settings<'_>, step: usize) -> KvCache {
         k: settings["k"].parse().unwrap(),
         v: settings["v"].parse().unwrap(),
     };
-    let mut config = CacheConfig::new(format, heads, dim, 1, 0);
+    let mut config = CacheConfig::builder(
+        format,
+        Heads {
+            q: heads,
+            kv: heads,
+            dim,
+        },
+    )
+    .sequences(1)
+    .max_len(0)
+    .build();
     config.page_size = number("page_size");
     config.num_pages = config.pages_for(tokens);
     for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
@@ -144,7 +154,14 @@ fn decoded_bits_equal_the_golden_vectors() {
             ("tokens", settings["kv_len"]),
         ]);
         let cache = cache(&settings, kv_len);
-        let mut problem = Problem::new(2, 1, 64, vec![kv_len]);
+        let mut problem = Problem::new(
+            Heads {
+                q: 2,
+                kv: 1,
+                dim: 64,
+            },
+            vec![kv_len],
+        );
         problem.softcap = settings["softcap"].parse().ok();
         problem.window_left = settings["window"].parse().ok();
         let slope: Option<f32> = settings["alibi"].parse().ok();
@@ -167,7 +184,9 @@ fn decoded_bits_equal_the_golden_vectors() {
             let plan = backend.plan(&problem, cache.config().format).unwrap();
             let (mut out, mut lse) = (vec![f32::NAN; 128], vec![f32::NAN; 2]);
             let kv = KvSource::Cache(&cache);
-            let mut step = DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).unwrap();
+            let mut step = DecodeStep::new(&plan, &q, kv, &mut out)
+                .and_then(|step| step.with_lse(&mut lse))
+                .unwrap();
             backend.decode(&mut step).unwrap();
             for head in 0..2 {
                 let got = [&out[head * 64..][..64], &lse[head..][..1]].concat();

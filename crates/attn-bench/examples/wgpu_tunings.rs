@@ -6,7 +6,8 @@
 
 use attn_bench::{noise, wgpu::WgpuTimer};
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, HostPages, KvCache, KvFormat, KvSource, Problem,
+    CacheConfig, DecodeAttention, DecodeStep, Heads, HostPages, KvCache, KvFormat, KvSource,
+    Problem,
 };
 use attn_cpu::CpuBackend;
 use attn_wgpu::{Prepared, Tuning, WgpuBackend, wgpu};
@@ -35,7 +36,14 @@ impl Case {
     }
 
     fn problem(&self, batch: usize) -> Problem {
-        Problem::new(self.heads[0], self.heads[1], DIM, vec![self.ctx; batch])
+        Problem::new(
+            Heads {
+                q: self.heads[0],
+                kv: self.heads[1],
+                dim: DIM,
+            },
+            vec![self.ctx; batch],
+        )
     }
 }
 
@@ -49,7 +57,17 @@ struct Sample {
 
 impl Sample {
     fn new(work: &Case) -> Any<Self> {
-        let one = CacheConfig::new(work.format, work.heads[1], DIM, 1, work.ctx);
+        let one = CacheConfig::builder(
+            work.format,
+            Heads {
+                q: work.heads[1],
+                kv: work.heads[1],
+                dim: DIM,
+            },
+        )
+        .sequences(1)
+        .max_len(work.ctx)
+        .build();
         let mut cache = KvCache::new(one.clone(), Box::new(HostPages::new(&one)?))?;
         let count = work.ctx * work.heads[1] * DIM;
         cache.append(0, &noise(1, count), &noise(2, count))?;
@@ -58,7 +76,7 @@ impl Sample {
         let (cpu, problem) = (CpuBackend::new(), work.problem(1));
         let plan = cpu.plan(&problem, work.format)?;
         let kv = KvSource::Cache(&cache);
-        cpu.decode(&mut DecodeStep::new(&plan, &query, kv, &mut out, &mut lse)?)?;
+        cpu.decode(&mut DecodeStep::new(&plan, &query, kv, &mut out)?.with_lse(&mut lse)?)?;
         Ok(Sample {
             cache,
             query,
@@ -72,8 +90,17 @@ impl Sample {
         let pages = self.cache.read_back(0)?;
         (0..(256usize << 20).div_ceil(bytes).clamp(1, 16))
             .map(|_| {
-                let config =
-                    CacheConfig::new(work.format, work.heads[1], DIM, work.batch, work.ctx);
+                let config = CacheConfig::builder(
+                    work.format,
+                    Heads {
+                        q: work.heads[1],
+                        kv: work.heads[1],
+                        dim: DIM,
+                    },
+                )
+                .sequences(work.batch)
+                .max_len(work.ctx)
+                .build();
                 let mut cache = backend.create_cache(&config)?;
                 for b in 0..work.batch {
                     cache.restore(b, work.ctx, &pages)?;
@@ -111,7 +138,17 @@ fn upload(backend: &WgpuBackend, values: &[f32]) -> wgpu::Buffer {
 fn run(timer: &WgpuTimer, work: &Case, tunings: &[(&str, Tuning)]) -> Any<()> {
     let backend = timer.backend();
     let sample = Sample::new(work)?;
-    let config = CacheConfig::new(work.format, work.heads[1], DIM, 1, work.ctx);
+    let config = CacheConfig::builder(
+        work.format,
+        Heads {
+            q: work.heads[1],
+            kv: work.heads[1],
+            dim: DIM,
+        },
+    )
+    .sequences(1)
+    .max_len(work.ctx)
+    .build();
     let tokens = (work.batch * work.ctx * work.heads[1]) as f64;
     let bytes = (tokens * config.layout()?.bytes_per_token()) as usize;
     let caches = sample.copies(work, backend, bytes)?;
@@ -149,7 +186,7 @@ fn run(timer: &WgpuTimer, work: &Case, tunings: &[(&str, Tuning)]) -> Any<()> {
         })?;
         let [mut got, mut got_lse] = ends.clone();
         let kv = KvSource::Cache(&caches[0]);
-        let mut step = DecodeStep::new(&plan, &queries, kv, &mut got, &mut got_lse)?;
+        let mut step = DecodeStep::new(&plan, &queries, kv, &mut got)?.with_lse(&mut got_lse)?;
         tuned.decode(&mut step)?;
         println!(
             "  {name:<28} {:8.1} us ({:.1} without the merge), {:6.0} GB/s, {:5.1} % of the ceiling, bits {} the CPU's, prepared in {prepared} ms",

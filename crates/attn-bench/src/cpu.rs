@@ -5,7 +5,8 @@
 use std::{hint::black_box, time::Instant};
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvSource, Plan, arithmetic::TILE,
+    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvSource, Plan,
+    arithmetic::TILE,
 };
 use attn_cpu::CpuBackend;
 use rayon::prelude::*;
@@ -44,7 +45,17 @@ fn filled(backend: &dyn DecodeAttention, workload: &Workload) -> Result<KvCache,
         Operation::Decode => (0, 0),
         _ => (1, APPENDS),
     };
-    let mut config = CacheConfig::new(workload.format, heads, dim, problem.batch(), 0);
+    let mut config = CacheConfig::builder(
+        workload.format,
+        Heads {
+            q: heads,
+            kv: heads,
+            dim,
+        },
+    )
+    .sequences(problem.batch())
+    .max_len(0)
+    .build();
     config.page_size = workload.page_size;
     let pages = problem
         .kv_lens
@@ -119,7 +130,7 @@ impl Prepared {
             }
         };
         let (q, out, lse) = (black_box(&self.q), &mut self.out, &mut self.lse);
-        backend.decode(&mut DecodeStep::new(&self.plan, q, source, out, lse)?)?;
+        backend.decode(&mut DecodeStep::new(&self.plan, q, source, out)?.with_lse(lse)?)?;
         black_box(&self.out);
         Ok(())
     }

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use attn_core::{CacheConfig, DecodeAttention, Error, KvCache};
+use attn_core::{CacheConfig, DecodeAttention, Error, Heads, KvCache};
 use attn_wgpu::{
     DevicePages, DeviceRows, DeviceView, Prepared, WgpuBackend, WgpuError,
     internals::{BACKEND, device},
@@ -269,7 +269,17 @@ impl WgpuTimer {
     fn pages(&self, workload: &Workload) -> Result<Vec<Vec<u8>>, Error> {
         let problem = &workload.problem;
         let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
-        let mut config = CacheConfig::new(workload.format, heads, dim, 1, 0);
+        let mut config = CacheConfig::builder(
+            workload.format,
+            Heads {
+                q: heads,
+                kv: heads,
+                dim,
+            },
+        )
+        .sequences(1)
+        .max_len(0)
+        .build();
         config.page_size = workload.page_size;
         config.num_pages = config.pages_for(NOISE_TOKENS);
         let mut cache = self.backend.create_cache(&config)?;
@@ -282,7 +292,17 @@ impl WgpuTimer {
     fn cache(&self, workload: &Workload, pages: &[Vec<u8>]) -> Result<KvCache, Error> {
         let problem = &workload.problem;
         let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
-        let mut config = CacheConfig::new(workload.format, heads, dim, problem.batch(), 0);
+        let mut config = CacheConfig::builder(
+            workload.format,
+            Heads {
+                q: heads,
+                kv: heads,
+                dim,
+            },
+        )
+        .sequences(problem.batch())
+        .max_len(0)
+        .build();
         let (before, room) = match workload.operation {
             Operation::Decode => (0, 0),
             _ => (1, APPENDS),

@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use attn_core::{Error, KvFormat, PageLayout, Problem, Scheme, arithmetic::TILE, layout};
+use attn_core::{Error, Heads, KvFormat, PageLayout, Problem, Scheme, arithmetic::TILE, layout};
 
 /// Where K and V lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -186,7 +186,14 @@ impl List {
                 family,
                 name: name.to_owned(),
                 format,
-                problem: Problem::new(q_heads, kv_heads, head_dim, kv_lens.clone()),
+                problem: Problem::new(
+                    Heads {
+                        q: q_heads,
+                        kv: kv_heads,
+                        dim: head_dim,
+                    },
+                    kv_lens.clone(),
+                ),
                 page_size: TILE,
                 cache: CacheLayout::Pages,
                 operation: Operation::Decode,

@@ -3,7 +3,7 @@
 use attn_bench::{
     CacheLayout, ContiguousCache, Measured, Operation, Timing, Workload, noise, workloads,
 };
-use attn_core::{KvFormat, KvView, Problem};
+use attn_core::{Heads, KvFormat, KvView, Problem};
 
 /// One line per workload: what it is, and the bytes that its share of the read is made from.
 fn list() -> String {
@@ -93,7 +93,14 @@ fn contiguous(format: &str, cache: CacheLayout) -> Workload {
         family: "test",
         name: "uneven".to_owned(),
         format: format.parse().unwrap(),
-        problem: Problem::new(4, 2, 64, vec![70, 3, 129]),
+        problem: Problem::new(
+            Heads {
+                q: 4,
+                kv: 2,
+                dim: 64,
+            },
+            vec![70, 3, 129],
+        ),
         page_size: 64,
         cache,
         operation: Operation::Decode,
@@ -138,7 +145,14 @@ fn rows_to_time_lie_as_their_shape_says() {
         }
     }
     let none = Workload {
-        problem: Problem::new(4, 2, 64, vec![]),
+        problem: Problem::new(
+            Heads {
+                q: 4,
+                kv: 2,
+                dim: 64,
+            },
+            vec![],
+        ),
         ..contiguous("int8", CacheLayout::Bnsh)
     };
     let rows = ContiguousCache::new(&none);
@@ -172,7 +186,14 @@ fn check_rows(view: &KvView<'_>, cache: CacheLayout) {
 
 #[test]
 fn a_custom_workload_is_named_by_its_numbers_and_has_their_bytes() {
-    let mut problem = Problem::new(28, 4, 128, vec![3000; 7]);
+    let mut problem = Problem::new(
+        Heads {
+            q: 28,
+            kv: 4,
+            dim: 128,
+        },
+        vec![3000; 7],
+    );
     problem.q_len = 2;
     let workload = Workload::custom(problem.clone(), KvFormat::INT8, 16).unwrap();
     assert_eq!(

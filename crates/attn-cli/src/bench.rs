@@ -5,7 +5,7 @@
 use std::{error::Error as _, path::PathBuf, time::Duration};
 
 use anyhow::{Context, Result, bail, ensure};
-use attn::{BackendId, Error, KvFormat, Problem, Scheme, Selection};
+use attn::{BackendId, Error, Heads, KvFormat, Problem, Scheme, Selection};
 use attn_bench::{Measured, Timer, Timing, Workload, cpu::CpuTimer, workloads};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
@@ -100,7 +100,14 @@ impl CustomArgs {
                 "--batch is {}; allowed: up to {MOST_SEQUENCES} sequences",
                 self.batch
             );
-            let mut problem = Problem::new(q, kv, self.dim, vec![self.ctx; self.batch]);
+            let mut problem = Problem::new(
+                Heads {
+                    q,
+                    kv,
+                    dim: self.dim,
+                },
+                vec![self.ctx; self.batch],
+            );
             problem.q_len = self.q_len;
             Ok(Workload::custom(problem, format, self.page_size)?)
         };

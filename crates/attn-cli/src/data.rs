@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use attn::{Problem, Scheme};
+use attn::{Heads, Problem, Scheme};
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 
@@ -218,7 +218,14 @@ fn exact(
     [q_len, q_heads]: [usize; 2],
     scale: f32,
 ) -> Result<(Vec<f32>, Vec<f32>)> {
-    let mut problem = Problem::new(q_heads, kv.kv_heads, kv.head_dim, vec![kv.seq]);
+    let mut problem = Problem::new(
+        Heads {
+            q: q_heads,
+            kv: kv.kv_heads,
+            dim: kv.head_dim,
+        },
+        vec![kv.seq],
+    );
     problem.q_len = q_len;
     problem.softmax_scale = scale;
     problem

@@ -11,7 +11,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
-use attn::{CacheConfig, HostPages, KvCache, KvFormat, convert};
+use attn::{CacheConfig, Heads, HostPages, KvCache, KvFormat, convert};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
 
@@ -215,7 +215,17 @@ fn quantize_layer(
 
 /// One layer's pages, as a cache reads them back.
 fn pages_of(kv: &Kv, format: KvFormat, page_size: usize) -> Result<(CacheConfig, Vec<Vec<u8>>)> {
-    let mut config = CacheConfig::new(format, kv.kv_heads, kv.head_dim, 1, 0);
+    let mut config = CacheConfig::builder(
+        format,
+        Heads {
+            q: kv.kv_heads,
+            kv: kv.kv_heads,
+            dim: kv.head_dim,
+        },
+    )
+    .sequences(1)
+    .max_len(0)
+    .build();
     config.page_size = page_size;
     config.num_pages = config.pages_for(kv.seq);
     config.k_tensor_scales = tensor_scales(format.k, &kv.k, kv.kv_heads, kv.head_dim);
@@ -363,7 +373,17 @@ fn layer(
         number("head_dim")?,
     ];
     let [tokens, heads, dim] = shape;
-    let mut config = CacheConfig::new(settings.format, heads, dim, 1, 0);
+    let mut config = CacheConfig::builder(
+        settings.format,
+        Heads {
+            q: heads,
+            kv: heads,
+            dim,
+        },
+    )
+    .sequences(1)
+    .max_len(0)
+    .build();
     config.page_size = settings.page_size;
     config.k_tensor_scales = scales(file, &format!("{name}.k_scales"))?;
     config.v_tensor_scales = scales(file, &format!("{name}.v_scales"))?;

@@ -4,7 +4,8 @@ use std::{path::PathBuf, time::Instant};
 
 use anyhow::Result;
 use attn::{
-    BackendId, CacheConfig, DecodeAttention, DecodeStep, KvFormat, KvSource, Problem, Selection,
+    BackendId, CacheConfig, DecodeAttention, DecodeStep, Heads, KvFormat, KvSource, Problem,
+    Selection,
 };
 use attn_bench::{Timer, Workload};
 use serde_json::{Value, json};
@@ -280,12 +281,29 @@ fn decode(
     totals: &mut Totals,
 ) -> Result<(Problem, Rows)> {
     let kv = &layer.kv;
-    let mut config = CacheConfig::new(format, kv.kv_heads, kv.head_dim, 1, kv.seq);
+    let mut config = CacheConfig::builder(
+        format,
+        Heads {
+            q: kv.kv_heads,
+            kv: kv.kv_heads,
+            dim: kv.head_dim,
+        },
+    )
+    .sequences(1)
+    .max_len(kv.seq)
+    .build();
     config.k_tensor_scales = tensor_scales(format.k, &kv.k, kv.kv_heads, kv.head_dim);
     config.v_tensor_scales = tensor_scales(format.v, &kv.v, kv.kv_heads, kv.head_dim);
     let mut cache = backend.create_cache(&config)?;
     cache.append(0, &kv.k, &kv.v)?;
-    let mut problem = Problem::new(layer.q_heads, kv.kv_heads, kv.head_dim, vec![kv.seq]);
+    let mut problem = Problem::new(
+        Heads {
+            q: layer.q_heads,
+            kv: kv.kv_heads,
+            dim: kv.head_dim,
+        },
+        vec![kv.seq],
+    );
     problem.q_len = layer.q_len;
     problem.softmax_scale = scale;
     let plan = backend.plan(&problem, format)?;
@@ -297,7 +315,7 @@ fn decode(
     for _ in 0..STEPS {
         let start = Instant::now();
         let kv = KvSource::Cache(&cache);
-        let mut step = DecodeStep::new(&plan, &layer.q, kv, &mut out, &mut lse)?;
+        let mut step = DecodeStep::new(&plan, &layer.q, kv, &mut out)?.with_lse(&mut lse)?;
         backend.decode(&mut step)?;
         times.push(start.elapsed().as_secs_f64());
     }

@@ -6,123 +6,19 @@
 use std::any::Any;
 
 use crate::{
-    error::{Error, check_values, filled, refuse},
-    format::KvFormat,
-    layout::{MAX_KV_HEADS, PageLayout},
-    view::check_tensor_scales,
+    cache_config::CacheConfig,
+    elements::Elements,
+    error::{Error, check_values, filled},
+    layout::PageLayout,
 };
 
-/// The description of a cache to create.
-#[derive(Debug, Clone, PartialEq)]
-pub struct CacheConfig {
-    /// The schemes of K and V.
-    pub format: KvFormat,
-    /// Number of KV heads.
-    pub num_kv_heads: usize,
-    /// Elements per head.
-    pub head_dim: usize,
-    /// Tokens per page: 16, 32, 64 or 128.
-    pub page_size: usize,
-    /// Number of pages in the pool.
-    pub num_pages: usize,
-    /// Number of sequences, all empty at first.
-    pub num_sequences: usize,
-    /// Static K scale per KV head, for fp8 and int8-tensor.
-    pub k_tensor_scales: Vec<f32>,
-    /// Static V scale per KV head, for fp8 and int8-tensor.
-    pub v_tensor_scales: Vec<f32>,
-}
-
-/// Most sequences of a cache.
-const MAX_SEQUENCES: usize = 1 << 24;
-
-impl CacheConfig {
-    /// Describes a cache with pages of 64 tokens, enough for `num_sequences` of `max_kv_len` tokens, and tensor scales of 1.
-    ///
-    /// Numbers that no cache can have saturate here; [`CacheConfig::check`] refuses them.
-    pub fn new(
-        format: KvFormat,
-        num_kv_heads: usize,
-        head_dim: usize,
-        num_sequences: usize,
-        max_kv_len: usize,
-    ) -> Self {
-        let page_size = 64;
-        let scales = |has: bool| {
-            vec![
-                1.0;
-                if has {
-                    num_kv_heads.min(MAX_KV_HEADS)
-                } else {
-                    0
-                }
-            ]
-        };
-        let mut config = CacheConfig {
-            format,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            num_pages: 0,
-            num_sequences,
-            k_tensor_scales: scales(format.k.has_tensor_scale()),
-            v_tensor_scales: scales(format.v.has_tensor_scale()),
-        };
-        config.num_pages = num_sequences.saturating_mul(config.pages_for(max_kv_len));
-        config
-    }
-
-    /// Number of pages that one sequence of `kv_len` tokens takes, tail page included.
-    pub fn pages_for(&self, kv_len: usize) -> usize {
-        let home = kv_len.div_ceil(self.page_size.max(1));
-        home.saturating_add(usize::from(self.format.has_tail_page() && kv_len > 0))
-    }
-
-    /// The layout of the cache's pages.
-    ///
-    /// # Errors
-    /// Those of [`PageLayout::new`].
-    pub fn layout(&self) -> Result<PageLayout, Error> {
-        PageLayout::new(
-            self.format,
-            self.head_dim,
-            self.page_size,
-            self.num_kv_heads,
-        )
-    }
-
-    /// Size of the pool in bytes.
-    ///
-    /// # Errors
-    /// Those of [`CacheConfig::check`].
-    pub fn pool_bytes(&self) -> Result<usize, Error> {
-        self.check()?;
-        Ok(self.num_pages * self.layout()?.page_bytes())
-    }
-
-    /// Refuses a description that no pool can hold.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`], [`Error::Length`].
-    pub fn check(&self) -> Result<(), Error> {
-        let layout = self.layout()?;
-        if self.num_pages > u32::MAX as usize {
-            return refuse("num_pages", self.num_pages, "at most 2^32 - 1");
-        }
-        if self.num_sequences > MAX_SEQUENCES {
-            return refuse("num_sequences", self.num_sequences, "at most 2^24");
-        }
-        let bytes = self.num_pages.checked_mul(layout.page_bytes());
-        if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
-            return refuse(
-                "pool bytes",
-                format!("{} pages of {} bytes", self.num_pages, layout.page_bytes()),
-                "at most 2^63 - 1; ask for fewer pages",
-            );
-        }
-        check_tensor_scales(self.format.k, &self.k_tensor_scales, self.num_kv_heads)?;
-        check_tensor_scales(self.format.v, &self.v_tensor_scales, self.num_kv_heads)
-    }
+/// The number of tokens that a sequence gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Append {
+    /// The sequence.
+    pub sequence: usize,
+    /// The number of tokens.
+    pub tokens: usize,
 }
 
 /// The destination of one token. Only [`KvCache`] makes one, and it checks the page and the place.
@@ -354,15 +250,21 @@ impl KvCache {
         Ok(())
     }
 
-    /// Appends tokens to one sequence: `k` and `v` are `[tokens, num_kv_heads, head_dim]`.
+    /// Appends tokens to one sequence: `k` and `v` are `[tokens, num_kv_heads, head_dim]` in f32, f16 or bf16.
     ///
     /// Pages are sealed as they fill. The bytes do not depend on how many tokens come at once.
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::Length`], [`Error::NotFinite`], [`Error::Magnitude`], [`Error::CacheFull`]; [`Error::Device`] if the
     /// device fails. Lengths and pages are unchanged then.
-    pub fn append(&mut self, sequence: usize, k: &[f32], v: &[f32]) -> Result<(), Error> {
+    pub fn append<'a>(
+        &mut self,
+        sequence: usize,
+        k: impl Into<Elements<'a>>,
+        v: impl Into<Elements<'a>>,
+    ) -> Result<(), Error> {
         self.check_sequence(sequence)?;
+        let (k, v) = (k.into(), v.into());
         let row = self.config.num_kv_heads * self.config.head_dim;
         if !k.len().is_multiple_of(row) {
             return Err(Error::Length {
@@ -371,31 +273,57 @@ impl KvCache {
                 needed: k.len().next_multiple_of(row),
             });
         }
-        if v.len() != k.len() {
-            return Err(Error::Length {
-                what: "v",
-                given: v.len(),
-                needed: k.len(),
-            });
+        let tokens = k.len() / row;
+        self.append_batch(&[Append { sequence, tokens }], k, v)
+    }
+
+    /// Appends tokens to several sequences at once, or to none if anything is refused or fails.
+    ///
+    /// `appends` names each sequence once; `k` and `v` hold the tokens of all of them in this order, `[tokens, num_kv_heads, head_dim]` in
+    /// f32, f16 or bf16. The bytes are those of one append after the other.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::append`], and [`Error::Parameter`] for a sequence named twice.
+    pub fn append_batch<'a>(
+        &mut self,
+        appends: &[Append],
+        k: impl Into<Elements<'a>>,
+        v: impl Into<Elements<'a>>,
+    ) -> Result<(), Error> {
+        let (k, v) = (k.into(), v.into());
+        let row = self.config.num_kv_heads * self.config.head_dim;
+        let tokens = appends
+            .iter()
+            .fold(0usize, |n, a| n.saturating_add(a.tokens));
+        let needed = tokens.saturating_mul(row);
+        for (what, given) in [("k", k.len()), ("v", v.len())] {
+            if given != needed {
+                return Err(Error::Length {
+                    what,
+                    given,
+                    needed,
+                });
+            }
         }
-        check_values("k", k, self.config.format.k)?;
-        check_values("v", v, self.config.format.v)?;
-        self.write_tokens(&[(sequence, k.len() / row)], |store, writes| {
-            store.append(&CacheAccess(()), writes, k, v)
+        let (k, v) = (k.widened("K in f32")?, v.widened("V in f32")?);
+        check_values("k", &k, self.config.format.k)?;
+        check_values("v", &v, self.config.format.v)?;
+        self.write_tokens(appends, |store, writes| {
+            store.append(&CacheAccess(()), writes, &k, &v)
         })
     }
 
     /// Appends tokens that lie in the backend's memory already: `write` gets the backend's store and each token's destination, and writes the
     /// tokens or records the writes.
     ///
-    /// `appends` lists (sequence, number of tokens), each sequence once; [`TokenWrite::source`] counts through all of them in this order.
+    /// `appends` names each sequence once; [`TokenWrite::source`] counts through all of them in this order.
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::Parameter`] for a sequence named twice, [`Error::CacheFull`]; those of `write`. Lengths and pages are
     /// unchanged then.
     pub fn append_with(
         &mut self,
-        appends: &[(usize, usize)],
+        appends: &[Append],
         write: impl FnOnce(&dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         self.write_tokens(appends, |store, writes| write(store, writes))
@@ -404,7 +332,7 @@ impl KvCache {
     /// Reserves pages, writes, and only then enters pages and lengths into the table.
     fn write_tokens(
         &mut self,
-        appends: &[(usize, usize)],
+        appends: &[Append],
         write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let total = self.check_appends(appends)?;
@@ -444,10 +372,10 @@ impl KvCache {
     }
 
     /// Refuses appends to missing or repeated sequences; returns their tokens in total.
-    fn check_appends(&self, appends: &[(usize, usize)]) -> Result<usize, Error> {
+    fn check_appends(&self, appends: &[Append]) -> Result<usize, Error> {
         let (mut needed, mut total) = (0usize, 0usize);
         let mut sequences = Vec::with_capacity(appends.len());
-        for &(sequence, tokens) in appends {
+        for &Append { sequence, tokens } in appends {
             self.check_sequence(sequence)?;
             sequences.push(sequence);
             if tokens == 0 {
@@ -474,10 +402,10 @@ impl KvCache {
     /// Takes the pages that the appends need, and copies the open pages that others share.
     fn reserve(
         &mut self,
-        appends: &[(usize, usize)],
+        appends: &[Append],
         reserved: &mut Vec<Reservation>,
     ) -> Result<(), Error> {
-        for &(sequence, tokens) in appends.iter().filter(|(_, tokens)| *tokens > 0) {
+        for &Append { sequence, tokens } in appends.iter().filter(|a| a.tokens > 0) {
             let needs_tail = self.needs_tail(sequence);
             let mut reservation = Reservation {
                 sequence,

@@ -3,7 +3,8 @@
 use std::any::Any;
 
 use crate::{
-    cache::{CacheAccess, CacheConfig, PageStore, TokenWrite},
+    cache::{CacheAccess, PageStore, TokenWrite},
+    cache_config::CacheConfig,
     error::{Error, filled},
     layout::{PageLayout, Side},
     quant::{self, Param},

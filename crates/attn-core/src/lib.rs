@@ -17,29 +17,37 @@ pub mod arithmetic;
 pub mod backend;
 mod backend_id;
 pub mod cache;
+mod cache_config;
 pub mod convert;
+mod elements;
 pub mod error;
 pub mod format;
 pub mod host_pages;
 pub mod layout;
 mod page_bytes;
+mod plan;
 pub mod problem;
 pub mod quant;
 pub mod segments;
 pub mod state;
+mod step;
 pub mod view;
 
 /// The bytes of every format.
 #[doc = include_str!("../FORMATS.md")]
 pub mod formats {}
 
-pub use backend::{DecodeAttention, DecodeStep, DeviceInfo, KvSource, Plan, StepInputs};
+pub use backend::{DecodeAttention, DeviceInfo};
 pub use backend_id::BackendId;
-pub use cache::{CacheAccess, CacheConfig, KvCache, PageStore, PageTable, TokenWrite};
+pub use cache::{Append, CacheAccess, KvCache, PageStore, PageTable, TokenWrite};
+pub use cache_config::{CacheBuilder, CacheConfig};
+pub use elements::{Elements, ElementsMut};
 pub use error::{Error, Unsupported};
 pub use format::{Int4Scale, Int8Scale, KvFormat, Scheme};
 pub use host_pages::HostPages;
 pub use layout::PageLayout;
-pub use problem::Problem;
+pub use plan::Plan;
+pub use problem::{Heads, Problem};
 pub use state::AttnState;
+pub use step::{DecodeStep, KvSource, StepInputs, StepOutputs};
 pub use view::{KvView, StridedRows};

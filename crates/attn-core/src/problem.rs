@@ -16,16 +16,34 @@ const SOFTCAPS: std::ops::RangeInclusive<f32> = 1e-3..=1e3;
 /// Most elements that a slice of f32 can hold.
 const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
 
+/// The heads of an attention layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Heads {
+    /// The number of query heads: a multiple of `kv`, at most 64 for each KV head.
+    pub q: usize,
+    /// The number of KV heads.
+    pub kv: usize,
+    /// The number of dims of a head: one of [`HEAD_DIMS`].
+    pub dim: usize,
+}
+
 /// One decode step over a batch of cached sequences.
 ///
-/// Build with [`Problem::new`], change public fields, and let [`DecodeStep::new`](crate::DecodeStep::new) or a backend's `plan` check it.
+/// ```
+/// use attn_core::{Heads, Problem};
+///
+/// let heads = Heads { q: 32, kv: 8, dim: 128 };
+/// let problem = Problem::new(heads, vec![8192; 4]).q_len(3).softcap(30.0);
+/// assert_eq!((problem.batch(), problem.rows()), (4, 4 * 3 * 32));
+/// ```
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Problem {
-    /// Number of query heads.
+    /// The number of query heads.
     pub num_q_heads: usize,
-    /// Number of KV heads; divides `num_q_heads`, at most 64 query heads each.
+    /// The number of KV heads; divides `num_q_heads`, at most 64 query heads each.
     pub num_kv_heads: usize,
-    /// Elements per head: one of [`HEAD_DIMS`].
+    /// The number of dims of a head: one of [`HEAD_DIMS`].
     pub head_dim: usize,
     /// Query tokens per sequence, 1..=16; the last stands at position `kv_len − 1`.
     pub q_len: usize,
@@ -45,23 +63,72 @@ pub struct Problem {
 
 impl Problem {
     /// Describes causal decode with `softmax_scale = 1/√head_dim`, one query token, no modifiers.
-    pub fn new(
-        num_q_heads: usize,
-        num_kv_heads: usize,
-        head_dim: usize,
-        kv_lens: Vec<usize>,
-    ) -> Self {
+    ///
+    /// [`Problem::check`], and with it a backend's `plan`, refuses numbers that the library does not define.
+    #[must_use]
+    pub fn new(heads: Heads, kv_lens: impl Into<Vec<usize>>) -> Self {
         Problem {
-            num_q_heads,
-            num_kv_heads,
-            head_dim,
+            num_q_heads: heads.q,
+            num_kv_heads: heads.kv,
+            head_dim: heads.dim,
             q_len: 1,
-            kv_lens,
-            softmax_scale: 1.0 / (head_dim as f32).sqrt(),
+            kv_lens: kv_lens.into(),
+            softmax_scale: 1.0 / (heads.dim as f32).sqrt(),
             causal: true,
             softcap: None,
             window_left: None,
             alibi_slopes: None,
+        }
+    }
+
+    /// Sets the number of query tokens of each sequence.
+    #[must_use]
+    pub fn q_len(mut self, q_len: usize) -> Self {
+        self.q_len = q_len;
+        self
+    }
+
+    /// Sets the factor of q·k.
+    #[must_use]
+    pub fn softmax_scale(mut self, scale: f32) -> Self {
+        self.softmax_scale = scale;
+        self
+    }
+
+    /// Sets whether a query token sees only the tokens up to its own position.
+    #[must_use]
+    pub fn causal(mut self, causal: bool) -> Self {
+        self.causal = causal;
+        self
+    }
+
+    /// Sets the soft cap of the scores.
+    #[must_use]
+    pub fn softcap(mut self, cap: f32) -> Self {
+        self.softcap = Some(cap);
+        self
+    }
+
+    /// Sets the number of tokens before its own position that a token sees.
+    #[must_use]
+    pub fn window_left(mut self, tokens: usize) -> Self {
+        self.window_left = Some(tokens);
+        self
+    }
+
+    /// Sets the ALiBi slope of each query head.
+    #[must_use]
+    pub fn alibi_slopes(mut self, slopes: impl Into<Vec<f32>>) -> Self {
+        self.alibi_slopes = Some(slopes.into());
+        self
+    }
+
+    /// The numbers of heads and dims.
+    pub fn heads(&self) -> Heads {
+        Heads {
+            q: self.num_q_heads,
+            kv: self.num_kv_heads,
+            dim: self.head_dim,
         }
     }
 
@@ -183,7 +250,14 @@ mod tests {
 
     #[test]
     fn windows_of_any_size_see_what_they_should() {
-        let mut p = Problem::new(1, 1, 64, vec![10, 2, 0]);
+        let mut p = Problem::new(
+            Heads {
+                q: 1,
+                kv: 1,
+                dim: 64,
+            },
+            vec![10, 2, 0],
+        );
         p.q_len = 4;
         for (window, seen) in [(0, 6..7), (2, 4..7), (6, 0..7), (usize::MAX >> 1, 0..7)] {
             p.window_left = Some(window);
@@ -200,7 +274,14 @@ mod tests {
 
     #[test]
     fn products_that_overflow_are_refused() {
-        let mut p = Problem::new(1 << 16, 1 << 16, 256, vec![0; 128]);
+        let mut p = Problem::new(
+            Heads {
+                q: 1 << 16,
+                kv: 1 << 16,
+                dim: 256,
+            },
+            vec![0; 128],
+        );
         p.q_len = 16;
         p.check().unwrap();
         p.num_q_heads = 1 << 53;
@@ -221,7 +302,14 @@ mod tests {
     #[test]
     fn ranges_are_closed_at_both_ends() {
         let with = |spoil: &dyn Fn(&mut Problem)| {
-            let mut p = Problem::new(2, 1, 64, vec![1]);
+            let mut p = Problem::new(
+                Heads {
+                    q: 2,
+                    kv: 1,
+                    dim: 64,
+                },
+                vec![1],
+            );
             spoil(&mut p);
             p.check()
         };

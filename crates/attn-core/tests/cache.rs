@@ -9,15 +9,25 @@ use std::{
 };
 
 use attn_core::{
-    CacheAccess, CacheConfig, Error, HostPages, KvCache, KvFormat, PageLayout, PageStore, Scheme,
-    TokenWrite,
+    Append, CacheAccess, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageLayout,
+    PageStore, Scheme, TokenWrite,
 };
 use rstest::rstest;
 
 const DIM: usize = 64;
 
 fn config(format: KvFormat, pages: usize) -> CacheConfig {
-    let mut config = CacheConfig::new(format, 1, DIM, 3, 0);
+    let mut config = CacheConfig::builder(
+        format,
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: DIM,
+        },
+    )
+    .sequences(3)
+    .max_len(0)
+    .build();
     config.num_pages = pages;
     config
 }
@@ -117,12 +127,24 @@ fn a_call_that_the_device_fails_changes_no_length_and_takes_no_page(#[case] form
             let error = grow(&mut cache, sequence, 130).unwrap_err();
             assert!(matches!(error, Error::Device { .. }), "{error}");
         }
-        let error = cache.append_with(&[(0, 3), (2, 65)], |_, _| {
-            Err(Error::WrongBackend {
-                backend: "test",
-                what: "cache",
-            })
-        });
+        let error = cache.append_with(
+            &[
+                Append {
+                    sequence: 0,
+                    tokens: 3,
+                },
+                Append {
+                    sequence: 2,
+                    tokens: 65,
+                },
+            ],
+            |_, _| {
+                Err(Error::WrongBackend {
+                    backend: "test",
+                    what: "cache",
+                })
+            },
+        );
         assert!(error.is_err());
         assert!(cache.restore(2, 70, &pages).is_err());
         if format.has_tail_page() {
@@ -144,10 +166,26 @@ fn appended_tokens_go_where_the_table_says() {
     grow(&mut cache, 1, 3).unwrap();
     let mut seen = Vec::new();
     cache
-        .append_with(&[(1, 2), (2, 0), (0, 70)], |_, writes| {
-            seen = writes.to_vec();
-            Ok(())
-        })
+        .append_with(
+            &[
+                Append {
+                    sequence: 1,
+                    tokens: 2,
+                },
+                Append {
+                    sequence: 2,
+                    tokens: 0,
+                },
+                Append {
+                    sequence: 0,
+                    tokens: 70,
+                },
+            ],
+            |_, writes| {
+                seen = writes.to_vec();
+                Ok(())
+            },
+        )
         .unwrap();
     let table = cache.table().clone();
     assert_eq!(table.lens, [130, 5, 0]);
@@ -188,7 +226,21 @@ fn both_of_two_forks_can_grow_in_one_call() {
     let mut cache = cache(KvFormat::INT8, 4);
     grow(&mut cache, 0, 10).unwrap();
     cache.fork(0, 1).unwrap();
-    cache.append_with(&[(0, 1), (1, 1)], |_, _| Ok(())).unwrap();
+    cache
+        .append_with(
+            &[
+                Append {
+                    sequence: 0,
+                    tokens: 1,
+                },
+                Append {
+                    sequence: 1,
+                    tokens: 1,
+                },
+            ],
+            |_, _| Ok(()),
+        )
+        .unwrap();
     let pages = &cache.table().pages;
     assert_ne!(pages[0], pages[1]);
     assert_eq!(cache.free_pages(), 2);
@@ -322,7 +374,23 @@ fn appends_of_any_number_of_tokens_are_typed_errors() {
             "{error}"
         );
     }
-    let twice = cache.append_with(&[(1, 1), (2, 0), (1, 0)], |_, _| Ok(()));
+    let twice = cache.append_with(
+        &[
+            Append {
+                sequence: 1,
+                tokens: 1,
+            },
+            Append {
+                sequence: 2,
+                tokens: 0,
+            },
+            Append {
+                sequence: 1,
+                tokens: 0,
+            },
+        ],
+        |_, _| Ok(()),
+    );
     assert!(matches!(
         twice,
         Err(Error::Parameter {
@@ -331,7 +399,13 @@ fn appends_of_any_number_of_tokens_are_typed_errors() {
         })
     ));
     cache
-        .append_with(&[(0, 4 * 64 - 5)], |_, _| Ok(()))
+        .append_with(
+            &[Append {
+                sequence: 0,
+                tokens: 4 * 64 - 5,
+            }],
+            |_, _| Ok(()),
+        )
         .unwrap();
     assert_eq!((cache.free_pages(), cache.table().lens[0]), (0, 256));
 }

@@ -1,6 +1,6 @@
 //! The sizes that a cache's configuration gives and takes.
 
-use attn_core::{CacheConfig, Error, HostPages, KvCache, KvFormat};
+use attn_core::{CacheConfig, Error, Heads, HostPages, KvCache, KvFormat};
 use rstest::rstest;
 
 #[rstest]
@@ -17,7 +17,17 @@ fn a_sequence_takes_whole_pages_and_a_tail_page(
     #[case] tokens: usize,
     #[case] pages: usize,
 ) {
-    let config = CacheConfig::new(format, 2, 64, 3, tokens);
+    let config = CacheConfig::builder(
+        format,
+        Heads {
+            q: 2,
+            kv: 2,
+            dim: 64,
+        },
+    )
+    .sequences(3)
+    .max_len(tokens)
+    .build();
     assert_eq!((config.page_size, config.num_sequences), (64, 3));
     assert_eq!(config.pages_for(tokens), pages);
     assert_eq!(config.num_pages, 3 * pages);
@@ -27,10 +37,30 @@ fn a_sequence_takes_whole_pages_and_a_tail_page(
 
 #[test]
 fn static_scales_are_1_until_they_are_set() {
-    let config = CacheConfig::new("fp8".parse().unwrap(), 3, 64, 1, 1);
+    let config = CacheConfig::builder(
+        "fp8".parse().unwrap(),
+        Heads {
+            q: 3,
+            kv: 3,
+            dim: 64,
+        },
+    )
+    .sequences(1)
+    .max_len(1)
+    .build();
     assert_eq!(config.k_tensor_scales, [1.0; 3]);
     assert_eq!(config.v_tensor_scales, [1.0; 3]);
-    let config = CacheConfig::new("int8/fp8".parse().unwrap(), 3, 64, 1, 1);
+    let config = CacheConfig::builder(
+        "int8/fp8".parse().unwrap(),
+        Heads {
+            q: 3,
+            kv: 3,
+            dim: 64,
+        },
+    )
+    .sequences(1)
+    .max_len(1)
+    .build();
     assert_eq!(
         (config.k_tensor_scales.len(), config.v_tensor_scales.len()),
         (0, 3)
@@ -40,7 +70,17 @@ fn static_scales_are_1_until_they_are_set() {
 #[test]
 fn pages_and_sequences_end_where_the_text_says() {
     let with = |pages: usize, sequences: usize| {
-        let mut config = CacheConfig::new(KvFormat::INT8, 1, 64, 1, 1);
+        let mut config = CacheConfig::builder(
+            KvFormat::INT8,
+            Heads {
+                q: 1,
+                kv: 1,
+                dim: 64,
+            },
+        )
+        .sequences(1)
+        .max_len(1)
+        .build();
         (config.num_pages, config.num_sequences) = (pages, sequences);
         config.check()
     };
@@ -60,7 +100,17 @@ fn pages_and_sequences_end_where_the_text_says() {
 
 #[test]
 fn a_cache_checks_its_own_configuration_whatever_its_store_was_made_from() {
-    let good = CacheConfig::new("fp8".parse().unwrap(), 2, 64, 1, 64);
+    let good = CacheConfig::builder(
+        "fp8".parse().unwrap(),
+        Heads {
+            q: 2,
+            kv: 2,
+            dim: 64,
+        },
+    )
+    .sequences(1)
+    .max_len(64)
+    .build();
     for scales in [vec![1.0], vec![1.0, f32::NAN], vec![1.0, 0.0]] {
         let store = HostPages::new(&good).unwrap();
         let mut config = good.clone();

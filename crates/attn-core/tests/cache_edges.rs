@@ -9,15 +9,25 @@ use std::{
 };
 
 use attn_core::{
-    CacheAccess, CacheConfig, Error, HostPages, KvCache, KvFormat, PageLayout, PageStore,
-    TokenWrite,
+    Append, CacheAccess, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageLayout,
+    PageStore, TokenWrite,
 };
 use rstest::rstest;
 
 const DIM: usize = 64;
 
 fn config(format: KvFormat, heads: usize, pages: usize) -> CacheConfig {
-    let mut config = CacheConfig::new(format, heads, DIM, 3, 0);
+    let mut config = CacheConfig::builder(
+        format,
+        Heads {
+            q: heads,
+            kv: heads,
+            dim: DIM,
+        },
+    )
+    .sequences(3)
+    .max_len(0)
+    .build();
     config.num_pages = pages;
     config
 }
@@ -71,9 +81,25 @@ fn a_sequence_that_does_not_exist_is_named_before_anything_else() {
     let before = books(&cache);
     let pages = cache.read_back(0).unwrap();
     for error in [
-        cache.append(3, &[0.0; 63], &[]).unwrap_err(),
-        cache.append_with(&[(3, 1)], |_, _| Ok(())).unwrap_err(),
-        cache.append_with(&[(3, 0)], |_, _| Ok(())).unwrap_err(),
+        cache.append(3, &[0.0; 63], &[0.0f32; 0]).unwrap_err(),
+        cache
+            .append_with(
+                &[Append {
+                    sequence: 3,
+                    tokens: 1,
+                }],
+                |_, _| Ok(()),
+            )
+            .unwrap_err(),
+        cache
+            .append_with(
+                &[Append {
+                    sequence: 3,
+                    tokens: 0,
+                }],
+                |_, _| Ok(()),
+            )
+            .unwrap_err(),
         cache.fork(3, 1).unwrap_err(),
         cache.fork(0, 3).unwrap_err(),
         cache.restore(3, 5, &pages).unwrap_err(),
@@ -89,10 +115,10 @@ fn a_sequence_that_does_not_exist_is_named_before_anything_else() {
 }
 
 #[rstest]
-#[case(&[(0, 1), (0, 1)])]
-#[case(&[(2, 1), (0, 3), (2, 0)])]
-#[case(&[(1, 0), (1, 0)])]
-fn a_sequence_named_twice_is_refused(#[case] appends: &[(usize, usize)]) {
+#[case(&[Append { sequence: 0, tokens: 1 }, Append { sequence: 0, tokens: 1 }])]
+#[case(&[Append { sequence: 2, tokens: 1 }, Append { sequence: 0, tokens: 3 }, Append { sequence: 2, tokens: 0 }])]
+#[case(&[Append { sequence: 1, tokens: 0 }, Append { sequence: 1, tokens: 0 }])]
+fn a_sequence_named_twice_is_refused(#[case] appends: &[Append]) {
     let mut cache = cache(KvFormat::INT8, 1, 4);
     let error = cache.append_with(appends, |_, _| Ok(())).unwrap_err();
     assert!(
@@ -114,14 +140,42 @@ fn no_tokens_take_no_page_and_are_not_written() {
     let untouched = |_: &dyn PageStore, _: &[TokenWrite]| -> Result<(), Error> {
         panic!("there is nothing to write")
     };
-    cache.append_with(&[(0, 0), (1, 0)], untouched).unwrap();
+    cache
+        .append_with(
+            &[
+                Append {
+                    sequence: 0,
+                    tokens: 0,
+                },
+                Append {
+                    sequence: 1,
+                    tokens: 0,
+                },
+            ],
+            untouched,
+        )
+        .unwrap();
     cache.append_with(&[], untouched).unwrap();
     grow(&mut cache, 0, 70).unwrap();
     cache.fork(0, 1).unwrap();
     // The pool is full now: a copy of the shared page or a tail page would not be had.
     assert_eq!(cache.free_pages(), 0);
     let before = books(&cache);
-    cache.append_with(&[(1, 0), (2, 0)], untouched).unwrap();
+    cache
+        .append_with(
+            &[
+                Append {
+                    sequence: 1,
+                    tokens: 0,
+                },
+                Append {
+                    sequence: 2,
+                    tokens: 0,
+                },
+            ],
+            untouched,
+        )
+        .unwrap();
     assert_eq!(books(&cache), before);
     // Nor beside tokens of another sequence.
     let mut cache = self::cache(KvFormat::INT4, 1, 8);
@@ -129,10 +183,26 @@ fn no_tokens_take_no_page_and_are_not_written() {
     cache.fork(0, 1).unwrap();
     let free = cache.free_pages();
     cache
-        .append_with(&[(1, 0), (2, 1), (0, 0)], |_, writes| {
-            assert_eq!(writes.len(), 1);
-            Ok(())
-        })
+        .append_with(
+            &[
+                Append {
+                    sequence: 1,
+                    tokens: 0,
+                },
+                Append {
+                    sequence: 2,
+                    tokens: 1,
+                },
+                Append {
+                    sequence: 0,
+                    tokens: 0,
+                },
+            ],
+            |_, writes| {
+                assert_eq!(writes.len(), 1);
+                Ok(())
+            },
+        )
         .unwrap();
     assert_eq!((cache.free_pages(), cache.table().lens[2]), (free - 2, 1));
     assert_eq!(cache.table().pages[0], cache.table().pages[1]);
@@ -300,7 +370,19 @@ fn a_copy_that_fails_ends_the_append_before_any_token_is_written() {
     fails.store(true, Ordering::Relaxed);
     assert!(matches!(grow(&mut cache, 1, 3), Err(Error::Device { .. })));
     // The sequence after the one whose copy fails is not touched, either.
-    let found = cache.append_with(&[(1, 1), (2, 1)], |_, _| Ok(()));
+    let found = cache.append_with(
+        &[
+            Append {
+                sequence: 1,
+                tokens: 1,
+            },
+            Append {
+                sequence: 2,
+                tokens: 1,
+            },
+        ],
+        |_, _| Ok(()),
+    );
     assert!(matches!(found, Err(Error::Device { .. })));
     assert_eq!((books(&cache), cache.read_back(0).unwrap()), before);
     fails.store(false, Ordering::Relaxed);

@@ -1,8 +1,8 @@
 //! Other engines' caches go in and come out unchanged, and mean what they meant.
 
 use attn_core::{
-    CacheConfig, Error, HostPages, Int4Scale, Int8Scale, KvCache, KvFormat, PageLayout, Scheme,
-    StridedRows,
+    CacheConfig, Error, Heads, HostPages, Int4Scale, Int8Scale, KvCache, KvFormat, PageLayout,
+    Scheme, StridedRows,
     convert::{
         Blocks, Exported, ExternalRows, Order, RowFormat, Side, dequantize, export, import,
         rows::{fbgemm_int4_row, q4_0_row, q8_0_row},
@@ -14,7 +14,17 @@ use proptest::prelude::*;
 const HEADS: usize = 2;
 
 fn config(scheme: Scheme, head_dim: usize, tokens: usize) -> CacheConfig {
-    let mut config = CacheConfig::new(KvFormat::same(scheme), HEADS, head_dim, 1, tokens);
+    let mut config = CacheConfig::builder(
+        KvFormat::same(scheme),
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: head_dim,
+        },
+    )
+    .sequences(1)
+    .max_len(tokens)
+    .build();
     for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
         scales.iter_mut().for_each(|s| *s = 0.25);
     }
@@ -263,7 +273,17 @@ fn a_block_table_gives_the_pages_of_a_contiguous_cache() {
 
 #[test]
 fn restore_brings_an_open_channel_page_back() {
-    let mut config = CacheConfig::new(KvFormat::INT4, HEADS, 64, 2, 100);
+    let mut config = CacheConfig::builder(
+        KvFormat::INT4,
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: 64,
+        },
+    )
+    .sequences(2)
+    .max_len(100)
+    .build();
     config.num_pages += 1;
     let mut cache =
         KvCache::new(config.clone(), Box::new(HostPages::new(&config).unwrap())).unwrap();

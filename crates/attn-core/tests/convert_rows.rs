@@ -1,7 +1,7 @@
 //! Rows of other engines, byte by byte: their quantizers where formulas branch, and values that no row may have.
 
 use attn_core::{
-    CacheConfig, Error, HostPages, KvCache, KvFormat, PageLayout, Scheme, StridedRows,
+    CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageLayout, Scheme, StridedRows,
     convert::{
         Exported, ExternalRows, Order, RowFormat, Side, dequantize, export, import,
         rows::{fbgemm_int4_row, q4_0_row, q8_0_row},
@@ -252,7 +252,17 @@ fn rows_of_other_lengths_and_values_are_named() {
 #[case(70)]
 #[case(130)]
 fn values_of_a_channel_cache_are_near_what_was_appended(#[case] tokens: usize) {
-    let mut config = CacheConfig::new(KvFormat::INT4, 2, 64, 1, tokens);
+    let mut config = CacheConfig::builder(
+        KvFormat::INT4,
+        Heads {
+            q: 2,
+            kv: 2,
+            dim: 64,
+        },
+    )
+    .sequences(1)
+    .max_len(tokens)
+    .build();
     config.num_pages += 1;
     let store = HostPages::new(&config).unwrap();
     let mut cache = KvCache::new(config, Box::new(store)).unwrap();

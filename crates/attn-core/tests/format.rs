@@ -1,6 +1,6 @@
 //! Which schemes, head_dims and page sizes go together, and by which names.
 
-use attn_core::{CacheConfig, Error, Int4Scale, Int8Scale, KvFormat, Scheme};
+use attn_core::{CacheConfig, Error, Heads, Int4Scale, Int8Scale, KvFormat, Scheme};
 use rstest::rstest;
 
 #[rstest]
@@ -94,7 +94,17 @@ fn static_scales_are_asked_of_the_schemes_that_have_them() {
         ("int8/int8-tensor", 0, 3),
         ("int8", 0, 0),
     ] {
-        let config = CacheConfig::new(name.parse().unwrap(), 3, 64, 1, 64);
+        let config = CacheConfig::builder(
+            name.parse().unwrap(),
+            Heads {
+                q: 3,
+                kv: 3,
+                dim: 64,
+            },
+        )
+        .sequences(1)
+        .max_len(64)
+        .build();
         let found = (config.k_tensor_scales.len(), config.v_tensor_scales.len());
         assert_eq!(found, (k, v), "{name}");
     }

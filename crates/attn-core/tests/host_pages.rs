@@ -1,12 +1,22 @@
 //! A pool in host memory: zeroed, no shorter than its pages, and on a boundary that suits the machine.
 
-use attn_core::{CacheConfig, HostPages};
+use attn_core::{CacheConfig, Heads, HostPages};
 
 #[test]
 fn a_new_pool_is_zeroed_and_lies_on_a_boundary() {
     // Pages of 4096 bytes: pools of less than 2 MiB start on a cache line, larger ones on a huge page.
     for (pages, boundary) in [(1, 64), (3, 64), (511, 64), (512, 2 << 20), (1000, 2 << 20)] {
-        let mut config = CacheConfig::new("f16".parse().unwrap(), 1, 64, 1, 0);
+        let mut config = CacheConfig::builder(
+            "f16".parse().unwrap(),
+            Heads {
+                q: 1,
+                kv: 1,
+                dim: 64,
+            },
+        )
+        .sequences(1)
+        .max_len(0)
+        .build();
         (config.page_size, config.num_pages) = (16, pages);
         // Several at a time: one alone may lie on a boundary by chance.
         let pools: Vec<_> = (0..4).map(|_| HostPages::new(&config).unwrap()).collect();

@@ -1,10 +1,17 @@
 //! What a problem may be: every range ends where its text says, and a step sees the tokens that its masks leave.
 
-use attn_core::{Error, Problem, problem::HEAD_DIMS};
+use attn_core::{Error, Heads, Problem, problem::HEAD_DIMS};
 use rstest::rstest;
 
 fn problem() -> Problem {
-    Problem::new(4, 2, 64, vec![10, 0])
+    Problem::new(
+        Heads {
+            q: 4,
+            kv: 2,
+            dim: 64,
+        },
+        vec![10, 0],
+    )
 }
 
 fn refused(p: &Problem) -> Option<(&'static str, String)> {
@@ -28,7 +35,14 @@ fn a_new_problem_is_causal_decode_of_one_token() {
 #[test]
 fn the_head_dims_of_the_list_are_allowed_and_no_other() {
     for head_dim in 0..300 {
-        let p = Problem::new(1, 1, head_dim, vec![1]);
+        let p = Problem::new(
+            Heads {
+                q: 1,
+                kv: 1,
+                dim: head_dim,
+            },
+            vec![1],
+        );
         let found = refused(&p).map(|refusal| refusal.0);
         let expected = (!HEAD_DIMS.contains(&head_dim)).then_some("head_dim");
         assert_eq!(found, expected, "{head_dim}");
@@ -53,19 +67,33 @@ fn heads_are_whole_groups_of_at_most_64(
     #[case] kv_heads: usize,
     #[case] what: Option<&str>,
 ) {
-    let p = Problem::new(q_heads, kv_heads, 64, vec![1]);
+    let p = Problem::new(
+        Heads {
+            q: q_heads,
+            kv: kv_heads,
+            dim: 64,
+        },
+        vec![1],
+    );
     assert_eq!(refused(&p).map(|refusal| refusal.0), what);
 }
 
 #[test]
 fn query_tokens_and_lengths_end_where_the_text_says() {
     for (q_len, allowed) in [(0, false), (1, true), (16, true), (17, false)] {
-        let p = Problem { q_len, ..problem() };
+        let p = problem().q_len(q_len);
         let expected = (!allowed).then(|| ("q_len", q_len.to_string()));
         assert_eq!(refused(&p), expected);
     }
     for (len, allowed) in [(0, true), (1 << 20, true), ((1 << 20) + 1, false)] {
-        let p = Problem::new(1, 1, 64, vec![3, len, 4]);
+        let p = Problem::new(
+            Heads {
+                q: 1,
+                kv: 1,
+                dim: 64,
+            },
+            vec![3, len, 4],
+        );
         let expected = (!allowed).then(|| ("kv_len", len.to_string()));
         assert_eq!(refused(&p), expected);
     }
@@ -86,10 +114,7 @@ fn slopes_are_0_or_of_a_normal_magnitude() {
         (-1500.0, false),
         (f32::INFINITY, false),
     ] {
-        let p = Problem {
-            alibi_slopes: Some(vec![0.5, 0.25, 1.0, slope]),
-            ..problem()
-        };
+        let p = problem().alibi_slopes([0.5, 0.25, 1.0, slope]);
         let found = refused(&p).map(|refusal| refusal.0);
         assert_eq!(found, (!allowed).then_some("alibi_slopes"), "{slope}");
     }
@@ -98,7 +123,14 @@ fn slopes_are_0_or_of_a_normal_magnitude() {
 #[test]
 fn masks_leave_the_tokens_that_the_law_names() {
     // Positions of four query tokens of 10: 6, 7, 8, 9.
-    let mut p = Problem::new(1, 1, 64, vec![10, 2]);
+    let mut p = Problem::new(
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        },
+        vec![10, 2],
+    );
     p.q_len = 4;
     let seen = |p: &Problem, b| -> Vec<_> { (0..4).map(|i| p.visible(b, i)).collect() };
     assert_eq!(seen(&p, 0), [0..7, 0..8, 0..9, 0..10]);
@@ -114,7 +146,14 @@ fn masks_leave_the_tokens_that_the_law_names() {
     p.window_left = None;
     assert_eq!(seen(&p, 0), [0..10, 0..10, 0..10, 0..10]);
     // A window of 2^20 reaches over the longest sequence.
-    p = Problem::new(1, 1, 64, vec![1 << 20]);
+    p = Problem::new(
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        },
+        vec![1 << 20],
+    );
     p.window_left = Some((1 << 20) - 2);
     assert_eq!(p.visible(0, 0), 1..1 << 20);
     p.window_left = Some((1 << 20) - 1);

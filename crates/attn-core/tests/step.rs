@@ -1,27 +1,44 @@
 //! What a decode step checks: the plan's problem, formats, lengths, and how large queries may be.
 
 use attn_core::{
-    CacheConfig, DecodeStep, Error, HostPages, KvCache, KvFormat, KvSource, KvView, Plan, Problem,
-    StridedRows,
+    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, HostPages, KvCache, KvFormat, KvSource,
+    KvView, Plan, Problem, StridedRows,
 };
 use rstest::rstest;
 
 fn plan(problem: Problem, format: &str) -> Plan {
-    Plan {
-        backend: "test",
-        problem,
-        format: format.parse().unwrap(),
-        num_splits: 1,
-        workspace_bytes: 0,
-    }
+    Plan::new("test", &problem, format.parse().unwrap(), 17u8).unwrap()
 }
 
+const HEADS: Heads = Heads {
+    q: 2,
+    kv: 1,
+    dim: 64,
+};
+
 fn problem() -> Problem {
-    Problem::new(2, 1, 64, vec![3, 5])
+    Problem::new(
+        Heads {
+            q: 2,
+            kv: 1,
+            dim: 64,
+        },
+        vec![3, 5],
+    )
 }
 
 fn cache(format: &str, k_scale: f32) -> KvCache {
-    let mut config = CacheConfig::new(format.parse().unwrap(), 1, 64, 3, 64);
+    let mut config = CacheConfig::builder(
+        format.parse().unwrap(),
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        },
+    )
+    .sequences(3)
+    .max_len(64)
+    .build();
     config.k_tensor_scales.fill(k_scale);
     // V's scale says nothing of queries.
     config.v_tensor_scales.fill(100.0);
@@ -36,7 +53,9 @@ fn cache(format: &str, k_scale: f32) -> KvCache {
 
 fn refusal(plan: &Plan, q: &[f32], kv: KvSource<'_>) -> Option<Error> {
     let (mut out, mut lse) = (vec![0.0; 256], vec![0.0; 4]);
-    DecodeStep::new(plan, q, kv, &mut out, &mut lse).err()
+    DecodeStep::new(plan, q, kv, &mut out)
+        .and_then(|step| step.with_lse(&mut lse))
+        .err()
 }
 
 #[test]
@@ -44,52 +63,105 @@ fn a_step_gives_what_it_was_made_of() {
     let (plan, cache, q) = (plan(problem(), "int8"), cache("int8", 1.0), [0.25; 256]);
     let (mut out, mut lse) = (vec![7.0; 256], vec![8.0; 4]);
     let kv = KvSource::Cache(&cache);
-    let mut step = DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).unwrap();
-    assert_eq!(step.plan(), &plan);
-    assert_eq!(step.inputs().plan(), &plan);
-    assert_eq!(step.inputs().q(), q);
-    let (out, lse) = step.outputs();
-    assert_eq!((out.len(), lse.len()), (256, 4));
-    assert_eq!((out[0], lse[0]), (7.0, 8.0));
+    let mut step = DecodeStep::new(&plan, &q, kv, &mut out)
+        .and_then(|step| step.with_lse(&mut lse))
+        .unwrap();
+    assert_eq!(step.plan().prepared(), Some(&17u8));
+    assert_eq!(step.plan().prepared::<u16>(), None);
+    assert_eq!(step.problem(), &problem());
+    let (inputs, outputs) = step.parts();
+    assert_eq!(inputs.q(), q);
+    assert_eq!(inputs.problem().kv_lens, [3, 5]);
+    let lse = outputs.lse.unwrap();
+    assert_eq!((outputs.out.len(), lse.len()), (256, 4));
+    assert_eq!((outputs.out[0], lse[0]), (7.0, 8.0));
 }
 
 #[test]
-fn a_plan_whose_problem_was_changed_is_checked_again() {
-    let cache = cache("int8", 1.0);
-    let mut plan = plan(problem(), "int8");
-    plan.problem.softcap = Some(0.0);
-    let error = refusal(&plan, &[0.25; 256], KvSource::Cache(&cache)).unwrap();
-    assert!(
-        matches!(
-            error,
-            Error::Parameter {
-                what: "softcap",
-                ..
-            }
-        ),
-        "{error}"
-    );
+fn a_plan_for_longer_sequences_serves_shorter_ones() {
+    let (cache, q) = (cache("int8", 1.0), [0.25; 256]);
+    let plan = plan(Problem::new(HEADS, [3, 1000]), "int8");
+    let mut out = [0.0; 256];
+    let kv = KvSource::Cache(&cache);
+    let mut step = DecodeStep::new(&plan, &q, kv, &mut out).unwrap();
+    let (inputs, outputs) = step.parts();
+    assert_eq!(inputs.problem().kv_lens, [3, 5]);
+    assert_eq!(inputs.plan().problem().kv_lens, [3, 1000]);
+    // Nobody asked for log-sum-exps.
+    assert!(outputs.lse.is_none());
+}
+
+#[test]
+fn sixteen_bit_queries_are_widened_and_results_rounded() {
+    let (plan, cache) = (plan(problem(), "int8"), cache("int8", 1.0));
+    let q = [half::f16::from_f32(0.25); 256];
+    let mut out = [half::bf16::ZERO; 256];
+    /// Writes the sum of a query element and a number that bf16 cannot hold.
+    struct Echo(attn_core::DeviceInfo);
+    impl DecodeAttention for Echo {
+        fn device(&self) -> &attn_core::DeviceInfo {
+            &self.0
+        }
+        fn supports(&self, _: &Problem, _: KvFormat) -> Result<(), attn_core::Unsupported> {
+            Ok(())
+        }
+        fn create_cache(&self, _: &CacheConfig) -> Result<KvCache, Error> {
+            unreachable!("the test has a cache")
+        }
+        fn plan(&self, _: &Problem, _: KvFormat) -> Result<Plan, Error> {
+            unreachable!("the test has a plan")
+        }
+        fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+            let (inputs, outputs) = step.parts();
+            let pairs = outputs.out.iter_mut().zip(inputs.q());
+            pairs.for_each(|(out, q)| *out = q + 1.0 / 4096.0);
+            Ok(())
+        }
+    }
+    let echo = Echo(attn_core::DeviceInfo {
+        backend: "test",
+        name: String::new(),
+        detail: String::new(),
+    });
+    let kv = KvSource::Cache(&cache);
+    let mut step = DecodeStep::new(&plan, &q, kv, &mut out).unwrap();
+    echo.decode(&mut step).unwrap();
+    assert_eq!(out.map(half::bf16::to_f32), [0.25; 256]);
+}
+
+#[test]
+fn plans_check_their_problem_and_format() {
+    let refused = |problem: Problem, format: &str| {
+        let plan = Plan::new("test", &problem, format.parse().unwrap(), ());
+        plan.unwrap_err().to_string()
+    };
+    assert!(refused(problem().softcap(0.0), "int8").contains("softcap"));
+    let odd = Problem::new(Heads { dim: 80, ..HEADS }, [1]);
+    assert!(refused(odd, "int4-g8").contains("int4-g8"));
 }
 
 #[rstest]
-#[case(|plan: &mut Plan| plan.format = KvFormat::INT4, "format", "int4")]
-#[case(|plan: &mut Plan| plan.problem.kv_lens = vec![3, 4], "kv_len", "4 for sequence 1")]
-#[case(|plan: &mut Plan| plan.problem.kv_lens = vec![3, 5, 0, 0], "batch", "4")]
-#[case(|plan: &mut Plan| plan.problem.num_kv_heads = 2, "num_kv_heads", "2")]
-#[case(|plan: &mut Plan| plan.problem.head_dim = 128, "head_dim", "128")]
+#[case(|_: &mut Problem, format: &mut &str| *format = "int4", "format", "int4")]
+#[case(|problem: &mut Problem, _: &mut &str| problem.kv_lens = vec![3, 4], "kv_len", "at most 4 for sequence 1")]
+#[case(|problem: &mut Problem, _: &mut &str| problem.kv_lens = vec![3, 5, 0, 0], "batch", "4")]
+#[case(|problem: &mut Problem, _: &mut &str| problem.num_kv_heads = 2, "num_kv_heads", "2")]
+#[case(|problem: &mut Problem, _: &mut &str| problem.head_dim = 128, "head_dim", "128")]
 fn a_cache_of_another_shape_is_named(
-    #[case] change: fn(&mut Plan),
+    #[case] change: fn(&mut Problem, &mut &str),
     #[case] name: &str,
     #[case] text: &str,
 ) {
     let cache = cache("int8", 1.0);
-    let mut plan = plan(problem(), "int8");
-    change(&mut plan);
-    let p = &plan.problem;
+    let (mut problem, mut format) = (problem(), "int8");
+    change(&mut problem, &mut format);
+    let plan = plan(problem, format);
+    let p = plan.problem();
     let (mut out, mut lse) = (vec![0.0; p.elements()], vec![0.0; p.rows()]);
     let q = out.clone();
     let kv = KvSource::Cache(&cache);
-    let error = DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).err();
+    let error = DecodeStep::new(&plan, &q, kv, &mut out)
+        .and_then(|step| step.with_lse(&mut lse))
+        .err();
     let written = KvFormat::INT4.to_string();
     let text = if text == "int4" { &written[..] } else { text };
     assert!(
@@ -102,12 +174,24 @@ fn a_cache_of_another_shape_is_named(
 fn the_first_sequences_of_a_larger_cache_are_a_problem() {
     let cache = cache("int8", 1.0);
     for lens in [vec![3, 5, 0], vec![3, 5], vec![3], vec![]] {
-        let plan = plan(Problem::new(2, 1, 64, lens), "int8");
-        let p = &plan.problem;
+        let plan = plan(
+            Problem::new(
+                Heads {
+                    q: 2,
+                    kv: 1,
+                    dim: 64,
+                },
+                lens,
+            ),
+            "int8",
+        );
+        let p = plan.problem();
         let (mut out, mut lse) = (vec![0.0; p.elements()], vec![0.0; p.rows()]);
         let q = out.clone();
         let kv = KvSource::Cache(&cache);
-        DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).unwrap();
+        DecodeStep::new(&plan, &q, kv, &mut out)
+            .and_then(|step| step.with_lse(&mut lse))
+            .unwrap();
     }
 }
 
@@ -122,8 +206,7 @@ fn a_query_is_refused_where_its_scaled_value_is_beyond_2_to_the_64(
     #[case] counts: f64,
 ) {
     let cache = cache(format, k_scale);
-    let mut plan = plan(problem(), format);
-    plan.problem.softmax_scale = 0.5;
+    let plan = plan(problem().softmax_scale(0.5), format);
     let limit = 2f64.powi(64) / (0.5 * std::f64::consts::LOG2_E * counts);
     for sign in [1.0, -1.0] {
         let mut q = [0.25; 256];
@@ -162,8 +245,7 @@ fn a_views_static_scales_count_for_queries() {
     let rows = StridedRows::bnsh(&codes, &[], 1, 5, 64, 0);
     let scales: [&[f32]; 2] = [&[16.0], &[1.0]];
     let view = KvView::new(&problem, "fp8".parse().unwrap(), rows, rows, scales).unwrap();
-    let mut plan = plan(problem.clone(), "fp8");
-    plan.problem.softmax_scale = 1.0;
+    let plan = plan(problem.clone().softmax_scale(1.0), "fp8");
     let limit = 2f64.powi(64) / (std::f64::consts::LOG2_E * 16.0);
     let q = |share: f64| [(limit * share) as f32; 256];
     assert!(refusal(&plan, &q(0.999), KvSource::View(&view)).is_none());

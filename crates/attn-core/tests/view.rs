@@ -1,6 +1,6 @@
 //! Contiguous caches: where rows lie, how long the slices must be, and where a bad value is found.
 
-use attn_core::{Error, KvFormat, KvView, Problem, StridedRows};
+use attn_core::{Error, Heads, KvFormat, KvView, Problem, StridedRows};
 use rstest::rstest;
 
 const HEADS: usize = 3;
@@ -49,7 +49,14 @@ fn rows_lie_where_the_order_of_the_axes_says(
 }
 
 fn problem(lens: &[usize]) -> Problem {
-    Problem::new(HEADS, HEADS, 64, lens.to_vec())
+    Problem::new(
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: 64,
+        },
+        lens.to_vec(),
+    )
 }
 
 #[rstest]
@@ -186,7 +193,7 @@ fn schemes_without_rows_of_their_own_and_odd_groups_are_refused() {
         ("int8-g32/int8", 80, "scheme"),
         ("int8/int8-g32", 80, "scheme"),
     ] {
-        let problem = Problem::new(1, 1, dim, vec![2]);
+        let problem = Problem::new(Heads { q: 1, kv: 1, dim }, vec![2]);
         let rows = StridedRows::bnsh(&codes, &scales, 1, 2, dim, 2);
         let error = KvView::new(&problem, format.parse().unwrap(), rows, rows, [&[], &[]]).err();
         assert!(
@@ -198,10 +205,24 @@ fn schemes_without_rows_of_their_own_and_odd_groups_are_refused() {
 
 #[test]
 fn a_sequence_without_tokens_may_have_rows_that_no_slice_reaches() {
-    let problem = Problem::new(1, 1, 64, vec![1, 0]);
+    let problem = Problem::new(
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        },
+        vec![1, 0],
+    );
     let rows = StridedRows::bnsh(&[5; 64], &[0x3c00], 1, 100, 64, 1);
     KvView::new(&problem, KvFormat::INT8, rows, rows, [&[], &[]]).unwrap();
-    let problem = Problem::new(1, 1, 64, vec![0, 0]);
+    let problem = Problem::new(
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        },
+        vec![0, 0],
+    );
     let rows = StridedRows::bnsh(&[], &[], 1, 100, 64, 1);
     KvView::new(&problem, KvFormat::INT8, rows, rows, [&[], &[]]).unwrap();
 }

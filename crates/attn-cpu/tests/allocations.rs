@@ -5,7 +5,7 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-use attn_core::{CacheConfig, DecodeAttention, DecodeStep, KvFormat, KvSource, Problem};
+use attn_core::{CacheConfig, DecodeAttention, DecodeStep, Heads, KvFormat, KvSource, Problem};
 use attn_cpu::CpuBackend;
 
 /// The system's allocator, and how often it was asked for memory, by any thread.
@@ -48,9 +48,26 @@ fn allocations() -> usize {
 fn counted(format: &str, threads: usize) -> Vec<usize> {
     let format: KvFormat = format.parse().unwrap();
     let (heads, dim, lens) = (2, 64, vec![700, 65, 3]);
-    let mut problem = Problem::new(4 * heads, heads, dim, lens.clone());
+    let mut problem = Problem::new(
+        Heads {
+            q: 4 * heads,
+            kv: heads,
+            dim,
+        },
+        lens.clone(),
+    );
     problem.q_len = 2;
-    let mut config = CacheConfig::new(format, heads, dim, lens.len(), 0);
+    let mut config = CacheConfig::builder(
+        format,
+        Heads {
+            q: heads,
+            kv: heads,
+            dim,
+        },
+    )
+    .sequences(lens.len())
+    .max_len(0)
+    .build();
     config.num_pages = lens.iter().map(|&len| config.pages_for(len)).sum();
     for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
         scales.fill(0.1);
@@ -67,7 +84,9 @@ fn counted(format: &str, threads: usize) -> Vec<usize> {
     let mut step = || {
         let before = allocations();
         let kv = KvSource::Cache(&cache);
-        let mut step = DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).unwrap();
+        let mut step = DecodeStep::new(&plan, &q, kv, &mut out)
+            .and_then(|step| step.with_lse(&mut lse))
+            .unwrap();
         backend.decode(&mut step).unwrap();
         allocations() - before
     };

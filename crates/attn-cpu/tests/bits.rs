@@ -1,8 +1,8 @@
 //! The vector kernels give the reference's bits, for every instruction set that this machine has, at any number of threads.
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Int4Scale, Int8Scale, KvFormat, KvSource, KvView,
-    Problem, Scheme, StridedRows,
+    CacheConfig, DecodeAttention, DecodeStep, Heads, Int4Scale, Int8Scale, KvFormat, KvSource,
+    KvView, Problem, Scheme, StridedRows,
 };
 use attn_cpu::{CpuBackend, Isa, Reference};
 
@@ -50,7 +50,9 @@ fn bits(
 ) -> Vec<u32> {
     let plan = backend.plan(problem, format).unwrap();
     let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
-    let mut step = DecodeStep::new(&plan, q, kv, &mut out, &mut lse).unwrap();
+    let mut step = DecodeStep::new(&plan, q, kv, &mut out)
+        .and_then(|step| step.with_lse(&mut lse))
+        .unwrap();
     backend.decode(&mut step).unwrap();
     out.iter().chain(&lse).map(|x| x.to_bits()).collect()
 }
@@ -62,13 +64,17 @@ fn cached(
     inputs: &Inputs,
 ) -> attn_core::KvCache {
     let max = problem.kv_lens.iter().copied().max().unwrap();
-    let mut config = CacheConfig::new(
+    let mut config = CacheConfig::builder(
         format,
-        problem.num_kv_heads,
-        problem.head_dim,
-        problem.batch(),
-        max,
-    );
+        Heads {
+            q: problem.num_kv_heads,
+            kv: problem.num_kv_heads,
+            dim: problem.head_dim,
+        },
+    )
+    .sequences(problem.batch())
+    .max_len(max)
+    .build();
     config.page_size = page_size;
     config.num_pages = problem.batch() * config.pages_for(max);
     for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
@@ -112,7 +118,14 @@ fn compare(
 
 #[test]
 fn bits_equal_reference_for_every_pair_isa_and_thread_count() {
-    let mut problem = Problem::new(6, 2, 128, vec![0, 1, 65, 333, 1100]);
+    let mut problem = Problem::new(
+        Heads {
+            q: 6,
+            kv: 2,
+            dim: 128,
+        },
+        vec![0, 1, 65, 333, 1100],
+    );
     problem.q_len = 2;
     let inputs = inputs(&problem);
     for k in Scheme::ALL {
@@ -150,7 +163,14 @@ fn formats() -> Vec<KvFormat> {
 fn bits_equal_reference_for_every_head_dim_and_page_size() {
     for head_dim in [64, 80, 96, 128, 192, 256] {
         for page_size in [16, 32, 64, 128] {
-            let problem = Problem::new(5, 1, head_dim, vec![331, 129]);
+            let problem = Problem::new(
+                Heads {
+                    q: 5,
+                    kv: 1,
+                    dim: head_dim,
+                },
+                vec![331, 129],
+            );
             let inputs = inputs(&problem);
             for format in formats() {
                 if format.check(head_dim, page_size).is_ok() {
@@ -174,7 +194,14 @@ fn bits_equal_reference_for_every_head_dim_and_page_size() {
 fn bits_equal_reference_for_every_mask_and_number_of_rows() {
     for (q_len, q_heads, kv_heads) in [(1, 1, 1), (3, 7, 1), (5, 4, 2), (16, 4, 1), (1, 64, 1)] {
         for variant in 0..6 {
-            let mut problem = Problem::new(q_heads, kv_heads, 64, vec![3, 200, 577]);
+            let mut problem = Problem::new(
+                Heads {
+                    q: q_heads,
+                    kv: kv_heads,
+                    dim: 64,
+                },
+                vec![3, 200, 577],
+            );
             problem.q_len = q_len;
             problem.causal = variant % 2 == 0;
             if variant == 2 || variant == 3 {
@@ -210,7 +237,14 @@ fn bits_equal_reference_for_every_mask_and_number_of_rows() {
 #[test]
 fn bits_equal_reference_on_long_sequences_and_far_maxima() {
     for (len, rows) in [(20_000, 2), (70_000, 1)] {
-        let mut problem = Problem::new(rows, 1, 64, vec![len]);
+        let mut problem = Problem::new(
+            Heads {
+                q: rows,
+                kv: 1,
+                dim: 64,
+            },
+            vec![len],
+        );
         problem.softmax_scale = 3.0;
         let inputs = inputs(&problem);
         for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::F16)] {
@@ -230,7 +264,14 @@ fn bits_equal_reference_on_long_sequences_and_far_maxima() {
 #[test]
 fn bits_equal_reference_on_views() {
     let (batch, heads, capacity, dim) = (2, 2, 210, 80);
-    let mut problem = Problem::new(6, heads, dim, vec![0; batch]);
+    let mut problem = Problem::new(
+        Heads {
+            q: 6,
+            kv: heads,
+            dim,
+        },
+        vec![0; batch],
+    );
     problem.kv_lens = vec![201, 77];
     let mut next = noise(3);
     let q: Vec<f32> = (0..problem.rows() * dim).map(|_| next()).collect();

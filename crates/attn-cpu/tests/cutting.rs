@@ -1,6 +1,8 @@
 //! A step is cut into segments and spans for threads: whatever the cut, each sequence's answer is the reference's.
 
-use attn_core::{CacheConfig, DecodeAttention, DecodeStep, KvCache, KvFormat, KvSource, Problem};
+use attn_core::{
+    CacheConfig, DecodeAttention, DecodeStep, Heads, KvCache, KvFormat, KvSource, Problem,
+};
 use attn_cpu::{CpuBackend, Reference};
 use rayon::ThreadPoolBuilder;
 
@@ -11,7 +13,17 @@ fn numbers(seed: usize, count: usize) -> Vec<f32> {
 
 fn cache(problem: &Problem, format: KvFormat) -> KvCache {
     let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
-    let mut config = CacheConfig::new(format, heads, dim, problem.batch(), 0);
+    let mut config = CacheConfig::builder(
+        format,
+        Heads {
+            q: heads,
+            kv: heads,
+            dim,
+        },
+    )
+    .sequences(problem.batch())
+    .max_len(0)
+    .build();
     let pages = problem.kv_lens.iter().map(|&len| config.pages_for(len));
     config.num_pages = pages.sum::<usize>().max(1);
     let mut cache = CpuBackend::new().create_cache(&config).unwrap();
@@ -27,7 +39,9 @@ fn bits(backend: &dyn DecodeAttention, problem: &Problem, cache: &KvCache) -> Ve
     let q = numbers(99, problem.elements());
     let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
     let kv = KvSource::Cache(cache);
-    let mut step = DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).unwrap();
+    let mut step = DecodeStep::new(&plan, &q, kv, &mut out)
+        .and_then(|step| step.with_lse(&mut lse))
+        .unwrap();
     backend.decode(&mut step).unwrap();
     out.iter().chain(&lse).map(|x| x.to_bits()).collect()
 }
@@ -52,7 +66,14 @@ fn sequences_around_the_edges_of_segments_and_spans_have_the_references_bits() {
     // Segments of 256 tokens, spans of 1024.
     let lens = vec![0, 1, 256, 257, 1024, 1025, 0, 2100, 64];
     for format in [KvFormat::INT8, "bf16".parse().unwrap()] {
-        let mut problem = Problem::new(2, 1, 64, lens.clone());
+        let mut problem = Problem::new(
+            Heads {
+                q: 2,
+                kv: 1,
+                dim: 64,
+            },
+            lens.clone(),
+        );
         compare(&problem, format, &[1, 2, 16]);
         (problem.num_q_heads, problem.num_kv_heads) = (4, 4);
         problem.kv_lens = vec![1300, 300];
@@ -63,7 +84,14 @@ fn sequences_around_the_edges_of_segments_and_spans_have_the_references_bits() {
 #[test]
 fn many_rows_of_many_states_have_the_references_bits() {
     // So many that they are merged by several threads.
-    let mut problem = Problem::new(8, 2, 64, vec![1100, 0, 700, 5]);
+    let mut problem = Problem::new(
+        Heads {
+            q: 8,
+            kv: 2,
+            dim: 64,
+        },
+        vec![1100, 0, 700, 5],
+    );
     problem.q_len = 16;
     compare(&problem, KvFormat::INT8, &[1, 2, 16]);
 }
@@ -72,9 +100,23 @@ fn many_rows_of_many_states_have_the_references_bits() {
 fn one_backend_takes_steps_of_any_size_one_after_the_other() {
     let backend = CpuBackend::new();
     for lens in [vec![1500, 40], vec![3], vec![], vec![0, 0], vec![700; 3]] {
-        let problem = Problem::new(2, 2, 64, lens);
+        let problem = Problem::new(
+            Heads {
+                q: 2,
+                kv: 2,
+                dim: 64,
+            },
+            lens,
+        );
         if problem.batch() == 0 {
-            let one = Problem::new(2, 2, 64, vec![0]);
+            let one = Problem::new(
+                Heads {
+                    q: 2,
+                    kv: 2,
+                    dim: 64,
+                },
+                vec![0],
+            );
             assert!(bits(&backend, &problem, &cache(&one, KvFormat::INT4)).is_empty());
             continue;
         }

@@ -4,7 +4,7 @@
 
 use std::error::Error;
 
-use attn_core::{CacheConfig, KvFormat, Problem};
+use attn_core::{CacheConfig, Heads, KvFormat, Problem};
 use attn_cuda::{
     CudaBackend,
     native::{AppendArgs, DecodeArgs, DeviceKv, Dtype},
@@ -32,10 +32,27 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     // Once: what is stored, and the longest lengths to come.
     let format = KvFormat::INT4;
-    let mut config = CacheConfig::new(format, KV_HEADS, HEAD_DIM, BATCH, MAX_LEN);
+    let mut config = CacheConfig::builder(
+        format,
+        Heads {
+            q: KV_HEADS,
+            kv: KV_HEADS,
+            dim: HEAD_DIM,
+        },
+    )
+    .sequences(BATCH)
+    .max_len(MAX_LEN)
+    .build();
     config.page_size = PAGE_SIZE;
     let append = gpu.prepare_append(&config)?;
-    let problem = Problem::new(Q_HEADS, KV_HEADS, HEAD_DIM, vec![MAX_LEN; BATCH]);
+    let problem = Problem::new(
+        Heads {
+            q: Q_HEADS,
+            kv: KV_HEADS,
+            dim: HEAD_DIM,
+        },
+        vec![MAX_LEN; BATCH],
+    );
     let plan = gpu.prepare(&problem, format, PAGE_SIZE)?;
 
     // The engine's memory. Which page belongs to whom is the engine's business: here sequence b has pages b, b + BATCH, …

@@ -1,6 +1,8 @@
 //! One decode of the common trait: what is copied to the arena, and where it lies there.
 
-use attn_core::{Error, KvSource, KvView, PageLayout, PageStore, PageTable, Problem, StepInputs};
+use attn_core::{
+    Error, Heads, KvSource, KvView, PageLayout, PageStore, PageTable, Problem, StepInputs,
+};
 
 use crate::{
     device::Device,
@@ -284,7 +286,14 @@ mod tests {
     }
 
     fn table(lens: &[usize], of: &PageTable, num_pages: usize) -> Result<Books, Error> {
-        let problem = Problem::new(1, 1, 64, lens.to_vec());
+        let problem = Problem::new(
+            Heads {
+                q: 1,
+                kv: 1,
+                dim: 64,
+            },
+            lens.to_vec(),
+        );
         Books::of_cache(&problem, of, 32, num_pages)
     }
 

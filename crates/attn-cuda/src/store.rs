@@ -2,7 +2,9 @@
 
 use std::{any::Any, ops::Range, sync::Arc};
 
-use attn_core::{CacheAccess, CacheConfig, Error, PageLayout, PageStore, TokenWrite};
+use attn_core::{
+    Append, CacheAccess, CacheConfig, Error, Heads, PageLayout, PageStore, TokenWrite,
+};
 use attn_kernels::cuda::Instance;
 use cudarc::driver::{CudaSlice, DevicePtr};
 
@@ -309,18 +311,36 @@ mod tests {
 
     /// On pages of 32 tokens, or as small as the format has them.
     fn config(format: KvFormat, heads: usize) -> CacheConfig {
-        let mut config = CacheConfig::new(format, heads, 64, 2, 128);
+        let mut config = CacheConfig::builder(
+            format,
+            Heads {
+                q: heads,
+                kv: heads,
+                dim: 64,
+            },
+        )
+        .sequences(2)
+        .max_len(128)
+        .build();
         let page_size = if format.has_tail_page() { 64 } else { 32 };
         (config.page_size, config.num_pages) = (page_size, 8);
         config
     }
 
     /// Where the tokens of some appends go.
-    fn writes_of(format: KvFormat, before: usize, appends: &[(usize, usize)]) -> Vec<TokenWrite> {
+    fn writes_of(format: KvFormat, before: usize, appends: &[Append]) -> Vec<TokenWrite> {
         let config = config(format, 1);
         let pages = HostPages::new(&config).unwrap();
         let mut cache = KvCache::new(config, Box::new(pages)).unwrap();
-        cache.append_with(&[(0, before)], |_, _| Ok(())).unwrap();
+        cache
+            .append_with(
+                &[Append {
+                    sequence: 0,
+                    tokens: before,
+                }],
+                |_, _| Ok(()),
+            )
+            .unwrap();
         let mut all = Vec::new();
         let write = |_: &dyn PageStore, writes: &[TokenWrite]| {
             all = writes.to_vec();
@@ -330,7 +350,7 @@ mod tests {
         all
     }
 
-    fn writes(before: usize, appends: &[(usize, usize)]) -> Vec<TokenWrite> {
+    fn writes(before: usize, appends: &[Append]) -> Vec<TokenWrite> {
         writes_of(KvFormat::INT8, before, appends)
     }
 

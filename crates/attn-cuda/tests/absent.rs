@@ -1,7 +1,8 @@
 //! Without a GPU the backend says so, and says what mends it; with one it attends.
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, KvFormat, KvSource, Problem, Unsupported,
+    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, Problem,
+    Unsupported,
 };
 use attn_cpu::CpuBackend;
 
@@ -23,10 +24,27 @@ fn another_backends_cache_and_plan_are_refused() {
         return;
     };
     let cpu = CpuBackend::new();
-    let config = CacheConfig::new(KvFormat::INT8, 1, 64, 1, 64);
+    let config = CacheConfig::builder(
+        KvFormat::INT8,
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        },
+    )
+    .sequences(1)
+    .max_len(64)
+    .build();
     let mut cache = cpu.create_cache(&config).unwrap();
     cache.append(0, &[0.5; 64], &[2.0; 64]).unwrap();
-    let problem = Problem::new(4, 1, 64, vec![1]);
+    let problem = Problem::new(
+        Heads {
+            q: 4,
+            kv: 1,
+            dim: 64,
+        },
+        vec![1],
+    );
     let q = [1.0; 256];
     for plan in [
         gpu.plan(&problem, KvFormat::INT8).unwrap(),
@@ -34,7 +52,9 @@ fn another_backends_cache_and_plan_are_refused() {
     ] {
         let (mut out, mut lse) = ([0.0; 256], [0.0; 4]);
         let kv = KvSource::Cache(&cache);
-        let mut step = DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).unwrap();
+        let mut step = DecodeStep::new(&plan, &q, kv, &mut out)
+            .and_then(|step| step.with_lse(&mut lse))
+            .unwrap();
         let error = gpu.decode(&mut step).unwrap_err();
         assert!(
             matches!(

@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use attn_core::{DecodeAttention, DecodeStep, Error, KvFormat, KvSource, Problem};
+use attn_core::{DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, Problem};
 use attn_cpu::{CpuBackend, Isa, Reference};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -49,7 +49,7 @@ pub fn decode(
 ) -> Result<Rows, Error> {
     let plan = backend.plan(problem, format)?;
     let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
-    let mut step = DecodeStep::new(&plan, q, kv, &mut out, &mut lse)?;
+    let mut step = DecodeStep::new(&plan, q, kv, &mut out)?.with_lse(&mut lse)?;
     backend.decode(&mut step)?;
     Ok([out, lse])
 }
@@ -116,7 +116,14 @@ pub fn problem(draw: &mut Draw<'_, '_>, heads: usize, dim: usize, lens: &[usize]
         0 => draw.range(1..=17),
         n => 1 + n % 4,
     };
-    let mut problem = Problem::new(heads * per_kv, heads, dim, lens.to_vec());
+    let mut problem = Problem::new(
+        Heads {
+            q: heads * per_kv,
+            kv: heads,
+            dim,
+        },
+        lens.to_vec(),
+    );
     if draw.once_in(2) {
         problem.q_len = draw.range(1..=4);
     }

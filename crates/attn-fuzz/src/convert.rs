@@ -3,7 +3,7 @@
 
 use arbitrary::Unstructured;
 use attn_core::{
-    CacheConfig, DecodeAttention, Error, Int4Scale, Int8Scale, KvFormat, PageLayout, Scheme,
+    CacheConfig, DecodeAttention, Error, Heads, Int4Scale, Int8Scale, KvFormat, PageLayout, Scheme,
     StridedRows,
     convert::{self, Blocks, ExternalRows, Order, RowFormat, Side},
 };
@@ -536,7 +536,17 @@ fn through_a_cache(
     tokens: usize,
     made: &[Vec<u8>],
 ) -> Result<(), String> {
-    let mut config = CacheConfig::new(shape.format, shape.heads, shape.head_dim, 1, 0);
+    let mut config = CacheConfig::builder(
+        shape.format,
+        Heads {
+            q: shape.heads,
+            kv: shape.heads,
+            dim: shape.head_dim,
+        },
+    )
+    .sequences(1)
+    .max_len(0)
+    .build();
     config.page_size = shape.page_size;
     config.num_pages = made.len() + 1;
     (config.k_tensor_scales, config.v_tensor_scales) = (k_scales, v_scales);

@@ -2,7 +2,9 @@
 //! model that keeps the floats; decodes on every backend against f64.
 
 use arbitrary::Unstructured;
-use attn_core::{CacheConfig, Error, Int4Scale, Int8Scale, KvCache, KvSource, PageTable, Scheme};
+use attn_core::{
+    Append, CacheConfig, Error, Heads, Int4Scale, Int8Scale, KvCache, KvSource, PageTable, Scheme,
+};
 
 use crate::{
     backends::{Backends, CPU, problem},
@@ -47,13 +49,17 @@ pub fn fuzz_backends(u: &mut Unstructured<'_>, backends: &Backends) -> Result<()
 }
 
 fn config(draw: &mut Draw<'_, '_>) -> CacheConfig {
-    let mut config = CacheConfig::new(
+    let mut config = CacheConfig::builder(
         draw.format(),
-        draw.range(1..=2),
-        draw.pick(&[64, 64, 64, 80, 96, 128, 192, 256]),
-        draw.range(1..=4),
-        0,
-    );
+        Heads {
+            q: draw.range(1..=2),
+            kv: draw.range(1..=2),
+            dim: draw.pick(&[64, 64, 64, 80, 96, 128, 192, 256]),
+        },
+    )
+    .sequences(draw.range(1..=4))
+    .max_len(0)
+    .build();
     config.page_size = draw.pick(&[16, 16, 32, 64, 128]);
     if config.format.k == Scheme::Int4(Int4Scale::Channel) {
         config.page_size = draw.pick(&[64, 128]);
@@ -163,7 +169,7 @@ impl<'a> Life<'a> {
     }
 
     /// Pages that appends must take, a copy of a shared open page each included; None if a sequence does not exist.
-    fn needed(&self, appends: &[(usize, usize)]) -> Option<usize> {
+    fn needed(&self, appends: &[Append]) -> Option<usize> {
         let (table, size) = (self.cache.table(), self.config.page_size);
         let channel = self.config.format.k == Scheme::Int4(Int4Scale::Channel);
         let mut needed = 0usize;

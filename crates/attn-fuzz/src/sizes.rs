@@ -3,8 +3,8 @@
 
 use arbitrary::Unstructured;
 use attn_core::{
-    AttnState, CacheConfig, DecodeAttention, DecodeStep, Error, Int4Scale, Int8Scale, KvFormat,
-    KvSource, KvView, Problem, Scheme, StridedRows, convert::rows,
+    Append, AttnState, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int4Scale,
+    Int8Scale, KvFormat, KvSource, KvView, Problem, Scheme, StridedRows, convert::rows,
 };
 use attn_cpu::Reference;
 
@@ -60,7 +60,7 @@ fn drawn_problem(draw: &mut Draw<'_, '_>) -> Problem {
     let lens = (0..draw.range(0..=4))
         .map(|_| either(draw, &[0, 1, 64, 1 << 20]))
         .collect();
-    let mut problem = Problem::new(heads, kv, dim, lens);
+    let mut problem = Problem::new(Heads { q: heads, kv, dim }, lens);
     problem.q_len = either(draw, &[1, 2, 16]);
     problem.causal = draw.once_in(2);
     problem.window_left = draw.once_in(2).then(|| draw.size());
@@ -139,13 +139,24 @@ fn problem(draw: &mut Draw<'_, '_>) -> Result<(), String> {
         return Ok(());
     };
     hold!(can_be, "{problem:?} is planned");
-    let config = CacheConfig::new(format, 1, 64, 1, 16);
+    let config = CacheConfig::builder(
+        format,
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        },
+    )
+    .sequences(1)
+    .max_len(16)
+    .build();
     let Ok(cache) = Reference::new().create_cache(&config) else {
         return Ok(());
     };
     let (given, rows) = (draw.range(0..=200), draw.range(0..=8));
     let (q, mut out, mut lse) = (vec![1.0; given], vec![0.0; given], vec![0.0; rows]);
-    let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out, &mut lse);
+    let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out)
+        .and_then(|step| step.with_lse(&mut lse));
     let fits = exact == rows as u128 && elements(&problem) == given as u128;
     hold!(
         fits || step.is_err(),
@@ -171,13 +182,17 @@ fn visible(p: &Problem, b: usize, i: usize) -> std::ops::Range<usize> {
 
 fn drawn_config(draw: &mut Draw<'_, '_>) -> CacheConfig {
     let heads = either(draw, &[1, 2, 8]);
-    let mut config = CacheConfig::new(
+    let mut config = CacheConfig::builder(
         draw.format(),
-        heads,
-        either(draw, &[64, 80, 96, 128, 256]),
-        either(draw, &[0, 1, 3]),
-        either(draw, &[0, 1, 100, 4096]),
-    );
+        Heads {
+            q: heads,
+            kv: heads,
+            dim: either(draw, &[64, 80, 96, 128, 256]),
+        },
+    )
+    .sequences(either(draw, &[0, 1, 3]))
+    .max_len(either(draw, &[0, 1, 100, 4096]))
+    .build();
     if draw.once_in(2) {
         config.page_size = either(draw, &[16, 32, 64, 128]);
     }
@@ -266,7 +281,17 @@ fn config(draw: &mut Draw<'_, '_>, check: Check) -> Result<(), String> {
 
 /// Extreme numbers into the calls of a small cache: none changes it.
 fn cache(draw: &mut Draw<'_, '_>) -> Result<(), String> {
-    let config = CacheConfig::new(draw.format(), 1, 64, 2, 200);
+    let config = CacheConfig::builder(
+        draw.format(),
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        },
+    )
+    .sequences(2)
+    .max_len(200)
+    .build();
     let Ok(mut cache) = Reference::new().create_cache(&config) else {
         return Ok(());
     };
@@ -278,8 +303,26 @@ fn cache(draw: &mut Draw<'_, '_>) -> Result<(), String> {
         let (s, n) = (draw.size(), draw.size());
         let done = match draw.range(0..=6) {
             0 => cache.append(s.max(2), &[0.0; 64], &[0.0; 64]),
-            1 => cache.append_with(&[(draw.range(0..=1), n.max(1000))], |_, _| Ok(())),
-            2 => cache.append_with(&[(0, n.max(300)), (1, draw.size().max(300))], |_, _| Ok(())),
+            1 => cache.append_with(
+                &[Append {
+                    sequence: draw.range(0..=1),
+                    tokens: n.max(1000),
+                }],
+                |_, _| Ok(()),
+            ),
+            2 => cache.append_with(
+                &[
+                    Append {
+                        sequence: 0,
+                        tokens: n.max(300),
+                    },
+                    Append {
+                        sequence: 1,
+                        tokens: draw.size().max(300),
+                    },
+                ],
+                |_, _| Ok(()),
+            ),
             3 => cache.fork(draw.range(0..=1), s.max(2)),
             4 => cache.free_sequence(s.max(2)),
             5 => cache.restore(1, n.max(1), &[]),
@@ -299,7 +342,14 @@ fn cache(draw: &mut Draw<'_, '_>) -> Result<(), String> {
 /// Extreme strides and sizes into views: a view that is taken reaches every token.
 fn view(draw: &mut Draw<'_, '_>) -> Result<(), String> {
     let lens = (0..draw.range(0..=3)).map(|_| draw.range(0..=5)).collect();
-    let mut problem = Problem::new(2, 2, 64, lens);
+    let mut problem = Problem::new(
+        Heads {
+            q: 2,
+            kv: 2,
+            dim: 64,
+        },
+        lens,
+    );
     if draw.once_in(3) {
         problem = drawn_problem(draw);
     }

@@ -6,8 +6,8 @@ use std::any::Any;
 use anyhow::{Context, Result, bail, ensure};
 use attn_conformance::{case::noise, check::first_difference};
 use attn_core::{
-    CacheAccess, CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvFormat, KvSource,
-    KvView, PageLayout, PageStore, Problem, StridedRows, TokenWrite,
+    Append, CacheAccess, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat,
+    KvSource, KvView, PageLayout, PageStore, Problem, StridedRows, TokenWrite,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{
@@ -26,7 +26,14 @@ const PAGE: usize = 64;
 /// Every kernel that is needed here.
 pub fn instances(arch: Arch) -> Vec<Instance> {
     let (format, head_dim, page_size) = (FORMAT, DIM, PAGE);
-    let problem = Problem::new(4, 1, DIM, vec![1]);
+    let problem = Problem::new(
+        Heads {
+            q: 4,
+            kv: 1,
+            dim: DIM,
+        },
+        vec![1],
+    );
     let decodes =
         [PAGE, 0].map(|page| Instance::all_decode(&problem, FORMAT, page, arch.shared_limit()));
     let mut all = decodes.concat();
@@ -44,7 +51,17 @@ pub fn instances(arch: Arch) -> Vec<Instance> {
 }
 
 fn config(heads: usize, sequences: usize, tokens: usize) -> CacheConfig {
-    let mut config = CacheConfig::new(FORMAT, heads, DIM, sequences, tokens);
+    let mut config = CacheConfig::builder(
+        FORMAT,
+        Heads {
+            q: heads,
+            kv: heads,
+            dim: DIM,
+        },
+    )
+    .sequences(sequences)
+    .max_len(tokens)
+    .build();
     config.page_size = PAGE;
     config.num_pages = sequences * tokens.div_ceil(PAGE);
     config
@@ -59,7 +76,7 @@ fn decode(
 ) -> Result<(Vec<f32>, Vec<f32>), Error> {
     let plan = backend.plan(problem, FORMAT)?;
     let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
-    backend.decode(&mut DecodeStep::new(&plan, q, kv, &mut out, &mut lse)?)?;
+    backend.decode(&mut DecodeStep::new(&plan, q, kv, &mut out)?.with_lse(&mut lse)?)?;
     Ok((out, lse))
 }
 
@@ -101,7 +118,14 @@ impl Pair {
             here.append(b, &k, &v)?;
             there.append(b, &k, &v)?;
         }
-        let problem = Problem::new(8, 2, DIM, lens);
+        let problem = Problem::new(
+            Heads {
+                q: 8,
+                kv: 2,
+                dim: DIM,
+            },
+            lens,
+        );
         let q = noise(5, problem.rows() * DIM);
         let want = decode(&cpu, &problem, &q, KvSource::Cache(&here))?;
         Ok(Pair {
@@ -182,7 +206,7 @@ fn decoded_memory_is_free(gpu: &CudaBackend, pair: &Pair) -> Result<()> {
     let q = driver(q.as_mut_slice())?;
     let (out, lse) = (driver(out.as_mut_slice())?, driver(lse.as_mut_slice())?);
     let kv = KvSource::Cache(&pair.gpu);
-    gpu.decode(&mut DecodeStep::new(&plan, q, kv, out, lse)?)?;
+    gpu.decode(&mut DecodeStep::new(&plan, q, kv, out)?.with_lse(lse)?)?;
     let got = (out.to_vec(), lse.to_vec());
     q.fill(f32::NAN);
     equal("pinned queries and outputs", &got, &pair.want)
@@ -239,7 +263,13 @@ fn lying_cache(gpu: &CudaBackend, heads: usize, tokens: usize) -> Result<KvCache
         num_pages: config.num_pages,
     };
     let mut cache = KvCache::new(config, Box::new(store))?;
-    cache.append_with(&[(0, tokens)], |_, _| Ok(()))?;
+    cache.append_with(
+        &[Append {
+            sequence: 0,
+            tokens: tokens,
+        }],
+        |_, _| Ok(()),
+    )?;
     Ok(cache)
 }
 
@@ -247,7 +277,14 @@ fn lying_cache(gpu: &CudaBackend, heads: usize, tokens: usize) -> Result<KvCache
 fn claimed_pages_are_not_read(gpu: &CudaBackend) -> Result<()> {
     for (heads, tokens) in [(1, 1 << 18), (1, PAGE + 1), (2, PAGE)] {
         let cache = lying_cache(gpu, heads, tokens)?;
-        let problem = Problem::new(4 * heads, heads, DIM, vec![tokens]);
+        let problem = Problem::new(
+            Heads {
+                q: 4 * heads,
+                kv: heads,
+                dim: DIM,
+            },
+            vec![tokens],
+        );
         let q = noise(1, problem.rows() * DIM);
         match decode(gpu, &problem, &q, KvSource::Cache(&cache)) {
             Err(Error::Mismatch { what: "page", .. }) if heads == 1 => {}
@@ -267,7 +304,14 @@ fn stridden(gpu: &dyn DecodeAttention, lens: &[usize], strides: [usize; 3]) -> R
         scales: &[0x2400],
         scale_strides: strides,
     };
-    let problem = Problem::new(4, 1, DIM, lens.to_vec());
+    let problem = Problem::new(
+        Heads {
+            q: 4,
+            kv: 1,
+            dim: DIM,
+        },
+        lens.to_vec(),
+    );
     let view = KvView::new(&problem, FORMAT, rows, rows, [&[], &[]])?;
     let q = noise(4, problem.rows() * DIM);
     let of = |backend: &dyn DecodeAttention| decode(backend, &problem, &q, KvSource::View(&view));
@@ -327,7 +371,18 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
         let result = unsafe { gpu.append_on(&append, stream.cu_stream(), &args) };
         is_refused(what, result)?;
     }
-    let plan = gpu.prepare(&Problem::new(8, 2, DIM, vec![700]), FORMAT, PAGE)?;
+    let plan = gpu.prepare(
+        &Problem::new(
+            Heads {
+                q: 8,
+                kv: 2,
+                dim: DIM,
+            },
+            vec![700],
+        ),
+        FORMAT,
+        PAGE,
+    )?;
     let rows = DecodeArgs {
         q: 0,
         out: 0,
@@ -348,7 +403,17 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
     // SAFETY: refused as the plan is for pages; nothing is launched.
     let result = unsafe { gpu.decode_on(&plan, stream.cu_stream(), &rows) };
     is_refused("rows for a plan of pages", result)?;
-    let mut heads = CacheConfig::new(FORMAT, 65_536, 64, 1, 16);
+    let mut heads = CacheConfig::builder(
+        FORMAT,
+        Heads {
+            q: 65_536,
+            kv: 65_536,
+            dim: 64,
+        },
+    )
+    .sequences(1)
+    .max_len(16)
+    .build();
     (heads.page_size, heads.num_pages) = (16, 1);
     is_refused("65536 heads", gpu.create_cache(&heads).map(drop))
 }

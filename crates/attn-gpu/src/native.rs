@@ -6,8 +6,8 @@ use anyhow::{Context, Result, bail, ensure};
 use attn_bench::cuda::Buffers;
 use attn_conformance::{case::noise, check::first_difference};
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvFormat, KvSource, KvView, Problem,
-    StridedRows,
+    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource, KvView,
+    Problem, StridedRows,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{
@@ -62,11 +62,28 @@ fn table() -> Vec<u32> {
 impl<'a> Engine<'a> {
     fn new(gpu: &'a CudaBackend, format: KvFormat, q_len: usize, dtype: Dtype) -> Result<Self> {
         let buffers = Buffers::new(gpu.context())?;
-        let mut config = CacheConfig::new(format, HEADS, DIM, BATCH, MAX_LEN);
+        let mut config = CacheConfig::builder(
+            format,
+            Heads {
+                q: HEADS,
+                kv: HEADS,
+                dim: DIM,
+            },
+        )
+        .sequences(BATCH)
+        .max_len(MAX_LEN)
+        .build();
         config.page_size = PAGE;
         let cpu = CpuBackend::new();
         let cache = cpu.create_cache(&config)?;
-        let mut problem = Problem::new(Q_HEADS, HEADS, DIM, vec![MAX_LEN; BATCH]);
+        let mut problem = Problem::new(
+            Heads {
+                q: Q_HEADS,
+                kv: HEADS,
+                dim: DIM,
+            },
+            vec![MAX_LEN; BATCH],
+        );
         problem.q_len = q_len;
         let plan = gpu.prepare(&problem, format, PAGE)?;
         let num_pages = BATCH * (STRIDE + 1);
@@ -214,7 +231,7 @@ impl<'a> Engine<'a> {
         let plan = self.cpu.plan(&problem, self.plan.format())?;
         let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);
         let kv = KvSource::Cache(&self.cache);
-        let mut step = DecodeStep::new(&plan, q, kv, &mut out, &mut lse)?;
+        let mut step = DecodeStep::new(&plan, q, kv, &mut out)?.with_lse(&mut lse)?;
         self.cpu.decode(&mut step)?;
         let got = (
             numbers::numbers(self.dtype, &self.buffers.download(&self.out)?),
@@ -301,7 +318,14 @@ fn crooked_view(gpu: &CudaBackend) -> Result<()> {
         .collect();
     let (k, v) = (codes(1), codes(2));
     let rows = |codes| StridedRows::bnsh(codes, &scales, HEADS, capacity, row, 1);
-    let problem = Problem::new(Q_HEADS, HEADS, DIM, lens);
+    let problem = Problem::new(
+        Heads {
+            q: Q_HEADS,
+            kv: HEADS,
+            dim: DIM,
+        },
+        lens,
+    );
     let view = KvView::new(&problem, KvFormat::INT8, rows(&k), rows(&v), [&[], &[]])?;
     let q = noise(3, problem.rows() * DIM);
     let cpu = CpuBackend::new();
@@ -310,7 +334,7 @@ fn crooked_view(gpu: &CudaBackend) -> Result<()> {
         let plan = backend.plan(&problem, KvFormat::INT8)?;
         let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
         let kv = KvSource::View(&view);
-        backend.decode(&mut DecodeStep::new(&plan, &q, kv, &mut out, &mut lse)?)?;
+        backend.decode(&mut DecodeStep::new(&plan, &q, kv, &mut out)?.with_lse(&mut lse)?)?;
         answers.push((out, lse));
     }
     let (want, got) = (&answers[0], &answers[1]);

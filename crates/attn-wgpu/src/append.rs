@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use attn_core::{
-    CacheConfig, Error, PageLayout, TokenWrite,
+    Append, CacheConfig, Error, Heads, PageLayout, TokenWrite,
     arithmetic::{ROUND, ROUND_WEIGHT},
 };
 use attn_kernels::wgsl::{append::AppendKey, params::AppendParams};
@@ -400,15 +400,39 @@ mod tests {
 
     /// Where a cache with pages of 64 tokens puts `tokens` tokens behind `first` others.
     fn writes(format: KvFormat, first: usize, tokens: usize) -> (PageLayout, Vec<TokenWrite>) {
-        let config = CacheConfig::new(format, 1, 64, 1, 300);
+        let config = CacheConfig::builder(
+            format,
+            Heads {
+                q: 1,
+                kv: 1,
+                dim: 64,
+            },
+        )
+        .sequences(1)
+        .max_len(300)
+        .build();
         let mut cache = Reference::new().create_cache(&config).unwrap();
         let mut all = Vec::new();
-        cache.append_with(&[(0, first)], |_, _| Ok(())).unwrap();
         cache
-            .append_with(&[(0, tokens)], |_, writes| {
-                all = writes.to_vec();
-                Ok(())
-            })
+            .append_with(
+                &[Append {
+                    sequence: 0,
+                    tokens: first,
+                }],
+                |_, _| Ok(()),
+            )
+            .unwrap();
+        cache
+            .append_with(
+                &[Append {
+                    sequence: 0,
+                    tokens: tokens,
+                }],
+                |_, writes| {
+                    all = writes.to_vec();
+                    Ok(())
+                },
+            )
             .unwrap();
         (*cache.layout(), all)
     }

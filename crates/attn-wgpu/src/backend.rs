@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, KvSource, Plan,
-    Problem, Unsupported,
+    Append, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
+    KvSource, Plan, Problem, Unsupported,
 };
 use attn_kernels::wgsl::{
     self,
@@ -235,7 +235,7 @@ impl WgpuBackend {
         &self,
         encoder: &mut wgpu::CommandEncoder,
         cache: &mut KvCache,
-        appends: &[(usize, usize)],
+        appends: &[Append],
         k: &wgpu::Buffer,
         v: &wgpu::Buffer,
     ) -> Result<(), Error> {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use attn_core::{
-    CacheConfig, Error, KvView, Problem, StridedRows,
+    CacheConfig, Error, Heads, KvView, Problem, StridedRows,
     layout::{Part, Side},
 };
 
@@ -37,8 +37,17 @@ impl ViewPages {
             .iter()
             .map(|len| len.div_ceil(PAGE_SIZE))
             .collect();
-        let mut config =
-            CacheConfig::new(view.format(), problem.num_kv_heads, problem.head_dim, 1, 0);
+        let mut config = CacheConfig::builder(
+            view.format(),
+            Heads {
+                q: problem.num_kv_heads,
+                kv: problem.num_kv_heads,
+                dim: problem.head_dim,
+            },
+        )
+        .sequences(1)
+        .max_len(0)
+        .build();
         config.num_pages = counts.iter().sum();
         config.k_tensor_scales = view.k_tensor_scales().to_vec();
         config.v_tensor_scales = view.v_tensor_scales().to_vec();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use attn_core::{
-    Error, Problem,
+    Error, Heads, Problem,
     arithmetic::{LOG2_E, ROUND, ROUND_WEIGHT},
 };
 use attn_kernels::wgsl::{
@@ -343,7 +343,14 @@ mod tests {
 
     #[test]
     fn lists_that_lead_outside_the_pool_are_refused() {
-        let problem = Problem::new(1, 1, 64, vec![100, 0, 64]);
+        let problem = Problem::new(
+            Heads {
+                q: 1,
+                kv: 1,
+                dim: 64,
+            },
+            vec![100, 0, 64],
+        );
         let check = |lists: [&[u32]; 3], tails: [Option<u32>; 3], num_pages| {
             KvTables {
                 layout: KvLayout {
@@ -378,7 +385,14 @@ mod tests {
 
     #[test]
     fn a_window_of_any_length_is_the_cores() {
-        let mut problem = Problem::new(1, 1, 64, vec![1 << 20]);
+        let mut problem = Problem::new(
+            Heads {
+                q: 1,
+                kv: 1,
+                dim: 64,
+            },
+            vec![1 << 20],
+        );
         for (window, passed) in [
             (None, -1),
             (Some(0), 0),

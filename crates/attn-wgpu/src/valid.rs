@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, io::ErrorKind, path::Path, process::Command};
 
-use attn_core::{KvFormat, Problem, Scheme};
+use attn_core::{Heads, KvFormat, Problem, Scheme};
 use naga::{
     front::wgsl,
     valid::{Capabilities, ValidationFlags, Validator},
@@ -82,7 +82,14 @@ fn each_specialisation(mut each: impl FnMut(&str, &str)) {
                 pools,
             };
             each(&format!("append.wgsl for {key:?}"), &key.text().unwrap());
-            let mut problem = Problem::new(rows, 1, head_dim, vec![1]);
+            let mut problem = Problem::new(
+                Heads {
+                    q: rows,
+                    kv: 1,
+                    dim: head_dim,
+                },
+                vec![1],
+            );
             if rows == 2 {
                 problem.softcap = Some(1.0);
                 problem.alibi_slopes = Some(vec![1.0; 2]);

@@ -3,8 +3,8 @@
 mod common;
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvFormat, KvSource, PageStore,
-    Problem, Unsupported,
+    Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource,
+    PageStore, Problem, Unsupported,
 };
 use attn_cpu::Reference;
 use attn_wgpu::{DevicePages, DeviceRows, DeviceView, WgpuBackend, WgpuError, wgpu};
@@ -29,7 +29,17 @@ fn encoder(backend: &WgpuBackend) -> wgpu::CommandEncoder {
 }
 
 fn cache(backend: &dyn DecodeAttention) -> KvCache {
-    let config = CacheConfig::new(KvFormat::INT8, HEADS, DIM, 2, 64);
+    let config = CacheConfig::builder(
+        KvFormat::INT8,
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: DIM,
+        },
+    )
+    .sequences(2)
+    .max_len(64)
+    .build();
     backend.create_cache(&config).unwrap()
 }
 
@@ -74,7 +84,17 @@ fn pools_beyond_the_device_are_refused() {
     let Some(backend) = common::open_or_skip() else {
         return;
     };
-    let mut config = CacheConfig::new(KvFormat::INT8, HEADS, DIM, 2, 64);
+    let mut config = CacheConfig::builder(
+        KvFormat::INT8,
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: DIM,
+        },
+    )
+    .sequences(2)
+    .max_len(64)
+    .build();
     for num_pages in [1 << 31, u32::MAX as usize] {
         config.num_pages = num_pages;
         let refused = backend.create_cache(&config).map(|_| ());
@@ -132,7 +152,14 @@ fn views_whose_rows_lie_outside_their_buffers_are_refused_whatever_wraps() {
         return;
     };
     let (codes, scales) = (buffer(&backend, 4096), buffer(&backend, 4096));
-    let problem = Problem::new(HEADS, HEADS, DIM, vec![3, 5]);
+    let problem = Problem::new(
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: DIM,
+        },
+        vec![3, 5],
+    );
     type Set = fn(&mut DeviceRows<'_>, usize, usize);
     let places: [Set; 4] = [
         |rows, i, huge| rows.code_strides[i] = huge,
@@ -175,11 +202,25 @@ fn strides_that_no_row_takes_are_of_no_concern() {
             rows.scale_strides = [huge; 3];
         }
         // One sequence of one token and one KV head takes none; neither do empty sequences.
-        let problem = Problem::new(1, 1, DIM, vec![1]);
+        let problem = Problem::new(
+            Heads {
+                q: 1,
+                kv: 1,
+                dim: DIM,
+            },
+            vec![1],
+        );
         backend.prepare_view(&problem, &view).unwrap();
         (view.k.codes_at, view.v.codes_at) = (huge, huge);
         (view.k.scales_at, view.v.scales_at) = (huge, huge);
-        let problem = Problem::new(HEADS, HEADS, DIM, vec![0; 3]);
+        let problem = Problem::new(
+            Heads {
+                q: HEADS,
+                kv: HEADS,
+                dim: DIM,
+            },
+            vec![0; 3],
+        );
         backend.prepare_view(&problem, &view).unwrap();
     }
 }
@@ -200,7 +241,14 @@ fn steps_beyond_the_device_are_refused_before_memory_is_asked_for() {
         (1 << 53, vec![1 << 20]),
         (1 << 57, vec![1 << 20]),
     ] {
-        let problem = Problem::new(heads, heads, DIM, kv_lens);
+        let problem = Problem::new(
+            Heads {
+                q: heads,
+                kv: heads,
+                dim: DIM,
+            },
+            kv_lens,
+        );
         let refused = backend.prepare_view(&problem, &view).map(|_| ());
         assert!(
             matches!(
@@ -222,7 +270,14 @@ fn tensor_scales_of_a_view_are_in_range() {
         return;
     };
     let codes = buffer(&backend, 4096);
-    let problem = Problem::new(HEADS, HEADS, DIM, vec![3]);
+    let problem = Problem::new(
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: DIM,
+        },
+        vec![3],
+    );
     for bad in [f32::NAN, f32::INFINITY, 0.0, -1.0, 9e-16, 1.1e15] {
         let mut view = view(&codes, &codes);
         view.format = "fp8".parse().unwrap();
@@ -249,12 +304,28 @@ fn caches_and_steps_of_another_device_are_refused() {
             "{refused:?}"
         );
     };
-    let problem = Problem::new(HEADS, HEADS, DIM, vec![0, 0]);
+    let problem = Problem::new(
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: DIM,
+        },
+        vec![0, 0],
+    );
     let mut encoder = encoder(&ours);
     let k = buffer(&ours, 4096);
     for mut cache in [cache(&other), cache(&Reference::new())] {
         is_foreign(ours.prepare(&problem, &cache).map(|_| ()));
-        is_foreign(ours.record_append(&mut encoder, &mut cache, &[(0, 1)], &k, &k));
+        is_foreign(ours.record_append(
+            &mut encoder,
+            &mut cache,
+            &[Append {
+                sequence: 0,
+                tokens: 1,
+            }],
+            &k,
+            &k,
+        ));
     }
     let step = other.prepare(&problem, &cache(&other)).unwrap();
     is_foreign(ours.record(&mut encoder, &step, &k, &k, &k));
@@ -266,7 +337,14 @@ fn outputs_that_are_not_the_plans_make_no_step() {
         return;
     };
     let cache = cache(&backend);
-    let problem = Problem::new(HEADS, HEADS, DIM, vec![0, 0]);
+    let problem = Problem::new(
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: DIM,
+        },
+        vec![0, 0],
+    );
     let plan = backend.plan(&problem, KvFormat::INT8).unwrap();
     let q = vec![1.0; problem.rows() * DIM];
     let (right_out, right_lse) = (q.len(), problem.rows());
@@ -281,12 +359,15 @@ fn outputs_that_are_not_the_plans_make_no_step() {
         (right_out, 0),
     ] {
         let (mut out, mut lse) = (vec![7.0; out], vec![7.0; lse]);
-        let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out, &mut lse);
+        let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out)
+            .and_then(|step| step.with_lse(&mut lse));
         assert!(matches!(step.err(), Some(Error::Length { .. })));
     }
     let (mut out, mut lse) = (vec![7.0; right_out], vec![7.0; right_lse]);
     let kv = KvSource::Cache(&cache);
-    let mut step = DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).unwrap();
+    let mut step = DecodeStep::new(&plan, &q, kv, &mut out)
+        .and_then(|step| step.with_lse(&mut lse))
+        .unwrap();
     backend.decode(&mut step).unwrap();
     assert!(out.iter().all(|x| *x == 0.0) && lse.iter().all(|x| *x == f32::NEG_INFINITY));
 }
@@ -304,12 +385,24 @@ fn nested_appends_cannot_exchange_the_stores_of_two_caches() {
     let own = [pool(a.store()), pool(b.store())];
     assert_ne!(own[0], own[1]);
     // Both closures get a shared store: there is nothing to swap through, and neither `append` nor `write_page` can be called on it.
-    a.append_with(&[(0, 1)], |of_a: &dyn PageStore, _| {
-        b.append_with(&[(0, 1)], |of_b: &dyn PageStore, _| {
-            assert_eq!([pool(of_a), pool(of_b)], own);
-            Ok(())
-        })
-    })
+    a.append_with(
+        &[Append {
+            sequence: 0,
+            tokens: 1,
+        }],
+        |of_a: &dyn PageStore, _| {
+            b.append_with(
+                &[Append {
+                    sequence: 0,
+                    tokens: 1,
+                }],
+                |of_b: &dyn PageStore, _| {
+                    assert_eq!([pool(of_a), pool(of_b)], own);
+                    Ok(())
+                },
+            )
+        },
+    )
     .unwrap();
     assert_eq!([pool(a.store()), pool(b.store())], own);
 }
@@ -322,7 +415,17 @@ fn a_recorded_append_that_fails_gives_its_pages_back() {
     let Some(other) = common::open_or_skip() else {
         return;
     };
-    let config = CacheConfig::new(KvFormat::INT4, HEADS, DIM, 2, 64);
+    let config = CacheConfig::builder(
+        KvFormat::INT4,
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: DIM,
+        },
+    )
+    .sequences(2)
+    .max_len(64)
+    .build();
     let mut cache = backend.create_cache(&config).unwrap();
     let mut encoder = encoder(&backend);
     // Long enough, but of another instance, which knows more buffers: only wgpu can tell, when pages have been reserved.
@@ -336,7 +439,22 @@ fn a_recorded_append_that_fails_gives_its_pages_back() {
     }
     let own = buffer(&backend, 1 << 20);
     backend
-        .record_append(&mut encoder, &mut cache, &[(0, 40), (1, 64)], &own, &own)
+        .record_append(
+            &mut encoder,
+            &mut cache,
+            &[
+                Append {
+                    sequence: 0,
+                    tokens: 40,
+                },
+                Append {
+                    sequence: 1,
+                    tokens: 64,
+                },
+            ],
+            &own,
+            &own,
+        )
         .unwrap();
     backend.wgpu_queue().submit([encoder.finish()]);
     assert_eq!(cache.table().lens, [40, 64]);

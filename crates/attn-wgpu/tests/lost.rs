@@ -8,8 +8,8 @@ use std::sync::{
 };
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvFormat, KvSource, KvView, Problem,
-    StridedRows, Unsupported,
+    Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource,
+    KvView, Problem, StridedRows, Unsupported,
 };
 use attn_wgpu::{DeviceRows, DeviceView, WgpuBackend, WgpuError, wgpu};
 use wgpu::BufferUsages as Usage;
@@ -59,14 +59,31 @@ fn every_call_on_a_lost_device_says_that_it_is_lost() {
         return;
     };
     // int4-channel K has tail pages, which `fork` copies.
-    let config = CacheConfig::new(KvFormat::INT4, HEADS, DIM, 3, 100);
+    let config = CacheConfig::builder(
+        KvFormat::INT4,
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: DIM,
+        },
+    )
+    .sequences(3)
+    .max_len(100)
+    .build();
     let mut cache = backend.create_cache(&config).unwrap();
     let tokens = vec![0.5; 10 * ROW];
     let long = vec![0.5; 60 * ROW];
     cache.append(0, &tokens, &tokens).unwrap();
     let pages = cache.read_back(0).unwrap();
     let (table, free) = (cache.table().clone(), cache.free_pages());
-    let problem = Problem::new(HEADS, HEADS, DIM, vec![10]);
+    let problem = Problem::new(
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: DIM,
+        },
+        vec![10],
+    );
     let step = backend.prepare(&problem, &cache).unwrap();
     let k = buffer(&backend, 4096);
     let rows = DeviceRows {
@@ -101,7 +118,16 @@ fn every_call_on_a_lost_device_says_that_it_is_lost() {
     is_lost("prepare_view", backend.prepare_view(&problem, &view));
     is_lost("record", backend.record(&mut encoder, &step, &k, &k, &k));
     for tokens in [0, 4, 8] {
-        let appended = backend.record_append(&mut encoder, &mut cache, &[(0, tokens)], &k, &k);
+        let appended = backend.record_append(
+            &mut encoder,
+            &mut cache,
+            &[Append {
+                sequence: 0,
+                tokens: tokens,
+            }],
+            &k,
+            &k,
+        );
         is_lost("record_append", appended);
     }
     is_lost("check_arithmetic", backend.check_arithmetic());
@@ -121,7 +147,9 @@ fn decodes_nothing(call: &str, backend: &WgpuBackend, problem: &Problem, kv: KvS
     let plan = backend.plan(problem, format).unwrap();
     let q = vec![1.0; problem.rows() * DIM];
     let (mut out, mut lse) = (vec![7.0; q.len()], vec![7.0; problem.rows()]);
-    let mut step = DecodeStep::new(&plan, &q, kv, &mut out, &mut lse).unwrap();
+    let mut step = DecodeStep::new(&plan, &q, kv, &mut out)
+        .and_then(|step| step.with_lse(&mut lse))
+        .unwrap();
     is_lost(call, backend.decode(&mut step));
     assert!(out.iter().chain(&lse).all(|x| *x == 7.0), "{call}");
 }
@@ -131,11 +159,28 @@ fn a_decode_on_a_lost_device_writes_nothing() {
     let Some(backend) = common::open_or_skip() else {
         return;
     };
-    let config = CacheConfig::new(KvFormat::INT8, HEADS, DIM, 1, 100);
+    let config = CacheConfig::builder(
+        KvFormat::INT8,
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: DIM,
+        },
+    )
+    .sequences(1)
+    .max_len(100)
+    .build();
     let mut cache: KvCache = backend.create_cache(&config).unwrap();
     let tokens = vec![0.5; 10 * ROW];
     cache.append(0, &tokens, &tokens).unwrap();
-    let problem = Problem::new(HEADS, HEADS, DIM, vec![10]);
+    let problem = Problem::new(
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: DIM,
+        },
+        vec![10],
+    );
     let (codes, scales) = (vec![1; 10 * ROW], vec![0x3c00; 10 * HEADS]);
     // Strides that the kernels load in place, and others, which are imported as pages.
     let [mut whole, mut odd] = [StridedRows::bsnh(&codes, &scales, HEADS, 10, DIM, 1); 2];
@@ -154,12 +199,31 @@ fn a_device_lost_with_work_under_way_is_lost_at_once() {
     let Some(backend) = common::open_or_skip() else {
         return;
     };
-    let config = CacheConfig::new(KvFormat::INT8, HEADS, DIM, 1, 1 << 16);
+    let config = CacheConfig::builder(
+        KvFormat::INT8,
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: DIM,
+        },
+    )
+    .sequences(1)
+    .max_len(1 << 16)
+    .build();
     let mut cache = backend.create_cache(&config).unwrap();
     let k = buffer(&backend, (4 * ROW) << 15);
     let mut encoder = encoder(&backend);
     backend
-        .record_append(&mut encoder, &mut cache, &[(0, 1 << 15)], &k, &k)
+        .record_append(
+            &mut encoder,
+            &mut cache,
+            &[Append {
+                sequence: 0,
+                tokens: 1 << 15,
+            }],
+            &k,
+            &k,
+        )
         .unwrap();
     backend.wgpu_queue().submit([encoder.finish()]);
     backend.wgpu_device().destroy();
@@ -181,7 +245,17 @@ fn a_callers_device_keeps_its_callback_and_is_refused_when_lost() {
     let (device, queue) = handles();
     let backend = WgpuBackend::with_device(device, queue).unwrap();
     owner.wgpu_device().destroy();
-    let config = CacheConfig::new(KvFormat::INT8, HEADS, DIM, 1, 100);
+    let config = CacheConfig::builder(
+        KvFormat::INT8,
+        Heads {
+            q: HEADS,
+            kv: HEADS,
+            dim: DIM,
+        },
+    )
+    .sequences(1)
+    .max_len(100)
+    .build();
     is_lost("create_cache", backend.create_cache(&config));
     is_lost("the owner's create_cache", owner.create_cache(&config));
     let (device, queue) = handles();

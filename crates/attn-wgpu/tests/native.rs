@@ -3,8 +3,8 @@
 mod common;
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvFormat, KvSource, KvView, Problem,
-    StridedRows,
+    Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource,
+    KvView, Problem, StridedRows,
 };
 use attn_cpu::{CpuBackend, Reference};
 use attn_wgpu::{DeviceRows, DeviceView, WgpuBackend, wgpu};
@@ -75,7 +75,14 @@ fn step(backend: &WgpuBackend, caches: &mut [KvCache; 2], appends: [(usize, usiz
             .unwrap();
         at += count;
     }
-    let mut problem = Problem::new(HEADS[0], HEADS[1], DIM, theirs.table().lens.clone());
+    let mut problem = Problem::new(
+        Heads {
+            q: HEADS[0],
+            kv: HEADS[1],
+            dim: DIM,
+        },
+        theirs.table().lens.clone(),
+    );
     problem.softmax_scale = 1e-3;
     let q = noise(problem.rows() * DIM, seed + 9);
     let buffers = [&k, &v, &q].map(|x| upload(backend, x));
@@ -120,7 +127,9 @@ fn step(backend: &WgpuBackend, caches: &mut [KvCache; 2], appends: [(usize, usiz
     let plan = cpu.plan(&problem, format).unwrap();
     let (mut want, mut want_lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);
     let kv = KvSource::Cache(&cache);
-    let mut step = DecodeStep::new(&plan, &q, kv, &mut want, &mut want_lse).unwrap();
+    let mut step = DecodeStep::new(&plan, &q, kv, &mut want)
+        .and_then(|step| step.with_lse(&mut want_lse))
+        .unwrap();
     cpu.decode(&mut step).unwrap();
     let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     assert_eq!(bits(&want), download(backend, &out), "{format}: out");
@@ -141,7 +150,17 @@ fn recorded_appends_and_steps_have_the_references_bytes() {
         if format.check(DIM, 64).is_err() {
             continue;
         }
-        let config = CacheConfig::new(format, HEADS[1], DIM, 2, 300);
+        let config = CacheConfig::builder(
+            format,
+            Heads {
+                q: HEADS[1],
+                kv: HEADS[1],
+                dim: DIM,
+            },
+        )
+        .sequences(2)
+        .max_len(300)
+        .build();
         let reference = Reference::new();
         let mut caches = [
             reference.create_cache(&config).unwrap(),
@@ -160,13 +179,23 @@ fn refused_appends_change_nothing() {
     let Some(backend) = common::open_or_skip() else {
         return;
     };
-    let config = CacheConfig::new(KvFormat::INT8, HEADS[1], DIM, 2, 64);
+    let config = CacheConfig::builder(
+        KvFormat::INT8,
+        Heads {
+            q: HEADS[1],
+            kv: HEADS[1],
+            dim: DIM,
+        },
+    )
+    .sequences(2)
+    .max_len(64)
+    .build();
     let mut cache = backend.create_cache(&config).unwrap();
     let k = upload(&backend, &noise(2 * HEADS[1] * DIM, 1));
     let mut encoder = backend
         .wgpu_device()
         .create_command_encoder(&Default::default());
-    let mut refusal = |appends: &[(usize, usize)]| {
+    let mut refusal = |appends: &[Append]| {
         let error = backend.record_append(&mut encoder, &mut cache, appends, &k, &k);
         assert_eq!(cache.table().lens, [0, 0]);
         format!("{:?}", error.unwrap_err())
@@ -197,14 +226,23 @@ fn an_engines_rows_are_read_where_they_lie() {
     let (k, v) = (bytes(len * row, 3), bytes(len * row, 4));
     let scales: Vec<u16> = (0..len * HEADS[1]).map(|i| 0x2000 + i as u16).collect();
     let side = |codes| StridedRows::bsnh(codes, &scales, HEADS[1], len, DIM, 1);
-    let problem = Problem::new(HEADS[0], HEADS[1], DIM, vec![len]);
+    let problem = Problem::new(
+        Heads {
+            q: HEADS[0],
+            kv: HEADS[1],
+            dim: DIM,
+        },
+        vec![len],
+    );
     let host = KvView::new(&problem, format, side(&k), side(&v), [&[], &[]]).unwrap();
     let q = noise(problem.rows() * DIM, 5);
     let cpu = CpuBackend::new();
     let plan = cpu.plan(&problem, format).unwrap();
     let (mut want, mut want_lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);
     let kv = KvSource::View(&host);
-    let mut step = DecodeStep::new(&plan, &q, kv, &mut want, &mut want_lse).unwrap();
+    let mut step = DecodeStep::new(&plan, &q, kv, &mut want)
+        .and_then(|step| step.with_lse(&mut want_lse))
+        .unwrap();
     cpu.decode(&mut step).unwrap();
 
     // The same rows behind 32 bytes of something else, the scales behind two.

@@ -1,17 +1,17 @@
 //! Decode attention over a quantized KV cache: pick a backend, keep a cache on it, attend.
 //!
 //! ```
-//! use attn::{CacheConfig, DecodeStep, KvFormat, KvSource, Problem};
+//! use attn::{Heads, CacheConfig, DecodeStep, KvFormat, KvSource, Problem};
 //!
 //! let backend = attn::select(None)?.backend;
-//! let mut cache = backend.create_cache(&CacheConfig::new(KvFormat::INT8, 1, 64, 1, 1024))?;
+//! let mut cache = backend.create_cache(&CacheConfig::builder(KvFormat::INT8, Heads { q: 1, kv: 1, dim: 64 }).sequences(1).max_len(1024).build())?;
 //! cache.append(0, &[0.5; 64], &[2.0; 64])?;
-//! let problem = Problem::new(4, 1, 64, vec![1]);
+//! let problem = Problem::new(Heads { q: 4, kv: 1, dim: 64 }, vec![1]);
 //! let plan = backend.plan(&problem, KvFormat::INT8)?;
 //! let q = vec![1.0; 4 * 64];
 //! let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; 4]);
 //! let kv = KvSource::Cache(&cache);
-//! backend.decode(&mut DecodeStep::new(&plan, &q, kv, &mut out, &mut lse)?)?;
+//! backend.decode(&mut DecodeStep::new(&plan, &q, kv, &mut out)?.with_lse(&mut lse)?)?;
 //! assert!((out[0] - 2.0).abs() < 1e-3);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

@@ -1,6 +1,6 @@
 //! Which kernel a problem needs: its macros, what `decode.cu` covers, and the key of its image; shared by `build.rs`.
 
-use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
+use attn_core::{Heads, Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
 
 use super::{
     config::{DeviceLimits, Kernel, KernelConfig, Preferences, SM_TEAMS},
@@ -322,7 +322,14 @@ pub fn common(arch: Arch) -> Vec<Instance> {
                 page_size: 64,
             });
             for rows in [8, 16] {
-                let problem = Problem::new(rows, 1, head_dim, vec![1]);
+                let problem = Problem::new(
+                    Heads {
+                        q: rows,
+                        kv: 1,
+                        dim: head_dim,
+                    },
+                    vec![1],
+                );
                 if covered(format, 64).is_ok() {
                     let limit = arch.shared_limit();
                     all.extend(Instance::all_decode(&problem, format, 64, limit));

@@ -2,7 +2,7 @@
 
 use std::ops::RangeInclusive;
 
-use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme, arithmetic};
+use attn_core::{Heads, Int4Scale, Int8Scale, KvFormat, Problem, Scheme, arithmetic};
 
 use super::{
     config::{
@@ -251,7 +251,14 @@ mod tests {
                         };
                         let launch = Launch::new(
                             &g,
-                            &Problem::new(2 * rows, 2, dim, vec![5000; 3]),
+                            &Problem::new(
+                                Heads {
+                                    q: 2 * rows,
+                                    kv: 2,
+                                    dim,
+                                },
+                                vec![5000; 3],
+                            ),
                             format,
                             132,
                         );
@@ -273,7 +280,14 @@ mod tests {
         for (kv_len, batch, split) in [(1024, 256, false), (8192, 32, false), (131_072, 2, true)] {
             let launch = Launch::new(
                 &g,
-                &Problem::new(48, 1, 128, vec![kv_len; batch]),
+                &Problem::new(
+                    Heads {
+                        q: 48,
+                        kv: 1,
+                        dim: 128,
+                    },
+                    vec![kv_len; batch],
+                ),
                 KvFormat::INT8,
                 132,
             );
@@ -316,7 +330,14 @@ mod tests {
             .split_kv(227 * 1024)
             .unwrap();
         let is_split = |heads: usize, batch: usize, kv_len| {
-            let problem = Problem::new(4 * heads, heads, 128, vec![kv_len; batch]);
+            let problem = Problem::new(
+                Heads {
+                    q: 4 * heads,
+                    kv: heads,
+                    dim: 128,
+                },
+                vec![kv_len; batch],
+            );
             Launch::new(&g, &problem, KvFormat::INT8, 132).partial_per_segment
         };
         assert!(is_split(8, 1, 1024));
@@ -338,7 +359,14 @@ mod tests {
     }
 
     fn kernel(heads: [usize; 2], kv_len: usize, batch: usize, format: KvFormat) -> Kernel {
-        let problem = Problem::new(heads[0], heads[1], 128, vec![kv_len; batch]);
+        let problem = Problem::new(
+            Heads {
+                q: heads[0],
+                kv: heads[1],
+                dim: 128,
+            },
+            vec![kv_len; batch],
+        );
         chosen(&problem, format, LowLatency::Auto).kernel
     }
 
@@ -423,7 +451,14 @@ mod tests {
             (192, 85, Kernel::LowLatencyGlobal),
             (256, 64, Kernel::LowLatencyCluster),
         ] {
-            let problem = Problem::new(8, 1, head_dim, vec![8192; batch]);
+            let problem = Problem::new(
+                Heads {
+                    q: 8,
+                    kv: 1,
+                    dim: head_dim,
+                },
+                vec![8192; batch],
+            );
             let got = chosen(&problem, KvFormat::INT8, LowLatency::Auto);
             assert_eq!(got.kernel, want, "{head_dim}");
         }
@@ -431,7 +466,14 @@ mod tests {
 
     #[test]
     fn low_latency_can_be_had_always_and_never() {
-        let problem = Problem::new(8, 1, 128, vec![8192; 512]);
+        let problem = Problem::new(
+            Heads {
+                q: 8,
+                kv: 1,
+                dim: 128,
+            },
+            vec![8192; 512],
+        );
         let of = |problem: &Problem, preference| {
             let config = chosen(problem, KvFormat::INT8, preference);
             let launch = Launch::new(&config, problem, KvFormat::INT8, 132);
@@ -442,15 +484,36 @@ mod tests {
         let never = of(&problem, LowLatency::Never);
         assert_eq!(never, (Kernel::SplitKv, [264, 1, 1]));
         assert_eq!(of(&problem, LowLatency::Global).0, Kernel::SplitKv);
-        let long = Problem::new(8, 1, 128, vec![300, 1]);
+        let long = Problem::new(
+            Heads {
+                q: 8,
+                kv: 1,
+                dim: 128,
+            },
+            vec![300, 1],
+        );
         assert_eq!(of(&long, LowLatency::Global).0, Kernel::LowLatencyGlobal);
-        let few = Problem::new(8, 1, 128, vec![100]);
+        let few = Problem::new(
+            Heads {
+                q: 8,
+                kv: 1,
+                dim: 128,
+            },
+            vec![100],
+        );
         assert_eq!(of(&few, LowLatency::Never).0, Kernel::SplitKv);
     }
 
     #[test]
     fn a_preferred_configuration_is_taken_where_low_latency_is_not() {
-        let problem = Problem::new(8, 1, 128, vec![8192; 512]);
+        let problem = Problem::new(
+            Heads {
+                q: 8,
+                kv: 1,
+                dim: 128,
+            },
+            vec![8192; 512],
+        );
         let config: KernelConfig = "1,2,3,1".parse().unwrap();
         let preferences = Preferences {
             config: Some(config),

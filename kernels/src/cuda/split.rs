@@ -1,6 +1,6 @@
 //! The launch of a problem: how its work items are split among CTAs and teams, and which way partials go to the merge.
 
-use attn_core::{KvFormat, Problem, arithmetic};
+use attn_core::{Heads, KvFormat, Problem, arithmetic};
 
 use super::{
     config::{Kernel, KernelConfig, SM_TEAMS, TEAMS},
@@ -298,7 +298,14 @@ mod tests {
         ];
         for batch in 1..300 {
             for kv_len in [1, 64, 65, 700, 1024, 5000, 8192, 65_536, 200_000] {
-                let problem = Problem::new(4, 1, 128, vec![kv_len; batch]);
+                let problem = Problem::new(
+                    Heads {
+                        q: 4,
+                        kv: 1,
+                        dim: 128,
+                    },
+                    vec![kv_len; batch],
+                );
                 let cost = Cost::new(&problem, KvFormat::INT8);
                 for kernel in kernels {
                     let Some(split) = Split::best(&problem, 132, &cost, kernel) else {

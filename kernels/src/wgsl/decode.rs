@@ -1,6 +1,6 @@
 //! The specialisation of `decode_split.wgsl` and `decode_merge.wgsl`.
 
-use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
+use attn_core::{Heads, Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
 
 use super::{
     Constants, SpecialiseError,
@@ -186,7 +186,14 @@ mod tests {
 
     #[test]
     fn any_tuning_gives_kernels_of_one_two_four_or_eight_rows() {
-        let problem = Problem::new(64, 1, 64, vec![1]);
+        let problem = Problem::new(
+            Heads {
+                q: 64,
+                kv: 1,
+                dim: 64,
+            },
+            vec![1],
+        );
         let layout = KvLayout {
             format: KvFormat::INT8,
             page_size: 64,
@@ -214,7 +221,14 @@ mod tests {
 
     #[test]
     fn the_largest_kernels_are_far_from_the_preprocessors_bounds() {
-        let mut problem = Problem::new(64, 1, 256, vec![1]);
+        let mut problem = Problem::new(
+            Heads {
+                q: 64,
+                kv: 1,
+                dim: 256,
+            },
+            vec![1],
+        );
         (problem.softcap, problem.alibi_slopes) = (Some(1.0), Some(vec![1.0; 64]));
         let mut longest = 0;
         for format in ["int4-g1", "int8-g32/int4-g1", "int4"] {

@@ -31,7 +31,7 @@ pub fn arithmetic_text() -> Result<String, SpecialiseError> {
 #[cfg(test)]
 mod dump_tmp {
     use super::{append::AppendKey, decode::*, *};
-    use attn_core::{KvFormat, Problem, Scheme};
+    use attn_core::{Heads, KvFormat, Problem, Scheme};
     fn each_decode(
         problem: &Problem,
         format: KvFormat,
@@ -95,7 +95,14 @@ mod dump_tmp {
                     pools,
                 };
                 each(&format!("append.wgsl for {key:?}"), &key.text().unwrap());
-                let mut problem = Problem::new(rows, 1, head_dim, vec![1]);
+                let mut problem = Problem::new(
+                    Heads {
+                        q: rows,
+                        kv: 1,
+                        dim: head_dim,
+                    },
+                    vec![1],
+                );
                 if rows == 2 {
                     problem.softcap = Some(1.0);
                     problem.alibi_slopes = Some(vec![1.0; 2]);

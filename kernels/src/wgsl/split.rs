@@ -1,7 +1,7 @@
 //! How the decode kernels split a step into workgroups. A split changes speed, never bits.
 
 use attn_core::{
-    Problem,
+    Heads, Problem,
     segments::{SPAN, num_tiles, segment_tiles},
 };
 
@@ -84,7 +84,14 @@ mod tests {
     #[test]
     fn few_workgroups_take_tiles_where_segments_are_short() {
         let split = |kv_lens: &[usize], asked| {
-            let problem = Problem::new(32, 8, 128, kv_lens.to_vec());
+            let problem = Problem::new(
+                Heads {
+                    q: 32,
+                    kv: 8,
+                    dim: 128,
+                },
+                kv_lens.to_vec(),
+            );
             Split::choose(&problem, 4, asked)
         };
         for (kv_lens, want) in [

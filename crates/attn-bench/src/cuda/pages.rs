@@ -1,6 +1,6 @@
 //! Pools of pages to time: filled once by the append kernel, then copied.
 
-use attn_core::{CacheConfig, Error};
+use attn_core::{CacheConfig, Error, Heads};
 use attn_cuda::native::{AppendArgs, DeviceKv, Dtype, NativeAppend};
 use cudarc::driver::CudaSlice;
 
@@ -85,7 +85,17 @@ pub(super) fn fill(
 ) -> Result<(NativeAppend, Pages, Rotation), Error> {
     let problem = &workload.problem;
     let (heads, dim, batch) = (problem.num_kv_heads, problem.head_dim, problem.batch());
-    let mut config = CacheConfig::new(workload.format, heads, dim, batch, 0);
+    let mut config = CacheConfig::builder(
+        workload.format,
+        Heads {
+            q: heads,
+            kv: heads,
+            dim,
+        },
+    )
+    .sequences(batch)
+    .max_len(0)
+    .build();
     let page_size = workload.page_size;
     config.page_size = page_size;
     let layout = config.layout()?;

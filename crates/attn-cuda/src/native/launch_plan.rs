@@ -1,7 +1,7 @@
 //! The plan of a decode launch: kernel, grid, workspace and parameters. Pure functions of the problem and of the device's limits.
 
 use attn_core::{
-    Error, KvFormat, PageLayout, Problem, Unsupported,
+    Error, Heads, KvFormat, PageLayout, Problem, Unsupported,
     arithmetic::{self, LOG2_E},
 };
 
@@ -292,7 +292,14 @@ mod tests {
     }
 
     fn plan(heads: usize, kv_lens: Vec<usize>) -> (Problem, Result<LaunchPlan, Error>) {
-        let problem = Problem::new(4 * heads, heads, 128, kv_lens);
+        let problem = Problem::new(
+            Heads {
+                q: 4 * heads,
+                kv: heads,
+                dim: 128,
+            },
+            kv_lens,
+        );
         let preferences = Preferences::default();
         let plan = LaunchPlan::new(limits(), &preferences, &problem, KvFormat::INT8, 64);
         (problem, plan)

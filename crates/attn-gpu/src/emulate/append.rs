@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use attn_conformance::case::noise;
-use attn_core::{CacheConfig, DecodeAttention, HostPages, KvCache, layout};
+use attn_core::{CacheConfig, DecodeAttention, Heads, HostPages, KvCache, layout};
 use attn_cpu::CpuBackend;
 use attn_cuda::native::{AppendArgs, Dtype, append_grid};
 use attn_kernels::cuda::Instance;
@@ -43,7 +43,17 @@ pub fn jobs() -> Vec<Job> {
     let job = |name, head_dim, page_size, heads, lens: Vec<usize>, calls: Vec<usize>| {
         let format = str::parse(name).expect("a format's name");
         let longest = lens.iter().max().unwrap_or(&0) + calls.iter().sum::<usize>();
-        let mut config = CacheConfig::new(format, heads, head_dim, lens.len(), longest);
+        let mut config = CacheConfig::builder(
+            format,
+            Heads {
+                q: heads,
+                kv: heads,
+                dim: head_dim,
+            },
+        )
+        .sequences(lens.len())
+        .max_len(longest)
+        .build();
         config.page_size = page_size;
         config.num_pages = lens.len() * config.pages_for(longest);
         for scale in config

@@ -1,0 +1,172 @@
+//! The description of a cache, and the limits of its numbers.
+
+use crate::{
+    error::{Error, refuse},
+    format::KvFormat,
+    layout::{MAX_KV_HEADS, PageLayout},
+    problem::Heads,
+    view::check_tensor_scales,
+};
+
+/// The description of a cache to create.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct CacheConfig {
+    /// The schemes of K and V.
+    pub format: KvFormat,
+    /// Number of KV heads.
+    pub num_kv_heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Tokens per page: 16, 32, 64 or 128.
+    pub page_size: usize,
+    /// Number of pages in the pool.
+    pub num_pages: usize,
+    /// Number of sequences, all empty at first.
+    pub num_sequences: usize,
+    /// Static K scale per KV head, for fp8 and int8-tensor.
+    pub k_tensor_scales: Vec<f32>,
+    /// Static V scale per KV head, for fp8 and int8-tensor.
+    pub v_tensor_scales: Vec<f32>,
+}
+
+/// Most sequences of a cache.
+const MAX_SEQUENCES: usize = 1 << 24;
+
+impl CacheConfig {
+    /// Starts a cache of pages of 64 tokens, with one empty sequence and tensor scales 1.
+    ///
+    /// ```
+    /// use attn_core::{CacheConfig, Heads, KvFormat};
+    ///
+    /// let heads = Heads { q: 32, kv: 8, dim: 128 };
+    /// let config = CacheConfig::builder(KvFormat::INT8, heads)
+    ///     .sequences(16)
+    ///     .max_len(8192)
+    ///     .build();
+    /// assert_eq!(config.num_pages, 16 * 8192 / 64);
+    /// ```
+    pub fn builder(format: KvFormat, heads: Heads) -> CacheBuilder {
+        let scales = |has: bool| {
+            let count = if has { heads.kv.min(MAX_KV_HEADS) } else { 0 };
+            vec![1.0; count]
+        };
+        CacheBuilder {
+            config: CacheConfig {
+                format,
+                num_kv_heads: heads.kv,
+                head_dim: heads.dim,
+                page_size: 64,
+                num_pages: 0,
+                num_sequences: 1,
+                k_tensor_scales: scales(format.k.has_tensor_scale()),
+                v_tensor_scales: scales(format.v.has_tensor_scale()),
+            },
+            max_len: 0,
+            pages: None,
+        }
+    }
+
+    /// Number of pages that one sequence of `kv_len` tokens takes, tail page included.
+    pub fn pages_for(&self, kv_len: usize) -> usize {
+        let home = kv_len.div_ceil(self.page_size.max(1));
+        home.saturating_add(usize::from(self.format.has_tail_page() && kv_len > 0))
+    }
+
+    /// The layout of the cache's pages.
+    ///
+    /// # Errors
+    /// Those of [`PageLayout::new`].
+    pub fn layout(&self) -> Result<PageLayout, Error> {
+        PageLayout::new(
+            self.format,
+            self.head_dim,
+            self.page_size,
+            self.num_kv_heads,
+        )
+    }
+
+    /// Size of the pool in bytes.
+    ///
+    /// # Errors
+    /// Those of [`CacheConfig::check`].
+    pub fn pool_bytes(&self) -> Result<usize, Error> {
+        self.check()?;
+        Ok(self.num_pages * self.layout()?.page_bytes())
+    }
+
+    /// Refuses a description that no pool can hold.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`], [`Error::Length`].
+    pub fn check(&self) -> Result<(), Error> {
+        let layout = self.layout()?;
+        if self.num_pages > u32::MAX as usize {
+            return refuse("num_pages", self.num_pages, "at most 2^32 - 1");
+        }
+        if self.num_sequences > MAX_SEQUENCES {
+            return refuse("num_sequences", self.num_sequences, "at most 2^24");
+        }
+        let bytes = self.num_pages.checked_mul(layout.page_bytes());
+        if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+            return refuse(
+                "pool bytes",
+                format!("{} pages of {} bytes", self.num_pages, layout.page_bytes()),
+                "at most 2^63 - 1; ask for fewer pages",
+            );
+        }
+        check_tensor_scales(self.format.k, &self.k_tensor_scales, self.num_kv_heads)?;
+        check_tensor_scales(self.format.v, &self.v_tensor_scales, self.num_kv_heads)
+    }
+}
+
+/// A cache under description, made by [`CacheConfig::builder`].
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct CacheBuilder {
+    config: CacheConfig,
+    max_len: usize,
+    pages: Option<usize>,
+}
+
+impl CacheBuilder {
+    /// Sets the number of sequences.
+    pub fn sequences(mut self, sequences: usize) -> Self {
+        self.config.num_sequences = sequences;
+        self
+    }
+
+    /// Sets the number of tokens that each sequence has room for.
+    pub fn max_len(mut self, tokens: usize) -> Self {
+        self.max_len = tokens;
+        self
+    }
+
+    /// Sets the number of pages, in place of enough for the longest length of every sequence.
+    pub fn pages(mut self, pages: usize) -> Self {
+        self.pages = Some(pages);
+        self
+    }
+
+    /// Sets the number of tokens per page: 16, 32, 64 or 128.
+    pub fn page_size(mut self, tokens: usize) -> Self {
+        self.config.page_size = tokens;
+        self
+    }
+
+    /// Sets the static scales of K and V, one per KV head, for fp8 and int8-tensor.
+    pub fn tensor_scales(mut self, k: impl Into<Vec<f32>>, v: impl Into<Vec<f32>>) -> Self {
+        self.config.k_tensor_scales = k.into();
+        self.config.v_tensor_scales = v.into();
+        self
+    }
+
+    /// Gives the description. Numbers that no cache can have saturate; [`CacheConfig::check`] refuses them.
+    #[must_use]
+    pub fn build(mut self) -> CacheConfig {
+        let each = self.config.pages_for(self.max_len);
+        let all = self.config.num_sequences.saturating_mul(each);
+        self.config.num_pages = self.pages.unwrap_or(all);
+        self.config
+    }
+}

@@ -1,0 +1,254 @@
+//! One decode step, checked.
+
+use std::borrow::Cow;
+
+use crate::{
+    arithmetic::LOG2_E,
+    cache::KvCache,
+    elements::{Elements, ElementsMut},
+    error::{Error, check_finite, filled},
+    plan::Plan,
+    problem::Problem,
+    view::KvView,
+};
+
+/// Where K and V come from.
+#[derive(Clone, Copy)]
+pub enum KvSource<'a> {
+    /// A cache created by the same backend.
+    Cache(&'a KvCache),
+    /// A contiguous cache in host memory, read in place.
+    View(&'a KvView<'a>),
+}
+
+impl<'a> KvSource<'a> {
+    /// The number of cached tokens of each sequence.
+    pub fn kv_lens(self) -> &'a [usize] {
+        match self {
+            KvSource::Cache(cache) => &cache.table().lens,
+            KvSource::View(view) => view.kv_lens(),
+        }
+    }
+}
+
+/// The inputs of a decode step that [`DecodeStep::new`] has checked.
+#[derive(Clone, Copy)]
+pub struct StepInputs<'a> {
+    plan: &'a Plan,
+    problem: &'a Problem,
+    q: &'a [f32],
+    kv: KvSource<'a>,
+}
+
+impl<'a> StepInputs<'a> {
+    /// The plan.
+    pub fn plan(&self) -> &'a Plan {
+        self.plan
+    }
+
+    /// The plan's problem with this step's lengths.
+    pub fn problem(&self) -> &'a Problem {
+        self.problem
+    }
+
+    /// The queries, `[batch, q_len, num_q_heads, head_dim]`.
+    pub fn q(&self) -> &'a [f32] {
+        self.q
+    }
+
+    /// K and V.
+    pub fn kv(&self) -> KvSource<'a> {
+        self.kv
+    }
+}
+
+/// The outputs of a decode step, to be overwritten.
+#[derive(Debug)]
+pub struct StepOutputs<'a> {
+    /// The attended values, `[batch, q_len, num_q_heads, head_dim]`.
+    pub out: &'a mut [f32],
+    /// The log-sum-exps, `[batch, q_len, num_q_heads]`, where the caller asked for them.
+    pub lse: Option<&'a mut [f32]>,
+}
+
+/// The memory that a backend writes outputs to.
+enum Output<'a> {
+    /// The caller's own.
+    Wide(&'a mut [f32]),
+    /// f32 results, and the caller's 16-bit memory that they are rounded into.
+    Narrow(Vec<f32>, ElementsMut<'a>),
+}
+
+/// A decode step whose inputs and outputs have been checked against each other: holding one is the proof.
+#[must_use = "a step is decoded by DecodeAttention::decode"]
+pub struct DecodeStep<'a> {
+    plan: &'a Plan,
+    problem: Cow<'a, Problem>,
+    q: Cow<'a, [f32]>,
+    kv: KvSource<'a>,
+    out: Output<'a>,
+    lse: Option<&'a mut [f32]>,
+}
+
+impl<'a> DecodeStep<'a> {
+    /// Checks a step; sequence b of the cache is sequence b of the problem, and at most as long as the plan's.
+    ///
+    /// `q` and `out` are `[batch, q_len, num_q_heads, head_dim]`, in f32, f16 or bf16. Results are those of f32, rounded at the end.
+    ///
+    /// # Errors
+    /// [`Error::Length`], [`Error::NotFinite`], [`Error::QueryRange`]; [`Error::Mismatch`] where plan and cache disagree;
+    /// [`Error::OutOfMemory`] for copies of 16-bit elements.
+    pub fn new(
+        plan: &'a Plan,
+        q: impl Into<Elements<'a>>,
+        kv: KvSource<'a>,
+        out: impl Into<ElementsMut<'a>>,
+    ) -> Result<Self, Error> {
+        let (q, out, problem) = (q.into(), out.into(), plan.problem());
+        check_length("q", q.len(), problem.elements())?;
+        check_length("out", out.len(), problem.elements())?;
+        let (format, tensor_scales) = match kv {
+            KvSource::Cache(cache) => {
+                let config = cache.config();
+                check_source(problem, config.num_kv_heads, config.head_dim, kv.kv_lens())?;
+                (config.format, &config.k_tensor_scales[..])
+            }
+            KvSource::View(view) => {
+                check_source(problem, view.num_kv_heads(), view.head_dim(), kv.kv_lens())?;
+                (view.format(), view.k_tensor_scales())
+            }
+        };
+        if format != plan.format() {
+            return Err(Error::Mismatch {
+                what: "format",
+                problem: plan.format().to_string(),
+                cache: format.to_string(),
+            });
+        }
+        let q = q.widened("the queries in f32")?;
+        check_queries(problem, &q, tensor_scales)?;
+        let lens = &kv.kv_lens()[..problem.batch()];
+        let problem = if problem.kv_lens == lens {
+            Cow::Borrowed(problem)
+        } else {
+            Cow::Owned(Problem {
+                kv_lens: lens.to_vec(),
+                ..problem.clone()
+            })
+        };
+        let out = match out {
+            ElementsMut::F32(out) => Output::Wide(out),
+            narrow => Output::Narrow(filled("the outputs in f32", narrow.len(), 0.0)?, narrow),
+        };
+        Ok(DecodeStep {
+            plan,
+            problem,
+            q,
+            kv,
+            out,
+            lse: None,
+        })
+    }
+
+    /// Asks for the log-sum-exps too: natural logarithms, `[batch, q_len, num_q_heads]`, −∞ where a query sees no token.
+    ///
+    /// # Errors
+    /// [`Error::Length`].
+    pub fn with_lse(mut self, lse: &'a mut [f32]) -> Result<Self, Error> {
+        check_length("lse", lse.len(), self.problem.rows())?;
+        self.lse = Some(lse);
+        Ok(self)
+    }
+
+    /// The plan.
+    pub fn plan(&self) -> &'a Plan {
+        self.plan
+    }
+
+    /// The plan's problem with this step's lengths.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// For backends: what the step reads, and what it writes.
+    pub fn parts(&mut self) -> (StepInputs<'_>, StepOutputs<'_>) {
+        let inputs = StepInputs {
+            plan: self.plan,
+            problem: &self.problem,
+            q: &self.q,
+            kv: self.kv,
+        };
+        let out = match &mut self.out {
+            Output::Wide(out) => &mut out[..],
+            Output::Narrow(wide, _) => &mut wide[..],
+        };
+        let lse = self.lse.as_deref_mut();
+        (inputs, StepOutputs { out, lse })
+    }
+
+    /// Rounds the results into 16-bit outputs; [`DecodeAttention::decode`](crate::DecodeAttention::decode) calls it.
+    pub(crate) fn finish(&mut self) {
+        if let Output::Narrow(wide, narrow) = &mut self.out {
+            narrow.write(wide);
+        }
+    }
+}
+
+fn check_length(what: &'static str, given: usize, needed: usize) -> Result<(), Error> {
+    if given == needed {
+        return Ok(());
+    }
+    Err(Error::Length {
+        what,
+        given,
+        needed,
+    })
+}
+
+/// Refuses queries that are not finite or exceed the arithmetic's range.
+fn check_queries(problem: &Problem, q: &[f32], k_tensor_scales: &[f32]) -> Result<(), Error> {
+    let scale =
+        problem.softmax_scale * LOG2_E * k_tensor_scales.iter().copied().fold(1.0, f32::max);
+    // Valid queries take one pass; NaN and infinity are beyond any range.
+    let beyond = |x: &f32| !((x * scale).abs() <= 1.844_674_4e19);
+    if q.iter().fold(false, |found, x| found | beyond(x)) {
+        check_finite("q", q)?;
+        let index = q.iter().position(beyond).unwrap_or(0);
+        return Err(Error::QueryRange {
+            index,
+            value: q[index] * scale,
+        });
+    }
+    Ok(())
+}
+
+/// Refuses a problem whose heads or lengths differ from those of the cache's first sequences.
+fn check_source(
+    problem: &Problem,
+    num_kv_heads: usize,
+    head_dim: usize,
+    lens: &[usize],
+) -> Result<(), Error> {
+    for (what, problem, cache) in [
+        ("head_dim", problem.head_dim, head_dim),
+        ("num_kv_heads", problem.num_kv_heads, num_kv_heads),
+        ("batch", problem.batch(), problem.batch().min(lens.len())),
+    ] {
+        if problem != cache {
+            return Err(Error::Mismatch {
+                what,
+                problem: problem.to_string(),
+                cache: cache.to_string(),
+            });
+        }
+    }
+    let mut pairs = problem.kv_lens.iter().zip(lens).enumerate();
+    match pairs.find(|(_, (want, have))| want != have) {
+        Some((b, (want, have))) => Err(Error::Mismatch {
+            what: "kv_len",
+            problem: format!("{want} for sequence {b}"),
+            cache: have.to_string(),
+        }),
+        None => Ok(()),
+    }
+}
