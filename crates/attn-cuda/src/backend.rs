@@ -30,7 +30,7 @@ impl CudaBackend {
     /// Opens the first GPU that the driver shows; never panics.
     ///
     /// # Errors
-    /// [`Unsupported::Absent`] with what is missing and what mends it.
+    /// [`Unsupported::Absent`] that names what is missing and the next step.
     pub fn open() -> Result<Self, Unsupported> {
         Self::open_ordinal(0)
     }
@@ -53,7 +53,7 @@ impl CudaBackend {
         })
     }
 
-    /// The context that the backend works in: the device's primary one. Its event tracking is off: whoever uses its slices on several
+    /// The context that the backend works in: the device's primary one. Its event tracking is off: a caller that uses its slices on several
     /// streams orders them.
     pub fn context(&self) -> &Arc<cudarc::driver::CudaContext> {
         &self.device.context
@@ -100,7 +100,7 @@ impl CudaBackend {
         }
         // SAFETY:
         // - Lengths: `check_lengths` has compared queries and outputs with the problem that `plan` is for.
-        // - Pages: `Books::of_cache` has compared every page with the store's pool, and counted each sequence's. Imported ones are in order.
+        // - Pages: `DeviceTables::of_cache` has compared every page with the store's pool, and counted each sequence's. Imported ones are in order.
         // - Rows: as for the import; `decode` has seen that strides are whole chunks of 16 bytes.
         // - Queries: `DecodeStep::new` has compared each with the range.
         // - Lifetime: everything lies in the arena, whose lock is held until `wait` has waited, or in the cache, which `step` borrows;
@@ -131,7 +131,7 @@ impl CudaBackend {
                     pool: store.pool_address(),
                     num_pages: store.num_pages(),
                     page_table: placed.at(placed.parts.table),
-                    page_table_stride: inputs.books.stride,
+                    page_table_stride: inputs.tables.stride,
                     tail_pages: placed.some(has_tails, placed.parts.tails),
                 };
                 Ok((kv, store.tensor_scale_addresses()))
@@ -140,9 +140,9 @@ impl CudaBackend {
                 let kv = if inputs.import.is_some() {
                     DeviceKv::Paged {
                         pool: placed.at(placed.parts.imported),
-                        num_pages: inputs.books.table.len(),
+                        num_pages: inputs.tables.table.len(),
                         page_table: placed.at(placed.parts.table),
-                        page_table_stride: inputs.books.stride,
+                        page_table_stride: inputs.tables.stride,
                         tail_pages: 0,
                     }
                 } else {

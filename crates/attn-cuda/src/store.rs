@@ -77,7 +77,7 @@ fn runs(writes: &[TokenWrite], page_size: usize) -> Result<(Vec<Run>, Vec<u32>),
     Ok((runs, words))
 }
 
-/// Refuses writes beyond the pool, a page, or K and V: kernels go where they are told.
+/// Refuses writes beyond the pool, a page, or K and V: kernels do not check addresses.
 fn check_writes(
     layout: &PageLayout,
     num_pages: usize,

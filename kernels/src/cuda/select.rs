@@ -342,7 +342,7 @@ mod tests {
         chosen(&problem, format, LowLatency::Auto).kernel
     }
 
-    /// What was measured faster is chosen (docs/log/2026-11-cuda.md, lines 39, 41, 49, 51, 64 and 72).
+    /// The kernel that was measured faster is chosen (docs/log/2026-11-cuda.md, lines 39, 41, 49, 51, 64 and 72).
     #[test]
     fn latency_and_full_waves_go_to_teams_that_share_tiles() {
         let (int8, f16, bf16) = (

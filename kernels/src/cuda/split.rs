@@ -31,7 +31,7 @@ pub struct Launch {
 }
 
 impl Default for Launch {
-    /// One CTA without threads.
+    /// A launch of one CTA without threads.
     fn default() -> Self {
         Launch {
             row_blocks: 1,
