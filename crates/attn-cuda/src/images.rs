@@ -1,4 +1,4 @@
-//! Kernel images: embedded by `build.rs`, else from the disk cache ([`image_cache`]), else compiled by NVRTC and
+//! Kernel images: embedded by `build.rs`, else from the disk cache (`image_cache`), else compiled by NVRTC and
 //! kept there.
 
 use std::{env, fs, path::PathBuf, sync::OnceLock};
