@@ -34,9 +34,9 @@ constexpr int ARRIVALS = 32;
 constexpr int ARRIVALS = 1;
 #endif
 
-#ifdef ATTN_MANY_ROWS  // many_rows.cu: no teams; all warps share the tiles, and two more feed them
+#ifdef ATTN_MANY_ROWS  // many_rows.cu: no teams; all warps share the tiles, one produces them, one converts parameters
 constexpr int ROWS = 8 * ROW_WARPS, THREADS = 32 * (ROW_WARPS + 2);
-#elif defined(ATTN_LOW_LATENCY)  // low_latency.cu: the warps of a team share its tiles, and one more feeds them
+#elif defined(ATTN_LOW_LATENCY)  // low_latency.cu: four warps of a team share its tiles, and one is the producer
 constexpr int ROWS = 8 * ROW_GROUPS, WORKERS = 32 * TILE_WARPS, TEAM_THREADS = WORKERS + 32, MAX_TEAMS = 2, THREADS = MAX_TEAMS * TEAM_THREADS;
 constexpr int MERGE_THREADS = WORKERS;  // threads that merge a work item's partials
 #else

@@ -29,7 +29,7 @@ constexpr int FEW = 4;  // missing partials whose states are looked at; while th
 // then each merges its own vectors of dims (float4, float2 or float) from `from` to `to`, in order, and writes the result. Partials are
 // spans, or segments that form spans first. Not inlined: it is long and rare. Arguments by value: references would be reloaded from
 // global memory. A launch waits for this last, for one warp's latencies in a row; so a batch of states is loaded at once, and four
-// partials at a time are merged without a branch. Refilling merged slots of the batch would make the compiler wait for each load.
+// partials at a time are merged without a branch. Refilling merged places of the batch would make the compiler wait for each load.
 template <class Vector, int LANES, bool SEGMENTS>
 static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogue epilogue, int from, int to) {
     constexpr int WIDTH = sizeof(Vector) / 4, VECTORS = WIDTH < 4 ? 1 : (HEAD_DIM / WIDTH + LANES - 1) / LANES;
@@ -195,7 +195,7 @@ DEVICE void clear_after_last(u32* count, u32 slices) {
 }
 // One thread waits for the count to be complete. Returns 1 + the first partial, or 0 once the claims are withdrawn. The CTA that completes
 // the count sees the claims of that moment, and those can no longer be withdrawn.
-static __device__ __noinline__ u32 await_partials(u32* count, u32 slices, u32 num_partials) {
+static __device__ __noinline__ u32 wait_for_partials(u32* count, u32 slices, u32 num_partials) {
     // Acquiring loads are slow, and should be: relaxed ones of 30 CTAs delay the counts themselves by 1 to 3 µs.
     ArrivalCount now;
     for (int look = 0; now.bits = load_acquire(count), now.partials() < num_partials; look++)
@@ -208,7 +208,7 @@ DEVICE Arrival on_arrival(const DecodeParams& p, const WorkItem& item, u32 befor
     u32* at = p.counters + item.index(p);
     u32 num_partials = item.num_partials, mine = ArrivalCount{add}.slices(), others = ArrivalCount{before}.slices();
     ArrivalCount now = {before + add};
-    if (now.partials() < num_partials) return {mine ? await_partials(at, mine, num_partials) : 0, mine};
+    if (now.partials() < num_partials) return {mine ? wait_for_partials(at, mine, num_partials) : 0, mine};
     if (!others) *at = 0;
     else if (mine) clear_after_last(at, mine);
     return {1 + now.first(), others ? slices_of(p, item) & ~others : ALL_SLICES};

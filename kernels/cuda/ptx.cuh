@@ -183,7 +183,7 @@ ATTN_REDUX(warp_max, u32, "max.u32")
 ATTN_REDUX(warp_max, int, "max.s32")
 ATTN_REDUX(warp_min, int, "min.s32")
 
-// Adds; what this CTA wrote before a barrier is visible to whoever sees the count, and the other way round.
+// Adds. What this CTA wrote before a barrier is visible to threads that see the count, and the other way round.
 DEVICE u32 count_release(u32* counter, u32 n) {
     u32 before;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(n) : "memory");

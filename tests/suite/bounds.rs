@@ -3,7 +3,7 @@
 use attn_conformance::{Case, check::bound, check_table};
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, Plan, Problem,
-    Unsupported,
+    StepOutputs, Unsupported,
 };
 use attn_cpu::Reference;
 use rstest::rstest;
@@ -51,13 +51,13 @@ impl DecodeAttention for Off {
         self.inner.plan(problem, format)
     }
 
-    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
-        self.inner.decode(step)?;
-        let (out, lse) = step.outputs();
+    fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        self.inner.execute(step)?;
+        let StepOutputs { out, lse } = step.parts().1;
         for x in out {
             *x = (f64::from(*x) * (1.0 + self.out)) as f32;
         }
-        for x in lse {
+        for x in lse.into_iter().flatten() {
             *x = (f64::from(*x) + self.lse * f64::from(x.abs()).max(10.0)) as f32;
         }
         Ok(())

@@ -10,7 +10,7 @@ use rstest::rstest;
 
 /// Why a step with outputs of the right lengths is refused.
 fn refusal(plan: &Plan, q: &[f32], kv: KvSource<'_>) -> Option<Error> {
-    let problem = &plan.problem;
+    let problem = plan.problem();
     let mut out = vec![0.0; problem.elements()];
     let mut lse = vec![0.0; problem.rows()];
     DecodeStep::new(plan, q, kv, &mut out)
@@ -116,9 +116,9 @@ fn a_step_refuses_bad_queries_and_foreign_lengths() {
 #[case::head_dim(Problem::new(Heads { q: 2, kv: 1, dim: 72 }, vec![1]), "head_dim")]
 #[case::heads(Problem::new(Heads { q: 3, kv: 2, dim: 64 }, vec![1]), "num_q_heads/num_kv_heads")]
 #[case::heads_per_kv(Problem::new(Heads { q: 65, kv: 1, dim: 64 }, vec![1]), "heads_per_kv")]
-#[case::q_len(Problem { q_len: 17, ..Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]) }, "q_len")]
+#[case::q_len(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).q_len(17), "q_len")]
 #[case::kv_len(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![(1 << 20) + 1]), "kv_len")]
-#[case::softcap(Problem { softcap: Some(0.0), ..Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]) }, "softcap")]
+#[case::softcap(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).softcap(0.0), "softcap")]
 fn a_plan_names_the_parameter_it_refuses(#[case] problem: Problem, #[case] name: &str) {
     let error = CpuBackend::new()
         .plan(&problem, KvFormat::INT8)

@@ -4,7 +4,7 @@ use std::any::Any;
 
 use attn_core::{
     CacheAccess, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, HostPages, KvCache,
-    KvFormat, KvSource, PageLayout, PageStore, Problem, TokenWrite,
+    KvFormat, KvSource, PageLayout, PageStore, Plan, Problem, TokenWrite,
 };
 use attn_cpu::{CpuBackend, Reference};
 
@@ -84,8 +84,7 @@ fn another_backends_plan_or_cache_is_refused_and_no_output_is_touched() {
             cache
         };
         let plan = backend.plan(&problem, KvFormat::INT8).unwrap();
-        let mut their_plan = plan.clone();
-        their_plan.backend = "theirs";
+        let their_plan = Plan::new("theirs", &problem, KvFormat::INT8, ()).unwrap();
         for (plan, cache, name) in [(&their_plan, &own, "plan"), (&plan, &theirs, "cache")] {
             let (q, mut out, mut lse) = ([0.25; 128], [7.0; 128], [7.0; 2]);
             let kv = KvSource::Cache(cache);

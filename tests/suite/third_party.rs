@@ -56,14 +56,14 @@ impl DecodeAttention for Theirs {
         self.inner.plan(problem, format)
     }
 
-    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+    fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         assert!(self.fault != Fault::Panic, "this backend panics");
         let calls = self
             .calls
             .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        self.inner.decode(step)?;
-        let batch = step.plan().problem.batch();
-        let (out, _) = step.outputs();
+        self.inner.execute(step)?;
+        let batch = step.problem().batch();
+        let out = step.parts().1.out;
         let wrong = match self.fault {
             Fault::LastBit => Some(7),
             Fault::Restless if calls % 2 == 1 => Some(7),

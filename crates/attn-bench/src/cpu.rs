@@ -111,15 +111,15 @@ impl Prepared {
         if let (Operation::Append | Operation::AppendDecode, Kv::Pages(cache)) =
             (self.operation, &mut self.kv)
         {
-            for b in 0..self.plan.problem.batch() {
+            for b in 0..self.plan.problem().batch() {
                 cache.append(b, &self.token[0], &self.token[1])?;
             }
             if self.operation == Operation::Append {
                 return Ok(());
             }
-            let mut problem = self.plan.problem.clone();
+            let mut problem = self.plan.problem().clone();
             problem.kv_lens.clone_from(&cache.table().lens);
-            self.plan = backend.plan(&problem, self.plan.format)?;
+            self.plan = backend.plan(&problem, self.plan.format())?;
         }
         let view;
         let source = match &self.kv {
@@ -419,9 +419,9 @@ mod tests {
             self.inner.plan(problem, format)
         }
 
-        fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
             self.note(Event::Decode);
-            self.inner.decode(step)
+            self.inner.execute(step)
         }
     }
 

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use attn_core::{CacheConfig, DecodeAttention, Error, Heads, KvCache};
+use attn_core::{Append, CacheConfig, DecodeAttention, Error, Heads, KvCache};
 use attn_wgpu::{
     DevicePages, DeviceRows, DeviceView, Prepared, WgpuBackend, WgpuError,
     internals::{BACKEND, device},
@@ -439,7 +439,12 @@ impl WgpuTimer {
         let count = launches(copies);
         // Every cache grows by as much in each run, the first one included.
         let most = APPENDS / count.div_ceil(copies) - 1;
-        let appends: Vec<_> = (0..workload.problem.batch()).map(|b| (b, 1)).collect();
+        let appends: Vec<_> = (0..workload.problem.batch())
+            .map(|sequence| Append {
+                sequence,
+                tokens: 1,
+            })
+            .collect();
         let mut problem = workload.problem.clone();
         let mut append = |encoder: &mut wgpu::CommandEncoder, i: usize| {
             let cache = &mut caches[i % copies];

@@ -2,7 +2,7 @@
 
 use attn::{
     BackendId, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
-    Plan, Problem, Selection, Unsupported,
+    Plan, Problem, Selection, StepOutputs, Unsupported,
 };
 use attn_cpu::CpuBackend;
 use clap::Parser;
@@ -57,10 +57,10 @@ impl DecodeAttention for Faulty {
         self.inner.plan(problem, format)
     }
 
-    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
-        self.inner.decode(step)?;
-        let (out, lse) = step.outputs();
-        (self.fault)(out, lse);
+    fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        self.inner.execute(step)?;
+        let StepOutputs { out, lse } = step.parts().1;
+        (self.fault)(out, lse.unwrap_or_default());
         Ok(())
     }
 }

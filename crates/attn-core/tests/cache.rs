@@ -285,7 +285,11 @@ fn values_that_no_cache_holds_are_refused(#[case] side: usize, #[case] name: &st
 
 #[test]
 fn numbers_that_no_cache_has_are_refused_before_memory_is_asked_for() {
-    let new = CacheConfig::new;
+    let new = |format, kv, dim, sequences, max_len| {
+        let heads = Heads { q: kv, kv, dim };
+        let config = CacheConfig::builder(format, heads);
+        config.sequences(sequences).max_len(max_len).build()
+    };
     let fp8 = KvFormat::same(Scheme::Fp8E4m3);
     // Products that overflow saturate, and are refused.
     assert_eq!(
@@ -361,6 +365,10 @@ fn appends_of_any_number_of_tokens_are_typed_errors() {
         vec![(0, usize::MAX), (1, usize::MAX)],
         vec![(0, 1), (1, 65), (2, usize::MAX)],
     ]) {
+        let appends = appends
+            .into_iter()
+            .map(|(sequence, tokens)| Append { sequence, tokens });
+        let appends: Vec<_> = appends.collect();
         let error = cache.append_with(&appends, |_, _| Ok(())).unwrap_err();
         assert!(
             matches!(

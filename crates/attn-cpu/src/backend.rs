@@ -17,16 +17,11 @@ use crate::{
     simd::Isa,
 };
 
+/// The mark of this crate's plans: the kernels need nothing prepared.
+struct CpuPlan;
+
 fn plan(problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
-    problem.check()?;
-    format.check(problem.head_dim, 64)?;
-    Ok(Plan {
-        backend: "cpu",
-        problem: problem.clone(),
-        format,
-        num_splits: 1,
-        workspace_bytes: 0,
-    })
+    Plan::new("cpu", problem, format, CpuPlan)
 }
 
 fn create_cache(config: &CacheConfig) -> Result<KvCache, Error> {
@@ -66,13 +61,12 @@ fn ask_for_huge_pages(pool: &[u8]) {
 fn ask_for_huge_pages(_: &[u8]) {}
 
 fn check_plan(plan: &Plan) -> Result<(), Error> {
-    if plan.backend == "cpu" {
-        Ok(())
-    } else {
-        Err(Error::WrongBackend {
+    match plan.prepared() {
+        Some(CpuPlan) => Ok(()),
+        None => Err(Error::WrongBackend {
             backend: "cpu",
             what: "plan",
-        })
+        }),
     }
 }
 
@@ -117,13 +111,13 @@ impl DecodeAttention for Reference {
         plan(problem, format)
     }
 
-    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+    fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         check_plan(step.plan())?;
-        let inputs = step.inputs();
-        let (problem, format) = (&step.plan().problem, step.plan().format);
+        let (inputs, outputs) = step.parts();
+        let (problem, format) = (inputs.problem(), inputs.plan().format());
         let (dim, integer) = (problem.head_dim, format.is_integer());
-        let (out, lse) = step.outputs();
-        for (r, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
+        let mut lse = outputs.lse;
+        for (r, out) in outputs.out.chunks_exact_mut(dim).enumerate() {
             let (bi, q_head) = (r / problem.num_q_heads, r % problem.num_q_heads);
             let (b, i) = (bi / problem.q_len, bi % problem.q_len);
             let reader = Reader::new(inputs.kv(), b, q_head / problem.heads_per_kv())?;
@@ -138,7 +132,10 @@ impl DecodeAttention for Reference {
             if integer && format.k == Scheme::Int4(Int4Scale::Channel) {
                 row = row.rounded();
             }
-            *lse = reference::attend(&row, &reader, integer, out);
+            let row_lse = reference::attend(&row, &reader, integer, out);
+            if let Some(lse) = &mut lse {
+                lse[r] = row_lse;
+            }
         }
         Ok(())
     }
@@ -241,12 +238,11 @@ impl DecodeAttention for CpuBackend {
         plan(problem, format)
     }
 
-    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+    fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         check_plan(step.plan())?;
-        let inputs = step.inputs();
+        let (inputs, outputs) = step.parts();
         let mut workspace = self.workspaces().pop().unwrap_or_default();
-        let (out, lse) = step.outputs();
-        let result = decode::decode(self.isa, &inputs, &mut workspace, out, lse);
+        let result = decode::decode(self.isa, &inputs, &mut workspace, outputs);
         self.workspaces().push(workspace);
         result
     }

@@ -3,7 +3,7 @@
 use std::{cell::RefCell, ops::Range};
 
 use attn_core::{
-    Error, Int4Scale, KvSource, Problem, Scheme, StepInputs,
+    Error, Int4Scale, KvSource, Problem, Scheme, StepInputs, StepOutputs,
     arithmetic::LOG2_E,
     segments::{self, SPAN, TILE, num_segments, num_spans},
 };
@@ -36,6 +36,8 @@ pub(crate) struct Workspace {
     /// Index of the first split of each sequence.
     starts: Vec<usize>,
     states: Vec<f32>,
+    /// Log-sum-exps that the caller did not ask for.
+    unasked_lse: Vec<f32>,
 }
 
 /// A thread's own memory.
@@ -174,10 +176,9 @@ pub(crate) fn decode(
     isa: Isa,
     step: &StepInputs<'_>,
     workspace: &mut Workspace,
-    out: &mut [f32],
-    lse: &mut [f32],
+    StepOutputs { out, lse }: StepOutputs<'_>,
 ) -> Result<(), Error> {
-    let problem = &step.plan().problem;
+    let problem = step.problem();
     if problem.batch() > 0 {
         // Refuses another backend's cache before any output is touched.
         Reader::new(step.kv(), 0, 0)?;
@@ -192,7 +193,7 @@ pub(crate) fn decode(
     if workspace.states.len() < needed {
         workspace.states.resize(needed, 0.0);
     }
-    let (attend, epilogue) = kernels(isa, step.plan().format.is_integer());
+    let (attend, epilogue) = kernels(isa, step.plan().format().is_integer());
     let (splits, states) = (&workspace.splits[..], &mut workspace.states[..needed]);
     let run = |(index, states): (usize, &mut [f32])| {
         let splits = &splits[index..];
@@ -214,7 +215,16 @@ pub(crate) fn decode(
         // SAFETY: as above.
         unsafe { epilogue(states, span, v_scale, out) }
     };
+    let mut unasked = std::mem::take(&mut workspace.unasked_lse);
+    let lse = match lse {
+        Some(lse) => lse,
+        None => {
+            unasked.resize(problem.rows(), 0.0);
+            &mut unasked[..]
+        }
+    };
     write_rows(step, workspace, epilogue, out, lse);
+    workspace.unasked_lse = unasked;
     Ok(())
 }
 
@@ -226,7 +236,7 @@ fn write_rows(
     out: &mut [f32],
     lse: &mut [f32],
 ) {
-    let problem = &step.plan().problem;
+    let problem = step.problem();
     let (dim, heads, per) = (
         problem.head_dim,
         problem.num_kv_heads,
@@ -285,8 +295,8 @@ fn attend<D: Dot, const INTEGER: bool>(
     states: &mut [f32],
 ) -> Result<(), Error> {
     let (split, next) = (&splits[0], splits.get(1));
-    let (plan, s) = (step.plan(), d.simd());
-    let problem = &plan.problem;
+    let (format, s) = (step.plan().format(), d.simd());
+    let problem = step.problem();
     let (dim, per, kv_len) = (
         problem.head_dim,
         problem.heads_per_kv(),
@@ -295,14 +305,14 @@ fn attend<D: Dot, const INTEGER: bool>(
     let reader = Reader::new(step.kv(), split.b, split.g)?;
     let (rows, tile, fetch) = (&mut scratch.rows, &mut scratch.tile, &mut scratch.fetch);
     let count = problem.q_len * per;
-    rows.reserve(count, dim, plan.format.v.groups(dim));
+    rows.reserve(count, dim, format.v.groups(dim));
     load_queries(s, step, split, reader.tensor_scales[0], &mut rows.q);
     // The float arithmetic reads fp8 too small by this factor (`unpack`).
     let unit = |scheme| match scheme {
         Scheme::Fp8E4m3 => FP8_UNIT,
         _ => 1.0,
     };
-    let (k_unit, v_unit) = (unit(plan.format.k), unit(plan.format.v));
+    let (k_unit, v_unit) = (unit(format.k), unit(format.v));
     if !INTEGER && k_unit != 1.0 {
         rows.q.as_mut_slice()[..count * dim]
             .iter_mut()
@@ -318,7 +328,7 @@ fn attend<D: Dot, const INTEGER: bool>(
     let page_tokens = reader.page_end(0);
     let segment_tokens = segments::segment_tokens(kv_len);
     let mut prepared = PreparedFor::Nothing;
-    if INTEGER && plan.format.k == Scheme::Int4(Int4Scale::Channel) {
+    if INTEGER && format.k == Scheme::Int4(Int4Scale::Channel) {
         query::round_queries(rows);
     }
     let last = seen.end.min(split.segments.end * segment_tokens);
@@ -408,7 +418,7 @@ fn load_queries<S: Simd>(
     k_tensor_scale: f32,
     out: &mut Aligned<f32>,
 ) {
-    let problem = &step.plan().problem;
+    let problem = step.problem();
     let (dim, per) = (problem.head_dim, problem.heads_per_kv());
     let c = (problem.softmax_scale * LOG2_E) * k_tensor_scale;
     for i in 0..problem.q_len {

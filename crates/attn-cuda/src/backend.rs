@@ -1,10 +1,10 @@
 //! The common trait on top of the native entry: host slices in and out.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, KvSource,
-    PageStore, Plan, Problem, StepInputs, Unsupported,
+    PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported,
 };
 use attn_kernels::cuda::instance;
 use cudarc::driver::{DriverError, result};
@@ -12,7 +12,7 @@ use cudarc::driver::{DriverError, result};
 use crate::{
     device::{Device, failed},
     images,
-    native::{self, DeviceKv, LaunchPlan},
+    native::{self, DeviceKv, NativePlan},
     options::Options,
     sizes,
     step::{Inputs, Parts, Placed},
@@ -30,7 +30,7 @@ impl CudaBackend {
     /// Opens the first GPU that the driver shows; never panics.
     ///
     /// # Errors
-    /// [`Unsupported::Absent`] with what is missing and what mends it.
+    /// [`Unsupported::Absent`] that names what is missing and the next step.
     pub fn open() -> Result<Self, Unsupported> {
         Self::open_ordinal(0)
     }
@@ -53,7 +53,7 @@ impl CudaBackend {
         })
     }
 
-    /// The context that the backend works in: the device's primary one. Its event tracking is off: whoever uses its slices on several
+    /// The context that the backend works in: the device's primary one. Its event tracking is off: a caller that uses its slices on several
     /// streams orders them.
     pub fn context(&self) -> &Arc<cudarc::driver::CudaContext> {
         &self.device.context
@@ -62,20 +62,20 @@ impl CudaBackend {
     fn attend(
         &self,
         step: &StepInputs<'_>,
-        (out, lse): (&mut [f32], &mut [f32]),
+        StepOutputs { out, lse }: StepOutputs<'_>,
         page_size: usize,
     ) -> Result<(), Error> {
         let device = &self.device;
         let bind = device.context.bind_to_thread();
         bind.map_err(failed("binding the context"))?;
-        let problem = &step.plan().problem;
-        let plan = native::prepare(device, problem, step.plan().format, page_size)?;
+        let problem = step.problem();
+        let plan = self.planned(step.plan())?.native(page_size, step.plan())?;
         let store = match step.kv() {
             KvSource::Cache(cache) => Some(self.store(cache)?),
             KvSource::View(_) => None,
         };
-        let inputs = Inputs::new(device, step, &plan, store, page_size)?;
-        check_lengths(problem, step.q(), out, lse)?;
+        let inputs = Inputs::new(device, step, store, page_size)?;
+        check_lengths(problem, step.q(), out, lse.as_deref())?;
         let mut upload = Upload::default();
         let parts = Parts::reserve(&mut upload, step, &plan, &inputs, out)?;
         let allocated = device.arena(upload.bytes());
@@ -92,7 +92,7 @@ impl CudaBackend {
         unsafe { result::memset_d8_async(args.workspace, 0, plan.zeroed_bytes(), stream) }
             .map_err(failed("zeroing the workspace"))?;
         if let (Some(import), KvSource::View(view)) = (&inputs.import, step.kv()) {
-            let args = placed.import_args(view, &inputs, &plan);
+            let args = placed.import_args(view, &inputs);
             // SAFETY: `DecodeStep::new` has compared the view's reach with its slices, by products that do not wrap, and strides beyond
             // 63 bits are multiplied by 0 alone. `Inputs` counts pages up to the longest length for each sequence, and `Parts` has
             // their bytes. All lies in the arena, whose lock is held until `wait` has waited.
@@ -100,17 +100,19 @@ impl CudaBackend {
         }
         // SAFETY:
         // - Lengths: `check_lengths` has compared queries and outputs with the problem that `plan` is for.
-        // - Pages: `Books::of_cache` has compared every page with the store's pool, and counted each sequence's. Imported ones are in order.
+        // - Pages: `DeviceTables::of_cache` has compared every page with the store's pool, and counted each sequence's. Imported ones are in order.
         // - Rows: as for the import; `decode` has seen that strides are whole chunks of 16 bytes.
         // - Queries: `DecodeStep::new` has compared each with the range.
         // - Lifetime: everything lies in the arena, whose lock is held until `wait` has waited, or in the cache, which `step` borrows;
         //   one stream. The workspace is zeroed ahead.
         unsafe { native::launch_decode(device, &plan, stream, &args, 0) }?;
-        let mut copy_out = || -> Result<(), DriverError> {
+        let copy_out = || -> Result<(), DriverError> {
             // SAFETY: `Parts` has reserved as many bytes as `out` has; it outlives `wait`.
             unsafe { result::memcpy_dtoh_async(out, args.out, stream) }?;
             // SAFETY: the same for `lse`.
-            unsafe { result::memcpy_dtoh_async(lse, args.lse, stream) }
+            lse.map_or(Ok(()), |lse| unsafe {
+                result::memcpy_dtoh_async(lse, args.lse, stream)
+            })
         };
         copy_out().map_err(failed("copying the results"))?;
         wait.finish().map_err(failed("decoding"))
@@ -131,7 +133,7 @@ impl CudaBackend {
                     pool: store.pool_address(),
                     num_pages: store.num_pages(),
                     page_table: placed.at(placed.parts.table),
-                    page_table_stride: inputs.books.stride,
+                    page_table_stride: inputs.tables.stride,
                     tail_pages: placed.some(has_tails, placed.parts.tails),
                 };
                 Ok((kv, store.tensor_scale_addresses()))
@@ -140,9 +142,9 @@ impl CudaBackend {
                 let kv = if inputs.import.is_some() {
                     DeviceKv::Paged {
                         pool: placed.at(placed.parts.imported),
-                        num_pages: inputs.books.table.len(),
+                        num_pages: inputs.tables.table.len(),
                         page_table: placed.at(placed.parts.table),
-                        page_table_stride: inputs.books.stride,
+                        page_table_stride: inputs.tables.stride,
                         tail_pages: 0,
                     }
                 } else {
@@ -164,6 +166,16 @@ impl CudaBackend {
         }
     }
 
+    /// The launches of a plan that this backend made.
+    fn planned<'a>(&self, plan: &'a Plan) -> Result<&'a Planned, Error> {
+        let planned = plan.prepared::<Planned>();
+        let own = planned.filter(|planned| Arc::ptr_eq(&planned.device, &self.device));
+        own.ok_or(Error::WrongBackend {
+            backend: BACKEND,
+            what: "plan",
+        })
+    }
+
     /// The store of a cache that this backend made, whose pages are as the cache says.
     ///
     /// Another's store can lead to it (`PageStore::as_any`), and say something else of itself: what a launch relies on is compared with
@@ -177,14 +189,47 @@ impl CudaBackend {
     }
 }
 
+/// The launches of a plan.
+struct Planned {
+    device: Arc<Device>,
+    /// A launch for pages of so many tokens; 0 for contiguous caches.
+    by_page_size: Mutex<Vec<(usize, Arc<NativePlan>)>>,
+}
+
+impl Planned {
+    /// The launch for pages of `page_size` tokens, prepared where it is the first.
+    fn native(&self, page_size: usize, plan: &Plan) -> Result<Arc<NativePlan>, Error> {
+        let known = self.by_page_size.lock();
+        let mut known = known.unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, native)) = known.iter().find(|(size, _)| *size == page_size) {
+            return Ok(native.clone());
+        }
+        let native = native::prepare(&self.device, plan.problem(), plan.format(), page_size)?;
+        let native = Arc::new(native);
+        known.push((page_size, native.clone()));
+        Ok(native)
+    }
+}
+
+/// This backend's name in errors.
+const BACKEND: &str = "cuda";
+
+/// The page size of a cache that asks for no other.
+const USUAL_PAGE: usize = 64;
+
 /// Refuses slices of other lengths than the problem's.
-fn check_lengths(problem: &Problem, q: &[f32], out: &[f32], lse: &[f32]) -> Result<(), Error> {
+fn check_lengths(
+    problem: &Problem,
+    q: &[f32],
+    out: &[f32],
+    lse: Option<&[f32]>,
+) -> Result<(), Error> {
     let rows = problem.rows();
     let elems = sizes::product("elements of a query", &[rows, problem.head_dim])?;
     for (what, given, needed) in [
         ("q", q.len(), elems),
         ("out", out.len(), elems),
-        ("lse", lse.len(), rows),
+        ("lse", lse.map_or(rows, <[f32]>::len), rows),
     ] {
         if given != needed {
             return Err(Error::Length {
@@ -233,25 +278,19 @@ impl DecodeAttention for CudaBackend {
     }
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
-        let device = &self.device;
-        let plan = LaunchPlan::new(device.limits(), &device.preferences, problem, format, 64)?;
-        Ok(Plan {
-            backend: "cuda",
-            problem: problem.clone(),
-            format,
-            num_splits: plan.launch.grid.iter().product(),
-            workspace_bytes: plan.workspace_bytes(),
-        })
+        let planned = Planned {
+            device: self.device.clone(),
+            by_page_size: Mutex::default(),
+        };
+        let plan = Plan::new(BACKEND, problem, format, planned)?;
+        // Pages of other sizes and contiguous caches are prepared by their first step.
+        self.planned(&plan)?.native(USUAL_PAGE, &plan)?;
+        Ok(plan)
     }
 
-    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
-        if step.plan().backend != "cuda" {
-            return Err(Error::WrongBackend {
-                backend: "cuda",
-                what: "plan",
-            });
-        }
-        let inputs = step.inputs();
+    fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        self.planned(step.plan())?;
+        let (inputs, outputs) = step.parts();
         let page_size = match inputs.kv() {
             KvSource::Cache(cache) => self.store(cache)?.layout().page_size(),
             KvSource::View(view) => {
@@ -264,6 +303,6 @@ impl DecodeAttention for CudaBackend {
                 if in_place { 0 } else { 64 }
             }
         };
-        self.attend(&inputs, step.outputs(), page_size)
+        self.attend(&inputs, outputs, page_size)
     }
 }

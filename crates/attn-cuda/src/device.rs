@@ -26,7 +26,7 @@ use crate::{
     sizes,
 };
 
-/// What the driver or the compiler said.
+/// An error of the driver, the compiler or the checking launch.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {
@@ -41,9 +41,9 @@ pub enum CudaError {
         "a kernel needs {kernel} bytes of shared memory, and {limit} may be used; kernels/cuda and smem.rs are of different versions"
     )]
     SharedBytes {
-        /// Of the image.
+        /// Bytes that the image asks for.
         kernel: usize,
-        /// Of the device.
+        /// Bytes that the device allows.
         limit: usize,
     },
     /// `ATTN_CHECK=1` found inputs that decode cannot survive.
@@ -51,13 +51,13 @@ pub enum CudaError {
         "ATTN_CHECK: {what}[{index}] is {value}, allowed {allowed}; correct the caller's device buffer"
     )]
     Check {
-        /// Which buffer.
+        /// Name of the buffer.
         what: &'static str,
         /// Flat index into it.
         index: usize,
-        /// What it holds.
+        /// Value at the index.
         value: String,
-        /// What it may hold.
+        /// Values that are allowed.
         allowed: String,
     },
 }
@@ -92,7 +92,7 @@ impl WaitOnDrop<'_> {
         WaitOnDrop(stream, PhantomData)
     }
 
-    /// Waits now, for whoever wants to know how the work went.
+    /// Waits now, and returns the outcome of the work.
     pub fn finish(self) -> Result<(), DriverError> {
         let waited = self.wait();
         std::mem::forget(self);
@@ -131,20 +131,20 @@ impl Drop for WaitOnDrop<'_> {
 #[derive(Debug)]
 pub(crate) struct LoadedKernel {
     function: CudaFunction,
-    // Of a CTA, or of each of its teams.
+    // Bytes of a CTA, or of each of its teams.
     shared_bytes: usize,
     // Whether it may begin before the launch ahead of it has ended.
     overlaps: bool,
 }
 
-/// A kernel's place: its lock is held while it is compiled, so that others are not kept waiting.
+/// A kernel's entry. Its own lock is held while it is compiled, so that other kernels can be loaded meanwhile.
 type Entry = Arc<Mutex<Option<Arc<LoadedKernel>>>>;
 
 /// Device memory that host calls reuse; grows, never shrinks.
 #[derive(Debug, Default)]
 pub(crate) struct Arena(Option<CudaSlice<u8>>);
 
-/// A GPU and what is loaded on it.
+/// A GPU, its loaded kernels and its scratch memory.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) context: Arc<CudaContext>,
@@ -153,7 +153,7 @@ pub(crate) struct Device {
     pub(crate) shared_limit: usize,
     pub(crate) sms: usize,
     pub(crate) preferences: Preferences,
-    // Driver's, as in cuDriverGetVersion.
+    // Version of the driver, as in cuDriverGetVersion.
     version: i32,
     pub(crate) check: Option<CudaSlice<u8>>,
     pub(crate) info: DeviceInfo,

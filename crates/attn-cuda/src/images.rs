@@ -1,4 +1,4 @@
-//! Kernel images: embedded by `build.rs`, else from the disk cache ([`image_cache`]), else compiled by NVRTC and
+//! Kernel images: embedded by `build.rs`, else from the disk cache (`image_cache`), else compiled by NVRTC and
 //! kept there.
 
 use std::{env, fs, path::PathBuf, sync::OnceLock};
@@ -36,10 +36,10 @@ pub enum ImageError {
     Compile(String),
 }
 
-/// Where an image came from.
+/// Origin of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Origin {
-    /// This program.
+    /// The program itself.
     Embedded,
     /// The disk cache.
     Cached,
@@ -56,7 +56,7 @@ pub fn compiler() -> Result<&'static Nvrtc, ImageError> {
         .map_err(|reason| ImageError::NoCompiler(reason.clone()))
 }
 
-/// The kernel sources: this program's own, or those in the folder that `ATTN_KERNELS` names, for who changes them.
+/// The kernel sources: this program's own, or those in the folder that `ATTN_KERNELS` names, for work on the kernels.
 pub fn sources() -> &'static [(&'static str, &'static str)] {
     static SOURCES: OnceLock<Vec<(&'static str, &'static str)>> = OnceLock::new();
     let Some(folder) = env::var_os("ATTN_KERNELS") else {
@@ -149,7 +149,7 @@ fn embedded_image(key: &Key) -> Option<&'static [u8]> {
     at.ok().map(|at| embedded::IMAGES[at].1)
 }
 
-/// What the cache has for a key, or why it is refused.
+/// The cache's image for a key, or the reason why the cache is refused.
 fn cached_image(
     folder: Result<Option<PathBuf>, CacheError>,
     key: &Key,

@@ -37,7 +37,7 @@ pub use store::CudaPages;
 /// Opens the first GPU; never panics.
 ///
 /// # Errors
-/// [`Unsupported::Absent`] with what is missing and what mends it.
+/// [`Unsupported::Absent`] that names what is missing and the next step.
 pub fn open() -> Result<Box<dyn DecodeAttention>, Unsupported> {
     Ok(Box::new(CudaBackend::open()?))
 }

@@ -1,8 +1,6 @@
-//! One decode of the common trait: what is copied to the arena, and where it lies there.
+//! One decode of the common trait: the inputs that are copied to the arena, and their addresses there.
 
-use attn_core::{
-    Error, Heads, KvSource, KvView, PageLayout, PageStore, PageTable, Problem, StepInputs,
-};
+use attn_core::{Error, KvSource, KvView, PageLayout, PageStore, PageTable, Problem, StepInputs};
 
 use crate::{
     device::Device,
@@ -16,7 +14,7 @@ use crate::{
 
 /// The page table that a launch reads.
 #[derive(Debug, Default)]
-pub(crate) struct Books {
+pub(crate) struct DeviceTables {
     /// `[batch][stride]`.
     pub(crate) table: Vec<u32>,
     /// `[batch]`, of a cache.
@@ -35,11 +33,11 @@ fn with_room<T>(count: usize) -> Result<Vec<T>, Error> {
     Ok(list)
 }
 
-impl Books {
-    /// Of the sequences of `problem`, in a pool of `num_pages` pages: every page is in the pool, and they are as many as lengths need.
+impl DeviceTables {
+    /// The tables of the problem's sequences. Checks that every page is in the pool of `num_pages`, and that lengths have their pages.
     fn of_cache(
         problem: &Problem,
-        books: &PageTable,
+        cache: &PageTable,
         page_size: usize,
         num_pages: usize,
     ) -> Result<Self, Error> {
@@ -51,10 +49,10 @@ impl Books {
             })
         };
         let batch = problem.batch();
-        if books.pages.len() < batch || books.tail_pages.len() < batch {
+        if cache.pages.len() < batch || cache.tail_pages.len() < batch {
             return differ("batch", batch.to_string());
         }
-        let pages = &books.pages[..batch];
+        let pages = &cache.pages[..batch];
         let longest = pages.iter().map(Vec::len).max().unwrap_or(0);
         let stride = longest.max(1);
         let entries = sizes::product("entries of the page table", &[batch, stride])?;
@@ -63,8 +61,8 @@ impl Books {
             if own.len() < kv_len.div_ceil(page_size) {
                 return differ("kv_len", format!("{kv_len} in {} pages", own.len()));
             }
-            let tail = books.tail_pages[b].unwrap_or(0);
-            let mut all = own.iter().chain(&books.tail_pages[b]);
+            let tail = cache.tail_pages[b].unwrap_or(0);
+            let mut all = own.iter().chain(&cache.tail_pages[b]);
             if let Some(page) = all.find(|page| **page as usize >= num_pages) {
                 return differ("page", page.to_string());
             }
@@ -72,14 +70,14 @@ impl Books {
             table.resize((b + 1) * stride, 0);
             tails.push(tail);
         }
-        Ok(Books {
+        Ok(DeviceTables {
             table,
             tails,
             stride,
         })
     }
 
-    /// Of pages in order, as many for each sequence as the longest needs.
+    /// Tables of pages in order, as many for each sequence as the longest needs.
     fn in_order(batch: usize, max_kv_len: usize, page_size: usize) -> Result<Self, Error> {
         let stride = max_kv_len.div_ceil(page_size).max(1);
         let pages = sizes::product("pages of a view", &[batch, stride])?;
@@ -90,7 +88,7 @@ impl Books {
         })?;
         let mut table = with_room(pages)?;
         table.extend(0..last);
-        Ok(Books {
+        Ok(DeviceTables {
             table,
             tails: Vec::new(),
             stride,
@@ -98,52 +96,55 @@ impl Books {
     }
 }
 
-/// What a decode makes of its step before it copies anything.
+/// The inputs of a decode, computed from its step before anything is copied.
 pub(crate) struct Inputs {
     lens: Vec<i32>,
+    /// The longest of `lens`.
+    longest: usize,
     slopes: Vec<f32>,
-    pub(crate) books: Books,
-    /// For a view that decode does not read in place: it is copied into pages first.
+    pub(crate) tables: DeviceTables,
+    /// The import of a view that decode does not read in place.
     pub(crate) import: Option<NativeImport>,
     imported_bytes: usize,
 }
 
 impl Inputs {
-    /// For pages of `page_size` tokens, or 0 for a view that is read in place; of a cache, `store` has the pages.
+    /// Inputs for pages of `page_size` tokens, or 0 for a view that is read in place. `store` has a cache's pages.
     pub(crate) fn new(
         device: &Device,
         step: &StepInputs<'_>,
-        plan: &NativePlan,
         store: Option<&CudaPages>,
         page_size: usize,
     ) -> Result<Self, Error> {
-        let problem = &step.plan().problem;
+        let problem = step.problem();
+        let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
         let lens = problem.kv_lens.iter();
         let lens = lens
             .map(|&len| sizes::int("kv_len", len))
             .collect::<Result<_, _>>()?;
         let slopes = alibi_slopes_log2(problem.alibi_slopes.as_deref().unwrap_or(&[]));
         let (mut import, mut imported_bytes) = (None, 0);
-        let books = match step.kv() {
+        let tables = match step.kv() {
             KvSource::Cache(cache) => {
                 let num_pages = store.map_or(0, |store| store.num_pages());
-                Books::of_cache(problem, cache.table(), page_size, num_pages)?
+                DeviceTables::of_cache(problem, cache.table(), page_size, num_pages)?
             }
-            KvSource::View(_) if page_size == 0 => Books::default(),
+            KvSource::View(_) if page_size == 0 => DeviceTables::default(),
             KvSource::View(_) => {
-                let (format, heads) = (step.plan().format, problem.num_kv_heads);
+                let (format, heads) = (step.plan().format(), problem.num_kv_heads);
                 let layout = PageLayout::new(format, problem.head_dim, page_size, heads)?;
-                let books = Books::in_order(problem.batch(), plan.max_kv_len(), page_size)?;
-                let sizes = [books.table.len(), layout.page_bytes()];
+                let tables = DeviceTables::in_order(problem.batch(), longest, page_size)?;
+                let sizes = [tables.table.len(), layout.page_bytes()];
                 imported_bytes = sizes::product("bytes of a view in pages", &sizes)?;
                 import = Some(native::prepare_import(device, layout)?);
-                books
+                tables
             }
         };
         Ok(Inputs {
             lens,
+            longest,
             slopes,
-            books,
+            tables,
             import,
             imported_bytes,
         })
@@ -178,13 +179,13 @@ impl Parts {
         Ok(Parts {
             workspace: upload.reserve(plan.workspace_bytes())?,
             out: upload.reserve(out_bytes)?,
-            lse: upload.reserve(out_bytes / step.plan().problem.head_dim)?,
+            lse: upload.reserve(out_bytes / step.problem().head_dim)?,
             q: upload.add(bytes_of(step.q()))?,
             lens: upload.add(bytes_of(&inputs.lens))?,
             slopes: upload.add(bytes_of(&inputs.slopes))?,
             imported: upload.reserve(inputs.imported_bytes)?,
-            table: upload.add(bytes_of(&inputs.books.table))?,
-            tails: upload.add(bytes_of(&inputs.books.tails))?,
+            table: upload.add(bytes_of(&inputs.tables.table))?,
+            tails: upload.add(bytes_of(&inputs.tables.tails))?,
             view: match step.kv() {
                 KvSource::Cache(_) => [0; 6],
                 KvSource::View(view) => [
@@ -200,7 +201,7 @@ impl Parts {
     }
 }
 
-/// Where the parts are, in device memory.
+/// Device addresses of the parts.
 pub(crate) struct Placed {
     pub(crate) base: u64,
     pub(crate) parts: Parts,
@@ -231,12 +232,7 @@ impl Placed {
         ]
     }
 
-    pub(crate) fn import_args(
-        &self,
-        view: &KvView<'_>,
-        inputs: &Inputs,
-        plan: &NativePlan,
-    ) -> ImportArgs {
+    pub(crate) fn import_args(&self, view: &KvView<'_>, inputs: &Inputs) -> ImportArgs {
         let [k, v] = self.rows(view);
         ImportArgs {
             k,
@@ -245,10 +241,10 @@ impl Placed {
             scale_strides: [view.k().scale_strides, view.v().scale_strides],
             pool: self.at(self.parts.imported),
             page_table: self.at(self.parts.table),
-            page_table_stride: inputs.books.stride,
+            page_table_stride: inputs.tables.stride,
             kv_lens: self.at(self.parts.lens),
             batch: inputs.lens.len(),
-            max_kv_len: plan.max_kv_len(),
+            max_kv_len: inputs.longest,
         }
     }
 
@@ -276,8 +272,9 @@ impl Placed {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use attn_core::Heads;
 
-    fn books(pages: &[&[u32]], tails: &[Option<u32>]) -> PageTable {
+    fn page_table(pages: &[&[u32]], tails: &[Option<u32>]) -> PageTable {
         PageTable {
             pages: pages.iter().map(|own| own.to_vec()).collect(),
             tail_pages: tails.to_vec(),
@@ -285,21 +282,19 @@ mod tests {
         }
     }
 
-    fn table(lens: &[usize], of: &PageTable, num_pages: usize) -> Result<Books, Error> {
-        let problem = Problem::new(
-            Heads {
-                q: 1,
-                kv: 1,
-                dim: 64,
-            },
-            lens.to_vec(),
-        );
-        Books::of_cache(&problem, of, 32, num_pages)
+    fn table(lens: &[usize], of: &PageTable, num_pages: usize) -> Result<DeviceTables, Error> {
+        let heads = Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        };
+        let problem = Problem::new(heads, lens);
+        DeviceTables::of_cache(&problem, of, 32, num_pages)
     }
 
     #[test]
     fn a_page_table_has_a_row_for_each_sequence() {
-        let of = books(&[&[4, 2, 0], &[], &[3]], &[Some(1), None, None]);
+        let of = page_table(&[&[4, 2, 0], &[], &[3]], &[Some(1), None, None]);
         let made = table(&[65, 0, 32], &of, 5).unwrap();
         assert_eq!((made.stride, &made.tails[..]), (3, &[1, 0, 0][..]));
         assert_eq!(made.table, [4, 2, 0, 0, 0, 0, 3, 0, 0]);
@@ -308,13 +303,13 @@ mod tests {
 
     #[test]
     fn a_table_that_leads_out_of_the_pool_is_refused() {
-        let of = books(&[&[4, 2], &[3]], &[Some(1), None]);
+        let of = page_table(&[&[4, 2], &[3]], &[Some(1), None]);
         for num_pages in [0, 1, 2, 4] {
             assert!(table(&[64, 32], &of, num_pages).is_err(), "{num_pages}");
         }
-        let of = books(&[&[0]], &[Some(7)]);
+        let of = page_table(&[&[0]], &[Some(7)]);
         assert!(table(&[1], &of, 7).is_err() && table(&[1], &of, 8).is_ok());
-        let short = books(&[&[0, 1]], &[None]);
+        let short = page_table(&[&[0, 1]], &[None]);
         assert!(table(&[64], &short, 2).is_ok() && table(&[65], &short, 2).is_err());
         assert!(
             table(&[1, 1], &short, 2).is_err(),
@@ -324,10 +319,13 @@ mod tests {
 
     #[test]
     fn a_view_of_too_many_pages_is_refused_before_memory_is_asked_for() {
-        let made = Books::in_order(2, 65, 32).unwrap();
+        let made = DeviceTables::in_order(2, 65, 32).unwrap();
         assert_eq!((made.stride, made.table), (3, vec![0, 1, 2, 3, 4, 5]));
         for (batch, max_kv_len) in [(1 << 18, 1 << 20), (1 << 60, 1 << 20), (usize::MAX, 64)] {
-            assert!(Books::in_order(batch, max_kv_len, 64).is_err(), "{batch}");
+            assert!(
+                DeviceTables::in_order(batch, max_kv_len, 64).is_err(),
+                "{batch}"
+            );
         }
     }
 }

@@ -2,9 +2,7 @@
 
 use std::{any::Any, ops::Range, sync::Arc};
 
-use attn_core::{
-    Append, CacheAccess, CacheConfig, Error, Heads, PageLayout, PageStore, TokenWrite,
-};
+use attn_core::{CacheAccess, CacheConfig, Error, PageLayout, PageStore, TokenWrite};
 use attn_kernels::cuda::Instance;
 use cudarc::driver::{CudaSlice, DevicePtr};
 
@@ -79,7 +77,7 @@ fn runs(writes: &[TokenWrite], page_size: usize) -> Result<(Vec<Run>, Vec<u32>),
     Ok((runs, words))
 }
 
-/// Refuses writes beyond the pool, a page, or K and V: kernels go where they are told.
+/// Refuses writes beyond the pool, a page, or K and V: kernels do not check addresses.
 fn check_writes(
     layout: &PageLayout,
     num_pages: usize,
@@ -306,6 +304,7 @@ impl PageStore for CudaPages {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use attn_core::{Append, Heads};
 
     use attn_core::{HostPages, KvCache, KvFormat};
 

@@ -57,10 +57,10 @@ impl DecodeAttention for Faulty {
         self.inner.plan(problem, format)
     }
 
-    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
-        self.inner.decode(step)?;
-        let long = step.plan().problem.kv_lens.iter().any(|len| *len > 20);
-        let (out, _) = step.outputs();
+    fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        self.inner.execute(step)?;
+        let long = step.problem().kv_lens.iter().any(|len| *len > 20);
+        let out = step.parts().1.out;
         match self.fault {
             Fault::Bit if long => {
                 if let Some(x) = out.last_mut() {

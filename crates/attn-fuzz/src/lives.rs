@@ -173,7 +173,11 @@ impl<'a> Life<'a> {
         let (table, size) = (self.cache.table(), self.config.page_size);
         let channel = self.config.format.k == Scheme::Int4(Int4Scale::Channel);
         let mut needed = 0usize;
-        for &(s, tokens) in appends {
+        for &Append {
+            sequence: s,
+            tokens,
+        } in appends
+        {
             let len = self.sequences.get(s)?.tokens;
             if tokens == 0 {
                 continue;
@@ -237,7 +241,10 @@ impl<'a> Life<'a> {
             v.truncate(n.saturating_sub(self.row()));
             good &= v.len() == n;
         }
-        let needed = self.needed(&[(s, tokens)]);
+        let needed = self.needed(&[Append {
+            sequence: s,
+            tokens,
+        }]);
         let fits = needed.is_some_and(|n| n <= self.cache.free_pages());
         let done = self.cache.append(s, &k, &v);
         self.expect("append", done.as_ref(), good && fits)?;
@@ -304,21 +311,22 @@ impl<'a> Life<'a> {
     /// A closure that fails changes nothing; one that succeeds is told where each token goes. What it did not write is freed.
     fn append_with(&mut self, draw: &mut Draw<'_, '_>) -> Result<Done, String> {
         let count = draw.range(0..=3);
-        let appends: Vec<(usize, usize)> = (0..count)
+        let appends: Vec<Append> = (0..count)
             .map(|_| {
-                let s = self.sequence(draw);
-                let huge = draw.once_in(12);
-                (
-                    s,
-                    if huge {
-                        draw.size()
-                    } else {
-                        draw.range(0..=self.config.page_size + 2)
-                    },
-                )
+                let sequence = self.sequence(draw);
+                let tokens = if draw.once_in(12) {
+                    draw.size()
+                } else {
+                    draw.range(0..=self.config.page_size + 2)
+                };
+                Append { sequence, tokens }
             })
             .collect();
-        let twice = (1..count).any(|i| appends[..i].iter().any(|a| a.0 == appends[i].0));
+        let twice = (1..count).any(|i| {
+            appends[..i]
+                .iter()
+                .any(|a| a.sequence == appends[i].sequence)
+        });
         let needed = self.needed(&appends);
         let fits = needed.is_some_and(|n| n <= self.cache.free_pages()) && !twice;
         let fails = draw.once_in(2);
@@ -334,7 +342,7 @@ impl<'a> Life<'a> {
             }
         });
         let total: usize = if fits {
-            appends.iter().map(|a| a.1).sum()
+            appends.iter().map(|a| a.tokens).sum()
         } else {
             0
         };
@@ -348,7 +356,11 @@ impl<'a> Life<'a> {
             return Ok(Done::Refused);
         }
         let mut source = 0;
-        for &(s, tokens) in &appends {
+        for &Append {
+            sequence: s,
+            tokens,
+        } in &appends
+        {
             let (len, table) = (self.sequences[s].tokens, self.cache.table());
             for i in 0..tokens {
                 let (write, at) = (seen[source], len + i);

@@ -57,7 +57,7 @@ fn drawn_problem(draw: &mut Draw<'_, '_>) -> Problem {
         kv.wrapping_mul(draw.range(1..=70))
     };
     let dim = either(draw, &[64, 80, 128, 256]);
-    let lens = (0..draw.range(0..=4))
+    let lens: Vec<usize> = (0..draw.range(0..=4))
         .map(|_| either(draw, &[0, 1, 64, 1 << 20]))
         .collect();
     let mut problem = Problem::new(Heads { q: heads, kv, dim }, lens);
@@ -341,7 +341,7 @@ fn cache(draw: &mut Draw<'_, '_>) -> Result<(), String> {
 
 /// Extreme strides and sizes into views: a view that is taken reaches every token.
 fn view(draw: &mut Draw<'_, '_>) -> Result<(), String> {
-    let lens = (0..draw.range(0..=3)).map(|_| draw.range(0..=5)).collect();
+    let lens: Vec<usize> = (0..draw.range(0..=3)).map(|_| draw.range(0..=5)).collect();
     let mut problem = Problem::new(
         Heads {
             q: 2,

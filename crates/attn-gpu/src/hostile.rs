@@ -159,7 +159,7 @@ fn appended_memory_is_free(gpu: &CudaBackend) -> Result<()> {
             driver(pinned_k.as_mut_slice())?,
             driver(pinned_v.as_mut_slice())?,
         );
-        cache.append(0, k, v)?;
+        cache.append(0, &*k, &*v)?;
         for x in [v, k] {
             x.iter_mut().rev().for_each(|x| *x = f32::NAN);
         }
@@ -206,7 +206,7 @@ fn decoded_memory_is_free(gpu: &CudaBackend, pair: &Pair) -> Result<()> {
     let q = driver(q.as_mut_slice())?;
     let (out, lse) = (driver(out.as_mut_slice())?, driver(lse.as_mut_slice())?);
     let kv = KvSource::Cache(&pair.gpu);
-    gpu.decode(&mut DecodeStep::new(&plan, q, kv, out)?.with_lse(lse)?)?;
+    gpu.decode(&mut DecodeStep::new(&plan, &*q, kv, &mut *out)?.with_lse(lse)?)?;
     let got = (out.to_vec(), lse.to_vec());
     q.fill(f32::NAN);
     equal("pinned queries and outputs", &got, &pair.want)

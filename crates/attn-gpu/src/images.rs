@@ -79,7 +79,7 @@ pub fn instances(arch: Arch) -> Vec<Instance> {
     once(all, arch)
 }
 
-/// What these cases need, and the checks of every program.
+/// The kernels of these cases, and the checking kernel.
 fn of_cases(cases: &[Case], arch: Arch) -> Vec<Instance> {
     let mut all = vec![Instance::Check];
     for case in cases {
@@ -111,7 +111,7 @@ fn of_cases(cases: &[Case], arch: Arch) -> Vec<Instance> {
     once(all, arch)
 }
 
-/// What to compile, and what to do with it.
+/// Options of the command `images`.
 #[derive(clap::Args)]
 pub struct Options {
     /// Only these of every so many, as `i/n`.
@@ -134,7 +134,7 @@ pub struct Options {
     dump: Option<PathBuf>,
 }
 
-/// A file name that says what an image is for.
+/// A file name with an image's source, architecture and macros.
 fn file_name(instance: &Instance, arch: Arch) -> String {
     let options = instance.options(arch);
     let macros = options.iter().filter_map(|o| o.strip_prefix("-DATTN_"));

@@ -28,19 +28,19 @@ enum Command {
     Check,
     /// Random shapes: the GPU equals the CPU to the bit, whatever the batch, the pages and the grid.
     Stress {
-        /// How many.
+        /// Number of shapes.
         #[arg(default_value_t = 2000)]
         count: u64,
-        /// Of the first.
+        /// Seed of the first shape.
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
     /// On this CPU, without a GPU: decode and append, compiled by g++ for threads that are fibers, give the CPU's bits and bytes.
     Emulate {
-        /// How many.
+        /// Number of shapes.
         #[arg(default_value_t = 40)]
         count: usize,
-        /// Of the first.
+        /// Seed of the first shape.
         #[arg(long, default_value_t = 1)]
         seed: u64,
         /// The conformance table's integer cases instead: minutes, as nearly each has its own kernel.
@@ -55,7 +55,7 @@ enum Command {
     },
     /// The native entry: device append, a captured graph replayed with longer lengths, 16-bit inputs, the checking launch.
     Native,
-    /// What `native` runs with ATTN_CHECK=1.
+    /// The part of `native` that runs with ATTN_CHECK=1.
     #[command(hide = true)]
     Checked,
 }

@@ -36,7 +36,7 @@ struct Engine<'a> {
     problem: Problem,
     plan: NativePlan,
     append: NativeAppend,
-    /// Of queries and outputs.
+    /// Number format of queries and outputs.
     dtype: Dtype,
     num_pages: usize,
     pool: CudaSlice<u8>,

@@ -18,7 +18,7 @@ pub fn bytes(dtype: Dtype, numbers: &[f32]) -> Vec<u8> {
     }
 }
 
-/// What lies there, in f32.
+/// The numbers that bytes hold, in f32.
 pub fn numbers(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
     let widen = |number: &dyn Fn(u16) -> f32| -> Vec<f32> {
         bytes
@@ -36,7 +36,7 @@ pub fn numbers(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
-/// What the format makes of them.
+/// Numbers rounded to the format.
 pub fn rounded(dtype: Dtype, x: &[f32]) -> Vec<f32> {
     numbers(dtype, &bytes(dtype, x))
 }

@@ -91,7 +91,7 @@ pub(crate) fn random(seed: u64) -> Case {
     let (format, head_dim, page_size) = r.pick(&KINDS);
     let (heads_per_kv, q_len) = r.pick(&ROWS);
     let heads = r.pick(&[1, 1, 2, 3]);
-    // Few sequences, or more than a warp has lanes, a few of them long: shares of unequal cost, and many slots.
+    // Few sequences, or more than a warp has lanes, a few of them long: splits of unequal cost, and many partials.
     let lens: Vec<usize> = if r.below(8) == 0 {
         let of_batch =
             |i: usize, r: &mut Random| r.below(if i.is_multiple_of(8) { 6000 } else { 90 });

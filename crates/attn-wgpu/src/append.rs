@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use attn_core::{
-    Append, CacheConfig, Error, Heads, PageLayout, TokenWrite,
+    CacheConfig, Error, PageLayout, TokenWrite,
     arithmetic::{ROUND, ROUND_WEIGHT},
 };
 use attn_kernels::wgsl::{append::AppendKey, params::AppendParams};
@@ -393,6 +393,7 @@ impl Appender {
 
 #[cfg(test)]
 mod tests {
+    use attn_core::{Append, Heads};
     use attn_core::{DecodeAttention, KvFormat};
     use attn_cpu::Reference;
 

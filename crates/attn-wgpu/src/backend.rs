@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
-    KvSource, Plan, Problem, Unsupported,
+    KvSource, Plan, Problem, StepOutputs, Unsupported,
 };
 use attn_kernels::wgsl::{
     self,
@@ -18,7 +18,7 @@ use crate::{
     error::BACKEND,
     gpu::{self, Gpu},
     import::ViewPages,
-    launch::{self, KvTables, Prepared},
+    launch::{KvTables, Prepared},
     pipeline::{self, Pipelines},
     store::DevicePages,
     view::{self, DeviceView},
@@ -31,6 +31,9 @@ pub struct WgpuBackend {
     appends: Arc<AppendPipelines>,
     device: DeviceInfo,
 }
+
+/// The device that a plan's kernels were compiled for.
+struct Planned(Arc<Gpu>);
 
 /// The tuning that `ATTN_WGPU_ITEMS` asks for.
 fn tuning_from_env() -> Result<Tuning, String> {
@@ -241,7 +244,7 @@ impl WgpuBackend {
     ) -> Result<(), Error> {
         self.gpu.alive("recording an append")?;
         // What saturates is more than any buffer holds.
-        let tokens = appends.iter().map(|(_, tokens)| *tokens);
+        let tokens = appends.iter().map(|append| append.tokens);
         let tokens = tokens.fold(0, usize::saturating_add);
         append::check_buffers(&self.pages(cache)?.pool, tokens, [k, v])?;
         cache.append_with(appends, |store, writes| {
@@ -335,7 +338,9 @@ impl DecodeAttention for WgpuBackend {
     }
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
-        self.check(problem, format)?;
+        let plan = Plan::new(BACKEND, problem, format, Planned(self.gpu.clone()))?;
+        self.gpu.alive("planning")?;
+        // The kernels of the usual layout; others compile at their first step.
         let layout = KvLayout {
             format,
             page_size: 64,
@@ -343,28 +348,22 @@ impl DecodeAttention for WgpuBackend {
             view: false,
         };
         let key = self.pipelines.key(&self.gpu, problem, layout);
-        let (num_splits, workspace_bytes) = launch::cost(problem, &key);
-        Ok(Plan {
-            backend: BACKEND,
-            problem: problem.clone(),
-            format,
-            num_splits,
-            workspace_bytes,
-        })
+        self.pipelines.decode(&self.gpu, &key)?;
+        Ok(plan)
     }
 
-    fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
-        if step.plan().backend != BACKEND {
+    fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        let planned = step.plan().prepared();
+        if !planned.is_some_and(|Planned(gpu)| Arc::ptr_eq(gpu, &self.gpu)) {
             return Err(Error::WrongBackend {
                 backend: BACKEND,
                 what: "plan",
             });
         }
         self.gpu.alive("decoding")?;
-        let problem = &step.plan().problem;
-        let inputs = step.inputs();
-        let (out, lse) = step.outputs();
-        if lse.is_empty() {
+        let (inputs, StepOutputs { out, lse }) = step.parts();
+        let problem = inputs.problem();
+        if out.is_empty() {
             return Ok(());
         }
         let prepared = match inputs.kv() {
@@ -391,7 +390,7 @@ impl DecodeAttention for WgpuBackend {
             .chunks_exact(4)
             .map(|w| f32::from_le_bytes([w[0], w[1], w[2], w[3]]));
         out.iter_mut()
-            .chain(lse)
+            .chain(lse.into_iter().flatten())
             .zip(&mut words)
             .for_each(|(to, x)| *to = x);
         Ok(())

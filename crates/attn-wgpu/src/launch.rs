@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use attn_core::{
-    Error, Heads, Problem,
+    Error, Problem,
     arithmetic::{LOG2_E, ROUND, ROUND_WEIGHT},
 };
 use attn_kernels::wgsl::{
@@ -48,18 +48,6 @@ fn partials_bytes(problem: &Problem, key: &DecodeKey) -> usize {
     key.split
         .partials(problem, key.rows)
         .saturating_mul(of_split)
-}
-
-/// Splits per (sequence, KV head) of the longest sequence, and bytes of partials.
-pub(crate) fn cost(problem: &Problem, key: &DecodeKey) -> (usize, usize) {
-    let longest = problem
-        .kv_lens
-        .iter()
-        .map(|&len| key.split.of_sequence(len));
-    (
-        longest.max().unwrap_or(0).max(1),
-        partials_bytes(problem, key),
-    )
 }
 
 /// A step that is ready to be recorded: its tables and workspace lie on the device.
@@ -337,6 +325,7 @@ impl Prepared {
 
 #[cfg(test)]
 mod tests {
+    use attn_core::Heads;
     use attn_core::KvFormat;
 
     use super::*;

@@ -432,7 +432,7 @@ fn a_recorded_append_that_fails_gives_its_pages_back() {
     let foreign: Vec<_> = (0..1000).map(|_| buffer(&other, 1 << 16)).collect();
     let (table, free) = (cache.table().clone(), cache.free_pages());
     for foreign in &foreign[900..910] {
-        let appends = [(0, 40), (1, 64)];
+        let appends = [(0, 40), (1, 64)].map(|(sequence, tokens)| Append { sequence, tokens });
         let refused = backend.record_append(&mut encoder, &mut cache, &appends, foreign, foreign);
         assert!(matches!(refused, Err(Error::Device { .. })), "{refused:?}");
         assert_eq!((cache.table(), cache.free_pages()), (&table, free));

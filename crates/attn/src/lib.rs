@@ -1,17 +1,18 @@
 //! Decode attention over a quantized KV cache: pick a backend, keep a cache on it, attend.
 //!
 //! ```
-//! use attn::{Heads, CacheConfig, DecodeStep, KvFormat, KvSource, Problem};
+//! use attn::{CacheConfig, DecodeStep, Heads, KvFormat, KvSource, Problem};
 //!
 //! let backend = attn::select(None)?.backend;
-//! let mut cache = backend.create_cache(&CacheConfig::builder(KvFormat::INT8, Heads { q: 1, kv: 1, dim: 64 }).sequences(1).max_len(1024).build())?;
+//! let heads = Heads { q: 4, kv: 1, dim: 64 };
+//! let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(1024).build();
+//! let mut cache = backend.create_cache(&config)?;
+//! // Planned once, for lengths up to the longest; the first step that the kernels are compiled for takes longer.
+//! let plan = backend.plan(&Problem::new(heads, [1024]), KvFormat::INT8)?;
 //! cache.append(0, &[0.5; 64], &[2.0; 64])?;
-//! let problem = Problem::new(Heads { q: 4, kv: 1, dim: 64 }, vec![1]);
-//! let plan = backend.plan(&problem, KvFormat::INT8)?;
-//! let q = vec![1.0; 4 * 64];
-//! let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; 4]);
-//! let kv = KvSource::Cache(&cache);
-//! backend.decode(&mut DecodeStep::new(&plan, &q, kv, &mut out)?.with_lse(&mut lse)?)?;
+//! let (q, mut out) = ([1.0; 4 * 64], [0.0; 4 * 64]);
+//! let mut step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out)?;
+//! backend.decode(&mut step)?;
 //! assert!((out[0] - 2.0).abs() < 1e-3);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -25,10 +26,11 @@ use std::{ffi::OsString, fmt};
 struct Readme;
 
 pub use attn_core::{
-    AttnState, BackendId, CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error,
-    HostPages, Int4Scale, Int8Scale, KvCache, KvFormat, KvSource, KvView, PageLayout, PageStore,
-    PageTable, Plan, Problem, Scheme, StepInputs, StridedRows, TokenWrite, Unsupported, arithmetic,
-    cache, convert, format, formats, layout, problem, quant,
+    Append, AttnState, BackendId, CacheAccess, CacheBuilder, CacheConfig, DecodeAttention,
+    DecodeStep, DeviceInfo, Elements, ElementsMut, Error, Heads, HostPages, Int4Scale, Int8Scale,
+    KvCache, KvFormat, KvSource, KvView, PageLayout, PageStore, PageTable, Plan, Problem, Scheme,
+    StepInputs, StepOutputs, StridedRows, TokenWrite, Unsupported, arithmetic, cache, convert,
+    format, formats, layout, problem, quant,
 };
 
 /// The backends, each under the feature of its name.

@@ -51,7 +51,7 @@ pub struct DeviceLimits {
     pub sms: usize,
 }
 
-/// The caller's wishes for the choice of a kernel. They change speed, never bits.
+/// The caller's preferences for the choice of a kernel. They change speed, never bits.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Preferences {
     /// When to use `low_latency.cu`.

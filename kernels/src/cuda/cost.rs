@@ -25,7 +25,7 @@ const SECOND_ROW_GROUP_US: f64 = 2.5;
 const GLOBAL_PARTIAL_US: f64 = 0.03;
 /// A partial that a team publishes in global memory after its first (line 64).
 const NEXT_PARTIAL_US: f64 = 0.45;
-/// What several merging teams save; they share the merge from this many partials on, as in `partials_counted.cuh` (line 72).
+/// The time that several merging teams save; they share the merge from this many partials on, as in `partials_counted.cuh` (line 72).
 const SHARED_MERGE_US: f64 = 0.7;
 const SHARED_PARTIALS: usize = 12;
 /// A merged partial beyond `FEW_BATCHES`: loads then come in several batches (line 72).

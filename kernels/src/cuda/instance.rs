@@ -1,4 +1,4 @@
-//! Which kernel a problem needs: its macros, what `decode.cu` covers, and the key of its image; shared by `build.rs`.
+//! One compiled kernel: its source file, its macros and compiler options, and the key of its image.
 
 use attn_core::{Heads, Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
 
@@ -7,7 +7,7 @@ use super::{
     select::{self, Shape},
 };
 
-/// What an image is compiled for.
+/// The target of a kernel image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Arch {
     /// A100: machine code.
@@ -28,14 +28,14 @@ impl Arch {
         }
     }
 
-    /// By name.
+    /// The architecture of NVRTC's name.
     pub fn from_name(name: &str) -> Option<Self> {
         [Arch::Sm80, Arch::Sm90a, Arch::Compute80]
             .into_iter()
             .find(|arch| arch.name() == name)
     }
 
-    /// For a compute capability; `None` below 8.0.
+    /// The architecture whose images a GPU of this compute capability runs; `None` below 8.0.
     pub fn of(major: i32, minor: i32) -> Option<Self> {
         match (major, minor) {
             (..=7, _) => None,
@@ -54,25 +54,25 @@ impl Arch {
     }
 }
 
-/// One kernel: a translation unit and its macros.
+/// A kernel with everything that it is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Instance {
     /// `split_kv.cu`, `many_rows.cu` or `low_latency.cu`.
     Decode {
-        /// What is stored.
+        /// Format of the cache.
         format: KvFormat,
         /// Elements per head.
         head_dim: usize,
         /// Tokens per page; 0 for strided views.
         page_size: usize,
-        /// Shape of a CTA.
+        /// Configuration of a CTA.
         config: KernelConfig,
-        /// Whether window, soft cap and ALiBi are compiled in.
+        /// Whether window, soft cap and ALiBi are compiled in (`ATTN_SCORE_MODS`).
         score_mods: bool,
     },
     /// `append.cu`.
     Append {
-        /// What is stored.
+        /// Format of the cache.
         format: KvFormat,
         /// Elements per head.
         head_dim: usize,
@@ -81,7 +81,7 @@ pub enum Instance {
     },
     /// `import.cu`.
     Import {
-        /// What is stored.
+        /// Format of the cache.
         format: KvFormat,
         /// Elements per head.
         head_dim: usize,
@@ -266,7 +266,7 @@ impl Instance {
         options
     }
 
-    /// The key of its image: a hash of every source, the unit, the options.
+    /// The key of its image: a hash of every source, the source file's name and the options.
     ///
     /// The key decides which machine code runs, so it is a cryptographic hash: no two texts that anybody can make share one. Each
     /// text's length comes before it, so that what belongs to which text is part of the key.
@@ -288,18 +288,18 @@ impl Instance {
     }
 }
 
-/// What names an image: a BLAKE3 hash ([`Instance::key`]).
+/// Name of an image: a BLAKE3 hash ([`Instance::key`]).
 pub type Key = [u8; 32];
 
-/// A key as text, two digits for a byte.
+/// A key in hexadecimal.
 pub fn hex(key: &Key) -> String {
     key.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// What `decode.cu` covers; the same conditions as its `#error` lines.
+/// Whether the decode kernels cover a format.
 ///
 /// # Errors
-/// What is not covered, and what is.
+/// The first text names what is not covered, the second what is.
 pub fn covered(format: KvFormat, page_size: usize) -> Result<(), (String, String)> {
     let int4 = |scheme: Scheme| matches!(scheme, Scheme::Int4(_));
     if page_size == 0 && (int4(format.k) || int4(format.v)) {

@@ -23,7 +23,7 @@ use std::{
 
 use libloading::Library;
 
-/// What mends the absence of the compiler.
+/// How to install the compiler.
 pub const NEXT_STEP: &str = "install it with `pip install nvidia-cuda-nvrtc` (driver 580 or newer) or `pip install nvidia-cuda-nvrtc-cu12`, \
      or point ATTN_NVRTC at a folder that holds libnvrtc.so";
 

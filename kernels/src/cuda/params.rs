@@ -49,6 +49,7 @@ macro_rules! blocks {
             $(#[doc = $doc])*
             #[repr(C $(, align($align))?)]
             #[derive(Debug, Clone, Copy, Default, PartialEq)]
+            #[allow(rustdoc::broken_intra_doc_links, reason = "brackets give the shape of an array")]
             pub struct $name { $( $(#[doc = $text])* pub $field: $rust, )* }
         )*
         /// All blocks, in the order of `params.h`.

@@ -2,7 +2,7 @@
 
 use std::ops::RangeInclusive;
 
-use attn_core::{Heads, Int4Scale, Int8Scale, KvFormat, Problem, Scheme, arithmetic};
+use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme, arithmetic};
 
 use super::{
     config::{
@@ -228,6 +228,7 @@ fn low_latency_kernel(
 #[cfg(test)]
 mod tests {
     use super::{super::split::Launch, *};
+    use attn_core::Heads;
 
     fn shape(rows: usize, format: KvFormat, head_dim: usize, page_size: usize) -> Shape {
         Shape {
@@ -370,7 +371,7 @@ mod tests {
         chosen(&problem, format, LowLatency::Auto).kernel
     }
 
-    /// What was measured faster is chosen (docs/log/2026-11-cuda.md, lines 39, 41, 49, 51, 64 and 72).
+    /// The kernel that was measured faster is chosen (docs/log/2026-11-cuda.md, lines 39, 41, 49, 51, 64 and 72).
     #[test]
     fn latency_and_full_waves_go_to_teams_that_share_tiles() {
         let (int8, f16, bf16) = (

@@ -1,6 +1,6 @@
 //! The launch of a problem: how its work items are split among CTAs and teams, and which way partials go to the merge.
 
-use attn_core::{Heads, KvFormat, Problem, arithmetic};
+use attn_core::{KvFormat, Problem, arithmetic};
 
 use super::{
     config::{Kernel, KernelConfig, SM_TEAMS, TEAMS},
@@ -31,7 +31,7 @@ pub struct Launch {
 }
 
 impl Default for Launch {
-    /// One CTA without threads.
+    /// A launch of one CTA without threads.
     fn default() -> Self {
         Launch {
             row_blocks: 1,
@@ -277,6 +277,7 @@ pub fn max_segments(max_kv_len: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use attn_core::Heads;
 
     #[test]
     fn no_length_has_more_segments_than_the_maximum() {

@@ -1,6 +1,6 @@
 //! The specialisation of `decode_split.wgsl` and `decode_merge.wgsl`.
 
-use attn_core::{Heads, Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
+use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
 
 use super::{
     Constants, SpecialiseError,
@@ -183,6 +183,7 @@ pub fn decode_text(file: &str, key: &DecodeKey) -> Result<String, SpecialiseErro
 #[cfg(test)]
 mod tests {
     use super::*;
+    use attn_core::Heads;
 
     #[test]
     fn any_tuning_gives_kernels_of_one_two_four_or_eight_rows() {

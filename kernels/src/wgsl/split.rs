@@ -1,7 +1,7 @@
 //! How the decode kernels split a step into workgroups. A split changes speed, never bits.
 
 use attn_core::{
-    Heads, Problem,
+    Problem,
     segments::{SPAN, num_tiles, segment_tiles},
 };
 
@@ -80,6 +80,7 @@ impl Split {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use attn_core::Heads;
 
     #[test]
     fn few_workgroups_take_tiles_where_segments_are_short() {

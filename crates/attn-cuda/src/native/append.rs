@@ -24,7 +24,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// As the kernels number them: `Dtype` of `dtype.cuh`.
+    /// The kernels' number of the format: `Dtype` of `dtype.cuh`.
     pub(super) fn code(self) -> i32 {
         match self {
             Dtype::F32 => 0,
@@ -37,15 +37,15 @@ impl Dtype {
 /// Device addresses of one append launch: `tokens` new tokens for each of `batch` sequences.
 #[derive(Debug, Clone, Copy)]
 pub struct AppendArgs {
-    /// `[batch · tokens][num_kv_heads][head_dim]`.
+    /// New K `[batch · tokens][num_kv_heads][head_dim]`.
     pub k: u64,
-    /// Likewise.
+    /// New V `[batch · tokens][num_kv_heads][head_dim]`.
     pub v: u64,
-    /// Of `k` and `v`.
+    /// Number format of `k` and `v`.
     pub dtype: Dtype,
     /// Elements from one token of K to the next.
     pub k_token_stride: usize,
-    /// Of V.
+    /// Elements from one token of V to the next.
     pub v_token_stride: usize,
     /// The pool.
     pub pool: u64,
@@ -137,7 +137,7 @@ pub fn append_grid(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize;
     }
     let (columns, threads) = (heads.div_ceil(HEADS), 64 * heads.min(HEADS));
     let sealers = if layout.has_tail_page() {
-        // A warp seals four dims; before the kernel has read the lengths nobody knows whether there are any to seal.
+        // A warp seals four dims; the host does not know the lengths, so it cannot know whether any page is sealed.
         let dims = batch
             .saturating_mul(heads)
             .saturating_mul(layout.head_dim());

@@ -17,7 +17,7 @@ use crate::{
 pub struct ImportArgs {
     /// K's codes and f16 scales (0 for schemes without).
     pub k: [u64; 2],
-    /// V's.
+    /// V's codes and f16 scales (0 for schemes without).
     pub v: [u64; 2],
     /// Bytes from one sequence, KV head, token to the next, for K's and V's codes.
     pub code_strides: [[usize; 3]; 2],

@@ -1,7 +1,7 @@
 //! The plan of a decode launch: kernel, grid, workspace and parameters. Pure functions of the problem and of the device's limits.
 
 use attn_core::{
-    Error, Heads, KvFormat, PageLayout, Problem, Unsupported,
+    Error, KvFormat, PageLayout, Problem, Unsupported,
     arithmetic::{self, LOG2_E},
 };
 
@@ -85,7 +85,7 @@ fn configure(
 /// The most work of a launch, in half tiles: kernels add it up in 32 bits, and divide sums of less than 2^31.
 const MOST_WORK: u64 = 1 << 30;
 
-/// What kernels add up to split a launch's work: `cost_of_item` of `split.cuh` for each KV head and row block of every sequence.
+/// The work that kernels add up in order to split it: `cost_of_item` of `split.cuh` for each KV head and row block of every sequence.
 fn work(problem: &Problem, config: KernelConfig, kv_lens: impl Iterator<Item = usize>) -> u64 {
     let rows = problem.heads_per_kv() * problem.q_len;
     let row_blocks = rows.div_ceil(config.rows());
@@ -100,7 +100,7 @@ fn work(problem: &Problem, config: KernelConfig, kv_lens: impl Iterator<Item = u
         .saturating_mul(row_blocks as u64)
 }
 
-/// What is too much, and how much there may be.
+/// A text that names what is too much, and one for what is allowed.
 type TooMuch = (String, String);
 
 fn check_work(problem: &Problem, work: u64) -> Result<(), TooMuch> {
@@ -147,7 +147,7 @@ impl LaunchPlan {
         Ok(())
     }
 
-    /// For pages of `page_size` tokens, or 0 for a view.
+    /// The plan for pages of `page_size` tokens, or 0 for a view.
     ///
     /// # Errors
     /// Those of [`Problem::check`] and [`KvFormat::check`]; [`Unsupported::NoKernel`] where no kernel covers the problem.
@@ -284,6 +284,7 @@ impl LaunchPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use attn_core::Heads;
     fn limits() -> DeviceLimits {
         DeviceLimits {
             shared_limit: 227 * 1024,

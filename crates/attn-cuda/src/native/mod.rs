@@ -64,11 +64,11 @@ pub enum DeviceKv {
     Strided {
         /// K's codes and f16 scales (0 for schemes without).
         k: [u64; 2],
-        /// V's.
+        /// V's codes and f16 scales (0 for schemes without).
         v: [u64; 2],
         /// Bytes from one sequence, KV head, token to the next, for K's and V's codes.
         code_strides: [[usize; 3]; 2],
-        /// Elements likewise, for the scales.
+        /// Elements from one sequence, KV head, token to the next, for K's and V's scales.
         scale_strides: [[usize; 3]; 2],
     },
 }
@@ -76,11 +76,11 @@ pub enum DeviceKv {
 /// Device addresses of one decode launch.
 #[derive(Debug, Clone, Copy)]
 pub struct DecodeArgs {
-    /// `[batch, q_len, num_q_heads, head_dim]`.
+    /// Queries `[batch, q_len, num_q_heads, head_dim]`.
     pub q: u64,
-    /// Likewise.
+    /// Outputs `[batch, q_len, num_q_heads, head_dim]`.
     pub out: u64,
-    /// Of `q` and `out`. 16-bit queries are the f32 numbers that they are; 16-bit outputs are the f32 ones rounded to nearest even,
+    /// Number format of `q` and `out`. 16-bit queries are widened exactly; 16-bit outputs are the f32 ones rounded to nearest even,
     /// infinite where f16 has no more room.
     pub dtype: Dtype,
     /// f32 `[batch, q_len, num_q_heads]`, or 0.
@@ -91,7 +91,7 @@ pub struct DecodeArgs {
     pub kv_lens: u64,
     /// f32 `[num_kv_heads]` for schemes with a static scale, else 0.
     pub k_tensor_scales: u64,
-    /// Likewise for V.
+    /// f32 `[num_kv_heads]` for V's schemes with a static scale, else 0.
     pub v_tensor_scales: u64,
     /// f32 `[num_q_heads]`, each slope times log2 e rounded to f32 ([`alibi_slopes_log2`]); 0 without.
     pub alibi_slopes: u64,
@@ -539,7 +539,7 @@ impl CudaBackend {
 }
 
 impl NativePlan {
-    /// What is stored.
+    /// Format of the cache.
     pub fn format(&self) -> KvFormat {
         self.format
     }

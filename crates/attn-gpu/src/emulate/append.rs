@@ -147,7 +147,7 @@ impl Job {
         Tokens { floats, bytes }
     }
 
-    /// Where the pools first differ after which call.
+    /// The first call after which the pools differ, and where.
     fn differs(&self, cpu: &CpuBackend, kernels: &Kernels) -> Result<Option<String>> {
         let config = &self.config;
         let mut cache = cpu.create_cache(config)?;
@@ -275,7 +275,7 @@ fn pool_of(cache: &KvCache) -> Result<&[u8]> {
     Ok(pages.context("the CPU's pages lie in host memory")?.pool())
 }
 
-/// How many differ from the CPU.
+/// Runs the jobs; returns the number that differ from the CPU.
 pub fn run(jobs: &[Job], cpu: &CpuBackend, kernels: &Kernels) -> usize {
     let mut failures = 0;
     for job in jobs {

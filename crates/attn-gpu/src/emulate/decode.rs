@@ -27,7 +27,7 @@ fn aligned(bytes: &[u8]) -> Vec<u128> {
     words
 }
 
-/// What a launch reads beside the pool and the queries, and its workspace.
+/// Inputs of a launch beside the pool and the queries, and its workspace.
 struct Inputs {
     lens: Vec<i32>,
     table: Vec<u32>,
@@ -81,7 +81,8 @@ struct Job {
 }
 
 impl Job {
-    /// By one kernel or the other; `None` if it is for GPUs alone, the arithmetic does not define floats to the bit, and what is large takes too long.
+    /// `None` for shapes that are left to GPUs: floats, which the arithmetic does not define to the bit, and large shapes, which take
+    /// too long.
     fn new(case: Case, low_latency: LowLatency) -> Result<Option<Self>> {
         let p = &case.problem;
         let tiles: usize = p.kv_lens.iter().map(|len| len.div_ceil(64).max(1)).sum();
@@ -111,7 +112,7 @@ impl Job {
         Ok(Some(Job { case, plan }))
     }
 
-    /// Where the kernel's answer differs from the CPU's.
+    /// The first difference of the kernel's answer from the CPU's.
     fn differs(&self, cpu: &CpuBackend, kernels: &Kernels) -> Result<Option<String>> {
         let contiguous = self.case.is_view().then(|| self.case.contiguous());
         let view = contiguous.as_ref().map(|c| c.view(&self.case.problem));
@@ -275,7 +276,7 @@ impl Jobs {
         self.jobs.iter().map(|job| job.plan.instance)
     }
 
-    /// How many differ from the CPU.
+    /// Runs the shapes; returns the number that differ from the CPU.
     pub fn run(&self, cpu: &CpuBackend, kernels: &Kernels) -> usize {
         let mut failures = 0;
         for job in &self.jobs {
