@@ -7,13 +7,14 @@
 // Numerics   docs/arithmetic.md, sections 5 and 6.
 // Dims of a workgroup: where items are tiles there are few rows, and many states of each.
 #let MD = PER_SEGMENT > 1 ? 32 : D
-#let READS_POOL = 0
-#include "arithmetic.wgsl"
-#include "pages.wgsl"
+#include "decode_params"
 
+@group(0) @binding(0) var<uniform> params: Params;
+@group(0) @binding(1) var<storage, read> tables: array<u32>;      // see decode_split.wgsl
 @group(0) @binding(2) var<storage, read> states: array<f32>;
 @group(0) @binding(3) var<storage, read_write> out: array<f32>;
 @group(0) @binding(4) var<storage, read_write> lse: array<u32>;
+#include "arithmetic.wgsl"
 
 var<workgroup> span_o: array<f32, $(8 * MD)>;
 var<workgroup> span_m: array<f32, 8>;

@@ -9,7 +9,7 @@
 // Numerics   docs/arithmetic.md; in the integer arithmetic every bit of it.
 // Shared     planes of q and one tile's weights, as little as may be: it limits how many workgroups run at once.
 // Host       crates/attn-wgpu/src/shader.rs chooses the constants, launch.rs the items.
-#let READS_POOL = 1
+#let WRITES = 0
 #let T = 64
 // Whether a tile lies inside one page.
 #let PAGED = PS >= 64 && !VIEW
@@ -26,9 +26,12 @@
 #let TOKENS = HALVES ? 2 : 1
 // Pairs (row, unit of 16 dims) of a lane, which makes planes of their queries.
 #let PAIRS = (R * UNITS + T - 1) / T
-#include "arithmetic.wgsl"
-#include "pages.wgsl"
+#include "decode_params"
 
+// The tables: for each split {sequence, its index there, kv_len, its tiles, place of its pages in the tables, tail page, 2 unused}; for each
+// sequence {first split, splits, 6 unused}; the pages of each sequence (or its rows, view.wgsl); scales and slopes.
+@group(0) @binding(0) var<uniform> params: Params;
+@group(0) @binding(1) var<storage, read> tables: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
 @group(0) @binding(3) var<storage, read_write> states: array<f32>;
 
@@ -62,19 +65,96 @@ var<workgroup> fold_alpha: array<f32, $(R)>;
 var<workgroup> fold_beta: array<f32, $(R)>;                          // -1: nothing to fold
 #include "reduce.wgsl"
 
-#include "query_unit.wgsl"
-#if INTEGER
-#include "plane.wgsl"
+#include "arithmetic.wgsl"
+#if VIEW
+#include "view.wgsl"
+#else
+#include "pages.wgsl"
 #end
-#include "score.wgsl"
-#include "value.wgsl"
+#include "query.wgsl"
+#include "scores.wgsl"
+#include "softmax.wgsl"
+#include "values.wgsl"
+#include "fold.wgsl"
+
+// The workgroup's split and rows, the tokens that each row sees, and the tiles of the split that any row sees.
+#def find_work(): workgroup, lane -> item, head, row0, sequence, kv_len, pages_at, tail_page, last, num_rows, num_pairs, tile, tile_end
+let item = workgroup.x + workgroup.z * params.grid_x;
+if item >= params.num_splits {
+    return;
+}
+let head = workgroup.y / params.row_blocks;
+let row0 = (workgroup.y - head * params.row_blocks) * $(R)u;
+let sequence = tables[params.splits_at + 8u * item];
+let index = tables[params.splits_at + 8u * item + 1u];
+let kv_len = tables[params.splits_at + 8u * item + 2u];
+let item_tiles = tables[params.splits_at + 8u * item + 3u];
+let pages_at = tables[params.splits_at + 8u * item + 4u];
+let tail_page = tables[params.splits_at + 8u * item + 5u];
+let rows = params.heads_per_kv * params.q_len;
+let last = kv_len - 1u;
+let num_rows = min($(R)u, rows - row0);
+let num_pairs = num_rows * $(UNITS)u;
+
+// What each row sees.
+if lane < $(R)u {
+    let row = row0 + lane;
+    let position = i32(kv_len) - i32(params.q_len) + i32(row / params.heads_per_kv);
+    var end = i32(kv_len);
+    if params.causal != 0u {
+        end = clamp(position + 1, 0, i32(kv_len));
+    }
+    var first = 0;
+    if params.window_left >= 0 {
+        first = clamp(position - params.window_left, 0, end);
+    }
+    row_sees[lane] = vec2<u32>(u32(first), select(0u, u32(end - first), row < rows));
+#if ALIBI
+    let h = head * params.heads_per_kv + min(row, rows - 1u) % params.heads_per_kv;
+    row_slope[lane] = bitcast<f32>(tables[params.scales_at + 2u * params.num_kv_heads + h]);
+#end
+}
+// The tiles of the item that any of them sees.
+let num_tiles = (kv_len + 63u) / 64u;
+var tile = index * item_tiles;
+var tile_end = min((index + 1u) * item_tiles, num_tiles);
+{
+    let last_row = min(row0 + $(R)u, rows) - 1u;
+    let base = i32(kv_len) - i32(params.q_len);
+    if params.causal != 0u {
+        let seen_end = clamp(base + i32(last_row / params.heads_per_kv) + 1, 0, i32(kv_len));
+        tile_end = min(tile_end, u32(seen_end + 63) / 64u);
+    }
+    if params.window_left >= 0 {
+        tile = max(tile, u32(max(base + i32(row0 / params.heads_per_kv) - params.window_left, 0)) / 64u);
+    }
+}
+#end
+
+// The tile's pages and the place of the lane's token; the next tile's page is loaded ahead.
+#def locate_tile(): tile, lane, kv_len, pages_at, tail_page, head -> page_ahead, token, open, pages, v_tile, place
+let token = tile * 64u + lane;
+#if K == CHANNEL
+let open = tile / $(PS / 64)u == kv_len / $(PS)u;
+#else
+let open = false;
+#end
+#if PAGED
+let pages = page_ahead;
+page_ahead = tables[pages_at + (tile + 1u) / $(PS / 64)u];
+let v_tile = run_of(pages, head);
+#else
+let pages = pages_at;
+#end
+let place = k_place(pages, tail_page, head, kv_len, tile, lane);
+#end
 
 @compute @workgroup_size($(T))
 fn decode_split(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
 ) {
-#include "item.wgsl"
+#use find_work()
     let scratch_at = lane + (lane >> 4u);
 #if HALVES
     let scratch_of_other = (lane ^ 32u) + ((lane ^ 32u) >> 4u);
@@ -93,10 +173,10 @@ fn decode_split(
     var channel_raw_$(n) = vec4<u32>(0u);
 #end
     if tile < tile_end && tile / $(PS / 64)u != kv_len / $(PS)u {
-#include "load_channels.wgsl"
+#use load_channels()
     }
 #end
-#include "query.wgsl"
+#use load_query()
     // The state: O in registers, (row, the lane's dim k).
 #for r in 0..R
 #for k in 0..(CH * DPL)
@@ -106,8 +186,18 @@ fn decode_split(
     var m = NONE;         // of row `lane`, as l
     var l = 0.0;
     for (; tile < tile_end; tile++) {
-#include "tile.wgsl"
-#include "fold.wgsl"
+#use locate_tile()
+#use load_v_params()
+#if INTEGER
+#use load_k()
+#end
+#if V_FIRST
+#use load_v(0)
+#end
+#use v_params()
+#use score_tile()
+#use softmax_tile()
+#use fold_tile()
     }
 
     let slot = (item * params.num_kv_heads + head) * params.row_blocks + row0 / $(R)u;

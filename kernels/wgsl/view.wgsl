@@ -1,4 +1,4 @@
-// view.wgsl: the buffers of a contiguous cache of others, and where their rows lie. Included by pages.wgsl instead of pool.wgsl.
+// view.wgsl: the buffers of a contiguous cache of another engine, and the addresses of its rows; decode_split.wgsl includes it instead of pages.wgsl.
 //
 // A sequence's 12 words in the tables: {first row, KV head to KV head, token to token} of K in vec4, of V in words, of both scales in f16.
 @group(0) @binding(4) var<storage, read> pool_0: array<vec4<u32>>;       // K's codes
@@ -10,7 +10,7 @@
 @group(0) @binding(7) var<storage, read> v_scales: array<u32>;
 #end
 
-// A token's row: its codes and the first of its scales.
+// A token of K or V: its row of codes, and the first of its scales.
 struct Place {
     at: u32,
     scale: u32,
@@ -20,7 +20,7 @@ fn view_row(rows_at: u32, head: u32, token: u32) -> u32 {
     return tables[rows_at] + head * tables[rows_at + 1u] + token * tables[rows_at + 2u];
 }
 
-// A token past the end is read as the last one, and weighs nothing.
+// The place of token `index` of a tile in K. A token past the end reads the last one, and has weight 0.
 fn k_place(rows_at: u32, tail_page: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> Place {
     let token = min(tile * 64u + index, kv_len - 1u);
     return Place(view_row(rows_at, head, token), view_row(rows_at + 6u, head, token));
