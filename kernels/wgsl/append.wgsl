@@ -1,12 +1,12 @@
 // append.wgsl: quantizes new tokens, writes them into pages and seals full Int4 Channel pages: the bytes of FORMATS.md.
 //
-// Grid       (jobs * num_kv_heads by grid_x, the rest, {K, V}); a job is the new tokens of one page, so bytes that tokens share share a workgroup.
+// Grid       (grid_x of jobs * num_kv_heads, the rest, {K, V}); a job is the new tokens of one page, so tokens that share bytes share a workgroup.
 // Reads      k, v f32 [tokens, num_kv_heads, head_dim] by their bits, finite.
 // Writes     pool [page][kv_head][run], words that hold bytes of other tokens included.
 // Numerics   integers alone (quantize.wgsl), but for x - shift of int4, one subtraction.
-// Tail page  jobs that seal read the tail page that other jobs of the call write: they go in an earlier dispatch.
+// Tail page  jobs that seal read a tail page that other jobs of the call overwrite, so they run in an earlier dispatch.
 // Shared     extremes and parameters of up to page_size tokens.
-// Host       crates/attn-wgpu/src/append.rs.
+// Host       kernels/src/wgsl/append.rs chooses the constants, crates/attn-wgpu/src/append.rs the jobs.
 #let WRITES = 1
 #let THREADS = 128
 
@@ -137,7 +137,7 @@ fn code_$(SIDE)(job: Job, head: u32, t: u32, d: u32) -> u32 {
 #end
 }
 
-// Codes into panels: a word at a time, which others' bytes share where a word holds several tokens.
+// Writes codes into panels, a word at a time; a word that holds several tokens keeps the bytes of the others.
 fn codes_$(SIDE)(job: Job, head: u32, tid: u32) {
     let run = place_$(SIDE)(job, head);
     let base = run.at * 4u + $(CODES)u;

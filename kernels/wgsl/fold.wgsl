@@ -3,22 +3,22 @@
 // The fold of m and l, and the factors of O. No lane writes the slots of reduce.wgsl in this phase, so they are reset as they are read.
 #def fold_maxima(): lane, f_*, h_* -> m, l
 if lane < $(R)u {
-    let highest = from_order_key(posted($(TOP)u + lane));
+    let row_max = from_order_key(posted($(ROW_MAX)u + lane));
 #if INTEGER
-    let top_here = select(highest - 1.0, NONE, highest == NONE);
+    let tile_max = select(row_max - 1.0, NONE, row_max == NONE);
 #else
-    let top_here = highest;
+    let tile_max = row_max;
 #end
-    let sum_here = posted_sum($(SUM)u + lane);
-    clear($(TOP)u + lane);
-    clear($(SUM)u + lane);
-    if top_here == NONE {
+    let tile_sum = posted_sum($(ROW_SUM)u + lane);
+    clear($(ROW_MAX)u + lane);
+    clear($(ROW_SUM)u + lane);
+    if tile_max == NONE {
         fold_beta[lane] = -1.0;
     } else {
-        let top = max(m, top_here);
+        let top = max(m, tile_max);
         let alpha = pow2(top - m);
-        let beta = pow2(top - top_here);
-        l = l * alpha + (f32(sum_here) * exp2i(-22)) * beta;
+        let beta = pow2(top - tile_max);
+        l = l * alpha + (f32(tile_sum) * exp2i(-22)) * beta;
         m = top;
         fold_alpha[lane] = alpha;
         fold_beta[lane] = beta;
@@ -44,7 +44,7 @@ if lane < $(R)u {
 #if INTEGER
 if lane == 0u {
 #if K == CHANNEL
-    clear($(FAR)u);
+    clear($(LARGEST_SHIFT)u);
 #end
 #for g in 0..VG
     clear($(GROUPS_AT + g * OF_GROUP)u);
@@ -59,21 +59,21 @@ if lane == 0u {
 
 // Weights as bytes: of each plane 16 tokens in slot order, four to a word.
 #def pack_weights(): lane, num_weights ->
-for (var task = lane; task < num_weights; task += $(T)u) {
-    let row = task >> 3u;            // of a group
+for (var vector = lane; vector < num_weights; vector += $(T)u) {
+    let row = vector >> 3u;            // of a group
 #if VG == 1
-    let source = row * $(RS)u + ((task >> 1u) & 3u) * 17u;
-    let down = (~task & 1u) * 8u;
+    let source = row * $(RS)u + ((vector >> 1u) & 3u) * 17u;
+    let down = (~vector & 1u) * 8u;
 #else
     let group = row / $(R)u;
-    let source = ((group >> 1u) * $(R)u + row % $(R)u) * $(RS)u + ((task >> 1u) & 3u) * 17u;
-    let down = (~task & 1u) * 8u + (group & 1u) * 16u;
+    let source = ((group >> 1u) * $(R)u + row % $(R)u) * $(RS)u + ((vector >> 1u) & 3u) * 17u;
+    let down = (~vector & 1u) * 8u + (group & 1u) * 16u;
 #end
 #for c in 0..4
     let word_$(c) = ((scratch[source + $(2 * c)u] >> down) & 255u) | (((scratch[source + $(2 * c + 1)u] >> down) & 255u) << 8u)
         | (((scratch[source + $(2 * c + 8)u] >> down) & 255u) << 16u) | ((scratch[source + $(2 * c + 9)u] >> down) << 24u);
 #end
-    weights[task] = vec4<u32>(word_0, word_1, word_2, word_3);
+    weights[vector] = vec4<u32>(word_0, word_1, word_2, word_3);
 }
 #end
 

@@ -37,7 +37,7 @@ fn round_to_f16(mantissa: u32, exponent: i32, more: bool) -> u32 {
 // |x| as an f16.
 fn f16_of_magnitude(x: u32) -> u32 {
     let e = (x >> 23u) & 255u;
-    // A subnormal f32 is far below half of f16's least.
+    // A subnormal f32 is largest_shift below half of f16's least.
     return select(round_to_f16((x & 0x7FFFFFu) | 0x800000u, i32(e) - 150, false), 0u, e == 0u);
 }
 

@@ -52,7 +52,7 @@ var query_$(n): array<vec4<f32>, 4>;
 if pair_$(n) < num_pairs {
     query_$(n) = query_unit(sequence, head, row0 + row_$(n), unit_$(n));
 #if INTEGER
-    post_max($(QUERY_TOP)u + row_$(n), bitcast<u32>(largest(query_$(n))));
+    post_max($(QUERY_MAX)u + row_$(n), bitcast<u32>(largest(query_$(n))));
 #else
 #for w in 0..4
     queries[pair_$(n) * 4u + $(w)u] = query_$(n)[$(w)];
@@ -64,7 +64,7 @@ workgroupBarrier();
 #if INTEGER && K != CHANNEL
 #for n in 0..PAIRS
 if pair_$(n) < num_pairs {
-    let e = plane_exponent(bitcast<f32>(posted($(QUERY_TOP)u + row_$(n))));
+    let e = plane_exponent(bitcast<f32>(posted($(QUERY_MAX)u + row_$(n))));
     let sum = store_plane(pair_$(n) * 2u, query_$(n), exp2i(e));
     if unit_$(n) == 0u {
         row_unit[row_$(n)] = exp2i(-e);
@@ -110,14 +110,14 @@ workgroupBarrier();
 #for n in 0..PAIRS
 if pair_$(n) < num_pairs {
     var bound = 0.0;
-    var far = vec4<f32>(0.0);
+    var largest_shift = vec4<f32>(0.0);
 #for w in 0..4
     bound = max(bound, largest_of(abs(query_$(n)[$(w)])) * largest_of(channel_scale[$(w * UNITS)u + unit_$(n)]));
-    far = max(far, abs(channel_shift[$(w * UNITS)u + unit_$(n)]));
+    largest_shift = max(largest_shift, abs(channel_shift[$(w * UNITS)u + unit_$(n)]));
 #end
     post_max($(BOUND)u + row_$(n), bitcast<u32>(bound));
     if row_$(n) == 0u {
-        post_max($(FAR)u, bitcast<u32>(largest_of(far)));
+        post_max($(LARGEST_SHIFT)u, bitcast<u32>(largest_of(largest_shift)));
     }
 }
 #end
@@ -125,8 +125,8 @@ workgroupBarrier();
 #for n in 0..PAIRS
 if pair_$(n) < num_pairs {
     let e = plane_exponent(bitcast<f32>(posted($(BOUND)u + row_$(n))));
-    let a = bitcast<f32>(posted($(QUERY_TOP)u + row_$(n)));
-    let b = bitcast<f32>(posted($(FAR)u));
+    let a = bitcast<f32>(posted($(QUERY_MAX)u + row_$(n)));
+    let b = bitcast<f32>(posted($(LARGEST_SHIFT)u));
     let j = select(clamp(20 - exponent(a) - exponent(b), -100, 100), 0, a == 0.0 || b == 0.0);
     let unit_j = exp2i(j);
     var x = query_$(n);

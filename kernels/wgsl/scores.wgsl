@@ -228,42 +228,42 @@ scratch[$(r * RS)u + scratch_of_other] = bitcast<u32>((hi_1_0 << 7u) + lo_1_0);
 #end
 
 // The score of row r, from its products with whole dims.
-#def integer_score(r): dot_*, k_scale_*, k_param_*, code_zero, open_scale -> s_*
+#def integer_score(r): dot_*, k_scale_*, k_param_*, code_zero, open_scale -> score_*
 #for g in 0..SGROUPS
 #if K == TOKEN
-s_$(r) = f32(dot_$(r)_$(g)) * k_scale_0;
+score_$(r) = f32(dot_$(r)_$(g)) * k_scale_0;
 #elif K == TENSOR
-s_$(r) = f32(dot_$(r)_$(g));
+score_$(r) = f32(dot_$(r)_$(g));
 #elif K == G32
 #if g == 0
-s_$(r) = product(f32(dot_$(r)_$(g)), k_scale_$(g));
+score_$(r) = product(f32(dot_$(r)_$(g)), k_scale_$(g));
 #else
-s_$(r) = s_$(r) + product(f32(dot_$(r)_$(g)), k_scale_$(g));
+score_$(r) = score_$(r) + product(f32(dot_$(r)_$(g)), k_scale_$(g));
 #end
 #elif K == GROUPS
 {
     let sum = posted_sum($(QUERY_SUM + r * KG + g)u);
     let term = product(f32(dot_$(r)_$(g) - 8 * sum), k_param_$(g).x);
 #if g == 0
-    s_$(r) = term + product(f32(sum), k_param_$(g).y);
+    score_$(r) = term + product(f32(sum), k_param_$(g).y);
 #else
-    s_$(r) = (s_$(r) + term) + product(f32(sum), k_param_$(g).y);
+    score_$(r) = (score_$(r) + term) + product(f32(sum), k_param_$(g).y);
 #end
 }
 #else
 {
     let shifts = product(f32(posted_sum($(SHIFT_SUM + r)u)), row_shift[$(r)]);  // 0 of an open page
-    s_$(r) = (f32(dot_$(r)_0 - code_zero * posted_sum($(QUERY_SUM + r)u)) * open_scale) * row_unit[$(r)] + shifts;
+    score_$(r) = (f32(dot_$(r)_0 - code_zero * posted_sum($(QUERY_SUM + r)u)) * open_scale) * row_unit[$(r)] + shifts;
 }
 #end
 #end
 #if K != CHANNEL
-s_$(r) = s_$(r) * row_unit[$(r)];
+score_$(r) = score_$(r) * row_unit[$(r)];
 #end
 #end
 
 // The scores of all rows in f32, of dequantized K.
-#def float_scores(): place, open -> s_*
+#def float_scores(): place, open -> score_*
 for (var u = 0u; u < $(UNITS)u; u++) {
     let k = k_values(place, open, u);
 #for w in 0..4
@@ -273,30 +273,30 @@ for (var u = 0u; u < $(UNITS)u; u++) {
 #for w in 0..4
     let q_$(r)_$(w) = queries[($(r * UNITS)u + u) * 4u + $(w)u];
 #end
-    s_$(r) += (dot(q_$(r)_0, k_0) + dot(q_$(r)_1, k_1)) + (dot(q_$(r)_2, k_2) + dot(q_$(r)_3, k_3));
+    score_$(r) += (dot(q_$(r)_0, k_0) + dot(q_$(r)_1, k_1)) + (dot(q_$(r)_2, k_2) + dot(q_$(r)_3, k_3));
 #end
 }
 #end
 
 // Soft cap, ALiBi and mask of row r's score.
-#def apply_score_mods(r): row0, token, kv_len -> s_*
+#def apply_score_mods(r): row0, token, kv_len -> score_*
 #if SOFTCAP
-s_$(r) = softcap(s_$(r), params.softcap_inner, params.softcap_outer);
+score_$(r) = softcap(score_$(r), params.softcap_inner, params.softcap_outer);
 #end
 #if ALIBI
 {
     let position = i32(kv_len) - i32(params.q_len) + i32((row0 + $(r)u) / params.heads_per_kv);
-    s_$(r) = s_$(r) + product(row_slope[$(r)], f32(i32(token) - position));
+    score_$(r) = score_$(r) + product(row_slope[$(r)], f32(i32(token) - position));
 }
 #end
-s_$(r) = select(NONE, s_$(r), token - row_sees[$(r)].x < row_sees[$(r)].y);
+score_$(r) = select(NONE, score_$(r), token - row_sees[$(r)].x < row_sees[$(r)].y);
 #end
 
 // The scores of all rows, and their maxima in the slots of reduce.wgsl. Rows are spelled out, RU at a time: a loop would keep the lane's
 // values of them in memory, and in registers that it moves.
-#def score_tile(): tile, tile_end, token, open, place, kv_len, page_ahead, head, row0, num_rows, num_pairs, lane, scratch_at, scratch_of_other, first_unit, k_*, pair_*, row_*, unit_*, query_* -> s_*, channel_raw_*
+#def score_tile(): tile, tile_end, token, open, place, kv_len, page_ahead, head, row0, num_rows, num_pairs, lane, scratch_at, scratch_of_other, first_unit, k_*, pair_*, row_*, unit_*, query_* -> score_*, channel_raw_*
 #for r in 0..R
-var s_$(r) = 0.0;
+var score_$(r) = 0.0;
 #end
 #if INTEGER
 #if K == CHANNEL
@@ -335,7 +335,7 @@ if $(b * RU)u < num_rows {
 #end
 #for r in (b * RU)..(b * RU + RU)
 #use apply_score_mods(r)
-    post_max($(TOP + r)u, order_key(ceil(s_$(r))));
+    post_max($(ROW_MAX + r)u, order_key(ceil(score_$(r))));
 #end
 }
 #end

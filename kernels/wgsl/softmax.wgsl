@@ -8,7 +8,7 @@ let v_top_$(g) = posted($(GROUPS_AT + g * OF_GROUP)u);
 let f_$(g) = select(14 - exponent(bitcast<f32>(v_top_$(g))), 0, v_top_$(g) == 0u);
 let scale_$(g) = v_$(g).x * exp2i(f_$(g));
 #else
-// A per-tensor scale stays outside: v_scale = 1, so f = 14; unwritten tokens weigh 0 as none sees them.
+// A per-tensor scale is applied in the epilogue, so v_scale = 1 and f = 14; no row sees unwritten tokens, so they have weight 0.
 let f_$(g) = 14;
 #end
 #if V == GROUPS
@@ -19,12 +19,12 @@ let shift_$(g) = rhe(v_$(g).y * exp2i(h_$(g)));
 #end
 
 // The weight of row r, in f32 and in units of 2^-22.
-#def softmax_row(r): s_* -> p, units
-let highest = from_order_key(posted($(TOP + r)u));
+#def softmax_row(r): score_* -> p, units
+let row_max = from_order_key(posted($(ROW_MAX + r)u));
 #if INTEGER
-let p = select(0.0, exp2w(min(highest - s_$(r), 64.0)), s_$(r) > NONE);
+let p = select(0.0, exp2w(min(row_max - score_$(r), 64.0)), score_$(r) > NONE);
 #else
-let p = select(0.0, exp2f(max(s_$(r) - highest, -125.0)), s_$(r) > NONE);
+let p = select(0.0, exp2f(max(score_$(r) - row_max, -125.0)), score_$(r) > NONE);
 #end
 let units = weight_units(p);
 #end
@@ -44,7 +44,7 @@ let z_lo = p14 * (shift_$(g) & 255);
 #end
 
 // The weights of all rows, in workgroup memory, and their sums in the slots of reduce.wgsl.
-#def softmax_tile(): num_rows, lane, token, kv_len, scratch_at, s_*, v_* -> f_*, h_*
+#def softmax_tile(): num_rows, lane, token, kv_len, scratch_at, score_*, v_* -> f_*, h_*
 workgroupBarrier();
 #if INTEGER
 #use scale_v_params()
@@ -54,7 +54,7 @@ if $(b * RU)u < num_rows {
 #for r in (b * RU)..(b * RU + RU)
     {
 #use softmax_row(r)
-    post_sum($(SUM + r)u, units);
+    post_sum($(ROW_SUM + r)u, units);
 #if INTEGER
     var word = 0u;
 #for g in 0..VG
