@@ -7,7 +7,7 @@ fn k_bytes(place: Place, u: u32) -> vec4<u32> {
 }
 #end
 #if K_BITS == 4
-// Of token 16 a + i (i < 8) in the low nibbles, of token 16 a + 8 + i in the high ones.
+// The codes of token 16 a + i (i < 8) in the low nibbles, of token 16 a + 8 + i in the high ones.
 fn k_pair(place: Place, u: u32) -> vec4<u32> {
     return load_vec(place.buffer, place.at + u * $(PS / 2)u + (place.token >> 4u) * 8u + (place.token & 7u));
 }
@@ -51,7 +51,7 @@ fn k_scale_open(place: Place) -> f32 {
     return load_f16(place.buffer, place.at * 4u + $(D * PS / 4)u, place.token);
 }
 
-// Of dim d, whatever the token.
+// The scale and shift of dim d in a sealed page.
 fn k_channel(place: Place, d: u32) -> vec2<f32> {
     let word = load_word(place.buffer, place.at * 4u + $(K_PARAMS)u + d);
     return vec2<f32>(f16_value(word & 0xFFFFu), f16_value(word >> 16u));
@@ -135,7 +135,7 @@ fn k_values(place: Place, open: bool, u: u32) -> array<vec4<f32>, 4> {
 }
 #end
 
-// Asks for the codes and parameters of K that the lane multiplies.
+// Loads the codes and parameters of K that the lane multiplies.
 #def load_k(): place, pages, tail_page, head, kv_len, tile, lane, open -> first_unit, k_*
 #if K == TOKEN || K == G32 || K == GROUPS
 #for g in 0..KG

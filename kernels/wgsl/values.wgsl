@@ -1,5 +1,5 @@
 // values.wgsl: V's codes and parameters, and the product of a tile's weights with V, folded into the state (docs/arithmetic.md, sections 4 and 5).
-// Lanes that have a dim.
+// Number of lanes that have a dim.
 #let DIM_LANES = VIEW && V_BITS == 8 ? D / 4 : V_ROWS
 
 // The place of a token of a tile in V's slot order.
@@ -7,7 +7,7 @@ fn slot_of(token: u32) -> u32 {
     return (token >> 4u) * 16u + 4u * ((token & 7u) >> 1u) + 2u * ((token >> 3u) & 1u) + (token & 1u);
 }
 
-// The lane's j-th dim, past the end for some: of a view's bytes four of a word, of 4-bit V pairs that share bytes.
+// The lane's j-th dim, which may lie past the end. A lane has the four dims of a word of a view's bytes, and pairs of dims that share bytes of 4-bit V.
 fn dim_of(lane: u32, j: u32) -> u32 {
 #if VIEW && V_BITS == 8
     return 4u * (lane + $(T)u * (j >> 2u)) + (j & 3u);
@@ -20,7 +20,7 @@ fn dim_of(lane: u32, j: u32) -> u32 {
 }
 
 #if V_SCALED && !VIEW
-// The word with a token's parameters of V's group g, and what it says: scale and shift.
+// The word with a token's parameters of V's group g; v_param gives its scale and shift.
 fn v_word(place: Place, g: u32) -> u32 {
 #if V == GROUPS
     return load_word(place.buffer, place.at * 4u + $(V_PARAMS)u + g * $(PS)u + place.token);
@@ -73,7 +73,7 @@ fn dot16u(a: vec4<u32>, b: vec4<u32>, acc: u32) -> u32 {
 }
 #end
 
-// Asks for the words with V's parameters of the lane's token.
+// Loads the words with V's parameters of the lane's token.
 #def load_v_params(): pages, head, kv_len, tile, lane -> v_word_*
 #if V_SCALED
 let of_v = v_place(pages, head, kv_len, tile, lane);
@@ -102,7 +102,7 @@ post_max($(GROUPS_AT + g * OF_GROUP + 1)u, bitcast<u32>(abs(v_$(g).y)));
 #end
 #end
 
-// Asks for the V codes of chunk C of the tile.
+// Loads the V codes of chunk C of the tile.
 #def load_v(C): pages_at, head, kv_len, tile, lane, last, v_tile -> v_raw_*
 #if VIEW
 // Four tokens of four dims at a time, transposed: a word has the tokens of one dim.
@@ -166,7 +166,7 @@ let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i) ^ vec4<u32>(0x80808080u);
 #elif i % 2 == 0
 let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i / 2) & vec4<u32>(0x0F0F0F0Fu);
 #else
-// 16 times as large.
+// The high nibbles stay in place: codes times 16.
 let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i / 2) & vec4<u32>(0xF0F0F0F0u);
 #end
 #end
