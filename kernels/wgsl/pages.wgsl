@@ -87,46 +87,46 @@ fn store_word(buffer: u32, at: u32, word: u32) {
 
 #if !WRITES
 // A token of K or V: its KV head's run, and the token's index inside the page.
-struct Place {
+struct TokenAddr {
     buffer: u32,
     at: u32,
     token: u32,
 }
 
-fn place_of(pages_at: u32, head: u32, token: u32) -> Place {
+fn place_of(pages_at: u32, head: u32, token: u32) -> TokenAddr {
     let run = run_of(tables[pages_at + token / $(PS)u], head);
-    return Place(run.buffer, run.at, token % $(PS)u);
+    return TokenAddr(run.buffer, run.at, token % $(PS)u);
 }
 
 #if PS >= 64
 // The place of token `index` of a tile, past the end or not, in K: a tile lies inside one page.
-fn k_place(page: u32, tail_page: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> Place {
+fn k_place(page: u32, tail_page: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
 #if K == CHANNEL
     let run = run_of(select(page, tail_page, tile / $(PS / 64)u == kv_len / $(PS)u), head);
 #else
     let run = run_of(page, head);
 #end
-    return Place(run.buffer, run.at, (tile % $(PS / 64)u) * 64u + index);
+    return TokenAddr(run.buffer, run.at, (tile % $(PS / 64)u) * 64u + index);
 }
 #else
 // The place of token `index` of a tile in K. A token past the end reads the bytes of the last one, and has weight 0.
-fn k_place(pages_at: u32, tail_page: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> Place {
+fn k_place(pages_at: u32, tail_page: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
     return place_of(pages_at, head, min(tile * 64u + index, kv_len - 1u));
 }
 #end
 
 // The place of token `index` of a tile in V.
-fn v_place(pages: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> Place {
+fn v_place(pages: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
 #if PS >= 64
     let run = run_of(pages, head);
-    return Place(run.buffer, run.at, (tile % $(PS / 64)u) * 64u + index);
+    return TokenAddr(run.buffer, run.at, (tile % $(PS / 64)u) * 64u + index);
 #else
     return place_of(pages, head, min(tile * 64u + index, kv_len - 1u));
 #end
 }
 
 // The 16 bytes of a token in K's panel `unit`.
-fn k_vec(place: Place, unit: u32) -> vec4<u32> {
+fn k_vec(place: TokenAddr, unit: u32) -> vec4<u32> {
     return load_vec(place.buffer, place.at + unit * $(PS)u + place.token);
 }
 #end

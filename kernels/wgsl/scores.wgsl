@@ -2,28 +2,28 @@
 
 // The codes of dims 16 u .. 16 u + 15, one byte each (a nibble scheme's as 0..15).
 #if K_BITS == 8 || K == CHANNEL
-fn k_bytes(place: Place, u: u32) -> vec4<u32> {
+fn k_bytes(place: TokenAddr, u: u32) -> vec4<u32> {
     return k_vec(place, u);
 }
 #end
 #if K_BITS == 4
 // The codes of token 16 a + i (i < 8) in the low nibbles, of token 16 a + 8 + i in the high ones.
-fn k_pair(place: Place, u: u32) -> vec4<u32> {
+fn k_pair(place: TokenAddr, u: u32) -> vec4<u32> {
     return load_vec(place.buffer, place.at + u * $(PS / 2)u + (place.token >> 4u) * 8u + (place.token & 7u));
 }
 
-fn nibbles_of(place: Place, pairs: vec4<u32>) -> vec4<u32> {
+fn nibbles_of(place: TokenAddr, pairs: vec4<u32>) -> vec4<u32> {
     return (pairs >> vec4<u32>(((place.token >> 3u) & 1u) * 4u)) & vec4<u32>(0x0F0F0F0Fu);
 }
 
-fn k_nibbles(place: Place, u: u32) -> vec4<u32> {
+fn k_nibbles(place: TokenAddr, u: u32) -> vec4<u32> {
     return nibbles_of(place, k_pair(place, u));
 }
 #end
 
 #if !VIEW && (K == TOKEN || K == G32 || K == GROUPS)
 // The word with a token's parameters of group g.
-fn k_word(place: Place, g: u32) -> u32 {
+fn k_word(place: TokenAddr, g: u32) -> u32 {
 #if K == GROUPS
     return load_word(place.buffer, place.at * 4u + $(K_PARAMS)u + g * $(PS)u + place.token);
 #else
@@ -34,7 +34,7 @@ fn k_word(place: Place, g: u32) -> u32 {
 
 // A token's scale and (centred, in the integer arithmetic) shift in group g.
 #if K == TOKEN || K == G32
-fn k_scale(place: Place, g: u32) -> f32 {
+fn k_scale(place: TokenAddr, g: u32) -> f32 {
 #if VIEW
     return f16_value(k_word(place, g) & 0xFFFFu);
 #else
@@ -42,17 +42,17 @@ fn k_scale(place: Place, g: u32) -> f32 {
 #end
 }
 #elif K == GROUPS
-fn k_param(place: Place, g: u32) -> vec2<f32> {
+fn k_param(place: TokenAddr, g: u32) -> vec2<f32> {
     let word = load_word(place.buffer, place.at * 4u + $(K_PARAMS)u + g * $(PS)u + place.token);
     return vec2<f32>(f16_value(word & 0xFFFFu), f16_value(word >> 16u));
 }
 #elif K == CHANNEL
-fn k_scale_open(place: Place) -> f32 {
+fn k_scale_open(place: TokenAddr) -> f32 {
     return load_f16(place.buffer, place.at * 4u + $(D * PS / 4)u, place.token);
 }
 
 // The scale and shift of dim d in a sealed page.
-fn k_channel(place: Place, d: u32) -> vec2<f32> {
+fn k_channel(place: TokenAddr, d: u32) -> vec2<f32> {
     let word = load_word(place.buffer, place.at * 4u + $(K_PARAMS)u + d);
     return vec2<f32>(f16_value(word & 0xFFFFu), f16_value(word >> 16u));
 }
@@ -90,7 +90,7 @@ fn half_values(a: u32, b: u32) -> vec4<f32> {
 #end
 
 // K dequantized: 16 dims of one token, without a per-tensor scale.
-fn k_values(place: Place, open: bool, u: u32) -> array<vec4<f32>, 4> {
+fn k_values(place: TokenAddr, open: bool, u: u32) -> array<vec4<f32>, 4> {
 #if K == F16 || K == BF16
     let a = k_vec(place, 2u * u);
     let b = k_vec(place, 2u * u + 1u);

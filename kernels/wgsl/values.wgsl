@@ -21,7 +21,7 @@ fn dim_of(lane: u32, j: u32) -> u32 {
 
 #if V_SCALED && !VIEW
 // The word with a token's parameters of V's group g; v_param gives its scale and shift.
-fn v_word(place: Place, g: u32) -> u32 {
+fn v_word(place: TokenAddr, g: u32) -> u32 {
 #if V == GROUPS
     return load_word(place.buffer, place.at * 4u + $(V_PARAMS)u + g * $(PS)u + place.token);
 #else
@@ -42,7 +42,7 @@ fn v_param(word: u32, token: u32) -> vec2<f32> {
 
 #if V_BITS < 16 && !VIEW
 // The 16 bytes of dim d in the panel of `place.token`: 16 tokens in slot order; of 4 bits, those of dims 16 a + i and 16 a + 8 + i.
-fn v_panel(place: Place, d: u32) -> vec4<u32> {
+fn v_panel(place: TokenAddr, d: u32) -> vec4<u32> {
 #if V_BITS == 8
     return load_vec(place.buffer, place.at + $(V_CODES)u + (place.token / 16u) * $(V_ROWS)u + d);
 #else
@@ -51,7 +51,7 @@ fn v_panel(place: Place, d: u32) -> vec4<u32> {
 }
 #elif V_BITS == 16
 // One element of 16-bit V.
-fn v_element(place: Place, d: u32) -> f32 {
+fn v_element(place: TokenAddr, d: u32) -> f32 {
 #if VIEW
     let word = pool_1[place.at + (d >> 1u)];
 #else
