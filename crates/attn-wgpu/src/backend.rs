@@ -32,7 +32,7 @@ pub struct WgpuBackend {
     device: DeviceInfo,
 }
 
-/// The tuning that `ATTN_WGPU_ITEMS` asks for.
+/// The tuning that `ATTN_WGPU_ITEMS` names.
 fn tuning_from_env() -> Result<Tuning, String> {
     let by_tiles = match std::env::var("ATTN_WGPU_ITEMS").as_deref() {
         Err(_) | Ok("" | "auto") => None,
