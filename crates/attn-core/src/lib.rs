@@ -22,6 +22,7 @@ pub mod error;
 pub mod format;
 pub mod host_pages;
 pub mod layout;
+mod page_allocator;
 mod page_bytes;
 pub mod problem;
 pub mod quant;
