@@ -1,18 +1,17 @@
 // arithmetic.wgsl: the scalar functions of docs/arithmetic.md, by +, -, *, comparisons and bits alone.
 //
 // No exp, log, division or fma: their results differ between adapters. Powers of two are made of bits.
-// WGSL lets a compiler take (x + c) - c for x (Mesa's does): exp2 therefore gets its rounding constant twice, from the
-// parameters, where no compiler can see that both are ROUND. Elsewhere bits are taken of x + ROUND at once.
-
+// WGSL lets a compiler simplify (x + c) - c to x (Mesa's does): exp2 therefore reads its rounding constant twice from the
+// parameters, where no compiler can know that both are ROUND. Elsewhere the bits of x + ROUND are used at once.
 //
-// Nor may a compiler contract a product and a sum where the product rounds (NVIDIA's does): `product` hides its factors.
+// WGSL also lets a compiler contract a product and a sum (NVIDIA's does), which changes a product that rounds: `product` prevents it.
 // Products with powers of two, and of small integers, are exact: they stay plain.
 
 const ROUND: f32 = 12582912.0;          // adding it rounds |x| <= 2^22 to an integer, half to even
 const ROUND_BITS: i32 = 0x4B400000;
-const NONE: f32 = -3.4028234663852886e38;        // the law's -infinity, kept finite: an unseen score, the maximum of none
+const NONE: f32 = -3.4028234663852886e38;        // stands for -infinity, kept finite: an unseen score, the maximum of no score
 
-// x * y, rounded: `params.zero` is 0, and no compiler knows.
+// x * y, rounded: the compiler does not know that `params.zero` is 0, so it cannot contract the product with a sum.
 fn product(x: f32, y: f32) -> f32 {
     return bitcast<f32>(bitcast<u32>(x * y) ^ params.zero);
 }
@@ -27,7 +26,7 @@ fn exponent(x: f32) -> i32 {
     return i32((bitcast<u32>(x) >> 23u) & 255u) - 127;
 }
 
-// Brings what would round up to the next power of two there beforehand.
+// Moves a number that would round up to the next power of two past it before its exponent is taken.
 const BELOW: f32 = 1.00006103515625;
 
 // The exponents of a row's plane and of shifts, by the largest magnitude.

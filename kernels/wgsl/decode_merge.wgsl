@@ -1,19 +1,20 @@
-// decode_merge.wgsl: one workgroup brings the states of one row, or of some of its dims, together and finishes it: tiles fold into segments, if items are tiles, segments merge inside
-// spans and spans among themselves, left to right.
+// decode_merge.wgsl: one workgroup merges the partials of one row, or of some of its dims, and writes the row: tiles fold into segments (if
+// splits are tiles), segments merge inside spans, then the spans merge, each left to right.
 //
 // Grid       (heads_per_kv * q_len * D / MD, num_kv_heads, batch); 256 threads: 8 spans at a time, 32 lanes each.
-// Reads      the states that decode_split.wgsl wrote.
+// Reads      the partials that decode_split.wgsl wrote.
 // Writes     out f32 [batch, q_len, num_q_heads, head_dim], lse [batch, q_len, num_q_heads] (bits, -inf where nothing is seen).
 // Numerics   docs/arithmetic.md, sections 5 and 6.
-// Dims of a workgroup: where items are tiles there are few rows, and many states of each.
+// Dims of a workgroup: where splits are tiles, rows are few and each has many partials.
 #let MD = PER_SEGMENT > 1 ? 32 : D
-#let READS_POOL = 0
-#include "arithmetic.wgsl"
-#include "pages.wgsl"
+#include "decode_params"
 
-@group(0) @binding(2) var<storage, read> states: array<f32>;
+@group(0) @binding(0) var<uniform> params: Params;
+@group(0) @binding(1) var<storage, read> tables: array<u32>;      // see decode_split.wgsl
+@group(0) @binding(2) var<storage, read> partials: array<f32>;
 @group(0) @binding(3) var<storage, read_write> out: array<f32>;
 @group(0) @binding(4) var<storage, read_write> lse: array<u32>;
+#include "arithmetic.wgsl"
 
 var<workgroup> span_o: array<f32, $(8 * MD)>;
 var<workgroup> span_m: array<f32, 8>;
@@ -26,7 +27,7 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
     let head = workgroup.y;
     let sequence = workgroup.z;
     let about = params.sequences_at + 8u * sequence;
-    let first_item = tables[about];
+    let first_split = tables[about];
     let num_splits = tables[about + 1u];
     let num_segments = (num_splits + $(PER_SEGMENT - 1)u) / $(PER_SEGMENT)u;
     let num_spans = (num_segments + 3u) / 4u;
@@ -47,12 +48,12 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
 #for n in 0..PER_SEGMENT
 #for j in 0..4
             let index_$(n)_$(j) = (first + $(j)u) * $(PER_SEGMENT)u + $(n)u;
-            let slot_$(n)_$(j) = ((first_item + min(index_$(n)_$(j), num_splits - 1u)) * params.num_kv_heads + head) * params.row_blocks + row / $(R)u;
-            let at_$(n)_$(j) = slot_$(n)_$(j) * $(R)u + row % $(R)u;
-            let m_$(n)_$(j) = select(NONE, states[params.maxima_at + 2u * at_$(n)_$(j)], index_$(n)_$(j) < num_splits);
-            let l_$(n)_$(j) = states[params.maxima_at + 2u * at_$(n)_$(j) + 1u];
+            let partial_$(n)_$(j) = ((first_split + min(index_$(n)_$(j), num_splits - 1u)) * params.num_kv_heads + head) * params.row_blocks + row / $(R)u;
+            let at_$(n)_$(j) = partial_$(n)_$(j) * $(R)u + row % $(R)u;
+            let m_$(n)_$(j) = select(NONE, partials[params.maxima_at + 2u * at_$(n)_$(j)], index_$(n)_$(j) < num_splits);
+            let l_$(n)_$(j) = partials[params.maxima_at + 2u * at_$(n)_$(j) + 1u];
 #for k in 0..((MD + 31) / 32)
-            let o_$(n)_$(j)_$(k) = states[at_$(n)_$(j) * $(D)u + min(dim0 + lane + $(32 * k)u, $(D - 1)u)];
+            let o_$(n)_$(j)_$(k) = partials[at_$(n)_$(j) * $(D)u + min(dim0 + lane + $(32 * k)u, $(D - 1)u)];
 #end
 #end
 #end
@@ -71,7 +72,7 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
                     o_$(j)_$(k) = o_$(n)_$(j)_$(k);
 #end
                 } else {
-                    // As fold.wgsl does.
+                    // The fold of section 5; the merges below flush both products.
                     let top = max(m_$(j), m_$(n)_$(j));
                     let alpha = pow2(top - m_$(j));
                     let beta = pow2(top - m_$(n)_$(j));

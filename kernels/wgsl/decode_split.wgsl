@@ -1,58 +1,61 @@
-// decode_split.wgsl: one workgroup of 64 lanes attends one item (a segment or a tile) of one (sequence, KV head) for $(R) query rows.
+// decode_split.wgsl: one workgroup of 64 lanes attends one split (a segment or a tile) of one (sequence, KV head) for $(R) query rows.
 //
-// Grid       (items, num_kv_heads * row_blocks, items / grid_x); 64 threads: two subgroups share a tile and halve its registers.
+// Grid       (grid_x splits, num_kv_heads * row_blocks, num_splits / grid_x); 64 threads: two subgroups share a tile and halve its registers.
 // Round      a tile of 64 tokens: a lane has one token for the scores, every 64th dim (or pair of dims) for the values; the state folds at once.
-// Ahead      a tile's V is asked for before its scores, the next tile's page and its channels before that tile; its K is not: it took
-//            registers, and with them workgroups.
+// Ahead      V of a tile is loaded before its scores, the next tile's page and channels before that tile. K is not: it would take
+//            registers, and with them occupancy.
 // Reads      q f32 [batch, q_len, num_q_heads, head_dim]; pages as in FORMATS.md, each byte once per row block.
-// Writes     states [item][kv_head][row_block][row][head_dim], and (m, l) of each row behind them.
-// Numerics   docs/arithmetic.md; in the integer arithmetic every bit of it.
-// Shared     planes of q and one tile's weights, as little as may be: it limits how many workgroups run at once.
-// Host       crates/attn-wgpu/src/shader.rs chooses the constants, launch.rs the items.
-#let READS_POOL = 1
+// Writes     partials [split][kv_head][row_block][row][head_dim], and (m, l) of each row behind them.
+// Numerics   docs/arithmetic.md; the integer arithmetic bit for bit.
+// Shared     planes of q and one tile's weights; their size limits how many workgroups run at once.
+// Host       kernels/src/wgsl/decode.rs chooses the constants, split.rs the splits; crates/attn-wgpu/src/launch.rs fills the tables.
+#let WRITES = 0
 #let T = 64
 // Whether a tile lies inside one page.
 #let PAGED = PS >= 64 && !VIEW
 // Rows whose steps overlap.
 #let RU = R > 1 ? R / 2 : 1
-// Whether there are registers for all of V while scores are under way.
+// Whether the registers hold all of V while the scores are computed.
 #let V_FIRST = INTEGER && CH == 1
 // Groups of K's dims with a scale each in the scores.
 #let SGROUPS = K == G32 || K == GROUPS ? KG : 1
-// Whether a lane multiplies half of the dims of two tokens, `lane` and `lane ^ 32`, whose halves meet in workgroup memory: each vector of the
-// query that is loaded then serves two tokens.
+// Whether a lane multiplies half of the dims of two tokens, `lane` and `lane ^ 32`, so that each loaded vector of the query serves two tokens.
+// The halves of a token are added through workgroup memory.
 #let HALVES = INTEGER && UNITS % 2 == 0 && SGROUPS == 1
 #let HALF = HALVES ? UNITS / 2 : UNITS
 #let TOKENS = HALVES ? 2 : 1
-// Pairs (row, unit of 16 dims) of a lane, which makes planes of their queries.
+// Pairs (row, unit of 16 dims) that a lane converts to planes.
 #let PAIRS = (R * UNITS + T - 1) / T
-#include "arithmetic.wgsl"
-#include "pages.wgsl"
+#include "decode_params"
 
+// The tables: for each split {sequence, its index there, kv_len, its tiles, place of its pages in the tables, tail page, 2 unused}; for each
+// sequence {first split, splits, 6 unused}; the pages of each sequence (or its rows, view.wgsl); scales and slopes.
+@group(0) @binding(0) var<uniform> params: Params;
+@group(0) @binding(1) var<storage, read> tables: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
-@group(0) @binding(3) var<storage, read_write> states: array<f32>;
+@group(0) @binding(3) var<storage, read_write> partials: array<f32>;
 
 #if INTEGER
 var<workgroup> planes: array<vec4<u32>, $(R * UNITS * 2)>;           // (row, unit, {hi, lo})
 var<workgroup> row_unit: array<f32, $(R)>;                           // 2^-e
 var<workgroup> weights: array<vec4<u32>, $(VG * R * 8)>;             // (group of V, row, 16 tokens, {hi, lo})
-var<workgroup> weight_sum: array<i32, $(VG * R)>;                    // (group of V, row), as the next
+var<workgroup> weight_sum: array<i32, $(VG * R)>;                    // (group of V, row), like shift_term
 var<workgroup> shift_term: array<f32, $(VG * R)>;
 var<workgroup> value_unit: array<f32, $(VG)>;                        // 2^-f
-// A token's products with half of the dims, by whoever has them; then weights, of two of V's groups in a word: (pair of groups, row, token),
-// each 16 tokens 17 words apart, so that lanes that read different sixteens meet in no bank.
+// First products of a token with half of the dims; then weights for two of V's groups in a word: (pair of groups, row, token). Each 16 tokens
+// lie 17 words apart, so that lanes that read different sixteens have no bank conflict.
 #let RS = 68
 var<workgroup> scratch: array<u32, $((VG + 1) / 2 * R * RS)>;
 #if K == CHANNEL
-// Of four dims: (which of the unit's fours, unit), as lanes of neighbouring units read side by side.
+// Scales and shifts of four dims: (index of the four in its unit, unit), since lanes of neighbouring units read side by side.
 var<workgroup> channel_scale: array<vec4<f32>, $(UNITS * 4)>;
 var<workgroup> channel_shift: array<vec4<f32>, $(UNITS * 4)>;
 var<workgroup> row_shift: array<f32, $(R)>;                          // 2^-j
 #end
 #else
 var<workgroup> queries: array<vec4<f32>, $(R * UNITS * 4)>;          // (row, 4 dims)
-var<workgroup> values_p: array<f32, $(R * 64)>;                      // (row, token in slot order)
-var<workgroup> values_param: array<vec2<f32>, $(VG * 64)>;           // (group, token in slot order): scale, shift; 0 past the end
+var<workgroup> values_p: array<f32, $(R * 64)>;                      // (row, token in partial order)
+var<workgroup> values_param: array<vec2<f32>, $(VG * 64)>;           // (group, token in partial order): scale, shift; 0 past the end
 #end
 var<workgroup> row_sees: array<vec2<u32>, $(R)>;                     // first token, and how many
 #if ALIBI
@@ -62,19 +65,96 @@ var<workgroup> fold_alpha: array<f32, $(R)>;
 var<workgroup> fold_beta: array<f32, $(R)>;                          // -1: nothing to fold
 #include "reduce.wgsl"
 
-#include "query_unit.wgsl"
-#if INTEGER
-#include "plane.wgsl"
+#include "arithmetic.wgsl"
+#if VIEW
+#include "view.wgsl"
+#else
+#include "pages.wgsl"
 #end
-#include "score.wgsl"
-#include "value.wgsl"
+#include "query.wgsl"
+#include "scores.wgsl"
+#include "softmax.wgsl"
+#include "values.wgsl"
+#include "fold.wgsl"
+
+// The workgroup's split and rows, the tokens that each row sees, and the tiles of the split that any row sees.
+#def find_work(): workgroup, lane -> split, head, row0, sequence, kv_len, pages_at, tail_page, last, num_rows, num_pairs, tile, tile_end
+let split = workgroup.x + workgroup.z * params.grid_x;
+if split >= params.num_splits {
+    return;
+}
+let head = workgroup.y / params.row_blocks;
+let row0 = (workgroup.y - head * params.row_blocks) * $(R)u;
+let sequence = tables[params.splits_at + 8u * split];
+let index = tables[params.splits_at + 8u * split + 1u];
+let kv_len = tables[params.splits_at + 8u * split + 2u];
+let split_tiles = tables[params.splits_at + 8u * split + 3u];
+let pages_at = tables[params.splits_at + 8u * split + 4u];
+let tail_page = tables[params.splits_at + 8u * split + 5u];
+let rows = params.heads_per_kv * params.q_len;
+let last = kv_len - 1u;
+let num_rows = min($(R)u, rows - row0);
+let num_pairs = num_rows * $(UNITS)u;
+
+// The tokens that each row sees.
+if lane < $(R)u {
+    let row = row0 + lane;
+    let position = i32(kv_len) - i32(params.q_len) + i32(row / params.heads_per_kv);
+    var end = i32(kv_len);
+    if params.causal != 0u {
+        end = clamp(position + 1, 0, i32(kv_len));
+    }
+    var first = 0;
+    if params.window_left >= 0 {
+        first = clamp(position - params.window_left, 0, end);
+    }
+    row_sees[lane] = vec2<u32>(u32(first), select(0u, u32(end - first), row < rows));
+#if ALIBI
+    let h = head * params.heads_per_kv + min(row, rows - 1u) % params.heads_per_kv;
+    row_slope[lane] = bitcast<f32>(tables[params.scales_at + 2u * params.num_kv_heads + h]);
+#end
+}
+// The tiles of the split that any row sees.
+let num_tiles = (kv_len + 63u) / 64u;
+var tile = index * split_tiles;
+var tile_end = min((index + 1u) * split_tiles, num_tiles);
+{
+    let last_row = min(row0 + $(R)u, rows) - 1u;
+    let base = i32(kv_len) - i32(params.q_len);
+    if params.causal != 0u {
+        let seen_end = clamp(base + i32(last_row / params.heads_per_kv) + 1, 0, i32(kv_len));
+        tile_end = min(tile_end, u32(seen_end + 63) / 64u);
+    }
+    if params.window_left >= 0 {
+        tile = max(tile, u32(max(base + i32(row0 / params.heads_per_kv) - params.window_left, 0)) / 64u);
+    }
+}
+#end
+
+// The tile's pages and the place of the lane's token; the next tile's page is loaded ahead.
+#def locate_tile(): tile, lane, kv_len, pages_at, tail_page, head -> page_ahead, token, open, pages, v_tile, place
+let token = tile * 64u + lane;
+#if K == CHANNEL
+let open = tile / $(PS / 64)u == kv_len / $(PS)u;
+#else
+let open = false;
+#end
+#if PAGED
+let pages = page_ahead;
+page_ahead = tables[pages_at + (tile + 1u) / $(PS / 64)u];
+let v_tile = run_of(pages, head);
+#else
+let pages = pages_at;
+#end
+let place = k_place(pages, tail_page, head, kv_len, tile, lane);
+#end
 
 @compute @workgroup_size($(T))
 fn decode_split(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
 ) {
-#include "item.wgsl"
+#use find_work()
     let scratch_at = lane + (lane >> 4u);
 #if HALVES
     let scratch_of_other = (lane ^ 32u) + ((lane ^ 32u) >> 4u);
@@ -85,7 +165,7 @@ fn decode_split(
     let num_weights = $(VG * R * 8)u;
 #end
 #if PAGED
-    // The next tile's page, maybe one past the last: what follows the pages in the tables.
+    // The next tile's page; past the last one it is the word that follows the pages in the tables, and unused.
     var page_ahead = tables[pages_at + tile / $(PS / 64)u];
 #end
 #if INTEGER && K == CHANNEL
@@ -93,33 +173,43 @@ fn decode_split(
     var channel_raw_$(n) = vec4<u32>(0u);
 #end
     if tile < tile_end && tile / $(PS / 64)u != kv_len / $(PS)u {
-#include "load_channels.wgsl"
+#use load_channels()
     }
 #end
-#include "query.wgsl"
+#use load_query()
     // The state: O in registers, (row, the lane's dim k).
 #for r in 0..R
 #for k in 0..(CH * DPL)
     var o_$(r)_$(k) = 0.0;
 #end
 #end
-    var m = NONE;         // of row `lane`, as l
+    var m = NONE;         // m and l of row `lane`
     var l = 0.0;
     for (; tile < tile_end; tile++) {
-#include "tile.wgsl"
-#include "fold.wgsl"
+#use locate_tile()
+#use load_v_params()
+#if INTEGER
+#use load_k()
+#end
+#if V_FIRST
+#use load_v(0)
+#end
+#use v_params()
+#use score_tile()
+#use softmax_tile()
+#use fold_tile()
     }
 
-    let slot = (item * params.num_kv_heads + head) * params.row_blocks + row0 / $(R)u;
+    let partial = (split * params.num_kv_heads + head) * params.row_blocks + row0 / $(R)u;
     if lane < $(R)u {
-        states[params.maxima_at + (slot * $(R)u + lane) * 2u] = m;
-        states[params.maxima_at + (slot * $(R)u + lane) * 2u + 1u] = l;
+        partials[params.maxima_at + (partial * $(R)u + lane) * 2u] = m;
+        partials[params.maxima_at + (partial * $(R)u + lane) * 2u + 1u] = l;
     }
 #for r in 0..R
     if $(r)u < num_rows {
 #for k in 0..(CH * DPL)
         if dim_of(lane, $(k)u) < $(D)u {
-            states[(slot * $(R)u + $(r)u) * $(D)u + dim_of(lane, $(k)u)] = o_$(r)_$(k);
+            partials[(partial * $(R)u + $(r)u) * $(D)u + dim_of(lane, $(k)u)] = o_$(r)_$(k);
         }
 #end
     }

@@ -1,7 +1,6 @@
-// quantize.wgsl: the scalar quantizers of FORMATS.md: every quotient is rounded once, as attn-core/src/quant.rs has it.
+// quantize.wgsl: the scalar quantizers of FORMATS.md: every quotient is rounded once, as in attn-core/src/quant.rs.
 //
-// Numbers are taken apart into integers, as x/y is not exact in WGSL and f64 does not exist: the quotient of two mantissas is an
-// integer, its remainder decides the rounding. Values are passed as the bits of an f32, finite and perhaps subnormal.
+// x/y is not exact in WGSL, and f64 does not exist. So the mantissas are divided as integers, and the remainder decides the rounding. Values are passed as the bits of an f32, finite and perhaps subnormal.
 
 // An order-keeping integer of a float's bits, and back.
 fn key_of(bits: u32) -> u32 {

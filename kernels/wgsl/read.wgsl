@@ -1,4 +1,4 @@
-// read.wgsl: reads a buffer and nothing else: the ceiling that decode is measured against (crates/attn-wgpu/examples/bench.rs).
+// read.wgsl: reads a buffer and does nothing else: the ceiling that decode is compared with.
 @group(0) @binding(0) var<storage, read> data: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read_write> sums: array<u32>;
 
@@ -15,7 +15,7 @@ fn read_all(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(num_workgroups
         sum ^= v_$(n);
 #end
     }
-    // Never true of the bench's data, and no compiler knows.
+    // Never true for the bench's data; it keeps the compiler from dropping the reads.
     if (sum.x ^ sum.y ^ sum.z ^ sum.w) == 0x9E3779B9u {
         sums[0] = tid;
     }

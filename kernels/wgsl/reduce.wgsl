@@ -1,20 +1,20 @@
-// reduce.wgsl: maxima and sums over the lanes, by atomics in workgroup memory: whoever has some posts it to a slot, a barrier follows,
-// and all read. Slots are cleared when they have been read. Subgroup operations were slower, and on one driver wrong (docs/wgpu.md).
+// reduce.wgsl: maxima and sums over the lanes, by atomics in workgroup memory: lanes post to a slot, a barrier follows, then all lanes read it.
+// Slots are cleared after they have been read. Subgroup operations are slower, and wrong on one driver (docs/wgpu.md).
 
-// Of each row its largest score, and l.
-#let TOP = 0
-#let SUM = R
-// Of V's group g: largest scale and shift, then of each row the weights and two parts of the shifts' term.
+// For each row: its largest score, and its sum l.
+#let ROW_MAX = 0
+#let ROW_SUM = R
+// For V's group g: the largest scale and shift; then for each row the sum of weights and two parts of the shifts' term.
 #let OF_GROUP = 2 + 3 * R
 #let GROUPS_AT = 2 * R
-// Of each row its largest query, and the sums of its planes for each of K's groups.
-#let QUERY_TOP = GROUPS_AT + VG * OF_GROUP
-#let QUERY_SUM = QUERY_TOP + R
-// Of a page of channels: of each row the bound on its products with scales, and its shifts' term; the largest shift.
+// For each row: its largest query, and the sums of its planes for each of K's groups.
+#let QUERY_MAX = GROUPS_AT + VG * OF_GROUP
+#let QUERY_SUM = QUERY_MAX + R
+// For a sealed Int4 Channel page: the bound of each row's products with scales, each row's shift term, and the largest shift.
 #let BOUND = QUERY_SUM + R * (K == GROUPS ? KG : 1)
 #let SHIFT_SUM = BOUND + R
-#let FAR = SHIFT_SUM + R
-#let SLOTS = K == CHANNEL ? FAR + 1 : BOUND
+#let LARGEST_SHIFT = SHIFT_SUM + R
+#let SLOTS = K == CHANNEL ? LARGEST_SHIFT + 1 : BOUND
 var<workgroup> reduced: array<atomic<u32>, $(SLOTS)>;
 
 fn clear(slot: u32) {

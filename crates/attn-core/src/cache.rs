@@ -1,4 +1,4 @@
-//! The page allocator: which sequences own which pages of a shared pool, and the cache's lifecycle.
+//! The page table over a shared pool, and the cache's lifecycle.
 //!
 //! [`KvCache`] keeps the page table (lengths, pages, sharing) and checks every call; a backend's [`PageStore`] keeps the bytes in the
 //! backend's memory. A refused call changes neither, and a call that the device fails changes no length and takes no page.
@@ -10,6 +10,7 @@ use crate::{
     elements::Elements,
     error::{Error, check_values, filled},
     layout::PageLayout,
+    page_allocator::PageAllocator,
 };
 
 /// The number of tokens that a sequence gets.
@@ -93,12 +94,7 @@ pub struct KvCache {
     config: CacheConfig,
     layout: PageLayout,
     table: PageTable,
-    /// Freed pages; the last one is taken next.
-    free: Vec<u32>,
-    /// The first page that was never taken; it and all later pages are free, too.
-    fresh: u32,
-    /// Number of sequences that own each page.
-    ref_counts: Vec<u32>,
+    pages: PageAllocator,
     store: Box<dyn PageStore>,
 }
 
@@ -143,9 +139,7 @@ impl KvCache {
                 tail_pages: filled("the tail pages", n, None)?,
                 lens: filled("the lengths", n, 0)?,
             },
-            free: Vec::new(),
-            fresh: 0,
-            ref_counts: filled("the pages' reference counts", config.num_pages, 0)?,
+            pages: PageAllocator::new(config.num_pages)?,
             layout,
             config,
             store,
@@ -174,7 +168,7 @@ impl KvCache {
 
     /// Number of pages that no sequence owns.
     pub fn free_pages(&self) -> usize {
-        self.free.len() + (self.config.num_pages - self.fresh as usize)
+        self.pages.num_free()
     }
 
     /// Puts the free pages in the given order of allocation, so that tests can place pages at will.
@@ -182,23 +176,7 @@ impl KvCache {
     /// # Errors
     /// [`Error::Parameter`] if `order` is not a permutation of the free pages.
     pub fn order_free_pages(&mut self, order: &[u32]) -> Result<(), Error> {
-        let mut sorted = order.to_vec();
-        sorted.sort_unstable();
-        sorted.dedup();
-        let owned = |page: &u32| self.ref_counts.get(*page as usize).is_none_or(|&n| n > 0);
-        if sorted.len() != self.free_pages()
-            || order.len() != sorted.len()
-            || sorted.iter().any(owned)
-        {
-            return Err(Error::Parameter {
-                what: "order of free pages",
-                given: format!("{} pages", order.len()),
-                allowed: "a permutation of the free pages",
-            });
-        }
-        self.free = order.iter().rev().copied().collect();
-        self.fresh = self.config.num_pages as u32;
-        Ok(())
+        self.pages.order(order)
     }
 
     fn check_sequence(&self, sequence: usize) -> Result<(), Error> {
@@ -211,43 +189,6 @@ impl KvCache {
                 count,
             })
         }
-    }
-
-    /// Takes one of the free pages.
-    fn take_page(&mut self) -> Result<u32, Error> {
-        let page = match self.free.pop() {
-            Some(page) => page,
-            None if (self.fresh as usize) < self.config.num_pages => {
-                self.fresh += 1;
-                self.fresh - 1
-            }
-            None => return Err(self.full(1)),
-        };
-        self.ref_counts[page as usize] = 1;
-        Ok(page)
-    }
-
-    fn drop_page(&mut self, page: u32) {
-        let ref_counts = &mut self.ref_counts[page as usize];
-        *ref_counts -= 1;
-        if *ref_counts == 0 {
-            self.free.push(page);
-        }
-    }
-
-    fn full(&self, needed: usize) -> Error {
-        Error::CacheFull {
-            needed,
-            free: self.free_pages(),
-            total: self.config.num_pages,
-        }
-    }
-
-    fn check_room(&self, needed: usize) -> Result<(), Error> {
-        if needed > self.free_pages() {
-            return Err(self.full(needed));
-        }
-        Ok(())
     }
 
     /// Appends tokens to one sequence: `k` and `v` are `[tokens, num_kv_heads, head_dim]` in f32, f16 or bf16.
@@ -357,7 +298,7 @@ impl KvCache {
     fn shared_open_page(&self, sequence: usize) -> Option<u32> {
         let open = !self.table.lens[sequence].is_multiple_of(self.config.page_size);
         let page = self.table.pages[sequence].last().copied().filter(|_| open);
-        page.filter(|&page| self.ref_counts[page as usize] > 1)
+        page.filter(|&page| self.pages.is_shared(page))
     }
 
     /// Number of pages that a sequence lacks for `tokens` more.
@@ -395,7 +336,7 @@ impl KvCache {
                 allowed: "each sequence once per call",
             });
         }
-        self.check_room(needed)?;
+        self.pages.check_room(needed)?;
         Ok(total)
     }
 
@@ -416,13 +357,13 @@ impl KvCache {
             };
             let shared = self.shared_open_page(sequence);
             if let Some(page) = shared {
-                reservation.copied = Some([page, self.take_page()?]);
+                reservation.copied = Some([page, self.pages.take()?]);
             }
             if needs_tail {
-                reservation.tail = Some(self.take_page()?);
+                reservation.tail = Some(self.pages.take()?);
             }
             for _ in 0..self.new_pages(sequence, tokens) {
-                reservation.pages.push(self.take_page()?);
+                reservation.pages.push(self.pages.take()?);
             }
             let copied = reservation.copied;
             reserved.push(reservation);
@@ -469,7 +410,7 @@ impl KvCache {
         if let Some([from, to]) = r.copied {
             let last = self.table.pages[r.sequence].len() - 1;
             self.table.pages[r.sequence][last] = to;
-            self.drop_page(from);
+            self.pages.release(from);
         }
         self.table.pages[r.sequence].extend(r.pages);
         if r.tail.is_some() {
@@ -482,7 +423,7 @@ impl KvCache {
     fn give_back(&mut self, r: Reservation) {
         let copy = r.copied.map(|[_, to]| to);
         let pages = r.pages.into_iter().rev().chain(r.tail).chain(copy);
-        pages.for_each(|page| self.drop_page(page));
+        pages.for_each(|page| self.pages.release(page));
     }
 
     /// Makes `to` (empty) share `from`'s tokens; the open page is copied when either appends.
@@ -500,18 +441,18 @@ impl KvCache {
             });
         }
         if let Some(tail) = self.table.tail_pages[from] {
-            let copy = self.take_page()?;
+            let copy = self.pages.take()?;
             let access = CacheAccess(());
             let bytes = self.store.read_page(&access, tail);
             let copied = bytes.and_then(|bytes| self.store.write_page(&access, copy, &bytes));
             if copied.is_err() {
-                self.drop_page(copy);
+                self.pages.release(copy);
                 return copied;
             }
             self.table.tail_pages[to] = Some(copy);
         }
         for &page in &self.table.pages[from] {
-            self.ref_counts[page as usize] += 1;
+            self.pages.share(page);
         }
         self.table.pages[to] = self.table.pages[from].clone();
         self.table.lens[to] = self.table.lens[from];
@@ -529,7 +470,7 @@ impl KvCache {
         pages
             .into_iter()
             .chain(tail)
-            .for_each(|page| self.drop_page(page));
+            .for_each(|page| self.pages.release(page));
         self.table.lens[sequence] = 0;
         Ok(())
     }
@@ -596,10 +537,10 @@ impl KvCache {
         }
         layout.check_pages(pages, tokens)?;
         let needed = self.config.pages_for(tokens);
-        self.check_room(needed)?;
+        self.pages.check_room(needed)?;
         let home = tokens.div_ceil(self.config.page_size);
         let taken = (0..needed)
-            .map(|_| self.take_page())
+            .map(|_| self.pages.take())
             .collect::<Result<Vec<u32>, _>>()?;
         let access = CacheAccess(());
         let mut write = || {
@@ -622,7 +563,7 @@ impl KvCache {
             taken
                 .into_iter()
                 .rev()
-                .for_each(|page| self.drop_page(page));
+                .for_each(|page| self.pages.release(page));
             return written;
         }
         self.table.tail_pages[sequence] = taken.get(home).copied();

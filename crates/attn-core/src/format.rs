@@ -1,4 +1,4 @@
-//! What a cache stores: a scheme for K and a scheme for V.
+//! The formats of a cache: a scheme for K and a scheme for V.
 
 use std::{fmt, str::FromStr};
 

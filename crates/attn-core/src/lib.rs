@@ -24,6 +24,7 @@ pub mod error;
 pub mod format;
 pub mod host_pages;
 pub mod layout;
+mod page_allocator;
 mod page_bytes;
 mod plan;
 pub mod problem;

@@ -228,7 +228,7 @@ impl Problem {
     /// # Panics
     /// If the problem has no sequence `b`.
     pub fn visible(&self, b: usize, i: usize) -> std::ops::Range<usize> {
-        // What is checked is far below 2^30; a larger window sees every cached token, and a cast of it would wrap.
+        // Checked lengths are far below 2^30; a larger window sees every cached token, and a cast of it would wrap.
         let signed = |x: usize| x.min(1 << 30) as isize;
         let len = signed(self.kv_lens[b]);
         let position = len - signed(self.q_len) + signed(i);

@@ -189,9 +189,9 @@ fn the_first_sequences_of_a_larger_cache_are_a_problem() {
         let (mut out, mut lse) = (vec![0.0; p.elements()], vec![0.0; p.rows()]);
         let q = out.clone();
         let kv = KvSource::Cache(&cache);
-        DecodeStep::new(&plan, &q, kv, &mut out)
-            .and_then(|step| step.with_lse(&mut lse))
-            .unwrap();
+        let step =
+            DecodeStep::new(&plan, &q, kv, &mut out).and_then(|step| step.with_lse(&mut lse));
+        assert_eq!(step.unwrap().problem(), p);
     }
 }
 

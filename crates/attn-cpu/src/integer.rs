@@ -218,7 +218,7 @@ struct Weights {
     row: usize,
 }
 
-/// The results for `V` vectors of dims: products with `R` rows, and the codes' own sums where `V_BIAS` asks for them.
+/// The results for `V` vectors of dims: products with `R` rows, and the codes' own sums where `V_BIAS` is not 0.
 type VProducts<D, const R: usize, const V: usize> =
     ([[<D as Dot>::VAcc; V]; R], [<D as Dot>::VAcc; V]);
 

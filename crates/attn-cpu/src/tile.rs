@@ -415,7 +415,7 @@ unsafe fn widen<S: Simd>(
         lines = view_rows(reader, side, t0, job.tokens, job.dim);
     }
     let turned = reader.is_paged() && side == Side::V;
-    // SAFETY: the places hold the tile's tokens, in the shape that each function asks for.
+    // SAFETY: the places hold the tile's tokens, in the shape that each function requires.
     unsafe {
         match (turned, bits) {
             (true, 4) => unpack::widen_turned_pairs(s, &lines.places, job),

@@ -355,7 +355,19 @@ mod tests {
 
     #[test]
     fn runs_end_where_tokens_do_not_follow() {
-        let across = writes(30, &[(0, 3), (1, 2)]);
+        let across = writes(
+            30,
+            &[
+                Append {
+                    sequence: 0,
+                    tokens: 3,
+                },
+                Append {
+                    sequence: 1,
+                    tokens: 2,
+                },
+            ],
+        );
         assert_eq!(first_run(&across, 32), 3);
         assert_eq!(first_run(&across[3..], 32), 2);
         let gap = [across[0], across[2]];
@@ -366,7 +378,19 @@ mod tests {
 
     #[test]
     fn every_run_has_its_pages_its_tail_page_and_its_length() {
-        let all = writes(30, &[(0, 3), (1, 2)]);
+        let all = writes(
+            30,
+            &[
+                Append {
+                    sequence: 0,
+                    tokens: 3,
+                },
+                Append {
+                    sequence: 1,
+                    tokens: 2,
+                },
+            ],
+        );
         let (runs, words) = runs(&all, 32).unwrap();
         let run = |source, tokens, words, pages| Run {
             source,
@@ -385,7 +409,14 @@ mod tests {
         [k_len, v_len]: [usize; 2],
         spoil: impl FnOnce(&mut TokenWrite),
     ) -> Result<(), Error> {
-        let mut write = writes_of(format, 0, &[(0, 1)])[0];
+        let mut write = writes_of(
+            format,
+            0,
+            &[Append {
+                sequence: 0,
+                tokens: 1,
+            }],
+        )[0];
         (write.page, write.tail_page) = (0, write.tail_page.map(|_| 1));
         spoil(&mut write);
         let layout = config(format, 2).layout().unwrap();

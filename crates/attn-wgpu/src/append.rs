@@ -1,4 +1,4 @@
-//! Appends on the device: which workgroup quantizes which tokens into which page, and the commands.
+//! Appends on the device: the jobs of the workgroups that quantize tokens into pages, and the commands.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -45,11 +45,11 @@ pub(crate) struct Appender {
     pipelines: Arc<AppendPipelines>,
     /// k_tensor_scale and v_tensor_scale per KV head; 1 for schemes without.
     tensor_scales: Vec<[f32; 2]>,
-    /// Kept between appends from the host.
+    /// Buffers kept between appends from the host.
     staging: Option<Staging>,
 }
 
-/// The new tokens of one page; a job of `append.wgsl`.
+/// A job of `append.wgsl`: the new tokens of one page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Job {
     page: u32,
@@ -60,7 +60,7 @@ struct Job {
     seals: bool,
 }
 
-/// Jobs that seal, and the others: the first read tail pages that the second write. Sources count from `base` on.
+/// The jobs that seal, then the others, which may overwrite the tail pages that the first read. Sources count from `base`.
 fn jobs(writes: &[TokenWrite], base: usize, page_size: usize) -> [Vec<Job>; 2] {
     let mut jobs: Vec<Job> = Vec::new();
     for write in writes {
@@ -89,8 +89,8 @@ fn jobs(writes: &[TokenWrite], base: usize, page_size: usize) -> [Vec<Job>; 2] {
     [sealing, open]
 }
 
-/// Refuses writes that the kernel, which looks at none, would carry outside its buffers: pages that the pool lacks, tokens that a page
-/// lacks, sources that k and v of `tokens` tokens lack, and a tail page too much or too few.
+/// Refuses writes that would lead the kernel, which checks none, outside its buffers: pages that the pool lacks, tokens that a page lacks,
+/// sources beyond the `tokens` tokens of k and v, and a missing or needless tail page.
 fn check_writes(
     layout: &PageLayout,
     num_pages: usize,
@@ -131,7 +131,7 @@ fn check_writes(
     Ok(())
 }
 
-/// Tokens in k and v from the host.
+/// Number of tokens in k and v from the host.
 fn tokens_of(row: usize, k: &[f32], v: &[f32]) -> Result<usize, Error> {
     let whole = k.len().next_multiple_of(row);
     for (what, given, needed) in [("k", k.len(), whole), ("v", v.len(), k.len())] {
@@ -149,7 +149,7 @@ fn tokens_of(row: usize, k: &[f32], v: &[f32]) -> Result<usize, Error> {
 /// Bytes of K that one launch takes from the host.
 const CHUNK_BYTES: usize = 8 << 20;
 
-/// K and V of a launch whose tokens come from the host.
+/// Device buffers for K and V of a launch whose tokens come from the host.
 struct Staging {
     k: wgpu::Buffer,
     v: wgpu::Buffer,
@@ -169,7 +169,7 @@ pub(crate) fn check_buffers(
     sources: [&wgpu::Buffer; 2],
 ) -> Result<(), Error> {
     let row = pool.layout.num_kv_heads() * pool.layout.head_dim();
-    // What saturates is longer than any buffer.
+    // A number that saturates is longer than any buffer.
     let bytes = (tokens as u64).saturating_mul(4 * row as u64);
     let most = pool.gpu.largest_binding();
     for (what, buffer) in ["k", "v"].into_iter().zip(sources) {
@@ -213,7 +213,7 @@ fn dispatch(
 /// The workgroups of `jobs` jobs in two dimensions, if the device can count them and bind their table.
 fn grid(gpu: &Gpu, jobs: usize, heads: usize) -> Result<[usize; 2], Error> {
     let most = gpu.most_workgroups();
-    // What saturates exceeds every limit.
+    // A number that saturates exceeds every limit.
     let groups = jobs.saturating_mul(heads);
     let grid_x = groups.min(most);
     let grid_y = groups.div_ceil(grid_x);
@@ -242,7 +242,8 @@ impl Appender {
 
     /// Appends tokens from host memory, and submits the work.
     ///
-    /// All that asks for memory comes before the first write: a full page sealed half-way through a long append would have lost its tail page.
+    /// All memory is allocated before the first write: if an allocation failed half-way through a long append, a page sealed by then would
+    /// have lost its tail page.
     pub fn append_from_host(
         &mut self,
         pool: &Pool,
@@ -278,7 +279,7 @@ impl Appender {
             let mut encoder = gpu.device.create_command_encoder(&Default::default());
             dispatch(gpu, &mut encoder, launches)?;
             gpu.submit("appending", encoder)?;
-            // Queued work keeps its staging memory: a long append waits for its pieces.
+            // Queued work keeps its staging memory, so a long append waits after each chunk.
             if chunks.len() > 1 {
                 gpu.wait("appending")?;
             }
@@ -287,7 +288,7 @@ impl Appender {
         Ok(())
     }
 
-    /// Buffers of at least `bytes` for K and V: the last ones, if they are long enough.
+    /// Buffers of at least `bytes` for K and V: those of the last append if they are long enough.
     fn staging(&mut self, pool: &Pool, bytes: u64) -> Result<Staging, Error> {
         if let Some(last) = self.staging.take().filter(|last| last.capacity >= bytes) {
             return Ok(last);
@@ -308,7 +309,7 @@ impl Appender {
         })
     }
 
-    /// Records the appends of `writes`, whose sources are tokens of the two buffers; `tokens` of them in each.
+    /// Records the appends of `writes`, whose sources are among the `tokens` tokens of each of the two buffers.
     pub fn record(
         &self,
         pool: &Pool,
@@ -341,7 +342,7 @@ impl Appender {
             .collect()
     }
 
-    /// One dispatch: its grid, its tables, its bindings.
+    /// Makes one dispatch: its grid, tables and bindings.
     fn launch(
         &self,
         pool: &Pool,

@@ -19,11 +19,11 @@ pub struct ArithmeticCheck {
     pub function: &'static str,
     /// Whether decode relies on it; the others show how the compiler treats plain expressions.
     pub relied_on: bool,
-    /// Inputs tried.
+    /// Number of inputs.
     pub tried: usize,
     /// Results that differ from the CPU's bits.
     pub differing: usize,
-    /// The first that differs: inputs, the adapter's bits, the CPU's.
+    /// The first result that differs: inputs, the adapter's bits, the CPU's bits.
     pub first: Option<([f32; 3], u32, u32)>,
 }
 
@@ -54,7 +54,7 @@ fn weight(x: f32) -> f32 {
     exp2_weight((-x).min(WEIGHT_MAX))
 }
 
-/// In the order of `check_arithmetic.wgsl`.
+/// The functions in the order of `check_arithmetic.wgsl`.
 const FUNCTIONS: [Function; 18] = [
     ("exp2w(-x)", true, |[x, _, _]| weight(x)),
     ("exp2f(x)", true, |[x, _, _]| exp2_float(x)),
@@ -91,7 +91,7 @@ const FUNCTIONS: [Function; 18] = [
 /// Inputs per function.
 const TRIED: usize = 16384;
 
-/// x in -125..0, y in 0.5..64, z of any sign from 2^-11 to 2^21.
+/// The inputs: x in -125..0, y in 0.5..64, z of any sign from 2^-11 to 2^21.
 fn inputs() -> Vec<[f32; 3]> {
     let mut state = 0x9E37_79B9_7F4A_7C15u64;
     let mut next = move || {

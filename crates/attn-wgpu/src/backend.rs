@@ -1,4 +1,4 @@
-//! The trait on top of the device, and the native entry for wgpu's users.
+//! The backend: the common trait, and the native entry for programs that use wgpu.
 
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ pub struct WgpuBackend {
 /// The device that a plan's kernels were compiled for.
 struct Planned(Arc<Gpu>);
 
-/// The tuning that `ATTN_WGPU_ITEMS` asks for.
+/// The tuning that `ATTN_WGPU_ITEMS` names.
 fn tuning_from_env() -> Result<Tuning, String> {
     let by_tiles = match std::env::var("ATTN_WGPU_ITEMS").as_deref() {
         Err(_) | Ok("" | "auto") => None,
@@ -53,18 +53,18 @@ fn tuning_from_env() -> Result<Tuning, String> {
 }
 
 impl WgpuBackend {
-    /// Opens the best adapter, or the one that `ATTN_WGPU_ADAPTER` names by a part of its name. `ATTN_WGPU_ITEMS` says what a workgroup
-    /// attends, `tiles` or `segments`, else what is faster: this changes speed, never bits.
+    /// Opens the best adapter, or the one that `ATTN_WGPU_ADAPTER` names by a part of its name. `ATTN_WGPU_ITEMS` sets the split of a
+    /// workgroup, `tiles` or `segments`; by default it is the faster one. Splits change speed, never bits.
     ///
     /// # Errors
-    /// [`Unsupported::Absent`] with the reason and what mends it.
+    /// [`Unsupported::Absent`] with the reason and the repair.
     pub fn open() -> Result<Self, Unsupported> {
         let tuning = tuning_from_env()
             .map_err(|reason| gpu::absent(reason, "set it to one of these, or not at all"))?;
         Ok(Self::on(Gpu::open()?).tuned(tuning))
     }
 
-    /// Uses a caller's device and queue; what it can do follows from the device's own features and limits.
+    /// Uses a caller's device and queue, with the features and limits that they were created with.
     ///
     /// # Errors
     /// [`Unsupported::Absent`] if the device offers less than WebGPU's default compute limits.
@@ -94,7 +94,7 @@ impl WgpuBackend {
         }
     }
 
-    /// The same device tuned otherwise; caches made before belong to it, too.
+    /// Makes a backend on the same device with another tuning; both share their caches.
     pub fn tuned(&self, tuning: Tuning) -> Self {
         WgpuBackend {
             gpu: self.gpu.clone(),
@@ -104,7 +104,7 @@ impl WgpuBackend {
         }
     }
 
-    /// The kernel that only reads its first binding, for a bench to compare with; entry point and layout are `read.wgsl`'s.
+    /// The kernel of `read.wgsl`, which only reads its first binding: a ceiling for benchmarks.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -122,17 +122,17 @@ impl WgpuBackend {
         arithmetic::check(&self.gpu)
     }
 
-    /// The device that caches and kernels live on.
+    /// The device that holds the caches and kernels.
     pub fn wgpu_device(&self) -> &wgpu::Device {
         &self.gpu.device
     }
 
-    /// Its queue.
+    /// The queue of the device.
     pub fn wgpu_queue(&self) -> &wgpu::Queue {
         &self.gpu.queue
     }
 
-    /// Puts a step's tables and workspace on the device, and makes its pipelines: sequence b of the problem is sequence b of the cache.
+    /// Prepares a step: uploads its tables, allocates its workspace and makes its pipelines. Sequence b of the problem is sequence b of the cache.
     ///
     /// # Errors
     /// Those of [`Problem::check`]; [`Error::Mismatch`] where problem and cache disagree; [`Error::WrongBackend`] for another
@@ -176,10 +176,10 @@ impl WgpuBackend {
         Prepared::new(&self.gpu, &self.pipelines, problem, &source)
     }
 
-    /// Prepares a step on a contiguous cache of the caller's, which is read where it lies.
+    /// Prepares a step on a contiguous cache in the caller's buffers, which is read in place.
     ///
     /// # Errors
-    /// Those of [`Problem::check`]; [`Error::Parameter`] for a scheme that has no row form; [`Error::Length`] for other than a tensor scale
+    /// Those of [`Problem::check`]; [`Error::Parameter`] for a scheme that has no row form; [`Error::Length`] unless there is a tensor scale
     /// per KV head; [`Error::Device`] for buffers that are too short, or whose offsets and strides do not suit the kernels' loads.
     pub fn prepare_view(
         &self,
@@ -210,7 +210,7 @@ impl WgpuBackend {
     /// Records a prepared step into the caller's encoder; nothing is submitted, read back or waited for.
     ///
     /// `q` and `out` are f32 `[batch, q_len, num_q_heads, head_dim]`, `lse` f32 `[batch, q_len, num_q_heads]`; all need
-    /// `BufferUsages::STORAGE`. The queries are taken as they are: they must be finite, and `q · softmax_scale · log2 e` at most 2^64.
+    /// `BufferUsages::STORAGE`. The queries are not checked: they must be finite, and `q · softmax_scale · log2 e` at most 2^64.
     ///
     /// # Errors
     /// [`Error::Device`] for a buffer that is too short or of another device; [`Error::WrongBackend`] for another backend's step.
@@ -227,8 +227,8 @@ impl WgpuBackend {
 
     /// Records an append into the caller's encoder: tokens in the caller's buffers are quantized into pages, which are sealed as they fill.
     ///
-    /// `appends` is sequences, each once, and how many tokens each gets; `k` and `v` are f32 `[tokens, num_kv_heads, head_dim]`, the first
-    /// sequence's tokens first, with `BufferUsages::STORAGE`. They must be finite: nobody looks. The cache counts the tokens at once, so
+    /// `appends` lists (sequence, number of tokens), each sequence once; `k` and `v` are f32 `[tokens, num_kv_heads, head_dim]`, the first
+    /// sequence's tokens first, with `BufferUsages::STORAGE`. They are not checked and must be finite. The cache counts the tokens at once, so
     /// steps may be prepared and recorded behind this one; submit the encoder before the cache's pages are used in any other way.
     ///
     /// # Errors
@@ -243,7 +243,7 @@ impl WgpuBackend {
         v: &wgpu::Buffer,
     ) -> Result<(), Error> {
         self.gpu.alive("recording an append")?;
-        // What saturates is more than any buffer holds.
+        // A number that saturates is more than any buffer holds.
         let tokens = appends.iter().map(|append| append.tokens);
         let tokens = tokens.fold(0, usize::saturating_add);
         append::check_buffers(&self.pages(cache)?.pool, tokens, [k, v])?;
@@ -259,7 +259,7 @@ impl WgpuBackend {
         })
     }
 
-    /// Records a step without its merge, for a bench.
+    /// Records a step without its merge, for benchmarks.
     ///
     /// # Errors
     /// As [`record`](Self::record).

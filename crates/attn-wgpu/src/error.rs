@@ -1,15 +1,15 @@
-//! From wgpu's errors to `attn_core::Error`.
+//! Errors of the device, and their conversion to `attn_core::Error`.
 
 use attn_core::{Error, Unsupported};
 
 /// This backend's name in errors.
 pub const BACKEND: &str = "wgpu";
 
-/// What the device answered.
+/// An error that the device or wgpu reported.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WgpuError {
-    /// Memory is short.
+    /// The device has no memory left.
     #[error("the device is out of memory; create a smaller pool, or free another one")]
     OutOfMemory(#[source] wgpu::Error),
     /// The device refused or failed an operation.
@@ -35,11 +35,11 @@ pub enum WgpuError {
     /// A caller's buffer that a kernel cannot use.
     #[error("buffer {what} {given}; it needs {needed}")]
     Buffer {
-        /// Which.
+        /// The buffer's name.
         what: &'static str,
-        /// What it is.
+        /// The buffer's size and usage.
         given: String,
-        /// What it must be.
+        /// The size and usage that are needed.
         needed: String,
     },
     /// A kernel source could not be specialised.

@@ -1,9 +1,9 @@
-//! One device: how its adapter is chosen, what it offers, and every call that can fail on it.
+//! One device: the choice of its adapter, its limits, and every call that can fail on it.
 //!
 //! Limits and features are the adapter's, never assumed. `ATTN_WGPU_ADAPTER` names an adapter by a part of its name;
 //! `ATTN_WGPU_FEATURES=none` leaves WebGPU's default limits and no optional feature.
 //!
-//! wgpu swallows the errors of a lost device, so every call asks first whether the device is there ([`Gpu::alive`]).
+//! wgpu swallows the errors of a lost device, so every call first checks that the device is there ([`Gpu::alive`]).
 
 use std::{
     any::Any,
@@ -16,7 +16,7 @@ use wgpu::{DeviceType, ErrorFilter, Features, Limits};
 
 use crate::error::{BACKEND, WgpuError, device};
 
-/// A device and its queue, with what was asked of its adapter.
+/// A device and its queue, with the adapter's properties.
 pub(crate) struct Gpu {
     pub device: wgpu::Device,
     pub queue: wgpu::Queue,
@@ -35,7 +35,7 @@ pub(crate) fn absent(reason: impl Into<String>, next_step: &str) -> Unsupported 
     }
 }
 
-/// Bytes of a binding that 32-bit indices of its smallest elements, f16 numbers, reach.
+/// Bytes of a binding that 32-bit indices can reach; its smallest elements are f16 numbers.
 const ADDRESSABLE_BYTES: u64 = 1 << 33;
 
 /// Workgroups per dimension that keep the product of two dimensions below 2^32.
@@ -44,7 +44,7 @@ const MOST_WORKGROUPS: u32 = 65535;
 const INSTALL: &str =
     "install libvulkan1 (and mesa-vulkan-drivers for a software adapter), or use backend \"cpu\"";
 
-/// Discrete before integrated before software.
+/// The order of preference: discrete before integrated before software.
 fn rank(info: &wgpu::AdapterInfo) -> usize {
     match info.device_type {
         DeviceType::DiscreteGpu => 0,
@@ -55,7 +55,7 @@ fn rank(info: &wgpu::AdapterInfo) -> usize {
     }
 }
 
-/// `software`, `discrete`, …: so that nobody takes llvmpipe for a GPU.
+/// The kind of an adapter, such as `discrete` or `software`.
 pub(crate) fn kind(info: &wgpu::AdapterInfo) -> &'static str {
     ["discrete", "integrated", "virtual", "other", "software"][rank(info)]
 }
@@ -112,10 +112,10 @@ impl Gpu {
         let (device, queue) = pollster::block_on(request)
             .map_err(|error| absent(format!("{}: {error}", adapter.get_info().name), INSTALL))?;
         let gpu = Self::of_device(device, queue)?;
-        // A caller's device keeps its callback: `alive` does without, and only lacks the reason.
+        // A caller's device keeps its own callback: `alive` then finds the loss, but not its reason.
         let report = gpu.lost.clone();
         gpu.device.set_device_lost_callback(move |reason, message| {
-            // The first reason stays.
+            // The first reason is kept.
             let _ = report.set(format!("{reason:?}: {message}"));
         });
         Ok(gpu)
@@ -176,7 +176,7 @@ impl Gpu {
             ErrorFilter::Validation,
         ]
         .map(|filter| self.device.push_error_scope(filter));
-        // wgpu knows its handles by numbers, and panics at one of another instance.
+        // wgpu identifies its handles by numbers, and panics for one of another instance.
         let value = catch_unwind(AssertUnwindSafe(work));
         let mut first = None;
         for scope in scopes.into_iter().rev() {
@@ -188,7 +188,7 @@ impl Gpu {
             (_, Some(error @ wgpu::Error::OutOfMemory { .. })) => WgpuError::OutOfMemory(error),
             (_, Some(error)) => WgpuError::Failed(error),
         };
-        // What fails on a lost device, fails because it is lost.
+        // On a lost device, the loss is the cause of every failure.
         self.alive(doing)?;
         Err(device(doing, failed))
     }
@@ -205,7 +205,7 @@ impl Gpu {
     }
 
     /// Whether the device takes operations. It answers an invalid one with an error; a lost device, whose errors wgpu swallows, answers
-    /// with none. The callback of a loss would come too late: it waits for the queue to be empty, and for somebody to poll.
+    /// with none. The callback of a loss comes too late: it runs when the queue is empty and the device is polled.
     fn lives(&self) -> bool {
         let scope = self.device.push_error_scope(ErrorFilter::Validation);
         drop(self.device.create_buffer(&wgpu::BufferDescriptor {
@@ -217,7 +217,7 @@ impl Gpu {
         pollster::block_on(scope.pop()).is_some()
     }
 
-    /// A buffer of at least 4 bytes, zeroed.
+    /// Creates a zeroed buffer of at least 4 bytes.
     pub fn buffer(
         &self,
         label: &'static str,
@@ -248,7 +248,7 @@ impl Gpu {
         })
     }
 
-    /// A buffer that holds `bytes` (a multiple of 4) when the next commands run.
+    /// Creates a buffer that holds `bytes` (a multiple of 4) when the next commands run.
     pub fn filled(
         &self,
         label: &'static str,
@@ -263,7 +263,7 @@ impl Gpu {
         Ok(buffer)
     }
 
-    /// Submits commands; a loss that this meets is told here.
+    /// Submits commands, and reports a loss that the submission meets.
     pub fn submit(&self, doing: &'static str, encoder: wgpu::CommandEncoder) -> Result<(), Error> {
         self.guarded(doing, || self.queue.submit([encoder.finish()]))?;
         self.alive(doing)
@@ -271,7 +271,7 @@ impl Gpu {
 
     /// Waits for all submitted work.
     pub fn wait(&self, doing: &'static str) -> Result<(), Error> {
-        // wgpu panics where the driver reports a loss to one who waits; by then it holds no lock.
+        // wgpu panics if the driver reports a loss during the wait; by then it holds no lock.
         let polled = catch_unwind(AssertUnwindSafe(|| {
             self.device.poll(wgpu::PollType::wait_indefinitely())
         }));
@@ -285,7 +285,7 @@ impl Gpu {
         }
     }
 
-    /// Reads parts of buffers (made with `COPY_SRC`; offsets and lengths multiples of 4), waiting for all work before.
+    /// Waits for all submitted work and reads parts of buffers (with `COPY_SRC`; offsets and lengths are multiples of 4).
     pub fn read(
         &self,
         doing: &'static str,

@@ -1,4 +1,4 @@
-//! A decode step on the device: which workgroup does what, the buffers it needs, and the commands.
+//! A decode step on the device: its tables, buffers and grids, and the commands.
 
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ fn problem_params(problem: &Problem) -> DecodeParams {
     }
 }
 
-/// Bytes of the partials that a step leaves between its kernels; what saturates exceeds every limit.
+/// Bytes of the partials that a step leaves between its kernels; a number that saturates exceeds every limit.
 fn partials_bytes(problem: &Problem, key: &DecodeKey) -> usize {
     let of_split = key.rows * (key.head_dim + 2) * 4;
     key.split
@@ -59,7 +59,7 @@ pub struct Prepared {
     params: wgpu::Buffer,
     tables: wgpu::Buffer,
     partials: wgpu::Buffer,
-    /// What is read, from binding 4 on.
+    /// The cache's buffers, from binding 4 on.
     stored: Vec<Stored>,
     split_grid: [u32; 3],
     merge_grid: [u32; 3],
@@ -67,15 +67,15 @@ pub struct Prepared {
     pub(crate) lse_elems: u64,
 }
 
-/// What a step reads, beside the queries.
+/// The cache that a step reads: its layout, buffers, pages and scales.
 pub(crate) struct KvTables<'a> {
     pub layout: KvLayout,
-    /// Buffers and their bindings.
+    /// The cache's buffers and their bindings.
     pub stored: Vec<Stored>,
     pub pages_per_pool: u32,
-    /// Pages of the pool; none for a view.
+    /// Number of pages in the pool; none for a view.
     pub num_pages: Option<usize>,
-    /// Of each sequence its pages, or where a view's rows lie (`view.wgsl`).
+    /// The pages of each sequence, or the places of a view's rows (`view.wgsl`).
     pub lists: &'a [Vec<u32>],
     pub tail_pages: &'a [Option<u32>],
     pub k_tensor_scales: &'a [f32],
@@ -83,7 +83,7 @@ pub(crate) struct KvTables<'a> {
 }
 
 impl KvTables<'_> {
-    /// Refuses lists that would lead the kernels, which look at no page, outside the pool.
+    /// Refuses lists that would lead the kernels, which check no page, outside the pool.
     fn check(&self, problem: &Problem) -> Result<(), Error> {
         let Some(num_pages) = self.num_pages else {
             return Ok(());
@@ -112,7 +112,7 @@ impl KvTables<'_> {
     }
 }
 
-/// What the kernels look up: splits, sequences, their pages (or rows), scales and slopes, as `pages.wgsl` says.
+/// The tables of the kernels: splits, sequences, their pages (or rows), scales and slopes, in the form that `decode_split.wgsl` describes.
 struct Tables {
     words: Vec<u32>,
     sequences_at: usize,
@@ -162,8 +162,8 @@ impl Tables {
     }
 }
 
-/// The grids of both kernels, if they, the partials, the tables and the queries are within the device's limits: before anything is
-/// allocated. What saturates exceeds every limit.
+/// The grids of both kernels. Grids, partials, tables and queries beyond the device's limits are refused before anything is allocated;
+/// numbers that saturate exceed every limit.
 fn check_sizes(
     gpu: &Gpu,
     problem: &Problem,
@@ -254,7 +254,7 @@ impl Prepared {
         })
     }
 
-    /// Records both kernels, or the first alone for a bench; `q`, `out` and `lse` are the caller's storage buffers.
+    /// Records both kernels, or only the split kernel for benchmarks; `q`, `out` and `lse` are the caller's storage buffers.
     pub(crate) fn record(
         &self,
         gpu: &Arc<Gpu>,

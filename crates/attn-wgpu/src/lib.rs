@@ -1,7 +1,7 @@
 //! The wgpu backend of `attn`: the same answers on any GPU with Vulkan, Metal or DX12, without a vendor's toolkit.
 //!
-//! int8 and int4 caches give the bits of `docs/arithmetic.md` where the adapter rounds each f32 operation (seen: Mesa's llvmpipe, NVIDIA's
-//! Vulkan driver; [`WgpuBackend::check_arithmetic`] asks); products are hidden from contraction. Other formats stay within the suite's bound.
+//! int8 and int4 caches give the bits of `docs/arithmetic.md` where the adapter rounds each f32 operation (as Mesa's llvmpipe and NVIDIA's
+//! Vulkan driver do; [`WgpuBackend::check_arithmetic`] checks an adapter). Other formats stay within the suite's bound.
 //!
 //! Reading order: `gpu` (the device), `pipeline` (kernels), `pool` and `append` (pages), `store` (a cache), `launch` (a step), `arithmetic` (the check
 //! of the adapter), then `kernels/wgsl/decode_split.wgsl`; `attn_kernels::wgsl` chooses the constants of the kernels. With a device of your own: [`WgpuBackend::with_device`], [`WgpuBackend::prepare`], [`WgpuBackend::record`].
@@ -41,7 +41,7 @@ pub use wgpu;
 /// Opens the best adapter, or the one that `ATTN_WGPU_ADAPTER` names; never panics.
 ///
 /// # Errors
-/// [`Unsupported::Absent`] with the reason and what mends it.
+/// [`Unsupported::Absent`] with the reason and the repair.
 pub fn open() -> Result<Box<dyn DecodeAttention>, Unsupported> {
     Ok(Box::new(WgpuBackend::open()?))
 }

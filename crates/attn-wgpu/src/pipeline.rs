@@ -1,4 +1,4 @@
-//! Compiled kernels: how one is made and bound, and the decode pipelines made so far.
+//! Compiled kernels: making and binding one, and the decode pipelines made so far.
 
 use std::collections::HashMap;
 use std::num::NonZeroU64;
@@ -78,8 +78,8 @@ pub(crate) fn compile(
     })
 }
 
-/// The first `bytes` of a caller's buffer, which has as many. wgpu compares them with the buffer that it finds, which is another one where
-/// the handle is of another instance: what a kernel reaches is there in any case.
+/// The first `bytes` of a caller's buffer, which has as many. For a handle of another instance wgpu finds another buffer; it compares the
+/// size with that one, so a kernel never reaches past a buffer.
 pub(crate) fn first(buffer: &wgpu::Buffer, bytes: u64) -> wgpu::BufferBinding<'_> {
     wgpu::BufferBinding {
         buffer,
@@ -124,17 +124,17 @@ impl Pipelines {
         }
     }
 
-    /// The kernels of a problem on this device.
+    /// The constants of the kernels for a problem on this device.
     pub fn key(&self, gpu: &Gpu, problem: &Problem, layout: KvLayout) -> DecodeKey {
         let mut tuning = self.tuning;
         if gpu.info.device_type == wgpu::DeviceType::Cpu {
-            // Its compiler takes seconds for eight rows spelled out.
+            // llvmpipe's compiler takes seconds for eight unrolled rows.
             tuning.rows = tuning.rows.or(Some(2));
         }
         decode_key(problem, layout, shared_bytes(gpu, &tuning), &tuning)
     }
 
-    /// The split and the merge kernel.
+    /// The split kernel and the merge kernel.
     pub fn decode(&self, gpu: &Gpu, key: &DecodeKey) -> Result<[Pipeline; 2], Error> {
         let mut made = self.decode.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(pair) = made.get(key) {

@@ -24,7 +24,7 @@ pub(crate) struct Pool {
     /// `pages_per_buffer` pages each, `[page][kv_head][run]` of FORMATS.md.
     pub buffers: Vec<wgpu::Buffer>,
     pub pages_per_buffer: u32,
-    /// Pages that callers may name; the buffers hold at least one.
+    /// Number of pages that callers may name; the buffers hold at least one.
     pub num_pages: usize,
     /// Bytes written to the queue and not yet submitted, so that staging memory stays small.
     pending: AtomicU64,
@@ -69,7 +69,7 @@ impl Pool {
         })
     }
 
-    /// The buffer that holds a page, and where.
+    /// The buffer that holds a page, and the page's offset in it.
     fn place(&self, page: u32) -> Result<(&wgpu::Buffer, u64), Error> {
         if page as usize >= self.num_pages {
             return Err(Error::Parameter {
@@ -113,7 +113,7 @@ impl Pool {
         Ok(())
     }
 
-    /// The bytes of one page.
+    /// Reads the bytes of one page.
     pub fn read_page(&self, page: u32) -> Result<Vec<u8>, Error> {
         let (buffer, at) = self.place(page)?;
         let bytes = self.layout.page_bytes() as u64;

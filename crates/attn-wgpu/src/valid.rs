@@ -53,7 +53,7 @@ fn each_decode(
     }
 }
 
-/// Calls `each` with the name and the text of the kernels, over all formats and what else chooses constants.
+/// Calls `each` with the name and the text of the kernels, over all formats and the other inputs of the constants.
 fn each_specialisation(mut each: impl FnMut(&str, &str)) {
     each("check_arithmetic.wgsl", &arithmetic_text().unwrap());
     each("read.wgsl", &read_text().unwrap());
@@ -104,7 +104,7 @@ fn every_specialisation_is_valid_wgsl() {
     each_specialisation(validate);
 }
 
-/// A browser's WGSL is tint's: it also holds barriers to uniform control flow.
+/// Browsers compile WGSL with tint, which also requires uniform control flow at barriers.
 #[test]
 fn tint_accepts_every_specialisation() {
     match Command::new("tint").arg("--help").output() {
@@ -148,7 +148,7 @@ fn tint_accepts_every_specialisation() {
     assert!(refused.is_empty(), "{} refused; {first}", refused.len());
 }
 
-/// What tint says against a text, written to `file`.
+/// The reason why tint refuses a text, which is written to `file`.
 fn tint_refusal(file: &Path, text: &str) -> Option<String> {
     std::fs::write(file, text).unwrap();
     let output = Command::new("tint")

@@ -1,7 +1,7 @@
-//! Contiguous caches of others (BNSH, BSNH), read where they lie.
+//! Contiguous caches of other engines (BNSH, BSNH), read in place.
 //!
-//! The kernels load 16 bytes of K and 4 of V at a time: offsets and strides must be multiples of that. A host's view is uploaded as it is;
-//! one that does not suit, or exceeds a binding, is imported as pages (`import.rs`).
+//! The kernels load 16 bytes of K and 4 of V at a time: offsets and strides must be multiples of that. A host's view is uploaded as it is,
+//! or imported as pages (`import.rs`) if its strides do not suit or it exceeds a binding.
 
 use attn_core::{Error, KvFormat, KvView, Problem, Scheme, StridedRows};
 use wgpu::BufferUsages;
@@ -17,13 +17,13 @@ use crate::{
 pub struct DeviceRows<'a> {
     /// The codes, with `BufferUsages::STORAGE`.
     pub codes: &'a wgpu::Buffer,
-    /// Bytes to the first row.
+    /// Offset of the first row in bytes.
     pub codes_at: usize,
     /// Bytes from one sequence, KV head, token to the next.
     pub code_strides: [usize; 3],
     /// f16 scales `[…][group]`; none for schemes without.
     pub scales: Option<&'a wgpu::Buffer>,
-    /// Scales to the first row's.
+    /// Index of the first row's first scale.
     pub scales_at: usize,
     /// Scales from one sequence, KV head, token to the next.
     pub scale_strides: [usize; 3],
@@ -32,19 +32,19 @@ pub struct DeviceRows<'a> {
 /// A contiguous cache in the caller's buffers.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceView<'a> {
-    /// What is stored: f16, bf16, fp8 or an int8 scheme, row by row.
+    /// The schemes of K and V: f16, bf16, fp8 or an int8 scheme.
     pub format: KvFormat,
-    /// K's rows.
+    /// The rows of K.
     pub k: DeviceRows<'a>,
-    /// V's rows.
+    /// The rows of V.
     pub v: DeviceRows<'a>,
-    /// Static scales per KV head; empty for schemes without.
+    /// K's static scale per KV head; empty for schemes without.
     pub k_tensor_scales: &'a [f32],
-    /// As for K.
+    /// V's static scale per KV head; empty for schemes without.
     pub v_tensor_scales: &'a [f32],
 }
 
-/// What a kernel binds, and where each sequence's rows lie (`view.wgsl`).
+/// The buffers that a kernel binds, and the places of each sequence's rows (`view.wgsl`).
 type Checked = (Vec<Stored>, Vec<Vec<u32>>);
 
 fn refuse<T>(what: &'static str, given: String, needed: String) -> Result<T, Error> {
@@ -138,14 +138,14 @@ impl DeviceRows<'_> {
         };
         let groups = scheme.groups(problem.head_dim);
         let end = reach(problem, self.scales_at, self.scale_strides, groups);
-        // Words are read.
+        // The kernels read whole words.
         let end = end.and_then(|n| n.checked_next_multiple_of(2));
         Ok([codes, fits("scales", scales, end, 2)?])
     }
 }
 
 impl DeviceView<'_> {
-    /// Refuses what the kernels cannot read in place.
+    /// Refuses a view that the kernels cannot read in place.
     pub(crate) fn check(&self, gpu: &Gpu, problem: &Problem) -> Result<Checked, Error> {
         let k = self.k.check(gpu, "k", self.format.k, problem, 16)?;
         let v = self.v.check(gpu, "v", self.format.v, problem, 4)?;
@@ -223,7 +223,7 @@ impl Uploaded {
     }
 }
 
-/// Brings a host's view to the device as it is, or says that it must be imported.
+/// Uploads a host's view as it is; `None` if it must be imported instead.
 pub(crate) fn upload(
     gpu: &Gpu,
     view: &KvView<'_>,

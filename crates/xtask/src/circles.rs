@@ -1,6 +1,6 @@
 //! Import circles inside a crate: files whose modules use each other, directly or through others.
 //!
-//! An edge is a path in a file (`use`, expression, type or macro) that leads to another file of the crate; a re-export leads to
+//! An edge is a path in a file (in a `use`, an expression, a type or a macro) that leads to another file of the crate; a re-export leads to
 //! the file it names. Tests (`#[cfg(test)]`) may use anything, and a submodule its parents.
 
 use std::{
@@ -9,9 +9,8 @@ use std::{
     path::Path,
 };
 
-use anyhow::{Result, ensure};
-use proc_macro2::{TokenStream, TokenTree};
-use syn::{Attribute, Item, UseTree, visit::Visit};
+use anyhow::{Result, anyhow, ensure};
+use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
 /// Circles that stay: the crate's folder, its files, and why.
 const ALLOWED: &[(&str, &[&str], &str)] = &[(
@@ -34,7 +33,7 @@ pub fn run(root: &Path) -> Result<()> {
     for folder in folders {
         let name = folder.strip_prefix(root)?.display().to_string();
         let read = |file: &Path| fs::read_to_string(folder.join("src").join(file)).ok();
-        let edges = Modules::of(&read)?.edges();
+        let edges = Crate::of(&read)?.edges();
         for circle in circles(&edges) {
             if ALLOWED
                 .iter()
@@ -61,105 +60,132 @@ pub fn run(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A module's path from the crate's root.
-type ModulePath = Vec<String>;
+/// Names joined by `::`; of a module from the crate's root, of a use as it is written.
+type Names = Vec<String>;
 /// Uses of a file by a file, with the line of the first one.
 type Edges = BTreeMap<(String, String), usize>;
 
+#[derive(Default)]
 struct Module {
     file: String,
-    items: Vec<Item>,
-    /// Re-exported names, and where they lead.
-    exports: BTreeMap<String, ModulePath>,
+    /// Paths in the module, with their lines.
+    paths: Vec<(usize, Names)>,
+    /// Re-exported names, and the paths they stand for.
+    exports: BTreeMap<String, Names>,
 }
 
-#[derive(Default)]
-struct Modules(BTreeMap<ModulePath, Module>);
-
-fn is_test(attributes: &[Attribute]) -> bool {
-    attributes.iter().any(|a| {
-        let test = |tokens: &TokenStream| tokens.to_string() == "test";
-        a.path().is_ident("cfg") && a.meta.require_list().is_ok_and(|list| test(&list.tokens))
-    })
+struct Crate<'a> {
+    /// The text of a file, named from the crate's `src`.
+    read: &'a dyn Fn(&Path) -> Option<String>,
+    modules: BTreeMap<Names, Module>,
 }
 
-impl Modules {
-    /// The modules of a crate whose files, named from its `src`, `read` gives.
-    fn of(read: &dyn Fn(&Path) -> Option<String>) -> Result<Self> {
-        let mut modules = Modules::default();
-        for top in ["lib.rs", "main.rs"].map(Path::new) {
-            if let Some(text) = read(top) {
-                let items = syn::parse_file(&text)?.items;
-                modules.add(read, top, Path::new(""), &[], items)?;
-                break;
-            }
+impl<'a> Crate<'a> {
+    fn of(read: &'a dyn Fn(&Path) -> Option<String>) -> Result<Self> {
+        let modules = BTreeMap::new();
+        let mut found = Crate { read, modules };
+        let tops = ["lib.rs", "main.rs"].map(Path::new);
+        if let Some(top) = tops.into_iter().find(|top| read(top).is_some()) {
+            found.add_file(top, Path::new(""), Names::new())?;
         }
-        Ok(modules)
+        Ok(found)
     }
 
-    /// Adds a module of `file`, and its submodules, whose files lie in `folder`.
-    fn add(
-        &mut self,
-        read: &dyn Fn(&Path) -> Option<String>,
-        file: &Path,
-        folder: &Path,
-        at: &[String],
-        items: Vec<Item>,
-    ) -> Result<()> {
-        let mut exports = BTreeMap::new();
-        for item in &items {
-            match item {
-                Item::Mod(module) if !is_test(&module.attrs) => {
-                    let name = module.ident.to_string();
-                    let (inner, next) = ([at, &[name.clone()]].concat(), folder.join(&name));
-                    if let Some((_, items)) = &module.content {
-                        self.add(read, file, &next, &inner, items.clone())?;
-                    }
-                    for file in [next.with_extension("rs"), next.join("mod.rs")] {
-                        if let Some(text) = read(&file).filter(|_| module.content.is_none()) {
-                            let items = syn::parse_file(&text)?.items;
-                            self.add(read, &file, &next, &inner, items)?;
-                        }
-                    }
-                }
-                Item::Use(item) if !matches!(item.vis, syn::Visibility::Inherited) => {
-                    leaves(&item.tree, &mut Vec::new(), &mut |path, name| {
-                        exports.insert(name, path);
-                    });
-                }
-                _ => {}
+    fn add_file(&mut self, file: &Path, folder: &Path, at: Names) -> Result<()> {
+        let text = (self.read)(file).unwrap_or_default();
+        let tokens: TokenStream = text
+            .parse()
+            .map_err(|e| anyhow!("{}: {e}", file.display()))?;
+        self.add(file, folder, at, tokens)
+    }
+
+    /// Adds the module of `tokens`, and its submodules, whose files lie in `folder`.
+    fn add(&mut self, file: &Path, folder: &Path, at: Names, tokens: TokenStream) -> Result<()> {
+        let mut module = Module {
+            file: file.display().to_string(),
+            ..Module::default()
+        };
+        let mut item: Vec<TokenTree> = Vec::new();
+        for token in tokens {
+            let braced = matches!(&token, TokenTree::Group(g) if g.delimiter() == Delimiter::Brace);
+            let is_use = item
+                .iter()
+                .any(|t| matches!(t, TokenTree::Ident(i) if i == "use"));
+            let ends = (braced && !is_use) || token.to_string() == ";";
+            item.push(token);
+            if ends {
+                self.add_item(&mut module, folder, &at, std::mem::take(&mut item))?;
             }
         }
-        let file = file.display().to_string();
-        let module = Module {
-            file,
-            items,
-            exports,
-        };
-        self.0.insert(at.to_vec(), module);
+        self.modules.insert(at, module);
+        Ok(())
+    }
+
+    fn add_item(
+        &mut self,
+        module: &mut Module,
+        folder: &Path,
+        at: &Names,
+        item: Vec<TokenTree>,
+    ) -> Result<()> {
+        let words: Vec<String> = item.iter().map(|token| token.to_string()).collect();
+        if words
+            .iter()
+            .any(|word| word.replace(' ', "") == "[cfg(test)]")
+        {
+            return Ok(());
+        }
+        let find = |word: &str| words.iter().position(|w| w == word);
+        if let (Some(i), true) = (find("mod"), find("fn").is_none()) {
+            let name = words[i + 1].clone();
+            let (inner, next) = (
+                [&at[..], std::slice::from_ref(&name)].concat(),
+                folder.join(name),
+            );
+            if let Some(TokenTree::Group(body)) = item.get(i + 2) {
+                return self.add(Path::new(&module.file), &next, inner, body.stream());
+            }
+            for file in [next.with_extension("rs"), next.join("mod.rs")] {
+                if (self.read)(&file).is_some() {
+                    self.add_file(&file, &next, inner.clone())?;
+                }
+            }
+            return Ok(());
+        }
+        let first = module.paths.len();
+        collect(item.into_iter().collect(), &[], &mut module.paths);
+        if find("pub").is_some() && find("use").is_some() {
+            for (_, path) in &module.paths[first..] {
+                module
+                    .exports
+                    .extend(path.last().map(|name| (name.clone(), path.clone())));
+            }
+        }
         Ok(())
     }
 
     /// The file that `path`, written in module `at`, leads to.
-    fn file_of(&self, at: &ModulePath, path: &[String], depth: usize) -> Option<&str> {
-        let (first, _) = path.split_first()?;
-        let (mut now, mut rest) = match first.as_str() {
-            "crate" => (Vec::new(), &path[1..]),
-            "self" => (at.clone(), &path[1..]),
+    fn file_of(&self, at: &[String], path: &[String], depth: usize) -> Option<&str> {
+        let child = |now: &[String], name: &String| [now, std::slice::from_ref(name)].concat();
+        let (mut now, mut rest) = match path.first()?.as_str() {
+            "crate" => (Names::new(), &path[1..]),
+            "self" => (at.to_vec(), &path[1..]),
             "super" => (at[..at.len().checked_sub(1)?].to_vec(), &path[1..]),
-            name if self.0.contains_key(&[&at[..], &[name.to_owned()]].concat()) => {
-                (at.clone(), path)
-            }
+            _ if self.modules.contains_key(&child(at, &path[0])) => (at.to_vec(), path),
             _ => return None,
         };
         while let Some((name, after)) = rest.split_first() {
-            let child = [&now[..], std::slice::from_ref(name)].concat();
             if name == "super" {
                 now.pop()?;
-            } else if self.0.contains_key(&child) {
-                now = child;
+            } else if self.modules.contains_key(&child(&now, name)) {
+                now = child(&now, name);
             } else {
-                let export = self.0.get(&now)?.exports.get(name).filter(|_| depth < 8);
+                let export = self
+                    .modules
+                    .get(&now)?
+                    .exports
+                    .get(name)
+                    .filter(|_| depth < 8);
                 let found = export.and_then(|path| self.file_of(&now, path, depth + 1));
                 return found.or_else(|| self.file(&now));
             }
@@ -168,23 +194,19 @@ impl Modules {
         self.file(&now)
     }
 
-    fn file(&self, at: &ModulePath) -> Option<&str> {
-        self.0.get(at).map(|module| module.file.as_str())
+    fn file(&self, at: &[String]) -> Option<&str> {
+        self.modules.get(at).map(|module| module.file.as_str())
     }
 
     fn edges(&self) -> Edges {
         let mut edges = Edges::new();
-        for (at, module) in &self.0 {
-            let mut paths = Paths::default();
-            module.items.iter().for_each(|item| paths.visit_item(item));
-            for (line, path) in paths.0 {
-                let Some(to) = self.file_of(at, &path, 0) else {
-                    continue;
-                };
-                let mut above = (0..at.len()).filter_map(|n| self.file(&at[..n].to_vec()));
+        for (at, module) in &self.modules {
+            for (line, path) in &module.paths {
+                let mut above = (0..at.len()).filter_map(|n| self.file(&at[..n]));
+                let to = self.file_of(at, path, 0).unwrap_or(&module.file);
                 if to != module.file && above.all(|file| file != to) {
                     let edge = (module.file.clone(), to.to_owned());
-                    edges.entry(edge).or_insert(line);
+                    edges.entry(edge).or_insert(*line);
                 }
             }
         }
@@ -192,85 +214,32 @@ impl Modules {
     }
 }
 
-/// Calls `each` with the path and the name of each leaf of a `use`.
-fn leaves(tree: &UseTree, at: &mut Vec<String>, each: &mut impl FnMut(ModulePath, String)) {
-    match tree {
-        UseTree::Path(path) => {
-            at.push(path.ident.to_string());
-            leaves(&path.tree, at, each);
-            at.pop();
-        }
-        UseTree::Group(group) => group.items.iter().for_each(|tree| leaves(tree, at, each)),
-        UseTree::Glob(_) => each(at.clone(), "*".to_owned()),
-        UseTree::Name(name) => {
-            let name = name.ident.to_string();
-            each([&at[..], std::slice::from_ref(&name)].concat(), name);
-        }
-        UseTree::Rename(rename) => {
-            let path = [&at[..], &[rename.ident.to_string()]].concat();
-            each(path, rename.rename.to_string());
-        }
-    }
-}
-
-/// Paths with their lines, tests and inline modules apart: those are modules of their own.
-#[derive(Default)]
-struct Paths(Vec<(usize, Vec<String>)>);
-
-impl Visit<'_> for Paths {
-    fn visit_item_mod(&mut self, _: &syn::ItemMod) {}
-
-    fn visit_item_use(&mut self, item: &syn::ItemUse) {
-        let line = item.use_token.span.start().line;
-        leaves(&item.tree, &mut Vec::new(), &mut |path, _| {
-            self.0.push((line, path));
-        });
-    }
-
-    fn visit_path(&mut self, path: &syn::Path) {
-        let names: Vec<_> = path.segments.iter().map(|s| s.ident.to_string()).collect();
-        if names.len() > 1 {
-            let line = path.segments[0].ident.span().start().line;
-            self.0.push((line, names));
-        }
-        syn::visit::visit_path(self, path);
-    }
-
-    fn visit_macro(&mut self, invocation: &syn::Macro) {
-        self.visit_path(&invocation.path);
-        self.tokens(invocation.tokens.clone());
-    }
-}
-
-impl Paths {
-    /// Paths among a macro's tokens: names joined by colons.
-    fn tokens(&mut self, tokens: TokenStream) {
-        let (mut line, mut path, mut colons) = (0, Vec::new(), 0);
-        for token in tokens {
-            match token {
-                TokenTree::Punct(p) if p.as_char() == ':' => colons += 1,
-                TokenTree::Ident(name) => {
-                    if colons != 2 {
-                        self.push_tokens(line, &mut path);
-                        line = name.span().start().line;
-                    }
-                    path.push(name.to_string());
-                    colons = 0;
+/// Adds the paths among `tokens`, which stand behind `prefix::`; a group behind `::` is a list of paths with the same beginning.
+fn collect(tokens: TokenStream, prefix: &[String], paths: &mut Vec<(usize, Names)>) {
+    let (mut line, mut path, mut colons) = (0, prefix.to_vec(), 2);
+    for token in tokens {
+        match token {
+            TokenTree::Punct(p) if p.as_char() == ':' => colons += 1,
+            TokenTree::Ident(name) => {
+                if colons != 2 {
+                    paths.push((line, path));
+                    path = prefix.to_vec();
                 }
-                TokenTree::Group(group) => self.tokens(group.stream()),
-                _ => colons = 0,
+                line = name.span().start().line;
+                path.push(name.to_string());
+                colons = 0;
             }
-        }
-        self.push_tokens(line, &mut path);
-    }
-
-    /// Takes a path of tokens; where `super` leads depends on the modules that the macro makes.
-    fn push_tokens(&mut self, line: usize, path: &mut Vec<String>) {
-        let path = std::mem::take(path);
-        if path.len() > 1 && path[0] != "super" {
-            self.0.push((line, path));
+            TokenTree::Group(group) => {
+                let joined = colons == 2 && path.len() > prefix.len();
+                let prefix = if joined { &path[..] } else { prefix };
+                collect(group.stream(), prefix, paths);
+                colons = 0;
+            }
+            _ => colons = 0,
         }
     }
+    paths.push((line, path));
+    paths.retain(|(_, path)| path.len() > 1);
 }
 
 /// The sets of files that reach each other, each in order of names.
@@ -302,7 +271,7 @@ mod tests {
             let found = files.iter().find(|(name, _)| Path::new(name) == file);
             found.map(|(_, text)| (*text).to_owned())
         };
-        let circles = circles(&Modules::of(&read).unwrap().edges());
+        let circles = circles(&Crate::of(&read).unwrap().edges());
         circles.into_iter().collect()
     }
 

@@ -38,9 +38,9 @@ pub struct DecodeKey {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Tuning {
-    /// Bytes of workgroup memory of one workgroup, at most the device's.
+    /// Bytes of workgroup memory that one workgroup may take, at most the device's.
     pub shared_bytes: Option<usize>,
-    /// Query rows of one workgroup, at most: 1, 2, 4 or 8; another number counts as the next of these below it, 0 as 1.
+    /// Most query rows of one workgroup: 1, 2, 4 or 8. Another number counts as the next of these below it, 0 as 1.
     pub rows: Option<usize>,
     /// Whether a workgroup takes a single tile, where segments are no longer than four, or a segment.
     pub by_tiles: Option<bool>,

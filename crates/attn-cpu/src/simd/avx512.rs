@@ -343,7 +343,7 @@ pub(crate) struct Vnni(Avx512);
 
 impl Vnni {
     /// # Safety
-    /// The machine has what [`Avx512::new`] asks for, and AVX-512 VNNI.
+    /// The machine has what [`Avx512::new`] requires, and AVX-512 VNNI.
     #[inline(always)]
     pub unsafe fn new() -> Self {
         // SAFETY: the caller's contract.

@@ -1,0 +1,298 @@
+// values.wgsl: V's codes and parameters, and the product of a tile's weights with V, folded into the state (docs/arithmetic.md, sections 4 and 5).
+// Number of lanes that have a dim.
+#let DIM_LANES = VIEW && V_BITS == 8 ? D / 4 : V_ROWS
+
+// The place of a token of a tile in V's slot order.
+fn slot_of(token: u32) -> u32 {
+    return (token >> 4u) * 16u + 4u * ((token & 7u) >> 1u) + 2u * ((token >> 3u) & 1u) + (token & 1u);
+}
+
+// The lane's j-th dim, which may lie past the end. A lane has the four dims of a word of a view's bytes, and pairs of dims that share bytes of 4-bit V.
+fn dim_of(lane: u32, j: u32) -> u32 {
+#if VIEW && V_BITS == 8
+    return 4u * (lane + $(T)u * (j >> 2u)) + (j & 3u);
+#elif V_BITS == 4
+    let row = lane + $(T)u * (j >> 1u);
+    return (row >> 3u) * 16u + (row & 7u) + 8u * (j & 1u);
+#else
+    return lane + $(T)u * j;
+#end
+}
+
+#if V_SCALED && !VIEW
+// The word with a token's parameters of V's group g; v_param gives its scale and shift.
+fn v_word(place: TokenAddr, g: u32) -> u32 {
+#if V == GROUPS
+    return load_word(place.buffer, place.at * 4u + $(V_PARAMS)u + g * $(PS)u + place.token);
+#else
+    return load_word(place.buffer, place.at * 4u + $(V_PARAMS)u + ((g * $(PS)u + place.token) >> 1u));
+#end
+}
+#end
+
+#if V_SCALED
+fn v_param(word: u32, token: u32) -> vec2<f32> {
+#if V == GROUPS
+    return vec2<f32>(f16_value(word & 0xFFFFu), f16_value(word >> 16u));
+#else
+    return vec2<f32>(f16_value((word >> ((token & 1u) * 16u)) & 0xFFFFu), 0.0);
+#end
+}
+#end
+
+#if V_BITS < 16 && !VIEW
+// The 16 bytes of dim d in the panel of `place.token`: 16 tokens in slot order; of 4 bits, those of dims 16 a + i and 16 a + 8 + i.
+fn v_panel(place: TokenAddr, d: u32) -> vec4<u32> {
+#if V_BITS == 8
+    return load_vec(place.buffer, place.at + $(V_CODES)u + (place.token / 16u) * $(V_ROWS)u + d);
+#else
+    return load_vec(place.buffer, place.at + $(V_CODES)u + (place.token / 16u) * $(V_ROWS)u + (d >> 4u) * 8u + (d & 7u));
+#end
+}
+#elif V_BITS == 16
+// One element of 16-bit V.
+fn v_element(place: TokenAddr, d: u32) -> f32 {
+#if VIEW
+    let word = pool_1[place.at + (d >> 1u)];
+#else
+    let word = load_word(place.buffer, (place.at + $(V_CODES)u + (d >> 3u) * $(PS)u + place.token) * 4u + ((d & 7u) >> 1u));
+#end
+    let half = (word >> ((d & 1u) * 16u)) & 0xFFFFu;
+#if V == BF16
+    return bitcast<f32>(half << 16u);
+#else
+    return f16_value(half);
+#end
+}
+#end
+
+#if INTEGER
+// acc + the dot product of 16 unsigned bytes.
+fn dot16u(a: vec4<u32>, b: vec4<u32>, acc: u32) -> u32 {
+    return dot4U8Packed(a.w, b.w) + (dot4U8Packed(a.z, b.z) + (dot4U8Packed(a.y, b.y) + (dot4U8Packed(a.x, b.x) + acc)));
+}
+#end
+
+// Loads the words with V's parameters of the lane's token.
+#def load_v_params(): pages, head, kv_len, tile, lane -> v_word_*
+#if V_SCALED
+let of_v = v_place(pages, head, kv_len, tile, lane);
+#for g in 0..VG
+let v_word_$(g) = v_word(of_v, $(g)u);
+#end
+#end
+#end
+
+// V's parameters of the lane's token, and their maxima in the slots of reduce.wgsl; past the end they are 0.
+#def v_params(): v_word_*, lane, token, kv_len -> v_*
+#if V_SCALED
+#for g in 0..VG
+var v_$(g) = v_param(v_word_$(g), lane);
+#if INTEGER && V == GROUPS
+v_$(g).y = v_$(g).y + 8.0 * v_$(g).x;
+#end
+v_$(g) = select(vec2<f32>(0.0), v_$(g), token < kv_len);
+#if INTEGER
+post_max($(GROUPS_AT + g * OF_GROUP)u, bitcast<u32>(v_$(g).x));
+#if V == GROUPS
+post_max($(GROUPS_AT + g * OF_GROUP + 1)u, bitcast<u32>(abs(v_$(g).y)));
+#end
+#end
+#end
+#end
+#end
+
+// Loads the V codes of chunk C of the tile.
+#def load_v(C): pages_at, head, kv_len, tile, lane, last, v_tile -> v_raw_*
+#if VIEW
+// Four tokens of four dims at a time, transposed: a word has the tokens of one dim.
+#for n in 0..4
+#for c in 0..4
+#for e in 0..4
+let w_$(C)_$(n)_$(c)_$(e) = pool_1[view_row(pages_at + 3u, head, min(tile * 64u + $(16 * n + 2 * c + e % 2 + e / 2 * 8)u, last)) + min(lane + $(T * C)u, $(D / 4 - 1)u)];
+#end
+#for h in 0..2
+let even_$(C)_$(n)_$(c)_$(h) = (w_$(C)_$(n)_$(c)_$(2 * h) & 0x00FF00FFu) | ((w_$(C)_$(n)_$(c)_$(2 * h + 1) & 0x00FF00FFu) << 8u);
+let odd_$(C)_$(n)_$(c)_$(h) = ((w_$(C)_$(n)_$(c)_$(2 * h) >> 8u) & 0x00FF00FFu) | (w_$(C)_$(n)_$(c)_$(2 * h + 1) & 0xFF00FF00u);
+#end
+#end
+#for i in 0..4
+let v_raw_$(C)_$(n)_$(i) = vec4<u32>(
+#for c in 0..4
+#if i == 0
+    (even_$(C)_$(n)_$(c)_0 & 0xFFFFu) | (even_$(C)_$(n)_$(c)_1 << 16u),
+#elif i == 1
+    (odd_$(C)_$(n)_$(c)_0 & 0xFFFFu) | (odd_$(C)_$(n)_$(c)_1 << 16u),
+#elif i == 2
+    (even_$(C)_$(n)_$(c)_0 >> 16u) | (even_$(C)_$(n)_$(c)_1 & 0xFFFF0000u),
+#else
+    (odd_$(C)_$(n)_$(c)_0 >> 16u) | (odd_$(C)_$(n)_$(c)_1 & 0xFFFF0000u),
+#end
+#end
+);
+#end
+#end
+#else
+#for n in 0..4
+#if PAGED
+let v_at_$(C)_$(n) = v_tile.at + $(V_CODES)u + ((tile % $(PS / 64)u) * 4u + $(n)u) * $(V_ROWS)u;
+let v_buffer_$(C)_$(n) = v_tile.buffer;
+#else
+let v_place_$(C)_$(n) = place_of(pages_at, head, min(tile * 64u + $(n * 16)u, last));
+let v_at_$(C)_$(n) = v_place_$(C)_$(n).at + $(V_CODES)u + (v_place_$(C)_$(n).token / 16u) * $(V_ROWS)u;
+let v_buffer_$(C)_$(n) = v_place_$(C)_$(n).buffer;
+#end
+#for i in 0..RPL
+let v_raw_$(C)_$(n)_$(i) = load_vec(v_buffer_$(C)_$(n), v_at_$(C)_$(n) + min(lane + $((C * RPL + i) * T)u, $(V_ROWS - 1)u));
+#end
+#end
+#end
+#end
+
+// Chunk C of the tile's value from integer weights, folded into O.
+#def fold_integer_values(C): lane, num_rows, pages_at, head, kv_len, tile, last, v_tile, v_raw_*, f_* -> o_*
+#if DIM_LANES < T
+if lane < $(DIM_LANES)u {
+#else
+{
+#end
+#if !V_FIRST
+#use load_v(C)
+#end
+#for n in 0..4
+#for i in 0..DPL
+#if V_BITS == 8
+let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i) ^ vec4<u32>(0x80808080u);
+#elif i % 2 == 0
+let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i / 2) & vec4<u32>(0x0F0F0F0Fu);
+#else
+// The high nibbles stay in place: codes times 16.
+let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i / 2) & vec4<u32>(0xF0F0F0F0u);
+#end
+#end
+#end
+#for i in 0..DPL
+#if VG == 1
+let group_$(i) = 0u;
+let unit_$(i) = exp2i(-f_0);
+#else
+let group_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(D - 1)u) / $(GD)u;
+let unit_$(i) = value_unit[group_$(i)];
+#end
+#end
+#for b in 0..(R / RU)
+if $(b * RU)u < num_rows {
+#for r in (b * RU)..(b * RU + RU)
+#for i in 0..DPL
+    var hi_$(r)_$(i) = 0u;
+    var lo_$(r)_$(i) = 0u;
+#end
+#for t in 0..4
+    {
+#if VG == 1
+        let hi = weights[$(r * 8 + 2 * t)];
+        let lo = weights[$(r * 8 + 2 * t + 1)];
+#end
+#for i in 0..DPL
+#if VG == 1
+        hi_$(r)_$(i) = dot16u(hi, v_$(t)_$(i), hi_$(r)_$(i));
+        lo_$(r)_$(i) = dot16u(lo, v_$(t)_$(i), lo_$(r)_$(i));
+#else
+        hi_$(r)_$(i) = dot16u(weights[(group_$(i) * $(R)u + $(r)u) * 8u + $(2 * t)u], v_$(t)_$(i), hi_$(r)_$(i));
+        lo_$(r)_$(i) = dot16u(weights[(group_$(i) * $(R)u + $(r)u) * 8u + $(2 * t + 1)u], v_$(t)_$(i), lo_$(r)_$(i));
+#end
+#end
+    }
+#end
+#end
+#for r in (b * RU)..(b * RU + RU)
+    if fold_beta[$(r)] >= 0.0 {
+#for i in 0..DPL
+        {
+            let sum = weight_sum[group_$(i) * $(R)u + $(r)u];
+            let total = bitcast<i32>(((hi_$(r)_$(i) << 8u) + lo_$(r)_$(i)) >> $(V_BITS == 4 && i % 2 == 1 ? 4 : 0)u) - $(V_BITS == 8 ? 128 : 8) * sum;
+#if V == GROUPS
+            let value = f32(total) * unit_$(i) + shift_term[group_$(i) * $(R)u + $(r)u];
+#else
+            let value = f32(total) * unit_$(i);
+#end
+            o_$(r)_$(C * DPL + i) = ftz(o_$(r)_$(C * DPL + i) * fold_alpha[$(r)]) + value * fold_beta[$(r)];
+        }
+#end
+    }
+#end
+}
+#end
+}
+#end
+
+// Chunk C of the tile's value in f32, folded into O.
+#def fold_float_values(C): lane, pages_at, head, tile, last -> o_*
+#for i in 0..DPL
+let dim_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(D - 1)u);
+#for r in 0..R
+var value_$(r)_$(i) = 0.0;
+#end
+#end
+for (var quad = 0u; quad < 16u; quad++) {
+    // Tokens of a slot quad: 2c, 2c + 1, 2c + 8, 2c + 9 of 16.
+    let first = tile * 64u + (quad >> 2u) * 16u + 2u * (quad & 3u);
+#if VG == 1
+    let scale = vec4<f32>(values_param[quad * 4u].x, values_param[quad * 4u + 1u].x, values_param[quad * 4u + 2u].x, values_param[quad * 4u + 3u].x);
+    let shift = vec4<f32>(values_param[quad * 4u].y, values_param[quad * 4u + 1u].y, values_param[quad * 4u + 2u].y, values_param[quad * 4u + 3u].y);
+#end
+#if V_BITS == 16 || VIEW
+    let place_0 = place_of(pages_at, head, min(first, last));
+    let place_1 = place_of(pages_at, head, min(first + 1u, last));
+    let place_2 = place_of(pages_at, head, min(first + 8u, last));
+    let place_3 = place_of(pages_at, head, min(first + 9u, last));
+#else
+    let place = place_of(pages_at, head, min(first, last));
+#end
+#for i in 0..DPL
+    var v_$(i) = vec4<f32>(0.0);
+    {
+#if VG > 1
+        let at = (dim_$(i) / $(GD)u) * 64u + quad * 4u;
+        let scale = vec4<f32>(values_param[at].x, values_param[at + 1u].x, values_param[at + 2u].x, values_param[at + 3u].x);
+        let shift = vec4<f32>(values_param[at].y, values_param[at + 1u].y, values_param[at + 2u].y, values_param[at + 3u].y);
+#end
+#if V_BITS == 16
+        let code = vec4<f32>(v_element(place_0, dim_$(i)), v_element(place_1, dim_$(i)), v_element(place_2, dim_$(i)), v_element(place_3, dim_$(i)));
+        v_$(i) = select(code, vec4<f32>(0.0), scale == vec4<f32>(0.0));
+#else
+#if VIEW
+        let word = v_byte(place_0, dim_$(i)) | (v_byte(place_1, dim_$(i)) << 8u) | (v_byte(place_2, dim_$(i)) << 16u) | (v_byte(place_3, dim_$(i)) << 24u);
+#else
+        let word = v_panel(place, dim_$(i))[quad & 3u];
+#end
+#if V == FP8
+        v_$(i) = select(fp8_values(word), vec4<f32>(0.0), scale == vec4<f32>(0.0));
+#elif V_BITS == 8
+        v_$(i) = int8_values(word) * scale;
+#else
+        v_$(i) = int8_values((word >> (((dim_$(i) >> 3u) & 1u) * 4u)) & 0x0F0F0F0Fu) * scale + shift;
+#end
+#end
+    }
+#end
+#for r in 0..R
+    {
+        let at = $(r * 64)u + quad * 4u;
+        let p = vec4<f32>(values_p[at], values_p[at + 1u], values_p[at + 2u], values_p[at + 3u]);
+#for i in 0..DPL
+        value_$(r)_$(i) += dot(p, v_$(i));
+#end
+    }
+#end
+}
+#for r in 0..R
+if fold_beta[$(r)] >= 0.0 {
+#for i in 0..DPL
+    {
+        o_$(r)_$(C * DPL + i) = ftz(o_$(r)_$(C * DPL + i) * fold_alpha[$(r)]) + value_$(r)_$(i) * fold_beta[$(r)];
+    }
+#end
+}
+#end
+#end
