@@ -101,7 +101,13 @@ fn step(backend: &WgpuBackend, caches: &mut [KvCache; 2], appends: [(usize, usiz
         .create_command_encoder(&Default::default());
     let [k, v, q_buffer] = &buffers;
     backend
-        .record_append(&mut encoder, ours, &appends, k, v)
+        .record_append(
+            &mut encoder,
+            ours,
+            &appends.map(|(sequence, tokens)| Append { sequence, tokens }),
+            k,
+            v,
+        )
         .unwrap();
     let prepared = backend.prepare(&problem, ours).unwrap();
     backend
@@ -195,8 +201,12 @@ fn refused_appends_change_nothing() {
     let mut encoder = backend
         .wgpu_device()
         .create_command_encoder(&Default::default());
-    let mut refusal = |appends: &[Append]| {
-        let error = backend.record_append(&mut encoder, &mut cache, appends, &k, &k);
+    let mut refusal = |appends: &[(usize, usize)]| {
+        let appends = appends.iter();
+        let appends: Vec<_> = appends
+            .map(|&(sequence, tokens)| Append { sequence, tokens })
+            .collect();
+        let error = backend.record_append(&mut encoder, &mut cache, &appends, &k, &k);
         assert_eq!(cache.table().lens, [0, 0]);
         format!("{:?}", error.unwrap_err())
     };
