@@ -63,7 +63,7 @@ pub fn bound(backend: &dyn DecodeAttention, case: &Case) -> f64 {
     }
 }
 
-/// Whether the law fixes every bit of the answer: integer arithmetic anywhere, float arithmetic on the CPU.
+/// Whether the arithmetic fixes every bit of the answer: integer arithmetic anywhere, float arithmetic on the CPU.
 fn is_exact(backend: &dyn DecodeAttention, case: &Case) -> bool {
     case.format.is_integer() || backend.device().backend == "cpu"
 }

@@ -6,7 +6,7 @@ use std::{error::Error as _, path::PathBuf, time::Duration};
 
 use anyhow::{Context, Result, bail, ensure};
 use attn::{BackendId, Error, Heads, KvFormat, Problem, Scheme, Selection};
-use attn_bench::{Measured, Timer, Timing, Workload, cpu::CpuTimer, workloads};
+use attn_bench::{Timer, Workload, cpu::CpuTimer, workloads};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
@@ -14,6 +14,7 @@ use crate::{
     Backends,
     console::Console,
     figures::{gb_per_s, number},
+    measured::{Figures, Outcome, Row},
     plot,
     target::Target,
     threads::per_core,
@@ -117,46 +118,6 @@ impl CustomArgs {
 
 /// The most sequences of a workload of one's own.
 const MOST_SEQUENCES: usize = 1 << 16;
-
-/// What a workload took, or why there is no figure.
-pub type Outcome = Result<Figures, String>;
-
-/// One workload on one device.
-pub struct Row {
-    /// Of the timer.
-    pub device: usize,
-    /// What was to be measured.
-    pub workload: Workload,
-    /// What it took, or why there is no figure.
-    pub outcome: Outcome,
-}
-
-/// The figures that rates are made of, with what they were chosen from.
-pub struct Figures {
-    /// All of it.
-    pub measured: Measured,
-    /// Microseconds of the work.
-    pub us: f64,
-    /// Of the read.
-    pub read_us: f64,
-}
-
-impl Figures {
-    /// By the medians of a quiet clock, else by the fastest.
-    pub fn new(measured: Measured, by_median: bool) -> Self {
-        let of = |timing: Timing| if by_median { timing.median } else { timing.min };
-        Figures {
-            us: of(measured.step),
-            read_us: of(measured.ceiling),
-            measured,
-        }
-    }
-
-    /// Of the read ceiling.
-    pub fn share(&self) -> f64 {
-        self.read_us / self.us
-    }
-}
 
 /// One timer, or on the CPU one for each number of threads.
 fn timers(args: &BenchArgs, backend: BackendId) -> Result<Vec<Box<dyn Timer>>> {
@@ -438,6 +399,7 @@ fn measure_all(
 
 #[cfg(test)]
 mod tests {
+    use attn_bench::{Measured, Timing};
     use clap::Parser;
 
     use super::*;

@@ -23,6 +23,7 @@ pub mod data;
 mod faulty;
 pub mod figures;
 pub mod inspect;
+mod measured;
 mod plot;
 pub mod quantize;
 mod run;

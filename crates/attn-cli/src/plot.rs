@@ -13,7 +13,7 @@ use plotters::{
     prelude::*,
 };
 
-use crate::bench::Row;
+use crate::measured::Row;
 
 /// The points of one line: a format has a colour and a mark, a device a stroke.
 struct Curve {
@@ -334,7 +334,7 @@ mod tests {
     use attn_bench::{Measured, Timing, Workload, workloads};
 
     use super::*;
-    use crate::bench::Figures;
+    use crate::measured::Figures;
 
     fn workload(name: &str) -> Workload {
         let found = workloads().into_iter().find(|s| s.to_string() == name);

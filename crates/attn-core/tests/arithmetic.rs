@@ -58,7 +58,7 @@ fn subnormals_are_zeros_of_their_sign() {
     }
 }
 
-/// Bits of the law, from `docs/arithmetic.md` evaluated in f32: a mantissa below √½·2 belongs to the power below.
+/// Bits of the arithmetic, from `docs/arithmetic.md` evaluated in f32: a mantissa below √½·2 belongs to the power below.
 #[test]
 fn the_logarithm_is_cut_at_the_square_root_of_a_half() {
     let root = 0x3F35_04F3u32;

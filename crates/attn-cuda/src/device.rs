@@ -20,64 +20,12 @@ use cudarc::{
 use attn_kernels::cuda::{Arch, DeviceLimits, Instance, Launch, Preferences};
 
 use crate::{
+    error::{CudaError, absent, failed},
     image_cache,
-    images::{self, ImageError, Origin},
+    images::{self, Origin},
     options::Options,
     sizes,
 };
-
-/// An error of the driver, the compiler or the checking launch.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum CudaError {
-    /// The driver's own error.
-    #[error("the driver said {0}")]
-    Driver(#[from] DriverError),
-    /// No image of a kernel.
-    #[error(transparent)]
-    Image(#[from] ImageError),
-    /// A kernel asks for more shared memory than there is.
-    #[error(
-        "a kernel needs {kernel} bytes of shared memory, and {limit} may be used; kernels/cuda and smem.rs are of different versions"
-    )]
-    SharedBytes {
-        /// Bytes that the image asks for.
-        kernel: usize,
-        /// Bytes that the device allows.
-        limit: usize,
-    },
-    /// `ATTN_CHECK=1` found inputs that decode cannot survive.
-    #[error(
-        "ATTN_CHECK: {what}[{index}] is {value}, allowed {allowed}; correct the caller's device buffer"
-    )]
-    Check {
-        /// Name of the buffer.
-        what: &'static str,
-        /// Flat index into it.
-        index: usize,
-        /// Value at the index.
-        value: String,
-        /// Values that are allowed.
-        allowed: String,
-    },
-}
-
-/// Names what was being done when the device failed.
-pub fn failed<E: Into<CudaError>>(doing: &'static str) -> impl FnOnce(E) -> Error {
-    move |error| Error::Device {
-        backend: "cuda",
-        doing,
-        source: Box::new(error.into()),
-    }
-}
-
-pub(crate) fn absent(reason: String, next_step: &str) -> Unsupported {
-    Unsupported::Absent {
-        backend: "cuda",
-        reason,
-        next_step: next_step.to_owned(),
-    }
-}
 
 /// Waits for a stream when it is dropped, so that no copy reads or writes borrowed host memory after that, however the function ends.
 ///

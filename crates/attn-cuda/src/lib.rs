@@ -8,6 +8,8 @@
 
 mod backend;
 mod device;
+mod error;
+mod gpu;
 mod image_cache;
 pub mod images;
 pub mod native;
@@ -20,17 +22,13 @@ mod upload;
 /// What the project's own timing code and tests need; not for other users, and it may change in any release.
 #[doc(hidden)]
 pub mod internals {
-    pub use crate::{
-        device::{WaitOnDrop, failed},
-        native::NativeRead,
-        sizes::product,
-    };
+    pub use crate::{device::WaitOnDrop, error::failed, native::NativeRead, sizes::product};
 }
 
 use attn_core::{DecodeAttention, Unsupported};
 
-pub use backend::CudaBackend;
-pub use device::CudaError;
+pub use error::CudaError;
+pub use gpu::CudaBackend;
 pub use options::Options;
 pub use store::CudaPages;
 

@@ -5,7 +5,7 @@ use std::env;
 use attn_core::Unsupported;
 use attn_kernels::cuda::{Arch, KernelConfig, LowLatency};
 
-use crate::device::absent;
+use crate::error::absent;
 
 /// Options of a [`CudaBackend`](crate::CudaBackend). All but `check` change speed, never bits.
 #[derive(Debug, Clone, Copy, Default)]

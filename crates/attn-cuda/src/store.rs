@@ -7,7 +7,8 @@ use attn_kernels::cuda::Instance;
 use cudarc::driver::{CudaSlice, DevicePtr};
 
 use crate::{
-    device::{Device, LoadedKernel, failed},
+    device::{Device, LoadedKernel},
+    error::failed,
     native::{self, AppendArgs, Dtype},
     sizes,
     upload::{Upload, bytes_of},

@@ -94,15 +94,15 @@ mod tests {
 
     #[test]
     fn whole_words_are_found_and_parts_of_words_are_not() {
-        assert!(has_word("x = soften(y)", "soften"));
-        assert!(has_word("as the law says", "the law"));
-        for line in ["softened", "unsoften", "re_soften", "the lawn", "lathe law"] {
+        assert!(has_word("x = blur(y)", "blur"));
+        assert!(has_word("as the odd says", "the odd"));
+        for line in ["blurred", "unblur", "re_blur", "the odds", "bathe odd"] {
             assert!(
-                !has_word(line, "soften") && !has_word(line, "the law"),
+                !has_word(line, "blur") && !has_word(line, "the odd"),
                 "{line}"
             );
         }
-        assert!(has_word("softened, then soften", "soften"));
+        assert!(has_word("blurred, then blur", "blur"));
     }
 
     #[test]

@@ -6,8 +6,8 @@
 use attn_core::{Int4Scale, KvFormat, Problem, Scheme, arithmetic, layout::run_bytes};
 
 use super::{
-    config::SM_TEAMS,
-    split::{MergeVia, Split, kv_heads, longest, max_segments, rows},
+    config::{Kernel, SM_TEAMS},
+    split::{MAX_CLUSTER, MergeVia, Split, kv_heads, longest, max_segments, rows},
 };
 
 /// A `low_latency.cu` launch but for its tiles, where every work item has one team ("Which kernel", line 49).
@@ -195,4 +195,30 @@ pub(crate) fn split_kv_us(problem: &Problem, format: KvFormat, sms: usize) -> f6
         (format.k.groups(problem.head_dim) > 1, 1.4),
     ]);
     SPLIT_KV_US + merges + more + most * cache_bytes(problem, format) / SPLIT_KV_PACE
+}
+
+/// The fastest split, of those of `kernel` or of all.
+pub(crate) fn fastest_split(
+    problem: &Problem,
+    sms: usize,
+    cost: &Cost,
+    kernel: Option<Kernel>,
+) -> Option<Split> {
+    let clusters = [2, 4, MAX_CLUSTER]
+        .into_iter()
+        .flat_map(|ctas| [1, SM_TEAMS].map(|teams| (teams, ctas, MergeVia::Cluster)));
+    // As many CTAs as run at once, and no more than there are partials.
+    let global = [false, true].into_iter().filter_map(|segments| {
+        let unit = if segments { 1 } else { arithmetic::SPAN };
+        let partials = max_segments(longest(problem)).div_ceil(unit);
+        let ctas = (SM_TEAMS * sms / kv_heads(problem).max(1)).min(partials);
+        (ctas > 1).then_some((1, ctas, MergeVia::Global { segments }))
+    });
+    [(1, 1, MergeVia::None), (SM_TEAMS, 1, MergeVia::Cluster)]
+        .into_iter()
+        .chain(clusters)
+        .chain(global)
+        .filter(|(.., via)| kernel.is_none_or(|kernel| via.kernel() == kernel))
+        .filter_map(|(teams, ctas, via)| Split::new(problem, sms, teams, ctas, via))
+        .min_by(|a, b| cost.of_split(a).total_cmp(&cost.of_split(b)))
 }

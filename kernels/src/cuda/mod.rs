@@ -16,6 +16,7 @@
 pub mod config;
 mod cost;
 pub mod instance;
+mod launch;
 pub mod nvrtc;
 pub mod params;
 pub mod select;
@@ -24,4 +25,4 @@ pub mod split;
 
 pub use config::{DeviceLimits, Kernel, KernelConfig, LowLatency, Preferences};
 pub use instance::{Arch, Instance};
-pub use split::Launch;
+pub use launch::Launch;

@@ -9,9 +9,9 @@ use super::{
         BULK_SHARED, DeviceLimits, Kernel, KernelConfig, LowLatency, Preferences, RESERVED_SHARED,
         SM_TEAMS,
     },
-    cost::{Cost, split_kv_us},
+    cost::{Cost, fastest_split, split_kv_us},
     smem::{Stage, shared_bytes},
-    split::{Split, rows},
+    split::rows,
 };
 
 /// The rows per KV head for which `many_rows.cu` is chosen, with six or eight warps of eight rows each: 48 rows take 43 to 54 µs there and
@@ -206,10 +206,10 @@ fn low_latency_kernel(
     }
     let cost = Cost::new(problem, format);
     let global = Some(Kernel::LowLatencyGlobal);
-    if preference == LowLatency::Global && Split::best(problem, sms, &cost, global).is_some() {
+    if preference == LowLatency::Global && fastest_split(problem, sms, &cost, global).is_some() {
         return global;
     }
-    let split = Split::best(problem, sms, &cost, None);
+    let split = fastest_split(problem, sms, &cost, None);
     let kernel = split.map_or(Kernel::LowLatencyCluster, |split| split.via.kernel());
     let us = match split {
         Some(split) => Some(cost.of_split(&split)),
@@ -227,7 +227,7 @@ fn low_latency_kernel(
 
 #[cfg(test)]
 mod tests {
-    use super::{super::split::Launch, *};
+    use super::{super::launch::Launch, *};
     use attn_core::Heads;
 
     fn shape(rows: usize, format: KvFormat, head_dim: usize, page_size: usize) -> Shape {

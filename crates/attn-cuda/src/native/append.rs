@@ -7,10 +7,7 @@ use attn_kernels::cuda::params::AppendParams;
 use cudarc::driver::sys;
 
 use super::COPY_THREADS;
-use crate::{
-    device::{LoadedKernel, failed},
-    sizes,
-};
+use crate::{device::LoadedKernel, error::failed, sizes};
 
 /// Number format of an engine's rows: K and V to append, queries, outputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

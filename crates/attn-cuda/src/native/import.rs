@@ -8,7 +8,8 @@ use cudarc::driver::sys;
 
 use super::COPY_THREADS;
 use crate::{
-    device::{Device, LoadedKernel, failed},
+    device::{Device, LoadedKernel},
+    error::failed,
     sizes,
 };
 

@@ -25,8 +25,9 @@ use attn_kernels::cuda::{
 use cudarc::driver::{DevicePtr, result, sys};
 
 use crate::{
-    CudaBackend,
-    device::{CudaError, Device, LoadedKernel, WaitOnDrop, failed},
+    device::{Device, LoadedKernel, WaitOnDrop},
+    error::{CudaError, failed},
+    gpu::CudaBackend,
     sizes,
 };
 

@@ -1,0 +1,43 @@
+//! What `attn bench` measures of a workload: the rows of its table and of its charts.
+
+use attn_bench::{Measured, Timing, Workload};
+
+/// What a workload took, or why there is no figure.
+pub type Outcome = Result<Figures, String>;
+
+/// One workload on one device.
+pub struct Row {
+    /// Of the timer.
+    pub device: usize,
+    /// What was to be measured.
+    pub workload: Workload,
+    /// What it took, or why there is no figure.
+    pub outcome: Outcome,
+}
+
+/// The figures that rates are made of, with what they were chosen from.
+pub struct Figures {
+    /// All of it.
+    pub measured: Measured,
+    /// Microseconds of the work.
+    pub us: f64,
+    /// Of the read.
+    pub read_us: f64,
+}
+
+impl Figures {
+    /// By the medians of a quiet clock, else by the fastest.
+    pub fn new(measured: Measured, by_median: bool) -> Self {
+        let of = |timing: Timing| if by_median { timing.median } else { timing.min };
+        Figures {
+            us: of(measured.step),
+            read_us: of(measured.ceiling),
+            measured,
+        }
+    }
+
+    /// Of the read ceiling.
+    pub fn share(&self) -> f64 {
+        self.read_us / self.us
+    }
+}
