@@ -246,7 +246,7 @@ impl Device {
         };
         // The kernel's own figure; the host's formula only chose the shape.
         let exported = match instance {
-            Instance::Decode { .. } => self.exported(&module, "attn_shared_bytes"),
+            Instance::Decode { .. } | Instance::Read => self.exported(&module, "attn_shared_bytes"),
             _ => None,
         };
         let shared_bytes = match exported {
