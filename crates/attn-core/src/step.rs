@@ -222,7 +222,7 @@ fn check_queries(problem: &Problem, q: &[f32], k_tensor_scales: &[f32]) -> Resul
     Ok(())
 }
 
-/// Refuses a problem whose heads or lengths differ from those of the cache's first sequences.
+/// Refuses a source with other heads than the plan's problem, with fewer sequences, or with longer ones.
 fn check_source(
     problem: &Problem,
     num_kv_heads: usize,
@@ -243,11 +243,11 @@ fn check_source(
         }
     }
     let mut pairs = problem.kv_lens.iter().zip(lens).enumerate();
-    match pairs.find(|(_, (want, have))| want != have) {
-        Some((b, (want, have))) => Err(Error::Mismatch {
+    match pairs.find(|(_, (planned, len))| len > planned) {
+        Some((b, (planned, len))) => Err(Error::Mismatch {
             what: "kv_len",
-            problem: format!("{want} for sequence {b}"),
-            cache: have.to_string(),
+            problem: format!("at most {planned} for sequence {b}"),
+            cache: len.to_string(),
         }),
         None => Ok(()),
     }

@@ -9,7 +9,7 @@ use std::sync::{
 
 use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource,
-    KvView, Problem, StridedRows, Unsupported,
+    KvView, Plan, Problem, StridedRows, Unsupported,
 };
 use attn_wgpu::{DeviceRows, DeviceView, WgpuBackend, WgpuError, wgpu};
 use wgpu::BufferUsages as Usage;
@@ -139,15 +139,11 @@ fn every_call_on_a_lost_device_says_that_it_is_lost() {
 }
 
 /// Decodes with other values in the outputs, which a refusal keeps.
-fn decodes_nothing(call: &str, backend: &WgpuBackend, problem: &Problem, kv: KvSource<'_>) {
-    let format = match kv {
-        KvSource::Cache(cache) => cache.config().format,
-        KvSource::View(view) => view.format(),
-    };
-    let plan = backend.plan(problem, format).unwrap();
+fn decodes_nothing(call: &str, backend: &WgpuBackend, plan: &Plan, kv: KvSource<'_>) {
+    let problem = plan.problem();
     let q = vec![1.0; problem.rows() * DIM];
     let (mut out, mut lse) = (vec![7.0; q.len()], vec![7.0; problem.rows()]);
-    let mut step = DecodeStep::new(&plan, &q, kv, &mut out)
+    let mut step = DecodeStep::new(plan, &q, kv, &mut out)
         .and_then(|step| step.with_lse(&mut lse))
         .unwrap();
     is_lost(call, backend.decode(&mut step));
@@ -187,11 +183,13 @@ fn a_decode_on_a_lost_device_writes_nothing() {
     (whole.code_strides[0], odd.code_strides[0]) = (0, 1);
     let views = [whole, odd]
         .map(|rows| KvView::new(&problem, KvFormat::INT8, rows, rows, [&[], &[]]).unwrap());
+    let plan = backend.plan(&problem, KvFormat::INT8).unwrap();
     backend.wgpu_device().destroy();
-    decodes_nothing("decode", &backend, &problem, KvSource::Cache(&cache));
+    decodes_nothing("decode", &backend, &plan, KvSource::Cache(&cache));
     for view in &views {
-        decodes_nothing("decode of a view", &backend, &problem, KvSource::View(view));
+        decodes_nothing("decode of a view", &backend, &plan, KvSource::View(view));
     }
+    is_lost("plan", backend.plan(&problem, KvFormat::INT8).map(drop));
 }
 
 #[test]
