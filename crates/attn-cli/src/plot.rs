@@ -159,10 +159,13 @@ const DASHES: [Option<(u32, u32)>; 4] = [None, Some((10, 5)), Some((3, 3)), Some
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Mark {
     /// Corners on a circle of [`MARK_RADIUS`] pixels, `(x, y)`.
-    corners: [(i32, i32); 8],
+    corners: [Offset; 8],
     count: usize,
     filled: bool,
 }
+
+/// Pixels from a point.
+type Offset = (i32, i32);
 
 const MARK_RADIUS: f64 = 5.0;
 
@@ -182,12 +185,12 @@ impl Mark {
         Mark {
             corners: std::array::from_fn(|i| corner(i % count)),
             count,
-            filled: index / 5 % 2 == 0,
+            filled: (index / 5).is_multiple_of(2),
         }
     }
 
     /// The area and the outline, around the point that they are added to.
-    fn parts(self, colour: RGBAColor) -> (Polygon<(i32, i32)>, PathElement<(i32, i32)>) {
+    fn parts(self, colour: RGBAColor) -> (Polygon<Offset>, PathElement<Offset>) {
         let mut corners = self.corners[..self.count].to_vec();
         let inside = if self.filled { colour } else { WHITE.to_rgba() };
         let area = Polygon::new(corners.clone(), inside.filled());

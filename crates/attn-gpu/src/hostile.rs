@@ -266,7 +266,7 @@ fn lying_cache(gpu: &CudaBackend, heads: usize, tokens: usize) -> Result<KvCache
     cache.append_with(
         &[Append {
             sequence: 0,
-            tokens: tokens,
+            tokens,
         }],
         |_, _| Ok(()),
     )?;

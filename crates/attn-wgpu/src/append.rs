@@ -428,7 +428,7 @@ mod tests {
             .append_with(
                 &[Append {
                     sequence: 0,
-                    tokens: tokens,
+                    tokens,
                 }],
                 |_, writes| {
                     all = writes.to_vec();

@@ -123,7 +123,7 @@ fn every_call_on_a_lost_device_says_that_it_is_lost() {
             &mut cache,
             &[Append {
                 sequence: 0,
-                tokens: tokens,
+                tokens,
             }],
             &k,
             &k,
