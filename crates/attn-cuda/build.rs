@@ -1,7 +1,7 @@
 //! Embeds the images of common kernels where NVRTC, NVIDIA's run-time compiler, is found. A build never fails without it.
 //!
 //! This script loads `libnvrtc.so` and `libnvrtc-builtins.so` and runs them: from `ATTN_NVRTC` (an absolute path), the dynamic
-//! loader's path, CUDA toolkits or Python wheels. The header of `src/nvrtc.rs` has the whole list and its order; no relative path is
+//! loader's path, CUDA toolkits or Python wheels. The header of `kernels/src/cuda/nvrtc.rs` has the whole list and its order; no relative path is
 //! searched. `ATTN_EMBED=0` loads nothing and embeds nothing: kernels then compile where they run. What is embedded depends on the
 //! compiler that is found, so builds on different machines are equal to the byte only with `ATTN_EMBED=0`.
 //!
@@ -15,20 +15,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-#[allow(dead_code, reason = "shared with the library, which uses all of it")]
-#[path = "src/geometry.rs"]
-mod geometry;
-#[allow(dead_code, reason = "shared with the library, which uses all of it")]
-#[path = "src/instance.rs"]
-mod instance;
-#[allow(dead_code, reason = "shared with the library, which uses all of it")]
-#[path = "src/nvrtc.rs"]
-mod nvrtc;
-#[allow(dead_code, reason = "shared with the library, which uses all of it")]
-#[path = "src/short.rs"]
-mod short;
-
-use instance::{Arch, Key};
+use attn_kernels::cuda::{
+    Arch,
+    instance::{Key, common, hex},
+    nvrtc,
+};
 
 fn main() {
     println!("cargo::rerun-if-env-changed=ATTN_EMBED");
@@ -47,7 +38,8 @@ fn main() {
         }
     }
     images.sort();
-    let mut text = String::from("pub static IMAGES: &[(crate::instance::Key, &[u8])] = &[\n");
+    let mut text =
+        String::from("pub static IMAGES: &[(attn_kernels::cuda::instance::Key, &[u8])] = &[\n");
     for (key, path) in &images {
         writeln!(text, "({key:?}, include_bytes!({path:?})),").expect("strings take all");
     }
@@ -59,12 +51,12 @@ fn main() {
 fn embed(nvrtc: &nvrtc::Nvrtc, out: &Path, images: &mut Vec<(Key, PathBuf)>) {
     let (major, minor) = nvrtc.version;
     for arch in [Arch::Sm80, Arch::Sm90a, Arch::Compute80] {
-        for instance in instance::common(arch) {
+        for instance in common(arch) {
             let key = instance.key(attn_kernels::CUDA, arch);
-            let path = out.join(format!("{}-{major}.{minor}.image", instance::hex(&key)));
+            let path = out.join(format!("{}-{major}.{minor}.image", hex(&key)));
             if !path.is_file() {
                 let options = instance.options(arch);
-                let image = match nvrtc.compile(attn_kernels::CUDA, instance.unit(), &options) {
+                let image = match nvrtc.compile(attn_kernels::CUDA, instance.source(), &options) {
                     Ok(image) => image,
                     Err(error) => {
                         println!("cargo::warning=not embedded: {error:.300}");

@@ -1,39 +1,18 @@
 // append.cu: quantizes new tokens, writes them into pages and seals full Int4 Channel pages: the bytes of FORMATS.md.
 //
-// One token per sequence, a decode step: latency is everything (a launch, then length, page, store), so a warp takes K or V of
-// one head, a lane stores what it loaded, and nothing meets in shared memory. Several tokens: a CTA owns a page of a head.
-//
-// Grid      one token: (heads in fours, sealers and then batch), two warps per head; else (page jobs, num_kv_heads, batch).
-// Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_D, ATTN_PAGE, as in decode.cu.
-// Reads     k, v [token][num_kv_heads][ATTN_D], f32, f16 or bf16; kv_lens, which count the new tokens already.
-// Writes    pool [page][kv_head][run].
-// Numerics  append.cuh; compiled without contraction.
-// Tail page the first page of a call may read the tail page that its last page writes: one CTA does both, in that order.
-// Host      crates/attn-cuda/src/params.rs::AppendParams, native/append.rs.
+// Grid      one token: (heads / 4, sealing rows + batch), two warps per head; else (page jobs, num_kv_heads, batch), 128 threads.
+// Split     one token per sequence is latency alone (launch, length, page, store): a warp takes K or V of one head, a lane stores what it
+//           loaded, and shared memory is not used. With several tokens a CTA owns a page of a head.
+// Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh.
+// Reads     k, v [token][num_kv_heads][head_dim], f32, f16 or bf16; kv_lens, which count the new tokens already.
+// Writes    pool [page][kv_head][run]. The first page of a call may read the tail page that its last page writes: one CTA does both, in
+//           that order.
+// Numerics  append.cuh; compiled without contraction, subnormals kept.
+// Host      attn-cuda/src/native/append.rs; parameters in kernels/src/cuda/params.rs.
 #include "append.cuh"
 
-struct AppendParams {
-    const void* k;
-    const void* v;
-    unsigned char* pool;
-    const unsigned int* page_table;   // [batch][page_table_stride]
-    const unsigned int* tail_pages;   // [batch]; Int4 Channel only, else null
-    const int* kv_lens;               // [batch], the new tokens included
-    const float* k_tensor_scales;     // [num_kv_heads] or null
-    const float* v_tensor_scales;     // [num_kv_heads] or null
-    long long k_token_stride;         // elements from one token to the next
-    long long v_token_stride;
-    int tokens;                       // new tokens of each sequence; those of sequence b start at b * tokens
-    int batch;
-    int num_kv_heads;
-    int page_table_stride;
-    int dtype;                        // of k and v: 0 f32, 1 f16, 2 bf16
-    int is_followed;                  // by a decode that knows what this launch writes
-};
-static_assert(sizeof(AppendParams) == 104, "edit crates/attn-cuda/src/params.rs too");
-
 constexpr int V_BITS = code_bits(ATTN_V);
-typedef Token<CHANNEL ? INT8_TOKEN : ATTN_K, ATTN_K_GROUPS, false> KToken;
+typedef Token<K_PER_CHANNEL ? INT8_TOKEN : ATTN_K, ATTN_K_GROUPS, false> KToken;
 typedef Token<ATTN_V, ATTN_V_GROUPS, (V_BITS < 16)> VToken;
 
 DEVICE u8* run_of(const AppendParams& p, u32 page, int head) {
@@ -43,15 +22,15 @@ DEVICE u32 page_of(const AppendParams& p, int b, u32 page) { return p.page_table
 DEVICE float scale_of(const float* scales, int head) { return scales ? scales[head] : 1.0f; }
 
 DEVICE void load_k(const AppendParams& p, KToken& k, long long token, int head, int lane) {
-    k.load(p.k, p.dtype, p.k_token_stride, token * p.k_token_stride + (long long)head * D, lane);
+    k.load(p.k, p.dtype, p.k_token_stride, token * p.k_token_stride + (long long)head * HEAD_DIM, lane);
 }
 DEVICE void load_v(const AppendParams& p, VToken& v, long long token, int head, int lane) {
-    v.load(p.v, p.dtype, p.v_token_stride, token * p.v_token_stride + (long long)head * D, lane);
+    v.load(p.v, p.dtype, p.v_token_stride, token * p.v_token_stride + (long long)head * HEAD_DIM, lane);
 }
 
 // ---- one token per sequence ----
 
-// Who appends, and who only seals: CTAs (heads in fours, sealers and then sequences), two warps per head.
+// The role of a warp: it appends, or only seals. CTAs (heads in fours, sealers and then sequences), two warps per head.
 struct Roles {
     int warp, warps, lane, sealers, row;  // warps: of a CTA; sealers: rows of CTAs; row: the sequence, below 0 for sealers
 
@@ -139,7 +118,7 @@ struct Seal {
         tail = run_of(p, p.tail_pages[b], head);
         home = run_of(p, page_of(p, b, (p.kv_lens[b] - 1) / PAGE), head);
         load_k(p, k, b, head, lane);
-        open.load_scales((const u16*)(tail + PAGE * D), 0, PAGE - 1, lane);
+        open.load_scales((const u16*)(tail + PAGE * HEAD_DIM), 0, PAGE - 1, lane);
         open.load(tail, quad, 0, PAGE - 1, lane);
     }
     METHOD void finish(int lane) {
@@ -176,11 +155,11 @@ DEVICE void append_k(const AppendParams& p, int b, int head, int lane) {
     KToken k;
     load_k(p, k, b, head, lane);
     const int len = p.kv_lens[b];
-    const u32 tail = CHANNEL ? p.tail_pages[b] : 0, at = len - 1, t = at % PAGE;
-    if (len <= 0 || (CHANNEL && t == PAGE - 1)) return;
-    u8* const run = run_of(p, CHANNEL ? tail : page_of(p, b, at / PAGE), head);
-    k.encode(CHANNEL ? 1.0f : scale_of(p.k_tensor_scales, head), lane);
-    k.store(run, run + (CHANNEL ? PAGE * D : K_PARAMS), t, lane);
+    const u32 tail = K_PER_CHANNEL ? p.tail_pages[b] : 0, at = len - 1, t = at % PAGE;
+    if (len <= 0 || (K_PER_CHANNEL && t == PAGE - 1)) return;
+    u8* const run = run_of(p, K_PER_CHANNEL ? tail : page_of(p, b, at / PAGE), head);
+    k.encode(K_PER_CHANNEL ? 1.0f : scale_of(p.k_tensor_scales, head), lane);
+    k.store(run, run + (K_PER_CHANNEL ? PAGE * HEAD_DIM : K_PARAMS), t, lane);
 }
 DEVICE void append_v(const AppendParams& p, int b, int head, int lane) {
     VToken v;
@@ -200,7 +179,7 @@ DEVICE void append_one(const AppendParams& p) {
         if (who.warp % 2 == 0) append_k(p, who.row, head, who.lane);
         else append_v(p, who.row, head, who.lane);
     }
-    if constexpr (CHANNEL) seal_ones(p, who);
+    if constexpr (K_PER_CHANNEL) seal_ones(p, who);
 }
 
 // ---- several tokens per sequence ----
@@ -214,7 +193,7 @@ struct Job {
 // K of an Int4 Channel page: to the tail page, or from there and from `codes`, `scales` in shared memory into its home.
 DEVICE void append_channel(const AppendParams& p, const Job& j, u8* run, u8* tail, u8* codes, u16* scales) {
     const bool seals = j.t1 == PAGE;
-    u8* const tail_scales = tail + PAGE * D;
+    u8* const tail_scales = tail + PAGE * HEAD_DIM;
     for (int t = j.t0 + j.warp; t < j.t1; t += j.warps) {
         KToken k;
         load_k(p, k, j.token0 + t, j.head, j.lane);
@@ -255,7 +234,7 @@ DEVICE void append_many(const AppendParams& p) {
     const int first = begin / PAGE, last = (end - 1) / PAGE;
     int page = first + (int)blockIdx.x;
     if (page > last) return;
-    const bool both = CHANNEL && first < last && begin % PAGE != 0 && end % PAGE != 0;
+    const bool both = K_PER_CHANNEL && first < last && begin % PAGE != 0 && end % PAGE != 0;
     if (both && page == last) return;
     Job j;
     j.head = blockIdx.y, j.warp = threadIdx.x / 32, j.warps = blockDim.x / 32, j.lane = threadIdx.x % 32;
@@ -263,8 +242,8 @@ DEVICE void append_many(const AppendParams& p) {
         j.t0 = page == first ? begin % PAGE : 0, j.t1 = page == last ? (end - 1) % PAGE + 1 : PAGE;
         j.token0 = (long long)b * p.tokens + (long long)page * PAGE - begin;
         u8* const run = run_of(p, page_of(p, b, page), j.head);
-        if constexpr (CHANNEL) {
-            __shared__ __align__(16) u8 codes[PAGE * D];
+        if constexpr (K_PER_CHANNEL) {
+            __shared__ __align__(16) u8 codes[PAGE * HEAD_DIM];
             __shared__ u16 scales[PAGE];
             append_channel(p, j, run, run_of(p, p.tail_pages[b], j.head), codes, scales);
         } else {
@@ -284,9 +263,8 @@ DEVICE void append_many(const AppendParams& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(256, 5) attn_append(const __grid_constant__ AppendParams p) {
-    // Every CTA waits, whatever it then does: who waits for this launch relies on the one before it, too. A launch that then waits for
-    // all of this one should not begin before it ends (from append to append 5.0 µs, at once or before the stores; 4.2 without), but
-    // a decode has enough to do meanwhile.
+    // Every CTA waits, because a launch that waits for this one relies on those before it, too. A launch that waits for all of this one should
+    // not begin before it ends (append to append: 4.2 µs, 5.0 if launched early), but a decode has other work meanwhile.
     wait_for_dependencies();
     if (p.is_followed) launch_dependents();
     if (p.tokens == 1) append_one(p);

@@ -6,19 +6,19 @@
 #pragma once
 #include "ptx.cuh"
 
+#include "params.h"
+
 #define METHOD __device__ __forceinline__
 
-enum { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP32, INT8_TENSOR, INT4_GROUPS, INT4_CHANNEL };
-
-constexpr int D = ATTN_D, PAGE = ATTN_PAGE, QUADS = D / 4;
-constexpr bool CHANNEL = ATTN_K == INT4_CHANNEL;
+constexpr int HEAD_DIM = ATTN_HEAD_DIM, PAGE = ATTN_PAGE, QUADS = HEAD_DIM / 4;
+constexpr bool K_PER_CHANNEL = ATTN_K == INT4_CHANNEL;
 
 __host__ __device__ constexpr int code_bits(int scheme) { return scheme <= BF16 ? 16 : scheme >= INT4_GROUPS ? 4 : 8; }
-constexpr int codes_bytes(int scheme) { return PAGE * D * code_bits(scheme) / 8; }
+constexpr int codes_bytes(int scheme) { return PAGE * HEAD_DIM * code_bits(scheme) / 8; }
 constexpr int params_bytes(int scheme, int groups) {
-    return scheme == INT4_CHANNEL ? D * 4
+    return scheme == INT4_CHANNEL ? HEAD_DIM * 4
          : scheme == INT4_GROUPS ? groups * PAGE * 4
-         : scheme == INT8_TOKEN || scheme == INT8_GROUP32 ? groups * PAGE * 2 : 0;
+         : scheme == INT8_TOKEN || scheme == INT8_GROUP ? groups * PAGE * 2 : 0;
 }
 constexpr int K_PARAMS = codes_bytes(ATTN_K);
 constexpr int V_CODES = K_PARAMS + params_bytes(ATTN_K, ATTN_K_GROUPS);
@@ -133,8 +133,8 @@ DEVICE bool is_high(u32 t) { return t % 16 >= 8; }
 // the dim or two of a byte. Lanes past the last unit repeat it.
 template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     static constexpr int BITS = code_bits(SCHEME), UNIT = !COLUMNS ? 4 : BITS == 4 ? 2 : 1;
-    static constexpr int UNITS = D / UNIT, EACH = (UNITS + 31) / 32, WIDTH = D / GROUPS;
-    static constexpr bool IS_INT4 = SCHEME == INT4_GROUPS, HAS_PARAMS = IS_INT4 || SCHEME == INT8_TOKEN || SCHEME == INT8_GROUP32;
+    static constexpr int UNITS = HEAD_DIM / UNIT, EACH = (UNITS + 31) / 32, WIDTH = HEAD_DIM / GROUPS;
+    static constexpr bool IS_INT4 = SCHEME == INT4_GROUPS, HAS_PARAMS = IS_INT4 || SCHEME == INT8_TOKEN || SCHEME == INT8_GROUP;
 
     int dtype;
     bool is_pairs;
@@ -294,7 +294,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     // Panels that run along the tokens; of 4 bits, dims d and d + 8 share a byte.
     METHOD void store_column(int i, u32 row, u8* out, u32 t) const {
         u32 of_panel = t % 16, slot = 4 * (of_panel % 8 / 2) + 2 * (of_panel / 8) + of_panel % 2;
-        out[(t / 16 * (D * BITS / 8) + row) * 16 + slot] = (u8)(BITS == 4 ? code[i][0] | code[i][1 % UNIT] << 4 : code[i][0]);
+        out[(t / 16 * (HEAD_DIM * BITS / 8) + row) * 16 + slot] = (u8)(BITS == 4 ? code[i][0] | code[i][1 % UNIT] << 4 : code[i][0]);
     }
 };
 

@@ -1,13 +1,13 @@
 // Int4 Channel: scores of a sealed page, whose scales and shifts belong to channels, and of the open page, which is int8 elsewhere.
 #pragma once
-#include "feed.cuh"
+#include "kv_pipeline.cuh"
 #include "rows.cuh"
 
-// K has been read, scratch too. V lies `k_bytes` behind it, or in the next stage, which says 0.
+// Called once K and scratch have been read. Returns where V lies: `k_bytes` behind K, or 0 for the next stage.
 template <class Done> DEVICE u32 done_with_keys(u32 stage, int k_bytes, Done done) {
-    if (WHOLE) __syncwarp();
+    if (KV_ONE_STAGE) __syncwarp();
     else done();
-    return WHOLE ? stage + k_bytes : 0;
+    return KV_ONE_STAGE ? stage + k_bytes : 0;
 }
 
 // A page's scales and centred shifts in scratch, and the largest scale of each word (see `query_word`), those of four panels together.
@@ -18,9 +18,9 @@ struct Channels {
 DEVICE Channels prepare_channels(u32 params, u32 scratch, int lane) {
     float largest_shift = 0.0f;
 #pragma unroll
-    for (int first = 0; first < D / 4; first += 32) {
+    for (int first = 0; first < HEAD_DIM / 4; first += 32) {
         int word = first + lane;
-        if (first + 32 > D / 4 && word >= D / 4) break;
+        if (first + 32 > HEAD_DIM / 4 && word >= HEAD_DIM / 4) break;
         float4 raw = lds128(params + word * 16), scale, shift;
         auto channel = [&](float pair, float& scale, float& shift) {
             scale = half_float(float_bits(pair) & 0xffff);
@@ -42,9 +42,9 @@ DEVICE Channels prepare_channels(u32 params, u32 scratch, int lane) {
 }
 
 // Planes of q'·scale for this page, of the eight rows that lie in `query` as number `eight`; returns the shifts' term f32(Y)·2^-j. Warps
-// that share tiles make a part of the planes each, and tell the others.
+// that share tiles compute some of the planes each, and publish them.
 DEVICE float channel_query(Query& q, int g, u32 query, int eight, const Channels& page, int exponent_q, const Team& team) {
-    constexpr int OWN = PANELS / TW;
+    constexpr int OWN = PANELS / TILE_WARPS;
     int lane = team.lane, c = lane % 4;
     float bounds[2] = {};
 #pragma unroll
@@ -58,7 +58,7 @@ DEVICE float channel_query(Query& q, int g, u32 query, int eight, const Channels
     int e = plane_exponent(quad_max(fmaxf(bounds[0], bounds[1])));
     int j = min(max(20 - exponent_q - page.exponent, -100), 100);
     q.scale[g] = exp2i(-e);
-    // What rounds to multiples of 2^-e: q'·scale is exact, so this is the law's product with 2^e, rounded.
+    // What rounds to multiples of 2^-e: q'·scale is exact, so this is the product with 2^e of docs/arithmetic.md, rounded.
     float magic = bits_float(MAGIC_BITS + SPLIT - ((u32)e << 23)), up = exp2i(j);
     u32 y[2] = {};
 #pragma unroll
@@ -70,46 +70,46 @@ DEVICE float channel_query(Query& q, int g, u32 query, int eight, const Channels
         y[1] += float_bits(fmaf(v.z * h.z, up, MAGIC)) + float_bits(fmaf(v.w * h.w, up, MAGIC));
         split_planes(float_bits(fmaf(v.x, k.x, magic)), float_bits(fmaf(v.y, k.y, magic)), float_bits(fmaf(v.z, k.z, magic)),
                      float_bits(fmaf(v.w, k.w, magic)), q.plane[g][i][0], q.plane[g][i][1]);
-        if (SHARES_TILES) team.tell_plane(panel, q.plane[g][i][0], q.plane[g][i][1]);
+        if (SHARES_TILES) team.publish_plane(panel, q.plane[g][i][0], q.plane[g][i][1]);
     }
     int sum = quad_sum((int)(y[0] + y[1] - (u32)(OWN * 4) * MAGIC_BITS));
     if constexpr (SHARES_TILES) {
-        static_assert(!CHANNEL || !SHARES_TILES || G == 1 && PANELS % TW == 0, "team.cuh has room for eight rows");
-        team.tell_shift(sum);
+        static_assert(!K_PER_CHANNEL || !SHARES_TILES || ROW_GROUPS == 1 && PANELS % TILE_WARPS == 0, "team.cuh has room for eight rows");
+        team.publish_shift(sum);
         team.barrier();
 #pragma unroll
-        for (int panel = 0; panel < PANELS; panel++) team.hear_plane(panel, q.plane[g][panel][0], q.plane[g][panel][1]);
-        sum = team.shift();
+        for (int panel = 0; panel < PANELS; panel++) team.gather_plane(panel, q.plane[g][panel][0], q.plane[g][panel][1]);
+        sum = team.gather_shift();
     }
     centre_codes(q, g);
     return (float)sum * exp2i(-j);
 }
 
 // A sealed page's scores, complete: planes and shifts' term are the page's own.
-template <class Done> DEVICE u32 channel_scores(Ring& ring, u32 query, u32 scratch, int warp_row, const int (&exponent_q)[G], const Team& team,
-                                                float (&s)[G][SCORES], Done done) {
+template <class Done> DEVICE u32 channel_scores(Ring& ring, u32 query, u32 scratch, int warp_row, const int (&exponent_q)[ROW_GROUPS], const Team& team,
+                                                float (&s)[ROW_GROUPS][SCORES], Done done) {
     int lane = team.lane;
     u32 stage = ring.wait();
     Channels page = prepare_channels(stage + K_CODES, scratch, lane);
     Query q;
-    float offset[G];
+    float offset[ROW_GROUPS];
 #pragma unroll
-    for (int g = 0; g < G; g++) offset[g] = channel_query(q, g, query, warp_row / 8 + g, page, exponent_q[g], team);
+    for (int g = 0; g < ROW_GROUPS; g++) offset[g] = channel_query(q, g, query, warp_row / 8 + g, page, exponent_q[g], team);
     scores(stage, PreparedK{scratch}, q, team, s);
-    u32 values = done_with_keys(stage, K_PART, done);
+    u32 values = done_with_keys(stage, K_BYTES_OF_BLOCK, done);
 #pragma unroll
-    for (int g = 0; g < G; g++)
+    for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
         for (int i = 0; i < SCORES; i++) s[g][i] = fmaf(s[g][i], i & 2 ? q.scale[g] * 0.0625f : q.scale[g], offset[g]);
     return values;
 }
 
 // An open page's K is int8 per token, in two stages.
-template <class Done> DEVICE u32 tail_scores(Ring& ring, u32 query, int warp_row, int tokens, const Team& team, float (&s)[G][SCORES], Done done) {
+template <class Done> DEVICE u32 tail_scores(Ring& ring, u32 query, int warp_row, int tokens, const Team& team, float (&s)[ROW_GROUPS][SCORES], Done done) {
     int lane = team.lane;
     Query q;
 #pragma unroll
-    for (int g = 0; g < G; g++) {
+    for (int g = 0; g < ROW_GROUPS; g++) {
         float x[PANELS][4], largest = load_row([&](int panel, float (&to)[4]) {
             float4 v = lds128(query_word(query, warp_row / 8 + g, panel, lane));
             to[0] = v.x;
@@ -119,7 +119,7 @@ template <class Done> DEVICE u32 tail_scores(Ring& ring, u32 query, int warp_row
         }, x);
         quantize(q, g, x, largest);
     }
-    Sums c[G][TOKENS / 8] = {};
+    Sums c[ROW_GROUPS][TOKENS / 8] = {};
     u32 b[PANELS], values = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -129,7 +129,7 @@ template <class Done> DEVICE u32 tail_scores(Ring& ring, u32 query, int warp_row
         for (int j = 0; j < TOKENS / 8; j++) {
             load_k8(stage, TILE, team.token() + 8 * j, lane, b, first, last);
 #pragma unroll
-            for (int g = 0; g < G; g++) c[g][j] = dot_panels<true>(q.plane[g], b, first, last, true, c[g][j]);
+            for (int g = 0; g < ROW_GROUPS; g++) c[g][j] = dot_panels<true>(q.plane[g], b, first, last, true, c[g][j]);
         }
         if (half == 1) {
             u32 scales = stage + (last - first) * TILE * 16;
@@ -139,7 +139,7 @@ template <class Done> DEVICE u32 tail_scores(Ring& ring, u32 query, int warp_row
                 u32 x = lds32(scales + t * 2);
                 float k0 = t < tokens ? half_float(x & 0xffff) : 0.0f, k1 = t + 1 < tokens ? half_float(x >> 16) : 0.0f;
 #pragma unroll
-                for (int g = 0; g < G; g++) {
+                for (int g = 0; g < ROW_GROUPS; g++) {
                     s[g][2 * j] = (float)plane_sum(c[g][j], 0) * k0 * q.scale[g];
                     s[g][2 * j + 1] = (float)plane_sum(c[g][j], 1) * k1 * q.scale[g];
                 }

@@ -1,24 +1,13 @@
-// check.cu: looks at a decode or append launch's device inputs and reports the first thing that it could not survive (ATTN_CHECK=1).
+// check.cu: checks the device inputs of a decode or append launch, and reports the first one that would be fatal (ATTN_CHECK=1).
 //
 // Grid      (batch); 128 threads.
-// Reads     kv_lens, page table, tail pages, queries. Writes `report`: {kind, index, value, limit}, kind 0 if all is well.
-// Host      crates/attn-cuda/src/native/mod.rs::check.
+// Reads     kv_lens, page table, tail pages, queries.
+// Writes    report: {kind, index, value, limit}; kind 0 if all inputs are allowed.
+// Shared    none.
+// Host      attn-cuda/src/native/mod.rs::check; parameters in kernels/src/cuda/params.rs.
 
-#include "numbers.cuh"
+#include "dtype.cuh"
 #include "params.h"
-
-static_assert(sizeof(DecodeParams) == 344, "edit crates/attn-cuda/src/params.rs too");  // whose tests compare every field
-
-struct CheckParams {
-    int* report;          // [4], zeroed
-    int max_kv_len;       // the plan's
-    unsigned int num_pages;
-    int page_size;        // 0: strided
-    int head_dim;
-    int has_tail;
-    int min_kv_len;       // append: the new tokens
-};
-static_assert(sizeof(CheckParams) == 32, "edit crates/attn-cuda/src/params.rs too");
 
 enum { OK, KV_LEN, PAGE, TAIL_PAGE, QUERY };
 

@@ -1,38 +1,24 @@
 // import.cu: copies rows of a contiguous cache (BNSH, BSNH, any strides) into native pages; codes and scales keep their bits.
 //
 // Grid      (pages of the longest sequence, num_kv_heads, batch); 128 threads.
-// Macros    ATTN_K, ATTN_V (no int4), ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_D, ATTN_PAGE, as in decode.cu.
-// Reads     rows of ATTN_D codes and their f16 scales [group].
+// Macros    ATTN_K, ATTN_V (no int4), ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh.
+// Reads     rows of ATTN_HEAD_DIM codes and their f16 scales [group].
 // Writes    pool [page][kv_head][run]; tokens past kv_len are left as they are.
-// Host      crates/attn-cuda/src/params.rs::ImportParams.
+// Numerics  none: bytes are copied.
+// Shared    none.
+// Host      attn-cuda/src/native/import.rs; parameters in kernels/src/cuda/params.rs.
+
+#include "params.h"
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 
-struct ImportParams {
-    const u8* k;
-    const u8* v;
-    const u16* k_scales;              // null for schemes without
-    const u16* v_scales;
-    long long k_strides[3];           // bytes from one sequence, KV head, token to the next
-    long long v_strides[3];
-    long long k_scale_strides[3];     // elements likewise
-    long long v_scale_strides[3];
-    u8* pool;
-    const unsigned int* page_table;   // [batch][page_table_stride]
-    const int* kv_lens;               // [batch]
-    int num_kv_heads;
-    int page_table_stride;
-};
-static_assert(sizeof(ImportParams) == 160, "edit crates/attn-cuda/src/params.rs too");
-
-enum { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP32, INT8_TENSOR };
 static_assert(ATTN_K <= INT8_TENSOR && ATTN_V <= INT8_TENSOR, "int4 has no row form");
 
-constexpr int D = ATTN_D, PAGE = ATTN_PAGE;
+constexpr int HEAD_DIM = ATTN_HEAD_DIM, PAGE = ATTN_PAGE;
 constexpr int width(int scheme) { return scheme <= BF16 ? 2 : 1; }
-constexpr int scales(int scheme, int groups) { return scheme == INT8_TOKEN || scheme == INT8_GROUP32 ? groups : 0; }
-constexpr int K_BYTES = D * width(ATTN_K), V_BYTES = D * width(ATTN_V);  // of a row
+constexpr int scales(int scheme, int groups) { return scheme == INT8_TOKEN || scheme == INT8_GROUP ? groups : 0; }
+constexpr int K_BYTES = HEAD_DIM * width(ATTN_K), V_BYTES = HEAD_DIM * width(ATTN_V);  // of a row
 constexpr int K_SCALES = scales(ATTN_K, ATTN_K_GROUPS), V_SCALES = scales(ATTN_V, ATTN_V_GROUPS);
 constexpr int K_PARAMS = PAGE * K_BYTES, V_CODES = K_PARAMS + PAGE * K_SCALES * 2;
 constexpr int V_PARAMS = V_CODES + PAGE * V_BYTES, RUN = V_PARAMS + PAGE * V_SCALES * 2;
@@ -55,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(128) attn_import(const __grid_const
     for (int i = threadIdx.x; i < tokens * V_BYTES; i += 128) {
         int t = i / V_BYTES, byte = i % V_BYTES, x = t % 16;
         int at = width(ATTN_V) == 2 ? (byte / 16 * PAGE + t) * 16 + byte % 16
-                                    : (t / 16 * D + byte) * 16 + 4 * (x % 8 / 2) + 2 * (x / 8) + x % 2;
+                                    : (t / 16 * HEAD_DIM + byte) * 16 + 4 * (x % 8 / 2) + 2 * (x / 8) + x % 2;
         run[V_CODES + at] = p.v[row(p.v_strides, t) + byte];
     }
     for (int i = threadIdx.x; i < tokens * V_SCALES; i += 128) {

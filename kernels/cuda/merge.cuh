@@ -1,34 +1,34 @@
-// What joining states takes, and what becomes of the last one.
+// Merging two states, and the epilogue: from a merged state to out and lse.
 #pragma once
 #include "value.cuh"
-#include "work.cuh"
+#include "split.cuh"
 
-constexpr int ROW_VECTORS = D / 4;   // float4s of a row
+constexpr int ROW_VECTORS = HEAD_DIM / 4;   // float4s of a row
 
-// What joining does to both sides. An empty side has O = +0 and takes part with weight -0: what it adds changes nothing, not even
-// a zero's sign.
-struct Weight {
+// The powers of two that both sides of a merge are multiplied by. An empty side has O = +0 and scale -0: adding it changes nothing, not
+// even a zero's sign.
+struct MergeScale {
     float alpha, beta;
 };
 
-DEVICE Weight weight_of(float m, float m_b, float top) {
+DEVICE MergeScale merge_scale_of(float m, float m_b, float top) {
     bool empty = m == MINUS_INFINITY, b_empty = m_b == MINUS_INFINITY;
     return {empty ? (b_empty ? 0.0f : -0.0f) : pow2(top - m), b_empty ? -0.0f : pow2(top - m_b)};
 }
-DEVICE Weight join_weight(float& m, float& l, float2 b, bool is_fold) {
+DEVICE MergeScale merge_scale(float& m, float& l, float2 b, bool is_fold) {
     float top = fmaxf(m, b.x);
-    Weight w = weight_of(m, b.x, top);
+    MergeScale w = merge_scale_of(m, b.x, top);
     m = top;
     l = is_fold ? fmaf(b.y, w.beta, l * w.alpha) : l * w.alpha + b.y * w.beta;
     return w;
 }
 // `merge` of docs/arithmetic.md, or `fold` of a tile whose value was kept as a state: they round alike but for subnormals.
-DEVICE void join(float& a, float b, const Weight& w, bool is_fold) { a = is_fold ? fmaf(b, w.beta, a * w.alpha) : a * w.alpha + b * w.beta; }
-DEVICE void join(float2& a, const float2& b, const Weight& w, bool is_fold) {
-    join(a.x, b.x, w, is_fold);
-    join(a.y, b.y, w, is_fold);
+DEVICE void merge(float& a, float b, const MergeScale& w, bool is_fold) { a = is_fold ? fmaf(b, w.beta, a * w.alpha) : a * w.alpha + b * w.beta; }
+DEVICE void merge(float2& a, const float2& b, const MergeScale& w, bool is_fold) {
+    merge(a.x, b.x, w, is_fold);
+    merge(a.y, b.y, w, is_fold);
 }
-DEVICE void join(float4& a, const float4& b, const Weight& w, bool is_fold) {
+DEVICE void merge(float4& a, const float4& b, const MergeScale& w, bool is_fold) {
     if (is_fold) {
         a = {fmaf(b.x, w.beta, a.x * w.alpha), fmaf(b.y, w.beta, a.y * w.alpha), fmaf(b.z, w.beta, a.z * w.alpha),
              fmaf(b.w, w.beta, a.w * w.alpha)};
@@ -39,37 +39,37 @@ DEVICE void join(float4& a, const float4& b, const Weight& w, bool is_fold) {
 }
 
 // One (sequence, KV head, row block).
-struct Item {
-    int b, kv_head, row_block, num_slots;
+struct WorkItem {
+    int b, kv_head, row_block, num_partials;
 
     __device__ __forceinline__ u64 index(const DecodeParams& p) const {
         return ((u64)b * p.num_kv_heads + kv_head) * p.row_blocks + row_block;
     }
-    // That are no filling of the block.
+    // Rows of the block without padding.
     __device__ __forceinline__ int rows(const DecodeParams& p) const { return min(ROWS, p.heads_per_kv * p.q_len - row_block * ROWS); }
     // The row's place in Q, out and lse, or -1.
     __device__ __forceinline__ long long row(const DecodeParams& p, int row) const {
-        int r = not_before(row_block * ROWS + row);
+        int r = opaque(row_block * ROWS + row);
         if (r >= p.heads_per_kv * p.q_len) return -1;
-        int i = (u32)r / p.by_heads, head = kv_head * p.heads_per_kv + r - i * p.heads_per_kv;
+        int i = (u32)r / p.heads_per_kv_divmod, head = kv_head * p.heads_per_kv + r - i * p.heads_per_kv;
         return ((long long)b * p.q_len + i) * p.num_q_heads + head;
     }
 };
 
-struct Finish {
+struct Epilogue {
     u8* out;  // the row, or null
     float* lse;
     float scale, tensor;
     int dtype;
 
-    DEVICE Finish at(const DecodeParams& p, const Item& item, int row) {
+    DEVICE Epilogue at(const DecodeParams& p, const WorkItem& item, int row) {
         long long at = item.row(p, row);
         if (at < 0) return {};
         float tensor = p.v_tensor_scales ? p.v_tensor_scales[item.kv_head] : 1.0f;
-        return {row_at(p.out, at, D, p.dtype), p.lse ? p.lse + at : nullptr, 0.0f, tensor, p.dtype};
+        return {row_at(p.out, at, HEAD_DIM, p.dtype), p.lse ? p.lse + at : nullptr, 0.0f, tensor, p.dtype};
     }
     // Writes the log-sum-exp, too, if this is the row's first thread. Nothing seen: O is +0, and so is the result.
-    __device__ __forceinline__ void finish(float m, float l, bool first) {
+    __device__ __forceinline__ void begin(float m, float l, bool first) {
         bool some = m > MINUS_INFINITY;
         if (first && lse) *lse = some ? log_sum(m, l) : MINUS_INFINITY;
         scale = some ? rcp(l) : 1.0f;
@@ -86,7 +86,7 @@ struct Finish {
         auto write = [&](int type) {
             for (int vector = first; vector < ROW_VECTORS; vector += step) store_four(out, type, 4 * vector, of(state[vector]));
         };
-        if (dtype == AS_F32) write(AS_F32);  // decided once: for short items that counts
+        if (dtype == Dtype::F32) write(Dtype::F32);  // decided once: for short items that counts
         else write(dtype);
     }
     __device__ __forceinline__ void write_pair(int pair, float x, float y) const {

@@ -1,74 +1,128 @@
-// The parameter block of the decode kernels: `attn_cuda::DecodeParams` is the same bytes (asserted on both sides).
+// The parameter blocks of the kernels. Generated from kernels/src/cuda/params.rs: edit that file, then run
+// `ATTN_UPDATE=1 cargo test -p attn-kernels`.
 #pragma once
 
-// A number to divide by, prepared by the host (`Divisor::new`): quotients of anything below 2^31.
-struct Divisor {
-    unsigned int divisor;
-    unsigned int multiplier;
-    unsigned int shift;
-};
+// How K or V is stored: the values of ATTN_K and ATTN_V.
+enum Scheme { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP, INT8_TENSOR, INT4_GROUPS, INT4_CHANNEL };
 
+// A divisor prepared by the host; `divmod.cuh` divides numbers below 2^31 by it: `(2n · multiplier) >> 32 >> shift`.
+struct FastDivmod {
+    unsigned int divisor;                      // Number to divide by.
+    unsigned int multiplier;                   // 2^(31 + shift) / divisor, rounded up.
+    unsigned int shift;                        // log2 of the first power of two from the divisor on.
+};
+static_assert(sizeof(FastDivmod) == 12, "params.rs");
+
+// Parameters of the decode kernels. Addresses are device addresses, 0 for null.
 struct DecodeParams {
-    // Queries [batch, q_len, num_q_heads, head_dim]; outputs likewise; lse f32 [batch, q_len, num_q_heads] or null.
-    const void* q;
-    void* out;
-    float* lse;
-    // Paged: the pool [page][kv_head][run]. Strided: K's and V's codes, and their f16 scales (null for schemes without).
-    const unsigned char* k;
-    const unsigned char* v;
-    const unsigned short* k_scales;
-    const unsigned short* v_scales;
-    // Strided: bytes (codes) and elements (scales) from one sequence, KV head, token to the next.
-    long long k_strides[3];
-    long long v_strides[3];
-    long long k_scale_strides[3];
-    long long v_scale_strides[3];
-    // Paged: u32 [batch][page_table_stride], u32 [batch] (tail pages; Int4 Channel only, else null).
-    const unsigned int* page_table;
-    const unsigned int* tail_pages;
-    const int* kv_lens;               // [batch]
-    const float* k_tensor_scales;     // [num_kv_heads] or null
-    const float* v_tensor_scales;     // [num_kv_heads] or null
-    const float* alibi_slopes;        // [num_q_heads], already multiplied by log2 e, or null
-    // Workspace: partial states and zeroed counters (they return to zero); slots that short.cu hands over are zero themselves.
-    float* states;                    // [slot][row][head_dim]
-    float2* state_ml;                 // [slot][row]
-    unsigned int* counters;           // [batch][num_kv_heads][row_blocks]
-    float log2_scale;                 // fl(softmax_scale · log2 e)
-    float softcap_inner;              // fl(2 / softcap), 0 without
-    float softcap_outer;              // fl(softcap · log2 e)
-    int batch;
-    int num_q_heads;
-    int num_kv_heads;
-    int heads_per_kv;
-    int q_len;
-    int row_blocks;                   // ceil(heads_per_kv · q_len / rows per CTA)
-    int page_table_stride;
-    int max_slots;                    // per (sequence, KV head, row block): spans, or segments where a team takes a tile
-    int window_left;                  // −1 without
-    int causal;
-    int tile_split;                   // whether there is so little work that a unit of it is a segment
-    int page_bytes;                   // paged: of all KV heads
-    Divisor by_heads;                 // heads_per_kv
-    Divisor by_row_blocks;
-    Divisor by_ctas;                  // the grid's
-    Divisor by_sms;                   // CTAs over those that share an SM
-    int appended;                     // new tokens of each sequence that the launch ahead writes, an append that waited for what is
-                                      // ahead of it: all else may be read while it runs. 0: the launch ahead is any other
-    int dtype;                        // of queries and outputs: 0 f32, 1 f16, 2 bf16
+    const void* q;                             // Queries [batch, q_len, num_q_heads, head_dim].
+    void* out;                                 // Outputs [batch, q_len, num_q_heads, head_dim].
+    float* lse;                                // f32 [batch, q_len, num_q_heads], or null.
+    const unsigned char* k;                    // Paged: the pool [page][kv_head][run]. Strided: codes of K.
+    const unsigned char* v;                    // Strided: codes of V.
+    const unsigned short* k_scales;            // Strided: f16 scales of K, or null for schemes without scales.
+    const unsigned short* v_scales;            // Strided: f16 scales of V, or null for schemes without scales.
+    long long k_strides[3];                    // Strided: bytes from one sequence, KV head, token of K's codes to the next.
+    long long v_strides[3];                    // Strided: bytes from one sequence, KV head, token of V's codes to the next.
+    long long k_scale_strides[3];              // Strided: elements from one sequence, KV head, token of K's scales to the next.
+    long long v_scale_strides[3];              // Strided: elements from one sequence, KV head, token of V's scales to the next.
+    const unsigned int* page_table;            // Paged: u32 [batch][page_table_stride].
+    const unsigned int* tail_pages;            // Paged, Int4 Channel: u32 [batch]; else null.
+    const int* kv_lens;                        // i32 [batch].
+    const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
+    const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
+    const float* alibi_slopes;                 // f32 [num_q_heads], each multiplied by log2 e, or null.
+    float* partial_o;                          // Workspace: O of the partials [partial][row][head_dim]. Zero between launches where low_latency.cu merges through global memory.
+    float2* partial_max_sum;                   // Workspace: maximum and sum of the partials [partial][row]. Zero between launches as partial_o.
+    unsigned int* counters;                    // Workspace: arrival counts [batch][num_kv_heads][row_blocks], zero between launches.
+    float log2_scale;                          // fl(softmax_scale · log2 e).
+    float softcap_inner;                       // fl(2 / softcap), or 0 without a soft cap.
+    float softcap_outer;                       // fl(softcap · log2 e).
+    int batch;                                 // Sequences.
+    int num_q_heads;                           // Query heads.
+    int num_kv_heads;                          // KV heads.
+    int heads_per_kv;                          // Query heads per KV head.
+    int q_len;                                 // Query tokens per sequence.
+    int row_blocks;                            // ceil(heads_per_kv · q_len / rows per CTA).
+    int page_table_stride;                     // Entries of the page table per sequence.
+    int max_partials;                          // Partials per work item (sequence, KV head, row block).
+    int window_left;                           // Tokens to the left of the query that it sees, or -1 without a window.
+    int causal;                                // Whether the mask is causal.
+    int partial_per_segment;                   // Whether a partial is a segment's state (there is little work); else it is a span's.
+    int page_bytes;                            // Paged: bytes of a page, of all KV heads.
+    FastDivmod heads_per_kv_divmod;            // Divides by heads_per_kv.
+    FastDivmod row_blocks_divmod;              // Divides by row_blocks.
+    FastDivmod ctas_divmod;                    // Divides by the CTAs of the grid's first axis.
+    FastDivmod sms_divmod;                     // Divides by the grid's CTAs over those that share an SM.
+    int appended;                              // New tokens of each sequence, if the launch ahead is an append that writes them: all else may be read while it runs. Else 0.
+    int dtype;                                 // Number format of queries and outputs: Dtype.
+    int padding;                               // Padding to a multiple of 8 bytes.
 };
+static_assert(sizeof(DecodeParams) == 344, "params.rs");
 
-// How the copy engine finds rows of someone else's cache, [sequence][KV head][token][byte]: tensor maps, which the driver made.
+// Tensor maps of strided rows [sequence][KV head][token][byte], which the driver encoded.
 struct RowMaps {
-    alignas(64) long long k[16];
-    alignas(64) long long v[16];
-    int are_set;   // whether there are maps: not for every stride
+    alignas(64) long long k[16];               // Map of K's codes.
+    long long v[16];                           // Map of V's codes.
+    int are_set;                               // Whether the maps are set; some strides have none.
 };
-static_assert(sizeof(RowMaps) == 320, "edit crates/attn-cuda/src/params.rs too");
+static_assert(sizeof(RowMaps) == 320, "params.rs");
 
-#ifdef __CUDACC__
-static __device__ __forceinline__ unsigned int operator/(unsigned int n, const Divisor& d) {
-    return __umulhi(2 * n, d.multiplier) >> d.shift;
-}
-static __device__ __forceinline__ unsigned int ceil_div(unsigned int n, const Divisor& d) { return (n + d.divisor - 1) / d; }
-#endif
+// Parameters of `append.cu`.
+struct AppendParams {
+    const void* k;                             // New K [token][num_kv_heads][head_dim].
+    const void* v;                             // New V [token][num_kv_heads][head_dim].
+    unsigned char* pool;                       // Pages [page][kv_head][run].
+    const unsigned int* page_table;            // u32 [batch][page_table_stride].
+    const unsigned int* tail_pages;            // Int4 Channel: u32 [batch]; else null.
+    const int* kv_lens;                        // i32 [batch], the new tokens included.
+    const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
+    const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
+    long long k_token_stride;                  // Elements from one token of K to the next.
+    long long v_token_stride;                  // Elements from one token of V to the next.
+    int tokens;                                // New tokens of each sequence; those of sequence b start at b * tokens.
+    int batch;                                 // Sequences.
+    int num_kv_heads;                          // KV heads.
+    int page_table_stride;                     // Entries of the page table per sequence.
+    int dtype;                                 // Number format of K and V: Dtype.
+    int is_followed;                           // Whether the next launch is a decode that knows which pages this one writes.
+};
+static_assert(sizeof(AppendParams) == 104, "params.rs");
+
+// Parameters of `import.cu`.
+struct ImportParams {
+    const unsigned char* k;                    // Rows of K.
+    const unsigned char* v;                    // Rows of V.
+    const unsigned short* k_scales;            // f16 scales of K, or null for schemes without scales.
+    const unsigned short* v_scales;            // f16 scales of V, or null for schemes without scales.
+    long long k_strides[3];                    // Bytes from one sequence, KV head, token of K to the next.
+    long long v_strides[3];                    // Bytes from one sequence, KV head, token of V to the next.
+    long long k_scale_strides[3];              // Elements from one sequence, KV head, token of K's scales to the next.
+    long long v_scale_strides[3];              // Elements from one sequence, KV head, token of V's scales to the next.
+    unsigned char* pool;                       // Pages [page][kv_head][run].
+    const unsigned int* page_table;            // u32 [batch][page_table_stride].
+    const int* kv_lens;                        // i32 [batch].
+    int num_kv_heads;                          // KV heads.
+    int page_table_stride;                     // Entries of the page table per sequence.
+};
+static_assert(sizeof(ImportParams) == 160, "params.rs");
+
+// Parameters of `check.cu`, beside those of the launch that it checks.
+struct CheckParams {
+    int* report;                               // i32 [4], zeroed: {kind, index, value, limit}.
+    int max_kv_len;                            // The longest length that is allowed.
+    unsigned int num_pages;                    // Pages in the pool.
+    int page_size;                             // Tokens per page; 0 for strided rows.
+    int head_dim;                              // Elements per head.
+    int has_tail;                              // Whether sequences have tail pages.
+    int min_kv_len;                            // The shortest length that is allowed: the new tokens of an append.
+};
+static_assert(sizeof(CheckParams) == 32, "params.rs");
+
+// Parameters of `read.cu`.
+struct ReadParams {
+    const unsigned char* from;                 // Buffer to read.
+    unsigned long long bytes;                  // Bytes to read, a multiple of 16.
+    unsigned int* sink;                        // One word, written if the bytes cancel out.
+};
+static_assert(sizeof(ReadParams) == 24, "params.rs");

@@ -243,24 +243,24 @@ DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;
         asm volatile("ld." how " %0, [%1];" : "=" letter(x) : "l"(at) : "memory");            \
         return x;                                                                             \
     }
-// Asked for here, wherever it is used.
+// Issued here, wherever the value is used.
 ATTN_LOAD(load_now, int, "r", "global.s32")
 ATTN_LOAD(load_acquire, u32, "r", "acquire.gpu.global.u32")
-// What another CTA may have stored by now.
-ATTN_LOAD(look_at, float, "f", "relaxed.gpu.global.f32")
-DEVICE float2 look_at(const float2* at) {
+// Loads what another CTA may have stored.
+ATTN_LOAD(load_relaxed, float, "f", "relaxed.gpu.global.f32")
+DEVICE float2 load_relaxed(const float2* at) {
     float2 x;
     asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(at) : "memory");
     return x;
 }
-DEVICE float4 look_at(const float4* at) {
+DEVICE float4 load_relaxed(const float4* at) {
     float4 x;
     asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(at) : "memory");
     return x;
 }
-DEVICE void look_again() {}  // others have turns of their own
-// What follows from it is found here, not before a loop around it that has no registers to spare.
-DEVICE int not_before(int x) {
+DEVICE void backoff() {}  // hardware schedules other warps; the host build yields here
+// Optimization barrier: values derived from x are not hoisted out of the loop around it (register pressure).
+DEVICE int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }

@@ -2,15 +2,15 @@
 // rows of one MMA tile (hi above, lo below), so that both halves of a score come out in one thread.
 #pragma once
 #include "config.cuh"
-#include "numbers.cuh"
-#include "params.h"
+#include "dtype.cuh"
+#include "divmod.cuh"
 
 struct Query {
     // Per 16 dims. Integer K: hi, lo of row lane/4, dims 4·(lane%4) + {0, 1, 2, 3}. Float K: hi, lo of a pair of dims, hi, lo of
     // another (see pair_dims).
-    u32 plane[G][PANELS][K_FLOAT ? 4 : 2];
-    float scale[G];               // 2^-e of row lane/4
-    int centre[G][K_GROUPS];      // int4: -8·Σ q15, as codes enter centred
+    u32 plane[ROW_GROUPS][PANELS][K_FLOAT ? 4 : 2];
+    float scale[ROW_GROUPS];               // 2^-e of row lane/4
+    int centre[ROW_GROUPS][K_GROUPS];      // int4: -8·Σ q15, as codes enter centred
 };
 
 // A K scheme whose groups have LENGTH panels may take them two by two.
@@ -50,16 +50,16 @@ template <class Work> DEVICE QueryRow query_row(const DecodeParams& p, const Wor
     int r = work.row_block * ROWS + row;
     bool real = r < p.heads_per_kv * p.q_len;
     r = real ? r : 0;
-    int i = (u32)r / p.by_heads, head = (kv_head - i) * p.heads_per_kv + r;
+    int i = (u32)r / p.heads_per_kv_divmod, head = (kv_head - i) * p.heads_per_kv + r;
     float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[kv_head] : 1.0f);
-    return {row_at(p.q, ((u64)work.b * p.q_len + i) * p.num_q_heads + head, D, p.dtype), real ? factor : 0.0f, p.dtype};
+    return {row_at(p.q, ((u64)work.b * p.q_len + i) * p.num_q_heads + head, HEAD_DIM, p.dtype), real ? factor : 0.0f, p.dtype};
 }
 
 // A page of channels has planes of its own, so q' waits in shared memory, for eight rows at a time in the order in which a warp's lanes
 // read it: words of four dims, lane%4 of every panel, of row lane/4; and behind all rows' words the largest magnitude of each word,
 // those of four panels together.
 DEVICE u32 query_word(u32 query, int eight, int panel, int lane) { return query + ((eight * PANELS + panel) * 32 + lane) * 16; }
-DEVICE u32 query_largest(u32 query, int eight, int four, int lane) { return query + ROWS * D * 4 + ((eight * FOURS + four) * 32 + lane) * 16; }
+DEVICE u32 query_largest(u32 query, int eight, int four, int lane) { return query + ROWS * HEAD_DIM * 4 + ((eight * FOURS + four) * 32 + lane) * 16; }
 
 // Two floats as pairs of 16-bit floats: hi + lo.
 template <bool IS_BF16> DEVICE void split_pair(float x, float y, u32& hi, u32& lo) {
@@ -127,7 +127,7 @@ DEVICE float load_row(const QueryRow& row, int lane, float (&x)[PANELS][4]) {
             else row.four<decltype(narrow)::value>(panel * 16 + 4 * (lane % 4), to);
         }, x);
     };
-    return row.dtype == AS_F32 ? load(Is<false>()) : load(Is<true>());
+    return row.dtype == Dtype::F32 ? load(Is<false>()) : load(Is<true>());
 }
 
 // Section 2's `plane` of a row of that magnitude.

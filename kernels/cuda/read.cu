@@ -1,16 +1,12 @@
-// read.cu: reads bytes and does nothing with them: the ceiling that decode times are compared with.
+// read.cu: reads bytes and discards them: the ceiling that decode times are compared with.
 //
 // Grid      persistent, 2 CTAs per SM; 128 threads. CTA i reads chunks i, i + grid, …
+// Reads     `bytes` bytes from `from`.
+// Writes    sink, only if the bytes cancel out, so that the compiler keeps the loads.
 // Shared    6 stages of 16 KiB (bulk copies); plain 16-byte loads before sm_90.
-// Host      crates/attn-cuda/src/native/mod.rs::launch_read.
+// Host      attn-cuda/src/native/mod.rs::read_on; parameters in kernels/src/cuda/params.rs.
+#include "params.h"
 #include "ptx.cuh"
-
-struct ReadParams {
-    const u8* from;
-    u64 bytes;  // a multiple of 16
-    u32* sink;  // written if the bytes cancel out, which nobody asks for
-};
-static_assert(sizeof(ReadParams) == 24, "edit crates/attn-cuda/src/params.rs too");
 
 constexpr int STAGES = 6, CHUNK = 16384;
 

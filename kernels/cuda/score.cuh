@@ -6,7 +6,7 @@
 // Eight tokens of K as right operand: b[panel] holds the 4 bytes lane%4 of token lane/4 in a panel of 16 bytes.
 template <int N> DEVICE void load_k8(u32 stage, int rows, int row0, int lane, u32 (&b)[N], int first, int last) {
     auto at = [&](int panel, int matrix) {
-        if constexpr (PAGE == 0) return piece_at<K_SWIZZLE>(stage, panel, matrix, row0 + lane % 8);
+        if constexpr (PAGE == 0) return chunk_at<K_SWIZZLE>(stage, panel, matrix, row0 + lane % 8);
         return stage + ((panel + matrix - first) * rows + row0 + lane % 8) * 16;
     };
 #pragma unroll
@@ -124,8 +124,8 @@ template <class Rows> struct PreparesK : PreparedK {
 };
 
 // Float K: scores before 2^-e, in the same order.
-DEVICE void float_scores(u32 stage, const Query& q, const Team& team, float (&s)[G][SCORES]) {
-    constexpr int MATRICES = D * code_bits(K_SCHEME) / 128;
+DEVICE void float_scores(u32 stage, const Query& q, const Team& team, float (&s)[ROW_GROUPS][SCORES]) {
+    constexpr int MATRICES = HEAD_DIM * code_bits(K_SCHEME) / 128;
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; j++) {
         u32 raw[MATRICES], b[PANELS][2];
@@ -141,7 +141,7 @@ DEVICE void float_scores(u32 stage, const Query& q, const Team& team, float (&s)
             }
         }
 #pragma unroll
-        for (int g = 0; g < G; g++) {
+        for (int g = 0; g < ROW_GROUPS; g++) {
             FloatSums sums[2] = {};  // one after the other, each product would wait for the one before
 #pragma unroll
             for (int panel = 0; panel < PANELS; panel++) {
@@ -157,14 +157,14 @@ DEVICE void float_scores(u32 stage, const Query& q, const Team& team, float (&s)
 }
 
 // Scores before 2^-e in the order of the accumulators: s[2j + i] is the warp's token 8j + 2·(lane%4) + i.
-template <class Params> DEVICE void scores8(u32 stage, const Params& params, const Query& q, const Team& team, float (&s)[G][SCORES]) {
+template <class Params> DEVICE void scores8(u32 stage, const Params& params, const Query& q, const Team& team, float (&s)[ROW_GROUPS][SCORES]) {
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; j++) {
         u32 b[PANELS];
         int t = team.token() + 8 * j;
         load_k8(stage + block_of(t) * K_STRIDE, BLOCK, in_block(t), team.lane, b, 0, PANELS);
 #pragma unroll
-        for (int g = 0; g < G; g++)
+        for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
             for (int group = 0; group < K_GROUPS; group++) {
                 Sums c = dot_panels<true>(q.plane[g], b, group * LENGTH, (group + 1) * LENGTH, PAIRS);
@@ -182,7 +182,7 @@ template <class Params> DEVICE void scores8(u32 stage, const Params& params, con
 }
 
 // The same of int4, sixteen tokens at a time. The shift of a channel's page is added elsewhere, that of rows here.
-template <class Params> DEVICE void scores4(u32 stage, const Params& params, const Query& q, const Team& team, float (&s)[G][SCORES]) {
+template <class Params> DEVICE void scores4(u32 stage, const Params& params, const Query& q, const Team& team, float (&s)[ROW_GROUPS][SCORES]) {
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; j += 2) {
         u32 whole[PANELS], high[PANELS];
@@ -191,7 +191,7 @@ template <class Params> DEVICE void scores4(u32 stage, const Params& params, con
 #pragma unroll
         for (int i = 0; i < PANELS; i++) high[i] = high_nibbles(whole[i]);
 #pragma unroll
-        for (int g = 0; g < G; g++)
+        for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
             for (int group = 0; group < K_GROUPS; group++) {
                 Sums w = dot_panels<false>(q.plane[g], whole, group * LENGTH, (group + 1) * LENGTH, PAIRS);
@@ -204,7 +204,7 @@ template <class Params> DEVICE void scores4(u32 stage, const Params& params, con
                 for (int i = 0; i < 4; i += 2) {
                     float& s0 = s[g][2 * j + i];
                     float& s1 = s[g][2 * j + i + 1];
-                    if constexpr (CHANNEL) {
+                    if constexpr (K_PER_CHANNEL) {
                         s0 = x[i];
                         s1 = x[i + 1];
                     } else {
@@ -218,7 +218,7 @@ template <class Params> DEVICE void scores4(u32 stage, const Params& params, con
     }
 }
 
-template <class Params> DEVICE void scores(u32 stage, const Params& params, const Query& q, const Team& team, float (&s)[G][SCORES]) {
+template <class Params> DEVICE void scores(u32 stage, const Params& params, const Query& q, const Team& team, float (&s)[ROW_GROUPS][SCORES]) {
     if constexpr (K_INT4) scores4(stage, params, q, team, s);
     else scores8(stage, params, q, team, s);
 }

@@ -1,14 +1,14 @@
-// Sections 4 and 5: weights of a tile's tokens, the second product, and the fold into the segment's state.
+// Sections 4 and 5 of docs/arithmetic.md: softmax weights of a tile, P·V, and the fold into the segment's state.
 #pragma once
 #include "score.cuh"
 
 struct State {
-    float m[G], l[G];           // of row lane/4
-    float o[G][DIMS / 8][2];    // of the warp's dims, 8j + 2·(lane%4) + {0, 1}
+    float m[ROW_GROUPS], l[ROW_GROUPS];           // of row lane/4
+    float o[ROW_GROUPS][DIMS / 8][2];    // of the warp's dims, 8j + 2·(lane%4) + {0, 1}
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int g = 0; g < G; g++) {
+        for (int g = 0; g < ROW_GROUPS; g++) {
             m[g] = MINUS_INFINITY;
             l[g] = 0.0f;
 #pragma unroll
@@ -17,13 +17,13 @@ struct State {
     }
     // Of V that was turned on its way, a lane has four neighbouring dims in two accumulators. The dim of an element, and of the j-th
     // pair of neighbours that a lane has.
-    DEVICE int dim_of(int j, int i, int lane) { return V_ROWS ? 8 * (j & ~1) + 4 * (lane % 4) + 2 * i + (j & 1) : 8 * j + 2 * (lane % 4) + i; }
-    DEVICE int pair_of(int j, int lane) { return V_ROWS ? 8 * (j & ~1) + 4 * (lane % 4) + 2 * (j & 1) : 8 * j + 2 * (lane % 4); }
+    DEVICE int dim_of(int j, int i, int lane) { return V_TOKEN_MAJOR ? 8 * (j & ~1) + 4 * (lane % 4) + 2 * i + (j & 1) : 8 * j + 2 * (lane % 4) + i; }
+    DEVICE int pair_of(int j, int lane) { return V_TOKEN_MAJOR ? 8 * (j & ~1) + 4 * (lane % 4) + 2 * (j & 1) : 8 * j + 2 * (lane % 4); }
     // take(dim, x, y) of these pairs.
     template <class Take> __device__ __forceinline__ void each_pair(int g, int lane, Take take) const {
 #pragma unroll
         for (int j = 0; j < DIMS / 8; j++) {
-            if (V_ROWS) take(pair_of(j, lane), o[g][j & ~1][j & 1], o[g][j | 1][j & 1]);
+            if (V_TOKEN_MAJOR) take(pair_of(j, lane), o[g][j & ~1][j & 1], o[g][j | 1][j & 1]);
             else take(pair_of(j, lane), o[g][j][0], o[g][j][1]);
         }
     }
@@ -31,8 +31,8 @@ struct State {
 
 // What a tile does to a state: both sides' powers of two.
 struct Rescale {
-    float alpha[G], beta[G];
-    int weights[G];  // what the lane adds to l, times 2^22
+    float alpha[ROW_GROUPS], beta[ROW_GROUPS];
+    int weights[ROW_GROUPS];  // what the lane adds to l, times 2^22
 };
 
 DEVICE int quad_sum(int x) {
@@ -42,18 +42,18 @@ DEVICE int quad_sum(int x) {
 
 // p14 of two tokens each, where V has shifts.
 struct Pairs {
-    u32 p14[G][V_INT4 ? SCORES / 2 : 1];
+    u32 p14[ROW_GROUPS][V_INT4 ? SCORES / 2 : 1];
 };
 
-// m of the state lies with whoever softens.
+// `softmax_tile` updates the running maximum; this updates only `l`.
 DEVICE void add_weights(State& state, int g, int l, const Rescale& r) {
     state.l[g] = fmaf((float)l, exp2i(-22) * r.beta[g], state.l[g] * r.alpha[g]);
 }
 
-// The tile's maxima, rounded up, of what the warp's lanes have; scores of tokens that are not seen go.
-template <class Seen> DEVICE void highest(float (&s)[G][SCORES], const float (&scale)[G], bool full, Seen seen, float (&tops)[G]) {
+// The row maxima of the warp's scores, rounded up; scores of masked tokens become -inf.
+template <class Seen> DEVICE void row_max(float (&s)[ROW_GROUPS][SCORES], const float (&scale)[ROW_GROUPS], bool full, Seen seen, float (&tops)[ROW_GROUPS]) {
 #pragma unroll
-    for (int g = 0; g < G; g++) {
+    for (int g = 0; g < ROW_GROUPS; g++) {
         if (!full) {
 #pragma unroll
             for (int i = 0; i < SCORES; i++)
@@ -69,11 +69,11 @@ template <class Seen> DEVICE void highest(float (&s)[G][SCORES], const float (&s
     }
 }
 
-// Scores to weights p in place; the running maxima m move on, l and O wait. A token that is not seen gets 2^-63 or less, which is 0
-// in every integer that is made of it.
-DEVICE void soften(float (&s)[G][SCORES], const float (&scale)[G], bool full, const float (&tops)[G], float (&running)[G], Rescale& r, Pairs& pairs) {
+// Replaces scores by weights p and updates the running maxima m; l and O are rescaled later. A masked token gets 2^-63 or less, which is 0
+// in every integer made of it.
+DEVICE void softmax_tile(float (&s)[ROW_GROUPS][SCORES], const float (&scale)[ROW_GROUPS], bool full, const float (&tops)[ROW_GROUPS], float (&running)[ROW_GROUPS], Rescale& r, Pairs& pairs) {
 #pragma unroll
-    for (int g = 0; g < G; g++) {
+    for (int g = 0; g < ROW_GROUPS; g++) {
         float m = tops[g];
         bool some = full || m > MINUS_INFINITY;
         float from = some ? m : 0.0f;
@@ -83,7 +83,7 @@ DEVICE void soften(float (&s)[G][SCORES], const float (&scale)[G], bool full, co
         for (int i = 0; i < SCORES; i++) {
             float p;
             if constexpr (INTEGER) p = exp2w(fma_saturate(s[g][i], down, offset));
-            else p = exp2f_law(fmaxf(fmaf(s[g][i], scale[g], -from), -125.0f));
+            else p = exp2f_full(fmaxf(fmaf(s[g][i], scale[g], -from), -125.0f));
             s[g][i] = p;
             bits[i % 2] = float_bits(p + WEIGHT_BASE);
             l += bits[i % 2];
@@ -215,7 +215,7 @@ template <class Rows> DEVICE void prepare_v(StoredV<Rows>& stored, u32 scratch, 
 }
 
 // b[panel]: 16 tokens of V, transposed, of 8 dims: bytes 4·(lane%4) + {0..3} in slot order, dim lane/4.
-DEVICE void load_v8(u32 stage, int j, int lane, u32 (&b)[4], int rows = D) {
+DEVICE void load_v8(u32 stage, int j, int lane, u32 (&b)[4], int rows = HEAD_DIM) {
     constexpr int IN_BLOCK = BLOCK / 16;
     int panel = lane / 8;
     ldmatrix_x4(b, stage + panel / IN_BLOCK * V_STRIDE + (panel % IN_BLOCK * rows + 8 * j + lane % 8) * 16);
@@ -225,7 +225,7 @@ DEVICE void load_v_rows(u32 stage, int j, int lane, u32 (&b)[2][4]) {
     u32 x[2][4];
 #pragma unroll
     for (int half = 0; half < 2; half++)
-        ldmatrix_x4_trans(x[half], piece_at<V_SWIZZLE>(stage, j / 2, 0, 32 * half + lane));
+        ldmatrix_x4_trans(x[half], chunk_at<V_SWIZZLE>(stage, j / 2, 0, 32 * half + lane));
 #pragma unroll
     for (int panel = 0; panel < 4; panel++) {
         u32 low = x[panel / 2][2 * panel % 4], high = x[panel / 2][2 * panel % 4 + 1];
@@ -287,10 +287,10 @@ DEVICE void weigh(const float (&p)[SCORES], const u32 (&p14)[V_INT4 ? SCORES / 2
         centre(w, quad_sum(sums.x), quad_sum(sums.y), v.shift_down[group]);
     }
 }
-// Several: each tells the others its part, in all groups.
-template <class Params> DEVICE void tell_weights(const float (&p)[G][SCORES], const Pairs& pairs, const Rescale& r, const Params& params, const Team& team) {
+// Warps that share a tile: each publishes the weights of its tokens, in all groups.
+template <class Params> DEVICE void publish_weights(const float (&p)[ROW_GROUPS][SCORES], const Pairs& pairs, const Rescale& r, const Params& params, const Team& team) {
 #pragma unroll
-    for (int g = 0; g < G; g++) {
+    for (int g = 0; g < ROW_GROUPS; g++) {
 #pragma unroll
         for (int group = 0; group < V_GROUPS; group++) {
             u32 plane[2];
@@ -298,14 +298,14 @@ template <class Params> DEVICE void tell_weights(const float (&p)[G][SCORES], co
             sts64(team.planes_at(group, g, team.warp), bits_float(plane[0]), bits_float(plane[1]));
             if constexpr (V_INT4) {
                 int2 sums = shift_sums(pairs.p14[g], params, group, team);
-                team.tell_sum(1 + 2 * group, g, sums.x);
-                team.tell_sum(2 + 2 * group, g, sums.y);
+                team.publish_sum(1 + 2 * group, g, sums.x);
+                team.publish_sum(2 + 2 * group, g, sums.y);
             }
         }
-        team.tell_sum(0, g, r.weights[g]);
+        team.publish_sum(0, g, r.weights[g]);
     }
 }
-DEVICE void hear_weights(int group, int g, const VScales& v, const Team& team, Weights& w) {
+DEVICE void gather_weights(int group, int g, const VScales& v, const Team& team, Weights& w) {
 #pragma unroll
     for (int panel = 0; panel < 4; panel++) {
         uint2 x = lds64(team.planes_at(group, g, panel));
@@ -316,7 +316,7 @@ DEVICE void hear_weights(int group, int g, const VScales& v, const Team& team, W
         float down = v.shift_down[0];
 #pragma unroll
         for (int i = 1; i < V_GROUPS; i++) down = i == group ? v.shift_down[i] : down;
-        centre(w, team.sum(1 + 2 * group, g), team.sum(2 + 2 * group, g), down);
+        centre(w, team.gather_sum(1 + 2 * group, g), team.gather_sum(2 + 2 * group, g), down);
     }
 }
 
@@ -348,10 +348,10 @@ DEVICE void fold4(State& state, int g, int j, const u32 (&whole)[4], const u32 (
 DEVICE void rescale(State& state, const Rescale& r) {
     bool moved = false;
 #pragma unroll
-    for (int g = 0; g < G; g++) moved |= r.alpha[g] != 1.0f;
+    for (int g = 0; g < ROW_GROUPS; g++) moved |= r.alpha[g] != 1.0f;
     if (!SHARES_TILES && !__any_sync(~0u, moved)) return;
 #pragma unroll
-    for (int g = 0; g < G; g++)
+    for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
         for (int j = 0; j < DIMS / 8; j++)
 #pragma unroll
@@ -368,30 +368,30 @@ template <class Weigh> DEVICE void fold_groups(u32 stage, const VScales& v, cons
 #pragma unroll
             for (int i = 1; i < V_GROUPS; i++) down = i == team.group() + n ? v.down[i] : down;
         }
-        Weights w[G];
+        Weights w[ROW_GROUPS];
 #pragma unroll
-        for (int g = 0; g < G; g++) weigh(n, g, w[g]);
+        for (int g = 0; g < ROW_GROUPS; g++) weigh(n, g, w[g]);
         constexpr int TILES = DIMS / 8 / Team::GROUPS;
 #pragma unroll
         for (int j = n * TILES; j < (n + 1) * TILES; j += 2) {
             u32 b[2][4];
             int of_tile = team.dim() / 8 + j;
             if constexpr (V_INT4) {
-                load_v8(stage, of_tile / 2, team.lane, b[0], D / 2);
+                load_v8(stage, of_tile / 2, team.lane, b[0], HEAD_DIM / 2);
 #pragma unroll
                 for (int i = 0; i < 4; i++) b[1][i] = high_nibbles(b[0][i]);
 #pragma unroll
-                for (int g = 0; g < G; g++) fold4(state, g, j, b[0], b[1], w[g], down, r);
+                for (int g = 0; g < ROW_GROUPS; g++) fold4(state, g, j, b[0], b[1], w[g], down, r);
                 continue;
             }
-            if constexpr (V_ROWS) {
+            if constexpr (V_TOKEN_MAJOR) {
                 load_v_rows(stage, of_tile, team.lane, b);
             } else {
                 load_v8(stage, of_tile, team.lane, b[0]);
                 load_v8(stage, of_tile + 1, team.lane, b[1]);
             }
 #pragma unroll
-            for (int g = 0; g < G; g++) {
+            for (int g = 0; g < ROW_GROUPS; g++) {
                 fold8(state, g, j, b[0], w[g], down, r);
                 fold8(state, g, j + 1, b[1], w[g], down, r);
             }
@@ -400,18 +400,18 @@ template <class Weigh> DEVICE void fold_groups(u32 stage, const VScales& v, cons
 }
 
 // By a warp alone, whose parameters are converted.
-DEVICE void fold_prepared(u32 stage, u32 scratch, const VScales& v, const float (&p)[G][SCORES], const Pairs& pairs, const Rescale& r,
+DEVICE void fold_prepared(u32 stage, u32 scratch, const VScales& v, const float (&p)[ROW_GROUPS][SCORES], const Pairs& pairs, const Rescale& r,
                           const Team& team, State& state) {
     rescale(state, r);
     fold_groups(stage, v, r, team, state, [&](int n, int g, Weights& w) { weigh(p[g], pairs.p14[g], scratch, n, v, team, w); });
 }
 
-// By warps that have told each other their parts.
-DEVICE void fold_told(u32 stage, const VScales& v, const Rescale& r, const Team& team, State& state) {
+// By warps that have encode_nonzero each other their parts.
+DEVICE void fold_gathered(u32 stage, const VScales& v, const Rescale& r, const Team& team, State& state) {
     rescale(state, r);
-    fold_groups(stage, v, r, team, state, [&](int n, int g, Weights& w) { hear_weights(team.group() + n, g, v, team, w); });
+    fold_groups(stage, v, r, team, state, [&](int n, int g, Weights& w) { gather_weights(team.group() + n, g, v, team, w); });
 #pragma unroll
-    for (int g = 0; g < G; g++) add_weights(state, g, team.sum(0, g), r);
+    for (int g = 0; g < ROW_GROUPS; g++) add_weights(state, g, team.gather_sum(0, g), r);
 }
 
 // ---- Float V: weights as two planes of V's precision (f16 for fp8) ----
@@ -423,7 +423,7 @@ DEVICE u32 cached(u32 pair, int t, int tokens) { return t + 1 < tokens ? pair : 
 DEVICE void load_float_v(u32 stage, int j, int tokens, int lane, u32 (&b)[2][4][2]) {
     if constexpr (V_SCHEME == FP8) {
         u32 x[2][4];
-        if constexpr (V_ROWS) {
+        if constexpr (V_TOKEN_MAJOR) {
             load_v_rows(stage, j, lane, x);
         } else {
             load_v8(stage, j, lane, x[0]);
@@ -440,7 +440,7 @@ DEVICE void load_float_v(u32 stage, int j, int tokens, int lane, u32 (&b)[2][4][
             for (int half = 0; half < 2; half++) {
                 u32 x[4];
                 int t = 32 * half + lane;
-                if (PAGE == 0) ldmatrix_x4_trans(x, piece_at<V_SWIZZLE>(stage, j + i, 0, t));
+                if (PAGE == 0) ldmatrix_x4_trans(x, chunk_at<V_SWIZZLE>(stage, j + i, 0, t));
                 else ldmatrix_x4_trans(x, stage + t / BLOCK * V_STRIDE + ((j + i) * BLOCK + t % BLOCK) * 16);
 #pragma unroll
                 for (int k = 0; k < 4; k++) b[i][2 * half + k / 2][k % 2] = x[k];
@@ -461,14 +461,14 @@ DEVICE void split_weights(const float (&p)[SCORES], int panel, u32 (&w)[4]) {
 #pragma unroll
     for (int k = 0; k < 2; k++) split_pair<V_SCHEME == BF16>(p[4 * panel + 2 * k], p[4 * panel + 2 * k + 1], w[2 * k], w[2 * k + 1]);
 }
-DEVICE void fold_floats(u32 stage, int tokens, const u32 (&w)[G][4][4], const Rescale& r, const Team& team, State& state) {
+DEVICE void fold_floats(u32 stage, int tokens, const u32 (&w)[ROW_GROUPS][4][4], const Rescale& r, const Team& team, State& state) {
     rescale(state, r);
 #pragma unroll
     for (int j = 0; j < DIMS / 8; j += 2) {
         u32 b[2][4][2];
         load_float_v(stage, team.dim() / 8 + j, tokens, team.lane, b);
 #pragma unroll
-        for (int g = 0; g < G; g++)
+        for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 FloatSums c = {};
@@ -485,30 +485,30 @@ DEVICE void fold_floats(u32 stage, int tokens, const u32 (&w)[G][4][4], const Re
 }
 
 // By a warp alone.
-DEVICE void fold_float_values(u32 stage, int tokens, const float (&p)[G][SCORES], const Rescale& r, const Team& team, State& state) {
-    u32 w[G][4][4];
+DEVICE void fold_float_values(u32 stage, int tokens, const float (&p)[ROW_GROUPS][SCORES], const Rescale& r, const Team& team, State& state) {
+    u32 w[ROW_GROUPS][4][4];
 #pragma unroll
-    for (int g = 0; g < G; g++)
+    for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
         for (int panel = 0; panel < SCORES / 4; panel++) split_weights(p[g], panel, w[g][panel]);
     fold_floats(stage, tokens, w, r, team, state);
 }
 
-// By warps that tell each other their parts.
-DEVICE void tell_float_weights(const float (&p)[G][SCORES], const Rescale& r, const Team& team) {
+// By warps that share a tile.
+DEVICE void publish_float_weights(const float (&p)[ROW_GROUPS][SCORES], const Rescale& r, const Team& team) {
 #pragma unroll
-    for (int g = 0; g < G; g++) {
+    for (int g = 0; g < ROW_GROUPS; g++) {
         u32 w[4];
         split_weights(p[g], 0, w);
         sts128(team.planes_at(0, g, team.warp), {bits_float(w[0]), bits_float(w[1]), bits_float(w[2]), bits_float(w[3])});
-        team.tell_sum(0, g, r.weights[g]);
+        team.publish_sum(0, g, r.weights[g]);
     }
 }
-DEVICE void fold_told_floats(u32 stage, int tokens, const Rescale& r, const Team& team, State& state) {
-    u32 w[G][4][4];
+DEVICE void fold_gathered_floats(u32 stage, int tokens, const Rescale& r, const Team& team, State& state) {
+    u32 w[ROW_GROUPS][4][4];
 #pragma unroll
-    for (int g = 0; g < G; g++) {
-        add_weights(state, g, team.sum(0, g), r);
+    for (int g = 0; g < ROW_GROUPS; g++) {
+        add_weights(state, g, team.gather_sum(0, g), r);
 #pragma unroll
         for (int panel = 0; panel < 4; panel++) {
             float4 x = lds128(team.planes_at(0, g, panel));

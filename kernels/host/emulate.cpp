@@ -30,7 +30,7 @@ static const char* run(Index grid, u32 threads) {
 #else
     _MM_SET_FLUSH_ZERO_MODE(_MM_FLUSH_ZERO_ON);  // as decode is compiled
     _MM_SET_DENORMALS_ZERO_MODE(_MM_DENORMALS_ZERO_ON);
-    if (threads % attn_threads != 0) return "the host has another number of threads in mind";
+    if (threads % attn_threads != 0) return "the launch has another number of threads than the kernel";
     return launch(kernel, grid, 0, ctas, threads, threads / attn_threads * attn_shared_bytes);
 #endif
 }

@@ -66,7 +66,7 @@ static struct Machine {
     u32 running, alive, threads;
     Index grid;
     u64 idle;  // turns since anybody got on
-    u64 looks;  // at what others store
+    u64 spins;  // at what others store
     void (*kernel)();
     jmp_buf home;
     const char* error;

@@ -2,7 +2,7 @@
 //
 // Threads are fibers (machine.h). They take turns only where they wait for each other: at barriers, at instructions of a whole warp,
 // at mbarriers. Copies land at once. So this finds wrong bits, wrong places, misaligned accesses and waits that never end; it does
-// not find races. Products of floats are not there: float schemes have no law of bits.
+// not find races. Products of floats are not there: float schemes have not defined to the bit by the arithmetic.
 #pragma once
 #include "machine.h"
 
@@ -78,7 +78,7 @@ DEVICE int dot2_u8_high(u32 a, u32 b, int c) { return (int)((u32)c + (a & 0xffff
 // ---- threads and warps ----
 
 DEVICE int lane_id() { return me().thread % 32; }
-DEVICE int not_before(int x) { return x; }
+DEVICE int opaque(int x) { return x; }
 DEVICE u32 warp_slot() { return me().thread / 32; }
 static inline void __syncthreads() { cta_barrier(0, machine.threads); }
 template <int N> DEVICE void barrier_of(int id = 1) { cta_barrier(id, N); }
@@ -116,7 +116,7 @@ DEVICE bool elected() { return lane_id() == 0; }
 
 template <class T> static inline T __ldcg(const T* p) { return *p; }
 template <class T> static inline void __stcg(T* p, T x) { *p = x; }
-// Others have turns before and after: what they do between a count and what follows from its answer should not matter.
+// Lets other fibers run before and after a count: what they do in between should not matter.
 DEVICE void pause() {
     static u32 dice = 1;
     dice = dice * 1664525 + 1013904223;
@@ -139,10 +139,10 @@ DEVICE u32 load_acquire(const u32* at) {
     yield();
     return *(volatile const u32*)at;
 }
-template <class T> static inline T look_at(const T* at) { return *at; }
-// A warp that looks gets on by itself, so `yield` does not see that it waits for ever.
-DEVICE void look_again() {
-    if (++machine.looks > 100000000) fail("a word that never comes");
+template <class T> static inline T load_relaxed(const T* at) { return *at; }
+// A warp that spins gets on by itself, so `yield` does not see that it waits for ever.
+DEVICE void backoff() {
+    if (++machine.spins > 100000000) fail("a word that never comes");
     yield();
 }
 DEVICE int load_now(const int* at) { return *at; }

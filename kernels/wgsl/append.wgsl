@@ -10,18 +10,7 @@
 #let READS_POOL = 2
 #let THREADS = 128
 
-struct Params {
-    num_jobs: u32,
-    grid_x: u32,
-    scales_at: u32,          // f32 bits: k_tensor_scale, v_tensor_scale per KV head
-    num_kv_heads: u32,
-    pages_per_pool: u32,
-    round_up: f32,
-    round_down: f32,
-    weight_up: f32,
-    weight_down: f32,
-    zero: u32,
-}
+#include "append_params"
 
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> jobs: array<u32>;

@@ -27,8 +27,8 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
     let sequence = workgroup.z;
     let about = params.sequences_at + 8u * sequence;
     let first_item = tables[about];
-    let num_items = tables[about + 1u];
-    let num_segments = (num_items + $(PER_SEGMENT - 1)u) / $(PER_SEGMENT)u;
+    let num_splits = tables[about + 1u];
+    let num_segments = (num_splits + $(PER_SEGMENT - 1)u) / $(PER_SEGMENT)u;
     let num_spans = (num_segments + 3u) / 4u;
     let group = tid / 32u;
     let lane = tid % 32u;
@@ -47,9 +47,9 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
 #for n in 0..PER_SEGMENT
 #for j in 0..4
             let index_$(n)_$(j) = (first + $(j)u) * $(PER_SEGMENT)u + $(n)u;
-            let slot_$(n)_$(j) = ((first_item + min(index_$(n)_$(j), num_items - 1u)) * params.num_kv_heads + head) * params.row_blocks + row / $(R)u;
+            let slot_$(n)_$(j) = ((first_item + min(index_$(n)_$(j), num_splits - 1u)) * params.num_kv_heads + head) * params.row_blocks + row / $(R)u;
             let at_$(n)_$(j) = slot_$(n)_$(j) * $(R)u + row % $(R)u;
-            let m_$(n)_$(j) = select(NONE, states[params.maxima_at + 2u * at_$(n)_$(j)], index_$(n)_$(j) < num_items);
+            let m_$(n)_$(j) = select(NONE, states[params.maxima_at + 2u * at_$(n)_$(j)], index_$(n)_$(j) < num_splits);
             let l_$(n)_$(j) = states[params.maxima_at + 2u * at_$(n)_$(j) + 1u];
 #for k in 0..((MD + 31) / 32)
             let o_$(n)_$(j)_$(k) = states[at_$(n)_$(j) * $(D)u + min(dim0 + lane + $(32 * k)u, $(D - 1)u)];

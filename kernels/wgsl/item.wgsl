@@ -1,16 +1,16 @@
 // item.wgsl: what a workgroup has to attend: its item, its rows, and the tiles that any of them sees. Included by decode_split.wgsl.
 let item = workgroup.x + workgroup.z * params.grid_x;
-if item >= params.num_items {
+if item >= params.num_splits {
     return;
 }
 let head = workgroup.y / params.row_blocks;
 let row0 = (workgroup.y - head * params.row_blocks) * $(R)u;
-let sequence = tables[params.items_at + 8u * item];
-let index = tables[params.items_at + 8u * item + 1u];
-let kv_len = tables[params.items_at + 8u * item + 2u];
-let item_tiles = tables[params.items_at + 8u * item + 3u];
-let pages_at = tables[params.items_at + 8u * item + 4u];
-let tail_page = tables[params.items_at + 8u * item + 5u];
+let sequence = tables[params.splits_at + 8u * item];
+let index = tables[params.splits_at + 8u * item + 1u];
+let kv_len = tables[params.splits_at + 8u * item + 2u];
+let item_tiles = tables[params.splits_at + 8u * item + 3u];
+let pages_at = tables[params.splits_at + 8u * item + 4u];
+let tail_page = tables[params.splits_at + 8u * item + 5u];
 let rows = params.heads_per_kv * params.q_len;
 let last = kv_len - 1u;
 let num_rows = min($(R)u, rows - row0);

@@ -317,7 +317,7 @@ pub fn check_backend(
 /// [`Error::Parameter`] for another table, or a seed that it does not have.
 pub fn cases_from_env(backend: &dyn DecodeAttention) -> Result<(Vec<Case>, usize), Error> {
     let asked = Size::from_env()?;
-    let size = if backend.is_emulated() && std::env::var_os("ATTN_TABLE").is_none() {
+    let size = if backend.is_software() && std::env::var_os("ATTN_TABLE").is_none() {
         Size::Reduced
     } else {
         asked

@@ -1,9 +1,9 @@
 //! Attention in f64 over the dequantized cache: independent of tiles, segments and planes.
 
 use attn_core::{
-    HostPages, Int4Scale, KvCache, Problem, Scheme,
-    host_pages::{load_code, load_param},
-    layout, quant,
+    HostPages, KvCache, Problem,
+    layout::{Part, Side},
+    quant::{self, Param},
 };
 
 /// Outputs and log-sum-exps in f64, laid out as the problem's; `cache` lies in host memory.
@@ -124,49 +124,19 @@ fn dequantize(cache: &KvCache, b: usize, head: usize) -> (Vec<f64>, Vec<f64>) {
             Some(tail) if open => (store.run(tail, head), layout.tail_k()),
             _ => (home, layout),
         };
-        for d in 0..dim {
-            let value = |run: &[u8],
-                         scheme: Scheme,
-                         codes: std::ops::Range<usize>,
-                         params: std::ops::Range<usize>,
-                         at,
-                         scale| {
-                let code = load_code(&run[codes], scheme.code_bits(), at);
-                let g = match scheme {
-                    Scheme::Int4(Int4Scale::Channel) => d,
-                    _ => d * scheme.groups(dim) / dim,
-                };
-                let param = load_param(&run[params], scheme, config.page_size, slot, g);
-                f64::from(quant::decode(
-                    scheme,
-                    code,
-                    attn_core::quant::Param {
-                        shift: half::f16::ZERO,
-                        ..param
-                    },
-                    scale,
-                )) + param.shift.to_f64()
+        let value = |run: &[u8], part: &Part, d: usize, scale: f32| {
+            let param = part.load_param(run, slot, d * part.num_params() / dim);
+            let unshifted = Param {
+                shift: half::f16::ZERO,
+                ..param
             };
-            let scheme = k_layout.format().k;
-            let at = layout::k_code(scheme.code_bits(), dim, config.page_size, slot, d);
-            k.push(value(
-                k_run,
-                scheme,
-                k_layout.k_codes(),
-                k_layout.k_params(),
-                at,
-                scale(&config.k_tensor_scales),
-            ));
-            let scheme = layout.format().v;
-            let at = layout::v_code(scheme.code_bits(), dim, config.page_size, slot, d);
-            v.push(value(
-                home,
-                scheme,
-                layout.v_codes(),
-                layout.v_params(),
-                at,
-                scale(&config.v_tensor_scales),
-            ));
+            let code = part.load_code(run, slot, d);
+            f64::from(quant::decode(part.scheme, code, unshifted, scale)) + param.shift.to_f64()
+        };
+        let (k_part, v_part) = (k_layout.part(Side::K), layout.part(Side::V));
+        for d in 0..dim {
+            k.push(value(k_run, &k_part, d, scale(&config.k_tensor_scales)));
+            v.push(value(home, &v_part, d, scale(&config.v_tensor_scales)));
         }
     }
     (k, v)

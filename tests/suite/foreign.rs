@@ -75,7 +75,7 @@ fn another_backends_plan_or_cache_is_refused_and_no_output_is_touched() {
             let mut step = DecodeStep::new(plan, &q, kv, &mut out, &mut lse).unwrap();
             let error = backend.decode(&mut step).unwrap_err();
             assert!(
-                matches!(error, Error::Foreign { backend: "cpu", what } if what == name),
+                matches!(error, Error::WrongBackend { backend: "cpu", what } if what == name),
                 "{error}"
             );
             assert!(out.iter().chain(&lse).all(|x| *x == 7.0), "{name}");

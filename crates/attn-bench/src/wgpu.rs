@@ -537,7 +537,7 @@ impl Timer for WgpuTimer {
     }
 
     fn most_bytes(&self) -> usize {
-        if self.backend.is_emulated() {
+        if self.backend.is_software() {
             300_000_000
         } else {
             usize::MAX

@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use attn_core::{Error, KvFormat, Problem, Scheme, arithmetic::TILE, layout};
+use attn_core::{Error, KvFormat, PageLayout, Problem, Scheme, arithmetic::TILE, layout};
 
 /// Where K and V lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,10 +59,10 @@ impl Workload {
     /// A decode step of `batch` sequences of equal length from pages, with a name made of its numbers.
     ///
     /// # Errors
-    /// Those of [`Problem::check`] and [`KvFormat::check`].
+    /// Those of [`Problem::check`] and [`PageLayout::new`].
     pub fn custom(problem: Problem, format: KvFormat, page_size: usize) -> Result<Self, Error> {
         problem.check()?;
-        format.check(problem.head_dim, page_size)?;
+        PageLayout::new(format, problem.head_dim, page_size, problem.num_kv_heads)?;
         let Problem {
             num_q_heads,
             num_kv_heads,

@@ -29,7 +29,7 @@ fn list() -> String {
     workloads().into_iter().map(line).collect()
 }
 
-/// After a change on purpose: `ATTN_WRITE_SHAPES=1 cargo test -p attn-core --test workloads`.
+/// After a change on purpose: `ATTN_WRITE_SHAPES=1 cargo test -p attn-bench --test workloads`.
 #[test]
 fn shapes_are_those_of_the_committed_list() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/workloads.txt");

@@ -41,7 +41,7 @@ impl DecodeAttention for Faulty {
     }
 
     /// `attn check` holds emulated devices to the reduced table.
-    fn is_emulated(&self) -> bool {
+    fn is_software(&self) -> bool {
         true
     }
 

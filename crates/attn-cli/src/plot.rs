@@ -38,7 +38,7 @@ const COLOURS: [RGBColor; 10] = [
 ];
 
 /// Pixels beside a chart for its legend.
-const LEGEND: u32 = 170;
+const LEGEND: u32 = 186;
 
 /// A chart's words.
 struct Words<'a> {
@@ -166,6 +166,9 @@ struct Mark {
 
 const MARK_RADIUS: f64 = 5.0;
 
+/// Pixels of a stroke in the legend: wide enough for dashes on both sides of the mark.
+const KEY_WIDTH: i32 = 40;
+
 impl Mark {
     /// Triangles, squares, diamonds, pentagons and octagons, first filled and then open: one for each colour.
     fn of(index: usize) -> Self {
@@ -201,22 +204,22 @@ fn draw_key(
     mark: Mark,
     below: i32,
 ) -> Result<(), DrawingAreaErrorKind<std::io::Error>> {
-    let ends = [(0, below), (24, below)];
+    let ends = [(0, below), (KEY_WIDTH, below)];
     match DASHES[curve.device % DASHES.len()] {
         None => legend.draw(&PathElement::new(ends, style))?,
         Some((dash, gap)) => {
             let step = (dash + gap) as usize;
-            for x in (0..24).step_by(step) {
-                let end = (x + dash as i32).min(24);
+            for x in (0..KEY_WIDTH).step_by(step) {
+                let end = (x + dash as i32).min(KEY_WIDTH);
                 legend.draw(&PathElement::new([(x, below), (end, below)], style))?;
             }
         }
     }
     let (area, outline) = mark.parts(style.color);
-    legend.draw(&(EmptyElement::at((12, below)) + area + outline))?;
+    legend.draw(&(EmptyElement::at((KEY_WIDTH / 2, below)) + area + outline))?;
     legend.draw(&Text::new(
         &*curve.label,
-        (30, below - 6),
+        (KEY_WIDTH + 6, below - 6),
         ("sans-serif", 13),
     ))
 }

@@ -56,7 +56,7 @@ struct DeviceClock {
 impl DeviceClock {
     /// None for the CPU, and for a GPU that is a program on the CPU.
     fn open(id: BackendId, backend: &dyn DecodeAttention) -> Result<Option<Self>> {
-        if id == BackendId::Cpu || backend.is_emulated() {
+        if id == BackendId::Cpu || backend.is_software() {
             return Ok(None);
         }
         let timer = gpu_timer(id)?;

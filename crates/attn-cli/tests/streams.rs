@@ -25,7 +25,7 @@ fn commands(folder: &Folder) -> Vec<Vec<String>> {
         words("devices --json"),
         words("--help"),
         words("--version"),
-        words("bench --runs 1 single/9-3-d64-ctx2048/int8"),
+        words("bench --backend cpu --runs 1 single/9-3-d64-ctx2048/int8"),
         words(&format!("run {file} --backend cpu --kv int8")),
         words(&format!(
             "quantize {file} {} --kv int8 --force",

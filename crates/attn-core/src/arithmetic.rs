@@ -1,29 +1,29 @@
-//! The scalar functions of `docs/arithmetic.md`, each written once, and the merge of finished states.
+//! The scalar functions of `docs/arithmetic.md`, each written once.
+
+pub use crate::segments::{SPAN, TILE, segment_tiles};
 
 /// log2 e as f32.
 pub const LOG2_E: f32 = f32::from_bits(0x3FB8_AA3B);
 /// ln 2 as f32.
 pub const LN_2: f32 = f32::from_bits(0x3F31_7218);
-/// Tokens per tile.
-pub const TILE: usize = 64;
 /// Lowest argument of [`exp2_float`].
 pub const EXP2_MIN: f32 = -125.0;
-/// Largest argument of [`exp2_weight`]: a weight of 2^-63 counts as much as none.
+/// Largest argument of [`exp2_weight`]: a weight of 2^-63 rounds to no unit of a sum.
 pub const WEIGHT_MAX: f32 = 64.0;
 /// Adding it rounds |x| ≤ 2^22 to an integer, half to even.
 pub const ROUND: f32 = 12_582_912.0;
-/// The same, and 1 more: what [`exp2_weight`] starts from.
+/// [`ROUND`] plus 1, which [`exp2_weight`] starts from.
 pub const ROUND_WEIGHT: f32 = 12_582_913.0;
 /// Added to a weight p < 2, leaves p·2^22 in the low bits, and p·2^14 in bytes 1 and 2: 2 + 2^-15.
 pub const WEIGHT_BASE: f32 = f32::from_bits(0x4000_0080);
-/// exp2's coefficients c3…c0 for weights of 16 bits.
+/// Coefficients of 2^x, c3…c0 for weights of 16 bits.
 pub const EXP2_WEIGHT: [f32; 4] = [
     f32::from_bits(0x3D62_0000),
     f32::from_bits(0x3E78_6F4E),
     f32::from_bits(0x3F31_7982),
     f32::from_bits(0x3F7F_FB48),
 ];
-/// exp2's coefficients c5…c0 for f32 weights.
+/// Coefficients of 2^x, c5…c0 for f32 weights.
 pub const EXP2_FLOAT: [f32; 6] = [
     f32::from_bits(0x3AAD_FE47),
     f32::from_bits(0x3C1E_7726),
@@ -43,18 +43,6 @@ const LOG2: [f32; 9] = [
     f32::from_bits(0xBF38_AA18),
     f32::from_bits(0x3FB8_AA36),
 ];
-
-/// Segments per span: segments merge inside spans, spans among themselves.
-pub const SPAN: usize = 4;
-
-/// Tiles per segment for a sequence of `kv_len` tokens.
-pub fn segment_tiles(kv_len: usize) -> usize {
-    kv_len
-        .div_ceil(TILE)
-        .div_ceil(256)
-        .next_power_of_two()
-        .max(4)
-}
 
 /// 2^k for −126 ≤ k ≤ 127.
 #[inline]
@@ -87,7 +75,7 @@ pub fn shift_exponent(largest: f32) -> i32 {
     14 - exponent(largest * BELOW)
 }
 
-/// Brings what would round up to the next power of two there beforehand.
+/// Moves a number that would round up to the next power of two past it before its exponent is taken.
 const BELOW: f32 = 1.0 + 1.0 / 16384.0;
 
 /// x rounded to 13 significant bits, half away from zero: its product with an f16 is exact.
@@ -148,7 +136,7 @@ pub fn lse(m: f32, l: f32) -> f32 {
     ((m + (i >> 23) as f32) + y) * LN_2
 }
 
-/// 2^−distance for a distance of 0..=64, and 0 beyond: the weight of the side with the smaller maximum.
+/// 2^−distance for a distance of 0..=64, and 0 beyond: the factor of a state whose maximum is smaller by that distance.
 #[inline]
 pub fn pow2(distance: f32) -> f32 {
     if distance <= 64.0 {
@@ -158,7 +146,7 @@ pub fn pow2(distance: f32) -> f32 {
     }
 }
 
-/// x, or a zero of its sign where a GPU would flush it.
+/// Flushes a subnormal x to a zero of its sign, as GPUs do.
 #[inline]
 pub fn ftz(x: f32) -> f32 {
     if x.abs() < f32::MIN_POSITIVE {
@@ -214,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_just_below_a_power_of_two_does_not_round_up_to_it() {
+    fn numbers_just_below_a_power_of_two_do_not_round_up_to_it() {
         for below in 0..100_000u32 {
             let x = f32::from_bits(2.0f32.to_bits() - below);
             let at = |e: i32| (x * exp2i(e)).round_ties_even();
@@ -252,13 +240,5 @@ mod tests {
                 "{x}"
             );
         }
-    }
-
-    #[test]
-    fn segments_follow_kv_len_alone() {
-        let tiles: Vec<_> = [1, 256, 65536, 65537, 131_072, 262_145, 1 << 20]
-            .map(segment_tiles)
-            .into();
-        assert_eq!(tiles, [4, 4, 4, 8, 8, 32, 64]);
     }
 }

@@ -9,33 +9,33 @@ use crate::{
     view::KvView,
 };
 
-/// What a backend runs on.
+/// The device that a backend runs on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// `cpu`, `cuda` or `wgpu`.
+    /// Name of the backend: `cpu`, `cuda` or `wgpu`.
     pub backend: &'static str,
     /// The device's own name.
     pub name: String,
-    /// What it uses of it: instruction set, threads, driver.
+    /// The parts of the device that the backend uses: instruction set, threads, driver.
     pub detail: String,
 }
 
 /// A problem prepared for one backend; reusable between steps of the same lengths.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
-    /// The backend that made it.
+    /// Name of the backend that made the plan.
     pub backend: &'static str,
     /// The checked problem.
     pub problem: Problem,
-    /// What is stored.
+    /// The schemes of K and V.
     pub format: KvFormat,
-    /// Splits per (sequence, KV head): changes speed, never bits.
+    /// Splits per (sequence, KV head). The number changes speed, never bits.
     pub num_splits: usize,
     /// Device memory that one step needs beside its inputs and outputs.
     pub workspace_bytes: usize,
 }
 
-/// Where K and V come from.
+/// The source of K and V.
 #[derive(Clone, Copy)]
 pub enum KvSource<'a> {
     /// A cache created by the same backend.
@@ -44,7 +44,7 @@ pub enum KvSource<'a> {
     View(&'a KvView<'a>),
 }
 
-/// What a decode step reads; checked by [`DecodeStep::new`], the only way to get one.
+/// The inputs of a decode step. Only [`DecodeStep::new`] makes them, and it checks them.
 #[derive(Clone, Copy)]
 pub struct StepInputs<'a> {
     plan: &'a Plan,
@@ -53,7 +53,7 @@ pub struct StepInputs<'a> {
 }
 
 impl<'a> StepInputs<'a> {
-    /// The plan.
+    /// The plan that the step follows.
     pub fn plan(&self) -> &'a Plan {
         self.plan
     }
@@ -63,7 +63,7 @@ impl<'a> StepInputs<'a> {
         self.q
     }
 
-    /// K and V.
+    /// The source of K and V.
     pub fn kv(&self) -> KvSource<'a> {
         self.kv
     }
@@ -137,27 +137,27 @@ impl<'a> DecodeStep<'a> {
         Ok(DecodeStep { inputs, out, lse })
     }
 
-    /// The plan.
+    /// The plan that the step follows.
     pub fn plan(&self) -> &'a Plan {
         self.inputs.plan
     }
 
-    /// What the step reads.
+    /// The inputs of the step.
     pub fn inputs(&self) -> StepInputs<'a> {
         self.inputs
     }
 
-    /// Outputs and log-sum-exps, to be overwritten.
+    /// The outputs and log-sum-exps, which the backend overwrites.
     pub fn outputs(&mut self) -> (&mut [f32], &mut [f32]) {
         (self.out, self.lse)
     }
 }
 
-/// Refuses queries that are not finite or beyond what the arithmetic takes.
+/// Refuses queries that are not finite or exceed the arithmetic's range.
 fn check_queries(problem: &Problem, q: &[f32], k_tensor_scales: &[f32]) -> Result<(), Error> {
     let scale =
         problem.softmax_scale * LOG2_E * k_tensor_scales.iter().copied().fold(1.0, f32::max);
-    // One pass for queries as they should be; NaN and infinity are beyond any range.
+    // Valid queries take one pass; NaN and infinity are beyond any range.
     let beyond = |x: &f32| !((x * scale).abs() <= 1.844_674_4e19);
     if q.iter().fold(false, |found, x| found | beyond(x)) {
         check_finite("q", q)?;
@@ -170,7 +170,7 @@ fn check_queries(problem: &Problem, q: &[f32], k_tensor_scales: &[f32]) -> Resul
     Ok(())
 }
 
-/// Refuses a problem of other heads or lengths than the cache's first sequences.
+/// Refuses a problem whose heads or lengths differ from those of the cache's first sequences.
 fn check_source(
     problem: &Problem,
     num_kv_heads: usize,
@@ -203,11 +203,11 @@ fn check_source(
 
 /// Decode attention on one device.
 pub trait DecodeAttention: Send + Sync {
-    /// What it runs on.
+    /// The device that the backend runs on.
     fn device(&self) -> &DeviceInfo;
 
-    /// Whether the device is a program on the CPU, such as Mesa's software adapter: chosen only by name.
-    fn is_emulated(&self) -> bool {
+    /// Whether the device is a program on the CPU, such as Mesa's software adapter. Selection takes such a backend only by name.
+    fn is_software(&self) -> bool {
         false
     }
 
@@ -217,7 +217,7 @@ pub trait DecodeAttention: Send + Sync {
     /// [`Unsupported`] with the reason.
     fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported>;
 
-    /// Creates an empty cache where the backend is.
+    /// Creates an empty cache in the backend's memory.
     ///
     /// # Errors
     /// [`Error::Parameter`] for a bad config, [`Error::Device`] if memory is short.
@@ -232,6 +232,6 @@ pub trait DecodeAttention: Send + Sync {
     /// Attends: writes every element of the step's outputs, or refuses and writes none.
     ///
     /// # Errors
-    /// [`Error::Foreign`] for another backend's plan or cache; [`Error::Device`], after which the outputs' contents are undefined.
+    /// [`Error::WrongBackend`] for another backend's plan or cache; [`Error::Device`], after which the outputs' contents are undefined.
     fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error>;
 }

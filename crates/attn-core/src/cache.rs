@@ -1,7 +1,7 @@
-//! Who owns which page: the page table over a shared pool, and the cache's lifecycle.
+//! The page allocator: which sequences own which pages of a shared pool, and the cache's lifecycle.
 //!
-//! [`KvCache`] keeps the page table (lengths, pages, sharing) and checks every call; a backend's [`PageStore`] keeps the bytes where the
-//! backend is. A refused call changes neither, and a call that the device fails changes no length and takes no page.
+//! [`KvCache`] keeps the page table (lengths, pages, sharing) and checks every call; a backend's [`PageStore`] keeps the bytes in the
+//! backend's memory. A refused call changes neither, and a call that the device fails changes no length and takes no page.
 
 use std::any::Any;
 
@@ -12,24 +12,24 @@ use crate::{
     view::check_tensor_scales,
 };
 
-/// A cache to create.
+/// The description of a cache to create.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CacheConfig {
-    /// What is stored.
+    /// The schemes of K and V.
     pub format: KvFormat,
-    /// KV heads.
+    /// Number of KV heads.
     pub num_kv_heads: usize,
     /// Elements per head.
     pub head_dim: usize,
     /// Tokens per page: 16, 32, 64 or 128.
     pub page_size: usize,
-    /// Pages in the pool.
+    /// Number of pages in the pool.
     pub num_pages: usize,
-    /// Sequences, all empty at first.
+    /// Number of sequences, all empty at first.
     pub num_sequences: usize,
     /// Static K scale per KV head, for fp8 and int8-tensor.
     pub k_tensor_scales: Vec<f32>,
-    /// Static V scale per KV head, likewise.
+    /// Static V scale per KV head, for fp8 and int8-tensor.
     pub v_tensor_scales: Vec<f32>,
 }
 
@@ -37,7 +37,7 @@ pub struct CacheConfig {
 const MAX_SEQUENCES: usize = 1 << 24;
 
 impl CacheConfig {
-    /// Pages of 64 tokens, enough for `num_sequences` of `max_kv_len` tokens, tensor scales 1.
+    /// Describes a cache with pages of 64 tokens, enough for `num_sequences` of `max_kv_len` tokens, and tensor scales of 1.
     ///
     /// Numbers that no cache can have saturate here; [`CacheConfig::check`] refuses them.
     pub fn new(
@@ -72,13 +72,13 @@ impl CacheConfig {
         config
     }
 
-    /// Pages that one sequence of `kv_len` tokens takes, tail page included.
+    /// Number of pages that one sequence of `kv_len` tokens takes, tail page included.
     pub fn pages_for(&self, kv_len: usize) -> usize {
         let home = kv_len.div_ceil(self.page_size.max(1));
         home.saturating_add(usize::from(self.format.has_tail_page() && kv_len > 0))
     }
 
-    /// The page's layout.
+    /// The layout of the cache's pages.
     ///
     /// # Errors
     /// Those of [`PageLayout::new`].
@@ -91,7 +91,7 @@ impl CacheConfig {
         )
     }
 
-    /// Bytes of the pool.
+    /// Size of the pool in bytes.
     ///
     /// # Errors
     /// Those of [`CacheConfig::check`].
@@ -100,7 +100,7 @@ impl CacheConfig {
         Ok(self.num_pages * self.layout()?.page_bytes())
     }
 
-    /// Refuses what no pool can hold.
+    /// Refuses a description that no pool can hold.
     ///
     /// # Errors
     /// [`Error::Parameter`], [`Error::Length`].
@@ -125,17 +125,17 @@ impl CacheConfig {
     }
 }
 
-/// Where one token goes, decided and checked by [`KvCache`], which alone can make one.
+/// The destination of one token. Only [`KvCache`] makes one, and it checks the page and the place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TokenWrite {
     /// The token's index in the call's K and V.
     pub source: usize,
-    /// Its home page.
+    /// The token's home page.
     pub page: u32,
-    /// The tail page that holds its K while the page is open, for `Int4 Channel`.
+    /// The tail page that holds the token's K while the home page is open, for `Int4 Channel`.
     pub tail_page: Option<u32>,
-    /// Its index inside the page.
+    /// The token's index inside the page.
     pub token: usize,
 }
 
@@ -146,15 +146,15 @@ impl TokenWrite {
     }
 }
 
-/// Permission to drive a [`PageStore`]: only a [`KvCache`] has one, so that no other caller can write pages which sequences own.
+/// Permission to drive a [`PageStore`]. Only a [`KvCache`] has one, so that no other caller can write pages that sequences own.
 #[derive(Debug)]
 pub struct CacheAccess(());
 
 /// A backend's pool of pages, driven by the [`KvCache`] that owns it.
 pub trait PageStore: Send + Sync {
-    /// The layout of its pages.
+    /// The layout of the pool's pages.
     fn layout(&self) -> PageLayout;
-    /// Pages in the pool.
+    /// Number of pages in the pool.
     fn num_pages(&self) -> usize;
     /// Quantizes and writes tokens in order, sealing pages as they fill; `k`, `v` are `[tokens, num_kv_heads, head_dim]`.
     ///
@@ -167,7 +167,7 @@ pub trait PageStore: Send + Sync {
         k: &[f32],
         v: &[f32],
     ) -> Result<(), Error>;
-    /// The bytes of one page.
+    /// Reads the bytes of one page.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
@@ -177,11 +177,11 @@ pub trait PageStore: Send + Sync {
     /// # Errors
     /// [`Error::Device`] if the device fails.
     fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error>;
-    /// For the backend to find its own type again.
+    /// The store as [`Any`], so that a backend can recover its own type.
     fn as_any(&self) -> &dyn Any;
 }
 
-/// Which pages hold which sequence; pages may be shared.
+/// The pages and lengths of all sequences; sequences may share pages.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PageTable {
     /// Home pages of each sequence, in token order.
@@ -197,11 +197,12 @@ pub struct KvCache {
     config: CacheConfig,
     layout: PageLayout,
     table: PageTable,
-    /// Pages given back, the next to take last.
+    /// Freed pages; the last one is taken next.
     free: Vec<u32>,
-    /// The first page that was never taken; those from here on are free, too.
+    /// The first page that was never taken; it and all later pages are free, too.
     fresh: u32,
-    owners: Vec<u32>,
+    /// Number of sequences that own each page.
+    ref_counts: Vec<u32>,
     store: Box<dyn PageStore>,
 }
 
@@ -219,7 +220,7 @@ impl KvCache {
     /// Makes the page table for a backend's store; backends call this from `create_cache`.
     ///
     /// # Errors
-    /// Those of [`CacheConfig::check`]; [`Error::Mismatch`] if the store's pages are others than the config's; [`Error::OutOfMemory`].
+    /// Those of [`CacheConfig::check`]; [`Error::Mismatch`] if the store's layout or number of pages differs from the config's; [`Error::OutOfMemory`].
     pub fn new(config: CacheConfig, store: Box<dyn PageStore>) -> Result<Self, Error> {
         config.check()?;
         let layout = config.layout()?;
@@ -248,34 +249,34 @@ impl KvCache {
             },
             free: Vec::new(),
             fresh: 0,
-            owners: filled("the pages' owners", config.num_pages, 0)?,
+            ref_counts: filled("the pages' reference counts", config.num_pages, 0)?,
             layout,
             config,
             store,
         })
     }
 
-    /// What was asked for.
+    /// The description that the cache was created from.
     pub fn config(&self) -> &CacheConfig {
         &self.config
     }
 
-    /// The layout of its pages.
+    /// The layout of the cache's pages.
     pub fn layout(&self) -> &PageLayout {
         &self.layout
     }
 
-    /// Pages and lengths.
+    /// The pages and lengths of all sequences.
     pub fn table(&self) -> &PageTable {
         &self.table
     }
 
-    /// The backend's bytes.
+    /// The backend's pool of pages.
     pub fn store(&self) -> &dyn PageStore {
         &*self.store
     }
 
-    /// Pages not owned by any sequence.
+    /// Number of pages that no sequence owns.
     pub fn free_pages(&self) -> usize {
         self.free.len() + (self.config.num_pages - self.fresh as usize)
     }
@@ -288,7 +289,7 @@ impl KvCache {
         let mut sorted = order.to_vec();
         sorted.sort_unstable();
         sorted.dedup();
-        let owned = |page: &u32| self.owners.get(*page as usize).is_none_or(|&n| n > 0);
+        let owned = |page: &u32| self.ref_counts.get(*page as usize).is_none_or(|&n| n > 0);
         if sorted.len() != self.free_pages()
             || order.len() != sorted.len()
             || sorted.iter().any(owned)
@@ -316,7 +317,7 @@ impl KvCache {
         }
     }
 
-    /// Takes a page off the free ones.
+    /// Takes one of the free pages.
     fn take_page(&mut self) -> Result<u32, Error> {
         let page = match self.free.pop() {
             Some(page) => page,
@@ -326,14 +327,14 @@ impl KvCache {
             }
             None => return Err(self.full(1)),
         };
-        self.owners[page as usize] = 1;
+        self.ref_counts[page as usize] = 1;
         Ok(page)
     }
 
     fn drop_page(&mut self, page: u32) {
-        let owners = &mut self.owners[page as usize];
-        *owners -= 1;
-        if *owners == 0 {
+        let ref_counts = &mut self.ref_counts[page as usize];
+        *ref_counts -= 1;
+        if *ref_counts == 0 {
             self.free.push(page);
         }
     }
@@ -384,9 +385,10 @@ impl KvCache {
         })
     }
 
-    /// Appends tokens that the backend has already: `write` gets the backend's store and where each token goes, and writes or records that.
+    /// Appends tokens that lie in the backend's memory already: `write` gets the backend's store and each token's destination, and writes the
+    /// tokens or records the writes.
     ///
-    /// `appends` is sequences, each once, and how many tokens each gets; sources count through all of them in this order.
+    /// `appends` lists (sequence, number of tokens), each sequence once; [`TokenWrite::source`] counts through all of them in this order.
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::Parameter`] for a sequence named twice, [`Error::CacheFull`]; those of `write`. Lengths and pages are
@@ -423,14 +425,14 @@ impl KvCache {
         written
     }
 
-    /// The open page that an append to `sequence` would have to copy, as others share it.
+    /// The open page that an append to `sequence` would have to copy because other sequences share it.
     fn shared_open_page(&self, sequence: usize) -> Option<u32> {
         let open = !self.table.lens[sequence].is_multiple_of(self.config.page_size);
         let page = self.table.pages[sequence].last().copied().filter(|_| open);
-        page.filter(|&page| self.owners[page as usize] > 1)
+        page.filter(|&page| self.ref_counts[page as usize] > 1)
     }
 
-    /// Pages that a sequence lacks for `tokens` more.
+    /// Number of pages that a sequence lacks for `tokens` more.
     fn new_pages(&self, sequence: usize, tokens: usize) -> usize {
         let len = self.table.lens[sequence].saturating_add(tokens);
         len.div_ceil(self.config.page_size)
@@ -441,7 +443,7 @@ impl KvCache {
         self.layout.has_tail_page() && self.table.tail_pages[sequence].is_none()
     }
 
-    /// Refuses appends that cannot be; says how many tokens they are together.
+    /// Refuses appends to missing or repeated sequences; returns their tokens in total.
     fn check_appends(&self, appends: &[(usize, usize)]) -> Result<usize, Error> {
         let (mut needed, mut total) = (0usize, 0usize);
         let mut sequences = Vec::with_capacity(appends.len());
@@ -504,7 +506,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// Where each of the tokens goes.
+    /// The destination of each token.
     fn writes(&self, reserved: &[Reservation], total: usize) -> Result<Vec<TokenWrite>, Error> {
         let mut writes = Vec::new();
         writes
@@ -581,7 +583,7 @@ impl KvCache {
             self.table.tail_pages[to] = Some(copy);
         }
         for &page in &self.table.pages[from] {
-            self.owners[page as usize] += 1;
+            self.ref_counts[page as usize] += 1;
         }
         self.table.pages[to] = self.table.pages[from].clone();
         self.table.lens[to] = self.table.lens[from];
@@ -701,7 +703,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// Writes one page's bytes as they are, for restoring an offloaded page or poisoning a test's.
+    /// Writes one page's bytes as they are, for restoring an offloaded page or to overwrite a page in tests.
     ///
     /// # Errors
     /// [`Error::Parameter`] for a page outside the pool, [`Error::Length`] for other than one page.

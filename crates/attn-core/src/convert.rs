@@ -1,40 +1,38 @@
 //! Caches of other engines, in and out, without going through floats.
 //!
-//! | theirs ([`RowFormat`]) | ours | in | out |
+//! | other engine's rows ([`RowFormat`]) | page scheme | import | export |
 //! |---|---|---|---|
 //! | contiguous or paged f16, bf16, e4m3, int8 ([`RowFormat::Plain`]) | the same scheme | exact | exact |
 //! | FBGEMM int4 rows, 1, 2, 4, 8 groups | `int4-g1` … `int4-g8` | exact | exact |
 //! | llama.cpp `q8_0` | `int8-g32` | exact | exact |
-//! | llama.cpp `q4_0` | `int4` with a group per 32 dims | shift rounded where `d` is negative | exact for what came in so |
+//! | llama.cpp `q4_0` | `int4` with a group per 32 dims | shift rounded where `d` is negative | exact for imported groups |
 //!
 //! [`import`] makes the pages that [`KvCache::restore`](crate::KvCache::restore) puts into a cache on any backend; [`export`] and [`dequantize`] take
-//! those of [`KvCache::read_back`](crate::KvCache::read_back). How each row is laid out, and which quantizer wrote it: [`rows`].
+//! the pages that [`KvCache::read_back`](crate::KvCache::read_back) gives. [`rows`] describes how each row is laid out, and which quantizer writes it.
 //!
-//! Not here: int4-channel K from or to others, which no other engine stores; go through [`dequantize`] and `append`.
-
-use half::f16;
+//! Not here: int4-channel K, which no other engine stores; use [`dequantize`] and `append`.
 
 use crate::{
     error::{Error, filled, refuse},
-    format::{Int4Scale, Scheme},
-    host_pages::{load_code, load_param, store_code, store_param},
-    layout::{self, PageLayout},
+    format::Scheme,
+    layout::PageLayout,
     quant::{self, Param},
     view::{StridedRows, check_tensor_scales},
 };
 
 pub mod rows;
 
+pub use crate::layout::Side;
 pub use rows::RowFormat;
 
-/// Rows of another engine: how one is coded, and where each lies.
+/// Rows of another engine's cache: how each is coded, and where it lies.
 #[derive(Debug, Clone, Copy)]
-pub struct Foreign<'a> {
-    /// The coding.
+pub struct ExternalRows<'a> {
+    /// How each row is coded.
     pub format: RowFormat,
-    /// The bytes; f16 scales beside them for [`RowFormat::Plain`] int8, none for the others, which hold theirs in the row.
+    /// The rows' bytes. [`RowFormat::Plain`] int8 has f16 scales beside them; the other formats hold their scales inside the row.
     pub rows: StridedRows<'a>,
-    /// For paged caches; the first stride of `rows` then goes from block to block.
+    /// The block table of a paged cache; the first stride of `rows` then goes from block to block.
     pub blocks: Option<Blocks<'a>>,
 }
 
@@ -47,16 +45,7 @@ pub struct Blocks<'a> {
     pub tokens: usize,
 }
 
-/// K or V.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
-    /// Keys.
-    K,
-    /// Values.
-    V,
-}
-
-/// In which order exported rows lie.
+/// The order in which exported rows lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// `[num_kv_heads, tokens, row]`, also called HND.
@@ -65,7 +54,7 @@ pub enum Order {
     Bsnh,
 }
 
-/// One side of one sequence as rows of another engine.
+/// K or V of one sequence as rows of another engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Exported {
     /// The rows.
@@ -74,34 +63,9 @@ pub struct Exported {
     pub scales: Vec<u16>,
 }
 
-/// One part of a run: its scheme and where its codes and parameters lie.
-struct Part {
-    scheme: Scheme,
-    codes: std::ops::Range<usize>,
-    params: std::ops::Range<usize>,
-    address: fn(usize, usize, usize, usize, usize) -> layout::CodeAddr,
-}
-
-fn part(layout: &PageLayout, side: Side) -> Part {
-    match side {
-        Side::K => Part {
-            scheme: layout.format().k,
-            codes: layout.k_codes(),
-            params: layout.k_params(),
-            address: layout::k_code,
-        },
-        Side::V => Part {
-            scheme: layout.format().v,
-            codes: layout.v_codes(),
-            params: layout.v_params(),
-            address: layout::v_code,
-        },
-    }
-}
-
 fn check_scheme(format: RowFormat, layout: &PageLayout, side: Side) -> Result<Scheme, Error> {
     let scheme = format.scheme(layout.head_dim())?;
-    let stored = part(layout, side).scheme;
+    let stored = layout.part(side).scheme;
     if scheme != stored {
         return Err(Error::Mismatch {
             what: "scheme of the rows",
@@ -112,9 +76,9 @@ fn check_scheme(format: RowFormat, layout: &PageLayout, side: Side) -> Result<Sc
     Ok(scheme)
 }
 
-impl Foreign<'_> {
-    /// Refuses rows that do not hold the last token of the last head, and a block table that is too short: what asks for pages of memory
-    /// has brought as many rows.
+impl ExternalRows<'_> {
+    /// Refuses rows that do not hold the last token of the last head, and a block table that is too short, so that a call allocates no more
+    /// pages than its rows fill.
     fn check(&self, layout: &PageLayout, sequence: usize, tokens: usize) -> Result<(), Error> {
         if self.blocks.is_some_and(|blocks| blocks.tokens == 0) {
             return refuse("tokens per block", 0, "1 or more");
@@ -153,12 +117,12 @@ fn blank_pages(layout: &PageLayout, tokens: usize) -> Result<Vec<Vec<u8>>, Error
 
 /// Where the bytes of row (head, token) of `sequence` lie, as an index triple for the strides.
 fn place(
-    foreign: &Foreign<'_>,
+    external: &ExternalRows<'_>,
     sequence: usize,
     head: usize,
     t: usize,
 ) -> Result<[usize; 3], Error> {
-    let Some(blocks) = foreign.blocks else {
+    let Some(blocks) = external.blocks else {
         return Ok([sequence, head, t]);
     };
     match blocks.table.get(t / blocks.tokens) {
@@ -201,33 +165,34 @@ pub fn import(
     layout: &PageLayout,
     sequence: usize,
     tokens: usize,
-    k: &Foreign<'_>,
-    v: &Foreign<'_>,
+    k: &ExternalRows<'_>,
+    v: &ExternalRows<'_>,
 ) -> Result<Vec<Vec<u8>>, Error> {
     let page_size = layout.page_size();
-    for (side, foreign) in [(Side::K, k), (Side::V, v)] {
-        check_scheme(foreign.format, layout, side)?;
-        foreign.check(layout, sequence, tokens)?;
+    for (side, external) in [(Side::K, k), (Side::V, v)] {
+        check_scheme(external.format, layout, side)?;
+        external.check(layout, sequence, tokens)?;
     }
     let mut pages = blank_pages(layout, tokens)?;
-    for (side, foreign) in [(Side::K, k), (Side::V, v)] {
-        let scheme = check_scheme(foreign.format, layout, side)?;
+    for (side, external) in [(Side::K, k), (Side::V, v)] {
+        let part = layout.part(side);
+        let scheme = part.scheme;
         let groups = scheme.groups(layout.head_dim());
-        let row_bytes = foreign.format.row_bytes(layout.head_dim());
-        let outside = foreign.format.scales_outside();
+        let row_bytes = external.format.row_bytes(layout.head_dim());
+        let outside = external.format.scales_outside();
         let (mut codes, mut params) = (vec![0; layout.head_dim()], vec![Param::default(); groups]);
         for head in 0..layout.num_kv_heads() {
             for t in 0..tokens {
-                let at = place(foreign, sequence, head, t)?;
-                let start = offset(at, foreign.rows.code_strides);
-                let row = slice("rows", foreign.rows.codes, start, row_bytes)?;
+                let at = place(external, sequence, head, t)?;
+                let start = offset(at, external.rows.code_strides);
+                let row = slice("rows", external.rows.codes, start, row_bytes)?;
                 let scales = if outside {
-                    let start = offset(at, foreign.rows.scale_strides);
-                    slice("scales", foreign.rows.scales, start, groups)?
+                    let start = offset(at, external.rows.scale_strides);
+                    slice("scales", external.rows.scales, start, groups)?
                 } else {
                     &[]
                 };
-                foreign
+                external
                     .format
                     .unpack(row, scales, &mut codes, &mut params)
                     .map_err(|what| Error::BadBytes {
@@ -235,54 +200,16 @@ pub fn import(
                         offset: start,
                         scheme,
                     })?;
-                put(
-                    layout,
-                    side,
-                    &mut pages[t / page_size],
-                    head,
-                    t % page_size,
-                    &codes,
-                    &params,
-                );
+                let run = &mut pages[t / page_size][layout.run(0, head)];
+                part.store_codes(run, t % page_size, &codes);
+                part.store_params(run, t % page_size, &params);
             }
         }
     }
     Ok(pages)
 }
 
-/// Writes one token of one head into a page.
-fn put(
-    layout: &PageLayout,
-    side: Side,
-    page: &mut [u8],
-    head: usize,
-    t: usize,
-    codes: &[u16],
-    params: &[Param],
-) {
-    let part = part(layout, side);
-    let run = &mut page[layout.run(0, head)];
-    let bits = part.scheme.code_bits();
-    for (d, &code) in codes.iter().enumerate() {
-        let at = (part.address)(bits, layout.head_dim(), layout.page_size(), t, d);
-        store_code(&mut run[part.codes.clone()], bits, at, code);
-    }
-    if part.params.is_empty() {
-        return;
-    }
-    for (g, param) in params.iter().enumerate() {
-        store_param(
-            &mut run[part.params.clone()],
-            part.scheme,
-            layout.page_size(),
-            t,
-            g,
-            *param,
-        );
-    }
-}
-
-/// Reads one token of one head: codes, and parameters per group (per dim in a sealed `Int4 Channel` page).
+/// Codes of one token of one head, and its parameters per group (per dim in a sealed `Int4 Channel` page).
 fn get(
     layout: &PageLayout,
     side: Side,
@@ -290,31 +217,11 @@ fn get(
     head: usize,
     t: usize,
 ) -> (Vec<u16>, Vec<Param>) {
-    let part = part(layout, side);
+    let part = layout.part(side);
     let run = &page[layout.run(0, head)];
-    let bits = part.scheme.code_bits();
-    let codes = (0..layout.head_dim())
-        .map(|d| {
-            let at = (part.address)(bits, layout.head_dim(), layout.page_size(), t, d);
-            load_code(&run[part.codes.clone()], bits, at)
-        })
-        .collect();
-    let groups = match part.scheme {
-        Scheme::Int4(Int4Scale::Channel) => layout.head_dim(),
-        scheme => scheme.groups(layout.head_dim()),
-    };
-    let params = (0..groups)
-        .map(|g| {
-            load_param(
-                &run[part.params.clone()],
-                part.scheme,
-                layout.page_size(),
-                t,
-                g,
-            )
-        })
-        .collect();
-    (codes, params)
+    let codes = (0..layout.head_dim()).map(|d| part.load_code(run, t, d));
+    let params = (0..part.num_params()).map(|g| part.load_param(run, t, g));
+    (codes.collect(), params.collect())
 }
 
 /// Converts pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them, to rows of another engine.
@@ -390,7 +297,7 @@ pub fn dequantize(
             } else {
                 (layout, &pages[page])
             };
-            let scheme = part(layout, side).scheme;
+            let scheme = layout.part(side).scheme;
             for head in 0..heads {
                 let (codes, params) = get(layout, side, page, head, t % page_size);
                 let scale = scales.get(head).copied().unwrap_or(1.0);
@@ -405,9 +312,4 @@ pub fn dequantize(
         side(Side::K, k_tensor_scales),
         side(Side::V, v_tensor_scales),
     ])
-}
-
-/// Whether a stored scale is one: finite and not negative.
-pub(crate) fn is_scale(x: f16) -> bool {
-    x.to_bits() <= f16::MAX.to_bits()
 }

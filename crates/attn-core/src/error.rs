@@ -1,8 +1,8 @@
-//! What can go wrong, as values: who refused, what was given, what is allowed, what to do next.
+//! Errors as values: which backend or check refused, the value given, the values allowed, and the next step.
 
 use crate::format::Scheme;
 
-/// A refused call. The cache and the outputs are unchanged.
+/// The reason why a call was refused. The cache and the outputs are unchanged.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -11,9 +11,9 @@ pub enum Error {
     Parameter {
         /// The parameter's name.
         what: &'static str,
-        /// What was given.
+        /// The value given.
         given: String,
-        /// What is allowed, and the next step where it is not obvious.
+        /// The values allowed, and the next step where it is not obvious.
         allowed: &'static str,
     },
     /// A slice of the wrong length.
@@ -53,15 +53,15 @@ pub enum Error {
         value: f32,
         /// The scheme.
         scheme: Scheme,
-        /// The largest magnitude that it takes.
+        /// The largest magnitude that the scheme takes.
         limit: f32,
     },
-    /// No memory for what was asked.
+    /// An allocation that failed.
     #[error(
         "there is no memory for {what} of {bytes} bytes; ask for less, or use a machine with more"
     )]
     OutOfMemory {
-        /// What needs it.
+        /// The thing to allocate.
         what: &'static str,
         /// Bytes needed.
         bytes: usize,
@@ -96,21 +96,21 @@ pub enum Error {
         /// Sequences in the cache.
         count: usize,
     },
-    /// Problem and cache disagree.
+    /// A problem that disagrees with the cache.
     #[error(
         "{what} is {problem} in the problem but {cache} in the cache; plan with the cache's own value"
     )]
     Mismatch {
-        /// What differs.
+        /// The quantity that differs.
         what: &'static str,
         /// The problem's value.
         problem: String,
         /// The cache's value.
         cache: String,
     },
-    /// A cache, plan or step of another backend.
+    /// A cache, plan or step that another backend made.
     #[error("{backend}: the {what} was made by another backend; make it with this one")]
-    Foreign {
+    WrongBackend {
         /// The backend that was called.
         backend: &'static str,
         /// `cache` or `plan`.
@@ -121,22 +121,22 @@ pub enum Error {
         "{what} at byte {offset} is no {scheme} value; the file is damaged or of another format"
     )]
     BadBytes {
-        /// Which bytes.
+        /// The kind of the bytes.
         what: &'static str,
-        /// Where.
+        /// Offset of the bytes.
         offset: usize,
         /// The format expected.
         scheme: Scheme,
     },
-    /// The backend cannot do it.
+    /// A problem that the backend cannot run.
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
-    /// The device failed.
+    /// A failure of the device.
     #[error("{backend}: {doing} failed")]
     Device {
         /// The backend.
         backend: &'static str,
-        /// What it was doing.
+        /// The operation that failed.
         doing: &'static str,
         /// The driver's own error.
         #[source]
@@ -144,7 +144,7 @@ pub enum Error {
     },
 }
 
-/// The refusal of one parameter.
+/// Refuses one parameter.
 pub(crate) fn refuse<T>(
     what: &'static str,
     given: impl ToString,
@@ -206,19 +206,19 @@ pub enum Unsupported {
     Absent {
         /// The backend.
         backend: &'static str,
-        /// What is missing.
+        /// The missing part.
         reason: String,
-        /// What mends it.
+        /// How to repair it.
         next_step: String,
     },
-    /// Present, but without a kernel for this.
+    /// A device without a kernel for the problem.
     #[error("{backend}: {what} has no kernel; built: {built}. Use backend \"cpu\"")]
     NoKernel {
         /// The backend.
         backend: &'static str,
-        /// What was asked for.
+        /// The thing asked for.
         what: String,
-        /// What there is.
+        /// The kernels that exist.
         built: String,
     },
 }

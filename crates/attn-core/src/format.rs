@@ -4,6 +4,9 @@ use std::{fmt, str::FromStr};
 
 use crate::error::Error;
 
+/// Most quantization groups of a token's dims in any scheme; `Int4 Channel`, whose groups lie across tokens, apart.
+pub const MAX_GROUPS: usize = 8;
+
 /// Where the scales of an int8 scheme lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Int8Scale {

@@ -1,13 +1,14 @@
 //! Where each code and each parameter of a page lies: the address formulas of `FORMATS.md`.
+//!
+//! Not here: which bytes of a page are written and which values they may hold (`page_bytes.rs`).
 
 use std::ops::Range;
 
+use half::f16;
+
 use crate::{
-    convert::rows::check_values,
     error::{Error, refuse},
     format::{Int4Scale, Int8Scale, KvFormat, Scheme},
-    host_pages::{load_code, load_param},
-    problem::check_head_dim,
     quant::Param,
 };
 
@@ -21,6 +22,77 @@ pub struct CodeAddr {
     pub byte: usize,
     /// Bits to shift right: 4 for a high nibble, else 0.
     pub shift: u32,
+}
+
+impl CodeAddr {
+    /// The code of `bits` bits at this address of a part.
+    pub fn load(self, codes: &[u8], bits: usize) -> u16 {
+        match bits {
+            16 => u16::from_le_bytes([codes[self.byte], codes[self.byte + 1]]),
+            8 => u16::from(codes[self.byte]),
+            _ => u16::from(codes[self.byte] >> self.shift & 15),
+        }
+    }
+
+    /// Writes a code of `bits` bits to this address of a part.
+    ///
+    /// A low nibble clears the high one, which is written later: in K by a later token, in V by a later dim.
+    pub fn store(self, codes: &mut [u8], bits: usize, code: u16) {
+        match bits {
+            16 => codes[self.byte..self.byte + 2].copy_from_slice(&code.to_le_bytes()),
+            8 => codes[self.byte] = code as u8,
+            _ if self.shift == 0 => codes[self.byte] = code as u8,
+            _ => codes[self.byte] = codes[self.byte] & 15 | (code as u8) << 4,
+        }
+    }
+}
+
+/// Index of the first f16 of group `g` of token `t` among a part's parameters.
+fn param_index(scheme: Scheme, page_size: usize, t: usize, g: usize) -> usize {
+    match scheme {
+        Scheme::Int4(Int4Scale::Channel) => 2 * g,
+        Scheme::Int4(_) => 2 * (g * page_size + t),
+        _ => g * page_size + t,
+    }
+}
+
+/// Reads the parameters of group `g` of token `t`, or of dim `g` in a sealed `Int4 Channel` page.
+///
+/// A scheme without parameters in the page has scale 1 and shift 0.
+pub fn load_param(params: &[u8], scheme: Scheme, page_size: usize, t: usize, g: usize) -> Param {
+    let load = |i: usize| f16::from_le_bytes([params[2 * i], params[2 * i + 1]]);
+    let i = param_index(scheme, page_size, t, g);
+    match scheme {
+        Scheme::Int4(_) => Param {
+            scale: load(i),
+            shift: load(i + 1),
+        },
+        _ if scheme.has_row_scales() => Param {
+            scale: load(i),
+            shift: f16::ZERO,
+        },
+        _ => Param {
+            scale: f16::ONE,
+            shift: f16::ZERO,
+        },
+    }
+}
+
+/// Writes the parameters of group `g` of token `t`, or of dim `g` in a sealed `Int4 Channel` page; the scheme has some.
+pub fn store_param(
+    params: &mut [u8],
+    scheme: Scheme,
+    page_size: usize,
+    t: usize,
+    g: usize,
+    p: Param,
+) {
+    let mut store = |i: usize, x: f16| params[2 * i..2 * i + 2].copy_from_slice(&x.to_le_bytes());
+    let i = param_index(scheme, page_size, t, g);
+    store(i, p.scale);
+    if matches!(scheme, Scheme::Int4(_)) {
+        store(i + 1, p.shift);
+    }
 }
 
 /// Slot of token `t` (0..16) in a panel of V: the order in which a tensor core's first product comes out.
@@ -75,8 +147,83 @@ pub fn v_code(bits: usize, head_dim: usize, page_size: usize, t: usize, d: usize
     }
 }
 
-/// `k_code` or `v_code`.
-type Address = fn(usize, usize, usize, usize, usize) -> CodeAddr;
+/// K or V.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// Keys.
+    K,
+    /// Values.
+    V,
+}
+
+/// The codes and parameters of K or of V inside a run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// How they are stored.
+    pub scheme: Scheme,
+    /// Where the codes lie in the run.
+    pub codes: Range<usize>,
+    /// Where the parameters lie in the run.
+    pub params: Range<usize>,
+    side: Side,
+    head_dim: usize,
+    page_size: usize,
+}
+
+impl Part {
+    /// Address of the code `(t, d)` from the start of the codes.
+    pub fn code_addr(&self, t: usize, d: usize) -> CodeAddr {
+        let bits = self.scheme.code_bits();
+        match self.side {
+            Side::K => k_code(bits, self.head_dim, self.page_size, t, d),
+            Side::V => v_code(bits, self.head_dim, self.page_size, t, d),
+        }
+    }
+
+    /// Elements per token.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// The code `(t, d)` of a run.
+    pub fn load_code(&self, run: &[u8], t: usize, d: usize) -> u16 {
+        let bits = self.scheme.code_bits();
+        self.code_addr(t, d).load(&run[self.codes.clone()], bits)
+    }
+
+    /// Writes the codes of token `t` into a run, dim after dim.
+    pub fn store_codes(&self, run: &mut [u8], t: usize, codes: &[u16]) {
+        let bits = self.scheme.code_bits();
+        let part = &mut run[self.codes.clone()];
+        for (d, &code) in codes.iter().enumerate() {
+            self.code_addr(t, d).store(part, bits, code);
+        }
+    }
+
+    /// Parameters that belong to a token: one for each group, or one for each dim in a sealed `Int4 Channel` page.
+    pub fn num_params(&self) -> usize {
+        match self.scheme {
+            Scheme::Int4(Int4Scale::Channel) => self.head_dim,
+            scheme => scheme.groups(self.head_dim),
+        }
+    }
+
+    /// The parameters of group `g` of token `t` of a run, or of dim `g` in a sealed `Int4 Channel` page.
+    pub fn load_param(&self, run: &[u8], t: usize, g: usize) -> Param {
+        load_param(&run[self.params.clone()], self.scheme, self.page_size, t, g)
+    }
+
+    /// Writes the parameters of token `t` into a run, group after group, if the scheme keeps any there.
+    pub fn store_params(&self, run: &mut [u8], t: usize, params: &[Param]) {
+        if self.params.is_empty() {
+            return;
+        }
+        let part = &mut run[self.params.clone()];
+        for (g, param) in params.iter().enumerate() {
+            store_param(part, self.scheme, self.page_size, t, g, *param);
+        }
+    }
+}
 
 /// A page's parts and sizes for one format; holding one proves that the format has such pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,13 +234,17 @@ pub struct PageLayout {
     num_kv_heads: usize,
 }
 
+/// head_dims that the library defines.
+pub const HEAD_DIMS: [usize; 6] = [64, 80, 96, 128, 192, 256];
+
 /// Page sizes that the library defines, in tokens.
 pub const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
 
 /// Most KV heads of a problem or a cache.
 pub const MAX_KV_HEADS: usize = 65536;
 
-fn params_bytes(scheme: Scheme, head_dim: usize, page_size: usize) -> usize {
+/// Bytes of the parameters of one side of a run of `page_size` tokens.
+pub fn params_bytes(scheme: Scheme, head_dim: usize, page_size: usize) -> usize {
     match scheme {
         Scheme::F16 | Scheme::Bf16 | Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor) => 0,
         Scheme::Int8(_) => scheme.groups(head_dim) * page_size * 2,
@@ -110,7 +261,16 @@ pub fn run_bytes(format: KvFormat, head_dim: usize, page_size: usize) -> usize {
     part(format.k) + part(format.v)
 }
 
-/// Refuses numbers of KV heads that no cache and no problem has.
+/// Refuses a head_dim that no kernel is written for.
+pub(crate) fn check_head_dim(head_dim: usize) -> Result<(), Error> {
+    if HEAD_DIMS.contains(&head_dim) {
+        Ok(())
+    } else {
+        refuse("head_dim", head_dim, "64, 80, 96, 128, 192, 256")
+    }
+}
+
+/// Refuses a number of KV heads that no cache and no problem has.
 pub(crate) fn check_kv_heads(num_kv_heads: usize) -> Result<(), Error> {
     if (1..=MAX_KV_HEADS).contains(&num_kv_heads) {
         Ok(())
@@ -120,7 +280,7 @@ pub(crate) fn check_kv_heads(num_kv_heads: usize) -> Result<(), Error> {
 }
 
 impl PageLayout {
-    /// Pages of `page_size` tokens of `num_kv_heads` KV heads.
+    /// Lays out pages of `page_size` tokens of `num_kv_heads` KV heads.
     ///
     /// # Errors
     /// [`Error::Parameter`] for a head_dim, page size, number of heads or scheme that the library does not define, and for pages of
@@ -154,7 +314,7 @@ impl PageLayout {
         Ok(layout)
     }
 
-    /// What is stored.
+    /// The schemes of K and V.
     pub fn format(&self) -> KvFormat {
         self.format
     }
@@ -169,7 +329,7 @@ impl PageLayout {
         self.page_size
     }
 
-    /// KV heads, each with a run of its own.
+    /// Number of KV heads, each with a run of its own.
     pub fn num_kv_heads(&self) -> usize {
         self.num_kv_heads
     }
@@ -179,27 +339,43 @@ impl PageLayout {
         self.page_size * self.head_dim * scheme.code_bits() / 8
     }
 
-    /// K codes inside a run.
+    /// Range of K's codes inside a run.
     pub fn k_codes(&self) -> Range<usize> {
         0..self.codes_bytes(self.format.k)
     }
 
-    /// K parameters inside a run.
+    /// Range of K's parameters inside a run.
     pub fn k_params(&self) -> Range<usize> {
         let start = self.k_codes().end;
         start..start + params_bytes(self.format.k, self.head_dim, self.page_size)
     }
 
-    /// V codes inside a run.
+    /// Range of V's codes inside a run.
     pub fn v_codes(&self) -> Range<usize> {
         let start = self.k_params().end;
         start..start + self.codes_bytes(self.format.v)
     }
 
-    /// V parameters inside a run.
+    /// Range of V's parameters inside a run.
     pub fn v_params(&self) -> Range<usize> {
         let start = self.v_codes().end;
         start..start + params_bytes(self.format.v, self.head_dim, self.page_size)
+    }
+
+    /// K or V inside a run.
+    pub fn part(&self, side: Side) -> Part {
+        let (scheme, codes, params) = match side {
+            Side::K => (self.format.k, self.k_codes(), self.k_params()),
+            Side::V => (self.format.v, self.v_codes(), self.v_params()),
+        };
+        Part {
+            scheme,
+            codes,
+            params,
+            side,
+            head_dim: self.head_dim,
+            page_size: self.page_size,
+        }
     }
 
     /// Bytes of one KV head's run.
@@ -212,7 +388,7 @@ impl PageLayout {
         self.num_kv_heads * self.run_bytes()
     }
 
-    /// Where `head`'s run of `page` lies in the pool.
+    /// Range of `head`'s run of `page` inside the pool.
     pub fn run(&self, page: u32, head: usize) -> Range<usize> {
         let start = page as usize * self.page_bytes() + head * self.run_bytes();
         start..start + self.run_bytes()
@@ -239,187 +415,10 @@ impl PageLayout {
         self.run_bytes() as f64 / self.page_size as f64
     }
 
-    /// Zeroes what a page with `tokens` written tokens leaves unwritten, so that pages can be compared.
-    ///
-    /// `page` is one page's bytes; `k_open` says that K lies in the tail page instead.
-    ///
-    /// # Errors
-    /// [`Error::Length`] if `page` is not one page long; [`Error::Parameter`] for more tokens than a page holds.
-    pub fn canonical(&self, page: &mut [u8], tokens: usize, k_open: bool) -> Result<(), Error> {
-        if tokens > self.page_size {
-            return refuse("tokens of a page", tokens, "at most the page size");
-        }
-        if page.len() != self.page_bytes() {
-            return Err(Error::Length {
-                what: "page",
-                given: page.len(),
-                needed: self.page_bytes(),
-            });
-        }
-        for run in page.chunks_exact_mut(self.run_bytes()) {
-            let mut kept = vec![0u8; run.len()];
-            let mut keep = |at: usize, mask: u8| kept[at] |= mask;
-            if !k_open {
-                self.mark(
-                    self.format.k,
-                    self.k_codes().start,
-                    self.k_params().start,
-                    tokens,
-                    k_code,
-                    &mut keep,
-                );
-            }
-            self.mark(
-                self.format.v,
-                self.v_codes().start,
-                self.v_params().start,
-                tokens,
-                v_code,
-                &mut keep,
-            );
-            run.iter_mut()
-                .zip(&kept)
-                .for_each(|(byte, mask)| *byte &= mask);
-        }
-        Ok(())
-    }
-
-    /// Pages that [`KvCache::read_back`](crate::KvCache::read_back) gives for a sequence of `tokens`: home pages, and the tail page while one is open.
+    /// Number of pages that [`KvCache::read_back`](crate::KvCache::read_back) gives for a sequence of `tokens`: home pages, and the tail page while
+    /// one is open.
     pub fn pages_of(&self, tokens: usize) -> usize {
         let tail = self.has_tail_page() && !tokens.is_multiple_of(self.page_size);
         tokens.div_ceil(self.page_size) + usize::from(tail)
-    }
-
-    /// Refuses pages of a sequence of `tokens` that no quantizer can have written: NaN or infinite values, negative scales.
-    ///
-    /// # Errors
-    /// [`Error::Length`], [`Error::BadBytes`].
-    pub fn check_pages(&self, pages: &[Vec<u8>], tokens: usize) -> Result<(), Error> {
-        let length = |what, given, needed| {
-            if given == needed {
-                Ok(())
-            } else {
-                Err(Error::Length {
-                    what,
-                    given,
-                    needed,
-                })
-            }
-        };
-        length("pages", pages.len(), self.pages_of(tokens))?;
-        let home = tokens.div_ceil(self.page_size);
-        for (i, page) in pages.iter().enumerate() {
-            let stored = if i < home { *self } else { self.tail_k() };
-            length("page", page.len(), stored.page_bytes())?;
-            let used = tokens - i.min(home - 1) * self.page_size;
-            let used = used.min(self.page_size);
-            let k_open = self.has_tail_page() && used < self.page_size;
-            let parts = [
-                (
-                    stored.format.k,
-                    stored.k_codes(),
-                    stored.k_params(),
-                    k_code as Address,
-                ),
-                (
-                    stored.format.v,
-                    stored.v_codes(),
-                    stored.v_params(),
-                    v_code as Address,
-                ),
-            ];
-            for head in 0..self.num_kv_heads {
-                let run = stored.run(0, head);
-                for (side, (scheme, codes, params, address)) in parts.iter().enumerate() {
-                    // While the last page is open, K lies in the tail page, and only K does.
-                    let is_k = side == 0;
-                    let here = if i < home { !(is_k && k_open) } else { is_k };
-                    if !here {
-                        continue;
-                    }
-                    let bytes = &page[run.clone()];
-                    stored
-                        .check_part(
-                            *scheme,
-                            &bytes[codes.clone()],
-                            &bytes[params.clone()],
-                            *address,
-                            used,
-                        )
-                        .map_err(|what| Error::BadBytes {
-                            what,
-                            offset: run.start,
-                            scheme: *scheme,
-                        })?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn check_part(
-        &self,
-        scheme: Scheme,
-        codes: &[u8],
-        params: &[u8],
-        address: Address,
-        tokens: usize,
-    ) -> Result<(), &'static str> {
-        let bits = scheme.code_bits();
-        let groups = match scheme {
-            Scheme::Int4(Int4Scale::Channel) => self.head_dim,
-            _ => scheme.groups(self.head_dim),
-        };
-        for t in 0..tokens {
-            let row: Vec<u16> = (0..self.head_dim)
-                .map(|d| {
-                    load_code(
-                        codes,
-                        bits,
-                        address(bits, self.head_dim, self.page_size, t, d),
-                    )
-                })
-                .collect();
-            let params: Vec<Param> = (0..groups)
-                .map(|g| load_param(params, scheme, self.page_size, t, g))
-                .collect();
-            check_values(scheme, &row, &params)?;
-        }
-        Ok(())
-    }
-
-    /// Marks the written bytes of one part.
-    fn mark(
-        &self,
-        scheme: Scheme,
-        codes: usize,
-        params: usize,
-        tokens: usize,
-        addr: Address,
-        keep: &mut impl FnMut(usize, u8),
-    ) {
-        let bits = scheme.code_bits();
-        for t in 0..tokens {
-            for d in 0..self.head_dim {
-                let at = addr(bits, self.head_dim, self.page_size, t, d);
-                match bits {
-                    16 => (0..2).for_each(|i| keep(codes + at.byte + i, 0xff)),
-                    8 => keep(codes + at.byte, 0xff),
-                    _ => keep(codes + at.byte, 0xf << at.shift),
-                }
-            }
-        }
-        let bytes = params_bytes(scheme, self.head_dim, self.page_size);
-        if scheme == Scheme::Int4(Int4Scale::Channel) {
-            (0..bytes).for_each(|i| keep(params + i, 0xff));
-        } else if bytes > 0 {
-            let groups = scheme.groups(self.head_dim);
-            let each = bytes / groups / self.page_size;
-            for g in 0..groups {
-                for i in 0..tokens * each {
-                    keep(params + g * self.page_size * each + i, 0xff);
-                }
-            }
-        }
     }
 }

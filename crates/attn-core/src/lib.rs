@@ -1,4 +1,4 @@
-//! What every backend of `attn` agrees on: the problem, the cache, its formats, the errors.
+//! The definitions that all backends of `attn` share: the problem, the cache, its formats, the errors.
 //!
 //! For query head `h` of sequence `b`, KV head `g = h / heads_per_kv`, query token `i`:
 //!
@@ -9,8 +9,8 @@
 //! ```
 //!
 //! K and V are the dequantized cache. Reading order: [`format`](mod@format) (what is stored), [`layout`] (where),
-//! [`quant`] (how it is rounded), [`cache`] (who owns which page), [`convert`] (other engines' caches), [`problem`], [`backend`].
-//! The bits of the answer are defined in `docs/arithmetic.md`; [`arithmetic`] holds its scalar functions.
+//! [`quant`] (how it is rounded), [`cache`] (which sequence owns which page), [`convert`] (other engines' caches), [`problem`], [`backend`].
+//! `docs/arithmetic.md` defines the bits of the answer; [`arithmetic`] holds its scalar functions, [`segments`] its order.
 #![forbid(unsafe_code)]
 
 pub mod arithmetic;
@@ -22,8 +22,10 @@ pub mod error;
 pub mod format;
 pub mod host_pages;
 pub mod layout;
+mod page_bytes;
 pub mod problem;
 pub mod quant;
+pub mod segments;
 pub mod state;
 pub mod view;
 

@@ -2,11 +2,10 @@
 
 use crate::{
     error::{Error, refuse},
-    layout::check_kv_heads,
+    layout::{check_head_dim, check_kv_heads},
 };
 
-/// head_dims that the library defines.
-pub const HEAD_DIMS: [usize; 6] = [64, 80, 96, 128, 192, 256];
+pub use crate::layout::HEAD_DIMS;
 
 /// softmax_scale and static scales: their product with each other and with log2 e is a normal f32.
 pub(crate) const SCALES: std::ops::RangeInclusive<f32> = 1e-15..=1e15;
@@ -14,7 +13,7 @@ pub(crate) const SCALES: std::ops::RangeInclusive<f32> = 1e-15..=1e15;
 /// Soft caps: the form `1 - exp2(-2s/cap)` loses up to `cap * 2^-23` of a score.
 const SOFTCAPS: std::ops::RangeInclusive<f32> = 1e-3..=1e3;
 
-/// Elements that a slice of f32 can hold.
+/// Most elements that a slice of f32 can hold.
 const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
 
 /// One decode step over a batch of cached sequences.
@@ -22,9 +21,9 @@ const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
 /// Build with [`Problem::new`], change public fields, and let [`DecodeStep::new`](crate::DecodeStep::new) or a backend's `plan` check it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Problem {
-    /// Query heads.
+    /// Number of query heads.
     pub num_q_heads: usize,
-    /// KV heads; divides `num_q_heads`, at most 64 query heads each.
+    /// Number of KV heads; divides `num_q_heads`, at most 64 query heads each.
     pub num_kv_heads: usize,
     /// Elements per head: one of [`HEAD_DIMS`].
     pub head_dim: usize,
@@ -32,20 +31,20 @@ pub struct Problem {
     pub q_len: usize,
     /// Cached tokens of each sequence, 0..=1 Mi.
     pub kv_lens: Vec<usize>,
-    /// Multiplies q·k; positive.
+    /// The positive factor of q·k.
     pub softmax_scale: f32,
     /// Whether query token i sees only tokens up to `kv_len − q_len + i`.
     pub causal: bool,
-    /// `cap·tanh(s/cap)` on the scaled scores.
+    /// The soft cap: scaled scores become `cap·tanh(s/cap)`.
     pub softcap: Option<f32>,
     /// A token sees at most this many tokens before its own position; any number is allowed.
     pub window_left: Option<usize>,
-    /// Per query head: adds `slope·(t − position)` to the scaled score.
+    /// The ALiBi slope of each query head, which adds `slope·(t − position)` to the scaled score.
     pub alibi_slopes: Option<Vec<f32>>,
 }
 
 impl Problem {
-    /// Causal decode with `softmax_scale = 1/√head_dim`, one query token, no modifiers.
+    /// Describes causal decode with `softmax_scale = 1/√head_dim`, one query token, no modifiers.
     pub fn new(
         num_q_heads: usize,
         num_kv_heads: usize,
@@ -71,7 +70,7 @@ impl Problem {
         self.num_q_heads.checked_div(self.num_kv_heads).unwrap_or(0)
     }
 
-    /// Sequences.
+    /// Number of sequences.
     pub fn batch(&self) -> usize {
         self.kv_lens.len()
     }
@@ -88,7 +87,7 @@ impl Problem {
         self.rows().saturating_mul(self.head_dim)
     }
 
-    /// Refuses what the library does not define.
+    /// Refuses shapes, lengths and parameters that the library does not define.
     ///
     /// # Errors
     /// [`Error::Parameter`] naming the parameter and what is allowed; [`Error::Length`] for the slopes.
@@ -175,15 +174,6 @@ impl Problem {
             .window_left
             .map_or(0, |w| (position - signed(w)).clamp(0, end));
         start as usize..end as usize
-    }
-}
-
-/// Refuses a head_dim that no kernel is written for.
-pub(crate) fn check_head_dim(head_dim: usize) -> Result<(), Error> {
-    if HEAD_DIMS.contains(&head_dim) {
-        Ok(())
-    } else {
-        refuse("head_dim", head_dim, "64, 80, 96, 128, 192, 256")
     }
 }
 

@@ -11,9 +11,9 @@ use crate::format::{Int4Scale, Int8Scale, Scheme};
 /// f16 scale and shift of one group; `shift` is 0 for symmetric schemes.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Param {
-    /// Multiplies the code.
+    /// The factor of a code.
     pub scale: f16,
-    /// Added after that.
+    /// The number added to a code times its scale.
     pub shift: f16,
 }
 
@@ -73,7 +73,7 @@ fn code(x: f32, scale: f16, lo: f64, hi: f64) -> i32 {
         .clamp(lo, hi) as i32
 }
 
-/// Symmetric int8 of one group.
+/// Quantizes one group to symmetric int8.
 pub fn int8_group(x: &[f32], codes: &mut [u16]) -> Param {
     let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
     let scale = to_f16(f64::from(amax) / 127.0);
@@ -86,7 +86,7 @@ pub fn int8_group(x: &[f32], codes: &mut [u16]) -> Param {
     }
 }
 
-/// Asymmetric int4 of one group.
+/// Quantizes one group to asymmetric int4.
 pub fn int4_group(x: &[f32], codes: &mut [u16]) -> Param {
     let (lo, hi) = x
         .iter()
@@ -158,6 +158,36 @@ pub fn decode(scheme: Scheme, code: u16, param: Param, tensor_scale: f32) -> f32
         Scheme::Int8(_) => f32::from(code as u8 as i8) * param.scale.to_f32(),
         Scheme::Int4(_) => f32::from(code) * param.scale.to_f32() + param.shift.to_f32(),
     }
+}
+
+/// Refuses codes and parameters that no quantizer of the scheme writes; the error names the kind of the first one.
+pub(crate) fn check_stored(
+    scheme: Scheme,
+    codes: &[u16],
+    params: &[Param],
+) -> Result<(), &'static str> {
+    let bad: fn(u16) -> bool = match scheme {
+        Scheme::F16 => |c| c & 0x7c00 == 0x7c00,
+        // 2^50, `format::BF16_MAX`; NaN and infinity are above it, too.
+        Scheme::Bf16 => |c| c & 0x7fff > 0x5880,
+        Scheme::Fp8E4m3 => |c| c & 0x7f == 0x7f,
+        Scheme::Int8(_) => |c| c == 0x80,
+        Scheme::Int4(_) => |_| false,
+    };
+    if codes.iter().any(|c| bad(*c)) {
+        return Err("code");
+    }
+    // Negative, infinite and NaN scales have larger bits than the largest finite one.
+    if params
+        .iter()
+        .any(|p| p.scale.to_bits() > f16::MAX.to_bits())
+    {
+        return Err("scale");
+    }
+    if params.iter().any(|p| !p.shift.is_finite()) {
+        return Err("shift");
+    }
+    Ok(())
 }
 
 #[cfg(test)]

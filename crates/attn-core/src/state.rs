@@ -1,11 +1,11 @@
-//! Finished attention over some of a sequence's tokens, and how two such states join.
+//! Finished attention over some of a sequence's tokens, and the merge of two such states.
 
 use crate::{
     arithmetic::{EXP2_MIN, LOG2_E, exp2_float, lse, rcp},
     error::{Error, check_finite, filled, refuse},
 };
 
-/// Normalized outputs and log-sum-exps of the same rows: what a decode step returns, ready to join with another over other tokens.
+/// Normalized outputs and log-sum-exps of the same rows: the result of a decode step, which merges with another result over other tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttnState {
     head_dim: usize,
@@ -46,7 +46,7 @@ impl AttnState {
         Ok(AttnState { head_dim, out, lse })
     }
 
-    /// No token seen: outputs 0, log-sum-exps −∞. Merging it changes nothing.
+    /// The state of rows that saw no token: outputs 0, log-sum-exps −∞. Merging it changes nothing.
     ///
     /// # Errors
     /// [`Error::Parameter`] for a head_dim of 0; [`Error::OutOfMemory`].
@@ -58,17 +58,17 @@ impl AttnState {
         })
     }
 
-    /// Outputs `[rows, head_dim]`.
+    /// The outputs, `[rows, head_dim]`.
     pub fn out(&self) -> &[f32] {
         &self.out
     }
 
-    /// Log-sum-exps `[rows]`.
+    /// The log-sum-exps, `[rows]`.
     pub fn lse(&self) -> &[f32] {
         &self.lse
     }
 
-    /// Joins `other`, over disjoint tokens, into this state: weights `exp(lse − max)`, by the law's exp2 and reciprocal, so that every
+    /// Merges `other`, over disjoint tokens, into this state with weights `exp(lse − max)`. The functions are those of the arithmetic, so every
     /// machine gives the same bits.
     ///
     /// # Errors

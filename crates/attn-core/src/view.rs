@@ -1,14 +1,15 @@
-//! Contiguous caches of others (BNSH, BSNH), read in place through strides.
+//! Contiguous caches of other engines (BNSH, BSNH), read in place through strides.
 
-use half::bf16;
+use half::{bf16, f16};
 
 use crate::{
     error::{Error, refuse},
     format::{BF16_MAX, KvFormat, Scheme},
     problem::{Problem, SCALES},
+    quant::Param,
 };
 
-/// Rows of one of K, V: `head_dim` codes side by side per (sequence, KV head, token), and their f16 scales.
+/// The rows of K or V: `head_dim` codes side by side per (sequence, KV head, token), and their f16 scales.
 ///
 /// Int8 and fp8 codes are bytes, 16-bit floats little-endian. Scales are f16 `[…][group]`, empty for schemes without.
 #[derive(Debug, Clone, Copy)]
@@ -23,7 +24,7 @@ pub struct StridedRows<'a> {
     pub scale_strides: [usize; 3],
 }
 
-/// A whole contiguous cache, checked: every cached token of a problem lies inside its slices, and its scales and codes are values.
+/// A contiguous cache that has been checked: every cached token of a problem lies inside its slices, and its scales and codes are finite.
 #[derive(Debug, Clone, Copy)]
 pub struct KvView<'a> {
     format: KvFormat,
@@ -35,7 +36,7 @@ pub struct KvView<'a> {
 }
 
 impl<'a> StridedRows<'a> {
-    /// BNSH, also called HND: `[batch, num_kv_heads, capacity, head_dim]`.
+    /// Rows in the order BNSH, also called HND: `[batch, num_kv_heads, capacity, head_dim]`.
     pub fn bnsh(
         codes: &'a [u8],
         scales: &'a [u16],
@@ -60,7 +61,7 @@ impl<'a> StridedRows<'a> {
         }
     }
 
-    /// BSNH, also called NHD: `[batch, capacity, num_kv_heads, head_dim]`.
+    /// Rows in the order BSNH, also called NHD: `[batch, capacity, num_kv_heads, head_dim]`.
     pub fn bsnh(
         codes: &'a [u8],
         scales: &'a [u16],
@@ -104,6 +105,17 @@ impl<'a> StridedRows<'a> {
     pub fn scale(&self, at: [usize; 3], group: usize) -> u16 {
         let row: usize = at.iter().zip(self.scale_strides).map(|(i, s)| i * s).sum();
         self.scales[row + group]
+    }
+
+    /// The parameters of `group` at (sequence, head, token), of a scheme with f16 scales per row.
+    ///
+    /// # Panics
+    /// If the row does not lie inside the scales; those of a [`KvView`]'s tokens do.
+    pub fn param(&self, at: [usize; 3], group: usize) -> Param {
+        Param {
+            scale: f16::from_bits(self.scale(at, group)),
+            shift: f16::ZERO,
+        }
     }
 
     fn check(&self, what: &'static str, scheme: Scheme, problem: &Problem) -> Result<(), Error> {
@@ -159,7 +171,7 @@ impl<'a> StridedRows<'a> {
 /// Bits of the largest finite f16; those of negative, infinite and NaN values are larger.
 const F16_MAX: u16 = 0x7bff;
 
-/// Whether any code of the scheme is no number, or beyond [`Scheme::max_magnitude`].
+/// Whether any code of the scheme is infinite, NaN, or beyond [`Scheme::max_magnitude`].
 fn has_bad_code(scheme: Scheme, bytes: &[u8]) -> bool {
     let any16 = |most: u16| {
         let codes = bytes.chunks_exact(2);
@@ -256,7 +268,7 @@ fn check_reach(
 }
 
 impl<'a> KvView<'a> {
-    /// A view of the cache that `problem` attends to: its lengths, heads and head_dim. `tensor_scales` are K's and V's static scales per KV
+    /// Views the cache that `problem` attends to, with the problem's lengths, heads and head_dim. `tensor_scales` are K's and V's static scales per KV
     /// head, empty for schemes without.
     ///
     /// Reads every scale, and every code of a float scheme: about the time of one read of those bytes (`docs/testing.md` has the measured
@@ -278,7 +290,7 @@ impl<'a> KvView<'a> {
         Ok(view)
     }
 
-    /// As [`KvView::new`], but takes the scales and codes on trust.
+    /// Views a cache as [`KvView::new`] does, but without reading its scales and codes.
     ///
     /// For caches whose writer checks every value. A scale or code that `new` would refuse gives an answer without meaning, which may differ
     /// between backends; memory is safe all the same.
@@ -308,17 +320,17 @@ impl<'a> KvView<'a> {
         })
     }
 
-    /// What is stored: f16, bf16, fp8 or an int8 scheme, row by row.
+    /// The schemes of K and V: f16, bf16, fp8 or an int8 scheme.
     pub fn format(&self) -> KvFormat {
         self.format
     }
 
-    /// K's rows.
+    /// The rows of K.
     pub fn k(&self) -> &StridedRows<'a> {
         &self.rows[0]
     }
 
-    /// V's rows.
+    /// The rows of V.
     pub fn v(&self) -> &StridedRows<'a> {
         &self.rows[1]
     }
@@ -333,7 +345,7 @@ impl<'a> KvView<'a> {
         self.tensor_scales[1]
     }
 
-    /// KV heads.
+    /// Number of KV heads.
     pub fn num_kv_heads(&self) -> usize {
         self.num_kv_heads
     }

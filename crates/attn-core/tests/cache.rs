@@ -118,7 +118,7 @@ fn a_call_that_the_device_fails_changes_no_length_and_takes_no_page(#[case] form
             assert!(matches!(error, Error::Device { .. }), "{error}");
         }
         let error = cache.append_with(&[(0, 3), (2, 65)], |_, _| {
-            Err(Error::Foreign {
+            Err(Error::WrongBackend {
                 backend: "test",
                 what: "cache",
             })

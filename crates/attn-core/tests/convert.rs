@@ -4,7 +4,7 @@ use attn_core::{
     CacheConfig, Error, HostPages, Int4Scale, Int8Scale, KvCache, KvFormat, PageLayout, Scheme,
     StridedRows,
     convert::{
-        Blocks, Exported, Foreign, Order, RowFormat, Side, dequantize, export, import,
+        Blocks, Exported, ExternalRows, Order, RowFormat, Side, dequantize, export, import,
         rows::{fbgemm_int4_row, q4_0_row, q8_0_row},
     },
 };
@@ -22,13 +22,13 @@ fn config(scheme: Scheme, head_dim: usize, tokens: usize) -> CacheConfig {
 }
 
 /// Rows side by side in one order, for one sequence.
-fn foreign(
+fn external(
     format: RowFormat,
     rows: &Exported,
     order: Order,
     dim: usize,
     tokens: usize,
-) -> Foreign<'_> {
+) -> ExternalRows<'_> {
     let groups = rows.scales.len() / (tokens * HEADS).max(1);
     let make = match order {
         Order::Bnsh => StridedRows::bnsh,
@@ -42,7 +42,7 @@ fn foreign(
         format.row_bytes(dim),
         groups,
     );
-    Foreign {
+    ExternalRows {
         format,
         rows,
         blocks: None,
@@ -55,7 +55,7 @@ fn round_trip(format: RowFormat, dim: usize, tokens: usize, rows: &Exported) -> 
     let layout = config.layout().unwrap();
     let mut values = Vec::new();
     for order in [Order::Bnsh, Order::Bsnh] {
-        let theirs = foreign(format, rows, order, dim, tokens);
+        let theirs = external(format, rows, order, dim, tokens);
         let pages = import(&layout, 0, tokens, &theirs, &theirs).unwrap();
         for side in [Side::K, Side::V] {
             let out = export(&layout, &pages, tokens, side, format, order).unwrap();
@@ -174,7 +174,7 @@ proptest! {
         let layout = config(format.scheme(128).unwrap(), 128, 1)
             .layout()
             .unwrap();
-        let theirs = foreign(format, &rows, Order::Bsnh, 128, 1);
+        let theirs = external(format, &rows, Order::Bsnh, 128, 1);
         match import(&layout, 0, 1, &theirs, &theirs) {
             Ok(pages) => {
                 let out = export(&layout, &pages, 1, Side::K, format, Order::Bsnh).unwrap();
@@ -228,8 +228,8 @@ fn a_block_table_gives_the_pages_of_a_contiguous_cache() {
         codes: straight,
         scales: Vec::new(),
     };
-    let want = foreign(format, &plain, Order::Bsnh, dim, tokens);
-    let paged = Foreign {
+    let want = external(format, &plain, Order::Bsnh, dim, tokens);
+    let paged = ExternalRows {
         format,
         rows: StridedRows::bsnh(&blocks, &[], HEADS, 16, dim, 0),
         blocks: Some(Blocks {
@@ -240,7 +240,7 @@ fn a_block_table_gives_the_pages_of_a_contiguous_cache() {
     let layout = config.layout().unwrap();
     let pages = import(&layout, 0, tokens, &paged, &paged).unwrap();
     assert_eq!(pages, import(&layout, 0, tokens, &want, &want).unwrap());
-    let paged = Foreign {
+    let paged = ExternalRows {
         blocks: Some(Blocks {
             table: &table[..2],
             tokens: 16,
@@ -360,7 +360,7 @@ fn formats_without_a_counterpart_are_named() {
     let layout = config(Scheme::Int4(Int4Scale::Groups(2)), 64, 1)
         .layout()
         .unwrap();
-    let theirs = foreign(RowFormat::FbgemmInt4(2), &rows, Order::Bsnh, 64, 1);
+    let theirs = external(RowFormat::FbgemmInt4(2), &rows, Order::Bsnh, 64, 1);
     let pages = import(&layout, 0, 1, &theirs, &theirs).unwrap();
     let error = export(&layout, &pages, 1, Side::V, RowFormat::Q4_0, Order::Bsnh).unwrap_err();
     assert!(
@@ -410,7 +410,7 @@ fn rows_that_are_not_there_are_refused_before_pages_are_made() {
     let format = RowFormat::Plain(Scheme::F16);
     let layout = config(Scheme::F16, 64, 1).layout().unwrap();
     let bytes = vec![0u8; 3 * HEADS * 128];
-    let plain = |token_stride: usize| Foreign {
+    let plain = |token_stride: usize| ExternalRows {
         format,
         rows: StridedRows {
             codes: &bytes,
@@ -443,7 +443,7 @@ fn blocks_without_tokens_and_short_tables_are_refused() {
     let format = RowFormat::Plain(Scheme::F16);
     let layout = config(Scheme::F16, 64, 1).layout().unwrap();
     let bytes = vec![0u8; 4 * HEADS * 128];
-    let paged = |table, tokens| Foreign {
+    let paged = |table, tokens| ExternalRows {
         format,
         rows: StridedRows {
             codes: &bytes,

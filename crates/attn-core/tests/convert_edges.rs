@@ -2,7 +2,7 @@
 
 use attn_core::{
     Error, KvFormat, PageLayout, StridedRows,
-    convert::{Blocks, Exported, Foreign, Order, RowFormat, Side, dequantize, export, import},
+    convert::{Blocks, Exported, ExternalRows, Order, RowFormat, Side, dequantize, export, import},
 };
 use half::f16;
 
@@ -16,7 +16,7 @@ fn plain(format: &str) -> (RowFormat, PageLayout) {
 fn what_rows_lack_is_counted_to_the_last_byte_of_the_last_row() {
     let (format, layout) = plain("int8");
     // Rows of 64 bytes, 100 apart: three tokens of two heads end at 5 · 100 + 64.
-    let foreign = |codes: usize, scales: usize| {
+    let external = |codes: usize, scales: usize| {
         static BYTES: [u8; 600] = [0; 600];
         static SCALES: [u16; 600] = [0; 600];
         let rows = StridedRows {
@@ -25,16 +25,16 @@ fn what_rows_lack_is_counted_to_the_last_byte_of_the_last_row() {
             scales: &SCALES[..scales],
             scale_strides: [0, 1, 2],
         };
-        Foreign {
+        ExternalRows {
             format,
             rows,
             blocks: None,
         }
     };
-    let whole = foreign(564, 6);
+    let whole = external(564, 6);
     assert_eq!(import(&layout, 0, 3, &whole, &whole).unwrap().len(), 1);
     for codes in [563, 400, 384] {
-        let short = foreign(codes, 6);
+        let short = external(codes, 6);
         for (k, v) in [(&short, &whole), (&whole, &short)] {
             let error = import(&layout, 0, 3, k, v).unwrap_err();
             assert!(
@@ -44,7 +44,7 @@ fn what_rows_lack_is_counted_to_the_last_byte_of_the_last_row() {
         }
     }
     // Fewer bytes than the rows have: counted in rows.
-    let few = foreign(383, 6);
+    let few = external(383, 6);
     let error = import(&layout, 0, 3, &few, &whole).unwrap_err();
     assert!(
         matches!(
@@ -57,7 +57,7 @@ fn what_rows_lack_is_counted_to_the_last_byte_of_the_last_row() {
         ),
         "{error}"
     );
-    let short = foreign(564, 5);
+    let short = external(564, 5);
     let error = import(&layout, 0, 3, &short, &whole).unwrap_err();
     assert!(
         matches!(
@@ -76,7 +76,7 @@ fn what_rows_lack_is_counted_to_the_last_byte_of_the_last_row() {
 fn blocks_say_what_is_wrong_with_them() {
     let (format, layout) = plain("f16");
     let bytes = [0; 4 * 2 * 128];
-    let paged = |table, tokens| Foreign {
+    let paged = |table, tokens| ExternalRows {
         format,
         rows: StridedRows::bsnh(&bytes, &[], 2, 2, 128, 0),
         blocks: Some(Blocks { table, tokens }),
@@ -107,7 +107,7 @@ fn rows_of_another_scheme_are_named_on_either_side() {
     let (f16, layout) = plain("f16");
     let (bf16, _) = plain("bf16");
     let bytes = [0; 2 * 128];
-    let of = |format| Foreign {
+    let of = |format| ExternalRows {
         format,
         rows: StridedRows::bsnh(&bytes, &[], 2, 1, 128, 0),
         blocks: None,
@@ -183,7 +183,7 @@ fn values_come_back_by_token_head_and_side() {
             scales: Vec::new(),
         }
     });
-    let of = |side: usize| Foreign {
+    let of = |side: usize| ExternalRows {
         format,
         rows: StridedRows::bnsh(&sides[side].codes, &[], heads, tokens, 2 * dim, 0),
         blocks: None,

@@ -3,7 +3,7 @@
 use attn_core::{
     CacheConfig, Error, HostPages, KvCache, KvFormat, PageLayout, Scheme, StridedRows,
     convert::{
-        Exported, Foreign, Order, RowFormat, Side, dequantize, export, import,
+        Exported, ExternalRows, Order, RowFormat, Side, dequantize, export, import,
         rows::{fbgemm_int4_row, q4_0_row, q8_0_row},
     },
 };
@@ -20,12 +20,12 @@ fn import_row(
     let scheme = format.scheme(dim)?;
     let layout = PageLayout::new(KvFormat::same(scheme), dim, 64, 1)?;
     let rows = StridedRows::bsnh(row, scales, 1, 1, row.len(), scales.len());
-    let foreign = Foreign {
+    let external = ExternalRows {
         format,
         rows,
         blocks: None,
     };
-    Ok((layout, import(&layout, 0, 1, &foreign, &foreign)?))
+    Ok((layout, import(&layout, 0, 1, &external, &external)?))
 }
 
 fn bad(found: Result<(PageLayout, Vec<Vec<u8>>), Error>) -> Option<&'static str> {
@@ -120,7 +120,7 @@ fn q4_0_has_the_head_dims_whose_groups_int4_has() {
 fn q4_0_scales_of_every_sign_and_size_come_back_or_are_refused() {
     let row = |d: f16| -> Vec<u8> {
         let group = |first: u8| {
-            let codes = (0..16).map(move |i| first.wrapping_add(i * 37));
+            let codes = (0..16u8).map(move |i| first.wrapping_add(i.wrapping_mul(37)));
             d.to_le_bytes().into_iter().chain(codes)
         };
         group(3).chain(group(200)).collect()

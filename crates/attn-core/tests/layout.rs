@@ -4,8 +4,7 @@ use std::ops::Range;
 
 use attn_core::{
     Error, Int4Scale, KvFormat, PageLayout, Scheme,
-    host_pages::{load_code, load_param, store_code, store_param},
-    layout::{CodeAddr, k_code, v_code},
+    layout::{CodeAddr, k_code, load_param, store_param, v_code},
     quant::Param,
 };
 use half::f16;
@@ -111,11 +110,11 @@ fn what_is_stored_is_loaded() {
             // A low nibble is written before the high one of its byte: by token, then by dim.
             for (t, d) in (0..size).flat_map(|t| (0..dim).map(move |d| (t, d))) {
                 let at = address(bits, dim, size, t, d);
-                store_code(&mut run[codes.clone()], bits, at, code(t, d));
+                at.store(&mut run[codes.clone()], bits, code(t, d));
             }
             for (t, d) in (0..size).flat_map(|t| (0..dim).map(move |d| (t, d))) {
                 let at = address(bits, dim, size, t, d);
-                assert_eq!(load_code(&run[codes.clone()], bits, at), code(t, d));
+                assert_eq!(at.load(&run[codes.clone()], bits), code(t, d));
             }
             let param = |t: usize, g: usize| Param {
                 scale: f16::from_bits((t * 64 + g) as u16),
@@ -166,7 +165,7 @@ fn a_canonical_page_keeps_what_its_tokens_wrote_and_nothing_else() {
                         let at = address(bits, dim, size, t, d);
                         let kept = t < tokens && !open;
                         let expected = if kept { whole >> (16 - bits) } else { 0 };
-                        assert_eq!(load_code(&run[codes.clone()], bits, at), expected);
+                        assert_eq!(at.load(&run[codes.clone()], bits), expected);
                     }
                     for pair in params.clone().step_by(2).enumerate() {
                         let (i, at) = pair;
@@ -220,7 +219,7 @@ fn spoil(layout: &PageLayout, side: usize, page: &mut [u8], head: usize, t: usiz
         _ => return false,
     };
     let at = address(scheme.code_bits(), dim, size, t, dim - 1);
-    store_code(&mut run[codes], scheme.code_bits(), at, code);
+    at.store(&mut run[codes], scheme.code_bits(), code);
     true
 }
 

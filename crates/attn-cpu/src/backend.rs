@@ -1,4 +1,4 @@
-//! The trait on top of both paths.
+//! The backends: the trait over the scalar reference and over the vector kernels.
 
 use std::{
     fmt,
@@ -13,7 +13,7 @@ use attn_core::{
 use crate::{
     decode::{self, Workspace},
     reader::Reader,
-    reference::{self, Row},
+    reference::{self, QueryRow},
     simd::Isa,
 };
 
@@ -35,7 +35,7 @@ fn create_cache(config: &CacheConfig) -> Result<KvCache, Error> {
     KvCache::new(config.clone(), Box::new(pages))
 }
 
-/// A run is four or five small pages of memory, each of which costs a walk through page tables: a tenth of a decode step.
+/// Asks the kernel for huge pages: a run spans four or five small ones, and their page-table walks take a tenth of a decode step.
 #[cfg(target_os = "linux")]
 fn ask_for_huge_pages(pool: &[u8]) {
     const HUGE_PAGE: usize = 2 << 20;
@@ -51,7 +51,7 @@ fn ask_for_huge_pages(pool: &[u8]) {
     if let Some(rest) = pool.len().checked_sub(skip) {
         let len = rest / HUGE_PAGE * HUGE_PAGE;
         // SAFETY: the range lies inside the pool and starts on a page; the advice changes no byte of it. A kernel that does
-        // not know it refuses, which is as good.
+        // not know the advice refuses it, which changes nothing.
         unsafe {
             madvise(
                 pool.as_ptr().add(skip).cast_mut().cast(),
@@ -69,21 +69,21 @@ fn check_plan(plan: &Plan) -> Result<(), Error> {
     if plan.backend == "cpu" {
         Ok(())
     } else {
-        Err(Error::Foreign {
+        Err(Error::WrongBackend {
             backend: "cpu",
             what: "plan",
         })
     }
 }
 
-/// The scalar specification, as a backend: what every other one is compared with.
+/// The scalar specification as a backend, with which all others are compared.
 #[derive(Debug)]
 pub struct Reference {
     device: DeviceInfo,
 }
 
 impl Reference {
-    /// Always available.
+    /// Makes the backend, which every machine has.
     #[allow(
         clippy::new_without_default,
         reason = "a backend is opened, not defaulted"
@@ -127,7 +127,7 @@ impl DecodeAttention for Reference {
             let (bi, q_head) = (r / problem.num_q_heads, r % problem.num_q_heads);
             let (b, i) = (bi / problem.q_len, bi % problem.q_len);
             let reader = Reader::new(inputs.kv(), b, q_head / problem.heads_per_kv())?;
-            let mut row = Row::new(
+            let mut row = QueryRow::new(
                 problem,
                 b,
                 i,
@@ -144,7 +144,7 @@ impl DecodeAttention for Reference {
     }
 }
 
-/// The fast CPU path: vector kernels of one instruction set, rayon over (sequence, KV head, span of tokens).
+/// The fast CPU backend: vector kernels of one instruction set, with rayon over (sequence, KV head, span).
 ///
 /// Runs on the caller's rayon pool; its bits depend neither on the number of threads nor on the instruction set. A step
 /// allocates nothing once one of its size has run.
@@ -155,7 +155,7 @@ pub struct CpuBackend {
 }
 
 impl CpuBackend {
-    /// The fastest instruction set of this machine.
+    /// Makes the backend with the fastest instruction set of this machine.
     #[allow(
         clippy::new_without_default,
         reason = "a backend is opened, not defaulted"
@@ -164,10 +164,10 @@ impl CpuBackend {
         CpuBackend::of(Isa::best())
     }
 
-    /// The instruction set that `ATTN_CPU_ISA` names, else the fastest.
+    /// Makes the backend with the instruction set that `ATTN_CPU_ISA` names, else the fastest.
     ///
     /// # Errors
-    /// [`Unsupported::Absent`] if the named one is unknown or not here.
+    /// [`Unsupported::Absent`] if the named one is unknown or this machine lacks it.
     pub fn open() -> Result<Self, Unsupported> {
         Isa::from_env()
             .map(CpuBackend::of)
@@ -181,7 +181,7 @@ impl CpuBackend {
             })
     }
 
-    /// A given instruction set.
+    /// Makes the backend with a given instruction set.
     ///
     /// # Errors
     /// [`Unsupported::Absent`] if this machine lacks it.
@@ -189,7 +189,7 @@ impl CpuBackend {
         isa.require().map(CpuBackend::of)
     }
 
-    /// `isa` has been found available: the kernels rely on it.
+    /// Makes the backend with `isa`, which this machine has: the kernels rely on it.
     fn of(isa: Isa) -> Self {
         let detail = format!(
             "{isa}, {} threads; fp8, pairs of an integer and a float scheme, and views are slower: each tile is copied into panels first",

@@ -1,22 +1,24 @@
-//! Sealed pages of `Int4 Channel`, whose scales and shifts belong to dims: the page's part, and what it makes of the query's rows
-//! (section 3 of the arithmetic).
+//! Sealed pages of `Int4 Channel`, whose scales and shifts belong to dims: the page's parameters, and the query rows prepared with them
+//! (`docs/arithmetic.md`, section 3).
 
-use attn_core::arithmetic::{exp2i, exponent, plane_exponent, round_13};
+use attn_core::{
+    arithmetic::{exp2i, exponent, plane_exponent},
+    format::MAX_GROUPS,
+};
 
 use crate::{
-    integer::{largest_abs, plane},
+    query::{QueryRows, fours, largest_abs, largest_of_fours, plane},
     reader::{Reader, Side},
-    scratch::{Aligned, GROUPS, Rows},
-    simd::{Dot, OPERAND, Simd},
-    tile::pair,
+    scratch::Aligned,
+    simd::{Dot, OPERAND, Simd, scale_and_shift},
 };
 
 /// The parameters of a sealed page, `[dim]`.
 pub(crate) struct Channels {
     pub scale: Aligned<f32>,
-    /// Centred in the integer arithmetic.
+    /// The shifts, centred in the integer arithmetic.
     pub shift: Aligned<f32>,
-    /// Of every four scales, `[fours(dim)]`.
+    /// The largest of every four scales, `[fours(dim)]`.
     largest_scale: Aligned<f32>,
 }
 
@@ -43,7 +45,7 @@ impl Channels {
         for d in (0..dim).step_by(S::LANES) {
             // SAFETY: d + LANES ≤ dim, the number of pairs in params and of floats in scale and shift.
             unsafe {
-                let (a, b) = pair(s, params.as_ptr().add(d * 4), centre);
+                let (a, b) = scale_and_shift(s, params.as_ptr().add(d * 4), centre);
                 s.store(scale.as_mut_ptr().add(d), a);
                 s.store(shift.as_mut_ptr().add(d), b);
             }
@@ -53,43 +55,9 @@ impl Channels {
     }
 }
 
-/// Fours in so many dims, filled up to whole vectors.
-pub(crate) const fn fours(dim: usize) -> usize {
-    (dim / 4).next_multiple_of(16)
-}
-
-/// The largest magnitude of every four neighbours; zeros fill up the rest.
-#[inline(always)]
-fn largest_of_fours(x: &[f32], out: &mut [f32]) {
-    let (full, rest) = out.split_at_mut(x.len() / 4);
-    rest.fill(0.0);
-    for (out, x) in full.iter_mut().zip(x.chunks_exact(4)) {
-        // Magnitudes are ordered as their bits are, which compare without a thought of NaN.
-        const MAGNITUDE: u32 = 0x7fff_ffff;
-        let a = (x[0].to_bits() & MAGNITUDE).max(x[1].to_bits() & MAGNITUDE);
-        let b = (x[2].to_bits() & MAGNITUDE).max(x[3].to_bits() & MAGNITUDE);
-        *out = f32::from_bits(a.max(b));
-    }
-}
-
-/// Rounds every row's query to 13 bits (section 2), and finds what bounds its products with a page's scales.
-#[inline(always)]
-pub(crate) fn round_queries(rows: &mut Rows) {
-    let (dim, stride) = (rows.dim, fours(rows.dim));
-    for r in 0..rows.count {
-        let q = &mut rows.q.as_mut_slice()[r * dim..][..dim];
-        for x in q.iter_mut() {
-            *x = round_13(*x);
-        }
-        let largest = &mut rows.q_largest.as_mut_slice()[r * stride..][..stride];
-        largest_of_fours(q, largest);
-        rows.q_exponent.as_mut_slice()[r] = exponent(largest.iter().copied().fold(0.0, f32::max));
-    }
-}
-
 /// Prepares every row for one sealed page: scales go into the plane, shifts into the offset.
 #[inline(always)]
-pub(crate) fn prepare<D: Dot>(d: D, rows: &mut Rows, page: &Channels, bias: i32) {
+pub(crate) fn prepare<D: Dot>(d: D, rows: &mut QueryRows, page: &Channels, bias: i32) {
     let (s, dim, each) = (d.simd(), rows.dim, rows.dim / 16 * OPERAND);
     let [scale, shift] = [&page.scale, &page.shift].map(|x| x.as_slice()[..dim].as_ptr());
     let stride = fours(dim);
@@ -97,7 +65,7 @@ pub(crate) fn prepare<D: Dot>(d: D, rows: &mut Rows, page: &Channels, bias: i32)
     // SAFETY: `dim` floats, a multiple of 16.
     let shift_exponent = exponent(unsafe { largest_abs(s, shift, dim) });
     for r in 0..rows.count {
-        // Where all of one are zero, every term is, whatever the exponent.
+        // If all queries or all shifts are zero, so is every term, whatever the exponent.
         let j = (20 - rows.q_exponent.as_slice()[r] - shift_exponent).clamp(-100, 100);
         let q_largest = rows.q_largest.as_slice()[r * stride..][..stride].as_ptr();
         let mut bounds = s.splat(0.0);
@@ -127,6 +95,6 @@ pub(crate) fn prepare<D: Dot>(d: D, rows: &mut Rows, page: &Channels, bias: i32)
         }
         rows.unit.as_mut_slice()[r] = exp2i(-e);
         rows.offset.as_mut_slice()[r] = s.i_sum(y) as f32 * exp2i(-j);
-        rows.k_bias.as_mut_slice()[r * GROUPS] = bias * s.i_sum(sum);
+        rows.k_bias.as_mut_slice()[r * MAX_GROUPS] = bias * s.i_sum(sum);
     }
 }

@@ -1,58 +1,60 @@
-//! One step: cut into work items of one span (or one segment) of one KV head, attended by any thread, merged in order.
+//! One step: cut into splits of one span (or one segment) of one KV head, which any thread attends, and merged in one fixed order.
 
 use std::{cell::RefCell, ops::Range};
 
 use attn_core::{
     Error, Int4Scale, KvSource, Problem, Scheme, StepInputs,
-    arithmetic::{LOG2_E, SPAN, TILE, segment_tiles},
+    arithmetic::LOG2_E,
+    segments::{self, SPAN, TILE, num_segments, num_spans},
 };
 use rayon::prelude::*;
 
 use crate::{
     channels, float, integer,
     merge::{States, merge},
+    query::{self, QueryRows},
     reader::{Reader, Side},
-    scratch::{Aligned, Rows},
+    scratch::Aligned,
     simd::{Dot, Dot16, Isa, Simd, portable::Portable, scalar::Scalar},
     softmax::Modifiers,
-    stage::FP8_UNIT,
     tile::{Fetch, Tile},
+    unpack::FP8_UNIT,
 };
 
-/// Some segments of one KV head of one sequence.
+/// A run of whole segments of one KV head of one sequence.
 #[derive(Debug, Clone)]
-struct Item {
+struct Split {
     b: usize,
     g: usize,
     segments: Range<usize>,
 }
 
-/// What a step needs beside its inputs; kept for the next one.
+/// Memory that a step needs beside its inputs, kept for the next step.
 #[derive(Default)]
 pub(crate) struct Workspace {
-    items: Vec<Item>,
-    /// Per sequence, where its items begin.
+    splits: Vec<Split>,
+    /// Index of the first split of each sequence.
     starts: Vec<usize>,
     states: Vec<f32>,
 }
 
 /// A thread's own memory.
 struct Scratch {
-    rows: Rows,
+    rows: QueryRows,
     tile: Tile,
     fetch: Fetch,
 }
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = const {
-        RefCell::new(Scratch { rows: Rows::new(), tile: Tile::new(), fetch: Fetch::new() })
+        RefCell::new(Scratch { rows: QueryRows::new(), tile: Tile::new(), fetch: Fetch::new() })
     };
 }
 
-/// Attends the first of the items, and fetches for the second: one state per row into `states`, `[row][dim + 2]`, m and l last.
-type Attend = unsafe fn(&StepInputs<'_>, &[Item], &mut Scratch, &mut [f32]) -> Result<(), Error>;
+/// Attends the first of the splits, and fetches for the second: writes one state per row to `states`, `[row][dim + 2]`, m and l last.
+type Attend = unsafe fn(&StepInputs<'_>, &[Split], &mut Scratch, &mut [f32]) -> Result<(), Error>;
 
-/// One instruction set's kernels: functions that enable its features, one for each arithmetic.
+/// Makes one instruction set's kernels: functions that enable its features, one for each arithmetic.
 macro_rules! kernels {
     ($(#[$when:meta])* $name:ident, [$($features:literal)?], $dot:expr) => {
         $(#[$when])*
@@ -62,26 +64,26 @@ macro_rules! kernels {
             $(#[target_feature(enable = $features)])?
             pub fn integer(
                 step: &StepInputs<'_>,
-                items: &[Item],
+                splits: &[Split],
                 scratch: &mut Scratch,
                 states: &mut [f32],
             ) -> Result<(), Error> {
-                attend::<_, true>($dot, step, items, scratch, states)
+                attend::<_, true>($dot, step, splits, scratch, states)
             }
 
             $(#[target_feature(enable = $features)])?
             pub fn float(
                 step: &StepInputs<'_>,
-                items: &[Item],
+                splits: &[Split],
                 scratch: &mut Scratch,
                 states: &mut [f32],
             ) -> Result<(), Error> {
-                attend::<_, false>($dot, step, items, scratch, states)
+                attend::<_, false>($dot, step, splits, scratch, states)
             }
 
             $(#[target_feature(enable = $features)])?
-            pub fn finish(states: &States<'_>, span: usize, v_scale: f32, out: &mut [f32]) -> f32 {
-                crate::merge::finish($dot.simd(), states, span, v_scale, out)
+            pub fn epilogue(states: &States<'_>, span: usize, v_scale: f32, out: &mut [f32]) -> f32 {
+                crate::merge::epilogue($dot.simd(), states, span, v_scale, out)
             }
         }
     };
@@ -118,15 +120,15 @@ kernels!(
     Dot16(unsafe { crate::simd::neon::Neon::new() })
 );
 
-/// Merges a row's states in spans of so many, and writes the answer; the log-sum-exp comes back.
-type Finish = unsafe fn(&States<'_>, usize, f32, &mut [f32]) -> f32;
+/// Merges a row's states in spans of so many, writes the output and returns the log-sum-exp.
+type Epilogue = unsafe fn(&States<'_>, usize, f32, &mut [f32]) -> f32;
 
-fn kernels(isa: Isa, integer: bool) -> (Attend, Finish) {
+fn kernels(isa: Isa, integer: bool) -> (Attend, Epilogue) {
     macro_rules! of {
         ($name:ident) => {
             match integer {
-                true => ($name::integer, $name::finish),
-                false => ($name::float, $name::finish),
+                true => ($name::integer, $name::epilogue),
+                false => ($name::float, $name::epilogue),
             }
         };
     }
@@ -141,38 +143,30 @@ fn kernels(isa: Isa, integer: bool) -> (Attend, Finish) {
         Isa::Avx512Vnni => of!(avx512vnni),
         #[cfg(target_arch = "aarch64")]
         Isa::Neon => of!(neon),
-        #[allow(
-            unreachable_patterns,
-            reason = "which sets are foreign depends on the target"
-        )]
+        #[allow(unreachable_patterns, reason = "the target decides which sets exist")]
         _ => of!(portable),
     }
 }
 
 impl Workspace {
-    /// Cuts a problem into items of `per_item` segments.
-    fn cut(&mut self, problem: &Problem, per_item: usize) {
-        self.items.clear();
+    /// Cuts a problem into splits of `per_split` segments each.
+    fn cut(&mut self, problem: &Problem, per_split: usize) {
+        self.splits.clear();
         self.starts.clear();
         for (b, &len) in problem.kv_lens.iter().enumerate() {
-            self.starts.push(self.items.len());
-            let count = segments(len);
-            for first in (0..count).step_by(per_item) {
-                let segments = first..count.min(first + per_item);
-                let items = (0..problem.num_kv_heads).map(|g| Item {
+            self.starts.push(self.splits.len());
+            let count = num_segments(len);
+            for first in (0..count).step_by(per_split) {
+                let segments = first..count.min(first + per_split);
+                let splits = (0..problem.num_kv_heads).map(|g| Split {
                     b,
                     g,
                     segments: segments.clone(),
                 });
-                self.items.extend(items);
+                self.splits.extend(splits);
             }
         }
     }
-}
-
-/// Segments of a sequence.
-fn segments(kv_len: usize) -> usize {
-    kv_len.div_ceil(segment_tiles(kv_len) * TILE)
 }
 
 /// Attends a whole step on `isa`, which the caller has found available.
@@ -185,50 +179,50 @@ pub(crate) fn decode(
 ) -> Result<(), Error> {
     let problem = &step.plan().problem;
     if problem.batch() > 0 {
-        // Whether the cache is one of ours, before any output is touched.
+        // Refuses another backend's cache before any output is touched.
         Reader::new(step.kv(), 0, 0)?;
     }
     let (heads, threads) = (problem.num_kv_heads, rayon::current_num_threads());
     let lens = problem.kv_lens.iter();
-    let spans: usize = lens.map(|&len| segments(len).div_ceil(SPAN)).sum();
-    let per_item = if spans * heads < 4 * threads { 1 } else { SPAN };
-    workspace.cut(problem, per_item);
+    let spans: usize = lens.map(|&len| num_spans(len)).sum();
+    let per_split = if spans * heads < 4 * threads { 1 } else { SPAN };
+    workspace.cut(problem, per_split);
     let chunk = problem.q_len * problem.heads_per_kv() * (problem.head_dim + 2);
-    let needed = workspace.items.len() * chunk;
+    let needed = workspace.splits.len() * chunk;
     if workspace.states.len() < needed {
         workspace.states.resize(needed, 0.0);
     }
-    let (attend, finish) = kernels(isa, step.plan().format.is_integer());
-    let (items, states) = (&workspace.items[..], &mut workspace.states[..needed]);
+    let (attend, epilogue) = kernels(isa, step.plan().format.is_integer());
+    let (splits, states) = (&workspace.splits[..], &mut workspace.states[..needed]);
     let run = |(index, states): (usize, &mut [f32])| {
-        let items = &items[index..];
+        let splits = &splits[index..];
         SCRATCH.with_borrow_mut(|scratch| {
             // SAFETY: the machine has `isa`: `CpuBackend` holds no other.
-            unsafe { attend(step, items, scratch, states) }
+            unsafe { attend(step, splits, scratch, states) }
         })
     };
-    if threads == 1 || items.len() == 1 {
-        let mut pieces = states.chunks_exact_mut(chunk).enumerate();
-        pieces.try_for_each(run)?;
+    if threads == 1 || splits.len() == 1 {
+        let mut chunks = states.chunks_exact_mut(chunk).enumerate();
+        chunks.try_for_each(run)?;
     } else {
-        let pieces = states.par_chunks_exact_mut(chunk).with_max_len(1);
-        pieces.enumerate().try_for_each(run)?;
+        let chunks = states.par_chunks_exact_mut(chunk).with_max_len(1);
+        chunks.enumerate().try_for_each(run)?;
     }
-    // Items of one span have merged their segments.
-    let span = if per_item == 1 { SPAN } else { 1 };
-    let finish = |states: &States<'_>, v_scale: f32, out: &mut [f32]| {
+    // A split of one span has merged its segments.
+    let span = if per_split == 1 { SPAN } else { 1 };
+    let epilogue = |states: &States<'_>, v_scale: f32, out: &mut [f32]| {
         // SAFETY: as above.
-        unsafe { finish(states, span, v_scale, out) }
+        unsafe { epilogue(states, span, v_scale, out) }
     };
-    finish_rows(step, workspace, finish, out, lse);
+    write_rows(step, workspace, epilogue, out, lse);
     Ok(())
 }
 
-/// Makes every row's answer of its states.
-fn finish_rows(
+/// Writes every row's output from its states.
+fn write_rows(
     step: &StepInputs<'_>,
     workspace: &Workspace,
-    finish: impl Fn(&States<'_>, f32, &mut [f32]) -> f32 + Sync,
+    epilogue: impl Fn(&States<'_>, f32, &mut [f32]) -> f32 + Sync,
     out: &mut [f32],
     lse: &mut [f32],
 ) {
@@ -238,24 +232,24 @@ fn finish_rows(
         problem.num_kv_heads,
         problem.heads_per_kv(),
     );
-    let (items, stride) = (workspace.items.len(), dim + 2);
+    let (splits, stride) = (workspace.splits.len(), dim + 2);
     let chunk = problem.q_len * per * stride;
     let row = |row: usize, out: &mut [f32], lse: &mut f32| {
         let (bi, q_head) = (row / problem.num_q_heads, row % problem.num_q_heads);
         let (b, i) = (bi / problem.q_len, bi % problem.q_len);
         let (g, h) = (q_head / per, q_head % per);
         let first = workspace.starts[b];
-        let end = workspace.starts.get(b + 1).copied().unwrap_or(items);
+        let end = workspace.starts.get(b + 1).copied().unwrap_or(splits);
         let states = States {
             all: &workspace.states,
             first: (first + g) * chunk + (i * per + h) * stride,
             step: heads * chunk,
             count: (end - first) / heads,
         };
-        *lse = finish(&states, v_scale(step, g), out);
+        *lse = epilogue(&states, v_scale(step, g), out);
     };
     // Merging is worth threads only where many states meet.
-    if rayon::current_num_threads() == 1 || items * chunk < 1 << 16 {
+    if rayon::current_num_threads() == 1 || splits * chunk < 1 << 16 {
         for (i, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
             row(i, out, lse);
         }
@@ -274,9 +268,9 @@ fn v_scale(step: &StepInputs<'_>, g: usize) -> f32 {
     scales.get(g).copied().unwrap_or(1.0)
 }
 
-/// What the operands of the rows were last prepared for.
+/// The codes that the rows' operands were last prepared for.
 #[derive(PartialEq)]
-enum Prepared {
+enum PreparedFor {
     Nothing,
     Plain(Scheme),
     Page(usize),
@@ -286,24 +280,24 @@ enum Prepared {
 fn attend<D: Dot, const INTEGER: bool>(
     d: D,
     step: &StepInputs<'_>,
-    items: &[Item],
+    splits: &[Split],
     scratch: &mut Scratch,
     states: &mut [f32],
 ) -> Result<(), Error> {
-    let (item, next) = (&items[0], items.get(1));
+    let (split, next) = (&splits[0], splits.get(1));
     let (plan, s) = (step.plan(), d.simd());
     let problem = &plan.problem;
     let (dim, per, kv_len) = (
         problem.head_dim,
         problem.heads_per_kv(),
-        problem.kv_lens[item.b],
+        problem.kv_lens[split.b],
     );
-    let reader = Reader::new(step.kv(), item.b, item.g)?;
+    let reader = Reader::new(step.kv(), split.b, split.g)?;
     let (rows, tile, fetch) = (&mut scratch.rows, &mut scratch.tile, &mut scratch.fetch);
     let count = problem.q_len * per;
     rows.reserve(count, dim, plan.format.v.groups(dim));
-    load_queries(s, step, item, reader.tensor_scales[0], &mut rows.q);
-    // The float arithmetic reads fp8 too small: see `stage`.
+    load_queries(s, step, split, reader.tensor_scales[0], &mut rows.q);
+    // The float arithmetic reads fp8 too small by this factor (`unpack`).
     let unit = |scheme| match scheme {
         Scheme::Fp8E4m3 => FP8_UNIT,
         _ => 1.0,
@@ -316,23 +310,23 @@ fn attend<D: Dot, const INTEGER: bool>(
     }
 
     let seen = (0..problem.q_len)
-        .map(|i| problem.visible(item.b, i))
+        .map(|i| problem.visible(split.b, i))
         .filter(|seen| !seen.is_empty())
         .reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))
         .unwrap_or(0..0);
     let caps = problem.softcap.map(|cap| [2.0 / cap, cap * LOG2_E]);
     let page_tokens = reader.page_end(0);
-    let segment_tokens = segment_tiles(kv_len) * TILE;
-    let mut prepared = Prepared::Nothing;
+    let segment_tokens = segments::segment_tokens(kv_len);
+    let mut prepared = PreparedFor::Nothing;
     if INTEGER && plan.format.k == Scheme::Int4(Int4Scale::Channel) {
-        channels::round_queries(rows);
+        query::round_queries(rows);
     }
-    let last = seen.end.min(item.segments.end * segment_tokens);
-    // The tile that comes after this one: of this item, or the first of the next, which this thread most likely takes.
+    let last = seen.end.min(split.segments.end * segment_tokens);
+    // The tile that comes after this one: of this split, or the first of the next, which this thread most likely takes.
     let following = next.and_then(|next| {
         let reader = Reader::new(step.kv(), next.b, next.g).ok()?;
         let kv_len = problem.kv_lens[next.b];
-        let t0 = next.segments.start * segment_tiles(kv_len) * TILE;
+        let t0 = next.segments.start * segments::segment_tokens(kv_len);
         Some((reader, t0, TILE.min(kv_len - t0)))
     });
     let aim = |fetch: &mut Fetch, reader: &Reader<'_>, t0: usize| match &following {
@@ -340,7 +334,7 @@ fn attend<D: Dot, const INTEGER: bool>(
         Some((reader, t0, tokens)) => fetch.aim(reader, *t0, *tokens),
         None => fetch.idle(),
     };
-    for (n, segment) in item.segments.clone().enumerate() {
+    for (n, segment) in split.segments.clone().enumerate() {
         rows.m.as_mut_slice()[..count].fill(f32::NEG_INFINITY);
         rows.l.as_mut_slice()[..count].fill(0.0);
         rows.o.as_mut_slice()[..count * dim].fill(0.0);
@@ -351,7 +345,7 @@ fn attend<D: Dot, const INTEGER: bool>(
                 continue;
             }
             let in_tile = |row: usize| {
-                let seen = problem.visible(item.b, row / per);
+                let seen = problem.visible(split.b, row / per);
                 [seen.start.max(t0) - t0, seen.end.min(t0 + len).max(t0) - t0]
             };
             let modifiers = |row: usize| Modifiers {
@@ -359,7 +353,7 @@ fn attend<D: Dot, const INTEGER: bool>(
                 alibi: problem.alibi_slopes.as_ref().map(|slopes| {
                     let position = kv_len as i32 - problem.q_len as i32 + (row / per) as i32;
                     (
-                        slopes[item.g * per + row % per] * LOG2_E,
+                        slopes[split.g * per + row % per] * LOG2_E,
                         t0 as i32 - position,
                     )
                 }),
@@ -376,14 +370,14 @@ fn attend<D: Dot, const INTEGER: bool>(
             let scheme = reader.scheme(Side::K, t0);
             let bias = if tile.k_nibbles { 8 } else { D::K_BIAS };
             if scheme == Scheme::Int4(Int4Scale::Channel) {
-                let page = Prepared::Page(t0 / page_tokens);
+                let page = PreparedFor::Page(t0 / page_tokens);
                 if prepared != page {
                     channels::prepare(d, rows, &tile.channels, bias);
                     prepared = page;
                 }
-            } else if prepared != Prepared::Plain(scheme) {
-                integer::prepare(d, rows, tile.k_groups, bias);
-                prepared = Prepared::Plain(scheme);
+            } else if prepared != PreparedFor::Plain(scheme) {
+                query::prepare(d, rows, tile.k_groups, bias);
+                prepared = PreparedFor::Plain(scheme);
             }
             // SAFETY: `load_integer` has pointed the tile to `len` readable tokens; the rows are prepared for its K.
             unsafe { integer::fold_tile(d, tile, fetch, rows, in_tile, modifiers) };
@@ -410,7 +404,7 @@ fn attend<D: Dot, const INTEGER: bool>(
 fn load_queries<S: Simd>(
     _: S,
     step: &StepInputs<'_>,
-    item: &Item,
+    split: &Split,
     k_tensor_scale: f32,
     out: &mut Aligned<f32>,
 ) {
@@ -418,7 +412,7 @@ fn load_queries<S: Simd>(
     let (dim, per) = (problem.head_dim, problem.heads_per_kv());
     let c = (problem.softmax_scale * LOG2_E) * k_tensor_scale;
     for i in 0..problem.q_len {
-        let from = ((item.b * problem.q_len + i) * problem.num_q_heads + item.g * per) * dim;
+        let from = ((split.b * problem.q_len + i) * problem.num_q_heads + split.g * per) * dim;
         let rows = &step.q()[from..][..per * dim];
         let out = &mut out.as_mut_slice()[i * per * dim..][..per * dim];
         out.iter_mut().zip(rows).for_each(|(out, q)| *out = q * c);

@@ -1,15 +1,14 @@
 //! The float arithmetic of one tile (section 7): 16-bit floats are widened in registers, once for a block of rows.
 //!
-//! Lanes hold dims in the order that the law sums them, so its fixed order costs nothing: even panels of 8 dims are
-//! accumulators 0..8, odd ones 8..16, and the halves meet as the law says.
+//! Lanes hold dims in the order in which the arithmetic sums them, so the fixed order costs nothing: even panels of 8 dims are
+//! accumulators 0..8, odd ones 8..16, and section 7 adds the halves.
 
 use attn_core::arithmetic::TILE;
 
 use crate::{
-    integer::{fold_scalars, in_blocks},
-    scratch::Rows,
+    query::{QueryRows, in_blocks},
     simd::Simd,
-    softmax::{Modifiers, weights},
+    softmax::{Modifiers, fold_scalars, weights},
     tile::{Fetch, Float, Tile},
 };
 
@@ -57,7 +56,7 @@ unsafe fn scores<S: Simd, const R: usize, const KIND: u8>(
     s: S,
     tile: &Tile,
     fetch: &mut Fetch,
-    rows: &mut Rows,
+    rows: &mut QueryRows,
     row: usize,
 ) {
     let dim = rows.dim;
@@ -115,7 +114,7 @@ unsafe fn values<S: Simd, const R: usize, const U: usize, const KIND: u8>(
     s: S,
     tile: &Tile,
     fetch: &mut Fetch,
-    rows: &mut Rows,
+    rows: &mut QueryRows,
     row: usize,
     [start, end]: [usize; 2],
     dim0: usize,
@@ -170,7 +169,7 @@ unsafe fn all_values<S: Simd, const R: usize, const KIND: u8>(
     s: S,
     tile: &Tile,
     fetch: &mut Fetch,
-    rows: &mut Rows,
+    rows: &mut QueryRows,
     row: usize,
     seen: [usize; 2],
 ) {
@@ -200,7 +199,7 @@ unsafe fn fold_values<S: Simd, const KIND: u8>(
     s: S,
     tile: &Tile,
     fetch: &mut Fetch,
-    rows: &mut Rows,
+    rows: &mut QueryRows,
     seen: impl Fn(usize) -> [usize; 2],
 ) {
     let same = (1..rows.count).all(|row| seen(row) == seen(0));
@@ -235,7 +234,7 @@ pub(crate) unsafe fn fold_tile<S: Simd>(
     s: S,
     tile: &Tile,
     fetch: &mut Fetch,
-    rows: &mut Rows,
+    rows: &mut QueryRows,
     seen: impl Fn(usize) -> [usize; 2],
     modifiers: impl Fn(usize) -> Modifiers,
     v_unit: f32,

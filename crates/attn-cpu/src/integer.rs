@@ -1,129 +1,19 @@
-//! The integer arithmetic of one tile for all query rows of its KV head: the two products and what joins them.
+//! The integer arithmetic of one tile for all query rows of its KV head: the two products, and the weights between them.
 //!
 //! Rows go in blocks that share each loaded vector of codes; an accumulator holds four partial sums per token (of K) or dim
 //! (of V), which meet once per tile. Cost on AVX-512 VNNI, per row and 64 bytes of codes: two `vpdpbusd` for int8, four for int4.
 
-use attn_core::arithmetic::{TILE, WEIGHT_BASE, exp2i, plane_exponent};
-
-use crate::{
-    scratch::{GROUPS, Rows},
-    simd::{Dot, OPERAND, Simd},
-    softmax::{Modifiers, weights},
-    tile::{Fetch, Tile},
+use attn_core::{
+    arithmetic::{TILE, WEIGHT_BASE},
+    format::MAX_GROUPS,
 };
 
-/// Calls a kernel over blocks of rows, 3 or 4 at most.
-macro_rules! in_blocks {
-    ($count:expr, $most:expr, |$row:ident, $block:ident| $call:expr) => {{
-        let mut $row = 0;
-        while $row < $count {
-            let left = $count - $row;
-            let block = match left {
-                4 if $most == 3 => 2,
-                5 | 6 | 9 => 3,
-                _ => left.min($most),
-            };
-            match block {
-                1 => {
-                    const $block: usize = 1;
-                    $call
-                }
-                2 => {
-                    const $block: usize = 2;
-                    $call
-                }
-                3 => {
-                    const $block: usize = 3;
-                    $call
-                }
-                _ if $most == 4 => {
-                    const $block: usize = 4;
-                    $call
-                }
-                _ => unreachable!("blocks have at most {} rows", $most),
-            }
-            $row += block;
-        }
-    }};
-}
-pub(crate) use in_blocks;
-
-/// The largest magnitude of `dim` floats.
-///
-/// # Safety
-/// They are readable at `x`; `dim` is a multiple of 16.
-#[inline(always)]
-pub(crate) unsafe fn largest_abs<S: Simd>(s: S, x: *const f32, dim: usize) -> f32 {
-    let mut largest = s.splat(0.0);
-    for i in (0..dim).step_by(S::LANES) {
-        // SAFETY: i + LANES ≤ dim, as LANES divides 16.
-        largest = s.max(largest, s.abs(unsafe { s.load(x.add(i)) }));
-    }
-    s.largest(largest)
-}
-
-/// A row times 2^e as integers (section 2) and, of those, as operands.
-///
-/// # Safety
-/// `dim` floats at `x`, room for `dim` integers at `integers` and `dim/16` operands at `out`; `dim` is a multiple of 16.
-#[inline(always)]
-pub(crate) unsafe fn plane<D: Dot>(
-    d: D,
-    x: *const f32,
-    e: i32,
-    dim: usize,
-    integers: *mut i32,
-    out: *mut u8,
-) {
-    let s = d.simd();
-    let scale = s.splat(exp2i(e));
-    for i in (0..dim).step_by(D::S::LANES) {
-        // SAFETY: i + LANES ≤ dim, as LANES divides 16.
-        unsafe {
-            s.i_store(
-                integers.add(i).cast(),
-                s.round(s.mul(s.load(x.add(i)), scale)),
-            )
-        };
-    }
-    for i in 0..dim / 16 {
-        // SAFETY: 16 integers and one operand each, inside the caller's room.
-        unsafe { d.k_operand(integers.add(16 * i), out.add(OPERAND * i)) };
-    }
-}
-
-/// Prepares every row's operands for K without per-channel scales, in `groups` groups; `bias` is what a code enters with too much.
-#[inline(always)]
-pub(crate) fn prepare<D: Dot>(d: D, rows: &mut Rows, groups: usize, bias: i32) {
-    let (dim, each) = (rows.dim, rows.dim / 16 * OPERAND);
-    for r in 0..rows.count {
-        let (x, out) = (
-            &rows.q.as_slice()[r * dim..][..dim],
-            &mut rows.k_operands.as_mut_slice()[r * each..][..each],
-        );
-        let integers = &mut rows.integers.as_mut_slice()[..dim];
-        // SAFETY: `dim` elements each, and dim/16 operands; HEAD_DIMS are multiples of 16.
-        let e = unsafe {
-            let e = plane_exponent(largest_abs(d.simd(), x.as_ptr(), dim));
-            plane(
-                d,
-                x.as_ptr(),
-                e,
-                dim,
-                integers.as_mut_ptr(),
-                out.as_mut_ptr(),
-            );
-            e
-        };
-        rows.unit.as_mut_slice()[r] = exp2i(-e);
-        rows.offset.as_mut_slice()[r] = 0.0;
-        for (g, q) in integers.chunks_exact(dim / groups).enumerate() {
-            let sum: i32 = q.iter().sum();
-            rows.k_bias.as_mut_slice()[r * GROUPS + g] = bias * sum;
-            rows.q_sums.as_mut_slice()[r * GROUPS + g] = sum as f32;
-        }
-    }
-}
+use crate::{
+    query::{QueryRows, in_blocks},
+    simd::{Dot, OPERAND, Simd},
+    softmax::{Modifiers, fold_scalars, weights},
+    tile::{Fetch, Tile},
+};
 
 /// Where 16 tokens of K lie, from which of them a step begins, and the operands of its rows, `row` bytes apart.
 struct Keys {
@@ -177,7 +67,7 @@ unsafe fn k_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool
 /// The sums of [`k_products`] for a whole step, a token to a lane.
 ///
 /// # Safety
-/// As there.
+/// As for [`k_products`].
 #[inline(always)]
 unsafe fn k_sums<D: Dot, const R: usize, const NIBBLES: bool>(
     d: D,
@@ -218,15 +108,15 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
     d: D,
     tile: &Tile,
     fetch: &mut Fetch,
-    rows: &mut Rows,
+    rows: &mut QueryRows,
     row: usize,
 ) {
     let (s, dim) = (d.simd(), rows.dim);
     let parts = dim / 16 / tile.k_groups;
     let each = dim / 16 * OPERAND;
     let operands = rows.k_operands.as_slice()[row * each..][..R * each].as_ptr();
-    let bias = &rows.k_bias.as_slice()[row * GROUPS..][..R * GROUPS];
-    let q_sums = &rows.q_sums.as_slice()[row * GROUPS..][..R * GROUPS];
+    let bias = &rows.k_bias.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
+    let q_sums = &rows.q_sums.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
     let (unit, offset) = (
         &rows.unit.as_slice()[row..][..R],
         &rows.offset.as_slice()[row..][..R],
@@ -245,16 +135,16 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
         for g in 0..tile.k_groups {
             // SAFETY: the tile's K and the rows' operands have dim/16 parts.
             let sums = unsafe { k_sums::<D, R, NIBBLES>(d, &keys, [g * parts, (g + 1) * parts]) };
-            // SAFETY: t + LANES ≤ TILE; g < k_groups ≤ GROUPS.
+            // SAFETY: t + LANES ≤ TILE; g < k_groups ≤ MAX_GROUPS.
             let scale = unsafe { s.load(tile.k_scale[g].as_ptr().add(t)) };
             for r in 0..R {
-                let sum = s.i_sub(sums[r], s.i_splat(bias[r * GROUPS + g]));
+                let sum = s.i_sub(sums[r], s.i_splat(bias[r * MAX_GROUPS + g]));
                 let term = s.mul(s.to_f(sum), scale);
                 a[r] = if g == 0 { term } else { s.add(a[r], term) };
                 if tile.k_has_shift {
                     // SAFETY: as for the scale.
                     let shift = unsafe { s.load(tile.k_shift[g].as_ptr().add(t)) };
-                    a[r] = s.add(a[r], s.mul(s.splat(q_sums[r * GROUPS + g]), shift));
+                    a[r] = s.add(a[r], s.mul(s.splat(q_sums[r * MAX_GROUPS + g]), shift));
                 }
             }
         }
@@ -274,7 +164,7 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
 unsafe fn weigh<D: Dot>(
     d: D,
     tile: &Tile,
-    rows: &mut Rows,
+    rows: &mut QueryRows,
     row: usize,
     seen: [usize; 2],
     modifiers: &Modifiers,
@@ -302,7 +192,7 @@ unsafe fn weigh<D: Dot>(
         // SAFETY: TILE integers, four operands.
         unsafe { d.v_operands(w, out) };
         if tile.v_has_shift {
-            rows.w_sums.as_mut_slice()[row * GROUPS + g] = 8 * s.i_sum(w_sum);
+            rows.w_sums.as_mut_slice()[row * MAX_GROUPS + g] = 8 * s.i_sum(w_sum);
             let (mut hi, mut lo) = (s.i_splat(0), s.i_splat(0));
             for t in (0..TILE).step_by(D::S::LANES) {
                 // SAFETY: t + LANES ≤ TILE.
@@ -316,7 +206,7 @@ unsafe fn weigh<D: Dot>(
                 }
             }
             let z = s.i_sum(hi) as f32 * 256.0 + s.i_sum(lo) as f32;
-            rows.v_shifts.as_mut_slice()[row * GROUPS + g] = z * tile.v_shift_unit[g];
+            rows.v_shifts.as_mut_slice()[row * MAX_GROUPS + g] = z * tile.v_shift_unit[g];
         }
     }
     (m, l)
@@ -328,7 +218,7 @@ struct Weights {
     row: usize,
 }
 
-/// What becomes of `V` vectors of dims: products with `R` rows, and the codes' own sums where `V_BIAS` asks for them.
+/// The results for `V` vectors of dims: products with `R` rows, and the codes' own sums where `V_BIAS` asks for them.
 type VProducts<D, const R: usize, const V: usize> =
     ([[<D as Dot>::VAcc; V]; R], [<D as Dot>::VAcc; V]);
 
@@ -384,7 +274,7 @@ unsafe fn v_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool
 /// The sums of [`v_products`] for a whole step, a dim to a lane.
 ///
 /// # Safety
-/// As there.
+/// As for [`v_products`].
 #[inline(always)]
 unsafe fn v_sums<D: Dot, const R: usize, const NIBBLES: bool>(
     d: D,
@@ -445,14 +335,14 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
     d: D,
     tile: &Tile,
     fetch: &mut Fetch,
-    rows: &mut Rows,
+    rows: &mut QueryRows,
     row: usize,
 ) {
     let (s, dim) = (d.simd(), rows.dim);
     let (group_dims, stride) = (dim / tile.v_groups, tile.v_groups * 4 * OPERAND);
     let operands = rows.v_operands.as_slice()[row * stride..][..R * stride].as_ptr();
-    let w_sums = &rows.w_sums.as_slice()[row * GROUPS..][..R * GROUPS];
-    let shifts = &rows.v_shifts.as_slice()[row * GROUPS..][..R * GROUPS];
+    let w_sums = &rows.w_sums.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
+    let shifts = &rows.v_shifts.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
     let (alpha, beta) = (
         &rows.alpha.as_slice()[row..][..R],
         &rows.beta.as_slice()[row..][..R],
@@ -476,11 +366,11 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
             let mut sum = sums[r];
             let value = if tile.v_has_shift {
                 if NIBBLES {
-                    sum = s.i_sub(sum, s.i_splat(w_sums[r * GROUPS + g]));
+                    sum = s.i_sub(sum, s.i_splat(w_sums[r * MAX_GROUPS + g]));
                 }
                 let t = s.add(
                     s.mul(s.to_f(sum), s.splat(unit)),
-                    s.splat(shifts[r * GROUPS + g]),
+                    s.splat(shifts[r * MAX_GROUPS + g]),
                 );
                 s.mul(t, s.splat(beta[r]))
             } else {
@@ -506,7 +396,7 @@ pub(crate) unsafe fn fold_tile<D: Dot>(
     d: D,
     tile: &Tile,
     fetch: &mut Fetch,
-    rows: &mut Rows,
+    rows: &mut QueryRows,
     seen: impl Fn(usize) -> [usize; 2],
     modifiers: impl Fn(usize) -> Modifiers,
 ) {
@@ -542,20 +432,4 @@ pub(crate) unsafe fn fold_tile<D: Dot>(
             ));
         }
     }
-}
-
-/// Section 5's fold of m and l; leaves α and β for O.
-#[inline(always)]
-pub(crate) fn fold_scalars(rows: &mut Rows, row: usize, m_tile: f32, l_tile: i32) {
-    use attn_core::arithmetic::pow2;
-    let (m, l) = (
-        &mut rows.m.as_mut_slice()[row],
-        &mut rows.l.as_mut_slice()[row],
-    );
-    let max = m.max(m_tile);
-    let (alpha, beta) = (pow2(max - *m), pow2(max - m_tile));
-    *l = *l * alpha + l_tile as f32 * exp2i(-22) * beta;
-    *m = max;
-    rows.alpha.as_mut_slice()[row] = alpha;
-    rows.beta.as_mut_slice()[row] = beta;
 }

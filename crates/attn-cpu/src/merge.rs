@@ -1,4 +1,4 @@
-//! Sections 5 and 6 over vectors: the states of a row merge, and the last one becomes the answer.
+//! Sections 5 and 6 over vectors: the merge of a row's states, and the epilogue.
 
 use attn_core::arithmetic::{lse, pow2, rcp};
 
@@ -46,9 +46,9 @@ pub(crate) fn merge<S: Simd>(
     }
 }
 
-/// Merges left to right in groups of `span`, the groups left to right, and normalizes; the log-sum-exp comes back.
+/// Merges states left to right in groups of `span`, then the groups left to right, normalizes, and returns the log-sum-exp.
 #[inline(always)]
-pub(crate) fn finish<S: Simd>(
+pub(crate) fn epilogue<S: Simd>(
     s: S,
     states: &States<'_>,
     span: usize,
@@ -57,8 +57,8 @@ pub(crate) fn finish<S: Simd>(
 ) -> f32 {
     let dim = out.len();
     let mut total = [f32::NEG_INFINITY, 0.0];
-    let mut part = [f32::NEG_INFINITY, 0.0];
-    let mut part_o = [0.0; 256];
+    let mut group = [f32::NEG_INFINITY, 0.0];
+    let mut group_o = [0.0; 256];
     for i in 0..states.count {
         let (o, ml) = states.all[states.first + i * states.step..][..dim + 2].split_at(dim);
         if span == 1 {
@@ -66,12 +66,12 @@ pub(crate) fn finish<S: Simd>(
             continue;
         }
         if i % span == 0 {
-            merge(s, &mut total, out, part, &part_o[..dim]);
-            part[0] = f32::NEG_INFINITY;
+            merge(s, &mut total, out, group, &group_o[..dim]);
+            group[0] = f32::NEG_INFINITY;
         }
-        merge(s, &mut part, &mut part_o[..dim], [ml[0], ml[1]], o);
+        merge(s, &mut group, &mut group_o[..dim], [ml[0], ml[1]], o);
     }
-    merge(s, &mut total, out, part, &part_o[..dim]);
+    merge(s, &mut total, out, group, &group_o[..dim]);
     let [m, l] = total;
     if m == f32::NEG_INFINITY {
         out.fill(0.0);

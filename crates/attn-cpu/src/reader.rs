@@ -1,35 +1,26 @@
-//! Codes and parameters of one (sequence, KV head), whatever holds them: pages or a contiguous view.
+//! Codes and parameters of one (sequence, KV head), read from pages or from a contiguous view.
 
+pub use attn_core::layout::Side;
 use attn_core::{
-    Error, HostPages, Int4Scale, Int8Scale, KvSource, KvView, PageLayout, Scheme,
-    host_pages::{load_code, load_param},
-    layout,
+    Error, HostPages, Int4Scale, KvSource, KvView, PageLayout, Scheme,
+    layout::{k_code, load_param, v_code},
     quant::Param,
 };
 use half::f16;
 
-/// K or V.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
-    /// Keys.
-    K,
-    /// Values.
-    V,
-}
-
 /// One KV head of one sequence.
 #[derive(Clone, Copy)]
 pub struct Reader<'a> {
-    source: Source<'a>,
+    location: Location<'a>,
     sequence: usize,
     head: usize,
-    /// Static scales of K and V, 1 for schemes without.
+    /// Static scales of K and V; 1 for schemes without.
     pub tensor_scales: [f32; 2],
 }
 
-/// Where one head's parts lie in a page: worked out once, not for every tile.
+/// Offsets of one head's codes and parameters inside a page, computed once instead of for every tile.
 #[derive(Clone, Copy)]
-struct Parts {
+struct RunOffsets {
     page_bytes: usize,
     /// log2 of the page size.
     page_shift: u32,
@@ -37,14 +28,14 @@ struct Parts {
     sides: [[usize; 3]; 3],
 }
 
-impl Parts {
+impl RunOffsets {
     fn new(layout: &PageLayout, head: usize) -> Self {
         let run = head * layout.run_bytes();
         let tail = layout.tail_k();
         let side = |codes: std::ops::Range<usize>, params: std::ops::Range<usize>| {
             [run + codes.start, run + params.start, run + params.end]
         };
-        Parts {
+        RunOffsets {
             page_bytes: layout.page_bytes(),
             page_shift: layout.page_size().trailing_zeros(),
             sides: [
@@ -66,12 +57,12 @@ pub(crate) struct PagePart<'a> {
 
 /// One head's rows of a view.
 #[derive(Clone, Copy)]
-pub(crate) struct Rows<'a> {
+pub(crate) struct ViewRows<'a> {
     codes: &'a [u8],
     token: usize,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> ViewRows<'a> {
     /// The bytes of one token's row.
     pub fn row(&self, t: usize, bytes: usize) -> &'a [u8] {
         &self.codes[t * self.token..][..bytes]
@@ -79,11 +70,11 @@ impl<'a> Rows<'a> {
 }
 
 #[derive(Clone, Copy)]
-enum Source<'a> {
+enum Location<'a> {
     Pages {
         pool: &'a [u8],
         layout: PageLayout,
-        parts: Parts,
+        offsets: RunOffsets,
         pages: &'a [u32],
         tail: Option<u32>,
         len: usize,
@@ -95,23 +86,23 @@ impl<'a> Reader<'a> {
     /// Opens one KV head of one sequence.
     ///
     /// # Errors
-    /// [`Error::Foreign`] if the cache's pages are not in host memory.
+    /// [`Error::WrongBackend`] if the cache's pages are not in host memory.
     pub fn new(kv: KvSource<'a>, sequence: usize, head: usize) -> Result<Self, Error> {
         let pick = |scales: &[f32]| scales.get(head).copied().unwrap_or(1.0);
         Ok(match kv {
             KvSource::Cache(cache) => {
                 let store = cache.store().as_any().downcast_ref::<HostPages>();
-                let store = store.ok_or(Error::Foreign {
+                let store = store.ok_or(Error::WrongBackend {
                     backend: "cpu",
                     what: "cache",
                 })?;
                 let (config, table) = (cache.config(), cache.table());
                 let layout = *cache.layout();
                 Reader {
-                    source: Source::Pages {
+                    location: Location::Pages {
                         pool: store.pool(),
                         layout,
-                        parts: Parts::new(&layout, head),
+                        offsets: RunOffsets::new(&layout, head),
                         pages: &table.pages[sequence],
                         tail: table.tail_pages[sequence],
                         len: table.lens[sequence],
@@ -122,7 +113,7 @@ impl<'a> Reader<'a> {
                 }
             }
             KvSource::View(view) => Reader {
-                source: Source::View(view),
+                location: Location::View(view),
                 sequence,
                 head,
                 tensor_scales: [pick(view.k_tensor_scales()), pick(view.v_tensor_scales())],
@@ -132,35 +123,35 @@ impl<'a> Reader<'a> {
 
     /// The scheme that holds token `t`: an open page of `Int4 Channel` holds K as `Int8 Token`.
     pub fn scheme(&self, side: Side, t: usize) -> Scheme {
-        match self.source {
-            Source::View(view) if side == Side::K => view.format().k,
-            Source::View(view) => view.format().v,
-            Source::Pages { layout, .. } if side == Side::V => layout.format().v,
-            Source::Pages { layout, .. } if self.is_open(t) => layout.tail_k().format().k,
-            Source::Pages { layout, .. } => layout.format().k,
+        match self.location {
+            Location::View(view) if side == Side::K => view.format().k,
+            Location::View(view) => view.format().v,
+            Location::Pages { layout, .. } if side == Side::V => layout.format().v,
+            Location::Pages { layout, .. } if self.is_open(t) => layout.tail_k().format().k,
+            Location::Pages { layout, .. } => layout.format().k,
         }
     }
 
     fn is_open(&self, t: usize) -> bool {
-        match &self.source {
-            Source::Pages {
-                tail, parts, len, ..
-            } => tail.is_some() && t >> parts.page_shift == len >> parts.page_shift,
-            Source::View(_) => false,
+        match &self.location {
+            Location::Pages {
+                tail, offsets, len, ..
+            } => tail.is_some() && t >> offsets.page_shift == len >> offsets.page_shift,
+            Location::View(_) => false,
         }
     }
 
-    /// Tokens up to which one page (or the whole view) goes on from `t`.
+    /// End of the page (or of the whole view) that holds token `t`.
     pub fn page_end(&self, t: usize) -> usize {
-        match self.source {
-            Source::Pages { layout, .. } => (t / layout.page_size() + 1) * layout.page_size(),
-            Source::View(_) => usize::MAX,
+        match self.location {
+            Location::Pages { layout, .. } => (t / layout.page_size() + 1) * layout.page_size(),
+            Location::View(_) => usize::MAX,
         }
     }
 
-    /// Whether it reads native pages, not a view.
+    /// Whether the reader reads native pages, not a view.
     pub(crate) fn is_paged(&self) -> bool {
-        matches!(self.source, Source::Pages { .. })
+        matches!(self.location, Location::Pages { .. })
     }
 
     /// One side of the page of token `t`.
@@ -169,52 +160,55 @@ impl<'a> Reader<'a> {
     /// For a view.
     #[inline]
     pub(crate) fn page(&self, side: Side, t: usize) -> PagePart<'a> {
-        let Source::Pages {
+        let Location::Pages {
             pool,
-            parts,
+            offsets,
             pages,
             tail,
             ..
-        } = &self.source
+        } = &self.location
         else {
             unreachable!("a view has no pages");
         };
         let (page, part) = match (side, tail) {
             (Side::K, Some(tail)) if self.is_open(t) => (*tail, 2),
-            _ => (pages[t >> parts.page_shift], side as usize),
+            _ => (pages[t >> offsets.page_shift], side as usize),
         };
-        let page = &pool[page as usize * parts.page_bytes..][..parts.page_bytes];
-        let [codes, params, end] = parts.sides[part];
+        let page = &pool[page as usize * offsets.page_bytes..][..offsets.page_bytes];
+        let [codes, params, end] = offsets.sides[part];
         PagePart {
             codes: &page[codes..params],
             params: &page[params..end],
-            page_size: 1 << parts.page_shift,
+            page_size: 1 << offsets.page_shift,
         }
     }
 
-    /// The run of the page of token `t`: all that a tile of a sealed page reads.
+    /// The run of the page of token `t`, which holds everything that a tile of a sealed page reads.
     ///
     /// # Panics
     /// For a view.
     pub(crate) fn run(&self, t: usize) -> &'a [u8] {
-        let Source::Pages {
-            pool, parts, pages, ..
-        } = &self.source
+        let Location::Pages {
+            pool,
+            offsets,
+            pages,
+            ..
+        } = &self.location
         else {
             unreachable!("a view has no pages");
         };
-        let page = pages[t >> parts.page_shift] as usize * parts.page_bytes;
-        &pool[page + parts.sides[0][0]..page + parts.sides[1][2]]
+        let page = pages[t >> offsets.page_shift] as usize * offsets.page_bytes;
+        &pool[page + offsets.sides[0][0]..page + offsets.sides[1][2]]
     }
 
     /// One side's rows of a view.
-    pub(crate) fn rows(&self, side: Side) -> Option<Rows<'a>> {
-        let Source::View(view) = self.source else {
+    pub(crate) fn rows(&self, side: Side) -> Option<ViewRows<'a>> {
+        let Location::View(view) = self.location else {
             return None;
         };
         let rows = if side == Side::K { view.k() } else { view.v() };
         let [sequence, head, token] = rows.code_strides;
-        Some(Rows {
+        Some(ViewRows {
             codes: &rows.codes
                 [(self.sequence * sequence + self.head * head).min(rows.codes.len())..],
             token,
@@ -226,7 +220,7 @@ impl<'a> Reader<'a> {
     /// # Panics
     /// For pages.
     pub(crate) fn view_scales(&self, side: Side, t: usize) -> (&'a [u16], usize) {
-        let Source::View(view) = self.source else {
+        let Location::View(view) = self.location else {
             unreachable!("pages hold their scales");
         };
         let rows = if side == Side::K { view.k() } else { view.v() };
@@ -237,7 +231,7 @@ impl<'a> Reader<'a> {
 
     /// One part of the page of token `t`: its codes, its parameters, and the cache's layout.
     fn part(&self, side: Side, t: usize) -> Option<(&'a [u8], &'a [u8], PageLayout)> {
-        let Source::Pages { layout, .. } = self.source else {
+        let Location::Pages { layout, .. } = self.location else {
             return None;
         };
         let page = self.page(side, t);
@@ -247,13 +241,9 @@ impl<'a> Reader<'a> {
     /// The stored code of `(t, d)`.
     pub fn code(&self, side: Side, t: usize, d: usize) -> u16 {
         let bits = self.scheme(side, t).code_bits();
-        match (self.part(side, t), self.source) {
+        match (self.part(side, t), self.location) {
             (Some((codes, _, layout)), _) => {
-                let address = if side == Side::K {
-                    layout::k_code
-                } else {
-                    layout::v_code
-                };
+                let address = if side == Side::K { k_code } else { v_code };
                 let at = address(
                     bits,
                     layout.head_dim(),
@@ -261,20 +251,20 @@ impl<'a> Reader<'a> {
                     t % layout.page_size(),
                     d,
                 );
-                load_code(codes, bits, at)
+                at.load(codes, bits)
             }
-            (None, Source::View(view)) => {
+            (None, Location::View(view)) => {
                 let rows = if side == Side::K { view.k() } else { view.v() };
                 rows.code(bits, [self.sequence, self.head, t], d)
             }
-            (None, Source::Pages { .. }) => unreachable!("pages always have parts"),
+            (None, Location::Pages { .. }) => unreachable!("pages always have offsets"),
         }
     }
 
     /// The parameters of group `g` of token `t`; of dim `g` in a sealed `Int4 Channel` page.
     pub fn param(&self, side: Side, t: usize, g: usize) -> Param {
         let scheme = self.scheme(side, t);
-        match (self.part(side, t), self.source) {
+        match (self.part(side, t), self.location) {
             (Some((_, params, layout)), _) => load_param(
                 params,
                 scheme,
@@ -282,23 +272,15 @@ impl<'a> Reader<'a> {
                 t % layout.page_size(),
                 g,
             ),
-            (None, Source::View(view))
-                if !matches!(scheme, Scheme::Int8(Int8Scale::Token | Int8Scale::Group32)) =>
-            {
-                let _ = view;
-                Param {
-                    scale: f16::ONE,
-                    shift: f16::ZERO,
-                }
-            }
-            (None, Source::View(view)) => {
+            (None, Location::View(_)) if !scheme.has_row_scales() => Param {
+                scale: f16::ONE,
+                shift: f16::ZERO,
+            },
+            (None, Location::View(view)) => {
                 let rows = if side == Side::K { view.k() } else { view.v() };
-                Param {
-                    scale: f16::from_bits(rows.scale([self.sequence, self.head, t], g)),
-                    shift: f16::ZERO,
-                }
+                rows.param([self.sequence, self.head, t], g)
             }
-            (None, Source::Pages { .. }) => unreachable!("pages always have parts"),
+            (None, Location::Pages { .. }) => unreachable!("pages always have offsets"),
         }
     }
 

@@ -1,6 +1,6 @@
 //! The specification as a program: `docs/arithmetic.md`, one row at a time, scalar, one thread.
 //!
-//! Nothing here is meant to be fast. Not here: what is stored where ([`crate::reader`]).
+//! Speed is no goal here. Not here: where codes and parameters lie ([`crate::reader`]).
 
 use attn_core::{
     Int4Scale, Int8Scale, Problem, Scheme,
@@ -61,7 +61,7 @@ pub(crate) fn channel_plane(q: &[f32], scale: &[f32], shift: &[f32]) -> (Plane, 
 }
 
 /// One query row of a problem.
-pub(crate) struct Row<'a> {
+pub(crate) struct QueryRow<'a> {
     pub problem: &'a Problem,
     pub sequence: usize,
     /// Query token.
@@ -71,7 +71,7 @@ pub(crate) struct Row<'a> {
     pub q: Vec<f32>,
 }
 
-impl<'a> Row<'a> {
+impl<'a> QueryRow<'a> {
     pub fn new(
         problem: &'a Problem,
         sequence: usize,
@@ -81,7 +81,7 @@ impl<'a> Row<'a> {
         k_tensor_scale: f32,
     ) -> Self {
         let c = (problem.softmax_scale * LOG2_E) * k_tensor_scale;
-        Row {
+        QueryRow {
             problem,
             sequence,
             i,
@@ -111,7 +111,12 @@ impl<'a> Row<'a> {
 }
 
 /// Attends one row to its whole sequence; writes `out` and returns the log-sum-exp.
-pub(crate) fn attend(row: &Row<'_>, reader: &Reader<'_>, integer: bool, out: &mut [f32]) -> f32 {
+pub(crate) fn attend(
+    row: &QueryRow<'_>,
+    reader: &Reader<'_>,
+    integer: bool,
+    out: &mut [f32],
+) -> f32 {
     let kv_len = row.problem.kv_lens[row.sequence];
     let seen = row.problem.visible(row.sequence, row.i);
     let segment_tokens = segment_tiles(kv_len) * TILE;
@@ -128,13 +133,13 @@ pub(crate) fn attend(row: &Row<'_>, reader: &Reader<'_>, integer: bool, out: &mu
         segments.push(state);
     }
     match merge_spans(segments) {
-        Some(state) => state.finish(reader.tensor_scales[1], out),
-        None => State::empty(0).finish(1.0, out),
+        Some(state) => state.epilogue(reader.tensor_scales[1], out),
+        None => State::empty(0).epilogue(1.0, out),
     }
 }
 
 fn fold_tile(
-    row: &Row<'_>,
+    row: &QueryRow<'_>,
     reader: &Reader<'_>,
     integer: bool,
     tile: std::ops::Range<usize>,
@@ -252,7 +257,7 @@ fn integer_values(
             _ => 0.0,
         };
         for d in g * len..(g + 1) * len {
-            // Below 2^30 for scales that are numbers; a view that is trusted may have others, and must not panic.
+            // Below 2^30 for finite scales; a trusted view may have others, and must not panic.
             let terms = tile.clone().zip(&w16);
             let sum = terms.fold(0i32, |sum, (t, w)| {
                 let v = signed(scheme, reader.code(Side::V, t, d));

@@ -1,10 +1,11 @@
 //! Sections 3 (modifiers) and 4 (weights) of the arithmetic over vectors, and section 5's fold.
 
 use attn_core::arithmetic::{
-    EXP2_FLOAT, EXP2_MIN, EXP2_WEIGHT, ROUND, ROUND_WEIGHT, TILE, WEIGHT_BASE, WEIGHT_MAX,
+    EXP2_FLOAT, EXP2_MIN, EXP2_WEIGHT, ROUND, ROUND_WEIGHT, TILE, WEIGHT_BASE, WEIGHT_MAX, exp2i,
+    pow2,
 };
 
-use crate::simd::Simd;
+use crate::{query::QueryRows, simd::Simd};
 
 /// Lane numbers of a tile.
 static TOKENS: [i32; TILE] = {
@@ -17,7 +18,7 @@ static TOKENS: [i32; TILE] = {
     tokens
 };
 
-/// What changes a score after its scale.
+/// The score modifiers of one row and tile.
 #[derive(Clone, Copy)]
 pub(crate) struct Modifiers {
     /// 2/softcap and softcap·log2 e.
@@ -111,7 +112,7 @@ pub(crate) unsafe fn weights<S: Simd, const INTEGER: bool>(
         let x = unsafe { s.load(scores.add(lane)) };
         let x = s.sub(x, s.splat(largest));
         let mut p = if INTEGER {
-            // −v: the law's v with its sign changed gives the same bits.
+            // −v: the arithmetic's v with its sign changed gives the same bits.
             let x = s.max(x, s.splat(-WEIGHT_MAX));
             exp2(s, x, ROUND_WEIGHT, &EXP2_WEIGHT)
         } else {
@@ -130,4 +131,19 @@ pub(crate) unsafe fn weights<S: Simd, const INTEGER: bool>(
     // Every lane counted the base once.
     let base = (WEIGHT_BASE.to_bits() as i32).wrapping_mul(TILE as i32);
     (m, s.i_sum(l).wrapping_sub(base))
+}
+
+/// Folds a tile's m and l into a row's state (section 5), and leaves the factors α and β for O.
+#[inline(always)]
+pub(crate) fn fold_scalars(rows: &mut QueryRows, row: usize, m_tile: f32, l_tile: i32) {
+    let (m, l) = (
+        &mut rows.m.as_mut_slice()[row],
+        &mut rows.l.as_mut_slice()[row],
+    );
+    let max = m.max(m_tile);
+    let (alpha, beta) = (pow2(max - *m), pow2(max - m_tile));
+    *l = *l * alpha + l_tile as f32 * exp2i(-22) * beta;
+    *m = max;
+    rows.alpha.as_mut_slice()[row] = alpha;
+    rows.beta.as_mut_slice()[row] = beta;
 }

@@ -1,4 +1,4 @@
-//! The state of one query row over some tokens, and the two laws that join states: fold and merge.
+//! The state of one query row over some tokens, and the two ways to combine states: fold and merge.
 
 use attn_core::arithmetic::{SPAN, exp2i, ftz, lse, pow2, rcp};
 
@@ -36,7 +36,7 @@ impl State {
         self.m = m;
     }
 
-    /// Joins the state of the tokens that follow.
+    /// Merges the state of the tokens that follow.
     pub fn merge(&mut self, right: State) {
         if right.m == f32::NEG_INFINITY {
             return;
@@ -55,7 +55,7 @@ impl State {
     }
 
     /// Writes the normalized row and returns its log-sum-exp.
-    pub fn finish(&self, v_tensor_scale: f32, out: &mut [f32]) -> f32 {
+    pub fn epilogue(&self, v_tensor_scale: f32, out: &mut [f32]) -> f32 {
         if self.m == f32::NEG_INFINITY {
             out.fill(0.0);
             return f32::NEG_INFINITY;
@@ -70,14 +70,14 @@ impl State {
 
 /// Merges segments left to right inside each span, and the spans left to right.
 pub(crate) fn merge_spans(segments: Vec<State>) -> Option<State> {
-    let join = |mut left: State, right: State| {
+    let merge = |mut left: State, right: State| {
         left.merge(right);
         left
     };
     let mut segments = segments.into_iter().peekable();
     let mut spans = Vec::new();
     while segments.peek().is_some() {
-        spans.extend(segments.by_ref().take(SPAN).reduce(join));
+        spans.extend(segments.by_ref().take(SPAN).reduce(merge));
     }
-    spans.into_iter().reduce(join)
+    spans.into_iter().reduce(merge)
 }

@@ -1,20 +1,20 @@
-//! One tile of 64 tokens of one KV head, as the kernels want it: where its codes lie, and its parameters as floats.
+//! One tile of 64 tokens of one KV head, as the kernels read it: where its codes lie, and its parameters as floats.
 //!
-//! Native pages are read where they lie, and so is 16-bit V of views; the rest is first brought into panels of this thread's own
-//! ([`crate::stage`]).
+//! Native pages are read in place, and so is 16-bit V of views; [`crate::unpack`] converts everything else into panels that the thread owns.
 
 use attn_core::{
     Int4Scale, Int8Scale, Scheme,
     arithmetic::{TILE, exp2i, exponent, shift_exponent},
+    format::MAX_GROUPS,
 };
 
 use crate::{
     channels::Channels,
-    integer::largest_abs,
+    query::largest_abs,
     reader::{Reader, Side},
-    scratch::{Aligned, GROUPS},
-    simd::Simd,
-    stage::{self, Job, Lines, Scales},
+    scratch::Aligned,
+    simd::{Simd, scale_and_shift},
+    unpack::{self, CodeRows, Scales, Unpack},
 };
 
 /// How floats are stored in panels of 8.
@@ -26,7 +26,7 @@ pub(crate) enum Float {
 }
 
 impl Float {
-    /// What the kernel reads of a scheme: fp8 as f16 (see [`crate::stage`]), other codes as f32.
+    /// The float type as which the kernel reads a scheme: fp8 as f16 (see [`crate::unpack`]), other codes as f32.
     fn of(scheme: Scheme) -> Self {
         match scheme {
             Scheme::F16 | Scheme::Fp8E4m3 => Float::F16,
@@ -41,8 +41,8 @@ impl Float {
     }
 }
 
-/// What will be read next, asked for while the current tile is worked on: into L2, line by line in the order of addresses,
-/// spread over the tile's work. `docs/log/2026-11-cpu.md` has what else was tried.
+/// Prefetches the next tile's pages into L2 while the current tile is computed: line by line in the order of addresses, spread over the
+/// tile's work. `docs/log/2026-11-cpu.md` lists the alternatives that were measured.
 pub(crate) struct Fetch {
     runs: [(*const u8, usize); 4],
     count: usize,
@@ -64,12 +64,12 @@ impl Fetch {
         }
     }
 
-    /// Takes up the pages of the tile at `t0`, if there are pages.
+    /// Aims at the pages of the tile at `t0`; views have none.
     #[inline(always)]
     pub fn aim(&mut self, reader: &Reader<'_>, t0: usize, tokens: usize) {
         (self.count, self.run, self.offset) = (0, 0, 0);
         let page_size = reader.page_end(0);
-        // The second half of a page of 128 has come with the first.
+        // The second half of a page of 128 tokens is fetched with the first.
         if !reader.is_paged() || t0 & (page_size - 1) != 0 {
             return;
         }
@@ -80,12 +80,12 @@ impl Fetch {
         }
     }
 
-    /// Nothing to take up.
+    /// Aims at nothing.
     pub fn idle(&mut self) {
         (self.count, self.run, self.offset) = (0, 0, 0);
     }
 
-    /// Spreads what is to be fetched over so many steps.
+    /// Spreads the prefetches over so many steps.
     #[inline(always)]
     pub fn spread(&mut self, steps: usize) {
         let chunks: usize = self.runs[..self.count]
@@ -113,7 +113,7 @@ impl Fetch {
     }
 }
 
-/// A tile; its places are pointers into the cache or into its own panels, good until the next load.
+/// A tile; its pointers lead into the cache or into its own panels, and stay valid until the next load.
 pub(crate) struct Tile {
     /// Cached tokens, 1..=64.
     pub tokens: usize,
@@ -124,8 +124,8 @@ pub(crate) struct Tile {
     pub k_float: Float,
     pub k_groups: usize,
     pub k_has_shift: bool,
-    pub k_scale: [[f32; TILE]; GROUPS],
-    pub k_shift: [[f32; TILE]; GROUPS],
+    pub k_scale: [[f32; TILE]; MAX_GROUPS],
+    pub k_shift: [[f32; TILE]; MAX_GROUPS],
     /// Integers: the panel of each 16 tokens. Floats: as for K.
     pub v: [*const u8; 4],
     pub v_stride: usize,
@@ -136,15 +136,15 @@ pub(crate) struct Tile {
     pub v_groups: usize,
     pub v_has_shift: bool,
     /// v_scale·2^f, 0 from `tokens` on.
-    pub v_scale: [[f32; TILE]; GROUPS],
+    pub v_scale: [[f32; TILE]; MAX_GROUPS],
     /// 2^−f.
-    pub v_unit: [f32; GROUPS],
-    v_shift: [[f32; TILE]; GROUPS],
+    pub v_unit: [f32; MAX_GROUPS],
+    v_shift: [[f32; TILE]; MAX_GROUPS],
     /// `sh` in two planes.
-    pub v_shift_hi: [[i32; TILE]; GROUPS],
-    pub v_shift_lo: [[i32; TILE]; GROUPS],
+    pub v_shift_hi: [[i32; TILE]; MAX_GROUPS],
+    pub v_shift_lo: [[i32; TILE]; MAX_GROUPS],
     /// 2^(−14−h).
-    pub v_shift_unit: [f32; GROUPS],
+    pub v_shift_unit: [f32; MAX_GROUPS],
     pub channels: Channels,
     k_panels: Aligned<u8>,
     v_panels: Aligned<u8>,
@@ -160,8 +160,8 @@ impl Tile {
             k_float: Float::F32,
             k_groups: 1,
             k_has_shift: false,
-            k_scale: [[0.0; TILE]; GROUPS],
-            k_shift: [[0.0; TILE]; GROUPS],
+            k_scale: [[0.0; TILE]; MAX_GROUPS],
+            k_shift: [[0.0; TILE]; MAX_GROUPS],
             v: [std::ptr::null(); 4],
             v_stride: 0,
             v_row: 0,
@@ -169,12 +169,12 @@ impl Tile {
             v_float: Float::F32,
             v_groups: 1,
             v_has_shift: false,
-            v_scale: [[0.0; TILE]; GROUPS],
-            v_unit: [0.0; GROUPS],
-            v_shift: [[0.0; TILE]; GROUPS],
-            v_shift_hi: [[0; TILE]; GROUPS],
-            v_shift_lo: [[0; TILE]; GROUPS],
-            v_shift_unit: [0.0; GROUPS],
+            v_scale: [[0.0; TILE]; MAX_GROUPS],
+            v_unit: [0.0; MAX_GROUPS],
+            v_shift: [[0.0; TILE]; MAX_GROUPS],
+            v_shift_hi: [[0; TILE]; MAX_GROUPS],
+            v_shift_lo: [[0; TILE]; MAX_GROUPS],
+            v_shift_unit: [0.0; MAX_GROUPS],
             channels: Channels::new(),
             k_panels: Aligned::new(),
             v_panels: Aligned::new(),
@@ -284,7 +284,7 @@ impl Tile {
             } else if side == Side::K {
                 self.copy_k(s, reader, t0, 2 * dim);
             } else {
-                let lines = lines_of_view(reader, side, t0, tokens, 2 * dim);
+                let lines = view_rows(reader, side, t0, tokens, 2 * dim);
                 (self.v, self.v_stride, self.v_row) = (lines.places, lines.chunk, lines.row);
             }
         }
@@ -305,9 +305,9 @@ impl Tile {
     fn copy_k<S: Simd>(&mut self, s: S, reader: &Reader<'_>, t0: usize, bytes: usize) {
         self.k_panels.reserve(TILE * bytes);
         let panels = &mut self.k_panels.as_mut_slice()[..TILE * bytes];
-        let lines = lines_of_view(reader, Side::K, t0, self.tokens, bytes);
+        let lines = view_rows(reader, Side::K, t0, self.tokens, bytes);
         // SAFETY: `lines` holds rows of `bytes`; `panels` is as long as all of them.
-        unsafe { stage::copy(s, &lines, self.tokens, bytes, panels.as_mut_ptr()) };
+        unsafe { unpack::copy(s, &lines, self.tokens, bytes, panels.as_mut_ptr()) };
         self.k = std::array::from_fn(|i| panels[i * 256..].as_ptr());
         self.k_stride = TILE * 16;
     }
@@ -317,9 +317,9 @@ impl Tile {
     fn turn_v<S: Simd>(&mut self, s: S, reader: &Reader<'_>, t0: usize, dim: usize) {
         self.v_panels.reserve(TILE * dim);
         let panels = &mut self.v_panels.as_mut_slice()[..TILE * dim];
-        let lines = lines_of_view(reader, Side::V, t0, self.tokens, dim);
+        let lines = view_rows(reader, Side::V, t0, self.tokens, dim);
         // SAFETY: `lines` holds rows of `dim` bytes; `panels` has four panels of `dim` rows of 16 bytes.
-        unsafe { stage::turn_rows(s, &lines, self.tokens, dim, panels.as_mut_ptr()) };
+        unsafe { unpack::turn_rows(s, &lines, self.tokens, dim, panels.as_mut_ptr()) };
         self.v = std::array::from_fn(|i| panels[i * dim * 16..].as_ptr());
     }
 
@@ -351,7 +351,7 @@ impl Tile {
         };
         panels.reserve(TILE * dim / 8 * row);
         let out = panels.as_mut_slice()[..TILE * dim / 8 * row].as_mut_ptr();
-        let job = Job {
+        let job = Unpack {
             tokens,
             dim,
             scales: Scales {
@@ -374,23 +374,25 @@ impl Tile {
 
 /// The rows of a view's tile, all of `bytes` bytes.
 #[inline(always)]
-fn lines_of_view(reader: &Reader<'_>, side: Side, t0: usize, tokens: usize, bytes: usize) -> Lines {
-    let view = reader.rows(side).expect("what has no pages is a view");
+fn view_rows(reader: &Reader<'_>, side: Side, t0: usize, tokens: usize, bytes: usize) -> CodeRows {
+    let view = reader
+        .rows(side)
+        .expect("a reader without pages reads a view");
     let first = view.row(t0, bytes);
     // The last row lies in the view, and so do those before it.
     let last = view.row(t0 + tokens - 1, bytes);
     let row = (last.as_ptr() as usize - first.as_ptr() as usize) / (tokens - 1).max(1);
-    Lines {
+    CodeRows {
         places: [0, 1, 2, 3].map(|i| first.as_ptr().wrapping_add(16 * i * row)),
         row,
         chunk: 16,
     }
 }
 
-/// A job's codes, wherever they lie.
+/// Converts the codes of one side of a tile to floats, from pages or from a view.
 ///
 /// # Safety
-/// The job's `out` has room for its dims in panels of the scheme's floats.
+/// `job.out` has room for its dims in panels of the scheme's floats.
 #[inline(always)]
 unsafe fn widen<S: Simd>(
     s: S,
@@ -398,10 +400,10 @@ unsafe fn widen<S: Simd>(
     side: Side,
     t0: usize,
     scheme: Scheme,
-    job: &Job<'_>,
+    job: &Unpack<'_>,
 ) {
     let (bits, fp8) = (scheme.code_bits(), scheme == Scheme::Fp8E4m3);
-    let mut lines = Lines {
+    let mut lines = CodeRows {
         places: [std::ptr::null(); 4],
         row: 16,
         chunk: 16,
@@ -410,24 +412,24 @@ unsafe fn widen<S: Simd>(
         let places = &mut lines.places;
         lines.chunk = places_of(reader, side, t0, job.tokens, bits, job.dim, places);
     } else {
-        lines = lines_of_view(reader, side, t0, job.tokens, job.dim);
+        lines = view_rows(reader, side, t0, job.tokens, job.dim);
     }
     let turned = reader.is_paged() && side == Side::V;
     // SAFETY: the places hold the tile's tokens, in the shape that each function asks for.
     unsafe {
         match (turned, bits) {
-            (true, 4) => stage::widen_turned_pairs(s, &lines.places, job),
-            (true, _) if fp8 => stage::widen_turned::<S, { stage::FP8 }>(s, &lines.places, job),
-            (true, _) => stage::widen_turned::<S, { stage::INT8 }>(s, &lines.places, job),
-            (false, 4) => stage::widen_pairs(s, &lines, job),
-            (false, _) if !fp8 => stage::widen_rows::<S, { stage::INT8 }>(s, &lines, job),
-            _ if reader.is_paged() => stage::widen_panels(s, &lines, job),
-            _ => stage::widen_rows::<S, { stage::FP8_NAN }>(s, &lines, job),
+            (true, 4) => unpack::widen_turned_pairs(s, &lines.places, job),
+            (true, _) if fp8 => unpack::widen_turned::<S, { unpack::FP8 }>(s, &lines.places, job),
+            (true, _) => unpack::widen_turned::<S, { unpack::INT8 }>(s, &lines.places, job),
+            (false, 4) => unpack::widen_pairs(s, &lines, job),
+            (false, _) if !fp8 => unpack::widen_rows::<S, { unpack::INT8 }>(s, &lines, job),
+            _ if reader.is_paged() => unpack::widen_panels(s, &lines, job),
+            _ => unpack::widen_rows::<S, { unpack::FP8_NAN }>(s, &lines, job),
         }
     }
 }
 
-/// Where each 16 of a tile's tokens lie; K's (and 16-bit V's) distance between panels comes back.
+/// Finds where each 16 of a tile's tokens lie, and returns the distance between the panels of K (and of 16-bit V).
 #[inline(always)]
 fn places_of(
     reader: &Reader<'_>,
@@ -457,19 +459,6 @@ fn places_of(
         }
     }
     stride
-}
-
-/// Scales and shifts, for codes less `centre`, from `{scale, shift}` pairs of f16.
-///
-/// # Safety
-/// `4·LANES` bytes are readable at `p`.
-#[inline(always)]
-pub(crate) unsafe fn pair<S: Simd>(s: S, p: *const u8, centre: f32) -> (S::F, S::F) {
-    // SAFETY: the caller's contract.
-    let raw = unsafe { s.i_load(p) };
-    let scale = s.f16_to_f(s.i_and(raw, s.i_splat(0xffff)));
-    let shift = s.f16_to_f(s.i_shr::<16>(raw));
-    (scale, s.add(shift, s.mul(scale, s.splat(centre))))
 }
 
 /// Shifts as integers, `sh = 256·sh_hi + sh_lo`, in two planes; their exponent h.
@@ -514,7 +503,7 @@ fn params<S: Simd>(
     [t0, tokens]: [usize; 2],
     groups: usize,
     centre: f32,
-    [scale, shift]: [&mut [[f32; TILE]; GROUPS]; 2],
+    [scale, shift]: [&mut [[f32; TILE]; MAX_GROUPS]; 2],
 ) {
     if !reader.is_paged() {
         let ((from, stride), mut bits) = (reader.view_scales(side, t0), [0u16; TILE]);
@@ -549,7 +538,7 @@ fn params<S: Simd>(
                 // SAFETY: `at` holds LANES parameters; t + LANES ≤ TILE.
                 unsafe {
                     let (mut a, mut b) = if shifted {
-                        pair(s, at.as_ptr(), centre)
+                        scale_and_shift(s, at.as_ptr(), centre)
                     } else {
                         (s.f16_to_f(s.i_load_u16(at.as_ptr())), s.splat(0.0))
                     };

@@ -6,21 +6,19 @@ use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, KvSource,
     PageStore, Plan, Problem, StepInputs, Unsupported,
 };
+use attn_kernels::cuda::instance;
 use cudarc::driver::{DriverError, result};
 
 use crate::{
     device::{Device, failed},
-    geometry::Short,
-    images, instance,
-    native::{self, DeviceKv, Shape},
+    images,
+    native::{self, DeviceKv, LaunchPlan},
+    options::Options,
     sizes,
     step::{Inputs, Parts, Placed},
     store::CudaPages,
     upload::Upload,
 };
-
-/// The most SMs that a launch is sized for.
-const MOST_SMS: usize = 8192;
 
 /// One NVIDIA GPU.
 #[derive(Debug)]
@@ -42,26 +40,17 @@ impl CudaBackend {
     /// # Errors
     /// As [`CudaBackend::open`].
     pub fn open_ordinal(ordinal: usize) -> Result<Self, Unsupported> {
+        Self::with_options(ordinal, &Options::from_env()?)
+    }
+
+    /// Opens GPU `ordinal` with these options; reads none of their environment variables.
+    ///
+    /// # Errors
+    /// As [`CudaBackend::open`].
+    pub fn with_options(ordinal: usize, options: &Options) -> Result<Self, Unsupported> {
         Ok(CudaBackend {
-            device: Arc::new(Device::open(ordinal)?),
+            device: Arc::new(Device::open(ordinal, options)?),
         })
-    }
-
-    /// Sizes launches for so many SMs, 1 to 8192, instead of the device's: this changes speed, never bits. Before the first cache is made.
-    pub fn with_sms(mut self, sms: usize) -> Self {
-        if let Some(device) = Arc::get_mut(&mut self.device) {
-            // The kernels' own sums of CTAs stay below 2^31.
-            device.sms = sms.clamp(1, MOST_SMS);
-        }
-        self
-    }
-
-    /// Chooses `short.cu` where it is faster, always or never: this changes speed, never bits. Before the first cache is made.
-    pub fn with_short(mut self, short: Short) -> Self {
-        if let Some(device) = Arc::get_mut(&mut self.device) {
-            device.short = short;
-        }
-        self
     }
 
     /// The context that the backend works in: the device's primary one. Its event tracking is off: whoever uses its slices on several
@@ -112,7 +101,7 @@ impl CudaBackend {
         // SAFETY:
         // - Lengths: `check_lengths` has compared queries and outputs with the problem that `plan` is for.
         // - Pages: `Books::of_cache` has compared every page with the store's pool, and counted each sequence's. Imported ones are in order.
-        // - Rows: as for the import; `decode` has seen that strides are whole pieces of 16 bytes.
+        // - Rows: as for the import; `decode` has seen that strides are whole chunks of 16 bytes.
         // - Queries: `DecodeStep::new` has compared each with the range.
         // - Lifetime: everything lies in the arena, whose lock is held until `wait` has waited, or in the cache, which `step` borrows;
         //   one stream. The workspace is zeroed ahead.
@@ -208,7 +197,7 @@ fn check_lengths(problem: &Problem, q: &[f32], out: &[f32], lse: &[f32]) -> Resu
     Ok(())
 }
 
-const FOREIGN_CACHE: Error = Error::Foreign {
+const FOREIGN_CACHE: Error = Error::WrongBackend {
     backend: "cuda",
     what: "cache",
 };
@@ -227,7 +216,7 @@ impl DecodeAttention for CudaBackend {
             what: error.to_string(),
             built: "what the library defines".into(),
         })?;
-        let (instance, ..) = native::choose(self.device.limits(), problem, format, 64)?;
+        let (instance, ..) = native::choose(&self.device, problem, format, 64)?;
         images::obtainable(&instance, self.device.arch).map_err(|error| Unsupported::Absent {
             backend: "cuda",
             reason: error.to_string(),
@@ -244,19 +233,20 @@ impl DecodeAttention for CudaBackend {
     }
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
-        let shape = Shape::new(self.device.limits(), problem, format, 64)?;
+        let device = &self.device;
+        let plan = LaunchPlan::new(device.limits(), &device.preferences, problem, format, 64)?;
         Ok(Plan {
             backend: "cuda",
             problem: problem.clone(),
             format,
-            num_splits: shape.launch.grid.iter().product(),
-            workspace_bytes: shape.workspace_bytes(),
+            num_splits: plan.launch.grid.iter().product(),
+            workspace_bytes: plan.workspace_bytes(),
         })
     }
 
     fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         if step.plan().backend != "cuda" {
-            return Err(Error::Foreign {
+            return Err(Error::WrongBackend {
                 backend: "cuda",
                 what: "plan",
             });
@@ -265,7 +255,7 @@ impl DecodeAttention for CudaBackend {
         let page_size = match inputs.kv() {
             KvSource::Cache(cache) => self.store(cache)?.layout().page_size(),
             KvSource::View(view) => {
-                // Decode copies rows in pieces of 16 bytes.
+                // Decode copies rows in chunks of 16 bytes.
                 let [k, v] = [view.k(), view.v()].map(|rows| rows.code_strides);
                 let in_place = instance::covered(view.format(), 0).is_ok()
                     && k.into_iter()

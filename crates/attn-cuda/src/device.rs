@@ -2,7 +2,6 @@
 
 use std::{
     collections::HashMap,
-    env,
     ffi::c_void,
     marker::PhantomData,
     ptr,
@@ -18,11 +17,12 @@ use cudarc::{
     nvrtc::Ptx,
 };
 
+use attn_kernels::cuda::{Arch, DeviceLimits, Instance, Launch, Preferences};
+
 use crate::{
-    geometry::{Launch, Limits, Short},
     image_cache,
     images::{self, ImageError, Origin},
-    instance::{Arch, Instance},
+    options::Options,
     sizes,
 };
 
@@ -38,7 +38,7 @@ pub enum CudaError {
     Image(#[from] ImageError),
     /// A kernel asks for more shared memory than there is.
     #[error(
-        "a kernel needs {kernel} bytes of shared memory, and {limit} may be used; kernels/cuda and geometry.rs are of different versions"
+        "a kernel needs {kernel} bytes of shared memory, and {limit} may be used; kernels/cuda and smem.rs are of different versions"
     )]
     SharedBytes {
         /// Of the image.
@@ -71,7 +71,7 @@ pub fn failed<E: Into<CudaError>>(doing: &'static str) -> impl FnOnce(E) -> Erro
     }
 }
 
-fn absent(reason: String, next_step: &str) -> Unsupported {
+pub(crate) fn absent(reason: String, next_step: &str) -> Unsupported {
     Unsupported::Absent {
         backend: "cuda",
         reason,
@@ -129,7 +129,7 @@ impl Drop for WaitOnDrop<'_> {
 
 /// A loaded kernel.
 #[derive(Debug)]
-pub(crate) struct Kernel {
+pub(crate) struct LoadedKernel {
     function: CudaFunction,
     // Of a CTA, or of each of its teams.
     shared_bytes: usize,
@@ -138,7 +138,7 @@ pub(crate) struct Kernel {
 }
 
 /// A kernel's place: its lock is held while it is compiled, so that others are not kept waiting.
-type Entry = Arc<Mutex<Option<Arc<Kernel>>>>;
+type Entry = Arc<Mutex<Option<Arc<LoadedKernel>>>>;
 
 /// Device memory that host calls reuse; grows, never shrinks.
 #[derive(Debug, Default)]
@@ -152,7 +152,7 @@ pub(crate) struct Device {
     pub(crate) arch: Arch,
     pub(crate) shared_limit: usize,
     pub(crate) sms: usize,
-    pub(crate) short: Short,
+    pub(crate) preferences: Preferences,
     // Driver's, as in cuDriverGetVersion.
     version: i32,
     pub(crate) check: Option<CudaSlice<u8>>,
@@ -167,17 +167,16 @@ const MIN_DRIVER: i32 = 12000;
 const MIN_OVERLAP: i32 = 12030;
 
 impl Device {
-    /// What shapes a launch.
-    pub(crate) fn limits(&self) -> Limits {
-        Limits {
+    /// The limits that determine a launch.
+    pub(crate) fn limits(&self) -> DeviceLimits {
+        DeviceLimits {
             shared_limit: self.shared_limit,
             sms: self.sms,
-            short: self.short,
         }
     }
 
     /// Opens GPU `ordinal` (`CUDA_VISIBLE_DEVICES` decides which that is); never panics.
-    pub(crate) fn open(ordinal: usize) -> Result<Self, Unsupported> {
+    pub(crate) fn open(ordinal: usize, options: &Options) -> Result<Self, Unsupported> {
         // SAFETY: loading libcuda runs its initializers; the system's driver is made to be loaded by any process.
         if !unsafe { sys::is_culib_present() } {
             return Err(absent(
@@ -212,18 +211,7 @@ impl Device {
                 "use backend \"wgpu\" or \"cpu\"",
             )
         })?;
-        let arch = match env::var("ATTN_CUDA_ARCH")
-            .ok()
-            .filter(|name| !name.is_empty())
-        {
-            None => native,
-            Some(name) => Arch::from_name(&name).ok_or_else(|| {
-                absent(
-                    format!("ATTN_CUDA_ARCH is {name}"),
-                    "allowed: sm_80, sm_90a, compute_80",
-                )
-            })?,
-        };
+        let arch = options.arch.unwrap_or(native);
         let cache = image_cache::usable_folder();
         if images::embedded_count() == 0
             && let Err(error) = images::compiler()
@@ -233,10 +221,6 @@ impl Device {
             let reason = format!("{}{error}", cache.unwrap_or_default());
             return Err(absent(reason, "then try again"));
         }
-        let short = env::var("ATTN_CUDA_SHORT").unwrap_or_default();
-        let short: Short = short
-            .parse()
-            .map_err(|reason| absent(reason, "then try again"))?;
         let attribute = |what| context.attribute(what).map_err(refuse);
         use sys::CUdevice_attribute as Attribute;
         let optin =
@@ -245,8 +229,8 @@ impl Device {
         // SAFETY: this context's slices are used on one stream only, or by callers who order their streams themselves.
         unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().map_err(refuse)?;
-        let check = env::var("ATTN_CHECK").is_ok_and(|v| v == "1");
-        let check = check
+        let check = options
+            .check
             .then(|| stream.alloc_zeros(16))
             .transpose()
             .map_err(refuse)?;
@@ -268,8 +252,11 @@ impl Device {
             stream,
             arch,
             shared_limit: optin.min(arch.shared_limit()),
-            sms,
-            short,
+            sms: options.sms.map_or(sms, Options::clamp_sms),
+            preferences: Preferences {
+                low_latency: options.low_latency,
+                config: options.config,
+            },
             version,
             check,
             info,
@@ -284,7 +271,7 @@ impl Device {
         &self,
         instance: &Instance,
         shared_bytes: usize,
-    ) -> Result<Arc<Kernel>, Error> {
+    ) -> Result<Arc<LoadedKernel>, Error> {
         let entry = {
             let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
             kernels.entry(*instance).or_default().clone()
@@ -299,7 +286,7 @@ impl Device {
         Ok(place.insert(Arc::new(kernel)).clone())
     }
 
-    fn load(&self, instance: &Instance, shared_bytes: usize) -> Result<Kernel, CudaError> {
+    fn load(&self, instance: &Instance, shared_bytes: usize) -> Result<LoadedKernel, CudaError> {
         let (image, origin) = images::image(instance, self.arch, false)?;
         let module = match self.context.load_module(Ptx::from_binary(image)) {
             // Another driver's or compiler's entry, perhaps: once more from the source.
@@ -332,7 +319,7 @@ impl Device {
                 sizes::int_limit(most),
             )?;
         }
-        Ok(Kernel {
+        Ok(LoadedKernel {
             function,
             shared_bytes,
             overlaps: self.arch == Arch::Sm90a
@@ -404,7 +391,7 @@ impl Device {
     }
 }
 
-impl Kernel {
+impl LoadedKernel {
     /// Enqueues the kernel.
     ///
     /// # Safety
@@ -429,7 +416,7 @@ impl Kernel {
     /// Enqueues the kernel, its CTAs of several teams or in clusters.
     ///
     /// # Safety
-    /// As [`Kernel::launch`].
+    /// As [`LoadedKernel::launch`].
     pub(crate) unsafe fn launch_teams(
         &self,
         stream: sys::CUstream,

@@ -14,7 +14,7 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-use crate::instance::{Key, hex};
+use attn_kernels::cuda::instance::{Key, hex};
 
 /// First bytes of an entry; another number for another form.
 const MAGIC: &[u8; 8] = b"ATTNIMG2";

@@ -3,11 +3,13 @@
 
 use std::{env, fs, path::PathBuf, sync::OnceLock};
 
-use crate::{
-    image_cache::{self, CacheError},
-    instance::{Arch, Instance, Key},
+use attn_kernels::cuda::{
+    Arch, Instance,
+    instance::Key,
     nvrtc::{self, Nvrtc},
 };
+
+use crate::image_cache::{self, CacheError};
 
 /// `(key, image)` of every embedded instance.
 mod embedded {
@@ -108,7 +110,7 @@ pub fn image(
     }
     let compiler = compiler().map_err(|error| without_compiler(error, cached.err()))?;
     let image = compiler
-        .compile(sources(), instance.unit(), &instance.options(arch))
+        .compile(sources(), instance.source(), &instance.options(arch))
         .map_err(ImageError::Compile)?;
     // A cache that cannot be written, or must not be, costs time, nothing else.
     if let Ok(Some(folder)) = folder {
@@ -218,8 +220,11 @@ mod tests {
                 page_size: 32,
             };
             for instance in [append, import, Instance::Check, Instance::Read] {
-                let image =
-                    nvrtc.compile(attn_kernels::CUDA, instance.unit(), &instance.options(arch));
+                let image = nvrtc.compile(
+                    attn_kernels::CUDA,
+                    instance.source(),
+                    &instance.options(arch),
+                );
                 assert!(!image.unwrap().is_empty());
             }
         }

@@ -1,21 +1,17 @@
 //! Decode attention on NVIDIA GPUs (compute capability 8.0 and newer).
 //!
 //! [`open`] gives the backend behind the common trait; [`CudaBackend`] adds the [`native`] entry for engines: the caller's
-//! stream and buffers, nothing allocated or synchronized. Reading order: [`geometry`] (how a kernel is shaped), [`instance`]
-//! (which kernel), [`images`] and [`image_cache`] (where it comes from), [`native`]; the kernels lie in `kernels/cuda`.
+//! stream and buffers, nothing allocated or synchronized. Reading order: `attn_kernels::cuda` (which kernel, and how it is configured
+//! and launched), [`images`] and `image_cache` (where its image comes from), [`native`]; the kernels lie in `kernels/cuda`.
 //!
 //! Integer formats give the reference's bits (`docs/arithmetic.md`); `docs/cuda.md` says what each machine needs.
 
 mod backend;
 mod device;
-pub mod geometry;
-pub mod image_cache;
+mod image_cache;
 pub mod images;
-pub mod instance;
 pub mod native;
-pub mod nvrtc;
-pub mod params;
-mod short;
+mod options;
 mod sizes;
 mod step;
 mod store;
@@ -35,6 +31,7 @@ use attn_core::{DecodeAttention, Unsupported};
 
 pub use backend::CudaBackend;
 pub use device::CudaError;
+pub use options::Options;
 pub use store::CudaPages;
 
 /// Opens the first GPU; never panics.

@@ -3,11 +3,11 @@
 use std::{any::Any, ops::Range, sync::Arc};
 
 use attn_core::{CacheAccess, CacheConfig, Error, PageLayout, PageStore, TokenWrite};
+use attn_kernels::cuda::Instance;
 use cudarc::driver::{CudaSlice, DevicePtr};
 
 use crate::{
-    device::{Device, Kernel, failed},
-    instance::Instance,
+    device::{Device, LoadedKernel, failed},
     native::{self, AppendArgs, Dtype},
     sizes,
     upload::{Upload, bytes_of},
@@ -24,7 +24,7 @@ pub struct CudaPages {
     tensor_scales: CudaSlice<f32>,
     num_k_scales: usize,
     num_v_scales: usize,
-    append: Arc<Kernel>,
+    append: Arc<LoadedKernel>,
 }
 
 /// Consecutive tokens of one sequence, which one launch appends.

@@ -39,7 +39,7 @@ fn another_backends_cache_and_plan_are_refused() {
         assert!(
             matches!(
                 error,
-                Error::Foreign {
+                Error::WrongBackend {
                     backend: "cuda",
                     ..
                 }

@@ -5,7 +5,7 @@ use arbitrary::Unstructured;
 use attn_core::{
     CacheConfig, DecodeAttention, Error, Int4Scale, Int8Scale, KvFormat, PageLayout, Scheme,
     StridedRows,
-    convert::{self, Blocks, Foreign, Order, RowFormat, Side},
+    convert::{self, Blocks, ExternalRows, Order, RowFormat, Side},
 };
 use half::f16;
 
@@ -16,8 +16,13 @@ use crate::{
 };
 
 /// The import under test.
-pub type Import =
-    fn(&PageLayout, usize, usize, &Foreign<'_>, &Foreign<'_>) -> Result<Vec<Vec<u8>>, Error>;
+pub type Import = fn(
+    &PageLayout,
+    usize,
+    usize,
+    &ExternalRows<'_>,
+    &ExternalRows<'_>,
+) -> Result<Vec<Vec<u8>>, Error>;
 
 /// Draws rows; see the module.
 ///
@@ -52,7 +57,7 @@ pub fn fuzz_import(u: &mut Unstructured<'_>, import: Import) -> Result<(), Strin
     let sides = [shape.format.k, shape.format.v]
         .map(|scheme| Rows::draw(&mut draw, &shape, scheme, sequence, tokens));
     let [k, v] = &sides;
-    let pages = match import(&layout, sequence, tokens, &k.foreign(), &v.foreign()) {
+    let pages = match import(&layout, sequence, tokens, &k.external(), &v.external()) {
         Ok(pages) => pages,
         Err(_) => {
             let good = [(k, shape.format.k), (v, shape.format.v)]
@@ -301,8 +306,8 @@ impl Rows {
         }
     }
 
-    fn foreign(&self) -> Foreign<'_> {
-        Foreign {
+    fn external(&self) -> ExternalRows<'_> {
+        ExternalRows {
             format: self.format,
             rows: StridedRows {
                 codes: &self.codes,

@@ -6,7 +6,7 @@ use arbitrary::Unstructured;
 use crate::{draw::Draw, hold};
 
 // The preprocessor alone, without a GPU's driver and compiler: it uses nothing of its crate.
-#[path = "../../attn-wgpu/src/specialise.rs"]
+#[path = "../../../kernels/src/wgsl/specialise.rs"]
 #[allow(dead_code, unreachable_pub, reason = "the module is another crate's")]
 mod specialise;
 

@@ -12,9 +12,9 @@ use attn_core::{
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     CudaBackend, CudaPages,
-    instance::{Arch, Instance},
     native::{AppendArgs, DecodeArgs, DeviceKv, Dtype},
 };
+use attn_kernels::cuda::{Arch, Instance};
 use cudarc::driver::{DeviceRepr, PinnedHostSlice, ValidAsZeroBits};
 
 use crate::driver;
@@ -251,7 +251,7 @@ fn claimed_pages_are_not_read(gpu: &CudaBackend) -> Result<()> {
         let q = noise(1, problem.rows() * DIM);
         match decode(gpu, &problem, &q, KvSource::Cache(&cache)) {
             Err(Error::Mismatch { what: "page", .. }) if heads == 1 => {}
-            Err(Error::Foreign { what: "cache", .. }) if heads == 2 => {}
+            Err(Error::WrongBackend { what: "cache", .. }) if heads == 2 => {}
             other => bail!("{heads} heads, {tokens} tokens that are not there: {other:?}"),
         }
     }

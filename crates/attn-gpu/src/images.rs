@@ -6,9 +6,10 @@ use anyhow::{Context, Result, ensure};
 use attn_bench::{CacheLayout, workloads};
 use attn_conformance::{Case, Size, table};
 use attn_core::{KvFormat, Problem};
-use attn_cuda::{
-    images,
-    instance::{Arch, Instance, common, covered},
+use attn_cuda::images;
+use attn_kernels::cuda::{
+    Arch, Instance,
+    instance::{common, covered},
 };
 
 use crate::{hostile, stress};
@@ -125,7 +126,7 @@ pub struct Options {
     /// Only those of the reduced table.
     #[arg(long)]
     reduced: bool,
-    /// Print unit and options instead.
+    /// Print source files and options instead.
     #[arg(long)]
     list: bool,
     /// Also write each image here, for a disassembler.
@@ -140,7 +141,7 @@ fn file_name(instance: &Instance, arch: Arch) -> String {
     let words: Vec<_> = macros.map(|m| m.replace('=', "")).collect();
     format!(
         "{}-{}-{}.cubin",
-        instance.unit().trim_end_matches(".cu"),
+        instance.source().trim_end_matches(".cu"),
         arch.name(),
         words.join("-")
     )
@@ -160,7 +161,7 @@ pub fn run(options: &Options) -> Result<()> {
     };
     if options.list {
         for instance in &all {
-            println!("{} {}", instance.unit(), instance.options(arch).join(" "));
+            println!("{} {}", instance.source(), instance.options(arch).join(" "));
         }
         return Ok(());
     }

@@ -370,7 +370,7 @@ pub fn run() -> Result<()> {
     let mut compared = 0;
     for format in ["int8", "int4", "int4-g4"] {
         let format: KvFormat = format.parse()?;
-        // Sixteen tokens are 64 query rows, which `wide.cu` serves.
+        // Sixteen tokens are 64 query rows, which `many_rows.cu` serves.
         for (tokens, steps) in [(1, 450), (3, 100), (16, 25)] {
             for how in [(false, Dtype::F32), (true, Dtype::Bf16), (true, Dtype::F16)] {
                 compared += graph(&gpu, format, tokens, steps, how)?;

@@ -1,4 +1,4 @@
-//! Equality over random shapes: GPU and CPU, batch and alone, two grids, with and without `short.cu`, twice.
+//! Equality over random shapes: GPU and CPU, batch and alone, two grids, with and without `low_latency.cu`, twice.
 
 use std::time::Instant;
 
@@ -10,7 +10,8 @@ use attn_conformance::{
 };
 use attn_core::KvFormat;
 use attn_cpu::CpuBackend;
-use attn_cuda::{CudaBackend, geometry::Short, instance::covered};
+use attn_cuda::{CudaBackend, Options};
+use attn_kernels::cuda::{LowLatency, instance::covered};
 
 /// splitmix64.
 struct Random(u64);
@@ -148,11 +149,19 @@ fn differs(cpu: &CpuBackend, gpus: &[CudaBackend; 3], case: &Case) -> Result<Opt
 /// Runs `count` shapes from `seed` on.
 pub fn run(count: u64, seed: u64) -> Result<()> {
     let cpu = CpuBackend::new();
-    let open = || CudaBackend::open();
+    let options = Options::from_env()?;
+    let open = |sms, low_latency| {
+        let options = Options {
+            sms: Some(sms),
+            low_latency,
+            ..options
+        };
+        CudaBackend::with_options(0, &options)
+    };
     let gpus = [
-        open()?,
-        open()?.with_sms(37).with_short(Short::Never),
-        open()?.with_sms(61).with_short(Short::HandOver),
+        CudaBackend::open()?,
+        open(37, LowLatency::Never)?,
+        open(61, LowLatency::Global)?,
     ];
     let start = Instant::now();
     let (mut equal, mut refused, mut failures) = (0, 0, Vec::new());

@@ -2,97 +2,52 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use attn_core::{
-    CacheConfig, Error, KvFormat, PageLayout, TokenWrite,
+    CacheConfig, Error, PageLayout, TokenWrite,
     arithmetic::{ROUND, ROUND_WEIGHT},
 };
+use attn_kernels::wgsl::{append::AppendKey, params::AppendParams};
 use wgpu::BufferUsages;
 
 use crate::{
-    error::{WgpuError, device},
+    error::{WgpuError, device, no_kernel},
     gpu::Gpu,
-    launch::refuse,
-    shader::{self, Pipeline},
-    specialise::{Constants, SpecialiseError},
-    store::DevicePages,
+    pipeline::{self, Pipeline},
+    pool::Pool,
 };
 
-/// Everything that chooses constants of the append kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct AppendKey {
-    pub format: KvFormat,
-    pub head_dim: usize,
-    pub page_size: usize,
-    /// Storage buffers that the pool lies in.
-    pub pools: usize,
-}
-
-impl AppendKey {
-    fn of(pages: &DevicePages) -> Self {
-        AppendKey {
-            format: pages.layout.format(),
-            head_dim: pages.layout.head_dim(),
-            page_size: pages.layout.page_size(),
-            pools: pages.buffers.len(),
-        }
-    }
-
-    fn constants(&self) -> Constants {
-        let layout = shader::one_head(self.format, self.head_dim, self.page_size);
-        let mut constants = shader::layout_constants(&layout);
-        let groups = [self.format.k, self.format.v].map(|scheme| scheme.groups(self.head_dim));
-        constants.insert("AG".to_owned(), groups[0].max(groups[1]) as i64);
-        constants.insert("POOLS".to_owned(), self.pools as i64);
-        constants
-    }
-
-    /// The kernel's text.
-    pub fn text(&self) -> Result<String, SpecialiseError> {
-        shader::kernel_text("append.wgsl", &self.constants())
-    }
-}
-
-/// The kernels made so far on one device.
+/// The append kernels made so far on one device.
 #[derive(Default)]
-pub(crate) struct Appends(Mutex<HashMap<AppendKey, Pipeline>>);
+pub(crate) struct AppendPipelines(Mutex<HashMap<AppendKey, Pipeline>>);
 
-impl Appends {
-    fn get(&self, gpu: &Gpu, key: AppendKey) -> Result<Pipeline, Error> {
+impl AppendPipelines {
+    fn get(&self, pool: &Pool) -> Result<Pipeline, Error> {
+        let key = AppendKey {
+            format: pool.layout.format(),
+            head_dim: pool.layout.head_dim(),
+            page_size: pool.layout.page_size(),
+            pools: pool.buffers.len(),
+        };
         let mut made = self.0.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(pipeline) = made.get(&key) {
             return Ok(pipeline.clone());
         }
-        let text = key
-            .text()
-            .map_err(|e| device("specialising a kernel", WgpuError::from(e)))?;
-        let pipeline = shader::compile(gpu, "append", text)?;
+        let pipeline = pipeline::compile(&pool.gpu, "append", key.text())?;
         made.insert(key, pipeline.clone());
         Ok(pipeline)
     }
 }
 
-/// `Params` of `append.wgsl`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-struct Params {
-    num_jobs: u32,
-    grid_x: u32,
-    scales_at: u32,
-    num_kv_heads: u32,
-    pages_per_pool: u32,
-    round_up: f32,
-    round_down: f32,
-    weight_up: f32,
-    weight_down: f32,
-    zero: u32,
+/// Appends to the pools of one cache.
+pub(crate) struct Appender {
+    pipelines: Arc<AppendPipelines>,
+    /// k_tensor_scale and v_tensor_scale per KV head; 1 for schemes without.
+    tensor_scales: Vec<[f32; 2]>,
+    /// Kept between appends from the host.
+    staging: Option<Staging>,
 }
-
-const _: () = assert!(
-    size_of::<Params>() == 40,
-    "append.wgsl's Params has 10 words"
-);
 
 /// The new tokens of one page; a job of `append.wgsl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -195,7 +150,7 @@ fn tokens_of(row: usize, k: &[f32], v: &[f32]) -> Result<usize, Error> {
 const CHUNK_BYTES: usize = 8 << 20;
 
 /// K and V of a launch whose tokens come from the host.
-pub(crate) struct Staging {
+struct Staging {
     k: wgpu::Buffer,
     v: wgpu::Buffer,
     capacity: u64,
@@ -207,83 +162,16 @@ fn sources_of(writes: &[TokenWrite]) -> Range<usize> {
     sources().min().unwrap_or(0)..sources().max().map_or(0, |last| last + 1)
 }
 
-/// Appends tokens from host memory, and submits that.
-///
-/// All that asks for memory comes before the first write: a full page sealed half-way through a long append would have lost its tail page.
-pub(crate) fn from_host(
-    pages: &mut DevicePages,
-    writes: &[TokenWrite],
-    k: &[f32],
-    v: &[f32],
-) -> Result<(), Error> {
-    let gpu = pages.gpu.clone();
-    gpu.alive("appending")?;
-    let row = pages.layout.num_kv_heads() * pages.layout.head_dim();
-    let tokens = tokens_of(row, k, v)?;
-    check_writes(&pages.layout, pages.num_pages, writes, tokens)?;
-    let chunks = writes.chunks((CHUNK_BYTES / (4 * row)).max(1));
-    let chunks: Vec<_> = chunks.map(|chunk| (sources_of(chunk), chunk)).collect();
-    let longest = chunks.iter().map(|(sources, _)| sources.len()).max();
-    let Some(longest) = longest else {
-        return Ok(());
-    };
-    let staging = staging(pages, 4 * (longest * row) as u64)?;
-    let bindings = [&staging.k, &staging.v].map(wgpu::Buffer::as_entire_buffer_binding);
-    let launches = chunks
-        .iter()
-        .map(|(sources, chunk)| launches(pages, chunk, sources.start, &bindings))
-        .collect::<Result<Vec<_>, _>>()?;
-    for ((sources, _), launches) in chunks.iter().zip(&launches) {
-        let range = sources.start * row..sources.end * row;
-        gpu.guarded("writing tokens", || {
-            for (buffer, x) in [(&staging.k, k), (&staging.v, v)] {
-                let bytes = bytemuck::cast_slice(&x[range.clone()]);
-                gpu.queue.write_buffer(buffer, 0, bytes);
-            }
-        })?;
-        let mut encoder = gpu.device.create_command_encoder(&Default::default());
-        dispatch(&gpu, &mut encoder, launches)?;
-        gpu.submit("appending", encoder)?;
-        // Queued work keeps its staging memory: a long append waits for its pieces.
-        if chunks.len() > 1 {
-            gpu.wait("appending")?;
-        }
-    }
-    pages.staging = Some(staging);
-    Ok(())
-}
-
-/// Buffers of at least `bytes` for K and V: the last ones, if they are long enough.
-fn staging(pages: &mut DevicePages, bytes: u64) -> Result<Staging, Error> {
-    if let Some(last) = pages.staging.take().filter(|last| last.capacity >= bytes) {
-        return Ok(last);
-    }
-    let usage = BufferUsages::STORAGE | BufferUsages::COPY_DST;
-    let most = pages.gpu.largest_binding();
-    if bytes > most {
-        return Err(refuse(
-            format!("an append of {bytes} bytes of k"),
-            format!("bindings of {most} bytes; append fewer tokens at once"),
-        ));
-    }
-    let capacity = bytes.next_power_of_two().min(most);
-    Ok(Staging {
-        k: pages.gpu.buffer("attn tokens of k", capacity, usage)?,
-        v: pages.gpu.buffer("attn tokens of v", capacity, usage)?,
-        capacity,
-    })
-}
-
 /// Refuses buffers that cannot hold `tokens` tokens of a cache, or that no kernel can bind.
 pub(crate) fn check_buffers(
-    pages: &DevicePages,
+    pool: &Pool,
     tokens: usize,
     sources: [&wgpu::Buffer; 2],
 ) -> Result<(), Error> {
-    let row = pages.layout.num_kv_heads() * pages.layout.head_dim();
+    let row = pool.layout.num_kv_heads() * pool.layout.head_dim();
     // What saturates is longer than any buffer.
     let bytes = (tokens as u64).saturating_mul(4 * row as u64);
-    let most = pages.gpu.largest_binding();
+    let most = pool.gpu.largest_binding();
     for (what, buffer) in ["k", "v"].into_iter().zip(sources) {
         if bytes > buffer.size().min(most) || !buffer.usage().contains(BufferUsages::STORAGE) {
             return Err(device(
@@ -299,43 +187,11 @@ pub(crate) fn check_buffers(
     Ok(())
 }
 
-/// Records the appends of `writes`, whose sources are tokens of the two buffers; `tokens` of them in each.
-pub(crate) fn record(
-    pages: &DevicePages,
-    encoder: &mut wgpu::CommandEncoder,
-    writes: &[TokenWrite],
-    tokens: usize,
-    sources: [&wgpu::Buffer; 2],
-) -> Result<(), Error> {
-    check_buffers(pages, tokens, sources)?;
-    check_writes(&pages.layout, pages.num_pages, writes, tokens)?;
-    let row = pages.layout.num_kv_heads() * pages.layout.head_dim();
-    let sources = sources.map(|buffer| shader::first(buffer, 4 * (tokens * row) as u64));
-    let launches = launches(pages, writes, 0, &sources)?;
-    dispatch(&pages.gpu, encoder, &launches)
-}
-
 /// One dispatch with its tables.
 struct Launch {
     pipeline: Pipeline,
     group: wgpu::BindGroup,
     grid: [u32; 2],
-}
-
-/// The dispatches of checked writes, in order; source `base` is the first token of the two buffers.
-fn launches(
-    pages: &DevicePages,
-    writes: &[TokenWrite],
-    base: usize,
-    sources: &[wgpu::BufferBinding<'_>; 2],
-) -> Result<Vec<Launch>, Error> {
-    let gpu = &pages.gpu;
-    let pipeline = gpu.appends.get(gpu, AppendKey::of(pages))?;
-    jobs(writes, base, pages.layout.page_size())
-        .iter()
-        .filter(|jobs| !jobs.is_empty())
-        .map(|jobs| launch(pages, &pipeline, jobs, sources))
-        .collect()
 }
 
 /// Records dispatches.
@@ -363,7 +219,7 @@ fn grid(gpu: &Gpu, jobs: usize, heads: usize) -> Result<[usize; 2], Error> {
     let grid_y = groups.div_ceil(grid_x);
     let words = jobs.saturating_mul(8).saturating_add(2 * heads);
     if grid_y > most || words as u64 > gpu.largest_binding() / 4 {
-        return Err(refuse(
+        return Err(no_kernel(
             format!("an append to {jobs} pages of {heads} KV heads"),
             format!("{most} workgroups per dimension; append fewer tokens at once"),
         ));
@@ -371,66 +227,173 @@ fn grid(gpu: &Gpu, jobs: usize, heads: usize) -> Result<[usize; 2], Error> {
     Ok([grid_x, grid_y])
 }
 
-/// One dispatch: its grid, its tables, its bindings.
-fn launch(
-    pages: &DevicePages,
-    pipeline: &Pipeline,
-    jobs: &[Job],
-    sources: &[wgpu::BufferBinding<'_>; 2],
-) -> Result<Launch, Error> {
-    let gpu = &pages.gpu;
-    let heads = pages.layout.num_kv_heads();
-    let [grid_x, grid_y] = grid(gpu, jobs.len(), heads)?;
-    let mut table: Vec<u32> = Vec::new();
-    for job in jobs {
-        table.extend([job.page, job.tail, job.first, job.end, job.source]);
-        table.extend([u32::from(job.seals), 0, 0]);
-    }
-    let params = Params {
-        num_jobs: jobs.len() as u32,
-        grid_x: grid_x as u32,
-        scales_at: table.len() as u32,
-        num_kv_heads: heads as u32,
-        pages_per_pool: pages.pages_per_buffer,
-        round_up: ROUND,
-        round_down: ROUND,
-        weight_up: ROUND_WEIGHT,
-        weight_down: ROUND_WEIGHT,
-        zero: 0,
-    };
-    table.extend(pages.tensor_scales.iter().flatten().map(|x| x.to_bits()));
-    let params = bytemuck::bytes_of(&params);
-    let uniform = gpu.filled("attn append", params, BufferUsages::UNIFORM)?;
-    let table = bytemuck::cast_slice(&table);
-    let tables = gpu.filled("attn append jobs", table, BufferUsages::STORAGE)?;
-    let group = gpu.guarded("binding an append", || {
-        let own = [&uniform, &tables].into_iter();
-        let own = own.map(wgpu::Buffer::as_entire_buffer_binding);
-        let pool = pages.buffers.iter();
-        let pool = pool.map(wgpu::Buffer::as_entire_buffer_binding);
-        let buffers = own.chain(sources.iter().cloned()).chain(pool);
-        shader::bind(gpu, pipeline, (0..).zip(buffers))
-    })?;
-    Ok(Launch {
-        pipeline: pipeline.clone(),
-        group,
-        grid: [grid_x as u32, grid_y as u32],
-    })
-}
-
-/// k_tensor_scale and v_tensor_scale per KV head; 1 for schemes without.
-pub(crate) fn tensor_scales(config: &CacheConfig) -> Vec<[f32; 2]> {
-    (0..config.num_kv_heads)
-        .map(|head| {
+impl Appender {
+    pub fn new(pipelines: Arc<AppendPipelines>, config: &CacheConfig) -> Self {
+        let scales = |head: usize| {
             [&config.k_tensor_scales, &config.v_tensor_scales]
                 .map(|scales| scales.get(head).copied().unwrap_or(1.0))
+        };
+        Appender {
+            pipelines,
+            tensor_scales: (0..config.num_kv_heads).map(scales).collect(),
+            staging: None,
+        }
+    }
+
+    /// Appends tokens from host memory, and submits the work.
+    ///
+    /// All that asks for memory comes before the first write: a full page sealed half-way through a long append would have lost its tail page.
+    pub fn append_from_host(
+        &mut self,
+        pool: &Pool,
+        writes: &[TokenWrite],
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<(), Error> {
+        let gpu = &pool.gpu;
+        gpu.alive("appending")?;
+        let row = pool.layout.num_kv_heads() * pool.layout.head_dim();
+        let tokens = tokens_of(row, k, v)?;
+        check_writes(&pool.layout, pool.num_pages, writes, tokens)?;
+        let chunks = writes.chunks((CHUNK_BYTES / (4 * row)).max(1));
+        let chunks: Vec<_> = chunks.map(|chunk| (sources_of(chunk), chunk)).collect();
+        let longest = chunks.iter().map(|(sources, _)| sources.len()).max();
+        let Some(longest) = longest else {
+            return Ok(());
+        };
+        let staging = self.staging(pool, 4 * (longest * row) as u64)?;
+        let bindings = [&staging.k, &staging.v].map(wgpu::Buffer::as_entire_buffer_binding);
+        let launches = chunks
+            .iter()
+            .map(|(sources, chunk)| self.launches(pool, chunk, sources.start, &bindings))
+            .collect::<Result<Vec<_>, _>>()?;
+        for ((sources, _), launches) in chunks.iter().zip(&launches) {
+            let range = sources.start * row..sources.end * row;
+            gpu.guarded("writing tokens", || {
+                for (buffer, x) in [(&staging.k, k), (&staging.v, v)] {
+                    let bytes = bytemuck::cast_slice(&x[range.clone()]);
+                    gpu.queue.write_buffer(buffer, 0, bytes);
+                }
+            })?;
+            let mut encoder = gpu.device.create_command_encoder(&Default::default());
+            dispatch(gpu, &mut encoder, launches)?;
+            gpu.submit("appending", encoder)?;
+            // Queued work keeps its staging memory: a long append waits for its pieces.
+            if chunks.len() > 1 {
+                gpu.wait("appending")?;
+            }
+        }
+        self.staging = Some(staging);
+        Ok(())
+    }
+
+    /// Buffers of at least `bytes` for K and V: the last ones, if they are long enough.
+    fn staging(&mut self, pool: &Pool, bytes: u64) -> Result<Staging, Error> {
+        if let Some(last) = self.staging.take().filter(|last| last.capacity >= bytes) {
+            return Ok(last);
+        }
+        let usage = BufferUsages::STORAGE | BufferUsages::COPY_DST;
+        let most = pool.gpu.largest_binding();
+        if bytes > most {
+            return Err(no_kernel(
+                format!("an append of {bytes} bytes of k"),
+                format!("bindings of {most} bytes; append fewer tokens at once"),
+            ));
+        }
+        let capacity = bytes.next_power_of_two().min(most);
+        Ok(Staging {
+            k: pool.gpu.buffer("attn tokens of k", capacity, usage)?,
+            v: pool.gpu.buffer("attn tokens of v", capacity, usage)?,
+            capacity,
         })
-        .collect()
+    }
+
+    /// Records the appends of `writes`, whose sources are tokens of the two buffers; `tokens` of them in each.
+    pub fn record(
+        &self,
+        pool: &Pool,
+        encoder: &mut wgpu::CommandEncoder,
+        writes: &[TokenWrite],
+        tokens: usize,
+        sources: [&wgpu::Buffer; 2],
+    ) -> Result<(), Error> {
+        check_buffers(pool, tokens, sources)?;
+        check_writes(&pool.layout, pool.num_pages, writes, tokens)?;
+        let row = pool.layout.num_kv_heads() * pool.layout.head_dim();
+        let sources = sources.map(|buffer| pipeline::first(buffer, 4 * (tokens * row) as u64));
+        let launches = self.launches(pool, writes, 0, &sources)?;
+        dispatch(&pool.gpu, encoder, &launches)
+    }
+
+    /// The dispatches of checked writes, in order; source `base` is the first token of the two buffers.
+    fn launches(
+        &self,
+        pool: &Pool,
+        writes: &[TokenWrite],
+        base: usize,
+        sources: &[wgpu::BufferBinding<'_>; 2],
+    ) -> Result<Vec<Launch>, Error> {
+        let pipeline = self.pipelines.get(pool)?;
+        jobs(writes, base, pool.layout.page_size())
+            .iter()
+            .filter(|jobs| !jobs.is_empty())
+            .map(|jobs| self.launch(pool, &pipeline, jobs, sources))
+            .collect()
+    }
+
+    /// One dispatch: its grid, its tables, its bindings.
+    fn launch(
+        &self,
+        pool: &Pool,
+        pipeline: &Pipeline,
+        jobs: &[Job],
+        sources: &[wgpu::BufferBinding<'_>; 2],
+    ) -> Result<Launch, Error> {
+        let gpu = &pool.gpu;
+        let heads = pool.layout.num_kv_heads();
+        let [grid_x, grid_y] = grid(gpu, jobs.len(), heads)?;
+        let mut table: Vec<u32> = Vec::new();
+        for job in jobs {
+            table.extend([job.page, job.tail, job.first, job.end, job.source]);
+            table.extend([u32::from(job.seals), 0, 0]);
+        }
+        let params = AppendParams {
+            num_jobs: jobs.len() as u32,
+            grid_x: grid_x as u32,
+            scales_at: table.len() as u32,
+            num_kv_heads: heads as u32,
+            pages_per_pool: pool.pages_per_buffer,
+            round_up: ROUND,
+            round_down: ROUND,
+            weight_up: ROUND_WEIGHT,
+            weight_down: ROUND_WEIGHT,
+            zero: 0,
+        };
+        table.extend(self.tensor_scales.iter().flatten().map(|x| x.to_bits()));
+        let params = params.words();
+        let params = bytemuck::cast_slice(&params);
+        let uniform = gpu.filled("attn append", params, BufferUsages::UNIFORM)?;
+        let table = bytemuck::cast_slice(&table);
+        let tables = gpu.filled("attn append jobs", table, BufferUsages::STORAGE)?;
+        let group = gpu.guarded("binding an append", || {
+            let own = [&uniform, &tables].into_iter();
+            let own = own.map(wgpu::Buffer::as_entire_buffer_binding);
+            let pages = pool.buffers.iter();
+            let pages = pages.map(wgpu::Buffer::as_entire_buffer_binding);
+            let buffers = own.chain(sources.iter().cloned()).chain(pages);
+            pipeline::bind(gpu, pipeline, (0..).zip(buffers))
+        })?;
+        Ok(Launch {
+            pipeline: pipeline.clone(),
+            group,
+            grid: [grid_x as u32, grid_y as u32],
+        })
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use attn_core::DecodeAttention;
+    use attn_core::{DecodeAttention, KvFormat};
     use attn_cpu::Reference;
 
     use super::*;

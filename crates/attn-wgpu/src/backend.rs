@@ -6,16 +6,20 @@ use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, KvSource, Plan,
     Problem, Unsupported,
 };
+use attn_kernels::wgsl::{
+    self,
+    decode::{KvLayout, Tuning},
+};
 use wgpu::BufferUsages;
 
 use crate::{
-    append,
+    append::{self, AppendPipelines},
+    arithmetic::{self, ArithmeticCheck},
     error::BACKEND,
     gpu::{self, Gpu},
     import::ViewPages,
-    launch::{self, Prepared, Source},
-    law::{self, LawCheck},
-    shader::{self, Layout, Pipelines, Tuning},
+    launch::{self, KvTables, Prepared},
+    pipeline::{self, Pipelines},
     store::DevicePages,
     view::{self, DeviceView},
 };
@@ -24,7 +28,25 @@ use crate::{
 pub struct WgpuBackend {
     gpu: Arc<Gpu>,
     pipelines: Pipelines,
+    appends: Arc<AppendPipelines>,
     device: DeviceInfo,
+}
+
+/// The tuning that `ATTN_WGPU_ITEMS` asks for.
+fn tuning_from_env() -> Result<Tuning, String> {
+    let by_tiles = match std::env::var("ATTN_WGPU_ITEMS").as_deref() {
+        Err(_) | Ok("" | "auto") => None,
+        Ok("tiles") => Some(true),
+        Ok("segments") => Some(false),
+        Ok(other) => {
+            return Err(format!(
+                "ATTN_WGPU_ITEMS is {other}; allowed: auto, tiles, segments"
+            ));
+        }
+    };
+    let mut tuning = Tuning::default();
+    tuning.by_tiles = by_tiles;
+    Ok(tuning)
 }
 
 impl WgpuBackend {
@@ -34,7 +56,7 @@ impl WgpuBackend {
     /// # Errors
     /// [`Unsupported::Absent`] with the reason and what mends it.
     pub fn open() -> Result<Self, Unsupported> {
-        let tuning = Tuning::from_env()
+        let tuning = tuning_from_env()
             .map_err(|reason| gpu::absent(reason, "set it to one of these, or not at all"))?;
         Ok(Self::on(Gpu::open()?).tuned(tuning))
     }
@@ -64,6 +86,7 @@ impl WgpuBackend {
         WgpuBackend {
             gpu: Arc::new(gpu),
             pipelines: Pipelines::default(),
+            appends: Arc::default(),
             device,
         }
     }
@@ -73,6 +96,7 @@ impl WgpuBackend {
         WgpuBackend {
             gpu: self.gpu.clone(),
             pipelines: Pipelines::tuned(tuning),
+            appends: self.appends.clone(),
             device: self.device.clone(),
         }
     }
@@ -83,9 +107,7 @@ impl WgpuBackend {
     /// [`Error::Device`].
     #[doc(hidden)]
     pub fn read_kernel(&self) -> Result<wgpu::ComputePipeline, Error> {
-        let text = shader::read_text()
-            .map_err(|e| crate::error::device("specialising a kernel", e.into()))?;
-        let pipeline = shader::compile(&self.gpu, "read_all", text)?;
+        let pipeline = pipeline::compile(&self.gpu, "read_all", wgsl::read_text())?;
         Ok(wgpu::ComputePipeline::clone(&pipeline))
     }
 
@@ -93,8 +115,8 @@ impl WgpuBackend {
     ///
     /// # Errors
     /// [`Error::Device`].
-    pub fn check_law(&self) -> Result<Vec<LawCheck>, Error> {
-        law::check(&self.gpu)
+    pub fn check_arithmetic(&self) -> Result<Vec<ArithmeticCheck>, Error> {
+        arithmetic::check(&self.gpu)
     }
 
     /// The device that caches and kernels live on.
@@ -110,7 +132,7 @@ impl WgpuBackend {
     /// Puts a step's tables and workspace on the device, and makes its pipelines: sequence b of the problem is sequence b of the cache.
     ///
     /// # Errors
-    /// Those of [`Problem::check`]; [`Error::Mismatch`] where problem and cache disagree; [`Error::Foreign`] for another
+    /// Those of [`Problem::check`]; [`Error::Mismatch`] where problem and cache disagree; [`Error::WrongBackend`] for another
     /// backend's (or device's) cache; [`Error::Device`].
     pub fn prepare(&self, problem: &Problem, cache: &KvCache) -> Result<Prepared, Error> {
         self.gpu.alive("preparing a step")?;
@@ -137,12 +159,12 @@ impl WgpuBackend {
                 return mismatch("kv_len", *want, *have);
             }
         }
-        let pages = self.pages(cache)?;
-        let source = Source {
-            layout: pages.decode_layout(),
-            stored: pages.stored(),
-            pages_per_pool: pages.pages_per_buffer,
-            num_pages: Some(pages.num_pages),
+        let pool = &self.pages(cache)?.pool;
+        let source = KvTables {
+            layout: pool.decode_layout(),
+            stored: pool.stored(),
+            pages_per_pool: pool.pages_per_buffer,
+            num_pages: Some(pool.num_pages),
             lists: &table.pages,
             tail_pages: &table.tail_pages,
             k_tensor_scales: &config.k_tensor_scales,
@@ -164,8 +186,8 @@ impl WgpuBackend {
         self.gpu.alive("preparing a view")?;
         self.check(problem, view.format)?;
         let (stored, lists) = view.check(&self.gpu, problem)?;
-        let source = Source {
-            layout: Layout {
+        let source = KvTables {
+            layout: KvLayout {
                 format: view.format,
                 page_size: 64,
                 pools: 1,
@@ -188,7 +210,7 @@ impl WgpuBackend {
     /// `BufferUsages::STORAGE`. The queries are taken as they are: they must be finite, and `q · softmax_scale · log2 e` at most 2^64.
     ///
     /// # Errors
-    /// [`Error::Device`] for a buffer that is too short or of another device; [`Error::Foreign`] for another backend's step.
+    /// [`Error::Device`] for a buffer that is too short or of another device; [`Error::WrongBackend`] for another backend's step.
     pub fn record(
         &self,
         encoder: &mut wgpu::CommandEncoder,
@@ -207,7 +229,7 @@ impl WgpuBackend {
     /// steps may be prepared and recorded behind this one; submit the encoder before the cache's pages are used in any other way.
     ///
     /// # Errors
-    /// Those of [`KvCache::append_with`]; [`Error::Foreign`] for another backend's (or device's) cache; [`Error::Device`] for a buffer
+    /// Those of [`KvCache::append_with`]; [`Error::WrongBackend`] for another backend's (or device's) cache; [`Error::Device`] for a buffer
     /// that is too short or of another device.
     pub fn record_append(
         &self,
@@ -221,14 +243,16 @@ impl WgpuBackend {
         // What saturates is more than any buffer holds.
         let tokens = appends.iter().map(|(_, tokens)| *tokens);
         let tokens = tokens.fold(0, usize::saturating_add);
-        append::check_buffers(self.pages(cache)?, tokens, [k, v])?;
+        append::check_buffers(&self.pages(cache)?.pool, tokens, [k, v])?;
         cache.append_with(appends, |store, writes| {
             let pages = store.as_any().downcast_ref::<DevicePages>();
-            let pages = pages.ok_or(Error::Foreign {
+            let pages = pages.ok_or(Error::WrongBackend {
                 backend: BACKEND,
                 what: "cache",
             })?;
-            append::record(pages, encoder, writes, tokens, [k, v])
+            pages
+                .appender
+                .record(&pages.pool, encoder, writes, tokens, [k, v])
         })
     }
 
@@ -249,8 +273,8 @@ impl WgpuBackend {
     fn pages<'a>(&self, cache: &'a KvCache) -> Result<&'a DevicePages, Error> {
         let pages = cache.store().as_any().downcast_ref::<DevicePages>();
         pages
-            .filter(|pages| Arc::ptr_eq(&pages.gpu, &self.gpu))
-            .ok_or(Error::Foreign {
+            .filter(|pages| Arc::ptr_eq(&pages.pool.gpu, &self.gpu))
+            .ok_or(Error::WrongBackend {
                 backend: BACKEND,
                 what: "cache",
             })
@@ -291,7 +315,7 @@ impl DecodeAttention for WgpuBackend {
         &self.device
     }
 
-    fn is_emulated(&self) -> bool {
+    fn is_software(&self) -> bool {
         self.gpu.info.device_type == wgpu::DeviceType::Cpu
     }
 
@@ -302,13 +326,17 @@ impl DecodeAttention for WgpuBackend {
     fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
         KvCache::new(
             config.clone(),
-            Box::new(DevicePages::new(self.gpu.clone(), config)?),
+            Box::new(DevicePages::new(
+                self.gpu.clone(),
+                self.appends.clone(),
+                config,
+            )?),
         )
     }
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
         self.check(problem, format)?;
-        let layout = Layout {
+        let layout = KvLayout {
             format,
             page_size: 64,
             pools: 1,
@@ -327,7 +355,7 @@ impl DecodeAttention for WgpuBackend {
 
     fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         if step.plan().backend != BACKEND {
-            return Err(Error::Foreign {
+            return Err(Error::WrongBackend {
                 backend: BACKEND,
                 what: "plan",
             });
@@ -354,7 +382,7 @@ impl DecodeAttention for WgpuBackend {
                 }
                 None => {
                     let pages = ViewPages::new(self.gpu.clone(), view, problem)?;
-                    Prepared::new(&self.gpu, &self.pipelines, problem, &pages.source(view))?
+                    Prepared::new(&self.gpu, &self.pipelines, problem, &pages.tables(view))?
                 }
             },
         };

@@ -1,6 +1,6 @@
 //! From wgpu's errors to `attn_core::Error`.
 
-use attn_core::Error;
+use attn_core::{Error, Unsupported};
 
 /// This backend's name in errors.
 pub const BACKEND: &str = "wgpu";
@@ -44,7 +44,7 @@ pub enum WgpuError {
     },
     /// A kernel source could not be specialised.
     #[error(transparent)]
-    Kernel(#[from] crate::specialise::SpecialiseError),
+    Kernel(#[from] attn_kernels::wgsl::SpecialiseError),
 }
 
 /// [`Error::Device`] of this backend.
@@ -54,4 +54,14 @@ pub fn device(doing: &'static str, source: WgpuError) -> Error {
         doing,
         source: Box::new(source),
     }
+}
+
+/// The error for work that no kernel can take on this device: `what` was asked for, `built` is what there is.
+pub(crate) fn no_kernel(what: String, built: String) -> Error {
+    Unsupported::NoKernel {
+        backend: BACKEND,
+        what,
+        built,
+    }
+    .into()
 }

@@ -14,10 +14,7 @@ use std::{
 use attn_core::{Error, Unsupported};
 use wgpu::{DeviceType, ErrorFilter, Features, Limits};
 
-use crate::{
-    append::Appends,
-    error::{BACKEND, WgpuError, device},
-};
+use crate::error::{BACKEND, WgpuError, device};
 
 /// A device and its queue, with what was asked of its adapter.
 pub(crate) struct Gpu {
@@ -25,7 +22,6 @@ pub(crate) struct Gpu {
     pub queue: wgpu::Queue,
     pub info: wgpu::AdapterInfo,
     pub limits: Limits,
-    pub appends: Appends,
     lost: Arc<OnceLock<String>>,
     /// Error scopes are per thread, but submissions to one device take turns anyway.
     turn: Mutex<()>,
@@ -143,7 +139,6 @@ impl Gpu {
             ));
         }
         let gpu = Gpu {
-            appends: Appends::default(),
             device,
             queue,
             info,

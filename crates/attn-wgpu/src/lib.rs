@@ -1,20 +1,20 @@
 //! The wgpu backend of `attn`: the same answers on any GPU with Vulkan, Metal or DX12, without a vendor's toolkit.
 //!
 //! int8 and int4 caches give the bits of `docs/arithmetic.md` where the adapter rounds each f32 operation (seen: Mesa's llvmpipe, NVIDIA's
-//! Vulkan driver; [`WgpuBackend::check_law`] asks); products are hidden from contraction. Other formats stay within the suite's bound.
+//! Vulkan driver; [`WgpuBackend::check_arithmetic`] asks); products are hidden from contraction. Other formats stay within the suite's bound.
 //!
-//! Reading order: `gpu` (the device), `store` (pages), `launch` (a step), `shader` and [`specialise`](mod@specialise) (which kernel), `law` (which claim), then
-//! `kernels/wgsl/decode_split.wgsl`. With a device of your own: [`WgpuBackend::with_device`], [`WgpuBackend::prepare`], [`WgpuBackend::record`].
+//! Reading order: `gpu` (the device), `pipeline` (kernels), `pool` and `append` (pages), `store` (a cache), `launch` (a step), `arithmetic` (the check
+//! of the adapter), then `kernels/wgsl/decode_split.wgsl`; `attn_kernels::wgsl` chooses the constants of the kernels. With a device of your own: [`WgpuBackend::with_device`], [`WgpuBackend::prepare`], [`WgpuBackend::record`].
 
 mod append;
+mod arithmetic;
 mod backend;
 mod error;
 mod gpu;
 mod import;
 mod launch;
-mod law;
-mod shader;
-pub mod specialise;
+mod pipeline;
+mod pool;
 mod store;
 #[cfg(test)]
 mod valid;
@@ -28,11 +28,12 @@ pub mod internals {
 
 use attn_core::{DecodeAttention, Unsupported};
 
+pub use arithmetic::ArithmeticCheck;
+pub use attn_kernels::wgsl::decode::Tuning;
 pub use backend::WgpuBackend;
 pub use error::WgpuError;
 pub use launch::Prepared;
-pub use law::LawCheck;
-pub use shader::Tuning;
+
 pub use store::DevicePages;
 pub use view::{DeviceRows, DeviceView};
 pub use wgpu;

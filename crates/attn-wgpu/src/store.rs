@@ -1,161 +1,47 @@
-//! The pool on the device: pages in as many buffers as bindings require.
+//! A cache's pages on the device: the pool, and the appends that write it.
 
 use std::any::Any;
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
-};
+use std::sync::Arc;
 
-use attn_core::{CacheAccess, CacheConfig, Error, PageLayout, PageStore, TokenWrite, Unsupported};
-use wgpu::BufferUsages;
+use attn_core::{CacheAccess, CacheConfig, Error, PageLayout, PageStore, TokenWrite};
 
 use crate::{
-    append::{self, Staging},
-    error::BACKEND,
+    append::{AppendPipelines, Appender},
     gpu::Gpu,
-    launch::Stored,
-    shader::Layout,
+    pool::Pool,
 };
 
-/// Storage buffers of the split kernel beside the pool's.
-const OTHER_BINDINGS: u32 = 3;
-
-/// Page bytes that may wait for a submission.
-const MOST_PENDING: u64 = 64 << 20;
-
-/// A pool on the device.
+/// The pages of one cache on the device.
 pub struct DevicePages {
-    pub(crate) gpu: Arc<Gpu>,
-    pub(crate) layout: PageLayout,
-    pub(crate) buffers: Vec<wgpu::Buffer>,
-    pub(crate) pages_per_buffer: u32,
-    /// Pages that callers may name; the buffers hold at least one.
-    pub(crate) num_pages: usize,
-    /// K's and V's per KV head.
-    pub(crate) tensor_scales: Vec<[f32; 2]>,
-    pub(crate) staging: Option<Staging>,
-    /// Bytes written to the queue and not yet submitted, so that staging memory stays small.
-    pending: AtomicU64,
+    pub(crate) pool: Pool,
+    pub(crate) appender: Appender,
 }
 
 impl DevicePages {
-    pub(crate) fn new(gpu: Arc<Gpu>, config: &CacheConfig) -> Result<Self, Error> {
-        gpu.alive("creating a cache")?;
-        config.check()?;
-        let layout = config.layout()?;
-        let page_bytes = layout.page_bytes() as u64;
-        let largest = gpu.largest_binding();
-        let per_buffer = largest / page_bytes;
-        let num_pages = config.num_pages.max(1) as u64;
-        let bindings = gpu.limits.max_storage_buffers_per_shader_stage - OTHER_BINDINGS;
-        if per_buffer == 0 || num_pages.div_ceil(per_buffer) > u64::from(bindings) {
-            return Err(Unsupported::NoKernel {
-                backend: BACKEND,
-                what: format!("a pool of {num_pages} pages of {page_bytes} bytes"),
-                built: format!(
-                    "{bindings} bindings of {largest} bytes on {}; make a smaller pool",
-                    gpu.info.name
-                ),
-            }
-            .into());
-        }
-        let usage = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
-        let buffers = (0..num_pages)
-            .step_by(per_buffer as usize)
-            .map(|first| {
-                let pages = per_buffer.min(num_pages - first);
-                gpu.buffer("attn pages", pages * page_bytes, usage)
-            })
-            .collect::<Result<_, _>>()?;
+    pub(crate) fn new(
+        gpu: Arc<Gpu>,
+        pipelines: Arc<AppendPipelines>,
+        config: &CacheConfig,
+    ) -> Result<Self, Error> {
         Ok(DevicePages {
-            gpu,
-            layout,
-            buffers,
-            pages_per_buffer: per_buffer.min(num_pages) as u32,
-            num_pages: config.num_pages,
-            tensor_scales: append::tensor_scales(config),
-            staging: None,
-            pending: AtomicU64::new(0),
+            pool: Pool::new(gpu, config)?,
+            appender: Appender::new(pipelines, config),
         })
     }
 
-    /// The buffer that holds a page, and where.
-    fn place(&self, page: u32) -> Result<(&wgpu::Buffer, u64), Error> {
-        if page as usize >= self.num_pages {
-            return Err(Error::Parameter {
-                what: "page",
-                given: format!("{page} of {}", self.num_pages),
-                allowed: "a page of the pool",
-            });
-        }
-        let buffer = &self.buffers[(page / self.pages_per_buffer) as usize];
-        let at = u64::from(page % self.pages_per_buffer) * self.layout.page_bytes() as u64;
-        Ok((buffer, at))
-    }
-
-    /// Replaces the bytes of one page.
-    pub(crate) fn replace_page(&self, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        if bytes.len() != self.layout.page_bytes() {
-            return Err(Error::Length {
-                what: "page bytes",
-                given: bytes.len(),
-                needed: self.layout.page_bytes(),
-            });
-        }
-        self.upload(page, bytes)
-    }
-
-    fn upload(&self, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        let (buffer, at) = self.place(page)?;
-        let pending = self
-            .pending
-            .fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        self.gpu.guarded("writing a page", || {
-            self.gpu.queue.write_buffer(buffer, at, bytes);
-            if pending > MOST_PENDING {
-                self.pending.store(0, Ordering::Relaxed);
-                self.gpu.queue.submit([]);
-            }
-        })?;
-        if pending > MOST_PENDING {
-            self.gpu.wait("writing pages")?;
-        }
-        Ok(())
-    }
-
-    /// How the decode kernels read the pool.
-    pub(crate) fn decode_layout(&self) -> Layout {
-        Layout {
-            format: self.layout.format(),
-            page_size: self.layout.page_size(),
-            pools: self.buffers.len(),
-            view: false,
-        }
-    }
-
-    /// The buffers and their bindings in the decode kernels.
-    pub(crate) fn stored(&self) -> Vec<Stored> {
-        let stored = |(binding, buffer): (u32, &wgpu::Buffer)| Stored {
-            binding,
-            buffer: buffer.clone(),
-            bytes: buffer.size(),
-        };
-        (4..).zip(&self.buffers).map(stored).collect()
-    }
-
-    /// The buffers that the pool's pages lie in: `pages_per_buffer` in each, `[page][kv_head][run]` of FORMATS.md.
+    /// The buffers that the pool's pages lie in: the same number in each, `[page][kv_head][run]` of FORMATS.md.
     pub fn buffers(&self) -> &[wgpu::Buffer] {
-        &self.buffers
+        &self.pool.buffers
     }
 }
 
 impl PageStore for DevicePages {
     fn layout(&self) -> PageLayout {
-        self.layout
+        self.pool.layout
     }
 
     fn num_pages(&self) -> usize {
-        self.num_pages
+        self.pool.num_pages
     }
 
     fn append(
@@ -165,17 +51,15 @@ impl PageStore for DevicePages {
         k: &[f32],
         v: &[f32],
     ) -> Result<(), Error> {
-        append::from_host(self, writes, k, v)
+        self.appender.append_from_host(&self.pool, writes, k, v)
     }
 
     fn read_page(&self, _: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
-        let (buffer, at) = self.place(page)?;
-        let bytes = self.layout.page_bytes() as u64;
-        self.gpu.read("reading a page", &[(buffer, at, bytes)])
+        self.pool.read_page(page)
     }
 
     fn write_page(&mut self, _: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        self.replace_page(page, bytes)
+        self.pool.replace_page(page, bytes)
     }
 
     fn as_any(&self) -> &dyn Any {

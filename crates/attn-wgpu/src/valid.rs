@@ -8,9 +8,11 @@ use naga::{
     valid::{Capabilities, ValidationFlags, Validator},
 };
 
-use crate::{
+use attn_kernels::wgsl::{
     append::AppendKey,
-    shader::{Layout, Tuning, decode_constants, decode_key, decode_text, law_text, read_text},
+    arithmetic_text,
+    decode::{KvLayout, Tuning, decode_key, decode_text, workgroup_bytes},
+    read_text,
 };
 
 fn validate(name: &str, text: &str) {
@@ -34,18 +36,16 @@ fn each_decode(
         .all(|scheme| !matches!(scheme, Scheme::Int4(_)));
     let views = [false, true].into_iter().filter(|view| viewed || !view);
     for (view, shared_bytes) in views.flat_map(|view| [16384, 32768].map(|bytes| (view, bytes))) {
-        let layout = Layout {
+        let layout = KvLayout {
             format,
             page_size,
             pools,
             view,
         };
-        let tuning = Tuning {
-            by_tiles: Some(view),
-            ..Default::default()
-        };
+        let mut tuning = Tuning::default();
+        tuning.by_tiles = Some(view);
         let key = decode_key(problem, layout, shared_bytes, &tuning);
-        assert!(decode_constants(&key).1 <= shared_bytes, "{key:?}");
+        assert!(workgroup_bytes(&key) <= shared_bytes, "{key:?}");
         for name in ["decode_split", "decode_merge"] {
             let text = decode_text(&format!("{name}.wgsl"), &key).unwrap();
             each(&format!("{name} for {key:?}"), &text);
@@ -55,7 +55,7 @@ fn each_decode(
 
 /// Calls `each` with the name and the text of the kernels, over all formats and what else chooses constants.
 fn each_specialisation(mut each: impl FnMut(&str, &str)) {
-    each("law.wgsl", &law_text().unwrap());
+    each("check_arithmetic.wgsl", &arithmetic_text().unwrap());
     each("read.wgsl", &read_text().unwrap());
     let shapes = [
         (64, 128, 8),

@@ -9,7 +9,7 @@ use wgpu::BufferUsages;
 use crate::{
     error::{WgpuError, device},
     gpu::Gpu,
-    launch::Stored,
+    pipeline::Stored,
 };
 
 /// Rows of K or V in the caller's buffers: `head_dim` codes side by side per (sequence, KV head, token), and their f16 scales.

@@ -244,7 +244,10 @@ fn caches_and_steps_of_another_device_are_refused() {
         return;
     };
     let is_foreign = |refused: Result<(), Error>| {
-        assert!(matches!(refused, Err(Error::Foreign { .. })), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Error::WrongBackend { .. })),
+            "{refused:?}"
+        );
     };
     let problem = Problem::new(HEADS, HEADS, DIM, vec![0, 0]);
     let mut encoder = encoder(&ours);

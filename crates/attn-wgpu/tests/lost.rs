@@ -104,7 +104,7 @@ fn every_call_on_a_lost_device_says_that_it_is_lost() {
         let appended = backend.record_append(&mut encoder, &mut cache, &[(0, tokens)], &k, &k);
         is_lost("record_append", appended);
     }
-    is_lost("check_law", backend.check_law());
+    is_lost("check_arithmetic", backend.check_arithmetic());
     is_lost("read_kernel", backend.read_kernel());
     assert_eq!((cache.table(), cache.free_pages()), (&table, free));
     // What is gone is the device: the sequence can be given up, and its pages are free again.

@@ -1,4 +1,4 @@
-//! What a device may be tuned with changes speed, never bits; and the law's functions hold on the adapter that is here.
+//! What a device may be tuned with changes speed, never bits; and the scalar functions have the CPU's bits on this adapter.
 
 mod common;
 
@@ -7,11 +7,11 @@ use attn_cpu::Reference;
 use attn_wgpu::Tuning;
 
 #[test]
-fn the_laws_functions_have_the_cpus_bits() {
+fn the_scalar_functions_have_the_cpus_bits() {
     let Some(backend) = common::open_or_skip() else {
         return;
     };
-    for check in backend.check_law().unwrap() {
+    for check in backend.check_arithmetic().unwrap() {
         println!("{check}");
         assert!(!check.relied_on || check.differing == 0, "{check}");
     }

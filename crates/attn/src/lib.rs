@@ -100,7 +100,7 @@ pub fn select(wanted: Option<BackendId>) -> Result<Selection, Error> {
     let mut refused = Vec::new();
     for id in BackendId::ALL {
         match open(id) {
-            Ok(backend) if backend.is_emulated() => refused.push((
+            Ok(backend) if backend.is_software() => refused.push((
                 id,
                 Unsupported::Absent {
                     backend: backend.device().backend,

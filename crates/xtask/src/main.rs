@@ -1,5 +1,6 @@
 //! `cargo xtask COMMAND`: the habits of this repository; `USAGE` lists them.
 
+mod circles;
 mod deny;
 mod fuzz;
 mod mutants;
@@ -19,7 +20,7 @@ const LIMIT: u64 = 60 << 20;
 
 const USAGE: &str = "usage: cargo xtask COMMAND
   ci [fast|full]           everything that a change must pass; fast: form, lints, words, licences, in about three minutes
-  circles                  no modules of a crate import each other in a circle
+  circles                  lists the import circles inside each crate, and fails on one that is not allowed
   deny                     holds the dependencies' licences, sources and versions to deny.toml
   fuzz [--seconds N | --minutes N] [--seed S] [--only NAME] [--input SEED]
                            feeds random input to every door, with checks of overflow and assertions
@@ -36,6 +37,7 @@ fn main() -> Result<()> {
     let has = |flag: &str| arguments.iter().any(|a| a == flag);
     match arguments.first().map(String::as_str) {
         Some("ci") => script("run", &arguments[1..]),
+        Some("circles") => circles::run(&root().canonicalize()?),
         Some("deny") => deny::run(&root()),
         Some("gpu") => gpu(has("--images"), has("--quick")),
         Some("fuzz") => {

@@ -4,7 +4,7 @@
 //! Per group, in f32 unless said otherwise: `scale = fl(fl(max − min) / 15)`, `shift = min`; the inverse in f64,
 //! `inv = 15 / (15·scale + 1e-8)`; `code = rhe(f32(fl(x − min)·inv)) & 15`. Scale and shift are rounded to f16 only when stored, so codes belong
 //! to values slightly off the stored ones, and our own quantizer ([`crate::quant::int4_group`]) gives other codes where that matters.
-//! Nothing is clamped there; what exceeds f16 becomes ±∞ there and is refused here.
+//! FBGEMM clamps nothing: numbers beyond f16 become ±∞ there and are refused here.
 //!
 //! **llama.cpp `q8_0`** (34 bytes per 32): f16 `d`, then 32 int8. `d = fl(amax / 127)`, `code = x·fl(1/d)` rounded half away from zero.
 //!
@@ -17,23 +17,22 @@
 use half::f16;
 
 use crate::{
-    convert::is_scale,
     error::{Error, check_finite, refuse},
     format::{Int4Scale, Int8Scale, Scheme},
-    problem::check_head_dim,
-    quant::{Param, to_f16},
+    layout::check_head_dim,
+    quant::{Param, check_stored, to_f16},
 };
 
 /// How another engine codes one token of one head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowFormat {
-    /// Codes side by side, little-endian, scales elsewhere: any scheme but int4.
+    /// Codes of any scheme but int4 side by side, little-endian, with scales outside the row.
     Plain(Scheme),
-    /// FBGEMM's int4 cache with 1, 2, 4 or 8 groups.
+    /// Rows of FBGEMM's int4 cache with 1, 2, 4 or 8 groups.
     FbgemmInt4(u8),
-    /// llama.cpp's `q8_0`.
+    /// Rows of llama.cpp's `q8_0`.
     Q8_0,
-    /// llama.cpp's `q4_0`.
+    /// Rows of llama.cpp's `q4_0`.
     Q4_0,
 }
 
@@ -69,7 +68,7 @@ impl RowFormat {
         Ok(scheme)
     }
 
-    /// Bytes of one row.
+    /// Size of one row in bytes.
     pub fn row_bytes(self, head_dim: usize) -> usize {
         match self {
             RowFormat::Plain(scheme) => head_dim * scheme.code_bits() / 8,
@@ -87,7 +86,7 @@ impl RowFormat {
         )
     }
 
-    /// Reads a row as the page scheme's codes and parameters; says what is wrong with it otherwise.
+    /// Reads a row as the page scheme's codes and parameters, or returns the kind of the first bad value.
     pub(crate) fn unpack(
         self,
         row: &[u8],
@@ -139,7 +138,7 @@ impl RowFormat {
             }
         }
         let scheme = self.scheme(codes.len()).map_err(|_| "row")?;
-        check_values(scheme, codes, params)
+        check_stored(scheme, codes, params)
     }
 
     /// Writes a row of the page scheme's codes and parameters.
@@ -226,32 +225,6 @@ fn q4_0_param(d: f16) -> Option<Param> {
     })
 }
 
-/// What no quantizer of the scheme writes: the name of the first bad thing.
-pub(crate) fn check_values(
-    scheme: Scheme,
-    codes: &[u16],
-    params: &[Param],
-) -> Result<(), &'static str> {
-    let bad: fn(u16) -> bool = match scheme {
-        Scheme::F16 => |c| c & 0x7c00 == 0x7c00,
-        // 2^50, [`BF16_MAX`](crate::format::BF16_MAX); NaN and infinity are above it, too.
-        Scheme::Bf16 => |c| c & 0x7fff > 0x5880,
-        Scheme::Fp8E4m3 => |c| c & 0x7f == 0x7f,
-        Scheme::Int8(_) => |c| c == 0x80,
-        Scheme::Int4(_) => |_| false,
-    };
-    if codes.iter().any(|c| bad(*c)) {
-        return Err("code");
-    }
-    if params.iter().any(|p| !is_scale(p.scale)) {
-        return Err("scale");
-    }
-    if params.iter().any(|p| !p.shift.is_finite()) {
-        return Err("shift");
-    }
-    Ok(())
-}
-
 /// Refuses values that are not finite and a row of another length.
 fn check_row(x: &[f32], row: &[u8], needed: usize) -> Result<(), Error> {
     check_finite("x", x)?;
@@ -288,7 +261,7 @@ fn finite(what: &'static str, x: f32) -> Result<f16, Error> {
     }
 }
 
-/// FBGEMM's quantizer: one row of `x.len()` dims in `groups` groups.
+/// Quantizes one row of `x.len()` dims in `groups` groups as FBGEMM does.
 ///
 /// # Errors
 /// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for group counts and magnitudes outside the format.
@@ -321,7 +294,7 @@ pub fn fbgemm_int4_row(x: &[f32], groups: u8, row: &mut [u8]) -> Result<(), Erro
     Ok(())
 }
 
-/// llama.cpp's `q8_0` reference quantizer; where its `1/d` overflows, codes saturate here.
+/// Quantizes one row as llama.cpp's `q8_0` reference does; where its `1/d` overflows, codes saturate here.
 ///
 /// # Errors
 /// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for magnitudes beyond the format.
@@ -340,7 +313,7 @@ pub fn q8_0_row(x: &[f32], row: &mut [u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// llama.cpp's `q4_0` reference quantizer.
+/// Quantizes one row as llama.cpp's `q4_0` reference does.
 ///
 /// # Errors
 /// [`Error::NotFinite`], [`Error::Length`]; [`Error::Parameter`] for magnitudes beyond the format.

@@ -21,22 +21,22 @@ pub(crate) mod scalar;
 /// An instruction set that the kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Isa {
-    /// Plain arrays of eight numbers; what the compiler makes of them.
+    /// Plain arrays of eight numbers, vectorized by the compiler or not.
     Scalar,
-    /// `wide`: 128-bit vectors of whatever the build targets.
+    /// The crate `wide`: 128-bit vectors of the build's target.
     Portable,
-    /// AVX2 and F16C, 256 bits.
+    /// AVX2 and F16C with vectors of 256 bits.
     Avx2,
-    /// AVX-512 F, BW, DQ, VL.
+    /// AVX-512 with the extensions F, BW, DQ and VL.
     Avx512,
     /// AVX-512 with the byte dot product.
     Avx512Vnni,
-    /// NEON, two 128-bit registers at a time.
+    /// NEON with two 128-bit registers at a time.
     Neon,
 }
 
 impl Isa {
-    /// All, slowest first.
+    /// All instruction sets, slowest first.
     pub const ALL: [Isa; 6] = [
         Isa::Scalar,
         Isa::Portable,
@@ -46,7 +46,7 @@ impl Isa {
         Isa::Avx512Vnni,
     ];
 
-    /// Whether this machine has it.
+    /// Whether this machine has the instruction set.
     pub fn is_available(self) -> bool {
         match self {
             Isa::Scalar | Isa::Portable => true,
@@ -64,28 +64,25 @@ impl Isa {
             Isa::Avx512Vnni => Isa::Avx512.is_available() && is_x86_feature_detected!("avx512vnni"),
             #[cfg(target_arch = "aarch64")]
             Isa::Neon => std::arch::is_aarch64_feature_detected!("neon"),
-            #[allow(
-                unreachable_patterns,
-                reason = "which sets are foreign depends on the target"
-            )]
+            #[allow(unreachable_patterns, reason = "the target decides which sets exist")]
             _ => false,
         }
     }
 
-    /// Those that this machine has, slowest first.
+    /// The instruction sets that this machine has, slowest first.
     pub fn available() -> impl Iterator<Item = Isa> {
         Isa::ALL.into_iter().filter(|isa| isa.is_available())
     }
 
-    /// The fastest that this machine has.
+    /// The fastest instruction set that this machine has.
     pub fn best() -> Isa {
         Isa::available().last().unwrap_or(Isa::Scalar)
     }
 
-    /// The one that `ATTN_CPU_ISA` names, else the fastest.
+    /// The instruction set that `ATTN_CPU_ISA` names, else the fastest.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for a name that is none; [`Error::Unsupported`] for one that this machine lacks.
+    /// [`Error::Parameter`] for an unknown name; [`Error::Unsupported`] for one that this machine lacks.
     pub fn from_env() -> Result<Isa, Error> {
         match std::env::var("ATTN_CPU_ISA") {
             Ok(name) if !name.is_empty() => name.parse::<Isa>()?.require().map_err(Error::from),
@@ -93,10 +90,10 @@ impl Isa {
         }
     }
 
-    /// Itself, if this machine has it.
+    /// Returns the instruction set if this machine has it.
     ///
     /// # Errors
-    /// [`Unsupported::Absent`] with what there is instead.
+    /// [`Unsupported::Absent`] with the instruction sets that exist instead.
     pub fn require(self) -> Result<Isa, Unsupported> {
         if self.is_available() {
             return Ok(self);
@@ -275,6 +272,19 @@ pub(crate) trait Simd: Copy {
             self.i_splat(attn_core::arithmetic::ROUND.to_bits() as i32),
         )
     }
+}
+
+/// Scales and shifts, for codes less `centre`, from `{scale, shift}` pairs of f16.
+///
+/// # Safety
+/// `4·LANES` bytes are readable at `p`.
+#[inline(always)]
+pub(crate) unsafe fn scale_and_shift<S: Simd>(s: S, p: *const u8, centre: f32) -> (S::F, S::F) {
+    // SAFETY: the caller's contract.
+    let raw = unsafe { s.i_load(p) };
+    let scale = s.f16_to_f(s.i_and(raw, s.i_splat(0xffff)));
+    let shift = s.f16_to_f(s.i_shr::<16>(raw));
+    (scale, s.add(shift, s.mul(scale, s.splat(centre))))
 }
 
 /// Bytes of an operand: what 16 values of a query or 16 weights become, two rows of 16 bytes.

@@ -3,12 +3,12 @@
 use std::{ffi::c_void, sync::Arc};
 
 use attn_core::{Error, PageLayout};
+use attn_kernels::cuda::params::AppendParams;
 use cudarc::driver::sys;
 
 use super::COPY_THREADS;
 use crate::{
-    device::{Kernel, failed},
-    params::AppendParams,
+    device::{LoadedKernel, failed},
     sizes,
 };
 
@@ -24,7 +24,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// As the kernels number them: `Dtype` of `numbers.cuh`.
+    /// As the kernels number them: `Dtype` of `dtype.cuh`.
     pub(super) fn code(self) -> i32 {
         match self {
             Dtype::F32 => 0,
@@ -117,8 +117,8 @@ pub(crate) fn check_heads(num_kv_heads: usize) -> Result<(), Error> {
 #[derive(Debug, Clone)]
 pub struct NativeAppend {
     pub(super) layout: PageLayout,
-    pub(super) kernel: Arc<Kernel>,
-    pub(super) check: Option<Arc<Kernel>>,
+    pub(super) kernel: Arc<LoadedKernel>,
+    pub(super) check: Option<Arc<LoadedKernel>>,
 }
 
 /// Heads of a CTA that takes one token of each: two warps of its eight have a head's K and V.
@@ -154,7 +154,7 @@ pub fn append_grid(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize;
 /// # Safety
 /// Those of `CudaBackend::append_on`; the device's context is current.
 pub(crate) unsafe fn launch_append(
-    kernel: &Kernel,
+    kernel: &LoadedKernel,
     layout: &PageLayout,
     stream: sys::CUstream,
     args: &AppendArgs,

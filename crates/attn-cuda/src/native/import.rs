@@ -3,13 +3,12 @@
 use std::{ffi::c_void, sync::Arc};
 
 use attn_core::{Error, PageLayout, Scheme};
+use attn_kernels::cuda::{Instance, params::ImportParams};
 use cudarc::driver::sys;
 
 use super::COPY_THREADS;
 use crate::{
-    device::{Device, Kernel, failed},
-    instance::Instance,
-    params::ImportParams,
+    device::{Device, LoadedKernel, failed},
     sizes,
 };
 
@@ -42,7 +41,7 @@ pub struct ImportArgs {
 #[derive(Debug, Clone)]
 pub struct NativeImport {
     layout: PageLayout,
-    kernel: Arc<Kernel>,
+    kernel: Arc<LoadedKernel>,
 }
 
 pub(crate) fn prepare_import(device: &Device, layout: PageLayout) -> Result<NativeImport, Error> {

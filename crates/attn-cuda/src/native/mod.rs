@@ -5,26 +5,28 @@
 
 mod append;
 mod import;
+mod launch_plan;
 mod rows;
-mod shape;
 
 pub use append::{AppendArgs, Dtype, NativeAppend, append_grid};
 pub(crate) use append::{check_heads, launch_append};
 pub use import::{ImportArgs, NativeImport};
 pub(crate) use import::{launch_import, prepare_import};
-pub use shape::Shape;
-pub(crate) use shape::choose;
+pub use launch_plan::LaunchPlan;
+pub(crate) use launch_plan::choose;
 
 use std::{ffi::c_void, sync::Arc};
 
 use attn_core::{CacheConfig, Error, KvFormat, PageLayout, Problem, arithmetic::LOG2_E};
+use attn_kernels::cuda::{
+    Instance,
+    params::{CheckParams, DecodeParams, ReadParams},
+};
 use cudarc::driver::{DevicePtr, result, sys};
 
 use crate::{
     CudaBackend,
-    device::{CudaError, Device, Kernel, WaitOnDrop, failed},
-    instance::Instance,
-    params::{CheckParams, DecodeParams, ReadParams},
+    device::{CudaError, Device, LoadedKernel, WaitOnDrop, failed},
     sizes,
 };
 
@@ -37,9 +39,9 @@ pub struct NativePlan {
     problem: Problem,
     format: KvFormat,
     page_size: usize,
-    kernel: Arc<Kernel>,
-    check: Option<Arc<Kernel>>,
-    shape: Shape,
+    kernel: Arc<LoadedKernel>,
+    check: Option<Arc<LoadedKernel>>,
+    launch_plan: LaunchPlan,
 }
 
 /// Where K and V of a decode launch lie.
@@ -99,7 +101,7 @@ pub struct DecodeArgs {
 
 /// A prepared read launch.
 #[derive(Debug, Clone)]
-pub struct NativeRead(Arc<Kernel>);
+pub struct NativeRead(Arc<LoadedKernel>);
 
 /// ALiBi slopes as the kernels take them: each times log2 e.
 pub fn alibi_slopes_log2(slopes: &[f32]) -> Vec<f32> {
@@ -109,27 +111,27 @@ pub fn alibi_slopes_log2(slopes: &[f32]) -> Vec<f32> {
 impl NativePlan {
     /// Bytes of device memory that every launch needs, aligned to 256.
     pub fn workspace_bytes(&self) -> usize {
-        self.shape.workspace_bytes()
+        self.launch_plan.workspace_bytes()
     }
 
     /// Bytes at the workspace's start to zero once; launches leave them zero.
     pub fn zeroed_bytes(&self) -> usize {
-        self.shape.zeroed_bytes()
+        self.launch_plan.zeroed_bytes()
     }
 
     /// The longest `kv_len` that a launch takes.
     pub fn max_kv_len(&self) -> usize {
-        self.shape.max_kv_len
+        self.launch_plan.max_kv_len
     }
 
     /// CTAs of the launch.
     pub fn grid(&self) -> usize {
-        self.shape.launch.grid.iter().product()
+        self.launch_plan.launch.grid.iter().product()
     }
 }
 
 /// `check.cu`, if `ATTN_CHECK=1` asked for it.
-fn check_kernel(device: &Device) -> Result<Option<Arc<Kernel>>, Error> {
+fn check_kernel(device: &Device) -> Result<Option<Arc<LoadedKernel>>, Error> {
     let wanted = device.check.is_some();
     wanted
         .then(|| device.kernel(&Instance::Check, 0))
@@ -142,8 +144,14 @@ pub(crate) fn prepare(
     format: KvFormat,
     page_size: usize,
 ) -> Result<NativePlan, Error> {
-    let shape = Shape::new(device.limits(), problem, format, page_size)?;
-    let kernel = device.kernel(&shape.instance, shape.shared_bytes)?;
+    let launch_plan = LaunchPlan::new(
+        device.limits(),
+        &device.preferences,
+        problem,
+        format,
+        page_size,
+    )?;
+    let kernel = device.kernel(&launch_plan.instance, launch_plan.shared_bytes)?;
     let check = check_kernel(device)?;
     Ok(NativePlan {
         problem: problem.clone(),
@@ -151,7 +159,7 @@ pub(crate) fn prepare(
         page_size,
         kernel,
         check,
-        shape,
+        launch_plan,
     })
 }
 
@@ -176,7 +184,7 @@ pub(crate) unsafe fn launch_decode(
             allowed: "the pool's for pages, 0 for strided rows; prepare a plan for what is decoded",
         });
     }
-    let mut params = plan.shape.params(&plan.problem, args)?;
+    let mut params = plan.launch_plan.params(&plan.problem, args)?;
     if plan.page_size != 0 {
         params.appended = sizes::int("tokens appended", appended)?;
     }
@@ -186,7 +194,7 @@ pub(crate) unsafe fn launch_decode(
             DeviceKv::Strided { .. } => 0,
         };
         let limits = CheckParams {
-            max_kv_len: sizes::int_limit(plan.shape.max_kv_len),
+            max_kv_len: sizes::int_limit(plan.launch_plan.max_kv_len),
             num_pages,
             page_size: sizes::int("page_size", plan.page_size)?,
             head_dim: sizes::int("head_dim", plan.problem.head_dim)?,
@@ -205,12 +213,12 @@ pub(crate) unsafe fn launch_decode(
         &mut both[..1]
     };
     // SAFETY:
-    // - Arguments: `attn_decode` takes one DecodeParams; its size and offsets are asserted in params.rs and check.cu. Compiled
+    // - Arguments: `attn_decode` takes one DecodeParams; its size and offsets are asserted in params.rs and params.h. Compiled
     //   for views it takes RowMaps, too, whose size is asserted in params.rs and params.h.
     // - Bounds, aliasing, lifetime: this function's contract.
     unsafe {
         plan.kernel
-            .launch_teams(stream, &plan.shape.launch, arguments)
+            .launch_teams(stream, &plan.launch_plan.launch, arguments)
     }
     .map_err(failed("decoding"))
 }
@@ -221,7 +229,7 @@ pub(crate) unsafe fn launch_decode(
 /// Those of [`CudaBackend::decode_on`] but for the values it checks.
 unsafe fn check(
     device: &Device,
-    kernel: &Kernel,
+    kernel: &LoadedKernel,
     stream: sys::CUstream,
     params: &mut DecodeParams,
     mut limits: CheckParams,
@@ -377,7 +385,8 @@ impl CudaBackend {
         format: KvFormat,
         page_size: usize,
     ) -> Result<(), Error> {
-        Shape::new(self.device.limits(), problem, format, page_size).map(drop)
+        let (limits, preferences) = (self.device.limits(), &self.device.preferences);
+        LaunchPlan::new(limits, preferences, problem, format, page_size).map(drop)
     }
 
     /// Prepares decode launches for the problem's batch, heads and modifiers, and for lengths up to its longest.
@@ -395,7 +404,7 @@ impl CudaBackend {
         let bind = self.device.context.bind_to_thread();
         bind.map_err(failed("binding the context"))?;
         let plan = prepare(&self.device, problem, format, page_size)?;
-        plan.shape.check_longest(problem)?;
+        plan.launch_plan.check_longest(problem)?;
         Ok(plan)
     }
 

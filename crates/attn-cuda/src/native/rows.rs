@@ -3,12 +3,13 @@
 use std::ffi::c_void;
 
 use attn_core::{Scheme, arithmetic::TILE};
+use attn_kernels::cuda::{Arch, params::RowMaps};
 use cudarc::driver::sys;
 
 use super::{DeviceKv, NativePlan};
-use crate::{device::Device, instance::Arch, params::RowMaps};
+use crate::device::Device;
 
-/// The maps of a launch on a view; unset ones where the engine cannot take them, and the kernel copies pieces of 16 bytes.
+/// The maps of a launch on a view; unset ones where the engine cannot take them, and the kernel copies chunks of 16 bytes.
 pub(super) fn maps(device: &Device, plan: &NativePlan, kv: &DeviceKv) -> RowMaps {
     let DeviceKv::Strided {
         k, v, code_strides, ..
@@ -45,7 +46,7 @@ fn map(plan: &NativePlan, scheme: Scheme, base: u64, strides: [usize; 3]) -> Opt
     .find(|(width, _)| row.is_multiple_of(*width))?;
     let lengths = [
         row,
-        plan.shape.max_kv_len,
+        plan.launch_plan.max_kv_len,
         problem.num_kv_heads,
         problem.batch(),
     ]

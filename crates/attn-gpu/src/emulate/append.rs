@@ -4,10 +4,8 @@ use anyhow::{Context, Result};
 use attn_conformance::case::noise;
 use attn_core::{CacheConfig, DecodeAttention, HostPages, KvCache, layout};
 use attn_cpu::CpuBackend;
-use attn_cuda::{
-    instance::Instance,
-    native::{AppendArgs, Dtype, append_grid},
-};
+use attn_cuda::native::{AppendArgs, Dtype, append_grid};
+use attn_kernels::cuda::Instance;
 use half::{bf16, f16};
 
 use super::{Kernels, address};

@@ -7,18 +7,15 @@ use attn_conformance::{
 };
 use attn_core::{HostPages, KvCache, KvFormat, KvSource, PageTable, StridedRows};
 use attn_cpu::CpuBackend;
-use attn_cuda::{
-    geometry::{Limits, Short, Unit},
-    instance::{Arch, Instance},
-    native::{DecodeArgs, DeviceKv, Dtype, Shape, alibi_slopes_log2},
-};
+use attn_cuda::native::{DecodeArgs, DeviceKv, Dtype, LaunchPlan, alibi_slopes_log2};
+use attn_kernels::cuda::{Arch, DeviceLimits, Instance, Kernel, LowLatency, Preferences};
 
 use super::{Kernels, address};
 use crate::{numbers, stress};
 
 /// Tiles times heads and row blocks that one shape may have: seconds, as every lane of every warp is a fiber.
 const LARGEST: usize = 160;
-/// The same on a larger GPU, where there are many sequences or long ones: cuts between many CTAs, joins that they share.
+/// The same on a larger GPU, where there are many sequences or long ones: cuts between many CTAs, merges that they share.
 const LARGEST_OF_MANY: usize = 700;
 /// Tokens of a long sequence.
 const LONG: usize = 3000;
@@ -31,7 +28,7 @@ fn aligned(bytes: &[u8]) -> Vec<u128> {
 }
 
 /// What a launch reads beside the pool and the queries, and its workspace.
-struct Books {
+struct Inputs {
     lens: Vec<i32>,
     table: Vec<u32>,
     stride: usize,
@@ -41,8 +38,8 @@ struct Books {
     workspace_at: u64,
 }
 
-impl Books {
-    fn new(case: &Case, cache: Option<&KvCache>, shape: &Shape) -> Self {
+impl Inputs {
+    fn new(case: &Case, cache: Option<&KvCache>, plan: &LaunchPlan) -> Self {
         let none = PageTable::default();
         let table = cache.map_or(&none, KvCache::table);
         let pages = &table.pages[..case.problem.batch().min(table.pages.len())];
@@ -52,13 +49,13 @@ impl Books {
             row.resize(stride, 0);
             row
         };
-        // NaN wherever the kernel should not look; counters, or slots, are zero.
-        let mut workspace = vec![u64::MAX; shape.workspace_bytes() / 8 + 32];
+        // NaN wherever the kernel should not look; counters, or partials, are zero.
+        let mut workspace = vec![u64::MAX; plan.workspace_bytes() / 8 + 32];
         let workspace_at = address(&workspace).next_multiple_of(256);
         let first = (workspace_at - address(&workspace)) as usize / 8;
-        workspace[first..first + shape.zeroed_bytes() / 8].fill(0);
+        workspace[first..first + plan.zeroed_bytes() / 8].fill(0);
         let tails = table.tail_pages.iter();
-        Books {
+        Inputs {
             lens: case.problem.kv_lens.iter().map(|&len| len as i32).collect(),
             table: pages.iter().flat_map(row).collect(),
             stride,
@@ -69,9 +66,9 @@ impl Books {
         }
     }
 
-    fn is_zeroed(&self, shape: &Shape) -> bool {
+    fn is_zeroed(&self, plan: &LaunchPlan) -> bool {
         let first = (self.workspace_at - address(&self.workspace)) as usize / 8;
-        self.workspace[first..][..shape.zeroed_bytes() / 8]
+        self.workspace[first..][..plan.zeroed_bytes() / 8]
             .iter()
             .all(|&x| x == 0)
     }
@@ -80,12 +77,12 @@ impl Books {
 /// One shape and its kernel's launch.
 struct Job {
     case: Case,
-    shape: Shape,
+    plan: LaunchPlan,
 }
 
 impl Job {
-    /// By one kernel or the other; `None` if it is for GPUs alone, floats have no law of bits, and what is large takes too long.
-    fn new(case: Case, short: Short) -> Result<Option<Self>> {
+    /// By one kernel or the other; `None` if it is for GPUs alone, the arithmetic does not define floats to the bit, and what is large takes too long.
+    fn new(case: Case, low_latency: LowLatency) -> Result<Option<Self>> {
         let p = &case.problem;
         let tiles: usize = p.kv_lens.iter().map(|len| len.div_ceil(64).max(1)).sum();
         let rows = p.heads_per_kv() * p.q_len;
@@ -97,18 +94,21 @@ impl Job {
         if !case.format.is_integer() || tiles * p.num_kv_heads * rows.div_ceil(8) > largest {
             return Ok(None);
         }
-        let limits = Limits {
+        let limits = DeviceLimits {
             shared_limit: Arch::Sm90a.shared_limit(),
             // Clusters of up to 8 CTAs, or of up to 4, and alone with an item where there are many.
-            sms: match short {
-                Short::Always | Short::HandOver => [56, 20][case.seed as usize % 2],
+            sms: match low_latency {
+                LowLatency::Always | LowLatency::Global => [56, 20][case.seed as usize % 2],
                 _ => sms,
             },
-            short,
+        };
+        let preferences = Preferences {
+            low_latency,
+            config: None,
         };
         let page_size = if case.is_view() { 0 } else { case.page_size };
-        let shape = Shape::new(limits, p, case.format, page_size)?;
-        Ok(Some(Job { case, shape }))
+        let plan = LaunchPlan::new(limits, &preferences, p, case.format, page_size)?;
+        Ok(Some(Job { case, plan }))
     }
 
     /// Where the kernel's answer differs from the CPU's.
@@ -125,7 +125,7 @@ impl Job {
             (None, Some(view)) => KvSource::View(view),
             (None, None) => unreachable!("what is no view has a cache"),
         };
-        let books = Books::new(&self.case, cache.as_ref(), &self.shape);
+        let inputs = Inputs::new(&self.case, cache.as_ref(), &self.plan);
         // Twice, the second time in the first one's workspace.
         let has_f16 = self.case.q().iter().all(|x| x.abs() <= 65504.0);
         let narrow = if has_f16 && self.case.seed.is_multiple_of(2) {
@@ -136,7 +136,7 @@ impl Job {
         for dtype in [Dtype::F32, narrow] {
             let q = numbers::rounded(dtype, &self.case.q());
             let want = decode_rows(cpu, &self.case, &q, source)?;
-            let [out, lse] = self.emulate(kernels, source, &books, &q, dtype)?;
+            let [out, lse] = self.emulate(kernels, source, &inputs, &q, dtype)?;
             let found = first_difference("out", &out, &numbers::rounded(dtype, &want.0))
                 .or_else(|| first_difference("lse", &lse, &want.1));
             if let Some(text) = found {
@@ -150,11 +150,11 @@ impl Job {
         &self,
         kernels: &Kernels,
         source: KvSource<'_>,
-        books: &Books,
+        inputs: &Inputs,
         q: &[f32],
         dtype: Dtype,
     ) -> Result<[Vec<f32>; 2]> {
-        let (case, shape) = (&self.case, &self.shape);
+        let (case, plan) = (&self.case, &self.plan);
         let some = |slice: &[f32]| if slice.is_empty() { 0 } else { address(slice) };
         let (kv, scales) = match source {
             KvSource::Cache(cache) => {
@@ -163,9 +163,9 @@ impl Job {
                 let kv = DeviceKv::Paged {
                     pool: address(pages.pool()),
                     num_pages: cache.config().num_pages,
-                    page_table: address(&books.table),
-                    page_table_stride: books.stride,
-                    tail_pages: address(&books.tails),
+                    page_table: address(&inputs.table),
+                    page_table_stride: inputs.stride,
+                    tail_pages: address(&inputs.tails),
                 };
                 let config = cache.config();
                 (
@@ -194,19 +194,19 @@ impl Job {
             dtype,
             lse: lse.as_mut_ptr() as u64,
             kv,
-            kv_lens: address(&books.lens),
+            kv_lens: address(&inputs.lens),
             k_tensor_scales: scales[0],
             v_tensor_scales: scales[1],
-            alibi_slopes: some(&books.slopes),
-            workspace: books.workspace_at,
+            alibi_slopes: some(&inputs.slopes),
+            workspace: inputs.workspace_at,
         };
-        let params = shape.params(&case.problem, &args)?;
-        let (grid, threads) = (shape.launch.grid, shape.launch.threads);
+        let params = plan.params(&case.problem, &args)?;
+        let (grid, threads) = (plan.launch.grid, plan.launch.threads);
         // SAFETY: decode kernels take a DecodeParams, whose addresses are those of memory that lives until the end of this
-        // function, as large as `DecodeArgs` asks; page and tail tables come from the cache's own books.
-        unsafe { kernels.run(&shape.instance, &params, grid, threads) }?;
+        // function, as large as `DecodeArgs` asks; page and tail tables come from the cache's own page table.
+        unsafe { kernels.run(&plan.instance, &params, grid, threads) }?;
         ensure!(
-            books.is_zeroed(shape),
+            inputs.is_zeroed(plan),
             "the workspace is not left as it was"
         );
         let out = bytemuck::cast_slice(&out);
@@ -232,7 +232,7 @@ impl Jobs {
                 all.add(case)?;
             }
         } else {
-            // Joins of many slots, which CTAs share: of segments and of spans; alone, and among others.
+            // Merges of many partials, which CTAs share: of segments and of spans; alone, and among others.
             for (heads, lens) in [
                 ([4, 1], vec![5000]),
                 ([8, 1], vec![20_000, 100]),
@@ -240,7 +240,7 @@ impl Jobs {
             ] {
                 all.add(Case::new(heads, 64, &lens, KvFormat::INT8))?;
             }
-            // Teams whose first page is not the likely one; a cluster of one CTA, whose warps join whole rows.
+            // Teams whose first page is not the likely one; a cluster of one CTA, whose warps merge whole rows.
             let mut pages = Case::new([4, 1], 64, &[1500, 700], KvFormat::INT8);
             pages.page_size = 16;
             pages.seed = 2; // for the larger GPU
@@ -258,21 +258,21 @@ impl Jobs {
     }
 
     fn add(&mut self, case: Case) -> Result<()> {
-        match Job::new(case.clone(), Short::Never)? {
+        match Job::new(case.clone(), LowLatency::Never)? {
             Some(job) => self.jobs.push(job),
             None => self.left += 1,
         }
-        let short = Job::new(case.clone(), Short::Always)?;
-        let is_short = |job: &Job| job.shape.geometry.unit == Unit::Short;
-        self.jobs.extend(short.filter(is_short));
-        let over = Job::new(case, Short::HandOver)?;
-        let is_over = |job: &Job| job.shape.geometry.unit == Unit::HandOver;
-        self.jobs.extend(over.filter(is_over));
+        let cluster = Job::new(case.clone(), LowLatency::Always)?;
+        let is_cluster = |job: &Job| job.plan.config.kernel == Kernel::LowLatencyCluster;
+        self.jobs.extend(cluster.filter(is_cluster));
+        let global = Job::new(case, LowLatency::Global)?;
+        let is_global = |job: &Job| job.plan.config.kernel == Kernel::LowLatencyGlobal;
+        self.jobs.extend(global.filter(is_global));
         Ok(())
     }
 
     pub fn instances(&self) -> impl Iterator<Item = Instance> {
-        self.jobs.iter().map(|job| job.shape.instance)
+        self.jobs.iter().map(|job| job.plan.instance)
     }
 
     /// How many differ from the CPU.
@@ -281,21 +281,21 @@ impl Jobs {
         for job in &self.jobs {
             let found = job.differs(cpu, kernels);
             if let Some(text) = found.unwrap_or_else(|error| Some(format!("{error:#}"))) {
-                let unit = job.shape.geometry.unit;
-                println!("differs, {unit:?}: {}: {text}", job.case);
+                let kernel = job.plan.config.kernel;
+                println!("differs, {kernel:?}: {}: {text}", job.case);
                 failures += 1;
             }
         }
-        let of = |unit| {
-            let is_of = |job: &&Job| job.shape.geometry.unit == unit;
+        let of = |kernel| {
+            let is_of = |job: &&Job| job.plan.config.kernel == kernel;
             self.jobs.iter().filter(is_of).count()
         };
         println!(
-            "decode: {} of {} shapes equal to the bit, each in f32 and in 16 bits ({} by short.cu in clusters, {} handed over; {} of floats or larger left to GPUs)",
+            "decode: {} of {} shapes equal to the bit, each in f32 and in 16 bits ({} by low_latency.cu in clusters, {} through global memory; {} of floats or larger left to GPUs)",
             self.jobs.len() - failures,
             self.jobs.len(),
-            of(Unit::Short),
-            of(Unit::HandOver),
+            of(Kernel::LowLatencyCluster),
+            of(Kernel::LowLatencyGlobal),
             self.left
         );
         failures

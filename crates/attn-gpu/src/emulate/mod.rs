@@ -14,7 +14,7 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use attn_cpu::CpuBackend;
-use attn_cuda::instance::{Arch, Instance};
+use attn_kernels::cuda::{Arch, Instance};
 use libloading::Library;
 use rayon::prelude::*;
 
@@ -82,10 +82,10 @@ fn compile(sources: &Path, instance: Instance, number: usize) -> Result<Library>
             "-fno-strict-aliasing",
         ])
         .args(["-fPIC", "-shared", "-D__CUDA_ARCH__=900"])
-        // Little patience, so that CTAs take back their word in the middle of others' counts.
-        .arg("-DATTN_PATIENCE=2")
+        // A low limit, so that CTAs withdraw their claims in the middle of others' counts.
+        .arg("-DATTN_SPIN_LIMIT=2")
         .args(options.iter().filter(|option| option.starts_with("-D")))
-        .arg(format!("-DATTN_UNIT=\"{}\"", instance.unit()))
+        .arg(format!("-DATTN_UNIT=\"{}\"", instance.source()))
         .arg(format!(
             "-DATTN_APPENDS={}",
             usize::from(instance.entry() == "attn_append")
@@ -98,7 +98,7 @@ fn compile(sources: &Path, instance: Instance, number: usize) -> Result<Library>
     ensure!(
         output.status.success(),
         "g++ refuses {}: {said}",
-        instance.unit()
+        instance.source()
     );
     // SAFETY: the library was made from the kernels' text just now; it has no initializers with effects of their own.
     Ok(unsafe { Library::new(&library) }?)

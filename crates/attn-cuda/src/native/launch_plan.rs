@@ -1,0 +1,357 @@
+//! The plan of a decode launch: kernel, grid, workspace and parameters. Pure functions of the problem and of the device's limits.
+
+use attn_core::{
+    Error, KvFormat, PageLayout, Problem, Unsupported,
+    arithmetic::{self, LOG2_E},
+};
+
+use attn_kernels::cuda::{
+    DeviceLimits, Instance, Kernel, KernelConfig, Launch, Preferences, instance,
+    params::{DecodeParams, FastDivmod},
+    smem::shared_bytes,
+};
+
+use super::{DecodeArgs, DeviceKv};
+use crate::{device::Device, sizes};
+
+/// The launch of a problem, for lengths up to its longest.
+#[derive(Debug, Clone)]
+pub struct LaunchPlan {
+    /// Kernel with everything that it is compiled for.
+    pub instance: Instance,
+    /// Configuration of its CTAs.
+    pub config: KernelConfig,
+    /// Dynamic shared memory of a CTA, or of each of its teams, bytes.
+    pub shared_bytes: usize,
+    /// Grid, and the partials that its CTAs exchange.
+    pub launch: Launch,
+    pub(super) max_kv_len: usize,
+    page_bytes: usize,
+    counters_bytes: usize,
+    max_sum_bytes: usize,
+    partial_o_bytes: usize,
+    /// Whether a nonzero word of a partial has arrived. There are no arrival counts then.
+    partials_are_zeroed: bool,
+}
+
+/// The instance, configuration and shared memory of a problem's kernel.
+pub(crate) fn choose(
+    device: &Device,
+    problem: &Problem,
+    format: KvFormat,
+    page_size: usize,
+) -> Result<(Instance, KernelConfig, usize), Unsupported> {
+    configure(
+        device.limits(),
+        &device.preferences,
+        problem,
+        format,
+        page_size,
+    )
+}
+
+fn configure(
+    limits: DeviceLimits,
+    preferences: &Preferences,
+    problem: &Problem,
+    format: KvFormat,
+    page_size: usize,
+) -> Result<(Instance, KernelConfig, usize), Unsupported> {
+    let refuse = |(what, built): (String, String)| Unsupported::NoKernel {
+        backend: "cuda",
+        what,
+        built,
+    };
+    instance::covered(format, page_size).map_err(refuse)?;
+    match Instance::decode(problem, format, page_size, limits, preferences) {
+        Some(instance @ Instance::Decode { config, .. }) => {
+            check_counts(problem).map_err(refuse)?;
+            let work = work(problem, config, problem.kv_lens.iter().copied());
+            check_work(problem, work).map_err(refuse)?;
+            let shared = shared_bytes(&config, format, problem.head_dim, page_size);
+            Ok((instance, config, shared))
+        }
+        _ => Err(refuse((
+            format!(
+                "{format} with head_dim {} in {} KiB of shared memory",
+                problem.head_dim,
+                limits.shared_limit / 1024
+            ),
+            "what fits, such as smaller head_dims".into(),
+        ))),
+    }
+}
+
+/// The most work of a launch, in half tiles: kernels add it up in 32 bits, and divide sums of less than 2^31.
+const MOST_WORK: u64 = 1 << 30;
+
+/// What kernels add up to split a launch's work: `cost_of_item` of `split.cuh` for each KV head and row block of every sequence.
+fn work(problem: &Problem, config: KernelConfig, kv_lens: impl Iterator<Item = usize>) -> u64 {
+    let rows = problem.heads_per_kv() * problem.q_len;
+    let row_blocks = rows.div_ceil(config.rows());
+    let item = |kv_len: usize| {
+        let tiles = kv_len.div_ceil(arithmetic::TILE).max(1);
+        let segments = tiles.div_ceil(arithmetic::segment_tiles(kv_len));
+        (2 * tiles + segments + 32) as u64
+    };
+    let items = kv_lens.fold(0u64, |sum, kv_len| sum.saturating_add(item(kv_len)));
+    items
+        .saturating_mul(problem.num_kv_heads as u64)
+        .saturating_mul(row_blocks as u64)
+}
+
+/// What is too much, and how much there may be.
+type TooMuch = (String, String);
+
+fn check_work(problem: &Problem, work: u64) -> Result<(), TooMuch> {
+    if work <= MOST_WORK {
+        return Ok(());
+    }
+    let given = format!(
+        "work of {work} half tiles ({} sequences, {} KV heads)",
+        problem.batch(),
+        problem.num_kv_heads
+    );
+    Err((
+        given,
+        format!("up to {MOST_WORK}: fewer or shorter sequences at once"),
+    ))
+}
+
+/// Refuses numbers that kernels cannot count to.
+fn check_counts(problem: &Problem) -> Result<(), TooMuch> {
+    let counts = [
+        ("sequences", problem.batch()),
+        ("query heads", problem.num_q_heads),
+        ("KV heads", problem.num_kv_heads),
+    ];
+    match counts.into_iter().find(|(_, n)| *n > i32::MAX as usize) {
+        Some((what, n)) => Err((
+            format!("a problem of {n} {what}"),
+            format!("up to {}", i32::MAX),
+        )),
+        None => Ok(()),
+    }
+}
+
+impl LaunchPlan {
+    /// Refuses a batch that would be too much work if all of its sequences were as long as the longest: a native plan's may be.
+    pub(super) fn check_longest(&self, problem: &Problem) -> Result<(), Error> {
+        let longest = problem.kv_lens.iter().map(|_| self.max_kv_len);
+        let refuse = |(what, built)| Unsupported::NoKernel {
+            backend: "cuda",
+            what,
+            built,
+        };
+        check_work(problem, work(problem, self.config, longest)).map_err(refuse)?;
+        Ok(())
+    }
+
+    /// For pages of `page_size` tokens, or 0 for a view.
+    ///
+    /// # Errors
+    /// Those of [`Problem::check`] and [`KvFormat::check`]; [`Unsupported::NoKernel`] where no kernel covers the problem.
+    pub fn new(
+        limits: DeviceLimits,
+        preferences: &Preferences,
+        problem: &Problem,
+        format: KvFormat,
+        page_size: usize,
+    ) -> Result<Self, Error> {
+        problem.check()?;
+        format.check(
+            problem.head_dim,
+            if page_size == 0 { 64 } else { page_size },
+        )?;
+        let (instance, config, shared_bytes) =
+            configure(limits, preferences, problem, format, page_size)?;
+        let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
+        let (batch, heads) = (problem.batch(), problem.num_kv_heads);
+        let launch = Launch::new(&config, problem, format, limits.sms);
+        let partials = launch.partials(batch, heads);
+        let aligned = |factors: &[usize]| {
+            let what = "bytes of the workspace";
+            // Of a sum of three no part may have more than a quarter.
+            sizes::product(what, &[4, sizes::product(what, factors)?])?;
+            Ok::<_, Error>(sizes::product(what, factors)?.next_multiple_of(256))
+        };
+        let partials_are_zeroed = config.kernel == Kernel::LowLatencyGlobal;
+        // Views have no pages.
+        let page_bytes = match page_size {
+            0 => 0,
+            _ => PageLayout::new(format, problem.head_dim, page_size, heads)?.page_bytes(),
+        };
+        Ok(LaunchPlan {
+            instance,
+            config,
+            shared_bytes,
+            launch,
+            max_kv_len,
+            page_bytes,
+            counters_bytes: if partials_are_zeroed {
+                0
+            } else {
+                aligned(&[batch, heads, launch.row_blocks, 4])?
+            },
+            max_sum_bytes: aligned(&[partials, config.rows(), 8])?,
+            partial_o_bytes: aligned(&[partials, config.rows(), problem.head_dim, 4])?,
+            partials_are_zeroed,
+        })
+    }
+
+    /// Bytes of memory that every launch needs, aligned to 256.
+    pub fn workspace_bytes(&self) -> usize {
+        self.counters_bytes + self.max_sum_bytes + self.partial_o_bytes
+    }
+
+    /// Bytes at the workspace's start to zero once; launches leave them zero.
+    pub fn zeroed_bytes(&self) -> usize {
+        if self.partials_are_zeroed {
+            self.workspace_bytes()
+        } else {
+            self.counters_bytes
+        }
+    }
+
+    /// The kernel's parameter block.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a number that needs more than 31 bits.
+    pub fn params(&self, p: &Problem, args: &DecodeArgs) -> Result<DecodeParams, Error> {
+        let strides = sizes::strides;
+        let mut params = DecodeParams {
+            q: args.q,
+            out: args.out,
+            lse: args.lse,
+            dtype: args.dtype.code(),
+            kv_lens: args.kv_lens,
+            k_tensor_scales: args.k_tensor_scales,
+            v_tensor_scales: args.v_tensor_scales,
+            alibi_slopes: args.alibi_slopes,
+            counters: args.workspace,
+            partial_max_sum: args.workspace + self.counters_bytes as u64,
+            partial_o: args.workspace + (self.counters_bytes + self.max_sum_bytes) as u64,
+            log2_scale: p.softmax_scale * LOG2_E,
+            softcap_inner: p.softcap.map_or(0.0, |cap| 2.0 / cap),
+            softcap_outer: p.softcap.map_or(0.0, |cap| cap * LOG2_E),
+            batch: sizes::int("sequences", p.batch())?,
+            num_q_heads: sizes::int("num_q_heads", p.num_q_heads)?,
+            num_kv_heads: sizes::int("num_kv_heads", p.num_kv_heads)?,
+            heads_per_kv: sizes::int("heads_per_kv", p.heads_per_kv())?,
+            q_len: sizes::int("q_len", p.q_len)?,
+            row_blocks: sizes::int("row blocks", self.launch.row_blocks)?,
+            max_partials: sizes::int("partials", self.launch.max_partials)?,
+            // No sequence is longer than 2^20.
+            window_left: p.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
+            causal: i32::from(p.causal),
+            partial_per_segment: i32::from(self.launch.partial_per_segment),
+            heads_per_kv_divmod: FastDivmod::new(p.heads_per_kv()),
+            row_blocks_divmod: FastDivmod::new(self.launch.row_blocks),
+            ctas_divmod: FastDivmod::new(self.launch.grid[0]),
+            sms_divmod: FastDivmod::new(self.launch.grid[0] / self.config.ctas),
+            ..DecodeParams::default()
+        };
+        match args.kv {
+            DeviceKv::Paged {
+                pool,
+                page_table,
+                page_table_stride,
+                tail_pages,
+                ..
+            } => {
+                params.k = pool;
+                params.page_table = page_table;
+                params.page_table_stride = sizes::int("page_table_stride", page_table_stride)?;
+                params.tail_pages = tail_pages;
+                params.page_bytes = sizes::int("bytes of a page", self.page_bytes)?;
+            }
+            DeviceKv::Strided {
+                k,
+                v,
+                code_strides,
+                scale_strides,
+            } => {
+                [params.k, params.k_scales] = k;
+                [params.v, params.v_scales] = v;
+                [params.k_strides, params.v_strides] = code_strides.map(strides);
+                [params.k_scale_strides, params.v_scale_strides] = scale_strides.map(strides);
+            }
+        }
+        Ok(params)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    fn limits() -> DeviceLimits {
+        DeviceLimits {
+            shared_limit: 227 * 1024,
+            sms: 132,
+        }
+    }
+
+    fn plan(heads: usize, kv_lens: Vec<usize>) -> (Problem, Result<LaunchPlan, Error>) {
+        let problem = Problem::new(4 * heads, heads, 128, kv_lens);
+        let preferences = Preferences::default();
+        let plan = LaunchPlan::new(limits(), &preferences, &problem, KvFormat::INT8, 64);
+        (problem, plan)
+    }
+
+    fn is_too_much<T>(result: Result<T, Error>) -> bool {
+        matches!(result, Err(Error::Unsupported(Unsupported::NoKernel { what, .. })) if what.contains("half tiles"))
+    }
+
+    #[test]
+    fn work_that_kernels_cannot_add_up_is_refused() {
+        // 2 · 16384 tiles, 256 segments and 32 for each of 32 heads: 2^30 are 1015.0 such sequences.
+        let long = 1 << 20;
+        assert!(plan(32, vec![long; 1015]).1.is_ok());
+        for batch in [1016, 2048, 4096, 1 << 17] {
+            assert!(is_too_much(plan(32, vec![long; batch]).1), "{batch}");
+        }
+        // Counted one by one, with what every sequence costs.
+        let (problem, mixed) = plan(32, [vec![long; 1000], vec![0; 10_000]].concat());
+        assert!(mixed.is_ok());
+        // A native plan's lengths may all become the longest.
+        assert!(is_too_much(mixed.unwrap().check_longest(&problem)));
+        assert!(is_too_much(plan(65_536, vec![1; 500]).1));
+        let (problem, few) = plan(8, vec![long; 1000]);
+        few.unwrap().check_longest(&problem).unwrap();
+    }
+
+    #[test]
+    fn numbers_of_more_than_31_bits_are_refused() {
+        let (problem, plan) = plan(2, vec![700]);
+        let plan = plan.unwrap();
+        let args = |page_table_stride| DecodeArgs {
+            q: 0,
+            out: 0,
+            dtype: super::super::Dtype::F32,
+            lse: 0,
+            kv: DeviceKv::Paged {
+                pool: 0,
+                num_pages: 1,
+                page_table: 0,
+                page_table_stride,
+                tail_pages: 0,
+            },
+            kv_lens: 0,
+            k_tensor_scales: 0,
+            v_tensor_scales: 0,
+            alibi_slopes: 0,
+            workspace: 0,
+        };
+        let params = plan.params(&problem, &args(11)).unwrap();
+        let page_bytes = 2 * (2 * 64 * 128 + 2 * 64 * 2);
+        assert_eq!(
+            (params.page_table_stride, params.page_bytes),
+            (11, page_bytes)
+        );
+        for stride in [1 << 31, (1 << 32) + 11, usize::MAX] {
+            let what = "page_table_stride";
+            let result = plan.params(&problem, &args(stride));
+            assert!(matches!(result, Err(Error::Parameter { what: w, .. }) if w == what));
+        }
+    }
+}

@@ -1,0 +1,86 @@
+// The scalar functions of docs/arithmetic.md. Compiled with -fmad=false -ftz=true: what is written is what is rounded, and
+// fmaf stands only where the product is exact.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int TILE = 64;            // tokens
+constexpr int SPAN = 4;             // segments
+constexpr float MAGIC = 12582912.0f;  // 1.5·2^23: adding it rounds to an integer, half to even
+constexpr u32 MAGIC_BITS = 0x4B400000u;
+#define MINUS_INFINITY bits_float(0xFF800000u)  // NVRTC has no constexpr name for it
+
+constexpr u32 EXP2W_C0 = 0x3F7FFB48, EXP2W_C1 = 0x3F317982, EXP2W_C2 = 0x3E786F4E;
+// A weight p < 2 rides in this number's low bits: 23 of them are p·2^22, bytes 1 and 2 are p·2^14, rounded.
+constexpr float WEIGHT_BASE = 2.0f + 0x1p-15f;
+constexpr u32 WEIGHT_BASE_BITS = 0x40000080u;
+
+// log2 of a segment's tiles: 4, or as few as make 256 segments.
+DEVICE int segment_shift_of(int num_tiles) { return 32 - __clz((max(num_tiles - 1, 0) >> 8) | 3); }
+DEVICE int segment_tiles_of(int num_tiles) { return 1 << segment_shift_of(num_tiles); }
+// Runs of 2^shift tiles; none are one, as an empty sequence still gets its zeros.
+DEVICE int runs_of(int num_tiles, int shift) { return (max(num_tiles, 1) - 1 >> shift) + 1; }
+
+DEVICE float exp2i(int k) { return bits_float((u32)(k + 127) << 23); }
+DEVICE int exponent(float x) { return (int)(float_bits(x) >> 23 & 255) - 127; }
+
+// Brings what would round up to the next power of two there beforehand.
+constexpr float BELOW = 1.0f + 0x1p-14f;
+// The exponents of a row's plane and of shifts, by the largest magnitude. Of zeros those of docs/arithmetic.md are 0; whatever these are, the integers
+// that they bring up are zeros.
+DEVICE int plane_exponent(float largest) { return min(max(13 - exponent(largest * BELOW), -70), 60); }
+DEVICE int shift_exponent(float largest) { return largest == 0.0f ? 0 : 14 - exponent(largest * BELOW); }
+// 13 significant bits, half away from zero: the product with an f16 is exact.
+DEVICE float round_13(float x) { return bits_float(float_bits(x) + 0x400 & ~0x7ffu); }
+
+// 2^(1 - v) for 0 <= v <= 64, as a weight, from u = v/64: degree 3.
+DEVICE float exp2w(float u) {
+    float t = fmaf(u, -64.0f, MAGIC + 1.0f), r = fmaf(u, -64.0f, -(t - (MAGIC + 1.0f)));
+    float y = bits_float(0x3D620000) * r + bits_float(EXP2W_C2);
+    y = y * r + bits_float(EXP2W_C1);
+    y = y * r + bits_float(EXP2W_C0);
+    return bits_float(float_bits(y) + (float_bits(t) << 23));
+}
+
+// The same to full precision: degree 5.
+DEVICE float exp2f_full(float x) {
+    float t = x + MAGIC, r = x - (t - MAGIC);
+    float y = bits_float(0x3AADFE47) * r + bits_float(0x3C1E7726);
+    y = y * r + bits_float(0x3D635B15);
+    y = y * r + bits_float(0x3E75FCD9);
+    y = y * r + bits_float(0x3F317216);
+    y = y * r + 1.0f;
+    return bits_float(float_bits(y) + (float_bits(t) << 23));
+}
+
+// 2^-distance up to 64, 0 beyond.
+DEVICE float pow2(float distance) {
+    return distance <= 64.0f ? bits_float(0x3F800000u - (float_bits(distance + MAGIC) << 23)) : 0.0f;
+}
+
+DEVICE float rcp(float x) {
+    float y = bits_float(0x7EF311C7u - float_bits(x));
+#pragma unroll
+    for (int i = 0; i < 4; i++) y = y * (2.0f - x * y);
+    return y;
+}
+
+DEVICE float softcap(float s, float inner, float outer) {
+    float e = exp2f_full(fmaxf(-(fabsf(s) * inner), -125.0f));
+    return copysignf(((1.0f - e) * rcp(1.0f + e)) * outer, s);
+}
+
+// ln(l·2^m).
+DEVICE float log_sum(float m, float l) {
+    int i = (int)float_bits(l) - 0x3F3504F3;
+    float u = bits_float((u32)((i & 0x7FFFFF) + 0x3F3504F3)) - 1.0f;
+    float y = bits_float(0x3E090EF7) * u + bits_float(0xBE607D7C);
+    y = y * u + bits_float(0x3E5F6D97);
+    y = y * u + bits_float(0xBE72988E);
+    y = y * u + bits_float(0x3E931B3E);
+    y = y * u + bits_float(0xBEB8BC98);
+    y = y * u + bits_float(0x3EF63E7D);
+    y = y * u + bits_float(0xBF38AA18);
+    y = y * u + bits_float(0x3FB8AA36);
+    y = y * u;
+    return ((m + (float)(i >> 23)) + y) * bits_float(0x3F317218);
+}

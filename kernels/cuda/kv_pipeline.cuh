@@ -1,0 +1,365 @@
+// The pipeline of cache bytes: each team has a ring of stages. Its producer warp copies K and V of the team's tiles into it, in the order
+// in which the team reads them, as far ahead as there are free stages.
+#pragma once
+#include "split.cuh"
+
+// Further kernel arguments: tensor maps of strided rows.
+#if ATTN_PAGE == 0
+#define ATTN_ROW_MAPS , const __grid_constant__ RowMaps maps
+#else
+#define ATTN_ROW_MAPS
+#endif
+
+struct Ring {
+    u32 stages, barriers;  // shared addresses; barriers: full[STAGES], then empty[STAGES]
+    int stage;
+    u32 phase;
+
+    // Called by one thread per stage before the ring is used. Full: one arrival of the copy engine, or one of each copying lane.
+    DEVICE void init(u32 barriers, int stage) {
+        barrier_init(barriers + stage * 8, ATTN_BULK && PAGE != 0 ? 1 : 32);
+        barrier_init(barriers + (STAGES + stage) * 8, READERS * ARRIVALS);
+        barrier_init_fence();
+    }
+    __device__ __forceinline__ u32 at() const { return stages + stage * STAGE_BYTES; }
+    __device__ __forceinline__ u32 full() const { return barriers + stage * 8; }
+    __device__ __forceinline__ u32 empty() const { return barriers + (STAGES + stage) * 8; }
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+    // Reader: waits for the stage's bytes.
+    __device__ __forceinline__ u32 wait() const {
+        barrier_wait(full(), phase);
+        return at();
+    }
+    // The same for the stage behind it, whose turn comes next.
+    __device__ __forceinline__ u32 wait_next() const {
+        Ring next = *this;
+        next.advance();
+        return next.wait();
+    }
+    // Reader: the whole team has read the stage.
+    __device__ __forceinline__ void release(int lane) {
+        __syncwarp();
+        if (READERS > 1 && lane < ARRIVALS) barrier_arrive(empty());
+        advance();
+    }
+};
+
+// Copies a run of tiles, first tile, first tile + step, …, one stage after the other, of the sequence and KV head that `Source` gives:
+// b(), kv_len(), kv_head().
+template <class Source> struct TileCopier {
+    Source source;
+    Ring ring;
+    int lane;
+    int tile, tile_end, step, stage_of_tile;
+    u32 pages;  // page numbers of the next tiles, a block to a lane
+    int known;  // lanes of `pages` that are used up
+    int open;   // `first_open_tile`
+    int appended;  // `first_appended_tile`, until the append has ended
+    const RowMaps* maps;  // tensor maps of strided rows
+    // Of the sequence and KV head: its pages, and where its run lies in the first page of the pool.
+    const u32* table;
+    const u8* runs;
+
+    __device__ __forceinline__ void begin(const DecodeParams& p, int b, int kv_head) {
+        table = p.page_table + (u64)b * p.page_table_stride;
+        runs = p.k + kv_head * RUN_BYTES;
+    }
+    // Reads the page table 32 blocks at a time, one stage before the first is needed. Past the last page a block repeats it: its
+    // tokens are not seen.
+    __device__ __forceinline__ void load_page_indices() {
+        if constexpr (PAGE != 0) {
+            known = 0;
+            if (tile >= 0) pages = table[entry()];
+        }
+    }
+    // The lane's.
+    __device__ __forceinline__ int entry() const {
+        int ahead = tile + lane / BLOCKS * step;
+        int index = PAGE > TILE ? ahead / TILES_OF_PAGE : ahead * BLOCKS + lane % BLOCKS;
+        return min(index, (source.kv_len() - 1) / SAFE_PAGE);
+    }
+    // 32 entries from `first` on, as far as the table goes, before it is known which are needed; and what was needed, if it is there.
+    __device__ __forceinline__ u32 prefetch_pages(const DecodeParams& p, int first) const {
+        return PAGE == 0 ? 0 : table[min(first + lane, p.page_table_stride - 1)];
+    }
+    __device__ __forceinline__ void load_page_indices(u32 seen, int first) {
+        if constexpr (PAGE != 0) {
+            known = 0;
+            int at = entry();
+            pages = __shfl_sync(~0u, seen, at - first);
+            if (!__all_sync(~0u, (u32)(at - first) < 32)) pages = table[at];
+        }
+    }
+    __device__ __forceinline__ bool is_tail() const { return K_PER_CHANNEL && tile >= open; }
+    // Stages of the current tile.
+    __device__ __forceinline__ int stages_of_tile() const { return (KV_ONE_STAGE ? 1 : 2) + is_tail(); }
+    // Copies the next stage of the current tile; true if the next call begins a new tile.
+    __device__ __forceinline__ bool copy_next(const DecodeParams& p) {
+        if (PAGE != 0 && tile >= appended) {
+            wait_for_dependencies();
+            appended = 0x7fffffff;
+        }
+        if (READERS > 1) barrier_wait(ring.empty(), ring.phase ^ 1);
+        copy_stage(p);
+        ring.advance();
+        if (++stage_of_tile < stages_of_tile()) return false;
+        stage_of_tile = 0;
+        tile += step;
+        known += BLOCKS;
+        return true;
+    }
+
+    __device__ __forceinline__ const u8* run(const DecodeParams& p, u32 of_page) const {
+        return runs + (u64)of_page * (u32)p.page_bytes;
+    }
+
+    __device__ __forceinline__ void copy_stage(const DecodeParams& p) {
+        bool last = stage_of_tile + 1 == stages_of_tile();
+        if constexpr (PAGE == 0) {
+            bool has_k = !last;
+            if constexpr (K_CODES == V_CODES) {
+                copy_rows<K_SCHEME>(has_k ? maps->k : maps->v, has_k ? p.k : p.v, has_k ? p.k_strides : p.v_strides);
+            } else {
+                if (has_k) copy_rows<K_SCHEME>(maps->k, p.k, p.k_strides);
+                else copy_rows<V_SCHEME>(maps->v, p.v, p.v_strides);
+            }
+            if (has_k) copy_scales<K_SCHEME, K_GROUPS>(K_CODES, p.k_scales, p.k_scale_strides);
+            else copy_scales<V_SCHEME, V_GROUPS>(V_CODES, p.v_scales, p.v_scale_strides);
+            copy_async_arrive(ring.full());
+        } else {
+            u32 indices[BLOCKS];  // of the pages
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++) indices[block] = __shfl_sync(~0u, pages, known + block);
+            if (copies()) {
+                if (!is_tail()) {
+                    copy_blocks(p, indices, KV_ONE_STAGE || !last, last);
+                } else {
+                    bool has_k = KV_ONE_STAGE || !last;
+                    int k_bytes = !has_k ? 0 : stage_of_tile == 0 ? TAIL_FIRST : TAIL_SECOND;
+                    expect(k_bytes + (last ? V_BYTES_OF_BLOCK * BLOCKS : 0));
+                    if (has_k) copy_tail(run(p, p.tail_pages[source.b()]));
+                    if (last) copy_values(p, indices, ring.at() + k_bytes);
+                }
+            }
+#if !ATTN_BULK
+            copy_async_arrive(ring.full());
+#endif
+        }
+    }
+    // K, V, or both of a tile; they lie together, in the page as in the stage.
+    __device__ __forceinline__ void copy_blocks(const DecodeParams& p, const u32 (&indices)[BLOCKS], bool has_k, bool has_v) {
+        int from = has_k ? 0 : RUN_V, bytes = (has_k ? K_BYTES_OF_BLOCK : 0) + (has_v ? V_BYTES_OF_BLOCK : 0);
+        expect(bytes * BLOCKS);
+        if constexpr (PAGE > TILE) {
+            if (has_k) copy_half(run(p, indices[0]), true, ring.at());
+            if (has_v) copy_half(run(p, indices[0]), false, ring.at() + (has_k ? K_BYTES_OF_BLOCK : 0));
+        } else {
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++) copy(ring.at() + block * bytes, run(p, indices[block]) + from, bytes);
+        }
+    }
+    // The V of a tile whose K is in an open page.
+    __device__ __forceinline__ void copy_values(const DecodeParams& p, const u32 (&indices)[BLOCKS], u32 to) {
+        if constexpr (PAGE > TILE) {
+            copy_half(run(p, indices[0]), false, to);
+        } else {
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++) copy(to + block * V_BYTES_OF_BLOCK, run(p, indices[block]) + RUN_V, V_BYTES_OF_BLOCK);
+        }
+    }
+    __device__ __forceinline__ void expect(u32 bytes) {
+#if ATTN_BULK
+        barrier_expect(ring.full(), bytes);
+#endif
+    }
+    // Whether this lane copies pages: with the copy engine one lane does, else all.
+    DEVICE bool copies() {
+#if ATTN_BULK
+        return elected();
+#else
+        return true;
+#endif
+    }
+    // Contiguous bytes, a multiple of 16.
+    __device__ __forceinline__ void copy(u32 to, const u8* from, u32 bytes) {
+#if ATTN_BULK
+        copy_bulk(to, from, bytes, ring.full());
+#else
+#pragma unroll 4  // more would cost registers
+        for (u32 i = lane * 16; i < bytes; i += 512) copy16_async(to + i, from + i);
+#endif
+    }
+    // The int8 K of an open page, in two halves of its panels; its scales come with the second.
+    __device__ __forceinline__ void copy_tail(const u8* k) {
+        int half = (tile * TILE) % SAFE_PAGE;  // 64 for the second tile of a page of 128
+        int panel = stage_of_tile == 0 ? 0 : TAIL_PANELS, panels = stage_of_tile == 0 ? TAIL_PANELS : PANELS - TAIL_PANELS;
+        if (PAGE == TILE) {
+            copy(ring.at(), k + panel * TILE * 16, panels * TILE * 16);
+        } else {
+            for (int i = 0; i < panels; i++) copy(ring.at() + i * TILE * 16, k + ((panel + i) * PAGE + half) * 16, TILE * 16);
+        }
+        if (stage_of_tile == 1) copy(ring.at() + panels * TILE * 16, k + PAGE * HEAD_DIM + half * 2, TILE * 2);
+    }
+    // One tile of a page of 128 tokens, laid out like a page of 64.
+    __device__ __forceinline__ void copy_half(const u8* run, bool is_k, u32 to) {
+        int half = (tile * TILE) % SAFE_PAGE;
+        int scheme = is_k ? K_SCHEME : V_SCHEME, groups = is_k ? K_GROUPS : V_GROUPS;
+        int bits = code_bits(scheme);
+        const u8* side = run + (is_k ? 0 : RUN_V);
+        int codes = codes_bytes(scheme, PAGE);
+        if (!is_k && bits < 16) {
+            copy(to, side + half * HEAD_DIM * bits / 8, codes / 2);
+        } else {
+            int panels = bits == 16 ? HEAD_DIM / 8 : PANELS, row = bits == 4 ? 8 : 16;  // bytes of a token in a panel
+            for (int i = 0; i < panels; i++) copy(to + i * TILE * row, side + (i * PAGE + half) * row, TILE * row);
+        }
+        to += codes / 2;
+        side += codes;
+        if (scheme == INT4_CHANNEL) {
+            copy(to, side, HEAD_DIM * 4);
+        } else {
+            int each = params_bytes(scheme, 1, 1);
+            if (each)
+                for (int g = 0; g < groups; g++) copy(to + g * TILE * each, side + (g * PAGE + half) * each, TILE * each);
+        }
+    }
+    // A tile of strided rows: by the copy engine where all tokens exist, one instruction for as many bytes of each row as its swizzle spans;
+    // else in 16-byte chunks, with neighbouring lanes side by side in a row, and tokens past the end repeating the last one.
+    template <int SCHEME> __device__ __forceinline__ void copy_rows(const long long* map, const u8* codes, const long long* strides) {
+        constexpr int SWIZZLE = swizzle_of(SCHEME), ROW = HEAD_DIM * code_bits(SCHEME) / 8;
+        int b = source.b(), kv_head = source.kv_head(), left = source.kv_len() - tile * TILE;
+        bool is_whole = ATTN_BULK && left >= TILE && maps->are_set;
+#if ATTN_BULK
+        if (is_whole && elected()) {
+            fence_async();  // chunks of a tile that was not whole may have been here
+            barrier_expect_more(ring.full(), TILE * ROW);
+#pragma unroll
+            for (int at = 0; at < ROW; at += SWIZZLE)
+                copy_box(ring.at() + at * TILE, map, at, tile * TILE, kv_head, b, ring.full());
+        }
+#endif
+        if (!is_whole) copy_chunks<SWIZZLE>(codes + b * strides[0] + kv_head * strides[1], strides[2], ROW / 16, left);
+    }
+    template <int SCHEME, int GROUPS> __device__ __forceinline__ void copy_scales(int at, const u16* scales, const long long* strides) {
+        if (SCHEME != INT8_TOKEN && SCHEME != INT8_GROUP) return;
+        const u16* from = scales + source.b() * strides[0] + source.kv_head() * strides[1];
+#pragma unroll
+        for (int i = lane; i < TILE; i += 32) {
+            const u16* of_token = from + min(tile * TILE + i, source.kv_len() - 1) * strides[2];
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++)
+                copy4_async(ring.at() + at + (group * TILE + i) * 4, (const void*)((u64)(of_token + group) & ~3ull));
+        }
+    }
+    template <int SWIZZLE> __device__ __forceinline__ void copy_chunks(const u8* rows, long long stride, int chunks, int left) {
+        constexpr int LANES = SWIZZLE == 16 ? 2 : SWIZZLE / 16;  // of a row
+        constexpr int UNROLL = ATTN_BULK ? 1 : 4;                // seldom, or always
+#pragma unroll UNROLL
+        for (int t = lane / LANES; t < TILE; t += 32 / LANES) {
+            const u8* row = rows + (tile * TILE + min(t, left - 1)) * stride;
+            for (int chunk = lane % LANES; chunk < chunks; chunk += LANES) copy16_async(chunk_at<SWIZZLE>(ring.at(), 0, chunk, t), row + chunk * 16);
+        }
+    }
+};
+
+// The source of a team of split_kv.cu: its cursor in shared memory, read once per tile.
+struct CursorSource {
+    Cursor* cursor;
+    int team;
+
+    __device__ __forceinline__ int b() const { return cursor->work.b; }
+    __device__ __forceinline__ int kv_len() const { return cursor->work.kv_len; }
+    __device__ __forceinline__ int kv_head() const { return cursor->work.kv_head(team); }
+};
+struct Producer : TileCopier<CursorSource> {
+    static constexpr bool HAS_PLAIN = PAGE != 0 && PAGE <= TILE;
+
+    int plain;  // stages to copy before the next decision
+
+    // Moves to the first tile of this team at or after the next unit.
+    __device__ __forceinline__ void enter_next_unit(const DecodeParams& p, Cursor& at) {
+        while (tile >= tile_end) {
+            at.next(p);
+            if (!at.is_valid(p)) {
+                tile = -1;
+                return;
+            }
+            at.work.team_tiles(p, source.team, tile, tile_end);
+        }
+        move_to(p, at.work);
+        __syncwarp();
+        if (lane == 0) *source.cursor = at;
+        __syncwarp();
+    }
+    __device__ __forceinline__ void move_to(const DecodeParams& p, const Work& work) {
+        begin(p, work.b, work.kv_head(source.team));
+        if (K_PER_CHANNEL) open = first_open_tile(work.kv_len);
+        appended = first_appended_tile(p, work.kv_len);
+        step = work.step();
+    }
+    __device__ __forceinline__ void start(const DecodeParams& p, const Cursor& first) {
+        stage_of_tile = plain = 0;
+        tile = -1;
+        Cursor at = first;
+        if (!at.is_valid(p)) return;
+        at.work.team_tiles(p, source.team, tile, tile_end);
+        move_to(p, at.work);
+        if (lane == 0) *source.cursor = at;
+        __syncwarp();
+        if (tile >= tile_end) enter_next_unit(p, at);
+        load_page_indices();
+    }
+    // Copies the next stage, if there is one. Decisions about a tile and their branches cost 12 % of an int4 kernel's time, so runs of
+    // tiles like the one before are counted, and copied without them.
+    __device__ __forceinline__ void issue(const DecodeParams& p) {
+        if (HAS_PLAIN && __any_sync(~0u, plain > 0)) {  // a vote: the compiler then knows that the warp stays together
+            copy_plain(p);
+            return;
+        }
+        if (tile < 0 || !copy_next(p)) return;
+        if (tile >= tile_end) {
+            Cursor at = *source.cursor;
+            enter_next_unit(p, at);
+            known = 32;
+        }
+        if (known == 32) load_page_indices();
+        if (HAS_PLAIN && tile >= 0) plain = (KV_ONE_STAGE ? 1 : 2) * plain_tiles();
+    }
+    // Tiles but the last one before the run's end, an open page, pages that are not there yet, and those that are not known.
+    __device__ __forceinline__ int plain_tiles() const {
+        int tiles = min(tile_end, appended) - tile;
+        if (K_PER_CHANNEL) tiles = min(tiles, open - tile);
+        if (step > 1) tiles = (tiles + TEAMS - 1) / TEAMS;
+        return min(tiles, (32 - known) / BLOCKS) - 1;
+    }
+    __device__ __forceinline__ void copy_plain(const DecodeParams& p) {
+        if (READERS > 1) barrier_wait(ring.empty(), ring.phase ^ 1);
+        u32 indices[BLOCKS];
+#pragma unroll
+        for (int block = 0; block < BLOCKS; block++) indices[block] = __shfl_sync(~0u, pages, known + block);
+        bool has_v = KV_ONE_STAGE || stage_of_tile == 1;
+        if (copies()) copy_blocks(p, indices, KV_ONE_STAGE || !has_v, has_v);
+#if !ATTN_BULK
+        copy_async_arrive(ring.full());
+#endif
+        ring.advance();
+        plain--;
+        if (!KV_ONE_STAGE) stage_of_tile ^= 1;
+        tile += has_v ? step : 0;
+        known += has_v ? BLOCKS : 0;
+    }
+};
+
+// The f16 scales of a tile's tokens t, t + 1 (t even) of someone else's cache, from the words at `at` in which they lie.
+DEVICE u32 scale_pair(u32 at, const u16* scales, const long long* strides, int b, int kv_head, int t0, int t, int group) {
+    uint2 x = lds64(at + (group * TILE + t) * 4);
+    // The address's low bits say which half of its word is meant.
+    u32 stride = (u32)strides[2], index = (u32)b * (u32)strides[0] + (u32)kv_head * (u32)strides[1] + (u32)(t0 + t) * stride + group;
+    u32 first = (u32)(u64)scales / 2 + index;
+    return __byte_perm(x.x, x.y, (first & 1 ? 0x0032 : 0x0010) | (first + stride & 1 ? 0x7600 : 0x5400));
+}

@@ -1,0 +1,227 @@
+// Sections 5 and 6 of docs/arithmetic.md between the teams of a CTA of split_kv.cu: team states are merged into the state of the work
+// unit, units into the work item's, by all threads of the CTA.
+//
+// Global memory is avoided: a CTA that has a work item's first units keeps their merged state in shared memory, and writes the result if
+// it reaches the work item's end (storing every unit's state took 20 µs of 270 at batch 512). Work items that several CTAs share go
+// through partials in the workspace (partials_counted.cuh). A unit's arrival is counted one segment into the next unit, when its writes
+// have landed, and the outcome is used when that unit ends.
+#pragma once
+#include "partials_counted.cuh"
+#include "split_kv_smem.cuh"
+
+// State of the merge that all threads of the CTA use; in shared memory, because registers are short.
+struct MergeState {
+    Arrival arrival;  // outcome of counting `counted`
+    u32 add;        // increment of the arrival count of `counted`
+    int covered;    // partials of the current work item whose merged state is kept; 0: none
+    int began;      // this CTA's first partial of the current work item
+    WorkItem counted;   // work item to count
+};
+
+struct Merge {
+    static constexpr int LANES = THREADS / ROWS;
+    enum CountStep { NOTHING, TO_COUNT, COUNTED };
+
+    u8* shared;
+    MergeState* shared_state;
+    CountStep count_step;
+    u32 before;  // thread 0: the count before the increment
+
+    __device__ __forceinline__ void start(u8* memory) {
+        shared = memory;
+        shared_state = (MergeState*)(shared + SharedMemory::MERGE_STATE);
+        if (threadIdx.x == 0) {
+            shared_state->arrival.last = 0;
+            shared_state->covered = 0;
+        }
+        count_step = NOTHING;
+    }
+    __device__ __forceinline__ void count(const DecodeParams& p) {
+        if (count_step != TO_COUNT) return;
+        if (threadIdx.x == 0) before = count_release(p.counters + shared_state->counted.index(p), shared_state->add);
+        count_step = COUNTED;
+    }
+    // Before a barrier that `on_last_arrival` follows.
+    __device__ __forceinline__ void resolve_arrival(const DecodeParams& p) {
+        if (count_step == COUNTED && threadIdx.x == 0) shared_state->arrival = on_arrival(p, shared_state->counted, before, shared_state->add);
+    }
+    __device__ __forceinline__ void on_last_arrival(const DecodeParams& p) {
+        if (count_step != COUNTED) return;
+        count_step = NOTHING;
+        if (shared_state->arrival.last == 0) return;
+        merge_arrived(p, shared_state->counted, shared_state->arrival);
+        __syncthreads();
+    }
+
+    // Takes a team's state at the end of a segment: the first of a unit is stored where the merge reads it, later ones are merged there.
+    __device__ __forceinline__ void segment(const State& state, bool first, int team, int warp_row, int lane) {
+        float* states = (float*)(shared + SharedMemory::STATES);
+        float2* ml = (float2*)(shared + SharedMemory::MAX_SUMS);
+#pragma unroll
+        for (int g = 0; g < ROW_GROUPS; g++) {
+            int row = team * ROWS + warp_row + g * 8 + lane / 4;
+            float2 x = make_float2(state.m[g], state.l[g]);
+            MergeScale w;
+            if (!first) {
+                float2 before = ml[row];
+                w = merge_scale(before.x, before.y, x, false);
+                x = before;
+                __syncwarp();
+            }
+            if (lane % 4 == 0) ml[row] = x;
+            // Of V that was turned on its way, a lane has four neighbouring dims in two accumulators.
+            constexpr int STEP = V_TOKEN_MAJOR ? 2 : 1;
+            float4* to = (float4*)(states + row * STATE_STRIDE + (V_TOKEN_MAJOR ? 4 : 2) * (lane % 4));
+#pragma unroll
+            for (int j = 0; j < HEAD_DIM / 8; j += STEP) {
+                const float(&even)[2] = state.o[g][j], (&odd)[2] = state.o[g][(j + 1) % (HEAD_DIM / 8)];
+                if constexpr (V_TOKEN_MAJOR) {
+                    float4 y = {even[0], odd[0], even[1], odd[1]};
+                    if (!first) {
+                        float4 o = to[2 * j];
+                        merge(o, y, w, false);
+                        y = o;
+                    }
+                    to[2 * j] = y;
+                } else {
+                    float2& at = *(float2*)(to + 2 * j);
+                    float2 y = make_float2(even[0], even[1]);
+                    if (!first) y = make_float2(at.x * w.alpha + y.x * w.beta, at.y * w.alpha + y.y * w.beta);
+                    at = y;
+                }
+            }
+        }
+    }
+
+    // Writes the result of a work item that a team had alone: a warp's rows are its own, four threads to a row.
+    __device__ __forceinline__ void item(const DecodeParams& p, const Work& work, int team, int warp_row, int lane) const {
+        __syncwarp();
+        WorkItem item = {work.b, work.kv_head(team), work.row_block, 0};
+        if (item.kv_head < p.num_kv_heads) {
+#pragma unroll
+            for (int g = 0; g < ROW_GROUPS; g++) {
+                int row = warp_row + g * 8 + lane / 4;
+                Epilogue epilogue = Epilogue::at(p, item, row);
+                float2 ml = ((const float2*)(shared + SharedMemory::MAX_SUMS))[team * ROWS + row];
+                epilogue.begin(ml.x, ml.y, lane % 4 == 0);
+                const float4* state = (const float4*)((const float*)(shared + SharedMemory::STATES) + (team * ROWS + row) * STATE_STRIDE);
+                epilogue.write_state(lane % 4, 4, state);
+            }
+        }
+        __syncthreads();
+    }
+
+    // Merges the states of all teams at the end of a unit.
+    __device__ __forceinline__ void unit(const DecodeParams& p, const Cursor& here, const Cursor& next) {
+        resolve_arrival(p);
+        __syncthreads();
+        on_last_arrival(p);
+        const Work& work = here.work;
+        TeamTakes takes = work.takes();
+        int covered = shared_state->covered, partial = work.partial, end = partial + work.partials_here;
+        bool first = partial == 0, last = end == work.num_partials;
+        // Units of tiles, which merge at two levels, and row blocks that take turns become partials.
+        bool keeps = first ? last || (takes != A_TILE && p.row_blocks == 1) : covered > 0;
+        Unit u = {{work.b, work.heads, work.row_block, work.num_partials}, partial, end, first, keeps, keeps && last,
+                  !keeps || (!last && (!next.is_valid(p) || next.is_fresh)), takes};
+        if (u.takes == A_SPAN && !keeps) publish_spans(p, u);
+        else merge_teams(p, u);
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            int began = here.is_fresh ? partial : shared_state->began;
+            shared_state->began = began;
+            shared_state->covered = keeps && !last && !u.leaves ? u.end : 0;
+            if (u.leaves) {
+                shared_state->counted = u.item;
+                int from = keeps ? 0 : u.partial;
+                shared_state->add = ArrivalCount::of(u.end - from, keeps ? u.end - 1 : 0, next.is_valid(p) ? 0 : slices_for(p, u.item, began, u.end));
+            }
+        }
+        if (u.leaves) count_step = TO_COUNT;
+    }
+    struct Unit {
+        WorkItem item;
+        int partial, end;            // partials of the unit
+        bool first, keeps, ends;  // first of the work item; merged with the units before; ends with the result
+        bool leaves;              // becomes a partial: the CTA's part of the work item ends here, or the unit is alone
+        TeamTakes takes;
+    };
+    // A row and the threads that share it: twice as many where half of the rows only fill up the tile.
+    struct Lanes {
+        int row, lane, lanes;
+        DEVICE Lanes of(const DecodeParams& p) {
+            bool twice = 2 * LANES <= 32 && 2 * p.heads_per_kv * p.q_len <= ROWS;
+            int row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+            if (!twice) return {row, lane, LANES};
+            return {row / 2, lane + row % 2 * LANES, 2 * LANES};
+        }
+    };
+    // Merges the teams' states of a unit, then with what is kept; spans are merged with it one by one.
+    __device__ __forceinline__ void merge_teams(const DecodeParams& p, const Unit& u) {
+        auto [row, at, lanes] = Lanes::of(p);
+        const float4* states = (const float4*)((const float*)(shared + SharedMemory::STATES) + row * STATE_STRIDE);
+        const float2* ml = (const float2*)(shared + SharedMemory::MAX_SUMS) + row;
+        float4* kept = (float4*)(shared + SharedMemory::KEPT) + row * ROW_VECTORS;
+        float2* kept_ml = (float2*)(shared + SharedMemory::KEPT_MAX_SUMS) + row;
+        bool merges = u.keeps && !u.first, one_by_one = u.takes == A_SPAN, is_fold = u.takes == A_TILE;
+        // w[0] is for what is kept: before the teams' states, or after them.
+        float2 sum = one_by_one && merges ? *kept_ml : ml[0];
+        MergeScale w[1 + TEAMS];
+        if (one_by_one && merges) w[0] = merge_scale(sum.x, sum.y, ml[0], false);
+#pragma unroll
+        for (int team = 1; team < TEAMS; team++) w[team] = merge_scale(sum.x, sum.y, ml[team * ROWS], is_fold);
+        if (!one_by_one && merges) {
+            float2 before = *kept_ml;
+            w[0] = merge_scale(before.x, before.y, sum, false);
+            sum = before;
+        }
+        __syncwarp();  // a row's threads, all of one warp, have read what its first one overwrites
+        if (at == 0) *kept_ml = sum;
+        Epilogue epilogue = {};
+        if (u.ends) {
+            epilogue = Epilogue::at(p, u.item, row);
+            epilogue.begin(sum.x, sum.y, at == 0);
+        }
+        u64 partial = u.item.index(p) * p.max_partials + u.end - 1;
+        if (u.leaves && at == 0) __stcg(p.partial_max_sum + partial * ROWS + row, sum);
+        float4* to = (float4*)p.partial_o + (partial * ROWS + row) * ROW_VECTORS;
+#pragma unroll 1  // for a launch of one unit, instructions take longer to arrive than to run
+        for (int vector = at; vector < ROW_VECTORS; vector += lanes) {
+            float4 x = states[vector], o;
+            if (merges) o = kept[vector];
+            if (one_by_one && merges) {
+                merge(o, x, w[0], false);
+                x = o;
+            }
+#pragma unroll
+            for (int team = 1; team < TEAMS; team++) merge(x, states[team * ROWS * (STATE_STRIDE / 4) + vector], w[team], is_fold);
+            if (!one_by_one && merges) {
+                merge(o, x, w[0], false);
+                x = o;
+            }
+            if (u.ends) epilogue.write(vector, x);
+            else if (u.leaves) __stcg(to + vector, x);
+            else kept[vector] = x;
+        }
+    }
+    // Stores each team's span as a partial.
+    __device__ __forceinline__ void publish_spans(const DecodeParams& p, const Unit& u) {
+        auto [row, lane, lanes] = Lanes::of(p);
+        const float* states = (const float*)(shared + SharedMemory::STATES) + row * STATE_STRIDE;
+#pragma unroll 1
+        for (int team = 0; team < u.end - u.partial; team++) {
+            u64 partial = u.item.index(p) * p.max_partials + u.partial + team;
+            const float4* from = (const float4*)(states + team * ROWS * STATE_STRIDE);
+            float4* to = (float4*)p.partial_o + (partial * ROWS + row) * ROW_VECTORS;
+            for (int at = lane; at < ROW_VECTORS; at += lanes) __stcg(to + at, from[at]);
+            if (lane == 0) __stcg(p.partial_max_sum + partial * ROWS + row, ((const float2*)(shared + SharedMemory::MAX_SUMS))[team * ROWS + row]);
+        }
+    }
+    __device__ __forceinline__ void finish(const DecodeParams& p) {
+        if (count_step == NOTHING) return;
+        count(p);
+        resolve_arrival(p);
+        __syncthreads();
+        on_last_arrival(p);
+    }
+};

@@ -1,0 +1,167 @@
+//! The decode kernels, how a CTA of each is configured, and the limits that a device sets.
+
+use std::str::FromStr;
+
+use attn_core::arithmetic;
+
+/// Query rows of a row group: their two planes fill the 16 rows of an MMA operand.
+pub const GROUP_ROWS: usize = 8;
+
+/// Teams of a CTA of `split_kv.cu`; each attends a segment of the span, or a tile of the segment.
+pub(crate) const TEAMS: usize = arithmetic::SPAN;
+
+/// Threads of a team of `low_latency.cu`: four warps that share its tiles, and a producer warp.
+pub(crate) const TEAM_THREADS: usize = 160;
+
+/// Teams of `low_latency.cu` that run on an SM at once, in one CTA or two.
+pub(crate) const SM_TEAMS: usize = 2;
+
+/// Shared memory per CTA of an architecture with the bulk copy engine; no other architecture has as much.
+pub(crate) const BULK_SHARED: usize = 227 * 1024;
+
+/// Shared memory that the device reserves in every CTA.
+pub(crate) const RESERVED_SHARED: usize = 1024;
+
+/// A decode kernel. Each is the fastest for some problems; all give the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kernel {
+    /// `split_kv.cu`: a persistent grid, for most problems.
+    SplitKv,
+    /// `many_rows.cu`: many query rows per KV head.
+    ManyRows,
+    /// `low_latency.cu`, whose CTAs of a work item merge through a thread block cluster: few or short sequences.
+    LowLatencyCluster,
+    /// `low_latency.cu`, whose CTAs of a work item merge through global memory: few long sequences.
+    LowLatencyGlobal,
+}
+
+impl Kernel {
+    /// Whether this is `low_latency.cu`, where four warps share each tile.
+    pub fn is_low_latency(self) -> bool {
+        matches!(self, Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal)
+    }
+}
+
+/// The limits of a device that determine a launch.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceLimits {
+    /// Bytes of shared memory that a CTA may use.
+    pub shared_limit: usize,
+    /// Number of streaming multiprocessors.
+    pub sms: usize,
+}
+
+/// The caller's wishes for the choice of a kernel. They change speed, never bits.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Preferences {
+    /// When to use `low_latency.cu`.
+    pub low_latency: LowLatency,
+    /// Configuration to use for `split_kv.cu` or `many_rows.cu` in place of the table's.
+    pub config: Option<KernelConfig>,
+}
+
+/// When to use `low_latency.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LowLatency {
+    /// `auto`: where it is estimated to be the fastest kernel.
+    #[default]
+    Auto,
+    /// `always`: wherever it covers the problem.
+    Always,
+    /// `global`: wherever it can merge through global memory, elsewhere as `auto`.
+    Global,
+    /// `never`.
+    Never,
+}
+
+impl FromStr for LowLatency {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "" | "auto" => Ok(LowLatency::Auto),
+            "always" => Ok(LowLatency::Always),
+            "global" => Ok(LowLatency::Global),
+            "never" => Ok(LowLatency::Never),
+            other => Err(format!("{other}; allowed: auto, always, global, never")),
+        }
+    }
+}
+
+/// The configuration of a CTA, fixed when its kernel is compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct KernelConfig {
+    /// Kernel that is configured.
+    pub kernel: Kernel,
+    /// Row groups of 8 query rows in a warp (`ATTN_ROW_GROUPS`).
+    pub row_groups: usize,
+    /// Warps of a team, each with its own rows (`ATTN_ROW_WARPS`). `many_rows.cu` has no teams; these are all its warps with rows.
+    pub row_warps: usize,
+    /// Stages of a team's pipeline (`ATTN_STAGES`).
+    pub stages: usize,
+    /// CTAs that run on an SM at once (`ATTN_CTAS`).
+    pub ctas: usize,
+}
+
+impl KernelConfig {
+    /// Query rows of a CTA.
+    pub fn rows(&self) -> usize {
+        GROUP_ROWS * self.row_groups * self.row_warps
+    }
+
+    /// Threads of a CTA, or of each of its teams in `low_latency.cu`.
+    pub fn threads(&self) -> usize {
+        match self.kernel {
+            Kernel::SplitKv => 32 * self.row_warps * TEAMS,
+            Kernel::ManyRows => 32 * (self.row_warps + 2),
+            Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => TEAM_THREADS,
+        }
+    }
+}
+
+/// `row_groups,row_warps,stages,ctas`, and a fifth number, 1, for `many_rows.cu`.
+impl FromStr for KernelConfig {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        /// The largest number of a configuration.
+        const LARGEST: usize = 64;
+        let numbers: Vec<usize> = text
+            .split(',')
+            .filter_map(|n| n.parse().ok())
+            .map(|n: usize| n.clamp(1, LARGEST))
+            .collect();
+        let (kernel, [row_groups, row_warps, stages, ctas]) = match numbers[..] {
+            [a, b, c, d] => (Kernel::SplitKv, [a, b, c, d]),
+            [a, b, c, d, 1] => (Kernel::ManyRows, [a, b, c, d]),
+            _ => {
+                let allowed = "row_groups,row_warps,stages,ctas, and 1 for many_rows.cu";
+                return Err(format!("{text}; allowed: {allowed}"));
+            }
+        };
+        Ok(KernelConfig {
+            kernel,
+            row_groups,
+            row_warps,
+            stages,
+            ctas,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn preferences_are_parsed_or_refused() {
+        assert_eq!("".parse(), Ok(LowLatency::Auto));
+        assert_eq!("global".parse(), Ok(LowLatency::Global));
+        assert!("often".parse::<LowLatency>().is_err());
+        let config: KernelConfig = "1,2,99,1".parse().unwrap();
+        assert_eq!((config.kernel, config.stages), (Kernel::SplitKv, 64));
+        let config: KernelConfig = "1,6,3,2,1".parse().unwrap();
+        assert_eq!(config.kernel, Kernel::ManyRows);
+        assert!("1,2".parse::<KernelConfig>().is_err());
+    }
+}

@@ -1,0 +1,198 @@
+//! Estimated times of the decode kernels, in microseconds, fitted to `attn bench` with each kernel on an H200.
+//!
+//! The constants' sources are sections and lines of `docs/log/2026-11-cuda.md`: "Which kernel" sums them up, line 64 compares the estimate
+//! with every shape.
+
+use attn_core::{Int4Scale, KvFormat, Problem, Scheme, arithmetic, layout::run_bytes};
+
+use super::{
+    config::SM_TEAMS,
+    split::{MergeVia, Split, kv_heads, longest, max_segments, rows},
+};
+
+/// A `low_latency.cu` launch but for its tiles, where every work item has one team ("Which kernel", line 49).
+const ONE_TEAM_US: f64 = 2.6;
+/// The same where the teams of a cluster merge ("Which kernel", line 39).
+const CLUSTER_US: f64 = 3.7;
+/// The same where partials pass through global memory ("Which kernel", lines 51 and 72).
+const GLOBAL_US: f64 = 5.9;
+/// A merged partial in a cluster of more than `FEW_TEAMS`; fewer teams merge whole rows at once ("Which kernel").
+const CLUSTER_PARTIAL_US: f64 = 0.08;
+const FEW_TEAMS: usize = 4;
+/// A second row group in a cluster (line 64).
+const SECOND_ROW_GROUP_US: f64 = 2.5;
+/// A merged partial in global memory ("Which kernel").
+const GLOBAL_PARTIAL_US: f64 = 0.03;
+/// A partial that a team publishes in global memory after its first (line 64).
+const NEXT_PARTIAL_US: f64 = 0.45;
+/// What several merging teams save; they share the merge from this many partials on, as in `partials_counted.cuh` (line 72).
+const SHARED_MERGE_US: f64 = 0.7;
+const SHARED_PARTIALS: usize = 12;
+/// A merged partial beyond `FEW_BATCHES`: loads then come in several batches (line 72).
+const LATE_PARTIAL_US: f64 = 0.025;
+const FEW_BATCHES: usize = 64;
+
+/// The fewest tiles of a work item that is worth a wave of CTAs; with fewer, CTAs that stay (`split_kv.cu`) are faster (line 49).
+const WAVE_TILES: usize = 16;
+
+/// Bytes per microsecond that both kernels read at most: integer schemes, floats, and `split_kv.cu` (lines 49 and 64).
+const INTEGER_PACE: f64 = 4.3e6;
+const FLOAT_PACE: f64 = 4.5e6;
+const SPLIT_KV_PACE: f64 = 4.4e6;
+/// Bytes per microsecond that one team reads at most (line 49).
+const TEAM_PACE: f64 = 32.5e3;
+
+/// A `split_kv.cu` launch but for its bytes, and each span that CTAs merge ("Which kernel", line 64).
+const SPLIT_KV_US: f64 = 8.3;
+const SPLIT_KV_SPAN_US: f64 = 0.05;
+
+/// Estimates for one problem on `low_latency.cu`, in microseconds.
+pub(crate) struct Cost {
+    /// Time of a team's tile.
+    tile: f64,
+    /// Time to read the whole cache as fast as the kernel can.
+    read: f64,
+    row_groups: usize,
+}
+
+impl Cost {
+    pub(crate) fn new(problem: &Problem, format: KvFormat) -> Self {
+        let pace = if format.is_integer() {
+            INTEGER_PACE
+        } else {
+            FLOAT_PACE
+        };
+        Cost {
+            tile: tile_us(problem, format),
+            read: cache_bytes(problem, format) / pace,
+            row_groups: row_groups(problem),
+        }
+    }
+
+    pub(crate) fn of_split(&self, split: &Split) -> f64 {
+        let tiles = split.tiles as f64 * self.tile;
+        let partials = split.partials as f64;
+        match split.via {
+            MergeVia::None => (ONE_TEAM_US + tiles).max(CLUSTER_US + self.read),
+            MergeVia::Cluster => {
+                let is_tile = split.tiles == split.partials_each;
+                let few = split.teams * split.ctas <= FEW_TEAMS;
+                let each = if is_tile || few {
+                    0.0
+                } else {
+                    CLUSTER_PARTIAL_US
+                };
+                let rows = if self.row_groups > 1 {
+                    SECOND_ROW_GROUP_US
+                } else {
+                    0.0
+                };
+                CLUSTER_US + rows + partials * each + tiles.max(self.read)
+            }
+            MergeVia::Global { .. } => {
+                let more = (split.partials_each - 1) as f64 * NEXT_PARTIAL_US;
+                let shared = if split.partials < SHARED_PARTIALS {
+                    0.0
+                } else {
+                    SHARED_MERGE_US
+                };
+                let late = split.partials.saturating_sub(FEW_BATCHES) as f64 * LATE_PARTIAL_US;
+                GLOBAL_US - shared
+                    + partials * GLOBAL_PARTIAL_US
+                    + late
+                    + more
+                    + tiles.max(self.read)
+            }
+        }
+    }
+
+    /// Time of a launch with one team per work item and more work items than run at once. `None` where lengths differ, so that some teams
+    /// would end long after others, where work items are soon over, and where they have fewer dims (an SM then has room for more teams).
+    pub(crate) fn of_waves(&self, problem: &Problem, sms: usize) -> Option<f64> {
+        let longest = longest(problem);
+        let shortest = problem.kv_lens.iter().copied().min().unwrap_or(0);
+        let tiles = longest.div_ceil(arithmetic::TILE);
+        if problem.head_dim < 128 || tiles < WAVE_TILES || 4 * shortest < 3 * longest {
+            return None;
+        }
+        let (items, places) = (kv_heads(problem), SM_TEAMS * sms);
+        let one_team = ONE_TEAM_US + tiles as f64 * self.tile;
+        let wave = |of_wave: usize| {
+            if of_wave > 0 {
+                one_team.max(self.read * of_wave as f64 / items as f64)
+            } else {
+                0.0
+            }
+        };
+        Some(ONE_TEAM_US + (items / places) as f64 * wave(places) + wave(items % places))
+    }
+}
+
+/// Bytes of the cache that a decode reads.
+fn cache_bytes(problem: &Problem, format: KvFormat) -> f64 {
+    let tokens: f64 = problem.kv_lens.iter().map(|&len| len as f64).sum();
+    let tile = run_bytes(format, problem.head_dim, arithmetic::TILE) as f64;
+    tokens * problem.num_kv_heads as f64 * (tile / arithmetic::TILE as f64)
+}
+
+/// Sum of the times whose condition holds.
+fn sum_where<const N: usize>(times: [(bool, f64); N]) -> f64 {
+    times
+        .iter()
+        .filter(|(holds, _)| *holds)
+        .map(|(_, us)| us)
+        .sum()
+}
+
+/// Time of a team's tile: its chain of products and exchanges, or the read of its bytes ("Which kernel", lines 41, 43 and 64).
+fn tile_us(problem: &Problem, format: KvFormat) -> f64 {
+    let head_dim = problem.head_dim;
+    let dims = head_dim as f64 / 128.0;
+    let more = sum_where([
+        (format.v.code_bits() == 4, 0.2),
+        (
+            format.k.groups(head_dim) > 1 || format.v.groups(head_dim) > 1,
+            0.35,
+        ),
+        (format.k == Scheme::Int4(Int4Scale::Channel), 0.4 * dims),
+    ]);
+    let chain = (0.25 + 0.55 * dims).max(0.7) + more;
+    let chain = chain * (0.4 + 0.6 * row_groups(problem) as f64);
+    let bytes = run_bytes(format, head_dim, arithmetic::TILE) as f64;
+    chain.max(bytes / TEAM_PACE)
+}
+
+/// Groups of eight query rows per KV head.
+fn row_groups(problem: &Problem) -> usize {
+    rows(problem).div_ceil(8).max(1)
+}
+
+/// Time of `split_kv.cu` ("Which kernel", line 64). Its CTAs have whole spans, some one more than others, and exchange partials of the work
+/// items that they share. A warp that has a tile alone takes longer with two row groups, and with 4-bit keys. A single work item leaves
+/// each CTA a few tiles, and eight CTAs merge the partials of all.
+pub(crate) fn split_kv_us(problem: &Problem, format: KvFormat, sms: usize) -> f64 {
+    let spans = max_segments(longest(problem)).div_ceil(arithmetic::SPAN);
+    let (items, ctas) = (kv_heads(problem), SM_TEAMS * sms);
+    let is_shared = items < ctas && spans > 1;
+    let merges = if is_shared {
+        SPLIT_KV_SPAN_US * spans as f64
+    } else {
+        0.0
+    };
+    let each = items as f64 * spans as f64 / ctas as f64;
+    let most = if is_shared && each > 1.0 {
+        each.ceil() / each
+    } else {
+        1.0
+    };
+    let int4 = format.k.code_bits() == 4;
+    let more = sum_where([
+        (items == 1, 4.0),
+        (items == 1 && int4, 4.0),
+        (row_groups(problem) > 1, 4.0),
+        (int4, 1.3),
+        (format.k == Scheme::Int4(Int4Scale::Channel), 0.7),
+        (format.k.groups(problem.head_dim) > 1, 1.4),
+    ]);
+    SPLIT_KV_US + merges + more + most * cache_bytes(problem, format) / SPLIT_KV_PACE
+}

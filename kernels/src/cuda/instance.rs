@@ -1,0 +1,409 @@
+//! Which kernel a problem needs: its macros, what `decode.cu` covers, and the key of its image; shared by `build.rs`.
+
+use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
+
+use super::{
+    config::{DeviceLimits, Kernel, KernelConfig, Preferences, SM_TEAMS},
+    select::{self, Shape},
+};
+
+/// What an image is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Arch {
+    /// A100: machine code.
+    Sm80,
+    /// H100, H200: machine code.
+    Sm90a,
+    /// PTX that the driver compiles for every newer GPU.
+    Compute80,
+}
+
+impl Arch {
+    /// NVRTC's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Arch::Sm80 => "sm_80",
+            Arch::Sm90a => "sm_90a",
+            Arch::Compute80 => "compute_80",
+        }
+    }
+
+    /// By name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Arch::Sm80, Arch::Sm90a, Arch::Compute80]
+            .into_iter()
+            .find(|arch| arch.name() == name)
+    }
+
+    /// For a compute capability; `None` below 8.0.
+    pub fn of(major: i32, minor: i32) -> Option<Self> {
+        match (major, minor) {
+            (..=7, _) => None,
+            (8, 0) => Some(Arch::Sm80),
+            (9, 0) => Some(Arch::Sm90a),
+            _ => Some(Arch::Compute80),
+        }
+    }
+
+    /// Shared memory that the kernels of embedded images may use.
+    pub fn shared_limit(self) -> usize {
+        match self {
+            Arch::Sm90a => 227 * 1024,
+            Arch::Sm80 | Arch::Compute80 => 163 * 1024,
+        }
+    }
+}
+
+/// One kernel: a translation unit and its macros.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Instance {
+    /// `split_kv.cu`, `many_rows.cu` or `low_latency.cu`.
+    Decode {
+        /// What is stored.
+        format: KvFormat,
+        /// Elements per head.
+        head_dim: usize,
+        /// Tokens per page; 0 for strided views.
+        page_size: usize,
+        /// Shape of a CTA.
+        config: KernelConfig,
+        /// Whether window, soft cap and ALiBi are compiled in.
+        score_mods: bool,
+    },
+    /// `append.cu`.
+    Append {
+        /// What is stored.
+        format: KvFormat,
+        /// Elements per head.
+        head_dim: usize,
+        /// Tokens per page.
+        page_size: usize,
+    },
+    /// `import.cu`.
+    Import {
+        /// What is stored.
+        format: KvFormat,
+        /// Elements per head.
+        head_dim: usize,
+        /// Tokens per page.
+        page_size: usize,
+    },
+    /// `check.cu`.
+    Check,
+    /// `read.cu`.
+    Read,
+}
+
+/// The schemes as the kernels name them, in the order of [`scheme_id`]; `params.h` has them as an enum.
+pub(crate) const SCHEMES: [&str; 8] = [
+    "F16",
+    "BF16",
+    "FP8",
+    "INT8_TOKEN",
+    "INT8_GROUP",
+    "INT8_TENSOR",
+    "INT4_GROUPS",
+    "INT4_CHANNEL",
+];
+
+/// The value of `ATTN_K` or `ATTN_V`: an index into [`SCHEMES`].
+fn scheme_id(scheme: Scheme) -> usize {
+    match scheme {
+        Scheme::F16 => 0,
+        Scheme::Bf16 => 1,
+        Scheme::Fp8E4m3 => 2,
+        Scheme::Int8(Int8Scale::Token) => 3,
+        Scheme::Int8(Int8Scale::Group32) => 4,
+        Scheme::Int8(Int8Scale::Tensor) => 5,
+        Scheme::Int4(Int4Scale::Groups(_)) => 6,
+        Scheme::Int4(Int4Scale::Channel) => 7,
+    }
+}
+
+impl Instance {
+    /// The fastest decode kernel of a problem; `None` if none fits the device.
+    pub fn decode(
+        problem: &Problem,
+        format: KvFormat,
+        page_size: usize,
+        limits: DeviceLimits,
+        preferences: &Preferences,
+    ) -> Option<Self> {
+        let config = select::select(problem, format, page_size, limits, preferences)?;
+        Some(Self::configured(problem, format, page_size, config))
+    }
+
+    /// The decode kernels of all problems that differ from this one in batch and lengths alone.
+    pub fn all_decode(
+        problem: &Problem,
+        format: KvFormat,
+        page_size: usize,
+        shared_limit: usize,
+    ) -> Vec<Self> {
+        Shape::new(problem, format, page_size)
+            .all(shared_limit)
+            .map(|config| Self::configured(problem, format, page_size, config))
+            .collect()
+    }
+
+    fn configured(
+        problem: &Problem,
+        format: KvFormat,
+        page_size: usize,
+        config: KernelConfig,
+    ) -> Self {
+        Instance::Decode {
+            format,
+            head_dim: problem.head_dim,
+            page_size,
+            config,
+            score_mods: problem.window_left.is_some()
+                || problem.softcap.is_some()
+                || problem.alibi_slopes.is_some(),
+        }
+    }
+
+    /// The most teams of its CTAs that have shared memory of their own.
+    pub fn max_teams(&self) -> usize {
+        match self {
+            Instance::Decode { config, .. } if config.kernel.is_low_latency() => SM_TEAMS,
+            _ => 1,
+        }
+    }
+
+    /// File of `kernels/cuda` that is compiled.
+    pub fn source(&self) -> &'static str {
+        match self {
+            Instance::Decode { config, .. } => match config.kernel {
+                Kernel::SplitKv => "split_kv.cu",
+                Kernel::ManyRows => "many_rows.cu",
+                Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => "low_latency.cu",
+            },
+            Instance::Append { .. } => "append.cu",
+            Instance::Import { .. } => "import.cu",
+            Instance::Check => "check.cu",
+            Instance::Read => "read.cu",
+        }
+    }
+
+    /// The kernel's name.
+    pub fn entry(&self) -> &'static str {
+        match self {
+            Instance::Decode { .. } => "attn_decode",
+            Instance::Append { .. } => "attn_append",
+            Instance::Import { .. } => "attn_import",
+            Instance::Check => "attn_check",
+            Instance::Read => "attn_read",
+        }
+    }
+
+    fn macros(&self) -> Vec<(&'static str, usize)> {
+        let of_format = |format: KvFormat, head_dim, page_size| {
+            vec![
+                ("ATTN_K", scheme_id(format.k)),
+                ("ATTN_V", scheme_id(format.v)),
+                ("ATTN_K_GROUPS", format.k.groups(head_dim)),
+                ("ATTN_V_GROUPS", format.v.groups(head_dim)),
+                ("ATTN_HEAD_DIM", head_dim),
+                ("ATTN_PAGE", page_size),
+            ]
+        };
+        match *self {
+            Instance::Decode {
+                format,
+                head_dim,
+                page_size,
+                config,
+                score_mods,
+            } => {
+                let mut all = of_format(format, head_dim, page_size);
+                all.extend([
+                    ("ATTN_ROW_GROUPS", config.row_groups),
+                    ("ATTN_ROW_WARPS", config.row_warps),
+                    ("ATTN_STAGES", config.stages),
+                    ("ATTN_CTAS", config.ctas),
+                    ("ATTN_SCORE_MODS", usize::from(score_mods)),
+                ]);
+                all.extend(match config.kernel {
+                    Kernel::SplitKv => None,
+                    Kernel::ManyRows => Some(("ATTN_MANY_ROWS", 1)),
+                    Kernel::LowLatencyCluster => Some(("ATTN_LOW_LATENCY", 1)),
+                    Kernel::LowLatencyGlobal => Some(("ATTN_MERGE_GLOBAL", 1)),
+                });
+                all
+            }
+            Instance::Append {
+                format,
+                head_dim,
+                page_size,
+            }
+            | Instance::Import {
+                format,
+                head_dim,
+                page_size,
+            } => of_format(format, head_dim, page_size),
+            Instance::Check | Instance::Read => Vec::new(),
+        }
+    }
+
+    /// The compiler's options.
+    pub fn options(&self, arch: Arch) -> Vec<String> {
+        let mut options = vec![
+            format!("--gpu-architecture={}", arch.name()),
+            "--std=c++17".to_owned(),
+            "--fmad=false".to_owned(),
+            "--device-as-default-execution-space".to_owned(),
+        ];
+        // The arithmetic of decode flushes subnormals; the quantizers of append keep subnormal inputs.
+        if matches!(self, Instance::Decode { .. }) {
+            options.push("--ftz=true".to_owned());
+        }
+        options.extend(
+            self.macros()
+                .iter()
+                .map(|(name, value)| format!("-D{name}={value}")),
+        );
+        options
+    }
+
+    /// The key of its image: a hash of every source, the unit, the options.
+    ///
+    /// The key decides which machine code runs, so it is a cryptographic hash: no two texts that anybody can make share one. Each
+    /// text's length comes before it, so that what belongs to which text is part of the key.
+    pub fn key(&self, sources: &[(&str, &str)], arch: Arch) -> Key {
+        let mut hash = blake3::Hasher::new_derive_key("attn-cuda 2026-11 kernel image");
+        let mut add = |text: &str| {
+            hash.update(&(text.len() as u64).to_le_bytes());
+            hash.update(text.as_bytes());
+        };
+        for (name, source) in sources {
+            add(name);
+            add(source);
+        }
+        add(self.source());
+        for option in self.options(arch) {
+            add(&option);
+        }
+        *hash.finalize().as_bytes()
+    }
+}
+
+/// What names an image: a BLAKE3 hash ([`Instance::key`]).
+pub type Key = [u8; 32];
+
+/// A key as text, two digits for a byte.
+pub fn hex(key: &Key) -> String {
+    key.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// What `decode.cu` covers; the same conditions as its `#error` lines.
+///
+/// # Errors
+/// What is not covered, and what is.
+pub fn covered(format: KvFormat, page_size: usize) -> Result<(), (String, String)> {
+    let int4 = |scheme: Scheme| matches!(scheme, Scheme::Int4(_));
+    if page_size == 0 && (int4(format.k) || int4(format.v)) {
+        return Err((
+            format!("a contiguous view of {format}"),
+            "every pair of schemes in pages, and views of all but int4".to_owned(),
+        ));
+    }
+    Ok(())
+}
+
+/// The instances that `build.rs` embeds: presets and plain floats on pages of 64, few rows, and their appends.
+pub fn common(arch: Arch) -> Vec<Instance> {
+    let mut all = vec![Instance::Check];
+    for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::Bf16)] {
+        for head_dim in [64, 128] {
+            all.push(Instance::Append {
+                format,
+                head_dim,
+                page_size: 64,
+            });
+            for rows in [8, 16] {
+                let problem = Problem::new(rows, 1, head_dim, vec![1]);
+                if covered(format, 64).is_ok() {
+                    let limit = arch.shared_limit();
+                    all.extend(Instance::all_decode(&problem, format, 64, limit));
+                }
+            }
+        }
+    }
+    all.dedup();
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_differ_where_images_do() {
+        let mut keys: Vec<Key> = Vec::new();
+        for arch in [Arch::Sm80, Arch::Sm90a, Arch::Compute80] {
+            keys.extend(common(arch).iter().map(|i| i.key(&[("a.cu", "x")], arch)));
+        }
+        keys.push(Instance::Check.key(&[("a.cu", "y")], Arch::Sm80));
+        // The same bytes in a row, cut elsewhere.
+        keys.push(Instance::Check.key(&[("a.c", "uy")], Arch::Sm80));
+        keys.push(Instance::Check.key(&[("a.cuy", "")], Arch::Sm80));
+        let count = keys.len();
+        keys.sort_unstable();
+        keys.dedup();
+        assert_eq!(keys.len(), count);
+    }
+
+    #[test]
+    fn a_configuration_names_its_source() {
+        let sources = [
+            Kernel::SplitKv,
+            Kernel::ManyRows,
+            Kernel::LowLatencyCluster,
+            Kernel::LowLatencyGlobal,
+        ]
+        .map(|kernel| {
+            let config = KernelConfig {
+                kernel,
+                row_groups: 1,
+                row_warps: 6,
+                stages: 3,
+                ctas: 2,
+            };
+            let instance = Instance::Decode {
+                format: KvFormat::INT8,
+                head_dim: 128,
+                page_size: 64,
+                config,
+                score_mods: false,
+            };
+            let last = instance.options(Arch::Sm90a).pop();
+            (instance.source(), last.filter(|last| last.ends_with("=1")))
+        });
+        assert_eq!(sources[0].0, "split_kv.cu");
+        assert_eq!(
+            sources[1],
+            ("many_rows.cu", Some("-DATTN_MANY_ROWS=1".to_owned()))
+        );
+        assert_eq!(
+            sources[2],
+            ("low_latency.cu", Some("-DATTN_LOW_LATENCY=1".to_owned()))
+        );
+        assert_eq!(
+            sources[3],
+            ("low_latency.cu", Some("-DATTN_MERGE_GLOBAL=1".to_owned()))
+        );
+    }
+
+    #[test]
+    fn capabilities_choose_their_images() {
+        let names: Vec<_> = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+            .map(|(a, b)| Arch::of(a, b).map(Arch::name))
+            .into();
+        let ptx = Some("compute_80");
+        assert_eq!(
+            names,
+            [None, Some("sm_80"), ptx, ptx, Some("sm_90a"), ptx, ptx]
+        );
+    }
+}

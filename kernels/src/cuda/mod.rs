@@ -1,0 +1,27 @@
+//! The host twin of `kernels/cuda`: everything about a CUDA kernel that needs no GPU.
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`config`] | the decode kernels, the configuration of a CTA, the limits of a device |
+//! | [`smem`] | shared memory of a CTA, in bytes |
+//! | [`split`] | the launch: how work items are split among CTAs, and which way partials go |
+//! | `cost` | the fitted constants, in microseconds |
+//! | [`select`] | the fastest kernel of a problem |
+//! | [`instance`] | a kernel with its macros, compiler options and image key |
+//! | [`params`] | the parameter blocks; `params.h` is generated from them |
+//! | [`nvrtc`] | the run-time compiler: where it is searched, and its calls |
+//!
+//! Every choice here changes speed, never bits.
+
+pub mod config;
+mod cost;
+pub mod instance;
+pub mod nvrtc;
+pub mod params;
+pub mod select;
+pub mod smem;
+pub mod split;
+
+pub use config::{DeviceLimits, Kernel, KernelConfig, LowLatency, Preferences};
+pub use instance::{Arch, Instance};
+pub use split::Launch;

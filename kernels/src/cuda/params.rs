@@ -1,0 +1,388 @@
+//! The parameter blocks of the CUDA kernels. One definition gives each Rust struct and its text in `kernels/cuda/params.h`.
+//!
+//! `ATTN_UPDATE=1 cargo test -p attn-kernels` rewrites `params.h`; without it the same test fails if the file is not current.
+
+use std::{fmt::Write, mem::size_of};
+
+use super::instance::SCHEMES;
+
+/// A field of a block, as C++ declares it.
+struct Field {
+    name: &'static str,
+    kind: &'static str,
+    /// Elements of an array; 0 for a single value.
+    count: usize,
+    #[cfg(test)]
+    size: usize,
+    doc: &'static [&'static str],
+}
+
+/// A block, as C++ declares it.
+struct Block {
+    name: &'static str,
+    size: usize,
+    doc: &'static [&'static str],
+    fields: &'static [Field],
+}
+
+/// Elements of an array type; 0 for a single value.
+trait Count {
+    const COUNT: usize = 0;
+}
+impl Count for u64 {}
+impl Count for i32 {}
+impl Count for i64 {}
+impl Count for u32 {}
+impl Count for f32 {}
+impl Count for FastDivmod {}
+impl<T, const N: usize> Count for [T; N] {
+    const COUNT: usize = N;
+}
+
+/// Defines each struct and its description for `params.h`. A field gives its Rust type and the C++ type of the same bytes.
+macro_rules! blocks {
+    ($(
+        $(#[doc = $doc:literal])* $(#[repr(align($align:literal))])?
+        struct $name:ident { $( $(#[doc = $text:literal])* $field:ident: $rust:ty = $kind:literal, )* }
+    )*) => {
+        $(
+            $(#[doc = $doc])*
+            #[repr(C $(, align($align))?)]
+            #[derive(Debug, Clone, Copy, Default, PartialEq)]
+            pub struct $name { $( $(#[doc = $text])* pub $field: $rust, )* }
+        )*
+        /// All blocks, in the order of `params.h`.
+        const BLOCKS: &[Block] = &[$( Block {
+            name: stringify!($name),
+            size: size_of::<$name>(),
+            doc: &[$($doc),*],
+            fields: &[$( Field {
+                name: stringify!($field),
+                kind: $kind,
+                count: <$rust as Count>::COUNT,
+                #[cfg(test)]
+                size: size_of::<$rust>(),
+                doc: &[$($text),*],
+            } ),*],
+        } ),*];
+    };
+}
+
+blocks! {
+    /// A divisor prepared by the host; `divmod.cuh` divides numbers below 2^31 by it: `(2n · multiplier) >> 32 >> shift`.
+    struct FastDivmod {
+        /// Number to divide by.
+        divisor: u32 = "unsigned int",
+        /// 2^(31 + shift) / divisor, rounded up.
+        multiplier: u32 = "unsigned int",
+        /// log2 of the first power of two from the divisor on.
+        shift: u32 = "unsigned int",
+    }
+
+    /// Parameters of the decode kernels. Addresses are device addresses, 0 for null.
+    struct DecodeParams {
+        /// Queries [batch, q_len, num_q_heads, head_dim].
+        q: u64 = "const void*",
+        /// Outputs [batch, q_len, num_q_heads, head_dim].
+        out: u64 = "void*",
+        /// f32 [batch, q_len, num_q_heads], or null.
+        lse: u64 = "float*",
+        /// Paged: the pool [page][kv_head][run]. Strided: codes of K.
+        k: u64 = "const unsigned char*",
+        /// Strided: codes of V.
+        v: u64 = "const unsigned char*",
+        /// Strided: f16 scales of K, or null for schemes without scales.
+        k_scales: u64 = "const unsigned short*",
+        /// Strided: f16 scales of V, or null for schemes without scales.
+        v_scales: u64 = "const unsigned short*",
+        /// Strided: bytes from one sequence, KV head, token of K's codes to the next.
+        k_strides: [i64; 3] = "long long",
+        /// Strided: bytes from one sequence, KV head, token of V's codes to the next.
+        v_strides: [i64; 3] = "long long",
+        /// Strided: elements from one sequence, KV head, token of K's scales to the next.
+        k_scale_strides: [i64; 3] = "long long",
+        /// Strided: elements from one sequence, KV head, token of V's scales to the next.
+        v_scale_strides: [i64; 3] = "long long",
+        /// Paged: u32 [batch][page_table_stride].
+        page_table: u64 = "const unsigned int*",
+        /// Paged, Int4 Channel: u32 [batch]; else null.
+        tail_pages: u64 = "const unsigned int*",
+        /// i32 [batch].
+        kv_lens: u64 = "const int*",
+        /// f32 [num_kv_heads], or null.
+        k_tensor_scales: u64 = "const float*",
+        /// f32 [num_kv_heads], or null.
+        v_tensor_scales: u64 = "const float*",
+        /// f32 [num_q_heads], each multiplied by log2 e, or null.
+        alibi_slopes: u64 = "const float*",
+        /// Workspace: O of the partials [partial][row][head_dim]. Zero between launches where low_latency.cu merges through global memory.
+        partial_o: u64 = "float*",
+        /// Workspace: maximum and sum of the partials [partial][row]. Zero between launches as partial_o.
+        partial_max_sum: u64 = "float2*",
+        /// Workspace: arrival counts [batch][num_kv_heads][row_blocks], zero between launches.
+        counters: u64 = "unsigned int*",
+        /// fl(softmax_scale · log2 e).
+        log2_scale: f32 = "float",
+        /// fl(2 / softcap), or 0 without a soft cap.
+        softcap_inner: f32 = "float",
+        /// fl(softcap · log2 e).
+        softcap_outer: f32 = "float",
+        /// Sequences.
+        batch: i32 = "int",
+        /// Query heads.
+        num_q_heads: i32 = "int",
+        /// KV heads.
+        num_kv_heads: i32 = "int",
+        /// Query heads per KV head.
+        heads_per_kv: i32 = "int",
+        /// Query tokens per sequence.
+        q_len: i32 = "int",
+        /// ceil(heads_per_kv · q_len / rows per CTA).
+        row_blocks: i32 = "int",
+        /// Entries of the page table per sequence.
+        page_table_stride: i32 = "int",
+        /// Partials per work item (sequence, KV head, row block).
+        max_partials: i32 = "int",
+        /// Tokens to the left of the query that it sees, or -1 without a window.
+        window_left: i32 = "int",
+        /// Whether the mask is causal.
+        causal: i32 = "int",
+        /// Whether a partial is a segment's state (there is little work); else it is a span's.
+        partial_per_segment: i32 = "int",
+        /// Paged: bytes of a page, of all KV heads.
+        page_bytes: i32 = "int",
+        /// Divides by heads_per_kv.
+        heads_per_kv_divmod: FastDivmod = "FastDivmod",
+        /// Divides by row_blocks.
+        row_blocks_divmod: FastDivmod = "FastDivmod",
+        /// Divides by the CTAs of the grid's first axis.
+        ctas_divmod: FastDivmod = "FastDivmod",
+        /// Divides by the grid's CTAs over those that share an SM.
+        sms_divmod: FastDivmod = "FastDivmod",
+        /// New tokens of each sequence, if the launch ahead is an append that writes them: all else may be read while it runs. Else 0.
+        appended: i32 = "int",
+        /// Number format of queries and outputs: Dtype.
+        dtype: i32 = "int",
+        /// Padding to a multiple of 8 bytes.
+        padding: i32 = "int",
+    }
+
+    /// Tensor maps of strided rows [sequence][KV head][token][byte], which the driver encoded.
+    #[repr(align(64))]
+    struct RowMaps {
+        /// Map of K's codes.
+        k: [u64; 16] = "alignas(64) long long",
+        /// Map of V's codes.
+        v: [u64; 16] = "long long",
+        /// Whether the maps are set; some strides have none.
+        are_set: i32 = "int",
+    }
+
+    /// Parameters of `append.cu`.
+    struct AppendParams {
+        /// New K [token][num_kv_heads][head_dim].
+        k: u64 = "const void*",
+        /// New V [token][num_kv_heads][head_dim].
+        v: u64 = "const void*",
+        /// Pages [page][kv_head][run].
+        pool: u64 = "unsigned char*",
+        /// u32 [batch][page_table_stride].
+        page_table: u64 = "const unsigned int*",
+        /// Int4 Channel: u32 [batch]; else null.
+        tail_pages: u64 = "const unsigned int*",
+        /// i32 [batch], the new tokens included.
+        kv_lens: u64 = "const int*",
+        /// f32 [num_kv_heads], or null.
+        k_tensor_scales: u64 = "const float*",
+        /// f32 [num_kv_heads], or null.
+        v_tensor_scales: u64 = "const float*",
+        /// Elements from one token of K to the next.
+        k_token_stride: i64 = "long long",
+        /// Elements from one token of V to the next.
+        v_token_stride: i64 = "long long",
+        /// New tokens of each sequence; those of sequence b start at b * tokens.
+        tokens: i32 = "int",
+        /// Sequences.
+        batch: i32 = "int",
+        /// KV heads.
+        num_kv_heads: i32 = "int",
+        /// Entries of the page table per sequence.
+        page_table_stride: i32 = "int",
+        /// Number format of K and V: Dtype.
+        dtype: i32 = "int",
+        /// Whether the next launch is a decode that knows which pages this one writes.
+        is_followed: i32 = "int",
+    }
+
+    /// Parameters of `import.cu`.
+    struct ImportParams {
+        /// Rows of K.
+        k: u64 = "const unsigned char*",
+        /// Rows of V.
+        v: u64 = "const unsigned char*",
+        /// f16 scales of K, or null for schemes without scales.
+        k_scales: u64 = "const unsigned short*",
+        /// f16 scales of V, or null for schemes without scales.
+        v_scales: u64 = "const unsigned short*",
+        /// Bytes from one sequence, KV head, token of K to the next.
+        k_strides: [i64; 3] = "long long",
+        /// Bytes from one sequence, KV head, token of V to the next.
+        v_strides: [i64; 3] = "long long",
+        /// Elements from one sequence, KV head, token of K's scales to the next.
+        k_scale_strides: [i64; 3] = "long long",
+        /// Elements from one sequence, KV head, token of V's scales to the next.
+        v_scale_strides: [i64; 3] = "long long",
+        /// Pages [page][kv_head][run].
+        pool: u64 = "unsigned char*",
+        /// u32 [batch][page_table_stride].
+        page_table: u64 = "const unsigned int*",
+        /// i32 [batch].
+        kv_lens: u64 = "const int*",
+        /// KV heads.
+        num_kv_heads: i32 = "int",
+        /// Entries of the page table per sequence.
+        page_table_stride: i32 = "int",
+    }
+
+    /// Parameters of `check.cu`, beside those of the launch that it checks.
+    struct CheckParams {
+        /// i32 [4], zeroed: {kind, index, value, limit}.
+        report: u64 = "int*",
+        /// The longest length that is allowed.
+        max_kv_len: i32 = "int",
+        /// Pages in the pool.
+        num_pages: u32 = "unsigned int",
+        /// Tokens per page; 0 for strided rows.
+        page_size: i32 = "int",
+        /// Elements per head.
+        head_dim: i32 = "int",
+        /// Whether sequences have tail pages.
+        has_tail: i32 = "int",
+        /// The shortest length that is allowed: the new tokens of an append.
+        min_kv_len: i32 = "int",
+    }
+
+    /// Parameters of `read.cu`.
+    struct ReadParams {
+        /// Buffer to read.
+        from: u64 = "const unsigned char*",
+        /// Bytes to read, a multiple of 16.
+        bytes: u64 = "unsigned long long",
+        /// One word, written if the bytes cancel out.
+        sink: u64 = "unsigned int*",
+    }
+}
+
+impl FastDivmod {
+    /// Prepares a division by `divisor`. The multiplier's error, at most n/2^31 of 1/divisor, does not reach the next integer.
+    pub fn new(divisor: usize) -> Self {
+        let divisor = divisor.clamp(1, 1 << 30) as u32;
+        let shift = divisor.next_power_of_two().trailing_zeros();
+        Self {
+            divisor,
+            multiplier: (1u64 << (31 + shift)).div_ceil(u64::from(divisor)) as u32,
+            shift,
+        }
+    }
+}
+
+/// The text of `kernels/cuda/params.h`.
+pub fn header() -> String {
+    let mut text = String::from(
+        "// The parameter blocks of the kernels. Generated from kernels/src/cuda/params.rs: edit that file, then run\n\
+         // `ATTN_UPDATE=1 cargo test -p attn-kernels`.\n#pragma once\n",
+    );
+    text.push_str("\n// How K or V is stored: the values of ATTN_K and ATTN_V.\n");
+    writeln!(text, "enum Scheme {{ {} }};", SCHEMES.join(", ")).expect("strings take all");
+    for block in BLOCKS {
+        write_block(&mut text, block);
+    }
+    text
+}
+
+fn write_block(text: &mut String, block: &Block) {
+    text.push('\n');
+    for line in block.doc {
+        writeln!(text, "//{line}").expect("strings take all");
+    }
+    writeln!(text, "struct {} {{", block.name).expect("strings take all");
+    for field in block.fields {
+        let array = match field.count {
+            0 => String::new(),
+            n => format!("[{n}]"),
+        };
+        let declaration = format!("    {} {}{array};", field.kind, field.name);
+        let doc = field.doc.concat();
+        writeln!(text, "{declaration:<46} //{doc}").expect("strings take all");
+    }
+    let (name, size) = (block.name, block.size);
+    writeln!(
+        text,
+        "}};\nstatic_assert(sizeof({name}) == {size}, \"params.rs\");"
+    )
+    .expect("strings take all");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{env, fs, path::Path};
+
+    #[test]
+    fn prepared_divisors_divide() {
+        let quotient = |d: FastDivmod, n: u32| {
+            ((u64::from(2 * n) * u64::from(d.multiplier)) >> 32 >> d.shift) as u32
+        };
+        for divisor in (1..3000).chain([4095, 65_537, (1 << 30) - 1, 1 << 30]) {
+            let d = FastDivmod::new(divisor as usize);
+            let most = (1u32 << 31) - 1;
+            let last = most / divisor * divisor;
+            for n in [
+                0,
+                1,
+                divisor - 1,
+                divisor,
+                2 * divisor - 1,
+                last - 1,
+                last,
+                most,
+                most / 2,
+                123_456_789,
+            ] {
+                assert_eq!(quotient(d, n), n / divisor, "{n} / {divisor}");
+            }
+        }
+    }
+
+    #[test]
+    fn cpp_types_have_the_size_of_their_rust_types() {
+        for block in BLOCKS {
+            for field in block.fields {
+                let size = match field.kind {
+                    "int" | "unsigned int" | "float" => 4,
+                    "FastDivmod" => size_of::<FastDivmod>(),
+                    "long long" | "alignas(64) long long" | "unsigned long long" => 8,
+                    pointer => {
+                        assert!(pointer.ends_with('*'), "{pointer} has no known size");
+                        8
+                    }
+                };
+                let name = (block.name, field.name);
+                assert_eq!(size * field.count.max(1), field.size, "{name:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn params_h_is_current() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/params.h");
+        if env::var("ATTN_UPDATE").is_ok_and(|update| update == "1") {
+            fs::write(&path, header()).unwrap();
+        }
+        let current = fs::read_to_string(&path).unwrap();
+        assert!(
+            current == header(),
+            "params.h is old; run ATTN_UPDATE=1 cargo test -p attn-kernels"
+        );
+    }
+}

@@ -1,0 +1,462 @@
+//! The fastest decode kernel of a problem: a pure function of the problem, the device's limits and the caller's preferences.
+
+use std::ops::RangeInclusive;
+
+use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme, arithmetic};
+
+use super::{
+    config::{
+        BULK_SHARED, DeviceLimits, Kernel, KernelConfig, LowLatency, Preferences, RESERVED_SHARED,
+        SM_TEAMS,
+    },
+    cost::{Cost, split_kv_us},
+    smem::{Stage, shared_bytes},
+    split::{Split, rows},
+};
+
+/// The rows per KV head for which `many_rows.cu` is chosen, with six or eight warps of eight rows each: 48 rows take 43 to 54 µs there and
+/// 49 to 76 in `split_kv.cu`, 64 rows 209 instead of 284 (docs/log/2026-11-cuda.md, "Many query rows").
+const MANY_ROWS: RangeInclusive<usize> = 33..=64;
+
+/// The most CTAs along a grid's second and third axis.
+const MAX_GRID: usize = 65_535;
+
+/// A decode kernel's specialization apart from its configuration.
+#[derive(Debug, Clone, Copy)]
+pub struct Shape {
+    /// Query rows per KV head.
+    pub rows: usize,
+    /// Format of the cache.
+    pub format: KvFormat,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Tokens per page; 0 for strided views.
+    pub page_size: usize,
+}
+
+impl Shape {
+    /// The shape of a problem.
+    pub fn new(problem: &Problem, format: KvFormat, page_size: usize) -> Self {
+        Shape {
+            rows: rows(problem),
+            format,
+            head_dim: problem.head_dim,
+            page_size,
+        }
+    }
+
+    fn shared_bytes(&self, config: &KernelConfig) -> usize {
+        shared_bytes(config, self.format, self.head_dim, self.page_size)
+    }
+
+    /// Whether an SM has room for `ctas` CTAs, or teams of `low_latency.cu`.
+    fn fits(&self, config: &KernelConfig, ctas: usize, shared_limit: usize) -> bool {
+        ctas * (self.shared_bytes(config) + RESERVED_SHARED) <= shared_limit + RESERVED_SHARED
+    }
+
+    /// The configuration of `split_kv.cu`, with `shared_limit` bytes of shared memory in a CTA; `None` if nothing fits.
+    pub(crate) fn split_kv(&self, shared_limit: usize) -> Option<KernelConfig> {
+        // Measured on an H200 (docs/log/2026-11-cuda.md): a second row group per warp spills but for 32 rows; 48 rows are faster as two
+        // blocks of 24 (58 µs) than as one of 48 (70) or two of 32 (70).
+        let warps = [(2, 2), (1, 3), (1, 2), (1, 1)];
+        let wanted = match self.rows {
+            0..=8 => 3,
+            9..=16 => 2,
+            _ if self.head_dim > 128 => 2,
+            17..=24 | 33..=48 => 1,
+            _ => 0,
+        };
+        let smaller = || warps[wanted..].iter().copied();
+        smaller()
+            .find_map(|warps| self.split_kv_of(warps, 2, shared_limit))
+            .or_else(|| smaller().find_map(|warps| self.split_kv_of(warps, 1, shared_limit)))
+    }
+
+    /// As many CTAs and stages as fit, with `least` stages at least where there is one CTA.
+    fn split_kv_of(
+        &self,
+        (row_groups, row_warps): (usize, usize),
+        least: usize,
+        shared_limit: usize,
+    ) -> Option<KernelConfig> {
+        // With stages of 12 KB or more one stage per team suffices for two CTAs; smaller ones need two.
+        let stage = Stage::new(self.format, self.head_dim, self.page_size);
+        let is_long = stage.k.min(stage.v) >= 12_288;
+        // Two small CTAs cover each other's merges; larger ones leave no registers for a second.
+        let most = if (row_groups, row_warps) == (1, 1) {
+            2
+        } else {
+            1
+        };
+        (1..=most).rev().find_map(|ctas| {
+            let least = match ctas {
+                2 if is_long => 1,
+                2 => 2,
+                _ => least,
+            };
+            (least..=6)
+                .rev()
+                .map(|stages| KernelConfig {
+                    kernel: Kernel::SplitKv,
+                    row_groups,
+                    row_warps,
+                    stages,
+                    ctas,
+                })
+                .find(|config| self.fits(config, ctas, shared_limit))
+        })
+    }
+
+    /// The configuration of `many_rows.cu`; `None` where it does not cover the shape, or is not the faster one.
+    fn many_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
+        let is_int8 = |scheme| {
+            matches!(
+                scheme,
+                Scheme::Int8(Int8Scale::Token) | Scheme::Int8(Int8Scale::Tensor)
+            )
+        };
+        let config = KernelConfig {
+            kernel: Kernel::ManyRows,
+            row_groups: 1,
+            row_warps: if self.rows <= 48 { 6 } else { 8 },
+            stages: 3,
+            ctas: 2,
+        };
+        let is_covered = is_int8(self.format.k)
+            && is_int8(self.format.v)
+            && matches!(self.head_dim, 64 | 128)
+            && (1..=arithmetic::TILE).contains(&self.page_size)
+            && shared_limit >= BULK_SHARED;
+        let is_chosen = is_covered
+            && MANY_ROWS.contains(&self.rows)
+            && self.fits(&config, config.ctas, shared_limit);
+        is_chosen.then_some(config)
+    }
+
+    /// The configurations of `low_latency.cu`; none where it does not cover the shape.
+    fn low_latency(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
+        let (rows, format) = (self.rows, self.format);
+        let is_channel = format.k == Scheme::Int4(Int4Scale::Channel);
+        let is_int8 = |scheme: Scheme| scheme.is_integer() && scheme.code_bits() == 8;
+        // A warp has a quarter of the dims, which lie in one of V's groups or are some of them. Registers suffice for two row groups of the
+        // integer schemes alone, and for 192 and 256 dims of int8 alone.
+        let is_covered = matches!(format.v.groups(self.head_dim), 1 | 2 | 4 | 8)
+            && match self.head_dim {
+                64 | 128 => rows <= 8 || rows <= 16 && format.is_integer() && !is_channel,
+                192 | 256 => rows <= 8 && is_int8(format.k) && is_int8(format.v),
+                _ => false,
+            }
+            && shared_limit >= BULK_SHARED;
+        let shape = *self;
+        [Kernel::LowLatencyCluster, Kernel::LowLatencyGlobal]
+            .into_iter()
+            .filter(move |_| is_covered)
+            .filter_map(move |kernel| {
+                (3..=6)
+                    .rev()
+                    .map(|stages| KernelConfig {
+                        kernel,
+                        row_groups: rows.div_ceil(8).max(1),
+                        row_warps: 1,
+                        stages,
+                        ctas: 1,
+                    })
+                    .find(|config| shape.fits(config, SM_TEAMS, shared_limit))
+            })
+    }
+
+    /// The kernels for every batch and length of the shape: `split_kv.cu` or `many_rows.cu` first, then those of `low_latency.cu`.
+    pub fn all(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
+        let many = self
+            .many_rows(shared_limit)
+            .or_else(|| self.split_kv(shared_limit));
+        many.into_iter().chain(self.low_latency(shared_limit))
+    }
+}
+
+/// The fastest kernel of a problem, by its longest sequence; `None` if nothing fits.
+pub fn select(
+    problem: &Problem,
+    format: KvFormat,
+    page_size: usize,
+    limits: DeviceLimits,
+    preferences: &Preferences,
+) -> Option<KernelConfig> {
+    let shape = Shape::new(problem, format, page_size);
+    let chosen = low_latency_kernel(problem, format, limits.sms, preferences.low_latency);
+    let low_latency = shape
+        .low_latency(limits.shared_limit)
+        .find(|config| chosen == Some(config.kernel));
+    low_latency.or(preferences.config).or_else(|| {
+        shape
+            .many_rows(limits.shared_limit)
+            .or_else(|| shape.split_kv(limits.shared_limit))
+    })
+}
+
+/// The kernel of `low_latency.cu` that is faster than the others, or preferred. It has a launch then.
+fn low_latency_kernel(
+    problem: &Problem,
+    format: KvFormat,
+    sms: usize,
+    preference: LowLatency,
+) -> Option<Kernel> {
+    if problem.batch() > MAX_GRID || problem.num_kv_heads > MAX_GRID {
+        return None;
+    }
+    let cost = Cost::new(problem, format);
+    let global = Some(Kernel::LowLatencyGlobal);
+    if preference == LowLatency::Global && Split::best(problem, sms, &cost, global).is_some() {
+        return global;
+    }
+    let split = Split::best(problem, sms, &cost, None);
+    let kernel = split.map_or(Kernel::LowLatencyCluster, |split| split.via.kernel());
+    let us = match split {
+        Some(split) => Some(cost.of_split(&split)),
+        None => cost.of_waves(problem, sms),
+    };
+    let is_chosen = match preference {
+        LowLatency::Auto | LowLatency::Global => {
+            us.is_some_and(|us| us < split_kv_us(problem, format, sms))
+        }
+        LowLatency::Always => true,
+        LowLatency::Never => false,
+    };
+    is_chosen.then_some(kernel)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::split::Launch, *};
+
+    fn shape(rows: usize, format: KvFormat, head_dim: usize, page_size: usize) -> Shape {
+        Shape {
+            rows,
+            format,
+            head_dim,
+            page_size,
+        }
+    }
+
+    #[test]
+    fn every_problem_fits_shared_memory_and_covers_its_rows() {
+        for limit in [163 * 1024, 227 * 1024] {
+            for rows in 1..=1024 {
+                for dim in [64, 80, 96, 128, 192, 256] {
+                    for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::F16)] {
+                        let Some(g) = shape(rows, format, dim, 64).all(limit).next() else {
+                            let largest = format == KvFormat::same(Scheme::F16) && dim == 256;
+                            assert!(largest && limit < 200 * 1024, "{format} {dim} {rows}");
+                            continue;
+                        };
+                        let launch = Launch::new(
+                            &g,
+                            &Problem::new(2 * rows, 2, dim, vec![5000; 3]),
+                            format,
+                            132,
+                        );
+                        assert!(launch.row_blocks * g.rows() >= rows, "{rows}");
+                        assert!(g.threads() <= 512 && shared_bytes(&g, format, dim, 64) <= limit);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn many_rows_takes_spans_or_the_segments_that_share_more_evenly() {
+        let limit = 227 * 1024;
+        let g = shape(48, KvFormat::INT8, 128, 64).many_rows(limit).unwrap();
+        assert_eq!((g.rows(), g.threads()), (48, 256));
+        let g64 = shape(64, KvFormat::INT8, 128, 64).many_rows(limit).unwrap();
+        assert_eq!((g64.rows(), g64.threads()), (64, 320));
+        for (kv_len, batch, split) in [(1024, 256, false), (8192, 32, false), (131_072, 2, true)] {
+            let launch = Launch::new(
+                &g,
+                &Problem::new(48, 1, 128, vec![kv_len; batch]),
+                KvFormat::INT8,
+                132,
+            );
+            assert_eq!((launch.row_blocks, launch.grid), (1, [264, 1, 1]));
+            assert_eq!(launch.partial_per_segment, split, "{kv_len}");
+        }
+        assert!(
+            shape(48, KvFormat::INT8, 128, 64)
+                .many_rows(163 * 1024)
+                .is_none()
+        );
+        assert!(shape(48, KvFormat::INT8, 128, 0).many_rows(limit).is_none());
+        assert!(
+            shape(48, KvFormat::INT4, 128, 64)
+                .many_rows(limit)
+                .is_none()
+        );
+        assert!(shape(48, KvFormat::INT8, 80, 64).many_rows(limit).is_none());
+    }
+
+    #[test]
+    fn the_rows_of_many_rows_are_those_that_were_measured() {
+        let is_many = |rows, format, page_size, limit| {
+            shape(rows, format, 128, page_size)
+                .many_rows(limit)
+                .is_some()
+        };
+        let (int8, limit) = (KvFormat::INT8, 227 * 1024);
+        let many: Vec<usize> = (1..=300)
+            .filter(|&rows| is_many(rows, int8, 64, limit))
+            .collect();
+        assert_eq!(many, Vec::from_iter(33..=64));
+        assert!(!is_many(48, KvFormat::INT4, 64, limit) && !is_many(48, int8, 0, limit));
+        assert!(!is_many(48, int8, 64, 163 * 1024) && !is_many(48, int8, 128, limit));
+    }
+
+    #[test]
+    fn short_batches_split_segments_by_tile() {
+        let g = shape(4, KvFormat::INT8, 128, 64)
+            .split_kv(227 * 1024)
+            .unwrap();
+        let is_split = |heads: usize, batch: usize, kv_len| {
+            let problem = Problem::new(4 * heads, heads, 128, vec![kv_len; batch]);
+            Launch::new(&g, &problem, KvFormat::INT8, 132).partial_per_segment
+        };
+        assert!(is_split(8, 1, 1024));
+        assert!(!is_split(1, 512, 8192));
+        assert!(!is_split(1, 1, 65_537));
+    }
+
+    const LIMITS: DeviceLimits = DeviceLimits {
+        shared_limit: BULK_SHARED,
+        sms: 132,
+    };
+
+    fn chosen(problem: &Problem, format: KvFormat, low_latency: LowLatency) -> KernelConfig {
+        let preferences = Preferences {
+            low_latency,
+            config: None,
+        };
+        select(problem, format, 64, LIMITS, &preferences).unwrap()
+    }
+
+    fn kernel(heads: [usize; 2], kv_len: usize, batch: usize, format: KvFormat) -> Kernel {
+        let problem = Problem::new(heads[0], heads[1], 128, vec![kv_len; batch]);
+        chosen(&problem, format, LowLatency::Auto).kernel
+    }
+
+    /// What was measured faster is chosen (docs/log/2026-11-cuda.md, lines 39, 41, 49, 51, 64 and 72).
+    #[test]
+    fn latency_and_full_waves_go_to_teams_that_share_tiles() {
+        let (int8, f16, bf16) = (
+            KvFormat::INT8,
+            KvFormat::same(Scheme::F16),
+            KvFormat::same(Scheme::Bf16),
+        );
+        let kinds = [
+            (
+                int8,
+                [32, 8],
+                &[(1, 1), (1024, 1), (4096, 1)][..],
+                Kernel::LowLatencyCluster,
+            ),
+            (
+                int8,
+                [32, 8],
+                &[(8192, 1), (32_768, 1), (131_072, 1)],
+                Kernel::LowLatencyGlobal,
+            ),
+            (
+                int8,
+                [8, 1],
+                &[(8192, 32), (8192, 85)],
+                Kernel::LowLatencyGlobal,
+            ),
+            (
+                int8,
+                [8, 1],
+                &[(8192, 64), (8192, 128), (8192, 256)],
+                Kernel::LowLatencyCluster,
+            ),
+            (int8, [8, 1], &[(8192, 512)], Kernel::SplitKv),
+            (
+                f16,
+                [32, 32],
+                &[(128, 1), (512, 1), (2048, 1), (4096, 1), (128, 8)],
+                Kernel::LowLatencyCluster,
+            ),
+            (f16, [32, 32], &[(128, 16)], Kernel::SplitKv),
+            (
+                bf16,
+                [8, 1],
+                &[(8192, 512), (8192, 400)],
+                Kernel::LowLatencyCluster,
+            ),
+            (
+                bf16,
+                [32, 8],
+                &[(4096, 64), (1024, 128)],
+                Kernel::LowLatencyCluster,
+            ),
+            (
+                bf16,
+                [32, 8],
+                &[(8192, 1), (32_768, 1)],
+                Kernel::LowLatencyGlobal,
+            ),
+            (bf16, [8, 1], &[(8192, 300)], Kernel::SplitKv),
+            (int8, [8, 1], &[(131_072, 1)], Kernel::SplitKv),
+            (int8, [8, 2], &[(65_536, 1), (262_144, 1)], Kernel::SplitKv),
+            (KvFormat::INT4, [8, 1], &[(8192, 512)], Kernel::SplitKv),
+            (KvFormat::INT4, [8, 1], &[(131_072, 1)], Kernel::SplitKv),
+        ];
+        for (format, heads, shapes, want) in kinds {
+            for &(kv_len, batch) in shapes {
+                let got = kernel(heads, kv_len, batch, format);
+                assert_eq!(got, want, "{format}, {kv_len} tokens, batch {batch}");
+            }
+        }
+    }
+
+    #[test]
+    fn head_dims_choose_for_themselves() {
+        for (head_dim, batch, want) in [
+            (64, 256, Kernel::SplitKv),
+            (96, 167, Kernel::SplitKv),
+            (192, 85, Kernel::LowLatencyGlobal),
+            (256, 64, Kernel::LowLatencyCluster),
+        ] {
+            let problem = Problem::new(8, 1, head_dim, vec![8192; batch]);
+            let got = chosen(&problem, KvFormat::INT8, LowLatency::Auto);
+            assert_eq!(got.kernel, want, "{head_dim}");
+        }
+    }
+
+    #[test]
+    fn low_latency_can_be_had_always_and_never() {
+        let problem = Problem::new(8, 1, 128, vec![8192; 512]);
+        let of = |problem: &Problem, preference| {
+            let config = chosen(problem, KvFormat::INT8, preference);
+            let launch = Launch::new(&config, problem, KvFormat::INT8, 132);
+            (config.kernel, launch.grid)
+        };
+        let always = of(&problem, LowLatency::Always);
+        assert_eq!(always, (Kernel::LowLatencyCluster, [1, 1, 512]));
+        let never = of(&problem, LowLatency::Never);
+        assert_eq!(never, (Kernel::SplitKv, [264, 1, 1]));
+        assert_eq!(of(&problem, LowLatency::Global).0, Kernel::SplitKv);
+        let long = Problem::new(8, 1, 128, vec![300, 1]);
+        assert_eq!(of(&long, LowLatency::Global).0, Kernel::LowLatencyGlobal);
+        let few = Problem::new(8, 1, 128, vec![100]);
+        assert_eq!(of(&few, LowLatency::Never).0, Kernel::SplitKv);
+    }
+
+    #[test]
+    fn a_preferred_configuration_is_taken_where_low_latency_is_not() {
+        let problem = Problem::new(8, 1, 128, vec![8192; 512]);
+        let config: KernelConfig = "1,2,3,1".parse().unwrap();
+        let preferences = Preferences {
+            config: Some(config),
+            ..Preferences::default()
+        };
+        let got = select(&problem, KvFormat::INT8, 64, LIMITS, &preferences);
+        assert_eq!(got, Some(config));
+    }
+}

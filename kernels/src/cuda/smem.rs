@@ -1,0 +1,281 @@
+//! Shared memory of a CTA: the sizes of `struct SharedMemory` in `kernels/cuda`, for the choice of a configuration.
+//!
+//! A kernel's image exports its own size, `attn_shared_bytes`, which is what a launch uses; a test compares the two.
+
+use attn_core::{Int4Scale, KvFormat, Scheme, arithmetic, layout::params_bytes};
+
+use super::config::{GROUP_ROWS, Kernel, KernelConfig, TEAMS};
+
+/// A stage holds both K and V of a tile where they are no larger than this.
+const KV_ONE_STAGE: usize = 12288;
+
+/// Partials that a team of a cluster receives room for.
+pub(crate) const TEAM_PARTIALS: usize = 4;
+
+/// Bytes of a tile's K and V, and of a stage, which holds one of them, or both where they are small.
+pub(crate) struct Stage {
+    pub(crate) k: usize,
+    pub(crate) v: usize,
+    bytes: usize,
+    align: usize,
+}
+
+impl Stage {
+    pub(crate) fn new(format: KvFormat, head_dim: usize, page_size: usize) -> Self {
+        let tile = arithmetic::TILE;
+        let block = if page_size == 0 {
+            tile
+        } else {
+            page_size.min(tile)
+        };
+        let side = |scheme: Scheme| {
+            // Scales of strided rows are copied in words of 4 bytes.
+            let copies = if page_size == 0 { 2 } else { 1 };
+            let codes = block * head_dim * scheme.code_bits() / 8;
+            (codes + copies * params_bytes(scheme, head_dim, block)) * (tile / block)
+        };
+        let (k, v) = (side(format.k), side(format.v));
+        let one_stage = page_size != 0 && k + v <= KV_ONE_STAGE;
+        let v_behind = if one_stage { v } else { 0 };
+        let panels = head_dim / 16;
+        let tail_first = panels.div_ceil(2) * tile * 16;
+        let tail_second = panels / 2 * tile * 16 + tile * 2 + v_behind;
+        let tail = if is_per_channel(format) {
+            tail_first.max(tail_second)
+        } else {
+            0
+        };
+        let align = if page_size == 0 { 1024 } else { 128 };
+        Stage {
+            k,
+            v,
+            bytes: (k + v_behind).max(v).max(tail).next_multiple_of(align),
+            align,
+        }
+    }
+}
+
+fn is_per_channel(format: KvFormat) -> bool {
+    format.k == Scheme::Int4(Int4Scale::Channel)
+}
+
+/// Bytes of a warp's converted parameters of a tile: K's, and V's.
+fn scratch_bytes(format: KvFormat, head_dim: usize) -> (usize, usize) {
+    let tile = arithmetic::TILE;
+    let k_groups = format.k.groups(head_dim) * tile;
+    let k = if is_per_channel(format) {
+        2 * head_dim * 4 + (head_dim / 16).div_ceil(4) * 64
+    } else if format.k.code_bits() == 4 {
+        k_groups * 8
+    } else {
+        k_groups * 4
+    };
+    let v_bytes = if format.v.code_bits() == 4 { 6 } else { 4 };
+    (k, format.v.groups(head_dim) * tile * v_bytes)
+}
+
+/// Bytes of the queries that pages of per-channel K read from shared memory.
+fn query_bytes(config: &KernelConfig, format: KvFormat, head_dim: usize) -> usize {
+    let panels = head_dim / 16;
+    if is_per_channel(format) {
+        config.rows() / GROUP_ROWS * (panels + panels.div_ceil(4)) * 512
+    } else {
+        0
+    }
+}
+
+/// Dynamic shared memory of a CTA, or of each of its teams in `low_latency.cu`, in bytes.
+pub fn shared_bytes(
+    config: &KernelConfig,
+    format: KvFormat,
+    head_dim: usize,
+    page_size: usize,
+) -> usize {
+    let stage = Stage::new(format, head_dim, page_size);
+    match config.kernel {
+        Kernel::SplitKv => split_kv_bytes(config, &stage, format, head_dim),
+        Kernel::ManyRows => many_rows_bytes(config, &stage, format, head_dim),
+        Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
+            team_bytes(config, &stage, format, head_dim)
+        }
+    }
+}
+
+fn split_kv_bytes(
+    config: &KernelConfig,
+    stage: &Stage,
+    format: KvFormat,
+    head_dim: usize,
+) -> usize {
+    let rows = config.rows();
+    let (k, v) = scratch_bytes(format, head_dim);
+    let query = query_bytes(config, format, head_dim);
+    TEAMS * config.stages * stage.bytes
+        + TEAMS * rows * (head_dim + 8) * 4
+        + TEAMS * rows * 8
+        + (rows * (head_dim + 2) * 4 + query).max(TEAMS * query)
+        + TEAMS * config.row_warps * k.max(v)
+        + TEAMS * config.stages * 16
+        + 64
+        + (2 + TEAMS) * 64
+}
+
+fn many_rows_bytes(
+    config: &KernelConfig,
+    stage: &Stage,
+    format: KvFormat,
+    head_dim: usize,
+) -> usize {
+    let (k, v) = scratch_bytes(format, head_dim);
+    let params = k + v + format.v.groups(head_dim) * 8;
+    let tile = ((stage.k + stage.v).next_multiple_of(16) + params).next_multiple_of(128);
+    let threads = 4 * config.rows();
+    config.stages * tile
+        + threads * (head_dim / 8 + 1) * 8
+        + (config.stages * 24).next_multiple_of(16)
+        + 80
+        + 128
+        + config.row_warps * 64
+        + threads * (head_dim / 16) * 8
+}
+
+fn team_bytes(config: &KernelConfig, stage: &Stage, format: KvFormat, head_dim: usize) -> usize {
+    let (k, v) = scratch_bytes(format, head_dim);
+    let scratch = if is_per_channel(format) {
+        4 * k.max(v)
+    } else {
+        0
+    };
+    let bytes = config.stages * (stage.bytes + 16)
+        + exchange_bytes(config, format, head_dim)
+        + partial_bytes(config, head_dim)
+        + query_bytes(config, format, head_dim)
+        + scratch
+        + 16;
+    bytes.next_multiple_of(stage.align)
+}
+
+/// Bytes that the warps of a team exchange about a tile: maxima, sums, planes, and the planes of a per-channel page's query.
+fn exchange_bytes(config: &KernelConfig, format: KvFormat, head_dim: usize) -> usize {
+    let (v, groups) = (format.v, format.v.groups(head_dim));
+    let query = if is_per_channel(format) {
+        head_dim / 16 * 32 * 8 + config.rows() * 16
+    } else {
+        0
+    };
+    let sums = if v.code_bits() == 4 {
+        1 + 2 * groups
+    } else {
+        1
+    };
+    let plane = if v.is_integer() { 8 } else { 16 };
+    (1 + 4 * sums) * config.rows() * 16 + groups * config.row_groups * 4 * 32 * plane + query
+}
+
+/// Bytes of a team's own state, and of the partials that it receives from its cluster.
+fn partial_bytes(config: &KernelConfig, head_dim: usize) -> usize {
+    let received = match config.kernel {
+        Kernel::LowLatencyGlobal => 0,
+        _ => TEAM_PARTIALS * (head_dim / 32) * (32 * 4 + 8),
+    };
+    config.rows() * ((head_dim + 8) * 4 + received)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::cuda::{Arch, Instance, instance::covered, nvrtc::Nvrtc, select::Shape};
+
+    const FORMATS: [&str; 13] = [
+        "int8",
+        "int8-g32",
+        "int8-tensor",
+        "int4",
+        "int4-g1",
+        "int4-g4",
+        "int4-channel/int8",
+        "int8/int4-g2",
+        "fp8",
+        "bf16",
+        "f16",
+        "bf16/int8",
+        "fp8/int8-g32",
+    ];
+
+    /// Every configuration that is chosen for some problem, by the options that its size depends on.
+    fn configurations() -> BTreeMap<Vec<String>, (Instance, usize)> {
+        let mut all = BTreeMap::new();
+        for format in FORMATS.map(|name| name.parse::<KvFormat>().expect("a format's name")) {
+            for head_dim in [64, 80, 96, 128, 192, 256] {
+                for page_size in [0, 16, 32, 64, 128] {
+                    let tokens = if page_size == 0 { 64 } else { page_size };
+                    if format.check(head_dim, tokens).is_err()
+                        || covered(format, page_size).is_err()
+                    {
+                        continue;
+                    }
+                    for rows in [8, 16, 24, 48] {
+                        let shape = Shape {
+                            rows,
+                            format,
+                            head_dim,
+                            page_size,
+                        };
+                        for limit in [163 * 1024, 227 * 1024] {
+                            for config in shape.all(limit) {
+                                let instance = Instance::Decode {
+                                    format,
+                                    head_dim,
+                                    page_size,
+                                    config,
+                                    score_mods: false,
+                                };
+                                let size = shared_bytes(&config, format, head_dim, page_size);
+                                all.insert(instance.options(Arch::Compute80), (instance, size));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    /// The size that the kernel's header exports, from its PTX; `None` if the kernel has no header of its own for it.
+    fn exported(nvrtc: &Nvrtc, instance: &Instance, options: &[String]) -> Option<usize> {
+        let header = match instance.source() {
+            "split_kv.cu" => "split_kv_smem.cuh",
+            "low_latency.cu" => "low_latency_smem.cuh",
+            _ => return None,
+        };
+        let text = format!("#include \"{header}\"\n");
+        let mut sources = crate::CUDA.to_vec();
+        sources.push(("size.cu", &text));
+        let ptx = nvrtc.compile(&sources, "size.cu", options).unwrap();
+        let ptx = String::from_utf8_lossy(&ptx);
+        let (_, value) = ptx.split_once("attn_shared_bytes = ")?;
+        value.split(';').next()?.parse().ok()
+    }
+
+    #[test]
+    fn sizes_are_those_of_the_kernels() {
+        let Ok(nvrtc) = Nvrtc::load() else {
+            eprintln!("skipped: no NVRTC");
+            return;
+        };
+        let (mut compared, mut many_rows) = (0, 0);
+        for (options, (instance, size)) in configurations() {
+            match exported(&nvrtc, &instance, &options) {
+                Some(exported) => {
+                    assert_eq!(exported, size, "{instance:?}");
+                    compared += 1;
+                }
+                None => many_rows += 1,
+            }
+        }
+        println!("{compared} sizes are equal; {many_rows} of many_rows.cu are not compared");
+        assert!(compared > 500);
+    }
+}

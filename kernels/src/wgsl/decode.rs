@@ -1,0 +1,235 @@
+//! The specialisation of `decode_split.wgsl` and `decode_merge.wgsl`.
+
+use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
+
+use super::{
+    Constants, SpecialiseError,
+    constants::{kernel_text, layout_constants, set},
+    split::Split,
+};
+
+/// Lanes of a workgroup of `decode_split.wgsl`: `T`.
+const LANES: usize = 64;
+
+/// Everything that chooses constants of the decode kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DecodeKey {
+    /// The schemes of K and V.
+    pub format: KvFormat,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Tokens per page.
+    pub page_size: usize,
+    /// Query rows of one workgroup: 1, 2, 4 or 8.
+    pub rows: usize,
+    /// Whether scores have a soft cap.
+    pub softcap: bool,
+    /// Whether scores have ALiBi slopes.
+    pub alibi: bool,
+    /// Storage buffers that the pool lies in.
+    pub pools: usize,
+    /// Whether rows are read where another engine put them, instead of pages.
+    pub view: bool,
+    /// The tokens of one workgroup.
+    pub split: Split,
+}
+
+/// Choices that change speed, never bits. `Default` leaves each to the backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Tuning {
+    /// Bytes of workgroup memory of one workgroup, at most the device's.
+    pub shared_bytes: Option<usize>,
+    /// Query rows of one workgroup, at most: 1, 2, 4 or 8; another number counts as the next of these below it, 0 as 1.
+    pub rows: Option<usize>,
+    /// Whether a workgroup takes a single tile, where segments are no longer than four, or a segment.
+    pub by_tiles: Option<bool>,
+}
+
+impl Tuning {
+    /// Query rows of one workgroup, at most: a power of two.
+    fn most_rows(&self) -> usize {
+        1 << self.rows.unwrap_or(8).clamp(1, 8).ilog2()
+    }
+}
+
+/// How the cache that a step reads lies in buffers.
+#[derive(Debug, Clone, Copy)]
+pub struct KvLayout {
+    /// The schemes of K and V.
+    pub format: KvFormat,
+    /// Tokens per page.
+    pub page_size: usize,
+    /// Storage buffers that the pool lies in.
+    pub pools: usize,
+    /// Whether rows are read where another engine put them, instead of pages.
+    pub view: bool,
+}
+
+/// The decode kernels' constants.
+fn decode_constants(key: &DecodeKey) -> Constants {
+    let v = key.format.v;
+    let integer = key.format.is_integer();
+    let mut constants = layout_constants(key.format, key.head_dim, key.page_size);
+    let (d, r) = (key.head_dim, key.rows);
+    let group_dims = d / v.groups(d);
+    // Dims of a lane: of 4-bit V pairs of them, as they share bytes; of a view's bytes the four of a word. Long rows take turns.
+    let v_rows = if v.code_bits() == 4 { d / 2 } else { d };
+    let by_words = key.view && v.code_bits() == 8;
+    let chunks = match (v.code_bits(), d) {
+        _ if by_words => 1,
+        (8 | 16, 192) => 3,
+        _ => d.div_ceil(128),
+    };
+    let rows_per_lane = v_rows.div_ceil(LANES * chunks);
+    let dims_per_lane = if by_words {
+        4
+    } else {
+        rows_per_lane * (d / v_rows)
+    };
+    let scaled = matches!(
+        v,
+        Scheme::Int8(Int8Scale::Token | Int8Scale::Group32) | Scheme::Int4(_)
+    );
+    let values = [
+        ("INTEGER", usize::from(integer)),
+        ("R", r),
+        ("POOLS", key.pools),
+        ("VIEW", usize::from(key.view)),
+        ("SOFTCAP", usize::from(key.softcap)),
+        ("ALIBI", usize::from(key.alibi)),
+        ("PER_SEGMENT", key.split.per_segment()),
+        ("V_SCALED", usize::from(scaled)),
+        ("GD", group_dims),
+        ("CH", chunks),
+        ("DPL", dims_per_lane),
+        ("V_ROWS", v_rows),
+        ("RPL", rows_per_lane),
+    ];
+    set(&mut constants, &values);
+    constants
+}
+
+/// Bytes of workgroup memory that the split kernel takes, as declared there.
+pub fn workgroup_bytes(key: &DecodeKey) -> usize {
+    let KvFormat { k, v } = key.format;
+    let (d, r, integer) = (key.head_dim, key.rows, key.format.is_integer());
+    let (units, k_groups, v_groups) = (d / 16, k.groups(d), v.groups(d));
+    let channel = k == Scheme::Int4(Int4Scale::Channel);
+    let sums = match k {
+        Scheme::Int4(Int4Scale::Groups(_)) => k_groups,
+        _ => 1,
+    };
+    let mut bytes = 16 * r + if key.alibi { 4 * r } else { 0 };
+    bytes += if integer {
+        32 * r * units
+            + 4 * r
+            + v_groups * (128 * r + 8 * r + 4)
+            + 4 * 68 * r * v_groups.div_ceil(2)
+    } else {
+        256 * r + 512 * v_groups + 64 * r * units
+    };
+    let mut slots = 3 * r + v_groups * (2 + 3 * r) + r * sums;
+    if channel {
+        slots += 2 * r + 1;
+    }
+    if integer && channel {
+        bytes += 128 * units + 4 * r;
+    }
+    bytes + 4 * slots
+}
+
+/// The kernels of a problem: the rows of a workgroup are as many as it has, up to 8, that fit into workgroup memory.
+pub fn decode_key(
+    problem: &Problem,
+    layout: KvLayout,
+    shared_bytes: usize,
+    tuning: &Tuning,
+) -> DecodeKey {
+    let rows = problem.heads_per_kv() * problem.q_len;
+    let mut key = DecodeKey {
+        format: layout.format,
+        head_dim: problem.head_dim,
+        page_size: layout.page_size,
+        rows: rows.next_power_of_two().min(tuning.most_rows()),
+        softcap: problem.softcap.is_some(),
+        alibi: problem.alibi_slopes.is_some(),
+        pools: layout.pools,
+        view: layout.view,
+        split: Split::Segment,
+    };
+    while key.rows > 1 && workgroup_bytes(&key) > shared_bytes {
+        key.rows /= 2;
+    }
+    let asked = tuning.by_tiles.map(|by_tiles| {
+        if by_tiles {
+            Split::Tile
+        } else {
+            Split::Segment
+        }
+    });
+    key.split = Split::choose(problem, key.rows, asked);
+    key
+}
+
+/// The text of `decode_split.wgsl` or `decode_merge.wgsl`.
+///
+/// # Errors
+/// [`SpecialiseError`] for a mistake in the text.
+pub fn decode_text(file: &str, key: &DecodeKey) -> Result<String, SpecialiseError> {
+    kernel_text(file, &decode_constants(key))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_tuning_gives_kernels_of_one_two_four_or_eight_rows() {
+        let problem = Problem::new(64, 1, 64, vec![1]);
+        let layout = KvLayout {
+            format: KvFormat::INT8,
+            page_size: 64,
+            pools: 1,
+            view: false,
+        };
+        for (asked, rows) in [
+            (0, 1),
+            (1, 1),
+            (3, 2),
+            (4, 4),
+            (7, 4),
+            (100, 8),
+            (usize::MAX, 8),
+        ] {
+            let mut tuning = Tuning {
+                rows: Some(asked),
+                ..Default::default()
+            };
+            assert_eq!(decode_key(&problem, layout, 32768, &tuning).rows, rows);
+            tuning.shared_bytes = Some(0);
+            assert_eq!(decode_key(&problem, layout, 0, &tuning).rows, 1);
+        }
+    }
+
+    #[test]
+    fn the_largest_kernels_are_far_from_the_preprocessors_bounds() {
+        let mut problem = Problem::new(64, 1, 256, vec![1]);
+        (problem.softcap, problem.alibi_slopes) = (Some(1.0), Some(vec![1.0; 64]));
+        let mut longest = 0;
+        for format in ["int4-g1", "int8-g32/int4-g1", "int4"] {
+            let layout = KvLayout {
+                format: format.parse().unwrap(),
+                page_size: 64,
+                pools: 8,
+                view: false,
+            };
+            let key = decode_key(&problem, layout, 65536, &Tuning::default());
+            for file in ["decode_split.wgsl", "decode_merge.wgsl"] {
+                longest = longest.max(decode_text(file, &key).unwrap().len());
+            }
+        }
+        println!("the longest kernel has {longest} bytes");
+        assert!(longest < crate::wgsl::specialise::MOST_OUT / 4);
+    }
+}
