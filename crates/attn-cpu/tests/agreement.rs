@@ -219,8 +219,8 @@ fn views_of_two_schemes_have_the_references_bits() {
         "int8/int8-g32",
     ] {
         let format = format(name);
-        let [k, v] =
-            [(format.k, 1), (format.v, 2)].map(|(scheme, seed)| rows(scheme, seed, &problem, capacity));
+        let [k, v] = [(format.k, 1), (format.v, 2)]
+            .map(|(scheme, seed)| rows(scheme, seed, &problem, capacity));
         fn side<'a>(scheme: Scheme, (codes, scales): &'a (Vec<u8>, Vec<u16>)) -> StridedRows<'a> {
             let bytes = 64 * scheme.code_bits() / 8;
             StridedRows::bsnh(codes, scales, 2, 90, bytes, scheme.groups(64))
@@ -230,7 +230,13 @@ fn views_of_two_schemes_have_the_references_bits() {
             false => Vec::new(),
         });
         let scales = [&tensor[0][..], &tensor[1][..]];
-        let view = KvView::new(&problem, format, side(format.k, &k), side(format.v, &v), scales);
+        let view = KvView::new(
+            &problem,
+            format,
+            side(format.k, &k),
+            side(format.v, &v),
+            scales,
+        );
         agree(&problem, format, &q, KvSource::View(&view.unwrap()));
     }
 }
