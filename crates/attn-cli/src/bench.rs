@@ -749,7 +749,7 @@ mod tests {
         ];
         let (code, text, err) = program(&shape, &backends());
         assert!(
-            code == 0 && text.contains("| custom/2-1-d64-ctx16"),
+            code == 0 && text.contains("| custom/2-1-d64-q1-ctx16"),
             "{text}"
         );
         assert!(err.contains("not used: cuda: none"), "{err}");
