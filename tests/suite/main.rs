@@ -7,6 +7,8 @@ use rstest::rstest;
 
 mod accuracy;
 mod bounds;
+mod by_hand;
+mod claims;
 mod errors;
 mod foreign;
 mod ranges;

@@ -205,3 +205,20 @@ fn a_custom_workload_is_named_by_its_numbers_and_has_their_bytes() {
     let error = Workload::custom(problem, KvFormat::INT8, 17).unwrap_err();
     assert!(error.to_string().contains("page_size"), "{error}");
 }
+
+#[test]
+fn a_custom_workload_is_named_by_its_longest_sequence() {
+    let problem = Problem::new(
+        Heads {
+            q: 2,
+            kv: 1,
+            dim: 64,
+        },
+        vec![7, 300, 20],
+    );
+    let workload = Workload::custom(problem, KvFormat::INT8, 64).unwrap();
+    assert_eq!(
+        workload.to_string(),
+        "custom/2-1-d64-q1-ctx300-batch3-page64/int8"
+    );
+}

@@ -403,6 +403,7 @@ mod tests {
     use clap::Parser;
 
     use super::*;
+    use crate::faulty::{Faulty, program};
 
     #[derive(Parser)]
     struct Line {
@@ -415,7 +416,19 @@ mod tests {
     }
 
     /// A timer with figures by format, or with an error.
-    struct Fake(fn(&Workload) -> Result<Measured, Error>);
+    struct Fake {
+        measure: fn(&Workload) -> Result<Measured, Error>,
+        most_bytes: usize,
+        by_median: bool,
+    }
+
+    fn fake(measure: fn(&Workload) -> Result<Measured, Error>) -> Fake {
+        Fake {
+            measure,
+            most_bytes: 100_000_000,
+            by_median: true,
+        }
+    }
 
     impl Timer for Fake {
         fn device(&self) -> String {
@@ -427,11 +440,15 @@ mod tests {
         }
 
         fn most_bytes(&self) -> usize {
-            100_000_000
+            self.most_bytes
+        }
+
+        fn by_median(&self) -> bool {
+            self.by_median
         }
 
         fn measure(&mut self, workload: &Workload, _: usize) -> Result<Measured, Error> {
-            (self.0)(workload)
+            (self.measure)(workload)
         }
     }
 
@@ -459,7 +476,7 @@ mod tests {
         console.json = json;
         let args = args(words);
         let workloads = chosen(&args.names).unwrap();
-        let mut timers = vec![Box::new(Fake(measure)) as Box<dyn Timer>];
+        let mut timers = vec![Box::new(fake(measure)) as Box<dyn Timer>];
         let (_, healthy) = measure_all(&mut timers, &workloads, &args, &mut console).unwrap();
         (String::from_utf8(out).unwrap(), healthy)
     }
@@ -582,5 +599,134 @@ mod tests {
         assert_eq!(names(&["single/32-8-ctx8192/int8-"]).len(), 2);
         assert_eq!(names(&["context/", "context/"]).len(), 6);
         assert!(chosen(&["no-such".to_owned()]).is_err());
+    }
+
+    fn workload(name: &str) -> Workload {
+        chosen(&[name.to_owned()]).unwrap().remove(0)
+    }
+
+    #[test]
+    fn a_table_names_the_figure_that_its_rates_are_of() {
+        for (by_median, figure) in [(true, "medians"), (false, "fastest")] {
+            let (mut out, mut err) = (Vec::new(), Vec::new());
+            let timer = Fake {
+                by_median,
+                ..fake(known)
+            };
+            let mut timers = vec![Box::new(timer) as Box<dyn Timer>];
+            let mut console = Console::new(&mut out, &mut err);
+            measure_all(&mut timers, &[workload(NAMES[1])], &args(&[]), &mut console).unwrap();
+            let text = String::from_utf8(out).unwrap();
+            assert!(text.contains(&format!("rates of the {figure}\n")), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_needs_more_memory_than_allowed_is_named_with_its_size() {
+        let large = workload("gqa8/batch512/int8");
+        let (table, _) = measured(known, &["gqa8/batch512/int8"], false);
+        let [megabytes, gigabytes] = [large.bytes() as f64 / 1e6, large.cache_bytes() as f64 / 1e9];
+        let line =
+            format!("| {large} | {megabytes:.1} | not measured: {gigabytes:.1} GB; add --large |");
+        assert!(table.contains(&line), "{table}");
+        // As much as allowed is measured.
+        let mut timer = fake(known);
+        for (spare, is_measured) in [(0, true), (1, false)] {
+            timer.most_bytes = large.cache_bytes() - spare;
+            assert_eq!(measure(&mut timer, &large, 1, false).0.is_ok(), is_measured);
+        }
+    }
+
+    #[test]
+    fn bf16_beside_a_row_is_of_the_same_shape() {
+        let other = ["single/32-8-ctx8192/bf16", NAMES[1]];
+        let (text, _) = measured(known, &other, true);
+        let rows: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(rows.as_array().unwrap().len(), 2);
+        assert!(
+            rows.as_array()
+                .unwrap()
+                .iter()
+                .all(|row| row["bf16_us"].is_null()),
+            "{rows}"
+        );
+    }
+
+    #[test]
+    fn each_backend_has_default_workloads() {
+        let names = |words: &[&str], backend| default_names(&args(words), backend);
+        assert_eq!(names(&[], BackendId::Cuda), [""]);
+        assert_eq!(names(&[], BackendId::Cpu), ["single/"]);
+        let plot = ["--plot", "x.svg"];
+        assert_eq!(names(&plot, BackendId::Cpu), ["single/32-8", "context/"]);
+        assert_eq!(names(&plot, BackendId::Wgpu).len(), 3);
+    }
+
+    #[test]
+    fn threads_are_the_cpus_alone() {
+        let error = timers(&args(&["--threads", "2"]), BackendId::Cuda)
+            .err()
+            .unwrap();
+        assert!(
+            error.to_string().contains("--threads is the CPU's"),
+            "{error}"
+        );
+        let opened = timers(&args(&["--threads", "1,2"]), BackendId::Cpu).unwrap();
+        assert_eq!(opened.len(), 2);
+    }
+
+    #[test]
+    fn sequences_of_ones_own_shape_are_bounded() {
+        let of = |batch: &str| {
+            let shape = [
+                "--heads", "2/1", "--dim", "64", "--ctx", "1", "--kv", "int8", "--batch",
+            ];
+            args(&[&shape[..], &[batch]].concat()).custom.workloads()
+        };
+        assert_eq!(of("65536").unwrap().len(), 1);
+        let error = of("65537").err().unwrap().to_string();
+        assert!(
+            error.contains("--batch is 65537; allowed: up to 65536"),
+            "{error}"
+        );
+    }
+
+    /// The CPU as the best backend, after one that is absent.
+    fn backends() -> Backends {
+        Backends {
+            open: |_| Ok(Faulty::open(|_, _| ())),
+            select: |_| Ok(Faulty::after_another()),
+        }
+    }
+
+    #[test]
+    fn the_list_has_names_and_bytes() {
+        let (code, text, _) = program(&["bench", "--list", NAMES[1]], &backends());
+        assert_eq!(
+            (code, text),
+            (0, format!("{:44} {:9.1} MB\n", NAMES[1], 2.1))
+        );
+        let (_, text, _) = program(&["bench", "--list", "--json", NAMES[1]], &backends());
+        let rows: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(rows, json!([{ "shape": NAMES[1], "bytes": 2_129_920 }]));
+    }
+
+    #[test]
+    fn the_best_backend_is_timed_after_a_remark_on_absent_ones() {
+        let shape = [
+            "bench", "--heads", "2/1", "--dim", "64", "--ctx", "16", "--kv", "int8", "--runs", "1",
+        ];
+        let (code, text, err) = program(&shape, &backends());
+        assert!(
+            code == 0 && text.contains("| custom/2-1-d64-q1-ctx16"),
+            "{text}"
+        );
+        assert!(err.contains("not used: cuda: none"), "{err}");
+        let (code, text, err) = program(&[&shape[..], &["--json"]].concat(), &backends());
+        let rows: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(
+            (code, rows.as_array().unwrap().len(), err.as_str()),
+            (0, 1, "")
+        );
     }
 }

@@ -213,4 +213,45 @@ mod tests {
             "cpu: 30 cases, 2 without a kernel, 1 failures; digest integer 00000000000000ab float 00000000000000cd"
         );
     }
+
+    #[test]
+    fn devices_are_printed_with_formats_and_head_dims_or_the_reason() {
+        let backends = Backends {
+            open: |id| spoilt(id, |_, _| ()),
+            select: attn::select,
+        };
+        let (code, text, _) = program(&["devices"], &backends);
+        assert_eq!(code, 0);
+        for part in [
+            "cuda  not available: gpu: none",
+            "cpu   available: ",
+            "      formats int8, int4, ",
+        ] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        let dims = HEAD_DIMS.map(|dim| dim.to_string()).join(", ");
+        assert!(
+            text.contains(&format!("      head_dims {dims}\n")),
+            "{text}"
+        );
+        let (formats, _) =
+            kernels(&*spoilt(BackendId::Cpu, |_, _| ()).unwrap_or_else(|_| panic!("it is there")));
+        let each = |format: &String| formats.iter().filter(|other| *other == format).count();
+        assert!(
+            formats.iter().all(|format| each(format) == 1),
+            "{formats:?}"
+        );
+        assert!(!formats.contains(&"int4-channel".to_owned()), "{formats:?}");
+    }
+
+    #[test]
+    fn a_named_backend_that_is_absent_is_refused() {
+        let backends = Backends {
+            open: |id| spoilt(id, |_, _| ()),
+            select: attn::select,
+        };
+        let (code, out, err) = program(&["check", "--backend", "cuda"], &backends);
+        assert_eq!((code, out.as_str()), (2, ""));
+        assert!(err.contains("attn: gpu: none"), "{err}");
+    }
 }

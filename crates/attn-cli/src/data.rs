@@ -238,6 +238,8 @@ fn exact(
 
 #[cfg(test)]
 mod tests {
+    use safetensors::tensor::TensorView;
+
     use super::*;
 
     #[test]
@@ -275,6 +277,31 @@ mod tests {
             let kv = &layer.kv;
             assert_eq!((kv.kv_heads, kv.seq, kv.head_dim), (3, 2048, 64));
             assert_eq!((layer.q_len, layer.q_heads), (8, 9));
+        }
+    }
+
+    #[test]
+    fn tensors_of_each_type_have_their_values() {
+        let x = [1.5f32, -2.0, 0.15625, 3.0e4];
+        let bytes = |dtype| -> Vec<u8> {
+            let number = |x: &f32| match dtype {
+                Dtype::F16 => f16::from_f32(*x).to_le_bytes().to_vec(),
+                Dtype::BF16 => bf16::from_f32(*x).to_le_bytes().to_vec(),
+                _ => x.to_le_bytes().to_vec(),
+            };
+            x.iter().flat_map(number).collect()
+        };
+        for dtype in [Dtype::F16, Dtype::BF16, Dtype::F32] {
+            let bytes = bytes(dtype);
+            let view = TensorView::new(dtype, vec![2, 2], &bytes).unwrap();
+            let file = safetensors::serialize([("x", view)], None).unwrap();
+            let (shape, got) = tensor(&parse(&file).unwrap(), "x").unwrap();
+            assert_eq!(shape, [2, 2]);
+            let near = |(got, want): (&f32, &f32)| (got / want - 1.0).abs() < 0.005;
+            assert!(
+                got.len() == 4 && got.iter().zip(&x).all(near),
+                "{dtype:?}: {got:?}"
+            );
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use attn::{
     BackendId, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
-    Plan, Problem, Selection, StepOutputs, Unsupported,
+    Plan, Problem, Selection, StepOutputs, Unsupported, problem::HEAD_DIMS,
 };
 use attn_cpu::CpuBackend;
 use clap::Parser;
@@ -23,6 +23,19 @@ impl Faulty {
     pub fn open(fault: Fault) -> Box<dyn DecodeAttention> {
         let inner = CpuBackend::open().expect("the CPU is there");
         Box::new(Faulty { inner, fault })
+    }
+
+    /// As one that was selected because CUDA's is absent.
+    pub fn after_another() -> Selection {
+        let absent = Unsupported::Absent {
+            backend: "cuda",
+            reason: "none".to_owned(),
+            next_step: "use another".to_owned(),
+        };
+        Selection {
+            refused: vec![(BackendId::Cuda, absent)],
+            ..Faulty::select(|_, _| ())
+        }
     }
 
     /// As one that was selected.
@@ -46,6 +59,13 @@ impl DecodeAttention for Faulty {
     }
 
     fn supports(&self, problem: &Problem, format: KvFormat) -> Result<(), Unsupported> {
+        if !HEAD_DIMS.contains(&problem.head_dim) {
+            return Err(Unsupported::NoKernel {
+                backend: "cpu",
+                what: format!("head_dim {}", problem.head_dim),
+                built: "others".to_owned(),
+            });
+        }
         self.inner.supports(problem, format)
     }
 

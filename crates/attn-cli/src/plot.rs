@@ -528,4 +528,120 @@ mod tests {
         let all = [0.25, 3.0, 512.0, 1000.0, 2048.0, 3_145_728.0].map(short);
         assert_eq!(all, ["0.25", "3", "512", "1000", "2Ki", "3Mi"]);
     }
+
+    #[test]
+    fn only_decode_steps_from_pages_of_equal_sequences_of_128_dims_are_drawn() {
+        let with = |change: fn(&mut Workload)| {
+            let mut row = row(0, "context/8-2-ctx4096/int8", 80.0, 40.0);
+            row.workload.problem.kv_lens = vec![5, 5, 5];
+            change(&mut row.workload);
+            plain(&row)
+        };
+        assert!(with(|_| ()));
+        assert!(!with(|w| w.problem.kv_lens = vec![5, 5, 6]));
+        assert!(!with(|w| w.problem.kv_lens = vec![6, 5, 5]));
+        assert!(!with(|w| w.problem.head_dim = 64));
+        assert!(!with(|w| w.cache = CacheLayout::Bnsh));
+        assert!(!with(|w| w.operation = Operation::Append));
+    }
+
+    /// Two points of each of several formats, of one family or of two.
+    fn of_formats(families: &[&str]) -> Vec<Row> {
+        let mut rows = Vec::new();
+        for family in families {
+            for format in ["bf16", "fp8", "int8", "int4", "int4-g4", "int8-g32"] {
+                for tokens in [1024, 4096] {
+                    let mut row = row(0, "context/8-2-ctx4096/int8", tokens as f64, 100.0);
+                    row.workload.format = format.parse().unwrap();
+                    row.workload.problem.kv_lens = vec![tokens];
+                    row.workload.family = if *family == "single" {
+                        "single"
+                    } else {
+                        "context"
+                    };
+                    rows.push(row);
+                }
+            }
+        }
+        rows
+    }
+
+    #[test]
+    fn the_legend_of_shares_names_each_format_once() {
+        let labels = share(&devices(), &of_formats(&["context", "single"]));
+        let labels: Vec<_> = labels.iter().map(|c| c.label.as_str()).collect();
+        let formats = ["bf16", "fp8", "int8", "int4", "int4-g4", "int8-g32"];
+        assert_eq!(labels[..6], formats);
+        assert_eq!(labels[6..], [""; 6]);
+    }
+
+    #[test]
+    fn every_format_has_a_colour_a_mark_a_line_and_a_place_in_the_legend() {
+        let svg = svg(&devices(), &of_formats(&["context", "single"])).unwrap();
+        for colour in &COLOURS[..6] {
+            let text = format!("#{:02X}{:02X}{:02X}", colour.0, colour.1, colour.2);
+            assert!(svg.contains(&text), "{text}");
+        }
+        let white = svg.split("<polygon").skip(1).filter(|p| {
+            let end = p.find("/>").unwrap_or(p.len());
+            p[..end].contains("fill=\"#FFFFFF\"")
+        });
+        // Open marks are the second five: one format here. Both families have points of it, on the left together.
+        let (white, all) = (white.count(), polygons(&svg).len());
+        assert!(white > 0 && white < all / 2, "{white} of {all}");
+        // Points of both charts, and a mark beside each label.
+        let points = 2 * of_formats(&["context", "single"]).len();
+        assert_eq!(all, points + 6 + 6);
+        // Lines of two points on the right, of four on the left.
+        let lines = |points: usize| {
+            let lists = svg.split("<polyline").skip(1);
+            let list = |p: &&str| {
+                p[p.find("points=").expect("points")..]
+                    .split('"')
+                    .nth(1)
+                    .map(|list| list.split_whitespace().count())
+            };
+            lists.filter(|p| list(p) == Some(points)).count()
+        };
+        assert!(lines(2) >= 12, "{}", lines(2));
+    }
+
+    #[test]
+    fn a_chart_without_curves_is_left_out() {
+        let (one_step, plain_read) = ("One decode step", "Share of a plain read");
+        let charts = |rows: &[Row]| {
+            let svg = svg(&devices(), rows).unwrap();
+            [svg.contains(one_step), svg.contains(plain_read)]
+        };
+        assert_eq!(charts(&rows()), [true, true]);
+        // One point is no curve of latency.
+        assert_eq!(charts(&rows()[..1]), [false, true]);
+        // Shapes of one's own have no share.
+        let mut own = rows();
+        own.iter_mut()
+            .for_each(|row| row.workload.family = "custom");
+        assert_eq!(charts(&own), [true, false]);
+    }
+
+    #[test]
+    fn axes_end_a_little_beyond_the_outermost_points() {
+        assert_eq!(bounds([0.5, 0.2].into_iter()), 0.2 * 0.85..0.5 * 1.2);
+        assert_eq!(bounds([3.0, 400.0].into_iter()), 3.0 * 0.85..400.0 * 1.2);
+    }
+
+    #[test]
+    fn numbers_on_axes_round_only_where_no_power_of_two_is_near() {
+        let all = [
+            0.0,
+            1.0,
+            1.25,
+            1024.0,
+            1500.0,
+            3072.0,
+            1_048_576.0,
+            2_100_224.0,
+        ]
+        .map(short);
+        assert_eq!(all, ["0", "1", "1", "1Ki", "1500", "3Ki", "1Mi", "2051Ki"]);
+    }
 }

@@ -334,6 +334,11 @@ fn decode(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use attn::{Error, Unsupported};
+    use attn_bench::{Measured, Timing};
+
     use super::*;
     use crate::faulty::{Faulty, program};
 
@@ -473,5 +478,130 @@ mod tests {
             (&value["lse_error"], &value["output_error"]),
             (&json!(0.5), &json!(0.0))
         );
+    }
+
+    #[test]
+    fn the_table_names_the_device_the_inputs_and_what_was_not_used() {
+        let backends = Backends {
+            open: |_| Ok(Faulty::open(|_, _| ())),
+            select: |_| Ok(Faulty::after_another()),
+        };
+        let (code, table, err) = program(&["run", "--kv", "int8"], &backends);
+        let mut lines = table.lines();
+        assert!(
+            code == 0 && lines.next().is_some_and(|line| line.starts_with("cpu: ")),
+            "{table}"
+        );
+        let inputs = "9 query heads, 3 KV heads, head_dim 64, q_len 8, 2048 tokens; layer00 ";
+        assert!(
+            lines.next().is_some_and(|line| line.starts_with(inputs)),
+            "{table}"
+        );
+        assert!(table.contains(HEADER), "{table}");
+        assert!(err.contains("not used: cuda: none"), "{err}");
+        let (code, value, err) = json(&["run", "--kv", "int8"], &backends);
+        assert_eq!((code, err.as_str()), (0, ""));
+        assert!(
+            value["refused"][0]
+                .as_str()
+                .unwrap()
+                .starts_with("cuda: none"),
+            "{value}"
+        );
+    }
+
+    #[test]
+    fn one_format_with_nan_among_others_is_a_failure() {
+        static CALLS: AtomicUsize = AtomicUsize::new(0);
+        let backends = Backends {
+            open: |_| Ok(Faulty::open(|_, _| ())),
+            select: |_| {
+                Ok(Faulty::select(|_, lse| {
+                    // The steps of the first format are those of six layers.
+                    if CALLS.fetch_add(1, Ordering::Relaxed) >= 6 * STEPS {
+                        lse[0] = f32::NAN;
+                    }
+                }))
+            },
+        };
+        let (code, value, _) = json(&["run", "--kv", "int8,f16"], &backends);
+        let errors = [0, 1].map(|i| &value["formats"][i]["lse_error"]);
+        assert!(errors[0].is_number() && errors[1] == "NaN", "{value}");
+        assert_eq!(code, 1);
+    }
+
+    #[test]
+    fn a_layer_comes_to_its_own_bytes_and_one_step() {
+        let (layers, scale) = load(None).unwrap();
+        let format: KvFormat = "int8".parse().unwrap();
+        let mut totals = Totals::default();
+        let backend = Faulty::open(|_, _| ());
+        decode(&*backend, &layers[0], format, scale, &mut totals).unwrap();
+        assert_eq!((totals.layers, totals.bytes_per_token), (1, 132.0));
+        assert_eq!(totals.compression, 64.0 * 4.0 / 132.0);
+        assert_eq!(totals.bytes, 132.0 * (3 * 2048) as f64);
+        assert!(totals.seconds > 0.0);
+    }
+
+    /// A device clock that takes a microsecond per cached token, and counts its calls.
+    struct Clock;
+
+    static MEASURED: AtomicUsize = AtomicUsize::new(0);
+
+    impl Timer for Clock {
+        fn device(&self) -> String {
+            "a clock".to_owned()
+        }
+
+        fn runs(&self) -> usize {
+            3
+        }
+
+        fn measure(&mut self, workload: &Workload, runs: usize) -> Result<Measured, Error> {
+            assert_eq!(runs, 3);
+            MEASURED.fetch_add(1, Ordering::Relaxed);
+            let timing = |us| Timing {
+                min: us / 2.0,
+                median: us,
+            };
+            Ok(Measured {
+                step: timing(workload.problem.kv_lens[0] as f64),
+                ceiling: timing(1.0),
+            })
+        }
+    }
+
+    #[test]
+    fn a_gpus_clock_times_each_shape_once() {
+        let mut clock = DeviceClock {
+            timer: Box::new(Clock),
+            known: Vec::new(),
+        };
+        let format: KvFormat = "int8".parse().unwrap();
+        for (tokens, calls) in [(100, 1), (100, 1), (300, 2), (100, 2)] {
+            let problem = Problem::new(
+                Heads {
+                    q: 2,
+                    kv: 1,
+                    dim: 64,
+                },
+                vec![tokens],
+            );
+            let seconds = clock.seconds(&problem, format).unwrap();
+            assert!((seconds - tokens as f64 * 1e-6).abs() < 1e-12, "{seconds}");
+            assert_eq!(MEASURED.load(Ordering::Relaxed), calls);
+        }
+    }
+
+    #[test]
+    fn programs_on_the_cpu_are_timed_by_the_hosts_clock() {
+        // Faulty is a program on the CPU; no timer is opened for it, whatever it is selected as.
+        let backend = Faulty::open(|_, _| ());
+        for id in BackendId::ALL {
+            assert!(DeviceClock::open(id, &*backend).unwrap().is_none());
+        }
+        let cpu =
+            attn::open(BackendId::Cpu).unwrap_or_else(|reason: Unsupported| panic!("{reason}"));
+        assert!(DeviceClock::open(BackendId::Cpu, &*cpu).unwrap().is_none());
     }
 }

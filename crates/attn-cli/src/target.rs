@@ -241,4 +241,45 @@ mod tests {
         symlink(folder.path().join("nothing"), &lost).unwrap();
         assert!(refusal(&lost, true, None).contains("is a link to a file"));
     }
+
+    #[test]
+    fn a_name_that_no_file_can_have_is_no_existing_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x".repeat(300));
+        assert!(refusal(&path, false, None).contains("cannot write"));
+        let target = Target { path, force: false };
+        let error = target.write(b"data").unwrap_err().to_string();
+        assert!(error.contains("cannot write"), "{error}");
+        assert_eq!(entries(folder.path()), 0);
+    }
+
+    #[test]
+    fn names_without_a_folder_are_files_of_the_current_one() {
+        assert_eq!(folder(Path::new("out")), Path::new("."));
+        assert_eq!(folder(Path::new("a/out")), Path::new("a"));
+        assert!(Target::new(Path::new("no-such-file-is-here"), false, None).is_ok());
+    }
+
+    #[test]
+    fn an_input_that_is_no_file_is_not_compared() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, missing) = (folder.path().join("out"), folder.path().join("in"));
+        fs::write(&path, b"old").unwrap();
+        assert!(Target::new(&path, true, Some(&missing)).is_ok());
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn new_files_are_no_programs() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("out");
+        Target::new(&path, false, None)
+            .unwrap()
+            .write(b"x")
+            .unwrap();
+        let mode = fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o111, 0, "{mode:o}");
+        assert_eq!(mode & 0o600, 0o600, "{mode:o}");
+    }
 }

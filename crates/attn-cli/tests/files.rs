@@ -280,3 +280,205 @@ fn heads_of_zeros_have_pages_in_every_format() {
         assert_eq!(tensor(&back, "one.k").1, zeros, "{kv}");
     }
 }
+
+#[test]
+fn tables_of_pages_end_with_the_file_and_its_bytes() {
+    let folder = Folder::new();
+    let file = input(&folder, "in", "one");
+    let (pages, back) = (folder.path("pages"), folder.path("back"));
+    let printed = |args: &[&str]| {
+        let output = run(args);
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    let table = printed(&["quantize", &file, &pages, "--kv", "f16"]);
+    let bytes = |path: &str| fs::metadata(path).unwrap().len();
+    assert!(
+        table.starts_with("| layer | tokens | bytes | K error | V error |\n"),
+        "{table}"
+    );
+    assert!(
+        table.contains("\n| one | 70 | 65536 | 0.000 % | 0.000 % |\n"),
+        "{table}"
+    );
+    let end = format!("\n{} bytes of f16 pages in {pages}\n", bytes(&pages));
+    assert!(table.ends_with(&end), "{table}");
+
+    let line = printed(&["dequantize", &pages, &back]);
+    let want = format!(
+        "1 layers of f16 pages as f32 in {back}, {} bytes\n",
+        bytes(&back)
+    );
+    assert_eq!(line, want);
+
+    let table = printed(&["inspect", &pages, "--against", &file]);
+    assert!(table.starts_with("pages of 64 tokens in f16\n"), "{table}");
+    // Two pages of 64 tokens, of which 70 are cached.
+    assert!(
+        table.contains("| one | 70 | 2 | 64 | 65536 | 468.1 | 0.000 % | 0.000 % |"),
+        "{table}"
+    );
+    let table = printed(&["inspect", &file]);
+    assert!(table.starts_with("K and V to quantize\n"), "{table}");
+    assert!(table.contains("| one | 70 | 2 | 64 | F32 | "), "{table}");
+}
+
+#[test]
+fn inspect_prints_errors_in_percent_and_compares_like_with_like() {
+    let folder = Folder::new();
+    let file = input(&folder, "in", "one");
+    let (pages, other) = (folder.path("pages"), input(&folder, "other", "two"));
+    let made = json(&run(&["quantize", &file, &pages, "--kv", "int4", "--json"]));
+    let output = run(&["inspect", &pages, "--against", &file]);
+    let percent =
+        |side: &str| format!("{:.3} %", made["layers"][0][side].as_f64().unwrap() * 100.0);
+    let errors = format!("| {} | {} |", percent("k_error"), percent("v_error"));
+    assert!(
+        text(&output.stdout).contains(&errors),
+        "{}",
+        text(&output.stdout)
+    );
+    let none = run(&["inspect", &pages, "--against", &other]);
+    assert!(
+        text(&none.stderr).contains("has no layer one"),
+        "{}",
+        text(&none.stderr)
+    );
+    let x = [0.5; 2 * 3 * 64];
+    let short = [
+        ("one.k", &[2, 3, 64][..], &x[..]),
+        ("one.v", &[2, 3, 64], &x),
+    ];
+    let short = folder.write("short", &short, "0.125");
+    let differs = run(&["inspect", &pages, "--against", &short]);
+    assert_eq!(differs.status.code(), Some(2));
+    assert!(
+        text(&differs.stderr).contains("but [3, 2, 64]"),
+        "{}",
+        text(&differs.stderr)
+    );
+}
+
+/// Writes a file with other metadata in place of `from`.
+fn with_metadata(bytes: &[u8], from: &str, to: &str, path: &str) {
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut changed = text(&bytes[8..8 + header]).replace(from, to);
+    while !changed.len().is_multiple_of(8) {
+        changed.push(' ');
+    }
+    let length = (changed.len() as u64).to_le_bytes();
+    fs::write(
+        path,
+        [&length[..], changed.as_bytes(), &bytes[8 + header..]].concat(),
+    )
+    .unwrap();
+}
+
+#[test]
+fn files_of_another_version_or_without_pages_are_refused() {
+    let folder = Folder::new();
+    let file = input(&folder, "in", "one");
+    let (pages, bad, out) = (folder.path("pages"), folder.path("bad"), folder.path("out"));
+    json(&run(&[
+        "quantize",
+        &file,
+        &pages,
+        "--kv",
+        "int8-tensor",
+        "--json",
+    ]));
+    let bytes = fs::read(&pages).unwrap();
+    for (from, to, says) in [
+        (
+            "pages 1",
+            "pages 2",
+            "holds `pages 2`, but this version reads `pages 1`",
+        ),
+        ("one.pages", "one.pagez", "no tensor NAME.pages"),
+        (
+            "\"page_size\":\"64\"",
+            "\"page_size\":\"17\"",
+            "layer one is damaged",
+        ),
+        ("one.k_scales", "one.k_scalez", "layer one is damaged"),
+    ] {
+        with_metadata(&bytes, from, to, &bad);
+        refused(&run(&["dequantize", &bad, &out]), &[says]);
+    }
+    // Two scales of f32 become four of f16.
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header = text(&bytes[8..8 + header]);
+    let at = header.find("\"one.k_scales\"").unwrap();
+    let entry = &header[at..at + header[at..].find('}').unwrap()];
+    let changed = entry
+        .replace("F32", "F16")
+        .replace("\"shape\":[2]", "\"shape\":[4]");
+    assert_ne!(changed, entry);
+    with_metadata(&bytes, entry, &changed, &bad);
+    refused(
+        &run(&["dequantize", &bad, &out]),
+        &["one.k_scales is F16; it must be f32"],
+    );
+}
+
+#[test]
+fn the_least_layer_and_the_largest_static_code_come_back() {
+    let folder = Folder::new();
+    let x: Vec<f32> = (0..64).map(|i| i as f32 / 7.0 - 3.0).collect();
+    let shape = [1, 1, 64];
+    let tensors = [("one.k", &shape[..], &x[..]), ("one.v", &shape, &x)];
+    let file = folder.write("in", &tensors, "0.125");
+    let (pages, back) = (folder.path("pages"), folder.path("back"));
+    json(&run(&[
+        "quantize",
+        &file,
+        &pages,
+        "--kv",
+        "int8-tensor",
+        "--json",
+    ]));
+    json(&run(&["dequantize", &pages, &back, "--json"]));
+    let (shape, got) = tensor(&back, "one.v");
+    assert_eq!(shape, [1, 1, 64]);
+    // The scale maps the largest magnitude to code 127, and back.
+    assert!((got[63] - x[63]).abs() < 1e-5, "{} for {}", got[63], x[63]);
+}
+
+#[test]
+fn tensors_that_do_not_fit_each_other_are_refused() {
+    let folder = Folder::new();
+    let x = [0.5; 2 * 4 * 64];
+    let kv = [2, 2, 64];
+    let run_on = |tensors: &[(&str, &[usize], usize)]| {
+        let tensors: Vec<_> = tensors
+            .iter()
+            .map(|(name, shape, n)| (*name, *shape, &x[..*n]))
+            .collect();
+        run(&[
+            "run",
+            &folder.write("in", &tensors, "0.125"),
+            "--backend",
+            "cpu",
+        ])
+    };
+    let (k, v) = (("x.k", &kv[..], 256), ("x.v", &kv[..], 256));
+    refused(
+        &run_on(&[k, ("x.v", &[2, 1, 64], 128)]),
+        &["K and V need the same shape"],
+    );
+    let q = ("x.q", &[1, 2, 64][..], 128);
+    refused(
+        &run_on(&[k, v, ("x.q", &[1, 2, 32], 64)]),
+        &["x.q has head_dim 32, but x.k has 64"],
+    );
+    let (out, lse) = (("x.out", &[1, 2, 64][..], 128), ("x.lse", &[1, 2][..], 2));
+    let says = ["x.out must have the shape of x.q"];
+    refused(&run_on(&[k, v, q, ("x.out", &[1, 1, 64], 64), lse]), &says);
+    refused(&run_on(&[k, v, q, out, ("x.lse", &[1, 1], 1)]), &says);
+    let whole = run_on(&[k, v, q, out, lse]);
+    assert_eq!(whole.status.code(), Some(0), "{}", text(&whole.stderr));
+    assert!(
+        text(&whole.stdout)
+            .contains("2 query heads, 2 KV heads, head_dim 64, q_len 1, 2 tokens; x\n")
+    );
+}

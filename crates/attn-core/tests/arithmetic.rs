@@ -113,3 +113,12 @@ fn a_capped_score_is_the_caps_tangent() {
         }
     }
 }
+
+#[test]
+fn reciprocals_have_the_bits_of_four_steps() {
+    // A fifth step would change the last bits of these.
+    for (x, y) in [(0x3fa6_0e44, 0x3f45_54d2), (0x3fa9_807f, 0x3f41_51c0)] {
+        let rcp = attn_core::arithmetic::rcp(f32::from_bits(x));
+        assert_eq!(rcp.to_bits(), y, "{x:#x}");
+    }
+}

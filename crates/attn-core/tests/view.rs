@@ -226,3 +226,20 @@ fn a_sequence_without_tokens_may_have_rows_that_no_slice_reaches() {
     let rows = StridedRows::bnsh(&[], &[], 1, 100, 64, 1);
     KvView::new(&problem, KvFormat::INT8, rows, rows, [&[], &[]]).unwrap();
 }
+
+#[test]
+fn trusted_values_do_not_make_a_problem_or_a_number_of_scales_right() {
+    let codes = vec![0u8; HEADS * CAPACITY * 64];
+    let rows = || StridedRows::bsnh(&codes, &[], HEADS, CAPACITY, 64, 1);
+    let format: KvFormat = "fp8".parse().unwrap();
+    let whole = [1.0; HEADS];
+    let made = |problem: &Problem, scales: &[f32]| {
+        KvView::with_trusted_values(problem, format, rows(), rows(), [&whole, scales]).is_ok()
+    };
+    let mut problem = problem(&[CAPACITY]);
+    assert!(made(&problem, &whole));
+    assert!(!made(&problem, &whole[1..]));
+    assert!(!made(&problem, &[1.0, f32::NAN, 1.0]));
+    problem.softmax_scale = f32::NAN;
+    assert!(!made(&problem, &whole));
+}

@@ -1,0 +1,349 @@
+//! Vector kernels and reference on tiny steps of every kind: a quick subset of `bits.rs`, which takes minutes.
+
+use attn_core::{
+    CacheConfig, DecodeAttention, DecodeStep, Heads, KvCache, KvFormat, KvSource, KvView, Problem,
+    Scheme, StridedRows, arithmetic::LOG2_E,
+};
+use attn_cpu::{
+    CpuBackend, Reference,
+    reader::{Reader, Side},
+};
+
+const FORMATS: [&str; 19] = [
+    "f16",
+    "bf16",
+    "fp8",
+    "int8",
+    "int8-g32",
+    "int8-tensor",
+    "int4",
+    "int4-g1",
+    "int4-g4",
+    "int4-channel/int8",
+    "int8/int4-g4",
+    "int8-tensor/int8-g32",
+    "int4-g2/int8-tensor",
+    "int4-channel/f16",
+    "int4-g4/bf16",
+    "int8-g32/fp8",
+    "f16/int8-g32",
+    "bf16/int4-g4",
+    "fp8/int8-tensor",
+];
+
+/// Numbers between −2 and 2.
+fn noise(seed: usize, count: usize) -> Vec<f32> {
+    let number = |i: usize| ((i * 7919 + seed * 104_729) % 2017) as f32 / 504.0 - 2.0;
+    (0..count).map(number).collect()
+}
+
+fn format(name: &str) -> KvFormat {
+    name.parse().expect("a format's name")
+}
+
+/// K and V of each sequence, `[kv_len, num_kv_heads, head_dim]`.
+type Sequences = Vec<[Vec<f32>; 2]>;
+
+fn sequences(problem: &Problem) -> Sequences {
+    let row = problem.num_kv_heads * problem.head_dim;
+    let one = |(b, len): (usize, &usize)| [1, 2].map(|side| noise(3 * b + side, len * row));
+    problem.kv_lens.iter().enumerate().map(one).collect()
+}
+
+fn cached(problem: &Problem, format: KvFormat, sequences: &Sequences) -> KvCache {
+    let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
+    let mut config = CacheConfig::builder(
+        format,
+        Heads {
+            q: heads,
+            kv: heads,
+            dim,
+        },
+    )
+    .sequences(problem.batch())
+    .max_len(0)
+    .build();
+    let pages = problem.kv_lens.iter().map(|&len| config.pages_for(len));
+    config.num_pages = pages.sum::<usize>().max(1);
+    config.k_tensor_scales.fill(0.02);
+    config.v_tensor_scales.fill(0.03);
+    let mut cache = CpuBackend::new().create_cache(&config).unwrap();
+    for (b, [k, v]) in sequences.iter().enumerate() {
+        cache.append(b, k, v).unwrap();
+    }
+    cache
+}
+
+fn decode(
+    backend: &dyn DecodeAttention,
+    problem: &Problem,
+    format: KvFormat,
+    q: &[f32],
+    kv: KvSource<'_>,
+) -> Vec<f32> {
+    let plan = backend.plan(problem, format).unwrap();
+    let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
+    let mut step = DecodeStep::new(&plan, q, kv, &mut out)
+        .and_then(|step| step.with_lse(&mut lse))
+        .unwrap();
+    backend.decode(&mut step).unwrap();
+    [out, lse].concat()
+}
+
+/// Holds the vector kernels on one thread to the reference.
+fn agree(problem: &Problem, format: KvFormat, q: &[f32], kv: KvSource<'_>) {
+    let want = decode(&Reference::new(), problem, format, q, kv);
+    let backend = CpuBackend::new();
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build();
+    let got = pool
+        .unwrap()
+        .install(|| decode(&backend, problem, format, q, kv));
+    let first = (want.iter().zip(&got)).position(|(a, b)| a.to_bits() != b.to_bits());
+    let pair = first.map(|i| (i, want[i], got[i]));
+    assert_eq!(pair, None, "{format}, kv_lens {:?}", problem.kv_lens);
+}
+
+fn agree_on(problem: &Problem, format: KvFormat, q: &[f32], sequences: &Sequences) {
+    let cache = cached(problem, format, sequences);
+    agree(problem, format, q, KvSource::Cache(&cache));
+}
+
+#[test]
+fn sealed_and_open_pages_of_every_format_have_the_references_bits() {
+    let mut problem = Problem::new(
+        Heads {
+            q: 2,
+            kv: 1,
+            dim: 64,
+        },
+        vec![70, 0, 257],
+    );
+    problem.q_len = 2;
+    let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
+    for name in FORMATS {
+        agree_on(&problem, format(name), &q, &sequences);
+    }
+}
+
+#[test]
+fn masks_caps_and_slopes_have_the_references_bits() {
+    let mut problem = Problem::new(
+        Heads {
+            q: 4,
+            kv: 2,
+            dim: 64,
+        },
+        vec![3, 300],
+    );
+    problem.q_len = 3;
+    problem.alibi_slopes = Some(vec![0.5, 0.25, 0.125, 0.0]);
+    let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
+    for (causal, window, cap) in [
+        (true, Some(70), None),
+        (true, Some(0), Some(5.0)),
+        (false, None, Some(50.0)),
+    ] {
+        (problem.causal, problem.window_left, problem.softcap) = (causal, window, cap);
+        for name in ["int8", "int4", "bf16"] {
+            agree_on(&problem, format(name), &q, &sequences);
+        }
+    }
+}
+
+#[test]
+fn segments_with_far_maxima_have_the_references_bits() {
+    let problem = Problem::new(
+        Heads {
+            q: 2,
+            kv: 1,
+            dim: 64,
+        },
+        vec![700],
+    );
+    let (q, mut sequences) = (noise(9, problem.elements()), sequences(&problem));
+    // The scores of the second segment are hundreds above those of the first and the third.
+    let second = &mut sequences[0][0][256 * 64..512 * 64];
+    second.iter_mut().for_each(|x| *x *= 100.0);
+    for name in ["int8", "int4", "f16", "bf16"] {
+        agree_on(&problem, format(name), &q, &sequences);
+    }
+}
+
+#[test]
+fn zeros_and_small_numbers_have_the_references_bits() {
+    let problem = Problem::new(
+        Heads {
+            q: 2,
+            kv: 1,
+            dim: 64,
+        },
+        vec![130, 5],
+    );
+    let q = noise(9, problem.elements());
+    for by in [0.0, 0.01] {
+        let mut scaled = sequences(&problem);
+        let numbers = scaled.iter_mut().flatten().flatten();
+        numbers.for_each(|x| *x *= by);
+        for name in FORMATS {
+            agree_on(&problem, format(name), &q, &scaled);
+            agree_on(&problem, format(name), &vec![0.0; q.len()], &scaled);
+        }
+    }
+}
+
+#[test]
+fn queries_and_shifts_of_one_and_queries_next_to_nothing_have_the_references_bits() {
+    let mut problem = Problem::new(
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        },
+        vec![128],
+    );
+    problem.softmax_scale = LOG2_E.recip();
+    assert_eq!(problem.softmax_scale * LOG2_E, 1.0);
+    // Channels of −7..=8: their scale is 1, and their centred shift 1.
+    let step = |i: usize| ((i / 64 + i % 64) % 16) as f32 - 7.0;
+    let k: Vec<f32> = (0..128 * 64).map(step).collect();
+    let sequences = vec![[k, noise(2, 128 * 64)]];
+    let ones: Vec<f32> = noise(9, 64).iter().map(|x| x / 2.1).collect();
+    let mut one = ones.clone();
+    one[5] = 1.0;
+    // The product with a shift is a third of 2^-100, the unit that such products are rounded to.
+    let mut tiny = vec![0.0; 64];
+    tiny[5] = 1.3 * f32::powi(2.0, -102);
+    for q in [ones, one, tiny] {
+        agree_on(&problem, KvFormat::INT4, &q, &sequences);
+    }
+    // The same with shifts whose largest is not 1.
+    let half: Vec<f32> = sequences[0][0].iter().map(|x| x / 2.0).collect();
+    let sequences = vec![[half, sequences[0][1].clone()]];
+    let mut one = noise(9, 64);
+    one.iter_mut().for_each(|x| *x /= 2.1);
+    one[5] = 1.0;
+    agree_on(&problem, KvFormat::INT4, &one, &sequences);
+}
+
+#[test]
+fn six_spans_of_one_sequence_have_the_references_bits() {
+    // One thread takes whole spans, whose states are merged one by one; others would be grouped.
+    let problem = Problem::new(
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        },
+        vec![5 * 1024 + 300],
+    );
+    let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
+    agree_on(&problem, KvFormat::INT8, &q, &sequences);
+}
+
+/// Rows of a view, `[sequence][token][head]`, with the f16 scales that the scheme has.
+fn rows(scheme: Scheme, seed: usize, problem: &Problem, capacity: usize) -> (Vec<u8>, Vec<u16>) {
+    let rows = problem.batch() * capacity * problem.num_kv_heads;
+    let numbers = noise(seed, rows * problem.head_dim);
+    let code = |x: &f32| match scheme {
+        Scheme::F16 => half::f16::from_f32(*x).to_le_bytes().to_vec(),
+        Scheme::Bf16 => half::bf16::from_f32(*x).to_le_bytes().to_vec(),
+        _ => vec![((x * 40.0) as i32 as u8) & 0xf7],
+    };
+    let scale = |i: usize| half::f16::from_f32(0.01 + (i % 13) as f32 * 0.003).to_bits();
+    let groups = if scheme.has_row_scales() {
+        rows * scheme.groups(problem.head_dim)
+    } else {
+        0
+    };
+    let codes = numbers.iter().flat_map(code).collect();
+    (codes, (0..groups).map(scale).collect())
+}
+
+#[test]
+fn views_of_two_schemes_have_the_references_bits() {
+    let (heads, dim, capacity) = (2, 64, 90);
+    let problem = Problem::new(
+        Heads {
+            q: 4,
+            kv: heads,
+            dim,
+        },
+        vec![70, 0, 90],
+    );
+    let q = noise(9, problem.elements());
+    for name in [
+        "int8/fp8",
+        "bf16/int8",
+        "int8-g32/int8-tensor",
+        "int8-tensor/int8",
+        "f16/bf16",
+        "int8/int8-g32",
+    ] {
+        let format = format(name);
+        let [k, v] = [(format.k, 1), (format.v, 2)]
+            .map(|(scheme, seed)| rows(scheme, seed, &problem, capacity));
+        fn side<'a>(scheme: Scheme, (codes, scales): &'a (Vec<u8>, Vec<u16>)) -> StridedRows<'a> {
+            let bytes = 64 * scheme.code_bits() / 8;
+            StridedRows::bsnh(codes, scales, 2, 90, bytes, scheme.groups(64))
+        }
+        let tensor = [format.k, format.v].map(|scheme| match scheme.has_tensor_scale() {
+            true => vec![0.5; heads],
+            false => Vec::new(),
+        });
+        let scales = [&tensor[0][..], &tensor[1][..]];
+        let view = KvView::new(
+            &problem,
+            format,
+            side(format.k, &k),
+            side(format.v, &v),
+            scales,
+        );
+        agree(&problem, format, &q, KvSource::View(&view.unwrap()));
+    }
+}
+
+#[test]
+fn an_open_page_of_channels_holds_k_as_int8_and_v_as_ever() {
+    let problem = Problem::new(
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        },
+        vec![70],
+    );
+    let cache = cached(&problem, KvFormat::INT4, &sequences(&problem));
+    let reader = Reader::new(KvSource::Cache(&cache), 0, 0).unwrap();
+    let k = [0, 63, 64, 69].map(|t| (reader.is_channel(t), reader.scheme(Side::K, t)));
+    let (sealed, open) = (format("int4-channel/int8").k, KvFormat::INT8.k);
+    assert_eq!(
+        k,
+        [(true, sealed), (true, sealed), (false, open), (false, open)]
+    );
+    assert_eq!(reader.scheme(Side::V, 69), KvFormat::INT4.v);
+    assert_eq!([reader.page_end(0), reader.page_end(63)], [64, 64]);
+    assert_eq!([reader.page_end(64), reader.page_end(69)], [128, 128]);
+}
+
+#[test]
+fn plans_are_one_piece_without_a_workspace_and_of_formats_that_there_are() {
+    let backends: [&dyn DecodeAttention; 2] = [&Reference::new(), &CpuBackend::new()];
+    for backend in backends {
+        let problem = Problem::new(
+            Heads {
+                q: 2,
+                kv: 1,
+                dim: 80,
+            },
+            vec![5],
+        );
+        let plan = backend.plan(&problem, KvFormat::INT8).unwrap();
+        assert_eq!(plan.problem(), &problem);
+        for name in ["int8-g32", "int4-g4"] {
+            assert!(backend.plan(&problem, format(name)).is_err(), "{name}");
+        }
+        let mut problem = problem;
+        problem.q_len = 0;
+        assert!(backend.plan(&problem, KvFormat::INT8).is_err());
+    }
+}
