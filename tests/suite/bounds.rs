@@ -66,13 +66,13 @@ impl DecodeAttention for Off {
 
 #[rstest]
 #[case::integer("int8", "cpu", 3e-3)]
-#[case::integer_elsewhere("int4", "theirs", 3e-3)]
+#[case::integer_of_another_backend("int4", "theirs", 3e-3)]
 #[case::float("f16", "cpu", 3e-5)]
-#[case::float_elsewhere("fp8", "theirs", 5e-4)]
-#[case::bf16_elsewhere("bf16", "theirs", 4e-3)]
-#[case::bf16_k_elsewhere("bf16/f16", "theirs", 4e-3)]
-#[case::bf16_v_elsewhere("f16/bf16", "theirs", 4e-3)]
-#[case::integer_k_elsewhere("int8/f16", "theirs", 1e-3)]
+#[case::float_of_another_backend("fp8", "theirs", 5e-4)]
+#[case::bf16_of_another_backend("bf16", "theirs", 4e-3)]
+#[case::bf16_k_of_another_backend("bf16/f16", "theirs", 4e-3)]
+#[case::bf16_v_of_another_backend("f16/bf16", "theirs", 4e-3)]
+#[case::integer_k_of_another_backend("int8/f16", "theirs", 1e-3)]
 fn a_fault_that_the_reference_shares_is_noticed_beyond_the_bound_and_no_sooner(
     #[case] format: &str,
     #[case] backend: &'static str,

@@ -639,7 +639,7 @@ mod tests {
 
     #[test]
     fn bf16_beside_a_row_is_of_the_same_shape() {
-        let other = ["single/32-8-ctx8192/bf16", NAMES[1]];
+        let other = [NAMES[0], "single/32-8-ctx8192/int8"];
         let (text, _) = measured(known, &other, true);
         let rows: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(rows.as_array().unwrap().len(), 2);

@@ -135,6 +135,7 @@ mod tests {
     #[test]
     fn the_largest_magnitude_is_that_of_either_sign_and_nan_is_kept() {
         assert_eq!(largest(&[1.0, -3.0, 2.0]), 3.0);
+        assert_eq!(largest(&[0.25, -0.5]), 0.5);
         assert!(largest(&[1.0, f32::NAN, 2.0]).is_nan());
     }
 }

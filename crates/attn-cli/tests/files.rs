@@ -471,6 +471,10 @@ fn tensors_that_do_not_fit_each_other_are_refused() {
         &run_on(&[k, v, ("x.q", &[1, 2, 32], 64)]),
         &["x.q has head_dim 32, but x.k has 64"],
     );
+    refused(
+        &run_on(&[k, v, ("x.q", &[1, 3, 64], 192)]),
+        &["x.q does not fit x.k"],
+    );
     let (out, lse) = (("x.out", &[1, 2, 64][..], 128), ("x.lse", &[1, 2][..], 2));
     let says = ["x.out must have the shape of x.q"];
     refused(&run_on(&[k, v, q, ("x.out", &[1, 1, 64], 64), lse]), &says);
