@@ -314,7 +314,7 @@ fn as_many_cases_run_at_a_time_as_were_asked_for() {
 }
 
 /// Names the child process of the test below, and whether its backend is a program on the CPU.
-const CHILD: &str = "ATTN_TEST_CASES";
+const CHILD: &str = "TEST_CASES_OF_THE_ENVIRONMENT";
 
 #[test]
 fn the_environment_chooses_the_cases() {

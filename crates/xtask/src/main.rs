@@ -30,7 +30,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   mutants [--help]         changes one expression at a time, and sees whether a test fails
   package [--verify]       packages what crates.io would get, and checks a crate outside with each feature alone
   tables [--check | DIR]   writes the tables of the documents again from docs/data, or from a run of .ci/gpu
-  words                    finds words that docs/architecture.md's glossary has replaced";
+  words                    finds words that docs/architecture.md's glossary has replaced, and variables that docs/variables.md lacks";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = env::args().skip(1).collect();

@@ -1,4 +1,4 @@
-//! `cargo xtask words`: the words of docs/architecture.md's glossary have one spelling, and the ones that they replaced are gone.
+//! `cargo xtask words`: the words that docs/architecture.md's glossary has replaced are gone, and docs/variables.md has every variable.
 
 use std::{fs, path::Path, process::Command};
 
@@ -24,7 +24,7 @@ struct Word {
     within: Vec<String>,
 }
 
-/// Fails if a retired word stands in a file of the repository.
+/// Fails if a retired word stands in a file of the repository, or code names a variable that the documents do not.
 ///
 /// # Errors
 /// With every place, or if git or a file cannot be read.
@@ -38,10 +38,11 @@ pub fn run(root: &Path) -> Result<()> {
         .output()
         .context("cannot run git")?;
     ensure!(listed.status.success(), "git does not list the files");
+    let listed = String::from_utf8_lossy(&listed.stdout);
+    let files: Vec<&str> = listed.split('\0').filter(|path| !path.is_empty()).collect();
     let mut found = Vec::new();
-    for path in String::from_utf8_lossy(&listed.stdout).split('\0') {
-        let skipped = path == list || retired.history.iter().any(|h| path.starts_with(h));
-        if path.is_empty() || skipped {
+    for &path in &files {
+        if path == list || retired.history.iter().any(|h| path.starts_with(h)) {
             continue;
         }
         // Binary files have no words; deleted ones are not there.
@@ -54,15 +55,52 @@ pub fn run(root: &Path) -> Result<()> {
             }
         }
     }
+    found.extend(undocumented(root, &files)?);
     for place in &found {
         println!("{place}");
     }
-    ensure!(found.is_empty(), "{} retired words", found.len());
+    ensure!(
+        found.is_empty(),
+        "{} retired words or undocumented variables",
+        found.len()
+    );
     println!(
         "words: none of {} retired ones is left",
         retired.words.len()
     );
     Ok(())
+}
+
+/// The page that lists every environment variable.
+const VARIABLES: &str = "docs/variables.md";
+/// Files whose names are no variables of the environment: macros of CUDA kernels, and the tests below.
+const OTHER_NAMES: [&str; 2] = ["kernels/src/cuda/instance.rs", "crates/xtask/src/words.rs"];
+
+/// A line for each variable that Rust code names and [`VARIABLES`] does not.
+fn undocumented(root: &Path, files: &[&str]) -> Result<Vec<String>> {
+    let page = fs::read_to_string(root.join(VARIABLES))
+        .with_context(|| format!("cannot read {VARIABLES}"))?;
+    let mut missing = Vec::new();
+    for path in files {
+        if !path.ends_with(".rs") || OTHER_NAMES.contains(path) {
+            continue;
+        }
+        let Ok(content) = fs::read_to_string(root.join(path)) else {
+            continue;
+        };
+        let unknown = variables(&content).filter(|name| !page.contains(&format!("`{name}`")));
+        missing.extend(unknown.map(|name| format!("{path}: {name} is not in {VARIABLES}")));
+    }
+    Ok(missing)
+}
+
+/// The string literals of Rust code that are names of this project's variables.
+fn variables(code: &str) -> impl Iterator<Item = &str> {
+    let is_name = |text: &&str| {
+        let rest = text.strip_prefix("ATTN_").unwrap_or_default();
+        !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_uppercase() || b == b'_')
+    };
+    code.split('"').skip(1).filter(is_name)
 }
 
 impl Word {
@@ -103,6 +141,14 @@ mod tests {
             );
         }
         assert!(has_word("blurred, then blur", "blur"));
+    }
+
+    #[test]
+    fn variables_are_whole_literals() {
+        let code =
+            r#"var("ATTN_ONE"); "ATTN_two"; x("-DATTN_THREE=1"); f("ATTN_"); g("ATTN_FOUR_B")"#;
+        let names: Vec<_> = variables(code).collect();
+        assert_eq!(names, ["ATTN_ONE", "ATTN_FOUR_B"]);
     }
 
     #[test]
