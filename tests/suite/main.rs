@@ -11,6 +11,7 @@ mod by_hand;
 mod claims;
 mod errors;
 mod foreign;
+mod plans;
 mod ranges;
 mod third_party;
 mod vectors;

@@ -229,7 +229,7 @@ impl Jobs {
             left: 0,
         };
         if table {
-            for case in attn_conformance::table(attn_conformance::Size::Full) {
+            for case in attn_conformance::table(attn_conformance::Size::from_env()?) {
                 all.add(case)?;
             }
         } else {
