@@ -32,6 +32,31 @@ pub struct Report {
     pub float_digest: u64,
 }
 
+impl Report {
+    /// The report over cases in the table's order, and what each came to.
+    pub fn new<'a>(outcomes: impl Iterator<Item = (&'a Case, &'a Outcome)>) -> Self {
+        let mut report = Report::default();
+        let mut digests = [Vec::new(), Vec::new()];
+        for (case, outcome) in outcomes {
+            report.cases += 1;
+            match outcome {
+                Outcome::Passed(hash) => {
+                    digests[usize::from(!case.format.is_integer())].extend([
+                        case.seed as u32,
+                        *hash as u32,
+                        (hash >> 32) as u32,
+                    ]);
+                }
+                Outcome::Failed(text) => report.failures.push(text.clone()),
+                Outcome::Refused(text) => report.refusals.push(text.clone()),
+            }
+        }
+        let [integer, float] = digests.map(|words| digest(words.into_iter()));
+        (report.integer_digest, report.float_digest) = (integer, float);
+        report
+    }
+}
+
 /// What one case came to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
@@ -374,27 +399,7 @@ pub fn check_table(
             progress(done + 1, cases.len());
         }
     });
-    let mut report = Report {
-        cases: cases.len(),
-        ..Report::default()
-    };
-    let mut digests = [Vec::new(), Vec::new()];
-    for (case, outcome) in cases.iter().zip(outcomes.into_iter().flatten()) {
-        match outcome {
-            Outcome::Passed(hash) => {
-                digests[usize::from(!case.format.is_integer())].extend([
-                    case.seed as u32,
-                    hash as u32,
-                    (hash >> 32) as u32,
-                ]);
-            }
-            Outcome::Failed(text) => report.failures.push(text),
-            Outcome::Refused(text) => report.refusals.push(text),
-        }
-    }
-    let [integer, float] = digests.map(|words| digest(words.into_iter()));
-    (report.integer_digest, report.float_digest) = (integer, float);
-    report
+    Report::new(cases.iter().zip(outcomes.iter().flatten()))
 }
 
 /// An error and its causes.

@@ -7,7 +7,10 @@
 pub mod case;
 pub mod check;
 pub mod oracle;
+pub mod random;
 pub mod table;
+#[cfg(feature = "trials")]
+pub mod trials;
 
 pub use case::{Build, Case, Inputs};
 pub use check::{Outcome, Report, cases_from_env, check_backend, check_case, check_table};

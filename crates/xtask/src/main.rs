@@ -10,7 +10,7 @@ mod words;
 use std::{
     env, fs,
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Stdio},
 };
 
 use anyhow::{Context, Result, bail, ensure};
@@ -66,38 +66,68 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
+/// Builds what the machine with the GPU runs: names and paths of two test targets, an example, and two programs, of which `quick` leaves out one.
+fn programs(root: &Path, quick: bool) -> Result<Vec<(String, PathBuf)>> {
+    let mut calls = vec![
+        vec![
+            "test",
+            "--no-run",
+            "--package",
+            "attn-conformance",
+            "--test",
+            "conformance",
+        ],
+        vec![
+            "test",
+            "--no-run",
+            "--package",
+            "attn-cuda",
+            "--test",
+            "gpu",
+        ],
+        vec!["build", "--package", "attn-cuda", "--example", "engine"],
+        vec!["build", "--package", "attn-images"],
+    ];
+    if !quick {
+        calls.push(vec!["build", "--package", "attn-cli", "--bin", "attn"]);
+    }
+    let mut all = Vec::new();
+    for call in calls {
+        let output = Command::new(env!("CARGO"))
+            .current_dir(root)
+            .args(&call)
+            .args(["--release", "--message-format", "json-render-diagnostics"])
+            .env("CARGO_PROFILE_RELEASE_STRIP", "symbols")
+            .env("ATTN_EMBED", "0")
+            .stderr(Stdio::inherit())
+            .output()
+            .context("cannot run cargo")?;
+        ensure!(output.status.success(), "cargo {} failed", call.join(" "));
+        for line in String::from_utf8(output.stdout)?.lines() {
+            let message: serde_json::Value = serde_json::from_str(line)?;
+            if let Some(program) = message["executable"].as_str() {
+                let name = message["target"]["name"]
+                    .as_str()
+                    .context("a target's name")?;
+                all.push((name.to_owned(), PathBuf::from(program)));
+            }
+        }
+    }
+    Ok(all)
+}
+
 fn gpu(images: bool, quick: bool) -> Result<()> {
     let root = root();
     let out = root.join("gpu-bin");
     fs::create_dir_all(&out)?;
-    let mut build = vec!["build", "--release"];
-    build.extend(["--package", "attn-gpu", "--bin", "attn-gpu"]);
-    build.extend(["--package", "attn-cuda", "--example", "engine"]);
-    let programs = if quick {
-        vec!["attn-gpu", "examples/engine"]
-    } else {
-        build.extend(["--package", "attn-cli", "--bin", "attn"]);
-        vec!["attn-gpu", "examples/engine", "attn"]
-    };
-    let status = Command::new(env!("CARGO"))
-        .current_dir(&root)
-        .args(build)
-        .env("CARGO_PROFILE_RELEASE_STRIP", "symbols")
-        .env("ATTN_EMBED", "0")
-        .status()
-        .context("cannot run cargo")?;
-    ensure!(status.success(), "the build failed");
-    let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), Into::into);
     let mut total = 0;
-    for name in programs {
-        let to = out.join(name.trim_start_matches("examples/"));
-        total += fs::copy(target.join("release").join(name), to)
-            .with_context(|| format!("cannot copy {name}"))?;
+    for (name, program) in programs(&root, quick)? {
+        total += fs::copy(&program, out.join(&name))
+            .with_context(|| format!("cannot copy {}", program.display()))?;
     }
     if images {
         for arch in ["sm_90a", "compute_80"] {
-            let status = Command::new(out.join("attn-gpu"))
-                .arg("images")
+            let status = Command::new(out.join("attn-images"))
                 .env("ATTN_CUDA_ARCH", arch)
                 .env("ATTN_CACHE_DIR", out.join("cache"))
                 .status()?;

@@ -1,17 +1,22 @@
-//! Decode: random shapes, or the integer cases of the conformance table.
+//! Decode: the integer cases of the conformance table, and random shapes.
+
+use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use attn_conformance::{
-    Case,
+    Case, Size,
     check::{decode_rows, first_difference},
+    random::random,
+    table,
 };
 use attn_core::{HostPages, KvCache, KvFormat, KvSource, PageTable, StridedRows};
 use attn_cpu::CpuBackend;
 use attn_cuda::native::{DecodeArgs, DeviceKv, Dtype, LaunchPlan, alibi_slopes_log2};
-use attn_kernels::cuda::{Arch, DeviceLimits, Instance, Kernel, LowLatency, Preferences};
+use attn_kernels::cuda::{Arch, DeviceLimits, Kernel, LowLatency, Preferences};
 
-use super::{Kernels, address};
-use crate::{numbers, stress};
+use libtest_mimic::Trial;
+
+use crate::{Kernels, address, numbers};
 
 /// Tiles times heads and row blocks that one shape may have: seconds, as every lane of every warp is a fiber.
 const LARGEST: usize = 160;
@@ -215,49 +220,13 @@ impl Job {
     }
 }
 
-/// The shapes to run, and how many are left to GPUs.
-pub struct Jobs {
+/// The jobs of one shape, and whether it is left to GPUs.
+struct Shapes {
     jobs: Vec<Job>,
     left: usize,
 }
 
-impl Jobs {
-    /// `count` random shapes from `seed` on that are small enough, or the table's that are.
-    pub fn new(count: usize, seed: u64, table: bool) -> Result<Self> {
-        let mut all = Jobs {
-            jobs: Vec::new(),
-            left: 0,
-        };
-        if table {
-            for case in attn_conformance::table(attn_conformance::Size::from_env()?) {
-                all.add(case)?;
-            }
-        } else {
-            // Merges of many partials, which CTAs share: of segments and of spans; alone, and among others.
-            for (heads, lens) in [
-                ([4, 1], vec![5000]),
-                ([8, 1], vec![20_000, 100]),
-                ([6, 2], vec![4000]),
-            ] {
-                all.add(Case::new(heads, 64, &lens, KvFormat::INT8))?;
-            }
-            // Teams whose first page is not the likely one; a cluster of one CTA, whose warps merge whole rows.
-            let mut pages = Case::new([4, 1], 64, &[1500, 700], KvFormat::INT8);
-            pages.page_size = 16;
-            pages.seed = 2; // for the larger GPU
-            all.add(pages)?;
-            all.add(Case::new([8, 1], 128, &[600; 16], KvFormat::INT8))?;
-            let count = count + all.jobs.len();
-            for seed in seed.. {
-                if all.jobs.len() >= count {
-                    break;
-                }
-                all.add(stress::random(seed))?;
-            }
-        }
-        Ok(all)
-    }
-
+impl Shapes {
     fn add(&mut self, case: Case) -> Result<()> {
         match Job::new(case.clone(), LowLatency::Never)? {
             Some(job) => self.jobs.push(job),
@@ -271,34 +240,51 @@ impl Jobs {
         self.jobs.extend(global.filter(is_global));
         Ok(())
     }
+}
 
-    pub fn instances(&self) -> impl Iterator<Item = Instance> {
-        self.jobs.iter().map(|job| job.plan.instance)
-    }
+/// Shapes that meet what random ones seldom do.
+fn chosen() -> Vec<Case> {
+    // Merges of many partials, which CTAs share: of segments and of spans; alone, and among others.
+    let mut all: Vec<Case> = [
+        ([4, 1], vec![5000]),
+        ([8, 1], vec![20_000, 100]),
+        ([6, 2], vec![4000]),
+    ]
+    .into_iter()
+    .map(|(heads, lens)| Case::new(heads, 64, &lens, KvFormat::INT8))
+    .collect();
+    // Teams whose first page is not the likely one; a cluster of one CTA, whose warps merge whole rows.
+    let mut pages = Case::new([4, 1], 64, &[1500, 700], KvFormat::INT8);
+    pages.page_size = 16;
+    pages.seed = 2; // for the larger GPU
+    all.push(pages);
+    all.push(Case::new([8, 1], 128, &[600; 16], KvFormat::INT8));
+    all
+}
 
-    /// Runs the shapes; returns the number that differ from the CPU.
-    pub fn run(&self, cpu: &CpuBackend, kernels: &Kernels) -> usize {
-        let mut failures = 0;
-        for job in &self.jobs {
-            let found = job.differs(cpu, kernels);
-            if let Some(text) = found.unwrap_or_else(|error| Some(format!("{error:#}"))) {
-                let kernel = job.plan.config.kernel;
-                println!("differs, {kernel:?}: {}: {text}", job.case);
-                failures += 1;
-            }
-        }
-        let of = |kernel| {
-            let is_of = |job: &&Job| job.plan.config.kernel == kernel;
-            self.jobs.iter().filter(is_of).count()
-        };
-        println!(
-            "decode: {} of {} shapes equal to the bit, each in f32 and in 16 bits ({} by low_latency.cu in clusters, {} through global memory; {} of floats or larger left to GPUs)",
-            self.jobs.len() - failures,
-            self.jobs.len(),
-            of(Kernel::LowLatencyCluster),
-            of(Kernel::LowLatencyGlobal),
-            self.left
-        );
-        failures
+/// A test for each kernel of each shape: the conformance table's, the chosen ones, and `count` random ones from `seed` on.
+pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Result<Vec<Trial>> {
+    let mut shapes = Shapes {
+        jobs: Vec::new(),
+        left: 0,
+    };
+    let random = (seed..seed + count).map(random);
+    for case in table(size).into_iter().chain(chosen()).chain(random) {
+        shapes.add(case)?;
     }
+    println!(
+        "decode: {} shapes of floats, or too large to emulate, are left to GPUs",
+        shapes.left
+    );
+    let cpu = Arc::new(CpuBackend::new());
+    let trial = |job: Job| {
+        let (cpu, kernels) = (cpu.clone(), kernels.clone());
+        let name = format!("decode, {:?}: {}", job.plan.config.kernel, job.case);
+        Trial::test(name, move || match job.differs(&cpu, &kernels) {
+            Ok(None) => Ok(()),
+            Ok(Some(text)) => Err(text.into()),
+            Err(error) => Err(format!("{error:#}").into()),
+        })
+    };
+    Ok(shapes.jobs.into_iter().map(trial).collect())
 }

@@ -1,23 +1,21 @@
 //! The native entry held to the CPU's bits.
 
-use std::{env, process::Command};
-
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use attn_bench::cuda::Buffers;
-use attn_conformance::{case::noise, check::first_difference};
+use attn_conformance::{case::noise, check::first_difference, trials::Trials};
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource, KvView,
     Problem, StridedRows,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{
-    CudaBackend, CudaError,
+    CudaBackend, CudaError, Options,
     native::{AppendArgs, DecodeArgs, DeviceKv, Dtype, NativeAppend, NativePlan},
 };
 use cudarc::driver::{CudaSlice, sys};
 use half::f16;
 
-use crate::{driver, numbers};
+use crate::{driver, numbers, passes};
 
 const BATCH: usize = 3;
 const HEADS: usize = 2;
@@ -254,7 +252,7 @@ fn graph(
     tokens: usize,
     steps: usize,
     (as_one, dtype): (bool, Dtype),
-) -> Result<usize> {
+) -> Result<()> {
     let mut engine = Engine::new(gpu, format, tokens, dtype)?;
     engine.prefill([1, 250, 900])?;
     let args = engine.append_args(0, BATCH, tokens);
@@ -267,7 +265,6 @@ fn graph(
     ))?;
     enqueued?;
     let graph = graph.context("the capture gave no graph")?;
-    let mut compared = 0;
     for step in 0..steps {
         engine.next_tokens(0, BATCH, tokens, Dtype::F32)?;
         let q = engine.new_queries()?;
@@ -277,11 +274,10 @@ fn graph(
                 &q,
                 &format!("{format}, {dtype:?}, as one: {as_one}, replay {step}"),
             )?;
-            compared += 1;
         }
         driver(stream.synchronize())?;
     }
-    Ok(compared)
+    Ok(())
 }
 
 /// 16-bit inputs are appended as the f32 numbers that they are.
@@ -346,10 +342,10 @@ fn crooked_view(gpu: &CudaBackend) -> Result<()> {
     }
 }
 
-/// Run in a process of its own, since `ATTN_CHECK` is read when a backend is opened.
-pub fn checked() -> Result<()> {
-    let gpu = CudaBackend::open()?;
-    let mut engine = Engine::new(&gpu, KvFormat::INT8, 1, Dtype::F32)?;
+/// The checking launch refuses what the contract of `decode_on` forbids, and the GPU works on.
+fn checked(options: &Options) -> Result<()> {
+    let gpu = &CudaBackend::with_options(0, options)?;
+    let mut engine = Engine::new(gpu, KvFormat::INT8, 1, Dtype::F32)?;
     engine.prefill([100, 200, 300])?;
     let q = engine.new_queries()?;
     let decode = |engine: &Engine<'_>| {
@@ -357,13 +353,10 @@ pub fn checked() -> Result<()> {
         unsafe { gpu.decode_on(&engine.plan, engine.buffers.raw(), &engine.decode_args()) }
     };
     decode(&engine)?;
-    engine.compare(&q, "with ATTN_CHECK=1")?;
+    engine.compare(&q, "with the checking launch")?;
     let expect = |result: Result<(), Error>, name: &str| match result {
         Err(Error::Device { source, .. }) => match source.downcast_ref() {
-            Some(CudaError::Check { what, .. }) if *what == name => {
-                println!("checked: {}", source);
-                Ok(())
-            }
+            Some(CudaError::Check { what, .. }) if *what == name => Ok(()),
             _ => bail!("expected a refusal of {name}, got {source}"),
         },
         other => bail!("expected a refusal of {name}, got {other:?}"),
@@ -388,32 +381,41 @@ pub fn checked() -> Result<()> {
     engine.compare(&q, "after refusals")
 }
 
-/// All of it.
-pub fn run() -> Result<()> {
-    let gpu = CudaBackend::open()?;
-    let mut compared = 0;
-    for format in ["int8", "int4", "int4-g4"] {
-        let format: KvFormat = format.parse()?;
+/// Adds the tests of this file.
+pub fn add(mut trials: Trials<CudaBackend>) -> Trials<CudaBackend> {
+    for name in ["int8", "int4", "int4-g4"] {
+        let format: KvFormat = name.parse().expect("a format's name");
         // Sixteen tokens are 64 query rows, which `many_rows.cu` serves.
         for (tokens, steps) in [(1, 450), (3, 100), (16, 25)] {
             for how in [(false, Dtype::F32), (true, Dtype::Bf16), (true, Dtype::F16)] {
-                compared += graph(&gpu, format, tokens, steps, how)?;
+                let (as_one, dtype) = how;
+                let step = if as_one { "one launch" } else { "two launches" };
+                let name = format!(
+                    "native: {name}, {tokens} tokens in {dtype:?}, {step}, a graph replayed {steps} times"
+                );
+                trials = trials.test(name, move |gpu| {
+                    passes(graph(gpu, format, tokens, steps, how))
+                });
             }
         }
         for dtype in [Dtype::F16, Dtype::Bf16] {
-            narrow(&gpu, format, dtype)?;
-            compared += 1;
+            trials = trials.test(
+                format!("native: {name}, K and V in {dtype:?}"),
+                move |gpu| {
+                    passes(narrow(gpu, format, dtype));
+                },
+            );
         }
     }
-    crooked_view(&gpu)?;
-    compared += 1;
-    let status = Command::new(env::current_exe()?)
-        .arg("checked")
-        .env("ATTN_CHECK", "1")
-        .status()?;
-    ensure!(status.success(), "the checking launch failed");
-    println!(
-        "native: {compared} steps equal to the bit (captured graphs replayed with growing lengths; f32, f16 and bf16); ATTN_CHECK refuses 4 of 4"
-    );
-    Ok(())
+    trials
+        .test("native: a host view whose rows begin anywhere", |gpu| {
+            passes(crooked_view(gpu));
+        })
+        .test("native: the checking launch refuses bad inputs", |_| {
+            let options = Options {
+                check: true,
+                ..Options::from_env().expect("the backend was opened with them")
+            };
+            passes(checked(&options));
+        })
 }

@@ -1,5 +1,7 @@
 //! Append: calls of one and of several tokens, from floats of three kinds; after each the pool must be the CPU's, byte by byte.
 
+use std::sync::Arc;
+
 use anyhow::{Context, Result};
 use attn_conformance::case::noise;
 use attn_core::{CacheConfig, DecodeAttention, Heads, HostPages, KvCache, layout};
@@ -7,8 +9,9 @@ use attn_cpu::CpuBackend;
 use attn_cuda::native::{AppendArgs, Dtype, append_grid};
 use attn_kernels::cuda::Instance;
 use half::{bf16, f16};
+use libtest_mimic::Trial;
 
-use super::{Kernels, address};
+use crate::{Kernels, address};
 
 /// Format, head_dim, page_size, KV heads.
 const KINDS: [(&str, usize, usize, usize); 14] = [
@@ -28,7 +31,7 @@ const KINDS: [(&str, usize, usize, usize); 14] = [
     ("bf16/f16", 128, 32, 1),
 ];
 
-pub struct Job {
+struct Job {
     name: &'static str,
     config: CacheConfig,
     dtype: Dtype,
@@ -39,7 +42,7 @@ pub struct Job {
 
 /// All kinds, each with one of the three number formats; and one token of many sequences, whose pages fill in every third one at once,
 /// then in two: all seal, or those alone who do nothing else.
-pub fn jobs() -> Vec<Job> {
+fn jobs() -> Vec<Job> {
     let job = |name, head_dim, page_size, heads, lens: Vec<usize>, calls: Vec<usize>| {
         let format = str::parse(name).expect("a format's name");
         let longest = lens.iter().max().unwrap_or(&0) + calls.iter().sum::<usize>();
@@ -112,7 +115,7 @@ struct Tokens {
 }
 
 impl Job {
-    pub fn instance(&self) -> Instance {
+    fn instance(&self) -> Instance {
         Instance::Append {
             format: self.config.format,
             head_dim: self.config.head_dim,
@@ -275,24 +278,24 @@ fn pool_of(cache: &KvCache) -> Result<&[u8]> {
     Ok(pages.context("the CPU's pages lie in host memory")?.pool())
 }
 
-/// Runs the jobs; returns the number that differ from the CPU.
-pub fn run(jobs: &[Job], cpu: &CpuBackend, kernels: &Kernels) -> usize {
-    let mut failures = 0;
-    for job in jobs {
-        let found = job.differs(cpu, kernels);
-        if let Some(text) = found.unwrap_or_else(|error| Some(format!("{error:#}"))) {
-            let (name, config, dtype) = (job.name, &job.config, job.dtype);
-            println!(
-                "differs: append {name}, head_dim {}, pages of {}, {dtype:?}: {text}",
-                config.head_dim, config.page_size
-            );
-            failures += 1;
-        }
-    }
-    println!(
-        "append: {} of {} kinds of caches have the CPU's bytes, over calls of 1 to many tokens of 3 to 313 sequences",
-        jobs.len() - failures,
-        jobs.len()
-    );
-    failures
+/// A test for each kind of cache.
+pub fn trials(kernels: &Arc<Kernels>) -> Vec<Trial> {
+    let cpu = Arc::new(CpuBackend::new());
+    let trial = |job: Job| {
+        let (cpu, kernels) = (cpu.clone(), kernels.clone());
+        let (config, dtype) = (&job.config, job.dtype);
+        let name = format!(
+            "append, {}, head_dim {}, pages of {}, {} sequences, {dtype:?}",
+            job.name,
+            config.head_dim,
+            config.page_size,
+            job.lens.len()
+        );
+        Trial::test(name, move || match job.differs(&cpu, &kernels) {
+            Ok(None) => Ok(()),
+            Ok(Some(text)) => Err(text.into()),
+            Err(error) => Err(format!("{error:#}").into()),
+        })
+    };
+    jobs().into_iter().map(trial).collect()
 }

@@ -4,12 +4,10 @@
 use attn_conformance::{
     Case,
     check::{decode, first_difference},
+    trials::Trials,
 };
 use attn_core::{DecodeAttention, DecodeStep, Error, KvCache, KvFormat, KvSource, Plan};
 use half::{bf16, f16};
-use rstest::rstest;
-
-use super::open_or_skip;
 
 /// Sequences of every kind: empty, within a page, cut between many workers.
 const LENS: [usize; 4] = [0, 5, 700, 2500];
@@ -42,40 +40,39 @@ fn outputs(
     Ok(out)
 }
 
-#[rstest]
-fn a_plan_for_longer_sequences_gives_the_same_bits(
-    #[values("cpu", "cuda", "wgpu")] name: &str,
-    #[values("int8", "int4", "int4-g1")] format: &str,
-) {
-    let Some(backend) = open_or_skip(name) else {
-        return;
-    };
+/// Adds the tests of this file.
+pub fn add(mut trials: Trials<Box<dyn DecodeAttention>>) -> Trials<Box<dyn DecodeAttention>> {
+    for format in ["int8", "int4", "int4-g1"] {
+        let name = format!("{format}: a plan for longer sequences gives the same bits");
+        trials = trials.test(name, move |backend| longer_plans(&**backend, format));
+    }
+    trials.test(
+        "queries and outputs of 16 bits are those of f32, rounded",
+        |backend| narrow_elements(&**backend),
+    )
+}
+
+fn longer_plans(backend: &dyn DecodeAttention, format: &str) {
     let case = case(format);
-    let cache = case.cache(&*backend, usize::MAX).unwrap();
-    let (want, _) = decode(&*backend, &case, &cache).unwrap();
+    let cache = case.cache(backend, usize::MAX).unwrap();
+    let (want, _) = decode(backend, &case, &cache).unwrap();
     for more in [0, 1, 300, 20_000] {
-        let plan = plan(&*backend, &case, more).unwrap();
-        let got = outputs(&*backend, &plan, &case.q(), &cache).unwrap();
+        let plan = plan(backend, &case, more).unwrap();
+        let got = outputs(backend, &plan, &case.q(), &cache).unwrap();
         let found = first_difference(&format!("{more} more tokens: out"), &got, &want);
         assert_eq!(found, None);
     }
 }
 
-#[rstest]
-fn queries_and_outputs_of_16_bits_are_those_of_f32_rounded(
-    #[values("cpu", "cuda", "wgpu")] name: &str,
-) {
-    let Some(backend) = open_or_skip(name) else {
-        return;
-    };
+fn narrow_elements(backend: &dyn DecodeAttention) {
     let case = case("int8");
-    let cache = case.cache(&*backend, usize::MAX).unwrap();
-    let (plan, kv) = (plan(&*backend, &case, 0).unwrap(), KvSource::Cache(&cache));
+    let cache = case.cache(backend, usize::MAX).unwrap();
+    let (plan, kv) = (plan(backend, &case, 0).unwrap(), KvSource::Cache(&cache));
     macro_rules! hold {
         ($number:ty) => {
             let narrow: Vec<$number> = case.q().iter().map(|&x| <$number>::from_f32(x)).collect();
             let wide: Vec<f32> = narrow.iter().map(|x| x.to_f32()).collect();
-            let want = outputs(&*backend, &plan, &wide, &cache).unwrap();
+            let want = outputs(backend, &plan, &wide, &cache).unwrap();
             let mut got = vec![<$number>::NAN; want.len()];
             let mut step = DecodeStep::new(&plan, &narrow, kv, &mut got).unwrap();
             backend.decode(&mut step).unwrap();

@@ -4,7 +4,7 @@
 use std::any::Any;
 
 use anyhow::{Context, Result, bail, ensure};
-use attn_conformance::{case::noise, check::first_difference};
+use attn_conformance::{case::noise, check::first_difference, trials::Trials};
 use attn_core::{
     Append, CacheAccess, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat,
     KvSource, KvView, PageLayout, PageStore, Problem, StridedRows, TokenWrite,
@@ -14,41 +14,15 @@ use attn_cuda::{
     CudaBackend, CudaPages,
     native::{AppendArgs, DecodeArgs, DeviceKv, Dtype},
 };
-use attn_kernels::cuda::{Arch, Instance};
 use cudarc::driver::{DeviceRepr, PinnedHostSlice, ValidAsZeroBits};
 
-use crate::driver;
+use libtest_mimic::Trial;
+
+use crate::{driver, passes};
 
 const FORMAT: KvFormat = KvFormat::INT8;
 const DIM: usize = 128;
 const PAGE: usize = 64;
-
-/// Every kernel that is needed here.
-pub fn instances(arch: Arch) -> Vec<Instance> {
-    let (format, head_dim, page_size) = (FORMAT, DIM, PAGE);
-    let problem = Problem::new(
-        Heads {
-            q: 4,
-            kv: 1,
-            dim: DIM,
-        },
-        vec![1],
-    );
-    let decodes =
-        [PAGE, 0].map(|page| Instance::all_decode(&problem, FORMAT, page, arch.shared_limit()));
-    let mut all = decodes.concat();
-    all.push(Instance::Append {
-        format,
-        head_dim,
-        page_size,
-    });
-    all.push(Instance::Import {
-        format,
-        head_dim,
-        page_size,
-    });
-    all
-}
 
 fn config(heads: usize, sequences: usize, tokens: usize) -> CacheConfig {
     let mut config = CacheConfig::builder(
@@ -433,49 +407,80 @@ fn driver_refusals_are_errors(gpu: &CudaBackend) -> Result<()> {
     Ok(())
 }
 
-/// All of it; `sanitized` leaves out what only the driver refuses.
-pub fn run(sanitized: bool) -> Result<()> {
-    let gpu = CudaBackend::open()?;
-    let pair = Pair::new(&gpu)?;
-    pair.works(&gpu, "nothing")?;
-    type Check = fn(&CudaBackend) -> Result<()>;
-    let mut checks: Vec<(&str, Check)> = vec![
-        ("appends from pinned memory", appended_memory_is_free),
-        ("pages from pinned memory", written_memory_is_free),
-        (
-            "stores that claim more than they have",
-            claimed_pages_are_not_read,
-        ),
-        ("strides that are not taken", unused_strides_are_free),
-        ("numbers that are too large", large_numbers_are_refused),
-    ];
-    if !sanitized {
-        checks.push(("the driver's refusals", driver_refusals_are_errors));
-    }
-    for (what, check) in &checks {
-        check(&gpu).with_context(|| (*what).to_owned())?;
-        pair.works(&gpu, what)?;
-        println!("hostile: {what}: passed");
-    }
-    decoded_memory_is_free(&gpu, &pair)?;
-    println!(
-        "hostile: {} kinds of misuse, each answered by the CPU's bits or a typed error, and the GPU works on",
-        checks.len() + 1
+/// Another backend's cache and plan are refused.
+fn foreign_caches_are_refused(gpu: &CudaBackend) -> Result<()> {
+    let cpu = CpuBackend::new();
+    let mut cache = cpu.create_cache(&config(1, 1, PAGE))?;
+    cache.append(0, &[0.5; DIM], &[2.0; DIM])?;
+    let problem = Problem::new(
+        Heads {
+            q: 4,
+            kv: 1,
+            dim: DIM,
+        },
+        vec![1],
     );
+    let q = vec![1.0; problem.elements()];
+    for plan in [gpu.plan(&problem, FORMAT)?, cpu.plan(&problem, FORMAT)?] {
+        let mut out = vec![0.0; q.len()];
+        let mut step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out)?;
+        match gpu.decode(&mut step) {
+            Err(Error::WrongBackend {
+                backend: "cuda", ..
+            }) => {}
+            other => bail!(
+                "the CPU's cache and the {}'s plan: {other:?}",
+                plan.backend()
+            ),
+        }
+    }
     Ok(())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// Each kind of misuse, by name. compute-sanitizer counts what the driver refuses as errors: skip that test there.
+const CHECKS: [(&str, fn(&CudaBackend) -> Result<()>); 7] = [
+    ("appends from pinned memory", appended_memory_is_free),
+    ("pages from pinned memory", written_memory_is_free),
+    (
+        "stores that claim more than they have",
+        claimed_pages_are_not_read,
+    ),
+    ("strides that are not taken", unused_strides_are_free),
+    ("numbers that are too large", large_numbers_are_refused),
+    ("caches of other backends", foreign_caches_are_refused),
+    ("what the driver refuses", driver_refusals_are_errors),
+];
 
-    /// What the GPU's answers are compared with is itself compared with the reference.
-    #[test]
-    fn the_cpu_never_takes_unused_strides() {
+/// Adds the tests of this file: after each the GPU still answers as the CPU does.
+pub fn add(mut trials: Trials<CudaBackend>) -> Trials<CudaBackend> {
+    for (name, check) in CHECKS {
+        trials = trials.test(format!("hostile: {name}"), move |gpu| {
+            let run = || {
+                let pair = Pair::new(gpu)?;
+                check(gpu)?;
+                pair.works(gpu, name)
+            };
+            passes(run());
+        });
+    }
+    trials.test("hostile: queries and outputs in pinned memory", |gpu| {
+        passes(Pair::new(gpu).and_then(|pair| decoded_memory_is_free(gpu, &pair)));
+    })
+}
+
+/// What the GPU's answers are compared with is itself compared with the reference.
+pub fn without_a_gpu() -> Vec<Trial> {
+    let of_reference = || {
         for stride in STRIDES {
             for lens in [&[1][..], &[1, 0]] {
-                stridden(&attn_cpu::Reference::new(), lens, [stride; 3]).unwrap();
+                stridden(&attn_cpu::Reference::new(), lens, [stride; 3])
+                    .map_err(|error| format!("{error:#}"))?;
             }
         }
-    }
+        Ok(())
+    };
+    vec![Trial::test(
+        "the CPU never takes unused strides",
+        of_reference,
+    )]
 }

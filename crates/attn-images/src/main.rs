@@ -1,18 +1,24 @@
-//! Every instance that the suite, the stress and the timings need.
+//! Compiles the CUDA kernels that tests and timings use, on all cores, into the cache; or into files for a disassembler.
 
-use std::{collections::BTreeSet, env, fs, path::PathBuf, process::Command, thread, time::Instant};
+use std::{
+    collections::BTreeSet,
+    env, fs,
+    path::PathBuf,
+    process::{Command, ExitCode},
+    thread,
+    time::Instant,
+};
 
 use anyhow::{Context, Result, ensure};
 use attn_bench::{CacheLayout, workloads};
-use attn_conformance::{Case, Size, table};
+use attn_conformance::{Case, Size, random, table};
 use attn_core::{KvFormat, Problem};
 use attn_cuda::images;
 use attn_kernels::cuda::{
     Arch, Instance,
     instance::{common, covered},
 };
-
-use crate::{hostile, stress};
+use clap::Parser;
 
 fn arch() -> Result<Arch> {
     let name = env::var("ATTN_CUDA_ARCH").unwrap_or_default();
@@ -69,13 +75,12 @@ fn once(mut all: Vec<Instance>, arch: Arch) -> Vec<Instance> {
 }
 
 /// All instances, each once.
-pub fn instances(arch: Arch) -> Vec<Instance> {
+fn instances(arch: Arch) -> Vec<Instance> {
     let mut cases = table(Size::Full);
     cases.extend(table(Size::Reduced));
-    cases.extend(stress::shapes());
+    cases.extend(random::shapes());
     let mut all = of_cases(&cases, arch);
     all.extend(timed(arch));
-    all.extend(hostile::instances(arch));
     once(all, arch)
 }
 
@@ -111,9 +116,9 @@ fn of_cases(cases: &[Case], arch: Arch) -> Vec<Instance> {
     once(all, arch)
 }
 
-/// Options of the command `images`.
-#[derive(clap::Args)]
-pub struct Options {
+/// Compiles the CUDA kernels that tests and timings use.
+#[derive(Parser)]
+struct Options {
     /// Only these of every so many, as `i/n`.
     #[arg(long)]
     shard: Option<String>,
@@ -148,7 +153,7 @@ fn file_name(instance: &Instance, arch: Arch) -> String {
 }
 
 /// Compiles them in as many processes as there are cores, or lists them.
-pub fn run(options: &Options) -> Result<()> {
+fn run(options: &Options) -> Result<()> {
     let arch = arch()?;
     let mut all = if options.common {
         common(arch)
@@ -206,4 +211,14 @@ pub fn run(options: &Options) -> Result<()> {
         start.elapsed().as_secs_f64()
     );
     Ok(())
+}
+
+fn main() -> ExitCode {
+    match run(&Options::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("attn-images: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
 }

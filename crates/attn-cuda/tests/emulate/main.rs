@@ -1,0 +1,185 @@
+//! Equality without a GPU: the CUDA kernels' own text, compiled by g++ for threads that are fibers (`kernels/host`), against the CPU.
+//!
+//! The reduced conformance table and a few random shapes; `ATTN_TABLE=full` and `ATTN_STRESS=40` take more, and minutes. Without g++, or
+//! on another processor than x86-64, all of it is ignored with the reason.
+
+#[path = "../common/numbers.rs"]
+mod numbers;
+
+mod append;
+mod decode;
+
+use std::{
+    collections::HashMap,
+    ffi::{CStr, c_char, c_void},
+    fs,
+    path::Path,
+    process::{Command, ExitCode},
+    sync::{Arc, Mutex, OnceLock},
+};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use attn_conformance::Size;
+use attn_kernels::cuda::{Arch, Instance};
+use libloading::Library;
+use libtest_mimic::{Arguments, Completion, Trial};
+use tempfile::TempDir;
+
+/// `attn_emulate` of `kernels/host/emulate.cpp`: null, or what went wrong.
+type Emulate = unsafe extern "C" fn(*const c_void, *const u32, u32) -> *const c_char;
+
+/// A compiled kernel, or why there is none. A library has one machine, which runs one launch at a time.
+type Compiled = Arc<OnceLock<Result<Mutex<Library>, String>>>;
+
+/// The kernels, each compiled when a test first runs it.
+pub struct Kernels {
+    sources: TempDir,
+    compiled: Mutex<HashMap<Instance, Compiled>>,
+}
+
+impl Kernels {
+    fn new() -> Result<Self> {
+        let sources = tempfile::tempdir()?;
+        // The host's files come last and take the place of the GPU's.
+        for (name, text) in attn_kernels::CUDA.iter().chain(attn_kernels::HOST) {
+            fs::write(sources.path().join(name), text)?;
+        }
+        Ok(Kernels {
+            sources,
+            compiled: Mutex::default(),
+        })
+    }
+
+    /// The place of a kernel, and its number.
+    fn place(&self, instance: &Instance) -> (Compiled, usize) {
+        let mut all = self
+            .compiled
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let number = all.len();
+        (all.entry(*instance).or_default().clone(), number)
+    }
+
+    /// Runs one launch to its end.
+    ///
+    /// # Safety
+    /// The kernel takes a `P`; the addresses in it are as good as a launch on a GPU asks.
+    unsafe fn run<P>(
+        &self,
+        instance: &Instance,
+        params: &P,
+        grid: [usize; 3],
+        threads: usize,
+    ) -> Result<()> {
+        let grid = grid.map(|n| n as u32);
+        let (place, number) = self.place(instance);
+        let compiled = place.get_or_init(|| {
+            let library = compile(self.sources.path(), *instance, number);
+            library
+                .map(Mutex::new)
+                .map_err(|error| format!("{error:#}"))
+        });
+        let library = match compiled {
+            Ok(library) => library
+                .lock()
+                .unwrap_or_else(|poisoned| poisoned.into_inner()),
+            Err(error) => return Err(anyhow!("{error}")),
+        };
+        // SAFETY: emulate.cpp defines it so.
+        let run = unsafe { library.get::<Emulate>(b"attn_emulate\0") }?;
+        // SAFETY: the caller's contract; three numbers of the grid; the lock keeps other launches of this library out.
+        let error = unsafe { run((&raw const *params).cast(), grid.as_ptr(), threads as u32) };
+        if !error.is_null() {
+            // SAFETY: a text of the library's, which stays loaded.
+            bail!("{}", unsafe { CStr::from_ptr(error) }.to_string_lossy());
+        }
+        Ok(())
+    }
+}
+
+fn compile(sources: &Path, instance: Instance, number: usize) -> Result<Library> {
+    let library = sources.join(format!("kernel{number}.so"));
+    let options = instance.options(Arch::Sm90a);
+    let output = Command::new("g++")
+        .args([
+            "-std=c++17",
+            "-O1",
+            "-w",
+            "-mfma",
+            "-ffp-contract=off",
+            "-fno-strict-aliasing",
+            // Each library keeps its own statics: tests run side by side.
+            "-fno-gnu-unique",
+        ])
+        .args(["-fPIC", "-shared", "-D__CUDA_ARCH__=900"])
+        // A low limit, so that CTAs withdraw their claims in the middle of others' counts.
+        .arg("-DATTN_SPIN_LIMIT=2")
+        .args(options.iter().filter(|option| option.starts_with("-D")))
+        .arg(format!("-DATTN_UNIT=\"{}\"", instance.source()))
+        .arg(format!(
+            "-DATTN_APPENDS={}",
+            usize::from(instance.entry() == "attn_append")
+        ))
+        .arg("-o")
+        .arg(&library)
+        .arg(sources.join("emulate.cpp"))
+        .output()?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(
+        output.status.success(),
+        "g++ refuses {}: {said}",
+        instance.source()
+    );
+    // SAFETY: the library was made from the kernels' text just now; it has no initializers with effects of their own.
+    Ok(unsafe { Library::new(&library) }?)
+}
+
+/// The address of a slice, for a kernel that takes it for the device's.
+fn address<T>(of: &[T]) -> u64 {
+    of.as_ptr() as u64
+}
+
+/// Why nothing can be emulated here.
+fn obstacle() -> Option<String> {
+    if !cfg!(target_arch = "x86_64") {
+        return Some("the emulation sets x86-64's floating point modes".to_owned());
+    }
+    let found = Command::new("g++").arg("--version").output();
+    let error = found.err()?;
+    Some(format!(
+        "g++ compiles the kernels for this machine, and cannot be run: {error}"
+    ))
+}
+
+fn from_env(name: &str, default: u64) -> Result<u64> {
+    match std::env::var(name) {
+        Err(_) => Ok(default),
+        Ok(value) => value
+            .parse()
+            .with_context(|| format!("{name} is {value}; allowed: a whole number")),
+    }
+}
+
+fn trials() -> Result<Vec<Trial>> {
+    if let Some(reason) = obstacle() {
+        let ignored = move || Ok(Completion::ignored_with(reason));
+        return Ok(vec![Trial::ignorable_test("emulation", ignored)]);
+    }
+    let size = match std::env::var_os("ATTN_TABLE") {
+        None => Size::Reduced,
+        Some(_) => Size::from_env()?,
+    };
+    let kernels = Arc::new(Kernels::new()?);
+    let mut all = append::trials(&kernels);
+    let (count, seed) = (
+        from_env("ATTN_STRESS", 10)?,
+        from_env("ATTN_STRESS_SEED", 1)?,
+    );
+    all.extend(decode::trials(&kernels, size, count, seed)?);
+    Ok(all)
+}
+
+fn main() -> Result<ExitCode> {
+    let arguments = Arguments::from_args();
+    Ok(libtest_mimic::run(&arguments, trials()?).exit_code())
+}

@@ -1,0 +1,113 @@
+//! Random shapes, each determined by its seed, of few enough kernels to compile.
+
+use attn_core::KvFormat;
+
+use crate::case::{Build, Case};
+
+/// splitmix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = (self.0 ^ self.0 >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ z >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ z >> 31
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+
+    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len())]
+    }
+}
+
+/// Format, head_dim and page_size of a random shape: enough to meet every code path, few enough to compile.
+const KINDS: [(&str, usize, usize); 14] = [
+    ("int8", 128, 64),
+    ("int8", 64, 64),
+    ("int8", 256, 16),
+    ("int4", 128, 64),
+    ("int4", 64, 64),
+    ("int4", 80, 128),
+    ("int4", 192, 64),
+    ("int4-g4", 128, 64),
+    ("int4-g8", 128, 32),
+    ("int4-g1", 96, 128),
+    ("int8/int4-g1", 128, 64),
+    ("int8-g32", 128, 64),
+    ("int8-tensor", 64, 32),
+    ("int4-channel/int8-g32", 128, 64),
+];
+
+/// (heads_per_kv, q_len): every row tile, full and not.
+const ROWS: [(usize, usize); 10] = [
+    (1, 1),
+    (4, 1),
+    (8, 1),
+    (5, 3),
+    (16, 1),
+    (9, 3),
+    (32, 1),
+    (16, 3),
+    (64, 1),
+    (12, 16),
+];
+
+fn kind(format: &str) -> KvFormat {
+    format.parse().expect("a format's name")
+}
+
+/// One shape for each kernel that random shapes use.
+pub fn shapes() -> Vec<Case> {
+    let mut all = Vec::new();
+    for (format, head_dim, page_size) in KINDS {
+        for (heads_per_kv, q_len) in ROWS {
+            for window_left in [None, Some(100)] {
+                let mut case = Case::new([heads_per_kv, 1], head_dim, &[1], kind(format));
+                case.page_size = page_size;
+                case.problem.q_len = q_len;
+                case.problem.window_left = window_left;
+                all.push(case);
+            }
+        }
+    }
+    all
+}
+
+/// A random shape: heads, rows, lengths, pages and modifiers.
+pub fn random(seed: u64) -> Case {
+    let mut r = Random(seed);
+    let (format, head_dim, page_size) = r.pick(&KINDS);
+    let (heads_per_kv, q_len) = r.pick(&ROWS);
+    let heads = r.pick(&[1, 1, 2, 3]);
+    // Few sequences, or more than a warp has lanes, a few of them long: splits of unequal cost, and many partials.
+    let lens: Vec<usize> = if r.below(8) == 0 {
+        let of_batch =
+            |i: usize, r: &mut Random| r.below(if i.is_multiple_of(8) { 6000 } else { 90 });
+        (0..33 + r.below(30)).map(|i| of_batch(i, &mut r)).collect()
+    } else {
+        let longest = r.pick(&[70, 300, 700, 700, 1500, 5000]);
+        (0..1 + r.below(5)).map(|_| r.below(longest)).collect()
+    };
+    let mut case = Case::new([heads_per_kv * heads, heads], head_dim, &lens, kind(format));
+    case.page_size = page_size;
+    case.seed = seed;
+    case.build = r.pick(&[Build::AtOnce, Build::Shuffled, Build::Chunks, Build::Reused]);
+    let p = &mut case.problem;
+    p.q_len = q_len;
+    p.causal = r.below(4) > 0;
+    if r.below(3) == 0 {
+        match r.below(3) {
+            0 => p.window_left = Some(r.below(600)),
+            1 => p.softcap = Some(r.pick(&[5.0, 30.0, 50.0])),
+            _ => {
+                let slope = |h: usize| 0.5f32.powi(1 + h as i32 % 8);
+                p.alibi_slopes = Some((0..p.num_q_heads).map(slope).collect());
+            }
+        }
+    }
+    case
+}
