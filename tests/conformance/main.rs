@@ -1,6 +1,10 @@
 //! The table over every backend, a test for each case. A backend that is absent is ignored with its reason, or fails under `ATTN_REQUIRE`.
 
+#[path = "../common/layers.rs"]
+mod layers;
+
 mod plans;
+mod real_layers;
 
 use std::{process::ExitCode, sync::Arc};
 
@@ -12,7 +16,7 @@ use attn_core::{DecodeAttention, Unsupported};
 use attn_cpu::{CpuBackend, Reference};
 use libtest_mimic::{Arguments, Trial};
 
-/// The tests of one backend: the table's cases, and what a caller may choose about a step.
+/// The tests of one backend: the table's cases, what a caller may choose about a step, and real layers.
 fn trials(
     name: &'static str,
     opened: Result<Box<dyn DecodeAttention>, Unsupported>,
@@ -27,7 +31,11 @@ fn trials(
     };
     let (cases, _) = cases.unwrap_or_else(|error| panic!("{error}"));
     trials = trials.cases(&Arc::new(Reference::new()), cases, outcomes);
-    plans::add(trials).finish()
+    trials = plans::add(trials);
+    if name != "cpu" {
+        trials = real_layers::add(trials);
+    }
+    trials.finish()
 }
 
 fn main() -> ExitCode {

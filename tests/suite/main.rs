@@ -1,5 +1,8 @@
 //! What the suite itself promises: vectors, accuracy, refusals, and claims that a spoilt backend breaks one by one.
 
+#[path = "../common/layers.rs"]
+mod layers;
+
 mod accuracy;
 mod bounds;
 mod by_hand;

@@ -437,8 +437,10 @@ fn foreign_caches_are_refused(gpu: &CudaBackend) -> Result<()> {
     Ok(())
 }
 
+type Check = fn(&CudaBackend) -> Result<()>;
+
 /// Each kind of misuse, by name. compute-sanitizer counts what the driver refuses as errors: skip that test there.
-const CHECKS: [(&str, fn(&CudaBackend) -> Result<()>); 7] = [
+const CHECKS: [(&str, Check); 7] = [
     ("appends from pinned memory", appended_memory_is_free),
     ("pages from pinned memory", written_memory_is_free),
     (

@@ -1,12 +1,11 @@
 //! A lost device: every call says so, and nothing is changed.
 
-mod common;
-
 use std::sync::{
     Arc,
     atomic::{AtomicBool, Ordering},
 };
 
+use attn_conformance::trials::Trials;
 use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource,
     KvView, Plan, Problem, StridedRows, Unsupported,
@@ -17,6 +16,11 @@ use wgpu::BufferUsages as Usage;
 const HEADS: usize = 2;
 const DIM: usize = 64;
 const ROW: usize = HEADS * DIM;
+
+/// A backend of the test's own, whose device it destroys.
+fn open() -> WgpuBackend {
+    WgpuBackend::open().expect("an adapter that was opened before")
+}
 
 fn buffer(backend: &WgpuBackend, size: usize) -> wgpu::Buffer {
     let device = backend.wgpu_device();
@@ -53,11 +57,8 @@ fn is_lost<T>(call: &str, refused: Result<T, Error>) {
     }
 }
 
-#[test]
 fn every_call_on_a_lost_device_says_that_it_is_lost() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
+    let backend = open();
     // int4-channel K has tail pages, which `fork` copies.
     let config = CacheConfig::builder(
         KvFormat::INT4,
@@ -150,11 +151,8 @@ fn decodes_nothing(call: &str, backend: &WgpuBackend, plan: &Plan, kv: KvSource<
     assert!(out.iter().chain(&lse).all(|x| *x == 7.0), "{call}");
 }
 
-#[test]
 fn a_decode_on_a_lost_device_writes_nothing() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
+    let backend = open();
     let config = CacheConfig::builder(
         KvFormat::INT8,
         Heads {
@@ -192,11 +190,8 @@ fn a_decode_on_a_lost_device_writes_nothing() {
     is_lost("plan", backend.plan(&problem, KvFormat::INT8).map(drop));
 }
 
-#[test]
 fn a_device_lost_with_work_under_way_is_lost_at_once() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
+    let backend = open();
     let config = CacheConfig::builder(
         KvFormat::INT8,
         Heads {
@@ -229,11 +224,8 @@ fn a_device_lost_with_work_under_way_is_lost_at_once() {
     is_lost("read_back", cache.read_back(0));
 }
 
-#[test]
 fn a_callers_device_keeps_its_callback_and_is_refused_when_lost() {
-    let Some(owner) = common::open_or_skip() else {
-        return;
-    };
+    let owner = open();
     let handles = || (owner.wgpu_device().clone(), owner.wgpu_queue().clone());
     let told = Arc::new(AtomicBool::new(false));
     let tell = told.clone();
@@ -265,4 +257,24 @@ fn a_callers_device_keeps_its_callback_and_is_refused_when_lost() {
     let waited = wgpu::PollType::wait_indefinitely();
     owner.wgpu_device().poll(waited).unwrap();
     assert!(told.load(Ordering::SeqCst));
+}
+
+/// Adds the tests of this file.
+pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
+    trials
+        .test(
+            "lost: every call on a lost device says that it is lost",
+            |_| every_call_on_a_lost_device_says_that_it_is_lost(),
+        )
+        .test("lost: a decode on a lost device writes nothing", |_| {
+            a_decode_on_a_lost_device_writes_nothing()
+        })
+        .test(
+            "lost: a device lost with work under way is lost at once",
+            |_| a_device_lost_with_work_under_way_is_lost_at_once(),
+        )
+        .test(
+            "lost: a callers device keeps its callback and is refused when lost",
+            |_| a_callers_device_keeps_its_callback_and_is_refused_when_lost(),
+        )
 }

@@ -1,7 +1,6 @@
 //! The native entry: appends and a step in one encoder of the caller's, from and into the caller's buffers.
 
-mod common;
-
+use attn_conformance::trials::Trials;
 use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource,
     KvView, Problem, StridedRows,
@@ -142,11 +141,7 @@ fn step(backend: &WgpuBackend, caches: &mut [KvCache; 2], appends: [(usize, usiz
     assert_eq!(bits(&want_lse), download(backend, &lse), "{format}: lse");
 }
 
-#[test]
-fn recorded_appends_and_steps_have_the_references_bytes() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
+fn recorded_appends_and_steps_have_the_references_bytes(backend: &WgpuBackend) {
     for name in ["int8", "int4", "int4-g1", "int8-g32/int4-g1", "bf16/fp8"] {
         let format: KvFormat = match name.parse() {
             Ok(format) => format,
@@ -175,16 +170,12 @@ fn recorded_appends_and_steps_have_the_references_bytes() {
         // Parts of pages, pages that fill, several pages at once, one token, none.
         let steps = [[3, 60], [61, 5], [1, 130], [0, 1], [70, 64]];
         for (i, [a, b]) in steps.into_iter().enumerate() {
-            step(&backend, &mut caches, [(0, a), (1, b)], i as u32);
+            step(backend, &mut caches, [(0, a), (1, b)], i as u32);
         }
     }
 }
 
-#[test]
-fn refused_appends_change_nothing() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
+fn refused_appends_change_nothing(backend: &WgpuBackend) {
     let config = CacheConfig::builder(
         KvFormat::INT8,
         Heads {
@@ -197,7 +188,7 @@ fn refused_appends_change_nothing() {
     .max_len(64)
     .build();
     let mut cache = backend.create_cache(&config).unwrap();
-    let k = upload(&backend, &noise(2 * HEADS[1] * DIM, 1));
+    let k = upload(backend, &noise(2 * HEADS[1] * DIM, 1));
     let mut encoder = backend
         .wgpu_device()
         .create_command_encoder(&Default::default());
@@ -220,11 +211,7 @@ fn refused_appends_change_nothing() {
     }
 }
 
-#[test]
-fn an_engines_rows_are_read_where_they_lie() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
+fn an_engines_rows_are_read_where_they_lie(backend: &WgpuBackend) {
     let (len, format) = (150, KvFormat::INT8);
     let bytes = |n: usize, seed: u32| -> Vec<u8> {
         let codes = noise(n, seed).into_iter();
@@ -258,7 +245,7 @@ fn an_engines_rows_are_read_where_they_lie() {
     // The same rows behind 32 bytes of something else, the scales behind two.
     let put = |before: usize, x: &[u8]| {
         let usage = Usage::STORAGE | Usage::COPY_DST;
-        let whole = buffer(&backend, (before + x.len()) as u64, usage);
+        let whole = buffer(backend, (before + x.len()) as u64, usage);
         backend.wgpu_queue().write_buffer(&whole, before as u64, x);
         whole
     };
@@ -284,10 +271,10 @@ fn an_engines_rows_are_read_where_they_lie() {
         assert!(matches!(refused, Err(Error::Device { .. })), "{misplaced}");
     }
     let prepared = backend.prepare_view(&problem, &view(32)).unwrap();
-    let q = upload(&backend, &q);
+    let q = upload(backend, &q);
     let result = Usage::STORAGE | Usage::COPY_SRC;
-    let out = buffer(&backend, 4 * want.len() as u64, result);
-    let lse = buffer(&backend, 4 * want_lse.len() as u64, result);
+    let out = buffer(backend, 4 * want.len() as u64, result);
+    let lse = buffer(backend, 4 * want_lse.len() as u64, result);
     let mut encoder = backend
         .wgpu_device()
         .create_command_encoder(&Default::default());
@@ -296,6 +283,23 @@ fn an_engines_rows_are_read_where_they_lie() {
         .unwrap();
     backend.wgpu_queue().submit([encoder.finish()]);
     let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-    assert_eq!(bits(&want), download(&backend, &out));
-    assert_eq!(bits(&want_lse), download(&backend, &lse));
+    assert_eq!(bits(&want), download(backend, &out));
+    assert_eq!(bits(&want_lse), download(backend, &lse));
+}
+
+/// Adds the tests of this file.
+pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
+    trials
+        .test(
+            "native: recorded appends and steps have the references bytes",
+            recorded_appends_and_steps_have_the_references_bytes,
+        )
+        .test(
+            "native: refused appends change nothing",
+            refused_appends_change_nothing,
+        )
+        .test(
+            "native: an engines rows are read where they lie",
+            an_engines_rows_are_read_where_they_lie,
+        )
 }

@@ -1,27 +1,17 @@
 //! What a device may be tuned with changes speed, never bits; and the scalar functions have the CPU's bits on this adapter.
 
-mod common;
-
-use attn_conformance::{Outcome, Size, check_case, table};
+use attn_conformance::{Outcome, Size, check_case, table, trials::Trials};
 use attn_cpu::Reference;
-use attn_wgpu::Tuning;
+use attn_wgpu::{Tuning, WgpuBackend};
 
-#[test]
-fn the_scalar_functions_have_the_cpus_bits() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
+fn the_scalar_functions_have_the_cpus_bits(backend: &WgpuBackend) {
     for check in backend.check_arithmetic().unwrap() {
         println!("{check}");
         assert!(!check.relied_on || check.differing == 0, "{check}");
     }
 }
 
-#[test]
-fn tunings_change_no_bits() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
+fn tunings_change_no_bits(backend: &WgpuBackend) {
     let plain = Tuning::default();
     let mut by_tiles = plain;
     (by_tiles.by_tiles, by_tiles.rows) = (Some(true), Some(8));
@@ -39,4 +29,14 @@ fn tunings_change_no_bits() {
             }
         }
     }
+}
+
+/// Adds the tests of this file.
+pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
+    trials
+        .test(
+            "tunings: the scalar functions have the cpus bits",
+            the_scalar_functions_have_the_cpus_bits,
+        )
+        .test("tunings: tunings change no bits", tunings_change_no_bits)
 }

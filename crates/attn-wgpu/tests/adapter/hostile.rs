@@ -1,7 +1,6 @@
 //! Counts, strides and handles that no engine should pass: each is a typed refusal, and nothing is changed.
 
-mod common;
-
+use attn_conformance::trials::Trials;
 use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource,
     PageStore, Problem, Unsupported,
@@ -51,14 +50,10 @@ fn is_of_buffer(error: &Error) -> bool {
     matches!(source.downcast_ref(), Some(WgpuError::Buffer { .. }))
 }
 
-#[test]
-fn appends_of_any_count_that_buffers_lack_are_refused() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
-    let mut cache = cache(&backend);
-    let k = buffer(&backend, (4 * HEADS * DIM) as u64);
-    let mut encoder = encoder(&backend);
+fn appends_of_any_count_that_buffers_lack_are_refused(backend: &WgpuBackend) {
+    let mut cache = cache(backend);
+    let k = buffer(backend, (4 * HEADS * DIM) as u64);
+    let mut encoder = encoder(backend);
     let row = 4 * HEADS * DIM;
     for appends in [
         &[(0, 2)][..],
@@ -83,11 +78,7 @@ fn appends_of_any_count_that_buffers_lack_are_refused() {
     }
 }
 
-#[test]
-fn pools_beyond_the_device_are_refused() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
+fn pools_beyond_the_device_are_refused(backend: &WgpuBackend) {
     let mut config = CacheConfig::builder(
         KvFormat::INT8,
         Heads {
@@ -150,12 +141,8 @@ const HUGE: [usize; 8] = [
     usize::MAX - 15,
 ];
 
-#[test]
-fn views_whose_rows_lie_outside_their_buffers_are_refused_whatever_wraps() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
-    let (codes, scales) = (buffer(&backend, 4096), buffer(&backend, 4096));
+fn views_whose_rows_lie_outside_their_buffers_are_refused_whatever_wraps(backend: &WgpuBackend) {
+    let (codes, scales) = (buffer(backend, 4096), buffer(backend, 4096));
     let problem = Problem::new(
         Heads {
             q: HEADS,
@@ -193,12 +180,8 @@ fn views_whose_rows_lie_outside_their_buffers_are_refused_whatever_wraps() {
     }
 }
 
-#[test]
-fn strides_that_no_row_takes_are_of_no_concern() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
-    let (codes, scales) = (buffer(&backend, 4096), buffer(&backend, 4096));
+fn strides_that_no_row_takes_are_of_no_concern(backend: &WgpuBackend) {
+    let (codes, scales) = (buffer(backend, 4096), buffer(backend, 4096));
     for huge in HUGE {
         let mut view = view(&codes, &scales);
         for rows in [&mut view.k, &mut view.v] {
@@ -229,12 +212,8 @@ fn strides_that_no_row_takes_are_of_no_concern() {
     }
 }
 
-#[test]
-fn steps_beyond_the_device_are_refused_before_memory_is_asked_for() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
-    let (codes, scales) = (buffer(&backend, 4096), buffer(&backend, 4096));
+fn steps_beyond_the_device_are_refused_before_memory_is_asked_for(backend: &WgpuBackend) {
+    let (codes, scales) = (buffer(backend, 4096), buffer(backend, 4096));
     let view = view(&codes, &scales);
     for (heads, kv_lens) in [
         (1, vec![1 << 20; 65_535]),
@@ -268,12 +247,8 @@ fn steps_beyond_the_device_are_refused_before_memory_is_asked_for() {
     }
 }
 
-#[test]
-fn tensor_scales_of_a_view_are_in_range() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
-    let codes = buffer(&backend, 4096);
+fn tensor_scales_of_a_view_are_in_range(backend: &WgpuBackend) {
+    let codes = buffer(backend, 4096);
     let problem = Problem::new(
         Heads {
             q: HEADS,
@@ -297,11 +272,8 @@ fn tensor_scales_of_a_view_are_in_range() {
     }
 }
 
-#[test]
-fn caches_and_steps_of_another_device_are_refused() {
-    let (Some(ours), Some(other)) = (common::open_or_skip(), common::open_or_skip()) else {
-        return;
-    };
+fn caches_and_steps_of_another_device_are_refused(backend: &WgpuBackend) {
+    let other = WgpuBackend::open().unwrap();
     let is_foreign = |refused: Result<(), Error>| {
         assert!(
             matches!(refused, Err(Error::WrongBackend { .. })),
@@ -316,11 +288,11 @@ fn caches_and_steps_of_another_device_are_refused() {
         },
         vec![0, 0],
     );
-    let mut encoder = encoder(&ours);
-    let k = buffer(&ours, 4096);
+    let mut encoder = encoder(backend);
+    let k = buffer(backend, 4096);
     for mut cache in [cache(&other), cache(&Reference::new())] {
-        is_foreign(ours.prepare(&problem, &cache).map(|_| ()));
-        is_foreign(ours.record_append(
+        is_foreign(backend.prepare(&problem, &cache).map(|_| ()));
+        is_foreign(backend.record_append(
             &mut encoder,
             &mut cache,
             &[Append {
@@ -332,15 +304,11 @@ fn caches_and_steps_of_another_device_are_refused() {
         ));
     }
     let step = other.prepare(&problem, &cache(&other)).unwrap();
-    is_foreign(ours.record(&mut encoder, &step, &k, &k, &k));
+    is_foreign(backend.record(&mut encoder, &step, &k, &k, &k));
 }
 
-#[test]
-fn outputs_that_are_not_the_plans_make_no_step() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
-    let cache = cache(&backend);
+fn outputs_that_are_not_the_plans_make_no_step(backend: &WgpuBackend) {
+    let cache = cache(backend);
     let problem = Problem::new(
         Heads {
             q: HEADS,
@@ -376,12 +344,8 @@ fn outputs_that_are_not_the_plans_make_no_step() {
     assert!(out.iter().all(|x| *x == 0.0) && lse.iter().all(|x| *x == f32::NEG_INFINITY));
 }
 
-#[test]
-fn nested_appends_cannot_exchange_the_stores_of_two_caches() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
-    let [mut a, mut b] = [cache(&backend), cache(&backend)];
+fn nested_appends_cannot_exchange_the_stores_of_two_caches(backend: &WgpuBackend) {
+    let [mut a, mut b] = [cache(backend), cache(backend)];
     let pool = |store: &dyn PageStore| {
         let pages = store.as_any().downcast_ref::<DevicePages>().unwrap();
         pages.buffers().as_ptr()
@@ -411,14 +375,8 @@ fn nested_appends_cannot_exchange_the_stores_of_two_caches() {
     assert_eq!([pool(a.store()), pool(b.store())], own);
 }
 
-#[test]
-fn a_recorded_append_that_fails_gives_its_pages_back() {
-    let Some(backend) = common::open_or_skip() else {
-        return;
-    };
-    let Some(other) = common::open_or_skip() else {
-        return;
-    };
+fn a_recorded_append_that_fails_gives_its_pages_back(backend: &WgpuBackend) {
+    let other = WgpuBackend::open().unwrap();
     let config = CacheConfig::builder(
         KvFormat::INT4,
         Heads {
@@ -431,7 +389,7 @@ fn a_recorded_append_that_fails_gives_its_pages_back() {
     .max_len(64)
     .build();
     let mut cache = backend.create_cache(&config).unwrap();
-    let mut encoder = encoder(&backend);
+    let mut encoder = encoder(backend);
     // Long enough, but of another instance, which knows more buffers: only wgpu can tell, when pages have been reserved.
     let foreign: Vec<_> = (0..1000).map(|_| buffer(&other, 1 << 16)).collect();
     let (table, free) = (cache.table().clone(), cache.free_pages());
@@ -441,7 +399,7 @@ fn a_recorded_append_that_fails_gives_its_pages_back() {
         assert!(matches!(refused, Err(Error::Device { .. })), "{refused:?}");
         assert_eq!((cache.table(), cache.free_pages()), (&table, free));
     }
-    let own = buffer(&backend, 1 << 20);
+    let own = buffer(backend, 1 << 20);
     backend
         .record_append(
             &mut encoder,
@@ -463,4 +421,49 @@ fn a_recorded_append_that_fails_gives_its_pages_back() {
     backend.wgpu_queue().submit([encoder.finish()]);
     assert_eq!(cache.table().lens, [40, 64]);
     cache.read_back(1).unwrap();
+}
+
+/// Adds the tests of this file.
+pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
+    trials
+        .test(
+            "hostile: appends of any count that buffers lack are refused",
+            appends_of_any_count_that_buffers_lack_are_refused,
+        )
+        .test(
+            "hostile: pools beyond the device are refused",
+            pools_beyond_the_device_are_refused,
+        )
+        .test(
+            "hostile: views whose rows lie outside their buffers are refused whatever wraps",
+            views_whose_rows_lie_outside_their_buffers_are_refused_whatever_wraps,
+        )
+        .test(
+            "hostile: strides that no row takes are of no concern",
+            strides_that_no_row_takes_are_of_no_concern,
+        )
+        .test(
+            "hostile: steps beyond the device are refused before memory is asked for",
+            steps_beyond_the_device_are_refused_before_memory_is_asked_for,
+        )
+        .test(
+            "hostile: tensor scales of a view are in range",
+            tensor_scales_of_a_view_are_in_range,
+        )
+        .test(
+            "hostile: caches and steps of another device are refused",
+            caches_and_steps_of_another_device_are_refused,
+        )
+        .test(
+            "hostile: outputs that are not the plans make no step",
+            outputs_that_are_not_the_plans_make_no_step,
+        )
+        .test(
+            "hostile: nested appends cannot exchange the stores of two caches",
+            nested_appends_cannot_exchange_the_stores_of_two_caches,
+        )
+        .test(
+            "hostile: a recorded append that fails gives its pages back",
+            a_recorded_append_that_fails_gives_its_pages_back,
+        )
 }
