@@ -200,7 +200,7 @@ impl Nvrtc {
     }
 
     fn load_from(env: Env<'_>) -> Result<Self, String> {
-        let mut said = String::from(
+        let mut message = String::from(
             "no libnvrtc.so on the library path, in /usr/local/cuda* or in Python wheels",
         );
         if let Some(given) = env("ATTN_NVRTC").map(PathBuf::from) {
@@ -219,18 +219,18 @@ impl Nvrtc {
             if let Ok(library) = open(Path::new(name), false) {
                 match Self::new(library, None, name.into()) {
                     Ok(nvrtc) => return Ok(nvrtc),
-                    Err(error) => said = error,
+                    Err(error) => message = error,
                 }
             }
         }
         for folder in folders(env) {
             match Self::from_folder(&folder) {
                 Some(Ok(nvrtc)) => return Ok(nvrtc),
-                Some(Err(error)) => said = error,
+                Some(Err(error)) => message = error,
                 None => {}
             }
         }
-        Err(said)
+        Err(message)
     }
 
     /// Loads the library from the given folder, or from the folder of the given file.
@@ -469,8 +469,11 @@ mod tests {
     #[test]
     fn a_relative_attn_nvrtc_is_refused_with_its_name() {
         for given in [".", "lib", "../lib/libnvrtc.so"] {
-            let said = Nvrtc::load_from(&of(&[("ATTN_NVRTC", Path::new(given))])).unwrap_err();
-            assert!(said.contains(given) && said.contains("absolute"), "{said}");
+            let message = Nvrtc::load_from(&of(&[("ATTN_NVRTC", Path::new(given))])).unwrap_err();
+            assert!(
+                message.contains(given) && message.contains("absolute"),
+                "{message}"
+            );
         }
     }
 

@@ -4,7 +4,7 @@ use std::any::Any;
 
 use crate::{error::Error, layout::PageLayout};
 
-/// The destination of one token. Only [`KvCache`] makes one, and it checks the page and the place.
+/// The destination of one token. Only [`KvCache`](super::KvCache) makes one, and it checks the page and the place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TokenWrite {
@@ -25,11 +25,11 @@ impl TokenWrite {
     }
 }
 
-/// Permission to drive a [`PageStore`]. Only a [`KvCache`] has one, so that no other caller can write pages that sequences own.
+/// Permission to drive a [`PageStore`]. Only a [`KvCache`](super::KvCache) has one, so that no other caller can write pages that sequences own.
 #[derive(Debug)]
 pub struct CacheAccess(pub(super) ());
 
-/// A backend's pool of pages, driven by the [`KvCache`] that owns it.
+/// A backend's pool of pages, driven by the [`KvCache`](super::KvCache) that owns it.
 pub trait PageStore: Send + Sync {
     /// The layout of the pool's pages.
     fn layout(&self) -> PageLayout;
