@@ -1,8 +1,8 @@
-// A token's elements in the lanes of a warp: loaded, encoded by the rules of FORMATS.md, stored; and the sealing of a page.
+// Loads a token's elements into the lanes of a warp, encodes them by the rules of FORMATS.md and stores them; seals full Int4 Channel pages.
 //
-// Quotients are rounded once, as attn-core/src/quant.rs rounds them, without its divisions: a scale comes from a quotient that is
-// rounded to odd before it becomes f16, a code from a guess whose distance to a tie says whether the exact remainder has to
-// decide. Both are tested on the host over all scales; a tenth of the instructions of f64 divisions.
+// Every quotient is rounded once and gives the bits of attn-core/src/quant.rs, without its f64 divisions, in a tenth of their instructions:
+// a scale's quotient is rounded to odd in f32 before it is rounded to f16; a code is an approximate quotient, rounded, and only near a
+// tie does the exact remainder decide. Both are tested on the host over all scales.
 #pragma once
 #include "ptx.cuh"
 
@@ -29,7 +29,7 @@ constexpr float LARGEST_HALF = 65504.0f, LARGEST = 3.402823466e38f;
 constexpr float ROUND = 12582912.0f;  // 1.5·2^23: adding it rounds to an integer, which the low bits then hold
 #define INFINITE bits_float(0x7f800000u)
 
-// Floats as integers of the same order, and back.
+// An integer that orders as the float does, and its inverse.
 DEVICE int ordered(float x) {
     int i = (int)float_bits(x);
     return i ^ (i >> 31 & 0x7fffffff);
@@ -38,7 +38,7 @@ DEVICE float from_ordered(int i) { return bits_float((u32)(i ^ (i >> 31 & 0x7fff
 
 // ---- quant.rs ----
 
-// to_f16(a / N), a >= 0: rounded to odd in f32, the quotient keeps what the second rounding asks for.
+// to_f16(a / N) for a >= 0. The quotient is rounded to odd in f32, so that the rounding to f16 is the only one that counts.
 template <int N> DEVICE u16 half_quotient(float a) {
     constexpr float inverse = 1.0f / N;
     float q = a * inverse;
@@ -53,7 +53,7 @@ DEVICE u16 half_shift(float x) {
     return h == 0x8000 ? 0 : h;
 }
 
-DEVICE double pow2(int k) { return __hiloint2double((1023 + k) << 20, 0); }  // a normal one
+DEVICE double pow2(int k) { return __hiloint2double((1023 + k) << 20, 0); }  // 2^k, where that is normal
 DEVICE int exponent(double x) { return ((__double2hiint(x) >> 20) & 0x7ff) - 1023; }
 
 DEVICE u32 to_fp8(float x, float scale) {
@@ -75,7 +75,7 @@ DEVICE u32 to_bf16(float x) {
     return (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
 
-// code(x, scale, lo, hi), exactly: the remainder is exact because the guess has 9 bits and the scale 11.
+// `code(x, scale, lo, hi)` of quant.rs, exactly: the remainder is exact because the rounded quotient has 9 bits and the scale 11.
 DEVICE u32 exact_code(float x, float scale, float lo, float hi) {
     if (scale == 0.0f) return 0;
     float n = rintf(fminf(fmaxf(x * approximate_rcp(scale), lo - 1.0f), hi + 1.0f));
@@ -84,7 +84,7 @@ DEVICE u32 exact_code(float x, float scale, float lo, float hi) {
     return (u32)(int)fminf(fmaxf(n, lo), hi);
 }
 
-// The symmetric codes of a scale; `near` says whether a code given so far was too close to a tie to be sure.
+// Symmetric int8 codes by one scale. `code` is fast and sets `near` if the quotient is too close to a tie to be certain; `exact` always holds.
 struct Symmetric {
     float scale, inverse;
 
@@ -92,7 +92,7 @@ struct Symmetric {
         scale = half_float(half);
         inverse = half == 0 ? 0.0f : approximate_rcp(scale);
     }
-    // For all codes at once: a scale so far from amax / 127 (saturated, or a subnormal of few bits) that they may be beyond 127.
+    // Whether the scale is so far below amax / 127 (saturated, or a subnormal of few bits) that codes may exceed 127: then all are exact.
     METHOD bool is_short(u32 half) const { return half < 0x80 || half == 0x7bff; }
     METHOD u32 code(float x, bool& near) const {
         float v = x * inverse, sum = v + ROUND;
@@ -101,7 +101,7 @@ struct Symmetric {
     }
     METHOD u32 exact(float x) const { return exact_code(x, scale, -127.0f, 127.0f); }
 };
-// Those of an int4 scale and shift, {scale, shift} of a word.
+// int4 codes by a scale and a shift, which are the low and the high half of a word; as Symmetric.
 struct Shifted {
     float scale, shift, inverse;
 
@@ -118,19 +118,22 @@ struct Shifted {
     METHOD u32 exact(float x) const { return exact_code(__fsub_rn(x, shift), scale, 0.0f, 15.0f); }
 };
 
+// The f16 scale (low half) and shift of int4 elements between lo and hi.
 DEVICE u32 int4_param(float lo, float hi) {
     return half_quotient<15>(fminf(__fsub_rn(hi, lo), LARGEST)) | (u32)half_shift(lo) << 16;
 }
 
-// Low bytes of four words.
+// A word of the low bytes of four words.
 DEVICE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) { return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410); }
 
 // ---- one token of one head ----
 
 DEVICE bool is_high(u32 t) { return t % 16 >= 8; }
 
-// A lane has units of elements that it stores together: four dims of a row; in columns, where tokens of a dim lie side by side,
-// the dim or two of a byte. Lanes past the last unit repeat it.
+// One token's elements of one KV head, in the lanes of a warp.
+//
+// A lane has units, which are elements that are stored together: four dims of a row; or, in COLUMNS, where tokens of a dim are adjacent,
+// the one or two dims of a byte. Lanes past the last unit repeat it.
 template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     static constexpr int BITS = code_bits(SCHEME), UNIT = !COLUMNS ? 4 : BITS == 4 ? 2 : 1;
     static constexpr int UNITS = HEAD_DIM / UNIT, EACH = (UNITS + 31) / 32, WIDTH = HEAD_DIM / GROUPS;
@@ -140,15 +143,15 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     bool is_pairs;
     u32 raw[EACH][UNIT];
     float x[EACH][UNIT];
-    u32 code[EACH][UNIT];  // its low bits
-    u32 param[EACH];       // of the unit's group
+    u32 code[EACH][UNIT];  // the code is in the low bits
+    u32 param[EACH];       // scale, or {scale, shift}, of the unit's group
 
     static METHOD u32 unit(int i, int lane) { return UNITS % 32 ? (u32)min(32 * i + lane, UNITS - 1) : 32 * i + lane; }
     static METHOD u32 dim(u32 unit, int k) { return !COLUMNS ? 4 * unit + k : BITS == 4 ? unit / 8 * 16 + unit % 8 + 8 * k : unit; }
     static METHOD u32 group(u32 unit) { return GROUPS == 1 ? 0 : dim(unit, 0) / WIDTH; }
 
-    // Asks for the elements from `at` on; `base` is aligned, but for odd strides. They stay as they come, so that nothing waits for
-    // them here: in a row of 16-bit elements pairs.
+    // Issues the loads of the elements from `at` on; `base` is aligned to vectors unless the stride is odd. Elements stay as loaded, rows of
+    // 16-bit elements as pairs, so that no instruction waits for the loads here.
     METHOD void load(const void* base, int type, long long stride, long long at, int lane) {
         dtype = type;
         is_pairs = !COLUMNS && dtype != 0 && stride % 4 == 0;
@@ -176,7 +179,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         return dtype == 1 ? half_float(half) : bits_float(half << 16);
     }
 
-    // What reduce makes of the units' values in each group, for each unit.
+    // Replaces each unit's value by the reduction over all units of its group.
     template <class T, class Reduce> static METHOD void over_groups(T (&v)[EACH], T none, int lane, Reduce reduce) {
         T mine[EACH];
 #pragma unroll
@@ -264,7 +267,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         return SCHEME == FP8 ? to_fp8(x, tensor_scale) : to_tensor_int8(x, tensor_scale);
     }
 
-    // Into a page, or what is laid out like one, as its token t.
+    // Stores the token as token t of a page, or of memory that is laid out like one.
     METHOD void store(u8* codes, u8* params, u32 t, int lane) const {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
@@ -279,7 +282,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         }
     }
     METHOD u32 word(int i) const { return low_bytes(code[i][0], code[i][1 % UNIT], code[i][2 % UNIT], code[i][3 % UNIT]); }
-    // Panels that run along the dims. Of 4 bits, tokens t and t + 8 share bytes: the first one's low nibbles clear the high ones.
+    // Panels along the dims. Tokens t and t + 8 of 4 bits share bytes: storing token t, which comes first, clears the high nibbles.
     METHOD void store_row(int i, u32 d, u8* out, u32 t) const {
         if constexpr (BITS == 16) {
             uint2 both = {__byte_perm(code[i][0], code[i][1 % UNIT], 0x5410), __byte_perm(code[i][2 % UNIT], code[i][3 % UNIT], 0x5410)};
@@ -291,25 +294,25 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
             *at = is_high(t) ? (*at & 0x0f0f0f0f) | word(i) << 4 : word(i);
         }
     }
-    // Panels that run along the tokens; of 4 bits, dims d and d + 8 share a byte.
+    // Panels along the tokens, in slot order. Dims d and d + 8 of 4 bits share a byte.
     METHOD void store_column(int i, u32 row, u8* out, u32 t) const {
         u32 of_panel = t % 16, slot = 4 * (of_panel % 8 / 2) + 2 * (of_panel / 8) + of_panel % 2;
         out[(t / 16 * (HEAD_DIM * BITS / 8) + row) * 16 + slot] = (u8)(BITS == 4 ? code[i][0] | code[i][1 % UNIT] << 4 : code[i][0]);
     }
 };
 
-// ---- a full page's K of four dims, re-coded per channel ----
+// ---- sealing: a full page's K is coded again per channel ----
 
-// A warp has four dims of all tokens, so that a page's seal is spread over as many warps as there are: a lane those of tokens
-// 16·(lane/8) + lane%8 and 8 on, whose nibbles share a byte, and of a page of 128 tokens 64 on.
+// Four dims of all tokens of a page, in one warp; the quads of a page are spread over all warps there are. A lane has tokens
+// t = 16·(lane/8) + lane%8 and t + 8, whose nibbles share a byte, and in a page of 128 tokens t + 64 and t + 72, too.
 struct Quad {
-    static constexpr int EACH = PAGE < 64 ? 2 : PAGE / 32;  // shorter pages have no channels
-    u32 words[EACH];  // codes + 128
+    static constexpr int EACH = PAGE < 64 ? 2 : PAGE / 32;  // Int4 Channel needs pages of 64 or 128 tokens
+    u32 words[EACH];  // four codes, each + 128
     float scales[EACH];
 
     static METHOD int token(int i, int lane) { return i / 2 * 64 + lane / 8 * 16 + lane % 8 + i % 2 * 8; }
 
-    // Tokens [from, to) of Int8 Token codes, laid out as in a tail page.
+    // Loads tokens [from, to) of Int8 Token codes that are laid out as in a tail page.
     METHOD void load(const u8* codes, int quad, int from, int to, int lane) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
@@ -324,7 +327,7 @@ struct Quad {
             if (t >= from && t < to) scales[i] = half_float(all[t]);
         }
     }
-    // The page's last token, which all lanes have.
+    // Sets the page's last token from its elements, which are spread over the lanes.
     template <class T> METHOD void set_last(const T& k, int quad, int lane) {
         u32 word = 0;
 #pragma unroll
@@ -336,7 +339,7 @@ struct Quad {
         words[EACH - 1] = word ^ 0x80808080;
         scales[EACH - 1] = half_float(k.param[0]);
     }
-    // code·scale, exact: 2^15 + 128 + code comes from the byte's place in a float, and 2^15 + 128 goes in the same fma.
+    // code·scale, exactly: a byte permutation makes the float 2^15 + 128 + code, and the fma subtracts (2^15 + 128)·scale.
     METHOD float value(int i, int k) const {
         float raised = bits_float(__byte_perm(words[i], 0x47000000, 0x7604 | k << 4));
         return fmaf(raised, scales[i], -32896.0f * scales[i]);
@@ -355,6 +358,7 @@ struct Quad {
         }
         return int4_param(from_ordered(lo), from_ordered(hi));
     }
+    // Writes the quad's parameters and codes into the sealed page.
     METHOD void seal(u8* run, int quad, int lane) const {
         u32 mine = param(lane);
         if (lane < 4) ((u32*)(run + K_PARAMS))[4 * quad + lane] = mine;

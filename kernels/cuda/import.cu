@@ -16,9 +16,10 @@ typedef unsigned short u16;
 static_assert(ATTN_K <= INT8_TENSOR && ATTN_V <= INT8_TENSOR, "int4 has no row form");
 
 constexpr int HEAD_DIM = ATTN_HEAD_DIM, PAGE = ATTN_PAGE;
+// Bytes of a code, and scales of a token and KV head.
 constexpr int width(int scheme) { return scheme <= BF16 ? 2 : 1; }
 constexpr int scales(int scheme, int groups) { return scheme == INT8_TOKEN || scheme == INT8_GROUP ? groups : 0; }
-constexpr int K_BYTES = HEAD_DIM * width(ATTN_K), V_BYTES = HEAD_DIM * width(ATTN_V);  // of a row
+constexpr int K_BYTES = HEAD_DIM * width(ATTN_K), V_BYTES = HEAD_DIM * width(ATTN_V);  // codes of one token and KV head
 constexpr int K_SCALES = scales(ATTN_K, ATTN_K_GROUPS), V_SCALES = scales(ATTN_V, ATTN_V_GROUPS);
 constexpr int K_PARAMS = PAGE * K_BYTES, V_CODES = K_PARAMS + PAGE * K_SCALES * 2;
 constexpr int V_PARAMS = V_CODES + PAGE * V_BYTES, RUN = V_PARAMS + PAGE * V_SCALES * 2;

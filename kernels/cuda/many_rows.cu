@@ -1,8 +1,8 @@
 // many_rows.cu: split-KV decode attention for many query rows per KV head (sm_90a), on tensor cores.
 //
 // Grid      persistent, (SMs * CTAs per SM); ROW_WARPS warps with 8 rows each, a producer warp and a warp that converts parameters.
-// Tile      all warps of a CTA attend the same tiles, each its own rows, so a tile is read and its parameters are converted once for up
-//           to 64 rows. In split_kv.cu a team has its own tiles and ring.
+// Tile      all warps of a CTA attend the same tiles, each for its own rows, so a tile is read and its parameters are converted once for up
+//           to 64 rows. In split_kv.cu each team has its own tiles and its own ring.
 // Reads     q; pages; page table, lengths.
 // Writes    out, lse; partials and arrival counts in the workspace.
 // Numerics  docs/arithmetic.md, the same bits as split_kv.cu.
@@ -22,15 +22,16 @@ static_assert(sizeof(SharedState) <= 80 && sizeof(Progress) <= 64, "room in shar
 extern "C" __device__ const int attn_shared_bytes = SHARED_BYTES;
 extern "C" __device__ const int attn_threads = THREADS;
 
-// The row lane/4 of a warp: what it sees, and its queries.
+// Query row lane/4 of a warp: the tokens it sees and what its scores need.
 struct Row {
     float scale;        // 2^-e
     int centre[K_GROUPS];  // see Query
-    int start, end;     // tokens
+    int start, end;     // the row sees tokens [start, end)
     float slope;
     int position;
 };
 
+// Prepares a row of the work item; its query planes go to `planes` in shared memory.
 DEVICE Row enter_row(const DecodeParams& p, const Work& work, int row, int lane, u32 planes) {
     Query q;
     int r = work.row_block * ROWS + row, head = work.kv_head * p.heads_per_kv + r % p.heads_per_kv;
@@ -42,7 +43,7 @@ DEVICE Row enter_row(const DecodeParams& p, const Work& work, int row, int lane,
     for (int i = 0; i < PANELS; i += 2)
         sts128(planes + i / 2 * WORKERS * 16, {bits_float(q.plane[0][i][0]), bits_float(q.plane[0][i][1]),
                                                bits_float(q.plane[0][i + 1][0]), bits_float(q.plane[0][i + 1][1])});
-    // Rows that fill up the block see everything, so that they never make a full tile look masked.
+    // Padding rows see everything, so that they never make a full tile count as masked.
     int end = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), work.kv_len) : work.kv_len;
     int start = !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), end);
     Row seen = {};
@@ -58,7 +59,7 @@ DEVICE Row enter_row(const DecodeParams& p, const Work& work, int row, int lane,
     return seen;
 }
 
-// One warp converts the parameters of every tile.
+// The converting warp: converts the parameters of every tile of the CTA's split.
 DEVICE void convert(const DecodeParams& p, Work work, u32 end, Ring ring, int lane) {
 #pragma unroll 1
     for (; work.b < p.batch && work.offset < end; work.next(p)) {
@@ -83,10 +84,10 @@ DEVICE void convert(const DecodeParams& p, Work work, u32 end, Ring ring, int la
     }
 }
 
-// Both products with four accumulators side by side: one after the other, each product of an accumulator waits for the one before.
+// Both products use this many accumulators in turn, because MMAs into the same accumulator are a dependent chain.
 constexpr int SIDE = 4;
 
-// `scores` of one byte per code and one group.
+// `scores` for 8-bit codes with one quantization group.
 DEVICE void scores_side(u32 stage, u32 scratch, const Query& q, int lane, float (&s)[ROW_GROUPS][16]) {
 #pragma unroll
     for (int j0 = 0; j0 < 8; j0 += SIDE) {
@@ -120,7 +121,7 @@ DEVICE void scores_side(u32 stage, u32 scratch, const Query& q, int lane, float 
     }
 }
 
-// `fold_prepared` likewise.
+// `fold_prepared` for 8-bit codes with one quantization group.
 DEVICE void fold_side(u32 stage, u32 scratch, const VScales& v, const float (&p)[ROW_GROUPS][16], const Rescale& r, const Team& team, State& state) {
     rescale(state, r);
     Weights w;
@@ -147,7 +148,7 @@ DEVICE void fold_side(u32 stage, u32 scratch, const VScales& v, const float (&p)
     }
 }
 
-// A tile of a warp's rows.
+// Attends one tile for a warp's rows and folds it into their state.
 DEVICE void fold_tile(const DecodeParams& p, const Ring& ring, int t0, const Row& row, int thread, int lane, State& state) {
     float s[ROW_GROUPS][16], scale[ROW_GROUPS] = {row.scale};
     Team team = {0, 0, lane};
@@ -203,7 +204,7 @@ DEVICE void fold_tile(const DecodeParams& p, const Ring& ring, int t0, const Row
     ring.arrive(EMPTY, lane);
 }
 
-// The CTA's run for the rows of one warp.
+// Attends the CTA's split for the rows of one warp, and merges at the ends of segments and work units.
 DEVICE void work_through(const DecodeParams& p, const Work& first, u32 end, Ring ring, int worker, int lane, u8* shared) {
     Progress& progress = *(Progress*)(shared + AT_PROGRESS + worker * 64);
     if (lane == 0) progress = {first, end, 0, 0, 0};
@@ -240,9 +241,9 @@ DEVICE void work_through(const DecodeParams& p, const Work& first, u32 end, Ring
     merge.end(p);
 }
 
-// The order of a warp: first those with rows, then who feeds, then who converts. A scheduler has every fourth warp slot of the SM,
-// and a CTA's warps come to lie in slots in any order: of eight warps, those without rows are chosen by their slots, so that two
-// CTAs spread their work evenly over the schedulers.
+// The role of a warp: below ROW_WARPS it has rows, ROW_WARPS is the producer, above it converts parameters. An SM's scheduler serves every
+// fourth warp slot, and a CTA's warps lie in slots in any order. With eight warps the two without rows are therefore chosen by their slots,
+// so that two CTAs load the schedulers evenly.
 DEVICE int rank(int warp, u32* slots) {
     if (ROW_WARPS != 6) return warp;
     u32 slot = warp_slot();
@@ -272,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     }
     u32* sums = (u32*)(shared + AT_SUMS);
     int role = rank(warp, sums);
-    after_dependencies();  // nothing of what comes before in the stream has been read so far
+    after_dependencies();  // nothing that an earlier launch writes has been read so far
     u32 end;
     Work work = first_work(p, end, sums);  // its barriers make the mbarriers visible too
     Ring ring = {base, base + AT_BARRIERS, 0, 0};

@@ -1,30 +1,32 @@
-// A warp's query rows as the left operand of the first product: two planes of signed bytes, q15 = 256·hi + lo, of 8 rows fill the 16
-// rows of one MMA tile (hi above, lo below), so that both halves of a score come out in one thread.
+// Section 2 of docs/arithmetic.md: a warp's query rows as the left operand of Q·K.
+//
+// A row is two planes of signed bytes, q15 = 256·hi + lo. The planes of 8 rows fill the 16 rows of an MMA (hi in rows 0 to 7, lo in rows 8
+// to 15), so one thread gets both halves of a score.
 #pragma once
 #include "config.cuh"
 #include "dtype.cuh"
 #include "divmod.cuh"
 
 struct Query {
-    // Per 16 dims. Integer K: hi, lo of row lane/4, dims 4·(lane%4) + {0, 1, 2, 3}. Float K: hi, lo of a pair of dims, hi, lo of
-    // another (see pair_dims).
+    // Per panel of 16 dims. Integer K: hi, lo of row lane/4, dims 4·(lane%4) + {0, 1, 2, 3}. Float K: hi, lo of the pair of dims that
+    // starts at 2·(lane%4), then hi, lo of the pair 8 dims further on.
     u32 plane[ROW_GROUPS][PANELS][K_FLOAT ? 4 : 2];
     float scale[ROW_GROUPS];               // 2^-e of row lane/4
-    int centre[ROW_GROUPS][K_GROUPS];      // int4: -8·Σ q15, as codes enter centred
+    int centre[ROW_GROUPS][K_GROUPS];      // int4: -8·Σ q15, which centres the codes
 };
 
-// A K scheme whose groups have LENGTH panels may take them two by two.
+// Panels of a quantization group of K, and whether one m16n8k32 MMA may take two of them.
 constexpr int LENGTH = PANELS / K_GROUPS;
 constexpr bool PAIRS = LENGTH % 2 == 0 || K_GROUPS == 1;
 
-// A row of Q, and the factor that makes it q' of section 2. Rows that only fill up the tile are the item's first one times 0:
-// without a branch, all of a row's loads are in flight together.
+// A row of Q and the factor that turns it into q' of section 2. Rows that only pad the MMA load the work item's first row and have factor
+// 0: without a branch, all loads of a row are in flight together.
 struct QueryRow {
     const u8* row;
     float factor;
     int dtype;
 
-    // Dims dim … dim + 3 (a multiple of four); the caller says which branch is which.
+    // Elements dim to dim + 3 of q' (dim a multiple of four). NARROW: the row is 16-bit; the caller branches once per row.
     template <bool NARROW> __device__ __forceinline__ void four(int dim, float (&x)[4]) const {
         if (NARROW) {
             uint2 v = *(const uint2*)(row + dim * 2);
@@ -34,7 +36,7 @@ struct QueryRow {
             set(make_float2(v.x, v.y), make_float2(v.z, v.w), x);
         }
     }
-    // Dims dim, dim + 1 (even), and those 8 behind them.
+    // Elements dim, dim + 1, dim + 8, dim + 9 of q' (dim even).
     template <bool NARROW> __device__ __forceinline__ void pairs(int dim, float (&x)[4]) const { set(pair<NARROW>(dim), pair<NARROW>(dim + 8), x); }
     template <bool NARROW> __device__ __forceinline__ float2 pair(int dim) const {
         return NARROW ? widen_pair(*(const u32*)(row + dim * 2), dtype) : *(const float2*)(row + dim * 4);
@@ -46,6 +48,7 @@ struct QueryRow {
         x[3] = b.y * factor;
     }
 };
+// Row number `row` of the work item's row block.
 template <class Work> DEVICE QueryRow query_row(const DecodeParams& p, const Work& work, int kv_head, int row) {
     int r = work.row_block * ROWS + row;
     bool real = r < p.heads_per_kv * p.q_len;
@@ -55,13 +58,13 @@ template <class Work> DEVICE QueryRow query_row(const DecodeParams& p, const Wor
     return {row_at(p.q, ((u64)work.b * p.q_len + i) * p.num_q_heads + head, HEAD_DIM, p.dtype), real ? factor : 0.0f, p.dtype};
 }
 
-// A page of channels has planes of its own, so q' waits in shared memory, for eight rows at a time in the order in which a warp's lanes
-// read it: words of four dims, lane%4 of every panel, of row lane/4; and behind all rows' words the largest magnitude of each word,
-// those of four panels together.
+// Every sealed Int4 Channel page needs query planes of its own, so q' stays in shared memory. Rows are stored by eights, in the order in
+// which the lanes of a warp read them: `query_word` is the address of four dims (word lane%4 of a panel) of row lane/4. Behind all rows'
+// words, `query_largest` is the address of the largest magnitudes of such words, four panels together.
 DEVICE u32 query_word(u32 query, int eight, int panel, int lane) { return query + ((eight * PANELS + panel) * 32 + lane) * 16; }
 DEVICE u32 query_largest(u32 query, int eight, int four, int lane) { return query + ROWS * HEAD_DIM * 4 + ((eight * FOURS + four) * 32 + lane) * 16; }
 
-// Two floats as pairs of 16-bit floats: hi + lo.
+// Splits two floats into 16-bit floats with x ≈ hi + lo, and packs both hi and both lo.
 template <bool IS_BF16> DEVICE void split_pair(float x, float y, u32& hi, u32& lo) {
     if constexpr (IS_BF16) {
         hi = bf16_pair(x, y);
@@ -72,15 +75,15 @@ template <bool IS_BF16> DEVICE void split_pair(float x, float y, u32& hi, u32& l
     }
 }
 
-// q15 + 128 has `hi` as its high byte, and as its low one `lo` but for the sign: so much more is added when rounding.
+// Added when q15 is rounded: the high byte of q15 + 128 is hi, and its low byte is lo with the top bit inverted.
 constexpr int SPLIT = 128;
-// Four rounded elements (q15 + SPLIT in the low 16 bits) to their planes.
+// The planes of four rounded elements, each q15 + SPLIT in its low 16 bits.
 DEVICE void split_planes(u32 x0, u32 x1, u32 x2, u32 x3, u32& hi, u32& lo) {
     u32 a = __byte_perm(x0, x1, 0x5410), b = __byte_perm(x2, x3, 0x5410);
     lo = __byte_perm(a, b, 0x6420) ^ 0x80808080;
     hi = __byte_perm(a, b, 0x7531);
 }
-// What -8·Σ q15 of each group comes to, once the planes are there.
+// Computes `centre` of each group, -8·Σ q15, from the planes by MMAs with ones.
 DEVICE void centre_codes(Query& q, int g) {
     if constexpr (K_INT4) {
         constexpr u32 ONES = 0x01010101u;
@@ -98,16 +101,18 @@ DEVICE void centre_codes(Query& q, int g) {
     }
 }
 
+// A bool as a type, so that a generic lambda can take it at compile time.
 template <bool IS> struct Is {
     static constexpr bool value = IS;
 };
 
+// The maximum over the four lanes that share a row.
 DEVICE float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// This lane's elements of a row, which load(panel, i) gives; returns the largest magnitude of the whole row.
+// Loads this lane's elements of a row with load(panel, to); returns the largest magnitude of the whole row.
 template <class Load> DEVICE float load_row(Load load, float (&x)[PANELS][4]) {
     float amax[4] = {};
 #pragma unroll
@@ -119,7 +124,7 @@ template <class Load> DEVICE float load_row(Load load, float (&x)[PANELS][4]) {
     return quad_max(fmaxf(fmaxf(amax[0], amax[1]), fmaxf(amax[2], amax[3])));
 }
 
-// The lane's elements of a row of Q.
+// The same from a row of Q.
 DEVICE float load_row(const QueryRow& row, int lane, float (&x)[PANELS][4]) {
     auto load = [&](auto narrow) {
         return load_row([&](int panel, float (&to)[4]) {
@@ -130,7 +135,7 @@ DEVICE float load_row(const QueryRow& row, int lane, float (&x)[PANELS][4]) {
     return row.dtype == Dtype::F32 ? load(Is<false>()) : load(Is<true>());
 }
 
-// Section 2's `plane` of a row of that magnitude.
+// Section 2's `plane(x, largest)` of a row: its planes, 2^-e and centre.
 DEVICE void quantize(Query& q, int g, const float (&x)[PANELS][4], float largest) {
     int e = plane_exponent(largest);
     float up = exp2i(e);
@@ -145,7 +150,7 @@ DEVICE void quantize(Query& q, int g, const float (&x)[PANELS][4], float largest
     centre_codes(q, g);
 }
 
-// Float K: a row as the sum of two planes of K's own precision (f16 for fp8), brought near 2^14 first so that f16 holds it.
+// Float K: a row as the sum of two planes of K's own precision (f16 for fp8). It is scaled to below 2^14 first, which f16 holds.
 DEVICE void quantize_float(Query& q, int g, const float (&x)[PANELS][4], float largest) {
     int e = largest == 0.0f ? 0 : min(max(13 - exponent(largest), -70), 60);
     float up = exp2i(e);

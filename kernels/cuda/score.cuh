@@ -1,9 +1,9 @@
-// The first product: 64 scores of each row against a tile's K.
+// Section 3 of docs/arithmetic.md: the scores of each query row against the 64 tokens of a tile (Q·K on tensor cores).
 #pragma once
 #include "query.cuh"
 #include "team.cuh"
 
-// Eight tokens of K as right operand: b[panel] holds the 4 bytes lane%4 of token lane/4 in a panel of 16 bytes.
+// Loads eight tokens of K as right operands: b[panel] has bytes 4·(lane%4) + {0..3} of token lane/4 in a panel of 16 bytes.
 template <int N> DEVICE void load_k8(u32 stage, int rows, int row0, int lane, u32 (&b)[N], int first, int last) {
     auto at = [&](int panel, int matrix) {
         if constexpr (PAGE == 0) return chunk_at<K_SWIZZLE>(stage, panel, matrix, row0 + lane % 8);
@@ -35,14 +35,15 @@ template <int N> DEVICE void load_k8(u32 stage, int rows, int row0, int lane, u3
     }
 }
 
-// A byte of 4-bit codes belongs to two accumulators: `whole` sums the bytes as they are, `high` what is left of them here, 16 times
-// the high nibbles' sum. The low nibbles' is the difference, and 16 goes into a scale: half the instructions of taking them apart.
+// 4-bit codes are multiplied without unpacking: one accumulator sums the whole bytes, a second one the bytes masked here, which are 16
+// times the high nibbles. The difference is the low nibbles' sum, and the scale absorbs the factor 16. This takes half the instructions
+// of unpacking.
 DEVICE u32 high_nibbles(u32 x) { return x & 0xf0f0f0f0; }
 
-// Planes of panels [first, last) · b, whose bytes are signed or not.
+// Dot products of both query planes with b over the panels [first, last); SIGNED says whether b's bytes are signed.
 template <bool SIGNED> DEVICE Sums dot_panels(const u32 (&plane)[PANELS][K_FLOAT ? 4 : 2], const u32 (&b)[PANELS], int first, int last,
                                               bool pairs, Sums before = {}) {
-    Sums sums[2] = {before, {}};  // one after the other, each product of a sum waits for the one before
+    Sums sums[2] = {before, {}};  // two, because MMAs into the same accumulator are a dependent chain
 #pragma unroll
     for (int p = first; p < last; p += 2) {
         Sums& c = sums[SHARES_TILES ? p / 2 % 2 : 0];
@@ -59,11 +60,11 @@ template <bool SIGNED> DEVICE Sums dot_panels(const u32 (&plane)[PANELS][K_FLOAT
     return sums[0];
 }
 
-// S of this lane's two tokens from the two planes' sums.
+// S of the i-th of this lane's two tokens, from the sums of both planes.
 DEVICE int plane_sum(const Sums& c, int i) { return c.x[i] * 256 + c.x[i + 2]; }
 
-// K's parameters of the tokens t, t + 1 (t even) from where they lie in a stage: scales, or {scale of its sum, centred shift, for what
-// -8 times the query's sum is} of both.
+// Reads K's parameters of the tokens t, t + 1 (t even) from a stage: `scales` gives their scales, `pairs` gives for int4 {factor of S,
+// factor of `Query::centre`} of each. The latter is -(shift + 8·scale) / 8, because centre = -8·Σ q15.
 // Tokens beyond the sequence get zeros, whatever bytes lie there. rows(at, group, t) reads the scales of a strided cache.
 template <class Rows> struct StoredK {
     u32 stage;
@@ -86,11 +87,11 @@ template <class Rows> struct StoredK {
                 in1 ? s1 * down : 0.0f, in1 ? fmaf(-0.125f, half_float(x.y >> 16), -s1) : 0.0f};
     }
 };
-// Where nothing is strided.
+// The `Rows` of caches in pages, which have no strided scales.
 struct NoRows {
     __device__ __forceinline__ u32 operator()(u32, int, int) const { return 0; }
 };
-// The same, once they have been converted for the whole warp.
+// K's parameters that `prepare_k` has converted into `scratch` for the whole warp; the same interface as StoredK.
 struct PreparedK {
     u32 scratch;
 
@@ -99,6 +100,7 @@ struct PreparedK {
     __device__ __forceinline__ float4 pairs(int group, int t) const { return lds128(scratch + (group * TILE + t) * 8); }
 };
 
+// Converts a tile's K parameters for `PreparedK`; one warp, two tokens per lane.
 template <class Rows> DEVICE void prepare_k(const StoredK<Rows>& stored, u32 scratch, int lane) {
     if constexpr (K_SCHEME == INT8_TOKEN || K_SCHEME == INT8_GROUP || K_SCHEME == INT4_GROUPS) {
         int t = 2 * lane;
@@ -115,7 +117,7 @@ template <class Rows> DEVICE void prepare_k(const StoredK<Rows>& stored, u32 scr
     }
 }
 
-// The same, by a warp that converts them while its first products are under way.
+// PreparedK of a warp that converts the parameters itself, while its first products are in flight.
 template <class Rows> struct PreparesK : PreparedK {
     StoredK<Rows> stored;
     int lane;
@@ -123,7 +125,7 @@ template <class Rows> struct PreparesK : PreparedK {
     __device__ __forceinline__ void prepare() const { prepare_k(stored, scratch, lane); }
 };
 
-// Float K: scores before 2^-e, in the same order.
+// Scores of float K, not yet multiplied by 2^-e; s is ordered as in `scores8`.
 DEVICE void float_scores(u32 stage, const Query& q, const Team& team, float (&s)[ROW_GROUPS][SCORES]) {
     constexpr int MATRICES = HEAD_DIM * code_bits(K_SCHEME) / 128;
 #pragma unroll
@@ -142,7 +144,7 @@ DEVICE void float_scores(u32 stage, const Query& q, const Team& team, float (&s)
         }
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
-            FloatSums sums[2] = {};  // one after the other, each product would wait for the one before
+            FloatSums sums[2] = {};  // two, because MMAs into the same accumulator are a dependent chain
 #pragma unroll
             for (int panel = 0; panel < PANELS; panel++) {
                 FloatSums& c = sums[panel % 2];
@@ -156,7 +158,7 @@ DEVICE void float_scores(u32 stage, const Query& q, const Team& team, float (&s)
     }
 }
 
-// Scores before 2^-e in the order of the accumulators: s[2j + i] is the warp's token 8j + 2·(lane%4) + i.
+// Scores of 8-bit K, not yet multiplied by 2^-e, in the order of the accumulators: s[g][2j + i] is the warp's token 8j + 2·(lane%4) + i.
 template <class Params> DEVICE void scores8(u32 stage, const Params& params, const Query& q, const Team& team, float (&s)[ROW_GROUPS][SCORES]) {
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; j++) {
@@ -181,7 +183,7 @@ template <class Params> DEVICE void scores8(u32 stage, const Params& params, con
     }
 }
 
-// The same of int4, sixteen tokens at a time. The shift of a channel's page is added elsewhere, that of rows here.
+// The same for int4, sixteen tokens at a time. Shifts per token are added here, those of a sealed Int4 Channel page in channel.cuh.
 template <class Params> DEVICE void scores4(u32 stage, const Params& params, const Query& q, const Team& team, float (&s)[ROW_GROUPS][SCORES]) {
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; j += 2) {
@@ -218,6 +220,7 @@ template <class Params> DEVICE void scores4(u32 stage, const Params& params, con
     }
 }
 
+// Scores of integer K.
 template <class Params> DEVICE void scores(u32 stage, const Params& params, const Query& q, const Team& team, float (&s)[ROW_GROUPS][SCORES]) {
     if constexpr (K_INT4) scores4(stage, params, q, team, s);
     else scores8(stage, params, q, team, s);

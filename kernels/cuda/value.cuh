@@ -3,8 +3,8 @@
 #include "score.cuh"
 
 struct State {
-    float m[ROW_GROUPS], l[ROW_GROUPS];           // of row lane/4
-    float o[ROW_GROUPS][DIMS / 8][2];    // of the warp's dims, 8j + 2·(lane%4) + {0, 1}
+    float m[ROW_GROUPS], l[ROW_GROUPS];  // of query row lane/4
+    float o[ROW_GROUPS][DIMS / 8][2];    // of the dims that `dim_of` gives
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -15,11 +15,11 @@ struct State {
             for (int j = 0; j < DIMS / 8; j++) o[g][j][0] = o[g][j][1] = 0.0f;
         }
     }
-    // Of V that was turned on its way, a lane has four neighbouring dims in two accumulators. The dim of an element, and of the j-th
-    // pair of neighbours that a lane has.
+    // The dim of o[g][j][i]: 8j + 2·(lane%4) + i, or, where V is transposed while it is loaded (V_TOKEN_MAJOR), one of four neighbouring
+    // dims that a lane has in two accumulators. `pair_of` is the first dim of the lane's j-th pair of neighbouring dims.
     DEVICE int dim_of(int j, int i, int lane) { return V_TOKEN_MAJOR ? 8 * (j & ~1) + 4 * (lane % 4) + 2 * i + (j & 1) : 8 * j + 2 * (lane % 4) + i; }
     DEVICE int pair_of(int j, int lane) { return V_TOKEN_MAJOR ? 8 * (j & ~1) + 4 * (lane % 4) + 2 * (j & 1) : 8 * j + 2 * (lane % 4); }
-    // take(dim, x, y) of these pairs.
+    // Calls take(dim, x, y) for each of the lane's pairs: x is O of dim, y of dim + 1.
     template <class Take> __device__ __forceinline__ void each_pair(int g, int lane, Take take) const {
 #pragma unroll
         for (int j = 0; j < DIMS / 8; j++) {
@@ -29,10 +29,10 @@ struct State {
     }
 };
 
-// What a tile does to a state: both sides' powers of two.
+// Folding a tile into a state multiplies the state by alpha and the tile's value by beta, both powers of two.
 struct Rescale {
     float alpha[ROW_GROUPS], beta[ROW_GROUPS];
-    int weights[ROW_GROUPS];  // what the lane adds to l, times 2^22
+    int weights[ROW_GROUPS];  // the lane's part of l, times 2^22
 };
 
 DEVICE int quad_sum(int x) {
@@ -40,7 +40,7 @@ DEVICE int quad_sum(int x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// p14 of two tokens each, where V has shifts.
+// p14 of section 4, two tokens to a word; only V with shifts (int4) needs it.
 struct Pairs {
     u32 p14[ROW_GROUPS][V_INT4 ? SCORES / 2 : 1];
 };
@@ -50,7 +50,7 @@ DEVICE void add_weights(State& state, int g, int l, const Rescale& r) {
     state.l[g] = fmaf((float)l, exp2i(-22) * r.beta[g], state.l[g] * r.alpha[g]);
 }
 
-// The row maxima of the warp's scores, rounded up; scores of masked tokens become -inf.
+// Sets `tops` to each row's largest score in base 2, rounded up to an integer. Scores of masked tokens become -inf.
 template <class Seen> DEVICE void row_max(float (&s)[ROW_GROUPS][SCORES], const float (&scale)[ROW_GROUPS], bool full, Seen seen, float (&tops)[ROW_GROUPS]) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
@@ -69,8 +69,8 @@ template <class Seen> DEVICE void row_max(float (&s)[ROW_GROUPS][SCORES], const 
     }
 }
 
-// Replaces scores by weights p and updates the running maxima m; l and O are rescaled later. A masked token gets 2^-63 or less, which is 0
-// in every integer made of it.
+// Replaces scores by weights p and updates the running maxima m; l and O are rescaled later. A masked token gets a weight of 2^-63 or less,
+// which rounds to 0 in every integer computed from it.
 DEVICE void softmax_tile(float (&s)[ROW_GROUPS][SCORES], const float (&scale)[ROW_GROUPS], bool full, const float (&tops)[ROW_GROUPS], float (&running)[ROW_GROUPS], Rescale& r, Pairs& pairs) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
@@ -93,26 +93,26 @@ DEVICE void softmax_tile(float (&s)[ROW_GROUPS][SCORES], const float (&scale)[RO
         if (INTEGER) m = m - 1.0f;
         float top_m = some ? fmaxf(running[g], m) : running[g];
         r.alpha[g] = some ? pow2(top_m - running[g]) : 1.0f;
-        r.beta[g] = some ? pow2(top_m - m) : -0.0f;  // adds a zero that changes not even a zero's sign
+        r.beta[g] = some ? pow2(top_m - m) : -0.0f;  // -0: adding a product with it changes no bit, the sign of a zero included
         r.weights[g] = (int)l;
         running[g] = top_m;
     }
 }
 
-// Powers of two that bring a tile's V parameters to integers, chosen by the largest of each group: scale·2^f, shift·2^h.
+// The powers of two that turn a tile's V parameters into integers: scale·2^f and shift·2^h, with f and h from each group's largest value.
 struct VScales {
     float up[V_GROUPS], down[V_GROUPS];              // 2^f, 2^-f
     float shift_up[V_GROUPS], shift_down[V_GROUPS];  // 2^h, 2^(-14-h)
 };
 
-// V's parameters of the tokens t, t + 1 (t even) from where they lie in a stage; zeros beyond the sequence. See StoredK.
+// Reads V's parameters of the tokens t, t + 1 (t even) from a stage; zeros for tokens beyond the sequence, whatever bytes lie there.
 template <class Rows> struct StoredV {
     u32 stage;
     int tokens;
     Rows rows;
     VScales v;
 
-    // Scales, and centred shifts.
+    // Returns the two tokens' scales; `shifts` gets their centred shifts (int4 only).
     __device__ __forceinline__ float2 scales(int group, int t, float2& shifts) const {
         bool in0 = t < tokens, in1 = t + 1 < tokens;
         u32 block = stage + block_of(t) * V_STRIDE + V_CODES;
@@ -126,7 +126,7 @@ template <class Rows> struct StoredV {
             return {in0 ? half_float(x & 0xffff) : 0.0f, in1 ? half_float(x >> 16) : 0.0f};
         }
     }
-    // All lanes together.
+    // Computes f and h of every group; all lanes call it together.
     __device__ __forceinline__ void measure(int lane) {
         if constexpr (V_SCHEME == INT8_TENSOR) {
             v.down[0] = exp2i(-14);
@@ -150,12 +150,12 @@ template <class Rows> struct StoredV {
             v.shift_down[group] = exp2i(-14 - h);
         }
     }
-    // Two shifts as 16-bit integers, {hi, hi, lo, lo}.
+    // Two shifts, rounded to 16-bit integers: bytes {hi of t, hi of t + 1, lo of t, lo of t + 1}.
     __device__ __forceinline__ u32 shift_bytes(int group, float2 shift) const {
         u32 x0 = float_bits(fmaf(shift.x, v.shift_up[group], MAGIC)), x1 = float_bits(fmaf(shift.y, v.shift_up[group], MAGIC));
         return __byte_perm(x0, x1, 0x4051);
     }
-    // As they enter the products, once they are measured.
+    // The two scales times 2^f, as they enter the products; `measure` has run.
     __device__ __forceinline__ uint2 scaled(int group, int t, int = 0) const {
         if constexpr (V_SCHEME == INT8_TENSOR) {
             return {t < tokens ? float_bits(16384.0f) : 0, t + 1 < tokens ? float_bits(16384.0f) : 0};
@@ -170,7 +170,7 @@ template <class Rows> struct StoredV {
         return shift_bytes(group, shift);
     }
 };
-// The same, once they have been converted for the whole warp.
+// V's parameters that `prepare_v` has converted into `scratch` for the whole warp; the same interface as StoredV.
 struct PreparedV {
     u32 scratch;
 
@@ -178,7 +178,7 @@ struct PreparedV {
     __device__ __forceinline__ u32 shifts(int group, int t, int) const { return lds32(scratch + V_GROUPS * TILE * 4 + (group * TILE + t) * 2); }
 };
 
-// Those of the lane's own pairs of tokens, before they are needed.
+// V's parameters of the lane's own pairs of tokens in registers, read early to hide the latency; the same interface as StoredV.
 struct OwnV {
     uint2 scale[V_GROUPS][SCORES / 2];
     u32 shift[V_GROUPS][V_INT4 ? SCORES / 2 : 1];
@@ -197,6 +197,7 @@ struct OwnV {
     __device__ __forceinline__ u32 shifts(int group, int, int i) const { return shift[group][V_INT4 ? i : 0]; }
 };
 
+// Converts a tile's V parameters for `PreparedV`; one warp, two tokens per lane.
 template <class Rows> DEVICE void prepare_v(StoredV<Rows>& stored, u32 scratch, int lane) {
     if constexpr (V_SCHEME == INT8_TENSOR) {
         uint2 x = stored.scaled(0, 2 * lane);
@@ -214,13 +215,13 @@ template <class Rows> DEVICE void prepare_v(StoredV<Rows>& stored, u32 scratch, 
     __syncwarp();
 }
 
-// b[panel]: 16 tokens of V, transposed, of 8 dims: bytes 4·(lane%4) + {0..3} in slot order, dim lane/4.
+// Loads dims 8j to 8j + 7 of V as right operands: b[panel] has bytes 4·(lane%4) + {0..3}, in slot order, of dim lane/4 in a panel of 16 tokens.
 DEVICE void load_v8(u32 stage, int j, int lane, u32 (&b)[4], int rows = HEAD_DIM) {
     constexpr int IN_BLOCK = BLOCK / 16;
     int panel = lane / 8;
     ldmatrix_x4(b, stage + panel / IN_BLOCK * V_STRIDE + (panel % IN_BLOCK * rows + 8 * j + lane % 8) * 16);
 }
-// The same of 16 dims whose rows lie along the dims: b[0] has the even dims, b[1] the odd ones.
+// The same for 16 dims of token-major V, whose 16-byte rows run along the dims: b[0] has the even dims, b[1] the odd ones.
 DEVICE void load_v_rows(u32 stage, int j, int lane, u32 (&b)[2][4]) {
     u32 x[2][4];
 #pragma unroll
@@ -234,15 +235,15 @@ DEVICE void load_v_rows(u32 stage, int j, int lane, u32 (&b)[2][4]) {
     }
 }
 
-// The weights of one row group as left operand: two planes of 8 bits, hi above, lo below.
+// The weights of one row group as left operand: two planes of bytes, hi in rows 0 to 7, lo in rows 8 to 15.
 struct Weights {
-    u32 plane[4][2];  // per 16 tokens
-    Sums centre;      // int4: -128·Σhi (twice), -128·Σlo (twice), where the high nibbles' accumulators start
+    u32 plane[4][2];  // (panel of 16 tokens, {hi, lo})
+    Sums centre;      // int4: -128·Σhi (twice), -128·Σlo (twice): initial accumulators of the high nibbles
     int low;          // int4: -136·Σ w16
     float shift;      // int4: Σ p·shift
 };
 
-// Of 16 of the warp's tokens, number `panel` of its panels.
+// Computes both planes of w16 (weight times scale) for the warp's `panel`-th panel of 16 tokens.
 template <class Params> DEVICE void weigh_panel(const float (&p)[SCORES], int panel, const Params& params, int group, const Team& team, u32 (&plane)[2]) {
     u32 x[4];
 #pragma unroll
@@ -256,7 +257,7 @@ template <class Params> DEVICE void weigh_panel(const float (&p)[SCORES], int pa
     plane[0] = __byte_perm(a, b, 0x7632);
     plane[1] = __byte_perm(a, b, 0x5410);
 }
-// Σ p14·shift of the lane's tokens, high and low bytes of the shifts apart.
+// Σ p14·sh over the lane's tokens: x for the high bytes of the shifts, y for the low bytes.
 template <class Params> DEVICE int2 shift_sums(const u32 (&p14)[V_INT4 ? SCORES / 2 : 1], const Params& params, int group, const Team& team) {
     int hi = 0, lo = 0;
 #pragma unroll
@@ -267,7 +268,7 @@ template <class Params> DEVICE int2 shift_sums(const u32 (&p14)[V_INT4 ? SCORES 
     }
     return {hi, lo};
 }
-// What else int4 takes, once all planes are there.
+// Sets the terms that int4 needs besides the planes, which must be complete: see Weights.
 DEVICE void centre(Weights& w, int hi, int lo, float shift_down) {
     Sums k = {};
     k = mma_u8s8_k32(k, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], 0x80808080u, 0x80808080u);
@@ -276,7 +277,7 @@ DEVICE void centre(Weights& w, int hi, int lo, float shift_down) {
     w.low = (k.x[0] * 256 + k.x[2]) / 16 * 17;
     w.shift = fmaf((float)hi, 256.0f, (float)lo) * shift_down;
 }
-// A warp alone.
+// Computes the weights of one row group in one group of V, where a warp has all tokens of the tile.
 DEVICE void weigh(const float (&p)[SCORES], const u32 (&p14)[V_INT4 ? SCORES / 2 : 1], u32 scratch, int group, const VScales& v, const Team& team,
                   Weights& w) {
     PreparedV params = {scratch};
@@ -287,7 +288,7 @@ DEVICE void weigh(const float (&p)[SCORES], const u32 (&p14)[V_INT4 ? SCORES / 2
         centre(w, quad_sum(sums.x), quad_sum(sums.y), v.shift_down[group]);
     }
 }
-// Warps that share a tile: each publishes the weights of its tokens, in all groups.
+// Publishes the weights of this warp's tokens in all groups of V, where the warps of a team share a tile.
 template <class Params> DEVICE void publish_weights(const float (&p)[ROW_GROUPS][SCORES], const Pairs& pairs, const Rescale& r, const Params& params, const Team& team) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
@@ -305,6 +306,7 @@ template <class Params> DEVICE void publish_weights(const float (&p)[ROW_GROUPS]
         team.publish_sum(0, g, r.weights[g]);
     }
 }
+// Collects the weights that all warps of the team published, for one row group in one group of V.
 DEVICE void gather_weights(int group, int g, const VScales& v, const Team& team, Weights& w) {
 #pragma unroll
     for (int panel = 0; panel < 4; panel++) {
@@ -320,7 +322,7 @@ DEVICE void gather_weights(int group, int g, const VScales& v, const Team& team,
     }
 }
 
-// O of dims 8j.. of one row group: the tile's integers, scaled, folded into the state.
+// Multiplies the weights with V of dims 8j to 8j + 7 and folds the scaled integers into O of one row group.
 DEVICE void fold8(State& state, int g, int j, const u32 (&b)[4], const Weights& w, float down, const Rescale& r) {
     Sums c = {};
     c = mma_u8s8_k32(c, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], b[0], b[1]);
@@ -329,7 +331,7 @@ DEVICE void fold8(State& state, int g, int j, const u32 (&b)[4], const Weights& 
     for (int i = 0; i < 2; i++)
         state.o[g][j][i] = fmaf((float)(c.x[i] * 256 + c.x[i + 2]), down * r.beta[g], state.o[g][j][i]);
 }
-// The same of dims 8j.. and 8(j + 1).. in the low and high nibbles of the same bytes.
+// The same for dims 8j to 8j + 15 of 4-bit V: bytes hold dims 8j.. in their low nibbles, 8(j + 1).. in their high ones.
 DEVICE void fold4(State& state, int g, int j, const u32 (&whole)[4], const u32 (&high)[4], const Weights& w, float down, const Rescale& r) {
     Sums c = {}, h = w.centre;
     c = mma_u8_k32(c, w.plane[0][0], w.plane[0][1], w.plane[1][0], w.plane[1][1], whole[0], whole[1]);
@@ -344,7 +346,7 @@ DEVICE void fold4(State& state, int g, int j, const u32 (&whole)[4], const u32 (
     }
 }
 
-// The state moves to the new maximum before the tile is added.
+// Rescales O to the new maximum, before the tile is added.
 DEVICE void rescale(State& state, const Rescale& r) {
     bool moved = false;
 #pragma unroll
@@ -358,8 +360,8 @@ DEVICE void rescale(State& state, const Rescale& r) {
             for (int i = 0; i < 2; i++) state.o[g][j][i] = state.o[g][j][i] * r.alpha[g];
 }
 
-// The tile's values, folded into the state, whose O has been rescaled; weigh(n, g, w) gives the weights of a row group in the
-// warp's n-th group of V.
+// Folds the tile's values into the state, whose O has been rescaled. weigh(n, g, w) sets the weights of row group g in the warp's n-th group
+// of V.
 template <class Weigh> DEVICE void fold_groups(u32 stage, const VScales& v, const Rescale& r, const Team& team, State& state, Weigh weigh) {
 #pragma unroll
     for (int n = 0; n < Team::GROUPS; n++) {
@@ -399,14 +401,14 @@ template <class Weigh> DEVICE void fold_groups(u32 stage, const VScales& v, cons
     }
 }
 
-// By a warp alone, whose parameters are converted.
+// Folds a tile that a warp attends alone; `prepare_v` has converted V's parameters.
 DEVICE void fold_prepared(u32 stage, u32 scratch, const VScales& v, const float (&p)[ROW_GROUPS][SCORES], const Pairs& pairs, const Rescale& r,
                           const Team& team, State& state) {
     rescale(state, r);
     fold_groups(stage, v, r, team, state, [&](int n, int g, Weights& w) { weigh(p[g], pairs.p14[g], scratch, n, v, team, w); });
 }
 
-// By warps that have encode_nonzero each other their parts.
+// Folds a tile that the warps of a team share, from the weights and sums that all of them have published.
 DEVICE void fold_gathered(u32 stage, const VScales& v, const Rescale& r, const Team& team, State& state) {
     rescale(state, r);
     fold_groups(stage, v, r, team, state, [&](int n, int g, Weights& w) { gather_weights(team.group() + n, g, v, team, w); });
@@ -416,10 +418,10 @@ DEVICE void fold_gathered(u32 stage, const VScales& v, const Rescale& r, const T
 
 // ---- Float V: weights as two planes of V's precision (f16 for fp8) ----
 
-// Zeroes the tokens t, t + 1 of a pair that lie beyond the sequence: 0·NaN is not 0.
+// A pair of elements of tokens t and t + 1, with 0 for a token beyond the sequence: its bytes may be a NaN, and 0·NaN is not 0.
 DEVICE u32 cached(u32 pair, int t, int tokens) { return t + 1 < tokens ? pair : t < tokens ? pair & 0xffff : 0; }
 
-// Two n-tiles of 8 dims: b[tile][16-token panel][pair].
+// Loads 16 dims of V as right operands of two MMAs of 8 dims: b[MMA][panel of 16 tokens][pair of tokens].
 DEVICE void load_float_v(u32 stage, int j, int tokens, int lane, u32 (&b)[2][4][2]) {
     if constexpr (V_SCHEME == FP8) {
         u32 x[2][4];
@@ -456,11 +458,12 @@ DEVICE void load_float_v(u32 stage, int j, int tokens, int lane, u32 (&b)[2][4][
     }
 }
 
-// Of 16 of the warp's tokens, number `panel` of its panels.
+// Splits the weights of the warp's `panel`-th panel of 16 tokens into hi and lo planes.
 DEVICE void split_weights(const float (&p)[SCORES], int panel, u32 (&w)[4]) {
 #pragma unroll
     for (int k = 0; k < 2; k++) split_pair<V_SCHEME == BF16>(p[4 * panel + 2 * k], p[4 * panel + 2 * k + 1], w[2 * k], w[2 * k + 1]);
 }
+// Multiplies the weights with float V and folds the products into the state.
 DEVICE void fold_floats(u32 stage, int tokens, const u32 (&w)[ROW_GROUPS][4][4], const Rescale& r, const Team& team, State& state) {
     rescale(state, r);
 #pragma unroll
@@ -484,7 +487,7 @@ DEVICE void fold_floats(u32 stage, int tokens, const u32 (&w)[ROW_GROUPS][4][4],
     }
 }
 
-// By a warp alone.
+// Folds a tile of float V that a warp attends alone.
 DEVICE void fold_float_values(u32 stage, int tokens, const float (&p)[ROW_GROUPS][SCORES], const Rescale& r, const Team& team, State& state) {
     u32 w[ROW_GROUPS][4][4];
 #pragma unroll
@@ -494,7 +497,7 @@ DEVICE void fold_float_values(u32 stage, int tokens, const float (&p)[ROW_GROUPS
     fold_floats(stage, tokens, w, r, team, state);
 }
 
-// By warps that share a tile.
+// Publishes the weights of this warp's tokens, where the warps of a team share a tile of float V.
 DEVICE void publish_float_weights(const float (&p)[ROW_GROUPS][SCORES], const Rescale& r, const Team& team) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
@@ -504,6 +507,7 @@ DEVICE void publish_float_weights(const float (&p)[ROW_GROUPS][SCORES], const Re
         team.publish_sum(0, g, r.weights[g]);
     }
 }
+// Folds a tile of float V that the warps of a team share, from the weights that all of them have published.
 DEVICE void fold_gathered_floats(u32 stage, int tokens, const Rescale& r, const Team& team, State& state) {
     u32 w[ROW_GROUPS][4][4];
 #pragma unroll

@@ -1,4 +1,4 @@
-// One kernel, ATTN_UNIT, as a function of a shared library.
+// Builds one kernel, ATTN_UNIT, into a shared library whose function `attn_emulate` runs it on the CPU.
 #include ATTN_UNIT
 
 #include <pmmintrin.h>
@@ -28,7 +28,7 @@ static const char* run(Index grid, u32 threads) {
         if (const char* error = launch(kernel, grid, i, 1, threads, 0)) return error;
     return nullptr;
 #else
-    _MM_SET_FLUSH_ZERO_MODE(_MM_FLUSH_ZERO_ON);  // as decode is compiled
+    _MM_SET_FLUSH_ZERO_MODE(_MM_FLUSH_ZERO_ON);  // decode kernels are compiled with -ftz=true
     _MM_SET_DENORMALS_ZERO_MODE(_MM_DENORMALS_ZERO_ON);
     if (threads % attn_threads != 0) return "the launch has another number of threads than the kernel";
     return launch(kernel, grid, 0, ctas, threads, threads / attn_threads * attn_shared_bytes);

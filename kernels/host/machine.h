@@ -1,4 +1,4 @@
-// CTAs, warps and their threads on one CPU thread: fibers that take turns where they wait.
+// A grid's CTAs, warps and threads as fibers on one CPU thread. A fiber runs until it waits for another one, then the next fiber runs.
 #pragma once
 #include <setjmp.h>
 #include <sys/mman.h>
@@ -22,6 +22,7 @@ template <class To, class From> static inline To same_bits(From x) {
     return y;
 }
 
+// The instructions that need all lanes of a warp.
 enum Op {
     SYNC, ALL, ANY, SUM, MAX, SHUFFLE, SHUFFLE_UP, SHUFFLE_XOR,
     MATRIX_1, MATRIX_2, MATRIX_4, MATRIX_4_TRANSPOSED,
@@ -65,21 +66,23 @@ static struct Machine {
     std::vector<Cta> ctas;
     u32 running, alive, threads;
     Index grid;
-    u64 idle;  // turns since anybody got on
-    u64 spins;  // at what others store
+    u64 idle;   // turns since the last progress: a completed barrier, an mbarrier arrival, a thread's end
+    u64 spins;  // turns in which a thread polled memory for another thread's store
     void (*kernel)();
     jmp_buf home;
     const char* error;
 } machine;
 
+// The running fiber.
 static inline Fiber& me() { return machine.fibers[machine.running]; }
 
+// Ends the launch with an error.
 [[noreturn]] static inline void fail(const char* what) {
     machine.error = what;
     longjmp(machine.home, 1);
 }
 
-// The next thread's turn. Everybody has had many, and nobody got on: they wait for each other.
+// Runs the next thread. Many turns of every thread without progress are a deadlock, which ends the launch.
 static inline void yield() {
     if (++machine.idle > 1000ull * machine.fibers.size()) fail("all threads wait for each other");
     Fiber& from = me();
@@ -88,7 +91,7 @@ static inline void yield() {
     if (&me() != &from) swapcontext(&from.context, &me().context);
 }
 
-// True in the last of `count` threads to arrive; the others return once it has called `release`.
+// True in the last of `count` threads to arrive; in the others false, once the last one has called `release`.
 static inline bool arrives_last(Barrier& barrier, u32 count) {
     u64 round = barrier.round;
     if (++barrier.arrived == count) return true;
@@ -129,9 +132,10 @@ static inline void landed(u32 at, u32 bytes, Cta& cta = *me().cta) {
     complete(b);
 }
 
-// ---- instructions of a whole warp: lanes put down their operands, the last one computes for all ----
+// ---- instructions of a whole warp: each lane leaves its operands, and the last lane computes all results ----
 
-// The matrices' rows, 16 bytes each, are where lanes 8i + row say; lane 4r + c gets bytes 4c.. of row r, or of column r two halves.
+// ldmatrix: lane 8i + r gives the address of the 16-byte row r of matrix i. Lane 4r + c gets bytes 4c to 4c + 3 of row r or, transposed,
+// the halves 2c and 2c + 1 of column r.
 static inline void load_matrices(const Cta& cta, Warp32& w, int count, bool transposed) {
     for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < count; i++) {
@@ -148,7 +152,7 @@ static inline void load_matrices(const Cta& cta, Warp32& w, int count, bool tran
             w.out[lane][i] = halves[0] | (u32)halves[1] << 16;
         }
 }
-// m16n8k32: PTX's fragments.
+// mma.m16n8k32, with the fragments that PTX defines (drawn in kernels/README.md).
 static inline void multiply(Warp32& w, bool a_signed, bool b_signed) {
     int a[16][32], b[32][8];
     auto byte = [](u32 x, int i, bool is_signed) { return is_signed ? (int)(signed char)(x >> 8 * i) : (int)(x >> 8 * i & 255); };
@@ -218,7 +222,7 @@ static inline void enter() {
     yield();
 }
 
-// Runs `count` CTAs of the grid, from the `first` on, of `threads` threads; null, or what went wrong.
+// Runs `count` CTAs of `threads` threads each, from CTA `first` of the grid on. Returns null or an error.
 static const char* launch(void (*kernel)(), Index grid, u32 first, u32 count, u32 threads, u32 shared_bytes) {
     constexpr size_t STACK = 128 << 10;
     machine = {};
@@ -234,7 +238,7 @@ static const char* launch(void (*kernel)(), Index grid, u32 first, u32 count, u3
         Cta& cta = machine.ctas[i];
         u32 at = first + i;
         cta.index = {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y};
-        cta.memory.assign(shared_bytes + 1024, 0xcd);  // nothing is zero by itself
+        cta.memory.assign(shared_bytes + 1024, 0xcd);  // so that a kernel that relies on zeros fails
         cta.shared = (u8*)(((u64)cta.memory.data() + 1023) / 1024 * 1024);
         cta.warps.resize(threads / 32);
     }

@@ -1,8 +1,9 @@
-// What cuda/ptx.cuh is on a GPU, and CUDA's own names besides, for an x86-64 CPU: decode and append as they are, run by `emulate.cpp`.
+// The functions of cuda/ptx.cuh, and CUDA's own names, for an x86-64 CPU: with them `emulate.cpp` runs the unchanged text of the decode and
+// append kernels.
 //
-// Threads are fibers (machine.h). They take turns only where they wait for each other: at barriers, at instructions of a whole warp,
-// at mbarriers. Copies land at once. So this finds wrong bits, wrong places, misaligned accesses and waits that never end; it does
-// not find races. Products of floats are not there: float schemes have not defined to the bit by the arithmetic.
+// Threads are fibers (machine.h). They are switched only where a thread waits for another one: at barriers, at instructions of a whole
+// warp, at mbarriers. Copies complete at once. The emulation therefore finds wrong bits, wrong addresses, misaligned accesses and deadlocks;
+// it does not find races. MMAs of floats are missing, because the arithmetic does not define a GPU's float schemes to the bit.
 #pragma once
 #include "machine.h"
 
@@ -18,7 +19,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(x)
-#define __shared__ static  // where CTAs run one by one
+#define __shared__ static  // valid because kernels with __shared__ variables run one CTA at a time
 #define __CUDACC__
 #define SHARED_MEMORY(name, align) u8* name = me().cta->shared
 
@@ -116,7 +117,7 @@ DEVICE bool elected() { return lane_id() == 0; }
 
 template <class T> static inline T __ldcg(const T* p) { return *p; }
 template <class T> static inline void __stcg(T* p, T x) { *p = x; }
-// Lets other fibers run before and after a count: what they do in between should not matter.
+// Lets other fibers run for a varying number of turns before and after a count: a correct kernel gives the same bits in every order.
 DEVICE void pause() {
     static u32 dice = 1;
     dice = dice * 1664525 + 1013904223;
@@ -140,7 +141,7 @@ DEVICE u32 load_acquire(const u32* at) {
     return *(volatile const u32*)at;
 }
 template <class T> static inline T load_relaxed(const T* at) { return *at; }
-// A warp that spins gets on by itself, so `yield` does not see that it waits for ever.
+// A spinning warp completes warp barriers, which count as progress, so `yield` cannot find a spin that never ends: spins are limited instead.
 DEVICE void backoff() {
     if (++machine.spins > 100000000) fail("a word that never comes");
     yield();

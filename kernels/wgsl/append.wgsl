@@ -1,9 +1,9 @@
 // append.wgsl: quantizes new tokens, writes them into pages and seals full Int4 Channel pages: the bytes of FORMATS.md.
 //
 // Grid       (grid_x of jobs * num_kv_heads, the rest, {K, V}); a job is the new tokens of one page, so tokens that share bytes share a workgroup.
-// Reads      k, v f32 [tokens, num_kv_heads, head_dim] by their bits, finite.
+// Reads      k, v f32 [tokens, num_kv_heads, head_dim] as bits; all finite.
 // Writes     pool [page][kv_head][run], words that hold bytes of other tokens included.
-// Numerics   integers alone (quantize.wgsl), but for x - shift of int4, one subtraction.
+// Numerics   integers alone (quantize.wgsl), except one float subtraction, x - shift of int4.
 // Tail page  jobs that seal read a tail page that other jobs of the call overwrite, so they run in an earlier dispatch.
 // Shared     extremes and parameters of up to page_size tokens.
 // Host       kernels/src/wgsl/append.rs chooses the constants, crates/attn-wgpu/src/append.rs the jobs.
@@ -20,7 +20,7 @@
 #include "pages.wgsl"
 #include "quantize.wgsl"
 
-// Tokens `first` to `end` of a page, from token `source` of k and v on.
+// A job: tokens [first, end) of a page, which are tokens `source` and on of k and v.
 struct Job {
     page: u32,
     tail: u32,
@@ -32,9 +32,9 @@ struct Job {
 
 var<workgroup> low: array<atomic<u32>, $(PS * AG)>;       // (token, group): keys of the extremes
 var<workgroup> high: array<atomic<u32>, $(PS * AG)>;
-var<workgroup> param: array<u32, $(PS * AG)>;             // (token, group): f16 scale, and shift above it
+var<workgroup> param: array<u32, $(PS * AG)>;             // (token, group): f16 scale in the low half, shift in the high half
 #if K == CHANNEL
-var<workgroup> channel: array<u32, $(D)>;                 // the same of a sealed page's dims
+var<workgroup> channel: array<u32, $(D)>;                 // the same for each dim of a sealed page
 #end
 
 #for SIDE in 0..2
@@ -102,7 +102,7 @@ fn parameters_$(SIDE)(job: Job, head: u32, tid: u32) {
         store_word(run.buffer, run.at * 4u + $(PARAMS)u + i % $(G)u * $(PS)u + t, param[t * $(G)u + i % $(G)u]);
     }
 #else
-    // Two tokens a word.
+    // A word holds the parameters of two tokens.
     let words = (job.end + 1u) / 2u - job.first / 2u;
     for (var i = tid; i < words * $(G)u; i += $(THREADS)u) {
         let g = i / words;
@@ -215,7 +215,7 @@ fn codes_$(SIDE)(job: Job, head: u32, tid: u32) {
 #if K == CHANNEL
 // A full page's K is coded again per channel, from the Int8 Token values of its tokens.
 
-// A token's value in the open form: from the tail page, or of this call's K.
+// A token's K as int8 code times scale: from the tail page, or from the new tokens of this call.
 fn open_value(job: Job, head: u32, tail: Run, t: u32, d: u32) -> f32 {
     var code = 0;
     if t < job.first {

@@ -30,7 +30,7 @@ fn check_arithmetic(@builtin(global_invocation_id) id: vec3<u32>) {
         case 10u: { v = from_order_key(order_key(ceil(x))); }
         case 11u: { v = pow2(-ceil(x)); }
         case 12u: { v = f32(weight_units(exp2w(min(-x, 64.0)))); }
-        // Plain, to see what the compiler does.
+        // Not specified: shows whether the compiler contracts a product and a sum.
         case 13u: { v = x * y + z; }
         case 14u: { v = 2.0 - x * y; }
         case 15u: { v = bitcast<f32>(bitcast<u32>(x * y + ROUND)); }

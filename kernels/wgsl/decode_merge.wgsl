@@ -5,7 +5,7 @@
 // Reads      the partials that decode_split.wgsl wrote.
 // Writes     out f32 [batch, q_len, num_q_heads, head_dim], lse [batch, q_len, num_q_heads] (bits, -inf where nothing is seen).
 // Numerics   docs/arithmetic.md, sections 5 and 6.
-// Dims of a workgroup: where splits are tiles, rows are few and each has many partials.
+// MD         the dims of a workgroup; fewer than D where splits are tiles, because rows are few then and each has many partials.
 #let MD = PER_SEGMENT > 1 ? 32 : D
 #include "decode_params"
 
@@ -36,7 +36,7 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
 
     var m = NONE;
     var l = 0.0;
-    var o = 0.0;          // of dim dim0 + tid
+    var o = 0.0;          // O of dim dim0 + tid
     for (var span0 = 0u; span0 < num_spans; span0 += 8u) {
         let first = (span0 + group) * 4u;
         var gm = NONE;

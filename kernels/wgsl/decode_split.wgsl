@@ -54,8 +54,8 @@ var<workgroup> row_shift: array<f32, $(R)>;                          // 2^-j
 #end
 #else
 var<workgroup> queries: array<vec4<f32>, $(R * UNITS * 4)>;          // (row, 4 dims)
-var<workgroup> values_p: array<f32, $(R * 64)>;                      // (row, token in partial order)
-var<workgroup> values_param: array<vec2<f32>, $(VG * 64)>;           // (group, token in partial order): scale, shift; 0 past the end
+var<workgroup> values_p: array<f32, $(R * 64)>;                      // (row, token in slot order)
+var<workgroup> values_param: array<vec2<f32>, $(VG * 64)>;           // (group, token in slot order): scale, shift; 0 past the end
 #end
 var<workgroup> row_sees: array<vec2<u32>, $(R)>;                     // first token, and how many
 #if ALIBI

@@ -1,6 +1,6 @@
 // fold.wgsl: the tile's value, folded into the segment's state (docs/arithmetic.md, section 5).
 
-// The fold of m and l, and the factors of O. No lane writes the slots of reduce.wgsl in this phase, so they are reset as they are read.
+// Folds m and l, and computes the factors of O. No lane writes the slots of reduce.wgsl in this phase, so they are reset as they are read.
 #def fold_maxima(): lane, f_*, h_* -> m, l
 if lane < $(R)u {
     let row_max = from_order_key(posted($(ROW_MAX)u + lane));
@@ -57,7 +57,7 @@ if lane == 0u {
 #end
 #end
 
-// Weights as bytes: of each plane 16 tokens in slot order, four to a word.
+// Packs weights as bytes: a vec4 holds one plane of 16 tokens in slot order, four tokens to a word.
 #def pack_weights(): lane, num_weights ->
 for (var vector = lane; vector < num_weights; vector += $(T)u) {
     let row = vector >> 3u;            // of a group

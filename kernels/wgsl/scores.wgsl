@@ -180,7 +180,7 @@ if open {
 // K's parameters of the lane's token.
 #def load_k_params(): lane, open, place, k_word_* -> code_zero, open_scale, k_scale_*, k_param_*
 #if K == CHANNEL
-// A sealed page's codes are biased, an open one's have a scale of their own.
+// In a sealed page codes are biased by 8; in an open page each token has its own scale.
 let code_zero = select(8, 0, open);
 var open_scale = 1.0;
 if open {
@@ -252,7 +252,7 @@ score_$(r) = score_$(r) + product(f32(dot_$(r)_$(g)), k_scale_$(g));
 }
 #else
 {
-    let shifts = product(f32(posted_sum($(SHIFT_SUM + r)u)), row_shift[$(r)]);  // 0 of an open page
+    let shifts = product(f32(posted_sum($(SHIFT_SUM + r)u)), row_shift[$(r)]);  // 0 for an open page
     score_$(r) = (f32(dot_$(r)_0 - code_zero * posted_sum($(QUERY_SUM + r)u)) * open_scale) * row_unit[$(r)] + shifts;
 }
 #end

@@ -1,6 +1,6 @@
 // softmax.wgsl: the weights of a tile (docs/arithmetic.md, section 4). A lane has the weights of its token, one for each row.
 
-// Powers of two for the tile's scales and shifts of V, and the lane's token's, scaled.
+// The powers of two for V's scales and shifts in this tile, and the scaled parameters of the lane's token.
 #def scale_v_params(): v_* -> f_*, h_*, scale_*, shift_*
 #for g in 0..VG
 #if V_SCALED

@@ -1,5 +1,5 @@
 // values.wgsl: V's codes and parameters, and the product of a tile's weights with V, folded into the state (docs/arithmetic.md, sections 4 and 5).
-// Number of lanes that have a dim.
+// The number of lanes that have a dim.
 #let DIM_LANES = VIEW && V_BITS == 8 ? D / 4 : V_ROWS
 
 // The place of a token of a tile in V's slot order.

@@ -2,7 +2,7 @@
 //
 // A sequence's 12 words in the tables: {first row, KV head to KV head, token to token} of K in vec4, of V in words, of both scales in f16.
 @group(0) @binding(4) var<storage, read> pool_0: array<vec4<u32>>;       // K's codes
-@group(0) @binding(5) var<storage, read> pool_1: array<u32>;             // V's
+@group(0) @binding(5) var<storage, read> pool_1: array<u32>;             // V's codes
 #if K == TOKEN || K == G32
 @group(0) @binding(6) var<storage, read> k_scales: array<u32>;
 #end

@@ -1,19 +1,23 @@
 //! `attn bench`: named workloads on one backend, beside a pure read of as many bytes in the same run.
 //!
-//! Workloads and timers are those of `attn-bench`; names, tables and charts are here.
+//! Workloads and timers are those of `attn-bench`. `choice.rs` chooses the workloads, `report.rs` prints figures, `plot.rs` draws charts.
+
+mod choice;
+mod report;
 
 use std::{error::Error as _, path::PathBuf, time::Duration};
 
 use anyhow::{Context, Result, bail, ensure};
-use attn::{BackendId, Error, Heads, KvFormat, Problem, Scheme, Selection};
-use attn_bench::{Timer, Workload, cpu::CpuTimer, workloads};
+use attn::{BackendId, Error, Selection};
+use attn_bench::{Timer, Workload, cpu::CpuTimer};
+use choice::{CustomArgs, chosen, default_names};
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::{Value, json};
+use report::{HEADER, bf16_us, line, list, value};
+use serde_json::json;
 
 use crate::{
     Backends,
     console::Console,
-    figures::{gb_per_s, number},
     measured::{Figures, Outcome, Row},
     plot,
     target::Target,
@@ -50,75 +54,6 @@ pub struct BenchArgs {
     force: bool,
 }
 
-/// A decode step of any shape, in place of named workloads.
-#[derive(clap::Args)]
-struct CustomArgs {
-    /// Time a shape of your own: query heads and KV heads, as in 28/4.
-    #[arg(long, value_name = "Q/KV", value_parser = heads, conflicts_with_all = ["names", "list"])]
-    heads: Option<[usize; 2]>,
-    /// Dims of a head.
-    #[arg(long, default_value_t = 128, requires = "heads")]
-    dim: usize,
-    /// Tokens in each sequence's cache.
-    #[arg(long, default_value_t = 8192, requires = "heads")]
-    ctx: usize,
-    /// Sequences.
-    #[arg(long, default_value_t = 1, requires = "heads")]
-    batch: usize,
-    /// Query tokens of each sequence.
-    #[arg(long, default_value_t = 1, requires = "heads")]
-    q_len: usize,
-    /// Tokens per page: 16, 32, 64 or 128.
-    #[arg(long, default_value_t = 64, requires = "heads")]
-    page_size: usize,
-    /// Formats, as for `run`.
-    #[arg(
-        long,
-        value_delimiter = ',',
-        default_value = "bf16,int8,int4",
-        requires = "heads"
-    )]
-    kv: Vec<KvFormat>,
-}
-
-/// Query heads and KV heads from `28/4`.
-fn heads(text: &str) -> Result<[usize; 2], String> {
-    let parts = text.split_once('/');
-    let parsed = parts.and_then(|(q, kv)| Some([q.parse().ok()?, kv.parse().ok()?]));
-    parsed.ok_or_else(|| "write query heads and KV heads as in 28/4".to_owned())
-}
-
-impl CustomArgs {
-    /// One workload per format; none if no shape was given.
-    fn workloads(&self) -> Result<Vec<Workload>> {
-        let Some([q, kv]) = self.heads else {
-            return Ok(Vec::new());
-        };
-        let one = |&format: &KvFormat| {
-            // More sequences than any cache has are refused before a list of their lengths is made.
-            ensure!(
-                self.batch <= MOST_SEQUENCES,
-                "--batch is {}; allowed: up to {MOST_SEQUENCES} sequences",
-                self.batch
-            );
-            let mut problem = Problem::new(
-                Heads {
-                    q,
-                    kv,
-                    dim: self.dim,
-                },
-                vec![self.ctx; self.batch],
-            );
-            problem.q_len = self.q_len;
-            Ok(Workload::custom(problem, format, self.page_size)?)
-        };
-        self.kv.iter().map(one).collect()
-    }
-}
-
-/// The most sequences of a workload of one's own.
-const MOST_SEQUENCES: usize = 1 << 16;
-
 /// One timer, or on the CPU one for each number of threads.
 fn timers(args: &BenchArgs, backend: BackendId) -> Result<Vec<Box<dyn Timer>>> {
     ensure!(
@@ -143,60 +78,6 @@ fn timers(args: &BenchArgs, backend: BackendId) -> Result<Vec<Box<dyn Timer>>> {
     }
 }
 
-/// The timer of a backend other than the CPU's.
-pub fn gpu_timer(backend: BackendId) -> Result<Box<dyn Timer>> {
-    match backend {
-        #[cfg(feature = "cuda")]
-        BackendId::Cuda => Ok(Box::new(attn_bench::cuda::CudaTimer::open()?)),
-        #[cfg(feature = "wgpu")]
-        BackendId::Wgpu => Ok(Box::new(attn_bench::wgpu::WgpuTimer::open()?)),
-        other => bail!(
-            "this build of attn has no timer for {other}; build attn-cli with the feature {other}"
-        ),
-    }
-}
-
-/// The names that a backend's targets use.
-fn default_names(args: &BenchArgs, backend: BackendId) -> Vec<String> {
-    let names: &[&str] = match backend {
-        BackendId::Cuda => &[""],
-        BackendId::Cpu if args.plot.is_some() => &["single/32-8", "context/"],
-        BackendId::Cpu => &["single/"],
-        _ => &["gqa8/batch32/", "gqa8/batch512/", "single/32-8-ctx8192/"],
-    };
-    names.iter().map(|&name| name.to_owned()).collect()
-}
-
-/// The workloads with one of these names, or else with one of these in their names.
-fn chosen(names: &[String]) -> Result<Vec<Workload>> {
-    let all = workloads();
-    let mut wanted = vec![false; all.len()];
-    for name in names {
-        let whole = all.iter().any(|workload| workload.to_string() == *name);
-        let mut found = false;
-        for (workload, wanted) in all.iter().zip(&mut wanted) {
-            let text = workload.to_string();
-            if if whole {
-                text == *name
-            } else {
-                text.contains(name.as_str())
-            } {
-                (*wanted, found) = (true, true);
-            }
-        }
-        ensure!(
-            found,
-            "no workload is called {name}; `attn bench --list` prints the names"
-        );
-    }
-    Ok(all
-        .into_iter()
-        .zip(wanted)
-        .filter(|pair| pair.1)
-        .map(|pair| pair.0)
-        .collect())
-}
-
 /// An error with its causes.
 fn words(error: &Error) -> String {
     let mut text = error.to_string();
@@ -208,74 +89,17 @@ fn words(error: &Error) -> String {
     text
 }
 
-/// bf16's time for the same workload, where it has been measured before.
-fn bf16_us(rows: &[Row], row: &Row) -> Option<f64> {
-    let same = |other: &&Row| {
-        let (a, b) = (&other.workload, &row.workload);
-        a.format == KvFormat::same(Scheme::Bf16)
-            && (other.device, a.family, &a.name) == (row.device, b.family, &b.name)
-    };
-    let figures = rows.iter().find(same)?.outcome.as_ref().ok()?;
-    Some(figures.us)
-}
-
-const HEADER: &str = "\
-| workload | MB | µs min | median | GB/s | read min | median | of the read | bf16 µs |
-|---|---|---|---|---|---|---|---|---|";
-
-fn line(row: &Row, bf16: Option<f64>) -> String {
-    let bytes = row.workload.bytes() as f64;
-    match &row.outcome {
-        Ok(f) => format!(
-            "| {} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.0} % | {} |",
-            row.workload,
-            bytes / 1e6,
-            f.measured.step.min,
-            f.measured.step.median,
-            gb_per_s(bytes, f.us),
-            f.measured.ceiling.min,
-            f.measured.ceiling.median,
-            f.share() * 100.0,
-            bf16.map_or("–".into(), |us| format!("{us:.1}"))
+/// The timer of a backend other than the CPU's.
+pub fn gpu_timer(backend: BackendId) -> Result<Box<dyn Timer>> {
+    match backend {
+        #[cfg(feature = "cuda")]
+        BackendId::Cuda => Ok(Box::new(attn_bench::cuda::CudaTimer::open()?)),
+        #[cfg(feature = "wgpu")]
+        BackendId::Wgpu => Ok(Box::new(attn_bench::wgpu::WgpuTimer::open()?)),
+        other => bail!(
+            "this build of attn has no timer for {other}; build attn-cli with the feature {other}"
         ),
-        Err(reason) => format!("| {} | {:.1} | {reason} |", row.workload, bytes / 1e6),
     }
-}
-
-fn value(row: &Row, device: &str, bf16: Option<f64>) -> Value {
-    let bytes = row.workload.bytes() as f64;
-    let mut value = json!({ "device": device, "shape": row.workload.to_string(), "bytes": bytes });
-    let Value::Object(map) = &mut value else {
-        return value;
-    };
-    let mut put = |name: &str, x: Value| map.insert(name.to_owned(), x);
-    match &row.outcome {
-        Ok(f) => {
-            put("us", number(f.us));
-            put("us_min", number(f.measured.step.min));
-            put("us_median", number(f.measured.step.median));
-            put("gb_per_s", number(gb_per_s(bytes, f.us)));
-            put("read_us", number(f.read_us));
-            put("read_us_min", number(f.measured.ceiling.min));
-            put("read_us_median", number(f.measured.ceiling.median));
-            put("share", number(f.share()));
-            put("bf16_us", bf16.map_or(Value::Null, number));
-        }
-        Err(reason) => {
-            put("reason", json!(reason));
-        }
-    }
-    value
-}
-
-fn list(workloads: &[Workload], console: &mut Console<'_>) -> Result<()> {
-    for workload in workloads {
-        let (name, megabytes) = (workload.to_string(), workload.bytes() as f64 / 1e6);
-        console.table(format_args!("{name:44} {megabytes:9.1} MB"))?;
-    }
-    let of = |s: &Workload| json!({ "shape": s.to_string(), "bytes": s.bytes() });
-    console.value(&Value::from_iter(workloads.iter().map(of)))?;
-    Ok(())
 }
 
 /// Figures, or why there are none; and whether the device is sound.
@@ -320,7 +144,7 @@ pub fn bench(args: &BenchArgs, console: &mut Console<'_>, backends: &Backends) -
         None => best(console, backends)?,
     };
     if workloads.is_empty() {
-        workloads = chosen(&default_names(args, backend))?;
+        workloads = chosen(&default_names(backend, args.plot.is_some()))?;
     }
     // Refused before hours of measuring, not after.
     let plot = args.plot.as_deref();
@@ -399,8 +223,10 @@ fn measure_all(
 
 #[cfg(test)]
 mod tests {
+    use attn::{KvFormat, Scheme};
     use attn_bench::{Measured, Timing};
     use clap::Parser;
+    use serde_json::Value;
 
     use super::*;
     use crate::faulty::{Faulty, program};
@@ -654,12 +480,11 @@ mod tests {
 
     #[test]
     fn each_backend_has_default_workloads() {
-        let names = |words: &[&str], backend| default_names(&args(words), backend);
-        assert_eq!(names(&[], BackendId::Cuda), [""]);
-        assert_eq!(names(&[], BackendId::Cpu), ["single/"]);
-        let plot = ["--plot", "x.svg"];
-        assert_eq!(names(&plot, BackendId::Cpu), ["single/32-8", "context/"]);
-        assert_eq!(names(&plot, BackendId::Wgpu).len(), 3);
+        assert_eq!(default_names(BackendId::Cuda, false), [""]);
+        assert_eq!(default_names(BackendId::Cpu, false), ["single/"]);
+        let plotted = default_names(BackendId::Cpu, true);
+        assert_eq!(plotted, ["single/32-8", "context/"]);
+        assert_eq!(default_names(BackendId::Wgpu, true).len(), 3);
     }
 
     #[test]

@@ -14,7 +14,6 @@ use crate::{
     merge::{States, merge},
     query::{self, QueryRows},
     reader::{Reader, Side},
-    scratch::Aligned,
     simd::{Dot, Dot16, Isa, Simd, portable::Portable, scalar::Scalar},
     softmax::Modifiers,
     tile::{Fetch, Tile},
@@ -278,6 +277,133 @@ fn v_scale(step: &StepInputs<'_>, g: usize) -> f32 {
     scales.get(g).copied().unwrap_or(1.0)
 }
 
+/// One split's inputs: a KV head of a sequence, and what its query rows see of it.
+struct SplitInputs<'a> {
+    problem: &'a Problem,
+    split: &'a Split,
+    reader: Reader<'a>,
+    kv_len: usize,
+    /// The tokens that any query row sees.
+    seen: Range<usize>,
+    /// 2/softcap and softcap · log2 e.
+    softcap: Option<[f32; 2]>,
+}
+
+/// A tile of a split: its first token, and how many it has.
+#[derive(Clone, Copy)]
+struct TilePlace {
+    t0: usize,
+    tokens: usize,
+}
+
+impl<'a> SplitInputs<'a> {
+    #[inline(always)]
+    fn new(step: &StepInputs<'a>, split: &'a Split) -> Result<Self, Error> {
+        let problem = step.problem();
+        let seen = (0..problem.q_len)
+            .map(|i| problem.visible(split.b, i))
+            .filter(|seen| !seen.is_empty())
+            .reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))
+            .unwrap_or(0..0);
+        Ok(SplitInputs {
+            problem,
+            split,
+            reader: Reader::new(step.kv(), split.b, split.g)?,
+            kv_len: problem.kv_lens[split.b],
+            seen,
+            softcap: problem.softcap.map(|cap| [2.0 / cap, cap * LOG2_E]),
+        })
+    }
+
+    /// The tiles of a segment that any query row sees.
+    #[inline(always)]
+    fn tiles(&self, segment: usize) -> impl Iterator<Item = TilePlace> {
+        let (kv_len, seen) = (self.kv_len, &self.seen);
+        let segment_tokens = segments::segment_tokens(kv_len);
+        let tokens = segment * segment_tokens..kv_len.min((segment + 1) * segment_tokens);
+        tokens
+            .step_by(TILE)
+            .map(move |t0| TilePlace {
+                t0,
+                tokens: TILE.min(kv_len - t0),
+            })
+            .filter(|tile| tile.t0 < seen.end && tile.t0 + tile.tokens > seen.start)
+    }
+
+    /// The tokens of a tile that a query row sees, counted from the tile's first one.
+    #[inline(always)]
+    fn seen_in(&self, tile: TilePlace) -> impl Fn(usize) -> [usize; 2] {
+        let (problem, b, per) = (self.problem, self.split.b, self.problem.heads_per_kv());
+        let TilePlace { t0, tokens } = tile;
+        move |row| {
+            let seen = problem.visible(b, row / per);
+            [
+                seen.start.max(t0) - t0,
+                seen.end.min(t0 + tokens).max(t0) - t0,
+            ]
+        }
+    }
+
+    /// The score modifiers of a query row in a tile.
+    #[inline(always)]
+    fn modifiers_in(&self, tile: TilePlace) -> impl Fn(usize) -> Modifiers {
+        let (problem, per) = (self.problem, self.problem.heads_per_kv());
+        let (softcap, kv_len, first_row) = (self.softcap, self.kv_len, self.split.g * per);
+        move |row| Modifiers {
+            softcap,
+            alibi: problem.alibi_slopes.as_ref().map(|slopes| {
+                let position = kv_len as i32 - problem.q_len as i32 + (row / per) as i32;
+                (
+                    slopes[first_row + row % per] * LOG2_E,
+                    tile.t0 as i32 - position,
+                )
+            }),
+        }
+    }
+}
+
+/// Where the thread reads next, for prefetching: the tiles of its split, then the first tile of the split after it, which the same
+/// thread most likely takes.
+struct Ahead<'a> {
+    /// The end of this split's tokens that any query row sees.
+    last: usize,
+    kv_len: usize,
+    following: Option<(Reader<'a>, TilePlace)>,
+}
+
+impl<'a> Ahead<'a> {
+    #[inline(always)]
+    fn new(step: &StepInputs<'a>, inputs: &SplitInputs<'_>, next: Option<&Split>) -> Self {
+        let segment_tokens = segments::segment_tokens(inputs.kv_len);
+        let following = next.and_then(|next| {
+            let reader = Reader::new(step.kv(), next.b, next.g).ok()?;
+            let kv_len = inputs.problem.kv_lens[next.b];
+            let t0 = next.segments.start * segments::segment_tokens(kv_len);
+            let tokens = TILE.min(kv_len - t0);
+            Some((reader, TilePlace { t0, tokens }))
+        });
+        Ahead {
+            last: inputs
+                .seen
+                .end
+                .min(inputs.split.segments.end * segment_tokens),
+            kv_len: inputs.kv_len,
+            following,
+        }
+    }
+
+    /// Aims the prefetches at the tile behind `tile`.
+    #[inline(always)]
+    fn aim(&self, fetch: &mut Fetch, reader: &Reader<'_>, tile: TilePlace) {
+        let t0 = tile.t0 + TILE;
+        match &self.following {
+            _ if t0 < self.last => fetch.aim(reader, t0, TILE.min(self.kv_len - t0)),
+            Some((reader, tile)) => fetch.aim(reader, tile.t0, tile.tokens),
+            None => fetch.idle(),
+        }
+    }
+}
+
 /// The codes that the rows' operands were last prepared for.
 #[derive(PartialEq)]
 enum PreparedFor {
@@ -286,6 +412,7 @@ enum PreparedFor {
     Page(usize),
 }
 
+/// Attends the first of the splits; see [`Attend`].
 #[inline(always)]
 fn attend<D: Dot, const INTEGER: bool>(
     d: D,
@@ -294,137 +421,134 @@ fn attend<D: Dot, const INTEGER: bool>(
     scratch: &mut Scratch,
     states: &mut [f32],
 ) -> Result<(), Error> {
-    let (split, next) = (&splits[0], splits.get(1));
-    let (format, s) = (step.plan().format(), d.simd());
-    let problem = step.problem();
-    let (dim, per, kv_len) = (
-        problem.head_dim,
-        problem.heads_per_kv(),
-        problem.kv_lens[split.b],
-    );
-    let reader = Reader::new(step.kv(), split.b, split.g)?;
-    let (rows, tile, fetch) = (&mut scratch.rows, &mut scratch.tile, &mut scratch.fetch);
-    let count = problem.q_len * per;
-    rows.reserve(count, dim, format.v.groups(dim));
-    load_queries(s, step, split, reader.tensor_scales[0], &mut rows.q);
-    // The float arithmetic reads fp8 too small by this factor (`unpack`).
-    let unit = |scheme| match scheme {
-        Scheme::Fp8E4m3 => FP8_UNIT,
-        _ => 1.0,
-    };
-    let (k_unit, v_unit) = (unit(format.k), unit(format.v));
-    if !INTEGER && k_unit != 1.0 {
-        rows.q.as_mut_slice()[..count * dim]
-            .iter_mut()
-            .for_each(|q| *q *= k_unit);
-    }
-
-    let seen = (0..problem.q_len)
-        .map(|i| problem.visible(split.b, i))
-        .filter(|seen| !seen.is_empty())
-        .reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))
-        .unwrap_or(0..0);
-    let caps = problem.softcap.map(|cap| [2.0 / cap, cap * LOG2_E]);
-    let page_tokens = reader.page_end(0);
-    let segment_tokens = segments::segment_tokens(kv_len);
+    let s = d.simd();
+    let inputs = SplitInputs::new(step, &splits[0])?;
+    let ahead = Ahead::new(step, &inputs, splits.get(1));
+    load_queries::<_, INTEGER>(s, step, &inputs, &mut scratch.rows);
+    let v_unit = float_unit(step.plan().format().v);
     let mut prepared = PreparedFor::Nothing;
-    if INTEGER && format.k == Scheme::Int4(Int4Scale::Channel) {
-        query::round_queries(rows);
-    }
-    let last = seen.end.min(split.segments.end * segment_tokens);
-    // The tile that comes after this one: of this split, or the first of the next, which this thread most likely takes.
-    let following = next.and_then(|next| {
-        let reader = Reader::new(step.kv(), next.b, next.g).ok()?;
-        let kv_len = problem.kv_lens[next.b];
-        let t0 = next.segments.start * segments::segment_tokens(kv_len);
-        Some((reader, t0, TILE.min(kv_len - t0)))
-    });
-    let aim = |fetch: &mut Fetch, reader: &Reader<'_>, t0: usize| match &following {
-        _ if t0 < last => fetch.aim(reader, t0, TILE.min(kv_len - t0)),
-        Some((reader, t0, tokens)) => fetch.aim(reader, *t0, *tokens),
-        None => fetch.idle(),
-    };
-    for (n, segment) in split.segments.clone().enumerate() {
-        rows.m.as_mut_slice()[..count].fill(f32::NEG_INFINITY);
-        rows.l.as_mut_slice()[..count].fill(0.0);
-        rows.o.as_mut_slice()[..count * dim].fill(0.0);
-        let tokens = segment * segment_tokens..kv_len.min((segment + 1) * segment_tokens);
-        for t0 in tokens.step_by(TILE) {
-            let len = TILE.min(kv_len - t0);
-            if t0 >= seen.end || t0 + len <= seen.start {
-                continue;
-            }
-            let in_tile = |row: usize| {
-                let seen = problem.visible(split.b, row / per);
-                [seen.start.max(t0) - t0, seen.end.min(t0 + len).max(t0) - t0]
-            };
-            let modifiers = |row: usize| Modifiers {
-                softcap: caps,
-                alibi: problem.alibi_slopes.as_ref().map(|slopes| {
-                    let position = kv_len as i32 - problem.q_len as i32 + (row / per) as i32;
-                    (
-                        slopes[split.g * per + row % per] * LOG2_E,
-                        t0 as i32 - position,
-                    )
-                }),
-            };
-            if !INTEGER {
-                tile.load_float(s, &reader, t0, len, dim);
-                aim(fetch, &reader, t0 + TILE);
-                // SAFETY: `load_float` has pointed the tile to `len` readable tokens.
-                unsafe { float::fold_tile(s, tile, fetch, rows, in_tile, modifiers, v_unit) };
-                continue;
-            }
-            tile.load_integer(s, &reader, t0, len, dim);
-            aim(fetch, &reader, t0 + TILE);
-            let scheme = reader.scheme(Side::K, t0);
-            let bias = if tile.k_nibbles { 8 } else { D::K_BIAS };
-            if scheme == Scheme::Int4(Int4Scale::Channel) {
-                let page = PreparedFor::Page(t0 / page_tokens);
-                if prepared != page {
-                    channels::prepare(d, rows, &tile.channels, bias);
-                    prepared = page;
-                }
-            } else if prepared != PreparedFor::Plain(scheme) {
-                query::prepare(d, rows, tile.k_groups, bias);
-                prepared = PreparedFor::Plain(scheme);
-            }
-            // SAFETY: `load_integer` has pointed the tile to `len` readable tokens; the rows are prepared for its K.
-            unsafe { integer::fold_tile(d, tile, fetch, rows, in_tile, modifiers) };
-        }
-        let (m, l, o) = (rows.m.as_slice(), rows.l.as_slice(), rows.o.as_slice());
-        for (r, state) in states.chunks_exact_mut(dim + 2).enumerate() {
-            let (state_o, ml) = state.split_at_mut(dim);
-            let (right, right_o) = ([m[r], l[r]], &o[r * dim..][..dim]);
-            if n == 0 {
-                state_o.copy_from_slice(right_o);
-                ml.copy_from_slice(&right);
+    for (n, segment) in inputs.split.segments.clone().enumerate() {
+        clear_state(&mut scratch.rows);
+        for tile in inputs.tiles(segment) {
+            if INTEGER {
+                fold_integer_tile(d, &inputs, &ahead, tile, scratch, &mut prepared);
             } else {
-                let mut left = [ml[0], ml[1]];
-                merge(s, &mut left, state_o, right, right_o);
-                ml.copy_from_slice(&left);
+                fold_float_tile(s, &inputs, &ahead, tile, scratch, v_unit);
             }
         }
+        merge_segment(s, &scratch.rows, n == 0, states);
     }
     Ok(())
 }
 
-/// `q'` of section 2 for every row, `[q_len · heads_per_kv][dim]`.
+/// The factor by which the float arithmetic reads a scheme's values too small (`unpack`).
 #[inline(always)]
-fn load_queries<S: Simd>(
+fn float_unit(scheme: Scheme) -> f32 {
+    match scheme {
+        Scheme::Fp8E4m3 => FP8_UNIT,
+        _ => 1.0,
+    }
+}
+
+/// Sets the rows to `q'` of section 2, `[q_len · heads_per_kv][dim]`.
+#[inline(always)]
+fn load_queries<S: Simd, const INTEGER: bool>(
     _: S,
     step: &StepInputs<'_>,
-    split: &Split,
-    k_tensor_scale: f32,
-    out: &mut Aligned<f32>,
+    inputs: &SplitInputs<'_>,
+    rows: &mut QueryRows,
 ) {
-    let problem = step.problem();
+    let (problem, split, format) = (inputs.problem, inputs.split, step.plan().format());
     let (dim, per) = (problem.head_dim, problem.heads_per_kv());
-    let c = (problem.softmax_scale * LOG2_E) * k_tensor_scale;
-    for i in 0..problem.q_len {
+    let count = problem.q_len * per;
+    rows.reserve(count, dim, format.v.groups(dim));
+    let c = (problem.softmax_scale * LOG2_E) * inputs.reader.tensor_scales[0];
+    let out = &mut rows.q.as_mut_slice()[..count * dim];
+    for (i, out) in out.chunks_exact_mut(per * dim).enumerate() {
         let from = ((split.b * problem.q_len + i) * problem.num_q_heads + split.g * per) * dim;
         let rows = &step.q()[from..][..per * dim];
-        let out = &mut out.as_mut_slice()[i * per * dim..][..per * dim];
         out.iter_mut().zip(rows).for_each(|(out, q)| *out = q * c);
+    }
+    let k_unit = float_unit(format.k);
+    if !INTEGER && k_unit != 1.0 {
+        out.iter_mut().for_each(|q| *q *= k_unit);
+    }
+    if INTEGER && format.k == Scheme::Int4(Int4Scale::Channel) {
+        query::round_queries(rows);
+    }
+}
+
+/// Empties the rows' states.
+#[inline(always)]
+fn clear_state(rows: &mut QueryRows) {
+    let (count, dim) = (rows.count, rows.dim);
+    rows.m.as_mut_slice()[..count].fill(f32::NEG_INFINITY);
+    rows.l.as_mut_slice()[..count].fill(0.0);
+    rows.o.as_mut_slice()[..count * dim].fill(0.0);
+}
+
+/// Folds a tile into the rows' states in the float arithmetic.
+#[inline(always)]
+fn fold_float_tile<S: Simd>(
+    s: S,
+    inputs: &SplitInputs<'_>,
+    ahead: &Ahead<'_>,
+    place: TilePlace,
+    Scratch { rows, tile, fetch }: &mut Scratch,
+    v_unit: f32,
+) {
+    tile.load_float(s, &inputs.reader, place.t0, place.tokens, rows.dim);
+    ahead.aim(fetch, &inputs.reader, place);
+    let (seen, modifiers) = (inputs.seen_in(place), inputs.modifiers_in(place));
+    // SAFETY: `load_float` has pointed the tile to as many readable tokens as it has.
+    unsafe { float::fold_tile(s, tile, fetch, rows, seen, modifiers, v_unit) };
+}
+
+/// Folds a tile into the rows' states in the integer arithmetic; prepares the rows first where the last tile's K was of another kind.
+#[inline(always)]
+fn fold_integer_tile<D: Dot>(
+    d: D,
+    inputs: &SplitInputs<'_>,
+    ahead: &Ahead<'_>,
+    place: TilePlace,
+    Scratch { rows, tile, fetch }: &mut Scratch,
+    prepared: &mut PreparedFor,
+) {
+    let reader = &inputs.reader;
+    tile.load_integer(d.simd(), reader, place.t0, place.tokens, rows.dim);
+    ahead.aim(fetch, reader, place);
+    let scheme = reader.scheme(Side::K, place.t0);
+    let bias = if tile.k_nibbles { 8 } else { D::K_BIAS };
+    if scheme == Scheme::Int4(Int4Scale::Channel) {
+        let page = PreparedFor::Page(place.t0 / reader.page_end(0));
+        if *prepared != page {
+            channels::prepare(d, rows, &tile.channels, bias);
+            *prepared = page;
+        }
+    } else if *prepared != PreparedFor::Plain(scheme) {
+        query::prepare(d, rows, tile.k_groups, bias);
+        *prepared = PreparedFor::Plain(scheme);
+    }
+    let (seen, modifiers) = (inputs.seen_in(place), inputs.modifiers_in(place));
+    // SAFETY: `load_integer` has pointed the tile to as many readable tokens as it has; the rows are prepared for its K.
+    unsafe { integer::fold_tile(d, tile, fetch, rows, seen, modifiers) };
+}
+
+/// Merges the rows' states of a segment into the split's `states`, which the first segment sets.
+#[inline(always)]
+fn merge_segment<S: Simd>(s: S, rows: &QueryRows, is_first: bool, states: &mut [f32]) {
+    let dim = rows.dim;
+    let (m, l, o) = (rows.m.as_slice(), rows.l.as_slice(), rows.o.as_slice());
+    for (r, state) in states.chunks_exact_mut(dim + 2).enumerate() {
+        let (state_o, ml) = state.split_at_mut(dim);
+        let (right, right_o) = ([m[r], l[r]], &o[r * dim..][..dim]);
+        if is_first {
+            state_o.copy_from_slice(right_o);
+            ml.copy_from_slice(&right);
+        } else {
+            let mut left = [ml[0], ml[1]];
+            merge(s, &mut left, state_o, right, right_o);
+            ml.copy_from_slice(&left);
+        }
     }
 }

@@ -1,8 +1,8 @@
-//! The disk cache of kernel images: which folder it is, who may write it, what an entry holds.
+//! The disk cache of compiled kernel images: its folder, the permissions it requires, and the form of an entry.
 //!
-//! An entry is machine code that the GPU will run. So the folder and every entry must belong to this process's user or to root, and
-//! nobody else may write them; what does not hold is a [`CacheError`] and is not read. An entry is written beside its place and
-//! renamed, so concurrent processes are safe, and carries a BLAKE3 hash of its key and image, so a damaged or renamed one is refused.
+//! An entry is machine code that the GPU will run. The folder and every entry must therefore belong to this process's user or to root, and
+//! no other user may have write permission; anything else is a [`CacheError`] and is not read. An entry is written to a temporary file
+//! and renamed, so concurrent processes are safe. It holds a BLAKE3 hash of its key and image, so a damaged or renamed entry is refused.
 
 use std::{
     env,
@@ -16,14 +16,14 @@ use std::{
 
 use attn_kernels::cuda::instance::{Key, hex};
 
-/// First bytes of an entry; another number for another form.
+/// The first bytes of an entry; the number changes with the form.
 const MAGIC: &[u8; 8] = b"ATTNIMG2";
 
-/// Why the kernel cache, or an entry of it, is not used.
+/// Why the kernel cache or one of its entries is not used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CacheError {
-    /// `ATTN_CACHE_DIR` names a folder of wherever the process was started.
+    /// `ATTN_CACHE_DIR` is a relative path, which depends on the current directory.
     #[error("the kernel cache {path} is a relative path; set ATTN_CACHE_DIR to an absolute one")]
     Relative {
         /// The folder given.
@@ -36,30 +36,30 @@ pub enum CacheError {
     Owner {
         /// The folder or entry.
         path: PathBuf,
-        /// Its owner's number.
+        /// User id of its owner.
         owner: u32,
-        /// This process's user.
+        /// Effective user id of this process.
         user: u32,
     },
-    /// Other users may write a folder or an entry.
+    /// Users other than its owner may write a folder or an entry.
     #[error(
         "the kernel cache's {path} may be written by others (mode {mode:03o}), and only its owner may write it; run `chmod go-w` on it, or set ATTN_CACHE_DIR to a folder of your own"
     )]
     Writable {
         /// The folder or entry.
         path: PathBuf,
-        /// Its permissions.
+        /// Its permission bits.
         mode: u32,
     },
-    /// The folder's path leads to something else, or an entry's does.
+    /// The path of the folder is not a folder, or the path of an entry is not a file.
     #[error("the kernel cache's {path} is not a {wanted}; remove it")]
     Kind {
-        /// Where.
+        /// The path.
         path: PathBuf,
-        /// `folder` or `file`.
+        /// What should be there: `folder` or `file`.
         wanted: &'static str,
     },
-    /// An entry's bytes are not what its writer left.
+    /// The hash of an entry does not match its bytes.
     #[error(
         "the kernel cache's {path} is damaged; remove it, or compile it again where there is a compiler"
     )]
@@ -67,19 +67,19 @@ pub enum CacheError {
         /// The entry.
         path: PathBuf,
     },
-    /// The file system refused.
+    /// The operating system refused to read or write a path.
     #[error("the kernel cache's {path} cannot be read: {reason}")]
     Unreadable {
         /// The folder or entry.
         path: PathBuf,
-        /// The system's words.
+        /// The operating system's message.
         reason: String,
     },
 }
 
-/// The cache's folder by the environment: `$ATTN_CACHE_DIR`, `$XDG_CACHE_HOME/attn`, `~/.cache/attn`; `None` without any of them.
+/// The cache's folder: `$ATTN_CACHE_DIR`, else `$XDG_CACHE_HOME/attn`, else `~/.cache/attn`; `None` if no variable is set.
 ///
-/// A relative `XDG_CACHE_HOME` or `HOME` is passed over, as the XDG specification says.
+/// A relative `XDG_CACHE_HOME` or `HOME` is ignored, as the XDG specification requires.
 ///
 /// # Errors
 /// [`CacheError::Relative`] for a relative `ATTN_CACHE_DIR`.
@@ -100,10 +100,10 @@ fn folder_of(env: &dyn Fn(&str) -> Option<OsString>) -> Result<Option<PathBuf>, 
         .map(|base| base.join("attn")))
 }
 
-/// The cache's folder, if there is one already and it may be read.
+/// The cache's folder, if it exists and its permissions allow its use.
 ///
 /// # Errors
-/// [`CacheError`] for a folder that somebody else owns or may write.
+/// [`CacheError`] for a folder that another user owns or may write.
 pub fn usable_folder() -> Result<Option<PathBuf>, CacheError> {
     match folder()? {
         Some(folder) if check_folder(&folder)? => Ok(Some(folder)),
@@ -118,7 +118,8 @@ fn unreadable(path: &Path) -> impl FnOnce(io::Error) -> CacheError + '_ {
     }
 }
 
-/// Refuses what a user other than `user` owns, or may write. Root owns the system itself, so its files are taken.
+/// Refuses a path that anyone but `user` or root owns, or that others than its owner may write. Root can change the program itself, so
+/// its files are trusted.
 fn check_owner(path: &Path, owner: u32, mode: u32, user: u32) -> Result<(), CacheError> {
     let path = path.to_owned();
     if owner != user && owner != 0 {
@@ -138,13 +139,13 @@ fn check_access(path: &Path, metadata: &fs::Metadata) -> Result<(), CacheError> 
     check_owner(path, metadata.uid(), metadata.mode(), user)
 }
 
-/// Elsewhere a profile's folders are its user's by the system's own access lists, and no NVRTC is looked for (`nvrtc.rs`).
+/// Elsewhere the system's access lists protect a user's profile, and NVRTC is not searched for (`nvrtc.rs`).
 #[cfg(not(unix))]
 fn check_access(path: &Path, _metadata: &fs::Metadata) -> Result<(), CacheError> {
     check_owner(path, 0, 0, 0)
 }
 
-/// Whether the folder is there.
+/// Whether the folder exists; an error if it must not be used.
 fn check_folder(folder: &Path) -> Result<bool, CacheError> {
     let metadata = match fs::metadata(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
@@ -160,12 +161,12 @@ fn check_folder(folder: &Path) -> Result<bool, CacheError> {
     Ok(true)
 }
 
-/// Where the entry of a key lies.
+/// The path of a key's entry.
 pub(crate) fn entry_path(folder: &Path, key: &Key) -> PathBuf {
     folder.join(format!("{}.image", hex(key)))
 }
 
-/// The hash that an entry carries: of the key, too, so that no entry serves under another name.
+/// The hash in an entry. It covers the key, so that a renamed entry is refused.
 fn checksum(key: &Key, image: &[u8]) -> [u8; 32] {
     *blake3::keyed_hash(key, image).as_bytes()
 }
@@ -183,7 +184,7 @@ pub(crate) fn read_entry(folder: &Path, key: &Key) -> Result<Option<Vec<u8>>, Ca
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => file.map_err(unreadable(&path))?,
     };
-    // Of the file that is open, which nobody can exchange any more.
+    // The open file is examined, not the path: another process cannot exchange it any more.
     let metadata = file.metadata().map_err(unreadable(&path))?;
     if !metadata.is_file() {
         let wanted = "file";
@@ -200,7 +201,7 @@ pub(crate) fn read_entry(folder: &Path, key: &Key) -> Result<Option<Vec<u8>>, Ca
     image.map(Some).ok_or(CacheError::Damaged { path })
 }
 
-/// Writes the entry of a key. The folder is made for its owner alone if there is none.
+/// Writes the entry of a key. A folder that does not exist is created with access for its owner alone.
 ///
 /// # Errors
 /// [`CacheError`] for a folder that must not be used, or that cannot be written.
@@ -222,7 +223,7 @@ pub(crate) fn write_entry(folder: &Path, key: &Key, image: &[u8]) -> Result<(), 
     write_beside(&path, write).map_err(unreadable(&path))
 }
 
-/// Has `write` fill a new file beside `path` and renames it; whatever fails, no such file stays.
+/// Creates a temporary file beside `path`, fills it by `write` and renames it to `path`; a failure leaves no temporary file.
 fn write_beside(path: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
     static COUNT: AtomicUsize = AtomicUsize::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -254,7 +255,7 @@ mod tests {
             .collect()
     }
 
-    /// A folder that the cache made itself, with one entry.
+    /// A folder that the cache has created, with one entry.
     fn cache() -> (tempfile::TempDir, PathBuf) {
         let root = tempfile::tempdir().unwrap();
         let folder = root.path().join("a/attn");
@@ -396,7 +397,8 @@ mod tests {
             }
         }
 
-        /// Only root can give a file away, and only then are real ones looked at; `only_its_user_and_root_may_own_an_entry` has the rule.
+        /// Only root can change a file's owner; for other users the test checks nothing, and `only_its_user_and_root_may_own_an_entry`
+        /// holds the rule.
         #[test]
         fn a_folder_or_entry_given_to_another_user_is_refused() {
             let (_root, folder) = cache();

@@ -2,15 +2,9 @@
 //! an evaluator of 128 bits here.
 
 use arbitrary::Unstructured;
+use attn_kernels::wgsl::{Constants, specialise};
 
 use crate::{draw::Draw, hold};
-
-// The preprocessor alone, without a GPU's driver and compiler: it uses nothing of its crate.
-#[path = "../../../kernels/src/wgsl/specialise.rs"]
-#[allow(dead_code, unreachable_pub, reason = "the module is another crate's")]
-mod specialise;
-
-use specialise::Constants;
 
 /// A preprocessor: the main file's text, an included file's, constants.
 pub type Specialise = fn(&str, &str, &Constants) -> Result<String, String>;
@@ -21,7 +15,7 @@ fn subject(main: &str, other: &str, constants: &Constants) -> Result<String, Str
         "other" => Some(other),
         _ => None,
     };
-    specialise::specialise("main", constants, &source).map_err(|error| error.to_string())
+    specialise("main", constants, &source).map_err(|error| error.to_string())
 }
 
 /// Draws templates; see the module.

@@ -1,17 +1,17 @@
-//! NVRTC, the run-time kernel compiler: found, loaded and called; shared by `build.rs` and the run time.
+//! Finds, loads and calls NVRTC, NVIDIA's run-time compiler of CUDA kernels; used by `build.rs` and at run time.
 //!
-//! Loading a library runs its code, so only these places are searched, in this order:
+//! Loading a library runs its initializers, so only these places are searched, in this order:
 //!
-//! 1. `ATTN_NVRTC`, an absolute path of a folder or of a file in it; then nothing else;
+//! 1. `ATTN_NVRTC`, an absolute path of a folder or of a file in it; if it is set, no other place is searched;
 //! 2. the dynamic loader's own path, unless `LD_LIBRARY_PATH` has a relative or empty entry;
 //! 3. the absolute entries of `LD_LIBRARY_PATH`;
 //! 4. `/usr/local/cuda/lib64`, `$CUDA_PATH/lib64`, `/usr/local/cuda-*/lib64`;
 //! 5. the wheels of `pip install nvidia-cuda-nvrtc` (`lib/python3*/{site,dist}-packages/nvidia/c*/lib`) below `VIRTUAL_ENV`,
-//!    `CONDA_PREFIX`, the parent of each absolute entry of `PATH` that has a `python3`, where that is a link its target's, and
-//!    `~/.local`.
+//!    `CONDA_PREFIX`, the parent of each absolute entry of `PATH` that has a `python3` (and of the link's target, if that is a link),
+//!    and `~/.local`.
 //!
-//! A relative path, the current directory among them, is never searched. `libnvrtc-builtins` must be loaded before a library
-//! that is opened by its path.
+//! Relative paths, such as the current directory, are never searched. `libnvrtc-builtins` must be loaded before a `libnvrtc` that is
+//! opened by its path.
 
 use std::{
     env,
@@ -23,24 +23,24 @@ use std::{
 
 use libloading::Library;
 
-/// How to install the compiler.
+/// The end of an error message: how to install the compiler.
 pub const NEXT_STEP: &str = "install it with `pip install nvidia-cuda-nvrtc` (driver 580 or newer) or `pip install nvidia-cuda-nvrtc-cu12`, \
      or point ATTN_NVRTC at a folder that holds libnvrtc.so";
 
-/// The loaded compiler.
+/// NVRTC, loaded into this process.
 #[derive(Debug)]
 pub struct Nvrtc {
     library: Library,
     _builtins: Option<Library>,
-    /// Where it was found.
+    /// The path of the library, or the name by which the dynamic loader found it.
     pub path: PathBuf,
-    /// Its version.
+    /// Major and minor version of NVRTC.
     pub version: (i32, i32),
 }
 
 type Program = *mut c_void;
 
-/// Folders of one level: `base/<any entry that starts with prefix>/rest`.
+/// The folders `base/<an entry whose name starts with prefix>/rest` that exist, last name first.
 fn glob(base: &Path, prefix: &str, rest: &str) -> Vec<PathBuf> {
     let mut found: Vec<_> = fs::read_dir(base)
         .into_iter()
@@ -66,7 +66,7 @@ fn wheels(prefix: &Path) -> Vec<PathBuf> {
     all
 }
 
-/// The environment variables that say where to search; the build script runs again when one of them changes.
+/// The environment variables that the search depends on; the build script runs again when one of them changes.
 pub const VARIABLES: [&str; 7] = [
     "ATTN_NVRTC",
     "LD_LIBRARY_PATH",
@@ -84,7 +84,7 @@ fn process_env(name: &str) -> Option<OsString> {
     env::var_os(name)
 }
 
-/// The variable's path if it is absolute. A relative one would name a folder of wherever the process was started.
+/// The path in a variable, if it is absolute. A relative one would depend on the current directory.
 fn absolute(env: Env<'_>, name: &str) -> Option<PathBuf> {
     env(name)
         .map(PathBuf::from)
@@ -97,7 +97,7 @@ fn library_path(env: Env<'_>) -> Vec<PathBuf> {
     if list.is_empty() {
         return Vec::new();
     }
-    // Like the loader, which also takes semicolons.
+    // The dynamic loader accepts semicolons as separators, too.
     let entries = env::split_paths(&list).map(PathBuf::into_os_string);
     entries
         .flat_map(|entry| match entry.to_str() {
@@ -107,7 +107,7 @@ fn library_path(env: Env<'_>) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Python's prefixes: of `VIRTUAL_ENV`, `CONDA_PREFIX`, every absolute entry of `PATH` with a `python3`, and `~/.local`.
+/// The Python prefixes to search: `VIRTUAL_ENV`, `CONDA_PREFIX`, those of every absolute entry of `PATH` with a `python3`, and `~/.local`.
 fn prefixes(env: Env<'_>) -> Vec<PathBuf> {
     let mut all: Vec<PathBuf> = ["VIRTUAL_ENV", "CONDA_PREFIX"]
         .iter()
@@ -117,7 +117,7 @@ fn prefixes(env: Env<'_>) -> Vec<PathBuf> {
     for bin in env::split_paths(&path).filter(|bin| bin.is_absolute()) {
         if bin.join("python3").exists() {
             all.extend(bin.parent().map(Path::to_path_buf));
-            // A link into a virtual environment leads to its packages.
+            // A link may point into a virtual environment, whose packages lie at the target.
             let link = fs::read_link(bin.join("python3")).ok();
             all.extend(link.and_then(|l| Some(bin.join(l).parent()?.parent()?.to_path_buf())));
         }
@@ -126,7 +126,7 @@ fn prefixes(env: Env<'_>) -> Vec<PathBuf> {
     all
 }
 
-/// The folders that are searched after the loader's own path; all are absolute.
+/// The folders that are searched after the dynamic loader's own path; all are absolute.
 fn folders(env: Env<'_>) -> Vec<PathBuf> {
     let mut all = library_path(env);
     all.retain(|folder| folder.is_absolute());
@@ -139,15 +139,15 @@ fn folders(env: Env<'_>) -> Vec<PathBuf> {
     all
 }
 
-/// The files and folders that exist now and decide which library is found: what a build script watches.
+/// The existing files and folders that decide which library is found, for a build script to watch.
 ///
-/// A wheel that is installed under a Python prefix without any NVIDIA package is not noticed: cargo watches no folder without
-/// all that lies below it, and `site-packages` is too large for that.
+/// The first NVIDIA wheel under a Python prefix is not noticed: cargo watches a folder with everything below it, and `site-packages` is too
+/// large for that.
 pub fn watched(found: Option<&Nvrtc>) -> Vec<PathBuf> {
     let mut all: Vec<PathBuf> = absolute(&process_env, "ATTN_NVRTC").into_iter().collect();
     let loaded = found.map(|nvrtc| nvrtc.path.clone());
     all.extend(loaded.filter(|path| path.is_absolute()));
-    // `LD_LIBRARY_PATH` has cargo's own folders, which change with every build.
+    // Cargo adds folders of its own to `LD_LIBRARY_PATH`, and they change with every build.
     let fixed = |name: &str| {
         (name != "LD_LIBRARY_PATH")
             .then(|| process_env(name))
@@ -158,7 +158,7 @@ pub fn watched(found: Option<&Nvrtc>) -> Vec<PathBuf> {
     all
 }
 
-/// Opens a library; `global` makes its symbols visible to those opened later.
+/// Opens a library; `global` makes its symbols visible to libraries that are opened later.
 fn open(path: &Path, global: bool) -> Result<Library, libloading::Error> {
     #[cfg(unix)]
     {
@@ -194,21 +194,21 @@ impl Nvrtc {
     /// Finds and loads the compiler.
     ///
     /// # Errors
-    /// What was searched, and the loader's last words.
+    /// A message that names the places searched, or the last error of loading a library.
     pub fn load() -> Result<Self, String> {
         Self::load_from(&process_env)
     }
 
     fn load_from(env: Env<'_>) -> Result<Self, String> {
-        let mut said = String::from(
+        let mut message = String::from(
             "no libnvrtc.so on the library path, in /usr/local/cuda* or in Python wheels",
         );
         if let Some(given) = env("ATTN_NVRTC").map(PathBuf::from) {
             return Self::from_given(&given)
                 .map_err(|error| format!("ATTN_NVRTC={}: {error}", given.display()));
         }
-        // The loader takes every entry of its path, so a path that leads to the current directory is not left to it: `folders` has
-        // the entries that are absolute.
+        // The dynamic loader searches every entry of its path. If one is relative, the loader is not asked, and `folders` has the
+        // absolute entries.
         let leads_elsewhere = library_path(env).iter().any(|entry| !entry.is_absolute());
         let by_name: &[&str] = if cfg!(unix) && !leads_elsewhere {
             &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
@@ -219,21 +219,21 @@ impl Nvrtc {
             if let Ok(library) = open(Path::new(name), false) {
                 match Self::new(library, None, name.into()) {
                     Ok(nvrtc) => return Ok(nvrtc),
-                    Err(error) => said = error,
+                    Err(error) => message = error,
                 }
             }
         }
         for folder in folders(env) {
             match Self::from_folder(&folder) {
                 Some(Ok(nvrtc)) => return Ok(nvrtc),
-                Some(Err(error)) => said = error,
+                Some(Err(error)) => message = error,
                 None => {}
             }
         }
-        Err(said)
+        Err(message)
     }
 
-    /// The library in the folder that is given, or beside the file.
+    /// Loads the library from the given folder, or from the folder of the given file.
     fn from_given(given: &Path) -> Result<Self, String> {
         if !given.is_absolute() {
             return Err("it is a relative path; give an absolute one".into());
@@ -246,6 +246,7 @@ impl Nvrtc {
         Self::from_folder(folder).unwrap_or_else(|| Err("it holds no libnvrtc.so".into()))
     }
 
+    /// Loads the newest library in the folder; `None` if it has none.
     fn from_folder(folder: &Path) -> Option<Result<Self, String>> {
         let path = newest(folder, "libnvrtc.so")?;
         let builtins = newest(folder, "libnvrtc-builtins.so")
@@ -289,10 +290,10 @@ impl Nvrtc {
             .map_err(|error| format!("{}: {error}", self.path.display()))
     }
 
-    /// Compiles one unit of `files`, which also serve as its headers; machine code for `sm_*`, else PTX.
+    /// Compiles the file `unit` of `files`; the others are its headers. Returns machine code for an `sm_*` architecture, else PTX.
     ///
     /// # Errors
-    /// The compiler's log.
+    /// A message with the compiler's log.
     pub fn compile(
         &self,
         files: &[(&str, &str)],
@@ -401,7 +402,7 @@ impl Nvrtc {
 mod tests {
     use super::*;
 
-    /// An environment of these variables alone.
+    /// An environment that has these variables alone.
     fn of<'a>(variables: &'a [(&'a str, &'a Path)]) -> impl Fn(&str) -> Option<OsString> + 'a {
         |name| {
             let found = variables.iter().find(|(variable, _)| *variable == name);
@@ -409,7 +410,7 @@ mod tests {
         }
     }
 
-    /// The same place, relative to the current directory.
+    /// The same path, relative to the current directory.
     fn relative(path: &Path) -> PathBuf {
         let here = env::current_dir().unwrap();
         let up = here.components().skip(1).map(|_| "..");
@@ -417,7 +418,7 @@ mod tests {
         relative.join(path.strip_prefix("/").unwrap())
     }
 
-    /// A Python prefix that has the wheel's folder.
+    /// A Python prefix with the folder that the wheel would install.
     fn prefix() -> tempfile::TempDir {
         let prefix = tempfile::tempdir().unwrap();
         let wheel = "lib/python3.12/site-packages/nvidia/cu13/lib";
@@ -468,8 +469,11 @@ mod tests {
     #[test]
     fn a_relative_attn_nvrtc_is_refused_with_its_name() {
         for given in [".", "lib", "../lib/libnvrtc.so"] {
-            let said = Nvrtc::load_from(&of(&[("ATTN_NVRTC", Path::new(given))])).unwrap_err();
-            assert!(said.contains(given) && said.contains("absolute"), "{said}");
+            let message = Nvrtc::load_from(&of(&[("ATTN_NVRTC", Path::new(given))])).unwrap_err();
+            assert!(
+                message.contains(given) && message.contains("absolute"),
+                "{message}"
+            );
         }
     }
 

@@ -1,4 +1,4 @@
-//! The preprocessor that makes one WGSL module of `kernels/wgsl`: constants, conditions, unrolled loops, includes, templates.
+//! The preprocessor that makes one WGSL module of the files of `kernels/wgsl`: constants, conditions, unrolled loops, includes, templates.
 //!
 //! | line | meaning |
 //! |---|---|
@@ -17,20 +17,22 @@
 //!
 //! Any text is either specialised or refused: arithmetic is checked, and nesting, work and the length of the result are bounded.
 
-use std::{
-    collections::{HashMap, HashSet},
-    fmt,
-};
+mod expression;
+mod locals;
 
-/// Includes inside includes.
+use std::{collections::HashMap, fmt};
+
+pub use expression::Constants;
+use expression::{evaluate, is_name};
+use locals::{Interface, Locals};
+
+/// The deepest nesting of includes.
 const MOST_INCLUDES: usize = 8;
-/// Blocks inside blocks, includes among them.
+/// The deepest nesting of blocks, includes among them.
 const MOST_BLOCKS: usize = 64;
-/// Parentheses, `!`, `-` and `?:` inside one another in an expression.
-const MOST_TERMS: usize = 64;
-/// Bytes of the result.
+/// The most bytes of a result.
 pub const MOST_OUT: usize = 4 << 20;
-/// Bytes of all lines that are looked at, each time that they are.
+/// The most bytes of lines that one specialisation reads; a line counts each time that it is read.
 const MOST_WORK: usize = 64 << 20;
 
 /// Why a source could not be specialised: a mistake in `kernels/wgsl`.
@@ -47,9 +49,6 @@ impl fmt::Display for SpecialiseError {
 }
 
 impl std::error::Error for SpecialiseError {}
-
-/// The constants of one specialisation.
-pub type Constants = HashMap<String, i64>;
 
 /// Specialises `file` under `constants`; `source` finds a file's text.
 ///
@@ -88,99 +87,8 @@ fn fail(line: &str, reason: impl Into<String>) -> SpecialiseError {
 #[derive(Clone)]
 struct Template<'a> {
     constants: Vec<&'a str>,
-    /// Patterns of the locals that it reads.
-    reads: Vec<&'a str>,
-    /// Patterns of the locals that it declares or changes.
-    writes: Vec<&'a str>,
+    interface: Interface<'a>,
     body: Vec<&'a str>,
-}
-
-/// Whether one of the patterns stands for `name`.
-fn matches(patterns: &[&str], name: &str) -> bool {
-    patterns
-        .iter()
-        .any(|pattern| match pattern.strip_suffix('*') {
-            Some(start) => name.starts_with(start),
-            None => *pattern == name,
-        })
-}
-
-/// The use of a template that is being expanded.
-struct Use<'a> {
-    template: Template<'a>,
-    /// The function's locals where the use begins.
-    outer: HashSet<String>,
-    /// Locals declared since.
-    own: HashSet<String>,
-}
-
-/// The locals of the function that the text is in.
-#[derive(Default)]
-struct Locals<'a> {
-    /// Whether the text is in the function's list of parameters.
-    in_header: bool,
-    known: HashSet<String>,
-    /// Locals of templates that their interfaces do not name.
-    hidden: HashSet<String>,
-    uses: Vec<Use<'a>>,
-}
-
-/// The names on a line, comments and members apart, each with the name before it and whether a colon follows.
-fn names(line: &str) -> impl Iterator<Item = (&str, &str, bool)> {
-    let code = line.split("//").next().unwrap_or("");
-    let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
-    let mut before = "";
-    let mut rest = code;
-    std::iter::from_fn(move || {
-        loop {
-            let start = rest.find(is_part)?;
-            let member = rest[..start].ends_with('.');
-            let found = &rest[start..];
-            let end = found.find(|c| !is_part(c)).unwrap_or(found.len());
-            let name = &found[..end];
-            rest = &found[end..];
-            let previous = std::mem::replace(&mut before, name);
-            if !member && is_name(name) {
-                return Some((name, previous, rest.starts_with(':')));
-            }
-        }
-    })
-}
-
-impl Locals<'_> {
-    /// Takes a line of text into account, and names a local that an interface lacks.
-    fn line(&mut self, line: &str) -> Result<(), String> {
-        if line.starts_with("fn ") {
-            *self = Locals {
-                in_header: true,
-                ..Locals::default()
-            };
-        }
-        for (name, before, colon) in names(line) {
-            if matches!(before, "let" | "var") || (self.in_header && colon) {
-                self.known.insert(name.to_owned());
-                self.hidden.remove(name);
-                for of in &mut self.uses {
-                    of.own.insert(name.to_owned());
-                }
-            } else if self.hidden.contains(name) {
-                return Err(format!("uses {name:?}, which a template keeps to itself"));
-            }
-            for Use {
-                template,
-                outer,
-                own,
-            } in &self.uses
-            {
-                let named = matches(&template.reads, name) || matches(&template.writes, name);
-                if outer.contains(name) && !own.contains(name) && !named {
-                    return Err(format!("uses {name:?}, which its template does not name"));
-                }
-            }
-        }
-        self.in_header &= !line.contains('{');
-        Ok(())
-    }
 }
 
 struct Run<'a, 's> {
@@ -194,16 +102,8 @@ struct Run<'a, 's> {
     work: usize,
 }
 
-/// Whether `$(…)` can name it.
-fn is_name(text: &str) -> bool {
-    let mut chars = text.chars();
-    let first = chars.next();
-    first.is_some_and(|c| c.is_ascii_alphabetic() || c == '_')
-        && chars.all(|c| c.is_ascii_alphanumeric() || c == '_')
-}
-
 impl<'a> Run<'a, '_> {
-    /// Counts a look at `line`, and refuses the one too many.
+    /// Counts the reading of `line`, and refuses it beyond [`MOST_WORK`].
     fn spend(&mut self, line: &str) -> Result<(), SpecialiseError> {
         self.work = self.work.saturating_add(line.len() + 1);
         if self.work > MOST_WORK {
@@ -335,8 +235,7 @@ impl<'a> Run<'a, '_> {
         };
         let template = Template {
             constants,
-            reads,
-            writes,
+            interface: Interface { reads, writes },
             body: body.to_vec(),
         };
         self.templates.insert(name.to_owned(), template);
@@ -366,33 +265,16 @@ impl<'a> Run<'a, '_> {
         for (name, value) in template.constants.iter().zip(values) {
             self.set(name, value, line)?;
         }
-        self.locals.uses.push(Use {
-            template: template.clone(),
-            outer: self.locals.known.clone(),
-            own: HashSet::new(),
-        });
+        self.locals.begin_use(template.interface.clone());
         self.inner(&template.body, line)?;
-        if let Some(Use {
-            template,
-            own,
-            outer,
-        }) = self.locals.uses.pop()
-        {
-            let kept = own
-                .into_iter()
-                .filter(|name| !matches(&template.writes, name));
-            for name in kept.filter(|name| !outer.contains(name)) {
-                self.locals.known.remove(&name);
-                self.locals.hidden.insert(name);
-            }
-        }
+        self.locals.end_use();
         for (name, value) in outer {
             self.restore(name, value);
         }
         Ok(())
     }
 
-    /// Gives a constant the value that it had, if it had one.
+    /// Sets a constant back to its earlier value, or removes it.
     fn restore(&mut self, name: &str, value: Option<i64>) {
         match value {
             Some(value) => self.constants.insert(name.to_owned(), value),
@@ -479,136 +361,13 @@ impl<'a> Run<'a, '_> {
     }
 
     fn value(&self, text: &str, line: &str) -> Result<i64, SpecialiseError> {
-        let mut parser = Parser {
-            rest: text.trim(),
-            constants: &self.constants,
-            terms: 0,
-        };
-        let value = parser.choice().map_err(|reason| fail(line, reason))?;
-        if parser.rest.is_empty() {
-            Ok(value)
-        } else {
-            Err(fail(line, format!("{:?} is left over", parser.rest)))
-        }
-    }
-}
-
-struct Parser<'a> {
-    rest: &'a str,
-    constants: &'a Constants,
-    terms: usize,
-}
-
-/// Binary operators, weakest first.
-const LEVELS: [&[&str]; 6] = [
-    &["||"],
-    &["&&"],
-    &["==", "!="],
-    &["<=", ">=", "<", ">"],
-    &["+", "-"],
-    &["*", "/", "%"],
-];
-
-/// `a operator b`.
-fn apply(operator: &str, a: i64, b: i64) -> Result<i64, String> {
-    let value = match operator {
-        "||" => Some(i64::from(a != 0 || b != 0)),
-        "&&" => Some(i64::from(a != 0 && b != 0)),
-        "==" => Some(i64::from(a == b)),
-        "!=" => Some(i64::from(a != b)),
-        "<=" => Some(i64::from(a <= b)),
-        ">=" => Some(i64::from(a >= b)),
-        "<" => Some(i64::from(a < b)),
-        ">" => Some(i64::from(a > b)),
-        "+" => a.checked_add(b),
-        "-" => a.checked_sub(b),
-        "*" => a.checked_mul(b),
-        "/" | "%" if b == 0 => return Err("divides by 0".into()),
-        "/" => a.checked_div(b),
-        _ => a.checked_rem(b),
-    };
-    value.ok_or_else(|| format!("{a} {operator} {b} is beyond 64 bits"))
-}
-
-impl Parser<'_> {
-    fn take(&mut self, token: &str) -> bool {
-        match self.rest.strip_prefix(token) {
-            Some(rest) => {
-                self.rest = rest.trim_start();
-                true
-            }
-            None => false,
-        }
-    }
-
-    /// What `part` parses, one term deeper.
-    fn deeper(&mut self, part: fn(&mut Self) -> Result<i64, String>) -> Result<i64, String> {
-        if self.terms == MOST_TERMS {
-            return Err("is nested too deep".into());
-        }
-        self.terms += 1;
-        let value = part(self)?;
-        self.terms -= 1;
-        Ok(value)
-    }
-
-    fn choice(&mut self) -> Result<i64, String> {
-        let condition = self.binary(0)?;
-        if !self.take("?") {
-            return Ok(condition);
-        }
-        let yes = self.deeper(Self::choice)?;
-        if !self.take(":") {
-            return Err("lacks a :".into());
-        }
-        let no = self.deeper(Self::choice)?;
-        Ok(if condition != 0 { yes } else { no })
-    }
-
-    fn binary(&mut self, level: usize) -> Result<i64, String> {
-        let Some(operators) = LEVELS.get(level) else {
-            return self.atom();
-        };
-        let mut a = self.binary(level + 1)?;
-        while let Some(operator) = operators.iter().find(|o| self.take(o)) {
-            let b = self.binary(level + 1)?;
-            a = apply(operator, a, b)?;
-        }
-        Ok(a)
-    }
-
-    fn atom(&mut self) -> Result<i64, String> {
-        if self.take("!") {
-            return Ok(i64::from(self.deeper(Self::atom)? == 0));
-        }
-        if self.take("-") {
-            return apply("-", 0, self.deeper(Self::atom)?);
-        }
-        if self.take("(") {
-            let value = self.deeper(Self::choice)?;
-            return if self.take(")") {
-                Ok(value)
-            } else {
-                Err("lacks a )".into())
-            };
-        }
-        let end = self
-            .rest
-            .find(|c: char| !c.is_ascii_alphanumeric() && c != '_')
-            .unwrap_or(self.rest.len());
-        let (word, rest) = self.rest.split_at(end);
-        self.rest = rest.trim_start();
-        if let Ok(value) = word.parse() {
-            return Ok(value);
-        }
-        let known = self.constants.get(word).copied();
-        known.ok_or_else(|| format!("{word:?} is not a constant"))
+        evaluate(text, &self.constants).map_err(|reason| fail(line, reason))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{expression::MOST_TERMS, *};
 
     fn run(text: &'static str) -> Result<String, SpecialiseError> {
         let constants = Constants::from([("N".to_owned(), 3)]);

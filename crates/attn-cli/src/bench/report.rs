@@ -1,0 +1,86 @@
+//! What `attn bench` prints: rows of a table, and the same figures as JSON.
+
+use anyhow::Result;
+use attn::{KvFormat, Scheme};
+use attn_bench::Workload;
+use serde_json::{Value, json};
+
+use crate::{
+    console::Console,
+    figures::{gb_per_s, number},
+    measured::Row,
+};
+
+/// bf16's time for the same workload, where it has been measured before.
+pub(super) fn bf16_us(rows: &[Row], row: &Row) -> Option<f64> {
+    let same = |other: &&Row| {
+        let (a, b) = (&other.workload, &row.workload);
+        a.format == KvFormat::same(Scheme::Bf16)
+            && (other.device, a.family, &a.name) == (row.device, b.family, &b.name)
+    };
+    let figures = rows.iter().find(same)?.outcome.as_ref().ok()?;
+    Some(figures.us)
+}
+
+/// The head of the table whose rows `line` gives.
+pub(super) const HEADER: &str = "\
+| workload | MB | µs min | median | GB/s | read min | median | of the read | bf16 µs |
+|---|---|---|---|---|---|---|---|---|";
+
+/// A row of the table.
+pub(super) fn line(row: &Row, bf16: Option<f64>) -> String {
+    let bytes = row.workload.bytes() as f64;
+    match &row.outcome {
+        Ok(f) => format!(
+            "| {} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.0} % | {} |",
+            row.workload,
+            bytes / 1e6,
+            f.measured.step.min,
+            f.measured.step.median,
+            gb_per_s(bytes, f.us),
+            f.measured.ceiling.min,
+            f.measured.ceiling.median,
+            f.share() * 100.0,
+            bf16.map_or("–".into(), |us| format!("{us:.1}"))
+        ),
+        Err(reason) => format!("| {} | {:.1} | {reason} |", row.workload, bytes / 1e6),
+    }
+}
+
+/// The same figures as JSON.
+pub(super) fn value(row: &Row, device: &str, bf16: Option<f64>) -> Value {
+    let bytes = row.workload.bytes() as f64;
+    let mut value = json!({ "device": device, "shape": row.workload.to_string(), "bytes": bytes });
+    let Value::Object(map) = &mut value else {
+        return value;
+    };
+    let mut put = |name: &str, x: Value| map.insert(name.to_owned(), x);
+    match &row.outcome {
+        Ok(f) => {
+            put("us", number(f.us));
+            put("us_min", number(f.measured.step.min));
+            put("us_median", number(f.measured.step.median));
+            put("gb_per_s", number(gb_per_s(bytes, f.us)));
+            put("read_us", number(f.read_us));
+            put("read_us_min", number(f.measured.ceiling.min));
+            put("read_us_median", number(f.measured.ceiling.median));
+            put("share", number(f.share()));
+            put("bf16_us", bf16.map_or(Value::Null, number));
+        }
+        Err(reason) => {
+            put("reason", json!(reason));
+        }
+    }
+    value
+}
+
+/// Prints the names and bytes of workloads.
+pub(super) fn list(workloads: &[Workload], console: &mut Console<'_>) -> Result<()> {
+    for workload in workloads {
+        let (name, megabytes) = (workload.to_string(), workload.bytes() as f64 / 1e6);
+        console.table(format_args!("{name:44} {megabytes:9.1} MB"))?;
+    }
+    let of = |s: &Workload| json!({ "shape": s.to_string(), "bytes": s.bytes() });
+    console.value(&Value::from_iter(workloads.iter().map(of)))?;
+    Ok(())
+}

@@ -1,0 +1,263 @@
+//! Appends: pages are reserved, the backend writes the tokens, and only then do pages and lengths enter the table.
+
+use super::{CacheAccess, KvCache, PageStore, TokenWrite};
+use crate::{
+    elements::Elements,
+    error::{Error, check_values},
+};
+
+/// The number of tokens that a sequence gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Append {
+    /// The sequence.
+    pub sequence: usize,
+    /// The number of tokens.
+    pub tokens: usize,
+}
+
+/// The pages that an append adds to a sequence; the table changes only when the tokens are written.
+struct Reservation {
+    sequence: usize,
+    tokens: usize,
+    /// The shared open page, and its copy.
+    copied: Option<[u32; 2]>,
+    pages: Vec<u32>,
+    tail: Option<u32>,
+}
+
+impl KvCache {
+    /// Appends tokens to one sequence: `k` and `v` are `[tokens, num_kv_heads, head_dim]` in f32, f16 or bf16.
+    ///
+    /// Pages are sealed as they fill. The bytes do not depend on how many tokens come at once.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], [`Error::Length`], [`Error::NotFinite`], [`Error::Magnitude`], [`Error::CacheFull`]; [`Error::Device`] if the
+    /// device fails. Lengths and pages are unchanged then.
+    pub fn append<'a>(
+        &mut self,
+        sequence: usize,
+        k: impl Into<Elements<'a>>,
+        v: impl Into<Elements<'a>>,
+    ) -> Result<(), Error> {
+        self.check_sequence(sequence)?;
+        let (k, v) = (k.into(), v.into());
+        let row = self.config.num_kv_heads * self.config.head_dim;
+        if !k.len().is_multiple_of(row) {
+            return Err(Error::Length {
+                what: "k",
+                given: k.len(),
+                needed: k.len().next_multiple_of(row),
+            });
+        }
+        let tokens = k.len() / row;
+        self.append_batch(&[Append { sequence, tokens }], k, v)
+    }
+
+    /// Appends tokens to several sequences at once, or to none if anything is refused or fails.
+    ///
+    /// `appends` names each sequence once; `k` and `v` hold the tokens of all of them in this order, `[tokens, num_kv_heads, head_dim]` in
+    /// f32, f16 or bf16. The bytes are those of one append after the other.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::append`], and [`Error::Parameter`] for a sequence named twice.
+    pub fn append_batch<'a>(
+        &mut self,
+        appends: &[Append],
+        k: impl Into<Elements<'a>>,
+        v: impl Into<Elements<'a>>,
+    ) -> Result<(), Error> {
+        let (k, v) = (k.into(), v.into());
+        let row = self.config.num_kv_heads * self.config.head_dim;
+        let tokens = appends
+            .iter()
+            .fold(0usize, |n, a| n.saturating_add(a.tokens));
+        let needed = tokens.saturating_mul(row);
+        for (what, given) in [("k", k.len()), ("v", v.len())] {
+            if given != needed {
+                return Err(Error::Length {
+                    what,
+                    given,
+                    needed,
+                });
+            }
+        }
+        let (k, v) = (k.widened("K in f32")?, v.widened("V in f32")?);
+        check_values("k", &k, self.config.format.k)?;
+        check_values("v", &v, self.config.format.v)?;
+        self.write_tokens(appends, |store, writes| {
+            store.append(&CacheAccess(()), writes, &k, &v)
+        })
+    }
+
+    /// Appends tokens that lie in the backend's memory already: `write` gets the backend's store and each token's destination, and writes the
+    /// tokens or records the writes.
+    ///
+    /// `appends` names each sequence once; [`TokenWrite::source`] counts through all of them in this order.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], [`Error::Parameter`] for a sequence named twice, [`Error::CacheFull`]; those of `write`. Lengths and pages are
+    /// unchanged then.
+    pub fn append_with(
+        &mut self,
+        appends: &[Append],
+        write: impl FnOnce(&dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        self.write_tokens(appends, |store, writes| write(store, writes))
+    }
+
+    /// Reserves pages, writes, and only then enters pages and lengths into the table.
+    fn write_tokens(
+        &mut self,
+        appends: &[Append],
+        write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let total = self.check_appends(appends)?;
+        if total == 0 {
+            return Ok(());
+        }
+        let mut reserved = Vec::with_capacity(appends.len());
+        let mut written = self.reserve(appends, &mut reserved);
+        if written.is_ok() {
+            written = self
+                .writes(&reserved, total)
+                .and_then(|writes| write(&mut *self.store, &writes));
+        }
+        match written {
+            Ok(()) => reserved.into_iter().for_each(|r| self.commit(r)),
+            Err(_) => reserved.into_iter().rev().for_each(|r| self.give_back(r)),
+        }
+        written
+    }
+
+    /// The open page that an append to `sequence` would have to copy because other sequences share it.
+    fn shared_open_page(&self, sequence: usize) -> Option<u32> {
+        let open = !self.table.lens[sequence].is_multiple_of(self.config.page_size);
+        let page = self.table.pages[sequence].last().copied().filter(|_| open);
+        page.filter(|&page| self.pages.is_shared(page))
+    }
+
+    /// Number of pages that a sequence lacks for `tokens` more.
+    fn new_pages(&self, sequence: usize, tokens: usize) -> usize {
+        let len = self.table.lens[sequence].saturating_add(tokens);
+        len.div_ceil(self.config.page_size)
+            .saturating_sub(self.table.pages[sequence].len())
+    }
+
+    fn needs_tail(&self, sequence: usize) -> bool {
+        self.layout.has_tail_page() && self.table.tail_pages[sequence].is_none()
+    }
+
+    /// Refuses appends to missing or repeated sequences; returns their tokens in total.
+    fn check_appends(&self, appends: &[Append]) -> Result<usize, Error> {
+        let (mut needed, mut total) = (0usize, 0usize);
+        let mut sequences = Vec::with_capacity(appends.len());
+        for &Append { sequence, tokens } in appends {
+            self.check_sequence(sequence)?;
+            sequences.push(sequence);
+            if tokens == 0 {
+                continue;
+            }
+            let pages = self.new_pages(sequence, tokens)
+                + usize::from(self.shared_open_page(sequence).is_some())
+                + usize::from(self.needs_tail(sequence));
+            needed = needed.saturating_add(pages);
+            total = total.saturating_add(tokens);
+        }
+        sequences.sort_unstable();
+        if let Some(pair) = sequences.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Error::Parameter {
+                what: "sequence to append to",
+                given: format!("{}, twice", pair[0]),
+                allowed: "each sequence once per call",
+            });
+        }
+        self.pages.check_room(needed)?;
+        Ok(total)
+    }
+
+    /// Takes the pages that the appends need, and copies the open pages that others share.
+    fn reserve(
+        &mut self,
+        appends: &[Append],
+        reserved: &mut Vec<Reservation>,
+    ) -> Result<(), Error> {
+        for &Append { sequence, tokens } in appends.iter().filter(|a| a.tokens > 0) {
+            let needs_tail = self.needs_tail(sequence);
+            let mut reservation = Reservation {
+                sequence,
+                tokens,
+                copied: None,
+                pages: Vec::new(),
+                tail: None,
+            };
+            let shared = self.shared_open_page(sequence);
+            if let Some(page) = shared {
+                reservation.copied = Some([page, self.pages.take()?]);
+            }
+            if needs_tail {
+                reservation.tail = Some(self.pages.take()?);
+            }
+            for _ in 0..self.new_pages(sequence, tokens) {
+                reservation.pages.push(self.pages.take()?);
+            }
+            let copied = reservation.copied;
+            reserved.push(reservation);
+            if let Some([from, to]) = copied {
+                let bytes = self.store.read_page(&CacheAccess(()), from)?;
+                self.store.write_page(&CacheAccess(()), to, &bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The destination of each token.
+    fn writes(&self, reserved: &[Reservation], total: usize) -> Result<Vec<TokenWrite>, Error> {
+        let mut writes = Vec::new();
+        writes
+            .try_reserve_exact(total)
+            .map_err(|_| Error::OutOfMemory {
+                what: "the places of tokens to append",
+                bytes: total.saturating_mul(size_of::<TokenWrite>()),
+            })?;
+        let page_size = self.config.page_size;
+        for r in reserved {
+            let (len, held) = (self.table.lens[r.sequence], &self.table.pages[r.sequence]);
+            let open = len / page_size;
+            let tail_page = self.table.tail_pages[r.sequence].or(r.tail);
+            for t in len..len + r.tokens {
+                let page = match (t / page_size, r.copied) {
+                    (page, Some([_, copy])) if page == open => copy,
+                    (page, _) if page < held.len() => held[page],
+                    (page, _) => r.pages[page - held.len()],
+                };
+                writes.push(TokenWrite {
+                    source: writes.len(),
+                    page,
+                    tail_page,
+                    token: t % page_size,
+                });
+            }
+        }
+        Ok(writes)
+    }
+
+    fn commit(&mut self, r: Reservation) {
+        if let Some([from, to]) = r.copied {
+            let last = self.table.pages[r.sequence].len() - 1;
+            self.table.pages[r.sequence][last] = to;
+            self.pages.release(from);
+        }
+        self.table.pages[r.sequence].extend(r.pages);
+        if r.tail.is_some() {
+            self.table.tail_pages[r.sequence] = r.tail;
+        }
+        self.table.lens[r.sequence] += r.tokens;
+    }
+
+    /// Frees the pages of an append that failed, the last taken first, so that they are taken in the same order again.
+    fn give_back(&mut self, r: Reservation) {
+        let copy = r.copied.map(|[_, to]| to);
+        let pages = r.pages.into_iter().rev().chain(r.tail).chain(copy);
+        pages.for_each(|page| self.pages.release(page));
+    }
+}

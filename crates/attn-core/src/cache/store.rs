@@ -1,0 +1,61 @@
+//! The interface between a cache, which decides where tokens go, and a backend's pool of pages, which keeps their bytes.
+
+use std::any::Any;
+
+use crate::{error::Error, layout::PageLayout};
+
+/// The destination of one token. Only [`KvCache`](super::KvCache) makes one, and it checks the page and the place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TokenWrite {
+    /// The token's index in the call's K and V.
+    pub source: usize,
+    /// The token's home page.
+    pub page: u32,
+    /// The tail page that holds the token's K while the home page is open, for `Int4 Channel`.
+    pub tail_page: Option<u32>,
+    /// The token's index inside the page.
+    pub token: usize,
+}
+
+impl TokenWrite {
+    /// Whether this token fills its page, which is then sealed.
+    pub fn fills(&self, page_size: usize) -> bool {
+        self.token + 1 == page_size
+    }
+}
+
+/// Permission to drive a [`PageStore`]. Only a [`KvCache`](super::KvCache) has one, so that no other caller can write pages that sequences own.
+#[derive(Debug)]
+pub struct CacheAccess(pub(super) ());
+
+/// A backend's pool of pages, driven by the [`KvCache`](super::KvCache) that owns it.
+pub trait PageStore: Send + Sync {
+    /// The layout of the pool's pages.
+    fn layout(&self) -> PageLayout;
+    /// Number of pages in the pool.
+    fn num_pages(&self) -> usize;
+    /// Quantizes and writes tokens in order, sealing pages as they fill; `k`, `v` are `[tokens, num_kv_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    fn append(
+        &mut self,
+        access: &CacheAccess,
+        writes: &[TokenWrite],
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<(), Error>;
+    /// Reads the bytes of one page.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error>;
+    /// Replaces the bytes of one page.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error>;
+    /// The store as [`Any`], so that a backend can recover its own type.
+    fn as_any(&self) -> &dyn Any;
+}
