@@ -10,6 +10,7 @@ mod decode;
 mod float;
 mod integer;
 mod merge;
+mod options;
 mod query;
 pub mod reader;
 pub mod reference;
@@ -21,4 +22,24 @@ mod tile;
 mod unpack;
 
 pub use backend::{CpuBackend, Reference};
+pub use options::Options;
 pub use simd::Isa;
+
+use attn_core::{DecodeAttention, Unsupported};
+
+/// This backend's name in errors, plans and devices.
+const BACKEND: &str = "cpu";
+
+/// Opens the vector kernels behind the common trait, with the options that the environment sets.
+///
+/// # Errors
+/// [`Unsupported::Absent`] if `ATTN_CPU_ISA` names an instruction set that is unknown or not here.
+///
+/// ```
+/// let backend = attn_cpu::open()?;
+/// assert_eq!(backend.device().backend, "cpu");
+/// # Ok::<(), attn_core::Unsupported>(())
+/// ```
+pub fn open() -> Result<Box<dyn DecodeAttention>, Unsupported> {
+    Ok(Box::new(CpuBackend::open()?))
+}

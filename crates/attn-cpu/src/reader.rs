@@ -93,7 +93,7 @@ impl<'a> Reader<'a> {
             KvSource::Cache(cache) => {
                 let store = cache.store().as_any().downcast_ref::<HostPages>();
                 let store = store.ok_or(Error::WrongBackend {
-                    backend: "cpu",
+                    backend: crate::BACKEND,
                     what: "cache",
                 })?;
                 let (config, table) = (cache.config(), cache.table());

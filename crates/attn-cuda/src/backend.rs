@@ -11,7 +11,7 @@ use cudarc::driver::{DriverError, result};
 
 use crate::{
     device::Device,
-    error::failed,
+    error::{BACKEND, failed},
     gpu::CudaBackend,
     images,
     native::{self, DeviceKv, NativePlan},
@@ -174,9 +174,6 @@ impl Planned {
     }
 }
 
-/// This backend's name in errors.
-const BACKEND: &str = "cuda";
-
 /// The page size of a cache that asks for no other.
 const USUAL_PAGE: usize = 64;
 
@@ -206,7 +203,7 @@ fn check_lengths(
 }
 
 const FOREIGN_CACHE: Error = Error::WrongBackend {
-    backend: "cuda",
+    backend: BACKEND,
     what: "cache",
 };
 
@@ -220,13 +217,13 @@ impl DecodeAttention for CudaBackend {
             .check()
             .and_then(|()| format.check(problem.head_dim, 64));
         defined.map_err(|error| Unsupported::NoKernel {
-            backend: "cuda",
+            backend: BACKEND,
             what: error.to_string(),
             built: "what the library defines".into(),
         })?;
         let (instance, ..) = native::choose(&self.device, problem, format, 64)?;
         images::obtainable(&instance, self.device.arch).map_err(|error| Unsupported::Absent {
-            backend: "cuda",
+            backend: BACKEND,
             reason: error.to_string(),
             next_step: "or use backend \"cpu\"".into(),
         })

@@ -20,7 +20,7 @@ use cudarc::{
 use attn_kernels::cuda::{Arch, DeviceLimits, Instance, Launch, Preferences};
 
 use crate::{
-    error::{CudaError, absent, failed},
+    error::{BACKEND, CudaError, absent, failed},
     image_cache,
     images::{self, Origin},
     options::Options,
@@ -123,8 +123,8 @@ impl Device {
         }
     }
 
-    /// Opens GPU `ordinal` (`CUDA_VISIBLE_DEVICES` decides which that is); never panics.
-    pub(crate) fn open(ordinal: usize, options: &Options) -> Result<Self, Unsupported> {
+    /// Opens the GPU that the options name; never panics.
+    pub(crate) fn open(options: &Options) -> Result<Self, Unsupported> {
         // SAFETY: loading libcuda runs its initializers; the system's driver is made to be loaded by any process.
         if !unsafe { sys::is_culib_present() } {
             return Err(absent(
@@ -151,7 +151,7 @@ impl Device {
                 "see `nvidia-smi` and CUDA_VISIBLE_DEVICES, or use backend \"cpu\"",
             )
         };
-        let context = CudaContext::new(ordinal).map_err(refuse)?;
+        let context = CudaContext::new(options.ordinal).map_err(refuse)?;
         let (major, minor) = context.compute_capability().map_err(refuse)?;
         let native = Arch::of(major, minor).ok_or_else(|| {
             absent(
@@ -183,7 +183,7 @@ impl Device {
             .transpose()
             .map_err(refuse)?;
         let info = DeviceInfo {
-            backend: "cuda",
+            backend: BACKEND,
             name: context.name().map_err(refuse)?,
             detail: format!(
                 "{} kernels, {sms} SMs, driver for CUDA {}.{}{}",

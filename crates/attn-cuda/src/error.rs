@@ -5,6 +5,9 @@ use cudarc::driver::DriverError;
 
 use crate::images::ImageError;
 
+/// This backend's name in errors.
+pub(crate) const BACKEND: &str = "cuda";
+
 /// An error of the driver, the compiler or the checking launch.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -44,7 +47,7 @@ pub enum CudaError {
 /// Names what was being done when the device failed.
 pub fn failed<E: Into<CudaError>>(doing: &'static str) -> impl FnOnce(E) -> Error {
     move |error| Error::Device {
-        backend: "cuda",
+        backend: BACKEND,
         doing,
         source: Box::new(error.into()),
     }
@@ -53,7 +56,7 @@ pub fn failed<E: Into<CudaError>>(doing: &'static str) -> impl FnOnce(E) -> Erro
 /// The refusal of a backend that is not here.
 pub(crate) fn absent(reason: String, next_step: &str) -> Unsupported {
     Unsupported::Absent {
-        backend: "cuda",
+        backend: BACKEND,
         reason,
         next_step: next_step.to_owned(),
     }

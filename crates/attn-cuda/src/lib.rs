@@ -27,15 +27,23 @@ pub mod internals {
 
 use attn_core::{DecodeAttention, Unsupported};
 
+pub use attn_kernels::cuda::{Arch, KernelConfig, LowLatency};
 pub use error::CudaError;
 pub use gpu::CudaBackend;
 pub use options::Options;
 pub use store::CudaPages;
 
-/// Opens the first GPU; never panics.
+/// Opens the first GPU behind the common trait, with the options that the environment sets; never panics.
 ///
 /// # Errors
 /// [`Unsupported::Absent`] that names what is missing and the next step.
+///
+/// ```
+/// match attn_cuda::open() {
+///     Ok(backend) => println!("{}", backend.device().name),
+///     Err(reason) => println!("{reason}"),
+/// }
+/// ```
 pub fn open() -> Result<Box<dyn DecodeAttention>, Unsupported> {
     Ok(Box::new(CudaBackend::open()?))
 }

@@ -151,12 +151,8 @@ pub fn run(count: u64, seed: u64) -> Result<()> {
     let cpu = CpuBackend::new();
     let options = Options::from_env()?;
     let open = |sms, low_latency| {
-        let options = Options {
-            sms: Some(sms),
-            low_latency,
-            ..options
-        };
-        CudaBackend::with_options(0, &options)
+        let options = options.clone().sms(sms).low_latency(low_latency);
+        CudaBackend::with_options(&options)
     };
     let gpus = [
         CudaBackend::open()?,

@@ -19,6 +19,7 @@ use crate::{
     gpu::{self, Gpu},
     import::ViewPages,
     launch::{KvTables, Prepared},
+    options::Options,
     pipeline::{self, Pipelines},
     store::DevicePages,
     view::{self, DeviceView},
@@ -35,33 +36,36 @@ pub struct WgpuBackend {
 /// The device that a plan's kernels were compiled for.
 struct Planned(Arc<Gpu>);
 
-/// The tuning that `ATTN_WGPU_ITEMS` names.
-fn tuning_from_env() -> Result<Tuning, String> {
-    let by_tiles = match std::env::var("ATTN_WGPU_ITEMS").as_deref() {
-        Err(_) | Ok("" | "auto") => None,
-        Ok("tiles") => Some(true),
-        Ok("segments") => Some(false),
-        Ok(other) => {
-            return Err(format!(
-                "ATTN_WGPU_ITEMS is {other}; allowed: auto, tiles, segments"
-            ));
-        }
-    };
-    let mut tuning = Tuning::default();
-    tuning.by_tiles = by_tiles;
-    Ok(tuning)
-}
-
 impl WgpuBackend {
-    /// Opens the best adapter, or the one that `ATTN_WGPU_ADAPTER` names by a part of its name. `ATTN_WGPU_ITEMS` sets the split of a
-    /// workgroup, `tiles` or `segments`; by default it is the faster one. Splits change speed, never bits.
+    /// Opens the best adapter, or the one that the environment names, with the options that it sets ([`Options::from_env`]); never panics.
     ///
     /// # Errors
     /// [`Unsupported::Absent`] with the reason and the repair.
+    ///
+    /// ```no_run
+    /// use attn_core::DecodeAttention;
+    ///
+    /// let gpu = attn_wgpu::WgpuBackend::open()?;
+    /// println!("{}", gpu.device().name);
+    /// # Ok::<(), attn_core::Unsupported>(())
+    /// ```
     pub fn open() -> Result<Self, Unsupported> {
-        let tuning = tuning_from_env()
-            .map_err(|reason| gpu::absent(reason, "set it to one of these, or not at all"))?;
-        Ok(Self::on(Gpu::open()?).tuned(tuning))
+        Self::with_options(&Options::from_env()?)
+    }
+
+    /// Opens an adapter with these options, and reads none of their environment variables; never panics.
+    ///
+    /// # Errors
+    /// As [`WgpuBackend::open`].
+    ///
+    /// ```no_run
+    /// use attn_wgpu::{Options, WgpuBackend};
+    ///
+    /// let gpu = WgpuBackend::with_options(&Options::default().adapter("H200").by_tiles(true))?;
+    /// # Ok::<(), attn_core::Unsupported>(())
+    /// ```
+    pub fn with_options(options: &Options) -> Result<Self, Unsupported> {
+        Ok(Self::on(Gpu::open(options)?).tuned(options.tuning))
     }
 
     /// Uses a caller's device and queue, with the features and limits that they were created with.

@@ -54,7 +54,7 @@ pub fn open(id: BackendId) -> Result<Box<dyn DecodeAttention>, Unsupported> {
         #[cfg(feature = "wgpu")]
         BackendId::Wgpu => attn_wgpu::open(),
         #[cfg(feature = "cpu")]
-        BackendId::Cpu => Ok(Box::new(attn_cpu::CpuBackend::open()?)),
+        BackendId::Cpu => attn_cpu::open(),
         #[allow(
             unreachable_patterns,
             reason = "with every feature, only backends that a later version of core names"

@@ -12,7 +12,7 @@ use attn_kernels::cuda::{
 };
 
 use super::{DecodeArgs, DeviceKv};
-use crate::{device::Device, sizes};
+use crate::{device::Device, error::BACKEND, sizes};
 
 /// The launch of a problem, for lengths up to its longest.
 #[derive(Debug, Clone)]
@@ -58,7 +58,7 @@ fn configure(
     page_size: usize,
 ) -> Result<(Instance, KernelConfig, usize), Unsupported> {
     let refuse = |(what, built): (String, String)| Unsupported::NoKernel {
-        backend: "cuda",
+        backend: BACKEND,
         what,
         built,
     };
