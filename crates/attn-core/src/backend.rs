@@ -112,7 +112,7 @@ mod tests {
             text.parse()
                 .map_err(|_| format!("{text}; allowed: 0 to 255"))
         };
-        option_from("cpu", "ATTN_NUMBER", value, parse)
+        option_from("cpu", "NUMBER", value, parse)
     }
 
     #[test]
@@ -123,7 +123,7 @@ mod tests {
         assert_eq!(number(Some("7".into())), Ok(Some(7)));
         let said = number(Some("x".into())).unwrap_err().to_string();
         assert!(
-            said.starts_with("cpu: ATTN_NUMBER is x; allowed: 0 to 255; "),
+            said.starts_with("cpu: NUMBER is x; allowed: 0 to 255; "),
             "{said}"
         );
         #[cfg(unix)]
