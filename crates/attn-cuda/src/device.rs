@@ -21,6 +21,7 @@ use attn_kernels::cuda::{Arch, DeviceLimits, Instance, Launch, Preferences};
 
 use crate::{
     error::{BACKEND, CudaError, absent, failed},
+    handles::DeviceAddress,
     image_cache,
     images::{self, Origin},
     options::Options,
@@ -327,7 +328,10 @@ impl Device {
     }
 
     /// `bytes` of scratch memory and the lock that reserves them.
-    pub(crate) fn arena(&self, bytes: usize) -> Result<(u64, MutexGuard<'_, Arena>), DriverError> {
+    pub(crate) fn arena(
+        &self,
+        bytes: usize,
+    ) -> Result<(DeviceAddress, MutexGuard<'_, Arena>), DriverError> {
         let mut arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
         if arena.0.as_ref().is_none_or(|slice| slice.len() < bytes) {
             let no_room = DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
@@ -344,7 +348,7 @@ impl Device {
             .0
             .as_ref()
             .map_or(0, |slice| slice.device_ptr(&self.stream).0);
-        Ok((address, arena))
+        Ok((DeviceAddress::new(address), arena))
     }
 }
 

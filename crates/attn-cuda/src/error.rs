@@ -13,8 +13,13 @@ pub(crate) const BACKEND: &str = "cuda";
 #[non_exhaustive]
 pub enum CudaError {
     /// The driver's own error.
-    #[error("the driver said {0}")]
-    Driver(#[from] DriverError),
+    #[error("the driver said {text}")]
+    Driver {
+        /// The number of the `CUresult`.
+        code: u32,
+        /// Its name and its description.
+        text: String,
+    },
     /// No image of a kernel.
     #[error(transparent)]
     Image(#[from] ImageError),
@@ -42,6 +47,15 @@ pub enum CudaError {
         /// Values that are allowed.
         allowed: String,
     },
+}
+
+impl From<DriverError> for CudaError {
+    fn from(error: DriverError) -> Self {
+        CudaError::Driver {
+            code: error.0 as u32,
+            text: error.to_string(),
+        }
+    }
 }
 
 /// Names what was being done when the device failed.

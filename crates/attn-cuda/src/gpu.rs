@@ -49,10 +49,4 @@ impl CudaBackend {
             device: Arc::new(Device::open(options)?),
         })
     }
-
-    /// The context that the backend works in: the device's primary one. Its event tracking is off: a caller that uses its slices on several
-    /// streams orders them.
-    pub fn context(&self) -> &Arc<cudarc::driver::CudaContext> {
-        &self.device.context
-    }
 }

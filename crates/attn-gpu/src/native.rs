@@ -12,7 +12,8 @@ use attn_core::{
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     CudaBackend, CudaError,
-    native::{AppendArgs, DecodeArgs, DeviceKv, Dtype, NativeAppend, NativePlan},
+    internals::context,
+    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend, NativePlan},
 };
 use cudarc::driver::{CudaSlice, sys};
 use half::f16;
@@ -61,7 +62,7 @@ fn table() -> Vec<u32> {
 
 impl<'a> Engine<'a> {
     fn new(gpu: &'a CudaBackend, format: KvFormat, q_len: usize, dtype: Dtype) -> Result<Self> {
-        let buffers = Buffers::new(gpu.context())?;
+        let buffers = Buffers::new(context(gpu))?;
         let mut config = CacheConfig::builder(
             format,
             Heads {
@@ -125,12 +126,12 @@ impl<'a> Engine<'a> {
             v_token_stride: HEADS * DIM,
             pool: b.address(&self.pool),
             num_pages: self.num_pages,
-            page_table: b.address(&self.page_table) + (first * STRIDE * 4) as u64,
+            page_table: b.address(&self.page_table).offset(first * STRIDE * 4),
             page_table_stride: STRIDE,
-            tail_pages: b.address(&self.tail_pages) + (first * 4) as u64,
-            kv_lens: b.address(&self.kv_lens) + (first * 4) as u64,
-            k_tensor_scales: 0,
-            v_tensor_scales: 0,
+            tail_pages: b.address(&self.tail_pages).offset(first * 4),
+            kv_lens: b.address(&self.kv_lens).offset(first * 4),
+            k_tensor_scales: DeviceAddress::NULL,
+            v_tensor_scales: DeviceAddress::NULL,
             batch,
             tokens,
         }
@@ -151,9 +152,9 @@ impl<'a> Engine<'a> {
                 tail_pages: b.address(&self.tail_pages),
             },
             kv_lens: b.address(&self.kv_lens),
-            k_tensor_scales: 0,
-            v_tensor_scales: 0,
-            alibi_slopes: 0,
+            k_tensor_scales: DeviceAddress::NULL,
+            v_tensor_scales: DeviceAddress::NULL,
+            alibi_slopes: DeviceAddress::NULL,
             workspace: b.address(&self.workspace),
         }
     }

@@ -14,6 +14,7 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use attn_cpu::CpuBackend;
+use attn_cuda::native::DeviceAddress;
 use attn_kernels::cuda::{Arch, Instance};
 use libloading::Library;
 use rayon::prelude::*;
@@ -105,8 +106,8 @@ fn compile(sources: &Path, instance: Instance, number: usize) -> Result<Library>
 }
 
 /// The address of a slice, for a kernel that takes it for the device's.
-fn address<T>(of: &[T]) -> u64 {
-    of.as_ptr() as u64
+fn address<T>(of: &[T]) -> DeviceAddress {
+    DeviceAddress::new(of.as_ptr() as u64)
 }
 
 /// Runs `count` random shapes from `seed` on, or the table's, and the appends; those that are small enough.
