@@ -14,6 +14,7 @@ use crate::{
 
 /// The device that a backend runs on.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeviceInfo {
     /// The backend's name: that of a [`BackendId`](crate::BackendId), or another one's own.
     pub backend: &'static str,
@@ -21,6 +22,18 @@ pub struct DeviceInfo {
     pub name: String,
     /// The part of the device that is used: instruction set, threads, driver.
     pub detail: String,
+}
+
+impl DeviceInfo {
+    /// For backends: describes a device.
+    #[must_use]
+    pub fn new(backend: &'static str, name: impl Into<String>, detail: impl Into<String>) -> Self {
+        DeviceInfo {
+            backend,
+            name: name.into(),
+            detail: detail.into(),
+        }
+    }
 }
 
 /// Decode attention on one device.

@@ -38,6 +38,7 @@ pub struct TokenWrite {
 
 impl TokenWrite {
     /// Whether this token fills its page, which is then sealed.
+    #[must_use]
     pub fn fills(&self, page_size: usize) -> bool {
         self.token + 1 == page_size
     }
@@ -80,6 +81,7 @@ pub trait PageStore: Send + Sync {
 
 /// The pages and lengths of all sequences; sequences may share pages.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PageTable {
     /// Home pages of each sequence, in token order.
     pub pages: Vec<Vec<u32>>,
@@ -147,35 +149,37 @@ impl KvCache {
     }
 
     /// The description that the cache was created from.
+    #[must_use]
     pub fn config(&self) -> &CacheConfig {
         &self.config
     }
 
     /// The layout of the cache's pages.
+    #[must_use]
     pub fn layout(&self) -> &PageLayout {
         &self.layout
     }
 
     /// The pages and lengths of all sequences.
+    #[must_use]
     pub fn table(&self) -> &PageTable {
         &self.table
     }
 
     /// The backend's pool of pages.
+    #[must_use]
     pub fn store(&self) -> &dyn PageStore {
         &*self.store
     }
 
     /// Number of pages that no sequence owns.
+    #[must_use]
     pub fn free_pages(&self) -> usize {
         self.pages.num_free()
     }
 
-    /// Puts the free pages in the given order of allocation, so that tests can place pages at will.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] if `order` is not a permutation of the free pages.
-    pub fn order_free_pages(&mut self, order: &[u32]) -> Result<(), Error> {
+    /// Puts the free pages in the given order of allocation; refuses what is not a permutation of them.
+    pub(crate) fn order_free_pages(&mut self, order: &[u32]) -> Result<(), Error> {
         self.pages.order(order)
     }
 

@@ -59,11 +59,13 @@ impl AttnState {
     }
 
     /// The outputs, `[rows, head_dim]`.
+    #[must_use]
     pub fn out(&self) -> &[f32] {
         &self.out
     }
 
     /// The log-sum-exps, `[rows]`.
+    #[must_use]
     pub fn lse(&self) -> &[f32] {
         &self.lse
     }

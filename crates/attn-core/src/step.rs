@@ -23,6 +23,7 @@ pub enum KvSource<'a> {
 
 impl<'a> KvSource<'a> {
     /// The number of cached tokens of each sequence.
+    #[must_use]
     pub fn kv_lens(self) -> &'a [usize] {
         match self {
             KvSource::Cache(cache) => &cache.table().lens,
@@ -47,16 +48,19 @@ impl<'a> StepInputs<'a> {
     }
 
     /// The plan's problem with this step's lengths.
+    #[must_use]
     pub fn problem(&self) -> &'a Problem {
         self.problem
     }
 
     /// The queries, `[batch, q_len, num_q_heads, head_dim]`.
+    #[must_use]
     pub fn q(&self) -> &'a [f32] {
         self.q
     }
 
     /// K and V.
+    #[must_use]
     pub fn kv(&self) -> KvSource<'a> {
         self.kv
     }
@@ -64,6 +68,7 @@ impl<'a> StepInputs<'a> {
 
 /// The outputs of a decode step, to be overwritten.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct StepOutputs<'a> {
     /// The attended values, `[batch, q_len, num_q_heads, head_dim]`.
     pub out: &'a mut [f32],
@@ -166,6 +171,7 @@ impl<'a> DecodeStep<'a> {
     }
 
     /// The plan's problem with this step's lengths.
+    #[must_use]
     pub fn problem(&self) -> &Problem {
         &self.problem
     }

@@ -84,14 +84,10 @@ impl Reference {
         clippy::new_without_default,
         reason = "a backend is opened, not defaulted"
     )]
+    #[must_use]
     pub fn new() -> Self {
-        let name = "scalar specification".to_owned();
         Reference {
-            device: DeviceInfo {
-                backend: BACKEND,
-                name,
-                detail: "one thread".to_owned(),
-            },
+            device: DeviceInfo::new(BACKEND, "scalar specification", "one thread"),
         }
     }
 }
@@ -159,6 +155,7 @@ impl CpuBackend {
         clippy::new_without_default,
         reason = "a backend is opened, not defaulted"
     )]
+    #[must_use]
     pub fn new() -> Self {
         CpuBackend::of(Isa::best())
     }
@@ -201,11 +198,7 @@ impl CpuBackend {
             rayon::current_num_threads()
         );
         CpuBackend {
-            device: DeviceInfo {
-                backend: BACKEND,
-                name: std::env::consts::ARCH.to_owned(),
-                detail,
-            },
+            device: DeviceInfo::new(BACKEND, std::env::consts::ARCH, detail),
             isa,
             workspaces: Mutex::default(),
         }

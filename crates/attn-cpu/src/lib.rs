@@ -1,6 +1,6 @@
-//! Decode attention on the CPU: the scalar specification ([`reference`](mod@reference)) and vector kernels with the same bits.
+//! Decode attention on the CPU: the scalar specification ([`Reference`], `reference.rs`) and vector kernels with the same bits.
 //!
-//! Both read native pages and contiguous views through [`reader`]. The kernels: `simd` has the vectors of each instruction set,
+//! Both read native pages and contiguous views through `reader`. The kernels: `simd` has the vectors of each instruction set,
 //! `query` holds the query rows, `tile` finds 64 tokens (`unpack` converts those that the kernels cannot read in place), `integer` and `float` are the
 //! two arithmetics, `softmax` is what they share, `decode` cuts a step into splits for threads.
 
@@ -12,14 +12,20 @@ mod integer;
 mod merge;
 mod options;
 mod query;
-pub mod reader;
-pub mod reference;
+mod reader;
+mod reference;
 mod scratch;
 mod simd;
 mod softmax;
 mod state;
 mod tile;
 mod unpack;
+
+/// What the project's own tests need; not for other users, and it may change in any release.
+#[doc(hidden)]
+pub mod internals {
+    pub use crate::reader::{Reader, Side};
+}
 
 pub use backend::{CpuBackend, Reference};
 pub use options::Options;

@@ -25,7 +25,7 @@ impl CudaBackend {
     fn attend(
         &self,
         step: &StepInputs<'_>,
-        StepOutputs { out, lse }: StepOutputs<'_>,
+        StepOutputs { out, lse, .. }: StepOutputs<'_>,
         page_size: usize,
     ) -> Result<(), Error> {
         let device = &self.device;

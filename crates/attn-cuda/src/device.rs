@@ -192,20 +192,17 @@ impl Device {
             .then(|| stream.alloc_zeros(16))
             .transpose()
             .map_err(refuse)?;
-        let info = DeviceInfo {
-            backend: BACKEND,
-            name: context.name().map_err(refuse)?,
-            detail: format!(
-                "{} kernels, {sms} SMs, driver for CUDA {}.{}{}",
-                arch.name(),
-                version / 1000,
-                version % 1000 / 10,
-                // Kernels still compile, but at every start.
-                cache
-                    .err()
-                    .map_or(String::new(), |refused| format!("; {refused}"))
-            ),
-        };
+        let detail = format!(
+            "{} kernels, {sms} SMs, driver for CUDA {}.{}{}",
+            arch.name(),
+            version / 1000,
+            version % 1000 / 10,
+            // Kernels still compile, but at every start.
+            cache
+                .err()
+                .map_or(String::new(), |refused| format!("; {refused}"))
+        );
+        let info = DeviceInfo::new(BACKEND, context.name().map_err(refuse)?, detail);
         Ok(Device {
             stream,
             arch,

@@ -276,11 +276,11 @@ mod tests {
     use attn_core::Heads;
 
     fn page_table(pages: &[&[u32]], tails: &[Option<u32>]) -> PageTable {
-        PageTable {
-            pages: pages.iter().map(|own| own.to_vec()).collect(),
-            tail_pages: tails.to_vec(),
-            lens: vec![0; pages.len()],
-        }
+        let mut table = PageTable::default();
+        table.pages = pages.iter().map(|own| own.to_vec()).collect();
+        table.tail_pages = tails.to_vec();
+        table.lens = vec![0; pages.len()];
+        table
     }
 
     fn table(lens: &[usize], of: &PageTable, num_pages: usize) -> Result<DeviceTables, Error> {

@@ -4,6 +4,7 @@
 use arbitrary::Unstructured;
 use attn_core::{
     Append, CacheConfig, Error, Heads, Int4Scale, Int8Scale, KvCache, KvSource, PageTable, Scheme,
+    internals::order_free_pages,
 };
 
 use crate::{
@@ -497,7 +498,7 @@ impl<'a> Life<'a> {
             o.sort_unstable();
             o == self.free()
         };
-        let done = self.cache.order_free_pages(&order);
+        let done = order_free_pages(&mut self.cache, &order);
         self.expect("order_free_pages", done.as_ref(), unchanged)?;
         Ok(Done::Refused)
     }

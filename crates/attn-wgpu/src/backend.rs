@@ -6,10 +6,7 @@ use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
     KvSource, Plan, Problem, StepOutputs, Unsupported,
 };
-use attn_kernels::wgsl::{
-    self,
-    decode::{KvLayout, Tuning},
-};
+use attn_kernels::wgsl::decode::{KvLayout, Tuning};
 use wgpu::BufferUsages;
 
 use crate::{
@@ -20,14 +17,14 @@ use crate::{
     import::ViewPages,
     launch::{KvTables, Prepared},
     options::Options,
-    pipeline::{self, Pipelines},
+    pipeline::Pipelines,
     store::DevicePages,
     view::{self, DeviceView},
 };
 
 /// Decode attention through wgpu: Vulkan, Metal or DX12.
 pub struct WgpuBackend {
-    gpu: Arc<Gpu>,
+    pub(crate) gpu: Arc<Gpu>,
     pipelines: Pipelines,
     appends: Arc<AppendPipelines>,
     device: DeviceInfo,
@@ -78,18 +75,15 @@ impl WgpuBackend {
 
     fn on(gpu: Gpu) -> Self {
         let info = &gpu.info;
-        let device = DeviceInfo {
-            backend: BACKEND,
-            name: info.name.clone(),
-            detail: format!(
-                "{} adapter, {:?}, {} {}, bindings of {} MiB",
-                gpu::kind(info),
-                info.backend,
-                info.driver,
-                info.driver_info,
-                gpu.limits.max_storage_buffer_binding_size >> 20
-            ),
-        };
+        let detail = format!(
+            "{} adapter, {:?}, {} {}, bindings of {} MiB",
+            gpu::kind(info),
+            info.backend,
+            info.driver,
+            info.driver_info,
+            gpu.limits.max_storage_buffer_binding_size >> 20
+        );
+        let device = DeviceInfo::new(BACKEND, info.name.clone(), detail);
         WgpuBackend {
             gpu: Arc::new(gpu),
             pipelines: Pipelines::default(),
@@ -99,6 +93,7 @@ impl WgpuBackend {
     }
 
     /// Makes a backend on the same device with another tuning; both share their caches.
+    #[must_use]
     pub fn tuned(&self, tuning: Tuning) -> Self {
         WgpuBackend {
             gpu: self.gpu.clone(),
@@ -106,16 +101,6 @@ impl WgpuBackend {
             appends: self.appends.clone(),
             device: self.device.clone(),
         }
-    }
-
-    /// The kernel of `read.wgsl`, which only reads its first binding: a ceiling for benchmarks.
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    #[doc(hidden)]
-    pub fn read_kernel(&self) -> Result<wgpu::ComputePipeline, Error> {
-        let pipeline = pipeline::compile(&self.gpu, "read_all", wgsl::read_text())?;
-        Ok(wgpu::ComputePipeline::clone(&pipeline))
     }
 
     /// Evaluates the functions of `docs/arithmetic.md` on this adapter and compares them with the CPU's bits.
@@ -263,20 +248,6 @@ impl WgpuBackend {
         })
     }
 
-    /// Records a step without its merge, for benchmarks.
-    ///
-    /// # Errors
-    /// As [`record`](Self::record).
-    #[doc(hidden)]
-    pub fn record_split(
-        &self,
-        encoder: &mut wgpu::CommandEncoder,
-        step: &Prepared,
-        buffers: [&wgpu::Buffer; 3],
-    ) -> Result<(), Error> {
-        step.record(&self.gpu, encoder, buffers, false)
-    }
-
     fn pages<'a>(&self, cache: &'a KvCache) -> Result<&'a DevicePages, Error> {
         let pages = cache.store().as_any().downcast_ref::<DevicePages>();
         pages
@@ -365,7 +336,7 @@ impl DecodeAttention for WgpuBackend {
             });
         }
         self.gpu.alive("decoding")?;
-        let (inputs, StepOutputs { out, lse }) = step.parts();
+        let (inputs, StepOutputs { out, lse, .. }) = step.parts();
         let problem = inputs.problem();
         if out.is_empty() {
             return Ok(());

@@ -21,11 +21,8 @@ mod store;
 mod valid;
 mod view;
 
-/// What the project's own timing code needs; not for other users, and it may change in any release.
 #[doc(hidden)]
-pub mod internals {
-    pub use crate::error::{BACKEND, device};
-}
+pub mod internals;
 
 use attn_core::{DecodeAttention, Unsupported};
 

@@ -68,6 +68,7 @@ pub fn open(id: BackendId) -> Result<Box<dyn DecodeAttention>, Unsupported> {
 }
 
 /// What [`select`] chose, and why not the others.
+#[non_exhaustive]
 pub struct Selection {
     /// The backend.
     pub backend: Box<dyn DecodeAttention>,
@@ -75,6 +76,18 @@ pub struct Selection {
     pub id: BackendId,
     /// The backends tried before it, with their reasons.
     pub refused: Vec<(BackendId, Unsupported)>,
+}
+
+impl Selection {
+    /// A backend that was opened without trying another.
+    #[must_use]
+    pub fn new(id: BackendId, backend: Box<dyn DecodeAttention>) -> Self {
+        Selection {
+            backend,
+            id,
+            refused: Vec::new(),
+        }
+    }
 }
 
 impl fmt::Debug for Selection {
@@ -93,11 +106,7 @@ pub fn select(wanted: Option<BackendId>) -> Result<Selection, Error> {
         None => named_backend(std::env::var_os("ATTN_BACKEND"))?,
     };
     if let Some(id) = named {
-        return Ok(Selection {
-            backend: open(id)?,
-            id,
-            refused: Vec::new(),
-        });
+        return Ok(Selection::new(id, open(id)?));
     }
     let mut refused = Vec::new();
     for id in BackendId::ALL {

@@ -20,6 +20,7 @@ pub(crate) mod scalar;
 
 /// An instruction set that the kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Isa {
     /// Plain arrays of eight numbers, vectorized by the compiler or not.
     Scalar,
@@ -50,6 +51,7 @@ impl Isa {
     pub(crate) const NAMES: &str = "scalar, portable, neon, avx2, avx512, avx512vnni";
 
     /// Whether this machine has the instruction set.
+    #[must_use]
     pub fn is_available(self) -> bool {
         match self {
             Isa::Scalar | Isa::Portable => true,
@@ -78,6 +80,7 @@ impl Isa {
     }
 
     /// The fastest instruction set that this machine has.
+    #[must_use]
     pub fn best() -> Isa {
         Isa::available().last().unwrap_or(Isa::Scalar)
     }

@@ -127,6 +127,7 @@ const SEALERS: usize = 132;
 
 /// Grid and threads of `append.cu`, for `tokens` new tokens of each of `batch` sequences; more than there can be saturate, and the
 /// driver refuses them.
+#[must_use]
 pub fn append_grid(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize; 3], usize) {
     let heads = layout.num_kv_heads();
     if tokens > 1 {

@@ -200,11 +200,13 @@ impl LaunchPlan {
     }
 
     /// Bytes of memory that every launch needs, aligned to 256.
+    #[must_use]
     pub fn workspace_bytes(&self) -> usize {
         self.counters_bytes + self.max_sum_bytes + self.partial_o_bytes
     }
 
     /// Bytes at the workspace's start to zero once; launches leave them zero.
+    #[must_use]
     pub fn zeroed_bytes(&self) -> usize {
         if self.partials_are_zeroed {
             self.workspace_bytes()

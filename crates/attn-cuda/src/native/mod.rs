@@ -109,21 +109,25 @@ pub fn alibi_slopes_log2(slopes: &[f32]) -> Vec<f32> {
 
 impl NativePlan {
     /// Bytes of device memory that every launch needs, aligned to 256.
+    #[must_use]
     pub fn workspace_bytes(&self) -> usize {
         self.launch_plan.workspace_bytes()
     }
 
     /// Bytes at the workspace's start to zero once; launches leave them zero.
+    #[must_use]
     pub fn zeroed_bytes(&self) -> usize {
         self.launch_plan.zeroed_bytes()
     }
 
     /// The longest `kv_len` that a launch takes.
+    #[must_use]
     pub fn max_kv_len(&self) -> usize {
         self.launch_plan.max_kv_len
     }
 
     /// CTAs of the launch.
+    #[must_use]
     pub fn grid(&self) -> usize {
         self.launch_plan.launch.grid.iter().product()
     }
@@ -478,6 +482,7 @@ impl CudaBackend {
 
 impl NativePlan {
     /// Format of the cache.
+    #[must_use]
     pub fn format(&self) -> KvFormat {
         self.format
     }
