@@ -37,6 +37,22 @@ impl DeviceInfo {
 }
 
 /// Decode attention on one device.
+///
+/// ```
+/// use attn_core::{CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, Problem};
+///
+/// /// One token of 1 KV head and 4 query heads, on any backend.
+/// fn attend(backend: &dyn DecodeAttention, q: &[f32; 4 * 64]) -> Result<Vec<f32>, Error> {
+///     let heads = Heads { q: 4, kv: 1, dim: 64 };
+///     let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(1024).build();
+///     let mut cache = backend.create_cache(&config)?;
+///     let plan = backend.plan(&Problem::new(heads, [1024]), KvFormat::INT8)?;
+///     cache.append(0, &[0.5; 64], &[2.0; 64])?;
+///     let mut out = vec![0.0; q.len()];
+///     backend.decode(&mut DecodeStep::new(&plan, &q[..], KvSource::Cache(&cache), &mut out[..])?)?;
+///     Ok(out)
+/// }
+/// ```
 pub trait DecodeAttention: Send + Sync {
     /// The device that the backend runs on.
     fn device(&self) -> &DeviceInfo;

@@ -92,6 +92,22 @@ pub struct PageTable {
 }
 
 /// A paged, quantized cache on one backend.
+///
+/// ```
+/// use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
+///
+/// let heads = Heads { q: 4, kv: 1, dim: 64 };
+/// let config = CacheConfig::builder(KvFormat::INT8, heads).sequences(2).max_len(256).build();
+/// // A backend's `create_cache` does this with its own store.
+/// let pages = HostPages::new(&config)?;
+/// let mut cache = KvCache::new(config, Box::new(pages))?;
+/// cache.append(0, &[0.5; 3 * 64], &[2.0; 3 * 64])?;
+/// cache.fork(0, 1)?;
+/// assert_eq!(cache.table().lens, [3, 3]);
+/// cache.free_sequence(0)?;
+/// assert_eq!(cache.table().lens, [0, 3]);
+/// # Ok::<(), attn_core::Error>(())
+/// ```
 pub struct KvCache {
     config: CacheConfig,
     layout: PageLayout,

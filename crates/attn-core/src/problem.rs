@@ -65,6 +65,17 @@ impl Problem {
     /// Describes causal decode with `softmax_scale = 1/√head_dim`, one query token, no modifiers.
     ///
     /// [`Problem::check`], and with it a backend's `plan`, refuses numbers that the library does not define.
+    ///
+    /// ```
+    /// use attn_core::{Heads, Problem};
+    ///
+    /// let heads = Heads { q: 32, kv: 8, dim: 128 };
+    /// // Two sequences, of at most 4096 and 1000 tokens.
+    /// let problem = Problem::new(heads, [4096, 1000]).q_len(2).softcap(30.0);
+    /// assert_eq!(problem.elements(), 2 * 2 * 32 * 128);
+    /// problem.check()?;
+    /// # Ok::<(), attn_core::Error>(())
+    /// ```
     #[must_use]
     pub fn new(heads: Heads, kv_lens: impl Into<Vec<usize>>) -> Self {
         Problem {

@@ -282,6 +282,18 @@ impl<'a> KvView<'a> {
     /// # Errors
     /// [`Error::Parameter`] for a problem or a scheme that has no row form; [`Error::Length`] for slices that do not reach every cached
     /// token; [`Error::BadBytes`] for a scale that is negative or not finite, and for a code that is not finite or too large.
+    ///
+    /// ```
+    /// use attn_core::{Heads, KvFormat, KvView, Problem, Scheme, StridedRows};
+    ///
+    /// // [2 sequences, 2 KV heads, 32 tokens of room, 64 dims] of bf16 ones; 5 and 32 tokens are cached.
+    /// let cache = [0x80, 0x3f].repeat(2 * 2 * 32 * 64);
+    /// let problem = Problem::new(Heads { q: 4, kv: 2, dim: 64 }, [5, 32]);
+    /// let rows = StridedRows::bnsh(&cache, &[], 2, 32, 64 * 2, 0);
+    /// let view = KvView::new(&problem, KvFormat::same(Scheme::Bf16), rows, rows, [&[], &[]])?;
+    /// assert_eq!(view.kv_lens(), [5, 32]);
+    /// # Ok::<(), attn_core::Error>(())
+    /// ```
     pub fn new(
         problem: &'a Problem,
         format: KvFormat,

@@ -69,6 +69,26 @@ impl WgpuBackend {
     ///
     /// # Errors
     /// [`Unsupported::Absent`] if the device offers less than WebGPU's default compute limits.
+    ///
+    /// ```no_run
+    /// use attn_core::{CacheConfig, DecodeAttention, Error, Heads, KvFormat, Problem};
+    /// use attn_wgpu::{WgpuBackend, wgpu};
+    ///
+    /// /// One step in the engine's own encoder: nothing is submitted, read back or waited for.
+    /// fn record(
+    ///     (device, queue): (wgpu::Device, wgpu::Queue),
+    ///     encoder: &mut wgpu::CommandEncoder,
+    ///     [q, out, lse]: [&wgpu::Buffer; 3],
+    /// ) -> Result<(), Error> {
+    ///     let backend = WgpuBackend::with_device(device, queue)?;
+    ///     let heads = Heads { q: 4, kv: 1, dim: 64 };
+    ///     let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(1024).build();
+    ///     let mut cache = backend.create_cache(&config)?;
+    ///     cache.append(0, &[0.5; 64], &[2.0; 64])?;
+    ///     let step = backend.prepare(&Problem::new(heads, [1]), &cache)?;
+    ///     backend.record(encoder, &step, q, out, lse)
+    /// }
+    /// ```
     pub fn with_device(device: wgpu::Device, queue: wgpu::Queue) -> Result<Self, Unsupported> {
         Ok(Self::on(Gpu::of_device(device, queue)?))
     }

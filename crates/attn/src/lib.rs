@@ -47,6 +47,14 @@ pub mod backends {
 ///
 /// # Errors
 /// [`Unsupported::Absent`] with the reason and the next step, also where this build leaves the backend's feature out.
+///
+/// ```
+/// use attn::{BackendId, DecodeAttention};
+///
+/// let cpu = attn::open(BackendId::Cpu)?;
+/// assert_eq!(cpu.device().backend, "cpu");
+/// # Ok::<(), attn::Unsupported>(())
+/// ```
 pub fn open(id: BackendId) -> Result<Box<dyn DecodeAttention>, Unsupported> {
     match id {
         #[cfg(feature = "cuda")]
@@ -100,6 +108,15 @@ impl fmt::Debug for Selection {
 ///
 /// # Errors
 /// [`Error::Unsupported`] if the named backend is absent; [`Error::Parameter`] if `ATTN_BACKEND` names none, or is not UTF-8.
+///
+/// ```
+/// let selection = attn::select(None)?;
+/// for (id, reason) in &selection.refused {
+///     println!("{id} is not used: {reason}");
+/// }
+/// println!("{}: {}", selection.id, selection.backend.device().name);
+/// # Ok::<(), attn::Error>(())
+/// ```
 pub fn select(wanted: Option<BackendId>) -> Result<Selection, Error> {
     let named = match wanted {
         Some(id) => Some(id),

@@ -2,6 +2,48 @@
 //!
 //! [`CudaBackend::prepare`] loads the kernels and sizes the workspace once; [`CudaBackend::decode_on`] and
 //! [`CudaBackend::append_on`] only enqueue, so a CUDA graph can capture them and replay with longer `kv_lens`.
+//!
+//! ```no_run
+//! use std::ffi::c_void;
+//!
+//! use attn_core::{Error, Heads, KvFormat, Problem};
+//! use attn_cuda::{
+//!     CudaBackend,
+//!     native::{DecodeArgs, DeviceAddress, DeviceKv, Dtype, Stream},
+//! };
+//!
+//! /// One step of 4 sequences on the engine's stream and memory; `at` are the addresses of queries, outputs, pool, page table, lengths and workspace.
+//! ///
+//! /// # Safety
+//! /// `stream` is a live stream of the device's primary context, which is current; the memory is as [`DecodeArgs`] documents it.
+//! unsafe fn step(gpu: &CudaBackend, stream: *mut c_void, at: [u64; 6]) -> Result<(), Error> {
+//!     let problem = Problem::new(Heads { q: 32, kv: 8, dim: 128 }, [4096; 4]);
+//!     // Once; its `workspace_bytes` say how much to allocate, and its `zeroed_bytes` how much of that to zero.
+//!     let plan = gpu.prepare(&problem, KvFormat::INT8, 64)?;
+//!     let [q, out, pool, page_table, kv_lens, workspace] = at.map(DeviceAddress::new);
+//!     let kv = DeviceKv::Paged {
+//!         pool,
+//!         num_pages: 256,
+//!         page_table,
+//!         page_table_stride: 64,
+//!         tail_pages: DeviceAddress::NULL,
+//!     };
+//!     let args = DecodeArgs {
+//!         q,
+//!         out,
+//!         dtype: Dtype::F32,
+//!         lse: DeviceAddress::NULL,
+//!         kv,
+//!         kv_lens,
+//!         k_tensor_scales: DeviceAddress::NULL,
+//!         v_tensor_scales: DeviceAddress::NULL,
+//!         alibi_slopes: DeviceAddress::NULL,
+//!         workspace,
+//!     };
+//!     // SAFETY: this function's contract; lengths are at most 4096, and pages below 256.
+//!     unsafe { gpu.decode_on(&plan, Stream::from_raw(stream), &args) }
+//! }
+//! ```
 
 pub(crate) mod append;
 mod import;
