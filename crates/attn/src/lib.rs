@@ -37,7 +37,7 @@ pub use attn_core::{
 pub mod backends {
     #[cfg(feature = "cpu")]
     pub use attn_cpu as cpu;
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "cuda-unversioned")]
     pub use attn_cuda as cuda;
     #[cfg(feature = "wgpu")]
     pub use attn_wgpu as wgpu;
@@ -57,7 +57,7 @@ pub mod backends {
 /// ```
 pub fn open(id: BackendId) -> Result<Box<dyn DecodeAttention>, Unsupported> {
     match id {
-        #[cfg(feature = "cuda")]
+        #[cfg(feature = "cuda-unversioned")]
         BackendId::Cuda => attn_cuda::open(),
         #[cfg(feature = "wgpu")]
         BackendId::Wgpu => attn_wgpu::open(),
