@@ -5,7 +5,14 @@ use std::{env, fmt::Write, fs, path::Path};
 fn main() {
     let root = env::var("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");
     let mut text = String::new();
-    for (folder, name) in [("cuda", "CUDA"), ("host", "HOST"), ("wgsl", "WGSL")] {
+    for (folder, name, feature) in [
+        ("cuda", "CUDA", "CARGO_FEATURE_CUDA"),
+        ("host", "HOST", "CARGO_FEATURE_CUDA"),
+        ("wgsl", "WGSL", "CARGO_FEATURE_WGSL"),
+    ] {
+        if env::var_os(feature).is_none() {
+            continue;
+        }
         let path = Path::new(&root).join(folder);
         println!("cargo::rerun-if-changed={}", path.display());
         let mut files: Vec<_> = fs::read_dir(&path)

@@ -5,6 +5,7 @@ use std::fmt;
 use attn_core::{
     CacheConfig, DecodeAttention, Error, Heads, KvCache, KvFormat, KvView, Problem, Scheme,
     StridedRows,
+    internals::order_free_pages,
     quant::{self, Param},
 };
 use half::bf16;
@@ -300,7 +301,7 @@ impl Case {
                 let mut cache = self.poisoned(backend, self.config())?;
                 let mut order: Vec<u32> = (0..cache.config().num_pages as u32).collect();
                 order.sort_by_key(|page| splitmix(self.seed << 32 | u64::from(*page)));
-                cache.order_free_pages(&order)?;
+                order_free_pages(&mut cache, &order)?;
                 let longest = lens.iter().copied().max().unwrap_or(0);
                 for t in (0..longest).step_by(37) {
                     for b in 0..lens.len() {

@@ -20,14 +20,9 @@ struct Off {
 
 impl Off {
     fn new(backend: &'static str, out: f64, lse: f64) -> Self {
-        let (name, detail) = ("test".to_owned(), String::new());
         Off {
             inner: Reference::new(),
-            device: DeviceInfo {
-                backend,
-                name,
-                detail,
-            },
+            device: DeviceInfo::new(backend, "test", ""),
             out,
             lse,
         }
@@ -53,7 +48,7 @@ impl DecodeAttention for Off {
 
     fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         self.inner.execute(step)?;
-        let StepOutputs { out, lse } = step.parts().1;
+        let StepOutputs { out, lse, .. } = step.parts().1;
         for x in out {
             *x = (f64::from(*x) * (1.0 + self.out)) as f32;
         }

@@ -3,7 +3,7 @@
 use attn_conformance::{Build, Case, check};
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, KvView, Plan,
-    Problem, Scheme, StridedRows,
+    Problem, Scheme, StridedRows, internals::order_free_pages,
 };
 use attn_cpu::CpuBackend;
 use rstest::rstest;
@@ -199,7 +199,7 @@ fn forks_and_sequences_that_do_not_exist_are_refused() {
             "{error}"
         );
     }
-    let error = cache.order_free_pages(&[0]).unwrap_err();
+    let error = order_free_pages(&mut cache, &[0]).unwrap_err();
     assert!(
         matches!(
             error,

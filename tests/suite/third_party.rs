@@ -113,11 +113,7 @@ fn what_is_wrong_is_named(
         inner: Reference::new(),
         fault,
         calls: 0.into(),
-        device: DeviceInfo {
-            backend: "theirs",
-            name: "test".to_owned(),
-            detail: String::new(),
-        },
+        device: DeviceInfo::new("theirs", "test", ""),
     };
     let case = case(format, head_dim);
     let report = check_table(&Reference::new(), &theirs, &[case], 1, &mut |_, _| ());

@@ -13,7 +13,7 @@ use attn_bench::{
     workloads,
 };
 use attn_core::{Error, KvView};
-use attn_cpu::{CpuBackend, Isa};
+use attn_cpu::{CpuBackend, Isa, Options};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 
 fn decode(c: &mut Criterion) {
@@ -22,7 +22,8 @@ fn decode(c: &mut Criterion) {
         group.sample_size(10);
         group.throughput(Throughput::Bytes(workload.bytes() as u64));
         for isa in Isa::available() {
-            let backend = CpuBackend::with_isa(isa).expect("it is available");
+            let backend =
+                CpuBackend::with_options(&Options::default().isa(isa)).expect("it is available");
             let mut prepared = None;
             group.bench_function(BenchmarkId::from_parameter(isa), |b| {
                 let prepared = prepared.get_or_insert_with(|| {

@@ -10,7 +10,7 @@ use attn_core::{
     Problem,
 };
 use attn_cpu::CpuBackend;
-use attn_wgpu::{Prepared, Tuning, WgpuBackend, wgpu};
+use attn_wgpu::{Prepared, Tuning, WgpuBackend, internals::record_split, wgpu};
 use wgpu::BufferUsages as Usage;
 
 type Any<T> = Result<T, Box<dyn std::error::Error>>;
@@ -182,7 +182,7 @@ fn run(timer: &WgpuTimer, work: &Case, tunings: &[(&str, Tuning)]) -> Any<()> {
             tuned.record(encoder, &steps[i % steps.len()], &q, &out, &lse)
         })?;
         let split = timer.time(count, RUNS, &mut |encoder, i| {
-            tuned.record_split(encoder, &steps[i % steps.len()], [&q, &out, &lse])
+            record_split(&tuned, encoder, &steps[i % steps.len()], [&q, &out, &lse])
         })?;
         let [mut got, mut got_lse] = ends.clone();
         let kv = KvSource::Cache(&caches[0]);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use attn_core::{Append, CacheConfig, DecodeAttention, Error, Heads, KvCache};
 use attn_wgpu::{
     DevicePages, DeviceRows, DeviceView, Prepared, WgpuBackend, WgpuError,
-    internals::{BACKEND, device},
+    internals::{BACKEND, device, read_kernel},
 };
 use wgpu::BufferUsages as Usage;
 
@@ -164,7 +164,7 @@ impl WgpuTimer {
     /// [`Error::Device`].
     pub fn of(backend: WgpuBackend) -> Result<Self, Error> {
         Ok(WgpuTimer {
-            read: backend.read_kernel()?,
+            read: read_kernel(&backend)?,
             sums: buffer(backend.wgpu_device(), 4, Usage::STORAGE),
             stamps: Stamps::new(&backend),
             backend,

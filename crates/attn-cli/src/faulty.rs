@@ -32,19 +32,14 @@ impl Faulty {
             reason: "none".to_owned(),
             next_step: "use another".to_owned(),
         };
-        Selection {
-            refused: vec![(BackendId::Cuda, absent)],
-            ..Faulty::select(|_, _| ())
-        }
+        let mut selection = Faulty::select(|_, _| ());
+        selection.refused.push((BackendId::Cuda, absent));
+        selection
     }
 
     /// As one that was selected.
     pub fn select(fault: Fault) -> Selection {
-        Selection {
-            backend: Faulty::open(fault),
-            id: BackendId::Cpu,
-            refused: Vec::new(),
-        }
+        Selection::new(BackendId::Cpu, Faulty::open(fault))
     }
 }
 
@@ -79,7 +74,7 @@ impl DecodeAttention for Faulty {
 
     fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         self.inner.execute(step)?;
-        let StepOutputs { out, lse } = step.parts().1;
+        let StepOutputs { out, lse, .. } = step.parts().1;
         (self.fault)(out, lse.unwrap_or_default());
         Ok(())
     }

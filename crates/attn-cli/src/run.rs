@@ -180,6 +180,7 @@ pub fn run(args: &RunArgs, console: &mut Console<'_>, backends: &Backends) -> Re
         backend,
         id,
         refused,
+        ..
     } = (backends.select)(args.backend)?;
     let mut clock = DeviceClock::open(id, &*backend)?;
     let mut rows = Vec::new();

@@ -46,6 +46,7 @@ const LOG2: [f32; 9] = [
 
 /// 2^k for −126 ≤ k ≤ 127.
 #[inline]
+#[must_use]
 pub fn exp2i(k: i32) -> f32 {
     debug_assert!((-126..=127).contains(&k));
     f32::from_bits(((k + 127) as u32) << 23)
@@ -53,12 +54,14 @@ pub fn exp2i(k: i32) -> f32 {
 
 /// `E(x)`: 2^E ≤ |x| < 2^(E+1); −127 for zero and subnormals, whose use the callers clamp away.
 #[inline]
+#[must_use]
 pub fn exponent(x: f32) -> i32 {
     ((x.to_bits() >> 23) & 255) as i32 - 127
 }
 
 /// The exponent e of a row whose largest magnitude is `amax`: every |x|·2^e rounds to less than 2^14.
 #[inline]
+#[must_use]
 pub fn plane_exponent(amax: f32) -> i32 {
     if amax == 0.0 {
         return 0;
@@ -68,6 +71,7 @@ pub fn plane_exponent(amax: f32) -> i32 {
 
 /// The exponent h of shifts up to `largest` in magnitude: every |shift|·2^h rounds to less than 2^15.
 #[inline]
+#[must_use]
 pub fn shift_exponent(largest: f32) -> i32 {
     if largest == 0.0 {
         return 0;
@@ -80,6 +84,7 @@ const BELOW: f32 = 1.0 + 1.0 / 16384.0;
 
 /// x rounded to 13 significant bits, half away from zero: its product with an f16 is exact.
 #[inline]
+#[must_use]
 pub fn round_13(x: f32) -> f32 {
     f32::from_bits((x.to_bits() + 0x400) & !0x7ff)
 }
@@ -97,24 +102,28 @@ fn exp2<const N: usize>(x: f32, round: f32, coefficients: &[f32; N]) -> f32 {
 
 /// 2^(1 − v) for 0 ≤ v ≤ 64 to 7.5e-5, and below 2: `exp2w`.
 #[inline]
+#[must_use]
 pub fn exp2_weight(v: f32) -> f32 {
     exp2(-v, ROUND_WEIGHT, &EXP2_WEIGHT)
 }
 
 /// 2^x for −125 ≤ x ≤ 0 to 1.6e-7: `exp2f`.
 #[inline]
+#[must_use]
 pub fn exp2_float(x: f32) -> f32 {
     exp2(x, ROUND, &EXP2_FLOAT)
 }
 
 /// p·2^22 of a weight 0 ≤ p < 2: `p22`.
 #[inline]
+#[must_use]
 pub fn weight_units(p: f32) -> i32 {
     ((p + WEIGHT_BASE).to_bits() - WEIGHT_BASE.to_bits()) as i32
 }
 
 /// 1/x for positive normal x, to about one unit in the last place.
 #[inline]
+#[must_use]
 pub fn rcp(x: f32) -> f32 {
     let mut y = f32::from_bits(0x7EF3_11C7u32.wrapping_sub(x.to_bits()));
     for _ in 0..4 {
@@ -125,6 +134,7 @@ pub fn rcp(x: f32) -> f32 {
 
 /// `ln(l·2^m)` for l > 0.
 #[inline]
+#[must_use]
 pub fn lse(m: f32, l: f32) -> f32 {
     let i = (l.to_bits() as i32).wrapping_sub(0x3F35_04F3);
     let u = f32::from_bits(((i & 0x7F_FFFF) + 0x3F35_04F3) as u32) - 1.0;
@@ -138,6 +148,7 @@ pub fn lse(m: f32, l: f32) -> f32 {
 
 /// 2^−distance for a distance of 0..=64, and 0 beyond: the factor of a state whose maximum is smaller by that distance.
 #[inline]
+#[must_use]
 pub fn pow2(distance: f32) -> f32 {
     if distance <= 64.0 {
         exp2i(-(distance as i32))
@@ -148,6 +159,7 @@ pub fn pow2(distance: f32) -> f32 {
 
 /// Flushes a subnormal x to a zero of its sign, as GPUs do.
 #[inline]
+#[must_use]
 pub fn ftz(x: f32) -> f32 {
     if x.abs() < f32::MIN_POSITIVE {
         0.0f32.copysign(x)
@@ -158,6 +170,7 @@ pub fn ftz(x: f32) -> f32 {
 
 /// Soft cap in base 2: `cap·tanh(s/cap)`, `inverse` = 2/softcap, `cap2` = softcap·log2 e.
 #[inline]
+#[must_use]
 pub fn softcap(s: f32, inverse: f32, cap2: f32) -> f32 {
     let e = exp2_float((-(s.abs() * inverse)).max(EXP2_MIN));
     (((1.0 - e) * rcp(1.0 + e)) * cap2).copysign(s)

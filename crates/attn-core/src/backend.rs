@@ -1,5 +1,7 @@
 //! The trait that every backend implements.
 
+use std::ffi::OsString;
+
 use crate::{
     cache::KvCache,
     cache_config::CacheConfig,
@@ -12,6 +14,7 @@ use crate::{
 
 /// The device that a backend runs on.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeviceInfo {
     /// The backend's name: that of a [`BackendId`](crate::BackendId), or another one's own.
     pub backend: &'static str,
@@ -21,7 +24,35 @@ pub struct DeviceInfo {
     pub detail: String,
 }
 
+impl DeviceInfo {
+    /// For backends: describes a device.
+    #[must_use]
+    pub fn new(backend: &'static str, name: impl Into<String>, detail: impl Into<String>) -> Self {
+        DeviceInfo {
+            backend,
+            name: name.into(),
+            detail: detail.into(),
+        }
+    }
+}
+
 /// Decode attention on one device.
+///
+/// ```
+/// use attn_core::{CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, Problem};
+///
+/// /// One token of 1 KV head and 4 query heads, on any backend.
+/// fn attend(backend: &dyn DecodeAttention, q: &[f32; 4 * 64]) -> Result<Vec<f32>, Error> {
+///     let heads = Heads { q: 4, kv: 1, dim: 64 };
+///     let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(1024).build();
+///     let mut cache = backend.create_cache(&config)?;
+///     let plan = backend.plan(&Problem::new(heads, [1024]), KvFormat::INT8)?;
+///     cache.append(0, &[0.5; 64], &[2.0; 64])?;
+///     let mut out = vec![0.0; q.len()];
+///     backend.decode(&mut DecodeStep::new(&plan, &q[..], KvSource::Cache(&cache), &mut out[..])?)?;
+///     Ok(out)
+/// }
+/// ```
 pub trait DecodeAttention: Send + Sync {
     /// The device that the backend runs on.
     fn device(&self) -> &DeviceInfo;
@@ -64,5 +95,72 @@ pub trait DecodeAttention: Send + Sync {
         self.execute(step)?;
         step.finish();
         Ok(())
+    }
+}
+
+/// For backends: the option that an environment variable sets, read by `parse`; `None` where it is unset or empty.
+///
+/// `parse` says of a value that it refuses what the value is and what is allowed, such as `fast; allowed: auto, never`.
+///
+/// # Errors
+/// [`Unsupported::Absent`] of `backend` for a value that `parse` refuses, and for one that is not UTF-8.
+pub fn option_from_env<T>(
+    backend: &'static str,
+    name: &str,
+    parse: impl FnOnce(&str) -> Result<T, String>,
+) -> Result<Option<T>, Unsupported> {
+    option_from(backend, name, std::env::var_os(name), parse)
+}
+
+fn option_from<T>(
+    backend: &'static str,
+    name: &str,
+    value: Option<OsString>,
+    parse: impl FnOnce(&str) -> Result<T, String>,
+) -> Result<Option<T>, Unsupported> {
+    let Some(value) = value.filter(|value| !value.is_empty()) else {
+        return Ok(None);
+    };
+    let parsed = match value.to_str() {
+        Some(text) => parse(text),
+        None => Err(format!("{}, which is not UTF-8", value.to_string_lossy())),
+    };
+    parsed.map(Some).map_err(|reason| Unsupported::Absent {
+        backend,
+        reason: format!("{name} is {reason}"),
+        next_step: "set it to one of these, or leave it unset".to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn number(value: Option<OsString>) -> Result<Option<u8>, Unsupported> {
+        let parse = |text: &str| {
+            text.parse()
+                .map_err(|_| format!("{text}; allowed: 0 to 255"))
+        };
+        option_from("cpu", "NUMBER", value, parse)
+    }
+
+    #[test]
+    fn a_variable_is_read_or_refused_and_never_ignored() {
+        for unset in [None, Some(OsString::new())] {
+            assert_eq!(number(unset), Ok(None));
+        }
+        assert_eq!(number(Some("7".into())), Ok(Some(7)));
+        let said = number(Some("x".into())).unwrap_err().to_string();
+        assert!(
+            said.starts_with("cpu: NUMBER is x; allowed: 0 to 255; "),
+            "{said}"
+        );
+        #[cfg(unix)]
+        {
+            use std::os::unix::ffi::OsStringExt;
+            let said = number(Some(OsString::from_vec(vec![b'7', 0xff])));
+            let said = said.unwrap_err().to_string();
+            assert!(said.contains("not UTF-8"), "{said}");
+        }
     }
 }

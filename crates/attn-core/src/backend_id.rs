@@ -21,6 +21,7 @@ impl BackendId {
     pub const ALL: [BackendId; 3] = [BackendId::Cuda, BackendId::Wgpu, BackendId::Cpu];
 
     /// The name that the command line, `ATTN_BACKEND` and errors use.
+    #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             BackendId::Cuda => "cuda",

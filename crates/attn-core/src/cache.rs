@@ -21,6 +21,7 @@ use crate::{
 
 /// The pages and lengths of all sequences; sequences may share pages.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PageTable {
     /// Home pages of each sequence, in token order.
     pub pages: Vec<Vec<u32>>,
@@ -31,6 +32,22 @@ pub struct PageTable {
 }
 
 /// A paged, quantized cache on one backend.
+///
+/// ```
+/// use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
+///
+/// let heads = Heads { q: 4, kv: 1, dim: 64 };
+/// let config = CacheConfig::builder(KvFormat::INT8, heads).sequences(2).max_len(256).build();
+/// // A backend's `create_cache` does this with its own store.
+/// let pages = HostPages::new(&config)?;
+/// let mut cache = KvCache::new(config, Box::new(pages))?;
+/// cache.append(0, &[0.5; 3 * 64], &[2.0; 3 * 64])?;
+/// cache.fork(0, 1)?;
+/// assert_eq!(cache.table().lens, [3, 3]);
+/// cache.free_sequence(0)?;
+/// assert_eq!(cache.table().lens, [0, 3]);
+/// # Ok::<(), attn_core::Error>(())
+/// ```
 pub struct KvCache {
     config: CacheConfig,
     layout: PageLayout,
@@ -78,35 +95,37 @@ impl KvCache {
     }
 
     /// The description that the cache was created from.
+    #[must_use]
     pub fn config(&self) -> &CacheConfig {
         &self.config
     }
 
     /// The layout of the cache's pages.
+    #[must_use]
     pub fn layout(&self) -> &PageLayout {
         &self.layout
     }
 
     /// The pages and lengths of all sequences.
+    #[must_use]
     pub fn table(&self) -> &PageTable {
         &self.table
     }
 
     /// The backend's pool of pages.
+    #[must_use]
     pub fn store(&self) -> &dyn PageStore {
         &*self.store
     }
 
     /// Number of pages that no sequence owns.
+    #[must_use]
     pub fn free_pages(&self) -> usize {
         self.pages.num_free()
     }
 
-    /// Puts the free pages in the given order of allocation, so that tests can place pages at will.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] if `order` is not a permutation of the free pages.
-    pub fn order_free_pages(&mut self, order: &[u32]) -> Result<(), Error> {
+    /// Puts the free pages in the given order of allocation; refuses what is not a permutation of them.
+    pub(crate) fn order_free_pages(&mut self, order: &[u32]) -> Result<(), Error> {
         self.pages.order(order)
     }
 

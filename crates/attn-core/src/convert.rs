@@ -10,6 +10,32 @@
 //! [`import`] makes the pages that [`KvCache::restore`](crate::KvCache::restore) puts into a cache on any backend; [`export`] and [`dequantize`] take
 //! the pages that [`KvCache::read_back`](crate::KvCache::read_back) gives. [`rows`] describes how each row is laid out, and which quantizer writes it.
 //!
+//! ```
+//! use attn_core::{
+//!     CacheConfig, Heads, HostPages, KvCache, KvFormat, Scheme, StridedRows,
+//!     convert::{self, ExternalRows, Order, RowFormat, Side},
+//! };
+//!
+//! // 3 tokens of another engine's bf16 cache, [1 KV head, 3 tokens, 64 dims], all ones.
+//! let ones = [0x80, 0x3f].repeat(3 * 64);
+//! let rows = ExternalRows {
+//!     format: RowFormat::Plain(Scheme::Bf16),
+//!     rows: StridedRows::bnsh(&ones, &[], 1, 3, 64 * 2, 0),
+//!     blocks: None,
+//! };
+//! let heads = Heads { q: 1, kv: 1, dim: 64 };
+//! let config = CacheConfig::builder(KvFormat::same(Scheme::Bf16), heads).max_len(64).build();
+//! let layout = config.layout()?;
+//! let pages = convert::import(&layout, 0, 3, &rows, &rows)?;
+//! // Into a cache of any backend, and out of it.
+//! let store = HostPages::new(&config)?;
+//! let mut cache = KvCache::new(config, Box::new(store))?;
+//! cache.restore(0, 3, &pages)?;
+//! let k = convert::export(&layout, &cache.read_back(0)?, 3, Side::K, rows.format, Order::Bnsh)?;
+//! assert_eq!(k.codes, ones);
+//! # Ok::<(), attn_core::Error>(())
+//! ```
+//!
 //! Not here: int4-channel K, which no other engine stores; use [`dequantize`] and `append`.
 
 use crate::{

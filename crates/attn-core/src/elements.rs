@@ -36,6 +36,7 @@ pub enum ElementsMut<'a> {
 
 impl<'a> Elements<'a> {
     /// The number of elements.
+    #[must_use]
     pub fn len(&self) -> usize {
         match self {
             Elements::F32(x) => x.len(),
@@ -45,6 +46,7 @@ impl<'a> Elements<'a> {
     }
 
     /// Whether there are none.
+    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -69,6 +71,7 @@ impl<'a> Elements<'a> {
 
 impl ElementsMut<'_> {
     /// The number of elements.
+    #[must_use]
     pub fn len(&self) -> usize {
         match self {
             ElementsMut::F32(x) => x.len(),
@@ -78,6 +81,7 @@ impl ElementsMut<'_> {
     }
 
     /// Whether there are none.
+    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

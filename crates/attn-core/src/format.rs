@@ -62,6 +62,7 @@ impl Scheme {
     ];
 
     /// Bits of one stored element, without scales.
+    #[must_use]
     pub fn code_bits(self) -> usize {
         match self {
             Scheme::F16 | Scheme::Bf16 => 16,
@@ -71,21 +72,25 @@ impl Scheme {
     }
 
     /// Whether products with it are sums of integers (`docs/arithmetic.md`).
+    #[must_use]
     pub fn is_integer(self) -> bool {
         matches!(self, Scheme::Int8(_) | Scheme::Int4(_))
     }
 
     /// Whether a static f32 scale per KV head belongs to it.
+    #[must_use]
     pub fn has_tensor_scale(self) -> bool {
         matches!(self, Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor))
     }
 
     /// Whether f16 scales belong to each token's row.
+    #[must_use]
     pub fn has_row_scales(self) -> bool {
         self.is_integer() && !self.has_tensor_scale()
     }
 
     /// Quantization groups along `head_dim` (1 where there is a single scale, or none).
+    #[must_use]
     pub fn groups(self, head_dim: usize) -> usize {
         match self {
             Scheme::Int8(Int8Scale::Group32) => head_dim / 32,
@@ -97,6 +102,7 @@ impl Scheme {
     /// The largest magnitude that the scheme takes: larger ones are refused, since scores and sums of them would overflow f32.
     ///
     /// The other schemes saturate or scale, so they take every finite f32.
+    #[must_use]
     pub fn max_magnitude(self) -> f32 {
         match self {
             Scheme::Bf16 => BF16_MAX,
@@ -185,6 +191,7 @@ impl KvFormat {
     };
 
     /// The same scheme for K and V.
+    #[must_use]
     pub const fn same(scheme: Scheme) -> Self {
         KvFormat {
             k: scheme,
@@ -193,11 +200,13 @@ impl KvFormat {
     }
 
     /// Whether decode runs in the integer arithmetic, whose bits are equal on every backend.
+    #[must_use]
     pub fn is_integer(self) -> bool {
         self.k.is_integer() && self.v.is_integer()
     }
 
     /// Whether a sequence owns a tail page, which holds the K of its open page (`Int4 Channel`).
+    #[must_use]
     pub fn has_tail_page(self) -> bool {
         self.k == Scheme::Int4(Int4Scale::Channel)
     }

@@ -42,6 +42,7 @@ impl HostPages {
     }
 
     /// The whole pool, page after page.
+    #[must_use]
     pub fn pool(&self) -> &[u8] {
         &self.bytes[self.start..]
     }
@@ -51,6 +52,7 @@ impl HostPages {
     }
 
     /// One KV head's run of one page.
+    #[must_use]
     pub fn run(&self, page: u32, head: usize) -> &[u8] {
         &self.pool()[self.layout.run(page, head)]
     }

@@ -26,6 +26,7 @@ pub struct CodeAddr {
 
 impl CodeAddr {
     /// The code of `bits` bits at this address of a part.
+    #[must_use]
     pub fn load(self, codes: &[u8], bits: usize) -> u16 {
         match bits {
             16 => u16::from_le_bytes([codes[self.byte], codes[self.byte + 1]]),
@@ -59,6 +60,7 @@ fn param_index(scheme: Scheme, page_size: usize, t: usize, g: usize) -> usize {
 /// Reads the parameters of group `g` of token `t`, or of dim `g` in a sealed `Int4 Channel` page.
 ///
 /// A scheme without parameters in the page has scale 1 and shift 0.
+#[must_use]
 pub fn load_param(params: &[u8], scheme: Scheme, page_size: usize, t: usize, g: usize) -> Param {
     let load = |i: usize| f16::from_le_bytes([params[2 * i], params[2 * i + 1]]);
     let i = param_index(scheme, page_size, t, g);
@@ -96,6 +98,7 @@ pub fn store_param(
 }
 
 /// Slot of token `t` (0..16) in a panel of V: the order in which a tensor core's first product comes out.
+#[must_use]
 pub fn slot(t: usize) -> usize {
     let (h, c, e) = (t / 8, (t % 8) / 2, t % 2);
     4 * c + 2 * h + e
@@ -109,6 +112,7 @@ fn nibble_row(i: usize) -> (usize, u32) {
 /// Address of K's code `(t, d)` under `bits` per code, from the start of the K codes.
 ///
 /// The head_dim is there for the likeness to [`v_code`]: K's panels are as long as the page.
+#[must_use]
 pub fn k_code(bits: usize, _head_dim: usize, page_size: usize, t: usize, d: usize) -> CodeAddr {
     match bits {
         16 => CodeAddr {
@@ -130,6 +134,7 @@ pub fn k_code(bits: usize, _head_dim: usize, page_size: usize, t: usize, d: usiz
 }
 
 /// Address of V's code `(t, d)` under `bits` per code, from the start of the V codes.
+#[must_use]
 pub fn v_code(bits: usize, head_dim: usize, page_size: usize, t: usize, d: usize) -> CodeAddr {
     match bits {
         16 => k_code(16, head_dim, page_size, t, d),
@@ -172,6 +177,7 @@ pub struct Part {
 
 impl Part {
     /// Address of the code `(t, d)` from the start of the codes.
+    #[must_use]
     pub fn code_addr(&self, t: usize, d: usize) -> CodeAddr {
         let bits = self.scheme.code_bits();
         match self.side {
@@ -181,11 +187,13 @@ impl Part {
     }
 
     /// Elements per token.
+    #[must_use]
     pub fn head_dim(&self) -> usize {
         self.head_dim
     }
 
     /// The code `(t, d)` of a run.
+    #[must_use]
     pub fn load_code(&self, run: &[u8], t: usize, d: usize) -> u16 {
         let bits = self.scheme.code_bits();
         self.code_addr(t, d).load(&run[self.codes.clone()], bits)
@@ -201,6 +209,7 @@ impl Part {
     }
 
     /// Parameters that belong to a token: one for each group, or one for each dim in a sealed `Int4 Channel` page.
+    #[must_use]
     pub fn num_params(&self) -> usize {
         match self.scheme {
             Scheme::Int4(Int4Scale::Channel) => self.head_dim,
@@ -209,6 +218,7 @@ impl Part {
     }
 
     /// The parameters of group `g` of token `t` of a run, or of dim `g` in a sealed `Int4 Channel` page.
+    #[must_use]
     pub fn load_param(&self, run: &[u8], t: usize, g: usize) -> Param {
         load_param(&run[self.params.clone()], self.scheme, self.page_size, t, g)
     }
@@ -244,6 +254,7 @@ pub const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
 pub const MAX_KV_HEADS: usize = 65536;
 
 /// Bytes of the parameters of one side of a run of `page_size` tokens.
+#[must_use]
 pub fn params_bytes(scheme: Scheme, head_dim: usize, page_size: usize) -> usize {
     match scheme {
         Scheme::F16 | Scheme::Bf16 | Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor) => 0,
@@ -254,6 +265,7 @@ pub fn params_bytes(scheme: Scheme, head_dim: usize, page_size: usize) -> usize 
 }
 
 /// Bytes of one KV head's run of a page: codes and parameters of K and of V.
+#[must_use]
 pub fn run_bytes(format: KvFormat, head_dim: usize, page_size: usize) -> usize {
     let part = |scheme: Scheme| {
         page_size * head_dim * scheme.code_bits() / 8 + params_bytes(scheme, head_dim, page_size)
@@ -315,21 +327,25 @@ impl PageLayout {
     }
 
     /// The schemes of K and V.
+    #[must_use]
     pub fn format(&self) -> KvFormat {
         self.format
     }
 
     /// Elements per token and KV head.
+    #[must_use]
     pub fn head_dim(&self) -> usize {
         self.head_dim
     }
 
     /// Tokens per page: 16, 32, 64 or 128.
+    #[must_use]
     pub fn page_size(&self) -> usize {
         self.page_size
     }
 
     /// Number of KV heads, each with a run of its own.
+    #[must_use]
     pub fn num_kv_heads(&self) -> usize {
         self.num_kv_heads
     }
@@ -340,29 +356,34 @@ impl PageLayout {
     }
 
     /// Range of K's codes inside a run.
+    #[must_use]
     pub fn k_codes(&self) -> Range<usize> {
         0..self.codes_bytes(self.format.k)
     }
 
     /// Range of K's parameters inside a run.
+    #[must_use]
     pub fn k_params(&self) -> Range<usize> {
         let start = self.k_codes().end;
         start..start + params_bytes(self.format.k, self.head_dim, self.page_size)
     }
 
     /// Range of V's codes inside a run.
+    #[must_use]
     pub fn v_codes(&self) -> Range<usize> {
         let start = self.k_params().end;
         start..start + self.codes_bytes(self.format.v)
     }
 
     /// Range of V's parameters inside a run.
+    #[must_use]
     pub fn v_params(&self) -> Range<usize> {
         let start = self.v_codes().end;
         start..start + params_bytes(self.format.v, self.head_dim, self.page_size)
     }
 
     /// K or V inside a run.
+    #[must_use]
     pub fn part(&self, side: Side) -> Part {
         let (scheme, codes, params) = match side {
             Side::K => (self.format.k, self.k_codes(), self.k_params()),
@@ -379,27 +400,32 @@ impl PageLayout {
     }
 
     /// Bytes of one KV head's run.
+    #[must_use]
     pub fn run_bytes(&self) -> usize {
         self.v_params().end
     }
 
     /// Bytes of one page: all runs.
+    #[must_use]
     pub fn page_bytes(&self) -> usize {
         self.num_kv_heads * self.run_bytes()
     }
 
     /// Range of `head`'s run of `page` inside the pool.
+    #[must_use]
     pub fn run(&self, page: u32, head: usize) -> Range<usize> {
         let start = page as usize * self.page_bytes() + head * self.run_bytes();
         start..start + self.run_bytes()
     }
 
     /// Whether sequences own a tail page (`Int4 Channel` K).
+    #[must_use]
     pub fn has_tail_page(&self) -> bool {
         self.format.has_tail_page()
     }
 
     /// The layout by which a tail page holds K: `Int8 Token` at offset 0.
+    #[must_use]
     pub fn tail_k(&self) -> PageLayout {
         PageLayout {
             format: KvFormat {
@@ -411,12 +437,14 @@ impl PageLayout {
     }
 
     /// Mean bytes per token and KV head of full pages, scales included.
+    #[must_use]
     pub fn bytes_per_token(&self) -> f64 {
         self.run_bytes() as f64 / self.page_size as f64
     }
 
     /// Number of pages that [`KvCache::read_back`](crate::KvCache::read_back) gives for a sequence of `tokens`: home pages, and the tail page while
     /// one is open.
+    #[must_use]
     pub fn pages_of(&self, tokens: usize) -> usize {
         let tail = self.has_tail_page() && !tokens.is_multiple_of(self.page_size);
         tokens.div_ceil(self.page_size) + usize::from(tail)

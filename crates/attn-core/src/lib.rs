@@ -23,6 +23,8 @@ mod elements;
 pub mod error;
 pub mod format;
 pub mod host_pages;
+#[doc(hidden)]
+pub mod internals;
 pub mod layout;
 mod page_allocator;
 mod page_bytes;

@@ -42,21 +42,25 @@ impl Plan {
     }
 
     /// The name of the backend that made the plan.
+    #[must_use]
     pub fn backend(&self) -> &'static str {
         self.backend
     }
 
     /// The problem with the longest lengths that a step may have.
+    #[must_use]
     pub fn problem(&self) -> &Problem {
         &self.problem
     }
 
     /// The format of the cache.
+    #[must_use]
     pub fn format(&self) -> KvFormat {
         self.format
     }
 
     /// For backends: what [`Plan::new`] was given, if it was a `T`.
+    #[must_use]
     pub fn prepared<T: Any>(&self) -> Option<&T> {
         self.prepared.downcast_ref()
     }

@@ -65,6 +65,17 @@ impl Problem {
     /// Describes causal decode with `softmax_scale = 1/√head_dim`, one query token, no modifiers.
     ///
     /// [`Problem::check`], and with it a backend's `plan`, refuses numbers that the library does not define.
+    ///
+    /// ```
+    /// use attn_core::{Heads, Problem};
+    ///
+    /// let heads = Heads { q: 32, kv: 8, dim: 128 };
+    /// // Two sequences, of at most 4096 and 1000 tokens.
+    /// let problem = Problem::new(heads, [4096, 1000]).q_len(2).softcap(30.0);
+    /// assert_eq!(problem.elements(), 2 * 2 * 32 * 128);
+    /// problem.check()?;
+    /// # Ok::<(), attn_core::Error>(())
+    /// ```
     #[must_use]
     pub fn new(heads: Heads, kv_lens: impl Into<Vec<usize>>) -> Self {
         Problem {
@@ -124,6 +135,7 @@ impl Problem {
     }
 
     /// The numbers of heads and dims.
+    #[must_use]
     pub fn heads(&self) -> Heads {
         Heads {
             q: self.num_q_heads,
@@ -133,16 +145,19 @@ impl Problem {
     }
 
     /// Query heads that read one KV head; 0 if there is no KV head.
+    #[must_use]
     pub fn heads_per_kv(&self) -> usize {
         self.num_q_heads.checked_div(self.num_kv_heads).unwrap_or(0)
     }
 
     /// Number of sequences.
+    #[must_use]
     pub fn batch(&self) -> usize {
         self.kv_lens.len()
     }
 
     /// Rows of the result: `[batch, q_len, num_q_heads]`. A product that overflows saturates, and [`Problem::check`] refuses it.
+    #[must_use]
     pub fn rows(&self) -> usize {
         self.batch()
             .saturating_mul(self.q_len)
@@ -150,6 +165,7 @@ impl Problem {
     }
 
     /// Elements of Q and of the result: `[batch, q_len, num_q_heads, head_dim]`, saturating as [`Problem::rows`] does.
+    #[must_use]
     pub fn elements(&self) -> usize {
         self.rows().saturating_mul(self.head_dim)
     }
@@ -227,6 +243,7 @@ impl Problem {
     ///
     /// # Panics
     /// If the problem has no sequence `b`.
+    #[must_use]
     pub fn visible(&self, b: usize, i: usize) -> std::ops::Range<usize> {
         // Checked lengths are far below 2^30; a larger window sees every cached token, and a cast of it would wrap.
         let signed = |x: usize| x.min(1 << 30) as isize;

@@ -19,6 +19,7 @@ pub struct Param {
 
 impl Param {
     /// The shift that goes with codes centred on 0: `x = (u − 8)·scale + centred_shift`, rounded to f32 (`docs/arithmetic.md`, section 3).
+    #[must_use]
     pub fn centred_shift(self) -> f32 {
         self.shift.to_f32() + 8.0 * self.scale.to_f32()
     }
@@ -35,11 +36,13 @@ fn round_to(x: f64, mantissa_bits: i32, min_exp: i32, max: f64) -> f64 {
 }
 
 /// `x` as f16: nearest even, saturated at ±65504, zero always +0.
+#[must_use]
 pub fn to_f16(x: f64) -> f16 {
     f16::from_f64(round_to(x, 10, -14, 65504.0) + 0.0)
 }
 
 /// The e4m3 code of `x / scale`: nearest even, saturated at ±448.
+#[must_use]
 pub fn to_fp8(x: f32, scale: f32) -> u8 {
     let v = round_to(f64::from(x) / f64::from(scale), 3, -6, 448.0);
     let sign = if x.is_sign_negative() { 0x80 } else { 0 };
@@ -53,6 +56,7 @@ pub fn to_fp8(x: f32, scale: f32) -> u8 {
 }
 
 /// The value of an e4m3 code (without its scale); NaN for 0x7f and 0xff.
+#[must_use]
 pub fn from_fp8(code: u8) -> f32 {
     let sign = if code & 0x80 != 0 { -1.0 } else { 1.0 };
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
@@ -149,6 +153,7 @@ fn to_f16_signed(x: f32) -> f16 {
 }
 
 /// The value of a stored code; `tensor_scale` is 1 for schemes without one.
+#[must_use]
 pub fn decode(scheme: Scheme, code: u16, param: Param, tensor_scale: f32) -> f32 {
     match scheme {
         Scheme::F16 => f16::from_bits(code).to_f32(),

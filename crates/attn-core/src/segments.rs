@@ -7,26 +7,31 @@ pub const TILE: usize = 64;
 pub const SPAN: usize = 4;
 
 /// Tiles of a sequence of `kv_len` tokens; the last one may be partial.
+#[must_use]
 pub fn num_tiles(kv_len: usize) -> usize {
     kv_len.div_ceil(TILE)
 }
 
 /// Tiles per segment of a sequence of `kv_len` tokens.
+#[must_use]
 pub fn segment_tiles(kv_len: usize) -> usize {
     num_tiles(kv_len).div_ceil(256).next_power_of_two().max(4)
 }
 
 /// Tokens per segment of a sequence of `kv_len` tokens.
+#[must_use]
 pub fn segment_tokens(kv_len: usize) -> usize {
     segment_tiles(kv_len) * TILE
 }
 
 /// Segments of a sequence of `kv_len` tokens.
+#[must_use]
 pub fn num_segments(kv_len: usize) -> usize {
     num_tiles(kv_len).div_ceil(segment_tiles(kv_len))
 }
 
 /// Spans of a sequence of `kv_len` tokens.
+#[must_use]
 pub fn num_spans(kv_len: usize) -> usize {
     num_segments(kv_len).div_ceil(SPAN)
 }

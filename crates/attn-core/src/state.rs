@@ -6,6 +6,16 @@ use crate::{
 };
 
 /// Normalized outputs and log-sum-exps of the same rows: the result of a decode step, which merges with another result over other tokens.
+///
+/// ```
+/// use attn_core::AttnState;
+///
+/// // One row over two parts of a sequence, which weigh alike.
+/// let mut state = AttnState::new(2, vec![1.0, 2.0], vec![0.0])?;
+/// state.merge_state(&AttnState::new(2, vec![3.0, 4.0], vec![0.0])?)?;
+/// assert!((state.out()[0] - 2.0).abs() < 1e-6 && (state.lse()[0] - 2f32.ln()).abs() < 1e-6);
+/// # Ok::<(), attn_core::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttnState {
     head_dim: usize,
@@ -59,11 +69,13 @@ impl AttnState {
     }
 
     /// The outputs, `[rows, head_dim]`.
+    #[must_use]
     pub fn out(&self) -> &[f32] {
         &self.out
     }
 
     /// The log-sum-exps, `[rows]`.
+    #[must_use]
     pub fn lse(&self) -> &[f32] {
         &self.lse
     }

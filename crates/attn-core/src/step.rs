@@ -23,6 +23,7 @@ pub enum KvSource<'a> {
 
 impl<'a> KvSource<'a> {
     /// The number of cached tokens of each sequence.
+    #[must_use]
     pub fn kv_lens(self) -> &'a [usize] {
         match self {
             KvSource::Cache(cache) => &cache.table().lens,
@@ -47,16 +48,19 @@ impl<'a> StepInputs<'a> {
     }
 
     /// The plan's problem with this step's lengths.
+    #[must_use]
     pub fn problem(&self) -> &'a Problem {
         self.problem
     }
 
     /// The queries, `[batch, q_len, num_q_heads, head_dim]`.
+    #[must_use]
     pub fn q(&self) -> &'a [f32] {
         self.q
     }
 
     /// K and V.
+    #[must_use]
     pub fn kv(&self) -> KvSource<'a> {
         self.kv
     }
@@ -64,6 +68,7 @@ impl<'a> StepInputs<'a> {
 
 /// The outputs of a decode step, to be overwritten.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct StepOutputs<'a> {
     /// The attended values, `[batch, q_len, num_q_heads, head_dim]`.
     pub out: &'a mut [f32],
@@ -98,6 +103,27 @@ impl<'a> DecodeStep<'a> {
     /// # Errors
     /// [`Error::Length`], [`Error::NotFinite`], [`Error::QueryRange`]; [`Error::Mismatch`] where plan and cache disagree;
     /// [`Error::OutOfMemory`] for copies of 16-bit elements.
+    ///
+    /// ```
+    /// use attn_core::{
+    ///     CacheConfig, DecodeStep, Error, Heads, HostPages, KvCache, KvFormat, KvSource, Plan, Problem,
+    /// };
+    ///
+    /// let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(64).build();
+    /// let pages = HostPages::new(&config)?;
+    /// let mut cache = KvCache::new(config, Box::new(pages))?;
+    /// cache.append(0, &[0.5; 64], &[2.0; 64])?;
+    /// // A backend's `plan` gives the plan, and its `decode` takes the step.
+    /// let plan = Plan::new("example", &Problem::new(heads, [64]), KvFormat::INT8, ())?;
+    /// let (q, mut out, mut lse) = ([1.0; 4 * 64], [0.0; 4 * 64], [0.0; 4]);
+    /// let step = DecodeStep::new(&plan, &q, KvSource::Cache(&cache), &mut out)?.with_lse(&mut lse)?;
+    /// assert_eq!(step.problem().kv_lens, [1]);
+    /// // Queries of another length are refused.
+    /// let refused = DecodeStep::new(&plan, &q[1..], KvSource::Cache(&cache), &mut out);
+    /// assert!(matches!(refused, Err(Error::Length { what: "q", .. })));
+    /// # Ok::<(), Error>(())
+    /// ```
     pub fn new(
         plan: &'a Plan,
         q: impl Into<Elements<'a>>,
@@ -166,6 +192,7 @@ impl<'a> DecodeStep<'a> {
     }
 
     /// The plan's problem with this step's lengths.
+    #[must_use]
     pub fn problem(&self) -> &Problem {
         &self.problem
     }

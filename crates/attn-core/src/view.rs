@@ -37,6 +37,7 @@ pub struct KvView<'a> {
 
 impl<'a> StridedRows<'a> {
     /// Rows in the order BNSH, also called HND: `[batch, num_kv_heads, capacity, head_dim]`.
+    #[must_use]
     pub fn bnsh(
         codes: &'a [u8],
         scales: &'a [u16],
@@ -62,6 +63,7 @@ impl<'a> StridedRows<'a> {
     }
 
     /// Rows in the order BSNH, also called NHD: `[batch, capacity, num_kv_heads, head_dim]`.
+    #[must_use]
     pub fn bsnh(
         codes: &'a [u8],
         scales: &'a [u16],
@@ -90,6 +92,7 @@ impl<'a> StridedRows<'a> {
     ///
     /// # Panics
     /// If the row does not lie inside the codes; those of a [`KvView`]'s tokens do.
+    #[must_use]
     pub fn code(&self, bits: usize, at: [usize; 3], d: usize) -> u16 {
         let row: usize = at.iter().zip(self.code_strides).map(|(i, s)| i * s).sum();
         match bits {
@@ -102,6 +105,7 @@ impl<'a> StridedRows<'a> {
     ///
     /// # Panics
     /// If the row does not lie inside the scales; those of a [`KvView`]'s tokens do.
+    #[must_use]
     pub fn scale(&self, at: [usize; 3], group: usize) -> u16 {
         let row: usize = at.iter().zip(self.scale_strides).map(|(i, s)| i * s).sum();
         self.scales[row + group]
@@ -111,6 +115,7 @@ impl<'a> StridedRows<'a> {
     ///
     /// # Panics
     /// If the row does not lie inside the scales; those of a [`KvView`]'s tokens do.
+    #[must_use]
     pub fn param(&self, at: [usize; 3], group: usize) -> Param {
         Param {
             scale: f16::from_bits(self.scale(at, group)),
@@ -277,6 +282,18 @@ impl<'a> KvView<'a> {
     /// # Errors
     /// [`Error::Parameter`] for a problem or a scheme that has no row form; [`Error::Length`] for slices that do not reach every cached
     /// token; [`Error::BadBytes`] for a scale that is negative or not finite, and for a code that is not finite or too large.
+    ///
+    /// ```
+    /// use attn_core::{Heads, KvFormat, KvView, Problem, Scheme, StridedRows};
+    ///
+    /// // [2 sequences, 2 KV heads, 32 tokens of room, 64 dims] of bf16 ones; 5 and 32 tokens are cached.
+    /// let cache = [0x80, 0x3f].repeat(2 * 2 * 32 * 64);
+    /// let problem = Problem::new(Heads { q: 4, kv: 2, dim: 64 }, [5, 32]);
+    /// let rows = StridedRows::bnsh(&cache, &[], 2, 32, 64 * 2, 0);
+    /// let view = KvView::new(&problem, KvFormat::same(Scheme::Bf16), rows, rows, [&[], &[]])?;
+    /// assert_eq!(view.kv_lens(), [5, 32]);
+    /// # Ok::<(), attn_core::Error>(())
+    /// ```
     pub fn new(
         problem: &'a Problem,
         format: KvFormat,
@@ -321,41 +338,49 @@ impl<'a> KvView<'a> {
     }
 
     /// The schemes of K and V: f16, bf16, fp8 or an int8 scheme.
+    #[must_use]
     pub fn format(&self) -> KvFormat {
         self.format
     }
 
     /// The rows of K.
+    #[must_use]
     pub fn k(&self) -> &StridedRows<'a> {
         &self.rows[0]
     }
 
     /// The rows of V.
+    #[must_use]
     pub fn v(&self) -> &StridedRows<'a> {
         &self.rows[1]
     }
 
     /// K's static scales per KV head; empty for schemes without.
+    #[must_use]
     pub fn k_tensor_scales(&self) -> &'a [f32] {
         self.tensor_scales[0]
     }
 
     /// V's static scales per KV head; empty for schemes without.
+    #[must_use]
     pub fn v_tensor_scales(&self) -> &'a [f32] {
         self.tensor_scales[1]
     }
 
     /// Number of KV heads.
+    #[must_use]
     pub fn num_kv_heads(&self) -> usize {
         self.num_kv_heads
     }
 
     /// Elements per head.
+    #[must_use]
     pub fn head_dim(&self) -> usize {
         self.head_dim
     }
 
     /// Cached tokens of each sequence.
+    #[must_use]
     pub fn kv_lens(&self) -> &'a [usize] {
         self.kv_lens
     }

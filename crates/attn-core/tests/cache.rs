@@ -10,7 +10,7 @@ use std::{
 
 use attn_core::{
     Append, CacheAccess, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageLayout,
-    PageStore, Scheme, TokenWrite,
+    PageStore, Scheme, TokenWrite, internals::order_free_pages,
 };
 use rstest::rstest;
 
@@ -429,9 +429,9 @@ fn pages_are_taken_in_the_order_that_was_asked_for() {
         &[1, 2, 3, 5],
         &[1, 2, 3, 4, 4],
     ] {
-        assert!(cache.order_free_pages(bad).is_err(), "{bad:?}");
+        assert!(order_free_pages(&mut cache, bad).is_err(), "{bad:?}");
     }
-    cache.order_free_pages(&[3, 1, 4, 2]).unwrap();
+    order_free_pages(&mut cache, &[3, 1, 4, 2]).unwrap();
     grow(&mut cache, 1, 130).unwrap();
     assert_eq!(cache.table().pages[1], [3, 1, 4]);
     cache.free_sequence(0).unwrap();

@@ -118,11 +118,7 @@ fn sixteen_bit_queries_are_widened_and_results_rounded() {
             Ok(())
         }
     }
-    let echo = Echo(attn_core::DeviceInfo {
-        backend: "test",
-        name: String::new(),
-        detail: String::new(),
-    });
+    let echo = Echo(attn_core::DeviceInfo::new("test", "", ""));
     let kv = KvSource::Cache(&cache);
     let mut step = DecodeStep::new(&plan, &q, kv, &mut out).unwrap();
     echo.decode(&mut step).unwrap();

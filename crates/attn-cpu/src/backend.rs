@@ -11,7 +11,9 @@ use attn_core::{
 };
 
 use crate::{
+    BACKEND,
     decode::{self, Workspace},
+    options::Options,
     reader::Reader,
     reference::{self, QueryRow},
     simd::Isa,
@@ -21,7 +23,7 @@ use crate::{
 struct CpuPlan;
 
 fn plan(problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
-    Plan::new("cpu", problem, format, CpuPlan)
+    Plan::new(BACKEND, problem, format, CpuPlan)
 }
 
 fn create_cache(config: &CacheConfig) -> Result<KvCache, Error> {
@@ -64,7 +66,7 @@ fn check_plan(plan: &Plan) -> Result<(), Error> {
     match plan.prepared() {
         Some(CpuPlan) => Ok(()),
         None => Err(Error::WrongBackend {
-            backend: "cpu",
+            backend: BACKEND,
             what: "plan",
         }),
     }
@@ -82,14 +84,10 @@ impl Reference {
         clippy::new_without_default,
         reason = "a backend is opened, not defaulted"
     )]
+    #[must_use]
     pub fn new() -> Self {
-        let name = "scalar specification".to_owned();
         Reference {
-            device: DeviceInfo {
-                backend: "cpu",
-                name,
-                detail: "one thread".to_owned(),
-            },
+            device: DeviceInfo::new(BACKEND, "scalar specification", "one thread"),
         }
     }
 }
@@ -157,33 +155,40 @@ impl CpuBackend {
         clippy::new_without_default,
         reason = "a backend is opened, not defaulted"
     )]
+    #[must_use]
     pub fn new() -> Self {
         CpuBackend::of(Isa::best())
     }
 
-    /// Makes the backend with the instruction set that `ATTN_CPU_ISA` names, else the fastest.
+    /// Makes the backend with the options that the environment sets ([`Options::from_env`]); by default with the fastest instruction set.
     ///
     /// # Errors
-    /// [`Unsupported::Absent`] if the named one is unknown or this machine lacks it.
+    /// [`Unsupported::Absent`] if the named instruction set is unknown or this machine lacks it.
+    ///
+    /// ```
+    /// let backend = attn_cpu::CpuBackend::open()?;
+    /// println!("{}", backend.isa());
+    /// # Ok::<(), attn_core::Unsupported>(())
+    /// ```
     pub fn open() -> Result<Self, Unsupported> {
-        Isa::from_env()
-            .map(CpuBackend::of)
-            .map_err(|error| match error {
-                Error::Unsupported(reason) => reason,
-                other => Unsupported::Absent {
-                    backend: "cpu",
-                    reason: other.to_string(),
-                    next_step: "name one of those in ATTN_CPU_ISA, or leave it unset".to_owned(),
-                },
-            })
+        Self::with_options(&Options::from_env()?)
     }
 
-    /// Makes the backend with a given instruction set.
+    /// Makes the backend with these options; reads no environment variable.
     ///
     /// # Errors
-    /// [`Unsupported::Absent`] if this machine lacks it.
-    pub fn with_isa(isa: Isa) -> Result<Self, Unsupported> {
-        isa.require().map(CpuBackend::of)
+    /// [`Unsupported::Absent`] if this machine lacks the instruction set.
+    ///
+    /// ```
+    /// use attn_cpu::{CpuBackend, Isa, Options};
+    ///
+    /// let backend = CpuBackend::with_options(&Options::default().isa(Isa::Portable))?;
+    /// assert_eq!(backend.isa(), Isa::Portable);
+    /// # Ok::<(), attn_core::Unsupported>(())
+    /// ```
+    pub fn with_options(options: &Options) -> Result<Self, Unsupported> {
+        let isa = options.isa.map_or_else(|| Ok(Isa::best()), Isa::require);
+        isa.map(CpuBackend::of)
     }
 
     /// Makes the backend with `isa`, which this machine has: the kernels rely on it.
@@ -193,11 +198,7 @@ impl CpuBackend {
             rayon::current_num_threads()
         );
         CpuBackend {
-            device: DeviceInfo {
-                backend: "cpu",
-                name: std::env::consts::ARCH.to_owned(),
-                detail,
-            },
+            device: DeviceInfo::new(BACKEND, std::env::consts::ARCH, detail),
             isa,
             workspaces: Mutex::default(),
         }

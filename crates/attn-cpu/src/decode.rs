@@ -175,7 +175,7 @@ pub(crate) fn decode(
     isa: Isa,
     step: &StepInputs<'_>,
     workspace: &mut Workspace,
-    StepOutputs { out, lse }: StepOutputs<'_>,
+    StepOutputs { out, lse, .. }: StepOutputs<'_>,
 ) -> Result<(), Error> {
     let problem = step.problem();
     if problem.batch() > 0 {

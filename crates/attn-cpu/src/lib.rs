@@ -1,6 +1,6 @@
-//! Decode attention on the CPU: the scalar specification ([`reference`](mod@reference)) and vector kernels with the same bits.
+//! Decode attention on the CPU: the scalar specification ([`Reference`], `reference.rs`) and vector kernels with the same bits.
 //!
-//! Both read native pages and contiguous views through [`reader`]. The kernels: `simd` has the vectors of each instruction set,
+//! Both read native pages and contiguous views through `reader`. The kernels: `simd` has the vectors of each instruction set,
 //! `query` holds the query rows, `tile` finds 64 tokens (`unpack` converts those that the kernels cannot read in place), `integer` and `float` are the
 //! two arithmetics, `softmax` is what they share, `decode` cuts a step into splits for threads.
 
@@ -10,9 +10,10 @@ mod decode;
 mod float;
 mod integer;
 mod merge;
+mod options;
 mod query;
-pub mod reader;
-pub mod reference;
+mod reader;
+mod reference;
 mod scratch;
 mod simd;
 mod softmax;
@@ -20,5 +21,31 @@ mod state;
 mod tile;
 mod unpack;
 
+/// What the project's own tests need; not for other users, and it may change in any release.
+#[doc(hidden)]
+pub mod internals {
+    pub use crate::reader::{Reader, Side};
+}
+
 pub use backend::{CpuBackend, Reference};
+pub use options::Options;
 pub use simd::Isa;
+
+use attn_core::{DecodeAttention, Unsupported};
+
+/// This backend's name in errors, plans and devices.
+const BACKEND: &str = "cpu";
+
+/// Opens the vector kernels behind the common trait, with the options that the environment sets.
+///
+/// # Errors
+/// [`Unsupported::Absent`] if `ATTN_CPU_ISA` names an instruction set that is unknown or not here.
+///
+/// ```
+/// let backend = attn_cpu::open()?;
+/// assert_eq!(backend.device().backend, "cpu");
+/// # Ok::<(), attn_core::Unsupported>(())
+/// ```
+pub fn open() -> Result<Box<dyn DecodeAttention>, Unsupported> {
+    Ok(Box::new(CpuBackend::open()?))
+}

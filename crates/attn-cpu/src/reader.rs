@@ -93,7 +93,7 @@ impl<'a> Reader<'a> {
             KvSource::Cache(cache) => {
                 let store = cache.store().as_any().downcast_ref::<HostPages>();
                 let store = store.ok_or(Error::WrongBackend {
-                    backend: "cpu",
+                    backend: crate::BACKEND,
                     what: "cache",
                 })?;
                 let (config, table) = (cache.config(), cache.table());
@@ -122,6 +122,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The scheme that holds token `t`: an open page of `Int4 Channel` holds K as `Int8 Token`.
+    #[must_use]
     pub fn scheme(&self, side: Side, t: usize) -> Scheme {
         match self.location {
             Location::View(view) if side == Side::K => view.format().k,
@@ -142,6 +143,7 @@ impl<'a> Reader<'a> {
     }
 
     /// End of the page (or of the whole view) that holds token `t`.
+    #[must_use]
     pub fn page_end(&self, t: usize) -> usize {
         match self.location {
             Location::Pages { layout, .. } => (t / layout.page_size() + 1) * layout.page_size(),
@@ -239,6 +241,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The stored code of `(t, d)`.
+    #[must_use]
     pub fn code(&self, side: Side, t: usize, d: usize) -> u16 {
         let bits = self.scheme(side, t).code_bits();
         match (self.part(side, t), self.location) {
@@ -262,6 +265,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The parameters of group `g` of token `t`; of dim `g` in a sealed `Int4 Channel` page.
+    #[must_use]
     pub fn param(&self, side: Side, t: usize, g: usize) -> Param {
         let scheme = self.scheme(side, t);
         match (self.part(side, t), self.location) {
@@ -285,6 +289,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Whether token `t` lies in a sealed page whose K has a scale per channel.
+    #[must_use]
     pub fn is_channel(&self, t: usize) -> bool {
         self.scheme(Side::K, t) == Scheme::Int4(Int4Scale::Channel)
     }

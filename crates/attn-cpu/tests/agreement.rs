@@ -6,7 +6,7 @@ use attn_core::{
 };
 use attn_cpu::{
     CpuBackend, Reference,
-    reader::{Reader, Side},
+    internals::{Reader, Side},
 };
 
 const FORMATS: [&str; 19] = [

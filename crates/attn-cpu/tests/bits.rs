@@ -4,7 +4,7 @@ use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, Heads, Int4Scale, Int8Scale, KvFormat, KvSource,
     KvView, Problem, Scheme, StridedRows,
 };
-use attn_cpu::{CpuBackend, Isa, Reference};
+use attn_cpu::{CpuBackend, Isa, Options, Reference};
 
 fn noise(seed: u64) -> impl FnMut() -> f32 {
     let mut state = seed;
@@ -102,7 +102,7 @@ fn compare(
 ) {
     let want = bits(&Reference::new(), problem, format, q, kv);
     for isa in Isa::available() {
-        let backend = CpuBackend::with_isa(isa).unwrap();
+        let backend = CpuBackend::with_options(&Options::default().isa(isa)).unwrap();
         for &threads in threads {
             let pool = rayon::ThreadPoolBuilder::new()
                 .num_threads(threads)

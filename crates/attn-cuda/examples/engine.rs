@@ -7,9 +7,9 @@ use std::error::Error;
 use attn_core::{CacheConfig, Heads, KvFormat, Problem};
 use attn_cuda::{
     CudaBackend,
-    native::{AppendArgs, DecodeArgs, DeviceKv, Dtype},
+    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, Stream},
 };
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, sys};
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, sys};
 
 const BATCH: usize = 4;
 const Q_HEADS: usize = 32;
@@ -27,8 +27,12 @@ fn main() -> Result<(), Box<dyn Error>> {
             return Ok(());
         }
     };
-    // A stream of the primary context; an engine passes its own `CUstream`.
-    let stream = gpu.context().new_stream()?;
+    // The engine's own stream and memory, here by cudarc: any other binding serves, as only handles are passed. The context is the device's
+    // primary one, as the backend's is.
+    let context = CudaContext::new(0)?;
+    // SAFETY: every slice below is used on one stream.
+    unsafe { context.disable_event_tracking() };
+    let stream = context.new_stream()?;
 
     // Once: what is stored, and the longest lengths to come.
     let format = KvFormat::INT4;
@@ -85,8 +89,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         page_table_stride: pages,
         tail_pages: at(&tail_pages, &stream),
         kv_lens: at(&kv_lens, &stream),
-        k_tensor_scales: 0,
-        v_tensor_scales: 0,
+        k_tensor_scales: DeviceAddress::NULL,
+        v_tensor_scales: DeviceAddress::NULL,
         batch: BATCH,
         tokens: 1,
     };
@@ -103,9 +107,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             tail_pages: at(&tail_pages, &stream),
         },
         kv_lens: at(&kv_lens, &stream),
-        k_tensor_scales: 0,
-        v_tensor_scales: 0,
-        alibi_slopes: 0,
+        k_tensor_scales: DeviceAddress::NULL,
+        v_tensor_scales: DeviceAddress::NULL,
+        alibi_slopes: DeviceAddress::NULL,
         workspace: at(&workspace, &stream),
     };
 
@@ -119,7 +123,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         gpu.append_decode_on(
             &append,
             &plan,
-            stream.cu_stream(),
+            Stream::from_raw(stream.cu_stream().cast()),
             &append_args,
             &decode_args,
         )
@@ -149,6 +153,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-fn at<T>(slice: &CudaSlice<T>, stream: &CudaStream) -> u64 {
-    slice.device_ptr(stream).0
+fn at<T>(slice: &CudaSlice<T>, stream: &CudaStream) -> DeviceAddress {
+    DeviceAddress::new(slice.device_ptr(stream).0)
 }

@@ -11,10 +11,10 @@ use cudarc::driver::{DriverError, result};
 
 use crate::{
     device::Device,
-    error::failed,
+    error::{BACKEND, failed},
     gpu::CudaBackend,
     images,
-    native::{self, DeviceKv, NativePlan},
+    native::{self, DeviceAddress, DeviceKv, NativePlan},
     sizes,
     step::{Inputs, Parts, Placed},
     store::CudaPages,
@@ -25,7 +25,7 @@ impl CudaBackend {
     fn attend(
         &self,
         step: &StepInputs<'_>,
-        StepOutputs { out, lse }: StepOutputs<'_>,
+        StepOutputs { out, lse, .. }: StepOutputs<'_>,
         page_size: usize,
     ) -> Result<(), Error> {
         let device = &self.device;
@@ -52,7 +52,7 @@ impl CudaBackend {
         // function ends.
         unsafe { upload.copy(base, stream) }.map_err(failed("copying the inputs"))?;
         // SAFETY: the workspace, a part of the arena, has more bytes than are zeroed.
-        unsafe { result::memset_d8_async(args.workspace, 0, plan.zeroed_bytes(), stream) }
+        unsafe { result::memset_d8_async(args.workspace.get(), 0, plan.zeroed_bytes(), stream) }
             .map_err(failed("zeroing the workspace"))?;
         if let (Some(import), KvSource::View(view)) = (&inputs.import, step.kv()) {
             let args = placed.import_args(view, &inputs);
@@ -71,10 +71,10 @@ impl CudaBackend {
         unsafe { native::launch_decode(device, &plan, stream, &args, 0) }?;
         let copy_out = || -> Result<(), DriverError> {
             // SAFETY: `Parts` has reserved as many bytes as `out` has; it outlives `wait`.
-            unsafe { result::memcpy_dtoh_async(out, args.out, stream) }?;
+            unsafe { result::memcpy_dtoh_async(out, args.out.get(), stream) }?;
             // SAFETY: the same for `lse`.
             lse.map_or(Ok(()), |lse| unsafe {
-                result::memcpy_dtoh_async(lse, args.lse, stream)
+                result::memcpy_dtoh_async(lse, args.lse.get(), stream)
             })
         };
         copy_out().map_err(failed("copying the results"))?;
@@ -87,7 +87,7 @@ impl CudaBackend {
         step: &StepInputs<'_>,
         inputs: &Inputs,
         placed: &Placed,
-    ) -> Result<(DeviceKv, [u64; 2]), Error> {
+    ) -> Result<(DeviceKv, [DeviceAddress; 2]), Error> {
         match step.kv() {
             KvSource::Cache(cache) => {
                 let store = self.store(cache)?;
@@ -108,7 +108,7 @@ impl CudaBackend {
                         num_pages: inputs.tables.table.len(),
                         page_table: placed.at(placed.parts.table),
                         page_table_stride: inputs.tables.stride,
-                        tail_pages: 0,
+                        tail_pages: DeviceAddress::NULL,
                     }
                 } else {
                     let [k, v] = placed.rows(view);
@@ -174,9 +174,6 @@ impl Planned {
     }
 }
 
-/// This backend's name in errors.
-const BACKEND: &str = "cuda";
-
 /// The page size of a cache that asks for no other.
 const USUAL_PAGE: usize = 64;
 
@@ -206,7 +203,7 @@ fn check_lengths(
 }
 
 const FOREIGN_CACHE: Error = Error::WrongBackend {
-    backend: "cuda",
+    backend: BACKEND,
     what: "cache",
 };
 
@@ -220,13 +217,13 @@ impl DecodeAttention for CudaBackend {
             .check()
             .and_then(|()| format.check(problem.head_dim, 64));
         defined.map_err(|error| Unsupported::NoKernel {
-            backend: "cuda",
+            backend: BACKEND,
             what: error.to_string(),
             built: "what the library defines".into(),
         })?;
         let (instance, ..) = native::choose(&self.device, problem, format, 64)?;
         images::obtainable(&instance, self.device.arch).map_err(|error| Unsupported::Absent {
-            backend: "cuda",
+            backend: BACKEND,
             reason: error.to_string(),
             next_step: "or use backend \"cpu\"".into(),
         })

@@ -20,7 +20,8 @@ use cudarc::{
 use attn_kernels::cuda::{Arch, DeviceLimits, Instance, Launch, Preferences};
 
 use crate::{
-    error::{CudaError, absent, failed},
+    error::{BACKEND, CudaError, absent, failed},
+    handles::DeviceAddress,
     image_cache,
     images::{self, Origin},
     options::Options,
@@ -109,10 +110,20 @@ pub(crate) struct Device {
     arena: Mutex<Arena>,
 }
 
-/// Oldest driver whose CUDA version the bindings know.
+/// Oldest driver that has every function called here, whichever CUDA version the bindings are of.
 const MIN_DRIVER: i32 = 12000;
 /// Oldest driver that captures launches which overlap the one ahead.
 const MIN_OVERLAP: i32 = 12030;
+
+/// Whether the driver's library can be loaded. The bindings' own answer exists only where they load it at run time, which another crate of
+/// the build may change.
+fn has_driver() -> bool {
+    let names = ["libcuda.so.1", "libcuda.so", "nvcuda.dll"];
+    names.into_iter().any(|name| {
+        // SAFETY: loading libcuda runs its initializers; the system's driver is made to be loaded by any process.
+        unsafe { libloading::Library::new(name) }.is_ok()
+    })
+}
 
 impl Device {
     /// The limits that determine a launch.
@@ -123,10 +134,9 @@ impl Device {
         }
     }
 
-    /// Opens GPU `ordinal` (`CUDA_VISIBLE_DEVICES` decides which that is); never panics.
-    pub(crate) fn open(ordinal: usize, options: &Options) -> Result<Self, Unsupported> {
-        // SAFETY: loading libcuda runs its initializers; the system's driver is made to be loaded by any process.
-        if !unsafe { sys::is_culib_present() } {
+    /// Opens the GPU that the options name; never panics.
+    pub(crate) fn open(options: &Options) -> Result<Self, Unsupported> {
+        if !has_driver() {
             return Err(absent(
                 "no NVIDIA driver: libcuda.so.1 is not on the library path".into(),
                 "install the NVIDIA driver, or use backend \"wgpu\" or \"cpu\"",
@@ -151,7 +161,7 @@ impl Device {
                 "see `nvidia-smi` and CUDA_VISIBLE_DEVICES, or use backend \"cpu\"",
             )
         };
-        let context = CudaContext::new(ordinal).map_err(refuse)?;
+        let context = CudaContext::new(options.ordinal).map_err(refuse)?;
         let (major, minor) = context.compute_capability().map_err(refuse)?;
         let native = Arch::of(major, minor).ok_or_else(|| {
             absent(
@@ -182,20 +192,17 @@ impl Device {
             .then(|| stream.alloc_zeros(16))
             .transpose()
             .map_err(refuse)?;
-        let info = DeviceInfo {
-            backend: "cuda",
-            name: context.name().map_err(refuse)?,
-            detail: format!(
-                "{} kernels, {sms} SMs, driver for CUDA {}.{}{}",
-                arch.name(),
-                version / 1000,
-                version % 1000 / 10,
-                // Kernels still compile, but at every start.
-                cache
-                    .err()
-                    .map_or(String::new(), |refused| format!("; {refused}"))
-            ),
-        };
+        let detail = format!(
+            "{} kernels, {sms} SMs, driver for CUDA {}.{}{}",
+            arch.name(),
+            version / 1000,
+            version % 1000 / 10,
+            // Kernels still compile, but at every start.
+            cache
+                .err()
+                .map_or(String::new(), |refused| format!("; {refused}"))
+        );
+        let info = DeviceInfo::new(BACKEND, context.name().map_err(refuse)?, detail);
         Ok(Device {
             stream,
             arch,
@@ -318,7 +325,10 @@ impl Device {
     }
 
     /// `bytes` of scratch memory and the lock that reserves them.
-    pub(crate) fn arena(&self, bytes: usize) -> Result<(u64, MutexGuard<'_, Arena>), DriverError> {
+    pub(crate) fn arena(
+        &self,
+        bytes: usize,
+    ) -> Result<(DeviceAddress, MutexGuard<'_, Arena>), DriverError> {
         let mut arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
         if arena.0.as_ref().is_none_or(|slice| slice.len() < bytes) {
             let no_room = DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
@@ -335,7 +345,7 @@ impl Device {
             .0
             .as_ref()
             .map_or(0, |slice| slice.device_ptr(&self.stream).0);
-        Ok((address, arena))
+        Ok((DeviceAddress::new(address), arena))
     }
 }
 

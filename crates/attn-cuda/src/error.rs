@@ -5,13 +5,21 @@ use cudarc::driver::DriverError;
 
 use crate::images::ImageError;
 
+/// This backend's name in errors.
+pub(crate) const BACKEND: &str = "cuda";
+
 /// An error of the driver, the compiler or the checking launch.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {
     /// The driver's own error.
-    #[error("the driver said {0}")]
-    Driver(#[from] DriverError),
+    #[error("the driver said {text}")]
+    Driver {
+        /// The number of the `CUresult`.
+        code: u32,
+        /// Its name and its description.
+        text: String,
+    },
     /// No image of a kernel.
     #[error(transparent)]
     Image(#[from] ImageError),
@@ -41,10 +49,19 @@ pub enum CudaError {
     },
 }
 
+impl From<DriverError> for CudaError {
+    fn from(error: DriverError) -> Self {
+        CudaError::Driver {
+            code: error.0 as u32,
+            text: error.to_string(),
+        }
+    }
+}
+
 /// Names what was being done when the device failed.
 pub fn failed<E: Into<CudaError>>(doing: &'static str) -> impl FnOnce(E) -> Error {
     move |error| Error::Device {
-        backend: "cuda",
+        backend: BACKEND,
         doing,
         source: Box::new(error.into()),
     }
@@ -53,7 +70,7 @@ pub fn failed<E: Into<CudaError>>(doing: &'static str) -> impl FnOnce(E) -> Erro
 /// The refusal of a backend that is not here.
 pub(crate) fn absent(reason: String, next_step: &str) -> Unsupported {
     Unsupported::Absent {
-        backend: "cuda",
+        backend: BACKEND,
         reason,
         next_step: next_step.to_owned(),
     }

@@ -13,35 +13,40 @@ pub struct CudaBackend {
 }
 
 impl CudaBackend {
-    /// Opens the first GPU that the driver shows; never panics.
+    /// Opens the first GPU that the driver shows, with the options that the environment sets; never panics.
     ///
     /// # Errors
     /// [`Unsupported::Absent`] that names what is missing and the next step.
+    ///
+    /// ```no_run
+    /// use attn_core::DecodeAttention;
+    ///
+    /// let gpu = attn_cuda::CudaBackend::open()?;
+    /// println!("{}", gpu.device().name);
+    /// # Ok::<(), attn_core::Unsupported>(())
+    /// ```
     pub fn open() -> Result<Self, Unsupported> {
-        Self::open_ordinal(0)
+        Self::with_options(&Options::from_env()?)
     }
 
-    /// Opens GPU `ordinal`.
+    /// Opens a GPU with these options, and reads none of their environment variables; never panics.
+    ///
+    /// Where compiled kernels and their compiler lie belongs to the process, not to a backend: `ATTN_CACHE_DIR`, `ATTN_NVRTC` and
+    /// `ATTN_KERNELS` are read in any case.
     ///
     /// # Errors
     /// As [`CudaBackend::open`].
-    pub fn open_ordinal(ordinal: usize) -> Result<Self, Unsupported> {
-        Self::with_options(ordinal, &Options::from_env()?)
-    }
-
-    /// Opens GPU `ordinal` with these options; reads none of their environment variables.
     ///
-    /// # Errors
-    /// As [`CudaBackend::open`].
-    pub fn with_options(ordinal: usize, options: &Options) -> Result<Self, Unsupported> {
+    /// ```no_run
+    /// use attn_cuda::{CudaBackend, Options};
+    ///
+    /// // The second GPU, with launches for 100 of its multiprocessors.
+    /// let gpu = CudaBackend::with_options(&Options::default().ordinal(1).sms(100))?;
+    /// # Ok::<(), attn_core::Unsupported>(())
+    /// ```
+    pub fn with_options(options: &Options) -> Result<Self, Unsupported> {
         Ok(CudaBackend {
-            device: Arc::new(Device::open(ordinal, options)?),
+            device: Arc::new(Device::open(options)?),
         })
-    }
-
-    /// The context that the backend works in: the device's primary one. Its event tracking is off: a caller that uses its slices on several
-    /// streams orders them.
-    pub fn context(&self) -> &Arc<cudarc::driver::CudaContext> {
-        &self.device.context
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! [`open`] gives the backend behind the common trait; [`CudaBackend`] adds the [`native`] entry for engines: the caller's
 //! stream and buffers, nothing allocated or synchronized. Reading order: `attn_kernels::cuda` (which kernel, and how it is configured
-//! and launched), [`images`] and `image_cache` (where its image comes from), [`native`]; the kernels lie in `kernels/cuda`.
+//! and launched), `images` and `image_cache` (where its image comes from), [`native`]; the kernels lie in `kernels/cuda`.
 //!
 //! Integer formats give the reference's bits (`docs/arithmetic.md`); `docs/cuda.md` says what each machine needs.
 
@@ -10,8 +10,9 @@ mod backend;
 mod device;
 mod error;
 mod gpu;
+mod handles;
 mod image_cache;
-pub mod images;
+mod images;
 pub mod native;
 mod options;
 mod sizes;
@@ -21,21 +22,29 @@ mod upload;
 
 /// What the project's own timing code and tests need; not for other users, and it may change in any release.
 #[doc(hidden)]
-pub mod internals {
-    pub use crate::{device::WaitOnDrop, error::failed, native::NativeRead, sizes::product};
-}
+pub mod internals;
 
 use attn_core::{DecodeAttention, Unsupported};
 
+pub use attn_kernels::cuda::{Arch, KernelConfig, LowLatency};
 pub use error::CudaError;
 pub use gpu::CudaBackend;
+pub use image_cache::CacheError;
+pub use images::ImageError;
 pub use options::Options;
 pub use store::CudaPages;
 
-/// Opens the first GPU; never panics.
+/// Opens the first GPU behind the common trait, with the options that the environment sets; never panics.
 ///
 /// # Errors
 /// [`Unsupported::Absent`] that names what is missing and the next step.
+///
+/// ```
+/// match attn_cuda::open() {
+///     Ok(backend) => println!("{}", backend.device().name),
+///     Err(reason) => println!("{reason}"),
+/// }
+/// ```
 pub fn open() -> Result<Box<dyn DecodeAttention>, Unsupported> {
     Ok(Box::new(CudaBackend::open()?))
 }

@@ -1,15 +1,23 @@
 //! The options of the backend, and the environment variables that set them.
 
-use std::env;
-
-use attn_core::Unsupported;
+use attn_core::{Unsupported, backend::option_from_env};
 use attn_kernels::cuda::{Arch, KernelConfig, LowLatency};
 
-use crate::error::absent;
+use crate::error::BACKEND;
 
-/// Options of a [`CudaBackend`](crate::CudaBackend). All but `check` change speed, never bits.
-#[derive(Debug, Clone, Copy, Default)]
+/// Options of a [`CudaBackend`](crate::CudaBackend). All but `ordinal` and `check` change speed, never bits.
+///
+/// ```
+/// use attn_cuda::{LowLatency, Options};
+///
+/// let options = Options::default().ordinal(1).low_latency(LowLatency::Never);
+/// assert_eq!(options.ordinal, 1);
+/// ```
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
 pub struct Options {
+    /// The GPU's index among those that the driver shows.
+    pub ordinal: usize,
     /// Architecture whose kernels are used; `None`: the GPU's. `ATTN_CUDA_ARCH=sm_80`, `sm_90a` or `compute_80`.
     pub arch: Option<Arch>,
     /// Streaming multiprocessors that launches are sized for, 1 to 8192; `None`: the GPU's.
@@ -32,29 +40,66 @@ impl Options {
             Arch::from_name(name)
                 .ok_or_else(|| format!("{name}; allowed: sm_80, sm_90a, compute_80"))
         };
+        let check = |text: &str| match text {
+            "1" => Ok(true),
+            "0" => Ok(false),
+            other => Err(format!("{other}; allowed: 1, 0")),
+        };
         Ok(Options {
-            arch: read("ATTN_CUDA_ARCH", arch)?,
+            ordinal: 0,
+            arch: option_from_env(BACKEND, "ATTN_CUDA_ARCH", arch)?,
             sms: None,
-            low_latency: read("ATTN_CUDA_LOW_LATENCY", str::parse)?.unwrap_or_default(),
-            config: read("ATTN_CUDA_SHAPE", str::parse)?,
-            check: env::var("ATTN_CHECK").is_ok_and(|value| value == "1"),
+            low_latency: option_from_env(BACKEND, "ATTN_CUDA_LOW_LATENCY", str::parse)?
+                .unwrap_or_default(),
+            config: option_from_env(BACKEND, "ATTN_CUDA_SHAPE", str::parse)?,
+            check: option_from_env(BACKEND, "ATTN_CHECK", check)?.unwrap_or_default(),
         })
+    }
+
+    /// Chooses the GPU by its index among those that the driver shows (`CUDA_VISIBLE_DEVICES` decides which that is).
+    #[must_use]
+    pub fn ordinal(mut self, ordinal: usize) -> Self {
+        self.ordinal = ordinal;
+        self
+    }
+
+    /// Takes the kernels of this architecture, not those of the GPU's own.
+    #[must_use]
+    pub fn arch(mut self, arch: Arch) -> Self {
+        self.arch = Some(arch);
+        self
+    }
+
+    /// Sizes launches for so many streaming multiprocessors, 1 to 8192: an engine that keeps some for other work names the rest.
+    #[must_use]
+    pub fn sms(mut self, sms: usize) -> Self {
+        self.sms = Some(sms);
+        self
+    }
+
+    /// Says when to use `low_latency.cu`.
+    #[must_use]
+    pub fn low_latency(mut self, low_latency: LowLatency) -> Self {
+        self.low_latency = low_latency;
+        self
+    }
+
+    /// Configures `split_kv.cu` or `many_rows.cu` so, wherever it serves the problem.
+    #[must_use]
+    pub fn config(mut self, config: KernelConfig) -> Self {
+        self.config = Some(config);
+        self
+    }
+
+    /// Puts a launch that refuses bad inputs before each append and decode, and waits for it.
+    #[must_use]
+    pub fn check(mut self, check: bool) -> Self {
+        self.check = check;
+        self
     }
 
     /// Kernels count CTAs in 31 bits.
     pub(crate) fn clamp_sms(sms: usize) -> usize {
         sms.clamp(1, 8192)
     }
-}
-
-fn read<T>(
-    name: &str,
-    parse: impl Fn(&str) -> Result<T, String>,
-) -> Result<Option<T>, Unsupported> {
-    let value = env::var(name).unwrap_or_default();
-    if value.is_empty() {
-        return Ok(None);
-    }
-    let refuse = |reason| absent(format!("{name} is {reason}"), "then try again");
-    parse(&value).map(Some).map_err(refuse)
 }

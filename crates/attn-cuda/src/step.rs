@@ -5,7 +5,8 @@ use attn_core::{Error, KvSource, KvView, PageLayout, PageStore, PageTable, Probl
 use crate::{
     device::Device,
     native::{
-        self, DecodeArgs, DeviceKv, Dtype, ImportArgs, NativeImport, NativePlan, alibi_slopes_log2,
+        self, DecodeArgs, DeviceAddress, DeviceKv, Dtype, ImportArgs, NativeImport, NativePlan,
+        alibi_slopes_log2,
     },
     sizes,
     store::CudaPages,
@@ -203,22 +204,22 @@ impl Parts {
 
 /// Device addresses of the parts.
 pub(crate) struct Placed {
-    pub(crate) base: u64,
+    pub(crate) base: DeviceAddress,
     pub(crate) parts: Parts,
 }
 
 impl Placed {
-    pub(crate) fn at(&self, offset: usize) -> u64 {
-        self.base + offset as u64
+    pub(crate) fn at(&self, offset: usize) -> DeviceAddress {
+        self.base.offset(offset)
     }
 
     /// The address, or null for what is not given.
-    pub(crate) fn some(&self, given: bool, offset: usize) -> u64 {
-        if given { self.at(offset) } else { 0 }
+    pub(crate) fn some(&self, given: bool, offset: usize) -> DeviceAddress {
+        self.at(offset).given(given)
     }
 
     /// Codes and scales of a view's K and V.
-    pub(crate) fn rows(&self, view: &KvView<'_>) -> [[u64; 2]; 2] {
+    pub(crate) fn rows(&self, view: &KvView<'_>) -> [[DeviceAddress; 2]; 2] {
         let [k, v, k_scales, v_scales, ..] = self.parts.view;
         [
             [
@@ -251,7 +252,7 @@ impl Placed {
     pub(crate) fn decode_args(
         &self,
         kv: DeviceKv,
-        scales: [u64; 2],
+        scales: [DeviceAddress; 2],
         inputs: &Inputs,
     ) -> DecodeArgs {
         DecodeArgs {
@@ -275,11 +276,11 @@ mod tests {
     use attn_core::Heads;
 
     fn page_table(pages: &[&[u32]], tails: &[Option<u32>]) -> PageTable {
-        PageTable {
-            pages: pages.iter().map(|own| own.to_vec()).collect(),
-            tail_pages: tails.to_vec(),
-            lens: vec![0; pages.len()],
-        }
+        let mut table = PageTable::default();
+        table.pages = pages.iter().map(|own| own.to_vec()).collect();
+        table.tail_pages = tails.to_vec();
+        table.lens = vec![0; pages.len()];
+        table
     }
 
     fn table(lens: &[usize], of: &PageTable, num_pages: usize) -> Result<DeviceTables, Error> {

@@ -9,7 +9,7 @@ use cudarc::driver::{CudaSlice, DevicePtr};
 use crate::{
     device::{Device, LoadedKernel},
     error::failed,
-    native::{self, AppendArgs, Dtype},
+    native::{self, AppendArgs, DeviceAddress, Dtype},
     sizes,
     upload::{Upload, bytes_of},
 };
@@ -181,16 +181,20 @@ impl CudaPages {
     }
 
     /// The pool's device address, for native callers.
-    pub fn pool_address(&self) -> u64 {
-        self.pool.device_ptr(&self.device.stream).0
+    #[must_use]
+    pub fn pool_address(&self) -> DeviceAddress {
+        DeviceAddress::new(self.pool.device_ptr(&self.device.stream).0)
     }
 
-    /// Device addresses of K's and V's static scales, 0 where the scheme has none.
-    pub fn tensor_scale_addresses(&self) -> [u64; 2] {
-        let base = self.tensor_scales.device_ptr(&self.device.stream).0;
-        let k = if self.num_k_scales > 0 { base } else { 0 };
-        let v = base + 4 * self.num_k_scales as u64;
-        [k, if self.num_v_scales > 0 { v } else { 0 }]
+    /// Device addresses of K's and V's static scales, null where the scheme has none.
+    #[must_use]
+    pub fn tensor_scale_addresses(&self) -> [DeviceAddress; 2] {
+        let base = DeviceAddress::new(self.tensor_scales.device_ptr(&self.device.stream).0);
+        [
+            base.given(self.num_k_scales > 0),
+            base.offset(4 * self.num_k_scales)
+                .given(self.num_v_scales > 0),
+        ]
     }
 
     /// Where a page lies in the pool.
@@ -203,14 +207,14 @@ impl CudaPages {
     }
 
     /// The launch of one run; `words` is where the device has its words, `k` and `v` where it has all tokens.
-    fn run_args(&self, run: &Run, [k, v]: [u64; 2], words: u64) -> AppendArgs {
+    fn run_args(&self, run: &Run, [k, v]: [DeviceAddress; 2], words: DeviceAddress) -> AppendArgs {
         let row = self.layout.num_kv_heads() * self.layout.head_dim();
-        let offset = (run.source * row * 4) as u64;
+        let offset = run.source * row * 4;
         let [k_tensor_scales, v_tensor_scales] = self.tensor_scale_addresses();
-        let page_table = words + 4 * run.words as u64;
+        let page_table = words.offset(4 * run.words);
         AppendArgs {
-            k: k + offset,
-            v: v + offset,
+            k: k.offset(offset),
+            v: v.offset(offset),
             dtype: Dtype::F32,
             k_token_stride: row,
             v_token_stride: row,
@@ -218,8 +222,8 @@ impl CudaPages {
             num_pages: self.num_pages,
             page_table,
             page_table_stride: run.pages,
-            tail_pages: page_table + 4 * run.pages as u64,
-            kv_lens: page_table + 4 * (run.pages + 1) as u64,
+            tail_pages: page_table.offset(4 * run.pages),
+            kv_lens: page_table.offset(4 * (run.pages + 1)),
             k_tensor_scales,
             v_tensor_scales,
             batch: 1,
@@ -263,7 +267,7 @@ impl PageStore for CudaPages {
         // SAFETY: the arena, whose lock is held, has room for the parts; they outlive `wait`, which waits for the copies however this
         // function ends.
         unsafe { arena.copy(base, device.stream.cu_stream()) }.map_err(failed(doing))?;
-        let [k, v, words] = at.map(|offset| base + offset as u64);
+        let [k, v, words] = at.map(|offset| base.offset(offset));
         for run in &runs {
             let args = self.run_args(run, [k, v], words);
             let stream = device.stream.cu_stream();

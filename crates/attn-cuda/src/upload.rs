@@ -3,6 +3,8 @@
 use attn_core::Error;
 use cudarc::driver::{DriverError, result, sys};
 
+use crate::handles::DeviceAddress;
+
 /// Parts of the arena, each aligned; some are copied from the host.
 #[derive(Default)]
 pub(crate) struct Upload<'a> {
@@ -47,10 +49,14 @@ impl<'a> Upload<'a> {
     /// # Safety
     /// From `base` on there are [`Upload::bytes`] bytes of device memory until the copies have run on `stream`, which is alive; the
     /// parts stay as they are until then. The driver may return before: it does where the host's memory is pinned.
-    pub(crate) unsafe fn copy(&self, base: u64, stream: sys::CUstream) -> Result<(), DriverError> {
+    pub(crate) unsafe fn copy(
+        &self,
+        base: DeviceAddress,
+        stream: sys::CUstream,
+    ) -> Result<(), DriverError> {
         for (offset, bytes) in self.parts.iter().filter(|(_, bytes)| !bytes.is_empty()) {
             // SAFETY: this function's contract; `reserve` gave the part its own place below `bytes`.
-            unsafe { result::memcpy_htod_async(base + *offset as u64, bytes, stream) }?;
+            unsafe { result::memcpy_htod_async(base.offset(*offset).get(), bytes, stream) }?;
         }
         Ok(())
     }

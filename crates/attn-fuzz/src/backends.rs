@@ -3,7 +3,7 @@
 use std::sync::LazyLock;
 
 use attn_core::{DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, Problem};
-use attn_cpu::{CpuBackend, Isa, Reference};
+use attn_cpu::{CpuBackend, Isa, Options, Reference};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::{draw::Draw, hold};
@@ -19,7 +19,10 @@ pub struct Backends {
 /// The CPU's.
 pub static CPU: LazyLock<Backends> = LazyLock::new(|| {
     let of = |isa: Isa| -> Option<(String, Box<dyn DecodeAttention>)> {
-        Some((isa.to_string(), Box::new(CpuBackend::with_isa(isa).ok()?)))
+        Some((
+            isa.to_string(),
+            Box::new(CpuBackend::with_options(&Options::default().isa(isa)).ok()?),
+        ))
     };
     Backends {
         reference: Box::new(Reference::new()),

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use attn_bench::{CacheLayout, workloads};
 use attn_conformance::{Case, Size, random, table};
 use attn_core::{KvFormat, Problem};
-use attn_cuda::images;
+use attn_cuda::internals;
 use attn_kernels::cuda::{
     Arch, Instance,
     instance::{common, covered},
@@ -175,7 +175,7 @@ fn run(options: &Options) -> Result<()> {
         let (i, n): (usize, usize) = (i.parse()?, n.parse()?);
         all = all.into_iter().skip(i).step_by(n.max(1)).collect();
         for instance in &all {
-            let (image, _) = images::image(instance, arch, false)
+            let (image, _) = internals::image(instance, arch, false)
                 .with_context(|| instance.options(arch).join(" "))?;
             if let Some(dir) = &options.dump {
                 fs::create_dir_all(dir)?;

@@ -14,6 +14,7 @@ use crate::{gpu::Gpu, pipeline};
 
 /// The comparison of one function on this adapter with the CPU.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct ArithmeticCheck {
     /// The function or expression.
     pub function: &'static str,

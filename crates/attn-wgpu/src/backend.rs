@@ -6,10 +6,7 @@ use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
     KvSource, Plan, Problem, StepOutputs, Unsupported,
 };
-use attn_kernels::wgsl::{
-    self,
-    decode::{KvLayout, Tuning},
-};
+use attn_kernels::wgsl::decode::{KvLayout, Tuning};
 use wgpu::BufferUsages;
 
 use crate::{
@@ -19,14 +16,15 @@ use crate::{
     gpu::{self, Gpu},
     import::ViewPages,
     launch::{KvTables, Prepared},
-    pipeline::{self, Pipelines},
+    options::Options,
+    pipeline::Pipelines,
     store::DevicePages,
     view::{self, DeviceView},
 };
 
 /// Decode attention through wgpu: Vulkan, Metal or DX12.
 pub struct WgpuBackend {
-    gpu: Arc<Gpu>,
+    pub(crate) gpu: Arc<Gpu>,
     pipelines: Pipelines,
     appends: Arc<AppendPipelines>,
     device: DeviceInfo,
@@ -35,57 +33,77 @@ pub struct WgpuBackend {
 /// The device that a plan's kernels were compiled for.
 struct Planned(Arc<Gpu>);
 
-/// The tuning that `ATTN_WGPU_ITEMS` names.
-fn tuning_from_env() -> Result<Tuning, String> {
-    let by_tiles = match std::env::var("ATTN_WGPU_ITEMS").as_deref() {
-        Err(_) | Ok("" | "auto") => None,
-        Ok("tiles") => Some(true),
-        Ok("segments") => Some(false),
-        Ok(other) => {
-            return Err(format!(
-                "ATTN_WGPU_ITEMS is {other}; allowed: auto, tiles, segments"
-            ));
-        }
-    };
-    let mut tuning = Tuning::default();
-    tuning.by_tiles = by_tiles;
-    Ok(tuning)
-}
-
 impl WgpuBackend {
-    /// Opens the best adapter, or the one that `ATTN_WGPU_ADAPTER` names by a part of its name. `ATTN_WGPU_ITEMS` sets the split of a
-    /// workgroup, `tiles` or `segments`; by default it is the faster one. Splits change speed, never bits.
+    /// Opens the best adapter, or the one that the environment names, with the options that it sets ([`Options::from_env`]); never panics.
     ///
     /// # Errors
     /// [`Unsupported::Absent`] with the reason and the repair.
+    ///
+    /// ```no_run
+    /// use attn_core::DecodeAttention;
+    ///
+    /// let gpu = attn_wgpu::WgpuBackend::open()?;
+    /// println!("{}", gpu.device().name);
+    /// # Ok::<(), attn_core::Unsupported>(())
+    /// ```
     pub fn open() -> Result<Self, Unsupported> {
-        let tuning = tuning_from_env()
-            .map_err(|reason| gpu::absent(reason, "set it to one of these, or not at all"))?;
-        Ok(Self::on(Gpu::open()?).tuned(tuning))
+        Self::with_options(&Options::from_env()?)
+    }
+
+    /// Opens an adapter with these options, and reads none of their environment variables; never panics.
+    ///
+    /// # Errors
+    /// As [`WgpuBackend::open`].
+    ///
+    /// ```no_run
+    /// use attn_wgpu::{Options, WgpuBackend};
+    ///
+    /// let gpu = WgpuBackend::with_options(&Options::default().adapter("H200").by_tiles(true))?;
+    /// # Ok::<(), attn_core::Unsupported>(())
+    /// ```
+    pub fn with_options(options: &Options) -> Result<Self, Unsupported> {
+        Ok(Self::on(Gpu::open(options)?).tuned(options.tuning))
     }
 
     /// Uses a caller's device and queue, with the features and limits that they were created with.
     ///
     /// # Errors
     /// [`Unsupported::Absent`] if the device offers less than WebGPU's default compute limits.
+    ///
+    /// ```no_run
+    /// use attn_core::{CacheConfig, DecodeAttention, Error, Heads, KvFormat, Problem};
+    /// use attn_wgpu::{WgpuBackend, wgpu};
+    ///
+    /// /// One step in the engine's own encoder: nothing is submitted, read back or waited for.
+    /// fn record(
+    ///     (device, queue): (wgpu::Device, wgpu::Queue),
+    ///     encoder: &mut wgpu::CommandEncoder,
+    ///     [q, out, lse]: [&wgpu::Buffer; 3],
+    /// ) -> Result<(), Error> {
+    ///     let backend = WgpuBackend::with_device(device, queue)?;
+    ///     let heads = Heads { q: 4, kv: 1, dim: 64 };
+    ///     let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(1024).build();
+    ///     let mut cache = backend.create_cache(&config)?;
+    ///     cache.append(0, &[0.5; 64], &[2.0; 64])?;
+    ///     let step = backend.prepare(&Problem::new(heads, [1]), &cache)?;
+    ///     backend.record(encoder, &step, q, out, lse)
+    /// }
+    /// ```
     pub fn with_device(device: wgpu::Device, queue: wgpu::Queue) -> Result<Self, Unsupported> {
         Ok(Self::on(Gpu::of_device(device, queue)?))
     }
 
     fn on(gpu: Gpu) -> Self {
         let info = &gpu.info;
-        let device = DeviceInfo {
-            backend: BACKEND,
-            name: info.name.clone(),
-            detail: format!(
-                "{} adapter, {:?}, {} {}, bindings of {} MiB",
-                gpu::kind(info),
-                info.backend,
-                info.driver,
-                info.driver_info,
-                gpu.limits.max_storage_buffer_binding_size >> 20
-            ),
-        };
+        let detail = format!(
+            "{} adapter, {:?}, {} {}, bindings of {} MiB",
+            gpu::kind(info),
+            info.backend,
+            info.driver,
+            info.driver_info,
+            gpu.limits.max_storage_buffer_binding_size >> 20
+        );
+        let device = DeviceInfo::new(BACKEND, info.name.clone(), detail);
         WgpuBackend {
             gpu: Arc::new(gpu),
             pipelines: Pipelines::default(),
@@ -95,6 +113,7 @@ impl WgpuBackend {
     }
 
     /// Makes a backend on the same device with another tuning; both share their caches.
+    #[must_use]
     pub fn tuned(&self, tuning: Tuning) -> Self {
         WgpuBackend {
             gpu: self.gpu.clone(),
@@ -102,16 +121,6 @@ impl WgpuBackend {
             appends: self.appends.clone(),
             device: self.device.clone(),
         }
-    }
-
-    /// The kernel of `read.wgsl`, which only reads its first binding: a ceiling for benchmarks.
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    #[doc(hidden)]
-    pub fn read_kernel(&self) -> Result<wgpu::ComputePipeline, Error> {
-        let pipeline = pipeline::compile(&self.gpu, "read_all", wgsl::read_text())?;
-        Ok(wgpu::ComputePipeline::clone(&pipeline))
     }
 
     /// Evaluates the functions of `docs/arithmetic.md` on this adapter and compares them with the CPU's bits.
@@ -259,20 +268,6 @@ impl WgpuBackend {
         })
     }
 
-    /// Records a step without its merge, for benchmarks.
-    ///
-    /// # Errors
-    /// As [`record`](Self::record).
-    #[doc(hidden)]
-    pub fn record_split(
-        &self,
-        encoder: &mut wgpu::CommandEncoder,
-        step: &Prepared,
-        buffers: [&wgpu::Buffer; 3],
-    ) -> Result<(), Error> {
-        step.record(&self.gpu, encoder, buffers, false)
-    }
-
     fn pages<'a>(&self, cache: &'a KvCache) -> Result<&'a DevicePages, Error> {
         let pages = cache.store().as_any().downcast_ref::<DevicePages>();
         pages
@@ -361,7 +356,7 @@ impl DecodeAttention for WgpuBackend {
             });
         }
         self.gpu.alive("decoding")?;
-        let (inputs, StepOutputs { out, lse }) = step.parts();
+        let (inputs, StepOutputs { out, lse, .. }) = step.parts();
         let problem = inputs.problem();
         if out.is_empty() {
             return Ok(());

@@ -48,6 +48,7 @@ pub enum WgpuError {
 }
 
 /// [`Error::Device`] of this backend.
+#[must_use]
 pub fn device(doing: &'static str, source: WgpuError) -> Error {
     Error::Device {
         backend: BACKEND,

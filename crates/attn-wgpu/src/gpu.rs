@@ -1,7 +1,6 @@
 //! One device: the choice of its adapter, its limits, and every call that can fail on it.
 //!
-//! Limits and features are the adapter's, never assumed. `ATTN_WGPU_ADAPTER` names an adapter by a part of its name;
-//! `ATTN_WGPU_FEATURES=none` leaves WebGPU's default limits and no optional feature.
+//! Limits and features are the adapter's, never assumed; [`Options`] can ask for WebGPU's default limits and no optional feature.
 //!
 //! wgpu swallows the errors of a lost device, so every call first checks that the device is there ([`Gpu::alive`]).
 
@@ -14,7 +13,10 @@ use std::{
 use attn_core::{Error, Unsupported};
 use wgpu::{DeviceType, ErrorFilter, Features, Limits};
 
-use crate::error::{BACKEND, WgpuError, device};
+use crate::{
+    error::{BACKEND, WgpuError, device},
+    options::{AdapterFeatures, Options},
+};
 
 /// A device and its queue, with the adapter's properties.
 pub(crate) struct Gpu {
@@ -69,7 +71,7 @@ fn text_of(panic: &(dyn Any + Send)) -> String {
 
 impl Gpu {
     /// Chooses an adapter and opens its device.
-    pub fn open() -> Result<Self, Unsupported> {
+    pub fn open(options: &Options) -> Result<Self, Unsupported> {
         let mut descriptor = wgpu::InstanceDescriptor::new_without_display_handle();
         descriptor.flags = wgpu::InstanceFlags::empty();
         let instance = wgpu::Instance::new(descriptor);
@@ -78,30 +80,29 @@ impl Gpu {
         if adapters.is_empty() {
             return Err(absent("no Vulkan, Metal or DX12 adapter", INSTALL));
         }
-        let wanted = std::env::var("ATTN_WGPU_ADAPTER").unwrap_or_default();
+        let wanted = options.adapter.as_deref().unwrap_or_default();
         let names: Vec<_> = adapters.iter().map(|a| a.get_info().name).collect();
         let found = names
             .iter()
             .position(|name| name.to_lowercase().contains(&wanted.to_lowercase()));
         let Some(index) = found else {
             let reason = format!(
-                "no adapter's name contains ATTN_WGPU_ADAPTER={wanted}; there are: {}",
+                "no adapter's name contains {wanted}; there are: {}",
                 names.join(", ")
             );
-            return Err(absent(reason, "set it to a part of one of these"));
+            let next_step = "set Options::adapter or ATTN_WGPU_ADAPTER to a part of one of these";
+            return Err(absent(reason, next_step));
         };
-        Self::of_adapter(&adapters.swap_remove(index))
+        Self::of_adapter(&adapters.swap_remove(index), options.features)
     }
 
-    fn of_adapter(adapter: &wgpu::Adapter) -> Result<Self, Unsupported> {
-        let bare = std::env::var("ATTN_WGPU_FEATURES").is_ok_and(|value| value == "none");
-        let (features, limits) = if bare {
-            (Features::empty(), Limits::default())
-        } else {
-            (
+    fn of_adapter(adapter: &wgpu::Adapter, features: AdapterFeatures) -> Result<Self, Unsupported> {
+        let (features, limits) = match features {
+            AdapterFeatures::None => (Features::empty(), Limits::default()),
+            AdapterFeatures::All => (
                 adapter.features() & Features::TIMESTAMP_QUERY,
                 adapter.limits(),
-            )
+            ),
         };
         let request = adapter.request_device(&wgpu::DeviceDescriptor {
             label: Some("attn"),

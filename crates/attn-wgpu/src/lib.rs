@@ -13,6 +13,7 @@ mod error;
 mod gpu;
 mod import;
 mod launch;
+mod options;
 mod pipeline;
 mod pool;
 mod store;
@@ -20,11 +21,8 @@ mod store;
 mod valid;
 mod view;
 
-/// What the project's own timing code needs; not for other users, and it may change in any release.
 #[doc(hidden)]
-pub mod internals {
-    pub use crate::error::{BACKEND, device};
-}
+pub mod internals;
 
 use attn_core::{DecodeAttention, Unsupported};
 
@@ -33,15 +31,22 @@ pub use attn_kernels::wgsl::decode::Tuning;
 pub use backend::WgpuBackend;
 pub use error::WgpuError;
 pub use launch::Prepared;
-
+pub use options::{AdapterFeatures, Options};
 pub use store::DevicePages;
 pub use view::{DeviceRows, DeviceView};
 pub use wgpu;
 
-/// Opens the best adapter, or the one that `ATTN_WGPU_ADAPTER` names; never panics.
+/// Opens the best adapter behind the common trait, or the one that the environment names, with the options that it sets; never panics.
 ///
 /// # Errors
 /// [`Unsupported::Absent`] with the reason and the repair.
+///
+/// ```no_run
+/// match attn_wgpu::open() {
+///     Ok(backend) => println!("{}", backend.device().name),
+///     Err(reason) => println!("{reason}"),
+/// }
+/// ```
 pub fn open() -> Result<Box<dyn DecodeAttention>, Unsupported> {
     Ok(Box::new(WgpuBackend::open()?))
 }

@@ -37,7 +37,7 @@ pub use attn_core::{
 pub mod backends {
     #[cfg(feature = "cpu")]
     pub use attn_cpu as cpu;
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "cuda-unversioned")]
     pub use attn_cuda as cuda;
     #[cfg(feature = "wgpu")]
     pub use attn_wgpu as wgpu;
@@ -47,14 +47,22 @@ pub mod backends {
 ///
 /// # Errors
 /// [`Unsupported::Absent`] with the reason and the next step, also where this build leaves the backend's feature out.
+///
+/// ```
+/// use attn::{BackendId, DecodeAttention};
+///
+/// let cpu = attn::open(BackendId::Cpu)?;
+/// assert_eq!(cpu.device().backend, "cpu");
+/// # Ok::<(), attn::Unsupported>(())
+/// ```
 pub fn open(id: BackendId) -> Result<Box<dyn DecodeAttention>, Unsupported> {
     match id {
-        #[cfg(feature = "cuda")]
+        #[cfg(feature = "cuda-unversioned")]
         BackendId::Cuda => attn_cuda::open(),
         #[cfg(feature = "wgpu")]
         BackendId::Wgpu => attn_wgpu::open(),
         #[cfg(feature = "cpu")]
-        BackendId::Cpu => Ok(Box::new(attn_cpu::CpuBackend::open()?)),
+        BackendId::Cpu => attn_cpu::open(),
         #[allow(
             unreachable_patterns,
             reason = "with every feature, only backends that a later version of core names"
@@ -68,6 +76,7 @@ pub fn open(id: BackendId) -> Result<Box<dyn DecodeAttention>, Unsupported> {
 }
 
 /// What [`select`] chose, and why not the others.
+#[non_exhaustive]
 pub struct Selection {
     /// The backend.
     pub backend: Box<dyn DecodeAttention>,
@@ -75,6 +84,18 @@ pub struct Selection {
     pub id: BackendId,
     /// The backends tried before it, with their reasons.
     pub refused: Vec<(BackendId, Unsupported)>,
+}
+
+impl Selection {
+    /// A backend that was opened without trying another.
+    #[must_use]
+    pub fn new(id: BackendId, backend: Box<dyn DecodeAttention>) -> Self {
+        Selection {
+            backend,
+            id,
+            refused: Vec::new(),
+        }
+    }
 }
 
 impl fmt::Debug for Selection {
@@ -87,17 +108,22 @@ impl fmt::Debug for Selection {
 ///
 /// # Errors
 /// [`Error::Unsupported`] if the named backend is absent; [`Error::Parameter`] if `ATTN_BACKEND` names none, or is not UTF-8.
+///
+/// ```
+/// let selection = attn::select(None)?;
+/// for (id, reason) in &selection.refused {
+///     println!("{id} is not used: {reason}");
+/// }
+/// println!("{}: {}", selection.id, selection.backend.device().name);
+/// # Ok::<(), attn::Error>(())
+/// ```
 pub fn select(wanted: Option<BackendId>) -> Result<Selection, Error> {
     let named = match wanted {
         Some(id) => Some(id),
         None => named_backend(std::env::var_os("ATTN_BACKEND"))?,
     };
     if let Some(id) = named {
-        return Ok(Selection {
-            backend: open(id)?,
-            id,
-            refused: Vec::new(),
-        });
+        return Ok(Selection::new(id, open(id)?));
     }
     let mut refused = Vec::new();
     for id in BackendId::ALL {

@@ -3,9 +3,12 @@
 use std::sync::Arc;
 
 use attn_core::Error;
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DeviceRepr, sys};
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DeviceRepr};
 
-use attn_cuda::internals::{WaitOnDrop, failed};
+use attn_cuda::{
+    internals::{WaitOnDrop, address_of, failed, stream_of},
+    native::{DeviceAddress, Stream},
+};
 
 /// A stream of the backend's context, and copies on it.
 pub struct Buffers {
@@ -35,8 +38,8 @@ impl Buffers {
     }
 
     /// The stream as the native entry takes it.
-    pub fn raw(&self) -> sys::CUstream {
-        self.stream.cu_stream()
+    pub fn raw(&self) -> Stream {
+        stream_of(&self.stream)
     }
 
     /// Numbers on the device.
@@ -69,8 +72,8 @@ impl Buffers {
     }
 
     /// Where a slice lies.
-    pub fn address<T>(&self, slice: &CudaSlice<T>) -> u64 {
-        slice.device_ptr(&self.stream).0
+    pub fn address<T>(&self, slice: &CudaSlice<T>) -> DeviceAddress {
+        address_of(slice, &self.stream)
     }
 
     /// A slice on the host, after all work before.

@@ -1,7 +1,7 @@
 //! Contiguous caches to time.
 
 use attn_core::{Error, Scheme};
-use attn_cuda::native::DeviceKv;
+use attn_cuda::native::{DeviceAddress, DeviceKv};
 
 use super::{CudaTimer, Rotation};
 use crate::workload::{CacheLayout, Workload, noise};
@@ -18,10 +18,12 @@ pub(super) struct Contiguous {
 }
 
 impl Contiguous {
-    pub(super) fn kv(&self, copy: u64) -> DeviceKv {
+    pub(super) fn kv(&self, copy: DeviceAddress) -> DeviceKv {
         let of = |i: usize| {
-            let scales = self.scales[i].0.map_or(0, |at| copy + at as u64);
-            [copy + self.codes[i].0 as u64, scales]
+            let scales = self.scales[i]
+                .0
+                .map_or(DeviceAddress::NULL, |at| copy.offset(at));
+            [copy.offset(self.codes[i].0), scales]
         };
         DeviceKv::Strided {
             k: of(0),

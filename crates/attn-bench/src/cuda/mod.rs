@@ -11,8 +11,8 @@ use std::time::Duration;
 use attn_core::{DecodeAttention, Error};
 use attn_cuda::{
     CudaBackend,
-    internals::{NativeRead, failed, product},
-    native::{AppendArgs, DecodeArgs, Dtype, NativeAppend, NativePlan},
+    internals::{NativeRead, check_native, context, failed, prepare_read, product, read_on},
+    native::{AppendArgs, DecodeArgs, DeviceAddress, Dtype, NativeAppend, NativePlan},
 };
 use cudarc::driver::{CudaGraph, CudaSlice, DriverError, sys};
 
@@ -57,7 +57,7 @@ struct Step {
     lse: CudaSlice<f32>,
     kv_lens: CudaSlice<i32>,
     workspace: CudaSlice<u8>,
-    scales: [u64; 2],
+    scales: [DeviceAddress; 2],
 }
 
 /// Where K and V of one copy lie.
@@ -69,14 +69,14 @@ enum Source {
 /// Copies of a cache in the arena.
 #[derive(Clone, Copy)]
 struct Rotation {
-    base: u64,
+    base: DeviceAddress,
     copy_bytes: usize,
     copies: usize,
 }
 
 impl Rotation {
-    fn at(&self, i: usize) -> u64 {
-        self.base + (i % self.copies * self.copy_bytes) as u64
+    fn at(&self, i: usize) -> DeviceAddress {
+        self.base.offset(i % self.copies * self.copy_bytes)
     }
 
     /// Launches of one graph.
@@ -115,11 +115,11 @@ impl CudaTimer {
     /// [`Error::Unsupported`] with what is missing; [`Error::Device`].
     pub fn open() -> Result<Self, Error> {
         let gpu = CudaBackend::open()?;
-        let buffers = Buffers::new(gpu.context())?;
+        let buffers = Buffers::new(context(&gpu))?;
         let bf16 = |x: f32| (x.to_bits() >> 16) as u16;
         let noise: Vec<u16> = noise(3, 2 * NOISE).into_iter().map(bf16).collect();
         Ok(CudaTimer {
-            read: gpu.prepare_read()?,
+            read: prepare_read(&gpu)?,
             sink: buffers.bytes(16)?,
             noise: buffers.upload(&noise)?,
             scales: buffers.upload(&[0.02f32; SCALES])?,
@@ -161,12 +161,11 @@ impl CudaTimer {
                 allowed: "1 and more: lengths count the new token",
             });
         }
-        self.gpu
-            .check_native(problem, workload.format, page_size(workload))
+        check_native(&self.gpu, problem, workload.format, page_size(workload))
     }
 
     /// `bytes` of the arena, which grows; contents are left over from before.
-    fn reserve(&mut self, bytes: usize) -> Result<u64, Error> {
+    fn reserve(&mut self, bytes: usize) -> Result<DeviceAddress, Error> {
         if self.arena.as_ref().is_none_or(|arena| arena.len() < bytes) {
             self.arena = None;
             self.arena = Some(self.buffers.bytes(bytes)?);
@@ -232,7 +231,7 @@ impl CudaTimer {
             if has {
                 self.buffers.address(&self.scales)
             } else {
-                0
+                DeviceAddress::NULL
             }
         };
         let scales = [workload.format.k, workload.format.v].map(|s| scale(s.has_tensor_scale()));
@@ -260,7 +259,7 @@ impl CudaTimer {
         })
     }
 
-    fn decode_args(&self, step: &Step, copy: u64) -> DecodeArgs {
+    fn decode_args(&self, step: &Step, copy: DeviceAddress) -> DecodeArgs {
         let at = &self.buffers;
         DecodeArgs {
             q: at.address(&step.q),
@@ -274,13 +273,13 @@ impl CudaTimer {
             kv_lens: at.address(&step.kv_lens),
             k_tensor_scales: step.scales[0],
             v_tensor_scales: step.scales[1],
-            alibi_slopes: 0,
+            alibi_slopes: DeviceAddress::NULL,
             workspace: at.address(&step.workspace),
         }
     }
 
     /// Enqueues the work of one launch, or of an append and a decode.
-    fn enqueue(&self, work: Operation, step: &Step, copy: u64) -> Result<(), Error> {
+    fn enqueue(&self, work: Operation, step: &Step, copy: DeviceAddress) -> Result<(), Error> {
         let stream = self.buffers.raw();
         let decode = self.decode_args(step, copy);
         // `supports` has refused appends to rows.
@@ -341,7 +340,8 @@ impl CudaTimer {
             (0..launches).try_for_each(|i| {
                 // SAFETY: a copy holds `Workload::bytes` bytes and more; the sink holds 16.
                 unsafe {
-                    timer.gpu.read_on(
+                    read_on(
+                        &timer.gpu,
                         &timer.read,
                         timer.buffers.raw(),
                         rotation.at(i),

@@ -1,7 +1,7 @@
 //! Pools of pages to time: filled once by the append kernel, then copied.
 
 use attn_core::{CacheConfig, Error, Heads};
-use attn_cuda::native::{AppendArgs, DeviceKv, Dtype, NativeAppend};
+use attn_cuda::native::{AppendArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend};
 use cudarc::driver::CudaSlice;
 
 use super::{Buffers, CudaTimer, NOISE, Rotation};
@@ -19,7 +19,7 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    pub(super) fn kv(&self, buffers: &Buffers, pool: u64) -> DeviceKv {
+    pub(super) fn kv(&self, buffers: &Buffers, pool: DeviceAddress) -> DeviceKv {
         DeviceKv::Paged {
             pool,
             num_pages: self.num_pages,
@@ -33,15 +33,15 @@ impl Pages {
     pub(super) fn append_args(
         &self,
         timer: &CudaTimer,
-        pool: u64,
-        scales: [u64; 2],
-        kv_lens: u64,
+        pool: DeviceAddress,
+        scales: [DeviceAddress; 2],
+        kv_lens: DeviceAddress,
         tokens: usize,
     ) -> AppendArgs {
         let noise = timer.buffers.address(&timer.noise);
         AppendArgs {
             k: noise,
-            v: noise + 2 * NOISE as u64,
+            v: noise.offset(2 * NOISE),
             dtype: Dtype::Bf16,
             k_token_stride: self.row,
             v_token_stride: self.row,
@@ -81,7 +81,7 @@ fn scattered(counts: &[usize], stride: usize) -> Vec<u32> {
 pub(super) fn fill(
     timer: &mut CudaTimer,
     workload: &Workload,
-    scales: [u64; 2],
+    scales: [DeviceAddress; 2],
 ) -> Result<(NativeAppend, Pages, Rotation), Error> {
     let problem = &workload.problem;
     let (heads, dim, batch) = (problem.num_kv_heads, problem.head_dim, problem.batch());
@@ -141,11 +141,11 @@ pub(super) fn fill(
         .collect();
     let lens_there = timer.buffers.upload(&lens)?;
     for (b, &len) in lens.iter().enumerate() {
-        let at = timer.buffers.address(&lens_there) + 4 * b as u64;
+        let at = timer.buffers.address(&lens_there).offset(4 * b);
         let tokens = len as usize % page_size;
         let mut args = scattered.append_args(timer, rotation.base, scales, at, tokens);
-        args.page_table += (4 * b * stride) as u64;
-        args.tail_pages += 4 * b as u64;
+        args.page_table = args.page_table.offset(4 * b * stride);
+        args.tail_pages = args.tail_pages.offset(4 * b);
         // SAFETY: as above; the last page of sequence `b` is in its row of the table.
         unsafe { timer.gpu.append_on(&append, timer.buffers.raw(), &args) }?;
     }

@@ -20,6 +20,7 @@ pub struct TokenWrite {
 
 impl TokenWrite {
     /// Whether this token fills its page, which is then sealed.
+    #[must_use]
     pub fn fills(&self, page_size: usize) -> bool {
         self.token + 1 == page_size
     }

@@ -69,6 +69,7 @@ impl RowFormat {
     }
 
     /// Size of one row in bytes.
+    #[must_use]
     pub fn row_bytes(self, head_dim: usize) -> usize {
         match self {
             RowFormat::Plain(scheme) => head_dim * scheme.code_bits() / 8,
@@ -79,6 +80,7 @@ impl RowFormat {
     }
 
     /// Whether f16 scales lie beside the rows.
+    #[must_use]
     pub fn scales_outside(self) -> bool {
         matches!(
             self,

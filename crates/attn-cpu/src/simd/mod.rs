@@ -20,6 +20,7 @@ pub(crate) mod scalar;
 
 /// An instruction set that the kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Isa {
     /// Plain arrays of eight numbers, vectorized by the compiler or not.
     Scalar,
@@ -46,7 +47,11 @@ impl Isa {
         Isa::Avx512Vnni,
     ];
 
+    /// The names of all instruction sets, for errors.
+    pub(crate) const NAMES: &str = "scalar, portable, neon, avx2, avx512, avx512vnni";
+
     /// Whether this machine has the instruction set.
+    #[must_use]
     pub fn is_available(self) -> bool {
         match self {
             Isa::Scalar | Isa::Portable => true,
@@ -75,19 +80,9 @@ impl Isa {
     }
 
     /// The fastest instruction set that this machine has.
+    #[must_use]
     pub fn best() -> Isa {
         Isa::available().last().unwrap_or(Isa::Scalar)
-    }
-
-    /// The instruction set that `ATTN_CPU_ISA` names, else the fastest.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for an unknown name; [`Error::Unsupported`] for one that this machine lacks.
-    pub fn from_env() -> Result<Isa, Error> {
-        match std::env::var("ATTN_CPU_ISA") {
-            Ok(name) if !name.is_empty() => name.parse::<Isa>()?.require().map_err(Error::from),
-            _ => Ok(Isa::best()),
-        }
     }
 
     /// Returns the instruction set if this machine has it.
@@ -100,10 +95,10 @@ impl Isa {
         }
         let have: Vec<_> = Isa::available().map(|isa| isa.to_string()).collect();
         Err(Unsupported::Absent {
-            backend: "cpu",
+            backend: crate::BACKEND,
             reason: format!("this machine has no {self}"),
             next_step: format!(
-                "it has {}; set ATTN_CPU_ISA to one of them, or leave it unset",
+                "it has {}; set Options::isa or ATTN_CPU_ISA to one of them, or neither",
                 have.join(", ")
             ),
         })
@@ -131,9 +126,9 @@ impl FromStr for Isa {
             .into_iter()
             .find(|isa| isa.to_string() == s)
             .ok_or_else(|| Error::Parameter {
-                what: "ATTN_CPU_ISA",
+                what: "instruction set",
                 given: s.to_owned(),
-                allowed: "scalar, portable, neon, avx2, avx512, avx512vnni",
+                allowed: Isa::NAMES,
             })
     }
 }

@@ -6,7 +6,7 @@ use attn_core::{Error, PageLayout};
 use attn_kernels::cuda::params::AppendParams;
 use cudarc::driver::sys;
 
-use super::COPY_THREADS;
+use super::{COPY_THREADS, DeviceAddress};
 use crate::{device::LoadedKernel, error::failed, sizes};
 
 /// Number format of an engine's rows: K and V to append, queries, outputs.
@@ -35,9 +35,9 @@ impl Dtype {
 #[derive(Debug, Clone, Copy)]
 pub struct AppendArgs {
     /// New K `[batch · tokens][num_kv_heads][head_dim]`.
-    pub k: u64,
+    pub k: DeviceAddress,
     /// New V `[batch · tokens][num_kv_heads][head_dim]`.
-    pub v: u64,
+    pub v: DeviceAddress,
     /// Number format of `k` and `v`.
     pub dtype: Dtype,
     /// Elements from one token of K to the next.
@@ -45,54 +45,56 @@ pub struct AppendArgs {
     /// Elements from one token of V to the next.
     pub v_token_stride: usize,
     /// The pool.
-    pub pool: u64,
+    pub pool: DeviceAddress,
     /// Pages in the pool.
     pub num_pages: usize,
     /// u32 `[batch][page_table_stride]`.
-    pub page_table: u64,
+    pub page_table: DeviceAddress,
     /// Entries per sequence.
     pub page_table_stride: usize,
-    /// u32 `[batch]` for `Int4 Channel`, else 0.
-    pub tail_pages: u64,
+    /// u32 `[batch]` for `Int4 Channel`, else null.
+    pub tail_pages: DeviceAddress,
     /// i32 `[batch]`: lengths that count the new tokens already.
-    pub kv_lens: u64,
-    /// f32 `[num_kv_heads]`, or 0.
-    pub k_tensor_scales: u64,
-    /// f32 `[num_kv_heads]`, or 0.
-    pub v_tensor_scales: u64,
+    pub kv_lens: DeviceAddress,
+    /// f32 `[num_kv_heads]`, or null.
+    pub k_tensor_scales: DeviceAddress,
+    /// f32 `[num_kv_heads]`, or null.
+    pub v_tensor_scales: DeviceAddress,
     /// Sequences.
     pub batch: usize,
     /// New tokens of each.
     pub tokens: usize,
 }
 
-impl AppendArgs {
-    /// The kernel's parameter block; `is_followed` by a decode that knows what is appended.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for a number that needs more than 31 bits.
-    pub fn params(&self, layout: &PageLayout, is_followed: bool) -> Result<AppendParams, Error> {
-        let [k_token_stride, v_token_stride, _] =
-            sizes::strides([self.k_token_stride, self.v_token_stride, 0]);
-        Ok(AppendParams {
-            k: self.k,
-            v: self.v,
-            pool: self.pool,
-            page_table: self.page_table,
-            tail_pages: self.tail_pages,
-            kv_lens: self.kv_lens,
-            k_tensor_scales: self.k_tensor_scales,
-            v_tensor_scales: self.v_tensor_scales,
-            k_token_stride,
-            v_token_stride,
-            tokens: sizes::int("tokens to append", self.tokens)?,
-            batch: sizes::int("sequences to append to", self.batch)?,
-            num_kv_heads: sizes::int("num_kv_heads", layout.num_kv_heads())?,
-            page_table_stride: sizes::int("page_table_stride", self.page_table_stride)?,
-            dtype: self.dtype.code(),
-            is_followed: i32::from(is_followed),
-        })
-    }
+/// The kernel's parameter block; `is_followed` by a decode that knows what is appended.
+///
+/// # Errors
+/// [`Error::Parameter`] for a number that needs more than 31 bits.
+pub fn append_params(
+    args: &AppendArgs,
+    layout: &PageLayout,
+    is_followed: bool,
+) -> Result<AppendParams, Error> {
+    let [k_token_stride, v_token_stride, _] =
+        sizes::strides([args.k_token_stride, args.v_token_stride, 0]);
+    Ok(AppendParams {
+        k: args.k.get(),
+        v: args.v.get(),
+        pool: args.pool.get(),
+        page_table: args.page_table.get(),
+        tail_pages: args.tail_pages.get(),
+        kv_lens: args.kv_lens.get(),
+        k_tensor_scales: args.k_tensor_scales.get(),
+        v_tensor_scales: args.v_tensor_scales.get(),
+        k_token_stride,
+        v_token_stride,
+        tokens: sizes::int("tokens to append", args.tokens)?,
+        batch: sizes::int("sequences to append to", args.batch)?,
+        num_kv_heads: sizes::int("num_kv_heads", layout.num_kv_heads())?,
+        page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
+        dtype: args.dtype.code(),
+        is_followed: i32::from(is_followed),
+    })
 }
 
 /// The most KV heads of a cache: rows of a CUDA grid, which has a head to each.
@@ -125,6 +127,7 @@ const SEALERS: usize = 132;
 
 /// Grid and threads of `append.cu`, for `tokens` new tokens of each of `batch` sequences; more than there can be saturate, and the
 /// driver refuses them.
+#[must_use]
 pub fn append_grid(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize; 3], usize) {
     let heads = layout.num_kv_heads();
     if tokens > 1 {
@@ -160,7 +163,7 @@ pub(crate) unsafe fn launch_append(
     if args.batch == 0 || args.tokens == 0 {
         return Ok(());
     }
-    let mut params = args.params(layout, is_followed)?;
+    let mut params = append_params(args, layout, is_followed)?;
     let (grid, threads) = append_grid(layout, args.batch, args.tokens);
     let mut arguments = [(&raw mut params).cast::<c_void>()];
     // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.
@@ -178,19 +181,19 @@ mod tests {
 
     fn args() -> AppendArgs {
         AppendArgs {
-            k: 0,
-            v: 0,
+            k: DeviceAddress::NULL,
+            v: DeviceAddress::NULL,
             dtype: Dtype::F32,
             k_token_stride: 256,
             v_token_stride: usize::MAX,
-            pool: 0,
+            pool: DeviceAddress::NULL,
             num_pages: 1,
-            page_table: 0,
+            page_table: DeviceAddress::NULL,
             page_table_stride: 3,
-            tail_pages: 0,
-            kv_lens: 0,
-            k_tensor_scales: 0,
-            v_tensor_scales: 0,
+            tail_pages: DeviceAddress::NULL,
+            kv_lens: DeviceAddress::NULL,
+            k_tensor_scales: DeviceAddress::NULL,
+            v_tensor_scales: DeviceAddress::NULL,
             batch: 5,
             tokens: 7,
         }
@@ -198,7 +201,7 @@ mod tests {
 
     #[test]
     fn numbers_of_more_than_31_bits_are_refused() {
-        let params = args().params(&layout(), true).unwrap();
+        let params = append_params(&args(), &layout(), true).unwrap();
         assert_eq!(
             (params.tokens, params.batch, params.page_table_stride),
             (7, 5, 3)
@@ -211,7 +214,7 @@ mod tests {
             let [mut tokens, mut batch, mut stride] = [args(); 3];
             (tokens.tokens, batch.batch, stride.page_table_stride) = (large, large, large);
             for args in [tokens, batch, stride] {
-                let refused = args.params(&layout(), false);
+                let refused = append_params(&args, &layout(), false);
                 assert!(matches!(refused, Err(Error::Parameter { .. })), "{args:?}");
             }
         }

@@ -6,7 +6,7 @@ use attn_core::{Error, PageLayout, Scheme};
 use attn_kernels::cuda::{Instance, params::ImportParams};
 use cudarc::driver::sys;
 
-use super::COPY_THREADS;
+use super::{COPY_THREADS, DeviceAddress};
 use crate::{
     device::{Device, LoadedKernel},
     error::failed,
@@ -16,22 +16,22 @@ use crate::{
 /// Device addresses of one import launch: rows of a contiguous cache into pages of the same format.
 #[derive(Debug, Clone, Copy)]
 pub struct ImportArgs {
-    /// K's codes and f16 scales (0 for schemes without).
-    pub k: [u64; 2],
-    /// V's codes and f16 scales (0 for schemes without).
-    pub v: [u64; 2],
+    /// K's codes and f16 scales (null for schemes without).
+    pub k: [DeviceAddress; 2],
+    /// V's codes and f16 scales (null for schemes without).
+    pub v: [DeviceAddress; 2],
     /// Bytes from one sequence, KV head, token to the next, for K's and V's codes.
     pub code_strides: [[usize; 3]; 2],
     /// Elements likewise, for the scales.
     pub scale_strides: [[usize; 3]; 2],
     /// The pool.
-    pub pool: u64,
+    pub pool: DeviceAddress,
     /// u32 `[batch][page_table_stride]`.
-    pub page_table: u64,
+    pub page_table: DeviceAddress,
     /// Entries per sequence.
     pub page_table_stride: usize,
     /// i32 `[batch]`.
-    pub kv_lens: u64,
+    pub kv_lens: DeviceAddress,
     /// Sequences.
     pub batch: usize,
     /// No length exceeds it.
@@ -81,17 +81,17 @@ pub(crate) unsafe fn launch_import(
     }
     let strides = sizes::strides;
     let mut params = ImportParams {
-        k: args.k[0],
-        v: args.v[0],
-        k_scales: args.k[1],
-        v_scales: args.v[1],
+        k: args.k[0].get(),
+        v: args.v[0].get(),
+        k_scales: args.k[1].get(),
+        v_scales: args.v[1].get(),
         k_strides: strides(args.code_strides[0]),
         v_strides: strides(args.code_strides[1]),
         k_scale_strides: strides(args.scale_strides[0]),
         v_scale_strides: strides(args.scale_strides[1]),
-        pool: args.pool,
-        page_table: args.page_table,
-        kv_lens: args.kv_lens,
+        pool: args.pool.get(),
+        page_table: args.page_table.get(),
+        kv_lens: args.kv_lens.get(),
         num_kv_heads: sizes::int("num_kv_heads", import.layout.num_kv_heads())?,
         page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
     };

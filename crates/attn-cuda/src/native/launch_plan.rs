@@ -11,8 +11,8 @@ use attn_kernels::cuda::{
     smem::shared_bytes,
 };
 
-use super::{DecodeArgs, DeviceKv};
-use crate::{device::Device, sizes};
+use super::{DecodeArgs, DeviceAddress, DeviceKv};
+use crate::{device::Device, error::BACKEND, sizes};
 
 /// The launch of a problem, for lengths up to its longest.
 #[derive(Debug, Clone)]
@@ -58,7 +58,7 @@ fn configure(
     page_size: usize,
 ) -> Result<(Instance, KernelConfig, usize), Unsupported> {
     let refuse = |(what, built): (String, String)| Unsupported::NoKernel {
-        backend: "cuda",
+        backend: BACKEND,
         what,
         built,
     };
@@ -200,11 +200,13 @@ impl LaunchPlan {
     }
 
     /// Bytes of memory that every launch needs, aligned to 256.
+    #[must_use]
     pub fn workspace_bytes(&self) -> usize {
         self.counters_bytes + self.max_sum_bytes + self.partial_o_bytes
     }
 
     /// Bytes at the workspace's start to zero once; launches leave them zero.
+    #[must_use]
     pub fn zeroed_bytes(&self) -> usize {
         if self.partials_are_zeroed {
             self.workspace_bytes()
@@ -220,17 +222,20 @@ impl LaunchPlan {
     pub fn params(&self, p: &Problem, args: &DecodeArgs) -> Result<DecodeParams, Error> {
         let strides = sizes::strides;
         let mut params = DecodeParams {
-            q: args.q,
-            out: args.out,
-            lse: args.lse,
+            q: args.q.get(),
+            out: args.out.get(),
+            lse: args.lse.get(),
             dtype: args.dtype.code(),
-            kv_lens: args.kv_lens,
-            k_tensor_scales: args.k_tensor_scales,
-            v_tensor_scales: args.v_tensor_scales,
-            alibi_slopes: args.alibi_slopes,
-            counters: args.workspace,
-            partial_max_sum: args.workspace + self.counters_bytes as u64,
-            partial_o: args.workspace + (self.counters_bytes + self.max_sum_bytes) as u64,
+            kv_lens: args.kv_lens.get(),
+            k_tensor_scales: args.k_tensor_scales.get(),
+            v_tensor_scales: args.v_tensor_scales.get(),
+            alibi_slopes: args.alibi_slopes.get(),
+            counters: args.workspace.get(),
+            partial_max_sum: args.workspace.offset(self.counters_bytes).get(),
+            partial_o: args
+                .workspace
+                .offset(self.counters_bytes + self.max_sum_bytes)
+                .get(),
             log2_scale: p.softmax_scale * LOG2_E,
             softcap_inner: p.softcap.map_or(0.0, |cap| 2.0 / cap),
             softcap_outer: p.softcap.map_or(0.0, |cap| cap * LOG2_E),
@@ -259,10 +264,10 @@ impl LaunchPlan {
                 tail_pages,
                 ..
             } => {
-                params.k = pool;
-                params.page_table = page_table;
+                params.k = pool.get();
+                params.page_table = page_table.get();
                 params.page_table_stride = sizes::int("page_table_stride", page_table_stride)?;
-                params.tail_pages = tail_pages;
+                params.tail_pages = tail_pages.get();
                 params.page_bytes = sizes::int("bytes of a page", self.page_bytes)?;
             }
             DeviceKv::Strided {
@@ -271,8 +276,8 @@ impl LaunchPlan {
                 code_strides,
                 scale_strides,
             } => {
-                [params.k, params.k_scales] = k;
-                [params.v, params.v_scales] = v;
+                [params.k, params.k_scales] = k.map(DeviceAddress::get);
+                [params.v, params.v_scales] = v.map(DeviceAddress::get);
                 [params.k_strides, params.v_strides] = code_strides.map(strides);
                 [params.k_scale_strides, params.v_scale_strides] = scale_strides.map(strides);
             }
@@ -333,22 +338,22 @@ mod tests {
         let (problem, plan) = plan(2, vec![700]);
         let plan = plan.unwrap();
         let args = |page_table_stride| DecodeArgs {
-            q: 0,
-            out: 0,
+            q: DeviceAddress::NULL,
+            out: DeviceAddress::NULL,
             dtype: super::super::Dtype::F32,
-            lse: 0,
+            lse: DeviceAddress::NULL,
             kv: DeviceKv::Paged {
-                pool: 0,
+                pool: DeviceAddress::NULL,
                 num_pages: 1,
-                page_table: 0,
+                page_table: DeviceAddress::NULL,
                 page_table_stride,
-                tail_pages: 0,
+                tail_pages: DeviceAddress::NULL,
             },
-            kv_lens: 0,
-            k_tensor_scales: 0,
-            v_tensor_scales: 0,
-            alibi_slopes: 0,
-            workspace: 0,
+            kv_lens: DeviceAddress::NULL,
+            k_tensor_scales: DeviceAddress::NULL,
+            v_tensor_scales: DeviceAddress::NULL,
+            alibi_slopes: DeviceAddress::NULL,
+            workspace: DeviceAddress::NULL,
         };
         let params = plan.params(&problem, &args(11)).unwrap();
         let page_bytes = 2 * (2 * 64 * 128 + 2 * 64 * 2);

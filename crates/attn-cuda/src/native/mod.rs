@@ -2,28 +2,71 @@
 //!
 //! [`CudaBackend::prepare`] loads the kernels and sizes the workspace once; [`CudaBackend::decode_on`] and
 //! [`CudaBackend::append_on`] only enqueue, so a CUDA graph can capture them and replay with longer `kv_lens`.
+//!
+//! ```no_run
+//! use std::ffi::c_void;
+//!
+//! use attn_core::{Error, Heads, KvFormat, Problem};
+//! use attn_cuda::{
+//!     CudaBackend,
+//!     native::{DecodeArgs, DeviceAddress, DeviceKv, Dtype, Stream},
+//! };
+//!
+//! /// One step of 4 sequences on the engine's stream and memory; `at` are the addresses of queries, outputs, pool, page table, lengths and workspace.
+//! ///
+//! /// # Safety
+//! /// `stream` is a live stream of the device's primary context, which is current; the memory is as [`DecodeArgs`] documents it.
+//! unsafe fn step(gpu: &CudaBackend, stream: *mut c_void, at: [u64; 6]) -> Result<(), Error> {
+//!     let problem = Problem::new(Heads { q: 32, kv: 8, dim: 128 }, [4096; 4]);
+//!     // Once; its `workspace_bytes` say how much to allocate, and its `zeroed_bytes` how much of that to zero.
+//!     let plan = gpu.prepare(&problem, KvFormat::INT8, 64)?;
+//!     let [q, out, pool, page_table, kv_lens, workspace] = at.map(DeviceAddress::new);
+//!     let kv = DeviceKv::Paged {
+//!         pool,
+//!         num_pages: 256,
+//!         page_table,
+//!         page_table_stride: 64,
+//!         tail_pages: DeviceAddress::NULL,
+//!     };
+//!     let args = DecodeArgs {
+//!         q,
+//!         out,
+//!         dtype: Dtype::F32,
+//!         lse: DeviceAddress::NULL,
+//!         kv,
+//!         kv_lens,
+//!         k_tensor_scales: DeviceAddress::NULL,
+//!         v_tensor_scales: DeviceAddress::NULL,
+//!         alibi_slopes: DeviceAddress::NULL,
+//!         workspace,
+//!     };
+//!     // SAFETY: this function's contract; lengths are at most 4096, and pages below 256.
+//!     unsafe { gpu.decode_on(&plan, Stream::from_raw(stream), &args) }
+//! }
+//! ```
 
-mod append;
+pub(crate) mod append;
 mod import;
-mod launch_plan;
+pub(crate) mod launch_plan;
+pub(crate) mod read;
 mod rows;
 
-pub use append::{AppendArgs, Dtype, NativeAppend, append_grid};
+pub use append::{AppendArgs, Dtype, NativeAppend};
 pub(crate) use append::{check_heads, launch_append};
 pub use import::{ImportArgs, NativeImport};
 pub(crate) use import::{launch_import, prepare_import};
-pub use launch_plan::LaunchPlan;
-pub(crate) use launch_plan::choose;
+pub(crate) use launch_plan::{LaunchPlan, choose};
 
 use std::{ffi::c_void, sync::Arc};
 
 use attn_core::{CacheConfig, Error, KvFormat, PageLayout, Problem, arithmetic::LOG2_E};
 use attn_kernels::cuda::{
     Instance,
-    params::{CheckParams, DecodeParams, ReadParams},
+    params::{CheckParams, DecodeParams},
 };
 use cudarc::driver::{DevicePtr, result, sys};
 
+pub use crate::handles::{DeviceAddress, Stream};
 use crate::{
     device::{Device, LoadedKernel, WaitOnDrop},
     error::{CudaError, failed},
@@ -51,22 +94,22 @@ pub enum DeviceKv {
     /// Native pages.
     Paged {
         /// The pool, `[page][kv_head][run]`.
-        pool: u64,
+        pool: DeviceAddress,
         /// Pages in the pool.
         num_pages: usize,
         /// u32 `[batch][page_table_stride]`.
-        page_table: u64,
+        page_table: DeviceAddress,
         /// Entries per sequence: at least `max_kv_len / page_size`, rounded up.
         page_table_stride: usize,
-        /// u32 `[batch]` for `Int4 Channel`, else 0.
-        tail_pages: u64,
+        /// u32 `[batch]` for `Int4 Channel`, else null.
+        tail_pages: DeviceAddress,
     },
     /// Rows of a contiguous cache; codes begin at multiples of 16 bytes, and code strides are such.
     Strided {
-        /// K's codes and f16 scales (0 for schemes without).
-        k: [u64; 2],
-        /// V's codes and f16 scales (0 for schemes without).
-        v: [u64; 2],
+        /// K's codes and f16 scales (null for schemes without).
+        k: [DeviceAddress; 2],
+        /// V's codes and f16 scales (null for schemes without).
+        v: [DeviceAddress; 2],
         /// Bytes from one sequence, KV head, token to the next, for K's and V's codes.
         code_strides: [[usize; 3]; 2],
         /// Elements from one sequence, KV head, token to the next, for K's and V's scales.
@@ -78,54 +121,55 @@ pub enum DeviceKv {
 #[derive(Debug, Clone, Copy)]
 pub struct DecodeArgs {
     /// Queries `[batch, q_len, num_q_heads, head_dim]`.
-    pub q: u64,
+    pub q: DeviceAddress,
     /// Outputs `[batch, q_len, num_q_heads, head_dim]`.
-    pub out: u64,
+    pub out: DeviceAddress,
     /// Number format of `q` and `out`. 16-bit queries are widened exactly; 16-bit outputs are the f32 ones rounded to nearest even,
     /// infinite where f16 has no more room.
     pub dtype: Dtype,
-    /// f32 `[batch, q_len, num_q_heads]`, or 0.
-    pub lse: u64,
+    /// f32 `[batch, q_len, num_q_heads]`, or null.
+    pub lse: DeviceAddress,
     /// K and V.
     pub kv: DeviceKv,
     /// i32 `[batch]`.
-    pub kv_lens: u64,
-    /// f32 `[num_kv_heads]` for schemes with a static scale, else 0.
-    pub k_tensor_scales: u64,
-    /// f32 `[num_kv_heads]` for V's schemes with a static scale, else 0.
-    pub v_tensor_scales: u64,
-    /// f32 `[num_q_heads]`, each slope times log2 e rounded to f32 ([`alibi_slopes_log2`]); 0 without.
-    pub alibi_slopes: u64,
+    pub kv_lens: DeviceAddress,
+    /// f32 `[num_kv_heads]` for schemes with a static scale, else null.
+    pub k_tensor_scales: DeviceAddress,
+    /// f32 `[num_kv_heads]` for V's schemes with a static scale, else null.
+    pub v_tensor_scales: DeviceAddress,
+    /// f32 `[num_q_heads]`, each slope times log2 e rounded to f32 ([`alibi_slopes_log2`]); null without.
+    pub alibi_slopes: DeviceAddress,
     /// [`NativePlan::workspace_bytes`] bytes, aligned to 256, of which the first [`NativePlan::zeroed_bytes`] are zero.
-    pub workspace: u64,
+    pub workspace: DeviceAddress,
 }
 
-/// A prepared read launch.
-#[derive(Debug, Clone)]
-pub struct NativeRead(Arc<LoadedKernel>);
-
 /// ALiBi slopes as the kernels take them: each times log2 e.
+#[must_use]
 pub fn alibi_slopes_log2(slopes: &[f32]) -> Vec<f32> {
     slopes.iter().map(|slope| slope * LOG2_E).collect()
 }
 
 impl NativePlan {
     /// Bytes of device memory that every launch needs, aligned to 256.
+    #[must_use]
     pub fn workspace_bytes(&self) -> usize {
         self.launch_plan.workspace_bytes()
     }
 
     /// Bytes at the workspace's start to zero once; launches leave them zero.
+    #[must_use]
     pub fn zeroed_bytes(&self) -> usize {
         self.launch_plan.zeroed_bytes()
     }
 
     /// The longest `kv_len` that a launch takes.
+    #[must_use]
     pub fn max_kv_len(&self) -> usize {
         self.launch_plan.max_kv_len
     }
 
     /// CTAs of the launch.
+    #[must_use]
     pub fn grid(&self) -> usize {
         self.launch_plan.launch.grid.iter().product()
     }
@@ -302,9 +346,6 @@ unsafe fn check(
     }
 }
 
-/// Stages of `read.cu`, and its barriers.
-const READ_SHARED: usize = 6 * 16384 + 128;
-
 impl CudaBackend {
     /// Prepares import launches into pages of this layout.
     ///
@@ -325,69 +366,11 @@ impl CudaBackend {
     pub unsafe fn import_on(
         &self,
         import: &NativeImport,
-        stream: sys::CUstream,
+        stream: Stream,
         args: &ImportArgs,
     ) -> Result<(), Error> {
         // SAFETY: this function's contract.
-        unsafe { launch_import(import, stream, args) }
-    }
-
-    /// Loads the kernel of [`CudaBackend::read_on`].
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    pub fn prepare_read(&self) -> Result<NativeRead, Error> {
-        Ok(NativeRead(
-            self.device.kernel(&Instance::Read, READ_SHARED)?,
-        ))
-    }
-
-    /// Enqueues a kernel that reads `bytes` (a multiple of 16) and does nothing with them: the ceiling of decode's speed.
-    ///
-    /// # Safety
-    /// `from` holds `bytes` bytes of device memory and `sink` 4, until the work has run on `stream`; the stream as for [`CudaBackend::decode_on`].
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for other than a multiple of 16; [`Error::Device`] with the driver's refusal.
-    pub unsafe fn read_on(
-        &self,
-        read: &NativeRead,
-        stream: sys::CUstream,
-        from: u64,
-        bytes: usize,
-        sink: u64,
-    ) -> Result<(), Error> {
-        if !bytes.is_multiple_of(16) {
-            return Err(Error::Parameter {
-                what: "bytes to read",
-                given: bytes.to_string(),
-                allowed: "a multiple of 16",
-            });
-        }
-        let mut params = ReadParams {
-            from,
-            bytes: bytes as u64,
-            sink,
-        };
-        let mut arguments = [(&raw mut params).cast::<c_void>()];
-        let grid = [2 * self.device.sms, 1, 1];
-        // SAFETY: `attn_read` takes one ReadParams, asserted on both sides; the rest is this function's contract.
-        unsafe { read.0.launch(stream, grid, COPY_THREADS, &mut arguments) }
-            .map_err(failed("reading"))
-    }
-
-    /// Whether [`CudaBackend::prepare`] has a kernel for these arguments; loads none.
-    ///
-    /// # Errors
-    /// Those of [`CudaBackend::prepare`], but for the device's.
-    pub fn check_native(
-        &self,
-        problem: &Problem,
-        format: KvFormat,
-        page_size: usize,
-    ) -> Result<(), Error> {
-        let (limits, preferences) = (self.device.limits(), &self.device.preferences);
-        LaunchPlan::new(limits, preferences, problem, format, page_size).map(drop)
+        unsafe { launch_import(import, stream.raw(), args) }
     }
 
     /// Prepares decode launches for the problem's batch, heads and modifiers, and for lengths up to its longest.
@@ -447,11 +430,11 @@ impl CudaBackend {
     pub unsafe fn decode_on(
         &self,
         plan: &NativePlan,
-        stream: sys::CUstream,
+        stream: Stream,
         args: &DecodeArgs,
     ) -> Result<(), Error> {
         // SAFETY: this function's contract.
-        unsafe { launch_decode(&self.device, plan, stream, args, 0) }
+        unsafe { launch_decode(&self.device, plan, stream.raw(), args, 0) }
     }
 
     /// Enqueues the append of `tokens` new tokens to each sequence, sealing pages as they fill; positions come from `kv_lens` on the device.
@@ -466,11 +449,11 @@ impl CudaBackend {
     pub unsafe fn append_on(
         &self,
         append: &NativeAppend,
-        stream: sys::CUstream,
+        stream: Stream,
         args: &AppendArgs,
     ) -> Result<(), Error> {
         // SAFETY: this function's contract.
-        unsafe { self.append(append, stream, args, false) }
+        unsafe { self.append(append, stream.raw(), args, false) }
     }
 
     /// Enqueues an append and the decode behind it: what [`CudaBackend::append_on`] and [`CudaBackend::decode_on`] do, with the same bits,
@@ -486,12 +469,12 @@ impl CudaBackend {
         &self,
         append: &NativeAppend,
         plan: &NativePlan,
-        stream: sys::CUstream,
+        stream: Stream,
         append_args: &AppendArgs,
         decode_args: &DecodeArgs,
     ) -> Result<(), Error> {
         // SAFETY: this function's contract.
-        unsafe { self.append(append, stream, append_args, true) }?;
+        unsafe { self.append(append, stream.raw(), append_args, true) }?;
         // What is ahead of an append of nothing may still run.
         let appended = if append_args.batch == 0 {
             0
@@ -499,7 +482,7 @@ impl CudaBackend {
             append_args.tokens
         };
         // SAFETY: this function's contract, and the launch ahead is the append.
-        unsafe { launch_decode(&self.device, plan, stream, decode_args, appended) }
+        unsafe { launch_decode(&self.device, plan, stream.raw(), decode_args, appended) }
     }
 
     /// # Safety
@@ -513,10 +496,10 @@ impl CudaBackend {
     ) -> Result<(), Error> {
         if let Some(kernel) = append.check.as_ref().filter(|_| args.tokens > 0) {
             let mut params = DecodeParams {
-                page_table: args.page_table,
+                page_table: args.page_table.get(),
                 page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
-                tail_pages: args.tail_pages,
-                kv_lens: args.kv_lens,
+                tail_pages: args.tail_pages.get(),
+                kv_lens: args.kv_lens.get(),
                 batch: sizes::int("sequences to append to", args.batch)?,
                 ..DecodeParams::default()
             };
@@ -541,6 +524,7 @@ impl CudaBackend {
 
 impl NativePlan {
     /// Format of the cache.
+    #[must_use]
     pub fn format(&self) -> KvFormat {
         self.format
     }

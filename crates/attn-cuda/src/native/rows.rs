@@ -22,8 +22,8 @@ pub(super) fn maps(device: &Device, plan: &NativePlan, kv: &DeviceKv) -> RowMaps
     }
     let of = |scheme, base, strides| map(plan, scheme, base, strides);
     let (k, v) = (
-        of(plan.format.k, k[0], code_strides[0]),
-        of(plan.format.v, v[0], code_strides[1]),
+        of(plan.format.k, k[0].get(), code_strides[0]),
+        of(plan.format.v, v[0].get(), code_strides[1]),
     );
     match (k, v) {
         (Some(k), Some(v)) => RowMaps { k, v, are_set: 1 },

@@ -6,7 +6,10 @@ use anyhow::{Context, Result};
 use attn_conformance::case::noise;
 use attn_core::{CacheConfig, DecodeAttention, Heads, HostPages, KvCache, layout};
 use attn_cpu::CpuBackend;
-use attn_cuda::native::{AppendArgs, Dtype, append_grid};
+use attn_cuda::{
+    internals::{append_grid, append_params},
+    native::{AppendArgs, DeviceAddress, Dtype},
+};
 use attn_kernels::cuda::Instance;
 use half::{bf16, f16};
 use libtest_mimic::Trial;
@@ -162,7 +165,7 @@ impl Job {
         // Kernels store up to 16 bytes at once.
         let from = pool_of(&cache)?;
         let mut memory = vec![0; from.len() + 16];
-        let start = (address(&memory).next_multiple_of(16) - address(&memory)) as usize;
+        let start = memory.as_ptr().addr().next_multiple_of(16) - memory.as_ptr().addr();
         let pool = &mut memory[start..][..from.len()];
         pool.copy_from_slice(from);
         for (call, &tokens) in self.calls.iter().enumerate() {
@@ -203,7 +206,7 @@ impl Job {
         let lens: Vec<i32> = table.lens.iter().map(|&len| len as i32).collect();
         let some = |scales: &[f32]| {
             if scales.is_empty() {
-                0
+                DeviceAddress::NULL
             } else {
                 address(scales)
             }
@@ -215,7 +218,7 @@ impl Job {
             dtype: self.dtype,
             k_token_stride: row,
             v_token_stride: row,
-            pool: pool as u64,
+            pool: DeviceAddress::new(pool as u64),
             num_pages: config.num_pages,
             page_table: address(&pages),
             page_table_stride: stride,
@@ -232,7 +235,7 @@ impl Job {
         unsafe {
             kernels.run(
                 &self.instance(),
-                &args.params(&config.layout()?, false)?,
+                &append_params(&args, &config.layout()?, false)?,
                 grid,
                 threads,
             )

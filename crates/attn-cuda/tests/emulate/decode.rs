@@ -11,7 +11,10 @@ use attn_conformance::{
 };
 use attn_core::{HostPages, KvCache, KvFormat, KvSource, PageTable, StridedRows};
 use attn_cpu::CpuBackend;
-use attn_cuda::native::{DecodeArgs, DeviceKv, Dtype, LaunchPlan, alibi_slopes_log2};
+use attn_cuda::{
+    internals::LaunchPlan,
+    native::{DecodeArgs, DeviceAddress, DeviceKv, Dtype, alibi_slopes_log2},
+};
 use attn_kernels::cuda::{Arch, DeviceLimits, Kernel, LowLatency, Preferences};
 
 use libtest_mimic::Trial;
@@ -40,7 +43,7 @@ struct Inputs {
     tails: Vec<u32>,
     slopes: Vec<f32>,
     workspace: Vec<u64>,
-    workspace_at: u64,
+    workspace_at: usize,
 }
 
 impl Inputs {
@@ -56,8 +59,8 @@ impl Inputs {
         };
         // NaN wherever the kernel should not look; counters, or partials, are zero.
         let mut workspace = vec![u64::MAX; plan.workspace_bytes() / 8 + 32];
-        let workspace_at = address(&workspace).next_multiple_of(256);
-        let first = (workspace_at - address(&workspace)) as usize / 8;
+        let workspace_at = workspace.as_ptr().expose_provenance().next_multiple_of(256);
+        let first = (workspace_at - workspace.as_ptr().addr()) / 8;
         workspace[first..first + plan.zeroed_bytes() / 8].fill(0);
         let tails = table.tail_pages.iter();
         Inputs {
@@ -72,7 +75,7 @@ impl Inputs {
     }
 
     fn is_zeroed(&self, plan: &LaunchPlan) -> bool {
-        let first = (self.workspace_at - address(&self.workspace)) as usize / 8;
+        let first = (self.workspace_at - self.workspace.as_ptr().addr()) / 8;
         self.workspace[first..][..plan.zeroed_bytes() / 8]
             .iter()
             .all(|&x| x == 0)
@@ -161,7 +164,13 @@ impl Job {
         dtype: Dtype,
     ) -> Result<[Vec<f32>; 2]> {
         let (case, plan) = (&self.case, &self.plan);
-        let some = |slice: &[f32]| if slice.is_empty() { 0 } else { address(slice) };
+        let some = |slice: &[f32]| {
+            if slice.is_empty() {
+                DeviceAddress::NULL
+            } else {
+                address(slice)
+            }
+        };
         let (kv, scales) = match source {
             KvSource::Cache(cache) => {
                 let pages = cache.store().as_any().downcast_ref::<HostPages>();
@@ -196,15 +205,15 @@ impl Job {
         let mut lse = vec![f32::NAN; case.problem.rows()];
         let args = DecodeArgs {
             q: address(&q),
-            out: out.as_mut_ptr() as u64,
+            out: DeviceAddress::new(out.as_mut_ptr() as u64),
             dtype,
-            lse: lse.as_mut_ptr() as u64,
+            lse: DeviceAddress::new(lse.as_mut_ptr() as u64),
             kv,
             kv_lens: address(&inputs.lens),
             k_tensor_scales: scales[0],
             v_tensor_scales: scales[1],
             alibi_slopes: some(&inputs.slopes),
-            workspace: inputs.workspace_at,
+            workspace: DeviceAddress::new(inputs.workspace_at as u64),
         };
         let params = plan.params(&case.problem, &args)?;
         let (grid, threads) = (plan.launch.grid, plan.launch.threads);

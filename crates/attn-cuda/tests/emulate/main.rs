@@ -20,6 +20,7 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use attn_conformance::Size;
+use attn_cuda::native::DeviceAddress;
 use attn_kernels::cuda::{Arch, Instance};
 use libloading::Library;
 use libtest_mimic::{Arguments, Completion, Trial};
@@ -135,8 +136,8 @@ fn compile(sources: &Path, instance: Instance, number: usize) -> Result<Library>
 }
 
 /// The address of a slice, for a kernel that takes it for the device's.
-fn address<T>(of: &[T]) -> u64 {
-    of.as_ptr() as u64
+fn address<T>(of: &[T]) -> DeviceAddress {
+    DeviceAddress::new(of.as_ptr() as u64)
 }
 
 /// Why nothing can be emulated here.

@@ -12,7 +12,8 @@ use attn_core::{
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     CudaBackend, CudaPages,
-    native::{AppendArgs, DecodeArgs, DeviceKv, Dtype},
+    internals::{context, stream_of},
+    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype},
 };
 use cudarc::driver::{DeviceRepr, PinnedHostSlice, ValidAsZeroBits};
 
@@ -69,7 +70,7 @@ fn pinned<T: DeviceRepr + ValidAsZeroBits + Copy>(
     x: &[T],
 ) -> Result<PinnedHostSlice<T>> {
     // SAFETY: every element is written before any is read.
-    let mut there = driver(unsafe { gpu.context().alloc_pinned_with_flags::<T>(x.len(), 0) })?;
+    let mut there = driver(unsafe { context(gpu).alloc_pinned_with_flags::<T>(x.len(), 0) })?;
     driver(there.as_mut_slice())?.copy_from_slice(x);
     Ok(there)
 }
@@ -320,29 +321,29 @@ fn is_refused(what: &str, result: Result<(), Error>) -> Result<()> {
 fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
     let append = gpu.prepare_append(&config(2, 2, 700))?;
     let small = AppendArgs {
-        k: 0,
-        v: 0,
+        k: DeviceAddress::NULL,
+        v: DeviceAddress::NULL,
         dtype: Dtype::F32,
         k_token_stride: 2 * DIM,
         v_token_stride: 2 * DIM,
-        pool: 0,
+        pool: DeviceAddress::NULL,
         num_pages: 22,
-        page_table: 0,
+        page_table: DeviceAddress::NULL,
         page_table_stride: 11,
-        tail_pages: 0,
-        kv_lens: 0,
-        k_tensor_scales: 0,
-        v_tensor_scales: 0,
+        tail_pages: DeviceAddress::NULL,
+        kv_lens: DeviceAddress::NULL,
+        k_tensor_scales: DeviceAddress::NULL,
+        v_tensor_scales: DeviceAddress::NULL,
         batch: 2,
         tokens: 1,
     };
     let large = (1 << 32) + 1;
     let [mut tokens, mut batch, mut stride] = [small; 3];
     (tokens.tokens, batch.batch, stride.page_table_stride) = (large, large, large);
-    let stream = driver(gpu.context().new_stream())?;
+    let stream = driver(context(gpu).new_stream())?;
     for (what, args) in [("tokens", tokens), ("batch", batch), ("stride", stride)] {
         // SAFETY: refused for the number that is too large; nothing is launched, and no address is used.
-        let result = unsafe { gpu.append_on(&append, stream.cu_stream(), &args) };
+        let result = unsafe { gpu.append_on(&append, stream_of(&stream), &args) };
         is_refused(what, result)?;
     }
     let plan = gpu.prepare(
@@ -358,24 +359,24 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
         PAGE,
     )?;
     let rows = DecodeArgs {
-        q: 0,
-        out: 0,
+        q: DeviceAddress::NULL,
+        out: DeviceAddress::NULL,
         dtype: Dtype::F32,
-        lse: 0,
+        lse: DeviceAddress::NULL,
         kv: DeviceKv::Strided {
-            k: [0; 2],
-            v: [0; 2],
+            k: [DeviceAddress::NULL; 2],
+            v: [DeviceAddress::NULL; 2],
             code_strides: [[0; 3]; 2],
             scale_strides: [[0; 3]; 2],
         },
-        kv_lens: 0,
-        k_tensor_scales: 0,
-        v_tensor_scales: 0,
-        alibi_slopes: 0,
-        workspace: 0,
+        kv_lens: DeviceAddress::NULL,
+        k_tensor_scales: DeviceAddress::NULL,
+        v_tensor_scales: DeviceAddress::NULL,
+        alibi_slopes: DeviceAddress::NULL,
+        workspace: DeviceAddress::NULL,
     };
     // SAFETY: refused as the plan is for pages; nothing is launched.
-    let result = unsafe { gpu.decode_on(&plan, stream.cu_stream(), &rows) };
+    let result = unsafe { gpu.decode_on(&plan, stream_of(&stream), &rows) };
     is_refused("rows for a plan of pages", result)?;
     let mut heads = CacheConfig::builder(
         FORMAT,

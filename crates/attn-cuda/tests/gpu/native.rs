@@ -10,7 +10,8 @@ use attn_core::{
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     CudaBackend, CudaError, Options,
-    native::{AppendArgs, DecodeArgs, DeviceKv, Dtype, NativeAppend, NativePlan},
+    internals::context,
+    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend, NativePlan},
 };
 use cudarc::driver::{CudaSlice, sys};
 use half::f16;
@@ -59,7 +60,7 @@ fn table() -> Vec<u32> {
 
 impl<'a> Engine<'a> {
     fn new(gpu: &'a CudaBackend, format: KvFormat, q_len: usize, dtype: Dtype) -> Result<Self> {
-        let buffers = Buffers::new(gpu.context())?;
+        let buffers = Buffers::new(context(gpu))?;
         let mut config = CacheConfig::builder(
             format,
             Heads {
@@ -123,12 +124,12 @@ impl<'a> Engine<'a> {
             v_token_stride: HEADS * DIM,
             pool: b.address(&self.pool),
             num_pages: self.num_pages,
-            page_table: b.address(&self.page_table) + (first * STRIDE * 4) as u64,
+            page_table: b.address(&self.page_table).offset(first * STRIDE * 4),
             page_table_stride: STRIDE,
-            tail_pages: b.address(&self.tail_pages) + (first * 4) as u64,
-            kv_lens: b.address(&self.kv_lens) + (first * 4) as u64,
-            k_tensor_scales: 0,
-            v_tensor_scales: 0,
+            tail_pages: b.address(&self.tail_pages).offset(first * 4),
+            kv_lens: b.address(&self.kv_lens).offset(first * 4),
+            k_tensor_scales: DeviceAddress::NULL,
+            v_tensor_scales: DeviceAddress::NULL,
             batch,
             tokens,
         }
@@ -149,9 +150,9 @@ impl<'a> Engine<'a> {
                 tail_pages: b.address(&self.tail_pages),
             },
             kv_lens: b.address(&self.kv_lens),
-            k_tensor_scales: 0,
-            v_tensor_scales: 0,
-            alibi_slopes: 0,
+            k_tensor_scales: DeviceAddress::NULL,
+            v_tensor_scales: DeviceAddress::NULL,
+            alibi_slopes: DeviceAddress::NULL,
             workspace: b.address(&self.workspace),
         }
     }
@@ -344,7 +345,7 @@ fn crooked_view(gpu: &CudaBackend) -> Result<()> {
 
 /// The checking launch refuses what the contract of `decode_on` forbids, and the GPU works on.
 fn checked(options: &Options) -> Result<()> {
-    let gpu = &CudaBackend::with_options(0, options)?;
+    let gpu = &CudaBackend::with_options(options)?;
     let mut engine = Engine::new(gpu, KvFormat::INT8, 1, Dtype::F32)?;
     engine.prefill([100, 200, 300])?;
     let q = engine.new_queries()?;
@@ -412,10 +413,7 @@ pub fn add(mut trials: Trials<CudaBackend>) -> Trials<CudaBackend> {
             passes(crooked_view(gpu));
         })
         .test("native: the checking launch refuses bad inputs", |_| {
-            let options = Options {
-                check: true,
-                ..Options::from_env().expect("the backend was opened with them")
-            };
-            passes(checked(&options));
+            let options = Options::from_env().expect("the backend was opened with them");
+            passes(checked(&options.check(true)));
         })
 }

@@ -63,12 +63,8 @@ fn run(gpus: &[CudaBackend; 3], first: u64) -> Result<()> {
 fn open() -> Result<[CudaBackend; 3]> {
     let options = Options::from_env()?;
     let smaller = |sms, low_latency| {
-        let options = Options {
-            sms: Some(sms),
-            low_latency,
-            ..options
-        };
-        CudaBackend::with_options(0, &options)
+        let options = options.clone().sms(sms).low_latency(low_latency);
+        CudaBackend::with_options(&options)
     };
     Ok([
         CudaBackend::open()?,

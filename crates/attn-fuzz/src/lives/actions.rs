@@ -1,6 +1,6 @@
 //! The actions of a life: each draws a call, makes it, and compares its outcome with the model.
 
-use attn_core::{Append, Error, Int4Scale, Scheme};
+use attn_core::{Append, Error, Int4Scale, Scheme, internals::order_free_pages};
 
 use super::{Done, Life, Sequence};
 use crate::{
@@ -257,7 +257,7 @@ impl Life<'_> {
             o.sort_unstable();
             o == self.free()
         };
-        let done = self.cache.order_free_pages(&order);
+        let done = order_free_pages(&mut self.cache, &order);
         self.expect("order_free_pages", done.as_ref(), unchanged)?;
         Ok(Done::Refused)
     }

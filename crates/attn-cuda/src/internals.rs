@@ -1,0 +1,40 @@
+//! What the project's own timing code and tests need; not for other users, and it may change in any release.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
+
+pub use crate::{
+    device::WaitOnDrop,
+    error::failed,
+    images::image,
+    native::{
+        append::{append_grid, append_params},
+        launch_plan::LaunchPlan,
+        read::{NativeRead, check_native, prepare_read, read_on},
+    },
+    sizes::product,
+};
+use crate::{
+    gpu::CudaBackend,
+    handles::{DeviceAddress, Stream},
+};
+
+/// The context that a backend works in: the device's primary one. Its event tracking is off: a caller that uses its slices on several
+/// streams orders them.
+#[must_use]
+pub fn context(gpu: &CudaBackend) -> &Arc<CudaContext> {
+    &gpu.device.context
+}
+
+/// The native entry's handle of a stream, which the caller keeps alive.
+#[must_use]
+pub fn stream_of(stream: &CudaStream) -> Stream {
+    Stream::of(stream.cu_stream())
+}
+
+/// Where a slice lies; the caller keeps it alive, and orders its uses.
+#[must_use]
+pub fn address_of<T>(slice: &CudaSlice<T>, stream: &CudaStream) -> DeviceAddress {
+    DeviceAddress::new(slice.device_ptr(stream).0)
+}

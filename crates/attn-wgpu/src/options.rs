@@ -1,0 +1,92 @@
+//! The options of the backend, and the environment variables that set them.
+
+use attn_core::{Unsupported, backend::option_from_env};
+use attn_kernels::wgsl::decode::Tuning;
+
+use crate::error::BACKEND;
+
+/// Which of an adapter's features and limits a backend asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum AdapterFeatures {
+    /// `all`: the adapter's own limits, and those of its features that the backend uses.
+    #[default]
+    All,
+    /// `none`: WebGPU's default limits and no optional feature, as a browser would offer.
+    None,
+}
+
+/// Options of a [`WgpuBackend`](crate::WgpuBackend). `tuning` changes speed, never bits.
+///
+/// ```
+/// use attn_wgpu::{AdapterFeatures, Options};
+///
+/// let options = Options::default().adapter("llvmpipe").features(AdapterFeatures::None);
+/// assert_eq!(options.adapter.as_deref(), Some("llvmpipe"));
+/// ```
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct Options {
+    /// Part of the name of the adapter to use, in any case; `None`: discrete before integrated before software.
+    /// `ATTN_WGPU_ADAPTER`.
+    pub adapter: Option<String>,
+    /// Features and limits to ask the adapter for. `ATTN_WGPU_FEATURES=all` or `none`.
+    pub features: AdapterFeatures,
+    /// Choices that change speed. `ATTN_WGPU_ITEMS=auto`, `tiles` or `segments` sets [`Tuning::by_tiles`].
+    pub tuning: Tuning,
+}
+
+impl Options {
+    /// Reads the environment. Variables that are unset or empty leave the defaults.
+    ///
+    /// # Errors
+    /// [`Unsupported::Absent`] for a value that is not allowed.
+    pub fn from_env() -> Result<Self, Unsupported> {
+        let features = |text: &str| match text {
+            "all" => Ok(AdapterFeatures::All),
+            "none" => Ok(AdapterFeatures::None),
+            other => Err(format!("{other}; allowed: all, none")),
+        };
+        let items = |text: &str| match text {
+            "auto" => Ok(None),
+            "tiles" => Ok(Some(true)),
+            "segments" => Ok(Some(false)),
+            other => Err(format!("{other}; allowed: auto, tiles, segments")),
+        };
+        let mut tuning = Tuning::default();
+        tuning.by_tiles = option_from_env(BACKEND, "ATTN_WGPU_ITEMS", items)?.flatten();
+        Ok(Options {
+            adapter: option_from_env(BACKEND, "ATTN_WGPU_ADAPTER", |name| Ok(name.to_owned()))?,
+            features: option_from_env(BACKEND, "ATTN_WGPU_FEATURES", features)?.unwrap_or_default(),
+            tuning,
+        })
+    }
+
+    /// Chooses the first adapter whose name contains `part`, in any case.
+    #[must_use]
+    pub fn adapter(mut self, part: impl Into<String>) -> Self {
+        self.adapter = Some(part.into());
+        self
+    }
+
+    /// Says which features and limits to ask the adapter for.
+    #[must_use]
+    pub fn features(mut self, features: AdapterFeatures) -> Self {
+        self.features = features;
+        self
+    }
+
+    /// Sets the split of one workgroup: a single tile of a short segment (`true`), or a segment.
+    #[must_use]
+    pub fn by_tiles(mut self, by_tiles: bool) -> Self {
+        self.tuning.by_tiles = Some(by_tiles);
+        self
+    }
+
+    /// Sets all choices that change speed.
+    #[must_use]
+    pub fn tuning(mut self, tuning: Tuning) -> Self {
+        self.tuning = tuning;
+        self
+    }
+}
