@@ -89,6 +89,70 @@ pub fn round_13(x: f32) -> f32 {
     f32::from_bits((x.to_bits() + 0x400) & !0x7ff)
 }
 
+/// A row of queries smaller than this is a row of zeros; so are the weights of a tile of V: their steps would leave the range of f32.
+pub const SMALLEST_STEP: f32 = f32::from_bits((127 - 100) << 23);
+
+/// The step of an 8-bit row of queries, and what its elements are multiplied by to count it: `σ` and `127·rcp(a)`.
+#[inline]
+#[must_use]
+pub fn query_step(largest: f32) -> [f32; 2] {
+    if largest < SMALLEST_STEP {
+        return [0.0; 2];
+    }
+    [largest * f32::from_bits(0x3C01_0204), 127.0 * rcp(largest)]
+}
+
+/// An element of a query in 8 bits, by the second number of [`query_step`].
+#[inline]
+#[must_use]
+pub fn query_code(x: f32, inverse: f32) -> i32 {
+    ((x * inverse).round_ties_even() as i32).clamp(-127, 127)
+}
+
+/// A positive normal number rounded up to `bits` significant bits.
+#[inline]
+#[must_use]
+pub fn round_up(x: f32, bits: u32) -> f32 {
+    let low = (1 << (24 - bits)) - 1;
+    f32::from_bits((x.to_bits() + low) & !low)
+}
+
+/// The step κ of a tile's weights of one byte, by the largest of them, with so many significant bits; 0 if they are too small to count.
+#[inline]
+#[must_use]
+pub fn weight_step(largest: f32, bits: u32) -> f32 {
+    if largest < SMALLEST_STEP {
+        return 0.0;
+    }
+    round_up(largest * f32::from_bits(0x3B80_8081), bits)
+}
+
+/// The threshold θ of token `t`: 64 thresholds form a lattice, so that a sum of weights below one step is right on average.
+#[inline]
+#[must_use]
+pub fn threshold(t: usize) -> f32 {
+    let place = (29 * (t % TILE) + 32) % TILE;
+    32768.0 + (place as f32 + 0.5) / TILE as f32
+}
+
+/// A weight of one byte: `x` counts as many steps as [`rcp`]\(κ) says, and the [`threshold`] rounds.
+#[inline]
+#[must_use]
+pub fn weight_byte(x: f32, inverse: f32, threshold: f32) -> u8 {
+    ((x * inverse + threshold).to_bits() >> 8) as u8
+}
+
+/// The sum of 8 partial sums over the tokens of a tile, token t in sum t mod 8: `z` of the (centred) shifts of plain int4 V.
+#[inline]
+#[must_use]
+pub fn shift_sum(terms: impl Iterator<Item = f32>) -> f32 {
+    let mut z = [0.0f32; 8];
+    for (t, term) in terms.enumerate() {
+        z[t % 8] += term;
+    }
+    ((z[0] + z[1]) + (z[2] + z[3])) + ((z[4] + z[5]) + (z[6] + z[7]))
+}
+
 #[inline]
 fn exp2<const N: usize>(x: f32, round: f32, coefficients: &[f32; N]) -> f32 {
     let t = x + round;
@@ -253,5 +317,71 @@ mod tests {
                 "{x}"
             );
         }
+    }
+
+    #[test]
+    fn a_query_of_8_bits_errs_by_half_a_step() {
+        for i in 0..100_000u32 {
+            let (a, x) = (0.37 + i as f32 * 1e-3, (i % 2001) as f32 / 1000.0 - 1.0);
+            let [step, inverse] = query_step(a);
+            let error = f64::from(x * a) - f64::from(query_code(x * a, inverse)) * f64::from(step);
+            assert!(error.abs() <= f64::from(step) * 0.50002, "{a} {x}");
+        }
+        assert_eq!(query_code(-1.5, query_step(1.5)[1]), -127);
+        assert_eq!(query_step(1e-31), [0.0; 2]);
+    }
+
+    #[test]
+    fn steps_are_rounded_up_to_few_bits() {
+        for (x, bits, up) in [
+            (1.0, 3, 1.0),
+            (1.0001, 3, 1.25),
+            (1.75, 3, 1.75),
+            (1.76, 3, 2.0),
+            (1.0001, 2, 1.5),
+            (1.5001, 2, 2.0),
+        ] {
+            assert_eq!(round_up(x, bits), up, "{x}");
+        }
+    }
+
+    #[test]
+    fn weights_never_exceed_a_byte_and_round_by_less_than_a_step() {
+        for i in 0..200_000u32 {
+            let largest = f32::from_bits(0x2000_0000 + i * 7919);
+            for bits in [2, 3] {
+                let step = weight_step(largest, bits);
+                let inverse = rcp(step);
+                for t in [0, 1, 31, 63] {
+                    let x = largest * (1.0 - (i % 97) as f32 / 97.0);
+                    let steps = f64::from(x) / f64::from(step);
+                    // A carry out of the byte would come back as 0.
+                    let w = f64::from(weight_byte(x, inverse, threshold(t)));
+                    assert!((w - steps).abs() < 1.003, "{largest:e} {x:e} {t}: {w}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn thresholds_meet_runs_and_strides_evenly() {
+        for stride in [1, 2, 4, 8] {
+            // A flat tail of a fraction of a step on every `stride`th token: its weights sum up to it.
+            for steps in [0.07f32, 0.25, 0.5, 0.93] {
+                let tokens = (0..64).step_by(stride);
+                let sum: u32 = tokens
+                    .clone()
+                    .map(|t| u32::from(weight_byte(steps, 1.0, threshold(t))))
+                    .sum();
+                let exact = steps * tokens.len() as f32;
+                assert!(
+                    (sum as f32 - exact).abs() <= 1.0,
+                    "{stride} {steps}: {sum} {exact}"
+                );
+            }
+        }
+        let mut places: Vec<u32> = (0..64).map(|t| threshold(t).to_bits()).collect();
+        places.sort_unstable();
+        assert!(places.windows(2).all(|pair| pair[1] == pair[0] + 4));
     }
 }

@@ -31,6 +31,7 @@ mod page_bytes;
 mod plan;
 pub mod problem;
 pub mod quant;
+pub mod rotation;
 pub mod segments;
 pub mod state;
 mod step;

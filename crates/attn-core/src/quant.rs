@@ -108,6 +108,22 @@ pub fn int4_group(x: &[f32], codes: &mut [u16]) -> Param {
     param
 }
 
+/// Quantizes one group of a rotated row to symmetric half steps of 8 bits: `x ≈ (2c − 255)·scale/16`.
+///
+/// The high four bits of a code are the row's int4 code u, read alone as `(2u − 15)·scale`; the low four are its residual.
+pub fn half_step_group(x: &[f32], codes: &mut [u8]) -> f16 {
+    let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
+    let scale = to_f16(f64::from(amax) / 16.0);
+    for (c, &v) in codes.iter_mut().zip(x) {
+        *c = if scale == f16::ZERO {
+            128
+        } else {
+            ((f64::from(v) * 8.0 / scale.to_f64()).floor() + 128.0).clamp(0.0, 255.0) as u8
+        };
+    }
+    scale
+}
+
 /// Quantizes one token of one KV head: `x` and `codes` hold head_dim elements, `params` one entry per group.
 ///
 /// Codes are the stored bits in the low end of each u16. `Int4 Channel` is coded per page, not per token: its open form is `Int8 Token`.
@@ -233,6 +249,16 @@ mod tests {
         );
     }
 
+    #[test]
+    fn half_steps_are_halves_of_each_other() {
+        let mut codes = [0; 4];
+        // A step of 1/8: floor(8x) + 128, the largest saturated.
+        let scale = half_step_group(&[16.0, -16.0, 0.1, -0.1], &mut codes);
+        assert_eq!((scale.to_f32(), codes), (1.0, [255, 0, 128, 127]));
+        assert_eq!(half_step_group(&[0.0; 4], &mut codes), f16::ZERO);
+        assert_eq!(codes, [128; 4]);
+    }
+
     proptest! {
         #[test]
         fn f16_scales_are_nearest(x in 0.0f64..70000.0) {
@@ -249,6 +275,20 @@ mod tests {
                 let back = decode(Scheme::Int8(Int8Scale::Token), *c, p, 1.0);
                 // Half a step, and the rounding of the scale to f16 on 127 steps.
                 prop_assert!((back - v).abs() <= p.scale.to_f32() * (0.5 + 127.0 / 2048.0) + 1e-30);
+            }
+        }
+
+        #[test]
+        fn half_step_errors_are_half_a_step(x in prop::collection::vec(-1e4f32..1e4, 1..64)) {
+            let mut codes = vec![0; x.len()];
+            let scale = f64::from(half_step_group(&x, &mut codes).to_f32());
+            // The rounding of the scale to f16 moves the ends of the range by 16/2048 of it.
+            let slack = scale * 16.0 / 2048.0 + 1e-30;
+            for (c, v) in codes.iter().zip(&x) {
+                let fine = (2.0 * f64::from(*c) - 255.0) * scale / 16.0;
+                let coarse = (2.0 * f64::from(c >> 4) - 15.0) * scale;
+                prop_assert!((fine - f64::from(*v)).abs() <= scale / 16.0 + slack);
+                prop_assert!((coarse - f64::from(*v)).abs() <= scale + slack);
             }
         }
 
