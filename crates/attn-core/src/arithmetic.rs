@@ -1,6 +1,6 @@
 //! The scalar functions of `docs/arithmetic.md`, each written once.
 
-pub use crate::segments::{SPAN, TILE, segment_tiles};
+pub use crate::segments::{SEGMENT, SPAN, TILE};
 
 /// log2 e as f32.
 pub const LOG2_E: f32 = f32::from_bits(0x3FB8_AA3B);
@@ -14,8 +14,8 @@ pub const WEIGHT_MAX: f32 = 64.0;
 pub const ROUND: f32 = 12_582_912.0;
 /// [`ROUND`] plus 1, which [`exp2_weight`] starts from.
 pub const ROUND_WEIGHT: f32 = 12_582_913.0;
-/// Added to a weight p < 2, leaves p·2^22 in the low bits, and p·2^14 in bytes 1 and 2: 2 + 2^-15.
-pub const WEIGHT_BASE: f32 = f32::from_bits(0x4000_0080);
+/// Added to a weight p < 2, leaves p·2^22 in the low bits.
+pub const WEIGHT_BASE: f32 = 2.0;
 /// Coefficients of 2^x, c3…c0 for weights of 16 bits.
 pub const EXP2_WEIGHT: [f32; 4] = [
     f32::from_bits(0x3D62_0000),
@@ -57,36 +57,6 @@ pub fn exp2i(k: i32) -> f32 {
 #[must_use]
 pub fn exponent(x: f32) -> i32 {
     ((x.to_bits() >> 23) & 255) as i32 - 127
-}
-
-/// The exponent e of a row whose largest magnitude is `amax`: every |x|·2^e rounds to less than 2^14.
-#[inline]
-#[must_use]
-pub fn plane_exponent(amax: f32) -> i32 {
-    if amax == 0.0 {
-        return 0;
-    }
-    (13 - exponent(amax * BELOW)).clamp(-70, 60)
-}
-
-/// The exponent h of shifts up to `largest` in magnitude: every |shift|·2^h rounds to less than 2^15.
-#[inline]
-#[must_use]
-pub fn shift_exponent(largest: f32) -> i32 {
-    if largest == 0.0 {
-        return 0;
-    }
-    14 - exponent(largest * BELOW)
-}
-
-/// Moves a number that would round up to the next power of two past it before its exponent is taken.
-const BELOW: f32 = 1.0 + 1.0 / 16384.0;
-
-/// x rounded to 13 significant bits, half away from zero: its product with an f16 is exact.
-#[inline]
-#[must_use]
-pub fn round_13(x: f32) -> f32 {
-    f32::from_bits((x.to_bits() + 0x400) & !0x7ff)
 }
 
 /// A row of queries smaller than this is a row of zeros; so are the weights of a tile of V: their steps would leave the range of f32.
@@ -272,35 +242,8 @@ mod tests {
                 f64::from(weight_units(p)),
                 (f64::from(p) * 4_194_304.0).round_ties_even()
             );
-            let p14 = (p + WEIGHT_BASE).to_bits() >> 8 & 0xffff;
-            assert_eq!(p14 as i32, (weight_units(p) + 128) >> 8);
         }
         assert_eq!(weight_units(0.0), 0);
-    }
-
-    #[test]
-    fn numbers_just_below_a_power_of_two_do_not_round_up_to_it() {
-        for below in 0..100_000u32 {
-            let x = f32::from_bits(2.0f32.to_bits() - below);
-            let at = |e: i32| (x * exp2i(e)).round_ties_even();
-            let (q15, sh) = (at(plane_exponent(x)), at(shift_exponent(x)));
-            assert!((4096.0..16384.0).contains(&q15), "{x}");
-            assert!((8192.0..32768.0).contains(&sh), "{x}");
-        }
-        assert_eq!((plane_exponent(0.0), shift_exponent(0.0)), (0, 0));
-    }
-
-    #[test]
-    fn queries_of_13_bits_times_f16_are_exact() {
-        for i in 0..100_000u32 {
-            let (x, scale) = (
-                f32::from_bits(0x3f00_0000 + i * 997),
-                (i % 2048 + 1) as f32 / 4096.0,
-            );
-            let q = round_13(x);
-            assert_eq!(f64::from(q * scale), f64::from(q) * f64::from(scale));
-            assert!((q / x - 1.0).abs() <= 1.0 / 8192.0, "{x}");
-        }
     }
 
     #[test]

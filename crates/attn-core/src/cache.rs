@@ -25,8 +25,8 @@ use crate::{
 pub struct PageTable {
     /// Home pages of each sequence, in token order.
     pub pages: Vec<Vec<u32>>,
-    /// Tail page of each sequence, for `Int4 Channel`.
-    pub tail_pages: Vec<Option<u32>>,
+    /// Residual pages of each sequence: those of its last home pages, in the same order.
+    pub residual_pages: Vec<Vec<u32>>,
     /// Cached tokens of each sequence.
     pub lens: Vec<usize>,
 }
@@ -84,7 +84,7 @@ impl KvCache {
         Ok(KvCache {
             table: PageTable {
                 pages: filled("the page table", n, Vec::new())?,
-                tail_pages: filled("the tail pages", n, None)?,
+                residual_pages: filled("the table of residual pages", n, Vec::new())?,
                 lens: filled("the lengths", n, 0)?,
             },
             pages: PageAllocator::new(config.num_pages)?,
@@ -144,7 +144,7 @@ impl KvCache {
     /// Makes `to` (empty) share `from`'s tokens; the open page is copied when either appends.
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::Parameter`] if `to` is not empty; [`Error::CacheFull`] if no page is left for a tail page.
+    /// [`Error::Sequence`]; [`Error::Parameter`] if `to` is not empty.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), Error> {
         self.check_sequence(from)?;
         self.check_sequence(to)?;
@@ -155,21 +155,14 @@ impl KvCache {
                 allowed: "another, empty sequence; free it first",
             });
         }
-        if let Some(tail) = self.table.tail_pages[from] {
-            let copy = self.pages.take()?;
-            let access = CacheAccess(());
-            let bytes = self.store.read_page(&access, tail);
-            let copied = bytes.and_then(|bytes| self.store.write_page(&access, copy, &bytes));
-            if copied.is_err() {
-                self.pages.release(copy);
-                return copied;
-            }
-            self.table.tail_pages[to] = Some(copy);
-        }
-        for &page in &self.table.pages[from] {
+        for &page in self.table.pages[from]
+            .iter()
+            .chain(&self.table.residual_pages[from])
+        {
             self.pages.share(page);
         }
         self.table.pages[to] = self.table.pages[from].clone();
+        self.table.residual_pages[to] = self.table.residual_pages[from].clone();
         self.table.lens[to] = self.table.lens[from];
         Ok(())
     }
@@ -181,10 +174,10 @@ impl KvCache {
     pub fn free_sequence(&mut self, sequence: usize) -> Result<(), Error> {
         self.check_sequence(sequence)?;
         let pages = std::mem::take(&mut self.table.pages[sequence]);
-        let tail = self.table.tail_pages[sequence].take();
+        let residuals = std::mem::take(&mut self.table.residual_pages[sequence]);
         pages
             .into_iter()
-            .chain(tail)
+            .chain(residuals)
             .for_each(|page| self.pages.release(page));
         self.table.lens[sequence] = 0;
         Ok(())

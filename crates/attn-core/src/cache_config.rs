@@ -67,11 +67,11 @@ impl CacheConfig {
         }
     }
 
-    /// Number of pages that one sequence of `kv_len` tokens takes, tail page included.
+    /// Number of pages that one sequence of `kv_len` tokens takes, residual pages included.
     #[must_use]
     pub fn pages_for(&self, kv_len: usize) -> usize {
         let home = kv_len.div_ceil(self.page_size.max(1));
-        home.saturating_add(usize::from(self.format.has_tail_page() && kv_len > 0))
+        home.saturating_add(self.format.residual_pages(self.page_size, kv_len))
     }
 
     /// The layout of the cache's pages.

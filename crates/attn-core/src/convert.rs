@@ -36,13 +36,15 @@
 //! # Ok::<(), attn_core::Error>(())
 //! ```
 //!
-//! Not here: int4-channel K, which no other engine stores; use [`dequantize`] and `append`.
+//! Not here: rotated schemes, which no other engine stores; use [`dequantize`] and `append`.
 
 use crate::{
     error::{Error, filled, refuse},
     format::Scheme,
     layout::PageLayout,
     quant::{self, Param},
+    rotation::rotate_back,
+    segments::TILE,
     view::{StridedRows, check_tensor_scales},
 };
 
@@ -235,7 +237,7 @@ pub fn import(
     Ok(pages)
 }
 
-/// Codes of one token of one head, and its parameters per group (per dim in a sealed `Int4 Channel` page).
+/// Codes of one token of one head, and its parameters per group.
 fn get(
     layout: &PageLayout,
     side: Side,
@@ -248,6 +250,43 @@ fn get(
     let codes = (0..layout.head_dim()).map(|d| part.load_code(run, t, d));
     let params = (0..part.num_params()).map(|g| part.load_param(run, t, g));
     (codes.collect(), params.collect())
+}
+
+/// The row of one token of one head, as it was before it was rotated: with residuals where the sequence's next token would read them.
+fn row(
+    layout: &PageLayout,
+    side: Side,
+    pages: &[Vec<u8>],
+    (head, t, tokens): (usize, usize, usize),
+    tensor_scale: f32,
+) -> Vec<f32> {
+    let (page_size, scheme) = (layout.page_size(), layout.part(side).scheme);
+    let (home, page) = (tokens.div_ceil(page_size), t / page_size);
+    let (codes, params) = get(layout, side, &pages[page], head, t % page_size);
+    let first = home - (pages.len() - home);
+    let is_fine = tokens.saturating_sub(1) / TILE < t / TILE + scheme.window().tiles();
+    let residuals = layout.residual(side).filter(|_| is_fine && page >= first);
+    let width = layout.head_dim() / params.len();
+    let mut row: Vec<f32> = match residuals {
+        None => {
+            let values = codes.iter().enumerate();
+            values
+                .map(|(d, &c)| quant::decode(scheme, c, params[d / width], tensor_scale))
+                .collect()
+        }
+        Some(part) => {
+            let run = &pages[home + page - first][layout.run(0, head)];
+            let residual = |d| part.load_code(run, t % page_size, d);
+            let values = codes.iter().enumerate();
+            values
+                .map(|(d, &u)| quant::half_step_value(u, residual(d), params[d / width].scale))
+                .collect()
+        }
+    };
+    if scheme.is_rotated() {
+        rotate_back(&mut row);
+    }
+    row
 }
 
 /// Converts pages, as [`KvCache::read_back`](crate::KvCache::read_back) gives them, to rows of another engine.
@@ -311,25 +350,13 @@ pub fn dequantize(
     for (scheme, scales) in [(format.k, k_tensor_scales), (format.v, v_tensor_scales)] {
         check_tensor_scales(scheme, scales, layout.num_kv_heads())?;
     }
-    let (heads, page_size) = (layout.num_kv_heads(), layout.page_size());
-    let tail = layout.tail_k();
+    let heads = layout.num_kv_heads();
     let side = |side: Side, scales: &[f32]| -> Vec<f32> {
         let mut x = Vec::with_capacity(tokens * heads * layout.head_dim());
         for t in 0..tokens {
-            let page = t / page_size;
-            let open = side == Side::K && layout.has_tail_page() && page == tokens / page_size;
-            let (layout, page) = if open {
-                (&tail, &pages[page + 1])
-            } else {
-                (layout, &pages[page])
-            };
-            let scheme = layout.part(side).scheme;
             for head in 0..heads {
-                let (codes, params) = get(layout, side, page, head, t % page_size);
                 let scale = scales.get(head).copied().unwrap_or(1.0);
-                let width = layout.head_dim() / params.len();
-                let values = codes.iter().enumerate();
-                x.extend(values.map(|(d, &c)| quant::decode(scheme, c, params[d / width], scale)));
+                x.extend(row(layout, side, pages, (head, t, tokens), scale));
             }
         }
         x

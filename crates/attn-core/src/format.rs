@@ -2,9 +2,9 @@
 
 use std::{fmt, str::FromStr};
 
-use crate::error::Error;
+use crate::{error::Error, segments::TILE};
 
-/// Most quantization groups of a token's dims in any scheme; `Int4 Channel`, whose groups lie across tokens, apart.
+/// Most quantization groups of a token's dims in any scheme.
 pub const MAX_GROUPS: usize = 8;
 
 /// Where the scales of an int8 scheme lie.
@@ -18,17 +18,40 @@ pub enum Int8Scale {
     Tensor,
 }
 
-/// Where the scales and shifts of an int4 scheme lie.
+/// Tiles of 64 tokens that a row reads with residuals: its own and those before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Int4Scale {
-    /// f16 scale and shift for each of 1, 2, 4 or 8 groups of a token's dims.
-    Groups(u8),
-    /// f16 scale and shift per dim over one page of tokens; K only.
-    Channel,
+pub enum Window {
+    /// None: no residuals are kept.
+    None,
+    /// Two tiles: the last 65 to 128 tokens.
+    Two,
+    /// Four tiles: the last 193 to 256 tokens.
+    Four,
+}
+
+impl Window {
+    /// Number of tiles.
+    #[must_use]
+    pub fn tiles(self) -> usize {
+        match self {
+            Window::None => 0,
+            Window::Two => 2,
+            Window::Four => 4,
+        }
+    }
+
+    /// Tokens whose residuals a sequence keeps: twice the window, so that tokens may arrive in chunks.
+    #[must_use]
+    pub fn kept_tokens(self) -> usize {
+        2 * TILE * self.tiles()
+    }
 }
 
 /// The largest magnitude of a bf16 cache, 2^50: with queries of at most 2^64, scores stay below 2^122 and sums over 2^20 tokens below 2^70.
 pub const BF16_MAX: f32 = 1_125_899_906_842_624.0;
+
+/// The largest magnitude of a rotated row, 2^100: sums of its elements stay below f32's largest number.
+pub const ROTATED_MAX: f32 = f32::from_bits((127 + 100) << 23);
 
 /// How one of K, V is stored; `FORMATS.md` has the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -41,40 +64,57 @@ pub enum Scheme {
     Fp8E4m3,
     /// Symmetric 8-bit integers.
     Int8(Int8Scale),
-    /// Asymmetric 4-bit integers, `x = scale·u + shift`.
-    Int4(Int4Scale),
+    /// Asymmetric 4-bit integers, `x = scale·u + shift`, with 1, 2, 4 or 8 groups of a token's dims.
+    Int4(u8),
+    /// Symmetric 8-bit integers of rotated rows, one f16 scale per token and KV head.
+    RotatedInt8,
+    /// 4-bit half steps of rotated rows, `x = scale·(2u − 15)`, with residuals for the newest tokens.
+    RotatedInt4 {
+        /// Groups of a token's dims, each with an f16 scale: 1, 2, 4 or 8.
+        groups: u8,
+        /// What is read with residuals.
+        window: Window,
+    },
 }
 
 impl Scheme {
-    /// Every scheme, in the order of `FORMATS.md`.
-    pub const ALL: [Scheme; 11] = [
+    /// Every scheme, in the order of `FORMATS.md`; of the rotated int4 schemes those of one and of two groups.
+    pub const ALL: [Scheme; 15] = [
         Scheme::F16,
         Scheme::Bf16,
         Scheme::Fp8E4m3,
         Scheme::Int8(Int8Scale::Token),
         Scheme::Int8(Int8Scale::Group32),
         Scheme::Int8(Int8Scale::Tensor),
-        Scheme::Int4(Int4Scale::Groups(1)),
-        Scheme::Int4(Int4Scale::Groups(2)),
-        Scheme::Int4(Int4Scale::Groups(4)),
-        Scheme::Int4(Int4Scale::Groups(8)),
-        Scheme::Int4(Int4Scale::Channel),
+        Scheme::Int4(1),
+        Scheme::Int4(2),
+        Scheme::Int4(4),
+        Scheme::Int4(8),
+        Scheme::RotatedInt8,
+        Scheme::rotated_int4(1, Window::Two),
+        Scheme::rotated_int4(1, Window::None),
+        Scheme::rotated_int4(1, Window::Four),
+        Scheme::rotated_int4(2, Window::Two),
     ];
+
+    const fn rotated_int4(groups: u8, window: Window) -> Self {
+        Scheme::RotatedInt4 { groups, window }
+    }
 
     /// Bits of one stored element, without scales.
     #[must_use]
     pub fn code_bits(self) -> usize {
         match self {
             Scheme::F16 | Scheme::Bf16 => 16,
-            Scheme::Fp8E4m3 | Scheme::Int8(_) => 8,
-            Scheme::Int4(_) => 4,
+            Scheme::Fp8E4m3 | Scheme::Int8(_) | Scheme::RotatedInt8 => 8,
+            Scheme::Int4(_) | Scheme::RotatedInt4 { .. } => 4,
         }
     }
 
     /// Whether products with it are sums of integers (`docs/arithmetic.md`).
     #[must_use]
     pub fn is_integer(self) -> bool {
-        matches!(self, Scheme::Int8(_) | Scheme::Int4(_))
+        !matches!(self, Scheme::F16 | Scheme::Bf16 | Scheme::Fp8E4m3)
     }
 
     /// Whether a static f32 scale per KV head belongs to it.
@@ -89,12 +129,33 @@ impl Scheme {
         self.is_integer() && !self.has_tensor_scale()
     }
 
+    /// Whether rows are rotated before they are stored (`docs/arithmetic.md`, section 2).
+    #[must_use]
+    pub fn is_rotated(self) -> bool {
+        matches!(self, Scheme::RotatedInt8 | Scheme::RotatedInt4 { .. })
+    }
+
+    /// Whether each scale has a shift beside it.
+    #[must_use]
+    pub fn has_shifts(self) -> bool {
+        matches!(self, Scheme::Int4(_))
+    }
+
+    /// What a row reads with residuals.
+    #[must_use]
+    pub fn window(self) -> Window {
+        match self {
+            Scheme::RotatedInt4 { window, .. } => window,
+            _ => Window::None,
+        }
+    }
+
     /// Quantization groups along `head_dim` (1 where there is a single scale, or none).
     #[must_use]
     pub fn groups(self, head_dim: usize) -> usize {
         match self {
             Scheme::Int8(Int8Scale::Group32) => head_dim / 32,
-            Scheme::Int4(Int4Scale::Groups(groups)) => groups as usize,
+            Scheme::Int4(groups) | Scheme::RotatedInt4 { groups, .. } => groups as usize,
             _ => 1,
         }
     }
@@ -106,6 +167,7 @@ impl Scheme {
     pub fn max_magnitude(self) -> f32 {
         match self {
             Scheme::Bf16 => BF16_MAX,
+            _ if self.is_rotated() => ROTATED_MAX,
             _ => f32::MAX,
         }
     }
@@ -126,14 +188,15 @@ impl Scheme {
             Scheme::Int8(Int8Scale::Group32) if !head_dim.is_multiple_of(32) => {
                 refuse("int8-g32 needs a head_dim that is a multiple of 32; use int8")
             }
-            Scheme::Int4(Int4Scale::Groups(g)) if !matches!(g, 1 | 2 | 4 | 8) => {
+            Scheme::Int4(g) | Scheme::RotatedInt4 { groups: g, .. }
+                if !matches!(g, 1 | 2 | 4 | 8) =>
+            {
                 refuse("int4 with 1, 2, 4 or 8 groups")
             }
-            Scheme::Int4(Int4Scale::Groups(g)) if !head_dim.is_multiple_of(g as usize * 16) => {
+            Scheme::Int4(g) | Scheme::RotatedInt4 { groups: g, .. }
+                if !head_dim.is_multiple_of(g as usize * 16) =>
+            {
                 refuse("int4 groups of a multiple of 16 dims; use fewer groups")
-            }
-            Scheme::Int4(Int4Scale::Channel) if page_size < 64 => {
-                refuse("int4-channel needs page_size 64 or 128")
             }
             _ => Ok(()),
         }
@@ -146,11 +209,21 @@ impl fmt::Display for Scheme {
             Scheme::F16 => f.write_str("f16"),
             Scheme::Bf16 => f.write_str("bf16"),
             Scheme::Fp8E4m3 => f.write_str("fp8"),
-            Scheme::Int8(Int8Scale::Token) => f.write_str("int8"),
+            Scheme::Int8(Int8Scale::Token) => f.write_str("int8-plain"),
             Scheme::Int8(Int8Scale::Group32) => f.write_str("int8-g32"),
             Scheme::Int8(Int8Scale::Tensor) => f.write_str("int8-tensor"),
-            Scheme::Int4(Int4Scale::Groups(g)) => write!(f, "int4-g{g}"),
-            Scheme::Int4(Int4Scale::Channel) => f.write_str("int4-channel"),
+            Scheme::Int4(g) => write!(f, "int4-g{g}"),
+            Scheme::RotatedInt8 => f.write_str("int8"),
+            Scheme::RotatedInt4 { groups, window } => {
+                f.write_str("int4")?;
+                if *groups != 1 {
+                    write!(f, "-r{groups}")?;
+                }
+                match window {
+                    Window::Two => Ok(()),
+                    other => write!(f, "-w{}", other.tiles()),
+                }
+            }
         }
     }
 }
@@ -159,20 +232,26 @@ impl FromStr for Scheme {
     type Err = Error;
 
     fn from_str(s: &str) -> Result<Self, Error> {
+        let windows = [Window::None, Window::Two, Window::Four];
+        let rotated = [1, 2, 4, 8]
+            .into_iter()
+            .flat_map(|groups| windows.map(|window| Scheme::rotated_int4(groups, window)));
         Scheme::ALL
             .into_iter()
+            .chain(rotated)
             .find(|scheme| scheme.to_string() == s)
             .ok_or_else(|| Error::Parameter {
                 what: "scheme",
                 given: s.to_owned(),
-                allowed: "f16, bf16, fp8, int8, int8-g32, int8-tensor, int4-g1, int4-g2, int4-g4, int4-g8, int4-channel",
+                allowed: "f16, bf16, fp8, int8, int8-plain, int8-g32, int8-tensor, int4 (and int4-r2, -r4, -r8 with more groups, each also with -w0 or -w4 for \
+                          another window), int4-g1, int4-g2, int4-g4, int4-g8",
             })
     }
 }
 
 /// A scheme for K and a scheme for V, chosen independently.
 ///
-/// Written `k/v`, or by one name: `bf16` means both; `int8` and `int4` are the presets.
+/// Written `k/v`, or by one name: `bf16` means both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvFormat {
     /// K's scheme.
@@ -182,13 +261,15 @@ pub struct KvFormat {
 }
 
 impl KvFormat {
-    /// int8 K and V with a scale per token: about fp8's bytes, and a tenth of its divergence in a whole model (`docs/log/2026-11-accuracy.md`).
-    pub const INT8: KvFormat = KvFormat::same(Scheme::Int8(Int8Scale::Token));
-    /// 4-bit K with a scale per channel and page, 4-bit V with a scale per token: 56 % of fp8's bytes, and nearly twice its divergence.
-    pub const INT4: KvFormat = KvFormat {
-        k: Scheme::Int4(Int4Scale::Channel),
-        v: Scheme::Int4(Int4Scale::Groups(1)),
+    /// int8 K and V, rotated, with a scale per token: about fp8's bytes, and a twentieth of its divergence in a whole model.
+    pub const INT8: KvFormat = KvFormat::same(Scheme::RotatedInt8);
+    /// int8 K and 4-bit V, rotated: three quarters of int8's bytes.
+    pub const INT8_INT4: KvFormat = KvFormat {
+        k: Scheme::RotatedInt8,
+        v: Scheme::rotated_int4(1, Window::Two),
     };
+    /// 4-bit K and V, rotated, with residuals for the newest tokens: half of fp8's bytes, and two thirds of its divergence.
+    pub const INT4: KvFormat = KvFormat::same(Scheme::rotated_int4(1, Window::Two));
 
     /// The same scheme for K and V.
     #[must_use]
@@ -205,24 +286,25 @@ impl KvFormat {
         self.k.is_integer() && self.v.is_integer()
     }
 
-    /// Whether a sequence owns a tail page, which holds the K of its open page (`Int4 Channel`).
+    /// The larger window of K and V: what residual pages are kept for.
     #[must_use]
-    pub fn has_tail_page(self) -> bool {
-        self.k == Scheme::Int4(Int4Scale::Channel)
+    pub fn window(self) -> Window {
+        let [k, v] = [self.k.window(), self.v.window()];
+        if k.tiles() < v.tiles() { v } else { k }
     }
 
-    /// Refuses pairs, head_dims and page sizes that no page can hold.
+    /// Residual pages that a sequence of `kv_len` tokens owns, at so many tokens a page.
+    #[must_use]
+    pub fn residual_pages(self, page_size: usize, kv_len: usize) -> usize {
+        let kept = self.window().kept_tokens() / page_size.max(1);
+        kept.min(kv_len.div_ceil(page_size.max(1)))
+    }
+
+    /// Refuses head_dims and page sizes that no page can hold.
     ///
     /// # Errors
     /// [`Error::Parameter`] naming what is allowed.
     pub fn check(self, head_dim: usize, page_size: usize) -> Result<(), Error> {
-        if self.v == Scheme::Int4(Int4Scale::Channel) {
-            return Err(Error::Parameter {
-                what: "V scheme",
-                given: self.v.to_string(),
-                allowed: "any scheme but int4-channel, which is for K only; use int4-g1",
-            });
-        }
         self.k.check(head_dim, page_size)?;
         self.v.check(head_dim, page_size)
     }
@@ -231,7 +313,6 @@ impl KvFormat {
 impl fmt::Display for KvFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            KvFormat::INT4 => f.write_str("int4"),
             KvFormat { k, v } if k == v => k.fmt(f),
             KvFormat { k, v } => write!(f, "{k}/{v}"),
         }
@@ -243,7 +324,6 @@ impl FromStr for KvFormat {
 
     fn from_str(s: &str) -> Result<Self, Error> {
         match s.split_once('/') {
-            _ if s == "int4" => Ok(KvFormat::INT4),
             Some((k, v)) => Ok(KvFormat {
                 k: k.parse()?,
                 v: v.parse()?,

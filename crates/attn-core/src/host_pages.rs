@@ -66,14 +66,7 @@ impl HostPages {
         scratch: &mut Scratch,
     ) {
         let layout = self.layout;
-        let open_channel = side == Side::K && layout.has_tail_page();
-        let (page, part) = if open_channel {
-            let tail = write.tail_page;
-            let tail = tail.expect("KvCache gives Int4 Channel a tail page");
-            (tail, layout.tail_k().part(side))
-        } else {
-            (write.page, layout.part(side))
-        };
+        let part = layout.part(side);
         let scales = match side {
             Side::K => &self.config.k_tensor_scales,
             Side::V => &self.config.v_tensor_scales,
@@ -81,32 +74,13 @@ impl HostPages {
         let scale = scales.get(head).copied().unwrap_or(1.0);
         let params = &mut scratch.params[..part.scheme.groups(layout.head_dim())];
         quant::encode(part.scheme, scale, x, &mut scratch.codes, params);
-        let run = &mut self.pool_mut()[layout.run(page, head)];
+        let run = &mut self.pool_mut()[layout.run(write.page, head)];
         part.store_codes(run, write.token, &scratch.codes);
         part.store_params(run, write.token, params);
-    }
-
-    /// Re-codes a full page's K per channel, from the `Int8 Token` values in the tail page.
-    fn seal(&mut self, page: u32, tail_page: u32, head: usize) {
-        let (layout, page_size) = (self.layout, self.layout.page_size());
-        let (tail, sealed) = (layout.tail_k().part(Side::K), layout.part(Side::K));
-        let open = self.pool()[layout.run(tail_page, head)].to_vec();
-        let run = &mut self.pool_mut()[layout.run(page, head)];
-        let (mut x, mut codes) = (vec![0.0; page_size], vec![0; page_size]);
-        run[sealed.codes.clone()].fill(0);
-        let mut params = Vec::with_capacity(layout.head_dim());
-        for d in 0..layout.head_dim() {
-            for (t, x) in x.iter_mut().enumerate() {
-                let (code, param) = (tail.load_code(&open, t, d), tail.load_param(&open, t, 0));
-                *x = quant::decode(tail.scheme, code, param, 1.0);
-            }
-            params.push(quant::int4_group(&x, &mut codes));
-            for (t, &code) in codes.iter().enumerate() {
-                let at = sealed.code_addr(t, d);
-                run[sealed.codes.clone()][at.byte] |= (code as u8) << at.shift;
-            }
+        if let (Some(page), Some(part)) = (write.residual_page, layout.residual(side)) {
+            let run = &mut self.pool_mut()[layout.run(page, head)];
+            part.store_codes(run, write.token, &scratch.codes);
         }
-        sealed.store_params(run, 0, &params);
     }
 }
 
@@ -142,10 +116,6 @@ impl PageStore for HostPages {
                 let at = (write.source * heads + head) * head_dim;
                 self.write_side(write, head, &k[at..at + head_dim], Side::K, &mut scratch);
                 self.write_side(write, head, &v[at..at + head_dim], Side::V, &mut scratch);
-                if let (Some(tail), true) = (write.tail_page, write.fills(self.layout.page_size()))
-                {
-                    self.seal(write.page, tail, head);
-                }
             }
         }
         Ok(())

@@ -8,7 +8,7 @@ use half::f16;
 
 use crate::{
     error::{Error, refuse},
-    format::{Int4Scale, Int8Scale, KvFormat, Scheme},
+    format::{KvFormat, Scheme},
     quant::Param,
 };
 
@@ -50,37 +50,33 @@ impl CodeAddr {
 
 /// Index of the first f16 of group `g` of token `t` among a part's parameters.
 fn param_index(scheme: Scheme, page_size: usize, t: usize, g: usize) -> usize {
-    match scheme {
-        Scheme::Int4(Int4Scale::Channel) => 2 * g,
-        Scheme::Int4(_) => 2 * (g * page_size + t),
-        _ => g * page_size + t,
-    }
+    (g * page_size + t) * if scheme.has_shifts() { 2 } else { 1 }
 }
 
-/// Reads the parameters of group `g` of token `t`, or of dim `g` in a sealed `Int4 Channel` page.
+/// Reads the parameters of group `g` of token `t`.
 ///
 /// A scheme without parameters in the page has scale 1 and shift 0.
 #[must_use]
 pub fn load_param(params: &[u8], scheme: Scheme, page_size: usize, t: usize, g: usize) -> Param {
     let load = |i: usize| f16::from_le_bytes([params[2 * i], params[2 * i + 1]]);
-    let i = param_index(scheme, page_size, t, g);
-    match scheme {
-        Scheme::Int4(_) => Param {
-            scale: load(i),
-            shift: load(i + 1),
-        },
-        _ if scheme.has_row_scales() => Param {
-            scale: load(i),
-            shift: f16::ZERO,
-        },
-        _ => Param {
+    if !scheme.has_row_scales() {
+        return Param {
             scale: f16::ONE,
             shift: f16::ZERO,
+        };
+    }
+    let i = param_index(scheme, page_size, t, g);
+    Param {
+        scale: load(i),
+        shift: if scheme.has_shifts() {
+            load(i + 1)
+        } else {
+            f16::ZERO
         },
     }
 }
 
-/// Writes the parameters of group `g` of token `t`, or of dim `g` in a sealed `Int4 Channel` page; the scheme has some.
+/// Writes the parameters of group `g` of token `t`; the scheme has some.
 pub fn store_param(
     params: &mut [u8],
     scheme: Scheme,
@@ -92,7 +88,7 @@ pub fn store_param(
     let mut store = |i: usize, x: f16| params[2 * i..2 * i + 2].copy_from_slice(&x.to_le_bytes());
     let i = param_index(scheme, page_size, t, g);
     store(i, p.scale);
-    if matches!(scheme, Scheme::Int4(_)) {
+    if scheme.has_shifts() {
         store(i + 1, p.shift);
     }
 }
@@ -171,6 +167,7 @@ pub struct Part {
     /// Where the parameters lie in the run.
     pub params: Range<usize>,
     side: Side,
+    is_residual: bool,
     head_dim: usize,
     page_size: usize,
 }
@@ -199,25 +196,27 @@ impl Part {
         self.code_addr(t, d).load(&run[self.codes.clone()], bits)
     }
 
-    /// Writes the codes of token `t` into a run, dim after dim.
+    /// Writes the codes of token `t` into a run, dim after dim: of the 8 bits of rotated int4 the high four, or the low four as residuals.
     pub fn store_codes(&self, run: &mut [u8], t: usize, codes: &[u16]) {
         let bits = self.scheme.code_bits();
         let part = &mut run[self.codes.clone()];
+        let stored = |code: u16| match (self.scheme, self.is_residual) {
+            (Scheme::RotatedInt4 { .. }, false) => code >> 4,
+            (Scheme::RotatedInt4 { .. }, true) => code & 15,
+            _ => code,
+        };
         for (d, &code) in codes.iter().enumerate() {
-            self.code_addr(t, d).store(part, bits, code);
+            self.code_addr(t, d).store(part, bits, stored(code));
         }
     }
 
-    /// Parameters that belong to a token: one for each group, or one for each dim in a sealed `Int4 Channel` page.
+    /// Parameters that belong to a token: one for each group.
     #[must_use]
     pub fn num_params(&self) -> usize {
-        match self.scheme {
-            Scheme::Int4(Int4Scale::Channel) => self.head_dim,
-            scheme => scheme.groups(self.head_dim),
-        }
+        self.scheme.groups(self.head_dim)
     }
 
-    /// The parameters of group `g` of token `t` of a run, or of dim `g` in a sealed `Int4 Channel` page.
+    /// The parameters of group `g` of token `t` of a run.
     #[must_use]
     pub fn load_param(&self, run: &[u8], t: usize, g: usize) -> Param {
         load_param(&run[self.params.clone()], self.scheme, self.page_size, t, g)
@@ -244,6 +243,9 @@ pub struct PageLayout {
     num_kv_heads: usize,
 }
 
+/// The largest head_dim.
+pub const MAX_HEAD_DIM: usize = 256;
+
 /// head_dims that the library defines.
 pub const HEAD_DIMS: [usize; 6] = [64, 80, 96, 128, 192, 256];
 
@@ -256,12 +258,10 @@ pub const MAX_KV_HEADS: usize = 65536;
 /// Bytes of the parameters of one side of a run of `page_size` tokens.
 #[must_use]
 pub fn params_bytes(scheme: Scheme, head_dim: usize, page_size: usize) -> usize {
-    match scheme {
-        Scheme::F16 | Scheme::Bf16 | Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor) => 0,
-        Scheme::Int8(_) => scheme.groups(head_dim) * page_size * 2,
-        Scheme::Int4(Int4Scale::Groups(g)) => g as usize * page_size * 4,
-        Scheme::Int4(Int4Scale::Channel) => head_dim * 4,
+    if !scheme.has_row_scales() {
+        return 0;
     }
+    scheme.groups(head_dim) * page_size * if scheme.has_shifts() { 4 } else { 2 }
 }
 
 /// Bytes of one KV head's run of a page: codes and parameters of K and of V.
@@ -394,6 +394,7 @@ impl PageLayout {
             codes,
             params,
             side,
+            is_residual: false,
             head_dim: self.head_dim,
             page_size: self.page_size,
         }
@@ -418,35 +419,36 @@ impl PageLayout {
         start..start + self.run_bytes()
     }
 
-    /// Whether sequences own a tail page (`Int4 Channel` K).
+    /// The residuals of K or V inside a residual page's run, if the scheme keeps any: K's first, then V's, each as 4-bit codes of a page.
     #[must_use]
-    pub fn has_tail_page(&self) -> bool {
-        self.format.has_tail_page()
+    pub fn residual(&self, side: Side) -> Option<Part> {
+        let bytes = |scheme: Scheme| match scheme.window().tiles() {
+            0 => 0,
+            _ => self.codes_bytes(scheme),
+        };
+        let k = bytes(self.format.k);
+        let codes = match side {
+            Side::K => 0..k,
+            Side::V => k..k + bytes(self.format.v),
+        };
+        let part = self.part(side);
+        (!codes.is_empty()).then_some(Part {
+            codes,
+            params: 0..0,
+            is_residual: true,
+            ..part
+        })
     }
 
-    /// The layout by which a tail page holds K: `Int8 Token` at offset 0.
-    #[must_use]
-    pub fn tail_k(&self) -> PageLayout {
-        PageLayout {
-            format: KvFormat {
-                k: Scheme::Int8(Int8Scale::Token),
-                v: self.format.v,
-            },
-            ..*self
-        }
-    }
-
-    /// Mean bytes per token and KV head of full pages, scales included.
+    /// Mean bytes per token and KV head of full pages, scales included, residual pages not.
     #[must_use]
     pub fn bytes_per_token(&self) -> f64 {
         self.run_bytes() as f64 / self.page_size as f64
     }
 
-    /// Number of pages that [`KvCache::read_back`](crate::KvCache::read_back) gives for a sequence of `tokens`: home pages, and the tail page while
-    /// one is open.
+    /// Number of pages that [`KvCache::read_back`](crate::KvCache::read_back) gives for a sequence of `tokens`: home pages, then residual pages.
     #[must_use]
     pub fn pages_of(&self, tokens: usize) -> usize {
-        let tail = self.has_tail_page() && !tokens.is_multiple_of(self.page_size);
-        tokens.div_ceil(self.page_size) + usize::from(tail)
+        tokens.div_ceil(self.page_size) + self.format.residual_pages(self.page_size, tokens)
     }
 }

@@ -47,7 +47,7 @@ pub use cache::{Append, CacheAccess, KvCache, PageStore, PageTable, TokenWrite};
 pub use cache_config::{CacheBuilder, CacheConfig};
 pub use elements::{Elements, ElementsMut};
 pub use error::{Error, Unsupported};
-pub use format::{Int4Scale, Int8Scale, KvFormat, Scheme};
+pub use format::{Int8Scale, KvFormat, Scheme, Window};
 pub use host_pages::HostPages;
 pub use layout::PageLayout;
 pub use plan::Plan;

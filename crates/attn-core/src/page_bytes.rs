@@ -2,7 +2,6 @@
 
 use crate::{
     error::{Error, refuse},
-    format::{Int4Scale, Scheme},
     layout::{PageLayout, Part, Side},
     quant::{Param, check_stored},
 };
@@ -10,19 +9,28 @@ use crate::{
 impl PageLayout {
     /// Zeroes what a page with `tokens` written tokens leaves unwritten, so that pages can be compared.
     ///
-    /// `page` is one page's bytes; `k_open` says that K lies in the tail page instead.
+    /// `page` is the bytes of a home page, or of a residual page.
     ///
     /// # Errors
     /// [`Error::Length`] if `page` is not one page long; [`Error::Parameter`] for more tokens than a page holds.
-    pub fn canonical(&self, page: &mut [u8], tokens: usize, k_open: bool) -> Result<(), Error> {
+    pub fn canonical(
+        &self,
+        page: &mut [u8],
+        tokens: usize,
+        is_residual: bool,
+    ) -> Result<(), Error> {
         if tokens > self.page_size() {
             return refuse("tokens of a page", tokens, "at most the page size");
         }
         check_length("page", page.len(), self.page_bytes())?;
         let mut written = vec![0u8; self.run_bytes()];
         for side in [Side::K, Side::V] {
-            if side == Side::V || !k_open {
-                mark_written(self, &self.part(side), tokens, &mut written);
+            let part = match is_residual {
+                true => self.residual(side),
+                false => Some(self.part(side)),
+            };
+            if let Some(part) = part {
+                mark_written(self, &part, tokens, &mut written);
             }
         }
         for run in page.chunks_exact_mut(self.run_bytes()) {
@@ -38,23 +46,16 @@ impl PageLayout {
     /// [`Error::Length`], [`Error::BadBytes`].
     pub fn check_pages(&self, pages: &[Vec<u8>], tokens: usize) -> Result<(), Error> {
         check_length("pages", pages.len(), self.pages_of(tokens))?;
+        for page in pages {
+            check_length("page", page.len(), self.page_bytes())?;
+        }
+        let parts = [Side::K, Side::V].map(|side| self.part(side));
+        // Every residual is a code.
         let home = tokens.div_ceil(self.page_size());
-        for (i, page) in pages.iter().enumerate() {
-            let is_tail = i >= home;
-            let layout = if is_tail { self.tail_k() } else { *self };
-            check_length("page", page.len(), layout.page_bytes())?;
-            let used = tokens - i.min(home - 1) * self.page_size();
-            let used = used.min(self.page_size());
-            let k_open = self.has_tail_page() && used < self.page_size();
-            // While the last page is open, the tail page holds K, and only K.
-            let sides: &[Side] = match (is_tail, k_open) {
-                (true, _) => &[Side::K],
-                (false, true) => &[Side::V],
-                (false, false) => &[Side::K, Side::V],
-            };
-            let parts: Vec<Part> = sides.iter().map(|side| layout.part(*side)).collect();
+        for (i, page) in pages[..home].iter().enumerate() {
+            let used = (tokens - i * self.page_size()).min(self.page_size());
             for head in 0..self.num_kv_heads() {
-                let run = layout.run(0, head);
+                let run = self.run(0, head);
                 for part in &parts {
                     check_part(self.head_dim(), part, &page[run.clone()], used).map_err(
                         |what| Error::BadBytes {
@@ -106,9 +107,7 @@ fn mark_written(layout: &PageLayout, part: &Part, tokens: usize, written: &mut [
         }
     }
     let params = &mut written[part.params.clone()];
-    if part.scheme == Scheme::Int4(Int4Scale::Channel) {
-        params.fill(0xff);
-    } else if !params.is_empty() {
+    if !params.is_empty() {
         let group_bytes = params.len() / part.num_params();
         let token_bytes = group_bytes / layout.page_size();
         for group in params.chunks_exact_mut(group_bytes) {

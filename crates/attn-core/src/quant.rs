@@ -6,7 +6,11 @@
 
 use half::{bf16, f16};
 
-use crate::format::{Int4Scale, Int8Scale, Scheme};
+use crate::{
+    format::{Int8Scale, Scheme},
+    layout::MAX_HEAD_DIM,
+    rotation::rotate_stored,
+};
 
 /// f16 scale and shift of one group; `shift` is 0 for symmetric schemes.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -111,14 +115,14 @@ pub fn int4_group(x: &[f32], codes: &mut [u16]) -> Param {
 /// Quantizes one group of a rotated row to symmetric half steps of 8 bits: `x ≈ (2c − 255)·scale/16`.
 ///
 /// The high four bits of a code are the row's int4 code u, read alone as `(2u − 15)·scale`; the low four are its residual.
-pub fn half_step_group(x: &[f32], codes: &mut [u8]) -> f16 {
+pub fn half_step_group(x: &[f32], codes: &mut [u16]) -> f16 {
     let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
     let scale = to_f16(f64::from(amax) / 16.0);
     for (c, &v) in codes.iter_mut().zip(x) {
         *c = if scale == f16::ZERO {
             128
         } else {
-            ((f64::from(v) * 8.0 / scale.to_f64()).floor() + 128.0).clamp(0.0, 255.0) as u8
+            ((f64::from(v) * 8.0 / scale.to_f64()).floor() + 128.0).clamp(0.0, 255.0) as u16
         };
     }
     scale
@@ -126,7 +130,7 @@ pub fn half_step_group(x: &[f32], codes: &mut [u8]) -> f16 {
 
 /// Quantizes one token of one KV head: `x` and `codes` hold head_dim elements, `params` one entry per group.
 ///
-/// Codes are the stored bits in the low end of each u16. `Int4 Channel` is coded per page, not per token: its open form is `Int8 Token`.
+/// Codes are the stored bits in the low end of each u16; those of rotated int4 have 8 bits, of which the low four are the residual.
 pub fn encode(
     scheme: Scheme,
     tensor_scale: f32,
@@ -134,8 +138,24 @@ pub fn encode(
     codes: &mut [u16],
     params: &mut [Param],
 ) {
+    let mut rotated = [0.0; MAX_HEAD_DIM];
+    let x = if scheme.is_rotated() {
+        let row = &mut rotated[..x.len()];
+        row.copy_from_slice(x);
+        rotate_stored(row);
+        &*row
+    } else {
+        x
+    };
     let each = |codes: &mut [u16], f: &dyn Fn(f32) -> u16| {
         codes.iter_mut().zip(x).for_each(|(c, &v)| *c = f(v))
+    };
+    let by_group = |codes: &mut [u16], params: &mut [Param], f: fn(&[f32], &mut [u16]) -> Param| {
+        let len = x.len() / params.len();
+        let groups = x.chunks_exact(len).zip(codes.chunks_exact_mut(len));
+        for (param, (x, codes)) in params.iter_mut().zip(groups) {
+            *param = f(x, codes);
+        }
     };
     match scheme {
         Scheme::F16 => each(codes, &|v| to_f16_signed(v).to_bits()),
@@ -148,18 +168,12 @@ pub fn encode(
             let q = f64::from(v) / f64::from(tensor_scale);
             q.round_ties_even().clamp(-127.0, 127.0) as i8 as u8 as u16
         }),
-        Scheme::Int8(_) | Scheme::Int4(Int4Scale::Channel) => {
-            let len = x.len() / params.len();
-            for (i, p) in params.iter_mut().enumerate() {
-                *p = int8_group(&x[i * len..][..len], &mut codes[i * len..][..len]);
-            }
-        }
-        Scheme::Int4(Int4Scale::Groups(_)) => {
-            let len = x.len() / params.len();
-            for (i, p) in params.iter_mut().enumerate() {
-                *p = int4_group(&x[i * len..][..len], &mut codes[i * len..][..len]);
-            }
-        }
+        Scheme::Int8(_) | Scheme::RotatedInt8 => by_group(codes, params, int8_group),
+        Scheme::Int4(_) => by_group(codes, params, int4_group),
+        Scheme::RotatedInt4 { .. } => by_group(codes, params, |x, codes| Param {
+            scale: half_step_group(x, codes),
+            shift: f16::ZERO,
+        }),
     }
 }
 
@@ -168,17 +182,27 @@ fn to_f16_signed(x: f32) -> f16 {
     f16::from_f32(x.clamp(-65504.0, 65504.0))
 }
 
-/// The value of a stored code; `tensor_scale` is 1 for schemes without one.
+/// The value of a page's code, in the rotated row where the scheme rotates; `tensor_scale` is 1 for schemes without one.
+///
+/// Rotated int4 is read without its residual; [`half_step_value`] has it with.
 #[must_use]
 pub fn decode(scheme: Scheme, code: u16, param: Param, tensor_scale: f32) -> f32 {
+    let scale = param.scale.to_f32();
     match scheme {
         Scheme::F16 => f16::from_bits(code).to_f32(),
         Scheme::Bf16 => bf16::from_bits(code).to_f32(),
         Scheme::Fp8E4m3 => from_fp8(code as u8) * tensor_scale,
         Scheme::Int8(Int8Scale::Tensor) => f32::from(code as u8 as i8) * tensor_scale,
-        Scheme::Int8(_) => f32::from(code as u8 as i8) * param.scale.to_f32(),
-        Scheme::Int4(_) => f32::from(code) * param.scale.to_f32() + param.shift.to_f32(),
+        Scheme::Int8(_) | Scheme::RotatedInt8 => f32::from(code as u8 as i8) * scale,
+        Scheme::Int4(_) => f32::from(code) * scale + param.shift.to_f32(),
+        Scheme::RotatedInt4 { .. } => (2.0 * f32::from(code) - 15.0) * scale,
     }
+}
+
+/// The value of a rotated int4 code `u` with its residual, in the rotated row.
+#[must_use]
+pub fn half_step_value(u: u16, residual: u16, scale: f16) -> f32 {
+    (2.0 * f32::from(16 * u + residual) - 255.0) * (scale.to_f32() / 16.0)
 }
 
 /// Refuses codes and parameters that no quantizer of the scheme writes; the error names the kind of the first one.
@@ -192,8 +216,8 @@ pub(crate) fn check_stored(
         // 2^50, `format::BF16_MAX`; NaN and infinity are above it, too.
         Scheme::Bf16 => |c| c & 0x7fff > 0x5880,
         Scheme::Fp8E4m3 => |c| c & 0x7f == 0x7f,
-        Scheme::Int8(_) => |c| c == 0x80,
-        Scheme::Int4(_) => |_| false,
+        Scheme::Int8(_) | Scheme::RotatedInt8 => |c| c == 0x80,
+        Scheme::Int4(_) | Scheme::RotatedInt4 { .. } => |_| false,
     };
     if codes.iter().any(|c| bad(*c)) {
         return Err("code");
@@ -285,8 +309,11 @@ mod tests {
             // The rounding of the scale to f16 moves the ends of the range by 16/2048 of it.
             let slack = scale * 16.0 / 2048.0 + 1e-30;
             for (c, v) in codes.iter().zip(&x) {
-                let fine = (2.0 * f64::from(*c) - 255.0) * scale / 16.0;
-                let coarse = (2.0 * f64::from(c >> 4) - 15.0) * scale;
+                let scale_f16 = f16::from_f64(scale);
+                let fine = f64::from(half_step_value(c >> 4, c & 15, scale_f16));
+                let scheme = Scheme::RotatedInt4 { groups: 1, window: crate::format::Window::Two };
+                let param = Param { scale: scale_f16, shift: f16::ZERO };
+                let coarse = f64::from(decode(scheme, c >> 4, param, 1.0));
                 prop_assert!((fine - f64::from(*v)).abs() <= scale / 16.0 + slack);
                 prop_assert!((coarse - f64::from(*v)).abs() <= scale + slack);
             }
@@ -298,7 +325,7 @@ mod tests {
             let p = int4_group(&x, &mut codes);
             let slack = p.shift.to_f32().abs() / 1024.0 + p.scale.to_f32() * 15.0 / 1024.0;
             for (c, v) in codes.iter().zip(&x) {
-                let back = decode(Scheme::Int4(Int4Scale::Groups(1)), *c, p, 1.0);
+                let back = decode(Scheme::Int4(1), *c, p, 1.0);
                 prop_assert!(*c <= 15 && (back - v).abs() <= p.scale.to_f32() * 0.5 + slack);
             }
         }

@@ -124,11 +124,11 @@ impl<'a> StridedRows<'a> {
     }
 
     fn check(&self, what: &'static str, scheme: Scheme, problem: &Problem) -> Result<(), Error> {
-        if matches!(scheme, Scheme::Int4(_)) {
+        if scheme.code_bits() == 4 || scheme.is_rotated() {
             return Err(Error::Parameter {
                 what: "view scheme",
                 given: scheme.to_string(),
-                allowed: "f16, bf16, fp8, int8, int8-g32, int8-tensor; import int4 rows into pages",
+                allowed: "f16, bf16, fp8, int8-plain, int8-g32, int8-tensor; import int4 rows into pages",
             });
         }
         scheme.check(problem.head_dim, 64)?;
@@ -189,7 +189,7 @@ fn has_bad_code(scheme: Scheme, bytes: &[u8]) -> bool {
         Scheme::Bf16 => any16(bf16::from_f32(BF16_MAX).to_bits()),
         Scheme::Fp8E4m3 => bytes.iter().fold(false, |bad, c| bad | (c & 0x7f == 0x7f)),
         // Every integer is a code.
-        Scheme::Int8(_) | Scheme::Int4(_) => false,
+        _ => false,
     }
 }
 

@@ -1,5 +1,7 @@
 //! Appends: pages are reserved, the backend writes the tokens, and only then do pages and lengths enter the table.
 
+use std::ops::Range;
+
 use super::{CacheAccess, KvCache, PageStore, TokenWrite};
 use crate::{
     elements::Elements,
@@ -19,16 +21,16 @@ pub struct Append {
 struct Reservation {
     sequence: usize,
     tokens: usize,
-    /// The shared open page, and its copy.
-    copied: Option<[u32; 2]>,
+    /// The shared open page and its copy; the same of its residual page.
+    copied: Vec<[u32; 2]>,
     pages: Vec<u32>,
-    tail: Option<u32>,
+    residual_pages: Vec<u32>,
 }
 
 impl KvCache {
     /// Appends tokens to one sequence: `k` and `v` are `[tokens, num_kv_heads, head_dim]` in f32, f16 or bf16.
     ///
-    /// Pages are sealed as they fill. The bytes do not depend on how many tokens come at once.
+    /// The bytes do not depend on how many tokens come at once.
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::Length`], [`Error::NotFinite`], [`Error::Magnitude`], [`Error::CacheFull`]; [`Error::Device`] if the
@@ -136,6 +138,11 @@ impl KvCache {
         page.filter(|&page| self.pages.is_shared(page))
     }
 
+    /// The residual page of a sequence's open page.
+    fn open_residual_page(&self, sequence: usize) -> Option<u32> {
+        self.table.residual_pages[sequence].last().copied()
+    }
+
     /// Number of pages that a sequence lacks for `tokens` more.
     fn new_pages(&self, sequence: usize, tokens: usize) -> usize {
         let len = self.table.lens[sequence].saturating_add(tokens);
@@ -143,8 +150,19 @@ impl KvCache {
             .saturating_sub(self.table.pages[sequence].len())
     }
 
-    fn needs_tail(&self, sequence: usize) -> bool {
-        self.layout.has_tail_page() && self.table.tail_pages[sequence].is_none()
+    /// Indices of the home pages whose residuals a sequence keeps once it has `tokens` more; it lacks those past its last page.
+    fn residual_indices(&self, sequence: usize, tokens: usize) -> Range<usize> {
+        let len = self.table.lens[sequence].saturating_add(tokens);
+        let page_size = self.config.page_size;
+        let end = len.div_ceil(page_size);
+        end - self.config.format.residual_pages(page_size, len)..end
+    }
+
+    /// Number of residual pages that a sequence lacks for `tokens` more.
+    fn new_residual_pages(&self, sequence: usize, tokens: usize) -> usize {
+        let kept = self.residual_indices(sequence, tokens);
+        let held = self.table.pages[sequence].len();
+        kept.end - held.clamp(kept.start, kept.end)
     }
 
     /// Refuses appends to missing or repeated sequences; returns their tokens in total.
@@ -157,9 +175,13 @@ impl KvCache {
             if tokens == 0 {
                 continue;
             }
+            let copies = match self.shared_open_page(sequence) {
+                Some(_) => 1 + usize::from(self.open_residual_page(sequence).is_some()),
+                None => 0,
+            };
             let pages = self.new_pages(sequence, tokens)
-                + usize::from(self.shared_open_page(sequence).is_some())
-                + usize::from(self.needs_tail(sequence));
+                + self.new_residual_pages(sequence, tokens)
+                + copies;
             needed = needed.saturating_add(pages);
             total = total.saturating_add(tokens);
         }
@@ -182,27 +204,29 @@ impl KvCache {
         reserved: &mut Vec<Reservation>,
     ) -> Result<(), Error> {
         for &Append { sequence, tokens } in appends.iter().filter(|a| a.tokens > 0) {
-            let needs_tail = self.needs_tail(sequence);
             let mut reservation = Reservation {
                 sequence,
                 tokens,
-                copied: None,
+                copied: Vec::new(),
                 pages: Vec::new(),
-                tail: None,
+                residual_pages: Vec::new(),
             };
-            let shared = self.shared_open_page(sequence);
-            if let Some(page) = shared {
-                reservation.copied = Some([page, self.pages.take()?]);
-            }
-            if needs_tail {
-                reservation.tail = Some(self.pages.take()?);
+            if let Some(page) = self.shared_open_page(sequence) {
+                for from in [Some(page), self.open_residual_page(sequence)] {
+                    if let Some(from) = from {
+                        reservation.copied.push([from, self.pages.take()?]);
+                    }
+                }
             }
             for _ in 0..self.new_pages(sequence, tokens) {
                 reservation.pages.push(self.pages.take()?);
             }
-            let copied = reservation.copied;
+            for _ in 0..self.new_residual_pages(sequence, tokens) {
+                reservation.residual_pages.push(self.pages.take()?);
+            }
+            let copied = reservation.copied.clone();
             reserved.push(reservation);
-            if let Some([from, to]) = copied {
+            for [from, to] in copied {
                 let bytes = self.store.read_page(&CacheAccess(()), from)?;
                 self.store.write_page(&CacheAccess(()), to, &bytes)?;
             }
@@ -221,19 +245,14 @@ impl KvCache {
             })?;
         let page_size = self.config.page_size;
         for r in reserved {
-            let (len, held) = (self.table.lens[r.sequence], &self.table.pages[r.sequence]);
-            let open = len / page_size;
-            let tail_page = self.table.tail_pages[r.sequence].or(r.tail);
+            let len = self.table.lens[r.sequence];
+            let places = Places::new(self, r);
             for t in len..len + r.tokens {
-                let page = match (t / page_size, r.copied) {
-                    (page, Some([_, copy])) if page == open => copy,
-                    (page, _) if page < held.len() => held[page],
-                    (page, _) => r.pages[page - held.len()],
-                };
+                let (page, residual_page) = places.of(t / page_size);
                 writes.push(TokenWrite {
                     source: writes.len(),
                     page,
-                    tail_page,
+                    residual_page,
                     token: t % page_size,
                 });
             }
@@ -242,22 +261,76 @@ impl KvCache {
     }
 
     fn commit(&mut self, r: Reservation) {
-        if let Some([from, to]) = r.copied {
-            let last = self.table.pages[r.sequence].len() - 1;
-            self.table.pages[r.sequence][last] = to;
+        let kept = self.residual_indices(r.sequence, r.tokens).len();
+        for &[from, to] in &r.copied {
+            let (pages, residuals) = (
+                &mut self.table.pages[r.sequence],
+                &mut self.table.residual_pages[r.sequence],
+            );
+            let places = pages.iter_mut().chain(residuals);
+            places
+                .filter(|page| **page == from)
+                .for_each(|page| *page = to);
             self.pages.release(from);
         }
         self.table.pages[r.sequence].extend(r.pages);
-        if r.tail.is_some() {
-            self.table.tail_pages[r.sequence] = r.tail;
+        let residuals = &mut self.table.residual_pages[r.sequence];
+        residuals.extend(r.residual_pages);
+        let old = residuals.len() - kept;
+        for page in residuals.drain(..old) {
+            self.pages.release(page);
         }
         self.table.lens[r.sequence] += r.tokens;
     }
 
     /// Frees the pages of an append that failed, the last taken first, so that they are taken in the same order again.
     fn give_back(&mut self, r: Reservation) {
-        let copy = r.copied.map(|[_, to]| to);
-        let pages = r.pages.into_iter().rev().chain(r.tail).chain(copy);
+        let copies = r.copied.into_iter().map(|[_, to]| to);
+        let taken: Vec<u32> = copies.chain(r.pages).chain(r.residual_pages).collect();
+        let pages = taken.into_iter().rev();
         pages.for_each(|page| self.pages.release(page));
+    }
+}
+
+/// The home page and the residual page of each of a sequence's page indices from its open page on, with those that an append reserved.
+struct Places<'a> {
+    cache: &'a KvCache,
+    reserved: &'a Reservation,
+    /// Indices whose residuals are kept.
+    kept: Range<usize>,
+}
+
+impl<'a> Places<'a> {
+    fn new(cache: &'a KvCache, reserved: &'a Reservation) -> Self {
+        Places {
+            cache,
+            reserved,
+            kept: cache.residual_indices(reserved.sequence, reserved.tokens),
+        }
+    }
+
+    fn copied(&self, page: u32) -> u32 {
+        let copy = self.reserved.copied.iter().find(|[from, _]| *from == page);
+        copy.map_or(page, |[_, to]| *to)
+    }
+
+    /// The pages that take the tokens of page index `i`.
+    fn of(&self, i: usize) -> (u32, Option<u32>) {
+        let (table, r) = (&self.cache.table, self.reserved);
+        let (held, residuals) = (&table.pages[r.sequence], &table.residual_pages[r.sequence]);
+        let page = match held.get(i) {
+            Some(page) => self.copied(*page),
+            None => r.pages[i - held.len()],
+        };
+        if !self.kept.contains(&i) {
+            return (page, None);
+        }
+        // Held residual pages are those of the last held pages; new ones begin past them, or where the kept ones do.
+        let residual = if i < held.len() {
+            self.copied(residuals[residuals.len() - (held.len() - i)])
+        } else {
+            r.residual_pages[i - self.kept.start.max(held.len())]
+        };
+        (page, Some(residual))
     }
 }

@@ -12,18 +12,10 @@ pub struct TokenWrite {
     pub source: usize,
     /// The token's home page.
     pub page: u32,
-    /// The tail page that holds the token's K while the home page is open, for `Int4 Channel`.
-    pub tail_page: Option<u32>,
+    /// The page that takes the token's residuals, if the format keeps any.
+    pub residual_page: Option<u32>,
     /// The token's index inside the page.
     pub token: usize,
-}
-
-impl TokenWrite {
-    /// Whether this token fills its page, which is then sealed.
-    #[must_use]
-    pub fn fills(&self, page_size: usize) -> bool {
-        self.token + 1 == page_size
-    }
 }
 
 /// Permission to drive a [`PageStore`]. Only a [`KvCache`](super::KvCache) has one, so that no other caller can write pages that sequences own.
@@ -36,7 +28,7 @@ pub trait PageStore: Send + Sync {
     fn layout(&self) -> PageLayout;
     /// Number of pages in the pool.
     fn num_pages(&self) -> usize;
-    /// Quantizes and writes tokens in order, sealing pages as they fill; `k`, `v` are `[tokens, num_kv_heads, head_dim]`.
+    /// Quantizes and writes tokens in order; `k`, `v` are `[tokens, num_kv_heads, head_dim]`.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.

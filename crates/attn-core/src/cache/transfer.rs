@@ -1,40 +1,34 @@
 //! Moves pages out of a cache as bytes and back in: [`KvCache::read_back`], [`KvCache::restore`], [`KvCache::write_page`].
 
 use super::{CacheAccess, KvCache};
-use crate::{error::Error, layout::PageLayout};
+use crate::error::Error;
 
 impl KvCache {
-    /// A sequence's pages in order, unwritten bytes zeroed; last comes the tail page's K codes and scales while a page is open.
+    /// A sequence's home pages in order, then its residual pages, unwritten bytes zeroed.
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::Device`].
     pub fn read_back(&self, sequence: usize) -> Result<Vec<Vec<u8>>, Error> {
         self.check_sequence(sequence)?;
-        let layout = self.layout;
         let (len, page_size) = (self.table.lens[sequence], self.config.page_size);
-        let mut all = Vec::new();
-        for (i, &page) in self.table.pages[sequence].iter().enumerate() {
-            let tokens = page_size.min(len - i * page_size);
-            let mut bytes = self.store.read_page(&CacheAccess(()), page)?;
-            layout.canonical(
-                &mut bytes,
-                tokens,
-                layout.has_tail_page() && tokens < page_size,
-            )?;
-            all.push(bytes);
-        }
-        if let (Some(tail), true) = (
-            self.table.tail_pages[sequence],
-            !len.is_multiple_of(page_size),
-        ) {
-            let bytes = self.store.read_page(&CacheAccess(()), tail)?;
-            let tail_k = layout.tail_k();
-            let mut kept = vec![0u8; tail_k.page_bytes()];
-            copy_k(&tail_k, (&bytes, &layout), (&mut kept, &tail_k));
-            tail_k.canonical(&mut kept, len % page_size, false)?;
-            all.push(kept);
-        }
-        Ok(all)
+        let (home, residuals) = (
+            &self.table.pages[sequence],
+            &self.table.residual_pages[sequence],
+        );
+        let first = home.len() - residuals.len();
+        let home = home.iter().enumerate().map(|(i, page)| (i, *page, false));
+        let residuals = residuals
+            .iter()
+            .enumerate()
+            .map(|(i, page)| (first + i, *page, true));
+        home.chain(residuals)
+            .map(|(i, page, is_residual)| {
+                let tokens = page_size.min(len - i * page_size);
+                let mut bytes = self.store.read_page(&CacheAccess(()), page)?;
+                self.layout.canonical(&mut bytes, tokens, is_residual)?;
+                Ok(bytes)
+            })
+            .collect()
     }
 
     /// Fills an empty sequence with `tokens` tokens from pages as [`KvCache::read_back`] gives them, or [`convert::import`](crate::convert::import) makes them.
@@ -69,13 +63,8 @@ impl KvCache {
             .collect::<Result<Vec<u32>, _>>()?;
         let access = CacheAccess(());
         let mut write = || {
-            for (page, bytes) in taken.iter().zip(&pages[..home]) {
+            for (page, bytes) in taken.iter().zip(pages) {
                 self.store.write_page(&access, *page, bytes)?;
-            }
-            if let (Some(tail), Some(bytes)) = (taken.get(home), pages.get(home)) {
-                let (tail_k, mut padded) = (layout.tail_k(), vec![0; layout.page_bytes()]);
-                copy_k(&tail_k, (bytes, &tail_k), (&mut padded, &layout));
-                self.store.write_page(&access, *tail, &padded)?;
             }
             Ok(())
         };
@@ -87,7 +76,7 @@ impl KvCache {
                 .for_each(|page| self.pages.release(page));
             return written;
         }
-        self.table.tail_pages[sequence] = taken.get(home).copied();
+        self.table.residual_pages[sequence] = taken[home..].to_vec();
         self.table.pages[sequence] = taken[..home].to_vec();
         self.table.lens[sequence] = tokens;
         Ok(())
@@ -114,15 +103,5 @@ impl KvCache {
             });
         }
         self.store.write_page(&CacheAccess(()), page, bytes)
-    }
-}
-
-/// Copies each KV head's K of a tail page between pages of two layouts: all pages keep it at the start of a head's run.
-fn copy_k(tail_k: &PageLayout, from: (&[u8], &PageLayout), to: (&mut [u8], &PageLayout)) {
-    let ((from, from_layout), (to, to_layout)) = (from, to);
-    let used = tail_k.k_params().end;
-    for head in 0..tail_k.num_kv_heads() {
-        let source = &from[head * from_layout.run_bytes()..][..used];
-        to[head * to_layout.run_bytes()..][..used].copy_from_slice(source);
     }
 }

@@ -18,7 +18,7 @@ use half::f16;
 
 use crate::{
     error::{Error, check_finite, refuse},
-    format::{Int4Scale, Int8Scale, Scheme},
+    format::{Int8Scale, Scheme},
     layout::check_head_dim,
     quant::{Param, check_stored, to_f16},
 };
@@ -56,11 +56,14 @@ impl RowFormat {
             RowFormat::Plain(Scheme::Int4(_)) => {
                 return refuse("plain rows of f16, bf16, fp8 or int8; int4 rows as FbgemmInt4");
             }
+            RowFormat::Plain(scheme) if scheme.is_rotated() => {
+                return refuse("rows that are not rotated, such as int8-plain");
+            }
             RowFormat::Plain(scheme) => scheme,
-            RowFormat::FbgemmInt4(groups) => Scheme::Int4(Int4Scale::Groups(groups)),
+            RowFormat::FbgemmInt4(groups) => Scheme::Int4(groups),
             RowFormat::Q8_0 => Scheme::Int8(Int8Scale::Group32),
             RowFormat::Q4_0 if matches!(head_dim, 64 | 128 | 256) => {
-                Scheme::Int4(Int4Scale::Groups((head_dim / GROUP) as u8))
+                Scheme::Int4((head_dim / GROUP) as u8)
             }
             RowFormat::Q4_0 => return refuse("q4_0 with head_dim 64, 128 or 256"),
         };
