@@ -13,9 +13,9 @@ from fractions import Fraction as F
 
 import pathlib
 
-from make import clamp, exponent, f32, int4_group, rhe, token, value
+from make import clamp, f32, rhe, to_f16, token, value
 
-TILE, SPAN = 64, 4
+TILE, SEGMENT, SPAN = 64, 4, 4
 SMALLEST = F(2) ** -126
 
 
@@ -35,14 +35,9 @@ def pow2(n):
     return F(2) ** n
 
 
-def exp_or(x, base):
-    """base - E(x) for a scale or shift, which is a multiple of 2^-24 or zero."""
-    return base - exponent(x) if x else 0
-
-
 LOG2_E, LN_2 = const(0x3FB8AA3B), const(0x3F317218)
 EXP2W = [const(b) for b in (0x3D620000, 0x3E786F4E, 0x3F317982, 0x3F7FFB48)]
-B = F(2) + F(1, 2**15)
+B = F(2)
 EXP2F = [const(b) for b in (0x3AADFE47, 0x3C1E7726, 0x3D635B15, 0x3E75FCD9, 0x3F317216)] + [F(1)]
 LOG2 = [
     const(b)
@@ -96,20 +91,38 @@ def ftz(x):
     return x if abs(x) >= SMALLEST else F(0)
 
 
-def below(a):  # section 2
-    return f32(a * (1 + pow2(-14)))
+def hadamard(x, flush=lambda y: y):  # section 2
+    x = list(x)
+    block = len(x) & -len(x)
+    for first in range(0, len(x), block):
+        stride = 1
+        while stride < block:
+            for i in range(first, first + block):
+                if not (i - first) & stride:
+                    a, b = x[i], x[i + stride]
+                    x[i], x[i + stride] = flush(f32(a + b)), flush(f32(a - b))
+            stride *= 2
+    return x
 
 
-def plane(x, a=None):  # section 2
-    a = a or max(abs(v) for v in x)
-    e = clamp(13 - exponent(below(a)), -70, 60) if a else 0
-    q15 = [rhe(v * pow2(e)) for v in x]
-    assert all(abs(q) <= 16383 for q in q15)
-    return q15, e
+def halvings(dim):
+    return (dim & -dim).bit_length() - 1
 
 
-def round_13(x):  # section 2
-    return from_bits((bits(x) + 0x400) & ~0x7FF) if x else x
+def rotate_stored(x):
+    return [v * pow2(-(halvings(len(x)) // 2)) for v in hadamard(x)]
+
+
+def rotate_back(x, flush=lambda y: y):
+    return [flush(v * pow2(-(-(-halvings(len(x)) // 2)))) for v in hadamard(x, flush)]
+
+
+def up(y, n):  # section 5
+    return from_bits((bits(y) + 2 ** (24 - n) - 1) & ~(2 ** (24 - n) - 1))
+
+
+def theta(t):
+    return 32768 + F(2 * ((29 * (t % 64) + 32) % 64) + 1, 128)
 
 
 def dot(a, b):
@@ -120,70 +133,66 @@ def centred(scale, shift):
     return f32(shift + 8 * scale)
 
 
-class Side:
-    """K or V of one head: signed codes and parameters per token, by the quantizers of make.py."""
+def half_steps(x):
+    """8-bit codes of one group of a rotated row, and its scale."""
+    scale = to_f16(max(abs(v) for v in x) / 16)
+    return [clamp((v * 8 / scale).__floor__() + 128, 0, 255) if scale else 128 for v in x], scale
 
-    def __init__(self, scheme, side, dim, kv_len, page_size, tensor_scale):
+
+class Side:
+    """K or V of one head: codes and (scale, shift) per group of each token, by the quantizers of make.py."""
+
+    def __init__(self, scheme, side, dim, kv_len, tensor_scale):
         self.scheme, self.dim, self.tensor_scale = scheme, dim, tensor_scale
-        self.codes, self.params, self.channel = [], [], {}
-        self.page_size = page_size
+        self.rotated = scheme in ("int8", "int4", "int4-r2", "int4-w0", "int4-w4")
+        self.half_steps = self.rotated and scheme != "int8"
+        self.window = 0 if not self.half_steps or scheme == "int4-w0" else 4 if scheme == "int4-w4" else 2
+        self.groups = {"int8-g32": dim // 32, "int4-r2": 2}.get(scheme) or (int(scheme[6:]) if scheme.startswith("int4-g") else 1)
+        self.codes, self.params = [], []
         for t in range(kv_len):
             x = [value(side, 0, t, d) for d in range(dim)]
-            codes, params = token("int8" if scheme == "int4-channel" else scheme, x, tensor_scale)
-            if scheme.startswith("int4-g"):
-                self.codes.append([u - 8 for u in codes])
-                self.params.append([(scale, centred(scale, shift)) for scale, shift in params])
-            else:
-                self.codes.append([(c ^ 128) - 128 for c in codes])
-                self.params.append(params)
-        if scheme == "int4-channel":
-            for page in range(kv_len // page_size):
-                self.seal(page)
+            if self.rotated:  # larger inputs are refused
+                x = rotate_stored([min(v, pow2(100)) for v in x])
+            codes, params = self.token(x)
+            self.codes.append(codes)
+            self.params.append(params)
 
-    def seal(self, page):
-        first = page * self.page_size
-        tokens = range(first, first + self.page_size)
-        params = []
-        for d in range(self.dim):
-            codes, (scale, shift) = int4_group([self.codes[t][d] * self.params[t][0][0] for t in tokens])
-            for t, u in zip(tokens, codes):
-                self.codes[t][d] = u - 8
-            params.append((scale, centred(scale, shift)))
-        self.channel[page] = params
+    def token(self, x):
+        if self.half_steps:
+            n = self.dim // self.groups
+            parts = [half_steps(x[g * n : (g + 1) * n]) for g in range(self.groups)]
+            return sum((codes for codes, _ in parts), []), [(scale, F(0)) for _, scale in parts]
+        scheme = "int8" if self.scheme in ("int8", "int8-plain") else self.scheme
+        codes, params = token(scheme, x, self.tensor_scale)
+        if scheme.startswith("int4-g"):
+            return [u - 8 for u in codes], [(scale, centred(scale, shift)) for scale, shift in params]
+        return [(c ^ 128) - 128 for c in codes], params
 
+    def fine(self, t, position):
+        return position // TILE < t // TILE + self.window
 
-def channel_terms(q, params):  # section 3, sealed Int4 Channel
-    scales, shifts = [scale for scale, _ in params], [shift for _, shift in params]
-    folded = [a * scale for a, scale in zip(q, scales)]
-    assert folded == [f32(x) for x in folded]
-    fours = [slice(d, d + 4) for d in range(0, len(q), 4)]
-    bound = max(f32(max(map(abs, q[i])) * max(scales[i])) for i in fours)
-    a, b = max(map(abs, q)), max(map(abs, shifts))
-    j = clamp(20 - exponent(a) - exponent(b), -100, 100) if a and b else 0
-    y = sum(rhe(f32(x * s) * pow2(j)) for x, s in zip(q, shifts))
-    return *plane(folded, bound), f32(F(y)) * pow2(-j)
+    def code(self, t, d, fine):
+        code = self.codes[t][d]
+        return code if fine or not self.half_steps else code & ~15
 
 
-def score(k, q, planes, t):  # section 3
-    page = t // k.page_size
-    if page in k.channel:
-        if page not in planes:
-            planes[page] = channel_terms(q, k.channel[page])
-        q15, e, y = planes[page]
-        return f32(f32(F(dot(q15, k.codes[t]))) * pow2(-e) + y)
-    if None not in planes:
-        planes[None] = plane(q)
-    q15, e = planes[None]
-    if k.scheme == "int8-tensor":
-        return f32(F(dot(q15, k.codes[t]))) * pow2(-e)
-    n, a = k.dim // len(k.params[t]), None
-    for g, (scale, shift) in enumerate(k.params[t]):
-        dims = slice(g * n, (g + 1) * n)
-        term = f32(f32(F(dot(q15[dims], k.codes[t][dims]))) * scale)
+def score(k, q, t, position):  # section 4
+    q8, sigma = q
+    n, fine, a = k.dim // k.groups, k.fine(t, position), None
+    for g in range(k.groups):
+        dims = range(g * n, (g + 1) * n)
+        s, total = sum(q8[d] * k.code(t, d, fine) for d in dims), sum(q8[d] for d in dims)
+        scale, shift = k.params[t][g] if k.params[t] else (None, F(0))
+        if scale is None:
+            term = f32(F(s))
+        elif k.half_steps:
+            term = f32(f32(F(2 * s - (255 if fine else 240) * total)) * (scale / 16))
+        elif k.scheme.startswith("int4"):
+            term = f32(f32(f32(F(s)) * scale) + f32(f32(F(total)) * shift))
+        else:
+            term = f32(f32(F(s)) * scale)
         a = term if a is None else f32(a + term)
-        if k.scheme.startswith("int4-g"):
-            a = f32(a + f32(f32(F(sum(q15[dims]))) * shift))
-    return a * pow2(-e)
+    return f32(a * sigma)
 
 
 def modify(s, case, t, position):  # section 3
@@ -197,26 +206,29 @@ def modify(s, case, t, position):  # section 3
     return s
 
 
-def tile_value(v, p, tokens):  # section 4
-    result = []
-    groups = 1 if v.scheme == "int8-tensor" else len(v.params[tokens[0]])
-    n = v.dim // groups
-    for g in range(groups):
-        params = [(F(1), F(0)) if v.scheme == "int8-tensor" else v.params[t][g] for t in tokens]
-        f = exp_or(max(scale for scale, _ in params), 14)
-        w16 = [rhe(f32(w * (scale * pow2(f)))) for w, (scale, _) in zip(p, params)]
-        assert all(0 <= w <= 65504 for w in w16)
+def tile_value(v, p, tokens, position):  # section 5
+    result, n, fine = [], v.dim // v.groups, v.fine(tokens[0], position)
+    for g in range(v.groups):
+        params = [v.params[t][g] if v.params[t] else (F(1), F(0)) for t in tokens]
+        x = [f32(w * (scale / 16 if v.half_steps else scale)) for w, (scale, _) in zip(p, params)]
+        largest, kappa, w8 = max(x), F(0), [0] * len(x)
+        if largest >= pow2(-100):
+            kappa = up(f32(largest * const(0x3B808081)), 2 if v.half_steps and fine else 3)
+            inverse = rcp(kappa)
+            w8 = [bits(f32(f32(y * inverse) + theta(t))) >> 8 & 255 for y, t in zip(x, tokens)]
         z = F(0)
-        if v.scheme.startswith("int4"):
-            h = exp_or(below(max(abs(shift) for _, shift in params)), 14)
-            sh = [rhe(shift * pow2(h)) for _, shift in params]
-            assert all(abs(s) < 2**15 for s in sh)
-            p14 = [(p22(w) + 128) >> 8 for w in p]
-            assert all(0 <= w <= 2**15 for w in p14)
-            hi, lo = dot(p14, [s >> 8 for s in sh]), dot(p14, [s & 255 for s in sh])
-            z = f32(f32(F(hi)) * 256 + f32(F(lo))) * pow2(-14 - h)
+        if v.scheme.startswith("int4-g"):
+            parts = [F(0)] * 8
+            for t, w, (_, shift) in zip(tokens, p, params):
+                parts[t % 8] = f32(parts[t % 8] + f32(w * shift))
+            fours = [f32(parts[i] + parts[i + 1]) for i in range(0, 8, 2)]
+            z = f32(f32(fours[0] + fours[1]) + f32(fours[2] + fours[3]))
         for d in range(g * n, (g + 1) * n):
-            o = f32(F(dot(w16, [v.codes[t][d] for t in tokens]))) * pow2(-f)
+            total = dot(w8, [v.code(t, d, fine) for t in tokens])
+            if v.half_steps:
+                total = 2 * total - (255 if fine else 240) * sum(w8)
+            o = f32(F(total)) * kappa
+            assert o == f32(o)
             result.append(f32(o + z))
     return result
 
@@ -257,43 +269,47 @@ def attend(case, k, v, q):
     kv_len, position = case["kv_len"], case["kv_len"] - 1
     start = max(0, position - case["window"]) if case["window"] is not None else 0
     c = f32(f32(F(1, 8) * LOG2_E) * (k.tensor_scale or 1))
-    q, planes = [f32(x * c) for x in q], {}
-    if k.scheme == "int4-channel":
-        q = [round_13(x) for x in q]
+    q = [f32(x * c) for x in q]
+    if k.rotated:
+        q = rotate_back(q)
+    a = max(abs(x) for x in q)
+    inverse = f32(127 * rcp(a))
+    query = [clamp(rhe(f32(x * inverse)), -127, 127) for x in q], f32(a * const(0x3C010204))
     num_tiles = -(-kv_len // TILE)
-    segment_tiles = 4
-    while segment_tiles < -(-num_tiles // 256):
-        segment_tiles *= 2
     segments = []
-    for first in range(0, num_tiles, segment_tiles):
+    for first in range(0, num_tiles, SEGMENT):
         state = None
-        for tile in range(first, min(num_tiles, first + segment_tiles)):
+        for tile in range(first, min(num_tiles, first + SEGMENT)):
             tokens = range(tile * TILE, min(kv_len, (tile + 1) * TILE))
-            scores = {t: modify(score(k, q, planes, t), case, t, position) for t in tokens if t >= start}
+            scores = {t: modify(score(k, query, t, position), case, t, position) for t in tokens if t >= start}
             if not scores:
                 continue
             top = F(-(-max(scores.values()) // 1))
             m = f32(top - 1)
             p = [exp2w(min(f32(top - scores[t]), F(64))) if t in scores else F(0) for t in tokens]
             l = sum(p22(w) for w in p)
-            state = fold(state, m, l, tile_value(v, p, tokens))
+            state = fold(state, m, l, tile_value(v, p, tokens, position))
         segments.append(state)
     spans = [merged(segments[i : i + SPAN]) for i in range(0, len(segments), SPAN)]
     m, l, o = merged(spans)
     y = rcp(l)
     out = [ftz(f32(ftz(f32(ftz(x) * y)) * (v.tensor_scale or 1))) for x in o]
+    if v.rotated:
+        out = rotate_back(out, ftz)
     assert all(out)
     return out, log_sum_exp(m, l)
 
 
 CASES = [
     ("int8", "int8", 1700, {}),
-    ("int4-channel", "int4-g1", 1612, {}),
+    ("int4", "int4", 1612, {}),
+    ("int8", "int4-w4", 400, {}),
+    ("int4-r2", "int4-w0", 200, {}),
     ("int4-g4", "int4-g4", 333, {}),
     ("int8-g32", "int8-tensor", 333, {}),
     ("int8-tensor", "int4-g2", 333, {}),
-    ("int8", "int8-g32", 1100, {"window": 700, "softcap": 20, "alibi": F(1, 16)}),
-    ("int4-g2", "int8", 65, {"softcap": 5}),
+    ("int8-plain", "int8-g32", 1100, {"window": 700, "softcap": 20, "alibi": F(1, 16)}),
+    ("int4-g2", "int8-plain", 65, {"softcap": 5}),
 ]
 
 
@@ -302,8 +318,8 @@ def text():
     for k_scheme, v_scheme, kv_len, options in CASES:
         case = {"window": None, "softcap": None, "alibi": None, **options, "kv_len": kv_len}
         scale = lambda s: F(1, 8) if s == "int8-tensor" else None
-        k = Side(k_scheme, 0, dim, kv_len, 64, scale(k_scheme))
-        v = Side(v_scheme, 1, dim, kv_len, 64, scale(v_scheme))
+        k = Side(k_scheme, 0, dim, kv_len, scale(k_scheme))
+        v = Side(v_scheme, 1, dim, kv_len, scale(v_scheme))
         said = " ".join(f"{key}={float(case[key]):g}" if case[key] is not None else f"{key}=none" for key in ("window", "softcap", "alibi"))
         lines.append(f"k={k_scheme} v={v_scheme} kv_len={kv_len} {said}")
         for head in range(2):

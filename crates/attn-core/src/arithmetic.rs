@@ -59,14 +59,16 @@ pub fn exponent(x: f32) -> i32 {
     ((x.to_bits() >> 23) & 255) as i32 - 127
 }
 
-/// A row of queries smaller than this is a row of zeros; so are the weights of a tile of V: their steps would leave the range of f32.
-pub const SMALLEST_STEP: f32 = f32::from_bits((127 - 100) << 23);
+/// A query whose largest element is smaller counts as zeros, 2^-60: what a device flushes in its rotation is then below every rounding.
+pub const SMALLEST_QUERY: f32 = f32::from_bits((127 - 60) << 23);
+/// Weights whose largest is smaller count as zeros, 2^-100: their step would leave the range of f32. No positive scale gives such weights.
+pub const SMALLEST_WEIGHT: f32 = f32::from_bits((127 - 100) << 23);
 
 /// The step of an 8-bit row of queries, and what its elements are multiplied by to count it: `σ` and `127·rcp(a)`.
 #[inline]
 #[must_use]
 pub fn query_step(largest: f32) -> [f32; 2] {
-    if largest < SMALLEST_STEP {
+    if largest < SMALLEST_QUERY {
         return [0.0; 2];
     }
     [largest * f32::from_bits(0x3C01_0204), 127.0 * rcp(largest)]
@@ -91,7 +93,7 @@ pub fn round_up(x: f32, bits: u32) -> f32 {
 #[inline]
 #[must_use]
 pub fn weight_step(largest: f32, bits: u32) -> f32 {
-    if largest < SMALLEST_STEP {
+    if largest < SMALLEST_WEIGHT {
         return 0.0;
     }
     round_up(largest * f32::from_bits(0x3B80_8081), bits)
@@ -271,7 +273,7 @@ mod tests {
             assert!(error.abs() <= f64::from(step) * 0.50002, "{a} {x}");
         }
         assert_eq!(query_code(-1.5, query_step(1.5)[1]), -127);
-        assert_eq!(query_step(1e-31), [0.0; 2]);
+        assert_eq!(query_step(8e-19), [0.0; 2]);
     }
 
     #[test]

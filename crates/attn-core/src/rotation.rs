@@ -1,15 +1,17 @@
 //! The rotation of K, V and queries (`docs/arithmetic.md`, section 2): Sylvester's Hadamard matrix over blocks of a row.
 
+use crate::arithmetic::ftz;
+
 /// Elements of one block: the largest power of two that divides the head_dim, which is a multiple of 16.
 #[must_use]
 pub fn block(head_dim: usize) -> usize {
     1 << head_dim.trailing_zeros()
 }
 
-/// Multiplies each block of a row by the Hadamard matrix and by 2^-`halvings`.
+/// Multiplies each block of a row by the Hadamard matrix and by 2^-`halvings`; `flush` follows every operation.
 ///
 /// Every sum is rounded to f32 in the order of the butterflies, strides 1, 2, 4, …; the matrix is symmetric, and its square is the block's length.
-fn rotate(row: &mut [f32], halvings: u32) {
+fn rotate(row: &mut [f32], halvings: u32, flush: impl Fn(f32) -> f32) {
     let block = block(row.len());
     let factor = f32::from_bits((127 - halvings) << 23);
     for block in row.chunks_exact_mut(block) {
@@ -18,23 +20,28 @@ fn rotate(row: &mut [f32], halvings: u32) {
             for pair in block.chunks_exact_mut(2 * stride) {
                 let (low, high) = pair.split_at_mut(stride);
                 for (a, b) in low.iter_mut().zip(high) {
-                    (*a, *b) = (*a + *b, *a - *b);
+                    (*a, *b) = (flush(*a + *b), flush(*a - *b));
                 }
             }
             stride *= 2;
         }
-        block.iter_mut().for_each(|x| *x *= factor);
+        block.iter_mut().for_each(|x| *x = flush(*x * factor));
     }
 }
 
 /// Rotates a row of K or V to the one that is stored.
 pub fn rotate_stored(row: &mut [f32]) {
-    rotate(row, block(row.len()).trailing_zeros() / 2);
+    rotate(row, block(row.len()).trailing_zeros() / 2, |x| x);
 }
 
-/// Rotates a query, or turns a row of outputs back: with [`rotate_stored`] it multiplies to the identity.
+/// Rotates a query, or turns a stored row back: with [`rotate_stored`] it multiplies to the identity.
 pub fn rotate_back(row: &mut [f32]) {
-    rotate(row, block(row.len()).trailing_zeros().div_ceil(2));
+    rotate(row, block(row.len()).trailing_zeros().div_ceil(2), |x| x);
+}
+
+/// Turns a row of outputs back; every sum and product that is subnormal is flushed.
+pub fn rotate_output(row: &mut [f32]) {
+    rotate(row, block(row.len()).trailing_zeros().div_ceil(2), ftz);
 }
 
 #[cfg(test)]

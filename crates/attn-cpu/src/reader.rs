@@ -2,7 +2,7 @@
 
 pub use attn_core::layout::Side;
 use attn_core::{
-    Error, HostPages, Int4Scale, KvSource, KvView, PageLayout, Scheme,
+    Error, HostPages, KvSource, KvView, PageLayout, Scheme,
     layout::{k_code, load_param, v_code},
     quant::Param,
 };
@@ -24,14 +24,15 @@ struct RunOffsets {
     page_bytes: usize,
     /// log2 of the page size.
     page_shift: u32,
-    /// Start of the codes, start and end of the parameters: K, V, K in a tail page.
-    sides: [[usize; 3]; 3],
+    /// Start of the codes, start and end of the parameters: K, V.
+    sides: [[usize; 3]; 2],
+    /// Start of K's and of V's residuals in a residual page.
+    residuals: [usize; 2],
 }
 
 impl RunOffsets {
     fn new(layout: &PageLayout, head: usize) -> Self {
         let run = head * layout.run_bytes();
-        let tail = layout.tail_k();
         let side = |codes: std::ops::Range<usize>, params: std::ops::Range<usize>| {
             [run + codes.start, run + params.start, run + params.end]
         };
@@ -41,8 +42,11 @@ impl RunOffsets {
             sides: [
                 side(layout.k_codes(), layout.k_params()),
                 side(layout.v_codes(), layout.v_params()),
-                side(tail.k_codes(), tail.k_params()),
             ],
+            residuals: [Side::K, Side::V].map(|side| {
+                let part = layout.residual(side);
+                run + part.map_or(0, |part| part.codes.start)
+            }),
         }
     }
 }
@@ -76,8 +80,8 @@ enum Location<'a> {
         layout: PageLayout,
         offsets: RunOffsets,
         pages: &'a [u32],
-        tail: Option<u32>,
-        len: usize,
+        /// Those of the last home pages.
+        residual_pages: &'a [u32],
     },
     View(&'a KvView<'a>),
 }
@@ -104,8 +108,7 @@ impl<'a> Reader<'a> {
                         layout,
                         offsets: RunOffsets::new(&layout, head),
                         pages: &table.pages[sequence],
-                        tail: table.tail_pages[sequence],
-                        len: table.lens[sequence],
+                        residual_pages: &table.residual_pages[sequence],
                     },
                     sequence,
                     head,
@@ -121,24 +124,16 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// The scheme that holds token `t`: an open page of `Int4 Channel` holds K as `Int8 Token`.
+    /// The scheme of one side.
     #[must_use]
-    pub fn scheme(&self, side: Side, t: usize) -> Scheme {
-        match self.location {
-            Location::View(view) if side == Side::K => view.format().k,
-            Location::View(view) => view.format().v,
-            Location::Pages { layout, .. } if side == Side::V => layout.format().v,
-            Location::Pages { layout, .. } if self.is_open(t) => layout.tail_k().format().k,
-            Location::Pages { layout, .. } => layout.format().k,
-        }
-    }
-
-    fn is_open(&self, t: usize) -> bool {
-        match &self.location {
-            Location::Pages {
-                tail, offsets, len, ..
-            } => tail.is_some() && t >> offsets.page_shift == len >> offsets.page_shift,
-            Location::View(_) => false,
+    pub fn scheme(&self, side: Side) -> Scheme {
+        let format = match &self.location {
+            Location::View(view) => view.format(),
+            Location::Pages { layout, .. } => layout.format(),
+        };
+        match side {
+            Side::K => format.k,
+            Side::V => format.v,
         }
     }
 
@@ -166,18 +161,14 @@ impl<'a> Reader<'a> {
             pool,
             offsets,
             pages,
-            tail,
             ..
         } = &self.location
         else {
             unreachable!("a view has no pages");
         };
-        let (page, part) = match (side, tail) {
-            (Side::K, Some(tail)) if self.is_open(t) => (*tail, 2),
-            _ => (pages[t >> offsets.page_shift], side as usize),
-        };
-        let page = &pool[page as usize * offsets.page_bytes..][..offsets.page_bytes];
-        let [codes, params, end] = offsets.sides[part];
+        let page = pages[t >> offsets.page_shift] as usize;
+        let page = &pool[page * offsets.page_bytes..][..offsets.page_bytes];
+        let [codes, params, end] = offsets.sides[side as usize];
         PagePart {
             codes: &page[codes..params],
             params: &page[params..end],
@@ -185,7 +176,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The run of the page of token `t`, which holds everything that a tile of a sealed page reads.
+    /// The run of the page of token `t`, which holds everything that a tile reads of it.
     ///
     /// # Panics
     /// For a view.
@@ -243,7 +234,7 @@ impl<'a> Reader<'a> {
     /// The stored code of `(t, d)`.
     #[must_use]
     pub fn code(&self, side: Side, t: usize, d: usize) -> u16 {
-        let bits = self.scheme(side, t).code_bits();
+        let bits = self.scheme(side).code_bits();
         match (self.part(side, t), self.location) {
             (Some((codes, _, layout)), _) => {
                 let address = if side == Side::K { k_code } else { v_code };
@@ -264,10 +255,10 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The parameters of group `g` of token `t`; of dim `g` in a sealed `Int4 Channel` page.
+    /// The parameters of group `g` of token `t`.
     #[must_use]
     pub fn param(&self, side: Side, t: usize, g: usize) -> Param {
-        let scheme = self.scheme(side, t);
+        let scheme = self.scheme(side);
         match (self.part(side, t), self.location) {
             (Some((_, params, layout)), _) => load_param(
                 params,
@@ -288,9 +279,28 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Whether token `t` lies in a sealed page whose K has a scale per channel.
+    /// The residual of `(t, d)`, whose page is one of the sequence's last.
+    ///
+    /// # Panics
+    /// For a view, and for a token whose residuals are not kept.
     #[must_use]
-    pub fn is_channel(&self, t: usize) -> bool {
-        self.scheme(Side::K, t) == Scheme::Int4(Int4Scale::Channel)
+    pub fn residual(&self, side: Side, t: usize, d: usize) -> u16 {
+        let Location::Pages {
+            pool,
+            layout,
+            offsets,
+            pages,
+            residual_pages,
+        } = &self.location
+        else {
+            unreachable!("a view has no residuals");
+        };
+        let first = pages.len() - residual_pages.len();
+        let page = residual_pages[(t >> offsets.page_shift) - first] as usize;
+        let page = &pool[page * offsets.page_bytes..][..offsets.page_bytes];
+        let address = if side == Side::K { k_code } else { v_code };
+        let page_size = layout.page_size();
+        let at = address(4, layout.head_dim(), page_size, t % page_size, d);
+        at.load(&page[offsets.residuals[side as usize]..], 4)
     }
 }

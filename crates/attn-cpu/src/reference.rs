@@ -2,63 +2,22 @@
 //!
 //! Speed is no goal here. Not here: where codes and parameters lie ([`crate::reader`]).
 
+use std::ops::Range;
+
 use attn_core::{
-    Int4Scale, Int8Scale, Problem, Scheme,
+    Int8Scale, Problem, Scheme,
     arithmetic::{
-        EXP2_MIN, LOG2_E, TILE, WEIGHT_MAX, exp2_float, exp2_weight, exp2i, exponent,
-        plane_exponent, round_13, segment_tiles, shift_exponent, softcap, weight_units,
+        EXP2_MIN, LOG2_E, SEGMENT, TILE, WEIGHT_MAX, exp2_float, exp2_weight, query_code,
+        query_step, rcp, shift_sum, softcap, threshold, weight_byte, weight_step, weight_units,
     },
     quant,
+    rotation::rotate_back,
 };
 
 use crate::{
     reader::{Reader, Side},
     state::{State, merge_spans},
 };
-
-/// An integer row and its exponent: `x ≈ q15·2^-e`.
-pub(crate) struct Plane {
-    pub q15: Vec<i32>,
-    pub e: i32,
-}
-
-/// Section 2: quantizes a row to 15 bits.
-pub(crate) fn plane(x: &[f32]) -> Plane {
-    let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
-    plane_at(x, plane_exponent(amax))
-}
-
-fn plane_at(x: &[f32], e: i32) -> Plane {
-    let q15 = x
-        .iter()
-        .map(|v| (v * exp2i(e)).round_ties_even() as i32)
-        .collect();
-    Plane { q15, e }
-}
-
-/// Section 3, sealed `Int4 Channel`: the row's plane for this page, and the term of the (centred) shifts.
-pub(crate) fn channel_plane(q: &[f32], scale: &[f32], shift: &[f32]) -> (Plane, f32) {
-    let max = |x: &[f32]| x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
-    let bound = (q.chunks(4).zip(scale.chunks(4)))
-        .map(|(q, scale)| max(q) * max(scale))
-        .fold(0.0, f32::max);
-    let folded: Vec<f32> = q.iter().zip(scale).map(|(q, s)| q * s).collect();
-    let (a, b) = (max(q), max(shift));
-    let j = if a == 0.0 || b == 0.0 {
-        0
-    } else {
-        (20 - exponent(a) - exponent(b)).clamp(-100, 100)
-    };
-    let y: i32 = q
-        .iter()
-        .zip(shift)
-        .map(|(q, s)| ((q * s) * exp2i(j)).round_ties_even() as i32)
-        .sum();
-    (
-        plane_at(&folded, plane_exponent(bound)),
-        y as f32 * exp2i(-j),
-    )
-}
 
 /// One query row of a problem.
 pub(crate) struct QueryRow<'a> {
@@ -67,33 +26,51 @@ pub(crate) struct QueryRow<'a> {
     /// Query token.
     pub i: usize,
     pub q_head: usize,
-    /// `q'` of section 2.
+    /// `q'` of section 3.
     pub q: Vec<f32>,
+    /// `q8` of section 3.
+    codes: Vec<i32>,
+    /// `σ`.
+    step: f32,
 }
 
 impl<'a> QueryRow<'a> {
+    /// Sections 2 and 3: a query of `q_head` of query token `i`, scaled, rotated where K is, and in 8 bits.
     pub fn new(
         problem: &'a Problem,
-        sequence: usize,
-        i: usize,
-        q_head: usize,
+        [sequence, i, q_head]: [usize; 3],
         q: &[f32],
-        k_tensor_scale: f32,
+        reader: &Reader<'_>,
     ) -> Self {
-        let c = (problem.softmax_scale * LOG2_E) * k_tensor_scale;
+        let c = (problem.softmax_scale * LOG2_E) * reader.tensor_scales[0];
+        let mut q: Vec<f32> = q.iter().map(|x| x * c).collect();
+        if reader.scheme(Side::K).is_rotated() {
+            rotate_back(&mut q);
+        }
+        let largest = q.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+        let [step, inverse] = query_step(largest);
         QueryRow {
             problem,
             sequence,
             i,
             q_head,
-            q: q.iter().map(|x| x * c).collect(),
+            codes: q.iter().map(|x| query_code(*x, inverse)).collect(),
+            q,
+            step,
         }
     }
 
-    /// Section 2, for K of `Int4 Channel`: 13 bits, so that products with a page's scales are exact.
-    pub fn rounded(mut self) -> Self {
-        self.q.iter_mut().for_each(|x| *x = round_13(*x));
-        self
+    /// The row's position; that of the last query token where the problem is not causal.
+    fn position(&self) -> i32 {
+        let p = self.problem;
+        let i = if p.causal { self.i } else { p.q_len - 1 };
+        p.kv_lens[self.sequence] as i32 - p.q_len as i32 + i as i32
+    }
+
+    /// Section 4: whether the row reads token `t` with residuals.
+    fn is_fine(&self, scheme: Scheme, t: usize) -> bool {
+        let tile = (self.position().max(0) as usize) / TILE;
+        tile < t / TILE + scheme.window().tiles()
     }
 
     /// Soft cap and ALiBi on a base-2 score of token `t`.
@@ -119,7 +96,7 @@ pub(crate) fn attend(
 ) -> f32 {
     let kv_len = row.problem.kv_lens[row.sequence];
     let seen = row.problem.visible(row.sequence, row.i);
-    let segment_tokens = segment_tiles(kv_len) * TILE;
+    let segment_tokens = SEGMENT * TILE;
     let mut segments = Vec::new();
     for segment in (0..kv_len).step_by(segment_tokens) {
         let mut state = State::empty(row.q.len());
@@ -132,9 +109,10 @@ pub(crate) fn attend(
         }
         segments.push(state);
     }
+    let rotated = reader.scheme(Side::V).is_rotated();
     match merge_spans(segments) {
-        Some(state) => state.epilogue(reader.tensor_scales[1], out),
-        None => State::empty(0).epilogue(1.0, out),
+        Some(state) => state.epilogue(reader.tensor_scales[1], rotated, out),
+        None => State::empty(0).epilogue(1.0, false, out),
     }
 }
 
@@ -142,7 +120,7 @@ fn fold_tile(
     row: &QueryRow<'_>,
     reader: &Reader<'_>,
     integer: bool,
-    tile: std::ops::Range<usize>,
+    tile: Range<usize>,
     visible: &[bool],
     state: &mut State,
 ) {
@@ -150,8 +128,8 @@ fn fold_tile(
         .clone()
         .zip(visible)
         .map(|(t, &seen)| match seen {
-            true if integer => row.modify(integer_score(&row.q, reader, t), t),
-            true => row.modify(float_score(&row.q, reader, t), t),
+            true if integer => row.modify(integer_score(row, reader, t), t),
+            true => row.modify(float_score(row, reader, t), t),
             false => f32::NEG_INFINITY,
         })
         .collect();
@@ -172,147 +150,135 @@ fn fold_tile(
         .collect();
     let l: i32 = p.iter().copied().map(weight_units).sum();
     let value = if integer {
-        integer_values(&p, reader, tile, row.q.len())
+        integer_values(row, &p, reader, tile)
     } else {
-        float_values(&p, visible, reader, tile, row.q.len())
+        float_values(row, &p, visible, reader, tile)
     };
     state.fold(m, l, &value);
 }
 
-/// The code as the integer that enters both products: int4 codes are centred.
-fn signed(scheme: Scheme, code: u16) -> i32 {
-    if matches!(scheme, Scheme::Int8(_)) {
-        i32::from(code as u8 as i8)
-    } else {
-        i32::from(code) - 8
+/// How the codes of one token enter the products: as `code + residual`, and `2·sum − offset·weights` where the codes are half steps.
+fn signed(reader: &Reader<'_>, side: Side, fine: bool, t: usize, d: usize) -> i32 {
+    let code = reader.code(side, t, d);
+    match reader.scheme(side) {
+        Scheme::Int4(_) => i32::from(code) - 8,
+        Scheme::RotatedInt4 { .. } if fine => i32::from(16 * code + reader.residual(side, t, d)),
+        Scheme::RotatedInt4 { .. } => 16 * i32::from(code),
+        _ => i32::from(code as u8 as i8),
     }
 }
 
-/// Section 3: the base-2 score of one token, before soft cap and ALiBi.
-fn integer_score(q: &[f32], reader: &Reader<'_>, t: usize) -> f32 {
-    let scheme = reader.scheme(Side::K, t);
-    let dot = |plane: &Plane, dims: std::ops::Range<usize>| -> i32 {
-        dims.map(|d| plane.q15[d] * signed(scheme, reader.code(Side::K, t, d)))
-            .sum()
-    };
-    if scheme == Scheme::Int4(Int4Scale::Channel) {
-        let params: Vec<_> = (0..q.len()).map(|d| reader.param(Side::K, t, d)).collect();
-        let scale: Vec<f32> = params.iter().map(|p| p.scale.to_f32()).collect();
-        let shift: Vec<f32> = params.iter().map(|p| p.centred_shift()).collect();
-        let (plane, y) = channel_plane(q, &scale, &shift);
-        return dot(&plane, 0..q.len()) as f32 * exp2i(-plane.e) + y;
-    }
-    let plane = plane(q);
-    let groups = scheme.groups(q.len());
-    let len = q.len() / groups;
+/// The middle of half steps, in halves of a residual's step: of all 256 codes, or of the 16 that have no residual.
+fn middle(fine: bool) -> i32 {
+    if fine { 255 } else { 240 }
+}
+
+/// Section 4: the base-2 score of one token, before soft cap and ALiBi.
+fn integer_score(row: &QueryRow<'_>, reader: &Reader<'_>, t: usize) -> f32 {
+    let scheme = reader.scheme(Side::K);
+    let fine = row.is_fine(scheme, t);
+    let groups = scheme.groups(row.q.len());
+    let len = row.q.len() / groups;
     let mut a = 0.0;
     for g in 0..groups {
         let dims = g * len..(g + 1) * len;
         let param = reader.param(Side::K, t, g);
-        let s = dot(&plane, dims.clone()) as f32;
-        let term = if scheme == Scheme::Int8(Int8Scale::Tensor) {
-            s
-        } else {
-            s * param.scale.to_f32()
+        let scale = param.scale.to_f32();
+        let query: i32 = row.codes[dims.clone()].iter().sum();
+        let s: i32 = dims
+            .map(|d| row.codes[d] * signed(reader, Side::K, fine, t, d))
+            .sum();
+        let term = match scheme {
+            Scheme::Int8(Int8Scale::Tensor) => s as f32,
+            Scheme::Int4(_) => s as f32 * scale + query as f32 * param.centred_shift(),
+            Scheme::RotatedInt4 { .. } => (2 * s - middle(fine) * query) as f32 * (scale / 16.0),
+            _ => s as f32 * scale,
         };
         a = if g == 0 { term } else { a + term };
-        if matches!(scheme, Scheme::Int4(_)) {
-            let sum: i32 = plane.q15[dims].iter().sum();
-            a += sum as f32 * param.centred_shift();
-        }
     }
-    a * exp2i(-plane.e)
+    a * row.step
 }
 
-/// Section 4: the tile's value from integer weights; `p` covers the tile's cached tokens.
+/// Section 5: the tile's value from weights of one byte; `p` covers the tile's cached tokens.
 fn integer_values(
+    row: &QueryRow<'_>,
     p: &[f32],
     reader: &Reader<'_>,
-    tile: std::ops::Range<usize>,
-    head_dim: usize,
+    tile: Range<usize>,
 ) -> Vec<f32> {
-    let scheme = reader.scheme(Side::V, tile.start);
-    let groups = scheme.groups(head_dim);
-    let len = head_dim / groups;
+    let (scheme, head_dim) = (reader.scheme(Side::V), row.q.len());
+    let fine = row.is_fine(scheme, tile.start);
+    let half_steps = matches!(scheme, Scheme::RotatedInt4 { .. });
+    let bits = if half_steps && fine { 2 } else { 3 };
+    let len = head_dim / scheme.groups(head_dim);
     let mut value = vec![0.0; head_dim];
-    for g in 0..groups {
+    for (g, value) in value.chunks_exact_mut(len).enumerate() {
         let params: Vec<_> = tile.clone().map(|t| reader.param(Side::V, t, g)).collect();
-        let scales: Vec<f32> = params.iter().map(|x| x.scale.to_f32()).collect();
-        let largest = scales.iter().copied().fold(0.0f32, f32::max);
-        let f = if largest == 0.0 {
-            0
-        } else {
-            14 - exponent(largest)
-        };
-        let w16: Vec<i32> = p
+        let x: Vec<f32> = p
             .iter()
-            .zip(&scales)
-            .map(|(p, s)| (p * (s * exp2i(f))).round_ties_even() as i32)
+            .zip(&params)
+            .map(|(p, param)| {
+                let scale = param.scale.to_f32();
+                p * if half_steps { scale / 16.0 } else { scale }
+            })
             .collect();
-        let shift_term = match scheme {
-            Scheme::Int4(_) => {
-                let shifts: Vec<f32> = params.iter().map(|x| x.centred_shift()).collect();
-                shift_term(p, &shifts)
-            }
+        let step = weight_step(x.iter().copied().fold(0.0, f32::max), bits);
+        let inverse = if step == 0.0 { 0.0 } else { rcp(step) };
+        let w8: Vec<i32> = tile
+            .clone()
+            .zip(&x)
+            .map(|(t, x)| i32::from(weight_byte(*x, inverse, threshold(t))))
+            .map(|w| if step == 0.0 { 0 } else { w })
+            .collect();
+        let weights: i32 = w8.iter().sum();
+        let shifts = match scheme {
+            Scheme::Int4(_) => shift_sum(
+                p.iter()
+                    .zip(&params)
+                    .map(|(p, param)| p * param.centred_shift()),
+            ),
             _ => 0.0,
         };
-        for d in g * len..(g + 1) * len {
-            // Below 2^30 for finite scales; a trusted view may have others, and must not panic.
-            let terms = tile.clone().zip(&w16);
-            let sum = terms.fold(0i32, |sum, (t, w)| {
-                let v = signed(scheme, reader.code(Side::V, t, d));
-                sum.wrapping_add(w.wrapping_mul(v))
-            });
-            let t = sum as f32 * exp2i(-f);
-            value[d] = if matches!(scheme, Scheme::Int4(_)) {
-                t + shift_term
-            } else {
-                t
-            };
+        for (d, value) in value.iter_mut().enumerate() {
+            let terms = tile.clone().zip(&w8);
+            let mut n: i32 = terms
+                .map(|(t, w)| w * signed(reader, Side::V, fine, t, g * len + d))
+                .sum();
+            if half_steps {
+                n = 2 * n - middle(fine) * weights;
+            }
+            *value = n as f32 * step;
+            if matches!(scheme, Scheme::Int4(_)) {
+                *value += shifts;
+            }
         }
     }
     value
 }
 
-/// Section 4: `Σ p·shift`, an integer sum in two planes.
-pub(crate) fn shift_term(p: &[f32], shifts: &[f32]) -> f32 {
-    let h = shift_exponent(shifts.iter().fold(0.0f32, |a, s| a.max(s.abs())));
-    let (mut hi, mut lo) = (0i32, 0i32);
-    for (p, shift) in p.iter().zip(shifts) {
-        let p14 = (weight_units(*p) + 128) >> 8;
-        let sh = (shift * exp2i(h)).round_ties_even() as i32;
-        hi += p14 * (sh >> 8);
-        lo += p14 * (sh & 255);
+/// The dequantized element as the row reads it, without its per-tensor scale; rotated where the scheme is.
+fn dequantized(row: &QueryRow<'_>, reader: &Reader<'_>, side: Side, t: usize, d: usize) -> f32 {
+    let scheme = reader.scheme(side);
+    let g = d / (row.q.len() / scheme.groups(row.q.len()));
+    let (code, param) = (reader.code(side, t, d), reader.param(side, t, g));
+    match scheme {
+        Scheme::RotatedInt4 { .. } if row.is_fine(scheme, t) => {
+            quant::half_step_value(code, reader.residual(side, t, d), param.scale)
+        }
+        _ => quant::decode(scheme, code, param, 1.0),
     }
-    (hi as f32 * 256.0 + lo as f32) * exp2i(-14 - h)
 }
 
-/// The dequantized element, without its per-tensor scale.
-fn dequantized(reader: &Reader<'_>, side: Side, t: usize, d: usize, head_dim: usize) -> f32 {
-    let scheme = reader.scheme(side, t);
-    let g = if scheme == Scheme::Int4(Int4Scale::Channel) {
-        d
-    } else {
-        d / (head_dim / scheme.groups(head_dim))
-    };
-    quant::decode(
-        scheme,
-        reader.code(side, t, d),
-        reader.param(side, t, g),
-        1.0,
-    )
-}
-
-/// Section 7: the base-2 score of one token in f32.
-fn float_score(q: &[f32], reader: &Reader<'_>, t: usize) -> f32 {
+/// Section 8: the base-2 score of one token in f32.
+fn float_score(row: &QueryRow<'_>, reader: &Reader<'_>, t: usize) -> f32 {
     let mut acc = [0.0f32; 16];
-    for (d, x) in q.iter().enumerate() {
-        acc[d % 16] += x * dequantized(reader, Side::K, t, d, q.len());
+    for (d, x) in row.q.iter().enumerate() {
+        acc[d % 16] += x * dequantized(row, reader, Side::K, t, d);
     }
     reduce(acc)
 }
 
-/// Section 7: sums halves.
+/// Section 8: sums halves.
 pub(crate) fn reduce(mut acc: [f32; 16]) -> f32 {
     for half in [8, 4, 2, 1] {
         for j in 0..half {
@@ -322,18 +288,18 @@ pub(crate) fn reduce(mut acc: [f32; 16]) -> f32 {
     acc[0]
 }
 
-/// Section 7: the tile's value in f32.
+/// Section 8: the tile's value in f32.
 fn float_values(
+    row: &QueryRow<'_>,
     p: &[f32],
     visible: &[bool],
     reader: &Reader<'_>,
-    tile: std::ops::Range<usize>,
-    head_dim: usize,
+    tile: Range<usize>,
 ) -> Vec<f32> {
-    let mut value = vec![0.0; head_dim];
+    let mut value = vec![0.0; row.q.len()];
     for ((t, p), _) in tile.zip(p).zip(visible).filter(|(_, seen)| **seen) {
         for (d, value) in value.iter_mut().enumerate() {
-            *value += p * dequantized(reader, Side::V, t, d, head_dim);
+            *value += p * dequantized(row, reader, Side::V, t, d);
         }
     }
     value

@@ -1,6 +1,9 @@
 //! The state of one query row over some tokens, and the two ways to combine states: fold and merge.
 
-use attn_core::arithmetic::{SPAN, exp2i, ftz, lse, pow2, rcp};
+use attn_core::{
+    arithmetic::{SPAN, exp2i, ftz, lse, pow2, rcp},
+    rotation::rotate_output,
+};
 
 /// `(m, l, O)` of `docs/arithmetic.md`, section 5.
 #[derive(Debug, Clone)]
@@ -54,8 +57,8 @@ impl State {
         self.m = m;
     }
 
-    /// Writes the normalized row and returns its log-sum-exp.
-    pub fn epilogue(&self, v_tensor_scale: f32, out: &mut [f32]) -> f32 {
+    /// Writes the normalized row, turned back where V is rotated, and returns its log-sum-exp.
+    pub fn epilogue(&self, v_tensor_scale: f32, rotated: bool, out: &mut [f32]) -> f32 {
         if self.m == f32::NEG_INFINITY {
             out.fill(0.0);
             return f32::NEG_INFINITY;
@@ -63,6 +66,9 @@ impl State {
         let scale = rcp(self.l);
         for (out, o) in out.iter_mut().zip(&self.o) {
             *out = ftz(ftz(ftz(*o) * scale) * v_tensor_scale);
+        }
+        if rotated {
+            rotate_output(out);
         }
         lse(self.m, self.l)
     }

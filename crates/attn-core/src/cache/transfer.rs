@@ -55,7 +55,7 @@ impl KvCache {
             });
         }
         layout.check_pages(pages, tokens)?;
-        let needed = self.config.pages_for(tokens);
+        let needed = layout.pages_of(tokens);
         self.pages.check_room(needed)?;
         let home = tokens.div_ceil(self.config.page_size);
         let taken = (0..needed)
