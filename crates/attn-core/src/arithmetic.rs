@@ -102,7 +102,7 @@ pub fn weight_step(largest: f32, bits: u32) -> f32 {
 /// The threshold θ of token `t`: 64 thresholds form a lattice, so that a sum of weights below one step is right on average.
 #[inline]
 #[must_use]
-pub fn threshold(t: usize) -> f32 {
+pub const fn threshold(t: usize) -> f32 {
     let place = (29 * (t % TILE) + 32) % TILE;
     32768.0 + (place as f32 + 0.5) / TILE as f32
 }

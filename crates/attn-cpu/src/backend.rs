@@ -6,8 +6,8 @@ use std::{
 };
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, Int4Scale, KvCache,
-    KvFormat, Plan, Problem, Scheme, Unsupported,
+    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, KvCache, KvFormat,
+    Plan, Problem, Unsupported,
 };
 
 use crate::{
@@ -119,17 +119,8 @@ impl DecodeAttention for Reference {
             let (bi, q_head) = (r / problem.num_q_heads, r % problem.num_q_heads);
             let (b, i) = (bi / problem.q_len, bi % problem.q_len);
             let reader = Reader::new(inputs.kv(), b, q_head / problem.heads_per_kv())?;
-            let mut row = QueryRow::new(
-                problem,
-                b,
-                i,
-                q_head,
-                &inputs.q()[r * dim..][..dim],
-                reader.tensor_scales[0],
-            );
-            if integer && format.k == Scheme::Int4(Int4Scale::Channel) {
-                row = row.rounded();
-            }
+            let q = &inputs.q()[r * dim..][..dim];
+            let row = QueryRow::new(problem, [b, i, q_head], q, &reader);
             let row_lse = reference::attend(&row, &reader, integer, out);
             if let Some(lse) = &mut lse {
                 lse[r] = row_lse;

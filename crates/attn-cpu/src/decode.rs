@@ -3,17 +3,18 @@
 use std::{cell::RefCell, ops::Range};
 
 use attn_core::{
-    Error, Int4Scale, KvSource, Problem, Scheme, StepInputs, StepOutputs,
+    Error, KvSource, Problem, Scheme, StepInputs, StepOutputs,
     arithmetic::LOG2_E,
-    segments::{self, SPAN, TILE, num_segments, num_spans},
+    rotation::{rotate_back, rotate_output},
+    segments::{SEGMENT, SPAN, TILE, num_segments, num_spans},
 };
 use rayon::prelude::*;
 
 use crate::{
-    channels, float, integer,
+    float, integer,
     merge::{States, merge},
     query::{self, QueryRows},
-    reader::{Reader, Side},
+    reader::Reader,
     simd::{Dot, Dot16, Isa, Simd, portable::Portable, scalar::Scalar},
     softmax::Modifiers,
     tile::{Fetch, Tile},
@@ -243,6 +244,7 @@ fn write_rows(
     );
     let (splits, stride) = (workspace.splits.len(), dim + 2);
     let chunk = problem.q_len * per * stride;
+    let rotated = step.plan().format().v.is_rotated();
     let row = |row: usize, out: &mut [f32], lse: &mut f32| {
         let (bi, q_head) = (row / problem.num_q_heads, row % problem.num_q_heads);
         let (b, i) = (bi / problem.q_len, bi % problem.q_len);
@@ -256,6 +258,9 @@ fn write_rows(
             count: (end - first) / heads,
         };
         *lse = epilogue(&states, v_scale(step, g), out);
+        if rotated {
+            rotate_output(out);
+        }
     };
     // Merging is worth threads only where many states meet.
     if rayon::current_num_threads() == 1 || splits * chunk < 1 << 16 {
@@ -287,6 +292,15 @@ struct SplitInputs<'a> {
     seen: Range<usize>,
     /// 2/softcap and softcap · log2 e.
     softcap: Option<[f32; 2]>,
+    /// Tiles of K's and of V's window.
+    windows: [usize; 2],
+}
+
+/// Query tokens that read a tile alike.
+struct Pass {
+    queries: Range<usize>,
+    /// Whether K, V are read with residuals.
+    fine: [bool; 2],
 }
 
 /// A tile of a split: its first token, and how many it has.
@@ -299,7 +313,7 @@ struct TilePlace {
 impl<'a> SplitInputs<'a> {
     #[inline(always)]
     fn new(step: &StepInputs<'a>, split: &'a Split) -> Result<Self, Error> {
-        let problem = step.problem();
+        let (problem, format) = (step.problem(), step.plan().format());
         let seen = (0..problem.q_len)
             .map(|i| problem.visible(split.b, i))
             .filter(|seen| !seen.is_empty())
@@ -312,6 +326,7 @@ impl<'a> SplitInputs<'a> {
             kv_len: problem.kv_lens[split.b],
             seen,
             softcap: problem.softcap.map(|cap| [2.0 / cap, cap * LOG2_E]),
+            windows: [format.k, format.v].map(|scheme| scheme.window().tiles()),
         })
     }
 
@@ -319,7 +334,7 @@ impl<'a> SplitInputs<'a> {
     #[inline(always)]
     fn tiles(&self, segment: usize) -> impl Iterator<Item = TilePlace> {
         let (kv_len, seen) = (self.kv_len, &self.seen);
-        let segment_tokens = segments::segment_tokens(kv_len);
+        let segment_tokens = SEGMENT * TILE;
         let tokens = segment * segment_tokens..kv_len.min((segment + 1) * segment_tokens);
         tokens
             .step_by(TILE)
@@ -330,18 +345,52 @@ impl<'a> SplitInputs<'a> {
             .filter(|tile| tile.t0 < seen.end && tile.t0 + tile.tokens > seen.start)
     }
 
-    /// The tokens of a tile that a query row sees, counted from the tile's first one.
+    /// The tokens of a tile that a query row of a pass sees, counted from the tile's first one; none for other rows.
     #[inline(always)]
-    fn seen_in(&self, tile: TilePlace) -> impl Fn(usize) -> [usize; 2] {
+    fn seen_in(&self, tile: TilePlace, pass: &Pass) -> impl Fn(usize) -> [usize; 2] {
         let (problem, b, per) = (self.problem, self.split.b, self.problem.heads_per_kv());
         let TilePlace { t0, tokens } = tile;
+        let queries = pass.queries.clone();
         move |row| {
+            if !queries.contains(&(row / per)) {
+                return [0, 0];
+            }
             let seen = problem.visible(b, row / per);
             [
                 seen.start.max(t0) - t0,
                 seen.end.min(t0 + tokens).max(t0) - t0,
             ]
         }
+    }
+
+    /// The query tokens that read a tile alike, with and without residuals of K and V: query tokens of one step may lie in several tiles.
+    #[inline(always)]
+    fn passes(&self, tile: TilePlace) -> impl Iterator<Item = Pass> {
+        let windows = self.windows;
+        let (q_len, first) = (
+            self.problem.q_len,
+            self.kv_len as isize - self.problem.q_len as isize,
+        );
+        let (causal, t0) = (self.problem.causal, tile.t0 / TILE);
+        let fine = move |i: usize| {
+            let i = if causal { i } else { q_len - 1 };
+            let position = (first + i as isize).max(0) as usize;
+            windows.map(|tiles| position / TILE < t0 + tiles)
+        };
+        let mut next = 0;
+        std::iter::from_fn(move || {
+            if next == q_len {
+                return None;
+            }
+            let (start, fine_here) = (next, fine(next));
+            while next < q_len && fine(next) == fine_here {
+                next += 1;
+            }
+            Some(Pass {
+                queries: start..next,
+                fine: fine_here,
+            })
+        })
     }
 
     /// The score modifiers of a query row in a tile.
@@ -374,11 +423,11 @@ struct Ahead<'a> {
 impl<'a> Ahead<'a> {
     #[inline(always)]
     fn new(step: &StepInputs<'a>, inputs: &SplitInputs<'_>, next: Option<&Split>) -> Self {
-        let segment_tokens = segments::segment_tokens(inputs.kv_len);
+        let segment_tokens = SEGMENT * TILE;
         let following = next.and_then(|next| {
             let reader = Reader::new(step.kv(), next.b, next.g).ok()?;
             let kv_len = inputs.problem.kv_lens[next.b];
-            let t0 = next.segments.start * segments::segment_tokens(kv_len);
+            let t0 = next.segments.start * SEGMENT * TILE;
             let tokens = TILE.min(kv_len - t0);
             Some((reader, TilePlace { t0, tokens }))
         });
@@ -404,14 +453,6 @@ impl<'a> Ahead<'a> {
     }
 }
 
-/// The codes that the rows' operands were last prepared for.
-#[derive(PartialEq)]
-enum PreparedFor {
-    Nothing,
-    Plain(Scheme),
-    Page(usize),
-}
-
 /// Attends the first of the splits; see [`Attend`].
 #[inline(always)]
 fn attend<D: Dot, const INTEGER: bool>(
@@ -426,14 +467,19 @@ fn attend<D: Dot, const INTEGER: bool>(
     let ahead = Ahead::new(step, &inputs, splits.get(1));
     load_queries::<_, INTEGER>(s, step, &inputs, &mut scratch.rows);
     let v_unit = float_unit(step.plan().format().v);
-    let mut prepared = PreparedFor::Nothing;
+    if INTEGER {
+        let groups = step.plan().format().k.groups(scratch.rows.dim);
+        query::prepare(d, &mut scratch.rows, groups);
+    }
     for (n, segment) in inputs.split.segments.clone().enumerate() {
         clear_state(&mut scratch.rows);
         for tile in inputs.tiles(segment) {
-            if INTEGER {
-                fold_integer_tile(d, &inputs, &ahead, tile, scratch, &mut prepared);
-            } else {
-                fold_float_tile(s, &inputs, &ahead, tile, scratch, v_unit);
+            for pass in inputs.passes(tile) {
+                if INTEGER {
+                    fold_integer_tile(d, &inputs, &ahead, tile, &pass, scratch);
+                } else {
+                    fold_float_tile(s, &inputs, &ahead, tile, &pass, scratch, v_unit);
+                }
             }
         }
         merge_segment(s, &scratch.rows, n == 0, states);
@@ -450,7 +496,7 @@ fn float_unit(scheme: Scheme) -> f32 {
     }
 }
 
-/// Sets the rows to `q'` of section 2, `[q_len · heads_per_kv][dim]`.
+/// Sets the rows to `q'` of section 3, `[q_len · heads_per_kv][dim]`.
 #[inline(always)]
 fn load_queries<S: Simd, const INTEGER: bool>(
     _: S,
@@ -473,8 +519,8 @@ fn load_queries<S: Simd, const INTEGER: bool>(
     if !INTEGER && k_unit != 1.0 {
         out.iter_mut().for_each(|q| *q *= k_unit);
     }
-    if INTEGER && format.k == Scheme::Int4(Int4Scale::Channel) {
-        query::round_queries(rows);
+    if format.k.is_rotated() {
+        out.chunks_exact_mut(dim).for_each(rotate_back);
     }
 }
 
@@ -487,49 +533,39 @@ fn clear_state(rows: &mut QueryRows) {
     rows.o.as_mut_slice()[..count * dim].fill(0.0);
 }
 
-/// Folds a tile into the rows' states in the float arithmetic.
+/// Folds a tile into the states of a pass's rows in the float arithmetic.
 #[inline(always)]
 fn fold_float_tile<S: Simd>(
     s: S,
     inputs: &SplitInputs<'_>,
     ahead: &Ahead<'_>,
     place: TilePlace,
+    pass: &Pass,
     Scratch { rows, tile, fetch }: &mut Scratch,
     v_unit: f32,
 ) {
-    tile.load_float(s, &inputs.reader, place.t0, place.tokens, rows.dim);
+    let at = [place.t0, place.tokens];
+    tile.load_float(s, &inputs.reader, at, rows.dim, pass.fine);
     ahead.aim(fetch, &inputs.reader, place);
-    let (seen, modifiers) = (inputs.seen_in(place), inputs.modifiers_in(place));
+    let (seen, modifiers) = (inputs.seen_in(place, pass), inputs.modifiers_in(place));
     // SAFETY: `load_float` has pointed the tile to as many readable tokens as it has.
     unsafe { float::fold_tile(s, tile, fetch, rows, seen, modifiers, v_unit) };
 }
 
-/// Folds a tile into the rows' states in the integer arithmetic; prepares the rows first where the last tile's K was of another kind.
+/// Folds a tile into the states of a pass's rows in the integer arithmetic.
 #[inline(always)]
 fn fold_integer_tile<D: Dot>(
     d: D,
     inputs: &SplitInputs<'_>,
     ahead: &Ahead<'_>,
     place: TilePlace,
+    pass: &Pass,
     Scratch { rows, tile, fetch }: &mut Scratch,
-    prepared: &mut PreparedFor,
 ) {
-    let reader = &inputs.reader;
-    tile.load_integer(d.simd(), reader, place.t0, place.tokens, rows.dim);
-    ahead.aim(fetch, reader, place);
-    let scheme = reader.scheme(Side::K, place.t0);
-    let bias = if tile.k_nibbles { 8 } else { D::K_BIAS };
-    if scheme == Scheme::Int4(Int4Scale::Channel) {
-        let page = PreparedFor::Page(place.t0 / reader.page_end(0));
-        if *prepared != page {
-            channels::prepare(d, rows, &tile.channels, bias);
-            *prepared = page;
-        }
-    } else if *prepared != PreparedFor::Plain(scheme) {
-        query::prepare(d, rows, tile.k_groups, bias);
-        *prepared = PreparedFor::Plain(scheme);
-    }
-    let (seen, modifiers) = (inputs.seen_in(place), inputs.modifiers_in(place));
+    let at = [place.t0, place.tokens];
+    tile.load_integer(d.simd(), &inputs.reader, at, rows.dim, pass.fine);
+    ahead.aim(fetch, &inputs.reader, place);
+    let (seen, modifiers) = (inputs.seen_in(place, pass), inputs.modifiers_in(place));
     // SAFETY: `load_integer` has pointed the tile to as many readable tokens as it has; the rows are prepared for its K.
     unsafe { integer::fold_tile(d, tile, fetch, rows, seen, modifiers) };
 }

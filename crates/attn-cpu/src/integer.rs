@@ -4,13 +4,13 @@
 //! (of V), which meet once per tile. Cost on AVX-512 VNNI, per row and 64 bytes of codes: two `vpdpbusd` for int8, four for int4.
 
 use attn_core::{
-    arithmetic::{TILE, WEIGHT_BASE},
+    arithmetic::{TILE, rcp, shift_sum, threshold, weight_step},
     format::MAX_GROUPS,
 };
 
 use crate::{
     query::{QueryRows, in_blocks},
-    simd::{Dot, OPERAND, Simd},
+    simd::{Dot, Simd},
     softmax::{Modifiers, fold_scalars, weights},
     tile::{Fetch, Tile},
 };
@@ -34,11 +34,11 @@ unsafe fn k_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool
     keys: &Keys,
     [from, to]: [usize; 2],
     vectors: [usize; V],
-) -> [[D::KAcc; V]; R] {
+) -> [[<D::S as Simd>::I; V]; R] {
     let s = d.simd();
-    let mut acc = [[d.k_zero(); V]; R];
+    let mut acc = [[s.i_splat(0); V]; R];
     for part in from..to {
-        let mut codes = [d.k_none(); V];
+        let mut codes = [d.none(); V];
         for j in 0..V {
             let token = keys.first + vectors[j] * D::S::ROWS;
             let row = if NIBBLES { token % 8 } else { token };
@@ -46,16 +46,13 @@ unsafe fn k_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool
             let raw = unsafe { s.i_load(keys.base.add(part * keys.stride + row * 16)) };
             codes[j] = match NIBBLES {
                 false => d.k_bytes(raw),
-                true if token < 8 => d.k_low(raw),
-                true => d.k_high(raw),
+                true if token < 8 => d.low(raw),
+                true => d.high(raw),
             };
         }
         for r in 0..R {
             // SAFETY: operand `part` of row r.
-            let operand = unsafe {
-                let at = keys.operands.add(r * keys.row + part * OPERAND);
-                [s.i_row(at), s.i_row(at.add(16))]
-            };
+            let operand = unsafe { d.operand(keys.operands.add(r * keys.row + part * D::OPERAND)) };
             for j in 0..V {
                 acc[r][j] = d.k_dot(acc[r][j], codes[j], operand);
             }
@@ -82,24 +79,24 @@ unsafe fn k_sums<D: Dot, const R: usize, const NIBBLES: bool>(
             let acc = k_products::<D, R, 4, NIBBLES>(d, keys, parts, [0, 1, 2, 3]);
             for r in 0..R {
                 let [a, b, c, e] = acc[r];
-                sums[r] = s.i_rows([d.k_sum(a), d.k_sum(b), d.k_sum(c), d.k_sum(e)]);
+                sums[r] = s.i_rows([a, b, c, e]);
             }
             return sums;
         }
         let acc = k_products::<D, R, 2, NIBBLES>(d, keys, parts, [0, 1]);
         for r in 0..R {
-            sums[r] = s.i_pairs(d.k_sum(acc[r][0]), d.k_sum(acc[r][1]));
+            sums[r] = s.i_pairs(acc[r][0], acc[r][1]);
         }
         let acc = k_products::<D, R, 2, NIBBLES>(d, keys, parts, [2, 3]);
         for r in 0..R {
-            let second = s.i_pairs(d.k_sum(acc[r][0]), d.k_sum(acc[r][1]));
+            let second = s.i_pairs(acc[r][0], acc[r][1]);
             sums[r] = s.i_join(sums[r], second);
         }
     }
     sums
 }
 
-/// Section 3 for `R` rows from `row` on: scores of the tile's tokens.
+/// Section 4 for `R` rows from `row` on: scores of the tile's tokens.
 ///
 /// # Safety
 /// The tile's places are readable (see [`Tile`]), `rows` is prepared for its K.
@@ -113,14 +110,11 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
 ) {
     let (s, dim) = (d.simd(), rows.dim);
     let parts = dim / 16 / tile.k_groups;
-    let each = dim / 16 * OPERAND;
+    let each = dim / 16 * D::OPERAND;
     let operands = rows.k_operands.as_slice()[row * each..][..R * each].as_ptr();
-    let bias = &rows.k_bias.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
     let q_sums = &rows.q_sums.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
-    let (unit, offset) = (
-        &rows.unit.as_slice()[row..][..R],
-        &rows.offset.as_slice()[row..][..R],
-    );
+    let step = &rows.step.as_slice()[row..][..R];
+    let bias = tile.k_code.bias(D::K_BIAS);
     let out = rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr();
     for t in (0..tile.tokens).step_by(D::S::LANES) {
         let keys = Keys {
@@ -138,25 +132,32 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
             // SAFETY: t + LANES ≤ TILE; g < k_groups ≤ MAX_GROUPS.
             let scale = unsafe { s.load(tile.k_scale[g].as_ptr().add(t)) };
             for r in 0..R {
-                let sum = s.i_sub(sums[r], s.i_splat(bias[r * MAX_GROUPS + g]));
+                let q_sum = q_sums[r * MAX_GROUPS + g];
+                let sum = s.i_sub(tile.k_code.of_sums(s, sums[r]), s.i_splat(bias * q_sum));
                 let term = s.mul(s.to_f(sum), scale);
-                a[r] = if g == 0 { term } else { s.add(a[r], term) };
                 if tile.k_has_shift {
                     // SAFETY: as for the scale.
                     let shift = unsafe { s.load(tile.k_shift[g].as_ptr().add(t)) };
-                    a[r] = s.add(a[r], s.mul(s.splat(q_sums[r * MAX_GROUPS + g]), shift));
+                    let shift = s.mul(s.splat(q_sum as f32), shift);
+                    a[r] = if g == 0 {
+                        s.add(term, shift)
+                    } else {
+                        s.add(a[r], s.add(term, shift))
+                    };
+                } else {
+                    a[r] = if g == 0 { term } else { s.add(a[r], term) };
                 }
             }
         }
         for r in 0..R {
-            let x = s.add(s.mul(a[r], s.splat(unit[r])), s.splat(offset[r]));
+            let x = s.mul(a[r], s.splat(step[r]));
             // SAFETY: R·TILE floats are writable at `out`.
             unsafe { s.store(out.add(r * TILE + t), x) };
         }
     }
 }
 
-/// Section 4 for one row: weights, their operands for V, and the sums that go with them.
+/// Section 5 for one row: weights, their operands for V, and the sums that go with them.
 ///
 /// # Safety
 /// As for [`scores`], which has run.
@@ -175,41 +176,66 @@ unsafe fn weigh<D: Dot>(
     let (m, l) = unsafe { weights::<D::S, true>(s, p, seen, modifiers) };
     let w = rows.integers.as_mut_slice()[..TILE].as_mut_ptr();
     for g in 0..tile.v_groups {
+        let scales = tile.v_scale[g].as_ptr();
+        let mut largest = s.splat(0.0);
+        for t in (0..TILE).step_by(D::S::LANES) {
+            // SAFETY: t + LANES ≤ TILE.
+            unsafe { largest = s.max(largest, s.mul(s.load(p.add(t)), s.load(scales.add(t)))) };
+        }
+        let step = weight_step(s.largest(largest), tile.v_step_bits);
+        let inverse = s.splat(if step == 0.0 { 0.0 } else { rcp(step) });
         let mut w_sum = s.i_splat(0);
         for t in (0..TILE).step_by(D::S::LANES) {
             // SAFETY: t + LANES ≤ TILE.
             unsafe {
-                let scaled = s.mul(s.load(p.add(t)), s.load(tile.v_scale[g].as_ptr().add(t)));
-                // Adding 2^23 rounds; the integer is in the low bits.
-                let bits = s.bits(s.add(scaled, s.splat(8_388_608.0)));
-                let w16 = s.i_and(bits, s.i_splat(0xffff));
-                s.i_store(w.add(t).cast(), w16);
-                w_sum = s.i_add(w_sum, w16);
+                let x = s.mul(s.load(p.add(t)), s.load(scales.add(t)));
+                let rounded = s.add(s.mul(x, inverse), s.load(THRESHOLDS.as_ptr().add(t)));
+                let w8 = s.i_and(s.i_shr::<8>(s.bits(rounded)), s.i_splat(255));
+                s.i_store(w.add(t).cast(), w8);
+                w_sum = s.i_add(w_sum, w8);
             }
         }
-        let at = (row * tile.v_groups + g) * 4 * OPERAND;
-        let out = rows.v_operands.as_mut_slice()[at..][..4 * OPERAND].as_mut_ptr();
+        let at = (row * tile.v_groups + g) * 4 * D::OPERAND;
+        let out = rows.v_operands.as_mut_slice()[at..][..4 * D::OPERAND].as_mut_ptr();
         // SAFETY: TILE integers, four operands.
         unsafe { d.v_operands(w, out) };
+        rows.w_sums.as_mut_slice()[row * MAX_GROUPS + g] = s.i_sum(w_sum);
+        rows.w_steps.as_mut_slice()[row * MAX_GROUPS + g] = step;
         if tile.v_has_shift {
-            rows.w_sums.as_mut_slice()[row * MAX_GROUPS + g] = 8 * s.i_sum(w_sum);
-            let (mut hi, mut lo) = (s.i_splat(0), s.i_splat(0));
-            for t in (0..TILE).step_by(D::S::LANES) {
-                // SAFETY: t + LANES ≤ TILE.
-                unsafe {
-                    let bits = s.bits(s.add(s.load(p.add(t)), s.splat(WEIGHT_BASE)));
-                    // (p22 + 128) >> 8, as the base holds those 128.
-                    let p14 = s.i_and(s.i_shr::<8>(bits), s.i_splat(0xffff));
-                    let plane = |x: &[i32; TILE]| s.i_mul(p14, s.i_load(x.as_ptr().add(t).cast()));
-                    hi = s.i_add(hi, plane(&tile.v_shift_hi[g]));
-                    lo = s.i_add(lo, plane(&tile.v_shift_lo[g]));
-                }
-            }
-            let z = s.i_sum(hi) as f32 * 256.0 + s.i_sum(lo) as f32;
-            rows.v_shifts.as_mut_slice()[row * MAX_GROUPS + g] = z * tile.v_shift_unit[g];
+            // SAFETY: TILE floats each.
+            let z = unsafe { shift_term(s, p, tile.v_shift[g].as_ptr()) };
+            rows.v_shifts.as_mut_slice()[row * MAX_GROUPS + g] = z;
         }
     }
     (m, l)
+}
+
+/// θ of the tile's tokens.
+static THRESHOLDS: [f32; TILE] = {
+    let mut all = [0.0; TILE];
+    let mut t = 0;
+    while t < TILE {
+        all[t] = threshold(t);
+        t += 1;
+    }
+    all
+};
+
+/// `z` of section 5: eight partial sums, token t in sum t mod 8.
+///
+/// # Safety
+/// TILE floats are readable at each.
+#[inline(always)]
+unsafe fn shift_term<S: Simd>(s: S, p: *const f32, shifts: *const f32) -> f32 {
+    let mut products = [0.0f32; TILE];
+    for t in (0..TILE).step_by(S::LANES) {
+        // SAFETY: t + LANES ≤ TILE.
+        unsafe {
+            let product = s.mul(s.load(p.add(t)), s.load(shifts.add(t)));
+            s.store(products.as_mut_ptr().add(t), product);
+        }
+    }
+    shift_sum(products.into_iter())
 }
 
 /// The operands of a group's weights, of rows `row` bytes apart.
@@ -217,10 +243,6 @@ struct Weights {
     operands: *const u8,
     row: usize,
 }
-
-/// The results for `V` vectors of dims: products with `R` rows, and the codes' own sums where `V_BIAS` is not 0.
-type VProducts<D, const R: usize, const V: usize> =
-    ([[<D as Dot>::VAcc; V]; R], [<D as Dot>::VAcc; V]);
 
 /// Products of `V` vectors of the dims from `dim0` on with `R` rows.
 ///
@@ -233,13 +255,12 @@ unsafe fn v_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool
     weights: &Weights,
     dim0: usize,
     vectors: [usize; V],
-) -> VProducts<D, R, V> {
+) -> [[<D::S as Simd>::I; V]; R] {
     let s = d.simd();
     let first = if D::S::LANES == 16 { 0 } else { dim0 % 16 };
-    let mut acc = [[d.v_zero(); V]; R];
-    let mut count = [d.v_zero(); V];
+    let mut acc = [[s.i_splat(0); V]; R];
     for panel in 0..tile.tokens.div_ceil(16) {
-        let mut codes = [d.v_none(); V];
+        let mut codes = [d.none(); V];
         for j in 0..V {
             let dim = first + vectors[j] * D::S::ROWS;
             let row = match NIBBLES {
@@ -250,25 +271,20 @@ unsafe fn v_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool
             let raw = unsafe { s.i_load(tile.v[panel].add(row * 16)) };
             codes[j] = match NIBBLES {
                 false => d.v_bytes(raw),
-                true if dim < 8 => d.v_low(raw),
-                true => d.v_high(raw),
+                true if dim < 8 => d.low(raw),
+                true => d.high(raw),
             };
-            if D::V_BIAS != 0 {
-                count[j] = d.v_count(count[j], codes[j]);
-            }
         }
         for r in 0..R {
             // SAFETY: operand `panel` of row r.
-            let operand = unsafe {
-                let at = weights.operands.add(r * weights.row + panel * OPERAND);
-                [s.i_row(at), s.i_row(at.add(16))]
-            };
+            let operand =
+                unsafe { d.operand(weights.operands.add(r * weights.row + panel * D::OPERAND)) };
             for j in 0..V {
                 acc[r][j] = d.v_dot(acc[r][j], codes[j], operand);
             }
         }
     }
-    (acc, count)
+    acc
 }
 
 /// The sums of [`v_products`] for a whole step, a dim to a lane.
@@ -284,49 +300,28 @@ unsafe fn v_sums<D: Dot, const R: usize, const NIBBLES: bool>(
 ) -> [<D::S as Simd>::I; R] {
     let s = d.simd();
     let mut sums = [s.i_splat(0); R];
-    let mut count = s.i_splat(0);
     // SAFETY: the caller's contract, throughout.
     unsafe {
         if R <= D::AT_ONCE {
-            let (acc, counts) =
-                v_products::<D, R, 4, NIBBLES>(d, tile, weights, dim0, [0, 1, 2, 3]);
+            let acc = v_products::<D, R, 4, NIBBLES>(d, tile, weights, dim0, [0, 1, 2, 3]);
             for r in 0..R {
-                let [a, b, c, e] = acc[r];
-                sums[r] = s.i_rows([d.v_sum(a), d.v_sum(b), d.v_sum(c), d.v_sum(e)]);
+                sums[r] = s.i_rows(acc[r]);
             }
-            if D::V_BIAS != 0 {
-                let [a, b, c, e] = counts;
-                count = s.i_rows([d.v_sum(a), d.v_sum(b), d.v_sum(c), d.v_sum(e)]);
-            }
-        } else {
-            let vectors = [0, 1];
-            let (acc, counts) = v_products::<D, R, 2, NIBBLES>(d, tile, weights, dim0, vectors);
-            for r in 0..R {
-                sums[r] = s.i_pairs(d.v_sum(acc[r][0]), d.v_sum(acc[r][1]));
-            }
-            let first = s.i_pairs(d.v_sum(counts[0]), d.v_sum(counts[1]));
-            let vectors = [2, 3];
-            let (acc, counts) = v_products::<D, R, 2, NIBBLES>(d, tile, weights, dim0, vectors);
-            for r in 0..R {
-                let second = s.i_pairs(d.v_sum(acc[r][0]), d.v_sum(acc[r][1]));
-                sums[r] = s.i_join(sums[r], second);
-            }
-            if D::V_BIAS != 0 {
-                let second = s.i_pairs(d.v_sum(counts[0]), d.v_sum(counts[1]));
-                count = s.i_join(first, second);
-            }
+            return sums;
         }
-    }
-    if D::V_BIAS != 0 {
-        let back = s.i_mul(count, s.i_splat(D::V_BIAS));
+        let first = v_products::<D, R, 2, NIBBLES>(d, tile, weights, dim0, [0, 1]);
         for r in 0..R {
-            sums[r] = s.i_add(sums[r], back);
+            sums[r] = s.i_pairs(first[r][0], first[r][1]);
+        }
+        let second = v_products::<D, R, 2, NIBBLES>(d, tile, weights, dim0, [2, 3]);
+        for r in 0..R {
+            sums[r] = s.i_join(sums[r], s.i_pairs(second[r][0], second[r][1]));
         }
     }
     sums
 }
 
-/// Section 4's product with V for `R` rows, folded into their states (section 5).
+/// Section 5's product with V for `R` rows, folded into their states (section 6).
 ///
 /// # Safety
 /// As for [`weigh`], which has run for these rows.
@@ -339,9 +334,10 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
     row: usize,
 ) {
     let (s, dim) = (d.simd(), rows.dim);
-    let (group_dims, stride) = (dim / tile.v_groups, tile.v_groups * 4 * OPERAND);
+    let (group_dims, stride) = (dim / tile.v_groups, tile.v_groups * 4 * D::OPERAND);
     let operands = rows.v_operands.as_slice()[row * stride..][..R * stride].as_ptr();
     let w_sums = &rows.w_sums.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
+    let steps = &rows.w_steps.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
     let shifts = &rows.v_shifts.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
     let (alpha, beta) = (
         &rows.alpha.as_slice()[row..][..R],
@@ -353,29 +349,23 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
         fetch.step(s);
         let weights = Weights {
             // SAFETY: group g of v_groups.
-            operands: unsafe { operands.add(g * 4 * OPERAND) },
+            operands: unsafe { operands.add(g * 4 * D::OPERAND) },
             row: stride,
         };
         // SAFETY: the tile's V and the operands have the tile's panels; dim0 + LANES ≤ dim.
         let sums = unsafe { v_sums::<D, R, NIBBLES>(d, tile, &weights, dim0) };
-        let unit = tile.v_unit[g];
         for r in 0..R {
             if beta[r] < 0.0 {
                 continue;
             }
-            let mut sum = sums[r];
+            let at = r * MAX_GROUPS + g;
+            let bias = s.i_splat(tile.v_code.bias(0) * w_sums[at]);
+            let n = s.to_f(s.i_sub(tile.v_code.of_sums(s, sums[r]), bias));
             let value = if tile.v_has_shift {
-                if NIBBLES {
-                    sum = s.i_sub(sum, s.i_splat(w_sums[r * MAX_GROUPS + g]));
-                }
-                let t = s.add(
-                    s.mul(s.to_f(sum), s.splat(unit)),
-                    s.splat(shifts[r * MAX_GROUPS + g]),
-                );
+                let t = s.add(s.mul(n, s.splat(steps[at])), s.splat(shifts[at]));
                 s.mul(t, s.splat(beta[r]))
             } else {
-                // Both are powers of two of at least 2^-102 together, or β is 0: one exact product.
-                s.mul(s.to_f(sum), s.splat(unit * beta[r]))
+                s.mul(s.mul(n, s.splat(steps[at])), s.splat(beta[r]))
             };
             // SAFETY: R·dim floats at o.
             unsafe {

@@ -5,7 +5,6 @@
 //! two arithmetics, `softmax` is what they share, `decode` cuts a step into splits for threads.
 
 mod backend;
-mod channels;
 mod decode;
 mod float;
 mod integer;

@@ -176,6 +176,32 @@ impl<'a> Reader<'a> {
         }
     }
 
+    /// One side's residuals in the residual page of token `t`.
+    ///
+    /// # Panics
+    /// For a view, and for a token whose residuals are not kept.
+    #[inline]
+    pub(crate) fn residual_page(&self, side: Side, t: usize) -> PagePart<'a> {
+        let Location::Pages {
+            pool,
+            offsets,
+            pages,
+            residual_pages,
+            ..
+        } = &self.location
+        else {
+            unreachable!("a view has no residuals");
+        };
+        let first = pages.len() - residual_pages.len();
+        let page = residual_pages[(t >> offsets.page_shift) - first] as usize;
+        let page = &pool[page * offsets.page_bytes..][..offsets.page_bytes];
+        PagePart {
+            codes: &page[offsets.residuals[side as usize]..],
+            params: &[],
+            page_size: 1 << offsets.page_shift,
+        }
+    }
+
     /// The run of the page of token `t`, which holds everything that a tile reads of it.
     ///
     /// # Panics
@@ -285,22 +311,13 @@ impl<'a> Reader<'a> {
     /// For a view, and for a token whose residuals are not kept.
     #[must_use]
     pub fn residual(&self, side: Side, t: usize, d: usize) -> u16 {
-        let Location::Pages {
-            pool,
-            layout,
-            offsets,
-            pages,
-            residual_pages,
-        } = &self.location
-        else {
+        let Location::Pages { layout, .. } = &self.location else {
             unreachable!("a view has no residuals");
         };
-        let first = pages.len() - residual_pages.len();
-        let page = residual_pages[(t >> offsets.page_shift) - first] as usize;
-        let page = &pool[page * offsets.page_bytes..][..offsets.page_bytes];
+        let page = self.residual_page(side, t);
         let address = if side == Side::K { k_code } else { v_code };
         let page_size = layout.page_size();
         let at = address(4, layout.head_dim(), page_size, t % page_size, d);
-        at.load(&page[offsets.residuals[side as usize]..], 4)
+        at.load(page.codes, 4)
     }
 }

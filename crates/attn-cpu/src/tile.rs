@@ -2,16 +2,10 @@
 //!
 //! Native pages are read in place, and so is 16-bit V of views; [`crate::unpack`] converts everything else into panels that the thread owns.
 
-use attn_core::{
-    Int4Scale, Int8Scale, Scheme,
-    arithmetic::{TILE, exp2i, exponent, shift_exponent},
-    format::MAX_GROUPS,
-};
+use attn_core::{Int8Scale, Scheme, arithmetic::TILE, format::MAX_GROUPS};
 
 use crate::{
-    channels::Channels,
-    query::largest_abs,
-    reader::{Reader, Side},
+    reader::{PagePart, Reader, Side},
     scratch::Aligned,
     simd::{Simd, scale_and_shift},
     unpack::{self, CodeRows, Scales, Unpack},
@@ -113,6 +107,52 @@ impl Fetch {
     }
 }
 
+/// How a tile's codes enter the products.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Code {
+    /// 8-bit integers.
+    Int8,
+    /// 4-bit integers, 8 too large.
+    Nibble,
+    /// Half steps without residuals, 16u.
+    Coarse,
+    /// Half steps with residuals, as the 8-bit integers c − 128.
+    Fine,
+}
+
+impl Code {
+    fn of(scheme: Scheme, fine: bool) -> Code {
+        match scheme {
+            Scheme::Int4(_) => Code::Nibble,
+            Scheme::RotatedInt4 { .. } if fine => Code::Fine,
+            Scheme::RotatedInt4 { .. } => Code::Coarse,
+            _ => Code::Int8,
+        }
+    }
+
+    /// What sums of products with these codes count in: 2·16 of a nibble, 2 of a byte where codes are half steps.
+    #[inline(always)]
+    pub fn of_sums<S: Simd>(self, s: S, sums: S::I) -> S::I {
+        match self {
+            Code::Int8 | Code::Nibble => sums,
+            Code::Coarse => s.i_shl::<5>(sums),
+            Code::Fine => s.i_shl::<1>(sums),
+        }
+    }
+
+    /// What has to be taken out of [`Code::of_sums`] for each integer that met a code, if `byte` was added to 8-bit codes.
+    #[inline(always)]
+    pub fn bias(self, byte: i32) -> i32 {
+        match self {
+            Code::Int8 => byte,
+            Code::Nibble => 8,
+            Code::Coarse => 240,
+            // 2c − 255 is 2·(c − 128) + 1.
+            Code::Fine => 2 * byte - 1,
+        }
+    }
+}
+
 /// A tile; its pointers lead into the cache or into its own panels, and stay valid until the next load.
 pub(crate) struct Tile {
     /// Cached tokens, 1..=64.
@@ -121,6 +161,7 @@ pub(crate) struct Tile {
     pub k: [*const u8; 4],
     pub k_stride: usize,
     pub k_nibbles: bool,
+    pub k_code: Code,
     pub k_float: Float,
     pub k_groups: usize,
     pub k_has_shift: bool,
@@ -135,17 +176,12 @@ pub(crate) struct Tile {
     pub v_float: Float,
     pub v_groups: usize,
     pub v_has_shift: bool,
-    /// v_scale·2^f, 0 from `tokens` on.
+    pub v_code: Code,
+    /// Significant bits of the weights' step.
+    pub v_step_bits: u32,
+    /// v_scale, 0 from `tokens` on.
     pub v_scale: [[f32; TILE]; MAX_GROUPS],
-    /// 2^−f.
-    pub v_unit: [f32; MAX_GROUPS],
-    v_shift: [[f32; TILE]; MAX_GROUPS],
-    /// `sh` in two planes.
-    pub v_shift_hi: [[i32; TILE]; MAX_GROUPS],
-    pub v_shift_lo: [[i32; TILE]; MAX_GROUPS],
-    /// 2^(−14−h).
-    pub v_shift_unit: [f32; MAX_GROUPS],
-    pub channels: Channels,
+    pub v_shift: [[f32; TILE]; MAX_GROUPS],
     k_panels: Aligned<u8>,
     v_panels: Aligned<u8>,
 }
@@ -157,6 +193,7 @@ impl Tile {
             k: [std::ptr::null(); 4],
             k_stride: 0,
             k_nibbles: false,
+            k_code: Code::Int8,
             k_float: Float::F32,
             k_groups: 1,
             k_has_shift: false,
@@ -169,57 +206,58 @@ impl Tile {
             v_float: Float::F32,
             v_groups: 1,
             v_has_shift: false,
+            v_code: Code::Int8,
+            v_step_bits: 3,
             v_scale: [[0.0; TILE]; MAX_GROUPS],
-            v_unit: [0.0; MAX_GROUPS],
             v_shift: [[0.0; TILE]; MAX_GROUPS],
-            v_shift_hi: [[0; TILE]; MAX_GROUPS],
-            v_shift_lo: [[0; TILE]; MAX_GROUPS],
-            v_shift_unit: [0.0; MAX_GROUPS],
-            channels: Channels::new(),
             k_panels: Aligned::new(),
             v_panels: Aligned::new(),
         }
     }
 
-    /// Loads `tokens` tokens from `t0`, a multiple of 64, for the integer arithmetic.
+    /// Loads `tokens` tokens from `t0`, a multiple of 64, for the integer arithmetic; `fine` says which sides are read with residuals.
     #[inline(always)]
     pub fn load_integer<S: Simd>(
         &mut self,
         s: S,
         reader: &Reader<'_>,
-        t0: usize,
-        tokens: usize,
+        [t0, tokens]: [usize; 2],
         dim: usize,
+        fine: [bool; 2],
     ) {
         self.tokens = tokens;
-        let scheme = reader.scheme(Side::K, t0);
-        let channel = scheme == Scheme::Int4(Int4Scale::Channel);
+        let scheme = reader.scheme(Side::K);
         self.k_groups = scheme.groups(dim);
-        self.k_has_shift = matches!(scheme, Scheme::Int4(Int4Scale::Groups(_)));
-        self.k_nibbles = scheme.code_bits() == 4;
-        if reader.is_paged() {
-            self.place(reader, Side::K, t0, scheme.code_bits(), dim);
-        } else {
+        self.k_has_shift = scheme.has_shifts();
+        self.k_nibbles = scheme.code_bits() == 4 && !fine[0];
+        self.k_code = Code::of(scheme, fine[0]);
+        if !reader.is_paged() {
             self.copy_k(s, reader, t0, dim);
+        } else if fine[0] {
+            self.join(s, reader, Side::K, t0, dim);
+        } else {
+            self.place(reader, Side::K, t0, scheme.code_bits(), dim);
         }
-        if channel {
-            self.channels.load(s, reader, t0, dim, 8.0);
-        }
-        if channel || scheme == Scheme::Int8(Int8Scale::Tensor) {
+        if scheme == Scheme::Int8(Int8Scale::Tensor) {
             self.k_scale[0] = [1.0; TILE];
         } else {
             let into = [&mut self.k_scale, &mut self.k_shift];
             params(s, reader, Side::K, [t0, tokens], self.k_groups, 8.0, into);
         }
+        sixteenths(s, scheme, &mut self.k_scale[..self.k_groups]);
 
-        let scheme = reader.scheme(Side::V, t0);
+        let scheme = reader.scheme(Side::V);
         self.v_groups = scheme.groups(dim);
-        self.v_has_shift = matches!(scheme, Scheme::Int4(_));
-        self.v_nibbles = scheme.code_bits() == 4;
-        if reader.is_paged() {
-            self.place(reader, Side::V, t0, scheme.code_bits(), dim);
-        } else {
+        self.v_has_shift = scheme.has_shifts();
+        self.v_nibbles = scheme.code_bits() == 4 && !fine[1];
+        self.v_code = Code::of(scheme, fine[1]);
+        self.v_step_bits = if fine[1] { 2 } else { 3 };
+        if !reader.is_paged() {
             self.turn_v(s, reader, t0, dim);
+        } else if fine[1] {
+            self.join(s, reader, Side::V, t0, dim);
+        } else {
+            self.place(reader, Side::V, t0, scheme.code_bits(), dim);
         }
         if scheme == Scheme::Int8(Int8Scale::Tensor) {
             self.v_scale[0] = std::array::from_fn(|t| if t < tokens { 1.0 } else { 0.0 });
@@ -227,50 +265,77 @@ impl Tile {
             let into = [&mut self.v_scale, &mut self.v_shift];
             params(s, reader, Side::V, [t0, tokens], self.v_groups, 8.0, into);
         }
-        self.bring_up_v_params(s);
+        sixteenths(s, scheme, &mut self.v_scale[..self.v_groups]);
     }
 
-    /// V's scales times their power of two, and its shifts as 16-bit integers in two planes (section 4 of the arithmetic).
+    /// Joins the codes of one side of rotated int4 with their residuals to int8 codes, 128 less, in panels.
     #[inline(always)]
-    fn bring_up_v_params<S: Simd>(&mut self, s: S) {
-        for g in 0..self.v_groups {
-            let largest = largest(s, &self.v_scale[g]);
-            let f = if largest == 0.0 {
-                0
-            } else {
-                14 - exponent(largest)
-            };
-            self.v_unit[g] = exp2i(-f);
-            for t in (0..TILE).step_by(S::LANES) {
-                // SAFETY: t + LANES ≤ TILE.
-                unsafe {
-                    let p = self.v_scale[g].as_mut_ptr().add(t);
-                    s.store(p, s.mul(s.load(p), s.splat(exp2i(f))));
+    fn join<S: Simd>(&mut self, s: S, reader: &Reader<'_>, side: Side, t0: usize, dim: usize) {
+        let panels = match side {
+            Side::K => &mut self.k_panels,
+            Side::V => &mut self.v_panels,
+        };
+        panels.reserve(TILE * dim);
+        let out = panels.as_mut_slice()[..TILE * dim].as_mut_ptr();
+        let mut codes = [std::ptr::null(); 4];
+        let mut residuals = [std::ptr::null(); 4];
+        let at = [t0, self.tokens];
+        let stride = places_of(|t| reader.page(side, t), side, at, 4, dim, &mut codes);
+        places_of(
+            |t| reader.residual_page(side, t),
+            side,
+            at,
+            4,
+            dim,
+            &mut residuals,
+        );
+        for i in 0..self.tokens.div_ceil(16) {
+            // SAFETY: 16 tokens' codes and residuals lie there, in the layout of 4-bit codes; `out` has a panel of K or of V for them.
+            unsafe {
+                match side {
+                    // Panels of 16 dims: 8 rows of two tokens' nibbles become 16 rows.
+                    Side::K => {
+                        for panel in 0..dim / 16 {
+                            let at = panel * stride;
+                            let to = out.add((panel * TILE + 16 * i) * 16);
+                            unpack::join(s, codes[i].add(at), residuals[i].add(at), to);
+                        }
+                    }
+                    // Rows of two dims' nibbles, 8 for each 16 dims.
+                    Side::V => {
+                        for block in 0..dim / 16 {
+                            let at = block * 128;
+                            let to = out.add((i * dim + 16 * block) * 16);
+                            unpack::join(s, codes[i].add(at), residuals[i].add(at), to);
+                        }
+                    }
                 }
             }
-            if self.v_has_shift {
-                let planes =
-                    [&mut self.v_shift_hi[g], &mut self.v_shift_lo[g]].map(|x| x.as_mut_ptr());
-                // SAFETY: TILE elements each.
-                let h = unsafe { shift_planes(s, self.v_shift[g].as_ptr(), TILE, planes) };
-                self.v_shift_unit[g] = exp2i(-14 - h);
+        }
+        match side {
+            Side::K => {
+                self.k = std::array::from_fn(|i| out.wrapping_add(i * 256).cast_const());
+                self.k_stride = TILE * 16;
+            }
+            Side::V => {
+                self.v = std::array::from_fn(|i| out.wrapping_add(i * dim * 16).cast_const());
             }
         }
     }
 
-    /// Loads a tile for the float arithmetic.
+    /// Loads a tile for the float arithmetic; `fine` says which sides are read with residuals.
     #[inline(always)]
     pub fn load_float<S: Simd>(
         &mut self,
         s: S,
         reader: &Reader<'_>,
-        t0: usize,
-        tokens: usize,
+        [t0, tokens]: [usize; 2],
         dim: usize,
+        fine: [bool; 2],
     ) {
         self.tokens = tokens;
         for side in [Side::K, Side::V] {
-            let scheme = reader.scheme(side, t0);
+            let scheme = reader.scheme(side);
             let float = Float::of(scheme);
             if side == Side::K {
                 self.k_float = float;
@@ -278,7 +343,7 @@ impl Tile {
                 (self.v_float, self.v_row) = (float, float.row());
             }
             if scheme.code_bits() != 16 {
-                self.widen(s, reader, side, t0, scheme, dim);
+                self.widen(s, reader, side, t0, dim, fine[side as usize]);
             } else if reader.is_paged() {
                 self.place(reader, side, t0, 16, dim);
             } else if side == Side::K {
@@ -297,7 +362,8 @@ impl Tile {
             Side::K => (&mut self.k, &mut self.k_stride),
             Side::V => (&mut self.v, &mut self.v_stride),
         };
-        *stride = places_of(reader, side, t0, self.tokens, bits, dim, places);
+        let at = [t0, self.tokens];
+        *stride = places_of(|t| reader.page(side, t), side, at, bits, dim, places);
     }
 
     /// K of a view, as panels of 16 bytes.
@@ -331,43 +397,77 @@ impl Tile {
         reader: &Reader<'_>,
         side: Side,
         t0: usize,
-        scheme: Scheme,
         dim: usize,
+        fine: bool,
     ) {
+        let scheme = reader.scheme(side);
         let (tokens, groups, row) = (self.tokens, scheme.groups(dim), Float::of(scheme).row());
-        let by_channel = scheme == Scheme::Int4(Int4Scale::Channel);
-        if by_channel {
-            self.channels.load(s, reader, t0, dim, 0.0);
-        } else if scheme == Scheme::Int8(Int8Scale::Tensor) {
+        if scheme == Scheme::Int8(Int8Scale::Tensor) {
             self.k_scale[0] = [1.0; TILE];
         } else if scheme.is_integer() {
             let into = [&mut self.k_scale, &mut self.k_shift];
             params(s, reader, side, [t0, tokens], groups, 0.0, into);
         }
-        let channel = [&self.channels.scale, &self.channels.shift];
         let panels = match side {
             Side::K => &mut self.k_panels,
             Side::V => &mut self.v_panels,
         };
         panels.reserve(TILE * dim / 8 * row);
         let out = panels.as_mut_slice()[..TILE * dim / 8 * row].as_mut_ptr();
-        let job = Unpack {
-            tokens,
-            dim,
-            scales: Scales {
-                scale: &self.k_scale,
-                shift: &self.k_shift,
-                groups,
-                channel: by_channel.then(|| channel.map(|x| &x.as_slice()[..dim])),
-            },
-            out,
-        };
-        // SAFETY: `out` is as long as `dim/8` panels of TILE rows.
-        unsafe { widen(s, reader, side, t0, scheme, &job) };
+        if let Scheme::RotatedInt4 { .. } = scheme {
+            // SAFETY: `out` is as long as `dim/8` panels of TILE rows of floats.
+            unsafe { half_steps(reader, side, [t0, tokens], &self.k_scale, dim, fine, out) };
+        } else {
+            let job = Unpack {
+                tokens,
+                dim,
+                scales: Scales {
+                    scale: &self.k_scale,
+                    shift: &self.k_shift,
+                    groups,
+                },
+                out,
+            };
+            // SAFETY: `out` is as long as `dim/8` panels of TILE rows.
+            unsafe { widen(s, reader, side, t0, scheme, &job) };
+        }
         let places = [0, 1, 2, 3].map(|i| out.wrapping_add(i * 16 * row).cast_const());
         match side {
             Side::K => (self.k, self.k_stride) = (places, TILE * row),
             Side::V => (self.v, self.v_stride) = (places, TILE * row),
+        }
+    }
+}
+
+/// One side of a tile of half steps as floats, in panels of 8 dims of TILE rows: pairs of such a side with a float scheme are rare.
+///
+/// # Safety
+/// `dim·TILE` floats are writable at `out`.
+unsafe fn half_steps(
+    reader: &Reader<'_>,
+    side: Side,
+    [t0, tokens]: [usize; 2],
+    scales: &[[f32; TILE]; MAX_GROUPS],
+    dim: usize,
+    fine: bool,
+    out: *mut u8,
+) {
+    let group = dim / reader.scheme(side).groups(dim);
+    for t in 0..tokens {
+        for d in 0..dim {
+            let (u, scale) = (reader.code(side, t0 + t, d), scales[d / group][t]);
+            let value = if fine {
+                let c = 16 * u + reader.residual(side, t0 + t, d);
+                (2.0 * f32::from(c) - 255.0) * (scale / 16.0)
+            } else {
+                (2.0 * f32::from(u) - 15.0) * scale
+            };
+            // SAFETY: panel d/8, row t, element d%8: below dim·TILE.
+            unsafe {
+                out.cast::<f32>()
+                    .add((d / 8 * TILE + t) * 8 + d % 8)
+                    .write_unaligned(value)
+            };
         }
     }
 }
@@ -410,7 +510,8 @@ unsafe fn widen<S: Simd>(
     };
     if reader.is_paged() {
         let places = &mut lines.places;
-        lines.chunk = places_of(reader, side, t0, job.tokens, bits, job.dim, places);
+        let at = [t0, job.tokens];
+        lines.chunk = places_of(|t| reader.page(side, t), side, at, bits, job.dim, places);
     } else {
         lines = view_rows(reader, side, t0, job.tokens, job.dim);
     }
@@ -431,18 +532,17 @@ unsafe fn widen<S: Simd>(
 
 /// Finds where each 16 of a tile's tokens lie, and returns the distance between the panels of K (and of 16-bit V).
 #[inline(always)]
-fn places_of(
-    reader: &Reader<'_>,
+fn places_of<'a>(
+    page_of: impl Fn(usize) -> PagePart<'a>,
     side: Side,
-    t0: usize,
-    tokens: usize,
+    [t0, tokens]: [usize; 2],
     bits: usize,
     dim: usize,
     places: &mut [*const u8; 4],
 ) -> usize {
     let (mut t, mut stride) = (0, 0);
     while t < tokens {
-        let page = reader.page(side, t0 + t);
+        let page = page_of(t0 + t);
         let mut first = (t0 + t) & (page.page_size - 1);
         // A row of 4-bit K is two tokens.
         let k_row = if bits == 4 { 8 } else { 16 };
@@ -461,37 +561,21 @@ fn places_of(
     stride
 }
 
-/// Shifts as integers, `sh = 256·sh_hi + sh_lo`, in two planes; their exponent h.
-///
-/// # Safety
-/// `len` elements at each; 16 divides `len`.
+/// The scales of half steps count sixteenths.
 #[inline(always)]
-unsafe fn shift_planes<S: Simd>(
-    s: S,
-    shift: *const f32,
-    len: usize,
-    [hi, lo]: [*mut i32; 2],
-) -> i32 {
-    // SAFETY: the caller's contract, throughout.
-    unsafe {
-        let h = shift_exponent(largest_abs(s, shift, len));
-        for i in (0..len).step_by(S::LANES) {
-            let sh = s.round(s.mul(s.load(shift.add(i)), s.splat(exp2i(h))));
-            s.i_store(hi.add(i).cast(), s.i_sar::<8>(sh));
-            s.i_store(lo.add(i).cast(), s.i_and(sh, s.i_splat(255)));
+fn sixteenths<S: Simd>(s: S, scheme: Scheme, scales: &mut [[f32; TILE]]) {
+    if !matches!(scheme, Scheme::RotatedInt4 { .. }) {
+        return;
+    }
+    for scales in scales {
+        for t in (0..TILE).step_by(S::LANES) {
+            // SAFETY: t + LANES ≤ TILE.
+            unsafe {
+                let at = scales.as_mut_ptr().add(t);
+                s.store(at, s.mul(s.load(at), s.splat(1.0 / 16.0)));
+            }
         }
-        h
     }
-}
-
-#[inline(always)]
-fn largest<S: Simd>(s: S, x: &[f32; TILE]) -> f32 {
-    let mut m = s.splat(0.0);
-    for t in (0..TILE).step_by(S::LANES) {
-        // SAFETY: t + LANES ≤ TILE.
-        m = s.max(m, unsafe { s.load(x.as_ptr().add(t)) });
-    }
-    s.largest(m)
 }
 
 /// Parameters per token as floats, `[group][token]`, 0 from `tokens` on.
@@ -521,7 +605,7 @@ fn params<S: Simd>(
         }
         return;
     }
-    let shifted = matches!(reader.scheme(side, t0), Scheme::Int4(_));
+    let shifted = reader.scheme(side).has_shifts();
     let width = if shifted { 4 } else { 2 };
     if tokens < TILE {
         scale[..groups].fill([0.0; TILE]);

@@ -38,8 +38,6 @@ pub(crate) struct Scales<'a> {
     pub scale: &'a [[f32; TILE]; MAX_GROUPS],
     pub shift: &'a [[f32; TILE]; MAX_GROUPS],
     pub groups: usize,
-    /// By dim, instead of the others.
-    pub channel: Option<[&'a [f32]; 2]>,
 }
 
 /// The conversion of one side of a tile into panels of 8 dims, `TILE` rows each, 2 or 4 bytes an element.
@@ -73,6 +71,32 @@ pub(crate) unsafe fn copy<S: Simd>(
                 let to = out.wrapping_add((at * TILE + t) * 16);
                 s.i_store_rows(four(to, TILE * 16), codes);
             }
+        }
+    }
+}
+
+/// Joins 8 rows of 4-bit codes with as many of residuals: 16 rows of the 8-bit integers `16·code + residual − 128`, low nibbles first.
+///
+/// # Safety
+/// 128 bytes are readable at `codes` and at `residuals`, 256 writable at `out`.
+#[inline(always)]
+pub(crate) unsafe fn join<S: Simd>(s: S, codes: *const u8, residuals: *const u8, out: *mut u8) {
+    let (low, high, sign) = (
+        s.i_splat(0x0f0f_0f0f),
+        s.i_splat(0xf0f0_f0f0u32 as i32),
+        s.i_splat(0x8080_8080u32 as i32),
+    );
+    for row in (0..8).step_by(S::ROWS) {
+        // SAFETY: rows `row..row + ROWS` of 8, and the same of the 8 behind them.
+        unsafe {
+            let (u, r) = (
+                s.i_load(codes.add(16 * row)),
+                s.i_load(residuals.add(16 * row)),
+            );
+            let first = s.i_xor(s.i_and(s.h_shl::<4>(u), high), s.i_and(r, low));
+            let second = s.i_xor(s.i_and(u, high), s.i_and(s.h_shr::<4>(r), low));
+            s.i_store(out.add(16 * row), s.i_xor(first, sign));
+            s.i_store(out.add(16 * (row + 8)), s.i_xor(second, sign));
         }
     }
 }
@@ -335,8 +359,8 @@ unsafe fn emit<S: Simd, const KIND: u8>(
             let x = s.to_f(s.i_sar::<24>(quarters[quarter]));
             // SAFETY: the caller's contract; half a row of the panel.
             unsafe {
-                if half + quarter == 0 || job.scales.channel.is_some() {
-                    [scale, shift] = factors(s, job, t, blocks, 2 * half + quarter);
+                if half + quarter == 0 {
+                    [scale, shift] = factors(s, job, t, blocks);
                 }
                 let mut x = s.mul(x, scale);
                 if KIND == INT4 {
@@ -374,37 +398,13 @@ fn panel_rows(
     ]
 }
 
-/// Scale and shift of token `t`; by channel those of dims 4·quarter.. of each block.
+/// Scale and shift of token `t` in each block.
 ///
 /// # Safety
 /// The first `ROWS` blocks lie below dim/16.
 #[inline(always)]
-unsafe fn factors<S: Simd>(
-    s: S,
-    job: &Unpack<'_>,
-    t: usize,
-    blocks: [usize; 4],
-    quarter: usize,
-) -> [S::F; 2] {
+unsafe fn factors<S: Simd>(s: S, job: &Unpack<'_>, t: usize, blocks: [usize; 4]) -> [S::F; 2] {
     let of = &job.scales;
-    if let Some([scale, shift]) = of.channel {
-        let rows = |x: &[f32]| {
-            let at = x.as_ptr().wrapping_add(4 * quarter).cast::<u8>();
-            [
-                at.wrapping_add(blocks[0] * 64),
-                at.wrapping_add(blocks[1] * 64),
-                at.wrapping_add(blocks[2] * 64),
-                at.wrapping_add(blocks[3] * 64),
-            ]
-        };
-        // SAFETY: `dim` floats each.
-        return unsafe {
-            [
-                s.of_bits(s.i_load_rows(rows(scale))),
-                s.of_bits(s.i_load_rows(rows(shift))),
-            ]
-        };
-    }
     if of.groups == 1 {
         return [s.splat(of.scale[0][t]), s.splat(of.shift[0][t])];
     }

@@ -354,14 +354,11 @@ impl Vnni {
 impl Dot for Vnni {
     type S = Avx512;
     const K_BIAS: i32 = 128;
-    const V_BIAS: i32 = 0;
-    // Four rows go as two and two: taken two vectors at a time, their additional loads cost more than is shared.
-    const BLOCK: usize = 3;
-    const AT_ONCE: usize = 3;
-    type KCodes = __m512i;
-    type VCodes = __m512i;
-    type KAcc = [__m512i; 2];
-    type VAcc = [__m512i; 2];
+    const OPERAND: usize = 16;
+    const BLOCK: usize = 4;
+    const AT_ONCE: usize = 4;
+    type Codes = __m512i;
+    type Operand = __m512i;
 
     #[inline(always)]
     fn simd(self) -> Avx512 {
@@ -369,23 +366,8 @@ impl Dot for Vnni {
     }
 
     #[inline(always)]
-    fn k_none(self) -> __m512i {
+    fn none(self) -> __m512i {
         self.0.i_splat(0)
-    }
-
-    #[inline(always)]
-    fn v_none(self) -> __m512i {
-        self.0.i_splat(0)
-    }
-
-    #[inline(always)]
-    fn k_zero(self) -> [__m512i; 2] {
-        [self.0.i_splat(0); 2]
-    }
-
-    #[inline(always)]
-    fn v_zero(self) -> [__m512i; 2] {
-        [self.0.i_splat(0); 2]
     }
 
     #[inline(always)]
@@ -394,107 +376,59 @@ impl Dot for Vnni {
     }
 
     #[inline(always)]
-    fn k_low(self, raw: __m512i) -> __m512i {
-        self.0.i_and(raw, self.0.i_splat(0x0f0f_0f0f))
-    }
-
-    #[inline(always)]
-    fn k_high(self, raw: __m512i) -> __m512i {
-        self.k_low(self.0.h_shr::<4>(raw))
-    }
-
-    #[inline(always)]
     fn v_bytes(self, raw: __m512i) -> __m512i {
         raw
     }
 
     #[inline(always)]
-    fn v_low(self, raw: __m512i) -> __m512i {
-        self.k_low(raw)
+    fn low(self, raw: __m512i) -> __m512i {
+        self.0.i_and(raw, self.0.i_splat(0x0f0f_0f0f))
     }
 
     #[inline(always)]
-    fn v_high(self, raw: __m512i) -> __m512i {
-        self.k_high(raw)
+    fn high(self, raw: __m512i) -> __m512i {
+        self.low(self.0.h_shr::<4>(raw))
     }
 
     #[inline(always)]
-    fn k_dot(self, acc: [__m512i; 2], codes: __m512i, operand: [__m512i; 2]) -> [__m512i; 2] {
+    unsafe fn operand(self, p: *const u8) -> __m512i {
+        // SAFETY: the caller's contract.
+        unsafe { self.0.i_row(p) }
+    }
+
+    #[inline(always)]
+    fn k_dot(self, acc: __m512i, codes: __m512i, operand: __m512i) -> __m512i {
         // SAFETY: a `Vnni` exists only where its instructions do.
-        unsafe {
-            [
-                _mm512_dpbusd_epi32(acc[0], codes, operand[0]),
-                _mm512_dpbusd_epi32(acc[1], codes, operand[1]),
-            ]
-        }
+        unsafe { _mm512_dpbusd_epi32(acc, codes, operand) }
     }
 
     #[inline(always)]
-    fn v_dot(self, acc: [__m512i; 2], codes: __m512i, operand: [__m512i; 2]) -> [__m512i; 2] {
+    fn v_dot(self, acc: __m512i, codes: __m512i, operand: __m512i) -> __m512i {
         // SAFETY: a `Vnni` exists only where its instructions do.
-        unsafe {
-            [
-                _mm512_dpbusd_epi32(acc[0], operand[0], codes),
-                _mm512_dpbusd_epi32(acc[1], operand[1], codes),
-            ]
-        }
-    }
-
-    #[inline(always)]
-    fn v_count(self, acc: [__m512i; 2], _: __m512i) -> [__m512i; 2] {
-        acc
-    }
-
-    #[inline(always)]
-    fn k_sum(self, acc: [__m512i; 2]) -> __m512i {
-        self.0.i_add(self.0.i_shl::<7>(acc[0]), acc[1])
-    }
-
-    #[inline(always)]
-    fn v_sum(self, acc: [__m512i; 2]) -> __m512i {
-        self.0.i_add(self.0.i_shl::<8>(acc[0]), acc[1])
+        unsafe { _mm512_dpbusd_epi32(acc, operand, codes) }
     }
 
     #[inline(always)]
     unsafe fn k_operand(self, q: *const i32, out: *mut u8) {
-        // SAFETY: 16 integers are readable at `q`, 32 bytes writable at `out`: the caller's contract.
+        // SAFETY: 16 integers are readable at `q`, 16 bytes writable at `out`: the caller's contract.
         unsafe {
             let q = _mm512_loadu_si512(q.cast());
-            let low = _mm512_and_si512(q, _mm512_set1_epi32(127));
-            let high = _mm512_srai_epi32::<7>(q);
-            _mm_storeu_si128(out.cast(), _mm512_cvtepi32_epi8(high));
-            _mm_storeu_si128(out.add(16).cast(), _mm512_cvtepi32_epi8(low));
+            _mm_storeu_si128(out.cast(), _mm512_cvtepi32_epi8(q));
         }
     }
 
     #[inline(always)]
     unsafe fn v_operands(self, w: *const i32, out: *mut u8) {
-        // SAFETY: 64 integers are readable at `w`, 128 bytes writable at `out`: the caller's contract.
-        unsafe {
-            // In each row of both panels' 16-bit weights: high bytes, then low ones.
-            let planes = _mm512_broadcast_i32x4(_mm_setr_epi8(
-                1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14,
-            ));
-            // Pairs of bytes in the order of the slots: the first panel's high ones, its low ones, the second's.
-            let order = _mm512_add_epi16(
-                _mm512_broadcast_i32x4(_mm_setr_epi16(0, 16, 1, 17, 8, 24, 9, 25)),
-                _mm512_setr_epi64(
-                    0,
-                    0,
-                    0x0004_0004_0004_0004,
-                    0x0004_0004_0004_0004,
-                    0x0002_0002_0002_0002,
-                    0x0002_0002_0002_0002,
-                    0x0006_0006_0006_0006,
-                    0x0006_0006_0006_0006,
-                ),
-            );
-            for pair in 0..2 {
-                let a = _mm512_loadu_si512(w.add(32 * pair).cast());
-                let b = _mm512_loadu_si512(w.add(32 * pair + 16).cast());
-                let bytes = _mm512_shuffle_epi8(_mm512_packus_epi32(a, b), planes);
-                let operands = _mm512_permutexvar_epi16(order, bytes);
-                _mm512_storeu_si512(out.add(64 * pair).cast(), operands);
+        // The tokens of a panel in the order of the slots.
+        const ORDER: [i32; 16] = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15];
+        for panel in 0..4 {
+            // SAFETY: 64 integers are readable at `w`, 64 bytes writable at `out`: the caller's contract; a `Vnni` exists only where
+            // its instructions do.
+            unsafe {
+                let order = _mm512_loadu_si512(ORDER.as_ptr().cast());
+                let w = _mm512_loadu_si512(w.add(16 * panel).cast());
+                let bytes = _mm512_cvtepi32_epi8(_mm512_permutexvar_epi32(order, w));
+                _mm_storeu_si128(out.add(16 * panel).cast(), bytes);
             }
         }
     }

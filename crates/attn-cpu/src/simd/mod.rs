@@ -282,70 +282,62 @@ pub(crate) unsafe fn scale_and_shift<S: Simd>(s: S, p: *const u8, centre: f32) -
     (scale, s.add(shift, s.mul(scale, s.splat(centre))))
 }
 
-/// Bytes of an operand: what 16 values of a query or 16 weights become, two rows of 16 bytes.
+/// Most bytes of an operand, which 16 values of a query or 16 weights become.
 pub(crate) const OPERAND: usize = 32;
 
-/// Exact dot products of 16 codes with 16 values of up to 16 bits.
+/// Exact dot products of 16 codes of up to 8 bits with 16 values of a byte: a query's, −127..=127, or weights, 0..=255.
 ///
-/// A code enters the product as `code + K_BIAS` (or as it is, for V), a weight as `weight − V_BIAS`; the kernels take that out
-/// of the sums again. Everything is modulo 2^32, and the final sums fit.
+/// An int8 code of K enters the product as `code + K_BIAS`; the kernels take that out of the sums again.
 pub(crate) trait Dot: Copy {
     type S: Simd;
     /// Added to int8 codes of K.
     const K_BIAS: i32;
-    /// Subtracted from weights.
-    const V_BIAS: i32;
+    /// Bytes of an operand.
+    const OPERAND: usize;
     /// Most rows of a block, 3 or 4.
     const BLOCK: usize;
     /// Most rows that take the four vectors of a step at once: as many as the registers hold. More take them two by two, so that
     /// what a vector of codes costs before its products is still shared by all of the block.
     const AT_ONCE: usize;
-    type KCodes: Copy;
-    type VCodes: Copy;
-    type KAcc: Copy;
-    type VAcc: Copy;
+    type Codes: Copy;
+    type Operand: Copy;
 
     fn simd(self) -> Self::S;
     /// Codes to begin an array with.
-    fn k_none(self) -> Self::KCodes;
-    /// As for K.
-    fn v_none(self) -> Self::VCodes;
-    fn k_zero(self) -> Self::KAcc;
-    fn v_zero(self) -> Self::VAcc;
-    /// Int8 codes.
-    fn k_bytes(self, raw: <Self::S as Simd>::I) -> Self::KCodes;
+    fn none(self) -> Self::Codes;
+    /// Int8 codes of K.
+    fn k_bytes(self, raw: <Self::S as Simd>::I) -> Self::Codes;
+    /// Int8 codes of V.
+    fn v_bytes(self, raw: <Self::S as Simd>::I) -> Self::Codes;
     /// Low nibbles.
-    fn k_low(self, raw: <Self::S as Simd>::I) -> Self::KCodes;
+    fn low(self, raw: <Self::S as Simd>::I) -> Self::Codes;
     /// High nibbles.
-    fn k_high(self, raw: <Self::S as Simd>::I) -> Self::KCodes;
-    /// Int8 codes.
-    fn v_bytes(self, raw: <Self::S as Simd>::I) -> Self::VCodes;
-    /// Low nibbles.
-    fn v_low(self, raw: <Self::S as Simd>::I) -> Self::VCodes;
-    /// High nibbles.
-    fn v_high(self, raw: <Self::S as Simd>::I) -> Self::VCodes;
-    fn k_dot(
-        self,
-        acc: Self::KAcc,
-        codes: Self::KCodes,
-        operand: [<Self::S as Simd>::I; 2],
-    ) -> Self::KAcc;
-    fn v_dot(
-        self,
-        acc: Self::VAcc,
-        codes: Self::VCodes,
-        operand: [<Self::S as Simd>::I; 2],
-    ) -> Self::VAcc;
-    /// Adds the codes themselves; used where `V_BIAS` is not 0.
-    fn v_count(self, acc: Self::VAcc, codes: Self::VCodes) -> Self::VAcc;
-    fn k_sum(self, acc: Self::KAcc) -> <Self::S as Simd>::I;
-    fn v_sum(self, acc: Self::VAcc) -> <Self::S as Simd>::I;
-    /// 16 values of a query, |q| < 2^14, in the order of the dims.
+    fn high(self, raw: <Self::S as Simd>::I) -> Self::Codes;
+    /// One operand in every row.
     ///
     /// # Safety
-    /// 16 integers are readable at `q`, `OPERAND` bytes writable at `out`.
+    /// `Self::OPERAND` bytes are readable at `p`.
+    unsafe fn operand(self, p: *const u8) -> Self::Operand;
+    /// Adds products of codes with values of a query: four neighbours to a lane.
+    fn k_dot(
+        self,
+        acc: <Self::S as Simd>::I,
+        codes: Self::Codes,
+        operand: Self::Operand,
+    ) -> <Self::S as Simd>::I;
+    /// The same with weights.
+    fn v_dot(
+        self,
+        acc: <Self::S as Simd>::I,
+        codes: Self::Codes,
+        operand: Self::Operand,
+    ) -> <Self::S as Simd>::I;
+    /// 16 values of a query in the order of the dims.
+    ///
+    /// # Safety
+    /// 16 integers are readable at `q`, `Self::OPERAND` bytes writable at `out`.
     unsafe fn k_operand(self, q: *const i32, out: *mut u8);
-    /// The operands of a tile's 64 weights, 0..65536, in the order of the tokens.
+    /// The operands of a tile's 64 weights in the order of the tokens.
     ///
     /// # Safety
     /// 64 integers are readable at `w`, four operands writable at `out`.
@@ -359,13 +351,11 @@ pub(crate) struct Dot16<S>(pub S);
 impl<S: Simd> Dot for Dot16<S> {
     type S = S;
     const K_BIAS: i32 = 0;
-    const V_BIAS: i32 = 32768;
+    const OPERAND: usize = 32;
     const BLOCK: usize = 4;
     const AT_ONCE: usize = if S::ROWS == 4 { 4 } else { 1 };
-    type KCodes = [S::I; 2];
-    type VCodes = [S::I; 2];
-    type KAcc = S::I;
-    type VAcc = S::I;
+    type Codes = [S::I; 2];
+    type Operand = [S::I; 2];
 
     #[inline(always)]
     fn simd(self) -> S {
@@ -373,23 +363,8 @@ impl<S: Simd> Dot for Dot16<S> {
     }
 
     #[inline(always)]
-    fn k_none(self) -> [S::I; 2] {
+    fn none(self) -> [S::I; 2] {
         [self.0.i_splat(0); 2]
-    }
-
-    #[inline(always)]
-    fn v_none(self) -> [S::I; 2] {
-        [self.0.i_splat(0); 2]
-    }
-
-    #[inline(always)]
-    fn k_zero(self) -> S::I {
-        self.0.i_splat(0)
-    }
-
-    #[inline(always)]
-    fn v_zero(self) -> S::I {
-        self.0.i_splat(0)
     }
 
     #[inline(always)]
@@ -399,30 +374,26 @@ impl<S: Simd> Dot for Dot16<S> {
     }
 
     #[inline(always)]
-    fn k_low(self, raw: S::I) -> [S::I; 2] {
-        let (s, mask) = (self.0, self.0.i_splat(0x000f_000f));
-        [s.i_and(raw, mask), s.i_and(s.h_shr::<8>(raw), mask)]
-    }
-
-    #[inline(always)]
-    fn k_high(self, raw: S::I) -> [S::I; 2] {
-        let (s, mask) = (self.0, self.0.i_splat(0x000f_000f));
-        [s.i_and(s.h_shr::<4>(raw), mask), s.h_shr::<12>(raw)]
-    }
-
-    #[inline(always)]
     fn v_bytes(self, raw: S::I) -> [S::I; 2] {
         self.k_bytes(raw)
     }
 
     #[inline(always)]
-    fn v_low(self, raw: S::I) -> [S::I; 2] {
-        self.k_low(raw)
+    fn low(self, raw: S::I) -> [S::I; 2] {
+        let (s, mask) = (self.0, self.0.i_splat(0x000f_000f));
+        [s.i_and(raw, mask), s.i_and(s.h_shr::<8>(raw), mask)]
     }
 
     #[inline(always)]
-    fn v_high(self, raw: S::I) -> [S::I; 2] {
-        self.k_high(raw)
+    fn high(self, raw: S::I) -> [S::I; 2] {
+        let (s, mask) = (self.0, self.0.i_splat(0x000f_000f));
+        [s.i_and(s.h_shr::<4>(raw), mask), s.h_shr::<12>(raw)]
+    }
+
+    #[inline(always)]
+    unsafe fn operand(self, p: *const u8) -> [S::I; 2] {
+        // SAFETY: the caller's contract.
+        unsafe { [self.0.i_row(p), self.0.i_row(p.add(16))] }
     }
 
     #[inline(always)]
@@ -434,23 +405,6 @@ impl<S: Simd> Dot for Dot16<S> {
     #[inline(always)]
     fn v_dot(self, acc: S::I, codes: [S::I; 2], operand: [S::I; 2]) -> S::I {
         self.k_dot(acc, codes, operand)
-    }
-
-    #[inline(always)]
-    fn v_count(self, acc: S::I, codes: [S::I; 2]) -> S::I {
-        let s = self.0;
-        let ones = s.i_splat(0x0001_0001);
-        s.h_dot(s.h_dot(acc, codes[0], ones), codes[1], ones)
-    }
-
-    #[inline(always)]
-    fn k_sum(self, acc: S::I) -> S::I {
-        acc
-    }
-
-    #[inline(always)]
-    fn v_sum(self, acc: S::I) -> S::I {
-        acc
     }
 
     #[inline(always)]
@@ -473,7 +427,7 @@ impl<S: Simd> Dot for Dot16<S> {
             let (panel, j) = (j / 4, j % 4);
             // SAFETY: panel < 4 and j < 4, so that indices stay below 64 and offsets below four operands.
             unsafe {
-                let at = |t: usize| (*w.add(16 * panel + 2 * j + t) - 32768) as u16 as u32;
+                let at = |t: usize| *w.add(16 * panel + 2 * j + t) as u16 as u32;
                 let (even, odd) = (at(0) | at(8) << 16, at(1) | at(9) << 16);
                 let out = out.add(OPERAND * panel + 4 * j);
                 out.cast::<u32>().write_unaligned(even);
