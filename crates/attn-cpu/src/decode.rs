@@ -375,7 +375,7 @@ impl<'a> SplitInputs<'a> {
         let fine = move |i: usize| {
             let i = if causal { i } else { q_len - 1 };
             let position = (first + i as isize).max(0) as usize;
-            windows.map(|tiles| position / TILE < t0 + tiles)
+            windows.map(|tiles| tiles > 0 && position / TILE < t0 + tiles)
         };
         let mut next = 0;
         std::iter::from_fn(move || {
@@ -391,6 +391,16 @@ impl<'a> SplitInputs<'a> {
                 fine: fine_here,
             })
         })
+    }
+
+    /// Whether any query token of a pass sees any token of the tile.
+    #[inline(always)]
+    fn sees(&self, tile: TilePlace, pass: &Pass) -> bool {
+        let mut seen = pass
+            .queries
+            .clone()
+            .map(|i| self.problem.visible(self.split.b, i));
+        seen.any(|seen| seen.start < tile.t0 + tile.tokens && seen.end > tile.t0)
     }
 
     /// The score modifiers of a query row in a tile.
@@ -475,6 +485,9 @@ fn attend<D: Dot, const INTEGER: bool>(
         clear_state(&mut scratch.rows);
         for tile in inputs.tiles(segment) {
             for pass in inputs.passes(tile) {
+                if !inputs.sees(tile, &pass) {
+                    continue;
+                }
                 if INTEGER {
                     fold_integer_tile(d, &inputs, &ahead, tile, &pass, scratch);
                 } else {
