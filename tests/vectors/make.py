@@ -59,7 +59,7 @@ def to_f16(x):
 
 def float_bits(x, mantissa, bias, negative):
     """Sign, exponent and mantissa of a representable number."""
-    width = {10: 5, 7: 8, 3: 4}[mantissa]
+    width = {23: 8, 10: 5, 7: 8, 3: 4}[mantissa]
     x = abs(x)
     if x < F(2) ** (1 - bias):
         low = x / F(2) ** (1 - bias - mantissa)
@@ -125,8 +125,10 @@ def half_step_group(x):
     return [clamp(8 * v // scale + 128, 0, 255) if scale else 128 for v in x], (scale, F(0))
 
 
-def rotated(x):
-    """The row as rotated schemes store it: each block times Sylvester's matrix, every sum rounded to f32, times 2^-floor(log2(block) / 2)."""
+def rotated(x, query=False):
+    """The row as rotated schemes store it: each block times Sylvester's matrix, every sum rounded to f32, times 2^-floor(log2(block) / 2).
+
+    Of a query the exponent is rounded up."""
     block = 1
     while len(x) % (2 * block) == 0:
         block *= 2
@@ -141,7 +143,8 @@ def rotated(x):
                     a, b = part[i], part[i + s]
                     part[i], part[i + s] = f32(a + b), f32(a - b)
             s *= 2
-        result += [f32(v / 2 ** ((block.bit_length() - 1) // 2)) for v in part]
+        halvings = (block.bit_length() - 1 + query) // 2
+        result += [f32(v / 2**halvings) for v in part]
     return result
 
 
@@ -374,9 +377,19 @@ def row_file():
     return "\n".join(text) + "\n"
 
 
+def rotation_file():
+    """Per head_dim: the input's bits are written, too, so that a reader needs no formula."""
+    text = []
+    for dim in (64, 80, 96, 128, 192, 256):
+        x = [F((d * 2654435761 + dim * 40503) % 2**24 - 2**23, 2**20) for d in range(dim)]
+        for name, row in [("row", x), ("stored", rotated(x)), ("query", rotated(x, True))]:
+            text.append(" ".join([name, *(f"{float_bits(v, 23, 127, v < 0):08x}" for v in row)]))
+    return "\n".join(text) + "\n"
+
+
 def main():
     here = pathlib.Path(__file__).parent
-    files = {"rows.txt": row_file()}
+    files = {"rows.txt": row_file(), "rotation.txt": rotation_file()}
     plain = ["f16", "bf16", "fp8", "int8-plain", "int8-g32", "int8-tensor", "int4-g1", "int4-g2", "int4-g4"]
     for scheme in [*plain, "int8", "int4"]:
         files[f"{scheme}.txt"] = page_file(scheme, scheme, 64, 64, 1, 4)

@@ -2,7 +2,10 @@
 
 use std::{collections::HashMap, fs, path::Path};
 
-use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
+use attn_core::{
+    CacheConfig, Heads, HostPages, KvCache, KvFormat,
+    rotation::{rotate_back, rotate_stored},
+};
 use rstest::rstest;
 
 /// The inputs of `make.py`.
@@ -18,6 +21,11 @@ fn value(side: usize, head: usize, t: usize, d: usize) -> f32 {
             ((n % 2001) as f32 - 1000.0) / 128.0
         }
     }
+}
+
+fn read(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/vectors");
+    fs::read_to_string(path.join(format!("{name}.txt"))).unwrap()
 }
 
 type Settings<'a> = HashMap<&'a str, &'a str>;
@@ -96,8 +104,7 @@ fn cache(settings: &Settings<'_>, step: usize) -> KvCache {
 #[case("int8-int4-d128", 2)]
 #[case("int4-r2-w4-int4-d128", 4)]
 fn pages_equal_the_vectors(#[case] name: &str, #[case] least: usize) {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/vectors");
-    let text = fs::read_to_string(path.join(format!("{name}.txt"))).unwrap();
+    let text = read(name);
     let (settings, pages) = parse(&text);
     assert!(pages.len() >= least);
     for step in [1, 7, 1000] {
@@ -109,4 +116,54 @@ fn pages_equal_the_vectors(#[case] name: &str, #[case] least: usize) {
             assert_eq!(differs, None, "{title}: the first byte that differs");
         }
     }
+}
+
+#[test]
+fn rotated_rows_equal_the_vectors() {
+    let text = read("rotation");
+    let lines: Vec<(&str, Vec<u32>)> = text
+        .lines()
+        .map(|line| {
+            let (name, bits) = line.split_once(' ').unwrap();
+            let bits = bits.split(' ').map(|b| u32::from_str_radix(b, 16).unwrap());
+            (name, bits.collect())
+        })
+        .collect();
+    assert_eq!(lines.len(), 18);
+    for lines in lines.chunks(3) {
+        let [("row", row), ("stored", stored), ("query", query)] = lines else {
+            panic!("rows, each stored and as a query")
+        };
+        for (rotate, expected) in [
+            (rotate_stored as fn(&mut [f32]), stored),
+            (rotate_back, query),
+        ] {
+            let mut row: Vec<f32> = row.iter().map(|bits| f32::from_bits(*bits)).collect();
+            rotate(&mut row);
+            let bits: Vec<u32> = row.iter().map(|x| x.to_bits()).collect();
+            assert_eq!(bits, *expected, "{} dims", row.len());
+        }
+    }
+}
+
+#[test]
+fn worked_lines_of_the_manual_are_the_vectors() {
+    let manual = include_str!("../FORMATS.md");
+    let mut checked = 0;
+    for block in manual.split("```text\n").skip(1) {
+        let mut lines = block.split("```").next().unwrap().lines();
+        let name = lines.next().and_then(|l| l.strip_prefix("tests/vectors/"));
+        let Some(name) = name.and_then(|name| name.strip_suffix(".txt")) else {
+            continue;
+        };
+        let text = read(name);
+        let mut left = text.lines();
+        for line in lines {
+            // In the file's order, so that a line of a residual page is not one of the home page.
+            let line = line.split("   ").next().unwrap();
+            assert!(left.any(|l| l == line), "{name} has no line {line} here");
+            checked += 1;
+        }
+    }
+    assert!(checked >= 23, "{checked}");
 }
