@@ -511,3 +511,40 @@ fn rows_that_are_no_whole_groups_are_refused() {
         }
     }
 }
+
+#[test]
+fn rows_of_rotated_schemes_go_neither_in_nor_out() {
+    let plain = RowFormat::Plain(Scheme::Int8(Int8Scale::Token));
+    let fbgemm = RowFormat::FbgemmInt4(1);
+    for name in [
+        "int8",
+        "int4",
+        "int8/int4",
+        "int8-plain/int4-w0",
+        "int4/int8-plain",
+    ] {
+        let layout = PageLayout::new(name.parse().unwrap(), 64, 64, HEADS).unwrap();
+        let pages = vec![vec![0; layout.page_bytes()]; layout.pages_of(1)];
+        for (side, scheme) in [(Side::K, layout.format().k), (Side::V, layout.format().v)] {
+            if !scheme.is_rotated() {
+                assert!(export(&layout, &pages, 1, side, plain, Order::Bnsh).is_ok());
+                continue;
+            }
+            for format in [plain, fbgemm, RowFormat::Plain(scheme)] {
+                let error = export(&layout, &pages, 1, side, format, Order::Bnsh).unwrap_err();
+                let text = error.to_string();
+                assert!(text.contains("not rotated"), "{name}: {text}");
+            }
+        }
+        let rows = Exported {
+            codes: vec![0; HEADS * 64],
+            scales: vec![0; HEADS],
+        };
+        let rows = external(plain, &rows, Order::Bnsh, 64, 1);
+        let text = import(&layout, 0, 1, &rows, &rows).unwrap_err().to_string();
+        assert!(
+            text.contains("not rotated, such as int8-plain"),
+            "{name}: {text}"
+        );
+    }
+}

@@ -39,7 +39,8 @@ struct Recycled {
 impl KvCache {
     /// Appends tokens to one sequence: `k` and `v` are `[tokens, num_kv_heads, head_dim]` in f32, f16 or bf16.
     ///
-    /// The bytes do not depend on how many tokens come at once.
+    /// The bytes do not depend on how many tokens come at once. Residual pages that the sequence no longer keeps are freed when the tokens are
+    /// written; if the pool has too few other pages, they take the new tokens instead.
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::Length`], [`Error::NotFinite`], [`Error::Magnitude`], [`Error::CacheFull`]; [`Error::Device`] if the
