@@ -381,7 +381,9 @@ def rotation_file():
     """Per head_dim: the input's bits are written, too, so that a reader needs no formula."""
     text = []
     for dim in (64, 80, 96, 128, 192, 256):
-        x = [F((d * 2654435761 + dim * 40503) % 2**24 - 2**23, 2**20) for d in range(dim)]
+        # Of several magnitudes, so that the order of the sums shows in their last bits.
+        mixed = [pow(d + 7 * dim, 5, 2**31 - 1) for d in range(dim)]
+        x = [F(n % 2**24 - 2**23, 2 ** (20 + n % 7)) for n in mixed]
         for name, row in [("row", x), ("stored", rotated(x)), ("query", rotated(x, True))]:
             text.append(" ".join([name, *(f"{float_bits(v, 23, 127, v < 0):08x}" for v in row)]))
     return "\n".join(text) + "\n"
