@@ -12,6 +12,7 @@ from fractions import Fraction as F
 F32_MAX = F(2) ** 128 - F(2) ** 104
 F16_MAX = F(65504)
 BF16_MAX = F(2) ** 50
+ROTATED_MAX = F(2) ** 100
 
 
 # Rounding: every number is an exact rational until one of these rounds it, half to even.
@@ -58,7 +59,7 @@ def to_f16(x):
 
 def float_bits(x, mantissa, bias, negative):
     """Sign, exponent and mantissa of a representable number."""
-    width = {10: 5, 7: 8, 3: 4}[mantissa]
+    width = {23: 8, 10: 5, 7: 8, 3: 4}[mantissa]
     x = abs(x)
     if x < F(2) ** (1 - bias):
         low = x / F(2) ** (1 - bias - mantissa)
@@ -118,6 +119,56 @@ def int4_group(x):
     return codes, (scale, shift)
 
 
+def half_step_group(x):
+    """8-bit codes c of half steps: c >> 4 is the code, c & 15 the residual."""
+    scale = to_f16(max(abs(v) for v in x) / 16)
+    return [clamp(8 * v // scale + 128, 0, 255) if scale else 128 for v in x], (scale, F(0))
+
+
+def rotated(x, query=False):
+    """The row as rotated schemes store it: each block times Sylvester's matrix, every sum rounded to f32, times 2^-floor(log2(block) / 2).
+
+    Of a query the exponent is rounded up."""
+    block = 1
+    while len(x) % (2 * block) == 0:
+        block *= 2
+    result = []
+    for first in range(0, len(x), block):
+        # Larger inputs are refused, so that the inputs' outlier is the largest that a rotated scheme takes.
+        part = [clamp(v, -ROTATED_MAX, ROTATED_MAX) for v in x[first : first + block]]
+        s = 1
+        while s < block:
+            for i in range(block):
+                if i & s == 0:
+                    a, b = part[i], part[i + s]
+                    part[i], part[i + s] = f32(a + b), f32(a - b)
+            s *= 2
+        halvings = (block.bit_length() - 1 + query) // 2
+        result += [f32(v / 2**halvings) for v in part]
+    return result
+
+
+def is_rotated_int4(scheme):
+    return scheme.startswith("int4") and not scheme.startswith("int4-g")
+
+
+def groups_of(scheme, dim):
+    """Groups of a row that have parameters: `int4-g2`, `int4-r2-w4`, `int8-g32`."""
+    if scheme == "int8-g32":
+        return dim // 32
+    for part in scheme.split("-"):
+        if part[0] in "gr" and part[1:].isdigit():
+            return int(part[1:])
+    return 1
+
+
+def window_of(scheme):
+    """Tiles that are read with residuals."""
+    if not is_rotated_int4(scheme):
+        return 0
+    return 0 if "-w0" in scheme else 4 if "-w4" in scheme else 2
+
+
 def grouped(quantizer, groups, x):
     n = len(x) // groups
     parts = [quantizer(x[g * n : (g + 1) * n]) for g in range(groups)]
@@ -135,14 +186,21 @@ def token(scheme, x, scale):
         return [fp8_bits(v, scale) for v in x], []
     if scheme == "int8-tensor":
         return int8_codes(x, scale), []
+    groups = groups_of(scheme, len(x))
+    if scheme in ("int8-plain", "int8-g32"):
+        return grouped(int8_group, groups, x)
     if scheme == "int8":
-        return grouped(int8_group, 1, x)
-    if scheme == "int8-g32":
-        return grouped(int8_group, len(x) // 32, x)
-    return grouped(int4_group, int(scheme[6:]), x)
+        return grouped(int8_group, groups, rotated(x))
+    if is_rotated_int4(scheme):
+        return grouped(half_step_group, groups, rotated(x))
+    return grouped(int4_group, groups, x)
 
 
 # Pages.
+
+
+def has_shifts(scheme):
+    return scheme.startswith("int4-g")
 
 
 def bits_of(scheme):
@@ -178,15 +236,9 @@ def v_address(bits, dim, page_size, t, d):
 def part_bytes(scheme, dim, page_size):
     """Of the codes and of the parameters."""
     codes = page_size * dim * bits_of(scheme) // 8
-    if scheme == "int4-channel":
-        return codes, dim * 4
-    if scheme == "int8":
-        return codes, page_size * 2
-    if scheme == "int8-g32":
-        return codes, dim // 32 * page_size * 2
-    if bits_of(scheme) == 4:
-        return codes, int(scheme[6:]) * page_size * 4
-    return codes, 0
+    if bits_of(scheme) == 16 or scheme in ("fp8", "int8-tensor"):
+        return codes, 0
+    return codes, groups_of(scheme, dim) * page_size * (4 if has_shifts(scheme) else 2)
 
 
 def put_codes(run, base, address, scheme, dim, page_size, t, codes):
@@ -205,60 +257,48 @@ def put_f16(run, at, x):
 
 def put_params(run, base, scheme, page_size, t, params):
     for g, (scale, shift) in enumerate(params):
-        if bits_of(scheme) == 4:
+        if has_shifts(scheme):
             put_f16(run, base + (g * page_size + t) * 4, scale)
             put_f16(run, base + (g * page_size + t) * 4 + 2, shift)
         else:
             put_f16(run, base + (g * page_size + t) * 2, scale)
 
 
-def seal(run, dim, page_size, open_k):
-    """Codes and parameters per channel, from each token's Int8 Token codes and scale."""
-    codes_bytes, _ = part_bytes("int4-channel", dim, page_size)
-    for d in range(dim):
-        # Exact in f32: a code of 8 bits times a scale of 11.
-        x = [((codes[d] ^ 128) - 128) * scale for codes, [(scale, _)] in open_k]
-        codes, (scale, shift) = int4_group(x)
-        for t, code in enumerate(codes):
-            at, by = k_address(4, dim, page_size, t, d)
-            run[at] |= code << by
-        put_f16(run, codes_bytes + d * 4, scale)
-        put_f16(run, codes_bytes + d * 4 + 2, shift)
-
-
 def pages(k, v, dim, page_size, heads, tokens, scales):
-    """Home pages, then the tail page's K run of each head while a page is open; unwritten bytes are zero."""
-    (k_codes, k_params), (v_codes, v_params) = (part_bytes(s, dim, page_size) for s in (k, v))
-    tail_codes, tail_params = part_bytes("int8", dim, page_size)
-    v_base = k_codes + k_params
-    result, tail = [], []
-    for first in range(0, tokens, page_size):
-        page, last = bytearray(), min(tokens, first + page_size)
+    """Home pages, then residual pages; unwritten bytes are zero."""
+    sides = [(k, k_address), (v, v_address)]
+    sizes = [part_bytes(scheme, dim, page_size) for scheme, _ in sides]
+    run_bytes = sum(map(sum, sizes))
+    count = -(-tokens // page_size)
+    # Residuals of twice the larger window, in whole pages.
+    kept = min(count, 2 * 64 * max(window_of(k), window_of(v)) // page_size)
+    home, residual = [], []
+    for i in range(count):
+        page, fine = bytearray(), bytearray()
         for head in range(heads):
-            run = bytearray(v_base + v_codes + v_params)
-            open_run, open_k = bytearray(tail_codes + tail_params), []
-            for t in range(first, last):
-                x = [value(0, head, t, d) for d in range(dim)]
-                if k == "int4-channel":
-                    codes, params = token("int8", x, None)
-                    open_k.append((codes, params))
-                    put_codes(open_run, 0, k_address, "int8", dim, page_size, t - first, codes)
-                    put_params(open_run, tail_codes, "int8", page_size, t - first, params)
-                else:
-                    codes, params = token(k, x, scales[0])
-                    put_codes(run, 0, k_address, k, dim, page_size, t - first, codes)
-                    put_params(run, k_codes, k, page_size, t - first, params)
-                x = [value(1, head, t, d) for d in range(dim)]
-                codes, params = token(v, x, scales[1])
-                put_codes(run, v_base, v_address, v, dim, page_size, t - first, codes)
-                put_params(run, v_base + v_codes, v, page_size, t - first, params)
-            if k == "int4-channel" and last - first == page_size:
-                seal(run, dim, page_size, open_k)
-            elif k == "int4-channel":
-                tail.append(open_run)
+            run, fine_run = bytearray(run_bytes), bytearray(run_bytes)
+            base, fine_base = 0, 0
+            for side, (scheme, address) in enumerate(sides):
+                codes_bytes, params_bytes = sizes[side]
+                for t in range(i * page_size, min(tokens, (i + 1) * page_size)):
+                    x = [value(side, head, t, d) for d in range(dim)]
+                    codes, params = token(scheme, x, scales[side])
+                    at = t - i * page_size
+                    if window_of(scheme):
+                        low = [c & 15 for c in codes]
+                        put_codes(fine_run, fine_base, address, scheme, dim, page_size, at, low)
+                    if is_rotated_int4(scheme):
+                        codes = [c >> 4 for c in codes]
+                    put_codes(run, base, address, scheme, dim, page_size, at, codes)
+                    put_params(run, base + codes_bytes, scheme, page_size, at, params)
+                base += codes_bytes + params_bytes
+                fine_base += codes_bytes if window_of(scheme) else 0
             page += run
-        result.append(page)
-    return result, tail
+            fine += fine_run
+        home.append(page)
+        if i >= count - kept:
+            residual.append((i, fine))
+    return home, residual
 
 
 # Rows of other engines, each step rounded as their programs round it.
@@ -318,11 +358,11 @@ def lines(data):
 def page_file(k, v, dim, page_size, heads, tokens):
     scales = [F(1, 8) if s in ("fp8", "int8-tensor") else None for s in (k, v)]
     text = [f"k={k} v={v} head_dim={dim} page_size={page_size} heads={heads} tokens={tokens}"]
-    home, tail = pages(k, v, dim, page_size, heads, tokens, scales)
+    home, residual = pages(k, v, dim, page_size, heads, tokens, scales)
     for i, page in enumerate(home):
         text += [f"page {i}, {len(page)} bytes", *lines(page)]
-    for head, run in enumerate(tail):
-        text += [f"tail page, head {head}, {len(run)} bytes", *lines(run)]
+    for i, page in residual:
+        text += [f"residuals of page {i}, {len(page)} bytes", *lines(page)]
     return "\n".join(text) + "\n"
 
 
@@ -337,16 +377,33 @@ def row_file():
     return "\n".join(text) + "\n"
 
 
+def rotation_file():
+    """Per head_dim: the input's bits are written, too, so that a reader needs no formula."""
+    text = []
+    for dim in (64, 80, 96, 128, 192, 256):
+        # Of several magnitudes, so that the order of the sums shows in their last bits.
+        mixed = [pow(d + 7 * dim, 5, 2**31 - 1) for d in range(dim)]
+        x = [F(n % 2**24 - 2**23, 2 ** (20 + n % 7)) for n in mixed]
+        for name, row in [("row", x), ("stored", rotated(x)), ("query", rotated(x, True))]:
+            text.append(" ".join([name, *(f"{float_bits(v, 23, 127, v < 0):08x}" for v in row)]))
+    return "\n".join(text) + "\n"
+
+
 def main():
     here = pathlib.Path(__file__).parent
-    files = {"rows.txt": row_file()}
-    for scheme in ["f16", "bf16", "fp8", "int8", "int8-g32", "int8-tensor", "int4-g1", "int4-g2", "int4-g4"]:
+    files = {"rows.txt": row_file(), "rotation.txt": rotation_file()}
+    plain = ["f16", "bf16", "fp8", "int8-plain", "int8-g32", "int8-tensor", "int4-g1", "int4-g2", "int4-g4"]
+    for scheme in [*plain, "int8", "int4"]:
         files[f"{scheme}.txt"] = page_file(scheme, scheme, 64, 64, 1, 4)
     files["int4-g8.txt"] = page_file("int4-g8", "int4-g8", 128, 32, 1, 4)
     # An odd number of panels, two heads, a third page, which ends among the low nibbles.
-    files["int4-g1-d80.txt"] = page_file("int4-g1", "int4-g1", 80, 16, 2, 35)
-    # A sealed page and an open one.
-    files["int4.txt"] = page_file("int4-channel", "int4-g1", 64, 64, 1, 66)
+    for scheme in ["int4-g1", "int8", "int4"]:
+        files[f"{scheme}-d80.txt"] = page_file(scheme, scheme, 80, 16, 2, 35)
+    # Residuals of V alone; of K's and V's groups, with windows of two lengths.
+    files["int8-int4-d128.txt"] = page_file("int8", "int4", 128, 32, 1, 4)
+    files["int4-r2-w4-int4-d128.txt"] = page_file("int4-r2-w4", "int4", 128, 32, 1, 35)
+    # More pages than have residuals.
+    files["int4-long.txt"] = page_file("int4", "int4-w0", 64, 128, 1, 260)
     check, stale = "--check" in sys.argv, []
     for name, text in files.items():
         path = here / name

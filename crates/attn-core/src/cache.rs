@@ -141,7 +141,7 @@ impl KvCache {
         }
     }
 
-    /// Makes `to` (empty) share `from`'s tokens; the open page is copied when either appends.
+    /// Makes `to` (empty) share `from`'s tokens; the open page and its residual page are copied when either appends.
     ///
     /// # Errors
     /// [`Error::Sequence`]; [`Error::Parameter`] if `to` is not empty.

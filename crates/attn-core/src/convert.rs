@@ -5,7 +5,7 @@
 //! | contiguous or paged f16, bf16, e4m3, int8 ([`RowFormat::Plain`]) | the same scheme | exact | exact |
 //! | FBGEMM int4 rows, 1, 2, 4, 8 groups | `int4-g1` … `int4-g8` | exact | exact |
 //! | llama.cpp `q8_0` | `int8-g32` | exact | exact |
-//! | llama.cpp `q4_0` | `int4` with a group per 32 dims | shift rounded where `d` is negative | exact for imported groups |
+//! | llama.cpp `q4_0` | `int4-g2`, `-g4` or `-g8`: a group per 32 dims | shift rounded where `d` is negative | exact for imported groups |
 //!
 //! [`import`] makes the pages that [`KvCache::restore`](crate::KvCache::restore) puts into a cache on any backend; [`export`] and [`dequantize`] take
 //! the pages that [`KvCache::read_back`](crate::KvCache::read_back) gives. [`rows`] describes how each row is laid out, and which quantizer writes it.
@@ -94,6 +94,13 @@ pub struct Exported {
 fn check_scheme(format: RowFormat, layout: &PageLayout, side: Side) -> Result<Scheme, Error> {
     let scheme = format.scheme(layout.head_dim())?;
     let stored = layout.part(side).scheme;
+    if stored.is_rotated() {
+        return refuse(
+            "scheme of the pages",
+            stored,
+            "schemes that are not rotated, such as int8-plain; `append` rotates rows, `dequantize` turns them back",
+        );
+    }
     if scheme != stored {
         return Err(Error::Mismatch {
             what: "scheme of the rows",
@@ -187,8 +194,8 @@ fn slice<'a, T>(
 ///
 /// # Errors
 /// [`Error::Mismatch`] if the rows' scheme is not the layout's; [`Error::Length`] if rows are missing;
-/// [`Error::BadBytes`] for a NaN, an infinity, a negative scale or a code outside the scheme; [`Error::Parameter`] for blocks of no tokens;
-/// [`Error::OutOfMemory`].
+/// [`Error::BadBytes`] for a NaN, an infinity, a negative scale or a code outside the scheme; [`Error::Parameter`] for blocks of no tokens,
+/// and for rotated schemes; [`Error::OutOfMemory`].
 pub fn import(
     layout: &PageLayout,
     sequence: usize,
@@ -293,7 +300,7 @@ fn row(
 ///
 /// # Errors
 /// [`Error::Mismatch`] if the scheme is another; [`Error::Length`], [`Error::BadBytes`] for damaged pages;
-/// [`Error::Parameter`] for an int4 group that is no `q4_0`.
+/// [`Error::Parameter`] for an int4 group that is no `q4_0`, and for rotated schemes.
 pub fn export(
     layout: &PageLayout,
     pages: &[Vec<u8>],

@@ -22,7 +22,7 @@ pub struct Param {
 }
 
 impl Param {
-    /// The shift that goes with codes centred on 0: `x = (u − 8)·scale + centred_shift`, rounded to f32 (`docs/arithmetic.md`, section 3).
+    /// The shift that goes with codes centred on 0: `x = (u − 8)·scale + centred_shift`, rounded to f32 (`docs/arithmetic.md`, section 4).
     #[must_use]
     pub fn centred_shift(self) -> f32 {
         self.shift.to_f32() + 8.0 * self.scale.to_f32()

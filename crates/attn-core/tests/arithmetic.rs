@@ -1,35 +1,56 @@
 //! The law's scalar functions at the ends of their ranges and at their ties.
 
 use attn_core::arithmetic::{
-    exponent, ftz, lse, plane_exponent, pow2, round_13, shift_exponent, softcap,
+    exponent, ftz, lse, pow2, query_code, query_step, shift_sum, softcap, weight_step,
 };
 
 #[test]
-fn exponents_of_planes_end_at_60_and_minus_70() {
+fn exponents_are_those_of_the_largest_power_below() {
     let power = |e: i32| f32::from_bits(((e + 127) as u32) << 23);
     for e in -126..=127 {
-        let x = power(e);
-        assert_eq!(exponent(x), e);
-        assert_eq!(exponent(-1.5 * x.min(power(126))), e.min(126));
-        assert_eq!(plane_exponent(x), (13 - e).clamp(-70, 60), "{e}");
-        assert_eq!(shift_exponent(x), 14 - e, "{e}");
+        assert_eq!(exponent(power(e)), e);
+        assert_eq!(exponent(-1.5 * power(e.min(126))), e.min(126));
     }
-    assert_eq!(plane_exponent(f32::MIN_POSITIVE / 2.0), 60);
-    assert_eq!((plane_exponent(0.0), shift_exponent(0.0)), (0, 0));
+    assert_eq!(
+        (exponent(0.0), exponent(f32::MIN_POSITIVE / 2.0)),
+        (-127, -127)
+    );
 }
 
 #[test]
-fn the_13_bits_of_a_query_are_the_nearest_and_ties_go_away_from_zero() {
-    for low in 0..0x1000u32 {
-        for bits in [0x3f80_0000 + low, 0x3fff_f000 + low, 0x0100_0000 + low] {
-            // 11 of the 24 bits go.
-            let (below, above) = (bits & !0x7ff, (bits & !0x7ff) + 0x800);
-            let nearest = if bits - below < 0x400 { below } else { above };
-            let x = f32::from_bits(bits);
-            assert_eq!(round_13(x).to_bits(), nearest, "{bits:#x}");
-            assert_eq!(round_13(-x), -round_13(x));
-        }
+fn rows_of_zeros_begin_below_2_to_the_minus_100() {
+    let least = f32::from_bits(27 << 23);
+    let below = f32::from_bits(least.to_bits() - 1);
+    assert_eq!(query_step(below), [0.0; 2]);
+    assert!(query_step(least).iter().all(|x| *x > 0.0));
+    assert_eq!(weight_step(below, 3), 0.0);
+    assert!(weight_step(least, 2) > 0.0);
+}
+
+#[test]
+fn codes_of_a_query_round_half_to_even_and_end_at_127() {
+    for (x, code) in [
+        (0.5, 0),
+        (1.5, 2),
+        (-2.5, -2),
+        (126.6, 127),
+        (128.0, 127),
+        (-1e9, -127),
+    ] {
+        assert_eq!(query_code(x, 1.0), code, "{x}");
     }
+}
+
+#[test]
+fn shifts_are_added_in_eight_sums_and_then_in_pairs() {
+    let big = 16_777_216.0;
+    // Added in order, the ones vanish beside 2^24; in a sum of their own, two of them do not.
+    let terms = [big, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -big, 1.0];
+    assert_eq!(shift_sum(terms.into_iter()), 2.0);
+    // Sums 0 and 1 meet before sums 2 and 3 do.
+    assert_eq!(shift_sum([big, 1.0, 1.0, -big].into_iter()), 1.0);
+    assert_eq!(shift_sum([big, -big, 1.0, 1.0].into_iter()), 2.0);
+    assert_eq!(shift_sum(std::iter::empty()).to_bits(), 0);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::{
 
 use attn_core::{
     Append, CacheAccess, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageLayout,
-    PageStore, TokenWrite,
+    PageStore, PageTable, TokenWrite,
 };
 use rstest::rstest;
 
@@ -49,18 +49,11 @@ fn grow(cache: &mut KvCache, sequence: usize, tokens: usize) -> Result<(), Error
     cache.append(sequence, &k, &v)
 }
 
-/// Lengths, pages, tail pages, and the number of free pages.
-type Books = (Vec<usize>, Vec<Vec<u32>>, Vec<Option<u32>>, usize);
+/// The page table, and the number of free pages.
+type Books = (PageTable, usize);
 
-/// Lengths, pages, free pages.
 fn books(cache: &KvCache) -> Books {
-    let table = cache.table().clone();
-    (
-        table.lens,
-        table.pages,
-        table.tail_pages,
-        cache.free_pages(),
-    )
+    (cache.table().clone(), cache.free_pages())
 }
 
 fn full(found: Result<(), Error>) -> (usize, usize, usize) {
@@ -158,7 +151,7 @@ fn no_tokens_take_no_page_and_are_not_written() {
     cache.append_with(&[], untouched).unwrap();
     grow(&mut cache, 0, 70).unwrap();
     cache.fork(0, 1).unwrap();
-    // The pool is full now: a copy of the shared page or a tail page would not be had.
+    // The pool is full now: copies of the shared pages would not be had.
     assert_eq!(cache.free_pages(), 0);
     let before = books(&cache);
     cache
@@ -210,31 +203,40 @@ fn no_tokens_take_no_page_and_are_not_written() {
 
 #[test]
 fn what_an_append_lacks_is_counted_to_the_page() {
-    // A home page and a tail page.
+    // A home page and a residual page.
     let mut one = cache(KvFormat::INT4, 1, 1);
     assert_eq!(full(grow(&mut one, 0, 1)), (2, 1, 1));
     let mut two = cache(KvFormat::INT4, 1, 2);
     grow(&mut two, 0, 1).unwrap();
-    // A copy of the shared open page and two new ones; the tail page is there.
-    let mut cache = cache(KvFormat::INT4, 1, 6);
+    // Copies of the two shared open pages, two new home pages and two new residual pages.
+    let mut cache = cache(KvFormat::INT4, 1, 9);
     grow(&mut cache, 0, 70).unwrap();
     cache.fork(0, 1).unwrap();
-    assert_eq!(cache.free_pages(), 2);
+    assert_eq!(cache.free_pages(), 5);
     let before = books(&cache);
-    assert_eq!(full(grow(&mut cache, 1, 130)), (3, 2, 6));
-    // A tail page for the fork.
-    let mut small = self::cache(KvFormat::INT4, 1, 3);
+    assert_eq!(full(grow(&mut cache, 1, 130)), (6, 5, 9));
+    // The residual page of the open page is not copied where it is dropped: a copy, six home pages, four residual pages.
+    assert_eq!(full(grow(&mut cache, 1, 8 * 64 - 70)), (11, 5, 9));
+    // Forks take nothing.
+    let mut small = self::cache(KvFormat::INT4, 1, 4);
     grow(&mut small, 0, 70).unwrap();
-    assert_eq!(full(small.fork(0, 1)), (1, 0, 3));
-    assert_eq!(books(&small).0, [70, 0, 0]);
-    // Two home pages and a tail page.
+    small.fork(0, 1).unwrap();
+    assert_eq!(full(grow(&mut small, 1, 1)), (2, 0, 4));
+    // Two home pages and their residual pages.
     let pages = cache.read_back(0).unwrap();
-    assert_eq!(full(cache.restore(2, 70, &pages)), (3, 2, 6));
-    assert_eq!(books(&cache), before);
+    assert_eq!(pages.len(), 4);
+    grow(&mut cache, 2, 65).unwrap();
+    cache.free_sequence(1).unwrap();
+    cache.fork(2, 1).unwrap();
+    cache.free_sequence(2).unwrap();
+    assert_eq!(cache.free_pages(), 1);
+    let after = books(&cache);
+    assert_eq!(full(cache.restore(2, 70, &pages)), (4, 1, 9));
+    assert_eq!(books(&cache), after);
     cache.free_sequence(1).unwrap();
     cache.restore(2, 70, &pages).unwrap();
     assert_eq!(cache.read_back(2).unwrap(), pages);
-    assert_eq!(cache.free_pages(), 0);
+    assert_eq!(before.0.pages[0], cache.table().pages[0]);
 }
 
 #[rstest]
@@ -243,7 +245,7 @@ fn what_an_append_lacks_is_counted_to_the_page() {
 fn a_fork_that_grows_over_pages_has_the_bytes_of_one_that_was_never_forked(
     #[case] format: KvFormat,
 ) {
-    let mut cache = cache(format, 1, 20);
+    let mut cache = cache(format, 1, 24);
     let (k, v) = (values(250 * DIM, 5), values(250 * DIM, 6));
     cache.append(0, &k[..70 * DIM], &v[..70 * DIM]).unwrap();
     cache.fork(0, 1).unwrap();
@@ -260,6 +262,8 @@ fn a_fork_that_grows_over_pages_has_the_bytes_of_one_that_was_never_forked(
 #[case("int4", 70)]
 #[case("int4", 64)]
 #[case("bf16/int4-g1", 1)]
+#[case("int8/int4", 70)]
+#[case("int4-r2/int8", 130)]
 fn read_back_leaves_out_what_no_token_wrote(#[case] format: &str, #[case] tokens: usize) {
     let format: KvFormat = format.parse().unwrap();
     let (mut clean, mut dirty) = (cache(format, 1, 6), cache(format, 1, 6));
@@ -276,10 +280,11 @@ fn read_back_leaves_out_what_no_token_wrote(#[case] format: &str, #[case] tokens
 #[case("int8", 70)]
 #[case("int4", 70)]
 #[case("int4", 128)]
-#[case("int4-channel/bf16", 5)]
+#[case("int4/bf16", 5)]
+#[case("int8/int4-r2-w4", 130)]
 fn each_head_has_the_bytes_that_it_has_alone(#[case] format: &str, #[case] tokens: usize) {
     let format: KvFormat = format.parse().unwrap();
-    let mut both = cache(format, 2, 8);
+    let mut both = cache(format, 2, 12);
     let sides = [1, 2].map(|seed| values(tokens * 2 * DIM, seed));
     both.append(0, &sides[0], &sides[1]).unwrap();
     let pages = both.read_back(0).unwrap();

@@ -1,8 +1,8 @@
 //! Other engines' caches go in and come out unchanged, and mean what they meant.
 
 use attn_core::{
-    CacheConfig, Error, Heads, HostPages, Int4Scale, Int8Scale, KvCache, KvFormat, PageLayout,
-    Scheme, StridedRows,
+    CacheConfig, Error, Heads, HostPages, Int8Scale, KvCache, KvFormat, PageLayout, Scheme,
+    StridedRows,
     convert::{
         Blocks, Exported, ExternalRows, Order, RowFormat, Side, dequantize, export, import,
         rows::{fbgemm_int4_row, q4_0_row, q8_0_row},
@@ -272,50 +272,6 @@ fn a_block_table_gives_the_pages_of_a_contiguous_cache() {
 }
 
 #[test]
-fn restore_brings_an_open_channel_page_back() {
-    let mut config = CacheConfig::builder(
-        KvFormat::INT4,
-        Heads {
-            q: HEADS,
-            kv: HEADS,
-            dim: 64,
-        },
-    )
-    .sequences(2)
-    .max_len(100)
-    .build();
-    config.num_pages += 1;
-    let mut cache =
-        KvCache::new(config.clone(), Box::new(HostPages::new(&config).unwrap())).unwrap();
-    let x: Vec<f32> = (0..100 * HEADS * 64)
-        .map(|i| (i as f32 * 0.7).sin() * 5.0)
-        .collect();
-    let rest = x[99 * HEADS * 64..].to_vec();
-    cache
-        .append(0, &x[..99 * HEADS * 64], &x[..99 * HEADS * 64])
-        .unwrap();
-    let pages = cache.read_back(0).unwrap();
-    assert_eq!(pages.len(), 3, "two home pages and the tail page");
-    cache.restore(1, 99, &pages).unwrap();
-    assert_eq!(cache.read_back(1).unwrap(), pages);
-    for sequence in [0, 1] {
-        cache.append(sequence, &rest, &rest).unwrap();
-    }
-    assert_eq!(cache.read_back(0).unwrap(), cache.read_back(1).unwrap());
-    let again = cache.restore(1, 99, &pages).unwrap_err();
-    assert!(
-        matches!(
-            again,
-            Error::Parameter {
-                what: "restore target",
-                ..
-            }
-        ),
-        "{again}"
-    );
-}
-
-#[test]
 fn damaged_pages_are_refused_and_nothing_changes() {
     let scheme = Scheme::Int8(Int8Scale::Token);
     let config = config(scheme, 64, 10);
@@ -363,7 +319,9 @@ fn formats_without_a_counterpart_are_named() {
         (RowFormat::Q4_0, 96),
         (RowFormat::Q8_0, 80),
         (RowFormat::FbgemmInt4(3), 96),
-        (RowFormat::Plain(Scheme::Int4(Int4Scale::Groups(1))), 64),
+        (RowFormat::Plain(Scheme::Int4(1)), 64),
+        (RowFormat::Plain(Scheme::RotatedInt8), 64),
+        (RowFormat::Plain(KvFormat::INT4.k), 64),
     ] {
         assert!(
             matches!(format.scheme(dim), Err(Error::Parameter { .. })),
@@ -377,9 +335,7 @@ fn formats_without_a_counterpart_are_named() {
         codes: [&row[..], &row].concat(),
         scales: Vec::new(),
     };
-    let layout = config(Scheme::Int4(Int4Scale::Groups(2)), 64, 1)
-        .layout()
-        .unwrap();
+    let layout = config(Scheme::Int4(2), 64, 1).layout().unwrap();
     let theirs = external(RowFormat::FbgemmInt4(2), &rows, Order::Bsnh, 64, 1);
     let pages = import(&layout, 0, 1, &theirs, &theirs).unwrap();
     let error = export(&layout, &pages, 1, Side::V, RowFormat::Q4_0, Order::Bsnh).unwrap_err();
@@ -510,7 +466,6 @@ fn layouts_are_made_of_what_pages_can_hold() {
     assert!(new(bf16, 256, 128, 1 << 14).is_err());
     let largest = new(bf16, 256, 128, (1 << 14) - 1).unwrap();
     assert_eq!(largest.page_bytes(), (1 << 31) - (1 << 17));
-    assert!(new(KvFormat::INT4, 64, 32, 1).is_err());
 }
 
 #[test]
@@ -554,5 +509,42 @@ fn rows_that_are_no_whole_groups_are_refused() {
         for groups in [0, 1, 2, 3, 255] {
             assert!(fbgemm_int4_row(&x, groups, &mut [0; 68]).is_err());
         }
+    }
+}
+
+#[test]
+fn rows_of_rotated_schemes_go_neither_in_nor_out() {
+    let plain = RowFormat::Plain(Scheme::Int8(Int8Scale::Token));
+    let fbgemm = RowFormat::FbgemmInt4(1);
+    for name in [
+        "int8",
+        "int4",
+        "int8/int4",
+        "int8-plain/int4-w0",
+        "int4/int8-plain",
+    ] {
+        let layout = PageLayout::new(name.parse().unwrap(), 64, 64, HEADS).unwrap();
+        let pages = vec![vec![0; layout.page_bytes()]; layout.pages_of(1)];
+        for (side, scheme) in [(Side::K, layout.format().k), (Side::V, layout.format().v)] {
+            if !scheme.is_rotated() {
+                assert!(export(&layout, &pages, 1, side, plain, Order::Bnsh).is_ok());
+                continue;
+            }
+            for format in [plain, fbgemm, RowFormat::Plain(scheme)] {
+                let error = export(&layout, &pages, 1, side, format, Order::Bnsh).unwrap_err();
+                let text = error.to_string();
+                assert!(text.contains("not rotated"), "{name}: {text}");
+            }
+        }
+        let rows = Exported {
+            codes: vec![0; HEADS * 64],
+            scales: vec![0; HEADS],
+        };
+        let rows = external(plain, &rows, Order::Bnsh, 64, 1);
+        let text = import(&layout, 0, 1, &rows, &rows).unwrap_err().to_string();
+        assert!(
+            text.contains("not rotated, such as int8-plain"),
+            "{name}: {text}"
+        );
     }
 }

@@ -14,7 +14,7 @@ fn plain(format: &str) -> (RowFormat, PageLayout) {
 
 #[test]
 fn what_rows_lack_is_counted_to_the_last_byte_of_the_last_row() {
-    let (format, layout) = plain("int8");
+    let (format, layout) = plain("int8-plain");
     // Rows of 64 bytes, 100 apart: three tokens of two heads end at 5 · 100 + 64.
     let external = |codes: usize, scales: usize| {
         static BYTES: [u8; 600] = [0; 600];
@@ -131,7 +131,7 @@ fn rows_of_another_scheme_are_named_on_either_side() {
 
 #[test]
 fn damaged_and_missing_pages_give_no_rows_and_no_values() {
-    let (format, layout) = plain("int8");
+    let (format, layout) = plain("int8-plain");
     let mut pages = vec![vec![0; layout.page_bytes()]; 2];
     let out = |pages: &[Vec<u8>], tokens| {
         let rows = export(&layout, pages, tokens, Side::V, format, Order::Bsnh);

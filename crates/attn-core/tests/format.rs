@@ -1,6 +1,6 @@
 //! Which schemes, head_dims and page sizes go together, and by which names.
 
-use attn_core::{CacheConfig, Error, Heads, Int4Scale, Int8Scale, KvFormat, Scheme};
+use attn_core::{CacheConfig, Error, Heads, Int8Scale, KvFormat, Scheme, Window};
 use rstest::rstest;
 
 #[rstest]
@@ -13,7 +13,11 @@ use rstest::rstest;
 #[case("int4-g1", 4, 1, false, true)]
 #[case("int4-g2", 4, 2, false, true)]
 #[case("int4-g8", 4, 8, false, true)]
-#[case("int4-channel", 4, 1, false, true)]
+#[case("int8-plain", 8, 1, false, true)]
+#[case("int4", 4, 1, false, true)]
+#[case("int4-r2", 4, 2, false, true)]
+#[case("int4-r8-w4", 4, 8, false, true)]
+#[case("int4-w0", 4, 1, false, true)]
 fn a_scheme_says_what_it_stores(
     #[case] name: &str,
     #[case] bits: usize,
@@ -38,12 +42,13 @@ fn a_scheme_says_what_it_stores(
 #[case("int4-g8", 128, 16, true)]
 #[case("int4-g2", 80, 16, false)]
 #[case("int4-g2", 96, 16, true)]
-#[case("int4-channel/int8", 64, 64, true)]
-#[case("int4-channel/int8", 64, 128, true)]
-#[case("int4-channel/int8", 64, 32, false)]
+#[case("int4", 64, 16, true)]
+#[case("int4", 80, 128, true)]
+#[case("int4-r4", 64, 16, true)]
+#[case("int4-r8-w0", 64, 16, false)]
+#[case("int4-r2", 80, 16, false)]
 #[case("int8/int4-g8", 64, 64, false)]
-#[case("int8/int4-channel", 64, 64, false)]
-#[case("int4-channel", 64, 64, false)]
+#[case("int4-r8/int8", 64, 64, false)]
 fn pairs_that_no_page_holds_are_refused(
     #[case] name: &str,
     #[case] head_dim: usize,
@@ -58,32 +63,126 @@ fn pairs_that_no_page_holds_are_refused(
 #[test]
 fn groups_of_int4_are_1_2_4_or_8() {
     for groups in 0..20 {
-        let found = Scheme::Int4(Int4Scale::Groups(groups)).check(256, 64);
-        assert_eq!(found.is_ok(), [1, 2, 4, 8].contains(&groups), "{groups}");
+        for scheme in [Scheme::Int4(groups), rotated(groups, Window::Two)] {
+            let found = scheme.check(256, 64);
+            assert_eq!(found.is_ok(), [1, 2, 4, 8].contains(&groups), "{groups}");
+        }
     }
 }
 
+fn rotated(groups: u8, window: Window) -> Scheme {
+    Scheme::RotatedInt4 { groups, window }
+}
+
 #[test]
-fn names_are_one_scheme_two_or_a_preset() {
-    let int8 = Scheme::Int8(Int8Scale::Token);
-    let (channel, g1) = (Int4Scale::Channel, Int4Scale::Groups(1));
-    let (channel, g1) = (Scheme::Int4(channel), Scheme::Int4(g1));
+fn names_are_one_scheme_or_two() {
+    let (int8, int4) = (Scheme::RotatedInt8, rotated(1, Window::Two));
+    let (plain, g1) = (Scheme::Int8(Int8Scale::Token), Scheme::Int4(1));
     for (name, k, v) in [
         ("int8", int8, int8),
-        ("int4", channel, g1),
+        ("int4", int4, int4),
+        ("int8/int4", int8, int4),
+        ("int8-plain", plain, plain),
         ("bf16", Scheme::Bf16, Scheme::Bf16),
-        ("int8/int4-g1", int8, g1),
-        ("int4-channel/int8", channel, int8),
+        ("int8-plain/int4-g1", plain, g1),
+        (
+            "int4-r2-w4/int4-w0",
+            rotated(2, Window::Four),
+            rotated(1, Window::None),
+        ),
+        (
+            "int4-r8/int4-r4",
+            rotated(8, Window::Two),
+            rotated(4, Window::Two),
+        ),
         ("fp8/f16", Scheme::Fp8E4m3, Scheme::F16),
     ] {
         let format: KvFormat = name.parse().unwrap();
         assert_eq!(format, KvFormat { k, v }, "{name}");
-        assert_eq!(format.has_tail_page(), k == channel);
+        assert_eq!(format.to_string(), name);
         assert_eq!(format.is_integer(), k.is_integer() && v.is_integer());
     }
-    for name in ["", "int4/int5", "int8/", "/int8", "int8/int8/int8", "INT8"] {
+    let presets = [KvFormat::INT8, KvFormat::INT8_INT4, KvFormat::INT4];
+    assert_eq!(
+        presets.map(|f| f.to_string()),
+        ["int8", "int8/int4", "int4"]
+    );
+    for name in [
+        "",
+        "int4/int5",
+        "int8/",
+        "/int8",
+        "int8/int8/int8",
+        "INT8",
+        "int4-r1",
+        "int4-r3",
+        "int4-w2",
+        "int4-w4-r2",
+        "int4-channel",
+        "int4-g3",
+    ] {
         let error = name.parse::<KvFormat>().unwrap_err();
         assert!(matches!(error, Error::Parameter { .. }), "{name}: {error}");
+    }
+}
+
+#[test]
+fn every_scheme_has_a_name_of_its_own() {
+    let mut names: Vec<String> = Scheme::ALL.iter().map(Scheme::to_string).collect();
+    for (name, scheme) in names.iter().zip(Scheme::ALL) {
+        assert_eq!(name.parse::<Scheme>().unwrap(), scheme);
+    }
+    names.sort();
+    names.dedup();
+    assert_eq!(names.len(), Scheme::ALL.len());
+}
+
+#[rstest]
+#[case("int8", [false, true, false], 0)]
+#[case("int8-plain", [false, false, false], 0)]
+#[case("int4-g2", [true, false, false], 0)]
+#[case("int4", [false, true, true], 2)]
+#[case("int4-w0", [false, true, false], 0)]
+#[case("int4-r4-w4", [false, true, true], 4)]
+#[case("bf16", [false, false, false], 0)]
+fn rotation_shifts_and_windows_belong_to_their_schemes(
+    #[case] name: &str,
+    #[case] flags: [bool; 3],
+    #[case] tiles: usize,
+) {
+    let scheme: Scheme = name.parse().unwrap();
+    let has_window = scheme.window() != Window::None;
+    assert_eq!(
+        [scheme.has_shifts(), scheme.is_rotated(), has_window],
+        flags
+    );
+    assert_eq!(scheme.window().tiles(), tiles);
+}
+
+/// Tokens whose residuals are kept are twice the larger window, in whole pages, of which the last one may be open.
+#[rstest]
+#[case("int8", 64, &[(1, 0), (1000, 0)])]
+#[case("int4-w0", 64, &[(1, 0), (1000, 0)])]
+#[case("int4", 16, &[(0, 0), (1, 1), (16, 1), (17, 2), (256, 16), (257, 16), (5000, 16)])]
+#[case("int4", 64, &[(0, 0), (1, 1), (192, 3), (193, 4), (257, 4), (5000, 4)])]
+#[case("int4", 128, &[(0, 0), (128, 1), (129, 2), (257, 2)])]
+#[case("int8/int4", 64, &[(64, 1), (5000, 4)])]
+#[case("int4/int8", 64, &[(64, 1), (5000, 4)])]
+#[case("int4/int4-w4", 64, &[(448, 7), (449, 8), (5000, 8)])]
+#[case("int4-w4/int4", 32, &[(449, 15), (5000, 16)])]
+#[case("int4-w4/int4-w0", 128, &[(5000, 4)])]
+fn residual_pages_hold_twice_the_larger_window(
+    #[case] name: &str,
+    #[case] page_size: usize,
+    #[case] expected: &[(usize, usize)],
+) {
+    let format: KvFormat = name.parse().unwrap();
+    for (tokens, pages) in expected {
+        assert_eq!(
+            format.residual_pages(page_size, *tokens),
+            *pages,
+            "{tokens}"
+        );
     }
 }
 

@@ -3,13 +3,11 @@
 use std::ops::Range;
 
 use attn_core::{
-    Error, Int4Scale, KvFormat, PageLayout, Scheme,
-    layout::{CodeAddr, k_code, load_param, store_param, v_code},
+    Error, KvFormat, PageLayout, Scheme, Window,
+    layout::{CodeAddr, Part, Side, k_code, load_param, store_param, v_code},
     quant::Param,
 };
 use half::f16;
-
-const CHANNEL: Scheme = Scheme::Int4(Int4Scale::Channel);
 
 /// Layouts of every scheme on each side, beside itself and beside another.
 fn layouts() -> Vec<PageLayout> {
@@ -26,9 +24,9 @@ fn layouts() -> Vec<PageLayout> {
 
 type Address = fn(usize, usize, usize, usize, usize) -> CodeAddr;
 /// One side of a run: its scheme, codes, parameters, addresses.
-type Side = (Scheme, Range<usize>, Range<usize>, Address);
+type SideParts = (Scheme, Range<usize>, Range<usize>, Address);
 
-fn sides(layout: &PageLayout) -> [Side; 2] {
+fn sides(layout: &PageLayout) -> [SideParts; 2] {
     let format = layout.format();
     [
         (format.k, layout.k_codes(), layout.k_params(), k_code),
@@ -36,12 +34,12 @@ fn sides(layout: &PageLayout) -> [Side; 2] {
     ]
 }
 
-/// Groups of a token's row that have parameters; dims of a page for `Int4 Channel`.
+/// Groups of a token's row that have parameters.
 fn groups(scheme: Scheme, dim: usize) -> usize {
-    match scheme {
-        CHANNEL => dim,
-        _ if scheme.has_row_scales() => scheme.groups(dim),
-        _ => 0,
+    if scheme.has_row_scales() {
+        scheme.groups(dim)
+    } else {
+        0
     }
 }
 
@@ -57,10 +55,9 @@ fn parts_follow_each_other_and_runs_fill_the_pool() {
                 Scheme::Int4(_) => 4,
                 _ => 2,
             };
-            let rows = if scheme == CHANNEL { 1 } else { size };
             assert_eq!(
                 params,
-                codes.end..codes.end + rows * groups(scheme, dim) * each
+                codes.end..codes.end + size * groups(scheme, dim) * each
             );
             at = params.end;
         }
@@ -69,11 +66,11 @@ fn parts_follow_each_other_and_runs_fill_the_pool() {
         assert_eq!(layout.run(0, 0), 0..at);
         assert_eq!(layout.run(0, 1), at..2 * at);
         assert_eq!(layout.run(3, 1), 7 * at..8 * at);
-        assert_eq!(layout.has_tail_page(), layout.format().k == CHANNEL);
+        let kept = 128 * layout.format().window().tiles() / size;
         for (tokens, home) in [(0, 0), (1, 1), (size - 1, 1), (size, 1), (size + 1, 2)] {
-            let tail = layout.has_tail_page() && tokens % size != 0;
-            assert_eq!(layout.pages_of(tokens), home + usize::from(tail));
+            assert_eq!(layout.pages_of(tokens), home + home.min(kept));
         }
+        assert_eq!(layout.pages_of(100 * size + 1), 101 + kept);
         seen += 1;
     }
     assert!(seen > 80, "{seen}");
@@ -123,23 +120,16 @@ fn what_is_stored_is_loaded() {
                     _ => f16::ZERO,
                 },
             };
-            let (groups, rows) = (
-                groups(scheme, dim),
-                if scheme == CHANNEL { 0 } else { size },
-            );
-            for (t, g) in (0..rows).flat_map(|t| (0..groups).map(move |g| (t, g))) {
+            let groups = groups(scheme, dim);
+            for (t, g) in (0..size).flat_map(|t| (0..groups).map(move |g| (t, g))) {
                 store_param(&mut run[params.clone()], scheme, size, t, g, param(t, g));
             }
-            for (t, g) in (0..rows).flat_map(|t| (0..groups).map(move |g| (t, g))) {
+            for (t, g) in (0..size).flat_map(|t| (0..groups).map(move |g| (t, g))) {
                 let found = load_param(&run[params.clone()], scheme, size, t, g);
                 assert_eq!(found, param(t, g));
             }
             // Nothing else was touched.
-            let touched = codes.start..if rows * groups > 0 {
-                params.end
-            } else {
-                codes.end
-            };
+            let touched = codes.start..if groups > 0 { params.end } else { codes.end };
             for (i, byte) in run.iter().enumerate() {
                 assert!(touched.contains(&i) || *byte == 0xa5, "{scheme}: byte {i}");
             }
@@ -147,39 +137,45 @@ fn what_is_stored_is_loaded() {
     }
 }
 
+/// What is asserted of one side's parts: the bits that `tokens` tokens write are ones, all others zeros.
+fn assert_only_written(run: &[u8], part: &Part, dim: usize, size: usize, tokens: usize) {
+    let bits = part.scheme.code_bits();
+    for (t, d) in (0..size).flat_map(|t| (0..dim).map(move |d| (t, d))) {
+        let expected = if t < tokens { 0xffff >> (16 - bits) } else { 0 };
+        assert_eq!(part.load_code(run, t, d), expected, "({t}, {d})");
+    }
+    let each = if part.scheme.has_shifts() { 2 } else { 1 };
+    for (i, at) in part.params.clone().step_by(2).enumerate() {
+        let expected = if i / each % size < tokens { 0xff } else { 0 };
+        assert_eq!(run[at..at + 2], [expected; 2], "parameter {i}");
+    }
+}
+
 #[test]
 fn a_canonical_page_keeps_what_its_tokens_wrote_and_nothing_else() {
     for layout in layouts() {
         let (dim, size) = (layout.head_dim(), layout.page_size());
-        for (tokens, k_open) in [(0, false), (1, false), (size - 3, true), (size, false)] {
+        for (tokens, is_residual) in [0, 1, 9, size - 3, size]
+            .into_iter()
+            .flat_map(|n| [(n, false), (n, true)])
+        {
             let mut page = vec![0xff; layout.page_bytes()];
-            layout.canonical(&mut page, tokens, k_open).unwrap();
+            layout.canonical(&mut page, tokens, is_residual).unwrap();
             for head in 0..2 {
                 let run = &page[layout.run(0, head)];
-                for (side, (scheme, codes, params, address)) in
-                    sides(&layout).into_iter().enumerate()
-                {
-                    let (bits, whole) = (scheme.code_bits(), 0xffffu16);
-                    let open = k_open && side == 0;
-                    for (t, d) in (0..size).flat_map(|t| (0..dim).map(move |d| (t, d))) {
-                        let at = address(bits, dim, size, t, d);
-                        let kept = t < tokens && !open;
-                        let expected = if kept { whole >> (16 - bits) } else { 0 };
-                        assert_eq!(at.load(&run[codes.clone()], bits), expected);
-                    }
-                    for pair in params.clone().step_by(2).enumerate() {
-                        let (i, at) = pair;
-                        let each = if matches!(scheme, Scheme::Int4(_)) {
-                            2
-                        } else {
-                            1
-                        };
-                        // Parameters of a page of channels belong to no token.
-                        let kept = (scheme == CHANNEL || i / each % size < tokens) && !open;
-                        let expected = if kept { [0xff; 2] } else { [0; 2] };
-                        assert_eq!(run[at..at + 2], expected, "{scheme}: parameter {i}");
-                    }
+                let mut covered = 0;
+                for side in [Side::K, Side::V] {
+                    let part = if is_residual {
+                        layout.residual(side)
+                    } else {
+                        Some(layout.part(side))
+                    };
+                    let Some(part) = part else { continue };
+                    assert_eq!(part.codes.start, covered);
+                    assert_only_written(run, &part, dim, size, tokens);
+                    covered = part.codes.end.max(part.params.end);
                 }
+                assert!(run[covered..].iter().all(|byte| *byte == 0));
             }
         }
         let mut short = vec![0; layout.page_bytes() - 1];
@@ -188,9 +184,45 @@ fn a_canonical_page_keeps_what_its_tokens_wrote_and_nothing_else() {
             Err(Error::Length { what: "page", .. })
         ));
         let mut page = vec![0; layout.page_bytes()];
-        assert!(layout.canonical(&mut page, size, false).is_ok());
-        assert!(layout.canonical(&mut page, size + 1, false).is_err());
+        for is_residual in [false, true] {
+            assert!(layout.canonical(&mut page, size, is_residual).is_ok());
+            assert!(layout.canonical(&mut page, size + 1, is_residual).is_err());
+        }
     }
+}
+
+#[test]
+fn residuals_lie_as_four_bit_codes_k_first_and_have_no_parameters() {
+    let mut seen = 0;
+    for layout in layouts() {
+        let (dim, size) = (layout.head_dim(), layout.page_size());
+        let mut at = 0;
+        for (side, address) in [(Side::K, k_code as Address), (Side::V, v_code)] {
+            let home = layout.part(side);
+            let Some(part) = layout.residual(side) else {
+                assert_eq!(home.scheme.window(), Window::None);
+                continue;
+            };
+            assert_ne!(home.scheme.window(), Window::None);
+            assert_eq!(part.codes, at..at + size * dim / 2);
+            assert!(part.params.is_empty());
+            at = part.codes.end;
+            let codes: Vec<u16> = (0..dim).map(|d| (d * 7 % 256) as u16).collect();
+            let (mut run, mut residuals) =
+                (vec![0; layout.run_bytes()], vec![0; layout.run_bytes()]);
+            home.store_codes(&mut run, size - 1, &codes);
+            part.store_codes(&mut residuals, size - 1, &codes);
+            for (d, code) in codes.iter().enumerate() {
+                let place = address(4, dim, size, size - 1, d);
+                assert_eq!(part.code_addr(size - 1, d), place);
+                assert_eq!(place.load(&run[home.codes.clone()], 4), code >> 4);
+                assert_eq!(place.load(&residuals[part.codes.clone()], 4), code & 15);
+            }
+            seen += 1;
+        }
+        assert!(at <= layout.run_bytes());
+    }
+    assert!(seen > 30, "{seen}");
 }
 
 /// What no quantizer writes into the last place of token t of a side; none for schemes that hold nothing but numbers.
@@ -204,12 +236,7 @@ fn spoil(layout: &PageLayout, side: usize, page: &mut [u8], head: usize, t: usiz
             scale: f16::NAN,
             shift: f16::ZERO,
         };
-        let (t, size, g) = if scheme == CHANNEL {
-            (dim - 1, 0, 0)
-        } else {
-            (t, size, groups - 1)
-        };
-        store_param(&mut run[params], scheme, size, t, g, bad);
+        store_param(&mut run[params], scheme, size, t, groups - 1, bad);
         return true;
     }
     let code = match scheme {
@@ -227,34 +254,23 @@ fn spoil(layout: &PageLayout, side: usize, page: &mut [u8], head: usize, t: usiz
 fn bytes_that_no_quantizer_writes_are_found_where_tokens_are_and_only_there() {
     for layout in layouts() {
         let size = layout.page_size();
-        // Two home pages, the second open; and the tail page, where there is one.
+        // Two home pages, the second open, and their residual pages, in which every byte is one that tokens may write.
         let tokens = size + 3;
         let mut pages = vec![vec![0; layout.page_bytes()]; layout.pages_of(tokens)];
-        if layout.has_tail_page() {
-            pages[2] = vec![0; layout.tail_k().page_bytes()];
-        }
+        pages[2..].iter_mut().for_each(|page| page.fill(0xff));
         layout.check_pages(&pages, tokens).unwrap();
-        let open = layout.has_tail_page();
-        for (i, side) in (0..pages.len()).flat_map(|i| [(i, 0), (i, 1)]) {
-            let stored = if i < 2 { layout } else { layout.tail_k() };
+        for (i, side) in (0..2).flat_map(|i| [(i, 0), (i, 1)]) {
             for (head, t) in [(0, 0), (1, 2), (0, 3), (1, size - 1)] {
                 let mut pages = pages.clone();
-                if !spoil(&stored, side, &mut pages[i], head, t) {
+                if !spoil(&layout, side, &mut pages[i], head, t) {
                     continue;
                 }
-                let written = match (i, side) {
-                    (0, _) => true,
-                    // K of the open page lies in the tail page, and nothing else does.
-                    (1, 0) if open => false,
-                    (2, 1) => false,
-                    _ => t < 3,
-                };
                 let found = layout.check_pages(&pages, tokens);
-                match (written, found) {
+                match (i == 0 || t < 3, found) {
                     (false, Ok(())) => (),
                     (true, Err(Error::BadBytes { offset, scheme, .. })) => {
-                        assert_eq!(offset, stored.run(0, head).start);
-                        let format = stored.format();
+                        assert_eq!(offset, layout.run(0, head).start);
+                        let format = layout.format();
                         assert_eq!(scheme, [format.k, format.v][side]);
                     }
                     (_, found) => {
@@ -270,16 +286,35 @@ fn bytes_that_no_quantizer_writes_are_found_where_tokens_are_and_only_there() {
 }
 
 #[test]
+fn minus_128_is_no_code_of_a_rotated_row() {
+    let layout = PageLayout::new(KvFormat::INT8, 64, 64, 1).unwrap();
+    for at in [layout.k_codes().start, layout.v_codes().start] {
+        let mut page = vec![0; layout.page_bytes()];
+        page[at] = 0x80;
+        let error = layout.check_pages(&[page], 1).unwrap_err();
+        assert!(
+            matches!(error, Error::BadBytes { what: "code", .. }),
+            "{error}"
+        );
+    }
+}
+
+#[test]
 fn pages_of_other_numbers_or_lengths_are_refused() {
     let layout = PageLayout::new(KvFormat::INT4, 64, 64, 1).unwrap();
     let page = vec![0; layout.page_bytes()];
     layout.check_pages(&[], 0).unwrap();
-    layout.check_pages(std::slice::from_ref(&page), 64).unwrap();
+    layout.check_pages(&vec![page.clone(); 2], 64).unwrap();
+    layout.check_pages(&vec![page.clone(); 9], 320).unwrap();
     for (pages, tokens, name) in [
         (vec![page.clone()], 63, "pages"),
-        (vec![page.clone(); 2], 64, "pages"),
+        (vec![page.clone(); 3], 64, "pages"),
         (vec![page.clone()], 0, "pages"),
-        (vec![page[1..].to_vec()], 64, "page"),
+        (vec![page.clone(); 10], 320, "pages"),
+        (vec![page.clone(); 8], 320, "pages"),
+        // A residual page is as long as any.
+        (vec![page.clone(), page[1..].to_vec()], 64, "page"),
+        (vec![page[1..].to_vec(), page.clone()], 64, "page"),
     ] {
         let error = layout.check_pages(&pages, tokens).unwrap_err();
         assert!(
@@ -287,11 +322,4 @@ fn pages_of_other_numbers_or_lengths_are_refused() {
             "{tokens}: {error}"
         );
     }
-    // A tail page is as long as its own layout says.
-    let tail = layout.tail_k().page_bytes();
-    assert_ne!(tail, page.len());
-    layout
-        .check_pages(&[page.clone(), vec![0; tail]], 5)
-        .unwrap();
-    assert!(layout.check_pages(&[page.clone(), page], 5).is_err());
 }

@@ -1,7 +1,7 @@
 //! Quantizers against exact arithmetic: every code is the nearest, ties go to even, and what is out of range saturates.
 
 use attn_core::quant::{self, Param, int4_group, int8_group, to_f16, to_fp8};
-use attn_core::{Int4Scale, Int8Scale, Scheme};
+use attn_core::{Int8Scale, Scheme};
 use half::{bf16, f16};
 
 /// Numbers of every magnitude and both signs.
@@ -123,7 +123,7 @@ fn groups_of_int4_span_from_their_least_to_their_largest() {
     );
     let near = int4_group(&[1e-8, -1e-8], &mut flat);
     assert_eq!((near.scale, flat), (f16::ZERO, [0; 2]));
-    let value = |code| quant::decode(Scheme::Int4(Int4Scale::Channel), code, param, 1.0);
+    let value = |code| quant::decode(Scheme::Int4(1), code, param, 1.0);
     assert_eq!([value(0), value(15)], [-3.0, 27.0]);
 }
 
@@ -149,7 +149,7 @@ fn rows_are_cut_into_groups_with_parameters_of_their_own() {
     }
     let x: Vec<f32> = (0..64).map(|d| (d / 16 * 100 + d % 16) as f32).collect();
     let mut params = [Param::default(); 4];
-    let scheme = Scheme::Int4(Int4Scale::Groups(4));
+    let scheme = Scheme::Int4(4);
     quant::encode(scheme, 1.0, &x, &mut codes, &mut params);
     for (d, x) in x.iter().enumerate() {
         assert_eq!(quant::decode(scheme, codes[d], params[d / 16], 1.0), *x);

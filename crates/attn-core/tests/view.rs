@@ -1,6 +1,6 @@
 //! Contiguous caches: where rows lie, how long the slices must be, and where a bad value is found.
 
-use attn_core::{Error, Heads, KvFormat, KvView, Problem, StridedRows};
+use attn_core::{Error, Heads, Int8Scale, KvFormat, KvView, Problem, Scheme, StridedRows};
 use rstest::rstest;
 
 const HEADS: usize = 3;
@@ -10,7 +10,7 @@ const LENS: [usize; 3] = [4, 0, 7];
 #[rstest]
 #[case("f16", 128, 0)]
 #[case("fp8", 64, 0)]
-#[case("int8", 64, 1)]
+#[case("int8-plain", 64, 1)]
 #[case("int8-g32", 64, 2)]
 fn rows_lie_where_the_order_of_the_axes_says(
     #[case] format: &str,
@@ -136,7 +136,13 @@ fn a_bad_scale_is_found_in_the_row_that_has_it_and_nowhere_else() {
                 }
             });
             for [k, v] in [[bad_rows, good_rows], [good_rows, bad_rows]] {
-                let found = KvView::new(&problem, KvFormat::INT8, k, v, [&[], &[]]);
+                let found = KvView::new(
+                    &problem,
+                    KvFormat::same(Scheme::Int8(Int8Scale::Token)),
+                    k,
+                    v,
+                    [&[], &[]],
+                );
                 match found.err() {
                     None => assert!(t >= LENS[b]),
                     Some(Error::BadBytes { what, offset, .. }) => {
@@ -187,11 +193,13 @@ fn schemes_without_rows_of_their_own_and_odd_groups_are_refused() {
     let codes = [0; 4096];
     let scales = [0; 64];
     for (format, dim, name) in [
-        ("int4-g1/int8", 64, "view scheme"),
-        ("int8/int4-g1", 64, "view scheme"),
+        ("int4-g1/int8-plain", 64, "view scheme"),
+        ("int8-plain/int4-g1", 64, "view scheme"),
         ("int4", 64, "view scheme"),
-        ("int8-g32/int8", 80, "scheme"),
-        ("int8/int8-g32", 80, "scheme"),
+        ("int8", 64, "view scheme"),
+        ("int8-plain/int8", 64, "view scheme"),
+        ("int8-g32/int8-plain", 80, "scheme"),
+        ("int8-plain/int8-g32", 80, "scheme"),
     ] {
         let problem = Problem::new(Heads { q: 1, kv: 1, dim }, vec![2]);
         let rows = StridedRows::bnsh(&codes, &scales, 1, 2, dim, 2);
@@ -214,7 +222,14 @@ fn a_sequence_without_tokens_may_have_rows_that_no_slice_reaches() {
         vec![1, 0],
     );
     let rows = StridedRows::bnsh(&[5; 64], &[0x3c00], 1, 100, 64, 1);
-    KvView::new(&problem, KvFormat::INT8, rows, rows, [&[], &[]]).unwrap();
+    KvView::new(
+        &problem,
+        KvFormat::same(Scheme::Int8(Int8Scale::Token)),
+        rows,
+        rows,
+        [&[], &[]],
+    )
+    .unwrap();
     let problem = Problem::new(
         Heads {
             q: 1,
@@ -224,7 +239,14 @@ fn a_sequence_without_tokens_may_have_rows_that_no_slice_reaches() {
         vec![0, 0],
     );
     let rows = StridedRows::bnsh(&[], &[], 1, 100, 64, 1);
-    KvView::new(&problem, KvFormat::INT8, rows, rows, [&[], &[]]).unwrap();
+    KvView::new(
+        &problem,
+        KvFormat::same(Scheme::Int8(Int8Scale::Token)),
+        rows,
+        rows,
+        [&[], &[]],
+    )
+    .unwrap();
 }
 
 #[test]

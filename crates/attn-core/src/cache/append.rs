@@ -27,10 +27,20 @@ struct Reservation {
     residual_pages: Vec<u32>,
 }
 
+/// Old residual pages of the sequences of one call that serve as new pages, because the pool has no others; a failed call gives the bytes back.
+#[derive(Default)]
+struct Recycled {
+    /// Pages to be recycled, the last one first.
+    candidates: Vec<u32>,
+    /// Those that were, and what they held.
+    held: Vec<(u32, Vec<u8>)>,
+}
+
 impl KvCache {
     /// Appends tokens to one sequence: `k` and `v` are `[tokens, num_kv_heads, head_dim]` in f32, f16 or bf16.
     ///
-    /// The bytes do not depend on how many tokens come at once.
+    /// The bytes do not depend on how many tokens come at once. Residual pages that the sequence no longer keeps are freed when the tokens are
+    /// written; if the pool has too few other pages, they take the new tokens instead.
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::Length`], [`Error::NotFinite`], [`Error::Magnitude`], [`Error::CacheFull`]; [`Error::Device`] if the
@@ -113,12 +123,16 @@ impl KvCache {
         appends: &[Append],
         write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let total = self.check_appends(appends)?;
+        let (total, candidates) = self.check_appends(appends)?;
         if total == 0 {
             return Ok(());
         }
+        let mut recycled = Recycled {
+            candidates,
+            held: Vec::new(),
+        };
         let mut reserved = Vec::with_capacity(appends.len());
-        let mut written = self.reserve(appends, &mut reserved);
+        let mut written = self.reserve(appends, &mut reserved, &mut recycled);
         if written.is_ok() {
             written = self
                 .writes(&reserved, total)
@@ -126,7 +140,13 @@ impl KvCache {
         }
         match written {
             Ok(()) => reserved.into_iter().for_each(|r| self.commit(r)),
-            Err(_) => reserved.into_iter().rev().for_each(|r| self.give_back(r)),
+            Err(_) => {
+                reserved.into_iter().rev().for_each(|r| self.give_back(r));
+                for (page, bytes) in recycled.held {
+                    // Only a device that fails twice loses them; the first failure is the one to report.
+                    let _ = self.store.write_page(&CacheAccess(()), page, &bytes);
+                }
+            }
         }
         written
     }
@@ -136,11 +156,6 @@ impl KvCache {
         let open = !self.table.lens[sequence].is_multiple_of(self.config.page_size);
         let page = self.table.pages[sequence].last().copied().filter(|_| open);
         page.filter(|&page| self.pages.is_shared(page))
-    }
-
-    /// The residual page of a sequence's open page.
-    fn open_residual_page(&self, sequence: usize) -> Option<u32> {
-        self.table.residual_pages[sequence].last().copied()
     }
 
     /// Number of pages that a sequence lacks for `tokens` more.
@@ -165,25 +180,42 @@ impl KvCache {
         kept.end - held.clamp(kept.start, kept.end)
     }
 
-    /// Refuses appends to missing or repeated sequences; returns their tokens in total.
-    fn check_appends(&self, appends: &[Append]) -> Result<usize, Error> {
+    /// The residual pages that a sequence drops with `tokens` more; they are freed when the tokens are written.
+    fn dropped_residual_pages(&self, sequence: usize, tokens: usize) -> &[u32] {
+        let held = &self.table.residual_pages[sequence];
+        let first = self.table.pages[sequence].len() - held.len();
+        let start = self.residual_indices(sequence, tokens).start;
+        &held[..start.saturating_sub(first).min(held.len())]
+    }
+
+    /// The pages that an append has to copy because other sequences share them: the open page, and its residual page if it is kept.
+    fn pages_to_copy(&self, sequence: usize, tokens: usize) -> impl Iterator<Item = u32> {
+        let residuals = &self.table.residual_pages[sequence];
+        let is_kept = self.dropped_residual_pages(sequence, tokens).len() < residuals.len();
+        let residual = residuals.last().copied().filter(|_| is_kept);
+        let home = self.shared_open_page(sequence);
+        home.into_iter().chain(residual.filter(|_| home.is_some()))
+    }
+
+    /// Refuses appends to missing or repeated sequences, and ones that the pool has no room for; returns their tokens in total, and residual
+    /// pages to recycle, as many as the pool lacks.
+    fn check_appends(&self, appends: &[Append]) -> Result<(usize, Vec<u32>), Error> {
         let (mut needed, mut total) = (0usize, 0usize);
         let mut sequences = Vec::with_capacity(appends.len());
+        let mut dropped = Vec::new();
         for &Append { sequence, tokens } in appends {
             self.check_sequence(sequence)?;
             sequences.push(sequence);
             if tokens == 0 {
                 continue;
             }
-            let copies = match self.shared_open_page(sequence) {
-                Some(_) => 1 + usize::from(self.open_residual_page(sequence).is_some()),
-                None => 0,
-            };
             let pages = self.new_pages(sequence, tokens)
                 + self.new_residual_pages(sequence, tokens)
-                + copies;
+                + self.pages_to_copy(sequence, tokens).count();
             needed = needed.saturating_add(pages);
             total = total.saturating_add(tokens);
+            let own = self.dropped_residual_pages(sequence, tokens).iter();
+            dropped.extend(own.filter(|page| !self.pages.is_shared(**page)));
         }
         sequences.sort_unstable();
         if let Some(pair) = sequences.windows(2).find(|pair| pair[0] == pair[1]) {
@@ -193,8 +225,24 @@ impl KvCache {
                 allowed: "each sequence once per call",
             });
         }
-        self.pages.check_room(needed)?;
-        Ok(total)
+        dropped.truncate(needed.saturating_sub(self.pages.num_free()));
+        self.pages.check_room(needed - dropped.len())?;
+        Ok((total, dropped))
+    }
+
+    /// Takes a free page, or recycles one where there is none.
+    fn take(&mut self, recycled: &mut Recycled) -> Result<u32, Error> {
+        if self.pages.num_free() > 0 {
+            return self.pages.take();
+        }
+        let Some(page) = recycled.candidates.pop() else {
+            return self.pages.take();
+        };
+        let bytes = self.store.read_page(&CacheAccess(()), page)?;
+        recycled.held.push((page, bytes));
+        // Its two owners are its old place, until the append is over, and its new one.
+        self.pages.share(page);
+        Ok(page)
     }
 
     /// Takes the pages that the appends need, and copies the open pages that others share.
@@ -202,33 +250,31 @@ impl KvCache {
         &mut self,
         appends: &[Append],
         reserved: &mut Vec<Reservation>,
+        recycled: &mut Recycled,
     ) -> Result<(), Error> {
         for &Append { sequence, tokens } in appends.iter().filter(|a| a.tokens > 0) {
-            let mut reservation = Reservation {
+            let shared: Vec<u32> = self.pages_to_copy(sequence, tokens).collect();
+            reserved.push(Reservation {
                 sequence,
                 tokens,
                 copied: Vec::new(),
                 pages: Vec::new(),
                 residual_pages: Vec::new(),
-            };
-            if let Some(page) = self.shared_open_page(sequence) {
-                for from in [Some(page), self.open_residual_page(sequence)] {
-                    if let Some(from) = from {
-                        reservation.copied.push([from, self.pages.take()?]);
-                    }
-                }
-            }
-            for _ in 0..self.new_pages(sequence, tokens) {
-                reservation.pages.push(self.pages.take()?);
-            }
-            for _ in 0..self.new_residual_pages(sequence, tokens) {
-                reservation.residual_pages.push(self.pages.take()?);
-            }
-            let copied = reservation.copied.clone();
-            reserved.push(reservation);
-            for [from, to] in copied {
+            });
+            let at = reserved.len() - 1;
+            for from in shared {
+                let to = self.take(recycled)?;
+                reserved[at].copied.push([from, to]);
                 let bytes = self.store.read_page(&CacheAccess(()), from)?;
                 self.store.write_page(&CacheAccess(()), to, &bytes)?;
+            }
+            for _ in 0..self.new_pages(sequence, tokens) {
+                let page = self.take(recycled)?;
+                reserved[at].pages.push(page);
+            }
+            for _ in 0..self.new_residual_pages(sequence, tokens) {
+                let page = self.take(recycled)?;
+                reserved[at].residual_pages.push(page);
             }
         }
         Ok(())

@@ -1,0 +1,700 @@
+//! Residual pages: which a sequence keeps, who shares them, and what appends, forks and failures leave of them.
+
+use std::{
+    any::Any,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use attn_core::{
+    Append, CacheAccess, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageLayout,
+    PageStore, PageTable, TokenWrite,
+    convert::{Side, dequantize},
+    layout::Part,
+};
+use rstest::rstest;
+
+const DIM: usize = 64;
+
+fn config(format: &str, page_size: usize, pages: usize) -> CacheConfig {
+    let heads = Heads {
+        q: 1,
+        kv: 1,
+        dim: DIM,
+    };
+    CacheConfig::builder(format.parse().unwrap(), heads)
+        .sequences(4)
+        .page_size(page_size)
+        .pages(pages)
+        .build()
+}
+
+fn cache(format: &str, page_size: usize, pages: usize) -> KvCache {
+    let config = config(format, page_size, pages);
+    let store = HostPages::new(&config).unwrap();
+    KvCache::new(config, Box::new(store)).unwrap()
+}
+
+/// The values of tokens `from..to` of text `seed`; none is like another's.
+fn values(seed: usize, from: usize, to: usize) -> Vec<f32> {
+    let value = |i: usize| {
+        let x = (i * 2_654_435_761 + seed * 40_503) % 1_000_003;
+        x as f32 / 125_000.0 - 4.0
+    };
+    (from * DIM..to * DIM).map(value).collect()
+}
+
+/// Appends tokens of a text to a sequence up to the length `to`.
+fn grow_to(cache: &mut KvCache, sequence: usize, seed: usize, to: usize) -> Result<(), Error> {
+    let from = cache.table().lens[sequence];
+    cache.append(
+        sequence,
+        &values(seed, from, to),
+        &values(seed + 100, from, to),
+    )
+}
+
+/// The pages of a text of one length, appended at once to a cache of its own.
+fn alone(format: &str, page_size: usize, seed: usize, len: usize) -> Vec<Vec<u8>> {
+    let mut cache = cache(format, page_size, 2 * len.div_ceil(page_size));
+    grow_to(&mut cache, 0, seed, len).unwrap();
+    cache.read_back(0).unwrap()
+}
+
+/// Every page has one owner per place in the table, none is lost, and each sequence has as many as its length says.
+fn assert_consistent(cache: &KvCache) {
+    let (table, config) = (cache.table(), cache.config());
+    let mut owned: Vec<u32> = Vec::new();
+    for (b, len) in table.lens.iter().enumerate() {
+        let (home, residuals) = (&table.pages[b], &table.residual_pages[b]);
+        let (format, size) = (config.format, config.page_size);
+        assert_eq!(home.len(), len.div_ceil(size));
+        assert_eq!(residuals.len(), format.residual_pages(size, *len));
+        assert_eq!(home.len() + residuals.len(), config.pages_for(*len));
+        assert_eq!(config.pages_for(*len), cache.layout().pages_of(*len));
+        let mut own = [&home[..], residuals].concat();
+        own.sort_unstable();
+        let count = own.len();
+        own.dedup();
+        assert_eq!(own.len(), count, "a page has two places in sequence {b}");
+        owned.extend(own);
+    }
+    owned.sort_unstable();
+    owned.dedup();
+    assert_eq!(owned.len() + cache.free_pages(), config.num_pages);
+}
+
+const FORMATS: [&str; 8] = [
+    "int4",
+    "int4-w4",
+    "int8/int4",
+    "int4/int8",
+    "int4-w4/int4",
+    "int4/int4-w4",
+    "int4-w0/int4-r2",
+    "int8",
+];
+
+#[rstest]
+fn bytes_do_not_depend_on_how_many_tokens_come_at_once(
+    #[values(16, 32, 64, 128)] page_size: usize,
+) {
+    for format in FORMATS {
+        let total = 700;
+        let mut cache = cache(format, page_size, 2 * 700usize.div_ceil(page_size));
+        let mut step = 0;
+        // Ones, pages, and calls that pass the whole window.
+        let steps = [1, 15, 1, 16, 31, 64, 1, 130, 3, 300, 137, 1];
+        while cache.table().lens[0] < total {
+            let len = (cache.table().lens[0] + steps[step % steps.len()]).min(total);
+            step += 1;
+            grow_to(&mut cache, 0, 1, len).unwrap();
+            let expected = alone(format, page_size, 1, len);
+            assert!(
+                cache.read_back(0).unwrap() == expected,
+                "{format} {page_size} {len}"
+            );
+            assert_consistent(&cache);
+        }
+    }
+}
+
+#[rstest]
+#[case("int4", 64)]
+#[case("int4/int4-w4", 16)]
+fn one_token_at_a_time_gives_the_bytes_of_all_at_once(
+    #[case] format: &str,
+    #[case] page_size: usize,
+) {
+    let mut cache = cache(format, page_size, 100);
+    for len in 1..=600 {
+        grow_to(&mut cache, 0, 1, len).unwrap();
+        assert_consistent(&cache);
+        if len % 37 == 0 || len % 64 < 2 {
+            assert!(cache.read_back(0).unwrap() == alone(format, page_size, 1, len));
+        }
+    }
+}
+
+/// The 8 bits of code and residual of one element.
+fn code_of(
+    layout: &PageLayout,
+    side: Side,
+    home: &[u8],
+    residual: &[u8],
+    t: usize,
+    d: usize,
+) -> u16 {
+    let load = |part: &Part, page: &[u8]| part.load_code(&page[layout.run(0, 0)], t, d);
+    let fine = layout.residual(side).unwrap();
+    load(&layout.part(side), home) << 4 | load(&fine, residual)
+}
+
+#[rstest]
+#[case("int4", 16, 0)]
+#[case("int4-w4/int4", 64, 0)]
+#[case("int8/int4", 32, 1)]
+#[case("int4-r4/int8", 128, 0)]
+fn residual_pages_are_those_of_the_last_home_pages(
+    #[case] format: &str,
+    #[case] page_size: usize,
+    #[case] first_side: usize,
+) {
+    let len = 777;
+    let layout = config(format, page_size, 1).layout().unwrap();
+    let pages = alone(format, page_size, 1, len);
+    let (home, residuals) = pages.split_at(len.div_ceil(page_size));
+    let kept = 128 * layout.format().window().tiles() / page_size;
+    assert_eq!(residuals.len(), kept);
+    for (side, seed) in [(Side::K, 1), (Side::V, 101)].into_iter().skip(first_side) {
+        let scheme = layout.part(side).scheme;
+        if layout.residual(side).is_none() {
+            continue;
+        }
+        for t in (home.len() - kept) * page_size..len {
+            let (mut codes, mut params) = ([0; DIM], vec![Default::default(); scheme.groups(DIM)]);
+            let x = values(seed, t, t + 1);
+            attn_core::quant::encode(scheme, 1.0, &x, &mut codes, &mut params);
+            let i = t / page_size;
+            for (d, code) in codes.iter().enumerate() {
+                let residual = &residuals[i - (home.len() - kept)];
+                let found = code_of(&layout, side, &home[i], residual, t % page_size, d);
+                assert_eq!(found, *code, "{side:?} ({t}, {d})");
+            }
+        }
+    }
+}
+
+#[rstest]
+fn a_pool_of_the_pages_of_one_length_takes_that_many_tokens_however_they_come(
+    #[values("int4", "int4-w4/int8", "int8")] format: &str,
+    #[values(16, 64, 128)] page_size: usize,
+    #[values(1, 16, 65, 128, 300, 1000)] step: usize,
+) {
+    let max_len = 1000;
+    let pages = config(format, page_size, 1).pages_for(max_len);
+    let mut cache = cache(format, page_size, pages);
+    while cache.table().lens[0] < max_len {
+        let len = (cache.table().lens[0] + step).min(max_len);
+        grow_to(&mut cache, 0, 1, len).unwrap();
+        assert_consistent(&cache);
+    }
+    assert_eq!(cache.free_pages(), 0);
+    assert!(cache.read_back(0).unwrap() == alone(format, page_size, 1, max_len));
+    // One page more is too much, and changes nothing.
+    let before = (cache.table().clone(), cache.read_back(0).unwrap());
+    let over = max_len.next_multiple_of(page_size) + 1;
+    let error = grow_to(&mut cache, 0, 1, over).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::CacheFull {
+                needed: 1,
+                free: 0,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert!((cache.table().clone(), cache.read_back(0).unwrap()) == before);
+    cache.free_sequence(0).unwrap();
+    assert_eq!(cache.free_pages(), pages);
+}
+
+#[test]
+fn a_batch_recycles_old_residual_pages_of_all_its_sequences() {
+    let pages = 3 * config("int4", 64, 1).pages_for(640);
+    let mut cache = cache("int4", 64, pages);
+    for len in [300, 500, 640] {
+        let appends = [0, 1, 2].map(|sequence| Append {
+            sequence,
+            tokens: len - cache.table().lens[sequence],
+        });
+        let texts = |first: usize| -> Vec<f32> {
+            let text = |a: &Append| values(first + a.sequence, len - a.tokens, len);
+            appends.iter().flat_map(text).collect()
+        };
+        cache
+            .append_batch(&appends, &texts(1), &texts(101))
+            .unwrap();
+        assert_consistent(&cache);
+        for sequence in 0..3 {
+            assert!(cache.read_back(sequence).unwrap() == alone("int4", 64, 1 + sequence, len));
+        }
+    }
+    assert_eq!(cache.free_pages(), 0);
+}
+
+/// A pool where the dropped pages are shared: they cannot be recycled, and the check of room says what is lacking.
+#[test]
+fn shared_residual_pages_are_not_recycled() {
+    let mut cache = cache("int4", 64, 13);
+    grow_to(&mut cache, 0, 1, 320).unwrap();
+    cache.fork(0, 1).unwrap();
+    let before = cache.table().clone();
+    let bytes = cache.read_back(1).unwrap();
+    // Home pages 5..8 and residual pages 5..8 are new; the four old ones are the fork's, too.
+    assert_eq!(cache.free_pages(), 4);
+    let error = grow_to(&mut cache, 0, 1, 512).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::CacheFull {
+                needed: 6,
+                free: 4,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert_eq!(*cache.table(), before);
+    grow_to(&mut cache, 0, 1, 448).unwrap();
+    assert_consistent(&cache);
+    assert!(cache.read_back(1).unwrap() == bytes);
+    assert!(cache.read_back(0).unwrap() == alone("int4", 64, 1, 448));
+}
+
+#[rstest]
+#[case(1)]
+#[case(58)]
+#[case(200)]
+#[case(1000)]
+fn forks_share_all_pages_and_copy_the_open_ones_when_either_appends(
+    #[case] more: usize,
+    #[values("int4", "int8/int4", "int4-w4/int4", "int8")] format: &str,
+    #[values(16, 64, 128)] page_size: usize,
+    #[values(false, true)] parent_grows: bool,
+) {
+    let len = 390;
+    let mut cache = cache(format, page_size, 400);
+    grow_to(&mut cache, 0, 1, len).unwrap();
+    cache.fork(0, 1).unwrap();
+    assert_eq!(cache.table().pages[0], cache.table().pages[1]);
+    assert_eq!(
+        cache.table().residual_pages[0],
+        cache.table().residual_pages[1]
+    );
+    assert_consistent(&cache);
+    let (grower, other) = if parent_grows { (0, 1) } else { (1, 0) };
+    let (free, before) = (cache.free_pages(), cache.table().clone());
+    let bytes = cache.read_back(other).unwrap();
+    // Another text from here on.
+    let (k, v) = (values(7, len, len + more), values(107, len, len + more));
+    cache.append(grower, &k, &v).unwrap();
+    assert_consistent(&cache);
+    let table = cache.table();
+    assert_eq!(table.pages[other], before.pages[other]);
+    assert_eq!(table.residual_pages[other], before.residual_pages[other]);
+    assert!(cache.read_back(other).unwrap() == bytes);
+    // All full pages are shared still, and residuals of full pages that both keep.
+    let full = len / page_size;
+    assert_eq!(table.pages[grower][..full], before.pages[other][..full]);
+    assert_ne!(table.pages[grower][full], before.pages[other][full]);
+    let home = |len: usize| len.div_ceil(page_size);
+    let first = |len: usize| home(len) - cache.config().format.residual_pages(page_size, len);
+    let kept = first(len + more)..full;
+    for i in kept {
+        assert_eq!(
+            table.residual_pages[grower][i - first(len + more)],
+            before.residual_pages[other][i - first(len)]
+        );
+    }
+    // So many pages are the grower's alone.
+    let own = home(len + more) - full;
+    let own_residuals = home(len + more) - first(len + more).max(full);
+    let has_residuals = cache.config().format.window().tiles() > 0;
+    let own_residuals = if has_residuals { own_residuals } else { 0 };
+    assert_eq!(free - cache.free_pages(), own + own_residuals);
+    // The bytes are those of a sequence that was never forked.
+    let mut expected = self::cache(format, page_size, 400);
+    grow_to(&mut expected, 0, 1, len).unwrap();
+    expected.append(0, &k, &v).unwrap();
+    assert!(cache.read_back(grower).unwrap() == expected.read_back(0).unwrap());
+    // The other one's open pages are its own now: it grows without a copy.
+    let open = before.pages[other][full];
+    grow_to(&mut cache, other, 1, len + 1).unwrap();
+    assert_eq!(cache.table().pages[other][full], open);
+    assert!(cache.read_back(other).unwrap() == alone(format, page_size, 1, len + 1));
+    cache.free_sequence(0).unwrap();
+    cache.free_sequence(1).unwrap();
+    assert_eq!(cache.free_pages(), 400);
+}
+
+#[test]
+fn a_fork_of_full_pages_copies_nothing() {
+    let mut cache = cache("int4", 64, 40);
+    grow_to(&mut cache, 0, 1, 320).unwrap();
+    cache.fork(0, 1).unwrap();
+    let before = cache.table().clone();
+    let free = cache.free_pages();
+    grow_to(&mut cache, 1, 1, 321).unwrap();
+    // A home page and a residual page; the oldest residual page goes on in the parent.
+    assert_eq!(free - cache.free_pages(), 2);
+    assert_eq!(cache.table().pages[1][..5], before.pages[0][..]);
+    assert_eq!(
+        cache.table().residual_pages[1][..3],
+        before.residual_pages[0][1..]
+    );
+    assert_eq!(cache.table().residual_pages[0], before.residual_pages[0]);
+}
+
+/// A store that fails at a given token, at a given page write, or not at all; what came before is written.
+struct Failing {
+    inner: HostPages,
+    tokens: Arc<AtomicUsize>,
+    copies: Arc<AtomicUsize>,
+}
+
+fn failure(doing: &'static str) -> Error {
+    Error::Device {
+        backend: "test",
+        doing,
+        source: "as asked".into(),
+    }
+}
+
+const NEVER: usize = usize::MAX;
+
+impl PageStore for Failing {
+    fn layout(&self) -> PageLayout {
+        self.inner.layout()
+    }
+
+    fn num_pages(&self) -> usize {
+        self.inner.num_pages()
+    }
+
+    fn append(
+        &mut self,
+        access: &CacheAccess,
+        writes: &[TokenWrite],
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<(), Error> {
+        let tokens = self.tokens.load(Ordering::Relaxed).min(writes.len());
+        self.inner.append(access, &writes[..tokens], k, v)?;
+        if tokens < writes.len() {
+            return Err(failure("writing tokens"));
+        }
+        Ok(())
+    }
+
+    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
+        self.inner.read_page(access, page)
+    }
+
+    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
+        let left = self.copies.load(Ordering::Relaxed);
+        if left == 0 {
+            return Err(failure("writing a page"));
+        }
+        if left != NEVER {
+            self.copies.store(left - 1, Ordering::Relaxed);
+        }
+        self.inner.write_page(access, page, bytes)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// A cache, and the tokens and the page writes after which its store fails.
+fn failing(format: &str, page_size: usize, pages: usize) -> (KvCache, [Arc<AtomicUsize>; 2]) {
+    let config = config(format, page_size, pages);
+    let after = [(); 2].map(|()| Arc::new(AtomicUsize::new(NEVER)));
+    let store = Failing {
+        inner: HostPages::new(&config).unwrap(),
+        tokens: after[0].clone(),
+        copies: after[1].clone(),
+    };
+    (KvCache::new(config, Box::new(store)).unwrap(), after)
+}
+
+type State = (PageTable, Vec<Vec<Vec<u8>>>, Vec<u32>);
+
+/// The table, the bytes, the number of free pages, and the order in which they would be taken.
+fn state(cache: &mut KvCache) -> State {
+    let table = cache.table().clone();
+    let bytes = (0..4).map(|b| cache.read_back(b).unwrap()).collect();
+    // An append that takes as many free pages as it can, and fails.
+    let (free, config) = (cache.free_pages(), cache.config());
+    let fits = |pages: &usize| config.pages_for(pages * config.page_size) <= free;
+    let pages = (0..=free).rev().find(fits).unwrap();
+    let mut order = vec![free as u32];
+    let spare = Append {
+        sequence: 3,
+        tokens: pages * config.page_size,
+    };
+    let found = cache.append_with(&[spare], |_, writes| {
+        order.extend(writes.iter().map(|w| w.page));
+        order.extend(writes.iter().filter_map(|w| w.residual_page));
+        Err(failure("looking"))
+    });
+    assert_eq!(found.is_err(), pages > 0);
+    (table, bytes, order)
+}
+
+#[rstest]
+fn a_failed_append_leaves_pages_residuals_lengths_and_the_free_list(
+    #[values("int4", "int8/int4", "int4/int4-w4", "int8")] format: &str,
+    #[values(16, 64)] page_size: usize,
+    #[values(1, 70, 600)] more: usize,
+) {
+    let (mut cache, [tokens, copies]) = failing(format, page_size, 6000 / page_size);
+    grow_to(&mut cache, 0, 1, 330).unwrap();
+    cache.fork(0, 1).unwrap();
+    grow_to(&mut cache, 2, 2, 450).unwrap();
+    let before = state(&mut cache);
+    // Twice: what a failure leaves must fail in the same way.
+    for _ in 0..2 {
+        for (sequence, tokens_written) in [(0, 0), (1, more / 2), (2, more - 1)] {
+            tokens.store(tokens_written, Ordering::Relaxed);
+            let len = cache.table().lens[sequence] + more;
+            let error = grow_to(&mut cache, sequence, 9, len).unwrap_err();
+            assert!(matches!(error, Error::Device { .. }), "{error}");
+            // Only the open page of a sequence that shares none takes bytes, behind its last token.
+            assert!(state(&mut cache) == before, "{sequence}");
+        }
+        tokens.store(NEVER, Ordering::Relaxed);
+        for written in 0..2 {
+            copies.store(written, Ordering::Relaxed);
+            let batch = [2, 1].map(|sequence| Append {
+                sequence,
+                tokens: more,
+            });
+            let found = cache.append_with(&batch, |_, _| Err(failure("recording")));
+            assert!(found.is_err());
+            copies.store(NEVER, Ordering::Relaxed);
+            assert!(state(&mut cache) == before, "{written} copies");
+        }
+    }
+    for (sequence, seed) in [(1, 1), (2, 2), (0, 1)] {
+        let len = cache.table().lens[sequence] + more;
+        grow_to(&mut cache, sequence, seed, len).unwrap();
+        assert!(cache.read_back(sequence).unwrap() == alone(format, page_size, seed, len));
+    }
+    assert_consistent(&cache);
+}
+
+#[rstest]
+#[case("int4", 64, 640)]
+#[case("int4-w4/int8", 32, 1000)]
+#[case("int4", 128, 700)]
+fn a_failed_append_gives_recycled_pages_their_bytes_back(
+    #[case] format: &str,
+    #[case] page_size: usize,
+    #[case] max_len: usize,
+) {
+    let pages = config(format, page_size, 1).pages_for(max_len);
+    for from in [max_len - 100, max_len - 260, page_size + 1] {
+        let (mut cache, [tokens, _]) = failing(format, page_size, pages);
+        grow_to(&mut cache, 0, 1, from).unwrap();
+        let before = state(&mut cache);
+        for written in [0, 1, (max_len - from) / 2, max_len - from - 1] {
+            tokens.store(written, Ordering::Relaxed);
+            assert!(grow_to(&mut cache, 0, 9, max_len).is_err());
+            assert!(
+                state(&mut cache) == before,
+                "from {from}, {written} written"
+            );
+        }
+        tokens.store(NEVER, Ordering::Relaxed);
+        grow_to(&mut cache, 0, 1, max_len).unwrap();
+        assert_eq!(cache.free_pages(), 0);
+        assert!(cache.read_back(0).unwrap() == alone(format, page_size, 1, max_len));
+    }
+}
+
+#[rstest]
+fn a_restored_sequence_is_the_one_that_was_read_back(
+    #[values("int4", "int8/int4", "int4-w4/int4", "int8", "int4-w0")] format: &str,
+    #[values(16, 64, 128)] page_size: usize,
+    #[values(1, 64, 257, 600)] len: usize,
+) {
+    let (mut cache, [_, copies]) = failing(format, page_size, 3000 / page_size);
+    grow_to(&mut cache, 0, 1, len).unwrap();
+    let pages = cache.read_back(0).unwrap();
+    let before = state(&mut cache);
+    for count in [
+        0,
+        len.div_ceil(page_size) - 1,
+        pages.len() - 1,
+        pages.len() + 1,
+    ] {
+        let mut other = pages.clone();
+        other.resize(count, pages[0].clone());
+        let error = cache.restore(1, len, &other).unwrap_err();
+        assert!(
+            matches!(error, Error::Length { what: "pages", given, needed } if (given, needed) == (count, pages.len())),
+            "{error}"
+        );
+    }
+    copies.store(pages.len() - 1, Ordering::Relaxed);
+    assert!(cache.restore(1, len, &pages).is_err());
+    copies.store(NEVER, Ordering::Relaxed);
+    assert!(state(&mut cache) == before);
+    cache.restore(1, len, &pages).unwrap();
+    assert!(cache.read_back(1).unwrap() == pages);
+    assert_consistent(&cache);
+    // It goes on as the first does, and takes nothing from it.
+    grow_to(&mut cache, 1, 1, len + 150).unwrap();
+    assert!(cache.read_back(1).unwrap() == alone(format, page_size, 1, len + 150));
+    assert!(cache.read_back(0).unwrap() == pages);
+    for sequence in 0..2 {
+        cache.free_sequence(sequence).unwrap();
+    }
+    assert_eq!(cache.free_pages(), cache.config().num_pages);
+    assert_eq!(cache.table().residual_pages, vec![Vec::<u32>::new(); 4]);
+}
+
+#[test]
+fn tokens_behind_the_window_are_written_without_residuals() {
+    let mut cache = cache("int4", 64, 40);
+    grow_to(&mut cache, 0, 1, 70).unwrap();
+    let mut seen = Vec::new();
+    let batch = [Append {
+        sequence: 0,
+        tokens: 600 - 70,
+    }];
+    cache
+        .append_with(&batch, |_, writes| {
+            seen = writes.to_vec();
+            Ok(())
+        })
+        .unwrap();
+    let table = cache.table();
+    for (t, write) in (70..600).zip(&seen) {
+        let (i, first) = (t / 64, 10 - 4);
+        assert_eq!((write.page, write.token), (table.pages[0][i], t % 64));
+        let residual = (i >= first).then(|| table.residual_pages[0][i - first]);
+        assert_eq!(write.residual_page, residual, "{t}");
+    }
+}
+
+/// Root mean square of the errors of tokens `from..to`.
+fn rms(found: &[f32], x: &[f32], from: usize, to: usize) -> f32 {
+    let errors = found[from * DIM..to * DIM].iter().zip(&x[from * DIM..]);
+    let sum: f32 = errors.map(|(a, b)| (a - b) * (a - b)).sum();
+    (sum / ((to - from) * DIM) as f32).sqrt()
+}
+
+#[rstest]
+#[case("int4", 64, 300, [2, 2])]
+#[case("int4", 128, 257, [2, 2])]
+#[case("int4-w4/int4", 16, 611, [4, 2])]
+#[case("int4-w0/int4-r2", 64, 640, [0, 2])]
+#[case("int4/int4-w4", 32, 100, [2, 4])]
+fn values_of_the_last_tiles_are_finer_than_older_ones(
+    #[case] format: &str,
+    #[case] page_size: usize,
+    #[case] len: usize,
+    #[case] tiles: [usize; 2],
+) {
+    let layout = config(format, page_size, 1).layout().unwrap();
+    let pages = alone(format, page_size, 1, len);
+    let found = dequantize(&layout, &pages, len, &[], &[]).unwrap();
+    for (side, found) in found.iter().enumerate() {
+        let x = values(1 + 100 * side, 0, len);
+        assert_eq!(found.len(), x.len());
+        let fine = ((len - 1) / 64 + 1).saturating_sub(tiles[side]) * 64;
+        let fine = fine.min(len);
+        for t in 0..len {
+            // A rotated row of 64 dims keeps its length: its elements are uniform in -4..4 no more, but below 13, so that a step is at most 13/8 coarse
+            // and 13/128 fine, of which the error of an element is rarely more than half, and its root mean square less than a third.
+            let error = rms(found, &x, t, t + 1);
+            let (least, most) = if t < fine { (0.2, 0.55) } else { (0.0, 0.035) };
+            assert!(
+                (least..most).contains(&error),
+                "side {side}, token {t}: {error}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_step_bounds_the_error_of_every_rotated_element() {
+    // Read the codes as the arithmetic does, and compare the rotated rows.
+    let len = 200;
+    let layout = config("int4", 64, 1).layout().unwrap();
+    let pages = alone("int4", 64, 1, len);
+    let (home, residuals) = pages.split_at(4);
+    for (side, seed) in [(Side::K, 1), (Side::V, 101)] {
+        let part = layout.part(side);
+        for t in 0..len {
+            let mut row = values(seed, t, t + 1);
+            attn_core::rotation::rotate_stored(&mut row);
+            let (i, at) = (t / 64, t % 64);
+            let scale = part.load_param(&home[i], at, 0).scale;
+            let step = scale.to_f32();
+            // The scale is rounded to f16: the largest element may lie 16/2048 of it beyond the last code.
+            let slack = step / 128.0;
+            for (d, x) in row.iter().enumerate() {
+                let code = code_of(&layout, side, &home[i], &residuals[i], at, d);
+                let (u, r) = (code >> 4, code & 15);
+                let coarse = (2.0 * f32::from(u) - 15.0) * step;
+                let fine = attn_core::quant::half_step_value(u, r, scale);
+                assert!((coarse - x).abs() <= step + slack, "({t}, {d})");
+                assert!((fine - x).abs() <= step / 16.0 + slack, "({t}, {d})");
+            }
+        }
+    }
+}
+
+#[test]
+fn rotated_rows_of_8_bits_come_back_within_a_step() {
+    for format in ["int8", "int8/int4"] {
+        let layout = config(format, 64, 1).layout().unwrap();
+        let pages = alone(format, 64, 1, 100);
+        let [k, _] = dequantize(&layout, &pages, 100, &[], &[]).unwrap();
+        for (found, x) in k.iter().zip(values(1, 0, 100)) {
+            // Steps of at most 13/127, and the root of 64 dims of them.
+            assert!((found - x).abs() < 0.15, "{found} {x}");
+        }
+        assert!(rms(&k, &values(1, 0, 100), 0, 100) < 0.03);
+    }
+}
+
+#[test]
+fn a_format_without_a_window_has_no_residual_pages() {
+    for format in ["int8", "int4-w0", "int8-plain/int4-g1", "bf16"] {
+        let mut cache = cache(format, 64, 20);
+        grow_to(&mut cache, 0, 1, 1000).unwrap();
+        assert!(cache.table().residual_pages[0].is_empty());
+        let mut seen = Vec::new();
+        let batch = [Append {
+            sequence: 1,
+            tokens: 3,
+        }];
+        cache
+            .append_with(&batch, |_, writes| {
+                seen.extend(writes.iter().map(|w| w.residual_page));
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!(seen, [None; 3]);
+    }
+    assert_eq!(KvFormat::INT8.window().kept_tokens(), 0);
+}
