@@ -162,7 +162,7 @@ class Side:
             n = self.dim // self.groups
             parts = [half_steps(x[g * n : (g + 1) * n]) for g in range(self.groups)]
             return sum((codes for codes, _ in parts), []), [(scale, F(0)) for _, scale in parts]
-        scheme = "int8" if self.scheme in ("int8", "int8-plain") else self.scheme
+        scheme = "int8-plain" if self.scheme == "int8" else self.scheme
         codes, params = token(scheme, x, self.tensor_scale)
         if scheme.startswith("int4-g"):
             return [u - 8 for u in codes], [(scale, centred(scale, shift)) for scale, shift in params]

@@ -67,14 +67,11 @@ impl CacheConfig {
         }
     }
 
-    /// Number of pages with which one sequence can grow to `kv_len` tokens by appends of any length: home pages, residual pages, and room for the
-    /// residual pages that an append frees only when it has succeeded.
+    /// Number of pages that one sequence of `kv_len` tokens takes, residual pages included.
     #[must_use]
     pub fn pages_for(&self, kv_len: usize) -> usize {
         let home = kv_len.div_ceil(self.page_size.max(1));
-        let residuals = self.format.residual_pages(self.page_size, kv_len);
-        let replaced = residuals.min(home - residuals);
-        home.saturating_add(residuals).saturating_add(replaced)
+        home.saturating_add(self.format.residual_pages(self.page_size, kv_len))
     }
 
     /// The layout of the cache's pages.
