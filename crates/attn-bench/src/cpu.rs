@@ -8,7 +8,8 @@ use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvSource, Plan,
     arithmetic::TILE,
 };
-use attn_cpu::CpuBackend;
+pub use attn_cpu::MOST_THREADS;
+use attn_cpu::{CpuBackend, Options};
 use rayon::prelude::*;
 
 use crate::{
@@ -284,9 +285,6 @@ fn measure_beside(
     })
 }
 
-/// The most threads that are started: more than any machine has, and few enough for every system to start.
-pub const MOST_THREADS: usize = 1024;
-
 /// Refuses a number of threads that no machine should start.
 ///
 /// # Errors
@@ -302,46 +300,31 @@ pub fn check_threads(threads: usize) -> Result<(), Error> {
     })
 }
 
-/// Runs `f` on a pool of so many threads.
-///
-/// # Errors
-/// [`Error::Parameter`] for a number that [`check_threads`] refuses; [`Error::Device`] if the system does not start as many.
-pub fn with_threads<T: Send>(threads: usize, f: impl FnOnce() -> T + Send) -> Result<T, Error> {
-    check_threads(threads)?;
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-    let pool = pool.map_err(|source| Error::Device {
-        backend: "cpu",
-        doing: "starting the threads of a pool",
-        source: source.into(),
-    })?;
-    Ok(pool.install(f))
-}
-
-/// The CPU on a pool of so many threads.
+/// The CPU on a pool of so many threads, in which steps and reads run.
 pub struct CpuTimer {
     backend: CpuBackend,
-    threads: usize,
 }
 
 impl CpuTimer {
-    /// With the instruction set that [`CpuBackend::open`] chooses.
+    /// With the options that the environment sets, and so many threads.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for a number of threads that [`check_threads`] refuses; [`Error::Unsupported`] if `ATTN_CPU_ISA` names an
-    /// instruction set that this machine lacks.
+    /// [`Error::Parameter`] for a number of threads that [`check_threads`] refuses; [`Error::Unsupported`] for an option that the machine
+    /// lacks, or if the system does not start as many threads.
     pub fn open(threads: usize) -> Result<Self, Error> {
         check_threads(threads)?;
+        let options = Options::from_env()?.threads(threads);
         Ok(CpuTimer {
-            backend: CpuBackend::open()?,
-            threads,
+            backend: CpuBackend::with_options(&options)?,
         })
     }
 }
 
 impl Timer for CpuTimer {
     fn device(&self) -> String {
-        let s = if self.threads == 1 { "" } else { "s" };
-        format!("cpu: {}, {} thread{s}", self.backend.isa(), self.threads)
+        let threads = self.backend.threads();
+        let s = if threads == 1 { "" } else { "s" };
+        format!("cpu: {}, {threads} thread{s}", self.backend.isa())
     }
 
     fn runs(&self) -> usize {
@@ -357,7 +340,8 @@ impl Timer for CpuTimer {
     }
 
     fn measure(&mut self, workload: &Workload, runs: usize) -> Result<Measured, Error> {
-        with_threads(self.threads, || measure(&self.backend, workload, runs))?
+        self.backend
+            .install(|| measure(&self.backend, workload, runs))
     }
 }
 
@@ -475,9 +459,8 @@ mod tests {
         for threads in [0, MOST_THREADS + 1, usize::MAX] {
             let error = CpuTimer::open(threads).err().expect("refused").to_string();
             assert!(error.contains("1 to 1024"), "{error}");
-            assert!(with_threads(threads, || ()).is_err());
         }
-        let threads = with_threads(3, rayon::current_num_threads).unwrap();
-        assert_eq!(threads, 3);
+        let three = CpuTimer::open(3).unwrap().backend;
+        assert_eq!(three.install(rayon::current_num_threads), 3);
     }
 }
