@@ -31,7 +31,8 @@ fn round_to(x: f64, mantissa_bits: i32, min_exp: i32, max: f64) -> f64 {
         return 0.0;
     }
     let exponent = (((x.to_bits() >> 52) & 0x7ff) as i32 - 1023).max(min_exp);
-    let quantum = f64::powi(2.0, exponent - mantissa_bits);
+    // 2^(exponent − mantissa_bits), which is a normal f64.
+    let quantum = f64::from_bits(((exponent - mantissa_bits + 1023) as u64) << 52);
     ((x / quantum).round_ties_even() * quantum).clamp(-max, max)
 }
 
@@ -77,17 +78,33 @@ fn code(x: f32, scale: f16, lo: f64, hi: f64) -> i32 {
         .clamp(lo, hi) as i32
 }
 
+/// The parameters of a group of symmetric int8 whose largest magnitude is `amax`.
+#[must_use]
+pub fn int8_param(amax: f32) -> Param {
+    Param {
+        scale: to_f16(f64::from(amax) / 127.0),
+        shift: f16::ZERO,
+    }
+}
+
+/// The parameters of a group of asymmetric int4 whose least and largest numbers are `lo` and `hi`.
+#[must_use]
+pub fn int4_param(lo: f32, hi: f32) -> Param {
+    let span = (hi - lo).min(f32::MAX);
+    Param {
+        scale: to_f16(f64::from(span) / 15.0),
+        shift: to_f16(f64::from(lo)),
+    }
+}
+
 /// Quantizes one group to symmetric int8.
 pub fn int8_group(x: &[f32], codes: &mut [u16]) -> Param {
     let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
-    let scale = to_f16(f64::from(amax) / 127.0);
+    let param = int8_param(amax);
     for (c, &v) in codes.iter_mut().zip(x) {
-        *c = code(v, scale, -127.0, 127.0) as i8 as u8 as u16;
+        *c = code(v, param.scale, -127.0, 127.0) as i8 as u8 as u16;
     }
-    Param {
-        scale,
-        shift: f16::ZERO,
-    }
+    param
 }
 
 /// Quantizes one group to asymmetric int4.
@@ -97,11 +114,7 @@ pub fn int4_group(x: &[f32], codes: &mut [u16]) -> Param {
         .fold((f32::INFINITY, f32::NEG_INFINITY), |(lo, hi), &v| {
             (lo.min(v), hi.max(v))
         });
-    let span = (hi - lo).min(f32::MAX);
-    let param = Param {
-        scale: to_f16(f64::from(span) / 15.0),
-        shift: to_f16(f64::from(lo)),
-    };
+    let param = int4_param(lo, hi);
     for (c, &v) in codes.iter_mut().zip(x) {
         *c = code(v - param.shift.to_f32(), param.scale, 0.0, 15.0) as u16;
     }

@@ -18,6 +18,7 @@ use crate::{
     reader::Reader,
     reference::{self, QueryRow},
     simd::Isa,
+    store::CpuPages,
 };
 
 /// The mark of this crate's plans: the kernels need nothing prepared.
@@ -27,10 +28,10 @@ fn plan(problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
     Plan::new(BACKEND, problem, format, CpuPlan)
 }
 
-fn create_cache(config: &CacheConfig) -> Result<KvCache, Error> {
+fn pages(config: &CacheConfig) -> Result<HostPages, Error> {
     let pages = HostPages::new(config)?;
     ask_for_huge_pages(pages.pool());
-    KvCache::new(config.clone(), Box::new(pages))
+    Ok(pages)
 }
 
 /// Asks the kernel for huge pages: a run spans four or five small ones, and their page-table walks take a tenth of a decode step.
@@ -103,7 +104,7 @@ impl DecodeAttention for Reference {
     }
 
     fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
-        create_cache(config)
+        KvCache::new(config.clone(), Box::new(pages(config)?))
     }
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
@@ -251,7 +252,8 @@ impl DecodeAttention for CpuBackend {
     }
 
     fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
-        create_cache(config)
+        let pages = CpuPages::new(pages(config)?, config, self.isa, self.threads.clone())?;
+        KvCache::new(config.clone(), Box::new(pages))
     }
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
