@@ -5,7 +5,7 @@
 use std::{hint::black_box, time::Instant};
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvSource, Plan,
+    Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvSource, Plan,
     arithmetic::TILE,
 };
 pub use attn_cpu::MOST_THREADS;
@@ -24,6 +24,7 @@ pub struct Prepared {
     kv: Kv,
     /// One token of every sequence, to append.
     token: [Vec<f32>; 2],
+    appends: Vec<Append>,
     q: Vec<f32>,
     out: Vec<f32>,
     lse: Vec<f32>,
@@ -97,7 +98,13 @@ impl Prepared {
                 CacheLayout::Pages => Kv::Pages(filled(backend, workload)?),
                 _ => Kv::Contiguous(ContiguousCache::new(workload)),
             },
-            token: [noise(4, row), noise(5, row)],
+            token: [4, 5].map(|seed| noise(seed, problem.batch() * row)),
+            appends: (0..problem.batch())
+                .map(|sequence| Append {
+                    sequence,
+                    tokens: 1,
+                })
+                .collect(),
             out: vec![0.0; q.len()],
             lse: vec![0.0; problem.rows()],
             q,
@@ -112,9 +119,7 @@ impl Prepared {
         if let (Operation::Append | Operation::AppendDecode, Kv::Pages(cache)) =
             (self.operation, &mut self.kv)
         {
-            for b in 0..self.plan.problem().batch() {
-                cache.append(b, &self.token[0], &self.token[1])?;
-            }
+            cache.append_batch(&self.appends, &self.token[0], &self.token[1])?;
             if self.operation == Operation::Append {
                 return Ok(());
             }

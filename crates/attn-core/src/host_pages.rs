@@ -1,4 +1,4 @@
-//! Pages in host memory, written by the scalar quantizers: the bytes that every backend reproduces.
+//! Pages in host memory, written by the scalar quantizers: the bytes that every backend reproduces. `attn-cpu` writes them by vectors.
 
 use std::any::Any;
 

@@ -30,10 +30,13 @@ fn round_to(x: f64, mantissa_bits: i32, min_exp: i32, max: f64) -> f64 {
     if x == 0.0 {
         return 0.0;
     }
+    // `max` is such a number, so saturating first changes nothing; it keeps the sum below finite.
+    let x = x.clamp(-max, max);
     let exponent = (((x.to_bits() >> 52) & 0x7ff) as i32 - 1023).max(min_exp);
-    // 2^(exponent − mantissa_bits), which is a normal f64.
-    let quantum = f64::from_bits(((exponent - mantissa_bits + 1023) as u64) << 52);
-    ((x / quantum).round_ties_even() * quantum).clamp(-max, max)
+    // 1.5 · 2^52 quanta: the sum's last place is a quantum.
+    let places = (exponent - mantissa_bits + 52 + 1023) as u64;
+    let round = f64::from_bits(places << 52 | 1 << 51);
+    (x + round) - round
 }
 
 /// `x` as f16: nearest even, saturated at ±65504, zero always +0.

@@ -207,23 +207,37 @@ fn above(x: f32, q: f32, [high, low]: [f32; 2]) -> f32 {
 /// The codes of `(x - shift) / scale`, rounded half to even and clamped; 0 if the scale is 0.
 #[inline(always)]
 fn codes<const LO: i32, const HI: i32>(x: &[f32], shift: f32, scale: f32, codes: &mut [u8]) {
-    let codes = codes[..x.len()].as_chunks_mut::<CHUNK>().0;
+    let codes = &mut codes[..x.len()];
     if scale == 0.0 {
-        codes.as_flattened_mut().fill(0);
+        codes.fill(0);
         return;
     }
-    let (lo, hi, scales) = (LO as f32, HI as f32, split(scale));
-    for (x, codes) in x.as_chunks::<CHUNK>().0.iter().zip(codes) {
+    let (lo, hi, mut ties) = (LO as f32, HI as f32, [0; CHUNK]);
+    let chunks = codes.as_chunks_mut::<CHUNK>().0;
+    for (x, codes) in x.as_chunks::<CHUNK>().0.iter().zip(chunks) {
         for i in 0..CHUNK {
-            let x = x[i] - shift;
-            let q = smaller(larger(x / scale, lo), hi);
-            let even = (q + ROUND) - ROUND;
-            let above = above(x, q, scales);
-            let aside = if above > 0.0 { q + 0.5 } else { q - 0.5 };
-            let decided = (q - even).abs() == 0.5 && above != 0.0;
-            let code = if decided { aside } else { even };
+            let q = smaller(larger((x[i] - shift) / scale, lo), hi);
+            let sum = q + ROUND;
             // A whole number below 2^22 stands in the low bits of its sum with ROUND.
-            codes[i] = (code + ROUND).to_bits() as u8;
+            codes[i] = sum.to_bits() as u8;
+            ties[i] |= u32::from((q - (sum - ROUND)).abs() == 0.5);
+        }
+    }
+    if ties != [0; CHUNK] {
+        decide_ties([lo, hi], x, shift, scale, codes);
+    }
+}
+
+/// Rounds quotients that are ties in f32 to the side on which the real quotients lie.
+#[cold]
+fn decide_ties([lo, hi]: [f32; 2], x: &[f32], shift: f32, scale: f32, codes: &mut [u8]) {
+    let scales = split(scale);
+    for (x, code) in x.iter().zip(codes) {
+        let x = x - shift;
+        let q = (x / scale).clamp(lo, hi);
+        let above = above(x, q, scales);
+        if (q - ((q + ROUND) - ROUND)).abs() == 0.5 && above != 0.0 {
+            *code = (q + 0.5f32.copysign(above)) as i32 as u8;
         }
     }
 }
@@ -234,26 +248,51 @@ const FP8_LEAST: f32 = 1.0 / 64.0;
 /// The e4m3 codes of `x / scale`, rounded half to even, saturated.
 #[inline(always)]
 fn fp8_codes(x: &[f32], scale: f32, codes: &mut [u8]) {
-    let (scales, codes) = (split(scale), codes[..x.len()].as_chunks_mut::<CHUNK>().0);
-    let exponent = |x: f32| x.to_bits() & 0x7f80_0000;
-    for (x, codes) in x.as_chunks::<CHUNK>().0.iter().zip(codes) {
+    let (codes, mut ties) = (&mut codes[..x.len()], [0; CHUNK]);
+    let chunks = codes.as_chunks_mut::<CHUNK>().0;
+    for (x, codes) in x.as_chunks::<CHUNK>().0.iter().zip(chunks) {
         for i in 0..CHUNK {
-            let a = x[i].abs();
-            let q = smaller(a / scale, 448.0);
-            let power = exponent(larger(q, FP8_LEAST));
-            // 1.5 · 2^(exponent + 20), whose last bit is worth an eighth of the power: the distance of codes.
-            let round = f32::from_bits(power + (20 << 23) + (1 << 22));
-            let half = f32::from_bits(power - (4 << 23));
-            let even = (q + round) - round;
-            let above = above(a, q, scales);
-            let aside = if above > 0.0 { q + half } else { q - half };
-            let decided = (q - even).abs() == half && above != 0.0;
-            let value = if decided { aside } else { even };
-            // Adding the least normal number to a subnormal one leaves its multiple of 2^-9 in the mantissa.
-            let is_small = value < FP8_LEAST;
-            let bits = (value + if is_small { FP8_LEAST } else { 0.0 }).to_bits() >> 20;
-            let code = bits - if is_small { 121 << 3 } else { 120 << 3 };
-            codes[i] = (code | x[i].to_bits() >> 24 & 0x80) as u8;
+            let q = smaller(x[i].abs() / scale, 448.0);
+            let (even, half) = fp8_even(q);
+            codes[i] = fp8_code(even, x[i]);
+            ties[i] |= u32::from((q - even).abs() == half);
+        }
+    }
+    if ties != [0; CHUNK] {
+        decide_fp8_ties(x, scale, codes);
+    }
+}
+
+/// A magnitude rounded to e4m3, half to even, and half the distance of e4m3 numbers there.
+#[inline(always)]
+fn fp8_even(q: f32) -> (f32, f32) {
+    let power = larger(q, FP8_LEAST).to_bits() & 0x7f80_0000;
+    // 1.5 · 2^(exponent + 20), whose last bit is worth an eighth of the power: the distance of codes.
+    let round = f32::from_bits(power + (20 << 23) + (1 << 22));
+    let half = f32::from_bits(power - (4 << 23));
+    ((q + round) - round, half)
+}
+
+/// The code of an e4m3 magnitude with the sign of `x`.
+#[inline(always)]
+fn fp8_code(magnitude: f32, x: f32) -> u8 {
+    // Adding the least normal number to a subnormal one leaves its multiple of 2^-9 in the mantissa.
+    let is_small = magnitude < FP8_LEAST;
+    let bits = (magnitude + if is_small { FP8_LEAST } else { 0.0 }).to_bits() >> 20;
+    let code = bits - if is_small { 121 << 3 } else { 120 << 3 };
+    (code | x.to_bits() >> 24 & 0x80) as u8
+}
+
+/// As [`decide_ties`].
+#[cold]
+fn decide_fp8_ties(x: &[f32], scale: f32, codes: &mut [u8]) {
+    let scales = split(scale);
+    for (x, code) in x.iter().zip(codes) {
+        let q = (x.abs() / scale).min(448.0);
+        let (even, half) = fp8_even(q);
+        let above = above(x.abs(), q, scales);
+        if (q - even).abs() == half && above != 0.0 {
+            *code = fp8_code(q + half.copysign(above), *x);
         }
     }
 }
