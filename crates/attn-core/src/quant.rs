@@ -26,6 +26,7 @@ impl Param {
 }
 
 /// Rounds to a binary float of `mantissa_bits` and least normal exponent `min_exp`, half to even, saturated at `max`.
+#[inline]
 fn round_to(x: f64, mantissa_bits: i32, min_exp: i32, max: f64) -> f64 {
     if x == 0.0 {
         return 0.0;
@@ -41,8 +42,17 @@ fn round_to(x: f64, mantissa_bits: i32, min_exp: i32, max: f64) -> f64 {
 
 /// `x` as f16: nearest even, saturated at ±65504, zero always +0.
 #[must_use]
+#[inline]
 pub fn to_f16(x: f64) -> f16 {
-    f16::from_f64(round_to(x, 10, -14, 65504.0) + 0.0)
+    let v = round_to(x, 10, -14, 65504.0) + 0.0;
+    let magnitude = v.abs();
+    // `v` is an f16 number, so its bits need no more rounding: 10 of the mantissa, the exponent with another bias.
+    let bits = if magnitude < f64::from_bits((1023 - 14) << 52) {
+        (magnitude * f64::from_bits((1023 + 24) << 52)) as u16
+    } else {
+        ((magnitude.to_bits() >> 42) - ((1023 - 15) << 10)) as u16
+    };
+    f16::from_bits(bits | u16::from(v.is_sign_negative()) << 15)
 }
 
 /// The e4m3 code of `x / scale`: nearest even, saturated at ±448.
@@ -83,6 +93,7 @@ fn code(x: f32, scale: f16, lo: f64, hi: f64) -> i32 {
 
 /// The parameters of a group of symmetric int8 whose largest magnitude is `amax`.
 #[must_use]
+#[inline]
 pub fn int8_param(amax: f32) -> Param {
     Param {
         scale: to_f16(f64::from(amax) / 127.0),
@@ -92,6 +103,7 @@ pub fn int8_param(amax: f32) -> Param {
 
 /// The parameters of a group of asymmetric int4 whose least and largest numbers are `lo` and `hi`.
 #[must_use]
+#[inline]
 pub fn int4_param(lo: f32, hi: f32) -> Param {
     let span = (hi - lo).min(f32::MAX);
     Param {
@@ -255,6 +267,12 @@ mod tests {
             let h = to_f16(x);
             let near = [h.to_bits().saturating_sub(1), (h.to_bits() + 1).min(0x7bff)].map(|b| f16::from_bits(b).to_f64());
             prop_assert!(near.iter().all(|n| (h.to_f64() - x).abs() <= (n - x).abs()));
+        }
+
+        #[test]
+        fn f16_bits_are_those_of_the_crate_half(bits in 0..0x7c00u16, is_negative: bool) {
+            let h = f16::from_bits(bits | u16::from(is_negative && bits > 0) << 15);
+            prop_assert_eq!(to_f16(h.to_f64()).to_bits(), h.to_bits());
         }
 
         #[test]
