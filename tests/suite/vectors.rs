@@ -91,7 +91,8 @@ fn cache(settings: &Settings<'_>, step: usize) -> KvCache {
             })
             .collect()
     });
-    for (k, v) in k.chunks(step * row).zip(v.chunks(step * row)) {
+    let step = (step * row).max(1);
+    for (k, v) in k.chunks(step).zip(v.chunks(step)) {
         cache.append(0, k, v).unwrap();
     }
     cache
