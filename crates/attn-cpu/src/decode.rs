@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use crate::{
     channels, float, integer,
-    merge::{States, merge},
+    merge::{RowEnd, States, merge},
     query::{self, QueryRows},
     reader::{Reader, Side},
     simd::{Dot, Dot16, Isa, Simd, portable::Portable, scalar::Scalar},
@@ -83,8 +83,8 @@ macro_rules! kernels {
             }
 
             $(#[target_feature(enable = $features)])?
-            pub fn epilogue(states: &States<'_>, span: usize, v_scale: f32, out: &mut [f32]) -> f32 {
-                crate::merge::epilogue($dot.simd(), states, span, v_scale, out)
+            pub fn epilogue(states: &States<'_>, span: usize, end: RowEnd, out: &mut [f32]) -> f32 {
+                crate::merge::epilogue($dot.simd(), states, span, end, out)
             }
         }
     };
@@ -122,7 +122,7 @@ kernels!(
 );
 
 /// Merges a row's states in spans of so many, writes the output and returns the log-sum-exp.
-type Epilogue = unsafe fn(&States<'_>, usize, f32, &mut [f32]) -> f32;
+type Epilogue = unsafe fn(&States<'_>, usize, RowEnd, &mut [f32]) -> f32;
 
 fn kernels(isa: Isa, integer: bool) -> (Attend, Epilogue) {
     macro_rules! of {
@@ -220,9 +220,9 @@ pub(crate) fn decode(
     }
     // A split of one span has merged its segments.
     let span = if per_split == 1 { SPAN } else { 1 };
-    let epilogue = |states: &States<'_>, v_scale: f32, out: &mut [f32]| {
+    let epilogue = |states: &States<'_>, end: RowEnd, out: &mut [f32]| {
         // SAFETY: as above.
-        unsafe { epilogue(states, span, v_scale, out) }
+        unsafe { epilogue(states, span, end, out) }
     };
     let mut unasked = std::mem::take(&mut workspace.unasked_lse);
     let lse = match lse {
@@ -242,7 +242,7 @@ fn write_rows(
     step: &StepInputs<'_>,
     threads: usize,
     workspace: &Workspace,
-    epilogue: impl Fn(&States<'_>, f32, &mut [f32]) -> f32 + Sync,
+    epilogue: impl Fn(&States<'_>, RowEnd, &mut [f32]) -> f32 + Sync,
     out: &mut [f32],
     lse: &mut [f32],
 ) {
@@ -266,7 +266,11 @@ fn write_rows(
             step: heads * chunk,
             count: (end - first) / heads,
         };
-        *lse = epilogue(&states, v_scale(step, g), out);
+        let end = RowEnd {
+            v_scale: v_scale(step, g),
+            sink: problem.sinks.as_ref().map(|sinks| sinks[q_head]),
+        };
+        *lse = epilogue(&states, end, out);
     };
     // Merging is worth threads only where many states meet.
     if threads == 1 || splits * chunk < 1 << 16 {

@@ -132,10 +132,9 @@ pub(crate) fn attend(
         }
         segments.push(state);
     }
-    match merge_spans(segments) {
-        Some(state) => state.epilogue(reader.tensor_scales[1], out),
-        None => State::empty(0).epilogue(1.0, out),
-    }
+    let state = merge_spans(segments).unwrap_or_else(|| State::empty(row.q.len()));
+    let sink = row.problem.sinks.as_ref().map(|sinks| sinks[row.q_head]);
+    state.epilogue(sink, reader.tensor_scales[1], out)
 }
 
 fn fold_tile(

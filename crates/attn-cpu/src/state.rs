@@ -1,6 +1,6 @@
 //! The state of one query row over some tokens, and the two ways to combine states: fold and merge.
 
-use attn_core::arithmetic::{SPAN, exp2i, ftz, lse, pow2, rcp};
+use attn_core::arithmetic::{SPAN, exp2i, ftz, lse, merge_sink, pow2, rcp, sink_state};
 
 /// `(m, l, O)` of `docs/arithmetic.md`, section 5.
 #[derive(Debug, Clone)]
@@ -54,17 +54,21 @@ impl State {
         self.m = m;
     }
 
-    /// Writes the normalized row and returns its log-sum-exp.
-    pub fn epilogue(&self, v_tensor_scale: f32, out: &mut [f32]) -> f32 {
-        if self.m == f32::NEG_INFINITY {
+    /// Merges the row's sink, writes the normalized row and returns its log-sum-exp.
+    pub fn epilogue(&self, sink: Option<f32>, v_tensor_scale: f32, out: &mut [f32]) -> f32 {
+        let ([m, l], alpha) = match sink {
+            Some(sink) => merge_sink([self.m, self.l], sink_state(sink)),
+            None => ([self.m, self.l], 1.0),
+        };
+        if m == f32::NEG_INFINITY {
             out.fill(0.0);
             return f32::NEG_INFINITY;
         }
-        let scale = rcp(self.l);
+        let scale = rcp(l) * alpha;
         for (out, o) in out.iter_mut().zip(&self.o) {
             *out = ftz(ftz(ftz(*o) * scale) * v_tensor_scale);
         }
-        lse(self.m, self.l)
+        lse(m, l)
     }
 }
 

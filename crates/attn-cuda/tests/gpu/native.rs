@@ -153,6 +153,7 @@ impl<'a> Engine<'a> {
             k_tensor_scales: DeviceAddress::NULL,
             v_tensor_scales: DeviceAddress::NULL,
             alibi_slopes: DeviceAddress::NULL,
+            sinks: DeviceAddress::NULL,
             workspace: b.address(&self.workspace),
         }
     }
