@@ -170,7 +170,8 @@ fn sinks(table: &mut Table, format: &str) {
     let mut case = of([3, 1], 64, &[5, 150], 2);
     case.problem.causal = false;
     table.add(case);
-    table.add(of([33, 1], 64, &[70, 0], 1));
+    // 33 rows of each KV head: `many_rows.cu`.
+    table.add(of([66, 2], 64, &[70, 0], 1));
     let case = of([4, 2], 64, &[0, 65, 300], 2);
     if ![case.format.k, case.format.v]
         .iter()
