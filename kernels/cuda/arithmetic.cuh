@@ -64,6 +64,15 @@ DEVICE float rcp(float x) {
     return y;
 }
 
+// Merges a sink, which has no value, into a row's (m, l). Returns the factor of the row's O: a power of two, or 0.
+DEVICE float merge_sink(float sink, float& m, float& l) {
+    float s = sink * bits_float(0x3FB8AA3B), sink_m = ceilf(s), top = fmaxf(m, sink_m);  // log2 e
+    float alpha = pow2(top - m), beta = pow2(top - sink_m);
+    l = l * alpha + exp2f_full(s - sink_m) * beta;
+    m = top;
+    return alpha;
+}
+
 DEVICE float softcap(float s, float inner, float outer) {
     float e = exp2f_full(fmaxf(-(fabsf(s) * inner), -125.0f));
     return copysignf(((1.0f - e) * rcp(1.0f + e)) * outer, s);

@@ -1,7 +1,7 @@
 // check.cu: checks the device inputs of a decode or append launch, and reports the first one that would be fatal (ATTN_CHECK=1).
 //
 // Grid      (batch); 128 threads.
-// Reads     kv_lens, page table, tail pages, queries.
+// Reads     kv_lens, page table, tail pages, sinks, queries.
 // Writes    report: {kind, index, value, limit}; kind 0 if all inputs are allowed.
 // Shared    none.
 // Host      attn-cuda/src/native/mod.rs::check; parameters in kernels/src/cuda/params.rs.
@@ -9,7 +9,7 @@
 #include "dtype.cuh"
 #include "params.h"
 
-enum { OK, KV_LEN, PAGE, TAIL_PAGE, QUERY };
+enum { OK, KV_LEN, PAGE, TAIL_PAGE, QUERY, SINK };
 
 __device__ void report(int* to, int kind, int index, int value, int limit) {
     if (atomicCAS(to, OK, kind) == OK) to[1] = index, to[2] = value, to[3] = limit;
@@ -34,6 +34,8 @@ extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, co
         if (c.has_tail && len > 0 && threadIdx.x == 0 && p.tail_pages[b] >= c.num_pages) report(c.report, TAIL_PAGE, b, (int)p.tail_pages[b], (int)c.num_pages);
     }
     if (p.q == nullptr) return;  // append
+    for (int i = threadIdx.x; b == 0 && p.sinks != nullptr && i < p.num_q_heads; i += blockDim.x)
+        if (!(fabsf(p.sinks[i]) <= 1e6f)) report(c.report, SINK, i, __float_as_int(p.sinks[i]), 0);
     const long long row = (long long)p.q_len * p.num_q_heads * c.head_dim;
     for (long long i = threadIdx.x; i < row; i += blockDim.x) {
         const int head = (int)(i / c.head_dim % p.num_q_heads) / p.heads_per_kv;

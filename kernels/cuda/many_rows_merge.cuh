@@ -76,10 +76,12 @@ struct Epilogue {
 
     DEVICE Epilogue of(const DecodeParams& p, const WorkItem& item, int row, float m, float l, bool first) {
         u64 at = item.row(p, row);
+        float alpha = 1.0f;
+        if (p.sinks) alpha = merge_sink(p.sinks[item.kv_head * p.heads_per_kv + (item.row_block * ROWS + row) % p.heads_per_kv], m, l);
         bool some = m > MINUS_INFINITY;
         if (first && p.lse) p.lse[at] = some ? log_sum(m, l) : MINUS_INFINITY;
         float tensor = p.v_tensor_scales ? p.v_tensor_scales[item.kv_head] : 1.0f;
-        return {row_at(p.out, at, HEAD_DIM, p.dtype), some ? rcp(l) : 1.0f, tensor, p.dtype};
+        return {row_at(p.out, at, HEAD_DIM, p.dtype), some ? rcp(l) * alpha : 1.0f, tensor, p.dtype};
     }
     __device__ __forceinline__ float of(float o) const { return o * scale * tensor; }
 };

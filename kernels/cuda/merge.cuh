@@ -47,6 +47,12 @@ struct WorkItem {
     }
     // Rows of the block without padding.
     __device__ __forceinline__ int rows(const DecodeParams& p) const { return min(ROWS, p.heads_per_kv * p.q_len - row_block * ROWS); }
+    // The sink of a row's query head, or -inf without.
+    __device__ __forceinline__ float sink(const DecodeParams& p, int row) const {
+        if (!p.sinks) return MINUS_INFINITY;
+        int r = row_block * ROWS + row, i = (u32)r / p.heads_per_kv_divmod;
+        return p.sinks[kv_head * p.heads_per_kv + r - i * p.heads_per_kv];
+    }
     // The row's place in Q, out and lse, or -1.
     __device__ __forceinline__ long long row(const DecodeParams& p, int row) const {
         int r = opaque(row_block * ROWS + row);
@@ -59,20 +65,22 @@ struct WorkItem {
 struct Epilogue {
     u8* out;  // the row, or null
     float* lse;
-    float scale, tensor;
+    float scale, tensor, sink;
     int dtype;
 
     DEVICE Epilogue at(const DecodeParams& p, const WorkItem& item, int row) {
         long long at = item.row(p, row);
         if (at < 0) return {};
         float tensor = p.v_tensor_scales ? p.v_tensor_scales[item.kv_head] : 1.0f;
-        return {row_at(p.out, at, HEAD_DIM, p.dtype), p.lse ? p.lse + at : nullptr, 0.0f, tensor, p.dtype};
+        return {row_at(p.out, at, HEAD_DIM, p.dtype), p.lse ? p.lse + at : nullptr, 0.0f, tensor, item.sink(p, row), p.dtype};
     }
-    // Writes the log-sum-exp, too, if this is the row's first thread. Nothing seen: O is +0, and so is the result.
+    // Merges the sink, and writes the log-sum-exp if this is the row's first thread. Nothing seen: O is +0, and so is the result.
     __device__ __forceinline__ void begin(float m, float l, bool first) {
+        float alpha = 1.0f;
+        if (sink > MINUS_INFINITY) alpha = merge_sink(sink, m, l);
         bool some = m > MINUS_INFINITY;
         if (first && lse) *lse = some ? log_sum(m, l) : MINUS_INFINITY;
-        scale = some ? rcp(l) : 1.0f;
+        scale = some ? rcp(l) * alpha : 1.0f;
     }
     __device__ __forceinline__ float4 of(const float4& o) const {
         return {o.x * scale * tensor, o.y * scale * tensor, o.z * scale * tensor, o.w * scale * tensor};

@@ -32,6 +32,7 @@ struct DecodeParams {
     const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
     const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
     const float* alibi_slopes;                 // f32 [num_q_heads], each multiplied by log2 e, or null.
+    const float* sinks;                        // f32 [num_q_heads], or null.
     float* partial_o;                          // Workspace: O of the partials [partial][row][head_dim]. Zero between launches where low_latency.cu merges through global memory.
     float2* partial_max_sum;                   // Workspace: maximum and sum of the partials [partial][row]. Zero between launches as partial_o.
     unsigned int* counters;                    // Workspace: arrival counts [batch][num_kv_heads][row_blocks], zero between launches.
@@ -58,7 +59,7 @@ struct DecodeParams {
     int dtype;                                 // Number format of queries and outputs: Dtype.
     int padding;                               // Padding to a multiple of 8 bytes.
 };
-static_assert(sizeof(DecodeParams) == 344, "params.rs");
+static_assert(sizeof(DecodeParams) == 352, "params.rs");
 
 // Tensor maps of strided rows [sequence][KV head][token][byte], which the driver encoded.
 struct RowMaps {

@@ -137,11 +137,21 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
 
     let i = row / params.heads_per_kv;
     let at = (sequence * params.q_len + i) * params.num_q_heads + head * params.heads_per_kv + row % params.heads_per_kv;
+    // The sink's state comes from the host, and merges last.
+    var alpha = 1.0;
+    if params.sinks_at != 0u {
+        let sink = params.sinks_at + 2u * (head * params.heads_per_kv + row % params.heads_per_kv);
+        let top = max(m, bitcast<f32>(tables[sink]));
+        let beta = pow2(top - bitcast<f32>(tables[sink]));
+        alpha = pow2(top - m);
+        l = l * alpha + bitcast<f32>(tables[sink + 1u]) * beta;
+        m = top;
+    }
     if tid < $(MD)u && dim0 + tid < $(D)u {
         let v_scale = bitcast<f32>(tables[params.scales_at + 2u * head + 1u]);
         var x = 0.0;
         if m != NONE {
-            x = ftz(ftz(ftz(o) * rcp(l)) * v_scale);
+            x = ftz(ftz(ftz(o) * (rcp(l) * alpha)) * v_scale);
         }
         out[at * $(D)u + dim0 + tid] = x;
     }

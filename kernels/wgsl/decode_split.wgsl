@@ -29,7 +29,7 @@
 #include "decode_params"
 
 // The tables: for each split {sequence, its index there, kv_len, its tiles, place of its pages in the tables, tail page, 2 unused}; for each
-// sequence {first split, splits, 6 unused}; the pages of each sequence (or its rows, view.wgsl); scales and slopes.
+// sequence {first split, splits, 6 unused}; the pages of each sequence (or its rows, view.wgsl); scales, slopes and sinks.
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> tables: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;

@@ -497,6 +497,9 @@ impl fmt::Display for Case {
         if let Some(slopes) = &p.alibi_slopes {
             write!(f, ", ALiBi {slopes:?}")?;
         }
+        if let Some(sinks) = &p.sinks {
+            write!(f, ", sinks {sinks:?}")?;
+        }
         if self.alone {
             f.write_str(", also alone")?;
         }

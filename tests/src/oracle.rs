@@ -87,14 +87,13 @@ fn attend_row(
             (t, s)
         })
         .collect();
-    if scores.is_empty() {
-        return (vec![0.0; dim], f64::NEG_INFINITY);
+    let sink = problem.sinks.as_ref().map(|sinks| f64::from(sinks[h]));
+    let logits = || scores.iter().map(|(_, s)| *s).chain(sink);
+    let max = logits().fold(f64::NEG_INFINITY, f64::max);
+    if max == f64::NEG_INFINITY {
+        return (vec![0.0; dim], max);
     }
-    let max = scores
-        .iter()
-        .map(|(_, s)| *s)
-        .fold(f64::NEG_INFINITY, f64::max);
-    let sum: f64 = scores.iter().map(|(_, s)| (s - max).exp()).sum();
+    let sum: f64 = logits().map(|s| (s - max).exp()).sum();
     let mut out = vec![0.0; dim];
     for (t, s) in scores {
         let weight = (s - max).exp() / sum;

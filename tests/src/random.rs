@@ -109,5 +109,10 @@ pub fn random(seed: u64) -> Case {
             }
         }
     }
+    // Last, so that a seed's other numbers are what they were without sinks.
+    if r.below(4) == 0 {
+        let sinks = (0..p.num_q_heads).map(|_| r.pick(&[-1e6, -3.5, 0.0, 1.25, 9.0, 40.0]));
+        p.sinks = Some(sinks.collect());
+    }
     case
 }

@@ -99,6 +99,8 @@ fn reduced(table: &mut Table) {
     case.problem.softcap = Some(30.0);
     table.add(case);
     table.add(without_window());
+    sinks(table, "int8");
+    sinks(table, "bf16");
 }
 
 /// A window of any length sees the whole cache, whatever it is cast to.
@@ -133,6 +135,75 @@ fn full(table: &mut Table) {
         table.add(case);
     }
     table.add(without_window());
+    for format in ["int8", "int4", "int8/int4-g1", "f16", "fp8"] {
+        sinks(table, format);
+    }
+    merged_sinks(table);
+}
+
+/// A sink for each query head: ordinary ones, one that outweighs all tokens, one that none of them shows, and one that GPUs flush.
+fn each_sink(heads: usize) -> Option<Vec<f32>> {
+    let sinks = [0.75, 3.5, -2.0, 1e6, 12.0, -1e6, 1e-40, -0.0];
+    Some(sinks.into_iter().cycle().take(heads).collect())
+}
+
+/// Sinks beside what changes the other logits, over sequences and rows that see nothing, and of enough rows for each kernel.
+fn sinks(table: &mut Table, format: &str) {
+    let of = |heads, dim, kv_lens: &[usize], q_len| {
+        let format = format.parse().expect("a format's name");
+        let mut case = Case::new(heads, dim, kv_lens, format);
+        (case.problem.q_len, case.problem.sinks) = (q_len, each_sink(heads[0]));
+        case
+    };
+    let mut case = of([8, 2], 64, &[0, 1, 70, 300], 1);
+    case.alone = true;
+    table.add(case);
+    // The first query tokens stand before a sequence of 2.
+    let mut case = of([4, 1], 64, &[2, 66, 400], 3);
+    case.problem.window_left = Some(50);
+    table.add(case);
+    let mut case = of([8, 2], 128, &[0, 130], 2);
+    case.problem.softcap = Some(20.0);
+    case.problem.alibi_slopes = Some(vec![0.25; 8]);
+    case.problem.softmax_scale = 0.3;
+    table.add(case);
+    let mut case = of([3, 1], 64, &[5, 150], 2);
+    case.problem.causal = false;
+    table.add(case);
+    // 33 rows of each KV head: `many_rows.cu`.
+    table.add(of([66, 2], 64, &[70, 0], 1));
+    let case = of([4, 2], 64, &[0, 65, 300], 2);
+    if ![case.format.k, case.format.v]
+        .iter()
+        .any(|scheme| matches!(scheme, Scheme::Int4(_)))
+    {
+        for build in [Build::Bnsh, Build::Bsnh] {
+            table.add(Case {
+                build,
+                ..case.clone()
+            });
+        }
+    }
+}
+
+/// Sinks after every way in which a work item's partials merge: in a CTA, between CTAs, in clusters, of tiles, segments and spans.
+fn merged_sinks(table: &mut Table) {
+    for (heads, dim, kv_lens, q_len) in [
+        ([4, 1], 64, &[500][..], 1),
+        ([2, 1], 128, &[1500, 40], 2),
+        ([8, 1], 64, &[6000, 100], 1),
+        ([4, 2], 64, &[2500], 1),
+        ([12, 1], 64, &[1300, 0], 4),
+        ([64, 1], 64, &[1200, 3], 1),
+        ([2, 1], 64, &[65_536 + 4 * 512 + 70], 1),
+    ] {
+        for format in formats(&["int8", "bf16"]) {
+            let mut case = Case::new(heads, dim, kv_lens, format);
+            (case.problem.q_len, case.problem.sinks) = (q_len, each_sink(heads[0]));
+            case.build = Build::AtOnce;
+            table.add(case);
+        }
+    }
 }
 
 /// Every K scheme with every V scheme.

@@ -75,6 +75,24 @@ fn the_oracles_slopes_weigh_tokens_by_their_distance() {
 }
 
 #[test]
+fn the_oracles_sinks_weigh_as_tokens_without_a_value() {
+    let mut problem = Problem::new(
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        },
+        vec![4],
+    );
+    // Four tokens of weight 1, and a sink of weight 4; the first query sees the sink alone.
+    problem.sinks = Some(vec![4f32.ln()]);
+    problem.q_len = 5;
+    let rows = over_equal_scores(&problem);
+    near(&rows[..1], &[(0.0, 4f64.ln())]);
+    near(&rows[4..], &[(15.0 / 8.0, 8f64.ln())]);
+}
+
+#[test]
 fn the_oracle_gives_queries_without_tokens_zeros() {
     let mut problem = Problem::new(
         Heads {

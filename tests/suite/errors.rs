@@ -119,6 +119,9 @@ fn a_step_refuses_bad_queries_and_foreign_lengths() {
 #[case::q_len(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).q_len(17), "q_len")]
 #[case::kv_len(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![(1 << 20) + 1]), "kv_len")]
 #[case::softcap(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).softcap(0.0), "softcap")]
+#[case::sink(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).sinks([0.0, 1.1e6]), "sinks")]
+#[case::no_sink(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).sinks([f32::NEG_INFINITY, 0.0]), "sinks")]
+#[case::nan_sink(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).sinks([f32::NAN, 0.0]), "sinks")]
 fn a_plan_names_the_parameter_it_refuses(#[case] problem: Problem, #[case] name: &str) {
     let error = CpuBackend::new()
         .plan(&problem, KvFormat::INT8)
@@ -127,6 +130,25 @@ fn a_plan_names_the_parameter_it_refuses(#[case] problem: Problem, #[case] name:
         matches!(error, Error::Parameter { what, .. } if what == name),
         "{error}"
     );
+}
+
+#[test]
+fn a_plan_has_a_sink_for_each_query_head() {
+    let heads = Heads {
+        q: 4,
+        kv: 2,
+        dim: 64,
+    };
+    for given in [0, 2, 5] {
+        let problem = Problem::new(heads, [1]).sinks(vec![0.0; given]);
+        let error = CpuBackend::new()
+            .plan(&problem, KvFormat::INT8)
+            .unwrap_err();
+        assert!(
+            matches!(error, Error::Length { what: "sinks", given: n, needed: 4 } if n == given),
+            "{error}"
+        );
+    }
 }
 
 #[rstest]

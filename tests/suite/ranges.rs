@@ -65,3 +65,77 @@ fn the_soft_caps_error_is_the_documented_one(
     println!("{format}, softcap {cap}: lse off by {worst:.1e}");
     assert!(worst <= allowed, "{format}, softcap {cap}: {worst:e}");
 }
+
+/// Sinks at the ends of their range, with sequences of no token, few and many.
+fn with_sinks(format: &str, sinks: Option<[f32; 2]>) -> (Case, [Vec<f32>; 2]) {
+    let mut case = Case::new([2, 1], 64, &[0, 10, 300], format.parse().unwrap());
+    case.problem.sinks = sinks.map(|sinks| sinks.to_vec());
+    let mut answers = [
+        &Reference::new() as &dyn DecodeAttention,
+        &CpuBackend::new(),
+    ]
+    .map(|backend| {
+        let cache = case.cache(backend, usize::MAX).unwrap();
+        check::decode(backend, &case, &cache).unwrap()
+    });
+    let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let [reference, cpu] = &answers;
+    assert_eq!(bits(&reference.0), bits(&cpu.0));
+    assert_eq!(bits(&reference.1), bits(&cpu.1));
+    let (out, lse) = std::mem::take(&mut answers[0]);
+    (case, [out, lse])
+}
+
+/// Where a token is seen, the least sink changes no bit, and the largest leaves zeros; where none is, the sink itself is the log-sum-exp.
+#[rstest]
+fn sinks_at_the_ends_of_their_range_are_none_and_all(
+    #[values("int8", "int4", "f16")] format: &str,
+) {
+    let (_, without) = with_sinks(format, None);
+    let (_, [out, lse]) = with_sinks(format, Some([-1e6, 1e6]));
+    for (row, (found, none)) in lse.iter().zip(&without[1]).enumerate() {
+        let dims = row * 64..(row + 1) * 64;
+        let (is_least, is_empty) = (row % 2 == 0, row < 2);
+        let want = match (is_least, is_empty) {
+            (true, false) => *none,
+            (true, true) => -1e6,
+            (false, _) => 1e6,
+        };
+        let error = f64::from(found - want).abs();
+        assert!(
+            if is_least && !is_empty {
+                error == 0.0
+            } else {
+                error <= 0.1
+            },
+            "row {row}: {found}"
+        );
+        for (x, none) in out[dims.clone()].iter().zip(&without[0][dims]) {
+            if is_least {
+                assert_eq!(x.to_bits(), none.to_bits(), "row {row}");
+            } else {
+                assert_eq!(*x, 0.0, "row {row}");
+            }
+        }
+    }
+}
+
+/// A sink's error in a log-sum-exp is half a step of its base-2 logit.
+#[rstest]
+#[case(1.0, 4e-6)]
+#[case(100.0, 2e-5)]
+#[case(1e4, 1.5e-3)]
+#[case(1e6, 0.12)]
+fn the_sinks_error_is_the_documented_one(#[case] sink: f32, #[case] allowed: f64) {
+    let reference = Reference::new();
+    for i in 0..50 {
+        let sink = sink * (1.0 - i as f32 / 64.0);
+        let (case, [_, lse]) = with_sinks("f16", Some([sink, -sink]));
+        let cache = case.cache(&reference, usize::MAX).unwrap();
+        let (_, want) = oracle::attend(&case.problem, &cache, &case.q());
+        for (row, (lse, want)) in lse.iter().zip(&want).enumerate() {
+            let error = (f64::from(*lse) - want).abs();
+            assert!(error <= allowed, "sink {sink}, row {row}: {error:e}");
+        }
+    }
+}

@@ -91,7 +91,8 @@ fn cache(settings: &Settings<'_>, step: usize) -> KvCache {
             })
             .collect()
     });
-    for (k, v) in k.chunks(step * row).zip(v.chunks(step * row)) {
+    let step = (step * row).max(1);
+    for (k, v) in k.chunks(step).zip(v.chunks(step)) {
         cache.append(0, k, v).unwrap();
     }
     cache
@@ -166,6 +167,8 @@ fn decoded_bits_equal_the_golden_vectors() {
         problem.window_left = settings["window"].parse().ok();
         let slope: Option<f32> = settings["alibi"].parse().ok();
         problem.alibi_slopes = slope.map(|slope| vec![slope; 2]);
+        let sinks = settings.get("sinks").map(|sinks| sinks.split(','));
+        problem.sinks = sinks.map(|sinks| sinks.map(|sink| sink.parse().unwrap()).collect());
         let q: Vec<f32> = (0..128)
             .map(|i| (((i % 64) * 37 + i / 64 * 11 + 5) % 129 - 64) as f32 / 64.0)
             .collect();
@@ -196,7 +199,7 @@ fn decoded_bits_equal_the_golden_vectors() {
         }
         cases += 1;
     }
-    assert_eq!(cases, 7);
+    assert_eq!(cases, 11);
 }
 
 #[test]

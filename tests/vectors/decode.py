@@ -4,7 +4,7 @@
     python3 decode.py           write decode.txt beside this file
     python3 decode.py --check   compare it instead
 
-Section numbers are those of the page. Every `f32(...)` is one rounding; numbers are rationals, so a sign of zero is lost: no result here is zero.
+Section numbers are those of the page. Every `f32(...)` is one rounding; numbers are rationals, so a sign of zero is lost: no result here is zero but +0, where no token is seen.
 """
 
 import struct
@@ -264,7 +264,19 @@ def merged(states):
     return result
 
 
-def attend(case, k, v, q):
+def merge_sink(state, sink):  # section 7: the new maximum and sum, and the factor of O
+    s = ftz(f32(ftz(sink) * LOG2_E))
+    m_s = F(-(-s // 1))
+    l_s = exp2f(f32(s - m_s))
+    if state is None:
+        return m_s, l_s, F(0)
+    m, l, _ = state
+    top = max(m, m_s)
+    a, b = weight(top - m), weight(top - m_s)
+    return top, f32(l * a + l_s * b), a
+
+
+def attend(case, k, v, q, sink):
     """One query token at the last position."""
     kv_len, position = case["kv_len"], case["kv_len"] - 1
     start = max(0, position - case["window"]) if case["window"] is not None else 0
@@ -291,12 +303,14 @@ def attend(case, k, v, q):
             state = fold(state, m, l, tile_value(v, p, tokens, position))
         segments.append(state)
     spans = [merged(segments[i : i + SPAN]) for i in range(0, len(segments), SPAN)]
-    m, l, o = merged(spans)
-    y = rcp(l)
+    state = merged(spans)
+    o = state[2] if state else [F(0)] * v.dim
+    m, l, a = merge_sink(state, sink) if sink is not None else (*state[:2], F(1))
+    y = rcp(l) * a
     out = [ftz(f32(ftz(f32(ftz(x) * y)) * (v.tensor_scale or 1))) for x in o]
     if v.rotated:
         out = rotate_back(out, ftz)
-    assert all(out)
+    assert all(out) or not state
     return out, log_sum_exp(m, l)
 
 
@@ -310,21 +324,28 @@ CASES = [
     ("int8-tensor", "int4-g2", 333, {}),
     ("int8-plain", "int8-g32", 1100, {"window": 700, "softcap": 20, "alibi": F(1, 16)}),
     ("int4-g2", "int8-plain", 65, {"softcap": 5}),
+    # Each head has its own sink: one a little heavier than the tokens, one lighter.
+    ("int8-plain", "int8-plain", 1612, {"window": 900, "softcap": 20, "alibi": F(1, 16), "sinks": [F(9), F(-3)]}),
+    ("int4", "int4", 333, {"sinks": [F(5, 4), F(40)]}),
+    ("int8-g32", "int8-tensor", 130, {"sinks": [F(-(10**6)), F(-1, 4)]}),
+    ("int8", "int8", 0, {"sinks": [F(10**6), F(1, 2**40)]}),
 ]
 
 
 def text():
     lines, dim = [], 64
     for k_scheme, v_scheme, kv_len, options in CASES:
-        case = {"window": None, "softcap": None, "alibi": None, **options, "kv_len": kv_len}
+        case = {"window": None, "softcap": None, "alibi": None, "sinks": None, **options, "kv_len": kv_len}
         scale = lambda s: F(1, 8) if s == "int8-tensor" else None
         k = Side(k_scheme, 0, dim, kv_len, scale(k_scheme))
         v = Side(v_scheme, 1, dim, kv_len, scale(v_scheme))
         said = " ".join(f"{key}={float(case[key]):g}" if case[key] is not None else f"{key}=none" for key in ("window", "softcap", "alibi"))
+        if case["sinks"]:
+            said += " sinks=" + ",".join(f"{float(sink):.17g}" for sink in case["sinks"])
         lines.append(f"k={k_scheme} v={v_scheme} kv_len={kv_len} {said}")
         for head in range(2):
             q = [F((d * 37 + head * 11 + 5) % 129 - 64, 64) for d in range(dim)]
-            out, lse = attend(case, k, v, q)
+            out, lse = attend(case, k, v, q, case["sinks"][head] if case["sinks"] else None)
             lines.append(" ".join(f"{bits(x):08x}" for x in [*out, lse]))
     return "\n".join(lines) + "\n"
 

@@ -32,11 +32,11 @@ fn decode(c: &mut Criterion) {
                 b.iter(|| prepared.step(&backend).expect("the CPU decodes"));
             });
         }
-        let mut ceiling = None;
+        let (mut ceiling, cpu) = (None, CpuBackend::new());
         for streams in Ceiling::STREAMS {
             group.bench_function(BenchmarkId::new("read", streams), |b| {
                 let ceiling = ceiling.get_or_insert_with(|| Ceiling::new(workload.bytes()));
-                b.iter(|| ceiling.read(workload.bytes(), streams));
+                b.iter(|| cpu.install(|| ceiling.read(workload.bytes(), streams)));
             });
         }
         group.finish();

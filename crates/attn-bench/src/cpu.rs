@@ -5,10 +5,11 @@
 use std::{hint::black_box, time::Instant};
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvSource, Plan,
+    Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvSource, Plan,
     arithmetic::TILE,
 };
-use attn_cpu::CpuBackend;
+pub use attn_cpu::MOST_THREADS;
+use attn_cpu::{CpuBackend, Options};
 use rayon::prelude::*;
 
 use crate::{
@@ -23,6 +24,7 @@ pub struct Prepared {
     kv: Kv,
     /// One token of every sequence, to append.
     token: [Vec<f32>; 2],
+    appends: Vec<Append>,
     q: Vec<f32>,
     out: Vec<f32>,
     lse: Vec<f32>,
@@ -96,7 +98,13 @@ impl Prepared {
                 CacheLayout::Pages => Kv::Pages(filled(backend, workload)?),
                 _ => Kv::Contiguous(ContiguousCache::new(workload)),
             },
-            token: [noise(4, row), noise(5, row)],
+            token: [4, 5].map(|seed| noise(seed, problem.batch() * row)),
+            appends: (0..problem.batch())
+                .map(|sequence| Append {
+                    sequence,
+                    tokens: 1,
+                })
+                .collect(),
             out: vec![0.0; q.len()],
             lse: vec![0.0; problem.rows()],
             q,
@@ -111,9 +119,7 @@ impl Prepared {
         if let (Operation::Append | Operation::AppendDecode, Kv::Pages(cache)) =
             (self.operation, &mut self.kv)
         {
-            for b in 0..self.plan.problem().batch() {
-                cache.append(b, &self.token[0], &self.token[1])?;
-            }
+            cache.append_batch(&self.appends, &self.token[0], &self.token[1])?;
             if self.operation == Operation::Append {
                 return Ok(());
             }
@@ -284,9 +290,6 @@ fn measure_beside(
     })
 }
 
-/// The most threads that are started: more than any machine has, and few enough for every system to start.
-pub const MOST_THREADS: usize = 1024;
-
 /// Refuses a number of threads that no machine should start.
 ///
 /// # Errors
@@ -302,46 +305,31 @@ pub fn check_threads(threads: usize) -> Result<(), Error> {
     })
 }
 
-/// Runs `f` on a pool of so many threads.
-///
-/// # Errors
-/// [`Error::Parameter`] for a number that [`check_threads`] refuses; [`Error::Device`] if the system does not start as many.
-pub fn with_threads<T: Send>(threads: usize, f: impl FnOnce() -> T + Send) -> Result<T, Error> {
-    check_threads(threads)?;
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-    let pool = pool.map_err(|source| Error::Device {
-        backend: "cpu",
-        doing: "starting the threads of a pool",
-        source: source.into(),
-    })?;
-    Ok(pool.install(f))
-}
-
-/// The CPU on a pool of so many threads.
+/// The CPU on a pool of so many threads, in which steps and reads run.
 pub struct CpuTimer {
     backend: CpuBackend,
-    threads: usize,
 }
 
 impl CpuTimer {
-    /// With the instruction set that [`CpuBackend::open`] chooses.
+    /// With the options that the environment sets, and so many threads.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for a number of threads that [`check_threads`] refuses; [`Error::Unsupported`] if `ATTN_CPU_ISA` names an
-    /// instruction set that this machine lacks.
+    /// [`Error::Parameter`] for a number of threads that [`check_threads`] refuses; [`Error::Unsupported`] for an option that the machine
+    /// lacks, or if the system does not start as many threads.
     pub fn open(threads: usize) -> Result<Self, Error> {
         check_threads(threads)?;
+        let options = Options::from_env()?.threads(threads);
         Ok(CpuTimer {
-            backend: CpuBackend::open()?,
-            threads,
+            backend: CpuBackend::with_options(&options)?,
         })
     }
 }
 
 impl Timer for CpuTimer {
     fn device(&self) -> String {
-        let s = if self.threads == 1 { "" } else { "s" };
-        format!("cpu: {}, {} thread{s}", self.backend.isa(), self.threads)
+        let threads = self.backend.threads();
+        let s = if threads == 1 { "" } else { "s" };
+        format!("cpu: {}, {threads} thread{s}", self.backend.isa())
     }
 
     fn runs(&self) -> usize {
@@ -357,7 +345,8 @@ impl Timer for CpuTimer {
     }
 
     fn measure(&mut self, workload: &Workload, runs: usize) -> Result<Measured, Error> {
-        with_threads(self.threads, || measure(&self.backend, workload, runs))?
+        self.backend
+            .install(|| measure(&self.backend, workload, runs))
     }
 }
 
@@ -475,9 +464,8 @@ mod tests {
         for threads in [0, MOST_THREADS + 1, usize::MAX] {
             let error = CpuTimer::open(threads).err().expect("refused").to_string();
             assert!(error.contains("1 to 1024"), "{error}");
-            assert!(with_threads(threads, || ()).is_err());
         }
-        let threads = with_threads(3, rayon::current_num_threads).unwrap();
-        assert_eq!(threads, 3);
+        let three = CpuTimer::open(3).unwrap().backend;
+        assert_eq!(three.install(rayon::current_num_threads), 3);
     }
 }

@@ -193,6 +193,24 @@ pub fn pow2(distance: f32) -> f32 {
     }
 }
 
+/// The state of an attention sink, which has no value: its maximum m and its sum l.
+#[inline]
+#[must_use]
+pub fn sink_state(sink: f32) -> [f32; 2] {
+    let s = ftz(ftz(sink) * LOG2_E);
+    let m = s.ceil();
+    [m, exp2_float(s - m)]
+}
+
+/// Merges a sink into the (m, l) of a row that is merged otherwise: the new (m, l), and α, by which the row's O is multiplied.
+#[inline]
+#[must_use]
+pub fn merge_sink([m, l]: [f32; 2], [sink_m, sink_l]: [f32; 2]) -> ([f32; 2], f32) {
+    let top = m.max(sink_m);
+    let (alpha, beta) = (pow2(top - m), pow2(top - sink_m));
+    ([top, l * alpha + sink_l * beta], alpha)
+}
+
 /// Flushes a subnormal x to a zero of its sign, as GPUs do.
 #[inline]
 #[must_use]
@@ -246,6 +264,34 @@ mod tests {
             );
         }
         assert_eq!(weight_units(0.0), 0);
+    }
+
+    #[test]
+    fn a_sink_is_its_exponential_and_its_merge_a_sum() {
+        let exact = |[m, l]: [f32; 2]| f64::from(m) + f64::from(l).log2();
+        for i in -20_000..=20_000 {
+            let sink = i as f32 / 200.0;
+            let [m, l] = sink_state(sink);
+            assert!(m == m.ceil() && (0.49..=1.0).contains(&l), "{sink}");
+            let s = f64::from(sink) * std::f64::consts::LOG2_E;
+            let close = 4e-7 + s.abs() * 1.2e-7;
+            assert!((exact([m, l]) - s).abs() < close, "{sink}");
+            let row = [3.0, 5.25];
+            let (sum, alpha) = merge_sink(row, [m, l]);
+            let want = (exact(row).exp2() + s.exp2()).log2();
+            assert!((exact(sum) - want).abs() < 1e-6 + close, "{sink}");
+            assert_eq!(alpha, pow2(m.max(3.0) - 3.0));
+        }
+        let empty = [f32::NEG_INFINITY, 0.0];
+        for sink in [-1e6, -1.0, 0.0, 1e-40, 1e6] {
+            let state = sink_state(sink);
+            assert_eq!(merge_sink(empty, state), (state, 0.0), "{sink}");
+        }
+        // GPUs flush it, so that it is 0 everywhere.
+        assert_eq!(sink_state(1e-40), [0.0, 1.0]);
+        // No bit of a row shows the least sink.
+        let row = [-3.0, 1.75];
+        assert_eq!(merge_sink(row, sink_state(-1e6)), (row, 1.0));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use half::{bf16, f16};
+use half::{bf16, f16, slice::HalfFloatSliceExt};
 
 use crate::error::{Error, filled};
 
@@ -62,7 +62,7 @@ impl<'a> Elements<'a> {
         };
         match self {
             Elements::F32(_) => {}
-            Elements::F16(x) => wide.iter_mut().zip(x).for_each(|(w, x)| *w = x.to_f32()),
+            Elements::F16(x) => x.convert_to_f32_slice(&mut wide),
             Elements::Bf16(x) => wide.iter_mut().zip(x).for_each(|(w, x)| *w = x.to_f32()),
         }
         Ok(Cow::Owned(wide))

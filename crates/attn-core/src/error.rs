@@ -172,7 +172,7 @@ pub(crate) fn filled<T: Clone>(what: &'static str, len: usize, value: T) -> Resu
 pub(crate) fn check_values(what: &'static str, x: &[f32], scheme: Scheme) -> Result<(), Error> {
     let limit = scheme.max_magnitude();
     // NaN is beyond any limit.
-    let Some(index) = x.iter().position(|v| !(v.abs() <= limit)) else {
+    let Some(index) = first(x, |v| !(v.abs() <= limit)) else {
         return Ok(());
     };
     check_finite(what, x)?;
@@ -185,9 +185,19 @@ pub(crate) fn check_values(what: &'static str, x: &[f32], scheme: Scheme) -> Res
     })
 }
 
+/// The first number that `is_bad`. Whole blocks are tested without an early exit, which lets the compiler use vectors.
+fn first(x: &[f32], is_bad: impl Fn(f32) -> bool) -> Option<usize> {
+    const BLOCK: usize = 256;
+    let mut blocks = x.chunks(BLOCK);
+    let block = blocks.position(|block| block.iter().fold(false, |bad, v| bad | is_bad(*v)))?;
+    let start = block * BLOCK;
+    let within = x[start..].iter().position(|v| is_bad(*v))?;
+    Some(start + within)
+}
+
 /// Refuses NaN and infinity.
 pub(crate) fn check_finite(what: &'static str, x: &[f32]) -> Result<(), Error> {
-    match x.iter().position(|v| !v.is_finite()) {
+    match first(x, |v| !v.is_finite()) {
         Some(index) => Err(Error::NotFinite {
             what,
             index,

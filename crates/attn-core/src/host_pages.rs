@@ -1,4 +1,4 @@
-//! Pages in host memory, written by the scalar quantizers: the bytes that every backend reproduces.
+//! Pages in host memory, written by the scalar quantizers: the bytes that every backend reproduces. `attn-cpu` writes them by vectors.
 
 use std::any::Any;
 
@@ -47,7 +47,12 @@ impl HostPages {
         &self.bytes[self.start..]
     }
 
-    fn pool_mut(&mut self) -> &mut [u8] {
+    /// For backends that write the pages themselves: the whole pool, page after page.
+    pub fn pool_mut(&mut self, _: &CacheAccess) -> &mut [u8] {
+        self.bytes_mut()
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.bytes[self.start..]
     }
 
@@ -74,11 +79,11 @@ impl HostPages {
         let scale = scales.get(head).copied().unwrap_or(1.0);
         let params = &mut scratch.params[..part.scheme.groups(layout.head_dim())];
         quant::encode(part.scheme, scale, x, &mut scratch.codes, params);
-        let run = &mut self.pool_mut()[layout.run(write.page, head)];
+        let run = &mut self.bytes_mut()[layout.run(write.page, head)];
         part.store_codes(run, write.token, &scratch.codes);
         part.store_params(run, write.token, params);
         if let (Some(page), Some(part)) = (write.residual_page, layout.residual(side)) {
-            let run = &mut self.pool_mut()[layout.run(page, head)];
+            let run = &mut self.bytes_mut()[layout.run(page, head)];
             part.store_codes(run, write.token, &scratch.codes);
         }
     }
@@ -128,7 +133,7 @@ impl PageStore for HostPages {
 
     fn write_page(&mut self, _: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
         let size = self.layout.page_bytes();
-        self.pool_mut()[page as usize * size..][..size].copy_from_slice(bytes);
+        self.bytes_mut()[page as usize * size..][..size].copy_from_slice(bytes);
         Ok(())
     }
 

@@ -8,6 +8,8 @@
 //! lse    = ln Σ_t exp(s[t])
 //! ```
 //!
+//! A sink of the query head is one more logit, without a V, in softmax's sum and in `lse`.
+//!
 //! K and V are the dequantized cache. Reading order: [`format`](mod@format) (what is stored), [`layout`] (where),
 //! [`quant`] (how it is rounded), [`cache`] (which sequence owns which page), [`convert`] (other engines' caches), [`problem`], [`backend`].
 //! `docs/arithmetic.md` defines the bits of the answer; [`arithmetic`] holds its scalar functions, [`segments`] its order.

@@ -13,6 +13,9 @@ pub(crate) const SCALES: std::ops::RangeInclusive<f32> = 1e-15..=1e15;
 /// Soft caps: the form `1 - exp2(-2s/cap)` loses up to `cap * 2^-23` of a score.
 const SOFTCAPS: std::ops::RangeInclusive<f32> = 1e-3..=1e3;
 
+/// Sinks: in base 2 they stay below 2^21, where f32 has fractions.
+const MAX_SINK: f32 = 1e6;
+
 /// Most elements that a slice of f32 can hold.
 const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
 
@@ -59,6 +62,8 @@ pub struct Problem {
     pub window_left: Option<usize>,
     /// The ALiBi slope of each query head, which adds `slope·(t − position)` to the scaled score.
     pub alibi_slopes: Option<Vec<f32>>,
+    /// The attention sink of each query head: a logit that takes part in the softmax and has no value. Log-sum-exps include it.
+    pub sinks: Option<Vec<f32>>,
 }
 
 impl Problem {
@@ -89,6 +94,7 @@ impl Problem {
             softcap: None,
             window_left: None,
             alibi_slopes: None,
+            sinks: None,
         }
     }
 
@@ -134,6 +140,27 @@ impl Problem {
         self
     }
 
+    /// Sets the attention sink of each query head: a logit that joins the softmax over the tokens that a query token sees, and has no value. The
+    /// softmax scale, the soft cap, the slopes and the masks do not apply to it. A row that sees no token has outputs 0 and the sink as its
+    /// log-sum-exp. A sink of -1e6 is the same as none for every row that sees a token with a score above -9e5.
+    ///
+    /// Where states of the same rows are merged ([`AttnState::merge_state`](crate::AttnState::merge_state)), one of the problems has the sinks.
+    ///
+    /// ```
+    /// use attn_core::{Error, Heads, Problem};
+    ///
+    /// let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// let problem = Problem::new(heads, [1000]).window_left(127).sinks([0.5, -1.25, 0.0, 2.0]);
+    /// problem.check()?;
+    /// assert!(matches!(problem.sinks([0.5]).check(), Err(Error::Length { what: "sinks", needed: 4, .. })));
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[must_use]
+    pub fn sinks(mut self, sinks: impl Into<Vec<f32>>) -> Self {
+        self.sinks = Some(sinks.into());
+        self
+    }
+
     /// The numbers of heads and dims.
     #[must_use]
     pub fn heads(&self) -> Heads {
@@ -173,7 +200,7 @@ impl Problem {
     /// Refuses shapes, lengths and parameters that the library does not define.
     ///
     /// # Errors
-    /// [`Error::Parameter`] naming the parameter and what is allowed; [`Error::Length`] for the slopes.
+    /// [`Error::Parameter`] naming the parameter and what is allowed; [`Error::Length`] for the slopes and the sinks.
     pub fn check(&self) -> Result<(), Error> {
         check_head_dim(self.head_dim)?;
         if self.num_kv_heads == 0
@@ -221,22 +248,37 @@ impl Problem {
                 "0.001 to 1000, or none: a larger one changes no score that a model makes",
             );
         }
-        if let Some(slopes) = &self.alibi_slopes {
-            if slopes.len() != self.num_q_heads {
-                return Err(Error::Length {
-                    what: "alibi_slopes",
-                    given: slopes.len(),
-                    needed: self.num_q_heads,
-                });
-            }
-            if let Some(s) = slopes
-                .iter()
-                .find(|s| **s != 0.0 && !(1e-20..=1e3).contains(&s.abs()))
-            {
-                return refuse("alibi_slopes", s, "0, or a magnitude of 1e-20 to 1000");
-            }
+        let is_slope = |s: f32| s == 0.0 || (1e-20..=1e3).contains(&s.abs());
+        let slopes = self.alibi_slopes.as_deref();
+        let allowed = "0, or a magnitude of 1e-20 to 1000";
+        self.check_per_head("alibi_slopes", slopes, is_slope, allowed)?;
+        let is_sink = |s: f32| s.abs() <= MAX_SINK;
+        let allowed = "a magnitude up to 1e6; -1e6 for a head without a sink";
+        self.check_per_head("sinks", self.sinks.as_deref(), is_sink, allowed)
+    }
+
+    /// Refuses another number of values than one for each query head, and values that are not allowed.
+    fn check_per_head(
+        &self,
+        what: &'static str,
+        values: Option<&[f32]>,
+        is_allowed: impl Fn(f32) -> bool,
+        allowed: &'static str,
+    ) -> Result<(), Error> {
+        let Some(values) = values else {
+            return Ok(());
+        };
+        if values.len() != self.num_q_heads {
+            return Err(Error::Length {
+                what,
+                given: values.len(),
+                needed: self.num_q_heads,
+            });
         }
-        Ok(())
+        match values.iter().find(|x| !is_allowed(**x)) {
+            Some(x) => refuse(what, x, allowed),
+            None => Ok(()),
+        }
     }
 
     /// Tokens that query token `i` of sequence `b` sees: `start..end`.

@@ -30,19 +30,33 @@ impl Param {
 }
 
 /// Rounds to a binary float of `mantissa_bits` and least normal exponent `min_exp`, half to even, saturated at `max`.
+#[inline]
 fn round_to(x: f64, mantissa_bits: i32, min_exp: i32, max: f64) -> f64 {
     if x == 0.0 {
         return 0.0;
     }
+    // `max` is such a number, so saturating first changes nothing; it keeps the sum below finite.
+    let x = x.clamp(-max, max);
     let exponent = (((x.to_bits() >> 52) & 0x7ff) as i32 - 1023).max(min_exp);
-    let quantum = f64::powi(2.0, exponent - mantissa_bits);
-    ((x / quantum).round_ties_even() * quantum).clamp(-max, max)
+    // 1.5 · 2^52 quanta: the sum's last place is a quantum.
+    let places = (exponent - mantissa_bits + 52 + 1023) as u64;
+    let round = f64::from_bits(places << 52 | 1 << 51);
+    (x + round) - round
 }
 
 /// `x` as f16: nearest even, saturated at ±65504, zero always +0.
 #[must_use]
+#[inline]
 pub fn to_f16(x: f64) -> f16 {
-    f16::from_f64(round_to(x, 10, -14, 65504.0) + 0.0)
+    let v = round_to(x, 10, -14, 65504.0) + 0.0;
+    let magnitude = v.abs();
+    // `v` is an f16 number, so its bits need no more rounding: 10 of the mantissa, the exponent with another bias.
+    let bits = if magnitude < f64::from_bits((1023 - 14) << 52) {
+        (magnitude * f64::from_bits((1023 + 24) << 52)) as u16
+    } else {
+        ((magnitude.to_bits() >> 42) - ((1023 - 15) << 10)) as u16
+    };
+    f16::from_bits(bits | u16::from(v.is_sign_negative()) << 15)
 }
 
 /// The e4m3 code of `x / scale`: nearest even, saturated at ±448.
@@ -81,17 +95,45 @@ fn code(x: f32, scale: f16, lo: f64, hi: f64) -> i32 {
         .clamp(lo, hi) as i32
 }
 
+/// The parameters of a group of symmetric int8 whose largest magnitude is `amax`.
+#[must_use]
+#[inline]
+pub fn int8_param(amax: f32) -> Param {
+    Param {
+        scale: to_f16(f64::from(amax) / 127.0),
+        shift: f16::ZERO,
+    }
+}
+
+/// The parameters of a group of asymmetric int4 whose least and largest numbers are `lo` and `hi`.
+#[must_use]
+#[inline]
+pub fn int4_param(lo: f32, hi: f32) -> Param {
+    let span = (hi - lo).min(f32::MAX);
+    Param {
+        scale: to_f16(f64::from(span) / 15.0),
+        shift: to_f16(f64::from(lo)),
+    }
+}
+
+/// The parameters of a group of half steps whose largest magnitude is `amax`.
+#[must_use]
+#[inline]
+pub fn half_step_param(amax: f32) -> Param {
+    Param {
+        scale: to_f16(f64::from(amax) / 16.0),
+        shift: f16::ZERO,
+    }
+}
+
 /// Quantizes one group to symmetric int8.
 pub fn int8_group(x: &[f32], codes: &mut [u16]) -> Param {
     let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
-    let scale = to_f16(f64::from(amax) / 127.0);
+    let param = int8_param(amax);
     for (c, &v) in codes.iter_mut().zip(x) {
-        *c = code(v, scale, -127.0, 127.0) as i8 as u8 as u16;
+        *c = code(v, param.scale, -127.0, 127.0) as i8 as u8 as u16;
     }
-    Param {
-        scale,
-        shift: f16::ZERO,
-    }
+    param
 }
 
 /// Quantizes one group to asymmetric int4.
@@ -101,11 +143,7 @@ pub fn int4_group(x: &[f32], codes: &mut [u16]) -> Param {
         .fold((f32::INFINITY, f32::NEG_INFINITY), |(lo, hi), &v| {
             (lo.min(v), hi.max(v))
         });
-    let span = (hi - lo).min(f32::MAX);
-    let param = Param {
-        scale: to_f16(f64::from(span) / 15.0),
-        shift: to_f16(f64::from(lo)),
-    };
+    let param = int4_param(lo, hi);
     for (c, &v) in codes.iter_mut().zip(x) {
         *c = code(v - param.shift.to_f32(), param.scale, 0.0, 15.0) as u16;
     }
@@ -115,9 +153,10 @@ pub fn int4_group(x: &[f32], codes: &mut [u16]) -> Param {
 /// Quantizes one group of a rotated row to symmetric half steps of 8 bits: `x ≈ (2c − 255)·scale/16`.
 ///
 /// The high four bits of a code are the row's int4 code u, read alone as `(2u − 15)·scale`; the low four are its residual.
-pub fn half_step_group(x: &[f32], codes: &mut [u16]) -> f16 {
+pub fn half_step_group(x: &[f32], codes: &mut [u16]) -> Param {
     let amax = x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
-    let scale = to_f16(f64::from(amax) / 16.0);
+    let param = half_step_param(amax);
+    let scale = param.scale;
     for (c, &v) in codes.iter_mut().zip(x) {
         *c = if scale == f16::ZERO {
             128
@@ -125,7 +164,7 @@ pub fn half_step_group(x: &[f32], codes: &mut [u16]) -> f16 {
             ((f64::from(v) * 8.0 / scale.to_f64()).floor() + 128.0).clamp(0.0, 255.0) as u16
         };
     }
-    scale
+    param
 }
 
 /// Quantizes one token of one KV head: `x` and `codes` hold head_dim elements, `params` one entry per group.
@@ -170,10 +209,7 @@ pub fn encode(
         }),
         Scheme::Int8(_) | Scheme::RotatedInt8 => by_group(codes, params, int8_group),
         Scheme::Int4(_) => by_group(codes, params, int4_group),
-        Scheme::RotatedInt4 { .. } => by_group(codes, params, |x, codes| Param {
-            scale: half_step_group(x, codes),
-            shift: f16::ZERO,
-        }),
+        Scheme::RotatedInt4 { .. } => by_group(codes, params, half_step_group),
     }
 }
 
@@ -277,9 +313,9 @@ mod tests {
     fn half_steps_are_halves_of_each_other() {
         let mut codes = [0; 4];
         // A step of 1/8: floor(8x) + 128, the largest saturated.
-        let scale = half_step_group(&[16.0, -16.0, 0.1, -0.1], &mut codes);
-        assert_eq!((scale.to_f32(), codes), (1.0, [255, 0, 128, 127]));
-        assert_eq!(half_step_group(&[0.0; 4], &mut codes), f16::ZERO);
+        let param = half_step_group(&[16.0, -16.0, 0.1, -0.1], &mut codes);
+        assert_eq!((param.scale.to_f32(), codes), (1.0, [255, 0, 128, 127]));
+        assert_eq!(half_step_group(&[0.0; 4], &mut codes), Param::default());
         assert_eq!(codes, [128; 4]);
     }
 
@@ -289,6 +325,12 @@ mod tests {
             let h = to_f16(x);
             let near = [h.to_bits().saturating_sub(1), (h.to_bits() + 1).min(0x7bff)].map(|b| f16::from_bits(b).to_f64());
             prop_assert!(near.iter().all(|n| (h.to_f64() - x).abs() <= (n - x).abs()));
+        }
+
+        #[test]
+        fn f16_bits_are_those_of_the_crate_half(bits in 0..0x7c00u16, is_negative: bool) {
+            let h = f16::from_bits(bits | u16::from(is_negative && bits > 0) << 15);
+            prop_assert_eq!(to_f16(h.to_f64()).to_bits(), h.to_bits());
         }
 
         #[test]
@@ -305,7 +347,7 @@ mod tests {
         #[test]
         fn half_step_errors_are_half_a_step(x in prop::collection::vec(-1e4f32..1e4, 1..64)) {
             let mut codes = vec![0; x.len()];
-            let scale = f64::from(half_step_group(&x, &mut codes).to_f32());
+            let scale = f64::from(half_step_group(&x, &mut codes).scale.to_f32());
             // The rounding of the scale to f16 moves the ends of the range by 16/2048 of it.
             let slack = scale * 16.0 / 2048.0 + 1e-30;
             for (c, v) in codes.iter().zip(&x) {

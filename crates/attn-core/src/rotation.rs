@@ -11,6 +11,7 @@ pub fn block(head_dim: usize) -> usize {
 /// Multiplies each block of a row by the Hadamard matrix and by 2^-`halvings`; `flush` follows every operation.
 ///
 /// Every sum is rounded to f32 in the order of the butterflies, strides 1, 2, 4, …; the matrix is symmetric, and its square is the block's length.
+#[inline(always)]
 fn rotate(row: &mut [f32], halvings: u32, flush: impl Fn(f32) -> f32) {
     let block = block(row.len());
     let factor = f32::from_bits((127 - halvings) << 23);
@@ -30,16 +31,19 @@ fn rotate(row: &mut [f32], halvings: u32, flush: impl Fn(f32) -> f32) {
 }
 
 /// Rotates a row of K or V to the one that is stored.
+#[inline(always)]
 pub fn rotate_stored(row: &mut [f32]) {
     rotate(row, block(row.len()).trailing_zeros() / 2, |x| x);
 }
 
 /// Rotates a query, or turns a stored row back: with [`rotate_stored`] it multiplies to the identity.
+#[inline(always)]
 pub fn rotate_back(row: &mut [f32]) {
     rotate(row, block(row.len()).trailing_zeros().div_ceil(2), |x| x);
 }
 
 /// Turns a row of outputs back; every sum and product that is subnormal is flushed.
+#[inline(always)]
 pub fn rotate_output(row: &mut [f32]) {
     rotate(row, block(row.len()).trailing_zeros().div_ceil(2), ftz);
 }

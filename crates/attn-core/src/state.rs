@@ -83,6 +83,9 @@ impl AttnState {
     /// Merges `other`, over disjoint tokens, into this state with weights `exp(lse − max)`. The functions are those of the arithmetic, so every
     /// machine gives the same bits.
     ///
+    /// A log-sum-exp includes the sink of its row ([`Problem::sinks`](crate::Problem::sinks)), so only one of the states that are merged may have been
+    /// computed with sinks: each further one would count them again.
+    ///
     /// # Errors
     /// [`Error::Length`] if the rows or head_dims differ; nothing is changed then.
     pub fn merge_state(&mut self, other: &AttnState) -> Result<(), Error> {

@@ -121,6 +121,32 @@ fn slopes_are_0_or_of_a_normal_magnitude() {
 }
 
 #[test]
+fn sinks_are_finite_up_to_a_million_and_one_for_each_query_head() {
+    for (sink, allowed) in [
+        (0.0, true),
+        (1e-40, true),
+        (1e6, true),
+        (-1e6, true),
+        (1_000_001.0, false),
+        (-1_000_001.0, false),
+        (f32::NEG_INFINITY, false),
+        (f32::INFINITY, false),
+        (f32::NAN, false),
+    ] {
+        let p = problem().sinks([0.5, sink, 1.0, -2.0]);
+        let found = refused(&p).map(|refusal| refusal.0);
+        assert_eq!(found, (!allowed).then_some("sinks"), "{sink}");
+    }
+    for given in [0, 3, 5] {
+        let error = problem().sinks(vec![0.0; given]).check().unwrap_err();
+        assert!(
+            matches!(error, Error::Length { what: "sinks", given: n, needed: 4 } if n == given),
+            "{error}"
+        );
+    }
+}
+
+#[test]
 fn masks_leave_the_tokens_that_the_law_names() {
     // Positions of four query tokens of 10: 6, 7, 8, 9.
     let mut p = Problem::new(

@@ -14,9 +14,11 @@ use crate::{
     BACKEND,
     decode::{self, Workspace},
     options::Options,
+    pool::Threads,
     reader::Reader,
     reference::{self, QueryRow},
     simd::Isa,
+    store::CpuPages,
 };
 
 /// The mark of this crate's plans: the kernels need nothing prepared.
@@ -26,10 +28,10 @@ fn plan(problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
     Plan::new(BACKEND, problem, format, CpuPlan)
 }
 
-fn create_cache(config: &CacheConfig) -> Result<KvCache, Error> {
+fn pages(config: &CacheConfig) -> Result<HostPages, Error> {
     let pages = HostPages::new(config)?;
     ask_for_huge_pages(pages.pool());
-    KvCache::new(config.clone(), Box::new(pages))
+    Ok(pages)
 }
 
 /// Asks the kernel for huge pages: a run spans four or five small ones, and their page-table walks take a tenth of a decode step.
@@ -102,7 +104,7 @@ impl DecodeAttention for Reference {
     }
 
     fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
-        create_cache(config)
+        KvCache::new(config.clone(), Box::new(pages(config)?))
     }
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
@@ -132,11 +134,12 @@ impl DecodeAttention for Reference {
 
 /// The fast CPU backend: vector kernels of one instruction set, with rayon over (sequence, KV head, span).
 ///
-/// Runs on the caller's rayon pool; its bits depend neither on the number of threads nor on the instruction set. A step
+/// [`Options`] says which threads a step runs on; its bits depend neither on their number nor on the instruction set. A step
 /// allocates nothing once one of its size has run.
 pub struct CpuBackend {
     device: DeviceInfo,
     isa: Isa,
+    threads: Threads,
     workspaces: Mutex<Vec<Workspace>>,
 }
 
@@ -148,7 +151,7 @@ impl CpuBackend {
     )]
     #[must_use]
     pub fn new() -> Self {
-        CpuBackend::of(Isa::best())
+        CpuBackend::of(Isa::best(), Threads::Shared)
     }
 
     /// Makes the backend with the options that the environment sets ([`Options::from_env`]); by default with the fastest instruction set.
@@ -168,7 +171,7 @@ impl CpuBackend {
     /// Makes the backend with these options; reads no environment variable.
     ///
     /// # Errors
-    /// [`Unsupported::Absent`] if this machine lacks the instruction set.
+    /// [`Unsupported::Absent`] if this machine lacks the instruction set or does not start the threads.
     ///
     /// ```
     /// use attn_cpu::{CpuBackend, Isa, Options};
@@ -179,18 +182,19 @@ impl CpuBackend {
     /// ```
     pub fn with_options(options: &Options) -> Result<Self, Unsupported> {
         let isa = options.isa.map_or_else(|| Ok(Isa::best()), Isa::require);
-        isa.map(CpuBackend::of)
+        Ok(CpuBackend::of(isa?, options.start()?))
     }
 
     /// Makes the backend with `isa`, which this machine has: the kernels rely on it.
-    fn of(isa: Isa) -> Self {
+    fn of(isa: Isa, threads: Threads) -> Self {
         let detail = format!(
             "{isa}, {} threads; fp8, pairs of an integer and a float scheme, and views are slower: each tile is copied into panels first",
-            rayon::current_num_threads()
+            threads.count()
         );
         CpuBackend {
             device: DeviceInfo::new(BACKEND, std::env::consts::ARCH, detail),
             isa,
+            threads,
             workspaces: Mutex::default(),
         }
     }
@@ -198,6 +202,22 @@ impl CpuBackend {
     /// The instruction set in use.
     pub fn isa(&self) -> Isa {
         self.isa
+    }
+
+    /// The number of threads of a step that is called from here.
+    pub fn threads(&self) -> usize {
+        self.threads.count()
+    }
+
+    /// Runs `f` in the rayon pool of a step that is called from here, for other work on the same CPUs, such as a read to compare with.
+    ///
+    /// ```
+    /// let backend = attn_cpu::CpuBackend::with_options(&attn_cpu::Options::default().threads(2))?;
+    /// assert_eq!(backend.install(rayon::current_num_threads), 2);
+    /// # Ok::<(), attn_core::Unsupported>(())
+    /// ```
+    pub fn install<T: Send>(&self, f: impl FnOnce() -> T + Send) -> T {
+        self.threads.install(f)
     }
 
     fn workspaces(&self) -> MutexGuard<'_, Vec<Workspace>> {
@@ -223,7 +243,8 @@ impl DecodeAttention for CpuBackend {
     }
 
     fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
-        create_cache(config)
+        let pages = CpuPages::new(pages(config)?, config, self.isa, self.threads.clone())?;
+        KvCache::new(config.clone(), Box::new(pages))
     }
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
@@ -234,7 +255,11 @@ impl DecodeAttention for CpuBackend {
         check_plan(step.plan())?;
         let (inputs, outputs) = step.parts();
         let mut workspace = self.workspaces().pop().unwrap_or_default();
-        let result = decode::decode(self.isa, &inputs, &mut workspace, outputs);
+        let result = self
+            .threads
+            .run(decode::is_small(inputs.problem()), |threads| {
+                decode::decode(self.isa, threads, &inputs, &mut workspace, outputs)
+            });
         self.workspaces().push(workspace);
         result
     }

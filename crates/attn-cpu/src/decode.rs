@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use crate::{
     float, integer,
-    merge::{States, merge},
+    merge::{RowEnd, States, merge},
     query::{self, QueryRows},
     reader::Reader,
     simd::{Dot, Dot16, Isa, Simd, portable::Portable, scalar::Scalar},
@@ -84,8 +84,8 @@ macro_rules! kernels {
             }
 
             $(#[target_feature(enable = $features)])?
-            pub fn epilogue(states: &States<'_>, span: usize, v_scale: f32, out: &mut [f32]) -> f32 {
-                crate::merge::epilogue($dot.simd(), states, span, v_scale, out)
+            pub fn epilogue(states: &States<'_>, span: usize, end: RowEnd, out: &mut [f32]) -> f32 {
+                crate::merge::epilogue($dot.simd(), states, span, end, out)
             }
         }
     };
@@ -123,7 +123,7 @@ kernels!(
 );
 
 /// Merges a row's states in spans of so many, writes the output and returns the log-sum-exp.
-type Epilogue = unsafe fn(&States<'_>, usize, f32, &mut [f32]) -> f32;
+type Epilogue = unsafe fn(&States<'_>, usize, RowEnd, &mut [f32]) -> f32;
 
 fn kernels(isa: Isa, integer: bool) -> (Attend, Epilogue) {
     macro_rules! of {
@@ -171,9 +171,19 @@ impl Workspace {
     }
 }
 
-/// Attends a whole step on `isa`, which the caller has found available.
+/// Whether a step takes less time on one thread than by waking others, which takes 13 to 40 µs on a virtual machine: so many products
+/// for K, and as many for V, take one thread 20 to 50 µs.
+pub(crate) fn is_small(problem: &Problem) -> bool {
+    const SMALL: usize = 1 << 19;
+    let tokens: usize = problem.kv_lens.iter().sum();
+    tokens * problem.num_q_heads * problem.q_len * problem.head_dim < SMALL
+}
+
+/// Attends a whole step on `isa`, which the caller has found available, and on the `threads` of the rayon pool that it is called in;
+/// with one thread rayon has no part in it.
 pub(crate) fn decode(
     isa: Isa,
+    threads: usize,
     step: &StepInputs<'_>,
     workspace: &mut Workspace,
     StepOutputs { out, lse, .. }: StepOutputs<'_>,
@@ -183,7 +193,7 @@ pub(crate) fn decode(
         // Refuses another backend's cache before any output is touched.
         Reader::new(step.kv(), 0, 0)?;
     }
-    let (heads, threads) = (problem.num_kv_heads, rayon::current_num_threads());
+    let heads = problem.num_kv_heads;
     let lens = problem.kv_lens.iter();
     let spans: usize = lens.map(|&len| num_spans(len)).sum();
     let per_split = if spans * heads < 4 * threads { 1 } else { SPAN };
@@ -211,9 +221,9 @@ pub(crate) fn decode(
     }
     // A split of one span has merged its segments.
     let span = if per_split == 1 { SPAN } else { 1 };
-    let epilogue = |states: &States<'_>, v_scale: f32, out: &mut [f32]| {
+    let epilogue = |states: &States<'_>, end: RowEnd, out: &mut [f32]| {
         // SAFETY: as above.
-        unsafe { epilogue(states, span, v_scale, out) }
+        unsafe { epilogue(states, span, end, out) }
     };
     let mut unasked = std::mem::take(&mut workspace.unasked_lse);
     let lse = match lse {
@@ -223,7 +233,7 @@ pub(crate) fn decode(
             &mut unasked[..]
         }
     };
-    write_rows(step, workspace, epilogue, out, lse);
+    write_rows(step, threads, workspace, epilogue, out, lse);
     workspace.unasked_lse = unasked;
     Ok(())
 }
@@ -231,8 +241,9 @@ pub(crate) fn decode(
 /// Writes every row's output from its states.
 fn write_rows(
     step: &StepInputs<'_>,
+    threads: usize,
     workspace: &Workspace,
-    epilogue: impl Fn(&States<'_>, f32, &mut [f32]) -> f32 + Sync,
+    epilogue: impl Fn(&States<'_>, RowEnd, &mut [f32]) -> f32 + Sync,
     out: &mut [f32],
     lse: &mut [f32],
 ) {
@@ -257,13 +268,17 @@ fn write_rows(
             step: heads * chunk,
             count: (end - first) / heads,
         };
-        *lse = epilogue(&states, v_scale(step, g), out);
+        let end = RowEnd {
+            v_scale: v_scale(step, g),
+            sink: problem.sinks.as_ref().map(|sinks| sinks[q_head]),
+        };
+        *lse = epilogue(&states, end, out);
         if rotated {
             rotate_output(out);
         }
     };
     // Merging is worth threads only where many states meet.
-    if rayon::current_num_threads() == 1 || splits * chunk < 1 << 16 {
+    if threads == 1 || splits * chunk < 1 << 16 {
         for (i, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
             row(i, out, lse);
         }

@@ -2,14 +2,18 @@
 //!
 //! Both read native pages and contiguous views through `reader`. The kernels: `simd` has the vectors of each instruction set,
 //! `query` holds the query rows, `tile` finds 64 tokens (`unpack` converts those that the kernels cannot read in place), `integer` and `float` are the
-//! two arithmetics, `softmax` is what they share, `decode` cuts a step into splits for threads.
+//! two arithmetics, `softmax` is what they share, `decode` cuts a step into splits for threads, `pool` has the threads.
+//! Appends go through `store` to `quantize`.
 
+mod affinity;
 mod backend;
 mod decode;
 mod float;
 mod integer;
 mod merge;
 mod options;
+mod pool;
+mod quantize;
 mod query;
 mod reader;
 mod reference;
@@ -17,6 +21,7 @@ mod scratch;
 mod simd;
 mod softmax;
 mod state;
+mod store;
 mod tile;
 mod unpack;
 
@@ -27,7 +32,7 @@ pub mod internals {
 }
 
 pub use backend::{CpuBackend, Reference};
-pub use options::Options;
+pub use options::{MOST_THREADS, Options};
 pub use simd::Isa;
 
 use attn_core::{DecodeAttention, Unsupported};

@@ -1,6 +1,6 @@
 //! Sections 5 and 6 over vectors: the merge of a row's states, and the epilogue.
 
-use attn_core::arithmetic::{lse, pow2, rcp};
+use attn_core::arithmetic::{lse, merge_sink, pow2, rcp, sink_state};
 
 use crate::simd::Simd;
 
@@ -46,13 +46,21 @@ pub(crate) fn merge<S: Simd>(
     }
 }
 
-/// Merges states left to right in groups of `span`, then the groups left to right, normalizes, and returns the log-sum-exp.
+/// What ends a row beside its states.
+#[derive(Clone, Copy)]
+pub(crate) struct RowEnd {
+    /// V's static scale.
+    pub v_scale: f32,
+    pub sink: Option<f32>,
+}
+
+/// Merges states left to right in groups of `span`, then the groups left to right, then the sink; normalizes, and returns the log-sum-exp.
 #[inline(always)]
 pub(crate) fn epilogue<S: Simd>(
     s: S,
     states: &States<'_>,
     span: usize,
-    v_scale: f32,
+    end: RowEnd,
     out: &mut [f32],
 ) -> f32 {
     let dim = out.len();
@@ -72,12 +80,17 @@ pub(crate) fn epilogue<S: Simd>(
         merge(s, &mut group, &mut group_o[..dim], [ml[0], ml[1]], o);
     }
     merge(s, &mut total, out, group, &group_o[..dim]);
-    let [m, l] = total;
-    if m == f32::NEG_INFINITY {
+    if total[0] == f32::NEG_INFINITY {
         out.fill(0.0);
+    }
+    let ([m, l], alpha) = match end.sink {
+        Some(sink) => merge_sink(total, sink_state(sink)),
+        None => (total, 1.0),
+    };
+    if m == f32::NEG_INFINITY {
         return m;
     }
-    let (scale, v_scale) = (s.splat(rcp(l)), s.splat(v_scale));
+    let (scale, v_scale) = (s.splat(rcp(l) * alpha), s.splat(end.v_scale));
     for x in out.chunks_exact_mut(S::LANES) {
         // SAFETY: LANES floats.
         unsafe {

@@ -1,8 +1,15 @@
-//! The options of the backend, and the environment variable that sets them.
+//! The options of the backend, and the environment variables that set them.
+
+use std::sync::Arc;
 
 use attn_core::{Unsupported, backend::option_from_env};
+use rayon::ThreadPool;
 
-use crate::{BACKEND, simd::Isa};
+use crate::{
+    BACKEND,
+    pool::{self, Threads},
+    simd::Isa,
+};
 
 /// Options of a [`CpuBackend`](crate::CpuBackend). They change speed, never bits.
 ///
@@ -12,11 +19,32 @@ use crate::{BACKEND, simd::Isa};
 /// let options = Options::default().isa(Isa::Portable);
 /// assert_eq!(options.isa, Some(Isa::Portable));
 /// ```
-#[derive(Debug, Clone, Default)]
+///
+/// By default a step that is called inside a rayon pool runs in that pool. Other steps share one pool of the process, which has as many
+/// workers as rayon's global pool (`RAYON_NUM_THREADS`) and, on Linux, gives each of them CPUs of its own.
+#[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Options {
     /// The instruction set; `None`: the fastest of this machine. `ATTN_CPU_ISA` names one, such as `portable`.
     pub isa: Option<Isa>,
+    /// The pool that all work runs in, wherever it is called; `None`: one that the backend chooses.
+    pub pool: Option<Arc<ThreadPool>>,
+    /// The number of threads of a pool that is this backend's alone; `None`: no such pool. [`Options::pool`] comes before it.
+    pub threads: Option<usize>,
+    /// Whether pools that this crate makes give each worker CPUs of its own; without, the process's pool is rayon's global one.
+    /// `ATTN_CPU_PIN` says `0` or `1`.
+    pub pin: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            isa: None,
+            pool: None,
+            threads: None,
+            pin: true,
+        }
+    }
 }
 
 impl Options {
@@ -29,8 +57,16 @@ impl Options {
             name.parse()
                 .map_err(|_| format!("{name}; allowed: {}", Isa::NAMES))
         };
+        let pin = |text: &str| match text {
+            "0" => Ok(false),
+            "1" => Ok(true),
+            other => Err(format!("{other}; allowed: 0, 1")),
+        };
+        let default = Options::default();
         Ok(Options {
             isa: option_from_env(BACKEND, "ATTN_CPU_ISA", isa)?,
+            pin: option_from_env(BACKEND, "ATTN_CPU_PIN", pin)?.unwrap_or(default.pin),
+            ..default
         })
     }
 
@@ -40,4 +76,62 @@ impl Options {
         self.isa = Some(isa);
         self
     }
+
+    /// Runs work in this pool, wherever it is called. Its workers are the caller's: they are not pinned.
+    ///
+    /// What one thread does alone stays on the caller's thread: work too small for several, and all work where the pool has one worker.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    ///
+    /// let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build()?;
+    /// let options = attn_cpu::Options::default().pool(Arc::new(pool));
+    /// let backend = attn_cpu::CpuBackend::with_options(&options)?;
+    /// assert_eq!(backend.threads(), 3);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn pool(mut self, pool: Arc<ThreadPool>) -> Self {
+        self.pool = Some(pool);
+        self
+    }
+
+    /// Runs all work in a pool of so many threads that is this backend's alone.
+    #[must_use]
+    pub fn threads(mut self, threads: usize) -> Self {
+        self.threads = Some(threads);
+        self
+    }
+
+    /// Whether pools that this crate makes give each worker CPUs of its own.
+    #[must_use]
+    pub fn pin(mut self, pin: bool) -> Self {
+        self.pin = pin;
+        self
+    }
+
+    /// The threads that these options ask for.
+    pub(crate) fn start(&self) -> Result<Threads, Unsupported> {
+        if let Some(pool) = &self.pool {
+            return Ok(Threads::Own(Arc::clone(pool)));
+        }
+        let refuse = |reason: String| Unsupported::Absent {
+            backend: BACKEND,
+            reason,
+            next_step: "set Options::threads to fewer, or leave it unset".to_owned(),
+        };
+        match self.threads {
+            Some(count) if !(1..=MOST_THREADS).contains(&count) => Err(refuse(format!(
+                "Options::threads is {count}; allowed: 1 to {MOST_THREADS}"
+            ))),
+            Some(count) => pool::own(count, self.pin)
+                .map(|pool| Threads::Own(Arc::new(pool)))
+                .map_err(|error| refuse(format!("{count} threads do not start: {error}"))),
+            None if self.pin => Ok(Threads::Shared),
+            None => Ok(Threads::Callers),
+        }
+    }
 }
+
+/// The most threads that are started: more than any machine has, and few enough for every system to start.
+pub const MOST_THREADS: usize = 1024;

@@ -16,7 +16,7 @@ use attn_core::{
 
 use crate::{
     reader::{Reader, Side},
-    state::{State, merge_spans},
+    state::{Epilogue, State, merge_spans},
 };
 
 /// One query row of a problem.
@@ -109,11 +109,14 @@ pub(crate) fn attend(
         }
         segments.push(state);
     }
-    let rotated = reader.scheme(Side::V).is_rotated();
-    match merge_spans(segments) {
-        Some(state) => state.epilogue(reader.tensor_scales[1], rotated, out),
-        None => State::empty(0).epilogue(1.0, false, out),
-    }
+    let state = merge_spans(segments).unwrap_or_else(|| State::empty(row.q.len()));
+    let sink = row.problem.sinks.as_ref().map(|sinks| sinks[row.q_head]);
+    let end = Epilogue {
+        sink,
+        v_tensor_scale: reader.tensor_scales[1],
+        rotated: reader.scheme(Side::V).is_rotated(),
+    };
+    state.epilogue(end, out)
 }
 
 fn fold_tile(

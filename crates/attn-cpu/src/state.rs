@@ -1,7 +1,7 @@
 //! The state of one query row over some tokens, and the two ways to combine states: fold and merge.
 
 use attn_core::{
-    arithmetic::{SPAN, exp2i, ftz, lse, pow2, rcp},
+    arithmetic::{SPAN, exp2i, ftz, lse, merge_sink, pow2, rcp, sink_state},
     rotation::rotate_output,
 };
 
@@ -57,21 +57,33 @@ impl State {
         self.m = m;
     }
 
-    /// Writes the normalized row, turned back where V is rotated, and returns its log-sum-exp.
-    pub fn epilogue(&self, v_tensor_scale: f32, rotated: bool, out: &mut [f32]) -> f32 {
-        if self.m == f32::NEG_INFINITY {
+    /// Merges the row's sink, writes the normalized row, turned back where V is rotated, and returns its log-sum-exp.
+    pub fn epilogue(&self, end: Epilogue, out: &mut [f32]) -> f32 {
+        let ([m, l], alpha) = match end.sink {
+            Some(sink) => merge_sink([self.m, self.l], sink_state(sink)),
+            None => ([self.m, self.l], 1.0),
+        };
+        if m == f32::NEG_INFINITY {
             out.fill(0.0);
             return f32::NEG_INFINITY;
         }
-        let scale = rcp(self.l);
+        let scale = rcp(l) * alpha;
         for (out, o) in out.iter_mut().zip(&self.o) {
-            *out = ftz(ftz(ftz(*o) * scale) * v_tensor_scale);
+            *out = ftz(ftz(ftz(*o) * scale) * end.v_tensor_scale);
         }
-        if rotated {
+        if end.rotated {
             rotate_output(out);
         }
-        lse(self.m, self.l)
+        lse(m, l)
     }
+}
+
+/// What ends a row beside its state.
+pub(crate) struct Epilogue {
+    pub sink: Option<f32>,
+    pub v_tensor_scale: f32,
+    /// Whether V is rotated.
+    pub rotated: bool,
 }
 
 /// Merges segments left to right inside each span, and the spans left to right.

@@ -2,28 +2,27 @@
 
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, Heads, KvCache, KvFormat, KvSource, KvView, Problem,
-    Scheme, StridedRows, arithmetic::LOG2_E,
+    Scheme, StridedRows,
 };
-use attn_cpu::{
-    CpuBackend, Reference,
-    internals::{Reader, Side},
-};
+use attn_cpu::{CpuBackend, Reference};
 
-const FORMATS: [&str; 19] = [
+const FORMATS: [&str; 21] = [
     "f16",
     "bf16",
     "fp8",
     "int8",
+    "int8-plain",
     "int8-g32",
     "int8-tensor",
     "int4",
+    "int4-r2-w4",
+    "int4-w0",
     "int4-g1",
     "int4-g4",
-    "int4-channel/int8",
-    "int8/int4-g4",
+    "int8/int4",
+    "int4-w4/int4-g4",
     "int8-tensor/int8-g32",
     "int4-g2/int8-tensor",
-    "int4-channel/f16",
     "int4-g4/bf16",
     "int8-g32/fp8",
     "f16/int8-g32",
@@ -109,7 +108,7 @@ fn agree_on(problem: &Problem, format: KvFormat, q: &[f32], sequences: &Sequence
 }
 
 #[test]
-fn sealed_and_open_pages_of_every_format_have_the_references_bits() {
+fn full_and_open_pages_of_every_format_have_the_references_bits() {
     let mut problem = Problem::new(
         Heads {
             q: 2,
@@ -192,40 +191,6 @@ fn zeros_and_small_numbers_have_the_references_bits() {
 }
 
 #[test]
-fn queries_and_shifts_of_one_and_queries_next_to_nothing_have_the_references_bits() {
-    let mut problem = Problem::new(
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        },
-        vec![128],
-    );
-    problem.softmax_scale = LOG2_E.recip();
-    assert_eq!(problem.softmax_scale * LOG2_E, 1.0);
-    // Channels of −7..=8: their scale is 1, and their centred shift 1.
-    let step = |i: usize| ((i / 64 + i % 64) % 16) as f32 - 7.0;
-    let k: Vec<f32> = (0..128 * 64).map(step).collect();
-    let sequences = vec![[k, noise(2, 128 * 64)]];
-    let ones: Vec<f32> = noise(9, 64).iter().map(|x| x / 2.1).collect();
-    let mut one = ones.clone();
-    one[5] = 1.0;
-    // The product with a shift is a third of 2^-100, the unit that such products are rounded to.
-    let mut tiny = vec![0.0; 64];
-    tiny[5] = 1.3 * f32::powi(2.0, -102);
-    for q in [ones, one, tiny] {
-        agree_on(&problem, KvFormat::INT4, &q, &sequences);
-    }
-    // The same with shifts whose largest is not 1.
-    let half: Vec<f32> = sequences[0][0].iter().map(|x| x / 2.0).collect();
-    let sequences = vec![[half, sequences[0][1].clone()]];
-    let mut one = noise(9, 64);
-    one.iter_mut().for_each(|x| *x /= 2.1);
-    one[5] = 1.0;
-    agree_on(&problem, KvFormat::INT4, &one, &sequences);
-}
-
-#[test]
 fn six_spans_of_one_sequence_have_the_references_bits() {
     // One thread takes whole spans, whose states are merged one by one; others would be grouped.
     let problem = Problem::new(
@@ -272,12 +237,12 @@ fn views_of_two_schemes_have_the_references_bits() {
     );
     let q = noise(9, problem.elements());
     for name in [
-        "int8/fp8",
-        "bf16/int8",
+        "int8-plain/fp8",
+        "bf16/int8-plain",
         "int8-g32/int8-tensor",
-        "int8-tensor/int8",
+        "int8-tensor/int8-plain",
         "f16/bf16",
-        "int8/int8-g32",
+        "int8-plain/int8-g32",
     ] {
         let format = format(name);
         let [k, v] = [(format.k, 1), (format.v, 2)]
@@ -303,26 +268,25 @@ fn views_of_two_schemes_have_the_references_bits() {
 }
 
 #[test]
-fn an_open_page_of_channels_holds_k_as_int8_and_v_as_ever() {
-    let problem = Problem::new(
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: 64,
-        },
-        vec![70],
-    );
-    let cache = cached(&problem, KvFormat::INT4, &sequences(&problem));
-    let reader = Reader::new(KvSource::Cache(&cache), 0, 0).unwrap();
-    let k = [0, 63, 64, 69].map(|t| (reader.is_channel(t), reader.scheme(Side::K, t)));
-    let (sealed, open) = (format("int4-channel/int8").k, KvFormat::INT8.k);
-    assert_eq!(
-        k,
-        [(true, sealed), (true, sealed), (false, open), (false, open)]
-    );
-    assert_eq!(reader.scheme(Side::V, 69), KvFormat::INT4.v);
-    assert_eq!([reader.page_end(0), reader.page_end(63)], [64, 64]);
-    assert_eq!([reader.page_end(64), reader.page_end(69)], [128, 128]);
+fn query_tokens_on_both_sides_of_a_tile_read_residuals_each_by_its_own_position() {
+    for len in [129, 190, 257, 320] {
+        let mut problem = Problem::new(
+            Heads {
+                q: 2,
+                kv: 1,
+                dim: 64,
+            },
+            vec![len],
+        );
+        problem.q_len = 5;
+        let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
+        for name in ["int4", "int8/int4", "int4-w4/int4", "int4/int4-g1"] {
+            for causal in [true, false] {
+                problem.causal = causal;
+                agree_on(&problem, format(name), &q, &sequences);
+            }
+        }
+    }
 }
 
 #[test]

@@ -214,6 +214,10 @@ fn bits_equal_reference_for_every_mask_and_number_of_rows() {
                 problem.alibi_slopes =
                     Some((0..q_heads).map(|h| 0.5f32.powi(h as i32 % 7)).collect());
             }
+            if variant % 2 == 1 {
+                let sink = |h| [0.5, -1e6, 4.0, 90.0][h % 4];
+                problem.sinks = Some((0..q_heads).map(sink).collect());
+            }
             let inputs = inputs(&problem);
             for format in formats() {
                 if format.check(64, 64).is_ok() {

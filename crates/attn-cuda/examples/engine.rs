@@ -110,6 +110,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         k_tensor_scales: DeviceAddress::NULL,
         v_tensor_scales: DeviceAddress::NULL,
         alibi_slopes: DeviceAddress::NULL,
+        sinks: DeviceAddress::NULL,
         workspace: at(&workspace, &stream),
     };
 

@@ -103,6 +103,7 @@ pub(crate) struct Inputs {
     /// The longest of `lens`.
     longest: usize,
     slopes: Vec<f32>,
+    sinks: Vec<f32>,
     pub(crate) tables: DeviceTables,
     /// The import of a view that decode does not read in place.
     pub(crate) import: Option<NativeImport>,
@@ -124,6 +125,7 @@ impl Inputs {
             .map(|&len| sizes::int("kv_len", len))
             .collect::<Result<_, _>>()?;
         let slopes = alibi_slopes_log2(problem.alibi_slopes.as_deref().unwrap_or(&[]));
+        let sinks = problem.sinks.clone().unwrap_or_default();
         let (mut import, mut imported_bytes) = (None, 0);
         let tables = match step.kv() {
             KvSource::Cache(cache) => {
@@ -145,6 +147,7 @@ impl Inputs {
             lens,
             longest,
             slopes,
+            sinks,
             tables,
             import,
             imported_bytes,
@@ -160,6 +163,7 @@ pub(crate) struct Parts {
     q: usize,
     lens: usize,
     slopes: usize,
+    sinks: usize,
     pub(crate) imported: usize,
     pub(crate) table: usize,
     pub(crate) tails: usize,
@@ -184,6 +188,7 @@ impl Parts {
             q: upload.add(bytes_of(step.q()))?,
             lens: upload.add(bytes_of(&inputs.lens))?,
             slopes: upload.add(bytes_of(&inputs.slopes))?,
+            sinks: upload.add(bytes_of(&inputs.sinks))?,
             imported: upload.reserve(inputs.imported_bytes)?,
             table: upload.add(bytes_of(&inputs.tables.table))?,
             tails: upload.add(bytes_of(&inputs.tables.tails))?,
@@ -265,6 +270,7 @@ impl Placed {
             k_tensor_scales: scales[0],
             v_tensor_scales: scales[1],
             alibi_slopes: self.some(!inputs.slopes.is_empty(), self.parts.slopes),
+            sinks: self.some(!inputs.sinks.is_empty(), self.parts.sinks),
             workspace: self.at(self.parts.workspace),
         }
     }

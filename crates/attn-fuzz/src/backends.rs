@@ -156,6 +156,11 @@ pub fn problem(draw: &mut Draw<'_, '_>, heads: usize, dim: usize, lens: &[usize]
         let slopes = (0..problem.num_q_heads).map(|_| draw.pick(&slopes));
         problem.alibi_slopes = Some(slopes.collect());
     }
+    if draw.once_in(4) {
+        let sinks = [0.0, -1e6, -2.5, 1e-40, 0.5, 7.0, 1e4, 1e6];
+        let sinks = (0..problem.num_q_heads).map(|_| draw.pick(&sinks));
+        problem.sinks = Some(sinks.collect());
+    }
     if draw.once_in(8) {
         problem.softmax_scale = draw.pick(&[1e-15, 1e-6, 1.0, 1e6, 1e15]);
     }

@@ -66,10 +66,13 @@ fn row(problem: &Problem, [b, i, h]: [usize; 3], q: &[f32], [k, v]: KvOf<'_>, an
         }
         seen.push((at, s));
     }
-    let max = seen
-        .iter()
-        .fold(f64::NEG_INFINITY, |max, (_, s)| max.max(*s));
-    let sum: f64 = seen.iter().map(|(_, s)| (s - max).exp()).sum();
+    let sink = problem.sinks.as_ref().map(|sinks| f64::from(sinks[h]));
+    let logits = || seen.iter().map(|(_, s)| *s).chain(sink);
+    let max = logits().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = logits().map(|s| (s - max).exp()).sum();
+    // A sink's base-2 logit has steps as a score has; they show where its weight does.
+    let shown = sink.filter(|sink| max - sink < 100.0);
+    largest = shown.map_or(largest, |sink| largest.max(sink.abs()));
     let mut out = vec![0.0; dim];
     for (at, s) in &seen {
         let weight = (s - max).exp() / sum;
@@ -81,7 +84,7 @@ fn row(problem: &Problem, [b, i, h]: [usize; 3], q: &[f32], [k, v]: KvOf<'_>, an
     answer.out.extend(out);
     answer
         .lse
-        .push(if seen.is_empty() { max } else { max + sum.ln() });
+        .push(if sum == 0.0 { max } else { max + sum.ln() });
     answer.score.push(largest);
     answer.value.push(value);
     let query = q.iter().fold(0.0, |a: f64, x| a.max(f64::from(x.abs())));

@@ -78,6 +78,14 @@ fn drawn_problem(draw: &mut Draw<'_, '_>) -> Problem {
         };
         problem.alibi_slopes = Some(vec![draw.float(); slopes]);
     }
+    if draw.once_in(4) {
+        let sinks = if draw.once_in(3) {
+            draw.range(0..=5)
+        } else {
+            heads.min(1 << 16)
+        };
+        problem.sinks = Some(vec![draw.float(); sinks]);
+    }
     problem
 }
 
@@ -97,6 +105,7 @@ fn problem_can_be(p: &Problem) -> bool {
     let per_kv = p.num_q_heads.checked_div(p.num_kv_heads).unwrap_or(0);
     let elements = elements(p);
     let slope = |s: &f32| *s == 0.0 || (1e-20..=1e3).contains(&s.abs());
+    let sink = |s: &f32| (-1e6..=1e6).contains(s);
     [64, 80, 96, 128, 192, 256].contains(&p.head_dim)
         && (1..=65536).contains(&p.num_kv_heads)
         && (1..=64).contains(&per_kv)
@@ -109,6 +118,9 @@ fn problem_can_be(p: &Problem) -> bool {
         && p.alibi_slopes
             .as_ref()
             .is_none_or(|slopes| slopes.len() == p.num_q_heads && slopes.iter().all(slope))
+        && p.sinks
+            .as_ref()
+            .is_none_or(|sinks| sinks.len() == p.num_q_heads && sinks.iter().all(sink))
 }
 
 fn problem(draw: &mut Draw<'_, '_>) -> Result<(), String> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use attn_core::{
     Error, Problem,
-    arithmetic::{LOG2_E, ROUND, ROUND_WEIGHT},
+    arithmetic::{LOG2_E, ROUND, ROUND_WEIGHT, sink_state},
 };
 use attn_kernels::wgsl::{
     decode::{DecodeKey, KvLayout},
@@ -112,11 +112,13 @@ impl KvTables<'_> {
     }
 }
 
-/// The tables of the kernels: splits, sequences, their pages (or rows), scales and slopes, in the form that `decode_split.wgsl` describes.
+/// The tables of the kernels: splits, sequences, their pages (or rows), scales, slopes and sinks, in the form that `decode_split.wgsl` describes.
 struct Tables {
     words: Vec<u32>,
     sequences_at: usize,
     scales_at: usize,
+    /// 0 without sinks.
+    sinks_at: usize,
 }
 
 impl Tables {
@@ -154,10 +156,14 @@ impl Tables {
         }
         let slopes = problem.alibi_slopes.iter().flatten();
         words.extend(slopes.map(|slope| (slope * LOG2_E).to_bits()));
+        let sinks_at = problem.sinks.as_ref().map_or(0, |_| words.len());
+        let sinks = problem.sinks.iter().flatten();
+        words.extend(sinks.flat_map(|sink| sink_state(*sink)).map(f32::to_bits));
         Tables {
             words,
             sequences_at,
             scales_at,
+            sinks_at,
         }
     }
 }
@@ -192,8 +198,15 @@ fn check_sizes(
         .saturating_mul(problem.q_len)
         .saturating_mul(problem.num_q_heads);
     let slopes = problem.alibi_slopes.as_ref().map_or(0, Vec::len);
+    let sinks = problem.sinks.as_ref().map_or(0, Vec::len);
     let lists = source.lists.iter().take(batch).map(Vec::len);
-    let words = [splits.saturating_mul(8), 8 * batch, 2 * heads, slopes];
+    let words = [
+        splits.saturating_mul(8),
+        8 * batch,
+        2 * heads,
+        slopes,
+        2 * sinks,
+    ];
     let words = lists.chain(words).fold(0, usize::saturating_add);
     let largest = gpu.largest_binding();
     for (what, bytes) in [
@@ -231,6 +244,7 @@ impl Prepared {
             row_blocks: blocks as u32,
             sequences_at: tables.sequences_at as u32,
             scales_at: tables.scales_at as u32,
+            sinks_at: tables.sinks_at as u32,
             pages_per_pool: source.pages_per_pool,
             maxima_at: (partials * problem.head_dim) as u32,
             ..problem_params(problem)

@@ -116,6 +116,8 @@ blocks! {
         v_tensor_scales: u64 = "const float*",
         /// f32 [num_q_heads], each multiplied by log2 e, or null.
         alibi_slopes: u64 = "const float*",
+        /// f32 [num_q_heads], or null.
+        sinks: u64 = "const float*",
         /// Workspace: O of the partials [partial][row][head_dim]. Zero between launches where low_latency.cu merges through global memory.
         partial_o: u64 = "float*",
         /// Workspace: maximum and sum of the partials [partial][row]. Zero between launches as partial_o.

@@ -73,7 +73,8 @@ block! {
         splits_at: u32,
         /// Word of the tables where the sequences begin.
         sequences_at: u32,
-        /// Word of the tables where the f32 scales begin: k_tensor_scale and v_tensor_scale per KV head, then slope·log2 e per query head.
+        /// Word of the tables where the f32 scales begin: k_tensor_scale and v_tensor_scale per KV head, then slope·log2 e per query head, then m and l of
+        /// each query head's sink.
         scales_at: u32,
         /// Query heads.
         num_q_heads: u32,
@@ -89,8 +90,8 @@ block! {
         window_left: i32,
         /// Pages in one buffer of the pool.
         pages_per_pool: u32,
-        /// Not read.
-        unused: u32,
+        /// Word of the tables where m and l of each query head's sink begin, or 0 without sinks.
+        sinks_at: u32,
         /// Float of the partials where their (m, l) begin.
         maxima_at: u32,
         /// softmax_scale·log2 e.

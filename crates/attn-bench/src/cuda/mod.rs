@@ -274,6 +274,7 @@ impl CudaTimer {
             k_tensor_scales: step.scales[0],
             v_tensor_scales: step.scales[1],
             alibi_slopes: DeviceAddress::NULL,
+            sinks: DeviceAddress::NULL,
             workspace: at.address(&step.workspace),
         }
     }

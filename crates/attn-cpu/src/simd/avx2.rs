@@ -53,11 +53,6 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn i_mul(self, a: __m256i, b: __m256i) -> __m256i {
-        op!(_mm256_mullo_epi32(a, b))
-    }
-
-    #[inline(always)]
     fn i_and(self, a: __m256i, b: __m256i) -> __m256i {
         op!(_mm256_and_si256(a, b))
     }

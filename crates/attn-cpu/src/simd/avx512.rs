@@ -46,11 +46,6 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    fn i_mul(self, a: __m512i, b: __m512i) -> __m512i {
-        op!(_mm512_mullo_epi32(a, b))
-    }
-
-    #[inline(always)]
     fn i_and(self, a: __m512i, b: __m512i) -> __m512i {
         op!(_mm512_and_si512(a, b))
     }

@@ -147,7 +147,6 @@ pub(crate) trait Simd: Copy {
     fn i_splat(self, x: i32) -> Self::I;
     fn i_add(self, a: Self::I, b: Self::I) -> Self::I;
     fn i_sub(self, a: Self::I, b: Self::I) -> Self::I;
-    fn i_mul(self, a: Self::I, b: Self::I) -> Self::I;
     fn i_and(self, a: Self::I, b: Self::I) -> Self::I;
     fn i_xor(self, a: Self::I, b: Self::I) -> Self::I;
     fn i_shl<const N: i32>(self, a: Self::I) -> Self::I;

@@ -81,11 +81,6 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
-    fn i_mul(self, a: I, b: I) -> I {
-        op!(I(vmulq_s32(a.0, b.0), vmulq_s32(a.1, b.1)))
-    }
-
-    #[inline(always)]
     fn i_and(self, a: I, b: I) -> I {
         op!(I(vandq_s32(a.0, b.0), vandq_s32(a.1, b.1)))
     }

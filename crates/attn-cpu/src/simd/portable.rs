@@ -39,11 +39,6 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
-    fn i_mul(self, a: i32x8, b: i32x8) -> i32x8 {
-        a * b
-    }
-
-    #[inline(always)]
     fn i_and(self, a: i32x8, b: i32x8) -> i32x8 {
         a & b
     }

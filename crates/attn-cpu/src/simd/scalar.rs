@@ -65,11 +65,6 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
-    fn i_mul(self, a: I, b: I) -> I {
-        zip(a, b, i32::wrapping_mul)
-    }
-
-    #[inline(always)]
     fn i_and(self, a: I, b: I) -> I {
         zip(a, b, |a, b| a & b)
     }

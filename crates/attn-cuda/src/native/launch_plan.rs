@@ -218,9 +218,16 @@ impl LaunchPlan {
     /// The kernel's parameter block.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for a number that needs more than 31 bits.
+    /// [`Error::Parameter`] for a number that needs more than 31 bits, and for a problem with sinks whose address is null.
     pub fn params(&self, p: &Problem, args: &DecodeArgs) -> Result<DecodeParams, Error> {
         let strides = sizes::strides;
+        if p.sinks.is_some() && args.sinks.is_null() {
+            return Err(Error::Parameter {
+                what: "sinks",
+                given: "no address".to_owned(),
+                allowed: "the address of the problem's sinks on the device",
+            });
+        }
         let mut params = DecodeParams {
             q: args.q.get(),
             out: args.out.get(),
@@ -230,6 +237,7 @@ impl LaunchPlan {
             k_tensor_scales: args.k_tensor_scales.get(),
             v_tensor_scales: args.v_tensor_scales.get(),
             alibi_slopes: args.alibi_slopes.get(),
+            sinks: args.sinks.get(),
             counters: args.workspace.get(),
             partial_max_sum: args.workspace.offset(self.counters_bytes).get(),
             partial_o: args
@@ -333,11 +341,8 @@ mod tests {
         few.unwrap().check_longest(&problem).unwrap();
     }
 
-    #[test]
-    fn numbers_of_more_than_31_bits_are_refused() {
-        let (problem, plan) = plan(2, vec![700]);
-        let plan = plan.unwrap();
-        let args = |page_table_stride| DecodeArgs {
+    fn args(page_table_stride: usize) -> DecodeArgs {
+        DecodeArgs {
             q: DeviceAddress::NULL,
             out: DeviceAddress::NULL,
             dtype: super::super::Dtype::F32,
@@ -353,8 +358,29 @@ mod tests {
             k_tensor_scales: DeviceAddress::NULL,
             v_tensor_scales: DeviceAddress::NULL,
             alibi_slopes: DeviceAddress::NULL,
+            sinks: DeviceAddress::NULL,
             workspace: DeviceAddress::NULL,
-        };
+        }
+    }
+
+    #[test]
+    fn sinks_of_a_problem_have_an_address() {
+        let (problem, plan) = plan(2, vec![700]);
+        let (plan, mut args) = (plan.unwrap(), args(11));
+        let with_sinks = problem.clone().sinks([1.0; 8]);
+        let refused = plan.params(&with_sinks, &args).unwrap_err();
+        assert!(matches!(refused, Error::Parameter { what: "sinks", .. }));
+        assert_eq!(plan.params(&problem, &args).unwrap().sinks, 0);
+        args.sinks = DeviceAddress::new(0x100);
+        for problem in [problem, with_sinks] {
+            assert_eq!(plan.params(&problem, &args).unwrap().sinks, 0x100);
+        }
+    }
+
+    #[test]
+    fn numbers_of_more_than_31_bits_are_refused() {
+        let (problem, plan) = plan(2, vec![700]);
+        let plan = plan.unwrap();
         let params = plan.params(&problem, &args(11)).unwrap();
         let page_bytes = 2 * (2 * 64 * 128 + 2 * 64 * 2);
         assert_eq!(

@@ -38,6 +38,7 @@
 //!         k_tensor_scales: DeviceAddress::NULL,
 //!         v_tensor_scales: DeviceAddress::NULL,
 //!         alibi_slopes: DeviceAddress::NULL,
+//!         sinks: DeviceAddress::NULL,
 //!         workspace,
 //!     };
 //!     // SAFETY: this function's contract; lengths are at most 4096, and pages below 256.
@@ -139,6 +140,9 @@ pub struct DecodeArgs {
     pub v_tensor_scales: DeviceAddress,
     /// f32 `[num_q_heads]`, each slope times log2 e rounded to f32 ([`alibi_slopes_log2`]); null without.
     pub alibi_slopes: DeviceAddress,
+    /// f32 `[num_q_heads]`, the sinks as [`Problem::sinks`] takes them: magnitudes up to 1e6. Null without sinks, which is an error
+    /// if the plan's problem has some.
+    pub sinks: DeviceAddress,
     /// [`NativePlan::workspace_bytes`] bytes, aligned to 256, of which the first [`NativePlan::zeroed_bytes`] are zero.
     pub workspace: DeviceAddress,
 }
@@ -337,6 +341,11 @@ unsafe fn check(
             "tail_pages",
             (value as u32).to_string(),
             format!("0 to {}", limit - 1),
+        ),
+        5 => error(
+            "sinks",
+            f32::from_bits(value as u32).to_string(),
+            "a magnitude up to 1e6".into(),
         ),
         _ => error(
             "q",

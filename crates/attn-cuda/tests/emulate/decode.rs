@@ -213,6 +213,7 @@ impl Job {
             k_tensor_scales: scales[0],
             v_tensor_scales: scales[1],
             alibi_slopes: some(&inputs.slopes),
+            sinks: some(case.problem.sinks.as_deref().unwrap_or(&[])),
             workspace: DeviceAddress::new(inputs.workspace_at as u64),
         };
         let params = plan.params(&case.problem, &args)?;

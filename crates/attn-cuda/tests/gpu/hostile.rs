@@ -373,6 +373,7 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
         k_tensor_scales: DeviceAddress::NULL,
         v_tensor_scales: DeviceAddress::NULL,
         alibi_slopes: DeviceAddress::NULL,
+        sinks: DeviceAddress::NULL,
         workspace: DeviceAddress::NULL,
     };
     // SAFETY: refused as the plan is for pages; nothing is launched.

@@ -48,6 +48,9 @@ struct Engine<'a> {
     out: CudaSlice<u8>,
     lse: CudaSlice<f32>,
     workspace: CudaSlice<u8>,
+    sinks: CudaSlice<f32>,
+    /// Whether launches take them.
+    with_sinks: bool,
     lens: [usize; BATCH],
     seed: u64,
 }
@@ -56,6 +59,11 @@ fn table() -> Vec<u32> {
     // Every page of the pool but the tails', in an order that puts no two of a sequence side by side.
     let pages = BATCH * STRIDE;
     (0..pages).map(|i| (i * 31 % pages) as u32).collect()
+}
+
+/// A sink for each query head, ordinary ones and both ends.
+fn sinks() -> [f32; Q_HEADS] {
+    std::array::from_fn(|h| [0.5, -2.0, 6.0, 1e6, -1e6][h % 5])
 }
 
 impl<'a> Engine<'a> {
@@ -84,6 +92,7 @@ impl<'a> Engine<'a> {
             vec![MAX_LEN; BATCH],
         );
         problem.q_len = q_len;
+        problem.sinks = (q_len > 1).then(|| sinks().to_vec());
         let plan = gpu.prepare(&problem, format, PAGE)?;
         let num_pages = BATCH * (STRIDE + 1);
         let rows = q_len * BATCH * Q_HEADS;
@@ -101,6 +110,8 @@ impl<'a> Engine<'a> {
             out: buffers.bytes(rows * row_bytes)?,
             lse: buffers.floats(rows)?,
             workspace: buffers.bytes(plan.workspace_bytes())?,
+            sinks: buffers.upload(&sinks())?,
+            with_sinks: problem.sinks.is_some(),
             lens: [0; BATCH],
             seed: 1,
             gpu,
@@ -153,6 +164,10 @@ impl<'a> Engine<'a> {
             k_tensor_scales: DeviceAddress::NULL,
             v_tensor_scales: DeviceAddress::NULL,
             alibi_slopes: DeviceAddress::NULL,
+            sinks: match self.with_sinks {
+                true => b.address(&self.sinks),
+                false => DeviceAddress::NULL,
+            },
             workspace: b.address(&self.workspace),
         }
     }
@@ -378,6 +393,17 @@ fn checked(options: &Options) -> Result<()> {
     engine.upload_queries(&wild)?;
     expect(decode(&engine), "q")?;
     engine.upload_queries(&q)?;
+    // A plan of a problem without sinks takes them, too.
+    let mut wild = sinks();
+    wild[Q_HEADS - 1] = f32::NAN;
+    engine.buffers.copy(&wild, &mut engine.sinks)?;
+    engine.with_sinks = true;
+    expect(decode(&engine), "sinks")?;
+    engine.buffers.copy(&sinks(), &mut engine.sinks)?;
+    engine.problem.sinks = Some(sinks().to_vec());
+    decode(&engine)?;
+    engine.compare(&q, "with sinks, after refusals")?;
+    (engine.with_sinks, engine.problem.sinks) = (false, None);
     decode(&engine)?;
     engine.compare(&q, "after refusals")
 }

@@ -1,0 +1,183 @@
+//! Pages in host memory, written by the vectorized quantizers, long appends by several threads.
+
+use std::any::Any;
+
+use attn_core::{CacheAccess, CacheConfig, Error, HostPages, PageLayout, PageStore, TokenWrite};
+use rayon::prelude::*;
+
+use crate::{
+    pool::Threads,
+    quantize::{RowWriter, Runs, Tokens},
+    simd::Isa,
+};
+
+/// The rows of K and of V from which on an append is worth waking other threads: one thread takes some 50 µs.
+const SPREAD: usize = 512;
+
+/// The least rows that one thread takes at once.
+const PIECE: usize = 64;
+
+/// A pool of pages whose bytes are those of [`HostPages`].
+pub(crate) struct CpuPages {
+    pages: HostPages,
+    writer: RowWriter,
+    threads: Threads,
+}
+
+impl CpuPages {
+    /// Takes over an empty pool; `isa` is one that the caller has found available.
+    pub fn new(
+        pages: HostPages,
+        config: &CacheConfig,
+        isa: Isa,
+        threads: Threads,
+    ) -> Result<Self, Error> {
+        let scales = [&config.k_tensor_scales, &config.v_tensor_scales].map(Vec::clone);
+        Ok(CpuPages {
+            writer: RowWriter::new(&config.layout()?, scales, isa),
+            pages,
+            threads,
+        })
+    }
+}
+
+/// Tokens of one page, the bytes of the page, and those of its residual page, if it has one.
+struct PageWrite<'a, 'b> {
+    writes: &'a [TokenWrite],
+    home: &'b mut [u8],
+    residual: Option<&'b mut [u8]>,
+}
+
+/// The pages of groups of tokens as slices of the pool; `None` if two groups share a page.
+fn split_pool<'a, 'b>(
+    groups: &[&'a [TokenWrite]],
+    mut pool: &'b mut [u8],
+    page_bytes: usize,
+) -> Option<Vec<PageWrite<'a, 'b>>> {
+    let places = groups.iter().enumerate().flat_map(|(i, group)| {
+        let residual = group[0].residual_page.map(|page| (page, i, true));
+        [(group[0].page, i, false)].into_iter().chain(residual)
+    });
+    let mut places: Vec<(u32, usize, bool)> = places.collect();
+    places.sort_unstable();
+    let mut taken: Vec<[Option<&mut [u8]>; 2]> = groups.iter().map(|_| [None, None]).collect();
+    let mut next = 0;
+    for (page, group, is_residual) in places {
+        let skipped = (page as usize).checked_sub(next)?;
+        let (bytes, rest) = pool[skipped * page_bytes..].split_at_mut(page_bytes);
+        taken[group][usize::from(is_residual)] = Some(bytes);
+        (pool, next) = (rest, page as usize + 1);
+    }
+    let pairs = groups.iter().zip(taken);
+    let writes = pairs.map(|(writes, [home, residual])| {
+        home.map(|home| PageWrite {
+            writes,
+            home,
+            residual,
+        })
+    });
+    writes.collect()
+}
+
+/// Writes the pages' runs in the rayon pool that this is called in; `rows` are those of all pages.
+fn spread(
+    mut pages: Vec<PageWrite<'_, '_>>,
+    rows: usize,
+    run_bytes: usize,
+    write: impl Fn(&[TokenWrite], usize, Runs<'_>) + Sync,
+) {
+    let pages_at_once = PIECE * pages.len() / rows;
+    let pages = pages.par_iter_mut().with_min_len(pages_at_once.max(1));
+    pages.for_each(|page| {
+        let runs_at_once = PIECE.div_ceil(2 * page.writes.len());
+        let runs = page.home.par_chunks_exact_mut(run_bytes);
+        let runs = runs.with_min_len(runs_at_once);
+        match &mut page.residual {
+            None => runs.enumerate().for_each(|(head, home)| {
+                let residual = None;
+                write(page.writes, head, Runs { home, residual });
+            }),
+            Some(residual) => {
+                let pairs = runs.zip(residual.par_chunks_exact_mut(run_bytes));
+                pairs.enumerate().for_each(|(head, (home, residual))| {
+                    let residual = Some(residual);
+                    write(page.writes, head, Runs { home, residual });
+                });
+            }
+        }
+    });
+}
+
+impl PageStore for CpuPages {
+    fn layout(&self) -> PageLayout {
+        self.pages.layout()
+    }
+
+    fn num_pages(&self) -> usize {
+        self.pages.num_pages()
+    }
+
+    fn append(
+        &mut self,
+        access: &CacheAccess,
+        writes: &[TokenWrite],
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<(), Error> {
+        let layout = self.pages.layout();
+        let (run_bytes, page_bytes) = (layout.run_bytes(), layout.page_bytes());
+        let (writer, threads) = (&self.writer, &self.threads);
+        let pool = self.pages.pool_mut(access);
+        let write = |writes: &[TokenWrite], head, runs: Runs<'_>| {
+            let kv = [k, v];
+            writer.write(Tokens { writes, kv }, head, runs);
+        };
+        // A sequence's tokens follow each other, and pages that are written belong to one sequence.
+        let groups: Vec<_> = writes.chunk_by(|a, b| a.page == b.page).collect();
+        let rows = 2 * writes.len() * layout.num_kv_heads();
+        if rows >= SPREAD
+            && threads.count() > 1
+            && let Some(pages) = split_pool(&groups, pool, page_bytes)
+        {
+            threads.run(false, |_| spread(pages, rows, run_bytes, write));
+            return Ok(());
+        }
+        let bytes_of = |page: u32| page as usize * page_bytes..(page as usize + 1) * page_bytes;
+        for group in groups {
+            let home = bytes_of(group[0].page);
+            let runs = 0..layout.num_kv_heads();
+            let Some(residual) = group[0].residual_page.map(bytes_of) else {
+                let page = pool[home].chunks_exact_mut(run_bytes);
+                runs.zip(page).for_each(|(head, home)| {
+                    let residual = None;
+                    write(group, head, Runs { home, residual });
+                });
+                continue;
+            };
+            let [home, residual] = pool
+                .get_disjoint_mut([home, residual])
+                .expect("a residual page is not a home page");
+            let pages = home
+                .chunks_exact_mut(run_bytes)
+                .zip(residual.chunks_exact_mut(run_bytes));
+            runs.zip(pages).for_each(|(head, (home, residual))| {
+                let residual = Some(residual);
+                write(group, head, Runs { home, residual });
+            });
+        }
+        Ok(())
+    }
+
+    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
+        self.pages.read_page(access, page)
+    }
+
+    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
+        self.pages.write_page(access, page, bytes)
+    }
+
+    /// The [`HostPages`], which is what readers of pages in host memory look for.
+    fn as_any(&self) -> &dyn Any {
+        &self.pages
+    }
+}
