@@ -106,8 +106,8 @@ blocks! {
         v_scale_strides: [i64; 3] = "long long",
         /// Paged: u32 [batch][page_table_stride].
         page_table: u64 = "const unsigned int*",
-        /// Paged, Int4 Channel: u32 [batch]; else null.
-        tail_pages: u64 = "const unsigned int*",
+        /// Paged: u32 [batch][residual_ring], the residual page of home page i at i mod residual_ring; null where no scheme has a window.
+        residual_pages: u64 = "const unsigned int*",
         /// i32 [batch].
         kv_lens: u64 = "const int*",
         /// f32 [num_kv_heads], or null.
@@ -166,8 +166,8 @@ blocks! {
         appended: i32 = "int",
         /// Number format of queries and outputs: Dtype.
         dtype: i32 = "int",
-        /// Padding to a multiple of 8 bytes.
-        padding: i32 = "int",
+        /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+        residual_ring: u32 = "unsigned int",
     }
 
     /// Tensor maps of strided rows [sequence][KV head][token][byte], which the driver encoded.
