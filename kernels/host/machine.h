@@ -25,7 +25,7 @@ template <class To, class From> static inline To same_bits(From x) {
 // The instructions that need all lanes of a warp.
 enum Op {
     SYNC, ALL, ANY, SUM, MAX, SHUFFLE, SHUFFLE_UP, SHUFFLE_XOR,
-    MATRIX_1, MATRIX_2, MATRIX_4, MATRIX_4_TRANSPOSED,
+    MATRIX_1, MATRIX_2, MATRIX_4, MATRIX_4_TRANSPOSED, TRANSPOSE,
     PRODUCT_S8_S8, PRODUCT_S8_U8, PRODUCT_U8_S8, PRODUCT_U8_U8,
 };
 
@@ -152,6 +152,14 @@ static inline void load_matrices(const Cta& cta, Warp32& w, int count, bool tran
             w.out[lane][i] = halves[0] | (u32)halves[1] << 16;
         }
 }
+// movmatrix: lane 4r + c has the halves 2c and 2c + 1 of row r, and gets those of column r.
+static inline void transpose(Warp32& w) {
+    for (int lane = 0; lane < 32; lane++) {
+        auto half = [&](int row, int column) { return w.in[4 * row + column / 2][0] >> 16 * (column % 2) & 0xffff; };
+        int r = lane / 4, c = 2 * (lane % 4);
+        w.out[lane][0] = half(c, r) | half(c + 1, r) << 16;
+    }
+}
 // mma.m16n8k32, with the fragments that PTX defines (drawn in kernels/README.md).
 static inline void multiply(Warp32& w, bool a_signed, bool b_signed) {
     int a[16][32], b[32][8];
@@ -202,6 +210,7 @@ static inline const u32* warp_exchange(Op op, std::initializer_list<u32> in) {
     case MATRIX_2: load_matrices(*self.cta, w, 2, false); break;
     case MATRIX_4: load_matrices(*self.cta, w, 4, false); break;
     case MATRIX_4_TRANSPOSED: load_matrices(*self.cta, w, 4, true); break;
+    case TRANSPOSE: transpose(w); break;
     case PRODUCT_S8_S8: multiply(w, true, true); break;
     case PRODUCT_S8_U8: multiply(w, true, false); break;
     case PRODUCT_U8_S8: multiply(w, false, true); break;

@@ -71,10 +71,6 @@ DEVICE float approximate_rcp(float x) { return 1.0f / x; }
 DEVICE float fma_saturate(float a, float b, float c) {
     return __saturatef(fmaf(a, b, c));
 }
-DEVICE int dot2_s8_low(u32 a, u32 b, int c) {
-    return c + (int)(a & 0xffff) * (signed char)b + (int)(a >> 16) * (signed char)(b >> 8);
-}
-DEVICE int dot2_u8_high(u32 a, u32 b, int c) { return (int)((u32)c + (a & 0xffff) * (b >> 16 & 255) + (a >> 16) * (b >> 24)); }
 
 // ---- threads and warps ----
 
@@ -174,6 +170,7 @@ DEVICE void ldmatrix_x1(u32 (&x)[1], u32 at) { load_matrices(MATRIX_1, x, at); }
 DEVICE void ldmatrix_x2(u32 (&x)[2], u32 at) { load_matrices(MATRIX_2, x, at); }
 DEVICE void ldmatrix_x4(u32 (&x)[4], u32 at) { load_matrices(MATRIX_4, x, at); }
 DEVICE void ldmatrix_x4_trans(u32 (&x)[4], u32 at) { load_matrices(MATRIX_4_TRANSPOSED, x, at); }
+DEVICE u32 transposed(u32 x) { return warp_op(TRANSPOSE, x); }
 
 // ---- tensor cores ----
 
@@ -189,7 +186,7 @@ DEVICE Sums mma_s8u8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
 DEVICE Sums mma_u8s8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { return product(PRODUCT_U8_S8, c, a0, a1, a2, a3, b0, b1); }
 DEVICE Sums mma_u8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { return product(PRODUCT_U8_U8, c, a0, a1, a2, a3, b0, b1); }
 DEVICE Sums mma_s8_k16(const Sums& c, u32 a0, u32 a1, u32 b0) { return mma_s8_k32(c, a0, a1, 0, 0, b0, 0); }
-DEVICE Sums mma_s8u8_k16(const Sums& c, u32 a0, u32 a1, u32 b0) { return mma_s8u8_k32(c, a0, a1, 0, 0, b0, 0); }
+DEVICE Sums mma_u8s8_k16(const Sums& c, u32 a0, u32 a1, u32 b0) { return mma_u8s8_k32(c, a0, a1, 0, 0, b0, 0); }
 
 struct FloatSums {
     float x[4];

@@ -1,0 +1,3 @@
+#pragma once
+#include "kv_pipeline.cuh"
+#include "rows.cuh"
