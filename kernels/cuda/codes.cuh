@@ -113,7 +113,7 @@ DEVICE void load_values(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
 DEVICE int dim_of(int half, int lane) { return V_TOKEN_MAJOR ? 2 * (lane / 4) + half : 8 * half + lane / 4; }
 
 // The f16 parameters of a side's tile: `rows(at, group, t)` is where the scale of a strided row lies in the stage.
-template <int SCHEME, class Rows> struct Params {
+template <int SCHEME, class Rows> struct SideParams {
     u32 at;      // of the tile's first block's
     int stride;  // from block to block
     Rows rows;

@@ -37,7 +37,7 @@ struct Warp {
         Ring next = ring;
         Stages at;
         wait_keys(next, residuals, at);
-        Params<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.b, kv_head, t0}};
+        SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.b, kv_head, t0}};
         scores(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < index + K_WINDOW; }, s);
         if (!KV_ONE_STAGE) done_with_stages(stages_of_keys(residuals));
         int first = t0 + lane / 4;
@@ -51,7 +51,7 @@ struct Warp {
         enter_tile(state, s, full, tops, lane, r);
         next = ring;
         wait_values(next, residuals, at);
-        Params<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, kv_head, t0}};
+        SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, kv_head, t0}};
         fold_values(at, v, tokens, s, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
         done_with_stages(KV_ONE_STAGE ? stages_of_keys(residuals) : stages_of_values(residuals));
     }
