@@ -98,13 +98,13 @@ struct Epilogue {
         if (dtype == Dtype::F32) write(Dtype::F32);  // decided once: for short items that counts
         else write(dtype);
     }
-    // The same of a state.
-    template <int LANES> __device__ __forceinline__ void write_state(const float4* state, int lane) const {
+    // The same of a state in shared memory.
+    template <int LANES> __device__ __forceinline__ void write_state(u32 state, int lane) const {
         constexpr int N = (ROW_VECTORS + LANES - 1) / LANES;
         float x[N][4];
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            float4 o = of(state[min(lane + k * LANES, ROW_VECTORS - 1)]);
+            float4 o = of(lds128(state + 16 * min(lane + k * LANES, ROW_VECTORS - 1)));
             x[k][0] = o.x;
             x[k][1] = o.y;
             x[k][2] = o.z;

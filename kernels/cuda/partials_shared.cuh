@@ -95,7 +95,7 @@ struct Merge {
                 float2 ml = ((const float2*)(shared + SharedMemory::MAX_SUMS))[team * ROWS + row];
                 epilogue.begin(ml.x, ml.y, lane % 4 == 0);
                 const float4* state = (const float4*)((const float*)(shared + SharedMemory::STATES) + (team * ROWS + row) * STATE_STRIDE);
-                epilogue.write_state<4>(state, lane % 4);
+                epilogue.write_state<4>(shared_address(state), lane % 4);
             }
         }
         __syncthreads();
@@ -196,8 +196,8 @@ struct Merge {
         if (V_ROTATED && u.ends) {
             constexpr int TWICE = LANES < 32 ? 2 * LANES : LANES;
             __syncwarp();
-            if (lanes == LANES) epilogue.write_state<LANES>(kept, at);
-            else epilogue.write_state<TWICE>(kept, at);
+            if (lanes == LANES) epilogue.write_state<LANES>(shared_address(kept), at);
+            else epilogue.write_state<TWICE>(shared_address(kept), at);
         }
     }
     // Stores each team's span as a partial.

@@ -38,7 +38,7 @@ struct Warp {
         Stages at;
         wait_keys(next, residuals, at);
         SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.b, kv_head, t0}};
-        scores(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < index + K_WINDOW; }, s);
+        tile_scores(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < index + K_WINDOW; }, s);
         if (!KV_ONE_STAGE) done_with_stages(stages_of_keys(residuals));
         int first = t0 + lane / 4;
         if constexpr (HAS_SCORE_MODS) apply_score_mods(p, rows, first, s);
@@ -47,12 +47,16 @@ struct Warp {
         float tops[ROW_GROUPS][2];
         row_max(s, lane, tops);
         weigh_scores(s, full, tops);
+        auto weights = [&](int g, float (&to)[WEIGHTS]) {
+#pragma unroll
+            for (int n = 0; n < WEIGHTS; n++) to[n] = s[g][n];
+        };
         Rescale r;
-        enter_tile(state, s, full, tops, lane, r);
+        enter_tile(state, weights, full, tops, lane, r);
         next = ring;
         wait_values(next, residuals, at);
         SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, kv_head, t0}};
-        fold_values(at, v, tokens, s, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
+        tile_values(at, v, tokens, weights, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
         done_with_stages(KV_ONE_STAGE ? stages_of_keys(residuals) : stages_of_values(residuals));
     }
 

@@ -44,16 +44,14 @@ struct Team {
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) sts128(weights_at(g, warp), {p[g][0], p[g][1], p[g][2], p[g][3]});
     }
-    __device__ __forceinline__ void gather_weights(float (&p)[ROW_GROUPS][WEIGHTS]) const {
+    __device__ __forceinline__ void gather_weights(int g, float (&p)[WEIGHTS]) const {
 #pragma unroll
-        for (int g = 0; g < ROW_GROUPS; g++)
-#pragma unroll
-            for (int i = 0; i < TILE_WARPS; i++) {
-                float4 x = lds128(weights_at(g, i));
-                p[g][4 * i % WEIGHTS] = x.x;
-                p[g][(4 * i + 1) % WEIGHTS] = x.y;
-                p[g][(4 * i + 2) % WEIGHTS] = x.z;
-                p[g][(4 * i + 3) % WEIGHTS] = x.w;
-            }
+        for (int i = 0; i < TILE_WARPS; i++) {
+            float4 x = lds128(weights_at(g, i));
+            p[4 * i] = x.x;
+            p[4 * i + 1] = x.y;
+            p[4 * i + 2] = x.z;
+            p[4 * i + 3] = x.w;
+        }
     }
 };

@@ -34,7 +34,7 @@ template <class T, class Combine> DEVICE void reduce_columns(T (&x)[2], int lane
     x[1] = second ? mine : other;
 }
 DEVICE void column_max(float (&x)[2], int lane) { reduce_columns(x, lane, [](float a, float b) { return fmaxf(a, b); }); }
-DEVICE void column_sum(int (&x)[2], int lane) { reduce_columns(x, lane, [](int a, int b) { return a + b; }); }
+DEVICE void column_sum(u32 (&x)[2], int lane) { reduce_columns(x, lane, [](u32 a, u32 b) { return a + b; }); }
 DEVICE void column_sum(float (&x)[2], int lane) { reduce_columns(x, lane, [](float a, float b) { return a + b; }); }
 
 // Folding a tile into a state multiplies the state by alpha and the tile's value by beta, both powers of two.
@@ -70,13 +70,15 @@ DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], bool full, const float 
         }
 }
 
-// Updates the running maxima and sums by a tile's weights; O is rescaled later.
-DEVICE void enter_tile(State& state, const float (&p)[ROW_GROUPS][WEIGHTS], bool full, const float (&tops)[ROW_GROUPS][2], int lane, Rescale& r) {
+// Updates the running maxima and sums by a tile's weights; O is rescaled later. weights(g, p) gives those of a row group.
+template <class WeightsOf> DEVICE void enter_tile(State& state, WeightsOf weights, bool full, const float (&tops)[ROW_GROUPS][2], int lane, Rescale& r) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
-        int l[2] = {-(WEIGHTS / 2) * (int)WEIGHT_BASE_BITS, -(WEIGHTS / 2) * (int)WEIGHT_BASE_BITS};
+        float p[WEIGHTS];
+        weights(g, p);
+        u32 l[2] = {0, 0};
 #pragma unroll
-        for (int n = 0; n < WEIGHTS; n++) l[n % 2] += (int)float_bits(p[g][n] + WEIGHT_BASE);
+        for (int n = 0; n < WEIGHTS; n++) l[n % 2] += float_bits(p[n] + WEIGHT_BASE) - WEIGHT_BASE_BITS;
         column_sum(l, lane);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
@@ -87,7 +89,7 @@ DEVICE void enter_tile(State& state, const float (&p)[ROW_GROUPS][WEIGHTS], bool
             r.alpha[g][e] = some ? pow2(top - running) : 1.0f;
             r.beta[g][e] = some ? pow2(top - m) : -0.0f;  // -0: adding a product with it changes no bit, the sign of a zero included
             running = top;
-            state.l[g][e] = fmaf((float)l[e], exp2i(-22) * r.beta[g][e], state.l[g][e] * r.alpha[g][e]);
+            state.l[g][e] = fmaf((float)(int)l[e], exp2i(-22) * r.beta[g][e], state.l[g][e] * r.alpha[g][e]);
         }
     }
 }
@@ -220,9 +222,8 @@ DEVICE void fold16(float (&o)[4], const u32 (&x)[4][2], const u32 (&residuals)[4
 }
 
 // Folds a tile's values into the state. `is_fine(g, e)` says which rows read V with its residuals.
-template <class Params, class Fine>
-DEVICE void fold_values(const Stages& at, const Params& params, int tokens, const float (&p)[ROW_GROUPS][WEIGHTS], const Rescale& r, const Team& team, Fine is_fine,
-                        State& state) {
+template <class Params, class WeightsOf, class Fine>
+DEVICE void fold_values(const Stages& at, const Params& params, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
     rescale(state, r);
     float thresholds[WEIGHTS / 2];
 #pragma unroll
@@ -237,7 +238,9 @@ DEVICE void fold_values(const Stages& at, const Params& params, int tokens, cons
         for (int g = 0; g < ROW_GROUPS; g++) {
 #pragma unroll
             for (int e = 0; e < 2; e++) fine[g][e] = V_WINDOW && is_fine(g, e);
-            weigh(p[g], v, thresholds, fine[g], team.lane, w[g]);
+            float p[WEIGHTS];
+            weights(g, p);
+            weigh(p, v, thresholds, fine[g], team.lane, w[g]);
         }
         constexpr int BLOCKS_OF_GROUP = DIMS / 16 / Team::GROUPS;
 #pragma unroll
