@@ -26,7 +26,7 @@ template <class To, class From> static inline To same_bits(From x) {
 enum Op {
     SYNC, ALL, ANY, SUM, MAX, SHUFFLE, SHUFFLE_UP, SHUFFLE_XOR,
     MATRIX_1, MATRIX_2, MATRIX_4, MATRIX_4_TRANSPOSED, TRANSPOSE,
-    PRODUCT_S8_S8, PRODUCT_S8_U8, PRODUCT_U8_S8, PRODUCT_U8_U8,
+    PRODUCT_S8_S8, PRODUCT_S8_U8, PRODUCT_U8_S8, PRODUCT_U8_U8, PRODUCT_F16, PRODUCT_BF16,
 };
 
 struct Index {
@@ -179,6 +179,30 @@ static inline void multiply(Warp32& w, bool a_signed, bool b_signed) {
             w.out[lane][i] = w.in[lane][6 + i] + (u32)sum;
         }
 }
+static inline float half_number(u32 h) {
+    u32 magnitude = h & 0x7fff, sign = (h & 0x8000) << 16;
+    if (magnitude < 0x400) return same_bits<float>(sign | same_bits<u32>((float)magnitude * 0x1p-24f));
+    return same_bits<float>(sign | (magnitude >= 0x7c00 ? 0x7f800000 | magnitude << 13 : (magnitude << 13) + 0x38000000));
+}
+// mma.m16n8k16 of 16-bit floats; a tensor core's own order and roundings of the sum are not known.
+template <class Number> static inline void multiply_floats(Warp32& w, Number number) {
+    float a[16][16], b[16][8];
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 2; i++)
+            for (int half = 0; half < 2; half++) {
+                int k = 8 * half + lane % 4 * 2 + i;
+                a[lane / 4][k] = number(w.in[lane][2 * half] >> 16 * i & 0xffff);
+                a[lane / 4 + 8][k] = number(w.in[lane][2 * half + 1] >> 16 * i & 0xffff);
+                b[k][lane / 4] = number(w.in[lane][4 + half] >> 16 * i & 0xffff);
+            }
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+            float sum = same_bits<float>(w.in[lane][6 + i]);
+            for (int k = 0; k < 16; k++) sum += a[row][k] * b[k][column];
+            w.out[lane][i] = same_bits<u32>(sum);
+        }
+}
 static inline void reduce(Warp32& w) {
     u32 x = w.in[0][0];
     for (int lane = 1; lane < 32; lane++) {
@@ -215,6 +239,8 @@ static inline const u32* warp_exchange(Op op, std::initializer_list<u32> in) {
     case PRODUCT_S8_U8: multiply(w, true, false); break;
     case PRODUCT_U8_S8: multiply(w, false, true); break;
     case PRODUCT_U8_U8: multiply(w, false, false); break;
+    case PRODUCT_F16: multiply_floats(w, half_number); break;
+    case PRODUCT_BF16: multiply_floats(w, [](u32 x) { return same_bits<float>(x << 16); }); break;
     }
     release(w.barrier);
     return w.out[lane];
