@@ -1,4 +1,4 @@
-// Loads a token's elements into the lanes of a warp, encodes them by the rules of FORMATS.md and stores them; seals full Int4 Channel pages.
+// Loads a token's elements into the lanes of a warp, rotates and encodes them by the rules of FORMATS.md and stores them.
 //
 // Every quotient is rounded once and gives the bits of attn-core/src/quant.rs, without its f64 divisions, in a tenth of their instructions:
 // a scale's quotient is rounded to odd in f32 before it is rounded to f16; a code is an approximate quotient, rounded, and only near a
@@ -10,20 +10,21 @@
 
 #define METHOD __device__ __forceinline__
 
-constexpr int HEAD_DIM = ATTN_HEAD_DIM, PAGE = ATTN_PAGE, QUADS = HEAD_DIM / 4;
-constexpr bool K_PER_CHANNEL = ATTN_K == INT4_CHANNEL;
+constexpr int HEAD_DIM = ATTN_HEAD_DIM, PAGE = ATTN_PAGE;
 
-__host__ __device__ constexpr int code_bits(int scheme) { return scheme <= BF16 ? 16 : scheme >= INT4_GROUPS ? 4 : 8; }
+__host__ __device__ constexpr int code_bits(int scheme) { return scheme <= BF16 ? 16 : scheme == INT4 || scheme == ROTATED_INT4 ? 4 : 8; }
+constexpr bool is_rotated(int scheme) { return scheme == ROTATED_INT8 || scheme == ROTATED_INT4; }
 constexpr int codes_bytes(int scheme) { return PAGE * HEAD_DIM * code_bits(scheme) / 8; }
 constexpr int params_bytes(int scheme, int groups) {
-    return scheme == INT4_CHANNEL ? HEAD_DIM * 4
-         : scheme == INT4_GROUPS ? groups * PAGE * 4
-         : scheme == INT8_TOKEN || scheme == INT8_GROUP ? groups * PAGE * 2 : 0;
+    return scheme == INT4 ? groups * PAGE * 4 : scheme == INT8_TOKEN || scheme == INT8_GROUP || is_rotated(scheme) ? groups * PAGE * 2 : 0;
 }
 constexpr int K_PARAMS = codes_bytes(ATTN_K);
 constexpr int V_CODES = K_PARAMS + params_bytes(ATTN_K, ATTN_K_GROUPS);
 constexpr int V_PARAMS = V_CODES + codes_bytes(ATTN_V);
 constexpr int RUN = V_PARAMS + params_bytes(ATTN_V, ATTN_V_GROUPS);
+
+// In the run of a residual page: K's residuals, then V's.
+constexpr int K_RESIDUALS = ATTN_K_WINDOW ? codes_bytes(ATTN_K) : 0;
 
 constexpr float LARGEST_HALF = 65504.0f, LARGEST = 3.402823466e38f;
 constexpr float ROUND = 12582912.0f;  // 1.5·2^23: adding it rounds to an integer, which the low bits then hold
@@ -101,6 +102,30 @@ struct Symmetric {
     }
     METHOD u32 exact(float x) const { return exact_code(x, scale, -127.0f, 127.0f); }
 };
+// Half steps of a rotated row by one scale: floor(8x / scale) + 128. `code` is as Symmetric's, but certain away from whole numbers.
+struct HalfSteps {
+    float step, inverse;
+
+    METHOD void set(u32 half) {
+        step = 0.125f * half_float(half);
+        inverse = half == 0 ? 0.0f : approximate_rcp(step);
+    }
+    METHOD bool is_short(u32 half) const { return half < 0x80 || half == 0x7bff; }
+    METHOD u32 code(float x, bool& near) const {
+        float v = x * inverse, sum = v + ROUND, rest = v - (sum - ROUND);
+        near |= fabsf(rest) < 0.00007f;  // v is off by 2^-15 at most
+        return clamped((int)(float_bits(sum) - float_bits(ROUND)) - (rest < 0.0f));
+    }
+    // Signs of exact remainders: a product of n and the step has 20 bits, and an fma's sign is its exact value's.
+    METHOD u32 exact(float x) const {
+        if (step == 0.0f) return 128;
+        float n = floorf(fminf(fmaxf(x * approximate_rcp(step), -130.0f), 130.0f));
+        if (fmaf(-n, step, x) < 0.0f) n -= 1.0f;
+        else if (fmaf(-(n + 1.0f), step, x) >= 0.0f) n += 1.0f;
+        return clamped((int)n);
+    }
+    static METHOD u32 clamped(int n) { return (u32)min(max(n + 128, 0), 255); }
+};
 // int4 codes by a scale and a shift, which are the low and the high half of a word; as Symmetric.
 struct Shifted {
     float scale, shift, inverse;
@@ -137,13 +162,14 @@ DEVICE bool is_high(u32 t) { return t % 16 >= 8; }
 template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     static constexpr int BITS = code_bits(SCHEME), UNIT = !COLUMNS ? 4 : BITS == 4 ? 2 : 1;
     static constexpr int UNITS = HEAD_DIM / UNIT, EACH = (UNITS + 31) / 32, WIDTH = HEAD_DIM / GROUPS;
-    static constexpr bool IS_INT4 = SCHEME == INT4_GROUPS, HAS_PARAMS = IS_INT4 || SCHEME == INT8_TOKEN || SCHEME == INT8_GROUP;
+    static constexpr bool IS_INT4 = SCHEME == INT4, HALF_STEPS = SCHEME == ROTATED_INT4;
+    static constexpr bool HAS_PARAMS = IS_INT4 || SCHEME == INT8_TOKEN || SCHEME == INT8_GROUP || is_rotated(SCHEME);
 
     int dtype;
     bool is_pairs;
     u32 raw[EACH][UNIT];
     float x[EACH][UNIT];
-    u32 code[EACH][UNIT];  // the code is in the low bits
+    u32 code[EACH][UNIT];  // the code is in the low bits; of half steps, 8 bits of which the low four are the residual
     u32 param[EACH];       // scale, or {scale, shift}, of the unit's group
 
     static METHOD u32 unit(int i, int lane) { return UNITS % 32 ? (u32)min(32 * i + lane, UNITS - 1) : 32 * i + lane; }
@@ -177,6 +203,61 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         if (dtype == 0) return bits_float(word);
         u32 half = is_pairs && k % 2 ? word >> 16 : word & 0xffff;
         return dtype == 1 ? half_float(half) : bits_float(half << 16);
+    }
+
+    // Multiplies blocks of the row by the Hadamard matrix and by 2^-a (docs/arithmetic.md, section 2), one bit of the dims after another.
+    METHOD void rotate(int lane) {
+        constexpr int BLOCK = HEAD_DIM & -HEAD_DIM;
+        // Which bits of a dim are those of k, of the lane, and of i: see `dim`.
+        constexpr int K_LOW = !COLUMNS ? 0 : 3, K_BITS = UNIT == 4 ? 2 : UNIT == 2 ? 1 : 0;
+#pragma unroll
+        for (int bit = 0; 1 << bit < BLOCK; bit++) {
+            if (bit >= K_LOW && bit < K_LOW + K_BITS) {
+                int k_bit = 1 << bit - K_LOW;
+#pragma unroll
+                for (int i = 0; i < EACH; i++)
+#pragma unroll
+                    for (int k = 0; k < UNIT; k++)
+                        if (!(k & k_bit)) butterfly(x[i][k], x[i][(k | k_bit) % UNIT]);
+                continue;
+            }
+            int of_unit = bit < K_LOW ? bit : bit - K_BITS;  // the bit of a unit's number
+            if (of_unit < 5) {
+                bool is_high = lane >> of_unit & 1;
+#pragma unroll
+                for (int i = 0; i < EACH; i++)
+#pragma unroll
+                    for (int k = 0; k < UNIT; k++) {
+                        float own = x[i][k], other = __shfl_xor_sync(~0u, own, 1 << of_unit);
+                        x[i][k] = is_high ? other - own : own + other;
+                    }
+            } else {
+                int i_bit = 1 << of_unit - 5;
+#pragma unroll
+                for (int i = 0; i < EACH; i++)
+#pragma unroll
+                    for (int k = 0; k < UNIT; k++)
+                        if (!(i & i_bit)) butterfly(x[i][k], x[(i | i_bit) % EACH][k]);
+            }
+        }
+        constexpr int HALVINGS = BLOCK >= 256 ? 4 : BLOCK >= 64 ? 3 : 2;
+        constexpr float factor = 1.0f / (1 << HALVINGS);
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+#pragma unroll
+            for (int k = 0; k < UNIT; k++) {
+                x[i][k] = x[i][k] * factor;
+                // Lanes past the last unit repeat it.
+                if (UNITS % 32 && i == EACH - 1) {
+                    float last = __shfl_sync(~0u, x[i][k], (UNITS - 1) % 32);
+                    if (32 * i + lane >= UNITS) x[i][k] = last;
+                }
+            }
+    }
+    static METHOD void butterfly(float& a, float& b) {
+        float sum = a + b;
+        b = a - b;
+        a = sum;
     }
 
     // Replaces each unit's value by the reduction over all units of its group.
@@ -226,7 +307,8 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         if (IS_INT4) over_groups(lo, 0x7fffffff, lane, Smaller());
 #pragma unroll
         for (int i = 0; i < EACH; i++)
-            param[i] = IS_INT4 ? int4_param(from_ordered(lo[i]), from_ordered(hi[i])) : half_quotient<127>(from_ordered(hi[i]));
+            param[i] = IS_INT4 ? int4_param(from_ordered(lo[i]), from_ordered(hi[i]))
+                     : HALF_STEPS ? half_quotient<16>(from_ordered(hi[i])) : half_quotient<127>(from_ordered(hi[i]));
     }
 
     METHOD void encode(float tensor_scale, int lane) {
@@ -234,6 +316,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         for (int i = 0; i < EACH; i++)
 #pragma unroll
             for (int k = 0; k < UNIT; k++) x[i][k] = element(i, k);
+        if constexpr (is_rotated(SCHEME)) rotate(lane);
         if constexpr (!HAS_PARAMS) {
 #pragma unroll
             for (int i = 0; i < EACH; i++)
@@ -242,6 +325,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         } else {
             find_params(lane);
             if constexpr (IS_INT4) quantize<Shifted>();
+            else if constexpr (HALF_STEPS) quantize<HalfSteps>();
             else quantize<Symmetric>();
         }
     }
@@ -267,13 +351,12 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         return SCHEME == FP8 ? to_fp8(x, tensor_scale) : to_tensor_int8(x, tensor_scale);
     }
 
-    // Stores the token as token t of a page, or of memory that is laid out like one.
+    // Stores the token as token t of a page.
     METHOD void store(u8* codes, u8* params, u32 t, int lane) const {
+        store_codes<false>(codes, t, lane);
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             u32 u = unit(i, lane);
-            if constexpr (COLUMNS) store_column(i, u, codes, t);
-            else store_row(i, dim(u, 0), codes, t);
             if (HAS_PARAMS && dim(u, 0) % WIDTH == 0) {
                 u32 at = group(u) * PAGE + t;
                 if (IS_INT4) ((u32*)params)[at] = param[i];
@@ -281,102 +364,40 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
             }
         }
     }
-    METHOD u32 word(int i) const { return low_bytes(code[i][0], code[i][1 % UNIT], code[i][2 % UNIT], code[i][3 % UNIT]); }
+    // Stores the token's residuals as token t of a residual page.
+    METHOD void store_residuals(u8* codes, u32 t, int lane) const { store_codes<true>(codes, t, lane); }
+
+    template <bool RESIDUALS> METHOD void store_codes(u8* codes, u32 t, int lane) const {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            u32 u = unit(i, lane);
+            if constexpr (COLUMNS) store_column<RESIDUALS>(i, u, codes, t);
+            else store_row<RESIDUALS>(i, dim(u, 0), codes, t);
+        }
+    }
+    template <bool RESIDUALS> METHOD u32 stored(int i, int k) const {
+        u32 c = code[i][k % UNIT];
+        return !HALF_STEPS ? c : RESIDUALS ? c & 15 : c >> 4;
+    }
+    template <bool RESIDUALS> METHOD u32 word(int i) const {
+        return low_bytes(stored<RESIDUALS>(i, 0), stored<RESIDUALS>(i, 1), stored<RESIDUALS>(i, 2), stored<RESIDUALS>(i, 3));
+    }
     // Panels along the dims. Tokens t and t + 8 of 4 bits share bytes: storing token t, which comes first, clears the high nibbles.
-    METHOD void store_row(int i, u32 d, u8* out, u32 t) const {
+    template <bool RESIDUALS> METHOD void store_row(int i, u32 d, u8* out, u32 t) const {
         if constexpr (BITS == 16) {
             uint2 both = {__byte_perm(code[i][0], code[i][1 % UNIT], 0x5410), __byte_perm(code[i][2 % UNIT], code[i][3 % UNIT], 0x5410)};
             *(uint2*)(out + (d / 8 * PAGE + t) * 16 + d % 8 * 2) = both;
         } else if constexpr (BITS == 8) {
-            *(u32*)(out + (d / 16 * PAGE + t) * 16 + d % 16) = word(i);
+            *(u32*)(out + (d / 16 * PAGE + t) * 16 + d % 16) = word<false>(i);
         } else {
             u32* at = (u32*)(out + (d / 16 * (PAGE / 2) + t / 16 * 8 + t % 8) * 16 + d % 16);
-            *at = is_high(t) ? (*at & 0x0f0f0f0f) | word(i) << 4 : word(i);
+            *at = is_high(t) ? (*at & 0x0f0f0f0f) | word<RESIDUALS>(i) << 4 : word<RESIDUALS>(i);
         }
     }
     // Panels along the tokens, in slot order. Dims d and d + 8 of 4 bits share a byte.
-    METHOD void store_column(int i, u32 row, u8* out, u32 t) const {
+    template <bool RESIDUALS> METHOD void store_column(int i, u32 row, u8* out, u32 t) const {
         u32 of_panel = t % 16, slot = 4 * (of_panel % 8 / 2) + 2 * (of_panel / 8) + of_panel % 2;
-        out[(t / 16 * (HEAD_DIM * BITS / 8) + row) * 16 + slot] = (u8)(BITS == 4 ? code[i][0] | code[i][1 % UNIT] << 4 : code[i][0]);
-    }
-};
-
-// ---- sealing: a full page's K is coded again per channel ----
-
-// Four dims of all tokens of a page, in one warp; the quads of a page are spread over all warps there are. A lane has tokens
-// t = 16·(lane/8) + lane%8 and t + 8, whose nibbles share a byte, and in a page of 128 tokens t + 64 and t + 72, too.
-struct Quad {
-    static constexpr int EACH = PAGE < 64 ? 2 : PAGE / 32;  // Int4 Channel needs pages of 64 or 128 tokens
-    u32 words[EACH];  // four codes, each + 128
-    float scales[EACH];
-
-    static METHOD int token(int i, int lane) { return i / 2 * 64 + lane / 8 * 16 + lane % 8 + i % 2 * 8; }
-
-    // Loads tokens [from, to) of Int8 Token codes that are laid out as in a tail page.
-    METHOD void load(const u8* codes, int quad, int from, int to, int lane) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            int t = token(i, lane);
-            if (t >= from && t < to) words[i] = *(const u32*)(codes + (quad / 4 * PAGE + t) * 16 + quad % 4 * 4) ^ 0x80808080;
-        }
-    }
-    METHOD void load_scales(const u16* all, int from, int to, int lane) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            int t = token(i, lane);
-            if (t >= from && t < to) scales[i] = half_float(all[t]);
-        }
-    }
-    // Sets the page's last token from its elements, which are spread over the lanes.
-    template <class T> METHOD void set_last(const T& k, int quad, int lane) {
-        u32 word = 0;
-#pragma unroll
-        for (int i = 0; i < T::EACH; i++) {
-            u32 x = __shfl_sync(~0u, k.word(i), quad % 32);
-            if (quad / 32 == i) word = x;
-        }
-        if (lane != 31) return;
-        words[EACH - 1] = word ^ 0x80808080;
-        scales[EACH - 1] = half_float(k.param[0]);
-    }
-    // code·scale, exactly: a byte permutation makes the float 2^15 + 128 + code, and the fma subtracts (2^15 + 128)·scale.
-    METHOD float value(int i, int k) const {
-        float raised = bits_float(__byte_perm(words[i], 0x47000000, 0x7604 | k << 4));
-        return fmaf(raised, scales[i], -32896.0f * scales[i]);
-    }
-
-    // {scale, shift} of dim lane%4.
-    METHOD u32 param(int lane) const {
-        int lo = 0, hi = 0;
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            float l = value(0, k), h = l;
-#pragma unroll
-            for (int i = 1; i < EACH; i++) l = fminf(l, value(i, k)), h = fmaxf(h, value(i, k));
-            int bottom = warp_min(ordered(l)), top = warp_max(ordered(h));
-            if (k == 0 || lane % 4 == k) lo = bottom, hi = top;
-        }
-        return int4_param(from_ordered(lo), from_ordered(hi));
-    }
-    // Writes the quad's parameters and codes into the sealed page.
-    METHOD void seal(u8* run, int quad, int lane) const {
-        u32 mine = param(lane);
-        if (lane < 4) ((u32*)(run + K_PARAMS))[4 * quad + lane] = mine;
-        Shifted by[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) by[k].set(__shfl_sync(~0u, mine, k));
-        u32* out = (u32*)(run + (quad / 4 * (PAGE / 2) + lane) * 16 + quad % 4 * 4);
-        bool near = false;
-        codes(by, out, [&](const Shifted& by, float x) { return by.code(x, near); });
-        if (near) codes(by, out, [](const Shifted& by, float x) { return by.exact(x); });
-    }
-    template <class Code> METHOD void codes(const Shifted (&by)[4], u32* out, Code code) const {
-#pragma unroll
-        for (int i = 0; i < EACH; i += 2) {
-            u32 bytes[4];
-#pragma unroll
-            for (int k = 0; k < 4; k++) bytes[k] = code(by[k], value(i, k)) + (code(by[k], value(i + 1, k)) << 4);
-            out[i / 2 * 128] = low_bytes(bytes[0], bytes[1], bytes[2], bytes[3]);
-        }
+        u32 byte = BITS == 4 ? stored<RESIDUALS>(i, 0) | stored<RESIDUALS>(i, 1) << 4 : code[i][0];
+        out[(t / 16 * (HEAD_DIM * BITS / 8) + row) * 16 + slot] = (u8)byte;
     }
 };
