@@ -32,9 +32,9 @@ extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, co
             if (page >= c.num_pages) report(c.report, PAGE, b * p.page_table_stride + i, (int)page, (int)c.num_pages);
         }
         const int ring = (int)p.residual_ring;
-        for (int i = max(0, pages - ring) + threadIdx.x; i < pages; i += blockDim.x) {
-            const int at = b * ring + i % ring;
-            if (p.residual_pages[at] >= c.num_pages) report(c.report, RESIDUAL_PAGE, at, (int)p.residual_pages[at], (int)c.num_pages);
+        for (int i = (pages > ring ? pages - ring : 0) + threadIdx.x; i < pages; i += blockDim.x) {
+            const int slot = b * ring + (i & (ring - 1));
+            if (p.residual_pages[slot] >= c.num_pages) report(c.report, RESIDUAL_PAGE, slot, (int)p.residual_pages[slot], (int)c.num_pages);
         }
     }
     if (p.q == nullptr) return;  // append

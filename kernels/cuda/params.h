@@ -75,7 +75,7 @@ struct AppendParams {
     const void* v;                             // New V [token][num_kv_heads][head_dim].
     unsigned char* pool;                       // Pages [page][kv_head][run].
     const unsigned int* page_table;            // u32 [batch][page_table_stride].
-    const unsigned int* tail_pages;            // Int4 Channel: u32 [batch]; else null.
+    const unsigned int* residual_pages;        // u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
     const int* kv_lens;                        // i32 [batch], the new tokens included.
     const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
     const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
@@ -87,8 +87,9 @@ struct AppendParams {
     int page_table_stride;                     // Entries of the page table per sequence.
     int dtype;                                 // Number format of K and V: Dtype.
     int is_followed;                           // Whether the next launch is a decode that knows which pages this one writes.
+    unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
 };
-static_assert(sizeof(AppendParams) == 104, "params.rs");
+static_assert(sizeof(AppendParams) == 112, "params.rs");
 
 // Parameters of `import.cu`.
 struct ImportParams {

@@ -307,7 +307,8 @@ pub fn covered(format: KvFormat, page_size: usize) -> Result<(), (String, String
     if page_size == 0 && (in_pages_alone(format.k) || in_pages_alone(format.v)) {
         return Err((
             format!("a contiguous view of {format}"),
-            "every pair of schemes in pages, and views of all but int4 and rotated schemes".to_owned(),
+            "every pair of schemes in pages, and views of all but int4 and rotated schemes"
+                .to_owned(),
         ));
     }
     Ok(())

@@ -191,8 +191,8 @@ blocks! {
         pool: u64 = "unsigned char*",
         /// u32 [batch][page_table_stride].
         page_table: u64 = "const unsigned int*",
-        /// Int4 Channel: u32 [batch]; else null.
-        tail_pages: u64 = "const unsigned int*",
+        /// u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
+        residual_pages: u64 = "const unsigned int*",
         /// i32 [batch], the new tokens included.
         kv_lens: u64 = "const int*",
         /// f32 [num_kv_heads], or null.
@@ -215,6 +215,8 @@ blocks! {
         dtype: i32 = "int",
         /// Whether the next launch is a decode that knows which pages this one writes.
         is_followed: i32 = "int",
+        /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+        residual_ring: u32 = "unsigned int",
     }
 
     /// Parameters of `import.cu`.

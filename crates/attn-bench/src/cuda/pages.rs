@@ -12,8 +12,10 @@ pub(super) struct Pages {
     num_pages: usize,
     stride: usize,
     page_table: CudaSlice<u32>,
-    /// Page `num_pages − batch + b` for sequence `b`, where the format has tail pages.
-    tail_pages: CudaSlice<u32>,
+    /// `[batch][slots]`: the last pages of the pool, in order.
+    residual_pages: CudaSlice<u32>,
+    /// Residual pages of a sequence.
+    slots: usize,
     /// Elements of a token's K.
     row: usize,
 }
@@ -25,7 +27,16 @@ impl Pages {
             num_pages: self.num_pages,
             page_table: buffers.address(&self.page_table),
             page_table_stride: self.stride,
-            tail_pages: buffers.address(&self.tail_pages),
+            residual_pages: self.residuals(buffers, 0),
+        }
+    }
+
+    /// The slots of sequences from `first` on.
+    fn residuals(&self, buffers: &Buffers, first: usize) -> DeviceAddress {
+        let table = buffers.address(&self.residual_pages);
+        match self.slots {
+            0 => DeviceAddress::NULL,
+            slots => table.offset(4 * first * slots),
         }
     }
 
@@ -49,7 +60,7 @@ impl Pages {
             num_pages: self.num_pages,
             page_table: timer.buffers.address(&self.page_table),
             page_table_stride: self.stride,
-            tail_pages: timer.buffers.address(&self.tail_pages),
+            residual_pages: self.residuals(&timer.buffers, 0),
             kv_lens,
             k_tensor_scales: scales[0],
             v_tensor_scales: scales[1],
@@ -99,7 +110,8 @@ pub(super) fn fill(
     let page_size = workload.page_size;
     config.page_size = page_size;
     let layout = config.layout()?;
-    let (page_bytes, has_tail) = (layout.page_bytes(), layout.has_tail_page());
+    let slots = workload.format.residual_slots(page_size);
+    let page_bytes = layout.page_bytes();
     let counts: Vec<usize> = problem
         .kv_lens
         .iter()
@@ -107,18 +119,19 @@ pub(super) fn fill(
         .collect();
     let total: usize = counts.iter().sum();
     let stride = counts.iter().copied().max().unwrap_or(0).max(1);
-    config.num_pages = total + if has_tail { batch } else { 0 };
+    config.num_pages = total + batch * slots;
     let append = timer.gpu.prepare_append(&config)?;
     let rotation = timer.rotate(workload, config.num_pages * page_bytes)?;
-    let tails: Vec<u32> = (0..batch)
-        .map(|b| if has_tail { total + b } else { 0 } as u32)
+    let residuals: Vec<u32> = (0..(batch * slots).max(1))
+        .map(|i| (total + i) as u32)
         .collect();
     let pages = |table: &[u32], stride| -> Result<Pages, Error> {
         Ok(Pages {
             num_pages: config.num_pages,
             stride,
             page_table: timer.buffers.upload(table)?,
-            tail_pages: timer.buffers.upload(&tails)?,
+            residual_pages: timer.buffers.upload(&residuals)?,
+            slots,
             row: heads * dim,
         })
     };
@@ -129,10 +142,10 @@ pub(super) fn fill(
     let lens = timer.buffers.upload(&[(first * page_size) as i32])?;
     let at = timer.buffers.address(&lens);
     let args = in_order.append_args(timer, rotation.base, scales, at, first * page_size);
-    // SAFETY: the arena holds the pool; pages below `first` and one tail page; the noise holds so many tokens; one stream.
+    // SAFETY: the arena holds the pool; pages below `first` and residual pages; the noise holds so many tokens; one stream.
     unsafe { timer.gpu.append_on(&append, timer.buffers.raw(), &args) }?;
     timer.repeat(0, first * page_bytes, total * page_bytes)?;
-    // Open pages, and the tail pages that belong to them.
+    // Open pages, and the residual pages that belong to them.
     let before = usize::from(workload.operation != Operation::Decode);
     let lens: Vec<i32> = problem
         .kv_lens
@@ -145,7 +158,7 @@ pub(super) fn fill(
         let tokens = len as usize % page_size;
         let mut args = scattered.append_args(timer, rotation.base, scales, at, tokens);
         args.page_table = args.page_table.offset(4 * b * stride);
-        args.tail_pages = args.tail_pages.offset(4 * b);
+        args.residual_pages = scattered.residuals(&timer.buffers, b);
         // SAFETY: as above; the last page of sequence `b` is in its row of the table.
         unsafe { timer.gpu.append_on(&append, timer.buffers.raw(), &args) }?;
     }
