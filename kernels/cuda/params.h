@@ -117,6 +117,7 @@ struct CheckParams {
     int page_size;                             // Tokens per page; 0 for strided rows.
     int head_dim;                              // Elements per head.
     int min_kv_len;                            // The shortest length that is allowed: the new tokens of an append.
+    int padding;                               // Padding to a multiple of 8 bytes.
 };
 static_assert(sizeof(CheckParams) == 32, "params.rs");
 

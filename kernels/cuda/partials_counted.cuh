@@ -33,7 +33,8 @@ constexpr int FEW = 4;  // missing partials whose states are looked at; while th
 template <class Vector, int LANES, bool SEGMENTS>
 static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogue epilogue, int from, int to) {
     constexpr int WIDTH = sizeof(Vector) / 4, VECTORS = WIDTH < 4 ? 1 : (HEAD_DIM / WIDTH + LANES - 1) / LANES;
-    constexpr int CHUNK = VECTORS < 4 || V_ROTATED ? VECTORS : 4, BATCH = WIDTH < (MERGES_GLOBALLY ? 2 : 4) ? LANES : LANES / 2;
+    constexpr int CHUNK = VECTORS < 4 || V_ROTATED ? VECTORS : 4, WIDEST = WIDTH < (MERGES_GLOBALLY ? 2 : 4) ? LANES : LANES / 2;
+    constexpr int BATCH = V_ROTATED && WIDEST > SPAN && WIDEST * CHUNK * WIDTH > 64 ? WIDEST / 2 : WIDEST;  // of partials; a rotation takes registers, too
     constexpr int RUN = SEGMENTS ? SPAN : LANES;
     const Vector ZERO = {};
     int lane = threadIdx.x % LANES;

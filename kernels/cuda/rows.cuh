@@ -33,7 +33,7 @@ DEVICE Rows visible(const DecodeParams& p, const Work& work, int kv_head, int wa
         int i = (u32)r / p.heads_per_kv_divmod, position = work.kv_len - p.q_len + i;
         // Rows that fill up the tile see everything, so that they never make a full tile look masked.
         rows.end[g][e] = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), work.kv_len) : work.kv_len;
-        rows.start[g][e] = !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), rows.end[g][e]);
+        rows.start[g][e] = !HAS_SCORE_MODS || !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), rows.end[g][e]);
         rows.slope[g][e] = HAS_SCORE_MODS && real && p.alibi_slopes ? p.alibi_slopes[(kv_head - i) * p.heads_per_kv + r] : 0.0f;
         rows.position[g][e] = position;
         rows.tile[g][e] = !real ? 0x7fffffff : max(p.causal ? position : work.kv_len - 1, 0) / TILE;

@@ -58,43 +58,63 @@ DEVICE float key_term(int sum, int h, float q_sum, const TokenParams& k) {
     }
 }
 
-// Scores of integers, by `is_fine(g, e)` with residuals. Tokens that do not exist have any score.
+// Sums of a block of 16 tokens, by groups and row groups.
+struct KeySums {
+    Sums of[K_GROUPS][ROW_GROUPS];
+
+    template <class Take> __device__ __forceinline__ void each(Take take) {
+#pragma unroll
+        for (int group = 0; group < K_GROUPS; group++)
+#pragma unroll
+            for (int g = 0; g < ROW_GROUPS; g++) take(group, g, of[group][g]);
+    }
+};
+
+// Sums of integers from token t on, which is the warp's or a multiple of 16 further; of rows that read K fine with its residuals.
+template <class Fine> DEVICE void key_sums(const Stages& at, int t, const Query& q, const Team& team, Fine is_fine, KeySums& sums) {
+    u32 x[PANELS][2];
+    if constexpr (K_INT4) load_keys4(at.k, t, team.lane, x);
+    else load_keys8(at.k, t, team.lane, x);
+    sums.each([&](int group, int g, Sums& c) {
+        const int(&sum)[2] = q.sum[g][group];
+        Sums start = {K_START, K_START, K_START, K_START};
+        if (K_SHIFTS) start = {K_START - 8 * sum[0], K_START - 8 * sum[1], K_START - 128 * sum[0], K_START - 128 * sum[1]};
+        c = dot_keys(x, q.word[g], group * LENGTH, (group + 1) * LENGTH, K_HALF_STEPS ? Sums{} : start);
+        if (K_HALF_STEPS)
+#pragma unroll
+            for (int n = 0; n < 4; n++) c.x[n] = c.x[n] * (n < 2 ? 32 : 2) + (K_START - 240 * sum[n % 2]);
+    });
+    if constexpr (K_WINDOW != 0) {
+        if (!at.residuals) return;
+        load_keys4(at.k_residuals, t, team.lane, x);
+        sums.each([&](int group, int g, Sums& c) {
+            Sums r = dot_keys(x, q.word[g], group * LENGTH, (group + 1) * LENGTH, {});
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                if (is_fine(g, n % 2)) c.x[n] += (n < 2 ? 2 * r.x[n] : r.x[n] >> 3) - 15 * q.sum[g][group][n % 2];
+        });
+    }
+}
+
+// Scores of integers; `is_fine(g, e)` says which rows read K with its residuals. Tokens that do not exist have any score.
 template <class Params, class Fine> DEVICE void scores(const Stages& at, const Params& params, const Query& q, const Team& team, Fine is_fine, float (&s)[ROW_GROUPS][SCORES]) {
 #pragma unroll
     for (int i = 0; i < TOKENS / 16; i++) {
-        u32 x[PANELS][2], residuals[PANELS][2];
         int t = team.token() + 16 * i;
-        if constexpr (K_INT4) load_keys4(at.k, t, team.lane, x);
-        else load_keys8(at.k, t, team.lane, x);
-        if (K_WINDOW && at.residuals) load_keys4(at.k_residuals, t, team.lane, residuals);
+        KeySums sums;
+        key_sums(at, t, q, team, is_fine, sums);
 #pragma unroll
         for (int group = 0; group < K_GROUPS; group++) {
             TokenParams k = read_keys(params, group, t + team.lane / 4);
 #pragma unroll
-            for (int g = 0; g < ROW_GROUPS; g++) {
-                const int(&sum)[2] = q.sum[g][group];
-                int first = group * LENGTH, last = (group + 1) * LENGTH;
-                Sums start = {K_START, K_START, K_START, K_START};
-                if (K_SHIFTS) start = {K_START - 8 * sum[0], K_START - 8 * sum[1], K_START - 128 * sum[0], K_START - 128 * sum[1]};
-                Sums c = dot_keys(x, q.word[g], first, last, K_HALF_STEPS ? Sums{} : start);
-                if constexpr (K_HALF_STEPS) {
-#pragma unroll
-                    for (int n = 0; n < 4; n++) c.x[n] = c.x[n] * (n < 2 ? 32 : 2) + (K_START - 240 * sum[n % 2]);
-                    if (K_WINDOW && at.residuals) {
-                        Sums r = dot_keys(residuals, q.word[g], first, last, {});
-#pragma unroll
-                        for (int n = 0; n < 4; n++)
-                            if (is_fine(g, n % 2)) c.x[n] += (n < 2 ? 2 * r.x[n] : r.x[n] >> 3) - 15 * sum[n % 2];
-                    }
-                }
+            for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
-                    float term = key_term(c.x[n], n / 2, (float)sum[n % 2], k);
+                    float term = key_term(sums.of[group][g].x[n], n / 2, (float)q.sum[g][group][n % 2], k);
                     float& to = s[g][4 * i + n];
                     to = group == 0 ? term : to + term;
                     if (group == K_GROUPS - 1) to = to * q.scale[g][n % 2];
                 }
-            }
         }
     }
 }

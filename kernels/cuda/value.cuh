@@ -196,23 +196,37 @@ DEVICE Sums dot_values(const u32 (&x)[4][2], const u32 (&w)[4], Sums c) {
     return c;
 }
 
-// Multiplies 16 dims of V with the weights of a row group and folds the values into O. Sums count on from MAGIC_BITS: they stay below 2^22.
-DEVICE void fold16(float (&o)[4], const u32 (&x)[4][2], const u32 (&residuals)[4][2], bool has_residuals, const bool (&is_fine)[2], const Weights& w,
-                   const float (&beta)[2]) {
+// Sums of 16 dims, the warp's j-th, of all row groups; of rows that read V fine with its residuals. They count on from MAGIC_BITS, since they
+// stay below 2^22.
+DEVICE void value_sums(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], const bool (&is_fine)[ROW_GROUPS][2], const Team& team, Sums (&sums)[ROW_GROUPS]) {
     constexpr int START = MAGIC_BITS;
-    Sums start = {START, START, START, START};
-    if (V_SHIFTS) start = {START - 8 * w.sum[0], START - 8 * w.sum[1], START - 128 * w.sum[0], START - 128 * w.sum[1]};
-    Sums c = dot_values(x, w.panel, V_HALF_STEPS ? Sums{} : start);
-    if constexpr (V_HALF_STEPS) {
+    u32 x[4][2];
+    load_values(at.v, team.dim() / 16 + j, team.lane, x);
 #pragma unroll
-        for (int n = 0; n < 4; n++) c.x[n] = c.x[n] * (n < 2 ? 32 : 2) + (START - 240 * w.sum[n % 2]);
-        if (V_WINDOW && has_residuals) {
-            Sums r = dot_values(residuals, w.panel, {});
+    for (int g = 0; g < ROW_GROUPS; g++) {
+        const int(&sum)[2] = w[g].sum;
+        Sums start = {START, START, START, START}, &c = sums[g];
+        if (V_SHIFTS) start = {START - 8 * sum[0], START - 8 * sum[1], START - 128 * sum[0], START - 128 * sum[1]};
+        c = dot_values(x, w[g].panel, V_HALF_STEPS ? Sums{} : start);
+        if (V_HALF_STEPS)
+#pragma unroll
+            for (int n = 0; n < 4; n++) c.x[n] = c.x[n] * (n < 2 ? 32 : 2) + (START - 240 * sum[n % 2]);
+    }
+    if constexpr (V_WINDOW != 0) {
+        if (!at.residuals) return;
+        load_values4(at.v_residuals, team.dim() / 16 + j, team.lane, x);
+#pragma unroll
+        for (int g = 0; g < ROW_GROUPS; g++) {
+            Sums r = dot_values(x, w[g].panel, {});
 #pragma unroll
             for (int n = 0; n < 4; n++)
-                if (is_fine[n % 2]) c.x[n] += (n < 2 ? 2 * r.x[n] : r.x[n] >> 3) - 15 * w.sum[n % 2];
+                if (is_fine[g][n % 2]) sums[g].x[n] += (n < 2 ? 2 * r.x[n] : r.x[n] >> 3) - 15 * w[g].sum[n % 2];
         }
     }
+}
+
+// Folds sums into O.
+DEVICE void fold16(float (&o)[4], const Sums& c, const Weights& w, const float (&beta)[2]) {
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         int e = n % 2;
@@ -228,7 +242,6 @@ DEVICE void fold_values(const Stages& at, const Params& params, int tokens, Weig
     float thresholds[WEIGHTS / 2];
 #pragma unroll
     for (int i = 0; i < WEIGHTS / 2; i++) thresholds[i] = threshold(8 * i + team.lane / 4);
-    bool has_residuals = V_WINDOW && at.residuals;
 #pragma unroll
     for (int n = 0; n < Team::GROUPS; n++) {
         ValueParams v = ValueParams::read(params, team.group() + n, tokens, team.lane);
@@ -245,11 +258,10 @@ DEVICE void fold_values(const Stages& at, const Params& params, int tokens, Weig
         constexpr int BLOCKS_OF_GROUP = DIMS / 16 / Team::GROUPS;
 #pragma unroll
         for (int j = n * BLOCKS_OF_GROUP; j < (n + 1) * BLOCKS_OF_GROUP; j++) {
-            u32 x[4][2], residuals[4][2];
-            load_values(at.v, team.dim() / 16 + j, team.lane, x);
-            if (has_residuals) load_values4(at.v_residuals, team.dim() / 16 + j, team.lane, residuals);
+            Sums sums[ROW_GROUPS];
+            value_sums(at, j, w, fine, team, sums);
 #pragma unroll
-            for (int g = 0; g < ROW_GROUPS; g++) fold16(state.o[g][j], x, residuals, has_residuals, fine[g], w[g], r.beta[g]);
+            for (int g = 0; g < ROW_GROUPS; g++) fold16(state.o[g][j], sums[g], w[g], r.beta[g]);
         }
     }
 }

@@ -263,6 +263,8 @@ blocks! {
         head_dim: i32 = "int",
         /// The shortest length that is allowed: the new tokens of an append.
         min_kv_len: i32 = "int",
+        /// Padding to a multiple of 8 bytes.
+        padding: i32 = "int",
     }
 
     /// Parameters of `read.cu`.

@@ -105,11 +105,12 @@ impl Shape {
     fn low_latency(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
         let (rows, format) = (self.rows, self.format);
         let is_int8 = |scheme: Scheme| scheme.is_integer() && scheme.code_bits() == 8;
-        // A warp has a quarter of the dims, which lie in one of V's groups or are some of them. Registers suffice for two row groups of the
-        // integer schemes alone, and for 192 and 256 dims of int8 alone.
+        let has_one_scale = |scheme: Scheme| is_int8(scheme) && scheme.groups(self.head_dim) == 1;
+        // A warp has a quarter of the dims, which lie in one of V's groups or are some of them. Registers suffice for two row groups of int8
+        // with one scale alone, and for 192 and 256 dims of int8 alone.
         let is_covered = matches!(format.v.groups(self.head_dim), 1 | 2 | 4 | 8)
             && match self.head_dim {
-                64 | 128 => rows <= 8 || rows <= 16 && format.is_integer(),
+                64 | 128 => rows <= 8 || rows <= 16 && has_one_scale(format.k) && has_one_scale(format.v),
                 192 | 256 => rows <= 8 && is_int8(format.k) && is_int8(format.v),
                 _ => false,
             }
@@ -252,7 +253,7 @@ mod tests {
         };
         assert!(is_split(8, 1, 1024));
         assert!(!is_split(1, 512, 8192));
-        assert!(!is_split(1, 1, 65_537));
+        assert!(!is_split(1, 1, 1 << 20));
     }
 
     const LIMITS: DeviceLimits = DeviceLimits {
@@ -340,10 +341,8 @@ mod tests {
                 Kernel::LowLatencyGlobal,
             ),
             (bf16, [8, 1], &[(8192, 300)], Kernel::SplitKv),
-            (int8, [8, 1], &[(131_072, 1)], Kernel::SplitKv),
-            (int8, [8, 2], &[(65_536, 1), (262_144, 1)], Kernel::SplitKv),
+            (int8, [8, 2], &[(65_536, 1)], Kernel::SplitKv),
             (KvFormat::INT4, [8, 1], &[(8192, 512)], Kernel::SplitKv),
-            (KvFormat::INT4, [8, 1], &[(131_072, 1)], Kernel::SplitKv),
         ];
         for (format, heads, shapes, want) in kinds {
             for &(kv_len, batch) in shapes {
