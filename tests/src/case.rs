@@ -40,7 +40,7 @@ pub enum Inputs {
     Zeros,
     /// Tokens in turn: zero, f32 subnormals, values whose f16 scales are subnormal, noise.
     Tiny,
-    /// Sixteen steps that an int4 group takes from 2 − 2^-10 on: the centred shift is so little below 2 that it rounds up to it.
+    /// Sixteen steps that an int4 group takes from 2 − 2^-10 on: small steps beside a large shift.
     Edge,
     /// Noise with 1e30 in it, or the scheme's largest number: scales saturate. What is left of accuracy is not asked.
     Huge,
@@ -110,9 +110,9 @@ impl Case {
         }
     }
 
-    /// Whether a backend that has no kernel for the case fails the suite: the presets and the int4 rows, pages of 64, head_dim 64 and 128.
+    /// Whether a backend that has no kernel for the case fails the suite: the presets and plain int4, pages of 64, head_dim 64 and 128.
     pub fn is_required(&self) -> bool {
-        let formats = ["int8", "int4", "int4-g1", "int4-g4"];
+        let formats = ["int8", "int4", "int8/int4", "int4-g1", "int4-g4"];
         formats.contains(&self.format.to_string().as_str())
             && [64, 128].contains(&self.problem.head_dim)
             && self.page_size == 64

@@ -1,27 +1,57 @@
-//! Attention in f64 over the dequantized cache: independent of tiles, segments and planes.
+//! Attention in f64 over the dequantized cache: independent of tiles, segments and integers.
+//!
+//! Queries count as a backend multiplies them, rounded to 8 bits (`docs/arithmetic.md`, section 3) or as they are.
 
 use attn_core::{
     HostPages, KvCache, Problem,
+    arithmetic::{LOG2_E, query_code, query_step},
     layout::{Part, Side},
     quant::{self, Param},
+    rotation::{block, rotate_back},
 };
+
+/// What queries count as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Queries {
+    /// What they are.
+    Exact,
+    /// Rounded to 8 bits a row, after the rotation where K is rotated.
+    Rounded,
+}
 
 /// Outputs and log-sum-exps in f64, laid out as the problem's; `cache` lies in host memory.
 ///
 /// # Panics
 /// If the cache's pages are not in host memory.
-pub fn attend(problem: &Problem, cache: &KvCache, q: &[f32]) -> (Vec<f64>, Vec<f64>) {
-    let dim = problem.head_dim;
+pub fn attend(
+    problem: &Problem,
+    cache: &KvCache,
+    q: &[f32],
+    queries: Queries,
+) -> (Vec<f64>, Vec<f64>) {
+    let (is_rotated, dim) = (cache.config().format.k.is_rotated(), problem.head_dim);
+    let scale = |h: usize| {
+        let k_scale = cache
+            .config()
+            .k_tensor_scales
+            .get(h / problem.heads_per_kv());
+        problem.softmax_scale * LOG2_E * k_scale.copied().unwrap_or(1.0)
+    };
     let (mut out, mut lse) = (Vec::new(), Vec::new());
     for b in 0..problem.batch() {
         let kv: Vec<_> = (0..problem.num_kv_heads)
-            .map(|g| dequantize(cache, b, g))
+            .map(|g| [Side::K, Side::V].map(|side| Stored::new(cache, b, g, side)))
             .collect();
         for i in 0..problem.q_len {
             for h in 0..problem.num_q_heads {
                 let at = ((b * problem.q_len + i) * problem.num_q_heads + h) * dim;
-                let (k, v) = &kv[h / problem.heads_per_kv()];
-                let (row, row_lse) = attend_row(problem, b, i, h, &q[at..at + dim], k, v);
+                let q = &q[at..at + dim];
+                let q = match queries {
+                    Queries::Exact => q.iter().map(|x| f64::from(*x)).collect(),
+                    Queries::Rounded => rounded(q, scale(h), is_rotated),
+                };
+                let row = Row { problem, b, i, h };
+                let (row, row_lse) = row.attend(&q, &kv[h / problem.heads_per_kv()]);
                 out.extend(row);
                 lse.push(row_lse);
             }
@@ -34,109 +64,222 @@ pub fn attend(problem: &Problem, cache: &KvCache, q: &[f32]) -> (Vec<f64>, Vec<f
 /// as f32 `[kv_len, num_kv_heads, head_dim]` instead of a cache.
 pub fn attend_rows(problem: &Problem, q: &[f32], k: &[f32], v: &[f32]) -> (Vec<f64>, Vec<f64>) {
     let dim = problem.head_dim;
-    let of_head = |x: &[f32], g: usize| -> Vec<f64> {
+    let of_head = |x: &[f32], g: usize| {
         let rows = x.chunks_exact(dim).skip(g).step_by(problem.num_kv_heads);
-        rows.flatten().map(|x| f64::from(*x)).collect()
+        Stored::exact(rows.flatten().map(|x| f64::from(*x)).collect(), dim)
     };
     let kv: Vec<_> = (0..problem.num_kv_heads)
-        .map(|g| (of_head(k, g), of_head(v, g)))
+        .map(|g| [of_head(k, g), of_head(v, g)])
         .collect();
     let (mut out, mut lse) = (Vec::new(), Vec::new());
     for (row, q) in q.chunks_exact(dim).enumerate() {
         let (i, h) = (row / problem.num_q_heads, row % problem.num_q_heads);
-        let (k, v) = &kv[h / problem.heads_per_kv()];
-        let (row, row_lse) = attend_row(problem, 0, i, h, q, k, v);
+        let q: Vec<f64> = q.iter().map(|x| f64::from(*x)).collect();
+        let row = Row {
+            problem,
+            b: 0,
+            i,
+            h,
+        };
+        let (row, row_lse) = row.attend(&q, &kv[h / problem.heads_per_kv()]);
         out.extend(row);
         lse.push(row_lse);
     }
     (out, lse)
 }
 
-fn attend_row(
-    problem: &Problem,
+/// A query of 8 bits, as the arithmetic's own functions round it, in the units it had, turned back where K is rotated.
+fn rounded(q: &[f32], scale: f32, is_rotated: bool) -> Vec<f64> {
+    let mut row: Vec<f32> = q.iter().map(|x| x * scale).collect();
+    if is_rotated {
+        rotate_back(&mut row);
+    }
+    let largest = row.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+    let [step, inverse] = query_step(largest);
+    let unit = f64::from(step) / f64::from(scale);
+    let mut row: Vec<f64> = row
+        .iter()
+        .map(|x| f64::from(query_code(*x, inverse)) * unit)
+        .collect();
+    if is_rotated {
+        rotate(&mut row, block(q.len()).trailing_zeros() / 2);
+    }
+    row
+}
+
+/// Multiplies blocks of a row by the Hadamard matrix and by 2^-`halvings`.
+fn rotate(row: &mut [f64], halvings: u32) {
+    let factor = f64::powi(0.5, halvings as i32);
+    let block = block(row.len());
+    for block in row.chunks_exact_mut(block) {
+        let x = block.to_vec();
+        for (i, y) in block.iter_mut().enumerate() {
+            let sign = |j: usize| {
+                if (i & j).count_ones() % 2 == 0 {
+                    1.0
+                } else {
+                    -1.0
+                }
+            };
+            let sum: f64 = x.iter().enumerate().map(|(j, x)| sign(j) * x).sum();
+            *y = sum * factor;
+        }
+    }
+}
+
+/// A query row of a problem.
+struct Row<'a> {
+    problem: &'a Problem,
     b: usize,
     i: usize,
     h: usize,
-    q: &[f32],
-    k: &[f64],
-    v: &[f64],
-) -> (Vec<f64>, f64) {
-    let dim = problem.head_dim;
-    let position = problem.kv_lens[b] as f64 - problem.q_len as f64 + i as f64;
-    // The specification's words, not `Problem::visible`: a wrong mask there must not be right here.
-    let sees = |t: &usize| {
-        let t = *t as f64;
-        (!problem.causal || t <= position)
-            && problem.window_left.is_none_or(|w| t >= position - w as f64)
-    };
-    let scores: Vec<(usize, f64)> = (0..problem.kv_lens[b])
-        .filter(sees)
-        .map(|t| {
-            let dot: f64 = q
-                .iter()
-                .zip(&k[t * dim..])
-                .map(|(q, k)| f64::from(*q) * k)
-                .sum();
-            let mut s = dot * f64::from(problem.softmax_scale);
-            if let Some(cap) = problem.softcap {
-                s = f64::from(cap) * (s / f64::from(cap)).tanh();
-            }
-            if let Some(slopes) = &problem.alibi_slopes {
-                s += f64::from(slopes[h]) * (t as f64 - position);
-            }
-            (t, s)
-        })
-        .collect();
-    let sink = problem.sinks.as_ref().map(|sinks| f64::from(sinks[h]));
-    let logits = || scores.iter().map(|(_, s)| *s).chain(sink);
-    let max = logits().fold(f64::NEG_INFINITY, f64::max);
-    if max == f64::NEG_INFINITY {
-        return (vec![0.0; dim], max);
-    }
-    let sum: f64 = logits().map(|s| (s - max).exp()).sum();
-    let mut out = vec![0.0; dim];
-    for (t, s) in scores {
-        let weight = (s - max).exp() / sum;
-        out.iter_mut()
-            .zip(&v[t * dim..])
-            .for_each(|(o, v)| *o += weight * v);
-    }
-    (out, max + sum.ln())
 }
 
-/// K and V of one KV head as `[t][d]`.
-fn dequantize(cache: &KvCache, b: usize, head: usize) -> (Vec<f64>, Vec<f64>) {
-    let (config, table) = (cache.config(), cache.table());
-    let store = cache
-        .store()
-        .as_any()
-        .downcast_ref::<HostPages>()
-        .expect("the oracle reads host pages");
-    let (layout, dim, len) = (*cache.layout(), config.head_dim, table.lens[b]);
-    let scale = |scales: &[f32]| scales.get(head).copied().unwrap_or(1.0);
-    let (mut k, mut v) = (Vec::new(), Vec::new());
-    for t in 0..len {
-        let (page, slot) = (t / config.page_size, t % config.page_size);
-        let open = layout.has_tail_page() && (page + 1) * config.page_size > len;
-        let home = store.run(table.pages[b][page], head);
-        let (k_run, k_layout) = match table.tail_pages[b] {
-            Some(tail) if open => (store.run(tail, head), layout.tail_k()),
-            _ => (home, layout),
+impl Row<'_> {
+    fn attend(&self, q: &[f64], [k, v]: &[Stored; 2]) -> (Vec<f64>, f64) {
+        let Row { problem, b, i, h } = *self;
+        let (dim, kv_len) = (problem.head_dim, problem.kv_lens[b]);
+        let position = kv_len as f64 - problem.q_len as f64 + i as f64;
+        // The specification's words, not `Problem::visible`: a wrong mask there must not be right here.
+        let sees = |t: &usize| {
+            let t = *t as f64;
+            (!problem.causal || t <= position)
+                && problem.window_left.is_none_or(|w| t >= position - w as f64)
         };
-        let value = |run: &[u8], part: &Part, d: usize, scale: f32| {
-            let param = part.load_param(run, slot, d * part.num_params() / dim);
-            let unshifted = Param {
-                shift: half::f16::ZERO,
-                ..param
-            };
-            let code = part.load_code(run, slot, d);
-            f64::from(quant::decode(part.scheme, code, unshifted, scale)) + param.shift.to_f64()
+        let own_tile = match problem.causal {
+            true => (position / 64.0).floor(),
+            false => ((kv_len as f64 - 1.0) / 64.0).floor(),
         };
-        let (k_part, v_part) = (k_layout.part(Side::K), layout.part(Side::V));
-        for d in 0..dim {
-            k.push(value(k_run, &k_part, d, scale(&config.k_tensor_scales)));
-            v.push(value(home, &v_part, d, scale(&config.v_tensor_scales)));
+        let scores: Vec<(usize, f64)> = (0..kv_len)
+            .filter(sees)
+            .map(|t| {
+                let k = k.row(t, own_tile);
+                let dot: f64 = q.iter().zip(k).map(|(q, k)| q * k).sum();
+                let mut s = dot * f64::from(problem.softmax_scale);
+                if let Some(cap) = problem.softcap {
+                    s = f64::from(cap) * (s / f64::from(cap)).tanh();
+                }
+                if let Some(slopes) = &problem.alibi_slopes {
+                    s += f64::from(slopes[h]) * (t as f64 - position);
+                }
+                (t, s)
+            })
+            .collect();
+        let sink = problem.sinks.as_ref().map(|sinks| f64::from(sinks[h]));
+        let logits = || scores.iter().map(|(_, s)| *s).chain(sink);
+        let max = logits().fold(f64::NEG_INFINITY, f64::max);
+        if max == f64::NEG_INFINITY {
+            return (vec![0.0; dim], max);
+        }
+        let sum: f64 = logits().map(|s| (s - max).exp()).sum();
+        let mut out = vec![0.0; dim];
+        for (t, s) in scores {
+            let weight = (s - max).exp() / sum;
+            let v = v.row(t, own_tile);
+            out.iter_mut().zip(v).for_each(|(o, v)| *o += weight * v);
+        }
+        (out, max + sum.ln())
+    }
+}
+
+/// K or V of one KV head of a sequence as it reads back, `[t][d]`: without and with residuals.
+struct Stored {
+    coarse: Vec<f64>,
+    fine: Vec<f64>,
+    dim: usize,
+    /// Tiles that a row reads with residuals.
+    window: usize,
+}
+
+impl Stored {
+    /// Numbers that every row reads alike.
+    fn exact(coarse: Vec<f64>, dim: usize) -> Self {
+        Stored {
+            fine: Vec::new(),
+            window: 0,
+            coarse,
+            dim,
         }
     }
-    (k, v)
+
+    /// Token t as a row whose own tile is `own_tile` reads it.
+    fn row(&self, t: usize, own_tile: f64) -> &[f64] {
+        let is_fine = own_tile - ((t / 64) as f64) < self.window as f64;
+        let rows = if is_fine && self.window > 0 {
+            &self.fine
+        } else {
+            &self.coarse
+        };
+        &rows[t * self.dim..][..self.dim]
+    }
+
+    fn new(cache: &KvCache, b: usize, head: usize, side: Side) -> Self {
+        let (config, table, layout) = (cache.config(), cache.table(), cache.layout());
+        let store = cache
+            .store()
+            .as_any()
+            .downcast_ref::<HostPages>()
+            .expect("the oracle reads host pages");
+        let scales = match side {
+            Side::K => &config.k_tensor_scales,
+            Side::V => &config.v_tensor_scales,
+        };
+        let scale = scales.get(head).copied().unwrap_or(1.0);
+        let (part, residual) = (layout.part(side), layout.residual(side));
+        let (pages, residuals) = (&table.pages[b], &table.residual_pages[b]);
+        let mut stored = Stored::exact(Vec::new(), config.head_dim);
+        stored.window = part.scheme.window().tiles();
+        for t in 0..table.lens[b] {
+            let (page, slot) = (t / config.page_size, t % config.page_size);
+            let run = store.run(pages[page], head);
+            let mut coarse: Vec<f64> = (0..stored.dim)
+                .map(|d| value(&part, run, slot, d, scale))
+                .collect();
+            let kept = (page + residuals.len()).checked_sub(pages.len());
+            let mut fine = match (&residual, kept) {
+                (Some(residual), Some(kept)) => {
+                    let residuals = store.run(residuals[kept], head);
+                    let value = |d| fine_value(&part, run, residual, residuals, slot, d);
+                    (0..stored.dim).map(value).collect()
+                }
+                _ => coarse.clone(),
+            };
+            if part.scheme.is_rotated() {
+                let halvings = block(stored.dim).trailing_zeros().div_ceil(2);
+                rotate(&mut coarse, halvings);
+                rotate(&mut fine, halvings);
+            }
+            stored.coarse.extend(coarse);
+            stored.fine.extend(fine);
+        }
+        stored
+    }
+}
+
+/// The value of a code `(slot, d)` of a run; its shift is added in f64.
+fn value(part: &Part, run: &[u8], slot: usize, d: usize, tensor_scale: f32) -> f64 {
+    let param = part.load_param(run, slot, d * part.num_params() / part.head_dim());
+    let unshifted = Param {
+        shift: half::f16::ZERO,
+        ..param
+    };
+    let code = part.load_code(run, slot, d);
+    f64::from(quant::decode(part.scheme, code, unshifted, tensor_scale)) + param.shift.to_f64()
+}
+
+/// The value of a code `(slot, d)` with its residual.
+fn fine_value(
+    part: &Part,
+    run: &[u8],
+    residual: &Part,
+    residuals: &[u8],
+    slot: usize,
+    d: usize,
+) -> f64 {
+    let param = part.load_param(run, slot, d * part.num_params() / part.head_dim());
+    let codes = [
+        part.load_code(run, slot, d),
+        residual.load_code(residuals, slot, d),
+    ];
+    f64::from(quant::half_step_value(codes[0], codes[1], param.scale))
 }

@@ -25,7 +25,7 @@ impl Random {
 }
 
 /// Format, head_dim and page_size of a random shape: enough to meet every code path, few enough to compile.
-const KINDS: [(&str, usize, usize); 14] = [
+const KINDS: [(&str, usize, usize); 15] = [
     ("int8", 128, 64),
     ("int8", 64, 64),
     ("int8", 256, 16),
@@ -36,10 +36,11 @@ const KINDS: [(&str, usize, usize); 14] = [
     ("int4-g4", 128, 64),
     ("int4-g8", 128, 32),
     ("int4-g1", 96, 128),
+    ("int8/int4", 128, 64),
     ("int8/int4-g1", 128, 64),
     ("int8-g32", 128, 64),
     ("int8-tensor", 64, 32),
-    ("int4-channel/int8-g32", 128, 64),
+    ("int4-r2-w4/int8-g32", 128, 64),
 ];
 
 /// (heads_per_kv, q_len): every row tile, full and not.

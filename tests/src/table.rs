@@ -72,6 +72,7 @@ fn reduced(table: &mut Table) {
         "int8",
         "int4",
         "int4-g4",
+        "int8/int4",
         "int8-tensor/int8-g32",
         "f16",
         "bf16",
@@ -86,7 +87,7 @@ fn reduced(table: &mut Table) {
             table.add(case);
         }
     }
-    for format in formats(&["int8", "int8-g32", "bf16", "fp8"]) {
+    for format in formats(&["int8-plain", "int8-g32", "bf16", "fp8"]) {
         for build in [Build::Bnsh, Build::Bsnh] {
             let mut case = Case::new([4, 2], 64, &[0, 1, 70], format);
             case.build = build;
@@ -112,30 +113,23 @@ fn without_window() -> Case {
 
 fn full(table: &mut Table) {
     pairs(table);
-    let main = formats(&[
-        "int8",
-        "int4",
-        "int4-g4",
-        "int8/int4-g1",
-        "f16",
-        "bf16",
-        "fp8",
-    ]);
+    let main = formats(&["int8", "int4", "int4-g4", "int8/int4", "f16", "bf16", "fp8"]);
     for &format in &main {
         shapes(table, format);
         builds(table, format);
         modifiers(table, format);
     }
+    windows(table);
     views(table);
     numbers(table);
     for format in formats(&["int8", "int4", "bf16"]) {
-        // 8 tiles to a segment; the last segment and span are short.
+        // Many spans; the last segment and the last span are short.
         let mut case = Case::new([2, 1], 64, &[65_536 + 4 * 512 + 70], format);
         case.build = Build::AtOnce;
         table.add(case);
     }
     table.add(without_window());
-    for format in ["int8", "int4", "int8/int4-g1", "f16", "fp8"] {
+    for format in ["int8", "int8-plain", "int4", "int8/int4-g1", "f16", "fp8"] {
         sinks(table, format);
     }
     merged_sinks(table);
@@ -170,13 +164,11 @@ fn sinks(table: &mut Table, format: &str) {
     let mut case = of([3, 1], 64, &[5, 150], 2);
     case.problem.causal = false;
     table.add(case);
-    // 33 rows of each KV head: `many_rows.cu`.
+    // 33 rows of each KV head.
     table.add(of([66, 2], 64, &[70, 0], 1));
     let case = of([4, 2], 64, &[0, 65, 300], 2);
-    if ![case.format.k, case.format.v]
-        .iter()
-        .any(|scheme| matches!(scheme, Scheme::Int4(_)))
-    {
+    let is_of_views = |scheme: Scheme| scheme.code_bits() > 4 && !scheme.is_rotated();
+    if is_of_views(case.format.k) && is_of_views(case.format.v) {
         for build in [Build::Bnsh, Build::Bsnh] {
             table.add(Case {
                 build,
@@ -206,12 +198,15 @@ fn merged_sinks(table: &mut Table) {
     }
 }
 
-/// Every K scheme with every V scheme.
+/// Every K scheme with every V scheme; rotated int4 of other groups and windows than the preset's with themselves and the presets.
 fn pairs(table: &mut Table) {
+    let [int8, int4] = [KvFormat::INT8.k, KvFormat::INT4.k];
+    let is_variant = |s: Scheme| s.is_rotated() && ![int8, int4].contains(&s);
     for k in Scheme::ALL {
         for v in Scheme::ALL {
             let format = KvFormat { k, v };
-            if format.check(128, 64).is_err() {
+            let by_preset = [int8, int4].iter().any(|s| [k, v].contains(s));
+            if (is_variant(k) || is_variant(v)) && k != v && !by_preset {
                 continue;
             }
             let mut case = Case::new([4, 2], 128, &[0, 1, 65, 130], format);
@@ -305,18 +300,39 @@ fn modifiers(table: &mut Table, format: KvFormat) {
     table.add(case);
 }
 
+/// Query tokens before and behind the end of a tile read its residuals each by its own position; forks and chunks move what is kept.
+fn windows(table: &mut Table) {
+    for format in formats(&["int4", "int8/int4", "int4-w4/int4", "int4-r2/int4-w0"]) {
+        for (q_len, page_size) in [(5, 64), (16, 16), (16, 128)] {
+            let mut case = Case::new([4, 2], 64, &[66, 129, 193, 260, 330, 514, 1027], format);
+            (case.problem.q_len, case.page_size, case.alone) = (q_len, page_size, true);
+            case.build = Build::Shuffled;
+            table.add(case);
+        }
+        for causal in [true, false] {
+            let mut case = Case::new([8, 2], 128, &[195, 450], format);
+            (case.problem.q_len, case.problem.causal) = (4, causal);
+            case.build = Build::Forked;
+            table.add(case);
+        }
+        let mut case = Case::new([8, 1], 64, &[2500], format);
+        (case.problem.q_len, case.problem.window_left) = (2, Some(100));
+        table.add(case);
+    }
+}
+
 fn views(table: &mut Table) {
     for format in formats(&[
         "f16",
         "bf16",
         "fp8",
-        "int8",
+        "int8-plain",
         "int8-g32",
         "int8-tensor",
-        "int8/int8-g32",
+        "int8-plain/int8-g32",
         "int8-g32/int8-tensor",
-        "int8/fp8",
-        "bf16/int8",
+        "int8-plain/fp8",
+        "bf16/int8-plain",
     ]) {
         for build in [Build::Bnsh, Build::Bsnh] {
             for head_dim in [64, 128] {
@@ -331,13 +347,7 @@ fn views(table: &mut Table) {
 /// Inputs that are hard on the quantizers, in every scheme.
 fn numbers(table: &mut Table) {
     for scheme in Scheme::ALL {
-        let format = KvFormat {
-            k: scheme,
-            v: match scheme {
-                Scheme::Int4(attn_core::Int4Scale::Channel) => KvFormat::INT4.v,
-                v => v,
-            },
-        };
+        let format = KvFormat::same(scheme);
         for inputs in [
             Inputs::Zeros,
             Inputs::Tiny,

@@ -1,6 +1,9 @@
 //! The f64 oracle, compared with attention that is worked out by hand.
 
-use attn_conformance::{Case, oracle};
+use attn_conformance::{
+    Case,
+    oracle::{self, Queries},
+};
 use attn_core::{Heads, Problem};
 use attn_cpu::Reference;
 
@@ -114,7 +117,7 @@ fn the_oracle_reads_pages_as_the_rows_that_were_appended() {
     let case = Case::new([4, 2], 64, &[70], "f16".parse().unwrap());
     let cache = case.cache(&Reference::new(), usize::MAX).unwrap();
     let q = case.q();
-    let paged = oracle::attend(&case.problem, &cache, &q);
+    let paged = oracle::attend(&case.problem, &cache, &q, Queries::Exact);
     let [k, v] = case.kv(0);
     let rows = oracle::attend_rows(&case.problem, &q, &k, &v);
     // f16 keeps 11 bits.

@@ -144,15 +144,15 @@ fn the_first_cache_byte_that_differs_is_named() {
 #[test]
 fn another_number_of_pages_is_a_failure() {
     let mut backend = spoilt();
-    // Pages of int4-g1 are as large, but have no tail page.
+    // Pages without a window are as large, but no residual pages belong to them.
     backend.cache = |config, _| {
         let mut config = config.clone();
-        config.format.k = KvFormat::INT4.v;
+        config.format = "int4-w0".parse()?;
         Reference::new().create_cache(&config)
     };
     let text = failure(&backend, &case("int4"));
     assert!(
-        text.contains("sequence 0 has 2 pages, expected 3"),
+        text.contains("sequence 0 has 2 pages, expected 4"),
         "{text}"
     );
 }

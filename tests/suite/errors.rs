@@ -2,11 +2,14 @@
 
 use attn_conformance::{Build, Case, check};
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvFormat, KvSource, KvView, Plan,
-    Problem, Scheme, StridedRows, internals::order_free_pages,
+    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale, KvFormat, KvSource, KvView,
+    Plan, Problem, Scheme, StridedRows, internals::order_free_pages,
 };
 use attn_cpu::CpuBackend;
 use rstest::rstest;
+
+/// A format that views have.
+const PLAIN: KvFormat = KvFormat::same(Scheme::Int8(Int8Scale::Token));
 
 /// Why a step with outputs of the right lengths is refused.
 fn refusal(plan: &Plan, q: &[f32], kv: KvSource<'_>) -> Option<Error> {
@@ -155,8 +158,8 @@ fn a_plan_has_a_sink_for_each_query_head() {
 #[case::page_size(|c: &mut CacheConfig| c.page_size = 48, "page_size")]
 #[case::heads(|c: &mut CacheConfig| c.num_kv_heads = 0, "num_kv_heads")]
 #[case::head_dim(|c: &mut CacheConfig| c.head_dim = 65, "head_dim")]
-#[case::small_pages(|c: &mut CacheConfig| c.page_size = 32, "scheme")]
-#[case::v_channel(|c: &mut CacheConfig| c.format.v = c.format.k, "V scheme")]
+#[case::groups(|c: &mut CacheConfig| c.format.k = Scheme::Int4(3), "scheme")]
+#[case::narrow_groups(|c: &mut CacheConfig| c.format.v = Scheme::Int4(8), "scheme")]
 #[case::static_scales(|c: &mut CacheConfig| c.k_tensor_scales = vec![1.0], "tensor scales")]
 #[case::nan_scale(
     |c: &mut CacheConfig| {
@@ -274,7 +277,7 @@ type Spoil = fn(&mut [StridedRows<'_>; 2]);
 #[case::wrapping_scales(|rows: &mut [StridedRows<'_>; 2]| rows[1].scale_strides[2] = 1 << 63, "scales")]
 #[case::stride_that_wraps_to_0(|rows: &mut [StridedRows<'_>; 2]| rows[0].code_strides[2] = 1 << 62, "k codes")]
 fn views_that_do_not_reach_every_token_are_refused(#[case] spoil: Spoil, #[case] what: &str) {
-    let mut case = Case::new([2, 1], 64, &[5], KvFormat::INT8);
+    let mut case = Case::new([2, 1], 64, &[5], PLAIN);
     case.build = Build::Bnsh;
     let contiguous = case.contiguous();
     let whole = contiguous.view(&case.problem).unwrap();
@@ -292,7 +295,7 @@ fn views_that_do_not_reach_every_token_are_refused(#[case] spoil: Spoil, #[case]
 
 #[test]
 fn a_view_of_other_tokens_than_the_problems_is_refused() {
-    let mut case = Case::new([2, 1], 64, &[5, 9], KvFormat::INT8);
+    let mut case = Case::new([2, 1], 64, &[5, 9], PLAIN);
     case.build = Build::Bnsh;
     let contiguous = case.contiguous();
     let view = contiguous.view(&case.problem).unwrap();
@@ -326,11 +329,11 @@ fn last_row(strides: [usize; 3]) -> usize {
 }
 
 #[rstest]
-#[case::negative("int8", 0xac00, None)]
-#[case::negative_zero("int8", 0x8000, None)]
+#[case::negative("int8-plain", 0xac00, None)]
+#[case::negative_zero("int8-plain", 0x8000, None)]
 #[case::infinite("int8-g32", 0x7c00, None)]
-#[case::nan("int8", 0x7e00, None)]
-#[case::largest("int8", 0x7bff, Some(()))]
+#[case::nan("int8-plain", 0x7e00, None)]
+#[case::largest("int8-plain", 0x7bff, Some(()))]
 fn scales_of_views_are_finite_and_not_negative(
     #[case] format: &str,
     #[case] bits: u16,

@@ -12,3 +12,4 @@ mod foreign;
 mod ranges;
 mod third_party;
 mod vectors;
+mod weights;

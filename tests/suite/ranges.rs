@@ -1,6 +1,9 @@
-//! The ends of the accepted ranges: answers are finite, the same everywhere, and as near as `docs/arithmetic.md`, section 8, says.
+//! The ends of the accepted ranges: answers are finite, the same everywhere, and as near as `docs/arithmetic.md`, section 9, says.
 
-use attn_conformance::{Case, check, oracle};
+use attn_conformance::{
+    Case, check,
+    oracle::{self, Queries},
+};
 use attn_core::{DecodeAttention, KvSource};
 use attn_cpu::{CpuBackend, Reference};
 use rstest::rstest;
@@ -10,7 +13,7 @@ use rstest::rstest;
 fn answers_at_the_ends_of_the_ranges_are_finite_and_the_same_everywhere(
     #[values(1e-15, 1.0, 1e15)] softmax_scale: f32,
     #[values(None, Some(1e-3), Some(1e3))] softcap: Option<f32>,
-    #[values("bf16", "f16", "int8", "fp8/bf16")] format: &str,
+    #[values("bf16", "f16", "int8", "int4", "int8-plain", "fp8/bf16")] format: &str,
 ) {
     let mut case = Case::new([2, 1], 64, &[70], format.parse().unwrap());
     (case.problem.softmax_scale, case.problem.softcap) = (softmax_scale, softcap);
@@ -55,7 +58,7 @@ fn the_soft_caps_error_is_the_documented_one(
         case.seed = seed;
         let cache = case.cache(&reference, usize::MAX).unwrap();
         let (_, lse) = check::decode(&reference, &case, &cache).unwrap();
-        let (_, want) = oracle::attend(&case.problem, &cache, &case.q());
+        let (_, want) = oracle::attend(&case.problem, &cache, &case.q(), Queries::Exact);
         let errors = lse
             .iter()
             .zip(&want)
@@ -132,7 +135,7 @@ fn the_sinks_error_is_the_documented_one(#[case] sink: f32, #[case] allowed: f64
         let sink = sink * (1.0 - i as f32 / 64.0);
         let (case, [_, lse]) = with_sinks("f16", Some([sink, -sink]));
         let cache = case.cache(&reference, usize::MAX).unwrap();
-        let (_, want) = oracle::attend(&case.problem, &cache, &case.q());
+        let (_, want) = oracle::attend(&case.problem, &cache, &case.q(), Queries::Exact);
         for (row, (lse, want)) in lse.iter().zip(&want).enumerate() {
             let error = (f64::from(*lse) - want).abs();
             assert!(error <= allowed, "sink {sink}, row {row}: {error:e}");

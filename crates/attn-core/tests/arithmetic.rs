@@ -18,11 +18,13 @@ fn exponents_are_those_of_the_largest_power_below() {
 }
 
 #[test]
-fn rows_of_zeros_begin_below_2_to_the_minus_100() {
-    let least = f32::from_bits(27 << 23);
-    let below = f32::from_bits(least.to_bits() - 1);
-    assert_eq!(query_step(below), [0.0; 2]);
-    assert!(query_step(least).iter().all(|x| *x > 0.0));
+fn rows_of_zeros_begin_below_2_to_the_minus_60_and_weights_of_zero_below_2_to_the_minus_100() {
+    let power = |e: u32| f32::from_bits((127 - e) << 23);
+    let below = |x: f32| f32::from_bits(x.to_bits() - 1);
+    assert_eq!(query_step(below(power(60))), [0.0; 2]);
+    assert!(query_step(power(60)).iter().all(|x| *x > 0.0));
+    let least = power(100);
+    let below = below(least);
     assert_eq!(weight_step(below, 3), 0.0);
     assert!(weight_step(least, 2) > 0.0);
 }
