@@ -11,9 +11,14 @@ const ROUND: f32 = 12582912.0;          // adding it rounds |x| <= 2^22 to an in
 const ROUND_BITS: i32 = 0x4B400000;
 const NONE: f32 = -3.4028234663852886e38;        // stands for -infinity, kept finite: an unseen score, the maximum of no score
 
-// x * y, rounded: the compiler does not know that `params.zero` is 0, so it cannot contract the product with a sum.
+// x itself: the compiler does not know that `params.zero` is 0, so it cannot make one operation of what is before and behind.
+fn hidden(x: f32) -> f32 {
+    return bitcast<f32>(bitcast<u32>(x) ^ params.zero);
+}
+
+// x * y, rounded, and no part of a sum.
 fn product(x: f32, y: f32) -> f32 {
-    return bitcast<f32>(bitcast<u32>(x * y) ^ params.zero);
+    return hidden(x * y);
 }
 
 fn product4(x: vec4<f32>, y: f32) -> vec4<f32> {
@@ -47,7 +52,8 @@ fn exp2w(v: f32) -> f32 {
 
 // A row of queries in 8 bits: sigma, and what its elements are multiplied by to count it.
 fn query_step(largest: f32) -> vec2<f32> {
-    let step = vec2<f32>(largest * bitcast<f32>(0x3C010204u), 127.0 * rcp(largest));
+    // Mesa multiplies the reciprocal's last factor by 127 first if it sees both.
+    let step = vec2<f32>(largest * bitcast<f32>(0x3C010204u), 127.0 * hidden(rcp(largest)));
     return select(step, vec2<f32>(0.0), largest < bitcast<f32>(0x21800000u));
 }
 
