@@ -11,19 +11,23 @@
 // Host       kernels/src/wgsl/decode.rs chooses the constants, split.rs the splits; crates/attn-wgpu/src/launch.rs fills the tables.
 #let WRITES = 0
 #let T = 64
+// Whether products with K, and with V, are sums of integers; and whether the answer is that of the integer arithmetic.
+#let K_INTEGER = K < F16
+#let V_INTEGER = V < F16
+#let INTEGER = K_INTEGER && V_INTEGER
 // Whether a tile lies inside one page.
 #let PAGED = PS >= 64 && !VIEW
 // Rows whose steps overlap.
 #let RU = R > 1 ? R / 2 : 1
 // Whether the registers hold all of V while the scores are computed.
-#let V_FIRST = INTEGER && CH == 1
+#let V_FIRST = V_INTEGER && CH == 1
 // Groups of K's dims with a scale each in the scores.
 #let SGROUPS = K == G32 || K == GROUPS || K == STEPS ? KG : 1
 // Whether K's codes are not centred on 0, so that scores need the sums of the query's bytes.
-#let K_CENTRED = INTEGER && (K == GROUPS || K == STEPS)
+#let K_CENTRED = K == GROUPS || K == STEPS
 // Whether a lane multiplies half of the dims of two tokens, `lane` and `lane ^ 32`, so that each loaded vector of the query serves two tokens.
 // The halves of a token are added through workgroup memory.
-#let HALVES = INTEGER && UNITS % 2 == 0 && SGROUPS == 1
+#let HALVES = K_INTEGER && UNITS % 2 == 0 && SGROUPS == 1
 #let HALF = HALVES ? UNITS / 2 : UNITS
 #let TOKENS = HALVES ? 2 : 1
 // Pairs (row, unit of 16 dims) of the query that a lane loads.
@@ -40,13 +44,20 @@
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
 @group(0) @binding(3) var<storage, read_write> partials: array<f32>;
 
-#if INTEGER
+#if K_INTEGER
 var<workgroup> query_bytes: array<vec4<u32>, $(R * UNITS)>;          // (row, unit)
 var<workgroup> row_step: array<f32, $(R)>;                           // sigma
+#else
+var<workgroup> queries: array<vec4<f32>, $(R * UNITS * 4)>;          // (row, 4 dims)
+#end
+#if V_INTEGER
 var<workgroup> weight_step_of: array<vec2<f32>, $(VG * R)>;          // (group of V, row): kappa and its reciprocal
 // (group, four rows, token in slot order). Each 16 tokens lie 20 words apart, so that lanes that read different sixteens have no bank conflict.
 var<workgroup> weight_bytes: array<u32, $(VG * QUADS * 80)>;
 var<workgroup> weights: array<vec4<u32>, $(VG * R * 4)>;             // (group, row, 16 tokens in slot order)
+#else
+var<workgroup> weights_f32: array<f32, $(R * 64)>;                   // (row, token in slot order)
+#end
 // Products of a token with half of the dims; then f32 weights, for the shifts: (row, token). Rows are RS words apart for the same reason.
 #let RS = 72
 #if HALVES || V == GROUPS
@@ -56,11 +67,6 @@ var<workgroup> scratch: array<u32, $(R * RS)>;
 var<workgroup> shifts: array<f32, $(VG * 64)>;                       // (group, token)
 var<workgroup> shift_parts: array<f32, $(VG * R * 8)>;               // (group, row, token modulo 8)
 var<workgroup> shift_term: array<f32, $(VG * R)>;                    // (group, row)
-#end
-#else
-var<workgroup> queries: array<vec4<f32>, $(R * UNITS * 4)>;          // (row, 4 dims)
-var<workgroup> values_p: array<f32, $(R * 64)>;                      // (row, token in slot order)
-var<workgroup> values_param: array<vec2<f32>, $(VG * 64)>;           // (group, token in slot order): scale, shift; 0 past the end
 #end
 var<workgroup> row_sees: array<vec2<u32>, $(R)>;                     // first token, and how many
 #if ALIBI
@@ -176,7 +182,7 @@ fn decode_split(
     @builtin(local_invocation_index) lane: u32,
 ) {
 #use find_work()
-#if INTEGER
+#if V_INTEGER
     let theta = threshold(lane);
 #end
     let slot = slot_of(lane);
@@ -199,7 +205,7 @@ fn decode_split(
     for (; tile < tile_end; tile++) {
 #use locate_tile()
 #use load_v_params()
-#if INTEGER
+#if K_INTEGER
 #use load_k()
 #end
 #if V_FIRST

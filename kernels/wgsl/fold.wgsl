@@ -27,7 +27,7 @@ if lane < $(R)u {
 }
 #end
 
-#if INTEGER
+#if V_INTEGER
 // The steps of the tile's weights for each group of V and row, and the reciprocals.
 #def find_steps(): lane, v_fine ->
 if lane < $(VG * R)u {
@@ -42,7 +42,7 @@ if lane < $(VG * PAIRS_OF_ROWS)u {
 #end
 #end
 
-#if INTEGER && V == GROUPS
+#if V == GROUPS
 // The partial sums of V's shifts: lane 8 r + k has those of row r over the tokens that are k modulo 8.
 #def sum_shifts(): lane ->
 if lane < $(8 * R)u {
@@ -73,7 +73,7 @@ if lane < $(VG * R)u {
 
 #def fold_tile(): lane, num_rows, pages_at, residuals_at, head, kv_len, tile, last, v_tile, v_fine, theta, slot, p_*, v_* -> m, l, o_*
 #use fold_maxima()
-#if INTEGER
+#if V_INTEGER
 #use find_steps()
 #if V == GROUPS
 #use sum_shifts()
@@ -86,7 +86,7 @@ if lane < $(VG * R)u {
 #end
 workgroupBarrier();
 #for C in 0..CH
-#if INTEGER
+#if V_INTEGER
 #use fold_integer_values(C)
 #else
 {

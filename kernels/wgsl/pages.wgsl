@@ -98,10 +98,6 @@ fn place_of(pages_at: u32, head: u32, token: u32) -> TokenAddr {
     return TokenAddr(run.buffer, run.at, token % $(PS)u);
 }
 
-fn place_token(place: TokenAddr) -> u32 {
-    return place.token;
-}
-
 // The place of token `index` of a tile: a tile lies inside one page, whose tokens past the end have weight 0, or `pages` are the tables'
 // place of the sequence's pages, and a token past the end reads the bytes of the last one.
 fn k_place(pages: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {

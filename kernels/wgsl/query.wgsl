@@ -43,23 +43,6 @@ fn rotate_16(x: array<vec4<f32>, 4>) -> array<vec4<f32>, 4> {
     let c_d = c - d;
     return array<vec4<f32>, 4>(ab + cd, a_b + c_d, ab - cd, a_b - c_d);
 }
-
-// Four numbers of a pair (row, unit), laid where other lanes find them.
-fn lay(pair: u32, x: vec4<f32>) {
-#if INTEGER
-    query_bytes[pair] = bitcast<vec4<u32>>(x);
-#else
-    queries[pair] = x;
-#end
-}
-
-fn laid(pair: u32) -> vec4<f32> {
-#if INTEGER
-    return bitcast<vec4<f32>>(query_bytes[pair]);
-#else
-    return queries[pair];
-#end
-}
 #end
 
 // The lane's units of the query rows in f32, rotated: the longer strides are between units, four numbers at a time.
@@ -71,14 +54,14 @@ query_$(n) = rotate_16(query_$(n));
 #for w in 0..4
 #for n in 0..PAIRS
 if pair_$(n) < num_pairs {
-    lay(pair_$(n), query_$(n)[$(w)]);
+    query_bytes[pair_$(n)] = bitcast<vec4<u32>>(query_$(n)[$(w)]);
 }
 #end
 workgroupBarrier();
 #for n in 0..PAIRS
 if pair_$(n) < num_pairs {
     let sign = select(1.0, -1.0, (unit_$(n) & (1u << $(s)u)) != 0u);
-    query_$(n)[$(w)] = laid(pair_$(n) ^ (1u << $(s)u)) + sign * query_$(n)[$(w)];
+    query_$(n)[$(w)] = bitcast<vec4<f32>>(query_bytes[pair_$(n) ^ (1u << $(s)u)]) + sign * query_$(n)[$(w)];
 }
 #end
 workgroupBarrier();
@@ -111,7 +94,7 @@ if pair_$(n) < num_pairs {
 #end
 #for n in 0..PAIRS
 if pair_$(n) < num_pairs {
-#if INTEGER
+#if K_INTEGER
     post_max($(QUERY_MAX)u + row_$(n), bitcast<u32>(largest(query_$(n))));
 #else
 #for w in 0..4
@@ -121,7 +104,7 @@ if pair_$(n) < num_pairs {
 }
 #end
 workgroupBarrier();
-#if INTEGER
+#if K_INTEGER
 #for n in 0..PAIRS
 if pair_$(n) < num_pairs {
     let step = query_step(bitcast<f32>(posted($(QUERY_MAX)u + row_$(n))));

@@ -7,10 +7,10 @@
 // For each group of V: the rows' largest weights times scales, and the sums of weights of one byte, of two rows in a slot.
 #let LARGEST = 2 * R
 #let PAIRS_OF_ROWS = (R + 1) / 2
-#let WEIGHTS = LARGEST + (INTEGER ? VG * R : 0)
+#let WEIGHTS = LARGEST + (V_INTEGER ? VG * R : 0)
 // For each row: its largest query, and the sums of its bytes for each of K's groups.
-#let QUERY_MAX = WEIGHTS + (INTEGER ? VG * PAIRS_OF_ROWS : 0)
-#let QUERY_SUM = QUERY_MAX + R
+#let QUERY_MAX = WEIGHTS + (V_INTEGER ? VG * PAIRS_OF_ROWS : 0)
+#let QUERY_SUM = QUERY_MAX + (K_INTEGER ? R : 0)
 #let SLOTS = QUERY_SUM + (K_CENTRED ? R * KG : 0)
 var<workgroup> reduced: array<atomic<u32>, $(SLOTS)>;
 

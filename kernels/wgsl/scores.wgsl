@@ -1,5 +1,6 @@
 // scores.wgsl: K's codes, and the scores of a tile (docs/arithmetic.md, section 4). A lane has the score of its token, one for each row.
 
+#if K_INTEGER
 // The codes of dims 16 u .. 16 u + 15, one byte each (a nibble scheme's as 0..15).
 fn k_bytes(place: TokenAddr, u: u32) -> vec4<u32> {
 #if K_BITS == 4
@@ -10,6 +11,7 @@ fn k_bytes(place: TokenAddr, u: u32) -> vec4<u32> {
     return k_vec(place, u);
 #end
 }
+#end
 
 #if !VIEW && K_SCALED
 // The word with a token's parameters of group g.
@@ -33,12 +35,7 @@ fn k_param(word: u32, token: u32) -> vec2<f32> {
 }
 #end
 
-#if INTEGER
-// acc + the dot product of 16 signed bytes.
-fn dot16(a: vec4<u32>, b: vec4<u32>, acc: i32) -> i32 {
-    return dot4I8Packed(a.w, b.w) + (dot4I8Packed(a.z, b.z) + (dot4I8Packed(a.y, b.y) + (dot4I8Packed(a.x, b.x) + acc)));
-}
-#else
+#if K == FP8 || V == FP8
 fn fp8_value(b: u32) -> f32 {
     let magnitude = b & 0x7Fu;
     let normal = bitcast<f32>((magnitude << 20u) + 0x3C000000u);
@@ -49,12 +46,20 @@ fn fp8_value(b: u32) -> f32 {
 fn fp8_values(word: u32) -> vec4<f32> {
     return vec4<f32>(fp8_value(word & 0xFFu), fp8_value((word >> 8u) & 0xFFu), fp8_value((word >> 16u) & 0xFFu), fp8_value(word >> 24u));
 }
+#end
 
-fn int8_values(word: u32) -> vec4<f32> {
-    return vec4<f32>(unpack4xI8(word));
+#if K_INTEGER
+// acc + the dot product of 16 signed bytes.
+fn dot16(a: vec4<u32>, b: vec4<u32>, acc: i32) -> i32 {
+    return dot4I8Packed(a.w, b.w) + (dot4I8Packed(a.z, b.z) + (dot4I8Packed(a.y, b.y) + (dot4I8Packed(a.x, b.x) + acc)));
 }
-
-#if K == F16 || K == BF16
+#elif K == FP8
+// 16 dims of one token, without the per-tensor scale.
+fn k_values(place: TokenAddr, u: u32) -> array<vec4<f32>, 4> {
+    let c = k_vec(place, u);
+    return array<vec4<f32>, 4>(fp8_values(c.x), fp8_values(c.y), fp8_values(c.z), fp8_values(c.w));
+}
+#else
 fn half_values(a: u32, b: u32) -> vec4<f32> {
 #if K == BF16
     return bitcast<vec4<f32>>(vec4<u32>(a << 16u, a & 0xFFFF0000u, b << 16u, b & 0xFFFF0000u));
@@ -62,50 +67,16 @@ fn half_values(a: u32, b: u32) -> vec4<f32> {
     return vec4<f32>(f16_value(a & 0xFFFFu), f16_value(a >> 16u), f16_value(b & 0xFFFFu), f16_value(b >> 16u));
 #end
 }
-#end
 
-// K dequantized: 16 dims of one token, without a per-tensor scale.
+// 16 dims of one token.
 fn k_values(place: TokenAddr, u: u32) -> array<vec4<f32>, 4> {
-#if K == F16 || K == BF16
     let a = k_vec(place, 2u * u);
     let b = k_vec(place, 2u * u + 1u);
     return array<vec4<f32>, 4>(
         half_values(a.x, a.y), half_values(a.z, a.w),
         half_values(b.x, b.y), half_values(b.z, b.w),
     );
-#else
-    let c = k_bytes(place, u);
-#if K == FP8
-    return array<vec4<f32>, 4>(fp8_values(c.x), fp8_values(c.y), fp8_values(c.z), fp8_values(c.w));
-#elif K == TENSOR
-    return array<vec4<f32>, 4>(int8_values(c.x), int8_values(c.y), int8_values(c.z), int8_values(c.w));
-#else
-    let p = k_param(k_word(place, u * $(KG)u / $(UNITS)u), place_token(place));
-#if K == STEPS
-    let s = vec2<f32>(2.0 * p.x, -15.0 * p.x);
-#else
-    let s = p;
-#end
-    return array<vec4<f32>, 4>(int8_values(c.x) * s.x + s.y, int8_values(c.y) * s.x + s.y, int8_values(c.z) * s.x + s.y, int8_values(c.w) * s.x + s.y);
-#end
-#end
 }
-
-#if K_WINDOW > 0
-// The same with residuals.
-fn k_values_fine(place: TokenAddr, residuals: TokenAddr, u: u32) -> array<vec4<f32>, 4> {
-    let c = (k_bytes(place, u) << vec4<u32>(4u)) | k_bytes(residuals, u);
-    let scale = k_param(k_word(place, u * $(KG)u / $(UNITS)u), place.token).x * 0.0625;
-    return array<vec4<f32>, 4>(step_values(c.x) * scale, step_values(c.y) * scale, step_values(c.z) * scale, step_values(c.w) * scale);
-}
-#end
-
-#if K_WINDOW + V_WINDOW > 0
-// Four half steps of 8 bits, in halves of a residual's step.
-fn step_values(word: u32) -> vec4<f32> {
-    return vec4<f32>(unpack4xU8(word)) * 2.0 - 255.0;
-}
-#end
 #end
 
 // Loads the codes and parameters of K that the lane multiplies.
@@ -226,34 +197,18 @@ if k_fine > 0u {
 score_$(r) = score_$(r) * row_step[$(r)];
 #end
 
-// The scores of all rows in f32, of dequantized K.
-#def float_scores(): place, head, kv_len, tile, lane, residuals_at, k_fine -> score_*
-#if K_WINDOW > 0
-var residuals = place;
-if k_fine > 0u {
-    residuals = residual_place(residuals_at, head, kv_len, tile, lane);
-}
-#end
+// The scores of all rows in f32.
+#def float_scores(): place -> score_*
 for (var u = 0u; u < $(UNITS)u; u++) {
     let k = k_values(place, u);
-#if K_WINDOW > 0
-    var fine = k;
-    if k_fine > 0u {
-        fine = k_values_fine(place, residuals, u);
-    }
+#for w in 0..4
+    let k_$(w) = k[$(w)];
 #end
 #for r in 0..R
-    {
 #for w in 0..4
-        let q_$(w) = queries[($(r * UNITS)u + u) * 4u + $(w)u];
-#if K_WINDOW > 0
-        let k_$(w) = select(k[$(w)], fine[$(w)], $(r)u < k_fine);
-#else
-        let k_$(w) = k[$(w)];
+    let q_$(r)_$(w) = queries[($(r * UNITS)u + u) * 4u + $(w)u];
 #end
-#end
-        score_$(r) += (dot(q_0, k_0) + dot(q_1, k_1)) + (dot(q_2, k_2) + dot(q_3, k_3));
-    }
+    score_$(r) += (dot(q_$(r)_0, k_0) + dot(q_$(r)_1, k_1)) + (dot(q_$(r)_2, k_2) + dot(q_$(r)_3, k_3));
 #end
 }
 #end
@@ -278,7 +233,7 @@ score_$(r) = select(NONE, score_$(r), token - row_sees[$(r)].x < row_sees[$(r)].
 #for r in 0..R
 var score_$(r) = 0.0;
 #end
-#if INTEGER
+#if K_INTEGER
 #use load_k_params()
 #for r in 0..R
 #for g in 0..SGROUPS
@@ -303,7 +258,7 @@ workgroupBarrier();
 #end
 #for b in 0..(R / RU)
 if $(b * RU)u < num_rows {
-#if INTEGER
+#if K_INTEGER
 #for r in (b * RU)..(b * RU + RU)
 #if HALVES
     dot_$(r)_0 += bitcast<i32>(scratch[$(r * RS)u + lane]);

@@ -1,7 +1,7 @@
 // softmax.wgsl: the weights of a tile (docs/arithmetic.md, section 5). A lane has the weights of its token, one for each row.
 
 // The weights of all rows in f32, their sums and the largest of them times V's scales in the slots of reduce.wgsl.
-#def softmax_tile(): num_rows, lane, token, kv_len, slot, score_*, v_* -> p_*
+#def softmax_tile(): num_rows, lane, slot, score_*, v_* -> p_*
 workgroupBarrier();
 #for r in 0..R
 var p_$(r) = 0.0;
@@ -18,7 +18,7 @@ if $(b * RU)u < num_rows {
 #end
         p_$(r) = select(0.0, weight, score_$(r) > NONE);
         post_sum($(ROW_SUM + r)u, weight_units(p_$(r)));
-#if INTEGER
+#if V_INTEGER
 #for g in 0..VG
 #if V_SCALED
         post_max($(LARGEST + g * R + r)u, bitcast<u32>(p_$(r) * v_$(g).x));
@@ -30,20 +30,11 @@ if $(b * RU)u < num_rows {
         scratch[$(r * RS)u + lane] = bitcast<u32>(p_$(r));
 #end
 #else
-        values_p[$(r * 64)u + slot] = p_$(r);
+        weights_f32[$(r * 64)u + slot] = p_$(r);
 #end
     }
 #end
 }
-#end
-#if !INTEGER
-#for g in 0..VG
-#if V_SCALED
-values_param[$(64 * g)u + slot] = v_$(g);
-#else
-values_param[$(64 * g)u + slot] = select(vec2<f32>(0.0), vec2<f32>(1.0, 0.0), token < kv_len);
-#end
-#end
 #end
 #end
 

@@ -40,14 +40,10 @@ fn v_param(word: u32, token: u32) -> vec2<f32> {
 }
 #end
 
-#if V_BITS < 16 && !VIEW
-// The 16 bytes of dim d in the panel of `place.token`, of codes that begin at `codes`: 16 tokens in slot order; of 4 bits, those of dims 16 a + i and 16 a + 8 + i.
-fn v_panel(place: TokenAddr, codes: u32, d: u32) -> vec4<u32> {
-#if V_BITS == 8
-    return load_vec(place.buffer, place.at + codes + (place.token / 16u) * $(V_ROWS)u + d);
-#else
-    return load_vec(place.buffer, place.at + codes + (place.token / 16u) * $(V_ROWS)u + (d >> 4u) * 8u + (d & 7u));
-#end
+#if V == FP8 && !VIEW
+// The 16 bytes of dim d in the panel of `place.token`: 16 tokens in slot order.
+fn v_panel(place: TokenAddr, d: u32) -> vec4<u32> {
+    return load_vec(place.buffer, place.at + $(V_CODES)u + (place.token / 16u) * $(D)u + d);
 }
 #elif V_BITS == 16
 // One element of 16-bit V.
@@ -66,7 +62,7 @@ fn v_element(place: TokenAddr, d: u32) -> f32 {
 }
 #end
 
-#if INTEGER
+#if V_INTEGER
 // acc + the dot product of 16 unsigned bytes.
 fn dot16u(a: vec4<u32>, b: vec4<u32>, acc: u32) -> u32 {
     return dot4U8Packed(a.w, b.w) + (dot4U8Packed(a.z, b.z) + (dot4U8Packed(a.y, b.y) + (dot4U8Packed(a.x, b.x) + acc)));
@@ -92,13 +88,13 @@ let v_word_$(g) = v_word(of_v, $(g)u);
 #if V_SCALED
 #for g in 0..VG
 var v_$(g) = v_param(v_word_$(g), lane);
-#if INTEGER && V == GROUPS
+#if V == GROUPS
 v_$(g).y = v_$(g).y + 8.0 * v_$(g).x;
-#elif INTEGER && V == STEPS
+#elif V == STEPS
 v_$(g).x = v_$(g).x * 0.0625;
 #end
 v_$(g) = select(vec2<f32>(0.0), v_$(g), token < kv_len);
-#if INTEGER && V == GROUPS
+#if V == GROUPS
 shifts[$(64 * g)u + lane] = v_$(g).y;
 #end
 #end
@@ -266,7 +262,7 @@ if $(b * RU)u < num_rows {
 #end
 
 // Chunk C of the tile's value in f32, folded into O.
-#def fold_float_values(C): lane, pages_at, residuals_at, head, kv_len, tile, last, v_fine -> o_*
+#def fold_float_values(C): lane, pages_at, head, tile, last -> o_*
 #for i in 0..DPL
 let dim_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(D - 1)u);
 #for r in 0..R
@@ -274,12 +270,9 @@ var value_$(r)_$(i) = 0.0;
 #end
 #end
 for (var quad = 0u; quad < 16u; quad++) {
-    // Tokens of a slot quad: 2c, 2c + 1, 2c + 8, 2c + 9 of 16.
+    // Tokens of a slot quad: 2c, 2c + 1, 2c + 8, 2c + 9 of 16; unwritten ones may hold NaN.
     let first = tile * 64u + (quad >> 2u) * 16u + 2u * (quad & 3u);
-#if VG == 1
-    let scale = vec4<f32>(values_param[quad * 4u].x, values_param[quad * 4u + 1u].x, values_param[quad * 4u + 2u].x, values_param[quad * 4u + 3u].x);
-    let shift = vec4<f32>(values_param[quad * 4u].y, values_param[quad * 4u + 1u].y, values_param[quad * 4u + 2u].y, values_param[quad * 4u + 3u].y);
-#end
+    let unwritten = vec4<u32>(first, first + 1u, first + 8u, first + 9u) > vec4<u32>(last);
 #if V_BITS == 16 || VIEW
     let place_0 = place_of(pages_at, head, min(first, last));
     let place_1 = place_of(pages_at, head, min(first + 1u, last));
@@ -289,57 +282,21 @@ for (var quad = 0u; quad < 16u; quad++) {
     let place = place_of(pages_at, head, min(first, last));
 #end
 #for i in 0..DPL
-    var v_$(i) = vec4<f32>(0.0);
-#if V_WINDOW > 0
-    var fine_$(i) = vec4<f32>(0.0);
-#end
-    {
-#if VG > 1
-        let at = (dim_$(i) / $(GD)u) * 64u + quad * 4u;
-        let scale = vec4<f32>(values_param[at].x, values_param[at + 1u].x, values_param[at + 2u].x, values_param[at + 3u].x);
-        let shift = vec4<f32>(values_param[at].y, values_param[at + 1u].y, values_param[at + 2u].y, values_param[at + 3u].y);
-#end
 #if V_BITS == 16
-        let code = vec4<f32>(v_element(place_0, dim_$(i)), v_element(place_1, dim_$(i)), v_element(place_2, dim_$(i)), v_element(place_3, dim_$(i)));
-        v_$(i) = select(code, vec4<f32>(0.0), scale == vec4<f32>(0.0));
+    let code_$(i) = vec4<f32>(v_element(place_0, dim_$(i)), v_element(place_1, dim_$(i)), v_element(place_2, dim_$(i)), v_element(place_3, dim_$(i)));
+#elif VIEW
+    let code_$(i) = fp8_values(v_byte(place_0, dim_$(i)) | (v_byte(place_1, dim_$(i)) << 8u) | (v_byte(place_2, dim_$(i)) << 16u) | (v_byte(place_3, dim_$(i)) << 24u));
 #else
-#if VIEW
-        let word = v_byte(place_0, dim_$(i)) | (v_byte(place_1, dim_$(i)) << 8u) | (v_byte(place_2, dim_$(i)) << 16u) | (v_byte(place_3, dim_$(i)) << 24u);
-#else
-        let word = v_panel(place, $(V_CODES)u, dim_$(i))[quad & 3u];
+    let code_$(i) = fp8_values(v_panel(place, dim_$(i))[quad & 3u]);
 #end
-#if V == FP8
-        v_$(i) = select(fp8_values(word), vec4<f32>(0.0), scale == vec4<f32>(0.0));
-#elif V_BITS == 8
-        v_$(i) = int8_values(word) * scale;
-#else
-        let high = ((dim_$(i) >> 3u) & 1u) * 4u;
-        let codes = (word >> high) & 0x0F0F0F0Fu;
-#if V == GROUPS
-        v_$(i) = int8_values(codes) * scale + shift;
-#else
-        v_$(i) = (int8_values(codes) * 2.0 - 15.0) * scale;
-#if V_WINDOW > 0
-        if v_fine > 0u {
-            let residuals = v_panel(residual_place(residuals_at, head, kv_len, tile, first - tile * 64u), $(V_RESIDUALS)u, dim_$(i))[quad & 3u];
-            fine_$(i) = step_values((codes << 4u) | ((residuals >> high) & 0x0F0F0F0Fu)) * (scale * 0.0625);
-        }
-#end
-#end
-#end
-#end
-    }
+    let v_$(i) = select(code_$(i), vec4<f32>(0.0), unwritten);
 #end
 #for r in 0..R
     {
         let at = $(r * 64)u + quad * 4u;
-        let p = vec4<f32>(values_p[at], values_p[at + 1u], values_p[at + 2u], values_p[at + 3u]);
+        let p = vec4<f32>(weights_f32[at], weights_f32[at + 1u], weights_f32[at + 2u], weights_f32[at + 3u]);
 #for i in 0..DPL
-#if V_WINDOW > 0
-        value_$(r)_$(i) += dot(p, select(v_$(i), fine_$(i), $(r)u < v_fine));
-#else
         value_$(r)_$(i) += dot(p, v_$(i));
-#end
 #end
     }
 #end

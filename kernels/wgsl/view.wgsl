@@ -16,11 +16,6 @@ struct TokenAddr {
     scale: u32,
 }
 
-// A scale comes twice in its word, so that any token finds it.
-fn place_token(place: TokenAddr) -> u32 {
-    return 0u;
-}
-
 fn view_row(rows_at: u32, head: u32, token: u32) -> u32 {
     return tables[rows_at] + head * tables[rows_at + 1u] + token * tables[rows_at + 2u];
 }

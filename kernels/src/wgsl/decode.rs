@@ -87,7 +87,6 @@ pub struct KvLayout {
 /// The decode kernels' constants.
 fn decode_constants(key: &DecodeKey) -> Constants {
     let v = key.format.v;
-    let integer = key.format.is_integer();
     let mut constants = layout_constants(key.format, key.head_dim, key.page_size);
     let (d, r) = (key.head_dim, key.rows);
     let group_dims = d / v.groups(d);
@@ -106,7 +105,6 @@ fn decode_constants(key: &DecodeKey) -> Constants {
         rows_per_lane * (d / v_rows)
     };
     let values = [
-        ("INTEGER", usize::from(integer)),
         ("R", r),
         ("POOLS", key.pools),
         ("VIEW", usize::from(key.view)),
@@ -127,28 +125,31 @@ fn decode_constants(key: &DecodeKey) -> Constants {
 /// Bytes of workgroup memory that the split kernel takes, as declared there.
 pub fn workgroup_bytes(key: &DecodeKey) -> usize {
     let KvFormat { k, v } = key.format;
-    let (d, r, integer) = (key.head_dim, key.rows, key.format.is_integer());
+    let (d, r) = (key.head_dim, key.rows);
     let (units, k_groups, v_groups) = (d / 16, k.groups(d), v.groups(d));
-    let rows = 16 * r + if key.alibi { 4 * r } else { 0 };
-    if !integer {
-        return rows + 256 * r + 512 * v_groups + 64 * r * units + 4 * 3 * r;
+    let is_centred = k.is_integer() && k.code_bits() == 4;
+    let scored_whole = k == Scheme::Int8(Int8Scale::Group32) || is_centred && k_groups > 1;
+    let halves = k.is_integer() && units % 2 == 0 && !scored_whole;
+    let (mut bytes, mut slots) = (16 * r + if key.alibi { 4 * r } else { 0 }, 2 * r);
+    if k.is_integer() {
+        bytes += 16 * r * units + 4 * r;
+        slots += r + if is_centred { r * k_groups } else { 0 };
+    } else {
+        bytes += 64 * r * units;
     }
-    let is_centred = k.code_bits() == 4;
-    let sum_groups = match k {
-        Scheme::Int8(Int8Scale::Group32) | Scheme::Int4(_) | Scheme::RotatedInt4 { .. } => k_groups,
-        _ => 1,
-    };
-    let halves = units % 2 == 0 && sum_groups == 1;
-    let mut bytes = 16 * r * units + 4 * r;
-    bytes += v_groups * (8 * r + 320 * r.div_ceil(4) + 64 * r);
+    if v.is_integer() {
+        bytes += v_groups * (8 * r + 320 * r.div_ceil(4) + 64 * r);
+        slots += v_groups * (r + r.div_ceil(2));
+    } else {
+        bytes += 256 * r;
+    }
     if halves || v.has_shifts() {
         bytes += 4 * 72 * r;
     }
     if v.has_shifts() {
         bytes += v_groups * (256 + 36 * r);
     }
-    let slots = 3 * r + v_groups * (r + r.div_ceil(2)) + if is_centred { r * k_groups } else { 0 };
-    rows + bytes + 4 * slots
+    bytes + 4 * slots
 }
 
 /// The kernels of a problem: the rows of a workgroup are as many as it has, up to 8, that fit into workgroup memory.
