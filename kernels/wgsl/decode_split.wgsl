@@ -55,6 +55,7 @@ var<workgroup> weight_step_of: array<vec2<f32>, $(VG * R)>;          // (group o
 // (group, four rows, token in slot order). Each 16 tokens lie 20 words apart, so that lanes that read different sixteens have no bank conflict.
 var<workgroup> weight_bytes: array<u32, $(VG * QUADS * 80)>;
 var<workgroup> weights: array<vec4<u32>, $(VG * R * 4)>;             // (group, row, 16 tokens in slot order)
+var<workgroup> folds: array<vec4<u32>, $(VG * R)>;                   // (group, row): see join_factors
 #else
 var<workgroup> weights_f32: array<f32, $(R * 64)>;                   // (row, token in slot order)
 #end

@@ -42,6 +42,18 @@ if lane < $(VG * PAIRS_OF_ROWS)u {
 #end
 #end
 
+#if V_INTEGER
+// All that a group's sums of a row are folded with, in one vector: alpha, beta, the step and the sum of weights.
+#def join_factors(): lane ->
+if lane < $(VG * R)u {
+    let group = lane / $(R)u;
+    let row = lane % $(R)u;
+    let sum = (posted($(WEIGHTS)u + group * $(PAIRS_OF_ROWS)u + (row >> 1u)) >> ((row & 1u) * 16u)) & 0xFFFFu;
+    folds[lane] = vec4<u32>(bitcast<u32>(fold_alpha[row]), bitcast<u32>(fold_beta[row]), bitcast<u32>(weight_step_of[lane].x), sum);
+}
+#end
+#end
+
 #if V == GROUPS
 // The partial sums of V's shifts: lane 8 r + k has those of row r over the tokens that are k modulo 8.
 #def sum_shifts(): lane ->
@@ -83,6 +95,7 @@ if lane < $(VG * R)u {
 #use join_shifts()
 #end
 #use pack_weights()
+#use join_factors()
 #end
 workgroupBarrier();
 #for C in 0..CH

@@ -194,7 +194,7 @@ if k_fine > 0u {
 #end
 }
 #end
-score_$(r) = score_$(r) * row_step[$(r)];
+score_$(r) = product(score_$(r), row_step[$(r)]);
 #end
 
 // The scores of all rows in f32.

@@ -236,24 +236,29 @@ if $(b * RU)u < num_rows {
 #use residual_values(C, b)
 #end
 #for r in (b * RU)..(b * RU + RU)
-    if fold_beta[$(r)] >= 0.0 {
+    {
+#for i in 0..(VG == 1 ? 1 : DPL)
+        let with_$(i) = folds[group_$(i) * $(R)u + $(r)u];
+#end
+        if bitcast<f32>(with_0.y) >= 0.0 {
 #for i in 0..DPL
-        {
-            let sum_of_weights = bitcast<i32>((posted($(WEIGHTS + r / 2)u + group_$(i) * $(PAIRS_OF_ROWS)u) >> $(r % 2 * 16)u) & 0xFFFFu);
-            let step = weight_step_of[group_$(i) * $(R)u + $(r)u].x;
+#let w = VG == 1 ? 0 : i
+            {
+                let sum_of_weights = bitcast<i32>(with_$(w).w);
 #if V == STEPS
-            let total = bitcast<i32>(2u * sum_$(r)_$(i)) - select(240, 255, $(r)u < v_fine) * sum_of_weights;
+                let total = bitcast<i32>(2u * sum_$(r)_$(i)) - select(240, 255, $(r)u < v_fine) * sum_of_weights;
 #else
-            let total = bitcast<i32>(sum_$(r)_$(i) >> $(V_BITS == 4 && i % 2 == 1 ? 4 : 0)u) - $(V_BITS == 8 ? 128 : 8) * sum_of_weights;
+                let total = bitcast<i32>(sum_$(r)_$(i) >> $(V_BITS == 4 && i % 2 == 1 ? 4 : 0)u) - $(V_BITS == 8 ? 128 : 8) * sum_of_weights;
 #end
 #if V == GROUPS
-            let value = f32(total) * step + shift_term[group_$(i) * $(R)u + $(r)u];
+                let value = f32(total) * bitcast<f32>(with_$(w).z) + shift_term[group_$(i) * $(R)u + $(r)u];
 #else
-            let value = f32(total) * step;
+                let value = f32(total) * bitcast<f32>(with_$(w).z);
 #end
-            o_$(r)_$(C * DPL + i) = ftz(o_$(r)_$(C * DPL + i) * fold_alpha[$(r)]) + value * fold_beta[$(r)];
+                o_$(r)_$(C * DPL + i) = ftz(o_$(r)_$(C * DPL + i) * bitcast<f32>(with_$(w).x)) + value * bitcast<f32>(with_$(w).y);
+            }
+#end
         }
-#end
     }
 #end
 }

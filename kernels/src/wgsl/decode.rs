@@ -138,7 +138,7 @@ pub fn workgroup_bytes(key: &DecodeKey) -> usize {
         bytes += 64 * r * units;
     }
     if v.is_integer() {
-        bytes += v_groups * (8 * r + 320 * r.div_ceil(4) + 64 * r);
+        bytes += v_groups * (24 * r + 320 * r.div_ceil(4) + 64 * r);
         slots += v_groups * (r + r.div_ceil(2));
     } else {
         bytes += 256 * r;
