@@ -129,20 +129,12 @@ impl KvTables<'_> {
 
     /// The residual pages of sequence `b`, of `kv_len` tokens, in their slots.
     fn residual_ring(&self, b: usize, kv_len: usize) -> Vec<u32> {
-        let mut slots = vec![0; self.residual_slots()];
-        let kept = self
-            .layout
-            .format
-            .residual_pages(self.layout.page_size, kv_len);
-        let last = kv_len.div_ceil(self.layout.page_size);
-        for (i, page) in (last - kept..last).rev().zip(
-            self.residual_lists
-                .get(b)
-                .into_iter()
-                .flat_map(|list| list.iter().rev()),
-        ) {
-            let slot = i % slots.len();
-            slots[slot] = *page;
+        let ring = self.residual_slots();
+        let mut slots = vec![0; ring];
+        let list = self.residual_lists.get(b).map_or(&[][..], |list| list);
+        let pages = kv_len.div_ceil(self.layout.page_size);
+        for (i, page) in (0..pages).rev().zip(list.iter().rev()).take(ring) {
+            slots[i % ring] = *page;
         }
         slots
     }
