@@ -76,7 +76,7 @@ impl Options {
         self
     }
 
-    /// Sets the split of one workgroup: a single tile of a short segment (`true`), or a segment.
+    /// Sets the split of one workgroup: a single tile (`true`), or a segment.
     #[must_use]
     pub fn by_tiles(mut self, by_tiles: bool) -> Self {
         self.tuning.by_tiles = Some(by_tiles);

@@ -1,6 +1,6 @@
 //! The specialisation of `decode_split.wgsl` and `decode_merge.wgsl`.
 
-use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
+use attn_core::{Int8Scale, KvFormat, Problem, Scheme, rotation};
 
 use super::{
     Constants, SpecialiseError,
@@ -34,6 +34,24 @@ pub struct DecodeKey {
     pub split: Split,
 }
 
+impl DecodeKey {
+    /// Dims of a workgroup of `decode_merge.wgsl`: few where splits are tiles, because rows are few then and each has many partials, but
+    /// whole blocks where V is rotated.
+    fn merge_dims(&self) -> usize {
+        match self.split {
+            Split::Segment => self.head_dim,
+            Split::Tile if self.format.v.is_rotated() => rotation::block(self.head_dim).max(32),
+            Split::Tile => 32,
+        }
+    }
+
+    /// Workgroups of `decode_merge.wgsl` that share the dims of a query row.
+    #[must_use]
+    pub fn merge_parts(&self) -> usize {
+        self.head_dim.div_ceil(self.merge_dims())
+    }
+}
+
 /// Choices that change speed, never bits. `Default` leaves each to the backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -42,7 +60,7 @@ pub struct Tuning {
     pub shared_bytes: Option<usize>,
     /// Most query rows of one workgroup: 1, 2, 4 or 8. Another number counts as the next of these below it, 0 as 1.
     pub rows: Option<usize>,
-    /// Whether a workgroup takes a single tile, where segments are no longer than four, or a segment.
+    /// Whether a workgroup takes a single tile, or a segment.
     pub by_tiles: Option<bool>,
 }
 
@@ -69,7 +87,6 @@ pub struct KvLayout {
 /// The decode kernels' constants.
 fn decode_constants(key: &DecodeKey) -> Constants {
     let v = key.format.v;
-    let integer = key.format.is_integer();
     let mut constants = layout_constants(key.format, key.head_dim, key.page_size);
     let (d, r) = (key.head_dim, key.rows);
     let group_dims = d / v.groups(d);
@@ -87,19 +104,14 @@ fn decode_constants(key: &DecodeKey) -> Constants {
     } else {
         rows_per_lane * (d / v_rows)
     };
-    let scaled = matches!(
-        v,
-        Scheme::Int8(Int8Scale::Token | Int8Scale::Group32) | Scheme::Int4(_)
-    );
     let values = [
-        ("INTEGER", usize::from(integer)),
         ("R", r),
         ("POOLS", key.pools),
         ("VIEW", usize::from(key.view)),
         ("SOFTCAP", usize::from(key.softcap)),
         ("ALIBI", usize::from(key.alibi)),
         ("PER_SEGMENT", key.split.per_segment()),
-        ("V_SCALED", usize::from(scaled)),
+        ("MD", key.merge_dims()),
         ("GD", group_dims),
         ("CH", chunks),
         ("DPL", dims_per_lane),
@@ -113,28 +125,29 @@ fn decode_constants(key: &DecodeKey) -> Constants {
 /// Bytes of workgroup memory that the split kernel takes, as declared there.
 pub fn workgroup_bytes(key: &DecodeKey) -> usize {
     let KvFormat { k, v } = key.format;
-    let (d, r, integer) = (key.head_dim, key.rows, key.format.is_integer());
+    let (d, r) = (key.head_dim, key.rows);
     let (units, k_groups, v_groups) = (d / 16, k.groups(d), v.groups(d));
-    let channel = k == Scheme::Int4(Int4Scale::Channel);
-    let sums = match k {
-        Scheme::Int4(Int4Scale::Groups(_)) => k_groups,
-        _ => 1,
-    };
-    let mut bytes = 16 * r + if key.alibi { 4 * r } else { 0 };
-    bytes += if integer {
-        32 * r * units
-            + 4 * r
-            + v_groups * (128 * r + 8 * r + 4)
-            + 4 * 68 * r * v_groups.div_ceil(2)
+    let is_centred = k.is_integer() && k.code_bits() == 4;
+    let scored_whole = k == Scheme::Int8(Int8Scale::Group32) || is_centred && k_groups > 1;
+    let halves = k.is_integer() && units % 2 == 0 && !scored_whole;
+    let (mut bytes, mut slots) = (16 * r + if key.alibi { 4 * r } else { 0 }, 2 * r);
+    if k.is_integer() {
+        bytes += 16 * r * units + 4 * r;
+        slots += r + if is_centred { r * k_groups } else { 0 };
     } else {
-        256 * r + 512 * v_groups + 64 * r * units
-    };
-    let mut slots = 3 * r + v_groups * (2 + 3 * r) + r * sums;
-    if channel {
-        slots += 2 * r + 1;
+        bytes += 64 * r * units;
     }
-    if integer && channel {
-        bytes += 128 * units + 4 * r;
+    if v.is_integer() {
+        bytes += v_groups * (24 * r + 320 * r.div_ceil(4) + 64 * r);
+        slots += v_groups * (r + r.div_ceil(2));
+    } else {
+        bytes += 256 * r;
+    }
+    if halves || v.has_shifts() {
+        bytes += 4 * 72 * r;
+    }
+    if v.has_shifts() {
+        bytes += v_groups * (256 + 36 * r);
     }
     bytes + 4 * slots
 }
@@ -232,7 +245,7 @@ mod tests {
         );
         (problem.softcap, problem.alibi_slopes) = (Some(1.0), Some(vec![1.0; 64]));
         let mut longest = 0;
-        for format in ["int4-g1", "int8-g32/int4-g1", "int4"] {
+        for format in ["int4-g1", "int8-g32/int4-g8", "int4", "int4-r8-w4"] {
             let layout = KvLayout {
                 format: format.parse().unwrap(),
                 page_size: 64,

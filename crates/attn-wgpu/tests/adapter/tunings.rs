@@ -19,10 +19,10 @@ fn tunings_change_no_bits(backend: &WgpuBackend) {
     (by_segments.by_tiles, by_segments.rows) = (Some(false), Some(4));
     for tuning in [by_tiles, by_segments] {
         let tuned = backend.tuned(tuning);
-        // Cases of int8, int4 and int4-g4 with several query tokens, and one over several segments.
+        // Cases of int8, int4, int4-g4 and int8/int4 with several query tokens, and one over several segments.
         for case in table(Size::Reduced)
             .iter()
-            .filter(|case| [2, 5, 8, 12, 30].contains(&case.seed))
+            .filter(|case| [2, 5, 8, 12, 33].contains(&case.seed))
         {
             if let Outcome::Failed(text) = check_case(&Reference::new(), &tuned, case) {
                 panic!("{tuning:?}: {text}");
