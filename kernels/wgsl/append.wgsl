@@ -1,11 +1,10 @@
-// append.wgsl: quantizes new tokens, writes them into pages and seals full Int4 Channel pages: the bytes of FORMATS.md.
+// append.wgsl: quantizes new tokens and writes them into pages: the bytes of FORMATS.md.
 //
 // Grid       (grid_x of jobs * num_kv_heads, the rest, {K, V}); a job is the new tokens of one page, so tokens that share bytes share a workgroup.
 // Reads      k, v f32 [tokens, num_kv_heads, head_dim] as bits; all finite.
 // Writes     pool [page][kv_head][run], words that hold bytes of other tokens included.
-// Numerics   integers alone (quantize.wgsl), except one float subtraction, x - shift of int4.
-// Tail page  jobs that seal read a tail page that other jobs of the call overwrite, so they run in an earlier dispatch.
-// Shared     extremes and parameters of up to page_size tokens.
+// Numerics   integers alone (quantize.wgsl), except the sums of rotations, and x - shift of int4.
+// Shared     extremes, parameters and rotated rows of a chunk of tokens.
 // Host       kernels/src/wgsl/append.rs chooses the constants, crates/attn-wgpu/src/append.rs the jobs.
 #let WRITES = 1
 #let THREADS = 128
@@ -23,46 +22,78 @@
 // A job: tokens [first, end) of a page, which are tokens `source` and on of k and v.
 struct Job {
     page: u32,
-    tail: u32,
     first: u32,
     end: u32,
     source: u32,
-    seals: bool,
+    // The page of the residuals, if they are kept.
+    residual_page: u32,
+    has_residuals: bool,
 }
 
-var<workgroup> low: array<atomic<u32>, $(PS * AG)>;       // (token, group): keys of the extremes
-var<workgroup> high: array<atomic<u32>, $(PS * AG)>;
-var<workgroup> param: array<u32, $(PS * AG)>;             // (token, group): f16 scale in the low half, shift in the high half
-#if K == CHANNEL
-var<workgroup> channel: array<u32, $(D)>;                 // the same for each dim of a sealed page
+#let ROTATES = K_STRIDES + V_STRIDES > 0
+// Tokens that are quantized together: whole numbers of eight, so that no parameters of two tokens in a word are apart.
+#let CHUNK = ROTATES && D > 128 ? 8 : 16
+var<workgroup> low: array<atomic<u32>, $(CHUNK * AG)>;       // (token of the chunk, group): keys of the extremes
+var<workgroup> high: array<atomic<u32>, $(CHUNK * AG)>;
+var<workgroup> param: array<u32, $(CHUNK * AG)>;             // (token of the chunk, group): f16 scale in the low half, shift in the high half
+#if ROTATES
+var<workgroup> rows: array<f32, $(CHUNK * D)>;               // (token of the chunk, dim)
+
+// The butterflies of all strides in the first `count` rows, and the product with a power of two.
+fn rotate_rows(count: u32, strides: u32, factor: f32, tid: u32) {
+    for (var s = 0u; s < strides; s++) {
+        let stride = 1u << s;
+        workgroupBarrier();
+        for (var i = tid; i < count * $(D / 2)u; i += $(THREADS)u) {
+            let at = ((i >> s) << (s + 1u)) + (i & (stride - 1u));
+            let a = rows[at];
+            let b = rows[at + stride];
+            rows[at] = a + b;
+            rows[at + stride] = a - b;
+        }
+    }
+    workgroupBarrier();
+    for (var i = tid; i < count * $(D)u; i += $(THREADS)u) {
+        rows[i] = rows[i] * factor;
+    }
+    workgroupBarrier();
+}
 #end
 
 #for SIDE in 0..2
 // The parameters and codes of new tokens' K (SIDE 0) or V (SIDE 1).
-#let OPEN = SIDE == 0 && K == CHANNEL
-#let S = OPEN ? TOKEN : SIDE == 0 ? K : V
-#let G = S == G32 || S == GROUPS ? (SIDE == 0 ? KG : VG) : 1
-#let SCALED = S == TOKEN || S == G32 || S == GROUPS
-#let BITS = S == GROUPS ? 4 : S == F16 || S == BF16 ? 16 : 8
+#let S = SIDE == 0 ? K : V
+#let G = SIDE == 0 ? KG : VG
+#let SCALED = SIDE == 0 ? K_SCALED : V_SCALED
+#let BITS = SIDE == 0 ? K_BITS : V_BITS
+#let STRIDES = SIDE == 0 ? K_STRIDES : V_STRIDES
+#let WINDOW = SIDE == 0 ? K_WINDOW : V_WINDOW
 #let CODES = SIDE == 0 ? 0 : V_CODES * 4
-#let PARAMS = OPEN ? D * PS / 4 : SIDE == 0 ? K_PARAMS : V_PARAMS
+#let RESIDUALS = SIDE == 0 ? 0 : V_RESIDUALS * 4
+#let PARAMS = SIDE == 0 ? K_PARAMS : V_PARAMS
 
-fn element_$(SIDE)(job: Job, head: u32, t: u32, d: u32) -> u32 {
+fn source_$(SIDE)_at(job: Job, head: u32, t: u32, d: u32) -> u32 {
     return source_$(SIDE)[((job.source + t - job.first) * params.num_kv_heads + head) * $(D)u + d];
 }
 
-fn place_$(SIDE)(job: Job, head: u32) -> Run {
-#if OPEN
-    return run_of(job.tail, head);
+fn element_$(SIDE)(job: Job, head: u32, t: u32, d: u32) -> u32 {
+#if STRIDES > 0
+    return bitcast<u32>(rows[(t - job.first) * $(D)u + d]);
 #else
-    return run_of(job.page, head);
+    return source_$(SIDE)_at(job, head, t, d);
 #end
 }
 
-// Scales (and shifts) of the job's tokens into `param`, and into the page unless the job seals it.
+// The place of a token's group among the chunk's.
+fn place_$(SIDE)(job: Job, t: u32, g: u32) -> u32 {
+    return (t - job.first) * $(G)u + g;
+}
+
+// Scales (and shifts) of the job's tokens, which are a chunk's, into `param` and into the page.
 fn parameters_$(SIDE)(job: Job, head: u32, tid: u32) {
 #if SCALED
-    for (var i = job.first * $(G)u + tid; i < job.end * $(G)u; i += $(THREADS)u) {
+    let places = (job.end - job.first) * $(G)u;
+    for (var i = tid; i < places; i += $(THREADS)u) {
         atomicStore(&low[i], 0xFFFFFFFFu);
         atomicStore(&high[i], 0u);
     }
@@ -70,7 +101,7 @@ fn parameters_$(SIDE)(job: Job, head: u32, tid: u32) {
     for (var i = tid; i < (job.end - job.first) * $(D / 4)u; i += $(THREADS)u) {
         let t = job.first + i / $(D / 4)u;
         let d = i % $(D / 4)u * 4u;
-        let at = t * $(G)u + d / $(D / G)u;
+        let at = place_$(SIDE)(job, t, d / $(D / G)u);
         let x = vec4<u32>(element_$(SIDE)(job, head, t, d), element_$(SIDE)(job, head, t, d + 1u), element_$(SIDE)(job, head, t, d + 2u), element_$(SIDE)(job, head, t, d + 3u));
 #if S == GROUPS
         let keys = vec4<u32>(key_of(x.x), key_of(x.y), key_of(x.z), key_of(x.w));
@@ -82,24 +113,21 @@ fn parameters_$(SIDE)(job: Job, head: u32, tid: u32) {
 #end
     }
     workgroupBarrier();
-    for (var i = job.first * $(G)u + tid; i < job.end * $(G)u; i += $(THREADS)u) {
+    for (var i = tid; i < places; i += $(THREADS)u) {
 #if S == GROUPS
         param[i] = int4_param(bitcast<f32>(bits_of_key(atomicLoad(&low[i]))), bitcast<f32>(bits_of_key(atomicLoad(&high[i]))));
+#elif S == STEPS
+        param[i] = f16_of_sixteenth(atomicLoad(&high[i]));
 #else
         param[i] = f16_of_part(atomicLoad(&high[i]), 127u);
 #end
     }
     workgroupBarrier();
-#if OPEN
-    if job.seals {
-        return;
-    }
-#end
-    let run = place_$(SIDE)(job, head);
+    let run = run_of(job.page, head);
 #if S == GROUPS
-    for (var i = tid; i < (job.end - job.first) * $(G)u; i += $(THREADS)u) {
+    for (var i = tid; i < places; i += $(THREADS)u) {
         let t = job.first + i / $(G)u;
-        store_word(run.buffer, run.at * 4u + $(PARAMS)u + i % $(G)u * $(PS)u + t, param[t * $(G)u + i % $(G)u]);
+        store_word(run.buffer, run.at * 4u + $(PARAMS)u + i % $(G)u * $(PS)u + t, param[i]);
     }
 #else
     // A word holds the parameters of two tokens.
@@ -111,7 +139,7 @@ fn parameters_$(SIDE)(job: Job, head: u32, tid: u32) {
         var word = load_word(run.buffer, at);
 #for n in 0..2
         if t + $(n)u >= job.first && t + $(n)u < job.end {
-            word = insertBits(word, param[(t + $(n)u) * $(G)u + g], $(16 * n)u, 16u);
+            word = insertBits(word, param[place_$(SIDE)(job, t + $(n)u, g)], $(16 * n)u, 16u);
         }
 #end
         store_word(run.buffer, at, word);
@@ -131,16 +159,34 @@ fn code_$(SIDE)(job: Job, head: u32, t: u32, d: u32) -> u32 {
 #elif S == TENSOR
     return int8_code(x, jobs[params.scales_at + 2u * head + $(SIDE)u]);
 #elif S == GROUPS
-    return int4_code(bitcast<f32>(x), param[t * $(G)u + d / $(D / G)u]);
+    return int4_code(bitcast<f32>(x), param[place_$(SIDE)(job, t, d / $(D / G)u)]);
+#elif S == STEPS
+    return half_step_code(x, bitcast<u32>(f16_value(param[place_$(SIDE)(job, t, d / $(D / G)u)])));
 #else
-    return int8_code(x, bitcast<u32>(f16_value(param[t * $(G)u + d / $(D / G)u])));
+    return int8_code(x, bitcast<u32>(f16_value(param[place_$(SIDE)(job, t, d / $(D / G)u)])));
 #end
 }
 
-// Writes codes into panels, a word at a time; a word that holds several tokens keeps the bytes of the others.
-fn codes_$(SIDE)(job: Job, head: u32, tid: u32) {
-    let run = place_$(SIDE)(job, head);
+// Codes (PART 0), and the residuals of half steps (PART 1).
+#for PART in 0..(WINDOW > 0 ? 2 : 1)
+// The bits of a code that this part stores.
+fn stored_$(SIDE)_$(PART)(job: Job, head: u32, t: u32, d: u32) -> u32 {
+#if S == STEPS
+    return (code_$(SIDE)(job, head, t, d) >> $(4 - 4 * PART)u) & 15u;
+#else
+    return code_$(SIDE)(job, head, t, d);
+#end
+}
+
+// Writes them into panels, a word at a time; a word that holds several tokens keeps the bytes of the others.
+fn codes_$(SIDE)_$(PART)(job: Job, head: u32, tid: u32) {
+#if PART == 0
+    let run = run_of(job.page, head);
     let base = run.at * 4u + $(CODES)u;
+#else
+    let run = run_of(job.residual_page, head);
+    let base = run.at * 4u + $(RESIDUALS)u;
+#end
 #if BITS == 16 || (SIDE == 0 && BITS == 8)
 #let PER = 32 / BITS
     for (var i = tid; i < (job.end - job.first) * $(D / PER)u; i += $(THREADS)u) {
@@ -148,7 +194,7 @@ fn codes_$(SIDE)(job: Job, head: u32, tid: u32) {
         let d = i % $(D / PER)u * $(PER)u;
         var word = 0u;
 #for n in 0..PER
-        word |= code_$(SIDE)(job, head, t, d + $(n)u) << $(n * BITS)u;
+        word |= stored_$(SIDE)_$(PART)(job, head, t, d + $(n)u) << $(n * BITS)u;
 #end
         store_word(run.buffer, base + (d / $(4 * PER)u * $(PS)u + t) * 4u + d % $(4 * PER)u / $(PER)u, word);
     }
@@ -167,12 +213,12 @@ fn codes_$(SIDE)(job: Job, head: u32, tid: u32) {
             if writes_low {
                 word = 0u;
 #for n in 0..4
-                word |= code_$(SIDE)(job, head, t, d + $(n)u) << $(8 * n)u;
+                word |= stored_$(SIDE)_$(PART)(job, head, t, d + $(n)u) << $(8 * n)u;
 #end
             }
             if writes_high {
 #for n in 0..4
-                word |= code_$(SIDE)(job, head, t + 8u, d + $(n)u) << $(8 * n + 4)u;
+                word |= stored_$(SIDE)_$(PART)(job, head, t + 8u, d + $(n)u) << $(8 * n + 4)u;
 #end
             }
             store_word(run.buffer, at, word);
@@ -199,9 +245,9 @@ fn codes_$(SIDE)(job: Job, head: u32, tid: u32) {
                 let token = t + $(n % 2 + n / 2 * 8)u;
                 if token >= job.first && token < job.end {
 #if BITS == 8
-                    word = insertBits(word, code_$(SIDE)(job, head, token, d), $(8 * n)u, 8u);
+                    word = insertBits(word, stored_$(SIDE)_$(PART)(job, head, token, d), $(8 * n)u, 8u);
 #else
-                    word = insertBits(word, code_$(SIDE)(job, head, token, d) | (code_$(SIDE)(job, head, token, d + 8u) << 4u), $(8 * n)u, 8u);
+                    word = insertBits(word, stored_$(SIDE)_$(PART)(job, head, token, d) | (stored_$(SIDE)_$(PART)(job, head, token, d + 8u) << 4u), $(8 * n)u, 8u);
 #end
                 }
             }
@@ -212,51 +258,40 @@ fn codes_$(SIDE)(job: Job, head: u32, tid: u32) {
 #end
 }
 #end
-#if K == CHANNEL
-// A full page's K is coded again per channel, from the Int8 Token values of its tokens.
 
-// A token's K as int8 code times scale: from the tail page, or from the new tokens of this call.
-fn open_value(job: Job, head: u32, tail: Run, t: u32, d: u32) -> f32 {
-    var code = 0;
-    if t < job.first {
-        let word = load_word(tail.buffer, tail.at * 4u + (d / 16u * $(PS)u + t) * 4u + d % 16u / 4u);
-        code = extractBits(bitcast<i32>(word), d % 4u * 8u, 8u);
-    } else {
-        code = extractBits(bitcast<i32>(code_0(job, head, t, d)), 0u, 8u);
+fn append_$(SIDE)(job: Job, head: u32, tid: u32) {
+    parameters_$(SIDE)(job, head, tid);
+    codes_$(SIDE)_0(job, head, tid);
+#if WINDOW > 0
+    if job.has_residuals {
+        codes_$(SIDE)_1(job, head, tid);
     }
-    return f32(code) * f16_value(param[t]);
+#end
 }
 
-fn seal(job: Job, head: u32, tid: u32) {
-    let home = run_of(job.page, head);
-    let tail = run_of(job.tail, head);
-    for (var t = tid; t < job.first; t += $(THREADS)u) {
-        param[t] = (load_word(tail.buffer, tail.at * 4u + $(D * PS / 4)u + t / 2u) >> (t % 2u * 16u)) & 0xFFFFu;
-    }
-    workgroupBarrier();
-    for (var d = tid; d < $(D)u; d += $(THREADS)u) {
-        var least = open_value(job, head, tail, 0u, d);
-        var most = least;
-        for (var t = 1u; t < $(PS)u; t++) {
-            let x = open_value(job, head, tail, t, d);
-            least = min(least, x);
-            most = max(most, x);
+// The job's tokens, chunk by chunk where they have parameters.
+fn append_chunks_$(SIDE)(job: Job, head: u32, tid: u32) {
+#if SCALED
+    for (var first = job.first; first < job.end;) {
+        var chunk = job;
+        chunk.first = first;
+        chunk.end = min(job.end, (first / $(CHUNK)u + 1u) * $(CHUNK)u);
+        chunk.source = job.source + first - job.first;
+#if STRIDES > 0
+        for (var i = tid; i < (chunk.end - first) * $(D)u; i += $(THREADS)u) {
+            rows[i] = bitcast<f32>(source_$(SIDE)_at(chunk, head, first + i / $(D)u, i % $(D)u));
         }
-        channel[d] = int4_param(least, most);
-        store_word(home.buffer, home.at * 4u + $(K_PARAMS)u + d, channel[d]);
-    }
-    workgroupBarrier();
-    for (var i = tid; i < $(PS * D / 8)u; i += $(THREADS)u) {
-        let row = i / 4u % $(PS / 2)u;
-        let d = i / $(PS * 2)u * 16u + i % 4u * 4u;
-        let t = row / 8u * 16u + row % 8u;
-        var word = 0u;
-#for n in 0..4
-        word |= int4_code(open_value(job, head, tail, t, d + $(n)u), channel[d + $(n)u]) << $(8 * n)u;
-        word |= int4_code(open_value(job, head, tail, t + 8u, d + $(n)u), channel[d + $(n)u]) << $(8 * n + 4)u;
+        rotate_rows(chunk.end - first, $(STRIDES)u, exp2i(-$(STRIDES / 2)), tid);
 #end
-        store_word(home.buffer, home.at * 4u + i, word);
+        append_$(SIDE)(chunk, head, tid);
+        // The next chunk reads words that this one wrote.
+        storageBarrier();
+        workgroupBarrier();
+        first = chunk.end;
     }
+#else
+    append_$(SIDE)(job, head, tid);
+#end
 }
 #end
 
@@ -270,18 +305,8 @@ fn append(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation
     let at = linear / params.num_kv_heads * 8u;
     let job = Job(jobs[at], jobs[at + 1u], jobs[at + 2u], jobs[at + 3u], jobs[at + 4u], jobs[at + 5u] != 0u);
     if workgroup.z == 0u {
-        parameters_0(job, head, tid);
-#if K == CHANNEL
-        if job.seals {
-            seal(job, head, tid);
-        } else {
-            codes_0(job, head, tid);
-        }
-#else
-        codes_0(job, head, tid);
-#end
+        append_chunks_0(job, head, tid);
     } else {
-        parameters_1(job, head, tid);
-        codes_1(job, head, tid);
+        append_chunks_1(job, head, tid);
     }
 }

@@ -11,36 +11,23 @@ const ROUND: f32 = 12582912.0;          // adding it rounds |x| <= 2^22 to an in
 const ROUND_BITS: i32 = 0x4B400000;
 const NONE: f32 = -3.4028234663852886e38;        // stands for -infinity, kept finite: an unseen score, the maximum of no score
 
-// x * y, rounded: the compiler does not know that `params.zero` is 0, so it cannot contract the product with a sum.
+// x itself: the compiler does not know that `params.zero` is 0, so it cannot make one operation of what is before and behind.
+fn hidden(x: f32) -> f32 {
+    return bitcast<f32>(bitcast<u32>(x) ^ params.zero);
+}
+
+// x * y, rounded, and no part of a sum.
 fn product(x: f32, y: f32) -> f32 {
-    return bitcast<f32>(bitcast<u32>(x * y) ^ params.zero);
+    return hidden(x * y);
+}
+
+fn product4(x: vec4<f32>, y: f32) -> vec4<f32> {
+    return bitcast<vec4<f32>>(bitcast<vec4<u32>>(x * y) ^ vec4<u32>(params.zero));
 }
 
 // 2^k for -126 <= k <= 127.
 fn exp2i(k: i32) -> f32 {
     return bitcast<f32>(u32(k + 127) << 23u);
-}
-
-// 2^E <= |x| < 2^(E+1); -127 for zero and subnormals.
-fn exponent(x: f32) -> i32 {
-    return i32((bitcast<u32>(x) >> 23u) & 255u) - 127;
-}
-
-// Moves a number that would round up to the next power of two past it before its exponent is taken.
-const BELOW: f32 = 1.00006103515625;
-
-// The exponents of a row's plane and of shifts, by the largest magnitude.
-fn plane_exponent(largest: f32) -> i32 {
-    return select(clamp(13 - exponent(largest * BELOW), -70, 60), 0, largest == 0.0);
-}
-
-fn shift_exponent(largest: f32) -> i32 {
-    return select(14 - exponent(largest * BELOW), 0, largest == 0.0);
-}
-
-// 13 significant bits, half away from zero: products with f16 are exact.
-fn round_13(x: vec4<f32>) -> vec4<f32> {
-    return bitcast<vec4<f32>>((bitcast<vec4<u32>>(x) + vec4<u32>(0x400u)) & vec4<u32>(0xFFFFF800u));
 }
 
 // Round half to even of |x| < 2^22, as an integer.
@@ -61,6 +48,33 @@ fn exp2w(v: f32) -> f32 {
     y = product(y, r) + bitcast<f32>(0x3F317982u);
     y = product(y, r) + bitcast<f32>(0x3F7FFB48u);
     return bitcast<f32>(bitcast<u32>(y) + (bitcast<u32>(t) << 23u));
+}
+
+// A row of queries in 8 bits: sigma, and what its elements are multiplied by to count it.
+fn query_step(largest: f32) -> vec2<f32> {
+    // Mesa multiplies the reciprocal's last factor by 127 first if it sees both.
+    let step = vec2<f32>(largest * bitcast<f32>(0x3C010204u), 127.0 * hidden(rcp(largest)));
+    return select(step, vec2<f32>(0.0), largest < bitcast<f32>(0x21800000u));
+}
+
+// Bits that a step of weights lacks: of 3 significant bits, and of 2 where V is read fine.
+const COARSE_STEP: u32 = 0x1FFFFFu;
+const FINE_STEP: u32 = 0x3FFFFFu;
+
+// The step kappa of a tile's weights, by the largest of them; 0 if they are too small to count.
+fn weight_step(largest: f32, low: u32) -> f32 {
+    let up = (bitcast<u32>(largest * bitcast<f32>(0x3B808081u)) + low) & ~low;
+    return select(bitcast<f32>(up), 0.0, largest < bitcast<f32>(0x0D800000u));
+}
+
+// The threshold theta of a token of a tile.
+fn threshold(token: u32) -> f32 {
+    return 32768.0 + (f32((29u * token + 32u) & 63u) + 0.5) * 0.015625;
+}
+
+// A weight of one byte, in bits 8 to 15.
+fn weight_byte(x: f32, inverse: f32, theta: f32) -> u32 {
+    return bitcast<u32>(product(x, inverse) + theta) & 0xFF00u;
 }
 
 // p * 2^22 of a weight 0 <= p < 2: p22.

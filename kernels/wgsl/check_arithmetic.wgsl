@@ -35,7 +35,13 @@ fn check_arithmetic(@builtin(global_invocation_id) id: vec3<u32>) {
         case 14u: { v = 2.0 - x * y; }
         case 15u: { v = bitcast<f32>(bitcast<u32>(x * y + ROUND)); }
         case 16u: { v = z * (2.0 - x * y); }
-        default: { v = (x + params.round_up) - params.round_down; }
+        case 17u: { v = (x + params.round_up) - params.round_down; }
+        case 18u: { v = query_step(y).x; }
+        case 19u: { v = query_step(y).y; }
+        case 20u: { v = weight_step(y, COARSE_STEP); }
+        case 21u: { v = weight_step(y, FINE_STEP); }
+        default: { v = f32(weight_byte(-x, 2.0, threshold(u32(y))) >> 8u); }
+
     }
     results[id.x] = bitcast<u32>(v);
 }

@@ -4,9 +4,9 @@
 // Grid       (heads_per_kv * q_len * D / MD, num_kv_heads, batch); 256 threads: 8 spans at a time, 32 lanes each.
 // Reads      the partials that decode_split.wgsl wrote.
 // Writes     out f32 [batch, q_len, num_q_heads, head_dim], lse [batch, q_len, num_q_heads] (bits, -inf where nothing is seen).
-// Numerics   docs/arithmetic.md, sections 5 and 6.
-// MD         the dims of a workgroup; fewer than D where splits are tiles, because rows are few then and each has many partials.
-#let MD = PER_SEGMENT > 1 ? 32 : D
+// Numerics   docs/arithmetic.md, sections 2, 6 and 7.
+// MD         the dims of a workgroup; fewer than D where splits are tiles, because rows are few then and each has many partials. Where V is
+//            rotated they are whole blocks.
 #include "decode_params"
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -19,6 +19,26 @@
 var<workgroup> span_o: array<f32, $(8 * MD)>;
 var<workgroup> span_m: array<f32, 8>;
 var<workgroup> span_l: array<f32, 8>;
+
+#if V_STRIDES > 0
+// The dim's output turned back, from those of its block: a butterfly of each stride, the stages by turns in two halves of memory.
+fn rotate_back(own: f32, tid: u32) -> f32 {
+    var x = own;
+    workgroupBarrier();
+#for s in 0..V_STRIDES
+    {
+        let half = $(s % 2 * MD)u;
+        if tid < $(MD)u {
+            span_o[half + tid] = x;
+        }
+        workgroupBarrier();
+        let other = span_o[half + (min(tid, $(MD - 1)u) ^ (1u << $(s)u))];
+        x = ftz(select(x + other, other - x, (tid & (1u << $(s)u)) != 0u));
+    }
+#end
+    return ftz(x * exp2i(-$((V_STRIDES + 1) / 2)));
+}
+#end
 
 @compute @workgroup_size(256)
 fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
@@ -72,7 +92,7 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
                     o_$(j)_$(k) = o_$(n)_$(j)_$(k);
 #end
                 } else {
-                    // The fold of section 5; the merges below flush both products.
+                    // The fold of section 6; the merges below flush both products.
                     let top = max(m_$(j), m_$(n)_$(j));
                     let alpha = pow2(top - m_$(j));
                     let beta = pow2(top - m_$(n)_$(j));
@@ -147,12 +167,15 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
         l = l * alpha + bitcast<f32>(tables[sink + 1u]) * beta;
         m = top;
     }
+    let v_scale = bitcast<f32>(tables[params.scales_at + 2u * head + 1u]);
+    var x = 0.0;
+    if m != NONE {
+        x = ftz(ftz(ftz(o) * (rcp(l) * alpha)) * v_scale);
+    }
+#if V_STRIDES > 0
+    x = rotate_back(x, tid);
+#end
     if tid < $(MD)u && dim0 + tid < $(D)u {
-        let v_scale = bitcast<f32>(tables[params.scales_at + 2u * head + 1u]);
-        var x = 0.0;
-        if m != NONE {
-            x = ftz(ftz(ftz(o) * (rcp(l) * alpha)) * v_scale);
-        }
         out[at * $(D)u + dim0 + tid] = x;
     }
     if dim0 + tid == 0u {

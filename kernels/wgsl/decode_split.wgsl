@@ -2,12 +2,12 @@
 //
 // Grid       (grid_x splits, num_kv_heads * row_blocks, num_splits / grid_x); 64 threads: two subgroups share a tile and halve its registers.
 // Round      a tile of 64 tokens: a lane has one token for the scores, every 64th dim (or pair of dims) for the values; the state folds at once.
-// Ahead      V of a tile is loaded before its scores, the next tile's page and channels before that tile. K is not: it would take
-//            registers, and with them occupancy.
+// Ahead      V of a tile is loaded before its scores, the next tile's page before that tile. K is not: it would take registers, and with
+//            them occupancy.
 // Reads      q f32 [batch, q_len, num_q_heads, head_dim]; pages as in FORMATS.md, each byte once per row block.
 // Writes     partials [split][kv_head][row_block][row][head_dim], and (m, l) of each row behind them.
 // Numerics   docs/arithmetic.md; the integer arithmetic bit for bit.
-// Shared     planes of q and one tile's weights; their size limits how many workgroups run at once.
+// Shared     q in bytes and one tile's weights; their size limits how many workgroups run at once.
 // Host       kernels/src/wgsl/decode.rs chooses the constants, split.rs the splits; crates/attn-wgpu/src/launch.rs fills the tables.
 #let WRITES = 0
 #let T = 64
@@ -18,39 +18,44 @@
 // Whether the registers hold all of V while the scores are computed.
 #let V_FIRST = INTEGER && CH == 1
 // Groups of K's dims with a scale each in the scores.
-#let SGROUPS = K == G32 || K == GROUPS ? KG : 1
+#let SGROUPS = K == G32 || K == GROUPS || K == STEPS ? KG : 1
+// Whether K's codes are not centred on 0, so that scores need the sums of the query's bytes.
+#let K_CENTRED = INTEGER && (K == GROUPS || K == STEPS)
 // Whether a lane multiplies half of the dims of two tokens, `lane` and `lane ^ 32`, so that each loaded vector of the query serves two tokens.
 // The halves of a token are added through workgroup memory.
 #let HALVES = INTEGER && UNITS % 2 == 0 && SGROUPS == 1
 #let HALF = HALVES ? UNITS / 2 : UNITS
 #let TOKENS = HALVES ? 2 : 1
-// Pairs (row, unit of 16 dims) that a lane converts to planes.
+// Pairs (row, unit of 16 dims) of the query that a lane loads.
 #let PAIRS = (R * UNITS + T - 1) / T
+// Words that hold the weights of a token, those of four rows in each.
+#let QUADS = (R + 3) / 4
 #include "decode_params"
 
-// The tables: for each split {sequence, its index there, kv_len, its tiles, place of its pages in the tables, tail page, 2 unused}; for each
-// sequence {first split, splits, 6 unused}; the pages of each sequence (or its rows, view.wgsl); scales, slopes and sinks.
+// The tables: for each split {sequence, its index there, kv_len, places of its pages and of its residual pages in the tables, 3 unused}; for
+// each sequence {first split, splits, 6 unused}; the pages of each sequence (or its rows, view.wgsl); the residual pages of each, that of the
+// i-th page in slot i modulo RING; scales, slopes and sinks.
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> tables: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
 @group(0) @binding(3) var<storage, read_write> partials: array<f32>;
 
 #if INTEGER
-var<workgroup> planes: array<vec4<u32>, $(R * UNITS * 2)>;           // (row, unit, {hi, lo})
-var<workgroup> row_unit: array<f32, $(R)>;                           // 2^-e
-var<workgroup> weights: array<vec4<u32>, $(VG * R * 8)>;             // (group of V, row, 16 tokens, {hi, lo})
-var<workgroup> weight_sum: array<i32, $(VG * R)>;                    // (group of V, row), like shift_term
-var<workgroup> shift_term: array<f32, $(VG * R)>;
-var<workgroup> value_unit: array<f32, $(VG)>;                        // 2^-f
-// First products of a token with half of the dims; then weights for two of V's groups in a word: (pair of groups, row, token). Each 16 tokens
-// lie 17 words apart, so that lanes that read different sixteens have no bank conflict.
-#let RS = 68
-var<workgroup> scratch: array<u32, $((VG + 1) / 2 * R * RS)>;
-#if K == CHANNEL
-// Scales and shifts of four dims: (index of the four in its unit, unit), since lanes of neighbouring units read side by side.
-var<workgroup> channel_scale: array<vec4<f32>, $(UNITS * 4)>;
-var<workgroup> channel_shift: array<vec4<f32>, $(UNITS * 4)>;
-var<workgroup> row_shift: array<f32, $(R)>;                          // 2^-j
+var<workgroup> query_bytes: array<vec4<u32>, $(R * UNITS)>;          // (row, unit)
+var<workgroup> row_step: array<f32, $(R)>;                           // sigma
+var<workgroup> weight_step_of: array<vec2<f32>, $(VG * R)>;          // (group of V, row): kappa and its reciprocal
+// (group, four rows, token in slot order). Each 16 tokens lie 20 words apart, so that lanes that read different sixteens have no bank conflict.
+var<workgroup> weight_bytes: array<u32, $(VG * QUADS * 80)>;
+var<workgroup> weights: array<vec4<u32>, $(VG * R * 4)>;             // (group, row, 16 tokens in slot order)
+// Products of a token with half of the dims; then f32 weights, for the shifts: (row, token). Rows are RS words apart for the same reason.
+#let RS = 72
+#if HALVES || V == GROUPS
+var<workgroup> scratch: array<u32, $(R * RS)>;
+#end
+#if V == GROUPS
+var<workgroup> shifts: array<f32, $(VG * 64)>;                       // (group, token)
+var<workgroup> shift_parts: array<f32, $(VG * R * 8)>;               // (group, row, token modulo 8)
+var<workgroup> shift_term: array<f32, $(VG * R)>;                    // (group, row)
 #end
 #else
 var<workgroup> queries: array<vec4<f32>, $(R * UNITS * 4)>;          // (row, 4 dims)
@@ -78,7 +83,7 @@ var<workgroup> fold_beta: array<f32, $(R)>;                          // -1: noth
 #include "fold.wgsl"
 
 // The workgroup's split and rows, the tokens that each row sees, and the tiles of the split that any row sees.
-#def find_work(): workgroup, lane -> split, head, row0, sequence, kv_len, pages_at, tail_page, last, num_rows, num_pairs, tile, tile_end
+#def find_work(): workgroup, lane -> split, head, row0, sequence, kv_len, pages_at, residuals_at, last, num_rows, num_pairs, tile, tile_end
 let split = workgroup.x + workgroup.z * params.grid_x;
 if split >= params.num_splits {
     return;
@@ -88,9 +93,8 @@ let row0 = (workgroup.y - head * params.row_blocks) * $(R)u;
 let sequence = tables[params.splits_at + 8u * split];
 let index = tables[params.splits_at + 8u * split + 1u];
 let kv_len = tables[params.splits_at + 8u * split + 2u];
-let split_tiles = tables[params.splits_at + 8u * split + 3u];
-let pages_at = tables[params.splits_at + 8u * split + 4u];
-let tail_page = tables[params.splits_at + 8u * split + 5u];
+let pages_at = tables[params.splits_at + 8u * split + 3u];
+let residuals_at = tables[params.splits_at + 8u * split + 4u];
 let rows = params.heads_per_kv * params.q_len;
 let last = kv_len - 1u;
 let num_rows = min($(R)u, rows - row0);
@@ -116,8 +120,8 @@ if lane < $(R)u {
 }
 // The tiles of the split that any row sees.
 let num_tiles = (kv_len + 63u) / 64u;
-var tile = index * split_tiles;
-var tile_end = min((index + 1u) * split_tiles, num_tiles);
+var tile = index * $(4 / PER_SEGMENT)u;
+var tile_end = min((index + 1u) * $(4 / PER_SEGMENT)u, num_tiles);
 {
     let last_row = min(row0 + $(R)u, rows) - 1u;
     let base = i32(kv_len) - i32(params.q_len);
@@ -131,14 +135,21 @@ var tile_end = min((index + 1u) * split_tiles, num_tiles);
 }
 #end
 
-// The tile's pages and the place of the lane's token; the next tile's page is loaded ahead.
-#def locate_tile(): tile, lane, kv_len, pages_at, tail_page, head -> page_ahead, token, open, pages, v_tile, place
-let token = tile * 64u + lane;
-#if K == CHANNEL
-let open = tile / $(PS / 64)u == kv_len / $(PS)u;
-#else
-let open = false;
+#if K_WINDOW + V_WINDOW > 0
+// How many of the workgroup's rows, the first ones, read a tile with residuals: rows whose own tile is less than `window` tiles on.
+fn fine_rows(tile: u32, window: u32, kv_len: u32, row0: u32) -> u32 {
+    let end = i32(64u * (tile + window));
+    if params.causal == 0u {
+        return select(0u, $(R)u, i32(kv_len) <= end);
+    }
+    let tokens = end - (i32(kv_len) - i32(params.q_len));
+    return u32(clamp(tokens * i32(params.heads_per_kv) - i32(row0), 0, $(R)));
+}
 #end
+
+// The tile's pages and the place of the lane's token; the next tile's page is loaded ahead.
+#def locate_tile(): tile, lane, kv_len, pages_at, head, row0 -> page_ahead, token, pages, v_tile, place, k_fine, v_fine
+let token = tile * 64u + lane;
 #if PAGED
 let pages = page_ahead;
 page_ahead = tables[pages_at + (tile + 1u) / $(PS / 64)u];
@@ -146,7 +157,17 @@ let v_tile = run_of(pages, head);
 #else
 let pages = pages_at;
 #end
-let place = k_place(pages, tail_page, head, kv_len, tile, lane);
+let place = k_place(pages, head, kv_len, tile, lane);
+#if K_WINDOW > 0
+let k_fine = fine_rows(tile, $(K_WINDOW)u, kv_len, row0);
+#else
+let k_fine = 0u;
+#end
+#if V_WINDOW > 0
+let v_fine = fine_rows(tile, $(V_WINDOW)u, kv_len, row0);
+#else
+let v_fine = 0u;
+#end
 #end
 
 @compute @workgroup_size($(T))
@@ -155,26 +176,16 @@ fn decode_split(
     @builtin(local_invocation_index) lane: u32,
 ) {
 #use find_work()
-    let scratch_at = lane + (lane >> 4u);
-#if HALVES
-    let scratch_of_other = (lane ^ 32u) + ((lane ^ 32u) >> 4u);
+#if INTEGER
+    let theta = threshold(lane);
 #end
-#if VG == 1
-    let num_weights = num_rows * 8u;
-#else
-    let num_weights = $(VG * R * 8)u;
+    let slot = slot_of(lane);
+#if HALVES
+    let scratch_of_other = lane ^ 32u;
 #end
 #if PAGED
     // The next tile's page; past the last one it is the word that follows the pages in the tables, and unused.
     var page_ahead = tables[pages_at + tile / $(PS / 64)u];
-#end
-#if INTEGER && K == CHANNEL
-#for n in 0..((UNITS * 4 + T - 1) / T)
-    var channel_raw_$(n) = vec4<u32>(0u);
-#end
-    if tile < tile_end && tile / $(PS / 64)u != kv_len / $(PS)u {
-#use load_channels()
-    }
 #end
 #use load_query()
     // The state: O in registers, (row, the lane's dim k).

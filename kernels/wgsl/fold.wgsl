@@ -1,7 +1,8 @@
-// fold.wgsl: the tile's value, folded into the segment's state (docs/arithmetic.md, section 5).
+// fold.wgsl: what a tile's value is folded with (docs/arithmetic.md, sections 5 and 6).
 
 // Folds m and l, and computes the factors of O. No lane writes the slots of reduce.wgsl in this phase, so they are reset as they are read.
-#def fold_maxima(): lane, f_*, h_* -> m, l
+#def fold_maxima(): lane -> m, l
+workgroupBarrier();
 if lane < $(R)u {
     let row_max = from_order_key(posted($(ROW_MAX)u + lane));
 #if INTEGER
@@ -23,64 +24,64 @@ if lane < $(R)u {
         fold_alpha[lane] = alpha;
         fold_beta[lane] = beta;
     }
-#if INTEGER
-#if K == CHANNEL
-    clear($(BOUND)u + lane);
-    clear($(QUERY_SUM)u + lane);
-    clear($(SHIFT_SUM)u + lane);
-#end
-#for g in 0..VG
-#let OF_ROW = GROUPS_AT + g * OF_GROUP + 2
-    weight_sum[$(g * R)u + lane] = posted_sum($(OF_ROW)u + lane);
-    clear($(OF_ROW)u + lane);
-#if V == GROUPS
-    shift_term[$(g * R)u + lane] = (f32(posted_sum($(OF_ROW + R)u + lane)) * 256.0 + f32(posted_sum($(OF_ROW + 2 * R)u + lane))) * exp2i(-14 - h_$(g));
-    clear($(OF_ROW + R)u + lane);
-    clear($(OF_ROW + 2 * R)u + lane);
-#end
-#end
-#end
 }
+#end
+
 #if INTEGER
-if lane == 0u {
-#if K == CHANNEL
-    clear($(LARGEST_SHIFT)u);
-#end
-#for g in 0..VG
-    clear($(GROUPS_AT + g * OF_GROUP)u);
-    clear($(GROUPS_AT + g * OF_GROUP + 1)u);
-#if VG > 1
-    value_unit[$(g)] = exp2i(-f_$(g));
-#end
-#end
+// The steps of the tile's weights for each group of V and row, and the reciprocals.
+#def find_steps(): lane, v_fine ->
+if lane < $(VG * R)u {
+    let low = select(COARSE_STEP, FINE_STEP, lane % $(R)u < v_fine);
+    let step = weight_step(bitcast<f32>(posted($(LARGEST)u + lane)), low);
+    weight_step_of[lane] = vec2<f32>(step, select(rcp(step), 0.0, step == 0.0));
+    clear($(LARGEST)u + lane);
+}
+if lane < $(VG * PAIRS_OF_ROWS)u {
+    clear($(WEIGHTS)u + lane);
 }
 #end
 #end
 
-// Packs weights as bytes: a vec4 holds one plane of 16 tokens in slot order, four tokens to a word.
-#def pack_weights(): lane, num_weights ->
-for (var vector = lane; vector < num_weights; vector += $(T)u) {
-    let row = vector >> 3u;            // of a group
-#if VG == 1
-    let source = row * $(RS)u + ((vector >> 1u) & 3u) * 17u;
-    let down = (~vector & 1u) * 8u;
-#else
-    let group = row / $(R)u;
-    let source = ((group >> 1u) * $(R)u + row % $(R)u) * $(RS)u + ((vector >> 1u) & 3u) * 17u;
-    let down = (~vector & 1u) * 8u + (group & 1u) * 16u;
+#if INTEGER && V == GROUPS
+// The partial sums of V's shifts: lane 8 r + k has those of row r over the tokens that are k modulo 8.
+#def sum_shifts(): lane ->
+if lane < $(8 * R)u {
+#for j in 0..8
+    let p_$(j) = bitcast<f32>(scratch[(lane >> 3u) * $(RS)u + (lane & 7u) + $(8 * j)u]);
 #end
-#for c in 0..4
-    let word_$(c) = ((scratch[source + $(2 * c)u] >> down) & 255u) | (((scratch[source + $(2 * c + 1)u] >> down) & 255u) << 8u)
-        | (((scratch[source + $(2 * c + 8)u] >> down) & 255u) << 16u) | ((scratch[source + $(2 * c + 9)u] >> down) << 24u);
+#for g in 0..VG
+    {
+        var z = 0.0;
+#for j in 0..8
+        z = z + product(p_$(j), shifts[$(64 * g + 8 * j)u + (lane & 7u)]);
 #end
-    weights[vector] = vec4<u32>(word_0, word_1, word_2, word_3);
+        shift_parts[$(8 * R * g)u + lane] = z;
+    }
+#end
 }
 #end
 
-#def fold_tile(): lane, num_rows, num_weights, pages_at, head, kv_len, tile, last, v_tile, v_raw_*, f_*, h_* -> m, l, o_*
-workgroupBarrier();
+#def join_shifts(): lane ->
+if lane < $(VG * R)u {
+#for k in 0..8
+    let z_$(k) = shift_parts[8u * lane + $(k)u];
+#end
+    shift_term[lane] = ((z_0 + z_1) + (z_2 + z_3)) + ((z_4 + z_5) + (z_6 + z_7));
+}
+#end
+#end
+
+#def fold_tile(): lane, num_rows, pages_at, residuals_at, head, kv_len, tile, last, v_tile, v_fine, theta, slot, p_*, v_* -> m, l, o_*
 #use fold_maxima()
 #if INTEGER
+#use find_steps()
+#if V == GROUPS
+#use sum_shifts()
+#end
+#use weigh_tile()
+#if V == GROUPS
+#use join_shifts()
+#end
 #use pack_weights()
 #end
 workgroupBarrier();

@@ -98,25 +98,13 @@ fn place_of(pages_at: u32, head: u32, token: u32) -> TokenAddr {
     return TokenAddr(run.buffer, run.at, token % $(PS)u);
 }
 
-#if PS >= 64
-// The place of token `index` of a tile, past the end or not, in K: a tile lies inside one page.
-fn k_place(page: u32, tail_page: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
-#if K == CHANNEL
-    let run = run_of(select(page, tail_page, tile / $(PS / 64)u == kv_len / $(PS)u), head);
-#else
-    let run = run_of(page, head);
-#end
-    return TokenAddr(run.buffer, run.at, (tile % $(PS / 64)u) * 64u + index);
+fn place_token(place: TokenAddr) -> u32 {
+    return place.token;
 }
-#else
-// The place of token `index` of a tile in K. A token past the end reads the bytes of the last one, and has weight 0.
-fn k_place(pages_at: u32, tail_page: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
-    return place_of(pages_at, head, min(tile * 64u + index, kv_len - 1u));
-}
-#end
 
-// The place of token `index` of a tile in V.
-fn v_place(pages: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
+// The place of token `index` of a tile: a tile lies inside one page, whose tokens past the end have weight 0, or `pages` are the tables'
+// place of the sequence's pages, and a token past the end reads the bytes of the last one.
+fn k_place(pages: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
 #if PS >= 64
     let run = run_of(pages, head);
     return TokenAddr(run.buffer, run.at, (tile % $(PS / 64)u) * 64u + index);
@@ -124,6 +112,15 @@ fn v_place(pages: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAd
     return place_of(pages, head, min(tile * 64u + index, kv_len - 1u));
 #end
 }
+
+#if RING > 0
+// The place of a token's residuals: a sequence's residual pages take turns in a ring of slots.
+fn residual_place(residuals_at: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
+    let token = min(tile * 64u + index, kv_len - 1u);
+    let run = run_of(tables[residuals_at + token / $(PS)u % $(RING)u], head);
+    return TokenAddr(run.buffer, run.at, token % $(PS)u);
+}
+#end
 
 // The 16 bytes of a token in K's panel `unit`.
 fn k_vec(place: TokenAddr, unit: u32) -> vec4<u32> {

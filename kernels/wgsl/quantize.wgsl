@@ -57,6 +57,12 @@ fn f16_of_part(x: u32, divisor: u32) -> u32 {
     return round_to_f16(quotient, i32(e) - 157, quotient * divisor != dividend);
 }
 
+// |x| / 16 as an f16.
+fn f16_of_sixteenth(x: u32) -> u32 {
+    let e = (x >> 23u) & 255u;
+    return select(round_to_f16((x & 0x7FFFFFu) | 0x800000u, i32(e) - 154, false), 0u, e == 0u);
+}
+
 // |x| / scale, rounded half to even and at most `most` (up to 127); scale is positive and normal.
 fn rounded_quotient(x: u32, scale: u32, most: u32) -> u32 {
     let e = (x >> 23u) & 255u;
@@ -104,6 +110,31 @@ fn int4_code(x: f32, param: u32) -> u32 {
         return 0u;
     }
     return rounded_quotient(bitcast<u32>(y), scale, 15u);
+}
+
+// The half steps of 8 bits: floor(8x / scale) + 128, saturated, and 128 if the scale is 0.
+fn half_step_code(x: u32, scale: u32) -> u32 {
+    let magnitude = x & 0x7FFFFFFFu;
+    if scale == 0u || magnitude == 0u {
+        return 128u;
+    }
+    let e = magnitude >> 23u;
+    // 8|x| / scale is a/b * 2^k with a/b between 1/2 and 2.
+    let k = i32(e) - i32((scale >> 23u) & 255u) + 3;
+    var steps = 0u;
+    var more = true;
+    if k > 7 {
+        steps = 128u;
+    } else if e != 0u && k >= 0 {
+        let a = ((x & 0x7FFFFFu) | 0x800000u) << u32(k);
+        let b = (scale & 0x7FFFFFu) | 0x800000u;
+        steps = min(a / b, 128u);
+        more = steps * b != a;
+    }
+    if (x & 0x80000000u) == 0u {
+        return min(128u + steps, 255u);
+    }
+    return 128u - min(steps + select(0u, 1u, more), 128u);
 }
 
 // The e4m3 code of x / scale: nearest even, saturated at 448.

@@ -4,17 +4,14 @@
 // For each row: its largest score, and its sum l.
 #let ROW_MAX = 0
 #let ROW_SUM = R
-// For V's group g: the largest scale and shift; then for each row the sum of weights and two parts of the shifts' term.
-#let OF_GROUP = 2 + 3 * R
-#let GROUPS_AT = 2 * R
-// For each row: its largest query, and the sums of its planes for each of K's groups.
-#let QUERY_MAX = GROUPS_AT + VG * OF_GROUP
+// For each group of V: the rows' largest weights times scales, and the sums of weights of one byte, of two rows in a slot.
+#let LARGEST = 2 * R
+#let PAIRS_OF_ROWS = (R + 1) / 2
+#let WEIGHTS = LARGEST + (INTEGER ? VG * R : 0)
+// For each row: its largest query, and the sums of its bytes for each of K's groups.
+#let QUERY_MAX = WEIGHTS + (INTEGER ? VG * PAIRS_OF_ROWS : 0)
 #let QUERY_SUM = QUERY_MAX + R
-// For a sealed Int4 Channel page: the bound of each row's products with scales, each row's shift term, and the largest shift.
-#let BOUND = QUERY_SUM + R * (K == GROUPS ? KG : 1)
-#let SHIFT_SUM = BOUND + R
-#let LARGEST_SHIFT = SHIFT_SUM + R
-#let SLOTS = K == CHANNEL ? LARGEST_SHIFT + 1 : BOUND
+#let SLOTS = QUERY_SUM + (K_CENTRED ? R * KG : 0)
 var<workgroup> reduced: array<atomic<u32>, $(SLOTS)>;
 
 fn clear(slot: u32) {

@@ -1,82 +1,36 @@
-// softmax.wgsl: the weights of a tile (docs/arithmetic.md, section 4). A lane has the weights of its token, one for each row.
+// softmax.wgsl: the weights of a tile (docs/arithmetic.md, section 5). A lane has the weights of its token, one for each row.
 
-// The powers of two for V's scales and shifts in this tile, and the scaled parameters of the lane's token.
-#def scale_v_params(): v_* -> f_*, h_*, scale_*, shift_*
-#for g in 0..VG
-#if V_SCALED
-let v_top_$(g) = posted($(GROUPS_AT + g * OF_GROUP)u);
-let f_$(g) = select(14 - exponent(bitcast<f32>(v_top_$(g))), 0, v_top_$(g) == 0u);
-let scale_$(g) = v_$(g).x * exp2i(f_$(g));
-#else
-// A per-tensor scale is applied in the epilogue, so v_scale = 1 and f = 14; no row sees unwritten tokens, so they have weight 0.
-let f_$(g) = 14;
-#end
-#if V == GROUPS
-let h_$(g) = shift_exponent(bitcast<f32>(posted($(GROUPS_AT + g * OF_GROUP + 1)u)));
-let shift_$(g) = rhe(v_$(g).y * exp2i(h_$(g)));
-#end
-#end
-#end
-
-// The weight of row r, in f32 and in units of 2^-22.
-#def softmax_row(r): score_* -> p, units
-let row_max = from_order_key(posted($(ROW_MAX + r)u));
-#if INTEGER
-let p = select(0.0, exp2w(min(row_max - score_$(r), 64.0)), score_$(r) > NONE);
-#else
-let p = select(0.0, exp2f(max(score_$(r) - row_max, -125.0)), score_$(r) > NONE);
-#end
-let units = weight_units(p);
-#end
-
-// The weight times the scale of V's group g, and the two terms of the group's shifts.
-#def weigh_group(g): p, units, scale_*, shift_* -> w, z_hi, z_lo
-#if V_SCALED
-let w = rhe(product(p, scale_$(g)));
-#else
-let w = rhe(p * 16384.0);
-#end
-#if V == GROUPS
-let p14 = (units + 128) >> 8u;
-let z_hi = p14 * (shift_$(g) >> 8u);
-let z_lo = p14 * (shift_$(g) & 255);
-#end
-#end
-
-// The weights of all rows, in workgroup memory, and their sums in the slots of reduce.wgsl.
-#def softmax_tile(): num_rows, lane, token, kv_len, scratch_at, score_*, v_* -> f_*, h_*
+// The weights of all rows in f32, their sums and the largest of them times V's scales in the slots of reduce.wgsl.
+#def softmax_tile(): num_rows, lane, token, kv_len, slot, score_*, v_* -> p_*
 workgroupBarrier();
-#if INTEGER
-#use scale_v_params()
+#for r in 0..R
+var p_$(r) = 0.0;
 #end
 #for b in 0..(R / RU)
 if $(b * RU)u < num_rows {
 #for r in (b * RU)..(b * RU + RU)
     {
-#use softmax_row(r)
-    post_sum($(ROW_SUM + r)u, units);
+        let row_max = from_order_key(posted($(ROW_MAX + r)u));
 #if INTEGER
-    var word = 0u;
+        let weight = exp2w(min(row_max - score_$(r), 64.0));
+#else
+        let weight = exp2f(max(score_$(r) - row_max, -125.0));
+#end
+        p_$(r) = select(0.0, weight, score_$(r) > NONE);
+        post_sum($(ROW_SUM + r)u, weight_units(p_$(r)));
+#if INTEGER
 #for g in 0..VG
-    {
-#use weigh_group(g)
-#if g % 2 == 0
-        word = u32(w);
+#if V_SCALED
+        post_max($(LARGEST + g * R + r)u, bitcast<u32>(p_$(r) * v_$(g).x));
 #else
-        word |= u32(w) << 16u;
+        post_max($(LARGEST + g * R + r)u, bitcast<u32>(p_$(r)));
 #end
-#if g % 2 == 1 || g == VG - 1
-        scratch[$((g / 2 * R + r) * RS)u + scratch_at] = word;
 #end
-        post_sum($(GROUPS_AT + g * OF_GROUP + 2 + r)u, w);
 #if V == GROUPS
-        post_sum($(GROUPS_AT + g * OF_GROUP + 2 + R + r)u, z_hi);
-        post_sum($(GROUPS_AT + g * OF_GROUP + 2 + 2 * R + r)u, z_lo);
-#end
-    }
+        scratch[$(r * RS)u + lane] = bitcast<u32>(p_$(r));
 #end
 #else
-    values_p[$(r * 64)u + slot_of(lane)] = p;
+        values_p[$(r * 64)u + slot] = p_$(r);
 #end
     }
 #end
@@ -85,10 +39,77 @@ if $(b * RU)u < num_rows {
 #if !INTEGER
 #for g in 0..VG
 #if V_SCALED
-values_param[$(64 * g)u + slot_of(lane)] = v_$(g);
+values_param[$(64 * g)u + slot] = v_$(g);
 #else
-values_param[$(64 * g)u + slot_of(lane)] = select(vec2<f32>(0.0), vec2<f32>(1.0, 0.0), token < kv_len);
+values_param[$(64 * g)u + slot] = select(vec2<f32>(0.0), vec2<f32>(1.0, 0.0), token < kv_len);
 #end
 #end
 #end
+#end
+
+// The tile's weights as bytes, those of four rows in a word, and their sums, of two rows in a slot.
+#def weigh_tile(): theta, slot, p_*, v_* ->
+workgroupBarrier();
+#for g in 0..VG
+#for quad in 0..QUADS
+{
+    var word = 0u;
+#for r in (4 * quad)..(4 * quad + 4 < R ? 4 * quad + 4 : R)
+    {
+#if V_SCALED
+        let x = p_$(r) * v_$(g).x;
+#else
+        let x = p_$(r);
+#end
+        let byte = weight_byte(x, weight_step_of[$(g * R + r)].y, theta);
+#if r % 4 == 0
+        word = byte >> 8u;
+#else
+        word |= byte << $(r % 4 * 8 - 8)u;
+#end
+    }
+#end
+    post_sum($(WEIGHTS + g * PAIRS_OF_ROWS + 2 * quad)u, bitcast<i32>((word & 0xFFu) | ((word & 0xFF00u) << 8u)));
+#if 4 * quad + 2 < R
+    post_sum($(WEIGHTS + g * PAIRS_OF_ROWS + 2 * quad + 1)u, bitcast<i32>(((word >> 16u) & 0xFFu) | ((word >> 8u) & 0xFF0000u)));
+#end
+    weight_bytes[$((g * QUADS + quad) * 80)u + slot + (slot >> 4u) * 4u] = word;
+}
+#end
+#end
+#end
+
+// Transposes the bytes: a vec4 holds 16 tokens of one row in slot order.
+#def pack_weights(): lane ->
+workgroupBarrier();
+if lane < $(VG * QUADS * 4)u {
+#for c in 0..4
+    let a_$(c) = weight_bytes[20u * lane + $(4 * c)u];
+    let b_$(c) = weight_bytes[20u * lane + $(4 * c + 1)u];
+    let c_$(c) = weight_bytes[20u * lane + $(4 * c + 2)u];
+    let d_$(c) = weight_bytes[20u * lane + $(4 * c + 3)u];
+    let even_ab_$(c) = (a_$(c) & 0x00FF00FFu) | ((b_$(c) & 0x00FF00FFu) << 8u);
+    let even_cd_$(c) = (c_$(c) & 0x00FF00FFu) | ((d_$(c) & 0x00FF00FFu) << 8u);
+    let odd_ab_$(c) = ((a_$(c) >> 8u) & 0x00FF00FFu) | (b_$(c) & 0xFF00FF00u);
+    let odd_cd_$(c) = ((c_$(c) >> 8u) & 0x00FF00FFu) | (d_$(c) & 0xFF00FF00u);
+#end
+    // The lane's group and four rows, and its 16 tokens.
+    let group = lane >> 2u;
+    let to = ((group / $(QUADS)u) * $(R)u + (group % $(QUADS)u) * 4u) * 4u + (lane & 3u);
+#for r in 0..(R < 4 ? R : 4)
+    weights[to + $(4 * r)u] = vec4<u32>(
+#for c in 0..4
+#if r == 0
+        (even_ab_$(c) & 0xFFFFu) | (even_cd_$(c) << 16u),
+#elif r == 1
+        (odd_ab_$(c) & 0xFFFFu) | (odd_cd_$(c) << 16u),
+#elif r == 2
+        (even_ab_$(c) >> 16u) | (even_cd_$(c) & 0xFFFF0000u),
+#else
+        (odd_ab_$(c) >> 16u) | (odd_cd_$(c) & 0xFFFF0000u),
+#end
+#end
+    );
+#end
+}
 #end

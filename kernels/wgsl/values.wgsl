@@ -1,4 +1,4 @@
-// values.wgsl: V's codes and parameters, and the product of a tile's weights with V, folded into the state (docs/arithmetic.md, sections 4 and 5).
+// values.wgsl: V's codes and parameters, and the product of a tile's weights with V, folded into the state (docs/arithmetic.md, sections 5 and 6).
 // The number of lanes that have a dim.
 #let DIM_LANES = VIEW && V_BITS == 8 ? D / 4 : V_ROWS
 
@@ -41,12 +41,12 @@ fn v_param(word: u32, token: u32) -> vec2<f32> {
 #end
 
 #if V_BITS < 16 && !VIEW
-// The 16 bytes of dim d in the panel of `place.token`: 16 tokens in slot order; of 4 bits, those of dims 16 a + i and 16 a + 8 + i.
-fn v_panel(place: TokenAddr, d: u32) -> vec4<u32> {
+// The 16 bytes of dim d in the panel of `place.token`, of codes that begin at `codes`: 16 tokens in slot order; of 4 bits, those of dims 16 a + i and 16 a + 8 + i.
+fn v_panel(place: TokenAddr, codes: u32, d: u32) -> vec4<u32> {
 #if V_BITS == 8
-    return load_vec(place.buffer, place.at + $(V_CODES)u + (place.token / 16u) * $(V_ROWS)u + d);
+    return load_vec(place.buffer, place.at + codes + (place.token / 16u) * $(V_ROWS)u + d);
 #else
-    return load_vec(place.buffer, place.at + $(V_CODES)u + (place.token / 16u) * $(V_ROWS)u + (d >> 4u) * 8u + (d & 7u));
+    return load_vec(place.buffer, place.at + codes + (place.token / 16u) * $(V_ROWS)u + (d >> 4u) * 8u + (d & 7u));
 #end
 }
 #elif V_BITS == 16
@@ -74,29 +74,32 @@ fn dot16u(a: vec4<u32>, b: vec4<u32>, acc: u32) -> u32 {
 #end
 
 // Loads the words with V's parameters of the lane's token.
-#def load_v_params(): pages, head, kv_len, tile, lane -> v_word_*
+#def load_v_params(): place, pages, head, tile, lane, last -> v_word_*
 #if V_SCALED
-let of_v = v_place(pages, head, kv_len, tile, lane);
+#if VIEW
+let of_v = place_of(pages, head, min(tile * 64u + lane, last));
+#else
+let of_v = place;
+#end
 #for g in 0..VG
 let v_word_$(g) = v_word(of_v, $(g)u);
 #end
 #end
 #end
 
-// V's parameters of the lane's token, and their maxima in the slots of reduce.wgsl; past the end they are 0.
+// V's parameters of the lane's token; past the end they are 0.
 #def v_params(): v_word_*, lane, token, kv_len -> v_*
 #if V_SCALED
 #for g in 0..VG
 var v_$(g) = v_param(v_word_$(g), lane);
 #if INTEGER && V == GROUPS
 v_$(g).y = v_$(g).y + 8.0 * v_$(g).x;
+#elif INTEGER && V == STEPS
+v_$(g).x = v_$(g).x * 0.0625;
 #end
 v_$(g) = select(vec2<f32>(0.0), v_$(g), token < kv_len);
-#if INTEGER
-post_max($(GROUPS_AT + g * OF_GROUP)u, bitcast<u32>(v_$(g).x));
-#if V == GROUPS
-post_max($(GROUPS_AT + g * OF_GROUP + 1)u, bitcast<u32>(abs(v_$(g).y)));
-#end
+#if INTEGER && V == GROUPS
+shifts[$(64 * g)u + lane] = v_$(g).y;
 #end
 #end
 #end
@@ -149,8 +152,37 @@ let v_raw_$(C)_$(n)_$(i) = load_vec(v_buffer_$(C)_$(n), v_at_$(C)_$(n) + min(lan
 #end
 #end
 
-// Chunk C of the tile's value from integer weights, folded into O.
-#def fold_integer_values(C): lane, num_rows, pages_at, head, kv_len, tile, last, v_tile, v_raw_*, f_* -> o_*
+#if V_WINDOW > 0
+// Adds the products with residuals to sums of row r, in units of a residual's step.
+#def residual_values(C, b): lane, head, kv_len, tile, residuals_at, v_fine, group_* -> sum_*
+if $(b * RU)u < v_fine {
+#for t in 0..4
+    let panel_$(t) = residual_place(residuals_at, head, kv_len, tile, $(16 * t)u);
+#for i in 0..RPL
+    let r_$(t)_$(i) = load_vec(panel_$(t).buffer, panel_$(t).at + $(V_RESIDUALS)u + (panel_$(t).token / 16u) * $(V_ROWS)u + min(lane + $((C * RPL + i) * T)u, $(V_ROWS - 1)u));
+#end
+#end
+#for r in (b * RU)..(b * RU + RU)
+    if $(r)u < v_fine {
+#for i in 0..DPL
+        var fine_$(i) = 0u;
+#for t in 0..4
+#if i % 2 == 0
+        fine_$(i) = dot16u(weights[(group_$(i) * $(R)u + $(r)u) * 4u + $(t)u], r_$(t)_$(i / 2) & vec4<u32>(0x0F0F0F0Fu), fine_$(i));
+#else
+        fine_$(i) = dot16u(weights[(group_$(i) * $(R)u + $(r)u) * 4u + $(t)u], r_$(t)_$(i / 2) & vec4<u32>(0xF0F0F0F0u), fine_$(i));
+#end
+#end
+        sum_$(r)_$(i) += fine_$(i) >> $(i % 2 * 4)u;
+#end
+    }
+#end
+}
+#end
+#end
+
+// Chunk C of the tile's value from weights of one byte, folded into O.
+#def fold_integer_values(C): lane, num_rows, pages_at, residuals_at, head, kv_len, tile, last, v_tile, v_fine, v_raw_* -> o_*
 #if DIM_LANES < T
 if lane < $(DIM_LANES)u {
 #else
@@ -174,47 +206,54 @@ let v_$(n)_$(i) = v_raw_$(C)_$(n)_$(i / 2) & vec4<u32>(0xF0F0F0F0u);
 #for i in 0..DPL
 #if VG == 1
 let group_$(i) = 0u;
-let unit_$(i) = exp2i(-f_0);
 #else
 let group_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(D - 1)u) / $(GD)u;
-let unit_$(i) = value_unit[group_$(i)];
 #end
 #end
 #for b in 0..(R / RU)
 if $(b * RU)u < num_rows {
 #for r in (b * RU)..(b * RU + RU)
 #for i in 0..DPL
-    var hi_$(r)_$(i) = 0u;
-    var lo_$(r)_$(i) = 0u;
+    var sum_$(r)_$(i) = 0u;
 #end
 #for t in 0..4
     {
 #if VG == 1
-        let hi = weights[$(r * 8 + 2 * t)];
-        let lo = weights[$(r * 8 + 2 * t + 1)];
+        let bytes = weights[$(r * 4 + t)];
 #end
 #for i in 0..DPL
 #if VG == 1
-        hi_$(r)_$(i) = dot16u(hi, v_$(t)_$(i), hi_$(r)_$(i));
-        lo_$(r)_$(i) = dot16u(lo, v_$(t)_$(i), lo_$(r)_$(i));
+        sum_$(r)_$(i) = dot16u(bytes, v_$(t)_$(i), sum_$(r)_$(i));
 #else
-        hi_$(r)_$(i) = dot16u(weights[(group_$(i) * $(R)u + $(r)u) * 8u + $(2 * t)u], v_$(t)_$(i), hi_$(r)_$(i));
-        lo_$(r)_$(i) = dot16u(weights[(group_$(i) * $(R)u + $(r)u) * 8u + $(2 * t + 1)u], v_$(t)_$(i), lo_$(r)_$(i));
+        sum_$(r)_$(i) = dot16u(weights[(group_$(i) * $(R)u + $(r)u) * 4u + $(t)u], v_$(t)_$(i), sum_$(r)_$(i));
 #end
 #end
     }
 #end
+#if V == STEPS
+#for i in 0..DPL
+    sum_$(r)_$(i) <<= $(i % 2 == 0 ? 4 : 0)u;
+#end
+#end
+#end
+#if V_WINDOW > 0
+#use residual_values(C, b)
 #end
 #for r in (b * RU)..(b * RU + RU)
     if fold_beta[$(r)] >= 0.0 {
 #for i in 0..DPL
         {
-            let sum = weight_sum[group_$(i) * $(R)u + $(r)u];
-            let total = bitcast<i32>(((hi_$(r)_$(i) << 8u) + lo_$(r)_$(i)) >> $(V_BITS == 4 && i % 2 == 1 ? 4 : 0)u) - $(V_BITS == 8 ? 128 : 8) * sum;
-#if V == GROUPS
-            let value = f32(total) * unit_$(i) + shift_term[group_$(i) * $(R)u + $(r)u];
+            let sum_of_weights = bitcast<i32>((posted($(WEIGHTS + r / 2)u + group_$(i) * $(PAIRS_OF_ROWS)u) >> $(r % 2 * 16)u) & 0xFFFFu);
+            let step = weight_step_of[group_$(i) * $(R)u + $(r)u].x;
+#if V == STEPS
+            let total = bitcast<i32>(2u * sum_$(r)_$(i)) - select(240, 255, $(r)u < v_fine) * sum_of_weights;
 #else
-            let value = f32(total) * unit_$(i);
+            let total = bitcast<i32>(sum_$(r)_$(i) >> $(V_BITS == 4 && i % 2 == 1 ? 4 : 0)u) - $(V_BITS == 8 ? 128 : 8) * sum_of_weights;
+#end
+#if V == GROUPS
+            let value = f32(total) * step + shift_term[group_$(i) * $(R)u + $(r)u];
+#else
+            let value = f32(total) * step;
 #end
             o_$(r)_$(C * DPL + i) = ftz(o_$(r)_$(C * DPL + i) * fold_alpha[$(r)]) + value * fold_beta[$(r)];
         }
@@ -227,7 +266,7 @@ if $(b * RU)u < num_rows {
 #end
 
 // Chunk C of the tile's value in f32, folded into O.
-#def fold_float_values(C): lane, pages_at, head, tile, last -> o_*
+#def fold_float_values(C): lane, pages_at, residuals_at, head, kv_len, tile, last, v_fine -> o_*
 #for i in 0..DPL
 let dim_$(i) = min(dim_of(lane, $(C * DPL + i)u), $(D - 1)u);
 #for r in 0..R
@@ -251,6 +290,9 @@ for (var quad = 0u; quad < 16u; quad++) {
 #end
 #for i in 0..DPL
     var v_$(i) = vec4<f32>(0.0);
+#if V_WINDOW > 0
+    var fine_$(i) = vec4<f32>(0.0);
+#end
     {
 #if VG > 1
         let at = (dim_$(i) / $(GD)u) * 64u + quad * 4u;
@@ -264,14 +306,26 @@ for (var quad = 0u; quad < 16u; quad++) {
 #if VIEW
         let word = v_byte(place_0, dim_$(i)) | (v_byte(place_1, dim_$(i)) << 8u) | (v_byte(place_2, dim_$(i)) << 16u) | (v_byte(place_3, dim_$(i)) << 24u);
 #else
-        let word = v_panel(place, dim_$(i))[quad & 3u];
+        let word = v_panel(place, $(V_CODES)u, dim_$(i))[quad & 3u];
 #end
 #if V == FP8
         v_$(i) = select(fp8_values(word), vec4<f32>(0.0), scale == vec4<f32>(0.0));
 #elif V_BITS == 8
         v_$(i) = int8_values(word) * scale;
 #else
-        v_$(i) = int8_values((word >> (((dim_$(i) >> 3u) & 1u) * 4u)) & 0x0F0F0F0Fu) * scale + shift;
+        let high = ((dim_$(i) >> 3u) & 1u) * 4u;
+        let codes = (word >> high) & 0x0F0F0F0Fu;
+#if V == GROUPS
+        v_$(i) = int8_values(codes) * scale + shift;
+#else
+        v_$(i) = (int8_values(codes) * 2.0 - 15.0) * scale;
+#if V_WINDOW > 0
+        if v_fine > 0u {
+            let residuals = v_panel(residual_place(residuals_at, head, kv_len, tile, first - tile * 64u), $(V_RESIDUALS)u, dim_$(i))[quad & 3u];
+            fine_$(i) = step_values((codes << 4u) | ((residuals >> high) & 0x0F0F0F0Fu)) * (scale * 0.0625);
+        }
+#end
+#end
 #end
 #end
     }
@@ -281,7 +335,11 @@ for (var quad = 0u; quad < 16u; quad++) {
         let at = $(r * 64)u + quad * 4u;
         let p = vec4<f32>(values_p[at], values_p[at + 1u], values_p[at + 2u], values_p[at + 3u]);
 #for i in 0..DPL
+#if V_WINDOW > 0
+        value_$(r)_$(i) += dot(p, select(v_$(i), fine_$(i), $(r)u < v_fine));
+#else
         value_$(r)_$(i) += dot(p, v_$(i));
+#end
 #end
     }
 #end

@@ -3,7 +3,7 @@
 // A sequence's 12 words in the tables: {first row, KV head to KV head, token to token} of K in vec4, of V in words, of both scales in f16.
 @group(0) @binding(4) var<storage, read> pool_0: array<vec4<u32>>;       // K's codes
 @group(0) @binding(5) var<storage, read> pool_1: array<u32>;             // V's codes
-#if K == TOKEN || K == G32
+#if K_SCALED
 @group(0) @binding(6) var<storage, read> k_scales: array<u32>;
 #end
 #if V_SCALED
@@ -16,12 +16,17 @@ struct TokenAddr {
     scale: u32,
 }
 
+// A scale comes twice in its word, so that any token finds it.
+fn place_token(place: TokenAddr) -> u32 {
+    return 0u;
+}
+
 fn view_row(rows_at: u32, head: u32, token: u32) -> u32 {
     return tables[rows_at] + head * tables[rows_at + 1u] + token * tables[rows_at + 2u];
 }
 
 // The place of token `index` of a tile in K. A token past the end reads the last one, and has weight 0.
-fn k_place(rows_at: u32, tail_page: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
+fn k_place(rows_at: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
     let token = min(tile * 64u + index, kv_len - 1u);
     return TokenAddr(view_row(rows_at, head, token), view_row(rows_at + 6u, head, token));
 }
@@ -30,16 +35,12 @@ fn place_of(rows_at: u32, head: u32, token: u32) -> TokenAddr {
     return TokenAddr(view_row(rows_at + 3u, head, token), view_row(rows_at + 9u, head, token));
 }
 
-fn v_place(rows_at: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
-    return place_of(rows_at, head, min(tile * 64u + index, kv_len - 1u));
-}
-
 // The 16 bytes at `unit` of a row of K.
 fn k_vec(place: TokenAddr, unit: u32) -> vec4<u32> {
     return pool_0[place.at + unit];
 }
 
-#if K == TOKEN || K == G32
+#if K_SCALED
 // A row's scale of group g, twice in a word.
 fn k_word(place: TokenAddr, g: u32) -> u32 {
     let at = place.scale + g;

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use attn_core::{
     CacheConfig, Error, PageLayout, TokenWrite,
     arithmetic::{ROUND, ROUND_WEIGHT},
+    format::Window,
 };
 use attn_kernels::wgsl::{append::AppendKey, params::AppendParams};
 use wgpu::BufferUsages;
@@ -53,44 +54,39 @@ pub(crate) struct Appender {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Job {
     page: u32,
-    tail: u32,
+    residual_page: Option<u32>,
     first: u32,
     end: u32,
     source: u32,
-    seals: bool,
 }
 
-/// The jobs that seal, then the others, which may overwrite the tail pages that the first read. Sources count from `base`.
-fn jobs(writes: &[TokenWrite], base: usize, page_size: usize) -> [Vec<Job>; 2] {
+/// The jobs of some writes. Sources count from `base`.
+fn jobs(writes: &[TokenWrite], base: usize) -> Vec<Job> {
     let mut jobs: Vec<Job> = Vec::new();
     for write in writes {
         let (token, source) = (write.token as u32, (write.source - base) as u32);
-        let seals = write.tail_page.is_some() && write.fills(page_size);
         match jobs.last_mut() {
             Some(job)
-                if job.page == write.page
+                if (job.page, job.residual_page) == (write.page, write.residual_page)
                     && job.end == token
                     && job.source + (token - job.first) == source =>
             {
                 job.end = token + 1;
-                job.seals = seals;
             }
             _ => jobs.push(Job {
                 page: write.page,
-                tail: write.tail_page.unwrap_or(0),
+                residual_page: write.residual_page,
                 first: token,
                 end: token + 1,
                 source,
-                seals,
             }),
         }
     }
-    let (sealing, open) = jobs.into_iter().partition(|job| job.seals);
-    [sealing, open]
+    jobs
 }
 
 /// Refuses writes that would lead the kernel, which checks none, outside its buffers: pages that the pool lacks, tokens that a page lacks,
-/// sources beyond the `tokens` tokens of k and v, and a missing or needless tail page.
+/// sources beyond the `tokens` tokens of k and v, and residual pages that the format lacks.
 fn check_writes(
     layout: &PageLayout,
     num_pages: usize,
@@ -104,19 +100,20 @@ fn check_writes(
             allowed,
         })
     };
-    let has_tail = layout.has_tail_page();
+    let has_residuals = layout.format().window() != Window::None;
     for write in writes {
-        let pages = [Some(write.page), write.tail_page];
+        let pages = [Some(write.page), write.residual_page];
         if let Some(page) = pages.iter().flatten().find(|p| **p as usize >= num_pages) {
             let given = format!("{page} of {num_pages}");
             return refuse("page to write", given, "a page of the pool");
         }
-        if write.tail_page.is_some() != has_tail || write.tail_page == Some(write.page) {
-            let given = format!("{:?} beside page {}", write.tail_page, write.page);
+        let residual = write.residual_page;
+        if residual == Some(write.page) || residual.is_some() && !has_residuals {
+            let given = format!("{residual:?} beside page {}", write.page);
             return refuse(
-                "tail page",
+                "residual page",
                 given,
-                "another page where K is int4-channel, else none",
+                "another page where the format keeps residuals, else none",
             );
         }
         if write.token >= layout.page_size() {
@@ -194,19 +191,13 @@ struct Launch {
     grid: [u32; 2],
 }
 
-/// Records dispatches.
-fn dispatch(
-    gpu: &Gpu,
-    encoder: &mut wgpu::CommandEncoder,
-    launches: &[Launch],
-) -> Result<(), Error> {
+/// Records a dispatch.
+fn dispatch(gpu: &Gpu, encoder: &mut wgpu::CommandEncoder, launch: &Launch) -> Result<(), Error> {
     gpu.guarded("recording an append", || {
-        for launch in launches {
-            let mut pass = encoder.begin_compute_pass(&Default::default());
-            pass.set_pipeline(&launch.pipeline);
-            pass.set_bind_group(0, &launch.group, &[]);
-            pass.dispatch_workgroups(launch.grid[0], launch.grid[1], 2);
-        }
+        let mut pass = encoder.begin_compute_pass(&Default::default());
+        pass.set_pipeline(&launch.pipeline);
+        pass.set_bind_group(0, &launch.group, &[]);
+        pass.dispatch_workgroups(launch.grid[0], launch.grid[1], 2);
     })
 }
 
@@ -242,8 +233,7 @@ impl Appender {
 
     /// Appends tokens from host memory, and submits the work.
     ///
-    /// All memory is allocated before the first write: if an allocation failed half-way through a long append, a page sealed by then would
-    /// have lost its tail page.
+    /// All memory is allocated before the first write, so that an append that fails for want of it has written nothing.
     pub fn append_from_host(
         &mut self,
         pool: &Pool,
@@ -266,9 +256,9 @@ impl Appender {
         let bindings = [&staging.k, &staging.v].map(wgpu::Buffer::as_entire_buffer_binding);
         let launches = chunks
             .iter()
-            .map(|(sources, chunk)| self.launches(pool, chunk, sources.start, &bindings))
+            .map(|(sources, chunk)| self.launch(pool, chunk, sources.start, &bindings))
             .collect::<Result<Vec<_>, _>>()?;
-        for ((sources, _), launches) in chunks.iter().zip(&launches) {
+        for ((sources, _), launch) in chunks.iter().zip(&launches) {
             let range = sources.start * row..sources.end * row;
             gpu.guarded("writing tokens", || {
                 for (buffer, x) in [(&staging.k, k), (&staging.v, v)] {
@@ -277,7 +267,7 @@ impl Appender {
                 }
             })?;
             let mut encoder = gpu.device.create_command_encoder(&Default::default());
-            dispatch(gpu, &mut encoder, launches)?;
+            dispatch(gpu, &mut encoder, launch)?;
             gpu.submit("appending", encoder)?;
             // Queued work keeps its staging memory, so a long append waits after each chunk.
             if chunks.len() > 1 {
@@ -322,41 +312,32 @@ impl Appender {
         check_writes(&pool.layout, pool.num_pages, writes, tokens)?;
         let row = pool.layout.num_kv_heads() * pool.layout.head_dim();
         let sources = sources.map(|buffer| pipeline::first(buffer, 4 * (tokens * row) as u64));
-        let launches = self.launches(pool, writes, 0, &sources)?;
-        dispatch(&pool.gpu, encoder, &launches)
+        if writes.is_empty() {
+            return Ok(());
+        }
+        let launch = self.launch(pool, writes, 0, &sources)?;
+        dispatch(&pool.gpu, encoder, &launch)
     }
 
-    /// The dispatches of checked writes, in order; source `base` is the first token of the two buffers.
-    fn launches(
+    /// The dispatch of checked writes: its grid, tables and bindings. Source `base` is the first token of the two buffers.
+    fn launch(
         &self,
         pool: &Pool,
         writes: &[TokenWrite],
         base: usize,
         sources: &[wgpu::BufferBinding<'_>; 2],
-    ) -> Result<Vec<Launch>, Error> {
-        let pipeline = self.pipelines.get(pool)?;
-        jobs(writes, base, pool.layout.page_size())
-            .iter()
-            .filter(|jobs| !jobs.is_empty())
-            .map(|jobs| self.launch(pool, &pipeline, jobs, sources))
-            .collect()
-    }
-
-    /// Makes one dispatch: its grid, tables and bindings.
-    fn launch(
-        &self,
-        pool: &Pool,
-        pipeline: &Pipeline,
-        jobs: &[Job],
-        sources: &[wgpu::BufferBinding<'_>; 2],
     ) -> Result<Launch, Error> {
+        let pipeline = self.pipelines.get(pool)?;
+        let jobs = jobs(writes, base);
         let gpu = &pool.gpu;
         let heads = pool.layout.num_kv_heads();
         let [grid_x, grid_y] = grid(gpu, jobs.len(), heads)?;
         let mut table: Vec<u32> = Vec::new();
-        for job in jobs {
-            table.extend([job.page, job.tail, job.first, job.end, job.source]);
-            table.extend([u32::from(job.seals), 0, 0]);
+        for job in &jobs {
+            let (residual_page, has_residuals) =
+                (job.residual_page.unwrap_or(0), job.residual_page.is_some());
+            table.extend([job.page, job.first, job.end, job.source, residual_page]);
+            table.extend([u32::from(has_residuals), 0, 0]);
         }
         let params = AppendParams {
             num_jobs: jobs.len() as u32,
@@ -382,10 +363,10 @@ impl Appender {
             let pages = pool.buffers.iter();
             let pages = pages.map(wgpu::Buffer::as_entire_buffer_binding);
             let buffers = own.chain(sources.iter().cloned()).chain(pages);
-            pipeline::bind(gpu, pipeline, (0..).zip(buffers))
+            pipeline::bind(gpu, &pipeline, (0..).zip(buffers))
         })?;
         Ok(Launch {
-            pipeline: pipeline.clone(),
+            pipeline,
             group,
             grid: [grid_x as u32, grid_y as u32],
         })
@@ -441,22 +422,31 @@ mod tests {
 
     #[test]
     fn a_job_is_the_new_tokens_of_one_page() {
-        let spans = |jobs: &[Job]| -> Vec<[u32; 5]> {
+        let spans = |jobs: &[Job]| -> Vec<(u32, Option<u32>, [u32; 3])> {
             jobs.iter()
-                .map(|job| [job.page, job.tail, job.first, job.end, job.source])
+                .map(|job| {
+                    (
+                        job.page,
+                        job.residual_page,
+                        [job.first, job.end, job.source],
+                    )
+                })
                 .collect()
         };
         let (_, mut all) = writes(KvFormat::INT4, 60, 72);
-        let want = [
-            vec![[1, 0, 60, 64, 0], [2, 0, 0, 64, 4]],
-            vec![[3, 0, 0, 4, 68]],
-        ];
-        assert_eq!(jobs(&all, 0, 64).map(|jobs| spans(&jobs)), want);
+        let found = spans(&jobs(&all, 0));
+        let tokens: Vec<_> = found.iter().map(|(_, _, tokens)| *tokens).collect();
+        assert_eq!(tokens, [[60, 64, 0], [0, 64, 4], [0, 4, 68]]);
+        let mut pages: Vec<u32> = found
+            .iter()
+            .flat_map(|(page, residual, _)| [*page, residual.unwrap()])
+            .collect();
+        pages.sort_unstable();
+        assert_eq!(pages, [0, 1, 2, 3, 4, 5]);
         all.iter_mut().for_each(|write| write.source += 1000);
-        assert_eq!(jobs(&all, 1000, 64).map(|jobs| spans(&jobs)), want);
+        assert_eq!(spans(&jobs(&all, 1000)), found);
         let (_, all) = writes(KvFormat::INT8, 0, 64);
-        let want = [vec![], vec![[0, 0, 0, 64, 0]]];
-        assert_eq!(jobs(&all, 0, 64).map(|jobs| spans(&jobs)), want);
+        assert_eq!(spans(&jobs(&all, 0)), [(0, None, [0, 64, 0])]);
     }
 
     #[test]
@@ -464,24 +454,25 @@ mod tests {
         type Spoil = fn(&mut TokenWrite);
         for format in [KvFormat::INT8, KvFormat::INT4] {
             let (layout, all) = writes(format, 60, 72);
-            let pages = 4;
+            let pages = 6;
             check_writes(&layout, pages, &all, 72).unwrap();
-            let spoils: [(&str, Spoil); 9] = [
-                ("page to write", |write| write.page = 4),
+            let mut spoils: Vec<(&str, Spoil)> = vec![
+                ("page to write", |write| write.page = 6),
                 ("page to write", |write| write.page = u32::MAX),
-                ("page to write", |write| write.tail_page = Some(4)),
-                ("tail page", |write| write.tail_page = Some(write.page)),
-                ("tail page", |write| {
-                    write.tail_page = match write.tail_page {
-                        Some(_) => None,
-                        None => Some(3 - write.page),
-                    }
+                ("page to write", |write| write.residual_page = Some(6)),
+                ("residual page", |write| {
+                    write.residual_page = Some(write.page)
                 }),
                 ("token to write", |write| write.token = 64),
                 ("token to write", |write| write.token = usize::MAX),
                 ("source of a token", |write| write.source = 72),
                 ("source of a token", |write| write.source = usize::MAX),
             ];
+            if format == KvFormat::INT8 {
+                spoils.push(("residual page", |write| {
+                    write.residual_page = Some(5 - write.page);
+                }));
+            }
             for (i, (refused, spoil)) in spoils.into_iter().enumerate() {
                 for at in [0, 40, 71] {
                     let mut all = all.clone();

@@ -3,8 +3,8 @@
 use attn_core::{
     Error,
     arithmetic::{
-        ROUND, ROUND_WEIGHT, WEIGHT_MAX, exp2_float, exp2_weight, exp2i, ftz, lse, pow2, rcp,
-        softcap, weight_units,
+        ROUND, ROUND_WEIGHT, WEIGHT_MAX, exp2_float, exp2_weight, exp2i, ftz, lse, pow2,
+        query_step, rcp, softcap, threshold, weight_byte, weight_step, weight_units,
     },
 };
 use attn_kernels::wgsl::{self, params::ArithmeticParams};
@@ -56,7 +56,7 @@ fn weight(x: f32) -> f32 {
 }
 
 /// The functions in the order of `check_arithmetic.wgsl`.
-const FUNCTIONS: [Function; 18] = [
+const FUNCTIONS: [Function; 23] = [
     ("exp2w(-x)", true, |[x, _, _]| weight(x)),
     ("exp2f(x)", true, |[x, _, _]| exp2_float(x)),
     ("rcp(y)", true, |[_, y, _]| rcp(y)),
@@ -87,6 +87,17 @@ const FUNCTIONS: [Function; 18] = [
     }),
     ("z·(2 - x·y), plain", false, |[x, y, z]| z * (2.0 - x * y)),
     ("(x + ROUND) - ROUND", true, |[x, _, _]| (x + ROUND) - ROUND),
+    ("query's step", true, |[_, y, _]| query_step(y)[0]),
+    ("query's inverse", true, |[_, y, _]| query_step(y)[1]),
+    ("step of weights, 3 bits", true, |[_, y, _]| {
+        weight_step(y, 3)
+    }),
+    ("step of weights, 2 bits", true, |[_, y, _]| {
+        weight_step(y, 2)
+    }),
+    ("weight of one byte", true, |[x, y, _]| {
+        f32::from(weight_byte(-x, 2.0, threshold(y as usize)))
+    }),
 ];
 
 /// Inputs per function.

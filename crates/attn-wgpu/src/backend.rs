@@ -178,7 +178,7 @@ impl WgpuBackend {
             pages_per_pool: pool.pages_per_buffer,
             num_pages: Some(pool.num_pages),
             lists: &table.pages,
-            tail_pages: &table.tail_pages,
+            residual_lists: &table.residual_pages,
             k_tensor_scales: &config.k_tensor_scales,
             v_tensor_scales: &config.v_tensor_scales,
         };
@@ -209,7 +209,7 @@ impl WgpuBackend {
             pages_per_pool: u32::MAX,
             num_pages: None,
             lists: &lists,
-            tail_pages: &[],
+            residual_lists: &[],
             k_tensor_scales: view.k_tensor_scales,
             v_tensor_scales: view.v_tensor_scales,
         };
@@ -234,7 +234,7 @@ impl WgpuBackend {
         step.record(&self.gpu, encoder, [q, out, lse], true)
     }
 
-    /// Records an append into the caller's encoder: tokens in the caller's buffers are quantized into pages, which are sealed as they fill.
+    /// Records an append into the caller's encoder: tokens in the caller's buffers are quantized into pages.
     ///
     /// `appends` lists (sequence, number of tokens), each sequence once; `k` and `v` are f32 `[tokens, num_kv_heads, head_dim]`, the first
     /// sequence's tokens first, with `BufferUsages::STORAGE`. They are not checked and must be finite. The cache counts the tokens at once, so

@@ -15,7 +15,6 @@ const PAGE_SIZE: usize = 64;
 pub(crate) struct ViewPages {
     pool: Pool,
     lists: Vec<Vec<u32>>,
-    no_tails: Vec<Option<u32>>,
 }
 
 /// Copies one token's codes and scales from the row at `at` of a view to place `t` of a page's run.
@@ -72,11 +71,7 @@ impl ViewPages {
             }
             next += count as u32;
         }
-        Ok(ViewPages {
-            pool,
-            no_tails: vec![None; lists.len()],
-            lists,
-        })
+        Ok(ViewPages { pool, lists })
     }
 
     pub fn tables<'a>(&'a self, view: &'a KvView<'_>) -> KvTables<'a> {
@@ -86,7 +81,7 @@ impl ViewPages {
             pages_per_pool: self.pool.pages_per_buffer,
             num_pages: Some(self.pool.num_pages),
             lists: &self.lists,
-            tail_pages: &self.no_tails,
+            residual_lists: &[],
             k_tensor_scales: view.k_tensor_scales(),
             v_tensor_scales: view.v_tensor_scales(),
         }

@@ -9,6 +9,7 @@ use attn_core::{
 use attn_kernels::wgsl::{
     decode::{DecodeKey, KvLayout},
     params::DecodeParams,
+    residual_slots,
     split::{Split, row_blocks},
 };
 use wgpu::BufferUsages;
@@ -77,42 +78,77 @@ pub(crate) struct KvTables<'a> {
     pub num_pages: Option<usize>,
     /// The pages of each sequence, or the places of a view's rows (`view.wgsl`).
     pub lists: &'a [Vec<u32>],
-    pub tail_pages: &'a [Option<u32>],
+    /// The residual pages of each sequence, those of its last pages; none for formats and views without.
+    pub residual_lists: &'a [Vec<u32>],
     pub k_tensor_scales: &'a [f32],
     pub v_tensor_scales: &'a [f32],
 }
 
 impl KvTables<'_> {
+    /// Slots of residual pages of a sequence.
+    fn residual_slots(&self) -> usize {
+        residual_slots(self.layout.format, self.layout.page_size)
+    }
+
     /// Refuses lists that would lead the kernels, which check no page, outside the pool.
     fn check(&self, problem: &Problem) -> Result<(), Error> {
         let Some(num_pages) = self.num_pages else {
             return Ok(());
         };
         let outside = |page: &u32| *page as usize >= num_pages;
+        let page_size = self.layout.page_size;
         for (b, &len) in problem.kv_lens.iter().enumerate() {
-            let needed = len.div_ceil(self.layout.page_size);
-            let list = self.lists.get(b).map_or(&[][..], |list| list);
-            let tail = self.tail_pages.get(b).copied().flatten();
-            if list.len() < needed {
-                return Err(Error::Length {
-                    what: "pages of a sequence",
-                    given: list.len(),
-                    needed,
-                });
-            }
-            if let Some(page) = list.iter().chain(&tail).find(|page| outside(page)) {
-                return Err(Error::Parameter {
-                    what: "page",
-                    given: format!("{page} of {num_pages}"),
-                    allowed: "a page of the pool",
-                });
+            let residuals = self.layout.format.residual_pages(page_size, len);
+            for (what, lists, needed) in [
+                ("pages of a sequence", self.lists, len.div_ceil(page_size)),
+                (
+                    "residual pages of a sequence",
+                    self.residual_lists,
+                    residuals,
+                ),
+            ] {
+                let list = lists.get(b).map_or(&[][..], |list| list);
+                if list.len() < needed {
+                    return Err(Error::Length {
+                        what,
+                        given: list.len(),
+                        needed,
+                    });
+                }
+                if let Some(page) = list.iter().find(|page| outside(page)) {
+                    return Err(Error::Parameter {
+                        what: "page",
+                        given: format!("{page} of {num_pages}"),
+                        allowed: "a page of the pool",
+                    });
+                }
             }
         }
         Ok(())
     }
+
+    /// The residual pages of sequence `b`, of `kv_len` tokens, in their slots.
+    fn residual_ring(&self, b: usize, kv_len: usize) -> Vec<u32> {
+        let mut slots = vec![0; self.residual_slots()];
+        let kept = self
+            .layout
+            .format
+            .residual_pages(self.layout.page_size, kv_len);
+        let last = kv_len.div_ceil(self.layout.page_size);
+        for (i, page) in (last - kept..last).rev().zip(
+            self.residual_lists
+                .get(b)
+                .into_iter()
+                .flat_map(|list| list.iter().rev()),
+        ) {
+            let slot = i % slots.len();
+            slots[slot] = *page;
+        }
+        slots
+    }
 }
 
-/// The tables of the kernels: splits, sequences, their pages (or rows), scales, slopes and sinks, in the form that `decode_split.wgsl` describes.
+/// The tables of the kernels: splits, sequences, their pages (or rows) and residual pages, scales, slopes and sinks, in the form that `decode_split.wgsl` describes.
 struct Tables {
     words: Vec<u32>,
     sequences_at: usize,
@@ -132,10 +168,10 @@ impl Tables {
             pages_at.push(next);
             next += list.len();
         }
+        let slots = source.residual_slots();
         for (b, &len) in problem.kv_lens.iter().enumerate() {
-            let tail = source.tail_pages.get(b).copied().flatten().unwrap_or(0) as usize;
             for index in 0..split.of_sequence(len) {
-                let about = [b, index, len, split.tiles(len), pages_at[b], tail, 0, 0];
+                let about = [b, index, len, pages_at[b], next + b * slots, 0, 0, 0];
                 words.extend(about.map(|x| x as u32));
             }
         }
@@ -147,6 +183,9 @@ impl Tables {
         }
         for list in &source.lists[..problem.batch()] {
             words.extend(list);
+        }
+        for (b, &len) in problem.kv_lens.iter().enumerate() {
+            words.extend(source.residual_ring(b, len));
         }
         let scales_at = words.len();
         let scale = |scales: &[f32], g: usize| scales.get(g).copied().unwrap_or(1.0).to_bits();
@@ -181,7 +220,7 @@ fn check_sizes(
     let splits = key.split.count(problem);
     let grid_x = splits.clamp(1, most);
     let of_head = heads.saturating_mul(row_blocks(problem, key.rows));
-    let merges = problem.heads_per_kv() * problem.q_len * key.split.merge_parts(problem);
+    let merges = problem.heads_per_kv() * problem.q_len * key.merge_parts();
     let split_grid = [grid_x, of_head, splits.div_ceil(grid_x)];
     let merge_grid = [merges, heads, batch];
     if split_grid
@@ -203,6 +242,7 @@ fn check_sizes(
     let words = [
         splits.saturating_mul(8),
         8 * batch,
+        batch.saturating_mul(source.residual_slots()),
         2 * heads,
         slopes,
         2 * sinks,
@@ -354,7 +394,7 @@ mod tests {
             },
             vec![100, 0, 64],
         );
-        let check = |lists: [&[u32]; 3], tails: [Option<u32>; 3], num_pages| {
+        let check = |lists: [&[u32]; 3], residuals: [&[u32]; 3], num_pages| {
             KvTables {
                 layout: KvLayout {
                     format: KvFormat::INT4,
@@ -366,24 +406,53 @@ mod tests {
                 pages_per_pool: 4,
                 num_pages,
                 lists: &lists.map(<[u32]>::to_vec),
-                tail_pages: &tails,
+                residual_lists: &residuals.map(<[u32]>::to_vec),
                 k_tensor_scales: &[],
                 v_tensor_scales: &[],
             }
             .check(&problem)
         };
-        let (good, tails) = ([&[0, 2][..], &[], &[3]], [Some(1), None, None]);
-        check(good, tails, Some(4)).unwrap();
-        for (lists, tails) in [
-            ([&[0, 4][..], &[], &[3]], tails),
-            ([&[0, 2][..], &[], &[u32::MAX]], tails),
-            ([&[0, 2][..], &[], &[3]], [Some(4), None, None]),
-            ([&[0][..], &[], &[3]], tails),
-            ([&[0, 2][..], &[], &[]], tails),
+        let (good, residuals) = ([&[0, 2][..], &[], &[3]], [&[1, 4][..], &[], &[5]]);
+        check(good, residuals, Some(6)).unwrap();
+        for (lists, residuals) in [
+            ([&[0, 6][..], &[], &[3]], residuals),
+            ([&[0, 2][..], &[], &[u32::MAX]], residuals),
+            ([&[0][..], &[], &[3]], residuals),
+            ([&[0, 2][..], &[], &[]], residuals),
+            (good, [&[1, 6][..], &[], &[5]]),
+            (good, [&[1][..], &[], &[5]]),
+            (good, [&[1, 4][..], &[], &[]]),
         ] {
-            assert!(check(lists, tails, Some(4)).is_err(), "{lists:?} {tails:?}");
+            assert!(
+                check(lists, residuals, Some(6)).is_err(),
+                "{lists:?} {residuals:?}"
+            );
         }
-        check([&[9; 12]; 3], tails, None).unwrap();
+        check([&[9; 12]; 3], [&[]; 3], None).unwrap();
+    }
+
+    #[test]
+    fn residual_pages_stand_in_the_slots_of_their_pages() {
+        let residuals = [vec![5, 6], vec![10, 11, 12, 13], vec![]];
+        let source = KvTables {
+            layout: KvLayout {
+                format: KvFormat::INT4,
+                page_size: 64,
+                pools: 1,
+                view: false,
+            },
+            stored: Vec::new(),
+            pages_per_pool: 4,
+            num_pages: None,
+            lists: &[],
+            residual_lists: &residuals,
+            k_tensor_scales: &[],
+            v_tensor_scales: &[],
+        };
+        assert_eq!(source.residual_ring(0, 65), [5, 6, 0, 0]);
+        // Pages 6 to 9.
+        assert_eq!(source.residual_ring(1, 10 * 64), [12, 13, 10, 11]);
+        assert_eq!(source.residual_ring(2, 0), [0; 4]);
     }
 
     #[test]

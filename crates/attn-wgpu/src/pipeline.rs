@@ -41,7 +41,7 @@ pub(crate) fn compile(
     gpu.guarded("compiling a kernel", || {
         // SAFETY: without bounds checks an index past a binding is undefined. Of what the kernels index by, release builds check
         // - the pages of a step: `launch::KvTables::check` compares them with the pool's count, and their number with kv_len;
-        // - the pages, tail pages, tokens and sources of an append: `append::check_writes`;
+        // - the pages, residual pages, tokens and sources of an append: `append::check_writes`;
         // - a view's offsets and strides: `view.rs` computes the end of the last row in checked arithmetic;
         // - callers' buffers (k and v of an append, a view's, q, out, lse): as many bytes as the kernels reach are bound (`first`), which
         //   wgpu compares with the buffer that it finds;

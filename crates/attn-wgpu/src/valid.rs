@@ -33,7 +33,7 @@ fn each_decode(
 ) {
     let viewed = [format.k, format.v]
         .iter()
-        .all(|scheme| !matches!(scheme, Scheme::Int4(_)));
+        .all(|scheme| scheme.code_bits() > 4 && !scheme.is_rotated());
     let views = [false, true].into_iter().filter(|view| viewed || !view);
     for (view, shared_bytes) in views.flat_map(|view| [16384, 32768].map(|bytes| (view, bytes))) {
         let layout = KvLayout {

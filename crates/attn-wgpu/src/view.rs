@@ -32,7 +32,7 @@ pub struct DeviceRows<'a> {
 /// A contiguous cache in the caller's buffers.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceView<'a> {
-    /// The schemes of K and V: f16, bf16, fp8 or an int8 scheme.
+    /// The schemes of K and V: f16, bf16, fp8 or an int8 scheme whose rows are not rotated.
     pub format: KvFormat,
     /// The rows of K.
     pub k: DeviceRows<'a>,
@@ -98,11 +98,11 @@ impl DeviceRows<'_> {
         problem: &Problem,
         align: usize,
     ) -> Result<[u64; 2], Error> {
-        if matches!(scheme, Scheme::Int4(_)) {
+        if scheme.code_bits() == 4 || scheme.is_rotated() {
             return Err(Error::Parameter {
                 what: "view scheme",
                 given: scheme.to_string(),
-                allowed: "f16, bf16, fp8, int8, int8-g32, int8-tensor; import int4 rows into pages",
+                allowed: "f16, bf16, fp8, int8-plain, int8-g32, int8-tensor; import int4 rows into pages",
             });
         }
         let strides = self.code_strides;

@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use attn_core::{Int4Scale, Int8Scale, KvFormat, PageLayout, Scheme};
+use attn_core::{Int8Scale, KvFormat, PageLayout, Scheme, layout::Side, rotation};
 
 use super::{
     params::{AppendParams, ArithmeticParams, DecodeParams},
@@ -11,21 +11,35 @@ use super::{
 
 /// The names of the schemes in the kernels; a scheme's number is its place here.
 const SCHEMES: [&str; 8] = [
-    "TOKEN", "G32", "TENSOR", "GROUPS", "CHANNEL", "F16", "BF16", "FP8",
+    "TOKEN", "G32", "TENSOR", "GROUPS", "STEPS", "F16", "BF16", "FP8",
 ];
 
-/// The number of a scheme in the kernels.
+/// The number of a scheme in the kernels, where rotated int8 is int8 of other rows.
 fn scheme_number(scheme: Scheme) -> usize {
     match scheme {
-        Scheme::Int8(Int8Scale::Token) => 0,
+        Scheme::Int8(Int8Scale::Token) | Scheme::RotatedInt8 => 0,
         Scheme::Int8(Int8Scale::Group32) => 1,
         Scheme::Int8(Int8Scale::Tensor) => 2,
-        Scheme::Int4(Int4Scale::Groups(_)) => 3,
-        Scheme::Int4(Int4Scale::Channel) => 4,
+        Scheme::Int4(_) => 3,
+        Scheme::RotatedInt4 { .. } => 4,
         Scheme::F16 => 5,
         Scheme::Bf16 => 6,
         Scheme::Fp8E4m3 => 7,
     }
+}
+
+/// Stages of butterflies that rotate a row of a scheme; none where it is not rotated.
+fn strides(scheme: Scheme, head_dim: usize) -> usize {
+    match scheme.is_rotated() {
+        true => rotation::block(head_dim).ilog2() as usize,
+        false => 0,
+    }
+}
+
+/// Slots of residual pages of a sequence in the tables, where its `i`-th page has slot `i` modulo their number.
+#[must_use]
+pub fn residual_slots(format: KvFormat, page_size: usize) -> usize {
+    format.window().kept_tokens() / page_size
 }
 
 /// Sets constants by name.
@@ -44,6 +58,7 @@ pub(super) fn layout_constants(format: KvFormat, head_dim: usize, page_size: usi
     let layout = PageLayout::new(format, head_dim, page_size, 1);
     let layout = layout.expect("kernels are chosen for checked layouts");
     let (k, v) = (format.k, format.v);
+    let v_residuals = layout.residual(Side::V).map_or(0, |part| part.codes.start);
     let mut constants = Constants::new();
     for (number, name) in SCHEMES.iter().enumerate() {
         constants.insert((*name).to_owned(), number as i64);
@@ -60,6 +75,14 @@ pub(super) fn layout_constants(format: KvFormat, head_dim: usize, page_size: usi
             ("V_BITS", v.code_bits()),
             ("KG", k.groups(head_dim)),
             ("VG", v.groups(head_dim)),
+            ("K_SCALED", usize::from(k.has_row_scales())),
+            ("V_SCALED", usize::from(v.has_row_scales())),
+            ("K_STRIDES", strides(k, head_dim)),
+            ("V_STRIDES", strides(v, head_dim)),
+            ("K_WINDOW", k.window().tiles()),
+            ("V_WINDOW", v.window().tiles()),
+            ("RING", residual_slots(format, page_size)),
+            ("V_RESIDUALS", v_residuals / 16),
             ("RUN_VECS", layout.run_bytes() / 16),
             ("K_PARAMS", layout.k_params().start / 4),
             ("V_CODES", layout.v_codes().start / 16),

@@ -1,6 +1,6 @@
 //! The specialisation of `decode_split.wgsl` and `decode_merge.wgsl`.
 
-use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
+use attn_core::{Int8Scale, KvFormat, Problem, Scheme, rotation};
 
 use super::{
     Constants, SpecialiseError,
@@ -34,6 +34,24 @@ pub struct DecodeKey {
     pub split: Split,
 }
 
+impl DecodeKey {
+    /// Dims of a workgroup of `decode_merge.wgsl`: few where splits are tiles, because rows are few then and each has many partials, but
+    /// whole blocks where V is rotated.
+    fn merge_dims(&self) -> usize {
+        match self.split {
+            Split::Segment => self.head_dim,
+            Split::Tile if self.format.v.is_rotated() => rotation::block(self.head_dim).max(32),
+            Split::Tile => 32,
+        }
+    }
+
+    /// Workgroups of `decode_merge.wgsl` that share the dims of a query row.
+    #[must_use]
+    pub fn merge_parts(&self) -> usize {
+        self.head_dim.div_ceil(self.merge_dims())
+    }
+}
+
 /// Choices that change speed, never bits. `Default` leaves each to the backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -42,7 +60,7 @@ pub struct Tuning {
     pub shared_bytes: Option<usize>,
     /// Most query rows of one workgroup: 1, 2, 4 or 8. Another number counts as the next of these below it, 0 as 1.
     pub rows: Option<usize>,
-    /// Whether a workgroup takes a single tile, where segments are no longer than four, or a segment.
+    /// Whether a workgroup takes a single tile, or a segment.
     pub by_tiles: Option<bool>,
 }
 
@@ -87,10 +105,6 @@ fn decode_constants(key: &DecodeKey) -> Constants {
     } else {
         rows_per_lane * (d / v_rows)
     };
-    let scaled = matches!(
-        v,
-        Scheme::Int8(Int8Scale::Token | Int8Scale::Group32) | Scheme::Int4(_)
-    );
     let values = [
         ("INTEGER", usize::from(integer)),
         ("R", r),
@@ -99,7 +113,7 @@ fn decode_constants(key: &DecodeKey) -> Constants {
         ("SOFTCAP", usize::from(key.softcap)),
         ("ALIBI", usize::from(key.alibi)),
         ("PER_SEGMENT", key.split.per_segment()),
-        ("V_SCALED", usize::from(scaled)),
+        ("MD", key.merge_dims()),
         ("GD", group_dims),
         ("CH", chunks),
         ("DPL", dims_per_lane),
@@ -115,28 +129,26 @@ pub fn workgroup_bytes(key: &DecodeKey) -> usize {
     let KvFormat { k, v } = key.format;
     let (d, r, integer) = (key.head_dim, key.rows, key.format.is_integer());
     let (units, k_groups, v_groups) = (d / 16, k.groups(d), v.groups(d));
-    let channel = k == Scheme::Int4(Int4Scale::Channel);
-    let sums = match k {
-        Scheme::Int4(Int4Scale::Groups(_)) => k_groups,
+    let rows = 16 * r + if key.alibi { 4 * r } else { 0 };
+    if !integer {
+        return rows + 256 * r + 512 * v_groups + 64 * r * units + 4 * 3 * r;
+    }
+    let is_centred = k.code_bits() == 4;
+    let sum_groups = match k {
+        Scheme::Int8(Int8Scale::Group32) | Scheme::Int4(_) | Scheme::RotatedInt4 { .. } => k_groups,
         _ => 1,
     };
-    let mut bytes = 16 * r + if key.alibi { 4 * r } else { 0 };
-    bytes += if integer {
-        32 * r * units
-            + 4 * r
-            + v_groups * (128 * r + 8 * r + 4)
-            + 4 * 68 * r * v_groups.div_ceil(2)
-    } else {
-        256 * r + 512 * v_groups + 64 * r * units
-    };
-    let mut slots = 3 * r + v_groups * (2 + 3 * r) + r * sums;
-    if channel {
-        slots += 2 * r + 1;
+    let halves = units % 2 == 0 && sum_groups == 1;
+    let mut bytes = 16 * r * units + 4 * r;
+    bytes += v_groups * (8 * r + 320 * r.div_ceil(4) + 64 * r);
+    if halves || v.has_shifts() {
+        bytes += 4 * 72 * r;
     }
-    if integer && channel {
-        bytes += 128 * units + 4 * r;
+    if v.has_shifts() {
+        bytes += v_groups * (256 + 36 * r);
     }
-    bytes + 4 * slots
+    let slots = 3 * r + v_groups * (r + r.div_ceil(2)) + if is_centred { r * k_groups } else { 0 };
+    rows + bytes + 4 * slots
 }
 
 /// The kernels of a problem: the rows of a workgroup are as many as it has, up to 8, that fit into workgroup memory.
@@ -232,7 +244,7 @@ mod tests {
         );
         (problem.softcap, problem.alibi_slopes) = (Some(1.0), Some(vec![1.0; 64]));
         let mut longest = 0;
-        for format in ["int4-g1", "int8-g32/int4-g1", "int4"] {
+        for format in ["int4-g1", "int8-g32/int4-g8", "int4", "int4-r8-w4"] {
             let layout = KvLayout {
                 format: format.parse().unwrap(),
                 page_size: 64,

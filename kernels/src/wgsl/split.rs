@@ -2,7 +2,7 @@
 
 use attn_core::{
     Problem,
-    segments::{SPAN, num_tiles, segment_tiles},
+    segments::{SEGMENT, num_tiles},
 };
 
 /// Workgroups below which each takes a tile instead of a segment: a GPU runs as many at once, and waits for them.
@@ -23,43 +23,28 @@ pub fn row_blocks(problem: &Problem, rows: usize) -> usize {
 }
 
 impl Split {
-    /// The split that is asked for, or the faster one; tiles only where a segment has no more of them than `decode_merge` folds.
+    /// The split that is asked for, or the faster one.
     pub fn choose(problem: &Problem, rows: usize, asked: Option<Split>) -> Self {
         let few = Split::Segment.partials(problem, rows) < FEW_WORKGROUPS;
-        let short = |&len: &usize| segment_tiles(len) == SPAN;
-        match asked.unwrap_or(if few { Split::Tile } else { Split::Segment }) {
-            Split::Tile if problem.kv_lens.iter().all(short) => Split::Tile,
-            _ => Split::Segment,
-        }
+        asked.unwrap_or(if few { Split::Tile } else { Split::Segment })
     }
 
-    /// Tiles of one split of a sequence.
-    pub fn tiles(self, kv_len: usize) -> usize {
+    /// Tiles of one split.
+    pub fn tiles(self) -> usize {
         match self {
-            Split::Segment => segment_tiles(kv_len),
+            Split::Segment => SEGMENT,
             Split::Tile => 1,
         }
     }
 
     /// Splits of one segment, at most.
     pub fn per_segment(self) -> usize {
-        match self {
-            Split::Segment => 1,
-            Split::Tile => SPAN,
-        }
-    }
-
-    /// Workgroups of `decode_merge.wgsl` that share the dims of a query row.
-    pub fn merge_parts(self, problem: &Problem) -> usize {
-        match self {
-            Split::Segment => 1,
-            Split::Tile => problem.head_dim.div_ceil(32),
-        }
+        SEGMENT / self.tiles()
     }
 
     /// Splits of one sequence and KV head.
     pub fn of_sequence(self, kv_len: usize) -> usize {
-        num_tiles(kv_len).div_ceil(self.tiles(kv_len))
+        num_tiles(kv_len).div_ceil(self.tiles())
     }
 
     /// Splits of one KV head, over all sequences.
@@ -83,7 +68,7 @@ mod tests {
     use attn_core::Heads;
 
     #[test]
-    fn few_workgroups_take_tiles_where_segments_are_short() {
+    fn few_workgroups_take_tiles() {
         let split = |kv_lens: &[usize], asked| {
             let problem = Problem::new(
                 Heads {
@@ -99,12 +84,12 @@ mod tests {
             (&[1][..], Split::Tile),
             (&[8192], Split::Tile),
             (&[8192, 8192], Split::Segment), // 512 workgroups
-            (&[1, 65_537], Split::Segment),  // segments of eight tiles
+            (&[1, 65_537], Split::Segment),
         ] {
             assert_eq!(split(kv_lens, None), want, "{kv_lens:?}");
         }
         assert_eq!(split(&[1], Some(Split::Segment)), Split::Segment);
         assert_eq!(split(&[8192; 64], Some(Split::Tile)), Split::Tile);
-        assert_eq!(split(&[65_537], Some(Split::Tile)), Split::Segment);
+        assert_eq!(split(&[65_537], Some(Split::Tile)), Split::Tile);
     }
 }

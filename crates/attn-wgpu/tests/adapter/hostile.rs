@@ -2,8 +2,8 @@
 
 use attn_conformance::trials::Trials;
 use attn_core::{
-    Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource,
-    PageStore, Problem, Unsupported,
+    Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale, KvCache, KvFormat,
+    KvSource, PageStore, Problem, Scheme, Unsupported,
 };
 use attn_cpu::Reference;
 use attn_wgpu::{DevicePages, DeviceRows, DeviceView, WgpuBackend, WgpuError, wgpu};
@@ -11,6 +11,7 @@ use wgpu::BufferUsages as Usage;
 
 const HEADS: usize = 2;
 const DIM: usize = 64;
+const PLAIN: KvFormat = KvFormat::same(Scheme::Int8(Int8Scale::Token));
 
 fn buffer(backend: &WgpuBackend, size: u64) -> wgpu::Buffer {
     let device = backend.wgpu_device();
@@ -111,7 +112,7 @@ fn pools_beyond_the_device_are_refused(backend: &WgpuBackend) {
     }
 }
 
-/// A view of `int8` rows in buffers of `bytes` bytes, all strides 0.
+/// A view of `int8-plain` rows in buffers of `bytes` bytes, all strides 0.
 fn view<'a>(codes: &'a wgpu::Buffer, scales: &'a wgpu::Buffer) -> DeviceView<'a> {
     let rows = DeviceRows {
         codes,
@@ -122,7 +123,7 @@ fn view<'a>(codes: &'a wgpu::Buffer, scales: &'a wgpu::Buffer) -> DeviceView<'a>
         scale_strides: [0; 3],
     };
     DeviceView {
-        format: KvFormat::INT8,
+        format: PLAIN,
         k: rows,
         v: rows,
         k_tensor_scales: &[],

@@ -7,14 +7,15 @@ use std::sync::{
 
 use attn_conformance::trials::Trials;
 use attn_core::{
-    Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource,
-    KvView, Plan, Problem, StridedRows, Unsupported,
+    Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale, KvCache, KvFormat,
+    KvSource, KvView, Plan, Problem, Scheme, StridedRows, Unsupported,
 };
 use attn_wgpu::{DeviceRows, DeviceView, WgpuBackend, WgpuError, wgpu};
 use wgpu::BufferUsages as Usage;
 
 const HEADS: usize = 2;
 const DIM: usize = 64;
+const PLAIN: KvFormat = KvFormat::same(Scheme::Int8(Int8Scale::Token));
 const ROW: usize = HEADS * DIM;
 
 /// A backend of the test's own, whose device it destroys.
@@ -59,7 +60,6 @@ fn is_lost<T>(call: &str, refused: Result<T, Error>) {
 
 fn every_call_on_a_lost_device_says_that_it_is_lost() {
     let backend = open();
-    // int4-channel K has tail pages, which `fork` copies.
     let config = CacheConfig::builder(
         KvFormat::INT4,
         Heads {
@@ -96,7 +96,7 @@ fn every_call_on_a_lost_device_says_that_it_is_lost() {
         scale_strides: [0; 3],
     };
     let view = DeviceView {
-        format: KvFormat::INT8,
+        format: PLAIN,
         k: rows,
         v: rows,
         k_tensor_scales: &[],
@@ -108,12 +108,14 @@ fn every_call_on_a_lost_device_says_that_it_is_lost() {
     backend.wgpu_device().destroy();
     is_lost("create_cache", backend.create_cache(&config));
     is_lost("append", cache.append(0, &tokens, &tokens));
-    // These need another page, a tail page and a page.
+    // These need another page, a residual page and both.
     is_lost("a long append", cache.append(0, &long, &long));
     is_lost("a first append", cache.append(1, &tokens, &tokens));
+    cache.fork(0, 2).unwrap();
+    is_lost("an append that copies", cache.append(2, &tokens, &tokens));
+    cache.free_sequence(2).unwrap();
     is_lost("read_back", cache.read_back(0));
     is_lost("write_page", cache.write_page(0, &page));
-    is_lost("fork", cache.fork(0, 1));
     is_lost("restore", cache.restore(2, 10, &pages));
     is_lost("prepare", backend.prepare(&problem, &cache));
     is_lost("prepare_view", backend.prepare_view(&problem, &view));
@@ -154,7 +156,7 @@ fn decodes_nothing(call: &str, backend: &WgpuBackend, plan: &Plan, kv: KvSource<
 fn a_decode_on_a_lost_device_writes_nothing() {
     let backend = open();
     let config = CacheConfig::builder(
-        KvFormat::INT8,
+        PLAIN,
         Heads {
             q: HEADS,
             kv: HEADS,
@@ -179,15 +181,15 @@ fn a_decode_on_a_lost_device_writes_nothing() {
     // Strides that the kernels load in place, and others, which are imported as pages.
     let [mut whole, mut odd] = [StridedRows::bsnh(&codes, &scales, HEADS, 10, DIM, 1); 2];
     (whole.code_strides[0], odd.code_strides[0]) = (0, 1);
-    let views = [whole, odd]
-        .map(|rows| KvView::new(&problem, KvFormat::INT8, rows, rows, [&[], &[]]).unwrap());
-    let plan = backend.plan(&problem, KvFormat::INT8).unwrap();
+    let views =
+        [whole, odd].map(|rows| KvView::new(&problem, PLAIN, rows, rows, [&[], &[]]).unwrap());
+    let plan = backend.plan(&problem, PLAIN).unwrap();
     backend.wgpu_device().destroy();
     decodes_nothing("decode", &backend, &plan, KvSource::Cache(&cache));
     for view in &views {
         decodes_nothing("decode of a view", &backend, &plan, KvSource::View(view));
     }
-    is_lost("plan", backend.plan(&problem, KvFormat::INT8).map(drop));
+    is_lost("plan", backend.plan(&problem, PLAIN).map(drop));
 }
 
 fn a_device_lost_with_work_under_way_is_lost_at_once() {

@@ -2,8 +2,8 @@
 
 use attn_conformance::trials::Trials;
 use attn_core::{
-    Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource,
-    KvView, Problem, StridedRows,
+    Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale, KvCache, KvFormat,
+    KvSource, KvView, Problem, Scheme, StridedRows,
 };
 use attn_cpu::{CpuBackend, Reference};
 use attn_wgpu::{DeviceRows, DeviceView, WgpuBackend, wgpu};
@@ -145,15 +145,21 @@ fn step(backend: &WgpuBackend, caches: &mut [KvCache; 2], appends: [(usize, usiz
 }
 
 fn recorded_appends_and_steps_have_the_references_bytes(backend: &WgpuBackend) {
-    for name in ["int8", "int4", "int4-g1", "int8-g32/int4-g1", "bf16/fp8"] {
+    for name in [
+        "int8",
+        "int4",
+        "int4-w4/int8",
+        "int8-plain/int4-w0",
+        "int4-g1",
+        "int4/int4-g1",
+        "int8-plain/int4",
+        "bf16/fp8",
+        "int4/bf16",
+    ] {
         let format: KvFormat = match name.parse() {
             Ok(format) => format,
             Err(error) => panic!("{error}"),
         };
-        // int8-g32 needs head_dims that are multiples of 32.
-        if format.check(DIM, 64).is_err() {
-            continue;
-        }
         let config = CacheConfig::builder(
             format,
             Heads {
@@ -215,7 +221,7 @@ fn refused_appends_change_nothing(backend: &WgpuBackend) {
 }
 
 fn an_engines_rows_are_read_where_they_lie(backend: &WgpuBackend) {
-    let (len, format) = (150, KvFormat::INT8);
+    let (len, format) = (150, KvFormat::same(Scheme::Int8(Int8Scale::Token)));
     let bytes = |n: usize, seed: u32| -> Vec<u8> {
         let codes = noise(n, seed).into_iter();
         codes
