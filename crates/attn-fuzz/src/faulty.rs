@@ -89,7 +89,7 @@ impl DecodeAttention for Faulty {
 /// Decodes a copy of the step's cache whose residuals are all 8.
 fn without_residuals(backend: &Reference, step: &mut DecodeStep<'_>) -> Result<(), Error> {
     let (inputs, outputs) = step.parts();
-    let KvSource::Cache(cache) = inputs.kv else {
+    let KvSource::Cache(cache) = inputs.kv() else {
         return backend.execute(step);
     };
     let mut config = cache.config().clone();
@@ -103,7 +103,7 @@ fn without_residuals(backend: &Reference, step: &mut DecodeStep<'_>) -> Result<(
         copy.restore(sequence, len, &pages)?;
     }
     let kv = KvSource::Cache(&copy);
-    let mut step = DecodeStep::new(inputs.plan, inputs.q, kv, outputs.out)?;
+    let mut step = DecodeStep::new(inputs.plan(), inputs.q(), kv, outputs.out)?;
     if let Some(lse) = outputs.lse {
         step = step.with_lse(lse)?;
     }
