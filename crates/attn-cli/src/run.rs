@@ -23,7 +23,7 @@ use crate::{
 pub struct RunArgs {
     /// A safetensors file with NAME.{k,v,q} per layer, and NAME.{out,lse} where the exact results are known; the bundled SmolLM2-135M tensors by default.
     file: Option<PathBuf>,
-    /// Formats, `k/v` or one name: f16, bf16, fp8, int8, int8-g32, int8-tensor, int4, int4-g1 … int4-g8, int4-channel/int8, …
+    /// Formats, `k/v` or one name: f16, bf16, fp8, int8, int4 (also int4-r2, -r4, -r8, each also -w0, -w4), int8-plain, int8-g32, int8-tensor, int4-g1 … int4-g8, int8/int4, …
     #[arg(long, value_delimiter = ',', default_value = DEFAULT_FORMATS)]
     kv: Vec<KvFormat>,
     /// cuda, wgpu or cpu; the best present by default.
@@ -31,7 +31,7 @@ pub struct RunArgs {
     backend: Option<BackendId>,
 }
 
-const DEFAULT_FORMATS: &str = "bf16,fp8,int8,int4";
+const DEFAULT_FORMATS: &str = "bf16,fp8,int8,int8/int4,int4";
 
 impl Default for RunArgs {
     fn default() -> Self {
@@ -327,7 +327,8 @@ fn decode(
     // K and V of 16 bits each.
     totals.compression = kv.head_dim as f64 * 4.0 / per_token;
     totals.seconds += times[STEPS / 2];
-    totals.bytes += per_token * (kv.kv_heads * kv.seq) as f64;
+    let residuals = Workload::custom(problem.clone(), format, PAGE_SIZE)?.residual_bytes();
+    totals.bytes += per_token * (kv.kv_heads * kv.seq) as f64 + residuals as f64;
     totals.difference.add(&out, &layer.out);
     totals.lse_error = greater(totals.lse_error, lse_difference(&lse, &layer.lse));
     Ok((problem, Rows { out, lse }))

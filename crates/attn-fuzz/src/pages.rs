@@ -221,7 +221,8 @@ pub struct Side {
 impl Side {
     /// What a row of a tile reads of token `t`.
     pub fn read_from(&self, own_tile: usize, t: usize) -> &Numbers {
-        if own_tile < t / 64 + window(self.scheme) {
+        let window = window(self.scheme);
+        if window > 0 && own_tile < t / 64 + window {
             &self.fine
         } else {
             &self.coarse
