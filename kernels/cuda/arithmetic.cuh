@@ -4,33 +4,25 @@
 #include "ptx.cuh"
 
 constexpr int TILE = 64;            // tokens
+constexpr int SEGMENT_SHIFT = 2, SPAN_SHIFT = 4;  // log2 of their tiles
 constexpr int SPAN = 4;             // segments
 constexpr float MAGIC = 12582912.0f;  // 1.5·2^23: adding it rounds to an integer, half to even
 constexpr u32 MAGIC_BITS = 0x4B400000u;
 #define MINUS_INFINITY bits_float(0xFF800000u)  // NVRTC has no constexpr name for it
 
 constexpr u32 EXP2W_C0 = 0x3F7FFB48, EXP2W_C1 = 0x3F317982, EXP2W_C2 = 0x3E786F4E;
-// A weight p < 2 rides in this number's low bits: 23 of them are p·2^22, bytes 1 and 2 are p·2^14, rounded.
-constexpr float WEIGHT_BASE = 2.0f + 0x1p-15f;
-constexpr u32 WEIGHT_BASE_BITS = 0x40000080u;
+// A weight p < 2 rides in this number's low bits: 23 of them are p·2^22, rounded.
+constexpr float WEIGHT_BASE = 2.0f;
+constexpr u32 WEIGHT_BASE_BITS = 0x40000000u;
 
-// log2 of a segment's tiles: 4, or as few as make 256 segments.
-DEVICE int segment_shift_of(int num_tiles) { return 32 - __clz((max(num_tiles - 1, 0) >> 8) | 3); }
-DEVICE int segment_tiles_of(int num_tiles) { return 1 << segment_shift_of(num_tiles); }
 // Runs of 2^shift tiles; none are one, as an empty sequence still gets its zeros.
 DEVICE int runs_of(int num_tiles, int shift) { return (max(num_tiles, 1) - 1 >> shift) + 1; }
 
 DEVICE float exp2i(int k) { return bits_float((u32)(k + 127) << 23); }
 DEVICE int exponent(float x) { return (int)(float_bits(x) >> 23 & 255) - 127; }
 
-// Brings what would round up to the next power of two there beforehand.
-constexpr float BELOW = 1.0f + 0x1p-14f;
-// The exponents of a row's plane and of shifts, by the largest magnitude. Of zeros those of docs/arithmetic.md are 0; whatever these are, the integers
-// that they bring up are zeros.
-DEVICE int plane_exponent(float largest) { return min(max(13 - exponent(largest * BELOW), -70), 60); }
-DEVICE int shift_exponent(float largest) { return largest == 0.0f ? 0 : 14 - exponent(largest * BELOW); }
-// 13 significant bits, half away from zero: the product with an f16 is exact.
-DEVICE float round_13(float x) { return bits_float(float_bits(x) + 0x400 & ~0x7ffu); }
+// The number that a sum which began at MAGIC_BITS has counted, |sum| ≤ 2^22.
+DEVICE float counted(int x) { return bits_float((u32)x) - MAGIC; }
 
 // 2^(1 - v) for 0 <= v <= 64, as a weight, from u = v/64: degree 3.
 DEVICE float exp2w(float u) {
@@ -57,12 +49,29 @@ DEVICE float pow2(float distance) {
     return distance <= 64.0f ? bits_float(0x3F800000u - (float_bits(distance + MAGIC) << 23)) : 0.0f;
 }
 
+// `rcp` of 1, 5/4, 6/4 and 7/4: all that it is asked of a κ, since it scales with powers of two.
+constexpr u32 RCP_OF_4_4 = 0x3F7FFFFF, RCP_OF_5_4 = 0x3F4CCCCD, RCP_OF_6_4 = 0x3F2AAAAB, RCP_OF_7_4 = 0x3F124924;
+
 DEVICE float rcp(float x) {
     float y = bits_float(0x7EF311C7u - float_bits(x));
 #pragma unroll
     for (int i = 0; i < 4; i++) y = y * (2.0f - x * y);
     return y;
 }
+
+// The step κ of weights whose largest is x, rounded up to 3 significant bits (2 where V is read fine), and its reciprocal; zeros if they are
+// too small to count.
+struct WeightStep {
+    float step, inverse;
+};
+DEVICE WeightStep weight_step(float x, bool is_fine) {
+    u32 low = is_fine ? 0x3fffff : 0x1fffff, bits = float_bits(x * bits_float(0x3B808081)) + low & ~low;
+    u32 of_mantissa = bits & 0x400000 ? (bits & 0x200000 ? RCP_OF_7_4 : RCP_OF_6_4) : (bits & 0x200000 ? RCP_OF_5_4 : RCP_OF_4_4);
+    bool counts = x >= 0x1p-100f;
+    return {counts ? bits_float(bits) : 0.0f, counts ? bits_float(of_mantissa + 0x3F800000u - (bits & 0x7F800000)) : 0.0f};
+}
+// θ of token t, rounded as its sum with a weight is.
+DEVICE float threshold(int t) { return bits_float(0x47000002u + (29 * t + 32) % TILE * 4); }
 
 // Merges a sink, which has no value, into a row's (m, l). Returns the factor of the row's O: a power of two, or 0.
 DEVICE float merge_sink(float sink, float& m, float& l) {

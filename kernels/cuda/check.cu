@@ -1,7 +1,7 @@
 // check.cu: checks the device inputs of a decode or append launch, and reports the first one that would be fatal (ATTN_CHECK=1).
 //
 // Grid      (batch); 128 threads.
-// Reads     kv_lens, page table, tail pages, sinks, queries.
+// Reads     kv_lens, page table, residual pages, sinks, queries.
 // Writes    report: {kind, index, value, limit}; kind 0 if all inputs are allowed.
 // Shared    none.
 // Host      attn-cuda/src/native/mod.rs::check; parameters in kernels/src/cuda/params.rs.
@@ -9,7 +9,7 @@
 #include "dtype.cuh"
 #include "params.h"
 
-enum { OK, KV_LEN, PAGE, TAIL_PAGE, QUERY, SINK };
+enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK };
 
 __device__ void report(int* to, int kind, int index, int value, int limit) {
     if (atomicCAS(to, OK, kind) == OK) to[1] = index, to[2] = value, to[3] = limit;
@@ -31,7 +31,11 @@ extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, co
             const unsigned int page = p.page_table[(long long)b * p.page_table_stride + i];
             if (page >= c.num_pages) report(c.report, PAGE, b * p.page_table_stride + i, (int)page, (int)c.num_pages);
         }
-        if (c.has_tail && len > 0 && threadIdx.x == 0 && p.tail_pages[b] >= c.num_pages) report(c.report, TAIL_PAGE, b, (int)p.tail_pages[b], (int)c.num_pages);
+        const int ring = (int)p.residual_ring;
+        for (int i = (pages > ring ? pages - ring : 0) + threadIdx.x; i < pages; i += blockDim.x) {
+            const int slot = b * ring + (i & (ring - 1));
+            if (p.residual_pages[slot] >= c.num_pages) report(c.report, RESIDUAL_PAGE, slot, (int)p.residual_pages[slot], (int)c.num_pages);
+        }
     }
     if (p.q == nullptr) return;  // append
     for (int i = threadIdx.x; b == 0 && p.sinks != nullptr && i < p.num_q_heads; i += blockDim.x)

@@ -1,6 +1,7 @@
 // The pipeline of cache bytes: each team has a ring of stages. Its producer warp copies K and V of the team's tiles into it, in the order
 // in which the team reads them, as far ahead as there are free stages.
 #pragma once
+#include "codes.cuh"
 #include "split.cuh"
 
 // Further kernel arguments: tensor maps of strided rows.
@@ -35,12 +36,6 @@ struct Ring {
         barrier_wait(full(), phase);
         return at();
     }
-    // The same for the stage behind it, whose turn comes next.
-    __device__ __forceinline__ u32 wait_next() const {
-        Ring next = *this;
-        next.advance();
-        return next.wait();
-    }
     // Reader: the whole team has read the stage.
     __device__ __forceinline__ void release(int lane) {
         __syncwarp();
@@ -48,6 +43,37 @@ struct Ring {
         advance();
     }
 };
+
+// The stages of a tile, in this order: K and V, or K, then V where they are large; behind each its residuals, if the tile has some and they
+// have a stage of their own.
+DEVICE int stages_of_keys(bool residuals) { return 1 + (residuals && (KV_ONE_STAGE || K_RESIDUALS_APART)); }
+DEVICE int stages_of_values(bool residuals) { return KV_ONE_STAGE ? 0 : 1 + (residuals && V_RESIDUALS_APART); }
+
+// A reader waits for a tile's K, which comes next in the ring, and with it for all that is in the same stages.
+DEVICE void wait_keys(Ring& next, bool residuals, Stages& at) {
+    u32 stage = next.wait();
+    next.advance();
+    at.residuals = residuals;
+    at.k = {stage, K_STRIDE};
+    at.v = {stage + K_BYTES_OF_BLOCK, V_STRIDE};
+    at.k_residuals = {stage + K_BYTES_OF_BLOCK * BLOCKS, RESIDUALS};
+    if (stages_of_keys(residuals) == 1) return;
+    stage = next.wait();
+    next.advance();
+    at.k_residuals = {stage, RESIDUAL_STRIDE};
+    at.v_residuals = {stage + K_RESIDUALS, RESIDUAL_STRIDE};
+}
+// The same for V.
+DEVICE void wait_values(Ring& next, bool residuals, Stages& at) {
+    if (KV_ONE_STAGE) return;
+    u32 stage = next.wait();
+    next.advance();
+    at.v = {stage, V_STRIDE};
+    at.v_residuals = {stage + V_BYTES_OF_BLOCK * BLOCKS, RESIDUALS};
+    if (stages_of_values(residuals) == 1) return;
+    at.v_residuals.at = next.wait();
+    next.advance();
+}
 
 // Copies a run of tiles, first tile, first tile + step, …, one stage after the other, of the sequence and KV head that `Source` gives:
 // b(), kv_len(), kv_head().
@@ -58,7 +84,8 @@ template <class Source> struct TileCopier {
     int tile, tile_end, step, stage_of_tile;
     u32 pages;  // page numbers of the next tiles, a block to a lane
     int known;  // lanes of `pages` that are used up
-    int open;   // `first_open_tile`
+    u32 residual_pages;  // of the sequence, a slot to a lane
+    int residual;  // `first_residual_tile`
     int appended;  // `first_appended_tile`, until the append has ended
     const RowMaps* maps;  // tensor maps of strided rows
     // Of the sequence and KV head: its pages, and where its run lies in the first page of the pool.
@@ -68,6 +95,7 @@ template <class Source> struct TileCopier {
     __device__ __forceinline__ void begin(const DecodeParams& p, int b, int kv_head) {
         table = p.page_table + (u64)b * p.page_table_stride;
         runs = p.k + kv_head * RUN_BYTES;
+        if (WINDOW) residual_pages = p.residual_pages[b * p.residual_ring + (lane & p.residual_ring - 1)];
     }
     // Reads the page table 32 blocks at a time, one stage before the first is needed. Past the last page a block repeats it: its
     // tokens are not seen.
@@ -95,9 +123,7 @@ template <class Source> struct TileCopier {
             if (!__all_sync(~0u, (u32)(at - first) < 32)) pages = table[at];
         }
     }
-    __device__ __forceinline__ bool is_tail() const { return K_PER_CHANNEL && tile >= open; }
-    // Stages of the current tile.
-    __device__ __forceinline__ int stages_of_tile() const { return (KV_ONE_STAGE ? 1 : 2) + is_tail(); }
+    __device__ __forceinline__ bool has_residuals() const { return WINDOW && tile >= residual; }
     // Copies the next stage of the current tile; true if the next call begins a new tile.
     __device__ __forceinline__ bool copy_next(const DecodeParams& p) {
         if (PAGE != 0 && tile >= appended) {
@@ -107,7 +133,7 @@ template <class Source> struct TileCopier {
         if (READERS > 1) barrier_wait(ring.empty(), ring.phase ^ 1);
         copy_stage(p);
         ring.advance();
-        if (++stage_of_tile < stages_of_tile()) return false;
+        if (++stage_of_tile < stages_of_keys(has_residuals()) + stages_of_values(has_residuals())) return false;
         stage_of_tile = 0;
         tile += step;
         known += BLOCKS;
@@ -119,9 +145,8 @@ template <class Source> struct TileCopier {
     }
 
     __device__ __forceinline__ void copy_stage(const DecodeParams& p) {
-        bool last = stage_of_tile + 1 == stages_of_tile();
         if constexpr (PAGE == 0) {
-            bool has_k = !last;
+            bool has_k = stage_of_tile == 0;
             if constexpr (K_CODES == V_CODES) {
                 copy_rows<K_SCHEME>(has_k ? maps->k : maps->v, has_k ? p.k : p.v, has_k ? p.k_strides : p.v_strides);
             } else {
@@ -132,29 +157,35 @@ template <class Source> struct TileCopier {
             else copy_scales<V_SCHEME, V_GROUPS>(V_CODES, p.v_scales, p.v_scale_strides);
             copy_async_arrive(ring.full());
         } else {
-            u32 indices[BLOCKS];  // of the pages
+            int of_keys = stages_of_keys(has_residuals());
+            bool has_k = stage_of_tile < of_keys, has_codes = stage_of_tile == 0 || stage_of_tile == of_keys, has_v = KV_ONE_STAGE || !has_k;
+            u32 indices[BLOCKS], residuals[BLOCKS];  // of the pages
 #pragma unroll
-            for (int block = 0; block < BLOCKS; block++) indices[block] = __shfl_sync(~0u, pages, known + block);
+            for (int block = 0; block < BLOCKS; block++) {
+                indices[block] = __shfl_sync(~0u, pages, known + block);
+                if (WINDOW) residuals[block] = residual_page(p, block);
+            }
             if (copies()) {
-                if (!is_tail()) {
-                    copy_blocks(p, indices, KV_ONE_STAGE || !last, last);
-                } else {
-                    bool has_k = KV_ONE_STAGE || !last;
-                    int k_bytes = !has_k ? 0 : stage_of_tile == 0 ? TAIL_FIRST : TAIL_SECOND;
-                    expect(k_bytes + (last ? V_BYTES_OF_BLOCK * BLOCKS : 0));
-                    if (has_k) copy_tail(run(p, p.tail_pages[source.b()]));
-                    if (last) copy_values(p, indices, ring.at() + k_bytes);
-                }
+                bool apart = KV_ONE_STAGE || (has_k ? K_RESIDUALS_APART : V_RESIDUALS_APART);
+                int codes_bytes = has_codes ? ((has_k ? K_BYTES_OF_BLOCK : 0) + (has_v ? V_BYTES_OF_BLOCK : 0)) * BLOCKS : 0, residual_bytes = 0;
+                if (has_residuals() && has_codes != apart) residual_bytes = ((has_k ? K_RESIDUALS : 0) + (has_v ? V_RESIDUALS : 0)) * BLOCKS;
+                expect(codes_bytes + residual_bytes);
+                if (has_codes) copy_blocks(p, indices, has_k, has_v);
+                if (residual_bytes) copy_residuals(p, residuals, has_k, has_v, ring.at() + codes_bytes);
             }
 #if !ATTN_BULK
             copy_async_arrive(ring.full());
 #endif
         }
     }
+    // The residual page of a block; past the last page it is the last one's.
+    __device__ __forceinline__ u32 residual_page(const DecodeParams& p, int block) const {
+        int index = min(PAGE > TILE ? tile / TILES_OF_PAGE : tile * BLOCKS + block, (source.kv_len() - 1) / SAFE_PAGE);
+        return __shfl_sync(~0u, residual_pages, index & p.residual_ring - 1);
+    }
     // K, V, or both of a tile; they lie together, in the page as in the stage.
     __device__ __forceinline__ void copy_blocks(const DecodeParams& p, const u32 (&indices)[BLOCKS], bool has_k, bool has_v) {
         int from = has_k ? 0 : RUN_V, bytes = (has_k ? K_BYTES_OF_BLOCK : 0) + (has_v ? V_BYTES_OF_BLOCK : 0);
-        expect(bytes * BLOCKS);
         if constexpr (PAGE > TILE) {
             if (has_k) copy_half(run(p, indices[0]), true, ring.at());
             if (has_v) copy_half(run(p, indices[0]), false, ring.at() + (has_k ? K_BYTES_OF_BLOCK : 0));
@@ -163,13 +194,19 @@ template <class Source> struct TileCopier {
             for (int block = 0; block < BLOCKS; block++) copy(ring.at() + block * bytes, run(p, indices[block]) + from, bytes);
         }
     }
-    // The V of a tile whose K is in an open page.
-    __device__ __forceinline__ void copy_values(const DecodeParams& p, const u32 (&indices)[BLOCKS], u32 to) {
+    // Residuals of K, V, or both; in a page they lie side after side.
+    __device__ __forceinline__ void copy_residuals(const DecodeParams& p, const u32 (&indices)[BLOCKS], bool has_k, bool has_v, u32 to) {
+        constexpr int V_FROM = K_WINDOW ? RESIDUALS_OF_PAGE : 0;
         if constexpr (PAGE > TILE) {
-            copy_half(run(p, indices[0]), false, to);
+            const u8* from = run(p, indices[0]);
+            int half = (tile * TILE) % SAFE_PAGE;
+            if (has_k && K_WINDOW)
+                for (int i = 0; i < PANELS; i++) copy(to + i * TILE * 8, from + (i * PAGE + half) * 8, TILE * 8);
+            if (has_v && V_WINDOW) copy(to + (has_k ? K_RESIDUALS : 0), from + V_FROM + half * HEAD_DIM / 2, RESIDUALS);
         } else {
+            int bytes = (has_k ? K_RESIDUALS : 0) + (has_v ? V_RESIDUALS : 0);
 #pragma unroll
-            for (int block = 0; block < BLOCKS; block++) copy(to + block * V_BYTES_OF_BLOCK, run(p, indices[block]) + RUN_V, V_BYTES_OF_BLOCK);
+            for (int block = 0; block < BLOCKS; block++) copy(to + block * bytes, run(p, indices[block]) + (has_k ? 0 : V_FROM), bytes);
         }
     }
     __device__ __forceinline__ void expect(u32 bytes) {
@@ -194,17 +231,6 @@ template <class Source> struct TileCopier {
         for (u32 i = lane * 16; i < bytes; i += 512) copy16_async(to + i, from + i);
 #endif
     }
-    // The int8 K of an open page, in two halves of its panels; its scales come with the second.
-    __device__ __forceinline__ void copy_tail(const u8* k) {
-        int half = (tile * TILE) % SAFE_PAGE;  // 64 for the second tile of a page of 128
-        int panel = stage_of_tile == 0 ? 0 : TAIL_PANELS, panels = stage_of_tile == 0 ? TAIL_PANELS : PANELS - TAIL_PANELS;
-        if (PAGE == TILE) {
-            copy(ring.at(), k + panel * TILE * 16, panels * TILE * 16);
-        } else {
-            for (int i = 0; i < panels; i++) copy(ring.at() + i * TILE * 16, k + ((panel + i) * PAGE + half) * 16, TILE * 16);
-        }
-        if (stage_of_tile == 1) copy(ring.at() + panels * TILE * 16, k + PAGE * HEAD_DIM + half * 2, TILE * 2);
-    }
     // One tile of a page of 128 tokens, laid out like a page of 64.
     __device__ __forceinline__ void copy_half(const u8* run, bool is_k, u32 to) {
         int half = (tile * TILE) % SAFE_PAGE;
@@ -220,13 +246,9 @@ template <class Source> struct TileCopier {
         }
         to += codes / 2;
         side += codes;
-        if (scheme == INT4_CHANNEL) {
-            copy(to, side, HEAD_DIM * 4);
-        } else {
-            int each = params_bytes(scheme, 1, 1);
-            if (each)
-                for (int g = 0; g < groups; g++) copy(to + g * TILE * each, side + (g * PAGE + half) * each, TILE * each);
-        }
+        int each = params_bytes(scheme, 1, 1);
+        if (each)
+            for (int g = 0; g < groups; g++) copy(to + g * TILE * each, side + (g * PAGE + half) * each, TILE * each);
     }
     // A tile of strided rows: by the copy engine where all tokens exist, one instruction for as many bytes of each row as its swizzle spans;
     // else in 16-byte chunks, with neighbouring lanes side by side in a row, and tokens past the end repeating the last one.
@@ -298,7 +320,7 @@ struct Producer : TileCopier<CursorSource> {
     }
     __device__ __forceinline__ void move_to(const DecodeParams& p, const Work& work) {
         begin(p, work.b, work.kv_head(source.team));
-        if (K_PER_CHANNEL) open = first_open_tile(work.kv_len);
+        residual = first_residual_tile(p, work.kv_len);
         appended = first_appended_tile(p, work.kv_len);
         step = work.step();
     }
@@ -330,10 +352,10 @@ struct Producer : TileCopier<CursorSource> {
         if (known == 32) load_page_indices();
         if (HAS_PLAIN && tile >= 0) plain = (KV_ONE_STAGE ? 1 : 2) * plain_tiles();
     }
-    // Tiles but the last one before the run's end, an open page, pages that are not there yet, and those that are not known.
+    // Tiles but the last one before the run's end, residuals, pages that are not there yet, and those that are not known.
     __device__ __forceinline__ int plain_tiles() const {
         int tiles = min(tile_end, appended) - tile;
-        if (K_PER_CHANNEL) tiles = min(tiles, open - tile);
+        if (WINDOW) tiles = min(tiles, residual - tile);
         if (step > 1) tiles = (tiles + TEAMS - 1) / TEAMS;
         return min(tiles, (32 - known) / BLOCKS) - 1;
     }
@@ -343,7 +365,10 @@ struct Producer : TileCopier<CursorSource> {
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++) indices[block] = __shfl_sync(~0u, pages, known + block);
         bool has_v = KV_ONE_STAGE || stage_of_tile == 1;
-        if (copies()) copy_blocks(p, indices, KV_ONE_STAGE || !has_v, has_v);
+        if (copies()) {
+            expect((KV_ONE_STAGE ? K_BYTES_OF_BLOCK + V_BYTES_OF_BLOCK : has_v ? V_BYTES_OF_BLOCK : K_BYTES_OF_BLOCK) * BLOCKS);
+            copy_blocks(p, indices, KV_ONE_STAGE || !has_v, has_v);
+        }
 #if !ATTN_BULK
         copy_async_arrive(ring.full());
 #endif
@@ -355,11 +380,15 @@ struct Producer : TileCopier<CursorSource> {
     }
 };
 
-// The f16 scales of a tile's tokens t, t + 1 (t even) of someone else's cache, from the words at `at` in which they lie.
-DEVICE u32 scale_pair(u32 at, const u16* scales, const long long* strides, int b, int kv_head, int t0, int t, int group) {
-    uint2 x = lds64(at + (group * TILE + t) * 4);
-    // The address's low bits say which half of its word is meant.
-    u32 stride = (u32)strides[2], index = (u32)b * (u32)strides[0] + (u32)kv_head * (u32)strides[1] + (u32)(t0 + t) * stride + group;
-    u32 first = (u32)(u64)scales / 2 + index;
-    return __byte_perm(x.x, x.y, (first & 1 ? 0x0032 : 0x0010) | (first + stride & 1 ? 0x7600 : 0x5400));
-}
+// Where the f16 scale of a tile's token t of someone else's cache lies, in a word at `at`.
+struct RowScales {
+    const u16* scales;
+    const long long* strides;
+    int b, kv_head, t0;
+
+    __device__ __forceinline__ u32 operator()(u32 at, int group, int t) const {
+        // The address's lowest bit but one says which half of the word is meant.
+        u32 index = (u32)b * (u32)strides[0] + (u32)kv_head * (u32)strides[1] + (u32)(t0 + t) * (u32)strides[2] + group;
+        return at + (group * TILE + t) * 4 + ((u32)(u64)scales + 2 * index & 2);
+    }
+};

@@ -14,7 +14,7 @@
 // Numerics  docs/arithmetic.md, the same bits as split_kv.cu.
 // Shared    low_latency_smem.cuh.
 // Host      kernels/src/cuda: select.rs (configuration), split.rs (launch, MergeVia), cost.rs, smem.rs.
-#include "channel.cuh"
+#include "floats.cuh"
 #include "partials_cluster.cuh"
 #include "partials_nonzero.cuh"
 
@@ -35,8 +35,8 @@ struct Split {
     int all;               // partials of the work item
     int first, end;        // partials of this team
 
-    __device__ __forceinline__ Level level(const Sequence& s) const {
-        return shift == 0 ? TILE_VALUES : shift == s.segment_shift ? SEGMENT_STATES : SPAN_STATES;
+    __device__ __forceinline__ Level level() const {
+        return shift == 0 ? TILE_VALUES : shift == SEGMENT_SHIFT ? SEGMENT_STATES : SPAN_STATES;
     }
     // Partials of each team.
     DEVICE int each_of(const DecodeParams& p, int partials) {
@@ -52,10 +52,10 @@ struct Split {
     DEVICE Split of(const DecodeParams& p, const Sequence& s, int team) {
         Split x;
         int teams = gridDim.x * (blockDim.x / TEAM_THREADS);
-        int segments = runs_of(s.num_tiles, s.segment_shift);
-        bool tiles = s.num_tiles <= 2 * teams && s.segment_shift == 2;
+        int segments = runs_of(s.num_tiles, SEGMENT_SHIFT);
+        bool tiles = s.num_tiles <= 2 * teams;
         bool by_segments = MERGES_GLOBALLY ? p.partial_per_segment : segments <= TEAM_PARTIALS * teams;
-        x.shift = teams == 1 ? s.segment_shift + 2 : tiles && !MERGES_GLOBALLY ? 0 : by_segments ? s.segment_shift : s.segment_shift + 2;
+        x.shift = teams == 1 ? SPAN_SHIFT : tiles && !MERGES_GLOBALLY ? 0 : by_segments ? SEGMENT_SHIFT : SPAN_SHIFT;
         x.all = runs_of(s.num_tiles, x.shift);
         int each = each_of(p, x.all);
         x.first = min(x.all, team * each);
@@ -67,7 +67,7 @@ struct Split {
 // The page that a team will most likely start with, before the sequence's length is known. Where partials are merged through global
 // memory a work item mostly has the largest number of them; with a cluster the sequence is short.
 DEVICE int likely_page(const DecodeParams& p, int team) {
-    return MERGES_GLOBALLY ? (team * Split::each_of(p, p.max_partials) << (p.partial_per_segment ? 2 : 4)) * BLOCKS / TILES_OF_PAGE : 0;
+    return MERGES_GLOBALLY ? (team * Split::each_of(p, p.max_partials) << (p.partial_per_segment ? SEGMENT_SHIFT : SPAN_SHIFT)) * BLOCKS / TILES_OF_PAGE : 0;
 }
 
 struct ItemSource {
@@ -94,7 +94,7 @@ DEVICE void produce(const DecodeParams& p, Work& work, Split& split, const Ring&
     u32 likely = copier.prefetch_pages(p, likely_page(p, start.index));
     split.enter(p, work, start);
     copier.source = {work.b, work.kv_len, work.heads};
-    copier.open = first_open_tile(work.kv_len);
+    copier.residual = first_residual_tile(p, work.kv_len);
     copier.appended = first_appended_tile(p, work.kv_len);
     copier.tile = split.first << split.shift;
     int end = min(work.num_tiles, split.end << split.shift);
@@ -112,18 +112,6 @@ DEVICE void produce(const DecodeParams& p, Work& work, Split& split, const Ring&
 
 // ---- the tiles ----
 
-// Scales of strided rows.
-struct RowScales {
-    const u16* scales;
-    const long long* strides;
-    int b, kv_head, t0;
-
-    __device__ __forceinline__ u32 operator()(u32 at, int group, int t) const { return scale_pair(at, scales, strides, b, kv_head, t0, t, group); }
-};
-
-// Whether there are registers for V's parameters while scores are under way.
-constexpr bool READS_AHEAD = ROW_GROUPS * V_GROUPS <= 2;
-
 // One of the four warps that attend a team's tiles.
 struct Warp {
     const DecodeParams& p;
@@ -131,124 +119,99 @@ struct Warp {
     Split& split;
     Ring ring;
     Team team;
-    u32 query, scratch;
     u32 shared;  // of the team
     ItemRows item;
 
     // Recomputed after the tiles, where registers are short.
     __device__ __forceinline__ int row_block() const { return opaque(blockIdx.y) - work.heads * p.row_blocks; }
 
-    __device__ __forceinline__ void load_queries() {
-        if constexpr (K_PER_CHANNEL) {
-            store_query(p, work, work.heads, query, 0, ROWS / 8, team.warp * 32 + team.lane, WORKERS);
-            team.barrier();
-            measure_queries(query, 0, team.lane, item.exponent_q);
-        } else {
-            load_query(p, work, work.heads, 0, team.lane, item.q);
-        }
-    }
+    __device__ __forceinline__ void load_queries() { load_query(p, work, work.heads, 0, team.lane, item.q); }
     __device__ __forceinline__ void enter(const Start& start) {
         split.enter(p, work, start);
         item.rows = visible(p, work, work.heads, 0, team.lane);
     }
-    __device__ __forceinline__ void done_with_stage() { ring.release(team.lane); }
-
-    // Folds a tile into the segment's state. Whatever needs no exchange is computed before the barriers.
+    // Folds a tile into the segment's state. Stages stay until both products are done.
     __device__ __forceinline__ void tile(int index, State& state) {
         const Rows& rows = item.rows;
         int t0 = index * TILE, tokens = min(TILE, work.kv_len - t0);
-        float s[ROW_GROUPS][SCORES], scale[ROW_GROUPS];
-        StoredV<RowScales> v = {0, tokens, {p.v_scales, p.v_scale_strides, work.b, work.heads, t0}};
-        OwnV own;
-        auto prepare_values = [&](bool ahead) {
-            if constexpr (!V_FLOAT) {
-                if (ahead == READS_AHEAD) v.measure(team.lane);
-                if (ahead && READS_AHEAD) own.read(v, team);
-            }
-        };
-        if constexpr (K_PER_CHANNEL) {
-            auto done = [&] { done_with_stage(); };
-            v.stage = is_open(index, work.kv_len) ? tail_scores(ring, query, 0, tokens, team, s, done)
-                                                  : channel_scores(ring, query, scratch, 0, item.exponent_q, team, s, done);
-            if (!KV_ONE_STAGE) v.stage = ring.wait();
-            prepare_values(true);
-        } else {
-            StoredK<RowScales> k = {ring.wait(), tokens, {p.k_scales, p.k_scale_strides, work.b, work.heads, t0}};
-            v.stage = KV_ONE_STAGE ? k.stage + K_BYTES_OF_BLOCK : ring.wait_next();
-            prepare_values(true);
-            if constexpr (K_FLOAT) float_scores(k.stage, item.q, team, s);
-            else scores(k.stage, k, item.q, team, s);
-        }
-#pragma unroll
-        for (int g = 0; g < ROW_GROUPS; g++) scale[g] = K_PER_CHANNEL ? 1.0f : item.q.scale[g];
-        int first = t0 + team.token() + 2 * (team.lane % 4);
-        if constexpr (HAS_SCORE_MODS) apply_score_mods(p, rows, first, s, scale);
-        bool full = true;
-#pragma unroll
-        for (int g = 0; g < ROW_GROUPS; g++) full &= rows.start[g] <= t0 && t0 + TILE <= rows.end[g];
-        full = __all_sync(~0u, full);
-        float tops[ROW_GROUPS];
-        row_max(s, scale, full, [&](int g, int i) {
-            int t = first + 8 * (i / 2) + i % 2;
-            return t >= rows.start[g] && t < rows.end[g];
-        }, tops);
+        bool residuals = WINDOW && index >= first_residual_tile(p, work.kv_len);
+        float s[ROW_GROUPS][SCORES];
+        Ring next = ring;
+        Stages at;
+        wait_keys(next, residuals, at);
+        SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.b, work.heads, t0}};
+        tile_scores(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < index + K_WINDOW; }, s);
+        int first = t0 + team.token() + team.lane / 4;
+        if constexpr (HAS_SCORE_MODS) apply_score_mods(p, rows, first, s);
+        bool full = rows.see_all(t0);
+        mask(rows, first, full, s);
+        float tops[ROW_GROUPS][2];
+        row_max(s, team.lane, tops);
         team.publish_largest(tops);
         team.barrier();
-        prepare_values(false);
         team.gather_largest(tops);
-        Rescale r;
-        Pairs pairs;
-        softmax_tile(s, scale, full, tops, state.m, r, pairs);
-        if constexpr (V_FLOAT) publish_float_weights(s, r, team);
-        else if constexpr (READS_AHEAD) publish_weights(s, pairs, r, own, team);
-        else publish_weights(s, pairs, r, v, team);
+        weigh_scores(s, full, tops);
+        team.publish_weights(s);
+        wait_values(next, residuals, at);
         team.barrier();
-        if constexpr (V_FLOAT) fold_gathered_floats(v.stage, tokens, r, team, state);
-        else fold_gathered(v.stage, v.v, r, team, state);
-        if (!KV_ONE_STAGE && !K_PER_CHANNEL) done_with_stage();  // with K
-        done_with_stage();
+        auto weights = [&](int g, float (&to)[WEIGHTS]) { team.gather_weights(g, to); };
+        Rescale r;
+        enter_tile(state, weights, full, tops, team.lane, r);
+        SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, work.heads, t0}};
+        tile_values(at, v, tokens, weights, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
+#pragma unroll 1
+        for (int i = stages_of_keys(residuals) + stages_of_values(residuals); i > 0; i--) ring.release(team.lane);
     }
 
     // O of a partial, or of the work item so far, is kept in shared memory, where each lane has its own elements; (max, sum) in registers.
-    __device__ __forceinline__ u32 kept_at(int place, int g, int dim) const {
-        return shared + SharedMemory::STATE + ((place * ROWS + g * 8 + team.lane / 4) * STATE_STRIDE + team.dim() + dim) * 4;
+    __device__ __forceinline__ u32 kept_at(int place, int row, int dim) const {
+        return shared + SharedMemory::STATE + ((place * ROWS + row) * STATE_STRIDE + dim) * 4;
     }
-    // take(dim of the row, x, y) of the lane's pairs.
-    template <class Take> __device__ __forceinline__ void each_kept(int place, int g, Take take) const {
-#pragma unroll
-        for (int j = 0; j < DIMS / 8; j++) {
-            int dim = State::pair_of(j, team.lane);
-            uint2 x = lds64(kept_at(place, g, dim));
-            take(team.dim() + dim, bits_float(x.x), bits_float(x.y));
-        }
+    __device__ __forceinline__ u32 kept_at(int place, int g, int j, int n) const {
+        return kept_at(place, g * 8 + 2 * (team.lane % 4) + n % 2, team.dim() + 16 * j + dim_of(n / 2, team.lane));
     }
     // Merges a state that follows into the one that is kept.
-    __device__ __forceinline__ void keep(int place, bool first, float2 (&ml)[ROW_GROUPS], const State& state) const {
+    __device__ __forceinline__ void keep(int place, bool first, float2 (&ml)[ROW_GROUPS][2], const State& state) const {
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
-            MergeScale w;
-            float2 x = make_float2(state.m[g], state.l[g]);
-            if (first) ml[g] = x;
-            else w = merge_scale(ml[g].x, ml[g].y, x, false);
-            state.each_pair(g, team.lane, [&](int dim, float x, float y) {
-                u32 at = kept_at(place, g, dim);
-                if (!first) {
-                    uint2 before = lds64(at);
-                    x = bits_float(before.x) * w.alpha + x * w.beta;
-                    y = bits_float(before.y) * w.alpha + y * w.beta;
+            MergeScale w[2];
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float2 x = make_float2(state.m[g][e], state.l[g][e]);
+                if (first) ml[g][e] = x;
+                else w[e] = merge_scale(ml[g][e].x, ml[g][e].y, x, false);
+            }
+#pragma unroll
+            for (int j = 0; j < DIMS / 16; j++)
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    u32 at = kept_at(place, g, j, n);
+                    float o = state.o[g][j][n];
+                    if (!first) o = bits_float(lds32(at)) * w[n % 2].alpha + o * w[n % 2].beta;
+                    sts32(at, float_bits(o));
                 }
-                sts64(at, x, y);
-            });
         }
     }
+    // take(row of the work item, dim, four elements from there on) of the warp's dims of a partial, each lane some of all warp's.
+    template <class Take> __device__ __forceinline__ void each_kept(int rows, Take take) const {
+        constexpr int VECTORS = DIMS / 4;                 // of a row, in this warp
+        constexpr int UNROLL = ROW_GROUPS == 1 ? 16 : 1;  // with two row groups there are no registers for more
+        __syncwarp();
+#pragma unroll UNROLL
+        for (int i = 0; i < ROWS * VECTORS / 32; i++) {
+            int vector = i * 32 + team.lane, row = vector / VECTORS, dim = team.dim() + vector % VECTORS * 4;
+            if (row < rows) take(row, dim, lds128(kept_at(0, row, dim)));
+        }
+        __syncwarp();  // before the place is another state's
+    }
     // Attends a partial's tiles, one segment after the other.
-    __device__ __forceinline__ void attend(int partial, int place, float2 (&ml)[ROW_GROUPS]) {
+    __device__ __forceinline__ void attend(int partial, int place, float2 (&ml)[ROW_GROUPS][2]) {
         int index = partial << split.shift, end = min(work.num_tiles, partial + 1 << split.shift);
         bool first = true;
         do {
             State segment;
             segment.clear();
-            int until = min(end, index + (1 << work.segment_shift));
+            int until = min(end, index + (1 << SEGMENT_SHIFT));
 #pragma unroll 1
             for (; index < until; index++) tile(index, segment);
             keep(place, first, ml, segment);
@@ -256,30 +219,25 @@ struct Warp {
         } while (index < end);
     }
     // Publishes a partial to the teams of the cluster that merge it.
-    __device__ __forceinline__ void send(int partial, const float2 (&ml)[ROW_GROUPS]) const {
+    __device__ __forceinline__ void send(int partial, const float2 (&ml)[ROW_GROUPS][2]) const {
         MergeJobs jobs = MergeJobs::of(p, row_block(), split.all);
-        constexpr int VECTORS = DIMS / 4;        // of a row, in this warp
-        constexpr int UNROLL = ROW_GROUPS == 1 ? 16 : 1;  // with two row groups there are no registers for more
         u32 base = shared - team.index * SharedMemory::BYTES;
-        __syncwarp();
-#pragma unroll UNROLL
-        for (int i = 0; i < ROWS * VECTORS / 32; i++) {
-            int vector = i * 32 + team.lane, row = vector / VECTORS, dim = team.dim() + vector % VECTORS * 4;
-            if (row >= jobs.rows) continue;
+        each_kept(jobs.rows, [&](int row, int dim, float4 x) {
             Sent to = jobs.at(base, row, dim);
-            peer_send(to.states + (partial * jobs.width() + to.dim) * 4, lds128(shared + SharedMemory::STATE + (row * STATE_STRIDE + dim) * 4), to.barrier);
-        }
+            peer_send(to.states + (partial * jobs.width() + to.dim) * 4, x, to.barrier);
+        });
+        if (team.lane < 4)
 #pragma unroll
-        for (int g = 0; g < ROW_GROUPS; g++) {
+            for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
-            for (int first = 0; first < DIMS; first += 8) {
-                int row = g * 8 + team.lane / 4, dim = team.dim() + first;
-                if (team.lane % 4 != 0 || row >= jobs.rows || dim % jobs.width() != 0) continue;
-                Sent to = jobs.at(base, row, dim);
-                peer_send(to.states + jobs.states_bytes() + partial * 8, ml[g], to.barrier);
-            }
-        }
-        __syncwarp();  // before the place is another state's
+                for (int e = 0; e < 2; e++)
+#pragma unroll
+                    for (int first = 0; first < DIMS; first += 32) {
+                        int row = g * 8 + 2 * team.lane + e, dim = team.dim() + first;
+                        if (row >= jobs.rows || dim % jobs.width() != 0) continue;
+                        Sent to = jobs.at(base, row, dim);
+                        peer_send(to.states + jobs.states_bytes() + partial * 8, ml[g][e], to.barrier);
+                    }
     }
     // Merges what the cluster has sent to this team.
     __device__ __forceinline__ void receive(const WorkItem& item) const {
@@ -289,19 +247,25 @@ struct Warp {
         if (count == 0) return;
         if (team.warp == 0 && team.lane == 0) barrier_expect(all_sent, count * jobs.sent_bytes());
         barrier_wait(all_sent, 0);
-        merge_jobs(p, item, jobs, split.level(work), blockIdx.x, team.index, shared + SharedMemory::RECEIVED, team.warp);
+        merge_jobs(p, item, jobs, split.level(), blockIdx.x, team.index, shared + SharedMemory::RECEIVED, team.warp);
     }
     // Publishes a partial in global memory, where merging teams wait for it.
-    __device__ __forceinline__ void publish(int partial, const float2 (&ml)[ROW_GROUPS]) const {
+    __device__ __forceinline__ void publish(int partial, const float2 (&ml)[ROW_GROUPS][2]) const {
         WorkItem item = {work.b, work.heads, row_block(), 0};
+        u64 first = (item.index(p) * p.max_partials + partial) * ROWS;
+        int rows = item.rows(p);
+        if (team.warp == 0 && team.lane < 4)
 #pragma unroll
-        for (int g = 0; g < ROW_GROUPS; g++) {
-            int of_item = g * 8 + opaque(team.lane) / 4;  // see `row_block`
-            u64 row = (item.index(p) * p.max_partials + partial) * ROWS + of_item;
-            if (of_item >= item.rows(p)) continue;
-            if (team.warp == 0 && team.lane % 4 == 0) __stcg(p.partial_max_sum + row, encode_nonzero(ml[g].x, ml[g].y));
-            each_kept(0, g, [&](int dim, float x, float y) { __stcg((float2*)(p.partial_o + row * HEAD_DIM + dim), encode_nonzero(x, y)); });
-        }
+            for (int g = 0; g < ROW_GROUPS; g++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    int row = g * 8 + 2 * team.lane + e;
+                    if (row < rows) __stcg(p.partial_max_sum + first + row, encode_nonzero(ml[g][e].x, ml[g][e].y));
+                }
+        each_kept(rows, [&](int row, int dim, float4 x) {
+            float2 a = encode_nonzero(x.x, x.y), b = encode_nonzero(x.z, x.w);
+            __stcg((float4*)(p.partial_o + (first + row) * HEAD_DIM + dim), make_float4(a.x, a.y, b.x, b.y));
+        });
     }
     // Merges partials from global memory. The team's split is computed again: registers are short.
     __device__ __forceinline__ void merge_global() const {
@@ -316,33 +280,44 @@ struct Warp {
         clear_max_sums(p, item, slices);
     }
     // Merges a span into those before it, where the team has the work item alone.
-    __device__ __forceinline__ void append(float2 (&ml)[ROW_GROUPS], const float2 (&span_ml)[ROW_GROUPS]) const {
+    __device__ __forceinline__ void append(float2 (&ml)[ROW_GROUPS][2], const float2 (&span_ml)[ROW_GROUPS][2]) const {
         State span;
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
-            span.m[g] = span_ml[g].x;
-            span.l[g] = span_ml[g].y;
 #pragma unroll
-            for (int j = 0; j < DIMS / 8; j++)
+            for (int e = 0; e < 2; e++) {
+                span.m[g][e] = span_ml[g][e].x;
+                span.l[g][e] = span_ml[g][e].y;
+            }
 #pragma unroll
-                for (int i = 0; i < 2; i++) span.o[g][j][i] = bits_float(lds32(kept_at(1, g, State::dim_of(j, i, team.lane))));
+            for (int j = 0; j < DIMS / 16; j++)
+#pragma unroll
+                for (int n = 0; n < 4; n++) span.o[g][j][n] = bits_float(lds32(kept_at(1, g, j, n)));
         }
         keep(0, false, ml, span);
     }
-    __device__ __forceinline__ void write(const WorkItem& item, const float2 (&ml)[ROW_GROUPS]) const {
+    // Writes the result where the team has the work item alone: half a warp has a row, which the team's warps have kept together.
+    __device__ __forceinline__ void write(const WorkItem& item, const float2 (&ml)[ROW_GROUPS][2]) const {
+        if (team.warp == 0 && team.lane < 4)
 #pragma unroll
-        for (int g = 0; g < ROW_GROUPS; g++) {
-            Epilogue epilogue = Epilogue::at(p, item, g * 8 + team.lane / 4);
-            epilogue.begin(ml[g].x, ml[g].y, team.warp == 0 && team.lane % 4 == 0);
-            each_kept(0, g, [&](int dim, float x, float y) { epilogue.write_pair(dim / 2, x, y); });
+            for (int g = 0; g < ROW_GROUPS; g++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) sts64(team.exchange + (g * 8 + 2 * team.lane + e) * 8, ml[g][e].x, ml[g][e].y);
+        team.barrier();
+#pragma unroll 1
+        for (int row = 2 * team.warp + team.lane / 16; row < ROWS; row += 2 * TILE_WARPS) {
+            Epilogue epilogue = Epilogue::at(p, item, row);
+            uint2 of_row = lds64(team.exchange + row * 8);
+            epilogue.begin(bits_float(of_row.x), bits_float(of_row.y), team.lane % 16 == 0);
+            epilogue.write_state<16>(kept_at(0, row, 0), team.lane % 16);
         }
     }
     // Attends the team's partials one after the other, and passes them on.
     template <MergeVia VIA> __device__ __forceinline__ void run() {
-        float2 all_ml[ROW_GROUPS];
+        float2 all_ml[ROW_GROUPS][2];
 #pragma unroll 1
         for (int partial = split.first; partial < split.end; partial++) {
-            float2 ml[ROW_GROUPS];
+            float2 ml[ROW_GROUPS][2];
             attend(partial, VIA == NO_MERGE && partial > 0, ml);
             if constexpr (VIA == VIA_CLUSTER) {
                 send(partial, ml);
@@ -352,7 +327,7 @@ struct Warp {
                 append(all_ml, ml);
             } else {
 #pragma unroll
-                for (int g = 0; g < ROW_GROUPS; g++) all_ml[g] = ml[g];
+                for (int g = 0; g < ROW_GROUPS; g++) all_ml[g][0] = ml[g][0], all_ml[g][1] = ml[g][1];
             }
         }
         WorkItem item = {work.b, work.heads, row_block(), split.all};
@@ -394,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
 #endif
         produce(p, work, split, ring, start, lane, rows);
     } else {
-        Warp self = {p, work, split, ring, {mine + SharedMemory::EXCHANGE, warp, lane, team}, mine + SharedMemory::QUERY, mine + SharedMemory::SCRATCH + warp * SCRATCH_BYTES, mine};
+        Warp self = {p, work, split, ring, {mine + SharedMemory::EXCHANGE, warp, lane, team}, mine};
         self.load_queries();
         self.enter(start);
         signal_q_loaded(team);

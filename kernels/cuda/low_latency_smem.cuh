@@ -18,9 +18,7 @@ struct SharedMemory {
         EXCHANGE = STAGES_AT + STAGES * STAGE_BYTES,                         // u8 [EXCHANGE_BYTES], see team.cuh
         STATE = EXCHANGE + EXCHANGE_BYTES,                                   // float [ROWS][STATE_STRIDE]: O of the partial at hand
         RECEIVED = STATE + STATE_BYTES,                                      // partials from the cluster, see MergeJobs
-        QUERY = RECEIVED + (MERGES_GLOBALLY ? 0 : RECEIVED_BYTES),           // u8 [QUERY_BYTES]
-        SCRATCH = QUERY + QUERY_BYTES,                                       // u8 [TILE_WARPS][SCRATCH_BYTES]
-        BARRIERS = SCRATCH + (K_PER_CHANNEL ? TILE_WARPS * SCRATCH_BYTES : 0),  // u64 [2][STAGES]: full, empty
+        BARRIERS = RECEIVED + (MERGES_GLOBALLY ? 0 : RECEIVED_BYTES),        // u64 [2][STAGES]: full, empty
         ALL_RECEIVED = BARRIERS + STAGES * 16,                               // u64: the barrier that counts received bytes
         NOWHERE = ALL_RECEIVED + 8,                                          // u64, written by touch_params
         BYTES = (NOWHERE + 8 + STAGE_ALIGN - 1) / STAGE_ALIGN * STAGE_ALIGN

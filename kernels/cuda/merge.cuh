@@ -85,23 +85,42 @@ struct Epilogue {
     __device__ __forceinline__ float4 of(const float4& o) const {
         return {o.x * scale * tensor, o.y * scale * tensor, o.z * scale * tensor, o.w * scale * tensor};
     }
-    __device__ __forceinline__ void write(int vector, const float4& o) const {
-        if (out) store_four(out, dtype, 4 * vector, of(o));
-    }
-    // Vectors first, first + step, … of a state.
-    __device__ __forceinline__ void write_state(int first, int step, const float4* state) const {
+    __device__ __forceinline__ float of(float o) const { return o * scale * tensor; }
+    // Vectors lane, lane + LANES, … of a finished row, by LANES neighbouring threads; all threads of the warp call it together.
+    template <int LANES, int N> __device__ __forceinline__ void write_row(float (&x)[N][4], int lane) const {
+        if constexpr (V_ROTATED) rotate_back<LANES>(x, lane);
         if (!out) return;
         auto write = [&](int type) {
-            for (int vector = first; vector < ROW_VECTORS; vector += step) store_four(out, type, 4 * vector, of(state[vector]));
+#pragma unroll
+            for (int k = 0; k < N; k++)
+                if (lane + k * LANES < ROW_VECTORS) store_four(out, type, 4 * (lane + k * LANES), {x[k][0], x[k][1], x[k][2], x[k][3]});
         };
         if (dtype == Dtype::F32) write(Dtype::F32);  // decided once: for short items that counts
         else write(dtype);
     }
-    __device__ __forceinline__ void write_pair(int pair, float x, float y) const {
-        if (out) store_pair(out, dtype, 2 * pair, x * scale * tensor, y * scale * tensor);
+    // The same of a state in shared memory.
+    template <int LANES> __device__ __forceinline__ void write_state(u32 state, int lane) const {
+        constexpr int N = (ROW_VECTORS + LANES - 1) / LANES;
+        float x[N][4];
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            float4 o = of(lds128(state + 16 * min(lane + k * LANES, ROW_VECTORS - 1)));
+            x[k][0] = o.x;
+            x[k][1] = o.y;
+            x[k][2] = o.z;
+            x[k][3] = o.w;
+        }
+        write_row<LANES>(x, lane);
     }
-    __device__ __forceinline__ void write(int pair, const float2& o) const { write_pair(pair, o.x, o.y); }
-    __device__ __forceinline__ void write(int dim, float o) const {
-        if (out) store_one(out, dtype, dim, o * scale * tensor);
+    // Some elements of a row that is not rotated.
+    __device__ __forceinline__ void write(int vector, const float4& o) const {
+        if (out) store_four(out, dtype, 4 * vector, of(o));
+    }
+    __device__ __forceinline__ void write(int pair, const float2& o) const {
+        if (out) store_pair(out, dtype, 2 * pair, of(o.x), of(o.y));
+    }
+    __device__ __forceinline__ void write(int dim, float o) const { write_final(dim, of(o)); }
+    __device__ __forceinline__ void write_final(int dim, float x) const {
+        if (out) store_one(out, dtype, dim, x);
     }
 };

@@ -3,7 +3,7 @@
 #pragma once
 
 // How K or V is stored: the values of ATTN_K and ATTN_V.
-enum Scheme { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP, INT8_TENSOR, INT4_GROUPS, INT4_CHANNEL };
+enum Scheme { F16, BF16, FP8, INT8_TOKEN, INT8_GROUP, INT8_TENSOR, INT4, ROTATED_INT8, ROTATED_INT4 };
 
 // A divisor prepared by the host; `divmod.cuh` divides numbers below 2^31 by it: `(2n · multiplier) >> 32 >> shift`.
 struct FastDivmod {
@@ -27,7 +27,7 @@ struct DecodeParams {
     long long k_scale_strides[3];              // Strided: elements from one sequence, KV head, token of K's scales to the next.
     long long v_scale_strides[3];              // Strided: elements from one sequence, KV head, token of V's scales to the next.
     const unsigned int* page_table;            // Paged: u32 [batch][page_table_stride].
-    const unsigned int* tail_pages;            // Paged, Int4 Channel: u32 [batch]; else null.
+    const unsigned int* residual_pages;        // Paged: u32 [batch][residual_ring], the residual page of home page i at i mod residual_ring; null where no scheme has a window.
     const int* kv_lens;                        // i32 [batch].
     const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
     const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
@@ -57,7 +57,7 @@ struct DecodeParams {
     FastDivmod sms_divmod;                     // Divides by the grid's CTAs over those that share an SM.
     int appended;                              // New tokens of each sequence, if the launch ahead is an append that writes them: all else may be read while it runs. Else 0.
     int dtype;                                 // Number format of queries and outputs: Dtype.
-    int padding;                               // Padding to a multiple of 8 bytes.
+    unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
 };
 static_assert(sizeof(DecodeParams) == 352, "params.rs");
 
@@ -75,7 +75,7 @@ struct AppendParams {
     const void* v;                             // New V [token][num_kv_heads][head_dim].
     unsigned char* pool;                       // Pages [page][kv_head][run].
     const unsigned int* page_table;            // u32 [batch][page_table_stride].
-    const unsigned int* tail_pages;            // Int4 Channel: u32 [batch]; else null.
+    const unsigned int* residual_pages;        // u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
     const int* kv_lens;                        // i32 [batch], the new tokens included.
     const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
     const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
@@ -87,8 +87,9 @@ struct AppendParams {
     int page_table_stride;                     // Entries of the page table per sequence.
     int dtype;                                 // Number format of K and V: Dtype.
     int is_followed;                           // Whether the next launch is a decode that knows which pages this one writes.
+    unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
 };
-static_assert(sizeof(AppendParams) == 104, "params.rs");
+static_assert(sizeof(AppendParams) == 112, "params.rs");
 
 // Parameters of `import.cu`.
 struct ImportParams {
@@ -115,7 +116,6 @@ struct CheckParams {
     unsigned int num_pages;                    // Pages in the pool.
     int page_size;                             // Tokens per page; 0 for strided rows.
     int head_dim;                              // Elements per head.
-    int has_tail;                              // Whether sequences have tail pages.
     int min_kv_len;                            // The shortest length that is allowed: the new tokens of an append.
 };
 static_assert(sizeof(CheckParams) == 32, "params.rs");

@@ -16,12 +16,13 @@ struct MergeJobs {
     u32 ctas, shift;  // of the cluster; its log2
     u32 second;       // whether CTAs have a second team
     int partials, rows;
-    bool is_row;       // whether a job is a row: where jobs of 32 dims would be more than warps
+    bool is_row;       // whether a job is a row: where it is rotated, and where jobs of 32 dims would be more than warps
 
     DEVICE MergeJobs of(const DecodeParams& p, int row_block, int partials) {
         u32 second = blockDim.x / TEAM_THREADS - 1;
         int rows = min(ROWS, p.heads_per_kv * p.q_len - row_block * ROWS);
-        return {gridDim.x, (u32)__ffs(gridDim.x) - 1, second, partials, rows, rows * (HEAD_DIM / 32) > (int)(gridDim.x << second) * TILE_WARPS};
+        bool is_row = V_ROTATED || rows * (HEAD_DIM / 32) > (int)(gridDim.x << second) * TILE_WARPS;
+        return {gridDim.x, (u32)__ffs(gridDim.x) - 1, second, partials, rows, is_row};
     }
     __device__ __forceinline__ int width() const { return is_row ? HEAD_DIM : 32; }
     __device__ __forceinline__ int runs() const { return is_row ? 1 : HEAD_DIM / 32; }
@@ -138,8 +139,12 @@ template <int LEVEL, int COLUMNS> DEVICE void merge_jobs(const DecodeParams& p, 
         MergedRow<COLUMNS> x = merge_sent<LEVEL, COLUMNS>(at, at + jobs.states_bytes(), jobs.partials);
         Epilogue epilogue = Epilogue::at(p, item, row);
         epilogue.begin(x.m, x.l, dim == 0);
+        float out[COLUMNS][1];
 #pragma unroll
-        for (int k = 0; k < COLUMNS; k++) epilogue.write(dim + k * 32, x.o[k]);
+        for (int k = 0; k < COLUMNS; k++) out[k][0] = epilogue.of(x.o[k]);
+        if constexpr (V_ROTATED && COLUMNS == HEAD_DIM / 32) rotate_back<32>(out, lane_id());
+#pragma unroll
+        for (int k = 0; k < COLUMNS; k++) epilogue.write_final(dim + k * 32, out[k][0]);
     }
 }
 DEVICE void merge_jobs(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, Level level, u32 rank, u32 team, u32 sent, int warp) {

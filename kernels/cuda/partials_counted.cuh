@@ -33,7 +33,7 @@ constexpr int FEW = 4;  // missing partials whose states are looked at; while th
 template <class Vector, int LANES, bool SEGMENTS>
 static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogue epilogue, int from, int to) {
     constexpr int WIDTH = sizeof(Vector) / 4, VECTORS = WIDTH < 4 ? 1 : (HEAD_DIM / WIDTH + LANES - 1) / LANES;
-    constexpr int CHUNK = VECTORS < 4 ? VECTORS : 4, BATCH = WIDTH < (MERGES_GLOBALLY ? 2 : 4) ? LANES : LANES / 2;
+    constexpr int CHUNK = VECTORS < 4 || V_ROTATED ? VECTORS : 4, BATCH = WIDTH < (MERGES_GLOBALLY ? 2 : 4) ? LANES : LANES / 2;
     constexpr int RUN = SEGMENTS ? SPAN : LANES;
     const Vector ZERO = {};
     int lane = threadIdx.x % LANES;
@@ -121,9 +121,23 @@ static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogu
             if (!SEGMENTS) m = __shfl_sync(~0u, top, LANES - 1, LANES);
         }
         epilogue.begin(m, l, at == 0);
+        if constexpr (V_ROTATED) {
+            static_assert(WIDTH == 4, "a row's threads have it whole");
+            float x[CHUNK][4];
 #pragma unroll
-        for (int k = 0; k < CHUNK; k++)
-            if (at + k * LANES < to) epilogue.write(at + k * LANES, o[k]);
+            for (int k = 0; k < CHUNK; k++) {
+                float4 y = epilogue.of(o[k]);
+                x[k][0] = y.x;
+                x[k][1] = y.y;
+                x[k][2] = y.z;
+                x[k][3] = y.w;
+            }
+            epilogue.write_row<LANES>(x, lane);
+        } else {
+#pragma unroll
+            for (int k = 0; k < CHUNK; k++)
+                if (at + k * LANES < to) epilogue.write(at + k * LANES, o[k]);
+        }
     }
 }
 
@@ -215,16 +229,17 @@ DEVICE Arrival on_arrival(const DecodeParams& p, const WorkItem& item, u32 befor
 }
 
 DEVICE void merge_slices(const DecodeParams& p, const WorkItem& item, int first, u32 slices) {
-    // Two dims per lane where one would give a warp several columns: columns in a row take 2 µs more of 28.
+    // Two dims per lane where one would give a warp several columns: columns in a row take 2 µs more of 28. A row that is rotated has one warp.
     constexpr bool PAIRS = SLICE_ROWS * (HEAD_DIM / 32) > MERGE_THREADS / 32 && HEAD_DIM % 64 == 0;
-    constexpr int WIDTH = PAIRS ? 2 : 1, COLUMNS = (HEAD_DIM / WIDTH + 31) / 32;  // of a row
+    constexpr int WIDTH = V_ROTATED ? 4 : PAIRS ? 2 : 1, COLUMNS = V_ROTATED ? 1 : (HEAD_DIM / WIDTH + 31) / 32;  // of a row
 #pragma unroll 1
     for (; slices; slices &= slices - 1) {
         int row = (__ffs(slices) - 1) * SLICE_ROWS;
 #pragma unroll 1
         for (int i = merge_thread() / 32; i < SLICE_ROWS * COLUMNS; i += MERGE_THREADS / 32) {
             int of_row = row + i / COLUMNS, from = i % COLUMNS * 32;
-            if constexpr (PAIRS) merge_row<float2, 32>(p, item, first, of_row, from, HEAD_DIM / WIDTH);
+            if constexpr (V_ROTATED) merge_row<float4, 32>(p, item, first, of_row, from, HEAD_DIM / WIDTH);
+            else if constexpr (PAIRS) merge_row<float2, 32>(p, item, first, of_row, from, HEAD_DIM / WIDTH);
             else merge_row<float, 32>(p, item, first, of_row, from, HEAD_DIM / WIDTH);
         }
     }

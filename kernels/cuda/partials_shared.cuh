@@ -59,37 +59,27 @@ struct Merge {
         float2* ml = (float2*)(shared + SharedMemory::MAX_SUMS);
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
-            int row = team * ROWS + warp_row + g * 8 + lane / 4;
-            float2 x = make_float2(state.m[g], state.l[g]);
-            MergeScale w;
-            if (!first) {
-                float2 before = ml[row];
-                w = merge_scale(before.x, before.y, x, false);
-                x = before;
-                __syncwarp();
-            }
-            if (lane % 4 == 0) ml[row] = x;
-            // Of V that was turned on its way, a lane has four neighbouring dims in two accumulators.
-            constexpr int STEP = V_TOKEN_MAJOR ? 2 : 1;
-            float4* to = (float4*)(states + row * STATE_STRIDE + (V_TOKEN_MAJOR ? 4 : 2) * (lane % 4));
+            int row = team * ROWS + warp_row + g * 8 + 2 * (lane % 4);
+            MergeScale w[2];
+            float2 x[2];
 #pragma unroll
-            for (int j = 0; j < HEAD_DIM / 8; j += STEP) {
-                const float(&even)[2] = state.o[g][j], (&odd)[2] = state.o[g][(j + 1) % (HEAD_DIM / 8)];
-                if constexpr (V_TOKEN_MAJOR) {
-                    float4 y = {even[0], odd[0], even[1], odd[1]};
-                    if (!first) {
-                        float4 o = to[2 * j];
-                        merge(o, y, w, false);
-                        y = o;
-                    }
-                    to[2 * j] = y;
-                } else {
-                    float2& at = *(float2*)(to + 2 * j);
-                    float2 y = make_float2(even[0], even[1]);
-                    if (!first) y = make_float2(at.x * w.alpha + y.x * w.beta, at.y * w.alpha + y.y * w.beta);
-                    at = y;
-                }
+            for (int e = 0; e < 2; e++) {
+                x[e] = make_float2(state.m[g][e], state.l[g][e]);
+                if (first) continue;
+                float2 before = ml[row + e];
+                w[e] = merge_scale(before.x, before.y, x[e], false);
+                x[e] = before;
             }
+            if (!first) __syncwarp();
+            if (lane < 4) ml[row] = x[0], ml[row + 1] = x[1];
+#pragma unroll
+            for (int j = 0; j < HEAD_DIM / 16; j++)
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    float& to = states[(row + n % 2) * STATE_STRIDE + 16 * j + dim_of(n / 2, lane)];
+                    float o = state.o[g][j % (DIMS / 16)][n];
+                    to = first ? o : to * w[n % 2].alpha + o * w[n % 2].beta;
+                }
         }
     }
 
@@ -105,7 +95,7 @@ struct Merge {
                 float2 ml = ((const float2*)(shared + SharedMemory::MAX_SUMS))[team * ROWS + row];
                 epilogue.begin(ml.x, ml.y, lane % 4 == 0);
                 const float4* state = (const float4*)((const float*)(shared + SharedMemory::STATES) + (team * ROWS + row) * STATE_STRIDE);
-                epilogue.write_state(lane % 4, 4, state);
+                epilogue.write_state<4>(shared_address(state), lane % 4);
             }
         }
         __syncthreads();
@@ -199,9 +189,15 @@ struct Merge {
                 merge(o, x, w[0], false);
                 x = o;
             }
-            if (u.ends) epilogue.write(vector, x);
+            if (u.ends && !V_ROTATED) epilogue.write(vector, x);
             else if (u.leaves) __stcg(to + vector, x);
             else kept[vector] = x;
+        }
+        if (V_ROTATED && u.ends) {
+            constexpr int TWICE = LANES < 32 ? 2 * LANES : LANES;
+            __syncwarp();
+            if (lanes == LANES) epilogue.write_state<LANES>(shared_address(kept), at);
+            else epilogue.write_state<TWICE>(shared_address(kept), at);
         }
     }
     // Stores each team's span as a partial.

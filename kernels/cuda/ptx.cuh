@@ -82,6 +82,13 @@ DEVICE void ldmatrix_x4_trans(u32 (&x)[4], u32 at) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at));
 }
 
+// Transposes 8 × 8 halves: lane 4r + c has columns 2c, 2c + 1 of row r, and gets those of the transposed.
+DEVICE u32 transposed(u32 x) {
+    u32 y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
 // ---- tensor cores: d = a·b + c; elements 0, 1 are row lane/4, elements 2, 3 row lane/4 + 8; columns 2·(lane%4) + {0, 1} ----
 
 struct Sums {
@@ -107,9 +114,9 @@ struct Sums {
     }
 ATTN_MMA_K32(mma_s8_k32, "s8", "s8")
 ATTN_MMA_K16(mma_s8_k16, "s8", "s8")
-ATTN_MMA_K32(mma_s8u8_k32, "s8", "u8")
-ATTN_MMA_K16(mma_s8u8_k16, "s8", "u8")
 ATTN_MMA_K32(mma_u8s8_k32, "u8", "s8")
+ATTN_MMA_K16(mma_u8s8_k16, "u8", "s8")
+ATTN_MMA_K32(mma_s8u8_k32, "s8", "u8")
 ATTN_MMA_K32(mma_u8_k32, "u8", "u8")
 
 struct FloatSums {
@@ -153,16 +160,19 @@ DEVICE void e4m3_pairs(u32 x, u32& low, u32& high) {
 #endif
 }
 
-// c + a.lo·b0 + a.hi·b1 of u16 by s8, and c + a.lo·b2 + a.hi·b3 of u16 by u8.
-DEVICE int dot2_s8_low(u32 a, u32 b, int c) {
-    int d;
-    asm("dp2a.lo.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
+// Four bytes, less BIAS, to two pairs of f16, exactly.
+template <int BIAS> DEVICE void byte_pairs(u32 x, u32& low, u32& high) {
+    constexpr u32 OFFSET = (0x6400u + BIAS) * 0x10001u;
+    low = __byte_perm(x, 0x64646464, 0x4140);  // 1024 + byte
+    high = __byte_perm(x, 0x64646464, 0x4342);
+    asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(low) : "r"(OFFSET));
+    asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(high) : "r"(OFFSET));
 }
-DEVICE int dot2_u8_high(u32 a, u32 b, int c) {
+// a·b + c of pairs of f16.
+DEVICE u32 f16_fma(u32 a, u32 b, u32 c) {
     u32 d;
-    asm("dp2a.hi.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"((u32)c));
-    return (int)d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
 }
 
 // a·b + c, brought into 0..1.

@@ -3,25 +3,41 @@
 #include "value.cuh"
 #include "split.cuh"
 
+// By row group and column.
 struct Rows {
-    int start[ROW_GROUPS], end[ROW_GROUPS];  // tokens that row lane/4 sees
-    float slope[ROW_GROUPS];
-    int position[ROW_GROUPS];
+    int start[ROW_GROUPS][2], end[ROW_GROUPS][2];  // tokens that a row sees
+    float slope[ROW_GROUPS][2];
+    int position[ROW_GROUPS][2];
+    int tile[ROW_GROUPS][2];  // from which its window counts
+
+    template <class Take> DEVICE void each(Take take) {
+#pragma unroll
+        for (int g = 0; g < ROW_GROUPS; g++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) take(g, e);
+    }
+    // Whether all rows of the warp see all tokens of the tile that starts at t0.
+    __device__ __forceinline__ bool see_all(int t0) const {
+        bool full = true;
+        each([&](int g, int e) { full &= start[g][e] <= t0 && t0 + TILE <= end[g][e]; });
+        return __all_sync(~0u, full);
+    }
+    __device__ __forceinline__ bool sees(int g, int e, int t) const { return t >= start[g][e] && t < end[g][e]; }
 };
 
 DEVICE Rows visible(const DecodeParams& p, const Work& work, int kv_head, int warp_row, int lane) {
     Rows rows;
-#pragma unroll
-    for (int g = 0; g < ROW_GROUPS; g++) {
-        int r = work.row_block * ROWS + warp_row + g * 8 + lane / 4;
+    Rows::each([&](int g, int e) {
+        int r = work.row_block * ROWS + warp_row + g * 8 + 2 * (lane % 4) + e;
         bool real = r < p.heads_per_kv * p.q_len;
         int i = (u32)r / p.heads_per_kv_divmod, position = work.kv_len - p.q_len + i;
         // Rows that fill up the tile see everything, so that they never make a full tile look masked.
-        rows.end[g] = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), work.kv_len) : work.kv_len;
-        rows.start[g] = !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), rows.end[g]);
-        rows.slope[g] = HAS_SCORE_MODS && real && p.alibi_slopes ? p.alibi_slopes[(kv_head - i) * p.heads_per_kv + r] : 0.0f;
-        rows.position[g] = position;
-    }
+        rows.end[g][e] = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), work.kv_len) : work.kv_len;
+        rows.start[g][e] = !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), rows.end[g][e]);
+        rows.slope[g][e] = HAS_SCORE_MODS && real && p.alibi_slopes ? p.alibi_slopes[(kv_head - i) * p.heads_per_kv + r] : 0.0f;
+        rows.position[g][e] = position;
+        rows.tile[g][e] = !real ? 0x7fffffff : max(p.causal ? position : work.kv_len - 1, 0) / TILE;
+    });
     return rows;
 }
 
@@ -29,39 +45,8 @@ DEVICE void load_query(const DecodeParams& p, const Work& work, int kv_head, int
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
         float x[PANELS][4], largest = load_row(query_row(p, work, kv_head, warp_row + g * 8 + lane / 4), lane, x);
-        if constexpr (K_FLOAT) quantize_float(q, g, x, largest);
-        else quantize(q, g, x, largest);
-    }
-}
-
-// q' for pages of channels, see `query_word`: of rows 8·first to 8·end, by so many threads.
-template <bool NARROW> DEVICE void store_query(const DecodeParams& p, const Work& work, int kv_head, u32 query, int first, int end, int thread, int threads) {
-    for (int i = first * PANELS * 32 + thread; i < end * PANELS * 32; i += threads) {
-        int lane = i % 32, panel = i / 32 % PANELS, eight = i / 32 / PANELS;
-        float x[4];
-        query_row(p, work, kv_head, eight * 8 + lane / 4).four<NARROW>(panel * 16 + 4 * (lane % 4), x);
-        if (INTEGER)
-#pragma unroll
-            for (float& element : x) element = round_13(element);
-        float largest = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
-        sts128(query_word(query, eight, panel, lane), {x[0], x[1], x[2], x[3]});
-        sts32(query_largest(query, eight, panel / 4, lane) + panel % 4 * 4, float_bits(largest));
-    }
-}
-DEVICE void store_query(const DecodeParams& p, const Work& work, int kv_head, u32 query, int first, int end, int thread, int threads) {
-    if (p.dtype == Dtype::F32) store_query<false>(p, work, kv_head, query, first, end, thread, threads);
-    else store_query<true>(p, work, kv_head, query, first, end, thread, threads);
-}
-
-// Exponents of what `store_query` left in shared memory, row by row.
-DEVICE void measure_queries(u32 query, int warp_row, int lane, int (&exponents)[ROW_GROUPS]) {
-#pragma unroll
-    for (int g = 0; g < ROW_GROUPS; g++) {
-        float largest = 0.0f;
-#pragma unroll
-        for (int panel = 0; panel < PANELS; panel++)
-            largest = fmaxf(largest, bits_float(lds32(query_largest(query, warp_row / 8 + g, panel / 4, lane) + panel % 4 * 4)));
-        exponents[g] = exponent(quad_max(largest));
+        if constexpr (INTEGER) quantize(q, g, x, largest, lane);
+        else quantize_float(q, g, x, largest, lane);
     }
 }
 
@@ -69,20 +54,28 @@ DEVICE void measure_queries(u32 query, int warp_row, int lane, int (&exponents)[
 struct ItemRows {
     Rows rows;
     Query q;
-    int exponent_q[ROW_GROUPS];  // channel scheme: E of the largest q'
 };
 
 // Soft cap and ALiBi; scores are complete then. `first`: the token of the lane's first score.
-DEVICE void apply_score_mods(const DecodeParams& p, const Rows& rows, int first, float (&s)[ROW_GROUPS][SCORES], float (&scale)[ROW_GROUPS]) {
+DEVICE void apply_score_mods(const DecodeParams& p, const Rows& rows, int first, float (&s)[ROW_GROUPS][SCORES]) {
 #pragma unroll
-    for (int g = 0; g < ROW_GROUPS; g++) {
+    for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
-        for (int i = 0; i < SCORES; i++) {
-            float x = s[g][i] * scale[g];
+        for (int n = 0; n < SCORES; n++) {
+            float x = s[g][n];
+            int e = n % 2, t = first + token_of(n);
             if (p.softcap_inner != 0.0f) x = softcap(x, p.softcap_inner, p.softcap_outer);
-            if (p.alibi_slopes) x = x + rows.slope[g] * (float)(first + 8 * (i / 2) + i % 2 - rows.position[g]);
-            s[g][i] = x;
+            if (p.alibi_slopes) x = x + rows.slope[g][e] * (float)(t - rows.position[g][e]);
+            s[g][n] = x;
         }
-        scale[g] = 1.0f;
-    }
+}
+
+// The scores of tokens that a row does not see, unless the rows see all, become -inf, whatever they were.
+DEVICE void mask(const Rows& rows, int first, bool full, float (&s)[ROW_GROUPS][SCORES]) {
+    if (full) return;
+#pragma unroll
+    for (int g = 0; g < ROW_GROUPS; g++)
+#pragma unroll
+        for (int n = 0; n < SCORES; n++)
+            if (!rows.sees(g, n % 2, first + token_of(n))) s[g][n] = MINUS_INFINITY;
 }

@@ -11,12 +11,12 @@
 #include "config.cuh"
 #include "divmod.cuh"
 
-// The first tile of the open page, whose K is elsewhere (Int4 Channel, which has whole tiles in a page).
-DEVICE int first_open_tile(int kv_len) { return kv_len / SAFE_PAGE * TILES_OF_PAGE; }
-DEVICE bool is_open(int tile, int kv_len) { return K_PER_CHANNEL && tile >= first_open_tile(kv_len); }
-static_assert(!K_PER_CHANNEL || PAGE >= TILE, "a tile of channels is of one page");
+// The first tile of a sequence that some row reads with residuals: by the window of its first query token, which is the longest.
+DEVICE int first_residual_tile(const DecodeParams& p, int kv_len) { return WINDOW == 0 ? 0x7fffffff : max(kv_len - (p.causal ? p.q_len : 1), 0) / TILE - WINDOW + 1; }
 
 enum PartialKind : u8 { SEGMENTS, SPANS, ITEMS };
+// log2 of a partial's tiles; an item is one span at most.
+DEVICE int partial_shift_of(PartialKind partials) { return partials == SEGMENTS ? SEGMENT_SHIFT : SPAN_SHIFT; }
 enum TeamTakes { A_TILE, A_SEGMENT, A_SPAN, AN_ITEM };
 
 // How work is measured; the same in all CTAs.
@@ -31,18 +31,16 @@ DEVICE int heads_of(const DecodeParams& p, PartialKind partials) { return partia
 // One sequence's partials, for one KV head and row block.
 struct Sequence {
     int kv_len, num_tiles, num_partials;
-    u8 segment_shift, partial_shift;    // log2 of their tiles
     u32 partial_cost, item_cost;        // of a full one; of all, of which the last has what is left
 
     DEVICE Sequence of(const Measure& measure, int kv_len) {
         Sequence s;
         s.kv_len = kv_len;
         s.num_tiles = (s.kv_len + TILE - 1) / TILE;
-        s.segment_shift = segment_shift_of(s.num_tiles);
-        s.partial_shift = s.segment_shift + 2 * measure.partials_are;
-        s.num_partials = runs_of(s.num_tiles, s.partial_shift);
-        s.partial_cost = measure.is_even ? 1 : cost(1 << s.partial_shift, 1 << s.partial_shift - s.segment_shift);
-        s.item_cost = measure.is_even ? s.num_partials : cost_of_item(s.num_tiles, runs_of(s.num_tiles, s.segment_shift));
+        int shift = partial_shift_of(measure.partials_are);
+        s.num_partials = runs_of(s.num_tiles, shift);
+        s.partial_cost = measure.is_even ? 1 : cost(1 << shift, 1 << shift - SEGMENT_SHIFT);
+        s.item_cost = measure.is_even ? s.num_partials : cost_of_item(s.num_tiles, runs_of(s.num_tiles, SEGMENT_SHIFT));
         return s;
     }
     // Cost in half tiles. A merge takes two tiles of each team and comes once for four spans; a work item's first query and its last units,
@@ -89,9 +87,9 @@ struct Work : Sequence {
     // This team's tiles of the unit: first, first + step, … below end.
     __device__ __forceinline__ void team_tiles(const DecodeParams& p, int team, int& first, int& end) const {
         TeamTakes take = takes();
-        int from = partial << partial_shift, each = take == A_TILE ? 0 : take == A_SEGMENT ? segment_shift : partial_shift;
+        int shift = partial_shift_of(measure.partials_are), from = partial << shift, each = take == A_TILE ? 0 : take == A_SEGMENT ? SEGMENT_SHIFT : SPAN_SHIFT;
         first = take == AN_ITEM ? 0 : from + (team << each);
-        end = min(num_tiles, take == A_TILE ? from + (1 << partial_shift) : first + (1 << each));
+        end = min(num_tiles, take == A_TILE ? from + (1 << shift) : first + (1 << each));
         if (take == AN_ITEM ? kv_head(team) >= p.num_kv_heads : take == A_SPAN && team >= partials_here) end = first;
     }
     __device__ __forceinline__ int step() const { return measure.partials_are == SEGMENTS ? TEAMS : 1; }
@@ -146,7 +144,7 @@ struct Counts {
     int longest, shortest;  // tiles
 
     __device__ __forceinline__ void add(int tiles) {
-        u32 n = runs_of(tiles, segment_shift_of(tiles));
+        u32 n = runs_of(tiles, SEGMENT_SHIFT);
         items++;
         segments += n;
         spans += (n + SPAN - 1) / SPAN;
@@ -181,13 +179,13 @@ struct Counts {
     __device__ __forceinline__ Measure measure(const DecodeParams& p) const {
         Measure m = {p.partial_per_segment ? SEGMENTS : SPANS, false};
         u32 blocks = p.num_kv_heads * p.row_blocks;
-        if (longest <= SPAN * 4) {
+        if (longest <= 1 << SPAN_SHIFT) {
             u32 by_item = ceil_div(items * heads_of(p, ITEMS) * p.row_blocks, p.ctas_divmod) * (longest + 1);
             u32 shared = p.partial_per_segment ? ceil_div(segments * blocks, p.ctas_divmod) * 2 : ceil_div(spans * blocks, p.ctas_divmod) * (min(longest, 4) + 2);
             if (by_item <= shared) m.partials_are = ITEMS;
         }
-        int of_longest = segment_shift_of(longest) + 2 * m.partials_are, of_shortest = segment_shift_of(shortest) + 2 * m.partials_are;
-        m.is_even = runs_of(longest, of_longest) == runs_of(shortest, of_shortest) && 4 * max(1, shortest) >= 3 * longest;
+        int shift = partial_shift_of(m.partials_are);
+        m.is_even = runs_of(longest, shift) == runs_of(shortest, shift) && 4 * max(1, shortest) >= 3 * longest;
         return m;
     }
     __device__ __forceinline__ u32 of(const Measure& m) const {

@@ -11,7 +11,7 @@
 // Numerics  docs/arithmetic.md. The order of every rounding is the same on every grid.
 // Shared    split_kv_smem.cuh.
 // Host      kernels/src/cuda: select.rs (configuration), split.rs (launch), smem.rs; attn-cuda/src/native/launch_plan.rs.
-#include "channel.cuh"
+#include "floats.cuh"
 #include "partials_shared.cuh"
 
 struct Warp {
@@ -21,87 +21,55 @@ struct Warp {
     Team team;
     int lane, warp_row;
     bool is_producer;
-    u32 query, scratch;
 
-    __device__ __forceinline__ void done_with_stage() {
-        ring.release(lane);
-        if (is_producer) producer.issue(p);
+    __device__ __forceinline__ void done_with_stages(int count) {
+#pragma unroll 1
+        for (; count > 0; count--) {
+            ring.release(lane);
+            if (is_producer) producer.issue(p);
+        }
     }
     __device__ __forceinline__ void tile(const Work& work, int index, int kv_len, const ItemRows& item, State& state) {
         const Rows& rows = item.rows;
-        const Query& q = item.q;
-        int t0 = index * TILE, tokens = min(TILE, kv_len - t0);
-        float s[ROW_GROUPS][SCORES], scale[ROW_GROUPS];
-        auto done = [&] { done_with_stage(); };
-        u32 values;
-        if constexpr (K_PER_CHANNEL) {
-            values = is_open(index, kv_len) ? tail_scores(ring, query, warp_row, tokens, team, s, done)
-                                            : channel_scores(ring, query, scratch, warp_row, item.exponent_q, team, s, done);
+        int t0 = index * TILE, tokens = min(TILE, kv_len - t0), kv_head = work.kv_head(producer.source.team);
+        bool residuals = WINDOW && index >= first_residual_tile(p, kv_len);
+        float s[ROW_GROUPS][SCORES];
+        Ring next = ring;
+        Stages at;
+        wait_keys(next, residuals, at);
+        SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.b, kv_head, t0}};
+        tile_scores(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < index + K_WINDOW; }, s);
+        if (!KV_ONE_STAGE) done_with_stages(stages_of_keys(residuals));
+        int first = t0 + lane / 4;
+        if constexpr (HAS_SCORE_MODS) apply_score_mods(p, rows, first, s);
+        bool full = rows.see_all(t0);
+        mask(rows, first, full, s);
+        float tops[ROW_GROUPS][2];
+        row_max(s, lane, tops);
+        weigh_scores(s, full, tops);
+        auto weights = [&](int g, float (&to)[WEIGHTS]) {
 #pragma unroll
-            for (int g = 0; g < ROW_GROUPS; g++) scale[g] = 1.0f;
-        } else {
-            u32 stage = ring.wait();
-            if constexpr (K_FLOAT) {
-                float_scores(stage, q, team, s);
-            } else {
-                auto rows = [&](u32 at, int group, int t) { return scale_pair(at, p.k_scales, p.k_scale_strides, work.b, work.kv_head(producer.source.team), t0, t, group); };
-                scores(stage, PreparesK<decltype(rows)>{{scratch}, {stage, tokens, rows}, lane}, q, team, s);
-            }
-            values = done_with_keys(stage, K_BYTES_OF_BLOCK, done);
-#pragma unroll
-            for (int g = 0; g < ROW_GROUPS; g++) scale[g] = q.scale[g];
-        }
-        int first = t0 + 2 * (lane % 4);
-        if constexpr (HAS_SCORE_MODS) apply_score_mods(p, rows, first, s, scale);
-        bool full = true;
-#pragma unroll
-        for (int g = 0; g < ROW_GROUPS; g++) full &= rows.start[g] <= t0 && t0 + TILE <= rows.end[g];
-        full = __all_sync(~0u, full);
+            for (int n = 0; n < WEIGHTS; n++) to[n] = s[g][n];
+        };
         Rescale r;
-        Pairs pairs;
-        float tops[ROW_GROUPS];
-        row_max(s, scale, full, [&](int g, int i) {
-            int t = first + 8 * (i / 2) + i % 2;
-            return t >= rows.start[g] && t < rows.end[g];
-        }, tops);
-        auto v_rows = [&](u32 at, int group, int t) { return scale_pair(at, p.v_scales, p.v_scale_strides, work.b, work.kv_head(producer.source.team), t0, t, group); };
-        StoredV<decltype(v_rows)> v = {values, tokens, v_rows};
-        if (KV_ONE_STAGE && !V_FLOAT) prepare_v(v, scratch, lane);  // where shuffles and latencies leave room
-        softmax_tile(s, scale, full, tops, state.m, r, pairs);
-#pragma unroll
-        for (int g = 0; g < ROW_GROUPS; g++) add_weights(state, g, quad_sum(r.weights[g]), r);
-        if (!KV_ONE_STAGE) v.stage = ring.wait();
-        if constexpr (V_FLOAT) {
-            fold_float_values(v.stage, tokens, s, r, team, state);
-        } else {
-            if (!KV_ONE_STAGE) prepare_v(v, scratch, lane);
-            fold_prepared(v.stage, scratch, v.v, s, pairs, r, team, state);
-        }
-        done_with_stage();
+        enter_tile(state, weights, full, tops, lane, r);
+        next = ring;
+        wait_values(next, residuals, at);
+        SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, kv_head, t0}};
+        tile_values(at, v, tokens, weights, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
+        done_with_stages(KV_ONE_STAGE ? stages_of_keys(residuals) : stages_of_values(residuals));
     }
 
     // The rows and queries of a work item. A team without a work item repeats the last one.
-    __device__ __forceinline__ void enter(const Work& work, u32 shared, ItemRows& item) {
+    __device__ __forceinline__ void enter(const Work& work, ItemRows& item) {
         int kv_head = min(work.kv_head(producer.source.team), p.num_kv_heads - 1);
         item.rows = visible(p, work, kv_head, warp_row, lane);
-        if constexpr (K_PER_CHANNEL) {
-            if (work.has_items()) {
-                query = shared + SharedMemory::TEAM_QUERIES + producer.source.team * QUERY_BYTES;
-                store_query(p, work, kv_head, query, warp_row / 8, warp_row / 8 + ROW_GROUPS, lane, 32);
-                __syncwarp();
-            } else {
-                store_query(p, work, kv_head, query, 0, ROWS / 8, threadIdx.x, THREADS);
-                __syncthreads();
-            }
-            measure_queries(query, warp_row, lane, item.exponent_q);
-        } else {
-            load_query(p, work, kv_head, warp_row, lane, item.q);
-        }
+        load_query(p, work, kv_head, warp_row, lane, item.q);
     }
 
     // The team's tiles of a work unit. Each segment's state goes to the team's place for the merge.
     __device__ __forceinline__ void take(const Work& work, const ItemRows& item, Merge& merge) {
-        int index, end, kv_len = work.kv_len, step = opaque(work.step()), segment_tiles = work.takes() >= A_SPAN ? 1 << work.segment_shift : 1 << 30;
+        int index, end, kv_len = work.kv_len, step = opaque(work.step()), segment_tiles = work.takes() >= A_SPAN ? 1 << SEGMENT_SHIFT : 1 << 30;
         work.team_tiles(p, producer.source.team, index, end);
         bool first = true;
 #pragma unroll 1
@@ -148,8 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     __syncthreads();  // cursors[0] and the MergeState are visible
     // The other stages are filled after the first queries are loaded: queries behind as many copies arrive 1.5 µs later.
     int ahead = 1;
-    u32 scratch = base + SharedMemory::SCRATCH + warp * SCRATCH_BYTES;
-    Warp self = {p, producer, ring, {0, 0, lane}, lane, warp % ROW_WARPS * 8 * ROW_GROUPS, is_producer, base + SharedMemory::QUERY, scratch};
+    Warp self = {p, producer, ring, {0, 0, lane}, lane, warp % ROW_WARPS * 8 * ROW_GROUPS, is_producer};
     ItemRows item;
 #pragma unroll 1
     for (int n = 0; cursors[n].is_valid(p); n ^= 1) {
@@ -160,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
             next.next(p);
             cursors[n ^ 1] = next;
         }
-        if (here.is_fresh) self.enter(work, base, item);
+        if (here.is_fresh) self.enter(work, item);
 #pragma unroll 1
         for (; ahead < STAGES; ahead++)
             if (is_producer) self.producer.issue(p);

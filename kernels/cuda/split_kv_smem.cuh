@@ -1,7 +1,6 @@
 // Shared memory of a CTA of split_kv.cu: where each part begins, in bytes. smem.rs computes the same size; a test compares the two.
 //
-// These are offsets and not members of a struct: parts may be empty (queries, unless K is per channel), and NVRTC has neither empty
-// arrays nor offsetof.
+// These are offsets and not members of a struct: parts may be empty in low_latency_smem.cuh, and NVRTC has neither empty arrays nor offsetof.
 #pragma once
 #include "config.cuh"
 
@@ -12,10 +11,7 @@ struct SharedMemory {
         MAX_SUMS = STATES + TEAMS * ROWS * STATE_STRIDE * 4,                 // float2 [TEAMS][ROWS]
         KEPT = MAX_SUMS + TEAMS * ROWS * 8,                                  // float [ROWS][HEAD_DIM]: the work item's first units, merged
         KEPT_MAX_SUMS = KEPT + ROWS * HEAD_DIM * 4,                          // float2 [ROWS]
-        QUERY = KEPT_MAX_SUMS + ROWS * 8,                                    // u8 [QUERY_BYTES]
-        TEAM_QUERIES = KEPT,                                                 // u8 [TEAMS][QUERY_BYTES]: teams with a work item each keep nothing
-        SCRATCH = larger(QUERY + QUERY_BYTES, TEAM_QUERIES + TEAMS * QUERY_BYTES),  // u8 [TEAMS][ROW_WARPS][SCRATCH_BYTES]
-        BARRIERS = SCRATCH + TEAMS * ROW_WARPS * SCRATCH_BYTES,              // u64 [TEAMS][2][STAGES]: full, empty
+        BARRIERS = KEPT_MAX_SUMS + ROWS * 8,                                 // u64 [TEAMS][2][STAGES]: full, empty
         MERGE_STATE = BARRIERS + TEAMS * STAGES * 16,                        // MergeState, in 64 bytes
         CURSORS = MERGE_STATE + 64,                                          // Cursor [2 + TEAMS]: this unit, the next one, each producer's
         BYTES = CURSORS + (2 + TEAMS) * CURSOR_BYTES

@@ -25,8 +25,8 @@ template <class To, class From> static inline To same_bits(From x) {
 // The instructions that need all lanes of a warp.
 enum Op {
     SYNC, ALL, ANY, SUM, MAX, SHUFFLE, SHUFFLE_UP, SHUFFLE_XOR,
-    MATRIX_1, MATRIX_2, MATRIX_4, MATRIX_4_TRANSPOSED,
-    PRODUCT_S8_S8, PRODUCT_S8_U8, PRODUCT_U8_S8, PRODUCT_U8_U8,
+    MATRIX_1, MATRIX_2, MATRIX_4, MATRIX_4_TRANSPOSED, TRANSPOSE,
+    PRODUCT_S8_S8, PRODUCT_S8_U8, PRODUCT_U8_S8, PRODUCT_U8_U8, PRODUCT_F16, PRODUCT_BF16,
 };
 
 struct Index {
@@ -152,6 +152,14 @@ static inline void load_matrices(const Cta& cta, Warp32& w, int count, bool tran
             w.out[lane][i] = halves[0] | (u32)halves[1] << 16;
         }
 }
+// movmatrix: lane 4r + c has the halves 2c and 2c + 1 of row r, and gets those of column r.
+static inline void transpose(Warp32& w) {
+    for (int lane = 0; lane < 32; lane++) {
+        auto half = [&](int row, int column) { return w.in[4 * row + column / 2][0] >> 16 * (column % 2) & 0xffff; };
+        int r = lane / 4, c = 2 * (lane % 4);
+        w.out[lane][0] = half(c, r) | half(c + 1, r) << 16;
+    }
+}
 // mma.m16n8k32, with the fragments that PTX defines (drawn in kernels/README.md).
 static inline void multiply(Warp32& w, bool a_signed, bool b_signed) {
     int a[16][32], b[32][8];
@@ -169,6 +177,30 @@ static inline void multiply(Warp32& w, bool a_signed, bool b_signed) {
             int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2, sum = 0;
             for (int k = 0; k < 32; k++) sum += a[row][k] * b[k][column];
             w.out[lane][i] = w.in[lane][6 + i] + (u32)sum;
+        }
+}
+static inline float half_number(u32 h) {
+    u32 magnitude = h & 0x7fff, sign = (h & 0x8000) << 16;
+    if (magnitude < 0x400) return same_bits<float>(sign | same_bits<u32>((float)magnitude * 0x1p-24f));
+    return same_bits<float>(sign | (magnitude >= 0x7c00 ? 0x7f800000 | magnitude << 13 : (magnitude << 13) + 0x38000000));
+}
+// mma.m16n8k16 of 16-bit floats; a tensor core's own order and roundings of the sum are not known.
+template <class Number> static inline void multiply_floats(Warp32& w, Number number) {
+    float a[16][16], b[16][8];
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 2; i++)
+            for (int half = 0; half < 2; half++) {
+                int k = 8 * half + lane % 4 * 2 + i;
+                a[lane / 4][k] = number(w.in[lane][2 * half] >> 16 * i & 0xffff);
+                a[lane / 4 + 8][k] = number(w.in[lane][2 * half + 1] >> 16 * i & 0xffff);
+                b[k][lane / 4] = number(w.in[lane][4 + half] >> 16 * i & 0xffff);
+            }
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+            float sum = same_bits<float>(w.in[lane][6 + i]);
+            for (int k = 0; k < 16; k++) sum += a[row][k] * b[k][column];
+            w.out[lane][i] = same_bits<u32>(sum);
         }
 }
 static inline void reduce(Warp32& w) {
@@ -202,10 +234,13 @@ static inline const u32* warp_exchange(Op op, std::initializer_list<u32> in) {
     case MATRIX_2: load_matrices(*self.cta, w, 2, false); break;
     case MATRIX_4: load_matrices(*self.cta, w, 4, false); break;
     case MATRIX_4_TRANSPOSED: load_matrices(*self.cta, w, 4, true); break;
+    case TRANSPOSE: transpose(w); break;
     case PRODUCT_S8_S8: multiply(w, true, true); break;
     case PRODUCT_S8_U8: multiply(w, true, false); break;
     case PRODUCT_U8_S8: multiply(w, false, true); break;
     case PRODUCT_U8_U8: multiply(w, false, false); break;
+    case PRODUCT_F16: multiply_floats(w, half_number); break;
+    case PRODUCT_BF16: multiply_floats(w, [](u32 x) { return same_bits<float>(x << 16); }); break;
     }
     release(w.barrier);
     return w.out[lane];

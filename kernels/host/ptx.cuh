@@ -3,7 +3,7 @@
 //
 // Threads are fibers (machine.h). They are switched only where a thread waits for another one: at barriers, at instructions of a whole
 // warp, at mbarriers. Copies complete at once. The emulation therefore finds wrong bits, wrong addresses, misaligned accesses and deadlocks;
-// it does not find races. MMAs of floats are missing, because the arithmetic does not define a GPU's float schemes to the bit.
+// it does not find races. Floats' sums are rounded otherwise than by a tensor core: the arithmetic does not define a GPU's float schemes to the bit.
 #pragma once
 #include "machine.h"
 
@@ -61,20 +61,12 @@ static inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     for (int i = 0; i < 4; i++) x |= (u32)(bytes >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
     return x;
 }
-DEVICE float half_float(u32 h) {
-    u32 magnitude = h & 0x7fff, sign = (h & 0x8000) << 16;
-    if (magnitude < 0x400) return bits_float(sign | float_bits((float)magnitude * 0x1p-24f));
-    return bits_float(sign | (magnitude >= 0x7c00 ? 0x7f800000 | magnitude << 13 : (magnitude << 13) + 0x38000000));
-}
+DEVICE float half_float(u32 h) { return half_number(h); }
 DEVICE u16 float_half(float x) { return same_bits<u16>((_Float16)x); }
 DEVICE float approximate_rcp(float x) { return 1.0f / x; }
 DEVICE float fma_saturate(float a, float b, float c) {
     return __saturatef(fmaf(a, b, c));
 }
-DEVICE int dot2_s8_low(u32 a, u32 b, int c) {
-    return c + (int)(a & 0xffff) * (signed char)b + (int)(a >> 16) * (signed char)(b >> 8);
-}
-DEVICE int dot2_u8_high(u32 a, u32 b, int c) { return (int)((u32)c + (a & 0xffff) * (b >> 16 & 255) + (a >> 16) * (b >> 24)); }
 
 // ---- threads and warps ----
 
@@ -174,6 +166,7 @@ DEVICE void ldmatrix_x1(u32 (&x)[1], u32 at) { load_matrices(MATRIX_1, x, at); }
 DEVICE void ldmatrix_x2(u32 (&x)[2], u32 at) { load_matrices(MATRIX_2, x, at); }
 DEVICE void ldmatrix_x4(u32 (&x)[4], u32 at) { load_matrices(MATRIX_4, x, at); }
 DEVICE void ldmatrix_x4_trans(u32 (&x)[4], u32 at) { load_matrices(MATRIX_4_TRANSPOSED, x, at); }
+DEVICE u32 transposed(u32 x) { return warp_op(TRANSPOSE, x); }
 
 // ---- tensor cores ----
 
@@ -189,13 +182,17 @@ DEVICE Sums mma_s8u8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
 DEVICE Sums mma_u8s8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { return product(PRODUCT_U8_S8, c, a0, a1, a2, a3, b0, b1); }
 DEVICE Sums mma_u8_k32(const Sums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { return product(PRODUCT_U8_U8, c, a0, a1, a2, a3, b0, b1); }
 DEVICE Sums mma_s8_k16(const Sums& c, u32 a0, u32 a1, u32 b0) { return mma_s8_k32(c, a0, a1, 0, 0, b0, 0); }
-DEVICE Sums mma_s8u8_k16(const Sums& c, u32 a0, u32 a1, u32 b0) { return mma_s8u8_k32(c, a0, a1, 0, 0, b0, 0); }
+DEVICE Sums mma_u8s8_k16(const Sums& c, u32 a0, u32 a1, u32 b0) { return mma_u8s8_k32(c, a0, a1, 0, 0, b0, 0); }
 
 struct FloatSums {
     float x[4];
 };
-DEVICE FloatSums mma_f16(const FloatSums&, u32, u32, u32, u32, u32, u32) { fail("products of floats are not emulated"); }
-DEVICE FloatSums mma_bf16(const FloatSums&, u32, u32, u32, u32, u32, u32) { fail("products of floats are not emulated"); }
+static inline FloatSums product(Op op, const FloatSums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const u32* d = warp_exchange(op, {a0, a1, a2, a3, b0, b1, float_bits(c.x[0]), float_bits(c.x[1]), float_bits(c.x[2]), float_bits(c.x[3])});
+    return {{bits_float(d[0]), bits_float(d[1]), bits_float(d[2]), bits_float(d[3])}};
+}
+DEVICE FloatSums mma_f16(const FloatSums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { return product(PRODUCT_F16, c, a0, a1, a2, a3, b0, b1); }
+DEVICE FloatSums mma_bf16(const FloatSums& c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { return product(PRODUCT_BF16, c, a0, a1, a2, a3, b0, b1); }
 DEVICE u32 f16_pair(float x, float y) { return float_half(x) | (u32)float_half(y) << 16; }
 DEVICE u32 bf16_pair(float x, float y) {
     auto round = [](float z) {
@@ -204,7 +201,28 @@ DEVICE u32 bf16_pair(float x, float y) {
     };
     return round(x) | round(y) << 16;
 }
-DEVICE void e4m3_pairs(u32, u32&, u32&) { fail("products of floats are not emulated"); }
+// A pair of halves, each a function of three.
+template <class Of> static inline u32 each_half(u32 a, u32 b, u32 c, Of of) {
+    auto at = [&](u32 x, int i) { return half_float(x >> 16 * i & 0xffff); };
+    return f16_pair(of(at(a, 0), at(b, 0), at(c, 0)), of(at(a, 1), at(b, 1), at(c, 1)));
+}
+DEVICE u32 f16_fma(u32 a, u32 b, u32 c) {
+    return each_half(a, b, c, [](float x, float y, float z) { return fmaf(x, y, z); });
+}
+DEVICE void e4m3_pairs(u32 x, u32& low, u32& high) {
+    // Exponent and mantissa lie 7 bits higher in f16, whose bias is 8 more.
+    auto pair = [](u32 a, u32 b) {
+        auto widened = [](u32 code) { return half_float((code & 0x80) << 8 | (code & 0x7f) << 7) * 256.0f; };
+        return f16_pair(widened(a), widened(b));
+    };
+    low = pair(x & 255, x >> 8 & 255);
+    high = pair(x >> 16 & 255, x >> 24);
+}
+template <int BIAS> DEVICE void byte_pairs(u32 x, u32& low, u32& high) {
+    auto number = [&](int i) { return (float)((int)(x >> 8 * i & 255) - BIAS); };
+    low = f16_pair(number(0), number(1));
+    high = f16_pair(number(2), number(3));
+}
 
 // ---- barriers and copies to shared memory ----
 

@@ -293,11 +293,17 @@ impl KvFormat {
         if k.tiles() < v.tiles() { v } else { k }
     }
 
+    /// Slots of a table that device kernels look residual pages up in: that of home page i stands in slot `i % slots`. A power of two, or 0.
+    #[must_use]
+    pub fn residual_slots(self, page_size: usize) -> usize {
+        self.window().kept_tokens() / page_size.max(1)
+    }
+
     /// Residual pages that a sequence of `kv_len` tokens owns, at so many tokens a page.
     #[must_use]
     pub fn residual_pages(self, page_size: usize, kv_len: usize) -> usize {
-        let kept = self.window().kept_tokens() / page_size.max(1);
-        kept.min(kv_len.div_ceil(page_size.max(1)))
+        self.residual_slots(page_size)
+            .min(kv_len.div_ceil(page_size.max(1)))
     }
 
     /// Refuses head_dims and page sizes that no page can hold.

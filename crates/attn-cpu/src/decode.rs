@@ -98,7 +98,7 @@ kernels!(
     avx2,
     ["avx2,f16c"],
     // SAFETY: the function's own features, which its caller has checked; so below.
-    Dot16(unsafe { crate::simd::avx2::Avx2::new() })
+    unsafe { crate::simd::avx2::Dot8::new() }
 );
 kernels!(
     #[cfg(target_arch = "x86_64")]

@@ -15,21 +15,26 @@ use crate::{
     tile::{Fetch, Tile},
 };
 
-/// Where 16 tokens of K lie, from which of them a step begins, and the operands of its rows, `row` bytes apart.
+/// Where 16 tokens of K lie, and the operands of the rows, `row` bytes apart.
 struct Keys {
     base: *const u8,
     stride: usize,
-    first: usize,
     operands: *const u8,
     row: usize,
 }
 
-/// Products of `V` vectors of tokens with `R` rows, over the parts `from..to` of the dims.
+/// Products of `V` vectors of tokens, from `FIRST` of the 16 on, with `R` rows, over the parts `from..to` of the dims.
 ///
 /// # Safety
 /// K has those parts, and so have the operands; four vectors cover LANES of the 16 tokens, whose nibbles lie in 8 rows.
 #[inline(always)]
-unsafe fn k_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool>(
+unsafe fn k_products<
+    D: Dot,
+    const R: usize,
+    const V: usize,
+    const NIBBLES: bool,
+    const FIRST: usize,
+>(
     d: D,
     keys: &Keys,
     [from, to]: [usize; 2],
@@ -37,24 +42,47 @@ unsafe fn k_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool
 ) -> [[<D::S as Simd>::I; V]; R] {
     let s = d.simd();
     let mut acc = [[s.i_splat(0); V]; R];
-    for part in from..to {
-        let mut codes = [d.none(); V];
-        for j in 0..V {
-            let token = keys.first + vectors[j] * D::S::ROWS;
-            let row = if NIBBLES { token % 8 } else { token };
-            // SAFETY: the caller's contract.
-            let raw = unsafe { s.i_load(keys.base.add(part * keys.stride + row * 16)) };
-            codes[j] = match NIBBLES {
-                false => d.k_bytes(raw),
-                true if token < 8 => d.low(raw),
-                true => d.high(raw),
-            };
+    // SAFETY: the caller's contract: row `row` of part `part`, and operand `part` of row r.
+    let load =
+        |part: usize, row: usize| unsafe { s.i_load(keys.base.add(part * keys.stride + row * 16)) };
+    let operand_at =
+        |part: usize, r: usize| keys.operands.wrapping_add(r * keys.row + part * D::OPERAND);
+    if !NIBBLES {
+        for part in from..to {
+            let mut codes = [d.none(); V];
+            for j in 0..V {
+                codes[j] = d.k_bytes(load(part, FIRST + vectors[j] * D::S::ROWS));
+            }
+            for r in 0..R {
+                // SAFETY: as above.
+                let operand = unsafe { d.operand(operand_at(part, r)) };
+                for j in 0..V {
+                    acc[r][j] = d.k_dot(acc[r][j], codes[j], operand);
+                }
+            }
+        }
+        return acc;
+    }
+    for start in (from..to).step_by(D::RUN) {
+        let mut run = [[s.i_splat(0); V]; R];
+        for part in start..to.min(start + D::RUN) {
+            let mut codes = [d.no_nibbles(); V];
+            for j in 0..V {
+                let token = FIRST + vectors[j] * D::S::ROWS;
+                let raw = load(part, token % 8);
+                codes[j] = if token < 8 { d.low(raw) } else { d.high(raw) };
+            }
+            for r in 0..R {
+                // SAFETY: as above.
+                let operand = unsafe { d.nibble_operand(operand_at(part, r)) };
+                for j in 0..V {
+                    run[r][j] = d.k_nibbles(run[r][j], codes[j], operand);
+                }
+            }
         }
         for r in 0..R {
-            // SAFETY: operand `part` of row r.
-            let operand = unsafe { d.operand(keys.operands.add(r * keys.row + part * D::OPERAND)) };
             for j in 0..V {
-                acc[r][j] = d.k_dot(acc[r][j], codes[j], operand);
+                acc[r][j] = d.widen(acc[r][j], run[r][j]);
             }
         }
     }
@@ -66,7 +94,7 @@ unsafe fn k_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool
 /// # Safety
 /// As for [`k_products`].
 #[inline(always)]
-unsafe fn k_sums<D: Dot, const R: usize, const NIBBLES: bool>(
+unsafe fn k_sums<D: Dot, const R: usize, const NIBBLES: bool, const FIRST: usize>(
     d: D,
     keys: &Keys,
     parts: [usize; 2],
@@ -76,18 +104,18 @@ unsafe fn k_sums<D: Dot, const R: usize, const NIBBLES: bool>(
     // SAFETY: the caller's contract, throughout.
     unsafe {
         if R <= D::AT_ONCE {
-            let acc = k_products::<D, R, 4, NIBBLES>(d, keys, parts, [0, 1, 2, 3]);
+            let acc = k_products::<D, R, 4, NIBBLES, FIRST>(d, keys, parts, [0, 1, 2, 3]);
             for r in 0..R {
                 let [a, b, c, e] = acc[r];
                 sums[r] = s.i_rows([a, b, c, e]);
             }
             return sums;
         }
-        let acc = k_products::<D, R, 2, NIBBLES>(d, keys, parts, [0, 1]);
+        let acc = k_products::<D, R, 2, NIBBLES, FIRST>(d, keys, parts, [0, 1]);
         for r in 0..R {
             sums[r] = s.i_pairs(acc[r][0], acc[r][1]);
         }
-        let acc = k_products::<D, R, 2, NIBBLES>(d, keys, parts, [2, 3]);
+        let acc = k_products::<D, R, 2, NIBBLES, FIRST>(d, keys, parts, [2, 3]);
         for r in 0..R {
             let second = s.i_pairs(acc[r][0], acc[r][1]);
             sums[r] = s.i_join(sums[r], second);
@@ -120,15 +148,21 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
         let keys = Keys {
             base: tile.k[t / 16],
             stride: tile.k_stride,
-            first: if D::S::LANES == 16 { 0 } else { t % 16 },
             operands,
             row: each,
         };
         fetch.step(s);
         let mut a = [s.splat(0.0); R];
         for g in 0..tile.k_groups {
+            let parts = [g * parts, (g + 1) * parts];
             // SAFETY: the tile's K and the rows' operands have dim/16 parts.
-            let sums = unsafe { k_sums::<D, R, NIBBLES>(d, &keys, [g * parts, (g + 1) * parts]) };
+            let sums = unsafe {
+                if D::S::LANES == 16 || t % 16 == 0 {
+                    k_sums::<D, R, NIBBLES, 0>(d, &keys, parts)
+                } else {
+                    k_sums::<D, R, NIBBLES, 8>(d, &keys, parts)
+                }
+            };
             // SAFETY: t + LANES ≤ TILE; g < k_groups ≤ MAX_GROUPS.
             let scale = unsafe { s.load(tile.k_scale[g].as_ptr().add(t)) };
             for r in 0..R {
@@ -244,12 +278,18 @@ struct Weights {
     row: usize,
 }
 
-/// Products of `V` vectors of the dims from `dim0` on with `R` rows.
+/// Products of `V` vectors of the dims from `dim0` on, `FIRST` behind a multiple of 16, with `R` rows.
 ///
 /// # Safety
 /// The tile's V and the operands have as many panels as there are tokens; `dim0` and the LANES dims from there lie in V.
 #[inline(always)]
-unsafe fn v_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool>(
+unsafe fn v_products<
+    D: Dot,
+    const R: usize,
+    const V: usize,
+    const NIBBLES: bool,
+    const FIRST: usize,
+>(
     d: D,
     tile: &Tile,
     weights: &Weights,
@@ -257,30 +297,50 @@ unsafe fn v_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool
     vectors: [usize; V],
 ) -> [[<D::S as Simd>::I; V]; R] {
     let s = d.simd();
-    let first = if D::S::LANES == 16 { 0 } else { dim0 % 16 };
     let mut acc = [[s.i_splat(0); V]; R];
-    for panel in 0..tile.tokens.div_ceil(16) {
-        let mut codes = [d.none(); V];
-        for j in 0..V {
-            let dim = first + vectors[j] * D::S::ROWS;
-            let row = match NIBBLES {
-                false => dim0 + vectors[j] * D::S::ROWS,
-                true => dim0 / 16 * 8 + dim % 8,
-            };
-            // SAFETY: a panel has dim rows of 16 bytes, or half as many rows of nibbles.
-            let raw = unsafe { s.i_load(tile.v[panel].add(row * 16)) };
-            codes[j] = match NIBBLES {
-                false => d.v_bytes(raw),
-                true if dim < 8 => d.low(raw),
-                true => d.high(raw),
-            };
-        }
-        for r in 0..R {
-            // SAFETY: operand `panel` of row r.
-            let operand =
-                unsafe { d.operand(weights.operands.add(r * weights.row + panel * D::OPERAND)) };
+    let panels = tile.tokens.div_ceil(16);
+    // SAFETY: a panel has dim rows of 16 bytes, or half as many rows of nibbles; and operand `panel` of row r.
+    let load = |panel: usize, row: usize| unsafe { s.i_load(tile.v[panel].add(row * 16)) };
+    let operand_at = |panel: usize, r: usize| {
+        weights
+            .operands
+            .wrapping_add(r * weights.row + panel * D::OPERAND)
+    };
+    for panel in 0..panels {
+        if NIBBLES {
+            let mut codes = [d.no_nibbles(); V];
             for j in 0..V {
-                acc[r][j] = d.v_dot(acc[r][j], codes[j], operand);
+                let dim = FIRST + vectors[j] * D::S::ROWS;
+                let raw = load(panel, dim0 / 16 * 8 + dim % 8);
+                codes[j] = if dim < 8 { d.low(raw) } else { d.high(raw) };
+            }
+            for r in 0..R {
+                // SAFETY: as above.
+                let operand = unsafe { d.nibble_operand(operand_at(panel, r)) };
+                for j in 0..V {
+                    acc[r][j] = d.v_nibbles(acc[r][j], codes[j], operand);
+                }
+            }
+        } else {
+            let mut codes = [d.none(); V];
+            for j in 0..V {
+                codes[j] = d.v_bytes(load(panel, dim0 + vectors[j] * D::S::ROWS));
+            }
+            for r in 0..R {
+                // SAFETY: as above.
+                let operand = unsafe { d.operand(operand_at(panel, r)) };
+                for j in 0..V {
+                    acc[r][j] = d.v_dot(acc[r][j], codes[j], operand);
+                }
+            }
+        }
+    }
+    if NIBBLES {
+        // The four panels of a tile are one run.
+        const { assert!(D::RUN >= 4) };
+        for row in &mut acc {
+            for sums in row {
+                *sums = d.widen(s.i_splat(0), *sums);
             }
         }
     }
@@ -292,7 +352,7 @@ unsafe fn v_products<D: Dot, const R: usize, const V: usize, const NIBBLES: bool
 /// # Safety
 /// As for [`v_products`].
 #[inline(always)]
-unsafe fn v_sums<D: Dot, const R: usize, const NIBBLES: bool>(
+unsafe fn v_sums<D: Dot, const R: usize, const NIBBLES: bool, const FIRST: usize>(
     d: D,
     tile: &Tile,
     weights: &Weights,
@@ -303,17 +363,17 @@ unsafe fn v_sums<D: Dot, const R: usize, const NIBBLES: bool>(
     // SAFETY: the caller's contract, throughout.
     unsafe {
         if R <= D::AT_ONCE {
-            let acc = v_products::<D, R, 4, NIBBLES>(d, tile, weights, dim0, [0, 1, 2, 3]);
+            let acc = v_products::<D, R, 4, NIBBLES, FIRST>(d, tile, weights, dim0, [0, 1, 2, 3]);
             for r in 0..R {
                 sums[r] = s.i_rows(acc[r]);
             }
             return sums;
         }
-        let first = v_products::<D, R, 2, NIBBLES>(d, tile, weights, dim0, [0, 1]);
+        let first = v_products::<D, R, 2, NIBBLES, FIRST>(d, tile, weights, dim0, [0, 1]);
         for r in 0..R {
             sums[r] = s.i_pairs(first[r][0], first[r][1]);
         }
-        let second = v_products::<D, R, 2, NIBBLES>(d, tile, weights, dim0, [2, 3]);
+        let second = v_products::<D, R, 2, NIBBLES, FIRST>(d, tile, weights, dim0, [2, 3]);
         for r in 0..R {
             sums[r] = s.i_join(sums[r], s.i_pairs(second[r][0], second[r][1]));
         }
@@ -353,7 +413,13 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
             row: stride,
         };
         // SAFETY: the tile's V and the operands have the tile's panels; dim0 + LANES ≤ dim.
-        let sums = unsafe { v_sums::<D, R, NIBBLES>(d, tile, &weights, dim0) };
+        let sums = unsafe {
+            if D::S::LANES == 16 || dim0 % 16 == 0 {
+                v_sums::<D, R, NIBBLES, 0>(d, tile, &weights, dim0)
+            } else {
+                v_sums::<D, R, NIBBLES, 8>(d, tile, &weights, dim0)
+            }
+        };
         for r in 0..R {
             if beta[r] < 0.0 {
                 continue;

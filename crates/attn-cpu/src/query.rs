@@ -69,11 +69,11 @@ impl QueryRows {
     pub fn reserve(&mut self, count: usize, dim: usize, v_groups: usize) {
         (self.count, self.dim) = (count, dim);
         self.q.reserve(count * dim);
-        self.k_operands.reserve(count * dim * 2);
+        self.k_operands.reserve(count * dim / 16 * MOST_OPERAND);
         self.q_sums.reserve(count * MAX_GROUPS);
         self.step.reserve(count);
         self.scores.reserve(count * 64);
-        self.v_operands.reserve(count * v_groups * 128);
+        self.v_operands.reserve(count * v_groups * 4 * MOST_OPERAND);
         self.w_sums.reserve(count * MAX_GROUPS);
         self.w_steps.reserve(count * MAX_GROUPS);
         self.v_shifts.reserve(count * MAX_GROUPS);
@@ -86,6 +86,9 @@ impl QueryRows {
         self.floats.reserve(dim);
     }
 }
+
+/// Most bytes of a [`Dot`]'s operand.
+const MOST_OPERAND: usize = 48;
 
 /// Calls a kernel over blocks of rows, 3 or 4 at most.
 macro_rules! in_blocks {
@@ -140,6 +143,7 @@ pub(crate) unsafe fn largest_abs<S: Simd>(s: S, x: *const f32, dim: usize) -> f3
 /// Prepares every row's operands for K in `groups` groups (section 3).
 #[inline(always)]
 pub(crate) fn prepare<D: Dot>(d: D, rows: &mut QueryRows, groups: usize) {
+    const { assert!(D::OPERAND <= MOST_OPERAND) };
     let (s, dim, each) = (d.simd(), rows.dim, rows.dim / 16 * D::OPERAND);
     for r in 0..rows.count {
         let x = rows.q.as_slice()[r * dim..][..dim].as_ptr();

@@ -64,12 +64,23 @@ fn main() -> Result<(), Box<dyn Error>> {
     let table: Vec<u32> = (0..BATCH * pages)
         .map(|i| (i / pages + i % pages * BATCH) as u32)
         .collect();
-    let tails: Vec<u32> = (0..BATCH).map(|b| (BATCH * pages + b) as u32).collect();
+    // Behind the home pages, those of the residuals: as many for each sequence as the format keeps, in slots.
+    let slots = format.residual_slots(PAGE_SIZE);
+    let residuals: Vec<u32> = (0..BATCH * slots)
+        .map(|i| (BATCH * pages + i) as u32)
+        .collect();
     let pool: CudaSlice<u8> =
         stream.alloc_zeros(config.num_pages * config.layout()?.page_bytes())?;
     let workspace: CudaSlice<u8> = stream.alloc_zeros(plan.workspace_bytes())?;
     let page_table = stream.clone_htod(&table)?;
-    let tail_pages = stream.clone_htod(&tails)?;
+    let residual_table = match slots {
+        0 => None,
+        _ => Some(stream.clone_htod(&residuals)?),
+    };
+    let residual_pages = match &residual_table {
+        None => DeviceAddress::NULL,
+        Some(table) => at(table, &stream),
+    };
     let mut kv_lens = stream.clone_htod(&[0i32; BATCH])?;
     let mut k: CudaSlice<f32> = stream.alloc_zeros(BATCH * KV_HEADS * HEAD_DIM)?;
     let mut v: CudaSlice<f32> = stream.alloc_zeros(BATCH * KV_HEADS * HEAD_DIM)?;
@@ -87,7 +98,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         num_pages: config.num_pages,
         page_table: at(&page_table, &stream),
         page_table_stride: pages,
-        tail_pages: at(&tail_pages, &stream),
+        residual_pages,
         kv_lens: at(&kv_lens, &stream),
         k_tensor_scales: DeviceAddress::NULL,
         v_tensor_scales: DeviceAddress::NULL,
@@ -104,7 +115,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             num_pages: config.num_pages,
             page_table: at(&page_table, &stream),
             page_table_stride: pages,
-            tail_pages: at(&tail_pages, &stream),
+            residual_pages,
         },
         kv_lens: at(&kv_lens, &stream),
         k_tensor_scales: DeviceAddress::NULL,
@@ -117,7 +128,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // Captured once. Lengths are read on the device, so every replay decodes what has been appended by then.
     stream.synchronize()?;
     stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
-    // SAFETY: every buffer above is as long as documented and outlives the graph; pages and tail pages are below `num_pages` and
+    // SAFETY: every buffer above is as long as documented and outlives the graph; pages and residual pages are below `num_pages` and
     // belong to one sequence each; lengths stay within MAX_LEN.
     // The workspace was allocated zeroed and is this plan's alone.
     unsafe {

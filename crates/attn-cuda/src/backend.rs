@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, KvSource,
-    PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported,
+    PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported, Window,
 };
 use attn_kernels::cuda::instance;
 use cudarc::driver::{DriverError, result};
@@ -91,13 +91,13 @@ impl CudaBackend {
         match step.kv() {
             KvSource::Cache(cache) => {
                 let store = self.store(cache)?;
-                let has_tails = cache.layout().has_tail_page();
+                let has_window = cache.config().format.window() != Window::None;
                 let kv = DeviceKv::Paged {
                     pool: store.pool_address(),
                     num_pages: store.num_pages(),
                     page_table: placed.at(placed.parts.table),
                     page_table_stride: inputs.tables.stride,
-                    tail_pages: placed.some(has_tails, placed.parts.tails),
+                    residual_pages: placed.some(has_window, placed.parts.residuals),
                 };
                 Ok((kv, store.tensor_scale_addresses()))
             }
@@ -108,7 +108,7 @@ impl CudaBackend {
                         num_pages: inputs.tables.table.len(),
                         page_table: placed.at(placed.parts.table),
                         page_table_stride: inputs.tables.stride,
-                        tail_pages: DeviceAddress::NULL,
+                        residual_pages: DeviceAddress::NULL,
                     }
                 } else {
                     let [k, v] = placed.rows(view);

@@ -24,7 +24,7 @@ pub struct Options {
     pub sms: Option<usize>,
     /// When to use `low_latency.cu`. `ATTN_CUDA_LOW_LATENCY=auto`, `always`, `global` or `never`.
     pub low_latency: LowLatency,
-    /// Configuration of `split_kv.cu` or `many_rows.cu` in place of the table's. `ATTN_CUDA_SHAPE=row_groups,row_warps,stages,ctas`.
+    /// Configuration of `split_kv.cu` in place of the table's. `ATTN_CUDA_SHAPE=row_groups,row_warps,stages,ctas`.
     pub config: Option<KernelConfig>,
     /// Whether a launch that refuses bad inputs goes before each append and decode. `ATTN_CHECK=1`.
     pub check: bool,
@@ -84,7 +84,7 @@ impl Options {
         self
     }
 
-    /// Configures `split_kv.cu` or `many_rows.cu` so, wherever it serves the problem.
+    /// Configures `split_kv.cu` so, wherever it serves the problem.
     #[must_use]
     pub fn config(mut self, config: KernelConfig) -> Self {
         self.config = Some(config);

@@ -2,6 +2,8 @@
 
 use attn_core::Error;
 
+use crate::handles::DeviceAddress;
+
 /// The product of `factors`.
 ///
 /// # Errors
@@ -45,6 +47,22 @@ pub(crate) fn axis(n: usize) -> u32 {
 /// no memory has a second entry that far away.
 pub(crate) fn strides(of: [usize; 3]) -> [i64; 3] {
     of.map(|stride| i64::try_from(stride).unwrap_or(i64::MAX))
+}
+
+/// Slots of residual pages for a kernel's parameters; refuses a format with a window whose table is null.
+///
+/// # Errors
+/// [`Error::Parameter`].
+pub(crate) fn slots(slots: usize, residual_pages: DeviceAddress) -> Result<u32, Error> {
+    if slots > 0 && residual_pages == DeviceAddress::NULL {
+        return Err(Error::Parameter {
+            what: "residual_pages",
+            given: "null".into(),
+            allowed: "a table for formats with a window (int4, int8/int4), as DeviceKv::Paged says",
+        });
+    }
+    // At most 512 tokens of pages of 16 and more.
+    Ok(slots as u32)
 }
 
 #[cfg(test)]

@@ -18,8 +18,8 @@ use crate::{
 pub(crate) struct DeviceTables {
     /// `[batch][stride]`.
     pub(crate) table: Vec<u32>,
-    /// `[batch]`, of a cache.
-    tails: Vec<u32>,
+    /// `[batch][slots]`, of a cache whose format has a window.
+    residuals: Vec<u32>,
     pub(crate) stride: usize,
 }
 
@@ -39,7 +39,7 @@ impl DeviceTables {
     fn of_cache(
         problem: &Problem,
         cache: &PageTable,
-        page_size: usize,
+        [page_size, slots]: [usize; 2],
         num_pages: usize,
     ) -> Result<Self, Error> {
         let differ = |what, problem: String| {
@@ -50,30 +50,37 @@ impl DeviceTables {
             })
         };
         let batch = problem.batch();
-        if cache.pages.len() < batch || cache.tail_pages.len() < batch {
+        if cache.pages.len() < batch || cache.residual_pages.len() < batch {
             return differ("batch", batch.to_string());
         }
         let pages = &cache.pages[..batch];
         let longest = pages.iter().map(Vec::len).max().unwrap_or(0);
         let stride = longest.max(1);
         let entries = sizes::product("entries of the page table", &[batch, stride])?;
-        let (mut table, mut tails) = (with_room(entries)?, with_room(batch)?);
+        let residual_entries = sizes::product("slots of residual pages", &[batch, slots])?;
+        let (mut table, mut residuals) = (with_room(entries)?, with_room(residual_entries)?);
         for (b, (own, kv_len)) in pages.iter().zip(&problem.kv_lens).enumerate() {
             if own.len() < kv_len.div_ceil(page_size) {
                 return differ("kv_len", format!("{kv_len} in {} pages", own.len()));
             }
-            let tail = cache.tail_pages[b].unwrap_or(0);
-            let mut all = own.iter().chain(&cache.tail_pages[b]);
+            let of_last = &cache.residual_pages[b];
+            if of_last.len() < slots.min(own.len()) {
+                return differ("residual pages", slots.min(own.len()).to_string());
+            }
+            let mut all = own.iter().chain(of_last);
             if let Some(page) = all.find(|page| **page as usize >= num_pages) {
                 return differ("page", page.to_string());
             }
             table.extend(own);
             table.resize((b + 1) * stride, 0);
-            tails.push(tail);
+            residuals.resize((b + 1) * slots, 0);
+            for (i, page) in (0..own.len()).rev().zip(of_last.iter().rev()).take(slots) {
+                residuals[b * slots + i % slots] = *page;
+            }
         }
         Ok(DeviceTables {
             table,
-            tails,
+            residuals,
             stride,
         })
     }
@@ -91,7 +98,7 @@ impl DeviceTables {
         table.extend(0..last);
         Ok(DeviceTables {
             table,
-            tails: Vec::new(),
+            residuals: Vec::new(),
             stride,
         })
     }
@@ -130,7 +137,9 @@ impl Inputs {
         let tables = match step.kv() {
             KvSource::Cache(cache) => {
                 let num_pages = store.map_or(0, |store| store.num_pages());
-                DeviceTables::of_cache(problem, cache.table(), page_size, num_pages)?
+                let slots = cache.config().format.residual_slots(page_size);
+                let sizes = [page_size, slots];
+                DeviceTables::of_cache(problem, cache.table(), sizes, num_pages)?
             }
             KvSource::View(_) if page_size == 0 => DeviceTables::default(),
             KvSource::View(_) => {
@@ -166,7 +175,7 @@ pub(crate) struct Parts {
     sinks: usize,
     pub(crate) imported: usize,
     pub(crate) table: usize,
-    pub(crate) tails: usize,
+    pub(crate) residuals: usize,
     /// Codes of K and V, their scales, their static scales.
     pub(crate) view: [usize; 6],
 }
@@ -191,7 +200,7 @@ impl Parts {
             sinks: upload.add(bytes_of(&inputs.sinks))?,
             imported: upload.reserve(inputs.imported_bytes)?,
             table: upload.add(bytes_of(&inputs.tables.table))?,
-            tails: upload.add(bytes_of(&inputs.tables.tails))?,
+            residuals: upload.add(bytes_of(&inputs.tables.residuals))?,
             view: match step.kv() {
                 KvSource::Cache(_) => [0; 6],
                 KvSource::View(view) => [
@@ -281,45 +290,63 @@ mod tests {
     use super::*;
     use attn_core::Heads;
 
-    fn page_table(pages: &[&[u32]], tails: &[Option<u32>]) -> PageTable {
+    fn page_table(pages: &[&[u32]], residuals: &[&[u32]]) -> PageTable {
+        let lists = |all: &[&[u32]]| all.iter().map(|own| own.to_vec()).collect();
         let mut table = PageTable::default();
-        table.pages = pages.iter().map(|own| own.to_vec()).collect();
-        table.tail_pages = tails.to_vec();
+        table.pages = lists(pages);
+        table.residual_pages = lists(residuals);
         table.lens = vec![0; pages.len()];
         table
     }
 
-    fn table(lens: &[usize], of: &PageTable, num_pages: usize) -> Result<DeviceTables, Error> {
+    fn table(
+        lens: &[usize],
+        of: &PageTable,
+        slots: usize,
+        num_pages: usize,
+    ) -> Result<DeviceTables, Error> {
         let heads = Heads {
             q: 1,
             kv: 1,
             dim: 64,
         };
         let problem = Problem::new(heads, lens);
-        DeviceTables::of_cache(&problem, of, 32, num_pages)
+        DeviceTables::of_cache(&problem, of, [32, slots], num_pages)
     }
 
     #[test]
     fn a_page_table_has_a_row_for_each_sequence() {
-        let of = page_table(&[&[4, 2, 0], &[], &[3]], &[Some(1), None, None]);
-        let made = table(&[65, 0, 32], &of, 5).unwrap();
-        assert_eq!((made.stride, &made.tails[..]), (3, &[1, 0, 0][..]));
+        let of = page_table(&[&[4, 2, 0], &[], &[3]], &[&[], &[], &[]]);
+        let made = table(&[65, 0, 32], &of, 0, 5).unwrap();
+        assert_eq!((made.stride, &made.residuals[..]), (3, &[][..]));
         assert_eq!(made.table, [4, 2, 0, 0, 0, 0, 3, 0, 0]);
-        assert_eq!(table(&[65], &of, 5).unwrap().table, [4, 2, 0]);
+        assert_eq!(table(&[65], &of, 0, 5).unwrap().table, [4, 2, 0]);
+    }
+
+    #[test]
+    fn residual_pages_stand_in_the_slots_of_their_home_pages() {
+        let of = page_table(&[&[4, 2, 0], &[], &[3]], &[&[7, 8], &[], &[9]]);
+        // Home pages 1 and 2 of the first sequence, and page 0 of the last.
+        let made = table(&[65, 0, 32], &of, 2, 10).unwrap();
+        assert_eq!(made.residuals, [8, 7, 0, 0, 9, 0]);
+        assert!(
+            table(&[65, 0, 32], &of, 4, 10).is_err(),
+            "three pages, two residual pages"
+        );
     }
 
     #[test]
     fn a_table_that_leads_out_of_the_pool_is_refused() {
-        let of = page_table(&[&[4, 2], &[3]], &[Some(1), None]);
+        let of = page_table(&[&[4, 2], &[3]], &[&[], &[]]);
         for num_pages in [0, 1, 2, 4] {
-            assert!(table(&[64, 32], &of, num_pages).is_err(), "{num_pages}");
+            assert!(table(&[64, 32], &of, 0, num_pages).is_err(), "{num_pages}");
         }
-        let of = page_table(&[&[0]], &[Some(7)]);
-        assert!(table(&[1], &of, 7).is_err() && table(&[1], &of, 8).is_ok());
-        let short = page_table(&[&[0, 1]], &[None]);
-        assert!(table(&[64], &short, 2).is_ok() && table(&[65], &short, 2).is_err());
+        let of = page_table(&[&[0]], &[&[7]]);
+        assert!(table(&[1], &of, 2, 7).is_err() && table(&[1], &of, 2, 8).is_ok());
+        let short = page_table(&[&[0, 1]], &[&[]]);
+        assert!(table(&[64], &short, 0, 2).is_ok() && table(&[65], &short, 0, 2).is_err());
         assert!(
-            table(&[1, 1], &short, 2).is_err(),
+            table(&[1, 1], &short, 0, 2).is_err(),
             "a sequence that is not there"
         );
     }

@@ -34,7 +34,7 @@ struct Run {
     /// The first token's index in K and V.
     source: usize,
     tokens: usize,
-    /// Where the run's words begin: its pages, its tail page, the length behind its last token.
+    /// Where the run's words begin: its pages, the slots of its residual pages, the length behind its last token.
     words: usize,
     pages: usize,
 }
@@ -43,9 +43,9 @@ struct Run {
 fn first_run(writes: &[TokenWrite], page_size: usize) -> usize {
     let follows = |a: &TokenWrite, b: &TokenWrite| {
         b.source == a.source + 1
-            && b.tail_page == a.tail_page
             && b.token == (a.token + 1) % page_size
             && (b.token == 0) == (b.page != a.page)
+            && (b.token == 0 || b.residual_page == a.residual_page)
     };
     1 + writes
         .windows(2)
@@ -54,19 +54,41 @@ fn first_run(writes: &[TokenWrite], page_size: usize) -> usize {
 }
 
 /// The launches of checked writes, and the words that they read on the device.
-fn runs(writes: &[TokenWrite], page_size: usize) -> Result<(Vec<Run>, Vec<u32>), Error> {
+///
+/// The kernel writes the residuals of a run's last `slots` pages: writes that ask for others, or not for all of those, are refused.
+fn runs(
+    writes: &[TokenWrite],
+    [page_size, slots]: [usize; 2],
+) -> Result<(Vec<Run>, Vec<u32>), Error> {
     let (mut runs, mut words, mut left) = (Vec::new(), Vec::<u32>::new(), writes);
     while let Some(first) = left.first() {
         let (run, rest) = left.split_at(first_run(left, page_size));
         let at = words.len();
+        let mut residuals = Vec::new();
         for write in run {
             if words.len() == at || write.token == 0 {
                 words.push(write.page);
+                residuals.push(write.residual_page);
             }
         }
         let pages = words.len() - at;
+        let mut ring = vec![0; slots];
+        for (i, residual) in residuals.iter().enumerate() {
+            let is_kept = i + slots >= pages && slots > 0;
+            if residual.is_some() != is_kept {
+                return Err(Error::Parameter {
+                    what: "residual page",
+                    given: format!("{residual:?} of page {i} of {pages}"),
+                    allowed: "a page of the pool for each of the last pages that the format's window keeps, else none",
+                });
+            }
+            if let Some(page) = residual {
+                ring[i % slots] = *page;
+            }
+        }
         let len = sizes::int("tokens to append at once", first.token + run.len())?;
-        words.extend([first.tail_page.unwrap_or(0), len.unsigned_abs()]);
+        words.extend(ring);
+        words.push(len.unsigned_abs());
         runs.push(Run {
             source: first.source,
             tokens: run.len(),
@@ -111,16 +133,8 @@ fn check_writes(
                 allowed: "an index below page_size",
             });
         }
-        match write.tail_page {
-            Some(tail) => check_page(tail, num_pages)?,
-            None if layout.has_tail_page() => {
-                return Err(Error::Parameter {
-                    what: "tail page",
-                    given: "none".into(),
-                    allowed: "a page of the pool, where K is int4-channel",
-                });
-            }
-            None => {}
+        if let Some(page) = write.residual_page {
+            check_page(page, num_pages)?;
         }
     }
     Ok(())
@@ -206,12 +220,19 @@ impl CudaPages {
         Ok(at..at + size)
     }
 
+    /// Slots of residual pages of a run.
+    fn slots(&self) -> usize {
+        let layout = &self.layout;
+        layout.format().residual_slots(layout.page_size())
+    }
+
     /// The launch of one run; `words` is where the device has its words, `k` and `v` where it has all tokens.
     fn run_args(&self, run: &Run, [k, v]: [DeviceAddress; 2], words: DeviceAddress) -> AppendArgs {
         let row = self.layout.num_kv_heads() * self.layout.head_dim();
         let offset = run.source * row * 4;
         let [k_tensor_scales, v_tensor_scales] = self.tensor_scale_addresses();
         let page_table = words.offset(4 * run.words);
+        let slots = self.slots();
         AppendArgs {
             k: k.offset(offset),
             v: v.offset(offset),
@@ -222,8 +243,8 @@ impl CudaPages {
             num_pages: self.num_pages,
             page_table,
             page_table_stride: run.pages,
-            tail_pages: page_table.offset(4 * run.pages),
-            kv_lens: page_table.offset(4 * (run.pages + 1)),
+            residual_pages: page_table.offset(4 * run.pages).given(slots > 0),
+            kv_lens: page_table.offset(4 * (run.pages + slots)),
             k_tensor_scales,
             v_tensor_scales,
             batch: 1,
@@ -249,7 +270,7 @@ impl PageStore for CudaPages {
         v: &[f32],
     ) -> Result<(), Error> {
         check_writes(&self.layout, self.num_pages, writes, k.len(), v.len())?;
-        let (runs, words) = runs(writes, self.layout.page_size())?;
+        let (runs, words) = runs(writes, [self.layout.page_size(), self.slots()])?;
         if runs.is_empty() {
             return Ok(());
         }
@@ -272,7 +293,7 @@ impl PageStore for CudaPages {
             let args = self.run_args(run, [k, v], words);
             let stream = device.stream.cu_stream();
             // SAFETY: the addresses are this store's pool and scales, and the arena's parts, which are copied ahead on the same stream.
-            // `check_writes` has compared pages, tail pages and tokens with the pool and the page, and sources with K and V.
+            // `check_writes` has compared pages, residual pages and tokens with the pool and the page, and sources with K and V.
             unsafe { native::launch_append(&self.append, &self.layout, stream, &args, false) }?;
         }
         wait.finish().map_err(failed("appending"))
@@ -313,7 +334,7 @@ mod tests {
 
     use attn_core::{HostPages, KvCache, KvFormat};
 
-    /// On pages of 32 tokens, or as small as the format has them.
+    /// On pages of 32 tokens.
     fn config(format: KvFormat, heads: usize) -> CacheConfig {
         let mut config = CacheConfig::builder(
             format,
@@ -326,8 +347,7 @@ mod tests {
         .sequences(2)
         .max_len(128)
         .build();
-        let page_size = if format.has_tail_page() { 64 } else { 32 };
-        (config.page_size, config.num_pages) = (page_size, 8);
+        (config.page_size, config.num_pages) = (32, 32);
         config
     }
 
@@ -382,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn every_run_has_its_pages_its_tail_page_and_its_length() {
+    fn every_run_has_its_pages_and_its_length() {
         let all = writes(
             30,
             &[
@@ -396,16 +416,16 @@ mod tests {
                 },
             ],
         );
-        let (runs, words) = runs(&all, 32).unwrap();
+        let (runs, words) = runs(&all, [32, 0]).unwrap();
         let run = |source, tokens, words, pages| Run {
             source,
             tokens,
             words,
             pages,
         };
-        assert_eq!(runs, [run(0, 3, 0, 2), run(3, 2, 4, 1)]);
+        assert_eq!(runs, [run(0, 3, 0, 2), run(3, 2, 3, 1)]);
         let [a, b, c] = [0, 2, 3].map(|i| all[i].page);
-        assert_eq!(words, [a, b, 0, 33, c, 0, 2]);
+        assert_eq!(words, [a, b, 33, c, 2]);
     }
 
     /// One token of a cache of four pages and two heads, spoiled.
@@ -422,7 +442,7 @@ mod tests {
                 tokens: 1,
             }],
         )[0];
-        (write.page, write.tail_page) = (0, write.tail_page.map(|_| 1));
+        (write.page, write.residual_page) = (0, write.residual_page.map(|_| 1));
         spoil(&mut write);
         let layout = config(format, 2).layout().unwrap();
         check_writes(&layout, 4, &[write], k_len, v_len)
@@ -453,11 +473,45 @@ mod tests {
     }
 
     #[test]
-    fn tail_pages_are_there_for_channels_and_in_the_pool() {
-        let int4 = |tail| check(KvFormat::INT4, [128; 2], |w| w.tail_page = tail);
-        int4(Some(3)).unwrap();
-        for tail in [None, Some(4), Some(u32::MAX)] {
-            assert!(int4(tail).is_err(), "{tail:?}");
+    fn residual_pages_are_in_the_pool() {
+        let int4 = |page| check(KvFormat::INT4, [128; 2], |w| w.residual_page = Some(page));
+        int4(3).unwrap();
+        for page in [4, u32::MAX] {
+            assert!(int4(page).is_err(), "{page}");
+        }
+    }
+
+    #[test]
+    fn a_run_has_residual_pages_of_its_last_pages_alone_in_their_slots() {
+        // 10 pages of 32 tokens, of which a window of two tiles keeps 8.
+        let appends = [Append {
+            sequence: 0,
+            tokens: 320,
+        }];
+        let all = writes_of(KvFormat::INT4, 0, &appends);
+        let (runs_made, words) = runs(&all, [32, 8]).unwrap();
+        assert_eq!((runs_made.len(), runs_made[0].pages), (1, 10));
+        let residual = |page: usize| all[page * 32].residual_page;
+        assert_eq!([residual(0), residual(1)], [None; 2]);
+        for page in 2..10 {
+            assert_eq!(Some(words[10 + page % 8]), residual(page), "{page}");
+        }
+        let spoils: [fn(&mut [TokenWrite]); 2] = [
+            |writes| {
+                writes[..32]
+                    .iter_mut()
+                    .for_each(|w| w.residual_page = Some(0))
+            },
+            |writes| {
+                writes[288..]
+                    .iter_mut()
+                    .for_each(|w| w.residual_page = None)
+            },
+        ];
+        for spoil in spoils {
+            let mut spoilt = all.clone();
+            spoil(&mut spoilt);
+            assert!(runs(&spoilt, [32, 8]).is_err());
         }
     }
 }

@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use attn_core::arithmetic;
 
-/// Query rows of a row group: their two planes fill the 16 rows of an MMA operand.
+/// Query rows of a row group: the columns of an MMA.
 pub const GROUP_ROWS: usize = 8;
 
 /// Teams of a CTA of `split_kv.cu`; each attends a segment of the span, or a tile of the segment.
@@ -27,8 +27,6 @@ pub(crate) const RESERVED_SHARED: usize = 1024;
 pub enum Kernel {
     /// `split_kv.cu`: a persistent grid, for most problems.
     SplitKv,
-    /// `many_rows.cu`: many query rows per KV head.
-    ManyRows,
     /// `low_latency.cu`, whose CTAs of a work item merge through a thread block cluster: few or short sequences.
     LowLatencyCluster,
     /// `low_latency.cu`, whose CTAs of a work item merge through global memory: few long sequences.
@@ -56,7 +54,7 @@ pub struct DeviceLimits {
 pub struct Preferences {
     /// When to use `low_latency.cu`.
     pub low_latency: LowLatency,
-    /// Configuration to use for `split_kv.cu` or `many_rows.cu` in place of the table's.
+    /// Configuration to use for `split_kv.cu` in place of the table's.
     pub config: Option<KernelConfig>,
 }
 
@@ -95,7 +93,7 @@ pub struct KernelConfig {
     pub kernel: Kernel,
     /// Row groups of 8 query rows in a warp (`ATTN_ROW_GROUPS`).
     pub row_groups: usize,
-    /// Warps of a team, each with its own rows (`ATTN_ROW_WARPS`). `many_rows.cu` has no teams; these are all its warps with rows.
+    /// Warps of a team, each with its own rows (`ATTN_ROW_WARPS`).
     pub row_warps: usize,
     /// Stages of a team's pipeline (`ATTN_STAGES`).
     pub stages: usize,
@@ -113,13 +111,12 @@ impl KernelConfig {
     pub fn threads(&self) -> usize {
         match self.kernel {
             Kernel::SplitKv => 32 * self.row_warps * TEAMS,
-            Kernel::ManyRows => 32 * (self.row_warps + 2),
             Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => TEAM_THREADS,
         }
     }
 }
 
-/// `row_groups,row_warps,stages,ctas`, and a fifth number, 1, for `many_rows.cu`.
+/// `row_groups,row_warps,stages,ctas` of `split_kv.cu`.
 impl FromStr for KernelConfig {
     type Err = String;
 
@@ -131,16 +128,11 @@ impl FromStr for KernelConfig {
             .filter_map(|n| n.parse().ok())
             .map(|n: usize| n.clamp(1, LARGEST))
             .collect();
-        let (kernel, [row_groups, row_warps, stages, ctas]) = match numbers[..] {
-            [a, b, c, d] => (Kernel::SplitKv, [a, b, c, d]),
-            [a, b, c, d, 1] => (Kernel::ManyRows, [a, b, c, d]),
-            _ => {
-                let allowed = "row_groups,row_warps,stages,ctas, and 1 for many_rows.cu";
-                return Err(format!("{text}; allowed: {allowed}"));
-            }
+        let [row_groups, row_warps, stages, ctas] = numbers[..] else {
+            return Err(format!("{text}; allowed: row_groups,row_warps,stages,ctas"));
         };
         Ok(KernelConfig {
-            kernel,
+            kernel: Kernel::SplitKv,
             row_groups,
             row_warps,
             stages,
@@ -160,8 +152,7 @@ mod tests {
         assert!("often".parse::<LowLatency>().is_err());
         let config: KernelConfig = "1,2,99,1".parse().unwrap();
         assert_eq!((config.kernel, config.stages), (Kernel::SplitKv, 64));
-        let config: KernelConfig = "1,6,3,2,1".parse().unwrap();
-        assert_eq!(config.kernel, Kernel::ManyRows);
         assert!("1,2".parse::<KernelConfig>().is_err());
+        assert!("1,6,3,2,1".parse::<KernelConfig>().is_err());
     }
 }

@@ -3,7 +3,7 @@
 //! The constants' sources are sections and lines of `docs/log/2026-11-cuda.md`: "Which kernel" sums them up, line 64 compares the estimate
 //! with every shape.
 
-use attn_core::{Int4Scale, KvFormat, Problem, Scheme, arithmetic, layout::run_bytes};
+use attn_core::{KvFormat, Problem, arithmetic, layout::run_bytes};
 
 use super::{
     config::{Kernel, SM_TEAMS},
@@ -154,7 +154,6 @@ fn tile_us(problem: &Problem, format: KvFormat) -> f64 {
             format.k.groups(head_dim) > 1 || format.v.groups(head_dim) > 1,
             0.35,
         ),
-        (format.k == Scheme::Int4(Int4Scale::Channel), 0.4 * dims),
     ]);
     let chain = (0.25 + 0.55 * dims).max(0.7) + more;
     let chain = chain * (0.4 + 0.6 * row_groups(problem) as f64);
@@ -191,7 +190,6 @@ pub(crate) fn split_kv_us(problem: &Problem, format: KvFormat, sms: usize) -> f6
         (items == 1 && int4, 4.0),
         (row_groups(problem) > 1, 4.0),
         (int4, 1.3),
-        (format.k == Scheme::Int4(Int4Scale::Channel), 0.7),
         (format.k.groups(problem.head_dim) > 1, 1.4),
     ]);
     SPLIT_KV_US + merges + more + most * cache_bytes(problem, format) / SPLIT_KV_PACE

@@ -1,6 +1,6 @@
 //! One compiled kernel: its source file, its macros and compiler options, and the key of its image.
 
-use attn_core::{Heads, Int4Scale, Int8Scale, KvFormat, Problem, Scheme};
+use attn_core::{Heads, Int8Scale, KvFormat, Problem, Scheme};
 
 use super::{
     config::{DeviceLimits, Kernel, KernelConfig, Preferences, SM_TEAMS},
@@ -57,7 +57,7 @@ impl Arch {
 /// A kernel with everything that it is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Instance {
-    /// `split_kv.cu`, `many_rows.cu` or `low_latency.cu`.
+    /// `split_kv.cu` or `low_latency.cu`.
     Decode {
         /// Format of the cache.
         format: KvFormat,
@@ -95,15 +95,16 @@ pub enum Instance {
 }
 
 /// The schemes as the kernels name them, in the order of [`scheme_id`]; `params.h` has them as an enum.
-pub(crate) const SCHEMES: [&str; 8] = [
+pub(crate) const SCHEMES: [&str; 9] = [
     "F16",
     "BF16",
     "FP8",
     "INT8_TOKEN",
     "INT8_GROUP",
     "INT8_TENSOR",
-    "INT4_GROUPS",
-    "INT4_CHANNEL",
+    "INT4",
+    "ROTATED_INT8",
+    "ROTATED_INT4",
 ];
 
 /// The value of `ATTN_K` or `ATTN_V`: an index into [`SCHEMES`].
@@ -115,8 +116,9 @@ fn scheme_id(scheme: Scheme) -> usize {
         Scheme::Int8(Int8Scale::Token) => 3,
         Scheme::Int8(Int8Scale::Group32) => 4,
         Scheme::Int8(Int8Scale::Tensor) => 5,
-        Scheme::Int4(Int4Scale::Groups(_)) => 6,
-        Scheme::Int4(Int4Scale::Channel) => 7,
+        Scheme::Int4(_) => 6,
+        Scheme::RotatedInt8 => 7,
+        Scheme::RotatedInt4 { .. } => 8,
     }
 }
 
@@ -176,7 +178,6 @@ impl Instance {
         match self {
             Instance::Decode { config, .. } => match config.kernel {
                 Kernel::SplitKv => "split_kv.cu",
-                Kernel::ManyRows => "many_rows.cu",
                 Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => "low_latency.cu",
             },
             Instance::Append { .. } => "append.cu",
@@ -204,6 +205,8 @@ impl Instance {
                 ("ATTN_V", scheme_id(format.v)),
                 ("ATTN_K_GROUPS", format.k.groups(head_dim)),
                 ("ATTN_V_GROUPS", format.v.groups(head_dim)),
+                ("ATTN_K_WINDOW", format.k.window().tiles()),
+                ("ATTN_V_WINDOW", format.v.window().tiles()),
                 ("ATTN_HEAD_DIM", head_dim),
                 ("ATTN_PAGE", page_size),
             ]
@@ -226,7 +229,6 @@ impl Instance {
                 ]);
                 all.extend(match config.kernel {
                     Kernel::SplitKv => None,
-                    Kernel::ManyRows => Some(("ATTN_MANY_ROWS", 1)),
                     Kernel::LowLatencyCluster => Some(("ATTN_LOW_LATENCY", 1)),
                     Kernel::LowLatencyGlobal => Some(("ATTN_MERGE_GLOBAL", 1)),
                 });
@@ -301,11 +303,12 @@ pub fn hex(key: &Key) -> String {
 /// # Errors
 /// The first text names what is not covered, the second what is.
 pub fn covered(format: KvFormat, page_size: usize) -> Result<(), (String, String)> {
-    let int4 = |scheme: Scheme| matches!(scheme, Scheme::Int4(_));
-    if page_size == 0 && (int4(format.k) || int4(format.v)) {
+    let in_pages_alone = |scheme: Scheme| scheme.code_bits() == 4 || scheme.is_rotated();
+    if page_size == 0 && (in_pages_alone(format.k) || in_pages_alone(format.v)) {
         return Err((
             format!("a contiguous view of {format}"),
-            "every pair of schemes in pages, and views of all but int4".to_owned(),
+            "every pair of schemes in pages, and views of all but int4 and rotated schemes"
+                .to_owned(),
         ));
     }
     Ok(())
@@ -365,7 +368,6 @@ mod tests {
     fn a_configuration_names_its_source() {
         let sources = [
             Kernel::SplitKv,
-            Kernel::ManyRows,
             Kernel::LowLatencyCluster,
             Kernel::LowLatencyGlobal,
         ]
@@ -390,14 +392,10 @@ mod tests {
         assert_eq!(sources[0].0, "split_kv.cu");
         assert_eq!(
             sources[1],
-            ("many_rows.cu", Some("-DATTN_MANY_ROWS=1".to_owned()))
-        );
-        assert_eq!(
-            sources[2],
             ("low_latency.cu", Some("-DATTN_LOW_LATENCY=1".to_owned()))
         );
         assert_eq!(
-            sources[3],
+            sources[2],
             ("low_latency.cu", Some("-DATTN_MERGE_GLOBAL=1".to_owned()))
         );
     }

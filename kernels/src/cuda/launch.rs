@@ -3,7 +3,7 @@
 use attn_core::{KvFormat, Problem, arithmetic};
 
 use super::{
-    config::{Kernel, KernelConfig, TEAMS},
+    config::{Kernel, KernelConfig},
     cost::{Cost, fastest_split},
     split::{MergeVia, kv_heads, longest, max_segments, row_blocks},
 };
@@ -47,7 +47,6 @@ impl Launch {
     pub fn new(config: &KernelConfig, problem: &Problem, format: KvFormat, sms: usize) -> Self {
         match config.kernel {
             Kernel::SplitKv => Self::split_kv(config, problem, sms),
-            Kernel::ManyRows => Self::many_rows(config, problem, sms),
             Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
                 Self::low_latency(config, problem, format, sms)
             }
@@ -66,20 +65,9 @@ impl Launch {
         let longest = longest(problem);
         let row_blocks = row_blocks(config, problem);
         let spans = max_segments(longest).div_ceil(arithmetic::SPAN);
-        // A team attends a tile of a segment, which has no more than four tiles up to 65536 tokens.
-        let partial_per_segment = longest <= TEAMS * arithmetic::TILE * 256
+        // Arrival counts have 12 bits.
+        let partial_per_segment = max_segments(longest) < 1 << 12
             && kv_heads(problem).saturating_mul(3 * row_blocks * spans) < sms * config.ctas;
-        Self::persistent(config, problem, sms, partial_per_segment)
-    }
-
-    fn many_rows(config: &KernelConfig, problem: &Problem, sms: usize) -> Self {
-        let (ctas, row_blocks) = (sms * config.ctas, row_blocks(config, problem));
-        let segments = max_segments(longest(problem));
-        let spans = segments.div_ceil(arithmetic::SPAN);
-        let each = |n: usize| kv_heads(problem).saturating_mul(n).div_ceil(ctas);
-        // Whole spans, unless segments are distributed more evenly: a partial of a segment costs about one segment more.
-        let partial_per_segment = each(row_blocks * segments).saturating_add(1)
-            < each(row_blocks * spans).saturating_mul(arithmetic::SPAN);
         Self::persistent(config, problem, sms, partial_per_segment)
     }
 

@@ -106,8 +106,8 @@ blocks! {
         v_scale_strides: [i64; 3] = "long long",
         /// Paged: u32 [batch][page_table_stride].
         page_table: u64 = "const unsigned int*",
-        /// Paged, Int4 Channel: u32 [batch]; else null.
-        tail_pages: u64 = "const unsigned int*",
+        /// Paged: u32 [batch][residual_ring], the residual page of home page i at i mod residual_ring; null where no scheme has a window.
+        residual_pages: u64 = "const unsigned int*",
         /// i32 [batch].
         kv_lens: u64 = "const int*",
         /// f32 [num_kv_heads], or null.
@@ -166,8 +166,8 @@ blocks! {
         appended: i32 = "int",
         /// Number format of queries and outputs: Dtype.
         dtype: i32 = "int",
-        /// Padding to a multiple of 8 bytes.
-        padding: i32 = "int",
+        /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+        residual_ring: u32 = "unsigned int",
     }
 
     /// Tensor maps of strided rows [sequence][KV head][token][byte], which the driver encoded.
@@ -191,8 +191,8 @@ blocks! {
         pool: u64 = "unsigned char*",
         /// u32 [batch][page_table_stride].
         page_table: u64 = "const unsigned int*",
-        /// Int4 Channel: u32 [batch]; else null.
-        tail_pages: u64 = "const unsigned int*",
+        /// u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
+        residual_pages: u64 = "const unsigned int*",
         /// i32 [batch], the new tokens included.
         kv_lens: u64 = "const int*",
         /// f32 [num_kv_heads], or null.
@@ -215,6 +215,8 @@ blocks! {
         dtype: i32 = "int",
         /// Whether the next launch is a decode that knows which pages this one writes.
         is_followed: i32 = "int",
+        /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+        residual_ring: u32 = "unsigned int",
     }
 
     /// Parameters of `import.cu`.
@@ -259,8 +261,6 @@ blocks! {
         page_size: i32 = "int",
         /// Elements per head.
         head_dim: i32 = "int",
-        /// Whether sequences have tail pages.
-        has_tail: i32 = "int",
         /// The shortest length that is allowed: the new tokens of an append.
         min_kv_len: i32 = "int",
     }

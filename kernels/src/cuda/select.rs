@@ -1,8 +1,6 @@
 //! The fastest decode kernel of a problem: a pure function of the problem, the device's limits and the caller's preferences.
 
-use std::ops::RangeInclusive;
-
-use attn_core::{Int4Scale, Int8Scale, KvFormat, Problem, Scheme, arithmetic};
+use attn_core::{KvFormat, Problem, Scheme};
 
 use super::{
     config::{
@@ -13,10 +11,6 @@ use super::{
     smem::{Stage, shared_bytes},
     split::rows,
 };
-
-/// The rows per KV head for which `many_rows.cu` is chosen, with six or eight warps of eight rows each: 48 rows take 43 to 54 µs there and
-/// 49 to 76 in `split_kv.cu`, 64 rows 209 instead of 284 (docs/log/2026-11-cuda.md, "Many query rows").
-const MANY_ROWS: RangeInclusive<usize> = 33..=64;
 
 /// The most CTAs along a grid's second and third axis.
 const MAX_GRID: usize = 65_535;
@@ -94,7 +88,7 @@ impl Shape {
                 2 => 2,
                 _ => least,
             };
-            (least..=6)
+            (least.max(stage.least)..=6)
                 .rev()
                 .map(|stages| KernelConfig {
                     kernel: Kernel::SplitKv,
@@ -107,42 +101,15 @@ impl Shape {
         })
     }
 
-    /// The configuration of `many_rows.cu`; `None` where it does not cover the shape, or is not the faster one.
-    fn many_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
-        let is_int8 = |scheme| {
-            matches!(
-                scheme,
-                Scheme::Int8(Int8Scale::Token) | Scheme::Int8(Int8Scale::Tensor)
-            )
-        };
-        let config = KernelConfig {
-            kernel: Kernel::ManyRows,
-            row_groups: 1,
-            row_warps: if self.rows <= 48 { 6 } else { 8 },
-            stages: 3,
-            ctas: 2,
-        };
-        let is_covered = is_int8(self.format.k)
-            && is_int8(self.format.v)
-            && matches!(self.head_dim, 64 | 128)
-            && (1..=arithmetic::TILE).contains(&self.page_size)
-            && shared_limit >= BULK_SHARED;
-        let is_chosen = is_covered
-            && MANY_ROWS.contains(&self.rows)
-            && self.fits(&config, config.ctas, shared_limit);
-        is_chosen.then_some(config)
-    }
-
     /// The configurations of `low_latency.cu`; none where it does not cover the shape.
     fn low_latency(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
         let (rows, format) = (self.rows, self.format);
-        let is_channel = format.k == Scheme::Int4(Int4Scale::Channel);
         let is_int8 = |scheme: Scheme| scheme.is_integer() && scheme.code_bits() == 8;
         // A warp has a quarter of the dims, which lie in one of V's groups or are some of them. Registers suffice for two row groups of the
         // integer schemes alone, and for 192 and 256 dims of int8 alone.
         let is_covered = matches!(format.v.groups(self.head_dim), 1 | 2 | 4 | 8)
             && match self.head_dim {
-                64 | 128 => rows <= 8 || rows <= 16 && format.is_integer() && !is_channel,
+                64 | 128 => rows <= 8 || rows <= 16 && format.is_integer(),
                 192 | 256 => rows <= 8 && is_int8(format.k) && is_int8(format.v),
                 _ => false,
             }
@@ -165,12 +132,10 @@ impl Shape {
             })
     }
 
-    /// The kernels for every batch and length of the shape: `split_kv.cu` or `many_rows.cu` first, then those of `low_latency.cu`.
+    /// The kernels for every batch and length of the shape: `split_kv.cu` first, then those of `low_latency.cu`.
     pub fn all(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
-        let many = self
-            .many_rows(shared_limit)
-            .or_else(|| self.split_kv(shared_limit));
-        many.into_iter().chain(self.low_latency(shared_limit))
+        let split_kv = self.split_kv(shared_limit).into_iter();
+        split_kv.chain(self.low_latency(shared_limit))
     }
 }
 
@@ -187,11 +152,9 @@ pub fn select(
     let low_latency = shape
         .low_latency(limits.shared_limit)
         .find(|config| chosen == Some(config.kernel));
-    low_latency.or(preferences.config).or_else(|| {
-        shape
-            .many_rows(limits.shared_limit)
-            .or_else(|| shape.split_kv(limits.shared_limit))
-    })
+    low_latency
+        .or(preferences.config)
+        .or_else(|| shape.split_kv(limits.shared_limit))
 }
 
 /// The kernel of `low_latency.cu` that is faster than the others, or preferred. It has a launch then.
@@ -269,60 +232,6 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn many_rows_takes_spans_or_the_segments_that_share_more_evenly() {
-        let limit = 227 * 1024;
-        let g = shape(48, KvFormat::INT8, 128, 64).many_rows(limit).unwrap();
-        assert_eq!((g.rows(), g.threads()), (48, 256));
-        let g64 = shape(64, KvFormat::INT8, 128, 64).many_rows(limit).unwrap();
-        assert_eq!((g64.rows(), g64.threads()), (64, 320));
-        for (kv_len, batch, split) in [(1024, 256, false), (8192, 32, false), (131_072, 2, true)] {
-            let launch = Launch::new(
-                &g,
-                &Problem::new(
-                    Heads {
-                        q: 48,
-                        kv: 1,
-                        dim: 128,
-                    },
-                    vec![kv_len; batch],
-                ),
-                KvFormat::INT8,
-                132,
-            );
-            assert_eq!((launch.row_blocks, launch.grid), (1, [264, 1, 1]));
-            assert_eq!(launch.partial_per_segment, split, "{kv_len}");
-        }
-        assert!(
-            shape(48, KvFormat::INT8, 128, 64)
-                .many_rows(163 * 1024)
-                .is_none()
-        );
-        assert!(shape(48, KvFormat::INT8, 128, 0).many_rows(limit).is_none());
-        assert!(
-            shape(48, KvFormat::INT4, 128, 64)
-                .many_rows(limit)
-                .is_none()
-        );
-        assert!(shape(48, KvFormat::INT8, 80, 64).many_rows(limit).is_none());
-    }
-
-    #[test]
-    fn the_rows_of_many_rows_are_those_that_were_measured() {
-        let is_many = |rows, format, page_size, limit| {
-            shape(rows, format, 128, page_size)
-                .many_rows(limit)
-                .is_some()
-        };
-        let (int8, limit) = (KvFormat::INT8, 227 * 1024);
-        let many: Vec<usize> = (1..=300)
-            .filter(|&rows| is_many(rows, int8, 64, limit))
-            .collect();
-        assert_eq!(many, Vec::from_iter(33..=64));
-        assert!(!is_many(48, KvFormat::INT4, 64, limit) && !is_many(48, int8, 0, limit));
-        assert!(!is_many(48, int8, 64, 163 * 1024) && !is_many(48, int8, 128, limit));
     }
 
     #[test]

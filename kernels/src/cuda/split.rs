@@ -1,6 +1,6 @@
 //! How work items are split among CTAs and teams, and which way partials go to the merge.
 
-use attn_core::{Problem, arithmetic};
+use attn_core::{Problem, arithmetic, segments};
 
 use super::{
     config::{Kernel, KernelConfig, SM_TEAMS},
@@ -58,7 +58,6 @@ impl Split {
         let longest = longest(problem);
         let all = teams * ctas;
         let tiles = longest.div_ceil(arithmetic::TILE).max(1);
-        let segment_tiles = arithmetic::segment_tiles(longest);
         let segments = max_segments(longest);
         let spans = segments.div_ceil(arithmetic::SPAN);
         let places = (SM_TEAMS / teams) * sms;
@@ -72,7 +71,7 @@ impl Split {
         if kv_heads(problem).saturating_mul(ctas).saturating_add(lost) > places {
             return None;
         }
-        let by_tiles = in_cluster && tiles <= 2 * all && segment_tiles == arithmetic::SPAN;
+        let by_tiles = in_cluster && tiles <= 2 * all;
         let by_segments = match via {
             MergeVia::None => false,
             MergeVia::Cluster => segments <= TEAM_PARTIALS * all,
@@ -81,9 +80,9 @@ impl Split {
         let (partials, partial_tiles) = if by_tiles {
             (tiles, 1)
         } else if by_segments {
-            (segments, segment_tiles)
+            (segments, arithmetic::SEGMENT)
         } else {
-            (spans, segment_tiles * arithmetic::SPAN)
+            (spans, arithmetic::SEGMENT * arithmetic::SPAN)
         };
         let partials_each = partials.div_ceil(all);
         if in_cluster && partials_each > TEAM_PARTIALS {
@@ -119,24 +118,7 @@ pub(super) fn row_blocks(config: &KernelConfig, problem: &Problem) -> usize {
     rows(problem).div_ceil(config.rows())
 }
 
-/// The most segments of any length up to `max_kv_len`: their number falls back to 129 past 65536.
+/// Segments of a sequence; one where it is empty, since an empty row has a result, too.
 pub fn max_segments(max_kv_len: usize) -> usize {
-    let tiles = max_kv_len.div_ceil(arithmetic::TILE);
-    tiles.div_ceil(4).clamp(1, 256)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn no_length_has_more_segments_than_the_maximum() {
-        let mut most = 1;
-        for kv_len in 0..300_000usize {
-            let tiles = kv_len.div_ceil(arithmetic::TILE);
-            most = most.max(tiles.div_ceil(arithmetic::segment_tiles(kv_len)));
-            assert!(most <= max_segments(kv_len), "{kv_len}");
-        }
-        assert_eq!((max_segments(0), max_segments(1 << 20)), (1, 256));
-    }
+    segments::num_segments(max_kv_len).max(1)
 }

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::Simd;
+use super::{Dot, Dot16, Simd};
 
 /// AVX2 and F16C.
 #[derive(Clone, Copy)]
@@ -331,5 +331,148 @@ impl Simd for Avx2 {
     unsafe fn load_panels(self, a: *const f32, _: *const f32) -> __m256 {
         // SAFETY: 8 floats are readable by the caller's contract.
         unsafe { _mm256_loadu_ps(a) }
+    }
+}
+
+/// Products by bytes where codes have 4 bits, whose sums over a tile or 128 dims fit 16 bits; by 16 bits where they have 8.
+///
+/// An operand is that of [`Dot16`], then its 16 values as bytes.
+#[derive(Clone, Copy)]
+pub(crate) struct Dot8(Dot16<Avx2>);
+
+impl Dot8 {
+    /// # Safety
+    /// The machine has AVX2 and F16C.
+    #[inline(always)]
+    pub unsafe fn new() -> Self {
+        // SAFETY: the caller's contract.
+        Dot8(Dot16(unsafe { Avx2::new() }))
+    }
+}
+
+/// Where the bytes of an operand begin.
+const BYTES: usize = 32;
+
+impl Dot for Dot8 {
+    type S = Avx2;
+    const K_BIAS: i32 = 0;
+    const OPERAND: usize = 48;
+    const BLOCK: usize = 4;
+    const AT_ONCE: usize = 1;
+    // 8 pairs of a query's values and nibbles: at most 8·2·127·15. A tile's 4 of weights: 4·2·255·15.
+    const RUN: usize = 8;
+    type Codes = [__m256i; 2];
+    type Operand = [__m256i; 2];
+    type Nibbles = __m256i;
+    type NibbleOperand = __m256i;
+
+    #[inline(always)]
+    fn simd(self) -> Avx2 {
+        self.0.0
+    }
+
+    #[inline(always)]
+    fn none(self) -> [__m256i; 2] {
+        self.0.none()
+    }
+
+    #[inline(always)]
+    fn k_bytes(self, raw: __m256i) -> [__m256i; 2] {
+        self.0.k_bytes(raw)
+    }
+
+    #[inline(always)]
+    fn v_bytes(self, raw: __m256i) -> [__m256i; 2] {
+        self.0.v_bytes(raw)
+    }
+
+    #[inline(always)]
+    fn no_nibbles(self) -> __m256i {
+        self.simd().i_splat(0)
+    }
+
+    #[inline(always)]
+    fn low(self, raw: __m256i) -> __m256i {
+        self.simd().i_and(raw, self.simd().i_splat(0x0f0f_0f0f))
+    }
+
+    #[inline(always)]
+    fn high(self, raw: __m256i) -> __m256i {
+        self.low(self.simd().h_shr::<4>(raw))
+    }
+
+    #[inline(always)]
+    unsafe fn operand(self, p: *const u8) -> [__m256i; 2] {
+        // SAFETY: the caller's contract.
+        unsafe { self.0.operand(p) }
+    }
+
+    #[inline(always)]
+    unsafe fn nibble_operand(self, p: *const u8) -> __m256i {
+        // SAFETY: the caller's contract.
+        unsafe { self.simd().i_row(p.add(BYTES)) }
+    }
+
+    #[inline(always)]
+    fn k_dot(self, acc: __m256i, codes: [__m256i; 2], operand: [__m256i; 2]) -> __m256i {
+        self.0.k_dot(acc, codes, operand)
+    }
+
+    #[inline(always)]
+    fn v_dot(self, acc: __m256i, codes: [__m256i; 2], operand: [__m256i; 2]) -> __m256i {
+        self.0.v_dot(acc, codes, operand)
+    }
+
+    #[inline(always)]
+    fn k_nibbles(self, run: __m256i, codes: __m256i, operand: __m256i) -> __m256i {
+        op!(_mm256_add_epi16(run, _mm256_maddubs_epi16(codes, operand)))
+    }
+
+    #[inline(always)]
+    fn v_nibbles(self, run: __m256i, codes: __m256i, operand: __m256i) -> __m256i {
+        op!(_mm256_add_epi16(run, _mm256_maddubs_epi16(operand, codes)))
+    }
+
+    #[inline(always)]
+    fn widen(self, acc: __m256i, run: __m256i) -> __m256i {
+        self.simd()
+            .h_dot(acc, run, self.simd().i_splat(0x0001_0001))
+    }
+
+    #[inline(always)]
+    unsafe fn k_operand(self, q: *const i32, out: *mut u8) {
+        // SAFETY: 16 integers are readable at `q`, 48 bytes writable at `out`: the caller's contract.
+        unsafe {
+            self.0.k_operand(q, out);
+            for i in 0..16 {
+                *out.add(BYTES + i) = *q.add(i) as u8;
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn v_operands(self, w: *const i32, out: *mut u8) {
+        for panel in 0..4 {
+            // SAFETY: 64 integers are readable at `w`, four operands writable at `out`: the caller's contract; a `Dot8` exists only
+            // where its instructions do.
+            unsafe {
+                let (from, to) = (w.add(16 * panel), out.add(Self::OPERAND * panel));
+                let (a, b) = (
+                    _mm256_loadu_si256(from.cast()),
+                    _mm256_loadu_si256(from.add(8).cast()),
+                );
+                // Tokens i and i + 8 to a lane; even tokens to the first half, odd ones to the second.
+                let pairs = _mm256_or_si256(a, _mm256_slli_epi32::<16>(b));
+                let order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+                let pairs = _mm256_permutevar8x32_epi32(pairs, order);
+                _mm256_storeu_si256(to.cast(), pairs);
+                let (even, odd) = (
+                    _mm256_castsi256_si128(pairs),
+                    _mm256_extracti128_si256::<1>(pairs),
+                );
+                let bytes = _mm_or_si128(even, _mm_slli_epi32::<8>(odd));
+                _mm_storeu_si128(to.add(BYTES).cast(), bytes);
+            }
+        }
     }
 }

@@ -352,8 +352,11 @@ impl Dot for Vnni {
     const OPERAND: usize = 16;
     const BLOCK: usize = 4;
     const AT_ONCE: usize = 4;
+    const RUN: usize = 16;
     type Codes = __m512i;
     type Operand = __m512i;
+    type Nibbles = __m512i;
+    type NibbleOperand = __m512i;
 
     #[inline(always)]
     fn simd(self) -> Avx512 {
@@ -373,6 +376,11 @@ impl Dot for Vnni {
     #[inline(always)]
     fn v_bytes(self, raw: __m512i) -> __m512i {
         raw
+    }
+
+    #[inline(always)]
+    fn no_nibbles(self) -> __m512i {
+        self.none()
     }
 
     #[inline(always)]
@@ -401,6 +409,27 @@ impl Dot for Vnni {
     fn v_dot(self, acc: __m512i, codes: __m512i, operand: __m512i) -> __m512i {
         // SAFETY: a `Vnni` exists only where its instructions do.
         unsafe { _mm512_dpbusd_epi32(acc, operand, codes) }
+    }
+
+    #[inline(always)]
+    unsafe fn nibble_operand(self, p: *const u8) -> __m512i {
+        // SAFETY: the caller's contract.
+        unsafe { self.operand(p) }
+    }
+
+    #[inline(always)]
+    fn k_nibbles(self, run: __m512i, codes: __m512i, operand: __m512i) -> __m512i {
+        self.k_dot(run, codes, operand)
+    }
+
+    #[inline(always)]
+    fn v_nibbles(self, run: __m512i, codes: __m512i, operand: __m512i) -> __m512i {
+        self.v_dot(run, codes, operand)
+    }
+
+    #[inline(always)]
+    fn widen(self, acc: __m512i, run: __m512i) -> __m512i {
+        self.0.i_add(acc, run)
     }
 
     #[inline(always)]

@@ -281,9 +281,6 @@ pub(crate) unsafe fn scale_and_shift<S: Simd>(s: S, p: *const u8, centre: f32) -
     (scale, s.add(shift, s.mul(scale, s.splat(centre))))
 }
 
-/// Most bytes of an operand, which 16 values of a query or 16 weights become.
-pub(crate) const OPERAND: usize = 32;
-
 /// Exact dot products of 16 codes of up to 8 bits with 16 values of a byte: a query's, −127..=127, or weights, 0..=255.
 ///
 /// An int8 code of K enters the product as `code + K_BIAS`; the kernels take that out of the sums again.
@@ -298,8 +295,12 @@ pub(crate) trait Dot: Copy {
     /// Most rows that take the four vectors of a step at once: as many as the registers hold. More take them two by two, so that
     /// what a vector of codes costs before its products is still shared by all of the block.
     const AT_ONCE: usize;
+    /// Panels of 16 products with nibbles that [`widen`](Dot::widen) takes in at once.
+    const RUN: usize;
     type Codes: Copy;
     type Operand: Copy;
+    type Nibbles: Copy;
+    type NibbleOperand: Copy;
 
     fn simd(self) -> Self::S;
     /// Codes to begin an array with.
@@ -308,15 +309,22 @@ pub(crate) trait Dot: Copy {
     fn k_bytes(self, raw: <Self::S as Simd>::I) -> Self::Codes;
     /// Int8 codes of V.
     fn v_bytes(self, raw: <Self::S as Simd>::I) -> Self::Codes;
+    /// Nibbles to begin an array with.
+    fn no_nibbles(self) -> Self::Nibbles;
     /// Low nibbles.
-    fn low(self, raw: <Self::S as Simd>::I) -> Self::Codes;
+    fn low(self, raw: <Self::S as Simd>::I) -> Self::Nibbles;
     /// High nibbles.
-    fn high(self, raw: <Self::S as Simd>::I) -> Self::Codes;
+    fn high(self, raw: <Self::S as Simd>::I) -> Self::Nibbles;
     /// One operand in every row.
     ///
     /// # Safety
     /// `Self::OPERAND` bytes are readable at `p`.
     unsafe fn operand(self, p: *const u8) -> Self::Operand;
+    /// The same for products with nibbles.
+    ///
+    /// # Safety
+    /// As for [`operand`](Dot::operand).
+    unsafe fn nibble_operand(self, p: *const u8) -> Self::NibbleOperand;
     /// Adds products of codes with values of a query: four neighbours to a lane.
     fn k_dot(
         self,
@@ -331,6 +339,22 @@ pub(crate) trait Dot: Copy {
         codes: Self::Codes,
         operand: Self::Operand,
     ) -> <Self::S as Simd>::I;
+    /// Adds products of nibbles with values of a query to the sums of a run.
+    fn k_nibbles(
+        self,
+        run: <Self::S as Simd>::I,
+        codes: Self::Nibbles,
+        operand: Self::NibbleOperand,
+    ) -> <Self::S as Simd>::I;
+    /// The same with weights.
+    fn v_nibbles(
+        self,
+        run: <Self::S as Simd>::I,
+        codes: Self::Nibbles,
+        operand: Self::NibbleOperand,
+    ) -> <Self::S as Simd>::I;
+    /// Adds the sums of a run, of up to [`RUN`](Dot::RUN) products, to sums of four neighbours to a lane.
+    fn widen(self, acc: <Self::S as Simd>::I, run: <Self::S as Simd>::I) -> <Self::S as Simd>::I;
     /// 16 values of a query in the order of the dims.
     ///
     /// # Safety
@@ -353,8 +377,11 @@ impl<S: Simd> Dot for Dot16<S> {
     const OPERAND: usize = 32;
     const BLOCK: usize = 4;
     const AT_ONCE: usize = if S::ROWS == 4 { 4 } else { 1 };
+    const RUN: usize = 16;
     type Codes = [S::I; 2];
     type Operand = [S::I; 2];
+    type Nibbles = [S::I; 2];
+    type NibbleOperand = [S::I; 2];
 
     #[inline(always)]
     fn simd(self) -> S {
@@ -375,6 +402,11 @@ impl<S: Simd> Dot for Dot16<S> {
     #[inline(always)]
     fn v_bytes(self, raw: S::I) -> [S::I; 2] {
         self.k_bytes(raw)
+    }
+
+    #[inline(always)]
+    fn no_nibbles(self) -> [S::I; 2] {
+        self.none()
     }
 
     #[inline(always)]
@@ -407,6 +439,27 @@ impl<S: Simd> Dot for Dot16<S> {
     }
 
     #[inline(always)]
+    unsafe fn nibble_operand(self, p: *const u8) -> [S::I; 2] {
+        // SAFETY: the caller's contract.
+        unsafe { self.operand(p) }
+    }
+
+    #[inline(always)]
+    fn k_nibbles(self, run: S::I, codes: [S::I; 2], operand: [S::I; 2]) -> S::I {
+        self.k_dot(run, codes, operand)
+    }
+
+    #[inline(always)]
+    fn v_nibbles(self, run: S::I, codes: [S::I; 2], operand: [S::I; 2]) -> S::I {
+        self.k_dot(run, codes, operand)
+    }
+
+    #[inline(always)]
+    fn widen(self, acc: S::I, run: S::I) -> S::I {
+        self.0.i_add(acc, run)
+    }
+
+    #[inline(always)]
     unsafe fn k_operand(self, q: *const i32, out: *mut u8) {
         for j in 0..4 {
             // SAFETY: j < 4, so the indices stay below 16 and the offsets below OPERAND: the caller's contract.
@@ -428,7 +481,7 @@ impl<S: Simd> Dot for Dot16<S> {
             unsafe {
                 let at = |t: usize| *w.add(16 * panel + 2 * j + t) as u16 as u32;
                 let (even, odd) = (at(0) | at(8) << 16, at(1) | at(9) << 16);
-                let out = out.add(OPERAND * panel + 4 * j);
+                let out = out.add(Self::OPERAND * panel + 4 * j);
                 out.cast::<u32>().write_unaligned(even);
                 out.add(16).cast::<u32>().write_unaligned(odd);
             }

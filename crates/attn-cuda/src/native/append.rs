@@ -1,4 +1,4 @@
-//! Appends on the device: new tokens of every sequence into its pages, sealed as they fill.
+//! Appends on the device: new tokens of every sequence into its pages.
 
 use std::{ffi::c_void, sync::Arc};
 
@@ -52,8 +52,8 @@ pub struct AppendArgs {
     pub page_table: DeviceAddress,
     /// Entries per sequence.
     pub page_table_stride: usize,
-    /// u32 `[batch]` for `Int4 Channel`, else null.
-    pub tail_pages: DeviceAddress,
+    /// u32 `[batch][slots]` as in [`DeviceKv::Paged`](super::DeviceKv::Paged); null where no scheme has a window.
+    pub residual_pages: DeviceAddress,
     /// i32 `[batch]`: lengths that count the new tokens already.
     pub kv_lens: DeviceAddress,
     /// f32 `[num_kv_heads]`, or null.
@@ -69,12 +69,13 @@ pub struct AppendArgs {
 /// The kernel's parameter block; `is_followed` by a decode that knows what is appended.
 ///
 /// # Errors
-/// [`Error::Parameter`] for a number that needs more than 31 bits.
+/// [`Error::Parameter`] for a number that needs more than 31 bits, and for residual pages that are missing.
 pub fn append_params(
     args: &AppendArgs,
     layout: &PageLayout,
     is_followed: bool,
 ) -> Result<AppendParams, Error> {
+    let slots = layout.format().residual_slots(layout.page_size());
     let [k_token_stride, v_token_stride, _] =
         sizes::strides([args.k_token_stride, args.v_token_stride, 0]);
     Ok(AppendParams {
@@ -82,7 +83,8 @@ pub fn append_params(
         v: args.v.get(),
         pool: args.pool.get(),
         page_table: args.page_table.get(),
-        tail_pages: args.tail_pages.get(),
+        residual_pages: args.residual_pages.get(),
+        residual_ring: sizes::slots(slots, args.residual_pages)?,
         kv_lens: args.kv_lens.get(),
         k_tensor_scales: args.k_tensor_scales.get(),
         v_tensor_scales: args.v_tensor_scales.get(),
@@ -122,9 +124,6 @@ pub struct NativeAppend {
 
 /// Heads of a CTA that takes one token of each: two warps of its eight have a head's K and V.
 const HEADS: usize = 4;
-/// CTAs that only seal pages, at most: what an H200 has room for beside 256 sequences of 8 heads.
-const SEALERS: usize = 132;
-
 /// Grid and threads of `append.cu`, for `tokens` new tokens of each of `batch` sequences; more than there can be saturate, and the
 /// driver refuses them.
 #[must_use]
@@ -136,17 +135,7 @@ pub fn append_grid(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize;
         return ([jobs, heads, batch], COPY_THREADS);
     }
     let (columns, threads) = (heads.div_ceil(HEADS), 64 * heads.min(HEADS));
-    let sealers = if layout.has_tail_page() {
-        // A warp seals four dims; the host does not know the lengths, so it cannot know whether any page is sealed.
-        let dims = batch
-            .saturating_mul(heads)
-            .saturating_mul(layout.head_dim());
-        let most = (dims / 4).div_ceil(threads / 32);
-        most.min(SEALERS).div_ceil(columns)
-    } else {
-        0
-    };
-    ([columns, batch.saturating_add(sealers), 1], threads)
+    ([columns, batch, 1], threads)
 }
 
 /// Enqueues one append.
@@ -190,7 +179,7 @@ mod tests {
             num_pages: 1,
             page_table: DeviceAddress::NULL,
             page_table_stride: 3,
-            tail_pages: DeviceAddress::NULL,
+            residual_pages: DeviceAddress::new(0x100),
             kv_lens: DeviceAddress::NULL,
             k_tensor_scales: DeviceAddress::NULL,
             v_tensor_scales: DeviceAddress::NULL,
@@ -210,6 +199,11 @@ mod tests {
             (params.k_token_stride, params.v_token_stride),
             (256, i64::MAX)
         );
+        assert_eq!((params.residual_pages, params.residual_ring), (0x100, 4));
+        let mut without = args();
+        without.residual_pages = DeviceAddress::NULL;
+        let refused = append_params(&without, &layout(), true).unwrap_err();
+        assert!(refused.to_string().contains("residual_pages"), "{refused}");
         for large in [1 << 31, (1 << 32) + 1, usize::MAX] {
             let [mut tokens, mut batch, mut stride] = [args(); 3];
             (tokens.tokens, batch.batch, stride.page_table_stride) = (large, large, large);

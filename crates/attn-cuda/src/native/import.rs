@@ -2,7 +2,7 @@
 
 use std::{ffi::c_void, sync::Arc};
 
-use attn_core::{Error, PageLayout, Scheme};
+use attn_core::{Error, PageLayout};
 use attn_kernels::cuda::{Instance, params::ImportParams};
 use cudarc::driver::sys;
 
@@ -48,11 +48,11 @@ pub struct NativeImport {
 pub(crate) fn prepare_import(device: &Device, layout: PageLayout) -> Result<NativeImport, Error> {
     super::check_heads(layout.num_kv_heads())?;
     for scheme in [layout.format().k, layout.format().v] {
-        if matches!(scheme, Scheme::Int4(_)) {
+        if scheme.code_bits() == 4 || scheme.is_rotated() {
             return Err(Error::Parameter {
                 what: "imported scheme",
                 given: scheme.to_string(),
-                allowed: "f16, bf16, fp8, int8, int8-g32, int8-tensor",
+                allowed: "f16, bf16, fp8, int8-plain, int8-g32, int8-tensor",
             });
         }
     }

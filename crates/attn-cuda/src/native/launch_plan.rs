@@ -27,6 +27,8 @@ pub struct LaunchPlan {
     pub launch: Launch,
     pub(super) max_kv_len: usize,
     page_bytes: usize,
+    /// Slots of residual pages of a sequence.
+    residual_slots: usize,
     counters_bytes: usize,
     max_sum_bytes: usize,
     partial_o_bytes: usize,
@@ -91,7 +93,7 @@ fn work(problem: &Problem, config: KernelConfig, kv_lens: impl Iterator<Item = u
     let row_blocks = rows.div_ceil(config.rows());
     let item = |kv_len: usize| {
         let tiles = kv_len.div_ceil(arithmetic::TILE).max(1);
-        let segments = tiles.div_ceil(arithmetic::segment_tiles(kv_len));
+        let segments = tiles.div_ceil(arithmetic::SEGMENT);
         (2 * tiles + segments + 32) as u64
     };
     let items = kv_lens.fold(0u64, |sum, kv_len| sum.saturating_add(item(kv_len)));
@@ -188,6 +190,7 @@ impl LaunchPlan {
             launch,
             max_kv_len,
             page_bytes,
+            residual_slots: format.residual_slots(page_size),
             counters_bytes: if partials_are_zeroed {
                 0
             } else {
@@ -269,13 +272,14 @@ impl LaunchPlan {
                 pool,
                 page_table,
                 page_table_stride,
-                tail_pages,
+                residual_pages,
                 ..
             } => {
+                params.residual_ring = sizes::slots(self.residual_slots, residual_pages)?;
                 params.k = pool.get();
                 params.page_table = page_table.get();
                 params.page_table_stride = sizes::int("page_table_stride", page_table_stride)?;
-                params.tail_pages = tail_pages.get();
+                params.residual_pages = residual_pages.get();
                 params.page_bytes = sizes::int("bytes of a page", self.page_bytes)?;
             }
             DeviceKv::Strided {
@@ -325,14 +329,14 @@ mod tests {
 
     #[test]
     fn work_that_kernels_cannot_add_up_is_refused() {
-        // 2 · 16384 tiles, 256 segments and 32 for each of 32 heads: 2^30 are 1015.0 such sequences.
+        // 2 · 16384 tiles, 4096 segments and 32 for each of 32 heads: 2^30 are 909.4 such sequences.
         let long = 1 << 20;
-        assert!(plan(32, vec![long; 1015]).1.is_ok());
-        for batch in [1016, 2048, 4096, 1 << 17] {
+        assert!(plan(32, vec![long; 909]).1.is_ok());
+        for batch in [910, 2048, 4096, 1 << 17] {
             assert!(is_too_much(plan(32, vec![long; batch]).1), "{batch}");
         }
         // Counted one by one, with what every sequence costs.
-        let (problem, mixed) = plan(32, [vec![long; 1000], vec![0; 10_000]].concat());
+        let (problem, mixed) = plan(32, [vec![long; 890], vec![0; 10_000]].concat());
         assert!(mixed.is_ok());
         // A native plan's lengths may all become the longest.
         assert!(is_too_much(mixed.unwrap().check_longest(&problem)));
@@ -352,7 +356,7 @@ mod tests {
                 num_pages: 1,
                 page_table: DeviceAddress::NULL,
                 page_table_stride,
-                tail_pages: DeviceAddress::NULL,
+                residual_pages: DeviceAddress::NULL,
             },
             kv_lens: DeviceAddress::NULL,
             k_tensor_scales: DeviceAddress::NULL,

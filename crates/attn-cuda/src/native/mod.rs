@@ -26,7 +26,7 @@
 //!         num_pages: 256,
 //!         page_table,
 //!         page_table_stride: 64,
-//!         tail_pages: DeviceAddress::NULL,
+//!         residual_pages: DeviceAddress::NULL,
 //!     };
 //!     let args = DecodeArgs {
 //!         q,
@@ -102,8 +102,9 @@ pub enum DeviceKv {
         page_table: DeviceAddress,
         /// Entries per sequence: at least `max_kv_len / page_size`, rounded up.
         page_table_stride: usize,
-        /// u32 `[batch]` for `Int4 Channel`, else null.
-        tail_pages: DeviceAddress,
+        /// u32 `[batch][slots]`, slots = [`KvFormat::residual_slots`]: the residual page of a sequence's home page i at `i % slots`, for
+        /// its last `slots` home pages; other entries mean nothing. Null where no scheme has a window.
+        residual_pages: DeviceAddress,
     },
     /// Rows of a contiguous cache; codes begin at multiples of 16 bytes, and code strides are such.
     Strided {
@@ -294,7 +295,6 @@ unsafe fn check(
     };
     let report = report.device_ptr(&device.stream).0;
     limits.report = report;
-    limits.has_tail = i32::from(params.tail_pages != 0);
     // SAFETY: `report` is 16 bytes of this device.
     unsafe { result::memset_d8_async(report, 0, 16, stream) }?;
     let mut arguments = [
@@ -338,7 +338,7 @@ unsafe fn check(
             format!("0 to {}", limit - 1),
         ),
         3 => error(
-            "tail_pages",
+            "residual_pages",
             (value as u32).to_string(),
             format!("0 to {}", limit - 1),
         ),
@@ -428,8 +428,8 @@ impl CudaBackend {
     /// - `stream` is a live `CUstream` of this backend's context (the device's primary one), which is current on this thread.
     /// - Every address in `args` is device memory of the documented type and length, aligned to 16 bytes (`pool`, `workspace`: 256), and stays
     ///   so until the work has run; `out`, `lse` and the workspace overlap nothing else that runs meanwhile.
-    /// - On the device, every `kv_lens` is 0 to [`NativePlan::max_kv_len`]; every page that a length reaches, and every tail page, is
-    ///   below the pool's `num_pages`; queries are finite and within `Error::QueryRange`; K and V were written by append.
+    /// - On the device, every `kv_lens` is 0 to [`NativePlan::max_kv_len`]; every page that a length reaches, and the residual pages of the
+    ///   last ones, are below the pool's `num_pages`; queries are finite and within `Error::QueryRange`; K and V were written by append.
     /// - The workspace's first [`NativePlan::zeroed_bytes`] bytes were zeroed before its first launch, and again whenever
     ///   another plan used it; launches that share a workspace do not overlap.
     ///
@@ -446,12 +446,12 @@ impl CudaBackend {
         unsafe { launch_decode(&self.device, plan, stream.raw(), args, 0) }
     }
 
-    /// Enqueues the append of `tokens` new tokens to each sequence, sealing pages as they fill; positions come from `kv_lens` on the device.
+    /// Enqueues the append of `tokens` new tokens to each sequence; positions come from `kv_lens` on the device.
     ///
     /// # Safety
     /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes.
-    /// - On the device, every `kv_lens` counts the new tokens, and every page that they touch and every tail page is in the pool
-    ///   and belongs to its sequence alone; tokens arrive in order; K and V are finite.
+    /// - On the device, every `kv_lens` counts the new tokens, and every page that they touch, home and residual, is in the
+    ///   pool and belongs to its sequence alone; tokens arrive in order; K and V are finite.
     ///
     /// # Errors
     /// [`Error::Parameter`] for numbers of more than 31 bits; [`Error::Device`] with the driver's refusal.
@@ -504,10 +504,13 @@ impl CudaBackend {
         is_followed: bool,
     ) -> Result<(), Error> {
         if let Some(kernel) = append.check.as_ref().filter(|_| args.tokens > 0) {
+            let layout = &append.layout;
+            let slots = layout.format().residual_slots(layout.page_size());
             let mut params = DecodeParams {
                 page_table: args.page_table.get(),
                 page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
-                tail_pages: args.tail_pages.get(),
+                residual_pages: args.residual_pages.get(),
+                residual_ring: sizes::slots(slots, args.residual_pages)?,
                 kv_lens: args.kv_lens.get(),
                 batch: sizes::int("sequences to append to", args.batch)?,
                 ..DecodeParams::default()

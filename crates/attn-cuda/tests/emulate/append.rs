@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use attn_conformance::case::noise;
-use attn_core::{CacheConfig, DecodeAttention, Heads, HostPages, KvCache, layout};
+use attn_core::{CacheConfig, DecodeAttention, Heads, HostPages, KvCache};
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     internals::{append_grid, append_params},
@@ -17,19 +17,23 @@ use libtest_mimic::Trial;
 use crate::{Kernels, address};
 
 /// Format, head_dim, page_size, KV heads.
-const KINDS: [(&str, usize, usize, usize); 14] = [
+const KINDS: [(&str, usize, usize, usize); 18] = [
     ("int8", 128, 64, 5),
+    ("int8", 80, 32, 1),
+    ("int8-plain", 128, 64, 3),
     ("int8-g32", 64, 32, 2),
     ("int8-tensor", 64, 16, 3),
     ("int4", 128, 64, 2),
     ("int4", 64, 128, 5),
-    ("int4", 80, 64, 1),
+    ("int4", 80, 16, 1),
     ("int4", 256, 64, 1),
-    ("int4-channel/int8", 192, 64, 2),
+    ("int4-r2-w4/int8-plain", 192, 64, 2),
+    ("int8/int4", 96, 32, 2),
+    ("int4-w0/int4-w4", 128, 16, 1),
     ("int4-g1", 96, 32, 4),
     ("int4-g4", 128, 64, 1),
     ("int4-g8", 256, 16, 1),
-    ("int8/int4-g2", 128, 128, 2),
+    ("int8-plain/int4-g2", 128, 128, 2),
     ("fp8", 80, 64, 2),
     ("bf16/f16", 128, 32, 1),
 ];
@@ -43,8 +47,7 @@ struct Job {
     calls: Vec<usize>,
 }
 
-/// All kinds, each with one of the three number formats; and one token of many sequences, whose pages fill in every third one at once,
-/// then in two: all seal, or those alone who do nothing else.
+/// All kinds, each with one of the three number formats; and one token of many sequences, a third of which begin a page.
 fn jobs() -> Vec<Job> {
     let job = |name, head_dim, page_size, heads, lens: Vec<usize>, calls: Vec<usize>| {
         let format = str::parse(name).expect("a format's name");
@@ -198,11 +201,14 @@ impl Job {
             .iter()
             .flat_map(|pages| (0..stride).map(|i| pages.get(i).copied().unwrap_or(0)))
             .collect();
-        let tails: Vec<u32> = table
-            .tail_pages
-            .iter()
-            .map(|tail| tail.unwrap_or(0))
-            .collect();
+        let slots = config.format.residual_slots(config.page_size);
+        let mut residuals = vec![u32::MAX; table.pages.len() * slots];
+        for (b, own) in table.pages.iter().enumerate() {
+            let of_last = (0..own.len())
+                .rev()
+                .zip(table.residual_pages[b].iter().rev());
+            of_last.for_each(|(i, page)| residuals[b * slots + i % slots] = *page);
+        }
         let lens: Vec<i32> = table.lens.iter().map(|&len| len as i32).collect();
         let some = |scales: &[f32]| {
             if scales.is_empty() {
@@ -222,7 +228,10 @@ impl Job {
             num_pages: config.num_pages,
             page_table: address(&pages),
             page_table_stride: stride,
-            tail_pages: address(&tails),
+            residual_pages: match slots {
+                0 => DeviceAddress::NULL,
+                _ => address(&residuals),
+            },
             kv_lens: address(&lens),
             k_tensor_scales: some(&config.k_tensor_scales),
             v_tensor_scales: some(&config.v_tensor_scales),
@@ -242,29 +251,14 @@ impl Job {
         }
     }
 
-    /// All pages are compared whole but tail pages, of which only the tokens that they hold mean anything.
+    /// All pages are compared whole.
     fn first_difference(&self, cache: &KvCache, pool: &[u8]) -> Result<Option<String>> {
-        let (want, layout, table) = (pool_of(cache)?, *cache.layout(), cache.table());
-        let tail_of = |page: u32| table.tail_pages.iter().position(|&tail| tail == Some(page));
+        let (want, layout) = (pool_of(cache)?, *cache.layout());
         for page in 0..self.config.num_pages as u32 {
             for head in 0..self.config.num_kv_heads {
                 let run = layout.run(page, head);
                 let (got, want) = (&pool[run.clone()], &want[run]);
-                let mut means_nothing = vec![false; got.len()];
-                if let Some(b) = tail_of(page).filter(|_| layout.has_tail_page()) {
-                    means_nothing.fill(true);
-                    let scales = layout.tail_k().k_params().start;
-                    for t in 0..table.lens[b] % layout.page_size() {
-                        for d in 0..layout.head_dim() {
-                            let code =
-                                layout::k_code(8, layout.head_dim(), layout.page_size(), t, d);
-                            means_nothing[code.byte] = false;
-                        }
-                        means_nothing[scales + 2 * t..][..2].fill(false);
-                    }
-                }
-                let differ = |&i: &usize| got[i] != want[i] && !means_nothing[i];
-                if let Some(i) = (0..got.len()).find(differ) {
+                if let Some(i) = (0..got.len()).find(|&i| got[i] != want[i]) {
                     return Ok(Some(format!(
                         "page {page}, head {head}, byte {i} is {:#04x}, expected {:#04x}",
                         got[i], want[i]

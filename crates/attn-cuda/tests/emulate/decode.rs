@@ -40,7 +40,7 @@ struct Inputs {
     lens: Vec<i32>,
     table: Vec<u32>,
     stride: usize,
-    tails: Vec<u32>,
+    residuals: Vec<u32>,
     slopes: Vec<f32>,
     workspace: Vec<u64>,
     workspace_at: usize,
@@ -62,12 +62,19 @@ impl Inputs {
         let workspace_at = workspace.as_ptr().expose_provenance().next_multiple_of(256);
         let first = (workspace_at - workspace.as_ptr().addr()) / 8;
         workspace[first..first + plan.zeroed_bytes() / 8].fill(0);
-        let tails = table.tail_pages.iter();
+        let slots = case.format.residual_slots(case.page_size);
+        let mut residuals = vec![u32::MAX; pages.len() * slots];
+        for (b, own) in pages.iter().enumerate() {
+            let of_last = (0..own.len())
+                .rev()
+                .zip(table.residual_pages[b].iter().rev());
+            of_last.for_each(|(i, page)| residuals[b * slots + i % slots] = *page);
+        }
         Inputs {
             lens: case.problem.kv_lens.iter().map(|&len| len as i32).collect(),
             table: pages.iter().flat_map(row).collect(),
             stride,
-            tails: tails.map(|tail| tail.unwrap_or(0)).collect(),
+            residuals,
             slopes: alibi_slopes_log2(case.problem.alibi_slopes.as_deref().unwrap_or(&[])),
             workspace,
             workspace_at,
@@ -180,7 +187,10 @@ impl Job {
                     num_pages: cache.config().num_pages,
                     page_table: address(&inputs.table),
                     page_table_stride: inputs.stride,
-                    tail_pages: address(&inputs.tails),
+                    residual_pages: match inputs.residuals.is_empty() {
+                        true => DeviceAddress::NULL,
+                        false => address(&inputs.residuals),
+                    },
                 };
                 let config = cache.config();
                 (
@@ -219,7 +229,7 @@ impl Job {
         let params = plan.params(&case.problem, &args)?;
         let (grid, threads) = (plan.launch.grid, plan.launch.threads);
         // SAFETY: decode kernels take a DecodeParams, whose addresses are those of memory that lives until the end of this
-        // function, as large as `DecodeArgs` asks; page and tail tables come from the cache's own page table.
+        // function, as large as `DecodeArgs` asks; tables of home and residual pages come from the cache's own page table.
         unsafe { kernels.run(&plan.instance, &params, grid, threads) }?;
         ensure!(
             inputs.is_zeroed(plan),

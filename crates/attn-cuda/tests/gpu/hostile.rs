@@ -330,7 +330,7 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
         num_pages: 22,
         page_table: DeviceAddress::NULL,
         page_table_stride: 11,
-        tail_pages: DeviceAddress::NULL,
+        residual_pages: DeviceAddress::NULL,
         kv_lens: DeviceAddress::NULL,
         k_tensor_scales: DeviceAddress::NULL,
         v_tensor_scales: DeviceAddress::NULL,

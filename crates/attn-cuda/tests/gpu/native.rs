@@ -40,7 +40,9 @@ struct Engine<'a> {
     num_pages: usize,
     pool: CudaSlice<u8>,
     page_table: CudaSlice<u32>,
-    tail_pages: CudaSlice<u32>,
+    residual_pages: CudaSlice<u32>,
+    /// Residual pages of each sequence.
+    slots: usize,
     kv_lens: CudaSlice<i32>,
     q: CudaSlice<u8>,
     k: CudaSlice<f32>,
@@ -56,7 +58,7 @@ struct Engine<'a> {
 }
 
 fn table() -> Vec<u32> {
-    // Every page of the pool but the tails', in an order that puts no two of a sequence side by side.
+    // Every page of the pool but those of residuals, in an order that puts no two of a sequence side by side.
     let pages = BATCH * STRIDE;
     (0..pages).map(|i| (i * 31 % pages) as u32).collect()
 }
@@ -94,15 +96,19 @@ impl<'a> Engine<'a> {
         problem.q_len = q_len;
         problem.sinks = (q_len > 1).then(|| sinks().to_vec());
         let plan = gpu.prepare(&problem, format, PAGE)?;
-        let num_pages = BATCH * (STRIDE + 1);
+        let slots = format.residual_slots(PAGE);
+        let num_pages = BATCH * (STRIDE + slots);
         let rows = q_len * BATCH * Q_HEADS;
         let row_bytes = numbers::bytes(dtype, &[0.0; DIM]).len();
-        let tails: Vec<u32> = (0..BATCH).map(|b| (BATCH * STRIDE + b) as u32).collect();
+        let residuals: Vec<u32> = (0..BATCH * slots.max(1))
+            .map(|i| (BATCH * STRIDE + i) as u32)
+            .collect();
         Ok(Engine {
             append: gpu.prepare_append(&config)?,
             pool: buffers.upload(&vec![0xffu8; num_pages * config.layout()?.page_bytes()])?,
             page_table: buffers.upload(&table())?,
-            tail_pages: buffers.upload(&tails)?,
+            residual_pages: buffers.upload(&residuals)?,
+            slots,
             kv_lens: buffers.upload(&[0; BATCH])?,
             q: buffers.bytes(rows * row_bytes)?,
             k: buffers.floats(MAX_LEN * HEADS * DIM)?,
@@ -125,6 +131,15 @@ impl<'a> Engine<'a> {
         })
     }
 
+    /// The slots of sequences from `first` on.
+    fn residuals(&self, first: usize) -> DeviceAddress {
+        let table = self.buffers.address(&self.residual_pages);
+        match self.slots {
+            0 => DeviceAddress::NULL,
+            slots => table.offset(4 * first * slots),
+        }
+    }
+
     fn append_args(&self, first: usize, batch: usize, tokens: usize) -> AppendArgs {
         let b = &self.buffers;
         AppendArgs {
@@ -137,7 +152,7 @@ impl<'a> Engine<'a> {
             num_pages: self.num_pages,
             page_table: b.address(&self.page_table).offset(first * STRIDE * 4),
             page_table_stride: STRIDE,
-            tail_pages: b.address(&self.tail_pages).offset(first * 4),
+            residual_pages: self.residuals(first),
             kv_lens: b.address(&self.kv_lens).offset(first * 4),
             k_tensor_scales: DeviceAddress::NULL,
             v_tensor_scales: DeviceAddress::NULL,
@@ -158,7 +173,7 @@ impl<'a> Engine<'a> {
                 num_pages: self.num_pages,
                 page_table: b.address(&self.page_table),
                 page_table_stride: STRIDE,
-                tail_pages: b.address(&self.tail_pages),
+                residual_pages: self.residuals(0),
             },
             kv_lens: b.address(&self.kv_lens),
             k_tensor_scales: DeviceAddress::NULL,
@@ -412,7 +427,7 @@ fn checked(options: &Options) -> Result<()> {
 pub fn add(mut trials: Trials<CudaBackend>) -> Trials<CudaBackend> {
     for name in ["int8", "int4", "int4-g4"] {
         let format: KvFormat = name.parse().expect("a format's name");
-        // Sixteen tokens are 64 query rows, which `many_rows.cu` serves.
+        // Sixteen tokens are 64 query rows.
         for (tokens, steps) in [(1, 450), (3, 100), (16, 25)] {
             for how in [(false, Dtype::F32), (true, Dtype::Bf16), (true, Dtype::F16)] {
                 let (as_one, dtype) = how;
