@@ -265,8 +265,8 @@ impl WgpuTimer {
         &self.backend
     }
 
-    /// Pages of noise, as many as one sequence needs before they repeat.
-    fn pages(&self, workload: &Workload) -> Result<Vec<Vec<u8>>, Error> {
+    /// Home pages of noise, as many as one sequence needs before they repeat, and residual pages of the last of them.
+    fn pages(&self, workload: &Workload) -> Result<[Vec<Vec<u8>>; 2], Error> {
         let problem = &workload.problem;
         let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
         let mut config = CacheConfig::builder(
@@ -285,11 +285,13 @@ impl WgpuTimer {
         let mut cache = self.backend.create_cache(&config)?;
         let count = NOISE_TOKENS * heads * dim;
         cache.append(0, &noise(1, count), &noise(2, count))?;
-        cache.read_back(0)
+        let mut home = cache.read_back(0)?;
+        let residuals = home.split_off(cache.table().pages[0].len());
+        Ok([home, residuals])
     }
 
     /// One cache whose sequences all hold the same tokens, at places of their own.
-    fn cache(&self, workload: &Workload, pages: &[Vec<u8>]) -> Result<KvCache, Error> {
+    fn cache(&self, workload: &Workload, pages: &[Vec<Vec<u8>>; 2]) -> Result<KvCache, Error> {
         let problem = &workload.problem;
         let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
         let mut config = CacheConfig::builder(
@@ -318,8 +320,13 @@ impl WgpuTimer {
             let len = len - before;
             let (full, rest) = (len / page_size, len % page_size * heads * dim);
             if full > 0 {
-                let own: Vec<Vec<u8>> = pages.iter().cycle().take(full).cloned().collect();
-                cache.restore(b, full * page_size, &own)?;
+                let tokens = full * page_size;
+                let kept = workload.format.residual_pages(page_size, tokens);
+                let [home, residuals] = pages;
+                let home = home.iter().cycle().take(full);
+                let residuals = residuals.iter().cycle().take(kept);
+                let own: Vec<Vec<u8>> = home.chain(residuals).cloned().collect();
+                cache.restore(b, tokens, &own)?;
             }
             cache.append(b, &open[..rest], &open[..rest])?;
         }

@@ -85,6 +85,25 @@ impl Workload {
         })
     }
 
+    /// Bytes of residuals that a decode step reads: those of the tiles that its rows read fine, up to the end of the last page.
+    pub fn residual_bytes(&self) -> usize {
+        let problem = &self.problem;
+        let side = |scheme: Scheme| {
+            let window = scheme.window().tiles();
+            let tokens = |len: &usize| {
+                // The first row's own tile; `docs/arithmetic.md`, section 4.
+                let rows = if problem.causal { problem.q_len } else { 1 };
+                let own_tile = len.saturating_sub(rows) / TILE;
+                let first = (own_tile + 1).saturating_sub(window) * TILE;
+                len.next_multiple_of(self.page_size).saturating_sub(first)
+            };
+            let kept = problem.kv_lens.iter().map(tokens).sum::<usize>();
+            let bytes = problem.num_kv_heads * problem.head_dim / 2;
+            if window == 0 { 0 } else { kept * bytes }
+        };
+        side(self.format.k) + side(self.format.v)
+    }
+
     /// Bytes of codes and parameters of the whole cache: whole pages, or the rows of a contiguous cache.
     pub fn cache_bytes(&self) -> usize {
         let problem = &self.problem;
@@ -104,7 +123,7 @@ impl Workload {
         }
         let tokens: usize = problem.kv_lens.iter().sum();
         let row = |scheme: Scheme| {
-            let scales = if scheme.is_integer() && !scheme.has_tensor_scale() {
+            let scales = if scheme.has_row_scales() {
                 2 * scheme.groups(problem.head_dim)
             } else {
                 0
@@ -114,7 +133,11 @@ impl Workload {
         tokens * problem.num_kv_heads * (row(self.format.k) + row(self.format.v))
     }
 
-    /// Bytes of 16-bit K and V that an append reads, and of codes and parameters that it writes.
+    fn decode_bytes(&self) -> usize {
+        self.cache_bytes() + self.residual_bytes()
+    }
+
+    /// Bytes of 16-bit K and V that an append reads, and of codes, residuals and parameters that it writes.
     pub fn append_bytes(&self) -> usize {
         let Problem {
             num_kv_heads,
@@ -123,7 +146,13 @@ impl Workload {
         } = self.problem;
         let written =
             page_bytes(self.format, num_kv_heads, head_dim, self.page_size) / self.page_size;
-        self.problem.batch() * (num_kv_heads * head_dim * 4 + written)
+        let kept = |scheme: &Scheme| scheme.window().tiles() > 0;
+        let residuals = [self.format.k, self.format.v]
+            .iter()
+            .filter(|s| kept(s))
+            .count();
+        let elements = num_kv_heads * head_dim;
+        self.problem.batch() * (elements * 4 + written + residuals * elements / 2)
     }
 
     /// Refuses an append that fills every page, for timers whose caches grow with each append: only the first would.
@@ -145,9 +174,9 @@ impl Workload {
     /// Bytes that the work moves at least, and that its ceiling reads.
     pub fn bytes(&self) -> usize {
         match self.operation {
-            Operation::Decode => self.cache_bytes(),
+            Operation::Decode => self.decode_bytes(),
             Operation::Append => self.append_bytes(),
-            Operation::AppendDecode => self.cache_bytes() + self.append_bytes(),
+            Operation::AppendDecode => self.decode_bytes() + self.append_bytes(),
         }
     }
 }
@@ -204,12 +233,14 @@ impl List {
 
     /// One sequence with four query heads per KV head: what a CPU or a latency-bound server runs; and small batches of it.
     fn single(&mut self) {
-        let all = "bf16,f16,fp8,int8,int8-g32,int8-tensor,int4,int4-g1,int4-g4";
+        let presets = "bf16,int8,int8/int4,int4";
+        let all =
+            "bf16,f16,fp8,int8,int8-plain,int8-g32,int8-tensor,int8/int4,int4,int4-g1,int4-g4";
         for (ctx, formats) in [
-            (1024, "bf16,int8,int4"),
+            (1024, presets),
             (8192, all),
-            (32768, "bf16,int8,int4"),
-            (131_072, "bf16,int8,int4"),
+            (32768, presets),
+            (131_072, presets),
         ] {
             let name = format!("32-8-ctx{ctx}");
             self.add("single", &name, formats, [32, 8, 128], vec![ctx]);
@@ -220,7 +251,7 @@ impl List {
         for batch in [8, 64] {
             let name = format!("32-8-ctx4096-batch{batch}");
             let lens = vec![4096; batch];
-            self.add("batch", &name, "bf16,int8,int4", [32, 8, 128], lens);
+            self.add("batch", &name, presets, [32, 8, 128], lens);
         }
         for ctx in [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20] {
             let name = format!("8-2-ctx{ctx}");
@@ -230,7 +261,7 @@ impl List {
 
     /// One KV head: eight query heads as published 4-bit kernels have them, and 16 with one or three query tokens.
     fn one_kv_head(&mut self) {
-        let formats = "bf16,fp8,int8,int8/int4-g1,int4,int4-g1,int4-g4";
+        let formats = "bf16,fp8,int8,int8/int4,int4,int4-g1,int4-g4";
         for batch in [512, 256, 128, 64, 32] {
             let name = format!("batch{batch}");
             self.add("gqa8", &name, formats, [8, 1, 128], vec![8192; batch]);
@@ -272,16 +303,18 @@ impl List {
         let ragged: Vec<usize> = (0..256)
             .map(|i| (64.0 * 2048f64.powf(f64::from(i * 77 % 256) / 255.0)) as usize)
             .collect();
-        self.add("ragged", "256", "int8,int4", [8, 1, 128], ragged);
+        let presets = "int8,int8/int4,int4";
+        self.add("ragged", "256", presets, [8, 1, 128], ragged);
+        // Half of the last page.
         let open = vec![8160; 32];
-        self.add("tails", "ctx8160-batch32", "int8,int4", [8, 1, 128], open);
+        self.add("tails", "ctx8160-batch32", presets, [8, 1, 128], open);
         for (name, layout) in [
             ("pages", CacheLayout::Pages),
             ("bnsh", CacheLayout::Bnsh),
             ("bsnh", CacheLayout::Bsnh),
         ] {
             let lens = vec![8192; batch_for(256 << 20, 8, 128, 8192)];
-            for workload in self.add("views", name, "bf16,int8", [32, 8, 128], lens) {
+            for workload in self.add("views", name, "bf16,int8-plain", [32, 8, 128], lens) {
                 workload.cache = layout;
             }
         }
@@ -299,9 +332,15 @@ impl List {
                 Operation::AppendDecode,
                 &vec![8190],
             ),
-            ("append-seals", Operation::Append, &vec![1024; 256]),
+            ("append-fills", Operation::Append, &vec![1024; 256]),
         ] {
-            for workload in self.add("append", name, "int8,int4", [32, 8, 128], lens.clone()) {
+            for workload in self.add(
+                "append",
+                name,
+                "int8,int8/int4,int4",
+                [32, 8, 128],
+                lens.clone(),
+            ) {
                 workload.operation = operation;
             }
         }
@@ -439,6 +478,16 @@ mod tests {
         // An append reads 16-bit K and V and writes a token's share of a page.
         let append = workload("append/append/int8");
         assert_eq!(append.bytes(), 256 * 8 * (2 * 128 * 2 + 2 * 130));
+        // Four bits more for each new element, and for those of the last 65 to 128 tokens of each sequence.
+        let append = workload("append/append/int4");
+        assert_eq!(append.bytes(), 256 * 8 * (2 * 128 * 2 + 2 * 66 + 2 * 64));
+        let decode = workload("context/8-2-ctx4096/int8");
+        assert_eq!(decode.residual_bytes(), 0);
+        let decode = workload("single/32-8-ctx8192/int4");
+        assert_eq!(decode.residual_bytes(), 128 * 8 * 128);
+        assert_eq!(decode.bytes(), 8192 * 8 * 2 * 66 + 128 * 8 * 128);
+        let decode = workload("single/32-8-ctx8192/int8/int4");
+        assert_eq!(decode.residual_bytes(), 128 * 8 * 64);
         let both = workload("append/append-then-decode/int8");
         assert_eq!(both.bytes(), both.cache_bytes() + append.bytes());
     }
@@ -446,7 +495,7 @@ mod tests {
     #[test]
     fn appends_that_fill_every_page_are_not_for_growing_caches() {
         assert!(
-            workload("append/append-seals/int8")
+            workload("append/append-fills/int8")
                 .check_growing()
                 .is_err()
         );

@@ -112,10 +112,10 @@ fn bytes_of_a_contiguous_cache_are_those_of_its_tokens() {
     for (format, row) in [
         ("f16", 128 + 128),
         ("fp8", 64 + 64),
-        ("int8", 66 + 66),
+        ("int8-plain", 66 + 66),
         ("int8-g32", 68 + 68),
         ("int8-g32/bf16", 68 + 128),
-        ("int8-tensor/int8", 64 + 66),
+        ("int8-tensor/int8-plain", 64 + 66),
     ] {
         for place in [CacheLayout::Bnsh, CacheLayout::Bsnh] {
             let workload = contiguous(format, place);
@@ -132,8 +132,36 @@ fn bytes_of_a_contiguous_cache_are_those_of_its_tokens() {
 }
 
 #[test]
+fn residuals_are_read_in_the_tiles_of_the_window() {
+    for (format, q_len, causal, tokens) in [
+        ("int8", 1, true, [0, 0]),
+        ("int4-w0", 1, true, [0, 0]),
+        // 70 tokens are one tile and a part of another, in two pages of 64; 3 tokens are one page; 257 are five pages.
+        ("int4", 1, true, [128 + 64 + 128; 2]),
+        ("int4-w4/int8", 1, true, [128 + 64 + 256, 0]),
+        ("int8-plain/int4-r2", 1, true, [0, 128 + 64 + 128]),
+        // The first of two rows stands in the tile before, at token 255, and reads a tile more.
+        ("int4", 2, true, [128 + 64 + 192; 2]),
+        ("int4", 2, false, [128 + 64 + 128; 2]),
+    ] {
+        let mut workload = contiguous(format, CacheLayout::Pages);
+        workload.problem.kv_lens = vec![70, 3, 257];
+        (workload.problem.q_len, workload.problem.causal) = (q_len, causal);
+        let bytes: usize = tokens.iter().map(|tokens| tokens * 2 * 32).sum();
+        assert_eq!(workload.residual_bytes(), bytes, "{format}");
+        assert_eq!(workload.bytes(), workload.cache_bytes() + bytes, "{format}");
+    }
+}
+
+#[test]
 fn rows_to_time_lie_as_their_shape_says() {
-    for format in ["f16", "bf16", "int8", "int8-g32/bf16", "bf16/int8"] {
+    for format in [
+        "f16",
+        "bf16",
+        "int8-plain",
+        "int8-g32/bf16",
+        "bf16/int8-plain",
+    ] {
         for place in [CacheLayout::Bnsh, CacheLayout::Bsnh] {
             let workload = contiguous(format, place);
             let format: KvFormat = workload.format;
@@ -153,7 +181,7 @@ fn rows_to_time_lie_as_their_shape_says() {
             },
             vec![],
         ),
-        ..contiguous("int8", CacheLayout::Bnsh)
+        ..contiguous("int8-plain", CacheLayout::Bnsh)
     };
     let rows = ContiguousCache::new(&none);
     assert!(rows.view().unwrap().k().codes.is_empty());

@@ -422,7 +422,7 @@ mod tests {
             names(&["single/32-8-ctx8192/int8"]),
             ["single/32-8-ctx8192/int8"]
         );
-        assert_eq!(names(&["single/32-8-ctx8192/int8-"]).len(), 2);
+        assert_eq!(names(&["single/32-8-ctx8192/int8-"]).len(), 3);
         assert_eq!(names(&["context/", "context/"]).len(), 6);
         assert!(chosen(&["no-such".to_owned()]).is_err());
     }

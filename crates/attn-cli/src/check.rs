@@ -21,7 +21,7 @@ fn kernels(backend: &dyn DecodeAttention) -> (Vec<String>, Vec<usize>) {
         );
         backend.supports(&problem, format).is_ok()
     };
-    let mut formats = vec![KvFormat::INT8, KvFormat::INT4];
+    let mut formats = vec![KvFormat::INT8, KvFormat::INT8_INT4, KvFormat::INT4];
     for scheme in Scheme::ALL {
         let format = KvFormat::same(scheme);
         if format.check(128, 64).is_ok() && !formats.contains(&format) {
@@ -225,7 +225,7 @@ mod tests {
         for part in [
             "cuda  not available: gpu: none",
             "cpu   available: ",
-            "      formats int8, int4, ",
+            "      formats int8, int8/int4, int4, ",
         ] {
             assert!(text.contains(part), "{part}: {text}");
         }
@@ -241,7 +241,10 @@ mod tests {
             formats.iter().all(|format| each(format) == 1),
             "{formats:?}"
         );
-        assert!(!formats.contains(&"int4-channel".to_owned()), "{formats:?}");
+        // Eight groups of 16 dims are the last that a head of 128 holds.
+        for name in ["int8-plain", "int4-w4", "int4-g8"] {
+            assert!(formats.contains(&name.to_owned()), "{formats:?}");
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `attn quantize` and `attn dequantize`: K and V as pages in a safetensors file, and back.
 //!
-//! Per layer NAME: `NAME.pages` U8 `[pages, page_bytes]`; `NAME.tail` U8, the tail page of an open int4-channel page; `NAME.k_scales`,
-//! `NAME.v_scales` F32 `[num_kv_heads]` for static scales. Metadata: `attn` = `pages 1`, `kv`, `page_size`, and per NAME a JSON object with
+//! Per layer NAME: `NAME.pages` U8 `[pages, page_bytes]`; `NAME.residual_pages` likewise, those of the last pages where the format has a
+//! window; `NAME.k_scales`, `NAME.v_scales` F32 `[num_kv_heads]` for static scales. Metadata: `attn` = `pages 2`, `kv`, `page_size`, and per NAME a JSON object with
 //! `tokens`, `num_kv_heads`, `head_dim`; so no layer can be called `attn`, `kv` or `page_size`. The bytes are those of FORMATS.md.
 
 use std::{
@@ -53,7 +53,7 @@ pub struct DequantizeArgs {
 }
 
 /// What the metadata's `attn` says.
-const KIND: &str = "pages 1";
+const KIND: &str = "pages 2";
 
 /// Keys of the metadata that are no layers.
 const SETTINGS: [&str; 3] = ["attn", "kv", "page_size"];
@@ -194,10 +194,11 @@ fn quantize_layer(
             tensors.push((format!("{}.{suffix}", kv.name), dtype, shape, bytes));
         }
     };
-    let shape = vec![home, layout.page_bytes()];
-    add("pages", Dtype::U8, shape, pages[..home].concat());
-    let tail = pages[home..].concat();
-    add("tail", Dtype::U8, vec![tail.len()], tail);
+    let (home, residuals) = pages.split_at(home);
+    for (suffix, pages) in [("pages", home), ("residual_pages", residuals)] {
+        let shape = vec![pages.len(), layout.page_bytes()];
+        add(suffix, Dtype::U8, shape, pages.concat());
+    }
     for (suffix, scales) in [
         ("k_scales", &config.k_tensor_scales),
         ("v_scales", &config.v_tensor_scales),
@@ -390,13 +391,19 @@ fn layer(
     let damaged = || format!("layer {name} is damaged");
     config.check().with_context(damaged)?;
     let layout = config.layout()?;
-    let data = file.tensor(&format!("{name}.pages"))?.data();
-    let mut pages: Vec<Vec<u8>> = data
-        .chunks(layout.page_bytes())
-        .map(<[u8]>::to_vec)
-        .collect();
-    if let Ok(tail) = file.tensor(&format!("{name}.tail")) {
-        pages.push(tail.data().to_vec());
+    let home = tokens.div_ceil(settings.page_size);
+    let residuals = layout.pages_of(tokens) - home;
+    let mut pages = Vec::new();
+    for (suffix, count) in [("pages", home), ("residual_pages", residuals)] {
+        let tensor = format!("{name}.{suffix}");
+        let data = file.tensor(&tensor).map_or(&[][..], |view| view.data());
+        let needed = count.saturating_mul(layout.page_bytes());
+        ensure!(
+            data.len() == needed,
+            "layer {name} is damaged: {tensor} has {} bytes, but {tokens} tokens have {needed}; make the file again with `attn quantize`",
+            data.len()
+        );
+        pages.extend(data.chunks(layout.page_bytes()).map(<[u8]>::to_vec));
     }
     let (k_scales, v_scales) = (&config.k_tensor_scales, &config.v_tensor_scales);
     let values = convert::dequantize(&layout, &pages, tokens, k_scales, v_scales);

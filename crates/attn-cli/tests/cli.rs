@@ -45,10 +45,10 @@ fn devices_names_every_backend() {
 
 #[test]
 fn misuse_exits_with_2_and_says_what_is_allowed() {
-    refused(&run(&["run", "--kv", "int5"]), &["int5", "int4-channel"]);
+    refused(&run(&["run", "--kv", "int5"]), &["int5", "int8-plain"]);
     refused(
         &run(&["run", "--kv", "int8/int4-channel"]),
-        &["for K only", "use int4-g1"],
+        &["int4-channel", "int4-g1"],
     );
     refused(
         &run(&["run", "--backend", "tpu"]),
@@ -161,16 +161,8 @@ fn damaged_pages_are_refused_with_the_layer() {
         &["both input and output"],
     );
     refused(&run(&["run", &pages]), &["no tensor NAME.k"]);
-    let output = run(&[
-        "quantize",
-        &bundled(),
-        &out,
-        "--kv",
-        "int4",
-        "--page-size",
-        "32",
-    ]);
-    refused(&output, &["int4-channel needs page_size 64 or 128"]);
+    let output = run(&["quantize", &bundled(), &out, "--kv", "int4-g8"]);
+    refused(&output, &["int4 groups of a multiple of 16 dims"]);
     assert_eq!(folder.names(), ["bad", "whole"]);
 }
 

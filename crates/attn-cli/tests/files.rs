@@ -90,9 +90,11 @@ fn every_head_of_k_and_of_v_comes_back_with_its_own_values() {
         ("bf16", 0.01),
         ("fp8", 0.06),
         ("int8", 0.02),
+        ("int8-plain", 0.02),
         ("int8-tensor", 0.02),
         ("int4", 0.2),
-        ("int8/int4-g1", 0.2),
+        ("int8/int4", 0.2),
+        ("int4-g1/int4-g4", 0.2),
     ] {
         let folder = Folder::new();
         let file = input(&folder, "in", "one");
@@ -390,9 +392,9 @@ fn files_of_another_version_or_without_pages_are_refused() {
     let bytes = fs::read(&pages).unwrap();
     for (from, to, says) in [
         (
-            "pages 1",
             "pages 2",
-            "holds `pages 2`, but this version reads `pages 1`",
+            "pages 1",
+            "holds `pages 1`, but this version reads `pages 2`; make it again with `attn quantize`",
         ),
         ("one.pages", "one.pagez", "no tensor NAME.pages"),
         (
@@ -419,6 +421,34 @@ fn files_of_another_version_or_without_pages_are_refused() {
         &run(&["dequantize", &bad, &out]),
         &["one.k_scales is F16; it must be f32"],
     );
+}
+
+#[test]
+fn residual_pages_lie_beside_the_pages_and_are_not_optional() {
+    let folder = Folder::new();
+    let file = input(&folder, "in", "one");
+    let (pages, bad, out) = (folder.path("pages"), folder.path("bad"), folder.path("out"));
+    let quantize = ["quantize", &file, &pages, "--page-size", "16", "--json"];
+    for (kv, residuals, bytes) in [
+        // 70 tokens are five pages of 16: codes of 4 bits, and a scale.
+        ("int4", true, 10 * 16 * HEADS * 2 * (DIM / 2 + 2)),
+        ("int8/int4", true, 10 * 16 * HEADS * (3 * DIM / 2 + 4)),
+        ("int4-w0", false, 5 * 16 * HEADS * 2 * (DIM / 2 + 2)),
+    ] {
+        let made = json(&run(&[&quantize[..], &["--kv", kv, "--force"]].concat()));
+        assert_eq!(made["layers"][0]["bytes"], bytes, "{kv}");
+        let whole = fs::read(&pages).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&whole).unwrap();
+        let shape = tensors
+            .tensor("one.residual_pages")
+            .map(|x| x.shape().to_vec());
+        assert_eq!(shape.ok(), residuals.then(|| vec![5, bytes / 10]), "{kv}");
+        if residuals {
+            with_metadata(&whole, "one.residual_pages", "one.residual_pagez", &bad);
+            let says = ["layer one is damaged: one.residual_pages has 0 bytes"];
+            refused(&run(&["dequantize", &bad, &out]), &says);
+        }
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@ mod rows;
 
 use arbitrary::Unstructured;
 use attn_core::{
-    CacheConfig, DecodeAttention, Error, Heads, Int4Scale, Int8Scale, KvFormat, PageLayout, Scheme,
+    CacheConfig, DecodeAttention, Error, Heads, Int8Scale, PageLayout, Scheme,
     convert::{self, ExternalRows, Order, Side},
 };
 use rows::{Rows, values};
@@ -83,8 +83,21 @@ pub fn fuzz_import(u: &mut Unstructured<'_>, import: Import) -> Result<(), Strin
 
 /// Draws a layout, mostly a possible one; `None` if it is refused, as it must be.
 fn layout(draw: &mut Draw<'_, '_>) -> Result<Option<(Shape, PageLayout)>, String> {
+    let mut format = draw.format();
+    // Rows of other engines are not rotated.
+    if !draw.once_in(6) {
+        let plain = Scheme::Int8(Int8Scale::Token);
+        let unrotated = |scheme| {
+            if pages::is_rotated(scheme) {
+                plain
+            } else {
+                scheme
+            }
+        };
+        (format.k, format.v) = (unrotated(format.k), unrotated(format.v));
+    }
     let mut shape = Shape {
-        format: draw.format(),
+        format,
         head_dim: draw.pick(&[64, 64, 80, 96, 128, 192, 256]),
         page_size: draw.pick(&[16, 32, 64, 128]),
         heads: draw.range(1..=3),
@@ -94,7 +107,7 @@ fn layout(draw: &mut Draw<'_, '_>) -> Result<Option<(Shape, PageLayout)>, String
         1 => shape.page_size = draw.size(),
         2 => shape.heads = draw.size(),
         3 => shape.format.v = draw.scheme(),
-        4 => shape.format.k = Scheme::Int4(Int4Scale::Groups(draw.bits() as u8)),
+        4 => shape.format.k = Scheme::Int4(draw.bits() as u8),
         _ => {}
     }
     let made = PageLayout::new(shape.format, shape.head_dim, shape.page_size, shape.heads);
@@ -108,6 +121,15 @@ fn layout(draw: &mut Draw<'_, '_>) -> Result<Option<(Shape, PageLayout)>, String
                 got == want,
                 "a page of {shape:?} has {got} bytes, not {want}"
             );
+            let tokens = draw.size() >> 1;
+            let want: usize = pages::page_counts(shape.format, shape.page_size, tokens)
+                .iter()
+                .sum();
+            let got = layout.pages_of(tokens);
+            hold!(
+                got == want,
+                "{tokens} tokens of {shape:?} have {got} pages, not {want}"
+            );
             Ok(Some((shape, layout)))
         }
         Err(error) => {
@@ -119,20 +141,11 @@ fn layout(draw: &mut Draw<'_, '_>) -> Result<Option<(Shape, PageLayout)>, String
 
 /// The rules of FORMATS.md, and the limits of a page.
 fn can_be(shape: &Shape) -> bool {
-    let scheme = |scheme: Scheme| match scheme {
-        Scheme::Int8(Int8Scale::Group32) => shape.head_dim.is_multiple_of(32),
-        Scheme::Int4(Int4Scale::Groups(g)) => {
-            [1, 2, 4, 8].contains(&g) && shape.head_dim.is_multiple_of(16 * usize::from(g))
-        }
-        Scheme::Int4(Int4Scale::Channel) => shape.page_size >= 64,
-        _ => true,
-    };
     [64, 80, 96, 128, 192, 256].contains(&shape.head_dim)
         && [16, 32, 64, 128].contains(&shape.page_size)
         && (1..=65536).contains(&shape.heads)
-        && scheme(shape.format.k)
-        && scheme(shape.format.v)
-        && shape.format.v != Scheme::Int4(Int4Scale::Channel)
+        && pages::can_be(shape.format.k, shape.head_dim)
+        && pages::can_be(shape.format.v, shape.head_dim)
         && shape.heads * pages::run_bytes(shape) <= i32::MAX as usize
 }
 
@@ -171,7 +184,7 @@ fn round_trip(
             .iter()
             .flat_map(|(row, scales)| values(rows.format, row, scales, tensor).unwrap_or_default());
         for (j, want) in exact.enumerate() {
-            let (own, theirs) = (own.x[i][j], theirs[i][j]);
+            let (own, theirs) = (own[i].coarse.x[j], theirs[i][j]);
             hold!(
                 own == want,
                 "{side:?}[{j}] of {shape:?} is {own} in its page, not {want}"
@@ -254,21 +267,9 @@ fn damaged_pages(
         draw.range(0..=shape.page_size * 2)
     };
     let full = layout.page_bytes().min(1 << 20);
-    let tail = KvFormat {
-        k: Scheme::Int8(Int8Scale::Token),
-        ..shape.format
-    };
-    let tail = shape.heads
-        * pages::run_bytes(&Shape {
-            format: tail,
-            ..*shape
-        });
-    let mut made: Vec<Vec<u8>> = (0..draw.range(0..=3))
+    let mut made: Vec<Vec<u8>> = (0..draw.range(0..=5))
         .map(|_| vec![if draw.once_in(4) { 0xff } else { 0x11 }; full])
         .collect();
-    if let (Some(last), true) = (made.last_mut(), draw.once_in(3)) {
-        last.resize(tail.min(1 << 20), 0x22);
-    }
     if let (Some(last), true) = (made.last_mut(), draw.once_in(6)) {
         let len = draw.range(0..=full);
         last.truncate(len);

@@ -5,7 +5,7 @@
 use std::ops::RangeInclusive;
 
 use arbitrary::Unstructured;
-use attn_core::{Int4Scale, KvFormat, Scheme};
+use attn_core::{KvFormat, Scheme, Window};
 
 /// The next number of the splitmix64 sequence of `state`.
 pub fn splitmix(state: &mut u64) -> u64 {
@@ -128,20 +128,22 @@ impl Draw<'_, '_> {
         bytes
     }
 
-    /// A scheme.
+    /// A scheme; of the rotated 4-bit ones, any groups and any window.
     pub fn scheme(&mut self) -> Scheme {
-        self.pick(&Scheme::ALL)
+        match self.pick(&Scheme::ALL) {
+            Scheme::RotatedInt4 { .. } => Scheme::RotatedInt4 {
+                groups: self.pick(&[1, 1, 2, 4, 8]),
+                window: self.pick(&[Window::Two, Window::Two, Window::None, Window::Four]),
+            },
+            other => other,
+        }
     }
 
-    /// A pair of schemes, int4-channel only for K.
+    /// A pair of schemes.
     pub fn format(&mut self) -> KvFormat {
-        let mut format = KvFormat {
+        KvFormat {
             k: self.scheme(),
             v: self.scheme(),
-        };
-        if format.v == Scheme::Int4(Int4Scale::Channel) {
-            format.v = Scheme::Int4(Int4Scale::Groups(1));
         }
-        format
     }
 }

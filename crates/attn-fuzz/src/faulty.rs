@@ -7,7 +7,7 @@ use std::{
 
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, KvCache, KvFormat,
-    PageLayout, PageStore, Plan, Problem, TokenWrite, Unsupported, cache::CacheAccess,
+    KvSource, PageLayout, PageStore, Plan, Problem, TokenWrite, Unsupported, cache::CacheAccess,
 };
 use attn_cpu::Reference;
 
@@ -21,8 +21,14 @@ enum Fault {
     Bit,
     /// Every output is 2 % too large.
     Size,
-    /// Every 16th append writes one byte more.
+    /// Every output of the integer arithmetic is 15 % too large.
+    IntegerSize,
+    /// Residuals are read as 8, the middle of a coarse step.
+    Coarse,
+    /// The second append to a cache writes one byte more.
     Page,
+    /// The second append to a cache writes no residuals.
+    Residuals,
 }
 
 struct Faulty {
@@ -40,7 +46,7 @@ impl DecodeAttention for Faulty {
     }
 
     fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
-        if self.fault != Fault::Page {
+        if !matches!(self.fault, Fault::Page | Fault::Residuals) {
             return self.inner.create_cache(config);
         }
         let pages = HostPages::new(config)?;
@@ -48,6 +54,7 @@ impl DecodeAttention for Faulty {
             config.clone(),
             Box::new(FaultyPages {
                 pages,
+                fault: self.fault,
                 calls: AtomicU32::new(0),
             }),
         )
@@ -58,7 +65,11 @@ impl DecodeAttention for Faulty {
     }
 
     fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        if self.fault == Fault::Coarse {
+            return without_residuals(&self.inner, step);
+        }
         self.inner.execute(step)?;
+        let is_integer = step.plan().format().is_integer();
         let long = step.problem().kv_lens.iter().any(|len| *len > 20);
         let out = step.parts().1.out;
         match self.fault {
@@ -68,14 +79,40 @@ impl DecodeAttention for Faulty {
                 }
             }
             Fault::Size => out.iter_mut().for_each(|x| *x *= 1.02),
+            Fault::IntegerSize if is_integer => out.iter_mut().for_each(|x| *x *= 1.15),
             _ => {}
         }
         Ok(())
     }
 }
 
+/// Decodes a copy of the step's cache whose residuals are all 8.
+fn without_residuals(backend: &Reference, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+    let (inputs, outputs) = step.parts();
+    let KvSource::Cache(cache) = inputs.kv() else {
+        return backend.execute(step);
+    };
+    let mut config = cache.config().clone();
+    let lens = &cache.table().lens;
+    config.num_pages = lens.iter().map(|len| config.pages_for(*len)).sum();
+    let mut copy = backend.create_cache(&config)?;
+    for (sequence, &len) in lens.iter().enumerate() {
+        let mut pages = cache.read_back(sequence)?;
+        let home = len.div_ceil(config.page_size);
+        pages[home..].iter_mut().for_each(|page| page.fill(0x88));
+        copy.restore(sequence, len, &pages)?;
+    }
+    let kv = KvSource::Cache(&copy);
+    let mut step = DecodeStep::new(inputs.plan(), inputs.q(), kv, outputs.out)?;
+    if let Some(lse) = outputs.lse {
+        step = step.with_lse(lse)?;
+    }
+    backend.execute(&mut step)
+}
+
 struct FaultyPages {
     pages: HostPages,
+    fault: Fault,
     calls: AtomicU32,
 }
 
@@ -95,8 +132,13 @@ impl PageStore for FaultyPages {
         k: &[f32],
         v: &[f32],
     ) -> Result<(), Error> {
-        self.pages.append(access, writes, k, v)?;
-        if self.calls.fetch_add(1, Ordering::Relaxed) == 1 {
+        let is_second = self.calls.fetch_add(1, Ordering::Relaxed) == 1;
+        let mut writes = writes.to_vec();
+        if is_second && self.fault == Fault::Residuals {
+            writes.iter_mut().for_each(|w| w.residual_page = None);
+        }
+        self.pages.append(access, &writes, k, v)?;
+        if is_second && self.fault == Fault::Page {
             let mut page = self.pages.read_page(access, writes[0].page)?;
             page[0] ^= 1;
             self.pages.write_page(access, writes[0].page, &page)?;
@@ -138,6 +180,21 @@ pub fn one_wrong_bit() -> Backends {
 /// Both are wrong alike.
 pub fn all_wrong() -> Backends {
     backends(Fault::Size, Fault::Size)
+}
+
+/// Both are wrong alike where K and V are integers.
+pub fn integers_wrong() -> Backends {
+    backends(Fault::IntegerSize, Fault::IntegerSize)
+}
+
+/// Both read a cache without its residuals.
+pub fn all_coarse() -> Backends {
+    backends(Fault::Coarse, Fault::Coarse)
+}
+
+/// The second append to a cache writes no residuals.
+pub fn lost_residuals() -> Backends {
+    backends(Fault::Residuals, Fault::None)
 }
 
 /// The second append to a cache leaves another bit.

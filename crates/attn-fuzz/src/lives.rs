@@ -7,13 +7,13 @@ mod actions;
 mod checks;
 
 use arbitrary::Unstructured;
-use attn_core::{Append, CacheConfig, Error, Heads, Int4Scale, KvCache, PageTable, Scheme};
+use attn_core::{Append, CacheConfig, Error, Heads, KvCache, PageTable};
 
 use crate::{
     backends::{Backends, CPU},
     draw::Draw,
     hold,
-    pages::Shape,
+    pages::{Shape, page_counts},
 };
 
 /// Draws a cache and a life of actions; see the module.
@@ -64,10 +64,9 @@ fn config(draw: &mut Draw<'_, '_>) -> CacheConfig {
     .max_len(0)
     .build();
     config.page_size = draw.pick(&[16, 16, 32, 64, 128]);
-    if config.format.k == Scheme::Int4(Int4Scale::Channel) {
-        config.page_size = draw.pick(&[64, 128]);
-    }
-    config.num_pages = draw.range(0..=14);
+    // Residual pages are dropped after 16 pages of 16 tokens, or more.
+    let most = draw.pick(&[14, 14, 50]);
+    config.num_pages = draw.range(0..=most);
     let heads = config.num_kv_heads;
     for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
         if !scales.is_empty() {
@@ -97,6 +96,15 @@ struct Sequence {
     /// K and V as appended; `None` once pages of other origin are restored.
     floats: Option<[Vec<f32>; 2]>,
     tokens: usize,
+}
+
+/// What appends take from the pool.
+#[derive(Debug, Default)]
+struct Demand {
+    /// New home pages and residual pages, and copies of shared open ones.
+    pages: usize,
+    /// Residual pages that the appends drop and no other sequence has: they serve as new pages where too few are free.
+    recyclable: Vec<u32>,
 }
 
 /// A cache and its model.
@@ -162,42 +170,66 @@ impl<'a> Life<'a> {
     /// Pages that no sequence has.
     fn free(&self) -> Vec<u32> {
         let table = self.cache.table();
-        let owned = |page: &u32| {
-            table.pages.iter().flatten().any(|p| p == page)
-                || table.tail_pages.contains(&Some(*page))
-        };
+        let lists = || table.pages.iter().chain(&table.residual_pages);
+        let owned = |page: &u32| lists().flatten().any(|p| p == page);
         (0..self.config.num_pages as u32)
             .filter(|p| !owned(p))
             .collect()
     }
 
-    /// Pages that appends must take, a copy of a shared open page each included; None if a sequence does not exist.
-    fn needed(&self, appends: &[Append]) -> Option<usize> {
-        let (table, size) = (self.cache.table(), self.config.page_size);
-        let channel = self.config.format.k == Scheme::Int4(Int4Scale::Channel);
-        let mut needed = 0usize;
+    /// What appends take from the pool; None if a sequence does not exist.
+    fn demand(&self, appends: &[Append]) -> Option<Demand> {
+        let mut demand = Demand::default();
         for &Append {
             sequence: s,
             tokens,
         } in appends
         {
-            let len = self.sequences.get(s)?.tokens;
-            if tokens == 0 {
-                continue;
+            self.sequences.get(s)?;
+            if tokens > 0 {
+                self.add_demand(s, tokens, &mut demand);
             }
-            let shared = len % size != 0
-                && table
-                    .pages
-                    .iter()
-                    .filter(|p| p.last() == table.pages[s].last())
-                    .count()
-                    > 1;
-            needed = needed
-                .saturating_add(len.saturating_add(tokens).div_ceil(size) - len.div_ceil(size))
-                .saturating_add(usize::from(shared))
-                .saturating_add(usize::from(channel && len == 0));
         }
-        Some(needed)
+        Some(demand)
+    }
+
+    /// Sequences whose list holds a page.
+    fn owners(lists: &[Vec<u32>], page: u32) -> usize {
+        lists.iter().filter(|list| list.contains(&page)).count()
+    }
+
+    fn add_demand(&self, s: usize, tokens: usize, demand: &mut Demand) {
+        let (table, size, format) = (
+            self.cache.table(),
+            self.config.page_size,
+            self.config.format,
+        );
+        let len = self.sequences[s].tokens;
+        let [held, old_kept] = page_counts(format, size, len);
+        let [home, kept] = page_counts(format, size, len.saturating_add(tokens));
+        // Residuals are kept for home pages `first..home`; those of `old_first..held` are there.
+        let (old_first, first) = (held - old_kept, home - kept);
+        let added = (home - held).saturating_add(home - first.max(held));
+        let open = table.pages[s].last().filter(|_| len % size != 0);
+        let copied = match open {
+            Some(page) if Self::owners(&table.pages, *page) > 1 => {
+                1 + usize::from(kept > 0 && first < held)
+            }
+            _ => 0,
+        };
+        demand.pages = demand.pages.saturating_add(added).saturating_add(copied);
+        let dropped = first.saturating_sub(old_first).min(old_kept);
+        let alone = |page: &&u32| Self::owners(&table.residual_pages, **page) == 1;
+        let dropped = table.residual_pages[s][..dropped].iter().filter(alone);
+        demand.recyclable.extend(dropped);
+    }
+
+    /// Whether the pool has room for what appends take.
+    fn has_room(&self, demand: &Option<Demand>) -> bool {
+        let free = self.cache.free_pages();
+        demand
+            .as_ref()
+            .is_some_and(|d| d.pages <= free + d.recyclable.len())
     }
 
     fn act(&mut self, draw: &mut Draw<'_, '_>) -> Result<Done, String> {
@@ -243,7 +275,22 @@ mod tests {
     }
 
     #[test]
+    fn an_error_of_the_integer_arithmetic_that_the_reference_shares_is_found() {
+        assert!(finds(&faulty::integers_wrong()));
+    }
+
+    #[test]
     fn a_store_that_writes_one_wrong_byte_is_found() {
         assert!(finds(&faulty::wrong_pages()));
+    }
+
+    #[test]
+    fn a_store_that_loses_residuals_is_found() {
+        assert!(finds(&faulty::lost_residuals()));
+    }
+
+    #[test]
+    fn a_backend_that_reads_without_residuals_is_found() {
+        assert!(finds(&faulty::all_coarse()));
     }
 }

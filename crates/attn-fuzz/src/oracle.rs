@@ -1,102 +1,229 @@
 //! Attention in f64 over values as [`crate::pages`] reads them.
+//!
+//! In the integer arithmetic a query counts with its 8 bits, and an output may err by a step of each of its weights; a row reads a rotated
+//! 4-bit cache as its own tile says (`docs/arithmetic.md`, sections 3 to 5).
 
 use attn_core::Problem;
 
-/// One sequence's K and V as `[token][head][dim]`.
-pub type KvOf<'a> = [&'a [f64]; 2];
+use crate::pages::{self, Numbers, Side};
 
-/// An answer in f64, and how large its terms were.
-#[derive(Debug, Default)]
-pub struct Answer {
-    /// `[batch, q_len, num_q_heads, head_dim]`.
+/// What a row answers, and how far another answer may be.
+#[derive(Debug)]
+pub struct Row {
+    /// The outputs.
     pub out: Vec<f64>,
-    /// `[batch, q_len, num_q_heads]`.
-    pub lse: Vec<f64>,
-    /// For each row, the largest sum of magnitudes of a score's products, in natural units and after scaling.
-    pub score: Vec<f64>,
-    /// For each row, the sum of a score's products as large as any query element and any element of K could make them.
-    pub plane: Vec<f64>,
-    /// For each row, the largest magnitude in V.
-    pub value: Vec<f64>,
+    /// The log-sum-exp.
+    pub lse: f64,
+    /// How far scores may be off, in natural units.
+    pub score_bound: f64,
+    /// How far the log-sum-exp may be off.
+    pub lse_bound: f64,
+    /// How far one output may be off, in the float arithmetic.
+    pub element_bound: f64,
+    /// How far the outputs may be off together, in the L2 norm.
+    pub norm_bound: f64,
 }
 
-/// Attends every row of a problem.
-pub fn attend(problem: &Problem, q: &[f32], kv: &[KvOf<'_>]) -> Answer {
-    let mut answer = Answer::default();
-    let dim = problem.head_dim;
-    for (b, kv) in kv.iter().enumerate().take(problem.kv_lens.len()) {
+/// Attends every row of a problem; `integer` says by which arithmetic.
+pub fn attend(problem: &Problem, integer: bool, q: &[f32], kv: &[[Side; 2]]) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for (b, sides) in kv.iter().enumerate().take(problem.kv_lens.len()) {
         for i in 0..problem.q_len {
             for h in 0..problem.num_q_heads {
-                let at = ((b * problem.q_len + i) * problem.num_q_heads + h) * dim;
-                row(problem, [b, i, h], &q[at..at + dim], *kv, &mut answer);
+                let at = ((b * problem.q_len + i) * problem.num_q_heads + h) * problem.head_dim;
+                let of = Attended {
+                    problem,
+                    integer,
+                    head: h / (problem.num_q_heads / problem.num_kv_heads),
+                    len: problem.kv_lens[b],
+                    position: problem.kv_lens[b] as f64 - problem.q_len as f64 + i as f64,
+                };
+                rows.push(of.row(h, &q[at..at + problem.head_dim], sides));
             }
         }
     }
-    answer
+    rows
 }
 
-fn row(problem: &Problem, [b, i, h]: [usize; 3], q: &[f32], [k, v]: KvOf<'_>, answer: &mut Answer) {
-    let dim = problem.head_dim;
-    let head = h / (problem.num_q_heads / problem.num_kv_heads);
-    let position = problem.kv_lens[b] as f64 - problem.q_len as f64 + i as f64;
-    let (mut seen, mut largest, mut value) = (Vec::new(), 0.0f64, 0.0f64);
-    let mut key = 0.0f64;
-    for t in 0..problem.kv_lens[b] {
-        let at = (t * problem.num_kv_heads + head) * dim;
-        // Values of tokens that are not seen still enter a tile's exponents.
-        value = v[at..at + dim].iter().fold(value, |a, x| a.max(x.abs()));
-        key = k[at..at + dim].iter().fold(key, |a, x| a.max(x.abs()));
-        let before = position - t as f64;
-        let in_window = problem.window_left.is_none_or(|w| before <= w as f64);
-        let products = q.iter().zip(&k[at..at + dim]);
-        let products = products.map(|(q, k)| f64::from(*q) * k * f64::from(problem.softmax_scale));
-        let size: f64 = products.clone().map(f64::abs).sum();
-        largest = largest.max(size);
-        if (problem.causal && before < 0.0) || !in_window {
-            continue;
+/// A query as a backend multiplies it with stored rows.
+struct Query {
+    x: Vec<f64>,
+    /// What a step of rounding more or less could change, as a factor of the largest element of K.
+    ties: f64,
+}
+
+impl Query {
+    fn new(q: &[f32], k_is_rotated: bool, integer: bool) -> Self {
+        let mut x: Vec<f64> = q.iter().map(|x| f64::from(*x)).collect();
+        if k_is_rotated {
+            pages::turn_back(&mut x);
         }
-        let mut s: f64 = products.sum();
-        if let Some(cap) = problem.softcap {
-            s = f64::from(cap) * (s / f64::from(cap)).tanh();
+        let step = largest(&x) / 127.0;
+        if !integer || step == 0.0 {
+            return Query { x, ties: 0.0 };
         }
-        if let Some(slopes) = &problem.alibi_slopes {
-            let bias = f64::from(slopes[h]) * -before;
-            largest = largest.max(size + bias.abs());
-            s += bias;
+        // f32 errs by less than a 500th of a step: by 2^-17 of the largest element if 256 equal ones are summed.
+        let is_tie = |x: &&f64| ((**x / step).fract().abs() - 0.5).abs() < 2e-3;
+        let ties = x.iter().filter(is_tie).count() as f64 * step;
+        let rounded = x.iter().map(|x| (x / step).round_ties_even() * step);
+        Query {
+            x: rounded.collect(),
+            ties,
         }
-        seen.push((at, s));
     }
-    let sink = problem.sinks.as_ref().map(|sinks| f64::from(sinks[h]));
-    let logits = || seen.iter().map(|(_, s)| *s).chain(sink);
-    let max = logits().fold(f64::NEG_INFINITY, f64::max);
-    let sum: f64 = logits().map(|s| (s - max).exp()).sum();
-    // A sink's base-2 logit has steps as a score has; they show where its weight does.
-    let shown = sink.filter(|sink| max - sink < 100.0);
-    largest = shown.map_or(largest, |sink| largest.max(sink.abs()));
-    let mut out = vec![0.0; dim];
-    for (at, s) in &seen {
-        let weight = (s - max).exp() / sum;
-        let values = &v[*at..*at + dim];
-        out.iter_mut()
-            .zip(values)
-            .for_each(|(o, v)| *o += weight * v);
+}
+
+fn largest(x: &[f64]) -> f64 {
+    x.iter().fold(0.0, |a, x| a.max(x.abs()))
+}
+
+fn norm(x: &[f64]) -> f64 {
+    x.iter().map(|x| x * x).sum::<f64>().sqrt()
+}
+
+/// A token that a row sees.
+struct Seen {
+    t: usize,
+    score: f64,
+}
+
+/// What a row attends to.
+struct Attended<'a> {
+    problem: &'a Problem,
+    integer: bool,
+    head: usize,
+    len: usize,
+    position: f64,
+}
+
+impl Attended<'_> {
+    /// The numbers of token `t` that the row reads: a slice of one of [`Numbers`]' fields.
+    fn token<'b>(&self, side: &'b Side, t: usize) -> (&'b Numbers, std::ops::Range<usize>) {
+        let position = match self.problem.causal {
+            true => self.position.max(0.0) as usize,
+            false => self.len - 1,
+        };
+        let at = (t * self.problem.num_kv_heads + self.head) * self.problem.head_dim;
+        let numbers = side.read_from(position / 64, t);
+        (numbers, at..at + self.problem.head_dim)
     }
-    answer.out.extend(out);
-    answer
-        .lse
-        .push(if sum == 0.0 { max } else { max + sum.ln() });
-    answer.score.push(largest);
-    answer.value.push(value);
-    let query = q.iter().fold(0.0, |a: f64, x| a.max(f64::from(x.abs())));
-    let scale = f64::from(problem.softmax_scale);
-    answer.plane.push(query * key * dim as f64 * scale);
+
+    fn row(&self, h: usize, q: &[f32], [k, v]: &[Side; 2]) -> Row {
+        let problem = self.problem;
+        let query = Query::new(q, pages::is_rotated(k.scheme), self.integer);
+        let (mut seen, mut size, mut key) = (Vec::new(), 0.0f64, 0.0f64);
+        for t in 0..self.len {
+            let (numbers, at) = self.token(k, t);
+            let row = &numbers.stored[at];
+            key = key.max(largest(row));
+            let scale = f64::from(problem.softmax_scale);
+            let products = query.x.iter().zip(row).map(|(q, k)| q * k * scale);
+            let sum: f64 = products.clone().map(f64::abs).sum();
+            size = size.max(sum);
+            let before = self.position - t as f64;
+            let in_window = problem.window_left.is_none_or(|w| before <= w as f64);
+            if (problem.causal && before < 0.0) || !in_window {
+                continue;
+            }
+            let mut score: f64 = products.sum();
+            if let Some(cap) = problem.softcap {
+                score = f64::from(cap) * (score / f64::from(cap)).tanh();
+            }
+            if let Some(slopes) = &problem.alibi_slopes {
+                let bias = f64::from(slopes[h]) * -before;
+                size = size.max(sum + bias.abs());
+                score += bias;
+            }
+            seen.push(Seen { t, score });
+        }
+        let sink = problem.sinks.as_ref().map(|sinks| f64::from(sinks[h]));
+        let logits = || seen.iter().map(|s| s.score).chain(sink);
+        let max = logits().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = logits().map(|s| (s - max).exp()).sum();
+        // A sink's base-2 logit has steps as a score has; they show where its weight does.
+        let shown = sink.filter(|sink| max - sink < 100.0);
+        size = shown.map_or(size, |sink| size.max(sink.abs()));
+        let scale = f64::from(problem.softmax_scale);
+        // As large as the products of any element of the query and any of K could be.
+        let most = largest(&query.x) * key * problem.head_dim as f64 * scale;
+        let score_bound = size * 4e-6
+            + most * 2f64.powi(-21)
+            + query.ties * key * scale
+            + problem.softcap.map_or(0.0, f64::from) * 1e-6;
+        // exp2w errs by 7.5e-5, and each weight's share of the sum is rounded to 2^-22.
+        let weight_bound = match self.integer {
+            true => 2e-4 + seen.len() as f64 * 2f64.powi(-21),
+            false => 1e-5,
+        };
+        let mut out = vec![0.0; problem.head_dim];
+        let mut value = [0.0f64; 2];
+        for Seen { t, score } in &seen {
+            let weight = (score - max).exp() / sum;
+            let (numbers, at) = self.token(v, *t);
+            let values = &numbers.stored[at];
+            value = [value[0].max(largest(values)), value[1].max(norm(values))];
+            let products = out.iter_mut().zip(values);
+            products.for_each(|(o, v)| *o += weight * v);
+        }
+        // Rotated rows are turned back: an element is a sum of a block's, and a norm is kept, or halved by the root of two.
+        if pages::is_rotated(v.scheme) {
+            pages::turn_back(&mut out);
+            value[0] *= (pages::block(problem.head_dim) as f64).sqrt();
+        }
+        let lse = if sum == 0.0 { max } else { max + sum.ln() };
+        let bound = score_bound + weight_bound;
+        let steps = match self.integer {
+            true => self.weight_steps(v, &seen, max) / sum,
+            false => 0.0,
+        };
+        Row {
+            out,
+            lse,
+            score_bound,
+            lse_bound: bound + lse.abs() * 1e-6,
+            element_bound: 3.0 * bound * value[0] + 1e-35,
+            norm_bound: steps + 3.0 * bound * value[1] + 1e-35,
+        }
+    }
+
+    /// How far weights of one byte may move the sum of weights times values, in the L2 norm: each by less than a step of its tile.
+    ///
+    /// Steps of many tokens add like noise, of which this is eight standard deviations: a step is as often too much as too little.
+    fn weight_steps(&self, v: &Side, seen: &[Seen], max: f64) -> f64 {
+        let groups = v.scheme.groups(self.problem.head_dim);
+        let len = self.problem.head_dim / groups;
+        let mut squares = 0.0;
+        for g in 0..groups {
+            let (mut most, mut square) = (0.0, 0.0);
+            for tile in seen.chunk_by(|a, b| a.t / 64 == b.t / 64) {
+                // Each token's scale, and its codes' norm, in units of the scale.
+                let tokens = tile.iter().map(|Seen { t, score }| {
+                    let (numbers, at) = self.token(v, *t);
+                    let at = at.start + g * len..at.start + (g + 1) * len;
+                    let step = numbers.steps[at.start];
+                    let codes = if step == 0.0 {
+                        0.0
+                    } else {
+                        norm(&numbers.centred[at]) / step
+                    };
+                    ((score - max).exp() * step, codes)
+                });
+                let tokens: Vec<(f64, f64)> = tokens.collect();
+                // κ is a 255th of the largest weight with its scale, rounded up to two significant bits at least.
+                let step = tokens.iter().fold(0.0f64, |a, (x, _)| a.max(*x)) * 1.5 / 255.0;
+                most += tokens.iter().map(|(_, codes)| step * codes).sum::<f64>();
+                square += tokens
+                    .iter()
+                    .map(|(_, codes)| (step * codes).powi(2))
+                    .sum::<f64>();
+            }
+            squares += most.min(4.0 * f64::sqrt(square)).powi(2);
+        }
+        squares.sqrt()
+    }
 }
 
 /// Compares an answer of the CPU with that of f64; `integer` says which arithmetic it took.
-///
-/// In integers a query has 15 bits below its largest element (a page of channels wastes up to a bit or two), so a score errs by
-/// that part of the largest sum that the query and the keys could make. In f32 it errs by 2^-22 of its terms' sum; a soft cap's form loses cap·2^-23 of a score. The weights' polynomial errs by 7.5e-5, codes
-/// of weights by 2^-16. Outputs err by the weights' error, of the largest value.
 ///
 /// # Errors
 /// The first output beyond its bound.
@@ -104,47 +231,44 @@ pub fn compare(
     problem: &Problem,
     integer: bool,
     got: &[Vec<f32>; 2],
-    want: &Answer,
+    want: &[Row],
 ) -> Result<(), String> {
-    for (row, (lse, exact)) in got[1].iter().zip(&want.lse).enumerate() {
-        let out = &got[0][row * problem.head_dim..][..problem.head_dim];
-        if *exact == f64::NEG_INFINITY {
+    for (i, (lse, row)) in got[1].iter().zip(want).enumerate() {
+        let out = &got[0][i * problem.head_dim..][..problem.head_dim];
+        if row.lse == f64::NEG_INFINITY {
             let zero = out.iter().all(|x| x.to_bits() == 0);
             crate::hold!(
                 *lse == f32::NEG_INFINITY && zero,
-                "row {row} sees nothing, but has lse {lse}; {problem:?}"
+                "row {i} sees nothing, but has lse {lse}; {problem:?}"
             );
             continue;
         }
-        let size = want.score[row];
-        let cap = problem.softcap.map_or(0.0, f64::from);
-        let bound = if integer {
-            1e-3 + size * 1e-4 + want.plane[row] / 8192.0
-        } else {
-            1e-5 + size * 4e-6
-        } + cap * 1e-6;
-        if bound > 0.5 {
+        if row.score_bound > 0.5 {
             // The weights may be any.
             continue;
         }
-        let error = (f64::from(*lse) - exact).abs();
+        let error = (f64::from(*lse) - row.lse).abs();
         crate::hold!(
-            error <= bound + exact.abs() * 1e-6,
-            "lse of row {row} is {lse}, not {exact} (off by {error:e}, bound {bound:e}, sums {size} and {}); {problem:?}",
-            want.plane[row]
+            error <= row.lse_bound,
+            "lse of row {i} is {lse}, not {} (off by {error:e}, bound {:e}); {problem:?}",
+            row.lse,
+            row.lse_bound
         );
-        let bound = 3.0 * bound * want.value[row] + 1e-37;
-        for (d, (x, exact)) in out
+        let errors: Vec<f64> = out
             .iter()
-            .zip(&want.out[row * problem.head_dim..])
-            .enumerate()
-        {
-            let error = (f64::from(*x) - exact).abs();
-            crate::hold!(
-                error <= bound,
-                "row {row}, dim {d} is {x}, not {exact} (off by {error:e}, bound {bound:e}); {problem:?}"
-            );
-        }
+            .zip(&row.out)
+            .map(|(x, exact)| f64::from(*x) - exact)
+            .collect();
+        let (error, bound) = match integer {
+            true => (norm(&errors), row.norm_bound),
+            false => (largest(&errors), row.element_bound),
+        };
+        crate::hold!(
+            error <= bound,
+            "row {i} is off by {error:e} {}, bound {bound:e}: {out:?}, not {:?}; {problem:?}",
+            if integer { "in the L2 norm" } else { "at most" },
+            row.out
+        );
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Pages read by the text of FORMATS.md alone.
 
-use attn_core::{Int4Scale, Int8Scale, KvFormat, Scheme};
+use attn_core::{Int8Scale, KvFormat, Scheme};
 use half::{bf16, f16};
 
 /// What a page's bytes mean.
@@ -14,6 +14,47 @@ pub struct Shape {
     pub page_size: usize,
     /// KV heads.
     pub heads: usize,
+}
+
+/// Whether FORMATS.md defines a scheme for a head_dim.
+pub fn can_be(scheme: Scheme, head_dim: usize) -> bool {
+    match scheme {
+        Scheme::Int8(Int8Scale::Group32) => head_dim.is_multiple_of(32),
+        Scheme::Int4(groups) | Scheme::RotatedInt4 { groups, .. } => {
+            [1, 2, 4, 8].contains(&groups) && head_dim.is_multiple_of(16 * usize::from(groups))
+        }
+        _ => true,
+    }
+}
+
+/// Whether rows are rotated.
+pub fn is_rotated(scheme: Scheme) -> bool {
+    matches!(scheme, Scheme::RotatedInt8 | Scheme::RotatedInt4 { .. })
+}
+
+/// Whether K and V are both integers.
+pub fn is_integer(format: KvFormat) -> bool {
+    let float = |scheme| matches!(scheme, Scheme::F16 | Scheme::Bf16 | Scheme::Fp8E4m3);
+    !float(format.k) && !float(format.v)
+}
+
+/// Tiles that a row reads with residuals.
+pub fn window(scheme: Scheme) -> usize {
+    match scheme {
+        Scheme::RotatedInt4 { window, .. } => match window {
+            attn_core::Window::None => 0,
+            attn_core::Window::Two => 2,
+            attn_core::Window::Four => 4,
+        },
+        _ => 0,
+    }
+}
+
+/// The home pages of a sequence, and how many of the last of them have a residual page.
+pub fn page_counts(format: KvFormat, page_size: usize, tokens: usize) -> [usize; 2] {
+    let home = tokens.div_ceil(page_size);
+    let kept = 2 * 64 * window(format.k).max(window(format.v)) / page_size;
+    [home, kept.min(home)]
 }
 
 /// The value of an e4m3 code.
@@ -37,10 +78,10 @@ fn part_bytes(shape: &Shape, scheme: Scheme) -> [usize; 2] {
     match scheme {
         Scheme::F16 | Scheme::Bf16 => [2 * dim * tokens, 0],
         Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor) => [dim * tokens, 0],
-        Scheme::Int8(Int8Scale::Token) => [dim * tokens, 2 * tokens],
+        Scheme::Int8(Int8Scale::Token) | Scheme::RotatedInt8 => [dim * tokens, 2 * tokens],
         Scheme::Int8(Int8Scale::Group32) => [dim * tokens, dim / 32 * 2 * tokens],
-        Scheme::Int4(Int4Scale::Groups(g)) => [dim * tokens / 2, usize::from(g) * 4 * tokens],
-        Scheme::Int4(Int4Scale::Channel) => [dim * tokens / 2, 4 * dim],
+        Scheme::Int4(g) => [dim * tokens / 2, usize::from(g) * 4 * tokens],
+        Scheme::RotatedInt4 { groups, .. } => [dim * tokens / 2, usize::from(groups) * 2 * tokens],
     }
 }
 
@@ -58,97 +99,226 @@ fn code_at(shape: &Shape, scheme: Scheme, is_k: bool, t: usize, d: usize) -> (us
     let row = |i: usize| 8 * (i / 16) + i % 8;
     match (scheme, is_k) {
         (Scheme::F16 | Scheme::Bf16, _) => ((d / 8 * size + t) * 16 + d % 8 * 2, 0),
-        (Scheme::Int4(_), true) => ((d / 16 * (size / 2) + row(t)) * 16 + d % 16, half(t)),
-        (Scheme::Int4(_), false) => ((t / 16 * (dim / 2) + row(d)) * 16 + slot(t % 16), half(d)),
+        (Scheme::Int4(_) | Scheme::RotatedInt4 { .. }, true) => {
+            ((d / 16 * (size / 2) + row(t)) * 16 + d % 16, half(t))
+        }
+        (Scheme::Int4(_) | Scheme::RotatedInt4 { .. }, false) => {
+            ((t / 16 * (dim / 2) + row(d)) * 16 + slot(t % 16), half(d))
+        }
         (_, true) => ((d / 16 * size + t) * 16 + d % 16, 0),
         (_, false) => ((t / 16 * dim + d) * 16 + slot(t % 16), 0),
     }
 }
 
-/// The value of one stored element and the step of its quantization, from one run.
+/// One stored element.
+struct Element {
+    /// The value.
+    x: f64,
+    /// The factor of its code; 0 for 16-bit floats.
+    step: f64,
+    /// The value without the shift of a centred code.
+    centred: f64,
+}
+
+impl Element {
+    fn new(code: f64, step: f64) -> Self {
+        let x = code * step;
+        Element {
+            x,
+            step,
+            centred: x,
+        }
+    }
+
+    fn float(x: f64) -> Self {
+        Element {
+            x,
+            step: 0.0,
+            centred: x,
+        }
+    }
+}
+
+/// A stored element of one run; `residual` is the nibble that goes with it, where it is read with one.
 fn element(
     shape: &Shape,
     scheme: Scheme,
     is_k: bool,
     part: &[u8],
     [t, d]: [usize; 2],
-    tensor_scale: f64,
-) -> (f64, f64) {
+    (tensor_scale, residual): (f64, Option<u8>),
+) -> Element {
     let (codes, params) = part.split_at(part_bytes(shape, scheme)[0]);
     let (at, shift) = code_at(shape, scheme, is_k, t, d);
     let signed = f64::from(codes[at] as i8);
     let (size, dim) = (shape.page_size, shape.head_dim);
+    let nibble = f64::from(codes[at] >> shift & 15);
     match scheme {
-        Scheme::F16 => (f16_at(&codes[at..], 0), 0.0),
-        Scheme::Bf16 => (
-            bf16::from_le_bytes([codes[at], codes[at + 1]]).to_f64(),
-            0.0,
-        ),
-        Scheme::Fp8E4m3 => (e4m3(codes[at]) * tensor_scale, tensor_scale),
-        Scheme::Int8(Int8Scale::Tensor) => (signed * tensor_scale, tensor_scale),
-        Scheme::Int8(scale) => {
-            let group = if scale == Int8Scale::Token { 0 } else { d / 32 };
-            let scale = f16_at(params, group * size + t);
-            (signed * scale, scale)
-        }
-        Scheme::Int4(scale) => {
-            let pair = match scale {
-                Int4Scale::Channel => d,
-                Int4Scale::Groups(g) => d / (dim / usize::from(g)) * size + t,
-            };
-            let (scale, low) = (f16_at(params, 2 * pair), f16_at(params, 2 * pair + 1));
-            let code = f64::from(codes[at] >> shift & 15);
-            (code * scale + low, scale)
-        }
-    }
-}
-
-/// K and V of a sequence, each `[token][head][dim]`: values, and the step between codes there.
-#[derive(Debug, Clone, Default)]
-pub struct Values {
-    /// K and V.
-    pub x: [Vec<f64>; 2],
-    /// The scale of each element's code: 0 for 16-bit floats.
-    pub steps: [Vec<f64>; 2],
-}
-
-/// Reads what `KvCache::read_back` gives for a sequence of `tokens`.
-pub fn read(shape: &Shape, pages: &[Vec<u8>], tokens: usize, scales: [&[f32]; 2]) -> Values {
-    let mut values = Values::default();
-    let channel = shape.format.k == Scheme::Int4(Int4Scale::Channel);
-    let tail = Shape {
-        format: KvFormat {
-            k: Scheme::Int8(Int8Scale::Token),
-            ..shape.format
+        Scheme::F16 => Element::float(f16_at(&codes[at..], 0)),
+        Scheme::Bf16 => Element::float(bf16::from_le_bytes([codes[at], codes[at + 1]]).to_f64()),
+        Scheme::Fp8E4m3 => Element {
+            step: tensor_scale,
+            ..Element::float(e4m3(codes[at]) * tensor_scale)
         },
-        ..*shape
-    };
-    for t in 0..tokens {
-        let (page, token) = (t / shape.page_size, t % shape.page_size);
-        let open = channel && (page + 1) * shape.page_size > tokens;
-        for head in 0..shape.heads {
-            for d in 0..shape.head_dim {
-                for (side, is_k) in [true, false].into_iter().enumerate() {
-                    let (shape, page) = if open && is_k {
-                        (&tail, &pages[page + 1])
-                    } else {
-                        (shape, &pages[page])
-                    };
-                    let run = &page[head * run_bytes(shape)..][..run_bytes(shape)];
-                    let k_bytes = part_bytes(shape, shape.format.k).iter().sum();
-                    let (scheme, part) = if is_k {
-                        (shape.format.k, &run[..k_bytes])
-                    } else {
-                        (shape.format.v, &run[k_bytes..])
-                    };
-                    let scale = scales[side].get(head).copied().unwrap_or(1.0);
-                    let at = [token, d];
-                    let (x, step) = element(shape, scheme, is_k, part, at, f64::from(scale));
-                    values.x[side].push(x);
-                    values.steps[side].push(step);
+        Scheme::Int8(Int8Scale::Tensor) => Element::new(signed, tensor_scale),
+        Scheme::Int8(Int8Scale::Token) | Scheme::RotatedInt8 => {
+            Element::new(signed, f16_at(params, t))
+        }
+        Scheme::Int8(Int8Scale::Group32) => Element::new(signed, f16_at(params, d / 32 * size + t)),
+        Scheme::Int4(g) => {
+            let pair = d / (dim / usize::from(g)) * size + t;
+            let (step, low) = (f16_at(params, 2 * pair), f16_at(params, 2 * pair + 1));
+            Element {
+                x: nibble * step + low,
+                ..Element::new(nibble - 8.0, step)
+            }
+        }
+        Scheme::RotatedInt4 { groups, .. } => {
+            let scale = f16_at(params, d / (dim / usize::from(groups)) * size + t);
+            match residual {
+                None => Element::new(2.0 * nibble - 15.0, scale),
+                Some(r) => {
+                    let code = 16.0 * nibble + f64::from(r);
+                    Element::new(2.0 * code - 255.0, scale / 16.0)
                 }
             }
         }
     }
-    values
+}
+
+/// Numbers of K or V, each `[token][head][dim]`.
+#[derive(Debug, Clone, Default)]
+pub struct Numbers {
+    /// The values.
+    pub x: Vec<f64>,
+    /// The values of the rows that are stored: rotated ones, if the scheme rotates.
+    pub stored: Vec<f64>,
+    /// The factor of each stored element's code: 0 for 16-bit floats.
+    pub steps: Vec<f64>,
+    /// Stored values without the shifts of centred codes.
+    pub centred: Vec<f64>,
+}
+
+impl Numbers {
+    fn push(&mut self, element: &Element) {
+        self.stored.push(element.x);
+        self.steps.push(element.step);
+        self.centred.push(element.centred);
+    }
+}
+
+/// K or V of a sequence.
+#[derive(Debug, Clone)]
+pub struct Side {
+    /// How it is stored.
+    pub scheme: Scheme,
+    /// As it is read without residuals.
+    pub coarse: Numbers,
+    /// As it is read with residuals, where there are any; empty if the scheme has no window.
+    pub fine: Numbers,
+}
+
+impl Side {
+    /// What a row of a tile reads of token `t`.
+    pub fn read_from(&self, own_tile: usize, t: usize) -> &Numbers {
+        let window = window(self.scheme);
+        if window > 0 && own_tile < t / 64 + window {
+            &self.fine
+        } else {
+            &self.coarse
+        }
+    }
+}
+
+/// Elements of a block of the rotation: the largest power of two that divides the head_dim.
+pub fn block(head_dim: usize) -> usize {
+    (0..=8)
+        .map(|log| 1 << log)
+        .filter(|block| head_dim.is_multiple_of(*block))
+        .max()
+        .unwrap_or(1)
+}
+
+/// Multiplies the blocks of a row by Sylvester's Hadamard matrix and by `factor`.
+pub fn hadamard(row: &mut [f64], factor: f64) {
+    let block = block(row.len());
+    for block in row.chunks_exact_mut(block) {
+        let mut stride = 1;
+        while stride < block.len() {
+            for i in (0..block.len()).filter(|i| i & stride == 0) {
+                let (a, b) = (block[i], block[i + stride]);
+                (block[i], block[i + stride]) = (a + b, a - b);
+            }
+            stride *= 2;
+        }
+        block.iter_mut().for_each(|x| *x *= factor);
+    }
+}
+
+/// The row that a rotated scheme stores.
+pub fn rotate(row: &mut [f64]) {
+    let half = (block(row.len()) as f64).log2() / 2.0;
+    hadamard(row, half.floor().exp2().recip());
+}
+
+/// The row that a stored one was; a query's rotation, too.
+pub fn turn_back(row: &mut [f64]) {
+    let half = (block(row.len()) as f64).log2() / 2.0;
+    hadamard(row, half.ceil().exp2().recip());
+}
+
+/// The rows that stored ones stand for, in their order.
+fn turned_back(scheme: Scheme, head_dim: usize, stored: &[f64]) -> Vec<f64> {
+    let mut x = stored.to_vec();
+    if is_rotated(scheme) {
+        x.chunks_exact_mut(head_dim).for_each(turn_back);
+    }
+    x
+}
+
+/// Reads what `KvCache::read_back` gives for a sequence of `tokens`: K and V.
+pub fn read(shape: &Shape, pages: &[Vec<u8>], tokens: usize, scales: [&[f32]; 2]) -> [Side; 2] {
+    let schemes = [shape.format.k, shape.format.v];
+    let [home, kept] = page_counts(shape.format, shape.page_size, tokens);
+    let k_bytes: usize = part_bytes(shape, schemes[0]).iter().sum();
+    // In a residual page V's nibbles follow K's, if K has any.
+    let k_residuals = match window(schemes[0]) {
+        0 => 0,
+        _ => part_bytes(shape, schemes[0])[0],
+    };
+    [0, 1].map(|side| {
+        let (scheme, is_k) = (schemes[side], side == 0);
+        let [mut coarse, mut fine] = [Numbers::default(), Numbers::default()];
+        for t in 0..tokens {
+            let (page, token) = (t / shape.page_size, t % shape.page_size);
+            let residuals = (page + kept).checked_sub(home).map(|i| &pages[home + i]);
+            for head in 0..shape.heads {
+                let run = |page: &'_ Vec<u8>| head * run_bytes(shape)..page.len();
+                let part = &pages[page][run(&pages[page])][if is_k { 0 } else { k_bytes }..];
+                let part = &part[..part_bytes(shape, scheme).iter().sum()];
+                let scale = f64::from(scales[side].get(head).copied().unwrap_or(1.0));
+                for d in 0..shape.head_dim {
+                    let at = [token, d];
+                    coarse.push(&element(shape, scheme, is_k, part, at, (scale, None)));
+                    if window(scheme) == 0 {
+                        continue;
+                    }
+                    let residual = residuals.map(|page| {
+                        let nibbles = &page[run(page)][if is_k { 0 } else { k_residuals }..];
+                        let (at, shift) = code_at(shape, scheme, is_k, token, d);
+                        nibbles[at] >> shift & 15
+                    });
+                    fine.push(&element(shape, scheme, is_k, part, at, (scale, residual)));
+                }
+            }
+        }
+        for numbers in [&mut coarse, &mut fine] {
+            numbers.x = turned_back(scheme, shape.head_dim, &numbers.stored);
+        }
+        Side {
+            scheme,
+            coarse,
+            fine,
+        }
+    })
 }

@@ -3,8 +3,8 @@
 
 use arbitrary::Unstructured;
 use attn_core::{
-    Append, AttnState, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int4Scale,
-    Int8Scale, KvFormat, KvSource, KvView, Problem, Scheme, StridedRows, convert::rows,
+    Append, AttnState, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale, KvFormat,
+    KvSource, KvView, Problem, Scheme, StridedRows, convert::rows,
 };
 use attn_cpu::Reference;
 
@@ -219,21 +219,13 @@ fn drawn_config(draw: &mut Draw<'_, '_>) -> CacheConfig {
         config.format.v = draw.scheme();
     }
     if draw.once_in(12) {
-        config.format.k = Scheme::Int4(Int4Scale::Groups(draw.bits() as u8));
+        config.format.k = Scheme::Int4(draw.bits() as u8);
     }
     config
 }
 
 /// What FORMATS.md and the documentation of `CacheConfig` allow.
 fn config_can_be(c: &CacheConfig) -> bool {
-    let scheme = |scheme: Scheme| match scheme {
-        Scheme::Int8(Int8Scale::Group32) => c.head_dim.is_multiple_of(32),
-        Scheme::Int4(Int4Scale::Groups(g)) => {
-            [1, 2, 4, 8].contains(&g) && c.head_dim.is_multiple_of(16 * usize::from(g))
-        }
-        Scheme::Int4(Int4Scale::Channel) => c.page_size >= 64,
-        _ => true,
-    };
     let scales = |scheme: Scheme, scales: &[f32]| {
         let has = matches!(scheme, Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor));
         scales.len() == if has { c.num_kv_heads } else { 0 }
@@ -243,9 +235,8 @@ fn config_can_be(c: &CacheConfig) -> bool {
     [64, 80, 96, 128, 192, 256].contains(&c.head_dim)
         && [16, 32, 64, 128].contains(&c.page_size)
         && (1..=65536).contains(&c.num_kv_heads)
-        && scheme(c.format.k)
-        && scheme(c.format.v)
-        && c.format.v != Scheme::Int4(Int4Scale::Channel)
+        && pages::can_be(c.format.k, c.head_dim)
+        && pages::can_be(c.format.v, c.head_dim)
         && page() <= i32::MAX as u128
         && c.num_pages <= u32::MAX as usize
         && c.num_sequences <= 1 << 24
@@ -265,11 +256,14 @@ fn shape(c: &CacheConfig) -> Shape {
 
 fn config(draw: &mut Draw<'_, '_>, check: Check) -> Result<(), String> {
     let config = drawn_config(draw);
-    let _ = (
-        config.pages_for(draw.size()),
-        config.layout(),
-        config.pool_bytes(),
+    let (tokens, size) = (draw.size(), config.page_size.max(1));
+    let counts = pages::page_counts(config.format, size, tokens);
+    let (needed, given) = (counts.map(|n| n as u128), config.pages_for(tokens));
+    hold!(
+        given as u128 == needed.iter().sum::<u128>().min(usize::MAX as u128),
+        "{given} pages, not {needed:?}, for {tokens} tokens of {config:?}"
     );
+    let _ = (config.layout(), config.pool_bytes());
     let (can_be, checked) = (config_can_be(&config), check(&config));
     hold!(checked.is_ok() == can_be, "{checked:?} for {config:?}");
     match Reference::new().create_cache(&config) {
@@ -383,7 +377,7 @@ fn view(draw: &mut Draw<'_, '_>) -> Result<(), String> {
         }
     };
     let (k, v) = (side(), side());
-    let format = KvFormat::INT8;
+    let format = KvFormat::same(Scheme::Int8(Int8Scale::Token));
     if let Ok(view) = KvView::new(&problem, format, k, v, [&[], &[]]) {
         hold!(problem_can_be(&problem), "{problem:?} has a view");
         if problem.rows() < 1000 {
@@ -415,6 +409,9 @@ fn rest(draw: &mut Draw<'_, '_>) -> Result<(), String> {
     let text = String::from_utf8_lossy(&draw.bits().to_le_bytes()).into_owned();
     let names = [
         "int4-g",
+        "int4-r",
+        "int4-r8-w",
+        "int4-w",
         "int8/",
         "/",
         "int4/int4",

@@ -186,9 +186,22 @@ impl File {
 
     /// Puts another word in place of a known one.
     fn replace_word(&mut self, draw: &mut Draw<'_, '_>) {
-        const WORDS: [&str; 14] = [
-            "F32", "F16", "BF16", "I64", "U8", "pages", "tail", "k_scales", "\"k\"", "int8",
-            "int4", "fp8", "tokens", "layer00",
+        const WORDS: [&str; 15] = [
+            "F32",
+            "F16",
+            "BF16",
+            "I64",
+            "U8",
+            "pages",
+            "residual_",
+            "k_scales",
+            "\"k\"",
+            "int8",
+            "int4",
+            "-w0",
+            "fp8",
+            "tokens",
+            "layer00",
         ];
         let text = String::from_utf8_lossy(&self.header).into_owned();
         let (from, to) = (draw.pick(&WORDS), draw.pick(&WORDS));

@@ -8,7 +8,8 @@ use half::f16;
 use crate::{
     backends::{Backends, CPU, problem},
     draw::Draw,
-    oracle, pages,
+    oracle,
+    pages::{self, Numbers},
 };
 
 /// Draws a view; see the module.
@@ -70,14 +71,22 @@ pub fn fuzz_backends(u: &mut Unstructured<'_>, backends: &Backends) -> Result<()
         return Ok(());
     };
     let kv: Vec<_> = k_values
-        .iter()
-        .zip(&v_values)
-        .map(|(k, v)| [&k[..], &v[..]])
+        .into_iter()
+        .zip(v_values)
+        .map(|(k, v)| [(format.k, k), (format.v, v)].map(sides_of))
         .collect();
-    let exact = oracle::attend(&problem, &q, &kv);
-    let is_integer = |scheme: Scheme| matches!(scheme, Scheme::Int8(_));
-    let integer = is_integer(format.k) && is_integer(format.v);
+    let integer = pages::is_integer(format);
+    let exact = oracle::attend(&problem, integer, &q, &kv);
     oracle::compare(&problem, integer, &rows, &exact).map_err(|e| format!("{e}: {}", text()))
+}
+
+/// One sequence's numbers as the oracle takes them: no scheme of a view is rotated, shifted, or read in two ways.
+fn sides_of((scheme, numbers): (Scheme, Numbers)) -> pages::Side {
+    pages::Side {
+        scheme,
+        coarse: numbers,
+        fine: Numbers::default(),
+    }
 }
 
 /// Schemes that lie row by row.
@@ -135,8 +144,8 @@ impl std::fmt::Debug for Side {
     }
 }
 
-/// Values of each sequence, `[token][head][dim]`.
-type Batch = Vec<Vec<f64>>;
+/// The numbers of each sequence.
+type Batch = Vec<Numbers>;
 
 /// Bytes of a row, and f16 scales that belong to it.
 fn row_size(scheme: Scheme, dim: usize) -> (usize, usize) {
@@ -255,7 +264,7 @@ impl Side {
         let (row, groups) = row_size(self.scheme, problem.head_dim);
         let heads = problem.num_kv_heads;
         let allowed = match self.scheme {
-            Scheme::Int4(_) => false,
+            Scheme::Int4(_) | Scheme::RotatedInt4 { .. } | Scheme::RotatedInt8 => false,
             Scheme::Int8(Int8Scale::Group32) => problem.head_dim.is_multiple_of(32),
             _ => true,
         };
@@ -273,7 +282,7 @@ impl Side {
         }
         let mut batch = Vec::new();
         for (b, len) in problem.kv_lens.iter().enumerate() {
-            let mut values = Vec::new();
+            let mut numbers = Numbers::default();
             for t in 0..*len {
                 for head in 0..heads {
                     let at = [b, head, t];
@@ -284,27 +293,34 @@ impl Side {
                     };
                     let tensor = self.tensor_scales.get(head).map_or(1.0, |s| f64::from(*s));
                     for d in 0..problem.head_dim {
-                        values.push(self.value(codes, scales, d, tensor)?);
+                        let (x, step) = self.value(codes, scales, d, tensor)?;
+                        numbers.stored.push(x);
+                        numbers.steps.push(step);
                     }
                 }
             }
-            batch.push(values);
+            numbers.x = numbers.stored.clone();
+            numbers.centred = numbers.stored.clone();
+            batch.push(numbers);
         }
         Some(batch)
     }
 
-    fn value(&self, codes: &[u8], scales: &[u16], d: usize, tensor: f64) -> Option<f64> {
+    /// An element's value, and the factor of its code: 0 for floats.
+    fn value(&self, codes: &[u8], scales: &[u16], d: usize, tensor: f64) -> Option<(f64, f64)> {
         let word = || u16::from_le_bytes([codes[2 * d], codes[2 * d + 1]]);
+        let signed = f64::from(codes[d] as i8);
         let scaled = |bits: u16| {
             let scale = (bits <= 0x7bff).then(|| f16::from_bits(bits).to_f64())?;
-            Some(f64::from(codes[d] as i8) * scale)
+            Some((signed * scale, scale))
         };
+        let float = |x: f64| Some((x, 0.0));
         match self.scheme {
-            Scheme::F16 => Some(f16::from_bits(word()).to_f64()).filter(|x| x.is_finite()),
-            Scheme::Bf16 => Some(half::bf16::from_bits(word()).to_f64())
-                .filter(|x| x.abs() <= f64::powi(2.0, 50)),
-            Scheme::Fp8E4m3 => Some(pages::e4m3(codes[d]) * tensor).filter(|x| x.is_finite()),
-            Scheme::Int8(Int8Scale::Tensor) => Some(f64::from(codes[d] as i8) * tensor),
+            Scheme::F16 => float(f16::from_bits(word()).to_f64()).filter(|x| x.0.is_finite()),
+            Scheme::Bf16 => float(half::bf16::from_bits(word()).to_f64())
+                .filter(|x| x.0.abs() <= f64::powi(2.0, 50)),
+            Scheme::Fp8E4m3 => float(pages::e4m3(codes[d]) * tensor).filter(|x| x.0.is_finite()),
+            Scheme::Int8(Int8Scale::Tensor) => Some((signed * tensor, tensor)),
             Scheme::Int8(Int8Scale::Token) => scaled(scales[0]),
             _ => scaled(scales[d / 32]),
         }

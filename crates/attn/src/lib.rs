@@ -27,10 +27,10 @@ struct Readme;
 
 pub use attn_core::{
     Append, AttnState, BackendId, CacheAccess, CacheBuilder, CacheConfig, DecodeAttention,
-    DecodeStep, DeviceInfo, Elements, ElementsMut, Error, Heads, HostPages, Int4Scale, Int8Scale,
-    KvCache, KvFormat, KvSource, KvView, PageLayout, PageStore, PageTable, Plan, Problem, Scheme,
-    StepInputs, StepOutputs, StridedRows, TokenWrite, Unsupported, arithmetic, cache, convert,
-    format, formats, layout, problem, quant,
+    DecodeStep, DeviceInfo, Elements, ElementsMut, Error, Heads, HostPages, Int8Scale, KvCache,
+    KvFormat, KvSource, KvView, PageLayout, PageStore, PageTable, Plan, Problem, Scheme,
+    StepInputs, StepOutputs, StridedRows, TokenWrite, Unsupported, Window, arithmetic, cache,
+    convert, format, formats, layout, problem, quant,
 };
 
 /// The backends, each under the feature of its name.

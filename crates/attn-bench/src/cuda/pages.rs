@@ -12,10 +12,8 @@ pub(super) struct Pages {
     num_pages: usize,
     stride: usize,
     page_table: CudaSlice<u32>,
-    /// `[batch][slots]`: the last pages of the pool, in order.
-    residual_pages: CudaSlice<u32>,
-    /// Residual pages of a sequence.
-    slots: usize,
+    /// The slots of every sequence, where the format has a window.
+    residual_pages: Option<CudaSlice<u32>>,
     /// Elements of a token's K.
     row: usize,
 }
@@ -27,17 +25,13 @@ impl Pages {
             num_pages: self.num_pages,
             page_table: buffers.address(&self.page_table),
             page_table_stride: self.stride,
-            residual_pages: self.residuals(buffers, 0),
+            residual_pages: self.residual_pages(buffers),
         }
     }
 
-    /// The slots of sequences from `first` on.
-    fn residuals(&self, buffers: &Buffers, first: usize) -> DeviceAddress {
-        let table = buffers.address(&self.residual_pages);
-        match self.slots {
-            0 => DeviceAddress::NULL,
-            slots => table.offset(4 * first * slots),
-        }
+    fn residual_pages(&self, buffers: &Buffers) -> DeviceAddress {
+        let table = self.residual_pages.as_ref();
+        table.map_or(DeviceAddress::NULL, |table| buffers.address(table))
     }
 
     /// The append of `tokens` tokens of noise to the first sequence.
@@ -60,7 +54,7 @@ impl Pages {
             num_pages: self.num_pages,
             page_table: timer.buffers.address(&self.page_table),
             page_table_stride: self.stride,
-            residual_pages: self.residuals(&timer.buffers, 0),
+            residual_pages: self.residual_pages(&timer.buffers),
             kv_lens,
             k_tensor_scales: scales[0],
             v_tensor_scales: scales[1],
@@ -110,8 +104,8 @@ pub(super) fn fill(
     let page_size = workload.page_size;
     config.page_size = page_size;
     let layout = config.layout()?;
-    let slots = workload.format.residual_slots(page_size);
     let page_bytes = layout.page_bytes();
+    let slots = workload.format.residual_slots(page_size);
     let counts: Vec<usize> = problem
         .kv_lens
         .iter()
@@ -122,29 +116,32 @@ pub(super) fn fill(
     config.num_pages = total + batch * slots;
     let append = timer.gpu.prepare_append(&config)?;
     let rotation = timer.rotate(workload, config.num_pages * page_bytes)?;
-    let residuals: Vec<u32> = (0..(batch * slots).max(1))
-        .map(|i| (total + i) as u32)
-        .collect();
+    // Behind the home pages, those of one sequence after the other.
+    let residuals: Vec<u32> = (total as u32..config.num_pages as u32).collect();
     let pages = |table: &[u32], stride| -> Result<Pages, Error> {
         Ok(Pages {
             num_pages: config.num_pages,
             stride,
             page_table: timer.buffers.upload(table)?,
-            residual_pages: timer.buffers.upload(&residuals)?,
-            slots,
+            residual_pages: match &residuals[..] {
+                [] => None,
+                pages => Some(timer.buffers.upload(pages)?),
+            },
             row: heads * dim,
         })
     };
-    // The first pages in their own order, and the rest of the pool from them.
+    // The first pages in their own order, and the rest of the pool from them: residual pages may hold any bytes.
     let first = total.min(NOISE / (heads * dim) / page_size);
     let in_order = pages(&(0..first as u32).collect::<Vec<_>>(), first)?;
     let scattered = pages(&scattered(&counts, stride), stride)?;
     let lens = timer.buffers.upload(&[(first * page_size) as i32])?;
     let at = timer.buffers.address(&lens);
     let args = in_order.append_args(timer, rotation.base, scales, at, first * page_size);
-    // SAFETY: the arena holds the pool; pages below `first` and residual pages; the noise holds so many tokens; one stream.
+    // SAFETY: the arena holds the pool; pages below `first` and the first sequence's residual pages; the noise holds so many tokens; one stream.
     unsafe { timer.gpu.append_on(&append, timer.buffers.raw(), &args) }?;
-    timer.repeat(0, first * page_bytes, total * page_bytes)?;
+    if first > 0 {
+        timer.repeat(0, first * page_bytes, config.num_pages * page_bytes)?;
+    }
     // Open pages, and the residual pages that belong to them.
     let before = usize::from(workload.operation != Operation::Decode);
     let lens: Vec<i32> = problem
@@ -158,7 +155,7 @@ pub(super) fn fill(
         let tokens = len as usize % page_size;
         let mut args = scattered.append_args(timer, rotation.base, scales, at, tokens);
         args.page_table = args.page_table.offset(4 * b * stride);
-        args.residual_pages = scattered.residuals(&timer.buffers, b);
+        args.residual_pages = args.residual_pages.offset(4 * b * slots);
         // SAFETY: as above; the last page of sequence `b` is in its row of the table.
         unsafe { timer.gpu.append_on(&append, timer.buffers.raw(), &args) }?;
     }

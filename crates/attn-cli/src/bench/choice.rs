@@ -29,7 +29,7 @@ pub(super) struct CustomArgs {
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "bf16,int8,int4",
+        default_value = "bf16,int8,int8/int4,int4",
         requires = "heads"
     )]
     kv: Vec<KvFormat>,

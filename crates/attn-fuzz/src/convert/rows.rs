@@ -1,7 +1,7 @@
 //! Rows of other engines in memory: drawn, and read independently of `attn_core::convert`.
 
 use attn_core::{
-    Int4Scale, Int8Scale, Scheme, StridedRows,
+    Int8Scale, Scheme, StridedRows,
     convert::{Blocks, ExternalRows, RowFormat},
 };
 use half::f16;
@@ -39,12 +39,12 @@ fn row_size(format: RowFormat, dim: usize) -> (usize, usize) {
 fn becomes(format: RowFormat, scheme: Scheme, dim: usize) -> bool {
     match format {
         RowFormat::Plain(Scheme::Int4(_)) => false,
+        RowFormat::Plain(plain) if pages::is_rotated(plain) => false,
         RowFormat::Plain(plain) => plain == scheme,
-        RowFormat::FbgemmInt4(g) => scheme == Scheme::Int4(Int4Scale::Groups(g)),
+        RowFormat::FbgemmInt4(g) => scheme == Scheme::Int4(g),
         RowFormat::Q8_0 => scheme == Scheme::Int8(Int8Scale::Group32),
         RowFormat::Q4_0 => {
-            [64, 128, 256].contains(&dim)
-                && scheme == Scheme::Int4(Int4Scale::Groups((dim / 32) as u8))
+            [64, 128, 256].contains(&dim) && scheme == Scheme::Int4((dim / 32) as u8)
         }
     }
 }
@@ -122,8 +122,8 @@ impl Rows {
         }
         match scheme {
             Scheme::Int8(Int8Scale::Group32) if draw.once_in(2) => RowFormat::Q8_0,
-            Scheme::Int4(Int4Scale::Groups(2 | 4 | 8)) if draw.once_in(2) => RowFormat::Q4_0,
-            Scheme::Int4(Int4Scale::Groups(groups)) => RowFormat::FbgemmInt4(groups),
+            Scheme::Int4(2 | 4 | 8) if draw.once_in(2) => RowFormat::Q4_0,
+            Scheme::Int4(groups) => RowFormat::FbgemmInt4(groups),
             scheme => RowFormat::Plain(scheme),
         }
     }
@@ -133,9 +133,9 @@ impl Rows {
         let (row, _) = row_size(self.format, dim);
         let scheme = match self.format {
             RowFormat::Plain(scheme) => scheme,
-            RowFormat::FbgemmInt4(groups) => Scheme::Int4(Int4Scale::Groups(groups)),
+            RowFormat::FbgemmInt4(groups) => Scheme::Int4(groups),
             RowFormat::Q8_0 => Scheme::Int8(Int8Scale::Group32),
-            RowFormat::Q4_0 => Scheme::Int4(Int4Scale::Channel),
+            RowFormat::Q4_0 => Scheme::Int4(1),
         };
         for bytes in self.codes.chunks_exact_mut(row.max(1)) {
             let heads: Vec<usize> = match self.format {
@@ -152,7 +152,7 @@ impl Rows {
                     .iter_mut()
                     .filter(|b| **b == 0x80)
                     .for_each(|b| *b = 0),
-                Scheme::Int4(_) => {}
+                _ => {}
             }
             for (i, at) in heads.into_iter().enumerate() {
                 // Scales are not negative; FBGEMM's shifts and q4_0's d may be.

@@ -1,8 +1,8 @@
 //! The actions of a life: each draws a call, makes it, and compares its outcome with the model.
 
-use attn_core::{Append, Error, Int4Scale, Scheme, internals::order_free_pages};
+use attn_core::{Append, Error, Scheme, TokenWrite, internals::order_free_pages};
 
-use super::{Done, Life, Sequence};
+use super::{Demand, Done, Life, Sequence};
 use crate::{
     draw::{Draw, splitmix},
     hold, pages,
@@ -12,9 +12,10 @@ impl Life<'_> {
     /// Appends to one sequence floats that may be refused.
     pub(super) fn append(&mut self, draw: &mut Draw<'_, '_>) -> Result<Done, String> {
         let s = self.sequence(draw);
-        let tokens = match draw.range(0..=3) {
+        let tokens = match draw.range(0..=5) {
             0 => 1,
             1 => draw.range(0..=self.config.page_size * 3),
+            2 => draw.range(0..=400),
             _ => draw.range(0..=self.config.page_size + 3),
         };
         let n = tokens * self.row();
@@ -27,10 +28,10 @@ impl Life<'_> {
             x[at] = draw.float();
         }
         for (x, scheme) in [(&k, self.config.format.k), (&v, self.config.format.v)] {
-            let most = if scheme == Scheme::Bf16 {
-                f32::powi(2.0, 50)
-            } else {
-                f32::MAX
+            let most = match scheme {
+                Scheme::Bf16 => f32::powi(2.0, 50),
+                _ if pages::is_rotated(scheme) => f32::powi(2.0, 100),
+                _ => f32::MAX,
             };
             good &= x.iter().all(|x| x.abs() <= most);
         }
@@ -41,11 +42,11 @@ impl Life<'_> {
             v.truncate(n.saturating_sub(self.row()));
             good &= v.len() == n;
         }
-        let needed = self.needed(&[Append {
+        let demand = self.demand(&[Append {
             sequence: s,
             tokens,
         }]);
-        let fits = needed.is_some_and(|n| n <= self.cache.free_pages());
+        let fits = self.has_room(&demand);
         let done = self.cache.append(s, &k, &v);
         self.expect("append", done.as_ref(), good && fits)?;
         if done.is_err() {
@@ -83,10 +84,11 @@ impl Life<'_> {
                 .iter()
                 .any(|a| a.sequence == appends[i].sequence)
         });
-        let needed = self.needed(&appends);
-        let fits = needed.is_some_and(|n| n <= self.cache.free_pages()) && !twice;
+        let demand = self.demand(&appends);
+        let fits = self.has_room(&demand) && !twice;
         let fails = draw.once_in(2);
-        let (mut seen, taken) = (Vec::new(), self.free());
+        let mut seen = Vec::new();
+        let new_pages = self.new_pages(demand.as_ref());
         let done = self.cache.append_with(&appends, |_, writes| {
             seen = writes.to_vec();
             match fails {
@@ -111,30 +113,22 @@ impl Life<'_> {
         if done.is_err() {
             return Ok(Done::Refused);
         }
-        let mut source = 0;
+        let mut seen = &seen[..];
         for &Append {
             sequence: s,
             tokens,
         } in &appends
         {
-            let (len, table) = (self.sequences[s].tokens, self.cache.table());
-            for i in 0..tokens {
-                let (write, at) = (seen[source], len + i);
-                let page = table.pages[s][at / self.config.page_size];
-                let good = write.source == source
-                    && write.page == page
-                    && write.token == at % self.config.page_size
-                    && write.tail_page == table.tail_pages[s];
-                hold!(good, "token {at} of {s} goes to {write:?}; {self:?}");
-                let is_new = at / self.config.page_size > len / self.config.page_size;
-                hold!(
-                    !is_new || taken.contains(&page),
-                    "page {page} was not free; {self:?}"
-                );
-                let owners = table.pages.iter().flatten().filter(|p| **p == page).count();
-                hold!(owners == 1, "page {page} is written, but shared; {self:?}");
-                source += 1;
-            }
+            let (own, rest) = seen.split_at(tokens);
+            let first = total - seen.len();
+            self.check_writes(s, first, own, &new_pages)?;
+            seen = rest;
+        }
+        for &Append {
+            sequence: s,
+            tokens,
+        } in &appends
+        {
             if tokens > 0 {
                 self.cache.free_sequence(s).map_err(|e| e.to_string())?;
                 self.sequences[s] = Sequence {
@@ -146,14 +140,58 @@ impl Life<'_> {
         Ok(Done::Changed)
     }
 
+    /// The pages that appends may take: free ones, and residual pages that they drop if those are too few.
+    fn new_pages(&self, demand: Option<&Demand>) -> Vec<u32> {
+        let mut pages = self.free();
+        if let Some(demand) = demand.filter(|d| d.pages > pages.len()) {
+            pages.extend(&demand.recyclable);
+        }
+        pages
+    }
+
+    /// Each token of an append that was made is written to its place in the table, in pages of that sequence alone.
+    fn check_writes(
+        &self,
+        s: usize,
+        first: usize,
+        writes: &[TokenWrite],
+        new_pages: &[u32],
+    ) -> Result<(), String> {
+        let (len, size, table) = (
+            self.sequences[s].tokens,
+            self.config.page_size,
+            self.cache.table(),
+        );
+        let [home, kept] = pages::page_counts(self.config.format, size, len + writes.len());
+        for (i, write) in writes.iter().enumerate() {
+            let (at, page) = (len + i, (len + i) / size);
+            let residual = (page + kept).checked_sub(home);
+            let residual = residual.map(|i| table.residual_pages[s][i]);
+            let good = write.source == first + i
+                && write.page == table.pages[s][page]
+                && write.token == at % size
+                && write.residual_page == residual;
+            hold!(good, "token {at} of {s} goes to {write:?}; {self:?}");
+            // The open page and its residual page are not new, unless they are copies.
+            let is_new = page > len / size || len % size == 0;
+            let lists = || table.pages.iter().chain(&table.residual_pages);
+            for page in [Some(write.page), residual].into_iter().flatten() {
+                hold!(
+                    !is_new || new_pages.contains(&page),
+                    "page {page} was not free; {self:?}"
+                );
+                let owners = lists().flatten().filter(|p| **p == page).count();
+                hold!(owners == 1, "page {page} is written, but shared; {self:?}");
+            }
+        }
+        Ok(())
+    }
+
     /// Forks a sequence.
     pub(super) fn fork(&mut self, draw: &mut Draw<'_, '_>) -> Result<Done, String> {
         let (from, to) = (self.sequence(draw), self.sequence(draw));
         let count = self.sequences.len();
-        let can = from < count && to < count && from != to && self.sequences[to].tokens == 0 && {
-            let tail = self.cache.table().tail_pages[from].is_some();
-            !tail || self.cache.free_pages() > 0
-        };
+        let can = from < count && to < count && from != to && self.sequences[to].tokens == 0;
         let done = self.cache.fork(from, to);
         self.expect("fork", done.as_ref(), can)?;
         if done.is_err() {
@@ -201,11 +239,9 @@ impl Life<'_> {
         }
         let source = &self.sequences[from];
         let fits_pages = given.bytes.len() == source.bytes.len() && given.tokens == source.tokens;
-        let room = {
-            let channel = self.config.format.k == Scheme::Int4(Int4Scale::Channel);
-            let tail = usize::from(channel && given.tokens > 0);
-            given.tokens.div_ceil(self.config.page_size) + tail <= self.cache.free_pages()
-        };
+        let [home, kept] =
+            pages::page_counts(self.config.format, self.config.page_size, given.tokens);
+        let room = home.saturating_add(kept) <= self.cache.free_pages();
         let empty = self.sequences.get(to).is_some_and(|s| s.tokens == 0);
         let done = self.cache.restore(to, given.tokens, &given.bytes);
         let could = fits_pages && room && empty;

@@ -1,13 +1,15 @@
 //! What must hold of a life after every action: the page table, the bytes, the values, decode.
 
-use attn_core::{CacheConfig, Int4Scale, Int8Scale, KvSource, Scheme};
+use std::collections::HashMap;
+
+use attn_core::{CacheConfig, Int8Scale, KvSource, Scheme, convert};
 
 use super::Life;
 use crate::{
     backends::problem,
     draw::Draw,
     hold, oracle,
-    pages::{self, Values},
+    pages::{self, Numbers, Side},
 };
 
 impl Life<'_> {
@@ -20,27 +22,51 @@ impl Life<'_> {
         let tokens = self.sequences[s].tokens;
         let mut config = self.config.clone();
         config.num_sequences = 1;
-        config.num_pages = tokens.div_ceil(config.page_size) + 1;
+        let counts = pages::page_counts(config.format, config.page_size, tokens);
+        config.num_pages = counts.iter().sum();
         let alone = self.backends.reference.create_cache(&config);
         let mut alone = alone.map_err(|e| e.to_string())?;
         alone.append(0, k, v).map_err(|e| e.to_string())?;
         let bytes = alone.read_back(0).map_err(|e| e.to_string())?;
-        let values = self.values(&bytes, tokens);
-        let schemes = [self.config.format.k, self.config.format.v];
-        for (side, (x, scheme)) in [k, v].into_iter().zip(schemes).enumerate() {
-            check_error(
-                &self.config,
-                scheme,
-                x,
-                &values.x[side],
-                &values.steps[side],
-            )?;
+        for (x, side) in [k, v].into_iter().zip(&self.values(&bytes, tokens)) {
+            check_error(&self.config, side, x)?;
         }
+        self.check_dequantized(&bytes, tokens)?;
         self.sequences[s].bytes = bytes;
         Ok(())
     }
 
-    fn values(&self, bytes: &[Vec<u8>], tokens: usize) -> Values {
+    /// `convert::dequantize` gives the values that the row of the last token would read.
+    fn check_dequantized(&self, bytes: &[Vec<u8>], tokens: usize) -> Result<(), String> {
+        let config = &self.config;
+        let layout = config.layout().map_err(|e| e.to_string())?;
+        let scales = (&config.k_tensor_scales, &config.v_tensor_scales);
+        let got = convert::dequantize(&layout, bytes, tokens, scales.0, scales.1);
+        let got = got.map_err(|e| format!("pages are refused: {e}; {self:?}"))?;
+        let row = self.row();
+        for (got, side) in got.iter().zip(&self.values(bytes, tokens)) {
+            hold!(
+                got.len() == side.coarse.x.len(),
+                "{} values of {tokens} tokens; {self:?}",
+                got.len()
+            );
+            for (i, got) in got.iter().enumerate() {
+                let numbers = side.read_from(tokens.saturating_sub(1) / 64, i / row);
+                // Rotated rows are turned back in f32.
+                let of_row = &numbers.x[i / config.head_dim * config.head_dim..][..config.head_dim];
+                let most = of_row.iter().fold(0.0f64, |a, x| a.max(x.abs()));
+                let (got, want) = (f64::from(*got), numbers.x[i]);
+                hold!(
+                    (got - want).abs() <= most * 1e-4,
+                    "{}: value {i} is dequantized to {got}, not {want}; {self:?}",
+                    side.scheme
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn values(&self, bytes: &[Vec<u8>], tokens: usize) -> [Side; 2] {
         let scales = [
             &self.config.k_tensor_scales[..],
             &self.config.v_tensor_scales[..],
@@ -48,7 +74,8 @@ impl Life<'_> {
         pages::read(&self.shape(), bytes, tokens, scales)
     }
 
-    /// Free and owned pages are the pool; no page is both, or a tail page twice.
+    /// Free and owned pages are the pool; each sequence has as many pages as its length says, and each page one place, which only sequences
+    /// that share the home page there may share.
     pub(super) fn check_page_table(&self) -> Result<(), String> {
         let (table, size) = (self.cache.table(), self.config.page_size);
         let free = self.free().len();
@@ -57,23 +84,39 @@ impl Life<'_> {
             "{} pages are free, not {free}; {self:?}",
             self.cache.free_pages()
         );
+        // The index of the home page, and whether the page has its residuals.
+        let mut places = HashMap::new();
         for (s, sequence) in self.sequences.iter().enumerate() {
-            let pages = sequence.tokens.div_ceil(size);
-            let tail =
-                self.config.format.k == Scheme::Int4(Int4Scale::Channel) && sequence.tokens > 0;
+            let [home, kept] = pages::page_counts(self.config.format, size, sequence.tokens);
+            let (own, residuals) = (&table.pages[s], &table.residual_pages[s]);
             hold!(
-                table.lens[s] == sequence.tokens
-                    && table.pages[s].len() == pages
-                    && table.tail_pages[s].is_some() == tail,
+                table.lens[s] == sequence.tokens && own.len() == home && residuals.len() == kept,
                 "sequence {s} does not have {} tokens; {self:?}",
                 sequence.tokens
             );
-            let others = table.tail_pages.iter().flatten();
-            let others = others.chain(table.pages.iter().flatten());
-            let tail_owners = others.filter(|p| Some(**p) == table.tail_pages[s]).count();
+            let residuals = residuals.iter().enumerate();
+            let residuals = residuals.map(|(i, page)| (home - kept + i, *page));
+            let of_home = own.iter().copied().enumerate().map(|at| (at, None));
+            let of_residuals = residuals.map(|(i, page)| ((i, page), Some(own[i])));
+            for ((i, page), of) in of_home.chain(of_residuals) {
+                let place = (i, of);
+                let other = places.insert(page, place).unwrap_or(place);
+                hold!(
+                    other == place,
+                    "page {page} is that of {place:?} and {other:?}; {self:?}"
+                );
+            }
+        }
+        // A home page that two sequences share has one residual page.
+        let mut residual_pages = HashMap::new();
+        for (page, of) in places
+            .iter()
+            .filter_map(|(page, (_, of))| Some((page, (*of)?)))
+        {
+            let other = residual_pages.insert(of, page).unwrap_or(page);
             hold!(
-                tail_owners == usize::from(tail),
-                "tail page of {s} is shared; {self:?}"
+                other == page,
+                "page {of} has two residual pages, {page} and {other}; {self:?}"
             );
         }
         Ok(())
@@ -123,62 +166,67 @@ impl Life<'_> {
             );
             return Ok(());
         };
-        let values: Vec<Values> = self.sequences[..batch]
+        let values: Vec<[Side; 2]> = self.sequences[..batch]
             .iter()
             .map(|s| self.values(&s.bytes, s.tokens))
             .collect();
-        let kv: Vec<_> = values.iter().map(|v| [&v.x[0][..], &v.x[1][..]]).collect();
-        let exact = oracle::attend(&problem, &q, &kv);
-        let integer = !matches!(format.k, Scheme::F16 | Scheme::Bf16 | Scheme::Fp8E4m3)
-            && !matches!(format.v, Scheme::F16 | Scheme::Bf16 | Scheme::Fp8E4m3);
+        let integer = pages::is_integer(format);
+        let exact = oracle::attend(&problem, integer, &q, &values);
         oracle::compare(&problem, integer, &rows, &exact)
             .map_err(|text| format!("{text}; {self:?}"))
     }
 }
 
-/// Compares the values of pages with the floats, to the error of their scheme; `x` is `[token][head][dim]`.
-fn check_error(
-    config: &CacheConfig,
-    scheme: Scheme,
-    x: &[f32],
-    values: &[f64],
-    steps: &[f64],
-) -> Result<(), String> {
+/// Compares the stored rows of pages with the floats, `[token][head][dim]`, to the error of their scheme.
+fn check_error(config: &CacheConfig, side: &Side, x: &[f32]) -> Result<(), String> {
+    let (scheme, dim) = (side.scheme, config.head_dim);
     hold!(
-        x.len() == values.len(),
+        x.len() == side.coarse.stored.len(),
         "{} values of {} floats",
-        values.len(),
+        side.coarse.stored.len(),
         x.len()
     );
-    let dim = config.head_dim;
-    let most: Vec<f64> = x
-        .chunks_exact(dim)
-        .map(|row| row.iter().fold(0.0, |a: f64, x| a.max(f64::from(x.abs()))))
-        .collect();
-    let largest = most.iter().copied().fold(0.0, f64::max);
-    for (i, (x, value)) in x.iter().zip(values).enumerate() {
-        let (x, step) = (f64::from(*x), steps[i]);
-        let row = most[i / dim];
-        let nearest = |limit: f64, rounding: f64| (x.clamp(-limit, limit), rounding);
-        let (want, bound) = match scheme {
-            Scheme::F16 => nearest(65504.0, x.abs() * 2f64.powi(-11) + 2f64.powi(-25)),
-            Scheme::Bf16 => nearest(f64::MAX, x.abs() * 2f64.powi(-8) + 1e-40),
-            Scheme::Fp8E4m3 => nearest(448.0 * step, x.abs() / 16.0 + step * 2f64.powi(-10)),
-            Scheme::Int8(Int8Scale::Tensor) => nearest(127.0 * step, step * 0.5000001),
+    let mut rows: Vec<f64> = x.iter().map(|x| f64::from(*x)).collect();
+    if pages::is_rotated(scheme) {
+        rows.chunks_exact_mut(dim).for_each(pages::rotate);
+    }
+    let largest = |row: &[f64]| row.iter().fold(0.0, |a: f64, x| a.max(x.abs()));
+    let most: Vec<f64> = rows.chunks_exact(dim).map(largest).collect();
+    let tokens = x.len() / dim / config.num_kv_heads;
+    let [home, kept] = pages::page_counts(config.format, config.page_size, tokens);
+    // Tokens from here on have residuals.
+    let first = (home - kept) * config.page_size * dim * config.num_kv_heads;
+    let readings: [(&Numbers, usize); 2] = [(&side.coarse, 0), (&side.fine, first)];
+    for (numbers, first) in readings {
+        for (i, value) in numbers.stored.iter().enumerate().skip(first) {
+            let row = most[i / dim];
             // f16 holds no larger scale.
-            _ if largest > 60000.0 => continue,
-            Scheme::Int8(_) => nearest(f64::MAX, step * 0.57 + 4e-6),
-            Scheme::Int4(Int4Scale::Groups(_)) => {
-                nearest(f64::MAX, step * 0.52 + row / 1024.0 + 1e-5)
+            if row > 60000.0 && scheme.has_row_scales() {
+                continue;
             }
-            Scheme::Int4(Int4Scale::Channel) => {
-                nearest(f64::MAX, step * 0.57 + largest / 100.0 + 2e-5)
-            }
-        };
-        hold!(
-            (want - value).abs() <= bound,
-            "{scheme}: element {i} is {value} for {x}, step {step}, bound {bound:e}"
-        );
+            let (want, bound) = expected(scheme, rows[i], row, numbers.steps[i]);
+            hold!(
+                (want - value).abs() <= bound,
+                "{scheme}: element {i} is {value} for {}, step {}, bound {bound:e}",
+                rows[i],
+                numbers.steps[i]
+            );
+        }
     }
     Ok(())
+}
+
+/// What a number should be stored as, and how far from it: `row` is the largest magnitude of its row, `step` the factor of its code.
+fn expected(scheme: Scheme, x: f64, row: f64, step: f64) -> (f64, f64) {
+    let nearest = |limit: f64, rounding: f64| (x.clamp(-limit, limit), rounding);
+    match scheme {
+        Scheme::F16 => nearest(65504.0, x.abs() * 2f64.powi(-11) + 2f64.powi(-25)),
+        Scheme::Bf16 => nearest(f64::MAX, x.abs() * 2f64.powi(-8) + 1e-40),
+        Scheme::Fp8E4m3 => nearest(448.0 * step, x.abs() / 16.0 + step * 2f64.powi(-10)),
+        Scheme::Int8(Int8Scale::Tensor) => nearest(127.0 * step, step * 0.5000001),
+        Scheme::Int8(_) | Scheme::RotatedInt8 => nearest(f64::MAX, step * 0.57 + 4e-6),
+        Scheme::Int4(_) => nearest(f64::MAX, step * 0.52 + row / 1024.0 + 1e-5),
+        // A code is the middle of a step of two; f16 rounds the scale, a 16th of the largest element, so that this lies up to a 128th beyond.
+        Scheme::RotatedInt4 { .. } => nearest(f64::MAX, step + row * 6e-4 + 1e-6),
+    }
 }
