@@ -40,7 +40,9 @@ fn real_layers_stay_within_the_formats_error(
     for layer in layers() {
         let (problem, cache, out, _) = decode(&CpuBackend::new(), format, &layer);
         let (exact, _) = oracle::attend(&problem, &cache, &layer.q, Queries::Exact);
-        let of_cache = out.iter().map(|x| f64::from(*x)).zip(exact);
+        let of_cache: Vec<_> = out.iter().map(|x| f64::from(*x)).zip(exact).collect();
+        let of_layer = relative(of_cache.iter().copied());
+        println!("{format}, layer {}: {of_layer:.2e}", layer.name);
         arithmetic.extend(of_cache);
         let of_file = layer.out.into_iter().map(f64::from);
         pairs.extend(out.into_iter().map(f64::from).zip(of_file));
