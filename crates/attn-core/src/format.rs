@@ -4,6 +4,9 @@ use std::{fmt, str::FromStr};
 
 use crate::{error::Error, segments::TILE};
 
+/// The largest head_dim.
+pub const MAX_HEAD_DIM: usize = 256;
+
 /// Most quantization groups of a token's dims in any scheme.
 pub const MAX_GROUPS: usize = 8;
 

@@ -12,6 +12,8 @@ use crate::{
     quant::Param,
 };
 
+pub use crate::format::MAX_HEAD_DIM;
+
 /// Bytes of a panel row; head_dims and tokens are cut into panels of this width.
 const PANEL: usize = 16;
 
@@ -242,9 +244,6 @@ pub struct PageLayout {
     page_size: usize,
     num_kv_heads: usize,
 }
-
-/// The largest head_dim.
-pub const MAX_HEAD_DIM: usize = 256;
 
 /// head_dims that the library defines.
 pub const HEAD_DIMS: [usize; 6] = [64, 80, 96, 128, 192, 256];

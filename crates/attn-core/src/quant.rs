@@ -7,8 +7,7 @@
 use half::{bf16, f16};
 
 use crate::{
-    format::{Int8Scale, Scheme},
-    layout::MAX_HEAD_DIM,
+    format::{Int8Scale, MAX_HEAD_DIM, Scheme},
     rotation::rotate_stored,
 };
 

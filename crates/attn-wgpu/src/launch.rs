@@ -9,7 +9,6 @@ use attn_core::{
 use attn_kernels::wgsl::{
     decode::{DecodeKey, KvLayout},
     params::DecodeParams,
-    residual_slots,
     split::{Split, row_blocks},
 };
 use wgpu::BufferUsages;
@@ -87,7 +86,7 @@ pub(crate) struct KvTables<'a> {
 impl KvTables<'_> {
     /// Slots of residual pages of a sequence.
     fn residual_slots(&self) -> usize {
-        residual_slots(self.layout.format, self.layout.page_size)
+        self.layout.format.residual_slots(self.layout.page_size)
     }
 
     /// Refuses lists that would lead the kernels, which check no page, outside the pool.

@@ -110,7 +110,9 @@ impl Shape {
         // with one scale alone, and for 192 and 256 dims of int8 alone.
         let is_covered = matches!(format.v.groups(self.head_dim), 1 | 2 | 4 | 8)
             && match self.head_dim {
-                64 | 128 => rows <= 8 || rows <= 16 && has_one_scale(format.k) && has_one_scale(format.v),
+                64 | 128 => {
+                    rows <= 8 || rows <= 16 && has_one_scale(format.k) && has_one_scale(format.v)
+                }
                 192 | 256 => rows <= 8 && is_int8(format.k) && is_int8(format.v),
                 _ => false,
             }

@@ -36,12 +36,6 @@ fn strides(scheme: Scheme, head_dim: usize) -> usize {
     }
 }
 
-/// Slots of residual pages of a sequence in the tables, where its `i`-th page has slot `i` modulo their number.
-#[must_use]
-pub fn residual_slots(format: KvFormat, page_size: usize) -> usize {
-    format.window().kept_tokens() / page_size
-}
-
 /// Sets constants by name.
 pub(super) fn set(constants: &mut Constants, values: &[(&str, usize)]) {
     let values = values
@@ -81,7 +75,7 @@ pub(super) fn layout_constants(format: KvFormat, head_dim: usize, page_size: usi
             ("V_STRIDES", strides(v, head_dim)),
             ("K_WINDOW", k.window().tiles()),
             ("V_WINDOW", v.window().tiles()),
-            ("RING", residual_slots(format, page_size)),
+            ("RING", format.residual_slots(page_size)),
             ("V_RESIDUALS", v_residuals / 16),
             ("RUN_VECS", layout.run_bytes() / 16),
             ("K_PARAMS", layout.k_params().start / 4),

@@ -9,7 +9,7 @@ pub mod params;
 pub mod specialise;
 pub mod split;
 
-pub use constants::{kernel_text, residual_slots};
+pub use constants::kernel_text;
 pub use specialise::{Constants, SpecialiseError, specialise};
 
 /// The text of `read.wgsl`, the kernel that only reads.

@@ -329,10 +329,10 @@ impl Simd for Avx512 {
     }
 }
 
-/// The byte dot product: values in two planes of 8 bits, codes as they lie.
+/// The byte dot product: values of a byte, codes as they lie.
 ///
-/// `vpdpbusd` multiplies unsigned by signed bytes. K's int8 codes become unsigned by `^ 0x80`, the query's planes are signed; the
-/// weights' planes are unsigned, V's codes signed. Int4 codes are both.
+/// `vpdpbusd` multiplies unsigned by signed bytes. K's int8 codes become unsigned by `^ 0x80`, queries are signed; weights are unsigned,
+/// V's codes signed. Int4 codes are both.
 #[derive(Clone, Copy)]
 pub(crate) struct Vnni(Avx512);
 

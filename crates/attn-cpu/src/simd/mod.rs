@@ -1,4 +1,4 @@
-//! Vectors of one instruction set, and the dot products of codes with query or weight planes.
+//! Vectors of one instruction set, and the dot products of codes with queries or weights.
 //!
 //! The kernels (`crate::integer`, `crate::float`) are written once over [`Simd`] and [`Dot`] and compiled once per [`Isa`]
 //! inside a function that enables its features. A vector is [`Simd::ROWS`] rows of 16 bytes: that many tokens of a panel of K,
