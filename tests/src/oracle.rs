@@ -115,7 +115,7 @@ fn rotate(row: &mut [f64], halvings: u32) {
         let x = block.to_vec();
         for (i, y) in block.iter_mut().enumerate() {
             let sign = |j: usize| {
-                if (i & j).count_ones() % 2 == 0 {
+                if (i & j).count_ones().is_multiple_of(2) {
                     1.0
                 } else {
                     -1.0
