@@ -210,7 +210,7 @@ impl<'a> Life<'a> {
         // Residuals are kept for home pages `first..home`; those of `old_first..held` are there.
         let (old_first, first) = (held - old_kept, home - kept);
         let added = (home - held).saturating_add(home - first.max(held));
-        let open = table.pages[s].last().filter(|_| len % size != 0);
+        let open = table.pages[s].last().filter(|_| !len.is_multiple_of(size));
         let copied = match open {
             Some(page) if Self::owners(&table.pages, *page) > 1 => {
                 1 + usize::from(kept > 0 && first < held)
