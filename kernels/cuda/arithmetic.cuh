@@ -67,8 +67,8 @@ struct WeightStep {
 DEVICE WeightStep weight_step(float x, bool is_fine) {
     u32 low = is_fine ? 0x3fffff : 0x1fffff, bits = float_bits(x * bits_float(0x3B808081)) + low & ~low;
     u32 of_mantissa = bits & 0x400000 ? (bits & 0x200000 ? RCP_OF_7_4 : RCP_OF_6_4) : (bits & 0x200000 ? RCP_OF_5_4 : RCP_OF_4_4);
-    bool counts = x >= 0x1p-100f;
-    return {counts ? bits_float(bits) : 0.0f, counts ? bits_float(of_mantissa + 0x3F800000u - (bits & 0x7F800000)) : 0.0f};
+    u32 counts = x >= 0x1p-100f ? ~0u : 0;  // a mask, since the compiler would make branches of a choice
+    return {bits_float(bits & counts), bits_float((of_mantissa + 0x3F800000u - (bits & 0x7F800000)) & counts)};
 }
 // θ of token t, rounded as its sum with a weight is.
 DEVICE float threshold(int t) { return bits_float(0x47000002u + (29 * t + 32) % TILE * 4); }

@@ -11,11 +11,16 @@ struct Codes {
     int stride;  // from block to block
 };
 
-// A tile in its stages; `residuals` says whether those are there.
+// A tile in its stages.
 struct Stages {
     Codes k, v, k_residuals, v_residuals;
-    bool residuals;
 };
+
+// What a count of residuals' steps is multiplied by to be one of whole steps.
+constexpr float RESIDUAL_STEP = 0.0625f;
+// What sums of codes of half steps are multiplied by to be counts of residuals' steps, where no residuals are read: those of low nibbles are
+// doubled, and those of high ones, which are 16 times as large, are left alone. That costs the fewest instructions.
+constexpr float half_steps_factor(bool is_high) { return is_high ? 2.0f : 16.0f; }
 
 // The two rows of a byte of 4-bit codes: low nibbles, and high ones, which are 16 times as large.
 DEVICE void split_nibbles(u32 x, u32 (&rows)[2]) {
@@ -119,10 +124,8 @@ template <int SCHEME, class Rows> struct SideParams {
     Rows rows;
 
     __device__ __forceinline__ u32 place(int group, int t, int bytes) const { return at + block_of(t) * stride + (group * BLOCK + in_block(t)) * bytes; }
-    // As the products take it: of half steps their half, in residuals' steps.
     __device__ __forceinline__ float scale(int group, int t) const {
-        float scale = half_float(lds16(PAGE == 0 ? rows(at, group, t) : place(group, t, 2)));
-        return SCHEME == ROTATED_INT4 ? scale * 0.0625f : scale;
+        return half_float(lds16(PAGE == 0 ? rows(at, group, t) : place(group, t, 2)));
     }
     // The scale, and the shift that goes with centred codes (`INT4`).
     __device__ __forceinline__ float2 scale_shift(int group, int t) const {

@@ -66,14 +66,14 @@ DEVICE FloatSums dot_float_keys(const u32 (&a)[PANELS][4], const u32 (&q)[PANELS
 }
 
 // Scores; see `scores`.
-template <class Params, class Fine>
+template <bool WITH_RESIDUALS, class Params, class Fine>
 DEVICE void float_scores(const Stages& at, const Params& params, const Query& q, const Team& team, Fine is_fine, float (&s)[ROW_GROUPS][SCORES]) {
 #pragma unroll
     for (int i = 0; i < TOKENS / 16; i++) {
         u32 a[PANELS][4], residuals[PANELS][4];
         int t = team.token() + 16 * i;
         load_float_keys(at.k, t, team.lane, a);
-        if (K_WINDOW && at.residuals) {
+        if constexpr (WITH_RESIDUALS) {
             u32 x[PANELS][2];
             load_keys4(at.k_residuals, t, team.lane, x);
 #pragma unroll
@@ -83,14 +83,17 @@ DEVICE void float_scores(const Stages& at, const Params& params, const Query& q,
         for (int group = 0; group < K_GROUPS; group++) {
             TokenParams k = {{1.0f, 1.0f}};
             if constexpr (has_row_scales(K_SCHEME)) k = read_keys(params, group, t + team.lane / 4);
+            if (K_HALF_STEPS)
+#pragma unroll
+                for (int h = 0; h < 2; h++) k.scale[h] = k.scale[h] * RESIDUAL_STEP;
 #pragma unroll
             for (int g = 0; g < ROW_GROUPS; g++) {
                 int first = group * LENGTH, last = (group + 1) * LENGTH;
                 FloatSums c = dot_float_keys(a, q.word[g], first, last), r = {};
-                if (K_WINDOW && at.residuals) r = dot_float_keys(residuals, q.word[g], first, last);
+                if (WITH_RESIDUALS) r = dot_float_keys(residuals, q.word[g], first, last);
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
-                    float term = (K_WINDOW && at.residuals && is_fine(g, n % 2) ? c.x[n] + r.x[n] : c.x[n]) * k.scale[n / 2];
+                    float term = (WITH_RESIDUALS && is_fine(g, n % 2) ? c.x[n] + r.x[n] : c.x[n]) * k.scale[n / 2];
                     if (K_SHIFTS) term = term + q.float_sum[g][group][n % 2] * k.shift[n / 2];
                     float& to = s[g][4 * i + n];
                     to = group == 0 ? term : to + term;
@@ -138,7 +141,7 @@ DEVICE void weigh_floats(const float (&p)[WEIGHTS], const ValueParams& v, int la
 }
 
 // 16 dims of V, the warp's j-th: a[panel] is the left operand of 16 tokens.
-DEVICE void load_float_values(const Codes& v, int j, int tokens, int lane, u32 (&a)[4][4]) {
+template <bool IS_FULL> DEVICE void load_float_values(const Codes& v, int j, int tokens, int lane, u32 (&a)[4][4]) {
     if constexpr (code_bits(V_SCHEME) == 16) {
 #pragma unroll
         for (int panel = 0; panel < 4; panel++) {
@@ -152,7 +155,7 @@ DEVICE void load_float_values(const Codes& v, int j, int tokens, int lane, u32 (
 #pragma unroll
         for (int panel = 0; panel < 4; panel++) operand(x[panel], V_INT4, [](u32 x, u32& low, u32& high) { code_pairs<V_SCHEME>(x, low, high); }, a[panel]);
     }
-    if (!integer_scheme(V_SCHEME) && tokens < TILE)
+    if (!integer_scheme(V_SCHEME) && !IS_FULL)
 #pragma unroll
         for (int panel = 0; panel < 4; panel++)
 #pragma unroll
@@ -171,13 +174,12 @@ DEVICE FloatSums dot_float_values(const u32 (&a)[4][4], const u32 (&w)[4][4]) {
 }
 
 // Folds a tile's values into the state; see `fold_values`.
-template <class Params, class WeightsOf, class Fine>
+template <bool IS_FULL, bool WITH_RESIDUALS, class Params, class WeightsOf, class Fine>
 DEVICE void fold_float_values(const Stages& at, const Params& params, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
     rescale(state, r);
-    bool has_residuals = V_WINDOW && at.residuals;
 #pragma unroll
     for (int n = 0; n < Team::GROUPS; n++) {
-        ValueParams v = ValueParams::read(params, team.group() + n, tokens, team.lane);
+        ValueParams v = ValueParams::read<IS_FULL>(params, team.group() + n, tokens, team.lane);
         FloatWeights w[ROW_GROUPS];
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
@@ -189,8 +191,8 @@ DEVICE void fold_float_values(const Stages& at, const Params& params, int tokens
 #pragma unroll
         for (int j = n * BLOCKS_OF_GROUP; j < (n + 1) * BLOCKS_OF_GROUP; j++) {
             u32 a[4][4], residuals[4][4];
-            load_float_values(at.v, team.dim() / 16 + j, tokens, team.lane, a);
-            if (has_residuals) {
+            load_float_values<IS_FULL>(at.v, team.dim() / 16 + j, tokens, team.lane, a);
+            if constexpr (WITH_RESIDUALS) {
                 u32 x[4][2];
                 load_values4(at.v_residuals, team.dim() / 16 + j, team.lane, x);
 #pragma unroll
@@ -199,11 +201,11 @@ DEVICE void fold_float_values(const Stages& at, const Params& params, int tokens
 #pragma unroll
             for (int g = 0; g < ROW_GROUPS; g++) {
                 FloatSums c = dot_float_values(a, w[g].panel), more = {};
-                if (has_residuals) more = dot_float_values(residuals, w[g].panel);
+                if (WITH_RESIDUALS) more = dot_float_values(residuals, w[g].panel);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     int e = i % 2;
-                    float sum = has_residuals && is_fine(g, e) ? c.x[i] + more.x[i] : c.x[i], value = sum * w[g].step[e];
+                    float sum = WITH_RESIDUALS && is_fine(g, e) ? c.x[i] + more.x[i] : c.x[i], value = sum * w[g].step[e];
                     if (V_SHIFTS) value = value + w[g].shift[e];
                     state.o[g][j][i] = fmaf(value, r.beta[g][e], state.o[g][j][i]);
                 }
@@ -212,14 +214,16 @@ DEVICE void fold_float_values(const Stages& at, const Params& params, int tokens
     }
 }
 
-// A tile's scores and values in the arithmetic of the format.
-template <class Params, class Fine>
+// A tile's scores and values in the arithmetic of the format. RESIDUALS: the tile's are in its stages. IS_FULL: all rows see all of its tokens.
+template <bool RESIDUALS, class Params, class Fine>
 DEVICE void tile_scores(const Stages& at, const Params& params, const Query& q, const Team& team, Fine is_fine, float (&s)[ROW_GROUPS][SCORES]) {
-    if constexpr (INTEGER) scores(at, params, q, team, is_fine, s);
-    else float_scores(at, params, q, team, is_fine, s);
+    constexpr bool WITH_RESIDUALS = RESIDUALS && K_WINDOW != 0;
+    if constexpr (INTEGER) scores<WITH_RESIDUALS>(at, params, q, team, is_fine, s);
+    else float_scores<WITH_RESIDUALS>(at, params, q, team, is_fine, s);
 }
-template <class Params, class WeightsOf, class Fine>
+template <bool IS_FULL, bool RESIDUALS, class Params, class WeightsOf, class Fine>
 DEVICE void tile_values(const Stages& at, const Params& params, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
-    if constexpr (INTEGER) fold_values(at, params, tokens, weights, r, team, is_fine, state);
-    else fold_float_values(at, params, tokens, weights, r, team, is_fine, state);
+    constexpr bool WITH_RESIDUALS = RESIDUALS && V_WINDOW != 0;
+    if constexpr (INTEGER) fold_values<IS_FULL, WITH_RESIDUALS>(at, params, tokens, weights, r, team, is_fine, state);
+    else fold_float_values<IS_FULL, WITH_RESIDUALS>(at, params, tokens, weights, r, team, is_fine, state);
 }

@@ -53,7 +53,6 @@ DEVICE int stages_of_values(bool residuals) { return KV_ONE_STAGE ? 0 : 1 + (res
 DEVICE void wait_keys(Ring& next, bool residuals, Stages& at) {
     u32 stage = next.wait();
     next.advance();
-    at.residuals = residuals;
     at.k = {stage, K_STRIDE};
     at.v = {stage + K_BYTES_OF_BLOCK, V_STRIDE};
     at.k_residuals = {stage + K_BYTES_OF_BLOCK * BLOCKS, RESIDUALS};
@@ -85,24 +84,21 @@ template <class Source> struct TileCopier {
     u32 pages;  // page numbers of the next tiles, a block to a lane
     int known;  // lanes of `pages` that are used up
     u32 residual_pages;  // of the sequence, a slot to a lane
-    int residual;  // `first_residual_tile`
     int appended;  // `first_appended_tile`, until the append has ended
     const RowMaps* maps;  // tensor maps of strided rows
-    // Of the sequence and KV head: its pages, and where its run lies in the first page of the pool.
-    const u32* table;
-    const u8* runs;
+    const u8* runs;  // of the sequence and KV head in the first page of the pool
 
     __device__ __forceinline__ void begin(const DecodeParams& p, int b, int kv_head) {
-        table = p.page_table + (u64)b * p.page_table_stride;
         runs = p.k + kv_head * RUN_BYTES;
         if (WINDOW) residual_pages = p.residual_pages[b * p.residual_ring + (lane & p.residual_ring - 1)];
     }
+    __device__ __forceinline__ const u32* table(const DecodeParams& p) const { return p.page_table + (u64)source.b() * p.page_table_stride; }
     // Reads the page table 32 blocks at a time, one stage before the first is needed. Past the last page a block repeats it: its
     // tokens are not seen.
-    __device__ __forceinline__ void load_page_indices() {
+    __device__ __forceinline__ void load_page_indices(const DecodeParams& p) {
         if constexpr (PAGE != 0) {
             known = 0;
-            if (tile >= 0) pages = table[entry()];
+            if (tile >= 0) pages = table(p)[entry()];
         }
     }
     // The lane's.
@@ -113,17 +109,17 @@ template <class Source> struct TileCopier {
     }
     // 32 entries from `first` on, as far as the table goes, before it is known which are needed; and what was needed, if it is there.
     __device__ __forceinline__ u32 prefetch_pages(const DecodeParams& p, int first) const {
-        return PAGE == 0 ? 0 : table[min(first + lane, p.page_table_stride - 1)];
+        return PAGE == 0 ? 0 : table(p)[min(first + lane, p.page_table_stride - 1)];
     }
-    __device__ __forceinline__ void load_page_indices(u32 seen, int first) {
+    __device__ __forceinline__ void load_page_indices(const DecodeParams& p, u32 seen, int first) {
         if constexpr (PAGE != 0) {
             known = 0;
             int at = entry();
             pages = __shfl_sync(~0u, seen, at - first);
-            if (!__all_sync(~0u, (u32)(at - first) < 32)) pages = table[at];
+            if (!__all_sync(~0u, (u32)(at - first) < 32)) pages = table(p)[at];
         }
     }
-    __device__ __forceinline__ bool has_residuals() const { return WINDOW && tile >= residual; }
+    __device__ __forceinline__ bool has_residuals(const DecodeParams& p) const { return WINDOW && tile >= first_residual_tile(p, source.kv_len()); }
     // Copies the next stage of the current tile; true if the next call begins a new tile.
     __device__ __forceinline__ bool copy_next(const DecodeParams& p) {
         if (PAGE != 0 && tile >= appended) {
@@ -133,7 +129,8 @@ template <class Source> struct TileCopier {
         if (READERS > 1) barrier_wait(ring.empty(), ring.phase ^ 1);
         copy_stage(p);
         ring.advance();
-        if (++stage_of_tile < stages_of_keys(has_residuals()) + stages_of_values(has_residuals())) return false;
+        bool residuals = has_residuals(p);
+        if (++stage_of_tile < stages_of_keys(residuals) + stages_of_values(residuals)) return false;
         stage_of_tile = 0;
         tile += step;
         known += BLOCKS;
@@ -157,7 +154,8 @@ template <class Source> struct TileCopier {
             else copy_scales<V_SCHEME, V_GROUPS>(V_CODES, p.v_scales, p.v_scale_strides);
             copy_async_arrive(ring.full());
         } else {
-            int of_keys = stages_of_keys(has_residuals());
+            bool with_residuals = has_residuals(p);
+            int of_keys = stages_of_keys(with_residuals);
             bool has_k = stage_of_tile < of_keys, has_codes = stage_of_tile == 0 || stage_of_tile == of_keys, has_v = KV_ONE_STAGE || !has_k;
             u32 indices[BLOCKS], residuals[BLOCKS];  // of the pages
 #pragma unroll
@@ -168,7 +166,7 @@ template <class Source> struct TileCopier {
             if (copies()) {
                 bool apart = KV_ONE_STAGE || (has_k ? K_RESIDUALS_APART : V_RESIDUALS_APART);
                 int codes_bytes = has_codes ? ((has_k ? K_BYTES_OF_BLOCK : 0) + (has_v ? V_BYTES_OF_BLOCK : 0)) * BLOCKS : 0, residual_bytes = 0;
-                if (has_residuals() && has_codes != apart) residual_bytes = ((has_k ? K_RESIDUALS : 0) + (has_v ? V_RESIDUALS : 0)) * BLOCKS;
+                if (with_residuals && has_codes != apart) residual_bytes = ((has_k ? K_RESIDUALS : 0) + (has_v ? V_RESIDUALS : 0)) * BLOCKS;
                 expect(codes_bytes + residual_bytes);
                 if (has_codes) copy_blocks(p, indices, has_k, has_v);
                 if (residual_bytes) copy_residuals(p, residuals, has_k, has_v, ring.at() + codes_bytes);
@@ -320,7 +318,6 @@ struct Producer : TileCopier<CursorSource> {
     }
     __device__ __forceinline__ void move_to(const DecodeParams& p, const Work& work) {
         begin(p, work.b, work.kv_head(source.team));
-        residual = first_residual_tile(p, work.kv_len);
         appended = first_appended_tile(p, work.kv_len);
         step = work.step();
     }
@@ -334,7 +331,7 @@ struct Producer : TileCopier<CursorSource> {
         if (lane == 0) *source.cursor = at;
         __syncwarp();
         if (tile >= tile_end) enter_next_unit(p, at);
-        load_page_indices();
+        load_page_indices(p);
     }
     // Copies the next stage, if there is one. Decisions about a tile and their branches cost 12 % of an int4 kernel's time, so runs of
     // tiles like the one before are counted, and copied without them.
@@ -349,13 +346,13 @@ struct Producer : TileCopier<CursorSource> {
             enter_next_unit(p, at);
             known = 32;
         }
-        if (known == 32) load_page_indices();
-        if (HAS_PLAIN && tile >= 0) plain = (KV_ONE_STAGE ? 1 : 2) * plain_tiles();
+        if (known == 32) load_page_indices(p);
+        if (HAS_PLAIN && tile >= 0) plain = (KV_ONE_STAGE ? 1 : 2) * plain_tiles(p);
     }
     // Tiles but the last one before the run's end, residuals, pages that are not there yet, and those that are not known.
-    __device__ __forceinline__ int plain_tiles() const {
+    __device__ __forceinline__ int plain_tiles(const DecodeParams& p) const {
         int tiles = min(tile_end, appended) - tile;
-        if (WINDOW) tiles = min(tiles, residual - tile);
+        if (WINDOW) tiles = min(tiles, first_residual_tile(p, source.kv_len()) - tile);
         if (step > 1) tiles = (tiles + TEAMS - 1) / TEAMS;
         return min(tiles, (32 - known) / BLOCKS) - 1;
     }

@@ -90,23 +90,23 @@ DEVICE void produce(const DecodeParams& p, Work& work, Split& split, const Ring&
     copier.step = 1;
     copier.stage_of_tile = 0;
     copier.maps = maps;
+    copier.source = {work.b, 0, work.heads};
     copier.begin(p, work.b, work.heads);
     u32 likely = copier.prefetch_pages(p, likely_page(p, start.index));
     split.enter(p, work, start);
-    copier.source = {work.b, work.kv_len, work.heads};
-    copier.residual = first_residual_tile(p, work.kv_len);
+    copier.source.length = work.kv_len;
     copier.appended = first_appended_tile(p, work.kv_len);
     copier.tile = split.first << split.shift;
     int end = min(work.num_tiles, split.end << split.shift);
     if (copier.tile < end) {
-        copier.load_page_indices(likely, likely_page(p, start.index));
+        copier.load_page_indices(p, likely, likely_page(p, start.index));
         while (!copier.copy_next(p)) {
         }
     }
     signal_q_loaded(start.team);
 #pragma unroll 1
     while (copier.tile < end)
-        if (copier.copy_next(p) && copier.known == 32) copier.load_page_indices();
+        if (copier.copy_next(p) && copier.known == 32) copier.load_page_indices(p);
     wait_for_dependencies();  // a launch that waits for this one relies on those before it, too
 }
 
@@ -131,36 +131,35 @@ struct Warp {
         item.rows = visible(p, work, work.heads, 0, team.lane);
     }
     // Folds a tile into the segment's state. Stages stay until both products are done.
-    __device__ __forceinline__ void tile(int index, State& state) {
+    template <bool IS_FULL, bool RESIDUALS> __device__ __forceinline__ void tile(int index, State& state) {
         const Rows& rows = item.rows;
         int t0 = index * TILE, tokens = min(TILE, work.kv_len - t0);
-        bool residuals = WINDOW && index >= first_residual_tile(p, work.kv_len);
         float s[ROW_GROUPS][SCORES];
         Ring next = ring;
         Stages at;
-        wait_keys(next, residuals, at);
+        wait_keys(next, RESIDUALS, at);
         SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.b, work.heads, t0}};
-        tile_scores(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < index + K_WINDOW; }, s);
+        tile_scores<RESIDUALS>(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < index + K_WINDOW; }, s);
         int first = t0 + team.token() + team.lane / 4;
         if constexpr (HAS_SCORE_MODS) apply_score_mods(p, rows, first, s);
-        bool full = rows.see_all(t0);
-        mask(rows, first, full, s);
+        Hidden hidden = {};
+        if (!IS_FULL) hidden = mask(rows, first, s);
         float tops[ROW_GROUPS][2];
         row_max(s, team.lane, tops);
         team.publish_largest(tops);
         team.barrier();
         team.gather_largest(tops);
-        weigh_scores(s, full, tops);
+        weigh_scores<IS_FULL>(s, hidden, tops);
         team.publish_weights(s);
-        wait_values(next, residuals, at);
+        wait_values(next, RESIDUALS, at);
         team.barrier();
         auto weights = [&](int g, float (&to)[WEIGHTS]) { team.gather_weights(g, to); };
         Rescale r;
-        enter_tile(state, weights, full, tops, team.lane, r);
+        enter_tile(state, weights, tops, team.lane, r);
         SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, work.heads, t0}};
-        tile_values(at, v, tokens, weights, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
+        tile_values<IS_FULL, RESIDUALS>(at, v, tokens, weights, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
 #pragma unroll 1
-        for (int i = stages_of_keys(residuals) + stages_of_values(residuals); i > 0; i--) ring.release(team.lane);
+        for (int i = stages_of_keys(RESIDUALS) + stages_of_values(RESIDUALS); i > 0; i--) ring.release(team.lane);
     }
 
     // O of a partial, or of the work item so far, is kept in shared memory, where each lane has its own elements; (max, sum) in registers.
@@ -207,13 +206,18 @@ struct Warp {
     // Attends a partial's tiles, one segment after the other.
     __device__ __forceinline__ void attend(int partial, int place, float2 (&ml)[ROW_GROUPS][2]) {
         int index = partial << split.shift, end = min(work.num_tiles, partial + 1 << split.shift);
+        int residual = first_residual_tile(p, work.kv_len);
         bool first = true;
         do {
             State segment;
             segment.clear();
             int until = min(end, index + (1 << SEGMENT_SHIFT));
 #pragma unroll 1
-            for (; index < until; index++) tile(index, segment);
+            for (; index < until; index++) {
+                if (WINDOW && index >= residual) tile<false, WINDOW != 0>(index, segment);
+                else if (item.rows.see_all(index * TILE)) tile<true, false>(index, segment);
+                else tile<false, false>(index, segment);
+            }
             keep(place, first, ml, segment);
             first = false;
         } while (index < end);

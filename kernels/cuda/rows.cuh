@@ -70,12 +70,15 @@ DEVICE void apply_score_mods(const DecodeParams& p, const Rows& rows, int first,
         }
 }
 
-// The scores of tokens that a row does not see, unless the rows see all, become -inf, whatever they were.
-DEVICE void mask(const Rows& rows, int first, bool full, float (&s)[ROW_GROUPS][SCORES]) {
-    if (full) return;
+// The scores of tokens that a row does not see become -inf, whatever they were.
+DEVICE Hidden mask(const Rows& rows, int first, float (&s)[ROW_GROUPS][SCORES]) {
+    Hidden hidden = {};
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
-        for (int n = 0; n < SCORES; n++)
+        for (int n = 0; n < SCORES; n++) {
             if (!rows.sees(g, n % 2, first + token_of(n))) s[g][n] = MINUS_INFINITY;
+            hidden.scores[g] |= s[g][n] > MINUS_INFINITY ? 0 : 1u << n;
+        }
+    return hidden;
 }

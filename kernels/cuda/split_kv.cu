@@ -29,34 +29,46 @@ struct Warp {
             if (is_producer) producer.issue(p);
         }
     }
-    __device__ __forceinline__ void tile(const Work& work, int index, int kv_len, const ItemRows& item, State& state) {
-        const Rows& rows = item.rows;
-        int t0 = index * TILE, tokens = min(TILE, kv_len - t0), kv_head = work.kv_head(producer.source.team);
-        bool residuals = WINDOW && index >= first_residual_tile(p, kv_len);
-        float s[ROW_GROUPS][SCORES];
+    // The scores of a tile whose first token is t0.
+    template <bool RESIDUALS> __device__ __forceinline__ void score(const Work& work, int t0, const ItemRows& item, float (&s)[ROW_GROUPS][SCORES]) {
         Ring next = ring;
         Stages at;
-        wait_keys(next, residuals, at);
-        SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.b, kv_head, t0}};
-        tile_scores(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < index + K_WINDOW; }, s);
-        if (!KV_ONE_STAGE) done_with_stages(stages_of_keys(residuals));
-        int first = t0 + lane / 4;
-        if constexpr (HAS_SCORE_MODS) apply_score_mods(p, rows, first, s);
-        bool full = rows.see_all(t0);
-        mask(rows, first, full, s);
+        wait_keys(next, RESIDUALS, at);
+        SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.b, work.kv_head(producer.source.team), t0}};
+        tile_scores<RESIDUALS>(at, k, item.q, team, [&](int g, int e) { return item.rows.tile[g][e] < t0 / TILE + K_WINDOW; }, s);
+    }
+    // Folds the tile into the state. IS_FULL: all rows see all of its tokens.
+    template <bool IS_FULL, bool RESIDUALS> __device__ __forceinline__ void fold(const Work& work, int t0, const ItemRows& item, float (&s)[ROW_GROUPS][SCORES], State& state) {
+        Hidden hidden = {};
+        if (!IS_FULL) hidden = mask(item.rows, t0 + lane / 4, s);
         float tops[ROW_GROUPS][2];
         row_max(s, lane, tops);
-        weigh_scores(s, full, tops);
+        weigh_scores<IS_FULL>(s, hidden, tops);
         auto weights = [&](int g, float (&to)[WEIGHTS]) {
 #pragma unroll
             for (int n = 0; n < WEIGHTS; n++) to[n] = s[g][n];
         };
         Rescale r;
-        enter_tile(state, weights, full, tops, lane, r);
-        next = ring;
-        wait_values(next, residuals, at);
-        SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, kv_head, t0}};
-        tile_values(at, v, tokens, weights, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
+        enter_tile(state, weights, tops, lane, r);
+        Ring next = ring;
+        Stages at;
+        if (KV_ONE_STAGE) wait_keys(next, RESIDUALS, at);
+        else wait_values(next, RESIDUALS, at);
+        SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, work.kv_head(producer.source.team), t0}};
+        tile_values<IS_FULL, RESIDUALS>(at, v, min(TILE, work.kv_len - t0), weights, r, team, [&](int g, int e) { return item.rows.tile[g][e] < t0 / TILE + V_WINDOW; }, state);
+    }
+    // One place for each refill, which is long: the kinds of tiles part on both sides of it.
+    __device__ __forceinline__ void tile(const Work& work, int index, const ItemRows& item, State& state) {
+        int t0 = index * TILE;
+        bool residuals = WINDOW && index >= first_residual_tile(p, work.kv_len);
+        float s[ROW_GROUPS][SCORES];
+        if (residuals) score<WINDOW != 0>(work, t0, item, s);
+        else score<false>(work, t0, item, s);
+        if (!KV_ONE_STAGE) done_with_stages(stages_of_keys(residuals));
+        if constexpr (HAS_SCORE_MODS) apply_score_mods(p, item.rows, t0 + lane / 4, s);
+        if (residuals) fold<false, WINDOW != 0>(work, t0, item, s, state);
+        else if (item.rows.see_all(t0)) fold<true, false>(work, t0, item, s, state);
+        else fold<false, false>(work, t0, item, s, state);
         done_with_stages(KV_ONE_STAGE ? stages_of_keys(residuals) : stages_of_values(residuals));
     }
 
@@ -69,7 +81,7 @@ struct Warp {
 
     // The team's tiles of a work unit. Each segment's state goes to the team's place for the merge.
     __device__ __forceinline__ void take(const Work& work, const ItemRows& item, Merge& merge) {
-        int index, end, kv_len = work.kv_len, step = opaque(work.step()), segment_tiles = work.takes() >= A_SPAN ? 1 << SEGMENT_SHIFT : 1 << 30;
+        int index, end, step = opaque(work.step()), segment_tiles = work.takes() >= A_SPAN ? 1 << SEGMENT_SHIFT : 1 << 30;
         work.team_tiles(p, producer.source.team, index, end);
         bool first = true;
 #pragma unroll 1
@@ -78,7 +90,7 @@ struct Warp {
             state.clear();
             int until = opaque(end - index > segment_tiles ? index + segment_tiles : end);
 #pragma unroll 1
-            for (; index < until; index += step) tile(work, index, kv_len, item, state);
+            for (; index < until; index += step) tile(work, index, item, state);
             merge.segment(state, first, producer.source.team, warp_row, lane);
             first = false;
             merge.count(p);

@@ -57,21 +57,31 @@ DEVICE void row_max(const float (&s)[ROW_GROUPS][SCORES], int lane, float (&tops
     }
 }
 
-// Replaces scores by weights p, by the maxima of the whole tile. `full`: no score is -inf.
-DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], bool full, const float (&tops)[ROW_GROUPS][2]) {
+// The scores of a tile that have no weight, a bit each; in one place, since a predicate of each would take more registers than all else.
+struct Hidden {
+    u32 scores[ROW_GROUPS];
+};
+
+// Replaces scores by weights p, by the maxima of the whole tile.
+template <bool IS_FULL> DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], const Hidden& hidden, const float (&tops)[ROW_GROUPS][2]) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
         for (int n = 0; n < SCORES; n++) {
-            float top = tops[g][n % 2], from = full || top > MINUS_INFINITY ? top : 0.0f, p;
-            if constexpr (INTEGER) p = exp2w(fma_saturate(s[g][n], -0.015625f, 0.015625f * from));
-            else p = exp2f_full(fmaxf(s[g][n] - from, -125.0f));
-            s[g][n] = full || s[g][n] > MINUS_INFINITY ? p : 0.0f;
+            float top = tops[g][n % 2];
+            if constexpr (INTEGER) s[g][n] = exp2w(fma_saturate(s[g][n], -0.015625f, 0.015625f * top));
+            else s[g][n] = exp2f_full(fmaxf(s[g][n] - top, -125.0f));
         }
+    if (IS_FULL) return;
+#pragma unroll
+    for (int g = 0; g < ROW_GROUPS; g++)
+#pragma unroll
+        for (int n = 0; n < SCORES; n++)
+            if (hidden.scores[g] & 1u << n) s[g][n] = 0.0f;
 }
 
 // Updates the running maxima and sums by a tile's weights; O is rescaled later. weights(g, p) gives those of a row group.
-template <class WeightsOf> DEVICE void enter_tile(State& state, WeightsOf weights, bool full, const float (&tops)[ROW_GROUPS][2], int lane, Rescale& r) {
+template <class WeightsOf> DEVICE void enter_tile(State& state, WeightsOf weights, const float (&tops)[ROW_GROUPS][2], int lane, Rescale& r) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
         float p[WEIGHTS];
@@ -84,10 +94,9 @@ template <class WeightsOf> DEVICE void enter_tile(State& state, WeightsOf weight
         for (int e = 0; e < 2; e++) {
             float& running = state.m[g][e];
             float m = INTEGER ? tops[g][e] - 1.0f : tops[g][e];
-            bool some = full || tops[g][e] > MINUS_INFINITY;
-            float top = some ? fmaxf(running, m) : running;
-            r.alpha[g][e] = some ? pow2(top - running) : 1.0f;
-            r.beta[g][e] = some ? pow2(top - m) : -0.0f;  // -0: adding a product with it changes no bit, the sign of a zero included
+            float top = fmaxf(running, m);
+            r.alpha[g][e] = pow2(top - running);
+            r.beta[g][e] = m > MINUS_INFINITY ? pow2(top - m) : -0.0f;  // -0: adding a product with it changes no bit, the sign of a zero included
             running = top;
             state.l[g][e] = fmaf((float)(int)l[e], exp2i(-22) * r.beta[g][e], state.l[g][e] * r.alpha[g][e]);
         }
@@ -112,22 +121,25 @@ DEVICE void rescale(State& state, const Rescale& r) {
 struct ValueParams {
     float scale[WEIGHTS / 2], shift[WEIGHTS / 2];
 
-    template <class Params> DEVICE ValueParams read(const Params& params, int group, int tokens, int lane) {
+    template <bool IS_FULL, class Params> DEVICE ValueParams read(const Params& params, int group, int tokens, int lane) {
         ValueParams v = {};
 #pragma unroll
         for (int i = 0; i < WEIGHTS / 2; i++) {
             int t = 8 * i + lane / 4;
             if constexpr (V_SHIFTS) {
                 float2 x = params.scale_shift(group, t);
-                v.scale[i] = t < tokens ? x.x : 0.0f;
-                v.shift[i] = t < tokens ? x.y : 0.0f;
+                v.scale[i] = x.x;
+                v.shift[i] = x.y;
             } else if constexpr (has_row_scales(V_SCHEME)) {
-                v.scale[i] = params.scale(group, t);
-                if (!(t < tokens)) v.scale[i] = 0.0f;
+                v.scale[i] = V_HALF_STEPS ? params.scale(group, t) * RESIDUAL_STEP : params.scale(group, t);
             } else {
                 v.scale[i] = 1.0f;
             }
         }
+        if (has_row_scales(V_SCHEME) && !IS_FULL)
+#pragma unroll
+            for (int i = 0; i < WEIGHTS / 2; i++)
+                if (8 * i + lane / 4 >= tokens) v.scale[i] = v.shift[i] = 0.0f;
         return v;
     }
 };
@@ -165,7 +177,7 @@ DEVICE void weigh(const float (&p)[WEIGHTS], const ValueParams& v, const float (
 #pragma unroll
     for (int n = 0; n < WEIGHTS; n++) x[n] = p[n];
     scale_weights(x, v, lane, largest);
-    WeightStep step[2] = {weight_step(largest[0], V_WINDOW && is_fine[0]), weight_step(largest[1], V_WINDOW && is_fine[1])};
+    WeightStep step[2] = {weight_step(largest[0], is_fine[0]), weight_step(largest[1], is_fine[1])};
 #pragma unroll
     for (int e = 0; e < 2; e++) w.step[e] = step[e].step;
 #pragma unroll
@@ -198,7 +210,7 @@ DEVICE Sums dot_values(const u32 (&x)[4][2], const u32 (&w)[4], Sums c) {
 
 // Sums of 16 dims, the warp's j-th, of all row groups; of rows that read V fine with its residuals. They count on from MAGIC_BITS, since they
 // stay below 2^22.
-DEVICE void value_sums(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], const bool (&is_fine)[ROW_GROUPS][2], const Team& team, Sums (&sums)[ROW_GROUPS]) {
+template <bool WITH_RESIDUALS> DEVICE void value_sums(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], const bool (&is_fine)[ROW_GROUPS][2], const Team& team, Sums (&sums)[ROW_GROUPS]) {
     constexpr int START = MAGIC_BITS;
     u32 x[4][2];
     load_values(at.v, team.dim() / 16 + j, team.lane, x);
@@ -207,13 +219,18 @@ DEVICE void value_sums(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], 
         const int(&sum)[2] = w[g].sum;
         Sums start = {START, START, START, START}, &c = sums[g];
         if (V_SHIFTS) start = {START - 8 * sum[0], START - 8 * sum[1], START - 128 * sum[0], START - 128 * sum[1]};
-        c = dot_values(x, w[g].panel, V_HALF_STEPS ? Sums{} : start);
+        if (V_HALF_STEPS) start = {0, 0, START - 120 * sum[0], START - 120 * sum[1]};
+        if (WITH_RESIDUALS) start = {};
+        c = dot_values(x, w[g].panel, start);
         if (V_HALF_STEPS)
 #pragma unroll
-            for (int n = 0; n < 4; n++) c.x[n] = c.x[n] * (n < 2 ? 32 : 2) + (START - 240 * sum[n % 2]);
+            for (int n = 0; n < 4; n++) {
+                if (WITH_RESIDUALS) c.x[n] = c.x[n] * (n < 2 ? 32 : 2) + (START - 240 * sum[n % 2]);
+                else if (n < 2) c.x[n] = c.x[n] * 2 + (START - 15 * sum[n]);
+            }
     }
-    if constexpr (V_WINDOW != 0) {
-        if (!at.residuals) return;
+    if constexpr (WITH_RESIDUALS) {
+        __syncwarp();  // keeps the compiler from loading all blocks ahead, for which there are no registers
         load_values4(at.v_residuals, team.dim() / 16 + j, team.lane, x);
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
@@ -226,17 +243,17 @@ DEVICE void value_sums(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], 
 }
 
 // Folds sums into O.
-DEVICE void fold16(float (&o)[4], const Sums& c, const Weights& w, const float (&beta)[2]) {
+template <bool WITH_RESIDUALS> DEVICE void fold16(float (&o)[4], const Sums& c, const Weights& w, const float (&beta)[2]) {
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         int e = n % 2;
         if constexpr (V_SHIFTS) o[n] = fmaf(fmaf(counted(c.x[n]), n < 2 ? w.step[e] : w.step[e] * 0.0625f, w.shift[e]), beta[e], o[n]);
-        else o[n] = fmaf(counted(c.x[n]), w.step[e] * beta[e], o[n]);
+        else o[n] = fmaf(counted(c.x[n]), V_HALF_STEPS && !WITH_RESIDUALS ? w.step[e] * beta[e] * half_steps_factor(n >= 2) : w.step[e] * beta[e], o[n]);
     }
 }
 
 // Folds a tile's values into the state. `is_fine(g, e)` says which rows read V with its residuals.
-template <class Params, class WeightsOf, class Fine>
+template <bool IS_FULL, bool WITH_RESIDUALS, class Params, class WeightsOf, class Fine>
 DEVICE void fold_values(const Stages& at, const Params& params, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
     rescale(state, r);
     float thresholds[WEIGHTS / 2];
@@ -244,13 +261,14 @@ DEVICE void fold_values(const Stages& at, const Params& params, int tokens, Weig
     for (int i = 0; i < WEIGHTS / 2; i++) thresholds[i] = threshold(8 * i + team.lane / 4);
 #pragma unroll
     for (int n = 0; n < Team::GROUPS; n++) {
-        ValueParams v = ValueParams::read(params, team.group() + n, tokens, team.lane);
+        if (n > 0 && !IS_FULL) __syncwarp();  // as in `value_sums`
+        ValueParams v = ValueParams::read<IS_FULL>(params, team.group() + n, tokens, team.lane);
         Weights w[ROW_GROUPS];
         bool fine[ROW_GROUPS][2];
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
 #pragma unroll
-            for (int e = 0; e < 2; e++) fine[g][e] = V_WINDOW && is_fine(g, e);
+            for (int e = 0; e < 2; e++) fine[g][e] = WITH_RESIDUALS && is_fine(g, e);
             float p[WEIGHTS];
             weights(g, p);
             weigh(p, v, thresholds, fine[g], team.lane, w[g]);
@@ -259,9 +277,9 @@ DEVICE void fold_values(const Stages& at, const Params& params, int tokens, Weig
 #pragma unroll
         for (int j = n * BLOCKS_OF_GROUP; j < (n + 1) * BLOCKS_OF_GROUP; j++) {
             Sums sums[ROW_GROUPS];
-            value_sums(at, j, w, fine, team, sums);
+            value_sums<WITH_RESIDUALS>(at, j, w, fine, team, sums);
 #pragma unroll
-            for (int g = 0; g < ROW_GROUPS; g++) fold16(state.o[g][j], sums[g], w[g], r.beta[g]);
+            for (int g = 0; g < ROW_GROUPS; g++) fold16<WITH_RESIDUALS>(state.o[g][j], sums[g], w[g], r.beta[g]);
         }
     }
 }
