@@ -179,7 +179,7 @@ DEVICE void fold_float_values(const Stages& at, const Params& params, int tokens
     rescale(state, r);
 #pragma unroll
     for (int n = 0; n < Team::GROUPS; n++) {
-        ValueParams v = ValueParams::read<IS_FULL>(params, team.group() + n, tokens, team.lane);
+        ValueParams v = ValueParams::read<IS_FULL>(params, team.group() + n, team.lane);
         FloatWeights w[ROW_GROUPS];
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
@@ -224,6 +224,6 @@ DEVICE void tile_scores(const Stages& at, const Params& params, const Query& q, 
 template <bool IS_FULL, bool RESIDUALS, class Params, class WeightsOf, class Fine>
 DEVICE void tile_values(const Stages& at, const Params& params, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
     constexpr bool WITH_RESIDUALS = RESIDUALS && V_WINDOW != 0;
-    if constexpr (INTEGER) fold_values<IS_FULL, WITH_RESIDUALS>(at, params, tokens, weights, r, team, is_fine, state);
+    if constexpr (INTEGER) fold_values<IS_FULL, WITH_RESIDUALS>(at, params, weights, r, team, is_fine, state);
     else fold_float_values<IS_FULL, WITH_RESIDUALS>(at, params, tokens, weights, r, team, is_fine, state);
 }

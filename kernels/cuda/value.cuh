@@ -117,11 +117,15 @@ DEVICE void rescale(State& state, const Rescale& r) {
             for (int n = 0; n < 4; n++) state.o[g][j][n] = state.o[g][j][n] * r.alpha[g][n % 2];
 }
 
-// V's parameters of a group, of the lane's tokens: [2i + h] is token 16i + 8h + lane/4. Zeros for tokens that do not exist, whatever lies there.
+// What an f16 parameter may be of a token that exists, and some such number in the place of others: where there is no token may lie a NaN, and
+// 0·NaN is not 0.
+DEVICE float finite(float x) { return fminf(fmaxf(x, -0x1p20f), 0x1p20f); }
+
+// V's parameters of a group, of the lane's tokens: [2i + h] is token 16i + 8h + lane/4.
 struct ValueParams {
     float scale[WEIGHTS / 2], shift[WEIGHTS / 2];
 
-    template <bool IS_FULL, class Params> DEVICE ValueParams read(const Params& params, int group, int tokens, int lane) {
+    template <bool IS_FULL, class Params> DEVICE ValueParams read(const Params& params, int group, int lane) {
         ValueParams v = {};
 #pragma unroll
         for (int i = 0; i < WEIGHTS / 2; i++) {
@@ -136,10 +140,12 @@ struct ValueParams {
                 v.scale[i] = 1.0f;
             }
         }
-        if (has_row_scales(V_SCHEME) && !IS_FULL)
+        if (!IS_FULL)
 #pragma unroll
-            for (int i = 0; i < WEIGHTS / 2; i++)
-                if (8 * i + lane / 4 >= tokens) v.scale[i] = v.shift[i] = 0.0f;
+            for (int i = 0; i < WEIGHTS / 2; i++) {
+                v.scale[i] = finite(v.scale[i]);
+                v.shift[i] = finite(v.shift[i]);
+            }
         return v;
     }
 };
@@ -230,7 +236,6 @@ template <bool WITH_RESIDUALS> DEVICE void value_sums(const Stages& at, int j, c
             }
     }
     if constexpr (WITH_RESIDUALS) {
-        __syncwarp();  // keeps the compiler from loading all blocks ahead, for which there are no registers
         load_values4(at.v_residuals, team.dim() / 16 + j, team.lane, x);
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
@@ -254,15 +259,14 @@ template <bool WITH_RESIDUALS> DEVICE void fold16(float (&o)[4], const Sums& c, 
 
 // Folds a tile's values into the state. `is_fine(g, e)` says which rows read V with its residuals.
 template <bool IS_FULL, bool WITH_RESIDUALS, class Params, class WeightsOf, class Fine>
-DEVICE void fold_values(const Stages& at, const Params& params, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
+DEVICE void fold_values(const Stages& at, const Params& params, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
     rescale(state, r);
     float thresholds[WEIGHTS / 2];
 #pragma unroll
     for (int i = 0; i < WEIGHTS / 2; i++) thresholds[i] = threshold(8 * i + team.lane / 4);
 #pragma unroll
     for (int n = 0; n < Team::GROUPS; n++) {
-        if (n > 0 && !IS_FULL) __syncwarp();  // as in `value_sums`
-        ValueParams v = ValueParams::read<IS_FULL>(params, team.group() + n, tokens, team.lane);
+        ValueParams v = ValueParams::read<IS_FULL>(params, team.group() + n, team.lane);
         Weights w[ROW_GROUPS];
         bool fine[ROW_GROUPS][2];
 #pragma unroll
@@ -276,6 +280,7 @@ DEVICE void fold_values(const Stages& at, const Params& params, int tokens, Weig
         constexpr int BLOCKS_OF_GROUP = DIMS / 16 / Team::GROUPS;
 #pragma unroll
         for (int j = n * BLOCKS_OF_GROUP; j < (n + 1) * BLOCKS_OF_GROUP; j++) {
+            if (!IS_FULL) __syncwarp();  // keeps the compiler from loading all blocks ahead, for which there are no registers
             Sums sums[ROW_GROUPS];
             value_sums<WITH_RESIDUALS>(at, j, w, fine, team, sums);
 #pragma unroll
