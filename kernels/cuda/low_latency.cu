@@ -251,7 +251,7 @@ struct Warp {
         if (count == 0) return;
         if (team.warp == 0 && team.lane == 0) barrier_expect(all_sent, count * jobs.sent_bytes());
         barrier_wait(all_sent, 0);
-        merge_jobs(p, item, jobs, split.level(), blockIdx.x, team.index, shared + SharedMemory::RECEIVED, team.warp);
+        merge_jobs(p, item, jobs, split.level(), blockIdx.x, team, shared + SharedMemory::RECEIVED);
     }
     // Publishes a partial in global memory, where merging teams wait for it.
     __device__ __forceinline__ void publish(int partial, const float2 (&ml)[ROW_GROUPS][2]) const {
@@ -279,7 +279,7 @@ struct Warp {
         WorkItem item = {work.b, work.heads, row_block(), mine.all};
         u32 slices = slices_to_merge(p, item, mine.first, mine.end);
         if (slices == 0) return;
-        merge_arrived(p, item, {1, slices});
+        merge_arrived(p, item, {team.exchange, 1 + team.index}, {1, slices});
         team.barrier();
         clear_max_sums(p, item, slices);
     }

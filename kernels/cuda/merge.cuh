@@ -112,6 +112,18 @@ struct Epilogue {
         }
         write_row<LANES>(x, lane);
     }
+    // Turns back a row that lies in shared memory, a word to each lane and 32 dims apart, and writes those 32 dims whose number is `first`,
+    // first + step, …; several warps may share the row.
+    __device__ __forceinline__ void write_rotated(u32 row, int first, int step, int lane) const {
+        constexpr int COLUMNS = (HEAD_DIM + 31) / 32;
+        float x[COLUMNS][1];
+#pragma unroll
+        for (int k = 0; k < COLUMNS; k++) x[k][0] = bits_float(lds32(row + k * 128));
+        rotate_back<32>(x, lane);
+#pragma unroll
+        for (int k = 0; k < COLUMNS; k++)
+            if ((k - first) % step == 0 && k * 32 + lane < HEAD_DIM) write_final(k * 32 + lane, x[k][0]);
+    }
     // Some elements of a row that is not rotated.
     __device__ __forceinline__ void write(int vector, const float4& o) const {
         if (out) store_four(out, dtype, 4 * vector, of(o));

@@ -16,7 +16,7 @@ struct MergeJobs {
     u32 ctas, shift;  // of the cluster; its log2
     u32 second;       // whether CTAs have a second team
     int partials, rows;
-    bool is_row;       // whether a job is a row: where it is rotated, and where jobs of 32 dims would be more than warps
+    bool is_row;       // whether a job is a row: where it is rotated, by all of a team's warps, and where jobs of 32 dims would be more than warps
 
     DEVICE MergeJobs of(const DecodeParams& p, int row_block, int partials) {
         u32 second = blockDim.x / TEAM_THREADS - 1;
@@ -63,7 +63,7 @@ DEVICE MergeScale running_scale(float x, float& top, int stride, int count, floa
     return merge_scale_of(before, x, top);
 }
 
-// A merged state: of a row, COLUMNS dims to a lane, 32 apart.
+// A merged state of a row: COLUMNS dims to a lane.
 template <int COLUMNS> struct MergedRow {
     float m, l, o[COLUMNS];
 
@@ -77,9 +77,9 @@ DEVICE MergeScale scale_at(const MergeScale& w, int lane) { return {__shfl_sync(
 
 enum Level { TILE_VALUES, SEGMENT_STATES, SPAN_STATES };
 
-// Merges a job's partials by one warp: a lane finds the scales of one partial, and merges its own dims. Tiles fold into segments,
-// segments merge into spans, spans into the sequence's state.
-template <int LEVEL, int COLUMNS> DEVICE MergedRow<COLUMNS> merge_sent(u32 states, u32 mls, int partials) {
+// Merges a job's partials by one warp: a lane finds the scales of one partial, and merges its own dims, APART from each other, of WIDTH.
+// Tiles fold into segments, segments merge into spans, spans into the sequence's state.
+template <int LEVEL, int COLUMNS, int WIDTH, int APART> DEVICE MergedRow<COLUMNS> merge_sent(u32 states, u32 mls, int partials) {
     constexpr int BATCH = LEVEL == TILE_VALUES ? 16 : 8, SEGMENT = LEVEL == TILE_VALUES ? SPAN : 1, RUN = LEVEL == SPAN_STATES ? 1 : SEGMENT * SPAN;
     static_assert(BATCH % RUN == 0, "a batch has is_row spans");
     int lane = lane_id();
@@ -103,14 +103,14 @@ template <int LEVEL, int COLUMNS> DEVICE MergedRow<COLUMNS> merge_sent(u32 state
 #pragma unroll 1
         for (int u = 0; u < min(32, partials - base); u += BATCH) {
             MergedRow<COLUMNS> segment, span;
-            u32 from = states + ((base + u) * COLUMNS * 32 + lane) * 4;
+            u32 from = states + ((base + u) * WIDTH + lane) * 4;
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
                 // Beyond the last partial a side is empty: it changes nothing.
                 MergedRow<COLUMNS> here = {0.0f, __shfl_sync(~0u, l, u + i)};
                 bool some = base + u + i < partials;
 #pragma unroll
-                for (int k = 0; k < COLUMNS; k++) here.o[k] = some ? bits_float(lds32(from + (i * COLUMNS + k) * 128)) : 0.0f;
+                for (int k = 0; k < COLUMNS; k++) here.o[k] = some ? bits_float(lds32(from + (i * WIDTH + k * APART) * 4)) : 0.0f;
                 if (LEVEL == TILE_VALUES) {
                     if (i % SEGMENT == 0) segment = {};
                     segment.add(here, scale_at(of_tile, u + i), true);
@@ -131,27 +131,43 @@ template <int LEVEL, int COLUMNS> DEVICE MergedRow<COLUMNS> merge_sent(u32 state
 }
 
 // Merges a team's jobs, which lie at `sent`, and writes their results.
-template <int LEVEL, int COLUMNS> DEVICE void merge_jobs(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, u32 rank, u32 team, u32 sent, int warp) {
+template <int LEVEL, int COLUMNS> DEVICE void merge_jobs(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, u32 rank, const Team& team, u32 sent) {
 #pragma unroll 1
-    for (int i = warp; i < jobs.of_team(rank, team); i += TILE_WARPS) {
-        u32 job = jobs.job(rank, team, i), at = sent + i * jobs.stride();
+    for (int i = team.warp; i < jobs.of_team(rank, team.index); i += TILE_WARPS) {
+        u32 job = jobs.job(rank, team.index, i), at = sent + i * jobs.stride();
         int row = job / (HEAD_DIM / 32 / COLUMNS), dim = job % (HEAD_DIM / 32 / COLUMNS) * 32 + lane_id();
-        MergedRow<COLUMNS> x = merge_sent<LEVEL, COLUMNS>(at, at + jobs.states_bytes(), jobs.partials);
+        MergedRow<COLUMNS> x = merge_sent<LEVEL, COLUMNS, COLUMNS * 32, 32>(at, at + jobs.states_bytes(), jobs.partials);
         Epilogue epilogue = Epilogue::at(p, item, row);
         epilogue.begin(x.m, x.l, dim == 0);
-        float out[COLUMNS][1];
 #pragma unroll
-        for (int k = 0; k < COLUMNS; k++) out[k][0] = epilogue.of(x.o[k]);
-        if constexpr (V_ROTATED && COLUMNS == HEAD_DIM / 32) rotate_back<32>(out, lane_id());
-#pragma unroll
-        for (int k = 0; k < COLUMNS; k++) epilogue.write_final(dim + k * 32, out[k][0]);
+        for (int k = 0; k < COLUMNS; k++) epilogue.write(dim + k * 32, x.o[k]);
     }
 }
-DEVICE void merge_jobs(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, Level level, u32 rank, u32 team, u32 sent, int warp) {
-    if (level == TILE_VALUES && jobs.is_row) merge_jobs<TILE_VALUES, HEAD_DIM / 32>(p, item, jobs, rank, team, sent, warp);
-    else if (level == TILE_VALUES) merge_jobs<TILE_VALUES, 1>(p, item, jobs, rank, team, sent, warp);
-    else if (level == SEGMENT_STATES && jobs.is_row) merge_jobs<SEGMENT_STATES, HEAD_DIM / 32>(p, item, jobs, rank, team, sent, warp);
-    else if (level == SEGMENT_STATES) merge_jobs<SEGMENT_STATES, 1>(p, item, jobs, rank, team, sent, warp);
-    else if (jobs.is_row) merge_jobs<SPAN_STATES, HEAD_DIM / 32>(p, item, jobs, rank, team, sent, warp);
-    else merge_jobs<SPAN_STATES, 1>(p, item, jobs, rank, team, sent, warp);
+// The same of rotated rows: the team's warps merge the dims of each row side by side, then each turns the whole row back and writes its dims.
+template <int LEVEL> DEVICE void merge_rotated_jobs(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, u32 rank, const Team& team, u32 sent) {
+    constexpr int COLUMNS = HEAD_DIM / 32, EACH = (COLUMNS + TILE_WARPS - 1) / TILE_WARPS;
+    u32 row = team.exchange + team.lane * 4;
+#pragma unroll 1
+    for (int i = 0; i < jobs.of_team(rank, team.index); i++) {
+        u32 at = sent + i * jobs.stride();
+        MergedRow<EACH> x = merge_sent<LEVEL, EACH, HEAD_DIM, 32 * TILE_WARPS>(at + team.warp * 128, at + jobs.states_bytes(), jobs.partials);
+        Epilogue epilogue = Epilogue::at(p, item, jobs.job(rank, team.index, i));
+        epilogue.begin(x.m, x.l, team.warp == 0 && team.lane == 0);
+#pragma unroll
+        for (int k = 0; k < EACH; k++)
+            if (team.warp + k * TILE_WARPS < COLUMNS) sts32(row + (team.warp + k * TILE_WARPS) * 128, float_bits(epilogue.of(x.o[k])));
+        team.barrier();
+        epilogue.write_rotated(row, team.warp, TILE_WARPS, team.lane);
+        team.barrier();  // before the place is another row's
+    }
+}
+template <int LEVEL> DEVICE void merge_jobs_of(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, u32 rank, const Team& team, u32 sent) {
+    if constexpr (V_ROTATED) merge_rotated_jobs<LEVEL>(p, item, jobs, rank, team, sent);
+    else if (jobs.is_row) merge_jobs<LEVEL, HEAD_DIM / 32>(p, item, jobs, rank, team, sent);
+    else merge_jobs<LEVEL, 1>(p, item, jobs, rank, team, sent);
+}
+DEVICE void merge_jobs(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, Level level, u32 rank, const Team& team, u32 sent) {
+    if (level == TILE_VALUES) merge_jobs_of<TILE_VALUES>(p, item, jobs, rank, team, sent);
+    else if (level == SEGMENT_STATES) merge_jobs_of<SEGMENT_STATES>(p, item, jobs, rank, team, sent);
+    else merge_jobs_of<SPAN_STATES>(p, item, jobs, rank, team, sent);
 }

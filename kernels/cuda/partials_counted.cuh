@@ -17,6 +17,7 @@ struct PartialRows {
     float* states;  // O of the row
     float2* ml;     // null: a padding row, which has no partials
     int first, end;
+    u32 rotated;  // shared address of a row that is rotated, and merged by several warps
 };
 
 // Partials of low_latency.cu are zero until they arrive.
@@ -122,8 +123,11 @@ static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogu
             if (!SEGMENTS) m = __shfl_sync(~0u, top, LANES - 1, LANES);
         }
         epilogue.begin(m, l, at == 0);
-        if constexpr (V_ROTATED) {
-            static_assert(WIDTH == 4, "a row's threads have it whole");
+        if constexpr (V_ROTATED && WIDTH == 1) {
+#pragma unroll
+            for (int k = 0; k < CHUNK; k++)
+                if (at + k * LANES < to) sts32(partials.rotated + (at + k * LANES) * 4, float_bits(epilogue.of(o[k])));
+        } else if constexpr (V_ROTATED) {
             float x[CHUNK][4];
 #pragma unroll
             for (int k = 0; k < CHUNK; k++) {
@@ -142,10 +146,10 @@ static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogu
     }
 }
 
-template <class Vector, int LANES> DEVICE void merge_row(const DecodeParams& p, const WorkItem& item, int first, int row, int from, int to) {
+template <class Vector, int LANES> DEVICE void merge_row(const DecodeParams& p, const WorkItem& item, int first, int row, u32 rotated, int from, int to) {
     u64 partial = item.index(p) * p.max_partials;
     float2* ml = MERGES_GLOBALLY && row >= item.rows(p) ? nullptr : p.partial_max_sum + partial * ROWS + row;
-    PartialRows partials = {p.partial_o + (partial * ROWS + row) * HEAD_DIM, ml, first, item.num_partials};
+    PartialRows partials = {p.partial_o + (partial * ROWS + row) * HEAD_DIM, ml, first, item.num_partials, rotated};
     Epilogue epilogue = Epilogue::at(p, item, row);
     if (p.partial_per_segment) merge_partials<Vector, LANES, true>(partials, epilogue, from, to);
     else merge_partials<Vector, LANES, false>(partials, epilogue, from, to);
@@ -154,7 +158,7 @@ template <class Vector, int LANES> DEVICE void merge_row(const DecodeParams& p, 
 // Merges all of a work item's partials by one CTA, or team.
 DEVICE void merge_all_rows(const DecodeParams& p, const WorkItem& item, int first) {
     constexpr int LANES = MERGE_THREADS / ROWS;
-    merge_row<float4, LANES>(p, item, first, merge_thread() / LANES, 0, ROW_VECTORS);
+    merge_row<float4, LANES>(p, item, first, merge_thread() / LANES, 0, 0, ROW_VECTORS);
 }
 
 // ---- many partials: several CTAs merge them ----
@@ -229,25 +233,43 @@ DEVICE Arrival on_arrival(const DecodeParams& p, const WorkItem& item, u32 befor
     return {1 + now.first(), others ? slices_of(p, item) & ~others : ALL_SLICES};
 }
 
-DEVICE void merge_slices(const DecodeParams& p, const WorkItem& item, int first, u32 slices) {
-    // Two dims per lane where one would give a warp several columns: columns in a row take 2 µs more of 28. A row that is rotated has one warp.
-    constexpr bool PAIRS = SLICE_ROWS * (HEAD_DIM / 32) > MERGE_THREADS / 32 && HEAD_DIM % 64 == 0;
-    constexpr int WIDTH = V_ROTATED ? 4 : PAIRS ? 2 : 1, COLUMNS = V_ROTATED ? 1 : (HEAD_DIM / WIDTH + 31) / 32;  // of a row
+// The threads that merge together, and their place for a row that is rotated.
+struct Mergers {
+    u32 row;  // float [HEAD_DIM, to a multiple of 32]
+    int barrier_id;
+
+    __device__ __forceinline__ void barrier() const {
+        if (V_ROTATED) barrier_of<MERGE_THREADS>(barrier_id);
+    }
+};
+
+DEVICE void merge_slices(const DecodeParams& p, const WorkItem& item, const Mergers& mergers, int first, u32 slices) {
+    // Two dims per lane where one would give a warp several columns: columns in a row take 2 µs more of 28. Rows that are rotated come one by one.
+    constexpr int ROWS_AT_ONCE = V_ROTATED ? 1 : SLICE_ROWS, WARPS = MERGE_THREADS / 32;
+    constexpr bool PAIRS = !V_ROTATED && SLICE_ROWS * (HEAD_DIM / 32) > WARPS && HEAD_DIM % 64 == 0;
+    constexpr int WIDTH = PAIRS ? 2 : 1, COLUMNS = (HEAD_DIM / WIDTH + 31) / 32;  // of a row
+    int warp = merge_thread() / 32;
+    mergers.barrier();  // warps of the team may still use the place for their last tile
 #pragma unroll 1
     for (; slices; slices &= slices - 1) {
-        int row = (__ffs(slices) - 1) * SLICE_ROWS;
+        int slice = (__ffs(slices) - 1) * SLICE_ROWS;
 #pragma unroll 1
-        for (int i = merge_thread() / 32; i < SLICE_ROWS * COLUMNS; i += MERGE_THREADS / 32) {
-            int of_row = row + i / COLUMNS, from = i % COLUMNS * 32;
-            if constexpr (V_ROTATED) merge_row<float4, 32>(p, item, first, of_row, from, HEAD_DIM / WIDTH);
-            else if constexpr (PAIRS) merge_row<float2, 32>(p, item, first, of_row, from, HEAD_DIM / WIDTH);
-            else merge_row<float, 32>(p, item, first, of_row, from, HEAD_DIM / WIDTH);
+        for (int row = slice; row < slice + SLICE_ROWS; row += ROWS_AT_ONCE) {
+#pragma unroll 1
+            for (int i = warp; i < ROWS_AT_ONCE * COLUMNS; i += WARPS) {
+                int of_row = row + i / COLUMNS, from = i % COLUMNS * 32;
+                if constexpr (PAIRS) merge_row<float2, 32>(p, item, first, of_row, 0, from, HEAD_DIM / WIDTH);
+                else merge_row<float, 32>(p, item, first, of_row, mergers.row, from, HEAD_DIM / WIDTH);
+            }
+            mergers.barrier();
+            if (V_ROTATED) Epilogue::at(p, item, row).write_rotated(mergers.row + merge_thread() % 32 * 4, warp, WARPS, merge_thread() % 32);
+            mergers.barrier();  // before the place is another row's
         }
     }
 }
 
 // The merge that an arrival asks of all merging threads.
-DEVICE void merge_arrived(const DecodeParams& p, const WorkItem& item, const Arrival& arrival) {
+DEVICE void merge_arrived(const DecodeParams& p, const WorkItem& item, const Mergers& mergers, const Arrival& arrival) {
     if (arrival.slices == ALL_SLICES) merge_all_rows(p, item, arrival.last - 1);
-    else merge_slices(p, item, arrival.last - 1, arrival.slices);
+    else merge_slices(p, item, mergers, arrival.last - 1, arrival.slices);
 }

@@ -49,7 +49,7 @@ struct Merge {
         if (count_step != COUNTED) return;
         count_step = NOTHING;
         if (shared_state->arrival.last == 0) return;
-        merge_arrived(p, shared_state->counted, shared_state->arrival);
+        merge_arrived(p, shared_state->counted, {shared_address(shared + SharedMemory::ROTATED_ROW), 1}, shared_state->arrival);
         __syncthreads();
     }
 

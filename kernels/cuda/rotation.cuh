@@ -15,13 +15,13 @@ constexpr int rotation_halvings() {
 template <int LANES, int N, int W> DEVICE void rotate_back(float (&x)[N][W], int lane) {
 #pragma unroll
     for (int stride = 1; stride < ROTATED_BLOCK; stride *= 2) {
+        float sign = lane & stride / W ? -1.0f : 1.0f;
 #pragma unroll
         for (int k = 0; k < N; k++)
 #pragma unroll
             for (int i = 0; i < W; i++) {
                 if (stride >= W && stride < W * LANES) {
-                    float other = __shfl_xor_sync(~0u, x[k][i], stride / W);
-                    x[k][i] = lane & stride / W ? other - x[k][i] : x[k][i] + other;
+                    x[k][i] = fmaf(x[k][i], sign, __shfl_xor_sync(~0u, x[k][i], stride / W));
                     continue;
                 }
                 int k2 = stride < W ? k : k + stride / (W * LANES), i2 = stride < W ? i + stride : i;

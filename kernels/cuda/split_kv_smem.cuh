@@ -11,7 +11,8 @@ struct SharedMemory {
         MAX_SUMS = STATES + TEAMS * ROWS * STATE_STRIDE * 4,                 // float2 [TEAMS][ROWS]
         KEPT = MAX_SUMS + TEAMS * ROWS * 8,                                  // float [ROWS][HEAD_DIM]: the work item's first units, merged
         KEPT_MAX_SUMS = KEPT + ROWS * HEAD_DIM * 4,                          // float2 [ROWS]
-        BARRIERS = KEPT_MAX_SUMS + ROWS * 8,                                 // u64 [TEAMS][2][STAGES]: full, empty
+        ROTATED_ROW = KEPT_MAX_SUMS + ROWS * 8,                              // float [HEAD_DIM, to a multiple of 32]: see Mergers
+        BARRIERS = ROTATED_ROW + (V_ROTATED ? (HEAD_DIM + 31) / 32 * 128 : 0),   // u64 [TEAMS][2][STAGES]: full, empty
         MERGE_STATE = BARRIERS + TEAMS * STAGES * 16,                        // MergeState, in 64 bytes
         CURSORS = MERGE_STATE + 64,                                          // Cursor [2 + TEAMS]: this unit, the next one, each producer's
         BYTES = CURSORS + (2 + TEAMS) * CURSOR_BYTES

@@ -18,6 +18,8 @@ pub(crate) struct Stage {
     pub(crate) v: usize,
     /// The fewest stages that a tile with residuals needs at once.
     pub(crate) least: usize,
+    /// Of a row of V that is turned back, or 0.
+    rotated_row: usize,
     bytes: usize,
     align: usize,
 }
@@ -58,6 +60,11 @@ impl Stage {
             } else {
                 1
             },
+            rotated_row: if format.v.is_rotated() {
+                head_dim.next_multiple_of(32) * 4
+            } else {
+                0
+            },
             bytes: bytes.next_multiple_of(align),
             align,
         }
@@ -86,6 +93,7 @@ fn split_kv_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usiz
         + TEAMS * rows * (head_dim + 4) * 4
         + TEAMS * rows * 8
         + rows * (head_dim + 2) * 4
+        + stage.rotated_row
         + TEAMS * config.stages * 16
         + 64
         + (2 + TEAMS) * 64
