@@ -6,8 +6,9 @@ use std::any::Any;
 use anyhow::{Context, Result, bail, ensure};
 use attn_conformance::{case::noise, check::first_difference, trials::Trials};
 use attn_core::{
-    Append, CacheAccess, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat,
-    KvSource, KvView, PageLayout, PageStore, Problem, StridedRows, TokenWrite,
+    Append, CacheAccess, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale,
+    KvCache, KvFormat, KvSource, KvView, PageLayout, PageStore, Problem, Scheme, StridedRows,
+    TokenWrite,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{
@@ -21,7 +22,7 @@ use libtest_mimic::Trial;
 
 use crate::{driver, passes};
 
-const FORMAT: KvFormat = KvFormat::INT8;
+const FORMAT: KvFormat = KvFormat::same(Scheme::Int8(Int8Scale::Token));
 const DIM: usize = 128;
 const PAGE: usize = 64;
 

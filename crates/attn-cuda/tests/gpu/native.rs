@@ -4,8 +4,8 @@ use anyhow::{Context, Result, bail};
 use attn_bench::cuda::Buffers;
 use attn_conformance::{case::noise, check::first_difference, trials::Trials};
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource, KvView,
-    Problem, StridedRows,
+    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale, KvCache, KvFormat, KvSource,
+    KvView, Problem, Scheme, StridedRows,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{
@@ -353,12 +353,13 @@ fn crooked_view(gpu: &CudaBackend) -> Result<()> {
         },
         lens,
     );
-    let view = KvView::new(&problem, KvFormat::INT8, rows(&k), rows(&v), [&[], &[]])?;
+    let format = KvFormat::same(Scheme::Int8(Int8Scale::Token));
+    let view = KvView::new(&problem, format, rows(&k), rows(&v), [&[], &[]])?;
     let q = noise(3, problem.rows() * DIM);
     let cpu = CpuBackend::new();
     let mut answers = Vec::new();
     for backend in [&cpu as &dyn DecodeAttention, gpu] {
-        let plan = backend.plan(&problem, KvFormat::INT8)?;
+        let plan = backend.plan(&problem, format)?;
         let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; problem.rows()]);
         let kv = KvSource::View(&view);
         backend.decode(&mut DecodeStep::new(&plan, &q, kv, &mut out)?.with_lse(&mut lse)?)?;
