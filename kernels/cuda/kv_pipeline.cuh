@@ -176,6 +176,16 @@ template <class Source> struct TileCopier {
 #endif
         }
     }
+    // Fetches the residuals of tiles before `end` into L2: they are the last to be read, and few stages hide their way from memory.
+    __device__ __forceinline__ void prefetch_residuals(const DecodeParams& p, int end) const {
+#if ATTN_BULK
+        if (!WINDOW) return;
+        int ahead = max(tile, first_residual_tile(p, source.kv_len())) + lane / BLOCKS;
+        int index = min(PAGE > TILE ? ahead / TILES_OF_PAGE : ahead * BLOCKS + lane % BLOCKS, (source.kv_len() - 1) / SAFE_PAGE);
+        u32 page = __shfl_sync(~0u, residual_pages, index & p.residual_ring - 1);
+        if (ahead < end) prefetch_bulk(run(p, page), (K_WINDOW ? RESIDUALS_OF_PAGE : 0) + (V_WINDOW ? RESIDUALS_OF_PAGE : 0));
+#endif
+    }
     // The residual page of a block; past the last page it is the last one's.
     __device__ __forceinline__ u32 residual_page(const DecodeParams& p, int block) const {
         int index = min(PAGE > TILE ? tile / TILES_OF_PAGE : tile * BLOCKS + block, (source.kv_len() - 1) / SAFE_PAGE);
@@ -315,6 +325,7 @@ struct Producer : TileCopier<CursorSource> {
         __syncwarp();
         if (lane == 0) *source.cursor = at;
         __syncwarp();
+        prefetch_residuals(p, tile_end);
     }
     __device__ __forceinline__ void move_to(const DecodeParams& p, const Work& work) {
         begin(p, work.b, work.kv_head(source.team));
@@ -331,6 +342,7 @@ struct Producer : TileCopier<CursorSource> {
         if (lane == 0) *source.cursor = at;
         __syncwarp();
         if (tile >= tile_end) enter_next_unit(p, at);
+        else prefetch_residuals(p, tile_end);
         load_page_indices(p);
     }
     // Copies the next stage, if there is one. Decisions about a tile and their branches cost 12 % of an int4 kernel's time, so runs of

@@ -99,6 +99,7 @@ DEVICE void produce(const DecodeParams& p, Work& work, Split& split, const Ring&
     copier.tile = split.first << split.shift;
     int end = min(work.num_tiles, split.end << split.shift);
     if (copier.tile < end) {
+        copier.prefetch_residuals(p, end);
         copier.load_page_indices(p, likely, likely_page(p, start.index));
         while (!copier.copy_next(p)) {
         }

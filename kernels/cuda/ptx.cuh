@@ -336,6 +336,8 @@ DEVICE void barrier_expect(u32 barrier, u32 bytes) {
 }
 // The cache is read once: it should not push anything else out of L2. What `createpolicy.fractional.L2::evict_first` with 1.0 gives.
 constexpr u64 EVICT_FIRST = 0x12F0000000000000;
+// Fetches global memory into L2; both numbers are multiples of 16.
+DEVICE void prefetch_bulk(const void* from, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes)); }
 DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(EVICT_FIRST) : "memory");
