@@ -11,16 +11,22 @@ struct Codes {
     int stride;  // from block to block
 };
 
-// A tile in its stages.
+// A tile in its stages; `residuals` says whether those are there.
 struct Stages {
     Codes k, v, k_residuals, v_residuals;
+    bool residuals;
 };
 
-// What a count of residuals' steps is multiplied by to be one of whole steps.
+// A residual's step, in scales.
 constexpr float RESIDUAL_STEP = 0.0625f;
-// What sums of codes of half steps are multiplied by to be counts of residuals' steps, where no residuals are read: those of low nibbles are
-// doubled, and those of high ones, which are 16 times as large, are left alone. That costs the fewest instructions.
-constexpr float half_steps_factor(bool is_high) { return is_high ? 2.0f : 16.0f; }
+// Sums of half steps count residuals' steps where residuals are read. Elsewhere those of low nibbles count scales, and those of high ones, which
+// are 16 times as large, eighths: that costs the fewest instructions. `is_high`: of a lane's second row. All in residuals' steps:
+DEVICE float half_steps_unit(bool residuals, bool is_high) { return residuals ? 1.0f : is_high ? 2.0f : 16.0f; }
+// The same sum in residuals' steps, with those of residuals, whose sum is `of_residuals`, in rows that read them; `sum`: of what both are multiplied by.
+DEVICE int with_residuals(int count, int start, bool is_high, bool is_fine, int of_residuals, int sum) {
+    int coarse = (count - start) * (is_high ? 2 : 16) + start;
+    return is_fine ? coarse + (is_high ? of_residuals >> 3 : 2 * of_residuals) - 15 * sum : coarse;
+}
 
 // The two rows of a byte of 4-bit codes: low nibbles, and high ones, which are 16 times as large.
 DEVICE void split_nibbles(u32 x, u32 (&rows)[2]) {

@@ -66,14 +66,14 @@ DEVICE FloatSums dot_float_keys(const u32 (&a)[PANELS][4], const u32 (&q)[PANELS
 }
 
 // Scores; see `scores`.
-template <bool WITH_RESIDUALS, class Params, class Fine>
+template <class Params, class Fine>
 DEVICE void float_scores(const Stages& at, const Params& params, const Query& q, const Team& team, Fine is_fine, float (&s)[ROW_GROUPS][SCORES]) {
 #pragma unroll
     for (int i = 0; i < TOKENS / 16; i++) {
         u32 a[PANELS][4], residuals[PANELS][4];
         int t = team.token() + 16 * i;
         load_float_keys(at.k, t, team.lane, a);
-        if constexpr (WITH_RESIDUALS) {
+        if (K_WINDOW && at.residuals) {
             u32 x[PANELS][2];
             load_keys4(at.k_residuals, t, team.lane, x);
 #pragma unroll
@@ -90,10 +90,10 @@ DEVICE void float_scores(const Stages& at, const Params& params, const Query& q,
             for (int g = 0; g < ROW_GROUPS; g++) {
                 int first = group * LENGTH, last = (group + 1) * LENGTH;
                 FloatSums c = dot_float_keys(a, q.word[g], first, last), r = {};
-                if (WITH_RESIDUALS) r = dot_float_keys(residuals, q.word[g], first, last);
+                if (K_WINDOW && at.residuals) r = dot_float_keys(residuals, q.word[g], first, last);
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
-                    float term = (WITH_RESIDUALS && is_fine(g, n % 2) ? c.x[n] + r.x[n] : c.x[n]) * k.scale[n / 2];
+                    float term = (K_WINDOW && at.residuals && is_fine(g, n % 2) ? c.x[n] + r.x[n] : c.x[n]) * k.scale[n / 2];
                     if (K_SHIFTS) term = term + q.float_sum[g][group][n % 2] * k.shift[n / 2];
                     float& to = s[g][4 * i + n];
                     to = group == 0 ? term : to + term;
@@ -173,13 +173,43 @@ DEVICE FloatSums dot_float_values(const u32 (&a)[4][4], const u32 (&w)[4][4]) {
     return sums[0];
 }
 
+// A warp's dims of a group of V: folds them into O. IS_FULL: all rows see all of the tile's tokens.
+template <bool IS_FULL, class Fine>
+DEVICE void fold_float_group(const Stages& at, int n, int tokens, const FloatWeights (&w)[ROW_GROUPS], const Rescale& r, const Team& team, Fine is_fine, State& state) {
+    constexpr int BLOCKS_OF_GROUP = DIMS / 16 / Team::GROUPS;
+    bool has_residuals = V_WINDOW && at.residuals;
+#pragma unroll
+    for (int j = n * BLOCKS_OF_GROUP; j < (n + 1) * BLOCKS_OF_GROUP; j++) {
+        u32 a[4][4], residuals[4][4];
+        load_float_values<IS_FULL>(at.v, team.dim() / 16 + j, tokens, team.lane, a);
+        if (has_residuals) {
+            u32 x[4][2];
+            load_values4(at.v_residuals, team.dim() / 16 + j, team.lane, x);
+#pragma unroll
+            for (int panel = 0; panel < 4; panel++) operand(x[panel], true, residual_pairs, residuals[panel]);
+        }
+#pragma unroll
+        for (int g = 0; g < ROW_GROUPS; g++) {
+            FloatSums c = dot_float_values(a, w[g].panel), more = {};
+            if (has_residuals) more = dot_float_values(residuals, w[g].panel);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int e = i % 2;
+                float sum = has_residuals && is_fine(g, e) ? c.x[i] + more.x[i] : c.x[i], value = sum * w[g].step[e];
+                if (V_SHIFTS) value = value + w[g].shift[e];
+                state.o[g][j][i] = fmaf(value, r.beta[g][e], state.o[g][j][i]);
+            }
+        }
+    }
+}
+
 // Folds a tile's values into the state; see `fold_values`.
-template <bool IS_FULL, bool WITH_RESIDUALS, class Params, class WeightsOf, class Fine>
-DEVICE void fold_float_values(const Stages& at, const Params& params, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
+template <class Params, class WeightsOf, class Fine>
+DEVICE void fold_float_values(const Stages& at, const Params& params, bool full, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
     rescale(state, r);
 #pragma unroll
     for (int n = 0; n < Team::GROUPS; n++) {
-        ValueParams v = ValueParams::read<IS_FULL>(params, team.group() + n, team.lane);
+        ValueParams v = ValueParams::read(params, team.group() + n, full, team.lane);
         FloatWeights w[ROW_GROUPS];
 #pragma unroll
         for (int g = 0; g < ROW_GROUPS; g++) {
@@ -187,43 +217,20 @@ DEVICE void fold_float_values(const Stages& at, const Params& params, int tokens
             weights(g, p);
             weigh_floats(p, v, team.lane, w[g]);
         }
-        constexpr int BLOCKS_OF_GROUP = DIMS / 16 / Team::GROUPS;
-#pragma unroll
-        for (int j = n * BLOCKS_OF_GROUP; j < (n + 1) * BLOCKS_OF_GROUP; j++) {
-            u32 a[4][4], residuals[4][4];
-            load_float_values<IS_FULL>(at.v, team.dim() / 16 + j, tokens, team.lane, a);
-            if constexpr (WITH_RESIDUALS) {
-                u32 x[4][2];
-                load_values4(at.v_residuals, team.dim() / 16 + j, team.lane, x);
-#pragma unroll
-                for (int panel = 0; panel < 4; panel++) operand(x[panel], true, residual_pairs, residuals[panel]);
-            }
-#pragma unroll
-            for (int g = 0; g < ROW_GROUPS; g++) {
-                FloatSums c = dot_float_values(a, w[g].panel), more = {};
-                if (WITH_RESIDUALS) more = dot_float_values(residuals, w[g].panel);
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    int e = i % 2;
-                    float sum = WITH_RESIDUALS && is_fine(g, e) ? c.x[i] + more.x[i] : c.x[i], value = sum * w[g].step[e];
-                    if (V_SHIFTS) value = value + w[g].shift[e];
-                    state.o[g][j][i] = fmaf(value, r.beta[g][e], state.o[g][j][i]);
-                }
-            }
-        }
+        // Decided once: a branch in each block would keep the compiler from loading the next ahead.
+        if (integer_scheme(V_SCHEME) || full) fold_float_group<true>(at, n, tokens, w, r, team, is_fine, state);
+        else fold_float_group<false>(at, n, tokens, w, r, team, is_fine, state);
     }
 }
 
-// A tile's scores and values in the arithmetic of the format. RESIDUALS: the tile's are in its stages. IS_FULL: all rows see all of its tokens.
-template <bool RESIDUALS, class Params, class Fine>
+// A tile's scores and values in the arithmetic of the format.
+template <class Params, class Fine>
 DEVICE void tile_scores(const Stages& at, const Params& params, const Query& q, const Team& team, Fine is_fine, float (&s)[ROW_GROUPS][SCORES]) {
-    constexpr bool WITH_RESIDUALS = RESIDUALS && K_WINDOW != 0;
-    if constexpr (INTEGER) scores<WITH_RESIDUALS>(at, params, q, team, is_fine, s);
-    else float_scores<WITH_RESIDUALS>(at, params, q, team, is_fine, s);
+    if constexpr (INTEGER) scores(at, params, q, team, is_fine, s);
+    else float_scores(at, params, q, team, is_fine, s);
 }
-template <bool IS_FULL, bool RESIDUALS, class Params, class WeightsOf, class Fine>
-DEVICE void tile_values(const Stages& at, const Params& params, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
-    constexpr bool WITH_RESIDUALS = RESIDUALS && V_WINDOW != 0;
-    if constexpr (INTEGER) fold_values<IS_FULL, WITH_RESIDUALS>(at, params, weights, r, team, is_fine, state);
-    else fold_float_values<IS_FULL, WITH_RESIDUALS>(at, params, tokens, weights, r, team, is_fine, state);
+template <class Params, class WeightsOf, class Fine>
+DEVICE void tile_values(const Stages& at, const Params& params, bool full, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
+    if constexpr (INTEGER) fold_values(at, params, full, weights, r, team, is_fine, state);
+    else fold_float_values(at, params, full, tokens, weights, r, team, is_fine, state);
 }

@@ -53,6 +53,7 @@ DEVICE int stages_of_values(bool residuals) { return KV_ONE_STAGE ? 0 : 1 + (res
 DEVICE void wait_keys(Ring& next, bool residuals, Stages& at) {
     u32 stage = next.wait();
     next.advance();
+    at.residuals = residuals;
     at.k = {stage, K_STRIDE};
     at.v = {stage + K_BYTES_OF_BLOCK, V_STRIDE};
     at.k_residuals = {stage + K_BYTES_OF_BLOCK * BLOCKS, RESIDUALS};

@@ -132,35 +132,36 @@ struct Warp {
         item.rows = visible(p, work, work.heads, 0, team.lane);
     }
     // Folds a tile into the segment's state. Stages stay until both products are done.
-    template <bool IS_FULL, bool RESIDUALS> __device__ __forceinline__ void tile(int index, State& state) {
+    __device__ __forceinline__ void tile(int index, State& state) {
         const Rows& rows = item.rows;
         int t0 = index * TILE, tokens = min(TILE, work.kv_len - t0);
+        bool residuals = WINDOW && index >= first_residual_tile(p, work.kv_len);
         float s[ROW_GROUPS][SCORES];
         Ring next = ring;
         Stages at;
-        wait_keys(next, RESIDUALS, at);
+        wait_keys(next, residuals, at);
         SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.b, work.heads, t0}};
-        tile_scores<RESIDUALS>(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < index + K_WINDOW; }, s);
+        tile_scores(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < index + K_WINDOW; }, s);
         int first = t0 + team.token() + team.lane / 4;
         if constexpr (HAS_SCORE_MODS) apply_score_mods(p, rows, first, s);
-        Hidden hidden = {};
-        if (!IS_FULL) hidden = mask(rows, first, s);
+        bool full = rows.see_all(t0);
+        Hidden hidden = mask(rows, first, full, s);
         float tops[ROW_GROUPS][2];
         row_max(s, team.lane, tops);
         team.publish_largest(tops);
         team.barrier();
         team.gather_largest(tops);
-        weigh_scores<IS_FULL>(s, hidden, tops);
+        weigh_scores(s, full, hidden, tops);
         team.publish_weights(s);
-        wait_values(next, RESIDUALS, at);
+        wait_values(next, residuals, at);
         team.barrier();
         auto weights = [&](int g, float (&to)[WEIGHTS]) { team.gather_weights(g, to); };
         Rescale r;
         enter_tile(state, weights, tops, team.lane, r);
         SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, work.heads, t0}};
-        tile_values<IS_FULL, RESIDUALS>(at, v, tokens, weights, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
+        tile_values(at, v, full, tokens, weights, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
 #pragma unroll 1
-        for (int i = stages_of_keys(RESIDUALS) + stages_of_values(RESIDUALS); i > 0; i--) ring.release(team.lane);
+        for (int i = stages_of_keys(residuals) + stages_of_values(residuals); i > 0; i--) ring.release(team.lane);
     }
 
     // O of a partial, or of the work item so far, is kept in shared memory, where each lane has its own elements; (max, sum) in registers.
@@ -207,18 +208,13 @@ struct Warp {
     // Attends a partial's tiles, one segment after the other.
     __device__ __forceinline__ void attend(int partial, int place, float2 (&ml)[ROW_GROUPS][2]) {
         int index = partial << split.shift, end = min(work.num_tiles, partial + 1 << split.shift);
-        int residual = first_residual_tile(p, work.kv_len);
         bool first = true;
         do {
             State segment;
             segment.clear();
             int until = min(end, index + (1 << SEGMENT_SHIFT));
 #pragma unroll 1
-            for (; index < until; index++) {
-                if (WINDOW && index >= residual) tile<false, WINDOW != 0>(index, segment);
-                else if (item.rows.see_all(index * TILE)) tile<true, false>(index, segment);
-                else tile<false, false>(index, segment);
-            }
+            for (; index < until; index++) tile(index, segment);
             keep(place, first, ml, segment);
             first = false;
         } while (index < end);

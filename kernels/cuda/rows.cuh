@@ -70,9 +70,10 @@ DEVICE void apply_score_mods(const DecodeParams& p, const Rows& rows, int first,
         }
 }
 
-// The scores of tokens that a row does not see become -inf, whatever they were.
-DEVICE Hidden mask(const Rows& rows, int first, float (&s)[ROW_GROUPS][SCORES]) {
+// The scores of tokens that a row does not see become -inf, whatever they were; `full`: the rows see all.
+DEVICE Hidden mask(const Rows& rows, int first, bool full, float (&s)[ROW_GROUPS][SCORES]) {
     Hidden hidden = {};
+    if (full) return hidden;
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll

@@ -47,17 +47,13 @@ template <class Params> DEVICE TokenParams read_keys(const Params& params, int g
     return k;
 }
 
-// What the scale of a lane's first or second token is multiplied by, since sums of high nibbles are 16 times as large.
-template <bool WITH_RESIDUALS> DEVICE float sum_scale(const TokenParams& k, int h) {
-    if (K_HALF_STEPS) return k.scale[h] * (RESIDUAL_STEP * (WITH_RESIDUALS ? 1.0f : half_steps_factor(h == 1)));
-    return K_SHIFTS && h == 1 ? k.scale[1] * 0.0625f : k.scale[h];
-}
-// A group's term of a score from its sum.
-template <bool WITH_RESIDUALS> DEVICE float key_term(int sum, int h, float q_sum, const TokenParams& k) {
+// A group's term of a score from its sum. `unit`: of sums of half steps.
+DEVICE float key_term(int sum, int h, float unit, float q_sum, const TokenParams& k) {
     if constexpr (K_SCHEME == INT8_TENSOR) {
         return counted(sum);
     } else {
-        float scale = sum_scale<WITH_RESIDUALS>(k, h);
+        float scale = K_SHIFTS && h == 1 ? k.scale[1] * 0.0625f : k.scale[h];  // sums of high nibbles are 16 times as large
+        if (K_HALF_STEPS) scale = k.scale[h] * unit;
         float term = K_COUNTS_ON ? fmaf(bits_float(sum), scale, -MAGIC * scale) : (float)sum * scale;
         return K_SHIFTS ? term + q_sum * k.shift[h] : term;
     }
@@ -75,8 +71,8 @@ struct KeySums {
     }
 };
 
-// Sums of integers from token t on, which is the warp's or a multiple of 16 further; of rows that read K fine with its residuals.
-template <bool WITH_RESIDUALS, class Fine> DEVICE void key_sums(const Stages& at, int t, const Query& q, const Team& team, Fine is_fine, KeySums& sums) {
+// Sums of integers from token t on, which is the warp's or a multiple of 16 further.
+DEVICE void key_sums(const Stages& at, int t, const Query& q, const Team& team, KeySums& sums) {
     u32 x[PANELS][2];
     if constexpr (K_INT4) load_keys4(at.k, t, team.lane, x);
     else load_keys8(at.k, t, team.lane, x);
@@ -85,45 +81,49 @@ template <bool WITH_RESIDUALS, class Fine> DEVICE void key_sums(const Stages& at
         Sums start = {K_START, K_START, K_START, K_START};
         if (K_SHIFTS) start = {K_START - 8 * sum[0], K_START - 8 * sum[1], K_START - 128 * sum[0], K_START - 128 * sum[1]};
         if (K_HALF_STEPS) start = {0, 0, K_START - 120 * sum[0], K_START - 120 * sum[1]};
-        if (WITH_RESIDUALS) start = {};
         c = dot_keys(x, q.word[g], group * LENGTH, (group + 1) * LENGTH, start);
         if (K_HALF_STEPS)
 #pragma unroll
-            for (int n = 0; n < 4; n++) {
-                if (WITH_RESIDUALS) c.x[n] = c.x[n] * (n < 2 ? 32 : 2) + (K_START - 240 * sum[n % 2]);
-                else if (n < 2) c.x[n] = c.x[n] * 2 + (K_START - 15 * sum[n]);
-            }
+            for (int n = 0; n < 2; n++) c.x[n] = c.x[n] * 2 + (K_START - 15 * sum[n]);
     });
-    if constexpr (WITH_RESIDUALS) {
-        load_keys4(at.k_residuals, t, team.lane, x);
-        sums.each([&](int group, int g, Sums& c) {
-            Sums r = dot_keys(x, q.word[g], group * LENGTH, (group + 1) * LENGTH, {});
+}
+// The same with residuals, for rows that read K fine.
+template <class Fine> DEVICE void add_key_residuals(const Stages& at, int t, const Query& q, const Team& team, Fine is_fine, KeySums& sums) {
+    u32 x[PANELS][2];
+    load_keys4(at.k_residuals, t, team.lane, x);
+    sums.each([&](int group, int g, Sums& c) {
+        Sums r = dot_keys(x, q.word[g], group * LENGTH, (group + 1) * LENGTH, {});
 #pragma unroll
-            for (int n = 0; n < 4; n++)
-                if (is_fine(g, n % 2)) c.x[n] += (n < 2 ? 2 * r.x[n] : r.x[n] >> 3) - 15 * q.sum[g][group][n % 2];
-        });
-    }
+        for (int n = 0; n < 4; n++) c.x[n] = with_residuals(c.x[n], K_START, n >= 2, is_fine(g, n % 2), r.x[n], q.sum[g][group][n % 2]);
+    });
 }
 
 // Scores of integers; `is_fine(g, e)` says which rows read K with its residuals. Tokens that do not exist have any score.
-template <bool WITH_RESIDUALS, class Params, class Fine> DEVICE void scores(const Stages& at, const Params& params, const Query& q, const Team& team, Fine is_fine, float (&s)[ROW_GROUPS][SCORES]) {
+template <class Params, class Fine> DEVICE void scores(const Stages& at, const Params& params, const Query& q, const Team& team, Fine is_fine, float (&s)[ROW_GROUPS][SCORES]) {
+    KeySums sums[TOKENS / 16];
 #pragma unroll
-    for (int i = 0; i < TOKENS / 16; i++) {
-        int t = team.token() + 16 * i;
-        KeySums sums;
-        key_sums<WITH_RESIDUALS>(at, t, q, team, is_fine, sums);
+    for (int i = 0; i < TOKENS / 16; i++) key_sums(at, team.token() + 16 * i, q, team, sums[i]);
+    // One branch behind all products: parted by branches, they would wait for each other.
+    if (K_WINDOW && at.residuals)
+#pragma unroll
+        for (int i = 0; i < TOKENS / 16; i++) add_key_residuals(at, team.token() + 16 * i, q, team, is_fine, sums[i]);
+    float unit[2] = {};
+    if (K_HALF_STEPS)
+#pragma unroll
+        for (int h = 0; h < 2; h++) unit[h] = RESIDUAL_STEP * half_steps_unit(K_WINDOW && at.residuals, h == 1);
+#pragma unroll
+    for (int i = 0; i < TOKENS / 16; i++)
 #pragma unroll
         for (int group = 0; group < K_GROUPS; group++) {
-            TokenParams k = read_keys(params, group, t + team.lane / 4);
+            TokenParams k = read_keys(params, group, team.token() + 16 * i + team.lane / 4);
 #pragma unroll
             for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
-                    float term = key_term<WITH_RESIDUALS>(sums.of[group][g].x[n], n / 2, (float)q.sum[g][group][n % 2], k);
+                    float term = key_term(sums[i].of[group][g].x[n], n / 2, unit[n / 2], (float)q.sum[g][group][n % 2], k);
                     float& to = s[g][4 * i + n];
                     to = group == 0 ? term : to + term;
                     if (group == K_GROUPS - 1) to = to * q.scale[g][n % 2];
                 }
         }
-    }
 }

@@ -29,46 +29,33 @@ struct Warp {
             if (is_producer) producer.issue(p);
         }
     }
-    // The scores of a tile whose first token is t0.
-    template <bool RESIDUALS> __device__ __forceinline__ void score(const Work& work, int t0, const ItemRows& item, float (&s)[ROW_GROUPS][SCORES]) {
+    __device__ __forceinline__ void tile(const Work& work, int index, const ItemRows& item, State& state) {
+        const Rows& rows = item.rows;
+        int t0 = index * TILE, first = t0 + lane / 4, kv_head = work.kv_head(producer.source.team);
+        bool residuals = WINDOW && index >= first_residual_tile(p, work.kv_len);
+        float s[ROW_GROUPS][SCORES];
         Ring next = ring;
         Stages at;
-        wait_keys(next, RESIDUALS, at);
-        SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.b, work.kv_head(producer.source.team), t0}};
-        tile_scores<RESIDUALS>(at, k, item.q, team, [&](int g, int e) { return item.rows.tile[g][e] < t0 / TILE + K_WINDOW; }, s);
-    }
-    // Folds the tile into the state. IS_FULL: all rows see all of its tokens.
-    template <bool IS_FULL, bool RESIDUALS> __device__ __forceinline__ void fold(const Work& work, int t0, const ItemRows& item, float (&s)[ROW_GROUPS][SCORES], State& state) {
-        Hidden hidden = {};
-        if (!IS_FULL) hidden = mask(item.rows, t0 + lane / 4, s);
+        wait_keys(next, residuals, at);
+        SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.b, kv_head, t0}};
+        tile_scores(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < index + K_WINDOW; }, s);
+        if (!KV_ONE_STAGE) done_with_stages(stages_of_keys(residuals));
+        if constexpr (HAS_SCORE_MODS) apply_score_mods(p, rows, first, s);
+        bool full = rows.see_all(t0);
+        Hidden hidden = mask(rows, first, full, s);
         float tops[ROW_GROUPS][2];
         row_max(s, lane, tops);
-        weigh_scores<IS_FULL>(s, hidden, tops);
+        weigh_scores(s, full, hidden, tops);
         auto weights = [&](int g, float (&to)[WEIGHTS]) {
 #pragma unroll
             for (int n = 0; n < WEIGHTS; n++) to[n] = s[g][n];
         };
         Rescale r;
         enter_tile(state, weights, tops, lane, r);
-        Ring next = ring;
-        Stages at;
-        if (KV_ONE_STAGE) wait_keys(next, RESIDUALS, at);
-        else wait_values(next, RESIDUALS, at);
-        SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, work.kv_head(producer.source.team), t0}};
-        tile_values<IS_FULL, RESIDUALS>(at, v, min(TILE, work.kv_len - t0), weights, r, team, [&](int g, int e) { return item.rows.tile[g][e] < t0 / TILE + V_WINDOW; }, state);
-    }
-    // One place for each refill, which is long: the kinds of tiles part on both sides of it.
-    __device__ __forceinline__ void tile(const Work& work, int index, const ItemRows& item, State& state) {
-        int t0 = index * TILE;
-        bool residuals = WINDOW && index >= first_residual_tile(p, work.kv_len);
-        float s[ROW_GROUPS][SCORES];
-        if (residuals) score<WINDOW != 0>(work, t0, item, s);
-        else score<false>(work, t0, item, s);
-        if (!KV_ONE_STAGE) done_with_stages(stages_of_keys(residuals));
-        if constexpr (HAS_SCORE_MODS) apply_score_mods(p, item.rows, t0 + lane / 4, s);
-        if (residuals) fold<false, WINDOW != 0>(work, t0, item, s, state);
-        else if (item.rows.see_all(t0)) fold<true, false>(work, t0, item, s, state);
-        else fold<false, false>(work, t0, item, s, state);
+        next = ring;
+        wait_values(next, residuals, at);
+        SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, kv_head, t0}};
+        tile_values(at, v, full, min(TILE, work.kv_len - t0), weights, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
         done_with_stages(KV_ONE_STAGE ? stages_of_keys(residuals) : stages_of_values(residuals));
     }
 

@@ -62,8 +62,8 @@ struct Hidden {
     u32 scores[ROW_GROUPS];
 };
 
-// Replaces scores by weights p, by the maxima of the whole tile.
-template <bool IS_FULL> DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], const Hidden& hidden, const float (&tops)[ROW_GROUPS][2]) {
+// Replaces scores by weights p, by the maxima of the whole tile. `full`: none is hidden.
+DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], bool full, const Hidden& hidden, const float (&tops)[ROW_GROUPS][2]) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
@@ -72,7 +72,7 @@ template <bool IS_FULL> DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES],
             if constexpr (INTEGER) s[g][n] = exp2w(fma_saturate(s[g][n], -0.015625f, 0.015625f * top));
             else s[g][n] = exp2f_full(fmaxf(s[g][n] - top, -125.0f));
         }
-    if (IS_FULL) return;
+    if (full) return;
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
@@ -125,7 +125,7 @@ DEVICE float finite(float x) { return fminf(fmaxf(x, -0x1p20f), 0x1p20f); }
 struct ValueParams {
     float scale[WEIGHTS / 2], shift[WEIGHTS / 2];
 
-    template <bool IS_FULL, class Params> DEVICE ValueParams read(const Params& params, int group, int lane) {
+    template <class Params> DEVICE ValueParams read(const Params& params, int group, bool full, int lane) {
         ValueParams v = {};
 #pragma unroll
         for (int i = 0; i < WEIGHTS / 2; i++) {
@@ -140,7 +140,7 @@ struct ValueParams {
                 v.scale[i] = 1.0f;
             }
         }
-        if (!IS_FULL)
+        if (has_row_scales(V_SCHEME) && !full)
 #pragma unroll
             for (int i = 0; i < WEIGHTS / 2; i++) {
                 v.scale[i] = finite(v.scale[i]);
@@ -214,9 +214,8 @@ DEVICE Sums dot_values(const u32 (&x)[4][2], const u32 (&w)[4], Sums c) {
     return c;
 }
 
-// Sums of 16 dims, the warp's j-th, of all row groups; of rows that read V fine with its residuals. They count on from MAGIC_BITS, since they
-// stay below 2^22.
-template <bool WITH_RESIDUALS> DEVICE void value_sums(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], const bool (&is_fine)[ROW_GROUPS][2], const Team& team, Sums (&sums)[ROW_GROUPS]) {
+// Sums of 16 dims, the warp's j-th, of all row groups. They count on from MAGIC_BITS, since they stay below 2^22.
+DEVICE void value_sums(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], const Team& team, Sums (&sums)[ROW_GROUPS]) {
     constexpr int START = MAGIC_BITS;
     u32 x[4][2];
     load_values(at.v, team.dim() / 16 + j, team.lane, x);
@@ -226,65 +225,89 @@ template <bool WITH_RESIDUALS> DEVICE void value_sums(const Stages& at, int j, c
         Sums start = {START, START, START, START}, &c = sums[g];
         if (V_SHIFTS) start = {START - 8 * sum[0], START - 8 * sum[1], START - 128 * sum[0], START - 128 * sum[1]};
         if (V_HALF_STEPS) start = {0, 0, START - 120 * sum[0], START - 120 * sum[1]};
-        if (WITH_RESIDUALS) start = {};
         c = dot_values(x, w[g].panel, start);
         if (V_HALF_STEPS)
 #pragma unroll
-            for (int n = 0; n < 4; n++) {
-                if (WITH_RESIDUALS) c.x[n] = c.x[n] * (n < 2 ? 32 : 2) + (START - 240 * sum[n % 2]);
-                else if (n < 2) c.x[n] = c.x[n] * 2 + (START - 15 * sum[n]);
-            }
+            for (int n = 0; n < 2; n++) c.x[n] = c.x[n] * 2 + (START - 15 * sum[n]);
     }
-    if constexpr (WITH_RESIDUALS) {
-        load_values4(at.v_residuals, team.dim() / 16 + j, team.lane, x);
+}
+// The same with residuals, for rows that read V fine.
+DEVICE void add_value_residuals(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], const bool (&is_fine)[ROW_GROUPS][2], const Team& team, Sums (&sums)[ROW_GROUPS]) {
+    u32 x[4][2];
+    load_values4(at.v_residuals, team.dim() / 16 + j, team.lane, x);
 #pragma unroll
-        for (int g = 0; g < ROW_GROUPS; g++) {
-            Sums r = dot_values(x, w[g].panel, {});
+    for (int g = 0; g < ROW_GROUPS; g++) {
+        Sums r = dot_values(x, w[g].panel, {});
 #pragma unroll
-            for (int n = 0; n < 4; n++)
-                if (is_fine[g][n % 2]) sums[g].x[n] += (n < 2 ? 2 * r.x[n] : r.x[n] >> 3) - 15 * w[g].sum[n % 2];
-        }
+        for (int n = 0; n < 4; n++) sums[g].x[n] = with_residuals(sums[g].x[n], MAGIC_BITS, n >= 2, is_fine[g][n % 2], r.x[n], w[g].sum[n % 2]);
     }
 }
 
+// What a group's sums are multiplied by, by [half of the lane's dims][column].
+struct ValueUnits {
+    float of[2][2];
+
+    DEVICE ValueUnits find(const Weights& w, bool residuals, const float (&beta)[2]) {
+        ValueUnits units;
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                if (V_SHIFTS) units.of[h][e] = h == 1 ? w.step[e] * 0.0625f : w.step[e];  // sums of high nibbles are 16 times as large
+                else units.of[h][e] = w.step[e] * beta[e];
+                if (V_HALF_STEPS) units.of[h][e] = units.of[h][e] * half_steps_unit(residuals, h == 1);
+            }
+        return units;
+    }
+};
 // Folds sums into O.
-template <bool WITH_RESIDUALS> DEVICE void fold16(float (&o)[4], const Sums& c, const Weights& w, const float (&beta)[2]) {
+DEVICE void fold16(float (&o)[4], const Sums& c, const ValueUnits& units, const Weights& w, const float (&beta)[2]) {
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         int e = n % 2;
-        if constexpr (V_SHIFTS) o[n] = fmaf(fmaf(counted(c.x[n]), n < 2 ? w.step[e] : w.step[e] * 0.0625f, w.shift[e]), beta[e], o[n]);
-        else o[n] = fmaf(counted(c.x[n]), V_HALF_STEPS && !WITH_RESIDUALS ? w.step[e] * beta[e] * half_steps_factor(n >= 2) : w.step[e] * beta[e], o[n]);
+        if constexpr (V_SHIFTS) o[n] = fmaf(fmaf(counted(c.x[n]), units.of[n / 2][e], w.shift[e]), beta[e], o[n]);
+        else o[n] = fmaf(counted(c.x[n]), units.of[n / 2][e], o[n]);
     }
 }
 
-// Folds a tile's values into the state. `is_fine(g, e)` says which rows read V with its residuals.
-template <bool IS_FULL, bool WITH_RESIDUALS, class Params, class WeightsOf, class Fine>
-DEVICE void fold_values(const Stages& at, const Params& params, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
+// Folds a tile's values into the state. `full`: all rows see all of its tokens; `is_fine(g, e)` says which rows read V with its residuals.
+template <class Params, class WeightsOf, class Fine>
+DEVICE void fold_values(const Stages& at, const Params& params, bool full, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
     rescale(state, r);
+    bool residuals = V_WINDOW && at.residuals;
     float thresholds[WEIGHTS / 2];
 #pragma unroll
     for (int i = 0; i < WEIGHTS / 2; i++) thresholds[i] = threshold(8 * i + team.lane / 4);
+    auto fold = [&](bool all_seen) {
 #pragma unroll
-    for (int n = 0; n < Team::GROUPS; n++) {
-        ValueParams v = ValueParams::read<IS_FULL>(params, team.group() + n, team.lane);
-        Weights w[ROW_GROUPS];
-        bool fine[ROW_GROUPS][2];
+        for (int n = 0; n < Team::GROUPS; n++) {
+            ValueParams v = ValueParams::read(params, team.group() + n, all_seen, team.lane);
+            Weights w[ROW_GROUPS];
+            ValueUnits units[ROW_GROUPS];
+            bool fine[ROW_GROUPS][2];
 #pragma unroll
-        for (int g = 0; g < ROW_GROUPS; g++) {
+            for (int g = 0; g < ROW_GROUPS; g++) {
 #pragma unroll
-            for (int e = 0; e < 2; e++) fine[g][e] = WITH_RESIDUALS && is_fine(g, e);
-            float p[WEIGHTS];
-            weights(g, p);
-            weigh(p, v, thresholds, fine[g], team.lane, w[g]);
+                for (int e = 0; e < 2; e++) fine[g][e] = V_WINDOW && is_fine(g, e);
+                float p[WEIGHTS];
+                weights(g, p);
+                weigh(p, v, thresholds, fine[g], team.lane, w[g]);
+                units[g] = ValueUnits::find(w[g], residuals, r.beta[g]);
+            }
+            constexpr int BLOCKS_OF_GROUP = DIMS / 16 / Team::GROUPS;
+            Sums sums[BLOCKS_OF_GROUP][ROW_GROUPS];
+#pragma unroll
+            for (int j = 0; j < BLOCKS_OF_GROUP; j++) value_sums(at, n * BLOCKS_OF_GROUP + j, w, team, sums[j]);
+            if (residuals)  // one branch, as in `scores`
+#pragma unroll
+                for (int j = 0; j < BLOCKS_OF_GROUP; j++) add_value_residuals(at, n * BLOCKS_OF_GROUP + j, w, fine, team, sums[j]);
+#pragma unroll
+            for (int j = 0; j < BLOCKS_OF_GROUP; j++)
+#pragma unroll
+                for (int g = 0; g < ROW_GROUPS; g++) fold16(state.o[g][n * BLOCKS_OF_GROUP + j], sums[j][g], units[g], w[g], r.beta[g]);
         }
-        constexpr int BLOCKS_OF_GROUP = DIMS / 16 / Team::GROUPS;
-#pragma unroll
-        for (int j = n * BLOCKS_OF_GROUP; j < (n + 1) * BLOCKS_OF_GROUP; j++) {
-            if (!IS_FULL) __syncwarp();  // keeps the compiler from loading all blocks ahead, for which there are no registers
-            Sums sums[ROW_GROUPS];
-            value_sums<WITH_RESIDUALS>(at, j, w, fine, team, sums);
-#pragma unroll
-            for (int g = 0; g < ROW_GROUPS; g++) fold16<WITH_RESIDUALS>(state.o[g][j], sums[g], w[g], r.beta[g]);
-        }
-    }
+    };
+    // Of several groups, branches in each would part their chains.
+    if (Team::GROUPS == 1 || !full) fold(full);
+    else fold(true);
 }
