@@ -207,6 +207,7 @@ DEVICE void fold_float_group(const Stages& at, int n, int tokens, const FloatWei
 template <class Params, class WeightsOf, class Fine>
 DEVICE void fold_float_values(const Stages& at, const Params& params, bool full, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
     rescale(state, r);
+    add_weights(state, weights, r, team.lane);
 #pragma unroll
     for (int n = 0; n < Team::GROUPS; n++) {
         ValueParams v = ValueParams::read(params, team.group() + n, full, team.lane);

@@ -156,8 +156,7 @@ struct Warp {
         wait_values(next, residuals, at);
         team.barrier();
         auto weights = [&](int g, float (&to)[WEIGHTS]) { team.gather_weights(g, to); };
-        Rescale r;
-        enter_tile(state, weights, tops, team.lane, r);
+        Rescale r = enter_tile(state, tops);
         SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, work.heads, t0}};
         tile_values(at, v, full, tokens, weights, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
 #pragma unroll 1

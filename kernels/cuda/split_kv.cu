@@ -50,8 +50,7 @@ struct Warp {
 #pragma unroll
             for (int n = 0; n < WEIGHTS; n++) to[n] = s[g][n];
         };
-        Rescale r;
-        enter_tile(state, weights, tops, lane, r);
+        Rescale r = enter_tile(state, tops);
         next = ring;
         wait_values(next, residuals, at);
         SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, kv_head, t0}};

@@ -72,7 +72,7 @@ DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], bool full, const Hidden
             if constexpr (INTEGER) s[g][n] = exp2w(fma_saturate(s[g][n], -0.015625f, 0.015625f * top));
             else s[g][n] = exp2f_full(fmaxf(s[g][n] - top, -125.0f));
         }
-    if (full) return;
+    if (!SHARES_TILES && full) return;  // four scores cost less than a branch
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
@@ -80,8 +80,24 @@ DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], bool full, const Hidden
             if (hidden.scores[g] & 1u << n) s[g][n] = 0.0f;
 }
 
-// Updates the running maxima and sums by a tile's weights; O is rescaled later. weights(g, p) gives those of a row group.
-template <class WeightsOf> DEVICE void enter_tile(State& state, WeightsOf weights, const float (&tops)[ROW_GROUPS][2], int lane, Rescale& r) {
+// Updates the running maxima by a tile's.
+DEVICE Rescale enter_tile(State& state, const float (&tops)[ROW_GROUPS][2]) {
+    Rescale r;
+#pragma unroll
+    for (int g = 0; g < ROW_GROUPS; g++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float& running = state.m[g][e];
+            float m = INTEGER ? tops[g][e] - 1.0f : tops[g][e];
+            float top = fmaxf(running, m);
+            r.alpha[g][e] = pow2(top - running);
+            r.beta[g][e] = m > MINUS_INFINITY ? pow2(top - m) : -0.0f;  // -0: adding a product with it changes no bit, the sign of a zero included
+            running = top;
+        }
+    return r;
+}
+// Adds a tile's weights to the running sums; weights(g, p) gives those of a row group.
+template <class WeightsOf> DEVICE void add_weights(State& state, WeightsOf weights, const Rescale& r, int lane) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
         float p[WEIGHTS];
@@ -91,18 +107,9 @@ template <class WeightsOf> DEVICE void enter_tile(State& state, WeightsOf weight
         for (int n = 0; n < WEIGHTS; n++) l[n % 2] += float_bits(p[n] + WEIGHT_BASE) - WEIGHT_BASE_BITS;
         column_sum(l, lane);
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            float& running = state.m[g][e];
-            float m = INTEGER ? tops[g][e] - 1.0f : tops[g][e];
-            float top = fmaxf(running, m);
-            r.alpha[g][e] = pow2(top - running);
-            r.beta[g][e] = m > MINUS_INFINITY ? pow2(top - m) : -0.0f;  // -0: adding a product with it changes no bit, the sign of a zero included
-            running = top;
-            state.l[g][e] = fmaf((float)(int)l[e], exp2i(-22) * r.beta[g][e], state.l[g][e] * r.alpha[g][e]);
-        }
+        for (int e = 0; e < 2; e++) state.l[g][e] = fmaf((float)(int)l[e], exp2i(-22) * r.beta[g][e], state.l[g][e] * r.alpha[g][e]);
     }
 }
-
 // Rescales O to the new maximum, before the tile is added.
 DEVICE void rescale(State& state, const Rescale& r) {
     bool moved = false;
@@ -117,15 +124,16 @@ DEVICE void rescale(State& state, const Rescale& r) {
             for (int n = 0; n < 4; n++) state.o[g][j][n] = state.o[g][j][n] * r.alpha[g][n % 2];
 }
 
-// What an f16 parameter may be of a token that exists, and some such number in the place of others: where there is no token may lie a NaN, and
-// 0·NaN is not 0.
+// A scale, or a shift, of a token that exists; else a number in the place of what lies there, which may be a NaN, and 0·NaN is not 0.
+DEVICE float finite_scale(float x) { return fminf(fabsf(x), 0x1p20f); }
 DEVICE float finite(float x) { return fminf(fmaxf(x, -0x1p20f), 0x1p20f); }
 
 // V's parameters of a group, of the lane's tokens: [2i + h] is token 16i + 8h + lane/4.
 struct ValueParams {
     float scale[WEIGHTS / 2], shift[WEIGHTS / 2];
 
-    template <class Params> DEVICE ValueParams read(const Params& params, int group, bool full, int lane) {
+    // `exist`: whether all tokens do.
+    template <class Params> DEVICE ValueParams read(const Params& params, int group, bool exist, int lane) {
         ValueParams v = {};
 #pragma unroll
         for (int i = 0; i < WEIGHTS / 2; i++) {
@@ -140,11 +148,11 @@ struct ValueParams {
                 v.scale[i] = 1.0f;
             }
         }
-        if (has_row_scales(V_SCHEME) && !full)
+        if (has_row_scales(V_SCHEME) && !exist)
 #pragma unroll
             for (int i = 0; i < WEIGHTS / 2; i++) {
-                v.scale[i] = finite(v.scale[i]);
-                v.shift[i] = finite(v.shift[i]);
+                v.scale[i] = finite_scale(v.scale[i]);
+                if (V_SHIFTS) v.shift[i] = finite(v.shift[i]);
             }
         return v;
     }
@@ -274,14 +282,15 @@ DEVICE void fold16(float (&o)[4], const Sums& c, const ValueUnits& units, const 
 template <class Params, class WeightsOf, class Fine>
 DEVICE void fold_values(const Stages& at, const Params& params, bool full, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
     rescale(state, r);
+    add_weights(state, weights, r, team.lane);  // here, where its shuffles overlap with those of the maxima
     bool residuals = V_WINDOW && at.residuals;
     float thresholds[WEIGHTS / 2];
 #pragma unroll
     for (int i = 0; i < WEIGHTS / 2; i++) thresholds[i] = threshold(8 * i + team.lane / 4);
-    auto fold = [&](bool all_seen) {
+    auto fold = [&](bool exist) {
 #pragma unroll
         for (int n = 0; n < Team::GROUPS; n++) {
-            ValueParams v = ValueParams::read(params, team.group() + n, all_seen, team.lane);
+            ValueParams v = ValueParams::read(params, team.group() + n, exist, team.lane);
             Weights w[ROW_GROUPS];
             ValueUnits units[ROW_GROUPS];
             bool fine[ROW_GROUPS][2];
@@ -307,7 +316,7 @@ DEVICE void fold_values(const Stages& at, const Params& params, bool full, Weigh
                 for (int g = 0; g < ROW_GROUPS; g++) fold16(state.o[g][n * BLOCKS_OF_GROUP + j], sums[j][g], units[g], w[g], r.beta[g]);
         }
     };
-    // Of several groups, branches in each would part their chains.
-    if (Team::GROUPS == 1 || !full) fold(full);
-    else fold(true);
+    // One group's scales are always made finite: a branch would part the chains of sums and maxima. Of several groups that is too much.
+    if (Team::GROUPS > 1 && full) fold(true);
+    else fold(false);
 }
