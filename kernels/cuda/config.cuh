@@ -97,7 +97,7 @@ constexpr int RUN_BYTES = RUN_V + codes_bytes(V_SCHEME, PAGE) + params_bytes(V_S
 constexpr int PANELS = HEAD_DIM / 16;  // of 16 dims
 
 // A stage has the K or the V of a tile, or both where they are small: half the copies and waits.
-constexpr bool KV_ONE_STAGE = PAGE != 0 && (K_BYTES_OF_BLOCK + V_BYTES_OF_BLOCK) * BLOCKS <= 12288 && (SHARES_TILES || STAGES <= 2);
+constexpr bool KV_ONE_STAGE = PAGE != 0 && (K_BYTES_OF_BLOCK + V_BYTES_OF_BLOCK) * BLOCKS <= 12288;
 constexpr int K_STRIDE = K_BYTES_OF_BLOCK + (KV_ONE_STAGE ? V_BYTES_OF_BLOCK : 0), V_STRIDE = V_BYTES_OF_BLOCK + (KV_ONE_STAGE ? K_BYTES_OF_BLOCK : 0);  // from block to block
 constexpr int CODES_BYTES = larger(K_STRIDE, V_STRIDE) * BLOCKS;
 constexpr int STAGE_BYTES = (CODES_BYTES + STAGE_ALIGN - 1) / STAGE_ALIGN * STAGE_ALIGN;

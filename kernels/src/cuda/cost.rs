@@ -1,12 +1,12 @@
 //! Estimated times of the decode kernels, in microseconds, fitted to `attn bench` with each kernel on an H200.
 //!
-//! The constants' sources are sections and lines of `docs/log/2026-11-cuda.md`: "Which kernel" sums them up, line 64 compares the estimate
-//! with every shape.
+//! The constants' sources are sections and lines of `docs/log/2026-11-cuda.md`, and "Which kernel" of `docs/log/2026-11-second-edition.md`, which
+//! has every shape with each kernel.
 
-use attn_core::{KvFormat, Problem, arithmetic, layout::run_bytes};
+use attn_core::{KvFormat, Problem, Scheme, arithmetic, layout::run_bytes};
 
 use super::{
-    config::{Kernel, SM_TEAMS},
+    config::{Kernel, SM_TEAMS, TEAMS},
     split::{MAX_CLUSTER, MergeVia, Split, kv_heads, longest, max_segments, rows},
 };
 
@@ -42,9 +42,11 @@ const SPLIT_KV_PACE: f64 = 4.4e6;
 /// Bytes per microsecond that one team reads at most (line 49).
 const TEAM_PACE: f64 = 32.5e3;
 
-/// A `split_kv.cu` launch but for its bytes, and each span that CTAs merge ("Which kernel", line 64).
-const SPLIT_KV_US: f64 = 8.3;
-const SPLIT_KV_SPAN_US: f64 = 0.05;
+/// A `split_kv.cu` launch but for its bytes, and each span that CTAs merge ("Which kernel").
+const SPLIT_KV_US: f64 = 9.2;
+const SPLIT_KV_SPAN_US: f64 = 0.026;
+/// The most spans of a CTA whose number, if it is uneven, makes some CTAs late; with more, memory is what all wait for ("Which kernel").
+const FEW_SPANS: f64 = 4.0;
 
 /// Estimates for one problem on `low_latency.cu`, in microseconds.
 pub(crate) struct Cost {
@@ -144,21 +146,41 @@ fn sum_where<const N: usize>(times: [(bool, f64); N]) -> f64 {
         .sum()
 }
 
-/// Time of a team's tile: its chain of products and exchanges, or the read of its bytes ("Which kernel", lines 41, 43 and 64).
+/// Time of a team's tile: its chain of products and exchanges, or the read of its bytes ("Which kernel").
 fn tile_us(problem: &Problem, format: KvFormat) -> f64 {
     let head_dim = problem.head_dim;
     let dims = head_dim as f64 / 128.0;
     let more = sum_where([
-        (format.v.code_bits() == 4, 0.2),
-        (
-            format.k.groups(head_dim) > 1 || format.v.groups(head_dim) > 1,
-            0.35,
-        ),
+        (has_window(format), 0.1),
+        (has_groups(format, head_dim), 0.1),
+        (format.k == Scheme::Fp8E4m3, 0.1),
     ]);
-    let chain = (0.25 + 0.55 * dims).max(0.7) + more;
+    let chain = 1.03 + 0.55 * (dims - 1.0).max(0.0) + more;
     let chain = chain * (0.4 + 0.6 * row_groups(problem) as f64);
     let bytes = run_bytes(format, head_dim, arithmetic::TILE) as f64;
     chain.max(bytes / TEAM_PACE)
+}
+
+/// Time of a warp's tile in `split_kv.cu`, where memory does not bind ("Which kernel").
+fn warp_tile_us(problem: &Problem, format: KvFormat) -> f64 {
+    if has_groups(format, problem.head_dim) {
+        return 3.3;
+    }
+    match (format.k.code_bits(), format.v.code_bits()) {
+        (4, 4) => 2.3,
+        (4, _) | (_, 4) => 3.0,
+        _ => 3.6,
+    }
+}
+
+/// Whether K or V has residuals.
+fn has_window(format: KvFormat) -> bool {
+    format.k.window().tiles() > 0 || format.v.window().tiles() > 0
+}
+
+/// Whether a row of K or V has several scales.
+fn has_groups(format: KvFormat, head_dim: usize) -> bool {
+    format.k.groups(head_dim) > 1 || format.v.groups(head_dim) > 1
 }
 
 /// Groups of eight query rows per KV head.
@@ -166,9 +188,8 @@ fn row_groups(problem: &Problem) -> usize {
     rows(problem).div_ceil(8).max(1)
 }
 
-/// Time of `split_kv.cu` ("Which kernel", line 64). Its CTAs have whole spans, some one more than others, and exchange partials of the work
-/// items that they share. A warp that has a tile alone takes longer with two row groups, and with 4-bit keys. A single work item leaves
-/// each CTA a few tiles, and eight CTAs merge the partials of all.
+/// Time of `split_kv.cu` ("Which kernel"). Its CTAs have whole spans, some one more than others, and exchange partials of the work items that
+/// they share. With more than eight query rows, and more than 128 dims, an SM has one CTA.
 pub(crate) fn split_kv_us(problem: &Problem, format: KvFormat, sms: usize) -> f64 {
     let spans = max_segments(longest(problem)).div_ceil(arithmetic::SPAN);
     let (items, ctas) = (kv_heads(problem), SM_TEAMS * sms);
@@ -179,20 +200,20 @@ pub(crate) fn split_kv_us(problem: &Problem, format: KvFormat, sms: usize) -> f6
         0.0
     };
     let each = items as f64 * spans as f64 / ctas as f64;
-    let most = if is_shared && each > 1.0 {
+    let most = if is_shared && each > 1.0 && each <= FEW_SPANS {
         each.ceil() / each
     } else {
         1.0
     };
-    let int4 = format.k.code_bits() == 4;
     let more = sum_where([
-        (items == 1, 4.0),
-        (items == 1 && int4, 4.0),
         (row_groups(problem) > 1, 4.0),
-        (int4, 1.3),
-        (format.k.groups(problem.head_dim) > 1, 1.4),
+        (problem.head_dim > 128, 7.0),
     ]);
-    SPLIT_KV_US + merges + more + most * cache_bytes(problem, format) / SPLIT_KV_PACE
+    let read = cache_bytes(problem, format) / SPLIT_KV_PACE;
+    let tiles_of = |len: &usize| len.div_ceil(arithmetic::TILE) as f64;
+    let tiles = problem.kv_lens.iter().map(tiles_of).sum::<f64>() * problem.num_kv_heads as f64;
+    let chain = tiles / (ctas * TEAMS) as f64 * warp_tile_us(problem, format);
+    SPLIT_KV_US + merges + more + most * read.max(chain)
 }
 
 /// The fastest split, of those of `kernel` or of all.
