@@ -60,6 +60,7 @@ DEVICE void append_k(const AppendParams& p, int b, int head, int lane) {
     const u32 at = len - 1;
     if (len <= 0) return;
     const Place to = place_of(p, b, at / PAGE, at % PAGE, head, ATTN_K_WINDOW);
+    k.read_shared_bytes(to.run, to.residuals, to.t, lane);
     k.encode(scale_of(p.k_tensor_scales, head), lane);
     store_k(k, to, lane);
 }
@@ -102,6 +103,7 @@ DEVICE void append_rows(const AppendParams& p, const Job& j) {
             if (PAIRS && is_high(t) != (phase == 1)) continue;
             KToken k;
             load_k(p, k, j.token0 + t, j.head, j.lane);
+            k.read_shared_bytes(j.page.run, ATTN_K_WINDOW ? j.page.residuals : nullptr, t, j.lane);
             k.encode(scale, j.lane);
             store_k(k, j.at(t), j.lane);
         }

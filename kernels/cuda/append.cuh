@@ -163,6 +163,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     static constexpr int BITS = code_bits(SCHEME), UNIT = !COLUMNS ? 4 : BITS == 4 ? 2 : 1;
     static constexpr int UNITS = HEAD_DIM / UNIT, EACH = (UNITS + 31) / 32, WIDTH = HEAD_DIM / GROUPS;
     static constexpr bool IS_INT4 = SCHEME == INT4, HALF_STEPS = SCHEME == ROTATED_INT4;
+    static constexpr bool SHARES_BYTES = !COLUMNS && BITS == 4;  // with the token eight before or behind it
     static constexpr bool HAS_PARAMS = IS_INT4 || SCHEME == INT8_TOKEN || SCHEME == INT8_GROUP || is_rotated(SCHEME);
 
     int dtype;
@@ -171,6 +172,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     float x[EACH][UNIT];
     u32 code[EACH][UNIT];  // the code is in the low bits; of half steps, 8 bits of which the low four are the residual
     u32 param[EACH];       // scale, or {scale, shift}, of the unit's group
+    u32 before[2][EACH];   // what lies where codes and residuals go that share bytes
 
     static METHOD u32 unit(int i, int lane) { return UNITS % 32 ? (u32)min(32 * i + lane, UNITS - 1) : 32 * i + lane; }
     static METHOD u32 dim(u32 unit, int k) { return !COLUMNS ? 4 * unit + k : BITS == 4 ? unit / 8 * 16 + unit % 8 + 8 * k : unit; }
@@ -351,7 +353,21 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         return SCHEME == FP8 ? to_fp8(x, tensor_scale) : to_tensor_int8(x, tensor_scale);
     }
 
-    // Stores the token as token t of a page.
+    // Reads what shares bytes with token t, which is stored later: these loads and the quantization take as long as each other.
+    METHOD void read_shared_bytes(const u8* codes, const u8* residuals, u32 t, int lane) {
+        if constexpr (SHARES_BYTES) {
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                u32 at = place_in_rows(dim(unit(i, lane), 0), t);
+                before[0][i] = is_high(t) ? *(const u32*)(codes + at) : 0;
+                before[1][i] = is_high(t) && residuals ? *(const u32*)(residuals + at) : 0;
+            }
+        }
+    }
+    // Where four dims of a token of 4 bits lie, from d on.
+    static METHOD u32 place_in_rows(u32 d, u32 t) { return (d / 16 * (PAGE / 2) + t / 16 * 8 + t % 8) * 16 + d % 16; }
+
+    // Stores the token as token t of a page; `read_shared_bytes` comes before.
     METHOD void store(u8* codes, u8* params, u32 t, int lane) const {
         store_codes<false>(codes, t, lane);
 #pragma unroll
@@ -390,8 +406,8 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         } else if constexpr (BITS == 8) {
             *(u32*)(out + (d / 16 * PAGE + t) * 16 + d % 16) = word<false>(i);
         } else {
-            u32* at = (u32*)(out + (d / 16 * (PAGE / 2) + t / 16 * 8 + t % 8) * 16 + d % 16);
-            *at = is_high(t) ? (*at & 0x0f0f0f0f) | word<RESIDUALS>(i) << 4 : word<RESIDUALS>(i);
+            u32 x = word<RESIDUALS>(i);
+            *(u32*)(out + place_in_rows(d, t)) = is_high(t) ? (before[RESIDUALS][i] & 0x0f0f0f0f) | x << 4 : x;
         }
     }
     // Panels along the tokens, in slot order. Dims d and d + 8 of 4 bits share a byte.
