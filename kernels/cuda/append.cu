@@ -18,6 +18,7 @@ DEVICE u8* run_of(const AppendParams& p, u32 page, int head) {
     return p.pool + (u64)page * (u32)(p.num_kv_heads * RUN) + (u32)head * RUN;
 }
 DEVICE u32 page_of(const AppendParams& p, int b, u32 page) { return p.page_table[(long long)b * p.page_table_stride + page]; }
+constexpr u32 NO_PAGE = ~0u;  // in the slot of a page that keeps no residuals
 DEVICE u32 residual_page_of(const AppendParams& p, int b, u32 page) {
     return p.residual_pages[(u64)b * p.residual_ring + (page & (p.residual_ring - 1))];
 }
@@ -32,7 +33,10 @@ struct Place {
 DEVICE Place place_of(const AppendParams& p, int b, u32 page, u32 t, int head, bool keeps_residuals) {
     constexpr bool HAS_WINDOW = ATTN_K_WINDOW || ATTN_V_WINDOW;
     u8* residuals = nullptr;
-    if (HAS_WINDOW && keeps_residuals) residuals = run_of(p, residual_page_of(p, b, page), head);
+    if (HAS_WINDOW && keeps_residuals) {
+        u32 residual_page = residual_page_of(p, b, page);
+        if (residual_page != NO_PAGE) residuals = run_of(p, residual_page, head);
+    }
     return {run_of(p, page_of(p, b, page), head), residuals, t};
 }
 

@@ -40,11 +40,11 @@ extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, co
     if (p.q == nullptr) return;  // append
     for (int i = threadIdx.x; b == 0 && p.sinks != nullptr && i < p.num_q_heads; i += blockDim.x)
         if (!(fabsf(p.sinks[i]) <= 1e6f)) report(c.report, SINK, i, __float_as_int(p.sinks[i]), 0);
-    const long long row = (long long)p.q_len * p.num_q_heads * c.head_dim;
-    for (long long i = threadIdx.x; i < row; i += blockDim.x) {
+    const long long token = (long long)p.num_q_heads * c.head_dim, all = token * c.query_tokens;
+    for (long long i = (long long)b * blockDim.x + threadIdx.x; i < all; i += (long long)gridDim.x * blockDim.x) {
         const int head = (int)(i / c.head_dim % p.num_q_heads) / p.heads_per_kv;
         const float scale = p.k_tensor_scales ? p.k_tensor_scales[head] : 1.f;
-        const float q = element(p.q, b * row + i, p.dtype), x = q * (p.log2_scale * scale);
-        if (!(fabsf(x) <= 18446744073709551616.f)) report(c.report, QUERY, (int)(b * row + i), __float_as_int(q), 0);
+        const float q = element(p.q, i, p.dtype), x = q * (p.log2_scale * scale);
+        if (!(fabsf(x) <= 18446744073709551616.f)) report(c.report, QUERY, (int)i, __float_as_int(q), 0);
     }
 }

@@ -76,7 +76,7 @@ DEVICE void wait_values(Ring& next, bool residuals, Stages& at) {
 }
 
 // Copies a run of tiles, first tile, first tile + step, …, one stage after the other, of the sequence and KV head that `Source` gives:
-// b(), kv_len(), kv_head().
+// sequence(), kv_len(), kv_head(), first_residual_tile(p).
 template <class Source> struct TileCopier {
     Source source;
     Ring ring;
@@ -84,16 +84,22 @@ template <class Source> struct TileCopier {
     int tile, tile_end, step, stage_of_tile;
     u32 pages;  // page numbers of the next tiles, a block to a lane
     int known;  // lanes of `pages` that are used up
-    u32 residual_pages;  // of the sequence, a slot to a lane
+    u32 residual_pages;  // of the sequence's home pages from the first that is read with residuals on: that of page i in lane i mod 32
     int appended;  // `first_appended_tile`, until the append has ended
     const RowMaps* maps;  // tensor maps of strided rows
     const u8* runs;  // of the sequence and KV head in the first page of the pool
 
-    __device__ __forceinline__ void begin(const DecodeParams& p, int b, int kv_head) {
+    __device__ __forceinline__ void begin(const DecodeParams& p, int sequence, int kv_head, int first_residual_tile) {
         runs = p.k + kv_head * RUN_BYTES;
-        if (WINDOW) residual_pages = p.residual_pages[b * p.residual_ring + (lane & p.residual_ring - 1)];
+        if (!WINDOW) return;
+        int page = lane;
+        if (p.residual_ring > 32) {
+            int first = max(first_residual_tile, 0) * TILE / SAFE_PAGE;
+            page = first + (lane - first & 31);
+        }
+        residual_pages = p.residual_pages[(u64)sequence * p.residual_ring + (page & p.residual_ring - 1)];
     }
-    __device__ __forceinline__ const u32* table(const DecodeParams& p) const { return p.page_table + (u64)source.b() * p.page_table_stride; }
+    __device__ __forceinline__ const u32* table(const DecodeParams& p) const { return p.page_table + (u64)source.sequence() * p.page_table_stride; }
     // Reads the page table 32 blocks at a time, one stage before the first is needed. Past the last page a block repeats it: its
     // tokens are not seen.
     __device__ __forceinline__ void load_page_indices(const DecodeParams& p) {
@@ -120,7 +126,7 @@ template <class Source> struct TileCopier {
             if (!__all_sync(~0u, (u32)(at - first) < 32)) pages = table(p)[at];
         }
     }
-    __device__ __forceinline__ bool has_residuals(const DecodeParams& p) const { return WINDOW && tile >= first_residual_tile(p, source.kv_len()); }
+    __device__ __forceinline__ bool has_residuals(const DecodeParams& p) const { return WINDOW && tile >= source.first_residual_tile(p); }
     // Copies the next stage of the current tile; true if the next call begins a new tile.
     __device__ __forceinline__ bool copy_next(const DecodeParams& p) {
         if (PAGE != 0 && tile >= appended) {
@@ -181,16 +187,16 @@ template <class Source> struct TileCopier {
     __device__ __forceinline__ void prefetch_residuals(const DecodeParams& p, int end) const {
 #if ATTN_BULK
         if (!WINDOW) return;
-        int ahead = max(tile, first_residual_tile(p, source.kv_len())) + lane / BLOCKS;
+        int ahead = max(tile, source.first_residual_tile(p)) + lane / BLOCKS;
         int index = min(PAGE > TILE ? ahead / TILES_OF_PAGE : ahead * BLOCKS + lane % BLOCKS, (source.kv_len() - 1) / SAFE_PAGE);
-        u32 page = __shfl_sync(~0u, residual_pages, index & p.residual_ring - 1);
+        u32 page = __shfl_sync(~0u, residual_pages, index & 31);
         if (ahead < end) prefetch_bulk(run(p, page), (K_WINDOW ? RESIDUALS_OF_PAGE : 0) + (V_WINDOW ? RESIDUALS_OF_PAGE : 0));
 #endif
     }
     // The residual page of a block; past the last page it is the last one's.
     __device__ __forceinline__ u32 residual_page(const DecodeParams& p, int block) const {
         int index = min(PAGE > TILE ? tile / TILES_OF_PAGE : tile * BLOCKS + block, (source.kv_len() - 1) / SAFE_PAGE);
-        return __shfl_sync(~0u, residual_pages, index & p.residual_ring - 1);
+        return __shfl_sync(~0u, residual_pages, index & 31);
     }
     // K, V, or both of a tile; they lie together, in the page as in the stage.
     __device__ __forceinline__ void copy_blocks(const DecodeParams& p, const u32 (&indices)[BLOCKS], bool has_k, bool has_v) {
@@ -263,7 +269,7 @@ template <class Source> struct TileCopier {
     // else in 16-byte chunks, with neighbouring lanes side by side in a row, and tokens past the end repeating the last one.
     template <int SCHEME> __device__ __forceinline__ void copy_rows(const long long* map, const u8* codes, const long long* strides) {
         constexpr int SWIZZLE = swizzle_of(SCHEME), ROW = HEAD_DIM * code_bits(SCHEME) / 8;
-        int b = source.b(), kv_head = source.kv_head(), left = source.kv_len() - tile * TILE;
+        int b = source.sequence(), kv_head = source.kv_head(), left = source.kv_len() - tile * TILE;
         bool is_whole = ATTN_BULK && left >= TILE && maps->are_set;
 #if ATTN_BULK
         if (is_whole && elected()) {
@@ -278,7 +284,7 @@ template <class Source> struct TileCopier {
     }
     template <int SCHEME, int GROUPS> __device__ __forceinline__ void copy_scales(int at, const u16* scales, const long long* strides) {
         if (SCHEME != INT8_TOKEN && SCHEME != INT8_GROUP) return;
-        const u16* from = scales + source.b() * strides[0] + source.kv_head() * strides[1];
+        const u16* from = scales + source.sequence() * strides[0] + source.kv_head() * strides[1];
 #pragma unroll
         for (int i = lane; i < TILE; i += 32) {
             const u16* of_token = from + min(tile * TILE + i, source.kv_len() - 1) * strides[2];
@@ -303,8 +309,9 @@ struct CursorSource {
     Cursor* cursor;
     int team;
 
-    __device__ __forceinline__ int b() const { return cursor->work.b; }
+    __device__ __forceinline__ int sequence() const { return cursor->work.sequence; }
     __device__ __forceinline__ int kv_len() const { return cursor->work.kv_len; }
+    __device__ __forceinline__ int first_residual_tile(const DecodeParams&) const { return cursor->work.first_residual_tile; }
     __device__ __forceinline__ int kv_head() const { return cursor->work.kv_head(team); }
 };
 struct Producer : TileCopier<CursorSource> {
@@ -329,7 +336,7 @@ struct Producer : TileCopier<CursorSource> {
         prefetch_residuals(p, tile_end);
     }
     __device__ __forceinline__ void move_to(const DecodeParams& p, const Work& work) {
-        begin(p, work.b, work.kv_head(source.team));
+        begin(p, work.sequence, work.kv_head(source.team), work.first_residual_tile);
         appended = first_appended_tile(p, work.kv_len);
         step = work.step();
     }
@@ -365,7 +372,7 @@ struct Producer : TileCopier<CursorSource> {
     // Tiles but the last one before the run's end, residuals, pages that are not there yet, and those that are not known.
     __device__ __forceinline__ int plain_tiles(const DecodeParams& p) const {
         int tiles = min(tile_end, appended) - tile;
-        if (WINDOW) tiles = min(tiles, first_residual_tile(p, source.kv_len()) - tile);
+        if (WINDOW) tiles = min(tiles, source.first_residual_tile(p) - tile);
         if (step > 1) tiles = (tiles + TEAMS - 1) / TEAMS;
         return min(tiles, (32 - known) / BLOCKS) - 1;
     }

@@ -71,9 +71,10 @@ DEVICE int likely_page(const DecodeParams& p, int team) {
 }
 
 struct ItemSource {
-    int sequence, length, head;
+    int b, length, head;
 
-    __device__ __forceinline__ int b() const { return sequence; }
+    __device__ __forceinline__ int sequence() const { return b; }
+    __device__ __forceinline__ int first_residual_tile(const DecodeParams& p) const { return first_residual_tile_of(p, p.q_len, length); }
     __device__ __forceinline__ int kv_len() const { return length; }
     __device__ __forceinline__ int kv_head() const { return head; }
 };
@@ -91,7 +92,7 @@ DEVICE void produce(const DecodeParams& p, Work& work, Split& split, const Ring&
     copier.stage_of_tile = 0;
     copier.maps = maps;
     copier.source = {work.b, 0, work.heads};
-    copier.begin(p, work.b, work.heads);
+    copier.begin(p, work.b, work.heads, first_residual_tile_of(p, p.q_len, start.kv_len));
     u32 likely = copier.prefetch_pages(p, likely_page(p, start.index));
     split.enter(p, work, start);
     copier.source.length = work.kv_len;
@@ -135,7 +136,7 @@ struct Warp {
     __device__ __forceinline__ void tile(int index, State& state) {
         const Rows& rows = item.rows;
         int t0 = index * TILE, tokens = min(TILE, work.kv_len - t0);
-        bool residuals = WINDOW && index >= first_residual_tile(p, work.kv_len);
+        bool residuals = WINDOW && index >= first_residual_tile_of(p, p.q_len, work.kv_len);
         float s[ROW_GROUPS][SCORES];
         Ring next = ring;
         Stages at;

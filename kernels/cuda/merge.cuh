@@ -38,7 +38,7 @@ DEVICE void merge(float4& a, const float4& b, const MergeScale& w, bool is_fold)
     }
 }
 
-// One (sequence, KV head, row block).
+// One (query block, KV head, row block).
 struct WorkItem {
     int b, kv_head, row_block, num_partials;
 
@@ -46,7 +46,7 @@ struct WorkItem {
         return ((u64)b * p.num_kv_heads + kv_head) * p.row_blocks + row_block;
     }
     // Rows of the block without padding.
-    __device__ __forceinline__ int rows(const DecodeParams& p) const { return min(ROWS, p.heads_per_kv * p.q_len - row_block * ROWS); }
+    __device__ __forceinline__ int rows(const DecodeParams& p) const { return min(ROWS, p.heads_per_kv * query_block(p, b).tokens - row_block * ROWS); }
     // The sink of a row's query head, or -inf without.
     __device__ __forceinline__ float sink(const DecodeParams& p, int row) const {
         if (!p.sinks) return MINUS_INFINITY;
@@ -56,9 +56,10 @@ struct WorkItem {
     // The row's place in Q, out and lse, or -1.
     __device__ __forceinline__ long long row(const DecodeParams& p, int row) const {
         int r = opaque(row_block * ROWS + row);
-        if (r >= p.heads_per_kv * p.q_len) return -1;
+        QueryBlock queries = query_block(p, b);
+        if (r >= p.heads_per_kv * queries.tokens) return -1;
         int i = (u32)r / p.heads_per_kv_divmod, head = kv_head * p.heads_per_kv + r - i * p.heads_per_kv;
-        return ((long long)b * p.q_len + i) * p.num_q_heads + head;
+        return (long long)(queries.first + i) * p.num_q_heads + head;
     }
 };
 

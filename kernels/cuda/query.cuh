@@ -6,6 +6,7 @@
 #include "dtype.cuh"
 #include "divmod.cuh"
 #include "rotation.cuh"
+#include "split.cuh"
 
 struct Query {
     // Per panel of 16 dims, of row lane/4. Integers: dims 4·(lane%4) + {0, 1, 2, 3}. Floats, as the sum of two parts: the first part of two
@@ -51,11 +52,12 @@ struct QueryRow {
 // Row number `row` of the work item's row block.
 template <class Work> DEVICE QueryRow query_row(const DecodeParams& p, const Work& work, int kv_head, int row) {
     int r = work.row_block * ROWS + row;
-    bool real = r < p.heads_per_kv * p.q_len;
+    QueryBlock queries = query_block(p, work.b);
+    bool real = r < p.heads_per_kv * queries.tokens;
     r = real ? r : 0;
     int i = (u32)r / p.heads_per_kv_divmod, head = (kv_head - i) * p.heads_per_kv + r;
     float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[kv_head] : 1.0f);
-    return {row_at(p.q, ((u64)work.b * p.q_len + i) * p.num_q_heads + head, HEAD_DIM, p.dtype), real ? factor : 0.0f, p.dtype};
+    return {row_at(p.q, (u64)(queries.first + i) * p.num_q_heads + head, HEAD_DIM, p.dtype), real ? factor : 0.0f, p.dtype};
 }
 
 // Splits two floats into 16-bit floats with x ≈ hi + lo, and packs both hi and both lo.

@@ -27,10 +27,12 @@ struct Rows {
 
 DEVICE Rows visible(const DecodeParams& p, const Work& work, int kv_head, int warp_row, int lane) {
     Rows rows;
+    QueryBlock queries = query_block(p, work.b);
+    int first = first_position(p, queries, work.kv_len);
     Rows::each([&](int g, int e) {
         int r = work.row_block * ROWS + warp_row + g * 8 + 2 * (lane % 4) + e;
-        bool real = r < p.heads_per_kv * p.q_len;
-        int i = (u32)r / p.heads_per_kv_divmod, position = work.kv_len - p.q_len + i;
+        bool real = r < p.heads_per_kv * queries.tokens;
+        int i = (u32)r / p.heads_per_kv_divmod, position = first + i;
         // Rows that fill up the tile see everything, so that they never make a full tile look masked.
         rows.end[g][e] = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), work.kv_len) : work.kv_len;
         rows.start[g][e] = !HAS_SCORE_MODS || !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), rows.end[g][e]);

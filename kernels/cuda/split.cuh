@@ -1,4 +1,4 @@
-// The split of the work among CTAs of split_kv.cu: work units in the order [sequence][KV head][unit][row block], partitioned on the
+// The split of the work among CTAs of split_kv.cu: work units in the order [query block][KV head][unit][row block], partitioned on the
 // device from kv_lens, so that a captured graph serves growing sequences.
 //
 // A CTA's split is a run of whole partials: spans; segments, if there is little work; or work items by fours (KV heads of a sequence), if
@@ -11,8 +11,21 @@
 #include "config.cuh"
 #include "divmod.cuh"
 
-// The first tile of a sequence that some row reads with residuals: by the window of its first query token, which is the longest.
-DEVICE int first_residual_tile(const DecodeParams& p, int kv_len) { return WINDOW == 0 ? 0x7fffffff : max(kv_len - (p.causal ? p.q_len : 1), 0) / TILE - WINDOW + 1; }
+// The query tokens that are attended together: those of a sequence, or some of them.
+DEVICE QueryBlock query_block(const DecodeParams& p, int b) {
+    if (p.query_blocks) return p.query_blocks[b];
+    return {b, b * p.q_len, p.q_len, 0};
+}
+// Tokens that some of them may see: where causal, up to the last one's position.
+DEVICE int kv_len_of(const DecodeParams& p, const QueryBlock& block) { return p.causal ? max(p.kv_lens[block.sequence] - block.behind, 0) : p.kv_lens[block.sequence]; }
+DEVICE int kv_len_of(const DecodeParams& p, int b) { return p.query_blocks ? kv_len_of(p, p.query_blocks[b]) : p.kv_lens[b]; }
+// The position of the first of them.
+DEVICE int first_position(const DecodeParams& p, const QueryBlock& block, int kv_len) { return kv_len - (p.causal ? 0 : block.behind) - block.tokens; }
+
+// The first tile that some of these rows read with residuals: by the window of the first query token, which is the longest.
+DEVICE int first_residual_tile_of(const DecodeParams& p, int tokens, int kv_len) {
+    return WINDOW == 0 ? 0x7fffffff : max(kv_len - (p.causal ? tokens : 1), 0) / TILE - WINDOW + 1;
+}
 
 enum PartialKind : u8 { SEGMENTS, SPANS, ITEMS };
 // log2 of a partial's tiles; an item is one span at most.
@@ -50,14 +63,18 @@ struct Sequence {
 };
 
 struct Work : Sequence {
-    int b, heads, partial, row_block;  // the current unit; `heads`: see kv_head
+    int b, heads, partial, row_block;  // the current unit; `b`: its query block, `heads`: see kv_head
+    int sequence, first_residual_tile;
     u32 offset;                     // cost of all units before this one
     u8 partials_here;                  // partials of this unit
     Measure measure;
 
-    __device__ __forceinline__ void enter(int sequence, int kv_len) {
-        b = sequence;
+    __device__ __forceinline__ void enter(const DecodeParams& p, int block, int kv_len) {
+        b = block;
         heads = partial = row_block = 0;
+        QueryBlock queries = query_block(p, b);
+        sequence = queries.sequence;
+        first_residual_tile = first_residual_tile_of(p, queries.tokens, kv_len);
         (Sequence&)*this = Sequence::of(measure, kv_len);
     }
     __device__ __forceinline__ bool has_items() const { return measure.partials_are == ITEMS; }
@@ -82,7 +99,7 @@ struct Work : Sequence {
         if ((partial += partials_here) < num_partials) return;
         partial = 0;
         if (++heads < heads_of(p, measure.partials_are)) return;
-        if (++b < p.batch) enter(b, p.kv_lens[b]);
+        if (++b < p.batch) enter(p, b, kv_len_of(p, b));
     }
     // This team's tiles of the unit: first, first + step, … below end.
     __device__ __forceinline__ void team_tiles(const DecodeParams& p, int team, int& first, int& end) const {
@@ -95,8 +112,8 @@ struct Work : Sequence {
     __device__ __forceinline__ int step() const { return measure.partials_are == SEGMENTS ? TEAMS : 1; }
 
     // Moves to the first partial at or after `start` of a sequence that begins at `begin`, in cost over all sequences.
-    __device__ __forceinline__ void seek(const DecodeParams& p, int sequence, int kv_len, u32 begin, u32 start) {
-        enter(sequence, kv_len);
+    __device__ __forceinline__ void seek(const DecodeParams& p, int block, int kv_len, u32 begin, u32 start) {
+        enter(p, block, kv_len);
         u32 per_head = item_cost * p.row_blocks, per_partial = partial_cost * p.row_blocks;
         heads = (start - begin) / per_head;
         offset = begin + heads * per_head;
@@ -225,7 +242,7 @@ DEVICE Cursor find_work(const DecodeParams& p, Cursor* found, u32* sums) {
     Counts mine = {0, 0, 0, 0, 0, 0x7fffffff};
     int kv_len = 0;
     for (int b = begin; b < stop; b++) {
-        kv_len = p.kv_lens[b];
+        kv_len = kv_len_of(p, b);
         mine.add((kv_len + TILE - 1) / TILE);
     }
     Counts all = {0, warp_sum(mine.segments), warp_sum(mine.spans), warp_sum(mine.cost), warp_max(mine.longest), warp_min(mine.shortest)}, before = {};
@@ -260,7 +277,7 @@ DEVICE Cursor find_work(const DecodeParams& p, Cursor* found, u32* sums) {
     if (is_here) {
         int b = begin;
         if (!alone)
-            for (u32 w; start >= from + (w = Sequence::of(work.measure, kv_len = p.kv_lens[b]).item_cost * blocks); b++) from += w;
+            for (u32 w; start >= from + (w = Sequence::of(work.measure, kv_len = kv_len_of(p, b)).item_cost * blocks); b++) from += w;
         work.seek(p, b, kv_len, from, start);
         work.size(p, end);
     }

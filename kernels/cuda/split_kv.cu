@@ -32,12 +32,12 @@ struct Warp {
     __device__ __forceinline__ void tile(const Work& work, int index, const ItemRows& item, State& state) {
         const Rows& rows = item.rows;
         int t0 = index * TILE, first = t0 + lane / 4, kv_head = work.kv_head(producer.source.team);
-        bool residuals = WINDOW && index >= first_residual_tile(p, work.kv_len);
+        bool residuals = WINDOW && index >= work.first_residual_tile;
         float s[ROW_GROUPS][SCORES];
         Ring next = ring;
         Stages at;
         wait_keys(next, residuals, at);
-        SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.b, kv_head, t0}};
+        SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.sequence, kv_head, t0}};
         tile_scores(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < index + K_WINDOW; }, s);
         if (!KV_ONE_STAGE) done_with_stages(stages_of_keys(residuals));
         if constexpr (HAS_SCORE_MODS) apply_score_mods(p, rows, first, s);
@@ -53,7 +53,7 @@ struct Warp {
         Rescale r = enter_tile(state, tops);
         next = ring;
         wait_values(next, residuals, at);
-        SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, kv_head, t0}};
+        SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.sequence, kv_head, t0}};
         tile_values(at, v, full, min(TILE, work.kv_len - t0), weights, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
         done_with_stages(KV_ONE_STAGE ? stages_of_keys(residuals) : stages_of_values(residuals));
     }

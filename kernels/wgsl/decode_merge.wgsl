@@ -1,9 +1,9 @@
 // decode_merge.wgsl: one workgroup merges the partials of one row, or of some of its dims, and writes the row: tiles fold into segments (if
 // splits are tiles), segments merge inside spans, then the spans merge, each left to right.
 //
-// Grid       (heads_per_kv * q_len * D / MD, num_kv_heads, batch); 256 threads: 8 spans at a time, 32 lanes each.
+// Grid       (heads_per_kv * query tokens of a block * D / MD, num_kv_heads, query blocks); 256 threads: 8 spans at a time, 32 lanes each.
 // Reads      the partials that decode_split.wgsl wrote.
-// Writes     out f32 [batch, q_len, num_q_heads, head_dim], lse [batch, q_len, num_q_heads] (bits, -inf where nothing is seen).
+// Writes     out f32 [query tokens, num_q_heads, head_dim], lse [query tokens, num_q_heads] (bits, -inf where nothing is seen).
 // Numerics   docs/arithmetic.md, sections 2, 6 and 7.
 // MD         the dims of a workgroup; fewer than D where splits are tiles, because rows are few then and each has many partials. Where V is
 //            rotated they are whole blocks.
@@ -45,10 +45,12 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
     let row = workgroup.x / $((D + MD - 1) / MD)u;
     let dim0 = workgroup.x % $((D + MD - 1) / MD)u * $(MD)u;
     let head = workgroup.y;
-    let sequence = workgroup.z;
-    let about = params.sequences_at + 8u * sequence;
+    let about = params.blocks_at + 8u * workgroup.z;
     let first_split = tables[about];
     let num_splits = tables[about + 1u];
+    if row >= params.heads_per_kv * tables[about + 3u] {
+        return;
+    }
     let num_segments = (num_splits + $(PER_SEGMENT - 1)u) / $(PER_SEGMENT)u;
     let num_spans = (num_segments + 3u) / 4u;
     let group = tid / 32u;
@@ -156,7 +158,7 @@ fn decode_merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invo
     }
 
     let i = row / params.heads_per_kv;
-    let at = (sequence * params.q_len + i) * params.num_q_heads + head * params.heads_per_kv + row % params.heads_per_kv;
+    let at = (tables[about + 2u] + i) * params.num_q_heads + head * params.heads_per_kv + row % params.heads_per_kv;
     // The sink's state comes from the host, and merges last.
     var alpha = 1.0;
     if params.sinks_at != 0u {

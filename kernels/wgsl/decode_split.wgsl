@@ -4,7 +4,7 @@
 // Round      a tile of 64 tokens: a lane has one token for the scores, every 64th dim (or pair of dims) for the values; the state folds at once.
 // Ahead      V of a tile is loaded before its scores, the next tile's page before that tile. K is not: it would take registers, and with
 //            them occupancy.
-// Reads      q f32 [batch, q_len, num_q_heads, head_dim]; pages as in FORMATS.md, each byte once per row block.
+// Reads      q f32 [query tokens, num_q_heads, head_dim]; pages as in FORMATS.md, each byte once per row block.
 // Writes     partials [split][kv_head][row_block][row][head_dim], and (m, l) of each row behind them.
 // Numerics   docs/arithmetic.md; the integer arithmetic bit for bit.
 // Shared     q in bytes and one tile's weights; their size limits how many workgroups run at once.
@@ -36,9 +36,10 @@
 #let QUADS = (R + 3) / 4
 #include "decode_params"
 
-// The tables: for each split {sequence, its index there, kv_len, places of its pages and of its residual pages in the tables, 3 unused}; for
-// each sequence {first split, splits, 6 unused}; the pages of each sequence (or its rows, view.wgsl); the residual pages of each, that of the
-// i-th page in slot i modulo RING; scales, slopes and sinks.
+// The tables: for each split {query block, its index there, tokens that the block may see, places of the sequence's pages and of its residual pages in
+// the tables, the block's first query token, how many they are, how many of the sequence come after them (0 if causal)}; for each query block
+// {first split, splits, first query token, how many they are, 4 unused}; the pages of each sequence (or its rows, view.wgsl); the residual pages of each, that of the
+// i-th page in slot i modulo the ring; scales, slopes and sinks.
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read> tables: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
@@ -90,19 +91,24 @@ var<workgroup> fold_beta: array<f32, $(R)>;                          // -1: noth
 #include "fold.wgsl"
 
 // The workgroup's split and rows, the tokens that each row sees, and the tiles of the split that any row sees.
-#def find_work(): workgroup, lane -> split, head, row0, sequence, kv_len, pages_at, residuals_at, last, num_rows, num_pairs, tile, tile_end
+#def find_work(): workgroup, lane -> split, head, row0, first_query, num_queries, position_0, kv_len, pages_at, residuals_at, last, num_rows, num_pairs, tile, tile_end
 let split = workgroup.x + workgroup.z * params.grid_x;
 if split >= params.num_splits {
     return;
 }
 let head = workgroup.y / params.row_blocks;
 let row0 = (workgroup.y - head * params.row_blocks) * $(R)u;
-let sequence = tables[params.splits_at + 8u * split];
 let index = tables[params.splits_at + 8u * split + 1u];
 let kv_len = tables[params.splits_at + 8u * split + 2u];
 let pages_at = tables[params.splits_at + 8u * split + 3u];
 let residuals_at = tables[params.splits_at + 8u * split + 4u];
-let rows = params.heads_per_kv * params.q_len;
+let first_query = tables[params.splits_at + 8u * split + 5u];
+let num_queries = tables[params.splits_at + 8u * split + 6u];
+let position_0 = i32(kv_len) - i32(tables[params.splits_at + 8u * split + 7u]) - i32(num_queries);
+let rows = params.heads_per_kv * num_queries;
+if row0 >= rows {
+    return;
+}
 let last = kv_len - 1u;
 let num_rows = min($(R)u, rows - row0);
 let num_pairs = num_rows * $(UNITS)u;
@@ -110,7 +116,7 @@ let num_pairs = num_rows * $(UNITS)u;
 // The tokens that each row sees.
 if lane < $(R)u {
     let row = row0 + lane;
-    let position = i32(kv_len) - i32(params.q_len) + i32(row / params.heads_per_kv);
+    let position = position_0 + i32(row / params.heads_per_kv);
     var end = i32(kv_len);
     if params.causal != 0u {
         end = clamp(position + 1, 0, i32(kv_len));
@@ -131,31 +137,30 @@ var tile = index * $(4 / PER_SEGMENT)u;
 var tile_end = min((index + 1u) * $(4 / PER_SEGMENT)u, num_tiles);
 {
     let last_row = min(row0 + $(R)u, rows) - 1u;
-    let base = i32(kv_len) - i32(params.q_len);
     if params.causal != 0u {
-        let seen_end = clamp(base + i32(last_row / params.heads_per_kv) + 1, 0, i32(kv_len));
+        let seen_end = clamp(position_0 + i32(last_row / params.heads_per_kv) + 1, 0, i32(kv_len));
         tile_end = min(tile_end, u32(seen_end + 63) / 64u);
     }
     if params.window_left >= 0 {
-        tile = max(tile, u32(max(base + i32(row0 / params.heads_per_kv) - params.window_left, 0)) / 64u);
+        tile = max(tile, u32(max(position_0 + i32(row0 / params.heads_per_kv) - params.window_left, 0)) / 64u);
     }
 }
 #end
 
 #if K_WINDOW + V_WINDOW > 0
 // How many of the workgroup's rows, the first ones, read a tile with residuals: rows whose own tile is less than `window` tiles on.
-fn fine_rows(tile: u32, window: u32, kv_len: u32, row0: u32) -> u32 {
+fn fine_rows(tile: u32, window: u32, kv_len: u32, position_0: i32, row0: u32) -> u32 {
     let end = i32(64u * (tile + window));
     if params.causal == 0u {
         return select(0u, $(R)u, i32(kv_len) <= end);
     }
-    let tokens = end - (i32(kv_len) - i32(params.q_len));
+    let tokens = end - position_0;
     return u32(clamp(tokens * i32(params.heads_per_kv) - i32(row0), 0, $(R)));
 }
 #end
 
 // The tile's pages and the place of the lane's token; the next tile's page is loaded ahead.
-#def locate_tile(): tile, lane, kv_len, pages_at, head, row0 -> page_ahead, token, pages, v_tile, place, k_fine, v_fine
+#def locate_tile(): tile, lane, kv_len, position_0, pages_at, head, row0 -> page_ahead, token, pages, v_tile, place, k_fine, v_fine
 let token = tile * 64u + lane;
 #if PAGED
 let pages = page_ahead;
@@ -166,12 +171,12 @@ let pages = pages_at;
 #end
 let place = k_place(pages, head, kv_len, tile, lane);
 #if K_WINDOW > 0
-let k_fine = fine_rows(tile, $(K_WINDOW)u, kv_len, row0);
+let k_fine = fine_rows(tile, $(K_WINDOW)u, kv_len, position_0, row0);
 #else
 let k_fine = 0u;
 #end
 #if V_WINDOW > 0
-let v_fine = fine_rows(tile, $(V_WINDOW)u, kv_len, row0);
+let v_fine = fine_rows(tile, $(V_WINDOW)u, kv_len, position_0, row0);
 #else
 let v_fine = 0u;
 #end

@@ -109,11 +109,11 @@ fn k_place(pages: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAd
 #end
 }
 
-#if RING > 0
+#if K_WINDOW + V_WINDOW > 0
 // The place of a token's residuals: a sequence's residual pages take turns in a ring of slots.
 fn residual_place(residuals_at: u32, head: u32, kv_len: u32, tile: u32, index: u32) -> TokenAddr {
     let token = min(tile * 64u + index, kv_len - 1u);
-    let run = run_of(tables[residuals_at + token / $(PS)u % $(RING)u], head);
+    let run = run_of(tables[residuals_at + token / $(PS)u % params.residual_ring], head);
     return TokenAddr(run.buffer, run.at, token % $(PS)u);
 }
 #end

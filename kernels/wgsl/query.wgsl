@@ -1,13 +1,13 @@
 // query.wgsl: the query rows in f32, rotated where K is, and as bytes (docs/arithmetic.md, sections 2 and 3).
 
 // q' of 16 dims of one row, before the rotation, whose sums must not swallow the products.
-fn query_unit(sequence: u32, head: u32, row: u32, unit: u32) -> array<vec4<f32>, 4> {
+fn query_unit(first_query: u32, num_queries: u32, head: u32, row: u32, unit: u32) -> array<vec4<f32>, 4> {
     let heads = params.heads_per_kv;
-    let rows = heads * params.q_len;
+    let rows = heads * num_queries;
     let safe = min(row, rows - 1u);
     let i = safe / heads;
     let h = head * heads + (safe - i * heads);
-    let at = ((sequence * params.q_len + i) * params.num_q_heads + h) * $(D / 4)u + unit * 4u;
+    let at = ((first_query + i) * params.num_q_heads + h) * $(D / 4)u + unit * 4u;
     let c = params.log2_scale * bitcast<f32>(tables[params.scales_at + 2u * head]);
 #if K_STRIDES > 0
     return array<vec4<f32>, 4>(product4(q[at], c), product4(q[at + 1u], c), product4(q[at + 2u], c), product4(q[at + 3u], c));
@@ -75,7 +75,7 @@ query_$(n)[$(w)] = query_$(n)[$(w)] * exp2i(-$((K_STRIDES + 1) / 2));
 #end
 
 // The query rows in workgroup memory: as bytes, with their steps and the sums that the scores need, or in f32.
-#def load_query(): lane, sequence, head, row0, num_pairs ->
+#def load_query(): lane, first_query, num_queries, head, row0, num_pairs ->
 for (var slot = lane; slot < $(SLOTS)u; slot += $(T)u) {
     clear(slot);
 }
@@ -86,7 +86,7 @@ let row_$(n) = pair_$(n) / $(UNITS)u;
 let unit_$(n) = pair_$(n) % $(UNITS)u;
 var query_$(n): array<vec4<f32>, 4>;
 if pair_$(n) < num_pairs {
-    query_$(n) = query_unit(sequence, head, row0 + row_$(n), unit_$(n));
+    query_$(n) = query_unit(first_query, num_queries, head, row0 + row_$(n), unit_$(n));
 }
 #end
 #if K_STRIDES > 0

@@ -214,13 +214,13 @@ for (var u = 0u; u < $(UNITS)u; u++) {
 #end
 
 // Soft cap, ALiBi and mask of row r's score.
-#def apply_score_mods(r): row0, token, kv_len -> score_*
+#def apply_score_mods(r): row0, token, position_0 -> score_*
 #if SOFTCAP
 score_$(r) = softcap(score_$(r), params.softcap_inner, params.softcap_outer);
 #end
 #if ALIBI
 {
-    let position = i32(kv_len) - i32(params.q_len) + i32((row0 + $(r)u) / params.heads_per_kv);
+    let position = position_0 + i32((row0 + $(r)u) / params.heads_per_kv);
     score_$(r) = score_$(r) + product(row_slope[$(r)], f32(i32(token) - position));
 }
 #end
@@ -229,7 +229,7 @@ score_$(r) = select(NONE, score_$(r), token - row_sees[$(r)].x < row_sees[$(r)].
 
 // The scores of all rows, and their maxima in the slots of reduce.wgsl. Rows are spelled out, RU at a time: a loop would keep the lane's
 // values of them in memory, and in registers that it moves.
-#def score_tile(): tile, token, place, kv_len, head, row0, num_rows, lane, residuals_at, k_fine, scratch_of_other, first_unit, k_* -> score_*
+#def score_tile(): tile, token, place, kv_len, position_0, head, row0, num_rows, lane, residuals_at, k_fine, scratch_of_other, first_unit, k_* -> score_*
 #for r in 0..R
 var score_$(r) = 0.0;
 #end

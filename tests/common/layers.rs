@@ -88,7 +88,7 @@ pub fn decode(
         },
         vec![2048],
     );
-    problem.q_len = 8;
+    problem.q_lens = vec![8; problem.batch()];
     let plan = backend.plan(&problem, format).unwrap();
     let (mut out, mut lse) = (vec![f32::NAN; layer.out.len()], vec![f32::NAN; 72]);
     let kv = KvSource::Cache(&cache);

@@ -128,6 +128,7 @@ impl Case {
     pub fn only(&self, b: usize) -> Case {
         let mut one = self.clone();
         one.problem.kv_lens = vec![self.problem.kv_lens[b]];
+        one.problem.q_lens = vec![self.problem.q_lens[b]];
         one.build = Build::AtOnce;
         one.first = b;
         one
@@ -147,6 +148,7 @@ impl Case {
         )
         .sequences(p.batch())
         .max_len(max)
+        .max_q_len(p.max_q_len().max(64))
         .build();
         config.page_size = self.page_size;
         config.num_pages = p
@@ -217,13 +219,11 @@ impl Case {
 
     /// The queries. For float formats they are bf16 values, so that rounding Q to 16 bits loses nothing.
     pub fn q(&self) -> Vec<f32> {
-        let per_sequence = self.problem.q_len * self.problem.num_q_heads * self.problem.head_dim;
+        let token = self.problem.num_q_heads * self.problem.head_dim;
         let mut q = Vec::new();
-        for b in 0..self.problem.batch() {
-            q.extend(noise(
-                self.seed * 1000 + 500 + (self.first + b) as u64,
-                per_sequence,
-            ));
+        for (b, q_len) in self.problem.q_lens.iter().enumerate() {
+            let seed = self.seed * 1000 + 500 + (self.first + b) as u64;
+            q.extend(noise(seed, q_len * token));
         }
         match self.inputs {
             Inputs::Zeros => q.fill(0.0),
@@ -473,13 +473,13 @@ impl fmt::Display for Case {
         let p = &self.problem;
         write!(
             f,
-            "seed {}: {}, {}/{} heads, head_dim {}, q_len {}, kv_lens {:?}, page_size {}, {:?}, {:?}",
+            "seed {}: {}, {}/{} heads, head_dim {}, q_lens {:?}, kv_lens {:?}, page_size {}, {:?}, {:?}",
             self.seed,
             self.format,
             p.num_q_heads,
             p.num_kv_heads,
             p.head_dim,
-            p.q_len,
+            p.q_lens,
             p.kv_lens,
             self.page_size,
             self.inputs,

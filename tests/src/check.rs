@@ -288,14 +288,14 @@ fn alone_differs(
     case: &Case,
     batch: &Rows,
 ) -> Result<Option<String>, Error> {
-    let rows = case.problem.q_len * case.problem.num_q_heads;
-    let dims = rows * case.problem.head_dim;
-    for b in 0..case.problem.batch() {
+    let (heads, dim) = (case.problem.num_q_heads, case.problem.head_dim);
+    for (b, tokens) in case.problem.query_ranges().enumerate() {
+        let rows = tokens.start * heads..tokens.end * heads;
         let one = case.only(b);
         let got = decode(backend, &one, &one.built(backend)?)?;
         let want = (
-            batch.0[b * dims..][..dims].to_vec(),
-            batch.1[b * rows..][..rows].to_vec(),
+            batch.0[rows.start * dim..rows.end * dim].to_vec(),
+            batch.1[rows].to_vec(),
         );
         let found = rows_differ(&format!("sequence {b} alone: "), &got, &want);
         if found.is_some() {

@@ -38,13 +38,13 @@ pub fn attend(
         problem.softmax_scale * LOG2_E * k_scale.copied().unwrap_or(1.0)
     };
     let (mut out, mut lse) = (Vec::new(), Vec::new());
-    for b in 0..problem.batch() {
+    for (b, tokens) in problem.query_ranges().enumerate() {
         let kv: Vec<_> = (0..problem.num_kv_heads)
             .map(|g| [Side::K, Side::V].map(|side| Stored::new(cache, b, g, side)))
             .collect();
-        for i in 0..problem.q_len {
+        for i in 0..tokens.len() {
             for h in 0..problem.num_q_heads {
-                let at = ((b * problem.q_len + i) * problem.num_q_heads + h) * dim;
+                let at = ((tokens.start + i) * problem.num_q_heads + h) * dim;
                 let q = &q[at..at + dim];
                 let q = match queries {
                     Queries::Exact => q.iter().map(|x| f64::from(*x)).collect(),
@@ -139,7 +139,7 @@ impl Row<'_> {
     fn attend(&self, q: &[f64], [k, v]: &[Stored; 2]) -> (Vec<f64>, f64) {
         let Row { problem, b, i, h } = *self;
         let (dim, kv_len) = (problem.head_dim, problem.kv_lens[b]);
-        let position = kv_len as f64 - problem.q_len as f64 + i as f64;
+        let position = kv_len as f64 - problem.q_lens[b] as f64 + i as f64;
         // The specification's words, not `Problem::visible`: a wrong mask there must not be right here.
         let sees = |t: &usize| {
             let t = *t as f64;

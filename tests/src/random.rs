@@ -69,7 +69,7 @@ pub fn shapes() -> Vec<Case> {
             for window_left in [None, Some(100)] {
                 let mut case = Case::new([heads_per_kv, 1], head_dim, &[1], kind(format));
                 case.page_size = page_size;
-                case.problem.q_len = q_len;
+                case.problem.q_lens = vec![q_len; case.problem.batch()];
                 case.problem.window_left = window_left;
                 all.push(case);
             }
@@ -98,7 +98,7 @@ pub fn random(seed: u64) -> Case {
     case.seed = seed;
     case.build = r.pick(&[Build::AtOnce, Build::Shuffled, Build::Chunks, Build::Reused]);
     let p = &mut case.problem;
-    p.q_len = q_len;
+    p.q_lens = vec![q_len; p.batch()];
     p.causal = r.below(4) > 0;
     if r.below(3) == 0 {
         match r.below(3) {

@@ -83,7 +83,8 @@ fn reduced(table: &mut Table) {
             if build == Build::Forked {
                 case = Case::new([3, 1], 128, &[77, 140], format);
             }
-            (case.build, case.problem.q_len) = (build, q_len);
+            case.build = build;
+            case.problem.q_lens = vec![q_len; case.problem.batch()];
             table.add(case);
         }
     }
@@ -95,7 +96,7 @@ fn reduced(table: &mut Table) {
         }
     }
     let mut case = Case::new([12, 1], 128, &[1, 1100], KvFormat::INT8);
-    case.problem.q_len = 4;
+    case.problem.q_lens = vec![4; case.problem.batch()];
     case.problem.window_left = Some(900);
     case.problem.softcap = Some(30.0);
     table.add(case);
@@ -107,7 +108,8 @@ fn reduced(table: &mut Table) {
 /// A window of any length sees the whole cache, whatever it is cast to.
 fn without_window() -> Case {
     let mut case = Case::new([4, 2], 64, &[1, 70, 300], KvFormat::INT8);
-    (case.problem.q_len, case.problem.window_left) = (2, Some(usize::MAX));
+    case.problem.window_left = Some(usize::MAX);
+    case.problem.q_lens = vec![2; case.problem.batch()];
     case
 }
 
@@ -146,7 +148,8 @@ fn sinks(table: &mut Table, format: &str) {
     let of = |heads, dim, kv_lens: &[usize], q_len| {
         let format = format.parse().expect("a format's name");
         let mut case = Case::new(heads, dim, kv_lens, format);
-        (case.problem.q_len, case.problem.sinks) = (q_len, each_sink(heads[0]));
+        case.problem.sinks = each_sink(heads[0]);
+        case.problem.q_lens = vec![q_len; case.problem.batch()];
         case
     };
     let mut case = of([8, 2], 64, &[0, 1, 70, 300], 1);
@@ -191,7 +194,8 @@ fn merged_sinks(table: &mut Table) {
     ] {
         for format in formats(&["int8", "bf16"]) {
             let mut case = Case::new(heads, dim, kv_lens, format);
-            (case.problem.q_len, case.problem.sinks) = (q_len, each_sink(heads[0]));
+            case.problem.sinks = each_sink(heads[0]);
+            case.problem.q_lens = vec![q_len; case.problem.batch()];
             case.build = Build::AtOnce;
             table.add(case);
         }
@@ -210,7 +214,8 @@ fn pairs(table: &mut Table) {
                 continue;
             }
             let mut case = Case::new([4, 2], 128, &[0, 1, 65, 130], format);
-            (case.problem.q_len, case.alone) = (2, true);
+            case.alone = true;
+            case.problem.q_lens = vec![2; case.problem.batch()];
             table.add(case);
         }
     }
@@ -227,11 +232,11 @@ fn shapes(table: &mut Table, format: KvFormat) {
     }
     for q_len in 1..=16 {
         let mut case = Case::new([3, 1], 64, &[4, 66, 130], format);
-        case.problem.q_len = q_len;
+        case.problem.q_lens = vec![q_len; case.problem.batch()];
         table.add(case);
     }
     let mut case = Case::new([16, 1], 128, &[20, 270], format);
-    case.problem.q_len = 16;
+    case.problem.q_lens = vec![16; case.problem.batch()];
     table.add(case);
     let mut case = Case::new([2, 1], 64, &EDGES, format);
     case.alone = true;
@@ -268,7 +273,7 @@ fn builds(table: &mut Table, format: KvFormat) {
 fn modifiers(table: &mut Table, format: KvFormat) {
     let base = || {
         let mut case = Case::new([4, 2], 64, &[3, 64, 150, 400], format);
-        case.problem.q_len = 3;
+        case.problem.q_lens = vec![3; case.problem.batch()];
         case
     };
     for window in [0, 1, 70] {
@@ -305,18 +310,21 @@ fn windows(table: &mut Table) {
     for format in formats(&["int4", "int8/int4", "int4-w4/int4", "int4-r2/int4-w0"]) {
         for (q_len, page_size) in [(5, 64), (16, 16), (16, 128)] {
             let mut case = Case::new([4, 2], 64, &[66, 129, 193, 260, 330, 514, 1027], format);
-            (case.problem.q_len, case.page_size, case.alone) = (q_len, page_size, true);
+            (case.page_size, case.alone) = (page_size, true);
+            case.problem.q_lens = vec![q_len; case.problem.batch()];
             case.build = Build::Shuffled;
             table.add(case);
         }
         for causal in [true, false] {
             let mut case = Case::new([8, 2], 128, &[195, 450], format);
-            (case.problem.q_len, case.problem.causal) = (4, causal);
+            case.problem.causal = causal;
+            case.problem.q_lens = vec![4; case.problem.batch()];
             case.build = Build::Forked;
             table.add(case);
         }
         let mut case = Case::new([8, 1], 64, &[2500], format);
-        (case.problem.q_len, case.problem.window_left) = (2, Some(100));
+        case.problem.window_left = Some(100);
+        case.problem.q_lens = vec![2; case.problem.batch()];
         table.add(case);
     }
 }
@@ -337,7 +345,8 @@ fn views(table: &mut Table) {
         for build in [Build::Bnsh, Build::Bsnh] {
             for head_dim in [64, 128] {
                 let mut case = Case::new([6, 2], head_dim, &[0, 1, 65, 300], format);
-                (case.build, case.problem.q_len, case.alone) = (build, 2, true);
+                (case.build, case.alone) = (build, true);
+                case.problem.q_lens = vec![2; case.problem.batch()];
                 table.add(case);
             }
         }

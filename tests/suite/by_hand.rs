@@ -15,7 +15,7 @@ fn over_equal_scores(problem: &Problem) -> Vec<(f64, f64)> {
         .iter()
         .flat_map(|x| vec![*x; dim])
         .collect();
-    let q = vec![0.0; problem.q_len * dim];
+    let q = vec![0.0; problem.query_tokens() * dim];
     let (out, lse) = oracle::attend_rows(problem, &q, &k, &v);
     assert!(out.chunks(dim).all(|row| row.iter().all(|x| *x == row[0])));
     out.into_iter().step_by(dim).zip(lse).collect()
@@ -42,7 +42,7 @@ fn the_oracle_masks_what_lies_behind_or_before_the_window() {
         },
         vec![4],
     );
-    problem.q_len = 2;
+    problem.q_lens = vec![2; problem.batch()];
     // The queries are those of tokens 2 and 3.
     let (two, three, four) = (2f64.ln(), 3f64.ln(), 4f64.ln());
     near(
@@ -89,7 +89,7 @@ fn the_oracles_sinks_weigh_as_tokens_without_a_value() {
     );
     // Four tokens of weight 1, and a sink of weight 4; the first query sees the sink alone.
     problem.sinks = Some(vec![4f32.ln()]);
-    problem.q_len = 5;
+    problem.q_lens = vec![5; problem.batch()];
     let rows = over_equal_scores(&problem);
     near(&rows[..1], &[(0.0, 4f64.ln())]);
     near(&rows[4..], &[(15.0 / 8.0, 8f64.ln())]);
@@ -106,7 +106,7 @@ fn the_oracle_gives_queries_without_tokens_zeros() {
         vec![4],
     );
     // The first query is of a token before the first one.
-    problem.q_len = 5;
+    problem.q_lens = vec![5; problem.batch()];
     let rows = over_equal_scores(&problem);
     assert_eq!(rows[0], (0.0, f64::NEG_INFINITY));
     near(&rows[1..2], &[(1.0, 0.0)]);

@@ -119,7 +119,7 @@ fn a_step_refuses_bad_queries_and_foreign_lengths() {
 #[case::head_dim(Problem::new(Heads { q: 2, kv: 1, dim: 72 }, vec![1]), "head_dim")]
 #[case::heads(Problem::new(Heads { q: 3, kv: 2, dim: 64 }, vec![1]), "num_q_heads/num_kv_heads")]
 #[case::heads_per_kv(Problem::new(Heads { q: 65, kv: 1, dim: 64 }, vec![1]), "heads_per_kv")]
-#[case::q_len(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).q_len(17), "q_len")]
+#[case::q_len(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).q_len((1 << 20) + 1), "q_len")]
 #[case::kv_len(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![(1 << 20) + 1]), "kv_len")]
 #[case::softcap(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).softcap(0.0), "softcap")]
 #[case::sink(Problem::new(Heads { q: 2, kv: 1, dim: 64 }, vec![1]).sinks([0.0, 1.1e6]), "sinks")]

@@ -321,7 +321,7 @@ impl WgpuTimer {
             let (full, rest) = (len / page_size, len % page_size * heads * dim);
             if full > 0 {
                 let tokens = full * page_size;
-                let kept = workload.format.residual_pages(page_size, tokens);
+                let kept = workload.format.residual_pages(page_size, tokens, 0);
                 let [home, residuals] = pages;
                 let home = home.iter().cycle().take(full);
                 let residuals = residuals.iter().cycle().take(kept);

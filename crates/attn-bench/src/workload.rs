@@ -67,9 +67,9 @@ impl Workload {
             num_q_heads,
             num_kv_heads,
             head_dim,
-            q_len,
             ..
         } = problem;
+        let q_len = problem.max_q_len();
         let longest = problem.kv_lens.iter().max().copied().unwrap_or(0);
         let batch = problem.batch();
         Ok(Workload {
@@ -90,14 +90,15 @@ impl Workload {
         let problem = &self.problem;
         let side = |scheme: Scheme| {
             let window = scheme.window().tiles();
-            let tokens = |len: &usize| {
+            let tokens = |(len, q_len): (&usize, &usize)| {
                 // The first row's own tile; `docs/arithmetic.md`, section 4.
-                let rows = if problem.causal { problem.q_len } else { 1 };
+                let rows = if problem.causal { *q_len } else { 1 };
                 let own_tile = len.saturating_sub(rows) / TILE;
                 let first = (own_tile + 1).saturating_sub(window) * TILE;
                 len.next_multiple_of(self.page_size).saturating_sub(first)
             };
-            let kept = problem.kv_lens.iter().map(tokens).sum::<usize>();
+            let lens = problem.kv_lens.iter().zip(&problem.q_lens);
+            let kept = lens.map(tokens).sum::<usize>();
             let bytes = problem.num_kv_heads * problem.head_dim / 2;
             if window == 0 { 0 } else { kept * bytes }
         };
@@ -271,7 +272,7 @@ impl List {
                 let lens = vec![1 << log; 256 >> (log - 10)];
                 let name = format!("ctx{}-batch{}", lens[0], lens.len());
                 let workloads = self.add(family, &name, "int8", [16, 1, 128], lens);
-                workloads[0].problem.q_len = q_len;
+                workloads[0].problem.q_lens = vec![q_len; workloads[0].problem.batch()];
             }
         }
         for heads in [3, 5, 6, 7, 12, 16, 32, 64] {

@@ -19,7 +19,7 @@ fn list() -> String {
             workload.cache,
             p.num_q_heads,
             p.num_kv_heads,
-            p.q_len,
+            p.max_q_len(),
             p.batch(),
             workload.bytes(),
             workload.cache_bytes(),
@@ -146,7 +146,8 @@ fn residuals_are_read_in_the_tiles_of_the_window() {
     ] {
         let mut workload = contiguous(format, CacheLayout::Pages);
         workload.problem.kv_lens = vec![70, 3, 257];
-        (workload.problem.q_len, workload.problem.causal) = (q_len, causal);
+        workload.problem.causal = causal;
+        workload.problem.q_lens = vec![q_len; workload.problem.batch()];
         let bytes: usize = tokens.iter().map(|tokens| tokens * 2 * 32).sum();
         assert_eq!(workload.residual_bytes(), bytes, "{format}");
         assert_eq!(workload.bytes(), workload.cache_bytes() + bytes, "{format}");
@@ -222,7 +223,7 @@ fn a_custom_workload_is_named_by_its_numbers_and_has_their_bytes() {
         },
         vec![3000; 7],
     );
-    problem.q_len = 2;
+    problem.q_lens = vec![2; problem.batch()];
     let workload = Workload::custom(problem.clone(), KvFormat::INT8, 16).unwrap();
     assert_eq!(
         workload.to_string(),

@@ -226,7 +226,7 @@ fn exact(
         },
         vec![kv.seq],
     );
-    problem.q_len = q_len;
+    problem.q_lens = vec![q_len; problem.batch()];
     problem.softmax_scale = scale;
     problem
         .check()

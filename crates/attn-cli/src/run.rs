@@ -305,7 +305,7 @@ fn decode(
         },
         vec![kv.seq],
     );
-    problem.q_len = layer.q_len;
+    problem.q_lens = vec![layer.q_len; problem.batch()];
     problem.softmax_scale = scale;
     let plan = backend.plan(&problem, format)?;
     let (mut out, mut lse) = (

@@ -15,8 +15,10 @@ pub use store::{CacheAccess, PageStore, TokenWrite};
 use crate::{
     cache_config::CacheConfig,
     error::{Error, filled},
+    format::Window,
     layout::PageLayout,
     page_allocator::PageAllocator,
+    problem::Problem,
 };
 
 /// The pages and lengths of all sequences; sequences may share pages.
@@ -122,6 +124,38 @@ impl KvCache {
     #[must_use]
     pub fn free_pages(&self) -> usize {
         self.pages.num_free()
+    }
+
+    /// Refuses query tokens that read residuals which the cache no longer has: those of the sequence's last append can be queries, and the
+    /// newest 64 or more. Other formats than those with a window have no such limit.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for `q_len`.
+    pub fn check_queries(&self, problem: &Problem) -> Result<(), Error> {
+        let CacheConfig {
+            format, page_size, ..
+        } = self.config;
+        if format.window() == Window::None {
+            return Ok(());
+        }
+        let lens = problem.q_lens.iter().zip(&self.table.lens).enumerate();
+        for (b, (&q_len, &kv_len)) in lens.filter(|(_, (q_len, _))| **q_len > 0) {
+            let rows = if problem.causal { q_len } else { 1 };
+            let first = format.first_residual_token(kv_len.saturating_sub(rows));
+            let kept = self.table.pages[b].len() - self.table.residual_pages[b].len();
+            if first / page_size < kept {
+                return Err(Error::Mismatch {
+                    what: "q_len",
+                    problem: format!("{q_len} for sequence {b}"),
+                    cache: format!(
+                        "residuals from token {} of {kv_len} on; make queries of the last append's tokens, at most the config's max_q_len, {}",
+                        kept * page_size,
+                        self.config.max_q_len
+                    ),
+                });
+            }
+        }
+        Ok(())
     }
 
     /// Puts the free pages in the given order of allocation; refuses what is not a permutation of them.

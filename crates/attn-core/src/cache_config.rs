@@ -24,11 +24,17 @@ pub struct CacheConfig {
     pub num_pages: usize,
     /// Number of sequences, all empty at first.
     pub num_sequences: usize,
+    /// The most query tokens that a step has of one sequence, for formats with a window: appends keep the residuals that so many new tokens read.
+    /// Steps of other formats have any number.
+    pub max_q_len: usize,
     /// Static K scale per KV head, for fp8 and int8-tensor.
     pub k_tensor_scales: Vec<f32>,
     /// Static V scale per KV head, for fp8 and int8-tensor.
     pub v_tensor_scales: Vec<f32>,
 }
+
+/// Query tokens of a step unless the user says otherwise: decode and speculation need no residuals beyond those that are always kept.
+const DEFAULT_MAX_Q_LEN: usize = 64;
 
 /// Most sequences of a cache.
 const MAX_SEQUENCES: usize = 1 << 24;
@@ -59,6 +65,7 @@ impl CacheConfig {
                 page_size: 64,
                 num_pages: 0,
                 num_sequences: 1,
+                max_q_len: DEFAULT_MAX_Q_LEN,
                 k_tensor_scales: scales(format.k.has_tensor_scale()),
                 v_tensor_scales: scales(format.v.has_tensor_scale()),
             },
@@ -71,7 +78,10 @@ impl CacheConfig {
     #[must_use]
     pub fn pages_for(&self, kv_len: usize) -> usize {
         let home = kv_len.div_ceil(self.page_size.max(1));
-        home.saturating_add(self.format.residual_pages(self.page_size, kv_len))
+        let residual = self
+            .format
+            .max_residual_pages(self.page_size, self.max_q_len);
+        home.saturating_add(residual.min(home))
     }
 
     /// The layout of the cache's pages.
@@ -152,6 +162,13 @@ impl CacheBuilder {
     /// Sets the number of tokens per page: 16, 32, 64 or 128.
     pub fn page_size(mut self, tokens: usize) -> Self {
         self.config.page_size = tokens;
+        self
+    }
+
+    /// Sets the most query tokens that a step has of one sequence; only formats with a window, such as `int4`, need to know. Each sequence has room
+    /// for so many tokens' residuals, unless [`CacheBuilder::pages`] says otherwise; they are kept from an append to the sequence's next.
+    pub fn max_q_len(mut self, tokens: usize) -> Self {
+        self.config.max_q_len = tokens;
         self
     }
 

@@ -43,7 +43,7 @@ impl Window {
         }
     }
 
-    /// Tokens whose residuals a sequence keeps: twice the window, so that tokens may arrive in chunks.
+    /// Tokens whose residuals a sequence keeps at least: twice the window, so that some query tokens may be verified at once.
     #[must_use]
     pub fn kept_tokens(self) -> usize {
         2 * TILE * self.tiles()
@@ -296,17 +296,46 @@ impl KvFormat {
         if k.tiles() < v.tiles() { v } else { k }
     }
 
-    /// Slots of a table that device kernels look residual pages up in: that of home page i stands in slot `i % slots`. A power of two, or 0.
+    /// Most residual pages that a sequence owns where a step has up to `max_q_len` query tokens of a sequence.
     #[must_use]
-    pub fn residual_slots(self, page_size: usize) -> usize {
-        self.window().kept_tokens() / page_size.max(1)
+    pub fn max_residual_pages(self, page_size: usize, max_q_len: usize) -> usize {
+        let (window, page_size) = (self.window(), page_size.max(1));
+        let kept = window.kept_tokens() / page_size;
+        if window == Window::None || max_q_len <= TILE {
+            return kept;
+        }
+        let read = max_q_len.saturating_add(window.tiles() * TILE);
+        kept.max(read.div_ceil(page_size).saturating_add(1))
     }
 
-    /// Residual pages that a sequence of `kv_len` tokens owns, at so many tokens a page.
+    /// Slots of a table that device kernels look residual pages up in: that of home page i stands in slot `i % slots`. A power of two, or 0.
     #[must_use]
-    pub fn residual_pages(self, page_size: usize, kv_len: usize) -> usize {
-        self.residual_slots(page_size)
-            .min(kv_len.div_ceil(page_size.max(1)))
+    pub fn residual_slots(self, page_size: usize, max_q_len: usize) -> usize {
+        match self.max_residual_pages(page_size, max_q_len) {
+            0 => 0,
+            pages => pages.checked_next_power_of_two().unwrap_or(usize::MAX),
+        }
+    }
+
+    /// Residual pages that a sequence of `kv_len` tokens owns when its last `q_len` tokens are to be queries of one step.
+    #[must_use]
+    pub fn residual_pages(self, page_size: usize, kv_len: usize, q_len: usize) -> usize {
+        let (window, page_size) = (self.window(), page_size.max(1));
+        if window == Window::None {
+            return 0;
+        }
+        let pages = kv_len.div_ceil(page_size);
+        let first = self.first_residual_token(kv_len.saturating_sub(q_len));
+        let kept = window.kept_tokens() / page_size;
+        (pages - (first / page_size).min(pages))
+            .max(kept)
+            .min(pages)
+    }
+
+    /// The first token that a row at `position` reads with residuals.
+    #[must_use]
+    pub fn first_residual_token(self, position: usize) -> usize {
+        (position / TILE + 1).saturating_sub(self.window().tiles()) * TILE
     }
 
     /// Refuses head_dims and page sizes that no page can hold.

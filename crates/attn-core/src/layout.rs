@@ -448,6 +448,6 @@ impl PageLayout {
     /// Number of pages that [`KvCache::read_back`](crate::KvCache::read_back) gives for a sequence of `tokens`: home pages, then residual pages.
     #[must_use]
     pub fn pages_of(&self, tokens: usize) -> usize {
-        tokens.div_ceil(self.page_size) + self.format.residual_pages(self.page_size, tokens)
+        tokens.div_ceil(self.page_size) + self.format.residual_pages(self.page_size, tokens, 0)
     }
 }

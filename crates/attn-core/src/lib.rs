@@ -53,7 +53,7 @@ pub use format::{Int8Scale, KvFormat, Scheme, Window};
 pub use host_pages::HostPages;
 pub use layout::PageLayout;
 pub use plan::Plan;
-pub use problem::{Heads, Problem};
+pub use problem::{Heads, Problem, QueryBlock};
 pub use state::AttnState;
 pub use step::{DecodeStep, KvSource, StepInputs, StepOutputs};
 pub use view::{KvView, StridedRows};

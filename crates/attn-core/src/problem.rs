@@ -30,14 +30,19 @@ pub struct Heads {
     pub dim: usize,
 }
 
-/// One decode step over a batch of cached sequences.
+/// One step over a batch of cached sequences: decode, verification of several tokens, prompts, or some of each.
+///
+/// Queries and results are `[token][num_q_heads][head_dim]`, the query tokens of sequence 0 first, then those of sequence 1.
 ///
 /// ```
 /// use attn_core::{Heads, Problem};
 ///
 /// let heads = Heads { q: 32, kv: 8, dim: 128 };
-/// let problem = Problem::new(heads, vec![8192; 4]).q_len(3).softcap(30.0);
+/// let problem = Problem::new(heads, [8192; 4]).q_len(3).softcap(30.0);
 /// assert_eq!((problem.batch(), problem.rows()), (4, 4 * 3 * 32));
+/// // A token to decode, and the first 512 of a prompt.
+/// let problem = Problem::new(heads, [8192, 512]).q_lens([1, 512]);
+/// assert_eq!(problem.rows(), 513 * 32);
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
@@ -48,8 +53,8 @@ pub struct Problem {
     pub num_kv_heads: usize,
     /// The number of dims of a head: one of [`HEAD_DIMS`].
     pub head_dim: usize,
-    /// Query tokens per sequence, 1..=16; the last stands at position `kv_len − 1`.
-    pub q_len: usize,
+    /// Query tokens of each sequence, 0..=1 Mi; the last stands at position `kv_len − 1`.
+    pub q_lens: Vec<usize>,
     /// Cached tokens of each sequence, 0..=1 Mi.
     pub kv_lens: Vec<usize>,
     /// The positive factor of q·k.
@@ -83,12 +88,13 @@ impl Problem {
     /// ```
     #[must_use]
     pub fn new(heads: Heads, kv_lens: impl Into<Vec<usize>>) -> Self {
+        let kv_lens = kv_lens.into();
         Problem {
             num_q_heads: heads.q,
             num_kv_heads: heads.kv,
             head_dim: heads.dim,
-            q_len: 1,
-            kv_lens: kv_lens.into(),
+            q_lens: vec![1; kv_lens.len()],
+            kv_lens,
             softmax_scale: 1.0 / (heads.dim as f32).sqrt(),
             causal: true,
             softcap: None,
@@ -98,10 +104,17 @@ impl Problem {
         }
     }
 
-    /// Sets the number of query tokens of each sequence.
+    /// Sets one number of query tokens for all sequences.
     #[must_use]
     pub fn q_len(mut self, q_len: usize) -> Self {
-        self.q_len = q_len;
+        self.q_lens = vec![q_len; self.kv_lens.len()];
+        self
+    }
+
+    /// Sets the number of query tokens of each sequence; a sequence of none has no rows.
+    #[must_use]
+    pub fn q_lens(mut self, q_lens: impl Into<Vec<usize>>) -> Self {
+        self.q_lens = q_lens.into();
         self
     }
 
@@ -183,15 +196,65 @@ impl Problem {
         self.kv_lens.len()
     }
 
-    /// Rows of the result: `[batch, q_len, num_q_heads]`. A product that overflows saturates, and [`Problem::check`] refuses it.
+    /// Query tokens of all sequences.
     #[must_use]
-    pub fn rows(&self) -> usize {
-        self.batch()
-            .saturating_mul(self.q_len)
-            .saturating_mul(self.num_q_heads)
+    pub fn query_tokens(&self) -> usize {
+        self.q_lens.iter().fold(0, |n, len| n.saturating_add(*len))
     }
 
-    /// Elements of Q and of the result: `[batch, q_len, num_q_heads, head_dim]`, saturating as [`Problem::rows`] does.
+    /// The query tokens of each sequence, counted through all of them.
+    pub fn query_ranges(&self) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
+        self.q_lens.iter().scan(0, |end, len| {
+            let start = *end;
+            *end += len;
+            Some(start..*end)
+        })
+    }
+
+    /// Query tokens of every sequence where that is one number, else `None`.
+    #[must_use]
+    pub fn uniform_q_len(&self) -> Option<usize> {
+        let first = *self.q_lens.first()?;
+        self.q_lens.iter().all(|len| *len == first).then_some(first)
+    }
+
+    /// Most query tokens of a sequence.
+    #[must_use]
+    pub fn max_q_len(&self) -> usize {
+        self.q_lens.iter().copied().max().unwrap_or(0)
+    }
+
+    /// The query tokens in blocks of neighbours, at most `max_tokens` each, in order: what backends divide work by.
+    pub fn query_blocks(&self, max_tokens: usize) -> impl Iterator<Item = QueryBlock> + '_ {
+        let step = max_tokens.max(1);
+        self.query_ranges().enumerate().flat_map(move |(b, all)| {
+            all.clone().step_by(step).map(move |first| QueryBlock {
+                sequence: b,
+                first,
+                tokens: step.min(all.end - first),
+                behind: all.end - first - step.min(all.end - first),
+            })
+        })
+    }
+
+    /// The problem whose sequences are these blocks of query tokens, each with the tokens that it may see: what kernels that attend blocks
+    /// are chosen and sized by.
+    #[must_use]
+    pub fn of_blocks(&self, blocks: &[QueryBlock]) -> Problem {
+        Problem {
+            kv_lens: blocks.iter().map(|block| block.seen_len(self)).collect(),
+            q_lens: blocks.iter().map(|block| block.tokens).collect(),
+            ..self.clone()
+        }
+    }
+
+    /// Rows of the result: `[query tokens, num_q_heads]`. A product that overflows saturates, and [`Problem::check`] refuses it.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.query_tokens().saturating_mul(self.num_q_heads)
+    }
+
+    /// Elements of Q and of the result: `[query tokens, num_q_heads, head_dim]`, saturating as [`Problem::rows`] does.
     #[must_use]
     pub fn elements(&self) -> usize {
         self.rows().saturating_mul(self.head_dim)
@@ -217,19 +280,21 @@ impl Problem {
         if self.heads_per_kv() > 64 {
             return refuse("heads_per_kv", self.heads_per_kv(), "1 to 64");
         }
-        if !(1..=16).contains(&self.q_len) {
-            return refuse(
-                "q_len",
-                self.q_len,
-                "1 to 16; prefill is another kernel's work",
-            );
+        if self.q_lens.len() != self.batch() {
+            return Err(Error::Length {
+                what: "q_lens",
+                given: self.q_lens.len(),
+                needed: self.batch(),
+            });
         }
-        if let Some(len) = self.kv_lens.iter().find(|&&len| len > 1 << 20) {
-            return refuse("kv_len", len, "0 to 1048576");
+        for (what, lens) in [("q_len", &self.q_lens), ("kv_len", &self.kv_lens)] {
+            if let Some(len) = lens.iter().find(|&&len| len > 1 << 20) {
+                return refuse(what, len, "0 to 1048576");
+            }
         }
         if self.elements() > MAX_ELEMENTS {
             return refuse(
-                "batch x q_len x num_q_heads x head_dim",
+                "query tokens x num_q_heads x head_dim",
                 self.elements(),
                 "elements that a slice of f32 can hold; make the batch smaller",
             );
@@ -281,6 +346,17 @@ impl Problem {
         }
     }
 
+    /// The position of query token `i` of sequence `b`; negative where it stands before the sequence.
+    ///
+    /// # Panics
+    /// If the problem has no sequence `b`.
+    #[must_use]
+    pub fn position(&self, b: usize, i: usize) -> isize {
+        // Checked lengths are far below 2^30.
+        let signed = |x: usize| x.min(1 << 30) as isize;
+        signed(self.kv_lens[b]) - signed(self.q_lens[b]) + signed(i)
+    }
+
     /// Tokens that query token `i` of sequence `b` sees: `start..end`.
     ///
     /// # Panics
@@ -290,7 +366,7 @@ impl Problem {
         // Checked lengths are far below 2^30; a larger window sees every cached token, and a cast of it would wrap.
         let signed = |x: usize| x.min(1 << 30) as isize;
         let len = signed(self.kv_lens[b]);
-        let position = len - signed(self.q_len) + signed(i);
+        let position = self.position(b, i);
         let end = if self.causal {
             (position + 1).clamp(0, len)
         } else {
@@ -300,6 +376,38 @@ impl Problem {
             .window_left
             .map_or(0, |w| (position - signed(w)).clamp(0, end));
         start as usize..end as usize
+    }
+}
+
+/// Query tokens of one sequence that stand side by side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueryBlock {
+    /// The sequence.
+    pub sequence: usize,
+    /// The first token's place among the query tokens of all sequences.
+    pub first: usize,
+    /// How many they are.
+    pub tokens: usize,
+    /// How many query tokens of the sequence come after them.
+    pub behind: usize,
+}
+
+impl QueryBlock {
+    /// The tokens, counted through their sequence's alone.
+    #[must_use]
+    pub fn queries(&self, problem: &Problem) -> std::ops::Range<usize> {
+        let end = problem.q_lens[self.sequence] - self.behind;
+        end - self.tokens..end
+    }
+
+    /// Tokens of its sequence, from the first on, that any of the tokens may see.
+    #[must_use]
+    pub fn seen_len(&self, problem: &Problem) -> usize {
+        let kv_len = problem.kv_lens[self.sequence];
+        match problem.causal {
+            true => kv_len.saturating_sub(self.behind),
+            false => kv_len,
+        }
     }
 }
 
@@ -316,8 +424,8 @@ mod tests {
                 dim: 64,
             },
             vec![10, 2, 0],
-        );
-        p.q_len = 4;
+        )
+        .q_len(4);
         for (window, seen) in [(0, 6..7), (2, 4..7), (6, 0..7), (usize::MAX >> 1, 0..7)] {
             p.window_left = Some(window);
             assert_eq!(p.visible(0, 0), seen, "{window}");
@@ -340,8 +448,8 @@ mod tests {
                 dim: 256,
             },
             vec![0; 128],
-        );
-        p.q_len = 16;
+        )
+        .q_len(16);
         p.check().unwrap();
         p.num_q_heads = 1 << 53;
         p.num_kv_heads = 1 << 53;

@@ -53,7 +53,7 @@ impl<'a> StepInputs<'a> {
         self.problem
     }
 
-    /// The queries, `[batch, q_len, num_q_heads, head_dim]`.
+    /// The queries, `[query tokens, num_q_heads, head_dim]`.
     #[must_use]
     pub fn q(&self) -> &'a [f32] {
         self.q
@@ -70,9 +70,9 @@ impl<'a> StepInputs<'a> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct StepOutputs<'a> {
-    /// The attended values, `[batch, q_len, num_q_heads, head_dim]`.
+    /// The attended values, `[query tokens, num_q_heads, head_dim]`.
     pub out: &'a mut [f32],
-    /// The log-sum-exps, `[batch, q_len, num_q_heads]`, where the caller asked for them.
+    /// The log-sum-exps, `[query tokens, num_q_heads]`, where the caller asked for them.
     pub lse: Option<&'a mut [f32]>,
 }
 
@@ -98,7 +98,7 @@ pub struct DecodeStep<'a> {
 impl<'a> DecodeStep<'a> {
     /// Checks a step; sequence b of the cache is sequence b of the problem, and at most as long as the plan's.
     ///
-    /// `q` and `out` are `[batch, q_len, num_q_heads, head_dim]`, in f32, f16 or bf16. Results are those of f32, rounded at the end.
+    /// `q` and `out` are `[query tokens, num_q_heads, head_dim]`, in f32, f16 or bf16. Results are those of f32, rounded at the end.
     ///
     /// # Errors
     /// [`Error::Length`], [`Error::NotFinite`], [`Error::QueryRange`]; [`Error::Mismatch`] where plan and cache disagree;
@@ -137,6 +137,7 @@ impl<'a> DecodeStep<'a> {
             KvSource::Cache(cache) => {
                 let config = cache.config();
                 check_source(problem, config.num_kv_heads, config.head_dim, kv.kv_lens())?;
+                cache.check_queries(problem)?;
                 (config.format, &config.k_tensor_scales[..])
             }
             KvSource::View(view) => {
@@ -176,7 +177,7 @@ impl<'a> DecodeStep<'a> {
         })
     }
 
-    /// Asks for the log-sum-exps too: natural logarithms, `[batch, q_len, num_q_heads]`, −∞ where a query sees no token.
+    /// Asks for the log-sum-exps too: natural logarithms, `[query tokens, num_q_heads]`, −∞ where a query sees no token.
     ///
     /// # Errors
     /// [`Error::Length`].

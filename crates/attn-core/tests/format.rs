@@ -179,7 +179,7 @@ fn residual_pages_hold_twice_the_larger_window(
     let format: KvFormat = name.parse().unwrap();
     for (tokens, pages) in expected {
         assert_eq!(
-            format.residual_pages(page_size, *tokens),
+            format.residual_pages(page_size, *tokens, 0),
             *pages,
             "{tokens}"
         );

@@ -25,7 +25,7 @@ fn refused(p: &Problem) -> Option<(&'static str, String)> {
 #[test]
 fn a_new_problem_is_causal_decode_of_one_token() {
     let p = problem();
-    assert_eq!((p.q_len, p.causal, p.softmax_scale), (1, true, 0.125));
+    assert_eq!((p.max_q_len(), p.causal, p.softmax_scale), (1, true, 0.125));
     assert_eq!((p.softcap, p.window_left), (None, None));
     assert_eq!((p.batch(), p.heads_per_kv(), p.rows()), (2, 2, 8));
     assert_eq!(p.elements(), 512);
@@ -80,7 +80,13 @@ fn heads_are_whole_groups_of_at_most_64(
 
 #[test]
 fn query_tokens_and_lengths_end_where_the_text_says() {
-    for (q_len, allowed) in [(0, false), (1, true), (16, true), (17, false)] {
+    for (q_len, allowed) in [
+        (0, true),
+        (1, true),
+        (17, true),
+        (1 << 20, true),
+        ((1 << 20) + 1, false),
+    ] {
         let p = problem().q_len(q_len);
         let expected = (!allowed).then(|| ("q_len", q_len.to_string()));
         assert_eq!(refused(&p), expected);
@@ -157,7 +163,7 @@ fn masks_leave_the_tokens_that_the_law_names() {
         },
         vec![10, 2],
     );
-    p.q_len = 4;
+    p.q_lens = vec![4; p.batch()];
     let seen = |p: &Problem, b| -> Vec<_> { (0..4).map(|i| p.visible(b, i)).collect() };
     assert_eq!(seen(&p, 0), [0..7, 0..8, 0..9, 0..10]);
     // Two of them stand before a sequence of 2.

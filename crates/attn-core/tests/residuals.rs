@@ -71,7 +71,7 @@ fn assert_consistent(cache: &KvCache) {
         let (home, residuals) = (&table.pages[b], &table.residual_pages[b]);
         let (format, size) = (config.format, config.page_size);
         assert_eq!(home.len(), len.div_ceil(size));
-        assert_eq!(residuals.len(), format.residual_pages(size, *len));
+        assert_eq!(residuals.len(), format.residual_pages(size, *len, 0));
         assert_eq!(home.len() + residuals.len(), config.pages_for(*len));
         assert_eq!(config.pages_for(*len), cache.layout().pages_of(*len));
         let mut own = [&home[..], residuals].concat();
@@ -313,7 +313,7 @@ fn forks_share_all_pages_and_copy_the_open_ones_when_either_appends(
     assert_eq!(table.pages[grower][..full], before.pages[other][..full]);
     assert_ne!(table.pages[grower][full], before.pages[other][full]);
     let home = |len: usize| len.div_ceil(page_size);
-    let first = |len: usize| home(len) - cache.config().format.residual_pages(page_size, len);
+    let first = |len: usize| home(len) - cache.config().format.residual_pages(page_size, len, 0);
     let kept = first(len + more)..full;
     for i in kept {
         assert_eq!(

@@ -117,9 +117,13 @@ impl DecodeAttention for Reference {
         let (problem, format) = (inputs.problem(), inputs.plan().format());
         let (dim, integer) = (problem.head_dim, format.is_integer());
         let mut lse = outputs.lse;
-        for (r, out) in outputs.out.chunks_exact_mut(dim).enumerate() {
-            let (bi, q_head) = (r / problem.num_q_heads, r % problem.num_q_heads);
-            let (b, i) = (bi / problem.q_len, bi % problem.q_len);
+        let tokens = problem
+            .query_ranges()
+            .enumerate()
+            .flat_map(|(b, all)| (0..all.len()).map(move |i| (b, i)));
+        let rows = tokens.flat_map(|at| (0..problem.num_q_heads).map(move |head| (at, head)));
+        let outs = outputs.out.chunks_exact_mut(dim);
+        for (r, (((b, i), q_head), out)) in rows.zip(outs).enumerate() {
             let reader = Reader::new(inputs.kv(), b, q_head / problem.heads_per_kv())?;
             let q = &inputs.q()[r * dim..][..dim];
             let row = QueryRow::new(problem, [b, i, q_head], q, &reader);

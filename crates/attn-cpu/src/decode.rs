@@ -1,12 +1,13 @@
-//! One step: cut into splits of one span (or one segment) of one KV head, which any thread attends, and merged in one fixed order.
+//! One step: cut into splits, which any thread attends, and merged in one fixed order. A split is a block of query tokens against one KV head:
+//! against one span of it, or one segment where there is little work, or all of it where there are many query tokens.
 
 use std::{cell::RefCell, ops::Range};
 
 use attn_core::{
-    Error, KvSource, Problem, Scheme, StepInputs, StepOutputs,
+    Error, KvSource, Problem, QueryBlock, Scheme, StepInputs, StepOutputs,
     arithmetic::LOG2_E,
     rotation::{rotate_back, rotate_output},
-    segments::{SEGMENT, SPAN, TILE, num_segments, num_spans},
+    segments::{SEGMENT, SPAN, TILE, num_segments},
 };
 use rayon::prelude::*;
 
@@ -21,20 +22,29 @@ use crate::{
     unpack::FP8_UNIT,
 };
 
-/// A run of whole segments of one KV head of one sequence.
+/// A block of query tokens, and a run of whole segments of one KV head that it attends.
 #[derive(Debug, Clone)]
 struct Split {
-    b: usize,
+    block: QueryBlock,
     g: usize,
     segments: Range<usize>,
+    /// Where its states begin.
+    states: usize,
 }
+
+/// Query rows of a block where a sequence has more than [`FEW_TOKENS`] query tokens: a tile is unpacked once for all of them, and their states stay in
+/// a core's own cache.
+const BLOCK_ROWS: usize = 128;
+
+/// Query tokens that are always one block.
+const FEW_TOKENS: usize = 16;
 
 /// Memory that a step needs beside its inputs, kept for the next step.
 #[derive(Default)]
 pub(crate) struct Workspace {
     splits: Vec<Split>,
-    /// Index of the first split of each sequence.
-    starts: Vec<usize>,
+    /// Blocks of query tokens, each with the index of its first split.
+    blocks: Vec<(QueryBlock, usize)>,
     states: Vec<f32>,
     /// Log-sum-exps that the caller did not ask for.
     unasked_lse: Vec<f32>,
@@ -45,12 +55,34 @@ struct Scratch {
     rows: QueryRows,
     tile: Tile,
     fetch: Fetch,
+    /// States of a span, of a split that has several: as the split's own.
+    span: Vec<f32>,
 }
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = const {
-        RefCell::new(Scratch { rows: QueryRows::new(), tile: Tile::new(), fetch: Fetch::new() })
+        RefCell::new(Scratch { rows: QueryRows::new(), tile: Tile::new(), fetch: Fetch::new(), span: Vec::new() })
     };
+}
+
+/// The states of all splits, each of which one thread writes.
+struct SharedStates {
+    all: *mut f32,
+    len: usize,
+}
+
+// SAFETY: threads write disjoint parts of memory that is borrowed for as long: see `SharedStates::part`.
+unsafe impl Sync for SharedStates {}
+
+impl SharedStates {
+    /// # Safety
+    /// No other part that is in use overlaps `range`, which lies in `0..len`.
+    #[allow(clippy::mut_from_ref, reason = "parts are disjoint by contract")]
+    unsafe fn part(&self, range: Range<usize>) -> &mut [f32] {
+        assert!(range.start <= range.end && range.end <= self.len);
+        // SAFETY: inside of the slice that this was made from; nobody else has this part, by contract.
+        unsafe { std::slice::from_raw_parts_mut(self.all.add(range.start), range.len()) }
+    }
 }
 
 /// Attends the first of the splits, and fetches for the second: writes one state per row to `states`, `[row][dim + 2]`, m and l last.
@@ -151,32 +183,68 @@ fn kernels(isa: Isa, integer: bool) -> (Attend, Epilogue) {
 }
 
 impl Workspace {
-    /// Cuts a problem into splits of `per_split` segments each.
-    fn cut(&mut self, problem: &Problem, per_split: usize) {
+    /// Cuts a problem into splits for so many threads; returns how many of the states that they leave make up a span, and the length of all states.
+    fn cut(&mut self, problem: &Problem, threads: usize) -> (usize, usize) {
         self.splits.clear();
-        self.starts.clear();
-        for (b, &len) in problem.kv_lens.iter().enumerate() {
-            self.starts.push(self.splits.len());
-            let count = num_segments(len);
-            for first in (0..count).step_by(per_split) {
-                let segments = first..count.min(first + per_split);
-                let splits = (0..problem.num_kv_heads).map(|g| Split {
-                    b,
-                    g,
-                    segments: segments.clone(),
-                });
-                self.splits.extend(splits);
+        self.blocks.clear();
+        let heads = problem.num_kv_heads;
+        let few = problem.max_q_len() <= FEW_TOKENS;
+        let block_tokens = match few {
+            true => FEW_TOKENS,
+            false => BLOCK_ROWS.div_ceil(problem.heads_per_kv()),
+        };
+        let (mut items, mut spans) = (0, 0);
+        for block in problem.query_blocks(block_tokens) {
+            self.blocks.push((block, 0));
+            items += heads;
+            spans += heads * segments_of(problem, &block).div_ceil(SPAN);
+        }
+        let per_split = if spans < 4 * threads {
+            1
+        } else if few || items < 4 * threads {
+            SPAN
+        } else {
+            usize::MAX
+        };
+        let row = problem.heads_per_kv() * (problem.head_dim + 2);
+        let mut states = 0;
+        for (block, start) in &mut self.blocks {
+            *start = self.splits.len();
+            let count = segments_of(problem, block);
+            let mut first = 0;
+            while first < count {
+                let segments = first..count.min(first.saturating_add(per_split));
+                first = segments.end;
+                for g in 0..heads {
+                    self.splits.push(Split {
+                        block: *block,
+                        g,
+                        segments: segments.clone(),
+                        states,
+                    });
+                    states += block.tokens * row;
+                }
             }
         }
+        // A split of a span or more has merged its segments.
+        (if per_split == 1 { SPAN } else { 1 }, states)
     }
+}
+
+/// Segments that a block of query tokens may see.
+fn segments_of(problem: &Problem, block: &QueryBlock) -> usize {
+    num_segments(block.seen_len(problem))
 }
 
 /// Whether a step takes less time on one thread than by waking others, which takes 13 to 40 µs on a virtual machine: so many products
 /// for K, and as many for V, take one thread 20 to 50 µs.
 pub(crate) fn is_small(problem: &Problem) -> bool {
     const SMALL: usize = 1 << 19;
-    let tokens: usize = problem.kv_lens.iter().sum();
-    tokens * problem.num_q_heads * problem.q_len * problem.head_dim < SMALL
+    let lens = problem.kv_lens.iter().zip(&problem.q_lens);
+    let pairs = lens.fold(0usize, |n, (kv_len, q_len)| {
+        n.saturating_add(kv_len.saturating_mul(*q_len))
+    });
+    pairs.saturating_mul(problem.num_q_heads * problem.head_dim) < SMALL
 }
 
 /// Attends a whole step on `isa`, which the caller has found available, and on the `threads` of the rayon pool that it is called in;
@@ -193,34 +261,33 @@ pub(crate) fn decode(
         // Refuses another backend's cache before any output is touched.
         Reader::new(step.kv(), 0, 0)?;
     }
-    let heads = problem.num_kv_heads;
-    let lens = problem.kv_lens.iter();
-    let spans: usize = lens.map(|&len| num_spans(len)).sum();
-    let per_split = if spans * heads < 4 * threads { 1 } else { SPAN };
-    workspace.cut(problem, per_split);
-    let chunk = problem.q_len * problem.heads_per_kv() * (problem.head_dim + 2);
-    let needed = workspace.splits.len() * chunk;
+    let (span, needed) = workspace.cut(problem, threads);
     if workspace.states.len() < needed {
         workspace.states.resize(needed, 0.0);
     }
     let (attend, epilogue) = kernels(isa, step.plan().format().is_integer());
-    let (splits, states) = (&workspace.splits[..], &mut workspace.states[..needed]);
-    let run = |(index, states): (usize, &mut [f32])| {
+    let splits = &workspace.splits[..];
+    let states = SharedStates {
+        all: workspace.states.as_mut_ptr(),
+        len: workspace.states.len(),
+    };
+    let row = problem.heads_per_kv() * (problem.head_dim + 2);
+    let run = |index: usize| {
         let splits = &splits[index..];
+        let first = splits[0].states;
+        // SAFETY: `cut` gives each split states of its own, one after the other; each split is run once.
+        let states = unsafe { states.part(first..first + splits[0].block.tokens * row) };
         SCRATCH.with_borrow_mut(|scratch| {
             // SAFETY: the machine has `isa`: `CpuBackend` holds no other.
             unsafe { attend(step, splits, scratch, states) }
         })
     };
     if threads == 1 || splits.len() == 1 {
-        let mut chunks = states.chunks_exact_mut(chunk).enumerate();
-        chunks.try_for_each(run)?;
+        (0..splits.len()).try_for_each(run)?;
     } else {
-        let chunks = states.par_chunks_exact_mut(chunk).with_max_len(1);
-        chunks.enumerate().try_for_each(run)?;
+        let indices = (0..splits.len()).into_par_iter().with_max_len(1);
+        indices.try_for_each(run)?;
     }
-    // A split of one span has merged its segments.
-    let span = if per_split == 1 { SPAN } else { 1 };
     let epilogue = |states: &States<'_>, end: RowEnd, out: &mut [f32]| {
         // SAFETY: as above.
         unsafe { epilogue(states, span, end, out) }
@@ -253,19 +320,20 @@ fn write_rows(
         problem.num_kv_heads,
         problem.heads_per_kv(),
     );
-    let (splits, stride) = (workspace.splits.len(), dim + 2);
-    let chunk = problem.q_len * per * stride;
+    let (splits, stride) = (&workspace.splits[..], dim + 2);
     let rotated = step.plan().format().v.is_rotated();
     let row = |row: usize, out: &mut [f32], lse: &mut f32| {
-        let (bi, q_head) = (row / problem.num_q_heads, row % problem.num_q_heads);
-        let (b, i) = (bi / problem.q_len, bi % problem.q_len);
+        let (token, q_head) = (row / problem.num_q_heads, row % problem.num_q_heads);
         let (g, h) = (q_head / per, q_head % per);
-        let first = workspace.starts[b];
-        let end = workspace.starts.get(b + 1).copied().unwrap_or(splits);
+        let behind = |(block, _): &(QueryBlock, usize)| block.first <= token;
+        let at = workspace.blocks.partition_point(behind) - 1;
+        let (block, first) = workspace.blocks[at];
+        let end = workspace.blocks.get(at + 1).map_or(splits.len(), |b| b.1);
         let states = States {
             all: &workspace.states,
-            first: (first + g) * chunk + (i * per + h) * stride,
-            step: heads * chunk,
+            first: splits.get(first + g).map_or(0, |split| split.states)
+                + ((token - block.first) * per + h) * stride,
+            step: heads * block.tokens * per * stride,
             count: (end - first) / heads,
         };
         let end = RowEnd {
@@ -278,7 +346,7 @@ fn write_rows(
         }
     };
     // Merging is worth threads only where many states meet.
-    if threads == 1 || splits * chunk < 1 << 16 {
+    if threads == 1 || problem.rows().max(splits.len()) * stride < 1 << 16 {
         for (i, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
             row(i, out, lse);
         }
@@ -303,6 +371,8 @@ struct SplitInputs<'a> {
     split: &'a Split,
     reader: Reader<'a>,
     kv_len: usize,
+    /// The block's query tokens, counted through the sequence's.
+    queries: Range<usize>,
     /// The tokens that any query row sees.
     seen: Range<usize>,
     /// 2/softcap and softcap · log2 e.
@@ -329,16 +399,19 @@ impl<'a> SplitInputs<'a> {
     #[inline(always)]
     fn new(step: &StepInputs<'a>, split: &'a Split) -> Result<Self, Error> {
         let (problem, format) = (step.problem(), step.plan().format());
-        let seen = (0..problem.q_len)
-            .map(|i| problem.visible(split.b, i))
+        let (b, queries) = (split.block.sequence, split.block.queries(problem));
+        let seen = queries
+            .clone()
+            .map(|i| problem.visible(b, i))
             .filter(|seen| !seen.is_empty())
             .reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))
             .unwrap_or(0..0);
         Ok(SplitInputs {
             problem,
             split,
-            reader: Reader::new(step.kv(), split.b, split.g)?,
-            kv_len: problem.kv_lens[split.b],
+            reader: Reader::new(step.kv(), b, split.g)?,
+            kv_len: problem.kv_lens[b],
+            queries,
             seen,
             softcap: problem.softcap.map(|cap| [2.0 / cap, cap * LOG2_E]),
             windows: [format.k, format.v].map(|scheme| scheme.window().tiles()),
@@ -363,14 +436,16 @@ impl<'a> SplitInputs<'a> {
     /// The tokens of a tile that a query row of a pass sees, counted from the tile's first one; none for other rows.
     #[inline(always)]
     fn seen_in(&self, tile: TilePlace, pass: &Pass) -> impl Fn(usize) -> [usize; 2] {
-        let (problem, b, per) = (self.problem, self.split.b, self.problem.heads_per_kv());
+        let (problem, per) = (self.problem, self.problem.heads_per_kv());
+        let (b, first) = (self.split.block.sequence, self.queries.start);
         let TilePlace { t0, tokens } = tile;
         let queries = pass.queries.clone();
         move |row| {
-            if !queries.contains(&(row / per)) {
+            let i = first + row / per;
+            if !queries.contains(&i) {
                 return [0, 0];
             }
-            let seen = problem.visible(b, row / per);
+            let seen = problem.visible(b, i);
             [
                 seen.start.max(t0) - t0,
                 seen.end.min(t0 + tokens).max(t0) - t0,
@@ -381,24 +456,26 @@ impl<'a> SplitInputs<'a> {
     /// The query tokens that read a tile alike, with and without residuals of K and V: query tokens of one step may lie in several tiles.
     #[inline(always)]
     fn passes(&self, tile: TilePlace) -> impl Iterator<Item = Pass> {
-        let windows = self.windows;
-        let (q_len, first) = (
-            self.problem.q_len,
-            self.kv_len as isize - self.problem.q_len as isize,
-        );
-        let (causal, t0) = (self.problem.causal, tile.t0 / TILE);
+        let (windows, problem, b) = (self.windows, self.problem, self.split.block.sequence);
+        let t0 = tile.t0 / TILE;
         let fine = move |i: usize| {
-            let i = if causal { i } else { q_len - 1 };
-            let position = (first + i as isize).max(0) as usize;
+            let i = match problem.causal {
+                true => i,
+                false => problem.q_lens[b] - 1,
+            };
+            let position = problem.position(b, i).max(0) as usize;
             windows.map(|tiles| tiles > 0 && position / TILE < t0 + tiles)
         };
-        let mut next = 0;
+        let Range {
+            start: mut next,
+            end,
+        } = self.queries;
         std::iter::from_fn(move || {
-            if next == q_len {
+            if next == end {
                 return None;
             }
             let (start, fine_here) = (next, fine(next));
-            while next < q_len && fine(next) == fine_here {
+            while next < end && fine(next) == fine_here {
                 next += 1;
             }
             Some(Pass {
@@ -414,7 +491,7 @@ impl<'a> SplitInputs<'a> {
         let mut seen = pass
             .queries
             .clone()
-            .map(|i| self.problem.visible(self.split.b, i));
+            .map(|i| self.problem.visible(self.split.block.sequence, i));
         seen.any(|seen| seen.start < tile.t0 + tile.tokens && seen.end > tile.t0)
     }
 
@@ -422,13 +499,14 @@ impl<'a> SplitInputs<'a> {
     #[inline(always)]
     fn modifiers_in(&self, tile: TilePlace) -> impl Fn(usize) -> Modifiers {
         let (problem, per) = (self.problem, self.problem.heads_per_kv());
-        let (softcap, kv_len, first_row) = (self.softcap, self.kv_len, self.split.g * per);
+        let (softcap, first_head) = (self.softcap, self.split.g * per);
+        let (b, first) = (self.split.block.sequence, self.queries.start);
         move |row| Modifiers {
             softcap,
             alibi: problem.alibi_slopes.as_ref().map(|slopes| {
-                let position = kv_len as i32 - problem.q_len as i32 + (row / per) as i32;
+                let position = problem.position(b, first + row / per) as i32;
                 (
-                    slopes[first_row + row % per] * LOG2_E,
+                    slopes[first_head + row % per] * LOG2_E,
                     tile.t0 as i32 - position,
                 )
             }),
@@ -450,8 +528,8 @@ impl<'a> Ahead<'a> {
     fn new(step: &StepInputs<'a>, inputs: &SplitInputs<'_>, next: Option<&Split>) -> Self {
         let segment_tokens = SEGMENT * TILE;
         let following = next.and_then(|next| {
-            let reader = Reader::new(step.kv(), next.b, next.g).ok()?;
-            let kv_len = inputs.problem.kv_lens[next.b];
+            let reader = Reader::new(step.kv(), next.block.sequence, next.g).ok()?;
+            let kv_len = inputs.problem.kv_lens[next.block.sequence];
             let t0 = next.segments.start * SEGMENT * TILE;
             let tokens = TILE.min(kv_len - t0);
             Some((reader, TilePlace { t0, tokens }))
@@ -496,7 +574,12 @@ fn attend<D: Dot, const INTEGER: bool>(
         let groups = step.plan().format().k.groups(scratch.rows.dim);
         query::prepare(d, &mut scratch.rows, groups);
     }
-    for (n, segment) in inputs.split.segments.clone().enumerate() {
+    let all = inputs.split.segments.clone();
+    let has_spans = all.len() > SPAN;
+    if has_spans && scratch.span.len() < states.len() {
+        scratch.span.resize(states.len(), 0.0);
+    }
+    for segment in all.clone() {
         clear_state(&mut scratch.rows);
         for tile in inputs.tiles(segment) {
             for pass in inputs.passes(tile) {
@@ -510,7 +593,16 @@ fn attend<D: Dot, const INTEGER: bool>(
                 }
             }
         }
-        merge_segment(s, &scratch.rows, n == 0, states);
+        let is_first = segment == all.start || segment % SPAN == 0;
+        if !has_spans {
+            merge_segment(s, &scratch.rows, is_first, states);
+            continue;
+        }
+        let span = &mut scratch.span[..states.len()];
+        merge_segment(s, &scratch.rows, is_first, span);
+        if (segment + 1) % SPAN == 0 || segment + 1 == all.end {
+            merge_span(s, span, segment < SPAN, states, scratch.rows.dim);
+        }
     }
     Ok(())
 }
@@ -524,7 +616,7 @@ fn float_unit(scheme: Scheme) -> f32 {
     }
 }
 
-/// Sets the rows to `q'` of section 3, `[q_len · heads_per_kv][dim]`.
+/// Sets the rows to `q'` of section 3, `[block's tokens · heads_per_kv][dim]`.
 #[inline(always)]
 fn load_queries<S: Simd, const INTEGER: bool>(
     _: S,
@@ -534,12 +626,12 @@ fn load_queries<S: Simd, const INTEGER: bool>(
 ) {
     let (problem, split, format) = (inputs.problem, inputs.split, step.plan().format());
     let (dim, per) = (problem.head_dim, problem.heads_per_kv());
-    let count = problem.q_len * per;
+    let count = split.block.tokens * per;
     rows.reserve(count, dim, format.v.groups(dim));
     let c = (problem.softmax_scale * LOG2_E) * inputs.reader.tensor_scales[0];
     let out = &mut rows.q.as_mut_slice()[..count * dim];
     for (i, out) in out.chunks_exact_mut(per * dim).enumerate() {
-        let from = ((split.b * problem.q_len + i) * problem.num_q_heads + split.g * per) * dim;
+        let from = ((split.block.first + i) * problem.num_q_heads + split.g * per) * dim;
         let rows = &step.q()[from..][..per * dim];
         out.iter_mut().zip(rows).for_each(|(out, q)| *out = q * c);
     }
@@ -569,7 +661,9 @@ fn fold_float_tile<S: Simd>(
     ahead: &Ahead<'_>,
     place: TilePlace,
     pass: &Pass,
-    Scratch { rows, tile, fetch }: &mut Scratch,
+    Scratch {
+        rows, tile, fetch, ..
+    }: &mut Scratch,
     v_unit: f32,
 ) {
     let at = [place.t0, place.tokens];
@@ -588,7 +682,9 @@ fn fold_integer_tile<D: Dot>(
     ahead: &Ahead<'_>,
     place: TilePlace,
     pass: &Pass,
-    Scratch { rows, tile, fetch }: &mut Scratch,
+    Scratch {
+        rows, tile, fetch, ..
+    }: &mut Scratch,
 ) {
     let at = [place.t0, place.tokens];
     tile.load_integer(d.simd(), &inputs.reader, at, rows.dim, pass.fine);
@@ -614,5 +710,27 @@ fn merge_segment<S: Simd>(s: S, rows: &QueryRows, is_first: bool, states: &mut [
             merge(s, &mut left, state_o, right, right_o);
             ml.copy_from_slice(&left);
         }
+    }
+}
+
+/// Merges a span's states into those of the spans before it, or copies the first one's.
+#[inline(always)]
+fn merge_span<S: Simd>(s: S, span: &[f32], is_first: bool, states: &mut [f32], dim: usize) {
+    if is_first {
+        states.copy_from_slice(span);
+        return;
+    }
+    let rows = states.chunks_exact_mut(dim + 2);
+    for (state, right) in rows.zip(span.chunks_exact(dim + 2)) {
+        let (state_o, ml) = state.split_at_mut(dim);
+        let mut left = [ml[0], ml[1]];
+        merge(
+            s,
+            &mut left,
+            state_o,
+            [right[dim], right[dim + 1]],
+            &right[..dim],
+        );
+        ml.copy_from_slice(&left);
     }
 }

@@ -63,8 +63,9 @@ impl<'a> QueryRow<'a> {
     /// The row's position; that of the last query token where the problem is not causal.
     fn position(&self) -> i32 {
         let p = self.problem;
-        let i = if p.causal { self.i } else { p.q_len - 1 };
-        p.kv_lens[self.sequence] as i32 - p.q_len as i32 + i as i32
+        let last = p.q_lens[self.sequence] - 1;
+        let i = if p.causal { self.i } else { last };
+        p.position(self.sequence, i) as i32
     }
 
     /// Section 4: whether the row reads token `t` with residuals.
@@ -79,8 +80,7 @@ impl<'a> QueryRow<'a> {
             s = softcap(s, 2.0 / cap, cap * LOG2_E);
         }
         if let Some(slopes) = &self.problem.alibi_slopes {
-            let position = self.problem.kv_lens[self.sequence] as i32 - self.problem.q_len as i32
-                + self.i as i32;
+            let position = self.problem.position(self.sequence, self.i) as i32;
             s += (slopes[self.q_head] * LOG2_E) * (t as i32 - position) as f32;
         }
         s

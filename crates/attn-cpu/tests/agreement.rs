@@ -117,7 +117,7 @@ fn full_and_open_pages_of_every_format_have_the_references_bits() {
         },
         vec![70, 0, 257],
     );
-    problem.q_len = 2;
+    problem.q_lens = vec![2; problem.batch()];
     let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
     for name in FORMATS {
         agree_on(&problem, format(name), &q, &sequences);
@@ -134,7 +134,7 @@ fn masks_caps_and_slopes_have_the_references_bits() {
         },
         vec![3, 300],
     );
-    problem.q_len = 3;
+    problem.q_lens = vec![3; problem.batch()];
     problem.alibi_slopes = Some(vec![0.5, 0.25, 0.125, 0.0]);
     let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
     for (causal, window, cap) in [
@@ -278,7 +278,7 @@ fn query_tokens_on_both_sides_of_a_tile_read_residuals_each_by_its_own_position(
             },
             vec![len],
         );
-        problem.q_len = 5;
+        problem.q_lens = vec![5; problem.batch()];
         let (q, sequences) = (noise(9, problem.elements()), sequences(&problem));
         for name in ["int4", "int8/int4", "int4-w4/int4", "int4/int4-g1"] {
             for causal in [true, false] {
@@ -307,7 +307,7 @@ fn plans_are_one_piece_without_a_workspace_and_of_formats_that_there_are() {
             assert!(backend.plan(&problem, format(name)).is_err(), "{name}");
         }
         let mut problem = problem;
-        problem.q_len = 0;
+        problem.q_lens = vec![0; problem.batch()];
         assert!(backend.plan(&problem, KvFormat::INT8).is_err());
     }
 }

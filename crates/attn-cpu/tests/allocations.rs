@@ -56,7 +56,7 @@ fn counted(format: &str, threads: usize) -> Vec<usize> {
         },
         lens.clone(),
     );
-    problem.q_len = 2;
+    problem.q_lens = vec![2; problem.batch()];
     let mut config = CacheConfig::builder(
         format,
         Heads {

@@ -164,7 +164,7 @@ fn compare(format: KvFormat, dim: usize, page_size: usize, count: usize, seed: u
         .build();
     config.page_size = page_size;
     config.num_pages = 2 * (count.div_ceil(page_size) + 2);
-    config.num_pages += 2 * format.residual_pages(page_size, count);
+    config.num_pages += 2 * format.residual_pages(page_size, count, 0);
     let scale = [1.0, 0.037, 1.0 / 64.0, 1e-15, 1e15, 0.1][random.below(6)];
     for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
         scales.fill(scale);

@@ -126,7 +126,7 @@ fn bits_equal_reference_for_every_pair_isa_and_thread_count() {
         },
         vec![0, 1, 65, 333, 1100],
     );
-    problem.q_len = 2;
+    problem.q_lens = vec![2; problem.batch()];
     let inputs = inputs(&problem);
     for k in Scheme::ALL {
         for v in Scheme::ALL {
@@ -202,7 +202,7 @@ fn bits_equal_reference_for_every_mask_and_number_of_rows() {
                 },
                 vec![3, 200, 577],
             );
-            problem.q_len = q_len;
+            problem.q_lens = vec![q_len; problem.batch()];
             problem.causal = variant % 2 == 0;
             if variant == 2 || variant == 3 {
                 problem.window_left = Some(if variant == 2 { 70 } else { 5 });

@@ -92,7 +92,7 @@ fn many_rows_of_many_states_have_the_references_bits() {
         },
         vec![1100, 0, 700, 5],
     );
-    problem.q_len = 16;
+    problem.q_lens = vec![16; problem.batch()];
     compare(&problem, KvFormat::INT8, &[1, 2, 16]);
 }
 

@@ -65,7 +65,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .map(|i| (i / pages + i % pages * BATCH) as u32)
         .collect();
     // Behind the home pages, those of the residuals: as many for each sequence as the format keeps, in slots.
-    let slots = format.residual_slots(PAGE_SIZE);
+    let slots = format.residual_slots(PAGE_SIZE, 1);
     let residuals: Vec<u32> = (0..BATCH * slots)
         .map(|i| (BATCH * pages + i) as u32)
         .collect();
@@ -99,6 +99,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         page_table: at(&page_table, &stream),
         page_table_stride: pages,
         residual_pages,
+        residual_slots: slots,
         kv_lens: at(&kv_lens, &stream),
         k_tensor_scales: DeviceAddress::NULL,
         v_tensor_scales: DeviceAddress::NULL,
@@ -116,8 +117,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             page_table: at(&page_table, &stream),
             page_table_stride: pages,
             residual_pages,
+            residual_slots: slots,
         },
         kv_lens: at(&kv_lens, &stream),
+        query_blocks: DeviceAddress::NULL,
         k_tensor_scales: DeviceAddress::NULL,
         v_tensor_scales: DeviceAddress::NULL,
         alibi_slopes: DeviceAddress::NULL,

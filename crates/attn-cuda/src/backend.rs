@@ -45,7 +45,7 @@ impl CudaBackend {
         let (base, _lock) = allocated.map_err(failed("allocating for a decode"))?;
         let placed = Placed { base, parts };
         let (kv, scales) = self.kv(step, &inputs, &placed)?;
-        let args = placed.decode_args(kv, scales, &inputs);
+        let args = placed.decode_args(kv, scales, &plan, &inputs);
         let stream = device.stream.cu_stream();
         let wait = device.wait_on_drop().map_err(failed("decoding"))?;
         // SAFETY: the arena, whose lock is held, has room for the parts; they outlive `wait`, which waits for the copies however this
@@ -98,6 +98,7 @@ impl CudaBackend {
                     page_table: placed.at(placed.parts.table),
                     page_table_stride: inputs.tables.stride,
                     residual_pages: placed.some(has_window, placed.parts.residuals),
+                    residual_slots: inputs.slots,
                 };
                 Ok((kv, store.tensor_scale_addresses()))
             }
@@ -109,6 +110,7 @@ impl CudaBackend {
                         page_table: placed.at(placed.parts.table),
                         page_table_stride: inputs.tables.stride,
                         residual_pages: DeviceAddress::NULL,
+                        residual_slots: 0,
                     }
                 } else {
                     let [k, v] = placed.rows(view);

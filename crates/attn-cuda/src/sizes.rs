@@ -1,6 +1,6 @@
 //! Numbers that callers give, on their way into kernels' parameters: products that do not wrap, conversions that do not cut.
 
-use attn_core::Error;
+use attn_core::{Error, KvFormat};
 
 use crate::handles::DeviceAddress;
 
@@ -49,19 +49,34 @@ pub(crate) fn strides(of: [usize; 3]) -> [i64; 3] {
     of.map(|stride| i64::try_from(stride).unwrap_or(i64::MAX))
 }
 
-/// Slots of residual pages for a kernel's parameters; refuses a format with a window whose table is null.
+/// Slots of residual pages for a kernel's parameters; refuses a format with a window whose table is null, or of a wrong size.
 ///
 /// # Errors
 /// [`Error::Parameter`].
-pub(crate) fn slots(slots: usize, residual_pages: DeviceAddress) -> Result<u32, Error> {
-    if slots > 0 && residual_pages == DeviceAddress::NULL {
+pub(crate) fn slots(
+    format: KvFormat,
+    page_size: usize,
+    slots: usize,
+    residual_pages: DeviceAddress,
+) -> Result<u32, Error> {
+    let least = format.residual_slots(page_size, 0);
+    if least == 0 {
+        return Ok(0);
+    }
+    if residual_pages == DeviceAddress::NULL {
         return Err(Error::Parameter {
             what: "residual_pages",
             given: "null".into(),
             allowed: "a table for formats with a window (int4, int8/int4), as DeviceKv::Paged says",
         });
     }
-    // At most 512 tokens of pages of 16 and more.
+    if slots < least || !slots.is_power_of_two() || slots > 1 << 20 {
+        return Err(Error::Parameter {
+            what: "residual_slots",
+            given: slots.to_string(),
+            allowed: "what KvFormat::residual_slots gives for the page size and the most query tokens of a sequence",
+        });
+    }
     Ok(slots as u32)
 }
 

@@ -64,8 +64,8 @@ impl DeviceTables {
                 return differ("kv_len", format!("{kv_len} in {} pages", own.len()));
             }
             let of_last = &cache.residual_pages[b];
-            if of_last.len() < slots.min(own.len()) {
-                return differ("residual pages", slots.min(own.len()).to_string());
+            if slots > 0 && of_last.is_empty() && !own.is_empty() {
+                return differ("residual pages", format!("those of sequence {b}"));
             }
             let mut all = own.iter().chain(of_last);
             if let Some(page) = all.find(|page| **page as usize >= num_pages) {
@@ -111,6 +111,8 @@ pub(crate) struct Inputs {
     longest: usize,
     slopes: Vec<f32>,
     sinks: Vec<f32>,
+    /// Slots of residual pages of a sequence.
+    pub(crate) slots: usize,
     pub(crate) tables: DeviceTables,
     /// The import of a view that decode does not read in place.
     pub(crate) import: Option<NativeImport>,
@@ -133,11 +135,12 @@ impl Inputs {
             .collect::<Result<_, _>>()?;
         let slopes = alibi_slopes_log2(problem.alibi_slopes.as_deref().unwrap_or(&[]));
         let sinks = problem.sinks.clone().unwrap_or_default();
-        let (mut import, mut imported_bytes) = (None, 0);
+        let (mut import, mut imported_bytes, mut slots) = (None, 0, 0);
         let tables = match step.kv() {
             KvSource::Cache(cache) => {
                 let num_pages = store.map_or(0, |store| store.num_pages());
-                let slots = cache.config().format.residual_slots(page_size);
+                let config = cache.config();
+                slots = config.format.residual_slots(page_size, config.max_q_len);
                 let sizes = [page_size, slots];
                 DeviceTables::of_cache(problem, cache.table(), sizes, num_pages)?
             }
@@ -157,6 +160,7 @@ impl Inputs {
             longest,
             slopes,
             sinks,
+            slots,
             tables,
             import,
             imported_bytes,
@@ -173,6 +177,7 @@ pub(crate) struct Parts {
     lens: usize,
     slopes: usize,
     sinks: usize,
+    query_blocks: usize,
     pub(crate) imported: usize,
     pub(crate) table: usize,
     pub(crate) residuals: usize,
@@ -185,7 +190,7 @@ impl Parts {
     pub(crate) fn reserve<'a>(
         upload: &mut Upload<'a>,
         step: &StepInputs<'a>,
-        plan: &NativePlan,
+        plan: &'a NativePlan,
         inputs: &'a Inputs,
         out: &[f32],
     ) -> Result<Self, Error> {
@@ -198,6 +203,7 @@ impl Parts {
             lens: upload.add(bytes_of(&inputs.lens))?,
             slopes: upload.add(bytes_of(&inputs.slopes))?,
             sinks: upload.add(bytes_of(&inputs.sinks))?,
+            query_blocks: upload.add(bytes_of(plan.query_blocks()))?,
             imported: upload.reserve(inputs.imported_bytes)?,
             table: upload.add(bytes_of(&inputs.tables.table))?,
             residuals: upload.add(bytes_of(&inputs.tables.residuals))?,
@@ -267,6 +273,7 @@ impl Placed {
         &self,
         kv: DeviceKv,
         scales: [DeviceAddress; 2],
+        plan: &NativePlan,
         inputs: &Inputs,
     ) -> DecodeArgs {
         DecodeArgs {
@@ -276,6 +283,7 @@ impl Placed {
             dtype: Dtype::F32,
             kv,
             kv_lens: self.at(self.parts.lens),
+            query_blocks: self.some(!plan.query_blocks().is_empty(), self.parts.query_blocks),
             k_tensor_scales: scales[0],
             v_tensor_scales: scales[1],
             alibi_slopes: self.some(!inputs.slopes.is_empty(), self.parts.slopes),
@@ -329,10 +337,11 @@ mod tests {
         // Home pages 1 and 2 of the first sequence, and page 0 of the last.
         let made = table(&[65, 0, 32], &of, 2, 10).unwrap();
         assert_eq!(made.residuals, [8, 7, 0, 0, 9, 0]);
-        assert!(
-            table(&[65, 0, 32], &of, 4, 10).is_err(),
-            "three pages, two residual pages"
-        );
+        // More slots than residual pages.
+        let made = table(&[65, 0, 32], &of, 4, 10).unwrap();
+        assert_eq!(made.residuals, [0, 7, 8, 0, 0, 0, 0, 0, 9, 0, 0, 0]);
+        let none = page_table(&[&[4, 2, 0]], &[&[]]);
+        assert!(table(&[65], &none, 2, 10).is_err(), "no residual page");
     }
 
     #[test]

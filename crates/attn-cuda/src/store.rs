@@ -25,6 +25,8 @@ pub struct CudaPages {
     tensor_scales: CudaSlice<f32>,
     num_k_scales: usize,
     num_v_scales: usize,
+    /// Slots of a sequence's residual pages.
+    residual_slots: usize,
     append: Arc<LoadedKernel>,
 }
 
@@ -38,6 +40,9 @@ struct Run {
     words: usize,
     pages: usize,
 }
+
+/// In the slot of a page that keeps no residuals; `append.cu` knows it.
+const NO_PAGE: u32 = u32::MAX;
 
 /// How many writes from the first on one launch can take.
 fn first_run(writes: &[TokenWrite], page_size: usize) -> usize {
@@ -55,7 +60,7 @@ fn first_run(writes: &[TokenWrite], page_size: usize) -> usize {
 
 /// The launches of checked writes, and the words that they read on the device.
 ///
-/// The kernel writes the residuals of a run's last `slots` pages: writes that ask for others, or not for all of those, are refused.
+/// The kernel writes residuals of a run's last `slots` pages: writes that ask for others are refused.
 fn runs(
     writes: &[TokenWrite],
     [page_size, slots]: [usize; 2],
@@ -72,14 +77,15 @@ fn runs(
             }
         }
         let pages = words.len() - at;
-        let mut ring = vec![0; slots];
+        let mut ring = vec![NO_PAGE; slots];
         for (i, residual) in residuals.iter().enumerate() {
-            let is_kept = i + slots >= pages && slots > 0;
-            if residual.is_some() != is_kept {
+            let has_slot = i + slots >= pages && slots > 0;
+            let is_last = i + 1 == pages && slots > 0;
+            if residual.is_some() && !has_slot || residual.is_none() && is_last {
                 return Err(Error::Parameter {
                     what: "residual page",
                     given: format!("{residual:?} of page {i} of {pages}"),
-                    allowed: "a page of the pool for each of the last pages that the format's window keeps, else none",
+                    allowed: "a page of the pool for those of the last pages that keep residuals, the last one among them; none for others",
                 });
             }
             if let Some(page) = residual {
@@ -184,6 +190,9 @@ impl CudaPages {
             tensor_scales,
             num_k_scales: config.k_tensor_scales.len(),
             num_v_scales: config.v_tensor_scales.len(),
+            residual_slots: config
+                .format
+                .residual_slots(config.page_size, config.max_q_len),
             append,
             device,
         })
@@ -222,8 +231,7 @@ impl CudaPages {
 
     /// Slots of residual pages of a run.
     fn slots(&self) -> usize {
-        let layout = &self.layout;
-        layout.format().residual_slots(layout.page_size())
+        self.residual_slots
     }
 
     /// The launch of one run; `words` is where the device has its words, `k` and `v` where it has all tokens.
@@ -244,6 +252,7 @@ impl CudaPages {
             page_table,
             page_table_stride: run.pages,
             residual_pages: page_table.offset(4 * run.pages).given(slots > 0),
+            residual_slots: slots,
             kv_lens: page_table.offset(4 * (run.pages + slots)),
             k_tensor_scales,
             v_tensor_scales,

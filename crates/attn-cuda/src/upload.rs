@@ -1,6 +1,7 @@
 //! Host memory on its way into the arena.
 
 use attn_core::Error;
+use attn_kernels::cuda::params::QueryBlock;
 use cudarc::driver::{DriverError, result, sys};
 
 use crate::handles::DeviceAddress;
@@ -68,6 +69,7 @@ impl Words for f32 {}
 impl Words for i32 {}
 impl Words for u32 {}
 impl Words for u16 {}
+impl Words for QueryBlock {}
 
 /// The same memory as bytes.
 pub(crate) fn bytes_of<T: Words>(x: &[T]) -> &[u8] {

@@ -128,10 +128,13 @@ pub fn problem(draw: &mut Draw<'_, '_>, heads: usize, dim: usize, lens: &[usize]
         lens.to_vec(),
     );
     if draw.once_in(2) {
-        problem.q_len = draw.range(1..=4);
+        problem = problem.q_len(draw.range(1..=4));
     }
     if draw.once_in(12) {
-        problem.q_len = 16;
+        problem = problem.q_len(16);
+    }
+    if draw.once_in(8) {
+        problem.q_lens = lens.iter().map(|_| draw.range(0..=40)).collect();
     }
     problem.causal = !draw.once_in(4);
     if draw.once_in(4) {

@@ -27,16 +27,16 @@ pub struct Row {
 /// Attends every row of a problem; `integer` says by which arithmetic.
 pub fn attend(problem: &Problem, integer: bool, q: &[f32], kv: &[[Side; 2]]) -> Vec<Row> {
     let mut rows = Vec::new();
-    for (b, sides) in kv.iter().enumerate().take(problem.kv_lens.len()) {
-        for i in 0..problem.q_len {
+    for (b, (tokens, sides)) in problem.query_ranges().zip(kv).enumerate() {
+        for i in 0..tokens.len() {
             for h in 0..problem.num_q_heads {
-                let at = ((b * problem.q_len + i) * problem.num_q_heads + h) * problem.head_dim;
+                let at = ((tokens.start + i) * problem.num_q_heads + h) * problem.head_dim;
                 let of = Attended {
                     problem,
                     integer,
                     head: h / (problem.num_q_heads / problem.num_kv_heads),
                     len: problem.kv_lens[b],
-                    position: problem.kv_lens[b] as f64 - problem.q_len as f64 + i as f64,
+                    position: problem.kv_lens[b] as f64 - problem.q_lens[b] as f64 + i as f64,
                 };
                 rows.push(of.row(h, &q[at..at + problem.head_dim], sides));
             }

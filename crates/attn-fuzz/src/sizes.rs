@@ -61,7 +61,7 @@ fn drawn_problem(draw: &mut Draw<'_, '_>) -> Problem {
         .map(|_| either(draw, &[0, 1, 64, 1 << 20]))
         .collect();
     let mut problem = Problem::new(Heads { q: heads, kv, dim }, lens);
-    problem.q_len = either(draw, &[1, 2, 16]);
+    problem.q_lens = vec![either(draw, &[0, 1, 2, 16, 1 << 20]); problem.batch()];
     problem.causal = draw.once_in(2);
     problem.window_left = draw.once_in(2).then(|| draw.size());
     if draw.once_in(4) {
@@ -91,7 +91,7 @@ fn drawn_problem(draw: &mut Draw<'_, '_>) -> Problem {
 
 /// Rows of the result, saturating in 128 bits.
 fn rows_of(p: &Problem) -> u128 {
-    let rows = p.kv_lens.len() as u128 * p.q_len as u128;
+    let rows: u128 = p.q_lens.iter().map(|len| *len as u128).sum();
     rows.saturating_mul(p.num_q_heads as u128)
 }
 
@@ -110,7 +110,7 @@ fn problem_can_be(p: &Problem) -> bool {
         && (1..=65536).contains(&p.num_kv_heads)
         && (1..=64).contains(&per_kv)
         && p.num_q_heads.is_multiple_of(p.num_kv_heads)
-        && (1..=16).contains(&p.q_len)
+        && p.q_lens.iter().all(|len| *len <= 1 << 20)
         && p.kv_lens.iter().all(|len| *len <= 1 << 20)
         && elements.saturating_mul(4) <= isize::MAX as u128
         && (1e-15..=1e15).contains(&p.softmax_scale)
@@ -137,7 +137,7 @@ fn problem(draw: &mut Draw<'_, '_>) -> Result<(), String> {
     for b in 0..problem.kv_lens.len() {
         for i in [0, 1, 15, draw.size()] {
             let seen = problem.visible(b, i);
-            if can_be && i < problem.q_len {
+            if can_be && i < problem.q_lens[b] {
                 let want = visible(&problem, b, i);
                 hold!(
                     seen == want || (seen.is_empty() && want.is_empty()),
@@ -180,7 +180,7 @@ fn problem(draw: &mut Draw<'_, '_>) -> Result<(), String> {
 /// The tokens that a query token sees, in 128 bits.
 fn visible(p: &Problem, b: usize, i: usize) -> std::ops::Range<usize> {
     let (len, i) = (p.kv_lens[b] as i128, i as i128);
-    let position = len - p.q_len as i128 + i;
+    let position = len - p.q_lens[b] as i128 + i;
     let end = if p.causal {
         (position + 1).clamp(0, len)
     } else {

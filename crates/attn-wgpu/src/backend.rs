@@ -171,6 +171,7 @@ impl WgpuBackend {
                 return mismatch("kv_len", *want, *have);
             }
         }
+        cache.check_queries(problem)?;
         let pool = &self.pages(cache)?.pool;
         let source = KvTables {
             layout: pool.decode_layout(),
@@ -179,6 +180,9 @@ impl WgpuBackend {
             num_pages: Some(pool.num_pages),
             lists: &table.pages,
             residual_lists: &table.residual_pages,
+            residual_slots: config
+                .format
+                .residual_slots(config.page_size, config.max_q_len),
             k_tensor_scales: &config.k_tensor_scales,
             v_tensor_scales: &config.v_tensor_scales,
         };
@@ -210,6 +214,7 @@ impl WgpuBackend {
             num_pages: None,
             lists: &lists,
             residual_lists: &[],
+            residual_slots: 0,
             k_tensor_scales: view.k_tensor_scales,
             v_tensor_scales: view.v_tensor_scales,
         };
@@ -218,7 +223,7 @@ impl WgpuBackend {
 
     /// Records a prepared step into the caller's encoder; nothing is submitted, read back or waited for.
     ///
-    /// `q` and `out` are f32 `[batch, q_len, num_q_heads, head_dim]`, `lse` f32 `[batch, q_len, num_q_heads]`; all need
+    /// `q` and `out` are f32 `[query tokens, num_q_heads, head_dim]`, `lse` f32 `[query tokens, num_q_heads]`; all need
     /// `BufferUsages::STORAGE`. The queries are not checked: they must be finite, and `q · softmax_scale · log2 e` at most 2^64.
     ///
     /// # Errors

@@ -82,6 +82,7 @@ impl ViewPages {
             num_pages: Some(self.pool.num_pages),
             lists: &self.lists,
             residual_lists: &[],
+            residual_slots: 0,
             k_tensor_scales: view.k_tensor_scales(),
             v_tensor_scales: view.v_tensor_scales(),
         }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use attn_core::{
-    Error, Problem,
+    Error, Problem, QueryBlock,
     arithmetic::{LOG2_E, ROUND, ROUND_WEIGHT, sink_state},
 };
 use attn_kernels::wgsl::{
@@ -26,14 +26,12 @@ fn problem_params(problem: &Problem) -> DecodeParams {
         num_q_heads: problem.num_q_heads as u32,
         num_kv_heads: problem.num_kv_heads as u32,
         heads_per_kv: problem.heads_per_kv() as u32,
-        q_len: problem.q_len as u32,
         causal: u32::from(problem.causal),
         // A window longer than any sequence hides nothing.
         window_left: problem.window_left.map_or(-1, |w| w.min(1 << 30) as i32),
         log2_scale: problem.softmax_scale * LOG2_E,
         softcap_inner: 2.0 / softcap,
         softcap_outer: softcap * LOG2_E,
-        batch: problem.batch() as u32,
         round_up: ROUND,
         round_down: ROUND,
         weight_up: ROUND_WEIGHT,
@@ -56,13 +54,10 @@ fn partials_bytes(problem: &Problem, key: &DecodeKey) -> usize {
 pub struct Prepared {
     gpu: Arc<Gpu>,
     pipelines: [Pipeline; 2],
-    params: wgpu::Buffer,
-    tables: wgpu::Buffer,
+    launches: Vec<LaunchOfBlocks>,
     partials: wgpu::Buffer,
     /// The cache's buffers, from binding 4 on.
     stored: Vec<Stored>,
-    split_grid: [u32; 3],
-    merge_grid: [u32; 3],
     pub(crate) out_elems: u64,
     pub(crate) lse_elems: u64,
 }
@@ -79,16 +74,13 @@ pub(crate) struct KvTables<'a> {
     pub lists: &'a [Vec<u32>],
     /// The residual pages of each sequence, those of its last pages; none for formats and views without.
     pub residual_lists: &'a [Vec<u32>],
+    /// Slots of the residual pages of a sequence.
+    pub residual_slots: usize,
     pub k_tensor_scales: &'a [f32],
     pub v_tensor_scales: &'a [f32],
 }
 
 impl KvTables<'_> {
-    /// Slots of residual pages of a sequence.
-    fn residual_slots(&self) -> usize {
-        self.layout.format.residual_slots(self.layout.page_size)
-    }
-
     /// Refuses lists that would lead the kernels, which check no page, outside the pool.
     fn check(&self, problem: &Problem) -> Result<(), Error> {
         let Some(num_pages) = self.num_pages else {
@@ -97,7 +89,7 @@ impl KvTables<'_> {
         let outside = |page: &u32| *page as usize >= num_pages;
         let page_size = self.layout.page_size;
         for (b, &len) in problem.kv_lens.iter().enumerate() {
-            let residuals = self.layout.format.residual_pages(page_size, len);
+            let residuals = self.layout.format.residual_pages(page_size, len, 0);
             for (what, lists, needed) in [
                 ("pages of a sequence", self.lists, len.div_ceil(page_size)),
                 (
@@ -128,7 +120,7 @@ impl KvTables<'_> {
 
     /// The residual pages of sequence `b`, of `kv_len` tokens, in their slots.
     fn residual_ring(&self, b: usize, kv_len: usize) -> Vec<u32> {
-        let ring = self.residual_slots();
+        let ring = self.residual_slots;
         let mut slots = vec![0; ring];
         let list = self.residual_lists.get(b).map_or(&[][..], |list| list);
         let pages = kv_len.div_ceil(self.layout.page_size);
@@ -139,37 +131,45 @@ impl KvTables<'_> {
     }
 }
 
-/// The tables of the kernels: splits, sequences, their pages (or rows) and residual pages, scales, slopes and sinks, in the form that `decode_split.wgsl` describes.
+/// The tables of the kernels: splits, query blocks, the pages (or rows) and residual pages, scales, slopes and sinks, in the form that `decode_split.wgsl` describes.
 struct Tables {
     words: Vec<u32>,
-    sequences_at: usize,
+    blocks_at: usize,
     scales_at: usize,
     /// 0 without sinks.
     sinks_at: usize,
 }
 
 impl Tables {
-    fn new(problem: &Problem, source: &KvTables<'_>, split: Split) -> Self {
+    fn new(problem: &Problem, blocks: &[QueryBlock], source: &KvTables<'_>, split: Split) -> Self {
         let mut words: Vec<u32> = Vec::new();
-        let sequences_at = 8 * split.count(problem);
-        let first_page = sequences_at + 8 * problem.batch();
+        let splits_of = |block: &QueryBlock| split.of_sequence(block.seen_len(problem));
+        let blocks_at = 8 * blocks.iter().map(splits_of).sum::<usize>();
+        let first_page = blocks_at + 8 * blocks.len();
         let mut pages_at = Vec::new();
         let mut next = first_page;
         for list in &source.lists[..problem.batch()] {
             pages_at.push(next);
             next += list.len();
         }
-        let slots = source.residual_slots();
-        for (b, &len) in problem.kv_lens.iter().enumerate() {
-            for index in 0..split.of_sequence(len) {
-                let about = [b, index, len, pages_at[b], next + b * slots, 0, 0, 0];
+        let slots = source.residual_slots;
+        for (n, block) in blocks.iter().enumerate() {
+            let b = block.sequence;
+            let (kv_len, behind) = match problem.causal {
+                true => (block.seen_len(problem), 0),
+                false => (problem.kv_lens[b], block.behind),
+            };
+            for index in 0..splits_of(block) {
+                let about = [n, index, kv_len, pages_at[b], next + b * slots];
                 words.extend(about.map(|x| x as u32));
+                words.extend([block.first, block.tokens, behind].map(|x| x as u32));
             }
         }
         let mut first_split = 0;
-        for &len in &problem.kv_lens {
-            let splits = split.of_sequence(len);
-            words.extend([first_split as u32, splits as u32, 0, 0, 0, 0, 0, 0]);
+        for block in blocks {
+            let splits = splits_of(block);
+            let about = [first_split, splits, block.first, block.tokens, 0, 0, 0, 0];
+            words.extend(about.map(|x| x as u32));
             first_split += splits;
         }
         for list in &source.lists[..problem.batch()] {
@@ -191,7 +191,7 @@ impl Tables {
         words.extend(sinks.flat_map(|sink| sink_state(*sink)).map(f32::to_bits));
         Tables {
             words,
-            sequences_at,
+            blocks_at,
             scales_at,
             sinks_at,
         }
@@ -203,15 +203,17 @@ impl Tables {
 fn check_sizes(
     gpu: &Gpu,
     problem: &Problem,
+    queries: usize,
     key: &DecodeKey,
     source: &KvTables<'_>,
 ) -> Result<[[u32; 3]; 2], Error> {
+    // Of a problem whose sequences are query blocks.
     let (heads, batch) = (problem.num_kv_heads, problem.batch());
     let most = gpu.most_workgroups();
     let splits = key.split.count(problem);
     let grid_x = splits.clamp(1, most);
     let of_head = heads.saturating_mul(row_blocks(problem, key.rows));
-    let merges = problem.heads_per_kv() * problem.q_len * key.merge_parts();
+    let merges = problem.heads_per_kv() * problem.max_q_len() * key.merge_parts();
     let split_grid = [grid_x, of_head, splits.div_ceil(grid_x)];
     let merge_grid = [merges, heads, batch];
     if split_grid
@@ -224,16 +226,13 @@ fn check_sizes(
             format!("{most} workgroups per dimension; attend fewer at once"),
         ));
     }
-    let rows = batch
-        .saturating_mul(problem.q_len)
-        .saturating_mul(problem.num_q_heads);
     let slopes = problem.alibi_slopes.as_ref().map_or(0, Vec::len);
     let sinks = problem.sinks.as_ref().map_or(0, Vec::len);
-    let lists = source.lists.iter().take(batch).map(Vec::len);
+    let lists = source.lists.iter().map(Vec::len);
     let words = [
         splits.saturating_mul(8),
         8 * batch,
-        batch.saturating_mul(source.residual_slots()),
+        source.lists.len().saturating_mul(source.residual_slots),
         2 * heads,
         slopes,
         2 * sinks,
@@ -243,7 +242,7 @@ fn check_sizes(
     for (what, bytes) in [
         ("partials", partials_bytes(problem, key)),
         ("page tables", words.saturating_mul(4)),
-        ("queries", rows.saturating_mul(4 * problem.head_dim)),
+        ("queries", queries.saturating_mul(4 * problem.head_dim)),
     ] {
         if bytes as u64 > largest {
             return Err(no_kernel(
@@ -255,6 +254,80 @@ fn check_sizes(
     Ok([split_grid, merge_grid].map(|grid| grid.map(|workgroups| workgroups as u32)))
 }
 
+/// Query tokens of a sequence that one workgroup's row blocks attend as they come.
+const FEW_TOKENS: usize = 16;
+
+/// Most bytes of partials between the kernels of one launch, unless a single query block has more.
+const MOST_PARTIALS: usize = 128 << 20;
+
+/// Query tokens of a block: all of a sequence where they are few, else as many as a workgroup has rows for.
+fn block_tokens(problem: &Problem) -> usize {
+    match problem.max_q_len() {
+        0..=FEW_TOKENS => FEW_TOKENS,
+        _ => 8 / problem.heads_per_kv().clamp(1, 8),
+    }
+}
+
+/// Query blocks that one launch attends.
+fn most_blocks(gpu: &Gpu, problem: &Problem, blocks: &[QueryBlock], key: &DecodeKey) -> usize {
+    if problem.max_q_len() <= FEW_TOKENS {
+        return blocks.len().max(1);
+    }
+    let longest = blocks.iter().max_by_key(|block| block.seen_len(problem));
+    let alone = longest.map_or(0, |block| {
+        partials_bytes(&problem.of_blocks(std::slice::from_ref(block)), key)
+    });
+    (MOST_PARTIALS.min(gpu.largest_binding() as usize) / alone.max(1))
+        .clamp(1, gpu.most_workgroups())
+}
+
+/// The kernels' launch for some query blocks.
+struct LaunchOfBlocks {
+    params: wgpu::Buffer,
+    tables: wgpu::Buffer,
+    split_grid: [u32; 3],
+    merge_grid: [u32; 3],
+}
+
+impl LaunchOfBlocks {
+    /// The launch, and the bytes of its partials.
+    fn new(
+        gpu: &Gpu,
+        problem: &Problem,
+        blocks: &[QueryBlock],
+        key: &DecodeKey,
+        source: &KvTables<'_>,
+    ) -> Result<(Self, usize), Error> {
+        let launched = problem.of_blocks(blocks);
+        let grids = check_sizes(gpu, &launched, problem.rows(), key, source)?;
+        let tables = Tables::new(problem, blocks, source, key.split);
+        let partials = key.split.partials(&launched, key.rows) * key.rows;
+        let params = DecodeParams {
+            num_splits: key.split.count(&launched) as u32,
+            grid_x: grids[0][0],
+            row_blocks: row_blocks(&launched, key.rows) as u32,
+            blocks_at: tables.blocks_at as u32,
+            num_blocks: blocks.len() as u32,
+            scales_at: tables.scales_at as u32,
+            sinks_at: tables.sinks_at as u32,
+            pages_per_pool: source.pages_per_pool,
+            residual_ring: source.residual_slots as u32,
+            maxima_at: (partials * problem.head_dim) as u32,
+            ..problem_params(problem)
+        };
+        let params = params.words();
+        let params = bytemuck::cast_slice(&params);
+        let words = bytemuck::cast_slice(&tables.words);
+        let launch = LaunchOfBlocks {
+            params: gpu.filled("attn params", params, BufferUsages::UNIFORM)?,
+            tables: gpu.filled("attn tables", words, BufferUsages::STORAGE)?,
+            split_grid: grids[0],
+            merge_grid: grids[1],
+        };
+        Ok((launch, partials_bytes(&launched, key)))
+    }
+}
+
 impl Prepared {
     pub(crate) fn new(
         gpu: &Arc<Gpu>,
@@ -263,37 +336,22 @@ impl Prepared {
         source: &KvTables<'_>,
     ) -> Result<Self, Error> {
         source.check(problem)?;
-        let key = pipelines.key(gpu, problem, source.layout);
-        let (rows, blocks) = (key.rows, row_blocks(problem, key.rows));
-        let splits = key.split.count(problem);
-        let grids = check_sizes(gpu, problem, &key, source)?;
-        let tables = Tables::new(problem, source, key.split);
-        let partials = key.split.partials(problem, rows) * rows;
-        let params = DecodeParams {
-            num_splits: splits as u32,
-            grid_x: grids[0][0],
-            row_blocks: blocks as u32,
-            sequences_at: tables.sequences_at as u32,
-            scales_at: tables.scales_at as u32,
-            sinks_at: tables.sinks_at as u32,
-            pages_per_pool: source.pages_per_pool,
-            maxima_at: (partials * problem.head_dim) as u32,
-            ..problem_params(problem)
-        };
-        let partials_bytes = partials_bytes(problem, &key) as u64;
-        let pipelines = pipelines.decode(gpu, &key)?;
-        let params = params.words();
-        let params = bytemuck::cast_slice(&params);
-        let words = bytemuck::cast_slice(&tables.words);
+        let blocks: Vec<QueryBlock> = problem.query_blocks(block_tokens(problem)).collect();
+        let key = pipelines.key(gpu, &problem.of_blocks(&blocks), source.layout);
+        let most = most_blocks(gpu, problem, &blocks, &key);
+        let mut launches = Vec::new();
+        let mut largest = 0;
+        for blocks in blocks.chunks(most) {
+            let (launch, partials) = LaunchOfBlocks::new(gpu, problem, blocks, &key, source)?;
+            launches.push(launch);
+            largest = largest.max(partials);
+        }
         Ok(Prepared {
             gpu: gpu.clone(),
-            pipelines,
-            params: gpu.filled("attn params", params, BufferUsages::UNIFORM)?,
-            tables: gpu.filled("attn tables", words, BufferUsages::STORAGE)?,
-            partials: gpu.buffer("attn partials", partials_bytes, BufferUsages::STORAGE)?,
+            pipelines: pipelines.decode(gpu, &key)?,
+            launches,
+            partials: gpu.buffer("attn partials", largest as u64, BufferUsages::STORAGE)?,
             stored: source.stored.clone(),
-            split_grid: grids[0],
-            merge_grid: grids[1],
             out_elems: (problem.rows() * problem.head_dim) as u64,
             lse_elems: problem.rows() as u64,
         })
@@ -340,30 +398,35 @@ impl Prepared {
             let [split, merge] = &self.pipelines;
             let own = wgpu::Buffer::as_entire_buffer_binding;
             let (out_bytes, lse_bytes) = (4 * self.out_elems, 4 * self.lse_elems);
-            let (params, tables, partials) =
-                (own(&self.params), own(&self.tables), own(&self.partials));
-            let stored = self.stored.iter();
-            let stored = stored.map(|s| (s.binding, first(&s.buffer, s.bytes)));
-            let given = [
-                params.clone(),
-                tables.clone(),
-                first(q, out_bytes),
-                partials.clone(),
-            ];
-            let split_group = bind(gpu, split, (0..).zip(given).chain(stored));
-            let results = [first(out, out_bytes), first(lse, lse_bytes)];
-            let given = [params, tables, partials].into_iter().chain(results);
-            let merge_group = bind(gpu, merge, (0..).zip(given));
             let mut pass = encoder.begin_compute_pass(&Default::default());
-            pass.set_pipeline(split);
-            pass.set_bind_group(0, &split_group, &[]);
-            pass.dispatch_workgroups(self.split_grid[0], self.split_grid[1], self.split_grid[2]);
-            if !merges {
-                return;
+            for launch in &self.launches {
+                let (params, tables, partials) = (
+                    own(&launch.params),
+                    own(&launch.tables),
+                    own(&self.partials),
+                );
+                let stored = self.stored.iter();
+                let stored = stored.map(|s| (s.binding, first(&s.buffer, s.bytes)));
+                let given = [
+                    params.clone(),
+                    tables.clone(),
+                    first(q, out_bytes),
+                    partials.clone(),
+                ];
+                let split_group = bind(gpu, split, (0..).zip(given).chain(stored));
+                let results = [first(out, out_bytes), first(lse, lse_bytes)];
+                let given = [params, tables, partials].into_iter().chain(results);
+                let merge_group = bind(gpu, merge, (0..).zip(given));
+                let mut dispatch = |pipeline, group, [x, y, z]: [u32; 3]| {
+                    pass.set_pipeline(pipeline);
+                    pass.set_bind_group(0, group, &[]);
+                    pass.dispatch_workgroups(x, y, z);
+                };
+                dispatch(split, &split_group, launch.split_grid);
+                if merges {
+                    dispatch(merge, &merge_group, launch.merge_grid);
+                }
             }
-            pass.set_pipeline(merge);
-            pass.set_bind_group(0, &merge_group, &[]);
-            pass.dispatch_workgroups(self.merge_grid[0], self.merge_grid[1], self.merge_grid[2]);
         })
     }
 }
@@ -398,6 +461,7 @@ mod tests {
                 num_pages,
                 lists: &lists.map(<[u32]>::to_vec),
                 residual_lists: &residuals.map(<[u32]>::to_vec),
+                residual_slots: 4,
                 k_tensor_scales: &[],
                 v_tensor_scales: &[],
             }
@@ -437,6 +501,7 @@ mod tests {
             num_pages: None,
             lists: &[],
             residual_lists: &residuals,
+            residual_slots: 4,
             k_tensor_scales: &[],
             v_tensor_scales: &[],
         };

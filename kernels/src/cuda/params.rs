@@ -80,13 +80,25 @@ blocks! {
         shift: u32 = "unsigned int",
     }
 
+    /// Query tokens of a sequence that are attended together.
+    struct QueryBlock {
+        /// The sequence.
+        sequence: i32 = "int",
+        /// The first token's place among the query tokens of all sequences.
+        first: i32 = "int",
+        /// How many they are.
+        tokens: i32 = "int",
+        /// How many query tokens of the sequence come after them.
+        behind: i32 = "int",
+    }
+
     /// Parameters of the decode kernels. Addresses are device addresses, 0 for null.
     struct DecodeParams {
-        /// Queries [batch, q_len, num_q_heads, head_dim].
+        /// Queries [query tokens, num_q_heads, head_dim].
         q: u64 = "const void*",
-        /// Outputs [batch, q_len, num_q_heads, head_dim].
+        /// Outputs [query tokens, num_q_heads, head_dim].
         out: u64 = "void*",
-        /// f32 [batch, q_len, num_q_heads], or null.
+        /// f32 [query tokens, num_q_heads], or null.
         lse: u64 = "float*",
         /// Paged: the pool [page][kv_head][run]. Strided: codes of K.
         k: u64 = "const unsigned char*",
@@ -118,11 +130,13 @@ blocks! {
         alibi_slopes: u64 = "const float*",
         /// f32 [num_q_heads], or null.
         sinks: u64 = "const float*",
+        /// [batch], or null where sequence b has the query tokens from b · q_len on.
+        query_blocks: u64 = "const QueryBlock*",
         /// Workspace: O of the partials [partial][row][head_dim]. Zero between launches where low_latency.cu merges through global memory.
         partial_o: u64 = "float*",
         /// Workspace: maximum and sum of the partials [partial][row]. Zero between launches as partial_o.
         partial_max_sum: u64 = "float2*",
-        /// Workspace: arrival counts [batch][num_kv_heads][row_blocks], zero between launches.
+        /// Workspace: arrival counts [query block][num_kv_heads][row_blocks], zero between launches.
         counters: u64 = "unsigned int*",
         /// fl(softmax_scale · log2 e).
         log2_scale: f32 = "float",
@@ -130,7 +144,7 @@ blocks! {
         softcap_inner: f32 = "float",
         /// fl(softcap · log2 e).
         softcap_outer: f32 = "float",
-        /// Sequences.
+        /// Query blocks: sequences, where query_blocks is null.
         batch: i32 = "int",
         /// Query heads.
         num_q_heads: i32 = "int",
@@ -138,13 +152,13 @@ blocks! {
         num_kv_heads: i32 = "int",
         /// Query heads per KV head.
         heads_per_kv: i32 = "int",
-        /// Query tokens per sequence.
+        /// Query tokens of a block, at most.
         q_len: i32 = "int",
         /// ceil(heads_per_kv · q_len / rows per CTA).
         row_blocks: i32 = "int",
         /// Entries of the page table per sequence.
         page_table_stride: i32 = "int",
-        /// Partials per work item (sequence, KV head, row block).
+        /// Partials per work item (query block, KV head, row block).
         max_partials: i32 = "int",
         /// Tokens to the left of the query that it sees, or -1 without a window.
         window_left: i32 = "int",
@@ -263,8 +277,8 @@ blocks! {
         head_dim: i32 = "int",
         /// The shortest length that is allowed: the new tokens of an append.
         min_kv_len: i32 = "int",
-        /// Padding to a multiple of 8 bytes.
-        padding: i32 = "int",
+        /// Query tokens of all sequences.
+        query_tokens: i32 = "int",
     }
 
     /// Parameters of `read.cu`.

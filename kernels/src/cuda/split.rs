@@ -111,7 +111,7 @@ pub(crate) fn kv_heads(problem: &Problem) -> usize {
 
 /// Query rows of a KV head.
 pub(crate) fn rows(problem: &Problem) -> usize {
-    problem.heads_per_kv() * problem.q_len
+    problem.heads_per_kv() * problem.max_q_len()
 }
 
 pub(super) fn row_blocks(config: &KernelConfig, problem: &Problem) -> usize {

@@ -75,7 +75,6 @@ pub(super) fn layout_constants(format: KvFormat, head_dim: usize, page_size: usi
             ("V_STRIDES", strides(v, head_dim)),
             ("K_WINDOW", k.window().tiles()),
             ("V_WINDOW", v.window().tiles()),
-            ("RING", format.residual_slots(page_size)),
             ("V_RESIDUALS", v_residuals / 16),
             ("RUN_VECS", layout.run_bytes() / 16),
             ("K_PARAMS", layout.k_params().start / 4),

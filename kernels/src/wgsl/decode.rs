@@ -159,7 +159,7 @@ pub fn decode_key(
     shared_bytes: usize,
     tuning: &Tuning,
 ) -> DecodeKey {
-    let rows = problem.heads_per_kv() * problem.q_len;
+    let rows = problem.heads_per_kv() * problem.max_q_len();
     let mut key = DecodeKey {
         format: layout.format,
         head_dim: problem.head_dim,

@@ -71,8 +71,8 @@ block! {
         row_blocks: u32,
         /// Word of the tables where the splits begin.
         splits_at: u32,
-        /// Word of the tables where the sequences begin.
-        sequences_at: u32,
+        /// Word of the tables where the query blocks begin.
+        blocks_at: u32,
         /// Word of the tables where the f32 scales begin: k_tensor_scale and v_tensor_scale per KV head, then slope·log2 e per query head, then m and l of
         /// each query head's sink.
         scales_at: u32,
@@ -82,8 +82,8 @@ block! {
         num_kv_heads: u32,
         /// Query heads per KV head.
         heads_per_kv: u32,
-        /// Query tokens per sequence.
-        q_len: u32,
+        /// Slots of the residual pages of a sequence, or 0.
+        residual_ring: u32,
         /// 1 if the mask is causal.
         causal: u32,
         /// Tokens before its own that a query token sees, or -1 without a window.
@@ -100,8 +100,8 @@ block! {
         softcap_inner: f32,
         /// softcap·log2 e.
         softcap_outer: f32,
-        /// Sequences.
-        batch: u32,
+        /// Query blocks.
+        num_blocks: u32,
         /// 12582912, which rounds to integers; see `arithmetic.wgsl` for why it comes twice.
         round_up: f32,
         /// The same number as `round_up`.

@@ -19,7 +19,7 @@ pub enum Split {
 
 /// Blocks of `rows` query rows of one KV head.
 pub fn row_blocks(problem: &Problem, rows: usize) -> usize {
-    (problem.heads_per_kv() * problem.q_len).div_ceil(rows)
+    (problem.heads_per_kv() * problem.max_q_len()).div_ceil(rows)
 }
 
 impl Split {

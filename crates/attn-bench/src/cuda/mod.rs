@@ -56,6 +56,8 @@ struct Step {
     out: CudaSlice<f32>,
     lse: CudaSlice<f32>,
     kv_lens: CudaSlice<i32>,
+    /// As numbers; none where the plan has none.
+    query_blocks: Option<CudaSlice<i32>>,
     workspace: CudaSlice<u8>,
     scales: [DeviceAddress; 2],
 }
@@ -253,6 +255,7 @@ impl CudaTimer {
             out: buffers.floats(elems)?,
             lse: buffers.floats(problem.rows())?,
             kv_lens: buffers.upload(&lens)?,
+            query_blocks: query_blocks(buffers, &plan)?,
             workspace: buffers.bytes(plan.workspace_bytes())?,
             plan,
             scales,
@@ -271,6 +274,10 @@ impl CudaTimer {
                 Source::Contiguous(rows) => rows.kv(copy),
             },
             kv_lens: at.address(&step.kv_lens),
+            query_blocks: step
+                .query_blocks
+                .as_ref()
+                .map_or(DeviceAddress::NULL, |blocks| at.address(blocks)),
             k_tensor_scales: step.scales[0],
             v_tensor_scales: step.scales[1],
             alibi_slopes: DeviceAddress::NULL,
@@ -427,4 +434,15 @@ impl Timer for CudaTimer {
     fn measure(&mut self, workload: &Workload, runs: usize) -> Result<Measured, Error> {
         self.prepare(workload)?.measure(runs)
     }
+}
+
+/// The plan's query blocks on the device.
+fn query_blocks(buffers: &Buffers, plan: &NativePlan) -> Result<Option<CudaSlice<i32>>, Error> {
+    let blocks = plan.query_blocks().iter();
+    let numbers: Vec<i32> = blocks
+        .flat_map(|block| [block.sequence, block.first, block.tokens, block.behind])
+        .collect();
+    (!numbers.is_empty())
+        .then(|| buffers.upload(&numbers))
+        .transpose()
 }

@@ -14,6 +14,7 @@ pub(super) struct Pages {
     page_table: CudaSlice<u32>,
     /// The slots of every sequence, where the format has a window.
     residual_pages: Option<CudaSlice<u32>>,
+    residual_slots: usize,
     /// Elements of a token's K.
     row: usize,
 }
@@ -26,6 +27,7 @@ impl Pages {
             page_table: buffers.address(&self.page_table),
             page_table_stride: self.stride,
             residual_pages: self.residual_pages(buffers),
+            residual_slots: self.residual_slots,
         }
     }
 
@@ -55,6 +57,7 @@ impl Pages {
             page_table: timer.buffers.address(&self.page_table),
             page_table_stride: self.stride,
             residual_pages: self.residual_pages(&timer.buffers),
+            residual_slots: self.residual_slots,
             kv_lens,
             k_tensor_scales: scales[0],
             v_tensor_scales: scales[1],
@@ -105,7 +108,9 @@ pub(super) fn fill(
     config.page_size = page_size;
     let layout = config.layout()?;
     let page_bytes = layout.page_bytes();
-    let slots = workload.format.residual_slots(page_size);
+    let slots = workload
+        .format
+        .residual_slots(page_size, problem.max_q_len());
     let counts: Vec<usize> = problem
         .kv_lens
         .iter()
@@ -127,6 +132,7 @@ pub(super) fn fill(
                 [] => None,
                 pages => Some(timer.buffers.upload(pages)?),
             },
+            residual_slots: slots,
             row: heads * dim,
         })
     };

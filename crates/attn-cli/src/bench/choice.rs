@@ -63,7 +63,7 @@ impl CustomArgs {
                 },
                 vec![self.ctx; self.batch],
             );
-            problem.q_len = self.q_len;
+            problem.q_lens = vec![self.q_len; problem.batch()];
             Ok(Workload::custom(problem, format, self.page_size)?)
         };
         self.kv.iter().map(one).collect()

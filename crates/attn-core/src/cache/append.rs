@@ -40,7 +40,8 @@ impl KvCache {
     /// Appends tokens to one sequence: `k` and `v` are `[tokens, num_kv_heads, head_dim]` in f32, f16 or bf16.
     ///
     /// The bytes do not depend on how many tokens come at once. Residual pages that the sequence no longer keeps are freed when the tokens are
-    /// written; if the pool has too few other pages, they take the new tokens instead.
+    /// written; if the pool has too few other pages, they take the new tokens instead. Of formats with a window, up to
+    /// [`CacheConfig::max_q_len`](crate::CacheConfig::max_q_len) of the new tokens can be queries until the sequence's next append.
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::Length`], [`Error::NotFinite`], [`Error::Magnitude`], [`Error::CacheFull`]; [`Error::Device`] if the
@@ -170,7 +171,9 @@ impl KvCache {
         let len = self.table.lens[sequence].saturating_add(tokens);
         let page_size = self.config.page_size;
         let end = len.div_ceil(page_size);
-        end - self.config.format.residual_pages(page_size, len)..end
+        let q_len = tokens.min(self.config.max_q_len);
+        let kept = self.config.format.residual_pages(page_size, len, q_len);
+        end - kept..end
     }
 
     /// Number of residual pages that a sequence lacks for `tokens` more.

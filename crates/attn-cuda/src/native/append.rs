@@ -52,8 +52,10 @@ pub struct AppendArgs {
     pub page_table: DeviceAddress,
     /// Entries per sequence.
     pub page_table_stride: usize,
-    /// u32 `[batch][slots]` as in [`DeviceKv::Paged`](super::DeviceKv::Paged); null where no scheme has a window.
+    /// u32 `[batch][residual_slots]` as in [`DeviceKv::Paged`](super::DeviceKv::Paged); null where no scheme has a window.
     pub residual_pages: DeviceAddress,
+    /// Entries of `residual_pages` per sequence.
+    pub residual_slots: usize,
     /// i32 `[batch]`: lengths that count the new tokens already.
     pub kv_lens: DeviceAddress,
     /// f32 `[num_kv_heads]`, or null.
@@ -75,7 +77,6 @@ pub fn append_params(
     layout: &PageLayout,
     is_followed: bool,
 ) -> Result<AppendParams, Error> {
-    let slots = layout.format().residual_slots(layout.page_size());
     let [k_token_stride, v_token_stride, _] =
         sizes::strides([args.k_token_stride, args.v_token_stride, 0]);
     Ok(AppendParams {
@@ -84,7 +85,12 @@ pub fn append_params(
         pool: args.pool.get(),
         page_table: args.page_table.get(),
         residual_pages: args.residual_pages.get(),
-        residual_ring: sizes::slots(slots, args.residual_pages)?,
+        residual_ring: sizes::slots(
+            layout.format(),
+            layout.page_size(),
+            args.residual_slots,
+            args.residual_pages,
+        )?,
         kv_lens: args.kv_lens.get(),
         k_tensor_scales: args.k_tensor_scales.get(),
         v_tensor_scales: args.v_tensor_scales.get(),
@@ -180,6 +186,7 @@ mod tests {
             page_table: DeviceAddress::NULL,
             page_table_stride: 3,
             residual_pages: DeviceAddress::new(0x100),
+            residual_slots: 4,
             kv_lens: DeviceAddress::NULL,
             k_tensor_scales: DeviceAddress::NULL,
             v_tensor_scales: DeviceAddress::NULL,

@@ -7,11 +7,11 @@ use attn_core::{
 
 use attn_kernels::cuda::{
     DeviceLimits, Instance, Kernel, KernelConfig, Launch, Preferences, instance,
-    params::{DecodeParams, FastDivmod},
+    params::{DecodeParams, FastDivmod, QueryBlock},
     smem::shared_bytes,
 };
 
-use super::{DecodeArgs, DeviceAddress, DeviceKv};
+use super::{DecodeArgs, DeviceAddress, DeviceKv, query_blocks::Launched};
 use crate::{device::Device, error::BACKEND, sizes};
 
 /// The launch of a problem, for lengths up to its longest.
@@ -27,14 +27,22 @@ pub struct LaunchPlan {
     pub launch: Launch,
     pub(super) max_kv_len: usize,
     page_bytes: usize,
-    /// Slots of residual pages of a sequence.
-    residual_slots: usize,
+    /// The format and page size, for what residual pages a sequence has.
+    format: KvFormat,
+    page_size: usize,
+    /// Blocks of query tokens; none where each sequence is one.
+    query_blocks: Vec<QueryBlock>,
+    /// Blocks that one launch attends: the workspace has room for their partials.
+    per_launch: usize,
     counters_bytes: usize,
     max_sum_bytes: usize,
     partial_o_bytes: usize,
     /// Whether a nonzero word of a partial has arrived. There are no arrival counts then.
     partials_are_zeroed: bool,
 }
+
+/// The most bytes of partials where the blocks of query tokens may be divided among several launches.
+const MOST_PARTIALS: usize = 256 << 20;
 
 /// The instance, configuration and shared memory of a problem's kernel.
 pub(crate) fn choose(
@@ -43,22 +51,19 @@ pub(crate) fn choose(
     format: KvFormat,
     page_size: usize,
 ) -> Result<(Instance, KernelConfig, usize), Unsupported> {
-    configure(
-        device.limits(),
-        &device.preferences,
-        problem,
-        format,
-        page_size,
-    )
+    let launched = Launched::new(problem);
+    let preferences = launched.preferences(&device.preferences);
+    configure(device.limits(), &preferences, &launched, format, page_size)
 }
 
 fn configure(
     limits: DeviceLimits,
     preferences: &Preferences,
-    problem: &Problem,
+    launched: &Launched<'_>,
     format: KvFormat,
     page_size: usize,
 ) -> Result<(Instance, KernelConfig, usize), Unsupported> {
+    let problem = &*launched.problem;
     let refuse = |(what, built): (String, String)| Unsupported::NoKernel {
         backend: BACKEND,
         what,
@@ -68,8 +73,10 @@ fn configure(
     match Instance::decode(problem, format, page_size, limits, preferences) {
         Some(instance @ Instance::Decode { config, .. }) => {
             check_counts(problem).map_err(refuse)?;
-            let work = work(problem, config, problem.kv_lens.iter().copied());
-            check_work(problem, work).map_err(refuse)?;
+            if launched.blocks.is_empty() {
+                let work = work(problem, config, problem.kv_lens.iter().copied());
+                check_work(problem, work).map_err(refuse)?;
+            }
             let shared = shared_bytes(&config, format, problem.head_dim, page_size);
             Ok((instance, config, shared))
         }
@@ -89,7 +96,7 @@ const MOST_WORK: u64 = 1 << 30;
 
 /// The work that kernels add up in order to split it: `cost_of_item` of `split.cuh` for each KV head and row block of every sequence.
 fn work(problem: &Problem, config: KernelConfig, kv_lens: impl Iterator<Item = usize>) -> u64 {
-    let rows = problem.heads_per_kv() * problem.q_len;
+    let rows = problem.heads_per_kv() * problem.max_q_len();
     let row_blocks = rows.div_ceil(config.rows());
     let item = |kv_len: usize| {
         let tiles = kv_len.div_ceil(arithmetic::TILE).max(1);
@@ -139,6 +146,9 @@ fn check_counts(problem: &Problem) -> Result<(), TooMuch> {
 impl LaunchPlan {
     /// Refuses a batch that would be too much work if all of its sequences were as long as the longest: a native plan's may be.
     pub(super) fn check_longest(&self, problem: &Problem) -> Result<(), Error> {
+        if !self.query_blocks.is_empty() {
+            return Ok(());
+        }
         let longest = problem.kv_lens.iter().map(|_| self.max_kv_len);
         let refuse = |(what, built)| Unsupported::NoKernel {
             backend: "cuda",
@@ -165,12 +175,25 @@ impl LaunchPlan {
             problem.head_dim,
             if page_size == 0 { 64 } else { page_size },
         )?;
+        let launched = Launched::new(problem);
+        let preferences = launched.preferences(preferences);
         let (instance, config, shared_bytes) =
-            configure(limits, preferences, problem, format, page_size)?;
+            configure(limits, &preferences, &launched, format, page_size)?;
         let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
-        let (batch, heads) = (problem.batch(), problem.num_kv_heads);
-        let launch = Launch::new(&config, problem, format, limits.sms);
-        let partials = launch.partials(batch, heads);
+        let heads = problem.num_kv_heads;
+        let launch = Launch::new(&config, &launched.problem, format, limits.sms);
+        let query_blocks = launched.params()?;
+        let per_launch = match query_blocks.len() {
+            0 => problem.batch(),
+            blocks => {
+                let row = config.rows().saturating_mul(4 * (problem.head_dim + 2));
+                let partials = launch.partials(1, heads).saturating_mul(row).max(1);
+                let work = work(&launched.problem, config, std::iter::once(max_kv_len));
+                let most = (MOST_PARTIALS / partials).min((MOST_WORK / work.max(1)) as usize);
+                most.clamp(1, blocks)
+            }
+        };
+        let partials = launch.partials(per_launch, heads);
         let aligned = |factors: &[usize]| {
             let what = "bytes of the workspace";
             // Of a sum of three no part may have more than a quarter.
@@ -190,11 +213,14 @@ impl LaunchPlan {
             launch,
             max_kv_len,
             page_bytes,
-            residual_slots: format.residual_slots(page_size),
+            format,
+            page_size,
+            query_blocks,
+            per_launch,
             counters_bytes: if partials_are_zeroed {
                 0
             } else {
-                aligned(&[batch, heads, launch.row_blocks, 4])?
+                aligned(&[per_launch, heads, launch.row_blocks, 4])?
             },
             max_sum_bytes: aligned(&[partials, config.rows(), 8])?,
             partial_o_bytes: aligned(&[partials, config.rows(), problem.head_dim, 4])?,
@@ -218,6 +244,32 @@ impl LaunchPlan {
         }
     }
 
+    /// The blocks of query tokens that a launch reads at [`DecodeArgs::query_blocks`]; none where every sequence has the same few.
+    #[must_use]
+    pub fn query_blocks(&self) -> &[QueryBlock] {
+        &self.query_blocks
+    }
+
+    /// Query tokens of a block, at most.
+    fn block_tokens(&self, problem: &Problem) -> usize {
+        let blocks = self.query_blocks.iter();
+        let most = blocks.map(|block| block.tokens as usize).max();
+        most.unwrap_or_else(|| problem.max_q_len())
+    }
+
+    /// The parameters of each launch, in order, from those that [`LaunchPlan::params`] gives.
+    pub fn launches(&self, params: DecodeParams) -> impl Iterator<Item = DecodeParams> {
+        let (all, step) = (self.query_blocks.len(), self.per_launch.max(1));
+        (0..all.max(1)).step_by(step).map(move |first| {
+            let mut params = params;
+            if all > 0 {
+                params.query_blocks += (first * size_of::<QueryBlock>()) as u64;
+                params.batch = (all - first).min(step) as i32;
+            }
+            params
+        })
+    }
+
     /// The kernel's parameter block.
     ///
     /// # Errors
@@ -229,6 +281,13 @@ impl LaunchPlan {
                 what: "sinks",
                 given: "no address".to_owned(),
                 allowed: "the address of the problem's sinks on the device",
+            });
+        }
+        if !self.query_blocks.is_empty() && args.query_blocks.is_null() {
+            return Err(Error::Parameter {
+                what: "query_blocks",
+                given: "no address".to_owned(),
+                allowed: "the address of the plan's query blocks on the device",
             });
         }
         let mut params = DecodeParams {
@@ -250,11 +309,15 @@ impl LaunchPlan {
             log2_scale: p.softmax_scale * LOG2_E,
             softcap_inner: p.softcap.map_or(0.0, |cap| 2.0 / cap),
             softcap_outer: p.softcap.map_or(0.0, |cap| cap * LOG2_E),
-            batch: sizes::int("sequences", p.batch())?,
+            batch: sizes::int("sequences", self.per_launch)?,
+            query_blocks: match self.query_blocks.is_empty() {
+                true => 0,
+                false => args.query_blocks.get(),
+            },
             num_q_heads: sizes::int("num_q_heads", p.num_q_heads)?,
             num_kv_heads: sizes::int("num_kv_heads", p.num_kv_heads)?,
             heads_per_kv: sizes::int("heads_per_kv", p.heads_per_kv())?,
-            q_len: sizes::int("q_len", p.q_len)?,
+            q_len: sizes::int("q_len", self.block_tokens(p))?,
             row_blocks: sizes::int("row blocks", self.launch.row_blocks)?,
             max_partials: sizes::int("partials", self.launch.max_partials)?,
             // No sequence is longer than 2^20.
@@ -273,9 +336,12 @@ impl LaunchPlan {
                 page_table,
                 page_table_stride,
                 residual_pages,
+                residual_slots,
                 ..
             } => {
-                params.residual_ring = sizes::slots(self.residual_slots, residual_pages)?;
+                let page_size = self.page_size;
+                params.residual_ring =
+                    sizes::slots(self.format, page_size, residual_slots, residual_pages)?;
                 params.k = pool.get();
                 params.page_table = page_table.get();
                 params.page_table_stride = sizes::int("page_table_stride", page_table_stride)?;
@@ -357,7 +423,9 @@ mod tests {
                 page_table: DeviceAddress::NULL,
                 page_table_stride,
                 residual_pages: DeviceAddress::NULL,
+                residual_slots: 0,
             },
+            query_blocks: DeviceAddress::NULL,
             kv_lens: DeviceAddress::NULL,
             k_tensor_scales: DeviceAddress::NULL,
             v_tensor_scales: DeviceAddress::NULL,

@@ -49,6 +49,7 @@
 pub(crate) mod append;
 mod import;
 pub(crate) mod launch_plan;
+mod query_blocks;
 pub(crate) mod read;
 mod rows;
 
@@ -63,7 +64,7 @@ use std::{ffi::c_void, sync::Arc};
 use attn_core::{CacheConfig, Error, KvFormat, PageLayout, Problem, arithmetic::LOG2_E};
 use attn_kernels::cuda::{
     Instance,
-    params::{CheckParams, DecodeParams},
+    params::{CheckParams, DecodeParams, QueryBlock},
 };
 use cudarc::driver::{DevicePtr, result, sys};
 
@@ -102,9 +103,11 @@ pub enum DeviceKv {
         page_table: DeviceAddress,
         /// Entries per sequence: at least `max_kv_len / page_size`, rounded up.
         page_table_stride: usize,
-        /// u32 `[batch][slots]`, slots = [`KvFormat::residual_slots`]: the residual page of a sequence's home page i at `i % slots`, for
-        /// its last `slots` home pages; other entries mean nothing. Null where no scheme has a window.
+        /// u32 `[batch][residual_slots]`: the residual page of a sequence's home page i at `i % residual_slots`, for those of its last home
+        /// pages that have one; other entries mean nothing. Null where no scheme has a window.
         residual_pages: DeviceAddress,
+        /// [`KvFormat::residual_slots`] of the most query tokens that a sequence has in a step.
+        residual_slots: usize,
     },
     /// Rows of a contiguous cache; codes begin at multiples of 16 bytes, and code strides are such.
     Strided {
@@ -122,19 +125,21 @@ pub enum DeviceKv {
 /// Device addresses of one decode launch.
 #[derive(Debug, Clone, Copy)]
 pub struct DecodeArgs {
-    /// Queries `[batch, q_len, num_q_heads, head_dim]`.
+    /// Queries `[query tokens, num_q_heads, head_dim]`.
     pub q: DeviceAddress,
-    /// Outputs `[batch, q_len, num_q_heads, head_dim]`.
+    /// Outputs `[query tokens, num_q_heads, head_dim]`.
     pub out: DeviceAddress,
     /// Number format of `q` and `out`. 16-bit queries are widened exactly; 16-bit outputs are the f32 ones rounded to nearest even,
     /// infinite where f16 has no more room.
     pub dtype: Dtype,
-    /// f32 `[batch, q_len, num_q_heads]`, or null.
+    /// f32 `[query tokens, num_q_heads]`, or null.
     pub lse: DeviceAddress,
     /// K and V.
     pub kv: DeviceKv,
     /// i32 `[batch]`.
     pub kv_lens: DeviceAddress,
+    /// [`NativePlan::query_blocks`] in device memory; null where there are none.
+    pub query_blocks: DeviceAddress,
     /// f32 `[num_kv_heads]` for schemes with a static scale, else null.
     pub k_tensor_scales: DeviceAddress,
     /// f32 `[num_kv_heads]` for V's schemes with a static scale, else null.
@@ -165,6 +170,13 @@ impl NativePlan {
     #[must_use]
     pub fn zeroed_bytes(&self) -> usize {
         self.launch_plan.zeroed_bytes()
+    }
+
+    /// What launches read at [`DecodeArgs::query_blocks`]: which query tokens are attended together. None where every sequence has the same
+    /// number of query tokens, up to 16.
+    #[must_use]
+    pub fn query_blocks(&self) -> &[QueryBlock] {
+        self.launch_plan.query_blocks()
     }
 
     /// The longest `kv_len` that a launch takes.
@@ -236,7 +248,9 @@ pub(crate) unsafe fn launch_decode(
     }
     let mut params = plan.launch_plan.params(&plan.problem, args)?;
     if plan.page_size != 0 {
-        params.appended = sizes::int("tokens appended", appended)?;
+        // Blocks end before the sequence does: their launch waits for all of the append.
+        let early = plan.query_blocks().is_empty();
+        params.appended = sizes::int("tokens appended", if early { appended } else { 0 })?;
     }
     if let Some(kernel) = &plan.check {
         let num_pages = match args.kv {
@@ -248,29 +262,37 @@ pub(crate) unsafe fn launch_decode(
             num_pages,
             page_size: sizes::int("page_size", plan.page_size)?,
             head_dim: sizes::int("head_dim", plan.problem.head_dim)?,
+            query_tokens: sizes::int("query tokens", plan.problem.query_tokens())?,
             ..CheckParams::default()
         };
+        let mut checked = DecodeParams {
+            batch: sizes::int("sequences", plan.problem.batch())?,
+            ..params
+        };
         // SAFETY: this function's contract.
-        unsafe { check(device, kernel, stream, &mut params, limits) }
+        unsafe { check(device, kernel, stream, &mut checked, limits) }
             .map_err(failed("checking a decode"))?;
     }
     let mut maps = rows::maps(device, plan, &args.kv);
-    // What `attn_decode` takes on views, and in pages.
-    let mut both = [(&raw mut params).cast(), (&raw mut maps).cast::<c_void>()];
-    let arguments = if plan.page_size == 0 {
-        &mut both[..]
-    } else {
-        &mut both[..1]
-    };
-    // SAFETY:
-    // - Arguments: `attn_decode` takes one DecodeParams; its size and offsets are asserted in params.rs and params.h. Compiled
-    //   for views it takes RowMaps, too, whose size is asserted in params.rs and params.h.
-    // - Bounds, aliasing, lifetime: this function's contract.
-    unsafe {
-        plan.kernel
-            .launch_teams(stream, &plan.launch_plan.launch, arguments)
+    for mut params in plan.launch_plan.launches(params) {
+        // What `attn_decode` takes on views, and in pages.
+        let mut both = [(&raw mut params).cast(), (&raw mut maps).cast::<c_void>()];
+        let arguments = if plan.page_size == 0 {
+            &mut both[..]
+        } else {
+            &mut both[..1]
+        };
+        // SAFETY:
+        // - Arguments: `attn_decode` takes one DecodeParams; its size and offsets are asserted in params.rs and params.h. Compiled
+        //   for views it takes RowMaps, too, whose size is asserted in params.rs and params.h.
+        // - Bounds, aliasing, lifetime: this function's contract.
+        unsafe {
+            plan.kernel
+                .launch_teams(stream, &plan.launch_plan.launch, arguments)
+        }
+        .map_err(failed("decoding"))?;
     }
-    .map_err(failed("decoding"))
+    Ok(())
 }
 
 /// Looks at the inputs on the device, and waits for the answer; passes while a graph is being captured.
@@ -505,12 +527,16 @@ impl CudaBackend {
     ) -> Result<(), Error> {
         if let Some(kernel) = append.check.as_ref().filter(|_| args.tokens > 0) {
             let layout = &append.layout;
-            let slots = layout.format().residual_slots(layout.page_size());
             let mut params = DecodeParams {
                 page_table: args.page_table.get(),
                 page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
                 residual_pages: args.residual_pages.get(),
-                residual_ring: sizes::slots(slots, args.residual_pages)?,
+                residual_ring: sizes::slots(
+                    layout.format(),
+                    layout.page_size(),
+                    args.residual_slots,
+                    args.residual_pages,
+                )?,
                 kv_lens: args.kv_lens.get(),
                 batch: sizes::int("sequences to append to", args.batch)?,
                 ..DecodeParams::default()

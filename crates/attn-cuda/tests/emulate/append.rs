@@ -201,7 +201,9 @@ impl Job {
             .iter()
             .flat_map(|pages| (0..stride).map(|i| pages.get(i).copied().unwrap_or(0)))
             .collect();
-        let slots = config.format.residual_slots(config.page_size);
+        let slots = config
+            .format
+            .residual_slots(config.page_size, config.max_q_len);
         let mut residuals = vec![u32::MAX; table.pages.len() * slots];
         for (b, own) in table.pages.iter().enumerate() {
             let of_last = (0..own.len())
@@ -232,6 +234,7 @@ impl Job {
                 0 => DeviceAddress::NULL,
                 _ => address(&residuals),
             },
+            residual_slots: slots,
             kv_lens: address(&lens),
             k_tensor_scales: some(&config.k_tensor_scales),
             v_tensor_scales: some(&config.v_tensor_scales),

@@ -41,6 +41,7 @@ struct Inputs {
     table: Vec<u32>,
     stride: usize,
     residuals: Vec<u32>,
+    slots: usize,
     slopes: Vec<f32>,
     workspace: Vec<u64>,
     workspace_at: usize,
@@ -62,7 +63,8 @@ impl Inputs {
         let workspace_at = workspace.as_ptr().expose_provenance().next_multiple_of(256);
         let first = (workspace_at - workspace.as_ptr().addr()) / 8;
         workspace[first..first + plan.zeroed_bytes() / 8].fill(0);
-        let slots = case.format.residual_slots(case.page_size);
+        let config = case.config();
+        let slots = case.format.residual_slots(case.page_size, config.max_q_len);
         let mut residuals = vec![u32::MAX; pages.len() * slots];
         for (b, own) in pages.iter().enumerate() {
             let of_last = (0..own.len())
@@ -75,6 +77,7 @@ impl Inputs {
             table: pages.iter().flat_map(row).collect(),
             stride,
             residuals,
+            slots,
             slopes: alibi_slopes_log2(case.problem.alibi_slopes.as_deref().unwrap_or(&[])),
             workspace,
             workspace_at,
@@ -101,7 +104,7 @@ impl Job {
     fn new(case: Case, low_latency: LowLatency) -> Result<Option<Self>> {
         let p = &case.problem;
         let tiles: usize = p.kv_lens.iter().map(|len| len.div_ceil(64).max(1)).sum();
-        let rows = p.heads_per_kv() * p.q_len;
+        let rows = p.heads_per_kv() * p.max_q_len();
         let (largest, sms) = if p.batch() > 32 || p.kv_lens.iter().any(|&len| len > LONG) {
             (LARGEST_OF_MANY, 24)
         } else {
@@ -191,6 +194,7 @@ impl Job {
                         true => DeviceAddress::NULL,
                         false => address(&inputs.residuals),
                     },
+                    residual_slots: inputs.slots,
                 };
                 let config = cache.config();
                 (
@@ -220,6 +224,7 @@ impl Job {
             lse: DeviceAddress::new(lse.as_mut_ptr() as u64),
             kv,
             kv_lens: address(&inputs.lens),
+            query_blocks: address(plan.query_blocks()),
             k_tensor_scales: scales[0],
             v_tensor_scales: scales[1],
             alibi_slopes: some(&inputs.slopes),
@@ -228,9 +233,11 @@ impl Job {
         };
         let params = plan.params(&case.problem, &args)?;
         let (grid, threads) = (plan.launch.grid, plan.launch.threads);
-        // SAFETY: decode kernels take a DecodeParams, whose addresses are those of memory that lives until the end of this
-        // function, as large as `DecodeArgs` asks; tables of home and residual pages come from the cache's own page table.
-        unsafe { kernels.run(&plan.instance, &params, grid, threads) }?;
+        for params in plan.launches(params) {
+            // SAFETY: decode kernels take a DecodeParams, whose addresses are those of memory that lives until the end of this
+            // function, as large as `DecodeArgs` asks; tables of home and residual pages come from the cache's own page table.
+            unsafe { kernels.run(&plan.instance, &params, grid, threads) }?;
+        }
         ensure!(
             inputs.is_zeroed(plan),
             "the workspace is not left as it was"

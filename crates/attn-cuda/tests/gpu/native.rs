@@ -93,10 +93,10 @@ impl<'a> Engine<'a> {
             },
             vec![MAX_LEN; BATCH],
         );
-        problem.q_len = q_len;
+        problem.q_lens = vec![q_len; problem.batch()];
         problem.sinks = (q_len > 1).then(|| sinks().to_vec());
         let plan = gpu.prepare(&problem, format, PAGE)?;
-        let slots = format.residual_slots(PAGE);
+        let slots = format.residual_slots(PAGE, q_len);
         let num_pages = BATCH * (STRIDE + slots);
         let rows = q_len * BATCH * Q_HEADS;
         let row_bytes = numbers::bytes(dtype, &[0.0; DIM]).len();
@@ -153,6 +153,7 @@ impl<'a> Engine<'a> {
             page_table: b.address(&self.page_table).offset(first * STRIDE * 4),
             page_table_stride: STRIDE,
             residual_pages: self.residuals(first),
+            residual_slots: self.slots,
             kv_lens: b.address(&self.kv_lens).offset(first * 4),
             k_tensor_scales: DeviceAddress::NULL,
             v_tensor_scales: DeviceAddress::NULL,
@@ -174,8 +175,10 @@ impl<'a> Engine<'a> {
                 page_table: b.address(&self.page_table),
                 page_table_stride: STRIDE,
                 residual_pages: self.residuals(0),
+                residual_slots: self.slots,
             },
             kv_lens: b.address(&self.kv_lens),
+            query_blocks: DeviceAddress::NULL,
             k_tensor_scales: DeviceAddress::NULL,
             v_tensor_scales: DeviceAddress::NULL,
             alibi_slopes: DeviceAddress::NULL,
@@ -226,7 +229,7 @@ impl<'a> Engine<'a> {
     }
 
     fn new_queries(&mut self) -> Result<Vec<f32>> {
-        let q = noise(self.seed + 77, self.problem.q_len * BATCH * Q_HEADS * DIM);
+        let q = noise(self.seed + 77, self.problem.rows() * DIM);
         self.upload_queries(&q)?;
         let nan = numbers::bytes(self.dtype, &vec![f32::NAN; q.len()]);
         self.buffers.copy(&nan, &mut self.out)?;

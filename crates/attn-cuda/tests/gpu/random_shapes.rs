@@ -36,12 +36,12 @@ fn differs(cpu: &CpuBackend, gpus: &[CudaBackend; 3], case: &Case) -> Result<Opt
     let one = case.only(b);
     let gpu = &gpus[(which + 1) % 3];
     let got = decode(gpu, &one, &one.built(gpu)?)?;
-    let rows = case.problem.q_len * case.problem.num_q_heads;
-    let dims = rows * case.problem.head_dim;
-    Ok(
-        first_difference("alone, out", &got.0, &want.0[b * dims..][..dims])
-            .or_else(|| first_difference("alone, lse", &got.1, &want.1[b * rows..][..rows])),
-    )
+    let (heads, dim) = (case.problem.num_q_heads, case.problem.head_dim);
+    let tokens = case.problem.query_ranges().nth(b).unwrap_or_default();
+    let rows = tokens.start * heads..tokens.end * heads;
+    let dims = rows.start * dim..rows.end * dim;
+    Ok(first_difference("alone, out", &got.0, &want.0[dims])
+        .or_else(|| first_difference("alone, lse", &got.1, &want.1[rows])))
 }
 
 /// `OF_ONE` shapes from `first` on.

@@ -1,0 +1,63 @@
+//! What a launch attends: the sequences of a problem, or blocks of their query tokens where these are many or unlike.
+
+use std::borrow::Cow;
+
+use attn_core::{Problem, QueryBlock};
+use attn_kernels::cuda::{LowLatency, Preferences, params};
+
+use crate::sizes;
+
+/// Query tokens of a sequence that one launch attends as they come, if every sequence has as many.
+const FEW_TOKENS: usize = 16;
+
+/// A problem as kernels see it: each of its sequences is a query block.
+pub(super) struct Launched<'a> {
+    pub(super) problem: Cow<'a, Problem>,
+    /// Empty where the blocks are the problem's own sequences.
+    pub(super) blocks: Vec<QueryBlock>,
+}
+
+impl<'a> Launched<'a> {
+    pub(super) fn new(problem: &'a Problem) -> Self {
+        let few = |q_len: usize| q_len <= FEW_TOKENS;
+        if problem.batch() == 0 || problem.uniform_q_len().is_some_and(few) {
+            return Launched {
+                problem: Cow::Borrowed(problem),
+                blocks: Vec::new(),
+            };
+        }
+        // Rows of a CTA of `split_kv.cu`.
+        let rows = if problem.head_dim > 128 { 16 } else { 24 };
+        let tokens = rows / problem.heads_per_kv().max(1);
+        let blocks: Vec<_> = problem.query_blocks(tokens).collect();
+        Launched {
+            problem: Cow::Owned(problem.of_blocks(&blocks)),
+            blocks,
+        }
+    }
+
+    /// The caller's preferences, without kernels that take a block's place for its sequence's.
+    pub(super) fn preferences(&self, given: &Preferences) -> Preferences {
+        let mut preferences = *given;
+        if !self.blocks.is_empty() {
+            preferences.low_latency = LowLatency::Never;
+        }
+        preferences
+    }
+
+    /// The blocks as kernels read them.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`](attn_core::Error::Parameter) for numbers of more than 31 bits.
+    pub(super) fn params(&self) -> Result<Vec<params::QueryBlock>, attn_core::Error> {
+        let block = |block: &QueryBlock| {
+            Ok(params::QueryBlock {
+                sequence: sizes::int("sequences", block.sequence)?,
+                first: sizes::int("query tokens", block.first)?,
+                tokens: sizes::int("query tokens", block.tokens)?,
+                behind: sizes::int("query tokens", block.behind)?,
+            })
+        };
+        self.blocks.iter().map(block).collect()
+    }
+}
