@@ -166,7 +166,7 @@ impl Case {
     }
 
     /// Numbers per token.
-    fn row(&self) -> usize {
+    pub(crate) fn row(&self) -> usize {
         self.problem.num_kv_heads * self.problem.head_dim
     }
 

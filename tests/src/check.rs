@@ -275,11 +275,54 @@ fn claims(
         hold!(rows_differ("", &got, &want));
         if case.alone {
             hold!(alone_differs(backend, case, &got)?);
+            if case.problem.causal && case.format.is_integer() {
+                hold!(in_pieces_differs(backend, case, &got)?);
+            }
         }
     }
     hold!(against_oracle(backend, case, &want_cache, &got));
     let bits = got.0.iter().chain(&got.1).map(|x| x.to_bits());
     Ok(Ok(digest(bits)))
+}
+
+/// Where query tokens differ from themselves when they are appended and attended some at a time: one, a few, a piece of a prompt.
+fn in_pieces_differs(
+    backend: &dyn DecodeAttention,
+    case: &Case,
+    batch: &Rows,
+) -> Result<Option<String>, Error> {
+    let (heads, dim, row) = (case.problem.num_q_heads, case.problem.head_dim, case.row());
+    let pieces = [1, 2, 40, 1, 16, 200, 7];
+    for (b, tokens) in case.problem.query_ranges().enumerate() {
+        let ([k, v], kv_len) = (case.kv(b), case.problem.kv_lens[b]);
+        // Query tokens before the sequence see nothing however they are attended.
+        let mut len = kv_len.saturating_sub(tokens.len());
+        let mut at = tokens.end - (kv_len - len);
+        let mut cache = backend.create_cache(&case.only(b).config())?;
+        cache.append(0, &k[..len * row], &v[..len * row])?;
+        for piece in pieces.into_iter().cycle() {
+            if len == kv_len {
+                break;
+            }
+            let next = (len + piece).min(kv_len);
+            cache.append(0, &k[len * row..next * row], &v[len * row..next * row])?;
+            let mut step = case.only(b);
+            step.problem.kv_lens = vec![next];
+            step.problem.q_lens = vec![next - len];
+            let rows = at * heads..(at + next - len) * heads;
+            let dims = rows.start * dim..rows.end * dim;
+            let q = &case.q()[dims.clone()];
+            let got = decode_rows(backend, &step, q, KvSource::Cache(&cache))?;
+            let want = (batch.0[dims].to_vec(), batch.1[rows].to_vec());
+            let what = format!("tokens {len} to {next} of sequence {b}, {piece} at once: ");
+            let found = rows_differ(&what, &got, &want);
+            if found.is_some() {
+                return Ok(found);
+            }
+            (at, len) = (at + next - len, next);
+        }
+    }
+    Ok(None)
 }
 
 /// Where a sequence decoded alone differs from itself in the batch.

@@ -103,6 +103,48 @@ fn reduced(table: &mut Table) {
     table.add(without_window());
     sinks(table, "int8");
     sinks(table, "bf16");
+    for format in formats(&["int8", "int4", "bf16"]) {
+        let mut case = Case::new([4, 2], 64, &[70, 90, 5, 33], format);
+        case.problem.q_lens = vec![1, 20, 0, 33];
+        case.build = Build::AtOnce;
+        table.add(case);
+    }
+}
+
+/// More query tokens than decode has: prompts, pieces of prompts behind others, beside tokens that are decoded.
+fn prompts(table: &mut Table) {
+    for format in formats(&["int8", "int4", "int8/int4", "int4-g1", "fp8", "bf16"]) {
+        let ragged = || {
+            let mut case = Case::new([4, 2], 64, &[300, 17, 200, 5, 64, 400, 130], format);
+            case.problem.q_lens = vec![1, 17, 63, 0, 64, 65, 127];
+            (case.build, case.alone) = (Build::AtOnce, true);
+            case
+        };
+        table.add(ragged());
+        let mut case = ragged();
+        case.problem.causal = false;
+        case.problem.alibi_slopes = Some(vec![0.5, 0.25, 0.125, 0.0]);
+        case.problem.sinks = Some(vec![0.5, -2.0, 6.0, 1e6]);
+        table.add(case);
+        let mut case = ragged();
+        (case.problem.window_left, case.problem.softcap) = (Some(70), Some(20.0));
+        case.problem.q_lens.reverse();
+        table.add(case);
+        let mut case = Case::new([16, 1], 128, &[700, 33, 90], format);
+        case.problem.q_lens = vec![3, 33, 20];
+        (case.build, case.alone) = (Build::AtOnce, true);
+        table.add(case);
+    }
+    for format in formats(&["int8", "int4", "bf16"]) {
+        let mut case = Case::new([3, 1], 64, &[1100, 2], format);
+        case.problem.q_lens = vec![1000, 1];
+        (case.build, case.alone) = (Build::AtOnce, true);
+        table.add(case);
+        let mut case = Case::new([2, 1], 192, &[150], format);
+        case.problem.q_lens = vec![100];
+        (case.build, case.page_size) = (Build::AtOnce, 16);
+        table.add(case);
+    }
 }
 
 /// A window of any length sees the whole cache, whatever it is cast to.
@@ -122,6 +164,7 @@ fn full(table: &mut Table) {
         modifiers(table, format);
     }
     windows(table);
+    prompts(table);
     views(table);
     numbers(table);
     for format in formats(&["int8", "int4", "bf16"]) {
