@@ -23,7 +23,11 @@ constexpr int TILE_WARPS = 4;  // warps that share each tile: a warp has its own
 constexpr int TILE_WARPS = 1;
 #endif
 constexpr bool SHARES_TILES = TILE_WARPS > 1;
+#ifdef ATTN_MANY_ROWS
+constexpr int TEAMS = 2 / ROW_WARPS;  // of many_rows.cu: ROW_WARPS counts warpgroups there
+#else
 constexpr int TEAMS = SPAN;          // of split_kv.cu: a team has a segment of the span, or a tile of the segment
+#endif
 constexpr int STAGES = ATTN_STAGES;  // per team
 constexpr bool HAS_SCORE_MODS = ATTN_SCORE_MODS;  // window, soft cap, ALiBi
 
@@ -38,11 +42,12 @@ constexpr int ARRIVALS = 1;
 #ifdef ATTN_LOW_LATENCY  // low_latency.cu: four warps of a team share its tiles, and one is the producer
 constexpr int ROWS = 8 * ROW_GROUPS, WORKERS = 32 * TILE_WARPS, TEAM_THREADS = WORKERS + 32, MAX_TEAMS = 2, THREADS = MAX_TEAMS * TEAM_THREADS;
 constexpr int MERGE_THREADS = WORKERS;  // threads that merge a work item's partials
+#elif defined(ATTN_MANY_ROWS)  // many_rows.cu: a warpgroup of producers, two that attend 64 rows each
+constexpr int ROWS = 64 * ROW_WARPS, THREADS = 3 * 128, MERGE_THREADS = 128 * ROW_WARPS;
 #else
 constexpr int ROWS = 8 * ROW_GROUPS * ROW_WARPS;
 constexpr int THREADS = 32 * ROW_WARPS * TEAMS, MERGE_THREADS = THREADS;
 #endif
-constexpr int READERS = SHARES_TILES ? TILE_WARPS : ROW_WARPS;  // warps that read a stage
 // A warp's part of a tile: tokens for the scores, dims for the values.
 constexpr int TOKENS = TILE / TILE_WARPS, DIMS = HEAD_DIM / TILE_WARPS;
 constexpr int SCORES = TOKENS / 4, WEIGHTS = TILE / 4;  // of a row group, in a lane: of the warp's tokens, and of the whole tile
@@ -57,6 +62,16 @@ constexpr bool K_SHIFTS = K_SCHEME == INT4, V_SHIFTS = V_SCHEME == INT4;        
 constexpr bool K_HALF_STEPS = K_SCHEME == ROTATED_INT4, V_HALF_STEPS = V_SCHEME == ROTATED_INT4;  // codes count half steps
 constexpr bool K_ROTATED = is_rotated(K_SCHEME), V_ROTATED = is_rotated(V_SCHEME);
 constexpr bool V_TOKEN_MAJOR = PAGE == 0 && code_bits(V_SCHEME) == 8;  // V's bytes lie along the dims and are turned on their way
+
+#ifdef ATTN_MANY_ROWS
+// Codes of 4 bits are turned into bytes by a warp of the team, which then is the only reader of their stages.
+constexpr bool UNPACKS = K_INT4 || V_INT4;
+static_assert(!UNPACKS || (K_INT4 && V_INT4), "of both sides, or of none");
+constexpr int READERS = UNPACKS ? 1 : 4 * ROW_WARPS;
+constexpr int BYTE_STAGES = UNPACKS ? 2 : 0, BYTE_STAGE = 2 * TILE * HEAD_DIM + 2 * TILE * 4;
+#else
+constexpr int READERS = SHARES_TILES ? TILE_WARPS : ROW_WARPS;  // warps that read a stage
+#endif
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int SAFE_PAGE = PAGE ? PAGE : 1;  // for code that is compiled, but never runs, without pages

@@ -13,11 +13,20 @@ struct FastDivmod {
 };
 static_assert(sizeof(FastDivmod) == 12, "params.rs");
 
+// Query tokens of a sequence that are attended together.
+struct QueryBlock {
+    int sequence;                              // The sequence.
+    int first;                                 // The first token's place among the query tokens of all sequences.
+    int tokens;                                // How many they are.
+    int behind;                                // How many query tokens of the sequence come after them.
+};
+static_assert(sizeof(QueryBlock) == 16, "params.rs");
+
 // Parameters of the decode kernels. Addresses are device addresses, 0 for null.
 struct DecodeParams {
-    const void* q;                             // Queries [batch, q_len, num_q_heads, head_dim].
-    void* out;                                 // Outputs [batch, q_len, num_q_heads, head_dim].
-    float* lse;                                // f32 [batch, q_len, num_q_heads], or null.
+    const void* q;                             // Queries [query tokens, num_q_heads, head_dim].
+    void* out;                                 // Outputs [query tokens, num_q_heads, head_dim].
+    float* lse;                                // f32 [query tokens, num_q_heads], or null.
     const unsigned char* k;                    // Paged: the pool [page][kv_head][run]. Strided: codes of K.
     const unsigned char* v;                    // Strided: codes of V.
     const unsigned short* k_scales;            // Strided: f16 scales of K, or null for schemes without scales.
@@ -33,20 +42,22 @@ struct DecodeParams {
     const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
     const float* alibi_slopes;                 // f32 [num_q_heads], each multiplied by log2 e, or null.
     const float* sinks;                        // f32 [num_q_heads], or null.
+    const QueryBlock* query_blocks;            // [batch], or null where sequence b has the query tokens from b · q_len on.
     float* partial_o;                          // Workspace: O of the partials [partial][row][head_dim]. Zero between launches where low_latency.cu merges through global memory.
     float2* partial_max_sum;                   // Workspace: maximum and sum of the partials [partial][row]. Zero between launches as partial_o.
-    unsigned int* counters;                    // Workspace: arrival counts [batch][num_kv_heads][row_blocks], zero between launches.
+    unsigned int* counters;                    // Workspace: arrival counts [query block][num_kv_heads][row_blocks], zero between launches.
+    unsigned long long row_states_at;          // many_rows.cu: where in partial_o the states of rows begin that a warpgroup attends, in floats.
     float log2_scale;                          // fl(softmax_scale · log2 e).
     float softcap_inner;                       // fl(2 / softcap), or 0 without a soft cap.
     float softcap_outer;                       // fl(softcap · log2 e).
-    int batch;                                 // Sequences.
+    int batch;                                 // Query blocks: sequences, where query_blocks is null.
     int num_q_heads;                           // Query heads.
     int num_kv_heads;                          // KV heads.
     int heads_per_kv;                          // Query heads per KV head.
-    int q_len;                                 // Query tokens per sequence.
+    int q_len;                                 // Query tokens of a block, at most.
     int row_blocks;                            // ceil(heads_per_kv · q_len / rows per CTA).
     int page_table_stride;                     // Entries of the page table per sequence.
-    int max_partials;                          // Partials per work item (sequence, KV head, row block).
+    int max_partials;                          // Partials per work item (query block, KV head, row block).
     int window_left;                           // Tokens to the left of the query that it sees, or -1 without a window.
     int causal;                                // Whether the mask is causal.
     int partial_per_segment;                   // Whether a partial is a segment's state (there is little work); else it is a span's.
@@ -59,7 +70,7 @@ struct DecodeParams {
     int dtype;                                 // Number format of queries and outputs: Dtype.
     unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
 };
-static_assert(sizeof(DecodeParams) == 352, "params.rs");
+static_assert(sizeof(DecodeParams) == 368, "params.rs");
 
 // Tensor maps of strided rows [sequence][KV head][token][byte], which the driver encoded.
 struct RowMaps {
@@ -117,7 +128,7 @@ struct CheckParams {
     int page_size;                             // Tokens per page; 0 for strided rows.
     int head_dim;                              // Elements per head.
     int min_kv_len;                            // The shortest length that is allowed: the new tokens of an append.
-    int padding;                               // Padding to a multiple of 8 bytes.
+    int query_tokens;                          // Query tokens of all sequences.
 };
 static_assert(sizeof(CheckParams) == 32, "params.rs");
 

@@ -7,6 +7,8 @@
 DEVICE int merge_thread() {
 #ifdef ATTN_LOW_LATENCY
     return threadIdx.x % TEAM_THREADS;
+#elif defined(ATTN_MANY_ROWS)
+    return (threadIdx.x - 128) % MERGE_THREADS;
 #else
     return threadIdx.x;
 #endif
@@ -167,7 +169,11 @@ DEVICE void merge_all_rows(const DecodeParams& p, const WorkItem& item, int firs
 // SHARED_PARTIALS or more, CTAs claim slices of rows to merge when they increment the arrival count, and wait for it to be complete; the
 // last arrival merges unclaimed slices. No CTA requires co-residency: after SPIN_LIMIT spins it withdraws its claims.
 
+#ifdef ATTN_MANY_ROWS
+constexpr int SHARED_PARTIALS = 2;
+#else
 constexpr int SHARED_PARTIALS = 12;  // from how many partials on
+#endif
 constexpr int SLICES = 8, SLICE_ROWS = ROWS / SLICES;
 constexpr u32 COUNT_MASK = 0xfff, ALL_SLICES = ~0u;
 constexpr int FIRST_SHIFT = 12, SLICES_SHIFT = 24;

@@ -210,6 +210,7 @@ impl Device {
             sms: options.sms.map_or(sms, Options::clamp_sms),
             preferences: Preferences {
                 low_latency: options.low_latency,
+                many_rows: options.many_rows,
                 config: options.config,
             },
             version,

@@ -24,6 +24,8 @@ pub struct Options {
     pub sms: Option<usize>,
     /// When to use `low_latency.cu`. `ATTN_CUDA_LOW_LATENCY=auto`, `always`, `global` or `never`.
     pub low_latency: LowLatency,
+    /// Whether to use `many_rows.cu` where it covers a problem; `None`: where it is faster. `ATTN_CUDA_MANY_ROWS=1` or `0`.
+    pub many_rows: Option<bool>,
     /// Configuration of `split_kv.cu` in place of the table's. `ATTN_CUDA_SHAPE=row_groups,row_warps,stages,ctas`.
     pub config: Option<KernelConfig>,
     /// Whether a launch that refuses bad inputs goes before each append and decode. `ATTN_CHECK=1`.
@@ -40,7 +42,7 @@ impl Options {
             Arch::from_name(name)
                 .ok_or_else(|| format!("{name}; allowed: sm_80, sm_90a, compute_80"))
         };
-        let check = |text: &str| match text {
+        let flag = |text: &str| match text {
             "1" => Ok(true),
             "0" => Ok(false),
             other => Err(format!("{other}; allowed: 1, 0")),
@@ -51,8 +53,9 @@ impl Options {
             sms: None,
             low_latency: option_from_env(BACKEND, "ATTN_CUDA_LOW_LATENCY", str::parse)?
                 .unwrap_or_default(),
+            many_rows: option_from_env(BACKEND, "ATTN_CUDA_MANY_ROWS", flag)?,
             config: option_from_env(BACKEND, "ATTN_CUDA_SHAPE", str::parse)?,
-            check: option_from_env(BACKEND, "ATTN_CHECK", check)?.unwrap_or_default(),
+            check: option_from_env(BACKEND, "ATTN_CHECK", flag)?.unwrap_or_default(),
         })
     }
 
@@ -81,6 +84,13 @@ impl Options {
     #[must_use]
     pub fn low_latency(mut self, low_latency: LowLatency) -> Self {
         self.low_latency = low_latency;
+        self
+    }
+
+    /// Says whether to use `many_rows.cu` where it covers a problem.
+    #[must_use]
+    pub fn many_rows(mut self, many_rows: bool) -> Self {
+        self.many_rows = Some(many_rows);
         self
     }
 

@@ -16,6 +16,10 @@ pub(crate) const TEAM_THREADS: usize = 160;
 /// Teams of `low_latency.cu` that run on an SM at once, in one CTA or two.
 pub(crate) const SM_TEAMS: usize = 2;
 
+/// Warpgroups of `many_rows.cu` that attend rows, and the threads of a CTA: one more warpgroup copies.
+pub(crate) const WARPGROUPS: usize = 2;
+const MANY_ROWS_THREADS: usize = 128 * (WARPGROUPS + 1);
+
 /// Shared memory per CTA of an architecture with the bulk copy engine; no other architecture has as much.
 pub(crate) const BULK_SHARED: usize = 227 * 1024;
 
@@ -31,6 +35,8 @@ pub enum Kernel {
     LowLatencyCluster,
     /// `low_latency.cu`, whose CTAs of a work item merge through global memory: few long sequences.
     LowLatencyGlobal,
+    /// `many_rows.cu`: more than eight query rows to each KV head, up to whole prompts. A row warp is a warpgroup there, of eight row groups.
+    ManyRows,
 }
 
 impl Kernel {
@@ -54,6 +60,8 @@ pub struct DeviceLimits {
 pub struct Preferences {
     /// When to use `low_latency.cu`.
     pub low_latency: LowLatency,
+    /// Whether to use `many_rows.cu` where it covers a problem; none: where it is estimated to be faster.
+    pub many_rows: Option<bool>,
     /// Configuration to use for `split_kv.cu` in place of the table's.
     pub config: Option<KernelConfig>,
 }
@@ -112,6 +120,7 @@ impl KernelConfig {
         match self.kernel {
             Kernel::SplitKv => 32 * self.row_warps * TEAMS,
             Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => TEAM_THREADS,
+            Kernel::ManyRows => MANY_ROWS_THREADS,
         }
     }
 }

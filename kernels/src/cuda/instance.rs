@@ -57,7 +57,7 @@ impl Arch {
 /// A kernel with everything that it is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Instance {
-    /// `split_kv.cu` or `low_latency.cu`.
+    /// `split_kv.cu`, `low_latency.cu` or `many_rows.cu`.
     Decode {
         /// Format of the cache.
         format: KvFormat,
@@ -179,6 +179,7 @@ impl Instance {
             Instance::Decode { config, .. } => match config.kernel {
                 Kernel::SplitKv => "split_kv.cu",
                 Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => "low_latency.cu",
+                Kernel::ManyRows => "many_rows.cu",
             },
             Instance::Append { .. } => "append.cu",
             Instance::Import { .. } => "import.cu",
@@ -231,6 +232,7 @@ impl Instance {
                     Kernel::SplitKv => None,
                     Kernel::LowLatencyCluster => Some(("ATTN_LOW_LATENCY", 1)),
                     Kernel::LowLatencyGlobal => Some(("ATTN_MERGE_GLOBAL", 1)),
+                    Kernel::ManyRows => Some(("ATTN_MANY_ROWS", 1)),
                 });
                 all
             }

@@ -3,7 +3,7 @@
 use attn_core::{KvFormat, Problem, arithmetic};
 
 use super::{
-    config::{Kernel, KernelConfig},
+    config::{Kernel, KernelConfig, WARPGROUPS},
     cost::{Cost, fastest_split},
     split::{MergeVia, kv_heads, longest, max_segments, row_blocks},
 };
@@ -42,11 +42,15 @@ impl Default for Launch {
     }
 }
 
+/// Work items of a team of `many_rows.cu` from which on they are not split: the last one of a few teams is an eighth of all then.
+const MANY_ITEMS: usize = 8;
+
 impl Launch {
     /// The launch for lengths up to the problem's longest on `sms` SMs.
     pub fn new(config: &KernelConfig, problem: &Problem, format: KvFormat, sms: usize) -> Self {
         match config.kernel {
             Kernel::SplitKv => Self::split_kv(config, problem, sms),
+            Kernel::ManyRows => Self::many_rows(config, problem, sms),
             Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
                 Self::low_latency(config, problem, format, sms)
             }
@@ -69,6 +73,21 @@ impl Launch {
         let partial_per_segment = max_segments(longest) < 1 << 12
             && kv_heads(problem).saturating_mul(3 * row_blocks * spans) < sms * config.ctas;
         Self::persistent(config, problem, sms, partial_per_segment)
+    }
+
+    /// Teams have whole work items where each has several, which then leave no partials; else runs of spans.
+    fn many_rows(config: &KernelConfig, problem: &Problem, sms: usize) -> Self {
+        let teams = sms * WARPGROUPS / config.row_warps;
+        let has_whole_items = kv_heads(problem) >= MANY_ITEMS * teams;
+        let launch = Self::persistent(config, problem, sms, false);
+        Launch {
+            max_partials: if has_whole_items {
+                0
+            } else {
+                launch.max_partials
+            },
+            ..launch
+        }
     }
 
     /// A grid of as many CTAs as run at once, which divide the work on the device.

@@ -138,6 +138,8 @@ blocks! {
         partial_max_sum: u64 = "float2*",
         /// Workspace: arrival counts [query block][num_kv_heads][row_blocks], zero between launches.
         counters: u64 = "unsigned int*",
+        /// many_rows.cu: where in partial_o the states of rows begin that a warpgroup attends, in floats.
+        row_states_at: u64 = "unsigned long long",
         /// fl(softmax_scale · log2 e).
         log2_scale: f32 = "float",
         /// fl(2 / softcap), or 0 without a soft cap.

@@ -135,11 +135,56 @@ impl Shape {
             })
     }
 
-    /// The kernels for every batch and length of the shape: `split_kv.cu` first, then those of `low_latency.cu`.
+    /// The configuration of `many_rows.cu`; `None` where it does not cover the shape.
+    pub(crate) fn many_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
+        let is_covered = |scheme: Scheme| {
+            scheme.is_integer() && scheme.code_bits() == 8 && scheme.groups(self.head_dim) == 1
+        };
+        // Its products are Hopper's, and read K and V as pages of whole tiles have them.
+        if self.rows <= 8
+            || !matches!(self.head_dim, 64 | 96 | 128)
+            || self.page_size < 64
+            || shared_limit < BULK_SHARED
+            || ![self.format.k, self.format.v].into_iter().all(is_covered)
+        {
+            return None;
+        }
+        let row_warps = if self.rows > 64 { 2 } else { 1 };
+        (2..=18 * row_warps / 2)
+            .rev()
+            .map(|stages| KernelConfig {
+                kernel: Kernel::ManyRows,
+                row_groups: 8,
+                row_warps,
+                stages,
+                ctas: 1,
+            })
+            .find(|config| self.fits(config, 1, shared_limit))
+    }
+
+    /// The kernels for every batch and length of the shape: `split_kv.cu` first, then `many_rows.cu` and those of `low_latency.cu`.
     pub fn all(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
         let split_kv = self.split_kv(shared_limit).into_iter();
-        split_kv.chain(self.low_latency(shared_limit))
+        let many_rows = self.many_rows(shared_limit);
+        split_kv
+            .chain(many_rows)
+            .chain(self.low_latency(shared_limit))
     }
+}
+
+/// The configuration of `many_rows.cu` for a problem that it covers, where the caller wants it.
+pub fn many_rows(
+    problem: &Problem,
+    format: KvFormat,
+    page_size: usize,
+    limits: DeviceLimits,
+    preferences: &Preferences,
+) -> Option<KernelConfig> {
+    let wanted = preferences.many_rows != Some(false) && preferences.config.is_none();
+    let shape = Shape::new(problem, format, page_size);
+    wanted
+        .then(|| shape.many_rows(limits.shared_limit))
+        .flatten()
 }
 
 /// The fastest kernel of a problem, by its longest sequence; `None` if nothing fits.
@@ -150,6 +195,9 @@ pub fn select(
     limits: DeviceLimits,
     preferences: &Preferences,
 ) -> Option<KernelConfig> {
+    if let Some(config) = many_rows(problem, format, page_size, limits, preferences) {
+        return Some(config);
+    }
     let shape = Shape::new(problem, format, page_size);
     let chosen = low_latency_kernel(problem, format, limits.sms, preferences.low_latency);
     let low_latency = shape

@@ -4,7 +4,7 @@
 
 use attn_core::{KvFormat, Scheme, arithmetic, layout::params_bytes};
 
-use super::config::{Kernel, KernelConfig, TEAMS};
+use super::config::{Kernel, KernelConfig, TEAMS, WARPGROUPS};
 
 /// A stage holds both K and V of a tile where they are no larger than this.
 const KV_ONE_STAGE: usize = 12288;
@@ -84,7 +84,19 @@ pub fn shared_bytes(
         Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
             team_bytes(config, &stage, head_dim)
         }
+        Kernel::ManyRows => many_rows_bytes(config, &stage, head_dim),
     }
+}
+
+fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {
+    let teams = WARPGROUPS / config.row_warps;
+    teams * config.stages * (stage.bytes + 16)
+        + WARPGROUPS * 64 * head_dim * 5
+        + arithmetic::TILE * 4
+        + 64
+        + 16 * teams
+        + 16
+        + teams * 64
 }
 
 fn split_kv_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {
@@ -162,7 +174,7 @@ mod tests {
                     {
                         continue;
                     }
-                    for rows in [8, 16, 24, 48] {
+                    for rows in [8, 16, 24, 48, 96] {
                         let shape = Shape {
                             rows,
                             format,
@@ -194,6 +206,7 @@ mod tests {
         let header = match instance.source() {
             "split_kv.cu" => "split_kv_smem.cuh",
             "low_latency.cu" => "low_latency_smem.cuh",
+            "many_rows.cu" => "many_rows_smem.cuh",
             _ => return None,
         };
         let text = format!("#include \"{header}\"\n");

@@ -37,6 +37,8 @@ pub struct LaunchPlan {
     counters_bytes: usize,
     max_sum_bytes: usize,
     partial_o_bytes: usize,
+    /// States of the rows that warpgroups of `many_rows.cu` attend, behind the partials.
+    row_states_bytes: usize,
     /// Whether a nonzero word of a partial has arrived. There are no arrival counts then.
     partials_are_zeroed: bool,
 }
@@ -51,9 +53,10 @@ pub(crate) fn choose(
     format: KvFormat,
     page_size: usize,
 ) -> Result<(Instance, KernelConfig, usize), Unsupported> {
-    let launched = Launched::new(problem);
-    let preferences = launched.preferences(&device.preferences);
-    configure(device.limits(), &preferences, &launched, format, page_size)
+    let (limits, preferences) = (device.limits(), &device.preferences);
+    let launched = Launched::new(problem, format, page_size, limits, preferences);
+    let preferences = launched.preferences(preferences);
+    configure(limits, &preferences, &launched, format, page_size)
 }
 
 fn configure(
@@ -175,7 +178,7 @@ impl LaunchPlan {
             problem.head_dim,
             if page_size == 0 { 64 } else { page_size },
         )?;
-        let launched = Launched::new(problem);
+        let launched = Launched::new(problem, format, page_size, limits, preferences);
         let preferences = launched.preferences(preferences);
         let (instance, config, shared_bytes) =
             configure(limits, &preferences, &launched, format, page_size)?;
@@ -224,6 +227,10 @@ impl LaunchPlan {
             },
             max_sum_bytes: aligned(&[partials, config.rows(), 8])?,
             partial_o_bytes: aligned(&[partials, config.rows(), problem.head_dim, 4])?,
+            row_states_bytes: match config.kernel {
+                Kernel::ManyRows => aligned(&[launch.grid[0], 128, problem.head_dim, 4])?,
+                _ => 0,
+            },
             partials_are_zeroed,
         })
     }
@@ -231,7 +238,7 @@ impl LaunchPlan {
     /// Bytes of memory that every launch needs, aligned to 256.
     #[must_use]
     pub fn workspace_bytes(&self) -> usize {
-        self.counters_bytes + self.max_sum_bytes + self.partial_o_bytes
+        self.counters_bytes + self.max_sum_bytes + self.partial_o_bytes + self.row_states_bytes
     }
 
     /// Bytes at the workspace's start to zero once; launches leave them zero.
@@ -306,6 +313,7 @@ impl LaunchPlan {
                 .workspace
                 .offset(self.counters_bytes + self.max_sum_bytes)
                 .get(),
+            row_states_at: (self.partial_o_bytes / 4) as u64,
             log2_scale: p.softmax_scale * LOG2_E,
             softcap_inner: p.softcap.map_or(0.0, |cap| 2.0 / cap),
             softcap_outer: p.softcap.map_or(0.0, |cap| cap * LOG2_E),

@@ -2,8 +2,8 @@
 
 use std::borrow::Cow;
 
-use attn_core::{Problem, QueryBlock};
-use attn_kernels::cuda::{LowLatency, Preferences, params};
+use attn_core::{KvFormat, Problem, QueryBlock};
+use attn_kernels::cuda::{DeviceLimits, LowLatency, Preferences, params, select};
 
 use crate::sizes;
 
@@ -18,17 +18,34 @@ pub(super) struct Launched<'a> {
 }
 
 impl<'a> Launched<'a> {
-    pub(super) fn new(problem: &'a Problem) -> Self {
-        let few = |q_len: usize| q_len <= FEW_TOKENS;
+    /// For pages of `page_size` tokens, or 0 for a view.
+    pub(super) fn new(
+        problem: &'a Problem,
+        format: KvFormat,
+        page_size: usize,
+        limits: DeviceLimits,
+        preferences: &Preferences,
+    ) -> Self {
+        let many_rows = select::many_rows(problem, format, page_size, limits, preferences);
+        let heads_per_kv = problem.heads_per_kv().max(1);
+        let most = match many_rows {
+            Some(config) => config.rows() / heads_per_kv,
+            None => FEW_TOKENS,
+        };
+        let few = |q_len: usize| q_len <= most;
         if problem.batch() == 0 || problem.uniform_q_len().is_some_and(few) {
             return Launched {
                 problem: Cow::Borrowed(problem),
                 blocks: Vec::new(),
             };
         }
-        // Rows of a CTA of `split_kv.cu`.
-        let rows = if problem.head_dim > 128 { 16 } else { 24 };
-        let tokens = rows / problem.heads_per_kv().max(1);
+        let rows = match many_rows {
+            Some(config) => config.rows(),
+            // Rows of a CTA of `split_kv.cu`.
+            None if problem.head_dim > 128 => 16,
+            None => 24,
+        };
+        let tokens = rows / heads_per_kv;
         let blocks: Vec<_> = problem.query_blocks(tokens).collect();
         Launched {
             problem: Cow::Owned(problem.of_blocks(&blocks)),

@@ -101,7 +101,7 @@ struct Job {
 impl Job {
     /// `None` for shapes that are left to GPUs: floats, which the arithmetic does not define to the bit, and large shapes, which take
     /// too long.
-    fn new(case: Case, low_latency: LowLatency) -> Result<Option<Self>> {
+    fn new(case: Case, low_latency: LowLatency, many_rows: bool) -> Result<Option<Self>> {
         let p = &case.problem;
         let tiles: usize = p.kv_lens.iter().map(|len| len.div_ceil(64).max(1)).sum();
         let rows = p.heads_per_kv() * p.max_q_len();
@@ -123,6 +123,7 @@ impl Job {
         };
         let preferences = Preferences {
             low_latency,
+            many_rows: Some(many_rows),
             config: None,
         };
         let page_size = if case.is_view() { 0 } else { case.page_size };
@@ -255,14 +256,17 @@ struct Shapes {
 
 impl Shapes {
     fn add(&mut self, case: Case) -> Result<()> {
-        match Job::new(case.clone(), LowLatency::Never)? {
+        match Job::new(case.clone(), LowLatency::Never, false)? {
             Some(job) => self.jobs.push(job),
             None => self.left += 1,
         }
-        let cluster = Job::new(case.clone(), LowLatency::Always)?;
+        let many_rows = Job::new(case.clone(), LowLatency::Never, true)?;
+        let is_many = |job: &Job| job.plan.config.kernel == Kernel::ManyRows;
+        self.jobs.extend(many_rows.filter(is_many));
+        let cluster = Job::new(case.clone(), LowLatency::Always, false)?;
         let is_cluster = |job: &Job| job.plan.config.kernel == Kernel::LowLatencyCluster;
         self.jobs.extend(cluster.filter(is_cluster));
-        let global = Job::new(case, LowLatency::Global)?;
+        let global = Job::new(case, LowLatency::Global, false)?;
         let is_global = |job: &Job| job.plan.config.kernel == Kernel::LowLatencyGlobal;
         self.jobs.extend(global.filter(is_global));
         Ok(())

@@ -63,7 +63,11 @@ fn run(gpus: &[CudaBackend; 3], first: u64) -> Result<()> {
 fn open() -> Result<[CudaBackend; 3]> {
     let options = Options::from_env()?;
     let smaller = |sms, low_latency| {
-        let options = options.clone().sms(sms).low_latency(low_latency);
+        let options = options
+            .clone()
+            .sms(sms)
+            .low_latency(low_latency)
+            .many_rows(low_latency == LowLatency::Never);
         CudaBackend::with_options(&options)
     };
     Ok([
