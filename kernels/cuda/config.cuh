@@ -24,7 +24,7 @@ constexpr int TILE_WARPS = 1;
 #endif
 constexpr bool SHARES_TILES = TILE_WARPS > 1;
 #ifdef ATTN_MANY_ROWS
-constexpr int TEAMS = 2 / ROW_WARPS;  // of many_rows.cu: ROW_WARPS counts warpgroups there
+constexpr int WARPGROUPS = 2, TEAMS = WARPGROUPS / ROW_WARPS;  // of many_rows.cu: ROW_WARPS counts warpgroups there
 #else
 constexpr int TEAMS = SPAN;          // of split_kv.cu: a team has a segment of the span, or a tile of the segment
 #endif
@@ -42,8 +42,8 @@ constexpr int ARRIVALS = 1;
 #ifdef ATTN_LOW_LATENCY  // low_latency.cu: four warps of a team share its tiles, and one is the producer
 constexpr int ROWS = 8 * ROW_GROUPS, WORKERS = 32 * TILE_WARPS, TEAM_THREADS = WORKERS + 32, MAX_TEAMS = 2, THREADS = MAX_TEAMS * TEAM_THREADS;
 constexpr int MERGE_THREADS = WORKERS;  // threads that merge a work item's partials
-#elif defined(ATTN_MANY_ROWS)  // many_rows.cu: a warpgroup of producers, two that attend 64 rows each
-constexpr int ROWS = 64 * ROW_WARPS, THREADS = 3 * 128, MERGE_THREADS = 128 * ROW_WARPS;
+#elif defined(ATTN_MANY_ROWS)  // many_rows.cu: a warpgroup of producers, and those that attend 64 rows each
+constexpr int ROWS = 64 * ROW_WARPS, THREADS = 128 * (1 + WARPGROUPS), MERGE_THREADS = 128 * ROW_WARPS;
 #else
 constexpr int ROWS = 8 * ROW_GROUPS * ROW_WARPS;
 constexpr int THREADS = 32 * ROW_WARPS * TEAMS, MERGE_THREADS = THREADS;
@@ -64,13 +64,15 @@ constexpr bool K_ROTATED = is_rotated(K_SCHEME), V_ROTATED = is_rotated(V_SCHEME
 constexpr bool V_TOKEN_MAJOR = PAGE == 0 && code_bits(V_SCHEME) == 8;  // V's bytes lie along the dims and are turned on their way
 
 #ifdef ATTN_MANY_ROWS
-// Codes of 4 bits are turned into bytes by a warp of the team, which then is the only reader of their stages.
+// Codes of 4 bits are turned into bytes by the warp that copies them, which then is the only reader of their stages.
 constexpr bool UNPACKS = K_INT4 || V_INT4;
 static_assert(!UNPACKS || (K_INT4 && V_INT4), "of both sides, or of none");
 constexpr int READERS = UNPACKS ? 1 : 4 * ROW_WARPS;
-constexpr int BYTE_STAGES = UNPACKS ? 2 : 0, BYTE_STAGE = 2 * TILE * HEAD_DIM + 2 * TILE * 4;
+constexpr bool COPIER_READS = UNPACKS;
+constexpr int BYTE_STAGES = UNPACKS ? 2 : 0, BYTE_PARAMS = TILE * HEAD_DIM, BYTE_STAGE = BYTE_PARAMS + TILE * 8;
 #else
 constexpr int READERS = SHARES_TILES ? TILE_WARPS : ROW_WARPS;  // warps that read a stage
+constexpr bool COPIER_READS = READERS == 1;                     // the warp that copies is the one that reads
 #endif
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }

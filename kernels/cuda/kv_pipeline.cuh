@@ -39,7 +39,7 @@ struct Ring {
     // Reader: the whole team has read the stage.
     __device__ __forceinline__ void release(int lane) {
         __syncwarp();
-        if (READERS > 1 && lane < ARRIVALS) barrier_arrive(empty());
+        if (!COPIER_READS && lane < ARRIVALS) barrier_arrive(empty());
         advance();
     }
 };
@@ -133,7 +133,7 @@ template <class Source> struct TileCopier {
             wait_for_dependencies();
             appended = 0x7fffffff;
         }
-        if (READERS > 1) barrier_wait(ring.empty(), ring.phase ^ 1);
+        if (!COPIER_READS) barrier_wait(ring.empty(), ring.phase ^ 1);
         copy_stage(p);
         ring.advance();
         bool residuals = has_residuals(p);
@@ -377,7 +377,7 @@ struct Producer : TileCopier<CursorSource> {
         return min(tiles, (32 - known) / BLOCKS) - 1;
     }
     __device__ __forceinline__ void copy_plain(const DecodeParams& p) {
-        if (READERS > 1) barrier_wait(ring.empty(), ring.phase ^ 1);
+        if (!COPIER_READS) barrier_wait(ring.empty(), ring.phase ^ 1);
         u32 indices[BLOCKS];
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++) indices[block] = __shfl_sync(~0u, pages, known + block);

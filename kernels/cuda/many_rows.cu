@@ -2,7 +2,8 @@
 //
 // Grid      persistent, a CTA to each SM; a warpgroup of producers and two that attend 64 rows each: one team for 128 rows, or two of 64.
 // Split     work items, (query block, KV head), in order; where there are many, each team attends whole ones, else runs of spans.
-// Pipeline  each team has a ring of stages, which its producer warp fills (kv_pipeline.cuh). Keys and values are read from there by the products.
+// Pipeline  each team has a ring of stages, which its producer warp fills (kv_pipeline.cuh). Products read keys and values from there; codes of 4 bits
+//           are turned into bytes first, by one more warp of the team, in a ring of their own.
 // Merge     a segment's state is in registers, a span's in shared memory, the row's in the workspace: each thread has its own elements. Parts of a
 //           work item by several teams meet in the workspace (partials_counted.cuh).
 // Reads     q; pages; page table, lengths.
@@ -18,7 +19,8 @@
 static_assert(INTEGER && PAGE >= TILE && K_GROUPS == 1 && V_GROUPS == 1 && HEAD_DIM % 32 == 0 && HEAD_DIM <= 128, "select.rs");
 
 constexpr int SUMS_OF_TILE = TILE / 2, ELEMENTS = HEAD_DIM / 2;  // of a thread: scores, and dims of O
-constexpr int TEAM_BARRIER = 1, WARPGROUP_BARRIER = 3;           // named barriers, the first of two each
+constexpr int TEAM_BARRIER = 1, WARPGROUP_BARRIER = 1 + WARPGROUPS;  // named barriers, the first of two each
+constexpr int PRODUCER_REGISTERS = UNPACKS ? 56 : 40, ATTENDER_REGISTERS = UNPACKS ? 224 : 232;  // of an SM's 512 for three warps of a scheduler
 
 // ---- the split ----
 
@@ -125,26 +127,167 @@ struct PartSource {
     __device__ __forceinline__ int first_residual_tile(const DecodeParams&) const { return part.first_residual_tile; }
 };
 
-DEVICE void produce(const DecodeParams& p, Walk walk, const Ring& ring, int lane) {
+// Copies the team's tiles in the order of its walk, a stage at a time.
+struct Issuer {
+    const DecodeParams& p;
+    Walk walk;
     TileCopier<PartSource> copier;
-    copier.ring = ring;
-    copier.lane = lane;
-    copier.step = 1;
-    copier.stage_of_tile = 0;
-    copier.maps = nullptr;
-    Part& part = copier.source.part;
+    int end;
+
+    __device__ __forceinline__ void start(const Ring& ring, int lane) {
+        copier.ring = ring;
+        copier.lane = lane;
+        copier.step = 1;
+        copier.stage_of_tile = 0;
+        copier.maps = nullptr;
+        copier.tile = end = 0;
+    }
+    // False if nothing is left.
+    __device__ __forceinline__ bool issue() {
+        Part& part = copier.source.part;
+        if (copier.tile >= end) {
+            do {
+                if (!walk.next(p, part)) return false;
+                copier.tile = part.first_tile();
+                end = part.end_tile();
+            } while (copier.tile >= end);
+            copier.begin(p, part.sequence, part.kv_head, part.first_residual_tile);
+            copier.appended = first_appended_tile(p, part.kv_len);
+            copier.prefetch_residuals(p, end);
+            copier.load_page_indices(p);
+        }
+        if (copier.copy_next(p) && copier.known == 32) copier.load_page_indices(p);
+        return true;
+    }
+};
+
+// ---- codes of 4 bits ----
+
+// A reader is done with some stages.
+DEVICE void release_stages(Ring& ring, int count, int lane) {
+#pragma unroll 1
+    for (; count > 0; count--) {
+        __syncwarp();
+        if (lane < ARRIVALS) barrier_arrive(ring.empty());
+        ring.advance();
+    }
+}
+
+// The ring of bytes: a stage has K's or V's codes and parameters of a tile, or the side's residuals, which come behind it.
+struct ByteRing {
+    u32 stages, barriers;  // shared addresses; barriers: full[BYTE_STAGES], then empty[BYTE_STAGES]
+    int stage;
+    u32 phase;
+
+    DEVICE void init(u32 barriers, int stage) {
+        barrier_init(barriers + stage * 8, ARRIVALS);
+        barrier_init(barriers + (BYTE_STAGES + stage) * 8, 4 * ROW_WARPS * ARRIVALS);
+        barrier_init_fence();
+    }
+    __device__ __forceinline__ u32 at() const { return stages + stage * BYTE_STAGE; }
+    __device__ __forceinline__ void advance() {
+        if (++stage >= BYTE_STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+    __device__ __forceinline__ u32 wait_full() const {
+        barrier_wait(barriers + stage * 8, phase);
+        return at();
+    }
+    __device__ __forceinline__ u32 wait_empty() const {
+        barrier_wait(barriers + (BYTE_STAGES + stage) * 8, phase ^ 1);
+        return at();
+    }
+    // What this warp wrote is seen by products.
+    __device__ __forceinline__ void publish(int lane) {
+        fence_async();
+        __syncwarp();
+        if (lane < ARRIVALS) barrier_arrive(barriers + stage * 8);
+        advance();
+    }
+    __device__ __forceinline__ void release(int lane) {
+        __syncwarp();
+        if (lane < ARRIVALS) barrier_arrive(barriers + (BYTE_STAGES + stage) * 8);
+        advance();
+    }
+};
+
+// Nibbles of a side's tile to bytes: eight rows of 16 low nibbles, then those of the high ones. Half steps are 16 times as large.
+template <bool IS_SIXTEENFOLD> DEVICE void unpack(u32 from, u32 to, int lane) {
+#pragma unroll 4
+    for (int i = lane; i < TILE * HEAD_DIM / 32; i += 32) {
+        float4 x = lds128(from + i * 16);
+        u32 words[4] = {float_bits(x.x), float_bits(x.y), float_bits(x.z), float_bits(x.w)};
+        float low[4], high[4];
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            low[n] = bits_float(IS_SIXTEENFOLD ? words[n] << 4 & 0xf0f0f0f0 : words[n] & 0x0f0f0f0f);
+            high[n] = bits_float(IS_SIXTEENFOLD ? words[n] & 0xf0f0f0f0 : words[n] >> 4 & 0x0f0f0f0f);
+        }
+        u32 row = to + (i / 8 * 16 + i % 8) * 16;
+        sts128(row, {low[0], low[1], low[2], low[3]});
+        sts128(row + 128, {high[0], high[1], high[2], high[3]});
+    }
+}
+// A side's parameters as floats: of half steps the scale of a sixteenth, of plain codes the scale and the shift.
+template <int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int lane) {
+    SideParams<SCHEME, RowScales> params = {from, 0, {}};
+#pragma unroll
+    for (int t = lane; t < TILE; t += 32) {
+        if constexpr (SCHEME == INT4) {
+            float2 x = params.scale_shift(0, t);
+            sts64(to + t * 8, x.x, x.y);
+        } else {
+            sts32(to + t * 4, float_bits(params.scale(0, t) * RESIDUAL_STEP));
+        }
+    }
+}
+// Unpacks the tiles that `issuer` copies, STAGES stages ahead.
+DEVICE void unpack_tiles(const DecodeParams& p, Walk walk, Issuer& issuer, Ring ring, ByteRing bytes, int lane) {
+#pragma unroll 1
+    for (int i = 0; i < STAGES; i++) issuer.issue();
+    Part part;
 #pragma unroll 1
     while (walk.next(p, part)) {
-        copier.begin(p, part.sequence, part.kv_head, part.first_residual_tile);
-        copier.appended = first_appended_tile(p, part.kv_len);
-        copier.tile = part.first_tile();
-        int end = part.end_tile();
-        if (copier.tile >= end) continue;
-        copier.prefetch_residuals(p, end);
-        copier.load_page_indices(p);
 #pragma unroll 1
-        while (copier.tile < end)
-            if (copier.copy_next(p) && copier.known == 32) copier.load_page_indices(p);
+        for (int index = part.first_tile(); index < part.end_tile(); index++) {
+            bool residuals = WINDOW && index >= part.first_residual_tile;
+            Ring before = ring;
+            Stages at;
+            wait_keys(ring, residuals, at);
+            wait_values(ring, residuals, at);
+            auto publish = [&](auto write) {
+                write(bytes.wait_empty());
+                bytes.publish(lane);
+            };
+            publish([&](u32 to) {
+                unpack<K_HALF_STEPS>(at.k.at, to, lane);
+                unpack_params<K_SCHEME>(at.k.at + K_CODES, to + BYTE_PARAMS, lane);
+            });
+            if (K_WINDOW && residuals) publish([&](u32 to) { unpack<false>(at.k_residuals.at, to, lane); });
+            publish([&](u32 to) {
+                unpack<V_HALF_STEPS>(at.v.at, to, lane);
+                unpack_params<V_SCHEME>(at.v.at + V_CODES, to + BYTE_PARAMS, lane);
+            });
+            if (V_WINDOW && residuals) publish([&](u32 to) { unpack<false>(at.v_residuals.at, to, lane); });
+            __syncwarp();
+#pragma unroll 1
+            for (; before.stage != ring.stage || before.phase != ring.phase; before.advance()) issuer.issue();
+        }
+    }
+}
+
+// The team's producer.
+DEVICE void produce(const DecodeParams& p, const Walk& walk, const Ring& ring, const ByteRing& bytes, int lane) {
+    Issuer issuer = {p, walk};
+    issuer.start(ring, lane);
+    if constexpr (UNPACKS) {
+        unpack_tiles(p, walk, issuer, ring, bytes, lane);
+    } else {
+#pragma unroll 1
+        while (issuer.issue()) {
+        }
     }
     wait_for_dependencies();  // a launch that waits for this one relies on those before it, too
 }
@@ -168,20 +311,39 @@ struct TwoRows {
     }
 };
 
-DEVICE float quad_sum_in_order(float x) {
-    x = x + __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
 DEVICE int quad_sum(int x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
 }
-// The sum of a word's four bytes, unsigned or signed, and `c`.
-DEVICE int byte_sum(u32 x, int c) { return c + (int)(x & 255) + (int)(x >> 8 & 255) + (int)(x >> 16 & 255) + (int)(x >> 24); }
+
+// Parameters of two neighbouring tokens: as floats, or as they lie in a page.
+template <int SCHEME> struct PairParams {
+    static constexpr bool IS_4 = code_bits(SCHEME) == 4, HAS_SHIFTS = SCHEME == INT4, HAS_SCALES = has_row_scales(SCHEME);
+    u32 at;
+
+    __device__ __forceinline__ void read(int t, float (&scale)[2], float (&shift)[2]) const {
+        if constexpr (HAS_SHIFTS) {
+            float4 x = lds128(at + t * 8);
+            scale[0] = x.x;
+            shift[0] = x.y;
+            scale[1] = x.z;
+            shift[1] = x.w;
+        } else if constexpr (IS_4) {
+            uint2 x = lds64(at + t * 4);
+            scale[0] = bits_float(x.x);
+            scale[1] = bits_float(x.y);
+        } else if constexpr (HAS_SCALES) {
+            u32 x = lds32(at + t * 2);
+            scale[0] = half_float(x & 0xffff);
+            scale[1] = half_float(x >> 16);
+        }
+    }
+};
 
 struct Attender {
     const DecodeParams& p;
     Ring ring;
+    ByteRing bytes;
     u32 queries, thresholds;  // shared addresses
     u32 span;                 // of the thread's elements of a span's state, 2048 bytes apart
     float4* row_state;        // in the workspace, 128 apart
@@ -223,7 +385,7 @@ struct Attender {
 #pragma unroll
                 for (int i = 0; i < 4; i++) r[i] = float_bits(x[panel][i] * inverse + MAGIC);
                 u32 word = __byte_perm(__byte_perm(r[0], r[1], 0x0040), __byte_perm(r[2], r[3], 0x0040), 0x5410);
-                if (K_SHIFTS || K_HALF_STEPS) sum = byte_sum(word ^ 0x80808080u, sum) - 512;
+                if (K_SHIFTS || K_HALF_STEPS) sum = signed_byte_sum(word, sum);
                 sts32(queries + (panel * 64 + 16 * warp + 8 * h + lane / 4) * 16 + 4 * (lane % 4), word);
             }
             rows.sum[h] = K_SHIFTS || K_HALF_STEPS ? quad_sum(sum) : 0;
@@ -239,37 +401,60 @@ struct Attender {
         for (int i = 0; i < ELEMENTS; i++) o[i] = 0.0f;
     }
 
-    // Scores, from sums of integers; weights in bytes `a` in slot order, which are the left operand of the products with V; what sums with V are
-    // multiplied by, and the factors of O.
-    template <class KeyParams, class ValueParams>
-    __device__ __forceinline__ void weigh_tile(int (&sums)[SUMS_OF_TILE], int t0, const KeyParams& k, const ValueParams& v, u32 (&a)[2][4], float (&unit)[2], float (&alpha)[2]) {
-        bool full = rows.see_all(t0), exist = full;
-        float s[SUMS_OF_TILE];
+    // Which of the thread's rows read a tile with residuals, by the window of a side.
+    __device__ __forceinline__ bool is_fine(int h, int index, int window) const { return rows.tile[h] < index + window; }
+
+    // Scores from sums of integers. Without score modifiers they still are to be multiplied by the row's scale.
+    __device__ __forceinline__ void find_scores(const int (&sums)[SUMS_OF_TILE], int index, u32 params, float (&s)[SUMS_OF_TILE]) const {
+        PairParams<K_SCHEME> k = {params};
+        int bias[2] = {};
 #pragma unroll
-        for (int j = 0; j < TILE / 8; j++)
+        for (int h = 0; h < 2; h++) {
+            if (K_SHIFTS) bias[h] = -8 * rows.sum[h];
+            if (K_HALF_STEPS) bias[h] = rows.sum[h] * (K_WINDOW && is_fine(h, index, K_WINDOW) ? -255 : -240);
+        }
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                float scale = K_SCHEME == INT8_TENSOR ? 1.0f : k.scale(0, token_of(j, e, lane));
+        for (int j = 0; j < TILE / 8; j++) {
+            float scale[2] = {1.0f, 1.0f}, shift[2];
+            k.read(8 * j + 2 * (lane % 4), scale, shift);
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    int i = 4 * j + 2 * h + e;
-                    s[i] = K_SCHEME == INT8_TENSOR ? (float)sums[i] : (float)sums[i] * scale;
-                    if (HAS_SCORE_MODS) s[i] = s[i] * rows.scale[h];
-                }
-            }
-        if (HAS_SCORE_MODS) {
-#pragma unroll
-            for (int i = 0; i < SUMS_OF_TILE; i++) {
-                int h = i / 2 % 2, t = t0 + token_of(i / 4, i % 2, lane);
-                if (p.softcap_inner != 0.0f) s[i] = softcap(s[i], p.softcap_inner, p.softcap_outer);
-                if (p.alibi_slopes) s[i] = s[i] + rows.slope[h] * (float)(t - rows.position[h]);
+            for (int n = 0; n < 4; n++) {
+                int h = n / 2, e = n % 2, sum = sums[4 * j + n];
+                if (K_SHIFTS) sum = sum + bias[h];
+                if (K_HALF_STEPS) sum = sum * 2 + bias[h];
+                float x = (float)sum;
+                if (K_SCHEME != INT8_TENSOR) x = x * scale[e];
+                if (K_SHIFTS) x = x + (float)rows.sum[h] * shift[e];
+                s[4 * j + n] = HAS_SCORE_MODS ? x * rows.scale[h] : x;
             }
         }
-        if (!full)
+        if (!HAS_SCORE_MODS) return;
 #pragma unroll
-            for (int i = 0; i < SUMS_OF_TILE; i++)
-                if (!rows.sees(i / 2 % 2, t0 + token_of(i / 4, i % 2, lane))) s[i] = MINUS_INFINITY;
-        float top[2], beta[2];
+        for (int i = 0; i < SUMS_OF_TILE; i++) {
+            int h = i / 2 % 2, t = index * TILE + token_of(i / 4, i % 2, lane);
+            if (p.softcap_inner != 0.0f) s[i] = softcap(s[i], p.softcap_inner, p.softcap_outer);
+            if (p.alibi_slopes) s[i] = s[i] + rows.slope[h] * (float)(t - rows.position[h]);
+        }
+    }
+    // Calls hide(i) for the scores of tokens that a row does not see.
+    template <class Hide> __device__ __forceinline__ void each_hidden(int index, Hide hide) const {
+#pragma unroll
+        for (int i = 0; i < SUMS_OF_TILE; i++)
+            if (!rows.sees(i / 2 % 2, index * TILE + token_of(i / 4, i % 2, lane))) hide(i);
+    }
+
+    // What a tile's weights leave for its values.
+    struct Weighed {
+        u32 a[2][4];  // bytes in slot order, which are the left operand of products with V
+        float alpha[2], beta[2], step[2];
+        int sum[2];      // W, where V's codes need it
+        float shift[2];  // z
+    };
+    // Replaces scores by weights, and updates the maxima and sums.
+    __device__ __forceinline__ void weigh_tile(float (&s)[SUMS_OF_TILE], int index, u32 params, Weighed& w) {
+        bool full = rows.see_all(index * TILE);
+        if (!full) each_hidden(index, [&](int i) { s[i] = MINUS_INFINITY; });
+        float top[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float x[2] = {s[2 * h], s[2 * h + 1]};
@@ -279,107 +464,186 @@ struct Attender {
                 for (int e = 0; e < 2; e++) x[e] = fmaxf(x[e], s[4 * j + 2 * h + e]);
             float largest = quad_max(fmaxf(x[0], x[1]));
             bool some = largest > MINUS_INFINITY;
-            // The largest product is that of the largest number: products with a scale keep the order.
+            // The largest product is that of the largest number: rounding keeps the order.
             top[h] = some ? ceilf(HAS_SCORE_MODS ? largest : largest * rows.scale[h]) : MINUS_INFINITY;
             float tile_m = top[h] - 1.0f, now = fmaxf(m[h], tile_m);
-            alpha[h] = pow2(now - m[h]);
-            beta[h] = some ? pow2(now - tile_m) : -0.0f;
+            w.alpha[h] = pow2(now - m[h]);
+            w.beta[h] = some ? pow2(now - tile_m) : -0.0f;
             m[h] = now;
         }
-        // Weights, and their sum.
-        u32 units[2] = {0, 0};
 #pragma unroll
         for (int i = 0; i < SUMS_OF_TILE; i++) {
             int h = i / 2 % 2;
             float score = HAS_SCORE_MODS ? s[i] : s[i] * rows.scale[h];
             s[i] = exp2w(fma_saturate(score, -0.015625f, 0.015625f * top[h]));
         }
-        if (!full)
-#pragma unroll
-            for (int i = 0; i < SUMS_OF_TILE; i++)
-                if (!rows.sees(i / 2 % 2, t0 + token_of(i / 4, i % 2, lane))) s[i] = 0.0f;
+        if (!full) each_hidden(index, [&](int i) { s[i] = 0.0f; });
+        u32 units[2] = {0, 0};
 #pragma unroll
         for (int i = 0; i < SUMS_OF_TILE; i++) units[i / 2 % 2] += float_bits(s[i] + WEIGHT_BASE);
-        // Products with V's scales, and the largest of each row.
         float largest[2] = {0.0f, 0.0f};
-#pragma unroll
-        for (int j = 0; j < TILE / 8; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                float scale = 1.0f;
-                if (has_row_scales(V_SCHEME)) {
-                    scale = v.scale(0, token_of(j, e, lane));
-                    if (!exist) scale = finite_scale(scale);
-                }
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    float& x = s[4 * j + 2 * h + e];
-                    if (has_row_scales(V_SCHEME)) x = x * scale;
-                    largest[h] = fmaxf(largest[h], x);
-                }
-            }
+        scale_weights(s, full, params, largest, w.shift);
         WeightStep step[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            step[h] = weight_step(quad_max(largest[h]), false);
-            unit[h] = step[h].step * beta[h];
-            u32 sum = units[h] - 16 * WEIGHT_BASE_BITS;
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            l[h] = fmaf((float)(int)sum, exp2i(-22) * beta[h], l[h] * alpha[h]);
+            step[h] = weight_step(quad_max(largest[h]), V_WINDOW && is_fine(h, index, V_WINDOW));
+            w.step[h] = step[h].step;
+            u32 sum = quad_sum((int)(units[h] - 16 * WEIGHT_BASE_BITS));
+            l[h] = fmaf((float)(int)sum, exp2i(-22) * w.beta[h], l[h] * w.alpha[h]);
+            w.sum[h] = 0;
         }
-        // Bytes of tokens 2c, 2c + 1, 2c + 8, 2c + 9 of a panel of 16.
+        // Tokens 2c, 2c + 1, 2c + 8, 2c + 9 of a panel of 16.
 #pragma unroll
-        for (int panel = 0; panel < 4; panel++)
+        for (int panel = 0; panel < 4; panel++) {
+            u32 b[2][4];
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
+                int j = 2 * panel + i / 2;
+                uint2 x = lds64(thresholds + token_of(j, 0, lane) * 4);
+                float threshold[2] = {bits_float(x.x), bits_float(x.y)};
+#pragma unroll
+                for (int n = 0; n < 4; n++) b[n / 2][i + n % 2] = float_bits(s[4 * j + n] * step[n / 2].inverse + threshold[n % 2]);
+            }
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                u32 b[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    int j = 2 * panel + i / 2, e = i % 2;
-                    float threshold = bits_float(lds32(thresholds + token_of(j, e, lane) * 4));
-                    b[i] = float_bits(s[4 * j + 2 * h + e] * step[h].inverse + threshold);
-                }
-                a[panel / 2][panel % 2 * 2 + h] = __byte_perm(__byte_perm(b[0], b[1], 0x0051), __byte_perm(b[2], b[3], 0x0051), 0x5410);
+                u32 word = __byte_perm(__byte_perm(b[h][0], b[h][1], 0x0051), __byte_perm(b[h][2], b[h][3], 0x0051), 0x5410);
+                w.a[panel / 2][panel % 2 * 2 + h] = word;
+                if (V_INT4) w.sum[h] = byte_sum(word, w.sum[h]);
             }
+        }
+        if (V_INT4)
+#pragma unroll
+            for (int h = 0; h < 2; h++) w.sum[h] = quad_sum(w.sum[h]);
+    }
+    // Products of weights with V's scales, the largest of each row, and the sums with V's shifts.
+    __device__ __forceinline__ void scale_weights(float (&s)[SUMS_OF_TILE], bool exist, u32 params, float (&largest)[2], float (&shifts)[2]) const {
+        PairParams<V_SCHEME> v = {params};
+        float z[2][2] = {};
+#pragma unroll
+        for (int j = 0; j < TILE / 8; j++) {
+            float scale[2] = {1.0f, 1.0f}, shift[2];
+            v.read(8 * j + 2 * (lane % 4), scale, shift);
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                if (has_row_scales(V_SCHEME) && !exist) scale[e] = finite_scale(scale[e]);
+                if (V_SHIFTS && !exist) shift[e] = finite(shift[e]);
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    float& x = s[4 * j + 2 * h + e];
+                    if (V_SHIFTS) z[h][e] = z[h][e] + x * shift[e];
+                    if (has_row_scales(V_SCHEME)) x = x * scale[e];
+                    largest[h] = fmaxf(largest[h], x);
+                }
+            }
+        }
+        if (V_SHIFTS)
+#pragma unroll
+            for (int h = 0; h < 2; h++) shifts[h] = quad_sum(z[h][0] + z[h][1]);
     }
 
-    __device__ __forceinline__ void release(int count) {
-#pragma unroll 1
-        for (; count > 0; count--) ring.release(lane);
+    // ---- a tile ----
+
+    // Where a side's codes of a tile lie in bytes, its parameters, and its residuals, or 0.
+    struct Place {
+        u32 codes, params, residuals;
+    };
+    __device__ __forceinline__ Place wait_keys_or_values(bool is_k, bool residuals) {
+        if constexpr (UNPACKS) {
+            u32 at = bytes.wait_full();
+            ByteRing next = bytes;
+            next.advance();
+            return {at, at + BYTE_PARAMS, residuals ? next.wait_full() : 0};
+        } else if (is_k) {
+            u32 at = ring.wait();
+            return {at, at + K_CODES, 0};
+        } else {
+            u32 at = ring.wait();
+            if (KV_ONE_STAGE) at += K_BYTES_OF_BLOCK;
+            return {at, at + V_CODES, 0};
+        }
+    }
+    __device__ __forceinline__ void release_keys_or_values(bool is_k, bool residuals) {
+        if constexpr (UNPACKS) {
+            bytes.release(lane);
+            if (residuals) bytes.release(lane);
+        } else if (!KV_ONE_STAGE || !is_k) {
+            release_stages(ring, 1, lane);
+        }
+    }
+    __device__ __forceinline__ void multiply_keys(const Place& at, int index, int (&sums)[SUMS_OF_TILE]) const {
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < PANELS / 2; i++)
+            Products<!K_INT4>::multiply_shared(sums, matrices(queries + i * 2 * 64 * 16, 64 * 16), matrices(at.codes + i * 2 * TILE * 16, TILE * 16), i > 0);
+        if (K_WINDOW && at.residuals)
+#pragma unroll
+            for (int i = 0; i < PANELS / 2; i++) {
+                // The queries of rows that read K with residuals.
+                u32 a[4];
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    u32 word = lds32(queries + ((2 * i + n / 2) * 64 + 16 * warp + 8 * (n % 2) + lane / 4) * 16 + 4 * (lane % 4));
+                    a[n] = is_fine(n % 2, index, K_WINDOW) ? word : 0;
+                }
+                Products<false>::multiply_signed(sums, a, matrices(at.residuals + i * 2 * TILE * 16, TILE * 16), true);
+            }
+        products_commit();
+    }
+    __device__ __forceinline__ void multiply_values(const Place& at, int index, const Weighed& w, int (&values)[ELEMENTS]) const {
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < 2; i++) Products<!V_INT4>::multiply_unsigned(values, w.a[i], matrices(at.codes + i * 2 * HEAD_DIM * 16, HEAD_DIM * 16), i > 0);
+        if (V_WINDOW && at.residuals)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                u32 a[4];
+#pragma unroll
+                for (int n = 0; n < 4; n++) a[n] = is_fine(n % 2, index, V_WINDOW) ? w.a[i][n] : 0;
+                Products<false>::multiply_unsigned(values, a, matrices(at.residuals + i * 2 * HEAD_DIM * 16, HEAD_DIM * 16), true);
+            }
+        products_commit();
+    }
+    __device__ __forceinline__ void fold(const int (&values)[ELEMENTS], int index, const Weighed& w) {
+        float unit[2];
+        int bias[2] = {};
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            unit[h] = V_SHIFTS ? w.step[h] : w.step[h] * w.beta[h];
+            if (V_SHIFTS) bias[h] = -8 * w.sum[h];
+            if (V_HALF_STEPS) bias[h] = w.sum[h] * (V_WINDOW && is_fine(h, index, V_WINDOW) ? -255 : -240);
+        }
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i++) {
+            int h = i / 2 % 2, sum = values[i];
+            if (V_SHIFTS) sum = sum + bias[h];
+            if (V_HALF_STEPS) sum = sum * 2 + bias[h];
+            if (V_SHIFTS) o[i] = fmaf(fmaf((float)sum, unit[h], w.shift[h]), w.beta[h], o[i]);
+            else o[i] = fmaf((float)sum, unit[h], o[i]);
+        }
     }
 
     // Folds a tile into the segment's state.
     __device__ __forceinline__ void tile(const Part& part, int index) {
-        Ring next = ring;
-        Stages at;
-        wait_keys(next, false, at);
+        bool residuals = WINDOW && index >= part.first_residual_tile;
+        Place at = wait_keys_or_values(true, K_WINDOW && residuals);
         int sums[SUMS_OF_TILE];
-        products_begin();
-#pragma unroll
-        for (int i = 0; i < PANELS / 2; i++)
-            Products<!K_INT4>::multiply_shared(sums, matrices(queries + i * 2 * 64 * 16, 64 * 16), matrices(at.k.at + i * 2 * TILE * 16, TILE * 16), i > 0);
-        products_commit();
+        multiply_keys(at, index, sums);
         products_wait<0>();
-        wait_values(next, false, at);
-        u32 a[2][4] = {};
-        float unit[2], alpha[2] = {1.0f, 1.0f};
-        SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {}};
-        SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {}};
-        if (has_rows) weigh_tile(sums, index * TILE, k, v, a, unit, alpha);
+        float s[SUMS_OF_TILE];
+        find_scores(sums, index, at.params, s);
+        release_keys_or_values(true, K_WINDOW && residuals);
+        at = wait_keys_or_values(false, V_WINDOW && residuals);
+        Weighed w = {};
+        w.alpha[0] = w.alpha[1] = 1.0f;
+        if (has_rows) weigh_tile(s, index, at.params, w);
         int values[ELEMENTS];
-        products_begin();
+        multiply_values(at, index, w, values);
+        if (__any_sync(~0u, w.alpha[0] != 1.0f || w.alpha[1] != 1.0f))
 #pragma unroll
-        for (int i = 0; i < 2; i++) Products<!V_INT4>::multiply_unsigned(values, a[i], matrices(at.v.at + i * 2 * HEAD_DIM * 16, HEAD_DIM * 16), i > 0);
-        products_commit();
-        if (has_rows && __any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f))
-#pragma unroll
-            for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * alpha[i / 2 % 2];
+            for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * w.alpha[i / 2 % 2];
         products_wait<0>();
-        release(KV_ONE_STAGE ? 1 : 2);
-        if (has_rows)
-#pragma unroll
-            for (int i = 0; i < ELEMENTS; i++) o[i] = fmaf((float)values[i], unit[i / 2 % 2], o[i]);
+        release_keys_or_values(false, V_WINDOW && residuals);
+        if (has_rows) fold(values, index, w);
     }
 
     // ---- states ----
@@ -563,25 +827,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __gri
     u32 base = shared_address(shared);
     auto barriers_of = [&](int team) { return base + SharedMemory::BARRIERS + team * STAGES * 16; };
     if (threadIdx.x < TEAMS * STAGES) Ring::init(barriers_of(threadIdx.x / STAGES), threadIdx.x % STAGES);
+    auto byte_barriers_of = [&](int team) { return base + SharedMemory::BARRIERS + TEAMS * STAGES * 16 + team * BYTE_STAGES * 16; };
+    if (UNPACKS && threadIdx.x < TEAMS * BYTE_STAGES) ByteRing::init(byte_barriers_of(threadIdx.x / larger(BYTE_STAGES, 1)), threadIdx.x % larger(BYTE_STAGES, 1));
     if (threadIdx.x < TILE) sts32(base + SharedMemory::THRESHOLDS + threadIdx.x * 4, float_bits(threshold(threadIdx.x)));
     if (threadIdx.x == THREADS - 1) touch_params(p, base + SharedMemory::NOWHERE);
     after_dependencies(p);
     Walk* walks = (Walk*)(shared + SharedMemory::WALKS);
     find_work(p, walks, (u32*)(shared + SharedMemory::SUMS));
     __syncthreads();
+    auto ring_of = [&](int team) { return Ring{base + team * STAGES * STAGE_BYTES, barriers_of(team), 0, 0}; };
+    auto bytes_of = [&](int team) { return ByteRing{base + SharedMemory::BYTES_AT + team * BYTE_STAGES * BYTE_STAGE, byte_barriers_of(team), 0, 0}; };
     if (warp < 4) {
-        give_up_registers<40>();
-        if (warp < TEAMS) produce(p, walks[warp], {base + warp * STAGES * STAGE_BYTES, barriers_of(warp), 0, 0}, lane);
+        give_up_registers<PRODUCER_REGISTERS>();
+        if (warp < TEAMS) produce(p, walks[warp], ring_of(warp), bytes_of(warp), lane);
         return;
     }
-    take_registers<232>();
+    take_registers<ATTENDER_REGISTERS>();
     int warpgroup = warp / 4 - 1, team = warpgroup / ROW_WARPS, thread = threadIdx.x % 128;
     float4* states = (float4*)(p.partial_o + p.row_states_at);
-    Attender self = {p, {base + team * STAGES * STAGE_BYTES, barriers_of(team), 0, 0}, base + SharedMemory::QUERIES + warpgroup * 64 * HEAD_DIM, base + SharedMemory::THRESHOLDS,
+    Attender self = {p, ring_of(team), bytes_of(team), base + SharedMemory::QUERIES + warpgroup * 64 * HEAD_DIM, base + SharedMemory::THRESHOLDS,
                      base + SharedMemory::STATES + warpgroup * 64 * HEAD_DIM * 4 + thread * 16, states + (blockIdx.x * WARPGROUPS + warpgroup) * (HEAD_DIM / 8) * 128 + thread,
                      warpgroup, warp % 4, lane};
-    // The warps of two teams whose rows are few take turns in their places: a place is a scheduler's.
-    self.first_row = warpgroup % ROW_WARPS * 64 + 16 * self.warp;
+    // Teams whose rows are few have them in warps of different places: a place is a scheduler's.
+    self.first_row = warpgroup % ROW_WARPS * 64 + (self.warp + 4 - team) % 4 * 16;
     Meeting meeting = {p, (Arrival*)(shared + SharedMemory::ARRIVALS_AT + 16 * team), TEAM_BARRIER + team};
     Walk walk = walks[team];
     Claims claims = {};

@@ -2,13 +2,12 @@
 #pragma once
 #include "config.cuh"
 
-constexpr int WARPGROUPS = 2;                              // that attend rows; a team has all of them, or one
 constexpr int WALK_BYTES = 64;
 
 struct SharedMemory {
     enum : int {
         STAGES_AT = 0,                                                              // u8 [TEAMS][STAGES][STAGE_BYTES]
-        BYTES_AT = STAGES_AT + TEAMS * STAGES * STAGE_BYTES,                        // u8 [TEAMS][BYTE_STAGES][BYTE_STAGE]: codes of 4 bits in bytes
+        BYTES_AT = STAGES_AT + TEAMS * STAGES * STAGE_BYTES,                        // u8 [TEAMS][BYTE_STAGES][BYTE_STAGE]: codes of 4 bits as bytes
         QUERIES = BYTES_AT + TEAMS * BYTE_STAGES * BYTE_STAGE,                      // s8 [WARPGROUPS][PANELS][64 rows][16 dims]
         STATES = QUERIES + WARPGROUPS * 64 * HEAD_DIM,                              // float4 [WARPGROUPS][HEAD_DIM / 8][128 threads]: O of a span
         THRESHOLDS = STATES + WARPGROUPS * 64 * HEAD_DIM * 4,                       // float [TILE]

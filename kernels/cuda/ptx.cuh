@@ -89,6 +89,10 @@ DEVICE u32 transposed(u32 x) {
     return y;
 }
 
+// `c` and the four bytes of a word, unsigned or signed.
+DEVICE int byte_sum(u32 x, int c) { return (int)__dp4a(x, 0x01010101u, (u32)c); }
+DEVICE int signed_byte_sum(u32 x, int c) { return __dp4a((int)x, 0x01010101, c); }
+
 // ---- tensor cores: d = a·b + c; elements 0, 1 are row lane/4, elements 2, 3 row lane/4 + 8; columns 2·(lane%4) + {0, 1} ----
 
 struct Sums {

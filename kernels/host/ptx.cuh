@@ -170,6 +170,9 @@ DEVICE u32 transposed(u32 x) { return warp_op(TRANSPOSE, x); }
 
 // ---- tensor cores ----
 
+DEVICE int byte_sum(u32 x, int c) { return c + (int)(x & 255) + (int)(x >> 8 & 255) + (int)(x >> 16 & 255) + (int)(x >> 24); }
+DEVICE int signed_byte_sum(u32 x, int c) { return byte_sum(x ^ 0x80808080u, c) - 512; }
+
 struct Sums {
     int x[4];
 };

@@ -5,7 +5,7 @@ use attn_core::{KvFormat, Problem, Scheme};
 use super::{
     config::{
         BULK_SHARED, DeviceLimits, Kernel, KernelConfig, LowLatency, Preferences, RESERVED_SHARED,
-        SM_TEAMS,
+        SM_TEAMS, WARPGROUPS,
     },
     cost::{Cost, fastest_split, split_kv_us},
     smem::{Stage, shared_bytes},
@@ -137,8 +137,9 @@ impl Shape {
 
     /// The configuration of `many_rows.cu`; `None` where it does not cover the shape.
     pub(crate) fn many_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
+        let bits = self.format.k.code_bits();
         let is_covered = |scheme: Scheme| {
-            scheme.is_integer() && scheme.code_bits() == 8 && scheme.groups(self.head_dim) == 1
+            scheme.is_integer() && scheme.code_bits() == bits && scheme.groups(self.head_dim) == 1
         };
         // Its products are Hopper's, and read K and V as pages of whole tiles have them.
         if self.rows <= 8
@@ -149,8 +150,8 @@ impl Shape {
         {
             return None;
         }
-        let row_warps = if self.rows > 64 { 2 } else { 1 };
-        (2..=18 * row_warps / 2)
+        let row_warps = if self.rows > 64 { WARPGROUPS } else { 1 };
+        (2..=9 * row_warps)
             .rev()
             .map(|stages| KernelConfig {
                 kernel: Kernel::ManyRows,
@@ -180,9 +181,12 @@ pub fn many_rows(
     limits: DeviceLimits,
     preferences: &Preferences,
 ) -> Option<KernelConfig> {
-    let wanted = preferences.many_rows != Some(false) && preferences.config.is_none();
     let shape = Shape::new(problem, format, page_size);
-    wanted
+    // Measured on an H200: 32 rows, which `split_kv.cu` has in one block, take it 107 µs, and `many_rows.cu` 154; 48 rows 68 and 49.
+    let is_faster = shape.rows > 32 && preferences.config.is_none();
+    preferences
+        .many_rows
+        .unwrap_or(is_faster)
         .then(|| shape.many_rows(limits.shared_limit))
         .flatten()
 }

@@ -9,6 +9,9 @@ use super::config::{Kernel, KernelConfig, TEAMS, WARPGROUPS};
 /// A stage holds both K and V of a tile where they are no larger than this.
 const KV_ONE_STAGE: usize = 12288;
 
+/// Stages of `many_rows.cu` with codes of 4 bits as bytes.
+const BYTE_STAGES: usize = 2;
+
 /// Partials that a team of a cluster receives room for.
 pub(crate) const TEAM_PARTIALS: usize = 4;
 
@@ -18,6 +21,8 @@ pub(crate) struct Stage {
     pub(crate) v: usize,
     /// The fewest stages that a tile with residuals needs at once.
     pub(crate) least: usize,
+    /// Whether codes of 4 bits are turned into bytes by `many_rows.cu`.
+    unpacks: bool,
     /// Of a row of V that is turned back, or 0.
     rotated_row: usize,
     bytes: usize,
@@ -60,6 +65,7 @@ impl Stage {
             } else {
                 1
             },
+            unpacks: format.k.code_bits() == 4,
             rotated_row: if format.v.is_rotated() {
                 head_dim.next_multiple_of(32) * 4
             } else {
@@ -90,7 +96,11 @@ pub fn shared_bytes(
 
 fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {
     let teams = WARPGROUPS / config.row_warps;
-    teams * config.stages * (stage.bytes + 16)
+    let of_bytes = match stage.unpacks {
+        true => BYTE_STAGES * (arithmetic::TILE * (head_dim + 8) + 16),
+        false => 0,
+    };
+    teams * (config.stages * (stage.bytes + 16) + of_bytes)
         + WARPGROUPS * 64 * head_dim * 5
         + arithmetic::TILE * 4
         + 64

@@ -43,6 +43,9 @@ pub struct LaunchPlan {
     partials_are_zeroed: bool,
 }
 
+/// Rows that a CTA of `many_rows.cu` attends.
+const MANY_ROWS: usize = 128;
+
 /// The most bytes of partials where the blocks of query tokens may be divided among several launches.
 const MOST_PARTIALS: usize = 256 << 20;
 
@@ -228,7 +231,7 @@ impl LaunchPlan {
             max_sum_bytes: aligned(&[partials, config.rows(), 8])?,
             partial_o_bytes: aligned(&[partials, config.rows(), problem.head_dim, 4])?,
             row_states_bytes: match config.kernel {
-                Kernel::ManyRows => aligned(&[launch.grid[0], 128, problem.head_dim, 4])?,
+                Kernel::ManyRows => aligned(&[launch.grid[0], MANY_ROWS, problem.head_dim, 4])?,
                 _ => 0,
             },
             partials_are_zeroed,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use attn_conformance::{
-    Case, Size,
+    Build, Case, Size,
     check::{decode_rows, first_difference},
     random::random,
     table,
@@ -110,7 +110,9 @@ impl Job {
         } else {
             (LARGEST, 1 + case.seed as usize % 5)
         };
-        if !case.format.is_integer() || tiles * p.num_kv_heads * rows.div_ceil(8) > largest {
+        // Many rows go through a kernel that attends 64 at a time.
+        let at_once = if many_rows && rows > 8 { 64 } else { 8 };
+        if !case.format.is_integer() || tiles * p.num_kv_heads * rows.div_ceil(at_once) > largest {
             return Ok(None);
         }
         let limits = DeviceLimits {
@@ -290,6 +292,40 @@ fn chosen() -> Vec<Case> {
     pages.seed = 2; // for the larger GPU
     all.push(pages);
     all.push(Case::new([8, 1], 128, &[600; 16], KvFormat::INT8));
+    all.extend(many_rows());
+    all
+}
+
+/// Shapes of `many_rows.cu`: one warp's rows and two warpgroups', spans that several teams have, whole work items, every mask and scheme.
+fn many_rows() -> Vec<Case> {
+    let case = |heads, dim, kv_lens: &[usize], q_lens: &[usize], format: &str| {
+        let format = format.parse().expect("a format's name");
+        let mut case = Case::new(heads, dim, kv_lens, format);
+        case.problem.q_lens = q_lens.to_vec();
+        case.build = Build::AtOnce;
+        case
+    };
+    let mut all = vec![
+        case([12, 1], 64, &[2900, 70], &[1, 1], "int8"),
+        case([16, 1], 128, &[1100], &[3], "int8-plain"),
+        case([64, 1], 64, &[2000, 0], &[2, 1], "int8"),
+        case([6, 2], 64, &[300, 200, 5], &[60, 1, 0], "int8-tensor"),
+        case([4, 1], 96, &[130, 70], &[100, 3], "int8"),
+        // More work items than eight for each team.
+        case([16, 1], 64, &[200; 40], &[1; 40], "int8"),
+        case([4, 2], 64, &[65; 24], &[20; 24], "int8-plain/int8-tensor"),
+    ];
+    let mut masked = case([8, 1], 64, &[1300, 200], &[30, 11], "int8");
+    (masked.problem.window_left, masked.problem.softcap) = (Some(150), Some(20.0));
+    (masked.page_size, masked.problem.alibi_slopes) = (128, Some(vec![0.25; 8]));
+    all.push(masked);
+    let mut not_causal = case([3, 1], 64, &[400, 100], &[30, 7], "int8");
+    not_causal.problem.causal = false;
+    not_causal.problem.sinks = Some(vec![0.5, -2.0, 6.0]);
+    all.push(not_causal);
+    for (i, case) in all.iter_mut().enumerate() {
+        case.seed = i as u64;
+    }
     all
 }
 
