@@ -3,7 +3,7 @@
 // Grid      persistent, a CTA to each SM; a warpgroup of producers and two that attend 64 rows each: one team for 128 rows, or two of 64.
 // Split     work items, (query block, KV head), in order; where there are many, each team attends whole ones, else runs of spans.
 // Pipeline  each team has a ring of stages, which its producer warp fills (kv_pipeline.cuh). Products read keys and values from there; codes of 4 bits
-//           are turned into bytes first, by one more warp of the team, in a ring of their own.
+//           are turned into bytes first, by the warps of the producers, in a ring of their own.
 // Merge     a segment's state is in registers, a span's in shared memory, the row's in the workspace: each thread has its own elements. Parts of a
 //           work item by several teams meet in the workspace (partials_counted.cuh).
 // Reads     q; pages; page table, lengths.
@@ -180,7 +180,7 @@ struct ByteRing {
     u32 phase;
 
     DEVICE void init(u32 barriers, int stage) {
-        barrier_init(barriers + stage * 8, ARRIVALS);
+        barrier_init(barriers + stage * 8, UNPACKERS * ARRIVALS);
         barrier_init(barriers + (BYTE_STAGES + stage) * 8, 4 * ROW_WARPS * ARRIVALS);
         barrier_init_fence();
     }
@@ -199,7 +199,7 @@ struct ByteRing {
         barrier_wait(barriers + (BYTE_STAGES + stage) * 8, phase ^ 1);
         return at();
     }
-    // What this warp wrote is seen by products.
+    // What this warp has written is seen by products.
     __device__ __forceinline__ void publish(int lane) {
         fence_async();
         __syncwarp();
@@ -213,10 +213,11 @@ struct ByteRing {
     }
 };
 
-// Nibbles of a side's tile to bytes: eight rows of 16 low nibbles, then those of the high ones. Half steps are 16 times as large.
-template <bool IS_SIXTEENFOLD> DEVICE void unpack(u32 from, u32 to, int lane) {
-#pragma unroll 4
-    for (int i = lane; i < TILE * HEAD_DIM / 32; i += 32) {
+// Nibbles of a side's tile to bytes: eight rows of 16 low nibbles, then those of the high ones. Half steps are 16 times as large. `thread`: of
+// the team's unpackers.
+template <bool IS_SIXTEENFOLD> DEVICE void unpack(u32 from, u32 to, int thread) {
+#pragma unroll 2
+    for (int i = thread; i < TILE * HEAD_DIM / 32; i += 32 * UNPACKERS) {
         float4 x = lds128(from + i * 16);
         u32 words[4] = {float_bits(x.x), float_bits(x.y), float_bits(x.z), float_bits(x.w)};
         float low[4], high[4];
@@ -231,10 +232,9 @@ template <bool IS_SIXTEENFOLD> DEVICE void unpack(u32 from, u32 to, int lane) {
     }
 }
 // A side's parameters as floats: of half steps the scale of a sixteenth, of plain codes the scale and the shift.
-template <int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int lane) {
+template <int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int thread) {
     SideParams<SCHEME, RowScales> params = {from, 0, {}};
-#pragma unroll
-    for (int t = lane; t < TILE; t += 32) {
+    for (int t = thread; t < TILE; t += 32 * UNPACKERS) {
         if constexpr (SCHEME == INT4) {
             float2 x = params.scale_shift(0, t);
             sts64(to + t * 8, x.x, x.y);
@@ -243,50 +243,55 @@ template <int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int lane) {
         }
     }
 }
-// Unpacks the tiles that `issuer` copies, STAGES stages ahead.
-DEVICE void unpack_tiles(const DecodeParams& p, Walk walk, Issuer& issuer, Ring ring, ByteRing bytes, int lane) {
+// Unpacks the team's tiles, and goes on copying those ahead; the unpacker-th of the team's warps.
+DEVICE void unpack_tiles(const DecodeParams& p, Walk walk, Issuer& issuer, Ring ring, ByteRing bytes, int unpacker, int lane) {
+    int thread = unpacker * 32 + lane;
+    auto issue = [&](int stages) {
+        if (unpacker == 0)
 #pragma unroll 1
-    for (int i = 0; i < STAGES; i++) issuer.issue();
+            for (; stages > 0; stages--) issuer.issue();
+    };
+    issue(STAGES);
     Part part;
 #pragma unroll 1
     while (walk.next(p, part)) {
 #pragma unroll 1
         for (int index = part.first_tile(); index < part.end_tile(); index++) {
             bool residuals = WINDOW && index >= part.first_residual_tile;
-            Ring before = ring;
+            Ring next = ring;
             Stages at;
-            wait_keys(ring, residuals, at);
-            wait_values(ring, residuals, at);
+            wait_keys(next, residuals, at);
+            wait_values(next, residuals, at);
             auto publish = [&](auto write) {
                 write(bytes.wait_empty());
                 bytes.publish(lane);
             };
             publish([&](u32 to) {
-                unpack<K_HALF_STEPS>(at.k.at, to, lane);
-                unpack_params<K_SCHEME>(at.k.at + K_CODES, to + BYTE_PARAMS, lane);
+                unpack<K_HALF_STEPS>(at.k.at, to, thread);
+                unpack_params<K_SCHEME>(at.k.at + K_CODES, to + BYTE_PARAMS, thread);
             });
-            if (K_WINDOW && residuals) publish([&](u32 to) { unpack<false>(at.k_residuals.at, to, lane); });
+            if (K_WINDOW && residuals) publish([&](u32 to) { unpack<false>(at.k_residuals.at, to, thread); });
             publish([&](u32 to) {
-                unpack<V_HALF_STEPS>(at.v.at, to, lane);
-                unpack_params<V_SCHEME>(at.v.at + V_CODES, to + BYTE_PARAMS, lane);
+                unpack<V_HALF_STEPS>(at.v.at, to, thread);
+                unpack_params<V_SCHEME>(at.v.at + V_CODES, to + BYTE_PARAMS, thread);
             });
-            if (V_WINDOW && residuals) publish([&](u32 to) { unpack<false>(at.v_residuals.at, to, lane); });
-            __syncwarp();
-#pragma unroll 1
-            for (; before.stage != ring.stage || before.phase != ring.phase; before.advance()) issuer.issue();
+            if (V_WINDOW && residuals) publish([&](u32 to) { unpack<false>(at.v_residuals.at, to, thread); });
+            int stages = stages_of_keys(residuals) + stages_of_values(residuals);
+            release_stages(ring, stages, lane);
+            issue(stages);
         }
     }
 }
 
-// The team's producer.
-DEVICE void produce(const DecodeParams& p, const Walk& walk, const Ring& ring, const ByteRing& bytes, int lane) {
+// One of the producers' warps.
+DEVICE void produce(const DecodeParams& p, const Walk& walk, const Ring& ring, const ByteRing& bytes, int unpacker, int lane) {
     Issuer issuer = {p, walk};
     issuer.start(ring, lane);
     if constexpr (UNPACKS) {
-        unpack_tiles(p, walk, issuer, ring, bytes, lane);
+        unpack_tiles(p, walk, issuer, ring, bytes, unpacker, lane);
     } else {
 #pragma unroll 1
-        while (issuer.issue()) {
+        while (unpacker == 0 && issuer.issue()) {
         }
     }
     wait_for_dependencies();  // a launch that waits for this one relies on those before it, too
@@ -839,7 +844,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __gri
     auto bytes_of = [&](int team) { return ByteRing{base + SharedMemory::BYTES_AT + team * BYTE_STAGES * BYTE_STAGE, byte_barriers_of(team), 0, 0}; };
     if (warp < 4) {
         give_up_registers<PRODUCER_REGISTERS>();
-        if (warp < TEAMS) produce(p, walks[warp], ring_of(warp), bytes_of(warp), lane);
+        int team = warp % TEAMS;
+        produce(p, walks[team], ring_of(team), bytes_of(team), warp / TEAMS, lane);
         return;
     }
     take_registers<ATTENDER_REGISTERS>();

@@ -105,6 +105,18 @@ impl Workload {
         side(self.format.k) + side(self.format.v)
     }
 
+    /// Floating-point operations of the two products of a decode step: two for each dim of each token that a query row sees, twice.
+    pub fn decode_flops(&self) -> f64 {
+        let problem = &self.problem;
+        let seen = |(b, q_len): (usize, &usize)| -> f64 {
+            (0..*q_len)
+                .map(|i| problem.visible(b, i).len() as f64)
+                .sum()
+        };
+        let pairs: f64 = problem.q_lens.iter().enumerate().map(seen).sum();
+        4.0 * pairs * (problem.num_q_heads * problem.head_dim) as f64
+    }
+
     /// Bytes of codes and parameters of the whole cache: whole pages, or the rows of a contiguous cache.
     pub fn cache_bytes(&self) -> usize {
         let problem = &self.problem;
@@ -286,6 +298,39 @@ impl List {
         }
     }
 
+    /// Query tokens of a step: what speculation verifies, and prompts, whole and in pieces behind a prefix.
+    fn query_tokens(&mut self) {
+        for q_len in [2, 4, 8, 16] {
+            let name = format!("32-8-q{q_len}-ctx8192-batch16");
+            let (formats, lens) = ("bf16,int8,int4,int4-g1", vec![8192; 16]);
+            for workload in self.add("verify", &name, formats, [32, 8, 128], lens) {
+                workload.problem = workload.problem.clone().q_len(q_len);
+            }
+        }
+        for (ctx, formats) in [
+            (1024, "bf16,int8,int4"),
+            (8192, "bf16,int8,int4"),
+            (32_768, "int8,int4"),
+        ] {
+            let batch = 32_768 / ctx;
+            let name = format!("16-1-ctx{ctx}-batch{batch}");
+            for workload in self.add("prefill", &name, formats, [16, 1, 128], vec![ctx; batch]) {
+                workload.problem = workload.problem.clone().q_len(ctx);
+            }
+        }
+        let (name, lens) = ("16-1-ctx8192-batch4-not-causal", vec![8192; 4]);
+        for workload in self.add("prefill", name, "int8", [16, 1, 128], lens) {
+            workload.problem = workload.problem.clone().q_len(8192).causal(false);
+        }
+        for chunk in [512, 2048] {
+            let name = format!("32-8-q{chunk}-behind-32768");
+            let lens = vec![32_768 + chunk];
+            for workload in self.add("prefill", &name, "int8,int4", [32, 8, 128], lens) {
+                workload.problem = workload.problem.clone().q_len(chunk);
+            }
+        }
+    }
+
     /// As many KV heads as query heads, 16-bit.
     fn mha(&mut self) {
         for ctx in [128, 256, 512, 1024, 2048, 4096, 8192] {
@@ -353,6 +398,7 @@ pub fn workloads() -> Vec<Workload> {
     let mut list = List::default();
     list.single();
     list.one_kv_head();
+    list.query_tokens();
     list.mha();
     list.uneven();
     list.append();

@@ -315,9 +315,8 @@ mod tests {
         assert!(healthy);
         assert!(table.starts_with("a fake; 7 repetitions, caches cold, rates of the medians"));
         // 8 KV heads × 1024 tokens × (K and V) × (128 codes and a scale of 2 bytes) = 2.13 MB; in 200 µs.
-        let int8 = "| single/32-8-ctx1024/int8 | 2.1 | 100.0 | 200.0 | 10.6 | 40.0 | 50.0 | 25 % | 400.0 |";
-        let bf16 =
-            "| single/32-8-ctx1024/bf16 | 4.2 | 200.0 | 400.0 | 10.5 | 80.0 | 100.0 | 25 % | – |";
+        let int8 = "| single/32-8-ctx1024/int8 | 2.1 | 100.0 | 200.0 | 10.6 | 40.0 | 50.0 | 25 % | 400.0 | 0.1 |";
+        let bf16 = "| single/32-8-ctx1024/bf16 | 4.2 | 200.0 | 400.0 | 10.5 | 80.0 | 100.0 | 25 % | – | 0.0 |";
         assert!(table.contains(int8) && table.contains(bf16), "{table}");
     }
 
@@ -338,6 +337,8 @@ mod tests {
             ("read_us_median", 50.0),
             ("share", 0.25),
             ("bf16_us", 400.0),
+            // 32 heads × 1024 tokens × 128 dims × 4 in 200 µs.
+            ("tflop_per_s", 0.083_886_08),
         ] {
             assert_eq!(row[key], want, "{key}");
         }

@@ -139,7 +139,7 @@ fn plans_check_their_problem_and_format() {
 #[rstest]
 #[case(|_: &mut Problem, format: &mut &str| *format = "int4", "format", "int4")]
 #[case(|problem: &mut Problem, _: &mut &str| problem.kv_lens = vec![3, 4], "kv_len", "at most 4 for sequence 1")]
-#[case(|problem: &mut Problem, _: &mut &str| problem.kv_lens = vec![3, 5, 0, 0], "batch", "4")]
+#[case(|problem: &mut Problem, _: &mut &str| (problem.kv_lens, problem.q_lens) = (vec![3, 5, 0, 0], vec![1; 4]), "batch", "4")]
 #[case(|problem: &mut Problem, _: &mut &str| problem.num_kv_heads = 2, "num_kv_heads", "2")]
 #[case(|problem: &mut Problem, _: &mut &str| problem.head_dim = 128, "head_dim", "128")]
 fn a_cache_of_another_shape_is_named(

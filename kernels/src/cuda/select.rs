@@ -318,7 +318,7 @@ mod tests {
     fn chosen(problem: &Problem, format: KvFormat, low_latency: LowLatency) -> KernelConfig {
         let preferences = Preferences {
             low_latency,
-            config: None,
+            ..Preferences::default()
         };
         select(problem, format, 64, LIMITS, &preferences).unwrap()
     }

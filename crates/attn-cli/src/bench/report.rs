@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use attn::{KvFormat, Scheme};
-use attn_bench::Workload;
+use attn_bench::{Operation, Workload};
 use serde_json::{Value, json};
 
 use crate::{
@@ -24,15 +24,15 @@ pub(super) fn bf16_us(rows: &[Row], row: &Row) -> Option<f64> {
 
 /// The head of the table whose rows `line` gives.
 pub(super) const HEADER: &str = "\
-| workload | MB | µs min | median | GB/s | read min | median | of the read | bf16 µs |
-|---|---|---|---|---|---|---|---|---|";
+| workload | MB | µs min | median | GB/s | read min | median | of the read | bf16 µs | TFLOP/s |
+|---|---|---|---|---|---|---|---|---|---|";
 
 /// A row of the table.
 pub(super) fn line(row: &Row, bf16: Option<f64>) -> String {
     let bytes = row.workload.bytes() as f64;
     match &row.outcome {
         Ok(f) => format!(
-            "| {} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.0} % | {} |",
+            "| {} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.0} % | {} | {:.1} |",
             row.workload,
             bytes / 1e6,
             f.measured.step.min,
@@ -41,9 +41,18 @@ pub(super) fn line(row: &Row, bf16: Option<f64>) -> String {
             f.measured.ceiling.min,
             f.measured.ceiling.median,
             f.share() * 100.0,
-            bf16.map_or("–".into(), |us| format!("{us:.1}"))
+            bf16.map_or("–".into(), |us| format!("{us:.1}")),
+            tflop_per_s(row, f.us)
         ),
         Err(reason) => format!("| {} | {:.1} | {reason} |", row.workload, bytes / 1e6),
+    }
+}
+
+/// 10^12 operations of both products a second; of an append none count.
+fn tflop_per_s(row: &Row, us: f64) -> f64 {
+    match row.workload.operation {
+        Operation::Append => 0.0,
+        _ => row.workload.decode_flops() / us / 1e6,
     }
 }
 
@@ -58,6 +67,7 @@ pub(super) fn value(row: &Row, device: &str, bf16: Option<f64>) -> Value {
     match &row.outcome {
         Ok(f) => {
             put("us", number(f.us));
+            put("tflop_per_s", number(tflop_per_s(row, f.us)));
             put("us_min", number(f.measured.step.min));
             put("us_median", number(f.measured.step.median));
             put("gb_per_s", number(gb_per_s(bytes, f.us)));
