@@ -9,6 +9,7 @@ mod by_hand;
 mod claims;
 mod errors;
 mod foreign;
+mod one_or_many;
 mod ranges;
 mod third_party;
 mod vectors;

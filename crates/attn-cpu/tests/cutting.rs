@@ -76,7 +76,7 @@ fn sequences_around_the_edges_of_segments_and_spans_have_the_references_bits() {
         );
         compare(&problem, format, &[1, 2, 16]);
         (problem.num_q_heads, problem.num_kv_heads) = (4, 4);
-        problem.kv_lens = vec![1300, 300];
+        (problem.kv_lens, problem.q_lens) = (vec![1300, 300], vec![1, 20]);
         compare(&problem, format, &[1, 3, 16]);
     }
 }
