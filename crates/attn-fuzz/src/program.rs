@@ -98,8 +98,11 @@ fn start(program: &Path, arguments: &[&str], output: &str) -> Result<bool, Strin
     let is_new = !Path::new(output).exists();
     let errors = format!("{output}.stderr");
     let stderr = FsFile::create(&errors).map_err(|e| e.to_string())?;
+    // What a program writes by mistake stays in the folder that is deleted.
+    let folder = Path::new(output).parent().ok_or("no folder")?;
     let mut child = Command::new(program)
         .args(arguments)
+        .current_dir(folder)
         .env_remove("ATTN_BACKEND")
         .env("RAYON_NUM_THREADS", "1")
         .stdin(Stdio::null())
