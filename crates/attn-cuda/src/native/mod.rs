@@ -27,6 +27,7 @@
 //!         page_table,
 //!         page_table_stride: 64,
 //!         residual_pages: DeviceAddress::NULL,
+//!         residual_slots: 0,
 //!     };
 //!     let args = DecodeArgs {
 //!         q,
@@ -35,6 +36,7 @@
 //!         lse: DeviceAddress::NULL,
 //!         kv,
 //!         kv_lens,
+//!         query_blocks: DeviceAddress::NULL,
 //!         k_tensor_scales: DeviceAddress::NULL,
 //!         v_tensor_scales: DeviceAddress::NULL,
 //!         alibi_slopes: DeviceAddress::NULL,
