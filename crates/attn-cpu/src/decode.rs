@@ -222,7 +222,7 @@ impl Workspace {
                         segments: segments.clone(),
                         states,
                     });
-                    states += block.tokens * row;
+                    states = states.saturating_add(block.tokens.saturating_mul(row));
                 }
             }
         }
@@ -234,6 +234,18 @@ impl Workspace {
 /// Segments that a block of query tokens may see.
 fn segments_of(problem: &Problem, block: &QueryBlock) -> usize {
     num_segments(block.seen_len(problem))
+}
+
+/// Makes a list as long as needed: an allocation that fails must not end the process.
+fn grow(what: &'static str, list: &mut Vec<f32>, len: usize) -> Result<(), Error> {
+    let more = len.saturating_sub(list.len());
+    list.try_reserve_exact(more)
+        .map_err(|_| Error::OutOfMemory {
+            what,
+            bytes: more.saturating_mul(size_of::<f32>()),
+        })?;
+    list.resize(len.max(list.len()), 0.0);
+    Ok(())
 }
 
 /// Whether a step takes less time on one thread than by waking others, which takes 13 to 40 µs on a virtual machine: so many products
@@ -262,9 +274,7 @@ pub(crate) fn decode(
         Reader::new(step.kv(), 0, 0)?;
     }
     let (span, needed) = workspace.cut(problem, threads);
-    if workspace.states.len() < needed {
-        workspace.states.resize(needed, 0.0);
-    }
+    grow("the states of a step", &mut workspace.states, needed)?;
     let (attend, epilogue) = kernels(isa, step.plan().format().is_integer());
     let splits = &workspace.splits[..];
     let states = SharedStates {
@@ -296,8 +306,8 @@ pub(crate) fn decode(
     let lse = match lse {
         Some(lse) => lse,
         None => {
-            unasked.resize(problem.rows(), 0.0);
-            &mut unasked[..]
+            grow("log-sum-exps", &mut unasked, problem.rows())?;
+            &mut unasked[..problem.rows()]
         }
     };
     write_rows(step, threads, workspace, epilogue, out, lse);

@@ -198,12 +198,22 @@ impl Tables {
     }
 }
 
-/// The grids of both kernels. Grids, partials, tables and queries beyond the device's limits are refused before anything is allocated;
+/// What needs a larger binding than the device has.
+fn too_large(what: &str, bytes: usize, gpu: &Gpu) -> Error {
+    no_kernel(
+        format!("{what} of {bytes} bytes"),
+        format!(
+            "bindings of {} bytes; attend fewer sequences at once",
+            gpu.largest_binding()
+        ),
+    )
+}
+
+/// The grids of both kernels. Grids, partials and tables beyond the device's limits are refused before anything is allocated;
 /// numbers that saturate exceed every limit.
 fn check_sizes(
     gpu: &Gpu,
     problem: &Problem,
-    queries: usize,
     key: &DecodeKey,
     source: &KvTables<'_>,
 ) -> Result<[[u32; 3]; 2], Error> {
@@ -242,13 +252,9 @@ fn check_sizes(
     for (what, bytes) in [
         ("partials", partials_bytes(problem, key)),
         ("page tables", words.saturating_mul(4)),
-        ("queries", queries.saturating_mul(4 * problem.head_dim)),
     ] {
         if bytes as u64 > largest {
-            return Err(no_kernel(
-                format!("{what} of {bytes} bytes"),
-                format!("bindings of {largest} bytes; attend fewer sequences at once"),
-            ));
+            return Err(too_large(what, bytes, gpu));
         }
     }
     Ok([split_grid, merge_grid].map(|grid| grid.map(|workgroups| workgroups as u32)))
@@ -299,7 +305,7 @@ impl LaunchOfBlocks {
         source: &KvTables<'_>,
     ) -> Result<(Self, usize), Error> {
         let launched = problem.of_blocks(blocks);
-        let grids = check_sizes(gpu, &launched, problem.rows(), key, source)?;
+        let grids = check_sizes(gpu, &launched, key, source)?;
         let tables = Tables::new(problem, blocks, source, key.split);
         let partials = key.split.partials(&launched, key.rows) * key.rows;
         let params = DecodeParams {
@@ -336,6 +342,11 @@ impl Prepared {
         source: &KvTables<'_>,
     ) -> Result<Self, Error> {
         source.check(problem)?;
+        // Before a list of their blocks is made.
+        let bytes = problem.elements().saturating_mul(4);
+        if bytes as u64 > gpu.largest_binding() {
+            return Err(too_large("queries", bytes, gpu));
+        }
         let blocks: Vec<QueryBlock> = problem.query_blocks(block_tokens(problem)).collect();
         let key = pipelines.key(gpu, &problem.of_blocks(&blocks), source.layout);
         let most = most_blocks(gpu, problem, &blocks, &key);

@@ -57,7 +57,7 @@ pub(crate) fn choose(
     page_size: usize,
 ) -> Result<(Instance, KernelConfig, usize), Unsupported> {
     let (limits, preferences) = (device.limits(), &device.preferences);
-    let launched = Launched::new(problem, format, page_size, limits, preferences);
+    let launched = Launched::new(problem, format, page_size, limits, preferences)?;
     let preferences = launched.preferences(preferences);
     configure(limits, &preferences, &launched, format, page_size)
 }
@@ -181,7 +181,7 @@ impl LaunchPlan {
             problem.head_dim,
             if page_size == 0 { 64 } else { page_size },
         )?;
-        let launched = Launched::new(problem, format, page_size, limits, preferences);
+        let launched = Launched::new(problem, format, page_size, limits, preferences)?;
         let preferences = launched.preferences(preferences);
         let (instance, config, shared_bytes) =
             configure(limits, &preferences, &launched, format, page_size)?;

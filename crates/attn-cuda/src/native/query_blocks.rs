@@ -2,13 +2,16 @@
 
 use std::borrow::Cow;
 
-use attn_core::{KvFormat, Problem, QueryBlock};
+use attn_core::{KvFormat, Problem, QueryBlock, Unsupported};
 use attn_kernels::cuda::{DeviceLimits, LowLatency, Preferences, params, select};
 
-use crate::sizes;
+use crate::{error::BACKEND, sizes};
 
 /// Query tokens of a sequence that one launch attends as they come, if every sequence has as many.
 const FEW_TOKENS: usize = 16;
+
+/// The most query tokens of a launch plan: their blocks take half a gigabyte at least.
+const MOST_TOKENS: usize = 1 << 25;
 
 /// A problem as kernels see it: each of its sequences is a query block.
 pub(super) struct Launched<'a> {
@@ -19,13 +22,24 @@ pub(super) struct Launched<'a> {
 
 impl<'a> Launched<'a> {
     /// For pages of `page_size` tokens, or 0 for a view.
+    ///
+    /// # Errors
+    /// [`Unsupported::NoKernel`] for more query tokens than a list of blocks is made for.
     pub(super) fn new(
         problem: &'a Problem,
         format: KvFormat,
         page_size: usize,
         limits: DeviceLimits,
         preferences: &Preferences,
-    ) -> Self {
+    ) -> Result<Self, Unsupported> {
+        let tokens = problem.query_tokens();
+        if tokens > MOST_TOKENS {
+            return Err(Unsupported::NoKernel {
+                backend: BACKEND,
+                what: format!("{tokens} query tokens"),
+                built: format!("up to {MOST_TOKENS}: attend fewer at once"),
+            });
+        }
         let many_rows = select::many_rows(problem, format, page_size, limits, preferences);
         let heads_per_kv = problem.heads_per_kv().max(1);
         let most = match many_rows {
@@ -34,10 +48,10 @@ impl<'a> Launched<'a> {
         };
         let few = |q_len: usize| q_len <= most;
         if problem.batch() == 0 || problem.uniform_q_len().is_some_and(few) {
-            return Launched {
+            return Ok(Launched {
                 problem: Cow::Borrowed(problem),
                 blocks: Vec::new(),
-            };
+            });
         }
         let rows = match many_rows {
             Some(config) => config.rows(),
@@ -47,10 +61,10 @@ impl<'a> Launched<'a> {
         };
         let tokens = rows / heads_per_kv;
         let blocks: Vec<_> = problem.query_blocks(tokens).collect();
-        Launched {
+        Ok(Launched {
             problem: Cow::Owned(problem.of_blocks(&blocks)),
             blocks,
-        }
+        })
     }
 
     /// The caller's preferences, without kernels that take a block's place for its sequence's.
