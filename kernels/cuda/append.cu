@@ -1,10 +1,10 @@
 // append.cu: quantizes new tokens and writes them into pages: the bytes of FORMATS.md.
 //
-// Grid      one token: (heads / 4, batch), two warps per head; else (page jobs, num_kv_heads, batch), 128 threads.
+// Grid      one token: (heads / 4, batch), two warps per head; by slots: (tokens, heads / 4), likewise; else (page jobs, num_kv_heads, batch), 128 threads.
 // Split     one token per sequence is latency alone (launch, length, page, store): a warp takes K or V of one head, a lane stores what it
 //           loaded, and shared memory is not used. With several tokens a CTA owns a page of a head.
 // Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh.
-// Reads     k, v [token][num_kv_heads][head_dim], f32, f16 or bf16; kv_lens, which count the new tokens already.
+// Reads     k, v [token][num_kv_heads][head_dim], f32, f16 or bf16; kv_lens, which count the new tokens already, or slots.
 // Writes    pool [page][kv_head][run]: home pages, and the residual pages of each sequence's last pages.
 // Numerics  append.cuh; compiled without contraction, subnormals kept.
 // Host      attn-cuda/src/native/append.rs; parameters in kernels/src/cuda/params.rs.
@@ -57,33 +57,77 @@ DEVICE void store_v(const VToken& v, const Place& to, int lane) {
 
 // ---- one token per sequence ----
 
-DEVICE void append_k(const AppendParams& p, int b, int head, int lane) {
+// `place(has_window)` is where the token goes; its run is null if it goes nowhere. It is asked for behind the token's loads.
+template <class PlaceOf> DEVICE void append_k(const AppendParams& p, long long token, int head, int lane, PlaceOf place) {
     KToken k;
-    load_k(p, k, b, head, lane);
-    const int len = p.kv_lens[b];
-    const u32 at = len - 1;
-    if (len <= 0) return;
-    const Place to = place_of(p, b, at / PAGE, at % PAGE, head, ATTN_K_WINDOW);
+    load_k(p, k, token, head, lane);
+    const Place to = place(ATTN_K_WINDOW);
+    if (!to.run) return;
     k.read_shared_bytes(to.run, to.residuals, to.t, lane);
     k.encode(scale_of(p.k_tensor_scales, head), lane);
     store_k(k, to, lane);
 }
-DEVICE void append_v(const AppendParams& p, int b, int head, int lane) {
+template <class PlaceOf> DEVICE void append_v(const AppendParams& p, long long token, int head, int lane, PlaceOf place) {
     VToken v;
-    load_v(p, v, b, head, lane);
-    const int len = p.kv_lens[b];
-    const u32 at = len - 1;
-    if (len <= 0) return;
-    const Place to = place_of(p, b, at / PAGE, at % PAGE, head, ATTN_V_WINDOW);
+    load_v(p, v, token, head, lane);
+    const Place to = place(ATTN_V_WINDOW);
+    if (!to.run) return;
     v.encode(scale_of(p.v_tensor_scales, head), lane);
     store_v(v, to, lane);
 }
+// A warp's KV head, where columns of CTAs share them, and whether it takes V.
+struct HeadOfWarp {
+    int head, lane;
+    bool is_v;
+
+    static METHOD HeadOfWarp of(int column) {
+        const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+        return {column * (warps / 2) + warp / 2, (int)threadIdx.x % 32, warp % 2 == 1};
+    }
+};
 DEVICE void append_one(const AppendParams& p) {
-    const int warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
-    const int head = blockIdx.x * (warps / 2) + warp / 2;
+    const HeadOfWarp warp = HeadOfWarp::of(blockIdx.x);
+    const int b = blockIdx.y, head = warp.head;
     if (head >= p.num_kv_heads) return;
-    if (warp % 2 == 0) append_k(p, blockIdx.y, head, lane);
-    else append_v(p, blockIdx.y, head, lane);
+    auto place = [&](bool has_window) {
+        const int len = p.kv_lens[b];
+        const u32 at = len - 1;
+        return len <= 0 ? Place{} : place_of(p, b, at / PAGE, at % PAGE, head, has_window);
+    };
+    if (warp.is_v) append_v(p, b, head, warp.lane, place);
+    else append_k(p, b, head, warp.lane, place);
+}
+
+// ---- tokens that bring their slots ----
+
+DEVICE void append_by_slots(const AppendParams& p) {
+    constexpr bool PAIRS = KToken::SHARES_BYTES;
+    const HeadOfWarp warp = HeadOfWarp::of(blockIdx.y);
+    const int first = blockIdx.x, head = warp.head;
+    if (head >= p.num_kv_heads) return;
+    auto append = [&](int token, auto take) {
+        take(token, [&](bool has_window) {
+            const long long slot = p.slots[token];
+            if (slot < 0) return Place{};
+            u8* residuals = nullptr;
+            if (has_window && p.residual_pages[token] != NO_PAGE) residuals = run_of(p, p.residual_pages[token], head);
+            return Place{run_of(p, (u32)(slot / PAGE), head), residuals, (u32)(slot % PAGE)};
+        });
+    };
+    if (warp.is_v) {
+        append(first, [&](int token, auto place) { append_v(p, token, head, warp.lane, place); });
+        return;
+    }
+    auto append_key = [&](int token) { append(token, [&](int token, auto place) { append_k(p, token, head, warp.lane, place); }); };
+    // Two tokens eight apart share bytes: the first one's warp takes both, one after the other.
+    auto has_both = [&](int low) {
+        return PAIRS && low >= 0 && low + 8 < p.tokens && p.slots[low] >= 0 && !is_high((u32)(p.slots[low] % PAGE)) && p.slots[low + 8] == p.slots[low] + 8;
+    };
+    if (has_both(first - 8)) return;
+    append_key(first);
+    if (!has_both(first)) return;
+    __syncwarp();
+    append_key(first + 8);
 }
 
 // ---- several tokens per sequence ----
@@ -141,6 +185,7 @@ extern "C" __global__ void __launch_bounds__(256, 5) attn_append(const __grid_co
     // not begin before it ends (append to append: 4.2 µs, 5.0 if launched early), but a decode has other work meanwhile.
     wait_for_dependencies();
     if (p.is_followed) launch_dependents();
-    if (p.tokens == 1) append_one(p);
+    if (p.slots) append_by_slots(p);
+    else if (p.tokens == 1) append_one(p);
     else append_many(p);
 }

@@ -1,7 +1,7 @@
 // check.cu: checks the device inputs of a decode or append launch, and reports the first one that would be fatal (ATTN_CHECK=1).
 //
-// Grid      (batch); 128 threads.
-// Reads     kv_lens, page table, residual pages, sinks, queries.
+// Grid      (batch), of slots (1); 128 threads.
+// Reads     kv_lens, page table, residual pages, sinks, queries; or slots and their residual pages.
 // Writes    report: {kind, index, value, limit}; kind 0 if all inputs are allowed.
 // Shared    none.
 // Host      attn-cuda/src/native/mod.rs::check; parameters in kernels/src/cuda/params.rs.
@@ -9,13 +9,27 @@
 #include "dtype.cuh"
 #include "params.h"
 
-enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK };
+enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK, SLOT };
 
 __device__ void report(int* to, int kind, int index, int value, int limit) {
     if (atomicCAS(to, OK, kind) == OK) to[1] = index, to[2] = value, to[3] = limit;
 }
 
+__device__ void check_slots(const DecodeParams& p, const CheckParams& c) {
+    for (int i = threadIdx.x; i < c.query_tokens; i += blockDim.x) {
+        const long long slot = c.slots[i];
+        if (slot >= (long long)c.num_pages * c.page_size) report(c.report, SLOT, i, (int)(slot < 0x7fffffff ? slot : 0x7fffffff), (int)c.num_pages);
+        if (slot < 0 || p.residual_pages == nullptr) continue;
+        const unsigned int page = p.residual_pages[i];
+        if (page >= c.num_pages && page != ~0u) report(c.report, RESIDUAL_PAGE, i, (int)page, (int)c.num_pages);
+    }
+}
+
 extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, const __grid_constant__ CheckParams c) {
+    if (c.slots != nullptr) {
+        check_slots(p, c);
+        return;
+    }
     const int b = blockIdx.x, len = p.kv_lens[b];
     if (len < c.min_kv_len || len > c.max_kv_len) {
         if (threadIdx.x == 0) report(c.report, KV_LEN, b, len, c.max_kv_len);

@@ -86,13 +86,14 @@ struct AppendParams {
     const void* v;                             // New V [token][num_kv_heads][head_dim].
     unsigned char* pool;                       // Pages [page][kv_head][run].
     const unsigned int* page_table;            // u32 [batch][page_table_stride].
-    const unsigned int* residual_pages;        // u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
+    const unsigned int* residual_pages;        // u32 [batch][residual_ring], as in DecodeParams; with slots u32 [tokens], NO_PAGE for none. Null where no scheme has a window.
     const int* kv_lens;                        // i32 [batch], the new tokens included.
+    const long long* slots;                    // i64 [tokens]: where each token goes, page * page_size + token of the page, or negative for nowhere. Null: behind its sequence's tokens.
     const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
     const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
     long long k_token_stride;                  // Elements from one token of K to the next.
     long long v_token_stride;                  // Elements from one token of V to the next.
-    int tokens;                                // New tokens of each sequence; those of sequence b start at b * tokens.
+    int tokens;                                // New tokens of each sequence; those of sequence b start at b * tokens. With slots: all new tokens.
     int batch;                                 // Sequences.
     int num_kv_heads;                          // KV heads.
     int page_table_stride;                     // Entries of the page table per sequence.
@@ -100,7 +101,7 @@ struct AppendParams {
     int is_followed;                           // Whether the next launch is a decode that knows which pages this one writes.
     unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
 };
-static_assert(sizeof(AppendParams) == 112, "params.rs");
+static_assert(sizeof(AppendParams) == 120, "params.rs");
 
 // Parameters of `import.cu`.
 struct ImportParams {
@@ -123,14 +124,15 @@ static_assert(sizeof(ImportParams) == 160, "params.rs");
 // Parameters of `check.cu`, beside those of the launch that it checks.
 struct CheckParams {
     int* report;                               // i32 [4], zeroed: {kind, index, value, limit}.
+    const long long* slots;                    // Slots of an append, as in AppendParams, or null.
     int max_kv_len;                            // The longest length that is allowed.
     unsigned int num_pages;                    // Pages in the pool.
     int page_size;                             // Tokens per page; 0 for strided rows.
     int head_dim;                              // Elements per head.
     int min_kv_len;                            // The shortest length that is allowed: the new tokens of an append.
-    int query_tokens;                          // Query tokens of all sequences.
+    int query_tokens;                          // Query tokens of all sequences; of an append by slots, its tokens.
 };
-static_assert(sizeof(CheckParams) == 32, "params.rs");
+static_assert(sizeof(CheckParams) == 40, "params.rs");
 
 // Parameters of `read.cu`.
 struct ReadParams {

@@ -9,7 +9,7 @@ pub use crate::{
     error::failed,
     images::image,
     native::{
-        append::{append_grid, append_params},
+        append::{append_grid, append_params, slot_append_grid, slot_append_params},
         launch_plan::LaunchPlan,
         read::{NativeRead, check_native, prepare_read, read_on},
     },

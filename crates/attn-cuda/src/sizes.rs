@@ -49,6 +49,25 @@ pub(crate) fn strides(of: [usize; 3]) -> [i64; 3] {
     of.map(|stride| i64::try_from(stride).unwrap_or(i64::MAX))
 }
 
+/// Refuses a format with a window whose table of residual pages is null.
+///
+/// # Errors
+/// [`Error::Parameter`].
+pub(crate) fn has_residual_pages(
+    format: KvFormat,
+    page_size: usize,
+    residual_pages: DeviceAddress,
+) -> Result<(), Error> {
+    if format.residual_slots(page_size, 0) > 0 && residual_pages == DeviceAddress::NULL {
+        return Err(Error::Parameter {
+            what: "residual_pages",
+            given: "null".into(),
+            allowed: "a table for formats with a window (int4, int8/int4), as DeviceKv::Paged and SlotAppendArgs say",
+        });
+    }
+    Ok(())
+}
+
 /// Slots of residual pages for a kernel's parameters; refuses a format with a window whose table is null, or of a wrong size.
 ///
 /// # Errors
@@ -59,16 +78,10 @@ pub(crate) fn slots(
     slots: usize,
     residual_pages: DeviceAddress,
 ) -> Result<u32, Error> {
+    has_residual_pages(format, page_size, residual_pages)?;
     let least = format.residual_slots(page_size, 0);
     if least == 0 {
         return Ok(0);
-    }
-    if residual_pages == DeviceAddress::NULL {
-        return Err(Error::Parameter {
-            what: "residual_pages",
-            given: "null".into(),
-            allowed: "a table for formats with a window (int4, int8/int4), as DeviceKv::Paged says",
-        });
     }
     if slots < least || !slots.is_power_of_two() || slots > 1 << 20 {
         return Err(Error::Parameter {

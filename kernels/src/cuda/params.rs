@@ -207,10 +207,12 @@ blocks! {
         pool: u64 = "unsigned char*",
         /// u32 [batch][page_table_stride].
         page_table: u64 = "const unsigned int*",
-        /// u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
+        /// u32 [batch][residual_ring], as in DecodeParams; with slots u32 [tokens], NO_PAGE for none. Null where no scheme has a window.
         residual_pages: u64 = "const unsigned int*",
         /// i32 [batch], the new tokens included.
         kv_lens: u64 = "const int*",
+        /// i64 [tokens]: where each token goes, page * page_size + token of the page, or negative for nowhere. Null: behind its sequence's tokens.
+        slots: u64 = "const long long*",
         /// f32 [num_kv_heads], or null.
         k_tensor_scales: u64 = "const float*",
         /// f32 [num_kv_heads], or null.
@@ -219,7 +221,7 @@ blocks! {
         k_token_stride: i64 = "long long",
         /// Elements from one token of V to the next.
         v_token_stride: i64 = "long long",
-        /// New tokens of each sequence; those of sequence b start at b * tokens.
+        /// New tokens of each sequence; those of sequence b start at b * tokens. With slots: all new tokens.
         tokens: i32 = "int",
         /// Sequences.
         batch: i32 = "int",
@@ -269,6 +271,8 @@ blocks! {
     struct CheckParams {
         /// i32 [4], zeroed: {kind, index, value, limit}.
         report: u64 = "int*",
+        /// Slots of an append, as in AppendParams, or null.
+        slots: u64 = "const long long*",
         /// The longest length that is allowed.
         max_kv_len: i32 = "int",
         /// Pages in the pool.
@@ -279,7 +283,7 @@ blocks! {
         head_dim: i32 = "int",
         /// The shortest length that is allowed: the new tokens of an append.
         min_kv_len: i32 = "int",
-        /// Query tokens of all sequences.
+        /// Query tokens of all sequences; of an append by slots, its tokens.
         query_tokens: i32 = "int",
     }
 

@@ -55,8 +55,8 @@ mod query_blocks;
 pub(crate) mod read;
 mod rows;
 
-pub use append::{AppendArgs, Dtype, NativeAppend};
-pub(crate) use append::{check_heads, launch_append};
+pub use append::{AppendArgs, Dtype, NativeAppend, SlotAppendArgs};
+pub(crate) use append::{check_heads, launch_append, launch_slot_append};
 pub use import::{ImportArgs, NativeImport};
 pub(crate) use import::{launch_import, prepare_import};
 pub(crate) use launch_plan::{LaunchPlan, choose};
@@ -366,6 +366,14 @@ unsafe fn check(
             (value as u32).to_string(),
             format!("0 to {}", limit - 1),
         ),
+        6 => error(
+            "slots",
+            match value {
+                i32::MAX => "2147483647 or more".into(),
+                value => value.to_string(),
+            },
+            format!("below {limit} pages of {}, or negative", limits.page_size),
+        ),
         5 => error(
             "sinks",
             f32::from_bits(value as u32).to_string(),
@@ -487,6 +495,44 @@ impl CudaBackend {
     ) -> Result<(), Error> {
         // SAFETY: this function's contract.
         unsafe { self.append(append, stream.raw(), args, false) }
+    }
+
+    /// Enqueues the append of tokens that bring their slots: those of any sequences, any number of each, with padding. The bytes are those of
+    /// [`CudaBackend::append_on`].
+    ///
+    /// # Safety
+    /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes.
+    /// - On the device, no two slots are the same; slots that are not negative are in the pool, as are the residual pages of their tokens, in pages
+    ///   that belong to one sequence; a sequence's tokens lie side by side, in order; K and V of tokens with slots are finite.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for numbers of more than 31 bits, slots that are null, and missing residual pages; [`Error::Device`] with the driver's
+    /// refusal, or with [`CudaError::Check`].
+    pub unsafe fn append_slots_on(
+        &self,
+        append: &NativeAppend,
+        stream: Stream,
+        args: &SlotAppendArgs,
+    ) -> Result<(), Error> {
+        if let Some(kernel) = append.check.as_ref().filter(|_| args.tokens > 0) {
+            let mut params = DecodeParams {
+                residual_pages: args.residual_pages.get(),
+                batch: 1,
+                ..DecodeParams::default()
+            };
+            let limits = CheckParams {
+                slots: args.slots.get(),
+                query_tokens: sizes::int("tokens to append", args.tokens)?,
+                num_pages: sizes::axis(args.num_pages),
+                page_size: sizes::int("page_size", append.layout.page_size())?,
+                ..CheckParams::default()
+            };
+            // SAFETY: this function's contract.
+            unsafe { check(&self.device, kernel, stream.raw(), &mut params, limits) }
+                .map_err(failed("checking an append by slots"))?;
+        }
+        // SAFETY: this function's contract.
+        unsafe { launch_slot_append(append, stream.raw(), args) }
     }
 
     /// Enqueues an append and the decode behind it: what [`CudaBackend::append_on`] and [`CudaBackend::decode_on`] do, with the same bits,

@@ -1,4 +1,5 @@
-//! Append: calls of one and of several tokens, from floats of three kinds; after each the pool must be the CPU's, byte by byte.
+//! Append: calls of one and of several tokens, behind their sequences and by slots, from floats of three kinds; after each the pool must be the
+//! CPU's, byte by byte.
 
 use std::sync::Arc;
 
@@ -7,8 +8,8 @@ use attn_conformance::case::noise;
 use attn_core::{CacheConfig, DecodeAttention, Heads, HostPages, KvCache};
 use attn_cpu::CpuBackend;
 use attn_cuda::{
-    internals::{append_grid, append_params},
-    native::{AppendArgs, DeviceAddress, Dtype},
+    internals::{append_grid, append_params, slot_append_grid, slot_append_params},
+    native::{AppendArgs, DeviceAddress, Dtype, SlotAppendArgs},
 };
 use attn_kernels::cuda::Instance;
 use half::{bf16, f16};
@@ -178,7 +179,11 @@ impl Job {
                 let at = b * tokens * row..(b + 1) * tokens * row;
                 cache.append(b, &k.floats[at.clone()], &v.floats[at])?;
             }
-            self.emulate(kernels, &cache, [&k, &v], tokens, pool.as_mut_ptr())?;
+            let to = pool.as_mut_ptr();
+            match call % 2 {
+                0 => self.emulate(kernels, &cache, [&k, &v], tokens, to)?,
+                _ => self.emulate_by_slots(kernels, &cache, [&k, &v], tokens, to)?,
+            }
             if let Some(found) = self.first_difference(&cache, pool)? {
                 return Ok(Some(format!("call {call}, {tokens} tokens: {found}")));
             }
@@ -248,6 +253,78 @@ impl Job {
             kernels.run(
                 &self.instance(),
                 &append_params(&args, &config.layout()?, false)?,
+                grid,
+                threads,
+            )
+        }
+    }
+
+    /// The same tokens in one launch, each with its slot; one between two sequences is skipped.
+    fn emulate_by_slots(
+        &self,
+        kernels: &Kernels,
+        cache: &KvCache,
+        sides: [&Tokens; 2],
+        tokens: usize,
+        pool: *mut u8,
+    ) -> Result<()> {
+        let (config, table) = (&self.config, cache.table());
+        let row_bytes = sides[0].bytes.len() / (self.lens.len() * tokens);
+        let (mut slots, mut residuals) = (Vec::new(), Vec::new());
+        let mut rows = [Vec::new(), Vec::new()];
+        for (b, pages) in table.pages.iter().enumerate() {
+            // What a token has that is skipped: NaN.
+            slots.push(-1i64);
+            residuals.push(7u32);
+            rows.each_mut()
+                .map(|rows| rows.resize(rows.len() + row_bytes, 0xff));
+            for (side, rows) in sides.iter().zip(&mut rows) {
+                rows.extend(&side.bytes[b * tokens * row_bytes..(b + 1) * tokens * row_bytes]);
+            }
+            let len = table.lens[b];
+            for at in len - tokens..len {
+                let page = at / config.page_size;
+                slots.push(
+                    i64::from(pages[page]) * config.page_size as i64
+                        + (at % config.page_size) as i64,
+                );
+                let behind = pages.len() - 1 - page;
+                let mut of_last = table.residual_pages[b].iter().rev();
+                residuals.push(of_last.nth(behind).copied().unwrap_or(u32::MAX));
+            }
+        }
+        // Vectors are loaded by 16 bytes.
+        let rows = rows.map(|rows| {
+            let mut words = vec![0u128; rows.len().div_ceil(16)];
+            bytemuck::cast_slice_mut(&mut words)[..rows.len()].copy_from_slice(&rows);
+            words
+        });
+        let some = |scales: &[f32]| match scales {
+            [] => DeviceAddress::NULL,
+            scales => address(scales),
+        };
+        let row = config.num_kv_heads * config.head_dim;
+        let args = SlotAppendArgs {
+            k: address(&rows[0]),
+            v: address(&rows[1]),
+            dtype: self.dtype,
+            k_token_stride: row,
+            v_token_stride: row,
+            pool: DeviceAddress::new(pool as u64),
+            num_pages: config.num_pages,
+            slots: address(&slots),
+            residual_pages: address(&residuals),
+            k_tensor_scales: some(&config.k_tensor_scales),
+            v_tensor_scales: some(&config.v_tensor_scales),
+            tokens: slots.len(),
+        };
+        let (grid, threads) = slot_append_grid(&config.layout()?, slots.len());
+        // SAFETY: append.cu takes an AppendParams; its addresses are those of memory that lives until here, as large as `SlotAppendArgs`
+        // asks, and the slots are those of the cache's own pages.
+        unsafe {
+            kernels.run(
+                &self.instance(),
+                &slot_append_params(&args, &config.layout()?)?,
                 grid,
                 threads,
             )
