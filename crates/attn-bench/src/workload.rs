@@ -25,7 +25,9 @@ pub enum Operation {
     Decode,
     /// The append of one token per sequence, after which the lengths are the problem's.
     Append,
-    /// That append, and then the decode step.
+    /// The same append by slots, which CUDA's native entry has.
+    AppendBySlots,
+    /// The append by sequence, and then the decode step.
     AppendDecode,
 }
 
@@ -168,11 +170,18 @@ impl Workload {
         self.problem.batch() * (elements * 4 + written + residuals * elements / 2)
     }
 
-    /// Refuses an append that fills every page, for timers whose caches grow with each append: only the first would.
+    /// Refuses an append that fills every page, for timers whose caches grow with each append: only the first would. Such caches know no slots.
     ///
     /// # Errors
     /// [`Error::Parameter`].
     pub fn check_growing(&self) -> Result<(), Error> {
+        if self.operation == Operation::AppendBySlots {
+            return Err(Error::Parameter {
+                what: "append to time",
+                given: "one by slots".to_owned(),
+                allowed: "appends by sequence; slots are for the pools of CUDA's native entry",
+            });
+        }
         let fills = |len: &usize| len.is_multiple_of(self.page_size);
         if self.operation != Operation::Decode && self.problem.kv_lens.iter().all(fills) {
             return Err(Error::Parameter {
@@ -188,7 +197,7 @@ impl Workload {
     pub fn bytes(&self) -> usize {
         match self.operation {
             Operation::Decode => self.decode_bytes(),
-            Operation::Append => self.append_bytes(),
+            Operation::Append | Operation::AppendBySlots => self.append_bytes(),
             Operation::AppendDecode => self.decode_bytes() + self.append_bytes(),
         }
     }
@@ -372,6 +381,7 @@ impl List {
         for (name, operation, lens) in [
             ("decode-alone", Operation::Decode, &mixed),
             ("append", Operation::Append, &mixed),
+            ("append-by-slots", Operation::AppendBySlots, &mixed),
             ("append-then-decode", Operation::AppendDecode, &mixed),
             (
                 "append-then-decode-one",

@@ -1,7 +1,7 @@
 //! Pools of pages to time: filled once by the append kernel, then copied.
 
 use attn_core::{CacheConfig, Error, Heads};
-use attn_cuda::native::{AppendArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend};
+use attn_cuda::native::{AppendArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend, SlotAppendArgs};
 use cudarc::driver::CudaSlice;
 
 use super::{Buffers, CudaTimer, NOISE, Rotation};
@@ -15,6 +15,10 @@ pub(super) struct Pages {
     /// The slots of every sequence, where the format has a window.
     residual_pages: Option<CudaSlice<u32>>,
     residual_slots: usize,
+    /// Slots of the sequences' last tokens, for an append by slots.
+    slots: Option<CudaSlice<i64>>,
+    /// The residual pages of these tokens, where the format has a window.
+    slot_residuals: Option<CudaSlice<u32>>,
     /// Elements of a token's K.
     row: usize,
 }
@@ -34,6 +38,32 @@ impl Pages {
     fn residual_pages(&self, buffers: &Buffers) -> DeviceAddress {
         let table = self.residual_pages.as_ref();
         table.map_or(DeviceAddress::NULL, |table| buffers.address(table))
+    }
+
+    /// The append of the last token of every sequence, of noise, by slots.
+    pub(super) fn slot_append_args(
+        &self,
+        timer: &CudaTimer,
+        pool: DeviceAddress,
+        scales: [DeviceAddress; 2],
+    ) -> SlotAppendArgs {
+        let buffers = &timer.buffers;
+        let noise = buffers.address(&timer.noise);
+        let (slots, residuals) = (self.slots.as_ref(), self.slot_residuals.as_ref());
+        SlotAppendArgs {
+            k: noise,
+            v: noise.offset(2 * NOISE),
+            dtype: Dtype::Bf16,
+            k_token_stride: self.row,
+            v_token_stride: self.row,
+            pool,
+            num_pages: self.num_pages,
+            slots: slots.map_or(DeviceAddress::NULL, |slots| buffers.address(slots)),
+            residual_pages: residuals.map_or(DeviceAddress::NULL, |pages| buffers.address(pages)),
+            k_tensor_scales: scales[0],
+            v_tensor_scales: scales[1],
+            tokens: slots.map_or(0, CudaSlice::len),
+        }
     }
 
     /// The append of `tokens` tokens of noise to the first sequence.
@@ -132,6 +162,8 @@ pub(super) fn fill(
                 [] => None,
                 pages => Some(timer.buffers.upload(pages)?),
             },
+            slots: None,
+            slot_residuals: None,
             residual_slots: slots,
             row: heads * dim,
         })
@@ -139,7 +171,23 @@ pub(super) fn fill(
     // The first pages in their own order, and the rest of the pool from them: residual pages may hold any bytes.
     let first = total.min(NOISE / (heads * dim) / page_size);
     let in_order = pages(&(0..first as u32).collect::<Vec<_>>(), first)?;
-    let scattered = pages(&scattered(&counts, stride), stride)?;
+    let table = scattered(&counts, stride);
+    let mut scattered = pages(&table, stride)?;
+    if workload.operation == Operation::AppendBySlots {
+        // `supports` has refused empty sequences.
+        let last = problem.kv_lens.iter().map(|len| len - 1).enumerate();
+        let slot = |(b, at)| {
+            let page = table[b * stride + at / page_size] as usize;
+            (page * page_size + at % page_size) as i64
+        };
+        let of_last: Vec<i64> = last.clone().map(slot).collect();
+        scattered.slots = Some(timer.buffers.upload(&of_last)?);
+        if slots > 0 {
+            let residual = |(b, at)| residuals[b * slots + at / page_size % slots];
+            let of_last: Vec<u32> = last.map(residual).collect();
+            scattered.slot_residuals = Some(timer.buffers.upload(&of_last)?);
+        }
+    }
     let lens = timer.buffers.upload(&[(first * page_size) as i32])?;
     let at = timer.buffers.address(&lens);
     let args = in_order.append_args(timer, rotation.base, scales, at, first * page_size);

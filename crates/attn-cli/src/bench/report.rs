@@ -51,7 +51,7 @@ pub(super) fn line(row: &Row, bf16: Option<f64>) -> String {
 /// 10^12 operations of both products a second; of an append none count.
 fn tflop_per_s(row: &Row, us: f64) -> f64 {
     match row.workload.operation {
-        Operation::Append => 0.0,
+        Operation::Append | Operation::AppendBySlots => 0.0,
         _ => row.workload.decode_flops() / us / 1e6,
     }
 }

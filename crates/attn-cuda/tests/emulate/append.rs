@@ -276,9 +276,8 @@ impl Job {
             // What a token has that is skipped: NaN.
             slots.push(-1i64);
             residuals.push(7u32);
-            rows.each_mut()
-                .map(|rows| rows.resize(rows.len() + row_bytes, 0xff));
             for (side, rows) in sides.iter().zip(&mut rows) {
+                rows.resize(rows.len() + row_bytes, 0xff);
                 rows.extend(&side.bytes[b * tokens * row_bytes..(b + 1) * tokens * row_bytes]);
             }
             let len = table.lens[b];

@@ -11,7 +11,10 @@ use attn_cpu::CpuBackend;
 use attn_cuda::{
     CudaBackend, CudaError, Options,
     internals::context,
-    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend, NativePlan},
+    native::{
+        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend, NativePlan,
+        SlotAppendArgs,
+    },
 };
 use cudarc::driver::{CudaSlice, sys};
 use half::f16;
@@ -217,6 +220,63 @@ impl<'a> Engine<'a> {
         self.upload_lens()
     }
 
+    /// The next tokens of all sequences, `counts` of each, in one append by slots, with a token between two sequences that is skipped.
+    fn append_by_slots(&mut self, counts: [usize; BATCH], dtype: Dtype) -> Result<()> {
+        let row = HEADS * DIM;
+        self.seed += 2;
+        let (mut k, mut v) = (Vec::new(), Vec::new());
+        let (mut slots, mut residuals) = (Vec::new(), Vec::new());
+        for (b, count) in counts.into_iter().enumerate() {
+            let [new_k, new_v] = [0, 1].map(|i| {
+                numbers::rounded(dtype, &noise(self.seed + 7 * i + b as u64, count * row))
+            });
+            self.cache.append(b, &new_k, &new_v)?;
+            for (all, new) in [(&mut k, new_k), (&mut v, new_v)] {
+                all.extend(new);
+                all.extend(vec![f32::NAN; row]);
+            }
+            let end = self.lens[b] + count;
+            for at in self.lens[b]..end {
+                let page = at / PAGE;
+                slots
+                    .push(i64::from(table()[b * STRIDE + page]) * PAGE as i64 + (at % PAGE) as i64);
+                let is_kept = page + self.slots > (end - 1) / PAGE;
+                residuals.push(match is_kept {
+                    true => (BATCH * STRIDE + b * self.slots + page % self.slots) as u32,
+                    false => u32::MAX,
+                });
+            }
+            slots.push(-1);
+            residuals.push(u32::MAX);
+            self.lens[b] = end;
+        }
+        self.upload_lens()?;
+        let b = &self.buffers;
+        let [k, v] = [k, v].map(|x| b.upload(&numbers::bytes(dtype, &x)));
+        let (k, v) = (k?, v?);
+        let (at, of) = (b.upload(&slots)?, b.upload(&residuals)?);
+        let args = SlotAppendArgs {
+            k: b.address(&k),
+            v: b.address(&v),
+            dtype,
+            k_token_stride: row,
+            v_token_stride: row,
+            pool: b.address(&self.pool),
+            num_pages: self.num_pages,
+            slots: b.address(&at),
+            residual_pages: match self.slots {
+                0 => DeviceAddress::NULL,
+                _ => b.address(&of),
+            },
+            k_tensor_scales: DeviceAddress::NULL,
+            v_tensor_scales: DeviceAddress::NULL,
+            tokens: slots.len(),
+        };
+        // SAFETY: as in `prefill`; the slots are those of the sequences' own pages, in order.
+        unsafe { self.gpu.append_slots_on(&self.append, b.raw(), &args) }?;
+        driver(b.stream.synchronize())
+    }
+
     fn prefill(&mut self, lens: [usize; BATCH]) -> Result<()> {
         for (b, len) in lens.into_iter().enumerate() {
             self.next_tokens(b, 1, len, Dtype::F32)?;
@@ -335,6 +395,22 @@ fn narrow(gpu: &CudaBackend, format: KvFormat, dtype: Dtype) -> Result<()> {
     engine.compare(&q, &format!("{format}, {dtype:?} inputs"))
 }
 
+/// Tokens of all sequences in one append, as an engine's step has them: the bytes are those of appends one by one.
+fn by_slots(gpu: &CudaBackend, format: KvFormat, dtype: Dtype) -> Result<()> {
+    let mut engine = Engine::new(gpu, format, 1, Dtype::F32)?;
+    for counts in [[100, 0, 700], [1, 1, 1], [5, 64, 17], [1, 0, 9], [63, 1, 1]] {
+        engine.append_by_slots(counts, dtype)?;
+        if engine.lens.contains(&0) {
+            continue;
+        }
+        let q = engine.new_queries()?;
+        // SAFETY: as in `enqueue`.
+        unsafe { gpu.decode_on(&engine.plan, engine.buffers.raw(), &engine.decode_args()) }?;
+        engine.compare(&q, &format!("{format}, {counts:?} tokens by slots"))?;
+    }
+    Ok(())
+}
+
 /// A host view whose rows begin anywhere: it reaches decode through pages.
 fn crooked_view(gpu: &CudaBackend) -> Result<()> {
     let lens = vec![300, 0, 129];
@@ -377,6 +453,28 @@ fn crooked_view(gpu: &CudaBackend) -> Result<()> {
     }
 }
 
+/// An append by slots of two tokens.
+fn append_to(engine: &Engine<'_>, slots: [i64; 2]) -> Result<(), Error> {
+    let b = &engine.buffers;
+    let at = b.upload(&slots)?;
+    let args = SlotAppendArgs {
+        k: b.address(&engine.k),
+        v: b.address(&engine.v),
+        dtype: Dtype::F32,
+        k_token_stride: HEADS * DIM,
+        v_token_stride: HEADS * DIM,
+        pool: b.address(&engine.pool),
+        num_pages: engine.num_pages,
+        slots: b.address(&at),
+        residual_pages: engine.residuals(0),
+        k_tensor_scales: DeviceAddress::NULL,
+        v_tensor_scales: DeviceAddress::NULL,
+        tokens: slots.len(),
+    };
+    // SAFETY: as in `prefill`, but for the slots, which the checking launch refuses before anything is written.
+    unsafe { engine.gpu.append_slots_on(&engine.append, b.raw(), &args) }
+}
+
 /// The checking launch refuses what the contract of `decode_on` forbids, and the GPU works on.
 fn checked(options: &Options) -> Result<()> {
     let gpu = &CudaBackend::with_options(options)?;
@@ -412,6 +510,12 @@ fn checked(options: &Options) -> Result<()> {
     engine.upload_queries(&wild)?;
     expect(decode(&engine), "q")?;
     engine.upload_queries(&q)?;
+    for (slots, name) in [
+        ([3, engine.num_pages as i64 * PAGE as i64], "slots"),
+        ([-1, i64::MAX], "slots"),
+    ] {
+        expect(append_to(&engine, slots), name)?;
+    }
     // A plan of a problem without sinks takes them, too.
     let mut wild = sinks();
     wild[Q_HEADS - 1] = f32::NAN;
@@ -443,6 +547,10 @@ pub fn add(mut trials: Trials<CudaBackend>) -> Trials<CudaBackend> {
                     passes(graph(gpu, format, tokens, steps, how))
                 });
             }
+        }
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            let name = format!("native: {name}, K and V in {dtype:?}, by slots");
+            trials = trials.test(name, move |gpu| passes(by_slots(gpu, format, dtype)));
         }
         for dtype in [Dtype::F16, Dtype::Bf16] {
             trials = trials.test(
