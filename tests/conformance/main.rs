@@ -3,6 +3,7 @@
 #[path = "../common/layers.rs"]
 mod layers;
 
+mod engines;
 mod plans;
 mod real_layers;
 
@@ -16,7 +17,7 @@ use attn_core::{DecodeAttention, Unsupported};
 use attn_cpu::{CpuBackend, Reference};
 use libtest_mimic::{Arguments, Trial};
 
-/// The tests of one backend: the table's cases, what a caller may choose about a step, and real layers.
+/// The tests of one backend: the table's cases, what a caller may choose about a step, what an engine does between steps, and real layers.
 fn trials(
     name: &'static str,
     opened: Result<Box<dyn DecodeAttention>, Unsupported>,
@@ -32,6 +33,7 @@ fn trials(
     let (cases, _) = cases.unwrap_or_else(|error| panic!("{error}"));
     trials = trials.cases(&Arc::new(Reference::new()), cases, outcomes);
     trials = plans::add(trials);
+    trials = engines::add(trials);
     if name != "cpu" {
         trials = real_layers::add(trials);
     }

@@ -3,13 +3,16 @@
 //! [`KvCache`] keeps the page table (lengths, pages, sharing) and checks every call; a backend's [`PageStore`] keeps the bytes in the
 //! backend's memory. A refused call changes neither, and a call that the device fails changes no length and takes no page.
 //!
-//! Here: creation, forks and freeing. `cache/store.rs`: the interface to a backend; `append.rs`: appends; `transfer.rs`: pages as bytes.
+//! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `append.rs`: appends; `sequences.rs`: a step's
+//! choice of sequences; `transfer.rs`: pages as bytes.
 
 mod append;
+mod sequences;
 mod store;
 mod transfer;
 
 pub use append::Append;
+pub use sequences::CachedSequences;
 pub use store::{CacheAccess, PageStore, TokenWrite};
 
 use crate::{
@@ -132,17 +135,26 @@ impl KvCache {
     /// # Errors
     /// [`Error::Mismatch`] for `q_len`.
     pub fn check_queries(&self, problem: &Problem) -> Result<(), Error> {
+        self.check_queries_of(problem, &self.table)
+    }
+
+    /// The same for sequences that `table` lists.
+    pub(crate) fn check_queries_of(
+        &self,
+        problem: &Problem,
+        table: &PageTable,
+    ) -> Result<(), Error> {
         let CacheConfig {
             format, page_size, ..
         } = self.config;
         if format.window() == Window::None {
             return Ok(());
         }
-        let lens = problem.q_lens.iter().zip(&self.table.lens).enumerate();
+        let lens = problem.q_lens.iter().zip(&table.lens).enumerate();
         for (b, (&q_len, &kv_len)) in lens.filter(|(_, (q_len, _))| **q_len > 0) {
             let rows = if problem.causal { q_len } else { 1 };
             let first = format.first_residual_token(kv_len.saturating_sub(rows));
-            let kept = self.table.pages[b].len() - self.table.residual_pages[b].len();
+            let kept = table.pages[b].len() - table.residual_pages[b].len();
             if first / page_size < kept {
                 return Err(Error::Mismatch {
                     what: "q_len",
@@ -163,7 +175,7 @@ impl KvCache {
         self.pages.order(order)
     }
 
-    fn check_sequence(&self, sequence: usize) -> Result<(), Error> {
+    pub(crate) fn check_sequence(&self, sequence: usize) -> Result<(), Error> {
         let count = self.table.lens.len();
         if sequence < count {
             Ok(())
@@ -198,6 +210,61 @@ impl KvCache {
         self.table.pages[to] = self.table.pages[from].clone();
         self.table.residual_pages[to] = self.table.residual_pages[from].clone();
         self.table.lens[to] = self.table.lens[from];
+        Ok(())
+    }
+
+    /// Takes back a sequence's newest tokens, such as drafts that were rejected: its first `len` stay, and the pages behind them are returned.
+    ///
+    /// What is appended then has the bytes and the outputs of a run that never had the others. Of formats with a window the residuals that the next
+    /// tokens read must be there still: the newest 64 tokens can always be taken back, and those of the last append, if they were at most
+    /// [`CacheConfig::max_q_len`]. Other formats have no such limit.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`]; [`Error::Parameter`] for more tokens than there are; [`Error::Mismatch`] for fewer than the residuals reach back to.
+    /// Nothing is changed then.
+    ///
+    /// ```
+    /// # use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
+    /// # let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// # let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(256).build();
+    /// # let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
+    /// cache.append(0, &[0.5; 5 * 64], &[2.0; 5 * 64])?;
+    /// // Three drafts were wrong.
+    /// cache.truncate(0, 2)?;
+    /// assert_eq!(cache.table().lens, [2]);
+    /// # Ok::<(), attn_core::Error>(())
+    /// ```
+    pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<(), Error> {
+        self.check_sequence(sequence)?;
+        let (now, page_size) = (self.table.lens[sequence], self.config.page_size);
+        if len > now {
+            return Err(Error::Parameter {
+                what: "tokens to keep",
+                given: format!("{len} of sequence {sequence}'s {now}"),
+                allowed: "at most what the sequence has",
+            });
+        }
+        let held = self.table.pages[sequence].len() - self.table.residual_pages[sequence].len();
+        let format = self.config.format;
+        let has_window = format.window() != Window::None;
+        if has_window && len > 0 && format.first_residual_token(len) / page_size < held {
+            return Err(Error::Mismatch {
+                what: "tokens to keep",
+                problem: format!("{len} of sequence {sequence}'s {now}"),
+                cache: format!(
+                    "residuals from token {} on, which the next tokens read; keep more, or free the sequence and append it again",
+                    held * page_size
+                ),
+            });
+        }
+        let kept = len.div_ceil(page_size);
+        let residuals = self.table.residual_pages[sequence].split_off(kept.saturating_sub(held));
+        let pages = self.table.pages[sequence].split_off(kept);
+        // The last page that was taken is the first to be taken again.
+        for page in pages.into_iter().chain(residuals).rev() {
+            self.pages.release(page);
+        }
+        self.table.lens[sequence] = len;
         Ok(())
     }
 

@@ -332,6 +332,16 @@ impl KvFormat {
             .min(pages)
     }
 
+    /// Residual pages of a sequence of `kv_len` tokens that the next token reads: what must be left of those when tokens are taken back.
+    #[must_use]
+    pub fn next_residual_pages(self, page_size: usize, kv_len: usize) -> usize {
+        if self.window() == Window::None {
+            return 0;
+        }
+        let (page_size, first) = (page_size.max(1), self.first_residual_token(kv_len));
+        kv_len.div_ceil(page_size).saturating_sub(first / page_size)
+    }
+
     /// The first token that a row at `position` reads with residuals.
     #[must_use]
     pub fn first_residual_token(self, position: usize) -> usize {

@@ -445,7 +445,8 @@ impl PageLayout {
         self.run_bytes() as f64 / self.page_size as f64
     }
 
-    /// Number of pages that [`KvCache::read_back`](crate::KvCache::read_back) gives for a sequence of `tokens`: home pages, then residual pages.
+    /// Number of pages that [`KvCache::read_back`](crate::KvCache::read_back) gives for a sequence of `tokens`, of which none were taken back: home pages, then
+    /// residual pages.
     #[must_use]
     pub fn pages_of(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.page_size) + self.format.residual_pages(self.page_size, tokens, 0)

@@ -45,7 +45,7 @@ pub mod formats {}
 
 pub use backend::{DecodeAttention, DeviceInfo};
 pub use backend_id::BackendId;
-pub use cache::{Append, CacheAccess, KvCache, PageStore, PageTable, TokenWrite};
+pub use cache::{Append, CacheAccess, CachedSequences, KvCache, PageStore, PageTable, TokenWrite};
 pub use cache_config::{CacheBuilder, CacheConfig};
 pub use elements::{Elements, ElementsMut};
 pub use error::{Error, Unsupported};
@@ -55,5 +55,5 @@ pub use layout::PageLayout;
 pub use plan::Plan;
 pub use problem::{Heads, Problem, QueryBlock};
 pub use state::AttnState;
-pub use step::{DecodeStep, KvSource, StepInputs, StepOutputs};
+pub use step::{DecodeStep, KvMemory, KvSource, StepInputs, StepOutputs};
 pub use view::{KvView, StridedRows};

@@ -45,7 +45,12 @@ impl PageLayout {
     /// # Errors
     /// [`Error::Length`], [`Error::BadBytes`].
     pub fn check_pages(&self, pages: &[Vec<u8>], tokens: usize) -> Result<(), Error> {
-        check_length("pages", pages.len(), self.pages_of(tokens))?;
+        let most = self.pages_of(tokens);
+        let read = self.format().next_residual_pages(self.page_size(), tokens);
+        let least = tokens.div_ceil(self.page_size()) + read;
+        if !(least..=most).contains(&pages.len()) {
+            check_length("pages", pages.len(), most)?;
+        }
         for page in pages {
             check_length("page", page.len(), self.page_bytes())?;
         }

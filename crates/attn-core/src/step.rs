@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use crate::{
     arithmetic::LOG2_E,
-    cache::KvCache,
+    cache::{CachedSequences, KvCache, PageTable},
     elements::{Elements, ElementsMut},
     error::{Error, check_finite, filled},
     plan::Plan,
@@ -15,8 +15,10 @@ use crate::{
 /// Where K and V come from.
 #[derive(Clone, Copy)]
 pub enum KvSource<'a> {
-    /// A cache created by the same backend.
+    /// A cache created by the same backend: its first sequences.
     Cache(&'a KvCache),
+    /// Some sequences of such a cache, in any order: [`KvCache::sequences`].
+    Sequences(&'a CachedSequences<'a>),
     /// A contiguous cache in host memory, read in place.
     View(&'a KvView<'a>),
 }
@@ -27,9 +29,29 @@ impl<'a> KvSource<'a> {
     pub fn kv_lens(self) -> &'a [usize] {
         match self {
             KvSource::Cache(cache) => &cache.table().lens,
+            KvSource::Sequences(sequences) => &sequences.table().lens,
             KvSource::View(view) => view.kv_lens(),
         }
     }
+
+    /// For backends: a cache, or a contiguous one.
+    #[must_use]
+    pub fn memory(self) -> KvMemory<'a> {
+        match self {
+            KvSource::Cache(cache) => KvMemory::Pages(cache, cache.table()),
+            KvSource::Sequences(sequences) => KvMemory::Pages(sequences.cache(), sequences.table()),
+            KvSource::View(view) => KvMemory::View(view),
+        }
+    }
+}
+
+/// For backends: what the K and V of a step lie in.
+#[derive(Clone, Copy)]
+pub enum KvMemory<'a> {
+    /// A cache, and the pages and lengths of the step's sequences in their order.
+    Pages(&'a KvCache, &'a PageTable),
+    /// A contiguous cache in host memory.
+    View(&'a KvView<'a>),
 }
 
 /// The inputs of a decode step that [`DecodeStep::new`] has checked.
@@ -96,7 +118,7 @@ pub struct DecodeStep<'a> {
 }
 
 impl<'a> DecodeStep<'a> {
-    /// Checks a step; sequence b of the cache is sequence b of the problem, and at most as long as the plan's.
+    /// Checks a step; sequence b of the source is sequence b of the problem, and at most as long as the plan's.
     ///
     /// `q` and `out` are `[query tokens, num_q_heads, head_dim]`, in f32, f16 or bf16. Results are those of f32, rounded at the end.
     ///
@@ -133,14 +155,14 @@ impl<'a> DecodeStep<'a> {
         let (q, out, problem) = (q.into(), out.into(), plan.problem());
         check_length("q", q.len(), problem.elements())?;
         check_length("out", out.len(), problem.elements())?;
-        let (format, tensor_scales) = match kv {
-            KvSource::Cache(cache) => {
+        let (format, tensor_scales) = match kv.memory() {
+            KvMemory::Pages(cache, table) => {
                 let config = cache.config();
                 check_source(problem, config.num_kv_heads, config.head_dim, kv.kv_lens())?;
-                cache.check_queries(problem)?;
+                cache.check_queries_of(problem, table)?;
                 (config.format, &config.k_tensor_scales[..])
             }
-            KvSource::View(view) => {
+            KvMemory::View(view) => {
                 check_source(problem, view.num_kv_heads(), view.head_dim(), kv.kv_lens())?;
                 (view.format(), view.k_tensor_scales())
             }

@@ -541,7 +541,8 @@ fn a_restored_sequence_is_the_one_that_was_read_back(
     for count in [
         0,
         len.div_ceil(page_size) - 1,
-        pages.len() - 1,
+        // One less than what the next token reads.
+        len.div_ceil(page_size) + cache.config().format.next_residual_pages(page_size, len) - 1,
         pages.len() + 1,
     ] {
         let mut other = pages.clone();

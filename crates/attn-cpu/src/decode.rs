@@ -4,7 +4,7 @@
 use std::{cell::RefCell, ops::Range};
 
 use attn_core::{
-    Error, KvSource, Problem, QueryBlock, Scheme, StepInputs, StepOutputs,
+    Error, KvMemory, Problem, QueryBlock, Scheme, StepInputs, StepOutputs,
     arithmetic::LOG2_E,
     rotation::{rotate_back, rotate_output},
     segments::{SEGMENT, SPAN, TILE, num_segments},
@@ -368,9 +368,9 @@ fn write_rows(
 }
 
 fn v_scale(step: &StepInputs<'_>, g: usize) -> f32 {
-    let scales = match step.kv() {
-        KvSource::Cache(cache) => &cache.config().v_tensor_scales[..],
-        KvSource::View(view) => view.v_tensor_scales(),
+    let scales = match step.kv().memory() {
+        KvMemory::Pages(cache, _) => &cache.config().v_tensor_scales[..],
+        KvMemory::View(view) => view.v_tensor_scales(),
     };
     scales.get(g).copied().unwrap_or(1.0)
 }

@@ -2,7 +2,7 @@
 
 pub use attn_core::layout::Side;
 use attn_core::{
-    Error, HostPages, KvSource, KvView, PageLayout, Scheme,
+    Error, HostPages, KvMemory, KvSource, KvView, PageLayout, Scheme,
     layout::{k_code, load_param, v_code},
     quant::Param,
 };
@@ -93,14 +93,14 @@ impl<'a> Reader<'a> {
     /// [`Error::WrongBackend`] if the cache's pages are not in host memory.
     pub fn new(kv: KvSource<'a>, sequence: usize, head: usize) -> Result<Self, Error> {
         let pick = |scales: &[f32]| scales.get(head).copied().unwrap_or(1.0);
-        Ok(match kv {
-            KvSource::Cache(cache) => {
+        Ok(match kv.memory() {
+            KvMemory::Pages(cache, table) => {
                 let store = cache.store().as_any().downcast_ref::<HostPages>();
                 let store = store.ok_or(Error::WrongBackend {
                     backend: crate::BACKEND,
                     what: "cache",
                 })?;
-                let (config, table) = (cache.config(), cache.table());
+                let config = cache.config();
                 let layout = *cache.layout();
                 Reader {
                     location: Location::Pages {
@@ -115,7 +115,7 @@ impl<'a> Reader<'a> {
                     tensor_scales: [pick(&config.k_tensor_scales), pick(&config.v_tensor_scales)],
                 }
             }
-            KvSource::View(view) => Reader {
+            KvMemory::View(view) => Reader {
                 location: Location::View(view),
                 sequence,
                 head,

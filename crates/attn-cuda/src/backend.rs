@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, KvSource,
+    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, KvMemory,
     PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported, Window,
 };
 use attn_kernels::cuda::instance;
@@ -33,9 +33,9 @@ impl CudaBackend {
         bind.map_err(failed("binding the context"))?;
         let problem = step.problem();
         let plan = self.planned(step.plan())?.native(page_size, step.plan())?;
-        let store = match step.kv() {
-            KvSource::Cache(cache) => Some(self.store(cache)?),
-            KvSource::View(_) => None,
+        let store = match step.kv().memory() {
+            KvMemory::Pages(cache, _) => Some(self.store(cache)?),
+            KvMemory::View(_) => None,
         };
         let inputs = Inputs::new(device, step, store, page_size)?;
         check_lengths(problem, step.q(), out, lse.as_deref())?;
@@ -54,7 +54,7 @@ impl CudaBackend {
         // SAFETY: the workspace, a part of the arena, has more bytes than are zeroed.
         unsafe { result::memset_d8_async(args.workspace.get(), 0, plan.zeroed_bytes(), stream) }
             .map_err(failed("zeroing the workspace"))?;
-        if let (Some(import), KvSource::View(view)) = (&inputs.import, step.kv()) {
+        if let (Some(import), KvMemory::View(view)) = (&inputs.import, step.kv().memory()) {
             let args = placed.import_args(view, &inputs);
             // SAFETY: `DecodeStep::new` has compared the view's reach with its slices, by products that do not wrap, and strides beyond
             // 63 bits are multiplied by 0 alone. `Inputs` counts pages up to the longest length for each sequence, and `Parts` has
@@ -88,8 +88,8 @@ impl CudaBackend {
         inputs: &Inputs,
         placed: &Placed,
     ) -> Result<(DeviceKv, [DeviceAddress; 2]), Error> {
-        match step.kv() {
-            KvSource::Cache(cache) => {
+        match step.kv().memory() {
+            KvMemory::Pages(cache, _) => {
                 let store = self.store(cache)?;
                 let has_window = cache.config().format.window() != Window::None;
                 let kv = DeviceKv::Paged {
@@ -102,7 +102,7 @@ impl CudaBackend {
                 };
                 Ok((kv, store.tensor_scale_addresses()))
             }
-            KvSource::View(view) => {
+            KvMemory::View(view) => {
                 let kv = if inputs.import.is_some() {
                     DeviceKv::Paged {
                         pool: placed.at(placed.parts.imported),
@@ -253,9 +253,9 @@ impl DecodeAttention for CudaBackend {
     fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         self.planned(step.plan())?;
         let (inputs, outputs) = step.parts();
-        let page_size = match inputs.kv() {
-            KvSource::Cache(cache) => self.store(cache)?.layout().page_size(),
-            KvSource::View(view) => {
+        let page_size = match inputs.kv().memory() {
+            KvMemory::Pages(cache, _) => self.store(cache)?.layout().page_size(),
+            KvMemory::View(view) => {
                 // Decode copies rows in chunks of 16 bytes.
                 let [k, v] = [view.k(), view.v()].map(|rows| rows.code_strides);
                 let in_place = instance::covered(view.format(), 0).is_ok()

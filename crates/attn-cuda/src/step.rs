@@ -1,6 +1,6 @@
 //! One decode of the common trait: the inputs that are copied to the arena, and their addresses there.
 
-use attn_core::{Error, KvSource, KvView, PageLayout, PageStore, PageTable, Problem, StepInputs};
+use attn_core::{Error, KvMemory, KvView, PageLayout, PageStore, PageTable, Problem, StepInputs};
 
 use crate::{
     device::Device,
@@ -136,16 +136,16 @@ impl Inputs {
         let slopes = alibi_slopes_log2(problem.alibi_slopes.as_deref().unwrap_or(&[]));
         let sinks = problem.sinks.clone().unwrap_or_default();
         let (mut import, mut imported_bytes, mut slots) = (None, 0, 0);
-        let tables = match step.kv() {
-            KvSource::Cache(cache) => {
+        let tables = match step.kv().memory() {
+            KvMemory::Pages(cache, table) => {
                 let num_pages = store.map_or(0, |store| store.num_pages());
                 let config = cache.config();
                 slots = config.format.residual_slots(page_size, config.max_q_len);
                 let sizes = [page_size, slots];
-                DeviceTables::of_cache(problem, cache.table(), sizes, num_pages)?
+                DeviceTables::of_cache(problem, table, sizes, num_pages)?
             }
-            KvSource::View(_) if page_size == 0 => DeviceTables::default(),
-            KvSource::View(_) => {
+            KvMemory::View(_) if page_size == 0 => DeviceTables::default(),
+            KvMemory::View(_) => {
                 let (format, heads) = (step.plan().format(), problem.num_kv_heads);
                 let layout = PageLayout::new(format, problem.head_dim, page_size, heads)?;
                 let tables = DeviceTables::in_order(problem.batch(), longest, page_size)?;
@@ -207,9 +207,9 @@ impl Parts {
             imported: upload.reserve(inputs.imported_bytes)?,
             table: upload.add(bytes_of(&inputs.tables.table))?,
             residuals: upload.add(bytes_of(&inputs.tables.residuals))?,
-            view: match step.kv() {
-                KvSource::Cache(_) => [0; 6],
-                KvSource::View(view) => [
+            view: match step.kv().memory() {
+                KvMemory::Pages(..) => [0; 6],
+                KvMemory::View(view) => [
                     upload.add(view.k().codes)?,
                     upload.add(view.v().codes)?,
                     upload.add(bytes_of(view.k().scales))?,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
-    KvSource, Plan, Problem, StepOutputs, Unsupported,
+    KvMemory, PageTable, Plan, Problem, StepOutputs, Unsupported,
 };
 use attn_kernels::wgsl::decode::{KvLayout, Tuning};
 use wgpu::BufferUsages;
@@ -147,8 +147,19 @@ impl WgpuBackend {
     /// Those of [`Problem::check`]; [`Error::Mismatch`] where problem and cache disagree; [`Error::WrongBackend`] for another
     /// backend's (or device's) cache; [`Error::Device`].
     pub fn prepare(&self, problem: &Problem, cache: &KvCache) -> Result<Prepared, Error> {
+        cache.check_queries(problem)?;
+        self.prepare_sequences(problem, cache, cache.table())
+    }
+
+    /// The same for sequences of the cache that `table` lists; the step's queries have been checked.
+    fn prepare_sequences(
+        &self,
+        problem: &Problem,
+        cache: &KvCache,
+        table: &PageTable,
+    ) -> Result<Prepared, Error> {
         self.gpu.alive("preparing a step")?;
-        let (config, table) = (cache.config(), cache.table());
+        let config = cache.config();
         self.check(problem, config.format)?;
         let mismatch = |what, problem: usize, cache: usize| {
             Err(Error::Mismatch {
@@ -171,7 +182,6 @@ impl WgpuBackend {
                 return mismatch("kv_len", *want, *have);
             }
         }
-        cache.check_queries(problem)?;
         let pool = &self.pages(cache)?.pool;
         let source = KvTables {
             layout: pool.decode_layout(),
@@ -366,9 +376,9 @@ impl DecodeAttention for WgpuBackend {
         if out.is_empty() {
             return Ok(());
         }
-        let prepared = match inputs.kv() {
-            KvSource::Cache(cache) => self.prepare(problem, cache)?,
-            KvSource::View(view) => match view::upload(&self.gpu, view, problem)? {
+        let prepared = match inputs.kv().memory() {
+            KvMemory::Pages(cache, table) => self.prepare_sequences(problem, cache, table)?,
+            KvMemory::View(view) => match view::upload(&self.gpu, view, problem)? {
                 Some([k, v]) => {
                     let view = DeviceView {
                         format: view.format(),

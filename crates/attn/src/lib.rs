@@ -26,11 +26,11 @@ use std::{ffi::OsString, fmt};
 struct Readme;
 
 pub use attn_core::{
-    Append, AttnState, BackendId, CacheAccess, CacheBuilder, CacheConfig, DecodeAttention,
-    DecodeStep, DeviceInfo, Elements, ElementsMut, Error, Heads, HostPages, Int8Scale, KvCache,
-    KvFormat, KvSource, KvView, PageLayout, PageStore, PageTable, Plan, Problem, Scheme,
-    StepInputs, StepOutputs, StridedRows, TokenWrite, Unsupported, Window, arithmetic, cache,
-    convert, format, formats, layout, problem, quant,
+    Append, AttnState, BackendId, CacheAccess, CacheBuilder, CacheConfig, CachedSequences,
+    DecodeAttention, DecodeStep, DeviceInfo, Elements, ElementsMut, Error, Heads, HostPages,
+    Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, PageLayout, PageStore, PageTable,
+    Plan, Problem, Scheme, StepInputs, StepOutputs, StridedRows, TokenWrite, Unsupported, Window,
+    arithmetic, cache, convert, format, formats, layout, problem, quant,
 };
 
 /// The backends, each under the feature of its name.

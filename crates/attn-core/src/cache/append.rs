@@ -27,6 +27,16 @@ struct Reservation {
     residual_pages: Vec<u32>,
 }
 
+/// What the appends of one call take.
+#[derive(Default)]
+struct Room {
+    tokens: usize,
+    /// Pages, copies and residual pages included.
+    needed: usize,
+    /// Residual pages that the sequences drop, which can serve as new pages.
+    dropped: Vec<u32>,
+}
+
 /// Old residual pages of the sequences of one call that serve as new pages, because the pool has no others; a failed call gives the bytes back.
 #[derive(Default)]
 struct Recycled {
@@ -100,6 +110,15 @@ impl KvCache {
         self.write_tokens(appends, |store, writes| {
             store.append(&CacheAccess(()), writes, &k, &v)
         })
+    }
+
+    /// Free pages that an append of these takes: it has room where [`KvCache::free_pages`] is at least that.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], [`Error::Parameter`] for a sequence named twice.
+    pub fn pages_needed(&self, appends: &[Append]) -> Result<usize, Error> {
+        let room = self.room_for(appends)?;
+        Ok(room.needed.saturating_sub(room.dropped.len()))
     }
 
     /// Appends tokens that lie in the backend's memory already: `write` gets the backend's store and each token's destination, and writes the
@@ -200,12 +219,10 @@ impl KvCache {
         home.into_iter().chain(residual.filter(|_| home.is_some()))
     }
 
-    /// Refuses appends to missing or repeated sequences, and ones that the pool has no room for; returns their tokens in total, and residual
-    /// pages to recycle, as many as the pool lacks.
-    fn check_appends(&self, appends: &[Append]) -> Result<(usize, Vec<u32>), Error> {
-        let (mut needed, mut total) = (0usize, 0usize);
+    /// What appends take, by the table; refuses those to missing or repeated sequences.
+    fn room_for(&self, appends: &[Append]) -> Result<Room, Error> {
+        let mut room = Room::default();
         let mut sequences = Vec::with_capacity(appends.len());
-        let mut dropped = Vec::new();
         for &Append { sequence, tokens } in appends {
             self.check_sequence(sequence)?;
             sequences.push(sequence);
@@ -215,10 +232,11 @@ impl KvCache {
             let pages = self.new_pages(sequence, tokens)
                 + self.new_residual_pages(sequence, tokens)
                 + self.pages_to_copy(sequence, tokens).count();
-            needed = needed.saturating_add(pages);
-            total = total.saturating_add(tokens);
+            room.needed = room.needed.saturating_add(pages);
+            room.tokens = room.tokens.saturating_add(tokens);
             let own = self.dropped_residual_pages(sequence, tokens).iter();
-            dropped.extend(own.filter(|page| !self.pages.is_shared(**page)));
+            let own = own.filter(|page| !self.pages.is_shared(**page));
+            room.dropped.extend(own);
         }
         sequences.sort_unstable();
         if let Some(pair) = sequences.windows(2).find(|pair| pair[0] == pair[1]) {
@@ -228,9 +246,19 @@ impl KvCache {
                 allowed: "each sequence once per call",
             });
         }
+        Ok(room)
+    }
+
+    /// Refuses appends that the pool has no room for; returns their tokens in total, and residual pages to recycle, as many as the pool lacks.
+    fn check_appends(&self, appends: &[Append]) -> Result<(usize, Vec<u32>), Error> {
+        let Room {
+            tokens,
+            needed,
+            mut dropped,
+        } = self.room_for(appends)?;
         dropped.truncate(needed.saturating_sub(self.pages.num_free()));
         self.pages.check_room(needed - dropped.len())?;
-        Ok((total, dropped))
+        Ok((tokens, dropped))
     }
 
     /// Takes a free page, or recycles one where there is none.
@@ -325,7 +353,8 @@ impl KvCache {
         self.table.pages[r.sequence].extend(r.pages);
         let residuals = &mut self.table.residual_pages[r.sequence];
         residuals.extend(r.residual_pages);
-        let old = residuals.len() - kept;
+        // Of a sequence that was truncated, fewer are held than a longer run would keep.
+        let old = residuals.len().saturating_sub(kept);
         for page in residuals.drain(..old) {
             self.pages.release(page);
         }

@@ -4,7 +4,8 @@ use super::{CacheAccess, KvCache};
 use crate::error::Error;
 
 impl KvCache {
-    /// A sequence's home pages in order, then its residual pages, unwritten bytes zeroed.
+    /// A sequence's home pages in order, then its residual pages, unwritten bytes zeroed: those of its last home pages, as many as any run of so many
+    /// tokens keeps, or fewer after [`KvCache::truncate`].
     ///
     /// # Errors
     /// [`Error::Sequence`], [`Error::Device`].
@@ -15,6 +16,8 @@ impl KvCache {
             &self.table.pages[sequence],
             &self.table.residual_pages[sequence],
         );
+        let kept = self.config.format.residual_pages(page_size, len, 0);
+        let residuals = &residuals[residuals.len().saturating_sub(kept)..];
         let first = home.len() - residuals.len();
         let home = home.iter().enumerate().map(|(i, page)| (i, *page, false));
         let residuals = residuals
@@ -55,7 +58,7 @@ impl KvCache {
             });
         }
         layout.check_pages(pages, tokens)?;
-        let needed = layout.pages_of(tokens);
+        let needed = pages.len();
         self.pages.check_room(needed)?;
         let home = tokens.div_ceil(self.config.page_size);
         let taken = (0..needed)

@@ -9,7 +9,7 @@ use attn_conformance::{
     random::random,
     table,
 };
-use attn_core::{HostPages, KvCache, KvFormat, KvSource, PageTable, StridedRows};
+use attn_core::{HostPages, KvCache, KvFormat, KvMemory, KvSource, PageTable, StridedRows};
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     internals::LaunchPlan,
@@ -184,8 +184,8 @@ impl Job {
                 address(slice)
             }
         };
-        let (kv, scales) = match source {
-            KvSource::Cache(cache) => {
+        let (kv, scales) = match source.memory() {
+            KvMemory::Pages(cache, _) => {
                 let pages = cache.store().as_any().downcast_ref::<HostPages>();
                 let pages = pages.context("the CPU's pages lie in host memory")?;
                 let kv = DeviceKv::Paged {
@@ -205,7 +205,7 @@ impl Job {
                     [&config.k_tensor_scales, &config.v_tensor_scales].map(|x| some(x)),
                 )
             }
-            KvSource::View(view) => {
+            KvMemory::View(view) => {
                 let rows = |rows: &StridedRows<'_>| [address(rows.codes), address(rows.scales)];
                 let kv = DeviceKv::Strided {
                     k: rows(view.k()),

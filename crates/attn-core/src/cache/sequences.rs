@@ -1,0 +1,61 @@
+//! The sequences of a cache that a step attends: any of them, in any order.
+
+use super::{KvCache, PageTable};
+use crate::error::Error;
+
+/// Some of a cache's sequences as the batch of a step: sequence b of the problem is the b-th of these.
+///
+/// A step with [`KvSource::Cache`](crate::KvSource::Cache) attends the cache's first sequences.
+///
+/// ```
+/// use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
+///
+/// let heads = Heads { q: 4, kv: 1, dim: 64 };
+/// let config = CacheConfig::builder(KvFormat::INT8, heads).sequences(8).max_len(256).build();
+/// let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
+/// cache.append(5, &[0.5; 3 * 64], &[2.0; 3 * 64])?;
+/// cache.append(2, &[0.5; 64], &[2.0; 64])?;
+/// let running = cache.sequences(&[5, 2])?;
+/// assert_eq!(running.table().lens, [3, 1]);
+/// # Ok::<(), attn_core::Error>(())
+/// ```
+pub struct CachedSequences<'a> {
+    cache: &'a KvCache,
+    table: PageTable,
+}
+
+impl KvCache {
+    /// Chooses the sequences of a step; one may be named several times.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`].
+    pub fn sequences(&self, sequences: &[usize]) -> Result<CachedSequences<'_>, Error> {
+        sequences
+            .iter()
+            .try_for_each(|sequence| self.check_sequence(*sequence))?;
+        let all = &self.table;
+        let of = |lists: &[Vec<u32>]| sequences.iter().map(|s| lists[*s].clone()).collect();
+        Ok(CachedSequences {
+            cache: self,
+            table: PageTable {
+                pages: of(&all.pages),
+                residual_pages: of(&all.residual_pages),
+                lens: sequences.iter().map(|s| all.lens[*s]).collect(),
+            },
+        })
+    }
+}
+
+impl<'a> CachedSequences<'a> {
+    /// The cache.
+    #[must_use]
+    pub fn cache(&self) -> &'a KvCache {
+        self.cache
+    }
+
+    /// Pages and lengths of the chosen sequences, in their order.
+    #[must_use]
+    pub fn table(&self) -> &PageTable {
+        &self.table
+    }
+}

@@ -1,0 +1,247 @@
+//! What an engine asks of a cache beside appends: tokens taken back, room for the next step, any sequences in a batch.
+
+use attn_core::{Append, CacheConfig, Error, Heads, HostPages, KvCache, KvSource, Plan, Problem};
+use rstest::rstest;
+
+const DIM: usize = 64;
+const HEADS: Heads = Heads {
+    q: 1,
+    kv: 1,
+    dim: DIM,
+};
+
+fn cache(format: &str, page_size: usize, pages: usize) -> KvCache {
+    let config = CacheConfig::builder(format.parse().unwrap(), HEADS)
+        .sequences(4)
+        .page_size(page_size)
+        .pages(pages)
+        .build();
+    let store = HostPages::new(&config).unwrap();
+    KvCache::new(config, Box::new(store)).unwrap()
+}
+
+/// The values of tokens `from..to` of text `seed`; none is like another's.
+fn values(seed: usize, from: usize, to: usize) -> Vec<f32> {
+    let value = |i: usize| ((i * 2_654_435_761 + seed * 40_503) % 1_000_003) as f32 / 125_000.0;
+    (from * DIM..to * DIM).map(|i| value(i) - 4.0).collect()
+}
+
+/// Appends tokens of a text to a sequence up to the length `to`.
+fn grow_to(cache: &mut KvCache, sequence: usize, seed: usize, to: usize) -> Result<(), Error> {
+    let from = cache.table().lens[sequence];
+    let [k, v] = [seed, seed + 100].map(|seed| values(seed, from, to));
+    cache.append(sequence, &k, &v)
+}
+
+/// Home pages, and the residuals that the next token reads, of a sequence that got `len` tokens of text 1 one by one.
+fn straight(format: &str, page_size: usize, len: usize) -> Vec<Vec<u8>> {
+    let mut cache = cache(format, page_size, 64);
+    (1..=len).for_each(|to| grow_to(&mut cache, 0, 1, to).unwrap());
+    readable(&cache, 0)
+}
+fn readable(cache: &KvCache, sequence: usize) -> Vec<Vec<u8>> {
+    let (config, len) = (cache.config(), cache.table().lens[sequence]);
+    let mut pages = cache.read_back(sequence).unwrap();
+    let mut residuals = pages.split_off(len.div_ceil(config.page_size));
+    let read = config.format.next_residual_pages(config.page_size, len);
+    pages.extend(residuals.split_off(residuals.len() - read));
+    pages
+}
+
+#[rstest]
+fn tokens_taken_back_leave_a_straight_runs_bytes(
+    #[values("int8", "int4", "int8/int4", "int4-g1", "fp8", "int4-r2-w4")] format: &str,
+    #[values(16, 64, 128)] page_size: usize,
+) {
+    let mut cache = cache(format, page_size, 64);
+    // Five drafts at a time, of which some are right, over several borders of pages and tiles.
+    let mut right = 0;
+    for step in 0..90 {
+        let kept = step * 7 % 6;
+        grow_to(&mut cache, 0, 1, right + kept).unwrap();
+        grow_to(&mut cache, 0, 2, right + 5).unwrap();
+        right += kept;
+        cache.truncate(0, right).unwrap();
+        if step % 3 == 0 {
+            assert_eq!(
+                readable(&cache, 0),
+                straight(format, page_size, right),
+                "{right}"
+            );
+        }
+    }
+    assert!(right > 200);
+    let used = 64 - cache.free_pages();
+    cache.truncate(0, 0).unwrap();
+    assert_eq!((cache.free_pages(), used > 0), (64, true));
+}
+
+#[rstest]
+fn the_newest_64_tokens_can_always_be_taken_back(
+    #[values("int4", "int8/int4", "int4-r2-w4")] format: &str,
+    #[values(16, 64, 128)] page_size: usize,
+    #[values(1, 40, 64)] at_once: usize,
+) {
+    for len in [64, 65, 100, 128, 191, 192, 300] {
+        let mut cache = cache(format, page_size, 64);
+        while cache.table().lens[0] < len {
+            let to = (cache.table().lens[0] + at_once).min(len);
+            grow_to(&mut cache, 0, 1, to).unwrap();
+        }
+        cache.truncate(0, len - 64).unwrap();
+        assert_eq!(
+            readable(&cache, 0),
+            straight(format, page_size, len - 64),
+            "{len}"
+        );
+        // And what was taken back comes again.
+        grow_to(&mut cache, 0, 1, len).unwrap();
+        assert_eq!(
+            readable(&cache, 0),
+            straight(format, page_size, len),
+            "{len}"
+        );
+    }
+}
+
+#[test]
+fn what_the_residuals_do_not_reach_is_refused_and_nothing_changes() {
+    let mut cache = cache("int4", 16, 64);
+    grow_to(&mut cache, 0, 1, 500).unwrap();
+    let before = (
+        cache.table().clone(),
+        cache.free_pages(),
+        cache.read_back(0).unwrap(),
+    );
+    for (len, what) in [
+        (300, "residuals from token"),
+        (501, "501 of sequence 0's 500"),
+    ] {
+        let said = cache.truncate(0, len).unwrap_err().to_string();
+        assert!(said.contains(what), "{said}");
+        let after = (
+            cache.table().clone(),
+            cache.free_pages(),
+            cache.read_back(0).unwrap(),
+        );
+        assert_eq!(after, before);
+    }
+    assert!(matches!(
+        cache.truncate(9, 0),
+        Err(Error::Sequence { given: 9, count: 4 })
+    ));
+    // A format without a window goes back any way.
+    let mut plain = self::cache("int8", 16, 64);
+    grow_to(&mut plain, 0, 1, 500).unwrap();
+    plain.truncate(0, 3).unwrap();
+    assert_eq!(plain.read_back(0).unwrap(), straight("int8", 16, 3));
+}
+
+#[rstest]
+fn a_fork_keeps_what_its_brother_takes_back(#[values("int8", "int4")] format: &str) {
+    let mut cache = cache(format, 16, 64);
+    grow_to(&mut cache, 0, 1, 90).unwrap();
+    cache.fork(0, 1).unwrap();
+    let whole = cache.read_back(1).unwrap();
+    // Into a page that both have, then other tokens.
+    cache.truncate(0, 70).unwrap();
+    grow_to(&mut cache, 0, 2, 75).unwrap();
+    assert_eq!(cache.read_back(1).unwrap(), whole);
+    cache.truncate(0, 70).unwrap();
+    grow_to(&mut cache, 0, 1, 90).unwrap();
+    assert_eq!(readable(&cache, 0), readable(&cache, 1));
+    cache.free_sequence(0).unwrap();
+    cache.free_sequence(1).unwrap();
+    assert_eq!(cache.free_pages(), 64);
+}
+
+#[rstest]
+fn a_sequence_that_was_taken_back_moves(#[values("int4", "int8")] format: &str) {
+    let mut cache = cache(format, 64, 64);
+    grow_to(&mut cache, 0, 1, 256).unwrap();
+    cache.truncate(0, 192).unwrap();
+    let pages = cache.read_back(0).unwrap();
+    cache.restore(1, 192, &pages).unwrap();
+    for sequence in [0, 1] {
+        grow_to(&mut cache, sequence, 1, 300).unwrap();
+    }
+    assert_eq!(cache.read_back(1).unwrap(), cache.read_back(0).unwrap());
+    // With fewer residuals than the next token reads it would not be the same sequence.
+    if format == "int4" {
+        cache.truncate(1, 290).unwrap();
+        let mut pages = cache.read_back(1).unwrap();
+        pages.truncate(5);
+        let refused = cache.restore(2, 290, &pages);
+        assert!(matches!(refused, Err(Error::Length { what: "pages", .. })));
+    }
+}
+
+#[rstest]
+fn as_many_pages_are_needed_as_an_append_takes(#[values("int8", "int4")] format: &str) {
+    let mut cache = cache(format, 16, 40);
+    grow_to(&mut cache, 0, 1, 20).unwrap();
+    cache.fork(0, 1).unwrap();
+    for step in 0..60 {
+        let appends = [
+            Append {
+                sequence: step % 2,
+                tokens: step * 5 % 11,
+            },
+            Append {
+                sequence: 2,
+                tokens: step % 4,
+            },
+        ];
+        let (needed, free) = (cache.pages_needed(&appends).unwrap(), cache.free_pages());
+        let tokens: usize = appends.iter().map(|a| a.tokens).sum();
+        let rows = values(step, 0, tokens);
+        let fits = cache.append_batch(&appends, &rows, &rows).is_ok();
+        assert_eq!(fits, needed <= free, "step {step}: {needed} of {free}");
+        if !fits {
+            assert_eq!(cache.free_pages(), free);
+            cache.free_sequence(step % 2).unwrap();
+        }
+    }
+    let twice = [Append {
+        sequence: 1,
+        tokens: 1,
+    }; 2];
+    assert!(matches!(
+        cache.pages_needed(&twice),
+        Err(Error::Parameter { .. })
+    ));
+}
+
+#[test]
+fn a_batch_has_any_sequences_in_any_order() {
+    let mut cache = cache("int8", 16, 40);
+    for (sequence, len) in [(0, 3), (2, 40), (3, 7)] {
+        grow_to(&mut cache, sequence, sequence, len).unwrap();
+    }
+    let chosen = cache.sequences(&[3, 2, 3]).unwrap();
+    assert_eq!(chosen.table().lens, [7, 40, 7]);
+    assert_eq!(chosen.table().pages[1], cache.table().pages[2]);
+    assert!(matches!(
+        cache.sequences(&[0, 4]),
+        Err(Error::Sequence { given: 4, count: 4 })
+    ));
+    // The problem's lengths are those of the chosen sequences.
+    let plan = |lens| {
+        Plan::new(
+            "test",
+            &Problem::new(HEADS, lens),
+            "int8".parse().unwrap(),
+            (),
+        )
+    };
+    let plan = plan([7, 40, 7]).unwrap();
+    let (q, mut out) = ([1.0; 3 * DIM], [0.0; 3 * DIM]);
+    let step = attn_core::DecodeStep::new(&plan, &q, KvSource::Sequences(&chosen), &mut out);
+    assert_eq!(step.unwrap().problem().kv_lens, [7, 40, 7]);
+    let others = cache.sequences(&[2, 2, 3]).unwrap();
+    let refused = attn_core::DecodeStep::new(&plan, &q, KvSource::Sequences(&others), &mut out);
+    assert!(matches!(
+        refused.err(),
+        Some(Error::Mismatch { what: "kv_len", .. })
+    ));
+}
