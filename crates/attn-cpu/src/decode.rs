@@ -13,6 +13,7 @@ use rayon::prelude::*;
 
 use crate::{
     float, integer,
+    lanes::{LaneCodes, MANY_ROWS},
     merge::{RowEnd, States, merge},
     query::{self, QueryRows},
     reader::Reader,
@@ -54,6 +55,7 @@ pub(crate) struct Workspace {
 struct Scratch {
     rows: QueryRows,
     tile: Tile,
+    codes: LaneCodes,
     fetch: Fetch,
     /// States of a span, of a split that has several: as the split's own.
     span: Vec<f32>,
@@ -61,7 +63,13 @@ struct Scratch {
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = const {
-        RefCell::new(Scratch { rows: QueryRows::new(), tile: Tile::new(), fetch: Fetch::new(), span: Vec::new() })
+        RefCell::new(Scratch {
+            rows: QueryRows::new(),
+            tile: Tile::new(),
+            codes: LaneCodes::new(),
+            fetch: Fetch::new(),
+            span: Vec::new(),
+        })
     };
 }
 
@@ -693,7 +701,11 @@ fn fold_integer_tile<D: Dot>(
     place: TilePlace,
     pass: &Pass,
     Scratch {
-        rows, tile, fetch, ..
+        rows,
+        tile,
+        codes,
+        fetch,
+        ..
     }: &mut Scratch,
 ) {
     let at = [place.t0, place.tokens];
@@ -701,7 +713,15 @@ fn fold_integer_tile<D: Dot>(
     ahead.aim(fetch, &inputs.reader, place);
     let (seen, modifiers) = (inputs.seen_in(place, pass), inputs.modifiers_in(place));
     // SAFETY: `load_integer` has pointed the tile to as many readable tokens as it has; the rows are prepared for its K.
-    unsafe { integer::fold_tile(d, tile, fetch, rows, seen, modifiers) };
+    unsafe {
+        let codes = if rows.count >= MANY_ROWS {
+            codes.unpack(d, tile, rows.dim);
+            Some(&*codes)
+        } else {
+            None
+        };
+        integer::fold_tile(d, tile, codes, fetch, rows, seen, modifiers);
+    }
 }
 
 /// Merges the rows' states of a segment into the split's `states`, which the first segment sets.

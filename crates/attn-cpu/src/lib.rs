@@ -10,6 +10,7 @@ mod backend;
 mod decode;
 mod float;
 mod integer;
+mod lanes;
 mod merge;
 mod options;
 mod pool;
