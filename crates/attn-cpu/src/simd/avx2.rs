@@ -267,6 +267,12 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn load_f16(self, p: *const u8) -> __m256 {
+        // SAFETY: 16 bytes are readable by the caller's contract.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
+    }
+
+    #[inline(always)]
     fn keep(self, a: __m256, start: i32, end: i32, other: f32) -> __m256 {
         op!({
             let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

@@ -228,6 +228,15 @@ pub(crate) trait Simd: Copy {
     fn of_bits(self, a: Self::I) -> Self::F;
     /// The f16 in the low half of each lane.
     fn f16_to_f(self, a: Self::I) -> Self::F;
+    /// Floats of 16 bits from memory.
+    ///
+    /// # Safety
+    /// `2·LANES` bytes are readable at `p`.
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const u8) -> Self::F {
+        // SAFETY: the caller's contract.
+        unsafe { self.f16_to_f(self.i_load_u16(p)) }
+    }
     /// Lanes `start..end`, and `other` in the rest.
     fn keep(self, a: Self::F, start: i32, end: i32, other: f32) -> Self::F;
     /// As `i_rows`, each row summed by halves: lanes 0 + 2, 1 + 3, then both.
