@@ -124,6 +124,11 @@ macro_rules! kernels {
             }
 
             $(#[target_feature(enable = $features)])?
+            pub fn products(rounds: usize) -> usize {
+                crate::peak::products($dot, rounds)
+            }
+
+            $(#[target_feature(enable = $features)])?
             pub fn epilogue(states: &States<'_>, span: usize, end: RowEnd, out: &mut [f32]) -> f32 {
                 crate::merge::epilogue($dot.simd(), states, span, end, out)
             }
@@ -188,6 +193,26 @@ fn kernels(isa: Isa, integer: bool) -> (Attend, Epilogue) {
         #[allow(unreachable_patterns, reason = "the target decides which sets exist")]
         _ => of!(portable),
     }
+}
+
+/// Computes `rounds` rounds of products of 8-bit integers as the integer kernels do, and returns how many products a round has.
+pub(crate) fn products(isa: Isa, rounds: usize) -> usize {
+    let products: unsafe fn(usize) -> usize = match isa {
+        Isa::Scalar => scalar::products,
+        Isa::Portable => portable::products,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => avx2::products,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => avx512::products,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vnni => avx512vnni::products,
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon => neon::products,
+        #[allow(unreachable_patterns, reason = "the target decides which sets exist")]
+        _ => portable::products,
+    };
+    // SAFETY: the machine has `isa`: `CpuBackend` holds no other.
+    unsafe { products(rounds) }
 }
 
 impl Workspace {
