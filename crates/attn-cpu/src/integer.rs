@@ -1,7 +1,7 @@
 //! The integer arithmetic of one tile for all query rows of its KV head: the two products, and the weights between them.
 //!
 //! Rows go in blocks that share each loaded vector of codes; an accumulator holds four partial sums per token (of K) or dim
-//! (of V), which meet once per tile. Cost on AVX-512 VNNI, per row and 64 bytes of codes: two `vpdpbusd` for int8, four for int4.
+//! (of V), which meet once per tile. Many rows read a tile that [`crate::lanes`] has unpacked, whose sums stay in their lanes.
 
 use std::ops::Range;
 

@@ -2,7 +2,7 @@
 //!
 //! Both read native pages and contiguous views through `reader`. The kernels: `simd` has the vectors of each instruction set,
 //! `query` holds the query rows, `tile` finds 64 tokens (`unpack` converts those that the kernels cannot read in place), `integer` and `float` are the
-//! two arithmetics, `softmax` is what they share, `decode` cuts a step into splits for threads, `pool` has the threads.
+//! two arithmetics (`lanes` unpacks a tile for the integer one where there are many query rows), `softmax` is what they share, `decode` cuts a step into splits for threads, `pool` has the threads.
 //! `peak` is their dot product alone. Appends go through `store` to `quantize`.
 
 mod affinity;
