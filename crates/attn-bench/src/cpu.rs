@@ -59,6 +59,7 @@ fn filled(backend: &dyn DecodeAttention, workload: &Workload) -> Result<KvCache,
     .max_len(0)
     .build();
     config.page_size = workload.page_size;
+    config.max_q_len = problem.max_q_len().max(config.max_q_len);
     let pages = problem
         .kv_lens
         .iter()
@@ -69,14 +70,25 @@ fn filled(backend: &dyn DecodeAttention, workload: &Workload) -> Result<KvCache,
     }
     let mut cache = backend.create_cache(&config)?;
     // Whole pages of one noise, shifted from page to page: making fresh noise would take longer than everything else.
-    let count = (4 * TILE + 61) * heads * dim;
+    // The query tokens come last, in one append.
+    let count = (problem.max_q_len().max(4 * TILE) + 61) * heads * dim;
     let (k, v) = (noise(1, count), noise(2, count));
     for (b, &len) in problem.kv_lens.iter().enumerate() {
         let len = len - before;
-        for (page, t) in (0..len).step_by(4 * TILE).enumerate() {
+        let prefix = match workload.operation {
+            Operation::Decode => len.saturating_sub(problem.q_lens[b]),
+            _ => len,
+        };
+        let mut add = |page: usize, tokens: usize| {
             let from = (page * 7 + b * 3) % 61 * heads * dim;
-            let n = (len - t).min(4 * TILE) * heads * dim;
-            cache.append(b, &k[from..from + n], &v[from..from + n])?;
+            let n = tokens * heads * dim;
+            cache.append(b, &k[from..from + n], &v[from..from + n])
+        };
+        for (page, t) in (0..prefix).step_by(4 * TILE).enumerate() {
+            add(page, (prefix - t).min(4 * TILE))?;
+        }
+        if prefix < len {
+            add(prefix / (4 * TILE), len - prefix)?;
         }
     }
     Ok(cache)
@@ -308,7 +320,16 @@ pub fn check_threads(threads: usize) -> Result<(), Error> {
 /// The CPU on a pool of so many threads, in which steps and reads run.
 pub struct CpuTimer {
     backend: CpuBackend,
+    /// Rounds of [`CpuBackend::multiply`] that take about [`PEAK_US`], and the best rate so far.
+    rounds: usize,
+    peak: f64,
 }
+
+/// Microseconds of a piece of the peak's work: longer than threads take to start, short enough to lie between disturbances.
+const PEAK_US: f64 = 2000.0;
+
+/// Pieces before each workload and behind it.
+const PEAK_PIECES: usize = 10;
 
 impl CpuTimer {
     /// With the options that the environment sets, and so many threads.
@@ -319,9 +340,33 @@ impl CpuTimer {
     pub fn open(threads: usize) -> Result<Self, Error> {
         check_threads(threads)?;
         let options = Options::from_env()?.threads(threads);
+        let backend = CpuBackend::with_options(&options)?;
+        let timer = CpuTimer {
+            backend,
+            rounds: 100,
+            peak: 0.0,
+        };
+        let us = timer.multiply().1;
         Ok(CpuTimer {
-            backend: CpuBackend::with_options(&options)?,
+            rounds: (100.0 * PEAK_US / us).clamp(1.0, 1e6) as usize,
+            ..timer
         })
+    }
+
+    /// A piece of the peak's work on all threads at once: operations, and microseconds.
+    fn multiply(&self) -> (f64, f64) {
+        let (backend, rounds) = (&self.backend, self.rounds);
+        let start = Instant::now();
+        let products = backend.install(|| rayon::broadcast(|_| backend.multiply(rounds)));
+        let us = start.elapsed().as_secs_f64() * 1e6;
+        (2.0 * products.iter().sum::<usize>() as f64, us)
+    }
+
+    fn measure_peak(&mut self) {
+        for _ in 0..PEAK_PIECES {
+            let (operations, us) = self.multiply();
+            self.peak = self.peak.max(operations / us * 1e6);
+        }
     }
 }
 
@@ -344,9 +389,17 @@ impl Timer for CpuTimer {
         300_000_000
     }
 
+    fn peak(&self) -> Option<f64> {
+        Some(self.peak)
+    }
+
     fn measure(&mut self, workload: &Workload, runs: usize) -> Result<Measured, Error> {
-        self.backend
-            .install(|| measure(&self.backend, workload, runs))
+        self.measure_peak();
+        let measured = self
+            .backend
+            .install(|| measure(&self.backend, workload, runs));
+        self.measure_peak();
+        measured
     }
 }
 
@@ -457,6 +510,34 @@ mod tests {
             let lines = evicted..evicted + bytes / LINE_BYTES;
             assert_eq!(memory.read(bytes, streams), all(lines), "{streams}");
         }
+    }
+
+    #[test]
+    fn prompts_are_attended_in_formats_with_a_window() {
+        let cpu = CpuBackend::open().unwrap();
+        let heads = Heads {
+            q: 2,
+            kv: 1,
+            dim: 64,
+        };
+        // A prefix of two appends, then more query tokens than a config has by default.
+        let problem = Problem::new(heads, [500]).q_len(200);
+        let workload = Workload::custom(problem, KvFormat::INT4, 64).unwrap();
+        let mut prepared = Prepared::new(&cpu, &workload).unwrap();
+        prepared.step(&cpu).unwrap();
+        assert!(prepared.out.iter().all(|x| x.is_finite()));
+        assert!(prepared.lse.iter().all(|x| *x != 0.0));
+    }
+
+    #[test]
+    fn the_peak_is_the_best_rate_of_the_products_alone() {
+        let mut timer = CpuTimer::open(1).unwrap();
+        assert_eq!(timer.peak(), Some(0.0));
+        let measured = timer.measure(&workload("context/8-2-ctx1024/int8"), 1);
+        let peak = timer.peak().unwrap();
+        let flops = workload("context/8-2-ctx1024/int8").decode_flops();
+        // A step multiplies and does more beside it.
+        assert!(peak > flops / measured.unwrap().step.median * 1e6, "{peak}");
     }
 
     #[test]

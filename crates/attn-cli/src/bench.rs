@@ -208,6 +208,7 @@ fn measure_all(
                 device,
                 workload: workload.clone(),
                 outcome,
+                peak: timer.peak(),
             };
             let bf16 = bf16_us(&rows, &row);
             bar.inc(1);
@@ -246,6 +247,7 @@ mod tests {
         measure: fn(&Workload) -> Result<Measured, Error>,
         most_bytes: usize,
         by_median: bool,
+        peak: Option<f64>,
     }
 
     fn fake(measure: fn(&Workload) -> Result<Measured, Error>) -> Fake {
@@ -253,6 +255,7 @@ mod tests {
             measure,
             most_bytes: 100_000_000,
             by_median: true,
+            peak: None,
         }
     }
 
@@ -271,6 +274,10 @@ mod tests {
 
         fn by_median(&self) -> bool {
             self.by_median
+        }
+
+        fn peak(&self) -> Option<f64> {
+            self.peak
         }
 
         fn measure(&mut self, workload: &Workload, _: usize) -> Result<Measured, Error> {
@@ -318,6 +325,27 @@ mod tests {
         let int8 = "| single/32-8-ctx1024/int8 | 2.1 | 100.0 | 200.0 | 10.6 | 40.0 | 50.0 | 25 % | 400.0 | 0.1 |";
         let bf16 = "| single/32-8-ctx1024/bf16 | 4.2 | 200.0 | 400.0 | 10.5 | 80.0 | 100.0 | 25 % | – | 0.0 |";
         assert!(table.contains(int8) && table.contains(bf16), "{table}");
+    }
+
+    #[test]
+    fn rates_stand_beside_the_peak_that_a_timer_measures() {
+        let print = |json: bool| {
+            let (mut out, mut err) = (Vec::new(), Vec::new());
+            let mut console = Console::new(&mut out, &mut err);
+            console.json = json;
+            let timer = Fake {
+                peak: Some(0.4e12),
+                ..fake(known)
+            };
+            let mut timers = vec![Box::new(timer) as Box<dyn Timer>];
+            measure_all(&mut timers, &[workload(NAMES[1])], &args(&[]), &mut console).unwrap();
+            String::from_utf8(out).unwrap()
+        };
+        // 0.0839 TFLOP/s, as below.
+        let table = print(false);
+        assert!(table.contains("| 0.084 of 0.400, 21 % |"), "{table}");
+        let rows: Value = serde_json::from_str(&print(true)).unwrap();
+        assert_eq!(rows[0]["peak_tflop_per_s"], 0.4);
     }
 
     #[test]

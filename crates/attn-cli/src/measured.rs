@@ -13,6 +13,8 @@ pub struct Row {
     pub workload: Workload,
     /// What it took, or why there is no figure.
     pub outcome: Outcome,
+    /// Operations a second of the dot product of 8-bit integers alone, where the timer measures that.
+    pub peak: Option<f64>,
 }
 
 /// The figures that rates are made of, with what they were chosen from.

@@ -13,6 +13,7 @@ use rayon::prelude::*;
 
 use crate::{
     float, integer,
+    lanes::{LaneCodes, MANY_ROWS},
     merge::{RowEnd, States, merge},
     query::{self, QueryRows},
     reader::Reader,
@@ -54,6 +55,7 @@ pub(crate) struct Workspace {
 struct Scratch {
     rows: QueryRows,
     tile: Tile,
+    codes: LaneCodes,
     fetch: Fetch,
     /// States of a span, of a split that has several: as the split's own.
     span: Vec<f32>,
@@ -61,7 +63,13 @@ struct Scratch {
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = const {
-        RefCell::new(Scratch { rows: QueryRows::new(), tile: Tile::new(), fetch: Fetch::new(), span: Vec::new() })
+        RefCell::new(Scratch {
+            rows: QueryRows::new(),
+            tile: Tile::new(),
+            codes: LaneCodes::new(),
+            fetch: Fetch::new(),
+            span: Vec::new(),
+        })
     };
 }
 
@@ -113,6 +121,11 @@ macro_rules! kernels {
                 states: &mut [f32],
             ) -> Result<(), Error> {
                 attend::<_, false>($dot, step, splits, scratch, states)
+            }
+
+            $(#[target_feature(enable = $features)])?
+            pub fn products(rounds: usize) -> usize {
+                crate::peak::products($dot, rounds)
             }
 
             $(#[target_feature(enable = $features)])?
@@ -180,6 +193,26 @@ fn kernels(isa: Isa, integer: bool) -> (Attend, Epilogue) {
         #[allow(unreachable_patterns, reason = "the target decides which sets exist")]
         _ => of!(portable),
     }
+}
+
+/// Computes `rounds` rounds of products of 8-bit integers as the integer kernels do, and returns how many products a round has.
+pub(crate) fn products(isa: Isa, rounds: usize) -> usize {
+    let products: unsafe fn(usize) -> usize = match isa {
+        Isa::Scalar => scalar::products,
+        Isa::Portable => portable::products,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => avx2::products,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => avx512::products,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vnni => avx512vnni::products,
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon => neon::products,
+        #[allow(unreachable_patterns, reason = "the target decides which sets exist")]
+        _ => portable::products,
+    };
+    // SAFETY: the machine has `isa`: `CpuBackend` holds no other.
+    unsafe { products(rounds) }
 }
 
 impl Workspace {
@@ -693,7 +726,11 @@ fn fold_integer_tile<D: Dot>(
     place: TilePlace,
     pass: &Pass,
     Scratch {
-        rows, tile, fetch, ..
+        rows,
+        tile,
+        codes,
+        fetch,
+        ..
     }: &mut Scratch,
 ) {
     let at = [place.t0, place.tokens];
@@ -701,7 +738,15 @@ fn fold_integer_tile<D: Dot>(
     ahead.aim(fetch, &inputs.reader, place);
     let (seen, modifiers) = (inputs.seen_in(place, pass), inputs.modifiers_in(place));
     // SAFETY: `load_integer` has pointed the tile to as many readable tokens as it has; the rows are prepared for its K.
-    unsafe { integer::fold_tile(d, tile, fetch, rows, seen, modifiers) };
+    unsafe {
+        let codes = if rows.count >= MANY_ROWS {
+            codes.unpack(d, tile, rows.dim);
+            Some(&*codes)
+        } else {
+            None
+        };
+        integer::fold_tile(d, tile, codes, fetch, rows, seen, modifiers);
+    }
 }
 
 /// Merges the rows' states of a segment into the split's `states`, which the first segment sets.

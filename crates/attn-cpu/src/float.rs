@@ -3,6 +3,8 @@
 //! Lanes hold dims in the order in which the arithmetic sums them, so the fixed order costs nothing: even panels of 8 dims are
 //! accumulators 0..8, odd ones 8..16, and section 7 adds the halves.
 
+use std::ops::Range;
+
 use attn_core::arithmetic::TILE;
 
 use crate::{
@@ -24,7 +26,7 @@ unsafe fn widen<S: Simd, const KIND: u8>(s: S, p: *const u8) -> S::F {
     // SAFETY: the caller's contract.
     unsafe {
         match KIND {
-            F16 => s.f16_to_f(s.i_load_u16(p)),
+            F16 => s.load_f16(p),
             BF16 => s.of_bits(s.i_shl::<16>(s.i_load_u16(p))),
             _ => s.load(p.cast()),
         }
@@ -40,11 +42,54 @@ unsafe fn widen_panels<S: Simd, const KIND: u8>(s: S, p: *const u8, stride: usiz
     // SAFETY: the caller's contract.
     unsafe {
         match KIND {
+            F16 if S::ROWS == 2 => s.load_f16(p),
             F16 => s.f16_to_f(s.i_load_panels(p, stride)),
             BF16 => s.of_bits(s.i_shl::<16>(s.i_load_panels(p, stride))),
             _ => s.load_panels(p.cast(), p.add(stride * (S::ROWS / 2 - 1)).cast()),
         }
     }
+}
+
+/// The halves' sum (section 8) of the scores of `R` rows for `U` vectors of tokens, the first of which is `first` vectors behind `base`; `ROWS/2`
+/// tokens to a vector, 8 partial sums each.
+///
+/// # Safety
+/// The tokens lie in their place; `R` rows of `dim` floats are readable at `q`.
+#[inline(always)]
+unsafe fn halves<S: Simd, const R: usize, const U: usize, const KIND: u8>(
+    s: S,
+    tile: &Tile,
+    base: *const u8,
+    first: usize,
+    q: *const f32,
+    dim: usize,
+) -> [[S::F; U]; R] {
+    let width = if KIND == F32 { 32 } else { 16 };
+    let mut acc = [[[s.splat(0.0); U]; 2]; R];
+    for i in 0..dim / 16 {
+        for half in 0..2 {
+            let mut k = [s.splat(0.0); U];
+            for u in 0..U {
+                let at = (2 * i + half) * tile.k_stride + (first + u) * (S::ROWS / 2) * width;
+                // SAFETY: panels 2i and 2i + 1 of dim/8.
+                k[u] = unsafe { widen::<S, KIND>(s, base.add(at)) };
+            }
+            for r in 0..R {
+                // SAFETY: 8 of row r's dims.
+                let q = unsafe { s.load_8(q.add(r * dim + 16 * i + 8 * half)) };
+                for u in 0..U {
+                    acc[r][half][u] = s.add(acc[r][half][u], s.mul(q, k[u]));
+                }
+            }
+        }
+    }
+    let mut sums = [[s.splat(0.0); U]; R];
+    for r in 0..R {
+        for u in 0..U {
+            sums[r][u] = s.add(acc[r][0][u], acc[r][1][u]);
+        }
+    }
+    sums
 }
 
 /// Scores of `R` rows from `row` on.
@@ -67,34 +112,23 @@ unsafe fn scores<S: Simd, const R: usize, const KIND: u8>(
         let mut sums = [[s.splat(0.0); 4]; R];
         for c in 0..4 {
             let t = t0 + c * S::ROWS;
-            // SAFETY: t < 64; ROWS tokens from t on lie in the place of their 16.
-            let base = unsafe { tile.k[t / 16].add(t % 16 * width) };
             fetch.step(s);
-            let mut acc = [[[s.splat(0.0); 2]; 2]; R];
-            for i in 0..dim / 16 {
-                // SAFETY: panels 2i and 2i + 1 of dim/8; two vectors cover ROWS tokens.
-                let k: [[S::F; 2]; 2] = unsafe {
-                    let at = |half: usize, u: usize| {
-                        base.add((2 * i + half) * tile.k_stride + u * (S::ROWS / 2) * width)
-                    };
-                    [
-                        [widen::<S, KIND>(s, at(0, 0)), widen::<S, KIND>(s, at(0, 1))],
-                        [widen::<S, KIND>(s, at(1, 0)), widen::<S, KIND>(s, at(1, 1))],
-                    ]
-                };
-                for r in 0..R {
-                    for half in 0..2 {
-                        // SAFETY: 8 of row r's dims.
-                        let q = unsafe { s.load_8(q.add(r * dim + 16 * i + 8 * half)) };
-                        for u in 0..2 {
-                            acc[r][half][u] = s.add(acc[r][half][u], s.mul(q, k[half][u]));
-                        }
+            // SAFETY: t < 64; ROWS tokens from t on, two vectors, lie in the place of their 16.
+            unsafe {
+                let base = tile.k[t / 16].add(t % 16 * width);
+                if S::ROWS == 2 {
+                    // 16 registers hold the sums of four rows for one vector.
+                    let low = halves::<S, R, 1, KIND>(s, tile, base, 0, q, dim);
+                    let high = halves::<S, R, 1, KIND>(s, tile, base, 1, q, dim);
+                    for r in 0..R {
+                        sums[r][c] = s.row_pairs(low[r][0], high[r][0]);
+                    }
+                } else {
+                    let both = halves::<S, R, 2, KIND>(s, tile, base, 0, q, dim);
+                    for r in 0..R {
+                        sums[r][c] = s.row_pairs(both[r][0], both[r][1]);
                     }
                 }
-            }
-            for r in 0..R {
-                let [low, high] = acc[r];
-                sums[r][c] = s.row_pairs(s.add(low[0], high[0]), s.add(low[1], high[1]));
             }
         }
         for r in 0..R {
@@ -192,40 +226,51 @@ unsafe fn all_values<S: Simd, const R: usize, const KIND: u8>(
     }
 }
 
+/// All dims of the rows of a run. A token that a row does not see has the weight 0, which adds nothing: a block goes over the tokens that any of its
+/// rows sees.
+///
 /// # Safety
-/// As for [`fold_tile`].
+/// As for [`fold_tile`]; every row of the run sees some token.
 #[inline(always)]
 unsafe fn fold_values<S: Simd, const KIND: u8>(
     s: S,
     tile: &Tile,
     fetch: &mut Fetch,
     rows: &mut QueryRows,
+    run: Range<usize>,
     seen: impl Fn(usize) -> [usize; 2],
 ) {
-    let same = (1..rows.count).all(|row| seen(row) == seen(0));
+    let hull = |[a, b]: [usize; 2], [c, d]: [usize; 2]| [a.min(c), b.max(d)];
     // SAFETY: the caller's contract.
     unsafe {
-        if same {
-            in_blocks!(rows.count, 4, |row, R| all_values::<S, R, KIND>(
-                s,
-                tile,
-                fetch,
-                rows,
-                row,
-                seen(0)
-            ));
-        } else {
-            for row in 0..rows.count {
-                let range = seen(row);
-                if range[0] < range[1] {
-                    all_values::<S, 1, KIND>(s, tile, fetch, rows, row, range);
-                }
-            }
-        }
+        in_blocks!(run.start, run.end, 4, |row, R| all_values::<S, R, KIND>(
+            s,
+            tile,
+            fetch,
+            rows,
+            row,
+            (row + 1..row + R).map(&seen).fold(seen(row), hull)
+        ));
     }
 }
 
-/// Folds one tile into the state of every row that sees some of it; at least one does. V is too small by the factor `v_unit`.
+/// The first neighbouring rows from `first` on that see some token of a tile.
+#[inline(always)]
+fn next_run(
+    count: usize,
+    first: usize,
+    seen: impl Fn(usize) -> [usize; 2],
+) -> Option<Range<usize>> {
+    let sees = |row: &usize| {
+        let [start, end] = seen(*row);
+        start < end
+    };
+    let first = (first..count).find(sees)?;
+    let end = (first..count).find(|row| !sees(row)).unwrap_or(count);
+    Some(first..end)
+}
+
+/// Folds one tile into the state of every row that sees some of it. V is too small by the factor `v_unit`.
 ///
 /// # Safety
 /// The tile's places are readable.
@@ -241,37 +286,62 @@ pub(crate) unsafe fn fold_tile<S: Simd>(
 ) {
     let (blocks, tokens) = (rows.count.div_ceil(4), tile.tokens.div_ceil(S::LANES));
     fetch.spread(blocks * 4 * (tokens + rows.dim.div_ceil(4 * S::LANES)));
+    let mut done = 0;
+    while let Some(run) = next_run(rows.count, done, &seen) {
+        done = run.end;
+        // SAFETY: the caller's contract.
+        unsafe { fold_run(s, tile, fetch, rows, run, &seen, &modifiers, v_unit) };
+    }
+}
+
+/// Folds one tile into the states of a run of rows, all of which see some of it.
+///
+/// # Safety
+/// As for [`fold_tile`].
+#[allow(
+    clippy::too_many_arguments,
+    reason = "those of `fold_tile`, and the run"
+)]
+#[inline(always)]
+unsafe fn fold_run<S: Simd>(
+    s: S,
+    tile: &Tile,
+    fetch: &mut Fetch,
+    rows: &mut QueryRows,
+    run: Range<usize>,
+    seen: impl Fn(usize) -> [usize; 2],
+    modifiers: impl Fn(usize) -> Modifiers,
+    v_unit: f32,
+) {
+    let Range { start, end } = run.clone();
     // SAFETY: the caller's contract, throughout.
     unsafe {
         match tile.k_float {
-            Float::F16 => in_blocks!(rows.count, 4, |row, R| scores::<S, R, F16>(
+            Float::F16 => in_blocks!(start, end, 4, |row, R| scores::<S, R, F16>(
                 s, tile, fetch, rows, row
             )),
-            Float::Bf16 => in_blocks!(rows.count, 4, |row, R| scores::<S, R, BF16>(
+            Float::Bf16 => in_blocks!(start, end, 4, |row, R| scores::<S, R, BF16>(
                 s, tile, fetch, rows, row
             )),
-            Float::F32 => in_blocks!(rows.count, 4, |row, R| scores::<S, R, F32>(
+            Float::F32 => in_blocks!(start, end, 4, |row, R| scores::<S, R, F32>(
                 s, tile, fetch, rows, row
             )),
         }
-        for row in 0..rows.count {
-            let range = seen(row);
-            if range[0] < range[1] {
+        for row in run.clone() {
+            let p = rows.scores.as_mut_slice()[row * TILE..][..TILE].as_mut_ptr();
+            let (m, l) = weights::<S, false>(s, p, seen(row), &modifiers(row));
+            fold_scalars(rows, row, m, l);
+            if v_unit != 1.0 {
                 let p = rows.scores.as_mut_slice()[row * TILE..][..TILE].as_mut_ptr();
-                let (m, l) = weights::<S, false>(s, p, range, &modifiers(row));
-                fold_scalars(rows, row, m, l);
-                if v_unit != 1.0 {
-                    let p = rows.scores.as_mut_slice()[row * TILE..][..TILE].as_mut_ptr();
-                    for t in (0..TILE).step_by(S::LANES) {
-                        s.store(p.add(t), s.mul(s.load(p.add(t)), s.splat(v_unit)));
-                    }
+                for t in (0..TILE).step_by(S::LANES) {
+                    s.store(p.add(t), s.mul(s.load(p.add(t)), s.splat(v_unit)));
                 }
             }
         }
         match tile.v_float {
-            Float::F16 => fold_values::<S, F16>(s, tile, fetch, rows, seen),
-            Float::Bf16 => fold_values::<S, BF16>(s, tile, fetch, rows, seen),
-            Float::F32 => fold_values::<S, F32>(s, tile, fetch, rows, seen),
+            Float::F16 => fold_values::<S, F16>(s, tile, fetch, rows, run, seen),
+            Float::Bf16 => fold_values::<S, BF16>(s, tile, fetch, rows, run, seen),
+            Float::F32 => fold_values::<S, F32>(s, tile, fetch, rows, run, seen),
         }
     }
 }

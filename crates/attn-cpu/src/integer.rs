@@ -1,17 +1,20 @@
 //! The integer arithmetic of one tile for all query rows of its KV head: the two products, and the weights between them.
 //!
 //! Rows go in blocks that share each loaded vector of codes; an accumulator holds four partial sums per token (of K) or dim
-//! (of V), which meet once per tile. Cost on AVX-512 VNNI, per row and 64 bytes of codes: two `vpdpbusd` for int8, four for int4.
+//! (of V), which meet once per tile. Many rows read a tile that [`crate::lanes`] has unpacked, whose sums stay in their lanes.
+
+use std::ops::Range;
 
 use attn_core::{
-    arithmetic::{TILE, rcp, shift_sum, threshold, weight_step},
+    arithmetic::{TILE, shift_sum, threshold, weight_step},
     format::MAX_GROUPS,
 };
 
 use crate::{
+    lanes::{LaneCodes, Operands, products, vector},
     query::{QueryRows, in_blocks},
     simd::{Dot, Simd},
-    softmax::{Modifiers, fold_scalars, weights},
+    softmax::{Modifiers, fold_scalars, rcp, weights},
     tile::{Fetch, Tile},
 };
 
@@ -140,10 +143,7 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
     let parts = dim / 16 / tile.k_groups;
     let each = dim / 16 * D::OPERAND;
     let operands = rows.k_operands.as_slice()[row * each..][..R * each].as_ptr();
-    let q_sums = &rows.q_sums.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
-    let step = &rows.step.as_slice()[row..][..R];
-    let bias = tile.k_code.bias(D::K_BIAS);
-    let out = rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr();
+    let mut out = Scores::<R>::of(d, tile, rows, row);
     for t in (0..tile.tokens).step_by(D::S::LANES) {
         let keys = Keys {
             base: tile.k[t / 16],
@@ -163,35 +163,139 @@ unsafe fn scores<D: Dot, const R: usize, const NIBBLES: bool>(
                     k_sums::<D, R, NIBBLES, 8>(d, &keys, parts)
                 }
             };
-            // SAFETY: t + LANES ≤ TILE; g < k_groups ≤ MAX_GROUPS.
-            let scale = unsafe { s.load(tile.k_scale[g].as_ptr().add(t)) };
-            for r in 0..R {
-                let q_sum = q_sums[r * MAX_GROUPS + g];
-                let sum = s.i_sub(tile.k_code.of_sums(s, sums[r]), s.i_splat(bias * q_sum));
-                let term = s.mul(s.to_f(sum), scale);
-                if tile.k_has_shift {
-                    // SAFETY: as for the scale.
-                    let shift = unsafe { s.load(tile.k_shift[g].as_ptr().add(t)) };
-                    let shift = s.mul(s.splat(q_sum as f32), shift);
-                    a[r] = if g == 0 {
-                        s.add(term, shift)
-                    } else {
-                        s.add(a[r], s.add(term, shift))
-                    };
-                } else {
-                    a[r] = if g == 0 { term } else { s.add(a[r], term) };
+            // SAFETY: t + LANES ≤ TILE; g < k_groups.
+            unsafe { out.add(s, tile, g, t, &sums, &mut a) };
+        }
+        // SAFETY: t + LANES ≤ TILE.
+        unsafe { out.store(s, t, &a) };
+    }
+}
+
+/// The same from codes that were unpacked for many rows.
+///
+/// # Safety
+/// As for [`scores`]; `codes` are the tile's.
+#[inline(always)]
+unsafe fn scores_of_lanes<D: Dot, const R: usize, const NIBBLES: bool>(
+    d: D,
+    tile: &Tile,
+    codes: &LaneCodes,
+    fetch: &mut Fetch,
+    rows: &mut QueryRows,
+    row: usize,
+) {
+    const V: usize = 2;
+    let (s, dim) = (d.simd(), rows.dim);
+    let (all, parts) = (dim / 16, dim / 16 / tile.k_groups);
+    let each = all * D::OPERAND;
+    let operands = Operands {
+        base: rows.k_operands.as_slice()[row * each..][..R * each].as_ptr(),
+        row: each,
+    };
+    let mut out = Scores::<R>::of(d, tile, rows, row);
+    for t in (0..tile.tokens).step_by(V * D::S::LANES) {
+        fetch.step(s);
+        let mut a = [[s.splat(0.0); R]; V];
+        for g in 0..tile.k_groups {
+            let group = [g * parts, (g + 1) * parts];
+            // SAFETY: all tokens' vectors have `dim/16` parts, and so have the operands.
+            let acc = unsafe {
+                let codes = vector::<D, NIBBLES>(&codes.k, t / D::S::LANES, all);
+                products::<D, R, V, NIBBLES, false>(d, codes, operands, all, group)
+            };
+            for j in 0..V {
+                let mut sums = [s.i_splat(0); R];
+                for r in 0..R {
+                    sums[r] = acc[r][j];
                 }
+                // SAFETY: V·LANES divides TILE; g < k_groups.
+                unsafe { out.add(s, tile, g, t + j * D::S::LANES, &sums, &mut a[j]) };
             }
         }
-        for r in 0..R {
-            let x = s.mul(a[r], s.splat(step[r]));
-            // SAFETY: R·TILE floats are writable at `out`.
-            unsafe { s.store(out.add(r * TILE + t), x) };
+        for j in 0..V {
+            // SAFETY: as above.
+            unsafe { out.store(s, t + j * D::S::LANES, &a[j]) };
         }
     }
 }
 
-/// Section 5 for one row: weights, their operands for V, and the sums that go with them.
+/// Where the scores of `R` rows go, and what makes them of sums.
+struct Scores<const R: usize> {
+    q_sums: [[i32; MAX_GROUPS]; R],
+    step: [f32; R],
+    bias: i32,
+    out: *mut f32,
+}
+
+impl<const R: usize> Scores<R> {
+    #[inline(always)]
+    fn of<D: Dot>(_: D, tile: &Tile, rows: &mut QueryRows, row: usize) -> Self {
+        let (mut q_sums, mut step) = ([[0; MAX_GROUPS]; R], [0.0; R]);
+        for r in 0..R {
+            let from = &rows.q_sums.as_slice()[(row + r) * MAX_GROUPS..][..MAX_GROUPS];
+            q_sums[r].copy_from_slice(from);
+            step[r] = rows.step.as_slice()[row + r];
+        }
+        Scores {
+            q_sums,
+            step,
+            bias: tile.k_code.bias(D::K_BIAS),
+            out: rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr(),
+        }
+    }
+
+    /// Adds the term of group g to the scores `a` of the tokens from t on.
+    ///
+    /// # Safety
+    /// t + LANES ≤ TILE; g < k_groups.
+    #[inline(always)]
+    unsafe fn add<S: Simd>(
+        &self,
+        s: S,
+        tile: &Tile,
+        g: usize,
+        t: usize,
+        sums: &[S::I; R],
+        a: &mut [S::F; R],
+    ) {
+        // SAFETY: the caller's contract; k_groups ≤ MAX_GROUPS.
+        let scale = unsafe { s.load(tile.k_scale[g].as_ptr().add(t)) };
+        for r in 0..R {
+            let q_sum = self.q_sums[r][g];
+            let sum = s.i_sub(
+                tile.k_code.of_sums(s, sums[r]),
+                s.i_splat(self.bias * q_sum),
+            );
+            let term = s.mul(s.to_f(sum), scale);
+            if tile.k_has_shift {
+                // SAFETY: as for the scale.
+                let shift = unsafe { s.load(tile.k_shift[g].as_ptr().add(t)) };
+                let shift = s.mul(s.splat(q_sum as f32), shift);
+                a[r] = if g == 0 {
+                    s.add(term, shift)
+                } else {
+                    s.add(a[r], s.add(term, shift))
+                };
+            } else {
+                a[r] = if g == 0 { term } else { s.add(a[r], term) };
+            }
+        }
+    }
+
+    /// # Safety
+    /// t + LANES ≤ TILE.
+    #[inline(always)]
+    unsafe fn store<S: Simd>(&mut self, s: S, t: usize, a: &[S::F; R]) {
+        for r in 0..R {
+            let x = s.mul(a[r], s.splat(self.step[r]));
+            // SAFETY: R·TILE floats are writable at `out`.
+            unsafe { s.store(self.out.add(r * TILE + t), x) };
+        }
+    }
+}
+
+/// Section 5 for up to LANES rows: weights, their operands for V, and the sums that go with them. Rows take each stage in turn, so that the
+/// next row's instructions fill the waits of a stage's chain.
 ///
 /// # Safety
 /// As for [`scores`], which has run.
@@ -200,48 +304,93 @@ unsafe fn weigh<D: Dot>(
     d: D,
     tile: &Tile,
     rows: &mut QueryRows,
-    row: usize,
-    seen: [usize; 2],
-    modifiers: &Modifiers,
-) -> (f32, i32) {
+    block: Range<usize>,
+    seen: &impl Fn(usize) -> [usize; 2],
+    modifiers: &impl Fn(usize) -> Modifiers,
+) {
     let s = d.simd();
-    let p = rows.scores.as_mut_slice()[row * TILE..][..TILE].as_mut_ptr();
-    // SAFETY: TILE floats at p.
-    let (m, l) = unsafe { weights::<D::S, true>(s, p, seen, modifiers) };
-    let w = rows.integers.as_mut_slice()[..TILE].as_mut_ptr();
-    for g in 0..tile.v_groups {
-        let scales = tile.v_scale[g].as_ptr();
-        let mut largest = s.splat(0.0);
-        for t in (0..TILE).step_by(D::S::LANES) {
-            // SAFETY: t + LANES ≤ TILE.
-            unsafe { largest = s.max(largest, s.mul(s.load(p.add(t)), s.load(scales.add(t)))) };
+    for row in block.clone() {
+        let range = seen(row);
+        if range[0] >= range[1] {
+            rows.beta.as_mut_slice()[row] = -1.0;
+            continue;
         }
-        let step = weight_step(s.largest(largest), tile.v_step_bits);
-        let inverse = s.splat(if step == 0.0 { 0.0 } else { rcp(step) });
-        let mut w_sum = s.i_splat(0);
-        for t in (0..TILE).step_by(D::S::LANES) {
-            // SAFETY: t + LANES ≤ TILE.
-            unsafe {
-                let x = s.mul(s.load(p.add(t)), s.load(scales.add(t)));
-                let rounded = s.add(s.mul(x, inverse), s.load(THRESHOLDS.as_ptr().add(t)));
-                let w8 = s.i_and(s.i_shr::<8>(s.bits(rounded)), s.i_splat(255));
-                s.i_store(w.add(t).cast(), w8);
-                w_sum = s.i_add(w_sum, w8);
+        let p = rows.scores.as_mut_slice()[row * TILE..][..TILE].as_mut_ptr();
+        // SAFETY: TILE floats at p.
+        let (m, l) = unsafe { weights::<D::S, true>(s, p, range, &modifiers(row)) };
+        fold_scalars(rows, row, m, l);
+    }
+    for g in 0..tile.v_groups {
+        let mut steps = [1.0; MOST_LANES];
+        for (row, step) in block.clone().zip(&mut steps) {
+            if rows.beta.as_slice()[row] < 0.0 {
+                continue;
+            }
+            let p = rows.scores.as_slice()[row * TILE..][..TILE].as_ptr();
+            let scales = tile.v_scale[g].as_ptr();
+            let mut largest = s.splat(0.0);
+            for t in (0..TILE).step_by(D::S::LANES) {
+                // SAFETY: t + LANES ≤ TILE.
+                unsafe {
+                    largest = s.max(largest, s.mul(s.load(p.add(t)), s.load(scales.add(t))));
+                }
+            }
+            *step = weight_step(s.largest(largest), tile.v_step_bits);
+            rows.w_steps.as_mut_slice()[row * MAX_GROUPS + g] = *step;
+        }
+        let mut inverses = [0.0; MOST_LANES];
+        // SAFETY: LANES floats each.
+        unsafe { s.store(inverses.as_mut_ptr(), rcp(s, s.load(steps.as_ptr()))) };
+        for (i, row) in block.clone().enumerate() {
+            if rows.beta.as_slice()[row] >= 0.0 {
+                let inverse = if steps[i] == 0.0 { 0.0 } else { inverses[i] };
+                // SAFETY: the row has its weights.
+                unsafe { weight_bytes(d, tile, rows, [row, g], inverse) };
             }
         }
-        let at = (row * tile.v_groups + g) * 4 * D::OPERAND;
-        let out = rows.v_operands.as_mut_slice()[at..][..4 * D::OPERAND].as_mut_ptr();
-        // SAFETY: TILE integers, four operands.
-        unsafe { d.v_operands(w, out) };
-        rows.w_sums.as_mut_slice()[row * MAX_GROUPS + g] = s.i_sum(w_sum);
-        rows.w_steps.as_mut_slice()[row * MAX_GROUPS + g] = step;
-        if tile.v_has_shift {
-            // SAFETY: TILE floats each.
-            let z = unsafe { shift_term(s, p, tile.v_shift[g].as_ptr()) };
-            rows.v_shifts.as_mut_slice()[row * MAX_GROUPS + g] = z;
+    }
+}
+
+/// Most lanes of a vector.
+const MOST_LANES: usize = 16;
+
+/// The operands of one row's weights for group g of V, and their sums; `inverse` is 1/κ.
+///
+/// # Safety
+/// The row has its weights in place of its scores.
+#[inline(always)]
+unsafe fn weight_bytes<D: Dot>(
+    d: D,
+    tile: &Tile,
+    rows: &mut QueryRows,
+    [row, g]: [usize; 2],
+    inverse: f32,
+) {
+    let s = d.simd();
+    let p = rows.scores.as_slice()[row * TILE..][..TILE].as_ptr();
+    let w = rows.integers.as_mut_slice()[..TILE].as_mut_ptr();
+    let (scales, inverse) = (tile.v_scale[g].as_ptr(), s.splat(inverse));
+    let mut w_sum = s.i_splat(0);
+    for t in (0..TILE).step_by(D::S::LANES) {
+        // SAFETY: t + LANES ≤ TILE.
+        unsafe {
+            let x = s.mul(s.load(p.add(t)), s.load(scales.add(t)));
+            let rounded = s.add(s.mul(x, inverse), s.load(THRESHOLDS.as_ptr().add(t)));
+            let w8 = s.i_and(s.i_shr::<8>(s.bits(rounded)), s.i_splat(255));
+            s.i_store(w.add(t).cast(), w8);
+            w_sum = s.i_add(w_sum, w8);
         }
     }
-    (m, l)
+    let at = (row * tile.v_groups + g) * 4 * D::OPERAND;
+    let out = rows.v_operands.as_mut_slice()[at..][..4 * D::OPERAND].as_mut_ptr();
+    // SAFETY: TILE integers, four operands.
+    unsafe { d.v_operands(w, out) };
+    rows.w_sums.as_mut_slice()[row * MAX_GROUPS + g] = s.i_sum(w_sum);
+    if tile.v_has_shift {
+        // SAFETY: TILE floats each.
+        let z = unsafe { shift_term(s, p, tile.v_shift[g].as_ptr()) };
+        rows.v_shifts.as_mut_slice()[row * MAX_GROUPS + g] = z;
+    }
 }
 
 /// θ of the tile's tokens.
@@ -396,14 +545,6 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
     let (s, dim) = (d.simd(), rows.dim);
     let (group_dims, stride) = (dim / tile.v_groups, tile.v_groups * 4 * D::OPERAND);
     let operands = rows.v_operands.as_slice()[row * stride..][..R * stride].as_ptr();
-    let w_sums = &rows.w_sums.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
-    let steps = &rows.w_steps.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
-    let shifts = &rows.v_shifts.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
-    let (alpha, beta) = (
-        &rows.alpha.as_slice()[row..][..R],
-        &rows.beta.as_slice()[row..][..R],
-    );
-    let o = rows.o.as_mut_slice()[row * dim..][..R * dim].as_mut_ptr();
     for dim0 in (0..dim).step_by(D::S::LANES) {
         let g = dim0 / group_dims;
         fetch.step(s);
@@ -420,25 +561,91 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
                 v_sums::<D, R, NIBBLES, 8>(d, tile, &weights, dim0)
             }
         };
-        for r in 0..R {
-            if beta[r] < 0.0 {
-                continue;
+        // SAFETY: dim0 + LANES ≤ dim.
+        unsafe { fold_sums(s, tile, rows, row, [g, dim0], &sums) };
+    }
+}
+
+/// The same from codes that were unpacked for many rows, `V` vectors of dims at once.
+///
+/// # Safety
+/// As for [`values`]; `codes` are the tile's, and `V` vectors divide a group's dims.
+#[inline(always)]
+unsafe fn values_of_lanes<D: Dot, const R: usize, const V: usize, const NIBBLES: bool>(
+    d: D,
+    tile: &Tile,
+    codes: &LaneCodes,
+    fetch: &mut Fetch,
+    rows: &mut QueryRows,
+    row: usize,
+) {
+    let (s, dim) = (d.simd(), rows.dim);
+    let (group_dims, stride) = (dim / tile.v_groups, tile.v_groups * 4 * D::OPERAND);
+    let panels = [0, tile.tokens.div_ceil(16)];
+    for dim0 in (0..dim).step_by(V * D::S::LANES) {
+        let g = dim0 / group_dims;
+        fetch.step(s);
+        let operands = &rows.v_operands.as_slice()[row * stride..][..R * stride];
+        let operands = Operands {
+            base: operands[g * 4 * D::OPERAND..].as_ptr(),
+            row: stride,
+        };
+        // SAFETY: all dims' vectors have four parts, of which the tile's tokens fill `panels`; so have the operands.
+        let acc = unsafe {
+            let codes = vector::<D, NIBBLES>(&codes.v, dim0 / D::S::LANES, 4);
+            products::<D, R, V, NIBBLES, true>(d, codes, operands, 4, panels)
+        };
+        for j in 0..V {
+            let mut sums = [s.i_splat(0); R];
+            for r in 0..R {
+                sums[r] = acc[r][j];
             }
-            let at = r * MAX_GROUPS + g;
-            let bias = s.i_splat(tile.v_code.bias(0) * w_sums[at]);
-            let n = s.to_f(s.i_sub(tile.v_code.of_sums(s, sums[r]), bias));
-            let value = if tile.v_has_shift {
-                let t = s.add(s.mul(n, s.splat(steps[at])), s.splat(shifts[at]));
-                s.mul(t, s.splat(beta[r]))
-            } else {
-                s.mul(s.mul(n, s.splat(steps[at])), s.splat(beta[r]))
-            };
-            // SAFETY: R·dim floats at o.
-            unsafe {
-                let o = o.add(r * dim + dim0);
-                let old = s.ftz(s.mul(s.load(o), s.splat(alpha[r])));
-                s.store(o, s.add(old, value));
-            }
+            // SAFETY: V·LANES divides the dims of a group.
+            unsafe { fold_sums(s, tile, rows, row, [g, dim0 + j * D::S::LANES], &sums) };
+        }
+    }
+}
+
+/// Folds the sums of `R` rows over a tile into the dims from `dim0` on, of group g.
+///
+/// # Safety
+/// `dim0 + LANES ≤ dim`; `weigh` has run for these rows.
+#[inline(always)]
+unsafe fn fold_sums<S: Simd, const R: usize>(
+    s: S,
+    tile: &Tile,
+    rows: &mut QueryRows,
+    row: usize,
+    [g, dim0]: [usize; 2],
+    sums: &[S::I; R],
+) {
+    let dim = rows.dim;
+    let w_sums = &rows.w_sums.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
+    let steps = &rows.w_steps.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
+    let shifts = &rows.v_shifts.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
+    let (alpha, beta) = (
+        &rows.alpha.as_slice()[row..][..R],
+        &rows.beta.as_slice()[row..][..R],
+    );
+    let o = rows.o.as_mut_slice()[row * dim..][..R * dim].as_mut_ptr();
+    for r in 0..R {
+        if beta[r] < 0.0 {
+            continue;
+        }
+        let at = r * MAX_GROUPS + g;
+        let bias = s.i_splat(tile.v_code.bias(0) * w_sums[at]);
+        let n = s.to_f(s.i_sub(tile.v_code.of_sums(s, sums[r]), bias));
+        let value = if tile.v_has_shift {
+            let t = s.add(s.mul(n, s.splat(steps[at])), s.splat(shifts[at]));
+            s.mul(t, s.splat(beta[r]))
+        } else {
+            s.mul(s.mul(n, s.splat(steps[at])), s.splat(beta[r]))
+        };
+        // SAFETY: R·dim floats at o.
+        unsafe {
+            let o = o.add(r * dim + dim0);
+            let old = s.ftz(s.mul(s.load(o), s.splat(alpha[r])));
+            s.store(o, s.add(old, value));
         }
     }
 }
@@ -446,11 +653,12 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
 /// Folds one tile into the state of every row that sees some of it; `seen` and `modifiers` are per row.
 ///
 /// # Safety
-/// The tile's places are readable, `rows` is prepared for its K.
+/// The tile's places are readable, `rows` is prepared for its K; `codes`, if there are any, are the tile's.
 #[inline(always)]
 pub(crate) unsafe fn fold_tile<D: Dot>(
     d: D,
     tile: &Tile,
+    codes: Option<&LaneCodes>,
     fetch: &mut Fetch,
     rows: &mut QueryRows,
     seen: impl Fn(usize) -> [usize; 2],
@@ -458,34 +666,96 @@ pub(crate) unsafe fn fold_tile<D: Dot>(
 ) {
     let tokens = tile.tokens.div_ceil(D::S::LANES);
     fetch.spread(rows.count.div_ceil(D::BLOCK) * (tokens + rows.dim / D::S::LANES));
-    // SAFETY: the caller's contract, in all three.
+    // SAFETY: the caller's contract, throughout.
     unsafe {
         if tile.k_nibbles {
-            in_blocks!(rows.count, D::BLOCK, |row, R| scores::<D, R, true>(
-                d, tile, fetch, rows, row
-            ));
+            all_scores::<D, true>(d, tile, codes, fetch, rows);
         } else {
-            in_blocks!(rows.count, D::BLOCK, |row, R| scores::<D, R, false>(
-                d, tile, fetch, rows, row
-            ));
+            all_scores::<D, false>(d, tile, codes, fetch, rows);
         }
-        for row in 0..rows.count {
-            let range = seen(row);
-            if range[0] >= range[1] {
-                rows.beta.as_mut_slice()[row] = -1.0;
-                continue;
-            }
-            let (m, l) = weigh(d, tile, rows, row, range, &modifiers(row));
-            fold_scalars(rows, row, m, l);
+        for first in (0..rows.count).step_by(D::S::LANES) {
+            let block = first..rows.count.min(first + D::S::LANES);
+            weigh(d, tile, rows, block, &seen, &modifiers);
         }
         if tile.v_nibbles {
-            in_blocks!(rows.count, D::BLOCK, |row, R| values::<D, R, true>(
-                d, tile, fetch, rows, row
+            all_values::<D, true>(d, tile, codes, fetch, rows);
+        } else {
+            all_values::<D, false>(d, tile, codes, fetch, rows);
+        }
+    }
+}
+
+/// Scores of all rows.
+///
+/// # Safety
+/// As for [`fold_tile`].
+#[inline(always)]
+unsafe fn all_scores<D: Dot, const NIBBLES: bool>(
+    d: D,
+    tile: &Tile,
+    codes: Option<&LaneCodes>,
+    fetch: &mut Fetch,
+    rows: &mut QueryRows,
+) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        if let Some(codes) = codes {
+            in_blocks!(rows.count, D::BLOCK, |row, R| scores_of_lanes::<
+                D,
+                R,
+                NIBBLES,
+            >(
+                d, tile, codes, fetch, rows, row
             ));
         } else {
-            in_blocks!(rows.count, D::BLOCK, |row, R| values::<D, R, false>(
+            in_blocks!(rows.count, D::BLOCK, |row, R| scores::<D, R, NIBBLES>(
                 d, tile, fetch, rows, row
             ));
+        }
+    }
+}
+
+/// Products with V of all rows, folded into their states.
+///
+/// # Safety
+/// As for [`fold_tile`]; `weigh` has run.
+#[inline(always)]
+unsafe fn all_values<D: Dot, const NIBBLES: bool>(
+    d: D,
+    tile: &Tile,
+    codes: Option<&LaneCodes>,
+    fetch: &mut Fetch,
+    rows: &mut QueryRows,
+) {
+    let in_twos = (rows.dim / tile.v_groups).is_multiple_of(2 * D::S::LANES);
+    // SAFETY: the caller's contract.
+    unsafe {
+        match codes {
+            Some(codes) if in_twos => {
+                in_blocks!(rows.count, D::BLOCK, |row, R| values_of_lanes::<
+                    D,
+                    R,
+                    2,
+                    NIBBLES,
+                >(
+                    d, tile, codes, fetch, rows, row
+                ));
+            }
+            Some(codes) => {
+                in_blocks!(rows.count, D::BLOCK, |row, R| values_of_lanes::<
+                    D,
+                    R,
+                    1,
+                    NIBBLES,
+                >(
+                    d, tile, codes, fetch, rows, row
+                ));
+            }
+            None => {
+                in_blocks!(rows.count, D::BLOCK, |row, R| values::<D, R, NIBBLES>(
+                    d, tile, fetch, rows, row
+                ));
+            }
         }
     }
 }

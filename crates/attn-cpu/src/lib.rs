@@ -2,16 +2,18 @@
 //!
 //! Both read native pages and contiguous views through `reader`. The kernels: `simd` has the vectors of each instruction set,
 //! `query` holds the query rows, `tile` finds 64 tokens (`unpack` converts those that the kernels cannot read in place), `integer` and `float` are the
-//! two arithmetics, `softmax` is what they share, `decode` cuts a step into splits for threads, `pool` has the threads.
-//! Appends go through `store` to `quantize`.
+//! two arithmetics (`lanes` unpacks a tile for the integer one where there are many query rows), `softmax` is what they share, `decode` cuts a step into splits for threads, `pool` has the threads.
+//! `peak` is their dot product alone. Appends go through `store` to `quantize`.
 
 mod affinity;
 mod backend;
 mod decode;
 mod float;
 mod integer;
+mod lanes;
 mod merge;
 mod options;
+mod peak;
 mod pool;
 mod quantize;
 mod query;

@@ -90,12 +90,15 @@ impl QueryRows {
 /// Most bytes of a [`Dot`]'s operand.
 const MOST_OPERAND: usize = 48;
 
-/// Calls a kernel over blocks of rows, 3 or 4 at most.
+/// Calls a kernel over blocks of the rows `0..count`, or of a range of rows, 3 or 4 at most.
 macro_rules! in_blocks {
-    ($count:expr, $most:expr, |$row:ident, $block:ident| $call:expr) => {{
-        let mut $row = 0;
-        while $row < $count {
-            let left = $count - $row;
+    ($count:expr, $most:expr, |$row:ident, $block:ident| $call:expr) => {
+        in_blocks!(0, $count, $most, |$row, $block| $call)
+    };
+    ($first:expr, $end:expr, $most:expr, |$row:ident, $block:ident| $call:expr) => {{
+        let mut $row = $first;
+        while $row < $end {
+            let left = $end - $row;
             let block = match left {
                 4 if $most == 3 => 2,
                 5 | 6 | 9 => 3,

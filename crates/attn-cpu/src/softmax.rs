@@ -44,8 +44,9 @@ fn exp2<S: Simd, const N: usize>(s: S, x: S::F, round: f32, coefficients: &[f32;
     s.of_bits(s.i_add(s.bits(y), s.i_shl::<23>(s.bits(t))))
 }
 
+/// `rcp` of section 7.
 #[inline(always)]
-fn rcp<S: Simd>(s: S, x: S::F) -> S::F {
+pub(crate) fn rcp<S: Simd>(s: S, x: S::F) -> S::F {
     let mut y = s.of_bits(s.i_sub(s.i_splat(0x7EF3_11C7), s.bits(x)));
     for _ in 0..4 {
         y = s.mul(y, s.sub(s.splat(2.0), s.mul(x, y)));

@@ -163,9 +163,10 @@ fn formats() -> Vec<KvFormat> {
 fn bits_equal_reference_for_every_head_dim_and_page_size() {
     for head_dim in [64, 80, 96, 128, 192, 256] {
         for page_size in [16, 32, 64, 128] {
+            // Few rows and many: the kernels of many rows unpack a tile first.
             let problem = Problem::new(
                 Heads {
-                    q: 5,
+                    q: if page_size == 64 { 15 } else { 5 },
                     kv: 1,
                     dim: head_dim,
                 },

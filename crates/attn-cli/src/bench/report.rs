@@ -32,7 +32,7 @@ pub(super) fn line(row: &Row, bf16: Option<f64>) -> String {
     let bytes = row.workload.bytes() as f64;
     match &row.outcome {
         Ok(f) => format!(
-            "| {} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.0} % | {} | {:.1} |",
+            "| {} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.1} | {:.0} % | {} | {} |",
             row.workload,
             bytes / 1e6,
             f.measured.step.min,
@@ -42,9 +42,22 @@ pub(super) fn line(row: &Row, bf16: Option<f64>) -> String {
             f.measured.ceiling.median,
             f.share() * 100.0,
             bf16.map_or("–".into(), |us| format!("{us:.1}")),
-            tflop_per_s(row, f.us)
+            rate(row, f.us)
         ),
         Err(reason) => format!("| {} | {:.1} | {reason} |", row.workload, bytes / 1e6),
+    }
+}
+
+/// The rate of both products; beside that of the dot product alone, with the share of it, where that was measured.
+fn rate(row: &Row, us: f64) -> String {
+    let rate = tflop_per_s(row, us);
+    match row.peak {
+        Some(peak) => format!(
+            "{rate:.3} of {:.3}, {:.0} %",
+            peak / 1e12,
+            rate / peak * 1e14
+        ),
+        None => format!("{rate:.1}"),
     }
 }
 
@@ -68,6 +81,9 @@ pub(super) fn value(row: &Row, device: &str, bf16: Option<f64>) -> Value {
         Ok(f) => {
             put("us", number(f.us));
             put("tflop_per_s", number(tflop_per_s(row, f.us)));
+            if let Some(peak) = row.peak {
+                put("peak_tflop_per_s", number(peak / 1e12));
+            }
             put("us_min", number(f.measured.step.min));
             put("us_median", number(f.measured.step.median));
             put("gb_per_s", number(gb_per_s(bytes, f.us)));

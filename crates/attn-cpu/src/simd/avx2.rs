@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Dot, Dot16, Simd};
+use super::{Dot, Dot16, Simd, splat_at};
 
 /// AVX2 and F16C.
 #[derive(Clone, Copy)]
@@ -136,6 +136,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn zip_32(self, a: __m256i, b: __m256i) -> [__m256i; 2] {
+        op!([_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)])
+    }
+
+    #[inline(always)]
     fn zip_64(self, a: __m256i, b: __m256i) -> [__m256i; 2] {
         op!([_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b)])
     }
@@ -230,15 +235,10 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn ftz(self, a: __m256) -> __m256 {
         op!({
-            let tiny = _mm256_cmp_ps::<_CMP_LT_OQ>(self.abs(a), _mm256_set1_ps(f32::MIN_POSITIVE));
+            let least = _mm256_set1_ps(f32::MIN_POSITIVE);
+            let stays = _mm256_cmp_ps::<_CMP_NLT_UQ>(self.abs(a), least);
             // All bits of a number that stays, the sign alone of one that does not.
-            _mm256_and_ps(
-                a,
-                _mm256_or_ps(
-                    _mm256_set1_ps(-0.0),
-                    _mm256_xor_ps(tiny, _mm256_castsi256_ps(_mm256_set1_epi32(-1))),
-                ),
-            )
+            _mm256_and_ps(a, _mm256_or_ps(_mm256_set1_ps(-0.0), stays))
         })
     }
 
@@ -264,6 +264,12 @@ impl Simd for Avx2 {
             let packed = _mm256_permute4x64_epi64::<0b00_00_10_00>(_mm256_packus_epi32(low, low));
             _mm256_cvtph_ps(_mm256_castsi256_si128(packed))
         })
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const u8) -> __m256 {
+        // SAFETY: 16 bytes are readable by the caller's contract.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
     }
 
     #[inline(always)]
@@ -411,6 +417,18 @@ impl Dot for Dot8 {
     unsafe fn nibble_operand(self, p: *const u8) -> __m256i {
         // SAFETY: the caller's contract.
         unsafe { self.simd().i_row(p.add(BYTES)) }
+    }
+
+    #[inline(always)]
+    unsafe fn lane_operand(self, p: *const u8, i: usize) -> [__m256i; 2] {
+        // SAFETY: the caller's contract.
+        unsafe { self.0.lane_operand(p, i) }
+    }
+
+    #[inline(always)]
+    unsafe fn lane_nibble_operand(self, p: *const u8, i: usize) -> __m256i {
+        // SAFETY: the caller's contract.
+        unsafe { splat_at(self.simd(), p.add(BYTES + 4 * i)) }
     }
 
     #[inline(always)]

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Dot, Simd};
+use super::{Dot, Simd, splat_at};
 
 /// AVX-512 F, BW, DQ and VL.
 #[derive(Clone, Copy)]
@@ -124,6 +124,11 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn zip_16(self, a: __m512i, b: __m512i) -> [__m512i; 2] {
         op!([_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)])
+    }
+
+    #[inline(always)]
+    fn zip_32(self, a: __m512i, b: __m512i) -> [__m512i; 2] {
+        op!([_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b)])
     }
 
     #[inline(always)]
@@ -397,6 +402,18 @@ impl Dot for Vnni {
     unsafe fn operand(self, p: *const u8) -> __m512i {
         // SAFETY: the caller's contract.
         unsafe { self.0.i_row(p) }
+    }
+
+    #[inline(always)]
+    unsafe fn lane_operand(self, p: *const u8, i: usize) -> __m512i {
+        // SAFETY: the caller's contract.
+        unsafe { splat_at(self.0, p.add(4 * i)) }
+    }
+
+    #[inline(always)]
+    unsafe fn lane_nibble_operand(self, p: *const u8, i: usize) -> __m512i {
+        // SAFETY: the caller's contract.
+        unsafe { self.lane_operand(p, i) }
     }
 
     #[inline(always)]

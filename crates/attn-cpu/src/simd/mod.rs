@@ -177,6 +177,8 @@ pub(crate) trait Simd: Copy {
     fn zip_8(self, a: Self::I, b: Self::I) -> [Self::I; 2];
     /// The same by 16 bits.
     fn zip_16(self, a: Self::I, b: Self::I) -> [Self::I; 2];
+    /// The same by 32 bits.
+    fn zip_32(self, a: Self::I, b: Self::I) -> [Self::I; 2];
     /// The same by 64 bits: first halves together, second halves together.
     fn zip_64(self, a: Self::I, b: Self::I) -> [Self::I; 2];
 
@@ -226,6 +228,15 @@ pub(crate) trait Simd: Copy {
     fn of_bits(self, a: Self::I) -> Self::F;
     /// The f16 in the low half of each lane.
     fn f16_to_f(self, a: Self::I) -> Self::F;
+    /// Floats of 16 bits from memory.
+    ///
+    /// # Safety
+    /// `2·LANES` bytes are readable at `p`.
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const u8) -> Self::F {
+        // SAFETY: the caller's contract.
+        unsafe { self.f16_to_f(self.i_load_u16(p)) }
+    }
     /// Lanes `start..end`, and `other` in the rest.
     fn keep(self, a: Self::F, start: i32, end: i32, other: f32) -> Self::F;
     /// As `i_rows`, each row summed by halves: lanes 0 + 2, 1 + 3, then both.
@@ -281,6 +292,16 @@ pub(crate) unsafe fn scale_and_shift<S: Simd>(s: S, p: *const u8, centre: f32) -
     (scale, s.add(shift, s.mul(scale, s.splat(centre))))
 }
 
+/// The same four bytes in every lane.
+///
+/// # Safety
+/// They are readable at `p`.
+#[inline(always)]
+pub(crate) unsafe fn splat_at<S: Simd>(s: S, p: *const u8) -> S::I {
+    // SAFETY: the caller's contract.
+    s.i_splat(unsafe { p.cast::<i32>().read_unaligned() })
+}
+
 /// Exact dot products of 16 codes of up to 8 bits with 16 values of a byte: a query's, −127..=127, or weights, 0..=255.
 ///
 /// An int8 code of K enters the product as `code + K_BIAS`; the kernels take that out of the sums again.
@@ -325,6 +346,16 @@ pub(crate) trait Dot: Copy {
     /// # Safety
     /// As for [`operand`](Dot::operand).
     unsafe fn nibble_operand(self, p: *const u8) -> Self::NibbleOperand;
+    /// Values `4·i..4·i + 4` of an operand in every lane, for codes of [`LaneCodes`](crate::lanes::LaneCodes).
+    ///
+    /// # Safety
+    /// As for [`operand`](Dot::operand); `i < 4`.
+    unsafe fn lane_operand(self, p: *const u8, i: usize) -> Self::Operand;
+    /// The same for products with nibbles.
+    ///
+    /// # Safety
+    /// As for [`lane_operand`](Dot::lane_operand).
+    unsafe fn lane_nibble_operand(self, p: *const u8, i: usize) -> Self::NibbleOperand;
     /// Adds products of codes with values of a query: four neighbours to a lane.
     fn k_dot(
         self,
@@ -442,6 +473,23 @@ impl<S: Simd> Dot for Dot16<S> {
     unsafe fn nibble_operand(self, p: *const u8) -> [S::I; 2] {
         // SAFETY: the caller's contract.
         unsafe { self.operand(p) }
+    }
+
+    #[inline(always)]
+    unsafe fn lane_operand(self, p: *const u8, i: usize) -> [S::I; 2] {
+        // SAFETY: the caller's contract.
+        unsafe {
+            [
+                splat_at(self.0, p.add(4 * i)),
+                splat_at(self.0, p.add(16 + 4 * i)),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn lane_nibble_operand(self, p: *const u8, i: usize) -> [S::I; 2] {
+        // SAFETY: the caller's contract.
+        unsafe { self.lane_operand(p, i) }
     }
 
     #[inline(always)]

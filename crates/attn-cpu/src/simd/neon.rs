@@ -208,6 +208,14 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    fn zip_32(self, a: I, b: I) -> [I; 2] {
+        op!([
+            I(vzip1q_s32(a.0, b.0), vzip1q_s32(a.1, b.1)),
+            I(vzip2q_s32(a.0, b.0), vzip2q_s32(a.1, b.1)),
+        ])
+    }
+
+    #[inline(always)]
     fn zip_64(self, a: I, b: I) -> [I; 2] {
         op!({
             let low = |a, b| {

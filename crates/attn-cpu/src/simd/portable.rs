@@ -111,6 +111,11 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn zip_32(self, a: i32x8, b: i32x8) -> [i32x8; 2] {
+        Scalar.zip_32(a.to_array(), b.to_array()).map(i32x8::new)
+    }
+
+    #[inline(always)]
     fn zip_64(self, a: i32x8, b: i32x8) -> [i32x8; 2] {
         Scalar.zip_64(a.to_array(), b.to_array()).map(i32x8::new)
     }

@@ -152,6 +152,11 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
+    fn zip_32(self, a: I, b: I) -> [I; 2] {
+        zip_elements::<u32>(a, b)
+    }
+
+    #[inline(always)]
     fn zip_64(self, [a, b, c, d, e, f, g, h]: I, [i, j, k, l, m, n, o, p]: I) -> [I; 2] {
         [[a, b, i, j, e, f, m, n], [c, d, k, l, g, h, o, p]]
     }
