@@ -33,6 +33,13 @@ impl<'a> Console<'a> {
         writeln!(self.out, "{text}").map_err(PrintError)
     }
 
+    /// Prints a part of a line at once.
+    #[cfg(feature = "llm")]
+    pub fn text(&mut self, text: impl fmt::Display) -> Result<(), PrintError> {
+        write!(self.out, "{text}").map_err(PrintError)?;
+        self.flush()
+    }
+
     /// Prints lines of a table, unless the result is to be JSON.
     pub fn table(&mut self, text: impl fmt::Display) -> Result<(), PrintError> {
         if self.json { Ok(()) } else { self.line(text) }

@@ -23,6 +23,8 @@ pub mod data;
 mod faulty;
 pub mod figures;
 pub mod inspect;
+#[cfg(feature = "llm")]
+mod llm;
 mod measured;
 mod plot;
 pub mod quantize;
@@ -63,6 +65,12 @@ enum Command {
     Dequantize(quantize::DequantizeArgs),
     /// The content of a file of pages, or of K and V, checked.
     Inspect(inspect::InspectArgs),
+    /// Text from prompts: a whole model, whose cache is of a format.
+    #[cfg(feature = "llm")]
+    Generate(llm::GenerateArgs),
+    /// What cache formats do to a model's predictions of a text.
+    #[cfg(feature = "llm")]
+    Perplexity(llm::PerplexityArgs),
     /// A script that completes commands and options in a shell, on standard output.
     Completions {
         /// The shell.
@@ -116,6 +124,8 @@ fn start_threads(args: &Args) -> Result<()> {
     let asked = threads::asked(env::var_os(threads::VARIABLE).as_deref())?;
     match args.command {
         None | Some(Command::Run(_) | Command::Check { .. }) => threads::start(asked),
+        #[cfg(feature = "llm")]
+        Some(Command::Generate(_) | Command::Perplexity(_)) => threads::start(asked),
         _ => Ok(()),
     }
 }
@@ -147,6 +157,10 @@ fn dispatch(args: Args, console: &mut Console<'_>, backends: &Backends) -> Resul
         Some(Command::Check { backend }) => check::check(backend, console, backends),
         Some(Command::Quantize(args)) => quantize::quantize(&args, console).map(|()| true),
         Some(Command::Inspect(args)) => inspect::inspect(&args, console).map(|()| true),
+        #[cfg(feature = "llm")]
+        Some(Command::Generate(args)) => llm::generate(&args, console, backends).map(|()| true),
+        #[cfg(feature = "llm")]
+        Some(Command::Perplexity(args)) => llm::perplexity(&args, console, backends),
         Some(Command::Completions { shell }) => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Args::command(), "attn", &mut script);

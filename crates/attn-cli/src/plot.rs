@@ -1,6 +1,8 @@
 //! `attn bench --plot`: latency over context, and share of the read ceiling over cache size, as one SVG file.
 
 mod curves;
+#[cfg(feature = "llm")]
+mod fidelity;
 mod style;
 #[cfg(test)]
 mod tests;
@@ -10,6 +12,8 @@ use std::ops::Range;
 use anyhow::{Result, anyhow, ensure};
 use attn::KvFormat;
 use curves::{Curve, latency, share};
+#[cfg(feature = "llm")]
+pub use fidelity::fidelity;
 use plotters::{
     coord::ranged1d::{AsRangedCoord, ValueFormatter},
     prelude::*,

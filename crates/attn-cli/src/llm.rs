@@ -1,0 +1,379 @@
+//! `attn generate` and `attn perplexity`: a whole model, from its file to text, over a cache of any format.
+
+use std::{fs, path::PathBuf, sync::Arc};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use attn::{DecodeAttention, KvFormat};
+use attn_llm::{Comparison, Fidelity, Generation, Model, Options, PagedKv, Tokenizer};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::{Value, json};
+
+use crate::{Backends, console::Console, figures::number};
+
+/// The model, and where its attention runs.
+#[derive(clap::Args)]
+struct ModelArgs {
+    /// A GGUF file, or a folder with config.json, tokenizer.json and safetensors: Llama 2 and 3, SmolLM2, Mistral, Qwen 2 and 3.
+    #[arg(long, value_name = "PATH")]
+    model: PathBuf,
+    /// cuda, wgpu or cpu, for attention; the best present by default.
+    #[arg(long)]
+    backend: Option<attn::BackendId>,
+    /// The most tokens of a prompt or a text that are computed at once; results do not depend on it.
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    chunk: u32,
+}
+
+/// What `attn generate` reads.
+#[derive(clap::Args)]
+pub struct GenerateArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Formats of the cache; several print their texts one after another.
+    #[arg(long, value_delimiter = ',', default_value = "int8")]
+    kv: Vec<KvFormat>,
+    /// The most tokens to generate for a prompt.
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    tokens: u32,
+    /// 0 takes the likeliest token; above, tokens are drawn.
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f32,
+    /// The seed of each prompt's draws.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// The most prompts computed at once.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    batch: u32,
+    /// Formats in columns, with the first token that differs from the first format's.
+    #[arg(long)]
+    side_by_side: bool,
+    /// One prompt or several; what they all begin with is computed once.
+    #[arg(required = true)]
+    prompts: Vec<String>,
+}
+
+/// What `attn perplexity` reads.
+#[derive(clap::Args)]
+pub struct PerplexityArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// A text file; several are read one after another.
+    #[arg(long, required = true, value_delimiter = ',', value_name = "FILE")]
+    text: Vec<PathBuf>,
+    /// Formats, and f32: plain attention over a cache of f32, which all are compared with.
+    #[arg(long, value_delimiter = ',', default_value = "f32,bf16,fp8,int8,int8/int4,int4", value_parser = format)]
+    kv: Vec<CacheFormat>,
+    /// Tokens of a piece; each begins with an empty cache.
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..=1 << 20))]
+    tokens: u32,
+    /// Pieces of each text, from its begin on.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1 << 16))]
+    pieces: u32,
+    /// An SVG file for the divergence over bytes per token.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+}
+
+/// A format of the library, or f32.
+#[derive(Debug, Clone, Copy)]
+struct CacheFormat(Option<KvFormat>);
+
+fn format(name: &str) -> Result<CacheFormat, String> {
+    match name {
+        "f32" => Ok(CacheFormat(None)),
+        name => match name.parse() {
+            Ok(format) => Ok(CacheFormat(Some(format))),
+            Err(error) => Err(format!("{error}; or f32")),
+        },
+    }
+}
+
+/// A model that is ready, and the backend of its attention.
+struct Ready {
+    model: Model,
+    tokenizer: Tokenizer,
+    backend: Arc<dyn DecodeAttention>,
+    device: String,
+}
+
+impl ModelArgs {
+    fn open(&self, backends: &Backends) -> Result<Ready> {
+        let selection = (backends.select)(self.backend)?;
+        let device = selection.backend.device();
+        let device = format!("{}: {} ({})", selection.id, device.name, device.detail);
+        let bar = bar("loading", 0);
+        let (model, tokenizer) = attn_llm::load(&self.model, &mut |layers, of| {
+            bar.set_length(of as u64);
+            bar.set_position(layers as u64);
+        })?;
+        bar.finish_and_clear();
+        Ok(Ready {
+            model,
+            tokenizer,
+            backend: Arc::from(selection.backend),
+            device,
+        })
+    }
+
+    fn chunk(&self) -> usize {
+        self.chunk as usize
+    }
+}
+
+/// A bar on standard error; it is drawn on terminals alone.
+fn bar(what: &'static str, length: u64) -> ProgressBar {
+    let style = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len}");
+    let bar = ProgressBar::new(length).with_message(what);
+    match style {
+        Ok(style) => bar.with_style(style),
+        Err(_) => bar,
+    }
+}
+
+/// Tokens per second; NaN where none were timed.
+fn rate(tokens: usize, time: std::time::Duration) -> f64 {
+    tokens as f64 / time.as_secs_f64()
+}
+
+/// Generates texts and prints them, as tokens come where one text is printed at a time.
+pub fn generate(args: &GenerateArgs, console: &mut Console<'_>, backends: &Backends) -> Result<()> {
+    let ready = args.model.open(backends)?;
+    let encode = |prompt: &String| ready.tokenizer.encode(prompt);
+    let prompts: Vec<_> = args.prompts.iter().map(encode).collect::<Result<_, _>>()?;
+    if !console.json {
+        console.remark(&ready.device);
+    }
+    let mut runs = Vec::new();
+    for &format in &args.kv {
+        let run = generate_in(args, &ready, format, &prompts, console)?;
+        runs.push((format, run));
+    }
+    if args.side_by_side {
+        side_by_side(args, &ready, &runs, console)?;
+    }
+    let values: Vec<Value> = runs
+        .iter()
+        .map(|(format, run)| value(&ready, *format, run))
+        .collect::<Result<_>>()?;
+    console
+        .value(&json!({ "device": ready.device, "prompts": args.prompts, "formats": values }))?;
+    Ok(())
+}
+
+/// Generates the texts of all prompts over one format.
+fn generate_in(
+    args: &GenerateArgs,
+    ready: &Ready,
+    format: KvFormat,
+    prompts: &[Vec<u32>],
+    console: &mut Console<'_>,
+) -> Result<Generation> {
+    let options = Options {
+        max_tokens: args.tokens as usize,
+        chunk: args.model.chunk(),
+        temperature: args.temperature,
+        seed: args.seed,
+        ends: ready.tokenizer.ends().to_vec(),
+    };
+    let slots = (args.batch as usize).min(prompts.len());
+    let (sequences, needed) = attn_llm::generate::room(prompts, slots, options.max_tokens);
+    let limit = ready.model.config().context;
+    if needed > limit {
+        return Err(attn_llm::Error::Context { needed, limit }.into());
+    }
+    let backend = Arc::clone(&ready.backend);
+    let config = ready.model.config();
+    let mut kv = PagedKv::new(backend, config, format, sequences, needed, options.chunk)?;
+    let streams = !console.json && !args.side_by_side && prompts.len() == 1;
+    let mut text = ready.tokenizer.stream();
+    let mut printed = Ok(());
+    if streams && args.kv.len() > 1 {
+        console.line(format_args!("[{format}]"))?;
+    }
+    let mut on_token = |_: usize, token: u32| -> Result<(), attn_llm::Error> {
+        if streams && printed.is_ok() {
+            let text = text.push(token)?;
+            printed = console.text(text);
+        }
+        Ok(())
+    };
+    let run = attn_llm::generate(&ready.model, &mut kv, prompts, &options, &mut on_token)?;
+    printed?;
+    if streams {
+        console.line("")?;
+    } else if !console.json && !args.side_by_side {
+        for (prompt, tokens) in args.prompts.iter().zip(&run.texts) {
+            let text = ready.tokenizer.decode(tokens)?;
+            console.line(format_args!("[{format}] {prompt}{text}\n"))?;
+        }
+    }
+    if !console.json {
+        console.remark(format_args!(
+            "{format}: prompt {} tokens, {:.1} per s; decode {} tokens, {:.1} per s; cache {:.2} MB",
+            run.prompt_tokens,
+            rate(run.prompt_tokens, run.prompt_time),
+            run.decoded_tokens,
+            rate(run.decoded_tokens, run.decode_time),
+            run.cache_bytes as f64 / 1e6,
+        ));
+    }
+    Ok(run)
+}
+
+/// A run in JSON.
+fn value(ready: &Ready, format: KvFormat, run: &Generation) -> Result<Value> {
+    let decode = |tokens: &Vec<u32>| ready.tokenizer.decode(tokens);
+    let texts: Vec<String> = run.texts.iter().map(decode).collect::<Result<_, _>>()?;
+    Ok(json!({
+        "kv": format.to_string(), "texts": texts, "tokens": run.texts,
+        "prompt_tokens": run.prompt_tokens, "decoded_tokens": run.decoded_tokens, "cache_bytes": run.cache_bytes,
+        "prompt_tokens_per_s": number(rate(run.prompt_tokens, run.prompt_time)),
+        "decoded_tokens_per_s": number(rate(run.decoded_tokens, run.decode_time)),
+    }))
+}
+
+/// Prints each prompt's texts in all formats, and how long each is the first format's.
+fn side_by_side(
+    args: &GenerateArgs,
+    ready: &Ready,
+    runs: &[(KvFormat, Generation)],
+    console: &mut Console<'_>,
+) -> Result<()> {
+    let Some((first, wanted)) = runs.first() else {
+        return Ok(());
+    };
+    for (i, prompt) in args.prompts.iter().enumerate() {
+        console.table(format_args!("{prompt}\n"))?;
+        console.table(format_args!(
+            "| K/V | as {first} for | text |\n|---|---|---|"
+        ))?;
+        for (format, run) in runs {
+            let pairs = run.texts[i].iter().zip(&wanted.texts[i]);
+            let same = pairs.take_while(|(a, b)| a == b).count();
+            let text = ready.tokenizer.decode(&run.texts[i])?;
+            let text = text.replace('\n', " ").replace('|', "\\|");
+            console.table(format_args!("| {format} | {same} tokens | {text} |"))?;
+        }
+        console.table("")?;
+    }
+    Ok(())
+}
+
+/// Runs a model over texts in every format; whether every divergence is a number.
+pub fn perplexity(
+    args: &PerplexityArgs,
+    console: &mut Console<'_>,
+    backends: &Backends,
+) -> Result<bool> {
+    let ready = args.model.open(backends)?;
+    let texts: Vec<Vec<u32>> = args
+        .text
+        .iter()
+        .map(|path| {
+            let text = fs::read_to_string(path).with_context(|| {
+                format!("cannot read {} as text; check the path", path.display())
+            })?;
+            Ok(ready.tokenizer.encode(&text)?)
+        })
+        .collect::<Result<_>>()?;
+    let pieces = pieces(args, &ready, &texts)?;
+    let formats: Vec<_> = args.kv.iter().map(|format| format.0).collect();
+    let total: usize = pieces.iter().map(|piece| piece.len()).sum();
+    let bar = bar("predicting", total as u64);
+    let comparison = Comparison {
+        model: &ready.model,
+        backend: Arc::clone(&ready.backend),
+        formats: &formats,
+        chunk: args.model.chunk(),
+    };
+    let results = attn_llm::perplexity(&comparison, &pieces, &mut |done| {
+        bar.set_position(done as u64);
+    })?;
+    bar.finish_and_clear();
+    console.table(&ready.device)?;
+    console.table(format_args!(
+        "{} pieces of {} tokens\n",
+        pieces.len(),
+        args.tokens
+    ))?;
+    console.table(HEADER)?;
+    for result in &results {
+        console.table(line(result))?;
+    }
+    let values: Vec<Value> = results.iter().map(fidelity_value).collect();
+    console.value(&json!({
+        "device": ready.device, "tokens": args.tokens, "pieces": pieces.len(), "formats": values,
+    }))?;
+    if let Some(path) = &args.plot {
+        let svg = crate::plot::fidelity(&results)?;
+        fs::write(path, svg).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    let is_number = |f: &Fidelity| f.mean_kl.is_finite() && f.perplexity.is_finite();
+    Ok(results.iter().all(is_number))
+}
+
+/// The first pieces of each text, one of each text after another.
+fn pieces<'a>(
+    args: &PerplexityArgs,
+    ready: &Ready,
+    texts: &'a [Vec<u32>],
+) -> Result<Vec<&'a [u32]>> {
+    let (tokens, limit) = (args.tokens as usize, ready.model.config().context);
+    if tokens > limit {
+        let needed = tokens;
+        return Err(attn_llm::Error::Context { needed, limit }.into());
+    }
+    let mut pieces = Vec::new();
+    for i in 0..args.pieces as usize {
+        for (text, path) in texts.iter().zip(&args.text) {
+            let end = i.saturating_add(1).saturating_mul(tokens);
+            ensure!(
+                end <= text.len(),
+                "{} has {} tokens, but {} pieces of {tokens} are asked for; take fewer or shorter ones (--pieces, --tokens)",
+                path.display(),
+                text.len(),
+                args.pieces
+            );
+            pieces.push(&text[end - tokens..end]);
+        }
+    }
+    (!pieces.is_empty())
+        .then_some(pieces)
+        .ok_or_else(|| anyhow!("there is no text; name one with --text FILE"))
+}
+
+const HEADER: &str = "\
+| K/V | bytes per token | perplexity | KL × 1000 | 99th percentile × 1000 | same top token |
+|---|---|---|---|---|---|";
+
+/// The name of a cache in a table.
+pub fn name(result: &Fidelity) -> String {
+    let format = result.format.map(|format| format.to_string());
+    format.unwrap_or_else(|| "f32".to_owned())
+}
+
+fn line(result: &Fidelity) -> String {
+    format!(
+        "| {} | {:.0} | {:.3} | {:.3} | {:.2} | {:.2} % |",
+        name(result),
+        result.bytes_per_token,
+        result.perplexity,
+        result.mean_kl * 1e3,
+        result.p99_kl * 1e3,
+        result.same_top * 100.0
+    )
+}
+
+fn fidelity_value(result: &Fidelity) -> Value {
+    let pieces: Vec<Value> = result
+        .mean_kl_of_pieces
+        .iter()
+        .copied()
+        .map(number)
+        .collect();
+    json!({
+        "kv": name(result), "bytes_per_token": number(result.bytes_per_token), "perplexity": number(result.perplexity),
+        "mean_kl": number(result.mean_kl), "mean_kl_of_pieces": pieces, "p99_kl": number(result.p99_kl),
+        "same_top": number(result.same_top),
+    })
+}

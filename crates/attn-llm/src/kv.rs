@@ -1,0 +1,56 @@
+//! Where the layers of a model keep K and V, and attend: pages of this library, or plain f32.
+
+mod exact;
+mod paged;
+
+pub use exact::ExactKv;
+pub use paged::PagedKv;
+
+use attn::Append;
+
+use crate::error::Error;
+
+/// K and V of every layer and sequence, and attention over them.
+///
+/// A step begins with [`Kv::begin`], which says how many tokens each sequence gets; [`Kv::attend`] follows once for each layer, in order.
+pub trait Kv {
+    /// Tokens of each sequence.
+    fn lens(&self) -> &[usize];
+
+    /// Begins a step: `appends` names each sequence at most once, in ascending order.
+    ///
+    /// # Errors
+    /// [`Error::Context`] if a sequence has no room for its tokens; those of planning. Nothing is changed then.
+    fn begin(&mut self, appends: &[Append]) -> Result<(), Error>;
+
+    /// Appends `k` and `v` `[tokens, kv heads, head_dim]` to a layer, and attends `q` `[tokens, q heads, head_dim]` into `out`, of q's shape.
+    ///
+    /// # Errors
+    /// Those of [`attn::KvCache::append`] and [`attn::DecodeStep::new`].
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), Error>;
+}
+
+/// Refuses sequences that would grow beyond `limit`, or that do not exist.
+fn check_room(lens: &[usize], appends: &[Append], limit: usize) -> Result<(), Error> {
+    for append in appends {
+        let Some(len) = lens.get(append.sequence) else {
+            return Err(attn::Error::Sequence {
+                given: append.sequence,
+                count: lens.len(),
+            }
+            .into());
+        };
+        let needed = len.saturating_add(append.tokens);
+        if needed > limit {
+            return Err(Error::Context { needed, limit });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,221 @@
+//! What a cache format does to a model's predictions: perplexity, and the divergence of the next token from that over an f32 cache.
+//!
+//! Teacher-forced: every position predicts the text's own next token, attending through the cache as decode would read it.
+
+use std::sync::Arc;
+
+use attn::{DecodeAttention, KvFormat};
+use rayon::prelude::*;
+
+use crate::{
+    error::Error,
+    kv::{ExactKv, Kv, PagedKv},
+    model::{Model, Piece, Wanted},
+};
+
+/// What a format came to over a text.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Fidelity {
+    /// The format; none is f32, in plain attention.
+    pub format: Option<KvFormat>,
+    /// Bytes of one token's K and V in all layers and heads.
+    pub bytes_per_token: f64,
+    /// exp of the mean of −ln p of the text's next token, over all but each piece's last position.
+    pub perplexity: f64,
+    /// Mean over all positions of Σ p·ln(p / q), where p is the next token's distribution over an f32 cache, and q over this one.
+    pub mean_kl: f64,
+    /// The mean of each piece.
+    pub mean_kl_of_pieces: Vec<f64>,
+    /// The divergence that 99 % of positions do not exceed.
+    pub p99_kl: f64,
+    /// The share of positions whose likeliest token is that over an f32 cache.
+    pub same_top: f64,
+}
+
+/// What is compared.
+pub struct Comparison<'a> {
+    /// The model.
+    pub model: &'a Model,
+    /// The backend of the formats.
+    pub backend: Arc<dyn DecodeAttention>,
+    /// The formats; none is f32, which is computed in any case.
+    pub formats: &'a [Option<KvFormat>],
+    /// Tokens computed at once.
+    pub chunk: usize,
+}
+
+/// A cache, and what its positions came to so far.
+struct Run {
+    format: Option<KvFormat>,
+    bytes_per_token: f64,
+    loss: f64,
+    predictions: usize,
+    /// The divergences of each piece's positions.
+    kl: Vec<Vec<f64>>,
+    same_top: usize,
+}
+
+/// Logits `[rows, vocab]`, as probabilities' logarithms when they are asked for.
+struct Rows<'a> {
+    logits: &'a [f32],
+    /// ln Σ exp of each row.
+    lse: Vec<f64>,
+    top: Vec<usize>,
+    vocab: usize,
+}
+
+impl<'a> Rows<'a> {
+    fn new(logits: &'a [f32], vocab: usize) -> Self {
+        let of_row = |row: &[f32]| {
+            let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let sum: f64 = row.iter().map(|x| f64::from(x - largest).exp()).sum();
+            let top = row.iter().position(|x| *x == largest).unwrap_or(0);
+            (f64::from(largest) + sum.ln(), top)
+        };
+        let (lse, top) = logits.par_chunks(vocab).map(of_row).unzip();
+        Rows {
+            logits,
+            lse,
+            top,
+            vocab,
+        }
+    }
+
+    fn row(&self, i: usize) -> &'a [f32] {
+        &self.logits[i * self.vocab..][..self.vocab]
+    }
+
+    fn ln_p(&self, i: usize, token: u32) -> f64 {
+        f64::from(self.row(i)[token as usize]) - self.lse[i]
+    }
+
+    /// Σ p·ln(p / q) of one row, where p is this one's distribution.
+    fn divergence(&self, other: &Rows<'_>, i: usize) -> f64 {
+        let pairs = self.row(i).iter().zip(other.row(i));
+        let term = |(a, b): (&f32, &f32)| {
+            let (a, b) = (f64::from(*a) - self.lse[i], f64::from(*b) - other.lse[i]);
+            a.exp() * (a - b)
+        };
+        pairs.map(term).sum()
+    }
+}
+
+impl Run {
+    /// Adds rows; `next` are the tokens that follow each of them, one less at the end of a piece.
+    fn add(&mut self, exact: &Rows<'_>, own: &Rows<'_>, next: &[u32]) {
+        // One by one, so that chunks do not change the sum.
+        for (i, &token) in next.iter().enumerate() {
+            self.loss -= own.ln_p(i, token);
+        }
+        self.predictions += next.len();
+        let rows = 0..own.top.len();
+        let kl = rows.clone().into_par_iter();
+        let kl: Vec<f64> = kl.map(|i| exact.divergence(own, i)).collect();
+        let last = self.kl.last_mut();
+        last.expect("a piece has begun").extend(kl);
+        self.same_top += rows.filter(|&i| own.top[i] == exact.top[i]).count();
+    }
+
+    fn fidelity(self) -> Fidelity {
+        let mean = |kl: &[f64]| kl.iter().sum::<f64>() / kl.len() as f64;
+        let mut all = self.kl.concat();
+        all.sort_by(f64::total_cmp);
+        let p99 = (all.len() * 99).div_ceil(100).saturating_sub(1);
+        Fidelity {
+            format: self.format,
+            bytes_per_token: self.bytes_per_token,
+            perplexity: (self.loss / self.predictions as f64).exp(),
+            mean_kl: mean(&all),
+            mean_kl_of_pieces: self.kl.iter().map(|kl| mean(kl)).collect(),
+            p99_kl: all[p99],
+            same_top: self.same_top as f64 / all.len() as f64,
+        }
+    }
+}
+
+/// Runs every piece of a text, from an empty cache, over an f32 cache and over each format; `progress` gets the tokens done so far.
+///
+/// # Errors
+/// [`Error::Request`] for a piece of fewer than two tokens, or no piece; those of [`Model::forward`].
+pub fn perplexity(
+    comparison: &Comparison<'_>,
+    pieces: &[&[u32]],
+    progress: &mut dyn FnMut(usize),
+) -> Result<Vec<Fidelity>, Error> {
+    let &Comparison {
+        model,
+        formats,
+        chunk,
+        ..
+    } = comparison;
+    if pieces.is_empty() || chunk == 0 || pieces.iter().any(|piece| piece.len() < 2) {
+        return Err(Error::Request {
+            what: "the text",
+            given: format!("{} pieces, in chunks of {chunk}", pieces.len()),
+            allowed: "one piece or more of two tokens or more, chunks of one or more".to_owned(),
+        });
+    }
+    let new = |format| Run {
+        format,
+        bytes_per_token: 0.0,
+        loss: 0.0,
+        predictions: 0,
+        kl: Vec::new(),
+        same_top: 0,
+    };
+    let mut runs: Vec<Run> = formats.iter().copied().map(new).collect();
+    let mut done = 0;
+    for piece in pieces {
+        let mut exact = ExactKv::new(model.config(), 1, piece.len());
+        let mut caches = caches(comparison, piece.len(), &mut runs)?;
+        for (i, tokens) in piece.chunks(chunk).enumerate() {
+            let start = i * chunk + 1;
+            let next = &piece[start..(start + tokens.len()).min(piece.len())];
+            let vocab = model.config().vocab;
+            let forward = |kv: &mut dyn Kv| {
+                let piece = Piece {
+                    sequence: 0,
+                    tokens,
+                };
+                model.forward(&[piece], kv, Wanted::All)
+            };
+            let logits = forward(&mut exact)?;
+            let wanted = Rows::new(&logits, vocab);
+            for (run, cache) in runs.iter_mut().zip(&mut caches) {
+                match cache {
+                    Some(cache) => {
+                        let logits = forward(cache)?;
+                        run.add(&wanted, &Rows::new(&logits, vocab), next);
+                    }
+                    None => run.add(&wanted, &wanted, next),
+                }
+            }
+            done += tokens.len();
+            progress(done);
+        }
+    }
+    Ok(runs.into_iter().map(Run::fidelity).collect())
+}
+
+/// An empty cache of each format for a piece of so many tokens; f32 has the one that all are compared with.
+fn caches(
+    comparison: &Comparison<'_>,
+    tokens: usize,
+    runs: &mut [Run],
+) -> Result<Vec<Option<PagedKv>>, Error> {
+    let config = comparison.model.config();
+    let mut caches = Vec::new();
+    for run in runs {
+        run.kl.push(Vec::new());
+        let backend = Arc::clone(&comparison.backend);
+        let paged = run
+            .format
+            .map(|format| PagedKv::new(backend, config, format, 1, tokens, comparison.chunk));
+        let paged = paged.transpose()?;
+        let exact = ExactKv::new(config, 1, tokens).bytes_per_token();
+        run.bytes_per_token = paged.as_ref().map_or(exact, PagedKv::bytes_per_token);
+        caches.push(paged);
+    }
+    Ok(caches)
+}

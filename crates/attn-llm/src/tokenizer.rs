@@ -1,0 +1,242 @@
+//! Tokenizers: from the vocabulary of a GGUF file, or from a `tokenizer.json`.
+
+use std::collections::HashMap;
+
+use tokenizers::{
+    AddedToken, DecoderWrapper, NormalizerWrapper, PreTokenizerWrapper, SplitDelimiterBehavior,
+    decoders::{
+        byte_fallback::ByteFallback, fuse::Fuse, sequence::Sequence as Decoders, strip::Strip,
+    },
+    models::bpe::BPE,
+    normalizers::{NFC, Prepend, Replace, Sequence as Normalizers},
+    pre_tokenizers::{
+        byte_level::ByteLevel,
+        digits::Digits,
+        sequence::Sequence as Splits,
+        split::{Split, SplitPattern},
+    },
+};
+
+use crate::error::Error;
+
+/// Turns text into tokens and back.
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    /// The token before every text, where the model wants one.
+    begin: Option<u32>,
+    /// Tokens that end a text.
+    ends: Vec<u32>,
+}
+
+/// The text of tokens that come one by one; characters appear when their last token is there.
+pub struct TextStream<'a>(
+    tokenizers::DecodeStream<
+        'a,
+        tokenizers::ModelWrapper,
+        NormalizerWrapper,
+        PreTokenizerWrapper,
+        tokenizers::PostProcessorWrapper,
+        DecoderWrapper,
+    >,
+);
+
+impl TextStream<'_> {
+    /// The text that a token adds; often none, if it ends within a character.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`].
+    pub fn push(&mut self, token: u32) -> Result<String, Error> {
+        let text = self.0.step(token);
+        Ok(text.map_err(failed)?.unwrap_or_default())
+    }
+}
+
+fn failed(error: impl ToString) -> Error {
+    Error::Tokenizer(error.to_string())
+}
+
+impl Tokenizer {
+    /// From a `tokenizer.json`, whose own rules say what stands before a text.
+    pub(crate) fn from_json(bytes: &[u8], ends: Vec<u32>) -> Result<Self, String> {
+        let inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|e| e.to_string())?;
+        Ok(Tokenizer {
+            inner,
+            begin: None,
+            ends,
+        })
+    }
+
+    /// The tokens of a text; a model that wants a token before every text gets it.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`].
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, Error> {
+        let encoding = self.inner.encode_fast(text, true).map_err(failed)?;
+        let tokens = encoding.get_ids().iter().copied();
+        Ok(self.begin.into_iter().chain(tokens).collect())
+    }
+
+    /// The text of tokens, without special ones.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`].
+    pub fn decode(&self, tokens: &[u32]) -> Result<String, Error> {
+        self.inner.decode(tokens, true).map_err(failed)
+    }
+
+    /// Begins the text of tokens that come one by one.
+    #[must_use]
+    pub fn stream(&self) -> TextStream<'_> {
+        TextStream(self.inner.decode_stream(true))
+    }
+
+    /// Tokens that end a text.
+    #[must_use]
+    pub fn ends(&self) -> &[u32] {
+        &self.ends
+    }
+}
+
+/// What a GGUF file says of its tokenizer, under `tokenizer.ggml`.
+pub(crate) struct GgufVocabulary {
+    /// `gpt2` (pairs of bytes, with merges) or `llama` (pieces with scores).
+    pub model: String,
+    pub tokens: Vec<String>,
+    /// For each token 3 if it is a control token, 4 if a user's.
+    pub kinds: Vec<i32>,
+    pub scores: Vec<f32>,
+    pub merges: Vec<String>,
+    /// The rule that splits a text before merges, by llama.cpp's name.
+    pub split: String,
+    pub begin: Option<u32>,
+    pub adds_begin: bool,
+    pub adds_space: bool,
+    pub ends: Vec<u32>,
+}
+
+/// Contractions, words, numbers of up to three digits, punctuation and space, as Llama 3 splits them.
+const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// The same with single digits, as Qwen 2 splits them.
+const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+impl GgufVocabulary {
+    /// The tokenizer; the reason if it is not supported.
+    pub fn tokenizer(self) -> Result<Tokenizer, String> {
+        let ids = self.tokens.iter().cloned().zip(0..);
+        let vocab: HashMap<String, u32> = ids.collect();
+        let mut inner = match self.model.as_str() {
+            "gpt2" => self.byte_pairs(vocab)?,
+            "llama" => self.pieces(vocab)?,
+            model => {
+                return Err(format!(
+                    "its tokenizer is {model}; supported: gpt2 (byte pairs), llama (pieces with scores)"
+                ));
+            }
+        };
+        for (token, kind) in self.tokens.iter().zip(&self.kinds) {
+            match kind {
+                3 => inner.add_special_tokens(&[AddedToken::from(token.clone(), true)]),
+                4 => inner.add_tokens(&[AddedToken::from(token.clone(), false).normalized(false)]),
+                _ => 0,
+            };
+        }
+        Ok(Tokenizer {
+            inner,
+            begin: self.begin.filter(|_| self.adds_begin),
+            ends: self.ends,
+        })
+    }
+
+    fn byte_pairs(&self, vocab: HashMap<String, u32>) -> Result<tokenizers::Tokenizer, String> {
+        let pair = |merge: &String| match merge.split_once(' ') {
+            Some((a, b)) => Ok((a.to_owned(), b.to_owned())),
+            None => Err(format!("its tokenizer has a merge of one part, {merge:?}")),
+        };
+        let merges: Vec<_> = self.merges.iter().map(pair).collect::<Result<_, _>>()?;
+        let split = |pattern: &str| {
+            let pattern = SplitPattern::Regex(pattern.to_owned());
+            let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false);
+            let split = split.map_err(|e| e.to_string())?;
+            let bytes = ByteLevel::new(false, false, false);
+            Ok::<_, String>(vec![split.into(), bytes.into()])
+        };
+        let gpt2 = ByteLevel::new(false, false, true);
+        let splits: Vec<PreTokenizerWrapper> = match self.split.as_str() {
+            "gpt-2" | "default" => vec![gpt2.into()],
+            "smollm" => vec![Digits::new(true).into(), gpt2.into()],
+            "llama-bpe" => split(LLAMA3)?,
+            "qwen2" => split(QWEN2)?,
+            name => {
+                return Err(format!(
+                    "its tokenizer splits text by {name}; supported: gpt-2, smollm, llama-bpe, qwen2"
+                ));
+            }
+        };
+        let model = BPE::builder()
+            .vocab_and_merges(
+                vocab
+                    .into_iter()
+                    .collect::<tokenizers::models::bpe::Vocab>(),
+                merges,
+            )
+            .ignore_merges(self.split == "llama-bpe")
+            .build();
+        let mut tokenizer = tokenizers::Tokenizer::new(model.map_err(|e| e.to_string())?);
+        if self.split == "qwen2" {
+            tokenizer.with_normalizer(Some(NFC));
+        }
+        tokenizer.with_pre_tokenizer(Some(Splits::new(splits)));
+        tokenizer.with_decoder(Some(ByteLevel::new(false, false, false)));
+        Ok(tokenizer)
+    }
+
+    /// Pieces of words with spaces as ▁: of two pieces, those that form the piece of the greatest score are merged first.
+    fn pieces(&self, vocab: HashMap<String, u32>) -> Result<tokenizers::Tokenizer, String> {
+        if self.scores.len() != self.tokens.len() {
+            return Err(format!(
+                "its tokenizer has {} scores for {} tokens",
+                self.scores.len(),
+                self.tokens.len()
+            ));
+        }
+        let mut merges = Vec::new();
+        for (piece, score) in self.tokens.iter().zip(&self.scores) {
+            for (at, _) in piece.char_indices().skip(1) {
+                let (a, b) = piece.split_at(at);
+                if let (Some(first), Some(second)) = (vocab.get(a), vocab.get(b)) {
+                    merges.push((*score, *first, *second, a.to_owned(), b.to_owned()));
+                }
+            }
+        }
+        merges.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+        let merges: Vec<_> = merges.into_iter().map(|(.., a, b)| (a, b)).collect();
+        let unknown = self.kinds.iter().position(|kind| *kind == 2);
+        let unknown = self.tokens.get(unknown.unwrap_or(0)).cloned();
+        let model = BPE::builder()
+            .vocab_and_merges(
+                vocab
+                    .into_iter()
+                    .collect::<tokenizers::models::bpe::Vocab>(),
+                merges,
+            )
+            .unk_token(unknown.unwrap_or_default())
+            .fuse_unk(true)
+            .byte_fallback(true)
+            .build();
+        let mut tokenizer = tokenizers::Tokenizer::new(model.map_err(|e| e.to_string())?);
+        let space = Replace::new(" ", "▁").map_err(|e| e.to_string())?;
+        let mut normalizers: Vec<NormalizerWrapper> = vec![space.into()];
+        if self.adds_space {
+            normalizers.insert(0, Prepend::new("▁".to_owned()).into());
+        }
+        tokenizer.with_normalizer(Some(Normalizers::new(normalizers)));
+        let back = Replace::new("▁", " ").map_err(|e| e.to_string())?;
+        let mut decoders: Vec<DecoderWrapper> =
+            vec![back.into(), ByteFallback::new().into(), Fuse::new().into()];
+        if self.adds_space {
+            decoders.push(Strip::new(' ', 1, 0).into());
+        }
+        tokenizer.with_decoder(Some(Decoders::new(decoders)));
+        Ok(tokenizer)
+    }
+}

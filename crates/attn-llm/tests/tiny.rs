@@ -1,0 +1,678 @@
+//! A random model of two layers, written as GGUF and as safetensors, against a plain forward pass; batches, chunks, and damaged files.
+
+use std::{collections::HashMap, fs, path::PathBuf, sync::Arc};
+
+use attn::{DecodeAttention, KvFormat};
+use attn_llm::{
+    Comparison, Error, ExactKv, Kv, Model, Options, PagedKv, Piece, Tokenizer, Wanted,
+    generate::room,
+};
+use candle_core::{
+    Device, Tensor,
+    quantized::{GgmlDType, QTensor, gguf_file},
+};
+use tempfile::TempDir;
+
+const LAYERS: usize = 2;
+const HIDDEN: usize = 128;
+const FEED_FORWARD: usize = 192;
+const HEADS: usize = 2;
+const KV_HEADS: usize = 1;
+const DIM: usize = 64;
+const VOCAB: usize = 272;
+const CONTEXT: usize = 512;
+const BASE: f32 = 10_000.0;
+const EPS: f32 = 1e-5;
+
+/// Numbers in −1..1, the same on every run.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> f32 {
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        (self.0 >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    fn vector(&mut self, n: usize, size: f32) -> Vec<f32> {
+        (0..n).map(|_| self.next() * size).collect()
+    }
+}
+
+/// The weights under their GGUF names, `[outputs, inputs]`, with rows of Q and K for pairs of halves.
+type Weights = HashMap<String, (Vec<usize>, Vec<f32>)>;
+
+fn weights() -> Weights {
+    let mut random = Random(7);
+    let mut all = Weights::new();
+    let mut add = |name: String, shape: &[usize], size: f32, middle: f32| {
+        let n = shape.iter().product();
+        let values = random.vector(n, size).iter().map(|x| x + middle).collect();
+        all.insert(name, (shape.to_vec(), values));
+    };
+    add("token_embd.weight".into(), &[VOCAB, HIDDEN], 1.0, 0.0);
+    add("output_norm.weight".into(), &[HIDDEN], 0.3, 1.0);
+    for i in 0..LAYERS {
+        let parts = [
+            ("attn_q", HEADS * DIM, HIDDEN),
+            ("attn_k", KV_HEADS * DIM, HIDDEN),
+            ("attn_v", KV_HEADS * DIM, HIDDEN),
+            ("attn_output", HIDDEN, HEADS * DIM),
+            ("ffn_gate", FEED_FORWARD, HIDDEN),
+            ("ffn_up", FEED_FORWARD, HIDDEN),
+            ("ffn_down", HIDDEN, FEED_FORWARD),
+        ];
+        for (part, outputs, inputs) in parts {
+            add(
+                format!("blk.{i}.{part}.weight"),
+                &[outputs, inputs],
+                0.2,
+                0.0,
+            );
+        }
+        for part in ["attn_norm", "ffn_norm"] {
+            add(format!("blk.{i}.{part}.weight"), &[HIDDEN], 0.3, 1.0);
+        }
+        for (part, n) in [("attn_q", HEADS * DIM), ("attn_k", KV_HEADS * DIM)] {
+            add(format!("blk.{i}.{part}.bias"), &[n], 0.5, 0.0);
+        }
+        for part in ["attn_q_norm", "attn_k_norm"] {
+            add(format!("blk.{i}.{part}.weight"), &[DIM], 0.3, 1.0);
+        }
+    }
+    all
+}
+
+/// One token for each byte, in the alphabet of byte-level tokenizers, and special tokens after them.
+fn tokens() -> Vec<String> {
+    let mut alphabet: Vec<char> = tokenizers_alphabet();
+    alphabet.sort_unstable();
+    let bytes = alphabet.into_iter().map(String::from);
+    let special = (256..VOCAB).map(|i| format!("<|{i}|>"));
+    bytes.chain(special).collect()
+}
+
+/// Bytes that print stand for themselves; the others for characters from U+0100 on.
+fn tokenizers_alphabet() -> Vec<char> {
+    let prints = |b: &u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    let own = (0..=255u8).filter(prints).map(char::from);
+    let hidden = (0..=255u8).filter(|b| !prints(b)).count() as u32;
+    own.chain((0..hidden).filter_map(|i| char::from_u32(0x100 + i)))
+        .collect()
+}
+
+fn metadata() -> Vec<(&'static str, gguf_file::Value)> {
+    use gguf_file::Value::{Array, F32, I32, String, U32};
+    let kinds = (0..VOCAB)
+        .map(|i| I32(if i < 256 { 1 } else { 3 }))
+        .collect();
+    vec![
+        ("general.architecture", String("qwen3".into())),
+        ("qwen3.block_count", U32(LAYERS as u32)),
+        ("qwen3.context_length", U32(CONTEXT as u32)),
+        ("qwen3.embedding_length", U32(HIDDEN as u32)),
+        ("qwen3.feed_forward_length", U32(FEED_FORWARD as u32)),
+        ("qwen3.attention.head_count", U32(HEADS as u32)),
+        ("qwen3.attention.head_count_kv", U32(KV_HEADS as u32)),
+        ("qwen3.attention.layer_norm_rms_epsilon", F32(EPS)),
+        ("qwen3.rope.freq_base", F32(BASE)),
+        ("tokenizer.ggml.model", String("gpt2".into())),
+        ("tokenizer.ggml.pre", String("gpt-2".into())),
+        (
+            "tokenizer.ggml.tokens",
+            Array(tokens().into_iter().map(String).collect()),
+        ),
+        ("tokenizer.ggml.token_type", Array(kinds)),
+        ("tokenizer.ggml.merges", Array(Vec::new())),
+        ("tokenizer.ggml.eos_token_id", U32(256)),
+    ]
+}
+
+fn tensor((shape, values): &(Vec<usize>, Vec<f32>)) -> Tensor {
+    Tensor::from_vec(values.clone(), shape.clone(), &Device::Cpu).unwrap()
+}
+
+/// The bytes of a GGUF file.
+fn gguf(weights: &Weights, metadata: &[(&str, gguf_file::Value)], dtype: GgmlDType) -> Vec<u8> {
+    let pack = |(name, parts): (&String, &(Vec<usize>, Vec<f32>))| {
+        let dtype = if parts.0.len() == 2 {
+            dtype
+        } else {
+            GgmlDType::F32
+        };
+        (
+            name.clone(),
+            QTensor::quantize(&tensor(parts), dtype).unwrap(),
+        )
+    };
+    let packed: Vec<_> = weights.iter().map(pack).collect();
+    let tensors: Vec<_> = packed.iter().map(|(name, t)| (name.as_str(), t)).collect();
+    let metadata: Vec<_> = metadata.iter().map(|(key, value)| (*key, value)).collect();
+    let mut file = std::io::Cursor::new(Vec::new());
+    gguf_file::write(&mut file, &metadata, &tensors).unwrap();
+    file.into_inner()
+}
+
+struct Files(TempDir);
+
+impl Files {
+    fn new() -> Self {
+        Files(TempDir::new().unwrap())
+    }
+
+    fn write(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.0.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        path
+    }
+
+    fn load(&self, bytes: &[u8]) -> Result<(Model, Tokenizer), Error> {
+        attn_llm::load(&self.write("model.gguf", bytes), &mut |_, _| ())
+    }
+}
+
+fn model() -> (Model, Tokenizer) {
+    let bytes = gguf(&weights(), &metadata(), GgmlDType::F32);
+    Files::new().load(&bytes).unwrap()
+}
+
+/// `x` times a matrix of the file.
+fn product(weights: &Weights, name: &str, x: &[f64]) -> Vec<f64> {
+    let (shape, w) = &weights[&format!("{name}.weight")];
+    let bias = weights.get(&format!("{name}.bias"));
+    let row = |i: usize| {
+        let row = w[i * shape[1]..].iter().zip(x);
+        let sum: f64 = row.map(|(w, x)| f64::from(*w) * x).sum();
+        sum + bias.map_or(0.0, |(_, b)| f64::from(b[i]))
+    };
+    (0..shape[0]).map(row).collect()
+}
+
+fn norm(weights: &Weights, name: &str, x: &[f64]) -> Vec<f64> {
+    let (_, w) = &weights[&format!("{name}.weight")];
+    let normalize = |x: &[f64]| {
+        let square = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
+        let factor = 1.0 / (square + f64::from(EPS)).sqrt();
+        let pairs = x.iter().zip(w);
+        pairs
+            .map(|(x, w)| x * factor * f64::from(*w))
+            .collect::<Vec<_>>()
+    };
+    x.chunks(w.len()).flat_map(normalize).collect()
+}
+
+fn turn(x: &mut [f64], position: usize) {
+    for head in x.chunks_mut(DIM) {
+        for i in 0..DIM / 2 {
+            let angle = position as f64 * f64::from(BASE).powf(-2.0 * i as f64 / DIM as f64);
+            let (a, b) = (head[i], head[i + DIM / 2]);
+            head[i] = a * angle.cos() - b * angle.sin();
+            head[i + DIM / 2] = a * angle.sin() + b * angle.cos();
+        }
+    }
+}
+
+/// Logits of every token, by the formulas in f64.
+fn plain(weights: &Weights, tokens: &[u32]) -> Vec<f64> {
+    let embedding = |token: &u32| {
+        let row = &weights["token_embd.weight"].1[*token as usize * HIDDEN..][..HIDDEN];
+        row.iter().map(|x| f64::from(*x)).collect::<Vec<_>>()
+    };
+    let mut xs: Vec<Vec<f64>> = tokens.iter().map(embedding).collect();
+    for layer in 0..LAYERS {
+        let name = |part: &str| format!("blk.{layer}.{part}");
+        let (mut ks, mut vs) = (Vec::new(), Vec::new());
+        for (position, x) in xs.iter_mut().enumerate() {
+            let y = norm(weights, &name("attn_norm"), x);
+            let q = product(weights, &name("attn_q"), &y);
+            let k = product(weights, &name("attn_k"), &y);
+            let mut q = norm(weights, &name("attn_q_norm"), &q);
+            let mut k = norm(weights, &name("attn_k_norm"), &k);
+            turn(&mut q, position);
+            turn(&mut k, position);
+            ks.push(k);
+            vs.push(product(weights, &name("attn_v"), &y));
+            let mut out = Vec::new();
+            for q in q.chunks(DIM) {
+                let score = |k: &Vec<f64>| {
+                    let dot: f64 = q.iter().zip(k).map(|(q, k)| q * k).sum();
+                    (dot / (DIM as f64).sqrt()).exp()
+                };
+                let p: Vec<f64> = ks.iter().map(score).collect();
+                let sum: f64 = p.iter().sum();
+                out.extend((0..DIM).map(|d| {
+                    let pairs = p.iter().zip(&vs);
+                    pairs.map(|(p, v)| p / sum * v[d]).sum::<f64>()
+                }));
+            }
+            let out = product(weights, &name("attn_output"), &out);
+            x.iter_mut().zip(out).for_each(|(x, y)| *x += y);
+            let y = norm(weights, &name("ffn_norm"), x);
+            let gate = product(weights, &name("ffn_gate"), &y);
+            let up = product(weights, &name("ffn_up"), &y);
+            let pairs = gate.iter().zip(up);
+            let y: Vec<f64> = pairs.map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+            let y = product(weights, &name("ffn_down"), &y);
+            x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
+        }
+    }
+    let logits = |x: &Vec<f64>| {
+        let y = norm(weights, "output_norm", x);
+        product(weights, "token_embd", &y)
+    };
+    xs.iter().flat_map(logits).collect()
+}
+
+fn text(n: usize) -> Vec<u32> {
+    let mut random = Random(3);
+    (0..n)
+        .map(|_| ((random.next() + 1.0) * 127.0) as u32)
+        .collect()
+}
+
+fn backend() -> Arc<dyn DecodeAttention> {
+    Arc::from(attn::open(attn::BackendId::Cpu).unwrap())
+}
+
+fn paged(model: &Model, format: &str, sequences: usize, len: usize) -> PagedKv {
+    let format: KvFormat = format.parse().unwrap();
+    PagedKv::new(backend(), model.config(), format, sequences, len, 64).unwrap()
+}
+
+fn logits(model: &Model, kv: &mut dyn Kv, tokens: &[u32], chunk: usize) -> Vec<f32> {
+    let mut all = Vec::new();
+    for tokens in tokens.chunks(chunk) {
+        let piece = Piece {
+            sequence: 0,
+            tokens,
+        };
+        all.extend(model.forward(&[piece], kv, Wanted::All).unwrap());
+    }
+    all
+}
+
+/// The relative L2 difference.
+fn difference(got: &[f32], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let pairs = || got.iter().map(|x| f64::from(*x)).zip(want);
+    let error: f64 = pairs().map(|(a, b)| (a - b).powi(2)).sum();
+    (error / want.iter().map(|b| b * b).sum::<f64>()).sqrt()
+}
+
+#[test]
+fn logits_are_those_of_the_formulas() {
+    let (model, _) = model();
+    let tokens = text(90);
+    let want = plain(&weights(), &tokens);
+    let mut exact = ExactKv::new(model.config(), 1, 90);
+    let error = difference(&logits(&model, &mut exact, &tokens, 32), &want);
+    assert!(error < 1e-5, "f32: {error:e}");
+    for (format, bound) in [("bf16", 0.01), ("int8", 0.02), ("int4", 0.2)] {
+        let mut kv = paged(&model, format, 1, 90);
+        let error = difference(&logits(&model, &mut kv, &tokens, 32), &want);
+        // A quantized cache is near, and not the f32 one.
+        assert!((1e-5..bound).contains(&error), "{format}: {error:e}");
+    }
+}
+
+#[test]
+fn logits_have_the_same_bits_in_every_chunking_and_batch() {
+    let (model, _) = model();
+    let tokens = text(150);
+    for format in ["bf16", "int8", "int4"] {
+        let whole = logits(&model, &mut paged(&model, format, 1, 150), &tokens, 64);
+        for chunk in [1, 7, 33] {
+            let cut = logits(&model, &mut paged(&model, format, 1, 150), &tokens, chunk);
+            assert!(whole == cut, "{format}, chunks of {chunk}");
+        }
+        // Beside another sequence's tokens.
+        let mut kv = paged(&model, format, 2, 150);
+        let beside = text(40);
+        let pieces = [(0, &beside[..]), (1, &tokens[..60])]
+            .map(|(sequence, tokens)| Piece { sequence, tokens });
+        let batch = model.forward(&pieces, &mut kv, Wanted::All).unwrap();
+        assert!(batch[40 * VOCAB..] == whole[..60 * VOCAB], "{format}");
+    }
+}
+
+fn options(chunk: usize, temperature: f32) -> Options {
+    Options {
+        max_tokens: 24,
+        chunk,
+        temperature,
+        seed: 5,
+        ends: vec![256],
+    }
+}
+
+fn texts(model: &Model, prompts: &[Vec<u32>], slots: usize, options: &Options) -> Vec<Vec<u32>> {
+    let (sequences, len) = room(prompts, slots, options.max_tokens);
+    let mut kv = paged(model, "int4", sequences, len);
+    let mut streamed = vec![Vec::new(); prompts.len()];
+    let mut on_token = |prompt: usize, token| {
+        streamed[prompt].push(token);
+        Ok(())
+    };
+    let done = attn_llm::generate(model, &mut kv, prompts, options, &mut on_token).unwrap();
+    assert_eq!(streamed, done.texts);
+    assert_eq!(kv.bytes(), 0, "every page is free again");
+    done.texts
+}
+
+#[test]
+fn texts_are_the_same_alone_and_in_every_batch() {
+    let (model, _) = model();
+    let common = text(70);
+    let prompts: Vec<Vec<u32>> = (0..5)
+        .map(|i| [&common[..], &text(80)[i..2 * i + 1]].concat())
+        .collect();
+    for temperature in [0.0, 1.5] {
+        let options = |chunk| options(chunk, temperature);
+        let alone: Vec<_> = prompts
+            .iter()
+            .map(|prompt| texts(&model, std::slice::from_ref(prompt), 1, &options(64)).remove(0))
+            .collect();
+        assert!(alone.iter().any(|text| text.len() > 4), "{alone:?}");
+        for (slots, chunk) in [(5, 64), (2, 9), (3, 1)] {
+            let batch = texts(&model, &prompts, slots, &options(chunk));
+            assert_eq!(batch, alone, "{slots} slots, chunks of {chunk}");
+        }
+    }
+}
+
+#[test]
+fn seeds_change_what_is_drawn() {
+    let (model, _) = model();
+    let prompt = [text(20)];
+    let draw = |seed| {
+        let options = Options {
+            seed,
+            ..options(64, 3.0)
+        };
+        texts(&model, &prompt, 1, &options)
+    };
+    assert_eq!(draw(1), draw(1));
+    assert_ne!(draw(1), draw(2));
+}
+
+#[test]
+fn perplexity_ranks_formats_by_their_errors() {
+    let (model, _) = model();
+    let tokens = text(260);
+    let pieces = [&tokens[..130], &tokens[130..]];
+    let formats = ["bf16", "int8", "int4-g1"].map(|name| Some(name.parse().unwrap()));
+    let all = |chunk| {
+        let comparison = Comparison {
+            model: &model,
+            backend: backend(),
+            formats: &[&[None], &formats[..]].concat(),
+            chunk,
+        };
+        attn_llm::perplexity(&comparison, &pieces, &mut |_| ()).unwrap()
+    };
+    let results = all(64);
+    assert_eq!(results[0].mean_kl, 0.0);
+    assert_eq!(results[0].same_top, 1.0);
+    let kl: Vec<f64> = results.iter().map(|r| r.mean_kl).collect();
+    assert!(kl.is_sorted_by(|a, b| a < b), "{kl:?}");
+    for result in &results {
+        assert!(result.p99_kl >= result.mean_kl);
+        assert_eq!(result.mean_kl_of_pieces.len(), 2);
+        let mean = result.mean_kl_of_pieces.iter().sum::<f64>() / 2.0;
+        assert!((mean - result.mean_kl).abs() <= 1e-12 + result.mean_kl * 1e-9);
+    }
+    // The f32 figure is that of the formulas.
+    let mut loss = 0.0;
+    for piece in pieces {
+        for (row, next) in plain(&weights(), piece).chunks(VOCAB).zip(&piece[1..]) {
+            let sum: f64 = row.iter().map(|x| x.exp()).sum();
+            loss += sum.ln() - row[*next as usize];
+        }
+    }
+    let want = (loss / 258.0).exp();
+    assert!((results[0].perplexity / want - 1.0).abs() < 1e-4, "{want}");
+    // Chunks change nothing.
+    assert_eq!(results[1..], all(13)[1..]);
+}
+
+#[test]
+fn packed_weights_are_read() {
+    let want = plain(&weights(), &text(20));
+    for (dtype, bound) in [
+        (GgmlDType::F16, 2e-3),
+        (GgmlDType::Q8_0, 0.03),
+        (GgmlDType::Q4_1, 0.5),
+    ] {
+        let (model, _) = Files::new()
+            .load(&gguf(&weights(), &metadata(), dtype))
+            .unwrap();
+        let mut exact = ExactKv::new(model.config(), 1, 20);
+        let error = difference(&logits(&model, &mut exact, &text(20), 20), &want);
+        assert!((1e-6..bound).contains(&error), "{dtype:?}: {error:e}");
+    }
+}
+
+/// The folder of the same model as safetensors.
+fn folder() -> Files {
+    let files = Files::new();
+    let names = [
+        ("attn_norm", "input_layernorm"),
+        ("attn_q_norm", "self_attn.q_norm"),
+        ("attn_k_norm", "self_attn.k_norm"),
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_k", "self_attn.k_proj"),
+        ("attn_v", "self_attn.v_proj"),
+        ("attn_output", "self_attn.o_proj"),
+        ("ffn_norm", "post_attention_layernorm"),
+        ("ffn_gate", "mlp.gate_proj"),
+        ("ffn_up", "mlp.up_proj"),
+        ("ffn_down", "mlp.down_proj"),
+        ("token_embd", "model.embed_tokens"),
+        ("output_norm", "model.norm"),
+    ];
+    let rename = |name: &str| {
+        let (stem, kind) = name.rsplit_once('.').unwrap();
+        let part = stem.rsplit('.').next().unwrap();
+        let new = names.iter().find(|(old, _)| *old == part).unwrap().1;
+        match stem.strip_prefix("blk.") {
+            Some(rest) => format!("model.layers.{}.{new}.{kind}", &rest[..1]),
+            None => format!("{new}.{kind}"),
+        }
+    };
+    let weights = weights();
+    let tensors: HashMap<String, Tensor> = weights
+        .iter()
+        .map(|(name, parts)| (rename(name), tensor(parts)))
+        .collect();
+    candle_core::safetensors::save(&tensors, files.0.path().join("model.safetensors")).unwrap();
+    let config = serde_json::json!({
+        "model_type": "qwen3", "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "head_dim": DIM, "num_hidden_layers": LAYERS, "intermediate_size": FEED_FORWARD, "vocab_size": VOCAB,
+        "max_position_embeddings": CONTEXT, "rms_norm_eps": EPS, "rope_theta": BASE, "eos_token_id": 256,
+        "hidden_act": "silu", "rope_scaling": null,
+    });
+    files.write("config.json", config.to_string());
+    let vocab: HashMap<String, usize> = tokens().into_iter().zip(0..).collect();
+    let tokenizer = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true},
+        "post_processor": null,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true},
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
+    });
+    files.write("tokenizer.json", tokenizer.to_string());
+    files
+}
+
+#[test]
+fn safetensors_give_the_model_and_tokens_of_the_gguf_file() {
+    let (of_gguf, gguf_tokenizer) = model();
+    let folder = folder();
+    for path in [
+        folder.0.path().to_owned(),
+        folder.0.path().join("model.safetensors"),
+    ] {
+        let (model, tokenizer) = attn_llm::load(&path, &mut |_, _| ()).unwrap();
+        let tokens = text(30);
+        let both = [&model, &of_gguf].map(|model| {
+            let mut exact = ExactKv::new(model.config(), 1, 30);
+            logits(model, &mut exact, &tokens, 30)
+        });
+        assert!(both[0] == both[1]);
+        let words = "It's 12 — «ünï»\n";
+        let ids = tokenizer.encode(words).unwrap();
+        assert_eq!(ids, gguf_tokenizer.encode(words).unwrap());
+        assert_eq!(ids.len(), words.len());
+        assert_eq!(tokenizer.decode(&ids).unwrap(), words);
+        // Characters of several tokens come whole.
+        let mut stream = tokenizer.stream();
+        let parts: Vec<_> = ids.iter().map(|id| stream.push(*id).unwrap()).collect();
+        assert_eq!(parts.concat(), words);
+        assert_eq!(tokenizer.ends(), [256]);
+    }
+}
+
+#[test]
+fn damaged_safetensors_are_refused_with_a_sentence() {
+    let refusal = |name: &str, change: &dyn Fn(&mut Vec<u8>)| {
+        let folder = folder();
+        let mut bytes = fs::read(folder.0.path().join(name)).unwrap();
+        change(&mut bytes);
+        folder.write(name, bytes);
+        let result = attn_llm::load(folder.0.path(), &mut |_, _| ());
+        result.err().expect("it is damaged").to_string()
+    };
+    for name in ["model.safetensors", "config.json", "tokenizer.json"] {
+        for keep in [0, 1, 9, 300] {
+            let text = refusal(name, &|bytes| bytes.truncate(keep));
+            assert!(text.contains(name), "{name} cut to {keep}: {text}");
+        }
+    }
+    let text = refusal("config.json", &|bytes| {
+        let json = String::from_utf8(bytes.clone()).unwrap();
+        *bytes = json.replace("qwen3", "gemma").into_bytes();
+    });
+    assert!(text.contains("gemma; supported: llama, mistral"), "{text}");
+    let text = refusal("config.json", &|bytes| {
+        let json = String::from_utf8(bytes.clone()).unwrap();
+        *bytes = json
+            .replace("null", "{\"rope_type\":\"yarn\"}")
+            .into_bytes();
+    });
+    assert!(text.contains("yarn; supported: default, linear"), "{text}");
+}
+
+#[test]
+fn damaged_gguf_files_are_refused_with_a_sentence() {
+    let whole = gguf(&weights(), &metadata(), GgmlDType::F32);
+    let files = Files::new();
+    let refusal = |bytes: &[u8]| match files.load(bytes) {
+        Err(error @ Error::Model { .. }) => error.to_string(),
+        Err(error) => panic!("{error}"),
+        Ok(_) => panic!("it is damaged"),
+    };
+    for keep in (0..4000).step_by(37).chain([whole.len() - 40]) {
+        refusal(&whole[..keep]);
+    }
+    // Each length and count of the header as large as it can be.
+    for at in [8, 16, 24] {
+        let mut bytes = whole.clone();
+        bytes[at..at + 8].fill(0xff);
+        let text = refusal(&bytes);
+        assert!(text.contains("more than the file has bytes for"), "{text}");
+    }
+    // Bytes anywhere in the header: a sentence, or a model that differs.
+    let mut random = Random(11);
+    for i in 0..400 {
+        let mut bytes = whole.clone();
+        let at = ((random.next() + 1.0) / 2.0 * 9000.0) as usize;
+        bytes[at] = (i * 73) as u8;
+        let _ = files.load(&bytes);
+    }
+    let with = |key: &str, value: gguf_file::Value| {
+        let mut metadata = metadata();
+        metadata.retain(|(known, _)| *known != key);
+        let key: &'static str = Box::leak(key.to_owned().into_boxed_str());
+        metadata.push((key, value));
+        refusal(&gguf(&weights(), &metadata, GgmlDType::F32))
+    };
+    use gguf_file::Value::{String, U8, U32};
+    let cases = [
+        with("general.architecture", String("gemma3".into())),
+        with("qwen3.attention.head_count", U32(0)),
+        with("qwen3.attention.head_count_kv", U32(0)),
+        with("qwen3.attention.key_length", U32(48)),
+        with("qwen3.rope.dimension_count", U32(63)),
+        with("qwen3.block_count", U32(3)),
+        with("qwen3.rope.scaling.type", String("yarn".into())),
+        with("tokenizer.ggml.model", String("wordpiece".into())),
+        with("tokenizer.ggml.pre", String("unheard".into())),
+        with("qwen3.feed_forward_length", U32(100)),
+        with("general.alignment", U8(0)),
+    ];
+    let words = [
+        "gemma3; supported: llama",
+        "query heads is 0",
+        "KV heads is 0",
+        "",
+        "63 of a head's 64",
+        "no tensor blk.2.attn",
+        "yarn; supported",
+        "wordpiece; supported",
+        "unheard; supported",
+        "[192, 128]",
+        "alignment",
+    ];
+    for (text, words) in cases.iter().zip(words) {
+        assert!(text.contains(words), "{text}");
+    }
+}
+
+#[test]
+fn texts_beyond_the_room_are_refused_and_change_nothing() {
+    let (model, _) = model();
+    let mut kv = paged(&model, "int8", 1, 64);
+    let tokens = text(65);
+    let forward = |kv: &mut PagedKv, tokens: &[u32]| {
+        let piece = Piece {
+            sequence: 0,
+            tokens,
+        };
+        model.forward(&[piece], kv, Wanted::Last)
+    };
+    let error = forward(&mut kv, &tokens).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::Context {
+                needed: 65,
+                limit: 64
+            }
+        ),
+        "{error}"
+    );
+    assert_eq!(kv.lens(), [0]);
+    forward(&mut kv, &tokens[..64]).unwrap();
+    let error = forward(&mut kv, &tokens[..1]).unwrap_err().to_string();
+    assert!(error.contains("room for 64"), "{error}");
+    let error = forward(&mut kv, &[VOCAB as u32]).unwrap_err().to_string();
+    assert!(error.contains("0 to 271"), "{error}");
+    assert!(forward(&mut kv, &[]).is_err());
+    // A cache that no machine has memory for.
+    let most = PagedKv::new(
+        backend(),
+        model.config(),
+        KvFormat::INT8,
+        1 << 20,
+        1 << 20,
+        64,
+    );
+    let error = most.err().expect("too large").to_string();
+    assert!(
+        error.contains("no memory") || error.contains("allowed"),
+        "{error}"
+    );
+}
