@@ -8,7 +8,10 @@ use candle_core::{
     quantized::gguf_file::{Content, Value},
 };
 
-use super::{CPU, Names, Parts, Tensors, header};
+use super::{
+    header,
+    parts::{CPU, Names, Parts, Tensors, values},
+};
 use crate::{
     config::{ModelConfig, Rope, RopePairs, RopeScaling},
     error::Error,
@@ -188,7 +191,7 @@ impl Gguf {
 
     fn scaling(&mut self, architecture: &str) -> Result<RopeScaling, String> {
         if let Some(factors) = self.get("rope_freqs.weight")? {
-            return Ok(RopeScaling::Factors(super::values(&factors)?));
+            return Ok(RopeScaling::Factors(values(&factors)?));
         }
         let key = |name: &str| format!("{architecture}.rope.scaling.{name}");
         if self.value(&key("type")).is_none() {

@@ -10,7 +10,7 @@ use attn::Heads;
 use candle_core::{DType, Tensor};
 use serde_json::Value;
 
-use super::{CPU, Names, Parts, Tensors};
+use super::parts::{CPU, Names, Parts, Tensors};
 use crate::{
     config::{ModelConfig, Rope, RopePairs, RopeScaling},
     error::Error,
