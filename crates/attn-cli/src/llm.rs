@@ -8,7 +8,7 @@ use attn_llm::{Comparison, Fidelity, Generation, Model, Options, PagedKv, Tokeni
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
-use crate::{Backends, console::Console, figures::number};
+use crate::{Backends, console::Console, figures::number, target::Target};
 
 /// The model, and where its attention runs.
 #[derive(clap::Args)]
@@ -72,6 +72,9 @@ pub struct PerplexityArgs {
     /// An SVG file for the divergence over bytes per token.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
+    /// Replace the file of `--plot` if it exists.
+    #[arg(long)]
+    force: bool,
 }
 
 /// A format of the library, or f32.
@@ -265,6 +268,9 @@ pub fn perplexity(
     console: &mut Console<'_>,
     backends: &Backends,
 ) -> Result<bool> {
+    let plot = args.plot.as_deref();
+    let plot = plot.map(|path| Target::new(path, args.force, None));
+    let plot = plot.transpose()?;
     let ready = args.model.open(backends)?;
     let texts: Vec<Vec<u32>> = args
         .text
@@ -304,9 +310,8 @@ pub fn perplexity(
     console.value(&json!({
         "device": ready.device, "tokens": args.tokens, "pieces": pieces.len(), "formats": values,
     }))?;
-    if let Some(path) = &args.plot {
-        let svg = crate::plot::fidelity(&results)?;
-        fs::write(path, svg).with_context(|| format!("cannot write {}", path.display()))?;
+    if let Some(plot) = plot {
+        plot.write(crate::plot::fidelity(&results)?.as_bytes())?;
     }
     let is_number = |f: &Fidelity| f.mean_kl.is_finite() && f.perplexity.is_finite();
     Ok(results.iter().all(is_number))
@@ -346,16 +351,10 @@ const HEADER: &str = "\
 | K/V | bytes per token | perplexity | KL × 1000 | 99th percentile × 1000 | same top token |
 |---|---|---|---|---|---|";
 
-/// The name of a cache in a table.
-pub fn name(result: &Fidelity) -> String {
-    let format = result.format.map(|format| format.to_string());
-    format.unwrap_or_else(|| "f32".to_owned())
-}
-
 fn line(result: &Fidelity) -> String {
     format!(
         "| {} | {:.0} | {:.3} | {:.3} | {:.2} | {:.2} % |",
-        name(result),
+        result.name(),
         result.bytes_per_token,
         result.perplexity,
         result.mean_kl * 1e3,
@@ -372,7 +371,7 @@ fn fidelity_value(result: &Fidelity) -> Value {
         .map(number)
         .collect();
     json!({
-        "kv": name(result), "bytes_per_token": number(result.bytes_per_token), "perplexity": number(result.perplexity),
+        "kv": result.name(), "bytes_per_token": number(result.bytes_per_token), "perplexity": number(result.perplexity),
         "mean_kl": number(result.mean_kl), "mean_kl_of_pieces": pieces, "p99_kl": number(result.p99_kl),
         "same_top": number(result.same_top),
     })

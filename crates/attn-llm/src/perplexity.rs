@@ -33,6 +33,15 @@ pub struct Fidelity {
     pub same_top: f64,
 }
 
+impl Fidelity {
+    /// The name of the format, or f32.
+    #[must_use]
+    pub fn name(&self) -> String {
+        let format = self.format.map(|format| format.to_string());
+        format.unwrap_or_else(|| "f32".to_owned())
+    }
+}
+
 /// What is compared.
 pub struct Comparison<'a> {
     /// The model.

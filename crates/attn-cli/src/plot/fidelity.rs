@@ -10,7 +10,7 @@ use super::{COLOURS, bounds, short};
 pub fn fidelity(results: &[Fidelity]) -> Result<String> {
     let points: Vec<(f64, f64, String)> = results
         .iter()
-        .map(|r| (r.bytes_per_token, r.mean_kl * 1e3, crate::llm::name(r)))
+        .map(|r| (r.bytes_per_token, r.mean_kl * 1e3, r.name()))
         .filter(|(bytes, kl, _)| bytes.is_normal() && kl.is_normal() && *kl > 0.0)
         .collect();
     ensure!(
