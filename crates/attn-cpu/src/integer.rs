@@ -697,21 +697,33 @@ unsafe fn all_scores<D: Dot, const NIBBLES: bool>(
     fetch: &mut Fetch,
     rows: &mut QueryRows,
 ) {
+    let of_lanes = rows_of_lanes(codes.is_some(), rows);
     // SAFETY: the caller's contract.
     unsafe {
         if let Some(codes) = codes {
-            in_blocks!(rows.count, D::BLOCK, |row, R| scores_of_lanes::<
-                D,
-                R,
-                NIBBLES,
-            >(
-                d, tile, codes, fetch, rows, row
-            ));
-        } else {
-            in_blocks!(rows.count, D::BLOCK, |row, R| scores::<D, R, NIBBLES>(
-                d, tile, fetch, rows, row
-            ));
+            for row in (0..of_lanes).step_by(LANE_ROWS) {
+                scores_of_lanes::<D, LANE_ROWS, NIBBLES>(d, tile, codes, fetch, rows, row);
+            }
         }
+        in_blocks!(of_lanes, rows.count, D::BLOCK, |row, R| scores::<
+            D,
+            R,
+            NIBBLES,
+        >(
+            d, tile, fetch, rows, row
+        ));
+    }
+}
+
+/// Rows of a block that reads unpacked codes. One size alone: each is as much code as all else of an instruction set and format.
+const LANE_ROWS: usize = 4;
+
+/// The rows that read unpacked codes, if there are any: the others, fewer than a block, read the cache in place.
+fn rows_of_lanes(are_unpacked: bool, rows: &QueryRows) -> usize {
+    if are_unpacked {
+        rows.count / LANE_ROWS * LANE_ROWS
+    } else {
+        0
     }
 }
 
@@ -728,34 +740,21 @@ unsafe fn all_values<D: Dot, const NIBBLES: bool>(
     rows: &mut QueryRows,
 ) {
     let in_twos = (rows.dim / tile.v_groups).is_multiple_of(2 * D::S::LANES);
+    let codes = codes.filter(|_| in_twos);
+    let of_lanes = rows_of_lanes(codes.is_some(), rows);
     // SAFETY: the caller's contract.
     unsafe {
-        match codes {
-            Some(codes) if in_twos => {
-                in_blocks!(rows.count, D::BLOCK, |row, R| values_of_lanes::<
-                    D,
-                    R,
-                    2,
-                    NIBBLES,
-                >(
-                    d, tile, codes, fetch, rows, row
-                ));
-            }
-            Some(codes) => {
-                in_blocks!(rows.count, D::BLOCK, |row, R| values_of_lanes::<
-                    D,
-                    R,
-                    1,
-                    NIBBLES,
-                >(
-                    d, tile, codes, fetch, rows, row
-                ));
-            }
-            None => {
-                in_blocks!(rows.count, D::BLOCK, |row, R| values::<D, R, NIBBLES>(
-                    d, tile, fetch, rows, row
-                ));
+        if let Some(codes) = codes {
+            for row in (0..of_lanes).step_by(LANE_ROWS) {
+                values_of_lanes::<D, LANE_ROWS, 2, NIBBLES>(d, tile, codes, fetch, rows, row);
             }
         }
+        in_blocks!(of_lanes, rows.count, D::BLOCK, |row, R| values::<
+            D,
+            R,
+            NIBBLES,
+        >(
+            d, tile, fetch, rows, row
+        ));
     }
 }
