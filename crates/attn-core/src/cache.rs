@@ -160,7 +160,7 @@ impl KvCache {
                     what: "q_len",
                     problem: format!("{q_len} for sequence {b}"),
                     cache: format!(
-                        "residuals from token {} of {kv_len} on; make queries of the last append's tokens, at most the config's max_q_len, {}",
+                        "residuals from token {} of {kv_len} on; make queries of tokens that the last append added, at most the config's max_q_len, {}",
                         kept * page_size,
                         self.config.max_q_len
                     ),
@@ -216,8 +216,8 @@ impl KvCache {
     /// Takes back a sequence's newest tokens, such as drafts that were rejected: its first `len` stay, and the pages behind them are returned.
     ///
     /// What is appended then has the bytes and the outputs of a run that never had the others. Of formats with a window the residuals that the next
-    /// tokens read must be there still: the newest 64 tokens can always be taken back, and those of the last append, if they were at most
-    /// [`CacheConfig::max_q_len`]. Other formats have no such limit.
+    /// tokens read must be there still: since the last append, as many tokens as it had, if at most [`CacheConfig::max_q_len`], and 64 of a sequence of
+    /// which none were taken back before. Other formats have no such limit.
     ///
     /// # Errors
     /// [`Error::Sequence`]; [`Error::Parameter`] for more tokens than there are; [`Error::Mismatch`] for fewer than the residuals reach back to.

@@ -77,7 +77,7 @@ fn tokens_taken_back_leave_a_straight_runs_bytes(
 }
 
 #[rstest]
-fn the_newest_64_tokens_can_always_be_taken_back(
+fn sixty_four_tokens_of_a_sequence_that_only_grew_can_be_taken_back(
     #[values("int4", "int8/int4", "int4-r2-w4")] format: &str,
     #[values(16, 64, 128)] page_size: usize,
     #[values(1, 40, 64)] at_once: usize,

@@ -5,7 +5,7 @@
 
 /// The CPUs that the calling thread may run on, ascending; none where the system does not say. A cpuset and `taskset` narrow them.
 #[cfg(target_os = "linux")]
-pub(crate) fn allowed() -> Vec<usize> {
+pub fn allowed() -> Vec<usize> {
     use rustix::thread::{CpuSet, sched_getaffinity};
     let Ok(set) = sched_getaffinity(None) else {
         return Vec::new();
@@ -16,13 +16,13 @@ pub(crate) fn allowed() -> Vec<usize> {
 }
 
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn allowed() -> Vec<usize> {
+pub fn allowed() -> Vec<usize> {
     Vec::new()
 }
 
 /// Confines the calling thread to these CPUs. A system that refuses leaves it free, which changes speed alone.
 #[cfg(target_os = "linux")]
-pub(crate) fn confine(cpus: &[usize]) {
+pub fn confine(cpus: &[usize]) {
     use rustix::thread::{CpuSet, sched_setaffinity};
     let mut set = CpuSet::new();
     cpus.iter().for_each(|&cpu| set.set(cpu));
@@ -30,7 +30,7 @@ pub(crate) fn confine(cpus: &[usize]) {
 }
 
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn confine(_: &[usize]) {}
+pub fn confine(_: &[usize]) {}
 
 /// The number of a CPU's core: its lowest SMT sibling, or the CPU itself where sysfs does not say.
 pub(crate) fn core_of(cpu: usize) -> usize {
@@ -45,7 +45,7 @@ pub(crate) fn core_of(cpu: usize) -> usize {
 ///
 /// `None` if a worker would get none. A worker gets several CPUs where there are more than workers: a process that a quota limits to
 /// two of 64 CPUs must not crowd onto the same two as its neighbours.
-pub(crate) fn shares(
+pub fn shares(
     allowed: &[usize],
     core_of: impl Fn(usize) -> usize,
     workers: usize,
@@ -70,46 +70,4 @@ pub(crate) fn shares(
     let deepest = cores.iter().map(Vec::len).max().unwrap_or(0);
     let siblings = (0..deepest).flat_map(|i| cores.iter().filter_map(move |core| core.get(i)));
     Some(siblings.take(workers).map(|&cpu| vec![cpu]).collect())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Four cores of two threads, numbered as Linux does: siblings four apart.
-    fn smt(cpu: usize) -> usize {
-        cpu % 4
-    }
-
-    #[test]
-    fn workers_get_whole_cores_first_and_siblings_last() {
-        let all: Vec<usize> = (0..8).collect();
-        let of = |workers| shares(&all, smt, workers);
-        assert_eq!(of(2).unwrap(), [[0, 4, 1, 5], [2, 6, 3, 7]]);
-        assert_eq!(of(3).unwrap(), [vec![0, 4], vec![1, 5], vec![2, 6, 3, 7]]);
-        assert_eq!(of(4).unwrap(), [[0, 4], [1, 5], [2, 6], [3, 7]]);
-        assert_eq!(of(6).unwrap(), [[0], [1], [2], [3], [4], [5]]);
-        assert_eq!(of(8).unwrap().concat(), [0, 1, 2, 3, 4, 5, 6, 7]);
-        assert_eq!((of(9), of(0)), (None, None));
-        // Siblings with neighbouring numbers, and a mask with half a core.
-        let of = |workers| shares(&[2, 3, 6], |cpu| cpu / 2, workers);
-        assert_eq!(of(1).unwrap(), [[2, 3, 6]]);
-        assert_eq!(of(2).unwrap(), [vec![2, 3], vec![6]]);
-        assert_eq!(of(3).unwrap(), [[2], [6], [3]]);
-        assert_eq!(shares(&[], smt, 1), None);
-    }
-
-    #[test]
-    #[cfg(target_os = "linux")]
-    fn a_confined_thread_runs_on_its_cpus_alone() {
-        let before = allowed();
-        let last = *before.last().expect("a CPU to run on");
-        std::thread::spawn(move || {
-            confine(&[last]);
-            assert_eq!(allowed(), [last]);
-        })
-        .join()
-        .unwrap();
-        assert_eq!(allowed(), before);
-    }
 }

@@ -26,11 +26,15 @@ mod state;
 mod store;
 mod tile;
 mod unpack;
+mod weights;
 
 /// What the project's own tests need; not for other users, and it may change in any release.
 #[doc(hidden)]
 pub mod internals {
-    pub use crate::reader::{Reader, Side};
+    pub use crate::{
+        affinity::{allowed, confine, shares},
+        reader::{Reader, Side},
+    };
 }
 
 pub use backend::{CpuBackend, Reference};
