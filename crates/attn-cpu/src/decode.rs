@@ -7,31 +7,22 @@ use attn_core::{
     Error, KvMemory, Problem, QueryBlock, Scheme, StepInputs, StepOutputs,
     arithmetic::LOG2_E,
     rotation::{rotate_back, rotate_output},
-    segments::{SEGMENT, SPAN, TILE, num_segments},
+    segments::{SPAN, num_segments},
 };
 use rayon::prelude::*;
 
 use crate::{
+    fetch::{Ahead, Fetch},
     float, integer,
     lanes::{LaneCodes, MANY_ROWS},
     merge::{RowEnd, States, merge},
     query::{self, QueryRows},
     reader::Reader,
     simd::{Dot, Dot16, Isa, Simd, portable::Portable, scalar::Scalar},
-    softmax::Modifiers,
-    tile::{Fetch, Tile},
+    split::{Pass, Split, SplitInputs, TilePlace},
+    tile::Tile,
     unpack::FP8_UNIT,
 };
-
-/// A block of query tokens, and a run of whole segments of one KV head that it attends.
-#[derive(Debug, Clone)]
-struct Split {
-    block: QueryBlock,
-    g: usize,
-    segments: Range<usize>,
-    /// Where its states begin.
-    states: usize,
-}
 
 /// Query rows of a block where a sequence has more than [`FEW_TOKENS`] query tokens: a tile is unpacked once for all of them, and their states stay in
 /// a core's own cache.
@@ -406,197 +397,6 @@ fn v_scale(step: &StepInputs<'_>, g: usize) -> f32 {
         KvMemory::View(view) => view.v_tensor_scales(),
     };
     scales.get(g).copied().unwrap_or(1.0)
-}
-
-/// One split's inputs: a KV head of a sequence, and what its query rows see of it.
-struct SplitInputs<'a> {
-    problem: &'a Problem,
-    split: &'a Split,
-    reader: Reader<'a>,
-    kv_len: usize,
-    /// The block's query tokens, counted through the sequence's.
-    queries: Range<usize>,
-    /// The tokens that any query row sees.
-    seen: Range<usize>,
-    /// 2/softcap and softcap · log2 e.
-    softcap: Option<[f32; 2]>,
-    /// Tiles of K's and of V's window.
-    windows: [usize; 2],
-}
-
-/// Query tokens that read a tile alike.
-struct Pass {
-    queries: Range<usize>,
-    /// Whether K, V are read with residuals.
-    fine: [bool; 2],
-}
-
-/// A tile of a split: its first token, and how many it has.
-#[derive(Clone, Copy)]
-struct TilePlace {
-    t0: usize,
-    tokens: usize,
-}
-
-impl<'a> SplitInputs<'a> {
-    #[inline(always)]
-    fn new(step: &StepInputs<'a>, split: &'a Split) -> Result<Self, Error> {
-        let (problem, format) = (step.problem(), step.plan().format());
-        let (b, queries) = (split.block.sequence, split.block.queries(problem));
-        let seen = queries
-            .clone()
-            .map(|i| problem.visible(b, i))
-            .filter(|seen| !seen.is_empty())
-            .reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))
-            .unwrap_or(0..0);
-        Ok(SplitInputs {
-            problem,
-            split,
-            reader: Reader::new(step.kv(), b, split.g)?,
-            kv_len: problem.kv_lens[b],
-            queries,
-            seen,
-            softcap: problem.softcap.map(|cap| [2.0 / cap, cap * LOG2_E]),
-            windows: [format.k, format.v].map(|scheme| scheme.window().tiles()),
-        })
-    }
-
-    /// The tiles of a segment that any query row sees.
-    #[inline(always)]
-    fn tiles(&self, segment: usize) -> impl Iterator<Item = TilePlace> {
-        let (kv_len, seen) = (self.kv_len, &self.seen);
-        let segment_tokens = SEGMENT * TILE;
-        let tokens = segment * segment_tokens..kv_len.min((segment + 1) * segment_tokens);
-        tokens
-            .step_by(TILE)
-            .map(move |t0| TilePlace {
-                t0,
-                tokens: TILE.min(kv_len - t0),
-            })
-            .filter(|tile| tile.t0 < seen.end && tile.t0 + tile.tokens > seen.start)
-    }
-
-    /// The tokens of a tile that a query row of a pass sees, counted from the tile's first one; none for other rows.
-    #[inline(always)]
-    fn seen_in(&self, tile: TilePlace, pass: &Pass) -> impl Fn(usize) -> [usize; 2] {
-        let (problem, per) = (self.problem, self.problem.heads_per_kv());
-        let (b, first) = (self.split.block.sequence, self.queries.start);
-        let TilePlace { t0, tokens } = tile;
-        let queries = pass.queries.clone();
-        move |row| {
-            let i = first + row / per;
-            if !queries.contains(&i) {
-                return [0, 0];
-            }
-            let seen = problem.visible(b, i);
-            [
-                seen.start.max(t0) - t0,
-                seen.end.min(t0 + tokens).max(t0) - t0,
-            ]
-        }
-    }
-
-    /// The query tokens that read a tile alike, with and without residuals of K and V: query tokens of one step may lie in several tiles.
-    #[inline(always)]
-    fn passes(&self, tile: TilePlace) -> impl Iterator<Item = Pass> {
-        let (windows, problem, b) = (self.windows, self.problem, self.split.block.sequence);
-        let t0 = tile.t0 / TILE;
-        let fine = move |i: usize| {
-            let i = match problem.causal {
-                true => i,
-                false => problem.q_lens[b] - 1,
-            };
-            let position = problem.position(b, i).max(0) as usize;
-            windows.map(|tiles| tiles > 0 && position / TILE < t0 + tiles)
-        };
-        let Range {
-            start: mut next,
-            end,
-        } = self.queries;
-        std::iter::from_fn(move || {
-            if next == end {
-                return None;
-            }
-            let (start, fine_here) = (next, fine(next));
-            while next < end && fine(next) == fine_here {
-                next += 1;
-            }
-            Some(Pass {
-                queries: start..next,
-                fine: fine_here,
-            })
-        })
-    }
-
-    /// Whether any query token of a pass sees any token of the tile.
-    #[inline(always)]
-    fn sees(&self, tile: TilePlace, pass: &Pass) -> bool {
-        let mut seen = pass
-            .queries
-            .clone()
-            .map(|i| self.problem.visible(self.split.block.sequence, i));
-        seen.any(|seen| seen.start < tile.t0 + tile.tokens && seen.end > tile.t0)
-    }
-
-    /// The score modifiers of a query row in a tile.
-    #[inline(always)]
-    fn modifiers_in(&self, tile: TilePlace) -> impl Fn(usize) -> Modifiers {
-        let (problem, per) = (self.problem, self.problem.heads_per_kv());
-        let (softcap, first_head) = (self.softcap, self.split.g * per);
-        let (b, first) = (self.split.block.sequence, self.queries.start);
-        move |row| Modifiers {
-            softcap,
-            alibi: problem.alibi_slopes.as_ref().map(|slopes| {
-                let position = problem.position(b, first + row / per) as i32;
-                (
-                    slopes[first_head + row % per] * LOG2_E,
-                    tile.t0 as i32 - position,
-                )
-            }),
-        }
-    }
-}
-
-/// Where the thread reads next, for prefetching: the tiles of its split, then the first tile of the split after it, which the same
-/// thread most likely takes.
-struct Ahead<'a> {
-    /// The end of this split's tokens that any query row sees.
-    last: usize,
-    kv_len: usize,
-    following: Option<(Reader<'a>, TilePlace)>,
-}
-
-impl<'a> Ahead<'a> {
-    #[inline(always)]
-    fn new(step: &StepInputs<'a>, inputs: &SplitInputs<'_>, next: Option<&Split>) -> Self {
-        let segment_tokens = SEGMENT * TILE;
-        let following = next.and_then(|next| {
-            let reader = Reader::new(step.kv(), next.block.sequence, next.g).ok()?;
-            let kv_len = inputs.problem.kv_lens[next.block.sequence];
-            let t0 = next.segments.start * SEGMENT * TILE;
-            let tokens = TILE.min(kv_len - t0);
-            Some((reader, TilePlace { t0, tokens }))
-        });
-        Ahead {
-            last: inputs
-                .seen
-                .end
-                .min(inputs.split.segments.end * segment_tokens),
-            kv_len: inputs.kv_len,
-            following,
-        }
-    }
-
-    /// Aims the prefetches at the tile behind `tile`.
-    #[inline(always)]
-    fn aim(&self, fetch: &mut Fetch, reader: &Reader<'_>, tile: TilePlace) {
-        let t0 = tile.t0 + TILE;
-        match &self.following {
-            _ if t0 < self.last => fetch.aim(reader, t0, TILE.min(self.kv_len - t0)),
-            Some((reader, tile)) => fetch.aim(reader, tile.t0, tile.tokens),
-            None => fetch.idle(),
-        }
-    }
 }
 
 /// Attends the first of the splits; see [`Attend`].

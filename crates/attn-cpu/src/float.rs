@@ -8,10 +8,11 @@ use std::ops::Range;
 use attn_core::arithmetic::TILE;
 
 use crate::{
+    fetch::Fetch,
     query::{QueryRows, in_blocks},
     simd::Simd,
     softmax::{Modifiers, fold_scalars, weights},
-    tile::{Fetch, Float, Tile},
+    tile::{Float, Tile},
 };
 
 /// As `Float`, for a const parameter.

@@ -6,11 +6,12 @@
 use attn_core::{arithmetic::TILE, format::MAX_GROUPS};
 
 use crate::{
+    fetch::Fetch,
     lanes::{LaneCodes, Operands, products, vector},
     query::{QueryRows, in_blocks},
     simd::{Dot, Simd},
     softmax::Modifiers,
-    tile::{Fetch, Tile},
+    tile::Tile,
     weights::weigh,
 };
 

@@ -8,6 +8,7 @@
 mod affinity;
 mod backend;
 mod decode;
+mod fetch;
 mod float;
 mod integer;
 mod lanes;
@@ -22,6 +23,7 @@ mod reference;
 mod scratch;
 mod simd;
 mod softmax;
+mod split;
 mod state;
 mod store;
 mod tile;

@@ -1,0 +1,170 @@
+//! A split of a step, and what its query rows see of each tile.
+
+use std::ops::Range;
+
+use attn_core::{
+    Error, Problem, QueryBlock, StepInputs,
+    arithmetic::LOG2_E,
+    segments::{SEGMENT, TILE},
+};
+
+use crate::{reader::Reader, softmax::Modifiers};
+
+/// A block of query tokens, and a run of whole segments of one KV head that it attends.
+#[derive(Debug, Clone)]
+pub(crate) struct Split {
+    pub block: QueryBlock,
+    pub g: usize,
+    pub segments: Range<usize>,
+    /// Where its states begin.
+    pub states: usize,
+}
+
+/// One split's inputs: a KV head of a sequence, and what its query rows see of it.
+pub(crate) struct SplitInputs<'a> {
+    pub problem: &'a Problem,
+    pub split: &'a Split,
+    pub reader: Reader<'a>,
+    pub kv_len: usize,
+    /// The block's query tokens, counted through the sequence's.
+    pub queries: Range<usize>,
+    /// The tokens that any query row sees.
+    pub seen: Range<usize>,
+    /// 2/softcap and softcap · log2 e.
+    pub softcap: Option<[f32; 2]>,
+    /// Tiles of K's and of V's window.
+    pub windows: [usize; 2],
+}
+
+/// Query tokens that read a tile alike.
+pub(crate) struct Pass {
+    pub queries: Range<usize>,
+    /// Whether K, V are read with residuals.
+    pub fine: [bool; 2],
+}
+
+/// A tile of a split: its first token, and how many it has.
+#[derive(Clone, Copy)]
+pub(crate) struct TilePlace {
+    pub t0: usize,
+    pub tokens: usize,
+}
+
+impl<'a> SplitInputs<'a> {
+    #[inline(always)]
+    pub fn new(step: &StepInputs<'a>, split: &'a Split) -> Result<Self, Error> {
+        let (problem, format) = (step.problem(), step.plan().format());
+        let (b, queries) = (split.block.sequence, split.block.queries(problem));
+        let seen = queries
+            .clone()
+            .map(|i| problem.visible(b, i))
+            .filter(|seen| !seen.is_empty())
+            .reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))
+            .unwrap_or(0..0);
+        Ok(SplitInputs {
+            problem,
+            split,
+            reader: Reader::new(step.kv(), b, split.g)?,
+            kv_len: problem.kv_lens[b],
+            queries,
+            seen,
+            softcap: problem.softcap.map(|cap| [2.0 / cap, cap * LOG2_E]),
+            windows: [format.k, format.v].map(|scheme| scheme.window().tiles()),
+        })
+    }
+
+    /// The tiles of a segment that any query row sees.
+    #[inline(always)]
+    pub fn tiles(&self, segment: usize) -> impl Iterator<Item = TilePlace> {
+        let (kv_len, seen) = (self.kv_len, &self.seen);
+        let segment_tokens = SEGMENT * TILE;
+        let tokens = segment * segment_tokens..kv_len.min((segment + 1) * segment_tokens);
+        tokens
+            .step_by(TILE)
+            .map(move |t0| TilePlace {
+                t0,
+                tokens: TILE.min(kv_len - t0),
+            })
+            .filter(|tile| tile.t0 < seen.end && tile.t0 + tile.tokens > seen.start)
+    }
+
+    /// The tokens of a tile that a query row of a pass sees, counted from the tile's first one; none for other rows.
+    #[inline(always)]
+    pub fn seen_in(&self, tile: TilePlace, pass: &Pass) -> impl Fn(usize) -> [usize; 2] {
+        let (problem, per) = (self.problem, self.problem.heads_per_kv());
+        let (b, first) = (self.split.block.sequence, self.queries.start);
+        let TilePlace { t0, tokens } = tile;
+        let queries = pass.queries.clone();
+        move |row| {
+            let i = first + row / per;
+            if !queries.contains(&i) {
+                return [0, 0];
+            }
+            let seen = problem.visible(b, i);
+            [
+                seen.start.max(t0) - t0,
+                seen.end.min(t0 + tokens).max(t0) - t0,
+            ]
+        }
+    }
+
+    /// The query tokens that read a tile alike, with and without residuals of K and V: query tokens of one step may lie in several tiles.
+    #[inline(always)]
+    pub fn passes(&self, tile: TilePlace) -> impl Iterator<Item = Pass> {
+        let (windows, problem, b) = (self.windows, self.problem, self.split.block.sequence);
+        let t0 = tile.t0 / TILE;
+        let fine = move |i: usize| {
+            let i = match problem.causal {
+                true => i,
+                false => problem.q_lens[b] - 1,
+            };
+            let position = problem.position(b, i).max(0) as usize;
+            windows.map(|tiles| tiles > 0 && position / TILE < t0 + tiles)
+        };
+        let Range {
+            start: mut next,
+            end,
+        } = self.queries;
+        std::iter::from_fn(move || {
+            if next == end {
+                return None;
+            }
+            let (start, fine_here) = (next, fine(next));
+            while next < end && fine(next) == fine_here {
+                next += 1;
+            }
+            Some(Pass {
+                queries: start..next,
+                fine: fine_here,
+            })
+        })
+    }
+
+    /// Whether any query token of a pass sees any token of the tile.
+    #[inline(always)]
+    pub fn sees(&self, tile: TilePlace, pass: &Pass) -> bool {
+        let mut seen = pass
+            .queries
+            .clone()
+            .map(|i| self.problem.visible(self.split.block.sequence, i));
+        seen.any(|seen| seen.start < tile.t0 + tile.tokens && seen.end > tile.t0)
+    }
+
+    /// The score modifiers of a query row in a tile.
+    #[inline(always)]
+    pub fn modifiers_in(&self, tile: TilePlace) -> impl Fn(usize) -> Modifiers {
+        let (problem, per) = (self.problem, self.problem.heads_per_kv());
+        let (softcap, first_head) = (self.softcap, self.split.g * per);
+        let (b, first) = (self.split.block.sequence, self.queries.start);
+        move |row| Modifiers {
+            softcap,
+            alibi: problem.alibi_slopes.as_ref().map(|slopes| {
+                let position = problem.position(b, first + row / per) as i32;
+                (
+                    slopes[first_head + row % per] * LOG2_E,
+                    tile.t0 as i32 - position,
+                )
+            }),
+        }
+    }
+}
