@@ -244,6 +244,32 @@ impl<'a> DecodeStep<'a> {
     }
 }
 
+impl CachedSequences<'_> {
+    /// Refuses a problem of other heads, of another number of sequences, of shorter ones, or with query tokens whose residuals the cache no longer
+    /// has ([`KvCache::check_queries`]).
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`]; those of [`Problem::check`].
+    pub fn check_problem(&self, problem: &Problem) -> Result<(), Error> {
+        problem.check()?;
+        let config = self.cache().config();
+        if problem.batch() != self.table().lens.len() {
+            return Err(Error::Mismatch {
+                what: "batch",
+                problem: problem.batch().to_string(),
+                cache: format!("{} sequences chosen", self.table().lens.len()),
+            });
+        }
+        check_source(
+            problem,
+            config.num_kv_heads,
+            config.head_dim,
+            &self.table().lens,
+        )?;
+        self.cache().check_queries_of(problem, self.table())
+    }
+}
+
 fn check_length(what: &'static str, given: usize, needed: usize) -> Result<(), Error> {
     if given == needed {
         return Ok(());

@@ -145,7 +145,7 @@ impl CudaBackend {
     ///
     /// Another's store can lead to it (`PageStore::as_any`), and say something else of itself: what a launch relies on is compared with
     /// this store's own numbers.
-    fn store<'a>(&self, cache: &'a KvCache) -> Result<&'a CudaPages, Error> {
+    pub(crate) fn store<'a>(&self, cache: &'a KvCache) -> Result<&'a CudaPages, Error> {
         let store = cache.store().as_any().downcast_ref::<CudaPages>();
         store
             .filter(|store| store.lies_on(&self.device))
@@ -204,7 +204,7 @@ fn check_lengths(
     Ok(())
 }
 
-const FOREIGN_CACHE: Error = Error::WrongBackend {
+pub(crate) const FOREIGN_CACHE: Error = Error::WrongBackend {
     backend: BACKEND,
     what: "cache",
 };

@@ -8,6 +8,8 @@
 
 mod backend;
 mod device;
+mod device_steps;
+mod device_tables;
 mod error;
 mod gpu;
 mod handles;
@@ -16,6 +18,7 @@ mod images;
 pub mod native;
 mod options;
 mod sizes;
+mod staging;
 mod step;
 mod store;
 mod upload;
@@ -27,6 +30,7 @@ pub mod internals;
 use attn_core::{DecodeAttention, Unsupported};
 
 pub use attn_kernels::cuda::{Arch, KernelConfig, LowLatency};
+pub use device_steps::{DeviceSteps, NewTokens, QueryRows};
 pub use error::CudaError;
 pub use gpu::CudaBackend;
 pub use image_cache::CacheError;

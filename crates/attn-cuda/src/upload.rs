@@ -67,6 +67,7 @@ impl<'a> Upload<'a> {
 pub(crate) trait Words: Copy {}
 impl Words for f32 {}
 impl Words for i32 {}
+impl Words for i64 {}
 impl Words for u32 {}
 impl Words for u16 {}
 impl Words for QueryBlock {}

@@ -84,7 +84,7 @@ const COPY_THREADS: usize = 128;
 /// A prepared decode launch: for one problem's heads and modifiers, and lengths up to the problem's longest.
 #[derive(Debug, Clone)]
 pub struct NativePlan {
-    problem: Problem,
+    pub(crate) problem: Problem,
     format: KvFormat,
     page_size: usize,
     kernel: Arc<LoadedKernel>,

@@ -1,0 +1,382 @@
+//! Steps over a [`KvCache`] whose rows lie in device memory already, on the caller's stream: the host keeps pages and lengths, and no row leaves
+//! the device.
+
+use attn_core::{Append, CachedSequences, Error, KvCache, PageStore, Problem, TokenWrite, Window};
+use cudarc::driver::{CudaEvent, DriverError, result, sys};
+
+use crate::native::{
+    DecodeArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend, NativePlan, SlotAppendArgs, Stream,
+    alibi_slopes_log2, launch_decode, prepare,
+};
+use crate::{
+    backend::FOREIGN_CACHE,
+    device_tables::DeviceTables,
+    error::failed,
+    gpu::CudaBackend,
+    sizes,
+    staging::{Lists, Scratch, Staging},
+    store::CudaPages,
+    upload::bytes_of,
+};
+
+/// Plans that are kept for the steps that come: those of decoding, of drafts, of a prompt's pieces.
+const KEPT_PLANS: usize = 8;
+
+/// New tokens in device memory, `[tokens, num_kv_heads, head_dim]`, sequence after sequence.
+#[derive(Debug, Clone, Copy)]
+pub struct NewTokens {
+    /// The new K.
+    pub k: DeviceAddress,
+    /// The new V.
+    pub v: DeviceAddress,
+    /// Number format of `k` and `v`.
+    pub dtype: Dtype,
+    /// Elements from one token of K to the next.
+    pub k_token_stride: usize,
+    /// Elements from one token of V to the next.
+    pub v_token_stride: usize,
+}
+
+/// Queries and outputs in device memory, `[query tokens, num_q_heads, head_dim]`, sequence after sequence.
+#[derive(Debug, Clone, Copy)]
+pub struct QueryRows {
+    /// The queries.
+    pub q: DeviceAddress,
+    /// The outputs.
+    pub out: DeviceAddress,
+    /// Number format of `q` and `out`.
+    pub dtype: Dtype,
+    /// f32 `[query tokens, num_q_heads]` for the log-sum-exps, or null.
+    pub lse: DeviceAddress,
+}
+
+/// What the steps of one [`KvCache`] keep: page tables and a workspace on the device, and the plans of the latest problems.
+///
+/// Made by [`CudaBackend::prepare_steps`]. All steps of a cache go through one value, which orders them where their streams differ. Dropping it
+/// waits for them, so drop it before the cache.
+#[derive(Debug)]
+pub struct DeviceSteps {
+    gpu: CudaBackend,
+    append: NativeAppend,
+    /// The latest plans, the newest last.
+    plans: Vec<NativePlan>,
+    staging: Staging,
+    /// Slots and residual pages of an append.
+    places: Scratch,
+    /// Lengths, page tables and the problem's lists.
+    tables: Scratch,
+    workspace: Scratch,
+    /// Bytes at the workspace's start that are zero once the steps before have run.
+    zeroed: usize,
+    /// Recorded behind the latest step.
+    done: CudaEvent,
+}
+
+impl CudaBackend {
+    /// Prepares steps over a cache of this backend. Loads (at first compiles) the kernel of appends.
+    ///
+    /// # Errors
+    /// [`Error::WrongBackend`] for another backend's cache; [`Error::Device`].
+    pub fn prepare_steps(&self, cache: &KvCache) -> Result<DeviceSteps, Error> {
+        self.store(cache)?;
+        let context = &self.device.context;
+        let bind = context.bind_to_thread();
+        bind.map_err(failed("binding the context"))?;
+        let done = context.new_event(None);
+        Ok(DeviceSteps {
+            append: self.prepare_append(cache.config())?,
+            done: done.map_err(failed("making an event"))?,
+            gpu: CudaBackend {
+                device: self.device.clone(),
+            },
+            plans: Vec::new(),
+            staging: Staging::default(),
+            places: Scratch::default(),
+            tables: Scratch::default(),
+            workspace: Scratch::default(),
+            zeroed: 0,
+        })
+    }
+}
+
+impl DeviceSteps {
+    /// Appends tokens to several sequences at once, as [`KvCache::append_batch`] does: enqueues the writes on `stream`, and enters the tokens into
+    /// the cache's table. The bytes are those of the host's append.
+    ///
+    /// # Safety
+    /// - `stream` is a live stream of the device's primary context.
+    /// - `tokens` are as many rows as `appends` say, in device memory of the documented type, aligned to 16 bytes, and stay so until the work has
+    ///   run; K and V are finite and within the scheme's magnitudes.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::append_with`]; [`Error::WrongBackend`]; [`Error::Parameter`] while `stream` is captured into a graph;
+    /// [`Error::Device`]. Lengths and pages are unchanged then.
+    pub unsafe fn append(
+        &mut self,
+        cache: &mut KvCache,
+        appends: &[Append],
+        tokens: &NewTokens,
+        stream: Stream,
+    ) -> Result<(), Error> {
+        self.gpu.store(cache)?;
+        self.begin(stream)?;
+        // The store copies a page that a fork shares on its own stream.
+        let own = self.gpu.device.stream.cu_stream();
+        self.order(own)?;
+        cache.append_with(appends, |store, writes| {
+            let store = store.as_any().downcast_ref::<CudaPages>();
+            let store = store.ok_or(FOREIGN_CACHE)?;
+            // SAFETY: this function's contract; the places come from the cache, whose pages the store has.
+            unsafe { self.write(store, writes, tokens, stream) }
+        })
+    }
+
+    /// Enqueues the writes of an append.
+    ///
+    /// # Safety
+    /// Those of [`DeviceSteps::append`]; `writes` are places of the store's cache.
+    unsafe fn write(
+        &mut self,
+        store: &CudaPages,
+        writes: &[TokenWrite],
+        tokens: &NewTokens,
+        stream: Stream,
+    ) -> Result<(), Error> {
+        let layout = store.layout();
+        let page_size = layout.page_size() as i64;
+        let slot = |w: &TokenWrite| i64::from(w.page) * page_size + w.token as i64;
+        let slots: Vec<i64> = writes.iter().map(slot).collect();
+        let residual = |w: &TokenWrite| w.residual_page.unwrap_or(u32::MAX);
+        let residuals: Vec<u32> = writes.iter().map(residual).collect();
+        let mut lists = Lists::default();
+        let [slots, residuals] = [bytes_of(&slots), bytes_of(&residuals)].map(|x| lists.add(x));
+        let (device, done) = (&self.gpu.device, &self.done);
+        let (base, _) = self.places.room(device, done, lists.bytes().len())?;
+        let bytes = lists.bytes();
+        // SAFETY: `room` has given as many bytes; each step records `done` behind its one copy from this ring or waits for it.
+        unsafe { self.staging.copy(device, done, bytes, base, stream.raw()) }
+            .map_err(failed("copying an append's places"))?;
+        let [k_tensor_scales, v_tensor_scales] = store.tensor_scale_addresses();
+        let has_window = layout.format().window() != Window::None;
+        let args = SlotAppendArgs {
+            k: tokens.k,
+            v: tokens.v,
+            dtype: tokens.dtype,
+            k_token_stride: tokens.k_token_stride,
+            v_token_stride: tokens.v_token_stride,
+            pool: store.pool_address(),
+            num_pages: store.num_pages(),
+            slots: base.offset(slots),
+            residual_pages: base.offset(residuals).given(has_window),
+            k_tensor_scales,
+            v_tensor_scales,
+            tokens: writes.len(),
+        };
+        // SAFETY: this function's contract; the lists are copied ahead on the same stream.
+        let launched = unsafe { self.gpu.append_slots_on(&self.append, stream, &args) };
+        self.end(stream).and(launched)
+    }
+
+    /// Attends: enqueues the step on `stream`. The problem gives heads, modifiers and query tokens; its lengths are taken from `sequences`.
+    ///
+    /// # Safety
+    /// - `stream` is a live stream of the device's primary context.
+    /// - `rows` are as many as the problem says, in device memory of the documented type, aligned to 16 bytes, and stay so until the work has run;
+    ///   outputs overlap nothing that runs meanwhile; queries are finite and within [`Error::QueryRange`].
+    ///
+    /// # Errors
+    /// Those of [`CachedSequences::check_problem`] and [`CudaBackend::prepare`]; [`Error::WrongBackend`]; [`Error::Parameter`] while `stream` is
+    /// captured into a graph; [`Error::Device`].
+    pub unsafe fn attend(
+        &mut self,
+        sequences: &CachedSequences<'_>,
+        problem: &Problem,
+        rows: &QueryRows,
+        stream: Stream,
+    ) -> Result<(), Error> {
+        let cache = sequences.cache();
+        self.gpu.store(cache)?;
+        let mut problem = problem.clone();
+        problem.kv_lens.clone_from(&sequences.table().lens);
+        sequences.check_problem(&problem)?;
+        self.begin(stream)?;
+        let plan = self.plan(cache, &problem)?;
+        // SAFETY: this function's contract; pages and lengths are the cache's, which `DeviceTables` compares with the pool.
+        let launched = unsafe { self.launch(sequences, &problem, &plan, rows, stream) };
+        self.end(stream).and(launched)
+    }
+
+    /// The plan for the problem's lengths and somewhat longer ones.
+    fn plan(&mut self, cache: &KvCache, problem: &Problem) -> Result<NativePlan, Error> {
+        let config = cache.config();
+        let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
+        let mut planned = problem.clone();
+        planned.kv_lens = vec![planned_len(longest); problem.batch()];
+        let known = self.plans.iter().position(|plan| plan.problem == planned);
+        let plan = match known {
+            Some(at) => self.plans.remove(at),
+            None => prepare(&self.gpu.device, &planned, config.format, config.page_size)?,
+        };
+        if self.plans.len() == KEPT_PLANS {
+            self.plans.remove(0);
+        }
+        self.plans.push(plan.clone());
+        Ok(plan)
+    }
+
+    /// Copies the step's lists, and enqueues its launch.
+    ///
+    /// # Safety
+    /// Those of [`DeviceSteps::attend`]; `plan` is for the problem.
+    unsafe fn launch(
+        &mut self,
+        sequences: &CachedSequences<'_>,
+        problem: &Problem,
+        plan: &NativePlan,
+        rows: &QueryRows,
+        stream: Stream,
+    ) -> Result<(), Error> {
+        let store = self.gpu.store(sequences.cache())?;
+        let config = sequences.cache().config();
+        let residual_slots = config
+            .format
+            .residual_slots(config.page_size, config.max_q_len);
+        let tables = DeviceTables::of_cache(
+            problem,
+            sequences.table(),
+            [config.page_size, residual_slots],
+            store.num_pages(),
+        )?;
+        let lens = problem.kv_lens.iter().map(|&len| sizes::int("kv_len", len));
+        let lens = lens.collect::<Result<Vec<i32>, _>>()?;
+        let slopes = alibi_slopes_log2(problem.alibi_slopes.as_deref().unwrap_or(&[]));
+        let sinks = problem.sinks.as_deref().unwrap_or(&[]);
+        let mut lists = Lists::default();
+        let at = [
+            bytes_of(&lens),
+            bytes_of(&tables.table),
+            bytes_of(&tables.residuals),
+            bytes_of(plan.query_blocks()),
+            bytes_of(&slopes),
+            bytes_of(sinks),
+        ]
+        .map(|list| lists.add(list));
+        let (device, done, bytes) = (&self.gpu.device, &self.done, lists.bytes());
+        let (base, _) = self.tables.room(device, done, bytes.len())?;
+        let (workspace, is_new) = self.workspace.room(device, done, plan.workspace_bytes())?;
+        let zeroed = if is_new { 0 } else { self.zeroed };
+        let mut copy = || -> Result<(), DriverError> {
+            // SAFETY: `room` has given as many bytes; each step records `done` behind its one copy from this ring.
+            unsafe { self.staging.copy(device, done, bytes, base, stream.raw()) }?;
+            if zeroed < plan.zeroed_bytes() {
+                // SAFETY: the workspace has more bytes than are zeroed.
+                unsafe {
+                    result::memset_d8_async(workspace.get(), 0, plan.zeroed_bytes(), stream.raw())
+                }?;
+            }
+            Ok(())
+        };
+        copy().map_err(failed("copying a step's lists"))?;
+        self.zeroed = plan.zeroed_bytes();
+        let [lens, table, residuals, blocks, slopes_at, sinks_at] = at.map(|at| base.offset(at));
+        let [k_tensor_scales, v_tensor_scales] = store.tensor_scale_addresses();
+        let args = DecodeArgs {
+            q: rows.q,
+            out: rows.out,
+            dtype: rows.dtype,
+            lse: rows.lse,
+            kv: DeviceKv::Paged {
+                pool: store.pool_address(),
+                num_pages: store.num_pages(),
+                page_table: table,
+                page_table_stride: tables.stride,
+                residual_pages: residuals.given(residual_slots > 0),
+                residual_slots,
+            },
+            kv_lens: lens,
+            query_blocks: blocks.given(!plan.query_blocks().is_empty()),
+            k_tensor_scales,
+            v_tensor_scales,
+            alibi_slopes: slopes_at.given(!slopes.is_empty()),
+            sinks: sinks_at.given(!sinks.is_empty()),
+            workspace,
+        };
+        // SAFETY: this function's contract; lists and workspace are this value's, written ahead on the same stream.
+        unsafe { launch_decode(device, plan, stream.raw(), &args, 0) }
+    }
+
+    /// Waits for all steps: what the host then reads of the cache's pages is what they wrote.
+    ///
+    /// # Errors
+    /// [`Error::Device`] with a failure of the steps' own.
+    pub fn wait(&self) -> Result<(), Error> {
+        let bind = self.gpu.device.context.bind_to_thread();
+        bind.and_then(|()| self.done.synchronize())
+            .map_err(failed("waiting for steps"))
+    }
+
+    /// Binds the context, and lets `stream` wait for the steps before.
+    fn begin(&self, stream: Stream) -> Result<(), Error> {
+        let bind = self.gpu.device.context.bind_to_thread();
+        bind.map_err(failed("binding the context"))?;
+        // SAFETY: the stream is alive by the contract of the functions that call this.
+        let status = unsafe { result::stream::is_capturing(stream.raw()) };
+        if status.map_err(failed("asking a stream for its state"))?
+            != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
+        {
+            return Err(Error::Parameter {
+                what: "stream",
+                given: "one that is captured into a graph".into(),
+                allowed: "a stream that runs: lengths and pages of a KvCache change on the host; capture decode_on and append_slots_on, which read them on the device",
+            });
+        }
+        self.order(stream.raw())
+    }
+
+    /// Lets work that comes on `stream` wait for the steps so far.
+    fn order(&self, stream: sys::CUstream) -> Result<(), Error> {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: the event is this value's; the stream is the device's own or the caller's, alive by contract.
+        unsafe { result::stream::wait_event(stream, self.done.cu_event(), flags) }
+            .map_err(failed("ordering steps"))
+    }
+
+    /// Records that the step's work ends here.
+    fn end(&self, stream: Stream) -> Result<(), Error> {
+        // SAFETY: the event is this value's; the stream is alive by the contract of the functions that call this.
+        unsafe { result::event::record(self.done.cu_event(), stream.raw()) }
+            .map_err(failed("recording the end of a step"))
+    }
+}
+
+impl Drop for DeviceSteps {
+    fn drop(&mut self) {
+        // An error is the device's, which the next call reports.
+        let _ = self.wait();
+    }
+}
+
+/// The longest length that a plan is made for where the longest sequence has `len` tokens: at most an eighth more, so that a growing sequence
+/// needs few plans.
+fn planned_len(len: usize) -> usize {
+    let step = (len.max(1).next_power_of_two() / 16).max(64);
+    len.next_multiple_of(step)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plan_serves_an_eighth_more_tokens_at_most() {
+        let [mut plans, mut last] = [0, usize::MAX];
+        for len in 0..=1 << 20 {
+            let planned = planned_len(len);
+            assert!(planned >= len && planned <= 1 << 20, "{len}");
+            assert!(planned - len < 64 || 8 * (planned - len) <= len, "{len}");
+            plans += usize::from(planned != last);
+            last = planned;
+        }
+        assert!(plans < 120, "{plans}");
+    }
+}

@@ -1,0 +1,180 @@
+//! Page tables as launches read them: a row for each sequence.
+
+use attn_core::{Error, PageTable, Problem};
+
+use crate::sizes;
+
+/// The page table that a launch reads.
+#[derive(Debug, Default)]
+pub(crate) struct DeviceTables {
+    /// `[batch][stride]`.
+    pub(crate) table: Vec<u32>,
+    /// `[batch][slots]`, of a cache whose format has a window.
+    pub(crate) residuals: Vec<u32>,
+    pub(crate) stride: usize,
+}
+
+/// An empty list with room for `count` entries: an allocation that fails must not end the process.
+fn with_room<T>(count: usize) -> Result<Vec<T>, Error> {
+    let mut list = Vec::new();
+    let asked = list.try_reserve_exact(count);
+    asked.map_err(|_| Error::OutOfMemory {
+        what: "the page table",
+        bytes: count.saturating_mul(size_of::<T>()),
+    })?;
+    Ok(list)
+}
+
+impl DeviceTables {
+    /// The tables of the problem's sequences. Checks that every page is in the pool of `num_pages`, and that lengths have their pages.
+    pub(crate) fn of_cache(
+        problem: &Problem,
+        cache: &PageTable,
+        [page_size, slots]: [usize; 2],
+        num_pages: usize,
+    ) -> Result<Self, Error> {
+        let differ = |what, problem: String| {
+            Err(Error::Mismatch {
+                what,
+                problem,
+                cache: format!("a pool of {num_pages} pages"),
+            })
+        };
+        let batch = problem.batch();
+        if cache.pages.len() < batch || cache.residual_pages.len() < batch {
+            return differ("batch", batch.to_string());
+        }
+        let pages = &cache.pages[..batch];
+        let longest = pages.iter().map(Vec::len).max().unwrap_or(0);
+        let stride = longest.max(1);
+        let entries = sizes::product("entries of the page table", &[batch, stride])?;
+        let residual_entries = sizes::product("slots of residual pages", &[batch, slots])?;
+        let (mut table, mut residuals) = (with_room(entries)?, with_room(residual_entries)?);
+        for (b, (own, kv_len)) in pages.iter().zip(&problem.kv_lens).enumerate() {
+            if own.len() < kv_len.div_ceil(page_size) {
+                return differ("kv_len", format!("{kv_len} in {} pages", own.len()));
+            }
+            let of_last = &cache.residual_pages[b];
+            if slots > 0 && of_last.is_empty() && !own.is_empty() {
+                return differ("residual pages", format!("those of sequence {b}"));
+            }
+            let mut all = own.iter().chain(of_last);
+            if let Some(page) = all.find(|page| **page as usize >= num_pages) {
+                return differ("page", page.to_string());
+            }
+            table.extend(own);
+            table.resize((b + 1) * stride, 0);
+            residuals.resize((b + 1) * slots, 0);
+            for (i, page) in (0..own.len()).rev().zip(of_last.iter().rev()).take(slots) {
+                residuals[b * slots + i % slots] = *page;
+            }
+        }
+        Ok(DeviceTables {
+            table,
+            residuals,
+            stride,
+        })
+    }
+
+    /// Tables of pages in order, as many for each sequence as the longest needs.
+    pub(crate) fn in_order(
+        batch: usize,
+        max_kv_len: usize,
+        page_size: usize,
+    ) -> Result<Self, Error> {
+        let stride = max_kv_len.div_ceil(page_size).max(1);
+        let pages = sizes::product("pages of a view", &[batch, stride])?;
+        let last = u32::try_from(pages).map_err(|_| Error::Parameter {
+            what: "pages of a view",
+            given: pages.to_string(),
+            allowed: "less than 2^32; decode fewer sequences at once",
+        })?;
+        let mut table = with_room(pages)?;
+        table.extend(0..last);
+        Ok(DeviceTables {
+            table,
+            residuals: Vec::new(),
+            stride,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use attn_core::Heads;
+
+    fn page_table(pages: &[&[u32]], residuals: &[&[u32]]) -> PageTable {
+        let lists = |all: &[&[u32]]| all.iter().map(|own| own.to_vec()).collect();
+        let mut table = PageTable::default();
+        table.pages = lists(pages);
+        table.residual_pages = lists(residuals);
+        table.lens = vec![0; pages.len()];
+        table
+    }
+
+    fn table(
+        lens: &[usize],
+        of: &PageTable,
+        slots: usize,
+        num_pages: usize,
+    ) -> Result<DeviceTables, Error> {
+        let heads = Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        };
+        let problem = Problem::new(heads, lens);
+        DeviceTables::of_cache(&problem, of, [32, slots], num_pages)
+    }
+
+    #[test]
+    fn a_page_table_has_a_row_for_each_sequence() {
+        let of = page_table(&[&[4, 2, 0], &[], &[3]], &[&[], &[], &[]]);
+        let made = table(&[65, 0, 32], &of, 0, 5).unwrap();
+        assert_eq!((made.stride, &made.residuals[..]), (3, &[][..]));
+        assert_eq!(made.table, [4, 2, 0, 0, 0, 0, 3, 0, 0]);
+        assert_eq!(table(&[65], &of, 0, 5).unwrap().table, [4, 2, 0]);
+    }
+
+    #[test]
+    fn residual_pages_stand_in_the_slots_of_their_home_pages() {
+        let of = page_table(&[&[4, 2, 0], &[], &[3]], &[&[7, 8], &[], &[9]]);
+        // Home pages 1 and 2 of the first sequence, and page 0 of the last.
+        let made = table(&[65, 0, 32], &of, 2, 10).unwrap();
+        assert_eq!(made.residuals, [8, 7, 0, 0, 9, 0]);
+        // More slots than residual pages.
+        let made = table(&[65, 0, 32], &of, 4, 10).unwrap();
+        assert_eq!(made.residuals, [0, 7, 8, 0, 0, 0, 0, 0, 9, 0, 0, 0]);
+        let none = page_table(&[&[4, 2, 0]], &[&[]]);
+        assert!(table(&[65], &none, 2, 10).is_err(), "no residual page");
+    }
+
+    #[test]
+    fn a_table_that_leads_out_of_the_pool_is_refused() {
+        let of = page_table(&[&[4, 2], &[3]], &[&[], &[]]);
+        for num_pages in [0, 1, 2, 4] {
+            assert!(table(&[64, 32], &of, 0, num_pages).is_err(), "{num_pages}");
+        }
+        let of = page_table(&[&[0]], &[&[7]]);
+        assert!(table(&[1], &of, 2, 7).is_err() && table(&[1], &of, 2, 8).is_ok());
+        let short = page_table(&[&[0, 1]], &[&[]]);
+        assert!(table(&[64], &short, 0, 2).is_ok() && table(&[65], &short, 0, 2).is_err());
+        assert!(
+            table(&[1, 1], &short, 0, 2).is_err(),
+            "a sequence that is not there"
+        );
+    }
+
+    #[test]
+    fn a_view_of_too_many_pages_is_refused_before_memory_is_asked_for() {
+        let made = DeviceTables::in_order(2, 65, 32).unwrap();
+        assert_eq!((made.stride, made.table), (3, vec![0, 1, 2, 3, 4, 5]));
+        for (batch, max_kv_len) in [(1 << 18, 1 << 20), (1 << 60, 1 << 20), (usize::MAX, 64)] {
+            assert!(
+                DeviceTables::in_order(batch, max_kv_len, 64).is_err(),
+                "{batch}"
+            );
+        }
+    }
+}
