@@ -5,6 +5,7 @@ mod deny;
 mod fuzz;
 mod mutants;
 mod package;
+mod wheel;
 mod words;
 
 use std::{
@@ -30,6 +31,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   mutants [--help]         changes one expression at a time, and sees whether a test fails
   package [--verify]       packages what crates.io would get, and checks a crate outside with each feature alone
   tables [--check | DIR]   writes the tables of the documents again from docs/data, or from a run of .ci/gpu
+  wheel                    builds the Python package for machines without Rust, into target/wheels
   words                    finds words that docs/architecture.md's glossary has replaced, and variables that docs/variables.md lacks";
 
 fn main() -> Result<()> {
@@ -48,6 +50,7 @@ fn main() -> Result<()> {
         Some("mutants") => mutants::main(&arguments[1..]),
         Some("package") => package::run(&root(), has("--verify")),
         Some("tables") => script("tables", &arguments[1..]),
+        Some("wheel") => wheel::run(&root()),
         Some("words") => words::run(&root()),
         _ => bail!(USAGE),
     }

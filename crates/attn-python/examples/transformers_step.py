@@ -1,0 +1,156 @@
+"""A decode step of transformers' Llama with the shape of Llama 3 8B and random weights: milliseconds and memory, by cache.
+
+    python transformers_step.py [--batch 1,32] [--context 2048,16384,65536] [--layers 32]
+
+Caches: transformers' DynamicCache under sdpa (bf16), `attn.transformers.QuantizedCache` in int8, int8/int4 and int4, and transformers' own
+QuantizedCache (quanto, int4) where `optimum-quanto` is installed. Caches are filled with random K and V, as a prompt would; steps are eager, as
+`generate` runs them. "Longest": the context at which the cache of that batch takes what weights and 6 GB leave of the GPU's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from typing import Any, Callable, Dict, List, Optional
+
+import attn.transformers
+import torch
+import transformers
+
+# Steps before those that count.
+WARM = 10
+OURS = ["int8", "int8/int4", "int4"]
+
+
+def config_of(layers: int) -> Any:
+    return transformers.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        dtype=torch.bfloat16,
+    )
+
+
+def random_rows(config: Any, batch: int, tokens: int) -> List[torch.Tensor]:
+    shape = (batch, config.num_key_value_heads, tokens, config.hidden_size // config.num_attention_heads)
+    return [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+
+
+def dynamic(config: Any, batch: int, context: int) -> Any:
+    cache = transformers.DynamicCache(config=config)
+    for layer in range(config.num_hidden_layers):
+        cache.update(*random_rows(config, batch, context), layer)
+    return cache
+
+
+def ours(format: str) -> Callable[[Any, int, int], Any]:
+    def make(config: Any, batch: int, context: int) -> Any:
+        cache = attn.transformers.QuantizedCache(config, format, max_tokens=context + 64)
+        piece = max(64, 1 << 24 >> (batch - 1).bit_length() >> 10)
+        for layer in cache.layers:
+            layer.lazy_initialization(*random_rows(config, batch, 0))
+            for start in range(0, context, piece):
+                k, v = (x.transpose(1, 2) for x in random_rows(config, batch, min(piece, context - start)))
+                layer.cache.append(k, v, sequences=layer.slots)
+            layer.seen = context
+        return cache
+
+    return make
+
+
+def quanto(config: Any, batch: int, context: int) -> Any:
+    cache = transformers.QuantizedCache("quanto", config, nbits=4)
+    for layer in range(config.num_hidden_layers):
+        cache.update(*random_rows(config, batch, context), layer)
+    return cache
+
+
+def bytes_per_token(config: Any, format: Optional[str]) -> float:
+    """Of one sequence, all layers."""
+    dim = config.hidden_size // config.num_attention_heads
+    if format is None:
+        return config.num_hidden_layers * config.num_key_value_heads * dim * 4
+    cache = attn.Cache(format, heads=config.num_key_value_heads, dim=dim, max_tokens=0, pages=0, device="cpu")
+    return config.num_hidden_layers * cache.stats().page_bytes / 64
+
+
+def bytes_of(cache: Any) -> int:
+    own = getattr(cache, "nbytes", None)
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) if own is None else own
+
+
+def step_ms(model: Any, cache: Any, batch: int, context: int, steps: int) -> float:
+    ids = torch.randint(0, 1000, (batch, 1), device="cuda")
+    times = []
+    with torch.no_grad():
+        for i in range(steps + WARM):
+            position = torch.full((batch, 1), context + i, device="cuda")
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            model(ids, past_key_values=cache, position_ids=position, logits_to_keep=1)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return sorted(times[WARM:])[steps // 2]
+
+
+def measured(model: Any, config: Any, make: Callable, batch: int, context: int, steps: int) -> Dict[str, Any]:
+    try:
+        cache = make(config, batch, context)
+        return dict(ms=step_ms(model, cache, batch, context, steps), gb=bytes_of(cache) / 1e9)
+    except (torch.cuda.OutOfMemoryError, attn.AttnError) as error:
+        return dict(ms=None, gb=None, why=str(error).splitlines()[0][:200])
+    finally:
+        # A pool goes back to the driver once its stream is idle.
+        cache = None
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = lambda text: [int(x) for x in text.split(",")]
+    parser.add_argument("--batch", default="1,32", type=numbers)
+    parser.add_argument("--context", default="2048,16384,65536", type=numbers)
+    parser.add_argument("--layers", default=32, type=int)
+    parser.add_argument("--steps", default=30, type=int)
+    parser.add_argument("--json", help="a file for the rows")
+    options = parser.parse_args()
+    config = config_of(options.layers)
+    torch.set_default_device("cuda")
+    model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa", dtype=torch.bfloat16).eval()
+    torch.set_default_device("cpu")
+    free = torch.cuda.mem_get_info()[0] - 6e9
+    caches = {"DynamicCache, bf16": ("sdpa", dynamic, None)}
+    caches.update({f"attn {format}": ("attn", ours(format), format) for format in OURS})
+    try:
+        import optimum.quanto  # noqa: F401
+
+        caches["QuantizedCache, quanto int4"] = ("sdpa", quanto, None)
+    except ImportError:
+        print("transformers' QuantizedCache is not timed: optimum-quanto is not installed")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}, {options.layers} layers")
+    print("| batch | context | cache | ms | cache, GB | longest |\n|---|---|---|---|---|---|", flush=True)
+    rows = []
+    for batch in options.batch:
+        for context in options.context:
+            for name, (attention, make, format) in caches.items():
+                model.set_attn_implementation(attention)
+                row = measured(model, config, make, batch, context, options.steps)
+                longest = int(free / batch / bytes_per_token(config, format))
+                rows.append(dict(row, batch=batch, context=context, cache=name, longest=longest))
+                ms, gb = ("does not fit", "–") if row["ms"] is None else (f"{row['ms']:.1f}", f"{row['gb']:.2f}")
+                print(f"| {batch} | {context} | {name} | {ms} | {gb} | {longest} |", flush=True)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Arrays of any library, as the extension takes them: DLPack capsules, and the stream that their work is enqueued on.
+
+numpy and torch are known by name, because outputs are allocated by the library that the queries came from. Of other libraries, anything with
+`__dlpack__` is taken as an input; their outputs must be given (`out=`), or come as numpy arrays.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Optional, Sequence
+
+from ._errors import ShapeError
+
+_CUDA = 2
+
+
+def _is_torch(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def _numpy() -> Any:
+    try:
+        import numpy
+    except ImportError as error:
+        raise ImportError("attn needs numpy for arrays on the CPU that are not torch tensors: pip install numpy") from error
+    return numpy
+
+
+class Rows:
+    """An array on its way into the extension.
+
+    `stride_ok`: whether tokens may lie apart, as in a slice of a fused projection; heads and dims lie together in any case.
+    """
+
+    __slots__ = ("array", "shape", "on_cuda", "_torch")
+
+    def __init__(self, what: str, x: Any, *, writable: bool = False) -> None:
+        self._torch = _is_torch(x)
+        if self._torch:
+            x = x.detach()
+            self.on_cuda = x.is_cuda
+            if x.device.type not in ("cpu", "cuda"):
+                raise ShapeError(f"{what} lies on torch's device {x.device}; allowed: cpu, cuda")
+        elif hasattr(x, "__dlpack_device__"):
+            self.on_cuda = int(x.__dlpack_device__()[0]) == _CUDA
+        else:
+            if writable:
+                raise ShapeError(f"{what} is a {type(x).__name__}; needed: an array that can be written in place")
+            try:
+                x = _numpy().asarray(x, dtype="float32")
+            except (TypeError, ValueError) as error:
+                raise ShapeError(f"{what} is a {type(x).__name__}; needed: an array, or lists of numbers") from error
+            self.on_cuda = False
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(x, numpy.ndarray):
+            if writable:
+                if not x.flags.writeable:
+                    raise ShapeError(f"{what} cannot be written; pass a writable array")
+            elif x.dtype == numpy.float64:
+                raise ShapeError(f"{what} has elements of type float64; allowed: float32, float16; convert with .astype(numpy.float32)")
+            elif not (x.flags.c_contiguous and x.flags.writeable and x.dtype.isnative):
+                # DLPack hands out neither arrays that are read-only nor other byte orders.
+                x = numpy.array(x, dtype=x.dtype.newbyteorder("="), order="C", copy=True)
+        elif self._torch and not writable and not self.on_cuda:
+            x = x.contiguous()
+        self.array = x
+        self.shape = tuple(x.shape)
+
+    def flat(self, what: str, rank: int) -> "Rows":
+        """The array with its leading dims joined, so that `rank` are left; torch and numpy reshape without a copy where they can."""
+        if len(self.shape) == rank:
+            return self
+        lead = 1
+        for n in self.shape[: len(self.shape) - rank + 1]:
+            lead *= n
+        made = Rows.__new__(Rows)
+        shape = (lead, *self.shape[len(self.shape) - rank + 1 :])
+        made.array, made.shape = self.array.reshape(shape), shape
+        made.on_cuda, made._torch = self.on_cuda, self._torch
+        return made
+
+    def with_rows_together(self) -> "Rows":
+        """The array with heads and dims that lie together."""
+        if not self._torch or not self.on_cuda or self.array.ndim < 2:
+            return self
+        shape, strides = self.array.shape, self.array.stride()
+        expected = 1
+        for n, stride in zip(reversed(shape[1:]), reversed(strides[1:])):
+            if n != 1 and stride != expected:
+                self.array = self.array.contiguous()
+                break
+            expected *= n
+        if self.array.data_ptr() % 16 and self.array.numel():
+            self.array = self.array.clone()
+        return self
+
+    def contiguous(self) -> "Rows":
+        """The array in C order."""
+        if self._torch:
+            self.array = self.array.contiguous()
+        return self
+
+    def capsule(self, stream: Optional[int]) -> Any:
+        """A DLPack capsule; another library's array is made ready on `stream`."""
+        if self._torch:
+            import torch
+
+            return torch.utils.dlpack.to_dlpack(self.array)
+        try:
+            return self.array.__dlpack__(stream=stream or 1) if self.on_cuda else self.array.__dlpack__()
+        except (BufferError, TypeError, ValueError) as error:
+            raise ShapeError(f"a {type(self.array).__name__} of type {self.array.dtype} has no DLPack form: {error}") from error
+
+    def stream(self) -> Optional[int]:
+        """The stream that work on the array is enqueued on; None for host memory."""
+        if not self.on_cuda:
+            return None
+        if self._torch:
+            import torch
+
+            return torch.cuda.current_stream(self.array.device).cuda_stream
+        cupy = sys.modules.get("cupy")
+        if cupy is not None and isinstance(self.array, cupy.ndarray):
+            return cupy.cuda.get_current_stream().ptr
+        return 0
+
+    def empty(self, shape: Sequence[int], *, single: bool = False) -> Any:
+        """A new array beside this one, of its type or float32."""
+        if self._torch:
+            import torch
+
+            dtype = torch.float32 if single else self.array.dtype
+            return torch.empty(shape, dtype=dtype, device=self.array.device)
+        numpy = _numpy()
+        if self.on_cuda:
+            cupy = sys.modules.get("cupy")
+            if cupy is not None and isinstance(self.array, cupy.ndarray):
+                return cupy.empty(shape, dtype=cupy.float32 if single else self.array.dtype)
+            raise ShapeError(f"outputs beside a {type(self.array).__name__} must be given: pass out= (and lse=)")
+        dtype = numpy.float32
+        if not single and isinstance(self.array, numpy.ndarray):
+            dtype = self.array.dtype
+        return numpy.empty(shape, dtype=dtype)

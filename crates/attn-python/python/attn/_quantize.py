@@ -1,0 +1,45 @@
+"""What a format makes of numbers, without a model."""
+
+from __future__ import annotations
+
+from typing import Any, Tuple
+
+from ._arrays import Rows
+from ._cache import Cache, SequenceImage
+from ._errors import ShapeError
+
+
+def quantize(k: Any, v: Any, format: str = "int8", *, page_size: int = 64) -> SequenceImage:
+    """Quantizes K and V, `[tokens, heads, dim]`, into pages on the CPU.
+
+    >>> import numpy, attn
+    >>> rows = numpy.random.default_rng(0).standard_normal((100, 2, 64), "f")
+    >>> image = attn.quantize(rows, rows, "int8")
+    >>> k, v = attn.dequantize(image)
+    >>> bool(abs(k - rows).max() < 0.05), sum(map(len, image.pages)) / rows.nbytes / 2
+    (True, 0.33)
+    """
+    shape = Rows("k", k).shape
+    if len(shape) != 3:
+        raise ShapeError(f"k has the shape {list(shape)}; needed: [tokens, heads, dim]")
+    tokens, heads, dim = shape
+    cache = Cache(format, heads=heads, dim=dim, max_tokens=tokens, page_size=page_size, device="cpu")
+    cache.append(k, v)
+    return cache.save()
+
+
+def dequantize(image: SequenceImage) -> Tuple[Any, Any]:
+    """The K and V of pages, as attention reads them: two numpy arrays of float32, `[tokens, heads, dim]`."""
+    cache = Cache(
+        image.format,
+        heads=image.heads,
+        dim=image.dim,
+        max_tokens=image.tokens,
+        pages=len(image.pages),
+        page_size=image.page_size,
+        k_scales=image.k_scales,
+        v_scales=image.v_scales,
+        device="cpu",
+    )
+    cache.restore(0, image)
+    return cache.export()

@@ -1,0 +1,360 @@
+"""Attention over pages that torch allocates, for engines: nothing is allocated or waited for inside a step but its output, so a step works in a CUDA
+graph and under `torch.compile`.
+
+A `Plan` is made once for a batch shape. A pool is a uint8 tensor of pages, `[pages, page_bytes]`; a page table says which pages a sequence has;
+`kv_lens` says how many tokens, and is read on the device:
+
+    plan = attn.torch.Plan("int8", heads=32, kv_heads=8, dim=128, q_lens=[1] * 4, max_kv_len=8192)
+    pool = plan.new_pool(pages=4 * 128)
+    page_table = torch.arange(4 * 128, dtype=torch.int32, device="cuda").view(4, 128)
+    kv_lens = torch.zeros(4, dtype=torch.int32, device="cuda")
+    # Every step, in a graph or outside:
+    kv_lens += 1
+    out = plan.step(q, k, v, pool, page_table, kv_lens)
+
+`attn.Cache` keeps pages and lengths itself; use it where neither graphs nor an engine's own page table are needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
+
+import torch
+
+from . import _attn
+from ._errors import ParameterError, ShapeError, UnsupportedError
+from ._options import Modifiers, count, numbers
+
+__all__ = ["Plan", "append_slots", "attend", "merge", "step"]
+
+
+@dataclass
+class _PlanOptions:
+    format: str
+    heads: int
+    kv_heads: int
+    dim: int
+    page_size: int
+    q_lens: list
+    max_kv_len: int
+    modifiers: Modifiers
+
+
+@dataclass
+class _Pages:
+    pool: Any
+    page_table: Any
+    kv_lens: Any
+    residual_pages: Any
+    k_scales: Any
+    v_scales: Any
+
+
+@dataclass
+class _Arrays:
+    q: Any
+    out: Any
+    lse: Any
+    workspace: Any
+    query_blocks: Any
+    alibi_slopes: Any
+    sinks: Any
+
+
+def _capsule(tensor: Optional[torch.Tensor]) -> Any:
+    return None if tensor is None else torch.utils.dlpack.to_dlpack(tensor.detach())
+
+
+# Custom operators take numbers and tensors alone: a plan is passed by its number.
+_PLANS: Dict[int, "Plan"] = {}
+_NUMBERS = itertools.count(1)
+
+
+class Plan:
+    """Launches for a batch shape: one number of query tokens for each sequence, lengths up to `max_kv_len`.
+
+    A plan's workspace serves one launch at a time: use it on one stream, or one plan for each stream. Results do not depend on the plan.
+
+    Args:
+        format: what pages hold, as for `attn.Cache`.
+        heads, kv_heads, dim: query heads, KV heads, dims of a head.
+        q_lens: query tokens of each sequence; a step's rows are sequence after sequence.
+        max_kv_len: the longest length that a step may have, up to 1048576.
+        device: `"cuda"`, `"cuda:1"`, a torch.device; torch's current one if not given.
+        scale, causal, softcap, window_left, alibi_slopes, sinks: as for `attn.Cache.attend`.
+        k_scales, v_scales: static scales for `"fp8"` and `"int8-tensor"`, one for each KV head.
+
+    Raises:
+        ParameterError, UnsupportedError, DeviceError.
+    """
+
+    def __init__(
+        self,
+        format: str = "int8",
+        *,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        q_lens: Sequence[int],
+        max_kv_len: int,
+        page_size: int = 64,
+        device: Union[None, str, torch.device] = None,
+        scale: Optional[float] = None,
+        causal: bool = True,
+        softcap: Optional[float] = None,
+        window_left: Optional[int] = None,
+        alibi_slopes: Any = None,
+        sinks: Any = None,
+        k_scales: Any = None,
+        v_scales: Any = None,
+    ) -> None:
+        if not hasattr(_attn, "NativePlan"):
+            raise UnsupportedError('this build of attn has no feature "cuda"; attn.Cache works on the CPU')
+        if not torch.cuda.is_available():
+            raise UnsupportedError("torch sees no CUDA device; attn.Cache works on the CPU")
+        device = torch.device("cuda" if device is None else device)
+        if device.type != "cuda":
+            raise ParameterError(f"device is {device}; allowed: a CUDA device; attn.Cache works on the CPU")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        options = _PlanOptions(
+            format=format,
+            heads=count("heads", heads, 1),
+            kv_heads=count("kv_heads", kv_heads, 1),
+            dim=count("dim", dim, 1),
+            page_size=count("page_size", page_size, 1),
+            q_lens=[count("q_lens", n) for n in q_lens],
+            max_kv_len=count("max_kv_len", max_kv_len),
+            modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks),
+        )
+        self._options = options
+        with torch.cuda.device(self.device):
+            self._plan = _attn.NativePlan(options, f"cuda:{index}")
+            blocks, slopes = self._plan.lists()
+            self._workspace = torch.zeros(max(self._plan.workspace_bytes, 1), dtype=torch.uint8, device=self.device)
+            self._blocks = self._bytes(blocks)
+            self._slopes = None if options.modifiers.alibi_slopes is None else self._bytes(slopes).view(torch.float32)
+            self._sinks, self._k_scales, self._v_scales = (
+                None if x is None else torch.tensor(x, dtype=torch.float32, device=self.device)
+                for x in (options.modifiers.sinks, numbers("k_scales", k_scales), numbers("v_scales", v_scales))
+            )
+        self.number = next(_NUMBERS)
+        _PLANS[self.number] = self
+
+    def _bytes(self, data: bytes) -> Optional[torch.Tensor]:
+        return torch.tensor(bytearray(data), dtype=torch.uint8, device=self.device) if data else None
+
+    def close(self) -> None:
+        """Gives the workspace back. Graphs that captured the plan must not run any more."""
+        _PLANS.pop(self.number, None)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page: K, V and their scales, of all KV heads."""
+        return self._plan.page_bytes
+
+    def residual_slots(self, q_len: int = 64) -> int:
+        """Entries of a row of `residual_pages` where steps have up to `q_len` query tokens of a sequence; 0 for formats without a window."""
+        return self._plan.residual_slots(count("q_len", q_len))
+
+    def new_pool(self, pages: int) -> torch.Tensor:
+        """An empty pool: uint8 `[pages, page_bytes]`."""
+        return torch.zeros(count("pages", pages), self.page_bytes, dtype=torch.uint8, device=self.device)
+
+    def _pages(self, pool: torch.Tensor, page_table: Any, kv_lens: Any, residual_pages: Any) -> _Pages:
+        # An append by slots needs neither table nor lengths.
+        empty = None
+        if page_table is None:
+            empty = torch.empty((len(self._options.q_lens), 0), dtype=torch.int32, device=self.device)
+        return _Pages(
+            pool=_capsule(pool),
+            page_table=_capsule(empty if page_table is None else page_table),
+            kv_lens=_capsule(empty if kv_lens is None else kv_lens),
+            residual_pages=_capsule(residual_pages),
+            k_scales=_capsule(self._k_scales),
+            v_scales=_capsule(self._v_scales),
+        )
+
+    def _arrays(self, q: torch.Tensor, out: torch.Tensor, lse: Optional[torch.Tensor]) -> _Arrays:
+        return _Arrays(
+            q=_capsule(q),
+            out=_capsule(out),
+            lse=_capsule(lse),
+            workspace=_capsule(self._workspace),
+            query_blocks=_capsule(self._blocks),
+            alibi_slopes=_capsule(self._slopes),
+            sinks=_capsule(self._sinks),
+        )
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def append_slots(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        residual_pages: Optional[torch.Tensor] = None,
+    ) -> None:
+        """Appends tokens that bring their places: any number, of any sequences.
+
+        Args:
+            k, v: `[tokens, KV heads, dim]`, float32, float16 or bfloat16; tokens may lie apart. Those of a sequence lie side by side, in order.
+            slots: int64 `[tokens]`, page · page_size + token of the page; negative: skipped.
+            residual_pages: int32 `[tokens]` for formats with a window, -1 for none.
+        """
+        torch.ops.attn.append_slots(self.number, k, v, pool, slots, residual_pages)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_lens: torch.Tensor,
+        residual_pages: Optional[torch.Tensor] = None,
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Attends.
+
+        Args:
+            q: `[query tokens, heads, dim]`, contiguous.
+            page_table: int32 `[sequences, pages]`.
+            kv_lens: int32 `[sequences]`; counts the tokens of the step.
+            residual_pages: int32 `[sequences, residual_slots]` for formats with a window: that of page i at i % residual_slots.
+
+        Returns:
+            The results, of q's shape and type, and float32 log-sum-exps `[query tokens, heads]`.
+        """
+        return torch.ops.attn.attend(self.number, q, pool, page_table, kv_lens, residual_pages)
+
+    def append_slots_now(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        residual_pages: Optional[torch.Tensor] = None,
+    ) -> None:
+        """`append_slots` without an operator, for hosts that have one around this call."""
+        pages = self._pages(pool, None, None, residual_pages)
+        self._plan.append_slots(pages, _capsule(k), _capsule(v), _capsule(slots), self._stream())
+
+    def attend_into(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        pool: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_lens: torch.Tensor,
+        residual_pages: Optional[torch.Tensor] = None,
+    ) -> None:
+        """`attend` without log-sum-exps into `out`, of q's shape and type, for hosts that own the output and the operator around this call."""
+        self._plan.attend(self._pages(pool, page_table, kv_lens, residual_pages), self._arrays(q, out, None), self._stream())
+
+    def step(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_lens: torch.Tensor,
+        residual_pages: Optional[torch.Tensor] = None,
+    ) -> torch.Tensor:
+        """Appends as many tokens to each sequence, and attends; faster than one after the other. `kv_lens` counts the new tokens already.
+
+        Returns:
+            The results, of q's shape and type.
+        """
+        return torch.ops.attn.step(self.number, q, k, v, pool, page_table, kv_lens, residual_pages)
+
+
+def merge(outs: torch.Tensor, lses: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Merges results over disjoint tokens of the same queries, such as the shards of a long context on several GPUs.
+
+    Args:
+        outs: `[shards, query tokens, heads, dim]`, on any device.
+        lses: float32 `[shards, query tokens, heads]`; -inf where a shard has no token that the query sees. Sinks belong to one of the shards.
+
+    Returns:
+        The results, of `outs`' type, and their log-sum-exps. The same inputs give the same bits; they are not those of one device over all tokens.
+    """
+    if outs.dim() != 4 or lses.shape != outs.shape[:3]:
+        raise ShapeError(f"outs has the shape {list(outs.shape)}, and lses {list(lses.shape)}; needed: [shards, query tokens, heads, dim] and its first three dims")
+    lses = lses.float()
+    lse = torch.logsumexp(lses, 0)
+    # A query that sees no token anywhere has weights 0, not NaN.
+    weights = torch.exp(lses - lse.masked_fill(lse == float("-inf"), 0.0))
+    out = torch.zeros(outs.shape[1:], dtype=torch.float32, device=outs.device)
+    for shard, weight in zip(outs, weights):
+        out += weight[..., None] * shard.float()
+    return out.to(outs.dtype), lse
+
+
+def _plan(number: int) -> Plan:
+    plan = _PLANS.get(number)
+    if plan is None:
+        raise ParameterError(f"there is no plan {number}; it was closed")
+    return plan
+
+
+@torch.library.custom_op("attn::append_slots", mutates_args=("pool",))
+def append_slots(
+    plan: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    residual_pages: Optional[torch.Tensor],
+) -> None:
+    """`Plan.append_slots` as an operator, which takes the plan's number."""
+    _plan(plan).append_slots_now(k, v, pool, slots, residual_pages)
+
+
+@torch.library.custom_op("attn::attend", mutates_args=())
+def attend(
+    plan: int,
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    residual_pages: Optional[torch.Tensor],
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """`Plan.attend` as an operator, which takes the plan's number."""
+    own = _plan(plan)
+    if q.dim() != 3:
+        raise ShapeError(f"q has the shape {list(q.shape)}; needed: [query tokens, heads, dim]")
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    own._plan.attend(own._pages(pool, page_table, kv_lens, residual_pages), own._arrays(q, out, lse), own._stream())
+    return out, lse
+
+
+@attend.register_fake
+def _(plan, q, pool, page_table, kv_lens, residual_pages):
+    return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+
+@torch.library.custom_op("attn::step", mutates_args=("pool",))
+def step(
+    plan: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    residual_pages: Optional[torch.Tensor],
+) -> torch.Tensor:
+    """`Plan.step` as an operator, which takes the plan's number."""
+    own = _plan(plan)
+    out = torch.empty_like(q)
+    pages = own._pages(pool, page_table, kv_lens, residual_pages)
+    own._plan.step(pages, own._arrays(q, out, None), _capsule(k), _capsule(v), own._stream())
+    return out
+
+
+@step.register_fake
+def _(plan, q, k, v, pool, page_table, kv_lens, residual_pages):
+    return torch.empty_like(q)

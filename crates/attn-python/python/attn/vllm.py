@@ -1,0 +1,321 @@
+"""A plugin for vLLM 0.33: int8 and int8/int4 KV caches, attended by this library.
+
+    vllm serve MODEL --attention-backend ATTN --kv-cache-dtype attn_int8
+
+vLLM finds `register` by the entry point `vllm.general_plugins`. Not run under vLLM yet: the interface is checked against stubs that were written
+from vLLM 0.33.0's sources (tests/test_vllm.py), and the steps against `attn.Cache` on a GPU.
+
+What it does and does not:
+
+- `attn_int8` stores 2·dim + 4 bytes for each token and head, `attn_int8_int4` 1.5·dim + 4. Formats with a window (`int4`, `int8/int4`) keep finer
+  residuals of a sequence's newest tokens, for which vLLM's pages have no place, so `attn_int8_int4` has none: its newest tokens are as coarse as the
+  others (docs/accuracy.md).
+- A batch of decoding or verifying sequences with as many query tokens each runs in full CUDA graphs; padded requests (length 0, slot -1) give zeros.
+- A token's result has the same bits in any batch, chunk or graph (`supports_batch_invariance`).
+- Refused: encoder attention, MLA, decode and prefill context parallelism, K/V shared between layers, quantized outputs, pages with padding between.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Dict, List, Optional, Tuple
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from ._cache import Cache
+from ._errors import UnsupportedError
+from .torch import Plan
+
+# vLLM's name of a cache type, and the format of its pages.
+FORMATS: Dict[str, str] = {"attn_int8": "int8", "attn_int8_int4": "int8/int4-w0"}
+# The element type of a cache is all that `customize_spec` learns of its name: each has its own, of one byte.
+ELEMENTS: Dict[str, torch.dtype] = {"attn_int8": torch.uint8, "attn_int8_int4": torch.int8}
+BLOCK_SIZES = [16, 32, 64, 128]
+HEAD_SIZES = [64, 80, 96, 128, 192, 256]
+# Plans of batches outside of graphs that are kept.
+_KEPT_PLANS = 16
+
+
+def register() -> None:
+    """Makes the backend `ATTN` and the cache types known to vLLM; may be called any number of times."""
+    from vllm.config.cache import get_kv_cache_dtype_handler, register_kv_cache_dtype
+    from vllm.v1.attention.backends.registry import register_backend
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    class Handler:
+        name = ""
+
+        def torch_dtype(self) -> torch.dtype:
+            return ELEMENTS[self.name]
+
+        def quant_mode(self) -> Any:
+            return KVQuantMode.CUSTOM
+
+    for name in FORMATS:
+        if get_kv_cache_dtype_handler(name) is None:
+            register_kv_cache_dtype(name)(type(f"{name}_handler", (Handler,), {"name": name}))
+    try:
+        register_backend("ATTN", f"{__name__}.AttnBackend")
+    except ValueError:
+        # An earlier call has registered it.
+        pass
+
+
+class AttnBackend(AttentionBackend):
+    """What vLLM asks of a backend before it makes one."""
+
+    accept_output_buffer: bool = True
+    forward_includes_kv_cache_update: bool = True
+    supported_dtypes: ClassVar[List[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[List[str]] = list(FORMATS)
+
+    @staticmethod
+    def get_name() -> str:
+        return "ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        return AttnImpl
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return AttnMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> List[int]:
+        return list(BLOCK_SIZES)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> List[int]:
+        return list(HEAD_SIZES)
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Optional[str]) -> bool:
+        return kv_cache_dtype in FORMATS
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Tuple[Any, ...]:
+        # A block is one run of bytes: [head][tokens of K, V and their scales].
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Says how many bytes a token and head take."""
+        # Layers that `--kv-cache-dtype-skip-layers` names keep 16 bits.
+        if spec.state_content_bytes is not None or not spec.kv_quant_mode:
+            return spec
+        (format,) = [FORMATS[name] for name, dtype in ELEMENTS.items() if dtype == spec.dtype]
+        return replace(spec, state_content_bytes=cell_bytes(format, spec.head_size))
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # Query blocks of ragged batches are planned from the host's lengths.
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+
+def cell_bytes(format: str, head_size: int) -> int:
+    """Bytes of K, V and their scales, of a token and head: the C of vLLM's cell tensor `[blocks, heads, tokens, C]`. The same for all block sizes."""
+    cache = Cache(format, heads=1, dim=head_size, max_tokens=0, pages=0, device="cpu")
+    return cache.stats().page_bytes // 64
+
+
+@dataclass
+class AttnMetadata(AttentionMetadata):
+    """A batch, for all layers."""
+
+    num_actual_tokens: int
+    q_lens: Tuple[int, ...]
+    max_kv_len: int
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    is_capture: bool
+    builder: "AttnMetadataBuilder" = field(repr=False)
+
+
+class AttnMetadataBuilder(AttentionMetadataBuilder):
+    """Makes a batch's metadata, and keeps the plans of all layers."""
+
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: List[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.max_model_len = vllm_config.model_config.max_model_len
+        # Graphs hold the workspaces of the plans that they captured.
+        self.captured: Dict[Tuple, Plan] = {}
+        self.plans: "OrderedDict[Tuple, Plan]" = OrderedDict()
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> AttnMetadata:
+        return self._build(common_attn_metadata, is_capture=False)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> AttnMetadata:
+        return self._build(common_attn_metadata, is_capture=True)
+
+    def _build(self, batch: Any, is_capture: bool) -> AttnMetadata:
+        if batch.causal is not True:
+            raise UnsupportedError("the attention backend ATTN has causal masks alone under vLLM; choose another backend for this model")
+        starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
+        q_lens = tuple(end - start for start, end in zip(starts, starts[1:]))
+        if is_capture:
+            # A graph serves every batch of its shape: padded requests, which may have no query token on the host, have as many as the others.
+            q_lens = (max(q_lens, default=0),) * len(q_lens)
+        longest = self.max_model_len if is_capture else planned_len(batch.max_seq_len, self.max_model_len)
+        return AttnMetadata(
+            num_actual_tokens=sum(q_lens),
+            q_lens=q_lens,
+            max_kv_len=min(longest, batch.block_table_tensor.shape[1] * self.kv_cache_spec.block_size),
+            seq_lens=batch.seq_lens[: batch.num_reqs],
+            block_table=batch.block_table_tensor[: batch.num_reqs],
+            slot_mapping=batch.slot_mapping,
+            is_capture=is_capture,
+            builder=self,
+        )
+
+    def plan(self, impl: "AttnImpl", batch: AttnMetadata, device: torch.device) -> Plan:
+        """The plan of a batch for layers with these heads and modifiers."""
+        key = (impl.key, batch.q_lens, batch.max_kv_len)
+        plan = self.captured.get(key) or self.plans.get(key)
+        if plan is None:
+            options = dict(impl.options, q_lens=batch.q_lens, max_kv_len=batch.max_kv_len, device=device)
+            plan = Plan(impl.format, page_size=self.kv_cache_spec.block_size, **options)
+        if batch.is_capture:
+            self.captured[key] = plan
+            self.plans.pop(key, None)
+        elif key not in self.captured:
+            self.plans[key] = plan
+            self.plans.move_to_end(key)
+            if len(self.plans) > _KEPT_PLANS:
+                self.plans.popitem(last=False)[1].close()
+        return plan
+
+
+def planned_len(longest: int, most: int) -> int:
+    """The length that a plan is made for: at most an eighth more than the batch's longest, so that growing sequences need few plans."""
+    step = max(64, (1 << (max(longest, 1) - 1).bit_length()) // 16)
+    return min(-(-longest // step) * step, most)
+
+
+class AttnImpl(AttentionImpl):
+    """Attention of one layer."""
+
+    can_return_lse_for_decode: bool = False
+    supports_dcp: bool = False
+    supports_pcp: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: Optional[int] = None,
+        alibi_slopes: Optional[List[float]] = None,
+        sliding_window: Optional[int] = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: Optional[float] = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: Optional[str] = None,
+        sinks: Optional[torch.Tensor] = None,
+    ) -> None:
+        if kv_cache_dtype not in FORMATS:
+            raise UnsupportedError(f"the attention backend ATTN has no cache of type {kv_cache_dtype!r}; allowed: --kv-cache-dtype {' or '.join(FORMATS)}")
+        if attn_type != AttentionType.DECODER or kv_sharing_target_layer_name is not None:
+            raise UnsupportedError("the attention backend ATTN has decoder layers with a cache of their own alone; choose another backend for this model")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype, self.format = kv_cache_dtype, FORMATS[kv_cache_dtype]
+        self.alibi_slopes, self.sinks = alibi_slopes, sinks
+        self.options = dict(
+            heads=num_heads,
+            kv_heads=self.num_kv_heads,
+            dim=head_size,
+            scale=self.scale,
+            softcap=logits_soft_cap or None,
+            # vLLM's window counts the token itself.
+            window_left=None if sliding_window is None or sliding_window < 0 else sliding_window - 1,
+            alibi_slopes=alibi_slopes,
+        )
+        slopes = None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes)
+        self.key: Tuple = tuple(x for name, x in self.options.items() if name != "alibi_slopes") + (slopes,)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Takes the sinks, which are weights: they have no values before."""
+        if self.sinks is not None:
+            sinks = tuple(self.sinks.float().tolist())
+            self.options["sinks"] = sinks
+            self.key += (sinks,)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: Optional[torch.Tensor],
+        value: Optional[torch.Tensor],
+        kv_cache: torch.Tensor,
+        attn_metadata: Optional[AttnMetadata],
+        output: Optional[torch.Tensor] = None,
+        output_scale: Optional[torch.Tensor] = None,
+        output_block_scale: Optional[torch.Tensor] = None,
+    ) -> torch.Tensor:
+        """Appends the step's tokens to their slots, and attends.
+
+        query `[tokens, heads, head_size]`, key and value `[tokens, KV heads, head_size]`, kv_cache `[blocks, KV heads, block size, bytes]`;
+        rows behind `num_actual_tokens` are padding, whose outputs are left as they are.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("the attention backend ATTN writes 16 and 32 bits; turn the fusion of output quantization off")
+        if output is None:
+            output = torch.zeros_like(query)
+        if attn_metadata is None:
+            # vLLM measures memory with a pass that has no batch.
+            return output.fill_(0)
+        tokens = attn_metadata.num_actual_tokens
+        if tokens == 0:
+            return output
+        plan = attn_metadata.builder.plan(self, attn_metadata, query.device)
+        pool = self._pool(kv_cache, plan)
+        if key is not None and value is not None:
+            k, v = (x[:tokens].view(tokens, self.num_kv_heads, self.head_size) for x in (key, value))
+            plan.append_slots_now(k, v, pool, attn_metadata.slot_mapping[:tokens])
+        q = query[:tokens].view(tokens, self.num_heads, self.head_size).contiguous()
+        out = output[:tokens].view(tokens, self.num_heads, self.head_size)
+        plan.attend_into(q, out, pool, attn_metadata.block_table, attn_metadata.seq_lens)
+        return output
+
+    def _pool(self, kv_cache: torch.Tensor, plan: Plan) -> torch.Tensor:
+        if not kv_cache.is_contiguous():
+            raise UnsupportedError(
+                f"the cache has the strides {kv_cache.stride()} for the shape {tuple(kv_cache.shape)}; the attention backend ATTN reads blocks that "
+                "lie side by side: use the layout LBHNC without page padding"
+            )
+        return kv_cache.view(torch.uint8).view(kv_cache.shape[0], plan.page_bytes)

@@ -1,0 +1,469 @@
+//! A paged, quantized cache for Python: rows come and go as DLPack capsules, of host memory or of the cache's GPU.
+
+#[cfg(feature = "cuda")]
+mod on_device;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+#[cfg(feature = "cuda")]
+use attn::backends::cuda::DeviceSteps;
+use attn::{
+    Append, CacheConfig, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource, Plan, Problem,
+    convert,
+};
+use pyo3::{
+    prelude::*,
+    types::{PyBytes, PyCapsule},
+};
+
+use crate::{
+    dlpack::Array,
+    engine::{self, DeviceName, Engine},
+    errors,
+    modifiers::Modifiers,
+};
+
+/// Plans that are kept for the steps that come.
+const KEPT_PLANS: usize = 8;
+
+/// A cache and what its steps keep. The steps are dropped first: they wait for what still reads the pool.
+struct Inner {
+    #[cfg(feature = "cuda")]
+    steps: Option<DeviceSteps>,
+    cache: KvCache,
+    /// The latest plans, the newest last.
+    plans: Vec<Plan>,
+}
+
+/// The cache behind `attn.Cache`, which documents it.
+#[pyclass(frozen, module = "attn._attn")]
+pub struct Cache {
+    inner: Mutex<Inner>,
+    engine: Arc<Engine>,
+    device: DeviceName,
+    config: CacheConfig,
+}
+
+/// What a step attends, beside its rows.
+#[derive(FromPyObject)]
+pub struct StepOptions {
+    sequences: Vec<usize>,
+    q_lens: Vec<usize>,
+    modifiers: Modifiers,
+}
+
+/// The description of a cache, attribute by attribute of Python's.
+#[derive(FromPyObject)]
+pub struct CacheOptions {
+    format: String,
+    heads: usize,
+    dim: usize,
+    max_tokens: usize,
+    sequences: usize,
+    pages: Option<usize>,
+    page_size: usize,
+    max_q_len: usize,
+    k_scales: Option<Vec<f32>>,
+    v_scales: Option<Vec<f32>>,
+}
+
+impl CacheOptions {
+    fn config(self) -> PyResult<CacheConfig> {
+        let format: KvFormat = self.format.parse().map_err(errors::of)?;
+        let heads = Heads {
+            q: self.heads,
+            kv: self.heads,
+            dim: self.dim,
+        };
+        let mut builder = CacheConfig::builder(format, heads)
+            .sequences(self.sequences)
+            .max_len(self.max_tokens)
+            .page_size(self.page_size)
+            .max_q_len(self.max_q_len);
+        if let Some(pages) = self.pages {
+            builder = builder.pages(pages);
+        }
+        let ones = builder.clone().build();
+        let scales = |given: Option<Vec<f32>>, ones| given.unwrap_or(ones);
+        let config = builder.tensor_scales(
+            scales(self.k_scales, ones.k_tensor_scales),
+            scales(self.v_scales, ones.v_tensor_scales),
+        );
+        Ok(config.build())
+    }
+}
+
+impl Cache {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs `work` on the cache without the interpreter's lock, behind all steps on the device.
+    fn on_host<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut Inner) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        py.detach(|| {
+            let mut inner = self.lock();
+            #[cfg(feature = "cuda")]
+            if let Some(steps) = &inner.steps {
+                steps.wait()?;
+            }
+            work(&mut inner)
+        })
+        .map_err(errors::of)
+    }
+
+    /// Refuses K or V of another shape than `[tokens, heads, dim]`.
+    fn check_rows(&self, rows: &Array<'_>) -> PyResult<()> {
+        let CacheConfig {
+            num_kv_heads,
+            head_dim,
+            ..
+        } = self.config;
+        let shape = format!("[tokens, {num_kv_heads}, {head_dim}]");
+        rows.check_rank(3, &shape)?;
+        if rows.shape[1..] != [num_kv_heads, head_dim] {
+            return Err(errors::shape(format!(
+                "{} has the shape {:?}; needed: {shape}",
+                rows.what, rows.shape
+            )));
+        }
+        Ok(())
+    }
+
+    /// The problem of a step, but for its lengths.
+    fn problem(&self, q: &Array<'_>, options: StepOptions) -> PyResult<(Problem, Vec<usize>)> {
+        let CacheConfig {
+            num_kv_heads,
+            head_dim,
+            ..
+        } = self.config;
+        q.check_rank(3, &format!("[query tokens, heads, {head_dim}]"))?;
+        let heads = Heads {
+            q: q.shape[1],
+            kv: num_kv_heads,
+            dim: q.shape[2],
+        };
+        let batch = options.sequences.len();
+        let problem = Problem::new(heads, vec![0; batch]).q_lens(options.q_lens);
+        let problem = options.modifiers.of(problem);
+        if problem.query_tokens() != q.shape[0] {
+            return Err(errors::shape(format!(
+                "q has {} tokens, but q_lens add up to {}",
+                q.shape[0],
+                problem.query_tokens()
+            )));
+        }
+        Ok((problem, options.sequences))
+    }
+
+    /// Refuses outputs of another shape than the queries'.
+    fn check_outputs(q: &Array<'_>, out: &Array<'_>, lse: Option<&Array<'_>>) -> PyResult<()> {
+        if out.shape != q.shape {
+            return Err(errors::shape(format!(
+                "out has the shape {:?}; needed: that of q, {:?}",
+                out.shape, q.shape
+            )));
+        }
+        match lse {
+            Some(lse) if lse.shape != q.shape[..2] => Err(errors::shape(format!(
+                "lse has the shape {:?}; needed: {:?}",
+                lse.shape,
+                &q.shape[..2]
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Inner {
+    /// A plan for these lengths or somewhat longer ones.
+    fn plan(&mut self, engine: &Engine, problem: &Problem) -> Result<Plan, Error> {
+        let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
+        let mut planned = problem.clone();
+        planned.kv_lens = vec![longest.next_power_of_two().max(64); problem.batch()];
+        let plan = match self
+            .plans
+            .iter()
+            .position(|plan| *plan.problem() == planned)
+        {
+            Some(at) => self.plans.remove(at),
+            None => engine
+                .backend()
+                .plan(&planned, self.cache.config().format)?,
+        };
+        if self.plans.len() == KEPT_PLANS {
+            let _ = self.plans.remove(0);
+        }
+        self.plans.push(plan.clone());
+        Ok(plan)
+    }
+}
+
+/// Counts of tokens as the library takes them.
+fn appends(sequences: &[usize], tokens: &[usize]) -> PyResult<Vec<Append>> {
+    if sequences.len() != tokens.len() {
+        return Err(errors::shape(format!(
+            "sequences names {}, but tokens has {} counts",
+            sequences.len(),
+            tokens.len()
+        )));
+    }
+    let pairs = sequences.iter().zip(tokens);
+    Ok(pairs
+        .map(|(&sequence, &tokens)| Append { sequence, tokens })
+        .collect())
+}
+
+#[pymethods]
+impl Cache {
+    #[new]
+    #[pyo3(signature = (options, device))]
+    fn new(py: Python<'_>, options: CacheOptions, device: Option<&str>) -> PyResult<Self> {
+        let config = options.config()?;
+        let (device, engine) = match device {
+            Some(name) => {
+                let name = DeviceName::parse(name)?;
+                (name, py.detach(|| engine::open(name))?)
+            }
+            None => py.detach(engine::best)?,
+        };
+        let cache = py.detach(|| engine.create_cache(&config));
+        Ok(Cache {
+            inner: Mutex::new(Inner {
+                #[cfg(feature = "cuda")]
+                steps: None,
+                cache: cache.map_err(errors::of)?,
+                plans: Vec::new(),
+            }),
+            engine,
+            device,
+            config,
+        })
+    }
+
+    /// `cpu`, `wgpu`, `cuda:0`.
+    #[getter]
+    fn device(&self) -> String {
+        match self.device.id {
+            attn::BackendId::Cuda => format!("cuda:{}", self.device.ordinal),
+            id => id.to_string(),
+        }
+    }
+
+    #[pyo3(signature = (k, v, sequences, tokens, stream=None))]
+    fn append(
+        &self,
+        py: Python<'_>,
+        k: &Bound<'_, PyCapsule>,
+        v: &Bound<'_, PyCapsule>,
+        sequences: Vec<usize>,
+        tokens: Vec<usize>,
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        let (k, v) = (Array::new("k", k)?, Array::new("v", v)?);
+        for rows in [&k, &v] {
+            self.check_rows(rows)?;
+        }
+        let appends = appends(&sequences, &tokens)?;
+        if k.cuda.is_some() || v.cuda.is_some() {
+            return self.append_on_device(py, &k, &v, &appends, stream);
+        }
+        let (k, v) = (k.elements()?, v.elements()?);
+        self.on_host(py, |inner| inner.cache.append_batch(&appends, k, v))
+    }
+
+    #[pyo3(signature = (q, out, lse, options, stream=None))]
+    fn attend(
+        &self,
+        py: Python<'_>,
+        q: &Bound<'_, PyCapsule>,
+        out: &Bound<'_, PyCapsule>,
+        lse: Option<&Bound<'_, PyCapsule>>,
+        options: StepOptions,
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        let (q, mut out) = (Array::new("q", q)?, Array::new("out", out)?);
+        let mut lse = lse.map(|lse| Array::new("lse", lse)).transpose()?;
+        let (mut problem, sequences) = self.problem(&q, options)?;
+        Self::check_outputs(&q, &out, lse.as_ref())?;
+        if q.cuda.is_some() || out.cuda.is_some() {
+            return self.attend_on_device(
+                py,
+                [&q, &out],
+                lse.as_ref(),
+                (&problem, &sequences),
+                stream,
+            );
+        }
+        let (q, out) = (q.elements()?, out.elements_mut()?);
+        let lse = match &mut lse {
+            Some(lse) => match lse.elements_mut()? {
+                attn::ElementsMut::F32(lse) => Some(lse),
+                _ => return Err(errors::shape("lse has 16-bit elements; needed: float32")),
+            },
+            None => None,
+        };
+        self.on_host(py, |inner| {
+            let chosen = inner.cache.sequences(&sequences)?;
+            problem.kv_lens.clone_from(&chosen.table().lens);
+            chosen.check_problem(&problem)?;
+            let plan = inner.plan(&self.engine, &problem)?;
+            let chosen = inner.cache.sequences(&sequences)?;
+            let mut step = DecodeStep::new(&plan, q, KvSource::Sequences(&chosen), out)?;
+            if let Some(lse) = lse {
+                step = step.with_lse(lse)?;
+            }
+            self.engine.backend().decode(&mut step)
+        })
+    }
+
+    fn fork(&self, py: Python<'_>, source: usize, target: usize) -> PyResult<()> {
+        self.on_table(py, |cache| cache.fork(source, target))
+    }
+
+    fn truncate(&self, py: Python<'_>, sequence: usize, tokens: usize) -> PyResult<()> {
+        self.on_table(py, |cache| cache.truncate(sequence, tokens))
+    }
+
+    fn free(&self, py: Python<'_>, sequence: usize) -> PyResult<()> {
+        self.on_table(py, |cache| cache.free_sequence(sequence))
+    }
+
+    fn pages_needed(
+        &self,
+        py: Python<'_>,
+        sequences: Vec<usize>,
+        tokens: Vec<usize>,
+    ) -> PyResult<usize> {
+        let appends = appends(&sequences, &tokens)?;
+        self.on_table(py, |cache| cache.pages_needed(&appends))
+    }
+
+    fn lens(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        self.on_table(py, |cache| Ok(cache.table().lens.clone()))
+    }
+
+    fn free_pages(&self, py: Python<'_>) -> PyResult<usize> {
+        self.on_table(py, |cache| Ok(cache.free_pages()))
+    }
+
+    /// Pages that one sequence of so many tokens takes, those of its residuals included.
+    fn pages_for(&self, tokens: usize) -> usize {
+        self.config.pages_for(tokens)
+    }
+
+    #[getter]
+    fn num_pages(&self) -> usize {
+        self.config.num_pages
+    }
+
+    #[getter]
+    fn page_bytes(&self) -> PyResult<usize> {
+        Ok(self.config.layout().map_err(errors::of)?.page_bytes())
+    }
+
+    /// A sequence's pages as bytes.
+    fn read_back<'py>(
+        &self,
+        py: Python<'py>,
+        sequence: usize,
+    ) -> PyResult<(usize, Vec<Bound<'py, PyBytes>>)> {
+        let (tokens, pages) = self.on_host(py, |inner| {
+            let pages = inner.cache.read_back(sequence)?;
+            Ok((inner.cache.table().lens[sequence], pages))
+        })?;
+        let pages = pages.iter().map(|page| PyBytes::new(py, page)).collect();
+        Ok((tokens, pages))
+    }
+
+    /// Fills an empty sequence with pages that `read_back` gave.
+    fn restore(
+        &self,
+        py: Python<'_>,
+        sequence: usize,
+        tokens: usize,
+        pages: Vec<Vec<u8>>,
+    ) -> PyResult<()> {
+        self.on_host(py, |inner| inner.cache.restore(sequence, tokens, &pages))
+    }
+
+    /// Writes a sequence's dequantized K and V, float32 `[tokens, heads, dim]` on the host.
+    fn export(
+        &self,
+        py: Python<'_>,
+        sequence: usize,
+        k: &Bound<'_, PyCapsule>,
+        v: &Bound<'_, PyCapsule>,
+    ) -> PyResult<()> {
+        let (mut k, mut v) = (Array::new("k", k)?, Array::new("v", v)?);
+        let config = &self.config;
+        let [from_k, from_v] = self.on_host(py, |inner| {
+            let pages = inner.cache.read_back(sequence)?;
+            let tokens = inner.cache.table().lens[sequence];
+            let scales = [&config.k_tensor_scales, &config.v_tensor_scales];
+            convert::dequantize(inner.cache.layout(), &pages, tokens, scales[0], scales[1])
+        })?;
+        for (rows, values) in [(&mut k, from_k), (&mut v, from_v)] {
+            self.check_rows(rows)?;
+            let what = rows.what;
+            let mut elements = rows.elements_mut()?;
+            if elements.len() != values.len() {
+                return Err(errors::shape(format!(
+                    "{what} holds {} elements, but the sequence has {}",
+                    elements.len(),
+                    values.len()
+                )));
+            }
+            elements.write(&values);
+        }
+        Ok(())
+    }
+}
+
+impl Cache {
+    /// Runs `work`, which reads and changes the table alone.
+    fn on_table<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut KvCache) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        py.detach(|| work(&mut self.lock().cache))
+            .map_err(errors::of)
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+impl Cache {
+    fn append_on_device(
+        &self,
+        _: Python<'_>,
+        k: &Array<'_>,
+        _: &Array<'_>,
+        _: &[Append],
+        _: Option<u64>,
+    ) -> PyResult<()> {
+        Err(no_cuda(k))
+    }
+
+    fn attend_on_device(
+        &self,
+        _: Python<'_>,
+        [q, _]: [&Array<'_>; 2],
+        _: Option<&Array<'_>>,
+        _: (&Problem, &[usize]),
+        _: Option<u64>,
+    ) -> PyResult<()> {
+        Err(no_cuda(q))
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn no_cuda(array: &Array<'_>) -> PyErr {
+    errors::shape(format!(
+        "{} lies on a CUDA device, and this build of attn has no feature \"cuda\"; copy it to the CPU",
+        array.what
+    ))
+}

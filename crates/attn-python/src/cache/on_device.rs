@@ -1,0 +1,161 @@
+//! Steps whose rows lie on the cache's GPU.
+
+use std::ffi::c_void;
+
+use attn::backends::cuda::{
+    NewTokens, QueryRows,
+    native::{DeviceAddress, Dtype as CudaDtype, Stream},
+};
+
+use super::*;
+use crate::dlpack::Dtype;
+
+impl Inner {
+    /// What the steps keep, made at the first one.
+    fn steps(&mut self, engine: &Engine) -> Result<(&mut DeviceSteps, &mut KvCache), Error> {
+        let Engine::Cuda(gpu) = engine else {
+            return Err(Error::WrongBackend {
+                backend: engine.backend().device().backend,
+                what: "array, which lies on a CUDA device,",
+            });
+        };
+        let steps = match self.steps.take() {
+            Some(steps) => steps,
+            None => gpu.prepare_steps(&self.cache)?,
+        };
+        Ok((self.steps.insert(steps), &mut self.cache))
+    }
+}
+
+/// A number format that the kernels take.
+fn dtype(array: &Array<'_>) -> PyResult<CudaDtype> {
+    match array.dtype {
+        Dtype::F32 => Ok(CudaDtype::F32),
+        Dtype::F16 => Ok(CudaDtype::F16),
+        Dtype::Bf16 => Ok(CudaDtype::Bf16),
+        _ => Err(errors::shape(format!(
+            "{} has elements of type {:?}; allowed: float32, float16, bfloat16",
+            array.what, array.dtype
+        ))),
+    }
+}
+
+impl Cache {
+    /// Refuses an array that is not on the cache's device, or whose rows are not contiguous from dim `first` on.
+    fn check_on_device(&self, array: &Array<'_>, first: usize) -> PyResult<()> {
+        let own = i32::try_from(self.device.ordinal).ok();
+        if array.cuda.is_none() || array.cuda != own || self.device.id != attn::BackendId::Cuda {
+            return Err(errors::shape(format!(
+                "{} lies on {}, and the cache on {}; bring all arrays of a call to the cache's device, or all to the CPU",
+                array.what,
+                array
+                    .cuda
+                    .map_or("the CPU".into(), |device| format!("cuda:{device}")),
+                self.device()
+            )));
+        }
+        if !array.is_contiguous_from(first) {
+            return Err(errors::shape(format!(
+                "{} has the strides {:?}; its heads and dims must be contiguous",
+                array.what, array.strides
+            )));
+        }
+        if array.len() > 0 && !array.address().is_multiple_of(16) {
+            return Err(errors::shape(format!(
+                "{} begins at an address that is no multiple of 16 bytes; copy it",
+                array.what
+            )));
+        }
+        Ok(())
+    }
+
+    pub(super) fn append_on_device(
+        &self,
+        py: Python<'_>,
+        k: &Array<'_>,
+        v: &Array<'_>,
+        appends: &[Append],
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        for rows in [k, v] {
+            self.check_on_device(rows, 1)?;
+            let tokens = appends
+                .iter()
+                .fold(0usize, |n, a| n.saturating_add(a.tokens));
+            if rows.shape[0] != tokens {
+                return Err(errors::shape(format!(
+                    "{} has {} tokens, but the sequences get {tokens}",
+                    rows.what, rows.shape[0]
+                )));
+            }
+            if rows.strides[0] < 0 {
+                return Err(errors::shape(format!(
+                    "{} runs backwards; copy it",
+                    rows.what
+                )));
+            }
+        }
+        if k.dtype != v.dtype {
+            return Err(errors::shape(format!(
+                "k is of type {:?}, and v of {:?}; pass both in one",
+                k.dtype, v.dtype
+            )));
+        }
+        let tokens = NewTokens {
+            k: DeviceAddress::new(k.address()),
+            v: DeviceAddress::new(v.address()),
+            dtype: dtype(k)?,
+            k_token_stride: k.strides[0] as usize,
+            v_token_stride: v.strides[0] as usize,
+        };
+        let stream = stream.unwrap_or(0) as usize;
+        py.detach(|| {
+            let mut inner = self.lock();
+            let (steps, cache) = inner.steps(&self.engine)?;
+            let stream = Stream::from_raw(stream as *mut c_void);
+            // SAFETY: the arrays have been compared with the cache's heads, dims and device, and with the number of tokens; the caller's
+            // library keeps their memory until the work enqueued on its current stream has run. The stream is that library's current one,
+            // of the device's primary context, or 0, which is the default stream. Numbers that are not finite give rows that mean nothing.
+            unsafe { steps.append(cache, appends, &tokens, stream) }
+        })
+        .map_err(errors::of)
+    }
+
+    pub(super) fn attend_on_device(
+        &self,
+        py: Python<'_>,
+        [q, out]: [&Array<'_>; 2],
+        lse: Option<&Array<'_>>,
+        (problem, sequences): (&Problem, &[usize]),
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        for rows in [Some(q), Some(out), lse].into_iter().flatten() {
+            self.check_on_device(rows, 0)?;
+        }
+        if q.dtype != out.dtype {
+            return Err(errors::shape(format!(
+                "q is of type {:?}, and out of {:?}; pass both in one",
+                q.dtype, out.dtype
+            )));
+        }
+        if lse.is_some_and(|lse| lse.dtype != Dtype::F32) {
+            return Err(errors::shape("lse is not of type float32"));
+        }
+        let rows = QueryRows {
+            q: DeviceAddress::new(q.address()),
+            out: DeviceAddress::new(out.address()),
+            dtype: dtype(q)?,
+            lse: lse.map_or(DeviceAddress::NULL, |lse| DeviceAddress::new(lse.address())),
+        };
+        let stream = stream.unwrap_or(0) as usize;
+        py.detach(|| {
+            let mut inner = self.lock();
+            let (steps, cache) = inner.steps(&self.engine)?;
+            let chosen = cache.sequences(sequences)?;
+            let stream = Stream::from_raw(stream as *mut c_void);
+            // SAFETY: as for appends; outputs have the queries' shape, which the problem has been made of, and are the caller's to write.
+            unsafe { steps.attend(&chosen, problem, &rows, stream) }
+        })
+        .map_err(errors::of)
+    }
+}

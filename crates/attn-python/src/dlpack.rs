@@ -1,0 +1,253 @@
+//! Arrays of other libraries, by DLPack (version 0: `DLManagedTensor` in a capsule named `dltensor`, github.com/dmlc/dlpack).
+//!
+//! A capsule is borrowed: it is not renamed, so whoever made it frees the tensor when the capsule dies, which an [`Array`] prevents.
+
+use std::ffi::{CStr, c_void};
+
+use attn::{Elements, ElementsMut};
+use half::{bf16, f16};
+use pyo3::{prelude::*, types::PyCapsule};
+
+use crate::errors;
+
+const NAME: &CStr = c"dltensor";
+
+/// `kDLCPU` and `kDLCUDAHost`: memory that the CPU reads.
+const HOST: [i32; 2] = [1, 3];
+/// `kDLCUDA` and `kDLCUDAManaged`.
+const CUDA: [i32; 2] = [2, 13];
+
+#[repr(C)]
+struct Tensor {
+    data: *mut c_void,
+    device_type: i32,
+    device_id: i32,
+    ndim: i32,
+    code: u8,
+    bits: u8,
+    lanes: u16,
+    shape: *const i64,
+    strides: *const i64,
+    byte_offset: u64,
+}
+
+/// Number format of an array.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dtype {
+    F32,
+    F16,
+    Bf16,
+    U8,
+    I32,
+    I64,
+}
+
+impl Dtype {
+    /// `kDLInt` is 0, `kDLUInt` 1, `kDLFloat` 2, `kDLBfloat` 4.
+    fn of(tensor: &Tensor) -> Option<Self> {
+        match (tensor.code, tensor.bits, tensor.lanes) {
+            (2, 32, 1) => Some(Dtype::F32),
+            (2, 16, 1) => Some(Dtype::F16),
+            (4, 16, 1) => Some(Dtype::Bf16),
+            (1, 8, 1) => Some(Dtype::U8),
+            (0, 32, 1) => Some(Dtype::I32),
+            (0, 64, 1) => Some(Dtype::I64),
+            _ => None,
+        }
+    }
+
+    pub fn bytes(self) -> usize {
+        match self {
+            Dtype::U8 => 1,
+            Dtype::F16 | Dtype::Bf16 => 2,
+            Dtype::F32 | Dtype::I32 => 4,
+            Dtype::I64 => 8,
+        }
+    }
+}
+
+/// An array that lives as long as its capsule, which this holds.
+pub struct Array<'py> {
+    /// What the array is called in errors.
+    pub what: &'static str,
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    /// In elements.
+    pub strides: Vec<i64>,
+    /// The CUDA device that has it; none for host memory.
+    pub cuda: Option<i32>,
+    address: usize,
+    _capsule: Bound<'py, PyCapsule>,
+}
+
+impl<'py> Array<'py> {
+    /// The array in a capsule that `__dlpack__` gave.
+    ///
+    /// # Errors
+    /// `ShapeError` for another capsule, a type that nothing here takes, and a device that is neither the CPU nor CUDA.
+    pub fn new(what: &'static str, capsule: &Bound<'py, PyCapsule>) -> PyResult<Self> {
+        let pointer = capsule.pointer_checked(Some(NAME)).map_err(|_| {
+            errors::shape(format!(
+                "{what} is no fresh DLPack capsule; pass what `__dlpack__()` gives"
+            ))
+        })?;
+        // SAFETY: a capsule of this name holds a DLManagedTensor, whose first field is the tensor, until it is consumed, which renames it.
+        let tensor = unsafe { pointer.cast::<Tensor>().as_ref() };
+        let dtype = Dtype::of(tensor).ok_or_else(|| {
+            errors::shape(format!(
+                "{what} has elements of {} bits of DLPack's kind {}; allowed: float32, float16, bfloat16 (and uint8, int32, int64 where the documentation says so)",
+                tensor.bits, tensor.code
+            ))
+        })?;
+        let cuda = match tensor.device_type {
+            host if HOST.contains(&host) => None,
+            cuda if CUDA.contains(&cuda) => Some(tensor.device_id),
+            other => {
+                return Err(errors::shape(format!(
+                    "{what} lies on DLPack's device type {other}; allowed: the CPU, CUDA; copy it there"
+                )));
+            }
+        };
+        let rank = usize::try_from(tensor.ndim).unwrap_or(0);
+        // SAFETY: a tensor has `ndim` numbers at `shape`, and at `strides` unless that is null.
+        let (shape, strides) = unsafe {
+            let list = |at: *const i64| {
+                (rank > 0 && !at.is_null()).then(|| std::slice::from_raw_parts(at, rank).to_vec())
+            };
+            (list(tensor.shape).unwrap_or_default(), list(tensor.strides))
+        };
+        let shape: Vec<usize> = shape
+            .iter()
+            .map(|n| usize::try_from(*n).unwrap_or(0))
+            .collect();
+        let strides = strides.unwrap_or_else(|| row_major(&shape));
+        let offset = usize::try_from(tensor.byte_offset).unwrap_or(0);
+        Ok(Array {
+            what,
+            dtype,
+            strides,
+            cuda,
+            address: (tensor.data as usize).wrapping_add(offset),
+            shape,
+            _capsule: capsule.clone(),
+        })
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Address of the first element, in the memory of its device.
+    pub fn address(&self) -> u64 {
+        self.address as u64
+    }
+
+    /// Refuses an array of another rank.
+    pub fn check_rank(&self, rank: usize, shape: &str) -> PyResult<()> {
+        if self.shape.len() == rank {
+            return Ok(());
+        }
+        Err(errors::shape(format!(
+            "{} has the shape {:?}; needed: {shape}",
+            self.what, self.shape
+        )))
+    }
+
+    /// Whether the dims from `first` on lie as in a C array.
+    pub fn is_contiguous_from(&self, first: usize) -> bool {
+        let expected = row_major(&self.shape);
+        let dims = self.shape.iter().zip(&self.strides).zip(&expected);
+        let is_empty = self.len() == 0;
+        is_empty
+            || dims
+                .skip(first)
+                .all(|((n, stride), own)| *n == 1 || stride == own)
+    }
+
+    /// Refuses an array that a C array is not.
+    fn check_host(&self) -> PyResult<()> {
+        if let Some(device) = self.cuda {
+            return Err(errors::shape(format!(
+                "{} lies on CUDA device {device}, and the cache's steps run on host memory; copy it to the CPU, or make the cache with device=\"cuda\"",
+                self.what
+            )));
+        }
+        if !self.is_contiguous_from(0) {
+            return Err(errors::shape(format!(
+                "{} has the strides {:?}; pass a contiguous array",
+                self.what, self.strides
+            )));
+        }
+        let size = self.dtype.bytes();
+        if self.len() > 0 && !self.address.is_multiple_of(size) {
+            return Err(errors::shape(format!(
+                "{} is not aligned to its {size}-byte elements; copy it",
+                self.what
+            )));
+        }
+        Ok(())
+    }
+
+    fn wrong_type(&self) -> PyErr {
+        errors::shape(format!(
+            "{} has elements of type {:?}; allowed: float32, float16, bfloat16",
+            self.what, self.dtype
+        ))
+    }
+
+    /// The host array's elements.
+    ///
+    /// # Errors
+    /// `ShapeError` for an array on another device, not contiguous, or of another type.
+    pub fn elements(&self) -> PyResult<Elements<'_>> {
+        self.check_host()?;
+        Ok(match self.dtype {
+            Dtype::F32 => Elements::F32(self.slice()),
+            Dtype::F16 => Elements::F16(self.slice::<f16>()),
+            Dtype::Bf16 => Elements::Bf16(self.slice::<bf16>()),
+            _ => return Err(self.wrong_type()),
+        })
+    }
+
+    /// The host array's elements, to be written.
+    ///
+    /// # Errors
+    /// Those of [`Array::elements`].
+    pub fn elements_mut(&mut self) -> PyResult<ElementsMut<'_>> {
+        self.check_host()?;
+        Ok(match self.dtype {
+            Dtype::F32 => ElementsMut::F32(self.slice_mut()),
+            Dtype::F16 => ElementsMut::F16(self.slice_mut::<f16>()),
+            Dtype::Bf16 => ElementsMut::Bf16(self.slice_mut::<bf16>()),
+            _ => return Err(self.wrong_type()),
+        })
+    }
+
+    /// Callers have seen that the array is on the host, contiguous, and of `T`.
+    fn slice<T>(&self) -> &[T] {
+        if self.len() == 0 {
+            return &[];
+        }
+        // SAFETY: the exporter keeps `len` elements at the address while the capsule lives; `check_host` has seen that they are contiguous and
+        // aligned; every bit pattern is a number. The package's functions are documented to be the arrays' only users meanwhile.
+        unsafe { std::slice::from_raw_parts(self.address as *const T, self.len()) }
+    }
+
+    fn slice_mut<T>(&mut self) -> &mut [T] {
+        if self.len() == 0 {
+            return &mut [];
+        }
+        // SAFETY: as for `slice`; the package passes an array to be written that it has just made, or that the caller gave it to be written.
+        unsafe { std::slice::from_raw_parts_mut(self.address as *mut T, self.len()) }
+    }
+}
+
+/// Strides of a C array, in elements.
+fn row_major(shape: &[usize]) -> Vec<i64> {
+    let mut strides = vec![1i64; shape.len()];
+    for i in (1..shape.len()).rev() {
+        strides[i - 1] = strides[i].saturating_mul(shape[i].max(1) as i64);
+    }
+    strides
+}

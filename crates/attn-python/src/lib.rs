@@ -1,0 +1,55 @@
+//! The extension module `attn._attn`: what the Python package `attn` is built on. `python/attn` documents the interface.
+//!
+//! It links neither torch nor CUDA: arrays come as DLPack capsules, streams as integers, and the driver is loaded where there is one.
+
+mod cache;
+mod dlpack;
+mod engine;
+mod errors;
+mod modifiers;
+#[cfg(feature = "cuda")]
+mod native;
+
+use attn::BackendId;
+use pyo3::prelude::*;
+
+/// Each backend: its name, its device, what is known of it, and why it cannot be used where it cannot.
+#[pyfunction]
+fn devices(py: Python<'_>) -> Vec<(String, Option<String>, String, Option<String>)> {
+    let describe = |id: BackendId| {
+        let name = engine::DeviceName { id, ordinal: 0 };
+        match py.detach(|| engine::open(name)) {
+            Ok(engine) => {
+                let info = engine.backend().device();
+                (
+                    id.to_string(),
+                    Some(info.name.clone()),
+                    info.detail.clone(),
+                    None,
+                )
+            }
+            Err(error) => (
+                id.to_string(),
+                None,
+                String::new(),
+                Some(error.value(py).to_string()),
+            ),
+        }
+    };
+    BackendId::ALL.into_iter().map(describe).collect()
+}
+
+/// The version of the library.
+#[pyfunction]
+fn version() -> &'static str {
+    env!("CARGO_PKG_VERSION")
+}
+
+#[pymodule]
+fn _attn(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<cache::Cache>()?;
+    #[cfg(feature = "cuda")]
+    module.add_class::<native::Plan>()?;
+    module.add_function(wrap_pyfunction!(devices, module)?)?;
+    module.add_function(wrap_pyfunction!(version, module)?)
+}

@@ -1,0 +1,543 @@
+//! Launches over the caller's device memory: pages, tables, lengths and workspace are its arrays, so a CUDA graph can capture them.
+
+use std::{ffi::c_void, sync::Arc};
+
+use attn::{
+    CacheConfig, Heads, KvFormat, PageLayout, Problem, Window,
+    backends::cuda::{
+        CudaBackend,
+        native::{
+            AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype as CudaDtype, NativeAppend,
+            NativePlan, SlotAppendArgs, Stream, alibi_slopes_log2,
+        },
+    },
+};
+use pyo3::{
+    prelude::*,
+    types::{PyBytes, PyCapsule},
+};
+
+use crate::{
+    dlpack::{Array, Dtype},
+    engine::{self, DeviceName, Engine},
+    errors,
+    modifiers::Modifiers,
+};
+
+/// The description of a plan, attribute by attribute of Python's.
+#[derive(FromPyObject)]
+pub struct PlanOptions {
+    format: String,
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
+    page_size: usize,
+    q_lens: Vec<usize>,
+    max_kv_len: usize,
+    modifiers: Modifiers,
+}
+
+/// Where the sequences' tokens lie, as capsules of device arrays.
+#[derive(FromPyObject)]
+pub struct PageArrays<'py> {
+    /// uint8, whole pages.
+    pool: Bound<'py, PyCapsule>,
+    /// int32 `[sequences, pages of the longest]`.
+    page_table: Bound<'py, PyCapsule>,
+    /// int32 `[sequences]`.
+    kv_lens: Bound<'py, PyCapsule>,
+    /// int32 `[sequences, residual slots]` for formats with a window.
+    residual_pages: Option<Bound<'py, PyCapsule>>,
+    /// float32 `[KV heads]` for formats with static scales.
+    k_scales: Option<Bound<'py, PyCapsule>>,
+    v_scales: Option<Bound<'py, PyCapsule>>,
+}
+
+/// What an attention launch reads and writes beside pages.
+#[derive(FromPyObject)]
+pub struct AttendArrays<'py> {
+    q: Bound<'py, PyCapsule>,
+    out: Bound<'py, PyCapsule>,
+    lse: Option<Bound<'py, PyCapsule>>,
+    workspace: Bound<'py, PyCapsule>,
+    query_blocks: Option<Bound<'py, PyCapsule>>,
+    alibi_slopes: Option<Bound<'py, PyCapsule>>,
+    sinks: Option<Bound<'py, PyCapsule>>,
+}
+
+/// Launches for one batch shape: what `attn.torch.Plan` is built on.
+#[pyclass(frozen, module = "attn._attn", name = "NativePlan")]
+pub struct Plan {
+    engine: Arc<Engine>,
+    ordinal: i32,
+    problem: Problem,
+    layout: PageLayout,
+    plan: NativePlan,
+    append: NativeAppend,
+}
+
+/// An array, and how many bytes of device memory it has.
+struct OnDevice {
+    address: DeviceAddress,
+    bytes: usize,
+}
+
+impl Plan {
+    fn gpu(&self) -> PyResult<&CudaBackend> {
+        match &*self.engine {
+            Engine::Cuda(gpu) => Ok(gpu),
+            Engine::Host(_) => Err(errors::device("the plan's device is no GPU")),
+        }
+    }
+
+    /// The array's memory; refuses one of another device, of other types than `allowed`, with gaps between elements from dim `first` on, or that is
+    /// not aligned.
+    fn memory(&self, array: &Array<'_>, allowed: &[Dtype], first: usize) -> PyResult<OnDevice> {
+        if array.cuda != Some(self.ordinal) {
+            return Err(errors::shape(format!(
+                "{} does not lie on the plan's device, cuda:{}",
+                array.what, self.ordinal
+            )));
+        }
+        if !allowed.contains(&array.dtype) {
+            return Err(errors::shape(format!(
+                "{} has elements of type {:?}; allowed: {allowed:?}",
+                array.what, array.dtype
+            )));
+        }
+        if !array.is_contiguous_from(first) || array.strides.iter().any(|stride| *stride < 0) {
+            return Err(errors::shape(format!(
+                "{} has the strides {:?}; pass a contiguous tensor",
+                array.what, array.strides
+            )));
+        }
+        let bytes = array.len().saturating_mul(array.dtype.bytes());
+        if bytes > 0 && !array.address().is_multiple_of(16) {
+            return Err(errors::shape(format!(
+                "{} begins at an address that is no multiple of 16 bytes; copy it",
+                array.what
+            )));
+        }
+        Ok(OnDevice {
+            address: DeviceAddress::new(array.address()),
+            bytes,
+        })
+    }
+
+    /// The memory of an optional array of at least `needed` bytes; null where nothing is needed.
+    fn list(
+        &self,
+        what: &'static str,
+        capsule: Option<&Bound<'_, PyCapsule>>,
+        (dtype, needed): (Dtype, usize),
+    ) -> PyResult<DeviceAddress> {
+        if needed == 0 {
+            return Ok(DeviceAddress::NULL);
+        }
+        let capsule = capsule.ok_or_else(|| {
+            errors::shape(format!("{what} is missing; the plan's problem has some"))
+        })?;
+        let memory = self.memory(&Array::new(what, capsule)?, &[dtype], 0)?;
+        if memory.bytes < needed {
+            return Err(errors::shape(format!(
+                "{what} has {} bytes, but the plan needs {needed}",
+                memory.bytes
+            )));
+        }
+        Ok(memory.address)
+    }
+
+    /// Rows `[tokens, heads, dim]`, and their number.
+    fn rows(
+        &self,
+        array: &Array<'_>,
+        heads: usize,
+        first: usize,
+    ) -> PyResult<(OnDevice, CudaDtype, usize)> {
+        let dim = self.layout.head_dim();
+        let shape = format!("[tokens, {heads}, {dim}]");
+        array.check_rank(3, &shape)?;
+        if array.shape[1..] != [heads, dim] {
+            return Err(errors::shape(format!(
+                "{} has the shape {:?}; needed: {shape}",
+                array.what, array.shape
+            )));
+        }
+        let memory = self.memory(array, &[Dtype::F32, Dtype::F16, Dtype::Bf16], first)?;
+        let dtype = match array.dtype {
+            Dtype::F32 => CudaDtype::F32,
+            Dtype::F16 => CudaDtype::F16,
+            _ => CudaDtype::Bf16,
+        };
+        Ok((memory, dtype, array.shape[0]))
+    }
+
+    /// The pool, and its number of pages.
+    fn pool(&self, capsule: &Bound<'_, PyCapsule>) -> PyResult<(DeviceAddress, usize)> {
+        let array = Array::new("pool", capsule)?;
+        let memory = self.memory(&array, &[Dtype::U8], 0)?;
+        let page = self.layout.page_bytes();
+        if !memory.bytes.is_multiple_of(page) || !array.address().is_multiple_of(256) {
+            return Err(errors::shape(format!(
+                "pool has {} bytes at {:#x}; needed: whole pages of {page} bytes, from a multiple of 256 on",
+                memory.bytes,
+                array.address()
+            )));
+        }
+        Ok((memory.address, memory.bytes / page))
+    }
+
+    /// The static scales of K and V.
+    fn scales(&self, pages: &PageArrays<'_>) -> PyResult<[DeviceAddress; 2]> {
+        let needed = |has: bool| {
+            let heads = if has { self.layout.num_kv_heads() } else { 0 };
+            (Dtype::F32, 4 * heads)
+        };
+        let format = self.layout.format();
+        Ok([
+            self.list(
+                "k_scales",
+                pages.k_scales.as_ref(),
+                needed(format.k.has_tensor_scale()),
+            )?,
+            self.list(
+                "v_scales",
+                pages.v_scales.as_ref(),
+                needed(format.v.has_tensor_scale()),
+            )?,
+        ])
+    }
+
+    /// The table of pages or of residual pages: its address, and entries per sequence.
+    fn table(
+        &self,
+        what: &'static str,
+        capsule: &Bound<'_, PyCapsule>,
+    ) -> PyResult<(DeviceAddress, usize)> {
+        let array = Array::new(what, capsule)?;
+        array.check_rank(2, "[sequences, pages]")?;
+        let memory = self.memory(&array, &[Dtype::I32], 1)?;
+        if array.shape[0] < self.problem.batch() {
+            return Err(errors::shape(format!(
+                "{what} has {} rows, but the plan has {} sequences",
+                array.shape[0],
+                self.problem.batch()
+            )));
+        }
+        let stride = usize::try_from(array.strides[0]).unwrap_or(0);
+        Ok((memory.address, stride.max(array.shape[1])))
+    }
+
+    fn kv_lens(&self, pages: &PageArrays<'_>) -> PyResult<DeviceAddress> {
+        self.list(
+            "kv_lens",
+            Some(&pages.kv_lens),
+            (Dtype::I32, 4 * self.problem.batch()),
+        )
+    }
+
+    /// Residual pages and their slots per sequence; null for formats without a window.
+    fn residuals(&self, pages: &PageArrays<'_>) -> PyResult<(DeviceAddress, usize)> {
+        if self.layout.format().window() == Window::None {
+            return Ok((DeviceAddress::NULL, 0));
+        }
+        let capsule = pages.residual_pages.as_ref();
+        let missing = || {
+            errors::shape(format!(
+                "residual_pages is missing; {} keeps residuals of the newest tokens",
+                self.layout.format()
+            ))
+        };
+        self.table("residual_pages", capsule.ok_or_else(missing)?)
+    }
+
+    fn decode_args(
+        &self,
+        pages: &PageArrays<'_>,
+        arrays: &AttendArrays<'_>,
+    ) -> PyResult<DecodeArgs> {
+        let (pool, num_pages) = self.pool(&pages.pool)?;
+        let (page_table, page_table_stride) = self.table("page_table", &pages.page_table)?;
+        let reach = page_table_stride.saturating_mul(self.layout.page_size());
+        if reach < self.plan.max_kv_len() {
+            return Err(errors::shape(format!(
+                "page_table has {page_table_stride} pages per sequence, but the plan's longest length, {}, needs more",
+                self.plan.max_kv_len()
+            )));
+        }
+        let (residual_pages, residual_slots) = self.residuals(pages)?;
+        let heads = self.problem.num_q_heads;
+        let q = Array::new("q", &arrays.q)?;
+        let out = Array::new("out", &arrays.out)?;
+        let (q_memory, dtype, tokens) = self.rows(&q, heads, 0)?;
+        let (out_memory, out_dtype, out_tokens) = self.rows(&out, heads, 0)?;
+        let needed = self.problem.query_tokens();
+        if tokens != needed || out_tokens != needed || dtype != out_dtype {
+            return Err(errors::shape(format!(
+                "q has {tokens} tokens of {dtype:?}, and out {out_tokens} of {out_dtype:?}; the plan has {needed} query tokens, in one type"
+            )));
+        }
+        let [k_tensor_scales, v_tensor_scales] = self.scales(pages)?;
+        let per_head = |given: bool| (Dtype::F32, if given { 4 * heads } else { 0 });
+        let lse = match &arrays.lse {
+            Some(lse) => self.list("lse", Some(lse), (Dtype::F32, 4 * self.problem.rows()))?,
+            None => DeviceAddress::NULL,
+        };
+        Ok(DecodeArgs {
+            q: q_memory.address,
+            out: out_memory.address,
+            dtype,
+            lse,
+            kv: DeviceKv::Paged {
+                pool,
+                num_pages,
+                page_table,
+                page_table_stride,
+                residual_pages,
+                residual_slots,
+            },
+            kv_lens: self.kv_lens(pages)?,
+            query_blocks: self.list(
+                "query_blocks",
+                arrays.query_blocks.as_ref(),
+                (Dtype::U8, size_of_val(self.plan.query_blocks())),
+            )?,
+            k_tensor_scales,
+            v_tensor_scales,
+            alibi_slopes: self.list(
+                "alibi_slopes",
+                arrays.alibi_slopes.as_ref(),
+                per_head(self.problem.alibi_slopes.is_some()),
+            )?,
+            sinks: self.list(
+                "sinks",
+                arrays.sinks.as_ref(),
+                per_head(self.problem.sinks.is_some()),
+            )?,
+            workspace: self.list(
+                "workspace",
+                Some(&arrays.workspace),
+                (Dtype::U8, self.plan.workspace_bytes()),
+            )?,
+        })
+    }
+
+    /// New K and V: their memory, type, strides between tokens, and number.
+    #[allow(
+        clippy::type_complexity,
+        reason = "used by two functions, at once taken apart"
+    )]
+    fn new_tokens(
+        &self,
+        k: &Bound<'_, PyCapsule>,
+        v: &Bound<'_, PyCapsule>,
+    ) -> PyResult<([DeviceAddress; 2], CudaDtype, [usize; 2], usize)> {
+        let heads = self.layout.num_kv_heads();
+        let (k, v) = (Array::new("k", k)?, Array::new("v", v)?);
+        let (k_memory, dtype, tokens) = self.rows(&k, heads, 1)?;
+        let (v_memory, v_dtype, v_tokens) = self.rows(&v, heads, 1)?;
+        if tokens != v_tokens || dtype != v_dtype {
+            return Err(errors::shape(format!(
+                "k has {tokens} tokens of {dtype:?}, and v {v_tokens} of {v_dtype:?}; pass both in one"
+            )));
+        }
+        let stride = |rows: &Array<'_>| usize::try_from(rows.strides[0]).unwrap_or(0);
+        let strides = [stride(&k), stride(&v)];
+        Ok(([k_memory.address, v_memory.address], dtype, strides, tokens))
+    }
+
+    /// The append of as many new tokens to each of the plan's sequences.
+    fn append_args(
+        &self,
+        pages: &PageArrays<'_>,
+        k: &Bound<'_, PyCapsule>,
+        v: &Bound<'_, PyCapsule>,
+    ) -> PyResult<AppendArgs> {
+        let (pool, num_pages) = self.pool(&pages.pool)?;
+        let (page_table, page_table_stride) = self.table("page_table", &pages.page_table)?;
+        let (residual_pages, residual_slots) = self.residuals(pages)?;
+        let ([k, v], dtype, [k_token_stride, v_token_stride], all) = self.new_tokens(k, v)?;
+        let batch = self.problem.batch();
+        let tokens = all.checked_div(batch).unwrap_or(0);
+        if tokens.saturating_mul(batch) != all {
+            return Err(errors::shape(format!(
+                "k has {all} tokens for {batch} sequences; each gets as many: use append_slots for other numbers"
+            )));
+        }
+        let [k_tensor_scales, v_tensor_scales] = self.scales(pages)?;
+        Ok(AppendArgs {
+            k,
+            v,
+            dtype,
+            k_token_stride,
+            v_token_stride,
+            pool,
+            num_pages,
+            page_table,
+            page_table_stride,
+            residual_pages,
+            residual_slots,
+            kv_lens: self.kv_lens(pages)?,
+            k_tensor_scales,
+            v_tensor_scales,
+            batch,
+            tokens,
+        })
+    }
+}
+
+fn stream_of(stream: u64) -> Stream {
+    Stream::from_raw(stream as usize as *mut c_void)
+}
+
+#[pymethods]
+impl Plan {
+    #[new]
+    fn new(py: Python<'_>, options: PlanOptions, device: &str) -> PyResult<Self> {
+        let name = DeviceName::parse(device)?;
+        let engine = py.detach(|| engine::open(name))?;
+        let Engine::Cuda(gpu) = &*engine else {
+            return Err(errors::parameter(format!(
+                "device is {device:?}; allowed: \"cuda\", \"cuda:1\" and so on"
+            )));
+        };
+        let format: KvFormat = options.format.parse().map_err(errors::of)?;
+        let heads = Heads {
+            q: options.heads,
+            kv: options.kv_heads,
+            dim: options.dim,
+        };
+        let lens = vec![options.max_kv_len; options.q_lens.len()];
+        let problem = Problem::new(heads, lens).q_lens(options.q_lens);
+        let problem = options.modifiers.of(problem);
+        let config = CacheConfig::builder(format, heads)
+            .page_size(options.page_size)
+            .build();
+        let prepare = || {
+            let plan = gpu.prepare(&problem, format, options.page_size)?;
+            Ok((plan, gpu.prepare_append(&config)?, config.layout()?))
+        };
+        let (plan, append, layout) = py.detach(prepare).map_err(errors::of)?;
+        Ok(Plan {
+            ordinal: i32::try_from(name.ordinal).unwrap_or(-1),
+            engine,
+            problem,
+            layout,
+            plan,
+            append,
+        })
+    }
+
+    #[getter]
+    fn page_bytes(&self) -> usize {
+        self.layout.page_bytes()
+    }
+
+    #[getter]
+    fn workspace_bytes(&self) -> usize {
+        self.plan.workspace_bytes()
+    }
+
+    /// Entries of a row of residual pages where a step has up to `q_len` query tokens of a sequence; 0 for formats without a window.
+    fn residual_slots(&self, q_len: usize) -> usize {
+        let (format, page_size) = (self.layout.format(), self.layout.page_size());
+        format.residual_slots(page_size, q_len)
+    }
+
+    /// The plan's lists as bytes, to be put into device memory: query blocks, and the slopes as the kernels take them.
+    fn lists<'py>(&self, py: Python<'py>) -> (Bound<'py, PyBytes>, Bound<'py, PyBytes>) {
+        let words = self.plan.query_blocks().iter().flat_map(|block| {
+            [block.sequence, block.first, block.tokens, block.behind]
+                .into_iter()
+                .flat_map(i32::to_ne_bytes)
+        });
+        let slopes = alibi_slopes_log2(self.problem.alibi_slopes.as_deref().unwrap_or(&[]));
+        let slopes: Vec<u8> = slopes
+            .iter()
+            .flat_map(|slope| slope.to_ne_bytes())
+            .collect();
+        (
+            PyBytes::new(py, &words.collect::<Vec<u8>>()),
+            PyBytes::new(py, &slopes),
+        )
+    }
+
+    fn attend(
+        &self,
+        py: Python<'_>,
+        pages: PageArrays<'_>,
+        arrays: AttendArrays<'_>,
+        stream: u64,
+    ) -> PyResult<()> {
+        let (gpu, args) = (self.gpu()?, self.decode_args(&pages, &arrays)?);
+        // SAFETY: the arrays have been compared with the plan's shapes, types and device, and lie in memory that the caller's library keeps until
+        // the work enqueued on its stream has run; `attn.torch.Plan` makes the workspace, zeroed, for itself alone. That lengths, pages and
+        // queries on the device are in range is the caller's contract, which `ATTN_CHECK=1` checks.
+        py.detach(|| unsafe { gpu.decode_on(&self.plan, stream_of(stream), &args) })
+            .map_err(errors::of)
+    }
+
+    fn append_slots(
+        &self,
+        py: Python<'_>,
+        pages: PageArrays<'_>,
+        k: &Bound<'_, PyCapsule>,
+        v: &Bound<'_, PyCapsule>,
+        slots: &Bound<'_, PyCapsule>,
+        stream: u64,
+    ) -> PyResult<()> {
+        let gpu = self.gpu()?;
+        let (pool, num_pages) = self.pool(&pages.pool)?;
+        let ([k, v], dtype, [k_token_stride, v_token_stride], tokens) = self.new_tokens(k, v)?;
+        let has_window = self.layout.format().window() != Window::None;
+        let residual_bytes = if has_window { 4 * tokens } else { 0 };
+        let [k_tensor_scales, v_tensor_scales] = self.scales(&pages)?;
+        let args = SlotAppendArgs {
+            k,
+            v,
+            dtype,
+            k_token_stride,
+            v_token_stride,
+            pool,
+            num_pages,
+            slots: self.list("slots", Some(slots), (Dtype::I64, 8 * tokens))?,
+            residual_pages: self.list(
+                "residual_pages",
+                pages.residual_pages.as_ref(),
+                (Dtype::I32, residual_bytes),
+            )?,
+            k_tensor_scales,
+            v_tensor_scales,
+            tokens,
+        };
+        // SAFETY: as for `attend`; slots are the caller's contract.
+        py.detach(|| unsafe { gpu.append_slots_on(&self.append, stream_of(stream), &args) })
+            .map_err(errors::of)
+    }
+
+    /// Appends as many tokens to each sequence, whose places are read from `kv_lens`, and attends.
+    fn step(
+        &self,
+        py: Python<'_>,
+        pages: PageArrays<'_>,
+        arrays: AttendArrays<'_>,
+        k: &Bound<'_, PyCapsule>,
+        v: &Bound<'_, PyCapsule>,
+        stream: u64,
+    ) -> PyResult<()> {
+        let gpu = self.gpu()?;
+        let append = self.append_args(&pages, k, v)?;
+        let decode = self.decode_args(&pages, &arrays)?;
+        // SAFETY: as for `attend`; that lengths count the new tokens is the caller's contract.
+        py.detach(|| unsafe {
+            gpu.append_decode_on(
+                &self.append,
+                &self.plan,
+                stream_of(stream),
+                &append,
+                &decode,
+            )
+        })
+        .map_err(errors::of)
+    }
+}

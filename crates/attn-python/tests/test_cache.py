@@ -1,0 +1,365 @@
+"""`attn.Cache` over numpy on the CPU."""
+
+import multiprocessing
+import threading
+
+import attn
+import numpy
+import pytest
+from conftest import expected, rows
+
+FORMATS = ["int8", "int4", "int8/int4", "int4-g1", "bf16", "f16", "fp8"]
+
+
+def filled(rng, format="int8", tokens=200, heads=2, dim=64, **options):
+    cache = attn.Cache(format, heads=heads, dim=dim, max_tokens=1024, device="cpu", **options)
+    cache.append(rows(rng, tokens, heads, dim), rows(rng, tokens, heads, dim))
+    return cache
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_results_are_attention_over_the_exported_rows(rng, format):
+    cache = filled(rng, format)
+    q = rows(rng, 3, 8, 64)
+    out, lse = cache.attend(q, return_lse=True)
+    out_64, lse_64 = expected(q, *cache.export())
+    # 4 bits read the newest tokens finer than the formula's weights are; the rest is 8-bit arithmetic.
+    bound = 1e-5 if format in ("bf16", "f16", "fp8") else 3e-2
+    assert numpy.abs(out - out_64).max() < bound
+    assert numpy.abs(lse - lse_64).max() < bound
+    assert out.dtype == lse.dtype == numpy.float32
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 0.3},
+        {"softcap": 2.0},
+        {"window_left": 9},
+        {"alibi_slopes": [0.1, 0.2, 0.3, 0.4]},
+        {"sinks": [0.5, -1.0, 3.0, 6.0]},
+        {"sinks": [4.0] * 4, "window_left": 3, "softcap": 5.0, "scale": 0.2},
+    ],
+)
+def test_modifiers_reach_the_arithmetic(rng, options):
+    cache = filled(rng, "bf16")
+    q = 3 * rows(rng, 2, 4, 64)
+    out, lse = cache.attend(q, return_lse=True, **options)
+    out_64, lse_64 = expected(q, *cache.export(), **options)
+    assert numpy.abs(out - out_64).max() < 1e-4 and numpy.abs(lse - lse_64).max() < 1e-4
+    plain = cache.attend(q)
+    assert numpy.abs(plain - out_64).max() > 1e-2, "without the modifier the result would be another"
+
+
+def test_not_causal_sees_every_token(rng):
+    cache = filled(rng, "bf16", tokens=9)
+    q = rows(rng, 4, 4, 64)
+    k, v = cache.export()
+    for i in range(4):
+        alone, _ = expected(q[i : i + 1], k, v)
+        assert numpy.abs(cache.attend(q, causal=False)[i] - alone[0]).max() < 1e-4
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "bf16"])
+def test_a_token_has_the_same_bits_alone_in_a_batch_and_in_a_prompt(rng, format):
+    k, v, q = (rows(rng, 150, n, 64) for n in (2, 2, 8))
+    options = dict(heads=2, dim=64, max_tokens=512, max_q_len=150, device="cpu")
+    prompt = attn.Cache(format, **options)
+    prompt.append(k, v)
+    whole = prompt.attend(q)
+    alone = attn.Cache(format, **options)
+    pieces = attn.Cache(format, sequences=3, **options)
+    for start in range(0, 150, 37):
+        part = slice(start, start + 37)
+        n = len(k[part])
+        # Another sequence grows beside it.
+        pieces.append(
+            numpy.concatenate([rows(rng, 2, 2, 64), k[part]]),
+            numpy.concatenate([rows(rng, 2, 2, 64), v[part]]),
+            sequences=[0, 2],
+            tokens=[2, n],
+        )
+        out = pieces.attend(numpy.concatenate([q[part], rows(rng, 1, 8, 64)]), sequences=[2, 0], q_lens=[n, 1])
+        assert (out[:n] == whole[part]).all()
+    for i in range(150):
+        alone.append(k[i : i + 1], v[i : i + 1])
+        assert (alone.attend(q[i : i + 1]) == whole[i]).all(), i
+
+
+def test_four_dims_are_a_batch(rng):
+    cache = attn.Cache(heads=2, dim=64, max_tokens=128, sequences=3, device="cpu")
+    k, v, q = (rows(rng, 3, 5, n, 64) for n in (2, 2, 4))
+    cache.append(k, v)
+    assert cache.lens == [5, 5, 5]
+    out, lse = cache.attend(q, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (3, 5, 4)
+    for b in range(3):
+        assert (cache.attend(q[b], sequences=b) == out[b]).all()
+
+
+def test_16_bit_rows_are_taken_and_given(rng):
+    k, v, q = (rows(rng, 20, n, 64).astype("float16") for n in (2, 2, 4))
+    narrow = attn.Cache(heads=2, dim=64, max_tokens=64, device="cpu")
+    narrow.append(k, v)
+    wide = attn.Cache(heads=2, dim=64, max_tokens=64, device="cpu")
+    wide.append(k.astype("float32"), v.astype("float32"))
+    assert narrow.save().pages == wide.save().pages
+    out = narrow.attend(q)
+    assert out.dtype == numpy.float16
+    assert (out == wide.attend(q.astype("float32")).astype("float16")).all()
+
+
+def test_arrays_that_are_not_contiguous_or_cannot_be_written_are_copied(rng):
+    fused = rows(rng, 20, 6, 64)
+    k, v = fused[:, :2], fused[:, 2:4][::-1][::-1]
+    k_only = numpy.broadcast_to(k[0], k.shape)
+    k_only.flags.writeable = False
+    a = attn.Cache(heads=2, dim=64, max_tokens=64, sequences=2, device="cpu")
+    a.append(k, v)
+    a.append(k_only, v, sequences=1)
+    b = attn.Cache(heads=2, dim=64, max_tokens=64, sequences=2, device="cpu")
+    b.append(k.copy(), v.copy())
+    b.append(k_only.copy(), v.copy(), sequences=1)
+    assert a.save(0) == b.save(0) and a.save(1) == b.save(1)
+    q = rows(rng, 20, 4, 64)
+    assert (a.attend(q[::2], q_lens=[10]) == b.attend(q[::2].copy())).all()
+
+
+def test_results_go_where_the_caller_says(rng):
+    cache, q = filled(rng), rows(rng, 2, 4, 64)
+    out = numpy.full_like(q, 9)
+    assert cache.attend(q, out=out) is out
+    assert (out == cache.attend(q)).all()
+    for wrong in (out[:1], out.astype("float64"), out[:, ::2], out.tolist()):
+        with pytest.raises(attn.ShapeError):
+            cache.attend(q, out=wrong)
+    out.flags.writeable = False
+    with pytest.raises(attn.ShapeError, match="cannot be written"):
+        cache.attend(q, out=out)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_drafts_are_taken_back_and_prefixes_shared(rng, format):
+    k, v, q = (rows(rng, 100, n, 64) for n in (1, 1, 4))
+    cache = attn.Cache(format, heads=1, dim=64, max_tokens=256, sequences=3, device="cpu")
+    cache.append(k[:90], v[:90])
+    cache.fork(0, 1)
+    used = cache.stats().used_bytes
+    cache.append(k[95:100], v[95:100])
+    cache.truncate(0, 92)
+    assert cache.lens == [92, 90, 0] and cache.stats().used_bytes > used
+    cache.append(k[90:95], v[90:95], sequences=1)
+    straight = attn.Cache(format, heads=1, dim=64, max_tokens=256, device="cpu")
+    straight.append(k[:90], v[:90])
+    straight.append(k[90:95], v[90:95])
+    assert (cache.attend(q[:1], sequences=1) == straight.attend(q[:1])).all()
+    for sequence in range(3):
+        cache.free(sequence)
+    assert cache.stats().free_pages == cache.stats().pages and cache.lens == [0, 0, 0]
+
+
+def test_a_sequence_leaves_its_cache_and_comes_back(rng):
+    cache = filled(rng, "int4")
+    image, q = cache.save(), rows(rng, 1, 4, 64)
+    before = cache.attend(q)
+    cache.free(0)
+    cache.restore(0, image)
+    assert (cache.attend(q) == before).all()
+    # fp8 and int8-tensor pages have the same size; an image says what it is.
+    fp8 = filled(rng, "fp8").save()
+    other = attn.Cache("int8-tensor", heads=2, dim=64, max_tokens=1024, device="cpu")
+    with pytest.raises(attn.ShapeError, match="format is 'fp8' in the image"):
+        other.restore(0, fp8)
+    assert other.lens == [0]
+
+
+def test_pages_run_out_without_a_trace(rng):
+    cache = attn.Cache(heads=1, dim=64, max_tokens=0, pages=2, sequences=2, device="cpu")
+    k = rows(rng, 100, 1, 64)
+    cache.append(k, k)
+    before = cache.save()
+    assert cache.pages_needed([0, 1], [29, 1]) == 2
+    with pytest.raises(attn.CacheFullError, match="free a sequence or create a larger pool") as error:
+        cache.append(k[:30], k[:30], sequences=[0, 1], tokens=[29, 1])
+    assert isinstance(error.value, RuntimeError) and isinstance(error.value, attn.AttnError)
+    assert cache.lens == [100, 0] and cache.save() == before
+
+
+@pytest.mark.parametrize(
+    "error, call",
+    [
+        (attn.SequenceError, lambda c, x: c.append(x, x, sequences=5)),
+        (attn.SequenceError, lambda c, x: c.attend(x, sequences=[1])),
+        (attn.SequenceError, lambda c, x: c.export(1)),
+        (attn.SequenceError, lambda c, x: c.free(1 << 40)),
+        (attn.ParameterError, lambda c, x: c.free(-1)),
+        (attn.ParameterError, lambda c, x: c.free(1 << 80)),
+        (attn.ParameterError, lambda c, x: c.free(True)),
+        (attn.ParameterError, lambda c, x: c.free(0.0)),
+        (attn.ParameterError, lambda c, x: c.truncate(0, 201)),
+        (attn.ParameterError, lambda c, x: c.fork(0, 0)),
+        (attn.ParameterError, lambda c, x: c.append(x, x, sequences=[0, 0], tokens=[0, 1])),
+        (attn.ParameterError, lambda c, x: c.append(x, x, sequences=[0, 0])),
+        (attn.ShapeError, lambda c, x: c.append(x, x[:, :1])),
+        (attn.ShapeError, lambda c, x: c.append(x[:, :1], x[:, :1])),
+        (attn.ShapeError, lambda c, x: c.append(x[..., :32], x[..., :32])),
+        (attn.ShapeError, lambda c, x: c.append(x[0], x[0])),
+        (attn.ShapeError, lambda c, x: c.append(x, x, sequences=[0], tokens=[2])),
+        (attn.ShapeError, lambda c, x: c.append(x, x, sequences=[0], tokens=[1, 0])),
+        (attn.ShapeError, lambda c, x: c.append(x.astype("float64"), x.astype("float64"))),
+        (attn.ShapeError, lambda c, x: c.append(x.astype("int32"), x.astype("int32"))),
+        (attn.ShapeError, lambda c, x: c.append([[["a"]]], [[["a"]]])),
+        (attn.ShapeError, lambda c, x: c.append(None, None)),
+        (attn.ParameterError, lambda c, x: c.attend(x[:, :, :32])),
+        (attn.ShapeError, lambda c, x: c.attend(x, q_lens=[2])),
+        (attn.ParameterError, lambda c, x: c.attend(numpy.zeros((1, 3, 64), "f"))),
+        (attn.ParameterError, lambda c, x: c.attend(x, scale=float("nan"))),
+        (attn.ParameterError, lambda c, x: c.attend(x, softcap=-1)),
+        (attn.ParameterError, lambda c, x: c.attend(x, window_left=-1)),
+        (attn.ShapeError, lambda c, x: c.attend(x, sinks=[1.0])),
+        (attn.ParameterError, lambda c, x: c.attend(x, sinks=[1e9, 0])),
+        (attn.ParameterError, lambda c, x: c.attend(x, sinks="ab")),
+        (attn.NumberError, lambda c, x: c.append(x * numpy.nan, x)),
+        (attn.NumberError, lambda c, x: c.append(x, x * numpy.inf)),
+        (attn.NumberError, lambda c, x: c.attend(x * numpy.nan)),
+        (attn.NumberError, lambda c, x: c.attend(numpy.full((1, 2, 64), 3e38, "f"), scale=1e10)),
+    ],
+)
+def test_refusals_change_nothing(rng, error, call):
+    cache = filled(rng)
+    before, stats, x = cache.save(), cache.stats(), rows(rng, 1, 2, 64)
+    with pytest.raises(error) as raised:
+        call(cache, x)
+    assert len(str(raised.value)) > 20
+    assert cache.save() == before and cache.stats() == stats
+
+
+@pytest.mark.parametrize(
+    "error, options",
+    [
+        (attn.ParameterError, dict(format="int5")),
+        (attn.ParameterError, dict(format=8)),
+        (attn.ParameterError, dict(dim=72)),
+        (attn.ParameterError, dict(dim=0)),
+        (attn.ParameterError, dict(heads=0)),
+        (attn.ParameterError, dict(heads=1 << 62)),
+        (attn.ParameterError, dict(page_size=8)),
+        (attn.ParameterError, dict(page_size=1 << 62)),
+        (attn.ParameterError, dict(max_tokens=-1)),
+        (attn.ParameterError, dict(max_tokens=1 << 62)),
+        (attn.ParameterError, dict(sequences=1 << 40)),
+        (attn.ParameterError, dict(pages=1 << 40)),
+        (attn.ParameterError, dict(device="cpu:1")),
+        (attn.ParameterError, dict(device="gpu")),
+        (attn.ShapeError, dict(format="fp8", k_scales=[1.0] * 3)),
+        (attn.ParameterError, dict(format="fp8", k_scales=[-1.0] * 2)),
+        (attn.UnsupportedError, dict(device="cuda:99")),
+    ],
+)
+def test_caches_that_cannot_be_are_refused(error, options):
+    usual = dict(heads=2, dim=64, max_tokens=64, device="cpu")
+    with pytest.raises(error) as raised:
+        attn.Cache(**{**usual, **options})
+    assert isinstance(raised.value, attn.AttnError) and len(str(raised.value)) > 20
+
+
+def test_empty_calls_are_calls(rng):
+    cache = filled(rng, tokens=0)
+    empty = rows(rng, 0, 2, 64)
+    cache.append(empty, empty)
+    assert cache.attend(empty).shape == (0, 2, 64)
+    out, lse = cache.attend(rows(rng, 1, 2, 64), return_lse=True)
+    assert (out == 0).all() and (lse == -numpy.inf).all()
+    k, v = cache.export()
+    assert k.shape == v.shape == (0, 2, 64)
+
+
+def test_quantize_is_what_a_cache_stores(rng):
+    k, v = rows(rng, 100, 2, 64), rows(rng, 100, 2, 64)
+    for format, bound in (("int8", 0.03), ("int4-g4", 0.35), ("bf16", 0.02)):
+        image = attn.quantize(k, v, format)
+        for own, of in zip(attn.dequantize(image), (k, v)):
+            assert 0 < numpy.abs(own - of).max() < bound * 2
+    cache = attn.Cache("int8", heads=2, dim=64, max_tokens=100, device="cpu")
+    cache.append(k, v)
+    assert cache.save() == attn.quantize(k, v, "int8")
+
+
+def test_threads_work_on_caches_at_once(rng):
+    caches = [filled(rng, tokens=300) for _ in range(4)]
+    shared, q = filled(rng, tokens=300), rows(rng, 64, 8, 64)
+    wanted = [cache.attend(q) for cache in (*caches, shared)]
+    wrong = []
+
+    def work(cache, result):
+        for _ in range(20):
+            if not (cache.attend(q) == result).all() or not (shared.attend(q) == wanted[-1]).all():
+                wrong.append(cache)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(caches, wanted)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert not wrong
+
+
+def _in_child(queue):
+    try:
+        attn.Cache(heads=1, dim=64, max_tokens=64, device="cpu")
+        queue.put("made")
+    except attn.AttnError as error:
+        queue.put(str(error))
+
+
+def test_a_forked_process_is_told_so():
+    attn.Cache(heads=1, dim=64, max_tokens=64, device="cpu")
+    for method, said in (("fork", "spawn"), ("spawn", "made")):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        child = context.Process(target=_in_child, args=(queue,))
+        child.start()
+        assert said in queue.get(timeout=120)
+        child.join(60)
+
+
+def test_devices_say_what_is_here_and_why_the_others_are_not():
+    devices = {device.backend: device for device in attn.devices()}
+    assert set(devices) == {"cuda", "wgpu", "cpu"}
+    assert devices["cpu"].absent is None and devices["cpu"].name
+    for device in devices.values():
+        assert (device.name is None) == (device.absent is not None)
+
+
+def test_a_backend_that_was_named_is_never_replaced(monkeypatch):
+    options = dict(heads=1, dim=64, max_tokens=64)
+    monkeypatch.setenv("ATTN_BACKEND", "cpu")
+    assert attn.Cache(**options).device == "cpu"
+    monkeypatch.setenv("ATTN_BACKEND", "CPU")
+    with pytest.raises(attn.ParameterError, match="CPU"):
+        attn.Cache(**options)
+    # What the call says comes first.
+    assert attn.Cache(**options, device="cpu").device == "cpu"
+
+
+def test_the_extension_is_as_its_stub_says():
+    import ast
+    import importlib.util
+    import pathlib
+
+    from attn import _attn
+
+    stub = pathlib.Path(importlib.util.find_spec("attn").origin).parent / "_attn.pyi"
+    tree = ast.parse(stub.read_text())
+    named = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            named[node.name] = {f.name for f in node.body if isinstance(f, ast.FunctionDef)}
+        elif isinstance(node, ast.FunctionDef):
+            named[node.name] = set()
+    own = {name for name in dir(_attn) if not name.startswith("__")}
+    assert own <= set(named), own - set(named)
+    for name in own:
+        members = {m for m in dir(getattr(_attn, name)) if not m.startswith("__")} if named[name] else set()
+        assert members == {m for m in named[name] if not m.startswith("__")}, name

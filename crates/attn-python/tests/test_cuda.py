@@ -1,0 +1,250 @@
+"""torch on the GPU: the same bytes and bits as on the CPU, in graphs and under torch.compile. `ATTN_REQUIRE=cuda` makes a missing GPU a failure."""
+
+import attn
+import numpy
+import pytest
+from conftest import require, rows
+
+try:
+    import torch
+
+    REASON = None if torch.cuda.is_available() else "torch sees no CUDA device"
+except ImportError as error:
+    torch, REASON = None, str(error)
+
+FORMATS = ["int8", "int4", "int8/int4", "int4-g1", "bf16", "f16", "fp8"]
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    if REASON is not None:
+        require("cuda", REASON)
+
+
+def on_gpu(x):
+    return torch.from_numpy(numpy.ascontiguousarray(x)).cuda()
+
+
+def same(a, b):
+    """Whether a GPU's result has the bits of a CPU's."""
+    return (a.cpu().numpy().view("uint32") == numpy.ascontiguousarray(b).view("uint32")).all()
+
+
+def pair(format, **options):
+    options = dict(dict(heads=2, dim=128, max_tokens=1024, sequences=4, max_q_len=200), **options)
+    return attn.Cache(format, device="cuda", **options), attn.Cache(format, device="cpu", **options)
+
+
+def is_integer(format):
+    return format.startswith("int")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+def test_bytes_and_bits_are_the_cpus(rng, format, kind):
+    gpu, cpu = pair(format)
+    dtype = getattr(torch, kind)
+    for step, counts in enumerate([[200, 3], [1, 70], [5, 1], [1, 1]]):
+        n = sum(counts)
+        k, v, q = (on_gpu(rows(rng, n, heads, 128)).to(dtype) for heads in (2, 2, 16))
+        for cache, of in ((gpu, lambda x: x), (cpu, lambda x: x.cpu())):
+            cache.append(of(k), of(v), sequences=[2, 0], tokens=counts)
+        for sequence in (0, 2):
+            assert gpu.save(sequence) == cpu.save(sequence), (step, sequence)
+        a, a_lse = gpu.attend(q, sequences=[2, 0], q_lens=counts, return_lse=True)
+        b, b_lse = cpu.attend(q.cpu(), sequences=[2, 0], q_lens=counts, return_lse=True)
+        assert a.dtype == dtype and a.is_cuda and a_lse.dtype == torch.float32
+        if is_integer(format):
+            assert torch.equal(a.cpu(), b), step
+            assert (a_lse.cpu() - b_lse).abs().max() < 1e-5
+        else:
+            assert (a.cpu().float() - b.float()).abs().max() < (1e-4 if kind == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize("options", [{"softcap": 20.0}, {"window_left": 50}, {"sinks": [1.0] * 8}, {"alibi_slopes": [0.1] * 8}, {"scale": 0.2}])
+def test_modifiers_reach_the_kernels(rng, options):
+    gpu, cpu = pair("int8")
+    k, v, q = rows(rng, 300, 2, 128), rows(rng, 300, 2, 128), rows(rng, 40, 8, 128)
+    gpu.append(on_gpu(k), on_gpu(v))
+    cpu.append(k, v)
+    assert same(gpu.attend(on_gpu(q), **options), cpu.attend(q, **options))
+    assert not same(gpu.attend(on_gpu(q)), cpu.attend(q, **options))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_forks_drafts_and_growth(rng, format):
+    gpu, cpu = pair(format, heads=1)
+    k, v, q = rows(rng, 400, 1, 128), rows(rng, 400, 1, 128), rows(rng, 1, 4, 128)
+
+    def both(work):
+        work(gpu, on_gpu)
+        work(cpu, lambda x: x)
+
+    both(lambda c, of: c.append(of(k[:100]), of(v[:100])))
+    both(lambda c, of: c.fork(0, 3))
+    # The open page is copied on the store's stream, behind the append above.
+    both(lambda c, of: c.append(of(k[100:140]), of(v[100:140]), sequences=3))
+    both(lambda c, of: c.append(of(k[200:205]), of(v[200:205])))
+    both(lambda c, of: c.truncate(0, 102))
+    both(lambda c, of: c.append(of(k[300:301]), of(v[300:301])))
+    for sequence in (0, 3):
+        assert gpu.save(sequence) == cpu.save(sequence)
+        assert same(gpu.attend(on_gpu(q), sequences=sequence), cpu.attend(q, sequences=sequence))
+    both(lambda c, of: c.free(3))
+    image = gpu.save(0)
+    gpu.restore(1, image)
+    cpu.restore(1, image)
+    for i in range(200, 240):
+        both(lambda c, of: c.append(of(k[i : i + 1]), of(v[i : i + 1]), sequences=1))
+        assert same(gpu.attend(on_gpu(q), sequences=1), cpu.attend(q, sequences=1)), i
+
+
+def test_streams_are_ordered(rng):
+    gpu, cpu = pair("int8", max_tokens=8192)
+    k, v, q = rows(rng, 4000, 2, 128), rows(rng, 4000, 2, 128), rows(rng, 1, 8, 128)
+    cpu.append(k, v)
+    other = torch.cuda.Stream()
+    k, v, gpu_q = on_gpu(k), on_gpu(v), on_gpu(q)
+    torch.cuda.synchronize()
+    gpu.append(k, v)
+    with torch.cuda.stream(other):
+        out = gpu.attend(gpu_q)
+        other.synchronize()
+    assert same(out, cpu.attend(q))
+
+
+def test_rows_of_a_fused_projection_are_read_in_place(rng):
+    gpu, cpu = pair("int8")
+    fused = on_gpu(rows(rng, 50, 12, 128)).to(torch.bfloat16)
+    k, v = fused[:, 8:10], fused[:, 10:12]
+    gpu.append(k, v)
+    cpu.append(k.cpu(), v.cpu())
+    assert gpu.save() == cpu.save()
+
+
+def test_what_does_not_belong_together_is_refused(rng):
+    gpu, cpu = pair("int8")
+    x = rows(rng, 1, 2, 128)
+    for call in (
+        lambda: gpu.append(on_gpu(x), x),
+        lambda: cpu.append(on_gpu(x), on_gpu(x)),
+        lambda: gpu.append(on_gpu(x), on_gpu(x).half()),
+        lambda: gpu.append(on_gpu(x).double(), on_gpu(x).double()),
+        lambda: gpu.attend(on_gpu(x), out=x.copy()),
+        lambda: gpu.attend(on_gpu(x), out=on_gpu(x).half()),
+    ):
+        with pytest.raises(attn.AttnError) as error:
+            call()
+        assert len(str(error.value)) > 20
+    assert gpu.lens == cpu.lens == [0, 0, 0, 0]
+    graph = torch.cuda.CUDAGraph()
+    y = on_gpu(x)
+    with pytest.raises(attn.ParameterError, match="captured"), torch.cuda.graph(graph):
+        gpu.append(y, y)
+    assert gpu.lens[0] == 0
+
+
+def plan_of(format, q_lens, **options):
+    import attn.torch
+
+    options = dict(dict(heads=8, kv_heads=2, dim=128, max_kv_len=512), **options)
+    return attn.torch.Plan(format, q_lens=q_lens, **options)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4-g1", "bf16"])
+def test_a_graph_replays_growing_sequences(rng, format):
+    plan = plan_of(format, [1] * 3)
+    pool = plan.new_pool(3 * 8)
+    table = torch.randperm(24, dtype=torch.int32).view(3, 8).cuda()
+    lens = torch.zeros(3, dtype=torch.int32, device="cuda")
+    q, k, v = (torch.zeros(3, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    cache = attn.Cache(format, heads=2, dim=128, max_tokens=512, sequences=3, device="cuda")
+
+    def step():
+        lens.add_(1)
+        return plan.step(q, k, v, pool, table, lens)
+
+    # Custom operators are set up outside of the capture.
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    lens.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    lens.zero_()
+    for i in range(150):
+        for x in (q, k, v):
+            x.copy_(on_gpu(rows(rng, *x.shape)))
+        graph.replay()
+        cache.append(k, v, sequences=[0, 1, 2], tokens=[1, 1, 1])
+        wanted = cache.attend(q, sequences=[0, 1, 2], q_lens=[1, 1, 1])
+        assert torch.equal(out, wanted), i
+    assert lens.tolist() == [150] * 3
+
+
+def test_slots_and_ragged_queries(rng):
+    q_lens, lens = [1, 70, 5], [40, 100, 5]
+    plan = plan_of("int8", q_lens, softcap=30.0, sinks=[0.5] * 8)
+    pool, cache = plan.new_pool(24), attn.Cache("int8", heads=2, dim=128, max_tokens=512, sequences=3, device="cuda")
+    table = torch.arange(23, -1, -1, dtype=torch.int32).view(3, 8).cuda()
+    k, v = (on_gpu(rows(rng, sum(lens), 2, 128)) for _ in range(2))
+    cache.append(k, v, sequences=[0, 1, 2], tokens=lens)
+    position = torch.cat([torch.arange(n) for n in lens])
+    sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lens))
+    slots = (table.cpu()[sequence, position // 64].long() * 64 + position % 64).cuda()
+    # A padded token behind them is skipped.
+    slots = torch.cat([slots, torch.full((1,), -1, device="cuda")])
+    k, v = (torch.cat([x, torch.full((1, 2, 128), 9.0, device="cuda")]) for x in (k, v))
+    plan.append_slots(k, v, pool, slots)
+    q = on_gpu(rows(rng, sum(q_lens), 8, 128))
+    out, lse = plan.attend(q, pool, table, torch.tensor(lens, dtype=torch.int32, device="cuda"))
+    wanted = cache.attend(q, sequences=[0, 1, 2], q_lens=q_lens, softcap=30.0, sinks=[0.5] * 8, return_lse=True)
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+
+
+def test_torch_compile_keeps_the_operator(rng):
+    plan = plan_of("int8", [1] * 2)
+    pool, table = plan.new_pool(16), torch.arange(16, dtype=torch.int32).view(2, 8).cuda()
+    lens = torch.tensor([70, 3], dtype=torch.int32, device="cuda")
+    q = on_gpu(rows(rng, 2, 8, 128))
+    slots = torch.cat([torch.arange(70), torch.arange(512, 515)]).cuda()
+    k, v = (on_gpu(rows(rng, 73, 2, 128)) for _ in range(2))
+    plan.append_slots(k, v, pool, slots)
+
+    def layer(q, scale):
+        return plan.attend(q * scale, pool, table, lens)[0] + 1
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, 2.0), layer(q, 2.0))
+
+
+def test_a_plans_arrays_are_checked(rng):
+    plan = plan_of("int8", [1] * 2)
+    pool, table = plan.new_pool(16), torch.arange(16, dtype=torch.int32).view(2, 8).cuda()
+    lens = torch.ones(2, dtype=torch.int32, device="cuda")
+    q = on_gpu(rows(rng, 2, 8, 128))
+    for arrays in (
+        (q[:1], pool, table, lens),
+        (q[:, :4].contiguous(), pool, table, lens),
+        (q.double(), pool, table, lens),
+        (q.cpu(), pool, table, lens),
+        (q, pool.view(-1)[: plan.page_bytes + 1], table, lens),
+        (q, pool.float(), table, lens),
+        (q, pool, table.long(), lens),
+        (q, pool, table[:1], lens),
+        (q, pool, table[:, :7].contiguous(), lens),
+        (q, pool, table, lens[:1]),
+        (q, pool, table, lens.float()),
+    ):
+        with pytest.raises(attn.AttnError) as error:
+            plan.attend(*arrays)
+        assert len(str(error.value)) > 20
+    for wrong in (dict(heads=3), dict(dim=72), dict(max_kv_len=1 << 40), dict(device="cpu"), dict(page_size=8)):
+        with pytest.raises(attn.AttnError):
+            plan_of("int8", [1], **wrong)
+    plan.close()
+    with pytest.raises(attn.ParameterError, match="closed"):
+        plan.attend(q, pool, table, lens)

@@ -1,0 +1,67 @@
+"""torch tensors on the CPU, and what needs no GPU of `attn.torch`."""
+
+import attn
+import numpy
+import pytest
+from conftest import require, rows
+
+try:
+    import torch
+
+    REASON = None
+except ImportError as error:
+    torch, REASON = None, str(error)
+
+
+@pytest.fixture(autouse=True)
+def has_torch():
+    if REASON is not None:
+        require("torch", REASON)
+
+
+def test_tensors_are_arrays(rng):
+    k, v, q = rows(rng, 50, 2, 64), rows(rng, 50, 2, 64), rows(rng, 3, 8, 64)
+    of_numpy, of_torch = (attn.Cache(heads=2, dim=64, max_tokens=64, device="cpu") for _ in range(2))
+    of_numpy.append(k, v)
+    # As models have them: heads before tokens, and in the middle of a fused projection.
+    fused = torch.from_numpy(numpy.concatenate([k, v], 1)).transpose(0, 1).contiguous().transpose(0, 1)
+    of_torch.append(fused[:, :2], fused[:, 2:])
+    assert of_numpy.save() == of_torch.save()
+    out, lse = of_torch.attend(torch.from_numpy(q), return_lse=True)
+    wanted, wanted_lse = of_numpy.attend(q, return_lse=True)
+    assert isinstance(out, torch.Tensor) and (out.numpy() == wanted).all() and (lse.numpy() == wanted_lse).all()
+    narrow = of_torch.attend(torch.from_numpy(q).bfloat16())
+    assert narrow.dtype == torch.bfloat16
+    assert torch.equal(narrow, of_torch.attend(torch.from_numpy(q).bfloat16().float()).bfloat16())
+
+
+def test_weights_with_gradients_are_read(rng):
+    cache = attn.Cache(heads=2, dim=64, max_tokens=64, device="cpu")
+    k = torch.from_numpy(rows(rng, 5, 2, 64)).requires_grad_()
+    cache.append(k, k)
+    assert not cache.attend(k).requires_grad
+    with pytest.raises(attn.ShapeError, match="meta"):
+        cache.append(k.to("meta"), k.to("meta"))
+
+
+def test_shards_are_merged(rng):
+    import attn.torch
+
+    k, v, q = (torch.from_numpy(rows(rng, n, heads, 64)) for n, heads in ((100, 2), (100, 2), (3, 8)))
+    whole = attn.Cache("f16", heads=2, dim=64, max_tokens=128, device="cpu")
+    whole.append(k, v)
+    wanted, wanted_lse = whole.attend(q, return_lse=True)
+    outs, lses = [], []
+    # The last shard has the queries' own tokens; those before are seen whole, and one is empty.
+    for start, end in ((0, 64), (64, 64), (64, 100)):
+        shard = attn.Cache("f16", heads=2, dim=64, max_tokens=128, device="cpu")
+        shard.append(k[start:end], v[start:end])
+        out, lse = shard.attend(q, return_lse=True, causal=end == 100)
+        outs.append(out)
+        lses.append(lse)
+    out, lse = attn.torch.merge(torch.stack(outs), torch.stack(lses))
+    assert (out - wanted).abs().max() < 1e-5 and (lse - wanted_lse).abs().max() < 1e-5
+    nothing, lse = attn.torch.merge(torch.zeros(2, 1, 1, 64), torch.full((2, 1, 1), float("-inf")))
+    assert (nothing == 0).all() and (lse == float("-inf")).all()
+    with pytest.raises(attn.ShapeError):
+        attn.torch.merge(torch.zeros(2, 1, 1, 64), torch.zeros(2, 1))

@@ -1,0 +1,210 @@
+"""The vLLM plugin against stubs of vLLM's interface: its contract on the CPU, its steps on a GPU."""
+
+import ast
+import inspect
+import os
+import pathlib
+
+import attn
+import pytest
+from conftest import require
+
+try:
+    import torch
+
+    REASON = None
+except ImportError as error:
+    torch, REASON = None, str(error)
+else:
+    import vllm_stubs as stubs
+
+    stubs.install()
+    import attn.vllm as plugin
+
+
+@pytest.fixture(autouse=True)
+def has_torch():
+    if REASON is not None:
+        require("torch", REASON)
+
+
+@pytest.fixture
+def gpu():
+    if not torch.cuda.is_available():
+        require("cuda", "torch sees no CUDA device")
+    return torch.device("cuda", 0)
+
+
+def test_registering_twice_is_registering_once():
+    for _ in range(2):
+        plugin.register()
+    assert stubs.BACKENDS == {"ATTN": "attn.vllm.AttnBackend"}
+    assert set(stubs.HANDLERS) == {"attn_int8", "attn_int8_int4"}
+    assert len({handler.torch_dtype() for handler in stubs.HANDLERS.values()}) == 2
+    assert all(handler.torch_dtype().itemsize == 1 for handler in stubs.HANDLERS.values())
+    assert all(handler.quant_mode() == stubs.KVQuantMode.CUSTOM for handler in stubs.HANDLERS.values())
+
+
+def test_a_cell_has_the_bytes_of_a_token_for_every_block_size():
+    for name, dtype in (("attn_int8", "uint8"), ("attn_int8_int4", "int8")):
+        for dim in plugin.HEAD_SIZES:
+            # vLLM asks for windowed layers with a block of one token.
+            spec = stubs.AttentionSpec(1, 2, dim, getattr(torch, dtype), stubs.KVQuantMode.CUSTOM)
+            cell = plugin.AttnBackend.customize_spec(spec).state_content_bytes
+            assert cell == (2 * dim + 4 if name == "attn_int8" else dim + dim // 2 + 4)
+            for block in plugin.BLOCK_SIZES:
+                cache = attn.Cache(plugin.FORMATS[name], heads=2, dim=dim, max_tokens=0, pages=0, page_size=block, device="cpu")
+                assert cache.stats().page_bytes == 2 * block * cell
+    plain = stubs.AttentionSpec(16, 2, 64, torch.bfloat16)
+    assert plugin.AttnBackend.customize_spec(plain) is plain
+
+
+def test_what_it_cannot_do_is_said():
+    usual = dict(num_heads=8, head_size=64, scale=0.125, num_kv_heads=2, kv_cache_dtype="attn_int8")
+    plugin.AttnImpl(**usual)
+    for wrong in (dict(kv_cache_dtype="auto"), dict(kv_cache_dtype="fp8"), dict(attn_type="encoder"), dict(kv_sharing_target_layer_name="x")):
+        with pytest.raises(attn.UnsupportedError) as error:
+            plugin.AttnImpl(**{**usual, **wrong})
+        assert len(str(error.value)) > 40
+    backend = plugin.AttnBackend
+    assert backend.supports_kv_cache_dtype("attn_int8") and not backend.supports_kv_cache_dtype("auto") and not backend.supports_kv_cache_dtype(None)
+
+
+def test_names_and_arguments_are_vllms():
+    source = os.environ.get("ATTN_VLLM_SOURCE")
+    if not source:
+        require("vllm-source", "ATTN_VLLM_SOURCE names no folder with vLLM's package")
+    tree = ast.parse((pathlib.Path(source) / "vllm/v1/attention/backend.py").read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+    def members(name):
+        node, found = classes[name], {}
+        for base in node.bases:
+            base = base.value if isinstance(base, ast.Subscript) else base
+            if isinstance(base, ast.Name) and base.id in classes:
+                found.update(members(base.id))
+        for item in node.body:
+            if isinstance(item, ast.FunctionDef):
+                found[item.name] = [argument.arg for argument in item.args.args]
+            elif isinstance(item, (ast.Assign, ast.AnnAssign)):
+                target = item.targets[0] if isinstance(item, ast.Assign) else item.target
+                found[target.id] = None
+        return found
+
+    # Read by older hosts; sinks come as a keyword where a model has some.
+    allowed = {"accept_output_buffer"}
+    for own, name in ((plugin.AttnBackend, "AttentionBackend"), (plugin.AttnMetadataBuilder, "AttentionMetadataBuilder"), (plugin.AttnImpl, "AttentionImpl")):
+        theirs = members(name)
+        for member, value in vars(own).items():
+            if member in ("plan", "_build", "_pool") or member in allowed or member.startswith("__") and member != "__init__":
+                continue
+            assert member in theirs, f"{name} has no {member}"
+            function = getattr(value, "__func__", value)
+            if callable(function) and theirs[member] is not None:
+                arguments = list(inspect.signature(function).parameters)
+                assert arguments[: len(theirs[member])] == theirs[member], member
+                assert set(arguments[len(theirs[member]) :]) <= {"sinks"}, member
+    fields = members("CommonAttentionMetadata")
+    assert {field for field in stubs.CommonAttentionMetadata.__dataclass_fields__} <= set(fields)
+
+
+class Host:
+    """As much of vLLM's runner as a layer sees: blocks, slots, lengths, padding."""
+
+    def __init__(self, device, dtype="attn_int8", block=16, blocks=64, requests=4, **layer):
+        self.device, self.block = device, block
+        self.impl = plugin.AttnImpl(num_heads=8, head_size=64, scale=0.125, num_kv_heads=2, kv_cache_dtype=dtype, **layer)
+        self.impl.process_weights_after_loading(torch.bfloat16)
+        element = plugin.ELEMENTS[dtype]
+        spec = plugin.AttnBackend.customize_spec(stubs.AttentionSpec(block, 2, 64, element, stubs.KVQuantMode.CUSTOM))
+        config = type("Config", (), {"model_config": type("Model", (), {"max_model_len": 256})})
+        self.builder = plugin.AttnMetadataBuilder(spec, ["layer"], config, device)
+        self.pool = torch.zeros(blocks, 2, block, spec.state_content_bytes, dtype=element, device=device)
+        self.table = torch.randperm(blocks)[: requests * 16].view(requests, 16).int().to(device)
+        self.lens = [0] * requests
+
+    def batch(self, q_lens, padded_requests=0, padded_tokens=0):
+        starts = torch.tensor([0, *q_lens, *([0] * padded_requests)]).cumsum(0).int()
+        lens = [n + q for n, q in zip(self.lens, q_lens)]
+        slots = []
+        for i, q in enumerate(q_lens):
+            for position in range(self.lens[i], lens[i]):
+                slots.append(int(self.table[i, position // self.block]) * self.block + position % self.block)
+        self.lens[: len(q_lens)] = lens
+        count = len(q_lens) + padded_requests
+        return stubs.CommonAttentionMetadata(
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            seq_lens=torch.tensor(lens + [0] * padded_requests, dtype=torch.int32, device=self.device),
+            num_reqs=count,
+            num_actual_tokens=sum(q_lens) + padded_tokens,
+            max_query_len=max(q_lens),
+            max_seq_len=max(lens),
+            block_table_tensor=self.table[:count],
+            slot_mapping=torch.tensor(slots + [-1] * padded_tokens, device=self.device),
+        )
+
+
+def rows(tokens, heads, device):
+    return torch.randn(tokens, heads, 64, device=device, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["attn_int8", "attn_int8_int4"])
+@pytest.mark.parametrize("layer", [{}, {"sliding_window": 20}, {"logits_soft_cap": 30.0}, {"sinks": True}])
+def test_mixed_batches_are_what_a_cache_attends(gpu, dtype, layer):
+    if layer.get("sinks"):
+        layer = {"sinks": torch.linspace(-1, 2, 8, device=gpu)}
+    host = Host(gpu, dtype, **layer)
+    cache = attn.Cache(plugin.FORMATS[dtype], heads=2, dim=64, max_tokens=256, page_size=16, sequences=3, device="cuda")
+    options = {"softcap": layer.get("logits_soft_cap"), "window_left": 19 if "sliding_window" in layer else None}
+    if "sinks" in layer:
+        options["sinks"] = layer["sinks"].tolist()
+    for q_lens in ([100, 1, 33], [1, 40, 1], [1, 1, 1], [5, 5, 5], [1, 90, 2]):
+        metadata = host.builder.build(0, host.batch(q_lens))
+        n = sum(q_lens)
+        q, k, v = (rows(n + 3, heads, gpu) for heads in (8, 2, 2))
+        out = torch.full_like(q, 7.0)
+        host.impl.forward(None, q, k, v, host.pool, metadata, out)
+        cache.append(k[:n], v[:n], sequences=[0, 1, 2], tokens=q_lens)
+        wanted = cache.attend(q[:n], sequences=[0, 1, 2], q_lens=q_lens, **options)
+        assert torch.equal(out[:n], wanted) and (out[n:] == 7.0).all()
+
+
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_a_graph_with_padded_requests(gpu, q_len):
+    host = Host(gpu)
+    cache = attn.Cache("int8", heads=2, dim=64, max_tokens=256, page_size=16, sequences=4, device="cuda")
+    tokens = 4 * q_len
+    q, k, v = (rows(tokens, heads, gpu) for heads in (8, 2, 2))
+    out = torch.empty_like(q)
+    # The host's buffers: graphs keep their addresses.
+    capture = host.batch([q_len] * 4)
+    host.lens = [0] * 4
+    metadata = host.builder.build_for_cudagraph_capture(capture)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        host.impl.forward(None, q, k, v, host.pool, metadata, out)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        host.impl.forward(None, q, k, v, host.pool, metadata, out)
+    host.pool.zero_()
+    for real in (4, 2, 3, 1):
+        batch = host.batch([q_len] * real, padded_requests=4 - real, padded_tokens=(4 - real) * q_len)
+        for x in (q, k, v):
+            x.copy_(torch.randn_like(x))
+        capture.seq_lens.copy_(batch.seq_lens)
+        capture.slot_mapping.copy_(batch.slot_mapping)
+        graph.replay()
+        n = real * q_len
+        sequences = list(range(real))
+        cache.append(k[:n], v[:n], sequences=sequences, tokens=[q_len] * real)
+        assert torch.equal(out[:n], cache.attend(q[:n], sequences=sequences, q_lens=[q_len] * real))
+        assert (out[n:] == 0).all()
+
+
+def test_a_pass_without_a_batch_gives_zeros():
+    impl = plugin.AttnImpl(num_heads=8, head_size=64, scale=0.125, num_kv_heads=2, kv_cache_dtype="attn_int8")
+    out = torch.ones(3, 8, 64)
+    assert (impl.forward(None, out.clone(), None, None, torch.empty(0), None, out) == 0).all()

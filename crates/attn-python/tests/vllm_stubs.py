@@ -1,0 +1,129 @@
+"""What `attn.vllm` uses of vLLM, written from the interface of vLLM 0.33.0: names, arguments and what they do, without a line of its code.
+
+`install()` puts them where vLLM's modules would be. `tests/test_vllm.py` compares them with the sources of a vLLM that `ATTN_VLLM_SOURCE` names.
+"""
+
+import enum
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+
+
+class AttentionType(str, enum.Enum):
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+class AttentionCGSupport(enum.Enum):
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
+
+
+class KVCacheLayout(enum.Enum):
+    LBHNC = (0, 1, 2, 3, 4)
+    LBNHC = (0, 1, 3, 2, 4)
+
+
+class KVQuantMode(enum.IntEnum):
+    NONE = 0
+    CUSTOM = 12
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    kv_quant_mode: KVQuantMode = KVQuantMode.NONE
+    state_content_bytes: Optional[int] = None
+
+
+class AttentionBackend:
+    pass
+
+
+class AttentionMetadata:
+    pass
+
+
+class AttentionImpl:
+    pass
+
+
+class AttentionMetadataBuilder:
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = kv_cache_spec, layer_names, vllm_config, device
+
+    def _init_reorder_batch_threshold(self, reorder_batch_threshold=1, supports_spec_as_decode=False, supports_dcp_with_varlen=False):
+        self.reorder_batch_threshold = reorder_batch_threshold
+
+
+@dataclass
+class CommonAttentionMetadata:
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: Any = True
+
+
+BACKENDS: dict = {}
+HANDLERS: dict = {}
+
+
+def register_backend(backend, class_path=None, is_mamba=False):
+    if backend in BACKENDS:
+        raise ValueError(f"{backend} exists")
+    BACKENDS[backend] = class_path
+    return lambda cls: cls
+
+
+def register_kv_cache_dtype(name):
+    def decorate(cls):
+        HANDLERS[name] = cls()
+        return cls
+
+    return decorate
+
+
+def get_kv_cache_dtype_handler(name):
+    return HANDLERS.get(name)
+
+
+def install() -> None:
+    modules = {
+        "vllm": [],
+        "vllm.config": [],
+        "vllm.config.cache": [register_kv_cache_dtype, get_kv_cache_dtype_handler],
+        "vllm.v1": [],
+        "vllm.v1.attention": [],
+        "vllm.v1.attention.backend": [
+            AttentionBackend,
+            AttentionCGSupport,
+            AttentionImpl,
+            AttentionMetadata,
+            AttentionMetadataBuilder,
+            AttentionType,
+            CommonAttentionMetadata,
+        ],
+        "vllm.v1.attention.backends": [],
+        "vllm.v1.attention.backends.registry": [register_backend],
+        "vllm.v1.kv_cache_interface": [KVCacheLayout, KVQuantMode, AttentionSpec],
+    }
+    for name, members in modules.items():
+        module = sys.modules.setdefault(name, types.ModuleType(name))
+        for member in members:
+            setattr(module, member.__name__, member)
