@@ -139,6 +139,7 @@ impl<'py> Array<'py> {
     }
 
     /// Address of the first element, in the memory of its device.
+    #[cfg(feature = "cuda")]
     pub fn address(&self) -> u64 {
         self.address as u64
     }

@@ -29,7 +29,8 @@ const USAGE: &str = "usage: cargo xtask COMMAND
                            --images compiles the kernels here, --quick leaves out the program attn
   kernels                  compiles the CUDA kernels for sm_80 and sm_90a: no stack frames, tensor-core instructions
   mutants [--help]         changes one expression at a time, and sees whether a test fails
-  package [--verify]       packages what crates.io would get, and checks a crate outside with each feature alone
+  package [--verify] [--quick]
+                           packages what crates.io would get, and checks a crate outside with each feature alone; quick: with `cpu` alone
   tables [--check | DIR]   writes the tables of the documents again from docs/data, or from a run of .ci/gpu
   wheel                    builds the Python package for machines without Rust, into target/wheels
   words                    finds words that docs/architecture.md's glossary has replaced, and variables that docs/variables.md lacks";
@@ -48,7 +49,14 @@ fn main() -> Result<()> {
         }
         Some("kernels") => script("kernels", &arguments[1..]),
         Some("mutants") => mutants::main(&arguments[1..]),
-        Some("package") => package::run(&root(), has("--verify")),
+        Some("package") => {
+            let features: &[&str] = if has("--quick") {
+                &["cpu"]
+            } else {
+                &["cpu", "cuda", "wgpu"]
+            };
+            package::run(&root(), has("--verify"), features)
+        }
         Some("tables") => script("tables", &arguments[1..]),
         Some("wheel") => wheel::run(&root()),
         Some("words") => words::run(&root()),

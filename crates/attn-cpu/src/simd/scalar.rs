@@ -1,4 +1,5 @@
-//! Plain arrays of eight numbers.
+//! Plain arrays of eight numbers. Its functions need no target feature and are not `inline(always)`: the compiler unrolls their loops once, not at
+//! each of the thousands of places that kernels use them.
 
 use attn_core::arithmetic::ftz;
 use half::f16;
@@ -12,7 +13,7 @@ pub(crate) struct Scalar;
 type I = [i32; 8];
 type F = [f32; 8];
 
-#[inline(always)]
+#[inline]
 fn zip<T: Copy, U: Copy, R: Copy + Default>(a: [T; 8], b: [U; 8], f: impl Fn(T, U) -> R) -> [R; 8] {
     let mut out = [R::default(); 8];
     for i in 0..8 {
@@ -22,13 +23,13 @@ fn zip<T: Copy, U: Copy, R: Copy + Default>(a: [T; 8], b: [U; 8], f: impl Fn(T, 
 }
 
 /// Applies `f` to both 16-bit halves of each lane.
-#[inline(always)]
+#[inline]
 fn halves(a: I, f: impl Fn(u16) -> u16) -> I {
     a.map(|x| (u32::from(f(x as u16)) | u32::from(f((x >> 16) as u16)) << 16) as i32)
 }
 
 /// Interleaves elements of `T` inside each row.
-#[inline(always)]
+#[inline]
 fn zip_elements<T: bytemuck::Pod>(a: I, b: I) -> [I; 2] {
     let (mut out, half) = ([[0; 8]; 2], 8 / size_of::<T>());
     let (a, b): (&[T], &[T]) = (bytemuck::cast_slice(&a), bytemuck::cast_slice(&b));
@@ -49,52 +50,52 @@ impl Simd for Scalar {
     type I = I;
     type F = F;
 
-    #[inline(always)]
+    #[inline]
     fn i_splat(self, x: i32) -> I {
         [x; 8]
     }
 
-    #[inline(always)]
+    #[inline]
     fn i_add(self, a: I, b: I) -> I {
         zip(a, b, i32::wrapping_add)
     }
 
-    #[inline(always)]
+    #[inline]
     fn i_sub(self, a: I, b: I) -> I {
         zip(a, b, i32::wrapping_sub)
     }
 
-    #[inline(always)]
+    #[inline]
     fn i_and(self, a: I, b: I) -> I {
         zip(a, b, |a, b| a & b)
     }
 
-    #[inline(always)]
+    #[inline]
     fn i_xor(self, a: I, b: I) -> I {
         zip(a, b, |a, b| a ^ b)
     }
 
-    #[inline(always)]
+    #[inline]
     fn i_shl<const N: i32>(self, a: I) -> I {
         a.map(|x| x << N)
     }
 
-    #[inline(always)]
+    #[inline]
     fn i_shr<const N: i32>(self, a: I) -> I {
         a.map(|x| (x as u32 >> N) as i32)
     }
 
-    #[inline(always)]
+    #[inline]
     fn i_sar<const N: i32>(self, a: I) -> I {
         a.map(|x| x >> N)
     }
 
-    #[inline(always)]
+    #[inline]
     fn i_sum(self, a: I) -> i32 {
         a.iter().fold(0, |s, x| s.wrapping_add(*x))
     }
 
-    #[inline(always)]
+    #[inline]
     fn i_pairs(self, a: I, b: I) -> I {
         let pair = |x: I, i: usize| x[i].wrapping_add(x[i + 1]);
         [
@@ -109,27 +110,27 @@ impl Simd for Scalar {
         ]
     }
 
-    #[inline(always)]
+    #[inline]
     fn i_join(self, a: I, b: I) -> I {
         self.i_pairs(a, b)
     }
 
-    #[inline(always)]
+    #[inline]
     fn h_shl<const N: i32>(self, a: I) -> I {
         halves(a, |x| x << N)
     }
 
-    #[inline(always)]
+    #[inline]
     fn h_shr<const N: i32>(self, a: I) -> I {
         halves(a, |x| x >> N)
     }
 
-    #[inline(always)]
+    #[inline]
     fn h_sar<const N: i32>(self, a: I) -> I {
         halves(a, |x| (x as i16 >> N) as u16)
     }
 
-    #[inline(always)]
+    #[inline]
     fn h_dot(self, acc: I, a: I, b: I) -> I {
         let dot = zip(a, b, |a, b| {
             let (low, high) = (
@@ -141,27 +142,27 @@ impl Simd for Scalar {
         self.i_add(acc, dot)
     }
 
-    #[inline(always)]
+    #[inline]
     fn zip_8(self, a: I, b: I) -> [I; 2] {
         zip_elements::<u8>(a, b)
     }
 
-    #[inline(always)]
+    #[inline]
     fn zip_16(self, a: I, b: I) -> [I; 2] {
         zip_elements::<u16>(a, b)
     }
 
-    #[inline(always)]
+    #[inline]
     fn zip_32(self, a: I, b: I) -> [I; 2] {
         zip_elements::<u32>(a, b)
     }
 
-    #[inline(always)]
+    #[inline]
     fn zip_64(self, [a, b, c, d, e, f, g, h]: I, [i, j, k, l, m, n, o, p]: I) -> [I; 2] {
         [[a, b, i, j, e, f, m, n], [c, d, k, l, g, h, o, p]]
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn i_load_rows(self, rows: [*const u8; 4]) -> I {
         // SAFETY: 16 bytes are readable at each by the caller's contract.
         let [[a, b, c, d], [e, f, g, h]] = unsafe {
@@ -173,7 +174,7 @@ impl Simd for Scalar {
         [a, b, c, d, e, f, g, h]
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn i_store_rows(self, rows: [*mut u8; 4], [a, b, c, d, e, f, g, h]: I) {
         // SAFETY: 16 bytes are writable at the first two by the caller's contract.
         unsafe {
@@ -182,99 +183,99 @@ impl Simd for Scalar {
         }
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn i_load(self, p: *const u8) -> I {
         // SAFETY: 32 bytes are readable by the caller's contract.
         unsafe { p.cast::<I>().read_unaligned() }
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn i_store(self, p: *mut u8, a: I) {
         // SAFETY: 32 bytes are writable by the caller's contract.
         unsafe { p.cast::<I>().write_unaligned(a) }
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn i_row(self, p: *const u8) -> I {
         // SAFETY: 16 bytes are readable by the caller's contract.
         let [a, b, c, d] = unsafe { p.cast::<[i32; 4]>().read_unaligned() };
         [a, b, c, d, a, b, c, d]
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn i_load_u16(self, p: *const u8) -> I {
         // SAFETY: 16 bytes are readable by the caller's contract.
         unsafe { p.cast::<[u16; 8]>().read_unaligned() }.map(i32::from)
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn i_load_panels(self, p: *const u8, _: usize) -> I {
         // SAFETY: 16 bytes are readable by the caller's contract.
         unsafe { self.i_load_u16(p) }
     }
 
-    #[inline(always)]
+    #[inline]
     fn splat(self, x: f32) -> F {
         [x; 8]
     }
 
-    #[inline(always)]
+    #[inline]
     fn add(self, a: F, b: F) -> F {
         zip(a, b, |a, b| a + b)
     }
 
-    #[inline(always)]
+    #[inline]
     fn sub(self, a: F, b: F) -> F {
         zip(a, b, |a, b| a - b)
     }
 
-    #[inline(always)]
+    #[inline]
     fn mul(self, a: F, b: F) -> F {
         zip(a, b, |a, b| a * b)
     }
 
-    #[inline(always)]
+    #[inline]
     fn max(self, a: F, b: F) -> F {
         zip(a, b, |a, b| if a > b { a } else { b })
     }
 
-    #[inline(always)]
+    #[inline]
     fn abs(self, a: F) -> F {
         a.map(f32::abs)
     }
 
-    #[inline(always)]
+    #[inline]
     fn largest(self, a: F) -> f32 {
         a.iter()
             .fold(f32::NEG_INFINITY, |m, x| if *x > m { *x } else { m })
     }
 
-    #[inline(always)]
+    #[inline]
     fn ftz(self, a: F) -> F {
         a.map(ftz)
     }
 
-    #[inline(always)]
+    #[inline]
     fn to_f(self, a: I) -> F {
         a.map(|x| x as f32)
     }
 
-    #[inline(always)]
+    #[inline]
     fn bits(self, a: F) -> I {
         a.map(|x| x.to_bits() as i32)
     }
 
-    #[inline(always)]
+    #[inline]
     fn of_bits(self, a: I) -> F {
         a.map(|x| f32::from_bits(x as u32))
     }
 
-    #[inline(always)]
+    #[inline]
     fn f16_to_f(self, a: I) -> F {
         a.map(|x| f16::from_bits(x as u16).to_f32())
     }
 
-    #[inline(always)]
+    #[inline]
     fn keep(self, mut a: F, start: i32, end: i32, other: f32) -> F {
         for (i, x) in a.iter_mut().enumerate() {
             if !(start..end).contains(&(i as i32)) {
@@ -284,7 +285,7 @@ impl Simd for Scalar {
         a
     }
 
-    #[inline(always)]
+    #[inline]
     fn rows(self, v: [F; 4]) -> F {
         let mut out = [0.0; 8];
         for j in 0..4 {
@@ -296,7 +297,7 @@ impl Simd for Scalar {
         out
     }
 
-    #[inline(always)]
+    #[inline]
     fn row_pairs(self, a: F, b: F) -> F {
         let mut out = [0.0; 8];
         for i in 0..4 {
@@ -305,25 +306,25 @@ impl Simd for Scalar {
         out
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn load(self, p: *const f32) -> F {
         // SAFETY: 8 floats are readable by the caller's contract.
         unsafe { p.cast::<F>().read_unaligned() }
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn store(self, p: *mut f32, a: F) {
         // SAFETY: 8 floats are writable by the caller's contract.
         unsafe { p.cast::<F>().write_unaligned(a) }
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn load_8(self, p: *const f32) -> F {
         // SAFETY: 8 floats are readable by the caller's contract.
         unsafe { self.load(p) }
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn load_panels(self, a: *const f32, _: *const f32) -> F {
         // SAFETY: 8 floats are readable by the caller's contract.
         unsafe { self.load(a) }
