@@ -1,7 +1,9 @@
 //! Steps over a [`KvCache`] whose rows lie in device memory already, on the caller's stream: the host keeps pages and lengths, and no row leaves
 //! the device.
 
-use attn_core::{Append, CachedSequences, Error, KvCache, PageStore, Problem, TokenWrite, Window};
+use attn_core::{
+    Append, CachedSequences, Error, KvCache, PageStore, Problem, Recent, TokenWrite, Window,
+};
 use cudarc::driver::{CudaEvent, DriverError, result, sys};
 
 use crate::native::{
@@ -58,8 +60,7 @@ pub struct QueryRows {
 pub struct DeviceSteps {
     gpu: CudaBackend,
     append: NativeAppend,
-    /// The latest plans, the newest last.
-    plans: Vec<NativePlan>,
+    plans: Recent<Problem, NativePlan>,
     staging: Staging,
     /// Slots and residual pages of an append.
     places: Scratch,
@@ -89,7 +90,7 @@ impl CudaBackend {
             gpu: CudaBackend {
                 device: self.device.clone(),
             },
-            plans: Vec::new(),
+            plans: Recent::new(KEPT_PLANS),
             staging: Staging::default(),
             places: Scratch::default(),
             tables: Scratch::default(),
@@ -212,16 +213,10 @@ impl DeviceSteps {
         let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
         let mut planned = problem.clone();
         planned.kv_lens = vec![planned_len(longest); problem.batch()];
-        let known = self.plans.iter().position(|plan| plan.problem == planned);
-        let plan = match known {
-            Some(at) => self.plans.remove(at),
-            None => prepare(&self.gpu.device, &planned, config.format, config.page_size)?,
-        };
-        if self.plans.len() == KEPT_PLANS {
-            self.plans.remove(0);
-        }
-        self.plans.push(plan.clone());
-        Ok(plan)
+        let device = &self.gpu.device;
+        self.plans.get_or_make(planned, |planned| {
+            prepare(device, planned, config.format, config.page_size)
+        })
     }
 
     /// Copies the step's lists, and enqueues its launch.

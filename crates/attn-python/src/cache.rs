@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 #[cfg(feature = "cuda")]
 use attn::backends::cuda::DeviceSteps;
 use attn::{
-    Append, CacheConfig, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource, Plan, Problem,
+    Append, CacheConfig, Device, Error, Heads, HostRows, HostSteps, KvCache, KvFormat, Problem,
     convert,
 };
 use pyo3::{
@@ -16,31 +16,21 @@ use pyo3::{
     types::{PyBytes, PyCapsule},
 };
 
-use crate::{
-    dlpack::Array,
-    engine::{self, DeviceName, Engine},
-    errors,
-    modifiers::Modifiers,
-};
-
-/// Plans that are kept for the steps that come.
-const KEPT_PLANS: usize = 8;
+use crate::{dlpack::Array, engine, errors, modifiers::Modifiers};
 
 /// A cache and what its steps keep. The steps are dropped first: they wait for what still reads the pool.
 struct Inner {
     #[cfg(feature = "cuda")]
-    steps: Option<DeviceSteps>,
+    device_steps: Option<DeviceSteps>,
+    host_steps: HostSteps,
     cache: KvCache,
-    /// The latest plans, the newest last.
-    plans: Vec<Plan>,
 }
 
 /// The cache behind `attn.Cache`, which documents it.
 #[pyclass(frozen, module = "attn._attn")]
 pub struct Cache {
     inner: Mutex<Inner>,
-    engine: Arc<Engine>,
-    device: DeviceName,
+    device: Arc<Device>,
     config: CacheConfig,
 }
 
@@ -107,7 +97,7 @@ impl Cache {
         py.detach(|| {
             let mut inner = self.lock();
             #[cfg(feature = "cuda")]
-            if let Some(steps) = &inner.steps {
+            if let Some(steps) = &inner.device_steps {
                 steps.wait()?;
             }
             work(&mut inner)
@@ -178,30 +168,6 @@ impl Cache {
     }
 }
 
-impl Inner {
-    /// A plan for these lengths or somewhat longer ones.
-    fn plan(&mut self, engine: &Engine, problem: &Problem) -> Result<Plan, Error> {
-        let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
-        let mut planned = problem.clone();
-        planned.kv_lens = vec![longest.next_power_of_two().max(64); problem.batch()];
-        let plan = match self
-            .plans
-            .iter()
-            .position(|plan| *plan.problem() == planned)
-        {
-            Some(at) => self.plans.remove(at),
-            None => engine
-                .backend()
-                .plan(&planned, self.cache.config().format)?,
-        };
-        if self.plans.len() == KEPT_PLANS {
-            let _ = self.plans.remove(0);
-        }
-        self.plans.push(plan.clone());
-        Ok(plan)
-    }
-}
-
 /// Counts of tokens as the library takes them.
 fn appends(sequences: &[usize], tokens: &[usize]) -> PyResult<Vec<Append>> {
     if sequences.len() != tokens.len() {
@@ -223,22 +189,21 @@ impl Cache {
     #[pyo3(signature = (options, device))]
     fn new(py: Python<'_>, options: CacheOptions, device: Option<&str>) -> PyResult<Self> {
         let config = options.config()?;
-        let (device, engine) = match device {
+        let device = match device {
             Some(name) => {
-                let name = DeviceName::parse(name)?;
-                (name, py.detach(|| engine::open(name))?)
+                let name = engine::parse(name)?;
+                py.detach(|| engine::open(name))?
             }
             None => py.detach(engine::best)?,
         };
-        let cache = py.detach(|| engine.create_cache(&config));
+        let cache = py.detach(|| device.backend().create_cache(&config));
         Ok(Cache {
             inner: Mutex::new(Inner {
                 #[cfg(feature = "cuda")]
-                steps: None,
+                device_steps: None,
+                host_steps: HostSteps::default(),
                 cache: cache.map_err(errors::of)?,
-                plans: Vec::new(),
             }),
-            engine,
             device,
             config,
         })
@@ -247,10 +212,7 @@ impl Cache {
     /// `cpu`, `wgpu`, `cuda:0`.
     #[getter]
     fn device(&self) -> String {
-        match self.device.id {
-            attn::BackendId::Cuda => format!("cuda:{}", self.device.ordinal),
-            id => id.to_string(),
-        }
+        self.device.name().to_string()
     }
 
     #[pyo3(signature = (k, v, sequences, tokens, stream=None))]
@@ -287,7 +249,7 @@ impl Cache {
     ) -> PyResult<()> {
         let (q, mut out) = (Array::new("q", q)?, Array::new("out", out)?);
         let mut lse = lse.map(|lse| Array::new("lse", lse)).transpose()?;
-        let (mut problem, sequences) = self.problem(&q, options)?;
+        let (problem, sequences) = self.problem(&q, options)?;
         Self::check_outputs(&q, &out, lse.as_ref())?;
         if q.cuda.is_some() || out.cuda.is_some() {
             return self.attend_on_device(
@@ -307,16 +269,10 @@ impl Cache {
             None => None,
         };
         self.on_host(py, |inner| {
-            let chosen = inner.cache.sequences(&sequences)?;
-            problem.kv_lens.clone_from(&chosen.table().lens);
-            chosen.check_problem(&problem)?;
-            let plan = inner.plan(&self.engine, &problem)?;
-            let chosen = inner.cache.sequences(&sequences)?;
-            let mut step = DecodeStep::new(&plan, q, KvSource::Sequences(&chosen), out)?;
-            if let Some(lse) = lse {
-                step = step.with_lse(lse)?;
-            }
-            self.engine.backend().decode(&mut step)
+            let rows = HostRows { q, out, lse };
+            let backend = self.device.backend();
+            let steps = &mut inner.host_steps;
+            steps.attend(backend, &inner.cache, &sequences, &problem, rows)
         })
     }
 

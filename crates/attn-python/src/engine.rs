@@ -2,74 +2,28 @@
 
 use std::{
     collections::HashMap,
-    env,
     sync::{Arc, Mutex, OnceLock, PoisonError},
 };
 
-#[cfg(feature = "cuda")]
-use attn::backends::cuda::{CudaBackend, Options};
-use attn::{BackendId, CacheConfig, DecodeAttention, Error, KvCache, Unsupported};
+use attn::{Device, DeviceName};
 use pyo3::prelude::*;
 
 use crate::errors;
 
-/// An opened device.
-pub enum Engine {
-    /// Rows in host memory.
-    Host(Box<dyn DecodeAttention>),
-    /// Rows in host memory or on the GPU.
-    #[cfg(feature = "cuda")]
-    Cuda(CudaBackend),
-}
-
-impl Engine {
-    pub fn backend(&self) -> &dyn DecodeAttention {
-        match self {
-            Engine::Host(backend) => &**backend,
-            #[cfg(feature = "cuda")]
-            Engine::Cuda(gpu) => gpu,
-        }
-    }
-
-    pub fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
-        self.backend().create_cache(config)
-    }
-}
-
-/// What a device is asked for by: a backend, and which of its devices.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct DeviceName {
-    pub id: BackendId,
-    pub ordinal: usize,
-}
-
-impl DeviceName {
-    /// `cpu`, `wgpu`, `cuda`, `cuda:1`.
-    ///
-    /// # Errors
-    /// `ParameterError`.
-    pub fn parse(name: &str) -> PyResult<Self> {
-        let refuse = || {
-            errors::parameter(format!(
-                "device is {name:?}; allowed: \"cpu\", \"cuda\", \"cuda:1\" and so on, \"wgpu\", or None for the best one here"
-            ))
-        };
-        let (backend, ordinal) = match name.split_once(':') {
-            Some((backend, ordinal)) => (backend, ordinal.parse().map_err(|_| refuse())?),
-            None => (name, 0),
-        };
-        let id: BackendId = backend.parse().map_err(|_| refuse())?;
-        if ordinal > 0 && id != BackendId::Cuda {
-            return Err(refuse());
-        }
-        Ok(DeviceName { id, ordinal })
-    }
+/// Reads `cpu`, `wgpu`, `cuda`, `cuda:1`.
+///
+/// # Errors
+/// `ParameterError`.
+pub fn parse(name: &str) -> PyResult<DeviceName> {
+    name.parse().map_err(errors::of)
 }
 
 /// The process that opened the devices: their threads and contexts do not survive a fork.
 struct Opened {
     process: u32,
-    engines: HashMap<DeviceName, Arc<Engine>>,
+    devices: HashMap<DeviceName, Arc<Device>>,
+    /// The one that was best where none was named.
+    best: Option<DeviceName>,
 }
 
 /// Refuses a process that was forked from the one that opened a device.
@@ -81,7 +35,8 @@ fn opened() -> PyResult<&'static Mutex<Opened>> {
     let opened = OPENED.get_or_init(|| {
         Mutex::new(Opened {
             process: std::process::id(),
-            engines: HashMap::new(),
+            devices: HashMap::new(),
+            best: None,
         })
     });
     let owner = opened
@@ -100,47 +55,31 @@ fn opened() -> PyResult<&'static Mutex<Opened>> {
 ///
 /// # Errors
 /// `UnsupportedError` with the reason and the next step; `DeviceError` in a forked process.
-pub fn open(name: DeviceName) -> PyResult<Arc<Engine>> {
-    let opened = opened()?;
-    let mut opened = opened.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(engine) = opened.engines.get(&name) {
-        return Ok(engine.clone());
+pub fn open(name: DeviceName) -> PyResult<Arc<Device>> {
+    let mut opened = opened()?.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(device) = opened.devices.get(&name) {
+        return Ok(device.clone());
     }
-    let engine = Arc::new(open_new(name).map_err(errors::unsupported)?);
-    opened.engines.insert(name, engine.clone());
-    Ok(engine)
-}
-
-fn open_new(name: DeviceName) -> Result<Engine, Unsupported> {
-    match name.id {
-        #[cfg(feature = "cuda")]
-        BackendId::Cuda => {
-            let options = Options::from_env()?.ordinal(name.ordinal);
-            Ok(Engine::Cuda(CudaBackend::with_options(&options)?))
-        }
-        id => Ok(Engine::Host(attn::open(id)?)),
-    }
+    let device = Arc::new(Device::open(name).map_err(errors::unsupported)?);
+    opened.devices.insert(name, device.clone());
+    Ok(device)
 }
 
 /// The device that `ATTN_BACKEND` names, else the best here, as `attn::select` orders them.
 ///
 /// # Errors
-/// Those of [`DeviceName::parse`]; those of [`open`], of the last one tried.
-pub fn best() -> PyResult<(DeviceName, Arc<Engine>)> {
-    if let Some(named) = env::var_os("ATTN_BACKEND").filter(|name| !name.is_empty()) {
-        let name = DeviceName::parse(&named.to_string_lossy())?;
-        return Ok((name, open(name)?));
+/// `ParameterError` for a name of no device; those of [`open`].
+pub fn best() -> PyResult<Arc<Device>> {
+    if let Some(named) = DeviceName::from_env().map_err(errors::of)? {
+        return open(named);
     }
-    let mut last = None;
-    for id in BackendId::ALL {
-        let name = DeviceName { id, ordinal: 0 };
-        match open(name) {
-            Ok(engine) if id == BackendId::Cpu || !engine.backend().is_software() => {
-                return Ok((name, engine));
-            }
-            Ok(_) => {}
-            Err(error) => last = Some(error),
-        }
+    let mut opened = opened()?.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(device) = opened.best.and_then(|name| opened.devices.get(&name)) {
+        return Ok(device.clone());
     }
-    Err(last.unwrap_or_else(|| errors::device("there is no backend")))
+    let device = Arc::new(Device::best().map_err(errors::of)?);
+    opened.best = Some(device.name());
+    // The device may be open by its name; that one stays.
+    let shared = opened.devices.entry(device.name()).or_insert(device);
+    Ok(shared.clone())
 }

@@ -16,25 +16,22 @@ use pyo3::prelude::*;
 /// Each backend: its name, its device, what is known of it, and why it cannot be used where it cannot.
 #[pyfunction]
 fn devices(py: Python<'_>) -> Vec<(String, Option<String>, String, Option<String>)> {
-    let describe = |id: BackendId| {
-        let name = engine::DeviceName { id, ordinal: 0 };
-        match py.detach(|| engine::open(name)) {
-            Ok(engine) => {
-                let info = engine.backend().device();
-                (
-                    id.to_string(),
-                    Some(info.name.clone()),
-                    info.detail.clone(),
-                    None,
-                )
-            }
-            Err(error) => (
+    let describe = |id: BackendId| match py.detach(|| engine::open(id.into())) {
+        Ok(device) => {
+            let info = device.backend().device();
+            (
                 id.to_string(),
+                Some(info.name.clone()),
+                info.detail.clone(),
                 None,
-                String::new(),
-                Some(error.value(py).to_string()),
-            ),
+            )
         }
+        Err(error) => (
+            id.to_string(),
+            None,
+            String::new(),
+            Some(error.value(py).to_string()),
+        ),
     };
     BackendId::ALL.into_iter().map(describe).collect()
 }

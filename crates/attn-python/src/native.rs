@@ -3,7 +3,7 @@
 use std::{ffi::c_void, sync::Arc};
 
 use attn::{
-    CacheConfig, Heads, KvFormat, PageLayout, Problem, Window,
+    BackendId, CacheConfig, Device, Heads, KvFormat, PageLayout, Problem, Window,
     backends::cuda::{
         CudaBackend,
         native::{
@@ -19,8 +19,7 @@ use pyo3::{
 
 use crate::{
     dlpack::{Array, Dtype},
-    engine::{self, DeviceName, Engine},
-    errors,
+    engine, errors,
     modifiers::Modifiers,
 };
 
@@ -68,7 +67,7 @@ pub struct AttendArrays<'py> {
 /// Launches for one batch shape: what `attn.torch.Plan` is built on.
 #[pyclass(frozen, module = "attn._attn", name = "NativePlan")]
 pub struct Plan {
-    engine: Arc<Engine>,
+    device: Arc<Device>,
     ordinal: i32,
     problem: Problem,
     layout: PageLayout,
@@ -84,10 +83,7 @@ struct OnDevice {
 
 impl Plan {
     fn gpu(&self) -> PyResult<&CudaBackend> {
-        match &*self.engine {
-            Engine::Cuda(gpu) => Ok(gpu),
-            Engine::Host(_) => Err(errors::device("the plan's device is no GPU")),
-        }
+        self.device.cuda("plan").map_err(errors::of)
     }
 
     /// The array's memory; refuses one of another device, of other types than `allowed`, with gaps between elements from dim `first` on, or that is
@@ -394,13 +390,14 @@ fn stream_of(stream: u64) -> Stream {
 impl Plan {
     #[new]
     fn new(py: Python<'_>, options: PlanOptions, device: &str) -> PyResult<Self> {
-        let name = DeviceName::parse(device)?;
-        let engine = py.detach(|| engine::open(name))?;
-        let Engine::Cuda(gpu) = &*engine else {
+        let name = engine::parse(device)?;
+        if name.id != BackendId::Cuda {
             return Err(errors::parameter(format!(
-                "device is {device:?}; allowed: \"cuda\", \"cuda:1\" and so on"
+                "device is {name}; allowed: \"cuda\", \"cuda:1\" and so on"
             )));
-        };
+        }
+        let device = py.detach(|| engine::open(name))?;
+        let gpu = device.cuda("plan").map_err(errors::of)?;
         let format: KvFormat = options.format.parse().map_err(errors::of)?;
         let heads = Heads {
             q: options.heads,
@@ -420,7 +417,7 @@ impl Plan {
         let (plan, append, layout) = py.detach(prepare).map_err(errors::of)?;
         Ok(Plan {
             ordinal: i32::try_from(name.ordinal).unwrap_or(-1),
-            engine,
+            device,
             problem,
             layout,
             plan,

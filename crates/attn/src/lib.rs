@@ -18,7 +18,10 @@
 //! ```
 #![forbid(unsafe_code)]
 
-use std::{ffi::OsString, fmt};
+use std::fmt;
+
+mod device;
+mod host_steps;
 
 /// The README's example compiles.
 #[cfg(doctest)]
@@ -29,9 +32,12 @@ pub use attn_core::{
     Append, AttnState, BackendId, CacheAccess, CacheBuilder, CacheConfig, CachedSequences,
     DecodeAttention, DecodeStep, DeviceInfo, Elements, ElementsMut, Error, Heads, HostPages,
     Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, PageLayout, PageStore, PageTable,
-    Plan, Problem, Scheme, StepInputs, StepOutputs, StridedRows, TokenWrite, Unsupported, Window,
-    arithmetic, cache, convert, format, formats, layout, problem, quant,
+    Plan, Problem, Recent, Scheme, StepInputs, StepOutputs, StridedRows, TokenWrite, Unsupported,
+    Window, arithmetic, cache, convert, format, formats, layout, problem, quant,
 };
+
+pub use device::{Device, DeviceName};
+pub use host_steps::{HostRows, HostSteps};
 
 /// The backends, each under the feature of its name.
 pub mod backends {
@@ -119,73 +125,13 @@ impl fmt::Debug for Selection {
 /// ```
 pub fn select(wanted: Option<BackendId>) -> Result<Selection, Error> {
     let named = match wanted {
-        Some(id) => Some(id),
-        None => named_backend(std::env::var_os("ATTN_BACKEND"))?,
+        Some(id) => Some(id.into()),
+        None => DeviceName::from_env()?,
     };
-    if let Some(id) = named {
-        return Ok(Selection::new(id, open(id)?));
-    }
-    let mut refused = Vec::new();
-    for id in BackendId::ALL {
-        match open(id) {
-            Ok(backend) if backend.is_software() => refused.push((
-                id,
-                Unsupported::Absent {
-                    backend: backend.device().backend,
-                    reason: format!("{} is a program on the CPU", backend.device().name),
-                    next_step: format!("backend \"cpu\" is faster; name \"{id}\" to use it anyway"),
-                },
-            )),
-            Ok(backend) => {
-                return Ok(Selection {
-                    backend,
-                    id,
-                    refused,
-                });
-            }
-            Err(reason) => refused.push((id, reason)),
-        }
-    }
-    let (_, reason) = refused.pop().expect("there is at least one backend");
-    Err(reason.into())
-}
-
-/// The backend that a value of `ATTN_BACKEND` names; none if it is unset or empty.
-fn named_backend(value: Option<OsString>) -> Result<Option<BackendId>, Error> {
-    let Some(name) = value.filter(|name| !name.is_empty()) else {
-        return Ok(None);
-    };
-    match name.to_str().map(str::parse) {
-        Some(Ok(id)) => Ok(Some(id)),
-        _ => Err(Error::Parameter {
-            what: "ATTN_BACKEND",
-            given: name.to_string_lossy().into_owned(),
-            allowed: "cuda, wgpu, cpu; leave it unset for the best one here",
-        }),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_of_backends_are_read_or_refused_and_never_ignored() {
-        for id in BackendId::ALL {
-            let name = OsString::from(id.to_string());
-            assert_eq!(named_backend(Some(name)).unwrap(), Some(id));
-        }
-        for unset in [None, Some(OsString::new())] {
-            assert_eq!(named_backend(unset).unwrap(), None);
-        }
-        let refusal = |name: OsString| named_backend(Some(name)).unwrap_err().to_string();
-        let text = refusal("CPU".into());
-        assert!(text.starts_with("ATTN_BACKEND is CPU; allowed"), "{text}");
-        #[cfg(unix)]
-        {
-            use std::os::unix::ffi::OsStringExt;
-            let text = refusal(OsString::from_vec(b"cpu\xff".to_vec()));
-            assert!(text.starts_with("ATTN_BACKEND is cpu\u{fffd}"), "{text}");
-        }
-    }
+    let (device, refused) = device::best(named)?;
+    Ok(Selection {
+        id: device.name().id,
+        backend: device.into_backend(),
+        refused,
+    })
 }

@@ -18,6 +18,8 @@ use toml::Table;
 /// What `deny.toml` allows.
 struct Policy {
     licences: BTreeSet<String>,
+    /// Licences of one crate alone, by its name.
+    exceptions: BTreeMap<String, BTreeSet<String>>,
     registries: BTreeSet<String>,
     /// `name@version` of doubles that are known.
     skips: BTreeSet<String>,
@@ -122,6 +124,28 @@ fn texts(table: &Table, section: &str, key: &str) -> Result<BTreeSet<String>> {
         .collect()
 }
 
+/// Licences that one crate alone may have.
+fn exceptions(table: &Table) -> Result<BTreeMap<String, BTreeSet<String>>> {
+    let list = table.get("licenses").and_then(|s| s.get("exceptions"));
+    let list = list.and_then(|list| list.as_array());
+    let one = |entry: &toml::Value| {
+        let name = entry.get("crate").and_then(|name| name.as_str());
+        let allow = entry.get("allow").and_then(|allow| allow.as_array());
+        let allow: Option<BTreeSet<String>> = allow
+            .into_iter()
+            .flatten()
+            .map(|licence| licence.as_str().map(str::to_owned))
+            .collect();
+        match (name, allow) {
+            (Some(name), Some(allow)) if !allow.is_empty() => Ok((name.to_owned(), allow)),
+            _ => bail!(
+                "[licenses] exceptions takes {{ crate = \"name\", allow = [\"…\"] }}, not {entry:?}"
+            ),
+        }
+    };
+    list.into_iter().flatten().map(one).collect()
+}
+
 impl Policy {
     fn parse(text: &str) -> Result<Self> {
         let table: Table = text.parse()?;
@@ -150,6 +174,7 @@ impl Policy {
         }
         Ok(Policy {
             licences: texts(&table, "licenses", "allow")?,
+            exceptions: exceptions(&table)?,
             registries: texts(&table, "sources", "allow-registry")?,
             skips: known,
         })
@@ -173,8 +198,12 @@ impl Policy {
         let Some(text) = &package.licence else {
             return Some(format!("{} names no licence", package.id()));
         };
+        let own = self.exceptions.get(&package.name);
+        let is_allowed = |licence: &str| {
+            self.licences.contains(licence) || own.is_some_and(|own| own.contains(licence))
+        };
         match Expression::parse_mode(text, ParseMode::LAX) {
-            Ok(licence) if licence.evaluate(|l| self.licences.contains(&l.to_string())) => None,
+            Ok(licence) if licence.evaluate(|l| is_allowed(&l.to_string())) => None,
             Ok(_) => Some(format!("{} has licence {text}", package.id())),
             Err(error) => Some(format!("{} has licence {text}: {error}", package.id())),
         }
@@ -223,6 +252,7 @@ mod tests {
     const POLICY: &str = r#"
         [licenses]
         allow = ["MIT", "Apache-2.0 WITH LLVM-exception"]
+        exceptions = [{ crate = "c", allow = ["MPL-2.0"] }]
         [sources]
         unknown-registry = "deny"
         unknown-git = "deny"
@@ -292,6 +322,8 @@ mod tests {
             let found = finds(package("b", "1.0.0", licence, CRATES_IO));
             assert_eq!(found.len(), 1, "{licence}: {found:?}");
         }
+        assert!(finds(package("c", "1.0.0", "MPL-2.0", CRATES_IO)).is_empty());
+        assert_eq!(finds(package("b", "1.0.0", "MPL-2.0", CRATES_IO)).len(), 1);
         let mut none = package("b", "1.0.0", "", CRATES_IO);
         none.licence = None;
         assert_eq!(finds(none), ["b@1.0.0 names no licence"]);

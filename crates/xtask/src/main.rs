@@ -3,6 +3,7 @@
 mod circles;
 mod deny;
 mod fuzz;
+mod header;
 mod mutants;
 mod package;
 mod wheel;
@@ -27,6 +28,7 @@ const USAGE: &str = "usage: cargo xtask COMMAND
                            feeds random input to every door, with checks of overflow and assertions
   gpu [--images] [--quick] collects in gpu-bin/ what .ci/gpu needs on a machine with a GPU, a driver and NVRTC;
                            --images compiles the kernels here, --quick leaves out the program attn
+  header [--check]         writes the header of crates/attn-c again from its sources
   kernels                  compiles the CUDA kernels for sm_80 and sm_90a: no stack frames, tensor-core instructions
   mutants [--help]         changes one expression at a time, and sees whether a test fails
   package [--verify] [--quick]
@@ -47,6 +49,7 @@ fn main() -> Result<()> {
             ensure!(fuzz::fuzz(&arguments[1..])?, "the fuzzers found something");
             Ok(())
         }
+        Some("header") => header::run(&root(), has("--check")),
         Some("kernels") => script("kernels", &arguments[1..]),
         Some("mutants") => mutants::main(&arguments[1..]),
         Some("package") => {
@@ -98,6 +101,7 @@ fn programs(root: &Path, quick: bool) -> Result<Vec<(String, PathBuf)>> {
         ],
         vec!["build", "--package", "attn-cuda", "--example", "engine"],
         vec!["build", "--package", "attn-images"],
+        vec!["build", "--package", "attn-c"],
     ];
     if !quick {
         calls.push(vec!["build", "--package", "attn-cli", "--bin", "attn"]);
@@ -121,6 +125,12 @@ fn programs(root: &Path, quick: bool) -> Result<Vec<(String, PathBuf)>> {
                     .as_str()
                     .context("a target's name")?;
                 all.push((name.to_owned(), PathBuf::from(program)));
+            }
+            // What the C examples load.
+            let made = message["filenames"].as_array().into_iter().flatten();
+            let libraries = made.filter_map(|file| file.as_str());
+            for library in libraries.filter(|file| file.ends_with("/libattn_c.so")) {
+                all.push(("libattn_c.so".to_owned(), PathBuf::from(library)));
             }
         }
     }

@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, fs, path::Path, process::Command, time::Instant
 use anyhow::{Context, Result, bail, ensure};
 
 /// Crates that stay in the repository.
-const UNPUBLISHED: [&str; 4] = ["attn-fuzz", "attn-images", "attn-python", "xtask"];
+const UNPUBLISHED: [&str; 5] = ["attn-c", "attn-fuzz", "attn-images", "attn-python", "xtask"];
 /// The largest file that crates.io takes.
 const MOST_BYTES: u64 = 10 << 20;
 /// The most packages of the library with the CPU backend alone, itself included.

@@ -2,9 +2,12 @@
 
 use std::ffi::c_void;
 
-use attn::backends::cuda::{
-    NewTokens, QueryRows,
-    native::{DeviceAddress, Dtype as CudaDtype, Stream},
+use attn::{
+    BackendId,
+    backends::cuda::{
+        NewTokens, QueryRows,
+        native::{DeviceAddress, Dtype as CudaDtype, Stream},
+    },
 };
 
 use super::*;
@@ -12,18 +15,13 @@ use crate::dlpack::Dtype;
 
 impl Inner {
     /// What the steps keep, made at the first one.
-    fn steps(&mut self, engine: &Engine) -> Result<(&mut DeviceSteps, &mut KvCache), Error> {
-        let Engine::Cuda(gpu) = engine else {
-            return Err(Error::WrongBackend {
-                backend: engine.backend().device().backend,
-                what: "array, which lies on a CUDA device,",
-            });
-        };
-        let steps = match self.steps.take() {
+    fn device_steps(&mut self, device: &Device) -> Result<(&mut DeviceSteps, &mut KvCache), Error> {
+        let gpu = device.cuda("array, which lies on a CUDA device,")?;
+        let steps = match self.device_steps.take() {
             Some(steps) => steps,
             None => gpu.prepare_steps(&self.cache)?,
         };
-        Ok((self.steps.insert(steps), &mut self.cache))
+        Ok((self.device_steps.insert(steps), &mut self.cache))
     }
 }
 
@@ -43,15 +41,16 @@ fn dtype(array: &Array<'_>) -> PyResult<CudaDtype> {
 impl Cache {
     /// Refuses an array that is not on the cache's device, or whose rows are not contiguous from dim `first` on.
     fn check_on_device(&self, array: &Array<'_>, first: usize) -> PyResult<()> {
-        let own = i32::try_from(self.device.ordinal).ok();
-        if array.cuda.is_none() || array.cuda != own || self.device.id != attn::BackendId::Cuda {
+        let name = self.device.name();
+        let own = i32::try_from(name.ordinal).ok();
+        if array.cuda.is_none() || array.cuda != own || name.id != BackendId::Cuda {
             return Err(errors::shape(format!(
                 "{} lies on {}, and the cache on {}; bring all arrays of a call to the cache's device, or all to the CPU",
                 array.what,
                 array
                     .cuda
                     .map_or("the CPU".into(), |device| format!("cuda:{device}")),
-                self.device()
+                name
             )));
         }
         if !array.is_contiguous_from(first) {
@@ -111,7 +110,7 @@ impl Cache {
         let stream = stream.unwrap_or(0) as usize;
         py.detach(|| {
             let mut inner = self.lock();
-            let (steps, cache) = inner.steps(&self.engine)?;
+            let (steps, cache) = inner.device_steps(&self.device)?;
             let stream = Stream::from_raw(stream as *mut c_void);
             // SAFETY: the arrays have been compared with the cache's heads, dims and device, and with the number of tokens; the caller's
             // library keeps their memory until the work enqueued on its current stream has run. The stream is that library's current one,
@@ -150,7 +149,7 @@ impl Cache {
         let stream = stream.unwrap_or(0) as usize;
         py.detach(|| {
             let mut inner = self.lock();
-            let (steps, cache) = inner.steps(&self.engine)?;
+            let (steps, cache) = inner.device_steps(&self.device)?;
             let chosen = cache.sequences(sequences)?;
             let stream = Stream::from_raw(stream as *mut c_void);
             // SAFETY: as for appends; outputs have the queries' shape, which the problem has been made of, and are the caller's to write.

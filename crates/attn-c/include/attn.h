@@ -1,0 +1,450 @@
+/* attn: attention over a quantized KV cache.
+
+   Written by cargo xtask header from crates/attn-c/src; docs/c.md is the guide.
+
+   Every function that can fail returns an attn_status; attn_last_error() then has the sentence. A refused call changes nothing.
+   Pointers that are documented as optional may be NULL. Handles may move between threads; calls on one cache wait for each other. */
+
+#ifndef ATTN_H
+#define ATTN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+// Version of this interface's types and functions. A program and the library that it runs with have the same.
+#define ATTN_ABI_VERSION 1
+
+// A flag of attn_modifiers: query tokens see all cached tokens, also those behind them.
+#define ATTN_NOT_CAUSAL 1
+
+// What a call came to. After any but ATTN_STATUS_OK, the cache and the outputs are unchanged, unless the status is ATTN_STATUS_DEVICE or
+// ATTN_STATUS_INTERNAL.
+typedef enum attn_status {
+  // Done; of calls that take a stream: enqueued.
+  ATTN_STATUS_OK = 0,
+  // An argument that the library does not define, such as a format's name, or NULL.
+  ATTN_STATUS_PARAMETER = 1,
+  // Arguments that do not fit each other or the cache.
+  ATTN_STATUS_SHAPE = 2,
+  // NaN, infinity, or a number beyond what the format or the arithmetic takes.
+  ATTN_STATUS_NUMBER = 3,
+  // The pool has too few free pages. Free a sequence, or create a larger pool.
+  ATTN_STATUS_CACHE_FULL = 4,
+  // A sequence that the cache does not have.
+  ATTN_STATUS_SEQUENCE = 5,
+  // There is no memory for it.
+  ATTN_STATUS_OUT_OF_MEMORY = 6,
+  // The device is absent, or has no kernel for the problem.
+  ATTN_STATUS_UNSUPPORTED = 7,
+  // The device failed, or the handle is of another device.
+  ATTN_STATUS_DEVICE = 8,
+  // A defect of the library. The handles of the call are unusable but for their destruction.
+  ATTN_STATUS_INTERNAL = 9,
+} attn_status;
+
+// Type of the numbers in a caller's memory.
+typedef enum attn_dtype {
+  // float.
+  ATTN_DTYPE_F32 = 0,
+  // 16-bit IEEE numbers.
+  ATTN_DTYPE_F16 = 1,
+  // The upper halves of float.
+  ATTN_DTYPE_BF16 = 2,
+} attn_dtype;
+
+// A paged, quantized cache of K and V of one layer.
+typedef struct attn_cache attn_cache;
+
+// An opened device. Caches and plans keep what they need of it, so it can be closed before them.
+typedef struct attn_device attn_device;
+
+// Launches for one batch shape. They allocate nothing and wait for nothing.
+typedef struct attn_plan attn_plan;
+
+// The description of a cache. Fields that are 0 have their defaults.
+typedef struct attn_cache_config {
+  // sizeof(attn_cache_config).
+  size_t struct_size;
+  // How K and V are stored: "int8", "int4", "int8/int4", "fp8", "bf16", "f16" and others of docs/c.md.
+  const char *format;
+  // KV heads.
+  size_t kv_heads;
+  // Elements per head: 64, 80, 96, 128, 192 or 256.
+  size_t head_dim;
+  // Sequences, all empty at first; 0: 1.
+  size_t sequences;
+  // Tokens that each sequence has room for.
+  size_t max_tokens;
+  // Pages of the pool; 0: enough for max_tokens of every sequence.
+  size_t pages;
+  // Tokens per page: 16, 32, 64 or 128; 0: 64.
+  size_t page_size;
+  // Formats that keep the newest tokens finer, such as int4: the most query tokens that a step has of one sequence; 0: 64.
+  size_t max_q_len;
+  // fp8 and int8-tensor: a static scale for each KV head, or NULL for 1.
+  const float *k_scales;
+  // The same for V.
+  const float *v_scales;
+} attn_cache_config;
+
+// The state of a cache's pool.
+typedef struct attn_cache_stats {
+  // Bytes of a page.
+  size_t page_bytes;
+  // Pages of the pool.
+  size_t pages;
+  // Pages that no sequence has.
+  size_t free_pages;
+} attn_cache_stats;
+
+// Tokens for a sequence.
+typedef struct attn_append {
+  // The sequence's index.
+  size_t sequence;
+  // How many tokens it gets.
+  size_t tokens;
+} attn_append;
+
+// What changes scores. All zero: causal, with the factor 1/sqrt(head_dim), and nothing else.
+typedef struct attn_modifiers {
+  // Factor of q·k; 0: 1/sqrt(head_dim).
+  float scale;
+  // Soft cap: scaled scores become softcap·tanh(score/softcap); 0: none.
+  float softcap;
+  // Tokens that a query token sees at most, its own included; 0: all.
+  size_t window;
+  // ALiBi: a slope for each query head, or NULL.
+  const float *alibi_slopes;
+  // Attention sinks: a logit for each query head that takes part in the softmax and has no value, or NULL.
+  const float *sinks;
+  // ATTN_NOT_CAUSAL or 0.
+  uint32_t flags;
+} attn_modifiers;
+
+// The shape of a batch, for every step of these heads and query tokens with lengths up to the longest.
+typedef struct attn_plan_config {
+  // sizeof(attn_plan_config).
+  size_t struct_size;
+  // How K and V are stored, as in attn_cache_config.
+  const char *format;
+  // Query heads.
+  size_t q_heads;
+  // KV heads.
+  size_t kv_heads;
+  // Elements per head.
+  size_t head_dim;
+  // Tokens per page; 0: 64.
+  size_t page_size;
+  // Sequences.
+  size_t count;
+  // Query tokens of each; NULL: one.
+  const size_t *q_lens;
+  // The longest length of a sequence.
+  size_t max_tokens;
+  // What changes scores. A launch reads slopes and sinks from attn_buffers.
+  struct attn_modifiers modifiers;
+} attn_plan_config;
+
+// What a plan's launches need.
+typedef struct attn_plan_info {
+  // Bytes of a page of the pool.
+  size_t page_bytes;
+  // Bytes of the workspace.
+  size_t workspace_bytes;
+  // Bytes at the workspace's start that are zeroed before the first launch.
+  size_t zeroed_bytes;
+  // Bytes of the query blocks; 0: there are none.
+  size_t query_block_bytes;
+  // Entries of a sequence in attn_pages.residual_pages; 0 for formats without.
+  size_t residual_slots;
+} attn_plan_info;
+
+// Where the sequences' tokens lie. All addresses are of device memory, aligned to 16 bytes.
+typedef struct attn_pages {
+  // sizeof(attn_pages).
+  size_t struct_size;
+  // The pool: num_pages pages, aligned to 256 bytes.
+  void *pool;
+  // Pages of the pool.
+  size_t num_pages;
+  // int32 [count][page_table_stride]: a sequence's pages in order.
+  const int32_t *page_table;
+  // Entries of a sequence in page_table: at least max_tokens / page_size, rounded up.
+  size_t page_table_stride;
+  // int32 [count][residual_slots] for formats that keep the newest tokens finer: the residual page of a sequence's page i at i %
+  // residual_slots. Else NULL.
+  const int32_t *residual_pages;
+  // int32 [count]: lengths, which count the new tokens.
+  const int32_t *lengths;
+  // float [kv_heads] for fp8 and int8-tensor; else NULL.
+  const float *k_scales;
+  // The same for V.
+  const float *v_scales;
+} attn_pages;
+
+// Queries and outputs, [query tokens][q_heads][head_dim]: those of the step's first sequence, then those of the next.
+typedef struct attn_rows {
+  // sizeof(attn_rows).
+  size_t struct_size;
+  // The queries, after RoPE.
+  const void *q;
+  // The outputs.
+  void *out;
+  // An attn_dtype, of queries and outputs. 16-bit outputs are the 32-bit ones, rounded to nearest even.
+  uint32_t dtype;
+  // Log-sum-exps [query tokens][q_heads], or NULL.
+  float *lse;
+} attn_rows;
+
+// A plan's own memory on the device, which the caller allocates and fills.
+typedef struct attn_buffers {
+  // sizeof(attn_buffers).
+  size_t struct_size;
+  // attn_plan_info.workspace_bytes bytes, aligned to 256, of which the first zeroed_bytes are zero. Launches that share it do not overlap.
+  void *workspace;
+  // What attn_plan_query_blocks gives, in device memory; NULL where that is nothing.
+  const void *query_blocks;
+  // What attn_plan_alibi_slopes gives, in device memory; NULL without.
+  const float *alibi_slopes;
+  // float [q_heads]: the sinks; NULL without.
+  const float *sinks;
+} attn_buffers;
+
+// New tokens, [tokens][kv_heads][head_dim]: those of the first sequence, then those of the next.
+typedef struct attn_tokens {
+  // sizeof(attn_tokens).
+  size_t struct_size;
+  // K, after RoPE.
+  const void *k;
+  // V.
+  const void *v;
+  // An attn_dtype, of K and V.
+  uint32_t dtype;
+  // Elements from one token of K to the next; 0: kv_heads·head_dim.
+  size_t k_token_stride;
+  // Elements from one token of V to the next; 0: kv_heads·head_dim.
+  size_t v_token_stride;
+} attn_tokens;
+
+// Which sequences attend, with how many query tokens. The last query token of a sequence stands at its last cached token: append first.
+typedef struct attn_step {
+  // sizeof(attn_step).
+  size_t struct_size;
+  // Query heads: a multiple of the cache's KV heads.
+  size_t q_heads;
+  // Number of sequences.
+  size_t count;
+  // Their indices in the cache, in any order.
+  const size_t *sequences;
+  // Query tokens of each; NULL: one.
+  const size_t *q_lens;
+  // What changes scores.
+  struct attn_modifiers modifiers;
+} attn_step;
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+// The library's ATTN_ABI_VERSION, to be compared with the header's at the start of a program.
+uint32_t attn_abi_version(void);
+
+// The library's version, such as "0.1.0".
+const char *attn_version(void);
+
+// Creates an empty cache in a device's memory.
+//
+// Needs: device is open; config and what it points to are readable; cache is writable.
+enum attn_status attn_cache_create(const struct attn_device *device,
+                                   const struct attn_cache_config *config,
+                                   struct attn_cache **cache);
+
+// Destroys a cache, when its steps on the device have run; NULL is none.
+//
+// Needs: cache is NULL or was created and has not been destroyed; no call on it is under way.
+void attn_cache_destroy(struct attn_cache *cache);
+
+// Makes the empty sequence to share the tokens of from. Their pages are copied when one of the two changes them.
+//
+// Needs: cache has not been destroyed.
+enum attn_status attn_cache_fork(struct attn_cache *cache, size_t from, size_t to);
+
+// Takes tokens from a sequence's end, such as those of a rejected draft, so that tokens are left.
+//
+// Needs: cache has not been destroyed.
+enum attn_status attn_cache_truncate(struct attn_cache *cache, size_t sequence, size_t tokens);
+
+// Empties a sequence.
+//
+// Needs: cache has not been destroyed.
+enum attn_status attn_cache_free(struct attn_cache *cache, size_t sequence);
+
+// The number of a sequence's tokens.
+//
+// Needs: cache has not been destroyed; tokens is writable.
+enum attn_status attn_cache_tokens(const struct attn_cache *cache, size_t sequence, size_t *tokens);
+
+// The state of a cache's pool.
+//
+// Needs: cache has not been destroyed; stats is writable.
+enum attn_status attn_cache_get_stats(const struct attn_cache *cache, struct attn_cache_stats *stats);
+
+// The number of pages that these appends take from the pool.
+//
+// Needs: cache has not been destroyed; appends has count entries; pages is writable.
+enum attn_status attn_cache_pages_needed(const struct attn_cache *cache,
+                                         const struct attn_append *appends,
+                                         size_t count,
+                                         size_t *pages);
+
+// Copies a sequence's pages to host memory, to be kept elsewhere; attn_cache_restore brings them back. bytes NULL: only needed is written, the
+// number of bytes.
+//
+// Needs: cache has not been destroyed; bytes is NULL or has size writable bytes; needed is writable.
+enum attn_status attn_cache_save(const struct attn_cache *cache,
+                                 size_t sequence,
+                                 void *bytes,
+                                 size_t size,
+                                 size_t *needed);
+
+// Fills an empty sequence with tokens tokens from the bytes of attn_cache_save, of a cache with the same description.
+//
+// Needs: cache has not been destroyed; bytes has size readable bytes.
+enum attn_status attn_cache_restore(struct attn_cache *cache,
+                                    size_t sequence,
+                                    size_t tokens,
+                                    const void *bytes,
+                                    size_t size);
+
+// Opens a device: "cpu", "cuda" or "cuda:0", "cuda:1" and so on, "wgpu" where the library was built with it. NULL: the one that the environment
+// variable ATTN_BACKEND names, else the best one here.
+//
+// Needs: name is NULL or text that ends with a zero byte; device is writable.
+enum attn_status attn_device_open(const char *name,
+                                  struct attn_device **device);
+
+// A device's name and what is used of it, for people; valid until it is closed. NULL for NULL.
+//
+// Needs: device is NULL or was opened and has not been closed.
+const char *attn_device_name(const struct attn_device *device);
+
+// Closes a device; NULL is none.
+//
+// Needs: device is NULL or was opened and has not been closed.
+void attn_device_close(struct attn_device *device);
+
+// Prepares the launches for a batch shape on a GPU; the first plan of its kind may compile kernels.
+//
+// Needs: device is open; config and what it points to are readable; plan is writable.
+enum attn_status attn_plan_create(const struct attn_device *device,
+                                  const struct attn_plan_config *config,
+                                  struct attn_plan **plan);
+
+// Destroys a plan; launches that it enqueued go on. NULL is none.
+//
+// Needs: plan is NULL or was created and has not been destroyed.
+void attn_plan_destroy(struct attn_plan *plan);
+
+// What a plan's launches need.
+//
+// Needs: plan has not been destroyed; info is writable.
+enum attn_status attn_plan_get_info(const struct attn_plan *plan, struct attn_plan_info *info);
+
+// Copies a plan's query blocks to host memory of attn_plan_info.query_block_bytes bytes, for attn_buffers.
+//
+// Needs: plan has not been destroyed; bytes has room for them.
+enum attn_status attn_plan_query_blocks(const struct attn_plan *plan, void *bytes);
+
+// Copies a plan's ALiBi slopes, as the kernels take them, to host memory of q_heads numbers, for attn_buffers. Without slopes, writes nothing.
+//
+// Needs: plan has not been destroyed; slopes has room for them.
+enum attn_status attn_plan_alibi_slopes(const struct attn_plan *plan,
+                                        float *slopes);
+
+// Attends: enqueues the step on stream, a CUstream or cudaStream_t of the device's primary context, which is current. A CUDA graph can capture it,
+// and reads lengths and pages anew each time that it runs.
+//
+// Needs: plan has not been destroyed. The structs' addresses are device memory as documented, and stay so until the work has run. On the device, lengths
+// are 0 to max_tokens, and pages are below num_pages. ATTN_CHECK=1 in the environment checks them before each launch, outside of graphs.
+enum attn_status attn_plan_attend(const struct attn_plan *plan,
+                                  const struct attn_pages *pages,
+                                  const struct attn_rows *rows,
+                                  const struct attn_buffers *buffers,
+                                  void *stream);
+
+// Appends as many new tokens to each sequence, and attends: what attn_plan_append_slots and attn_plan_attend do, with the same bits, in less time.
+// tokens has each tokens of the first sequence, then those of the next; their places are the last ones of pages->lengths.
+//
+// Needs: As attn_plan_attend; nothing else is enqueued between what wrote the pages before and this; every page that a new token touches belongs to its
+// sequence alone.
+enum attn_status attn_plan_step(const struct attn_plan *plan,
+                                const struct attn_pages *pages,
+                                const struct attn_tokens *tokens,
+                                size_t each,
+                                const struct attn_rows *rows,
+                                const struct attn_buffers *buffers,
+                                void *stream);
+
+// Appends tokens that bring their places: enqueues the writes on stream. slots, int64 [count] in device memory: page·page_size + token of the
+// page; tokens with a negative slot are skipped. residual_pages, int32 [count] in device memory for formats that keep the newest tokens finer:
+// the residual page of the token's page, or -1 if that has none; else NULL. Of pages, the pool and the scales are read.
+//
+// Needs: As attn_plan_attend; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each; K and V are finite.
+enum attn_status attn_plan_append_slots(const struct attn_plan *plan,
+                                        const struct attn_pages *pages,
+                                        const struct attn_tokens *tokens,
+                                        const int64_t *slots,
+                                        const int32_t *residual_pages,
+                                        size_t count,
+                                        void *stream);
+
+// The name of an attn_status, such as "CACHE_FULL"; "UNKNOWN" for other numbers.
+const char *attn_status_name(uint32_t status);
+
+// The sentence of this thread's latest call that failed: what was given, what is allowed, and the next step. Empty if none has. Valid until this
+// thread's next call that fails.
+const char *attn_last_error(void);
+
+// Appends tokens in host memory to several sequences at once, or to none.
+//
+// Needs: cache has not been destroyed; appends has count entries, each of another sequence; tokens has as many tokens as they add up to.
+enum attn_status attn_cache_append(struct attn_cache *cache,
+                                   const struct attn_append *appends,
+                                   size_t count,
+                                   const struct attn_tokens *tokens);
+
+// Attends, with rows in host memory.
+//
+// Needs: cache has not been destroyed; step and rows are as their types document them, with rows for all query tokens; outputs overlap nothing else.
+enum attn_status attn_cache_attend(struct attn_cache *cache,
+                                   const struct attn_step *step,
+                                   const struct attn_rows *rows);
+
+// Appends tokens in the GPU's memory: enqueues the writes on stream, a CUstream or cudaStream_t of the device's primary context (NULL: the default
+// stream), and counts the tokens. The bytes are those of attn_cache_append.
+//
+// Needs: As attn_cache_append, in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
+enum attn_status attn_cache_append_on(struct attn_cache *cache,
+                                      const struct attn_append *appends,
+                                      size_t count,
+                                      const struct attn_tokens *tokens,
+                                      void *stream);
+
+// Attends, with rows in the GPU's memory: enqueues the step on stream. For a step that a CUDA graph captures, see attn_plan.
+//
+// Needs: As attn_cache_attend, with rows in device memory, aligned to 16 bytes, which stay until the work has run; queries are finite.
+enum attn_status attn_cache_attend_on(struct attn_cache *cache,
+                                      const struct attn_step *step,
+                                      const struct attn_rows *rows,
+                                      void *stream);
+
+// Waits for a cache's steps on the device.
+//
+// Needs: cache has not been destroyed.
+enum attn_status attn_cache_wait(struct attn_cache *cache);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* ATTN_H */

@@ -1,0 +1,381 @@
+//! Caches: pages and lengths of sequences. Rows go in and out by `step`.
+
+use std::{
+    ffi::{c_char, c_void},
+    sync::{Arc, Mutex},
+};
+
+use attn::backends::cuda::DeviceSteps;
+use attn::{CacheConfig as Description, Heads, HostSteps, KvCache, KvFormat};
+
+use crate::{
+    arguments::{self, Config, handle, list, list_mut, lock, optional, place, text},
+    device::Device,
+    status::{Failure, Status, call},
+};
+
+/// The description of a cache. Fields that are 0 have their defaults.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct CacheConfig {
+    /// sizeof(attn_cache_config).
+    pub struct_size: usize,
+    /// How K and V are stored: "int8", "int4", "int8/int4", "fp8", "bf16", "f16" and others of docs/c.md.
+    pub format: *const c_char,
+    /// KV heads.
+    pub kv_heads: usize,
+    /// Elements per head: 64, 80, 96, 128, 192 or 256.
+    pub head_dim: usize,
+    /// Sequences, all empty at first; 0: 1.
+    pub sequences: usize,
+    /// Tokens that each sequence has room for.
+    pub max_tokens: usize,
+    /// Pages of the pool; 0: enough for max_tokens of every sequence.
+    pub pages: usize,
+    /// Tokens per page: 16, 32, 64 or 128; 0: 64.
+    pub page_size: usize,
+    /// Formats that keep the newest tokens finer, such as int4: the most query tokens that a step has of one sequence; 0: 64.
+    pub max_q_len: usize,
+    /// fp8 and int8-tensor: a static scale for each KV head, or NULL for 1.
+    pub k_scales: *const f32,
+    /// The same for V.
+    pub v_scales: *const f32,
+}
+
+// SAFETY: `repr(C)`, and `struct_size` is first.
+unsafe impl Config for CacheConfig {
+    const NAME: &'static str = "attn_cache_config";
+}
+
+/// The state of a cache's pool.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct CacheStats {
+    /// Bytes of a page.
+    pub page_bytes: usize,
+    /// Pages of the pool.
+    pub pages: usize,
+    /// Pages that no sequence has.
+    pub free_pages: usize,
+}
+
+/// Tokens for a sequence.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Append {
+    /// The sequence's index.
+    pub sequence: usize,
+    /// How many tokens it gets.
+    pub tokens: usize,
+}
+
+/// A paged, quantized cache of K and V of one layer.
+pub struct Cache {
+    pub(crate) device: Arc<attn::Device>,
+    pub(crate) state: Mutex<State>,
+}
+
+/// A cache and what its steps keep. The steps on the device are dropped first: they wait for what still reads the pool.
+pub(crate) struct State {
+    pub device_steps: Option<DeviceSteps>,
+    pub host_steps: HostSteps,
+    pub cache: KvCache,
+}
+
+impl State {
+    /// Waits for the steps on the device, whose pages the host is about to use.
+    pub fn wait(&self) -> Result<(), Failure> {
+        if let Some(steps) = &self.device_steps {
+            steps.wait()?;
+        }
+        Ok(())
+    }
+}
+
+/// The library's description of a cache.
+///
+/// # Safety
+/// The format is text, and the scales are NULL or one for each KV head.
+unsafe fn describe(given: &CacheConfig) -> Result<Description, Failure> {
+    // SAFETY: this function's contract.
+    let format: KvFormat = unsafe { text("format", given.format) }?.parse()?;
+    let heads = Heads {
+        q: given.kv_heads,
+        kv: given.kv_heads,
+        dim: given.head_dim,
+    };
+    let mut builder = Description::builder(format, heads).max_len(given.max_tokens);
+    builder = builder.sequences(given.sequences.max(1));
+    if given.pages > 0 {
+        builder = builder.pages(given.pages);
+    }
+    if given.page_size > 0 {
+        builder = builder.page_size(given.page_size);
+    }
+    if given.max_q_len > 0 {
+        builder = builder.max_q_len(given.max_q_len);
+    }
+    let ones = builder.clone().build();
+    // SAFETY: this function's contract.
+    let [k, v] = unsafe {
+        [
+            optional("k_scales", given.k_scales, given.kv_heads)?,
+            optional("v_scales", given.v_scales, given.kv_heads)?,
+        ]
+    };
+    let scales = |given: Option<&[f32]>, ones: Vec<f32>| given.map_or(ones, <[f32]>::to_vec);
+    let scaled = builder.tensor_scales(
+        scales(k, ones.k_tensor_scales),
+        scales(v, ones.v_tensor_scales),
+    );
+    Ok(scaled.build())
+}
+
+/// Creates an empty cache in a device's memory.
+///
+/// # Safety
+/// `device` is open; `config` and what it points to are readable; `cache` is writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_cache_create(
+    device: *const Device,
+    config: *const CacheConfig,
+    cache: *mut *mut Cache,
+) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let (device, out, description) = unsafe {
+            let device = &handle("device", device)?.device;
+            let description = describe(&arguments::config(config)?)?;
+            (device, place("cache", cache)?, description)
+        };
+        let handle = Cache {
+            state: Mutex::new(State {
+                device_steps: None,
+                host_steps: HostSteps::default(),
+                cache: device.backend().create_cache(&description)?,
+            }),
+            device: device.clone(),
+        };
+        *out = Box::into_raw(Box::new(handle));
+        Ok(())
+    })
+}
+
+/// Destroys a cache, when its steps on the device have run; NULL is none.
+///
+/// # Safety
+/// `cache` is NULL or was created and has not been destroyed; no call on it is under way.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_cache_destroy(cache: *mut Cache) {
+    let _ = call(|| {
+        if !cache.is_null() {
+            // SAFETY: a handle of `attn_cache_create`'s by contract, used for the last time.
+            drop(unsafe { Box::from_raw(cache) });
+        }
+        Ok(())
+    });
+}
+
+/// Runs `work` on a cache that no other call uses.
+///
+/// # Safety
+/// `cache` is NULL or has not been destroyed.
+pub(crate) unsafe fn on_cache(
+    cache: *const Cache,
+    work: impl FnOnce(&attn::Device, &mut State) -> Result<(), Failure>,
+) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let cache = unsafe { handle("cache", cache) }?;
+        let mut state = lock(&cache.state)?;
+        work(&cache.device, &mut state)
+    })
+}
+
+/// Makes the empty sequence `to` share the tokens of `from`. Their pages are copied when one of the two changes them.
+///
+/// # Safety
+/// `cache` has not been destroyed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_cache_fork(cache: *mut Cache, from: usize, to: usize) -> Status {
+    // SAFETY: this function's contract.
+    unsafe { on_cache(cache, |_, state| Ok(state.cache.fork(from, to)?)) }
+}
+
+/// Takes tokens from a sequence's end, such as those of a rejected draft, so that `tokens` are left.
+///
+/// # Safety
+/// `cache` has not been destroyed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_cache_truncate(
+    cache: *mut Cache,
+    sequence: usize,
+    tokens: usize,
+) -> Status {
+    // SAFETY: this function's contract.
+    unsafe {
+        on_cache(cache, |_, state| {
+            Ok(state.cache.truncate(sequence, tokens)?)
+        })
+    }
+}
+
+/// Empties a sequence.
+///
+/// # Safety
+/// `cache` has not been destroyed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_cache_free(cache: *mut Cache, sequence: usize) -> Status {
+    // SAFETY: this function's contract.
+    unsafe { on_cache(cache, |_, state| Ok(state.cache.free_sequence(sequence)?)) }
+}
+
+/// The number of a sequence's tokens.
+///
+/// # Safety
+/// `cache` has not been destroyed; `tokens` is writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_cache_tokens(
+    cache: *const Cache,
+    sequence: usize,
+    tokens: *mut usize,
+) -> Status {
+    let work = |_: &attn::Device, state: &mut State| {
+        let lens = &state.cache.table().lens;
+        let len = lens.get(sequence).ok_or(attn::Error::Sequence {
+            given: sequence,
+            count: lens.len(),
+        })?;
+        // SAFETY: this function's contract.
+        *unsafe { place("tokens", tokens) }? = *len;
+        Ok(())
+    };
+    // SAFETY: this function's contract.
+    unsafe { on_cache(cache, work) }
+}
+
+/// The state of a cache's pool.
+///
+/// # Safety
+/// `cache` has not been destroyed; `stats` is writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_cache_get_stats(
+    cache: *const Cache,
+    stats: *mut CacheStats,
+) -> Status {
+    let work = |_: &attn::Device, state: &mut State| {
+        // SAFETY: this function's contract.
+        *unsafe { place("stats", stats) }? = CacheStats {
+            page_bytes: state.cache.layout().page_bytes(),
+            pages: state.cache.config().num_pages,
+            free_pages: state.cache.free_pages(),
+        };
+        Ok(())
+    };
+    // SAFETY: this function's contract.
+    unsafe { on_cache(cache, work) }
+}
+
+/// The number of pages that these appends take from the pool.
+///
+/// # Safety
+/// `cache` has not been destroyed; `appends` has `count` entries; `pages` is writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_cache_pages_needed(
+    cache: *const Cache,
+    appends: *const Append,
+    count: usize,
+    pages: *mut usize,
+) -> Status {
+    let work = |_: &attn::Device, state: &mut State| {
+        // SAFETY: this function's contract.
+        let appends = unsafe { counts(appends, count) }?;
+        let needed = state.cache.pages_needed(&appends)?;
+        // SAFETY: this function's contract.
+        *unsafe { place("pages", pages) }? = needed;
+        Ok(())
+    };
+    // SAFETY: this function's contract.
+    unsafe { on_cache(cache, work) }
+}
+
+/// The library's list of appends.
+///
+/// # Safety
+/// `appends` is NULL or has `count` entries.
+pub(crate) unsafe fn counts(
+    appends: *const Append,
+    count: usize,
+) -> Result<Vec<attn::Append>, Failure> {
+    // SAFETY: this function's contract.
+    let appends = unsafe { list("appends", appends, count) }?;
+    let as_ours = |append: &Append| attn::Append {
+        sequence: append.sequence,
+        tokens: append.tokens,
+    };
+    Ok(appends.iter().map(as_ours).collect())
+}
+
+/// Copies a sequence's pages to host memory, to be kept elsewhere; attn_cache_restore brings them back. `bytes` NULL: only `needed` is written, the
+/// number of bytes.
+///
+/// # Safety
+/// `cache` has not been destroyed; `bytes` is NULL or has `size` writable bytes; `needed` is writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_cache_save(
+    cache: *const Cache,
+    sequence: usize,
+    bytes: *mut c_void,
+    size: usize,
+    needed: *mut usize,
+) -> Status {
+    let work = |_: &attn::Device, state: &mut State| {
+        state.wait()?;
+        let pages = state.cache.read_back(sequence)?;
+        let page = state.cache.layout().page_bytes();
+        // SAFETY: this function's contract.
+        *unsafe { place("needed", needed) }? = pages.len() * page;
+        if bytes.is_null() {
+            return Ok(());
+        }
+        if size != pages.len() * page {
+            let sentence = format!(
+                "size is {size}, but sequence {sequence} has {} pages of {page} bytes",
+                pages.len()
+            );
+            return Err(Failure::new(Status::Shape, sentence));
+        }
+        // SAFETY: this function's contract.
+        let out = unsafe { list_mut("bytes", bytes.cast::<u8>(), size) }?;
+        let parts = out.chunks_exact_mut(page).zip(&pages);
+        parts.for_each(|(out, page)| out.copy_from_slice(page));
+        Ok(())
+    };
+    // SAFETY: this function's contract.
+    unsafe { on_cache(cache, work) }
+}
+
+/// Fills an empty sequence with `tokens` tokens from the bytes of attn_cache_save, of a cache with the same description.
+///
+/// # Safety
+/// `cache` has not been destroyed; `bytes` has `size` readable bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_cache_restore(
+    cache: *mut Cache,
+    sequence: usize,
+    tokens: usize,
+    bytes: *const c_void,
+    size: usize,
+) -> Status {
+    let work = |_: &attn::Device, state: &mut State| {
+        // SAFETY: this function's contract.
+        let bytes = unsafe { list("bytes", bytes.cast::<u8>(), size) }?;
+        state.wait()?;
+        let page = state.cache.layout().page_bytes();
+        // A part of a page stays one, and is refused as such.
+        let pages: Vec<_> = bytes.chunks(page).map(<[u8]>::to_vec).collect();
+        Ok(state.cache.restore(sequence, tokens, &pages)?)
+    };
+    // SAFETY: this function's contract.
+    unsafe { on_cache(cache, work) }
+}

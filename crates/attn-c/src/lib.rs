@@ -1,0 +1,44 @@
+//! The C interface of `attn`: include/attn.h, which `cargo xtask header` writes from here, and include/attn.hpp, which wraps it for C++.
+//!
+//! `device`, `cache` and `step` are the interface with rows in host memory or on a GPU; `plan` launches over the caller's own device memory, for CUDA
+//! graphs. No function unwinds into its caller: a panic comes back as [`Status::Internal`].
+
+mod arguments;
+mod cache;
+mod device;
+mod modifiers;
+mod plan;
+mod rows;
+mod status;
+mod step;
+
+use std::ffi::{CStr, c_char};
+
+pub use arguments::Dtype;
+pub use cache::*;
+pub use device::*;
+pub use modifiers::*;
+pub use plan::*;
+pub use rows::{Rows, Tokens};
+pub use status::*;
+pub use step::*;
+
+/// Version of this interface's types and functions. A program and the library that it runs with have the same.
+pub const ATTN_ABI_VERSION: u32 = 1;
+
+/// The library's ATTN_ABI_VERSION, to be compared with the header's at the start of a program.
+#[unsafe(no_mangle)]
+pub extern "C" fn attn_abi_version() -> u32 {
+    ATTN_ABI_VERSION
+}
+
+/// The library's version, such as "0.1.0".
+#[unsafe(no_mangle)]
+pub extern "C" fn attn_version() -> *const c_char {
+    const VERSION: &CStr =
+        match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {
+            Ok(version) => version,
+            Err(_) => panic!("a version has no zero byte"),
+        };
+    VERSION.as_ptr()
+}

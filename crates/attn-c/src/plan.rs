@@ -1,0 +1,470 @@
+//! Launches over the caller's own device memory, which a CUDA graph can capture: pages, tables, lengths and workspace are its arrays.
+
+use std::{
+    ffi::{c_char, c_void},
+    sync::Arc,
+};
+
+use attn::{
+    CacheConfig, Heads, KvFormat, PageLayout, Problem,
+    backends::cuda::native::{
+        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, NativeAppend, NativePlan, SlotAppendArgs,
+        Stream, alibi_slopes_log2,
+    },
+};
+
+use crate::{
+    arguments::{self, Config, config, handle, optional, place, text},
+    device::Device,
+    modifiers::Modifiers,
+    rows::{Rows, Tokens, on_device},
+    status::{Failure, Status, call},
+};
+
+/// The shape of a batch, for every step of these heads and query tokens with lengths up to the longest.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct PlanConfig {
+    /// sizeof(attn_plan_config).
+    pub struct_size: usize,
+    /// How K and V are stored, as in attn_cache_config.
+    pub format: *const c_char,
+    /// Query heads.
+    pub q_heads: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Tokens per page; 0: 64.
+    pub page_size: usize,
+    /// Sequences.
+    pub count: usize,
+    /// Query tokens of each; NULL: one.
+    pub q_lens: *const usize,
+    /// The longest length of a sequence.
+    pub max_tokens: usize,
+    /// What changes scores. A launch reads slopes and sinks from attn_buffers.
+    pub modifiers: Modifiers,
+}
+
+// SAFETY: `repr(C)`, and `struct_size` is first.
+unsafe impl Config for PlanConfig {
+    const NAME: &'static str = "attn_plan_config";
+}
+
+/// What a plan's launches need.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct PlanInfo {
+    /// Bytes of a page of the pool.
+    pub page_bytes: usize,
+    /// Bytes of the workspace.
+    pub workspace_bytes: usize,
+    /// Bytes at the workspace's start that are zeroed before the first launch.
+    pub zeroed_bytes: usize,
+    /// Bytes of the query blocks; 0: there are none.
+    pub query_block_bytes: usize,
+    /// Entries of a sequence in attn_pages.residual_pages; 0 for formats without.
+    pub residual_slots: usize,
+}
+
+/// Where the sequences' tokens lie. All addresses are of device memory, aligned to 16 bytes.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Pages {
+    /// sizeof(attn_pages).
+    pub struct_size: usize,
+    /// The pool: num_pages pages, aligned to 256 bytes.
+    pub pool: *mut c_void,
+    /// Pages of the pool.
+    pub num_pages: usize,
+    /// int32 `[count][page_table_stride]`: a sequence's pages in order.
+    pub page_table: *const i32,
+    /// Entries of a sequence in page_table: at least max_tokens / page_size, rounded up.
+    pub page_table_stride: usize,
+    /// int32 `[count][residual_slots]` for formats that keep the newest tokens finer: the residual page of a sequence's page i at i %
+    /// residual_slots. Else NULL.
+    pub residual_pages: *const i32,
+    /// int32 `[count]`: lengths, which count the new tokens.
+    pub lengths: *const i32,
+    /// float `[kv_heads]` for fp8 and int8-tensor; else NULL.
+    pub k_scales: *const f32,
+    /// The same for V.
+    pub v_scales: *const f32,
+}
+
+// SAFETY: `repr(C)`, and `struct_size` is first.
+unsafe impl Config for Pages {
+    const NAME: &'static str = "attn_pages";
+}
+
+/// A plan's own memory on the device, which the caller allocates and fills.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Buffers {
+    /// sizeof(attn_buffers).
+    pub struct_size: usize,
+    /// attn_plan_info.workspace_bytes bytes, aligned to 256, of which the first zeroed_bytes are zero. Launches that share it do not overlap.
+    pub workspace: *mut c_void,
+    /// What attn_plan_query_blocks gives, in device memory; NULL where that is nothing.
+    pub query_blocks: *const c_void,
+    /// What attn_plan_alibi_slopes gives, in device memory; NULL without.
+    pub alibi_slopes: *const f32,
+    /// float `[q_heads]`: the sinks; NULL without.
+    pub sinks: *const f32,
+}
+
+// SAFETY: `repr(C)`, and `struct_size` is first.
+unsafe impl Config for Buffers {
+    const NAME: &'static str = "attn_buffers";
+}
+
+/// Launches for one batch shape. They allocate nothing and wait for nothing.
+pub struct Plan {
+    device: Arc<attn::Device>,
+    problem: Problem,
+    layout: PageLayout,
+    plan: NativePlan,
+    append: NativeAppend,
+}
+
+fn address<T>(pointer: *const T) -> DeviceAddress {
+    DeviceAddress::new(pointer as u64)
+}
+
+/// Refuses NULL where the launch reads.
+fn given<T>(what: &str, pointer: *const T) -> Result<DeviceAddress, Failure> {
+    if pointer.is_null() {
+        return Err(Failure::new(Status::Parameter, format!("{what} is NULL")));
+    }
+    Ok(address(pointer))
+}
+
+/// Prepares the launches for a batch shape on a GPU; the first plan of its kind may compile kernels.
+///
+/// # Safety
+/// `device` is open; `config` and what it points to are readable; `plan` is writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_plan_create(
+    device: *const Device,
+    config: *const PlanConfig,
+    plan: *mut *mut Plan,
+) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let (device, out, given) = unsafe {
+            (
+                &handle("device", device)?.device,
+                place("plan", plan)?,
+                arguments::config(config)?,
+            )
+        };
+        // SAFETY: this function's contract.
+        let (format, q_lens) = unsafe {
+            (
+                text("format", given.format)?,
+                optional("q_lens", given.q_lens, given.count)?,
+            )
+        };
+        let format: KvFormat = format.parse()?;
+        let heads = Heads {
+            q: given.q_heads,
+            kv: given.kv_heads,
+            dim: given.head_dim,
+        };
+        let mut problem = Problem::new(heads, vec![given.max_tokens; given.count]);
+        if let Some(q_lens) = q_lens {
+            problem = problem.q_lens(q_lens);
+        }
+        // SAFETY: this function's contract.
+        let problem = unsafe { given.modifiers.of(problem) }?;
+        let mut pages = CacheConfig::builder(format, heads);
+        if given.page_size > 0 {
+            pages = pages.page_size(given.page_size);
+        }
+        let pages = pages.build();
+        let gpu = device.cuda("plan for memory on a GPU")?;
+        let handle = Plan {
+            plan: gpu.prepare(&problem, format, pages.page_size)?,
+            append: gpu.prepare_append(&pages)?,
+            layout: pages.layout()?,
+            device: device.clone(),
+            problem,
+        };
+        *out = Box::into_raw(Box::new(handle));
+        Ok(())
+    })
+}
+
+/// Destroys a plan; launches that it enqueued go on. NULL is none.
+///
+/// # Safety
+/// `plan` is NULL or was created and has not been destroyed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_plan_destroy(plan: *mut Plan) {
+    let _ = call(|| {
+        if !plan.is_null() {
+            // SAFETY: a handle of `attn_plan_create`'s by contract, used for the last time.
+            drop(unsafe { Box::from_raw(plan) });
+        }
+        Ok(())
+    });
+}
+
+/// What a plan's launches need.
+///
+/// # Safety
+/// `plan` has not been destroyed; `info` is writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_plan_get_info(plan: *const Plan, info: *mut PlanInfo) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let (plan, info) = unsafe { (handle("plan", plan)?, place("info", info)?) };
+        *info = PlanInfo {
+            page_bytes: plan.layout.page_bytes(),
+            workspace_bytes: plan.plan.workspace_bytes(),
+            zeroed_bytes: plan.plan.zeroed_bytes(),
+            query_block_bytes: size_of_val(plan.plan.query_blocks()),
+            residual_slots: plan.residual_slots(),
+        };
+        Ok(())
+    })
+}
+
+/// Copies a plan's query blocks to host memory of attn_plan_info.query_block_bytes bytes, for attn_buffers.
+///
+/// # Safety
+/// `plan` has not been destroyed; `bytes` has room for them.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_plan_query_blocks(plan: *const Plan, bytes: *mut c_void) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let blocks = unsafe { handle("plan", plan) }?.plan.query_blocks();
+        let words = blocks
+            .iter()
+            .flat_map(|block| [block.sequence, block.first, block.tokens, block.behind]);
+        let words: Vec<i32> = words.collect();
+        // SAFETY: this function's contract.
+        let out = unsafe { arguments::list_mut("bytes", bytes.cast::<u8>(), 4 * words.len()) }?;
+        let parts = out.chunks_exact_mut(4).zip(words);
+        parts.for_each(|(out, word)| out.copy_from_slice(&word.to_ne_bytes()));
+        Ok(())
+    })
+}
+
+/// Copies a plan's ALiBi slopes, as the kernels take them, to host memory of q_heads numbers, for attn_buffers. Without slopes, writes nothing.
+///
+/// # Safety
+/// `plan` has not been destroyed; `slopes` has room for them.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_plan_alibi_slopes(plan: *const Plan, slopes: *mut f32) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let problem = &unsafe { handle("plan", plan) }?.problem;
+        let taken = alibi_slopes_log2(problem.alibi_slopes.as_deref().unwrap_or(&[]));
+        // SAFETY: this function's contract.
+        let out = unsafe { arguments::list_mut("slopes", slopes, taken.len()) }?;
+        out.copy_from_slice(&taken);
+        Ok(())
+    })
+}
+
+impl Plan {
+    fn residual_slots(&self) -> usize {
+        let (format, page_size) = (self.layout.format(), self.layout.page_size());
+        format.residual_slots(page_size, self.problem.max_q_len())
+    }
+
+    fn token_stride(&self, given: usize) -> usize {
+        match given {
+            0 => self.layout.num_kv_heads() * self.layout.head_dim(),
+            given => given,
+        }
+    }
+
+    fn decode_args(
+        &self,
+        pages: &Pages,
+        rows: &Rows,
+        buffers: &Buffers,
+    ) -> Result<DecodeArgs, Failure> {
+        let reach = pages
+            .page_table_stride
+            .saturating_mul(self.layout.page_size());
+        if reach < self.plan.max_kv_len() {
+            let sentence = format!(
+                "page_table_stride is {}, but the plan's longest length, {}, needs more pages",
+                pages.page_table_stride,
+                self.plan.max_kv_len()
+            );
+            return Err(Failure::new(Status::Shape, sentence));
+        }
+        let has_blocks = !self.plan.query_blocks().is_empty();
+        Ok(DecodeArgs {
+            q: given("q", rows.q)?,
+            out: given("out", rows.out)?,
+            dtype: on_device(rows.dtype)?,
+            lse: address(rows.lse),
+            kv: DeviceKv::Paged {
+                pool: given("pool", pages.pool)?,
+                num_pages: pages.num_pages,
+                page_table: given("page_table", pages.page_table)?,
+                page_table_stride: pages.page_table_stride,
+                residual_pages: address(pages.residual_pages),
+                residual_slots: self.residual_slots(),
+            },
+            kv_lens: given("lengths", pages.lengths)?,
+            query_blocks: match has_blocks {
+                true => given("query_blocks", buffers.query_blocks)?,
+                false => DeviceAddress::NULL,
+            },
+            k_tensor_scales: self.scales("k_scales", pages.k_scales, self.layout.format().k)?,
+            v_tensor_scales: self.scales("v_scales", pages.v_scales, self.layout.format().v)?,
+            alibi_slopes: match self.problem.alibi_slopes {
+                Some(_) => given("alibi_slopes", buffers.alibi_slopes)?,
+                None => DeviceAddress::NULL,
+            },
+            sinks: match self.problem.sinks {
+                Some(_) => given("sinks", buffers.sinks)?,
+                None => DeviceAddress::NULL,
+            },
+            workspace: given("workspace", buffers.workspace)?,
+        })
+    }
+
+    fn scales(
+        &self,
+        what: &str,
+        scales: *const f32,
+        scheme: attn::Scheme,
+    ) -> Result<DeviceAddress, Failure> {
+        match scheme.has_tensor_scale() {
+            true => given(what, scales),
+            false => Ok(DeviceAddress::NULL),
+        }
+    }
+}
+
+/// Attends: enqueues the step on `stream`, a CUstream or cudaStream_t of the device's primary context, which is current. A CUDA graph can capture it,
+/// and reads lengths and pages anew each time that it runs.
+///
+/// # Safety
+/// `plan` has not been destroyed. The structs' addresses are device memory as documented, and stay so until the work has run. On the device, lengths
+/// are 0 to max_tokens, and pages are below num_pages. ATTN_CHECK=1 in the environment checks them before each launch, outside of graphs.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_plan_attend(
+    plan: *const Plan,
+    pages: *const Pages,
+    rows: *const Rows,
+    buffers: *const Buffers,
+    stream: *mut c_void,
+) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let (plan, pages, rows, buffers) = unsafe {
+            (
+                handle("plan", plan)?,
+                config(pages)?,
+                config(rows)?,
+                config(buffers)?,
+            )
+        };
+        let args = plan.decode_args(&pages, &rows, &buffers)?;
+        let gpu = plan.device.cuda("plan")?;
+        // SAFETY: this function's contract.
+        Ok(unsafe { gpu.decode_on(&plan.plan, Stream::from_raw(stream), &args) }?)
+    })
+}
+
+/// Appends as many new tokens to each sequence, and attends: what attn_plan_append_slots and attn_plan_attend do, with the same bits, in less time.
+/// `tokens` has `each` tokens of the first sequence, then those of the next; their places are the last ones of `pages->lengths`.
+///
+/// # Safety
+/// As attn_plan_attend; nothing else is enqueued between what wrote the pages before and this; every page that a new token touches belongs to its
+/// sequence alone.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_plan_step(
+    plan: *const Plan,
+    pages: *const Pages,
+    tokens: *const Tokens,
+    each: usize,
+    rows: *const Rows,
+    buffers: *const Buffers,
+    stream: *mut c_void,
+) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let (plan, pages, tokens, rows, buffers) = unsafe {
+            (
+                handle("plan", plan)?,
+                config(pages)?,
+                config(tokens)?,
+                config(rows)?,
+                config(buffers)?,
+            )
+        };
+        let decode = plan.decode_args(&pages, &rows, &buffers)?;
+        let append = AppendArgs {
+            k: given("k", tokens.k)?,
+            v: given("v", tokens.v)?,
+            dtype: on_device(tokens.dtype)?,
+            k_token_stride: plan.token_stride(tokens.k_token_stride),
+            v_token_stride: plan.token_stride(tokens.v_token_stride),
+            pool: address(pages.pool),
+            num_pages: pages.num_pages,
+            page_table: address(pages.page_table),
+            page_table_stride: pages.page_table_stride,
+            residual_pages: address(pages.residual_pages),
+            residual_slots: plan.residual_slots(),
+            kv_lens: address(pages.lengths),
+            k_tensor_scales: decode.k_tensor_scales,
+            v_tensor_scales: decode.v_tensor_scales,
+            batch: plan.problem.batch(),
+            tokens: each,
+        };
+        let gpu = plan.device.cuda("plan")?;
+        let stream = Stream::from_raw(stream);
+        // SAFETY: this function's contract.
+        Ok(unsafe { gpu.append_decode_on(&plan.append, &plan.plan, stream, &append, &decode) }?)
+    })
+}
+
+/// Appends tokens that bring their places: enqueues the writes on `stream`. `slots`, int64 `[count]` in device memory: page·page_size + token of the
+/// page; tokens with a negative slot are skipped. `residual_pages`, int32 `[count]` in device memory for formats that keep the newest tokens finer:
+/// the residual page of the token's page, or -1 if that has none; else NULL. Of `pages`, the pool and the scales are read.
+///
+/// # Safety
+/// As attn_plan_attend; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each; K and V are finite.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_plan_append_slots(
+    plan: *const Plan,
+    pages: *const Pages,
+    tokens: *const Tokens,
+    slots: *const i64,
+    residual_pages: *const i32,
+    count: usize,
+    stream: *mut c_void,
+) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let (plan, pages, tokens) =
+            unsafe { (handle("plan", plan)?, config(pages)?, config(tokens)?) };
+        let args = SlotAppendArgs {
+            k: given("k", tokens.k)?,
+            v: given("v", tokens.v)?,
+            dtype: on_device(tokens.dtype)?,
+            k_token_stride: plan.token_stride(tokens.k_token_stride),
+            v_token_stride: plan.token_stride(tokens.v_token_stride),
+            pool: given("pool", pages.pool)?,
+            num_pages: pages.num_pages,
+            slots: given("slots", slots)?,
+            residual_pages: address(residual_pages),
+            k_tensor_scales: plan.scales("k_scales", pages.k_scales, plan.layout.format().k)?,
+            v_tensor_scales: plan.scales("v_scales", pages.v_scales, plan.layout.format().v)?,
+            tokens: count,
+        };
+        let gpu = plan.device.cuda("plan")?;
+        // SAFETY: this function's contract.
+        Ok(unsafe { gpu.append_slots_on(&plan.append, Stream::from_raw(stream), &args) }?)
+    })
+}

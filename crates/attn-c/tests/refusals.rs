@@ -1,0 +1,404 @@
+//! What C callers may get wrong: each is refused with a status and a sentence, and changes nothing.
+
+use std::{
+    ffi::{CStr, c_char, c_void},
+    ptr,
+};
+
+use attn_c::*;
+
+const HEADS: usize = 2;
+const DIM: usize = 64;
+const ROW: usize = HEADS * DIM;
+
+fn last_error() -> String {
+    // SAFETY: the text is this thread's, and no call fails meanwhile.
+    unsafe { CStr::from_ptr(attn_last_error()) }
+        .to_str()
+        .expect("sentences are UTF-8")
+        .to_owned()
+}
+
+#[track_caller]
+fn refused(status: Status, expected: Status, sentence: &str) {
+    let said = last_error();
+    assert_eq!(status, expected, "{said}");
+    assert!(said.contains(sentence), "{said:?} lacks {sentence:?}");
+}
+
+fn config() -> CacheConfig {
+    CacheConfig {
+        struct_size: size_of::<CacheConfig>(),
+        format: c"int8".as_ptr(),
+        kv_heads: HEADS,
+        head_dim: DIM,
+        sequences: 2,
+        max_tokens: 128,
+        pages: 0,
+        page_size: 0,
+        max_q_len: 0,
+        k_scales: ptr::null(),
+        v_scales: ptr::null(),
+    }
+}
+
+const PLAIN: Modifiers = Modifiers {
+    scale: 0.0,
+    softcap: 0.0,
+    window: 0,
+    alibi_slopes: ptr::null(),
+    sinks: ptr::null(),
+    flags: 0,
+};
+
+fn tokens(k: &[f32], v: &[f32]) -> Tokens {
+    Tokens {
+        struct_size: size_of::<Tokens>(),
+        k: k.as_ptr().cast(),
+        v: v.as_ptr().cast(),
+        dtype: Dtype::F32 as u32,
+        k_token_stride: 0,
+        v_token_stride: 0,
+    }
+}
+
+fn rows(q: &[f32], out: &mut [f32]) -> Rows {
+    Rows {
+        struct_size: size_of::<Rows>(),
+        q: q.as_ptr().cast(),
+        out: out.as_mut_ptr().cast(),
+        dtype: Dtype::F32 as u32,
+        lse: ptr::null_mut(),
+    }
+}
+
+/// A device and a cache on the CPU, destroyed with it.
+struct Handles {
+    device: *mut Device,
+    cache: *mut Cache,
+}
+
+impl Handles {
+    fn new() -> Self {
+        let (mut device, mut cache) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the arguments are this function's own; so below, unless it says otherwise.
+        unsafe {
+            assert_eq!(attn_device_open(c"cpu".as_ptr(), &mut device), Status::Ok);
+            assert_eq!(attn_cache_create(device, &config(), &mut cache), Status::Ok);
+        }
+        Handles { device, cache }
+    }
+
+    fn append(&self, appends: &[Append], tokens: &Tokens) -> Status {
+        // SAFETY: as above.
+        unsafe { attn_cache_append(self.cache, appends.as_ptr(), appends.len(), tokens) }
+    }
+
+    fn attend(&self, sequences: &[usize], modifiers: Modifiers, rows: &Rows) -> Status {
+        let step = Step {
+            struct_size: size_of::<Step>(),
+            q_heads: 2 * HEADS,
+            count: sequences.len(),
+            sequences: sequences.as_ptr(),
+            q_lens: ptr::null(),
+            modifiers,
+        };
+        // SAFETY: as above.
+        unsafe { attn_cache_attend(self.cache, &step, rows) }
+    }
+
+    fn len(&self, sequence: usize) -> usize {
+        let mut tokens = 0;
+        // SAFETY: as above.
+        let status = unsafe { attn_cache_tokens(self.cache, sequence, &mut tokens) };
+        assert_eq!(status, Status::Ok);
+        tokens
+    }
+}
+
+impl Drop for Handles {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`.
+        unsafe {
+            attn_cache_destroy(self.cache);
+            attn_device_close(self.device);
+        }
+    }
+}
+
+fn one(sequence: usize, tokens: usize) -> Append {
+    Append { sequence, tokens }
+}
+
+#[test]
+fn null_is_refused_by_name() {
+    let (mut cache, mut device) = (ptr::null_mut(), ptr::null_mut());
+    let handles = Handles::new();
+    // SAFETY: NULL is allowed by all of these, which refuse it or do nothing.
+    unsafe {
+        let status = attn_cache_create(ptr::null(), &config(), &mut cache);
+        refused(status, Status::Parameter, "device is NULL");
+        let status = attn_cache_create(handles.device, ptr::null(), &mut cache);
+        refused(status, Status::Parameter, "attn_cache_config is NULL");
+        let status = attn_cache_create(handles.device, &config(), ptr::null_mut());
+        refused(status, Status::Parameter, "cache is NULL");
+        let status = attn_device_open(c"cpu".as_ptr(), ptr::null_mut());
+        refused(status, Status::Parameter, "device is NULL");
+        let status = attn_cache_fork(ptr::null_mut(), 0, 1);
+        refused(status, Status::Parameter, "cache is NULL");
+        let status = attn_device_open(c"gpu".as_ptr(), &mut device);
+        refused(status, Status::Parameter, "device is \"gpu\"; allowed: cpu");
+        attn_cache_destroy(ptr::null_mut());
+        attn_device_close(ptr::null_mut());
+        attn_plan_destroy(ptr::null_mut());
+        assert!(attn_device_name(ptr::null()).is_null());
+    }
+    assert!(cache.is_null() && device.is_null());
+    let mut new = tokens(&[0.5; ROW], &[0.5; ROW]);
+    new.k = ptr::without_provenance(0x1002);
+    refused(
+        handles.append(&[one(0, 1)], &new),
+        Status::Parameter,
+        "k is 0x1002; it must be a multiple of 4 bytes",
+    );
+    new.k = ptr::null();
+    let status = handles.append(&[one(0, 1)], &new);
+    refused(status, Status::Parameter, "k is NULL");
+}
+
+#[test]
+fn structs_of_another_version_are_refused() {
+    let handles = Handles::new();
+    let mut cache = ptr::null_mut();
+    let old = CacheConfig {
+        struct_size: 8,
+        ..config()
+    };
+    // SAFETY: a config may be of any size, which it says.
+    let status = unsafe { attn_cache_create(handles.device, &old, &mut cache) };
+    refused(
+        status,
+        Status::Parameter,
+        "attn_cache_config.struct_size is 8; set it to sizeof(attn_cache_config), which is ",
+    );
+    assert_eq!(attn_abi_version(), ATTN_ABI_VERSION);
+}
+
+#[test]
+fn descriptions_that_no_cache_has_are_refused() {
+    let handles = Handles::new();
+    let create = |change: &dyn Fn(&mut CacheConfig)| {
+        let (mut config, mut cache) = (config(), ptr::null_mut());
+        change(&mut config);
+        // SAFETY: the arguments are this function's own.
+        let status = unsafe { attn_cache_create(handles.device, &config, &mut cache) };
+        assert!(cache.is_null());
+        status
+    };
+    let text = |text: &'static CStr| text.as_ptr().cast::<c_char>();
+    let status = create(&|config| config.format = text(c"int3"));
+    refused(status, Status::Parameter, "int3");
+    let status = create(&|config| config.format = text(c"int8\xff"));
+    refused(status, Status::Parameter, "which is not UTF-8");
+    let status = create(&|config| config.head_dim = 65);
+    refused(status, Status::Parameter, "head_dim is 65; allowed: ");
+    let status = create(&|config| config.pages = usize::MAX);
+    refused(status, Status::Parameter, "num_pages is ");
+    let status = create(&|config| config.kv_heads = usize::MAX);
+    refused(status, Status::Parameter, "num_kv_heads is ");
+}
+
+#[test]
+fn rows_that_do_not_fit_are_refused_and_change_nothing() {
+    let handles = Handles::new();
+    let (k, v) = ([0.5; 3 * ROW], [2.0; 3 * ROW]);
+    let mut new = tokens(&k, &v);
+    assert_eq!(handles.append(&[one(1, 3)], &new), Status::Ok);
+    refused(
+        handles.append(&[one(2, 1)], &new),
+        Status::Sequence,
+        "sequence 2 does not exist; the cache holds 2",
+    );
+    refused(
+        handles.append(&[one(0, 1), one(0, 1)], &new),
+        Status::Parameter,
+        "0",
+    );
+    refused(
+        handles.append(&[one(0, usize::MAX)], &new),
+        Status::Shape,
+        "is more than memory can hold",
+    );
+    new.dtype = 3;
+    refused(
+        handles.append(&[one(0, 1)], &new),
+        Status::Parameter,
+        "dtype is 3; allowed: ATTN_DTYPE_F32",
+    );
+    new.dtype = 0;
+    new.k_token_stride = ROW - 1;
+    refused(
+        handles.append(&[one(0, 1)], &new),
+        Status::Shape,
+        "k_token_stride is 127; a token has 128 elements",
+    );
+    let mut bad = k;
+    bad[5] = f32::NAN;
+    refused(
+        handles.append(&[one(0, 1)], &tokens(&bad, &v)),
+        Status::Number,
+        "k[5] is NaN",
+    );
+    let many = [0.5; 129 * ROW];
+    let status = handles.append(&[one(0, 129), one(1, 0)], &tokens(&many, &many));
+    assert_eq!(status, Status::Ok);
+    refused(
+        handles.append(&[one(1, 126)], &tokens(&many, &many)),
+        Status::CacheFull,
+        "the cache needs 2 more pages, but 0 of 4 are free",
+    );
+    assert_eq!([handles.len(0), handles.len(1)], [129, 3]);
+}
+
+#[test]
+fn steps_that_do_not_fit_are_refused_and_write_nothing() {
+    let handles = Handles::new();
+    let (k, v) = ([0.5; 3 * ROW], [2.0; 3 * ROW]);
+    assert_eq!(handles.append(&[one(1, 3)], &tokens(&k, &v)), Status::Ok);
+    let (q, mut out) = ([1.0; 2 * ROW], [7.0; 2 * ROW]);
+    let of = rows(&q, &mut out);
+    refused(
+        handles.attend(&[5], PLAIN, &of),
+        Status::Sequence,
+        "sequence 5",
+    );
+    let wrong = Modifiers { flags: 6, ..PLAIN };
+    refused(
+        handles.attend(&[1], wrong, &of),
+        Status::Parameter,
+        "flags is 0x6; allowed: 0, ATTN_NOT_CAUSAL",
+    );
+    let wrong = Modifiers {
+        softcap: -1.0,
+        ..PLAIN
+    };
+    refused(
+        handles.attend(&[1], wrong, &of),
+        Status::Parameter,
+        "softcap is -1",
+    );
+    let small = Rows {
+        out: ptr::null_mut(),
+        ..of
+    };
+    refused(
+        handles.attend(&[1], PLAIN, &small),
+        Status::Parameter,
+        "out is NULL",
+    );
+    assert_eq!(out, [7.0; 2 * ROW]);
+    assert_eq!(handles.attend(&[1], PLAIN, &rows(&q, &mut out)), Status::Ok);
+    assert!(out.iter().all(|x| (x - 2.0).abs() < 0.02), "{out:?}");
+}
+
+#[test]
+fn tokens_with_gaps_are_those_without() {
+    let handles = Handles::new();
+    let value = |i: usize| ((i * 37 % 101) as f32 - 50.0) / 50.0;
+    let dense: Vec<f32> = (0..5 * ROW).map(value).collect();
+    let stride = ROW + 24;
+    let mut wide = vec![f32::NAN; 4 * stride + ROW];
+    for (t, row) in dense.chunks(ROW).enumerate() {
+        wide[t * stride..][..ROW].copy_from_slice(row);
+    }
+    let mut gaps = tokens(&wide, &dense);
+    gaps.k_token_stride = stride;
+    assert_eq!(
+        handles.append(&[one(0, 5)], &gaps),
+        Status::Ok,
+        "{}",
+        last_error()
+    );
+    assert_eq!(
+        handles.append(&[one(1, 5)], &tokens(&dense, &dense)),
+        Status::Ok
+    );
+    let saved = [0, 1].map(|sequence| {
+        let mut needed = 0;
+        // SAFETY: the arguments are this function's own, and the second time of the size that was asked for.
+        unsafe {
+            let status = attn_cache_save(handles.cache, sequence, ptr::null_mut(), 0, &mut needed);
+            assert_eq!(status, Status::Ok);
+            let mut bytes = vec![0u8; needed];
+            let place = bytes.as_mut_ptr().cast::<c_void>();
+            let status = attn_cache_save(handles.cache, sequence, place, needed, &mut needed);
+            assert_eq!(status, Status::Ok);
+            bytes
+        }
+    });
+    assert!(!saved[0].is_empty());
+    assert_eq!(saved[0], saved[1]);
+}
+
+#[test]
+fn saved_bytes_of_another_size_are_refused() {
+    let handles = Handles::new();
+    let (k, v) = ([0.5; ROW], [2.0; ROW]);
+    assert_eq!(handles.append(&[one(0, 1)], &tokens(&k, &v)), Status::Ok);
+    let (mut bytes, mut needed) = ([0u8; 7], 0);
+    // SAFETY: the arguments are this function's own.
+    unsafe {
+        let place = bytes.as_mut_ptr().cast::<c_void>();
+        let status = attn_cache_save(handles.cache, 0, place, 7, &mut needed);
+        refused(
+            status,
+            Status::Shape,
+            "size is 7, but sequence 0 has 1 pages of ",
+        );
+        assert!(needed > 7);
+        let status = attn_cache_restore(handles.cache, 1, 1, place, 7);
+        refused(status, Status::Shape, "page");
+    }
+    assert_eq!(bytes, [0; 7]);
+    assert_eq!(handles.len(1), 0);
+}
+
+#[test]
+fn a_plan_needs_a_gpu() {
+    let handles = Handles::new();
+    let config = PlanConfig {
+        struct_size: size_of::<PlanConfig>(),
+        format: c"int8".as_ptr(),
+        q_heads: 4,
+        kv_heads: 2,
+        head_dim: 64,
+        page_size: 0,
+        count: 1,
+        q_lens: ptr::null(),
+        max_tokens: 64,
+        modifiers: PLAIN,
+    };
+    let mut plan = ptr::null_mut();
+    // SAFETY: the arguments are this function's own; the device refuses before it reads an address.
+    unsafe {
+        let status = attn_plan_create(handles.device, &config, &mut plan);
+        refused(status, Status::Device, "cpu");
+        let new = tokens(&[], &[]);
+        let status = attn_cache_append_on(handles.cache, ptr::null(), 0, &new, ptr::null_mut());
+        refused(status, Status::Device, "cpu");
+    }
+    assert!(plan.is_null());
+}
+
+#[test]
+fn statuses_have_names() {
+    let name = |status: u32| {
+        // SAFETY: names are text without end.
+        let name = unsafe { CStr::from_ptr(attn_status_name(status)) };
+        name.to_str().expect("names are ASCII")
+    };
+    assert_eq!(name(Status::Ok as u32), "OK");
+    assert_eq!(name(Status::CacheFull as u32), "CACHE_FULL");
+    assert_eq!(name(Status::Internal as u32), "INTERNAL");
+    assert_eq!(name(10), "UNKNOWN");
+}

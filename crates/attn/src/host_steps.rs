@@ -1,0 +1,84 @@
+//! Steps over any sequences of a cache, with rows in host memory.
+
+use crate::{
+    DecodeAttention, DecodeStep, Elements, ElementsMut, Error, KvCache, KvSource, Plan, Problem,
+    Recent,
+};
+
+/// Plans that are kept for the steps that come: those of decoding, of drafts, of a prompt's pieces.
+const KEPT_PLANS: usize = 8;
+
+/// Queries and outputs in host memory, `[query tokens, num_q_heads, head_dim]`, sequence after sequence.
+#[derive(Debug)]
+pub struct HostRows<'a> {
+    /// The queries.
+    pub q: Elements<'a>,
+    /// The outputs.
+    pub out: ElementsMut<'a>,
+    /// The log-sum-exps, `[query tokens, num_q_heads]`, if they are asked for.
+    pub lse: Option<&'a mut [f32]>,
+}
+
+/// What the steps of one cache keep: the plans of the latest problems, so that the caller needs none of its own.
+///
+/// ```
+/// use attn::{Append, CacheConfig, Heads, HostRows, HostSteps, KvFormat, Problem};
+///
+/// let backend = attn::select(None)?.backend;
+/// let heads = Heads { q: 4, kv: 1, dim: 64 };
+/// let config = CacheConfig::builder(KvFormat::INT8, heads).sequences(3).max_len(1024).build();
+/// let mut cache = backend.create_cache(&config)?;
+/// cache.append_batch(&[Append { sequence: 2, tokens: 1 }], &[0.5; 64], &[2.0; 64])?;
+///
+/// let mut steps = HostSteps::default();
+/// let (q, mut out) = ([1.0; 4 * 64], [0.0; 4 * 64]);
+/// let rows = HostRows { q: (&q).into(), out: (&mut out).into(), lse: None };
+/// steps.attend(&*backend, &cache, &[2], &Problem::new(heads, [0]), rows)?;
+/// assert!((out[0] - 2.0).abs() < 0.02);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct HostSteps {
+    plans: Recent<Problem, Plan>,
+}
+
+impl Default for HostSteps {
+    fn default() -> Self {
+        HostSteps {
+            plans: Recent::new(KEPT_PLANS),
+        }
+    }
+}
+
+impl HostSteps {
+    /// Attends to these sequences of the cache, in this order. The problem gives heads, modifiers and query tokens; its lengths are taken from the
+    /// cache.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::sequences`], [`CachedSequences::check_problem`](crate::CachedSequences::check_problem), [`DecodeAttention::plan`] and
+    /// [`DecodeAttention::decode`]; [`Error::Length`] for other than the problem's rows.
+    pub fn attend(
+        &mut self,
+        backend: &dyn DecodeAttention,
+        cache: &KvCache,
+        sequences: &[usize],
+        problem: &Problem,
+        rows: HostRows<'_>,
+    ) -> Result<(), Error> {
+        let chosen = cache.sequences(sequences)?;
+        let mut problem = problem.clone();
+        problem.kv_lens.clone_from(&chosen.table().lens);
+        chosen.check_problem(&problem)?;
+        // One plan serves every shorter length.
+        let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
+        problem.kv_lens = vec![longest.next_power_of_two().max(64); problem.batch()];
+        let format = cache.config().format;
+        let make = |problem: &Problem| backend.plan(problem, format);
+        let plan = self.plans.get_or_make(problem, make)?;
+        let mut step = DecodeStep::new(&plan, rows.q, KvSource::Sequences(&chosen), rows.out)?;
+        if let Some(lse) = rows.lse {
+            step = step.with_lse(lse)?;
+        }
+        backend.decode(&mut step)
+    }
+}
