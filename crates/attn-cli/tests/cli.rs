@@ -60,7 +60,7 @@ fn misuse_exits_with_2_and_says_what_is_allowed() {
         &["cannot read /no/such/file", "check the path"],
     );
     let output = attn(&["run"]).env("ATTN_BACKEND", "tpu").output().unwrap();
-    refused(&output, &["tpu", "cuda, wgpu, cpu"]);
+    refused(&output, &["tpu", "cuda:1 and so on, wgpu, cpu"]);
     for (name, value) in [("ATTN_TABLE", "huge"), ("ATTN_CASE", "0")] {
         let output = attn(&["check"]).env(name, value).output().unwrap();
         refused(&output, &[name, value, "allowed"]);
