@@ -207,8 +207,9 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         return dtype == 1 ? half_float(half) : bits_float(half << 16);
     }
 
-    // Multiplies blocks of the row by the Hadamard matrix and by 2^-a (docs/arithmetic.md, section 2), one bit of the dims after another.
-    METHOD void rotate(int lane) {
+    // Multiplies blocks of the row by the Hadamard matrix and by 2^-a (docs/arithmetic.md, section 2), one bit of the dims after another: to the
+    // row that is stored, or back.
+    template <bool BACK> METHOD void rotate(int lane) {
         constexpr int BLOCK = HEAD_DIM & -HEAD_DIM;
         // Which bits of a dim are those of k, of the lane, and of i: see `dim`.
         constexpr int K_LOW = !COLUMNS ? 0 : 3, K_BITS = UNIT == 4 ? 2 : UNIT == 2 ? 1 : 0;
@@ -242,7 +243,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
                         if (!(i & i_bit)) butterfly(x[i][k], x[(i | i_bit) % EACH][k]);
             }
         }
-        constexpr int HALVINGS = BLOCK >= 256 ? 4 : BLOCK >= 64 ? 3 : 2;
+        constexpr int HALVINGS = BLOCK >= (BACK ? 128 : 256) ? 4 : BLOCK >= (BACK ? 32 : 64) ? 3 : 2;
         constexpr float factor = 1.0f / (1 << HALVINGS);
 #pragma unroll
         for (int i = 0; i < EACH; i++)
@@ -318,7 +319,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         for (int i = 0; i < EACH; i++)
 #pragma unroll
             for (int k = 0; k < UNIT; k++) x[i][k] = element(i, k);
-        if constexpr (is_rotated(SCHEME)) rotate(lane);
+        if constexpr (is_rotated(SCHEME)) rotate<false>(lane);
         if constexpr (!HAS_PARAMS) {
 #pragma unroll
             for (int i = 0; i < EACH; i++)

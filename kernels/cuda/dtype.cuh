@@ -7,7 +7,8 @@ namespace Dtype {
 enum { F32, F16, BF16 };
 }
 
-DEVICE u8* row_at(const void* rows, u64 row, int elements, int dtype) { return (u8*)rows + row * elements * (dtype == Dtype::F32 ? 4 : 2); }
+DEVICE int element_bytes(int dtype) { return dtype == Dtype::F32 ? 4 : 2; }
+DEVICE u8* row_at(const void* rows, u64 row, int elements, int dtype) { return (u8*)rows + row * elements * element_bytes(dtype); }
 
 DEVICE float widen(u32 bits, int dtype) { return dtype == Dtype::F16 ? half_float(bits & 0xffff) : bits_float(bits << 16); }
 // Two neighbours, in one word.
@@ -15,6 +16,13 @@ DEVICE float2 widen_pair(u32 x, int dtype) { return make_float2(widen(x, dtype),
 DEVICE u32 narrow_pair(float x, float y, int dtype) { return dtype == Dtype::F16 ? f16_pair(x, y) : bf16_pair(x, y); }
 DEVICE float element(const void* numbers, u64 at, int dtype) {
     return dtype == Dtype::F32 ? ((const float*)numbers)[at] : widen(((const u16*)numbers)[at], dtype);
+}
+// Elements `at` … at + 3 (at a multiple of four).
+DEVICE float4 load_four(const void* numbers, u64 at, int dtype) {
+    if (dtype == Dtype::F32) return *(const float4*)((const float*)numbers + at);
+    const uint2 x = *(const uint2*)((const u16*)numbers + at);
+    const float2 low = widen_pair(x.x, dtype), high = widen_pair(x.y, dtype);
+    return {low.x, low.y, high.x, high.y};
 }
 
 // Elements `at`, at + 1 (at even), of a row.

@@ -121,6 +121,58 @@ struct ImportParams {
 };
 static_assert(sizeof(ImportParams) == 160, "params.rs");
 
+// Parameters of `export.cu`.
+struct ExportParams {
+    void* k;                                   // Rows of K [token][num_kv_heads][head_dim], or null.
+    void* v;                                   // Rows of V [token][num_kv_heads][head_dim], or null.
+    const unsigned char* pool;                 // Pages [page][kv_head][run].
+    const unsigned int* page_table;            // u32 [batch][page_table_stride].
+    const unsigned int* residual_pages;        // u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
+    const int* kv_lens;                        // i32 [batch]: cached tokens.
+    const int* row_starts;                     // i32 [batch + 1]: the first row of each sequence's range, and the end of the last one.
+    const int* first_tokens;                   // i32 [batch]: the first token of each range, or null for 0.
+    const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
+    const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
+    long long k_token_stride;                  // Elements from one token of K to the next.
+    long long v_token_stride;                  // Elements from one token of V to the next.
+    long long page_stride;                     // Bytes from one page to the next.
+    int page_table_stride;                     // Entries of the page table per sequence.
+    int dtype;                                 // Number format of K and V: Dtype.
+    unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+    unsigned int reserved;                     // Unused: the size is a multiple of 8.
+};
+static_assert(sizeof(ExportParams) == 120, "params.rs");
+
+// Parameters of `copy_pages.cu`.
+struct CopyPagesParams {
+    const unsigned char* from;                 // Pages to read.
+    unsigned char* to;                         // Pages to write.
+    const long long* pairs;                    // i64 [pair][2]: the page to read and the page to write.
+    long long from_stride;                     // Bytes from one page to the next where pages are read.
+    long long to_stride;                       // Bytes from one page to the next where pages are written.
+    long long from_pages;                      // Pages that may be read.
+    long long to_pages;                        // Pages that may be written.
+    unsigned long long page_bytes;             // Bytes of a page, a multiple of 16.
+};
+static_assert(sizeof(CopyPagesParams) == 64, "params.rs");
+
+// Parameters of `merge_states.cu`.
+struct MergeStatesParams {
+    const void* outs;                          // Outputs [state][row][head_dim].
+    const float* lses;                         // f32 [state][row].
+    void* out;                                 // Merged outputs [row][head_dim].
+    float* lse;                                // f32 [row], or null.
+    long long out_stride;                      // Elements from one state's outputs to the next one's.
+    long long lse_stride;                      // Elements from one state's log-sum-exps to the next one's.
+    int states;                                // States.
+    int rows;                                  // Rows.
+    int head_dim;                              // Elements of a row, a multiple of 4 up to 256.
+    int in_dtype;                              // Number format of the states' outputs: Dtype.
+    int out_dtype;                             // Number format of the merged outputs: Dtype.
+    unsigned int reserved;                     // Unused: the size is a multiple of 8.
+};
+static_assert(sizeof(MergeStatesParams) == 72, "params.rs");
+
 // Parameters of `check.cu`, beside those of the launch that it checks.
 struct CheckParams {
     int* report;                               // i32 [4], zeroed: {kind, index, value, limit}.

@@ -3,35 +3,30 @@
 
 #include <pmmintrin.h>
 
-#if ATTN_APPENDS
-typedef AppendParams Params;
-#else
-typedef DecodeParams Params;
-#endif
+typedef ATTN_PARAMS Params;
 
 static const Params* params;
 
 static void kernel() {
-#if ATTN_APPENDS
-    attn_append(*params);
-#elif ATTN_PAGE == 0
-    attn_decode(*params, RowMaps{});
+#if ATTN_TAKES_MAPS
+    ATTN_ENTRY(*params, RowMaps{});
 #else
-    attn_decode(*params);
+    ATTN_ENTRY(*params);
 #endif
 }
 
 static const char* run(Index grid, u32 threads) {
     u32 ctas = grid.x * grid.y * grid.z;
-#if ATTN_APPENDS
-    for (u32 i = 0; i < ctas; i++)
-        if (const char* error = launch(kernel, grid, i, 1, threads, 0)) return error;
-    return nullptr;
-#else
+#if ATTN_DECODES
     _MM_SET_FLUSH_ZERO_MODE(_MM_FLUSH_ZERO_ON);  // decode kernels are compiled with -ftz=true
     _MM_SET_DENORMALS_ZERO_MODE(_MM_DENORMALS_ZERO_ON);
     if (threads % attn_threads != 0) return "the launch has another number of threads than the kernel";
     return launch(kernel, grid, 0, ctas, threads, threads / attn_threads * attn_shared_bytes);
+#else
+    // CTAs of other kernels do not wait for each other, and share no memory.
+    for (u32 i = 0; i < ctas; i++)
+        if (const char* error = launch(kernel, grid, i, 1, threads, 0)) return error;
+    return nullptr;
 #endif
 }
 

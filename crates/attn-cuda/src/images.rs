@@ -219,7 +219,21 @@ mod tests {
                 head_dim: 96,
                 page_size: 32,
             };
-            for instance in [append, import, Instance::Check, Instance::Read] {
+            let export = Instance::Export {
+                format: attn_core::KvFormat::INT4,
+                head_dim: 96,
+                page_size: 32,
+            };
+            let (copy, merge) = (Instance::CopyPages, Instance::MergeStates);
+            for instance in [
+                append,
+                import,
+                export,
+                copy,
+                merge,
+                Instance::Check,
+                Instance::Read,
+            ] {
                 let image = nvrtc.compile(
                     attn_kernels::CUDA,
                     instance.source(),

@@ -88,6 +88,19 @@ pub enum Instance {
         /// Tokens per page.
         page_size: usize,
     },
+    /// `export.cu`.
+    Export {
+        /// Format of the cache.
+        format: KvFormat,
+        /// Elements per head.
+        head_dim: usize,
+        /// Tokens per page.
+        page_size: usize,
+    },
+    /// `copy_pages.cu`.
+    CopyPages,
+    /// `merge_states.cu`.
+    MergeStates,
     /// `check.cu`.
     Check,
     /// `read.cu`.
@@ -183,6 +196,9 @@ impl Instance {
             },
             Instance::Append { .. } => "append.cu",
             Instance::Import { .. } => "import.cu",
+            Instance::Export { .. } => "export.cu",
+            Instance::CopyPages => "copy_pages.cu",
+            Instance::MergeStates => "merge_states.cu",
             Instance::Check => "check.cu",
             Instance::Read => "read.cu",
         }
@@ -194,6 +210,9 @@ impl Instance {
             Instance::Decode { .. } => "attn_decode",
             Instance::Append { .. } => "attn_append",
             Instance::Import { .. } => "attn_import",
+            Instance::Export { .. } => "attn_export",
+            Instance::CopyPages => "attn_copy_pages",
+            Instance::MergeStates => "attn_merge_states",
             Instance::Check => "attn_check",
             Instance::Read => "attn_read",
         }
@@ -245,8 +264,15 @@ impl Instance {
                 format,
                 head_dim,
                 page_size,
+            }
+            | Instance::Export {
+                format,
+                head_dim,
+                page_size,
             } => of_format(format, head_dim, page_size),
-            Instance::Check | Instance::Read => Vec::new(),
+            Instance::CopyPages | Instance::MergeStates | Instance::Check | Instance::Read => {
+                Vec::new()
+            }
         }
     }
 
@@ -318,7 +344,7 @@ pub fn covered(format: KvFormat, page_size: usize) -> Result<(), (String, String
 
 /// The instances that `build.rs` embeds: presets and plain floats on pages of 64, few rows, and their appends.
 pub fn common(arch: Arch) -> Vec<Instance> {
-    let mut all = vec![Instance::Check];
+    let mut all = vec![Instance::Check, Instance::CopyPages, Instance::MergeStates];
     for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::Bf16)] {
         for head_dim in [64, 128] {
             all.push(Instance::Append {

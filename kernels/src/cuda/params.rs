@@ -267,6 +267,92 @@ blocks! {
         page_table_stride: i32 = "int",
     }
 
+    /// Parameters of `export.cu`.
+    struct ExportParams {
+        /// Rows of K [token][num_kv_heads][head_dim], or null.
+        k: u64 = "void*",
+        /// Rows of V [token][num_kv_heads][head_dim], or null.
+        v: u64 = "void*",
+        /// Pages [page][kv_head][run].
+        pool: u64 = "const unsigned char*",
+        /// u32 [batch][page_table_stride].
+        page_table: u64 = "const unsigned int*",
+        /// u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
+        residual_pages: u64 = "const unsigned int*",
+        /// i32 [batch]: cached tokens.
+        kv_lens: u64 = "const int*",
+        /// i32 [batch + 1]: the first row of each sequence's range, and the end of the last one.
+        row_starts: u64 = "const int*",
+        /// i32 [batch]: the first token of each range, or null for 0.
+        first_tokens: u64 = "const int*",
+        /// f32 [num_kv_heads], or null.
+        k_tensor_scales: u64 = "const float*",
+        /// f32 [num_kv_heads], or null.
+        v_tensor_scales: u64 = "const float*",
+        /// Elements from one token of K to the next.
+        k_token_stride: i64 = "long long",
+        /// Elements from one token of V to the next.
+        v_token_stride: i64 = "long long",
+        /// Bytes from one page to the next.
+        page_stride: i64 = "long long",
+        /// Entries of the page table per sequence.
+        page_table_stride: i32 = "int",
+        /// Number format of K and V: Dtype.
+        dtype: i32 = "int",
+        /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+        residual_ring: u32 = "unsigned int",
+        /// Unused: the size is a multiple of 8.
+        reserved: u32 = "unsigned int",
+    }
+
+    /// Parameters of `copy_pages.cu`.
+    struct CopyPagesParams {
+        /// Pages to read.
+        from: u64 = "const unsigned char*",
+        /// Pages to write.
+        to: u64 = "unsigned char*",
+        /// i64 [pair][2]: the page to read and the page to write.
+        pairs: u64 = "const long long*",
+        /// Bytes from one page to the next where pages are read.
+        from_stride: i64 = "long long",
+        /// Bytes from one page to the next where pages are written.
+        to_stride: i64 = "long long",
+        /// Pages that may be read.
+        from_pages: i64 = "long long",
+        /// Pages that may be written.
+        to_pages: i64 = "long long",
+        /// Bytes of a page, a multiple of 16.
+        page_bytes: u64 = "unsigned long long",
+    }
+
+    /// Parameters of `merge_states.cu`.
+    struct MergeStatesParams {
+        /// Outputs [state][row][head_dim].
+        outs: u64 = "const void*",
+        /// f32 [state][row].
+        lses: u64 = "const float*",
+        /// Merged outputs [row][head_dim].
+        out: u64 = "void*",
+        /// f32 [row], or null.
+        lse: u64 = "float*",
+        /// Elements from one state's outputs to the next one's.
+        out_stride: i64 = "long long",
+        /// Elements from one state's log-sum-exps to the next one's.
+        lse_stride: i64 = "long long",
+        /// States.
+        states: i32 = "int",
+        /// Rows.
+        rows: i32 = "int",
+        /// Elements of a row, a multiple of 4 up to 256.
+        head_dim: i32 = "int",
+        /// Number format of the states' outputs: Dtype.
+        in_dtype: i32 = "int",
+        /// Number format of the merged outputs: Dtype.
+        out_dtype: i32 = "int",
+        /// Unused: the size is a multiple of 8.
+        reserved: u32 = "unsigned int",
+    }
+
     /// Parameters of `check.cu`, beside those of the launch that it checks.
     struct CheckParams {
         /// i32 [4], zeroed: {kind, index, value, limit}.

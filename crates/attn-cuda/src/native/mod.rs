@@ -49,17 +49,23 @@
 //! ```
 
 pub(crate) mod append;
+pub(crate) mod copy_pages;
+pub(crate) mod export;
 mod import;
 pub(crate) mod launch_plan;
+pub(crate) mod merge_states;
 mod query_blocks;
 pub(crate) mod read;
 mod rows;
 
 pub use append::{AppendArgs, Dtype, NativeAppend, SlotAppendArgs};
 pub(crate) use append::{check_heads, launch_append, launch_slot_append};
+pub use copy_pages::{CopyPagesArgs, NativeCopyPages, Pages};
+pub use export::{ExportArgs, NativeExport};
 pub use import::{ImportArgs, NativeImport};
 pub(crate) use import::{launch_import, prepare_import};
 pub(crate) use launch_plan::{LaunchPlan, choose};
+pub use merge_states::{MergeStatesArgs, NativeMergeStates};
 
 use std::{ffi::c_void, sync::Arc};
 
@@ -78,7 +84,7 @@ use crate::{
     sizes,
 };
 
-/// Threads of `append.cu`, `import.cu` and `check.cu`.
+/// Threads of `append.cu`, `import.cu`, `export.cu` and `check.cu`.
 const COPY_THREADS: usize = 128;
 
 /// A prepared decode launch: for one problem's heads and modifiers, and lengths up to the problem's longest.

@@ -8,6 +8,7 @@ mod numbers;
 
 mod append;
 mod decode;
+mod transfer;
 
 use std::{
     collections::HashMap,
@@ -117,10 +118,7 @@ fn compile(sources: &Path, instance: Instance, number: usize) -> Result<Library>
         .arg("-DATTN_SPIN_LIMIT=2")
         .args(options.iter().filter(|option| option.starts_with("-D")))
         .arg(format!("-DATTN_UNIT=\"{}\"", instance.source()))
-        .arg(format!(
-            "-DATTN_APPENDS={}",
-            usize::from(instance.entry() == "attn_append")
-        ))
+        .args(entry(instance))
         .arg("-o")
         .arg(&library)
         .arg(sources.join("emulate.cpp"))
@@ -133,6 +131,27 @@ fn compile(sources: &Path, instance: Instance, number: usize) -> Result<Library>
     );
     // SAFETY: the library was made from the kernels' text just now; it has no initializers with effects of their own.
     Ok(unsafe { Library::new(&library) }?)
+}
+
+/// What `emulate.cpp` calls.
+fn entry(instance: Instance) -> [String; 4] {
+    let params = match instance {
+        Instance::Decode { .. } => "DecodeParams",
+        Instance::Append { .. } => "AppendParams",
+        Instance::Import { .. } => "ImportParams",
+        Instance::Export { .. } => "ExportParams",
+        Instance::CopyPages => "CopyPagesParams",
+        Instance::MergeStates => "MergeStatesParams",
+        Instance::Check | Instance::Read => unreachable!("no test runs them"),
+    };
+    let decodes = matches!(instance, Instance::Decode { .. });
+    let takes_maps = matches!(instance, Instance::Decode { page_size: 0, .. });
+    [
+        format!("-DATTN_ENTRY={}", instance.entry()),
+        format!("-DATTN_PARAMS={params}"),
+        format!("-DATTN_DECODES={}", usize::from(decodes)),
+        format!("-DATTN_TAKES_MAPS={}", usize::from(takes_maps)),
+    ]
 }
 
 /// The address of a slice, for a kernel that takes it for the device's.
@@ -172,6 +191,7 @@ fn trials() -> Result<Vec<Trial>> {
     };
     let kernels = Arc::new(Kernels::new()?);
     let mut all = append::trials(&kernels);
+    all.extend(transfer::trials(&kernels));
     let (count, seed) = (
         from_env("ATTN_STRESS", 10)?,
         from_env("ATTN_STRESS_SEED", 1)?,

@@ -1,0 +1,157 @@
+//! Rows of floats from pages, on the device: what a prefix's K and V are to a kernel that reads no pages.
+
+use std::{ffi::c_void, sync::Arc};
+
+use attn_core::{Error, PageLayout, arithmetic::TILE};
+use attn_kernels::cuda::{Instance, params::ExportParams};
+
+use super::{COPY_THREADS, DeviceAddress, Dtype, Stream, check_heads};
+use crate::{device::LoadedKernel, error::failed, gpu::CudaBackend, sizes};
+
+/// Device addresses of one export launch: a range of tokens of each of `batch` sequences, as rows one behind the other.
+#[derive(Debug, Clone, Copy)]
+pub struct ExportArgs {
+    /// Rows of K `[token][num_kv_heads][head_dim]`, or null for V alone.
+    pub k: DeviceAddress,
+    /// Rows of V `[token][num_kv_heads][head_dim]`, or null for K alone.
+    pub v: DeviceAddress,
+    /// Number format of `k` and `v`. 16-bit rows are the f32 ones rounded to nearest even, infinite where f16 has no more room.
+    pub dtype: Dtype,
+    /// Elements from one token of K to the next, a multiple of 4.
+    pub k_token_stride: usize,
+    /// Elements from one token of V to the next, a multiple of 4.
+    pub v_token_stride: usize,
+    /// The pool.
+    pub pool: DeviceAddress,
+    /// u32 `[batch][page_table_stride]`.
+    pub page_table: DeviceAddress,
+    /// Entries per sequence.
+    pub page_table_stride: usize,
+    /// u32 `[batch][residual_slots]` as in [`DeviceKv::Paged`](super::DeviceKv::Paged); null where no scheme has a window.
+    pub residual_pages: DeviceAddress,
+    /// Entries of `residual_pages` per sequence.
+    pub residual_slots: usize,
+    /// i32 `[batch]`: cached tokens. The newest are read with their residuals, as a query of the last token would.
+    pub kv_lens: DeviceAddress,
+    /// i32 `[batch + 1]`: the first row of each sequence's range in `k` and `v`, then their end.
+    pub row_starts: DeviceAddress,
+    /// i32 `[batch]`: the first token of each range; null for ranges that begin with their sequence.
+    pub first_tokens: DeviceAddress,
+    /// f32 `[num_kv_heads]` for schemes with a static scale, else null.
+    pub k_tensor_scales: DeviceAddress,
+    /// f32 `[num_kv_heads]` for V's schemes with a static scale, else null.
+    pub v_tensor_scales: DeviceAddress,
+    /// Sequences.
+    pub batch: usize,
+    /// No range has more tokens.
+    pub max_tokens: usize,
+}
+
+/// A prepared export launch.
+#[derive(Debug, Clone)]
+pub struct NativeExport {
+    layout: PageLayout,
+    kernel: Arc<LoadedKernel>,
+}
+
+/// The kernel's parameter block.
+///
+/// # Errors
+/// [`Error::Parameter`] for a number that needs more than 31 bits, for token strides that are no multiples of 4, and for residual pages that
+/// are missing.
+pub fn export_params(args: &ExportArgs, layout: &PageLayout) -> Result<ExportParams, Error> {
+    for stride in [args.k_token_stride, args.v_token_stride] {
+        if !stride.is_multiple_of(4) {
+            return Err(Error::Parameter {
+                what: "token stride",
+                given: stride.to_string(),
+                allowed: "multiples of 4 elements: rows are written by vectors",
+            });
+        }
+    }
+    let [k_token_stride, v_token_stride, page_stride] = sizes::strides([
+        args.k_token_stride,
+        args.v_token_stride,
+        layout.page_bytes(),
+    ]);
+    Ok(ExportParams {
+        k: args.k.get(),
+        v: args.v.get(),
+        pool: args.pool.get(),
+        page_table: args.page_table.get(),
+        residual_pages: args.residual_pages.get(),
+        kv_lens: args.kv_lens.get(),
+        row_starts: args.row_starts.get(),
+        first_tokens: args.first_tokens.get(),
+        k_tensor_scales: args.k_tensor_scales.get(),
+        v_tensor_scales: args.v_tensor_scales.get(),
+        k_token_stride,
+        v_token_stride,
+        page_stride,
+        page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
+        dtype: args.dtype.code(),
+        residual_ring: sizes::slots(
+            layout.format(),
+            layout.page_size(),
+            args.residual_slots,
+            args.residual_pages,
+        )?,
+        ..ExportParams::default()
+    })
+}
+
+/// Grid and threads of `export.cu`.
+#[must_use]
+pub fn export_grid(layout: &PageLayout, batch: usize, max_tokens: usize) -> ([usize; 3], usize) {
+    // A range may begin inside a tile, so it touches up to this many.
+    let tiles = max_tokens.saturating_add(TILE - 2) / TILE + 1;
+    ([tiles, layout.num_kv_heads(), batch], COPY_THREADS)
+}
+
+impl CudaBackend {
+    /// Prepares export launches from pages of this layout.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for more KV heads than a grid has rows; [`Error::Device`].
+    pub fn prepare_export(&self, layout: PageLayout) -> Result<NativeExport, Error> {
+        check_heads(layout.num_kv_heads())?;
+        let instance = Instance::Export {
+            format: layout.format(),
+            head_dim: layout.head_dim(),
+            page_size: layout.page_size(),
+        };
+        let kernel = self.device.kernel(&instance, 0)?;
+        Ok(NativeExport { layout, kernel })
+    }
+
+    /// Enqueues the conversion of cached tokens to rows of floats, as they were before they were rotated: the values of
+    /// [`convert::dequantize`](attn_core::convert::dequantize), rounded once to `dtype`. Can be captured.
+    ///
+    /// # Safety
+    /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes.
+    /// - On the device, ranges end inside their sequences, none is longer than `max_tokens`, and every page that they reach, and the residual
+    ///   page of each that the sequence's last token reads with residuals, is in the pool.
+    ///
+    /// # Errors
+    /// Those of the arguments' numbers: [`Error::Parameter`]; [`Error::Device`] with the driver's refusal.
+    pub unsafe fn export_on(
+        &self,
+        export: &NativeExport,
+        stream: Stream,
+        args: &ExportArgs,
+    ) -> Result<(), Error> {
+        let mut params = export_params(args, &export.layout)?;
+        if args.batch == 0 || args.max_tokens == 0 {
+            return Ok(());
+        }
+        let (grid, threads) = export_grid(&export.layout, args.batch, args.max_tokens);
+        let mut arguments = [(&raw mut params).cast::<c_void>()];
+        // SAFETY: `attn_export` takes one ExportParams, asserted on both sides; the rest is this function's contract.
+        unsafe {
+            export
+                .kernel
+                .launch(stream.raw(), grid, threads, &mut arguments)
+        }
+        .map_err(failed("exporting"))
+    }
+}
