@@ -3,6 +3,8 @@
 //! The reduced conformance table and a few random shapes; `ATTN_TABLE=full` and `ATTN_STRESS=40` take more, and minutes. Without g++, or
 //! on another processor than x86-64, all of it is ignored with the reason.
 
+#[path = "../common/transfer.rs"]
+mod common_transfer;
 #[path = "../common/numbers.rs"]
 mod numbers;
 

@@ -1,11 +1,14 @@
 //! What only a GPU can show: the native entry, misuse of the safe interface, random shapes. Without a GPU each is ignored with the reason.
 
+#[path = "../common/transfer.rs"]
+mod common_transfer;
 #[path = "../common/numbers.rs"]
 mod numbers;
 
 mod hostile;
 mod native;
 mod random_shapes;
+mod transfer;
 
 use std::process::ExitCode;
 
@@ -44,6 +47,7 @@ fn main() -> ExitCode {
     let mut trials = Trials::new("cuda", CudaBackend::open());
     trials = hostile::add(trials);
     trials = native::add(trials);
+    trials = transfer::add(trials);
     trials = random_shapes::add(trials);
     let mut all = trials.finish();
     all.push(Trial::test(

@@ -1,0 +1,353 @@
+//! What moves cached tokens and results: exports to rows of floats, copies of pages, merges of states. Each must be the CPU's, bit for bit, on
+//! a GPU and where the kernels' text is emulated.
+
+use anyhow::{Context, Result, ensure};
+use attn_conformance::case::noise;
+use attn_core::{
+    AttnState, CacheConfig, DecodeAttention, Heads, HostPages, KvCache, PageLayout,
+    convert::dequantize,
+};
+use attn_cpu::CpuBackend;
+use attn_cuda::native::{CopyPagesArgs, DeviceAddress, Dtype, ExportArgs, MergeStatesArgs, Pages};
+
+use crate::numbers;
+
+/// What runs the kernels: memory for their arguments, and launches that end before they return.
+pub trait Machine {
+    /// Bytes that a kernel reads or writes, at a multiple of 16.
+    type Memory;
+    fn upload(&self, bytes: &[u8]) -> Result<Self::Memory>;
+    fn address(&self, memory: &mut Self::Memory) -> DeviceAddress;
+    fn download(&self, memory: &Self::Memory) -> Result<Vec<u8>>;
+    /// # Safety
+    /// Those of `export_on`, and of the two below likewise.
+    unsafe fn export(&self, layout: &PageLayout, args: &ExportArgs) -> Result<()>;
+    /// # Safety
+    /// Those of `copy_pages_on`.
+    unsafe fn copy_pages(&self, args: &CopyPagesArgs) -> Result<()>;
+    /// # Safety
+    /// Those of `merge_on`.
+    unsafe fn merge(&self, args: &MergeStatesArgs) -> Result<()>;
+}
+
+/// Format, head_dim, page_size, KV heads, number format.
+const EXPORTS: [(&str, usize, usize, usize, Dtype); 12] = [
+    ("int8", 128, 64, 2, Dtype::F32),
+    ("int8", 80, 32, 1, Dtype::F16),
+    ("int4", 128, 64, 2, Dtype::F32),
+    ("int4", 256, 16, 1, Dtype::Bf16),
+    ("int4-r2-w4/int8-plain", 192, 64, 2, Dtype::F32),
+    ("int8/int4", 96, 32, 2, Dtype::F32),
+    ("int4-w0/int4-w4", 128, 16, 1, Dtype::F16),
+    ("int4-g4", 128, 128, 1, Dtype::F32),
+    ("int8-g32/int4-g2", 64, 32, 2, Dtype::F32),
+    ("int8-tensor", 64, 16, 3, Dtype::F32),
+    ("fp8/f16", 80, 64, 2, Dtype::F32),
+    ("bf16/fp8", 128, 32, 1, Dtype::Bf16),
+];
+
+/// Cached tokens of each sequence, and the range of each that is exported.
+const RANGES: [(usize, std::ops::Range<usize>); 4] =
+    [(5, 0..5), (200, 1..200), (131, 70..99), (64, 64..64)];
+
+fn pool_of(cache: &KvCache) -> Result<&[u8]> {
+    let pages = cache.store().as_any().downcast_ref::<HostPages>();
+    Ok(pages.context("the CPU's pages lie in host memory")?.pool())
+}
+
+fn filled_cache(config: &CacheConfig) -> Result<KvCache> {
+    let mut cache = CpuBackend::new().create_cache(config)?;
+    let row = config.num_kv_heads * config.head_dim;
+    for (b, (len, _)) in RANGES.iter().enumerate() {
+        let [k, v] = [0, 1].map(|side| noise(70 + 2 * b as u64 + side, len * row));
+        cache.append(b, &k, &v)?;
+    }
+    Ok(cache)
+}
+
+fn export<M: Machine>(
+    machine: &M,
+    (name, head_dim, page_size, heads, dtype): (&str, usize, usize, usize, Dtype),
+) -> Result<()> {
+    let format = name.parse()?;
+    let of = Heads {
+        q: heads,
+        kv: heads,
+        dim: head_dim,
+    };
+    let mut config = CacheConfig::builder(format, of)
+        .sequences(RANGES.len())
+        .max_len(200)
+        .build();
+    config.page_size = page_size;
+    config.num_pages = RANGES.len() * config.pages_for(200);
+    for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
+        scales.iter_mut().for_each(|scale| *scale = 0.02);
+    }
+    let (cache, layout) = (filled_cache(&config)?, config.layout()?);
+    let table = cache.table();
+    let slots = format.residual_slots(page_size, 1);
+    let stride = table.pages.iter().map(Vec::len).max().unwrap_or(0);
+    let (mut pages, mut residuals) = (
+        vec![u32::MAX; RANGES.len() * stride],
+        vec![u32::MAX; RANGES.len() * slots.max(1)],
+    );
+    for (b, list) in table.pages.iter().enumerate() {
+        pages[b * stride..][..list.len()].copy_from_slice(list);
+        let kept = &table.residual_pages[b];
+        for (i, page) in kept.iter().enumerate() {
+            residuals[b * slots + (list.len() - kept.len() + i) % slots] = *page;
+        }
+    }
+    let lens: Vec<i32> = table.lens.iter().map(|len| *len as i32).collect();
+    let (mut starts, mut firsts) = (vec![0i32], Vec::new());
+    for (_, range) in &RANGES {
+        firsts.push(range.start as i32);
+        starts.push(starts[starts.len() - 1] + range.len() as i32);
+    }
+    let row = heads * head_dim;
+    // Rows of another width than the tokens, so that a mistaken stride shows.
+    let strides = [row, row + 8];
+    let (tokens, element) = (
+        starts[RANGES.len()] as usize,
+        numbers::bytes(dtype, &[0.0]).len(),
+    );
+    let none = vec![0u8; tokens * strides[1] * element];
+    let [mut k, mut v] = [machine.upload(&none)?, machine.upload(&none)?];
+    let at = |x: &[u8]| machine.upload(x);
+    let mut inputs = [
+        at(pool_of(&cache)?)?,
+        at(bytemuck::cast_slice(&pages))?,
+        at(bytemuck::cast_slice(&residuals))?,
+        at(bytemuck::cast_slice(&lens))?,
+        at(bytemuck::cast_slice(&starts))?,
+        at(bytemuck::cast_slice(&firsts))?,
+        at(bytemuck::cast_slice(&config.k_tensor_scales))?,
+        at(bytemuck::cast_slice(&config.v_tensor_scales))?,
+    ];
+    let [
+        pool,
+        page_table,
+        residual_pages,
+        kv_lens,
+        row_starts,
+        first_tokens,
+        k_tensor_scales,
+        v_tensor_scales,
+    ] = inputs.each_mut().map(|memory| machine.address(memory));
+    let some = |scales: &[f32], at| match scales {
+        [] => DeviceAddress::NULL,
+        _ => at,
+    };
+    let args = ExportArgs {
+        k: machine.address(&mut k),
+        v: machine.address(&mut v),
+        dtype,
+        k_token_stride: strides[0],
+        v_token_stride: strides[1],
+        pool,
+        page_table,
+        page_table_stride: stride,
+        residual_pages,
+        residual_slots: slots,
+        kv_lens,
+        row_starts,
+        first_tokens,
+        k_tensor_scales: some(&config.k_tensor_scales, k_tensor_scales),
+        v_tensor_scales: some(&config.v_tensor_scales, v_tensor_scales),
+        batch: RANGES.len(),
+        max_tokens: 199,
+    };
+    // SAFETY: the addresses are those of memory that lives until here, as large as `ExportArgs` asks; pages are those of the cache.
+    unsafe { machine.export(&layout, &args) }?;
+    let out = [machine.download(&k)?, machine.download(&v)?];
+    for (b, (len, range)) in RANGES.iter().enumerate() {
+        let sides = dequantize(
+            &layout,
+            &cache.read_back(b)?,
+            *len,
+            &config.k_tensor_scales,
+            &config.v_tensor_scales,
+        )?;
+        for (side, want) in sides.iter().enumerate() {
+            let got = &out[side];
+            for t in range.clone() {
+                let at = (starts[b] as usize + t - range.start) * strides[side] * element;
+                let want = numbers::bytes(dtype, &want[t * row..][..row]);
+                ensure!(
+                    got[at..][..want.len()] == want,
+                    "side {side}, sequence {b}, token {t}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Pairs in any order, some skipped, into pages that lie further apart.
+fn copy_pages<M: Machine>(machine: &M) -> Result<()> {
+    let (page_bytes, pages) = (20_016, 9);
+    let (from_stride, to_stride) = (page_bytes, page_bytes + 48);
+    let from: Vec<u8> = (0..pages * from_stride)
+        .map(|i| ((i * 31) >> 3) as u8)
+        .collect();
+    let pairs: [[i64; 2]; 7] = [[3, 0], [8, 5], [-1, 1], [0, 8], [9, 2], [2, -1], [4, 9]];
+    let mut memory = [
+        machine.upload(&from)?,
+        machine.upload(&vec![0; pages * to_stride])?,
+        machine.upload(bytemuck::cast_slice(&pairs))?,
+    ];
+    let [from_at, to_at, pairs_at] = memory.each_mut().map(|memory| machine.address(memory));
+    let args = CopyPagesArgs {
+        from: Pages {
+            at: from_at,
+            stride: from_stride,
+            num_pages: pages,
+        },
+        to: Pages {
+            at: to_at,
+            stride: to_stride,
+            num_pages: pages,
+        },
+        page_bytes,
+        pairs: pairs_at,
+        num_pairs: pairs.len(),
+    };
+    // SAFETY: the addresses are those of memory that lives until here, as large as `Pages` says.
+    unsafe { machine.copy_pages(&args) }?;
+    let to = machine.download(&memory[1])?;
+    for page in 0..pages {
+        let source = pairs
+            .iter()
+            .find(|pair| pair[1] == page as i64 && (0..9).contains(&pair[0]));
+        let (got, gap) = to[page * to_stride..][..to_stride].split_at(page_bytes);
+        let is_right = match source {
+            Some(pair) => got == &from[pair[0] as usize * from_stride..][..page_bytes],
+            None => got.iter().all(|byte| *byte == 0),
+        };
+        ensure!(is_right && gap.iter().all(|byte| *byte == 0), "page {page}");
+    }
+    Ok(())
+}
+
+/// Rows that every state, some, one or none saw tokens of.
+fn merge<M: Machine>(
+    machine: &M,
+    head_dim: usize,
+    in_dtype: Dtype,
+    out_dtype: Dtype,
+) -> Result<()> {
+    let (states, rows) = (6, 11);
+    let (out_stride, lse_stride) = (rows * head_dim + 16, rows + 3);
+    let mut outs = noise(5, states * out_stride);
+    let mut lses: Vec<f32> = noise(6, states * lse_stride)
+        .iter()
+        .map(|x| 30.0 * x)
+        .collect();
+    for i in 0..states {
+        for row in 0..rows {
+            let is_empty = match row {
+                0 => true,
+                1 => i != 3,
+                2 => i == 0 || i == 4,
+                _ => false,
+            };
+            if is_empty {
+                lses[i * lse_stride + row] = f32::NEG_INFINITY;
+                // What an empty state's outputs are does not matter.
+                outs[i * out_stride + row * head_dim] = 1e30;
+            }
+        }
+    }
+    let narrow = numbers::bytes(in_dtype, &outs);
+    let outs = numbers::numbers(in_dtype, &narrow);
+    let mut want = AttnState::empty(rows, head_dim)?;
+    for i in 0..states {
+        let mut out = outs[i * out_stride..][..rows * head_dim].to_vec();
+        let lse = &lses[i * lse_stride..][..rows];
+        for (row, lse) in out.chunks_exact_mut(head_dim).zip(lse) {
+            if *lse == f32::NEG_INFINITY {
+                row.fill(0.0);
+            }
+        }
+        want.merge_state(&AttnState::new(head_dim, out, lse.to_vec())?)?;
+    }
+    let bytes = numbers::bytes(out_dtype, want.out());
+    let mut memory = [
+        machine.upload(&narrow)?,
+        machine.upload(bytemuck::cast_slice(&lses))?,
+        machine.upload(&vec![0; bytes.len()])?,
+        machine.upload(&vec![0; 4 * rows])?,
+    ];
+    let [outs, lses, out, lse] = memory.each_mut().map(|memory| machine.address(memory));
+    let args = MergeStatesArgs {
+        outs,
+        lses,
+        out_stride,
+        lse_stride,
+        in_dtype,
+        out,
+        out_dtype,
+        lse,
+        states,
+        rows,
+        head_dim,
+    };
+    // SAFETY: the addresses are those of memory that lives until here, as large as `MergeStatesArgs` asks.
+    unsafe { machine.merge(&args) }?;
+    ensure!(machine.download(&memory[2])? == bytes, "outputs");
+    let lse = numbers::numbers(Dtype::F32, &machine.download(&memory[3])?);
+    let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+    ensure!(
+        bits(&lse) == bits(want.lse()),
+        "log-sum-exps {lse:?}, expected {:?}",
+        want.lse()
+    );
+    Ok(())
+}
+
+/// A test.
+#[derive(Debug, Clone, Copy)]
+pub enum Test {
+    CopyPages,
+    Export((&'static str, usize, usize, usize, Dtype)),
+    /// head_dim, the states' number format and the result's.
+    Merge(usize, Dtype, Dtype),
+}
+
+impl Test {
+    /// A test for each kind.
+    pub fn all() -> Vec<Self> {
+        let mut all = vec![Test::CopyPages];
+        all.extend(EXPORTS.map(Test::Export));
+        all.extend([
+            Test::Merge(128, Dtype::F32, Dtype::F32),
+            Test::Merge(80, Dtype::F16, Dtype::F16),
+            Test::Merge(256, Dtype::Bf16, Dtype::F32),
+            Test::Merge(192, Dtype::F32, Dtype::Bf16),
+        ]);
+        all
+    }
+
+    pub fn name(self) -> String {
+        match self {
+            Test::CopyPages => "copies of pages".to_owned(),
+            Test::Export((format, head_dim, page_size, heads, dtype)) => {
+                format!(
+                    "export, {format}, head_dim {head_dim}, pages of {page_size}, {heads} KV heads, {dtype:?}"
+                )
+            }
+            Test::Merge(head_dim, from, to) => {
+                format!("merge of states, head_dim {head_dim}, {from:?} to {to:?}")
+            }
+        }
+    }
+
+    pub fn run<M: Machine>(self, machine: &M) -> Result<()> {
+        match self {
+            Test::CopyPages => copy_pages(machine),
+            Test::Export(kind) => export(machine, kind),
+            Test::Merge(head_dim, from, to) => merge(machine, head_dim, from, to),
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! The tests of `common/transfer.rs` on a GPU.
+
+use anyhow::Result;
+use attn_bench::cuda::Buffers;
+use attn_conformance::trials::Trials;
+use attn_core::PageLayout;
+use attn_cuda::{
+    CudaBackend,
+    internals::context,
+    native::{CopyPagesArgs, DeviceAddress, ExportArgs, MergeStatesArgs},
+};
+use cudarc::driver::CudaSlice;
+
+use crate::{
+    common_transfer::{Machine, Test},
+    passes,
+};
+
+/// A GPU, and memory on it.
+struct OnGpu<'a>(&'a CudaBackend, Buffers);
+
+impl Machine for OnGpu<'_> {
+    type Memory = CudaSlice<u8>;
+
+    fn upload(&self, bytes: &[u8]) -> Result<Self::Memory> {
+        // No slice is empty.
+        Ok(self.1.upload(if bytes.is_empty() { &[0] } else { bytes })?)
+    }
+
+    fn address(&self, memory: &mut Self::Memory) -> DeviceAddress {
+        self.1.address(memory)
+    }
+
+    fn download(&self, memory: &Self::Memory) -> Result<Vec<u8>> {
+        Ok(self.1.download(memory)?)
+    }
+
+    unsafe fn export(&self, layout: &PageLayout, args: &ExportArgs) -> Result<()> {
+        let prepared = self.0.prepare_export(*layout)?;
+        // SAFETY: this function's contract.
+        Ok(unsafe { self.0.export_on(&prepared, self.1.raw(), args) }?)
+    }
+
+    unsafe fn copy_pages(&self, args: &CopyPagesArgs) -> Result<()> {
+        let prepared = self.0.prepare_copy_pages()?;
+        // SAFETY: this function's contract.
+        Ok(unsafe { self.0.copy_pages_on(&prepared, self.1.raw(), args) }?)
+    }
+
+    unsafe fn merge(&self, args: &MergeStatesArgs) -> Result<()> {
+        let prepared = self.0.prepare_merge()?;
+        // SAFETY: this function's contract.
+        Ok(unsafe { self.0.merge_on(&prepared, self.1.raw(), args) }?)
+    }
+}
+
+/// Adds a trial for each test.
+pub fn add(mut trials: Trials<CudaBackend>) -> Trials<CudaBackend> {
+    for test in Test::all() {
+        trials = trials.test(format!("native: {}", test.name()), move |gpu| {
+            let buffers = Buffers::new(context(gpu));
+            passes(
+                buffers
+                    .map_err(Into::into)
+                    .and_then(|buffers| test.run(&OnGpu(gpu, buffers))),
+            );
+        });
+    }
+    trials
+}
