@@ -1,0 +1,281 @@
+//! A cache of one attention layer, and attention over it.
+
+use std::{fmt, sync::Arc};
+
+use attn::{
+    Append, BackendId, CacheConfig, Elements, ElementsMut, Heads, HostRows, HostSteps, KvCache,
+    KvFormat, Problem,
+};
+use candle_core::{DType, Device, Shape, Tensor};
+use half::{bf16, f16};
+
+use crate::{
+    Error,
+    rows::{Expected, Rows},
+};
+
+/// The quantized K and V of one attention layer, for one or more sequences, and attention over them.
+///
+/// `append` the new K and V, then `attend` with the queries of the newest tokens. A token has the same bits attended alone, in a batch, or in a
+/// prompt.
+pub struct QuantizedKvCache {
+    device: Arc<attn::Device>,
+    cache: KvCache,
+    steps: HostSteps,
+    /// Heads and modifiers of every step; its sequences are those of the step.
+    problem: Problem,
+    all: Vec<usize>,
+}
+
+impl QuantizedKvCache {
+    /// An empty cache for `sequences` of up to `max_tokens` tokens each, attended causally with the scale `1/√head_dim`.
+    ///
+    /// A prompt may have any length. Formats with a window (`int4`, `int8/int4`) take room for the residuals of one as long as `max_tokens`;
+    /// [`QuantizedKvCache::layers`] with another [`CacheConfig::max_q_len`] takes less, and prompts then come in pieces of at most so many tokens.
+    ///
+    /// # Errors
+    /// Those of [`QuantizedKvCache::layers`].
+    pub fn new(
+        format: KvFormat,
+        heads: Heads,
+        sequences: usize,
+        max_tokens: usize,
+        device: &Device,
+    ) -> Result<Self, Error> {
+        let config = CacheConfig::builder(format, heads)
+            .sequences(sequences)
+            .max_len(max_tokens)
+            .max_q_len(max_tokens)
+            .build();
+        let problem = Problem::new(heads, []);
+        Self::with(open(device)?, &config, problem)
+    }
+
+    /// An empty cache for each layer of a model. A layer's problem has its heads, its softmax scale, and what else changes its scores: window, soft
+    /// cap, ALiBi slopes, sinks. The problem's lengths are not used.
+    ///
+    /// # Errors
+    /// [`Error::Device`] for other devices than the CPU; [`Error::Attention`] with those of [`Problem::check`] and
+    /// [`create_cache`](attn::DecodeAttention::create_cache), or [`attn::Error::Mismatch`] for a problem of other KV heads or dims than the
+    /// config's.
+    ///
+    /// ```
+    /// use attn::{CacheConfig, Heads, KvFormat, Problem};
+    /// use attn_candle::QuantizedKvCache;
+    /// use candle_core::Device;
+    ///
+    /// let heads = Heads { q: 8, kv: 2, dim: 64 };
+    /// let config = CacheConfig::builder(KvFormat::INT8, heads).sequences(4).max_len(4096).build();
+    /// // Every second layer sees 128 tokens.
+    /// let global = Problem::new(heads, []);
+    /// let problems = [global.clone().window_left(127), global];
+    /// let layers = QuantizedKvCache::layers(&config, problems, &Device::Cpu)?;
+    /// assert_eq!(layers.len(), 2);
+    /// # Ok::<(), attn_candle::Error>(())
+    /// ```
+    pub fn layers(
+        config: &CacheConfig,
+        problems: impl IntoIterator<Item = Problem>,
+        device: &Device,
+    ) -> Result<Vec<Self>, Error> {
+        let device = open(device)?;
+        let problems = problems.into_iter();
+        problems
+            .map(|problem| Self::with(device.clone(), config, problem))
+            .collect()
+    }
+
+    fn with(
+        device: Arc<attn::Device>,
+        config: &CacheConfig,
+        mut problem: Problem,
+    ) -> Result<Self, Error> {
+        problem.q_lens.clear();
+        problem.kv_lens.clear();
+        problem.check()?;
+        let pairs = [
+            ("num_kv_heads", problem.num_kv_heads, config.num_kv_heads),
+            ("head_dim", problem.head_dim, config.head_dim),
+        ];
+        if let Some((what, problem, cache)) = pairs.into_iter().find(|(_, a, b)| a != b) {
+            let [problem, cache] = [problem, cache].map(|x| x.to_string());
+            return Err(attn::Error::Mismatch {
+                what,
+                problem,
+                cache,
+            }
+            .into());
+        }
+        Ok(QuantizedKvCache {
+            cache: device.backend().create_cache(config)?,
+            device,
+            steps: HostSteps::default(),
+            problem,
+            all: (0..config.num_sequences).collect(),
+        })
+    }
+
+    /// Appends `k` and `v` `[sequences, kv heads, tokens, head_dim]`: as many tokens to every sequence.
+    ///
+    /// # Errors
+    /// Those of [`QuantizedKvCache::append_to`].
+    pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<(), Error> {
+        append(&mut self.cache, &self.all, k, v)
+    }
+
+    /// Appends `k` and `v` `[sequences named, kv heads, tokens, head_dim]` to these sequences, each named once.
+    ///
+    /// # Errors
+    /// [`Error::Device`], [`Error::DType`], [`Error::Shape`] or [`Error::Batch`] naming `k` or `v`; [`Error::Attention`] with those of
+    /// [`KvCache::append_batch`]. No sequence is changed then.
+    pub fn append_to(&mut self, sequences: &[usize], k: &Tensor, v: &Tensor) -> Result<(), Error> {
+        append(&mut self.cache, sequences, k, v)
+    }
+
+    /// Attends with `q` `[sequences, q heads, tokens, head_dim]`, whose last token stands at the last cached one of each sequence. The result
+    /// has q's shape and type, and the memory `[sequences, tokens, q heads, head_dim]`: `transpose(1, 2)` gives it as it lies.
+    ///
+    /// # Errors
+    /// Those of [`QuantizedKvCache::attend_to`].
+    pub fn attend(&mut self, q: &Tensor) -> Result<Tensor, Error> {
+        let all = std::mem::take(&mut self.all);
+        let out = self.attend_to(&all, q);
+        self.all = all;
+        out
+    }
+
+    /// Attends with `q` `[sequences named, q heads, tokens, head_dim]` to these sequences, in this order.
+    ///
+    /// # Errors
+    /// [`Error::Device`], [`Error::DType`], [`Error::Shape`] or [`Error::Batch`] naming `q`; [`Error::Attention`] with those of
+    /// [`HostSteps::attend`].
+    pub fn attend_to(&mut self, sequences: &[usize], q: &Tensor) -> Result<Tensor, Error> {
+        let Heads { q: heads, dim, .. } = self.problem.heads();
+        let expected = Expected {
+            what: "q",
+            heads,
+            dim,
+        };
+        let rows = Rows::new(expected, q, sequences.len())?;
+        let mut problem = self.problem.clone();
+        problem.kv_lens = vec![0; sequences.len()];
+        problem.q_lens = vec![rows.tokens; sequences.len()];
+        let shape = Shape::from((sequences.len(), rows.tokens, heads, dim));
+        let out = match q.dtype() {
+            DType::F16 => self.step(sequences, &problem, &rows, (f16::ZERO, shape)),
+            DType::BF16 => self.step(sequences, &problem, &rows, (bf16::ZERO, shape)),
+            _ => self.step(sequences, &problem, &rows, (0f32, shape)),
+        }?;
+        Ok(out.transpose(1, 2)?)
+    }
+
+    /// One step, into a new tensor of this shape.
+    fn step<T>(
+        &mut self,
+        sequences: &[usize],
+        problem: &Problem,
+        rows: &Rows,
+        (zero, shape): (T, Shape),
+    ) -> Result<Tensor, Error>
+    where
+        T: candle_core::WithDType,
+        for<'a> &'a mut [T]: Into<ElementsMut<'a>>,
+    {
+        let mut out = vec![zero; shape.elem_count()];
+        rows.read(|q| {
+            let rows = HostRows {
+                q,
+                out: (&mut *out).into(),
+                lse: None,
+            };
+            let backend = self.device.backend();
+            Ok(self
+                .steps
+                .attend(backend, &self.cache, sequences, problem, rows)?)
+        })?;
+        Ok(Tensor::from_vec(out, shape, &Device::Cpu)?)
+    }
+
+    /// The number of tokens of each sequence.
+    #[must_use]
+    pub fn lens(&self) -> &[usize] {
+        &self.cache.table().lens
+    }
+
+    /// Takes back a sequence's newest tokens, such as drafts that were rejected: its first `tokens` stay.
+    ///
+    /// # Errors
+    /// [`Error::Attention`] with those of [`KvCache::truncate`].
+    pub fn truncate(&mut self, sequence: usize, tokens: usize) -> Result<(), Error> {
+        Ok(self.cache.truncate(sequence, tokens)?)
+    }
+
+    /// Makes the empty sequence `to` share the tokens of `from`, such as a common prompt.
+    ///
+    /// # Errors
+    /// [`Error::Attention`] with those of [`KvCache::fork`].
+    pub fn fork(&mut self, from: usize, to: usize) -> Result<(), Error> {
+        Ok(self.cache.fork(from, to)?)
+    }
+
+    /// Empties a sequence.
+    ///
+    /// # Errors
+    /// [`Error::Attention`] with those of [`KvCache::free_sequence`].
+    pub fn free(&mut self, sequence: usize) -> Result<(), Error> {
+        Ok(self.cache.free_sequence(sequence)?)
+    }
+
+    /// Empties all sequences.
+    pub fn reset(&mut self) {
+        for sequence in &self.all {
+            let freed = self.cache.free_sequence(*sequence);
+            freed.expect("the cache has these sequences");
+        }
+    }
+
+    /// The cache itself: its description, pages and free pages.
+    #[must_use]
+    pub fn cache(&self) -> &KvCache {
+        &self.cache
+    }
+}
+
+impl fmt::Debug for QuantizedKvCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let format = self.cache.config().format;
+        write!(f, "QuantizedKvCache({format}, lens: {:?})", self.lens())
+    }
+}
+
+/// The device of this library whose memory is the tensors'.
+fn open(device: &Device) -> Result<Arc<attn::Device>, Error> {
+    if !device.is_cpu() {
+        return Err(Error::Device {
+            what: "the cache",
+            given: device.location(),
+        });
+    }
+    let cpu = attn::Device::open(BackendId::Cpu.into());
+    Ok(Arc::new(cpu.map_err(attn::Error::from)?))
+}
+
+fn append(cache: &mut KvCache, sequences: &[usize], k: &Tensor, v: &Tensor) -> Result<(), Error> {
+    let rows = |what, tensor| {
+        let expected = Expected {
+            what,
+            heads: cache.config().num_kv_heads,
+            dim: cache.config().head_dim,
+        };
+        Rows::new(expected, tensor, sequences.len())
+    };
+    let [k, v] = [rows("k", k)?, rows("v", v)?];
+    let tokens = k.tokens;
+    let of = |sequence: &usize| Append {
+        sequence: *sequence,
+        tokens,
+    };
+    let appends: Vec<_> = sequences.iter().map(of).collect();
+    let mut write = |k: Elements<'_>, v: Elements<'_>| Ok(cache.append_batch(&appends, k, v)?);
+    k.read(|k| v.read(|v| write(k, v)))
+}

@@ -1,0 +1,31 @@
+//! Attention over a quantized KV cache for [candle](https://docs.rs/candle-core)'s tensors.
+//!
+//! A [`QuantizedKvCache`] takes the place of the K and V that an attention layer concatenates, and of the products and the softmax over them:
+//!
+//! ```
+//! use attn::{Heads, KvFormat};
+//! use attn_candle::QuantizedKvCache;
+//! use candle_core::{DType, Device, Tensor};
+//!
+//! let heads = Heads { q: 8, kv: 2, dim: 64 };
+//! let mut cache = QuantizedKvCache::new(KvFormat::INT8, heads, 1, 4096, &Device::Cpu)?;
+//! // A prompt of 10 tokens: [batch, heads, tokens, head_dim].
+//! let [q, kv] = [8, 2].map(|heads| Tensor::ones((1, heads, 10, 64), DType::F32, &Device::Cpu));
+//! let (q, kv) = (q?, kv?);
+//! cache.append(&kv, &kv)?;
+//! let out = cache.attend(&q)?;
+//! assert_eq!((out.dims(), cache.lens()), (q.dims(), &[10][..]));
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+//!
+//! Tensors are `[batch, heads, tokens, head_dim]` in f32, f16 or bf16, on the CPU; row b of the batch is the b-th sequence. Tensors whose memory is
+//! `[batch, tokens, heads, head_dim]`, as projections leave it, and tensors of one token are read in place; others are copied once. Results have no
+//! gradient.
+#![forbid(unsafe_code)]
+
+mod cache;
+mod error;
+mod rows;
+
+pub use cache::QuantizedKvCache;
+pub use error::Error;
