@@ -42,7 +42,7 @@ pub enum Error {
     },
     /// A device that has no cache, or a tensor on one.
     #[error(
-        "{what} is on {given:?}; caches take tensors on the CPU: move it there, or attend CUDA memory by attn_cuda's DeviceSteps"
+        "{what} is on {given:?}; caches take tensors on the CPU: move it there, or attend CUDA memory by attn::backends::cuda::DeviceSteps"
     )]
     Device {
         /// The tensor's name, or `the cache`.

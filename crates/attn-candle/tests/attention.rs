@@ -352,3 +352,24 @@ fn an_error_becomes_candles_with_its_sentence() {
     let text = step().unwrap_err().to_string();
     assert!(text.contains("q has the shape [1, 3, 1, 64]"), "{text}");
 }
+
+#[test]
+fn no_tokens_and_no_sequences_are_allowed_and_sizes_beyond_memory_are_refused() {
+    let mut cache = QuantizedKvCache::new(KvFormat::INT4, HEADS, 2, 64, &CPU).unwrap();
+    let none = random(1, 2, HEADS.kv, 0);
+    cache.append(&none, &none).unwrap();
+    let out = cache.attend(&random(1, 2, HEADS.q, 0)).unwrap();
+    assert_eq!(out.dims(), [2, HEADS.q, 0, 64]);
+    let nobody = random(1, 0, HEADS.kv, 1);
+    cache.append_to(&[], &nobody, &nobody).unwrap();
+    let out = cache.attend_to(&[], &random(1, 0, HEADS.q, 1)).unwrap();
+    assert_eq!(out.dims(), [0, HEADS.q, 1, 64]);
+    assert_eq!(cache.lens(), [0, 0]);
+    for (sequences, tokens) in [(1, usize::MAX), (usize::MAX, 64), (1 << 20, 1 << 40)] {
+        let refusal = QuantizedKvCache::new(KvFormat::INT4, HEADS, sequences, tokens, &CPU);
+        assert!(
+            matches!(refusal, Err(Error::Attention(_))),
+            "{sequences} x {tokens}"
+        );
+    }
+}
