@@ -3,10 +3,11 @@
 //! [`KvCache`] keeps the page table (lengths, pages, sharing) and checks every call; a backend's [`PageStore`] keeps the bytes in the
 //! backend's memory. A refused call changes neither, and a call that the device fails changes no length and takes no page.
 //!
-//! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `append.rs`: appends; `sequences.rs`: a step's
+//! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `append.rs`: appends; `grow.rs`: more pages and sequences; `sequences.rs`: a step's
 //! choice of sequences; `transfer.rs`: pages as bytes.
 
 mod append;
+mod grow;
 mod sequences;
 mod store;
 mod transfer;

@@ -168,6 +168,15 @@ pub(crate) fn filled<T: Clone>(what: &'static str, len: usize, value: T) -> Resu
     Ok(vec![value; len])
 }
 
+/// Makes room for `more` elements, or [`Error::OutOfMemory`].
+pub(crate) fn reserve<T>(what: &'static str, list: &mut Vec<T>, more: usize) -> Result<(), Error> {
+    let asked = list.try_reserve_exact(more);
+    asked.map_err(|_| Error::OutOfMemory {
+        what,
+        bytes: more.saturating_mul(size_of::<T>()),
+    })
+}
+
 /// Refuses NaN, infinity, and magnitudes beyond what `scheme` takes.
 pub(crate) fn check_values(what: &'static str, x: &[f32], scheme: Scheme) -> Result<(), Error> {
     let limit = scheme.max_magnitude();

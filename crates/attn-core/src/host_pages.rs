@@ -12,6 +12,9 @@ use crate::{
 
 const HUGE_PAGE: usize = 2 << 20;
 
+/// Bytes that are copied at once, or left alone if all are zero, when the pool grows.
+const UNTOUCHED: usize = 4 << 10;
+
 /// A pool of pages in host memory.
 #[derive(Debug)]
 pub struct HostPages {
@@ -134,6 +137,21 @@ impl PageStore for HostPages {
     fn write_page(&mut self, _: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
         let size = self.layout.page_bytes();
         self.bytes_mut()[page as usize * size..][..size].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn grow(&mut self, _: &CacheAccess, pages: usize) -> Result<(), Error> {
+        let mut config = self.config.clone();
+        config.num_pages = config.num_pages.saturating_add(pages);
+        let mut grown = HostPages::new(&config)?;
+        let parts = grown.bytes_mut().chunks_mut(UNTOUCHED);
+        for (to, from) in parts.zip(self.pool().chunks(UNTOUCHED)) {
+            // Memory that was never written stays without a page of the machine's.
+            if from.iter().fold(0, |any, byte| any | byte) != 0 {
+                to[..from.len()].copy_from_slice(from);
+            }
+        }
+        *self = grown;
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! The page allocator: which pages of a pool are free, and how many sequences own each of the others.
 
-use crate::error::{Error, filled};
+use crate::error::{Error, filled, reserve};
 
 /// The free pages and the reference counts of a pool.
 #[derive(Debug)]
@@ -24,6 +24,20 @@ impl PageAllocator {
             fresh: 0,
             ref_counts: filled("the pages' reference counts", num_pages, 0)?,
         })
+    }
+
+    /// Makes sure that [`PageAllocator::grow`] by `pages` allocates nothing.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn reserve(&mut self, pages: usize) -> Result<(), Error> {
+        reserve("the pages' reference counts", &mut self.ref_counts, pages)
+    }
+
+    /// Adds free pages behind the pool's last one.
+    pub fn grow(&mut self, pages: usize) {
+        let count = self.ref_counts.len() + pages;
+        self.ref_counts.resize(count, 0);
     }
 
     /// Number of pages that no sequence owns.

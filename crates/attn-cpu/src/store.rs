@@ -176,6 +176,10 @@ impl PageStore for CpuPages {
         self.pages.write_page(access, page, bytes)
     }
 
+    fn grow(&mut self, access: &CacheAccess, pages: usize) -> Result<(), Error> {
+        self.pages.grow(access, pages)
+    }
+
     /// The [`HostPages`], which is what readers of pages in host memory look for.
     fn as_any(&self) -> &dyn Any {
         &self.pages

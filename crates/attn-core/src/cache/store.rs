@@ -2,7 +2,10 @@
 
 use std::any::Any;
 
-use crate::{error::Error, layout::PageLayout};
+use crate::{
+    error::{Error, refuse},
+    layout::PageLayout,
+};
 
 /// The destination of one token. Only [`KvCache`](super::KvCache) makes one, and it checks the page and the place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,6 +52,20 @@ pub trait PageStore: Send + Sync {
     /// # Errors
     /// [`Error::Device`] if the device fails.
     fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error>;
+    /// Adds `pages` pages behind the last one; the others keep their numbers and bytes.
+    ///
+    /// A store whose pool cannot grow in place refuses, which is what the provided method does.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] from a store that cannot grow, [`Error::OutOfMemory`], [`Error::Device`]. The pool is unchanged then.
+    fn grow(&mut self, access: &CacheAccess, pages: usize) -> Result<(), Error> {
+        let _ = access;
+        refuse(
+            "pages to add",
+            pages,
+            "none on this backend; create a larger cache, and move the sequences by `read_back` and `restore`",
+        )
+    }
     /// The store as [`Any`], so that a backend can recover its own type.
     fn as_any(&self) -> &dyn Any;
 }
