@@ -1,6 +1,8 @@
-//! Decode steps by the names that `attn bench` uses, on every instruction set of this machine, and reads of as many bytes beside them.
+//! Decode steps by the names that `attn bench` uses, on every instruction set of this machine, and reads of as many bytes beside them;
+//! appends of one token and of 2048.
 //!
-//! `cargo bench -p attn-bench --bench cpu -- single/32-8-ctx8192/int8`. Criterion keeps its caches warm between iterations; `attn bench` times cold.
+//! `cargo bench -p attn-bench --bench cpu -- single/32-8-ctx8192/int8`, `… -- append/`. Criterion keeps its caches warm between iterations;
+//! `attn bench` times cold.
 
 #![allow(
     missing_docs,
@@ -10,11 +12,12 @@
 use attn_bench::{
     CacheLayout, ContiguousCache,
     cpu::{Ceiling, Prepared},
-    workloads,
+    noise, workloads,
 };
-use attn_core::{Error, KvView};
+use attn_core::{CacheConfig, DecodeAttention, Error, Heads, KvFormat, KvView};
 use attn_cpu::{CpuBackend, Isa, Options};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use half::bf16;
 
 fn decode(c: &mut Criterion) {
     for workload in workloads().iter().filter(|w| w.family == "single") {
@@ -62,5 +65,44 @@ fn views(c: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, decode, views);
+/// Appends of bf16 tokens, 8 KV heads of 128 dims, behind what the cache holds already; rates count the bytes of the bf16 input.
+fn append(c: &mut Criterion) {
+    const ROW: usize = 8 * 128;
+    const MOST: usize = 4096;
+    let heads = Heads {
+        q: 32,
+        kv: 8,
+        dim: 128,
+    };
+    let rows = |seed| -> Vec<bf16> {
+        let rows = noise(seed, 2048 * ROW);
+        rows.into_iter().map(bf16::from_f32).collect()
+    };
+    let (k, v) = (rows(1), rows(2));
+    for format in ["int8", "int4", "int4-g1", "int8/int4", "bf16", "fp8"] {
+        let format: KvFormat = format.parse().expect("a format");
+        let mut group = c.benchmark_group(format!("append/{format}"));
+        group.sample_size(20);
+        for (tokens, threads) in [(1, 1), (2048, 1), (2048, 2)] {
+            let options = Options::default().threads(threads);
+            let backend = CpuBackend::with_options(&options).expect("the system starts threads");
+            let config = CacheConfig::builder(format, heads).max_len(MOST).build();
+            let mut cache = backend.create_cache(&config).expect("a legal cache");
+            let [k, v] = [&k, &v].map(|x| &x[..tokens * ROW]);
+            group.throughput(Throughput::Bytes(2 * size_of_val(k) as u64));
+            let name = format!("{tokens} tokens, {threads} threads");
+            group.bench_function(BenchmarkId::from_parameter(name), |b| {
+                b.iter(|| {
+                    if cache.table().lens[0] as usize + tokens > MOST {
+                        cache.truncate(0, 0).expect("a sequence of the cache");
+                    }
+                    cache.append(0, k, v).expect("the cache has room");
+                });
+            });
+        }
+        group.finish();
+    }
+}
+
+criterion_group!(benches, decode, append, views);
 criterion_main!(benches);
