@@ -93,7 +93,7 @@ fn append(c: &mut Criterion) {
             let name = format!("{tokens} tokens, {threads} threads");
             group.bench_function(BenchmarkId::from_parameter(name), |b| {
                 b.iter(|| {
-                    if cache.table().lens[0] as usize + tokens > MOST {
+                    if cache.table().lens[0] + tokens > MOST {
                         cache.truncate(0, 0).expect("a sequence of the cache");
                     }
                     cache.append(0, k, v).expect("the cache has room");

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
+use attn_core::Error;
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, sys};
 
 pub use crate::{
     device::WaitOnDrop,
@@ -40,4 +41,24 @@ pub fn stream_of(stream: &CudaStream) -> Stream {
 #[must_use]
 pub fn address_of<T>(slice: &CudaSlice<T>, stream: &CudaStream) -> DeviceAddress {
     DeviceAddress::new(slice.device_ptr(stream).0)
+}
+
+/// Enqueues the driver's copy of bytes, between addresses of the device or of pinned host memory.
+///
+/// # Safety
+/// The stream is a live one of the current context; `from` and `to` name so many bytes, which nothing else writes, nor reads at `to`, until the
+/// copy has ended.
+///
+/// # Errors
+/// [`Error::Device`] with the driver's refusal.
+pub unsafe fn copy_on(
+    stream: Stream,
+    from: DeviceAddress,
+    to: DeviceAddress,
+    bytes: usize,
+) -> Result<(), Error> {
+    // SAFETY: this function's contract.
+    unsafe { sys::cuMemcpyAsync(to.get(), from.get(), bytes, stream.raw()) }
+        .result()
+        .map_err(failed("copying"))
 }

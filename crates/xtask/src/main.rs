@@ -80,7 +80,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Builds what the machine with the GPU runs: names and paths of two test targets, an example, and two programs, of which `quick` leaves out one.
+/// Builds what the machine with the GPU runs: names and paths of two test targets, two examples, and two programs, of which `quick` leaves out one.
 fn programs(root: &Path, quick: bool) -> Result<Vec<(String, PathBuf)>> {
     let mut calls = vec![
         vec![
@@ -100,6 +100,15 @@ fn programs(root: &Path, quick: bool) -> Result<Vec<(String, PathBuf)>> {
             "gpu",
         ],
         vec!["build", "--package", "attn-cuda", "--example", "engine"],
+        vec![
+            "build",
+            "--package",
+            "attn-bench",
+            "--features",
+            "cuda",
+            "--example",
+            "transfer",
+        ],
         vec!["build", "--package", "attn-images"],
         vec!["build", "--package", "attn-c"],
     ];

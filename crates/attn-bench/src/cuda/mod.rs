@@ -5,6 +5,7 @@
 mod buffers;
 mod contiguous;
 mod pages;
+mod transfer;
 
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ use attn_cuda::{
 use cudarc::driver::{CudaGraph, CudaSlice, DriverError, sys};
 
 pub use buffers::Buffers;
+pub use transfer::Transfer;
 
 use crate::workload::{CacheLayout, Measured, Operation, Timer, Timing, Workload, noise};
 
@@ -335,6 +337,23 @@ impl CudaTimer {
         })
     }
 
+    /// Microseconds per launch of each of `runs` replays of a graph of so many launches.
+    fn replay(&self, graph: &CudaGraph, launches: usize, runs: usize) -> Result<Vec<f64>, Error> {
+        let stream = &self.buffers.stream;
+        let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
+        (0..WARM_UPS).try_for_each(|_| driver(graph.launch()))?;
+        let mut times = Vec::new();
+        for _ in 0..runs.max(1) {
+            let start = driver(stream.record_event(flags))?;
+            driver(graph.launch())?;
+            let end = driver(stream.record_event(flags))?;
+            driver(stream.synchronize())?;
+            let ms = f64::from(driver(start.elapsed_ms(&end))?);
+            times.push(ms * 1000.0 / launches as f64);
+        }
+        Ok(times)
+    }
+
     /// Fills the caches of a workload, and captures its work and its read.
     ///
     /// # Errors
@@ -377,19 +396,7 @@ impl CudaTimer {
 impl Prepared<'_> {
     /// Microseconds per launch of each of `runs` replays.
     fn replay(&self, graph: &CudaGraph, runs: usize) -> Result<Vec<f64>, Error> {
-        let stream = &self.timer.buffers.stream;
-        let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
-        (0..WARM_UPS).try_for_each(|_| driver(graph.launch()))?;
-        let mut times = Vec::new();
-        for _ in 0..runs.max(1) {
-            let start = driver(stream.record_event(flags))?;
-            driver(graph.launch())?;
-            let end = driver(stream.record_event(flags))?;
-            driver(stream.synchronize())?;
-            let ms = f64::from(driver(start.elapsed_ms(&end))?);
-            times.push(ms * 1000.0 / self.launches as f64);
-        }
-        Ok(times)
+        self.timer.replay(graph, self.launches, runs)
     }
 
     /// Times work and read.
