@@ -8,6 +8,7 @@ constexpr int K_GROUPS = ATTN_K_GROUPS, V_GROUPS = ATTN_V_GROUPS;  // per token;
 constexpr int K_WINDOW = ATTN_K_WINDOW, V_WINDOW = ATTN_V_WINDOW;  // tiles that a row reads with residuals; 0: none
 constexpr int HEAD_DIM = ATTN_HEAD_DIM;
 constexpr int PAGE = ATTN_PAGE;                // tokens; 0: strided rows
+constexpr int ROW_PAGE = ATTN_ROW_PAGE;        // tokens of a page of strided rows; 0: rows of whole sequences
 constexpr int ROW_GROUPS = ATTN_ROW_GROUPS;    // row groups of 8 query rows per warp
 constexpr int ROW_WARPS = ATTN_ROW_WARPS;      // warps of a team: they share a ring of stages and have their own rows
 // Whether the teams of low_latency.cu merge through global memory: a work item then has any number of CTAs.
@@ -76,7 +77,8 @@ constexpr bool COPIER_READS = READERS == 1;                     // the warp that
 #endif
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int SAFE_PAGE = PAGE ? PAGE : 1;  // for code that is compiled, but never runs, without pages
+constexpr int TABLE_PAGE = PAGE ? PAGE : ROW_PAGE;      // tokens of an entry of the page table; 0: there is none
+constexpr int SAFE_PAGE = TABLE_PAGE ? TABLE_PAGE : 1;  // for code that is compiled, but never runs, without pages
 constexpr int BLOCK = PAGE == 0 || PAGE > TILE ? TILE : PAGE;  // tokens that lie together in a stage
 __host__ __device__ constexpr int params_bytes(int s, int groups, int tokens) {
     return s == INT8_TOKEN || s == INT8_GROUP || is_rotated(s) ? groups * tokens * 2 : s == INT4 ? groups * tokens * 4 : 0;
@@ -86,7 +88,9 @@ constexpr int K_CODES = codes_bytes(K_SCHEME, BLOCK), V_CODES = codes_bytes(V_SC
 constexpr int PARAMS = PAGE ? 1 : 2;  // of someone else's rows, a scale comes in the four bytes in which it lies
 constexpr int K_BYTES_OF_BLOCK = K_CODES + PARAMS * params_bytes(K_SCHEME, K_GROUPS, BLOCK);
 constexpr int V_BYTES_OF_BLOCK = V_CODES + PARAMS * params_bytes(V_SCHEME, V_GROUPS, BLOCK);
-constexpr int BLOCKS = TILE / BLOCK, TILES_OF_PAGE = PAGE > TILE ? PAGE / TILE : 1;
+constexpr int BLOCKS = TILE / BLOCK;
+// Entries of the page table for a tile, and tiles of an entry: one of them is 1.
+constexpr int ENTRIES = TABLE_PAGE == 0 || TABLE_PAGE > TILE ? 1 : TILE / TABLE_PAGE, TILES_OF_PAGE = TABLE_PAGE > TILE ? TABLE_PAGE / TILE : 1;
 // Where token t of a tile lies; avoids a division that the compiler cannot prove away.
 DEVICE int block_of(int t) { return BLOCKS == 1 ? 0 : t / BLOCK; }
 DEVICE int in_block(int t) { return BLOCKS == 1 ? t : t % BLOCK; }

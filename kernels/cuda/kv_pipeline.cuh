@@ -82,7 +82,7 @@ template <class Source> struct TileCopier {
     Ring ring;
     int lane;
     int tile, tile_end, step, stage_of_tile;
-    u32 pages;  // page numbers of the next tiles, a block to a lane
+    u32 pages;  // page numbers of the next tiles, an entry of the page table to a lane
     int known;  // lanes of `pages` that are used up
     u32 residual_pages;  // of the sequence's home pages from the first that is read with residuals on: that of page i in lane i mod 32
     int appended;  // `first_appended_tile`, until the append has ended
@@ -100,26 +100,26 @@ template <class Source> struct TileCopier {
         residual_pages = p.residual_pages[(u64)sequence * p.residual_ring + (page & p.residual_ring - 1)];
     }
     __device__ __forceinline__ const u32* table(const DecodeParams& p) const { return p.page_table + (u64)source.sequence() * p.page_table_stride; }
-    // Reads the page table 32 blocks at a time, one stage before the first is needed. Past the last page a block repeats it: its
+    // Reads the page table 32 entries at a time, one stage before the first is needed. Past the last page an entry repeats it: its
     // tokens are not seen.
     __device__ __forceinline__ void load_page_indices(const DecodeParams& p) {
-        if constexpr (PAGE != 0) {
+        if constexpr (TABLE_PAGE != 0) {
             known = 0;
             if (tile >= 0) pages = table(p)[entry()];
         }
     }
     // The lane's.
     __device__ __forceinline__ int entry() const {
-        int ahead = tile + lane / BLOCKS * step;
-        int index = PAGE > TILE ? ahead / TILES_OF_PAGE : ahead * BLOCKS + lane % BLOCKS;
+        int ahead = tile + lane / ENTRIES * step;
+        int index = TABLE_PAGE > TILE ? ahead / TILES_OF_PAGE : ahead * ENTRIES + lane % ENTRIES;
         return min(index, (source.kv_len() - 1) / SAFE_PAGE);
     }
     // 32 entries from `first` on, as far as the table goes, before it is known which are needed; and what was needed, if it is there.
     __device__ __forceinline__ u32 prefetch_pages(const DecodeParams& p, int first) const {
-        return PAGE == 0 ? 0 : table(p)[min(first + lane, p.page_table_stride - 1)];
+        return TABLE_PAGE == 0 ? 0 : table(p)[min(first + lane, p.page_table_stride - 1)];
     }
     __device__ __forceinline__ void load_page_indices(const DecodeParams& p, u32 seen, int first) {
-        if constexpr (PAGE != 0) {
+        if constexpr (TABLE_PAGE != 0) {
             known = 0;
             int at = entry();
             pages = __shfl_sync(~0u, seen, at - first);
@@ -140,10 +140,12 @@ template <class Source> struct TileCopier {
         if (++stage_of_tile < stages_of_keys(residuals) + stages_of_values(residuals)) return false;
         stage_of_tile = 0;
         tile += step;
-        known += BLOCKS;
+        known += ENTRIES;
         return true;
     }
 
+    // The page of the current tile's entry n; the whole warp asks.
+    __device__ __forceinline__ u32 entry_of(int n) const { return __shfl_sync(~0u, pages, known + n); }
     __device__ __forceinline__ const u8* run(const DecodeParams& p, u32 of_page) const {
         return runs + (u64)of_page * (u32)p.page_bytes;
     }
@@ -167,7 +169,7 @@ template <class Source> struct TileCopier {
             u32 indices[BLOCKS], residuals[BLOCKS];  // of the pages
 #pragma unroll
             for (int block = 0; block < BLOCKS; block++) {
-                indices[block] = __shfl_sync(~0u, pages, known + block);
+                indices[block] = entry_of(block);
                 if (WINDOW) residuals[block] = residual_page(p, block);
             }
             if (copies()) {
@@ -265,42 +267,54 @@ template <class Source> struct TileCopier {
         if (each)
             for (int g = 0; g < groups; g++) copy(to + g * TILE * each, side + (g * PAGE + half) * each, TILE * each);
     }
-    // A tile of strided rows: by the copy engine where all tokens exist, one instruction for as many bytes of each row as its swizzle spans;
-    // else in 16-byte chunks, with neighbouring lanes side by side in a row, and tokens past the end repeating the last one.
+    // A tile of strided rows: by the copy engine where all tokens exist, one instruction for as many bytes of each row as its swizzle spans,
+    // and for each page; else in 16-byte chunks, with neighbouring lanes side by side in a row, and tokens past the end repeating the last one.
     template <int SCHEME> __device__ __forceinline__ void copy_rows(const long long* map, const u8* codes, const long long* strides) {
         constexpr int SWIZZLE = swizzle_of(SCHEME), ROW = HEAD_DIM * code_bits(SCHEME) / 8;
-        int b = source.sequence(), kv_head = source.kv_head(), left = source.kv_len() - tile * TILE;
+        int kv_head = source.kv_head(), left = source.kv_len() - tile * TILE;
         bool is_whole = ATTN_BULK && left >= TILE && maps->are_set;
 #if ATTN_BULK
+        u32 places[ENTRIES];
+#pragma unroll
+        for (int n = 0; n < ENTRIES; n++) places[n] = ROW_PAGE ? entry_of(n) : source.sequence();
         if (is_whole && elected()) {
             fence_async();  // chunks of a tile that was not whole may have been here
             barrier_expect_more(ring.full(), TILE * ROW);
 #pragma unroll
-            for (int at = 0; at < ROW; at += SWIZZLE)
-                copy_box(ring.at() + at * TILE, map, at, tile * TILE, kv_head, b, ring.full());
+            for (int n = 0; n < ENTRIES; n++)
+#pragma unroll
+                for (int at = 0; at < ROW; at += SWIZZLE)
+                    copy_box(ring.at() + at * TILE + n * (TILE / ENTRIES) * SWIZZLE, map, at, place_of(0), kv_head, places[n], ring.full());
         }
 #endif
-        if (!is_whole) copy_chunks<SWIZZLE>(codes + b * strides[0] + kv_head * strides[1], strides[2], ROW / 16, left);
+        if (!is_whole) copy_chunks<SWIZZLE>(codes + kv_head * strides[1], strides, ROW / 16, left);
     }
     template <int SCHEME, int GROUPS> __device__ __forceinline__ void copy_scales(int at, const u16* scales, const long long* strides) {
         if (SCHEME != INT8_TOKEN && SCHEME != INT8_GROUP) return;
-        const u16* from = scales + source.sequence() * strides[0] + source.kv_head() * strides[1];
+        const u16* of_head = scales + source.kv_head() * strides[1];
 #pragma unroll
         for (int i = lane; i < TILE; i += 32) {
-            const u16* of_token = from + min(tile * TILE + i, source.kv_len() - 1) * strides[2];
+            const u16* of_token = row(of_head, strides, min(i, source.kv_len() - 1 - tile * TILE));
 #pragma unroll
             for (int group = 0; group < GROUPS; group++)
                 copy4_async(ring.at() + at + (group * TILE + i) * 4, (const void*)((u64)(of_token + group) & ~3ull));
         }
     }
-    template <int SWIZZLE> __device__ __forceinline__ void copy_chunks(const u8* rows, long long stride, int chunks, int left) {
+    template <int SWIZZLE> __device__ __forceinline__ void copy_chunks(const u8* of_head, const long long* strides, int chunks, int left) {
         constexpr int LANES = SWIZZLE == 16 ? 2 : SWIZZLE / 16;  // of a row
         constexpr int UNROLL = ATTN_BULK ? 1 : 4;                // seldom, or always
 #pragma unroll UNROLL
         for (int t = lane / LANES; t < TILE; t += 32 / LANES) {
-            const u8* row = rows + (tile * TILE + min(t, left - 1)) * stride;
-            for (int chunk = lane % LANES; chunk < chunks; chunk += LANES) copy16_async(chunk_at<SWIZZLE>(ring.at(), 0, chunk, t), row + chunk * 16);
+            const u8* of_token = row(of_head, strides, min(t, left - 1));
+            for (int chunk = lane % LANES; chunk < chunks; chunk += LANES) copy16_async(chunk_at<SWIZZLE>(ring.at(), 0, chunk, t), of_token + chunk * 16);
         }
+    }
+    // Where the tile's token t is among those of its page, or of its sequence.
+    __device__ __forceinline__ int place_of(int t) const { return ROW_PAGE ? (tile * TILE + t) % SAFE_PAGE : tile * TILE + t; }
+    // The row of the tile's token t, of one KV head; the whole warp asks.
+    template <class T> __device__ __forceinline__ const T* row(const T* of_head, const long long* strides, int t) const {
+        u32 first = ROW_PAGE ? entry_of(t * ENTRIES / TILE) : source.sequence();
+        return of_head + first * strides[0] + place_of(t) * strides[2];
     }
 };
 
@@ -380,7 +394,7 @@ struct Producer : TileCopier<CursorSource> {
         if (!COPIER_READS) barrier_wait(ring.empty(), ring.phase ^ 1);
         u32 indices[BLOCKS];
 #pragma unroll
-        for (int block = 0; block < BLOCKS; block++) indices[block] = __shfl_sync(~0u, pages, known + block);
+        for (int block = 0; block < BLOCKS; block++) indices[block] = entry_of(block);
         bool has_v = KV_ONE_STAGE || stage_of_tile == 1;
         if (copies()) {
             expect((KV_ONE_STAGE ? K_BYTES_OF_BLOCK + V_BYTES_OF_BLOCK : has_v ? V_BYTES_OF_BLOCK : K_BYTES_OF_BLOCK) * BLOCKS);

@@ -67,7 +67,7 @@ struct Split {
 // The page that a team will most likely start with, before the sequence's length is known. Where partials are merged through global
 // memory a work item mostly has the largest number of them; with a cluster the sequence is short.
 DEVICE int likely_page(const DecodeParams& p, int team) {
-    return MERGES_GLOBALLY ? (team * Split::each_of(p, p.max_partials) << (p.partial_per_segment ? SEGMENT_SHIFT : SPAN_SHIFT)) * BLOCKS / TILES_OF_PAGE : 0;
+    return MERGES_GLOBALLY ? (team * Split::each_of(p, p.max_partials) << (p.partial_per_segment ? SEGMENT_SHIFT : SPAN_SHIFT)) * ENTRIES / TILES_OF_PAGE : 0;
 }
 
 struct ItemSource {

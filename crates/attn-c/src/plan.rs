@@ -8,8 +8,8 @@ use std::{
 use attn::{
     CacheConfig, Heads, KvFormat, PageLayout, Problem,
     backends::cuda::native::{
-        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, NativeAppend, NativePlan, SlotAppendArgs,
-        Stream, alibi_slopes_log2,
+        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, KvLayout, NativeAppend, NativePlan,
+        SlotAppendArgs, Stream, alibi_slopes_log2,
     },
 };
 
@@ -185,7 +185,7 @@ pub unsafe extern "C" fn attn_plan_create(
         let pages = pages.build();
         let gpu = device.cuda("plan for memory on a GPU")?;
         let handle = Plan {
-            plan: gpu.prepare(&problem, format, pages.page_size)?,
+            plan: gpu.prepare(&problem, format, KvLayout::Pages(pages.page_size))?,
             append: gpu.prepare_append(&pages)?,
             layout: pages.layout()?,
             device: device.clone(),

@@ -7,7 +7,7 @@ use std::error::Error;
 use attn_core::{CacheConfig, Heads, KvFormat, Problem};
 use attn_cuda::{
     CudaBackend,
-    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, Stream},
+    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, Stream},
 };
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, sys};
 
@@ -57,7 +57,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         },
         vec![MAX_LEN; BATCH],
     );
-    let plan = gpu.prepare(&problem, format, PAGE_SIZE)?;
+    let plan = gpu.prepare(&problem, format, KvLayout::Pages(PAGE_SIZE))?;
 
     // The engine's memory. Which page belongs to whom is the engine's business: here sequence b has pages b, b + BATCH, …
     let pages = MAX_LEN / PAGE_SIZE;

@@ -6,7 +6,7 @@ use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, KvMemory,
     PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported, Window,
 };
-use attn_kernels::cuda::instance;
+use attn_kernels::cuda::{KvLayout, instance};
 use cudarc::driver::{DriverError, result};
 
 use crate::{
@@ -14,7 +14,7 @@ use crate::{
     error::{BACKEND, failed},
     gpu::CudaBackend,
     images,
-    native::{self, DeviceAddress, DeviceKv, NativePlan},
+    native::{self, DeviceAddress, DeviceKv, DeviceRows, NativePlan},
     sizes,
     step::{Inputs, Parts, Placed},
     store::CudaPages,
@@ -26,18 +26,18 @@ impl CudaBackend {
         &self,
         step: &StepInputs<'_>,
         StepOutputs { out, lse, .. }: StepOutputs<'_>,
-        page_size: usize,
+        layout: KvLayout,
     ) -> Result<(), Error> {
         let device = &self.device;
         let bind = device.context.bind_to_thread();
         bind.map_err(failed("binding the context"))?;
         let problem = step.problem();
-        let plan = self.planned(step.plan())?.native(page_size, step.plan())?;
+        let plan = self.planned(step.plan())?.native(layout, step.plan())?;
         let store = match step.kv().memory() {
             KvMemory::Pages(cache, _) => Some(self.store(cache)?),
             KvMemory::View(_) => None,
         };
-        let inputs = Inputs::new(device, step, store, page_size)?;
+        let inputs = Inputs::new(device, step, store, layout)?;
         check_lengths(problem, step.q(), out, lse.as_deref())?;
         let mut upload = Upload::default();
         let parts = Parts::reserve(&mut upload, step, &plan, &inputs, out)?;
@@ -114,12 +114,12 @@ impl CudaBackend {
                     }
                 } else {
                     let [k, v] = placed.rows(view);
-                    DeviceKv::Strided {
+                    DeviceKv::Rows(DeviceRows {
                         k,
                         v,
                         code_strides: [view.k().code_strides, view.v().code_strides],
                         scale_strides: [view.k().scale_strides, view.v().scale_strides],
-                    }
+                    })
                 };
                 let [.., k, v] = placed.parts.view;
                 let scales = [
@@ -157,27 +157,26 @@ impl CudaBackend {
 /// The launches of a plan.
 struct Planned {
     device: Arc<Device>,
-    /// A launch for pages of so many tokens; 0 for contiguous caches.
-    by_page_size: Mutex<Vec<(usize, Arc<NativePlan>)>>,
+    by_layout: Mutex<Vec<(KvLayout, Arc<NativePlan>)>>,
 }
 
 impl Planned {
-    /// The launch for pages of `page_size` tokens, prepared where it is the first.
-    fn native(&self, page_size: usize, plan: &Plan) -> Result<Arc<NativePlan>, Error> {
-        let known = self.by_page_size.lock();
+    /// The launch for K and V that lie so, prepared where it is the first.
+    fn native(&self, layout: KvLayout, plan: &Plan) -> Result<Arc<NativePlan>, Error> {
+        let known = self.by_layout.lock();
         let mut known = known.unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, native)) = known.iter().find(|(size, _)| *size == page_size) {
+        if let Some((_, native)) = known.iter().find(|(of, _)| *of == layout) {
             return Ok(native.clone());
         }
-        let native = native::prepare(&self.device, plan.problem(), plan.format(), page_size)?;
+        let native = native::prepare(&self.device, plan.problem(), plan.format(), layout)?;
         let native = Arc::new(native);
-        known.push((page_size, native.clone()));
+        known.push((layout, native.clone()));
         Ok(native)
     }
 }
 
-/// The page size of a cache that asks for no other.
-const USUAL_PAGE: usize = 64;
+/// The layout of a cache that asks for no other page size.
+const USUAL: KvLayout = KvLayout::Pages(64);
 
 /// Refuses slices of other lengths than the problem's.
 fn check_lengths(
@@ -223,7 +222,7 @@ impl DecodeAttention for CudaBackend {
             what: error.to_string(),
             built: "what the library defines".into(),
         })?;
-        let (instance, ..) = native::choose(&self.device, problem, format, 64)?;
+        let (instance, ..) = native::choose(&self.device, problem, format, USUAL)?;
         images::obtainable(&instance, self.device.arch).map_err(|error| Unsupported::Absent {
             backend: BACKEND,
             reason: error.to_string(),
@@ -242,29 +241,29 @@ impl DecodeAttention for CudaBackend {
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
         let planned = Planned {
             device: self.device.clone(),
-            by_page_size: Mutex::default(),
+            by_layout: Mutex::default(),
         };
         let plan = Plan::new(BACKEND, problem, format, planned)?;
         // Pages of other sizes and contiguous caches are prepared by their first step.
-        self.planned(&plan)?.native(USUAL_PAGE, &plan)?;
+        self.planned(&plan)?.native(USUAL, &plan)?;
         Ok(plan)
     }
 
     fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         self.planned(step.plan())?;
         let (inputs, outputs) = step.parts();
-        let page_size = match inputs.kv().memory() {
-            KvMemory::Pages(cache, _) => self.store(cache)?.layout().page_size(),
+        let layout = match inputs.kv().memory() {
+            KvMemory::Pages(cache, _) => KvLayout::Pages(self.store(cache)?.layout().page_size()),
             KvMemory::View(view) => {
                 // Decode copies rows in chunks of 16 bytes.
                 let [k, v] = [view.k(), view.v()].map(|rows| rows.code_strides);
-                let in_place = instance::covered(view.format(), 0).is_ok()
+                let in_place = instance::covered(view.format(), KvLayout::Rows).is_ok()
                     && k.into_iter()
                         .chain(v)
                         .all(|stride| stride.is_multiple_of(16));
-                if in_place { 0 } else { 64 }
+                if in_place { KvLayout::Rows } else { USUAL }
             }
         };
-        self.attend(&inputs, outputs, page_size)
+        self.attend(&inputs, outputs, layout)
     }
 }

@@ -4,6 +4,7 @@
 use attn_core::{
     Append, CachedSequences, Error, KvCache, PageStore, Problem, Recent, TokenWrite, Window,
 };
+use attn_kernels::cuda::KvLayout;
 use cudarc::driver::{CudaEvent, DriverError, result, sys};
 
 use crate::native::{
@@ -215,7 +216,12 @@ impl DeviceSteps {
         planned.kv_lens = vec![planned_len(longest); problem.batch()];
         let device = &self.gpu.device;
         self.plans.get_or_make(planned, |planned| {
-            prepare(device, planned, config.format, config.page_size)
+            prepare(
+                device,
+                planned,
+                config.format,
+                KvLayout::Pages(config.page_size),
+            )
         })
     }
 

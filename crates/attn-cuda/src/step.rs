@@ -2,6 +2,8 @@
 
 use attn_core::{Error, KvMemory, KvView, PageLayout, PageStore, StepInputs};
 
+use attn_kernels::cuda::KvLayout;
+
 use crate::{
     device::Device,
     device_tables::DeviceTables,
@@ -30,14 +32,14 @@ pub(crate) struct Inputs {
 }
 
 impl Inputs {
-    /// Inputs for pages of `page_size` tokens, or 0 for a view that is read in place. `store` has a cache's pages.
+    /// Inputs for K and V as the launch takes them: a view is read in place, or copied into pages. `store` has a cache's pages.
     pub(crate) fn new(
         device: &Device,
         step: &StepInputs<'_>,
         store: Option<&CudaPages>,
-        page_size: usize,
+        layout: KvLayout,
     ) -> Result<Self, Error> {
-        let problem = step.problem();
+        let (problem, page_size) = (step.problem(), layout.page_size());
         let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
         let lens = problem.kv_lens.iter();
         let lens = lens
@@ -54,7 +56,7 @@ impl Inputs {
                 let sizes = [page_size, slots];
                 DeviceTables::of_cache(problem, table, sizes, num_pages)?
             }
-            KvMemory::View(_) if page_size == 0 => DeviceTables::default(),
+            KvMemory::View(_) if layout.is_rows() => DeviceTables::default(),
             KvMemory::View(_) => {
                 let (format, heads) = (step.plan().format(), problem.num_kv_heads);
                 let layout = PageLayout::new(format, problem.head_dim, page_size, heads)?;

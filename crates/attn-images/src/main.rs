@@ -38,11 +38,11 @@ fn add(all: &mut Vec<Instance>, problem: &Problem, format: KvFormat, page_size: 
             page_size,
         });
     }
-    if covered(format, page_size).is_ok() {
+    if covered(format, layout).is_ok() {
         all.extend(Instance::all_decode(
             problem,
             format,
-            page_size,
+            layout,
             arch.shared_limit(),
         ));
     }
@@ -52,18 +52,11 @@ fn add(all: &mut Vec<Instance>, problem: &Problem, format: KvFormat, page_size: 
 fn timed(arch: Arch) -> Vec<Instance> {
     let mut all = vec![Instance::Read];
     for workload in workloads() {
-        let page_size = if workload.cache == CacheLayout::Pages {
-            workload.page_size
-        } else {
-            0
+        let layout = match workload.cache {
+            CacheLayout::Pages => KvLayout::Pages(workload.page_size),
+            CacheLayout::Bnsh | CacheLayout::Bsnh => KvLayout::Rows,
         };
-        add(
-            &mut all,
-            &workload.problem,
-            workload.format,
-            page_size,
-            arch,
-        );
+        add(&mut all, &workload.problem, workload.format, layout, arch);
     }
     once(all, arch)
 }

@@ -7,8 +7,8 @@ use attn::{
     backends::cuda::{
         CudaBackend,
         native::{
-            AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype as CudaDtype, NativeAppend,
-            NativePlan, SlotAppendArgs, Stream, alibi_slopes_log2,
+            AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype as CudaDtype, KvLayout,
+            NativeAppend, NativePlan, SlotAppendArgs, Stream, alibi_slopes_log2,
         },
     },
 };
@@ -411,7 +411,7 @@ impl Plan {
             .page_size(options.page_size)
             .build();
         let prepare = || {
-            let plan = gpu.prepare(&problem, format, options.page_size)?;
+            let plan = gpu.prepare(&problem, format, KvLayout::Pages(options.page_size))?;
             Ok((plan, gpu.prepare_append(&config)?, config.layout()?))
         };
         let (plan, append, layout) = py.detach(prepare).map_err(errors::of)?;

@@ -46,6 +46,45 @@ impl Kernel {
     }
 }
 
+/// How K and V of a decode launch lie in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum KvLayout {
+    /// In the library's pages, of so many tokens.
+    Pages(usize),
+    /// As rows of whole sequences, at any strides: a contiguous cache.
+    Rows,
+    /// As rows at any strides, in pages of so many tokens that a page table names: the paged cache of another engine.
+    PagedRows(usize),
+}
+
+impl KvLayout {
+    /// Tokens of the library's pages; 0 for rows.
+    pub fn page_size(self) -> usize {
+        match self {
+            KvLayout::Pages(tokens) => tokens,
+            KvLayout::Rows | KvLayout::PagedRows(_) => 0,
+        }
+    }
+
+    /// Tokens of pages of rows; 0 for others.
+    pub fn row_page_size(self) -> usize {
+        match self {
+            KvLayout::PagedRows(tokens) => tokens,
+            KvLayout::Rows | KvLayout::Pages(_) => 0,
+        }
+    }
+
+    /// Tokens that an entry of the page table stands for; 0 where there is no table.
+    pub fn table_page_size(self) -> usize {
+        self.page_size() + self.row_page_size()
+    }
+
+    /// Whether K and V lie as rows.
+    pub fn is_rows(self) -> bool {
+        self.page_size() == 0
+    }
+}
+
 /// The limits of a device that determine a launch.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceLimits {

@@ -3,7 +3,7 @@
 use attn_core::{Heads, Int8Scale, KvFormat, Problem, Scheme};
 
 use super::{
-    config::{DeviceLimits, Kernel, KernelConfig, Preferences, SM_TEAMS},
+    config::{DeviceLimits, Kernel, KernelConfig, KvLayout, Preferences, SM_TEAMS},
     select::{self, Shape},
 };
 
@@ -63,8 +63,8 @@ pub enum Instance {
         format: KvFormat,
         /// Elements per head.
         head_dim: usize,
-        /// Tokens per page; 0 for strided views.
-        page_size: usize,
+        /// How K and V lie.
+        layout: KvLayout,
         /// Configuration of a CTA.
         config: KernelConfig,
         /// Whether window, soft cap and ALiBi are compiled in (`ATTN_SCORE_MODS`).
@@ -140,37 +140,37 @@ impl Instance {
     pub fn decode(
         problem: &Problem,
         format: KvFormat,
-        page_size: usize,
+        layout: KvLayout,
         limits: DeviceLimits,
         preferences: &Preferences,
     ) -> Option<Self> {
-        let config = select::select(problem, format, page_size, limits, preferences)?;
-        Some(Self::configured(problem, format, page_size, config))
+        let config = select::select(problem, format, layout, limits, preferences)?;
+        Some(Self::configured(problem, format, layout, config))
     }
 
     /// The decode kernels of all problems that differ from this one in batch and lengths alone.
     pub fn all_decode(
         problem: &Problem,
         format: KvFormat,
-        page_size: usize,
+        layout: KvLayout,
         shared_limit: usize,
     ) -> Vec<Self> {
-        Shape::new(problem, format, page_size)
+        Shape::new(problem, format, layout)
             .all(shared_limit)
-            .map(|config| Self::configured(problem, format, page_size, config))
+            .map(|config| Self::configured(problem, format, layout, config))
             .collect()
     }
 
     fn configured(
         problem: &Problem,
         format: KvFormat,
-        page_size: usize,
+        layout: KvLayout,
         config: KernelConfig,
     ) -> Self {
         Instance::Decode {
             format,
             head_dim: problem.head_dim,
-            page_size,
+            layout,
             config,
             score_mods: problem.window_left.is_some()
                 || problem.softcap.is_some()
@@ -235,12 +235,13 @@ impl Instance {
             Instance::Decode {
                 format,
                 head_dim,
-                page_size,
+                layout,
                 config,
                 score_mods,
             } => {
-                let mut all = of_format(format, head_dim, page_size);
+                let mut all = of_format(format, head_dim, layout.page_size());
                 all.extend([
+                    ("ATTN_ROW_PAGE", layout.row_page_size()),
                     ("ATTN_ROW_GROUPS", config.row_groups),
                     ("ATTN_ROW_WARPS", config.row_warps),
                     ("ATTN_STAGES", config.stages),
@@ -330,12 +331,12 @@ pub fn hex(key: &Key) -> String {
 ///
 /// # Errors
 /// The first text names what is not covered, the second what is.
-pub fn covered(format: KvFormat, page_size: usize) -> Result<(), (String, String)> {
+pub fn covered(format: KvFormat, layout: KvLayout) -> Result<(), (String, String)> {
     let in_pages_alone = |scheme: Scheme| scheme.code_bits() == 4 || scheme.is_rotated();
-    if page_size == 0 && (in_pages_alone(format.k) || in_pages_alone(format.v)) {
+    if layout.is_rows() && (in_pages_alone(format.k) || in_pages_alone(format.v)) {
         return Err((
-            format!("a contiguous view of {format}"),
-            "every pair of schemes in pages, and views of all but int4 and rotated schemes"
+            format!("rows of {format}"),
+            "every pair of schemes in pages, and rows of all but int4 and rotated schemes"
                 .to_owned(),
         ));
     }
@@ -361,9 +362,10 @@ pub fn common(arch: Arch) -> Vec<Instance> {
                     },
                     vec![1],
                 );
-                if covered(format, 64).is_ok() {
+                let layout = KvLayout::Pages(64);
+                if covered(format, layout).is_ok() {
                     let limit = arch.shared_limit();
-                    all.extend(Instance::all_decode(&problem, format, 64, limit));
+                    all.extend(Instance::all_decode(&problem, format, layout, limit));
                 }
             }
         }
@@ -410,7 +412,7 @@ mod tests {
             let instance = Instance::Decode {
                 format: KvFormat::INT8,
                 head_dim: 128,
-                page_size: 64,
+                layout: KvLayout::Pages(64),
                 config,
                 score_mods: false,
             };

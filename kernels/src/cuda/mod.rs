@@ -23,6 +23,6 @@ pub mod select;
 pub mod smem;
 pub mod split;
 
-pub use config::{DeviceLimits, Kernel, KernelConfig, LowLatency, Preferences};
+pub use config::{DeviceLimits, Kernel, KernelConfig, KvLayout, LowLatency, Preferences};
 pub use instance::{Arch, Instance};
 pub use launch::Launch;

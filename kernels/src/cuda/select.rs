@@ -4,8 +4,8 @@ use attn_core::{KvFormat, Problem, Scheme};
 
 use super::{
     config::{
-        BULK_SHARED, DeviceLimits, Kernel, KernelConfig, LowLatency, Preferences, RESERVED_SHARED,
-        SM_TEAMS, WARPGROUPS,
+        BULK_SHARED, DeviceLimits, Kernel, KernelConfig, KvLayout, LowLatency, Preferences,
+        RESERVED_SHARED, SM_TEAMS, WARPGROUPS,
     },
     cost::{Cost, fastest_split, split_kv_us},
     smem::{Stage, shared_bytes},
@@ -24,23 +24,23 @@ pub struct Shape {
     pub format: KvFormat,
     /// Elements per head.
     pub head_dim: usize,
-    /// Tokens per page; 0 for strided views.
-    pub page_size: usize,
+    /// How K and V lie.
+    pub layout: KvLayout,
 }
 
 impl Shape {
     /// The shape of a problem.
-    pub fn new(problem: &Problem, format: KvFormat, page_size: usize) -> Self {
+    pub fn new(problem: &Problem, format: KvFormat, layout: KvLayout) -> Self {
         Shape {
             rows: rows(problem),
             format,
             head_dim: problem.head_dim,
-            page_size,
+            layout,
         }
     }
 
     fn shared_bytes(&self, config: &KernelConfig) -> usize {
-        shared_bytes(config, self.format, self.head_dim, self.page_size)
+        shared_bytes(config, self.format, self.head_dim, self.layout)
     }
 
     /// Whether an SM has room for `ctas` CTAs, or teams of `low_latency.cu`.
@@ -74,7 +74,7 @@ impl Shape {
         shared_limit: usize,
     ) -> Option<KernelConfig> {
         // With stages of 12 KB or more one stage per team suffices for two CTAs; smaller ones need two.
-        let stage = Stage::new(self.format, self.head_dim, self.page_size);
+        let stage = Stage::new(self.format, self.head_dim, self.layout);
         let is_long = stage.k.min(stage.v) >= 12_288;
         // Two small CTAs cover each other's merges; larger ones leave no registers for a second.
         let most = if (row_groups, row_warps) == (1, 1) {
@@ -144,7 +144,7 @@ impl Shape {
         // Its products are Hopper's, and read K and V as pages of whole tiles have them.
         if self.rows <= 8
             || !matches!(self.head_dim, 64 | 96 | 128)
-            || self.page_size < 64
+            || self.layout.page_size() < 64
             || shared_limit < BULK_SHARED
             || ![self.format.k, self.format.v].into_iter().all(is_covered)
         {
@@ -177,11 +177,11 @@ impl Shape {
 pub fn many_rows(
     problem: &Problem,
     format: KvFormat,
-    page_size: usize,
+    layout: KvLayout,
     limits: DeviceLimits,
     preferences: &Preferences,
 ) -> Option<KernelConfig> {
-    let shape = Shape::new(problem, format, page_size);
+    let shape = Shape::new(problem, format, layout);
     // Measured on an H200: 32 rows, which `split_kv.cu` has in one block, take it 107 µs, and `many_rows.cu` 154; 48 rows 68 and 49.
     let is_faster = shape.rows > 32 && preferences.config.is_none();
     preferences
@@ -195,14 +195,14 @@ pub fn many_rows(
 pub fn select(
     problem: &Problem,
     format: KvFormat,
-    page_size: usize,
+    layout: KvLayout,
     limits: DeviceLimits,
     preferences: &Preferences,
 ) -> Option<KernelConfig> {
-    if let Some(config) = many_rows(problem, format, page_size, limits, preferences) {
+    if let Some(config) = many_rows(problem, format, layout, limits, preferences) {
         return Some(config);
     }
-    let shape = Shape::new(problem, format, page_size);
+    let shape = Shape::new(problem, format, layout);
     let chosen = low_latency_kernel(problem, format, limits.sms, preferences.low_latency);
     let low_latency = shape
         .low_latency(limits.shared_limit)
@@ -248,12 +248,12 @@ mod tests {
     use super::{super::launch::Launch, *};
     use attn_core::Heads;
 
-    fn shape(rows: usize, format: KvFormat, head_dim: usize, page_size: usize) -> Shape {
+    fn shape(rows: usize, format: KvFormat, head_dim: usize, layout: KvLayout) -> Shape {
         Shape {
             rows,
             format,
             head_dim,
-            page_size,
+            layout,
         }
     }
 
@@ -263,7 +263,10 @@ mod tests {
             for rows in 1..=1024 {
                 for dim in [64, 80, 96, 128, 192, 256] {
                     for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::F16)] {
-                        let Some(g) = shape(rows, format, dim, 64).all(limit).next() else {
+                        let Some(g) = shape(rows, format, dim, KvLayout::Pages(64))
+                            .all(limit)
+                            .next()
+                        else {
                             let largest = format == KvFormat::same(Scheme::F16) && dim == 256;
                             assert!(largest && limit < 200 * 1024, "{format} {dim} {rows}");
                             continue;
@@ -291,7 +294,7 @@ mod tests {
 
     #[test]
     fn short_batches_split_segments_by_tile() {
-        let g = shape(4, KvFormat::INT8, 128, 64)
+        let g = shape(4, KvFormat::INT8, 128, KvLayout::Pages(64))
             .split_kv(227 * 1024)
             .unwrap();
         let is_split = |heads: usize, batch: usize, kv_len| {
@@ -320,7 +323,7 @@ mod tests {
             low_latency,
             ..Preferences::default()
         };
-        select(problem, format, 64, LIMITS, &preferences).unwrap()
+        select(problem, format, KvLayout::Pages(64), LIMITS, &preferences).unwrap()
     }
 
     fn kernel(heads: [usize; 2], kv_len: usize, batch: usize, format: KvFormat) -> Kernel {
@@ -483,7 +486,13 @@ mod tests {
             config: Some(config),
             ..Preferences::default()
         };
-        let got = select(&problem, KvFormat::INT8, 64, LIMITS, &preferences);
+        let got = select(
+            &problem,
+            KvFormat::INT8,
+            KvLayout::Pages(64),
+            LIMITS,
+            &preferences,
+        );
         assert_eq!(got, Some(config));
     }
 }

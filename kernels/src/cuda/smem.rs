@@ -4,7 +4,7 @@
 
 use attn_core::{KvFormat, Scheme, arithmetic, layout::params_bytes};
 
-use super::config::{Kernel, KernelConfig, TEAMS, WARPGROUPS};
+use super::config::{Kernel, KernelConfig, KvLayout, TEAMS, WARPGROUPS};
 
 /// A stage holds both K and V of a tile where they are no larger than this.
 const KV_ONE_STAGE: usize = 12288;
@@ -30,21 +30,20 @@ pub(crate) struct Stage {
 }
 
 impl Stage {
-    pub(crate) fn new(format: KvFormat, head_dim: usize, page_size: usize) -> Self {
+    pub(crate) fn new(format: KvFormat, head_dim: usize, layout: KvLayout) -> Self {
         let tile = arithmetic::TILE;
-        let block = if page_size == 0 {
-            tile
-        } else {
-            page_size.min(tile)
+        let block = match layout {
+            KvLayout::Pages(tokens) => tokens.min(tile),
+            KvLayout::Rows | KvLayout::PagedRows(_) => tile,
         };
         let side = |scheme: Scheme| {
             // Scales of strided rows are copied in words of 4 bytes.
-            let copies = if page_size == 0 { 2 } else { 1 };
+            let copies = if layout.is_rows() { 2 } else { 1 };
             let codes = block * head_dim * scheme.code_bits() / 8;
             (codes + copies * params_bytes(scheme, head_dim, block)) * (tile / block)
         };
         let (k, v) = (side(format.k), side(format.v));
-        let one_stage = page_size != 0 && k + v <= KV_ONE_STAGE;
+        let one_stage = !layout.is_rows() && k + v <= KV_ONE_STAGE;
         let v_behind = if one_stage { v } else { 0 };
         let bytes = (k + v_behind).max(v);
         let residuals = |scheme: Scheme| match scheme.window().tiles() {
@@ -56,7 +55,7 @@ impl Stage {
         let lie_apart = |codes: usize, residuals: usize| {
             residuals > 0 && (one_stage || codes + residuals > bytes)
         };
-        let align = if page_size == 0 { 1024 } else { 128 };
+        let align = if layout.is_rows() { 1024 } else { 128 };
         Stage {
             k,
             v,
@@ -82,9 +81,9 @@ pub fn shared_bytes(
     config: &KernelConfig,
     format: KvFormat,
     head_dim: usize,
-    page_size: usize,
+    layout: KvLayout,
 ) -> usize {
-    let stage = Stage::new(format, head_dim, page_size);
+    let stage = Stage::new(format, head_dim, layout);
     match config.kernel {
         Kernel::SplitKv => split_kv_bytes(config, &stage, head_dim),
         Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
@@ -172,16 +171,26 @@ mod tests {
         "f16/int4",
     ];
 
+    const LAYOUTS: [KvLayout; 6] = [
+        KvLayout::Rows,
+        KvLayout::PagedRows(16),
+        KvLayout::Pages(16),
+        KvLayout::Pages(32),
+        KvLayout::Pages(64),
+        KvLayout::Pages(128),
+    ];
+
     /// Every configuration that is chosen for some problem, by the options that its size depends on.
     fn configurations() -> BTreeMap<Vec<String>, (Instance, usize)> {
         let mut all = BTreeMap::new();
         for format in FORMATS.map(|name| name.parse::<KvFormat>().expect("a format's name")) {
             for head_dim in [64, 80, 96, 128, 192, 256] {
-                for page_size in [0, 16, 32, 64, 128] {
-                    let tokens = if page_size == 0 { 64 } else { page_size };
-                    if format.check(head_dim, tokens).is_err()
-                        || covered(format, page_size).is_err()
-                    {
+                for layout in LAYOUTS {
+                    let tokens = match layout {
+                        KvLayout::Rows => 64,
+                        _ => layout.table_page_size(),
+                    };
+                    if format.check(head_dim, tokens).is_err() || covered(format, layout).is_err() {
                         continue;
                     }
                     for rows in [8, 16, 24, 48, 96] {
@@ -189,18 +198,18 @@ mod tests {
                             rows,
                             format,
                             head_dim,
-                            page_size,
+                            layout,
                         };
                         for limit in [163 * 1024, 227 * 1024] {
                             for config in shape.all(limit) {
                                 let instance = Instance::Decode {
                                     format,
                                     head_dim,
-                                    page_size,
+                                    layout,
                                     config,
                                     score_mods: false,
                                 };
-                                let size = shared_bytes(&config, format, head_dim, page_size);
+                                let size = shared_bytes(&config, format, head_dim, layout);
                                 all.insert(instance.options(Arch::Compute80), (instance, size));
                             }
                         }

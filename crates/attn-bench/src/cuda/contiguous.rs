@@ -1,7 +1,7 @@
 //! Contiguous caches to time.
 
 use attn_core::{Error, Scheme};
-use attn_cuda::native::{DeviceAddress, DeviceKv};
+use attn_cuda::native::{DeviceAddress, DeviceKv, DeviceRows};
 
 use super::{CudaTimer, Rotation};
 use crate::workload::{CacheLayout, Workload, noise};
@@ -25,12 +25,12 @@ impl Contiguous {
                 .map_or(DeviceAddress::NULL, |at| copy.offset(at));
             [copy.offset(self.codes[i].0), scales]
         };
-        DeviceKv::Strided {
+        DeviceKv::Rows(DeviceRows {
             k: of(0),
             v: of(1),
             code_strides: self.codes.map(|(_, strides)| strides),
             scale_strides: self.scales.map(|(_, strides)| strides),
-        }
+        })
     }
 }
 

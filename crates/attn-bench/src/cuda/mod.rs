@@ -13,7 +13,7 @@ use attn_core::{DecodeAttention, Error};
 use attn_cuda::{
     CudaBackend,
     internals::{NativeRead, check_native, context, failed, prepare_read, product, read_on},
-    native::{AppendArgs, DecodeArgs, DeviceAddress, Dtype, NativeAppend, NativePlan},
+    native::{AppendArgs, DecodeArgs, DeviceAddress, Dtype, KvLayout, NativeAppend, NativePlan},
 };
 use cudarc::driver::{CudaGraph, CudaSlice, DriverError, sys};
 
@@ -100,11 +100,10 @@ pub struct Prepared<'a> {
 }
 
 /// As the native entry has it.
-fn page_size(workload: &Workload) -> usize {
-    if workload.cache == CacheLayout::Pages {
-        workload.page_size
-    } else {
-        0
+fn layout(workload: &Workload) -> KvLayout {
+    match workload.cache {
+        CacheLayout::Pages => KvLayout::Pages(workload.page_size),
+        CacheLayout::Bnsh | CacheLayout::Bsnh => KvLayout::Rows,
     }
 }
 
@@ -165,7 +164,7 @@ impl CudaTimer {
                 allowed: "1 and more: lengths count the new token",
             });
         }
-        check_native(&self.gpu, problem, workload.format, page_size(workload))
+        check_native(&self.gpu, problem, workload.format, layout(workload))
     }
 
     /// `bytes` of the arena, which grows; contents are left over from before.
@@ -230,7 +229,7 @@ impl CudaTimer {
         let problem = &workload.problem;
         let plan = self
             .gpu
-            .prepare(problem, workload.format, page_size(workload))?;
+            .prepare(problem, workload.format, layout(workload))?;
         let scale = |has: bool| {
             if has {
                 self.buffers.address(&self.scales)

@@ -6,12 +6,12 @@ use attn_core::{
 };
 
 use attn_kernels::cuda::{
-    DeviceLimits, Instance, Kernel, KernelConfig, Launch, Preferences, instance,
+    DeviceLimits, Instance, Kernel, KernelConfig, KvLayout, Launch, Preferences, instance,
     params::{DecodeParams, FastDivmod, QueryBlock},
     smem::shared_bytes,
 };
 
-use super::{DecodeArgs, DeviceAddress, DeviceKv, query_blocks::Launched};
+use super::{DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, query_blocks::Launched};
 use crate::{device::Device, error::BACKEND, sizes};
 
 /// The launch of a problem, for lengths up to its longest.
@@ -27,9 +27,8 @@ pub struct LaunchPlan {
     pub launch: Launch,
     pub(super) max_kv_len: usize,
     page_bytes: usize,
-    /// The format and page size, for what residual pages a sequence has.
     format: KvFormat,
-    page_size: usize,
+    layout: KvLayout,
     /// Blocks of query tokens; none where each sequence is one.
     query_blocks: Vec<QueryBlock>,
     /// Blocks that one launch attends: the workspace has room for their partials.
@@ -54,12 +53,12 @@ pub(crate) fn choose(
     device: &Device,
     problem: &Problem,
     format: KvFormat,
-    page_size: usize,
+    layout: KvLayout,
 ) -> Result<(Instance, KernelConfig, usize), Unsupported> {
     let (limits, preferences) = (device.limits(), &device.preferences);
-    let launched = Launched::new(problem, format, page_size, limits, preferences)?;
+    let launched = Launched::new(problem, format, layout, limits, preferences)?;
     let preferences = launched.preferences(preferences);
-    configure(limits, &preferences, &launched, format, page_size)
+    configure(limits, &preferences, &launched, format, layout)
 }
 
 fn configure(
@@ -67,7 +66,7 @@ fn configure(
     preferences: &Preferences,
     launched: &Launched<'_>,
     format: KvFormat,
-    page_size: usize,
+    layout: KvLayout,
 ) -> Result<(Instance, KernelConfig, usize), Unsupported> {
     let problem = &*launched.problem;
     let refuse = |(what, built): (String, String)| Unsupported::NoKernel {
@@ -75,15 +74,15 @@ fn configure(
         what,
         built,
     };
-    instance::covered(format, page_size).map_err(refuse)?;
-    match Instance::decode(problem, format, page_size, limits, preferences) {
+    instance::covered(format, layout).map_err(refuse)?;
+    match Instance::decode(problem, format, layout, limits, preferences) {
         Some(instance @ Instance::Decode { config, .. }) => {
             check_counts(problem).map_err(refuse)?;
             if launched.blocks.is_empty() {
                 let work = work(problem, config, problem.kv_lens.iter().copied());
                 check_work(problem, work).map_err(refuse)?;
             }
-            let shared = shared_bytes(&config, format, problem.head_dim, page_size);
+            let shared = shared_bytes(&config, format, problem.head_dim, layout);
             Ok((instance, config, shared))
         }
         _ => Err(refuse((
@@ -165,7 +164,7 @@ impl LaunchPlan {
         Ok(())
     }
 
-    /// The plan for pages of `page_size` tokens, or 0 for a view.
+    /// The plan for K and V that lie so.
     ///
     /// # Errors
     /// Those of [`Problem::check`] and [`KvFormat::check`]; [`Unsupported::NoKernel`] where no kernel covers the problem.
@@ -174,17 +173,18 @@ impl LaunchPlan {
         preferences: &Preferences,
         problem: &Problem,
         format: KvFormat,
-        page_size: usize,
+        layout: KvLayout,
     ) -> Result<Self, Error> {
         problem.check()?;
-        format.check(
-            problem.head_dim,
-            if page_size == 0 { 64 } else { page_size },
-        )?;
-        let launched = Launched::new(problem, format, page_size, limits, preferences)?;
+        let page_size = match layout {
+            KvLayout::Pages(tokens) | KvLayout::PagedRows(tokens) => tokens,
+            KvLayout::Rows => arithmetic::TILE,
+        };
+        format.check(problem.head_dim, page_size)?;
+        let launched = Launched::new(problem, format, layout, limits, preferences)?;
         let preferences = launched.preferences(preferences);
         let (instance, config, shared_bytes) =
-            configure(limits, &preferences, &launched, format, page_size)?;
+            configure(limits, &preferences, &launched, format, layout)?;
         let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
         let heads = problem.num_kv_heads;
         let launch = Launch::new(&config, &launched.problem, format, limits.sms);
@@ -207,10 +207,11 @@ impl LaunchPlan {
             Ok::<_, Error>(sizes::product(what, factors)?.next_multiple_of(256))
         };
         let partials_are_zeroed = config.kernel == Kernel::LowLatencyGlobal;
-        // Views have no pages.
-        let page_bytes = match page_size {
-            0 => 0,
-            _ => PageLayout::new(format, problem.head_dim, page_size, heads)?.page_bytes(),
+        let page_bytes = match layout {
+            KvLayout::Pages(tokens) => {
+                PageLayout::new(format, problem.head_dim, tokens, heads)?.page_bytes()
+            }
+            KvLayout::Rows | KvLayout::PagedRows(_) => 0,
         };
         Ok(LaunchPlan {
             instance,
@@ -220,7 +221,7 @@ impl LaunchPlan {
             max_kv_len,
             page_bytes,
             format,
-            page_size,
+            layout,
             query_blocks,
             per_launch,
             counters_bytes: if partials_are_zeroed {
@@ -285,7 +286,6 @@ impl LaunchPlan {
     /// # Errors
     /// [`Error::Parameter`] for a number that needs more than 31 bits, and for a problem with sinks whose address is null.
     pub fn params(&self, p: &Problem, args: &DecodeArgs) -> Result<DecodeParams, Error> {
-        let strides = sizes::strides;
         if p.sinks.is_some() && args.sinks.is_null() {
             return Err(Error::Parameter {
                 what: "sinks",
@@ -350,7 +350,7 @@ impl LaunchPlan {
                 residual_slots,
                 ..
             } => {
-                let page_size = self.page_size;
+                let page_size = self.layout.page_size();
                 params.residual_ring =
                     sizes::slots(self.format, page_size, residual_slots, residual_pages)?;
                 params.k = pool.get();
@@ -359,20 +359,56 @@ impl LaunchPlan {
                 params.residual_pages = residual_pages.get();
                 params.page_bytes = sizes::int("bytes of a page", self.page_bytes)?;
             }
-            DeviceKv::Strided {
-                k,
-                v,
-                code_strides,
-                scale_strides,
+            DeviceKv::Rows(rows) => set_rows(&mut params, &rows),
+            DeviceKv::PagedRows {
+                rows,
+                page_table,
+                page_table_stride,
+                ..
             } => {
-                [params.k, params.k_scales] = k.map(DeviceAddress::get);
-                [params.v, params.v_scales] = v.map(DeviceAddress::get);
-                [params.k_strides, params.v_strides] = code_strides.map(strides);
-                [params.k_scale_strides, params.v_scale_strides] = scale_strides.map(strides);
+                check_paged_rows(&rows)?;
+                set_rows(&mut params, &rows);
+                params.page_table = page_table.get();
+                params.page_table_stride = sizes::int("page_table_stride", page_table_stride)?;
             }
         }
         Ok(params)
     }
+}
+
+fn set_rows(params: &mut DecodeParams, rows: &DeviceRows) {
+    [params.k, params.k_scales] = rows.k.map(DeviceAddress::get);
+    [params.v, params.v_scales] = rows.v.map(DeviceAddress::get);
+    [params.k_strides, params.v_strides] = rows.code_strides.map(sizes::strides);
+    [params.k_scale_strides, params.v_scale_strides] = rows.scale_strides.map(sizes::strides);
+}
+
+/// Refuses strides at which the kernels' vectors do not find the rows of a page.
+fn check_paged_rows(rows: &DeviceRows) -> Result<(), Error> {
+    let refuse = |what, given: usize, allowed| {
+        let given = given.to_string();
+        Err(Error::Parameter {
+            what,
+            given,
+            allowed,
+        })
+    };
+    for stride in rows.code_strides.into_iter().flatten() {
+        if !stride.is_multiple_of(16) {
+            return refuse("stride of rows", stride, "multiples of 16 bytes");
+        }
+    }
+    // A kernel reads the word that a scale lies in, and knows which half it is without the page's number.
+    for [of_page, ..] in rows.scale_strides {
+        if !of_page.is_multiple_of(2) {
+            return refuse(
+                "stride of scales from page to page",
+                of_page,
+                "even numbers",
+            );
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -396,7 +432,13 @@ mod tests {
             kv_lens,
         );
         let preferences = Preferences::default();
-        let plan = LaunchPlan::new(limits(), &preferences, &problem, KvFormat::INT8, 64);
+        let plan = LaunchPlan::new(
+            limits(),
+            &preferences,
+            &problem,
+            KvFormat::INT8,
+            KvLayout::Pages(64),
+        );
         (problem, plan)
     }
 

@@ -9,7 +9,7 @@
 //! use attn_core::{Error, Heads, KvFormat, Problem};
 //! use attn_cuda::{
 //!     CudaBackend,
-//!     native::{DecodeArgs, DeviceAddress, DeviceKv, Dtype, Stream},
+//!     native::{DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, Stream},
 //! };
 //!
 //! /// One step of 4 sequences on the engine's stream and memory; `at` are the addresses of queries, outputs, pool, page table, lengths and workspace.
@@ -19,7 +19,7 @@
 //! unsafe fn step(gpu: &CudaBackend, stream: *mut c_void, at: [u64; 6]) -> Result<(), Error> {
 //!     let problem = Problem::new(Heads { q: 32, kv: 8, dim: 128 }, [4096; 4]);
 //!     // Once; its `workspace_bytes` say how much to allocate, and its `zeroed_bytes` how much of that to zero.
-//!     let plan = gpu.prepare(&problem, KvFormat::INT8, 64)?;
+//!     let plan = gpu.prepare(&problem, KvFormat::INT8, KvLayout::Pages(64))?;
 //!     let [q, out, pool, page_table, kv_lens, workspace] = at.map(DeviceAddress::new);
 //!     let kv = DeviceKv::Paged {
 //!         pool,
@@ -60,6 +60,7 @@ mod rows;
 
 pub use append::{AppendArgs, Dtype, NativeAppend, SlotAppendArgs};
 pub(crate) use append::{check_heads, launch_append, launch_slot_append};
+pub use attn_kernels::cuda::KvLayout;
 pub use copy_pages::{CopyPagesArgs, NativeCopyPages, Pages};
 pub use export::{ExportArgs, NativeExport};
 pub use import::{ImportArgs, NativeImport};
@@ -92,7 +93,7 @@ const COPY_THREADS: usize = 128;
 pub struct NativePlan {
     pub(crate) problem: Problem,
     format: KvFormat,
-    page_size: usize,
+    layout: KvLayout,
     kernel: Arc<LoadedKernel>,
     check: Option<Arc<LoadedKernel>>,
     launch_plan: LaunchPlan,
@@ -117,17 +118,52 @@ pub enum DeviceKv {
         /// [`KvFormat::residual_slots`] of the most query tokens that a sequence has in a step.
         residual_slots: usize,
     },
-    /// Rows of a contiguous cache; codes begin at multiples of 16 bytes, and code strides are such.
-    Strided {
-        /// K's codes and f16 scales (null for schemes without).
-        k: [DeviceAddress; 2],
-        /// V's codes and f16 scales (null for schemes without).
-        v: [DeviceAddress; 2],
-        /// Bytes from one sequence, KV head, token to the next, for K's and V's codes.
-        code_strides: [[usize; 3]; 2],
-        /// Elements from one sequence, KV head, token to the next, for K's and V's scales.
-        scale_strides: [[usize; 3]; 2],
+    /// Rows of a contiguous cache.
+    Rows(DeviceRows),
+    /// Rows of another engine's paged cache, such as `[pages, page_size, num_kv_heads, head_dim]`.
+    PagedRows {
+        /// The rows of all pages.
+        rows: DeviceRows,
+        /// Pages in the pool.
+        num_pages: usize,
+        /// u32 or i32 `[batch][page_table_stride]`.
+        page_table: DeviceAddress,
+        /// Entries per sequence: at least `max_kv_len / page_size`, rounded up.
+        page_table_stride: usize,
     },
+}
+
+/// Rows of K and V, `head_dim` codes side by side in each. Codes begin at multiples of 16 bytes.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceRows {
+    /// K's codes and f16 scales (null for schemes without).
+    pub k: [DeviceAddress; 2],
+    /// V's codes and f16 scales (null for schemes without).
+    pub v: [DeviceAddress; 2],
+    /// Bytes from one sequence (one page where there are pages), KV head, token to the next, for K's and V's codes: multiples of 16.
+    pub code_strides: [[usize; 3]; 2],
+    /// Elements from one sequence (one page), KV head, token to the next, for K's and V's scales; from page to page an even number.
+    pub scale_strides: [[usize; 3]; 2],
+}
+
+impl DeviceKv {
+    /// What this is, as [`kind`] names it, and the number of pages.
+    fn kind(&self) -> (&'static str, usize) {
+        match *self {
+            DeviceKv::Paged { num_pages, .. } => (kind(KvLayout::Pages(0)), num_pages),
+            DeviceKv::Rows(_) => (kind(KvLayout::Rows), 0),
+            DeviceKv::PagedRows { num_pages, .. } => (kind(KvLayout::PagedRows(0)), num_pages),
+        }
+    }
+}
+
+/// What a plan for this layout attends.
+fn kind(layout: KvLayout) -> &'static str {
+    match layout {
+        KvLayout::Pages(_) => "the library's pages",
+        KvLayout::Rows => "rows",
+        KvLayout::PagedRows(_) => "pages of rows",
+    }
 }
 
 /// Device addresses of one decode launch.
@@ -212,21 +248,21 @@ pub(crate) fn prepare(
     device: &Device,
     problem: &Problem,
     format: KvFormat,
-    page_size: usize,
+    layout: KvLayout,
 ) -> Result<NativePlan, Error> {
     let launch_plan = LaunchPlan::new(
         device.limits(),
         &device.preferences,
         problem,
         format,
-        page_size,
+        layout,
     )?;
     let kernel = device.kernel(&launch_plan.instance, launch_plan.shared_bytes)?;
     let check = check_kernel(device)?;
     Ok(NativePlan {
         problem: problem.clone(),
         format,
-        page_size,
+        layout,
         kernel,
         check,
         launch_plan,
@@ -247,28 +283,25 @@ pub(crate) unsafe fn launch_decode(
     if plan.problem.rows() == 0 {
         return Ok(());
     }
-    if matches!(args.kv, DeviceKv::Paged { .. }) != (plan.page_size != 0) {
+    let (given, num_pages) = args.kv.kind();
+    if given != kind(plan.layout) {
         return Err(Error::Parameter {
-            what: "page_size of the plan",
-            given: plan.page_size.to_string(),
-            allowed: "the pool's for pages, 0 for strided rows; prepare a plan for what is decoded",
+            what: "K and V",
+            given: format!("{given} for a plan of {}", kind(plan.layout)),
+            allowed: "what the plan is for; prepare one with the KvLayout of what is decoded",
         });
     }
     let mut params = plan.launch_plan.params(&plan.problem, args)?;
-    if plan.page_size != 0 {
+    if !plan.layout.is_rows() {
         // Blocks end before the sequence does: their launch waits for all of the append.
         let early = plan.query_blocks().is_empty();
         params.appended = sizes::int("tokens appended", if early { appended } else { 0 })?;
     }
     if let Some(kernel) = &plan.check {
-        let num_pages = match args.kv {
-            DeviceKv::Paged { num_pages, .. } => sizes::axis(num_pages),
-            DeviceKv::Strided { .. } => 0,
-        };
         let limits = CheckParams {
             max_kv_len: sizes::int_limit(plan.launch_plan.max_kv_len),
-            num_pages,
-            page_size: sizes::int("page_size", plan.page_size)?,
+            num_pages: sizes::axis(num_pages),
+            page_size: sizes::int("page_size", plan.layout.table_page_size())?,
             head_dim: sizes::int("head_dim", plan.problem.head_dim)?,
             query_tokens: sizes::int("query tokens", plan.problem.query_tokens())?,
             ..CheckParams::default()
@@ -285,7 +318,7 @@ pub(crate) unsafe fn launch_decode(
     for mut params in plan.launch_plan.launches(params) {
         // What `attn_decode` takes on views, and in pages.
         let mut both = [(&raw mut params).cast(), (&raw mut maps).cast::<c_void>()];
-        let arguments = if plan.page_size == 0 {
+        let arguments = if plan.layout.is_rows() {
             &mut both[..]
         } else {
             &mut both[..1]
@@ -422,7 +455,7 @@ impl CudaBackend {
 
     /// Prepares decode launches for the problem's batch, heads and modifiers, and for lengths up to its longest.
     ///
-    /// `page_size` is the pool's, 0 for strided caches. Loads (at first compiles) the kernel; not for use inside a capture.
+    /// `layout` says how K and V will lie. Loads (at first compiles) the kernel; not for use inside a capture.
     ///
     /// # Errors
     /// Those of [`Problem::check`]; [`attn_core::Unsupported`] without a kernel; [`Error::Device`].
@@ -430,11 +463,11 @@ impl CudaBackend {
         &self,
         problem: &Problem,
         format: KvFormat,
-        page_size: usize,
+        layout: KvLayout,
     ) -> Result<NativePlan, Error> {
         let bind = self.device.context.bind_to_thread();
         bind.map_err(failed("binding the context"))?;
-        let plan = prepare(&self.device, problem, format, page_size)?;
+        let plan = prepare(&self.device, problem, format, layout)?;
         plan.launch_plan.check_longest(problem)?;
         Ok(plan)
     }
@@ -472,7 +505,7 @@ impl CudaBackend {
     ///   another plan used it; launches that share a workspace do not overlap.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for strided rows and a plan for pages, or the other way round, and for numbers of more than 31 bits;
+    /// [`Error::Parameter`] for other K and V than the plan's layout says, for strides that are not allowed, and for numbers of more than 31 bits;
     /// [`Error::Device`] with the driver's refusal, or with [`CudaError::Check`].
     pub unsafe fn decode_on(
         &self,

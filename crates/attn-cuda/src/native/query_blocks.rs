@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use attn_core::{KvFormat, Problem, QueryBlock, Unsupported};
-use attn_kernels::cuda::{DeviceLimits, LowLatency, Preferences, params, select};
+use attn_kernels::cuda::{DeviceLimits, KvLayout, LowLatency, Preferences, params, select};
 
 use crate::{error::BACKEND, sizes};
 
@@ -21,14 +21,12 @@ pub(super) struct Launched<'a> {
 }
 
 impl<'a> Launched<'a> {
-    /// For pages of `page_size` tokens, or 0 for a view.
-    ///
     /// # Errors
     /// [`Unsupported::NoKernel`] for more query tokens than a list of blocks is made for.
     pub(super) fn new(
         problem: &'a Problem,
         format: KvFormat,
-        page_size: usize,
+        layout: KvLayout,
         limits: DeviceLimits,
         preferences: &Preferences,
     ) -> Result<Self, Unsupported> {
@@ -40,7 +38,7 @@ impl<'a> Launched<'a> {
                 built: format!("up to {MOST_TOKENS}: attend fewer at once"),
             });
         }
-        let many_rows = select::many_rows(problem, format, page_size, limits, preferences);
+        let many_rows = select::many_rows(problem, format, layout, limits, preferences);
         let heads_per_kv = problem.heads_per_kv().max(1);
         let most = match many_rows {
             Some(config) => config.rows() / heads_per_kv,

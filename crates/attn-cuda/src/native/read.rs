@@ -3,7 +3,7 @@
 use std::{ffi::c_void, sync::Arc};
 
 use attn_core::{Error, KvFormat, Problem};
-use attn_kernels::cuda::{Instance, params::ReadParams};
+use attn_kernels::cuda::{Instance, KvLayout, params::ReadParams};
 
 use super::{COPY_THREADS, DeviceAddress, LaunchPlan, Stream};
 use crate::{device::LoadedKernel, error::failed, gpu::CudaBackend};
@@ -66,8 +66,8 @@ pub fn check_native(
     gpu: &CudaBackend,
     problem: &Problem,
     format: KvFormat,
-    page_size: usize,
+    layout: KvLayout,
 ) -> Result<(), Error> {
     let (limits, preferences) = (gpu.device.limits(), &gpu.device.preferences);
-    LaunchPlan::new(limits, preferences, problem, format, page_size).map(drop)
+    LaunchPlan::new(limits, preferences, problem, format, layout).map(drop)
 }

@@ -1,39 +1,46 @@
-//! Tensor maps: how the copy engine finds the rows of a contiguous cache.
+//! Tensor maps: how the copy engine finds rows.
 
 use std::ffi::c_void;
 
 use attn_core::{Scheme, arithmetic::TILE};
-use attn_kernels::cuda::{Arch, params::RowMaps};
+use attn_kernels::cuda::{Arch, KvLayout, params::RowMaps};
 use cudarc::driver::sys;
 
 use super::{DeviceKv, NativePlan};
 use crate::device::Device;
 
-/// The maps of a launch on a view; unset ones where the engine cannot take them, and the kernel copies chunks of 16 bytes.
+/// The maps of a launch on rows; unset ones where the engine cannot take them, and the kernel copies chunks of 16 bytes.
 pub(super) fn maps(device: &Device, plan: &NativePlan, kv: &DeviceKv) -> RowMaps {
-    let DeviceKv::Strided {
-        k, v, code_strides, ..
-    } = kv
-    else {
-        return RowMaps::default();
+    let (rows, outer) = match kv {
+        DeviceKv::Paged { .. } => return RowMaps::default(),
+        DeviceKv::Rows(rows) => (rows, [plan.launch_plan.max_kv_len, plan.problem.batch()]),
+        DeviceKv::PagedRows {
+            rows, num_pages, ..
+        } => (rows, [plan.layout.row_page_size(), *num_pages]),
     };
     if device.arch != Arch::Sm90a {
         return RowMaps::default();
     }
-    let of = |scheme, base, strides| map(plan, scheme, base, strides);
-    let (k, v) = (
-        of(plan.format.k, k[0].get(), code_strides[0]),
-        of(plan.format.v, v[0].get(), code_strides[1]),
-    );
+    let [k, v] = [
+        (plan.format.k, rows.k[0], rows.code_strides[0]),
+        (plan.format.v, rows.v[0], rows.code_strides[1]),
+    ]
+    .map(|(scheme, base, strides)| map(plan, scheme, base.get(), (outer, strides)));
     match (k, v) {
         (Some(k), Some(v)) => RowMaps { k, v, are_set: 1 },
         _ => RowMaps::default(),
     }
 }
 
-/// Rows as `[sequence][KV head][token][byte]`, in boxes of a tile's tokens: as much of each row as `swizzle_of` of `config.cuh` says.
-/// None for rows that no swizzle fits, and where the driver refuses the strides.
-fn map(plan: &NativePlan, scheme: Scheme, base: u64, strides: [usize; 3]) -> Option<[u64; 16]> {
+/// Rows as `[sequence or page][KV head][token][byte]`, in boxes of a tile's tokens, or of a page's where they are fewer: as much of each row as
+/// `swizzle_of` of `config.cuh` says. `tokens` and `outer` are the numbers of tokens, and of sequences or pages. None for rows that no swizzle
+/// fits, and where the driver refuses the strides.
+fn map(
+    plan: &NativePlan,
+    scheme: Scheme,
+    base: u64,
+    ([tokens, outer], strides): ([usize; 2], [usize; 3]),
+) -> Option<[u64; 16]> {
     use sys::CUtensorMapSwizzle_enum as Swizzle;
     let problem = &plan.problem;
     let row = problem.head_dim * scheme.code_bits() / 8;
@@ -44,13 +51,11 @@ fn map(plan: &NativePlan, scheme: Scheme, base: u64, strides: [usize; 3]) -> Opt
     ]
     .into_iter()
     .find(|(width, _)| row.is_multiple_of(*width))?;
-    let lengths = [
-        row,
-        plan.launch_plan.max_kv_len,
-        problem.num_kv_heads,
-        problem.batch(),
-    ]
-    .map(|n| n as u64);
+    let lengths = [row, tokens, problem.num_kv_heads, outer].map(|n| n as u64);
+    let of_box = match plan.layout {
+        KvLayout::PagedRows(tokens) => tokens.min(TILE),
+        _ => TILE,
+    };
     // What lies along a length of one has any stride, and the driver would like a valid one.
     let stride = |of: usize| {
         if lengths[of] > 1 {
@@ -61,7 +66,7 @@ fn map(plan: &NativePlan, scheme: Scheme, base: u64, strides: [usize; 3]) -> Opt
     };
     let (strides, boxes, steps) = (
         [stride(1), stride(2), stride(3)],
-        [width as u32, TILE as u32, 1, 1],
+        [width as u32, of_box as u32, 1, 1],
         [1; 4],
     );
     let mut map = sys::CUtensorMap { opaque: [0; 16] };

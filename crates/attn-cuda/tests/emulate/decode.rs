@@ -9,22 +9,26 @@ use attn_conformance::{
     random::random,
     table,
 };
-use attn_core::{HostPages, KvCache, KvFormat, KvMemory, KvSource, PageTable, StridedRows};
+use attn_core::{
+    HostPages, Int8Scale, KvCache, KvFormat, KvMemory, KvSource, PageTable, Scheme, StridedRows,
+};
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     internals::LaunchPlan,
-    native::{DecodeArgs, DeviceAddress, DeviceKv, Dtype, alibi_slopes_log2},
+    native::{DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout, alibi_slopes_log2},
 };
 use attn_kernels::cuda::{Arch, DeviceLimits, Kernel, LowLatency, Preferences};
 
 use libtest_mimic::Trial;
 
-use crate::{Kernels, address, numbers};
+use crate::{Kernels, address, numbers, paged_rows::PagedRows};
 
 /// Tiles times heads and row blocks that one shape may have: seconds, as every lane of every warp is a fiber.
 const LARGEST: usize = 160;
 /// The same on a larger GPU, where there are many sequences or long ones: cuts between many CTAs, merges that they share.
 const LARGEST_OF_MANY: usize = 700;
+/// Int8 as rows have it.
+const PLAIN: Scheme = Scheme::Int8(Int8Scale::Token);
 /// Tokens of a long sequence.
 const LONG: usize = 3000;
 
@@ -92,16 +96,22 @@ impl Inputs {
     }
 }
 
-/// One shape and its kernel's launch.
+/// One shape, how its K and V lie, and its kernel's launch.
 struct Job {
     case: Case,
+    layout: KvLayout,
     plan: LaunchPlan,
 }
 
 impl Job {
     /// `None` for shapes that are left to GPUs: floats, which the arithmetic does not define to the bit, and large shapes, which take
     /// too long.
-    fn new(case: Case, low_latency: LowLatency, many_rows: bool) -> Result<Option<Self>> {
+    fn new(
+        case: Case,
+        layout: KvLayout,
+        low_latency: LowLatency,
+        many_rows: bool,
+    ) -> Result<Option<Self>> {
         let p = &case.problem;
         let tiles: usize = p.kv_lens.iter().map(|len| len.div_ceil(64).max(1)).sum();
         let rows = p.heads_per_kv() * p.max_q_len();
@@ -128,9 +138,8 @@ impl Job {
             many_rows: Some(many_rows),
             config: None,
         };
-        let page_size = if case.is_view() { 0 } else { case.page_size };
-        let plan = LaunchPlan::new(limits, &preferences, p, case.format, page_size)?;
-        Ok(Some(Job { case, plan }))
+        let plan = LaunchPlan::new(limits, &preferences, p, case.format, layout)?;
+        Ok(Some(Job { case, layout, plan }))
     }
 
     /// The first difference of the kernel's answer from the CPU's.
@@ -184,6 +193,16 @@ impl Job {
                 address(slice)
             }
         };
+        let paged = match (self.layout, source.memory()) {
+            (KvLayout::PagedRows(tokens), KvMemory::View(view)) => {
+                let heads_first = case.seed.is_multiple_of(2);
+                Some(PagedRows::new(view, &case.problem, tokens, heads_first))
+            }
+            _ => None,
+        };
+        let paged_codes = paged
+            .as_ref()
+            .map(|paged| [aligned(&paged.codes[0]), aligned(&paged.codes[1])]);
         let (kv, scales) = match source.memory() {
             KvMemory::Pages(cache, _) => {
                 let pages = cache.store().as_any().downcast_ref::<HostPages>();
@@ -207,11 +226,18 @@ impl Job {
             }
             KvMemory::View(view) => {
                 let rows = |rows: &StridedRows<'_>| [address(rows.codes), address(rows.scales)];
-                let kv = DeviceKv::Strided {
-                    k: rows(view.k()),
-                    v: rows(view.v()),
-                    code_strides: [view.k().code_strides, view.v().code_strides],
-                    scale_strides: [view.k().scale_strides, view.v().scale_strides],
+                let kv = match (&paged, &paged_codes) {
+                    (Some(paged), Some([k, v])) => paged.kv(
+                        [address(k), address(v)],
+                        [&paged.scales[0], &paged.scales[1]].map(|scales| address(scales)),
+                        address(&paged.table),
+                    ),
+                    _ => DeviceKv::Rows(DeviceRows {
+                        k: rows(view.k()),
+                        v: rows(view.v()),
+                        code_strides: [view.k().code_strides, view.v().code_strides],
+                        scale_strides: [view.k().scale_strides, view.v().scale_strides],
+                    }),
                 };
                 let scales = [view.k_tensor_scales(), view.v_tensor_scales()];
                 (kv, scales.map(some))
@@ -258,19 +284,28 @@ struct Shapes {
 
 impl Shapes {
     fn add(&mut self, case: Case) -> Result<()> {
-        match Job::new(case.clone(), LowLatency::Never, false)? {
+        if !case.is_view() {
+            return self.add_as(&case, KvLayout::Pages(case.page_size));
+        }
+        let pages = KvLayout::PagedRows([16, 64, 32, 128][case.seed as usize % 4]);
+        self.add_as(&case, KvLayout::Rows)?;
+        self.add_as(&case, pages)
+    }
+
+    fn add_as(&mut self, case: &Case, layout: KvLayout) -> Result<()> {
+        let job = |low_latency, many_rows| Job::new(case.clone(), layout, low_latency, many_rows);
+        match job(LowLatency::Never, false)? {
             Some(job) => self.jobs.push(job),
             None => self.left += 1,
         }
-        let many_rows = Job::new(case.clone(), LowLatency::Never, true)?;
-        let is_many = |job: &Job| job.plan.config.kernel == Kernel::ManyRows;
-        self.jobs.extend(many_rows.filter(is_many));
-        let cluster = Job::new(case.clone(), LowLatency::Always, false)?;
-        let is_cluster = |job: &Job| job.plan.config.kernel == Kernel::LowLatencyCluster;
-        self.jobs.extend(cluster.filter(is_cluster));
-        let global = Job::new(case, LowLatency::Global, false)?;
-        let is_global = |job: &Job| job.plan.config.kernel == Kernel::LowLatencyGlobal;
-        self.jobs.extend(global.filter(is_global));
+        for (job, kernel) in [
+            (job(LowLatency::Never, true)?, Kernel::ManyRows),
+            (job(LowLatency::Always, false)?, Kernel::LowLatencyCluster),
+            (job(LowLatency::Global, false)?, Kernel::LowLatencyGlobal),
+        ] {
+            self.jobs
+                .extend(job.filter(|job| job.plan.config.kernel == kernel));
+        }
         Ok(())
     }
 }
@@ -292,6 +327,12 @@ fn chosen() -> Vec<Case> {
     pages.seed = 2; // for the larger GPU
     all.push(pages);
     all.push(Case::new([8, 1], 128, &[600; 16], KvFormat::INT8));
+    // Rows of contiguous caches and of pages of 16 and 128 tokens, over many tiles.
+    for (build, seed) in [(Build::Bnsh, 0), (Build::Bsnh, 3)] {
+        let mut rows = Case::new([4, 1], 64, &[1500, 300, 64], KvFormat::same(PLAIN));
+        (rows.build, rows.seed) = (build, seed);
+        all.push(rows);
+    }
     all.extend(many_rows());
     all
 }
@@ -346,7 +387,11 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
     let cpu = Arc::new(CpuBackend::new());
     let trial = |job: Job| {
         let (cpu, kernels) = (cpu.clone(), kernels.clone());
-        let name = format!("decode, {:?}: {}", job.plan.config.kernel, job.case);
+        let layout = match job.layout {
+            KvLayout::PagedRows(tokens) => format!(", rows in pages of {tokens}"),
+            KvLayout::Pages(_) | KvLayout::Rows => String::new(),
+        };
+        let name = format!("decode, {:?}: {}{layout}", job.plan.config.kernel, job.case);
         Trial::test(name, move || match job.differs(&cpu, &kernels) {
             Ok(None) => Ok(()),
             Ok(Some(text)) => Err(text.into()),

@@ -7,6 +7,8 @@
 mod common_transfer;
 #[path = "../common/numbers.rs"]
 mod numbers;
+#[path = "../common/paged_rows.rs"]
+mod paged_rows;
 
 mod append;
 mod decode;
@@ -147,7 +149,7 @@ fn entry(instance: Instance) -> [String; 4] {
         Instance::Check | Instance::Read => unreachable!("no test runs them"),
     };
     let decodes = matches!(instance, Instance::Decode { .. });
-    let takes_maps = matches!(instance, Instance::Decode { page_size: 0, .. });
+    let takes_maps = matches!(instance, Instance::Decode { layout, .. } if layout.is_rows());
     [
         format!("-DATTN_ENTRY={}", instance.entry()),
         format!("-DATTN_PARAMS={params}"),

@@ -14,7 +14,7 @@ use attn_cpu::CpuBackend;
 use attn_cuda::{
     CudaBackend, CudaPages,
     internals::{context, stream_of},
-    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype},
+    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout},
 };
 use cudarc::driver::{DeviceRepr, PinnedHostSlice, ValidAsZeroBits};
 
@@ -358,19 +358,19 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
             vec![700],
         ),
         FORMAT,
-        PAGE,
+        KvLayout::Pages(PAGE),
     )?;
     let rows = DecodeArgs {
         q: DeviceAddress::NULL,
         out: DeviceAddress::NULL,
         dtype: Dtype::F32,
         lse: DeviceAddress::NULL,
-        kv: DeviceKv::Strided {
+        kv: DeviceKv::Rows(DeviceRows {
             k: [DeviceAddress::NULL; 2],
             v: [DeviceAddress::NULL; 2],
             code_strides: [[0; 3]; 2],
             scale_strides: [[0; 3]; 2],
-        },
+        }),
         kv_lens: DeviceAddress::NULL,
         query_blocks: DeviceAddress::NULL,
         k_tensor_scales: DeviceAddress::NULL,

@@ -4,10 +4,13 @@
 mod common_transfer;
 #[path = "../common/numbers.rs"]
 mod numbers;
+#[path = "../common/paged_rows.rs"]
+mod paged_rows;
 
 mod hostile;
 mod native;
 mod random_shapes;
+mod rows_in_pages;
 mod transfer;
 
 use std::process::ExitCode;
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
     let mut trials = Trials::new("cuda", CudaBackend::open());
     trials = hostile::add(trials);
     trials = native::add(trials);
+    trials = rows_in_pages::add(trials);
     trials = transfer::add(trials);
     trials = random_shapes::add(trials);
     let mut all = trials.finish();

@@ -12,7 +12,7 @@ use attn_cuda::{
     CudaBackend, CudaError, Options,
     internals::context,
     native::{
-        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend, NativePlan,
+        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, NativeAppend, NativePlan,
         SlotAppendArgs,
     },
 };
@@ -98,7 +98,7 @@ impl<'a> Engine<'a> {
         );
         problem.q_lens = vec![q_len; problem.batch()];
         problem.sinks = (q_len > 1).then(|| sinks().to_vec());
-        let plan = gpu.prepare(&problem, format, PAGE)?;
+        let plan = gpu.prepare(&problem, format, KvLayout::Pages(PAGE))?;
         let slots = format.residual_slots(PAGE, q_len);
         let num_pages = BATCH * (STRIDE + slots);
         let rows = q_len * BATCH * Q_HEADS;

@@ -11,7 +11,7 @@ use attn_conformance::{
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{CudaBackend, Options};
-use attn_kernels::cuda::{LowLatency, instance::covered};
+use attn_kernels::cuda::{KvLayout, LowLatency, instance::covered};
 
 use crate::passes;
 
@@ -49,7 +49,7 @@ fn run(gpus: &[CudaBackend; 3], first: u64) -> Result<()> {
     let cpu = CpuBackend::new();
     for seed in first..first + OF_ONE {
         let case = random(seed);
-        if covered(case.format, case.page_size).is_err() {
+        if covered(case.format, KvLayout::Pages(case.page_size)).is_err() {
             continue;
         }
         if let Some(text) = differs(&cpu, gpus, &case)? {
