@@ -268,7 +268,7 @@ fn measure_beside(
     workload: &Workload,
     runs: usize,
 ) -> Result<Measured, Error> {
-    workload.check_growing()?;
+    workload.check_for_caches()?;
     let mut prepared = Prepared::new(backend, workload)?;
     let runs = match workload.operation {
         Operation::Decode => runs,

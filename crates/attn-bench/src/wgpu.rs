@@ -577,7 +577,7 @@ impl Timer for WgpuTimer {
     }
 
     fn measure(&mut self, workload: &Workload, runs: usize) -> Result<Measured, Error> {
-        workload.check_growing()?;
+        workload.check_for_caches()?;
         if workload.cache != CacheLayout::Pages {
             return self.views(workload, runs);
         }

@@ -16,6 +16,8 @@ pub enum CacheLayout {
     Bnsh,
     /// In a contiguous cache `[batch, capacity, num_kv_heads, head_dim]`, read in place.
     Bsnh,
+    /// In another engine's pages `[page, token, num_kv_heads, head_dim]`, scattered over the pool, which CUDA's native entry reads in place.
+    PagedBsnh,
 }
 
 /// What is timed.
@@ -170,11 +172,19 @@ impl Workload {
         self.problem.batch() * (elements * 4 + written + residuals * elements / 2)
     }
 
-    /// Refuses an append that fills every page, for timers whose caches grow with each append: only the first would. Such caches know no slots.
+    /// Refuses what timers of [`KvCache`](attn_core::KvCache)s cannot do: appends by slots, other engines' pages, and an append that fills every
+    /// page, since their caches grow with each append: only the first would.
     ///
     /// # Errors
     /// [`Error::Parameter`].
-    pub fn check_growing(&self) -> Result<(), Error> {
+    pub fn check_for_caches(&self) -> Result<(), Error> {
+        if self.cache == CacheLayout::PagedBsnh {
+            return Err(Error::Parameter {
+                what: "cache to time",
+                given: "another engine's pages".to_owned(),
+                allowed: "pages of the library and contiguous caches; CUDA's native entry reads others",
+            });
+        }
         if self.operation == Operation::AppendBySlots {
             return Err(Error::Parameter {
                 what: "append to time",
@@ -373,6 +383,13 @@ impl List {
                 workload.cache = layout;
             }
         }
+        for page_size in [16, 64] {
+            let name = format!("paged-rows-{page_size}");
+            let lens = vec![8192; batch_for(256 << 20, 8, 128, 8192)];
+            for workload in self.add("views", &name, "bf16,fp8", [32, 8, 128], lens) {
+                (workload.cache, workload.page_size) = (CacheLayout::PagedBsnh, page_size);
+            }
+        }
     }
 
     /// One new token of each of 256 sequences, into pages filled to any degree, or into the last place of each page; and of one.
@@ -559,12 +576,12 @@ mod tests {
     fn appends_that_fill_every_page_are_not_for_growing_caches() {
         assert!(
             workload("append/append-fills/int8")
-                .check_growing()
+                .check_for_caches()
                 .is_err()
         );
-        workload("append/append/int8").check_growing().unwrap();
+        workload("append/append/int8").check_for_caches().unwrap();
         workload("context/8-2-ctx4096/int8")
-            .check_growing()
+            .check_for_caches()
             .unwrap();
     }
 

@@ -48,7 +48,7 @@ fn appends_are_refused_where_every_page_fills() {
     let of = |work: Operation, lens: &[usize]| {
         let mut workload = workloads().remove(0);
         (workload.operation, workload.problem.kv_lens) = (work, lens.to_vec());
-        workload.check_growing().is_ok()
+        workload.check_for_caches().is_ok()
     };
     assert!(of(Operation::Decode, &[64, 128]));
     assert!(!of(Operation::Append, &[64, 128]));

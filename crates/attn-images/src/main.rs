@@ -10,12 +10,12 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use attn_bench::{CacheLayout, workloads};
+use attn_bench::{cuda::layout, workloads};
 use attn_conformance::{Case, Size, random, table};
 use attn_core::{KvFormat, Problem};
 use attn_cuda::internals;
 use attn_kernels::cuda::{
-    Arch, Instance,
+    Arch, Instance, KvLayout,
     instance::{common, covered},
 };
 use clap::Parser;
@@ -30,8 +30,8 @@ fn arch() -> Result<Arch> {
 }
 
 /// Kernels of one problem, in pages and alone.
-fn add(all: &mut Vec<Instance>, problem: &Problem, format: KvFormat, page_size: usize, arch: Arch) {
-    if page_size != 0 {
+fn add(all: &mut Vec<Instance>, problem: &Problem, format: KvFormat, layout: KvLayout, arch: Arch) {
+    if let KvLayout::Pages(page_size) = layout {
         all.push(Instance::Append {
             format,
             head_dim: problem.head_dim,
@@ -52,10 +52,7 @@ fn add(all: &mut Vec<Instance>, problem: &Problem, format: KvFormat, page_size: 
 fn timed(arch: Arch) -> Vec<Instance> {
     let mut all = vec![Instance::Read];
     for workload in workloads() {
-        let layout = match workload.cache {
-            CacheLayout::Pages => KvLayout::Pages(workload.page_size),
-            CacheLayout::Bnsh | CacheLayout::Bsnh => KvLayout::Rows,
-        };
+        let layout = layout(&workload);
         add(&mut all, &workload.problem, workload.format, layout, arch);
     }
     once(all, arch)
@@ -87,17 +84,27 @@ fn of_cases(cases: &[Case], arch: Arch) -> Vec<Instance> {
             page_size,
             ..
         } = case;
-        add(&mut all, problem, *format, *page_size, arch);
+        add(
+            &mut all,
+            problem,
+            *format,
+            KvLayout::Pages(*page_size),
+            arch,
+        );
         if case.is_view() {
-            let in_place = covered(*format, 0).is_ok();
+            let in_place = covered(*format, KvLayout::Rows).is_ok();
             add(
                 &mut all,
                 problem,
                 *format,
-                if in_place { 0 } else { 64 },
+                if in_place {
+                    KvLayout::Rows
+                } else {
+                    KvLayout::Pages(64)
+                },
                 arch,
             );
-            if !in_place && covered(*format, 64).is_ok() {
+            if !in_place && covered(*format, KvLayout::Pages(64)).is_ok() {
                 all.push(Instance::Import {
                     format: *format,
                     head_dim: problem.head_dim,

@@ -3,12 +3,13 @@
 use std::{ffi::c_void, sync::Arc};
 
 use attn::{
-    BackendId, CacheConfig, Device, Heads, KvFormat, PageLayout, Problem, Window,
+    BackendId, CacheConfig, Device, Heads, Int8Scale, KvFormat, PageLayout, Problem, Scheme,
+    Window,
     backends::cuda::{
         CudaBackend,
         native::{
-            AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype as CudaDtype, KvLayout,
-            NativeAppend, NativePlan, SlotAppendArgs, Stream, alibi_slopes_log2,
+            AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype as CudaDtype,
+            KvLayout, NativeAppend, NativePlan, SlotAppendArgs, Stream, alibi_slopes_log2,
         },
     },
 };
@@ -33,6 +34,8 @@ pub struct PlanOptions {
     page_size: usize,
     q_lens: Vec<usize>,
     max_kv_len: usize,
+    /// Whether pages are another engine's, of rows.
+    rows: bool,
     modifiers: Modifiers,
 }
 
@@ -52,7 +55,22 @@ pub struct PageArrays<'py> {
     v_scales: Option<Bound<'py, PyCapsule>>,
 }
 
-/// What an attention launch reads and writes beside pages.
+/// Another engine's paged cache, as capsules of device arrays.
+#[derive(FromPyObject)]
+pub struct RowArrays<'py> {
+    /// `[pages, tokens, KV heads, dim]`, at any strides but between dims; uint8 for codes of a byte.
+    k_cache: Bound<'py, PyCapsule>,
+    v_cache: Bound<'py, PyCapsule>,
+    /// int32 `[sequences, pages of the longest]`.
+    page_table: Bound<'py, PyCapsule>,
+    /// int32 `[sequences]`.
+    kv_lens: Bound<'py, PyCapsule>,
+    /// float32 `[KV heads]` for formats with static scales.
+    k_scales: Option<Bound<'py, PyCapsule>>,
+    v_scales: Option<Bound<'py, PyCapsule>>,
+}
+
+/// What an attention launch reads and writes beside K and V.
 #[derive(FromPyObject)]
 pub struct AttendArrays<'py> {
     q: Bound<'py, PyCapsule>,
@@ -72,7 +90,15 @@ pub struct Plan {
     problem: Problem,
     layout: PageLayout,
     plan: NativePlan,
-    append: NativeAppend,
+    /// None where pages are another engine's.
+    append: Option<NativeAppend>,
+}
+
+/// K and V of a launch: where they lie, the lengths, the static scales.
+struct Kv {
+    kv: DeviceKv,
+    kv_lens: DeviceAddress,
+    scales: [DeviceAddress; 2],
 }
 
 /// An array, and how many bytes of device memory it has.
@@ -184,23 +210,15 @@ impl Plan {
     }
 
     /// The static scales of K and V.
-    fn scales(&self, pages: &PageArrays<'_>) -> PyResult<[DeviceAddress; 2]> {
+    fn scales(&self, [k, v]: [&Option<Bound<'_, PyCapsule>>; 2]) -> PyResult<[DeviceAddress; 2]> {
         let needed = |has: bool| {
             let heads = if has { self.layout.num_kv_heads() } else { 0 };
             (Dtype::F32, 4 * heads)
         };
         let format = self.layout.format();
         Ok([
-            self.list(
-                "k_scales",
-                pages.k_scales.as_ref(),
-                needed(format.k.has_tensor_scale()),
-            )?,
-            self.list(
-                "v_scales",
-                pages.v_scales.as_ref(),
-                needed(format.v.has_tensor_scale()),
-            )?,
+            self.list("k_scales", k.as_ref(), needed(format.k.has_tensor_scale()))?,
+            self.list("v_scales", v.as_ref(), needed(format.v.has_tensor_scale()))?,
         ])
     }
 
@@ -224,12 +242,107 @@ impl Plan {
         Ok((memory.address, stride.max(array.shape[1])))
     }
 
-    fn kv_lens(&self, pages: &PageArrays<'_>) -> PyResult<DeviceAddress> {
-        self.list(
-            "kv_lens",
-            Some(&pages.kv_lens),
-            (Dtype::I32, 4 * self.problem.batch()),
-        )
+    fn kv_lens(&self, kv_lens: &Bound<'_, PyCapsule>) -> PyResult<DeviceAddress> {
+        let bytes = 4 * self.problem.batch();
+        self.list("kv_lens", Some(kv_lens), (Dtype::I32, bytes))
+    }
+
+    /// The table of an attention: its address, and entries per sequence, which reach the longest length.
+    fn full_table(&self, capsule: &Bound<'_, PyCapsule>) -> PyResult<(DeviceAddress, usize)> {
+        let (table, stride) = self.table("page_table", capsule)?;
+        if stride.saturating_mul(self.layout.page_size()) < self.plan.max_kv_len() {
+            return Err(errors::shape(format!(
+                "page_table has {stride} pages per sequence, but the plan's longest length, {}, needs more",
+                self.plan.max_kv_len()
+            )));
+        }
+        Ok((table, stride))
+    }
+
+    fn kv_of_pages(&self, pages: &PageArrays<'_>) -> PyResult<Kv> {
+        let (pool, num_pages) = self.pool(&pages.pool)?;
+        let (page_table, page_table_stride) = self.full_table(&pages.page_table)?;
+        let (residual_pages, residual_slots) = self.residuals(pages)?;
+        Ok(Kv {
+            kv: DeviceKv::Paged {
+                pool,
+                num_pages,
+                page_table,
+                page_table_stride,
+                residual_pages,
+                residual_slots,
+            },
+            kv_lens: self.kv_lens(&pages.kv_lens)?,
+            scales: self.scales([&pages.k_scales, &pages.v_scales])?,
+        })
+    }
+
+    /// Rows of K or V in pages: their address, strides in bytes, number of pages.
+    fn paged_rows(
+        &self,
+        (what, scheme): (&'static str, Scheme),
+        capsule: &Bound<'_, PyCapsule>,
+    ) -> PyResult<(DeviceAddress, [usize; 3], usize)> {
+        let dtype = match scheme {
+            Scheme::F16 => Dtype::F16,
+            Scheme::Bf16 => Dtype::Bf16,
+            Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor) => Dtype::U8,
+            _ => {
+                return Err(errors::parameter(format!(
+                    "format is {scheme}; another engine's pages are bf16, f16, fp8 or int8-tensor"
+                )));
+            }
+        };
+        let array = Array::new(what, capsule)?;
+        let (tokens, heads) = (self.layout.page_size(), self.layout.num_kv_heads());
+        let row = [tokens, heads, self.layout.head_dim()];
+        let shape = format!("[pages, {}, {}, {}]", row[0], row[1], row[2]);
+        array.check_rank(4, &shape)?;
+        if array.shape[1..] != row {
+            return Err(errors::shape(format!(
+                "{what} has the shape {:?}; needed: {shape}",
+                array.shape
+            )));
+        }
+        let memory = self.memory(&array, &[dtype], 3)?;
+        let bytes = |stride: i64| usize::try_from(stride).unwrap_or(0) * dtype.bytes();
+        let [page, token, head] = [0, 1, 2].map(|i| bytes(array.strides[i]));
+        Ok((memory.address, [page, head, token], array.shape[0]))
+    }
+
+    fn kv_of_rows(&self, rows: &RowArrays<'_>) -> PyResult<Kv> {
+        let format = self.layout.format();
+        let (k, k_strides, num_pages) = self.paged_rows(("k_cache", format.k), &rows.k_cache)?;
+        let (v, v_strides, v_pages) = self.paged_rows(("v_cache", format.v), &rows.v_cache)?;
+        if num_pages != v_pages {
+            return Err(errors::shape(format!(
+                "k_cache has {num_pages} pages, and v_cache {v_pages}; pass as many of both"
+            )));
+        }
+        let (page_table, page_table_stride) = self.full_table(&rows.page_table)?;
+        Ok(Kv {
+            kv: DeviceKv::PagedRows {
+                rows: DeviceRows {
+                    k: [k, DeviceAddress::NULL],
+                    v: [v, DeviceAddress::NULL],
+                    code_strides: [k_strides, v_strides],
+                    scale_strides: [[0; 3]; 2],
+                },
+                num_pages,
+                page_table,
+                page_table_stride,
+            },
+            kv_lens: self.kv_lens(&rows.kv_lens)?,
+            scales: self.scales([&rows.k_scales, &rows.v_scales])?,
+        })
+    }
+
+    /// The launch of appends; refuses a plan for another engine's pages.
+    fn append(&self) -> PyResult<&NativeAppend> {
+        let none = "the plan is for another engine's pages, which it does not write; make one without rows=True";
+        self.append
+            .as_ref()
+            .ok_or_else(|| errors::parameter(none.to_owned()))
     }
 
     /// Residual pages and their slots per sequence; null for formats without a window.
@@ -247,21 +360,7 @@ impl Plan {
         self.table("residual_pages", capsule.ok_or_else(missing)?)
     }
 
-    fn decode_args(
-        &self,
-        pages: &PageArrays<'_>,
-        arrays: &AttendArrays<'_>,
-    ) -> PyResult<DecodeArgs> {
-        let (pool, num_pages) = self.pool(&pages.pool)?;
-        let (page_table, page_table_stride) = self.table("page_table", &pages.page_table)?;
-        let reach = page_table_stride.saturating_mul(self.layout.page_size());
-        if reach < self.plan.max_kv_len() {
-            return Err(errors::shape(format!(
-                "page_table has {page_table_stride} pages per sequence, but the plan's longest length, {}, needs more",
-                self.plan.max_kv_len()
-            )));
-        }
-        let (residual_pages, residual_slots) = self.residuals(pages)?;
+    fn decode_args(&self, kv: Kv, arrays: &AttendArrays<'_>) -> PyResult<DecodeArgs> {
         let heads = self.problem.num_q_heads;
         let q = Array::new("q", &arrays.q)?;
         let out = Array::new("out", &arrays.out)?;
@@ -273,7 +372,7 @@ impl Plan {
                 "q has {tokens} tokens of {dtype:?}, and out {out_tokens} of {out_dtype:?}; the plan has {needed} query tokens, in one type"
             )));
         }
-        let [k_tensor_scales, v_tensor_scales] = self.scales(pages)?;
+        let [k_tensor_scales, v_tensor_scales] = kv.scales;
         let per_head = |given: bool| (Dtype::F32, if given { 4 * heads } else { 0 });
         let lse = match &arrays.lse {
             Some(lse) => self.list("lse", Some(lse), (Dtype::F32, 4 * self.problem.rows()))?,
@@ -284,15 +383,8 @@ impl Plan {
             out: out_memory.address,
             dtype,
             lse,
-            kv: DeviceKv::Paged {
-                pool,
-                num_pages,
-                page_table,
-                page_table_stride,
-                residual_pages,
-                residual_slots,
-            },
-            kv_lens: self.kv_lens(pages)?,
+            kv: kv.kv,
+            kv_lens: kv.kv_lens,
             query_blocks: self.list(
                 "query_blocks",
                 arrays.query_blocks.as_ref(),
@@ -360,7 +452,7 @@ impl Plan {
                 "k has {all} tokens for {batch} sequences; each gets as many: use append_slots for other numbers"
             )));
         }
-        let [k_tensor_scales, v_tensor_scales] = self.scales(pages)?;
+        let [k_tensor_scales, v_tensor_scales] = self.scales([&pages.k_scales, &pages.v_scales])?;
         Ok(AppendArgs {
             k,
             v,
@@ -373,7 +465,7 @@ impl Plan {
             page_table_stride,
             residual_pages,
             residual_slots,
-            kv_lens: self.kv_lens(pages)?,
+            kv_lens: self.kv_lens(&pages.kv_lens)?,
             k_tensor_scales,
             v_tensor_scales,
             batch,
@@ -411,8 +503,15 @@ impl Plan {
             .page_size(options.page_size)
             .build();
         let prepare = || {
-            let plan = gpu.prepare(&problem, format, KvLayout::Pages(options.page_size))?;
-            Ok((plan, gpu.prepare_append(&config)?, config.layout()?))
+            let (kv, append) = match options.rows {
+                true => (KvLayout::PagedRows(options.page_size), None),
+                false => (
+                    KvLayout::Pages(options.page_size),
+                    Some(gpu.prepare_append(&config)?),
+                ),
+            };
+            let plan = gpu.prepare(&problem, format, kv)?;
+            Ok((plan, append, config.layout()?))
         };
         let (plan, append, layout) = py.detach(prepare).map_err(errors::of)?;
         Ok(Plan {
@@ -466,10 +565,26 @@ impl Plan {
         arrays: AttendArrays<'_>,
         stream: u64,
     ) -> PyResult<()> {
-        let (gpu, args) = (self.gpu()?, self.decode_args(&pages, &arrays)?);
+        let gpu = self.gpu()?;
+        let args = self.decode_args(self.kv_of_pages(&pages)?, &arrays)?;
         // SAFETY: the arrays have been compared with the plan's shapes, types and device, and lie in memory that the caller's library keeps until
         // the work enqueued on its stream has run; `attn.torch.Plan` makes the workspace, zeroed, for itself alone. That lengths, pages and
         // queries on the device are in range is the caller's contract, which `ATTN_CHECK=1` checks.
+        py.detach(|| unsafe { gpu.decode_on(&self.plan, stream_of(stream), &args) })
+            .map_err(errors::of)
+    }
+
+    /// Attends rows of another engine's pages.
+    fn attend_rows(
+        &self,
+        py: Python<'_>,
+        rows: RowArrays<'_>,
+        arrays: AttendArrays<'_>,
+        stream: u64,
+    ) -> PyResult<()> {
+        let gpu = self.gpu()?;
+        let args = self.decode_args(self.kv_of_rows(&rows)?, &arrays)?;
+        // SAFETY: as for `attend`; all rows of a page lie inside its array, whose strides have been read.
         py.detach(|| unsafe { gpu.decode_on(&self.plan, stream_of(stream), &args) })
             .map_err(errors::of)
     }
@@ -488,7 +603,8 @@ impl Plan {
         let ([k, v], dtype, [k_token_stride, v_token_stride], tokens) = self.new_tokens(k, v)?;
         let has_window = self.layout.format().window() != Window::None;
         let residual_bytes = if has_window { 4 * tokens } else { 0 };
-        let [k_tensor_scales, v_tensor_scales] = self.scales(&pages)?;
+        let [k_tensor_scales, v_tensor_scales] = self.scales([&pages.k_scales, &pages.v_scales])?;
+        let append = self.append()?;
         let args = SlotAppendArgs {
             k,
             v,
@@ -508,7 +624,7 @@ impl Plan {
             tokens,
         };
         // SAFETY: as for `attend`; slots are the caller's contract.
-        py.detach(|| unsafe { gpu.append_slots_on(&self.append, stream_of(stream), &args) })
+        py.detach(|| unsafe { gpu.append_slots_on(append, stream_of(stream), &args) })
             .map_err(errors::of)
     }
 
@@ -524,16 +640,11 @@ impl Plan {
     ) -> PyResult<()> {
         let gpu = self.gpu()?;
         let append = self.append_args(&pages, k, v)?;
-        let decode = self.decode_args(&pages, &arrays)?;
+        let decode = self.decode_args(self.kv_of_pages(&pages)?, &arrays)?;
+        let prepared = self.append()?;
         // SAFETY: as for `attend`; that lengths count the new tokens is the caller's contract.
         py.detach(|| unsafe {
-            gpu.append_decode_on(
-                &self.append,
-                &self.plan,
-                stream_of(stream),
-                &append,
-                &decode,
-            )
+            gpu.append_decode_on(prepared, &self.plan, stream_of(stream), &append, &decode)
         })
         .map_err(errors::of)
     }

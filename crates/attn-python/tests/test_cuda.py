@@ -248,3 +248,64 @@ def test_a_plans_arrays_are_checked(rng):
     plan.close()
     with pytest.raises(attn.ParameterError, match="closed"):
         plan.attend(q, pool, table, lens)
+
+
+@pytest.mark.parametrize("format", ["bf16", "f16", "fp8", "int8-tensor"])
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_another_engines_pages_are_attended_as_they_lie(rng, format, page_size):
+    import attn.torch
+
+    lens, kv_heads, dim = [1, 700, 64, 0], 2, 128
+    count = sum(-(-n // page_size) for n in lens)
+    kind = {"bf16": torch.bfloat16, "f16": torch.float16, "fp8": torch.float8_e4m3fn, "int8-tensor": torch.int8}[format]
+    values = torch.from_numpy(rows(rng, 2 * count * page_size, kv_heads, dim)).cuda()
+    values = (values * 20).round() if format == "int8-tensor" else values
+    # K and V in one tensor, as vLLM has them.
+    cache = values.view(2, count, page_size, kv_heads, dim).to(kind)
+    scale = 0.05 if format in ("fp8", "int8-tensor") else None
+    scales = None if scale is None else [scale] * kv_heads
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).int().tolist()
+    table = torch.full((len(lens), -(-max(lens) // page_size)), -1, dtype=torch.int32)
+    for b, n in enumerate(lens):
+        for i in range(-(-n // page_size)):
+            table[b, i] = order.pop()
+    table, kv_lens = table.cuda(), torch.tensor(lens, dtype=torch.int32, device="cuda")
+    q = on_gpu(rows(rng, len(lens), 8, dim)).to(torch.bfloat16)
+    plan = attn.torch.Plan(
+        format, heads=8, kv_heads=kv_heads, dim=dim, q_lens=[1] * 4, max_kv_len=700, page_size=page_size, rows=True, k_scales=scales, v_scales=scales
+    )
+    out, lse = plan.attend_rows(q, cache[0], cache[1], table, kv_lens)
+    for b, n in enumerate(lens):
+        if n == 0:
+            assert (out[b] == 0).all() and (lse[b] == float("-inf")).all()
+            continue
+        pages = table[b, : -(-n // page_size)].long()
+        k, v = (x[pages].double().flatten(0, 1)[:n].repeat_interleave(4, 1) * (scale or 1.0) for x in cache)
+        scores = torch.einsum("hd,thd->ht", q[b].double(), k) / dim**0.5
+        want = torch.einsum("ht,thd->hd", scores.softmax(-1), v)
+        assert (lse[b] - scores.logsumexp(-1)).abs().max() < 2e-2
+        assert (out[b].double() - want).abs().max() < 2e-2 * v.abs().max()
+    # The other order of dims has the same bits, in a graph, too.
+    other = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in cache]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again, _ = plan.attend_rows(q, *other, table, kv_lens)
+    graph.replay()
+    assert torch.equal(again, out)
+
+
+def test_plans_for_rows_refuse_what_they_do_not_take(rng):
+    import attn.torch
+
+    options = dict(heads=8, kv_heads=2, dim=128, q_lens=[1], max_kv_len=64)
+    plan = attn.torch.Plan("bf16", rows=True, **options)
+    q, kv = torch.zeros(1, 8, 128, device="cuda"), torch.zeros(3, 64, 2, 128, dtype=torch.bfloat16, device="cuda")
+    table, lens = torch.zeros(1, 1, dtype=torch.int32, device="cuda"), torch.ones(1, dtype=torch.int32, device="cuda")
+    plan.attend_rows(q, kv, kv, table, lens)
+    for bad in [(kv.half(), kv), (kv, kv[:2]), (kv[:, :32], kv[:, :32]), (kv.float(), kv.float()), (kv.cpu(), kv.cpu())]:
+        with pytest.raises(attn.ShapeError):
+            plan.attend_rows(q, *bad, table, lens)
+    with pytest.raises(attn.ParameterError, match="rows"):
+        plan.append_slots(kv[0], kv[0], plan.new_pool(1), torch.zeros(64, dtype=torch.int64, device="cuda"))
+    with pytest.raises(attn.AttnError):
+        attn.torch.Plan("int4", rows=True, **options)

@@ -285,7 +285,10 @@ mod tests {
                             132,
                         );
                         assert!(launch.row_blocks * g.rows() >= rows, "{rows}");
-                        assert!(g.threads() <= 512 && shared_bytes(&g, format, dim, 64) <= limit);
+                        assert!(
+                            g.threads() <= 512
+                                && shared_bytes(&g, format, dim, KvLayout::Pages(64)) <= limit
+                        );
                     }
                 }
             }

@@ -1,36 +1,48 @@
-//! Contiguous caches to time.
+//! Contiguous caches, and rows in pages, to time.
 
 use attn_core::{Error, Scheme};
 use attn_cuda::native::{DeviceAddress, DeviceKv, DeviceRows};
+use cudarc::driver::CudaSlice;
 
-use super::{CudaTimer, Rotation};
+use super::{Buffers, CudaTimer, Rotation, pages::scattered};
 use crate::workload::{CacheLayout, Workload, noise};
 
 /// One part of a copy: its offset, and the strides from one sequence, KV head and token to the next.
 type Part = (usize, [usize; 3]);
 
-/// How a contiguous cache lies in each copy.
+/// How the rows lie in each copy.
 pub(super) struct Contiguous {
     /// Codes of K and V, in bytes.
     codes: [Part; 2],
     /// Their scales, in elements; without an offset for schemes without.
     scales: [(Option<usize>, [usize; 3]); 2],
+    /// The page table of rows in pages, and its entries per sequence.
+    table: Option<(CudaSlice<u32>, usize)>,
 }
 
 impl Contiguous {
-    pub(super) fn kv(&self, copy: DeviceAddress) -> DeviceKv {
+    pub(super) fn kv(&self, buffers: &Buffers, copy: DeviceAddress) -> DeviceKv {
         let of = |i: usize| {
             let scales = self.scales[i]
                 .0
                 .map_or(DeviceAddress::NULL, |at| copy.offset(at));
             [copy.offset(self.codes[i].0), scales]
         };
-        DeviceKv::Rows(DeviceRows {
+        let rows = DeviceRows {
             k: of(0),
             v: of(1),
             code_strides: self.codes.map(|(_, strides)| strides),
             scale_strides: self.scales.map(|(_, strides)| strides),
-        })
+        };
+        match &self.table {
+            Some((table, stride)) => DeviceKv::PagedRows {
+                rows,
+                num_pages: table.len(),
+                page_table: buffers.address(table),
+                page_table_stride: *stride,
+            },
+            None => DeviceKv::Rows(rows),
+        }
     }
 }
 
@@ -62,10 +74,16 @@ pub(super) fn fill(
 ) -> Result<(Contiguous, Rotation), Error> {
     let problem = &workload.problem;
     let (batch, heads) = (problem.batch(), problem.num_kv_heads);
-    let capacity = problem.kv_lens.iter().copied().max().unwrap_or(0);
+    let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
+    // Tokens side by side: of a sequence, or of a page.
+    let (side_by_side, pages) = match workload.cache {
+        CacheLayout::PagedBsnh => (workload.page_size, longest.div_ceil(workload.page_size)),
+        _ => (longest, 1),
+    };
+    let capacity = side_by_side * pages;
     let strides = |row: usize| match workload.cache {
-        CacheLayout::Bsnh => [heads * capacity * row, row, heads * row],
-        _ => [heads * capacity * row, capacity * row, row],
+        CacheLayout::Bnsh | CacheLayout::Pages => [heads * capacity * row, capacity * row, row],
+        _ => [heads * side_by_side * row, row, heads * row],
     };
     let mut end = 0;
     let mut part = |bytes: usize| {
@@ -101,9 +119,15 @@ pub(super) fn fill(
     }
     let copy = rotation.copy_bytes;
     timer.repeat(0, copy, rotation.copies * copy)?;
+    let is_paged = workload.cache == CacheLayout::PagedBsnh;
+    let table = is_paged.then(|| {
+        let table = scattered(&vec![pages; batch], pages);
+        Ok::<_, Error>((timer.buffers.upload(&table)?, pages))
+    });
     let rows = Contiguous {
         codes: code_parts,
         scales: scale_parts,
+        table: table.transpose()?,
     };
     Ok((rows, rotation))
 }

@@ -99,11 +99,12 @@ pub struct Prepared<'a> {
     _step: Step,
 }
 
-/// As the native entry has it.
-fn layout(workload: &Workload) -> KvLayout {
+/// How a workload's K and V lie, as the native entry has it.
+pub fn layout(workload: &Workload) -> KvLayout {
     match workload.cache {
         CacheLayout::Pages => KvLayout::Pages(workload.page_size),
         CacheLayout::Bnsh | CacheLayout::Bsnh => KvLayout::Rows,
+        CacheLayout::PagedBsnh => KvLayout::PagedRows(workload.page_size),
     }
 }
 
@@ -272,7 +273,7 @@ impl CudaTimer {
             dtype: Dtype::F32,
             kv: match &step.source {
                 Source::Pages(pages) => pages.kv(at, copy),
-                Source::Contiguous(rows) => rows.kv(copy),
+                Source::Contiguous(rows) => rows.kv(at, copy),
             },
             kv_lens: at.address(&step.kv_lens),
             query_blocks: step

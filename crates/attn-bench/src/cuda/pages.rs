@@ -98,7 +98,7 @@ impl Pages {
 }
 
 /// Pages of every sequence, side by side for each, scattered over the pool as in an engine.
-fn scattered(counts: &[usize], stride: usize) -> Vec<u32> {
+pub(super) fn scattered(counts: &[usize], stride: usize) -> Vec<u32> {
     let total: usize = counts.iter().sum();
     let prime = [7919, 7907, 7901]
         .into_iter()

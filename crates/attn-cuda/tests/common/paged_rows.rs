@@ -23,7 +23,9 @@ impl PagedRows {
         let stride = problem.kv_lens.iter().map(pages).max().unwrap_or(0).max(1);
         let num_pages = problem.batch() * stride;
         // No two pages of a sequence lie side by side, and none where it would without a table.
-        let step = [7, 11, 13].into_iter().find(|n| num_pages % n != 0);
+        let step = [7, 11, 13]
+            .into_iter()
+            .find(|n| !num_pages.is_multiple_of(*n));
         let table: Vec<u32> = (0..num_pages)
             .map(|i| ((i + 1) * step.unwrap_or(1) % num_pages) as u32)
             .collect();

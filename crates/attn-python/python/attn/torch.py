@@ -12,6 +12,11 @@ A `Plan` is made once for a batch shape. A pool is a uint8 tensor of pages, `[pa
     kv_lens += 1
     out = plan.step(q, k, v, pool, page_table, kv_lens)
 
+A cache that another engine keeps in pages of bf16, f16 or fp8 rows is attended as it lies, as `flash_attn_with_kvcache` does:
+
+    plan = attn.torch.Plan("bf16", heads=32, kv_heads=8, dim=128, q_lens=[1] * 4, max_kv_len=8192, page_size=16, rows=True)
+    out, lse = plan.attend_rows(q, k_cache, v_cache, page_table, kv_lens)
+
 `attn.Cache` keeps pages and lengths itself; use it where neither graphs nor an engine's own page table are needed.
 """
 
@@ -27,7 +32,7 @@ from . import _attn
 from ._errors import ParameterError, ShapeError, UnsupportedError
 from ._options import Modifiers, count, numbers
 
-__all__ = ["Plan", "append_slots", "attend", "merge", "step"]
+__all__ = ["Plan", "append_slots", "attend", "attend_rows", "merge", "step"]
 
 
 @dataclass
@@ -39,6 +44,7 @@ class _PlanOptions:
     page_size: int
     q_lens: list
     max_kv_len: int
+    rows: bool
     modifiers: Modifiers
 
 
@@ -48,6 +54,16 @@ class _Pages:
     page_table: Any
     kv_lens: Any
     residual_pages: Any
+    k_scales: Any
+    v_scales: Any
+
+
+@dataclass
+class _Rows:
+    k_cache: Any
+    v_cache: Any
+    page_table: Any
+    kv_lens: Any
     k_scales: Any
     v_scales: Any
 
@@ -82,6 +98,8 @@ class Plan:
         heads, kv_heads, dim: query heads, KV heads, dims of a head.
         q_lens: query tokens of each sequence; a step's rows are sequence after sequence.
         max_kv_len: the longest length that a step may have, up to 1048576.
+        page_size: tokens of a page: 16, 32, 64 or 128.
+        rows: the plan is for `attend_rows`.
         device: `"cuda"`, `"cuda:1"`, a torch.device; torch's current one if not given.
         scale, causal, softcap, window_left, alibi_slopes, sinks: as for `attn.Cache.attend`.
         k_scales, v_scales: static scales for `"fp8"` and `"int8-tensor"`, one for each KV head.
@@ -100,6 +118,7 @@ class Plan:
         q_lens: Sequence[int],
         max_kv_len: int,
         page_size: int = 64,
+        rows: bool = False,
         device: Union[None, str, torch.device] = None,
         scale: Optional[float] = None,
         causal: bool = True,
@@ -127,6 +146,7 @@ class Plan:
             page_size=count("page_size", page_size, 1),
             q_lens=[count("q_lens", n) for n in q_lens],
             max_kv_len=count("max_kv_len", max_kv_len),
+            rows=bool(rows),
             modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks),
         )
         self._options = options
@@ -228,6 +248,29 @@ class Plan:
             The results, of q's shape and type, and float32 log-sum-exps `[query tokens, heads]`.
         """
         return torch.ops.attn.attend(self.number, q, pool, page_table, kv_lens, residual_pages)
+
+    def attend_rows(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_lens: torch.Tensor,
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Attends the pages of another engine in place, with the bits of a contiguous cache of the same rows.
+
+        Args:
+            q: `[query tokens, heads, dim]`, contiguous, float32, float16 or bfloat16.
+            k_cache, v_cache: `[pages, page_size, KV heads, dim]`, of bfloat16 ("bf16"), float16 ("f16"), float8_e4m3fn or uint8 ("fp8"), int8
+                ("int8-tensor"). Strides are free but between dims, and multiples of 16 bytes: for `[pages, KV heads, page_size, dim]` pass
+                `cache.transpose(1, 2)`, and for vLLM's tensor of K and V `cache[0]`, `cache[1]`.
+            page_table: int32 `[sequences, pages]`.
+            kv_lens: int32 `[sequences]`; counts the tokens of the step.
+
+        Returns:
+            The results, of q's shape and type, and float32 log-sum-exps `[query tokens, heads]`.
+        """
+        return torch.ops.attn.attend_rows(self.number, q, k_cache, v_cache, page_table, kv_lens)
 
     def append_slots_now(
         self,
@@ -333,6 +376,32 @@ def attend(
 
 @attend.register_fake
 def _(plan, q, pool, page_table, kv_lens, residual_pages):
+    return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+
+@torch.library.custom_op("attn::attend_rows", mutates_args=())
+def attend_rows(
+    plan: int,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """`Plan.attend_rows` as an operator, which takes the plan's number."""
+    own = _plan(plan)
+    if q.dim() != 3:
+        raise ShapeError(f"q has the shape {list(q.shape)}; needed: [query tokens, heads, dim]")
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    # DLPack has no name for fp8, and int8 codes are bytes.
+    k_cache, v_cache = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (k_cache, v_cache))
+    rows = _Rows(*map(_capsule, (k_cache, v_cache, page_table, kv_lens, own._k_scales, own._v_scales)))
+    own._plan.attend_rows(rows, own._arrays(q, out, lse), own._stream())
+    return out, lse
+
+
+@attend_rows.register_fake
+def _(plan, q, k_cache, v_cache, page_table, kv_lens):
     return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
