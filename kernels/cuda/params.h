@@ -27,16 +27,16 @@ struct DecodeParams {
     const void* q;                             // Queries [query tokens, num_q_heads, head_dim].
     void* out;                                 // Outputs [query tokens, num_q_heads, head_dim].
     float* lse;                                // f32 [query tokens, num_q_heads], or null.
-    const unsigned char* k;                    // Paged: the pool [page][kv_head][run]. Strided: codes of K.
-    const unsigned char* v;                    // Strided: codes of V.
-    const unsigned short* k_scales;            // Strided: f16 scales of K, or null for schemes without scales.
-    const unsigned short* v_scales;            // Strided: f16 scales of V, or null for schemes without scales.
-    long long k_strides[3];                    // Strided: bytes from one sequence, KV head, token of K's codes to the next.
-    long long v_strides[3];                    // Strided: bytes from one sequence, KV head, token of V's codes to the next.
-    long long k_scale_strides[3];              // Strided: elements from one sequence, KV head, token of K's scales to the next.
-    long long v_scale_strides[3];              // Strided: elements from one sequence, KV head, token of V's scales to the next.
-    const unsigned int* page_table;            // Paged: u32 [batch][page_table_stride].
-    const unsigned int* residual_pages;        // Paged: u32 [batch][residual_ring], the residual page of home page i at i mod residual_ring; null where no scheme has a window.
+    const unsigned char* k;                    // Pages: the pool [page][kv_head][run]. Rows: codes of K.
+    const unsigned char* v;                    // Rows: codes of V.
+    const unsigned short* k_scales;            // Rows: f16 scales of K, or null for schemes without scales.
+    const unsigned short* v_scales;            // Rows: f16 scales of V, or null for schemes without scales.
+    long long k_strides[3];                    // Rows: bytes from one sequence or page, KV head, token of K's codes to the next.
+    long long v_strides[3];                    // Rows: bytes from one sequence or page, KV head, token of V's codes to the next.
+    long long k_scale_strides[3];              // Rows: elements from one sequence or page, KV head, token of K's scales to the next.
+    long long v_scale_strides[3];              // Rows: elements from one sequence or page, KV head, token of V's scales to the next.
+    const unsigned int* page_table;            // Pages and pages of rows: u32 [batch][page_table_stride].
+    const unsigned int* residual_pages;        // Pages: u32 [batch][residual_ring], the residual page of home page i at i mod residual_ring; null where no scheme has a window.
     const int* kv_lens;                        // i32 [batch].
     const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
     const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
@@ -61,7 +61,7 @@ struct DecodeParams {
     int window_left;                           // Tokens to the left of the query that it sees, or -1 without a window.
     int causal;                                // Whether the mask is causal.
     int partial_per_segment;                   // Whether a partial is a segment's state (there is little work); else it is a span's.
-    int page_bytes;                            // Paged: bytes of a page, of all KV heads.
+    int page_bytes;                            // Pages: bytes of a page, of all KV heads.
     FastDivmod heads_per_kv_divmod;            // Divides by heads_per_kv.
     FastDivmod row_blocks_divmod;              // Divides by row_blocks.
     FastDivmod ctas_divmod;                    // Divides by the CTAs of the grid's first axis.
@@ -72,7 +72,7 @@ struct DecodeParams {
 };
 static_assert(sizeof(DecodeParams) == 368, "params.rs");
 
-// Tensor maps of strided rows [sequence][KV head][token][byte], which the driver encoded.
+// Tensor maps of rows [sequence or page][KV head][token][byte], which the driver encoded.
 struct RowMaps {
     alignas(64) long long k[16];               // Map of K's codes.
     long long v[16];                           // Map of V's codes.
@@ -179,7 +179,7 @@ struct CheckParams {
     const long long* slots;                    // Slots of an append, as in AppendParams, or null.
     int max_kv_len;                            // The longest length that is allowed.
     unsigned int num_pages;                    // Pages in the pool.
-    int page_size;                             // Tokens per page; 0 for strided rows.
+    int page_size;                             // Tokens per page; 0 without pages.
     int head_dim;                              // Elements per head.
     int min_kv_len;                            // The shortest length that is allowed: the new tokens of an append.
     int query_tokens;                          // Query tokens of all sequences; of an append by slots, its tokens.

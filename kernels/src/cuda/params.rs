@@ -100,25 +100,25 @@ blocks! {
         out: u64 = "void*",
         /// f32 [query tokens, num_q_heads], or null.
         lse: u64 = "float*",
-        /// Paged: the pool [page][kv_head][run]. Strided: codes of K.
+        /// Pages: the pool [page][kv_head][run]. Rows: codes of K.
         k: u64 = "const unsigned char*",
-        /// Strided: codes of V.
+        /// Rows: codes of V.
         v: u64 = "const unsigned char*",
-        /// Strided: f16 scales of K, or null for schemes without scales.
+        /// Rows: f16 scales of K, or null for schemes without scales.
         k_scales: u64 = "const unsigned short*",
-        /// Strided: f16 scales of V, or null for schemes without scales.
+        /// Rows: f16 scales of V, or null for schemes without scales.
         v_scales: u64 = "const unsigned short*",
-        /// Strided: bytes from one sequence, KV head, token of K's codes to the next.
+        /// Rows: bytes from one sequence or page, KV head, token of K's codes to the next.
         k_strides: [i64; 3] = "long long",
-        /// Strided: bytes from one sequence, KV head, token of V's codes to the next.
+        /// Rows: bytes from one sequence or page, KV head, token of V's codes to the next.
         v_strides: [i64; 3] = "long long",
-        /// Strided: elements from one sequence, KV head, token of K's scales to the next.
+        /// Rows: elements from one sequence or page, KV head, token of K's scales to the next.
         k_scale_strides: [i64; 3] = "long long",
-        /// Strided: elements from one sequence, KV head, token of V's scales to the next.
+        /// Rows: elements from one sequence or page, KV head, token of V's scales to the next.
         v_scale_strides: [i64; 3] = "long long",
-        /// Paged: u32 [batch][page_table_stride].
+        /// Pages and pages of rows: u32 [batch][page_table_stride].
         page_table: u64 = "const unsigned int*",
-        /// Paged: u32 [batch][residual_ring], the residual page of home page i at i mod residual_ring; null where no scheme has a window.
+        /// Pages: u32 [batch][residual_ring], the residual page of home page i at i mod residual_ring; null where no scheme has a window.
         residual_pages: u64 = "const unsigned int*",
         /// i32 [batch].
         kv_lens: u64 = "const int*",
@@ -168,7 +168,7 @@ blocks! {
         causal: i32 = "int",
         /// Whether a partial is a segment's state (there is little work); else it is a span's.
         partial_per_segment: i32 = "int",
-        /// Paged: bytes of a page, of all KV heads.
+        /// Pages: bytes of a page, of all KV heads.
         page_bytes: i32 = "int",
         /// Divides by heads_per_kv.
         heads_per_kv_divmod: FastDivmod = "FastDivmod",
@@ -186,7 +186,7 @@ blocks! {
         residual_ring: u32 = "unsigned int",
     }
 
-    /// Tensor maps of strided rows [sequence][KV head][token][byte], which the driver encoded.
+    /// Tensor maps of rows [sequence or page][KV head][token][byte], which the driver encoded.
     #[repr(align(64))]
     struct RowMaps {
         /// Map of K's codes.
@@ -363,7 +363,7 @@ blocks! {
         max_kv_len: i32 = "int",
         /// Pages in the pool.
         num_pages: u32 = "unsigned int",
-        /// Tokens per page; 0 for strided rows.
+        /// Tokens per page; 0 without pages.
         page_size: i32 = "int",
         /// Elements per head.
         head_dim: i32 = "int",
