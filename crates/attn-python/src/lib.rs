@@ -6,9 +6,13 @@ mod cache;
 mod dlpack;
 mod engine;
 mod errors;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod modifiers;
 #[cfg(feature = "cuda")]
 mod native;
+#[cfg(feature = "cuda")]
+mod transfer;
 
 use attn::BackendId;
 use pyo3::prelude::*;
@@ -47,6 +51,8 @@ fn _attn(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<cache::Cache>()?;
     #[cfg(feature = "cuda")]
     module.add_class::<native::Plan>()?;
+    #[cfg(feature = "cuda")]
+    module.add_class::<transfer::Transfer>()?;
     module.add_function(wrap_pyfunction!(devices, module)?)?;
     module.add_function(wrap_pyfunction!(version, module)?)
 }

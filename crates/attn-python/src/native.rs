@@ -1,16 +1,11 @@
 //! Launches over the caller's device memory: pages, tables, lengths and workspace are its arrays, so a CUDA graph can capture them.
 
-use std::{ffi::c_void, sync::Arc};
-
 use attn::{
-    BackendId, CacheConfig, Device, Heads, Int8Scale, KvFormat, PageLayout, Problem, Scheme,
-    Window,
-    backends::cuda::{
-        CudaBackend,
-        native::{
-            AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype as CudaDtype,
-            KvLayout, NativeAppend, NativePlan, SlotAppendArgs, Stream, alibi_slopes_log2,
-        },
+    CacheConfig, Heads, Int8Scale, KvFormat, PageLayout, Problem, Scheme, Window,
+    backends::cuda::native::{
+        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype as CudaDtype,
+        ExportArgs, KvLayout, NativeAppend, NativeExport, NativePlan, SlotAppendArgs,
+        alibi_slopes_log2,
     },
 };
 use pyo3::{
@@ -20,7 +15,8 @@ use pyo3::{
 
 use crate::{
     dlpack::{Array, Dtype},
-    engine, errors,
+    errors,
+    gpu::{Gpu, OnDevice, stream_of},
     modifiers::Modifiers,
 };
 
@@ -70,6 +66,20 @@ pub struct RowArrays<'py> {
     v_scales: Option<Bound<'py, PyCapsule>>,
 }
 
+/// Rows that an export writes, as capsules of device arrays.
+#[derive(FromPyObject)]
+pub struct ExportArrays<'py> {
+    /// `[tokens, KV heads, dim]`.
+    k: Bound<'py, PyCapsule>,
+    v: Bound<'py, PyCapsule>,
+    /// int32 `[sequences + 1]`: where each sequence's rows begin, then their end.
+    row_starts: Bound<'py, PyCapsule>,
+    /// int32 `[sequences]`; none for ranges that begin with their sequence.
+    first_tokens: Option<Bound<'py, PyCapsule>>,
+    /// Tokens of the longest range.
+    max_tokens: usize,
+}
+
 /// What an attention launch reads and writes beside K and V.
 #[derive(FromPyObject)]
 pub struct AttendArrays<'py> {
@@ -85,14 +95,17 @@ pub struct AttendArrays<'py> {
 /// Launches for one batch shape: what `attn.torch.Plan` is built on.
 #[pyclass(frozen, module = "attn._attn", name = "NativePlan")]
 pub struct Plan {
-    device: Arc<Device>,
-    ordinal: i32,
+    gpu: Gpu,
     problem: Problem,
     layout: PageLayout,
     plan: NativePlan,
     /// None where pages are another engine's.
     append: Option<NativeAppend>,
+    export: Option<NativeExport>,
 }
+
+const OTHERS: &str =
+    "the plan is for another engine's pages, which are only attended; make one without rows=True";
 
 /// K and V of a launch: where they lie, the lengths, the static scales.
 struct Kv {
@@ -101,74 +114,7 @@ struct Kv {
     scales: [DeviceAddress; 2],
 }
 
-/// An array, and how many bytes of device memory it has.
-struct OnDevice {
-    address: DeviceAddress,
-    bytes: usize,
-}
-
 impl Plan {
-    fn gpu(&self) -> PyResult<&CudaBackend> {
-        self.device.cuda("plan").map_err(errors::of)
-    }
-
-    /// The array's memory; refuses one of another device, of other types than `allowed`, with gaps between elements from dim `first` on, or that is
-    /// not aligned.
-    fn memory(&self, array: &Array<'_>, allowed: &[Dtype], first: usize) -> PyResult<OnDevice> {
-        if array.cuda != Some(self.ordinal) {
-            return Err(errors::shape(format!(
-                "{} does not lie on the plan's device, cuda:{}",
-                array.what, self.ordinal
-            )));
-        }
-        if !allowed.contains(&array.dtype) {
-            return Err(errors::shape(format!(
-                "{} has elements of type {:?}; allowed: {allowed:?}",
-                array.what, array.dtype
-            )));
-        }
-        if !array.is_contiguous_from(first) || array.strides.iter().any(|stride| *stride < 0) {
-            return Err(errors::shape(format!(
-                "{} has the strides {:?}; pass a contiguous tensor",
-                array.what, array.strides
-            )));
-        }
-        let bytes = array.len().saturating_mul(array.dtype.bytes());
-        if bytes > 0 && !array.address().is_multiple_of(16) {
-            return Err(errors::shape(format!(
-                "{} begins at an address that is no multiple of 16 bytes; copy it",
-                array.what
-            )));
-        }
-        Ok(OnDevice {
-            address: DeviceAddress::new(array.address()),
-            bytes,
-        })
-    }
-
-    /// The memory of an optional array of at least `needed` bytes; null where nothing is needed.
-    fn list(
-        &self,
-        what: &'static str,
-        capsule: Option<&Bound<'_, PyCapsule>>,
-        (dtype, needed): (Dtype, usize),
-    ) -> PyResult<DeviceAddress> {
-        if needed == 0 {
-            return Ok(DeviceAddress::NULL);
-        }
-        let capsule = capsule.ok_or_else(|| {
-            errors::shape(format!("{what} is missing; the plan's problem has some"))
-        })?;
-        let memory = self.memory(&Array::new(what, capsule)?, &[dtype], 0)?;
-        if memory.bytes < needed {
-            return Err(errors::shape(format!(
-                "{what} has {} bytes, but the plan needs {needed}",
-                memory.bytes
-            )));
-        }
-        Ok(memory.address)
-    }
-
     /// Rows `[tokens, heads, dim]`, and their number.
     fn rows(
         &self,
@@ -185,19 +131,14 @@ impl Plan {
                 array.what, array.shape
             )));
         }
-        let memory = self.memory(array, &[Dtype::F32, Dtype::F16, Dtype::Bf16], first)?;
-        let dtype = match array.dtype {
-            Dtype::F32 => CudaDtype::F32,
-            Dtype::F16 => CudaDtype::F16,
-            _ => CudaDtype::Bf16,
-        };
+        let (memory, dtype) = self.gpu.floats(array, first)?;
         Ok((memory, dtype, array.shape[0]))
     }
 
     /// The pool, and its number of pages.
     fn pool(&self, capsule: &Bound<'_, PyCapsule>) -> PyResult<(DeviceAddress, usize)> {
         let array = Array::new("pool", capsule)?;
-        let memory = self.memory(&array, &[Dtype::U8], 0)?;
+        let memory = self.gpu.memory(&array, &[Dtype::U8], 0)?;
         let page = self.layout.page_bytes();
         if !memory.bytes.is_multiple_of(page) || !array.address().is_multiple_of(256) {
             return Err(errors::shape(format!(
@@ -217,8 +158,10 @@ impl Plan {
         };
         let format = self.layout.format();
         Ok([
-            self.list("k_scales", k.as_ref(), needed(format.k.has_tensor_scale()))?,
-            self.list("v_scales", v.as_ref(), needed(format.v.has_tensor_scale()))?,
+            self.gpu
+                .list("k_scales", k.as_ref(), needed(format.k.has_tensor_scale()))?,
+            self.gpu
+                .list("v_scales", v.as_ref(), needed(format.v.has_tensor_scale()))?,
         ])
     }
 
@@ -230,7 +173,7 @@ impl Plan {
     ) -> PyResult<(DeviceAddress, usize)> {
         let array = Array::new(what, capsule)?;
         array.check_rank(2, "[sequences, pages]")?;
-        let memory = self.memory(&array, &[Dtype::I32], 1)?;
+        let memory = self.gpu.memory(&array, &[Dtype::I32], 1)?;
         if array.shape[0] < self.problem.batch() {
             return Err(errors::shape(format!(
                 "{what} has {} rows, but the plan has {} sequences",
@@ -244,7 +187,7 @@ impl Plan {
 
     fn kv_lens(&self, kv_lens: &Bound<'_, PyCapsule>) -> PyResult<DeviceAddress> {
         let bytes = 4 * self.problem.batch();
-        self.list("kv_lens", Some(kv_lens), (Dtype::I32, bytes))
+        self.gpu.list("kv_lens", Some(kv_lens), (Dtype::I32, bytes))
     }
 
     /// The table of an attention: its address, and entries per sequence, which reach the longest length.
@@ -304,7 +247,7 @@ impl Plan {
                 array.shape
             )));
         }
-        let memory = self.memory(&array, &[dtype], 3)?;
+        let memory = self.gpu.memory(&array, &[dtype], 3)?;
         let bytes = |stride: i64| usize::try_from(stride).unwrap_or(0) * dtype.bytes();
         let [page, token, head] = [0, 1, 2].map(|i| bytes(array.strides[i]));
         Ok((memory.address, [page, head, token], array.shape[0]))
@@ -375,7 +318,9 @@ impl Plan {
         let [k_tensor_scales, v_tensor_scales] = kv.scales;
         let per_head = |given: bool| (Dtype::F32, if given { 4 * heads } else { 0 });
         let lse = match &arrays.lse {
-            Some(lse) => self.list("lse", Some(lse), (Dtype::F32, 4 * self.problem.rows()))?,
+            Some(lse) => self
+                .gpu
+                .list("lse", Some(lse), (Dtype::F32, 4 * self.problem.rows()))?,
             None => DeviceAddress::NULL,
         };
         Ok(DecodeArgs {
@@ -385,24 +330,24 @@ impl Plan {
             lse,
             kv: kv.kv,
             kv_lens: kv.kv_lens,
-            query_blocks: self.list(
+            query_blocks: self.gpu.list(
                 "query_blocks",
                 arrays.query_blocks.as_ref(),
                 (Dtype::U8, size_of_val(self.plan.query_blocks())),
             )?,
             k_tensor_scales,
             v_tensor_scales,
-            alibi_slopes: self.list(
+            alibi_slopes: self.gpu.list(
                 "alibi_slopes",
                 arrays.alibi_slopes.as_ref(),
                 per_head(self.problem.alibi_slopes.is_some()),
             )?,
-            sinks: self.list(
+            sinks: self.gpu.list(
                 "sinks",
                 arrays.sinks.as_ref(),
                 per_head(self.problem.sinks.is_some()),
             )?,
-            workspace: self.list(
+            workspace: self.gpu.list(
                 "workspace",
                 Some(&arrays.workspace),
                 (Dtype::U8, self.plan.workspace_bytes()),
@@ -432,6 +377,57 @@ impl Plan {
         let stride = |rows: &Array<'_>| usize::try_from(rows.strides[0]).unwrap_or(0);
         let strides = [stride(&k), stride(&v)];
         Ok(([k_memory.address, v_memory.address], dtype, strides, tokens))
+    }
+
+    /// The export of a range of tokens of each of the plan's sequences.
+    fn export_args(&self, pages: &PageArrays<'_>, rows: &ExportArrays<'_>) -> PyResult<ExportArgs> {
+        let Kv {
+            kv:
+                DeviceKv::Paged {
+                    pool,
+                    page_table,
+                    page_table_stride,
+                    residual_pages,
+                    residual_slots,
+                    ..
+                },
+            kv_lens,
+            scales: [k_tensor_scales, v_tensor_scales],
+        } = self.kv_of_pages(pages)?
+        else {
+            return Err(errors::parameter(OTHERS.to_owned()));
+        };
+        let ([k, v], dtype, [k_token_stride, v_token_stride], _) =
+            self.new_tokens(&rows.k, &rows.v)?;
+        let batch = self.problem.batch();
+        Ok(ExportArgs {
+            k,
+            v,
+            dtype,
+            k_token_stride,
+            v_token_stride,
+            pool,
+            page_table,
+            page_table_stride,
+            residual_pages,
+            residual_slots,
+            kv_lens,
+            row_starts: self.gpu.list(
+                "row_starts",
+                Some(&rows.row_starts),
+                (Dtype::I32, 4 * (batch + 1)),
+            )?,
+            first_tokens: match &rows.first_tokens {
+                None => DeviceAddress::NULL,
+                first => self
+                    .gpu
+                    .list("first_tokens", first.as_ref(), (Dtype::I32, 4 * batch))?,
+            },
+            k_tensor_scales,
+            v_tensor_scales,
+            batch,
+            max_tokens: rows.max_tokens,
+        })
     }
 
     /// The append of as many new tokens to each of the plan's sequences.
@@ -474,22 +470,12 @@ impl Plan {
     }
 }
 
-fn stream_of(stream: u64) -> Stream {
-    Stream::from_raw(stream as usize as *mut c_void)
-}
-
 #[pymethods]
 impl Plan {
     #[new]
     fn new(py: Python<'_>, options: PlanOptions, device: &str) -> PyResult<Self> {
-        let name = engine::parse(device)?;
-        if name.id != BackendId::Cuda {
-            return Err(errors::parameter(format!(
-                "device is {name}; allowed: \"cuda\", \"cuda:1\" and so on"
-            )));
-        }
-        let device = py.detach(|| engine::open(name))?;
-        let gpu = device.cuda("plan").map_err(errors::of)?;
+        let own = Gpu::open(py, device)?;
+        let gpu = own.cuda()?;
         let format: KvFormat = options.format.parse().map_err(errors::of)?;
         let heads = Heads {
             q: options.heads,
@@ -503,24 +489,25 @@ impl Plan {
             .page_size(options.page_size)
             .build();
         let prepare = || {
-            let (kv, append) = match options.rows {
-                true => (KvLayout::PagedRows(options.page_size), None),
+            let layout = config.layout()?;
+            let (kv, append, export) = match options.rows {
+                true => (KvLayout::PagedRows(options.page_size), None, None),
                 false => (
                     KvLayout::Pages(options.page_size),
                     Some(gpu.prepare_append(&config)?),
+                    Some(gpu.prepare_export(layout)?),
                 ),
             };
-            let plan = gpu.prepare(&problem, format, kv)?;
-            Ok((plan, append, config.layout()?))
+            Ok((gpu.prepare(&problem, format, kv)?, (append, export), layout))
         };
-        let (plan, append, layout) = py.detach(prepare).map_err(errors::of)?;
+        let (plan, (append, export), layout) = py.detach(prepare).map_err(errors::of)?;
         Ok(Plan {
-            ordinal: i32::try_from(name.ordinal).unwrap_or(-1),
-            device,
+            gpu: own,
             problem,
             layout,
             plan,
             append,
+            export,
         })
     }
 
@@ -565,7 +552,7 @@ impl Plan {
         arrays: AttendArrays<'_>,
         stream: u64,
     ) -> PyResult<()> {
-        let gpu = self.gpu()?;
+        let gpu = self.gpu.cuda()?;
         let args = self.decode_args(self.kv_of_pages(&pages)?, &arrays)?;
         // SAFETY: the arrays have been compared with the plan's shapes, types and device, and lie in memory that the caller's library keeps until
         // the work enqueued on its stream has run; `attn.torch.Plan` makes the workspace, zeroed, for itself alone. That lengths, pages and
@@ -582,10 +569,29 @@ impl Plan {
         arrays: AttendArrays<'_>,
         stream: u64,
     ) -> PyResult<()> {
-        let gpu = self.gpu()?;
+        let gpu = self.gpu.cuda()?;
         let args = self.decode_args(self.kv_of_rows(&rows)?, &arrays)?;
         // SAFETY: as for `attend`; all rows of a page lie inside its array, whose strides have been read.
         py.detach(|| unsafe { gpu.decode_on(&self.plan, stream_of(stream), &args) })
+            .map_err(errors::of)
+    }
+
+    /// Writes a range of tokens of each sequence as rows: those from `first_tokens` on, as many as lie between two of `row_starts`.
+    fn export(
+        &self,
+        py: Python<'_>,
+        pages: PageArrays<'_>,
+        rows: ExportArrays<'_>,
+        stream: u64,
+    ) -> PyResult<()> {
+        let gpu = self.gpu.cuda()?;
+        let args = self.export_args(&pages, &rows)?;
+        let export = self
+            .export
+            .as_ref()
+            .ok_or_else(|| errors::parameter(OTHERS.to_owned()))?;
+        // SAFETY: as for `attend`; that ranges end inside their sequences and inside the rows is the caller's contract.
+        py.detach(|| unsafe { gpu.export_on(export, stream_of(stream), &args) })
             .map_err(errors::of)
     }
 
@@ -598,7 +604,7 @@ impl Plan {
         slots: &Bound<'_, PyCapsule>,
         stream: u64,
     ) -> PyResult<()> {
-        let gpu = self.gpu()?;
+        let gpu = self.gpu.cuda()?;
         let (pool, num_pages) = self.pool(&pages.pool)?;
         let ([k, v], dtype, [k_token_stride, v_token_stride], tokens) = self.new_tokens(k, v)?;
         let has_window = self.layout.format().window() != Window::None;
@@ -613,8 +619,10 @@ impl Plan {
             v_token_stride,
             pool,
             num_pages,
-            slots: self.list("slots", Some(slots), (Dtype::I64, 8 * tokens))?,
-            residual_pages: self.list(
+            slots: self
+                .gpu
+                .list("slots", Some(slots), (Dtype::I64, 8 * tokens))?,
+            residual_pages: self.gpu.list(
                 "residual_pages",
                 pages.residual_pages.as_ref(),
                 (Dtype::I32, residual_bytes),
@@ -638,7 +646,7 @@ impl Plan {
         v: &Bound<'_, PyCapsule>,
         stream: u64,
     ) -> PyResult<()> {
-        let gpu = self.gpu()?;
+        let gpu = self.gpu.cuda()?;
         let append = self.append_args(&pages, k, v)?;
         let decode = self.decode_args(self.kv_of_pages(&pages)?, &arrays)?;
         let prepared = self.append()?;

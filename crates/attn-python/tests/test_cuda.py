@@ -309,3 +309,71 @@ def test_plans_for_rows_refuse_what_they_do_not_take(rng):
         plan.append_slots(kv[0], kv[0], plan.new_pool(1), torch.zeros(64, dtype=torch.int64, device="cuda"))
     with pytest.raises(attn.AttnError):
         attn.torch.Plan("int4", rows=True, **options)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_ranges_of_tokens_are_exported(rng, format):
+    import attn.torch
+
+    scales = [0.05] * 2 if format == "fp8" else None
+    plan = attn.torch.Plan(format, heads=8, kv_heads=2, dim=128, q_lens=[1, 1], max_kv_len=640, k_scales=scales, v_scales=scales)
+    cache = attn.Cache(format, device="cpu", heads=2, dim=128, max_tokens=640, sequences=2, **({"k_scales": scales, "v_scales": scales} if scales else {}))
+    lens, slots = [600, 70], plan.residual_slots(600)
+    pool = plan.new_pool(20 + 2 * max(slots, 1))
+    table = torch.arange(20, dtype=torch.int32).view(2, 10).flip(1).contiguous()
+    own = torch.arange(20, 20 + 2 * slots, dtype=torch.int32).view(2, slots) if slots else None
+    for b, n in enumerate(lens):
+        k, v = rows(rng, n, 2, 128), rows(rng, n, 2, 128)
+        cache.append(k, v, sequences=b)
+        at = torch.arange(n)
+        places = table[b, at // 64].long() * 64 + at % 64
+        residuals = None if own is None else own[b, at // 64 % slots].int().cuda()
+        plan.append_slots(on_gpu(k), on_gpu(v), pool, places.cuda(), residuals)
+    first, count = [100, 0], [500, 70]
+    starts = torch.tensor([0, 500, 570], dtype=torch.int32, device="cuda")
+    k, v = (torch.full((570, 2, 128), float("nan"), device="cuda") for _ in "kv")
+    kv_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
+    residuals = None if own is None else own.cuda()
+    plan.export(k, v, pool, table.cuda(), kv_lens, starts, 500, torch.tensor(first, dtype=torch.int32, device="cuda"), residuals)
+    for b in range(2):
+        want = cache.export(b)
+        for got, all_rows in zip((k, v), want):
+            own_rows = got[int(starts[b]) : int(starts[b + 1])]
+            assert same(own_rows, all_rows[first[b] : first[b] + count[b]])
+
+
+def test_pages_are_copied_and_swapped(rng):
+    import attn.torch
+
+    pool = torch.randint(0, 256, (9, 4160), dtype=torch.uint8, device="cuda")
+    before, host = pool.cpu(), torch.zeros(4, 4160, dtype=torch.uint8, pin_memory=True)
+    pairs = torch.tensor([[8, 0], [3, 2], [-1, 1], [5, 99]], device="cuda")
+    attn.torch.copy_pages(pool, host, pairs)
+    torch.cuda.synchronize()
+    assert torch.equal(host[[0, 2]], before[[8, 3]]) and not host[[1, 3]].any()
+    attn.torch.copy_pages(host, pool, torch.tensor([[2, 7], [0, 1]], device="cuda"))
+    attn.torch.copy_pages(pool, pool, torch.tensor([[4, 6]], device="cuda"))
+    after = pool.cpu()
+    assert torch.equal(after[[7, 1, 6]], before[[3, 8, 4]])
+    assert torch.equal(after[[0, 2, 3, 4, 5, 8]], before[[0, 2, 3, 4, 5, 8]])
+    with pytest.raises(attn.ShapeError, match="pages"):
+        attn.torch.copy_pages(pool, host[:, :64], pairs)
+    with pytest.raises(attn.ParameterError, match="pinned"):
+        attn.torch.copy_pages(pool, torch.zeros(4, 4160, dtype=torch.uint8), pairs)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_shards_are_merged_by_a_kernel(rng, kind):
+    import attn.torch
+
+    dtype = getattr(torch, kind)
+    outs, lses = on_gpu(rows(rng, 5 * 7, 3, 128)).view(5, 7, 3, 128).to(dtype), on_gpu(rows(rng, 5, 7, 3)) * 3
+    lses[2, 4], lses[:, 6] = float("-inf"), float("-inf")
+    outs[2, 4], outs[:, 6] = 0, 0
+    out, lse = attn.torch.merge(outs, lses)
+    want, want_lse = attn.torch.merge(outs.cpu(), lses.cpu())
+    assert out.dtype == dtype and (out[6] == 0).all() and (lse[6] == float("-inf")).all()
+    assert (out.cpu().float() - want.float()).abs().max() < (1e-5 if kind == "float32" else 2e-2)
+    assert (lse.cpu() - want_lse)[:6].abs().max() < 1e-5
+    again, _ = torch.compile(lambda a, b: attn.torch.merge(a, b), fullgraph=True)(outs, lses)
+    assert torch.equal(again, out)

@@ -32,7 +32,7 @@ from . import _attn
 from ._errors import ParameterError, ShapeError, UnsupportedError
 from ._options import Modifiers, count, numbers
 
-__all__ = ["Plan", "append_slots", "attend", "attend_rows", "merge", "step"]
+__all__ = ["Plan", "append_slots", "attend", "attend_rows", "copy_pages", "merge", "step"]
 
 
 @dataclass
@@ -69,6 +69,15 @@ class _Rows:
 
 
 @dataclass
+class _Export:
+    k: Any
+    v: Any
+    row_starts: Any
+    first_tokens: Any
+    max_tokens: int
+
+
+@dataclass
 class _Arrays:
     q: Any
     out: Any
@@ -86,6 +95,8 @@ def _capsule(tensor: Optional[torch.Tensor]) -> Any:
 # Custom operators take numbers and tensors alone: a plan is passed by its number.
 _PLANS: Dict[int, "Plan"] = {}
 _NUMBERS = itertools.count(1)
+# Kernels that belong to no plan, by the GPU's index.
+_TRANSFERS: Dict[int, Any] = {}
 
 
 class Plan:
@@ -272,6 +283,31 @@ class Plan:
         """
         return torch.ops.attn.attend_rows(self.number, q, k_cache, v_cache, page_table, kv_lens)
 
+    def export(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_lens: torch.Tensor,
+        row_starts: torch.Tensor,
+        max_tokens: int,
+        first_tokens: Optional[torch.Tensor] = None,
+        residual_pages: Optional[torch.Tensor] = None,
+    ) -> None:
+        """Writes a range of tokens of each sequence as rows, as they were before they were quantized but for its error: for kernels that read no pages.
+
+        Args:
+            k, v: `[tokens, KV heads, dim]`, float32, float16 or bfloat16: the ranges, one behind the other; tokens may lie apart.
+            row_starts: int32 `[sequences + 1]`: where each range begins in k and v, then where the last one ends.
+            max_tokens: no range is longer.
+            first_tokens: int32 `[sequences]`: the first token of each range; 0 if not given.
+            pool, page_table, kv_lens, residual_pages: as for `attend`; the newest tokens are read as finely as a query at the end would.
+        """
+        with torch.cuda.device(self.device):
+            rows = _Export(*map(_capsule, (k, v, row_starts, first_tokens)), max_tokens=count("max_tokens", max_tokens))
+            self._plan.export(self._pages(pool, page_table, kv_lens, residual_pages), rows, self._stream())
+
     def append_slots_now(
         self,
         k: torch.Tensor,
@@ -326,7 +362,25 @@ def merge(outs: torch.Tensor, lses: torch.Tensor) -> Tuple[torch.Tensor, torch.T
     """
     if outs.dim() != 4 or lses.shape != outs.shape[:3]:
         raise ShapeError(f"outs has the shape {list(outs.shape)}, and lses {list(lses.shape)}; needed: [shards, query tokens, heads, dim] and its first three dims")
-    lses = lses.float()
+    return torch.ops.attn.merge(outs, lses)
+
+
+def _transfer(device: torch.device) -> Any:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in _TRANSFERS:
+        _TRANSFERS[index] = _attn.NativeTransfer(f"cuda:{index}")
+    return _TRANSFERS[index]
+
+
+@torch.library.custom_op("attn::merge", mutates_args=())
+def _merge(outs: torch.Tensor, lses: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    lses = lses.float().contiguous()
+    if outs.is_cuda and outs.size(3) % 4 == 0 and 0 < outs.size(3) <= 256 and hasattr(_attn, "NativeTransfer"):
+        out, lse = torch.empty_like(outs[0], memory_format=torch.contiguous_format), torch.empty_like(lses[0])
+        with torch.cuda.device(outs.device):
+            arrays = (outs.contiguous().flatten(1, 2), lses, out.flatten(0, 1), lse)
+            _transfer(outs.device).merge(*map(_capsule, arrays), torch.cuda.current_stream().cuda_stream)
+        return out, lse
     lse = torch.logsumexp(lses, 0)
     # A query that sees no token anywhere has weights 0, not NaN.
     weights = torch.exp(lses - lse.masked_fill(lse == float("-inf"), 0.0))
@@ -334,6 +388,29 @@ def merge(outs: torch.Tensor, lses: torch.Tensor) -> Tuple[torch.Tensor, torch.T
     for shard, weight in zip(outs, weights):
         out += weight[..., None] * shard.float()
     return out.to(outs.dtype), lse
+
+
+@_merge.register_fake
+def _(outs, lses):
+    return torch.empty_like(outs[0]), torch.empty_like(lses[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("attn::copy_pages", mutates_args=("target",))
+def copy_pages(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copies pages as they are, with their scales: inside a pool, between pools, or between a pool and pinned host memory (swap). One launch.
+
+    Args:
+        source, target: uint8 `[pages, page_bytes]`, on the GPU or pinned (`pin_memory=True`); pages may lie apart.
+        pairs: int64 `[pairs, 2]` on the GPU: the page to read and the page to write; a pair with one below 0, or beyond its pool, is skipped. No page
+            is written that another pair reads or writes.
+    """
+    for name, pool in (("source", source), ("target", target)):
+        if not (pool.is_cuda or pool.is_pinned()):
+            raise ParameterError(f"{name} is host memory that is not pinned; allocate it with pin_memory=True")
+    if not pairs.is_cuda:
+        raise ParameterError("pairs lie on the host; allowed: int64 on the GPU")
+    with torch.cuda.device(pairs.device):
+        _transfer(pairs.device).copy_pages(*map(_capsule, (source, target, pairs)), torch.cuda.current_stream().cuda_stream)
 
 
 def _plan(number: int) -> Plan:

@@ -1,0 +1,144 @@
+//! Launches over pages and results that belong to no plan: copies of pages, merges of shards' results.
+
+use attn::backends::cuda::native::{
+    CopyPagesArgs, MergeStatesArgs, NativeCopyPages, NativeMergeStates, Pages,
+};
+use pyo3::{prelude::*, types::PyCapsule};
+
+use crate::{
+    dlpack::{Array, Dtype},
+    errors,
+    gpu::{Gpu, elements, stream_of},
+};
+
+/// What `attn.torch.copy_pages` and `attn.torch.merge` are built on.
+#[pyclass(frozen, module = "attn._attn", name = "NativeTransfer")]
+pub struct Transfer {
+    gpu: Gpu,
+    copy_pages: NativeCopyPages,
+    merge: NativeMergeStates,
+}
+
+impl Transfer {
+    /// A pool `[pages, page_bytes]` on the device, or in pinned host memory.
+    fn pages(
+        &self,
+        what: &'static str,
+        capsule: &Bound<'_, PyCapsule>,
+    ) -> PyResult<(Pages, usize)> {
+        let array = Array::new(what, capsule)?;
+        array.check_rank(2, "[pages, page_bytes]")?;
+        let memory = match array.cuda {
+            Some(_) => self.gpu.memory(&array, &[Dtype::U8], 1),
+            None => elements(&array, &[Dtype::U8], 1),
+        }?;
+        let pages = Pages {
+            at: memory.address,
+            stride: usize::try_from(array.strides[0]).unwrap_or(0),
+            num_pages: array.shape[0],
+        };
+        Ok((pages, array.shape[1]))
+    }
+}
+
+#[pymethods]
+impl Transfer {
+    #[new]
+    fn new(py: Python<'_>, device: &str) -> PyResult<Self> {
+        let gpu = Gpu::open(py, device)?;
+        let cuda = gpu.cuda()?;
+        let prepare = || Ok((cuda.prepare_copy_pages()?, cuda.prepare_merge()?));
+        let (copy_pages, merge) = py.detach(prepare).map_err(errors::of)?;
+        Ok(Transfer {
+            gpu,
+            copy_pages,
+            merge,
+        })
+    }
+
+    /// Copies the page of `source` that each of `pairs`, int64 `[pairs, 2]`, names first to the page of `target` that it names second.
+    fn copy_pages(
+        &self,
+        py: Python<'_>,
+        source: &Bound<'_, PyCapsule>,
+        target: &Bound<'_, PyCapsule>,
+        pairs: &Bound<'_, PyCapsule>,
+        stream: u64,
+    ) -> PyResult<()> {
+        let (from, page_bytes) = self.pages("source", source)?;
+        let (to, target_bytes) = self.pages("target", target)?;
+        if page_bytes != target_bytes {
+            return Err(errors::shape(format!(
+                "source has pages of {page_bytes} bytes, and target of {target_bytes}; pages are copied whole, as they are"
+            )));
+        }
+        let pairs = Array::new("pairs", pairs)?;
+        pairs.check_rank(2, "[pairs, 2]")?;
+        if pairs.shape[1] != 2 {
+            return Err(errors::shape(format!(
+                "pairs has the shape {:?}; needed: [pairs, 2]",
+                pairs.shape
+            )));
+        }
+        let args = CopyPagesArgs {
+            from,
+            to,
+            page_bytes,
+            pairs: self.gpu.memory(&pairs, &[Dtype::I64], 0)?.address,
+            num_pairs: pairs.shape[0],
+        };
+        let gpu = self.gpu.cuda()?;
+        // SAFETY: the arrays' memory is as large as `Pages` says and lives until the stream's work has run, by their library; host memory is
+        // pinned, as `attn.torch.copy_pages` checks, so that the device addresses it as the host does; pages outside are skipped. That no page is written that another pair reads or writes is the caller's contract.
+        py.detach(|| unsafe { gpu.copy_pages_on(&self.copy_pages, stream_of(stream), &args) })
+            .map_err(errors::of)
+    }
+
+    /// Merges `outs` `[shards, rows, dim]` and `lses` float32 `[shards, rows]` into `out` `[rows, dim]` and `lse` `[rows]`.
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "a function of Python's: two inputs, two outputs, the stream"
+    )]
+    fn merge(
+        &self,
+        py: Python<'_>,
+        outs: &Bound<'_, PyCapsule>,
+        lses: &Bound<'_, PyCapsule>,
+        out: &Bound<'_, PyCapsule>,
+        lse: &Bound<'_, PyCapsule>,
+        stream: u64,
+    ) -> PyResult<()> {
+        let (outs, out) = (Array::new("outs", outs)?, Array::new("out", out)?);
+        outs.check_rank(3, "[shards, rows, dim]")?;
+        if out.shape != outs.shape[1..] {
+            return Err(errors::shape(format!(
+                "out has the shape {:?}, and outs {:?}; needed: [rows, dim] and [shards, rows, dim]",
+                out.shape, outs.shape
+            )));
+        }
+        let [states, rows, head_dim] = [0, 1, 2].map(|i| outs.shape[i]);
+        let (from, in_dtype) = self.gpu.floats(&outs, 0)?;
+        let (to, out_dtype) = self.gpu.floats(&out, 0)?;
+        let lse_of = |what, capsule, count: usize| {
+            self.gpu
+                .list(what, Some(capsule), (Dtype::F32, count.saturating_mul(4)))
+        };
+        let args = MergeStatesArgs {
+            outs: from.address,
+            lses: lse_of("lses", lses, states.saturating_mul(rows))?,
+            out_stride: rows.saturating_mul(head_dim),
+            lse_stride: rows,
+            in_dtype,
+            out: to.address,
+            out_dtype,
+            lse: lse_of("lse", lse, rows)?,
+            states,
+            rows,
+            head_dim,
+        };
+        let gpu = self.gpu.cuda()?;
+        // SAFETY: the arrays have these shapes and lie on the device, and `attn.torch.merge` allocates the outputs, so that they overlap nothing.
+        py.detach(|| unsafe { gpu.merge_on(&self.merge, stream_of(stream), &args) })
+            .map_err(errors::of)
+    }
+}
