@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_merge_states(const
     float sum = MINUS_INFINITY;
     float4 o[MOST_VECTORS] = {};
     // Choices instead of branches, so that the loads of several states are under way at once.
-#pragma unroll 4
+#pragma unroll 8
     for (int i = 0; i < p.states; i++) {
         const float other = p.lses[(u64)i * p.lse_stride + row];
         const u64 first = (u64)i * p.out_stride + row * p.head_dim;

@@ -17,9 +17,9 @@ pub struct ExportArgs {
     pub v: DeviceAddress,
     /// Number format of `k` and `v`. 16-bit rows are the f32 ones rounded to nearest even, infinite where f16 has no more room.
     pub dtype: Dtype,
-    /// Elements from one token of K to the next, a multiple of 4.
+    /// Elements from one token of K to the next, a multiple of 8.
     pub k_token_stride: usize,
-    /// Elements from one token of V to the next, a multiple of 4.
+    /// Elements from one token of V to the next, a multiple of 8.
     pub v_token_stride: usize,
     /// The pool.
     pub pool: DeviceAddress,
@@ -57,15 +57,15 @@ pub struct NativeExport {
 /// The kernel's parameter block.
 ///
 /// # Errors
-/// [`Error::Parameter`] for a number that needs more than 31 bits, for token strides that are no multiples of 4, and for residual pages that
+/// [`Error::Parameter`] for a number that needs more than 31 bits, for token strides that are no multiples of 8, and for residual pages that
 /// are missing.
 pub fn export_params(args: &ExportArgs, layout: &PageLayout) -> Result<ExportParams, Error> {
     for stride in [args.k_token_stride, args.v_token_stride] {
-        if !stride.is_multiple_of(4) {
+        if !stride.is_multiple_of(8) {
             return Err(Error::Parameter {
                 what: "token stride",
                 given: stride.to_string(),
-                allowed: "multiples of 4 elements: rows are written by vectors",
+                allowed: "multiples of 8 elements: rows are written by vectors",
             });
         }
     }

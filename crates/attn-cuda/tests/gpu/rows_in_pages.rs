@@ -14,6 +14,8 @@ use attn_cuda::{
     native::{DecodeArgs, DeviceAddress, Dtype, KvLayout},
 };
 
+use cudarc::driver::CudaSlice;
+
 use crate::{paged_rows::PagedRows, passes};
 
 /// Lengths around a tile, many spans, none; and few long ones, whose work low_latency.cu divides.
@@ -51,12 +53,18 @@ fn decode(
     };
     let [k_scales, v_scales] = [scales(0)?, scales(1)?];
     let table = buffers.upload(&rows.table)?;
-    let tensor_scales =
-        |scales: &[f32]| buffers.upload(if scales.is_empty() { &[0.0] } else { scales });
+    let tensor_scales = |scales: &[f32]| match scales {
+        [] => Ok(None),
+        scales => buffers.upload(scales).map(Some),
+    };
     let [of_k, of_v] = [
         tensor_scales(view.k_tensor_scales())?,
         tensor_scales(view.v_tensor_scales())?,
     ];
+    let given = |scales: &Option<CudaSlice<f32>>| {
+        let at = scales.as_ref().map(|scales| buffers.address(scales));
+        at.unwrap_or_default()
+    };
     let lens: Vec<i32> = problem.kv_lens.iter().map(|&len| len as i32).collect();
     let (lens, q) = (buffers.upload(&lens)?, buffers.upload(&case.q())?);
     let (out, lse) = (
@@ -76,8 +84,8 @@ fn decode(
         ),
         kv_lens: buffers.address(&lens),
         query_blocks: DeviceAddress::NULL,
-        k_tensor_scales: buffers.address(&of_k),
-        v_tensor_scales: buffers.address(&of_v),
+        k_tensor_scales: given(&of_k),
+        v_tensor_scales: given(&of_v),
         alibi_slopes: DeviceAddress::NULL,
         sinks: DeviceAddress::NULL,
         workspace: buffers.address(&workspace),
