@@ -1,4 +1,5 @@
-//! What an engine does between steps changes no bit of them: it chooses sequences, and takes back drafts that were rejected.
+//! What an engine does between steps changes no bit of them: it chooses sequences, takes back drafts that were rejected, and drops what a layer's
+//! window has left behind.
 
 use attn_conformance::{
     Case,
@@ -6,7 +7,7 @@ use attn_conformance::{
     check::{decode, decode_rows, first_difference},
     trials::Trials,
 };
-use attn_core::{DecodeAttention, KvFormat, KvSource};
+use attn_core::{CacheConfig, DecodeAttention, Error, KvFormat, KvSource};
 
 /// Adds the tests of this file.
 pub fn add(mut trials: Trials<Box<dyn DecodeAttention>>) -> Trials<Box<dyn DecodeAttention>> {
@@ -16,7 +17,90 @@ pub fn add(mut trials: Trials<Box<dyn DecodeAttention>>) -> Trials<Box<dyn Decod
         let name = format!("{format}: drafts that are taken back leave no trace");
         trials = trials.test(name, move |backend| drafts(&**backend, format));
     }
+    for (format, page_size) in [
+        ("int8", 64),
+        ("int4", 64),
+        ("int8/int4", 16),
+        ("int8", 128),
+        ("bf16", 64),
+    ] {
+        let name = format!("{format}: a window's pages are enough, on pages of {page_size}");
+        trials = trials.test(name, move |backend| window(&**backend, format, page_size));
+    }
     trials
+}
+
+/// A long sequence in a pool for its window alone, whose freed pages another sequence writes, has the bits of one that keeps all pages.
+fn window(backend: &dyn DecodeAttention, format: &str, page_size: usize) {
+    let (len, window, most, row) = (900, 100, 5, 2 * 64);
+    let mut one = case(format, &[len]);
+    (one.page_size, one.problem.window_left) = (page_size, Some(window));
+    let full = one.config();
+    let mut config = full.clone();
+    // The window, the step's tokens, a tile at both ends; and a page to be written by the other sequence.
+    let pages = (window + most + 2 * 64).div_ceil(page_size) + 1;
+    config.num_pages = pages + full.format.max_residual_pages(page_size, 64);
+    config.num_sequences = 2;
+    assert!(
+        config.num_pages < full.num_pages,
+        "the pool is smaller than the sequence"
+    );
+    let create = |config: &CacheConfig| match backend.create_cache(config) {
+        Ok(cache) => Some(cache),
+        Err(Error::Unsupported(_)) => None,
+        Err(error) => panic!("{error}"),
+    };
+    let (Some(mut small), Some(mut straight)) = (create(&config), create(&full)) else {
+        panic!("{format} on pages of {page_size} has no kernel");
+    };
+    let [k, v] = [1, 2].map(|seed| noise(seed, len * row));
+    let (mut at, mut dropped) = (0, 0);
+    while at < len {
+        let next = (at + 1 + at % most).min(len);
+        let new = at * row..next * row;
+        for cache in [&mut small, &mut straight] {
+            cache.append(0, &k[new.clone()], &v[new.clone()]).unwrap();
+        }
+        one.problem.kv_lens = vec![next];
+        one.problem.q_lens = vec![next - at];
+        let q = &one.q()[..(next - at) * 8 * 64];
+        let [got, want] = [&small, &straight]
+            .map(|cache| decode_rows(backend, &one, q, KvSource::Cache(cache)).unwrap());
+        let found = first_difference(&format!("{next} tokens: out"), &got.0, &want.0)
+            .or_else(|| first_difference(&format!("{next} tokens: lse"), &got.1, &want.1));
+        assert_eq!(found, None);
+        at = next;
+        small.drop_before(0, at.saturating_sub(window)).unwrap();
+        // Other tokens on all pages that are free now.
+        let free = small.free_pages();
+        let fit = (0..=free).rev().find(|pages| {
+            let append = attn_core::Append {
+                sequence: 1,
+                tokens: pages * page_size,
+            };
+            small.pages_needed(&[append]).unwrap() <= free
+        });
+        let other = noise(at as u64, fit.unwrap_or(0) * page_size * row);
+        small.append(1, &other, &other).unwrap();
+        small.free_sequence(1).unwrap();
+        let first = small.table().first_tokens[0];
+        assert!(first + 64.max(page_size) > at.saturating_sub(window) && first >= dropped);
+        dropped = first;
+    }
+    assert!(dropped > 700, "{dropped}");
+    // A longer window, and none, see what is gone.
+    for longer in [Some(at - 1 - dropped + 1), None] {
+        one.problem.q_lens = vec![1];
+        one.problem.window_left = longer;
+        let q = &one.q()[..8 * 64];
+        let refused = decode_rows(backend, &one, q, KvSource::Cache(&small));
+        assert!(
+            matches!(refused, Err(Error::Dropped { sequence: 0, kept, .. }) if kept == dropped),
+            "{longer:?}"
+        );
+    }
+    one.problem.window_left = Some(at - 1 - dropped);
+    decode_rows(backend, &one, &one.q()[..8 * 64], KvSource::Cache(&small)).unwrap();
 }
 
 fn case(format: &str, lens: &[usize]) -> Case {

@@ -63,6 +63,8 @@ pub enum Build {
     Forked,
     /// Written where sequences of other tokens were freed.
     Reused,
+    /// Appended in chunks; then what no query token's window sees is dropped, and the pages that this frees are poisoned.
+    Dropped,
     /// Not cached: a contiguous `[batch, num_kv_heads, capacity, head_dim]`, read in place.
     Bnsh,
     /// Not cached: a contiguous `[batch, capacity, num_kv_heads, head_dim]`, read in place.
@@ -339,6 +341,19 @@ impl Case {
                 }
                 Ok(cache)
             }
+            Build::Dropped => {
+                let mut cache = self.poisoned(backend, self.config())?;
+                for b in 0..lens.len() {
+                    self.append(&mut cache, b, 0..lens[b], &chunks)?;
+                    let unseen = match self.problem.q_lens[b] {
+                        0 => lens[b],
+                        _ => self.problem.visible(b, 0).start,
+                    };
+                    cache.drop_before(b, unseen)?;
+                }
+                poison_free_pages(&mut cache)?;
+                Ok(cache)
+            }
         }
     }
 
@@ -399,6 +414,25 @@ impl Case {
             bnsh: self.build == Build::Bnsh,
         }
     }
+}
+
+/// Fills the pages that no sequence owns with bytes 0xFF.
+///
+/// # Errors
+/// The backend's.
+pub fn poison_free_pages(cache: &mut KvCache) -> Result<(), Error> {
+    let table = cache.table();
+    let mut is_free = vec![true; cache.config().num_pages];
+    for page in table.pages.iter().chain(&table.residual_pages).flatten() {
+        if let Some(is_free) = is_free.get_mut(*page as usize) {
+            *is_free = false;
+        }
+    }
+    let poison = vec![0xff; cache.layout().page_bytes()];
+    for (page, _) in is_free.iter().enumerate().filter(|(_, is_free)| **is_free) {
+        cache.write_page(page as u32, &poison)?;
+    }
+    Ok(())
 }
 
 /// One of K, V as rows side by side.

@@ -104,6 +104,13 @@ fn reduced(table: &mut Table) {
     sinks(table, "int8");
     sinks(table, "bf16");
     for format in formats(&["int8", "int4", "bf16"]) {
+        let mut case = Case::new([4, 2], 64, &[300, 130, 64], format);
+        case.problem.q_lens = vec![2, 1, 0];
+        case.problem.window_left = Some(20);
+        case.build = Build::Dropped;
+        table.add(case);
+    }
+    for format in formats(&["int8", "int4", "bf16"]) {
         let mut case = Case::new([4, 2], 64, &[70, 90, 5, 33], format);
         case.problem.q_lens = vec![1, 20, 0, 33];
         case.build = Build::AtOnce;
@@ -178,6 +185,58 @@ fn full(table: &mut Table) {
         sinks(table, format);
     }
     merged_sinks(table);
+    dropped(table);
+}
+
+/// Pages before every window are gone: of every kernel's rows, of windows inside a page and of whole spans, inside the residuals and before them.
+fn dropped(table: &mut Table) {
+    let of = |heads, dim, kv_lens: &[usize], q_lens: &[usize], window, format| {
+        let mut case = Case::new(heads, dim, kv_lens, format);
+        case.problem.q_lens = q_lens.to_vec();
+        case.problem.window_left = Some(window);
+        case.build = Build::Dropped;
+        case
+    };
+    for format in formats(&[
+        "int8",
+        "int4",
+        "int4-g4",
+        "int8/int4",
+        "int4-w4/int8",
+        "f16",
+        "bf16",
+        "fp8",
+    ]) {
+        for page_size in [16, 64, 128] {
+            let lens = [66, 129, 193, 260, 330, 514, 1027];
+            let mut case = of([4, 2], 64, &lens, &[3; 7], 70, format);
+            case.page_size = page_size;
+            table.add(case);
+        }
+        // Sequences that end with their page, and one without query tokens, of which nothing is left.
+        table.add(of(
+            [8, 2],
+            128,
+            &[64, 65, 192, 300],
+            &[1, 1, 1, 0],
+            0,
+            format,
+        ));
+        let mut case = of(
+            [4, 2],
+            64,
+            &[300, 170, 200, 450],
+            &[5, 2, 1, 70],
+            60,
+            format,
+        );
+        case.problem.causal = false;
+        case.problem.sinks = each_sink(4);
+        table.add(case);
+        table.add(of([8, 1], 64, &[2500, 700], &[2, 1], 100, format));
+        let prompts = [400, 250, 3, 300, 200];
+        table.add(of([12, 1], 64, &prompts, &[65, 20, 3, 127, 1], 50, format));
+    }
 }
 
 /// A sink for each query head: ordinary ones, one that outweighs all tokens, one that none of them shows, and one that GPUs flush.

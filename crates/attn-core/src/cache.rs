@@ -3,10 +3,11 @@
 //! [`KvCache`] keeps the page table (lengths, pages, sharing) and checks every call; a backend's [`PageStore`] keeps the bytes in the
 //! backend's memory. A refused call changes neither, and a call that the device fails changes no length and takes no page.
 //!
-//! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `append.rs`: appends; `grow.rs`: more pages and sequences; `sequences.rs`: a step's
-//! choice of sequences; `transfer.rs`: pages as bytes.
+//! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `append.rs`: appends; `drop_before.rs`: tokens that no window
+//! sees any more; `grow.rs`: more pages and sequences; `sequences.rs`: a step's choice of sequences; `transfer.rs`: pages as bytes.
 
 mod append;
+mod drop_before;
 mod grow;
 mod sequences;
 mod store;
@@ -29,12 +30,19 @@ use crate::{
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageTable {
-    /// Home pages of each sequence, in token order.
+    /// Home pages of each sequence, in token order; [`PageTable::DROPPED`] in place of those that [`KvCache::drop_before`] has freed.
     pub pages: Vec<Vec<u32>>,
     /// Residual pages of each sequence: those of its last home pages, in the same order.
     pub residual_pages: Vec<Vec<u32>>,
-    /// Cached tokens of each sequence.
+    /// Cached tokens of each sequence, dropped ones included.
     pub lens: Vec<usize>,
+    /// The first token of each sequence that has not been dropped; whole pages, and whole tiles of 64 tokens, lie before it.
+    pub first_tokens: Vec<usize>,
+}
+
+impl PageTable {
+    /// Stands for a home page that was freed: a page of no pool.
+    pub const DROPPED: u32 = u32::MAX;
 }
 
 /// A paged, quantized cache on one backend.
@@ -92,6 +100,7 @@ impl KvCache {
                 pages: filled("the page table", n, Vec::new())?,
                 residual_pages: filled("the table of residual pages", n, Vec::new())?,
                 lens: filled("the lengths", n, 0)?,
+                first_tokens: filled("the first tokens", n, 0)?,
             },
             pages: PageAllocator::new(config.num_pages)?,
             layout,
@@ -130,11 +139,11 @@ impl KvCache {
         self.pages.num_free()
     }
 
-    /// Refuses query tokens that read residuals which the cache no longer has: those of the sequence's last append can be queries, and the
-    /// newest 64 or more. Other formats than those with a window have no such limit.
+    /// Refuses query tokens that see tokens which were dropped ([`KvCache::drop_before`]), or read residuals which the cache no longer has: those of
+    /// the sequence's last append can be queries, and the newest 64 or more. Other formats than those with a window have no such limit.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] for `q_len`.
+    /// [`Error::Dropped`]; [`Error::Mismatch`] for `q_len`.
     pub fn check_queries(&self, problem: &Problem) -> Result<(), Error> {
         self.check_queries_of(problem, &self.table)
     }
@@ -148,13 +157,21 @@ impl KvCache {
         let CacheConfig {
             format, page_size, ..
         } = self.config;
-        if format.window() == Window::None {
-            return Ok(());
-        }
         let lens = problem.q_lens.iter().zip(&table.lens).enumerate();
         for (b, (&q_len, &kv_len)) in lens.filter(|(_, (q_len, _))| **q_len > 0) {
-            let rows = if problem.causal { q_len } else { 1 };
-            let first = format.first_residual_token(kv_len.saturating_sub(rows));
+            let seen = problem.first_seen(q_len, kv_len);
+            if seen < table.first_tokens[b] {
+                return Err(Error::Dropped {
+                    what: "the problem",
+                    sequence: b,
+                    first: seen,
+                    kept: table.first_tokens[b],
+                });
+            }
+            if format.window() == Window::None {
+                continue;
+            }
+            let first = problem.first_residual_read(format, q_len, kv_len);
             let kept = table.pages[b].len() - table.residual_pages[b].len();
             if first / page_size < kept {
                 return Err(Error::Mismatch {
@@ -202,7 +219,8 @@ impl KvCache {
                 allowed: "another, empty sequence; free it first",
             });
         }
-        for &page in self.table.pages[from]
+        let first_home = self.table.first_tokens[from] / self.config.page_size;
+        for &page in self.table.pages[from][first_home..]
             .iter()
             .chain(&self.table.residual_pages[from])
         {
@@ -211,6 +229,7 @@ impl KvCache {
         self.table.pages[to] = self.table.pages[from].clone();
         self.table.residual_pages[to] = self.table.residual_pages[from].clone();
         self.table.lens[to] = self.table.lens[from];
+        self.table.first_tokens[to] = self.table.first_tokens[from];
         Ok(())
     }
 
@@ -218,11 +237,12 @@ impl KvCache {
     ///
     /// What is appended then has the bytes and the outputs of a run that never had the others. Of formats with a window the residuals that the next
     /// tokens read must be there still: since the last append, as many tokens as it had, if at most [`CacheConfig::max_q_len`], and 64 of a sequence of
-    /// which none were taken back before. Other formats have no such limit.
+    /// which none were taken back before. Other formats have no such limit. Of a sequence with dropped tokens ([`KvCache::drop_before`]) at least these
+    /// stay, or none at all.
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::Parameter`] for more tokens than there are; [`Error::Mismatch`] for fewer than the residuals reach back to.
-    /// Nothing is changed then.
+    /// [`Error::Sequence`]; [`Error::Parameter`] for more tokens than there are; [`Error::Dropped`] for fewer than were dropped;
+    /// [`Error::Mismatch`] for fewer than the residuals reach back to. Nothing is changed then.
     ///
     /// ```
     /// # use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
@@ -245,10 +265,20 @@ impl KvCache {
                 allowed: "at most what the sequence has",
             });
         }
+        let dropped = self.table.first_tokens[sequence];
+        if 0 < len && len < dropped {
+            return Err(Error::Dropped {
+                what: "a truncation",
+                sequence,
+                first: len,
+                kept: dropped,
+            });
+        }
         let held = self.table.pages[sequence].len() - self.table.residual_pages[sequence].len();
         let format = self.config.format;
         let has_window = format.window() != Window::None;
-        if has_window && len > 0 && format.first_residual_token(len) / page_size < held {
+        let read = format.first_residual_token(len).max(dropped);
+        if has_window && len > 0 && read / page_size < held {
             return Err(Error::Mismatch {
                 what: "tokens to keep",
                 problem: format!("{len} of sequence {sequence}'s {now}"),
@@ -262,10 +292,12 @@ impl KvCache {
         let residuals = self.table.residual_pages[sequence].split_off(kept.saturating_sub(held));
         let pages = self.table.pages[sequence].split_off(kept);
         // The last page that was taken is the first to be taken again.
-        for page in pages.into_iter().chain(residuals).rev() {
+        let taken = pages.into_iter().filter(is_kept).chain(residuals);
+        for page in taken.rev() {
             self.pages.release(page);
         }
         self.table.lens[sequence] = len;
+        self.table.first_tokens[sequence] = dropped.min(len);
         Ok(())
     }
 
@@ -279,9 +311,16 @@ impl KvCache {
         let residuals = std::mem::take(&mut self.table.residual_pages[sequence]);
         pages
             .into_iter()
+            .filter(is_kept)
             .chain(residuals)
             .for_each(|page| self.pages.release(page));
         self.table.lens[sequence] = 0;
+        self.table.first_tokens[sequence] = 0;
         Ok(())
     }
+}
+
+/// Whether a home page's entry is a page of the pool.
+fn is_kept(page: &u32) -> bool {
+    *page != PageTable::DROPPED
 }

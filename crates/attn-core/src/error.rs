@@ -108,6 +108,20 @@ pub enum Error {
         /// The cache's value.
         cache: String,
     },
+    /// Tokens that [`KvCache::drop_before`](crate::KvCache::drop_before) has freed.
+    #[error(
+        "{what} takes tokens of sequence {sequence} from {first} on, but those before {kept} were dropped; drop what no window sees any more, or free the sequence and append it again"
+    )]
+    Dropped {
+        /// The call that needs them.
+        what: &'static str,
+        /// The sequence: its place in the step's batch, or in the cache for other calls.
+        sequence: usize,
+        /// The first token that the call takes.
+        first: usize,
+        /// The first token that is kept.
+        kept: usize,
+    },
     /// A cache, plan or step that another backend made.
     #[error("{backend}: the {what} was made by another backend; make it with this one")]
     WrongBackend {

@@ -2,7 +2,9 @@
 
 use crate::{
     error::{Error, refuse},
+    format::KvFormat,
     layout::{check_head_dim, check_kv_heads},
+    segments::TILE,
 };
 
 pub use crate::layout::HEAD_DIMS;
@@ -355,6 +357,27 @@ impl Problem {
         // Checked lengths are far below 2^30.
         let signed = |x: usize| x.min(1 << 30) as isize;
         signed(self.kv_lens[b]) - signed(self.q_lens[b]) + signed(i)
+    }
+
+    /// The first token that any of the last `q_len` tokens, at least one, of a sequence of `kv_len` sees; 0 where some stand before the sequence.
+    pub(crate) fn first_seen(&self, q_len: usize, kv_len: usize) -> usize {
+        let position = kv_len.saturating_sub(q_len);
+        let seen = |window| position.saturating_sub(window);
+        self.window_left.map_or(0, seen)
+    }
+
+    /// For backends: the first token of the first tile of which any of the last `q_len` tokens, at least one, of a sequence of `kv_len` sees some token.
+    #[must_use]
+    pub fn first_seen_tile(&self, q_len: usize, kv_len: usize) -> usize {
+        self.first_seen(q_len, kv_len) / TILE * TILE
+    }
+
+    /// For backends: the first token of the first tile that they read with residuals.
+    #[must_use]
+    pub fn first_residual_read(&self, format: KvFormat, q_len: usize, kv_len: usize) -> usize {
+        let rows = if self.causal { q_len } else { 1 };
+        let fine = format.first_residual_token(kv_len.saturating_sub(rows));
+        fine.max(self.first_seen_tile(q_len, kv_len))
     }
 
     /// Tokens that query token `i` of sequence `b` sees: `start..end`.

@@ -98,9 +98,12 @@ impl<'a> Ahead<'a> {
         let segment_tokens = SEGMENT * TILE;
         let following = next.and_then(|next| {
             let reader = Reader::new(step.kv(), next.block.sequence, next.g).ok()?;
-            let kv_len = inputs.problem.kv_lens[next.block.sequence];
-            let t0 = next.segments.start * SEGMENT * TILE;
-            let tokens = TILE.min(kv_len - t0);
+            let (problem, b) = (inputs.problem, next.block.sequence);
+            let kv_len = problem.kv_lens[b];
+            // Its first query token sees furthest back; pages before that may have been dropped.
+            let seen = problem.visible(b, next.block.queries(problem).start);
+            let t0 = (next.segments.start * SEGMENT).max(seen.start / TILE) * TILE;
+            let tokens = TILE.min(kv_len.checked_sub(t0)?);
             Some((reader, TilePlace { t0, tokens }))
         });
         Ahead {

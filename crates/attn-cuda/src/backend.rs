@@ -94,7 +94,7 @@ impl CudaBackend {
                 let has_window = cache.config().format.window() != Window::None;
                 let kv = DeviceKv::Paged {
                     pool: store.pool_address(),
-                    num_pages: store.num_pages(),
+                    num_pages: store.pages_to_read(),
                     page_table: placed.at(placed.parts.table),
                     page_table_stride: inputs.tables.stride,
                     residual_pages: placed.some(has_window, placed.parts.residuals),

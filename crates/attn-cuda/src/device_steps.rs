@@ -288,7 +288,7 @@ impl DeviceSteps {
             lse: rows.lse,
             kv: DeviceKv::Paged {
                 pool: store.pool_address(),
-                num_pages: store.num_pages(),
+                num_pages: store.pages_to_read(),
                 page_table: table,
                 page_table_stride: tables.stride,
                 residual_pages: residuals.given(residual_slots > 0),

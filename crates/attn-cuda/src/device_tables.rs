@@ -27,6 +27,9 @@ fn with_room<T>(count: usize) -> Result<Vec<T>, Error> {
 
 impl DeviceTables {
     /// The tables of the problem's sequences. Checks that every page is in the pool of `num_pages`, and that lengths have their pages.
+    ///
+    /// Kernels read whole sequences and give weight 0 to what no window sees. They find the page of zeros behind the pool's pages, page `num_pages`,
+    /// in place of pages that were dropped.
     pub(crate) fn of_cache(
         problem: &Problem,
         cache: &PageTable,
@@ -46,6 +49,7 @@ impl DeviceTables {
         }
         let pages = &cache.pages[..batch];
         let longest = pages.iter().map(Vec::len).max().unwrap_or(0);
+        let zeros = num_pages as u32;
         let stride = longest.max(1);
         let entries = sizes::product("entries of the page table", &[batch, stride])?;
         let residual_entries = sizes::product("slots of residual pages", &[batch, slots])?;
@@ -55,16 +59,17 @@ impl DeviceTables {
                 return differ("kv_len", format!("{kv_len} in {} pages", own.len()));
             }
             let of_last = &cache.residual_pages[b];
-            if slots > 0 && of_last.is_empty() && !own.is_empty() {
+            let is_kept = |page: &u32| *page != PageTable::DROPPED;
+            if slots > 0 && of_last.is_empty() && own.last().is_some_and(is_kept) {
                 return differ("residual pages", format!("those of sequence {b}"));
             }
-            let mut all = own.iter().chain(of_last);
+            let mut all = own.iter().filter(|page| is_kept(page)).chain(of_last);
             if let Some(page) = all.find(|page| **page as usize >= num_pages) {
                 return differ("page", page.to_string());
             }
-            table.extend(own);
-            table.resize((b + 1) * stride, 0);
-            residuals.resize((b + 1) * slots, 0);
+            table.extend(own.iter().map(|page| (*page).min(zeros)));
+            table.resize((b + 1) * stride, zeros);
+            residuals.resize((b + 1) * slots, zeros);
             for (i, page) in (0..own.len()).rev().zip(of_last.iter().rev()).take(slots) {
                 residuals[b * slots + i % slots] = *page;
             }
@@ -133,7 +138,7 @@ mod tests {
         let of = page_table(&[&[4, 2, 0], &[], &[3]], &[&[], &[], &[]]);
         let made = table(&[65, 0, 32], &of, 0, 5).unwrap();
         assert_eq!((made.stride, &made.residuals[..]), (3, &[][..]));
-        assert_eq!(made.table, [4, 2, 0, 0, 0, 0, 3, 0, 0]);
+        assert_eq!(made.table, [4, 2, 0, 5, 5, 5, 3, 5, 5]);
         assert_eq!(table(&[65], &of, 0, 5).unwrap().table, [4, 2, 0]);
     }
 
@@ -142,12 +147,27 @@ mod tests {
         let of = page_table(&[&[4, 2, 0], &[], &[3]], &[&[7, 8], &[], &[9]]);
         // Home pages 1 and 2 of the first sequence, and page 0 of the last.
         let made = table(&[65, 0, 32], &of, 2, 10).unwrap();
-        assert_eq!(made.residuals, [8, 7, 0, 0, 9, 0]);
+        assert_eq!(made.residuals, [8, 7, 10, 10, 9, 10]);
         // More slots than residual pages.
         let made = table(&[65, 0, 32], &of, 4, 10).unwrap();
-        assert_eq!(made.residuals, [0, 7, 8, 0, 0, 0, 0, 0, 9, 0, 0, 0]);
+        let none = 10;
+        assert_eq!(made.residuals[..4], [none, 7, 8, none]);
+        assert_eq!(
+            made.residuals[4..],
+            [none, none, none, none, 9, none, none, none]
+        );
         let none = page_table(&[&[4, 2, 0]], &[&[]]);
         assert!(table(&[65], &none, 2, 10).is_err(), "no residual page");
+    }
+
+    #[test]
+    fn the_page_of_zeros_stands_for_dropped_pages() {
+        const GONE: u32 = PageTable::DROPPED;
+        let of = page_table(&[&[GONE, GONE, 4], &[GONE, GONE]], &[&[3], &[]]);
+        let made = table(&[65, 64], &of, 2, 5).unwrap();
+        assert_eq!(made.table, [5, 5, 4, 5, 5, 5]);
+        assert_eq!(made.residuals, [3, 5, 5, 5]);
+        assert!(table(&[65, 64], &of, 2, 4).is_err(), "page 4 of 4");
     }
 
     #[test]

@@ -20,6 +20,7 @@ pub struct CudaPages {
     device: Arc<Device>,
     layout: PageLayout,
     num_pages: usize,
+    /// The pages, and one of zeros behind them, which stands for pages that were dropped ([`DeviceTables`](crate::device_tables::DeviceTables)).
     pool: CudaSlice<u8>,
     /// K's, then V's static scales.
     tensor_scales: CudaSlice<f32>,
@@ -171,7 +172,7 @@ impl CudaPages {
         )?;
         let pool = device
             .stream
-            .alloc_zeros(bytes.max(1))
+            .alloc_zeros(bytes.saturating_add(layout.page_bytes()))
             .map_err(failed("allocating the page pool"))?;
         let mut scales = config.k_tensor_scales.clone();
         scales.extend(&config.v_tensor_scales);
@@ -201,6 +202,11 @@ impl CudaPages {
     /// Whether `device` holds it.
     pub(crate) fn lies_on(&self, device: &Arc<Device>) -> bool {
         Arc::ptr_eq(&self.device, device)
+    }
+
+    /// Pages that page tables of this pool may name: its own and the page of zeros.
+    pub(crate) fn pages_to_read(&self) -> usize {
+        self.num_pages + 1
     }
 
     /// The pool's device address, for native callers.

@@ -37,7 +37,7 @@ pub fn device(message: impl Into<String>) -> PyErr {
 pub fn of(error: Error) -> PyErr {
     let class = match &error {
         Error::Parameter { .. } | Error::BadBytes { .. } => "ParameterError",
-        Error::Length { .. } | Error::Mismatch { .. } => "ShapeError",
+        Error::Length { .. } | Error::Mismatch { .. } | Error::Dropped { .. } => "ShapeError",
         Error::NotFinite { .. } | Error::Magnitude { .. } | Error::QueryRange { .. } => {
             "NumberError"
         }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use attn_core::{
-    Error, Problem, QueryBlock,
+    Error, Problem, QueryBlock, Window,
     arithmetic::{LOG2_E, ROUND, ROUND_WEIGHT, sink_state},
 };
 use attn_kernels::wgsl::{
@@ -86,34 +86,32 @@ impl KvTables<'_> {
         let Some(num_pages) = self.num_pages else {
             return Ok(());
         };
-        let outside = |page: &u32| *page as usize >= num_pages;
-        let page_size = self.layout.page_size;
-        for (b, &len) in problem.kv_lens.iter().enumerate() {
-            let residuals = self.layout.format.residual_pages(page_size, len, 0);
-            for (what, lists, needed) in [
-                ("pages of a sequence", self.lists, len.div_ceil(page_size)),
-                (
-                    "residual pages of a sequence",
-                    self.residual_lists,
-                    residuals,
-                ),
-            ] {
-                let list = lists.get(b).map_or(&[][..], |list| list);
-                if list.len() < needed {
-                    return Err(Error::Length {
-                        what,
-                        given: list.len(),
-                        needed,
-                    });
-                }
-                if let Some(page) = list.iter().find(|page| outside(page)) {
-                    return Err(Error::Parameter {
-                        what: "page",
-                        given: format!("{page} of {num_pages}"),
-                        allowed: "a page of the pool",
-                    });
-                }
-            }
+        let (format, page_size) = (self.layout.format, self.layout.page_size);
+        for (b, (&q_len, &len)) in problem.q_lens.iter().zip(&problem.kv_lens).enumerate() {
+            let pages = len.div_ceil(page_size);
+            // Pages of whole tiles, as kernels read them; without query tokens they read none.
+            let [seen, residual] = match (q_len, format.window()) {
+                (0, _) => [pages; 2],
+                (_, Window::None) => [problem.first_seen_tile(q_len, len) / page_size, pages],
+                _ => [
+                    problem.first_seen_tile(q_len, len) / page_size,
+                    problem.first_residual_read(format, q_len, len) / page_size,
+                ],
+            };
+            check_list(
+                "pages of a sequence",
+                self.lists.get(b),
+                [pages, seen],
+                num_pages,
+            )?;
+            let residuals = pages - residual.min(pages);
+            let list = self.residual_lists.get(b);
+            check_list(
+                "residual pages of a sequence",
+                list,
+                [residuals, 0],
+                num_pages,
+            )?;
         }
         Ok(())
     }
@@ -128,6 +126,35 @@ impl KvTables<'_> {
             slots[i % ring] = *page;
         }
         slots
+    }
+}
+
+/// Refuses a list of fewer than `needed` pages, and pages outside the pool from the `first` on that kernels read.
+fn check_list(
+    what: &'static str,
+    list: Option<&Vec<u32>>,
+    [needed, first]: [usize; 2],
+    num_pages: usize,
+) -> Result<(), Error> {
+    let list = list.map_or(&[][..], |list| list);
+    if list.len() < needed {
+        return Err(Error::Length {
+            what,
+            given: list.len(),
+            needed,
+        });
+    }
+    match list
+        .iter()
+        .skip(first)
+        .find(|page| **page as usize >= num_pages)
+    {
+        Some(page) => Err(Error::Parameter {
+            what: "page",
+            given: format!("{page} of {num_pages}"),
+            allowed: "a page of the pool",
+        }),
+        None => Ok(()),
     }
 }
 

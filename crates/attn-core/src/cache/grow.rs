@@ -61,10 +61,12 @@ impl KvCache {
             count,
         )?;
         reserve("the lengths", &mut table.lens, count)?;
+        reserve("the first tokens", &mut table.first_tokens, count)?;
         let sequences = config.num_sequences;
         table.pages.resize(sequences, Vec::new());
         table.residual_pages.resize(sequences, Vec::new());
         table.lens.resize(sequences, 0);
+        table.first_tokens.resize(sequences, 0);
         self.config = config;
         Ok(())
     }

@@ -41,6 +41,7 @@ impl KvCache {
                 pages: of(&all.pages),
                 residual_pages: of(&all.residual_pages),
                 lens: sequences.iter().map(|s| all.lens[*s]).collect(),
+                first_tokens: sequences.iter().map(|s| all.first_tokens[*s]).collect(),
             },
         })
     }

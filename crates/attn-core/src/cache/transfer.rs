@@ -5,12 +5,14 @@ use crate::error::Error;
 
 impl KvCache {
     /// A sequence's home pages in order, then its residual pages, unwritten bytes zeroed: those of its last home pages, as many as any run of so many
-    /// tokens keeps, or fewer after [`KvCache::truncate`].
+    /// tokens keeps, or fewer after [`KvCache::truncate`]. A sequence with dropped tokens is refused: [`KvCache::restore`] would take their pages for
+    /// written ones.
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Device`].
+    /// [`Error::Sequence`], [`Error::Dropped`], [`Error::Device`].
     pub fn read_back(&self, sequence: usize) -> Result<Vec<Vec<u8>>, Error> {
         self.check_sequence(sequence)?;
+        self.check_undropped("a copy of the pages", sequence)?;
         let (len, page_size) = (self.table.lens[sequence], self.config.page_size);
         let (home, residuals) = (
             &self.table.pages[sequence],

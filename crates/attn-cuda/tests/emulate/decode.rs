@@ -39,8 +39,10 @@ fn aligned(bytes: &[u8]) -> Vec<u128> {
     words
 }
 
-/// Inputs of a launch beside the pool and the queries, and its workspace.
+/// Inputs of a launch beside the queries, and its workspace.
 struct Inputs {
+    /// The cache's pages, and one of zeros.
+    pool: Vec<u128>,
     lens: Vec<i32>,
     table: Vec<u32>,
     stride: usize,
@@ -52,14 +54,16 @@ struct Inputs {
 }
 
 impl Inputs {
-    fn new(case: &Case, cache: Option<&KvCache>, plan: &LaunchPlan) -> Self {
+    fn new(case: &Case, cache: Option<&KvCache>, plan: &LaunchPlan) -> Result<Self> {
         let none = PageTable::default();
         let table = cache.map_or(&none, KvCache::table);
         let pages = &table.pages[..case.problem.batch().min(table.pages.len())];
         let stride = pages.iter().map(Vec::len).max().unwrap_or(0).max(1);
+        // The page of zeros behind the pool's, which stands for dropped ones.
+        let zeros = cache.map_or(0, |cache| cache.config().num_pages as u32);
         let row = |pages: &Vec<u32>| {
-            let mut row = pages.clone();
-            row.resize(stride, 0);
+            let mut row: Vec<u32> = pages.iter().map(|page| (*page).min(zeros)).collect();
+            row.resize(stride, zeros);
             row
         };
         // NaN wherever the kernel should not look; counters, or partials, are zero.
@@ -71,12 +75,23 @@ impl Inputs {
         let slots = case.format.residual_slots(case.page_size, config.max_q_len);
         let mut residuals = vec![u32::MAX; pages.len() * slots];
         for (b, own) in pages.iter().enumerate() {
+            if table.first_tokens[b] > 0 {
+                residuals[b * slots..(b + 1) * slots].fill(zeros);
+            }
             let of_last = (0..own.len())
                 .rev()
                 .zip(table.residual_pages[b].iter().rev());
             of_last.for_each(|(i, page)| residuals[b * slots + i % slots] = *page);
         }
-        Inputs {
+        let pages_of = |cache: &KvCache| {
+            let store = cache.store().as_any().downcast_ref::<HostPages>();
+            let pool = store.context("the CPU's pages lie in host memory")?.pool();
+            anyhow::Ok(aligned(
+                &[pool, &vec![0; cache.layout().page_bytes()]].concat(),
+            ))
+        };
+        Ok(Inputs {
+            pool: cache.map(pages_of).transpose()?.unwrap_or_default(),
             lens: case.problem.kv_lens.iter().map(|&len| len as i32).collect(),
             table: pages.iter().flat_map(row).collect(),
             stride,
@@ -85,7 +100,7 @@ impl Inputs {
             slopes: alibi_slopes_log2(case.problem.alibi_slopes.as_deref().unwrap_or(&[])),
             workspace,
             workspace_at,
-        }
+        })
     }
 
     fn is_zeroed(&self, plan: &LaunchPlan) -> bool {
@@ -156,7 +171,7 @@ impl Job {
             (None, Some(view)) => KvSource::View(view),
             (None, None) => unreachable!("what is no view has a cache"),
         };
-        let inputs = Inputs::new(&self.case, cache.as_ref(), &self.plan);
+        let inputs = Inputs::new(&self.case, cache.as_ref(), &self.plan)?;
         // Twice, the second time in the first one's workspace.
         let has_f16 = self.case.q().iter().all(|x| x.abs() <= 65504.0);
         let narrow = if has_f16 && self.case.seed.is_multiple_of(2) {
@@ -205,11 +220,9 @@ impl Job {
             .map(|paged| [aligned(&paged.codes[0]), aligned(&paged.codes[1])]);
         let (kv, scales) = match source.memory() {
             KvMemory::Pages(cache, _) => {
-                let pages = cache.store().as_any().downcast_ref::<HostPages>();
-                let pages = pages.context("the CPU's pages lie in host memory")?;
                 let kv = DeviceKv::Paged {
-                    pool: address(pages.pool()),
-                    num_pages: cache.config().num_pages,
+                    pool: address(&inputs.pool),
+                    num_pages: cache.config().num_pages + 1,
                     page_table: address(&inputs.table),
                     page_table_stride: inputs.stride,
                     residual_pages: match inputs.residuals.is_empty() {
