@@ -4,6 +4,7 @@
 mod layers;
 
 mod engines;
+mod events;
 mod plans;
 mod real_layers;
 
@@ -34,6 +35,7 @@ fn trials(
     trials = trials.cases(&Arc::new(Reference::new()), cases, outcomes);
     trials = plans::add(trials);
     trials = engines::add(trials);
+    trials = events::add(trials);
     if name != "cpu" {
         trials = real_layers::add(trials);
     }

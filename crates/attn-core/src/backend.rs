@@ -6,6 +6,7 @@ use crate::{
     cache::KvCache,
     cache_config::CacheConfig,
     error::{Error, Unsupported},
+    events,
     format::KvFormat,
     plan::Plan,
     problem::Problem,
@@ -92,6 +93,7 @@ pub trait DecodeAttention: Send + Sync {
     /// # Errors
     /// [`Error::WrongBackend`] for another backend's plan or cache; [`Error::Device`], after which the outputs' contents are undefined.
     fn decode(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
+        let _step = events::attend(self.device().backend, step.problem());
         self.execute(step)?;
         step.finish();
         Ok(())

@@ -20,6 +20,7 @@ pub use store::{CacheAccess, PageStore, TokenWrite};
 use crate::{
     cache_config::CacheConfig,
     error::{Error, filled},
+    events,
     format::Window,
     layout::PageLayout,
     page_allocator::PageAllocator,
@@ -95,6 +96,7 @@ impl KvCache {
             return differ("num_pages", config, store);
         }
         let n = config.num_sequences;
+        events::pool("allocated", &config, layout.page_bytes());
         Ok(KvCache {
             table: PageTable {
                 pages: filled("the page table", n, Vec::new())?,

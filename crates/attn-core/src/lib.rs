@@ -23,6 +23,7 @@ mod cache_config;
 pub mod convert;
 mod elements;
 pub mod error;
+pub mod events;
 pub mod format;
 pub mod host_pages;
 #[doc(hidden)]

@@ -1,6 +1,9 @@
 //! The page allocator: which pages of a pool are free, and how many sequences own each of the others.
 
-use crate::error::{Error, filled, reserve};
+use crate::{
+    error::{Error, filled, reserve},
+    events,
+};
 
 /// The free pages and the reference counts of a pool.
 #[derive(Debug)]
@@ -117,10 +120,12 @@ impl PageAllocator {
     }
 
     fn full(&self, needed: usize) -> Error {
+        let (free, total) = (self.num_free(), self.ref_counts.len());
+        events::short(needed, free, total);
         Error::CacheFull {
             needed,
-            free: self.num_free(),
-            total: self.ref_counts.len(),
+            free,
+            total,
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{any::Any, fmt, sync::Arc};
 
-use crate::{error::Error, format::KvFormat, problem::Problem};
+use crate::{error::Error, events, format::KvFormat, problem::Problem};
 
 /// Every format that has pages at all has pages of so many tokens.
 const LARGEST_PAGE: usize = 128;
@@ -33,6 +33,7 @@ impl Plan {
     ) -> Result<Self, Error> {
         problem.check()?;
         format.check(problem.head_dim, LARGEST_PAGE)?;
+        events::prepared(backend, problem, format);
         Ok(Plan {
             backend,
             problem: Arc::new(problem.clone()),

@@ -6,9 +6,10 @@ use std::{
     marker::PhantomData,
     ptr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Instant,
 };
 
-use attn_core::{DeviceInfo, Error, Unsupported};
+use attn_core::{DeviceInfo, Error, Unsupported, events};
 use cudarc::{
     driver::{
         CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DevicePtrMut,
@@ -242,16 +243,26 @@ impl Device {
         Ok(place.insert(Arc::new(kernel)).clone())
     }
 
-    fn load(&self, instance: &Instance, shared_bytes: usize) -> Result<LoadedKernel, CudaError> {
-        let (image, origin) = images::image(instance, self.arch, false)?;
+    /// The module of an instance, whatever its image comes from.
+    fn module(&self, instance: &Instance) -> Result<Arc<CudaModule>, CudaError> {
+        let start = Instant::now();
+        let (image, mut origin) = images::image(instance, self.arch, false)?;
         let module = match self.context.load_module(Ptx::from_binary(image)) {
             // Another driver's or compiler's entry, perhaps: once more from the source.
             Err(_) if origin == Origin::Cached => {
-                let (image, _) = images::image(instance, self.arch, true)?;
+                let (image, again) = images::image(instance, self.arch, true)?;
+                origin = again;
                 self.context.load_module(Ptx::from_binary(image))?
             }
             loaded => loaded?,
         };
+        let arch = self.arch.name();
+        events::loaded(BACKEND, instance.source(), arch, origin.name(), start);
+        Ok(module)
+    }
+
+    fn load(&self, instance: &Instance, shared_bytes: usize) -> Result<LoadedKernel, CudaError> {
+        let module = self.module(instance)?;
         // The kernel's own figure; the host's formula only chose the shape.
         let exported = match instance {
             Instance::Decode { .. } | Instance::Read => self.exported(&module, "attn_shared_bytes"),

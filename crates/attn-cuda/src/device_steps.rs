@@ -2,7 +2,7 @@
 //! the device.
 
 use attn_core::{
-    Append, CachedSequences, Error, KvCache, PageStore, Problem, Recent, TokenWrite, Window,
+    Append, CachedSequences, Error, KvCache, PageStore, Problem, Recent, TokenWrite, Window, events,
 };
 use attn_kernels::cuda::KvLayout;
 use cudarc::driver::{CudaEvent, DriverError, result, sys};
@@ -14,7 +14,7 @@ use crate::native::{
 use crate::{
     backend::FOREIGN_CACHE,
     device_tables::DeviceTables,
-    error::failed,
+    error::{BACKEND, failed},
     gpu::CudaBackend,
     sizes,
     staging::{Lists, Scratch, Staging},
@@ -201,6 +201,7 @@ impl DeviceSteps {
         let mut problem = problem.clone();
         problem.kv_lens.clone_from(&sequences.table().lens);
         sequences.check_problem(&problem)?;
+        let _step = events::attend(BACKEND, &problem);
         self.begin(stream)?;
         let plan = self.plan(cache, &problem)?;
         // SAFETY: this function's contract; pages and lengths are the cache's, which `DeviceTables` compares with the pool.
@@ -216,12 +217,10 @@ impl DeviceSteps {
         planned.kv_lens = vec![planned_len(longest); problem.batch()];
         let device = &self.gpu.device;
         self.plans.get_or_make(planned, |planned| {
-            prepare(
-                device,
-                planned,
-                config.format,
-                KvLayout::Pages(config.page_size),
-            )
+            let layout = KvLayout::Pages(config.page_size);
+            let plan = prepare(device, planned, config.format, layout)?;
+            events::prepared(BACKEND, planned, config.format);
+            Ok(plan)
         })
     }
 

@@ -47,6 +47,17 @@ pub enum Origin {
     Compiled,
 }
 
+impl Origin {
+    /// As events have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Origin::Embedded => "embedded",
+            Origin::Cached => "cached",
+            Origin::Compiled => "compiled",
+        }
+    }
+}
+
 /// The compiler, looked for once.
 pub fn compiler() -> Result<&'static Nvrtc, ImageError> {
     static COMPILER: OnceLock<Result<Nvrtc, String>> = OnceLock::new();

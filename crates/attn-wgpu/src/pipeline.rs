@@ -1,17 +1,20 @@
 //! Compiled kernels: making and binding one, and the decode pipelines made so far.
 
-use std::collections::HashMap;
-use std::num::NonZeroU64;
-use std::sync::{Arc, Mutex};
+use std::{
+    collections::HashMap,
+    num::NonZeroU64,
+    sync::{Arc, Mutex},
+    time::Instant,
+};
 
-use attn_core::{Error, Problem};
+use attn_core::{Error, Problem, events};
 use attn_kernels::wgsl::{
     SpecialiseError,
     decode::{DecodeKey, KvLayout, Tuning, decode_key, decode_text},
 };
 
 use crate::{
-    error::{WgpuError, device},
+    error::{BACKEND, WgpuError, device},
     gpu::Gpu,
 };
 
@@ -38,9 +41,11 @@ pub(crate) fn compile(
     text: Result<String, SpecialiseError>,
 ) -> Result<Pipeline, Error> {
     let text = text.map_err(|e| device("specialising a kernel", WgpuError::from(e)))?;
-    gpu.guarded("compiling a kernel", || {
+    let start = Instant::now();
+    let made = gpu.guarded("compiling a kernel", || {
         // SAFETY: without bounds checks an index past a binding is undefined. Of what the kernels index by, release builds check
-        // - the pages of a step: `launch::KvTables::check` compares them with the pool's count, and their number with kv_len;
+        // - the pages of a step: `launch::KvTables::check` compares those from the first tile on that any row sees, where workgroups begin
+        //   (`find_work` of decode_split.wgsl), with the pool's count, and their number with kv_len;
         // - the pages, residual pages, tokens and sources of an append: `append::check_writes`;
         // - a view's offsets and strides: `view.rs` computes the end of the last row in checked arithmetic;
         // - callers' buffers (k and v of an append, a view's, q, out, lse): as many bytes as the kernels reach are bound (`first`), which
@@ -75,7 +80,9 @@ pub(crate) fn compile(
                     cache: None,
                 }),
         )
-    })
+    })?;
+    events::loaded(BACKEND, name, &gpu.info.name, "compiled", start);
+    Ok(made)
 }
 
 /// The first `bytes` of a caller's buffer, which has as many. For a handle of another instance wgpu finds another buffer; it compares the

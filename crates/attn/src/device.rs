@@ -5,7 +5,7 @@ use std::{env, ffi::OsString, fmt, str::FromStr};
 #[cfg(feature = "cuda-unversioned")]
 use attn_cuda::{CudaBackend, Options};
 
-use crate::{BackendId, DecodeAttention, Error, Unsupported};
+use crate::{BackendId, DecodeAttention, Error, Unsupported, events};
 
 const NAMES: &str = "cpu, wgpu, cuda, cuda:1 and so on; none for the best one here";
 
@@ -113,13 +113,23 @@ impl Device {
     /// # Errors
     /// [`Unsupported::Absent`] with the reason and the next step, also where this build leaves the backend's feature out.
     pub fn open(name: DeviceName) -> Result<Self, Unsupported> {
+        let opened = Self::opened(name);
+        match &opened {
+            Ok(device) => crate::tell_chosen(device.backend()),
+            Err(reason) => events::refused(name.id.name(), reason),
+        }
+        opened
+    }
+
+    /// Opens a device and tells nobody.
+    fn opened(name: DeviceName) -> Result<Self, Unsupported> {
         let backend = match name.id {
             #[cfg(feature = "cuda-unversioned")]
             BackendId::Cuda => {
                 let options = Options::from_env()?.ordinal(name.ordinal);
                 Opened::Cuda(CudaBackend::with_options(&options)?)
             }
-            id => Opened::Any(crate::open(id)?),
+            id => Opened::Any(crate::open_backend(id)?),
         };
         Ok(Device { name, backend })
     }
@@ -189,8 +199,12 @@ pub(crate) fn best(
     if let Some(name) = named {
         return Ok((Device::open(name)?, refused));
     }
+    let mut refuse = |id: BackendId, reason| {
+        events::refused(id.name(), &reason);
+        refused.push((id, reason));
+    };
     for id in BackendId::ALL {
-        match Device::open(id.into()) {
+        match Device::opened(id.into()) {
             Ok(device) if device.backend().is_software() => {
                 let info = device.backend().device();
                 let reason = Unsupported::Absent {
@@ -198,10 +212,13 @@ pub(crate) fn best(
                     reason: format!("{} is a program on the CPU", info.name),
                     next_step: format!("backend \"cpu\" is faster; name \"{id}\" to use it anyway"),
                 };
-                refused.push((id, reason));
+                refuse(id, reason);
             }
-            Ok(device) => return Ok((device, refused)),
-            Err(reason) => refused.push((id, reason)),
+            Ok(device) => {
+                crate::tell_chosen(device.backend());
+                return Ok((device, refused));
+            }
+            Err(reason) => refuse(id, reason),
         }
     }
     let (_, reason) = refused.pop().expect("there is at least one backend");

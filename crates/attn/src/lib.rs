@@ -33,7 +33,7 @@ pub use attn_core::{
     DecodeAttention, DecodeStep, DeviceInfo, Elements, ElementsMut, Error, Heads, HostPages,
     Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, PageLayout, PageStore, PageTable,
     Plan, Problem, Recent, Scheme, StepInputs, StepOutputs, StridedRows, TokenWrite, Unsupported,
-    Window, arithmetic, cache, convert, format, formats, layout, problem, quant,
+    Window, arithmetic, cache, convert, events, format, formats, layout, problem, quant,
 };
 
 pub use device::{Device, DeviceName};
@@ -62,6 +62,22 @@ pub mod backends {
 /// # Ok::<(), attn::Unsupported>(())
 /// ```
 pub fn open(id: BackendId) -> Result<Box<dyn DecodeAttention>, Unsupported> {
+    let opened = open_backend(id);
+    match &opened {
+        Ok(backend) => tell_chosen(&**backend),
+        Err(reason) => events::refused(id.name(), reason),
+    }
+    opened
+}
+
+/// Tells subscribers that a backend is used.
+fn tell_chosen(backend: &dyn DecodeAttention) {
+    let info = backend.device();
+    events::chosen(info.backend, &info.name, &info.detail);
+}
+
+/// Opens one backend and tells nobody.
+fn open_backend(id: BackendId) -> Result<Box<dyn DecodeAttention>, Unsupported> {
     match id {
         #[cfg(feature = "cuda-unversioned")]
         BackendId::Cuda => attn_cuda::open(),

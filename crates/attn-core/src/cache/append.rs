@@ -6,6 +6,7 @@ use super::{CacheAccess, KvCache, PageStore, TokenWrite};
 use crate::{
     elements::Elements,
     error::{Error, check_values},
+    events,
 };
 
 /// The number of tokens that a sequence gets.
@@ -147,6 +148,7 @@ impl KvCache {
         if total == 0 {
             return Ok(());
         }
+        let _step = events::append(appends.len(), total);
         let mut recycled = Recycled {
             candidates,
             held: Vec::new(),

@@ -1,7 +1,10 @@
 //! Grows a cache in place: [`KvCache::add_pages`], [`KvCache::add_sequences`].
 
 use super::{CacheAccess, KvCache};
-use crate::error::{Error, reserve};
+use crate::{
+    error::{Error, reserve},
+    events,
+};
 
 impl KvCache {
     /// Adds `count` free pages to the pool. Sequences keep their pages, and plans stay valid.
@@ -32,6 +35,7 @@ impl KvCache {
         }
         self.pages.grow(count);
         self.config = config;
+        events::pool("grown", &self.config, self.layout.page_bytes());
         Ok(())
     }
 

@@ -1,0 +1,89 @@
+//! Which backend is used, and why others are not, as a subscriber is told.
+
+use attn::{BackendId, Device, DeviceName, Heads, HostRows, HostSteps, KvFormat, Problem, events};
+use attn_conformance::events::told;
+use tracing::Level;
+
+#[test]
+fn the_chosen_backend_is_told_and_each_that_was_refused() {
+    let (said, selection) = told(Level::DEBUG, || attn::select(None).unwrap());
+    let said: Vec<_> = said
+        .iter()
+        .filter(|t| t.target == events::BACKEND)
+        .collect();
+    let (chosen, refused) = said.split_last().unwrap();
+    let info = selection.backend.device();
+    assert_eq!(
+        (chosen.level, &*chosen.message),
+        (Level::INFO, "chosen"),
+        "{said:?}"
+    );
+    assert_eq!(chosen.field("backend"), Some(info.backend));
+    assert_eq!(chosen.field("device"), Some(&*info.name));
+    assert_eq!(chosen.field("detail"), Some(&*info.detail));
+    assert_eq!(refused.len(), selection.refused.len());
+    for (told, (id, reason)) in refused.iter().zip(&selection.refused) {
+        assert_eq!((told.level, &*told.message), (Level::DEBUG, "refused"));
+        assert_eq!(told.field("backend"), Some(id.name()));
+        assert_eq!(told.field("reason"), Some(&*reason.to_string()));
+    }
+}
+
+#[test]
+fn a_backend_that_is_opened_by_name_is_told_or_the_reason() {
+    let absent = DeviceName {
+        id: BackendId::Cuda,
+        ordinal: 1 << 20,
+    };
+    let (said, opened) = told(Level::DEBUG, || Device::open(absent));
+    let reason = opened.unwrap_err().to_string();
+    assert_eq!(said.len(), 1, "{said:?}");
+    assert_eq!(
+        (said[0].level, &*said[0].message),
+        (Level::DEBUG, "refused")
+    );
+    assert_eq!(said[0].field("reason"), Some(&*reason));
+    // Choosing is told at info, what is refused is not.
+    let (said, _) = told(Level::INFO, || {
+        let _ = Device::open(absent);
+        attn::open(BackendId::Cpu).unwrap();
+    });
+    assert_eq!(said.len(), 1, "{said:?}");
+    assert_eq!(said[0].field("backend"), Some("cpu"));
+}
+
+#[test]
+fn plans_that_serve_again_are_not_told() {
+    let backend = attn::open(BackendId::Cpu).unwrap();
+    let heads = Heads {
+        q: 1,
+        kv: 1,
+        dim: 64,
+    };
+    let config = attn::CacheConfig::builder(KvFormat::INT8, heads)
+        .max_len(256)
+        .build();
+    let mut cache = backend.create_cache(&config).unwrap();
+    let mut steps = HostSteps::default();
+    let problem = Problem::new(heads, [0]);
+    let (q, mut out) = ([1.0; 64], [0.0; 64]);
+    let mut plans = Vec::new();
+    for _ in 0..130 {
+        cache.append(0, &q, &q).unwrap();
+        let rows = HostRows {
+            q: (&q).into(),
+            out: (&mut out).into(),
+            lse: None,
+        };
+        let (said, attended) = told(Level::DEBUG, || {
+            steps.attend(&*backend, &cache, &[0], &problem, rows)
+        });
+        attended.unwrap();
+        plans.extend(said.into_iter().map(|t| {
+            assert_eq!((&*t.target, &*t.message), (events::PLAN, "prepared"));
+            t.field("longest").unwrap().to_owned()
+        }));
+    }
+    // At the first step, and where the sequence outgrows the plan.
+    assert_eq!(plans, ["64", "128", "256"]);
+}
