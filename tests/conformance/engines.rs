@@ -1,5 +1,5 @@
-//! What an engine does between steps changes no bit of them: it chooses sequences, takes back drafts that were rejected, and drops what a layer's
-//! window has left behind.
+//! What an engine does between steps changes no bit of them: it chooses sequences, takes back drafts that were rejected, drops what a layer's window
+//! has left behind, and moves sequences from cache to cache.
 
 use attn_conformance::{
     Case,
@@ -7,7 +7,9 @@ use attn_conformance::{
     check::{decode, decode_rows, first_difference},
     trials::Trials,
 };
-use attn_core::{CacheConfig, DecodeAttention, Error, KvFormat, KvSource};
+use attn_core::{
+    CacheConfig, DecodeAttention, Error, HostPages, KvCache, KvFormat, KvSource, SequenceImage,
+};
 
 /// Adds the tests of this file.
 pub fn add(mut trials: Trials<Box<dyn DecodeAttention>>) -> Trials<Box<dyn DecodeAttention>> {
@@ -16,6 +18,10 @@ pub fn add(mut trials: Trials<Box<dyn DecodeAttention>>) -> Trials<Box<dyn Decod
         trials = trials.test(name, move |backend| chosen(&**backend, format));
         let name = format!("{format}: drafts that are taken back leave no trace");
         trials = trials.test(name, move |backend| drafts(&**backend, format));
+        let name = format!("{format}: a sequence is itself in another slot and another cache");
+        trials = trials.test(name, move |backend| moved(&**backend, format));
+        let name = format!("{format}: images that do not fit are refused and change nothing");
+        trials = trials.test(name, move |backend| refused_images(&**backend, format));
     }
     for (format, page_size) in [
         ("int8", 64),
@@ -127,6 +133,95 @@ fn chosen(backend: &dyn DecodeAttention, format: &str) {
     let (out, lse) = decode_rows(backend, &some, &of(&case.q(), rows), kv).unwrap();
     assert_eq!(first_difference("out", &out, &of(&all, rows)), None);
     assert_eq!(first_difference("lse", &lse, &of(&all_lse, heads)), None);
+}
+
+/// Outputs and log-sum-exps of one sequence.
+fn decoded(backend: &dyn DecodeAttention, cache: &KvCache, case: &Case, b: usize) -> [Vec<f32>; 2] {
+    let mut one = case.clone();
+    one.problem.kv_lens = vec![cache.table().lens[b]];
+    one.problem.q_lens = vec![1];
+    let q = &one.q()[..8 * 64];
+    let sequences = cache.sequences(&[b]).unwrap();
+    let kv = KvSource::Sequences(&sequences);
+    decode_rows(backend, &one, q, kv).unwrap().into()
+}
+
+fn moved(backend: &dyn DecodeAttention, format: &str) {
+    let case = case(format, &[0, 5, 700, 90]);
+    let cache = case.cache(backend, usize::MAX).unwrap();
+    // The same tokens on the host: the image is the same, and serves as well.
+    let config = case.config();
+    let host = HostPages::new(&config).unwrap();
+    let mut host = KvCache::new(config.clone(), Box::new(host)).unwrap();
+    let mut other = backend.create_cache(&config).unwrap();
+    other.append(1, &[0.5; 3 * 128], &[2.0; 3 * 128]).unwrap();
+    for (from, to) in [(2, 0), (3, 2), (0, 3)] {
+        let stored = cache.image(from).unwrap().into_bytes();
+        let image = SequenceImage::from_bytes(&stored[..]).unwrap();
+        host.restore(to, &image).unwrap();
+        let from_host = host.image(to).unwrap();
+        assert!(
+            from_host.as_bytes() == stored,
+            "sequence {from} on the host"
+        );
+        other.restore(to, &from_host).unwrap();
+        assert!(other.image(to).unwrap() == image, "sequence {from} as {to}");
+        assert_eq!(other.table().lens[to], image.tokens());
+        if image.tokens() > 0 {
+            let [want, got] =
+                [(&cache, from), (&other, to)].map(|(cache, b)| decoded(backend, cache, &case, b));
+            for (what, got, want) in [("out", &got[0], &want[0]), ("lse", &got[1], &want[1])] {
+                assert_eq!(first_difference(what, got, want), None, "{from} as {to}");
+            }
+        }
+    }
+}
+
+fn refused_images(backend: &dyn DecodeAttention, format: &str) {
+    let case = case(format, &[200, 0, 70]);
+    let mut cache = case.cache(backend, usize::MAX).unwrap();
+    let (table, free) = (cache.table().clone(), cache.free_pages());
+    let images = |cache: &KvCache| [0, 2].map(|b| cache.image(b).unwrap());
+    let before = images(&cache);
+    let attended = decoded(backend, &cache, &case, 0);
+    let stored = before[0].as_bytes();
+    for at in [
+        0,
+        8,
+        12,
+        20,
+        24,
+        32,
+        36,
+        40,
+        44,
+        48,
+        60,
+        64,
+        stored.len() - 1,
+    ] {
+        let mut damaged = stored.to_vec();
+        damaged[at] ^= 1;
+        assert!(SequenceImage::from_bytes(damaged).is_err(), "byte {at}");
+    }
+    for part in [&stored[..stored.len() - 1], &stored[..100], &[]] {
+        assert!(SequenceImage::from_bytes(part).is_err());
+    }
+    let mut wider = case.config();
+    (wider.format, wider.head_dim) = (case.format, 128);
+    let mut plain = case.config();
+    plain.format = "int4-g1".parse().expect("a format's name");
+    for config in [wider, plain] {
+        let host = HostPages::new(&config).unwrap();
+        let image = KvCache::new(config, Box::new(host)).unwrap();
+        let refused = cache.restore(1, &image.image(1).unwrap());
+        assert!(matches!(refused, Err(Error::ImageMismatch { .. })));
+    }
+    assert!(cache.restore(2, &before[0]).is_err(), "it has tokens");
+    assert!(cache.restore(3, &before[0]).is_err(), "there is none");
+    assert_eq!((cache.table(), cache.free_pages()), (&table, free));
+    assert!(images(&cache) == before);
+    assert_eq!(decoded(backend, &cache, &case, 0), attended);
 }
 
 fn drafts(backend: &dyn DecodeAttention, format: &str) {

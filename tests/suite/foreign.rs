@@ -30,12 +30,17 @@ impl PageStore for Elsewhere {
         self.0.append(access, writes, k, v)
     }
 
-    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
-        self.0.read_page(access, page)
+    fn read_pages(&self, access: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
+        self.0.read_pages(access, pages, out)
     }
 
-    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        self.0.write_page(access, page, bytes)
+    fn write_pages(
+        &mut self,
+        access: &CacheAccess,
+        pages: &[u32],
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        self.0.write_pages(access, pages, bytes)
     }
 
     fn as_any(&self) -> &dyn Any {

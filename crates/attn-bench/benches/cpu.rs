@@ -1,5 +1,5 @@
 //! Decode steps by the names that `attn bench` uses, on every instruction set of this machine, and reads of as many bytes beside them;
-//! appends of one token and of 2048.
+//! appends of one token and of 2048; sequences out of a cache and back in.
 //!
 //! `cargo bench -p attn-bench --bench cpu -- single/32-8-ctx8192/int8`, `… -- append/`. Criterion keeps its caches warm between iterations;
 //! `attn bench` times cold.
@@ -14,7 +14,7 @@ use attn_bench::{
     cpu::{Ceiling, Prepared},
     noise, workloads,
 };
-use attn_core::{CacheConfig, DecodeAttention, Error, Heads, KvFormat, KvView};
+use attn_core::{CacheConfig, DecodeAttention, Error, Heads, KvFormat, KvView, SequenceImage};
 use attn_cpu::{CpuBackend, Isa, Options};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
@@ -104,5 +104,52 @@ fn append(c: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, decode, append, views);
+/// A sequence of 4096 tokens out of a cache and back in, by its image in memory, beside a plain copy of as many bytes.
+fn image(c: &mut Criterion) {
+    const TOKENS: usize = 4096;
+    let heads = Heads {
+        q: 32,
+        kv: 8,
+        dim: 128,
+    };
+    let [k, v] = [1, 2].map(|seed| noise(seed, TOKENS * heads.kv * heads.dim));
+    let backend = CpuBackend::new();
+    for format in ["int8", "int4", "int4-g1", "bf16", "fp8"] {
+        let format: KvFormat = format.parse().expect("a format");
+        let config = CacheConfig::builder(format, heads).sequences(2);
+        let config = config.max_len(TOKENS).build();
+        let mut cache = backend.create_cache(&config).expect("a legal cache");
+        cache.append(0, &k, &v).expect("the cache has room");
+        let image = cache.image(0).expect("a sequence of the cache");
+        let mut bytes = image.as_bytes().to_vec();
+        let mut group = c.benchmark_group(format!("image/{format}"));
+        group.sample_size(20);
+        group.throughput(Throughput::Bytes(bytes.len() as u64));
+        group.bench_function("copy", |b| {
+            b.iter(|| bytes.copy_from_slice(image.as_bytes()));
+        });
+        group.bench_function("copy to new memory", |b| {
+            b.iter(|| image.as_bytes().to_vec());
+        });
+        group.bench_function("image", |b| {
+            b.iter(|| cache.image(0).expect("a sequence of the cache"));
+        });
+        group.bench_function("write_image", |b| {
+            let mut write = || cache.write_image(0, &mut bytes);
+            b.iter(|| write().expect("a sequence of the cache"));
+        });
+        group.bench_function("from_bytes", |b| {
+            b.iter(|| SequenceImage::from_bytes(&bytes[..]).expect("an image"));
+        });
+        group.bench_function("restore", |b| {
+            b.iter(|| {
+                cache.free_sequence(1).expect("a sequence of the cache");
+                cache.restore(1, &image).expect("the cache has room");
+            });
+        });
+        group.finish();
+    }
+}
+
+criterion_group!(benches, decode, append, image, views);
 criterion_main!(benches);

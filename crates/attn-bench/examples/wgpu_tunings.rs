@@ -103,7 +103,7 @@ impl Sample {
                 .build();
                 let mut cache = backend.create_cache(&config)?;
                 for b in 0..work.batch {
-                    cache.restore(b, work.ctx, &pages)?;
+                    cache.restore_pages(b, work.ctx, &pages)?;
                 }
                 Ok(cache)
             })

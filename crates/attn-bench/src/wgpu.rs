@@ -326,7 +326,7 @@ impl WgpuTimer {
                 let home = home.iter().cycle().take(full);
                 let residuals = residuals.iter().cycle().take(kept);
                 let own: Vec<Vec<u8>> = home.chain(residuals).cloned().collect();
-                cache.restore(b, tokens, &own)?;
+                cache.restore_pages(b, tokens, &own)?;
             }
             cache.append(b, &open[..rest], &open[..rest])?;
         }

@@ -25,7 +25,7 @@ int main(int argc, char **argv) {
 
     const auto bytes = cache.save(0);
     cache.free(0);
-    cache.restore(1, tokens, bytes);
+    cache.restore(1, bytes);
     cache.attend({1}, q_heads, q.data(), again.data());
     if (out != again || cache.tokens(1) != tokens) {
         std::cerr << "a restored sequence has other bits\n";

@@ -297,8 +297,8 @@ enum attn_status attn_cache_pages_needed(const struct attn_cache *cache,
                                          size_t count,
                                          size_t *pages);
 
-// Copies a sequence's pages to host memory, to be kept elsewhere; attn_cache_restore brings them back. bytes NULL: only needed is written, the
-// number of bytes.
+// Writes a sequence as one block of bytes, with a header that says what it holds, to be kept elsewhere; attn_cache_restore brings it back, into this
+// or another cache of the same format and shape, on any device. bytes NULL: only needed is written, the number of bytes.
 //
 // Needs: cache has not been destroyed; bytes is NULL or has size writable bytes; needed is writable.
 enum attn_status attn_cache_save(const struct attn_cache *cache,
@@ -307,12 +307,12 @@ enum attn_status attn_cache_save(const struct attn_cache *cache,
                                  size_t size,
                                  size_t *needed);
 
-// Fills an empty sequence with tokens tokens from the bytes of attn_cache_save, of a cache with the same description.
+// Fills an empty sequence from the bytes of attn_cache_save. Damaged ones, and those of another format, shape or other scales, are refused, and
+// nothing changes.
 //
 // Needs: cache has not been destroyed; bytes has size readable bytes.
 enum attn_status attn_cache_restore(struct attn_cache *cache,
                                     size_t sequence,
-                                    size_t tokens,
                                     const void *bytes,
                                     size_t size);
 

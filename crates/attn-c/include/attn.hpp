@@ -113,16 +113,16 @@ public:
         return stats;
     }
 
-    // A sequence's pages as bytes, and back into an empty sequence of a cache with the same description.
+    // A sequence as one block of bytes, and back into an empty sequence of this or another cache of the same format and shape.
     std::vector<std::uint8_t> save(std::size_t sequence) const {
         std::size_t needed = 0;
         check(attn_cache_save(get(), sequence, nullptr, 0, &needed));
         std::vector<std::uint8_t> bytes(needed);
-        if (needed > 0) check(attn_cache_save(get(), sequence, bytes.data(), bytes.size(), &needed));
+        check(attn_cache_save(get(), sequence, bytes.data(), bytes.size(), &needed));
         return bytes;
     }
-    void restore(std::size_t sequence, std::size_t tokens, const std::vector<std::uint8_t> &bytes) {
-        check(attn_cache_restore(get(), sequence, tokens, bytes.data(), bytes.size()));
+    void restore(std::size_t sequence, const std::vector<std::uint8_t> &bytes) {
+        check(attn_cache_restore(get(), sequence, bytes.data(), bytes.size()));
     }
 
     // For what this class leaves to attn.h: several query tokens of a sequence, memory of a GPU.

@@ -6,7 +6,7 @@ use std::{
 };
 
 use attn::backends::cuda::DeviceSteps;
-use attn::{CacheConfig as Description, Heads, HostSteps, KvCache, KvFormat};
+use attn::{CacheConfig as Description, Heads, HostSteps, KvCache, KvFormat, SequenceImage};
 
 use crate::{
     arguments::{self, Config, handle, list, list_mut, lock, optional, place, text},
@@ -316,8 +316,8 @@ pub(crate) unsafe fn counts(
     Ok(appends.iter().map(as_ours).collect())
 }
 
-/// Copies a sequence's pages to host memory, to be kept elsewhere; attn_cache_restore brings them back. `bytes` NULL: only `needed` is written, the
-/// number of bytes.
+/// Writes a sequence as one block of bytes, with a header that says what it holds, to be kept elsewhere; attn_cache_restore brings it back, into this
+/// or another cache of the same format and shape, on any device. `bytes` NULL: only `needed` is written, the number of bytes.
 ///
 /// # Safety
 /// `cache` has not been destroyed; `bytes` is NULL or has `size` writable bytes; `needed` is writable.
@@ -331,31 +331,26 @@ pub unsafe extern "C" fn attn_cache_save(
 ) -> Status {
     let work = |_: &attn::Device, state: &mut State| {
         state.wait()?;
-        let pages = state.cache.read_back(sequence)?;
-        let page = state.cache.layout().page_bytes();
+        let all = state.cache.image_bytes(sequence)?;
         // SAFETY: this function's contract.
-        *unsafe { place("needed", needed) }? = pages.len() * page;
+        *unsafe { place("needed", needed) }? = all;
         if bytes.is_null() {
             return Ok(());
         }
-        if size != pages.len() * page {
-            let sentence = format!(
-                "size is {size}, but sequence {sequence} has {} pages of {page} bytes",
-                pages.len()
-            );
+        if size != all {
+            let sentence = format!("size is {size}, but sequence {sequence} takes {all} bytes");
             return Err(Failure::new(Status::Shape, sentence));
         }
         // SAFETY: this function's contract.
         let out = unsafe { list_mut("bytes", bytes.cast::<u8>(), size) }?;
-        let parts = out.chunks_exact_mut(page).zip(&pages);
-        parts.for_each(|(out, page)| out.copy_from_slice(page));
-        Ok(())
+        Ok(state.cache.write_image(sequence, out)?)
     };
     // SAFETY: this function's contract.
     unsafe { on_cache(cache, work) }
 }
 
-/// Fills an empty sequence with `tokens` tokens from the bytes of attn_cache_save, of a cache with the same description.
+/// Fills an empty sequence from the bytes of attn_cache_save. Damaged ones, and those of another format, shape or other scales, are refused, and
+/// nothing changes.
 ///
 /// # Safety
 /// `cache` has not been destroyed; `bytes` has `size` readable bytes.
@@ -363,7 +358,6 @@ pub unsafe extern "C" fn attn_cache_save(
 pub unsafe extern "C" fn attn_cache_restore(
     cache: *mut Cache,
     sequence: usize,
-    tokens: usize,
     bytes: *const c_void,
     size: usize,
 ) -> Status {
@@ -371,10 +365,8 @@ pub unsafe extern "C" fn attn_cache_restore(
         // SAFETY: this function's contract.
         let bytes = unsafe { list("bytes", bytes.cast::<u8>(), size) }?;
         state.wait()?;
-        let page = state.cache.layout().page_bytes();
-        // A part of a page stays one, and is refused as such.
-        let pages: Vec<_> = bytes.chunks(page).map(<[u8]>::to_vec).collect();
-        Ok(state.cache.restore(sequence, tokens, &pages)?)
+        let image = SequenceImage::from_bytes(bytes)?;
+        Ok(state.cache.restore(sequence, &image)?)
     };
     // SAFETY: this function's contract.
     unsafe { on_cache(cache, work) }

@@ -85,7 +85,10 @@ impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let status = match &error {
             Error::Parameter { .. } | Error::BadBytes { .. } => Status::Parameter,
-            Error::Length { .. } | Error::Mismatch { .. } | Error::Dropped { .. } => Status::Shape,
+            Error::Length { .. }
+            | Error::Mismatch { .. }
+            | Error::ImageMismatch { .. }
+            | Error::Dropped { .. } => Status::Shape,
             Error::NotFinite { .. } | Error::Magnitude { .. } | Error::QueryRange { .. } => {
                 Status::Number
             }

@@ -341,26 +341,34 @@ fn tokens_with_gaps_are_those_without() {
 }
 
 #[test]
-fn saved_bytes_of_another_size_are_refused() {
+fn saved_bytes_of_another_size_or_damaged_are_refused() {
     let handles = Handles::new();
     let (k, v) = ([0.5; ROW], [2.0; ROW]);
     assert_eq!(handles.append(&[one(0, 1)], &tokens(&k, &v)), Status::Ok);
     let (mut bytes, mut needed) = ([0u8; 7], 0);
-    // SAFETY: the arguments are this function's own.
+    // SAFETY: the arguments are this function's own, and the second time of the size that was asked for.
     unsafe {
         let place = bytes.as_mut_ptr().cast::<c_void>();
         let status = attn_cache_save(handles.cache, 0, place, 7, &mut needed);
-        refused(
-            status,
-            Status::Shape,
-            "size is 7, but sequence 0 has 1 pages of ",
-        );
+        refused(status, Status::Shape, "size is 7, but sequence 0 takes ");
         assert!(needed > 7);
-        let status = attn_cache_restore(handles.cache, 1, 1, place, 7);
-        refused(status, Status::Shape, "page");
+        let status = attn_cache_restore(handles.cache, 1, place, 7);
+        refused(status, Status::Parameter, "attn-seq");
+        assert_eq!(bytes, [0; 7]);
+
+        let mut bytes = vec![0u8; needed];
+        let place = bytes.as_mut_ptr().cast::<c_void>();
+        let status = attn_cache_save(handles.cache, 0, place, needed, &mut needed);
+        assert_eq!(status, Status::Ok);
+        bytes[needed - 1] ^= 1;
+        let status = attn_cache_restore(handles.cache, 1, place, needed);
+        refused(status, Status::Parameter, "checksum");
+        assert_eq!(handles.len(1), 0);
+        bytes[needed - 1] ^= 1;
+        let status = attn_cache_restore(handles.cache, 1, place, needed);
+        assert_eq!(status, Status::Ok);
     }
-    assert_eq!(bytes, [0; 7]);
-    assert_eq!(handles.len(1), 0);
+    assert_eq!(handles.len(1), 1);
 }
 
 #[test]

@@ -4,16 +4,19 @@
 //! backend's memory. A refused call changes neither, and a call that the device fails changes no length and takes no page.
 //!
 //! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `append.rs`: appends; `drop_before.rs`: tokens that no window
-//! sees any more; `grow.rs`: more pages and sequences; `sequences.rs`: a step's choice of sequences; `transfer.rs`: pages as bytes.
+//! sees any more; `grow.rs`: more pages and sequences; `sequences.rs`: a step's choice of sequences; `transfer.rs`: sequences and pages as bytes;
+//! `image.rs`: a sequence as one block of bytes.
 
 mod append;
 mod drop_before;
 mod grow;
+mod image;
 mod sequences;
 mod store;
 mod transfer;
 
 pub use append::Append;
+pub use image::SequenceImage;
 pub use sequences::CachedSequences;
 pub use store::{CacheAccess, PageStore, TokenWrite};
 

@@ -30,7 +30,7 @@
 //! // Into a cache of any backend, and out of it.
 //! let store = HostPages::new(&config)?;
 //! let mut cache = KvCache::new(config, Box::new(store))?;
-//! cache.restore(0, 3, &pages)?;
+//! cache.restore_pages(0, 3, &pages)?;
 //! let k = convert::export(&layout, &cache.read_back(0)?, 3, Side::K, rows.format, Order::Bnsh)?;
 //! assert_eq!(k.codes, ones);
 //! # Ok::<(), attn_core::Error>(())

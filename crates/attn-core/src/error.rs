@@ -122,6 +122,18 @@ pub enum Error {
         /// The first token that is kept.
         kept: usize,
     },
+    /// The image of a sequence of another kind of cache.
+    #[error(
+        "{what} is {image} in the image but {cache} in the cache; restore it into a cache of its own kind"
+    )]
+    ImageMismatch {
+        /// The quantity that differs.
+        what: &'static str,
+        /// The image's value.
+        image: String,
+        /// The cache's value.
+        cache: String,
+    },
     /// A cache, plan or step that another backend made.
     #[error("{backend}: the {what} was made by another backend; make it with this one")]
     WrongBackend {

@@ -129,14 +129,19 @@ impl PageStore for HostPages {
         Ok(())
     }
 
-    fn read_page(&self, _: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
-        let size = self.layout.page_bytes();
-        Ok(self.pool()[page as usize * size..][..size].to_vec())
+    fn read_pages(&self, _: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
+        let (size, pool) = (self.layout.page_bytes(), self.pool());
+        for (page, out) in pages.iter().zip(out.chunks_exact_mut(size)) {
+            out.copy_from_slice(&pool[*page as usize * size..][..size]);
+        }
+        Ok(())
     }
 
-    fn write_page(&mut self, _: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        let size = self.layout.page_bytes();
-        self.bytes_mut()[page as usize * size..][..size].copy_from_slice(bytes);
+    fn write_pages(&mut self, _: &CacheAccess, pages: &[u32], bytes: &[u8]) -> Result<(), Error> {
+        let (size, pool) = (self.layout.page_bytes(), self.bytes_mut());
+        for (page, bytes) in pages.iter().zip(bytes.chunks_exact(size)) {
+            pool[*page as usize * size..][..size].copy_from_slice(bytes);
+        }
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use crate::{
     error::{Error, refuse},
     layout::{PageLayout, Part, Side},
-    quant::{Param, check_stored},
+    quant::check_stored_bytes,
 };
 
 impl PageLayout {
@@ -23,6 +23,14 @@ impl PageLayout {
             return refuse("tokens of a page", tokens, "at most the page size");
         }
         check_length("page", page.len(), self.page_bytes())?;
+        let written = self.written(tokens, is_residual);
+        page.chunks_exact_mut(self.run_bytes())
+            .for_each(|run| keep(run, &written));
+        Ok(())
+    }
+
+    /// The bits of a run that its first `tokens` tokens write.
+    fn written(&self, tokens: usize, is_residual: bool) -> Vec<u8> {
         let mut written = vec![0u8; self.run_bytes()];
         for side in [Side::K, Side::V] {
             let part = match is_residual {
@@ -33,11 +41,7 @@ impl PageLayout {
                 mark_written(self, &part, tokens, &mut written);
             }
         }
-        for run in page.chunks_exact_mut(self.run_bytes()) {
-            let bytes = run.iter_mut().zip(&written);
-            bytes.for_each(|(byte, mask)| *byte &= mask);
-        }
-        Ok(())
+        written
     }
 
     /// Refuses pages of a sequence of `tokens` that no quantizer can have written: NaN or infinite values, negative scales.
@@ -45,35 +49,146 @@ impl PageLayout {
     /// # Errors
     /// [`Error::Length`], [`Error::BadBytes`].
     pub fn check_pages(&self, pages: &[Vec<u8>], tokens: usize) -> Result<(), Error> {
-        let most = self.pages_of(tokens);
-        let read = self.format().next_residual_pages(self.page_size(), tokens);
-        let least = tokens.div_ceil(self.page_size()) + read;
-        if !(least..=most).contains(&pages.len()) {
-            check_length("pages", pages.len(), most)?;
+        let all = SequencePages::of_lists(*self, tokens, pages)?;
+        all.check(pages.iter().map(Vec::as_slice))
+    }
+}
+
+/// A sequence's pages behind each other: its home pages, of which the last may be open, then the residual pages of the last ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SequencePages {
+    layout: PageLayout,
+    tokens: usize,
+    home: usize,
+    residuals: usize,
+}
+
+impl SequencePages {
+    /// `count` pages of a sequence of `tokens`.
+    ///
+    /// # Errors
+    /// [`Error::Length`] for other than as many pages as such a sequence has.
+    pub fn new(layout: PageLayout, tokens: usize, count: usize) -> Result<Self, Error> {
+        let home = tokens.div_ceil(layout.page_size());
+        let most = layout.pages_of(tokens);
+        let format = layout.format();
+        let least = home + format.next_residual_pages(layout.page_size(), tokens);
+        if !(least..=most).contains(&count) {
+            check_length("pages", count, most)?;
         }
+        Ok(SequencePages {
+            layout,
+            tokens,
+            home,
+            residuals: count - home,
+        })
+    }
+
+    /// Those that each lie in a list of their own.
+    ///
+    /// # Errors
+    /// [`Error::Length`] for other than as many pages as such a sequence has, and for a page of another length.
+    pub fn of_lists(layout: PageLayout, tokens: usize, pages: &[Vec<u8>]) -> Result<Self, Error> {
+        let all = SequencePages::new(layout, tokens, pages.len())?;
         for page in pages {
-            check_length("page", page.len(), self.page_bytes())?;
+            check_length("page", page.len(), layout.page_bytes())?;
         }
-        let parts = [Side::K, Side::V].map(|side| self.part(side));
-        // Every residual is a code.
-        let home = tokens.div_ceil(self.page_size());
-        for (i, page) in pages[..home].iter().enumerate() {
-            let used = (tokens - i * self.page_size()).min(self.page_size());
-            for head in 0..self.num_kv_heads() {
-                let run = self.run(0, head);
+        Ok(all)
+    }
+
+    /// The layout of the pages.
+    pub fn layout(&self) -> &PageLayout {
+        &self.layout
+    }
+
+    /// Number of tokens.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Number of home pages.
+    pub fn home(&self) -> usize {
+        self.home
+    }
+
+    /// Number of residual pages.
+    pub fn residuals(&self) -> usize {
+        self.residuals
+    }
+
+    /// Number of pages.
+    pub fn count(&self) -> usize {
+        self.home + self.residuals
+    }
+
+    /// The number of written tokens of the i-th page, and whether it holds residuals.
+    fn used(&self, i: usize) -> (usize, bool) {
+        let is_residual = i >= self.home;
+        let home = if is_residual { i - self.residuals } else { i };
+        let page_size = self.layout.page_size();
+        ((self.tokens - home * page_size).min(page_size), is_residual)
+    }
+
+    /// Zeroes what the tokens leave unwritten; `bytes` are the pages, each of a page's length.
+    pub fn canonical(&self, bytes: &mut [u8]) {
+        let mut known: Option<((usize, bool), Vec<u8>)> = None;
+        let pages = bytes.chunks_exact_mut(self.layout.page_bytes());
+        for (i, page) in pages.enumerate() {
+            let used = self.used(i);
+            if used == (self.layout.page_size(), false) {
+                continue;
+            }
+            if known.as_ref().is_none_or(|(of, _)| *of != used) {
+                known = Some((used, self.layout.written(used.0, used.1)));
+            }
+            if let Some((_, written)) = &known {
+                page.chunks_exact_mut(self.layout.run_bytes())
+                    .for_each(|run| keep(run, written));
+            }
+        }
+    }
+
+    /// Refuses codes and parameters of home pages that no quantizer writes; every residual is a code. Each page has a page's length.
+    ///
+    /// # Errors
+    /// [`Error::BadBytes`].
+    pub fn check<'a>(&self, pages: impl Iterator<Item = &'a [u8]>) -> Result<(), Error> {
+        let layout = self.layout;
+        let parts = [Side::K, Side::V].map(|side| layout.part(side));
+        let mut scratch = Vec::new();
+        for (i, page) in pages.take(self.home).enumerate() {
+            let (tokens, _) = self.used(i);
+            let written = (tokens < layout.page_size()).then(|| self.layout.written(tokens, false));
+            for (head, run) in page.chunks_exact(layout.run_bytes()).enumerate() {
+                let run = match &written {
+                    None => run,
+                    Some(written) => {
+                        scratch.clear();
+                        scratch.extend_from_slice(run);
+                        keep(&mut scratch, written);
+                        &scratch
+                    }
+                };
                 for part in &parts {
-                    check_part(self.head_dim(), part, &page[run.clone()], used).map_err(
-                        |what| Error::BadBytes {
+                    let [codes, params] = [&part.codes, &part.params].map(|r| &run[r.clone()]);
+                    check_stored_bytes(part.scheme, codes, params).map_err(|what| {
+                        Error::BadBytes {
                             what,
-                            offset: run.start,
+                            offset: layout.run(0, head).start,
                             scheme: part.scheme,
-                        },
-                    )?;
+                        }
+                    })?;
                 }
             }
         }
         Ok(())
     }
+}
+
+/// Zeroes the other bits of a run.
+fn keep(run: &mut [u8], written: &[u8]) {
+    let bytes = run.iter_mut().zip(written);
+    bytes.for_each(|(byte, mask)| *byte &= mask);
 }
 
 fn check_length(what: &'static str, given: usize, needed: usize) -> Result<(), Error> {
@@ -86,16 +201,6 @@ fn check_length(what: &'static str, given: usize, needed: usize) -> Result<(), E
             needed,
         })
     }
-}
-
-/// Refuses codes and parameters of the first `tokens` tokens of a run that no quantizer writes.
-fn check_part(head_dim: usize, part: &Part, run: &[u8], tokens: usize) -> Result<(), &'static str> {
-    for t in 0..tokens {
-        let codes: Vec<u16> = (0..head_dim).map(|d| part.load_code(run, t, d)).collect();
-        let params = (0..part.num_params()).map(|g| part.load_param(run, t, g));
-        check_stored(part.scheme, &codes, &params.collect::<Vec<Param>>())?;
-    }
-    Ok(())
 }
 
 /// Sets the bits of a run that the first `tokens` tokens of one part write.

@@ -246,28 +246,89 @@ pub(crate) fn check_stored(
     codes: &[u16],
     params: &[Param],
 ) -> Result<(), &'static str> {
-    let bad: fn(u16) -> bool = match scheme {
-        Scheme::F16 => |c| c & 0x7c00 == 0x7c00,
-        // 2^50, `format::BF16_MAX`; NaN and infinity are above it, too.
-        Scheme::Bf16 => |c| c & 0x7fff > 0x5880,
-        Scheme::Fp8E4m3 => |c| c & 0x7f == 0x7f,
-        Scheme::Int8(_) | Scheme::RotatedInt8 => |c| c == 0x80,
-        Scheme::Int4(_) | Scheme::RotatedInt4 { .. } => |_| false,
-    };
-    if codes.iter().any(|c| bad(*c)) {
+    if codes.iter().any(|c| is_bad(*c, code_rule(scheme))) {
         return Err("code");
     }
-    // Negative, infinite and NaN scales have larger bits than the largest finite one.
-    if params
-        .iter()
-        .any(|p| p.scale.to_bits() > f16::MAX.to_bits())
-    {
+    if params.iter().any(|p| is_bad_scale(p.scale.to_bits())) {
         return Err("scale");
     }
-    if params.iter().any(|p| !p.shift.is_finite()) {
+    if params.iter().any(|p| is_bad_shift(p.shift.to_bits())) {
         return Err("shift");
     }
     Ok(())
+}
+
+/// Refuses what [`check_stored`] does, in all codes and all parameters of a part as they lie in a page.
+pub(crate) fn check_stored_bytes(
+    scheme: Scheme,
+    codes: &[u8],
+    params: &[u8],
+) -> Result<(), &'static str> {
+    let rule = code_rule(scheme);
+    let has_bad_code = match scheme.code_bits() {
+        16 => any_of(codes, |code| is_bad(u16::from_le_bytes(*code), rule)),
+        8 => {
+            let [flip, mask, least] = rule.map(|bits| bits as u8);
+            any_of(codes, |&[code]| (code ^ flip) & mask >= least)
+        }
+        // Every nibble is a code.
+        _ => false,
+    };
+    if has_bad_code {
+        return Err("code");
+    }
+    let has_bad_scale = match scheme.has_shifts() {
+        true => any_of(params, |&[a, b, _, _]| {
+            is_bad_scale(u16::from_le_bytes([a, b]))
+        }),
+        false => any_of(params, |scale| is_bad_scale(u16::from_le_bytes(*scale))),
+    };
+    if has_bad_scale {
+        return Err("scale");
+    }
+    let is_bad = |&[_, _, a, b]: &[u8; 4]| is_bad_shift(u16::from_le_bytes([a, b]));
+    if scheme.has_shifts() && any_of(params, is_bad) {
+        return Err("shift");
+    }
+    Ok(())
+}
+
+/// Whether any item `is_bad`. Whole blocks are tested without an early exit, which lets the compiler use vectors.
+fn any_of<const N: usize>(items: &[u8], is_bad: impl Fn(&[u8; N]) -> bool) -> bool {
+    const BLOCK: usize = 4096;
+    items.chunks(BLOCK).any(|block| {
+        let (items, _) = block.as_chunks();
+        items.iter().fold(false, |bad, item| bad | is_bad(item))
+    })
+}
+
+/// A scheme's codes that no quantizer writes: those with `(code ^ flip) & mask >= least`, as `[flip, mask, least]`.
+fn code_rule(scheme: Scheme) -> [u16; 3] {
+    match scheme {
+        // NaN and infinity.
+        Scheme::F16 => [0, 0x7fff, 0x7c00],
+        // Beyond 2^50, `format::BF16_MAX`; NaN and infinity are, too.
+        Scheme::Bf16 => [0, 0x7fff, 0x5881],
+        // NaN.
+        Scheme::Fp8E4m3 => [0, 0x7f, 0x7f],
+        // -128.
+        Scheme::Int8(_) | Scheme::RotatedInt8 => [0x7f, 0xff, 0xff],
+        // None.
+        Scheme::Int4(_) | Scheme::RotatedInt4 { .. } => [0, 0, 1],
+    }
+}
+
+fn is_bad(code: u16, [flip, mask, least]: [u16; 3]) -> bool {
+    (code ^ flip) & mask >= least
+}
+
+/// Negative, infinite and NaN scales have larger bits than the largest finite one.
+fn is_bad_scale(bits: u16) -> bool {
+    bits > f16::MAX.to_bits()
+}
+
+fn is_bad_shift(bits: u16) -> bool {
+    !f16::from_bits(bits).is_finite()
 }
 
 #[cfg(test)]

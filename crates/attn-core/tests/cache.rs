@@ -87,13 +87,18 @@ impl PageStore for Failing {
         self.inner.append(access, writes, k, v)
     }
 
-    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
-        self.inner.read_page(access, page)
+    fn read_pages(&self, access: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
+        self.inner.read_pages(access, pages, out)
     }
 
-    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
+    fn write_pages(
+        &mut self,
+        access: &CacheAccess,
+        pages: &[u32],
+        bytes: &[u8],
+    ) -> Result<(), Error> {
         self.check()?;
-        self.inner.write_page(access, page, bytes)
+        self.inner.write_pages(access, pages, bytes)
     }
 
     fn as_any(&self) -> &dyn Any {
@@ -147,7 +152,7 @@ fn a_call_that_the_device_fails_changes_no_length_and_takes_no_page(#[case] form
             },
         );
         assert!(error.is_err());
-        assert!(cache.restore(2, 70, &pages).is_err());
+        assert!(cache.restore_pages(2, 70, &pages).is_err());
         assert_eq!(state(&cache), before);
     }
     fails.store(false, Ordering::Relaxed);
@@ -482,7 +487,7 @@ fn pages_are_written_and_restored_whole() {
         for at in [0, v_at] {
             let mut damaged = pages.clone();
             damaged[0][at..at + 2].copy_from_slice(&bits.to_le_bytes());
-            let error = cache.restore(1, 70, &damaged).unwrap_err();
+            let error = cache.restore_pages(1, 70, &damaged).unwrap_err();
             assert!(
                 matches!(error, Error::BadBytes { what: "code", .. }),
                 "{error}"
@@ -490,11 +495,11 @@ fn pages_are_written_and_restored_whole() {
         }
     }
     for (tokens, count) in [(70, 1), (64, 2), (129, 2), (usize::MAX, 2)] {
-        let error = cache.restore(1, tokens, &pages[..count]).unwrap_err();
+        let error = cache.restore_pages(1, tokens, &pages[..count]).unwrap_err();
         assert!(matches!(error, Error::Length { .. }), "{error}");
     }
     assert_eq!((cache.table(), cache.free_pages()), (&table, free));
-    cache.restore(1, 70, &pages).unwrap();
+    cache.restore_pages(1, 70, &pages).unwrap();
     assert_eq!(cache.read_back(1).unwrap(), pages);
 }
 

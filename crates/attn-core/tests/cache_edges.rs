@@ -95,7 +95,7 @@ fn a_sequence_that_does_not_exist_is_named_before_anything_else() {
             .unwrap_err(),
         cache.fork(3, 1).unwrap_err(),
         cache.fork(0, 3).unwrap_err(),
-        cache.restore(3, 5, &pages).unwrap_err(),
+        cache.restore_pages(3, 5, &pages).unwrap_err(),
         cache.free_sequence(3).unwrap_err(),
         cache.read_back(3).unwrap_err(),
     ] {
@@ -231,10 +231,10 @@ fn what_an_append_lacks_is_counted_to_the_page() {
     cache.free_sequence(2).unwrap();
     assert_eq!(cache.free_pages(), 1);
     let after = books(&cache);
-    assert_eq!(full(cache.restore(2, 70, &pages)), (4, 1, 9));
+    assert_eq!(full(cache.restore_pages(2, 70, &pages)), (4, 1, 9));
     assert_eq!(books(&cache), after);
     cache.free_sequence(1).unwrap();
-    cache.restore(2, 70, &pages).unwrap();
+    cache.restore_pages(2, 70, &pages).unwrap();
     assert_eq!(cache.read_back(2).unwrap(), pages);
     assert_eq!(before.0.pages[0], cache.table().pages[0]);
 }
@@ -305,7 +305,7 @@ fn each_head_has_the_bytes_that_it_has_alone(#[case] format: &str, #[case] token
             );
         }
     }
-    both.restore(1, tokens, &pages).unwrap();
+    both.restore_pages(1, tokens, &pages).unwrap();
     let more = values(2 * DIM, 9);
     for sequence in [0, 1] {
         both.append(sequence, &more, &more).unwrap();
@@ -338,11 +338,16 @@ impl PageStore for NoCopies {
         self.inner.append(access, writes, k, v)
     }
 
-    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
-        self.inner.read_page(access, page)
+    fn read_pages(&self, access: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
+        self.inner.read_pages(access, pages, out)
     }
 
-    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
+    fn write_pages(
+        &mut self,
+        access: &CacheAccess,
+        pages: &[u32],
+        bytes: &[u8],
+    ) -> Result<(), Error> {
         if self.fails.load(Ordering::Relaxed) {
             return Err(Error::Device {
                 backend: "test",
@@ -350,7 +355,7 @@ impl PageStore for NoCopies {
                 source: "as asked".into(),
             });
         }
-        self.inner.write_page(access, page, bytes)
+        self.inner.write_pages(access, pages, bytes)
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -73,7 +73,7 @@ fn round_trip(format: RowFormat, dim: usize, tokens: usize, rows: &Exported) -> 
         }
         let mut cache =
             KvCache::new(config.clone(), Box::new(HostPages::new(&config).unwrap())).unwrap();
-        cache.restore(0, tokens, &pages).unwrap();
+        cache.restore_pages(0, tokens, &pages).unwrap();
         assert_eq!(cache.read_back(0).unwrap(), pages);
         let [k, v] = dequantize(
             &layout,
@@ -283,7 +283,7 @@ fn damaged_pages_are_refused_and_nothing_changes() {
     // Minus one, NaN, infinity; and a code of -128.
     for bits in [0xbc00u16, 0x7e00, 0x7c00] {
         pages[0][scale..scale + 2].copy_from_slice(&bits.to_le_bytes());
-        let error = cache.restore(0, 10, &pages).unwrap_err();
+        let error = cache.restore_pages(0, 10, &pages).unwrap_err();
         assert!(
             matches!(error, Error::BadBytes { what: "scale", .. }),
             "{error}"
@@ -293,12 +293,12 @@ fn damaged_pages_are_refused_and_nothing_changes() {
     }
     pages[0][scale..scale + 2].fill(0);
     pages[0][layout.v_codes().start] = 0x80;
-    let error = cache.restore(0, 10, &pages).unwrap_err();
+    let error = cache.restore_pages(0, 10, &pages).unwrap_err();
     assert!(
         matches!(error, Error::BadBytes { what: "code", .. }),
         "{error}"
     );
-    let error = cache.restore(0, 65, &pages).unwrap_err();
+    let error = cache.restore_pages(0, 65, &pages).unwrap_err();
     assert!(
         matches!(
             error,

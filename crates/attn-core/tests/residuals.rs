@@ -401,11 +401,16 @@ impl PageStore for Failing {
         Ok(())
     }
 
-    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
-        self.inner.read_page(access, page)
+    fn read_pages(&self, access: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
+        self.inner.read_pages(access, pages, out)
     }
 
-    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
+    fn write_pages(
+        &mut self,
+        access: &CacheAccess,
+        pages: &[u32],
+        bytes: &[u8],
+    ) -> Result<(), Error> {
         let left = self.copies.load(Ordering::Relaxed);
         if left == 0 {
             return Err(failure("writing a page"));
@@ -413,7 +418,7 @@ impl PageStore for Failing {
         if left != NEVER {
             self.copies.store(left - 1, Ordering::Relaxed);
         }
-        self.inner.write_page(access, page, bytes)
+        self.inner.write_pages(access, pages, bytes)
     }
 
     fn as_any(&self) -> &dyn Any {
@@ -547,17 +552,17 @@ fn a_restored_sequence_is_the_one_that_was_read_back(
     ] {
         let mut other = pages.clone();
         other.resize(count, pages[0].clone());
-        let error = cache.restore(1, len, &other).unwrap_err();
+        let error = cache.restore_pages(1, len, &other).unwrap_err();
         assert!(
             matches!(error, Error::Length { what: "pages", given, needed } if (given, needed) == (count, pages.len())),
             "{error}"
         );
     }
     copies.store(pages.len() - 1, Ordering::Relaxed);
-    assert!(cache.restore(1, len, &pages).is_err());
+    assert!(cache.restore_pages(1, len, &pages).is_err());
     copies.store(NEVER, Ordering::Relaxed);
     assert!(state(&mut cache) == before);
-    cache.restore(1, len, &pages).unwrap();
+    cache.restore_pages(1, len, &pages).unwrap();
     assert!(cache.read_back(1).unwrap() == pages);
     assert_consistent(&cache);
     // It goes on as the first does, and takes nothing from it.

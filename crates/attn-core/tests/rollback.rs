@@ -161,7 +161,7 @@ fn a_sequence_that_was_taken_back_moves(#[values("int4", "int8")] format: &str) 
     grow_to(&mut cache, 0, 1, 256).unwrap();
     cache.truncate(0, 192).unwrap();
     let pages = cache.read_back(0).unwrap();
-    cache.restore(1, 192, &pages).unwrap();
+    cache.restore_pages(1, 192, &pages).unwrap();
     for sequence in [0, 1] {
         grow_to(&mut cache, sequence, 1, 300).unwrap();
     }
@@ -171,7 +171,7 @@ fn a_sequence_that_was_taken_back_moves(#[values("int4", "int8")] format: &str) 
         cache.truncate(1, 290).unwrap();
         let mut pages = cache.read_back(1).unwrap();
         pages.truncate(5);
-        let refused = cache.restore(2, 290, &pages);
+        let refused = cache.restore_pages(2, 290, &pages);
         assert!(matches!(refused, Err(Error::Length { what: "pages", .. })));
     }
 }

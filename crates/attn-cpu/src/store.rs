@@ -168,12 +168,17 @@ impl PageStore for CpuPages {
         Ok(())
     }
 
-    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
-        self.pages.read_page(access, page)
+    fn read_pages(&self, access: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
+        self.pages.read_pages(access, pages, out)
     }
 
-    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        self.pages.write_page(access, page, bytes)
+    fn write_pages(
+        &mut self,
+        access: &CacheAccess,
+        pages: &[u32],
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        self.pages.write_pages(access, pages, bytes)
     }
 
     fn grow(&mut self, access: &CacheAccess, pages: usize) -> Result<(), Error> {

@@ -226,13 +226,25 @@ impl CudaPages {
         ]
     }
 
-    /// Where a page lies in the pool.
-    fn page(&self, page: u32) -> Result<Range<usize>, Error> {
-        check_page(page, self.num_pages)?;
+    /// Where pages lie in the pool: those that follow each other there as one part, which one copy takes. Refuses pages outside, and other
+    /// than their `bytes`.
+    fn parts(&self, pages: &[u32], bytes: usize) -> Result<Vec<Range<usize>>, Error> {
         let size = self.layout.page_bytes();
+        pages
+            .iter()
+            .try_for_each(|page| check_page(*page, self.num_pages))?;
+        let needed = pages.len().saturating_mul(size);
+        if bytes != needed {
+            return Err(Error::Length {
+                what: "page bytes",
+                given: bytes,
+                needed,
+            });
+        }
         // Below the pool's bytes, which `new` multiplied.
-        let at = page as usize * size;
-        Ok(at..at + size)
+        let place = |run: &[u32]| run[0] as usize * size..(run[0] as usize + run.len()) * size;
+        let runs = pages.chunk_by(|a, b| a.checked_add(1) == Some(*b));
+        Ok(runs.map(place).collect())
     }
 
     /// Slots of residual pages of a run.
@@ -314,27 +326,36 @@ impl PageStore for CudaPages {
         wait.finish().map_err(failed("appending"))
     }
 
-    fn read_page(&self, _: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
-        let place = self.page(page)?;
-        let mut bytes = vec![0; place.len()];
-        self.device
-            .download(&self.pool.slice(place), &mut bytes)
-            .map_err(failed("reading a page"))?;
-        Ok(bytes)
+    fn read_pages(&self, _: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
+        let parts = self.parts(pages, out.len())?;
+        let copy = || {
+            let wait = self.device.wait_on_drop()?;
+            let mut out = out;
+            for place in parts {
+                let (part, rest) = out.split_at_mut(place.len());
+                let from = self.pool.slice(place);
+                self.device.stream.memcpy_dtoh(&from, part)?;
+                out = rest;
+            }
+            wait.finish()
+        };
+        copy().map_err(failed("reading pages"))
     }
 
-    fn write_page(&mut self, _: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        let place = self.page(page)?;
-        if bytes.len() != place.len() {
-            return Err(Error::Length {
-                what: "page bytes",
-                given: bytes.len(),
-                needed: place.len(),
-            });
-        }
-        self.device
-            .upload(bytes, &mut self.pool.slice_mut(place))
-            .map_err(failed("writing a page"))
+    fn write_pages(&mut self, _: &CacheAccess, pages: &[u32], bytes: &[u8]) -> Result<(), Error> {
+        let parts = self.parts(pages, bytes.len())?;
+        let copy = || {
+            let wait = self.device.wait_on_drop()?;
+            let mut bytes = bytes;
+            for place in parts {
+                let (part, rest) = bytes.split_at(place.len());
+                let mut to = self.pool.slice_mut(place);
+                self.device.stream.memcpy_htod(part, &mut to)?;
+                bytes = rest;
+            }
+            wait.finish()
+        };
+        copy().map_err(failed("writing pages"))
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -245,7 +245,7 @@ fn through_a_cache(
     let reference = attn_cpu::Reference::new();
     let mut cache = reference.create_cache(&config).map_err(|e| e.to_string())?;
     cache
-        .restore(0, tokens, made)
+        .restore_pages(0, tokens, made)
         .map_err(|e| format!("imported pages are not restored: {e}"))?;
     let back = cache.read_back(0).map_err(|e| e.to_string())?;
     hold!(

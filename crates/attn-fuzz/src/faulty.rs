@@ -100,7 +100,7 @@ fn without_residuals(backend: &Reference, step: &mut DecodeStep<'_>) -> Result<(
         let mut pages = cache.read_back(sequence)?;
         let home = len.div_ceil(config.page_size);
         pages[home..].iter_mut().for_each(|page| page.fill(0x88));
-        copy.restore(sequence, len, &pages)?;
+        copy.restore_pages(sequence, len, &pages)?;
     }
     let kv = KvSource::Cache(&copy);
     let mut step = DecodeStep::new(inputs.plan(), inputs.q(), kv, outputs.out)?;
@@ -146,12 +146,17 @@ impl PageStore for FaultyPages {
         Ok(())
     }
 
-    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
-        self.pages.read_page(access, page)
+    fn read_pages(&self, access: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
+        self.pages.read_pages(access, pages, out)
     }
 
-    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        self.pages.write_page(access, page, bytes)
+    fn write_pages(
+        &mut self,
+        access: &CacheAccess,
+        pages: &[u32],
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        self.pages.write_pages(access, pages, bytes)
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -331,7 +331,7 @@ fn cache(draw: &mut Draw<'_, '_>) -> Result<(), String> {
             ),
             3 => cache.fork(draw.range(0..=1), s.max(2)),
             4 => cache.free_sequence(s.max(2)),
-            5 => cache.restore(1, n.max(1), &[]),
+            5 => cache.restore_pages(1, n.max(1), &[]),
             _ => cache.write_page((n as u32).max(64), &[]),
         };
         hold!(

@@ -343,7 +343,9 @@ impl Cache {
         tokens: usize,
         pages: Vec<Vec<u8>>,
     ) -> PyResult<()> {
-        self.on_host(py, |inner| inner.cache.restore(sequence, tokens, &pages))
+        self.on_host(py, |inner| {
+            inner.cache.restore_pages(sequence, tokens, &pages)
+        })
     }
 
     /// Writes a sequence's dequantized K and V, float32 `[tokens, heads, dim]` on the host.

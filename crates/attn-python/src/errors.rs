@@ -37,7 +37,10 @@ pub fn device(message: impl Into<String>) -> PyErr {
 pub fn of(error: Error) -> PyErr {
     let class = match &error {
         Error::Parameter { .. } | Error::BadBytes { .. } => "ParameterError",
-        Error::Length { .. } | Error::Mismatch { .. } | Error::Dropped { .. } => "ShapeError",
+        Error::Length { .. }
+        | Error::Mismatch { .. }
+        | Error::ImageMismatch { .. }
+        | Error::Dropped { .. } => "ShapeError",
         Error::NotFinite { .. } | Error::Magnitude { .. } | Error::QueryRange { .. } => {
             "NumberError"
         }

@@ -67,7 +67,7 @@ impl ViewPages {
                         }
                     }
                 }
-                pool.replace_page(next + i as u32, &bytes)?;
+                pool.write_pages(&[next + i as u32], &bytes)?;
             }
             next += count as u32;
         }

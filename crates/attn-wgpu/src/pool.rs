@@ -1,4 +1,4 @@
-//! The pool of pages on the device, read and written page by page.
+//! The pool of pages on the device, read and written by pages.
 
 use std::sync::{
     Arc,
@@ -69,55 +69,74 @@ impl Pool {
         })
     }
 
-    /// The buffer that holds a page, and the page's offset in it.
-    fn place(&self, page: u32) -> Result<(&wgpu::Buffer, u64), Error> {
-        if page as usize >= self.num_pages {
+    /// Where pages lie: those that follow each other in a buffer as one part, a buffer with an offset and a length. Refuses pages outside, and
+    /// other than their `bytes`.
+    fn parts(&self, pages: &[u32], bytes: usize) -> Result<Vec<(&wgpu::Buffer, u64, u64)>, Error> {
+        let (size, per_buffer) = (self.layout.page_bytes(), self.pages_per_buffer);
+        if let Some(page) = pages.iter().find(|page| **page as usize >= self.num_pages) {
             return Err(Error::Parameter {
                 what: "page",
                 given: format!("{page} of {}", self.num_pages),
                 allowed: "a page of the pool",
             });
         }
-        let buffer = &self.buffers[(page / self.pages_per_buffer) as usize];
-        let at = u64::from(page % self.pages_per_buffer) * self.layout.page_bytes() as u64;
-        Ok((buffer, at))
-    }
-
-    /// Replaces the bytes of one page.
-    pub fn replace_page(&self, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        if bytes.len() != self.layout.page_bytes() {
+        let needed = pages.len().saturating_mul(size);
+        if bytes != needed {
             return Err(Error::Length {
                 what: "page bytes",
-                given: bytes.len(),
-                needed: self.layout.page_bytes(),
+                given: bytes,
+                needed,
             });
         }
-        self.upload(page, bytes)
+        let together = |a: &u32, b: &u32| *b == a + 1 && !b.is_multiple_of(per_buffer);
+        let most = (MOST_PENDING as usize / size).max(1);
+        let runs = pages.chunk_by(together).flat_map(|run| run.chunks(most));
+        let place = |run: &[u32]| {
+            let buffer = &self.buffers[(run[0] / per_buffer) as usize];
+            let at = u64::from(run[0] % per_buffer) * size as u64;
+            (buffer, at, (run.len() * size) as u64)
+        };
+        Ok(runs.map(place).collect())
     }
 
-    fn upload(&self, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        let (buffer, at) = self.place(page)?;
-        let pending = self
-            .pending
-            .fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        self.gpu.guarded("writing a page", || {
-            self.gpu.queue.write_buffer(buffer, at, bytes);
+    /// Replaces the bytes of pages; `bytes` are those of the first page, then of the next.
+    pub fn write_pages(&self, pages: &[u32], bytes: &[u8]) -> Result<(), Error> {
+        let mut bytes = bytes;
+        for (buffer, at, length) in self.parts(pages, bytes.len())? {
+            let (part, rest) = bytes.split_at(length as usize);
+            let pending = length + self.pending.fetch_add(length, Ordering::Relaxed);
+            self.gpu.guarded("writing pages", || {
+                self.gpu.queue.write_buffer(buffer, at, part);
+                if pending > MOST_PENDING {
+                    self.pending.store(0, Ordering::Relaxed);
+                    self.gpu.queue.submit([]);
+                }
+            })?;
             if pending > MOST_PENDING {
-                self.pending.store(0, Ordering::Relaxed);
-                self.gpu.queue.submit([]);
+                self.gpu.wait("writing pages")?;
             }
-        })?;
-        if pending > MOST_PENDING {
-            self.gpu.wait("writing pages")?;
+            bytes = rest;
         }
         Ok(())
     }
 
-    /// Reads the bytes of one page.
-    pub fn read_page(&self, page: u32) -> Result<Vec<u8>, Error> {
-        let (buffer, at) = self.place(page)?;
-        let bytes = self.layout.page_bytes() as u64;
-        self.gpu.read("reading a page", &[(buffer, at, bytes)])
+    /// Reads the bytes of pages into `out`, one page behind the other; waits once for each [`MOST_PENDING`] bytes.
+    pub fn read_pages(&self, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
+        let (mut out, mut batch, mut waiting) = (out, Vec::new(), 0);
+        let mut parts = self.parts(pages, out.len())?.into_iter().peekable();
+        while let Some(part) = parts.next() {
+            waiting += part.2;
+            batch.push(part);
+            let next = parts.peek().map(|next| next.2);
+            if next.is_none_or(|next| waiting + next > MOST_PENDING) {
+                let bytes = self.gpu.read("reading pages", &batch)?;
+                let (filled, rest) = out.split_at_mut(bytes.len());
+                filled.copy_from_slice(&bytes);
+                (out, waiting) = (rest, 0);
+                batch.clear();
+            }
+        }
+        Ok(())
     }
 
     /// How the decode kernels read the pool.

@@ -54,12 +54,12 @@ impl PageStore for DevicePages {
         self.appender.append_from_host(&self.pool, writes, k, v)
     }
 
-    fn read_page(&self, _: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
-        self.pool.read_page(page)
+    fn read_pages(&self, _: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
+        self.pool.read_pages(pages, out)
     }
 
-    fn write_page(&mut self, _: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        self.pool.replace_page(page, bytes)
+    fn write_pages(&mut self, _: &CacheAccess, pages: &[u32], bytes: &[u8]) -> Result<(), Error> {
+        self.pool.write_pages(pages, bytes)
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -42,16 +42,37 @@ pub trait PageStore: Send + Sync {
         k: &[f32],
         v: &[f32],
     ) -> Result<(), Error>;
+    /// Reads the bytes of pages of the pool into `out`, one page behind the other: `out` has room for exactly these.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails; `out` holds anything then.
+    fn read_pages(&self, access: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error>;
+    /// Replaces the bytes of pages of the pool, each named once; `bytes` are those of the first page, then of the next.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails; the pages hold anything then.
+    fn write_pages(
+        &mut self,
+        access: &CacheAccess,
+        pages: &[u32],
+        bytes: &[u8],
+    ) -> Result<(), Error>;
     /// Reads the bytes of one page.
     ///
     /// # Errors
-    /// [`Error::Device`] if the device fails.
-    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error>;
+    /// Those of [`PageStore::read_pages`].
+    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
+        let mut bytes = vec![0; self.layout().page_bytes()];
+        self.read_pages(access, &[page], &mut bytes)?;
+        Ok(bytes)
+    }
     /// Replaces the bytes of one page.
     ///
     /// # Errors
-    /// [`Error::Device`] if the device fails.
-    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error>;
+    /// Those of [`PageStore::write_pages`].
+    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
+        self.write_pages(access, &[page], bytes)
+    }
     /// Adds `pages` pages behind the last one; the others keep their numbers and bytes.
     ///
     /// A store whose pool cannot grow in place refuses, which is what the provided method does.
@@ -63,7 +84,7 @@ pub trait PageStore: Send + Sync {
         refuse(
             "pages to add",
             pages,
-            "none on this backend; create a larger cache, and move the sequences by `read_back` and `restore`",
+            "none on this backend; create a larger cache, and move the sequences by `image` and `restore`",
         )
     }
     /// The store as [`Any`], so that a backend can recover its own type.

@@ -1,54 +1,134 @@
-//! Moves pages out of a cache as bytes and back in: [`KvCache::read_back`], [`KvCache::restore`], [`KvCache::write_page`].
+//! Moves sequences out of a cache as bytes and back in: [`KvCache::image`], [`KvCache::restore`]; single pages by [`KvCache::read_back`],
+//! [`KvCache::restore_pages`], [`KvCache::write_page`].
 
-use super::{CacheAccess, KvCache};
-use crate::error::Error;
+use super::{CacheAccess, KvCache, SequenceImage, image::Description};
+use crate::{
+    error::{Error, filled, reserve},
+    page_bytes::SequencePages,
+};
 
 impl KvCache {
-    /// A sequence's home pages in order, then its residual pages, unwritten bytes zeroed: those of its last home pages, as many as any run of so many
-    /// tokens keeps, or fewer after [`KvCache::truncate`]. A sequence with dropped tokens is refused: [`KvCache::restore`] would take their pages for
-    /// written ones.
+    /// A sequence as one block of bytes, to be restored into this or another cache of the same format and shape, on any backend: home pages, then
+    /// the residual pages that the next tokens read, unwritten bytes zeroed. A sequence with dropped tokens is refused, as their pages are gone.
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Dropped`], [`Error::Device`].
-    pub fn read_back(&self, sequence: usize) -> Result<Vec<Vec<u8>>, Error> {
-        self.check_sequence(sequence)?;
-        self.check_undropped("a copy of the pages", sequence)?;
-        let (len, page_size) = (self.table.lens[sequence], self.config.page_size);
-        let (home, residuals) = (
-            &self.table.pages[sequence],
-            &self.table.residual_pages[sequence],
-        );
-        let kept = self.config.format.residual_pages(page_size, len, 0);
-        let residuals = &residuals[residuals.len().saturating_sub(kept)..];
-        let first = home.len() - residuals.len();
-        let home = home.iter().enumerate().map(|(i, page)| (i, *page, false));
-        let residuals = residuals
-            .iter()
-            .enumerate()
-            .map(|(i, page)| (first + i, *page, true));
-        home.chain(residuals)
-            .map(|(i, page, is_residual)| {
-                let tokens = page_size.min(len - i * page_size);
-                let mut bytes = self.store.read_page(&CacheAccess(()), page)?;
-                self.layout.canonical(&mut bytes, tokens, is_residual)?;
-                Ok(bytes)
-            })
-            .collect()
+    /// [`Error::Sequence`], [`Error::Dropped`], [`Error::OutOfMemory`], [`Error::Device`].
+    pub fn image(&self, sequence: usize) -> Result<SequenceImage<'static>, Error> {
+        let mut bytes = filled("the image of a sequence", self.image_bytes(sequence)?, 0)?;
+        self.write_image(sequence, &mut bytes)?;
+        let description = self.description(sequence)?;
+        Ok(SequenceImage::new(description, bytes))
     }
 
-    /// Fills an empty sequence with `tokens` tokens from pages as [`KvCache::read_back`] gives them, or [`convert::import`](crate::convert::import) makes them.
+    /// Number of bytes of [`KvCache::image`].
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], [`Error::Dropped`].
+    pub fn image_bytes(&self, sequence: usize) -> Result<usize, Error> {
+        Ok(self.description(sequence)?.bytes())
+    }
+
+    /// Writes the bytes of [`KvCache::image`] to memory of the caller, [`KvCache::image_bytes`] long.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], [`Error::Dropped`]; [`Error::Length`], and nothing is written; [`Error::Device`], and `out` holds anything.
+    pub fn write_image(&self, sequence: usize, out: &mut [u8]) -> Result<(), Error> {
+        let description = self.description(sequence)?;
+        if out.len() != description.bytes() {
+            return Err(Error::Length {
+                what: "the image of a sequence",
+                given: out.len(),
+                needed: description.bytes(),
+            });
+        }
+        let bytes = &mut out[description.header_bytes()..];
+        self.read_pages(sequence, description.pages(), bytes)?;
+        description.write_header(out);
+        Ok(())
+    }
+
+    /// A sequence's home pages in order, then its residual pages, unwritten bytes zeroed: those of its last home pages, as many as any run of so many
+    /// tokens keeps, or fewer after [`KvCache::truncate`]. The pages of [`KvCache::image`], for [`convert::export`](crate::convert::export) or to be compared.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`], [`Error::Dropped`], [`Error::OutOfMemory`], [`Error::Device`].
+    pub fn read_back(&self, sequence: usize) -> Result<Vec<Vec<u8>>, Error> {
+        let held = self.pages_held(sequence)?;
+        let size = self.layout.page_bytes();
+        let mut bytes = filled("the pages of a sequence", held.count() * size, 0)?;
+        self.read_pages(sequence, &held, &mut bytes)?;
+        Ok(bytes.chunks_exact(size).map(<[u8]>::to_vec).collect())
+    }
+
+    fn description(&self, sequence: usize) -> Result<Description, Error> {
+        let held = self.pages_held(sequence)?;
+        Ok(Description::new(held, &self.config))
+    }
+
+    /// The pages to save of a sequence: its home pages, and the residual pages that any run of so many tokens keeps.
+    fn pages_held(&self, sequence: usize) -> Result<SequencePages, Error> {
+        self.check_sequence(sequence)?;
+        self.check_undropped("a copy of the pages", sequence)?;
+        let (len, table) = (self.table.lens[sequence], &self.table);
+        let held = table.residual_pages[sequence].len();
+        let format = self.config.format;
+        let kept = format.residual_pages(self.config.page_size, len, 0);
+        let count = table.pages[sequence].len() + held.min(kept);
+        SequencePages::new(self.layout, len, count)
+    }
+
+    /// Reads a sequence's pages, unwritten bytes zeroed.
+    fn read_pages(
+        &self,
+        sequence: usize,
+        held: &SequencePages,
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        let residuals = &self.table.residual_pages[sequence];
+        let saved = residuals.len() - held.residuals();
+        let pages = self.table.pages[sequence].iter().chain(&residuals[saved..]);
+        let pages: Vec<u32> = pages.copied().collect();
+        self.store.read_pages(&CacheAccess(()), &pages, out)?;
+        held.canonical(out);
+        Ok(())
+    }
+
+    /// Fills an empty sequence with an image that this or another cache gave.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`]; [`Error::Parameter`] if the sequence is not empty; [`Error::ImageMismatch`] for the image of another kind of cache, by
+    /// format, shape or tensor scales; [`Error::BadBytes`] for values that no quantizer writes; [`Error::CacheFull`]; [`Error::Device`]. The
+    /// sequences are unchanged then.
+    pub fn restore(&mut self, sequence: usize, image: &SequenceImage<'_>) -> Result<(), Error> {
+        self.check_restore(sequence)?;
+        let description = image.description();
+        description.check_cache(&self.config)?;
+        self.fill(sequence, description.pages(), image.pages())
+    }
+
+    /// Fills an empty sequence with `tokens` tokens from pages of this cache's format, shape and tensor scales, which the pages do not say: those of
+    /// [`KvCache::read_back`], or of [`convert::import`](crate::convert::import). An image says it: [`KvCache::restore`].
     ///
     /// # Errors
     /// [`Error::Sequence`]; [`Error::Parameter`] if the sequence is not empty; [`Error::Length`], [`Error::BadBytes`] for other than such pages;
-    /// [`Error::CacheFull`]. Nothing is changed.
-    pub fn restore(
+    /// [`Error::CacheFull`]; [`Error::Device`]. The sequences are unchanged then.
+    pub fn restore_pages(
         &mut self,
         sequence: usize,
         tokens: usize,
         pages: &[Vec<u8>],
     ) -> Result<(), Error> {
+        self.check_restore(sequence)?;
+        let held = SequencePages::of_lists(self.layout, tokens, pages)?;
+        let mut bytes = Vec::new();
+        let size = pages.len() * self.layout.page_bytes();
+        reserve("the pages of a sequence", &mut bytes, size)?;
+        pages.iter().for_each(|page| bytes.extend_from_slice(page));
+        self.fill(sequence, &held, &bytes)
+    }
+
+    fn check_restore(&self, sequence: usize) -> Result<(), Error> {
         self.check_sequence(sequence)?;
-        let layout = self.layout;
         if self.table.lens[sequence] != 0 {
             return Err(Error::Parameter {
                 what: "restore target",
@@ -59,21 +139,17 @@ impl KvCache {
                 allowed: "an empty sequence; free it first",
             });
         }
-        layout.check_pages(pages, tokens)?;
-        let needed = pages.len();
-        self.pages.check_room(needed)?;
-        let home = tokens.div_ceil(self.config.page_size);
-        let taken = (0..needed)
+        Ok(())
+    }
+
+    /// Fills an empty sequence with the bytes of pages.
+    fn fill(&mut self, sequence: usize, held: &SequencePages, bytes: &[u8]) -> Result<(), Error> {
+        held.check(bytes.chunks_exact(self.layout.page_bytes()))?;
+        self.pages.check_room(held.count())?;
+        let taken = (0..held.count())
             .map(|_| self.pages.take())
             .collect::<Result<Vec<u32>, _>>()?;
-        let access = CacheAccess(());
-        let mut write = || {
-            for (page, bytes) in taken.iter().zip(pages) {
-                self.store.write_page(&access, *page, bytes)?;
-            }
-            Ok(())
-        };
-        let written = write();
+        let written = self.store.write_pages(&CacheAccess(()), &taken, bytes);
         if written.is_err() {
             taken
                 .into_iter()
@@ -81,9 +157,10 @@ impl KvCache {
                 .for_each(|page| self.pages.release(page));
             return written;
         }
-        self.table.residual_pages[sequence] = taken[home..].to_vec();
-        self.table.pages[sequence] = taken[..home].to_vec();
-        self.table.lens[sequence] = tokens;
+        let (home, residuals) = taken.split_at(held.home());
+        self.table.residual_pages[sequence] = residuals.to_vec();
+        self.table.pages[sequence] = home.to_vec();
+        self.table.lens[sequence] = held.tokens();
         Ok(())
     }
 

@@ -214,11 +214,12 @@ impl PageStore for Liar {
         Ok(())
     }
 
-    fn read_page(&self, _: &CacheAccess, _: u32) -> Result<Vec<u8>, Error> {
-        Ok(vec![0; self.layout.page_bytes()])
+    fn read_pages(&self, _: &CacheAccess, _: &[u32], out: &mut [u8]) -> Result<(), Error> {
+        out.fill(0);
+        Ok(())
     }
 
-    fn write_page(&mut self, _: &CacheAccess, _: u32, _: &[u8]) -> Result<(), Error> {
+    fn write_pages(&mut self, _: &CacheAccess, _: &[u32], _: &[u8]) -> Result<(), Error> {
         Ok(())
     }
 

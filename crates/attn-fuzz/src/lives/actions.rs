@@ -243,7 +243,7 @@ impl Life<'_> {
             pages::page_counts(self.config.format, self.config.page_size, given.tokens);
         let room = home.saturating_add(kept) <= self.cache.free_pages();
         let empty = self.sequences.get(to).is_some_and(|s| s.tokens == 0);
-        let done = self.cache.restore(to, given.tokens, &given.bytes);
+        let done = self.cache.restore_pages(to, given.tokens, &given.bytes);
         let could = fits_pages && room && empty;
         if whole {
             // Another number of tokens on the same pages may be as good.

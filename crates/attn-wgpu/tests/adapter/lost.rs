@@ -116,7 +116,7 @@ fn every_call_on_a_lost_device_says_that_it_is_lost() {
     cache.free_sequence(2).unwrap();
     is_lost("read_back", cache.read_back(0));
     is_lost("write_page", cache.write_page(0, &page));
-    is_lost("restore", cache.restore(2, 10, &pages));
+    is_lost("restore", cache.restore_pages(2, 10, &pages));
     is_lost("prepare", backend.prepare(&problem, &cache));
     is_lost("prepare_view", backend.prepare_view(&problem, &view));
     is_lost("record", backend.record(&mut encoder, &step, &k, &k, &k));

@@ -130,7 +130,7 @@ fn step(backend: &WgpuBackend, caches: &mut [KvCache; 2], appends: [(usize, usiz
     for sequence in 0..2 {
         let tokens = theirs.table().lens[sequence];
         let pages = theirs.read_back(sequence).unwrap();
-        cache.restore(sequence, tokens, &pages).unwrap();
+        cache.restore_pages(sequence, tokens, &pages).unwrap();
     }
     let plan = cpu.plan(&problem, format).unwrap();
     let (mut want, mut want_lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);

@@ -1,0 +1,359 @@
+//! A sequence outside of a cache: one block of bytes that says what it holds, to be kept in memory, in a file, or sent.
+
+use std::{borrow::Cow, ops::Range};
+
+use crate::{
+    cache_config::CacheConfig,
+    error::{Error, refuse},
+    format::KvFormat,
+    layout::PageLayout,
+    page_bytes::SequencePages,
+    view::check_tensor_scales,
+};
+
+/// The first bytes of every image.
+const MAGIC: &[u8; 8] = b"attn-seq";
+
+/// Of the header, and of the pages' bytes: another edition of the formats is another version.
+const VERSION: u32 = 1;
+
+/// No sequence has more tokens: sums of such numbers stay far below 2^64.
+const MOST_TOKENS: u64 = 1 << 48;
+
+/// Where the checksum lies in the header.
+const CHECKSUM: usize = 16;
+
+/// Zeros.
+const RESERVED: Range<usize> = 52..64;
+
+/// Where the format's name lies, filled up with zeros.
+const FORMAT: Range<usize> = 64..128;
+
+/// Where the tensor scales begin; the header ends behind them, at a multiple of [`ALIGN`].
+const SCALES: usize = FORMAT.end;
+
+const ALIGN: usize = 64;
+
+/// A sequence's tokens in a cache's own pages, with all that they mean something by: format, shape, tensor scales.
+///
+/// [`KvCache::image`](crate::KvCache::image) makes one and [`KvCache::restore`](crate::KvCache::restore) takes one, on any backend; the outputs over the restored sequence have the same bits. The
+/// bytes are one block with a header ([`formats`](crate::formats), "A sequence as one block"), so they can be written to a file or sent as they are.
+///
+/// ```
+/// use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat, SequenceImage};
+///
+/// let heads = Heads { q: 4, kv: 1, dim: 64 };
+/// let config = CacheConfig::builder(KvFormat::INT8, heads).sequences(2).max_len(256).build();
+/// let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
+/// cache.append(0, &[0.5; 3 * 64], &[2.0; 3 * 64])?;
+///
+/// let stored: Vec<u8> = cache.image(0)?.into_bytes();
+/// cache.free_sequence(0)?;
+/// let image = SequenceImage::from_bytes(&stored[..])?;
+/// assert_eq!(image.tokens(), 3);
+/// cache.restore(1, &image)?;
+/// assert_eq!(cache.table().lens, [0, 3]);
+/// # Ok::<(), attn_core::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct SequenceImage<'a> {
+    description: Description,
+    bytes: Cow<'a, [u8]>,
+}
+
+/// What an image's header says.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Description {
+    pages: SequencePages,
+    /// Of K and of V.
+    tensor_scales: [Vec<f32>; 2],
+}
+
+impl<'a> SequenceImage<'a> {
+    /// Bytes that [`Description::write_header`] has completed.
+    pub(super) fn new(description: Description, bytes: Vec<u8>) -> Self {
+        let bytes = bytes.into();
+        SequenceImage { description, bytes }
+    }
+
+    /// Takes the bytes of [`SequenceImage::as_bytes`], owned or borrowed, and checks the header, the size and the checksum.
+    ///
+    /// The values in the pages are checked by [`KvCache::restore`](crate::KvCache::restore).
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for what is not a whole image of this version, or damaged; [`Error::Length`] for other pages than the tokens have.
+    pub fn from_bytes(bytes: impl Into<Cow<'a, [u8]>>) -> Result<Self, Error> {
+        let bytes = bytes.into();
+        let description = Description::parse(&bytes)?;
+        let stored = long(&bytes, CHECKSUM);
+        let found = checksum(&bytes);
+        if found != stored {
+            return refuse(
+                "the checksum of a sequence's image",
+                format!("{found:016x} where its header has {stored:016x}"),
+                "the header's; the image is damaged, save the sequence again",
+            );
+        }
+        Ok(SequenceImage { description, bytes })
+    }
+
+    /// The header and the pages: what [`SequenceImage::from_bytes`] takes.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// The same bytes, owned.
+    #[must_use]
+    pub fn into_bytes(self) -> Vec<u8> {
+        self.bytes.into_owned()
+    }
+
+    /// Number of tokens.
+    #[must_use]
+    pub fn tokens(&self) -> usize {
+        self.description.pages.tokens()
+    }
+
+    /// The layout of the pages: format, heads, dims, tokens per page.
+    #[must_use]
+    pub fn layout(&self) -> &PageLayout {
+        self.description.pages.layout()
+    }
+
+    /// Static scales of K and of V per KV head, for fp8 and int8-tensor.
+    #[must_use]
+    pub fn tensor_scales(&self) -> [&[f32]; 2] {
+        let [k, v] = &self.description.tensor_scales;
+        [k, v]
+    }
+
+    /// The pages behind each other: home pages in token order, then residual pages.
+    #[must_use]
+    pub fn pages(&self) -> &[u8] {
+        &self.bytes[self.description.header_bytes()..]
+    }
+
+    pub(super) fn description(&self) -> &Description {
+        &self.description
+    }
+}
+
+impl Description {
+    /// Of these pages of a cache.
+    pub fn new(pages: SequencePages, config: &CacheConfig) -> Self {
+        Description {
+            pages,
+            tensor_scales: [&config.k_tensor_scales, &config.v_tensor_scales].map(Vec::clone),
+        }
+    }
+
+    pub fn pages(&self) -> &SequencePages {
+        &self.pages
+    }
+
+    pub fn header_bytes(&self) -> usize {
+        let scales: usize = self.tensor_scales.iter().map(Vec::len).sum();
+        (SCALES + 4 * scales).next_multiple_of(ALIGN)
+    }
+
+    /// Bytes of the image; saturates beyond those of any memory.
+    pub fn bytes(&self) -> usize {
+        let size = self.pages.layout().page_bytes();
+        let pages = self.pages.count().saturating_mul(size);
+        pages.saturating_add(self.header_bytes())
+    }
+
+    /// Writes the header of an image whose pages are there already.
+    pub fn write_header(&self, image: &mut [u8]) {
+        let (header, layout) = (self.header_bytes(), self.pages.layout());
+        image[..header].fill(0);
+        image[..8].copy_from_slice(MAGIC);
+        // `PageLayout` keeps these below 2^32, and no pool has more pages.
+        let words = [
+            (8, VERSION as usize),
+            (12, header),
+            (32, 1),
+            (36, layout.num_kv_heads()),
+            (40, layout.head_dim()),
+            (44, layout.page_size()),
+            (48, self.pages.residuals()),
+        ];
+        for (at, word) in words {
+            image[at..at + 4].copy_from_slice(&(word as u32).to_le_bytes());
+        }
+        image[24..32].copy_from_slice(&(self.pages.tokens() as u64).to_le_bytes());
+        let name = layout.format().to_string();
+        image[FORMAT][..name.len()].copy_from_slice(name.as_bytes());
+        let places = image[SCALES..header].chunks_exact_mut(4);
+        for (place, scale) in places.zip(self.tensor_scales.iter().flatten()) {
+            place.copy_from_slice(&scale.to_le_bytes());
+        }
+        let sum = checksum(image);
+        image[CHECKSUM..CHECKSUM + 8].copy_from_slice(&sum.to_le_bytes());
+    }
+
+    /// Reads a header, and compares the image's size with it.
+    fn parse(image: &[u8]) -> Result<Self, Error> {
+        if image.len() < SCALES || image[..8] != *MAGIC {
+            return refuse(
+                "the beginning of a sequence's image",
+                String::from_utf8_lossy(&image[..image.len().min(8)]),
+                "\"attn-seq\" and the rest of a header; pass the bytes of SequenceImage::as_bytes",
+            );
+        }
+        let version = word(image, 8);
+        if version != VERSION {
+            return refuse(
+                "the version of a sequence's image",
+                version,
+                "1; save the sequence with this version of the library",
+            );
+        }
+        if image[RESERVED].iter().any(|byte| *byte != 0) {
+            return refuse(
+                "a reserved part of the header of a sequence's image",
+                format!("{:02x?}", &image[RESERVED]),
+                "zeros; the image is damaged or of a later version, save the sequence again",
+            );
+        }
+        let number = |at: usize| word(image, at) as usize;
+        let format = format_of(image)?;
+        let layout = PageLayout::new(format, number(40), number(44), number(36))?;
+        let tokens = long(image, 24);
+        if tokens > MOST_TOKENS {
+            return refuse(
+                "the tokens of a sequence's image",
+                tokens,
+                "at most 2^48; the image is damaged, save the sequence again",
+            );
+        }
+        let home = (tokens as usize).div_ceil(layout.page_size());
+        let num_pages = home.saturating_add(number(48));
+        let scales = [format.k, format.v].map(|scheme| match scheme.has_tensor_scale() {
+            true => vec![1.0; layout.num_kv_heads()],
+            false => Vec::new(),
+        });
+        let mut description = Description {
+            pages: SequencePages::new(layout, tokens as usize, num_pages)?,
+            tensor_scales: scales,
+        };
+        description.check_size(image)?;
+        let (scales, _) = image[SCALES..].as_chunks();
+        let places = description.tensor_scales.iter_mut().flatten();
+        for (place, scale) in places.zip(scales) {
+            *place = f32::from_le_bytes(*scale);
+        }
+        for (scheme, scales) in [format.k, format.v].iter().zip(&description.tensor_scales) {
+            check_tensor_scales(*scheme, scales, layout.num_kv_heads())?;
+        }
+        Ok(description)
+    }
+
+    /// Compares the sizes that a header names, and the image's own, with what the rest of the header asks for.
+    fn check_size(&self, image: &[u8]) -> Result<(), Error> {
+        let [header, layers] = [word(image, 12), word(image, 32)];
+        if header as usize != self.header_bytes() || layers != 1 {
+            return refuse(
+                "the header of a sequence's image",
+                format!("{header} bytes, {layers} layers"),
+                "one layer, and as many bytes as the format has tensor scales; the image is damaged, save the sequence again",
+            );
+        }
+        if image.len() != self.bytes() {
+            return refuse(
+                "the size of a sequence's image",
+                format!(
+                    "{} bytes where its header asks for {}",
+                    image.len(),
+                    self.bytes()
+                ),
+                "the header's; pass the whole image",
+            );
+        }
+        Ok(())
+    }
+
+    /// Refuses a cache whose pages mean something else.
+    ///
+    /// # Errors
+    /// [`Error::ImageMismatch`].
+    pub fn check_cache(&self, config: &CacheConfig) -> Result<(), Error> {
+        let layout = self.pages.layout();
+        let (format, of_cache) = (layout.format(), config.format);
+        let numbers = [
+            ("num_kv_heads", layout.num_kv_heads(), config.num_kv_heads),
+            ("head_dim", layout.head_dim(), config.head_dim),
+            ("page_size", layout.page_size(), config.page_size),
+        ];
+        let numbers = numbers.map(|(what, image, cache)| {
+            let texts = [image.to_string(), cache.to_string()];
+            (what, image != cache, texts)
+        });
+        let [k, v] = &self.tensor_scales;
+        let scales = |what, image: &[f32], cache: &[f32]| {
+            (
+                what,
+                image != cache,
+                [image, cache].map(|x| format!("{x:?}")),
+            )
+        };
+        let formats = [format, of_cache].map(|format| format.to_string());
+        let mut all = vec![("format", format != of_cache, formats)];
+        all.extend(numbers);
+        all.push(scales("k_tensor_scales", k, &config.k_tensor_scales));
+        all.push(scales("v_tensor_scales", v, &config.v_tensor_scales));
+        match all.into_iter().find(|(_, differ, _)| *differ) {
+            Some((what, _, [image, cache])) => Err(Error::ImageMismatch { what, image, cache }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The format that a header names.
+fn format_of(image: &[u8]) -> Result<KvFormat, Error> {
+    let name = &image[FORMAT];
+    let end = name
+        .iter()
+        .position(|byte| *byte == 0)
+        .unwrap_or(name.len());
+    String::from_utf8_lossy(&name[..end]).parse()
+}
+
+fn word(image: &[u8], at: usize) -> u32 {
+    long(image, at) as u32
+}
+
+fn long(image: &[u8], at: usize) -> u64 {
+    let bytes = image[at..at + 8].iter().rev();
+    bytes.fold(0, |number, byte| number << 8 | u64::from(*byte))
+}
+
+/// The checksum of an image: four sums of 64 bits, over every fourth word of 8 bytes each, which are then summed up in the same way.
+fn checksum(image: &[u8]) -> u64 {
+    const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
+    let add = |sum: u64, word: u64| (sum ^ word).wrapping_mul(FACTOR).rotate_left(29);
+    let mut sums = [1, 2, 3, 4];
+    let mut add_all = |bytes: &[u8]| {
+        let (chunks, _) = bytes.as_chunks::<32>();
+        for chunk in chunks {
+            let (words, _) = chunk.as_chunks();
+            for (sum, word) in sums.iter_mut().zip(words) {
+                *sum = add(*sum, u64::from_le_bytes(*word));
+            }
+        }
+    };
+    // The field itself counts as zero; pages may end with half a chunk, whose other half counts as zero.
+    let mut first = [0; 32];
+    first.copy_from_slice(&image[..32]);
+    first[CHECKSUM..CHECKSUM + 8].fill(0);
+    add_all(&first);
+    add_all(&image[32..]);
+    let (_, rest) = image.as_chunks::<32>();
+    if !rest.is_empty() {
+        let mut last = [0; 32];
+        last[..rest.len()].copy_from_slice(rest);
+        add_all(&last);
+    }
+    sums.into_iter().fold(image.len() as u64, add)
+}
