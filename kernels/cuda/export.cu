@@ -1,6 +1,7 @@
 // export.cu: writes cached tokens as rows of floats, turned back where their scheme is rotated: `convert::dequantize` of attn-core, rounded once.
 //
-// Grid      (tiles of the longest range, num_kv_heads, batch); 4 warps, each with 16 tokens of the tile.
+// Grid      (num_kv_heads, tiles of the longest range, batch); 4 warps, each with 16 tokens of the tile. Heads come first, as those of a token lie
+//           side by side in the rows that are written.
 // Lanes     2 or 4 of a warp share a token: 16-byte panels are loaded whole, most butterflies of the rotation are inside a lane, and stores fill
 //           sectors of 32 bytes.
 // Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh.
@@ -58,37 +59,47 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
 
     METHOD u32 panel(int j) const { return PANELS % LANES ? min(LANES * j + part, PANELS - 1) : LANES * j + part; }
 
-    static METHOD float value(u32 code, u32 residual, bool is_fine, u32 param, float tensor_scale) {
+    static METHOD float value(u32 code, u32 param, float tensor_scale) {
         const float scale = half_float(param & 0xffff);
         if (SCHEME == F16) return half_float(code);
         if (SCHEME == BF16) return bits_float(code << 16);
         if (SCHEME == FP8) return of_fp8(code) * tensor_scale;
         if (SCHEME == INT4) return (float)code * scale + half_float(param >> 16);
-        if (SCHEME == ROTATED_INT4) {
-            return is_fine ? (2.0f * (float)(16 * code + residual) - 255.0f) * (scale * 0.0625f) : (2.0f * (float)code - 15.0f) * scale;
-        }
+        if (SCHEME == ROTATED_INT4) return whole(2 * code, 15.0f) * scale;
         return (float)(signed char)code * (SCHEME == INT8_TENSOR ? tensor_scale : scale);
     }
 
+    // A small number less another one, both whole: without a conversion, of which a processor does few at a time.
+    static METHOD float whole(u32 number, float less) { return bits_float(0x4b000000 | number) - (8388608.0f + less); }
+    static METHOD float fine_value(u32 code, u32 residual, u32 param) { return whole(2 * (16 * code + residual), 255.0f) * (half_float(param & 0xffff) * 0.0625f); }
+
     // `residuals` is null where the row is read without.
     METHOD void load(const u8* codes, const u8* params, const u8* residuals, u32 t, float tensor_scale) {
-        PanelCodes<SCHEME, COLUMNS> stored[EACH], fine[EACH] = {};
+        PanelCodes<SCHEME, COLUMNS> stored[EACH];
         u32 param[EACH][PARAMS] = {};
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
             stored[j].load(codes, t, panel(j));
-            if (Layout::HALF_STEPS && residuals) fine[j].load(residuals, t, panel(j));
 #pragma unroll
             for (int n = 0; n < PARAMS && Layout::HAS_PARAMS; n++) {
                 const u32 at = (16 * panel(j) + 4 * n) / WIDTH * PAGE + t;
                 param[j][n] = Layout::IS_INT4 ? ((const u32*)params)[at] : ((const u16*)params)[at];
             }
         }
+        if (Layout::HALF_STEPS && residuals) {
 #pragma unroll
-        for (int j = 0; j < EACH; j++)
+            for (int j = 0; j < EACH; j++) {
+                PanelCodes<SCHEME, COLUMNS> fine;
+                fine.load(residuals, t, panel(j));
 #pragma unroll
-            for (int e = 0; e < 16; e++)
-                x[j][e] = value(stored[j].code(e, t), fine[j].code(e, t), residuals != nullptr, param[j][e / 4 % PARAMS], tensor_scale);
+                for (int e = 0; e < 16; e++) x[j][e] = fine_value(stored[j].code(e, t), fine.code(e, t), param[j][e / 4 % PARAMS]);
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < EACH; j++)
+#pragma unroll
+                for (int e = 0; e < 16; e++) x[j][e] = value(stored[j].code(e, t), param[j][e / 4 % PARAMS], tensor_scale);
+        }
         if constexpr (is_rotated(SCHEME)) rotate_back();
     }
     // As `Token::rotate<true>`: one bit of the dims after another.
@@ -146,9 +157,9 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_export(const __grid_constant__ ExportParams p) {
-    const int head = blockIdx.y, b = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int head = blockIdx.x, b = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_row = p.row_starts[b], begin = p.first_tokens ? p.first_tokens[b] : 0, end = begin + p.row_starts[b + 1] - first_row;
-    const int tile = begin / TILE + (int)blockIdx.x, block = tile * TILE + warp * BLOCK, newest = (p.kv_lens[b] - 1) / TILE;
+    const int tile = begin / TILE + (int)blockIdx.y, block = tile * TILE + warp * BLOCK, newest = (p.kv_lens[b] - 1) / TILE;
     if (block + BLOCK <= begin || block >= end) return;
     const float k_scale = p.k_tensor_scales ? p.k_tensor_scales[head] : 1.0f, v_scale = p.v_tensor_scales ? p.v_tensor_scales[head] : 1.0f;
     const auto run_of = [&](u32 page) { return p.pool + (u64)page * p.page_stride + (u64)head * RUN; };

@@ -43,7 +43,7 @@ pub struct ExportArgs {
     pub v_tensor_scales: DeviceAddress,
     /// Sequences.
     pub batch: usize,
-    /// No range has more tokens.
+    /// No range has more tokens. Up to 4194000.
     pub max_tokens: usize,
 }
 
@@ -54,12 +54,22 @@ pub struct NativeExport {
     kernel: Arc<LoadedKernel>,
 }
 
+/// Their tiles, and one more, are the second axis of a grid.
+const MOST_TOKENS: usize = 4_194_000;
+
 /// The kernel's parameter block.
 ///
 /// # Errors
-/// [`Error::Parameter`] for a number that needs more than 31 bits, for token strides that are no multiples of 8, and for residual pages that
+/// [`Error::Parameter`] for a number that needs more than 31 bits, for token strides that are no multiples of 8, for ranges of more than 4194000 tokens, and for residual pages that
 /// are missing.
 pub fn export_params(args: &ExportArgs, layout: &PageLayout) -> Result<ExportParams, Error> {
+    if args.max_tokens > MOST_TOKENS {
+        return Err(Error::Parameter {
+            what: "max_tokens",
+            given: args.max_tokens.to_string(),
+            allowed: "up to 4194000, as grids have no more rows of tiles; export longer ranges in parts",
+        });
+    }
     for stride in [args.k_token_stride, args.v_token_stride] {
         if !stride.is_multiple_of(8) {
             return Err(Error::Parameter {
@@ -105,7 +115,7 @@ pub fn export_params(args: &ExportArgs, layout: &PageLayout) -> Result<ExportPar
 pub fn export_grid(layout: &PageLayout, batch: usize, max_tokens: usize) -> ([usize; 3], usize) {
     // A range may begin inside a tile, so it touches up to this many.
     let tiles = max_tokens.saturating_add(TILE - 2) / TILE + 1;
-    ([tiles, layout.num_kv_heads(), batch], COPY_THREADS)
+    ([layout.num_kv_heads(), tiles, batch], COPY_THREADS)
 }
 
 impl CudaBackend {
