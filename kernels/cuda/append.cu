@@ -15,7 +15,7 @@ typedef Token<ATTN_K, ATTN_K_GROUPS, false> KToken;
 typedef Token<ATTN_V, ATTN_V_GROUPS, (V_BITS < 16)> VToken;
 
 DEVICE u8* run_of(const AppendParams& p, u32 page, int head) {
-    return p.pool + (u64)page * (u32)(p.num_kv_heads * RUN) + (u32)head * RUN;
+    return p.pool + page * p.page_stride + (u32)head * RUN;
 }
 DEVICE u32 page_of(const AppendParams& p, int b, u32 page) { return p.page_table[(long long)b * p.page_table_stride + page]; }
 constexpr u32 NO_PAGE = ~0u;  // in the slot of a page that keeps no residuals

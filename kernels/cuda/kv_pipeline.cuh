@@ -147,7 +147,7 @@ template <class Source> struct TileCopier {
     // The page of the current tile's entry n; the whole warp asks.
     __device__ __forceinline__ u32 entry_of(int n) const { return __shfl_sync(~0u, pages, known + n); }
     __device__ __forceinline__ const u8* run(const DecodeParams& p, u32 of_page) const {
-        return runs + (u64)of_page * (u32)p.page_bytes;
+        return runs + (u64)of_page * (u32)p.page_stride;
     }
 
     __device__ __forceinline__ void copy_stage(const DecodeParams& p) {

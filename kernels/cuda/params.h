@@ -61,7 +61,7 @@ struct DecodeParams {
     int window_left;                           // Tokens to the left of the query that it sees, or -1 without a window.
     int causal;                                // Whether the mask is causal.
     int partial_per_segment;                   // Whether a partial is a segment's state (there is little work); else it is a span's.
-    int page_bytes;                            // Pages: bytes of a page, of all KV heads.
+    int page_stride;                           // Pages: bytes from one page to the next.
     FastDivmod heads_per_kv_divmod;            // Divides by heads_per_kv.
     FastDivmod row_blocks_divmod;              // Divides by row_blocks.
     FastDivmod ctas_divmod;                    // Divides by the CTAs of the grid's first axis.
@@ -93,6 +93,7 @@ struct AppendParams {
     const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
     long long k_token_stride;                  // Elements from one token of K to the next.
     long long v_token_stride;                  // Elements from one token of V to the next.
+    unsigned long long page_stride;            // Bytes from one page to the next.
     int tokens;                                // New tokens of each sequence; those of sequence b start at b * tokens. With slots: all new tokens.
     int batch;                                 // Sequences.
     int num_kv_heads;                          // KV heads.
@@ -101,7 +102,7 @@ struct AppendParams {
     int is_followed;                           // Whether the next launch is a decode that knows which pages this one writes.
     unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
 };
-static_assert(sizeof(AppendParams) == 120, "params.rs");
+static_assert(sizeof(AppendParams) == 128, "params.rs");
 
 // Parameters of `import.cu`.
 struct ImportParams {

@@ -3,16 +3,17 @@
 use std::{
     fmt,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, LazyLock, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
 };
 
 use tracing::{
-    Event, Level, Metadata, Subscriber,
+    Dispatch, Event, Level, Metadata, Subscriber,
     field::{Field, Visit},
     level_filters::LevelFilter,
     span::{Attributes, Id, Record},
+    subscriber::NoSubscriber,
 };
 
 /// An event, or a span that was opened.
@@ -95,8 +96,13 @@ impl Subscriber for Recorder {
     fn exit(&self, _: &Id) {}
 }
 
+/// Beside a lone subscriber, `tracing` asks only the calling thread's whether an event is ever wanted: a thread of another test, which has none, would
+/// answer no for all. Beside this one it asks all.
+static BESIDE: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(NoSubscriber::new()));
+
 /// What this thread is told while `run` runs, of levels up to `most`; and what `run` gives.
 pub fn told<T>(most: Level, run: impl FnOnce() -> T) -> (Vec<Told>, T) {
+    LazyLock::force(&BESIDE);
     let told = Arc::new(Mutex::new(Vec::new()));
     let recorder = Recorder {
         most: LevelFilter::from_level(most),

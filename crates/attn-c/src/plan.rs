@@ -8,7 +8,7 @@ use std::{
 use attn::{
     CacheConfig, Heads, KvFormat, PageLayout, Problem,
     backends::cuda::native::{
-        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, KvLayout, NativeAppend, NativePlan,
+        self, AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, KvLayout, NativeAppend, NativePlan,
         SlotAppendArgs, Stream, alibi_slopes_log2,
     },
 };
@@ -91,6 +91,9 @@ pub struct Pages {
     pub k_scales: *const f32,
     /// The same for V.
     pub v_scales: *const f32,
+    /// Bytes from one page of the pool to the next, a multiple of 16; 0: attn_plan_info.page_bytes. More where pages are padded, or those of other
+    /// layers lie between.
+    pub page_stride: usize,
 }
 
 // SAFETY: `repr(C)`, and `struct_size` is first.
@@ -282,6 +285,17 @@ impl Plan {
         }
     }
 
+    fn pool(&self, pages: &Pages) -> Result<native::Pages, Failure> {
+        Ok(native::Pages {
+            at: given("pool", pages.pool)?,
+            stride: match pages.page_stride {
+                0 => self.layout.page_bytes(),
+                stride => stride,
+            },
+            num_pages: pages.num_pages,
+        })
+    }
+
     fn decode_args(
         &self,
         pages: &Pages,
@@ -306,8 +320,7 @@ impl Plan {
             dtype: on_device(rows.dtype)?,
             lse: address(rows.lse),
             kv: DeviceKv::Paged {
-                pool: given("pool", pages.pool)?,
-                num_pages: pages.num_pages,
+                pool: self.pool(pages)?,
                 page_table: given("page_table", pages.page_table)?,
                 page_table_stride: pages.page_table_stride,
                 residual_pages: address(pages.residual_pages),
@@ -410,8 +423,7 @@ pub unsafe extern "C" fn attn_plan_step(
             dtype: on_device(tokens.dtype)?,
             k_token_stride: plan.token_stride(tokens.k_token_stride),
             v_token_stride: plan.token_stride(tokens.v_token_stride),
-            pool: address(pages.pool),
-            num_pages: pages.num_pages,
+            pool: plan.pool(&pages)?,
             page_table: address(pages.page_table),
             page_table_stride: pages.page_table_stride,
             residual_pages: address(pages.residual_pages),
@@ -455,8 +467,7 @@ pub unsafe extern "C" fn attn_plan_append_slots(
             dtype: on_device(tokens.dtype)?,
             k_token_stride: plan.token_stride(tokens.k_token_stride),
             v_token_stride: plan.token_stride(tokens.v_token_stride),
-            pool: given("pool", pages.pool)?,
-            num_pages: pages.num_pages,
+            pool: plan.pool(&pages)?,
             slots: given("slots", slots)?,
             residual_pages: address(residual_pages),
             k_tensor_scales: plan.scales("k_scales", pages.k_scales, plan.layout.format().k)?,

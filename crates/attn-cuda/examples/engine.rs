@@ -7,7 +7,7 @@ use std::error::Error;
 use attn_core::{CacheConfig, Heads, KvFormat, Problem};
 use attn_cuda::{
     CudaBackend,
-    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, Stream},
+    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, Pages, Stream},
 };
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, sys};
 
@@ -71,6 +71,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .collect();
     let pool: CudaSlice<u8> =
         stream.alloc_zeros(config.num_pages * config.layout()?.page_bytes())?;
+    let pool_pages = Pages::new(at(&pool, &stream), &config.layout()?, config.num_pages);
     let workspace: CudaSlice<u8> = stream.alloc_zeros(plan.workspace_bytes())?;
     let page_table = stream.clone_htod(&table)?;
     let residual_table = match slots {
@@ -94,8 +95,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         dtype: Dtype::F32,
         k_token_stride: KV_HEADS * HEAD_DIM,
         v_token_stride: KV_HEADS * HEAD_DIM,
-        pool: at(&pool, &stream),
-        num_pages: config.num_pages,
+        pool: pool_pages,
         page_table: at(&page_table, &stream),
         page_table_stride: pages,
         residual_pages,
@@ -112,8 +112,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         lse: at(&lse, &stream),
         dtype: Dtype::F32,
         kv: DeviceKv::Paged {
-            pool: at(&pool, &stream),
-            num_pages: config.num_pages,
+            pool: pool_pages,
             page_table: at(&page_table, &stream),
             page_table_stride: pages,
             residual_pages,
@@ -131,7 +130,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // Captured once. Lengths are read on the device, so every replay decodes what has been appended by then.
     stream.synchronize()?;
     stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
-    // SAFETY: every buffer above is as long as documented and outlives the graph; pages and residual pages are below `num_pages` and
+    // SAFETY: every buffer above is as long as documented and outlives the graph; pages and residual pages are in the pool and
     // belong to one sequence each; lengths stay within MAX_LEN.
     // The workspace was allocated zeroed and is this plan's alone.
     unsafe {

@@ -14,7 +14,7 @@ use crate::{
     error::{BACKEND, failed},
     gpu::CudaBackend,
     images,
-    native::{self, DeviceAddress, DeviceKv, DeviceRows, NativePlan},
+    native::{self, DeviceAddress, DeviceKv, DeviceRows, NativePlan, Pages},
     sizes,
     step::{Inputs, Parts, Placed},
     store::CudaPages,
@@ -93,8 +93,7 @@ impl CudaBackend {
                 let store = self.store(cache)?;
                 let has_window = cache.config().format.window() != Window::None;
                 let kv = DeviceKv::Paged {
-                    pool: store.pool_address(),
-                    num_pages: store.pages_to_read(),
+                    pool: store.pages(store.pages_to_read()),
                     page_table: placed.at(placed.parts.table),
                     page_table_stride: inputs.tables.stride,
                     residual_pages: placed.some(has_window, placed.parts.residuals),
@@ -103,10 +102,10 @@ impl CudaBackend {
                 Ok((kv, store.tensor_scale_addresses()))
             }
             KvMemory::View(view) => {
-                let kv = if inputs.import.is_some() {
+                let kv = if let Some(import) = &inputs.import {
+                    let at = placed.at(placed.parts.imported);
                     DeviceKv::Paged {
-                        pool: placed.at(placed.parts.imported),
-                        num_pages: inputs.tables.table.len(),
+                        pool: Pages::new(at, import.layout(), inputs.tables.table.len()),
                         page_table: placed.at(placed.parts.table),
                         page_table_stride: inputs.tables.stride,
                         residual_pages: DeviceAddress::NULL,

@@ -9,7 +9,7 @@ use cudarc::driver::{CudaSlice, DevicePtr};
 use crate::{
     device::{Device, LoadedKernel},
     error::failed,
-    native::{self, AppendArgs, DeviceAddress, Dtype},
+    native::{self, AppendArgs, DeviceAddress, Dtype, Pages},
     sizes,
     upload::{Upload, bytes_of},
 };
@@ -209,10 +209,11 @@ impl CudaPages {
         self.num_pages + 1
     }
 
-    /// The pool's device address, for native callers.
+    /// The pool's first `count` pages, for native callers.
     #[must_use]
-    pub fn pool_address(&self) -> DeviceAddress {
-        DeviceAddress::new(self.pool.device_ptr(&self.device.stream).0)
+    pub fn pages(&self, count: usize) -> Pages {
+        let at = DeviceAddress::new(self.pool.device_ptr(&self.device.stream).0);
+        Pages::new(at, &self.layout, count)
     }
 
     /// Device addresses of K's and V's static scales, null where the scheme has none.
@@ -265,8 +266,7 @@ impl CudaPages {
             dtype: Dtype::F32,
             k_token_stride: row,
             v_token_stride: row,
-            pool: self.pool_address(),
-            num_pages: self.num_pages,
+            pool: self.pages(self.num_pages),
             page_table,
             page_table_stride: run.pages,
             residual_pages: page_table.offset(4 * run.pages).given(slots > 0),

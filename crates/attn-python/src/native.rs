@@ -4,7 +4,7 @@ use attn::{
     CacheConfig, Heads, Int8Scale, KvFormat, PageLayout, Problem, Scheme, Window,
     backends::cuda::native::{
         AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype as CudaDtype,
-        ExportArgs, KvLayout, NativeAppend, NativeExport, NativePlan, SlotAppendArgs,
+        ExportArgs, KvLayout, NativeAppend, NativeExport, NativePlan, Pages, SlotAppendArgs,
         alibi_slopes_log2,
     },
 };
@@ -135,11 +135,15 @@ impl Plan {
         Ok((memory, dtype, array.shape[0]))
     }
 
-    /// The pool, and its number of pages.
-    fn pool(&self, capsule: &Bound<'_, PyCapsule>) -> PyResult<(DeviceAddress, usize)> {
+    /// The pool: whole pages side by side, or pages along its first dim that lie apart.
+    fn pool(&self, capsule: &Bound<'_, PyCapsule>) -> PyResult<Pages> {
         let array = Array::new("pool", capsule)?;
-        let memory = self.gpu.memory(&array, &[Dtype::U8], 0)?;
         let page = self.layout.page_bytes();
+        let of_first = array.shape.iter().skip(1).product::<usize>();
+        let lie_apart = array.shape.len() > 1 && of_first == page;
+        let memory = self
+            .gpu
+            .memory(&array, &[Dtype::U8], usize::from(lie_apart))?;
         if !memory.bytes.is_multiple_of(page) || !array.address().is_multiple_of(256) {
             return Err(errors::shape(format!(
                 "pool has {} bytes at {:#x}; needed: whole pages of {page} bytes, from a multiple of 256 on",
@@ -147,7 +151,12 @@ impl Plan {
                 array.address()
             )));
         }
-        Ok((memory.address, memory.bytes / page))
+        let num_pages = memory.bytes / page;
+        let mut pages = Pages::new(memory.address, &self.layout, num_pages);
+        if lie_apart && num_pages > 1 {
+            pages.stride = usize::try_from(array.strides[0]).unwrap_or(0);
+        }
+        Ok(pages)
     }
 
     /// The static scales of K and V.
@@ -203,13 +212,12 @@ impl Plan {
     }
 
     fn kv_of_pages(&self, pages: &PageArrays<'_>) -> PyResult<Kv> {
-        let (pool, num_pages) = self.pool(&pages.pool)?;
+        let pool = self.pool(&pages.pool)?;
         let (page_table, page_table_stride) = self.full_table(&pages.page_table)?;
         let (residual_pages, residual_slots) = self.residuals(pages)?;
         Ok(Kv {
             kv: DeviceKv::Paged {
                 pool,
-                num_pages,
                 page_table,
                 page_table_stride,
                 residual_pages,
@@ -437,7 +445,7 @@ impl Plan {
         k: &Bound<'_, PyCapsule>,
         v: &Bound<'_, PyCapsule>,
     ) -> PyResult<AppendArgs> {
-        let (pool, num_pages) = self.pool(&pages.pool)?;
+        let pool = self.pool(&pages.pool)?;
         let (page_table, page_table_stride) = self.table("page_table", &pages.page_table)?;
         let (residual_pages, residual_slots) = self.residuals(pages)?;
         let ([k, v], dtype, [k_token_stride, v_token_stride], all) = self.new_tokens(k, v)?;
@@ -456,7 +464,6 @@ impl Plan {
             k_token_stride,
             v_token_stride,
             pool,
-            num_pages,
             page_table,
             page_table_stride,
             residual_pages,
@@ -605,7 +612,7 @@ impl Plan {
         stream: u64,
     ) -> PyResult<()> {
         let gpu = self.gpu.cuda()?;
-        let (pool, num_pages) = self.pool(&pages.pool)?;
+        let pool = self.pool(&pages.pool)?;
         let ([k, v], dtype, [k_token_stride, v_token_stride], tokens) = self.new_tokens(k, v)?;
         let has_window = self.layout.format().window() != Window::None;
         let residual_bytes = if has_window { 4 * tokens } else { 0 };
@@ -618,7 +625,6 @@ impl Plan {
             k_token_stride,
             v_token_stride,
             pool,
-            num_pages,
             slots: self
                 .gpu
                 .list("slots", Some(slots), (Dtype::I64, 8 * tokens))?,

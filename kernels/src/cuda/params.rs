@@ -168,8 +168,8 @@ blocks! {
         causal: i32 = "int",
         /// Whether a partial is a segment's state (there is little work); else it is a span's.
         partial_per_segment: i32 = "int",
-        /// Pages: bytes of a page, of all KV heads.
-        page_bytes: i32 = "int",
+        /// Pages: bytes from one page to the next.
+        page_stride: i32 = "int",
         /// Divides by heads_per_kv.
         heads_per_kv_divmod: FastDivmod = "FastDivmod",
         /// Divides by row_blocks.
@@ -221,6 +221,8 @@ blocks! {
         k_token_stride: i64 = "long long",
         /// Elements from one token of V to the next.
         v_token_stride: i64 = "long long",
+        /// Bytes from one page to the next.
+        page_stride: u64 = "unsigned long long",
         /// New tokens of each sequence; those of sequence b start at b * tokens. With slots: all new tokens.
         tokens: i32 = "int",
         /// Sequences.

@@ -10,6 +10,7 @@ use crate::workload::{Operation, Workload};
 /// The table of a pool that lies in the arena.
 pub(super) struct Pages {
     num_pages: usize,
+    page_bytes: usize,
     stride: usize,
     page_table: CudaSlice<u32>,
     /// The slots of every sequence, where the format has a window.
@@ -26,12 +27,19 @@ pub(super) struct Pages {
 impl Pages {
     pub(super) fn kv(&self, buffers: &Buffers, pool: DeviceAddress) -> DeviceKv {
         DeviceKv::Paged {
-            pool,
-            num_pages: self.num_pages,
+            pool: self.pool(pool),
             page_table: buffers.address(&self.page_table),
             page_table_stride: self.stride,
             residual_pages: self.residual_pages(buffers),
             residual_slots: self.residual_slots,
+        }
+    }
+
+    fn pool(&self, at: DeviceAddress) -> attn_cuda::native::Pages {
+        attn_cuda::native::Pages {
+            at,
+            stride: self.page_bytes,
+            num_pages: self.num_pages,
         }
     }
 
@@ -56,8 +64,7 @@ impl Pages {
             dtype: Dtype::Bf16,
             k_token_stride: self.row,
             v_token_stride: self.row,
-            pool,
-            num_pages: self.num_pages,
+            pool: self.pool(pool),
             slots: slots.map_or(DeviceAddress::NULL, |slots| buffers.address(slots)),
             residual_pages: residuals.map_or(DeviceAddress::NULL, |pages| buffers.address(pages)),
             k_tensor_scales: scales[0],
@@ -82,8 +89,7 @@ impl Pages {
             dtype: Dtype::Bf16,
             k_token_stride: self.row,
             v_token_stride: self.row,
-            pool,
-            num_pages: self.num_pages,
+            pool: self.pool(pool),
             page_table: timer.buffers.address(&self.page_table),
             page_table_stride: self.stride,
             residual_pages: self.residual_pages(&timer.buffers),
@@ -156,6 +162,7 @@ pub(super) fn fill(
     let pages = |table: &[u32], stride| -> Result<Pages, Error> {
         Ok(Pages {
             num_pages: config.num_pages,
+            page_bytes,
             stride,
             page_table: timer.buffers.upload(table)?,
             residual_pages: match &residuals[..] {

@@ -121,7 +121,7 @@ impl CudaTimer {
             dtype: Dtype::Bf16,
             k_token_stride: HEADS * DIM,
             v_token_stride: HEADS * DIM,
-            pool,
+            pool: Pages::new(pool, &layout, config.num_pages),
             page_table: at.address(&table),
             page_table_stride: LEN / PAGE_SIZE,
             residual_pages: residuals

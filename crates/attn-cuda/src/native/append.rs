@@ -6,7 +6,7 @@ use attn_core::{Error, PageLayout};
 use attn_kernels::cuda::params::AppendParams;
 use cudarc::driver::sys;
 
-use super::{COPY_THREADS, DeviceAddress};
+use super::{COPY_THREADS, DeviceAddress, Pages};
 use crate::{device::LoadedKernel, error::failed, sizes};
 
 /// Number format of an engine's rows: K and V to append, queries, outputs.
@@ -45,9 +45,7 @@ pub struct AppendArgs {
     /// Elements from one token of V to the next.
     pub v_token_stride: usize,
     /// The pool.
-    pub pool: DeviceAddress,
-    /// Pages in the pool.
-    pub num_pages: usize,
+    pub pool: Pages,
     /// u32 `[batch][page_table_stride]`.
     pub page_table: DeviceAddress,
     /// Entries per sequence.
@@ -83,9 +81,7 @@ pub struct SlotAppendArgs {
     /// Elements from one token of V to the next.
     pub v_token_stride: usize,
     /// The pool.
-    pub pool: DeviceAddress,
-    /// Pages in the pool.
-    pub num_pages: usize,
+    pub pool: Pages,
     /// i64 `[tokens]`: `page · page_size + token of the page`; a token with a negative slot is skipped.
     pub slots: DeviceAddress,
     /// u32 `[tokens]`: the residual page of the token's page, or `u32::MAX` if that keeps none (as for all but a sequence's last
@@ -102,7 +98,7 @@ pub struct SlotAppendArgs {
 /// The kernel's parameter block of an append by slots.
 ///
 /// # Errors
-/// [`Error::Parameter`] for a number that needs more than 31 bits, for slots that are null, and for residual pages that are missing.
+/// [`Error::Parameter`] for a number that needs more than 31 bits, for pages that overlap, for slots that are null, and for residual pages that are missing.
 pub fn slot_append_params(
     args: &SlotAppendArgs,
     layout: &PageLayout,
@@ -114,13 +110,15 @@ pub fn slot_append_params(
             allowed: "an i64 for each token; append_on takes places from kv_lens",
         });
     }
+    args.pool.check(layout.page_bytes())?;
     sizes::has_residual_pages(layout.format(), layout.page_size(), args.residual_pages)?;
     let [k_token_stride, v_token_stride, _] =
         sizes::strides([args.k_token_stride, args.v_token_stride, 0]);
     Ok(AppendParams {
         k: args.k.get(),
         v: args.v.get(),
-        pool: args.pool.get(),
+        pool: args.pool.at.get(),
+        page_stride: args.pool.stride as u64,
         residual_pages: args.residual_pages.get(),
         slots: args.slots.get(),
         k_tensor_scales: args.k_tensor_scales.get(),
@@ -137,18 +135,20 @@ pub fn slot_append_params(
 /// The kernel's parameter block; `is_followed` by a decode that knows what is appended.
 ///
 /// # Errors
-/// [`Error::Parameter`] for a number that needs more than 31 bits, and for residual pages that are missing.
+/// [`Error::Parameter`] for a number that needs more than 31 bits, for pages that overlap, and for residual pages that are missing.
 pub fn append_params(
     args: &AppendArgs,
     layout: &PageLayout,
     is_followed: bool,
 ) -> Result<AppendParams, Error> {
+    args.pool.check(layout.page_bytes())?;
     let [k_token_stride, v_token_stride, _] =
         sizes::strides([args.k_token_stride, args.v_token_stride, 0]);
     Ok(AppendParams {
         k: args.k.get(),
         v: args.v.get(),
-        pool: args.pool.get(),
+        pool: args.pool.at.get(),
+        page_stride: args.pool.stride as u64,
         page_table: args.page_table.get(),
         residual_pages: args.residual_pages.get(),
         residual_ring: sizes::slots(
@@ -275,8 +275,7 @@ mod tests {
             dtype: Dtype::F32,
             k_token_stride: 256,
             v_token_stride: usize::MAX,
-            pool: DeviceAddress::NULL,
-            num_pages: 1,
+            pool: Pages::new(DeviceAddress::NULL, &layout(), 1),
             page_table: DeviceAddress::NULL,
             page_table_stride: 3,
             residual_pages: DeviceAddress::new(0x100),
@@ -325,7 +324,6 @@ mod tests {
             k_token_stride: 256,
             v_token_stride: 512,
             pool: a.pool,
-            num_pages: 1,
             slots: DeviceAddress::new(0x200),
             residual_pages: a.residual_pages,
             k_tensor_scales: a.k_tensor_scales,

@@ -5,19 +5,8 @@ use std::{ffi::c_void, sync::Arc};
 use attn_core::Error;
 use attn_kernels::cuda::{Instance, params::CopyPagesParams};
 
-use super::{DeviceAddress, Stream};
+use super::{DeviceAddress, Pages, Stream};
 use crate::{device::LoadedKernel, error::failed, gpu::CudaBackend, sizes};
-
-/// Pages that a copy reads or writes.
-#[derive(Debug, Clone, Copy)]
-pub struct Pages {
-    /// The first page: device memory, or pinned host memory that the device can address (`cuMemHostAlloc`).
-    pub at: DeviceAddress,
-    /// Bytes from one page to the next, a multiple of 16; at least the bytes of a page.
-    pub stride: usize,
-    /// How many there are.
-    pub num_pages: usize,
-}
 
 /// One launch of [`CudaBackend::copy_pages_on`].
 #[derive(Debug, Clone, Copy)]
@@ -48,19 +37,8 @@ const THREADS: usize = 256;
 /// [`Error::Parameter`] for bytes that are no multiples of 16, and for pages that overlap.
 pub fn copy_pages_params(args: &CopyPagesArgs) -> Result<CopyPagesParams, Error> {
     let bytes = args.page_bytes;
-    for (what, given, is_allowed) in [
-        ("bytes of a page", bytes, bytes > 0),
-        ("page stride", args.from.stride, args.from.stride >= bytes),
-        ("page stride", args.to.stride, args.to.stride >= bytes),
-    ] {
-        if !is_allowed || !given.is_multiple_of(16) {
-            return Err(Error::Parameter {
-                what,
-                given: given.to_string(),
-                allowed: "a multiple of 16: PageLayout::page_bytes, and strides of at least that",
-            });
-        }
-    }
+    args.from.check(bytes)?;
+    args.to.check(bytes)?;
     let [from_stride, to_stride, _] = sizes::strides([args.from.stride, args.to.stride, 0]);
     let [from_pages, to_pages, _] = sizes::strides([args.from.num_pages, args.to.num_pages, 0]);
     Ok(CopyPagesParams {

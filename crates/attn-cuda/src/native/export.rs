@@ -5,7 +5,7 @@ use std::{ffi::c_void, sync::Arc};
 use attn_core::{Error, PageLayout, arithmetic::TILE};
 use attn_kernels::cuda::{Instance, params::ExportParams};
 
-use super::{COPY_THREADS, DeviceAddress, Dtype, Stream, check_heads};
+use super::{COPY_THREADS, DeviceAddress, Dtype, Pages, Stream, check_heads};
 use crate::{device::LoadedKernel, error::failed, gpu::CudaBackend, sizes};
 
 /// Device addresses of one export launch: a range of tokens of each of `batch` sequences, as rows one behind the other.
@@ -22,7 +22,7 @@ pub struct ExportArgs {
     /// Elements from one token of V to the next, a multiple of 8.
     pub v_token_stride: usize,
     /// The pool.
-    pub pool: DeviceAddress,
+    pub pool: Pages,
     /// u32 `[batch][page_table_stride]`.
     pub page_table: DeviceAddress,
     /// Entries per sequence.
@@ -60,8 +60,8 @@ const MOST_TOKENS: usize = 4_194_000;
 /// The kernel's parameter block.
 ///
 /// # Errors
-/// [`Error::Parameter`] for a number that needs more than 31 bits, for token strides that are no multiples of 8, for ranges of more than 4194000 tokens, and for residual pages that
-/// are missing.
+/// [`Error::Parameter`] for a number that needs more than 31 bits, for token strides that are no multiples of 8, for ranges of more than 4194000
+/// tokens, for pages that overlap, and for residual pages that are missing.
 pub fn export_params(args: &ExportArgs, layout: &PageLayout) -> Result<ExportParams, Error> {
     if args.max_tokens > MOST_TOKENS {
         return Err(Error::Parameter {
@@ -70,6 +70,7 @@ pub fn export_params(args: &ExportArgs, layout: &PageLayout) -> Result<ExportPar
             allowed: "up to 4194000, as grids have no more rows of tiles; export longer ranges in parts",
         });
     }
+    args.pool.check(layout.page_bytes())?;
     for stride in [args.k_token_stride, args.v_token_stride] {
         if !stride.is_multiple_of(8) {
             return Err(Error::Parameter {
@@ -79,15 +80,12 @@ pub fn export_params(args: &ExportArgs, layout: &PageLayout) -> Result<ExportPar
             });
         }
     }
-    let [k_token_stride, v_token_stride, page_stride] = sizes::strides([
-        args.k_token_stride,
-        args.v_token_stride,
-        layout.page_bytes(),
-    ]);
+    let [k_token_stride, v_token_stride, page_stride] =
+        sizes::strides([args.k_token_stride, args.v_token_stride, args.pool.stride]);
     Ok(ExportParams {
         k: args.k.get(),
         v: args.v.get(),
-        pool: args.pool.get(),
+        pool: args.pool.at.get(),
         page_table: args.page_table.get(),
         residual_pages: args.residual_pages.get(),
         kv_lens: args.kv_lens.get(),

@@ -45,6 +45,13 @@ pub struct NativeImport {
     kernel: Arc<LoadedKernel>,
 }
 
+impl NativeImport {
+    /// The layout of the pages that it fills.
+    pub(crate) fn layout(&self) -> &PageLayout {
+        &self.layout
+    }
+}
+
 pub(crate) fn prepare_import(device: &Device, layout: PageLayout) -> Result<NativeImport, Error> {
     super::check_heads(layout.num_kv_heads())?;
     for scheme in [layout.format().k, layout.format().v] {

@@ -284,7 +284,7 @@ impl LaunchPlan {
     /// The kernel's parameter block.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for a number that needs more than 31 bits, and for a problem with sinks whose address is null.
+    /// [`Error::Parameter`] for a number that needs more than 31 bits, for pages that overlap, and for a problem with sinks whose address is null.
     pub fn params(&self, p: &Problem, args: &DecodeArgs) -> Result<DecodeParams, Error> {
         if p.sinks.is_some() && args.sinks.is_null() {
             return Err(Error::Parameter {
@@ -353,11 +353,12 @@ impl LaunchPlan {
                 let page_size = self.layout.page_size();
                 params.residual_ring =
                     sizes::slots(self.format, page_size, residual_slots, residual_pages)?;
-                params.k = pool.get();
+                pool.check(self.page_bytes)?;
+                params.k = pool.at.get();
                 params.page_table = page_table.get();
                 params.page_table_stride = sizes::int("page_table_stride", page_table_stride)?;
                 params.residual_pages = residual_pages.get();
-                params.page_bytes = sizes::int("bytes of a page", self.page_bytes)?;
+                params.page_stride = sizes::int("page stride", pool.stride)?;
             }
             DeviceKv::Rows(rows) => set_rows(&mut params, &rows),
             DeviceKv::PagedRows {
@@ -415,6 +416,8 @@ fn check_paged_rows(rows: &DeviceRows) -> Result<(), Error> {
 mod tests {
     use super::*;
     use attn_core::Heads;
+
+    use super::super::Pages;
     fn limits() -> DeviceLimits {
         DeviceLimits {
             shared_limit: 227 * 1024,
@@ -471,8 +474,11 @@ mod tests {
             dtype: super::super::Dtype::F32,
             lse: DeviceAddress::NULL,
             kv: DeviceKv::Paged {
-                pool: DeviceAddress::NULL,
-                num_pages: 1,
+                pool: Pages {
+                    at: DeviceAddress::NULL,
+                    stride: 2 * (2 * 64 * 128 + 2 * 64 * 2),
+                    num_pages: 1,
+                },
                 page_table: DeviceAddress::NULL,
                 page_table_stride,
                 residual_pages: DeviceAddress::NULL,
@@ -509,7 +515,7 @@ mod tests {
         let params = plan.params(&problem, &args(11)).unwrap();
         let page_bytes = 2 * (2 * 64 * 128 + 2 * 64 * 2);
         assert_eq!(
-            (params.page_table_stride, params.page_bytes),
+            (params.page_table_stride, params.page_stride),
             (11, page_bytes)
         );
         for stride in [1 << 31, (1 << 32) + 11, usize::MAX] {

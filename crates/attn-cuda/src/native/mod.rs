@@ -6,10 +6,10 @@
 //! ```no_run
 //! use std::ffi::c_void;
 //!
-//! use attn_core::{Error, Heads, KvFormat, Problem};
+//! use attn_core::{Error, Heads, KvFormat, PageLayout, Problem};
 //! use attn_cuda::{
 //!     CudaBackend,
-//!     native::{DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, Stream},
+//!     native::{DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, Pages, Stream},
 //! };
 //!
 //! /// One step of 4 sequences on the engine's stream and memory; `at` are the addresses of queries, outputs, pool, page table, lengths and workspace.
@@ -22,8 +22,7 @@
 //!     let plan = gpu.prepare(&problem, KvFormat::INT8, KvLayout::Pages(64))?;
 //!     let [q, out, pool, page_table, kv_lens, workspace] = at.map(DeviceAddress::new);
 //!     let kv = DeviceKv::Paged {
-//!         pool,
-//!         num_pages: 256,
+//!         pool: Pages::new(pool, &PageLayout::new(KvFormat::INT8, 128, 64, 8)?, 256),
 //!         page_table,
 //!         page_table_stride: 64,
 //!         residual_pages: DeviceAddress::NULL,
@@ -54,6 +53,7 @@ pub(crate) mod export;
 mod import;
 pub(crate) mod launch_plan;
 pub(crate) mod merge_states;
+mod pages;
 mod query_blocks;
 pub(crate) mod read;
 mod rows;
@@ -61,12 +61,13 @@ mod rows;
 pub use append::{AppendArgs, Dtype, NativeAppend, SlotAppendArgs};
 pub(crate) use append::{check_heads, launch_append, launch_slot_append};
 pub use attn_kernels::cuda::KvLayout;
-pub use copy_pages::{CopyPagesArgs, NativeCopyPages, Pages};
+pub use copy_pages::{CopyPagesArgs, NativeCopyPages};
 pub use export::{ExportArgs, NativeExport};
 pub use import::{ImportArgs, NativeImport};
 pub(crate) use import::{launch_import, prepare_import};
 pub(crate) use launch_plan::{LaunchPlan, choose};
 pub use merge_states::{MergeStatesArgs, NativeMergeStates};
+pub use pages::Pages;
 
 use std::{ffi::c_void, sync::Arc};
 
@@ -105,9 +106,7 @@ pub enum DeviceKv {
     /// Native pages.
     Paged {
         /// The pool, `[page][kv_head][run]`.
-        pool: DeviceAddress,
-        /// Pages in the pool.
-        num_pages: usize,
+        pool: Pages,
         /// u32 `[batch][page_table_stride]`.
         page_table: DeviceAddress,
         /// Entries per sequence: at least `max_kv_len / page_size`, rounded up.
@@ -150,7 +149,7 @@ impl DeviceKv {
     /// What this is, as [`kind`] names it, and the number of pages.
     fn kind(&self) -> (&'static str, usize) {
         match *self {
-            DeviceKv::Paged { num_pages, .. } => (kind(KvLayout::Pages(0)), num_pages),
+            DeviceKv::Paged { pool, .. } => (kind(KvLayout::Pages(0)), pool.num_pages),
             DeviceKv::Rows(_) => (kind(KvLayout::Rows), 0),
             DeviceKv::PagedRows { num_pages, .. } => (kind(KvLayout::PagedRows(0)), num_pages),
         }
@@ -500,7 +499,7 @@ impl CudaBackend {
     /// - Every address in `args` is device memory of the documented type and length, aligned to 16 bytes (`pool`, `workspace`: 256), and stays
     ///   so until the work has run; `out`, `lse` and the workspace overlap nothing else that runs meanwhile.
     /// - On the device, every `kv_lens` is 0 to [`NativePlan::max_kv_len`]; every page that a length reaches, and the residual pages of the
-    ///   last ones, are below the pool's `num_pages`; queries are finite and within `Error::QueryRange`; K and V were written by append.
+    ///   last ones, are in the pool; queries are finite and within `Error::QueryRange`; K and V were written by append.
     /// - The workspace's first [`NativePlan::zeroed_bytes`] bytes were zeroed before its first launch, and again whenever
     ///   another plan used it; launches that share a workspace do not overlap.
     ///
@@ -562,7 +561,7 @@ impl CudaBackend {
             let limits = CheckParams {
                 slots: args.slots.get(),
                 query_tokens: sizes::int("tokens to append", args.tokens)?,
-                num_pages: sizes::axis(args.num_pages),
+                num_pages: sizes::axis(args.pool.num_pages),
                 page_size: sizes::int("page_size", append.layout.page_size())?,
                 ..CheckParams::default()
             };
@@ -634,7 +633,7 @@ impl CudaBackend {
                         .saturating_mul(append.layout.page_size()),
                 ),
                 min_kv_len: sizes::int("tokens to append", args.tokens)?,
-                num_pages: sizes::axis(args.num_pages),
+                num_pages: sizes::axis(args.pool.num_pages),
                 page_size: sizes::int("page_size", append.layout.page_size())?,
                 ..CheckParams::default()
             };

@@ -55,6 +55,14 @@ fn pool_of(cache: &KvCache) -> Result<&[u8]> {
     Ok(pages.context("the CPU's pages lie in host memory")?.pool())
 }
 
+/// The pool's pages with bytes between them that are no numbers.
+fn padded(pool: &[u8], layout: &PageLayout) -> Vec<u8> {
+    let pages = pool.chunks_exact(layout.page_bytes());
+    pages
+        .flat_map(|page| [page, &[0xff; PADDING]].concat())
+        .collect()
+}
+
 fn filled_cache(config: &CacheConfig) -> Result<KvCache> {
     let mut cache = CpuBackend::new().create_cache(config)?;
     let row = config.num_kv_heads * config.head_dim;
@@ -116,7 +124,7 @@ fn export<M: Machine>(
     let [mut k, mut v] = [machine.upload(&none)?, machine.upload(&none)?];
     let at = |x: &[u8]| machine.upload(x);
     let mut inputs = [
-        at(pool_of(&cache)?)?,
+        at(&padded(pool_of(&cache)?, &layout))?,
         at(bytemuck::cast_slice(&pages))?,
         at(bytemuck::cast_slice(&residuals))?,
         at(bytemuck::cast_slice(&lens))?,
@@ -145,7 +153,11 @@ fn export<M: Machine>(
         dtype,
         k_token_stride: strides[0],
         v_token_stride: strides[1],
-        pool,
+        pool: Pages {
+            at: pool,
+            stride: layout.page_bytes() + PADDING,
+            num_pages: config.num_pages,
+        },
         page_table,
         page_table_stride: stride,
         residual_pages,
@@ -305,6 +317,9 @@ fn merge<M: Machine>(
     );
     Ok(())
 }
+
+/// Bytes between pages.
+const PADDING: usize = 48;
 
 /// A test.
 #[derive(Debug, Clone, Copy)]

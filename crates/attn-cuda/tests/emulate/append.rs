@@ -9,13 +9,17 @@ use attn_core::{CacheConfig, DecodeAttention, Heads, HostPages, KvCache};
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     internals::{append_grid, append_params, slot_append_grid, slot_append_params},
-    native::{AppendArgs, DeviceAddress, Dtype, SlotAppendArgs},
+    native::{AppendArgs, DeviceAddress, Dtype, Pages, SlotAppendArgs},
 };
 use attn_kernels::cuda::Instance;
 use half::{bf16, f16};
 use libtest_mimic::Trial;
 
 use crate::{Kernels, address};
+
+/// Bytes between pages, and what they hold.
+const PADDING: usize = 48;
+const PAD: u8 = 0xa5;
 
 /// Format, head_dim, page_size, KV heads.
 const KINDS: [(&str, usize, usize, usize); 18] = [
@@ -168,10 +172,15 @@ impl Job {
         }
         // Kernels store up to 16 bytes at once.
         let from = pool_of(&cache)?;
-        let mut memory = vec![0; from.len() + 16];
+        let size = cache.layout().page_bytes();
+        let mut memory = vec![PAD; from.len() / size * (size + PADDING) + 16];
         let start = memory.as_ptr().addr().next_multiple_of(16) - memory.as_ptr().addr();
-        let pool = &mut memory[start..][..from.len()];
-        pool.copy_from_slice(from);
+        let pool = &mut memory[start..];
+        let places = pool.chunks_exact_mut(size + PADDING);
+        let pages = from.chunks_exact(size);
+        places
+            .zip(pages)
+            .for_each(|(to, page)| to[..size].copy_from_slice(page));
         for (call, &tokens) in self.calls.iter().enumerate() {
             let [k, v] = [0, 1]
                 .map(|side| self.tokens(1000 * (1 + call as u64) + side, self.lens.len() * tokens));
@@ -231,8 +240,7 @@ impl Job {
             dtype: self.dtype,
             k_token_stride: row,
             v_token_stride: row,
-            pool: DeviceAddress::new(pool as u64),
-            num_pages: config.num_pages,
+            pool: self.pages(pool)?,
             page_table: address(&pages),
             page_table_stride: stride,
             residual_pages: match slots {
@@ -309,8 +317,7 @@ impl Job {
             dtype: self.dtype,
             k_token_stride: row,
             v_token_stride: row,
-            pool: DeviceAddress::new(pool as u64),
-            num_pages: config.num_pages,
+            pool: self.pages(pool)?,
             slots: address(&slots),
             residual_pages: address(&residuals),
             k_tensor_scales: some(&config.k_tensor_scales),
@@ -330,9 +337,24 @@ impl Job {
         }
     }
 
-    /// All pages are compared whole.
+    fn pages(&self, pool: *mut u8) -> Result<Pages> {
+        Ok(Pages {
+            at: DeviceAddress::new(pool as u64),
+            stride: self.config.layout()?.page_bytes() + PADDING,
+            num_pages: self.config.num_pages,
+        })
+    }
+
+    /// All pages are compared whole, and what lies between them is as it was.
     fn first_difference(&self, cache: &KvCache, pool: &[u8]) -> Result<Option<String>> {
         let (want, layout) = (pool_of(cache)?, *cache.layout());
+        let size = layout.page_bytes();
+        let places = || pool.chunks_exact(size + PADDING);
+        if let Some(page) = places().position(|page| page[size..] != [PAD; PADDING]) {
+            return Ok(Some(format!("bytes behind page {page} were written")));
+        }
+        let pool = places().flat_map(|page| &page[..size]);
+        let pool: Vec<u8> = pool.copied().collect();
         for page in 0..self.config.num_pages as u32 {
             for head in 0..self.config.num_kv_heads {
                 let run = layout.run(page, head);

@@ -15,7 +15,9 @@ use attn_core::{
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     internals::LaunchPlan,
-    native::{DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout, alibi_slopes_log2},
+    native::{
+        DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout, Pages, alibi_slopes_log2,
+    },
 };
 use attn_kernels::cuda::{Arch, DeviceLimits, Kernel, LowLatency, Preferences};
 
@@ -29,6 +31,8 @@ const LARGEST: usize = 160;
 const LARGEST_OF_MANY: usize = 700;
 /// Int8 as rows have it.
 const PLAIN: Scheme = Scheme::Int8(Int8Scale::Token);
+/// Bytes between pages.
+const PADDING: usize = 48;
 /// Tokens of a long sequence.
 const LONG: usize = 3000;
 
@@ -86,9 +90,11 @@ impl Inputs {
         let pages_of = |cache: &KvCache| {
             let store = cache.store().as_any().downcast_ref::<HostPages>();
             let pool = store.context("the CPU's pages lie in host memory")?.pool();
-            anyhow::Ok(aligned(
-                &[pool, &vec![0; cache.layout().page_bytes()]].concat(),
-            ))
+            let size = cache.layout().page_bytes();
+            let all = [pool, &vec![0; size]].concat();
+            let pages = all.chunks_exact(size);
+            let padded = pages.flat_map(|page| [page, &[0xff; PADDING]].concat());
+            anyhow::Ok(aligned(&padded.collect::<Vec<_>>()))
         };
         Ok(Inputs {
             pool: cache.map(pages_of).transpose()?.unwrap_or_default(),
@@ -221,8 +227,11 @@ impl Job {
         let (kv, scales) = match source.memory() {
             KvMemory::Pages(cache, _) => {
                 let kv = DeviceKv::Paged {
-                    pool: address(&inputs.pool),
-                    num_pages: cache.config().num_pages + 1,
+                    pool: Pages {
+                        at: address(&inputs.pool),
+                        stride: cache.layout().page_bytes() + PADDING,
+                        num_pages: cache.config().num_pages + 1,
+                    },
                     page_table: address(&inputs.table),
                     page_table_stride: inputs.stride,
                     residual_pages: match inputs.residuals.is_empty() {

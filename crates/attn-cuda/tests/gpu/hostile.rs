@@ -14,7 +14,7 @@ use attn_cpu::CpuBackend;
 use attn_cuda::{
     CudaBackend, CudaPages,
     internals::{context, stream_of},
-    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout},
+    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout, Pages},
 };
 use cudarc::driver::{DeviceRepr, PinnedHostSlice, ValidAsZeroBits};
 
@@ -328,8 +328,11 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
         dtype: Dtype::F32,
         k_token_stride: 2 * DIM,
         v_token_stride: 2 * DIM,
-        pool: DeviceAddress::NULL,
-        num_pages: 22,
+        pool: Pages {
+            at: DeviceAddress::NULL,
+            stride: 1 << 20,
+            num_pages: 22,
+        },
         page_table: DeviceAddress::NULL,
         page_table_stride: 11,
         residual_pages: DeviceAddress::NULL,

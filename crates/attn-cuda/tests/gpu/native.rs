@@ -13,7 +13,7 @@ use attn_cuda::{
     internals::context,
     native::{
         AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, NativeAppend, NativePlan,
-        SlotAppendArgs,
+        Pages, SlotAppendArgs,
     },
 };
 use cudarc::driver::{CudaSlice, sys};
@@ -134,6 +134,11 @@ impl<'a> Engine<'a> {
         })
     }
 
+    fn pages(&self) -> Pages {
+        let at = self.buffers.address(&self.pool);
+        Pages::new(at, self.cache.layout(), self.num_pages)
+    }
+
     /// The slots of sequences from `first` on.
     fn residuals(&self, first: usize) -> DeviceAddress {
         let table = self.buffers.address(&self.residual_pages);
@@ -151,8 +156,7 @@ impl<'a> Engine<'a> {
             dtype: Dtype::F32,
             k_token_stride: HEADS * DIM,
             v_token_stride: HEADS * DIM,
-            pool: b.address(&self.pool),
-            num_pages: self.num_pages,
+            pool: self.pages(),
             page_table: b.address(&self.page_table).offset(first * STRIDE * 4),
             page_table_stride: STRIDE,
             residual_pages: self.residuals(first),
@@ -173,8 +177,7 @@ impl<'a> Engine<'a> {
             dtype: self.dtype,
             lse: b.address(&self.lse),
             kv: DeviceKv::Paged {
-                pool: b.address(&self.pool),
-                num_pages: self.num_pages,
+                pool: self.pages(),
                 page_table: b.address(&self.page_table),
                 page_table_stride: STRIDE,
                 residual_pages: self.residuals(0),
@@ -261,8 +264,7 @@ impl<'a> Engine<'a> {
             dtype,
             k_token_stride: row,
             v_token_stride: row,
-            pool: b.address(&self.pool),
-            num_pages: self.num_pages,
+            pool: self.pages(),
             slots: b.address(&at),
             residual_pages: match self.slots {
                 0 => DeviceAddress::NULL,
@@ -463,8 +465,7 @@ fn append_to(engine: &Engine<'_>, slots: [i64; 2]) -> Result<(), Error> {
         dtype: Dtype::F32,
         k_token_stride: HEADS * DIM,
         v_token_stride: HEADS * DIM,
-        pool: b.address(&engine.pool),
-        num_pages: engine.num_pages,
+        pool: engine.pages(),
         slots: b.address(&at),
         residual_pages: engine.residuals(0),
         k_tensor_scales: DeviceAddress::NULL,

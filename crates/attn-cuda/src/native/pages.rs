@@ -1,0 +1,65 @@
+//! Pools of pages in device memory.
+
+use attn_core::{Error, PageLayout};
+
+use super::DeviceAddress;
+
+/// A pool of pages. Between pages there may be more bytes, such as padding, or the pages of other layers.
+///
+/// ```
+/// use attn_core::{Error, KvFormat, PageLayout};
+/// use attn_cuda::native::{DeviceAddress, Pages};
+///
+/// // 1000 pages of 32 layers, page after page, and in each layer after layer: the pool of layer 5.
+/// let layout = PageLayout::new(KvFormat::INT8, 128, 64, 8)?;
+/// let all = DeviceAddress::new(0x7f00_0000_0000);
+/// let pool = Pages {
+///     at: all.offset(5 * layout.page_bytes()),
+///     stride: 32 * layout.page_bytes(),
+///     num_pages: 1000,
+/// };
+/// # let _ = pool;
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pages {
+    /// The first page, at a multiple of 16 bytes, of 256 where pages are appended to or attended: device memory, or for copies also pinned host
+    /// memory that the device can address (`cuMemHostAlloc`).
+    pub at: DeviceAddress,
+    /// Bytes from one page to the next, a multiple of 16; at least the bytes of a page.
+    pub stride: usize,
+    /// How many there are.
+    pub num_pages: usize,
+}
+
+impl Pages {
+    /// Pages that lie side by side.
+    #[must_use]
+    pub fn new(at: DeviceAddress, layout: &PageLayout, num_pages: usize) -> Self {
+        Pages {
+            at,
+            stride: layout.page_bytes(),
+            num_pages,
+        }
+    }
+
+    /// Refuses strides at which pages of `bytes` overlap, or that the kernels' vectors do not divide.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`].
+    pub(crate) fn check(&self, bytes: usize) -> Result<(), Error> {
+        for (what, given, least) in [
+            ("bytes of a page", bytes, 1),
+            ("page stride", self.stride, bytes),
+        ] {
+            if given < least || !given.is_multiple_of(16) {
+                return Err(Error::Parameter {
+                    what,
+                    given: given.to_string(),
+                    allowed: "a multiple of 16: PageLayout::page_bytes, and strides of at least that",
+                });
+            }
+        }
+        Ok(())
+    }
+}
