@@ -180,6 +180,9 @@ typedef struct attn_pages {
   const float *k_scales;
   // The same for V.
   const float *v_scales;
+  // Bytes from one page of the pool to the next, a multiple of 16; 0: attn_plan_info.page_bytes. More where pages are padded, or those of other
+  // layers lie between.
+  size_t page_stride;
 } attn_pages;
 
 // Queries and outputs, [query tokens][q_heads][head_dim]: those of the step's first sequence, then those of the next.
