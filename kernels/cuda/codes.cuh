@@ -123,6 +123,9 @@ DEVICE void load_values(const Codes& v, int j, int lane, u32 (&x)[4][2]) {
 // The dim, in a block of 16, of the accumulators of row lane/4 + 8·half.
 DEVICE int dim_of(int half, int lane) { return V_TOKEN_MAJOR ? 2 * (lane / 4) + half : 8 * half + lane / 4; }
 
+// A pair of elements of tokens t and t + 1, with 0 for a token beyond the sequence: its bytes may be a NaN, and 0·NaN is not 0.
+DEVICE u32 cached(u32 pair, int t, int tokens) { return t + 1 < tokens ? pair : t < tokens ? pair & 0xffff : 0; }
+
 // The f16 parameters of a side's tile: `rows(at, group, t)` is where the scale of a strided row lies in the stage.
 template <int SCHEME, class Rows> struct SideParams {
     u32 at;      // of the tile's first block's

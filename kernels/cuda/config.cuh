@@ -65,12 +65,13 @@ constexpr bool K_ROTATED = is_rotated(K_SCHEME), V_ROTATED = is_rotated(V_SCHEME
 constexpr bool V_TOKEN_MAJOR = PAGE == 0 && code_bits(V_SCHEME) == 8;  // V's bytes lie along the dims and are turned on their way
 
 #ifdef ATTN_MANY_ROWS
-// Codes of 4 bits are turned into bytes by the producers' warps, which then are the readers of their stages.
-constexpr bool UNPACKS = K_INT4 || V_INT4;
-static_assert(!UNPACKS || (K_INT4 && V_INT4), "of both sides, or of none");
+// Codes of 4 bits are turned into bytes, and those of fp8 into f16, by the producers' warps, which then are the readers of their stages.
+constexpr bool UNPACKS = K_INT4 || V_INT4 || K_SCHEME == FP8;
+static_assert(!UNPACKS || (K_INT4 && V_INT4) || K_SCHEME == V_SCHEME, "of both sides, or of none");
 constexpr int UNPACKERS = 4 / TEAMS, READERS = UNPACKS ? UNPACKERS : 4 * ROW_WARPS;  // warps of a team
 constexpr bool COPIER_READS = false;
-constexpr int BYTE_STAGES = UNPACKS ? 2 : 0, BYTE_PARAMS = TILE * HEAD_DIM, BYTE_STAGE = BYTE_PARAMS + TILE * 8;
+constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : INTEGER ? 2 : 4 / TEAMS;
+constexpr int UNPACKED_PARAMS = TILE * HEAD_DIM * (INTEGER ? 1 : 2), UNPACKED_STAGE = UNPACKED_PARAMS + (INTEGER ? TILE * 8 : 0);
 #else
 constexpr int READERS = SHARES_TILES ? TILE_WARPS : ROW_WARPS;  // warps that read a stage
 constexpr bool COPIER_READS = READERS == 1;                     // the warp that copies is the one that reads

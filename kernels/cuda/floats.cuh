@@ -110,9 +110,6 @@ struct FloatWeights {
     float step[2], shift[2];
 };
 
-// A pair of elements of tokens t and t + 1, with 0 for a token beyond the sequence: its bytes may be a NaN, and 0·NaN is not 0.
-DEVICE u32 cached(u32 pair, int t, int tokens) { return t + 1 < tokens ? pair : t < tokens ? pair & 0xffff : 0; }
-
 DEVICE void weigh_floats(const float (&p)[WEIGHTS], const ValueParams& v, int lane, FloatWeights& w) {
     float x[WEIGHTS], up[2] = {1.0f, 1.0f};
 #pragma unroll

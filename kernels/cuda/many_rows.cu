@@ -3,18 +3,19 @@
 // Grid      persistent, a CTA to each SM; a warpgroup of producers and two that attend 64 rows each: one team for 128 rows, or two of 64.
 // Split     work items, (query block, KV head), in order; where there are many, each team attends whole ones, else runs of spans.
 // Pipeline  each team has a ring of stages, which its producer warp fills (kv_pipeline.cuh). Products read keys and values from there; codes of 4 bits
-//           are turned into bytes first, by the warps of the producers, in a ring of their own.
+//           are turned into bytes first, and those of fp8 into f16, by the warps of the producers, in a ring of their own.
 // Merge     a segment's state is in registers, a span's in shared memory, the row's in the workspace: each thread has its own elements. Parts of a
 //           work item by several teams meet in the workspace (partials_counted.cuh).
 // Reads     q; pages; page table, lengths.
 // Writes    out, lse; states, partials and arrival counts in the workspace.
-// Numerics  docs/arithmetic.md. The order of every rounding is the same on every grid.
+// Numerics  docs/arithmetic.md for integers, many_rows_floats.cuh for floats. The order of every rounding is the same on every grid.
 // Shared    many_rows_smem.cuh.
 // Host      kernels/src/cuda: select.rs (configuration), launch.rs, smem.rs; attn-cuda/src/native/launch_plan.rs.
 #include "many_rows_attend.cuh"
 #include "many_rows_meet.cuh"
 
-static_assert(INTEGER && PAGE >= TILE && K_GROUPS == 1 && V_GROUPS == 1 && HEAD_DIM % 32 == 0 && HEAD_DIM <= 128, "select.rs");
+static_assert(INTEGER || K_SCHEME == V_SCHEME, "select.rs");
+static_assert(PAGE >= TILE && K_GROUPS == 1 && V_GROUPS == 1 && HEAD_DIM % 32 == 0 && HEAD_DIM <= 128, "select.rs");
 
 constexpr int TEAM_BARRIER = 1;  // the first of the teams' named barriers
 constexpr int PRODUCER_REGISTERS = UNPACKS ? 56 : 40, ATTENDER_REGISTERS = UNPACKS ? 224 : 232;  // of an SM's 512 for three warps of a scheduler
@@ -25,28 +26,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __gri
     u32 base = shared_address(shared);
     auto barriers_of = [&](int team) { return base + SharedMemory::BARRIERS + team * STAGES * 16; };
     if (threadIdx.x < TEAMS * STAGES) Ring::init(barriers_of(threadIdx.x / STAGES), threadIdx.x % STAGES);
-    auto byte_barriers_of = [&](int team) { return base + SharedMemory::BARRIERS + TEAMS * STAGES * 16 + team * BYTE_STAGES * 16; };
-    if (UNPACKS && threadIdx.x < TEAMS * BYTE_STAGES) ByteRing::init(byte_barriers_of(threadIdx.x / larger(BYTE_STAGES, 1)), threadIdx.x % larger(BYTE_STAGES, 1));
-    if (threadIdx.x < TILE) sts32(base + SharedMemory::THRESHOLDS + threadIdx.x * 4, float_bits(threshold(threadIdx.x)));
+    auto unpacked_barriers_of = [&](int team) { return base + SharedMemory::BARRIERS + TEAMS * STAGES * 16 + team * UNPACKED_STAGES * 16; };
+    if (UNPACKS && threadIdx.x < TEAMS * UNPACKED_STAGES) UnpackedRing::init(unpacked_barriers_of(threadIdx.x / larger(UNPACKED_STAGES, 1)), threadIdx.x % larger(UNPACKED_STAGES, 1));
+    if (INTEGER && threadIdx.x < TILE) sts32(base + SharedMemory::THRESHOLDS + threadIdx.x * 4, float_bits(threshold(threadIdx.x)));
     if (threadIdx.x == THREADS - 1) touch_params(p, base + SharedMemory::NOWHERE);
     after_dependencies(p);
     Walk* walks = (Walk*)(shared + SharedMemory::WALKS);
     find_work(p, walks, (u32*)(shared + SharedMemory::SUMS));
     __syncthreads();
     auto ring_of = [&](int team) { return Ring{base + team * STAGES * STAGE_BYTES, barriers_of(team), 0, 0}; };
-    auto bytes_of = [&](int team) { return ByteRing{base + SharedMemory::BYTES_AT + team * BYTE_STAGES * BYTE_STAGE, byte_barriers_of(team), 0, 0}; };
+    auto unpacked_of = [&](int team) { return UnpackedRing{base + SharedMemory::UNPACKED_AT + team * UNPACKED_STAGES * UNPACKED_STAGE, unpacked_barriers_of(team), 0, 0}; };
     if (warp < 4) {
         give_up_registers<PRODUCER_REGISTERS>();
         int team = warp % TEAMS;
-        produce(p, walks[team], ring_of(team), bytes_of(team), warp / TEAMS, lane);
+        produce(p, walks[team], ring_of(team), unpacked_of(team), warp / TEAMS, lane);
         return;
     }
     take_registers<ATTENDER_REGISTERS>();
     int warpgroup = warp / 4 - 1, team = warpgroup / ROW_WARPS, thread = threadIdx.x % 128;
     float4* states = (float4*)(p.partial_o + p.row_states_at);
-    Attender self = {p, ring_of(team), bytes_of(team), base + SharedMemory::QUERIES + warpgroup * 64 * HEAD_DIM, base + SharedMemory::THRESHOLDS,
-                     base + SharedMemory::STATES + warpgroup * 64 * HEAD_DIM * 4 + thread * 16, states + (blockIdx.x * WARPGROUPS + warpgroup) * (HEAD_DIM / 8) * 128 + thread,
-                     warpgroup, warp % 4, lane};
+    Attender self = {{{p, ring_of(team), unpacked_of(team), base + SharedMemory::QUERIES + warpgroup * 64 * HEAD_DIM, base + SharedMemory::THRESHOLDS,
+                       base + SharedMemory::STATES + warpgroup * 64 * HEAD_DIM * 4 + thread * 16, states + (blockIdx.x * WARPGROUPS + warpgroup) * (HEAD_DIM / 8) * 128 + thread,
+                       warpgroup, warp % 4, lane}}};
     // Teams whose rows are few have them in warps of different places: a place is a scheduler's.
     self.first_row = warpgroup % ROW_WARPS * 64 + (self.warp + 4 - team) % 4 * 16;
     Meeting meeting = {p, (Arrival*)(shared + SharedMemory::ARRIVALS_AT + 16 * team), TEAM_BARRIER + team};

@@ -1,4 +1,4 @@
-// The producers of many_rows.cu: they copy a team's tiles into its ring of stages, and turn codes of 4 bits into bytes.
+// The producers of many_rows.cu: they copy a team's tiles into its ring of stages, and turn codes of 4 bits into bytes, and those of fp8 into f16.
 #pragma once
 #include "kv_pipeline.cuh"
 #include "many_rows_work.cuh"
@@ -48,7 +48,7 @@ struct Issuer {
     }
 };
 
-// ---- codes of 4 bits ----
+// ---- codes of 4 bits, and of fp8 ----
 
 // A reader is done with some stages.
 DEVICE void release_stages(Ring& ring, int count, int lane) {
@@ -60,20 +60,20 @@ DEVICE void release_stages(Ring& ring, int count, int lane) {
     }
 }
 
-// The ring of bytes: a stage has K's or V's codes and parameters of a tile, or the side's residuals, which come behind it.
-struct ByteRing {
-    u32 stages, barriers;  // shared addresses; barriers: full[BYTE_STAGES], then empty[BYTE_STAGES]
+// The ring of unpacked codes: a stage has K's or V's codes and parameters of a tile, or the side's residuals, which come behind it.
+struct UnpackedRing {
+    u32 stages, barriers;  // shared addresses; barriers: full[UNPACKED_STAGES], then empty[UNPACKED_STAGES]
     int stage;
     u32 phase;
 
     DEVICE void init(u32 barriers, int stage) {
         barrier_init(barriers + stage * 8, UNPACKERS * ARRIVALS);
-        barrier_init(barriers + (BYTE_STAGES + stage) * 8, 4 * ROW_WARPS * ARRIVALS);
+        barrier_init(barriers + (UNPACKED_STAGES + stage) * 8, 4 * ROW_WARPS * ARRIVALS);
         barrier_init_fence();
     }
-    __device__ __forceinline__ u32 at() const { return stages + stage * BYTE_STAGE; }
+    __device__ __forceinline__ u32 at() const { return stages + stage * UNPACKED_STAGE; }
     __device__ __forceinline__ void advance() {
-        if (++stage >= BYTE_STAGES) {
+        if (++stage >= UNPACKED_STAGES) {
             stage = 0;
             phase ^= 1;
         }
@@ -83,7 +83,7 @@ struct ByteRing {
         return at();
     }
     __device__ __forceinline__ u32 wait_empty() const {
-        barrier_wait(barriers + (BYTE_STAGES + stage) * 8, phase ^ 1);
+        barrier_wait(barriers + (UNPACKED_STAGES + stage) * 8, phase ^ 1);
         return at();
     }
     // What this warp has written is seen by products.
@@ -95,14 +95,14 @@ struct ByteRing {
     }
     __device__ __forceinline__ void release(int lane) {
         __syncwarp();
-        if (lane < ARRIVALS) barrier_arrive(barriers + (BYTE_STAGES + stage) * 8);
+        if (lane < ARRIVALS) barrier_arrive(barriers + (UNPACKED_STAGES + stage) * 8);
         advance();
     }
 };
 
 // Nibbles of a side's tile to bytes: eight rows of 16 low nibbles, then those of the high ones. Half steps are 16 times as large. `thread`: of
 // the team's unpackers.
-template <bool IS_SIXTEENFOLD> DEVICE void unpack(u32 from, u32 to, int thread) {
+template <bool IS_SIXTEENFOLD> DEVICE void unpack_nibbles(u32 from, u32 to, int thread) {
 #pragma unroll 2
     for (int i = thread; i < TILE * HEAD_DIM / 32; i += 32 * UNPACKERS) {
         float4 x = lds128(from + i * 16);
@@ -130,8 +130,45 @@ template <int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int thread) {
         }
     }
 }
+// Codes of fp8 to f16, ROWS rows of 16 to each panel: two rows of eight elements, ROWS rows apart. Of V they are tokens in slot order, and get zeros for
+// those that do not exist.
+template <int ROWS, bool IS_V> DEVICE void unpack_fp8(u32 from, u32 to, int tokens, int thread) {
+#pragma unroll 2
+    for (int i = thread; i < TILE * HEAD_DIM / 16; i += 32 * UNPACKERS) {
+        float4 x = lds128(from + i * 16);
+        u32 words[4] = {float_bits(x.x), float_bits(x.y), float_bits(x.z), float_bits(x.w)}, pairs[2][4];
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            u32 low, high;
+            e4m3_pairs(words[n], low, high);
+            if constexpr (IS_V) {
+                int t = i / ROWS * 16 + 2 * n;
+                pairs[0][n] = tokens < TILE ? cached(low, t, tokens) : low;
+                pairs[1][n] = tokens < TILE ? cached(high, t + 8, tokens) : high;
+            } else {
+                pairs[n / 2][n % 2 * 2] = low;
+                pairs[n / 2][n % 2 * 2 + 1] = high;
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32(&y)[4] = pairs[half];
+            sts128(to + ((i / ROWS * 2 + half) * ROWS + i % ROWS) * 16, {bits_float(y[0]), bits_float(y[1]), bits_float(y[2]), bits_float(y[3])});
+        }
+    }
+}
+// A side of a tile of so many tokens.
+template <bool IS_V> DEVICE void unpack_side(u32 from, u32 to, int tokens, int thread) {
+    if constexpr (INTEGER) {
+        constexpr int SCHEME = IS_V ? V_SCHEME : K_SCHEME;
+        unpack_nibbles<SCHEME == ROTATED_INT4>(from, to, thread);
+        unpack_params<SCHEME>(from + (IS_V ? V_CODES : K_CODES), to + UNPACKED_PARAMS, thread);
+    } else {
+        unpack_fp8<IS_V ? HEAD_DIM : TILE, IS_V>(from, to, tokens, thread);
+    }
+}
 // Unpacks the team's tiles, and goes on copying those ahead; the unpacker-th of the team's warps.
-DEVICE void unpack_tiles(const DecodeParams& p, Walk walk, Issuer& issuer, Ring ring, ByteRing bytes, int unpacker, int lane) {
+DEVICE void unpack_tiles(const DecodeParams& p, Walk walk, Issuer& issuer, Ring ring, UnpackedRing unpacked, int unpacker, int lane) {
     int thread = unpacker * 32 + lane;
     auto issue = [&](int stages) {
         if (unpacker == 0)
@@ -150,19 +187,14 @@ DEVICE void unpack_tiles(const DecodeParams& p, Walk walk, Issuer& issuer, Ring 
             wait_keys(next, residuals, at);
             wait_values(next, residuals, at);
             auto publish = [&](auto write) {
-                write(bytes.wait_empty());
-                bytes.publish(lane);
+                write(unpacked.wait_empty());
+                unpacked.publish(lane);
             };
-            publish([&](u32 to) {
-                unpack<K_HALF_STEPS>(at.k.at, to, thread);
-                unpack_params<K_SCHEME>(at.k.at + K_CODES, to + BYTE_PARAMS, thread);
-            });
-            if (K_WINDOW && residuals) publish([&](u32 to) { unpack<false>(at.k_residuals.at, to, thread); });
-            publish([&](u32 to) {
-                unpack<V_HALF_STEPS>(at.v.at, to, thread);
-                unpack_params<V_SCHEME>(at.v.at + V_CODES, to + BYTE_PARAMS, thread);
-            });
-            if (V_WINDOW && residuals) publish([&](u32 to) { unpack<false>(at.v_residuals.at, to, thread); });
+            int tokens = part.kv_len - index * TILE;
+            publish([&](u32 to) { unpack_side<false>(at.k.at, to, tokens, thread); });
+            if (K_WINDOW && residuals) publish([&](u32 to) { unpack_nibbles<false>(at.k_residuals.at, to, thread); });
+            publish([&](u32 to) { unpack_side<true>(at.v.at, to, tokens, thread); });
+            if (V_WINDOW && residuals) publish([&](u32 to) { unpack_nibbles<false>(at.v_residuals.at, to, thread); });
             int stages = stages_of_keys(residuals) + stages_of_values(residuals);
             release_stages(ring, stages, lane);
             issue(stages);
@@ -171,11 +203,11 @@ DEVICE void unpack_tiles(const DecodeParams& p, Walk walk, Issuer& issuer, Ring 
 }
 
 // One of the producers' warps.
-DEVICE void produce(const DecodeParams& p, const Walk& walk, const Ring& ring, const ByteRing& bytes, int unpacker, int lane) {
+DEVICE void produce(const DecodeParams& p, const Walk& walk, const Ring& ring, const UnpackedRing& unpacked, int unpacker, int lane) {
     Issuer issuer = {p, walk};
     issuer.start(ring, lane);
     if constexpr (UNPACKS) {
-        unpack_tiles(p, walk, issuer, ring, bytes, unpacker, lane);
+        unpack_tiles(p, walk, issuer, ring, unpacked, unpacker, lane);
     } else {
 #pragma unroll 1
         while (unpacker == 0 && issuer.issue()) {

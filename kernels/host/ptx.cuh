@@ -64,6 +64,7 @@ static inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
 DEVICE float half_float(u32 h) { return half_number(h); }
 DEVICE u16 float_half(float x) { return same_bits<u16>((_Float16)x); }
 DEVICE float approximate_rcp(float x) { return 1.0f / x; }
+DEVICE float approximate_exp2(float x) { return exp2f(x); }
 DEVICE float fma_saturate(float a, float b, float c) {
     return __saturatef(fmaf(a, b, c));
 }

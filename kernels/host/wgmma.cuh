@@ -2,12 +2,15 @@
 #pragma once
 #include "ptx.cuh"
 
-// The address, and the distance from 16 bytes of a row to its next 16.
-DEVICE u64 matrices(u32 at, u32 along) {
-    if (at % 16 || along % 16) fail("misaligned matrices");
-    return (u64)along << 32 | at;
+// The address in 24 bits, then the distances in 20.
+DEVICE u64 matrices(u32 at, u32 along, u32 across = 128) {
+    if (at % 16 || along % 16 || across % 16) fail("misaligned matrices");
+    return (u64)across << 44 | (u64)along << 24 | at;
 }
-static inline const u8* matrix_bytes(u64 of, int row, int half) { return me().cta->shared + (u32)of + half * (u32)(of >> 32) + row / 8 * 128 + row % 8 * 16; }
+// Row `row` of the `half`-th matrix along the depth, counted over the matrices across.
+static inline const u8* matrix_bytes(u64 of, int row, int half) {
+    return me().cta->shared + (u32)(of & 0xffffff) + half * (u32)(of >> 24 & 0xfffff) + row / 8 * (u32)(of >> 44) + row % 8 * 16;
+}
 
 DEVICE void products_begin() { __syncwarp(); }
 DEVICE void products_commit() {}
@@ -48,4 +51,29 @@ template <bool B_SIGNED> struct Products {
     }
     template <int N> DEVICE void multiply_signed(int (&d)[N], const u32 (&a)[4], u64 b, bool adds) { multiply_registers(d, a, true, b, adds); }
     template <int N> DEVICE void multiply_unsigned(int (&d)[N], const u32 (&a)[4], u64 b, bool adds) { multiply_registers(d, a, false, b, adds); }
+};
+
+template <bool IS_BF16, bool B_TURNED> struct FloatProducts {
+    static float number(const u8* at) {
+        u16 x;
+        memcpy(&x, at, 2);
+        return IS_BF16 ? bits_float((u32)x << 16) : half_number(x);
+    }
+    template <int N> DEVICE void multiply(float (&d)[N], const u32 (&a)[4], u64 b, bool adds) {
+        float rows[2][16];
+        for (int of = 0; of < 4; of++)
+            for (int i = 0; i < 4; i++) {
+                u32 x = __shfl_sync(~0u, a[i], lane_id() / 4 * 4 + of);
+                for (int e = 0; e < 2; e++) rows[i % 2][8 * (i / 2) + 2 * of + e] = number((const u8*)&x + 2 * e);
+            }
+        for (int i = 0; i < N; i++) {
+            int column = i / 4 * 8 + 2 * (lane_id() % 4) + i % 2;
+            float sum = adds ? d[i] : 0.0f;
+            for (int k = 0; k < 16; k++) {
+                const u8* at = B_TURNED ? matrix_bytes(b, column / 8 * 8 + k % 8, k / 8) + column % 8 * 2 : matrix_bytes(b, column, k / 8) + k % 8 * 2;
+                sum += rows[i / 2 % 2][k] * number(at);
+            }
+            d[i] = sum;
+        }
+    }
 };

@@ -137,16 +137,19 @@ impl Shape {
 
     /// The configuration of `many_rows.cu`; `None` where it does not cover the shape.
     pub(crate) fn many_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
-        let bits = self.format.k.code_bits();
-        let is_covered = |scheme: Scheme| {
-            scheme.is_integer() && scheme.code_bits() == bits && scheme.groups(self.head_dim) == 1
+        let KvFormat { k, v } = self.format;
+        let is_covered = if k.is_integer() {
+            let has_one_scale = |scheme: Scheme| scheme.groups(self.head_dim) == 1;
+            v.is_integer() && k.code_bits() == v.code_bits() && has_one_scale(k) && has_one_scale(v)
+        } else {
+            k == v
         };
         // Its products are Hopper's, and read K and V as pages of whole tiles have them.
         if self.rows <= 8
             || !matches!(self.head_dim, 64 | 96 | 128)
             || self.layout.page_size() < 64
             || shared_limit < BULK_SHARED
-            || ![self.format.k, self.format.v].into_iter().all(is_covered)
+            || !is_covered
         {
             return None;
         }
@@ -183,7 +186,8 @@ pub fn many_rows(
 ) -> Option<KernelConfig> {
     let shape = Shape::new(problem, format, layout);
     // Measured on an H200: 32 rows, which `split_kv.cu` has in one block, take it 107 µs, and `many_rows.cu` 154; 48 rows 68 and 49.
-    let is_faster = shape.rows > 32 && preferences.config.is_none();
+    let few = if format.is_integer() { 32 } else { 8 };
+    let is_faster = shape.rows > few && preferences.config.is_none();
     preferences
         .many_rows
         .unwrap_or(is_faster)

@@ -9,11 +9,23 @@ use super::config::{Kernel, KernelConfig, KvLayout, TEAMS, WARPGROUPS};
 /// A stage holds both K and V of a tile where they are no larger than this.
 const KV_ONE_STAGE: usize = 12288;
 
-/// Stages of `many_rows.cu` with codes of 4 bits as bytes.
-const BYTE_STAGES: usize = 2;
+/// Stages of a team of `many_rows.cu` with codes of 4 bits as bytes, and of a CTA with codes of fp8 as f16.
+const UNPACKED_STAGES: usize = 2;
+const UNPACKED_FLOAT_STAGES: usize = 4;
 
 /// Partials that a team of a cluster receives room for.
 pub(crate) const TEAM_PARTIALS: usize = 4;
+
+/// What `many_rows.cu` turns codes into.
+#[derive(Clone, Copy)]
+enum Unpacked {
+    /// They are read as they are.
+    Nothing { integers: bool },
+    /// Codes of 4 bits into bytes, with their parameters.
+    Bytes,
+    /// Codes of fp8 into f16.
+    Floats,
+}
 
 /// Bytes of a tile's K and V, and of a stage, which holds one of them, or both where they are small.
 pub(crate) struct Stage {
@@ -21,8 +33,8 @@ pub(crate) struct Stage {
     pub(crate) v: usize,
     /// The fewest stages that a tile with residuals needs at once.
     pub(crate) least: usize,
-    /// Whether codes of 4 bits are turned into bytes by `many_rows.cu`.
-    unpacks: bool,
+    /// What codes are turned into by `many_rows.cu`.
+    unpacked: Unpacked,
     /// Of a row of V that is turned back, or 0.
     rotated_row: usize,
     bytes: usize,
@@ -64,7 +76,12 @@ impl Stage {
             } else {
                 1
             },
-            unpacks: format.k.code_bits() == 4,
+            unpacked: match format.k {
+                Scheme::Fp8E4m3 => Unpacked::Floats,
+                scheme if !scheme.is_integer() => Unpacked::Nothing { integers: false },
+                scheme if scheme.code_bits() == 4 => Unpacked::Bytes,
+                _ => Unpacked::Nothing { integers: true },
+            },
             rotated_row: if format.v.is_rotated() {
                 head_dim.next_multiple_of(32) * 4
             } else {
@@ -95,13 +112,23 @@ pub fn shared_bytes(
 
 fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {
     let teams = WARPGROUPS / config.row_warps;
-    let of_bytes = match stage.unpacks {
-        true => BYTE_STAGES * (arithmetic::TILE * (head_dim + 8) + 16),
-        false => 0,
+    let tile = arithmetic::TILE;
+    let unpacked = match stage.unpacked {
+        Unpacked::Nothing { .. } => 0,
+        Unpacked::Bytes => teams * UNPACKED_STAGES * (tile * (head_dim + 8) + 16),
+        Unpacked::Floats => UNPACKED_FLOAT_STAGES * (tile * head_dim * 2 + 16),
     };
-    teams * (config.stages * (stage.bytes + 16) + of_bytes)
-        + WARPGROUPS * 64 * head_dim * 5
-        + arithmetic::TILE * 4
+    // Queries and thresholds of integers.
+    let queries = match stage.unpacked {
+        Unpacked::Nothing { integers: false } | Unpacked::Floats => 0,
+        Unpacked::Nothing { integers: true } | Unpacked::Bytes => {
+            WARPGROUPS * 64 * head_dim + tile * 4
+        }
+    };
+    teams * config.stages * (stage.bytes + 16)
+        + unpacked
+        + queries
+        + WARPGROUPS * 64 * head_dim * 4
         + 64
         + 16 * teams
         + 16

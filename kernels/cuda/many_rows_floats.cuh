@@ -1,0 +1,169 @@
+// Tiles of many_rows.cu in floats: formats of f16, bf16 or fp8. The arithmetic does not define their bits on a GPU; tests/src/check.rs bounds their error.
+//
+// Products are of 16-bit floats, in bf16 for bf16 and in f16 for all else, and sums are f32. A query is one such float where it came as one, else the sum
+// of two. A weight is one, relative to the row's running maximum, so that products add up in the state. Codes of fp8 are f16 by then.
+#pragma once
+#include "many_rows_state.cuh"
+
+struct FloatTiles : Warpgroup {
+    static constexpr bool IS_BF16 = K_SCHEME == BF16;
+    static constexpr int LIFT = IS_BF16 ? 0 : 14;  // weights of f16 are as large as its range allows: small ones then keep their bits
+    u32 high[PANELS][4], low[PANELS][4];           // of the queries, as left operands of 16 dims
+    bool has_low, has_values;                      // whether products with V's tile are under way
+
+    __device__ __forceinline__ void load_rows(const Part& part) {
+        find_rows(part);
+        has_values = false;
+        has_low = p.dtype == Dtype::F32 || (IS_BF16 && p.dtype == Dtype::F16);
+        float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[part.kv_head] : 1.0f);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            QueryRow row = query_row(p, part, part.kv_head, first_row + lane / 4 + 8 * h);
+            row.factor = row.factor > 0.0f ? 1.0f : 0.0f;
+            float x[PANELS][4], largest = load_pairs(row, x);
+            // By a power of two, to below 2^14, which f16 holds.
+            int e = largest == 0.0f ? 0 : min(13 - exponent(largest), 126);
+            float up = exp2i(e);
+            rows.scale[h] = fmaxf(factor * exp2i(-e / 2) * exp2i(e / 2 - e), 0x1p-126f);
+#pragma unroll
+            for (int panel = 0; panel < PANELS; panel++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) split_pair<IS_BF16>(x[panel][2 * i] * up, x[panel][2 * i + 1] * up, high[panel][2 * i + h], low[panel][2 * i + h]);
+        }
+    }
+    // Dims 2·(lane%4) + {0, 1, 8, 9} of each panel of a row; returns the row's largest magnitude.
+    __device__ __forceinline__ float load_pairs(const QueryRow& row, float (&x)[PANELS][4]) const {
+        float largest = 0.0f;
+        auto load = [&](auto narrow) {
+#pragma unroll
+            for (int panel = 0; panel < PANELS; panel++) row.pairs<decltype(narrow)::value>(panel * 16 + 2 * (lane % 4), x[panel]);
+        };
+        if (row.dtype == Dtype::F32) load(Is<false>());
+        else load(Is<true>());
+#pragma unroll
+        for (int panel = 0; panel < PANELS; panel++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(x[panel][i]));
+        return quad_max(largest);
+    }
+
+    __device__ __forceinline__ u32 wait_side() { return UNPACKS ? unpacked.wait_full() : ring.wait(); }
+    __device__ __forceinline__ void release_side() {
+        if constexpr (UNPACKS) unpacked.release(lane);
+        else release_stages(ring, 1, lane);
+    }
+    // The side behind the next to be released.
+    __device__ __forceinline__ u32 wait_behind() const {
+        if constexpr (UNPACKS) {
+            UnpackedRing next = unpacked;
+            next.advance();
+            return next.wait_full();
+        } else {
+            Ring next = ring;
+            next.advance();
+            return next.wait();
+        }
+    }
+
+    template <bool HAS_LOW> __device__ __forceinline__ void multiply_keys(u32 keys, float (&s)[SUMS_OF_TILE]) const {
+        using Product = FloatProducts<IS_BF16, false>;
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < PANELS; i++) Product::multiply(s, high[i], matrices(keys + i * 2 * TILE * 16, TILE * 16), i > 0);
+        if (HAS_LOW)
+#pragma unroll
+            for (int i = 0; i < PANELS; i++) Product::multiply(s, low[i], matrices(keys + i * 2 * TILE * 16, TILE * 16), true);
+        products_commit();
+        products_wait<0>();
+    }
+    __device__ __forceinline__ void multiply_values(u32 values, const u32 (&a)[4][4]) {
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            // Pages have V by panels of eight dims, with tokens along them; unpacked codes by panels of eight tokens.
+            u64 b = UNPACKS ? matrices(values + i * 2 * HEAD_DIM * 16, HEAD_DIM * 16) : matrices(values + i * 16 * 16, 128, TILE * 16);
+            FloatProducts<IS_BF16, !UNPACKS>::multiply(o, a[i], b, true);
+        }
+        products_commit();
+    }
+    // Zeros in place of V's tokens that do not exist: their bytes may be a NaN, and 0·NaN is not 0.
+    __device__ __forceinline__ void clear_values(u32 values, int tokens) const {
+#pragma unroll 1
+        for (int i = threadIdx.x % 128; i < HEAD_DIM / 8 * TILE; i += 128)
+            if (i % TILE >= tokens) sts128(values + i * 16, {0.0f, 0.0f, 0.0f, 0.0f});
+        fence_async();
+        barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
+    }
+
+    // Replaces scores by weights in pairs, as left operands of 16 tokens; updates the maxima and sums, and gives the factors of what was summed before.
+    __device__ __forceinline__ void weigh(float (&s)[SUMS_OF_TILE], int index, float (&alpha)[2], u32 (&a)[4][4]) {
+        float scale[2] = {rows.scale[0], rows.scale[1]};
+        if (HAS_SCORE_MODS) {
+#pragma unroll
+            for (int i = 0; i < SUMS_OF_TILE; i++) s[i] = s[i] * scale[i / 2 % 2];
+            modify_scores(s, index);
+            scale[0] = scale[1] = 1.0f;
+        }
+        if (!rows.see_all(index * TILE)) each_hidden(index, [&](int i) { s[i] = MINUS_INFINITY; });
+        float base[2], sum[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float x[2] = {s[2 * h], s[2 * h + 1]};
+#pragma unroll
+            for (int j = 1; j < TILE / 8; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) x[e] = fmaxf(x[e], s[4 * j + 2 * h + e]);
+            float now = fmaxf(m[h], ceilf(quad_max(fmaxf(x[0], x[1])) * scale[h]) - LIFT);
+            alpha[h] = pow2(now - m[h]);
+            m[h] = now;
+            base[h] = now > MINUS_INFINITY ? now : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                int at = 8 * i + 4 * (n / 2) + 2 * (n % 2), h = n % 2;
+                float x = approximate_exp2(fmaf(s[at], scale[h], -base[h])), y = approximate_exp2(fmaf(s[at + 1], scale[h], -base[h]));
+                if constexpr (IS_BF16) {
+                    u32 pair = bf16_pair(x, y);
+                    a[i][n] = pair;
+                    // What is multiplied is what is summed: rounding to 8 bits then leaves a lone weight's value as it is.
+                    sum[h] = sum[h] + (bits_float(pair << 16) + bits_float(pair & 0xffff0000));
+                } else {
+                    a[i][n] = f16_pair(x, y);
+                    sum[h] = sum[h] + (x + y);
+                }
+            }
+#pragma unroll
+        for (int h = 0; h < 2; h++) l[h] = fmaf(l[h], alpha[h], sum[h]);
+    }
+
+    // Adds a tile to the segment's state; its products with V may still be under way.
+    __device__ __forceinline__ void tile(const Part& part, int index) {
+        u32 keys = has_values ? wait_behind() : wait_side();
+        float s[SUMS_OF_TILE];
+        if (has_low) multiply_keys<true>(keys, s);
+        else multiply_keys<false>(keys, s);
+        if (has_values) release_side();
+        release_side();
+        float alpha[2] = {1.0f, 1.0f};
+        u32 a[4][4] = {};
+        if (has_rows) weigh(s, index, alpha, a);
+        if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f))
+#pragma unroll
+            for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * alpha[i / 2 % 2];
+        u32 values = wait_side();
+        int tokens = part.kv_len - index * TILE;
+        if (!UNPACKS && tokens < TILE) clear_values(values, tokens);
+        multiply_values(values, a);
+        has_values = true;
+    }
+    // The state is complete then: sums were those of a thread's own tokens.
+    __device__ __forceinline__ void end_segment() {
+        products_wait<0>();
+        if (has_values) release_side();
+        has_values = false;
+#pragma unroll
+        for (int h = 0; h < 2; h++) l[h] = quad_sum(l[h]);
+    }
+};

@@ -1,0 +1,83 @@
+// What a warpgroup of many_rows.cu has of its 64 rows: which tokens they see, and the state of a segment. A thread has two rows and every fourth pair
+// of tokens, or dims.
+#pragma once
+#include "wgmma.cuh"
+#include "many_rows_pipeline.cuh"
+#include "rows.cuh"
+
+constexpr int SUMS_OF_TILE = TILE / 2, ELEMENTS = HEAD_DIM / 2;  // of a thread: scores, and dims of O
+constexpr int WARPGROUP_BARRIER = 1 + WARPGROUPS;                // the first of the warpgroups' named barriers
+
+// A thread's two rows of a work item: warp row lane/4, and that + 8.
+struct TwoRows {
+    int start[2], end[2];  // tokens that a row sees
+    int position[2], tile[2];
+    float slope[2];
+    float scale[2];  // of scores
+    int sum[2];      // Q, of queries in integers
+
+    __device__ __forceinline__ bool sees(int h, int t) const { return t >= start[h] && t < end[h]; }
+    __device__ __forceinline__ bool see_all(int t0) const {
+        bool full = true;
+#pragma unroll
+        for (int h = 0; h < 2; h++) full &= start[h] <= t0 && t0 + TILE <= end[h];
+        return __all_sync(~0u, full);
+    }
+};
+
+
+struct Warpgroup {
+    const DecodeParams& p;
+    Ring ring;
+    UnpackedRing unpacked;
+    u32 queries, thresholds;  // shared addresses, for integers
+    u32 span;                 // of the thread's elements of a span's state, 2048 bytes apart
+    float4* row_state;        // in the workspace, 128 apart
+    int warpgroup, warp, lane;  // `warp`: of the warpgroup
+    int first_row;              // of the warp in its work item
+    bool has_rows;              // whether some of the warp's rows are no padding
+    TwoRows rows;
+    float m[2], l[2], o[ELEMENTS];
+
+    DEVICE int token_of(int j, int e, int lane) { return 8 * j + 2 * (lane % 4) + e; }
+
+    __device__ __forceinline__ void find_rows(const Part& part) {
+        QueryBlock queries_of = query_block(p, part.b);
+        int count = p.heads_per_kv * queries_of.tokens, first = first_position(p, queries_of, part.kv_len);
+        has_rows = first_row < count;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int row = first_row + lane / 4 + 8 * h, i = (u32)row / p.heads_per_kv_divmod, position = first + i;
+            bool real = row < count;
+            // Rows that fill up the tile see everything, so that they never make a full tile look masked.
+            rows.end[h] = !real ? 0x7fffffff : p.causal ? min(max(position + 1, 0), part.kv_len) : part.kv_len;
+            rows.start[h] = !HAS_SCORE_MODS || !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), rows.end[h]);
+            rows.slope[h] = HAS_SCORE_MODS && real && p.alibi_slopes ? p.alibi_slopes[(part.kv_head - i) * p.heads_per_kv + row] : 0.0f;
+            rows.position[h] = position;
+            rows.tile[h] = !real ? 0x7fffffff : max(p.causal ? position : part.kv_len - 1, 0) / TILE;
+        }
+    }
+
+    __device__ __forceinline__ void clear() {
+        m[0] = m[1] = MINUS_INFINITY;
+        l[0] = l[1] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i++) o[i] = 0.0f;
+    }
+
+    // Calls hide(i) for the scores of tokens that a row does not see.
+    template <class Hide> __device__ __forceinline__ void each_hidden(int index, Hide hide) const {
+#pragma unroll
+        for (int i = 0; i < SUMS_OF_TILE; i++)
+            if (!rows.sees(i / 2 % 2, index * TILE + token_of(i / 4, i % 2, lane))) hide(i);
+    }
+    // Soft cap and ALiBi.
+    __device__ __forceinline__ void modify_scores(float (&s)[SUMS_OF_TILE], int index) const {
+#pragma unroll
+        for (int i = 0; i < SUMS_OF_TILE; i++) {
+            int h = i / 2 % 2, t = index * TILE + token_of(i / 4, i % 2, lane);
+            if (p.softcap_inner != 0.0f) s[i] = softcap(s[i], p.softcap_inner, p.softcap_outer);
+            if (p.alibi_slopes) s[i] = s[i] + rows.slope[h] * (float)(t - rows.position[h]);
+        }
+    }
+};
