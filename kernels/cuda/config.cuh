@@ -70,7 +70,7 @@ constexpr bool UNPACKS = K_INT4 || V_INT4 || K_SCHEME == FP8;
 static_assert(!UNPACKS || (K_INT4 && V_INT4) || K_SCHEME == V_SCHEME, "of both sides, or of none");
 constexpr int UNPACKERS = 4 / TEAMS, READERS = UNPACKS ? UNPACKERS : 4 * ROW_WARPS;  // warps of a team
 constexpr bool COPIER_READS = false;
-constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : INTEGER ? 2 : 4 / TEAMS;
+constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : INTEGER ? 2 : 6 / TEAMS;
 constexpr int UNPACKED_PARAMS = TILE * HEAD_DIM * (INTEGER ? 1 : 2), UNPACKED_STAGE = UNPACKED_PARAMS + (INTEGER ? TILE * 8 : 0);
 #else
 constexpr int READERS = SHARES_TILES ? TILE_WARPS : ROW_WARPS;  // warps that read a stage

@@ -4,8 +4,8 @@
 // Split     work items, (query block, KV head), in order; where there are many, each team attends whole ones, else runs of spans.
 // Pipeline  each team has a ring of stages, which its producer warp fills (kv_pipeline.cuh). Products read keys and values from there; codes of 4 bits
 //           are turned into bytes first, and those of fp8 into f16, by the warps of the producers, in a ring of their own.
-// Merge     a segment's state is in registers, a span's in shared memory, the row's in the workspace: each thread has its own elements. Parts of a
-//           work item by several teams meet in the workspace (partials_counted.cuh).
+// Merge     a segment's state is in registers, a span's in shared memory, the row's in the workspace: each thread has its own elements. Floats have no
+//           segments, and a span's state is in registers. Parts of a work item by several teams meet in the workspace (partials_counted.cuh).
 // Reads     q; pages; page table, lengths.
 // Writes    out, lse; states, partials and arrival counts in the workspace.
 // Numerics  docs/arithmetic.md for integers, many_rows_floats.cuh for floats. The order of every rounding is the same on every grid.
@@ -18,7 +18,7 @@ static_assert(INTEGER || K_SCHEME == V_SCHEME, "select.rs");
 static_assert(PAGE >= TILE && K_GROUPS == 1 && V_GROUPS == 1 && HEAD_DIM % 32 == 0 && HEAD_DIM <= 128, "select.rs");
 
 constexpr int TEAM_BARRIER = 1;  // the first of the teams' named barriers
-constexpr int PRODUCER_REGISTERS = UNPACKS ? 56 : 40, ATTENDER_REGISTERS = UNPACKS ? 224 : 232;  // of an SM's 512 for three warps of a scheduler
+constexpr int PRODUCER_REGISTERS = UNPACKS ? 64 : 40, ATTENDER_REGISTERS = UNPACKS ? 224 : 232;  // of an SM's 512 for three warps of a scheduler
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __grid_constant__ DecodeParams p) {
     SHARED_MEMORY(shared, STAGE_ALIGN);
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __gri
     take_registers<ATTENDER_REGISTERS>();
     int warpgroup = warp / 4 - 1, team = warpgroup / ROW_WARPS, thread = threadIdx.x % 128;
     float4* states = (float4*)(p.partial_o + p.row_states_at);
-    Attender self = {{{p, ring_of(team), unpacked_of(team), base + SharedMemory::QUERIES + warpgroup * 64 * HEAD_DIM, base + SharedMemory::THRESHOLDS,
+    Attender self = {{{p, ring_of(team), unpacked_of(team), base + SharedMemory::QUERIES + warpgroup * QUERY_BYTES, base + SharedMemory::THRESHOLDS,
                        base + SharedMemory::STATES + warpgroup * 64 * HEAD_DIM * 4 + thread * 16, states + (blockIdx.x * WARPGROUPS + warpgroup) * (HEAD_DIM / 8) * 128 + thread,
                        warpgroup, warp % 4, lane}}};
     // Teams whose rows are few have them in warps of different places: a place is a scheduler's.

@@ -11,54 +11,6 @@ template <> struct TilesOf<false> {
 };
 
 struct Attender : TilesOf<INTEGER>::Type {
-    // Merges the state in registers into the one before it, whose elements `load` gives: the result is in registers.
-    template <class Load> __device__ __forceinline__ void merge_behind(float (&before_m)[2], float (&before_l)[2], Load load) {
-        MergeScale w[2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            w[h] = merge_scale(before_m[h], before_l[h], make_float2(m[h], l[h]), false);
-            m[h] = before_m[h];
-            l[h] = before_l[h];
-        }
-#pragma unroll
-        for (int i = 0; i < ELEMENTS; i += 4) {
-            float4 x = load(i / 4);
-            float before[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                merge(before[n], o[i + n], w[n / 2], false);
-                o[i + n] = before[n];
-            }
-        }
-    }
-    template <class Store> __device__ __forceinline__ void store_state(Store store) const {
-#pragma unroll
-        for (int i = 0; i < ELEMENTS; i += 4) store(i / 4, {o[i], o[i + 1], o[i + 2], o[i + 3]});
-    }
-
-    // The state of a span, in registers.
-    __device__ __forceinline__ void attend_span(const Part& part, int index, int end) {
-        float span_m[2], span_l[2];
-        bool has_span = false;
-#pragma unroll 1
-        while (true) {
-            clear();
-            int until = min(end, index + (1 << SEGMENT_SHIFT));
-#pragma unroll 1
-            for (; index < until; index++) tile(part, index);
-            end_segment();
-            if (has_span) merge_behind(span_m, span_l, [&](int i) { return lds128(span + i * 2048); });
-            if (index >= end) return;
-            has_span = true;
-            store_state([&](int i, const float4& x) { sts128(span + i * 2048, x); });
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                span_m[h] = m[h];
-                span_l[h] = l[h];
-            }
-        }
-    }
-
     __device__ __forceinline__ void write_partial(const Part& part, int partial) const {
         WorkItem item = part.item();
         u64 at = (item.index(p) * p.max_partials + partial) * ROWS;

@@ -8,13 +8,13 @@
 struct FloatTiles : Warpgroup {
     static constexpr bool IS_BF16 = K_SCHEME == BF16;
     static constexpr int LIFT = IS_BF16 ? 0 : 14;  // weights of f16 are as large as its range allows: small ones then keep their bits
-    u32 high[PANELS][4], low[PANELS][4];           // of the queries, as left operands of 16 dims
-    bool has_low, has_values;                      // whether products with V's tile are under way
+    u32 high[PANELS][4];  // the first part of the queries, as left operands of 16 dims; the second is in shared memory
+    bool has_low;
 
     __device__ __forceinline__ void load_rows(const Part& part) {
         find_rows(part);
-        has_values = false;
         has_low = p.dtype == Dtype::F32 || (IS_BF16 && p.dtype == Dtype::F16);
+        barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
         float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[part.kv_head] : 1.0f);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -28,8 +28,14 @@ struct FloatTiles : Warpgroup {
 #pragma unroll
             for (int panel = 0; panel < PANELS; panel++)
 #pragma unroll
-                for (int i = 0; i < 2; i++) split_pair<IS_BF16>(x[panel][2 * i] * up, x[panel][2 * i + 1] * up, high[panel][2 * i + h], low[panel][2 * i + h]);
+                for (int i = 0; i < 2; i++) {
+                    u32 low;
+                    split_pair<IS_BF16>(x[panel][2 * i] * up, x[panel][2 * i + 1] * up, high[panel][2 * i + h], low);
+                    sts32(queries + ((2 * panel + i) * 64 + 16 * warp + 8 * h + lane / 4) * 16 + 4 * (lane % 4), low);
+                }
         }
+        fence_async();
+        barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
     }
     // Dims 2·(lane%4) + {0, 1, 8, 9} of each panel of a row; returns the row's largest magnitude.
     __device__ __forceinline__ float load_pairs(const QueryRow& row, float (&x)[PANELS][4]) const {
@@ -48,12 +54,8 @@ struct FloatTiles : Warpgroup {
     }
 
     __device__ __forceinline__ u32 wait_side() { return UNPACKS ? unpacked.wait_full() : ring.wait(); }
-    __device__ __forceinline__ void release_side() {
-        if constexpr (UNPACKS) unpacked.release(lane);
-        else release_stages(ring, 1, lane);
-    }
-    // The side behind the next to be released.
-    __device__ __forceinline__ u32 wait_behind() const {
+    // Of the side behind the one that is read.
+    __device__ __forceinline__ u32 wait_next_side() const {
         if constexpr (UNPACKS) {
             UnpackedRing next = unpacked;
             next.advance();
@@ -64,6 +66,10 @@ struct FloatTiles : Warpgroup {
             return next.wait();
         }
     }
+    __device__ __forceinline__ void release_side() {
+        if constexpr (UNPACKS) unpacked.release(lane);
+        else release_stages(ring, 1, lane);
+    }
 
     template <bool HAS_LOW> __device__ __forceinline__ void multiply_keys(u32 keys, float (&s)[SUMS_OF_TILE]) const {
         using Product = FloatProducts<IS_BF16, false>;
@@ -72,11 +78,13 @@ struct FloatTiles : Warpgroup {
         for (int i = 0; i < PANELS; i++) Product::multiply(s, high[i], matrices(keys + i * 2 * TILE * 16, TILE * 16), i > 0);
         if (HAS_LOW)
 #pragma unroll
-            for (int i = 0; i < PANELS; i++) Product::multiply(s, low[i], matrices(keys + i * 2 * TILE * 16, TILE * 16), true);
+            for (int i = 0; i < PANELS; i++) Product::multiply_shared(s, matrices(queries + i * 2 * 64 * 16, 64 * 16), matrices(keys + i * 2 * TILE * 16, TILE * 16), true);
         products_commit();
-        products_wait<0>();
     }
-    __device__ __forceinline__ void multiply_values(u32 values, const u32 (&a)[4][4]) {
+    __device__ __forceinline__ void multiply_values(const Part& part, int index, const u32 (&a)[4][4]) {
+        u32 values = wait_side();
+        int tokens = part.kv_len - index * TILE;
+        if (!UNPACKS && tokens < TILE) clear_values(values, tokens);
         products_begin();
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -95,8 +103,8 @@ struct FloatTiles : Warpgroup {
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
     }
 
-    // Replaces scores by weights in pairs, as left operands of 16 tokens; updates the maxima and sums, and gives the factors of what was summed before.
-    __device__ __forceinline__ void weigh(float (&s)[SUMS_OF_TILE], int index, float (&alpha)[2], u32 (&a)[4][4]) {
+    // Replaces scores by weights; updates the maxima, and gives the factors of what was summed before.
+    __device__ __forceinline__ void weigh(float (&s)[SUMS_OF_TILE], int index, float (&alpha)[2]) {
         float scale[2] = {rows.scale[0], rows.scale[1]};
         if (HAS_SCORE_MODS) {
 #pragma unroll
@@ -105,7 +113,7 @@ struct FloatTiles : Warpgroup {
             scale[0] = scale[1] = 1.0f;
         }
         if (!rows.see_all(index * TILE)) each_hidden(index, [&](int i) { s[i] = MINUS_INFINITY; });
-        float base[2], sum[2] = {0.0f, 0.0f};
+        float base[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float x[2] = {s[2 * h], s[2 * h + 1]};
@@ -119,50 +127,67 @@ struct FloatTiles : Warpgroup {
             base[h] = now > MINUS_INFINITY ? now : 0.0f;
         }
 #pragma unroll
+        for (int i = 0; i < SUMS_OF_TILE; i++) s[i] = approximate_exp2(fmaf(s[i], scale[i / 2 % 2], -base[i / 2 % 2]));
+    }
+    // Weights as pairs, which are left operands of 16 tokens, and their sums.
+    __device__ __forceinline__ void pack(const float (&s)[SUMS_OF_TILE], const float (&alpha)[2], u32 (&a)[4][4]) {
+        float sum[2] = {0.0f, 0.0f};
+#pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int n = 0; n < 4; n++) {
                 int at = 8 * i + 4 * (n / 2) + 2 * (n % 2), h = n % 2;
-                float x = approximate_exp2(fmaf(s[at], scale[h], -base[h])), y = approximate_exp2(fmaf(s[at + 1], scale[h], -base[h]));
                 if constexpr (IS_BF16) {
-                    u32 pair = bf16_pair(x, y);
+                    u32 pair = bf16_pair(s[at], s[at + 1]);
                     a[i][n] = pair;
                     // What is multiplied is what is summed: rounding to 8 bits then leaves a lone weight's value as it is.
                     sum[h] = sum[h] + (bits_float(pair << 16) + bits_float(pair & 0xffff0000));
                 } else {
-                    a[i][n] = f16_pair(x, y);
-                    sum[h] = sum[h] + (x + y);
+                    a[i][n] = f16_pair(s[at], s[at + 1]);
+                    sum[h] = sum[h] + (s[at] + s[at + 1]);
                 }
             }
 #pragma unroll
         for (int h = 0; h < 2; h++) l[h] = fmaf(l[h], alpha[h], sum[h]);
     }
 
-    // Adds a tile to the segment's state; its products with V may still be under way.
-    __device__ __forceinline__ void tile(const Part& part, int index) {
-        u32 keys = has_values ? wait_behind() : wait_side();
-        float s[SUMS_OF_TILE];
-        if (has_low) multiply_keys<true>(keys, s);
-        else multiply_keys<false>(keys, s);
-        if (has_values) release_side();
-        release_side();
-        float alpha[2] = {1.0f, 1.0f};
-        u32 a[4][4] = {};
-        if (has_rows) weigh(s, index, alpha, a);
-        if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f))
-#pragma unroll
-            for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * alpha[i / 2 % 2];
-        u32 values = wait_side();
-        int tokens = part.kv_len - index * TILE;
-        if (!UNPACKS && tokens < TILE) clear_values(values, tokens);
-        multiply_values(values, a);
-        has_values = true;
-    }
-    // The state is complete then: sums were those of a thread's own tokens.
-    __device__ __forceinline__ void end_segment() {
+    // Adds tiles, one at least, to the state. Weights of a tile are found while the products of the one before with V are under way.
+    // No branch of a warp's own is among them: the compiler would wait for each product.
+    template <bool HAS_LOW> __device__ __forceinline__ void add_tiles(const Part& part, int index, int end) {
+        float s[SUMS_OF_TILE], alpha[2] = {1.0f, 1.0f};
+        u32 a[4][4];
+        multiply_keys<HAS_LOW>(wait_side(), s);
         products_wait<0>();
-        if (has_values) release_side();
-        has_values = false;
+        products_landed(s);
+        release_side();
+        weigh(s, index, alpha);
+        pack(s, alpha, a);
+#pragma unroll 1
+        while (++index < end) {
+            multiply_keys<HAS_LOW>(wait_next_side(), s);
+            multiply_values(part, index - 1, a);
+            products_wait<1>();
+            products_landed(s);
+            weigh(s, index, alpha);
+            products_wait<0>();
+            products_landed(o);
+            release_side();
+            release_side();
+            if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f))
+#pragma unroll
+                for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * alpha[i / 2 % 2];
+            pack(s, alpha, a);
+        }
+        multiply_values(part, index - 1, a);
+        products_wait<0>();
+        products_landed(o);
+        release_side();
+    }
+    // A span's state. Its tiles are one run, as a merge takes longer than a tile.
+    __device__ __forceinline__ void attend_span(const Part& part, int index, int end) {
+        clear();
+        if (index < end) has_low ? add_tiles<true>(part, index, end) : add_tiles<false>(part, index, end);
+        // Sums were those of a thread's own tokens.
 #pragma unroll
         for (int h = 0; h < 2; h++) l[h] = quad_sum(l[h]);
     }

@@ -291,6 +291,26 @@ struct IntegerTiles : Warpgroup {
         release_keys_or_values(false, V_WINDOW && residuals);
         if (has_rows) fold(values, index, w);
     }
-    // Nothing is left to do for a segment's state.
-    __device__ __forceinline__ void end_segment() {}
+
+    // A span's state: those of its segments merge in shared memory.
+    __device__ __forceinline__ void attend_span(const Part& part, int index, int end) {
+        float span_m[2], span_l[2];
+        bool has_span = false;
+#pragma unroll 1
+        while (true) {
+            clear();
+            int until = min(end, index + (1 << SEGMENT_SHIFT));
+#pragma unroll 1
+            for (; index < until; index++) tile(part, index);
+            if (has_span) merge_behind(span_m, span_l, [&](int i) { return lds128(state + i * 2048); });
+            if (index >= end) return;
+            has_span = true;
+            store_state([&](int i, const float4& x) { sts128(state + i * 2048, x); });
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                span_m[h] = m[h];
+                span_l[h] = l[h];
+            }
+        }
+    }
 };

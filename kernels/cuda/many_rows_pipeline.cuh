@@ -131,9 +131,9 @@ template <int SCHEME> DEVICE void unpack_params(u32 from, u32 to, int thread) {
     }
 }
 // Codes of fp8 to f16, ROWS rows of 16 to each panel: two rows of eight elements, ROWS rows apart. Of V they are tokens in slot order, and get zeros for
-// those that do not exist.
-template <int ROWS, bool IS_V> DEVICE void unpack_fp8(u32 from, u32 to, int tokens, int thread) {
-#pragma unroll 2
+// those that do not exist, if some do not.
+template <int ROWS, bool IS_V, bool ALL_EXIST> DEVICE void unpack_fp8(u32 from, u32 to, int tokens, int thread) {
+#pragma unroll 4
     for (int i = thread; i < TILE * HEAD_DIM / 16; i += 32 * UNPACKERS) {
         float4 x = lds128(from + i * 16);
         u32 words[4] = {float_bits(x.x), float_bits(x.y), float_bits(x.z), float_bits(x.w)}, pairs[2][4];
@@ -143,8 +143,8 @@ template <int ROWS, bool IS_V> DEVICE void unpack_fp8(u32 from, u32 to, int toke
             e4m3_pairs(words[n], low, high);
             if constexpr (IS_V) {
                 int t = i / ROWS * 16 + 2 * n;
-                pairs[0][n] = tokens < TILE ? cached(low, t, tokens) : low;
-                pairs[1][n] = tokens < TILE ? cached(high, t + 8, tokens) : high;
+                pairs[0][n] = ALL_EXIST ? low : cached(low, t, tokens);
+                pairs[1][n] = ALL_EXIST ? high : cached(high, t + 8, tokens);
             } else {
                 pairs[n / 2][n % 2 * 2] = low;
                 pairs[n / 2][n % 2 * 2 + 1] = high;
@@ -163,8 +163,10 @@ template <bool IS_V> DEVICE void unpack_side(u32 from, u32 to, int tokens, int t
         constexpr int SCHEME = IS_V ? V_SCHEME : K_SCHEME;
         unpack_nibbles<SCHEME == ROTATED_INT4>(from, to, thread);
         unpack_params<SCHEME>(from + (IS_V ? V_CODES : K_CODES), to + UNPACKED_PARAMS, thread);
+    } else if (IS_V && tokens < TILE) {
+        unpack_fp8<HEAD_DIM, true, false>(from, to, tokens, thread);
     } else {
-        unpack_fp8<IS_V ? HEAD_DIM : TILE, IS_V>(from, to, tokens, thread);
+        unpack_fp8<IS_V ? HEAD_DIM : TILE, IS_V, true>(from, to, tokens, thread);
     }
 }
 // Unpacks the team's tiles, and goes on copying those ahead; the unpacker-th of the team's warps.

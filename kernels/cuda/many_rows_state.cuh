@@ -30,8 +30,9 @@ struct Warpgroup {
     const DecodeParams& p;
     Ring ring;
     UnpackedRing unpacked;
-    u32 queries, thresholds;  // shared addresses, for integers
-    u32 span;                 // of the thread's elements of a span's state, 2048 bytes apart
+    u32 queries;              // shared addresses
+    u32 thresholds;           // of integers
+    u32 state;                // of integers: the thread's elements of a span's state, 2048 bytes apart
     float4* row_state;        // in the workspace, 128 apart
     int warpgroup, warp, lane;  // `warp`: of the warpgroup
     int first_row;              // of the warp in its work item
@@ -79,5 +80,32 @@ struct Warpgroup {
             if (p.softcap_inner != 0.0f) s[i] = softcap(s[i], p.softcap_inner, p.softcap_outer);
             if (p.alibi_slopes) s[i] = s[i] + rows.slope[h] * (float)(t - rows.position[h]);
         }
+    }
+
+    // ---- states ----
+
+    // Merges the state in registers into the one before it, whose elements `load` gives: the result is in registers.
+    template <class Load> __device__ __forceinline__ void merge_behind(float (&before_m)[2], float (&before_l)[2], Load load) {
+        MergeScale w[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            w[h] = merge_scale(before_m[h], before_l[h], make_float2(m[h], l[h]), false);
+            m[h] = before_m[h];
+            l[h] = before_l[h];
+        }
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i += 4) {
+            float4 x = load(i / 4);
+            float before[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                merge(before[n], o[i + n], w[n / 2], false);
+                o[i + n] = before[n];
+            }
+        }
+    }
+    template <class Store> __device__ __forceinline__ void store_state(Store store) const {
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i += 4) store(i / 4, {o[i], o[i + 1], o[i + 2], o[i + 3]});
     }
 };

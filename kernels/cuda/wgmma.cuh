@@ -14,6 +14,12 @@ DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" 
 // Waits for all products but the last PENDING groups.
 template <int PENDING> DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
+// Sums of products that are waited for: the compiler does not know that the wait is what brings them.
+template <int N> DEVICE void products_landed(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // The registers of a thread pool that this warpgroup keeps, or may have.
 template <int COUNT> DEVICE void give_up_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
@@ -66,6 +72,13 @@ template <bool B_SIGNED> struct Products {
 // Products of 16-bit floats, 16 deep, summed in f32. Of `a` a thread has elements 2·(lane%4) + {0, 1} of both rows, then those of the second 8 of
 // the 16. b's columns lie in rows of eight elements (K in pages), or, B_TURNED, its rows do (V in pages).
 template <bool IS_BF16, bool B_TURNED> struct FloatProducts {
+    DEVICE void multiply_shared(float (&d)[32], u64 a, u64 b, bool adds) {
+        static_assert(!B_TURNED, "not needed");
+        if constexpr (IS_BF16)
+            asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" ATTN_TO_31 "}, %32, %33, p, 1, 1, 0, 0; }" : ATTN_32("+f") : "l"(a), "l"(b), "r"((int)adds));
+        else
+            asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" ATTN_TO_31 "}, %32, %33, p, 1, 1, 0, 0; }" : ATTN_32("+f") : "l"(a), "l"(b), "r"((int)adds));
+    }
     DEVICE void multiply(float (&d)[32], const u32 (&a)[4], u64 b, bool adds) {
         if constexpr (IS_BF16 && B_TURNED) ATTN_PRODUCT_32("k16", ".f32.bf16.bf16", "+f", ", 1, 1, 1");
         else if constexpr (IS_BF16) ATTN_PRODUCT_32("k16", ".f32.bf16.bf16", "+f", ", 1, 1, 0");

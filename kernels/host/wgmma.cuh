@@ -15,6 +15,7 @@ static inline const u8* matrix_bytes(u64 of, int row, int half) {
 DEVICE void products_begin() { __syncwarp(); }
 DEVICE void products_commit() {}
 template <int PENDING> DEVICE void products_wait() { __syncwarp(); }
+template <int N> DEVICE void products_landed(float (&)[N]) {}
 template <int COUNT> DEVICE void give_up_registers() {}
 template <int COUNT> DEVICE void take_registers() {}
 
@@ -66,6 +67,15 @@ template <bool IS_BF16, bool B_TURNED> struct FloatProducts {
                 u32 x = __shfl_sync(~0u, a[i], lane_id() / 4 * 4 + of);
                 for (int e = 0; e < 2; e++) rows[i % 2][8 * (i / 2) + 2 * of + e] = number((const u8*)&x + 2 * e);
             }
+        multiply_rows(d, rows, b, adds);
+    }
+    template <int N> DEVICE void multiply_shared(float (&d)[N], u64 a, u64 b, bool adds) {
+        float rows[2][16];
+        for (int h = 0; h < 2; h++)
+            for (int k = 0; k < 16; k++) rows[h][k] = number(matrix_bytes(a, me().thread / 32 % 4 * 16 + lane_id() / 4 + 8 * h, k / 8) + k % 8 * 2);
+        multiply_rows(d, rows, b, adds);
+    }
+    template <int N> static void multiply_rows(float (&d)[N], const float (&rows)[2][16], u64 b, bool adds) {
         for (int i = 0; i < N; i++) {
             int column = i / 4 * 8 + 2 * (lane_id() % 4) + i % 2;
             float sum = adds ? d[i] : 0.0f;

@@ -11,7 +11,7 @@ const KV_ONE_STAGE: usize = 12288;
 
 /// Stages of a team of `many_rows.cu` with codes of 4 bits as bytes, and of a CTA with codes of fp8 as f16.
 const UNPACKED_STAGES: usize = 2;
-const UNPACKED_FLOAT_STAGES: usize = 4;
+const UNPACKED_FLOAT_STAGES: usize = 6;
 
 /// Partials that a team of a cluster receives room for.
 pub(crate) const TEAM_PARTIALS: usize = 4;
@@ -118,21 +118,14 @@ fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usi
         Unpacked::Bytes => teams * UNPACKED_STAGES * (tile * (head_dim + 8) + 16),
         Unpacked::Floats => UNPACKED_FLOAT_STAGES * (tile * head_dim * 2 + 16),
     };
-    // Queries and thresholds of integers.
-    let queries = match stage.unpacked {
-        Unpacked::Nothing { integers: false } | Unpacked::Floats => 0,
-        Unpacked::Nothing { integers: true } | Unpacked::Bytes => {
-            WARPGROUPS * 64 * head_dim + tile * 4
-        }
+    let dims = WARPGROUPS * 64 * head_dim;
+    let rows = match stage.unpacked {
+        // Second parts of queries.
+        Unpacked::Nothing { integers: false } | Unpacked::Floats => dims * 2,
+        // Queries, states of spans, thresholds.
+        Unpacked::Nothing { integers: true } | Unpacked::Bytes => dims * 5 + tile * 4,
     };
-    teams * config.stages * (stage.bytes + 16)
-        + unpacked
-        + queries
-        + WARPGROUPS * 64 * head_dim * 4
-        + 64
-        + 16 * teams
-        + 16
-        + teams * 64
+    teams * config.stages * (stage.bytes + 16) + unpacked + rows + 64 + 16 * teams + 16 + teams * 64
 }
 
 fn split_kv_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {

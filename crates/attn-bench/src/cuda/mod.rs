@@ -54,8 +54,9 @@ struct Step {
     append: Option<NativeAppend>,
     source: Source,
     rotation: Rotation,
-    q: CudaSlice<f32>,
-    out: CudaSlice<f32>,
+    /// bf16, as engines have them.
+    q: CudaSlice<u16>,
+    out: CudaSlice<u16>,
     lse: CudaSlice<f32>,
     kv_lens: CudaSlice<i32>,
     /// As numbers; none where the plan has none.
@@ -108,6 +109,11 @@ pub fn layout(workload: &Workload) -> KvLayout {
     }
 }
 
+/// Cut to bf16.
+fn bf16(numbers: &[f32]) -> Vec<u16> {
+    numbers.iter().map(|x| (x.to_bits() >> 16) as u16).collect()
+}
+
 fn driver<T>(result: Result<T, DriverError>) -> Result<T, Error> {
     result.map_err(failed("timing"))
 }
@@ -120,8 +126,7 @@ impl CudaTimer {
     pub fn open() -> Result<Self, Error> {
         let gpu = CudaBackend::open()?;
         let buffers = Buffers::new(context(&gpu))?;
-        let bf16 = |x: f32| (x.to_bits() >> 16) as u16;
-        let noise: Vec<u16> = noise(3, 2 * NOISE).into_iter().map(bf16).collect();
+        let noise = bf16(&noise(3, 2 * NOISE));
         Ok(CudaTimer {
             read: prepare_read(&gpu)?,
             sink: buffers.bytes(16)?,
@@ -253,8 +258,8 @@ impl CudaTimer {
             append,
             source,
             rotation,
-            q: buffers.upload(&noise(5, elems))?,
-            out: buffers.floats(elems)?,
+            q: buffers.upload(&bf16(&noise(5, elems)))?,
+            out: buffers.upload(&vec![0u16; elems])?,
             lse: buffers.floats(problem.rows())?,
             kv_lens: buffers.upload(&lens)?,
             query_blocks: query_blocks(buffers, &plan)?,
@@ -270,7 +275,7 @@ impl CudaTimer {
             q: at.address(&step.q),
             out: at.address(&step.out),
             lse: at.address(&step.lse),
-            dtype: Dtype::F32,
+            dtype: Dtype::Bf16,
             kv: match &step.source {
                 Source::Pages(pages) => pages.kv(at, copy),
                 Source::Contiguous(rows) => rows.kv(at, copy),
