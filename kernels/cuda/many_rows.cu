@@ -18,7 +18,8 @@ static_assert(INTEGER || K_SCHEME == V_SCHEME, "select.rs");
 static_assert(PAGE >= TILE && K_GROUPS == 1 && V_GROUPS == 1 && HEAD_DIM % 32 == 0 && HEAD_DIM <= 128, "select.rs");
 
 constexpr int TEAM_BARRIER = 1;  // the first of the teams' named barriers
-constexpr int PRODUCER_REGISTERS = UNPACKS ? 64 : 40, ATTENDER_REGISTERS = UNPACKS ? 224 : 232;  // of an SM's 512 for three warps of a scheduler
+constexpr int PRODUCER_REGISTERS = UNPACKS ? 56 : 40, ATTENDER_REGISTERS = UNPACKS ? 224 : 232;
+static_assert(PRODUCER_REGISTERS + WARPGROUPS * ATTENDER_REGISTERS <= (1 + WARPGROUPS) * 168, "a CTA has no more than it starts with: a warpgroup would wait forever");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __grid_constant__ DecodeParams p) {
     SHARED_MEMORY(shared, STAGE_ALIGN);

@@ -186,7 +186,9 @@ pub fn many_rows(
 ) -> Option<KernelConfig> {
     let shape = Shape::new(problem, format, layout);
     // Measured on an H200: 32 rows, which `split_kv.cu` has in one block, take it 107 µs, and `many_rows.cu` 154; 48 rows 68 and 49.
-    let few = if format.is_integer() { 32 } else { 8 };
+    // Floats, 24 rows · 32, 8 heads a KV head: `split_kv.cu` 48 · 54 µs in bf16 and 44 · 55 in fp8, `many_rows.cu` 43 and 49; many sequences of 24 rows
+    // 132 and 146. By the rows alone, as the two round floats otherwise.
+    let few = if format.is_integer() { 32 } else { 24 };
     let is_faster = shape.rows > few && preferences.config.is_none();
     preferences
         .many_rows
