@@ -59,6 +59,8 @@ fn tokens(k: &[f32], v: &[f32]) -> Tokens {
         dtype: Dtype::F32 as u32,
         k_token_stride: 0,
         v_token_stride: 0,
+        k_head_stride: 0,
+        v_head_stride: 0,
     }
 }
 
@@ -69,6 +71,10 @@ fn rows(q: &[f32], out: &mut [f32]) -> Rows {
         out: out.as_mut_ptr().cast(),
         dtype: Dtype::F32 as u32,
         lse: ptr::null_mut(),
+        q_token_stride: 0,
+        q_head_stride: 0,
+        out_token_stride: 0,
+        out_head_stride: 0,
     }
 }
 

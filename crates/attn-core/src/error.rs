@@ -1,6 +1,6 @@
 //! Errors as values: which backend or check refused, the value given, the values allowed, and the next step.
 
-use crate::format::Scheme;
+use crate::{format::Scheme, wide_rows::WideRows};
 
 /// The reason why a call was refused. The cache and the outputs are unchanged.
 #[derive(Debug, thiserror::Error)]
@@ -28,6 +28,18 @@ pub enum Error {
         /// Elements needed.
         needed: usize,
     },
+    /// Rows of another shape.
+    #[error(
+        "{what} has rows of the shape {given:?}; needed: {needed:?}, which is [tokens, heads, dim]"
+    )]
+    Shape {
+        /// The name of the rows.
+        what: &'static str,
+        /// Their tokens, heads and dim.
+        given: [usize; 3],
+        /// Those that the call needs.
+        needed: [usize; 3],
+    },
     /// NaN or infinity in K, V or Q.
     #[error(
         "{what}[{index}] is {value}; only finite numbers can be attended to: look for the layer that made it"
@@ -35,7 +47,7 @@ pub enum Error {
     NotFinite {
         /// `k`, `v` or `q`.
         what: &'static str,
-        /// Flat index of the first bad element.
+        /// Flat index of the first bad element; what lies between strided rows is not counted.
         index: usize,
         /// The bad value.
         value: f32,
@@ -204,19 +216,32 @@ pub(crate) fn reserve<T>(what: &'static str, list: &mut Vec<T>, more: usize) -> 
 }
 
 /// Refuses NaN, infinity, and magnitudes beyond what `scheme` takes.
-pub(crate) fn check_values(what: &'static str, x: &[f32], scheme: Scheme) -> Result<(), Error> {
+pub(crate) fn check_values(
+    what: &'static str,
+    rows: WideRows<'_>,
+    scheme: Scheme,
+) -> Result<(), Error> {
     let limit = scheme.max_magnitude();
     // NaN is beyond any limit.
-    let Some(index) = first(x, |v| !(v.abs() <= limit)) else {
+    let Some((index, value)) = first_of(rows, |v| !(v.abs() <= limit)) else {
         return Ok(());
     };
-    check_finite(what, x)?;
+    check_finite_rows(what, rows)?;
     Err(Error::Magnitude {
         what,
         index,
-        value: x[index],
+        value,
         scheme,
         limit,
+    })
+}
+
+/// The first number of rows that `is_bad`, and its index among them.
+pub(crate) fn first_of(rows: WideRows<'_>, is_bad: impl Fn(f32) -> bool) -> Option<(usize, f32)> {
+    let mut runs = rows.runs();
+    runs.find_map(|(start, run)| {
+        let index = first(run, &is_bad)?;
+        Some((start + index, run[index]))
     })
 }
 
@@ -238,6 +263,14 @@ pub(crate) fn check_finite(what: &'static str, x: &[f32]) -> Result<(), Error> {
             index,
             value: x[index],
         }),
+        None => Ok(()),
+    }
+}
+
+/// Refuses NaN and infinity.
+pub(crate) fn check_finite_rows(what: &'static str, rows: WideRows<'_>) -> Result<(), Error> {
+    match first_of(rows, |v| !v.is_finite()) {
+        Some((index, value)) => Err(Error::NotFinite { what, index, value }),
         None => Ok(()),
     }
 }
