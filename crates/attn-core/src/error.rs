@@ -1,6 +1,6 @@
 //! Errors as values: which backend or check refused, the value given, the values allowed, and the next step.
 
-use crate::{format::Scheme, wide_rows::WideRows};
+use crate::format::Scheme;
 
 /// The reason why a call was refused. The cache and the outputs are unchanged.
 #[derive(Debug, thiserror::Error)]
@@ -215,38 +215,8 @@ pub(crate) fn reserve<T>(what: &'static str, list: &mut Vec<T>, more: usize) -> 
     })
 }
 
-/// Refuses NaN, infinity, and magnitudes beyond what `scheme` takes.
-pub(crate) fn check_values(
-    what: &'static str,
-    rows: WideRows<'_>,
-    scheme: Scheme,
-) -> Result<(), Error> {
-    let limit = scheme.max_magnitude();
-    // NaN is beyond any limit.
-    let Some((index, value)) = first_of(rows, |v| !(v.abs() <= limit)) else {
-        return Ok(());
-    };
-    check_finite_rows(what, rows)?;
-    Err(Error::Magnitude {
-        what,
-        index,
-        value,
-        scheme,
-        limit,
-    })
-}
-
-/// The first number of rows that `is_bad`, and its index among them.
-pub(crate) fn first_of(rows: WideRows<'_>, is_bad: impl Fn(f32) -> bool) -> Option<(usize, f32)> {
-    let mut runs = rows.runs();
-    runs.find_map(|(start, run)| {
-        let index = first(run, &is_bad)?;
-        Some((start + index, run[index]))
-    })
-}
-
 /// The first number that `is_bad`. Whole blocks are tested without an early exit, which lets the compiler use vectors.
-fn first(x: &[f32], is_bad: impl Fn(f32) -> bool) -> Option<usize> {
+pub(crate) fn first(x: &[f32], is_bad: impl Fn(f32) -> bool) -> Option<usize> {
     const BLOCK: usize = 256;
     let mut blocks = x.chunks(BLOCK);
     let block = blocks.position(|block| block.iter().fold(false, |bad, v| bad | is_bad(*v)))?;
@@ -263,14 +233,6 @@ pub(crate) fn check_finite(what: &'static str, x: &[f32]) -> Result<(), Error> {
             index,
             value: x[index],
         }),
-        None => Ok(()),
-    }
-}
-
-/// Refuses NaN and infinity.
-pub(crate) fn check_finite_rows(what: &'static str, rows: WideRows<'_>) -> Result<(), Error> {
-    match first_of(rows, |v| !v.is_finite()) {
-        Some((index, value)) => Err(Error::NotFinite { what, index, value }),
         None => Ok(()),
     }
 }

@@ -36,6 +36,7 @@ pub mod problem;
 pub mod quant;
 mod recent;
 pub mod rotation;
+mod row_layout;
 mod rows;
 pub mod segments;
 pub mod state;

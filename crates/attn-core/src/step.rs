@@ -6,12 +6,13 @@ use crate::{
     arithmetic::LOG2_E,
     cache::{CachedSequences, KvCache, PageTable},
     elements::ElementsMut,
-    error::{Error, check_finite_rows, filled, first_of},
+    error::{Error, filled},
     plan::Plan,
     problem::Problem,
-    rows::{Layout, Rows, RowsMut, scatter},
+    row_layout::{Layout, scatter},
+    rows::{Rows, RowsMut},
     view::KvView,
-    wide_rows::{WideRows, WideRowsMut, Widened},
+    wide_rows::{WideRows, WideRowsMut, Widened, check_finite_rows, first_of},
 };
 
 /// Where K and V come from.

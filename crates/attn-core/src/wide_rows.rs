@@ -4,8 +4,9 @@ use std::{borrow::Cow, ops::Range};
 
 use crate::{
     elements::ElementsMut,
-    error::{Error, reserve},
-    rows::{Layout, scatter},
+    error::{Error, filled, first, reserve},
+    format::Scheme,
+    row_layout::{Layout, scatter},
 };
 
 /// For backends: rows `[tokens, heads, dim]` of f32 to read, side by side or at strides.
@@ -208,7 +209,7 @@ impl<'a> WideRowsMut<'a> {
             let rows = Packed::InPlace(&mut x[..len]);
             return Ok(PackedRows(rows));
         }
-        let copy = crate::error::filled("outputs side by side", len, 0.0f32)?;
+        let copy = filled("outputs side by side", len, 0.0f32)?;
         let rows = Packed::Copy(copy, WideRowsMut { x, layout });
         Ok(PackedRows(rows))
     }
@@ -257,5 +258,43 @@ impl PackedRows<'_> {
         if let Packed::Copy(x, rows) = self.0 {
             scatter(&x, &mut ElementsMut::F32(rows.x), &rows.layout);
         }
+    }
+}
+
+/// Refuses NaN, infinity, and magnitudes beyond what `scheme` takes.
+pub(crate) fn check_values(
+    what: &'static str,
+    rows: WideRows<'_>,
+    scheme: Scheme,
+) -> Result<(), Error> {
+    let limit = scheme.max_magnitude();
+    // NaN is beyond any limit.
+    let Some((index, value)) = first_of(rows, |v| !(v.abs() <= limit)) else {
+        return Ok(());
+    };
+    check_finite_rows(what, rows)?;
+    Err(Error::Magnitude {
+        what,
+        index,
+        value,
+        scheme,
+        limit,
+    })
+}
+
+/// The first number of rows that `is_bad`, and its index among them.
+pub(crate) fn first_of(rows: WideRows<'_>, is_bad: impl Fn(f32) -> bool) -> Option<(usize, f32)> {
+    let mut runs = rows.runs();
+    runs.find_map(|(start, run)| {
+        let index = first(run, &is_bad)?;
+        Some((start + index, run[index]))
+    })
+}
+
+/// Refuses NaN and infinity.
+pub(crate) fn check_finite_rows(what: &'static str, rows: WideRows<'_>) -> Result<(), Error> {
+    match first_of(rows, |v| !v.is_finite()) {
+        Some((index, value)) => Err(Error::NotFinite { what, index, value }),
+        None => Ok(()),
     }
 }

@@ -1,7 +1,7 @@
 //! One step: cut into splits, which any thread attends, and merged in one fixed order. A split is a block of query tokens against one KV head:
 //! against one span of it, or one segment where there is little work, or all of it where there are many query tokens.
 
-use std::{cell::RefCell, ops::Range};
+use std::cell::RefCell;
 
 use attn_core::{
     Error, KvMemory, Problem, QueryBlock, Scheme, StepInputs, StepOutputs, WideRowsMut,
@@ -18,6 +18,7 @@ use crate::{
     merge::{RowEnd, States, merge},
     query::{self, QueryRows},
     reader::Reader,
+    shared::Shared,
     simd::{Dot, Dot16, Isa, Simd, portable::Portable, scalar::Scalar},
     split::{Pass, Split, SplitInputs, TilePlace},
     tile::Tile,
@@ -62,33 +63,6 @@ thread_local! {
             span: Vec::new(),
         })
     };
-}
-
-/// The states of all splits, or the rows of all outputs, each of which one thread writes.
-struct Shared {
-    all: *mut f32,
-    len: usize,
-}
-
-// SAFETY: threads write disjoint parts of memory that is borrowed for as long: see `Shared::part`.
-unsafe impl Sync for Shared {}
-
-impl Shared {
-    fn new(all: &mut [f32]) -> Self {
-        Shared {
-            all: all.as_mut_ptr(),
-            len: all.len(),
-        }
-    }
-
-    /// # Safety
-    /// No other part that is in use overlaps `range`, which lies in `0..len`.
-    #[allow(clippy::mut_from_ref, reason = "parts are disjoint by contract")]
-    unsafe fn part(&self, range: Range<usize>) -> &mut [f32] {
-        assert!(range.start <= range.end && range.end <= self.len);
-        // SAFETY: inside of the slice that this was made from; nobody else has this part, by contract.
-        unsafe { std::slice::from_raw_parts_mut(self.all.add(range.start), range.len()) }
-    }
 }
 
 /// Attends the first of the splits, and fetches for the second: writes one state per row to `states`, `[row][dim + 2]`, m and l last.

@@ -3,11 +3,7 @@
 use std::ops::Range;
 
 use super::{CacheAccess, KvCache, PageStore, TokenWrite};
-use crate::{
-    error::{Error, check_values},
-    events,
-    rows::Rows,
-};
+use crate::{error::Error, events, rows::Rows, wide_rows::check_values};
 
 /// The number of tokens that a sequence gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
