@@ -7,6 +7,7 @@ mod engines;
 mod events;
 mod plans;
 mod real_layers;
+mod strides;
 
 use std::{process::ExitCode, sync::Arc};
 
@@ -36,6 +37,7 @@ fn trials(
     trials = plans::add(trials);
     trials = engines::add(trials);
     trials = events::add(trials);
+    trials = strides::add(trials);
     if name != "cpu" {
         trials = real_layers::add(trials);
     }

@@ -13,7 +13,7 @@ use attn_conformance::{
 };
 use attn_core::{
     CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, KvCache,
-    KvFormat, PageLayout, PageStore, Plan, Problem, TokenWrite, Unsupported,
+    KvFormat, PageLayout, PageStore, Plan, Problem, TokenWrite, Unsupported, WideRows,
 };
 use attn_cpu::Reference;
 
@@ -64,7 +64,9 @@ impl DecodeAttention for Spoilt {
     fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         self.inner.execute(step)?;
         let problem = step.problem().clone();
-        (self.answer)(&problem, step.parts().1.out);
+        let out = step.parts().1.out.into_contiguous();
+        let out = out.expect("its tests give contiguous rows");
+        (self.answer)(&problem, out);
         Ok(())
     }
 }
@@ -85,8 +87,8 @@ impl PageStore for Leaking {
         &mut self,
         access: &CacheAccess,
         writes: &[TokenWrite],
-        k: &[f32],
-        v: &[f32],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
     ) -> Result<(), Error> {
         self.0.append(access, writes, k, v)?;
         let mut page = self.0.read_page(access, 0)?;

@@ -4,7 +4,7 @@ use std::any::Any;
 
 use attn_core::{
     CacheAccess, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, HostPages, KvCache,
-    KvFormat, KvSource, PageLayout, PageStore, Plan, Problem, TokenWrite,
+    KvFormat, KvSource, PageLayout, PageStore, Plan, Problem, TokenWrite, WideRows,
 };
 use attn_cpu::{CpuBackend, Reference};
 
@@ -24,8 +24,8 @@ impl PageStore for Elsewhere {
         &mut self,
         access: &CacheAccess,
         writes: &[TokenWrite],
-        k: &[f32],
-        v: &[f32],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
     ) -> Result<(), Error> {
         self.0.append(access, writes, k, v)
     }

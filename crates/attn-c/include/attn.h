@@ -185,7 +185,8 @@ typedef struct attn_pages {
   size_t page_stride;
 } attn_pages;
 
-// Queries and outputs, [query tokens][q_heads][head_dim]: those of the step's first sequence, then those of the next.
+// Queries and outputs, [query tokens][q_heads][head_dim]: those of the step's first sequence, then those of the next. A head's elements are
+// contiguous; what lies between rows is neither read nor written, and nothing else writes it while the call runs.
 typedef struct attn_rows {
   // sizeof(attn_rows).
   size_t struct_size;
@@ -197,6 +198,14 @@ typedef struct attn_rows {
   uint32_t dtype;
   // Log-sum-exps [query tokens][q_heads], or NULL.
   float *lse;
+  // Elements from one query token to the next; 0: q_heads times the next head's. Device memory has no other, here and below.
+  size_t q_token_stride;
+  // Elements from one head of a query to the next; 0: head_dim.
+  size_t q_head_stride;
+  // Elements from one token of the outputs to the next; 0: q_heads times the next head's.
+  size_t out_token_stride;
+  // Elements from one head of the outputs to the next; 0: head_dim.
+  size_t out_head_stride;
 } attn_rows;
 
 // A plan's own memory on the device, which the caller allocates and fills.
@@ -213,7 +222,8 @@ typedef struct attn_buffers {
   const float *sinks;
 } attn_buffers;
 
-// New tokens, [tokens][kv_heads][head_dim]: those of the first sequence, then those of the next.
+// New tokens, [tokens][kv_heads][head_dim]: those of the first sequence, then those of the next. A head's elements are contiguous; what lies
+// between rows is not read.
 typedef struct attn_tokens {
   // sizeof(attn_tokens).
   size_t struct_size;
@@ -223,10 +233,14 @@ typedef struct attn_tokens {
   const void *v;
   // An attn_dtype, of K and V.
   uint32_t dtype;
-  // Elements from one token of K to the next; 0: kv_heads·head_dim.
+  // Elements from one token of K to the next; 0: kv_heads times the next head's.
   size_t k_token_stride;
-  // Elements from one token of V to the next; 0: kv_heads·head_dim.
+  // Elements from one token of V to the next; 0: kv_heads times the next head's.
   size_t v_token_stride;
+  // Elements from one head of K to the next; 0: head_dim. Device memory has no other.
+  size_t k_head_stride;
+  // Elements from one head of V to the next; 0: head_dim. Device memory has no other.
+  size_t v_head_stride;
 } attn_tokens;
 
 // Which sequences attend, with how many query tokens. The last query token of a sequence stands at its last cached token: append first.

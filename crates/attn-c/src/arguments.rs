@@ -23,6 +23,16 @@ pub enum Dtype {
     Bf16 = 2,
 }
 
+impl Dtype {
+    /// Bytes of a number.
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::F16 | Dtype::Bf16 => 2,
+        }
+    }
+}
+
 /// A struct of the interface, which begins with its own size.
 ///
 /// # Safety

@@ -313,6 +313,7 @@ impl Plan {
             );
             return Err(Failure::new(Status::Shape, sentence));
         }
+        rows.check_on_device([self.problem.num_q_heads, self.problem.head_dim])?;
         let has_blocks = !self.plan.query_blocks().is_empty();
         Ok(DecodeArgs {
             q: given("q", rows.q)?,
@@ -416,6 +417,7 @@ pub unsafe extern "C" fn attn_plan_step(
                 config(buffers)?,
             )
         };
+        tokens.check_on_device(plan.problem.head_dim)?;
         let decode = plan.decode_args(&pages, &rows, &buffers)?;
         let append = AppendArgs {
             k: given("k", tokens.k)?,
@@ -461,6 +463,7 @@ pub unsafe extern "C" fn attn_plan_append_slots(
         // SAFETY: this function's contract.
         let (plan, pages, tokens) =
             unsafe { (handle("plan", plan)?, config(pages)?, config(tokens)?) };
+        tokens.check_on_device(plan.problem.head_dim)?;
         let args = SlotAppendArgs {
             k: given("k", tokens.k)?,
             v: given("v", tokens.v)?,

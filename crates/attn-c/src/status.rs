@@ -86,6 +86,7 @@ impl From<Error> for Failure {
         let status = match &error {
             Error::Parameter { .. } | Error::BadBytes { .. } => Status::Parameter,
             Error::Length { .. }
+            | Error::Shape { .. }
             | Error::Mismatch { .. }
             | Error::ImageMismatch { .. }
             | Error::Dropped { .. } => Status::Shape,

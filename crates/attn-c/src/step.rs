@@ -3,13 +3,12 @@
 use std::ffi::c_void;
 
 use attn::{
-    Elements, Error, Heads, HostRows, KvCache, Problem,
+    Error, Heads, HostRows, KvCache, Problem, RowsMut,
     backends::cuda::{
         DeviceSteps, NewTokens, QueryRows,
         native::{DeviceAddress, Stream},
     },
 };
-use half::{bf16, f16};
 
 use crate::{
     arguments::{self, Config, config, elements_mut, list, list_mut, optional},
@@ -64,64 +63,90 @@ unsafe fn problem<'a>(step: &Step, state: &State) -> Result<(Problem, &'a [usize
     }
 }
 
-/// Rows of new tokens, brought side by side where they are not.
-enum Gathered<'a> {
-    InPlace(Elements<'a>),
-    F32(Vec<f32>),
-    F16(Vec<f16>),
-    Bf16(Vec<bf16>),
+/// Where a caller's rows `[tokens][heads][dim]` lie, with its strides of tokens and heads in elements; 0 is that of rows side by side.
+#[derive(Clone, Copy)]
+struct Place {
+    shape: [usize; 3],
+    strides: [usize; 2],
 }
 
-impl Gathered<'_> {
-    fn elements(&self) -> Elements<'_> {
-        match self {
-            Gathered::InPlace(elements) => *elements,
-            Gathered::F32(rows) => rows.into(),
-            Gathered::F16(rows) => rows.into(),
-            Gathered::Bf16(rows) => rows.into(),
+impl Place {
+    fn new(what: &str, shape: [usize; 3], [token, head]: [usize; 2]) -> Result<Self, Failure> {
+        let [_, heads, dim] = shape;
+        let refused = |sentence| Err(Failure::new(Status::Shape, sentence));
+        let head = if head == 0 { dim } else { head };
+        if head < dim {
+            return refused(format!(
+                "{what}_head_stride is {head}; a head has {dim} elements"
+            ));
         }
+        let packed = heads.saturating_mul(head);
+        let token = if token == 0 { packed } else { token };
+        if head == dim && token < packed {
+            return refused(format!(
+                "{what}_token_stride is {token}; a token has {packed} elements"
+            ));
+        }
+        Ok(Place {
+            shape,
+            strides: [token, head],
+        })
+    }
+
+    /// Elements up to the last row's end, saturating.
+    fn reach(&self) -> usize {
+        let ([tokens, heads, dim], [token, head]) = (self.shape, self.strides);
+        if self.shape.contains(&0) {
+            return 0;
+        }
+        let last = (tokens - 1).saturating_mul(token);
+        last.saturating_add((heads - 1).saturating_mul(head))
+            .saturating_add(dim)
+    }
+
+    /// # Safety
+    /// `pointer` is NULL or has the rows and what lies between them, of the type that `dtype` says.
+    unsafe fn rows<'a>(
+        self,
+        what: &str,
+        dtype: u32,
+        pointer: *const c_void,
+    ) -> Result<attn::Rows<'a>, Failure> {
+        // SAFETY: this function's contract.
+        let all = unsafe { arguments::elements(what, dtype, pointer, self.reach()) }?;
+        Ok(attn::Rows::strided(all, self.shape, self.strides)?)
+    }
+
+    /// # Safety
+    /// As [`Place::rows`], of memory that nothing else uses meanwhile.
+    unsafe fn rows_mut<'a>(
+        self,
+        what: &str,
+        dtype: u32,
+        pointer: *mut c_void,
+    ) -> Result<RowsMut<'a>, Failure> {
+        // SAFETY: this function's contract.
+        let all = unsafe { elements_mut(what, dtype, pointer, self.reach()) }?;
+        Ok(RowsMut::strided(all, self.shape, self.strides)?)
     }
 }
 
-fn gather<T: Copy>(from: &[T], row: usize, stride: usize) -> Vec<T> {
-    from.chunks(stride)
-        .flat_map(|part| &part[..row])
-        .copied()
-        .collect()
-}
-
-/// `tokens` rows of `row` elements, `stride` from one to the next.
-///
-/// # Safety
-/// `pointer` is NULL or has as many elements.
-unsafe fn rows<'a>(
-    what: &str,
+/// Whether two callers' arrays, each with what lies between its rows, share a byte.
+fn share(
+    a: (*const c_void, Place),
+    b: (*const c_void, Place),
     dtype: u32,
-    pointer: *const c_void,
-    [tokens, row, stride]: [usize; 3],
-) -> Result<Gathered<'a>, Failure> {
-    let stride = if stride == 0 { row } else { stride };
-    if stride < row {
-        let sentence = format!("{what}_token_stride is {stride}; a token has {row} elements");
-        return Err(Failure::new(Status::Shape, sentence));
-    }
-    let before = tokens.saturating_sub(1).saturating_mul(stride);
-    let len = if tokens == 0 {
-        0
-    } else {
-        before.saturating_add(row)
+) -> Result<bool, Failure> {
+    let bytes = arguments::dtype(dtype)?.bytes();
+    let span = |(pointer, place): (*const c_void, Place)| {
+        let start = pointer as usize;
+        (
+            start,
+            start.saturating_add(place.reach().saturating_mul(bytes)),
+        )
     };
-    // SAFETY: this function's contract.
-    let all = unsafe { arguments::elements(what, dtype, pointer, len) }?;
-    if stride == row {
-        return Ok(Gathered::InPlace(all));
-    }
-    Ok(match all {
-        Elements::F32(x) => Gathered::F32(gather(x, row, stride)),
-        Elements::F16(x) => Gathered::F16(gather(x, row, stride)),
-        Elements::Bf16(x) => Gathered::Bf16(gather(x, row, stride)),
-        other => Gathered::InPlace(other),
-    })
+    let ((a, a_end), (b, b_end)) = (span(a), span(b));
+    Ok(a < b_end && b < a_end)
 }
 
 /// Appends tokens in host memory to several sequences at once, or to none.
@@ -142,28 +167,20 @@ pub unsafe extern "C" fn attn_cache_append(
             .iter()
             .fold(0usize, |n, a| n.saturating_add(a.tokens));
         let description = state.cache.config();
-        let row = description.num_kv_heads * description.head_dim;
+        let shape = [all, description.num_kv_heads, description.head_dim];
+        let k_strides = [tokens.k_token_stride, tokens.k_head_stride];
+        let v_strides = [tokens.v_token_stride, tokens.v_head_stride];
+        let in_k = Place::new("k", shape, k_strides)?;
+        let in_v = Place::new("v", shape, v_strides)?;
         // SAFETY: this function's contract.
-        let [k, v] = unsafe {
-            [
-                rows(
-                    "k",
-                    tokens.dtype,
-                    tokens.k,
-                    [all, row, tokens.k_token_stride],
-                )?,
-                rows(
-                    "v",
-                    tokens.dtype,
-                    tokens.v,
-                    [all, row, tokens.v_token_stride],
-                )?,
-            ]
+        let (k, v) = unsafe {
+            (
+                in_k.rows("k", tokens.dtype, tokens.k)?,
+                in_v.rows("v", tokens.dtype, tokens.v)?,
+            )
         };
         state.wait()?;
-        Ok(state
-            .cache
-            .append_batch(&appends, k.elements(), v.elements())?)
+        Ok(state.cache.append_batch(&appends, k, v)?)
     };
     // SAFETY: this function's contract.
     unsafe { on_cache(cache, work) }
@@ -188,16 +205,30 @@ pub unsafe extern "C" fn attn_cache_attend(
             .q_lens
             .iter()
             .fold(0usize, |n, q| n.saturating_add(*q));
-        let per_head = tokens.saturating_mul(problem.num_q_heads);
-        let len = per_head.saturating_mul(problem.head_dim);
+        let shape = [tokens, problem.num_q_heads, problem.head_dim];
+        let in_q = Place::new("q", shape, [rows.q_token_stride, rows.q_head_stride])?;
+        let in_out = Place::new("out", shape, [rows.out_token_stride, rows.out_head_stride])?;
+        // Outputs between the queries of a fused array: the queries are copied before the outputs' memory is borrowed.
+        let copied = if share((rows.q, in_q), (rows.out.cast_const(), in_out), rows.dtype)? {
+            // SAFETY: this function's contract; what is borrowed here is given back at once.
+            Some(unsafe { in_q.rows("q", rows.dtype, rows.q) }?.to_wide()?)
+        } else {
+            None
+        };
         // SAFETY: this function's contract.
         let rows = unsafe {
             HostRows {
-                q: arguments::elements("q", rows.dtype, rows.q, len)?,
-                out: elements_mut("out", rows.dtype, rows.out, len)?,
+                q: match &copied {
+                    Some(copied) => copied.into(),
+                    None => in_q.rows("q", rows.dtype, rows.q)?,
+                },
+                out: in_out.rows_mut("out", rows.dtype, rows.out)?,
                 lse: match rows.lse.is_null() {
                     true => None,
-                    false => Some(list_mut("lse", rows.lse, per_head)?),
+                    false => {
+                        let len = tokens.saturating_mul(problem.num_q_heads);
+                        Some(list_mut("lse", rows.lse, len)?)
+                    }
                 },
             }
         };
@@ -241,6 +272,7 @@ pub unsafe extern "C" fn attn_cache_append_on(
         // SAFETY: this function's contract.
         let (appends, tokens) = unsafe { (counts(appends, count)?, config(tokens)?) };
         let description = state.cache.config();
+        tokens.check_on_device(description.head_dim)?;
         let row = description.num_kv_heads * description.head_dim;
         let stride = |given: usize| if given == 0 { row } else { given };
         let new = NewTokens {
@@ -274,6 +306,7 @@ pub unsafe extern "C" fn attn_cache_attend_on(
         let (step, rows) = unsafe { (config(step)?, config(rows)?) };
         // SAFETY: this function's contract.
         let (problem, sequences) = unsafe { problem(&step, state) }?;
+        rows.check_on_device([problem.num_q_heads, problem.head_dim])?;
         let rows = QueryRows {
             q: DeviceAddress::new(rows.q as u64),
             out: DeviceAddress::new(rows.out as u64),

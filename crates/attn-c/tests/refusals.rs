@@ -59,6 +59,8 @@ fn tokens(k: &[f32], v: &[f32]) -> Tokens {
         dtype: Dtype::F32 as u32,
         k_token_stride: 0,
         v_token_stride: 0,
+        k_head_stride: 0,
+        v_head_stride: 0,
     }
 }
 
@@ -69,6 +71,10 @@ fn rows(q: &[f32], out: &mut [f32]) -> Rows {
         out: out.as_mut_ptr().cast(),
         dtype: Dtype::F32 as u32,
         lse: ptr::null_mut(),
+        q_token_stride: 0,
+        q_head_stride: 0,
+        out_token_stride: 0,
+        out_head_stride: 0,
     }
 }
 
@@ -409,4 +415,127 @@ fn statuses_have_names() {
     assert_eq!(name(Status::CacheFull as u32), "CACHE_FULL");
     assert_eq!(name(Status::Internal as u32), "INTERNAL");
     assert_eq!(name(10), "UNKNOWN");
+}
+
+/// Rows `[tokens][heads][DIM]` at strides, with `gap` between them.
+fn spread(x: &[f32], heads: usize, [token, head]: [usize; 2], gap: f32) -> Vec<f32> {
+    let tokens = x.len() / (heads * DIM);
+    let mut all = vec![gap; (tokens - 1) * token + (heads - 1) * head + DIM];
+    for (i, row) in x.chunks_exact(DIM).enumerate() {
+        let at = i / heads * token + i % heads * head;
+        all[at..at + DIM].copy_from_slice(row);
+    }
+    all
+}
+
+#[test]
+fn rows_at_strides_are_those_without() {
+    let handles = Handles::new();
+    let value = |i: usize| ((i * 37 % 101) as f32 - 50.0) / 50.0;
+    let kv: Vec<f32> = (0..5 * ROW).map(value).collect();
+    // Heads before tokens for K, heads apart for V.
+    let (far_k, far_v) = (
+        spread(&kv, HEADS, [DIM, 5 * DIM], f32::NAN),
+        spread(&kv, HEADS, [HEADS * (DIM + 8), DIM + 8], f32::NAN),
+    );
+    let mut far = tokens(&far_k, &far_v);
+    (far.k_token_stride, far.k_head_stride) = (DIM, 5 * DIM);
+    // The tokens' stride follows from the heads'.
+    far.v_head_stride = DIM + 8;
+    let said = |status| assert_eq!(status, Status::Ok, "{}", last_error());
+    said(handles.append(&[one(0, 5)], &far));
+    said(handles.append(&[one(1, 5)], &tokens(&kv, &kv)));
+    let heads = 2 * HEADS;
+    let q: Vec<f32> = (3..3 + 2 * heads * DIM).map(value).collect();
+    let mut want = vec![0.0; q.len()];
+    said(handles.attend(&[0, 1], PLAIN, &rows(&q, &mut want)));
+    assert_eq!(want[..heads * DIM].len(), want[heads * DIM..].len());
+    // Both sequences hold the same tokens.
+    let mut swapped = vec![0.0; q.len()];
+    said(handles.attend(&[1, 0], PLAIN, &rows(&q, &mut swapped)));
+    assert_eq!(swapped, want);
+
+    let (in_q, in_out) = ([DIM + 1, 2 * (DIM + 1)], [heads * (DIM + 3), DIM + 3]);
+    let far_q = spread(&q, heads, in_q, f32::NAN);
+    let expected = spread(&want, heads, in_out, 7.0);
+    let mut out = vec![7.0; expected.len()];
+    let mut of = rows(&far_q, &mut out);
+    [of.q_token_stride, of.q_head_stride] = in_q;
+    of.out_head_stride = DIM + 3;
+    said(handles.attend(&[0, 1], PLAIN, &of));
+    assert_eq!(out, expected);
+
+    // Outputs between the queries of one array.
+    let both = [2 * heads * DIM, DIM];
+    let mut fused = spread(&q, heads, both, 7.0);
+    fused.resize(4 * heads * DIM, 7.0);
+    let expected: Vec<f32> = q
+        .chunks(heads * DIM)
+        .zip(want.chunks(heads * DIM))
+        .flat_map(|(q, out)| [q, out].concat())
+        .collect();
+    let start = fused.as_mut_ptr();
+    let mut of = rows(&q, &mut []);
+    // SAFETY: inside of `fused`.
+    (of.q, of.out) = (start.cast(), unsafe { start.add(heads * DIM) }.cast());
+    (of.q_token_stride, of.out_token_stride) = (both[0], both[0]);
+    said(handles.attend(&[0, 1], PLAIN, &of));
+    assert_eq!(fused, expected);
+    // And in place of the queries.
+    let mut own = q.clone();
+    let start = own.as_mut_ptr();
+    let mut of = rows(&q, &mut []);
+    (of.q, of.out) = (start.cast(), start.cast());
+    said(handles.attend(&[0, 1], PLAIN, &of));
+    assert_eq!(own, want);
+}
+
+#[test]
+fn strides_that_do_not_fit_are_refused_and_write_nothing() {
+    let handles = Handles::new();
+    let kv = [0.5; 3 * ROW];
+    let mut new = tokens(&kv, &kv);
+    new.v_head_stride = DIM - 1;
+    refused(
+        handles.append(&[one(0, 1)], &new),
+        Status::Shape,
+        "v_head_stride is 63; a head has 64 elements",
+    );
+    new.v_head_stride = usize::MAX;
+    refused(
+        handles.append(&[one(0, 1)], &new),
+        Status::Shape,
+        "more than memory can hold",
+    );
+    assert_eq!(handles.len(0), 0);
+    assert_eq!(handles.append(&[one(0, 3)], &tokens(&kv, &kv)), Status::Ok);
+    let (q, mut out) = ([1.0; 4 * ROW], [7.0; 4 * ROW]);
+    let of = rows(&q, &mut out);
+    for (change, sentence) in [
+        (
+            (|of: &mut Rows| of.q_token_stride = 2 * ROW - 1) as fn(&mut Rows),
+            "q_token_stride is 255; a token has 256 elements",
+        ),
+        (
+            |of: &mut Rows| of.out_head_stride = DIM - 1,
+            "out_head_stride is 63; a head has 64 elements",
+        ),
+    ] {
+        let mut wrong = of;
+        change(&mut wrong);
+        refused(
+            handles.attend(&[0, 0], PLAIN, &wrong),
+            Status::Shape,
+            sentence,
+        );
+    }
+    // Rows that would write each other's elements.
+    let mut wrong = of;
+    (wrong.out_token_stride, wrong.out_head_stride) = (DIM, DIM + 32);
+    refused(
+        handles.attend(&[0, 0], PLAIN, &wrong),
+        Status::Parameter,
+        "do not overlap",
+    );
+    assert_eq!(out, [7.0; 4 * ROW]);
 }

@@ -3,15 +3,14 @@
 use std::{fmt, sync::Arc};
 
 use attn::{
-    Append, BackendId, CacheConfig, Elements, ElementsMut, Heads, HostRows, HostSteps, KvCache,
-    KvFormat, Problem,
+    Append, BackendId, CacheConfig, Heads, HostRows, HostSteps, KvCache, KvFormat, Problem, RowsMut,
 };
 use candle_core::{DType, Device, Shape, Tensor};
 use half::{bf16, f16};
 
 use crate::{
     Error,
-    rows::{Expected, Rows},
+    rows::{Expected, TensorRows},
 };
 
 /// The quantized K and V of one attention layer, for one or more sequences, and attention over them.
@@ -156,7 +155,7 @@ impl QuantizedKvCache {
             heads,
             dim,
         };
-        let rows = Rows::new(expected, q, sequences.len())?;
+        let rows = TensorRows::new(expected, q, sequences.len())?;
         let mut problem = self.problem.clone();
         problem.kv_lens = vec![0; sequences.len()];
         problem.q_lens = vec![rows.tokens; sequences.len()];
@@ -174,12 +173,12 @@ impl QuantizedKvCache {
         &mut self,
         sequences: &[usize],
         problem: &Problem,
-        rows: &Rows,
+        rows: &TensorRows,
         (zero, shape): (T, Shape),
     ) -> Result<Tensor, Error>
     where
         T: candle_core::WithDType,
-        for<'a> &'a mut [T]: Into<ElementsMut<'a>>,
+        for<'a> &'a mut [T]: Into<RowsMut<'a>>,
     {
         let mut out = vec![zero; shape.elem_count()];
         rows.read(|q| {
@@ -267,7 +266,7 @@ fn append(cache: &mut KvCache, sequences: &[usize], k: &Tensor, v: &Tensor) -> R
             heads: cache.config().num_kv_heads,
             dim: cache.config().head_dim,
         };
-        Rows::new(expected, tensor, sequences.len())
+        TensorRows::new(expected, tensor, sequences.len())
     };
     let [k, v] = [rows("k", k)?, rows("v", v)?];
     let tokens = k.tokens;
@@ -276,6 +275,5 @@ fn append(cache: &mut KvCache, sequences: &[usize], k: &Tensor, v: &Tensor) -> R
         tokens,
     };
     let appends: Vec<_> = sequences.iter().map(of).collect();
-    let mut write = |k: Elements<'_>, v: Elements<'_>| Ok(cache.append_batch(&appends, k, v)?);
-    k.read(|k| v.read(|v| write(k, v)))
+    k.read(|k| v.read(|v| Ok(cache.append_batch(&appends, k, v)?)))
 }

@@ -18,9 +18,9 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! Tensors are `[batch, heads, tokens, head_dim]` in f32, f16 or bf16, on the CPU; row b of the batch is the b-th sequence. Tensors whose memory is
-//! `[batch, tokens, heads, head_dim]`, as projections leave it, and tensors of one token are read in place; others are copied once. Results have no
-//! gradient.
+//! Tensors are `[batch, heads, tokens, head_dim]` in f32, f16 or bf16, on the CPU; row b of the batch is the b-th sequence. Tensors
+//! whose last dimension is contiguous are read in place, in any order of the others, such as projections leave them; others are copied once. Results
+//! have no gradient.
 #![forbid(unsafe_code)]
 
 mod cache;

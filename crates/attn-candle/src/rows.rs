@@ -1,6 +1,6 @@
 //! candle's tensors as rows `[tokens, heads, head_dim]`, sequence after sequence.
 
-use attn::Elements;
+use attn::Rows;
 use candle_core::{CpuStorage, DType, Storage, Tensor};
 
 use crate::Error;
@@ -13,15 +13,15 @@ pub struct Expected {
     pub dim: usize,
 }
 
-/// A tensor `[batch, heads, tokens, head_dim]` whose memory is `[batch, tokens, heads, head_dim]`.
-pub struct Rows {
+/// A tensor `[batch, heads, tokens, head_dim]` whose last dimension is contiguous.
+pub struct TensorRows {
     tensor: Tensor,
     pub tokens: usize,
 }
 
-impl Rows {
-    /// The tensor's rows: in place where they lie side by side, such as after `reshape((batch, tokens, heads, dim))?.transpose(1, 2)`, or with one
-    /// token per sequence; else a copy.
+impl TensorRows {
+    /// The tensor's rows: in place in any order of the other dimensions, such as after `reshape((batch, tokens, heads, dim))?.transpose(1, 2)`,
+    /// behind `rope`, or as a part of a fused projection; a copy where a row's elements lie apart.
     ///
     /// # Errors
     /// [`Error::Device`], [`Error::DType`], [`Error::Shape`], [`Error::Batch`].
@@ -57,27 +57,35 @@ impl Rows {
                 needed: sequences,
             });
         }
-        Ok(Rows {
-            tensor: tensor.transpose(1, 2)?.contiguous()?,
-            tokens,
-        })
+        let tensor = match *tensor.stride() {
+            [.., 1] => tensor.clone(),
+            _ => tensor.contiguous()?,
+        };
+        Ok(TensorRows { tensor, tokens })
     }
 
-    /// Calls `work` with the elements, which are not copied.
-    pub fn read<T>(&self, work: impl FnOnce(Elements<'_>) -> Result<T, Error>) -> Result<T, Error> {
+    /// Calls `work` with the rows, which are not copied.
+    pub fn read<T>(&self, work: impl FnOnce(Rows<'_>) -> Result<T, Error>) -> Result<T, Error> {
         let (storage, layout) = self.tensor.storage_and_layout();
-        let own = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();
-        match &*storage {
-            Storage::Cpu(CpuStorage::F32(x)) => work(x[own].into()),
-            Storage::Cpu(CpuStorage::F16(x)) => work(x[own].into()),
-            Storage::Cpu(CpuStorage::BF16(x)) => work(x[own].into()),
+        let (batch, heads, tokens, dim) = layout.shape().dims4()?;
+        let [of_batch, of_head, of_token, _] = *layout.stride() else {
+            unreachable!("`new` takes tensors of four dimensions alone");
+        };
+        let (shape, strides) = ([batch, tokens, heads, dim], [of_batch, of_token, of_head]);
+        let start = layout.start_offset();
+        let rows = match &*storage {
+            Storage::Cpu(CpuStorage::F32(x)) => Rows::strided_batch(&x[start..], shape, strides),
+            Storage::Cpu(CpuStorage::F16(x)) => Rows::strided_batch(&x[start..], shape, strides),
+            Storage::Cpu(CpuStorage::BF16(x)) => Rows::strided_batch(&x[start..], shape, strides),
             _ => unreachable!("`new` takes tensors of these types on the CPU alone"),
-        }
+        };
+        work(rows?)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use attn::Elements;
     use candle_core::Device;
 
     use super::*;
@@ -88,44 +96,37 @@ mod tests {
         dim: 4,
     };
 
-    fn address(tensor: &Tensor) -> *const f32 {
+    /// Whether the rows are the tensor's own memory.
+    fn is_in_place(tensor: &Tensor) -> bool {
         let (storage, layout) = tensor.storage_and_layout();
         let Storage::Cpu(CpuStorage::F32(all)) = &*storage else {
             panic!("an f32 tensor of the CPU");
         };
-        all[layout.start_offset()..].as_ptr()
-    }
-
-    fn is_in_place(tensor: &Tensor) -> bool {
-        let rows = Rows::new(EXPECTED, tensor, tensor.dims()[0]).unwrap();
-        rows.read(|elements| match elements {
-            Elements::F32(x) => Ok(x.as_ptr() == address(tensor)),
+        let own = all[layout.start_offset()..].as_ptr();
+        let rows = TensorRows::new(EXPECTED, tensor, tensor.dims()[0]).unwrap();
+        let found = rows.read(|rows| match rows.elements() {
+            Elements::F32(x) => Ok((rows.len(), x.as_ptr())),
             _ => panic!("an f32 tensor"),
-        })
-        .unwrap()
+        });
+        let (len, address) = found.unwrap();
+        assert_eq!(len, tensor.elem_count());
+        address == own
     }
 
     #[test]
-    fn rows_that_lie_side_by_side_are_read_in_place_and_others_are_copied() {
-        let counted = Tensor::arange(0f32, 48.0, &Device::Cpu).unwrap();
-        let projected = counted.reshape((2, 3, 2, 4)).unwrap();
+    fn rows_are_read_in_place_unless_their_elements_lie_apart() {
+        let counted = Tensor::arange(0f32, 96.0, &Device::Cpu).unwrap();
+        let projected = counted.reshape((4, 3, 2, 4)).unwrap();
         assert!(is_in_place(&projected.transpose(1, 2).unwrap()));
         let second = projected.narrow(0, 1, 1).unwrap();
         assert!(is_in_place(&second.transpose(1, 2).unwrap()));
-        assert!(is_in_place(&counted.reshape((6, 2, 1, 4)).unwrap()));
-        assert!(!is_in_place(&counted.reshape((2, 2, 3, 4)).unwrap()));
-    }
-
-    #[test]
-    fn a_copy_has_the_order_of_the_rows() {
-        let counted = Tensor::arange(0f32, 24.0, &Device::Cpu).unwrap();
-        let tensor = counted.reshape((1, 2, 3, 4)).unwrap();
-        let rows = Rows::new(EXPECTED, &tensor, 1).unwrap();
-        rows.read(|elements| {
-            let firsts: Vec<f32> = elements.widened("k")?.iter().step_by(4).copied().collect();
-            assert_eq!(firsts, [0.0, 12.0, 4.0, 16.0, 8.0, 20.0]);
-            Ok(())
-        })
-        .unwrap();
+        assert!(is_in_place(&counted.reshape((12, 2, 1, 4)).unwrap()));
+        // As `rope` leaves them: heads before tokens.
+        assert!(is_in_place(&counted.reshape((4, 2, 3, 4)).unwrap()));
+        let fused = counted.reshape((2, 3, 4, 4)).unwrap();
+        let part = fused.narrow(2, 1, 2).unwrap().transpose(1, 2).unwrap();
+        assert!(is_in_place(&part));
+        let apart = counted.reshape((4, 2, 4, 3)).unwrap();
+        assert!(!is_in_place(&apart.transpose(2, 3).unwrap()));
     }
 }

@@ -260,7 +260,7 @@ fn drafts_are_taken_back_prefixes_shared_and_sequences_emptied() {
 #[case::tokens(
     random(1, 2, 2, 2),
     random(1, 2, 2, 1),
-    "v holds 256 elements, but the problem needs 512"
+    "v has rows of the shape [2, 2, 64]; needed: [4, 2, 64]"
 )]
 #[case::dtype(random(1, 2, 2, 1).to_dtype(DType::F64).unwrap(), random(1, 2, 2, 1), "k has elements of type F64; allowed: f32, f16, bf16")]
 #[case::full(

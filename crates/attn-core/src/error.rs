@@ -28,6 +28,18 @@ pub enum Error {
         /// Elements needed.
         needed: usize,
     },
+    /// Rows of another shape.
+    #[error(
+        "{what} has rows of the shape {given:?}; needed: {needed:?}, which is [tokens, heads, dim]"
+    )]
+    Shape {
+        /// The name of the rows.
+        what: &'static str,
+        /// Their tokens, heads and dim.
+        given: [usize; 3],
+        /// Those that the call needs.
+        needed: [usize; 3],
+    },
     /// NaN or infinity in K, V or Q.
     #[error(
         "{what}[{index}] is {value}; only finite numbers can be attended to: look for the layer that made it"
@@ -35,7 +47,7 @@ pub enum Error {
     NotFinite {
         /// `k`, `v` or `q`.
         what: &'static str,
-        /// Flat index of the first bad element.
+        /// Flat index of the first bad element; what lies between strided rows is not counted.
         index: usize,
         /// The bad value.
         value: f32,
@@ -203,25 +215,8 @@ pub(crate) fn reserve<T>(what: &'static str, list: &mut Vec<T>, more: usize) -> 
     })
 }
 
-/// Refuses NaN, infinity, and magnitudes beyond what `scheme` takes.
-pub(crate) fn check_values(what: &'static str, x: &[f32], scheme: Scheme) -> Result<(), Error> {
-    let limit = scheme.max_magnitude();
-    // NaN is beyond any limit.
-    let Some(index) = first(x, |v| !(v.abs() <= limit)) else {
-        return Ok(());
-    };
-    check_finite(what, x)?;
-    Err(Error::Magnitude {
-        what,
-        index,
-        value: x[index],
-        scheme,
-        limit,
-    })
-}
-
 /// The first number that `is_bad`. Whole blocks are tested without an early exit, which lets the compiler use vectors.
-fn first(x: &[f32], is_bad: impl Fn(f32) -> bool) -> Option<usize> {
+pub(crate) fn first(x: &[f32], is_bad: impl Fn(f32) -> bool) -> Option<usize> {
     const BLOCK: usize = 256;
     let mut blocks = x.chunks(BLOCK);
     let block = blocks.position(|block| block.iter().fold(false, |bad, v| bad | is_bad(*v)))?;

@@ -8,6 +8,7 @@ use crate::{
     error::{Error, filled},
     layout::{PageLayout, Side},
     quant::{self, Param},
+    wide_rows::WideRows,
 };
 
 const HUGE_PAGE: usize = 2 << 20;
@@ -110,8 +111,8 @@ impl PageStore for HostPages {
         &mut self,
         _: &CacheAccess,
         writes: &[TokenWrite],
-        k: &[f32],
-        v: &[f32],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
     ) -> Result<(), Error> {
         let head_dim = self.layout.head_dim();
         let heads = self.layout.num_kv_heads();
@@ -121,9 +122,10 @@ impl PageStore for HostPages {
         };
         for write in writes {
             for head in 0..heads {
-                let at = (write.source * heads + head) * head_dim;
-                self.write_side(write, head, &k[at..at + head_dim], Side::K, &mut scratch);
-                self.write_side(write, head, &v[at..at + head_dim], Side::V, &mut scratch);
+                for (rows, side) in [(k, Side::K), (v, Side::V)] {
+                    let x = rows.row(write.source, head);
+                    self.write_side(write, head, x, side, &mut scratch);
+                }
             }
         }
         Ok(())

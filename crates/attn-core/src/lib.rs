@@ -36,10 +36,13 @@ pub mod problem;
 pub mod quant;
 mod recent;
 pub mod rotation;
+mod row_layout;
+mod rows;
 pub mod segments;
 pub mod state;
 mod step;
 pub mod view;
+mod wide_rows;
 
 /// The bytes of every format.
 #[doc = include_str!("../FORMATS.md")]
@@ -59,6 +62,8 @@ pub use layout::PageLayout;
 pub use plan::Plan;
 pub use problem::{Heads, Problem, QueryBlock};
 pub use recent::Recent;
+pub use rows::{Rows, RowsMut};
 pub use state::AttnState;
 pub use step::{DecodeStep, KvMemory, KvSource, StepInputs, StepOutputs};
 pub use view::{KvView, StridedRows};
+pub use wide_rows::{PackedRows, RowPlaces, WideRows, WideRowsMut};

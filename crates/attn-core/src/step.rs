@@ -5,11 +5,14 @@ use std::borrow::Cow;
 use crate::{
     arithmetic::LOG2_E,
     cache::{CachedSequences, KvCache, PageTable},
-    elements::{Elements, ElementsMut},
-    error::{Error, check_finite, filled},
+    elements::ElementsMut,
+    error::{Error, filled},
     plan::Plan,
     problem::Problem,
+    row_layout::{Layout, scatter},
+    rows::{Rows, RowsMut},
     view::KvView,
+    wide_rows::{WideRows, WideRowsMut, Widened, check_finite_rows, first_of},
 };
 
 /// Where K and V come from.
@@ -59,7 +62,7 @@ pub enum KvMemory<'a> {
 pub struct StepInputs<'a> {
     plan: &'a Plan,
     problem: &'a Problem,
-    q: &'a [f32],
+    q: WideRows<'a>,
     kv: KvSource<'a>,
 }
 
@@ -75,9 +78,9 @@ impl<'a> StepInputs<'a> {
         self.problem
     }
 
-    /// The queries, `[query tokens, num_q_heads, head_dim]`.
+    /// The queries, `[query tokens, num_q_heads, head_dim]`, side by side or at strides.
     #[must_use]
-    pub fn q(&self) -> &'a [f32] {
+    pub fn q(&self) -> WideRows<'a> {
         self.q
     }
 
@@ -92,8 +95,8 @@ impl<'a> StepInputs<'a> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct StepOutputs<'a> {
-    /// The attended values, `[query tokens, num_q_heads, head_dim]`.
-    pub out: &'a mut [f32],
+    /// The attended values, `[query tokens, num_q_heads, head_dim]`, side by side or at strides.
+    pub out: WideRowsMut<'a>,
     /// The log-sum-exps, `[query tokens, num_q_heads]`, where the caller asked for them.
     pub lse: Option<&'a mut [f32]>,
 }
@@ -101,9 +104,9 @@ pub struct StepOutputs<'a> {
 /// The memory that a backend writes outputs to.
 enum Output<'a> {
     /// The caller's own.
-    Wide(&'a mut [f32]),
+    Wide(&'a mut [f32], Layout),
     /// f32 results, and the caller's 16-bit memory that they are rounded into.
-    Narrow(Vec<f32>, ElementsMut<'a>),
+    Narrow(Vec<f32>, ElementsMut<'a>, Layout),
 }
 
 /// A decode step whose inputs and outputs have been checked against each other: holding one is the proof.
@@ -111,7 +114,7 @@ enum Output<'a> {
 pub struct DecodeStep<'a> {
     plan: &'a Plan,
     problem: Cow<'a, Problem>,
-    q: Cow<'a, [f32]>,
+    q: Widened<'a>,
     kv: KvSource<'a>,
     out: Output<'a>,
     lse: Option<&'a mut [f32]>,
@@ -120,10 +123,11 @@ pub struct DecodeStep<'a> {
 impl<'a> DecodeStep<'a> {
     /// Checks a step; sequence b of the source is sequence b of the problem, and at most as long as the plan's.
     ///
-    /// `q` and `out` are `[query tokens, num_q_heads, head_dim]`, in f32, f16 or bf16. Results are those of f32, rounded at the end.
+    /// `q` and `out` are `[query tokens, num_q_heads, head_dim]`, in f32, f16 or bf16, side by side or at strides ([`Rows::strided`],
+    /// [`RowsMut::strided`]). Results are those of f32, rounded at the end.
     ///
     /// # Errors
-    /// [`Error::Length`], [`Error::NotFinite`], [`Error::QueryRange`]; [`Error::Mismatch`] where plan and cache disagree;
+    /// [`Error::Length`], or [`Error::Shape`] for strided rows; [`Error::NotFinite`], [`Error::QueryRange`]; [`Error::Mismatch`] where plan and cache disagree;
     /// [`Error::OutOfMemory`] for copies of 16-bit elements.
     ///
     /// ```
@@ -148,13 +152,17 @@ impl<'a> DecodeStep<'a> {
     /// ```
     pub fn new(
         plan: &'a Plan,
-        q: impl Into<Elements<'a>>,
+        q: impl Into<Rows<'a>>,
         kv: KvSource<'a>,
-        out: impl Into<ElementsMut<'a>>,
+        out: impl Into<RowsMut<'a>>,
     ) -> Result<Self, Error> {
         let (q, out, problem) = (q.into(), out.into(), plan.problem());
-        check_length("q", q.len(), problem.elements())?;
-        check_length("out", out.len(), problem.elements())?;
+        let needed = [
+            problem.query_tokens(),
+            problem.num_q_heads,
+            problem.head_dim,
+        ];
+        let (in_q, in_out) = (q.check("q", needed)?, out.check("out", needed)?);
         let (format, tensor_scales) = match kv.memory() {
             KvMemory::Pages(cache, table) => {
                 let config = cache.config();
@@ -174,8 +182,8 @@ impl<'a> DecodeStep<'a> {
                 cache: format.to_string(),
             });
         }
-        let q = q.widened("the queries in f32")?;
-        check_queries(problem, &q, tensor_scales)?;
+        let q = q.widened(in_q, "the queries in f32")?;
+        check_queries(problem, q.rows(), tensor_scales)?;
         let lens = &kv.kv_lens()[..problem.batch()];
         let problem = if problem.kv_lens == lens {
             Cow::Borrowed(problem)
@@ -185,9 +193,12 @@ impl<'a> DecodeStep<'a> {
                 ..problem.clone()
             })
         };
-        let out = match out {
-            ElementsMut::F32(out) => Output::Wide(out),
-            narrow => Output::Narrow(filled("the outputs in f32", narrow.len(), 0.0)?, narrow),
+        let out = match out.into_elements() {
+            ElementsMut::F32(out) => Output::Wide(out, in_out),
+            narrow => {
+                let wide = filled("the outputs in f32", in_out.len(), 0.0)?;
+                Output::Narrow(wide, narrow, in_out)
+            }
         };
         Ok(DecodeStep {
             plan,
@@ -225,12 +236,14 @@ impl<'a> DecodeStep<'a> {
         let inputs = StepInputs {
             plan: self.plan,
             problem: &self.problem,
-            q: &self.q,
+            q: self.q.rows(),
             kv: self.kv,
         };
         let out = match &mut self.out {
-            Output::Wide(out) => &mut out[..],
-            Output::Narrow(wide, _) => &mut wide[..],
+            Output::Wide(out, layout) => WideRowsMut::of(out, *layout),
+            Output::Narrow(wide, _, layout) => {
+                WideRowsMut::of(wide, Layout::packed(layout.shape()))
+            }
         };
         let lse = self.lse.as_deref_mut();
         (inputs, StepOutputs { out, lse })
@@ -238,8 +251,8 @@ impl<'a> DecodeStep<'a> {
 
     /// Rounds the results into 16-bit outputs; [`DecodeAttention::decode`](crate::DecodeAttention::decode) calls it.
     pub(crate) fn finish(&mut self) {
-        if let Output::Narrow(wide, narrow) = &mut self.out {
-            narrow.write(wide);
+        if let Output::Narrow(wide, narrow, layout) = &mut self.out {
+            scatter(wide, narrow, layout);
         }
     }
 }
@@ -282,20 +295,18 @@ fn check_length(what: &'static str, given: usize, needed: usize) -> Result<(), E
 }
 
 /// Refuses queries that are not finite or exceed the arithmetic's range.
-fn check_queries(problem: &Problem, q: &[f32], k_tensor_scales: &[f32]) -> Result<(), Error> {
+fn check_queries(problem: &Problem, q: WideRows<'_>, k_tensor_scales: &[f32]) -> Result<(), Error> {
     let scale =
         problem.softmax_scale * LOG2_E * k_tensor_scales.iter().copied().fold(1.0, f32::max);
     // Valid queries take one pass; NaN and infinity are beyond any range.
-    let beyond = |x: &f32| !((x * scale).abs() <= 1.844_674_4e19);
-    if q.iter().fold(false, |found, x| found | beyond(x)) {
-        check_finite("q", q)?;
-        let index = q.iter().position(beyond).unwrap_or(0);
-        return Err(Error::QueryRange {
-            index,
-            value: q[index] * scale,
-        });
-    }
-    Ok(())
+    let Some((index, x)) = first_of(q, |x| !((x * scale).abs() <= 1.844_674_4e19)) else {
+        return Ok(());
+    };
+    check_finite_rows("q", q)?;
+    Err(Error::QueryRange {
+        index,
+        value: x * scale,
+    })
 }
 
 /// Refuses a source with other heads than the plan's problem, with fewer sequences, or with longer ones.

@@ -10,7 +10,7 @@ use std::{
 
 use attn_core::{
     Append, CacheAccess, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageLayout,
-    PageStore, Scheme, TokenWrite, internals::order_free_pages,
+    PageStore, Scheme, TokenWrite, WideRows, internals::order_free_pages,
 };
 use rstest::rstest;
 
@@ -80,8 +80,8 @@ impl PageStore for Failing {
         &mut self,
         access: &CacheAccess,
         writes: &[TokenWrite],
-        k: &[f32],
-        v: &[f32],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
     ) -> Result<(), Error> {
         self.check()?;
         self.inner.append(access, writes, k, v)

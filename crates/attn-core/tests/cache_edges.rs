@@ -10,7 +10,7 @@ use std::{
 
 use attn_core::{
     Append, CacheAccess, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageLayout,
-    PageStore, PageTable, TokenWrite,
+    PageStore, PageTable, TokenWrite, WideRows,
 };
 use rstest::rstest;
 
@@ -332,8 +332,8 @@ impl PageStore for NoCopies {
         &mut self,
         access: &CacheAccess,
         writes: &[TokenWrite],
-        k: &[f32],
-        v: &[f32],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
     ) -> Result<(), Error> {
         self.inner.append(access, writes, k, v)
     }

@@ -10,7 +10,7 @@ use std::{
 
 use attn_core::{
     Append, CacheAccess, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageLayout,
-    PageStore, PageTable, TokenWrite,
+    PageStore, PageTable, TokenWrite, WideRows,
     convert::{Side, dequantize},
     layout::Part,
 };
@@ -390,8 +390,8 @@ impl PageStore for Failing {
         &mut self,
         access: &CacheAccess,
         writes: &[TokenWrite],
-        k: &[f32],
-        v: &[f32],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
     ) -> Result<(), Error> {
         let tokens = self.tokens.load(Ordering::Relaxed).min(writes.len());
         self.inner.append(access, &writes[..tokens], k, v)?;

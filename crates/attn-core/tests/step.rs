@@ -70,11 +70,12 @@ fn a_step_gives_what_it_was_made_of() {
     assert_eq!(step.plan().prepared::<u16>(), None);
     assert_eq!(step.problem(), &problem());
     let (inputs, outputs) = step.parts();
-    assert_eq!(inputs.q(), q);
+    assert_eq!(inputs.q().contiguous(), Some(&q[..]));
     assert_eq!(inputs.problem().kv_lens, [3, 5]);
     let lse = outputs.lse.unwrap();
     assert_eq!((outputs.out.len(), lse.len()), (256, 4));
-    assert_eq!((outputs.out[0], lse[0]), (7.0, 8.0));
+    let out = outputs.out.into_contiguous().unwrap();
+    assert_eq!((out[0], lse[0]), (7.0, 8.0));
 }
 
 #[test]
@@ -113,8 +114,15 @@ fn sixteen_bit_queries_are_widened_and_results_rounded() {
         }
         fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
             let (inputs, outputs) = step.parts();
-            let pairs = outputs.out.iter_mut().zip(inputs.q());
-            pairs.for_each(|(out, q)| *out = q + 1.0 / 4096.0);
+            let mut out = outputs.out;
+            let [tokens, heads, _] = out.shape();
+            for (token, head) in (0..tokens).flat_map(|t| (0..heads).map(move |h| (t, h))) {
+                let pairs = out
+                    .row(token, head)
+                    .iter_mut()
+                    .zip(inputs.q().row(token, head));
+                pairs.for_each(|(out, q)| *out = q + 1.0 / 4096.0);
+            }
             Ok(())
         }
     }

@@ -113,20 +113,21 @@ impl DecodeAttention for Reference {
 
     fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         check_plan(step.plan())?;
-        let (inputs, outputs) = step.parts();
+        let (inputs, mut outputs) = step.parts();
         let (problem, format) = (inputs.problem(), inputs.plan().format());
-        let (dim, integer) = (problem.head_dim, format.is_integer());
+        let integer = format.is_integer();
         let mut lse = outputs.lse;
         let tokens = problem
             .query_ranges()
             .enumerate()
             .flat_map(|(b, all)| (0..all.len()).map(move |i| (b, i)));
         let rows = tokens.flat_map(|at| (0..problem.num_q_heads).map(move |head| (at, head)));
-        let outs = outputs.out.chunks_exact_mut(dim);
-        for (r, (((b, i), q_head), out)) in rows.zip(outs).enumerate() {
+        for (r, ((b, i), q_head)) in rows.enumerate() {
+            let token = r / problem.num_q_heads;
             let reader = Reader::new(inputs.kv(), b, q_head / problem.heads_per_kv())?;
-            let q = &inputs.q()[r * dim..][..dim];
+            let q = inputs.q().row(token, q_head);
             let row = QueryRow::new(problem, [b, i, q_head], q, &reader);
+            let out = outputs.out.row(token, q_head);
             let row_lse = reference::attend(&row, &reader, integer, out);
             if let Some(lse) = &mut lse {
                 lse[r] = row_lse;

@@ -1,10 +1,10 @@
 //! One step: cut into splits, which any thread attends, and merged in one fixed order. A split is a block of query tokens against one KV head:
 //! against one span of it, or one segment where there is little work, or all of it where there are many query tokens.
 
-use std::{cell::RefCell, ops::Range};
+use std::cell::RefCell;
 
 use attn_core::{
-    Error, KvMemory, Problem, QueryBlock, Scheme, StepInputs, StepOutputs,
+    Error, KvMemory, Problem, QueryBlock, Scheme, StepInputs, StepOutputs, WideRowsMut,
     arithmetic::LOG2_E,
     rotation::{rotate_back, rotate_output},
     segments::{SPAN, num_segments},
@@ -18,6 +18,7 @@ use crate::{
     merge::{RowEnd, States, merge},
     query::{self, QueryRows},
     reader::Reader,
+    shared::Shared,
     simd::{Dot, Dot16, Isa, Simd, portable::Portable, scalar::Scalar},
     split::{Pass, Split, SplitInputs, TilePlace},
     tile::Tile,
@@ -62,26 +63,6 @@ thread_local! {
             span: Vec::new(),
         })
     };
-}
-
-/// The states of all splits, each of which one thread writes.
-struct SharedStates {
-    all: *mut f32,
-    len: usize,
-}
-
-// SAFETY: threads write disjoint parts of memory that is borrowed for as long: see `SharedStates::part`.
-unsafe impl Sync for SharedStates {}
-
-impl SharedStates {
-    /// # Safety
-    /// No other part that is in use overlaps `range`, which lies in `0..len`.
-    #[allow(clippy::mut_from_ref, reason = "parts are disjoint by contract")]
-    unsafe fn part(&self, range: Range<usize>) -> &mut [f32] {
-        assert!(range.start <= range.end && range.end <= self.len);
-        // SAFETY: inside of the slice that this was made from; nobody else has this part, by contract.
-        unsafe { std::slice::from_raw_parts_mut(self.all.add(range.start), range.len()) }
-    }
 }
 
 /// Attends the first of the splits, and fetches for the second: writes one state per row to `states`, `[row][dim + 2]`, m and l last.
@@ -301,10 +282,7 @@ pub(crate) fn decode(
     grow("the states of a step", &mut workspace.states, needed)?;
     let (attend, epilogue) = kernels(isa, step.plan().format().is_integer());
     let splits = &workspace.splits[..];
-    let states = SharedStates {
-        all: workspace.states.as_mut_ptr(),
-        len: workspace.states.len(),
-    };
+    let states = Shared::new(&mut workspace.states);
     let row = problem.heads_per_kv() * (problem.head_dim + 2);
     let run = |index: usize| {
         let splits = &splits[index..];
@@ -345,7 +323,7 @@ fn write_rows(
     threads: usize,
     workspace: &Workspace,
     epilogue: impl Fn(&States<'_>, RowEnd, &mut [f32]) -> f32 + Sync,
-    out: &mut [f32],
+    out: WideRowsMut<'_>,
     lse: &mut [f32],
 ) {
     let problem = step.problem();
@@ -379,15 +357,19 @@ fn write_rows(
             rotate_output(out);
         }
     };
+    let (out, places) = out.into_parts();
+    let out = Shared::new(out);
+    let row = |(i, lse): (usize, &mut f32)| {
+        let place = places.of(i / problem.num_q_heads, i % problem.num_q_heads);
+        // SAFETY: the rows' places lie in the slice and share no element, and each row is written once.
+        row(i, unsafe { out.part(place) }, lse);
+    };
     // Merging is worth threads only where many states meet.
     if threads == 1 || problem.rows().max(splits.len()) * stride < 1 << 16 {
-        for (i, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
-            row(i, out, lse);
-        }
+        lse.iter_mut().enumerate().for_each(row);
     } else {
-        let rows = out.par_chunks_exact_mut(dim).zip(lse).with_min_len(4);
-        rows.enumerate()
-            .for_each(|(i, (out, lse))| row(i, out, lse));
+        let rows = lse.par_iter_mut().with_min_len(4);
+        rows.enumerate().for_each(row);
     }
 }
 
@@ -473,10 +455,11 @@ fn load_queries<S: Simd, const INTEGER: bool>(
     rows.reserve(count, dim, format.v.groups(dim));
     let c = (problem.softmax_scale * LOG2_E) * inputs.reader.tensor_scales[0];
     let out = &mut rows.q.as_mut_slice()[..count * dim];
-    for (i, out) in out.chunks_exact_mut(per * dim).enumerate() {
-        let from = ((split.block.first + i) * problem.num_q_heads + split.g * per) * dim;
-        let rows = &step.q()[from..][..per * dim];
-        out.iter_mut().zip(rows).for_each(|(out, q)| *out = q * c);
+    for (i, out) in out.chunks_exact_mut(dim).enumerate() {
+        let row = step
+            .q()
+            .row(split.block.first + i / per, split.g * per + i % per);
+        out.iter_mut().zip(row).for_each(|(out, q)| *out = q * c);
     }
     let k_unit = float_unit(format.k);
     if !INTEGER && k_unit != 1.0 {

@@ -21,6 +21,7 @@ mod query;
 mod reader;
 mod reference;
 mod scratch;
+mod shared;
 mod simd;
 mod softmax;
 mod split;

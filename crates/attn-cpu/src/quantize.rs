@@ -9,7 +9,7 @@
 //! Half steps are rounded down, so there whole numbers take the place of ties.
 
 use attn_core::{
-    Int8Scale, Scheme, TokenWrite,
+    Int8Scale, Scheme, TokenWrite, WideRows,
     arithmetic::ROUND,
     format::MAX_GROUPS,
     layout::{MAX_HEAD_DIM, PageLayout, Part, Side, slot},
@@ -27,7 +27,6 @@ const CHUNK: usize = 16;
 pub(crate) struct RowWriter {
     head_dim: usize,
     page_size: usize,
-    heads: usize,
     parts: [Part; 2],
     /// The parts of a residual page.
     residuals: [Option<Part>; 2],
@@ -36,11 +35,11 @@ pub(crate) struct RowWriter {
     write: WriteRun,
 }
 
-/// Tokens of one page to write: their destinations, and all tokens' K and V, `[tokens, heads, dim]`.
+/// Tokens of one page to write: their destinations, and all tokens' K and V.
 #[derive(Clone, Copy)]
 pub(crate) struct Tokens<'a> {
     pub writes: &'a [TokenWrite],
-    pub kv: [&'a [f32]; 2],
+    pub kv: [WideRows<'a>; 2],
 }
 
 /// A KV head's run of a page, and its run of the residual page, if the page has one.
@@ -58,7 +57,6 @@ impl RowWriter {
         RowWriter {
             head_dim: layout.head_dim(),
             page_size: layout.page_size(),
-            heads: layout.num_kv_heads(),
             parts: [Side::K, Side::V].map(|side| layout.part(side)),
             residuals: [Side::K, Side::V].map(|side| layout.residual(side)),
             tensor_scales,
@@ -121,7 +119,7 @@ fn write_run(writer: &RowWriter, tokens: Tokens<'_>, head: usize, mut runs: Runs
         let scale = writer.tensor_scales[side].get(head).copied();
         let groups = part.scheme.groups(dim);
         for write in tokens.writes {
-            let x = &tokens.kv[side][(write.source * writer.heads + head) * dim..][..dim];
+            let x = tokens.kv[side].row(write.source, head);
             encode(part.scheme, scale.unwrap_or(1.0), x, groups, &mut row);
             let (t, codes) = (write.token, &mut runs.home[part.codes.clone()]);
             match (part.scheme.code_bits(), side) {

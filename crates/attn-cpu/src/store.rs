@@ -2,7 +2,9 @@
 
 use std::any::Any;
 
-use attn_core::{CacheAccess, CacheConfig, Error, HostPages, PageLayout, PageStore, TokenWrite};
+use attn_core::{
+    CacheAccess, CacheConfig, Error, HostPages, PageLayout, PageStore, TokenWrite, WideRows,
+};
 use rayon::prelude::*;
 
 use crate::{
@@ -121,8 +123,8 @@ impl PageStore for CpuPages {
         &mut self,
         access: &CacheAccess,
         writes: &[TokenWrite],
-        k: &[f32],
-        v: &[f32],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
     ) -> Result<(), Error> {
         let layout = self.pages.layout();
         let (run_bytes, page_bytes) = (layout.run_bytes(), layout.page_bytes());

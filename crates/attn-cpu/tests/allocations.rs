@@ -5,7 +5,9 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-use attn_core::{CacheConfig, DecodeAttention, DecodeStep, Heads, KvFormat, KvSource, Problem};
+use attn_core::{
+    CacheConfig, DecodeAttention, DecodeStep, Heads, KvFormat, KvSource, Problem, Rows, RowsMut,
+};
 use attn_cpu::CpuBackend;
 
 /// The system's allocator, and how often it was asked for memory, by any thread.
@@ -45,7 +47,8 @@ fn allocations() -> usize {
 }
 
 /// Calls of the allocator in each of eight steps, for a step that is called `steps` times before.
-fn counted(format: &str, threads: usize) -> Vec<usize> {
+/// `apart`: elements between the rows of queries and outputs.
+fn counted(format: &str, threads: usize, apart: usize) -> Vec<usize> {
     let format: KvFormat = format.parse().unwrap();
     let (heads, dim, lens) = (2, 64, vec![700, 65, 3]);
     let mut problem = Problem::new(
@@ -78,13 +81,17 @@ fn counted(format: &str, threads: usize) -> Vec<usize> {
         let x: Vec<f32> = (0..len * heads * dim).map(|i| (i % 37) as f32).collect();
         cache.append(b, &x, &x).unwrap();
     }
-    let q = vec![0.5; problem.rows() * dim];
+    let q = vec![0.5; problem.rows() * (dim + apart)];
+    let shape = [problem.query_tokens(), problem.num_q_heads, dim];
+    let strides = [problem.num_q_heads * (dim + apart), dim + apart];
     let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);
     let plan = backend.plan(&problem, format).unwrap();
     let mut step = || {
         let before = allocations();
         let kv = KvSource::Cache(&cache);
-        let mut step = DecodeStep::new(&plan, &q, kv, &mut out)
+        let q = Rows::strided(&q, shape, strides).unwrap();
+        let out = RowsMut::strided(&mut out, shape, strides).unwrap();
+        let mut step = DecodeStep::new(&plan, q, kv, out)
             .and_then(|step| step.with_lse(&mut lse))
             .unwrap();
         backend.decode(&mut step).unwrap();
@@ -113,8 +120,8 @@ fn a_step_allocates_nothing_after_the_first() {
         "int8/bf16",
         "f16/int4-g2",
     ] {
-        for threads in [1, 2] {
-            let counts = counted(format, threads);
+        for (threads, apart) in [(1, 0), (2, 0), (1, 16)] {
+            let counts = counted(format, threads, apart);
             // rayon's own queues grow now and then, whatever they carry.
             let most = if threads == 1 { 0 } else { 1 };
             let worst = counts.iter().filter(|count| **count > 0).count();

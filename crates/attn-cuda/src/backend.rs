@@ -25,7 +25,7 @@ impl CudaBackend {
     fn attend(
         &self,
         step: &StepInputs<'_>,
-        StepOutputs { out, lse, .. }: StepOutputs<'_>,
+        StepOutputs { out, mut lse, .. }: StepOutputs<'_>,
         layout: KvLayout,
     ) -> Result<(), Error> {
         let device = &self.device;
@@ -38,9 +38,11 @@ impl CudaBackend {
             KvMemory::View(_) => None,
         };
         let inputs = Inputs::new(device, step, store, layout)?;
-        check_lengths(problem, step.q(), out, lse.as_deref())?;
+        let q = step.q().packed(0..problem.query_tokens())?;
+        let mut out = out.packed()?;
+        check_lengths(problem, &q, out.as_mut_slice(), lse.as_deref())?;
         let mut upload = Upload::default();
-        let parts = Parts::reserve(&mut upload, step, &plan, &inputs, out)?;
+        let parts = Parts::reserve(&mut upload, step, &plan, &inputs, &q)?;
         let allocated = device.arena(upload.bytes());
         let (base, _lock) = allocated.map_err(failed("allocating for a decode"))?;
         let placed = Placed { base, parts };
@@ -69,16 +71,18 @@ impl CudaBackend {
         // - Lifetime: everything lies in the arena, whose lock is held until `wait` has waited, or in the cache, which `step` borrows;
         //   one stream. The workspace is zeroed ahead.
         unsafe { native::launch_decode(device, &plan, stream, &args, 0) }?;
-        let copy_out = || -> Result<(), DriverError> {
+        let mut copy_out = || -> Result<(), DriverError> {
             // SAFETY: `Parts` has reserved as many bytes as `out` has; it outlives `wait`.
-            unsafe { result::memcpy_dtoh_async(out, args.out.get(), stream) }?;
+            unsafe { result::memcpy_dtoh_async(out.as_mut_slice(), args.out.get(), stream) }?;
             // SAFETY: the same for `lse`.
-            lse.map_or(Ok(()), |lse| unsafe {
+            lse.as_deref_mut().map_or(Ok(()), |lse| unsafe {
                 result::memcpy_dtoh_async(lse, args.lse.get(), stream)
             })
         };
         copy_out().map_err(failed("copying the results"))?;
-        wait.finish().map_err(failed("decoding"))
+        wait.finish().map_err(failed("decoding"))?;
+        out.finish();
+        Ok(())
     }
 
     /// K and V on the device, and the addresses of their static scales.

@@ -98,20 +98,20 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    /// `out` tells how many bytes the outputs take; `lse` has an element for each `head_dim` of them.
+    /// `q` are the queries side by side; outputs take as many bytes, and `lse` has an element for each `head_dim` of them.
     pub(crate) fn reserve<'a>(
         upload: &mut Upload<'a>,
         step: &StepInputs<'a>,
         plan: &'a NativePlan,
         inputs: &'a Inputs,
-        out: &[f32],
+        q: &'a [f32],
     ) -> Result<Self, Error> {
-        let out_bytes = size_of_val(out);
+        let out_bytes = size_of_val(q);
         Ok(Parts {
             workspace: upload.reserve(plan.workspace_bytes())?,
             out: upload.reserve(out_bytes)?,
             lse: upload.reserve(out_bytes / step.problem().head_dim)?,
-            q: upload.add(bytes_of(step.q()))?,
+            q: upload.add(bytes_of(q))?,
             lens: upload.add(bytes_of(&inputs.lens))?,
             slopes: upload.add(bytes_of(&inputs.slopes))?,
             sinks: upload.add(bytes_of(&inputs.sinks))?,

@@ -2,7 +2,7 @@
 
 use std::{any::Any, ops::Range, sync::Arc};
 
-use attn_core::{CacheAccess, CacheConfig, Error, PageLayout, PageStore, TokenWrite};
+use attn_core::{CacheAccess, CacheConfig, Error, PageLayout, PageStore, TokenWrite, WideRows};
 use attn_kernels::cuda::Instance;
 use cudarc::driver::{CudaSlice, DevicePtr};
 
@@ -293,9 +293,10 @@ impl PageStore for CudaPages {
         &mut self,
         _: &CacheAccess,
         writes: &[TokenWrite],
-        k: &[f32],
-        v: &[f32],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
     ) -> Result<(), Error> {
+        let [k, v] = [k.packed(0..k.shape()[0])?, v.packed(0..v.shape()[0])?];
         check_writes(&self.layout, self.num_pages, writes, k.len(), v.len())?;
         let (runs, words) = runs(writes, [self.layout.page_size(), self.slots()])?;
         if runs.is_empty() {
@@ -305,8 +306,8 @@ impl PageStore for CudaPages {
         let doing = "copying tokens to append";
         let mut arena = Upload::default();
         let at = [
-            arena.add(bytes_of(k))?,
-            arena.add(bytes_of(v))?,
+            arena.add(bytes_of(&k))?,
+            arena.add(bytes_of(&v))?,
             arena.add(bytes_of(&words))?,
         ];
         let allocated = device.arena(arena.bytes());

@@ -7,7 +7,8 @@ use std::{
 
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, KvCache, KvFormat,
-    KvSource, PageLayout, PageStore, Plan, Problem, TokenWrite, Unsupported, cache::CacheAccess,
+    KvSource, PageLayout, PageStore, Plan, Problem, TokenWrite, Unsupported, WideRows,
+    cache::CacheAccess,
 };
 use attn_cpu::Reference;
 
@@ -71,7 +72,8 @@ impl DecodeAttention for Faulty {
         self.inner.execute(step)?;
         let is_integer = step.plan().format().is_integer();
         let long = step.problem().kv_lens.iter().any(|len| *len > 20);
-        let out = step.parts().1.out;
+        let out = step.parts().1.out.into_contiguous();
+        let out = out.expect("its tests give contiguous rows");
         match self.fault {
             Fault::Bit if long => {
                 if let Some(x) = out.last_mut() {
@@ -129,8 +131,8 @@ impl PageStore for FaultyPages {
         &mut self,
         access: &CacheAccess,
         writes: &[TokenWrite],
-        k: &[f32],
-        v: &[f32],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
     ) -> Result<(), Error> {
         let is_second = self.calls.fetch_add(1, Ordering::Relaxed) == 1;
         let mut writes = writes.to_vec();

@@ -105,7 +105,7 @@ impl Cache {
         .map_err(errors::of)
     }
 
-    /// Refuses K or V of another shape than `[tokens, heads, dim]`.
+    /// Refuses K or V of another shape than `[tokens, heads, dim]` or, on the host, `[sequences, tokens, heads, dim]`.
     fn check_rows(&self, rows: &Array<'_>) -> PyResult<()> {
         let CacheConfig {
             num_kv_heads,
@@ -113,8 +113,10 @@ impl Cache {
             ..
         } = self.config;
         let shape = format!("[tokens, {num_kv_heads}, {head_dim}]");
-        rows.check_rank(3, &shape)?;
-        if rows.shape[1..] != [num_kv_heads, head_dim] {
+        if rows.cuda.is_some() || rows.shape.len() != 4 {
+            rows.check_rank(3, &shape)?;
+        }
+        if !rows.shape.ends_with(&[num_kv_heads, head_dim]) {
             return Err(errors::shape(format!(
                 "{} has the shape {:?}; needed: {shape}",
                 rows.what, rows.shape
@@ -130,19 +132,27 @@ impl Cache {
             head_dim,
             ..
         } = self.config;
-        q.check_rank(3, &format!("[query tokens, heads, {head_dim}]"))?;
+        let tokens = match *q.shape {
+            [sequences, tokens, _, _] if q.cuda.is_none() => sequences.saturating_mul(tokens),
+            _ => {
+                q.check_rank(3, &format!("[query tokens, heads, {head_dim}]"))?;
+                q.shape[0]
+            }
+        };
+        let [.., q_heads, dim] = q.shape[..] else {
+            unreachable!("the rank is three or four");
+        };
         let heads = Heads {
-            q: q.shape[1],
+            q: q_heads,
             kv: num_kv_heads,
-            dim: q.shape[2],
+            dim,
         };
         let batch = options.sequences.len();
         let problem = Problem::new(heads, vec![0; batch]).q_lens(options.q_lens);
         let problem = options.modifiers.of(problem);
-        if problem.query_tokens() != q.shape[0] {
+        if problem.query_tokens() != tokens {
             return Err(errors::shape(format!(
-                "q has {} tokens, but q_lens add up to {}",
-                q.shape[0],
+                "q has {tokens} tokens, but q_lens add up to {}",
                 problem.query_tokens()
             )));
         }
@@ -157,11 +167,11 @@ impl Cache {
                 out.shape, q.shape
             )));
         }
+        let rows = &q.shape[..q.shape.len() - 1];
         match lse {
-            Some(lse) if lse.shape != q.shape[..2] => Err(errors::shape(format!(
-                "lse has the shape {:?}; needed: {:?}",
-                lse.shape,
-                &q.shape[..2]
+            Some(lse) if lse.shape != rows => Err(errors::shape(format!(
+                "lse has the shape {:?}; needed: {rows:?}",
+                lse.shape
             ))),
             _ => Ok(()),
         }
@@ -233,7 +243,7 @@ impl Cache {
         if k.cuda.is_some() || v.cuda.is_some() {
             return self.append_on_device(py, &k, &v, &appends, stream);
         }
-        let (k, v) = (k.elements()?, v.elements()?);
+        let (k, v) = (k.rows()?, v.rows()?);
         self.on_host(py, |inner| inner.cache.append_batch(&appends, k, v))
     }
 
@@ -260,7 +270,16 @@ impl Cache {
                 stream,
             );
         }
-        let (q, out) = (q.elements()?, out.elements_mut()?);
+        // Outputs between the queries of one array: the queries are copied before the outputs' memory is borrowed.
+        let copied = match q.shares_memory_with(&out)? {
+            true => Some(q.rows()?.to_wide().map_err(errors::of)?),
+            false => None,
+        };
+        let q = match &copied {
+            Some(copied) => copied.into(),
+            None => q.rows()?,
+        };
+        let out = out.rows_mut()?;
         let lse = match &mut lse {
             Some(lse) => match lse.elements_mut()? {
                 attn::ElementsMut::F32(lse) => Some(lse),

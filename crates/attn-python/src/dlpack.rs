@@ -4,7 +4,7 @@
 
 use std::ffi::{CStr, c_void};
 
-use attn::{Elements, ElementsMut};
+use attn::{ElementsMut, Rows, RowsMut};
 use half::{bf16, f16};
 use pyo3::{prelude::*, types::PyCapsule};
 
@@ -166,18 +166,12 @@ impl<'py> Array<'py> {
                 .all(|((n, stride), own)| *n == 1 || stride == own)
     }
 
-    /// Refuses an array that a C array is not.
+    /// Refuses an array on another device, and one that is not aligned.
     fn check_host(&self) -> PyResult<()> {
         if let Some(device) = self.cuda {
             return Err(errors::shape(format!(
                 "{} lies on CUDA device {device}, and the cache's steps run on host memory; copy it to the CPU, or make the cache with device=\"cuda\"",
                 self.what
-            )));
-        }
-        if !self.is_contiguous_from(0) {
-            return Err(errors::shape(format!(
-                "{} has the strides {:?}; pass a contiguous array",
-                self.what, self.strides
             )));
         }
         let size = self.dtype.bytes();
@@ -190,6 +184,123 @@ impl<'py> Array<'py> {
         Ok(())
     }
 
+    /// Refuses what [`Array::check_host`] does, and an array that a C array is not.
+    fn check_contiguous(&self) -> PyResult<()> {
+        self.check_host()?;
+        if !self.is_contiguous_from(0) {
+            return Err(errors::shape(format!(
+                "{} has the strides {:?}; pass a contiguous array",
+                self.what, self.strides
+            )));
+        }
+        Ok(())
+    }
+
+    /// The host array's rows `[tokens, heads, dim]` or `[sequences, tokens, heads, dim]`.
+    ///
+    /// # Errors
+    /// `ShapeError` for an array on another device, of another rank or type, whose dims run backwards, or whose last dim is not contiguous.
+    fn place(&self) -> PyResult<Place> {
+        self.check_host()?;
+        let shape: [usize; 4] = match *self.shape {
+            [tokens, heads, dim] => [1, tokens, heads, dim],
+            [sequences, tokens, heads, dim] => [sequences, tokens, heads, dim],
+            _ => return Err(self.refused_strides("needed: three or four dims")),
+        };
+        if shape.contains(&0) {
+            let strides = [0; 3];
+            let elements = 0;
+            return Ok(Place {
+                shape,
+                strides,
+                elements,
+            });
+        }
+        let mut strides = [0; 4];
+        let dims = shape.iter().zip(&mut strides).rev();
+        for ((n, own), stride) in dims.zip(self.strides.iter().rev()) {
+            // The stride of a single element says nothing.
+            let stride = if *n == 1 { 0 } else { *stride };
+            let forwards = usize::try_from(stride);
+            *own = forwards.map_err(|_| self.refused_strides("dims run forwards; copy it"))?;
+        }
+        let [strides @ .., last] = strides;
+        if last != 1 && shape[3] != 1 {
+            return Err(self.refused_strides("the last dim is contiguous; copy it"));
+        }
+        let mut elements = shape[3];
+        for (n, stride) in shape.into_iter().zip(strides) {
+            elements = elements.saturating_add((n - 1).saturating_mul(stride));
+        }
+        // No memory is larger, which slices rely on.
+        if elements.saturating_mul(self.dtype.bytes()) > isize::MAX as usize {
+            return Err(self.refused_strides("no memory is as large"));
+        }
+        Ok(Place {
+            shape,
+            strides,
+            elements,
+        })
+    }
+
+    fn refused_strides(&self, reason: &str) -> PyErr {
+        errors::shape(format!(
+            "{} has the shape {:?} and the strides {:?}: {reason}",
+            self.what, self.shape, self.strides
+        ))
+    }
+
+    /// The host array's rows.
+    ///
+    /// # Errors
+    /// Those of [`Array::place`].
+    pub fn rows(&self) -> PyResult<Rows<'_>> {
+        let Place {
+            shape,
+            strides,
+            elements,
+        } = self.place()?;
+        let rows = match self.dtype {
+            Dtype::F32 => Rows::strided_batch(self.slice::<f32>(elements), shape, strides),
+            Dtype::F16 => Rows::strided_batch(self.slice::<f16>(elements), shape, strides),
+            Dtype::Bf16 => Rows::strided_batch(self.slice::<bf16>(elements), shape, strides),
+            _ => return Err(self.wrong_type()),
+        };
+        rows.map_err(errors::of)
+    }
+
+    /// The host array's rows, to be written.
+    ///
+    /// # Errors
+    /// Those of [`Array::place`]; `ParameterError` for rows that overlap.
+    pub fn rows_mut(&mut self) -> PyResult<RowsMut<'_>> {
+        let Place {
+            shape,
+            strides,
+            elements,
+        } = self.place()?;
+        let rows = match self.dtype {
+            Dtype::F32 => RowsMut::strided_batch(self.slice_mut::<f32>(elements), shape, strides),
+            Dtype::F16 => RowsMut::strided_batch(self.slice_mut::<f16>(elements), shape, strides),
+            Dtype::Bf16 => RowsMut::strided_batch(self.slice_mut::<bf16>(elements), shape, strides),
+            _ => return Err(self.wrong_type()),
+        };
+        rows.map_err(errors::of)
+    }
+
+    /// Whether the rows of two host arrays, with what lies between them, share a byte.
+    ///
+    /// # Errors
+    /// Those of [`Array::place`].
+    pub fn shares_memory_with(&self, other: &Array<'_>) -> PyResult<bool> {
+        let span = |array: &Array<'_>| {
+            let bytes = array.place()?.elements * array.dtype.bytes();
+            Ok::<_, PyErr>((array.address, array.address.saturating_add(bytes)))
+        };
+        let ((a, a_end), (b, b_end)) = (span(self)?, span(other)?);
+        Ok(a < b_end && b < a_end)
+    }
+
     fn wrong_type(&self) -> PyErr {
         errors::shape(format!(
             "{} has elements of type {:?}; allowed: float32, float16, bfloat16",
@@ -197,51 +308,49 @@ impl<'py> Array<'py> {
         ))
     }
 
-    /// The host array's elements.
-    ///
-    /// # Errors
-    /// `ShapeError` for an array on another device, not contiguous, or of another type.
-    pub fn elements(&self) -> PyResult<Elements<'_>> {
-        self.check_host()?;
-        Ok(match self.dtype {
-            Dtype::F32 => Elements::F32(self.slice()),
-            Dtype::F16 => Elements::F16(self.slice::<f16>()),
-            Dtype::Bf16 => Elements::Bf16(self.slice::<bf16>()),
-            _ => return Err(self.wrong_type()),
-        })
-    }
-
     /// The host array's elements, to be written.
     ///
     /// # Errors
-    /// Those of [`Array::elements`].
+    /// `ShapeError` for an array on another device, not contiguous, or of another type.
     pub fn elements_mut(&mut self) -> PyResult<ElementsMut<'_>> {
-        self.check_host()?;
+        self.check_contiguous()?;
+        let len = self.len();
         Ok(match self.dtype {
-            Dtype::F32 => ElementsMut::F32(self.slice_mut()),
-            Dtype::F16 => ElementsMut::F16(self.slice_mut::<f16>()),
-            Dtype::Bf16 => ElementsMut::Bf16(self.slice_mut::<bf16>()),
+            Dtype::F32 => ElementsMut::F32(self.slice_mut(len)),
+            Dtype::F16 => ElementsMut::F16(self.slice_mut::<f16>(len)),
+            Dtype::Bf16 => ElementsMut::Bf16(self.slice_mut::<bf16>(len)),
             _ => return Err(self.wrong_type()),
         })
     }
 
-    /// Callers have seen that the array is on the host, contiguous, and of `T`.
-    fn slice<T>(&self) -> &[T] {
-        if self.len() == 0 {
+    /// Callers have seen that the array is on the host, aligned and of `T`, and that its last element is the last of `len` from its first on.
+    fn slice<T>(&self, len: usize) -> &[T] {
+        if len == 0 {
             return &[];
         }
-        // SAFETY: the exporter keeps `len` elements at the address while the capsule lives; `check_host` has seen that they are contiguous and
-        // aligned; every bit pattern is a number. The package's functions are documented to be the arrays' only users meanwhile.
-        unsafe { std::slice::from_raw_parts(self.address as *const T, self.len()) }
+        // SAFETY: the exporter keeps the array's elements while the capsule lives, and what lies between them is of one allocation with them;
+        // `check_host` has seen that they are aligned; every bit pattern is a number. The package's functions are documented to be the arrays'
+        // only users meanwhile.
+        unsafe { std::slice::from_raw_parts(self.address as *const T, len) }
     }
 
-    fn slice_mut<T>(&mut self) -> &mut [T] {
-        if self.len() == 0 {
+    fn slice_mut<T>(&mut self, len: usize) -> &mut [T] {
+        if len == 0 {
             return &mut [];
         }
         // SAFETY: as for `slice`; the package passes an array to be written that it has just made, or that the caller gave it to be written.
-        unsafe { std::slice::from_raw_parts_mut(self.address as *mut T, self.len()) }
+        unsafe { std::slice::from_raw_parts_mut(self.address as *mut T, len) }
     }
+}
+
+/// Where the rows of an array lie.
+struct Place {
+    /// Sequences, tokens, heads, dim.
+    shape: [usize; 4],
+    /// Elements from one sequence, token, head to the next.
+    strides: [usize; 3],
+    /// Elements from the first to the last one.
+    elements: usize,
 }
 
 /// Strides of a C array, in elements.

@@ -38,6 +38,7 @@ pub fn of(error: Error) -> PyErr {
     let class = match &error {
         Error::Parameter { .. } | Error::BadBytes { .. } => "ParameterError",
         Error::Length { .. }
+        | Error::Shape { .. }
         | Error::Mismatch { .. }
         | Error::ImageMismatch { .. }
         | Error::Dropped { .. } => "ShapeError",

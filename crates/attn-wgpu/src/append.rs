@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use attn_core::{
-    CacheConfig, Error, PageLayout, TokenWrite,
+    CacheConfig, Error, PageLayout, TokenWrite, WideRows,
     arithmetic::{ROUND, ROUND_WEIGHT},
     format::Window,
 };
@@ -129,18 +129,19 @@ fn check_writes(
 }
 
 /// Number of tokens in k and v from the host.
-fn tokens_of(row: usize, k: &[f32], v: &[f32]) -> Result<usize, Error> {
-    let whole = k.len().next_multiple_of(row);
-    for (what, given, needed) in [("k", k.len(), whole), ("v", v.len(), k.len())] {
+fn tokens_of(layout: &PageLayout, k: WideRows<'_>, v: WideRows<'_>) -> Result<usize, Error> {
+    let tokens = k.shape()[0];
+    let needed = [tokens, layout.num_kv_heads(), layout.head_dim()];
+    for (what, given) in [("k", k.shape()), ("v", v.shape())] {
         if given != needed {
-            return Err(Error::Length {
+            return Err(Error::Shape {
                 what,
                 given,
                 needed,
             });
         }
     }
-    Ok(k.len() / row)
+    Ok(tokens)
 }
 
 /// Bytes of K that one launch takes from the host.
@@ -233,18 +234,18 @@ impl Appender {
 
     /// Appends tokens from host memory, and submits the work.
     ///
-    /// All memory is allocated before the first write, so that an append that fails for want of it has written nothing.
+    /// All memory of the device is allocated before the first write, so that an append that fails for want of it has written nothing.
     pub fn append_from_host(
         &mut self,
         pool: &Pool,
         writes: &[TokenWrite],
-        k: &[f32],
-        v: &[f32],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
     ) -> Result<(), Error> {
         let gpu = &pool.gpu;
         gpu.alive("appending")?;
         let row = pool.layout.num_kv_heads() * pool.layout.head_dim();
-        let tokens = tokens_of(row, k, v)?;
+        let tokens = tokens_of(&pool.layout, k, v)?;
         check_writes(&pool.layout, pool.num_pages, writes, tokens)?;
         let chunks = writes.chunks((CHUNK_BYTES / (4 * row)).max(1));
         let chunks: Vec<_> = chunks.map(|chunk| (sources_of(chunk), chunk)).collect();
@@ -259,11 +260,10 @@ impl Appender {
             .map(|(sources, chunk)| self.launch(pool, chunk, sources.start, &bindings))
             .collect::<Result<Vec<_>, _>>()?;
         for ((sources, _), launch) in chunks.iter().zip(&launches) {
-            let range = sources.start * row..sources.end * row;
+            let [k, v] = [k.packed(sources.clone())?, v.packed(sources.clone())?];
             gpu.guarded("writing tokens", || {
-                for (buffer, x) in [(&staging.k, k), (&staging.v, v)] {
-                    let bytes = bytemuck::cast_slice(&x[range.clone()]);
-                    gpu.queue.write_buffer(buffer, 0, bytes);
+                for (buffer, x) in [(&staging.k, &k), (&staging.v, &v)] {
+                    gpu.queue.write_buffer(buffer, 0, bytemuck::cast_slice(x));
                 }
             })?;
             let mut encoder = gpu.device.create_command_encoder(&Default::default());
@@ -488,11 +488,23 @@ mod tests {
 
     #[test]
     fn k_and_v_from_the_host_are_whole_tokens_of_one_count() {
-        assert_eq!(tokens_of(64, &[0.0; 128], &[0.0; 128]).unwrap(), 2);
-        for (k, v, refused) in [(127, 127, "k"), (128, 64, "v"), (64, 128, "v")] {
-            match tokens_of(64, &[0.0; 128][..k], &[0.0; 128][..v]) {
-                Err(Error::Length { what, .. }) => assert_eq!(what, refused),
-                other => panic!("{k}, {v}: {other:?}"),
+        let layout = PageLayout::new(KvFormat::INT8, 64, 64, 1).unwrap();
+        let zeros = [0.0; 256];
+        let tokens = |k: [usize; 3], v: [usize; 3]| {
+            let of =
+                |shape: [usize; 3]| WideRows::new(&zeros[..shape.iter().product()], shape).unwrap();
+            tokens_of(&layout, of(k), of(v))
+        };
+        assert_eq!(tokens([2, 1, 64], [2, 1, 64]).unwrap(), 2);
+        for (k, v, refused) in [
+            ([1, 2, 64], [1, 2, 64], "k"),
+            ([2, 1, 32], [2, 1, 32], "k"),
+            ([2, 1, 64], [1, 1, 64], "v"),
+            ([1, 1, 64], [2, 1, 64], "v"),
+        ] {
+            match tokens(k, v) {
+                Err(Error::Shape { what, .. }) => assert_eq!(what, refused),
+                other => panic!("{k:?}, {v:?}: {other:?}"),
             }
         }
     }

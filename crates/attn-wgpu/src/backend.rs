@@ -395,14 +395,18 @@ impl DecodeAttention for WgpuBackend {
                 }
             },
         };
-        let bytes = self.run(&prepared, inputs.q())?;
+        let q = inputs.q().packed(0..problem.query_tokens())?;
+        let mut out = out.packed()?;
+        let bytes = self.run(&prepared, &q)?;
         let mut words = bytes
             .chunks_exact(4)
             .map(|w| f32::from_le_bytes([w[0], w[1], w[2], w[3]]));
-        out.iter_mut()
+        out.as_mut_slice()
+            .iter_mut()
             .chain(lse.into_iter().flatten())
             .zip(&mut words)
             .for_each(|(to, x)| *to = x);
+        out.finish();
         Ok(())
     }
 }

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use attn_core::{CacheAccess, CacheConfig, Error, PageLayout, PageStore, TokenWrite};
+use attn_core::{CacheAccess, CacheConfig, Error, PageLayout, PageStore, TokenWrite, WideRows};
 
 use crate::{
     append::{AppendPipelines, Appender},
@@ -48,8 +48,8 @@ impl PageStore for DevicePages {
         &mut self,
         _: &CacheAccess,
         writes: &[TokenWrite],
-        k: &[f32],
-        v: &[f32],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
     ) -> Result<(), Error> {
         self.appender.append_from_host(&self.pool, writes, k, v)
     }

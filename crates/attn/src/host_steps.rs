@@ -1,20 +1,20 @@
 //! Steps over any sequences of a cache, with rows in host memory.
 
 use crate::{
-    DecodeAttention, DecodeStep, Elements, ElementsMut, Error, KvCache, KvSource, Plan, Problem,
-    Recent,
+    DecodeAttention, DecodeStep, Error, KvCache, KvSource, Plan, Problem, Recent, Rows, RowsMut,
 };
 
 /// Plans that are kept for the steps that come: those of decoding, of drafts, of a prompt's pieces.
 const KEPT_PLANS: usize = 8;
 
-/// Queries and outputs in host memory, `[query tokens, num_q_heads, head_dim]`, sequence after sequence.
+/// Queries and outputs in host memory, `[query tokens, num_q_heads, head_dim]`, sequence after sequence: side by side, or at strides
+/// ([`Rows::strided`]).
 #[derive(Debug)]
 pub struct HostRows<'a> {
     /// The queries.
-    pub q: Elements<'a>,
+    pub q: Rows<'a>,
     /// The outputs.
-    pub out: ElementsMut<'a>,
+    pub out: RowsMut<'a>,
     /// The log-sum-exps, `[query tokens, num_q_heads]`, if they are asked for.
     pub lse: Option<&'a mut [f32]>,
 }
@@ -56,7 +56,7 @@ impl HostSteps {
     ///
     /// # Errors
     /// Those of [`KvCache::sequences`], [`CachedSequences::check_problem`](crate::CachedSequences::check_problem), [`DecodeAttention::plan`] and
-    /// [`DecodeAttention::decode`]; [`Error::Length`] for other than the problem's rows.
+    /// [`DecodeAttention::decode`]; [`Error::Length`] and [`Error::Shape`] for other than the problem's rows.
     pub fn attend(
         &mut self,
         backend: &dyn DecodeAttention,

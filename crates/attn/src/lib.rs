@@ -31,10 +31,10 @@ struct Readme;
 pub use attn_core::{
     Append, AttnState, BackendId, CacheAccess, CacheBuilder, CacheConfig, CachedSequences,
     DecodeAttention, DecodeStep, DeviceInfo, Elements, ElementsMut, Error, Heads, HostPages,
-    Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, PageLayout, PageStore, PageTable,
-    Plan, Problem, Recent, Scheme, SequenceImage, StepInputs, StepOutputs, StridedRows, TokenWrite,
-    Unsupported, Window, arithmetic, cache, convert, events, format, formats, layout, problem,
-    quant,
+    Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, PackedRows, PageLayout, PageStore,
+    PageTable, Plan, Problem, Recent, RowPlaces, Rows, RowsMut, Scheme, SequenceImage, StepInputs,
+    StepOutputs, StridedRows, TokenWrite, Unsupported, WideRows, WideRowsMut, Window, arithmetic,
+    cache, convert, events, format, formats, layout, problem, quant,
 };
 
 pub use device::{Device, DeviceName};

@@ -3,11 +3,7 @@
 use std::ops::Range;
 
 use super::{CacheAccess, KvCache, PageStore, TokenWrite};
-use crate::{
-    elements::Elements,
-    error::{Error, check_values},
-    events,
-};
+use crate::{error::Error, events, rows::Rows, wide_rows::check_values};
 
 /// The number of tokens that a sequence gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,68 +44,52 @@ struct Recycled {
 }
 
 impl KvCache {
-    /// Appends tokens to one sequence: `k` and `v` are `[tokens, num_kv_heads, head_dim]` in f32, f16 or bf16.
+    /// Appends tokens to one sequence: `k` and `v` are `[tokens, num_kv_heads, head_dim]` in f32, f16 or bf16, side by side
+    /// or at strides ([`Rows::strided`]).
     ///
     /// The bytes do not depend on how many tokens come at once. Residual pages that the sequence no longer keeps are freed when the tokens are
     /// written; if the pool has too few other pages, they take the new tokens instead. Of formats with a window, up to
     /// [`CacheConfig::max_q_len`](crate::CacheConfig::max_q_len) of the new tokens can be queries until the sequence's next append.
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Length`], [`Error::NotFinite`], [`Error::Magnitude`], [`Error::CacheFull`]; [`Error::Device`] if the
+    /// [`Error::Sequence`]; [`Error::Length`], or [`Error::Shape`] for strided rows; [`Error::NotFinite`], [`Error::Magnitude`], [`Error::CacheFull`]; [`Error::Device`] if the
     /// device fails. Lengths and pages are unchanged then.
     pub fn append<'a>(
         &mut self,
         sequence: usize,
-        k: impl Into<Elements<'a>>,
-        v: impl Into<Elements<'a>>,
+        k: impl Into<Rows<'a>>,
+        v: impl Into<Rows<'a>>,
     ) -> Result<(), Error> {
         self.check_sequence(sequence)?;
         let (k, v) = (k.into(), v.into());
-        let row = self.config.num_kv_heads * self.config.head_dim;
-        if !k.len().is_multiple_of(row) {
-            return Err(Error::Length {
-                what: "k",
-                given: k.len(),
-                needed: k.len().next_multiple_of(row),
-            });
-        }
-        let tokens = k.len() / row;
+        let tokens = k.tokens("k", [self.config.num_kv_heads, self.config.head_dim])?;
         self.append_batch(&[Append { sequence, tokens }], k, v)
     }
 
     /// Appends tokens to several sequences at once, or to none if anything is refused or fails.
     ///
     /// `appends` names each sequence once; `k` and `v` hold the tokens of all of them in this order, `[tokens, num_kv_heads, head_dim]` in
-    /// f32, f16 or bf16. The bytes are those of one append after the other.
+    /// f32, f16 or bf16, side by side or at strides. The bytes are those of one append after the other.
     ///
     /// # Errors
     /// Those of [`KvCache::append`], and [`Error::Parameter`] for a sequence named twice.
     pub fn append_batch<'a>(
         &mut self,
         appends: &[Append],
-        k: impl Into<Elements<'a>>,
-        v: impl Into<Elements<'a>>,
+        k: impl Into<Rows<'a>>,
+        v: impl Into<Rows<'a>>,
     ) -> Result<(), Error> {
         let (k, v) = (k.into(), v.into());
-        let row = self.config.num_kv_heads * self.config.head_dim;
         let tokens = appends
             .iter()
             .fold(0usize, |n, a| n.saturating_add(a.tokens));
-        let needed = tokens.saturating_mul(row);
-        for (what, given) in [("k", k.len()), ("v", v.len())] {
-            if given != needed {
-                return Err(Error::Length {
-                    what,
-                    given,
-                    needed,
-                });
-            }
-        }
-        let (k, v) = (k.widened("K in f32")?, v.widened("V in f32")?);
-        check_values("k", &k, self.config.format.k)?;
-        check_values("v", &v, self.config.format.v)?;
+        let needed = [tokens, self.config.num_kv_heads, self.config.head_dim];
+        let (in_k, in_v) = (k.check("k", needed)?, v.check("v", needed)?);
+        let (k, v) = (k.widened(in_k, "K in f32")?, v.widened(in_v, "V in f32")?);
+        check_values("k", k.rows(), self.config.format.k)?;
+        check_values("v", v.rows(), self.config.format.v)?;
         self.write_tokens(appends, |store, writes| {
-            store.append(&CacheAccess(()), writes, &k, &v)
+            store.append(&CacheAccess(()), writes, k.rows(), v.rows())
         })
     }
 

@@ -5,6 +5,7 @@ use std::any::Any;
 use crate::{
     error::{Error, refuse},
     layout::PageLayout,
+    wide_rows::WideRows,
 };
 
 /// The destination of one token. Only [`KvCache`](super::KvCache) makes one, and it checks the page and the place.
@@ -31,7 +32,7 @@ pub trait PageStore: Send + Sync {
     fn layout(&self) -> PageLayout;
     /// Number of pages in the pool.
     fn num_pages(&self) -> usize;
-    /// Quantizes and writes tokens in order; `k`, `v` are `[tokens, num_kv_heads, head_dim]`.
+    /// Quantizes and writes tokens in order; `k`, `v` are `[tokens, num_kv_heads, head_dim]`, side by side or at strides.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
@@ -39,8 +40,8 @@ pub trait PageStore: Send + Sync {
         &mut self,
         access: &CacheAccess,
         writes: &[TokenWrite],
-        k: &[f32],
-        v: &[f32],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
     ) -> Result<(), Error>;
     /// Reads the bytes of pages of the pool into `out`, one page behind the other: `out` has room for exactly these.
     ///

@@ -8,7 +8,7 @@ use attn_conformance::{case::noise, check::first_difference, trials::Trials};
 use attn_core::{
     Append, CacheAccess, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, Int8Scale,
     KvCache, KvFormat, KvSource, KvView, PageLayout, PageStore, Problem, Scheme, StridedRows,
-    TokenWrite,
+    TokenWrite, WideRows,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{
@@ -208,8 +208,8 @@ impl PageStore for Liar {
         &mut self,
         _: &CacheAccess,
         _: &[TokenWrite],
-        _: &[f32],
-        _: &[f32],
+        _: WideRows<'_>,
+        _: WideRows<'_>,
     ) -> Result<(), Error> {
         Ok(())
     }

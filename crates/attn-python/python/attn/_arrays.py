@@ -27,16 +27,24 @@ def _numpy() -> Any:
     return numpy
 
 
+def _has_rows(strides: Sequence[int], shape: Sequence[int], step: int) -> bool:
+    """Whether the last dim is contiguous and no dim runs backwards: what the extension reads in place. `step`: the stride of a neighbour."""
+    if 0 in shape or not shape:
+        return True
+    return (shape[-1] == 1 or strides[-1] == step) and all(s >= 0 and s % step == 0 for s in strides)
+
+
 class Rows:
     """An array on its way into the extension.
 
-    `stride_ok`: whether tokens may lie apart, as in a slice of a fused projection; heads and dims lie together in any case.
+    On the host, only the last dim is contiguous; on a GPU, heads and dims lie together.
     """
 
-    __slots__ = ("array", "shape", "on_cuda", "_torch")
+    __slots__ = ("array", "shape", "on_cuda", "_torch", "_writable")
 
     def __init__(self, what: str, x: Any, *, writable: bool = False) -> None:
         self._torch = _is_torch(x)
+        self._writable = writable
         if self._torch:
             x = x.detach()
             self.on_cuda = x.is_cuda
@@ -59,24 +67,29 @@ class Rows:
                     raise ShapeError(f"{what} cannot be written; pass a writable array")
             elif x.dtype == numpy.float64:
                 raise ShapeError(f"{what} has elements of type float64; allowed: float32, float16; convert with .astype(numpy.float32)")
-            elif not (x.flags.c_contiguous and x.flags.writeable and x.dtype.isnative):
+            elif not (_has_rows(x.strides, x.shape, x.itemsize) and x.flags.writeable and x.dtype.isnative):
                 # DLPack hands out neither arrays that are read-only nor other byte orders.
                 x = numpy.array(x, dtype=x.dtype.newbyteorder("="), order="C", copy=True)
-        elif self._torch and not writable and not self.on_cuda:
+        elif self._torch and not writable and not self.on_cuda and not _has_rows(x.stride(), x.shape, 1):
             x = x.contiguous()
         self.array = x
         self.shape = tuple(x.shape)
 
     def flat(self, what: str, rank: int) -> "Rows":
-        """The array with its leading dims joined, so that `rank` are left; torch and numpy reshape without a copy where they can."""
-        if len(self.shape) == rank:
+        """The array with its leading dims joined, so that `rank` are left: of arrays on a GPU, since the extension takes all dims of those on the
+        host. An array to be written is not copied."""
+        if len(self.shape) == rank or not self.on_cuda:
             return self
         lead = 1
         for n in self.shape[: len(self.shape) - rank + 1]:
             lead *= n
         made = Rows.__new__(Rows)
         shape = (lead, *self.shape[len(self.shape) - rank + 1 :])
-        made.array, made.shape = self.array.reshape(shape), shape
+        flags = getattr(self.array, "flags", None)
+        is_contiguous = self.array.is_contiguous() if self._torch else flags is None or flags.c_contiguous
+        if self._writable and not is_contiguous:
+            raise ShapeError(f"{what} is not contiguous; outputs on a GPU are")
+        made.array, made.shape, made._writable = self.array.reshape(shape), shape, self._writable
         made.on_cuda, made._torch = self.on_cuda, self._torch
         return made
 
@@ -96,8 +109,8 @@ class Rows:
         return self
 
     def contiguous(self) -> "Rows":
-        """The array in C order."""
-        if self._torch:
+        """The array in C order, where it is on a GPU."""
+        if self._torch and self.on_cuda:
             self.array = self.array.contiguous()
         return self
 

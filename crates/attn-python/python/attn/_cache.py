@@ -73,8 +73,9 @@ class _StepOptions:
 class Cache:
     """A paged, quantized KV cache of one attention layer, for several sequences, and attention over it.
 
-    Rows are numpy arrays, torch tensors (CPU and CUDA), or anything with `__dlpack__`, in float32, float16 or bfloat16. Results come as what the
-    queries are. Attention over integer formats gives the same bits on every device, for any batch, and whether a token is decoded alone,
+    Rows are numpy arrays, torch tensors (CPU and CUDA), or anything with `__dlpack__`, in float32, float16 or bfloat16. On the CPU they are read in
+    place wherever their last dim is contiguous and none runs backwards, such as parts of a fused projection and transposed arrays; nothing may write
+    between them meanwhile. Results come as what the queries are. Attention over integer formats gives the same bits on every device, for any batch, and whether a token is decoded alone,
     verified among drafts, or part of a prompt.
 
     Args:
@@ -245,7 +246,8 @@ class Cache:
             softcap: scores become `softcap · tanh(score / softcap)`.
             window_left: tokens before its own position that a token sees; transformers' `sliding_window` is one more.
             alibi_slopes, sinks: a number for each query head.
-            out: where the results go, of q's shape and type.
+            out: where the results go, of q's shape and type; on the CPU at any strides with a contiguous last dim and rows that do not overlap, on a
+                GPU contiguous. It may lie between the queries, or be them, on the CPU.
             return_lse: whether the logarithms of the softmax's sums are returned, too.
 
         Returns:

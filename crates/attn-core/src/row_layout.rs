@@ -1,0 +1,182 @@
+//! Where rows `[tokens, heads, dim]` lie in a slice.
+
+use std::ops::Range;
+
+use crate::{elements::ElementsMut, error::Error};
+
+/// Where rows lie in a slice: the `dim` elements of each are contiguous.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Layout {
+    /// Sequences, tokens of each, heads, dim. Sequences that one token stride reaches are counted as one.
+    shape: [usize; 4],
+    /// Elements from one sequence, token, head to the next.
+    strides: [usize; 3],
+}
+
+impl Layout {
+    /// Rows side by side. The slice that has them has `tokens·heads·dim` elements, so that no product wraps.
+    pub fn packed([tokens, heads, dim]: [usize; 3]) -> Self {
+        let token = heads.saturating_mul(dim);
+        Layout {
+            shape: [1, tokens, heads, dim],
+            strides: [token, token, dim],
+        }
+    }
+
+    /// Rows at strides, and the number of elements that the last one ends at.
+    pub fn strided(shape: [usize; 4], strides: [usize; 3]) -> Result<(Self, usize), Error> {
+        let [sequences, tokens, heads, dim] = shape;
+        let refused = || {
+            refused(
+                shape,
+                strides,
+                "rows whose elements a slice of less than 2^64 can hold",
+            )
+        };
+        let elements = shape
+            .iter()
+            .try_fold(1usize, |product, n| product.checked_mul(*n));
+        // A product with a zero in it may wrap before the zero.
+        if shape.contains(&0) {
+            let tokens = sequences.checked_mul(tokens).ok_or_else(refused)?;
+            return Ok((Layout::packed([tokens, heads, dim]), 0));
+        }
+        elements.ok_or_else(refused)?;
+        let steps = [sequences, tokens, heads].into_iter().zip(strides);
+        let mut end = dim;
+        for (n, stride) in steps {
+            let last = (n - 1).checked_mul(stride);
+            end = last
+                .and_then(|last| end.checked_add(last))
+                .ok_or_else(refused)?;
+        }
+        let [sequence, token, head] = strides;
+        let layout = |shape, strides| Layout { shape, strides };
+        let joined = [1, sequences * tokens, heads, dim];
+        let layout = if tokens == 1 {
+            layout(joined, [sequence, sequence, head])
+        } else if sequences == 1 || tokens.checked_mul(token) == Some(sequence) {
+            layout(joined, [sequence, token, head])
+        } else {
+            layout(shape, strides)
+        };
+        Ok((layout, end))
+    }
+
+    /// Whether two rows may share an element: whether a stride is smaller than what lies inside of it.
+    pub fn overlaps(&self) -> bool {
+        let [sequences, tokens, heads, dim] = self.shape;
+        let [sequence, token, head] = self.strides;
+        let mut steps = [(sequences, sequence), (tokens, token), (heads, head)];
+        steps.sort_unstable_by_key(|(_, stride)| *stride);
+        let mut inside = dim;
+        // `strided` has seen that the sums do not wrap.
+        let overlaps = |(n, stride): (usize, usize)| {
+            let found = n > 1 && stride < inside;
+            inside += (n - 1) * stride;
+            found
+        };
+        !self.is_empty() && steps.into_iter().any(overlaps)
+    }
+
+    /// `[tokens, heads, dim]`.
+    pub fn shape(&self) -> [usize; 3] {
+        let [sequences, tokens, heads, dim] = self.shape;
+        [sequences * tokens, heads, dim]
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.shape.contains(&0)
+    }
+
+    /// Number of elements of all rows.
+    pub fn len(&self) -> usize {
+        if self.is_empty() {
+            return 0;
+        }
+        self.shape.iter().product()
+    }
+
+    /// Where a row begins.
+    pub fn at(&self, token: usize, head: usize) -> usize {
+        let [sequences, tokens, ..] = self.shape;
+        let [s, t, h] = self.strides;
+        if sequences == 1 {
+            return token * t + head * h;
+        }
+        token / tokens * s + token % tokens * t + head * h
+    }
+
+    fn has_heads_together(&self) -> bool {
+        let [.., heads, dim] = self.shape;
+        heads == 1 || self.strides[2] == dim
+    }
+
+    /// Whether all rows lie side by side.
+    pub fn is_packed(&self) -> bool {
+        let [sequences, tokens, heads, dim] = self.shape;
+        let follow = sequences == 1 && (tokens == 1 || self.strides[1] == heads * dim);
+        self.is_empty() || follow && self.has_heads_together()
+    }
+
+    /// The elements of some tokens in the order of rows, as few ranges as they lie in.
+    pub fn runs(&self, tokens: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+        let layout = *self;
+        let [_, heads, dim] = layout.shape();
+        let packed = layout.is_packed();
+        let (steps, row) = match layout.has_heads_together() {
+            true => (1, heads * dim),
+            false => (heads, dim),
+        };
+        // Of packed rows all tokens are one run.
+        let (first, end) = (tokens.start, tokens.end.max(tokens.start));
+        let whole = (packed && !layout.is_empty() && first < end).then(|| {
+            let at = first * heads * dim;
+            at..at + (end - first) * heads * dim
+        });
+        let apart = if packed || layout.is_empty() {
+            0..0
+        } else {
+            first..end
+        };
+        let apart = apart.flat_map(move |token| {
+            (0..steps).map(move |head| {
+                let at = layout.at(token, head);
+                at..at + row
+            })
+        });
+        whole.into_iter().chain(apart)
+    }
+}
+
+/// The refusal of a layout.
+pub(crate) fn refused(shape: [usize; 4], strides: [usize; 3], allowed: &'static str) -> Error {
+    let [sequences, tokens, heads, dim] = shape;
+    let [sequence, token, head] = strides;
+    let given = match sequences {
+        1 => format!("[{tokens}, {heads}, {dim}] at the strides [{token}, {head}]"),
+        _ => format!(
+            "[{sequences}, {tokens}, {heads}, {dim}] at the strides [{sequence}, {token}, {head}]"
+        ),
+    };
+    Error::Parameter {
+        what: "shape of strided rows",
+        given,
+        allowed,
+    }
+}
+
+/// Writes f32 that lie side by side to rows of this layout, rounded where the elements are 16-bit.
+pub(crate) fn scatter(wide: &[f32], to: &mut ElementsMut<'_>, layout: &Layout) {
+    let mut rest = wide;
+    for run in layout.runs(0..layout.shape()[0]) {
+        let (part, behind) = rest.split_at(run.len());
+        match to {
+            ElementsMut::F32(x) => ElementsMut::F32(&mut x[run]),
+            ElementsMut::F16(x) => ElementsMut::F16(&mut x[run]),
+            ElementsMut::Bf16(x) => ElementsMut::Bf16(&mut x[run]),
+        }
+        .write(part);
+        rest = behind;
+    }
+}

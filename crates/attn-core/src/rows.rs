@@ -1,0 +1,350 @@
+//! Rows `[tokens, heads, dim]` in the caller's memory: side by side, or at strides.
+
+use half::{bf16, f16, slice::HalfFloatSliceExt};
+
+use crate::{
+    elements::{Elements, ElementsMut},
+    error::{Error, filled},
+    row_layout::{Layout, refused},
+    wide_rows::{WideRows, WideRowsMut, Widened},
+};
+
+/// Refuses a slice that ends before the last row does.
+fn check_reach(given: usize, needed: usize) -> Result<(), Error> {
+    if given >= needed {
+        return Ok(());
+    }
+    Err(Error::Length {
+        what: "the slice of strided rows",
+        given,
+        needed,
+    })
+}
+
+/// Refuses other than the needed rows `[tokens, heads, dim]`.
+fn check_shape(
+    what: &'static str,
+    elements: usize,
+    layout: Option<Layout>,
+    needed: [usize; 3],
+) -> Result<Layout, Error> {
+    match layout {
+        Some(layout) if layout.shape() == needed => Ok(layout),
+        Some(layout) => Err(Error::Shape {
+            what,
+            given: layout.shape(),
+            needed,
+        }),
+        None => {
+            let needed_elements = needed.into_iter().fold(1, usize::saturating_mul);
+            if elements != needed_elements {
+                return Err(Error::Length {
+                    what,
+                    given: elements,
+                    needed: needed_elements,
+                });
+            }
+            Ok(Layout::packed(needed))
+        }
+    }
+}
+
+/// Rows to read, `[tokens, heads, dim]` of f32, f16 or bf16: K, V or queries.
+///
+/// A slice, an array or a vector converts into it: rows side by side. [`Rows::strided`] takes rows that lie apart, such as a slice of a fused
+/// projection or a transposed array. What lies between rows is not read.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows<'a> {
+    elements: Elements<'a>,
+    /// `None`: the rows that a call needs, side by side.
+    layout: Option<Layout>,
+}
+
+/// Rows to write, `[tokens, heads, dim]` of f32, f16 or bf16: outputs.
+///
+/// A slice, an array or a vector converts into it: rows side by side. [`RowsMut::strided`] takes rows that lie apart. What lies between rows is
+/// neither read nor written.
+#[derive(Debug)]
+pub struct RowsMut<'a> {
+    elements: ElementsMut<'a>,
+    layout: Option<Layout>,
+}
+
+impl<'a> Rows<'a> {
+    /// Rows `[tokens, heads, dim]` of which the row of token t and head h begins at element `t·token_stride + h·head_stride`.
+    ///
+    /// Rows may share elements, as with a stride of 0. The slice may go on behind the last row.
+    ///
+    /// # Errors
+    /// [`Error::Length`] if the slice ends before the last row does; [`Error::Parameter`] for sizes whose products exceed 64 bits.
+    ///
+    /// ```
+    /// use attn_core::{CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, Rows};
+    ///
+    /// let heads = Heads { q: 4, kv: 2, dim: 64 };
+    /// let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(64).build();
+    /// let pages = HostPages::new(&config)?;
+    /// let mut cache = KvCache::new(config, Box::new(pages))?;
+    /// // Three tokens of a fused projection: 4 heads of Q, 2 of K, 2 of V.
+    /// let fused = vec![0.5f32; 3 * 8 * 64];
+    /// let of = |head: usize| Rows::strided(&fused[head * 64..], [3, 2, 64], [8 * 64, 64]);
+    /// cache.append(0, of(4)?, of(6)?)?;
+    /// assert_eq!(cache.table().lens, [3]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn strided(
+        elements: impl Into<Elements<'a>>,
+        [tokens, heads, dim]: [usize; 3],
+        [token_stride, head_stride]: [usize; 2],
+    ) -> Result<Self, Error> {
+        let strides = [0, token_stride, head_stride];
+        Rows::strided_batch(elements, [1, tokens, heads, dim], strides)
+    }
+
+    /// Rows `[sequences, tokens, heads, dim]` of as many tokens for each sequence, with the strides of these but the last in elements: a call takes
+    /// them as `[sequences·tokens, heads, dim]`.
+    ///
+    /// # Errors
+    /// Those of [`Rows::strided`].
+    pub fn strided_batch(
+        elements: impl Into<Elements<'a>>,
+        shape: [usize; 4],
+        strides: [usize; 3],
+    ) -> Result<Self, Error> {
+        let elements = elements.into();
+        let (layout, end) = Layout::strided(shape, strides)?;
+        check_reach(elements.len(), end)?;
+        Ok(Rows {
+            elements,
+            layout: Some(layout),
+        })
+    }
+
+    /// The slice that has the rows, and what lies between and behind them.
+    #[must_use]
+    pub fn elements(&self) -> Elements<'a> {
+        self.elements
+    }
+
+    /// Number of elements of all rows; what lies between them is not counted.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.layout
+            .map_or(self.elements.len(), |layout| layout.len())
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// A copy of the rows, side by side, in f32.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn to_wide(&self) -> Result<Vec<f32>, Error> {
+        let layout = self
+            .layout
+            .unwrap_or_else(|| Layout::packed([1, 1, self.len()]));
+        let wide = self.widened(layout, "a copy of rows")?;
+        wide.into_packed("a copy of rows")
+    }
+
+    /// The tokens of rows `[tokens, heads, dim]`, where their number is not known otherwise.
+    pub(crate) fn tokens(
+        &self,
+        what: &'static str,
+        [heads, dim]: [usize; 2],
+    ) -> Result<usize, Error> {
+        if let Some(layout) = self.layout {
+            let tokens = layout.shape()[0];
+            return check_shape(what, 0, Some(layout), [tokens, heads, dim]).map(|_| tokens);
+        }
+        let (given, row) = (self.elements.len(), heads * dim);
+        if !given.is_multiple_of(row) {
+            return Err(Error::Length {
+                what,
+                given,
+                needed: given.next_multiple_of(row),
+            });
+        }
+        Ok(given / row)
+    }
+
+    /// Refuses other than the needed rows `[tokens, heads, dim]`.
+    pub(crate) fn check(&self, what: &'static str, needed: [usize; 3]) -> Result<Layout, Error> {
+        check_shape(what, self.elements.len(), self.layout, needed)
+    }
+
+    /// The rows, which have this layout, in f32: in place where they are, else side by side in memory of their own.
+    pub(crate) fn widened(self, layout: Layout, what: &'static str) -> Result<Widened<'a>, Error> {
+        let narrow = match self.elements {
+            Elements::F32(x) => return Ok(Widened::in_place(x, layout)),
+            narrow => narrow,
+        };
+        let mut wide = filled(what, layout.len(), 0.0f32)?;
+        let mut rest = &mut wide[..];
+        for run in layout.runs(0..layout.shape()[0]) {
+            let (part, behind) = rest.split_at_mut(run.len());
+            match narrow {
+                Elements::F32(x) => part.copy_from_slice(&x[run]),
+                Elements::F16(x) => x[run].convert_to_f32_slice(part),
+                Elements::Bf16(x) => {
+                    let pairs = part.iter_mut().zip(&x[run]);
+                    pairs.for_each(|(w, x)| *w = x.to_f32());
+                }
+            }
+            rest = behind;
+        }
+        Ok(Widened::own(wide, Layout::packed(layout.shape())))
+    }
+}
+
+impl<'a> RowsMut<'a> {
+    /// Rows `[tokens, heads, dim]` of which the row of token t and head h begins at element `t·token_stride + h·head_stride`.
+    ///
+    /// No two rows share an element: the smaller stride is at least `dim`, and the larger one at least as long as what lies inside of it. The stride
+    /// of a single token or head is not looked at. The slice may go on behind the last row.
+    ///
+    /// # Errors
+    /// [`Error::Length`] if the slice ends before the last row does; [`Error::Parameter`] for rows that overlap, and for sizes whose products exceed
+    /// 64 bits.
+    ///
+    /// ```
+    /// use attn_core::{Error, RowsMut};
+    ///
+    /// // Outputs `[heads, tokens, dim]`: 4 heads of 3 tokens.
+    /// let mut out = vec![0.0f32; 4 * 3 * 64];
+    /// let rows = RowsMut::strided(&mut out, [3, 4, 64], [64, 3 * 64])?;
+    /// assert_eq!(rows.len(), 4 * 3 * 64);
+    /// assert!(RowsMut::strided(&mut out, [3, 4, 64], [64, 2 * 64]).is_err());
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn strided(
+        elements: impl Into<ElementsMut<'a>>,
+        [tokens, heads, dim]: [usize; 3],
+        [token_stride, head_stride]: [usize; 2],
+    ) -> Result<Self, Error> {
+        let strides = [0, token_stride, head_stride];
+        RowsMut::strided_batch(elements, [1, tokens, heads, dim], strides)
+    }
+
+    /// Rows `[sequences, tokens, heads, dim]`; see [`Rows::strided_batch`].
+    ///
+    /// # Errors
+    /// Those of [`RowsMut::strided`].
+    pub fn strided_batch(
+        elements: impl Into<ElementsMut<'a>>,
+        shape: [usize; 4],
+        strides: [usize; 3],
+    ) -> Result<Self, Error> {
+        let elements = elements.into();
+        let (layout, end) = Layout::strided(shape, strides)?;
+        check_reach(elements.len(), end)?;
+        if layout.overlaps() {
+            return Err(refused(
+                shape,
+                strides,
+                "rows to write that do not overlap: strides of at least what lies inside of them",
+            ));
+        }
+        Ok(RowsMut {
+            elements,
+            layout: Some(layout),
+        })
+    }
+
+    /// Number of elements of all rows; what lies between them is not counted.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.layout
+            .map_or(self.elements.len(), |layout| layout.len())
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Refuses other than the needed rows `[tokens, heads, dim]`.
+    pub(crate) fn check(&self, what: &'static str, needed: [usize; 3]) -> Result<Layout, Error> {
+        check_shape(what, self.elements.len(), self.layout, needed)
+    }
+
+    pub(crate) fn into_elements(self) -> ElementsMut<'a> {
+        self.elements
+    }
+}
+
+impl<'a> From<Elements<'a>> for Rows<'a> {
+    fn from(elements: Elements<'a>) -> Self {
+        Rows {
+            elements,
+            layout: None,
+        }
+    }
+}
+
+impl<'a> From<ElementsMut<'a>> for RowsMut<'a> {
+    fn from(elements: ElementsMut<'a>) -> Self {
+        RowsMut {
+            elements,
+            layout: None,
+        }
+    }
+}
+
+impl<'a> From<WideRows<'a>> for Rows<'a> {
+    fn from(rows: WideRows<'a>) -> Self {
+        let (x, layout) = rows.into_parts();
+        Rows {
+            elements: x.into(),
+            layout: Some(layout),
+        }
+    }
+}
+
+impl<'a> From<WideRowsMut<'a>> for RowsMut<'a> {
+    fn from(rows: WideRowsMut<'a>) -> Self {
+        let (x, layout) = rows.into_layout();
+        RowsMut {
+            elements: x.into(),
+            layout: Some(layout),
+        }
+    }
+}
+
+macro_rules! conversions {
+    ($element:ty) => {
+        conversions!($element, &'a [$element], &'a mut [$element]);
+        conversions!($element, &'a Vec<$element>, &'a mut Vec<$element>);
+        impl<'a, const N: usize> From<&'a [$element; N]> for Rows<'a> {
+            fn from(x: &'a [$element; N]) -> Self {
+                Elements::from(x).into()
+            }
+        }
+        impl<'a, const N: usize> From<&'a mut [$element; N]> for RowsMut<'a> {
+            fn from(x: &'a mut [$element; N]) -> Self {
+                ElementsMut::from(x).into()
+            }
+        }
+    };
+    ($element:ty, $read:ty, $write:ty) => {
+        impl<'a> From<$read> for Rows<'a> {
+            fn from(x: $read) -> Self {
+                Elements::from(x).into()
+            }
+        }
+        impl<'a> From<$write> for RowsMut<'a> {
+            fn from(x: $write) -> Self {
+                ElementsMut::from(x).into()
+            }
+        }
+    };
+}
+
+conversions!(f32);
+conversions!(f16);
+conversions!(bf16);
