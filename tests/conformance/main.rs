@@ -3,6 +3,7 @@
 #[path = "../common/layers.rs"]
 mod layers;
 
+mod cache_layers;
 mod engines;
 mod events;
 mod plans;
@@ -36,6 +37,7 @@ fn trials(
     trials = trials.cases(&Arc::new(Reference::new()), cases, outcomes);
     trials = plans::add(trials);
     trials = engines::add(trials);
+    trials = cache_layers::add(trials);
     trials = events::add(trials);
     trials = strides::add(trials);
     if name != "cpu" {

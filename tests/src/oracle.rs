@@ -231,14 +231,14 @@ impl Stored {
         stored.window = part.scheme.window().tiles();
         for t in 0..table.lens[b] {
             let (page, slot) = (t / config.page_size, t % config.page_size);
-            let run = store.run(pages[page], head);
+            let run = store.run(0, pages[page], head);
             let mut coarse: Vec<f64> = (0..stored.dim)
                 .map(|d| value(&part, run, slot, d, scale))
                 .collect();
             let kept = (page + residuals.len()).checked_sub(pages.len());
             let mut fine = match (&residual, kept) {
                 (Some(residual), Some(kept)) => {
-                    let residuals = store.run(residuals[kept], head);
+                    let residuals = store.run(0, residuals[kept], head);
                     let value = |d| fine_value(&part, run, residual, residuals, slot, d);
                     (0..stored.dim).map(value).collect()
                 }

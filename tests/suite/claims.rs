@@ -83,30 +83,42 @@ impl PageStore for Leaking {
         self.0.num_pages()
     }
 
+    fn layers(&self) -> usize {
+        self.0.layers()
+    }
+
     fn append(
         &mut self,
         access: &CacheAccess,
+        layer: usize,
         writes: &[TokenWrite],
         k: WideRows<'_>,
         v: WideRows<'_>,
     ) -> Result<(), Error> {
-        self.0.append(access, writes, k, v)?;
-        let mut page = self.0.read_page(access, 0)?;
+        self.0.append(access, layer, writes, k, v)?;
+        let mut page = self.0.read_page(access, layer, 0)?;
         page[0] = page[0].wrapping_add(1);
-        self.0.write_page(access, 0, &page)
+        self.0.write_page(access, layer, 0, &page)
     }
 
-    fn read_pages(&self, access: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
-        self.0.read_pages(access, pages, out)
+    fn read_pages(
+        &self,
+        access: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        self.0.read_pages(access, layer, pages, out)
     }
 
     fn write_pages(
         &mut self,
         access: &CacheAccess,
+        layer: usize,
         pages: &[u32],
         bytes: &[u8],
     ) -> Result<(), Error> {
-        self.0.write_pages(access, pages, bytes)
+        self.0.write_pages(access, layer, pages, bytes)
     }
 
     fn as_any(&self) -> &dyn Any {

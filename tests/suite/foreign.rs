@@ -20,27 +20,39 @@ impl PageStore for Elsewhere {
         self.0.num_pages()
     }
 
+    fn layers(&self) -> usize {
+        self.0.layers()
+    }
+
     fn append(
         &mut self,
         access: &CacheAccess,
+        layer: usize,
         writes: &[TokenWrite],
         k: WideRows<'_>,
         v: WideRows<'_>,
     ) -> Result<(), Error> {
-        self.0.append(access, writes, k, v)
+        self.0.append(access, layer, writes, k, v)
     }
 
-    fn read_pages(&self, access: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
-        self.0.read_pages(access, pages, out)
+    fn read_pages(
+        &self,
+        access: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        self.0.read_pages(access, layer, pages, out)
     }
 
     fn write_pages(
         &mut self,
         access: &CacheAccess,
+        layer: usize,
         pages: &[u32],
         bytes: &[u8],
     ) -> Result<(), Error> {
-        self.0.write_pages(access, pages, bytes)
+        self.0.write_pages(access, layer, pages, bytes)
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -546,7 +546,10 @@ fn copies(workload: &Workload) -> usize {
 /// The buffers that a pool's pages lie in.
 fn pools(cache: &KvCache) -> Vec<&wgpu::Buffer> {
     let pages = cache.store().as_any().downcast_ref::<DevicePages>();
-    pages.into_iter().flat_map(DevicePages::buffers).collect()
+    pages
+        .map_or(&[][..], |pages| pages.buffers(0))
+        .iter()
+        .collect()
 }
 
 /// Pieces of work between two timestamps.

@@ -84,11 +84,14 @@ impl Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let status = match &error {
-            Error::Parameter { .. } | Error::BadBytes { .. } => Status::Parameter,
+            Error::Parameter { .. } | Error::BadBytes { .. } | Error::Layer { .. } => {
+                Status::Parameter
+            }
             Error::Length { .. }
             | Error::Shape { .. }
             | Error::Mismatch { .. }
             | Error::ImageMismatch { .. }
+            | Error::Step { .. }
             | Error::Dropped { .. } => Status::Shape,
             Error::NotFinite { .. } | Error::Magnitude { .. } | Error::QueryRange { .. } => {
                 Status::Number

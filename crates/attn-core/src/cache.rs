@@ -1,24 +1,29 @@
 //! The page table over a shared pool, and the cache's lifecycle.
 //!
-//! [`KvCache`] keeps the page table (lengths, pages, sharing) and checks every call; a backend's [`PageStore`] keeps the bytes in the
-//! backend's memory. A refused call changes neither, and a call that the device fails changes no length and takes no page.
+//! [`KvCache`] keeps the page table (lengths, pages, sharing), one for all layers, and checks every call; a backend's [`PageStore`] keeps the bytes of
+//! every layer in the backend's memory. A refused call changes neither, and a call that the device fails changes no length and takes no page.
 //!
-//! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `append.rs`: appends; `drop_before.rs`: tokens that no window
-//! sees any more; `grow.rs`: more pages and sequences; `sequences.rs`: a step's choice of sequences; `transfer.rs`: sequences and pages as bytes;
+//! Here: creation, forks, taking back and freeing. `cache/store.rs`: the interface to a backend; `append.rs`: appends; `reserve.rs`: a model's step, layer by
+//! layer; `layer.rs`: one layer, to be attended; `drop_before.rs`: tokens that no window sees any more; `grow.rs`: more pages and sequences; `sequences.rs`: a step's choice of sequences; `transfer.rs`: sequences and pages as bytes;
 //! `image.rs`: a sequence as one block of bytes.
 
 mod append;
 mod drop_before;
 mod grow;
 mod image;
+mod layer;
+mod reserve;
 mod sequences;
 mod store;
 mod transfer;
 
 pub use append::Append;
 pub use image::SequenceImage;
+pub use layer::CacheLayer;
 pub use sequences::CachedSequences;
 pub use store::{CacheAccess, PageStore, TokenWrite};
+
+use reserve::OpenStep;
 
 use crate::{
     cache_config::CacheConfig,
@@ -49,7 +54,10 @@ impl PageTable {
     pub const DROPPED: u32 = u32::MAX;
 }
 
-/// A paged, quantized cache on one backend.
+/// A paged, quantized cache on one backend, of one layer or of several.
+///
+/// The layers of a model share lengths, pages and forks: one page table, and a pool of pages for each layer ([`CacheConfig::layers`]). A cache of one layer
+/// takes tokens by [`KvCache::append`], one of several by [`KvCache::reserve`] and [`KvCache::write`]; everything else holds for all layers at once.
 ///
 /// ```
 /// use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
@@ -72,13 +80,14 @@ pub struct KvCache {
     table: PageTable,
     pages: PageAllocator,
     store: Box<dyn PageStore>,
+    step: Option<OpenStep>,
 }
 
 impl KvCache {
     /// Makes the page table for a backend's store; backends call this from `create_cache`.
     ///
     /// # Errors
-    /// Those of [`CacheConfig::check`]; [`Error::Mismatch`] if the store's layout or number of pages differs from the config's; [`Error::OutOfMemory`].
+    /// Those of [`CacheConfig::check`]; [`Error::Mismatch`] if the store's layout, layers or number of pages differ from the config's; [`Error::OutOfMemory`].
     pub fn new(config: CacheConfig, store: Box<dyn PageStore>) -> Result<Self, Error> {
         config.check()?;
         let layout = config.layout()?;
@@ -94,9 +103,13 @@ impl KvCache {
             let [config, store] = texts;
             return differ("page layout", config, store);
         }
-        if store.num_pages() != config.num_pages {
-            let [config, store] = [config.num_pages, store.num_pages()].map(|n| n.to_string());
-            return differ("num_pages", config, store);
+        for (what, of_config, of_store) in [
+            ("num_pages", config.num_pages, store.num_pages()),
+            ("layers", config.layers, store.layers()),
+        ] {
+            if of_store != of_config {
+                return differ(what, of_config.to_string(), of_store.to_string());
+            }
         }
         let n = config.num_sequences;
         events::pool("allocated", &config, layout.page_bytes());
@@ -111,6 +124,7 @@ impl KvCache {
             layout,
             config,
             store,
+            step: None,
         })
     }
 
@@ -148,17 +162,14 @@ impl KvCache {
     /// the sequence's last append can be queries, and the newest 64 or more. Other formats than those with a window have no such limit.
     ///
     /// # Errors
-    /// [`Error::Dropped`]; [`Error::Mismatch`] for `q_len`.
+    /// [`Error::Dropped`]; [`Error::Mismatch`] for `q_len`; [`Error::Parameter`] for a cache of several layers, of which
+    /// [`CacheLayer::check_queries`] takes one; [`Error::Step`] for a layer that lacks the tokens of an open step.
     pub fn check_queries(&self, problem: &Problem) -> Result<(), Error> {
-        self.check_queries_of(problem, &self.table)
+        self.only_layer()?.check_queries(problem)
     }
 
     /// The same for sequences that `table` lists.
-    pub(crate) fn check_queries_of(
-        &self,
-        problem: &Problem,
-        table: &PageTable,
-    ) -> Result<(), Error> {
+    fn check_queries_of(&self, problem: &Problem, table: &PageTable) -> Result<(), Error> {
         let CacheConfig {
             format, page_size, ..
         } = self.config;
@@ -213,10 +224,11 @@ impl KvCache {
     /// Makes `to` (empty) share `from`'s tokens; the open page and its residual page are copied when either appends.
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::Parameter`] if `to` is not empty.
+    /// [`Error::Sequence`]; [`Error::Parameter`] if `to` is not empty; [`Error::Step`] if `from` has tokens of an open step.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), Error> {
         self.check_sequence(from)?;
         self.check_sequence(to)?;
+        self.check_settled("a fork", from)?;
         if from == to || self.table.lens[to] != 0 {
             return Err(Error::Parameter {
                 what: "fork target",
@@ -247,7 +259,8 @@ impl KvCache {
     ///
     /// # Errors
     /// [`Error::Sequence`]; [`Error::Parameter`] for more tokens than there are; [`Error::Dropped`] for fewer than were dropped;
-    /// [`Error::Mismatch`] for fewer than the residuals reach back to. Nothing is changed then.
+    /// [`Error::Mismatch`] for fewer than the residuals reach back to; [`Error::Step`] for a sequence with tokens of an open step, which
+    /// [`KvCache::cancel_step`] takes back. Nothing is changed then.
     ///
     /// ```
     /// # use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
@@ -262,6 +275,7 @@ impl KvCache {
     /// ```
     pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<(), Error> {
         self.check_sequence(sequence)?;
+        self.check_settled("a truncation", sequence)?;
         let (now, page_size) = (self.table.lens[sequence], self.config.page_size);
         if len > now {
             return Err(Error::Parameter {
@@ -309,9 +323,10 @@ impl KvCache {
     /// Empties a sequence and returns its pages.
     ///
     /// # Errors
-    /// [`Error::Sequence`].
+    /// [`Error::Sequence`]; [`Error::Step`] if the sequence has tokens of an open step.
     pub fn free_sequence(&mut self, sequence: usize) -> Result<(), Error> {
         self.check_sequence(sequence)?;
+        self.check_settled("freeing a sequence", sequence)?;
         let pages = std::mem::take(&mut self.table.pages[sequence]);
         let residuals = std::mem::take(&mut self.table.residual_pages[sequence]);
         pages

@@ -20,27 +20,32 @@ pub struct CacheConfig {
     pub head_dim: usize,
     /// Tokens per page: 16, 32, 64 or 128.
     pub page_size: usize,
-    /// Number of pages in the pool.
+    /// Number of layers, which share lengths and pages: a page of a sequence is a page in every layer's pool.
+    pub layers: usize,
+    /// Number of pages of the page table, and of each layer's pool.
     pub num_pages: usize,
     /// Number of sequences, all empty at first.
     pub num_sequences: usize,
     /// The most query tokens that a step has of one sequence, for formats with a window: appends keep the residuals that so many new tokens read.
     /// Steps of other formats have any number.
     pub max_q_len: usize,
-    /// Static K scale per KV head, for fp8 and int8-tensor.
+    /// Static K scale per layer and KV head, `[layers, num_kv_heads]`, for fp8 and int8-tensor.
     pub k_tensor_scales: Vec<f32>,
-    /// Static V scale per KV head, for fp8 and int8-tensor.
+    /// Static V scale per layer and KV head, for fp8 and int8-tensor.
     pub v_tensor_scales: Vec<f32>,
 }
 
 /// Query tokens of a step unless the user says otherwise: decode and speculation need no residuals beyond those that are always kept.
 const DEFAULT_MAX_Q_LEN: usize = 64;
 
+/// Most layers of a cache.
+pub(crate) const MAX_LAYERS: usize = 1024;
+
 /// Most sequences of a cache.
 const MAX_SEQUENCES: usize = 1 << 24;
 
 impl CacheConfig {
-    /// Starts a cache of pages of 64 tokens, with one empty sequence and tensor scales 1.
+    /// Starts a cache of one layer and pages of 64 tokens, with one empty sequence and tensor scales 1.
     ///
     /// ```
     /// use attn_core::{CacheConfig, Heads, KvFormat};
@@ -63,6 +68,7 @@ impl CacheConfig {
                 num_kv_heads: heads.kv,
                 head_dim: heads.dim,
                 page_size: 64,
+                layers: 1,
                 num_pages: 0,
                 num_sequences: 1,
                 max_q_len: DEFAULT_MAX_Q_LEN,
@@ -97,13 +103,23 @@ impl CacheConfig {
         )
     }
 
-    /// Size of the pool in bytes.
+    /// The static scales of K and of V of one layer, per KV head; empty for schemes that have none, and for layers beyond the last.
+    #[must_use]
+    pub fn tensor_scales(&self, layer: usize) -> [&[f32]; 2] {
+        let heads = self.num_kv_heads;
+        let first = layer.saturating_mul(heads);
+        let of_layer = first..first.saturating_add(heads);
+        [&self.k_tensor_scales, &self.v_tensor_scales]
+            .map(|scales| scales.get(of_layer.clone()).unwrap_or_default())
+    }
+
+    /// Size of all layers' pools in bytes.
     ///
     /// # Errors
     /// Those of [`CacheConfig::check`].
     pub fn pool_bytes(&self) -> Result<usize, Error> {
         self.check()?;
-        Ok(self.num_pages * self.layout()?.page_bytes())
+        Ok(self.layers * self.num_pages * self.layout()?.page_bytes())
     }
 
     /// Refuses a description that no pool can hold.
@@ -118,16 +134,25 @@ impl CacheConfig {
         if self.num_sequences > MAX_SEQUENCES {
             return refuse("num_sequences", self.num_sequences, "at most 2^24");
         }
+        if !(1..=MAX_LAYERS).contains(&self.layers) {
+            return refuse("layers", self.layers, "1 to 1024");
+        }
         let bytes = self.num_pages.checked_mul(layout.page_bytes());
+        let bytes = bytes.and_then(|bytes| bytes.checked_mul(self.layers));
         if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+            let (pages, size) = (self.num_pages, layout.page_bytes());
             return refuse(
                 "pool bytes",
-                format!("{} pages of {} bytes", self.num_pages, layout.page_bytes()),
+                match self.layers {
+                    1 => format!("{pages} pages of {size} bytes"),
+                    layers => format!("{pages} pages of {size} bytes in each of {layers} layers"),
+                },
                 "at most 2^63 - 1; ask for fewer pages",
             );
         }
-        check_tensor_scales(self.format.k, &self.k_tensor_scales, self.num_kv_heads)?;
-        check_tensor_scales(self.format.v, &self.v_tensor_scales, self.num_kv_heads)
+        let heads = self.layers * self.num_kv_heads;
+        check_tensor_scales(self.format.k, &self.k_tensor_scales, heads)?;
+        check_tensor_scales(self.format.v, &self.v_tensor_scales, heads)
     }
 }
 
@@ -144,6 +169,24 @@ impl CacheBuilder {
     /// Sets the number of sequences.
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.config.num_sequences = sequences;
+        self
+    }
+
+    /// Sets the number of layers, which share one page table: a model's step is reserved once and written layer by layer
+    /// ([`KvCache::reserve`](crate::KvCache::reserve)).
+    ///
+    /// ```
+    /// use attn_core::{CacheConfig, Heads, KvFormat};
+    ///
+    /// let heads = Heads { q: 32, kv: 8, dim: 128 };
+    /// let one = CacheConfig::builder(KvFormat::INT8, heads).max_len(8192).build();
+    /// let config = CacheConfig::builder(KvFormat::INT8, heads).layers(36).max_len(8192).build();
+    /// assert_eq!(config.num_pages, one.num_pages);
+    /// assert_eq!(config.pool_bytes()?, 36 * one.pool_bytes()?);
+    /// # Ok::<(), attn_core::Error>(())
+    /// ```
+    pub fn layers(mut self, layers: usize) -> Self {
+        self.config.layers = layers;
         self
     }
 
@@ -172,7 +215,8 @@ impl CacheBuilder {
         self
     }
 
-    /// Sets the static scales of K and V, one per KV head, for fp8 and int8-tensor.
+    /// Sets the static scales of K and V for fp8 and int8-tensor: one per KV head, which all layers have, or one per layer and KV head,
+    /// `[layers, num_kv_heads]`.
     pub fn tensor_scales(mut self, k: impl Into<Vec<f32>>, v: impl Into<Vec<f32>>) -> Self {
         self.config.k_tensor_scales = k.into();
         self.config.v_tensor_scales = v.into();
@@ -185,6 +229,15 @@ impl CacheBuilder {
         let each = self.config.pages_for(self.max_len);
         let all = self.config.num_sequences.saturating_mul(each);
         self.config.num_pages = self.pages.unwrap_or(all);
+        let (layers, heads) = (self.config.layers, self.config.num_kv_heads);
+        for scales in [
+            &mut self.config.k_tensor_scales,
+            &mut self.config.v_tensor_scales,
+        ] {
+            if scales.len() == heads && (2..=MAX_LAYERS).contains(&layers) {
+                *scales = scales.repeat(layers);
+            }
+        }
         self.config
     }
 }

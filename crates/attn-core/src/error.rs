@@ -108,6 +108,24 @@ pub enum Error {
         /// Sequences in the cache.
         count: usize,
     },
+    /// A layer the cache does not have.
+    #[error("layer {given} does not exist; the cache has {count} (0..{count})")]
+    Layer {
+        /// The index given.
+        given: usize,
+        /// Layers of the cache.
+        count: usize,
+    },
+    /// A call that does not go with the step that [`KvCache::reserve`](crate::KvCache::reserve) has opened, or that needs one.
+    #[error("{what} is refused: {state}; {next}")]
+    Step {
+        /// The call.
+        what: &'static str,
+        /// What is open, or that nothing is.
+        state: String,
+        /// The next step.
+        next: &'static str,
+    },
     /// A problem that disagrees with the cache.
     #[error(
         "{what} is {problem} in the problem but {cache} in the cache; plan with the cache's own value"

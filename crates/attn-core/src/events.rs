@@ -8,10 +8,10 @@
 //! | [`BACKEND`] | `chosen`, at `info` | `backend`, `device`, `detail` |
 //! | | `refused`: absent, or a program on the CPU that was not named | `backend`, `reason` |
 //! | [`KERNEL`] | `loaded`: at the first step or plan that needs it | `backend`, `kernel`, `arch`, `origin` (`embedded`, `cached`, `compiled`), `ms` |
-//! | [`CACHE`] | `pool allocated`, `pool grown` | `pages`, `bytes` of all pages, `format`, `sequences` |
+//! | [`CACHE`] | `pool allocated`, `pool grown` | `pages`, `bytes` of all pages in all layers, `format`, `sequences` |
 //! | | `pages short`: a call was refused with [`Error::CacheFull`](crate::Error::CacheFull) | `needed`, `free`, `total` |
 //! | [`PLAN`] | `prepared`: each plan that is made; [`Recent`](crate::Recent) ones that serve again are not | `backend`, `format`, `sequences`, `query_tokens`, `longest` |
-//! | [`STEP`] | spans `append` and `attend`, at `trace` | `sequences`, `tokens`; `backend`, `sequences`, `query_tokens` |
+//! | [`STEP`] | spans `append`, of a layer's write too, and `attend`, at `trace` | `sequences`, `tokens`; `backend`, `sequences`, `query_tokens` |
 
 use std::time::Instant;
 
@@ -49,7 +49,8 @@ pub fn loaded(backend: &str, kernel: &str, arch: &str, origin: &str, start: Inst
 /// A pool was `allocated` or `grown`; a page has so many bytes.
 pub(crate) fn pool(what: &str, config: &CacheConfig, page_bytes: usize) {
     let (pages, sequences) = (config.num_pages, config.num_sequences);
-    let (bytes, format) = (pages.saturating_mul(page_bytes), config.format);
+    let bytes = pages.saturating_mul(page_bytes);
+    let (bytes, format) = (bytes.saturating_mul(config.layers), config.format);
     tracing::debug!(target: CACHE, pages, bytes, %format, sequences, "pool {what}");
 }
 

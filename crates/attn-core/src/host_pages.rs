@@ -16,78 +16,98 @@ const HUGE_PAGE: usize = 2 << 20;
 /// Bytes that are copied at once, or left alone if all are zero, when the pool grows.
 const UNTOUCHED: usize = 4 << 10;
 
-/// A pool of pages in host memory.
+/// Pools of pages in host memory, one for each layer.
 #[derive(Debug)]
 pub struct HostPages {
     config: CacheConfig,
     layout: PageLayout,
-    /// The pool, and slack in front of it up to `start`.
+    pools: Vec<Pool>,
+}
+
+/// The pages of one layer.
+#[derive(Debug)]
+struct Pool {
+    /// The pages, and slack in front of them up to `start`.
     bytes: Vec<u8>,
     start: usize,
 }
 
-impl HostPages {
-    /// Allocates a zeroed pool.
-    ///
-    /// # Errors
-    /// Those of [`CacheConfig::check`]; [`Error::OutOfMemory`].
-    pub fn new(config: &CacheConfig) -> Result<Self, Error> {
-        let (size, layout) = (config.pool_bytes()?, config.layout()?);
+impl Pool {
+    fn new(size: usize) -> Result<Self, Error> {
         // Runs are whole cache lines in most formats; a large pool also starts on a huge page.
         let align = if size < HUGE_PAGE { 64 } else { HUGE_PAGE };
         let bytes = filled("the page pool", size.saturating_add(align), 0)?;
         let start = bytes.as_ptr().align_offset(align).min(align);
+        Ok(Pool { bytes, start })
+    }
+
+    fn pages(&self) -> &[u8] {
+        &self.bytes[self.start..]
+    }
+
+    fn pages_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..]
+    }
+}
+
+impl HostPages {
+    /// Allocates zeroed pools.
+    ///
+    /// # Errors
+    /// Those of [`CacheConfig::check`]; [`Error::OutOfMemory`].
+    pub fn new(config: &CacheConfig) -> Result<Self, Error> {
+        let (size, layout) = (config.pool_bytes()? / config.layers, config.layout()?);
+        let pools = (0..config.layers).map(|_| Pool::new(size));
         Ok(HostPages {
-            bytes,
-            start,
+            pools: pools.collect::<Result<_, _>>()?,
             layout,
             config: config.clone(),
         })
     }
 
-    /// The whole pool, page after page.
+    /// One layer's whole pool, page after page; `None` for a layer that the cache does not have.
     #[must_use]
-    pub fn pool(&self) -> &[u8] {
-        &self.bytes[self.start..]
+    pub fn pool(&self, layer: usize) -> Option<&[u8]> {
+        self.pools.get(layer).map(Pool::pages)
     }
 
-    /// For backends that write the pages themselves: the whole pool, page after page.
-    pub fn pool_mut(&mut self, _: &CacheAccess) -> &mut [u8] {
-        self.bytes_mut()
+    /// For backends that write the pages themselves: one layer's whole pool, page after page.
+    ///
+    /// # Panics
+    /// For a layer that the cache does not have.
+    pub fn pool_mut(&mut self, _: &CacheAccess, layer: usize) -> &mut [u8] {
+        self.pools[layer].pages_mut()
     }
 
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes[self.start..]
-    }
-
-    /// One KV head's run of one page.
+    /// One KV head's run of one page of a layer.
+    ///
+    /// # Panics
+    /// For a layer, a page or a head that the cache does not have.
     #[must_use]
-    pub fn run(&self, page: u32, head: usize) -> &[u8] {
-        &self.pool()[self.layout.run(page, head)]
+    pub fn run(&self, layer: usize, page: u32, head: usize) -> &[u8] {
+        &self.pools[layer].pages()[self.layout.run(page, head)]
     }
 
     fn write_side(
         &mut self,
+        [layer, head]: [usize; 2],
         write: &TokenWrite,
-        head: usize,
         x: &[f32],
         side: Side,
         scratch: &mut Scratch,
     ) {
         let layout = self.layout;
         let part = layout.part(side);
-        let scales = match side {
-            Side::K => &self.config.k_tensor_scales,
-            Side::V => &self.config.v_tensor_scales,
-        };
+        let scales = self.config.tensor_scales(layer)[side as usize];
+        let pool = self.pools[layer].pages_mut();
         let scale = scales.get(head).copied().unwrap_or(1.0);
         let params = &mut scratch.params[..part.scheme.groups(layout.head_dim())];
         quant::encode(part.scheme, scale, x, &mut scratch.codes, params);
-        let run = &mut self.bytes_mut()[layout.run(write.page, head)];
+        let run = &mut pool[layout.run(write.page, head)];
         part.store_codes(run, write.token, &scratch.codes);
         part.store_params(run, write.token, params);
         if let (Some(page), Some(part)) = (write.residual_page, layout.residual(side)) {
-            let run = &mut self.bytes_mut()[layout.run(page, head)];
+            let run = &mut pool[layout.run(page, head)];
             part.store_codes(run, write.token, &scratch.codes);
         }
     }
@@ -107,9 +127,14 @@ impl PageStore for HostPages {
         self.config.num_pages
     }
 
+    fn layers(&self) -> usize {
+        self.pools.len()
+    }
+
     fn append(
         &mut self,
         _: &CacheAccess,
+        layer: usize,
         writes: &[TokenWrite],
         k: WideRows<'_>,
         v: WideRows<'_>,
@@ -124,23 +149,35 @@ impl PageStore for HostPages {
             for head in 0..heads {
                 for (rows, side) in [(k, Side::K), (v, Side::V)] {
                     let x = rows.row(write.source, head);
-                    self.write_side(write, head, x, side, &mut scratch);
+                    self.write_side([layer, head], write, x, side, &mut scratch);
                 }
             }
         }
         Ok(())
     }
 
-    fn read_pages(&self, _: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
-        let (size, pool) = (self.layout.page_bytes(), self.pool());
+    fn read_pages(
+        &self,
+        _: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        let (size, pool) = (self.layout.page_bytes(), self.pools[layer].pages());
         for (page, out) in pages.iter().zip(out.chunks_exact_mut(size)) {
             out.copy_from_slice(&pool[*page as usize * size..][..size]);
         }
         Ok(())
     }
 
-    fn write_pages(&mut self, _: &CacheAccess, pages: &[u32], bytes: &[u8]) -> Result<(), Error> {
-        let (size, pool) = (self.layout.page_bytes(), self.bytes_mut());
+    fn write_pages(
+        &mut self,
+        _: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        let (size, pool) = (self.layout.page_bytes(), self.pools[layer].pages_mut());
         for (page, bytes) in pages.iter().zip(bytes.chunks_exact(size)) {
             pool[*page as usize * size..][..size].copy_from_slice(bytes);
         }
@@ -151,11 +188,13 @@ impl PageStore for HostPages {
         let mut config = self.config.clone();
         config.num_pages = config.num_pages.saturating_add(pages);
         let mut grown = HostPages::new(&config)?;
-        let parts = grown.bytes_mut().chunks_mut(UNTOUCHED);
-        for (to, from) in parts.zip(self.pool().chunks(UNTOUCHED)) {
-            // Memory that was never written stays without a page of the machine's.
-            if from.iter().fold(0, |any, byte| any | byte) != 0 {
-                to[..from.len()].copy_from_slice(from);
+        for (to, from) in grown.pools.iter_mut().zip(&self.pools) {
+            let parts = to.pages_mut().chunks_mut(UNTOUCHED);
+            for (to, from) in parts.zip(from.pages().chunks(UNTOUCHED)) {
+                // Memory that was never written stays without a page of the machine's.
+                if from.iter().fold(0, |any, byte| any | byte) != 0 {
+                    to[..from.len()].copy_from_slice(from);
+                }
             }
         }
         *self = grown;

@@ -51,7 +51,8 @@ pub mod formats {}
 pub use backend::{DecodeAttention, DeviceInfo};
 pub use backend_id::BackendId;
 pub use cache::{
-    Append, CacheAccess, CachedSequences, KvCache, PageStore, PageTable, SequenceImage, TokenWrite,
+    Append, CacheAccess, CacheLayer, CachedSequences, KvCache, PageStore, PageTable, SequenceImage,
+    TokenWrite,
 };
 pub use cache_config::{CacheBuilder, CacheConfig};
 pub use elements::{Elements, ElementsMut};

@@ -90,10 +90,18 @@ impl SequencePages {
     /// [`Error::Length`] for other than as many pages as such a sequence has, and for a page of another length.
     pub fn of_lists(layout: PageLayout, tokens: usize, pages: &[Vec<u8>]) -> Result<Self, Error> {
         let all = SequencePages::new(layout, tokens, pages.len())?;
-        for page in pages {
-            check_length("page", page.len(), layout.page_bytes())?;
-        }
+        all.check_lengths(pages)?;
         Ok(all)
+    }
+
+    /// Refuses a page of another length than the layout's.
+    ///
+    /// # Errors
+    /// [`Error::Length`].
+    pub fn check_lengths(&self, pages: &[Vec<u8>]) -> Result<(), Error> {
+        let needed = self.layout.page_bytes();
+        let mut pages = pages.iter();
+        pages.try_for_each(|page| check_length("page", page.len(), needed))
     }
 
     /// The layout of the pages.

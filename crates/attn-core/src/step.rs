@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use crate::{
     arithmetic::LOG2_E,
-    cache::{CachedSequences, KvCache, PageTable},
+    cache::{CacheLayer, CachedSequences, KvCache, PageTable},
     elements::ElementsMut,
     error::{Error, filled},
     plan::Plan,
@@ -18,9 +18,11 @@ use crate::{
 /// Where K and V come from.
 #[derive(Clone, Copy)]
 pub enum KvSource<'a> {
-    /// A cache created by the same backend: its first sequences.
+    /// A cache of one layer created by the same backend: its first sequences.
     Cache(&'a KvCache),
-    /// Some sequences of such a cache, in any order: [`KvCache::sequences`].
+    /// One layer of such a cache: its first sequences.
+    Layer(CacheLayer<'a>),
+    /// Some sequences of such a cache or layer, in any order: [`KvCache::sequences`], [`CacheLayer::sequences`].
     Sequences(&'a CachedSequences<'a>),
     /// A contiguous cache in host memory, read in place.
     View(&'a KvView<'a>),
@@ -32,6 +34,7 @@ impl<'a> KvSource<'a> {
     pub fn kv_lens(self) -> &'a [usize] {
         match self {
             KvSource::Cache(cache) => &cache.table().lens,
+            KvSource::Layer(layer) => &layer.table().lens,
             KvSource::Sequences(sequences) => &sequences.table().lens,
             KvSource::View(view) => view.kv_lens(),
         }
@@ -41,8 +44,9 @@ impl<'a> KvSource<'a> {
     #[must_use]
     pub fn memory(self) -> KvMemory<'a> {
         match self {
-            KvSource::Cache(cache) => KvMemory::Pages(cache, cache.table()),
-            KvSource::Sequences(sequences) => KvMemory::Pages(sequences.cache(), sequences.table()),
+            KvSource::Cache(cache) => KvMemory::Pages(cache.first_layer(), cache.table()),
+            KvSource::Layer(layer) => KvMemory::Pages(layer, layer.table()),
+            KvSource::Sequences(sequences) => KvMemory::Pages(sequences.layer(), sequences.table()),
             KvSource::View(view) => KvMemory::View(view),
         }
     }
@@ -51,8 +55,8 @@ impl<'a> KvSource<'a> {
 /// For backends: what the K and V of a step lie in.
 #[derive(Clone, Copy)]
 pub enum KvMemory<'a> {
-    /// A cache, and the pages and lengths of the step's sequences in their order.
-    Pages(&'a KvCache, &'a PageTable),
+    /// A layer of a cache, and the pages and lengths of the step's sequences in their order.
+    Pages(CacheLayer<'a>, &'a PageTable),
     /// A contiguous cache in host memory.
     View(&'a KvView<'a>),
 }
@@ -128,6 +132,7 @@ impl<'a> DecodeStep<'a> {
     ///
     /// # Errors
     /// [`Error::Length`], or [`Error::Shape`] for strided rows; [`Error::NotFinite`], [`Error::QueryRange`]; [`Error::Mismatch`] where plan and cache disagree;
+    /// [`Error::Parameter`] for a whole cache of several layers; [`Error::Step`] for a layer that lacks the tokens of an open step;
     /// [`Error::OutOfMemory`] for copies of 16-bit elements.
     ///
     /// ```
@@ -164,11 +169,14 @@ impl<'a> DecodeStep<'a> {
         ];
         let (in_q, in_out) = (q.check("q", needed)?, out.check("out", needed)?);
         let (format, tensor_scales) = match kv.memory() {
-            KvMemory::Pages(cache, table) => {
-                let config = cache.config();
+            KvMemory::Pages(layer, table) => {
+                if let KvSource::Cache(cache) = kv {
+                    cache.only_layer()?;
+                }
+                let config = layer.cache().config();
                 check_source(problem, config.num_kv_heads, config.head_dim, kv.kv_lens())?;
-                cache.check_queries_of(problem, table)?;
-                (config.format, &config.k_tensor_scales[..])
+                layer.check_queries_of(problem, table)?;
+                (config.format, layer.tensor_scales()[0])
             }
             KvMemory::View(view) => {
                 check_source(problem, view.num_kv_heads(), view.head_dim(), kv.kv_lens())?;
@@ -262,7 +270,7 @@ impl CachedSequences<'_> {
     /// has ([`KvCache::check_queries`]).
     ///
     /// # Errors
-    /// [`Error::Mismatch`]; those of [`Problem::check`].
+    /// [`Error::Mismatch`]; those of [`Problem::check`] and [`CacheLayer::check_queries`].
     pub fn check_problem(&self, problem: &Problem) -> Result<(), Error> {
         problem.check()?;
         let config = self.cache().config();
@@ -279,7 +287,7 @@ impl CachedSequences<'_> {
             config.head_dim,
             &self.table().lens,
         )?;
-        self.cache().check_queries_of(problem, self.table())
+        self.layer().check_queries_of(problem, self.table())
     }
 }
 

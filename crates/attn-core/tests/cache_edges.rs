@@ -328,23 +328,35 @@ impl PageStore for NoCopies {
         self.inner.num_pages()
     }
 
+    fn layers(&self) -> usize {
+        self.inner.layers()
+    }
+
     fn append(
         &mut self,
         access: &CacheAccess,
+        layer: usize,
         writes: &[TokenWrite],
         k: WideRows<'_>,
         v: WideRows<'_>,
     ) -> Result<(), Error> {
-        self.inner.append(access, writes, k, v)
+        self.inner.append(access, layer, writes, k, v)
     }
 
-    fn read_pages(&self, access: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
-        self.inner.read_pages(access, pages, out)
+    fn read_pages(
+        &self,
+        access: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        self.inner.read_pages(access, layer, pages, out)
     }
 
     fn write_pages(
         &mut self,
         access: &CacheAccess,
+        layer: usize,
         pages: &[u32],
         bytes: &[u8],
     ) -> Result<(), Error> {
@@ -355,7 +367,7 @@ impl PageStore for NoCopies {
                 source: "as asked".into(),
             });
         }
-        self.inner.write_pages(access, pages, bytes)
+        self.inner.write_pages(access, layer, pages, bytes)
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -386,28 +386,40 @@ impl PageStore for Failing {
         self.inner.num_pages()
     }
 
+    fn layers(&self) -> usize {
+        self.inner.layers()
+    }
+
     fn append(
         &mut self,
         access: &CacheAccess,
+        layer: usize,
         writes: &[TokenWrite],
         k: WideRows<'_>,
         v: WideRows<'_>,
     ) -> Result<(), Error> {
         let tokens = self.tokens.load(Ordering::Relaxed).min(writes.len());
-        self.inner.append(access, &writes[..tokens], k, v)?;
+        self.inner.append(access, layer, &writes[..tokens], k, v)?;
         if tokens < writes.len() {
             return Err(failure("writing tokens"));
         }
         Ok(())
     }
 
-    fn read_pages(&self, access: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
-        self.inner.read_pages(access, pages, out)
+    fn read_pages(
+        &self,
+        access: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        self.inner.read_pages(access, layer, pages, out)
     }
 
     fn write_pages(
         &mut self,
         access: &CacheAccess,
+        layer: usize,
         pages: &[u32],
         bytes: &[u8],
     ) -> Result<(), Error> {
@@ -415,7 +427,7 @@ impl PageStore for Failing {
         let written = left.min(pages.len());
         let size = self.inner.layout().page_bytes();
         self.inner
-            .write_pages(access, &pages[..written], &bytes[..written * size])?;
+            .write_pages(access, layer, &pages[..written], &bytes[..written * size])?;
         if left != NEVER {
             self.copies.store(left - written, Ordering::Relaxed);
         }

@@ -30,7 +30,9 @@ fn plan(problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
 
 fn pages(config: &CacheConfig) -> Result<HostPages, Error> {
     let pages = HostPages::new(config)?;
-    ask_for_huge_pages(pages.pool());
+    (0..config.layers)
+        .filter_map(|layer| pages.pool(layer))
+        .for_each(ask_for_huge_pages);
     Ok(pages)
 }
 

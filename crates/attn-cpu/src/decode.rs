@@ -375,7 +375,7 @@ fn write_rows(
 
 fn v_scale(step: &StepInputs<'_>, g: usize) -> f32 {
     let scales = match step.kv().memory() {
-        KvMemory::Pages(cache, _) => &cache.config().v_tensor_scales[..],
+        KvMemory::Pages(layer, _) => layer.tensor_scales()[1],
         KvMemory::View(view) => view.v_tensor_scales(),
     };
     scales.get(g).copied().unwrap_or(1.0)

@@ -94,17 +94,18 @@ impl<'a> Reader<'a> {
     pub fn new(kv: KvSource<'a>, sequence: usize, head: usize) -> Result<Self, Error> {
         let pick = |scales: &[f32]| scales.get(head).copied().unwrap_or(1.0);
         Ok(match kv.memory() {
-            KvMemory::Pages(cache, table) => {
+            KvMemory::Pages(layer, table) => {
+                let cache = layer.cache();
                 let store = cache.store().as_any().downcast_ref::<HostPages>();
-                let store = store.ok_or(Error::WrongBackend {
+                let pool = store.and_then(|store| store.pool(layer.index()));
+                let pool = pool.ok_or(Error::WrongBackend {
                     backend: crate::BACKEND,
                     what: "cache",
                 })?;
-                let config = cache.config();
                 let layout = *cache.layout();
                 Reader {
                     location: Location::Pages {
-                        pool: store.pool(),
+                        pool,
                         layout,
                         offsets: RunOffsets::new(&layout, head),
                         pages: &table.pages[sequence],
@@ -112,7 +113,7 @@ impl<'a> Reader<'a> {
                     },
                     sequence,
                     head,
-                    tensor_scales: [pick(&config.k_tensor_scales), pick(&config.v_tensor_scales)],
+                    tensor_scales: layer.tensor_scales().map(pick),
                 }
             }
             KvMemory::View(view) => Reader {

@@ -19,10 +19,11 @@ const SPREAD: usize = 512;
 /// The least rows that one thread takes at once.
 const PIECE: usize = 64;
 
-/// A pool of pages whose bytes are those of [`HostPages`].
+/// Pools of pages whose bytes are those of [`HostPages`].
 pub(crate) struct CpuPages {
     pages: HostPages,
-    writer: RowWriter,
+    /// Of each layer.
+    writers: Vec<RowWriter>,
     threads: Threads,
 }
 
@@ -34,9 +35,13 @@ impl CpuPages {
         isa: Isa,
         threads: Threads,
     ) -> Result<Self, Error> {
-        let scales = [&config.k_tensor_scales, &config.v_tensor_scales].map(Vec::clone);
+        let layout = config.layout()?;
+        let writer = |layer| {
+            let scales = config.tensor_scales(layer).map(<[f32]>::to_vec);
+            RowWriter::new(&layout, scales, isa)
+        };
         Ok(CpuPages {
-            writer: RowWriter::new(&config.layout()?, scales, isa),
+            writers: (0..config.layers).map(writer).collect(),
             pages,
             threads,
         })
@@ -119,17 +124,22 @@ impl PageStore for CpuPages {
         self.pages.num_pages()
     }
 
+    fn layers(&self) -> usize {
+        self.pages.layers()
+    }
+
     fn append(
         &mut self,
         access: &CacheAccess,
+        layer: usize,
         writes: &[TokenWrite],
         k: WideRows<'_>,
         v: WideRows<'_>,
     ) -> Result<(), Error> {
         let layout = self.pages.layout();
         let (run_bytes, page_bytes) = (layout.run_bytes(), layout.page_bytes());
-        let (writer, threads) = (&self.writer, &self.threads);
-        let pool = self.pages.pool_mut(access);
+        let (writer, threads) = (&self.writers[layer], &self.threads);
+        let pool = self.pages.pool_mut(access, layer);
         let write = |writes: &[TokenWrite], head, runs: Runs<'_>| {
             let kv = [k, v];
             writer.write(Tokens { writes, kv }, head, runs);
@@ -170,17 +180,24 @@ impl PageStore for CpuPages {
         Ok(())
     }
 
-    fn read_pages(&self, access: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
-        self.pages.read_pages(access, pages, out)
+    fn read_pages(
+        &self,
+        access: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        self.pages.read_pages(access, layer, pages, out)
     }
 
     fn write_pages(
         &mut self,
         access: &CacheAccess,
+        layer: usize,
         pages: &[u32],
         bytes: &[u8],
     ) -> Result<(), Error> {
-        self.pages.write_pages(access, pages, bytes)
+        self.pages.write_pages(access, layer, pages, bytes)
     }
 
     fn grow(&mut self, access: &CacheAccess, pages: usize) -> Result<(), Error> {

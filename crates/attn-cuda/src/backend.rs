@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat, KvMemory,
-    PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported, Window,
+    CacheConfig, CacheLayer, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
+    KvMemory, PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported, Window,
 };
 use attn_kernels::cuda::{KvLayout, instance};
 use cudarc::driver::{DriverError, result};
@@ -34,7 +34,7 @@ impl CudaBackend {
         let problem = step.problem();
         let plan = self.planned(step.plan())?.native(layout, step.plan())?;
         let store = match step.kv().memory() {
-            KvMemory::Pages(cache, _) => Some(self.store(cache)?),
+            KvMemory::Pages(layer, _) => Some(self.store_of(layer)?),
             KvMemory::View(_) => None,
         };
         let inputs = Inputs::new(device, step, store, layout)?;
@@ -93,17 +93,17 @@ impl CudaBackend {
         placed: &Placed,
     ) -> Result<(DeviceKv, [DeviceAddress; 2]), Error> {
         match step.kv().memory() {
-            KvMemory::Pages(cache, _) => {
-                let store = self.store(cache)?;
-                let has_window = cache.config().format.window() != Window::None;
+            KvMemory::Pages(layer, _) => {
+                let store = self.store_of(layer)?;
+                let has_window = layer.cache().config().format.window() != Window::None;
                 let kv = DeviceKv::Paged {
-                    pool: store.pages(store.pages_to_read()),
+                    pool: store.pages(layer.index(), store.pages_to_read()),
                     page_table: placed.at(placed.parts.table),
                     page_table_stride: inputs.tables.stride,
                     residual_pages: placed.some(has_window, placed.parts.residuals),
                     residual_slots: inputs.slots,
                 };
-                Ok((kv, store.tensor_scale_addresses()))
+                Ok((kv, store.tensor_scale_addresses(layer.index())))
             }
             KvMemory::View(view) => {
                 let kv = if let Some(import) = &inputs.import {
@@ -154,6 +154,13 @@ impl CudaBackend {
             .filter(|store| store.lies_on(&self.device))
             .filter(|store| store.layout() == *cache.layout())
             .ok_or(FOREIGN_CACHE)
+    }
+
+    /// The same store, which has the layer.
+    pub(crate) fn store_of<'a>(&self, layer: CacheLayer<'a>) -> Result<&'a CudaPages, Error> {
+        let store = self.store(layer.cache())?;
+        let own = Some(store).filter(|store| store.has_layer(layer.index()));
+        own.ok_or(FOREIGN_CACHE)
     }
 }
 
@@ -256,7 +263,9 @@ impl DecodeAttention for CudaBackend {
         self.planned(step.plan())?;
         let (inputs, outputs) = step.parts();
         let layout = match inputs.kv().memory() {
-            KvMemory::Pages(cache, _) => KvLayout::Pages(self.store(cache)?.layout().page_size()),
+            KvMemory::Pages(layer, _) => {
+                KvLayout::Pages(self.store_of(layer)?.layout().page_size())
+            }
             KvMemory::View(view) => {
                 // Decode copies rows in chunks of 16 bytes.
                 let [k, v] = [view.k(), view.v()].map(|rows| rows.code_strides);

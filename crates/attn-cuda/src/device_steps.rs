@@ -129,17 +129,57 @@ impl DeviceSteps {
             let store = store.as_any().downcast_ref::<CudaPages>();
             let store = store.ok_or(FOREIGN_CACHE)?;
             // SAFETY: this function's contract; the places come from the cache, whose pages the store has.
-            unsafe { self.write(store, writes, tokens, stream) }
+            unsafe { self.write_places(store, 0, writes, tokens, stream) }
         })
     }
 
-    /// Enqueues the writes of an append.
+    /// Begins a model's step, as [`KvCache::reserve`] does, behind the steps before on their streams: pages that it copies or takes again hold what these
+    /// wrote.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::reserve`]; [`Error::WrongBackend`], [`Error::Device`]. Lengths and pages are unchanged then.
+    pub fn reserve(&mut self, cache: &mut KvCache, appends: &[Append]) -> Result<(), Error> {
+        self.gpu.store(cache)?;
+        let bind = self.gpu.device.context.bind_to_thread();
+        bind.map_err(failed("binding the context"))?;
+        self.order(self.gpu.device.stream.cu_stream())?;
+        cache.reserve(appends)
+    }
+
+    /// Writes one layer of the open step, as [`KvCache::write`] does: enqueues the writes on `stream`. The bytes are those of the host's write. Before
+    /// [`KvCache::cancel_step`] call [`DeviceSteps::wait`].
+    ///
+    /// # Safety
+    /// Those of [`DeviceSteps::append`], with as many rows as the step's appends say.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::write_with`]; [`Error::WrongBackend`]; [`Error::Parameter`] while `stream` is captured into a graph; [`Error::Device`].
+    /// The layer counts as not written then.
+    pub unsafe fn write(
+        &mut self,
+        cache: &mut KvCache,
+        layer: usize,
+        tokens: &NewTokens,
+        stream: Stream,
+    ) -> Result<(), Error> {
+        self.gpu.store_of(cache.layer(layer)?)?;
+        self.begin(stream)?;
+        cache.write_with(layer, |store, writes| {
+            let store = store.as_any().downcast_ref::<CudaPages>();
+            let store = store.ok_or(FOREIGN_CACHE)?;
+            // SAFETY: this function's contract; the places come from the cache, whose pages the store has.
+            unsafe { self.write_places(store, layer, writes, tokens, stream) }
+        })
+    }
+
+    /// Enqueues the writes of an append to a layer.
     ///
     /// # Safety
     /// Those of [`DeviceSteps::append`]; `writes` are places of the store's cache.
-    unsafe fn write(
+    unsafe fn write_places(
         &mut self,
         store: &CudaPages,
+        layer: usize,
         writes: &[TokenWrite],
         tokens: &NewTokens,
         stream: Stream,
@@ -158,7 +198,7 @@ impl DeviceSteps {
         // SAFETY: `room` has given as many bytes; each step records `done` behind its one copy from this ring or waits for it.
         unsafe { self.staging.copy(device, done, bytes, base, stream.raw()) }
             .map_err(failed("copying an append's places"))?;
-        let [k_tensor_scales, v_tensor_scales] = store.tensor_scale_addresses();
+        let [k_tensor_scales, v_tensor_scales] = store.tensor_scale_addresses(layer);
         let has_window = layout.format().window() != Window::None;
         let args = SlotAppendArgs {
             k: tokens.k,
@@ -166,7 +206,7 @@ impl DeviceSteps {
             dtype: tokens.dtype,
             k_token_stride: tokens.k_token_stride,
             v_token_stride: tokens.v_token_stride,
-            pool: store.pages(store.num_pages()),
+            pool: store.pages(layer, store.num_pages()),
             slots: base.offset(slots),
             residual_pages: base.offset(residuals).given(has_window),
             k_tensor_scales,
@@ -178,7 +218,8 @@ impl DeviceSteps {
         self.end(stream).and(launched)
     }
 
-    /// Attends: enqueues the step on `stream`. The problem gives heads, modifiers and query tokens; its lengths are taken from `sequences`.
+    /// Attends: enqueues the step on `stream`. The problem gives heads, modifiers and query tokens; its lengths are taken from `sequences`, which may be
+    /// those of a layer ([`CacheLayer::sequences`](attn_core::CacheLayer::sequences)).
     ///
     /// # Safety
     /// - `stream` is a live stream of the device's primary context.
@@ -196,7 +237,7 @@ impl DeviceSteps {
         stream: Stream,
     ) -> Result<(), Error> {
         let cache = sequences.cache();
-        self.gpu.store(cache)?;
+        self.gpu.store_of(sequences.layer())?;
         let mut problem = problem.clone();
         problem.kv_lens.clone_from(&sequences.table().lens);
         sequences.check_problem(&problem)?;
@@ -235,7 +276,8 @@ impl DeviceSteps {
         rows: &QueryRows,
         stream: Stream,
     ) -> Result<(), Error> {
-        let store = self.gpu.store(sequences.cache())?;
+        let layer = sequences.layer();
+        let store = self.gpu.store_of(layer)?;
         let config = sequences.cache().config();
         let residual_slots = config
             .format
@@ -278,14 +320,14 @@ impl DeviceSteps {
         copy().map_err(failed("copying a step's lists"))?;
         self.zeroed = plan.zeroed_bytes();
         let [lens, table, residuals, blocks, slopes_at, sinks_at] = at.map(|at| base.offset(at));
-        let [k_tensor_scales, v_tensor_scales] = store.tensor_scale_addresses();
+        let [k_tensor_scales, v_tensor_scales] = store.tensor_scale_addresses(layer.index());
         let args = DecodeArgs {
             q: rows.q,
             out: rows.out,
             dtype: rows.dtype,
             lse: rows.lse,
             kv: DeviceKv::Paged {
-                pool: store.pages(store.pages_to_read()),
+                pool: store.pages(layer.index(), store.pages_to_read()),
                 page_table: table,
                 page_table_stride: tables.stride,
                 residual_pages: residuals.given(residual_slots > 0),

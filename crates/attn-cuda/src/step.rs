@@ -49,9 +49,9 @@ impl Inputs {
         let sinks = problem.sinks.clone().unwrap_or_default();
         let (mut import, mut imported_bytes, mut slots) = (None, 0, 0);
         let tables = match step.kv().memory() {
-            KvMemory::Pages(cache, table) => {
+            KvMemory::Pages(layer, table) => {
                 let num_pages = store.map_or(0, |store| store.num_pages());
-                let config = cache.config();
+                let config = layer.cache().config();
                 slots = config.format.residual_slots(page_size, config.max_q_len);
                 let sizes = [page_size, slots];
                 DeviceTables::of_cache(problem, table, sizes, num_pages)?

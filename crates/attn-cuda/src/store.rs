@@ -14,15 +14,17 @@ use crate::{
     upload::{Upload, bytes_of},
 };
 
-/// The pages of one cache.
+/// The pages of one cache: a pool for each layer.
 #[derive(Debug)]
 pub struct CudaPages {
     device: Arc<Device>,
     layout: PageLayout,
+    layers: usize,
     num_pages: usize,
-    /// The pages, and one of zeros behind them, which stands for pages that were dropped ([`DeviceTables`](crate::device_tables::DeviceTables)).
+    /// For each layer the pages, and one of zeros behind them, which stands for pages that were dropped
+    /// ([`DeviceTables`](crate::device_tables::DeviceTables)).
     pool: CudaSlice<u8>,
-    /// K's, then V's static scales.
+    /// K's static scales of all layers, then V's.
     tensor_scales: CudaSlice<f32>,
     num_k_scales: usize,
     num_v_scales: usize,
@@ -147,6 +149,13 @@ fn check_writes(
     Ok(())
 }
 
+fn check_layer(given: usize, count: usize) -> Result<(), Error> {
+    if given >= count {
+        return Err(Error::Layer { given, count });
+    }
+    Ok(())
+}
+
 fn check_page(page: u32, num_pages: usize) -> Result<(), Error> {
     if page as usize >= num_pages {
         return Err(Error::Parameter {
@@ -172,7 +181,7 @@ impl CudaPages {
         )?;
         let pool = device
             .stream
-            .alloc_zeros(bytes.saturating_add(layout.page_bytes()))
+            .alloc_zeros(bytes.saturating_add(config.layers * layout.page_bytes()))
             .map_err(failed("allocating the page pool"))?;
         let mut scales = config.k_tensor_scales.clone();
         scales.extend(&config.v_tensor_scales);
@@ -186,6 +195,7 @@ impl CudaPages {
             .map_err(failed("copying the tensor scales"))?;
         Ok(CudaPages {
             layout,
+            layers: config.layers,
             num_pages: config.num_pages,
             pool,
             tensor_scales,
@@ -209,28 +219,48 @@ impl CudaPages {
         self.num_pages + 1
     }
 
-    /// The pool's first `count` pages, for native callers.
-    #[must_use]
-    pub fn pages(&self, count: usize) -> Pages {
-        let at = DeviceAddress::new(self.pool.device_ptr(&self.device.stream).0);
-        Pages::new(at, &self.layout, count)
+    /// Whether it has the layer.
+    pub(crate) fn has_layer(&self, layer: usize) -> bool {
+        layer < self.layers
     }
 
-    /// Device addresses of K's and V's static scales, null where the scheme has none.
+    /// Where a layer's pages begin, in bytes: behind those of the layers before, and their pages of zeros.
+    fn layer_start(&self, layer: usize) -> usize {
+        layer * self.pages_to_read() * self.layout.page_bytes()
+    }
+
+    /// The first `count` pages of a layer's pool, for native callers.
+    ///
+    /// # Panics
+    /// For a layer that the cache does not have.
     #[must_use]
-    pub fn tensor_scale_addresses(&self) -> [DeviceAddress; 2] {
+    pub fn pages(&self, layer: usize, count: usize) -> Pages {
+        assert!(self.has_layer(layer), "layer {layer} of {}", self.layers);
+        let at = DeviceAddress::new(self.pool.device_ptr(&self.device.stream).0);
+        Pages::new(at.offset(self.layer_start(layer)), &self.layout, count)
+    }
+
+    /// Device addresses of a layer's static scales of K and V, null where the scheme has none.
+    ///
+    /// # Panics
+    /// For a layer that the cache does not have.
+    #[must_use]
+    pub fn tensor_scale_addresses(&self, layer: usize) -> [DeviceAddress; 2] {
+        assert!(self.has_layer(layer), "layer {layer} of {}", self.layers);
         let base = DeviceAddress::new(self.tensor_scales.device_ptr(&self.device.stream).0);
+        let [k, v] = [self.num_k_scales, self.num_v_scales];
+        let first = layer * self.layout.num_kv_heads();
         [
-            base.given(self.num_k_scales > 0),
-            base.offset(4 * self.num_k_scales)
-                .given(self.num_v_scales > 0),
+            base.offset(4 * first).given(k > 0),
+            base.offset(4 * (k + first)).given(v > 0),
         ]
     }
 
-    /// Where pages lie in the pool: those that follow each other there as one part, which one copy takes. Refuses pages outside, and other
+    /// Where pages lie in a layer's pool: those that follow each other there as one part, which one copy takes. Refuses pages outside, and other
     /// than their `bytes`.
-    fn parts(&self, pages: &[u32], bytes: usize) -> Result<Vec<Range<usize>>, Error> {
-        let size = self.layout.page_bytes();
+    fn parts(&self, layer: usize, pages: &[u32], bytes: usize) -> Result<Vec<Range<usize>>, Error> {
+        check_layer(layer, self.layers)?;
+        let (size, start) = (self.layout.page_bytes(), self.layer_start(layer));
         pages
             .iter()
             .try_for_each(|page| check_page(*page, self.num_pages))?;
@@ -243,7 +273,10 @@ impl CudaPages {
             });
         }
         // Below the pool's bytes, which `new` multiplied.
-        let place = |run: &[u32]| run[0] as usize * size..(run[0] as usize + run.len()) * size;
+        let place = |run: &[u32]| {
+            let first = start + run[0] as usize * size;
+            first..first + run.len() * size
+        };
         let runs = pages.chunk_by(|a, b| a.checked_add(1) == Some(*b));
         Ok(runs.map(place).collect())
     }
@@ -253,11 +286,17 @@ impl CudaPages {
         self.residual_slots
     }
 
-    /// The launch of one run; `words` is where the device has its words, `k` and `v` where it has all tokens.
-    fn run_args(&self, run: &Run, [k, v]: [DeviceAddress; 2], words: DeviceAddress) -> AppendArgs {
+    /// The launch of one run to a layer; `words` is where the device has its words, `k` and `v` where it has all tokens.
+    fn run_args(
+        &self,
+        layer: usize,
+        run: &Run,
+        [k, v]: [DeviceAddress; 2],
+        words: DeviceAddress,
+    ) -> AppendArgs {
         let row = self.layout.num_kv_heads() * self.layout.head_dim();
         let offset = run.source * row * 4;
-        let [k_tensor_scales, v_tensor_scales] = self.tensor_scale_addresses();
+        let [k_tensor_scales, v_tensor_scales] = self.tensor_scale_addresses(layer);
         let page_table = words.offset(4 * run.words);
         let slots = self.slots();
         AppendArgs {
@@ -266,7 +305,7 @@ impl CudaPages {
             dtype: Dtype::F32,
             k_token_stride: row,
             v_token_stride: row,
-            pool: self.pages(self.num_pages),
+            pool: self.pages(layer, self.num_pages),
             page_table,
             page_table_stride: run.pages,
             residual_pages: page_table.offset(4 * run.pages).given(slots > 0),
@@ -289,13 +328,19 @@ impl PageStore for CudaPages {
         self.num_pages
     }
 
+    fn layers(&self) -> usize {
+        self.layers
+    }
+
     fn append(
         &mut self,
         _: &CacheAccess,
+        layer: usize,
         writes: &[TokenWrite],
         k: WideRows<'_>,
         v: WideRows<'_>,
     ) -> Result<(), Error> {
+        check_layer(layer, self.layers)?;
         let [k, v] = [k.packed(0..k.shape()[0])?, v.packed(0..v.shape()[0])?];
         check_writes(&self.layout, self.num_pages, writes, k.len(), v.len())?;
         let (runs, words) = runs(writes, [self.layout.page_size(), self.slots()])?;
@@ -318,7 +363,7 @@ impl PageStore for CudaPages {
         unsafe { arena.copy(base, device.stream.cu_stream()) }.map_err(failed(doing))?;
         let [k, v, words] = at.map(|offset| base.offset(offset));
         for run in &runs {
-            let args = self.run_args(run, [k, v], words);
+            let args = self.run_args(layer, run, [k, v], words);
             let stream = device.stream.cu_stream();
             // SAFETY: the addresses are this store's pool and scales, and the arena's parts, which are copied ahead on the same stream.
             // `check_writes` has compared pages, residual pages and tokens with the pool and the page, and sources with K and V.
@@ -327,8 +372,14 @@ impl PageStore for CudaPages {
         wait.finish().map_err(failed("appending"))
     }
 
-    fn read_pages(&self, _: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
-        let parts = self.parts(pages, out.len())?;
+    fn read_pages(
+        &self,
+        _: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        let parts = self.parts(layer, pages, out.len())?;
         let copy = || {
             let wait = self.device.wait_on_drop()?;
             let mut out = out;
@@ -343,8 +394,14 @@ impl PageStore for CudaPages {
         copy().map_err(failed("reading pages"))
     }
 
-    fn write_pages(&mut self, _: &CacheAccess, pages: &[u32], bytes: &[u8]) -> Result<(), Error> {
-        let parts = self.parts(pages, bytes.len())?;
+    fn write_pages(
+        &mut self,
+        _: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        let parts = self.parts(layer, pages, bytes.len())?;
         let copy = || {
             let wait = self.device.wait_on_drop()?;
             let mut bytes = bytes;

@@ -127,9 +127,14 @@ impl PageStore for FaultyPages {
         self.pages.num_pages()
     }
 
+    fn layers(&self) -> usize {
+        self.pages.layers()
+    }
+
     fn append(
         &mut self,
         access: &CacheAccess,
+        layer: usize,
         writes: &[TokenWrite],
         k: WideRows<'_>,
         v: WideRows<'_>,
@@ -139,26 +144,34 @@ impl PageStore for FaultyPages {
         if is_second && self.fault == Fault::Residuals {
             writes.iter_mut().for_each(|w| w.residual_page = None);
         }
-        self.pages.append(access, &writes, k, v)?;
+        self.pages.append(access, layer, &writes, k, v)?;
         if is_second && self.fault == Fault::Page {
-            let mut page = self.pages.read_page(access, writes[0].page)?;
+            let mut page = self.pages.read_page(access, layer, writes[0].page)?;
             page[0] ^= 1;
-            self.pages.write_page(access, writes[0].page, &page)?;
+            self.pages
+                .write_page(access, layer, writes[0].page, &page)?;
         }
         Ok(())
     }
 
-    fn read_pages(&self, access: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
-        self.pages.read_pages(access, pages, out)
+    fn read_pages(
+        &self,
+        access: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        self.pages.read_pages(access, layer, pages, out)
     }
 
     fn write_pages(
         &mut self,
         access: &CacheAccess,
+        layer: usize,
         pages: &[u32],
         bytes: &[u8],
     ) -> Result<(), Error> {
-        self.pages.write_pages(access, pages, bytes)
+        self.pages.write_pages(access, layer, pages, bytes)
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -12,21 +12,28 @@ use crate::error::Error;
 
 /// K and V of every layer and sequence, and attention over them.
 ///
-/// A step begins with [`Kv::begin`], which says how many tokens each sequence gets; [`Kv::attend`] follows once for each layer, in order.
+/// A step begins with [`Kv::begin`], which says how many tokens each sequence gets; [`Kv::attend`] follows once for each layer, in order. A step that
+/// fails is taken back by [`Kv::cancel`].
 pub trait Kv {
-    /// Tokens of each sequence.
+    /// Tokens of each sequence, those of the step that has begun included.
     fn lens(&self) -> &[usize];
 
     /// Begins a step: `appends` names each sequence at most once, in ascending order.
     ///
     /// # Errors
-    /// [`Error::Context`] if a sequence has no room for its tokens; those of planning. Nothing is changed then.
+    /// [`Error::Context`] if a sequence has no room for its tokens; those of planning and of [`attn::KvCache::reserve`]. Nothing is changed then.
     fn begin(&mut self, appends: &[Append]) -> Result<(), Error>;
+
+    /// Takes back the step that began last, whichever layers it has reached: sequences are as they were before it.
+    ///
+    /// # Errors
+    /// Those of [`attn::KvCache::cancel_step`] and [`attn::KvCache::truncate`].
+    fn cancel(&mut self) -> Result<(), Error>;
 
     /// Appends `k` and `v` `[tokens, kv heads, head_dim]` to a layer, and attends `q` `[tokens, q heads, head_dim]` into `out`, of q's shape.
     ///
     /// # Errors
-    /// Those of [`attn::KvCache::append`] and [`attn::DecodeStep::new`].
+    /// Those of [`attn::KvCache::write`] and [`attn::DecodeStep::new`].
     fn attend(
         &mut self,
         layer: usize,

@@ -61,8 +61,8 @@ impl Model {
     /// `pieces` name each sequence once, in ascending order. A token's logits have the same bits alone, in a longer piece and beside others.
     ///
     /// # Errors
-    /// [`Error::Context`]; [`Error::Request`] for a token that the vocabulary lacks and for an empty piece; those of the cache. If the cache
-    /// refuses a layer in the middle, the layers before it have the tokens already: free the sequences then.
+    /// [`Error::Context`]; [`Error::Request`] for a token that the vocabulary lacks and for an empty piece; those of the cache. The sequences have
+    /// none of the tokens then, whichever layer failed.
     pub fn forward(
         &self,
         pieces: &[Piece<'_>],
@@ -76,11 +76,26 @@ impl Model {
         };
         let appends: Vec<Append> = pieces.iter().map(append).collect();
         kv.begin(&appends)?;
+        let logits = self.logits(pieces, &appends, kv, wanted);
+        if logits.is_err() {
+            kv.cancel()?;
+        }
+        logits
+    }
+
+    /// The logits of a step that has begun.
+    fn logits(
+        &self,
+        pieces: &[Piece<'_>],
+        appends: &[Append],
+        kv: &mut dyn Kv,
+        wanted: Wanted,
+    ) -> Result<Vec<f32>, Error> {
         let positions: Vec<usize> = appends
             .iter()
             .flat_map(|append| {
                 let len = kv.lens()[append.sequence];
-                len..len + append.tokens
+                len - append.tokens..len
             })
             .collect();
         let hidden = self.config.hidden;

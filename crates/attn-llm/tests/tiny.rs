@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, fs, path::PathBuf, sync::Arc};
 
-use attn::{DecodeAttention, KvFormat};
+use attn::{Append, DecodeAttention, KvFormat};
 use attn_llm::{
     Comparison, Error, ExactKv, Kv, Model, Options, PagedKv, Piece, Tokenizer, Wanted,
     generate::room,
@@ -628,6 +628,86 @@ fn damaged_gguf_files_are_refused_with_a_sentence() {
     ];
     for (text, words) in cases.iter().zip(words) {
         assert!(text.contains(words), "{text}");
+    }
+}
+
+/// Fails in one layer, before or behind what the layer writes.
+struct FailsIn<'a> {
+    inner: &'a mut dyn Kv,
+    layer: usize,
+    writes: bool,
+}
+
+impl Kv for FailsIn<'_> {
+    fn lens(&self) -> &[usize] {
+        self.inner.lens()
+    }
+
+    fn begin(&mut self, appends: &[Append]) -> Result<(), Error> {
+        self.inner.begin(appends)
+    }
+
+    fn cancel(&mut self) -> Result<(), Error> {
+        self.inner.cancel()
+    }
+
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        if layer != self.layer || self.writes {
+            self.inner.attend(layer, q, k, v, out)?;
+        }
+        if layer != self.layer {
+            return Ok(());
+        }
+        let (needed, limit) = (layer, 0);
+        Err(Error::Context { needed, limit })
+    }
+}
+
+#[test]
+fn a_step_that_fails_in_any_layer_leaves_no_trace() {
+    let (model, _) = model();
+    let tokens = text(100);
+    let pieces = |from: usize, to: usize| {
+        [0, 1].map(|sequence| Piece {
+            sequence,
+            tokens: &tokens[from..to],
+        })
+    };
+    let layers = model.config().windows.len();
+    let kvs = || -> [Box<dyn Kv>; 3] {
+        [
+            Box::new(paged(&model, "int8", 2, 128)),
+            Box::new(paged(&model, "int4", 2, 128)),
+            Box::new(ExactKv::new(model.config(), 2, 128)),
+        ]
+    };
+    for (mut kv, mut straight) in kvs().into_iter().zip(kvs()) {
+        for kv in [&mut kv, &mut straight] {
+            let all = model.forward(&pieces(0, 30), &mut **kv, Wanted::Last);
+            all.unwrap();
+        }
+        for (layer, writes) in (0..layers).flat_map(|layer| [(layer, false), (layer, true)]) {
+            let mut fails = FailsIn {
+                inner: &mut *kv,
+                layer,
+                writes,
+            };
+            let error = model.forward(&pieces(40, 90), &mut fails, Wanted::Last);
+            assert!(matches!(error, Err(Error::Context { needed, .. }) if needed == layer));
+            assert_eq!(kv.lens(), [30, 30]);
+        }
+        let [got, want] = [&mut kv, &mut straight].map(|kv| {
+            let all = model.forward(&pieces(30, 70), &mut **kv, Wanted::All);
+            all.unwrap()
+        });
+        assert_eq!(got, want);
     }
 }
 

@@ -36,11 +36,12 @@ pub fn device(message: impl Into<String>) -> PyErr {
 /// The library's error; a device's failure with all of its causes.
 pub fn of(error: Error) -> PyErr {
     let class = match &error {
-        Error::Parameter { .. } | Error::BadBytes { .. } => "ParameterError",
+        Error::Parameter { .. } | Error::BadBytes { .. } | Error::Layer { .. } => "ParameterError",
         Error::Length { .. }
         | Error::Shape { .. }
         | Error::Mismatch { .. }
         | Error::ImageMismatch { .. }
+        | Error::Step { .. }
         | Error::Dropped { .. } => "ShapeError",
         Error::NotFinite { .. } | Error::Magnitude { .. } | Error::QueryRange { .. } => {
             "NumberError"

@@ -44,8 +44,8 @@ impl AppendPipelines {
 /// Appends to the pools of one cache.
 pub(crate) struct Appender {
     pipelines: Arc<AppendPipelines>,
-    /// k_tensor_scale and v_tensor_scale per KV head; 1 for schemes without.
-    tensor_scales: Vec<[f32; 2]>,
+    /// k_tensor_scale and v_tensor_scale per KV head of each layer; 1 for schemes without.
+    tensor_scales: Vec<Vec<[f32; 2]>>,
     /// Buffers kept between appends from the host.
     staging: Option<Staging>,
 }
@@ -221,26 +221,29 @@ fn grid(gpu: &Gpu, jobs: usize, heads: usize) -> Result<[usize; 2], Error> {
 
 impl Appender {
     pub fn new(pipelines: Arc<AppendPipelines>, config: &CacheConfig) -> Self {
-        let scales = |head: usize| {
-            [&config.k_tensor_scales, &config.v_tensor_scales]
-                .map(|scales| scales.get(head).copied().unwrap_or(1.0))
+        let of_head = |scales: [&[f32]; 2], head: usize| {
+            scales.map(|scales| scales.get(head).copied().unwrap_or(1.0))
+        };
+        let of_layer = |layer| {
+            let (scales, heads) = (config.tensor_scales(layer), 0..config.num_kv_heads);
+            heads.map(|head| of_head(scales, head)).collect()
         };
         Appender {
             pipelines,
-            tensor_scales: (0..config.num_kv_heads).map(scales).collect(),
+            tensor_scales: (0..config.layers).map(of_layer).collect(),
             staging: None,
         }
     }
 
-    /// Appends tokens from host memory, and submits the work.
+    /// Appends tokens from host memory, K and V, to a layer's pool, and submits the work.
     ///
     /// All memory of the device is allocated before the first write, so that an append that fails for want of it has written nothing.
     pub fn append_from_host(
         &mut self,
         pool: &Pool,
+        layer: usize,
         writes: &[TokenWrite],
-        k: WideRows<'_>,
-        v: WideRows<'_>,
+        [k, v]: [WideRows<'_>; 2],
     ) -> Result<(), Error> {
         let gpu = &pool.gpu;
         gpu.alive("appending")?;
@@ -257,7 +260,7 @@ impl Appender {
         let bindings = [&staging.k, &staging.v].map(wgpu::Buffer::as_entire_buffer_binding);
         let launches = chunks
             .iter()
-            .map(|(sources, chunk)| self.launch(pool, chunk, sources.start, &bindings))
+            .map(|(sources, chunk)| self.launch(pool, layer, chunk, sources.start, &bindings))
             .collect::<Result<Vec<_>, _>>()?;
         for ((sources, _), launch) in chunks.iter().zip(&launches) {
             let [k, v] = [k.packed(sources.clone())?, v.packed(sources.clone())?];
@@ -299,10 +302,11 @@ impl Appender {
         })
     }
 
-    /// Records the appends of `writes`, whose sources are among the `tokens` tokens of each of the two buffers.
+    /// Records the appends of `writes` to a layer's pool, whose sources are among the `tokens` tokens of each of the two buffers.
     pub fn record(
         &self,
         pool: &Pool,
+        layer: usize,
         encoder: &mut wgpu::CommandEncoder,
         writes: &[TokenWrite],
         tokens: usize,
@@ -315,7 +319,7 @@ impl Appender {
         if writes.is_empty() {
             return Ok(());
         }
-        let launch = self.launch(pool, writes, 0, &sources)?;
+        let launch = self.launch(pool, layer, writes, 0, &sources)?;
         dispatch(&pool.gpu, encoder, &launch)
     }
 
@@ -323,6 +327,7 @@ impl Appender {
     fn launch(
         &self,
         pool: &Pool,
+        layer: usize,
         writes: &[TokenWrite],
         base: usize,
         sources: &[wgpu::BufferBinding<'_>; 2],
@@ -351,7 +356,8 @@ impl Appender {
             weight_down: ROUND_WEIGHT,
             zero: 0,
         };
-        table.extend(self.tensor_scales.iter().flatten().map(|x| x.to_bits()));
+        let scales = self.tensor_scales[layer].iter().flatten();
+        table.extend(scales.map(|x| x.to_bits()));
         let params = params.words();
         let params = bytemuck::cast_slice(&params);
         let uniform = gpu.filled("attn append", params, BufferUsages::UNIFORM)?;

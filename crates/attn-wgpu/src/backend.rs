@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use attn_core::{
-    Append, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
-    KvMemory, PageTable, Plan, Problem, StepOutputs, Unsupported,
+    Append, CacheConfig, CacheLayer, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache,
+    KvFormat, KvMemory, PageStore, PageTable, Plan, Problem, StepOutputs, Unsupported,
 };
 use attn_kernels::wgsl::decode::{KvLayout, Tuning};
 use wgpu::BufferUsages;
@@ -18,6 +18,7 @@ use crate::{
     launch::{KvTables, Prepared},
     options::Options,
     pipeline::Pipelines,
+    pool::Pool,
     store::DevicePages,
     view::{self, DeviceView},
 };
@@ -148,18 +149,31 @@ impl WgpuBackend {
     /// backend's (or device's) cache; [`Error::Device`].
     pub fn prepare(&self, problem: &Problem, cache: &KvCache) -> Result<Prepared, Error> {
         cache.check_queries(problem)?;
-        self.prepare_sequences(problem, cache, cache.table())
+        self.prepare_sequences(problem, cache.layer(0)?, cache.table())
     }
 
-    /// The same for sequences of the cache that `table` lists; the step's queries have been checked.
+    /// Prepares a step over one layer, as [`WgpuBackend::prepare`] does over a cache of one.
+    ///
+    /// # Errors
+    /// Those of [`WgpuBackend::prepare`]; [`Error::Step`] for a layer that lacks the tokens of an open step.
+    pub fn prepare_layer(
+        &self,
+        problem: &Problem,
+        layer: CacheLayer<'_>,
+    ) -> Result<Prepared, Error> {
+        layer.check_queries(problem)?;
+        self.prepare_sequences(problem, layer, layer.table())
+    }
+
+    /// The same for sequences of the layer that `table` lists; the step's queries have been checked.
     fn prepare_sequences(
         &self,
         problem: &Problem,
-        cache: &KvCache,
+        layer: CacheLayer<'_>,
         table: &PageTable,
     ) -> Result<Prepared, Error> {
         self.gpu.alive("preparing a step")?;
-        let config = cache.config();
+        let config = layer.cache().config();
         self.check(problem, config.format)?;
         let mismatch = |what, problem: usize, cache: usize| {
             Err(Error::Mismatch {
@@ -182,7 +196,8 @@ impl WgpuBackend {
                 return mismatch("kv_len", *want, *have);
             }
         }
-        let pool = &self.pages(cache)?.pool;
+        let (_, pool) = self.pages(layer.cache(), layer.index())?;
+        let [k_tensor_scales, v_tensor_scales] = layer.tensor_scales();
         let source = KvTables {
             layout: pool.decode_layout(),
             stored: pool.stored(),
@@ -193,8 +208,8 @@ impl WgpuBackend {
             residual_slots: config
                 .format
                 .residual_slots(config.page_size, config.max_q_len),
-            k_tensor_scales: &config.k_tensor_scales,
-            v_tensor_scales: &config.v_tensor_scales,
+            k_tensor_scales,
+            v_tensor_scales,
         };
         Prepared::new(&self.gpu, &self.pipelines, problem, &source)
     }
@@ -270,27 +285,52 @@ impl WgpuBackend {
         // A number that saturates is more than any buffer holds.
         let tokens = appends.iter().map(|append| append.tokens);
         let tokens = tokens.fold(0, usize::saturating_add);
-        append::check_buffers(&self.pages(cache)?.pool, tokens, [k, v])?;
+        let (_, pool) = self.pages(cache, 0)?;
+        append::check_buffers(pool, tokens, [k, v])?;
         cache.append_with(appends, |store, writes| {
-            let pages = store.as_any().downcast_ref::<DevicePages>();
-            let pages = pages.ok_or(Error::WrongBackend {
-                backend: BACKEND,
-                what: "cache",
-            })?;
-            pages
-                .appender
-                .record(&pages.pool, encoder, writes, tokens, [k, v])
+            let (pages, pool) = pages_of(store, 0)?;
+            let appender = &pages.appender;
+            appender.record(pool, 0, encoder, writes, tokens, [k, v])
         })
     }
 
-    fn pages<'a>(&self, cache: &'a KvCache) -> Result<&'a DevicePages, Error> {
-        let pages = cache.store().as_any().downcast_ref::<DevicePages>();
-        pages
-            .filter(|pages| Arc::ptr_eq(&pages.pool.gpu, &self.gpu))
-            .ok_or(Error::WrongBackend {
-                backend: BACKEND,
-                what: "cache",
-            })
+    /// Records the write of one layer of the open step ([`KvCache::reserve`]) into the caller's encoder, as [`WgpuBackend::record_append`] does for a cache of
+    /// one layer: `k` and `v` are those of the layer.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::write_with`]; [`Error::WrongBackend`] for another backend's (or device's) cache; [`Error::Device`] for a buffer that is
+    /// too short or of another device. The layer counts as not written then.
+    pub fn record_write(
+        &self,
+        encoder: &mut wgpu::CommandEncoder,
+        cache: &mut KvCache,
+        layer: usize,
+        k: &wgpu::Buffer,
+        v: &wgpu::Buffer,
+    ) -> Result<(), Error> {
+        self.gpu.alive("recording a write")?;
+        cache.layer(layer)?;
+        self.pages(cache, layer)?;
+        let appends = cache.open_step().unwrap_or_default();
+        let tokens = appends.iter().map(|append| append.tokens).sum();
+        cache.write_with(layer, |store, writes| {
+            let (pages, pool) = pages_of(store, layer)?;
+            let appender = &pages.appender;
+            appender.record(pool, layer, encoder, writes, tokens, [k, v])
+        })
+    }
+
+    /// The pages of a cache of this backend, and one layer's.
+    fn pages<'a>(
+        &self,
+        cache: &'a KvCache,
+        layer: usize,
+    ) -> Result<(&'a DevicePages, &'a Pool), Error> {
+        let (pages, pool) = pages_of(cache.store(), layer)?;
+        if !pages.lies_on(&self.gpu) {
+            return Err(FOREIGN_CACHE);
+        }
+        Ok((pages, pool))
     }
 
     fn check(&self, problem: &Problem, format: KvFormat) -> Result<(), Error> {
@@ -321,6 +361,18 @@ impl WgpuBackend {
             &[(&out, 0, out_bytes), (&lse, 0, lse_bytes)],
         )
     }
+}
+
+const FOREIGN_CACHE: Error = Error::WrongBackend {
+    backend: BACKEND,
+    what: "cache",
+};
+
+/// A store of this crate, and the pool of one layer.
+fn pages_of(store: &dyn PageStore, layer: usize) -> Result<(&DevicePages, &Pool), Error> {
+    let pages = store.as_any().downcast_ref::<DevicePages>();
+    let pages = pages.ok_or(FOREIGN_CACHE)?;
+    Ok((pages, pages.pool(layer).ok_or(FOREIGN_CACHE)?))
 }
 
 impl DecodeAttention for WgpuBackend {
@@ -377,7 +429,7 @@ impl DecodeAttention for WgpuBackend {
             return Ok(());
         }
         let prepared = match inputs.kv().memory() {
-            KvMemory::Pages(cache, table) => self.prepare_sequences(problem, cache, table)?,
+            KvMemory::Pages(layer, table) => self.prepare_sequences(problem, layer, table)?,
             KvMemory::View(view) => match view::upload(&self.gpu, view, problem)? {
                 Some([k, v]) => {
                     let view = DeviceView {

@@ -11,9 +11,9 @@ use crate::{
     pool::Pool,
 };
 
-/// The pages of one cache on the device.
+/// The pages of one cache on the device: a pool for each layer.
 pub struct DevicePages {
-    pub(crate) pool: Pool,
+    pools: Vec<Pool>,
     pub(crate) appender: Appender,
 }
 
@@ -23,43 +23,72 @@ impl DevicePages {
         pipelines: Arc<AppendPipelines>,
         config: &CacheConfig,
     ) -> Result<Self, Error> {
+        config.check()?;
+        let pools = (0..config.layers).map(|_| Pool::new(gpu.clone(), config));
         Ok(DevicePages {
-            pool: Pool::new(gpu, config)?,
+            pools: pools.collect::<Result<_, _>>()?,
             appender: Appender::new(pipelines, config),
         })
     }
 
-    /// The buffers that the pool's pages lie in: the same number in each, `[page][kv_head][run]` of FORMATS.md.
-    pub fn buffers(&self) -> &[wgpu::Buffer] {
-        &self.pool.buffers
+    /// The buffers that a layer's pages lie in: the same number in each, `[page][kv_head][run]` of FORMATS.md; none for a layer that the cache does not
+    /// have.
+    pub fn buffers(&self, layer: usize) -> &[wgpu::Buffer] {
+        self.pool(layer).map_or(&[], |pool| &pool.buffers)
+    }
+
+    pub(crate) fn pool(&self, layer: usize) -> Option<&Pool> {
+        self.pools.get(layer)
+    }
+
+    pub(crate) fn lies_on(&self, gpu: &Arc<Gpu>) -> bool {
+        Arc::ptr_eq(&self.pools[0].gpu, gpu)
     }
 }
 
 impl PageStore for DevicePages {
     fn layout(&self) -> PageLayout {
-        self.pool.layout
+        self.pools[0].layout
     }
 
     fn num_pages(&self) -> usize {
-        self.pool.num_pages
+        self.pools[0].num_pages
+    }
+
+    fn layers(&self) -> usize {
+        self.pools.len()
     }
 
     fn append(
         &mut self,
         _: &CacheAccess,
+        layer: usize,
         writes: &[TokenWrite],
         k: WideRows<'_>,
         v: WideRows<'_>,
     ) -> Result<(), Error> {
-        self.appender.append_from_host(&self.pool, writes, k, v)
+        let pool = &self.pools[layer];
+        self.appender.append_from_host(pool, layer, writes, [k, v])
     }
 
-    fn read_pages(&self, _: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error> {
-        self.pool.read_pages(pages, out)
+    fn read_pages(
+        &self,
+        _: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        self.pools[layer].read_pages(pages, out)
     }
 
-    fn write_pages(&mut self, _: &CacheAccess, pages: &[u32], bytes: &[u8]) -> Result<(), Error> {
-        self.pool.write_pages(pages, bytes)
+    fn write_pages(
+        &mut self,
+        _: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        self.pools[layer].write_pages(pages, bytes)
     }
 
     fn as_any(&self) -> &dyn Any {

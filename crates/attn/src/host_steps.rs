@@ -1,7 +1,8 @@
 //! Steps over any sequences of a cache, with rows in host memory.
 
 use crate::{
-    DecodeAttention, DecodeStep, Error, KvCache, KvSource, Plan, Problem, Recent, Rows, RowsMut,
+    CacheLayer, CachedSequences, DecodeAttention, DecodeStep, Error, KvCache, KvSource, Plan,
+    Problem, Recent, Rows, RowsMut,
 };
 
 /// Plans that are kept for the steps that come: those of decoding, of drafts, of a prompt's pieces.
@@ -65,17 +66,61 @@ impl HostSteps {
         problem: &Problem,
         rows: HostRows<'_>,
     ) -> Result<(), Error> {
-        let chosen = cache.sequences(sequences)?;
+        self.attend_chosen(backend, &cache.sequences(sequences)?, problem, rows)
+    }
+
+    /// The same for one layer of a cache of several; the plans are those of all layers.
+    ///
+    /// ```
+    /// use attn::{Append, CacheConfig, Heads, HostRows, HostSteps, KvFormat, Problem};
+    ///
+    /// let backend = attn::select(None)?.backend;
+    /// let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// let config = CacheConfig::builder(KvFormat::INT8, heads).layers(2).max_len(64).build();
+    /// let mut cache = backend.create_cache(&config)?;
+    /// let (mut steps, problem) = (HostSteps::default(), Problem::new(heads, [0]));
+    /// let (q, mut out) = ([1.0; 4 * 64], [[0.0; 4 * 64]; 2]);
+    ///
+    /// cache.reserve(&[Append { sequence: 0, tokens: 1 }])?;
+    /// for (layer, out) in out.iter_mut().enumerate() {
+    ///     cache.write(layer, &[0.5; 64], &[2.0 + layer as f32; 64])?;
+    ///     let rows = HostRows { q: (&q).into(), out: out.into(), lse: None };
+    ///     steps.attend_layer(&*backend, cache.layer(layer)?, &[0], &problem, rows)?;
+    /// }
+    /// assert!((out[0][0] - 2.0).abs() < 0.02 && (out[1][0] - 3.0).abs() < 0.03);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`HostSteps::attend`]; [`Error::Step`] for a layer that lacks the tokens of an open step.
+    pub fn attend_layer(
+        &mut self,
+        backend: &dyn DecodeAttention,
+        layer: CacheLayer<'_>,
+        sequences: &[usize],
+        problem: &Problem,
+        rows: HostRows<'_>,
+    ) -> Result<(), Error> {
+        self.attend_chosen(backend, &layer.sequences(sequences)?, problem, rows)
+    }
+
+    fn attend_chosen(
+        &mut self,
+        backend: &dyn DecodeAttention,
+        chosen: &CachedSequences<'_>,
+        problem: &Problem,
+        rows: HostRows<'_>,
+    ) -> Result<(), Error> {
         let mut problem = problem.clone();
         problem.kv_lens.clone_from(&chosen.table().lens);
         chosen.check_problem(&problem)?;
         // One plan serves every shorter length.
         let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
         problem.kv_lens = vec![longest.next_power_of_two().max(64); problem.batch()];
-        let format = cache.config().format;
+        let format = chosen.cache().config().format;
         let make = |problem: &Problem| backend.plan(problem, format);
         let plan = self.plans.get_or_make(problem, make)?;
-        let mut step = DecodeStep::new(&plan, rows.q, KvSource::Sequences(&chosen), rows.out)?;
+        let mut step = DecodeStep::new(&plan, rows.q, KvSource::Sequences(chosen), rows.out)?;
         if let Some(lse) = rows.lse {
             step = step.with_lse(lse)?;
         }

@@ -1,9 +1,14 @@
-//! Appends: pages are reserved, the backend writes the tokens, and only then do pages and lengths enter the table.
+//! Appends to a cache of one layer, and the room that appends take.
 
 use std::ops::Range;
 
 use super::{CacheAccess, KvCache, PageStore, TokenWrite};
-use crate::{error::Error, events, rows::Rows, wide_rows::check_values};
+use crate::{
+    error::{Error, refuse},
+    events,
+    rows::Rows,
+    wide_rows::{Widened, check_values},
+};
 
 /// The number of tokens that a sequence gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -12,16 +17,6 @@ pub struct Append {
     pub sequence: usize,
     /// The number of tokens.
     pub tokens: usize,
-}
-
-/// The pages that an append adds to a sequence; the table changes only when the tokens are written.
-struct Reservation {
-    sequence: usize,
-    tokens: usize,
-    /// The shared open page and its copy; the same of its residual page.
-    copied: Vec<[u32; 2]>,
-    pages: Vec<u32>,
-    residual_pages: Vec<u32>,
 }
 
 /// What the appends of one call take.
@@ -34,15 +29,6 @@ struct Room {
     dropped: Vec<u32>,
 }
 
-/// Old residual pages of the sequences of one call that serve as new pages, because the pool has no others; a failed call gives the bytes back.
-#[derive(Default)]
-struct Recycled {
-    /// Pages to be recycled, the last one first.
-    candidates: Vec<u32>,
-    /// Those that were, and what they held.
-    held: Vec<(u32, Vec<u8>)>,
-}
-
 impl KvCache {
     /// Appends tokens to one sequence: `k` and `v` are `[tokens, num_kv_heads, head_dim]` in f32, f16 or bf16, side by side
     /// or at strides ([`Rows::strided`]).
@@ -51,9 +37,12 @@ impl KvCache {
     /// written; if the pool has too few other pages, they take the new tokens instead. Of formats with a window, up to
     /// [`CacheConfig::max_q_len`](crate::CacheConfig::max_q_len) of the new tokens can be queries until the sequence's next append.
     ///
+    /// A cache of several layers takes a step's tokens by [`KvCache::reserve`] and [`KvCache::write`], of which this is both.
+    ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::Length`], or [`Error::Shape`] for strided rows; [`Error::NotFinite`], [`Error::Magnitude`], [`Error::CacheFull`]; [`Error::Device`] if the
-    /// device fails. Lengths and pages are unchanged then.
+    /// [`Error::Sequence`]; [`Error::Length`], or [`Error::Shape`] for strided rows; [`Error::NotFinite`], [`Error::Magnitude`], [`Error::CacheFull`];
+    /// [`Error::Parameter`] for a cache of several layers; [`Error::Step`] while a step is open; [`Error::Device`] if the device fails. Lengths and pages are
+    /// unchanged then.
     pub fn append<'a>(
         &mut self,
         sequence: usize,
@@ -79,18 +68,28 @@ impl KvCache {
         k: impl Into<Rows<'a>>,
         v: impl Into<Rows<'a>>,
     ) -> Result<(), Error> {
-        let (k, v) = (k.into(), v.into());
         let tokens = appends
             .iter()
             .fold(0usize, |n, a| n.saturating_add(a.tokens));
+        let [k, v] = self.checked_rows(tokens, k.into(), v.into())?;
+        self.append_tokens(appends, |store, writes| {
+            store.append(&CacheAccess(()), 0, writes, k.rows(), v.rows())
+        })
+    }
+
+    /// K and V of so many tokens, in f32, of values that the format takes.
+    pub(super) fn checked_rows<'a>(
+        &self,
+        tokens: usize,
+        k: Rows<'a>,
+        v: Rows<'a>,
+    ) -> Result<[Widened<'a>; 2], Error> {
         let needed = [tokens, self.config.num_kv_heads, self.config.head_dim];
         let (in_k, in_v) = (k.check("k", needed)?, v.check("v", needed)?);
         let (k, v) = (k.widened(in_k, "K in f32")?, v.widened(in_v, "V in f32")?);
         check_values("k", k.rows(), self.config.format.k)?;
         check_values("v", v.rows(), self.config.format.v)?;
-        self.write_tokens(appends, |store, writes| {
-            store.append(&CacheAccess(()), writes, k.rows(), v.rows())
-        })
+        Ok([k, v])
     }
 
     /// Free pages that an append of these takes: it has room where [`KvCache::free_pages`] is at least that.
@@ -108,47 +107,41 @@ impl KvCache {
     /// `appends` names each sequence once; [`TokenWrite::source`] counts through all of them in this order.
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Parameter`] for a sequence named twice, [`Error::CacheFull`]; those of `write`. Lengths and pages are
-    /// unchanged then.
+    /// [`Error::Sequence`], [`Error::Parameter`] for a sequence named twice and for a cache of several layers, [`Error::CacheFull`],
+    /// [`Error::Step`]; those of `write`. Lengths and pages are unchanged then.
     pub fn append_with(
         &mut self,
         appends: &[Append],
         write: impl FnOnce(&dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        self.write_tokens(appends, |store, writes| write(store, writes))
+        self.append_tokens(appends, |store, writes| write(store, writes))
     }
 
-    /// Reserves pages, writes, and only then enters pages and lengths into the table.
-    fn write_tokens(
+    /// Reserves pages and writes, or changes nothing.
+    fn append_tokens(
         &mut self,
         appends: &[Append],
         write: impl FnOnce(&mut dyn PageStore, &[TokenWrite]) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let (total, candidates) = self.check_appends(appends)?;
+        if self.config.layers != 1 {
+            return refuse(
+                "the layers of a cache to append to",
+                self.config.layers,
+                "1; `reserve` the step's tokens and `write` each layer",
+            );
+        }
+        self.check_no_step("an append")?;
+        let (total, recyclable) = self.check_appends(appends)?;
         if total == 0 {
             return Ok(());
         }
         let _step = events::append(appends.len(), total);
-        let mut recycled = Recycled {
-            candidates,
-            held: Vec::new(),
-        };
-        let mut reserved = Vec::with_capacity(appends.len());
-        let mut written = self.reserve(appends, &mut reserved, &mut recycled);
-        if written.is_ok() {
-            written = self
-                .writes(&reserved, total)
-                .and_then(|writes| write(&mut *self.store, &writes));
-        }
-        match written {
-            Ok(()) => reserved.into_iter().for_each(|r| self.commit(r)),
-            Err(_) => {
-                reserved.into_iter().rev().for_each(|r| self.give_back(r));
-                for (page, bytes) in recycled.held {
-                    // Only a device that fails twice loses them; the first failure is the one to report.
-                    let _ = self.store.write_page(&CacheAccess(()), page, &bytes);
-                }
-            }
+        self.open_step_of(appends, total, recyclable)?;
+        let written = self.write_layer(0, write);
+        if written.is_err() {
+            // Only a device that fails twice loses the recycled pages' bytes; the first failure is the one to report.
+            let _ = self.restore_recycled();
+            self.roll_back();
         }
         written
     }
@@ -161,14 +154,14 @@ impl KvCache {
     }
 
     /// Number of pages that a sequence lacks for `tokens` more.
-    fn new_pages(&self, sequence: usize, tokens: usize) -> usize {
+    pub(super) fn new_pages(&self, sequence: usize, tokens: usize) -> usize {
         let len = self.table.lens[sequence].saturating_add(tokens);
         len.div_ceil(self.config.page_size)
             .saturating_sub(self.table.pages[sequence].len())
     }
 
     /// Indices of the home pages whose residuals a sequence keeps once it has `tokens` more; it lacks those past its last page.
-    fn residual_indices(&self, sequence: usize, tokens: usize) -> Range<usize> {
+    pub(super) fn residual_indices(&self, sequence: usize, tokens: usize) -> Range<usize> {
         let len = self.table.lens[sequence].saturating_add(tokens);
         let page_size = self.config.page_size;
         let end = len.div_ceil(page_size);
@@ -178,7 +171,7 @@ impl KvCache {
     }
 
     /// Number of residual pages that a sequence lacks for `tokens` more.
-    fn new_residual_pages(&self, sequence: usize, tokens: usize) -> usize {
+    pub(super) fn new_residual_pages(&self, sequence: usize, tokens: usize) -> usize {
         let kept = self.residual_indices(sequence, tokens);
         let held = self.table.pages[sequence].len();
         kept.end - held.clamp(kept.start, kept.end)
@@ -193,7 +186,11 @@ impl KvCache {
     }
 
     /// The pages that an append has to copy because other sequences share them: the open page, and its residual page if it is kept.
-    fn pages_to_copy(&self, sequence: usize, tokens: usize) -> impl Iterator<Item = u32> {
+    pub(super) fn pages_to_copy(
+        &self,
+        sequence: usize,
+        tokens: usize,
+    ) -> impl Iterator<Item = u32> {
         let residuals = &self.table.residual_pages[sequence];
         let is_kept = self.dropped_residual_pages(sequence, tokens).len() < residuals.len();
         let residual = residuals.last().copied().filter(|_| is_kept);
@@ -232,7 +229,7 @@ impl KvCache {
     }
 
     /// Refuses appends that the pool has no room for; returns their tokens in total, and residual pages to recycle, as many as the pool lacks.
-    fn check_appends(&self, appends: &[Append]) -> Result<(usize, Vec<u32>), Error> {
+    pub(super) fn check_appends(&self, appends: &[Append]) -> Result<(usize, Vec<u32>), Error> {
         let Room {
             tokens,
             needed,
@@ -241,156 +238,5 @@ impl KvCache {
         dropped.truncate(needed.saturating_sub(self.pages.num_free()));
         self.pages.check_room(needed - dropped.len())?;
         Ok((tokens, dropped))
-    }
-
-    /// Takes a free page, or recycles one where there is none.
-    fn take(&mut self, recycled: &mut Recycled) -> Result<u32, Error> {
-        if self.pages.num_free() > 0 {
-            return self.pages.take();
-        }
-        let Some(page) = recycled.candidates.pop() else {
-            return self.pages.take();
-        };
-        let bytes = self.store.read_page(&CacheAccess(()), page)?;
-        recycled.held.push((page, bytes));
-        // Its two owners are its old place, until the append is over, and its new one.
-        self.pages.share(page);
-        Ok(page)
-    }
-
-    /// Takes the pages that the appends need, and copies the open pages that others share.
-    fn reserve(
-        &mut self,
-        appends: &[Append],
-        reserved: &mut Vec<Reservation>,
-        recycled: &mut Recycled,
-    ) -> Result<(), Error> {
-        for &Append { sequence, tokens } in appends.iter().filter(|a| a.tokens > 0) {
-            let shared: Vec<u32> = self.pages_to_copy(sequence, tokens).collect();
-            reserved.push(Reservation {
-                sequence,
-                tokens,
-                copied: Vec::new(),
-                pages: Vec::new(),
-                residual_pages: Vec::new(),
-            });
-            let at = reserved.len() - 1;
-            for from in shared {
-                let to = self.take(recycled)?;
-                reserved[at].copied.push([from, to]);
-                let bytes = self.store.read_page(&CacheAccess(()), from)?;
-                self.store.write_page(&CacheAccess(()), to, &bytes)?;
-            }
-            for _ in 0..self.new_pages(sequence, tokens) {
-                let page = self.take(recycled)?;
-                reserved[at].pages.push(page);
-            }
-            for _ in 0..self.new_residual_pages(sequence, tokens) {
-                let page = self.take(recycled)?;
-                reserved[at].residual_pages.push(page);
-            }
-        }
-        Ok(())
-    }
-
-    /// The destination of each token.
-    fn writes(&self, reserved: &[Reservation], total: usize) -> Result<Vec<TokenWrite>, Error> {
-        let mut writes = Vec::new();
-        writes
-            .try_reserve_exact(total)
-            .map_err(|_| Error::OutOfMemory {
-                what: "the places of tokens to append",
-                bytes: total.saturating_mul(size_of::<TokenWrite>()),
-            })?;
-        let page_size = self.config.page_size;
-        for r in reserved {
-            let len = self.table.lens[r.sequence];
-            let places = Places::new(self, r);
-            for t in len..len + r.tokens {
-                let (page, residual_page) = places.of(t / page_size);
-                writes.push(TokenWrite {
-                    source: writes.len(),
-                    page,
-                    residual_page,
-                    token: t % page_size,
-                });
-            }
-        }
-        Ok(writes)
-    }
-
-    fn commit(&mut self, r: Reservation) {
-        let kept = self.residual_indices(r.sequence, r.tokens).len();
-        for &[from, to] in &r.copied {
-            let (pages, residuals) = (
-                &mut self.table.pages[r.sequence],
-                &mut self.table.residual_pages[r.sequence],
-            );
-            let places = pages.iter_mut().chain(residuals);
-            places
-                .filter(|page| **page == from)
-                .for_each(|page| *page = to);
-            self.pages.release(from);
-        }
-        self.table.pages[r.sequence].extend(r.pages);
-        let residuals = &mut self.table.residual_pages[r.sequence];
-        residuals.extend(r.residual_pages);
-        // Of a sequence that was truncated, fewer are held than a longer run would keep.
-        let old = residuals.len().saturating_sub(kept);
-        for page in residuals.drain(..old) {
-            self.pages.release(page);
-        }
-        self.table.lens[r.sequence] += r.tokens;
-    }
-
-    /// Frees the pages of an append that failed, the last taken first, so that they are taken in the same order again.
-    fn give_back(&mut self, r: Reservation) {
-        let copies = r.copied.into_iter().map(|[_, to]| to);
-        let taken: Vec<u32> = copies.chain(r.pages).chain(r.residual_pages).collect();
-        let pages = taken.into_iter().rev();
-        pages.for_each(|page| self.pages.release(page));
-    }
-}
-
-/// The home page and the residual page of each of a sequence's page indices from its open page on, with those that an append reserved.
-struct Places<'a> {
-    cache: &'a KvCache,
-    reserved: &'a Reservation,
-    /// Indices whose residuals are kept.
-    kept: Range<usize>,
-}
-
-impl<'a> Places<'a> {
-    fn new(cache: &'a KvCache, reserved: &'a Reservation) -> Self {
-        Places {
-            cache,
-            reserved,
-            kept: cache.residual_indices(reserved.sequence, reserved.tokens),
-        }
-    }
-
-    fn copied(&self, page: u32) -> u32 {
-        let copy = self.reserved.copied.iter().find(|[from, _]| *from == page);
-        copy.map_or(page, |[_, to]| *to)
-    }
-
-    /// The pages that take the tokens of page index `i`.
-    fn of(&self, i: usize) -> (u32, Option<u32>) {
-        let (table, r) = (&self.cache.table, self.reserved);
-        let (held, residuals) = (&table.pages[r.sequence], &table.residual_pages[r.sequence]);
-        let page = match held.get(i) {
-            Some(page) => self.copied(*page),
-            None => r.pages[i - held.len()],
-        };
-        if !self.kept.contains(&i) {
-            return (page, None);
-        }
-        // Held residual pages are those of the last held pages; new ones begin past them, or where the kept ones do.
-        let residual = if i < held.len() {
-            self.copied(residuals[residuals.len() - (held.len() - i)])
-        } else {
-            r.residual_pages[i - self.kept.start.max(held.len())]
-        };
-        (page, Some(residual))
     }
 }

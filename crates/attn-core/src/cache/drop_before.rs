@@ -11,11 +11,14 @@ impl KvCache {
     /// query stands at position `p` needs tokens from `p - window_left` on, so `token` is at most that. Backends read whole tiles of 64 tokens, so a
     /// page is freed with the others of its tile. Pages that a fork shares are freed when all their sequences have dropped them.
     ///
+    /// In a cache of several layers a page is freed for all of them: the widest window says which tokens go, and a layer without a window needs all.
+    ///
     /// A call for tokens that were dropped already changes nothing. [`KvCache::truncate`] keeps the dropped tokens or empties the sequence,
     /// [`KvCache::fork`] copies the sequence as it is, [`KvCache::read_back`] refuses it.
     ///
     /// # Errors
-    /// [`Error::Sequence`]; [`Error::Parameter`] for a token behind the sequence's end. Nothing is changed then.
+    /// [`Error::Sequence`]; [`Error::Parameter`] for a token behind the sequence's end; [`Error::Step`] for a sequence with tokens of an open step.
+    /// Nothing is changed then.
     ///
     /// ```
     /// # use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
@@ -32,6 +35,7 @@ impl KvCache {
     /// ```
     pub fn drop_before(&mut self, sequence: usize, token: usize) -> Result<(), Error> {
         self.check_sequence(sequence)?;
+        self.check_settled("dropping tokens", sequence)?;
         let len = self.table.lens[sequence];
         if token > len {
             return Err(Error::Parameter {

@@ -7,7 +7,7 @@ use crate::{
 };
 
 impl KvCache {
-    /// Adds `count` free pages to the pool. Sequences keep their pages, and plans stay valid.
+    /// Adds `count` free pages to the pool, for all layers. Sequences keep their pages, and plans stay valid.
     ///
     /// The CPU's pool grows; for the time of the call there are two. The pools of CUDA and wgpu have their place in prepared steps and refuse.
     ///

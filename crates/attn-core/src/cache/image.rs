@@ -3,7 +3,7 @@
 use std::{borrow::Cow, ops::Range};
 
 use crate::{
-    cache_config::CacheConfig,
+    cache_config::{CacheConfig, MAX_LAYERS},
     error::{Error, refuse},
     format::KvFormat,
     layout::PageLayout,
@@ -64,8 +64,10 @@ pub struct SequenceImage<'a> {
 /// What an image's header says.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Description {
+    /// Of each layer.
     pages: SequencePages,
-    /// Of K and of V.
+    layers: usize,
+    /// Of K and of V, one layer behind the other.
     tensor_scales: [Vec<f32>; 2],
 }
 
@@ -115,20 +117,26 @@ impl<'a> SequenceImage<'a> {
         self.description.pages.tokens()
     }
 
+    /// Number of layers.
+    #[must_use]
+    pub fn layers(&self) -> usize {
+        self.description.layers
+    }
+
     /// The layout of the pages: format, heads, dims, tokens per page.
     #[must_use]
     pub fn layout(&self) -> &PageLayout {
         self.description.pages.layout()
     }
 
-    /// Static scales of K and of V per KV head, for fp8 and int8-tensor.
+    /// Static scales of K and of V per layer and KV head, for fp8 and int8-tensor.
     #[must_use]
     pub fn tensor_scales(&self) -> [&[f32]; 2] {
         let [k, v] = &self.description.tensor_scales;
         [k, v]
     }
 
-    /// The pages behind each other: home pages in token order, then residual pages.
+    /// The pages behind each other: home pages in token order, then residual pages, of the first layer, then of the next.
     #[must_use]
     pub fn pages(&self) -> &[u8] {
         &self.bytes[self.description.header_bytes()..]
@@ -144,6 +152,7 @@ impl Description {
     pub fn new(pages: SequencePages, config: &CacheConfig) -> Self {
         Description {
             pages,
+            layers: config.layers,
             tensor_scales: [&config.k_tensor_scales, &config.v_tensor_scales].map(Vec::clone),
         }
     }
@@ -153,15 +162,16 @@ impl Description {
     }
 
     pub fn header_bytes(&self) -> usize {
-        let scales: usize = self.tensor_scales.iter().map(Vec::len).sum();
-        (SCALES + 4 * scales).next_multiple_of(ALIGN)
+        header_bytes(self.tensor_scales.iter().map(Vec::len).sum())
     }
 
     /// Bytes of the image; saturates beyond those of any memory.
     pub fn bytes(&self) -> usize {
         let size = self.pages.layout().page_bytes();
         let pages = self.pages.count().saturating_mul(size);
-        pages.saturating_add(self.header_bytes())
+        pages
+            .saturating_mul(self.layers)
+            .saturating_add(self.header_bytes())
     }
 
     /// Writes the header of an image whose pages are there already.
@@ -173,7 +183,7 @@ impl Description {
         let words = [
             (8, VERSION as usize),
             (12, header),
-            (32, 1),
+            (32, self.layers),
             (36, layout.num_kv_heads()),
             (40, layout.head_dim()),
             (44, layout.page_size()),
@@ -230,13 +240,23 @@ impl Description {
         }
         let home = (tokens as usize).div_ceil(layout.page_size());
         let num_pages = home.saturating_add(number(48));
-        let scales = [format.k, format.v].map(|scheme| match scheme.has_tensor_scale() {
-            true => vec![1.0; layout.num_kv_heads()],
-            false => Vec::new(),
-        });
+        let layers = number(32);
+        let has_scales = [format.k, format.v].map(|scheme| scheme.has_tensor_scale());
+        let count = layers.min(MAX_LAYERS) * layout.num_kv_heads();
+        let scales = has_scales.iter().filter(|has| **has).count() * count;
+        let header = header_bytes(scales);
+        // Compared before there is memory for the scales.
+        if !(1..=MAX_LAYERS).contains(&layers) || number(12) != header || image.len() < header {
+            return refuse(
+                "the header of a sequence's image",
+                format!("{} bytes, {layers} layers", number(12)),
+                "1 to 1024 layers, and as many bytes as the format has tensor scales; the image is damaged, save the sequence again",
+            );
+        }
         let mut description = Description {
             pages: SequencePages::new(layout, tokens as usize, num_pages)?,
-            tensor_scales: scales,
+            layers,
+            tensor_scales: has_scales.map(|has| vec![1.0; if has { count } else { 0 }]),
         };
         description.check_size(image)?;
         let (scales, _) = image[SCALES..].as_chunks();
@@ -245,21 +265,13 @@ impl Description {
             *place = f32::from_le_bytes(*scale);
         }
         for (scheme, scales) in [format.k, format.v].iter().zip(&description.tensor_scales) {
-            check_tensor_scales(*scheme, scales, layout.num_kv_heads())?;
+            check_tensor_scales(*scheme, scales, count)?;
         }
         Ok(description)
     }
 
-    /// Compares the sizes that a header names, and the image's own, with what the rest of the header asks for.
+    /// Compares the image's size with what the header asks for.
     fn check_size(&self, image: &[u8]) -> Result<(), Error> {
-        let [header, layers] = [word(image, 12), word(image, 32)];
-        if header as usize != self.header_bytes() || layers != 1 {
-            return refuse(
-                "the header of a sequence's image",
-                format!("{header} bytes, {layers} layers"),
-                "one layer, and as many bytes as the format has tensor scales; the image is damaged, save the sequence again",
-            );
-        }
         if image.len() != self.bytes() {
             return refuse(
                 "the size of a sequence's image",
@@ -282,6 +294,7 @@ impl Description {
         let layout = self.pages.layout();
         let (format, of_cache) = (layout.format(), config.format);
         let numbers = [
+            ("layers", self.layers, config.layers),
             ("num_kv_heads", layout.num_kv_heads(), config.num_kv_heads),
             ("head_dim", layout.head_dim(), config.head_dim),
             ("page_size", layout.page_size(), config.page_size),
@@ -308,6 +321,11 @@ impl Description {
             None => Ok(()),
         }
     }
+}
+
+/// Bytes of a header with so many tensor scales.
+fn header_bytes(scales: usize) -> usize {
+    (SCALES + 4 * scales).next_multiple_of(ALIGN)
 }
 
 /// The format that a header names.

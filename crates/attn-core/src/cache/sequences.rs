@@ -1,11 +1,12 @@
 //! The sequences of a cache that a step attends: any of them, in any order.
 
-use super::{KvCache, PageTable};
+use super::{CacheLayer, KvCache, PageTable};
 use crate::error::Error;
 
 /// Some of a cache's sequences as the batch of a step: sequence b of the problem is the b-th of these.
 ///
-/// A step with [`KvSource::Cache`](crate::KvSource::Cache) attends the cache's first sequences.
+/// A step with [`KvSource::Cache`](crate::KvSource::Cache) attends the cache's first sequences. Of a cache of several layers they are those of one layer:
+/// [`CacheLayer::sequences`].
 ///
 /// ```
 /// use attn_core::{CacheConfig, Heads, HostPages, KvCache, KvFormat};
@@ -20,7 +21,7 @@ use crate::error::Error;
 /// # Ok::<(), attn_core::Error>(())
 /// ```
 pub struct CachedSequences<'a> {
-    cache: &'a KvCache,
+    layer: CacheLayer<'a>,
     table: PageTable,
 }
 
@@ -28,15 +29,21 @@ impl KvCache {
     /// Chooses the sequences of a step; one may be named several times.
     ///
     /// # Errors
-    /// [`Error::Sequence`].
+    /// [`Error::Sequence`]; [`Error::Parameter`] for a cache of several layers, of which [`CacheLayer::sequences`] takes one.
     pub fn sequences(&self, sequences: &[usize]) -> Result<CachedSequences<'_>, Error> {
+        self.only_layer()?.sequences(sequences)
+    }
+}
+
+impl<'a> CachedSequences<'a> {
+    pub(super) fn new(layer: CacheLayer<'a>, sequences: &[usize]) -> Result<Self, Error> {
+        let (cache, all) = (layer.cache(), layer.table());
         sequences
             .iter()
-            .try_for_each(|sequence| self.check_sequence(*sequence))?;
-        let all = &self.table;
+            .try_for_each(|sequence| cache.check_sequence(*sequence))?;
         let of = |lists: &[Vec<u32>]| sequences.iter().map(|s| lists[*s].clone()).collect();
         Ok(CachedSequences {
-            cache: self,
+            layer,
             table: PageTable {
                 pages: of(&all.pages),
                 residual_pages: of(&all.residual_pages),
@@ -45,13 +52,17 @@ impl KvCache {
             },
         })
     }
-}
 
-impl<'a> CachedSequences<'a> {
     /// The cache.
     #[must_use]
     pub fn cache(&self) -> &'a KvCache {
-        self.cache
+        self.layer.cache()
+    }
+
+    /// The layer that is attended; the only one of most caches.
+    #[must_use]
+    pub fn layer(&self) -> CacheLayer<'a> {
+        self.layer
     }
 
     /// Pages and lengths of the chosen sequences, in their order.

@@ -26,60 +26,78 @@ pub struct TokenWrite {
 #[derive(Debug)]
 pub struct CacheAccess(pub(super) ());
 
-/// A backend's pool of pages, driven by the [`KvCache`](super::KvCache) that owns it.
+/// A backend's pools of pages, one for each layer, driven by the [`KvCache`](super::KvCache) that owns it. Layers are below [`PageStore::layers`].
 pub trait PageStore: Send + Sync {
-    /// The layout of the pool's pages.
+    /// The layout of the pools' pages.
     fn layout(&self) -> PageLayout;
-    /// Number of pages in the pool.
+    /// Number of pages in each layer's pool.
     fn num_pages(&self) -> usize;
-    /// Quantizes and writes tokens in order; `k`, `v` are `[tokens, num_kv_heads, head_dim]`, side by side or at strides.
+    /// Number of layers; one unless the store says otherwise.
+    fn layers(&self) -> usize {
+        1
+    }
+    /// Quantizes and writes tokens of one layer in order; `k`, `v` are `[tokens, num_kv_heads, head_dim]`, side by side or at strides.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
     fn append(
         &mut self,
         access: &CacheAccess,
+        layer: usize,
         writes: &[TokenWrite],
         k: WideRows<'_>,
         v: WideRows<'_>,
     ) -> Result<(), Error>;
-    /// Reads the bytes of pages of the pool into `out`, one page behind the other: `out` has room for exactly these.
+    /// Reads the bytes of pages of a layer's pool into `out`, one page behind the other: `out` has room for exactly these.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails; `out` holds anything then.
-    fn read_pages(&self, access: &CacheAccess, pages: &[u32], out: &mut [u8]) -> Result<(), Error>;
-    /// Replaces the bytes of pages of the pool, each named once; `bytes` are those of the first page, then of the next.
+    fn read_pages(
+        &self,
+        access: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        out: &mut [u8],
+    ) -> Result<(), Error>;
+    /// Replaces the bytes of pages of a layer's pool, each named once; `bytes` are those of the first page, then of the next.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails; the pages hold anything then.
     fn write_pages(
         &mut self,
         access: &CacheAccess,
+        layer: usize,
         pages: &[u32],
         bytes: &[u8],
     ) -> Result<(), Error>;
-    /// Reads the bytes of one page.
+    /// Reads the bytes of one page of a layer.
     ///
     /// # Errors
     /// Those of [`PageStore::read_pages`].
-    fn read_page(&self, access: &CacheAccess, page: u32) -> Result<Vec<u8>, Error> {
+    fn read_page(&self, access: &CacheAccess, layer: usize, page: u32) -> Result<Vec<u8>, Error> {
         let mut bytes = vec![0; self.layout().page_bytes()];
-        self.read_pages(access, &[page], &mut bytes)?;
+        self.read_pages(access, layer, &[page], &mut bytes)?;
         Ok(bytes)
     }
-    /// Replaces the bytes of one page.
+    /// Replaces the bytes of one page of a layer.
     ///
     /// # Errors
     /// Those of [`PageStore::write_pages`].
-    fn write_page(&mut self, access: &CacheAccess, page: u32, bytes: &[u8]) -> Result<(), Error> {
-        self.write_pages(access, &[page], bytes)
+    fn write_page(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        page: u32,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        self.write_pages(access, layer, &[page], bytes)
     }
-    /// Adds `pages` pages behind the last one; the others keep their numbers and bytes.
+    /// Adds `pages` pages behind the last one of each layer; the others keep their numbers and bytes.
     ///
     /// A store whose pool cannot grow in place refuses, which is what the provided method does.
     ///
     /// # Errors
-    /// [`Error::Parameter`] from a store that cannot grow, [`Error::OutOfMemory`], [`Error::Device`]. The pool is unchanged then.
+    /// [`Error::Parameter`] from a store that cannot grow, [`Error::OutOfMemory`], [`Error::Device`]. The pools are unchanged then.
     fn grow(&mut self, access: &CacheAccess, pages: usize) -> Result<(), Error> {
         let _ = access;
         refuse(

@@ -1,5 +1,7 @@
-//! Moves sequences out of a cache as bytes and back in: [`KvCache::image`], [`KvCache::restore`]; single pages by [`KvCache::read_back`],
-//! [`KvCache::restore_pages`], [`KvCache::write_page`].
+//! Moves sequences out of a cache as bytes and back in, all layers at once: [`KvCache::image`], [`KvCache::restore`]; single pages by
+//! [`KvCache::read_back`], [`KvCache::restore_pages`], [`KvCache::write_page`].
+
+use std::ops::Range;
 
 use super::{CacheAccess, KvCache, SequenceImage, image::Description};
 use crate::{
@@ -9,10 +11,11 @@ use crate::{
 
 impl KvCache {
     /// A sequence as one block of bytes, to be restored into this or another cache of the same format and shape, on any backend: home pages, then
-    /// the residual pages that the next tokens read, unwritten bytes zeroed. A sequence with dropped tokens is refused, as their pages are gone.
+    /// the residual pages that the next tokens read, unwritten bytes zeroed, of the first layer, then of the next. A sequence with dropped tokens is
+    /// refused, as their pages are gone, and so is one with tokens of an open step.
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Dropped`], [`Error::OutOfMemory`], [`Error::Device`].
+    /// [`Error::Sequence`], [`Error::Dropped`], [`Error::Step`], [`Error::OutOfMemory`], [`Error::Device`].
     pub fn image(&self, sequence: usize) -> Result<SequenceImage<'static>, Error> {
         let mut bytes = filled("the image of a sequence", self.image_bytes(sequence)?, 0)?;
         self.write_image(sequence, &mut bytes)?;
@@ -23,7 +26,7 @@ impl KvCache {
     /// Number of bytes of [`KvCache::image`].
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Dropped`].
+    /// [`Error::Sequence`], [`Error::Dropped`], [`Error::Step`].
     pub fn image_bytes(&self, sequence: usize) -> Result<usize, Error> {
         Ok(self.description(sequence)?.bytes())
     }
@@ -31,7 +34,7 @@ impl KvCache {
     /// Writes the bytes of [`KvCache::image`] to memory of the caller, [`KvCache::image_bytes`] long.
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Dropped`]; [`Error::Length`], and nothing is written; [`Error::Device`], and `out` holds anything.
+    /// [`Error::Sequence`], [`Error::Dropped`], [`Error::Step`]; [`Error::Length`], and nothing is written; [`Error::Device`], and `out` holds anything.
     pub fn write_image(&self, sequence: usize, out: &mut [u8]) -> Result<(), Error> {
         let description = self.description(sequence)?;
         if out.len() != description.bytes() {
@@ -42,21 +45,31 @@ impl KvCache {
             });
         }
         let bytes = &mut out[description.header_bytes()..];
-        self.read_pages(sequence, description.pages(), bytes)?;
+        self.read_pages(sequence, description.pages(), 0..self.config.layers, bytes)?;
         description.write_header(out);
         Ok(())
     }
 
     /// A sequence's home pages in order, then its residual pages, unwritten bytes zeroed: those of its last home pages, as many as any run of so many
-    /// tokens keeps, or fewer after [`KvCache::truncate`]. The pages of [`KvCache::image`], for [`convert::export`](crate::convert::export) or to be compared.
+    /// tokens keeps, or fewer after [`KvCache::truncate`]; of the first layer, then of the next. The pages of [`KvCache::image`], to be compared.
+    /// [`CacheLayer::read_back`](super::CacheLayer::read_back) gives those of one layer, for [`convert::export`](crate::convert::export).
     ///
     /// # Errors
-    /// [`Error::Sequence`], [`Error::Dropped`], [`Error::OutOfMemory`], [`Error::Device`].
+    /// [`Error::Sequence`], [`Error::Dropped`], [`Error::Step`], [`Error::OutOfMemory`], [`Error::Device`].
     pub fn read_back(&self, sequence: usize) -> Result<Vec<Vec<u8>>, Error> {
+        self.read_back_layers(sequence, 0..self.config.layers)
+    }
+
+    pub(super) fn read_back_layers(
+        &self,
+        sequence: usize,
+        layers: Range<usize>,
+    ) -> Result<Vec<Vec<u8>>, Error> {
         let held = self.pages_held(sequence)?;
         let size = self.layout.page_bytes();
-        let mut bytes = filled("the pages of a sequence", held.count() * size, 0)?;
-        self.read_pages(sequence, &held, &mut bytes)?;
+        let count = held.count().saturating_mul(layers.len());
+        let mut bytes = filled("the pages of a sequence", count.saturating_mul(size), 0)?;
+        self.read_pages(sequence, &held, layers, &mut bytes)?;
         Ok(bytes.chunks_exact(size).map(<[u8]>::to_vec).collect())
     }
 
@@ -68,6 +81,7 @@ impl KvCache {
     /// The pages to save of a sequence: its home pages, and the residual pages that any run of so many tokens keeps.
     fn pages_held(&self, sequence: usize) -> Result<SequencePages, Error> {
         self.check_sequence(sequence)?;
+        self.check_settled("a copy of the pages", sequence)?;
         self.check_undropped("a copy of the pages", sequence)?;
         let (len, table) = (self.table.lens[sequence], &self.table);
         let held = table.residual_pages[sequence].len();
@@ -77,19 +91,25 @@ impl KvCache {
         SequencePages::new(self.layout, len, count)
     }
 
-    /// Reads a sequence's pages, unwritten bytes zeroed.
+    /// Reads a sequence's pages of some layers, unwritten bytes zeroed.
     fn read_pages(
         &self,
         sequence: usize,
         held: &SequencePages,
+        layers: Range<usize>,
         out: &mut [u8],
     ) -> Result<(), Error> {
         let residuals = &self.table.residual_pages[sequence];
         let saved = residuals.len() - held.residuals();
         let pages = self.table.pages[sequence].iter().chain(&residuals[saved..]);
         let pages: Vec<u32> = pages.copied().collect();
-        self.store.read_pages(&CacheAccess(()), &pages, out)?;
-        held.canonical(out);
+        let bytes = pages.len() * self.layout.page_bytes();
+        // Of an empty sequence there are no bytes, and no layer's part.
+        for (layer, out) in layers.zip(out.chunks_exact_mut(bytes.max(1))) {
+            self.store
+                .read_pages(&CacheAccess(()), layer, &pages, out)?;
+            held.canonical(out);
+        }
         Ok(())
     }
 
@@ -107,7 +127,7 @@ impl KvCache {
     }
 
     /// Fills an empty sequence with `tokens` tokens from pages of this cache's format, shape and tensor scales, which the pages do not say: those of
-    /// [`KvCache::read_back`], or of [`convert::import`](crate::convert::import). An image says it: [`KvCache::restore`].
+    /// [`KvCache::read_back`], or of [`convert::import`](crate::convert::import) for one layer after the other. An image says it: [`KvCache::restore`].
     ///
     /// # Errors
     /// [`Error::Sequence`]; [`Error::Parameter`] if the sequence is not empty; [`Error::Length`], [`Error::BadBytes`] for other than such pages;
@@ -119,7 +139,17 @@ impl KvCache {
         pages: &[Vec<u8>],
     ) -> Result<(), Error> {
         self.check_restore(sequence)?;
-        let held = SequencePages::of_lists(self.layout, tokens, pages)?;
+        let layers = self.config.layers;
+        if !pages.len().is_multiple_of(layers) {
+            return Err(Error::Length {
+                what: "pages",
+                given: pages.len(),
+                needed: pages.len().next_multiple_of(layers),
+            });
+        }
+        let each = pages.len() / layers;
+        let held = SequencePages::new(self.layout, tokens, each)?;
+        held.check_lengths(pages)?;
         let mut bytes = Vec::new();
         let size = pages.len() * self.layout.page_bytes();
         reserve("the pages of a sequence", &mut bytes, size)?;
@@ -144,12 +174,17 @@ impl KvCache {
 
     /// Fills an empty sequence with the bytes of pages.
     fn fill(&mut self, sequence: usize, held: &SequencePages, bytes: &[u8]) -> Result<(), Error> {
-        held.check(bytes.chunks_exact(self.layout.page_bytes()))?;
+        let size = self.layout.page_bytes();
+        let layers = || bytes.chunks_exact((held.count() * size).max(1));
+        layers().try_for_each(|bytes| held.check(bytes.chunks_exact(size)))?;
         self.pages.check_room(held.count())?;
         let taken = (0..held.count())
             .map(|_| self.pages.take())
             .collect::<Result<Vec<u32>, _>>()?;
-        let written = self.store.write_pages(&CacheAccess(()), &taken, bytes);
+        let written = layers().enumerate().try_for_each(|(layer, bytes)| {
+            self.store
+                .write_pages(&CacheAccess(()), layer, &taken, bytes)
+        });
         if written.is_err() {
             taken
                 .into_iter()
@@ -164,10 +199,11 @@ impl KvCache {
         Ok(())
     }
 
-    /// Writes one page's bytes as they are, for restoring an offloaded page or to overwrite a page in tests.
+    /// Writes one page's bytes as they are, those of the first layer and then of the next, for restoring an offloaded page or to overwrite a page in
+    /// tests.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for a page outside the pool, [`Error::Length`] for other than one page.
+    /// [`Error::Parameter`] for a page outside the pool, [`Error::Length`] for other than one page of each layer.
     pub fn write_page(&mut self, page: u32, bytes: &[u8]) -> Result<(), Error> {
         if page as usize >= self.config.num_pages {
             return Err(Error::Parameter {
@@ -176,7 +212,7 @@ impl KvCache {
                 allowed: "a page of the pool",
             });
         }
-        let needed = self.layout.page_bytes();
+        let needed = self.config.layers * self.layout.page_bytes();
         if bytes.len() != needed {
             return Err(Error::Length {
                 what: "page bytes",
@@ -184,6 +220,6 @@ impl KvCache {
                 needed,
             });
         }
-        self.store.write_page(&CacheAccess(()), page, bytes)
+        self.write_all_layers(page, bytes)
     }
 }

@@ -52,7 +52,8 @@ const RANGES: [(usize, std::ops::Range<usize>); 4] =
 
 fn pool_of(cache: &KvCache) -> Result<&[u8]> {
     let pages = cache.store().as_any().downcast_ref::<HostPages>();
-    Ok(pages.context("the CPU's pages lie in host memory")?.pool())
+    let pool = pages.and_then(|pages| pages.pool(0));
+    pool.context("the CPU's pages lie in host memory")
 }
 
 /// The pool's pages with bytes between them that are no numbers.

@@ -373,7 +373,8 @@ impl Job {
 
 fn pool_of(cache: &KvCache) -> Result<&[u8]> {
     let pages = cache.store().as_any().downcast_ref::<HostPages>();
-    Ok(pages.context("the CPU's pages lie in host memory")?.pool())
+    let pool = pages.and_then(|pages| pages.pool(0));
+    pool.context("the CPU's pages lie in host memory")
 }
 
 /// A test for each kind of cache.

@@ -89,7 +89,8 @@ impl Inputs {
         }
         let pages_of = |cache: &KvCache| {
             let store = cache.store().as_any().downcast_ref::<HostPages>();
-            let pool = store.context("the CPU's pages lie in host memory")?.pool();
+            let pool = store.and_then(|store| store.pool(0));
+            let pool = pool.context("the CPU's pages lie in host memory")?;
             let size = cache.layout().page_bytes();
             let mut all = [pool, &vec![0; size]].concat();
             // What the last pages leave unwritten holds anything: here NaN, as a code or a scale.
@@ -274,7 +275,8 @@ impl Job {
             .as_ref()
             .map(|paged| [aligned(&paged.codes[0]), aligned(&paged.codes[1])]);
         let (kv, scales) = match source.memory() {
-            KvMemory::Pages(cache, _) => {
+            KvMemory::Pages(layer, _) => {
+                let cache = layer.cache();
                 let kv = DeviceKv::Paged {
                     pool: Pages {
                         at: address(&inputs.pool),

@@ -207,6 +207,7 @@ impl PageStore for Liar {
     fn append(
         &mut self,
         _: &CacheAccess,
+        _: usize,
         _: &[TokenWrite],
         _: WideRows<'_>,
         _: WideRows<'_>,
@@ -214,12 +215,18 @@ impl PageStore for Liar {
         Ok(())
     }
 
-    fn read_pages(&self, _: &CacheAccess, _: &[u32], out: &mut [u8]) -> Result<(), Error> {
+    fn read_pages(
+        &self,
+        _: &CacheAccess,
+        _: usize,
+        _: &[u32],
+        out: &mut [u8],
+    ) -> Result<(), Error> {
         out.fill(0);
         Ok(())
     }
 
-    fn write_pages(&mut self, _: &CacheAccess, _: &[u32], _: &[u8]) -> Result<(), Error> {
+    fn write_pages(&mut self, _: &CacheAccess, _: usize, _: &[u32], _: &[u8]) -> Result<(), Error> {
         Ok(())
     }
 

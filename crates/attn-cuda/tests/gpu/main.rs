@@ -8,6 +8,7 @@ mod numbers;
 mod paged_rows;
 
 mod hostile;
+mod layers;
 mod native;
 mod random_shapes;
 mod rows_in_pages;
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
     let mut trials = Trials::new("cuda", CudaBackend::open());
     trials = hostile::add(trials);
     trials = native::add(trials);
+    trials = layers::add(trials);
     trials = rows_in_pages::add(trials);
     trials = transfer::add(trials);
     trials = random_shapes::add(trials);

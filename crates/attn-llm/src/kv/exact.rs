@@ -87,7 +87,20 @@ impl Kv for ExactKv {
 
     fn begin(&mut self, appends: &[Append]) -> Result<(), Error> {
         check_room(&self.lens, appends, self.max_len)?;
+        appends
+            .iter()
+            .for_each(|a| self.lens[a.sequence] += a.tokens);
         self.appends = appends.to_vec();
+        Ok(())
+    }
+
+    fn cancel(&mut self) -> Result<(), Error> {
+        let row = self.heads.kv * self.heads.dim;
+        for Append { sequence, tokens } in self.appends.drain(..) {
+            self.lens[sequence] -= tokens;
+            let sides = self.rows.iter_mut().flat_map(|of| &mut of[sequence]);
+            sides.for_each(|rows| rows.truncate(self.lens[sequence] * row));
+        }
         Ok(())
     }
 
@@ -108,7 +121,7 @@ impl Kv for ExactKv {
             self.rows[layer][sequence][0].extend_from_slice(&k[rows.clone()]);
             self.rows[layer][sequence][1].extend_from_slice(&v[rows]);
             let len = self.lens[sequence];
-            places.extend((len..len + tokens).map(|position| (sequence, position)));
+            places.extend((len - tokens..len).map(|position| (sequence, position)));
             first += tokens;
         }
         let window = self.windows[layer];
@@ -118,10 +131,6 @@ impl Kv for ExactKv {
             let kv = &self.rows[layer][sequence];
             self.attend_head(kv, i % heads, position, window, q, out);
         });
-        if layer + 1 == self.rows.len() {
-            let appends = self.appends.iter();
-            appends.for_each(|a| self.lens[a.sequence] += a.tokens);
-        }
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! K and V in this library's pages: a cache for each layer, on one backend.
+//! K and V in this library's pages: one cache of all layers, on one backend.
 
 use std::sync::Arc;
 
@@ -9,21 +9,22 @@ use attn::{
 use super::{Kv, check_room};
 use crate::{config::ModelConfig, error::Error};
 
-/// A cache of this library for each layer.
+/// A cache of this library with all layers of a model.
 pub struct PagedKv {
     backend: Arc<dyn DecodeAttention>,
-    caches: Vec<KvCache>,
+    cache: KvCache,
     windows: Vec<Option<usize>>,
     config: ModelConfig,
     format: KvFormat,
     max_len: usize,
+    /// Those of the step that began last.
     appends: Vec<Append>,
     /// Plans of the latest query lengths, one for each window that layers have.
     plans: Vec<(Option<usize>, Plan)>,
 }
 
 impl PagedKv {
-    /// Creates empty caches for `sequences` of up to `max_len` tokens each, of which up to `chunk` come at once.
+    /// Creates an empty cache for `sequences` of up to `max_len` tokens each, of which up to `chunk` come at once.
     ///
     /// # Errors
     /// Those of [`DecodeAttention::create_cache`], [`attn::Error::OutOfMemory`] among them.
@@ -36,13 +37,13 @@ impl PagedKv {
         chunk: usize,
     ) -> Result<Self, Error> {
         let config = CacheConfig::builder(format, model.heads)
+            .layers(model.windows.len())
             .sequences(sequences)
             .max_len(max_len)
             .max_q_len(chunk)
             .build();
-        let caches = (0..model.windows.len()).map(|_| backend.create_cache(&config));
         Ok(PagedKv {
-            caches: caches.collect::<Result<_, _>>()?,
+            cache: backend.create_cache(&config)?,
             backend,
             windows: model.windows.clone(),
             config: model.clone(),
@@ -56,20 +57,15 @@ impl PagedKv {
     /// Bytes of pages that hold tokens, in all layers together.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        let of_one = |cache: &KvCache| {
-            let used = cache.config().num_pages - cache.free_pages();
-            used * cache.layout().page_bytes()
-        };
-        self.caches.iter().map(of_one).sum()
+        let (cache, config) = (&self.cache, self.cache.config());
+        (config.num_pages - cache.free_pages()) * config.layers * cache.layout().page_bytes()
     }
 
     /// Bytes of one token's K and V in all layers and heads, residuals left out.
     #[must_use]
     pub fn bytes_per_token(&self) -> f64 {
-        let of_one = |cache: &KvCache| {
-            cache.layout().bytes_per_token() * cache.layout().num_kv_heads() as f64
-        };
-        self.caches.iter().map(of_one).sum()
+        let layout = self.cache.layout();
+        layout.bytes_per_token() * (self.cache.config().layers * layout.num_kv_heads()) as f64
     }
 
     /// Makes the empty sequence `to` share the tokens of `from`.
@@ -77,7 +73,7 @@ impl PagedKv {
     /// # Errors
     /// Those of [`KvCache::fork`].
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), Error> {
-        Ok(self.caches.iter_mut().try_for_each(|c| c.fork(from, to))?)
+        Ok(self.cache.fork(from, to)?)
     }
 
     /// Empties a sequence.
@@ -85,8 +81,7 @@ impl PagedKv {
     /// # Errors
     /// Those of [`KvCache::free_sequence`].
     pub fn free(&mut self, sequence: usize) -> Result<(), Error> {
-        let mut caches = self.caches.iter_mut();
-        Ok(caches.try_for_each(|cache| cache.free_sequence(sequence))?)
+        Ok(self.cache.free_sequence(sequence)?)
     }
 
     /// Plans steps with these query lengths, unless the latest plans are of the same.
@@ -112,7 +107,7 @@ impl PagedKv {
 
 impl Kv for PagedKv {
     fn lens(&self) -> &[usize] {
-        &self.caches[0].table().lens
+        &self.cache.table().lens
     }
 
     fn begin(&mut self, appends: &[Append]) -> Result<(), Error> {
@@ -120,7 +115,22 @@ impl Kv for PagedKv {
         let mut q_lens = vec![0; self.lens().len()];
         appends.iter().for_each(|a| q_lens[a.sequence] = a.tokens);
         self.plan(&q_lens)?;
+        self.cache.reserve(appends)?;
         self.appends = appends.to_vec();
+        Ok(())
+    }
+
+    fn cancel(&mut self) -> Result<(), Error> {
+        if self.cache.open_step().is_some() {
+            self.cache.cancel_step()?;
+            self.appends.clear();
+        }
+        // Of a step whose last layer is written.
+        while let Some(Append { sequence, tokens }) = self.appends.last() {
+            let len = self.lens()[*sequence] - tokens;
+            self.cache.truncate(*sequence, len)?;
+            self.appends.pop();
+        }
         Ok(())
     }
 
@@ -132,12 +142,12 @@ impl Kv for PagedKv {
         v: &[f32],
         out: &mut [f32],
     ) -> Result<(), Error> {
-        let cache = &mut self.caches[layer];
-        cache.append_batch(&self.appends, k, v)?;
+        self.cache.write(layer, k, v)?;
         let window = self.windows[layer];
         let plan = self.plans.iter().find(|(known, _)| *known == window);
         let (_, plan) = plan.expect("`begin` plans for every window");
-        let mut step = DecodeStep::new(plan, q, KvSource::Cache(cache), out)?;
+        let kv = KvSource::Layer(self.cache.layer(layer)?);
+        let mut step = DecodeStep::new(plan, q, kv, out)?;
         Ok(self.backend.decode(&mut step)?)
     }
 }

@@ -349,7 +349,7 @@ fn nested_appends_cannot_exchange_the_stores_of_two_caches(backend: &WgpuBackend
     let [mut a, mut b] = [cache(backend), cache(backend)];
     let pool = |store: &dyn PageStore| {
         let pages = store.as_any().downcast_ref::<DevicePages>().unwrap();
-        pages.buffers().as_ptr()
+        pages.buffers(0).as_ptr()
     };
     let own = [pool(a.store()), pool(b.store())];
     assert_ne!(own[0], own[1]);

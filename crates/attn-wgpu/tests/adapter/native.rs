@@ -220,6 +220,73 @@ fn refused_appends_change_nothing(backend: &WgpuBackend) {
     }
 }
 
+/// Layers that are recorded have the bytes and the bits of the host's writes; one that cannot be recorded is still to be written.
+fn recorded_layers_are_those_of_the_hosts_writes(backend: &WgpuBackend) {
+    let heads = Heads {
+        q: HEADS[0],
+        kv: HEADS[1],
+        dim: DIM,
+    };
+    for format in [KvFormat::INT8, KvFormat::INT4] {
+        let config = CacheConfig::builder(format, heads).layers(2).sequences(2);
+        let config = config.max_len(200).build();
+        let [mut host, mut recorded] = [(); 2].map(|()| backend.create_cache(&config).unwrap());
+        for counts in [[130, 3], [1, 62]] {
+            let tokens = counts[0] + counts[1];
+            let appends = [0, 1].map(|sequence| Append {
+                sequence,
+                tokens: counts[sequence],
+            });
+            host.reserve(&appends).unwrap();
+            recorded.reserve(&appends).unwrap();
+            let mut problem = Problem::new(heads, host.table().lens.clone());
+            problem.softmax_scale = 1e-3;
+            let q = noise(problem.rows() * DIM, 9);
+            for layer in [1, 0] {
+                let [k, v] = [1, 2].map(|seed| noise(tokens * HEADS[1] * DIM, seed + 2 * layer));
+                let layer = layer as usize;
+                host.write(layer, &k, &v).unwrap();
+                let [k, v, short] = [&k, &v, &k[..DIM]].map(|x| upload(backend, x));
+                let mut encoder = backend
+                    .wgpu_device()
+                    .create_command_encoder(&Default::default());
+                let refused = backend.record_write(&mut encoder, &mut recorded, layer, &short, &v);
+                assert!(matches!(refused, Err(Error::Device { .. })));
+                let early = backend.prepare_layer(&problem, recorded.layer(layer).unwrap());
+                assert!(matches!(early, Err(Error::Step { .. })));
+                backend
+                    .record_write(&mut encoder, &mut recorded, layer, &k, &v)
+                    .unwrap();
+                let prepared = backend
+                    .prepare_layer(&problem, recorded.layer(layer).unwrap())
+                    .unwrap();
+                let result = Usage::STORAGE | Usage::COPY_SRC;
+                let out = buffer(backend, 4 * q.len() as u64, result);
+                let lse = buffer(backend, 4 * problem.rows() as u64, result);
+                let queries = upload(backend, &q);
+                backend
+                    .record(&mut encoder, &prepared, &queries, &out, &lse)
+                    .unwrap();
+                backend.wgpu_queue().submit([encoder.finish()]);
+
+                let plan = backend.plan(&problem, format).unwrap();
+                let mut want = vec![0.0; q.len()];
+                let kv = KvSource::Layer(host.layer(layer).unwrap());
+                let mut step = DecodeStep::new(&plan, &q, kv, &mut want).unwrap();
+                backend.decode(&mut step).unwrap();
+                let bits: Vec<u32> = want.iter().map(|x| x.to_bits()).collect();
+                assert_eq!(bits, download(backend, &out), "{format}, layer {layer}");
+            }
+            for sequence in 0..2 {
+                let [got, want] = [&recorded, &host].map(|cache| cache.read_back(sequence));
+                assert!(got.unwrap() == want.unwrap(), "{format}: {sequence}");
+            }
+        }
+        let whole = backend.prepare(&Problem::new(heads, host.table().lens.clone()), &host);
+        assert!(matches!(whole, Err(Error::Parameter { .. })));
+    }
+}
+
 fn an_engines_rows_are_read_where_they_lie(backend: &WgpuBackend) {
     let (len, format) = (150, KvFormat::same(Scheme::Int8(Int8Scale::Token)));
     let bytes = |n: usize, seed: u32| -> Vec<u8> {
@@ -306,6 +373,10 @@ pub fn add(trials: Trials<WgpuBackend>) -> Trials<WgpuBackend> {
         .test(
             "native: refused appends change nothing",
             refused_appends_change_nothing,
+        )
+        .test(
+            "native: recorded layers are those of the hosts writes",
+            recorded_layers_are_those_of_the_hosts_writes,
         )
         .test(
             "native: an engines rows are read where they lie",

@@ -1,0 +1,133 @@
+//! One layer of a cache, for reading.
+
+use super::{CachedSequences, KvCache, PageTable};
+use crate::{
+    error::{Error, refuse},
+    problem::Problem,
+};
+
+/// One layer of a [`KvCache`]: its pool of pages, under the page table of all layers.
+///
+/// ```
+/// use attn_core::{Append, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, KvSource};
+///
+/// let heads = Heads { q: 4, kv: 1, dim: 64 };
+/// let config = CacheConfig::builder(KvFormat::INT8, heads).layers(2).max_len(256).build();
+/// let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
+/// cache.reserve(&[Append { sequence: 0, tokens: 1 }])?;
+/// cache.write(1, &[0.5; 64], &[2.0; 64])?;
+/// // What a step attends; layer 0 is not written yet.
+/// let kv = KvSource::Layer(cache.layer(1)?);
+/// assert_eq!(kv.kv_lens(), [1]);
+/// assert!(matches!(cache.layer(2), Err(Error::Layer { given: 2, count: 2 })));
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Clone, Copy)]
+pub struct CacheLayer<'a> {
+    cache: &'a KvCache,
+    layer: usize,
+}
+
+impl KvCache {
+    /// One layer, to be attended: [`KvSource::Layer`](crate::KvSource::Layer).
+    ///
+    /// # Errors
+    /// [`Error::Layer`].
+    pub fn layer(&self, layer: usize) -> Result<CacheLayer<'_>, Error> {
+        self.check_layer(layer)?;
+        Ok(CacheLayer { cache: self, layer })
+    }
+
+    /// The layer of a cache of one.
+    pub(crate) fn only_layer(&self) -> Result<CacheLayer<'_>, Error> {
+        if self.config.layers != 1 {
+            return refuse(
+                "the layers of a cache to attend",
+                self.config.layers,
+                "1; choose one by `KvCache::layer`",
+            );
+        }
+        self.layer(0)
+    }
+
+    /// The first layer.
+    pub(crate) fn first_layer(&self) -> CacheLayer<'_> {
+        CacheLayer {
+            cache: self,
+            layer: 0,
+        }
+    }
+
+    pub(super) fn check_layer(&self, layer: usize) -> Result<(), Error> {
+        let count = self.config.layers;
+        if layer < count {
+            Ok(())
+        } else {
+            Err(Error::Layer {
+                given: layer,
+                count,
+            })
+        }
+    }
+}
+
+impl<'a> CacheLayer<'a> {
+    /// The cache.
+    #[must_use]
+    pub fn cache(self) -> &'a KvCache {
+        self.cache
+    }
+
+    /// The layer's number, from 0 on.
+    #[must_use]
+    pub fn index(self) -> usize {
+        self.layer
+    }
+
+    /// The pages and lengths of all sequences: those of the cache.
+    #[must_use]
+    pub fn table(self) -> &'a PageTable {
+        self.cache.table()
+    }
+
+    /// The static scales of K and of V per KV head; empty for schemes that have none.
+    #[must_use]
+    pub fn tensor_scales(self) -> [&'a [f32]; 2] {
+        self.cache.config.tensor_scales(self.layer)
+    }
+
+    /// Chooses the sequences of a step, as [`KvCache::sequences`] does.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`].
+    pub fn sequences(self, sequences: &[usize]) -> Result<CachedSequences<'a>, Error> {
+        CachedSequences::new(self, sequences)
+    }
+
+    /// Refuses what [`KvCache::check_queries`] does, and a layer that lacks the tokens of the open step.
+    ///
+    /// # Errors
+    /// [`Error::Step`], [`Error::Dropped`]; [`Error::Mismatch`] for `q_len`.
+    pub fn check_queries(self, problem: &Problem) -> Result<(), Error> {
+        self.check_queries_of(problem, self.table())
+    }
+
+    /// The same for sequences that `table` lists.
+    pub(crate) fn check_queries_of(
+        self,
+        problem: &Problem,
+        table: &PageTable,
+    ) -> Result<(), Error> {
+        self.cache.check_written(self.layer)?;
+        self.cache.check_queries_of(problem, table)
+    }
+
+    /// The pages of [`KvCache::read_back`], of this layer alone.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::read_back`].
+    pub fn read_back(self, sequence: usize) -> Result<Vec<Vec<u8>>, Error> {
+        self.cache
+            .read_back_layers(sequence, self.layer..self.layer + 1)
+    }
+}
