@@ -26,8 +26,7 @@ pub struct CudaPages {
     pool: CudaSlice<u8>,
     /// K's static scales of all layers, then V's.
     tensor_scales: CudaSlice<f32>,
-    num_k_scales: usize,
-    num_v_scales: usize,
+    num_scales: [usize; 2],
     /// Slots of a sequence's residual pages.
     residual_slots: usize,
     append: Arc<LoadedKernel>,
@@ -171,11 +170,13 @@ impl CudaPages {
     pub(crate) fn new(device: Arc<Device>, config: &CacheConfig) -> Result<Self, Error> {
         let (bytes, layout) = (config.pool_bytes()?, config.layout()?);
         native::check_heads(config.num_kv_heads)?;
+        let (format, page_size) = (config.format, config.page_size);
+        let residual_slots = format.residual_slots(page_size, config.max_q_len);
         let append = device.kernel(
             &Instance::Append {
-                format: config.format,
+                format,
                 head_dim: config.head_dim,
-                page_size: config.page_size,
+                page_size,
             },
             0,
         )?;
@@ -199,11 +200,8 @@ impl CudaPages {
             num_pages: config.num_pages,
             pool,
             tensor_scales,
-            num_k_scales: config.k_tensor_scales.len(),
-            num_v_scales: config.v_tensor_scales.len(),
-            residual_slots: config
-                .format
-                .residual_slots(config.page_size, config.max_q_len),
+            num_scales: [&config.k_tensor_scales, &config.v_tensor_scales].map(Vec::len),
+            residual_slots,
             append,
             device,
         })
@@ -248,7 +246,7 @@ impl CudaPages {
     pub fn tensor_scale_addresses(&self, layer: usize) -> [DeviceAddress; 2] {
         assert!(self.has_layer(layer), "layer {layer} of {}", self.layers);
         let base = DeviceAddress::new(self.tensor_scales.device_ptr(&self.device.stream).0);
-        let [k, v] = [self.num_k_scales, self.num_v_scales];
+        let [k, v] = self.num_scales;
         let first = layer * self.layout.num_kv_heads();
         [
             base.offset(4 * first).given(k > 0),
@@ -281,11 +279,6 @@ impl CudaPages {
         Ok(runs.map(place).collect())
     }
 
-    /// Slots of residual pages of a run.
-    fn slots(&self) -> usize {
-        self.residual_slots
-    }
-
     /// The launch of one run to a layer; `words` is where the device has its words, `k` and `v` where it has all tokens.
     fn run_args(
         &self,
@@ -298,7 +291,7 @@ impl CudaPages {
         let offset = run.source * row * 4;
         let [k_tensor_scales, v_tensor_scales] = self.tensor_scale_addresses(layer);
         let page_table = words.offset(4 * run.words);
-        let slots = self.slots();
+        let slots = self.residual_slots;
         AppendArgs {
             k: k.offset(offset),
             v: v.offset(offset),
@@ -343,7 +336,7 @@ impl PageStore for CudaPages {
         check_layer(layer, self.layers)?;
         let [k, v] = [k.packed(0..k.shape()[0])?, v.packed(0..v.shape()[0])?];
         check_writes(&self.layout, self.num_pages, writes, k.len(), v.len())?;
-        let (runs, words) = runs(writes, [self.layout.page_size(), self.slots()])?;
+        let (runs, words) = runs(writes, [self.layout.page_size(), self.residual_slots])?;
         if runs.is_empty() {
             return Ok(());
         }
@@ -430,19 +423,9 @@ mod tests {
 
     /// On pages of 32 tokens.
     fn config(format: KvFormat, heads: usize) -> CacheConfig {
-        let mut config = CacheConfig::builder(
-            format,
-            Heads {
-                q: heads,
-                kv: heads,
-                dim: 64,
-            },
-        )
-        .sequences(2)
-        .max_len(128)
-        .build();
-        (config.page_size, config.num_pages) = (32, 32);
-        config
+        let (q, kv, dim) = (heads, heads, 64);
+        let builder = CacheConfig::builder(format, Heads { q, kv, dim });
+        builder.sequences(2).page_size(32).pages(32).build()
     }
 
     /// Where the tokens of some appends go.

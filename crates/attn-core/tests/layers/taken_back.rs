@@ -1,0 +1,255 @@
+//! Steps that are refused, taken back or failed by the device: what was there before them is there again.
+
+use std::{
+    any::Any,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use attn_core::{
+    CacheAccess, CacheConfig, Error, HostPages, KvCache, KvSource, PageLayout, PageStore,
+    PageTable, TokenWrite, WideRows,
+};
+use rstest::rstest;
+
+use super::{
+    LAYERS, appends, attends, begin, books, cache, cache_of, config, is_step, step, values,
+};
+
+#[rstest]
+fn a_step_is_taken_back_whatever_was_written_and_however_long_it_is(
+    #[values("int8", "int4", "int8/int4", "bf16")] format: &str,
+    #[values(0, 1, LAYERS - 1)] written: usize,
+) {
+    let mut cache = cache(format);
+    step(&mut cache, &[[0, 75], [1, 130]]).unwrap();
+    cache.fork(0, 2).unwrap();
+    // Longer than `max_q_len`, in a shared open page, into an empty sequence, of no tokens.
+    for of in [
+        &[[1, 300], [0, 300]][..],
+        &[[0, 1], [2, 1]],
+        &[[3, 1], [2, 100]],
+        &[[1, 0], [0, 40]],
+        &[],
+    ] {
+        let before = books(&cache);
+        begin(&mut cache, of, written).unwrap();
+        assert_eq!(cache.open_step(), Some(&appends(of)[..]));
+        let lens = &cache.table().lens;
+        let grown = of.iter().all(|[s, n]| lens[*s] == before.0.lens[*s] + n);
+        assert!(grown, "{lens:?}");
+        cache.cancel_step().unwrap();
+        assert_eq!(cache.open_step(), None);
+        assert!(books(&cache) == before, "{of:?}");
+    }
+    // What comes next has the bytes of a run that was never interrupted.
+    let mut straight = super::cache(format);
+    step(&mut straight, &[[0, 75], [1, 130]]).unwrap();
+    straight.fork(0, 2).unwrap();
+    for cache in [&mut cache, &mut straight] {
+        step(cache, &[[0, 2], [1, 60], [2, 1]]).unwrap();
+    }
+    assert!(books(&cache) == books(&straight));
+}
+
+#[rstest]
+fn a_full_pool_gives_old_residuals_back_with_the_step(
+    #[values("int4", "int8/int4")] format: &str,
+    #[values(1, LAYERS - 1)] written: usize,
+) {
+    let mut recycled = 0;
+    let of = [[0, 32], [1, 32]];
+    for pages in 12..24 {
+        let mut cache = cache_of(config(format, LAYERS, 64, pages));
+        loop {
+            let before = books(&cache);
+            match begin(&mut cache, &of, written) {
+                Ok(()) => {}
+                Err(Error::CacheFull { .. }) => {
+                    assert!(books(&cache) == before);
+                    break;
+                }
+                Err(error) => panic!("{error}"),
+            }
+            let took = |table: &PageTable| table.pages[0].len() + table.pages[1].len();
+            // A page's residual page comes with it.
+            let new = took(cache.table()) - took(&before.0);
+            recycled += usize::from(before.1 < 2 * new);
+            cache.cancel_step().unwrap();
+            assert!(books(&cache) == before, "{:?}", before.0.lens);
+            step(&mut cache, &of).unwrap();
+        }
+    }
+    assert!(recycled > 0, "no step took an old residual page");
+}
+
+#[test]
+fn a_step_that_is_refused_changes_nothing() {
+    let mut cache = cache_of(config("int4", LAYERS, 32, 12));
+    step(&mut cache, &[[0, 40], [1, 33]]).unwrap();
+    let before = books(&cache);
+    let refused = [
+        (appends(&[[0, 1], [1, 4000]]), "more pages"),
+        (appends(&[[0, 1], [0, 1]]), "twice"),
+        (appends(&[[0, 1], [4, 1]]), "sequence 4"),
+        (appends(&[[0, usize::MAX], [1, usize::MAX]]), "more pages"),
+    ];
+    for (appends, names) in &refused {
+        let error = cache.reserve(appends).unwrap_err().to_string();
+        assert!(error.contains(names), "{error}");
+        assert_eq!(cache.open_step(), None);
+        assert!(books(&cache) == before);
+    }
+    // Pages are counted once for all layers.
+    let mut one = cache_of(config("int4", 1, 32, 12));
+    step(&mut one, &[[0, 40], [1, 33]]).unwrap();
+    let more = appends(&[[0, 100], [1, 32]]);
+    let needed = cache.pages_needed(&more).unwrap();
+    assert_eq!(needed, one.pages_needed(&more).unwrap());
+    assert_eq!((cache.free_pages(), one.free_pages()), (before.1, before.1));
+}
+
+/// A store whose calls fail once so many have come: appends, page writes.
+struct Failing {
+    inner: HostPages,
+    left: [Arc<AtomicUsize>; 2],
+}
+
+impl Failing {
+    fn count(&self, which: usize) -> Result<(), Error> {
+        let left = self.left[which].load(Ordering::Relaxed);
+        if left == 0 {
+            return Err(Error::Device {
+                backend: "test",
+                doing: "failing on demand",
+                source: "as asked".into(),
+            });
+        }
+        self.left[which].store(left.saturating_sub(1), Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+impl PageStore for Failing {
+    fn layout(&self) -> PageLayout {
+        self.inner.layout()
+    }
+
+    fn num_pages(&self) -> usize {
+        self.inner.num_pages()
+    }
+
+    fn layers(&self) -> usize {
+        self.inner.layers()
+    }
+
+    fn append(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        writes: &[TokenWrite],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
+    ) -> Result<(), Error> {
+        self.count(0)?;
+        self.inner.append(access, layer, writes, k, v)
+    }
+
+    fn read_pages(
+        &self,
+        access: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        self.inner.read_pages(access, layer, pages, out)
+    }
+
+    fn write_pages(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        self.count(1)?;
+        self.inner.write_pages(access, layer, pages, bytes)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+fn failing(config: CacheConfig) -> (KvCache, [Arc<AtomicUsize>; 2]) {
+    let left = [(); 2].map(|()| Arc::new(AtomicUsize::new(usize::MAX)));
+    let store = Failing {
+        inner: HostPages::new(&config).unwrap(),
+        left: left.clone(),
+    };
+    (KvCache::new(config, Box::new(store)).unwrap(), left)
+}
+
+fn is_device<T>(result: Result<T, Error>) {
+    assert!(matches!(result, Err(Error::Device { .. })));
+}
+
+#[test]
+fn a_layer_that_the_device_fails_is_written_again_or_the_step_taken_back() {
+    let (mut cache, [appended, copied]) = failing(config("int4", LAYERS, 32, 64));
+    step(&mut cache, &[[0, 70]]).unwrap();
+    cache.fork(0, 1).unwrap();
+    let before = books(&cache);
+    // A copy of the shared open page or of its residual page fails in any of the layers.
+    for left in 0..2 * LAYERS {
+        copied.store(left, Ordering::Relaxed);
+        is_device(begin(&mut cache, &[[2, 5], [1, 1]], 0));
+        copied.store(usize::MAX, Ordering::Relaxed);
+        assert_eq!(cache.open_step(), None);
+        assert!(books(&cache) == before, "{left}");
+    }
+    copied.store(2 * LAYERS, Ordering::Relaxed);
+    appended.store(1, Ordering::Relaxed);
+    is_device(begin(&mut cache, &[[1, 1]], LAYERS));
+    assert_eq!(
+        (cache.table().lens[1], cache.open_step().is_some()),
+        (71, true)
+    );
+    is_step(
+        attends(KvSource::Layer(cache.layer(1).unwrap())),
+        "layer 1 lacks",
+    );
+    appended.store(usize::MAX, Ordering::Relaxed);
+    for layer in 1..LAYERS {
+        let [k, v] = [1, 101].map(|seed| values(layer, seed, 70, 71));
+        cache.write(layer, &k, &v).unwrap();
+    }
+    cache.truncate(1, 70).unwrap();
+    copied.store(usize::MAX, Ordering::Relaxed);
+    assert!(
+        cache.read_back(1).unwrap() == before.2[1] && cache.read_back(0).unwrap() == before.2[0]
+    );
+}
+
+#[test]
+fn a_step_stays_open_while_old_residuals_cannot_be_written_back() {
+    let (mut cache, [_, written]) = failing(config("int4", LAYERS, 64, 9));
+    // Up to the step that takes an old residual page.
+    let before = loop {
+        let before = books(&cache);
+        begin(&mut cache, &[[0, 32]], 1).unwrap();
+        written.store(1, Ordering::Relaxed);
+        if cache.cancel_step().is_err() {
+            break before;
+        }
+        written.store(usize::MAX, Ordering::Relaxed);
+        step(&mut cache, &[[0, 32]]).unwrap();
+    };
+    assert_eq!(cache.table().lens[0], before.0.lens[0] + 32);
+    assert!(cache.open_step().is_some());
+    written.store(usize::MAX, Ordering::Relaxed);
+    cache.cancel_step().unwrap();
+    assert!(books(&cache) == before);
+}
