@@ -473,6 +473,7 @@ pub unsafe extern "C" fn attn_plan_append_slots(
             k_tensor_scales: plan.scales("k_scales", pages.k_scales, plan.layout.format().k)?,
             v_tensor_scales: plan.scales("v_scales", pages.v_scales, plan.layout.format().v)?,
             tokens: count,
+            rotary: None,
         };
         let gpu = plan.device.cuda("plan")?;
         // SAFETY: this function's contract.

@@ -167,6 +167,7 @@ impl CudaPages {
                 format: config.format,
                 head_dim: config.head_dim,
                 page_size: config.page_size,
+                rotary: false,
             },
             0,
         )?;

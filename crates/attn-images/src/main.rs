@@ -36,6 +36,7 @@ fn add(all: &mut Vec<Instance>, problem: &Problem, format: KvFormat, layout: KvL
             format,
             head_dim: problem.head_dim,
             page_size,
+            rotary: false,
         });
     }
     if covered(format, layout).is_ok() {

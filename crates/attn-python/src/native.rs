@@ -636,6 +636,7 @@ impl Plan {
             k_tensor_scales,
             v_tensor_scales,
             tokens,
+            rotary: None,
         };
         // SAFETY: as for `attend`; slots are the caller's contract.
         py.detach(|| unsafe { gpu.append_slots_on(append, stream_of(stream), &args) })

@@ -32,9 +32,9 @@ pub use attn_core::{
     Append, AttnState, BackendId, CacheAccess, CacheBuilder, CacheConfig, CachedSequences,
     DecodeAttention, DecodeStep, DeviceInfo, Elements, ElementsMut, Error, Heads, HostPages,
     Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, PageLayout, PageStore, PageTable,
-    Plan, Problem, Recent, Scheme, SequenceImage, StepInputs, StepOutputs, StridedRows, TokenWrite,
-    Unsupported, Window, arithmetic, cache, convert, events, format, formats, layout, problem,
-    quant,
+    Plan, Problem, Recent, Rotary, RotaryScaling, RotaryStyle, RotaryTable, Scheme, SequenceImage,
+    StepInputs, StepOutputs, StridedRows, TokenWrite, Unsupported, Window, arithmetic, cache,
+    convert, events, format, formats, layout, problem, quant, rotary,
 };
 
 pub use device::{Device, DeviceName};

@@ -70,6 +70,7 @@ impl Pages {
             k_tensor_scales: scales[0],
             v_tensor_scales: scales[1],
             tokens: slots.map_or(0, CudaSlice::len),
+            rotary: None,
         }
     }
 

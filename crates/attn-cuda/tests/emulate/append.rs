@@ -131,6 +131,7 @@ impl Job {
             format: self.config.format,
             head_dim: self.config.head_dim,
             page_size: self.config.page_size,
+            rotary: false,
         }
     }
 
@@ -323,8 +324,9 @@ impl Job {
             k_tensor_scales: some(&config.k_tensor_scales),
             v_tensor_scales: some(&config.v_tensor_scales),
             tokens: slots.len(),
+            rotary: None,
         };
-        let (grid, threads) = slot_append_grid(&config.layout()?, slots.len());
+        let (grid, threads) = slot_append_grid(&config.layout()?, &args);
         // SAFETY: append.cu takes an AppendParams; its addresses are those of memory that lives until here, as large as `SlotAppendArgs`
         // asks, and the slots are those of the cache's own pages.
         unsafe {
