@@ -12,6 +12,7 @@ mod paged_rows;
 
 mod append;
 mod decode;
+mod rotary;
 mod transfer;
 
 use std::{
