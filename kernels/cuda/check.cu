@@ -21,10 +21,10 @@ __device__ void check_slots(const DecodeParams& p, const CheckParams& c) {
     for (int i = threadIdx.x; i < c.query_tokens; i += blockDim.x) {
         const long long slot = c.slots[i];
         if (slot >= (long long)c.num_pages * c.page_size) report(c.report, SLOT, i, clipped(slot), (int)c.num_pages);
-        if (c.positions != nullptr) {
-            // A token without a slot may have no position, either.
-            const long long at = c.positions[i], limit = c.num_positions;
-            if (at >= limit || (at < 0 && slot >= 0)) report(c.report, POSITION, i, clipped(at), clipped(limit));
+        // A token without a slot may have no position, either.
+        if (slot >= 0 && c.positions != nullptr) {
+            const long long at = c.positions[i];
+            if (at < 0 || at >= c.num_positions) report(c.report, POSITION, i, clipped(at), clipped(c.num_positions));
         }
         if (slot < 0 || p.residual_pages == nullptr) continue;
         const unsigned int page = p.residual_pages[i];

@@ -17,7 +17,7 @@ use libtest_mimic::Trial;
 
 use crate::{
     Kernels, address,
-    rotary::{Kind, Launch, Table, words},
+    rotary::{Kind, Places, Table, words},
 };
 
 /// Bytes between pages, and what they hold.
@@ -394,7 +394,7 @@ impl Job {
         }
         let rows = rows.map(|rows| words(&rows));
         let seed = 77 + positions.len() as u64;
-        let mut launch = match rotary {
+        let launch = match rotary {
             Some(table) => Some(table.launch(self.dtype, config.head_dim, positions, seed)?),
             None => None,
         };
@@ -414,7 +414,14 @@ impl Job {
             k_tensor_scales: some(&config.k_tensor_scales),
             v_tensor_scales: some(&config.v_tensor_scales),
             tokens: slots.len(),
-            rotary: launch.as_mut().map(Launch::args),
+            rotary: launch.as_ref().zip(rotary).map(|(launch, table)| {
+                launch.args(&Places {
+                    cos_sin: address(&table.words),
+                    positions: address(&launch.positions),
+                    q: address(&launch.q),
+                    out: address(&launch.out),
+                })
+            }),
         };
         let (grid, threads) = slot_append_grid(&config.layout()?, &args);
         // SAFETY: append.cu takes an AppendParams; its addresses are those of memory that lives until here, as large as `SlotAppendArgs`
@@ -427,7 +434,7 @@ impl Job {
                 threads,
             )
         }?;
-        Ok(launch.and_then(|launch| launch.difference()))
+        Ok(launch.and_then(|launch| launch.difference(bytemuck::cast_slice(&launch.out))))
     }
 
     fn pages(&self, pool: *mut u8) -> Result<Pages> {

@@ -6,10 +6,13 @@ mod common_transfer;
 mod numbers;
 #[path = "../common/paged_rows.rs"]
 mod paged_rows;
+#[path = "../common/rotary.rs"]
+mod rotary;
 
 mod hostile;
 mod native;
 mod random_shapes;
+mod rotated;
 mod rows_in_pages;
 mod transfer;
 
@@ -50,6 +53,7 @@ fn main() -> ExitCode {
     let mut trials = Trials::new("cuda", CudaBackend::open());
     trials = hostile::add(trials);
     trials = native::add(trials);
+    trials = rotated::add(trials);
     trials = rows_in_pages::add(trials);
     trials = transfer::add(trials);
     trials = random_shapes::add(trials);

@@ -1,11 +1,11 @@
-//! Rotary positions of appends by slots: K and queries as the launch takes them, and what has to come out.
+//! Rotary positions of appends by slots: K and queries as a launch takes them, here and on a GPU, and what has to come out.
 
 use anyhow::Result;
 use attn_conformance::case::noise;
 use attn_core::{Rotary, RotaryScaling, RotaryStyle, RotaryTable};
-use attn_cuda::native::{Dtype, RotaryArgs, RotaryQueries};
+use attn_cuda::native::{DeviceAddress, Dtype, RotaryArgs, RotaryQueries};
 
-use crate::{address, numbers};
+use crate::numbers;
 
 /// Rows of a table; more than any sequence of a job has tokens.
 const POSITIONS: usize = 700;
@@ -29,7 +29,7 @@ pub struct Kind {
 pub struct Table {
     pub kind: Kind,
     reference: RotaryTable,
-    words: Vec<u128>,
+    pub words: Vec<u128>,
 }
 
 /// 16-byte words that hold these bytes: kernels load vectors.
@@ -125,20 +125,28 @@ impl Table {
 /// What one launch rotates beside K.
 pub struct Launch<'a> {
     table: &'a Table,
-    positions: Vec<i64>,
-    q: Vec<u128>,
-    out: Vec<u128>,
+    pub positions: Vec<i64>,
+    pub q: Vec<u128>,
+    /// Of queries that are rotated in place, they themselves.
+    pub out: Vec<u128>,
     strides: [usize; 2],
     want: Vec<u8>,
 }
 
+/// Where a launch finds its parts.
+pub struct Places {
+    pub cos_sin: DeviceAddress,
+    pub positions: DeviceAddress,
+    pub q: DeviceAddress,
+    pub out: DeviceAddress,
+}
+
 impl Launch<'_> {
-    pub fn args(&mut self) -> RotaryArgs {
+    pub fn args(&self, at: &Places) -> RotaryArgs {
         let kind = &self.table.kind;
-        let out = address(&self.out);
         let queries = RotaryQueries {
-            q: if kind.in_place { out } else { address(&self.q) },
-            out,
+            q: if kind.in_place { at.out } else { at.q },
+            out: at.out,
             heads: kind.q_heads,
             token_stride: self.strides[0],
             out_token_stride: self.strides[1],
@@ -146,17 +154,16 @@ impl Launch<'_> {
         RotaryArgs {
             style: kind.style,
             rotary_dim: kind.dim,
-            cos_sin: address(&self.table.words),
+            cos_sin: at.cos_sin,
             cos_sin_dtype: kind.table,
             num_positions: POSITIONS,
-            positions: address(&self.positions),
+            positions: at.positions,
             queries: (kind.q_heads > 0).then_some(queries),
         }
     }
 
     /// The first byte of the queries' results, or of what lies between them, that is another one.
-    pub fn difference(&self) -> Option<String> {
-        let got: &[u8] = bytemuck::cast_slice(&self.out);
+    pub fn difference(&self, got: &[u8]) -> Option<String> {
         let i = self
             .want
             .iter()
