@@ -25,7 +25,7 @@ const PADDING: usize = 48;
 const PAD: u8 = 0xa5;
 
 /// Format, head_dim, page_size, KV heads.
-const KINDS: [(&str, usize, usize, usize); 18] = [
+const KINDS: [Shape; 18] = [
     ("int8", 128, 64, 5),
     ("int8", 80, 32, 1),
     ("int8-plain", 128, 64, 3),
@@ -46,8 +46,10 @@ const KINDS: [(&str, usize, usize, usize); 18] = [
     ("bf16/f16", 128, 32, 1),
 ];
 
+type Shape = (&'static str, usize, usize, usize);
+
 /// As [`KINDS`], and how tokens are rotated.
-const ROTATED: [((&str, usize, usize, usize), Kind); 10] = {
+const ROTATED: [(Shape, Kind); 10] = {
     use RotaryStyle::{HalfSplit, Interleaved};
     const fn kind(style: RotaryStyle, dim: usize, table: Dtype, q_heads: usize) -> Kind {
         Kind {
