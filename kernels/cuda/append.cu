@@ -1,14 +1,17 @@
 // append.cu: quantizes new tokens and writes them into pages: the bytes of FORMATS.md.
 //
-// Grid      one token: (heads / 4, batch), two warps per head; by slots: (tokens, heads / 4), likewise; else (page jobs, num_kv_heads, batch), 128 threads.
+// Grid      one token: (heads / 4, batch), two warps per head; by slots: (tokens, heads / 4), likewise, and with rotary positions behind them
+//           columns of query heads, a warp to each; else (page jobs, num_kv_heads, batch), 128 threads.
 // Split     one token per sequence is latency alone (launch, length, page, store): a warp takes K or V of one head, a lane stores what it
 //           loaded, and shared memory is not used. With several tokens a CTA owns a page of a head.
-// Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh.
-// Reads     k, v [token][num_kv_heads][head_dim], f32, f16 or bf16; kv_lens, which count the new tokens already, or slots.
-// Writes    pool [page][kv_head][run]: home pages, and the residual pages of each sequence's last pages.
+// Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh; ATTN_ROTARY: by slots alone, K
+//           rotated by its position before it is encoded, and queries beside it.
+// Reads     k, v [token][num_kv_heads][head_dim], f32, f16 or bf16; kv_lens, which count the new tokens already, or slots; positions, cos_sin, q.
+// Writes    pool [page][kv_head][run]: home pages, and the residual pages of each sequence's last pages; q_out.
 // Numerics  append.cuh; compiled without contraction, subnormals kept.
 // Host      attn-cuda/src/native/append.rs; parameters in kernels/src/cuda/params.rs.
 #include "append.cuh"
+#include "rotary.cuh"
 
 constexpr int V_BITS = code_bits(ATTN_V);
 typedef Token<ATTN_K, ATTN_K_GROUPS, false> KToken;
@@ -61,9 +64,15 @@ DEVICE void store_v(const VToken& v, const Place& to, int lane) {
 template <class PlaceOf> DEVICE void append_k(const AppendParams& p, long long token, int head, int lane, PlaceOf place) {
     KToken k;
     load_k(p, k, token, head, lane);
+    RotaryOf<KToken> rotary;
+    if constexpr (ATTN_ROTARY) rotary.load_partners(p, token, head, lane);
     const Place to = place(ATTN_K_WINDOW);
     if (!to.run) return;
+    if constexpr (ATTN_ROTARY)
+        if (!rotary.load_angles(p, lane)) return;
     k.read_shared_bytes(to.run, to.residuals, to.t, lane);
+    k.widen();
+    if constexpr (ATTN_ROTARY) rotary.rotate(p, k, lane);
     k.encode(scale_of(p.k_tensor_scales, head), lane);
     store_k(k, to, lane);
 }
@@ -72,6 +81,7 @@ template <class PlaceOf> DEVICE void append_v(const AppendParams& p, long long t
     load_v(p, v, token, head, lane);
     const Place to = place(ATTN_V_WINDOW);
     if (!to.run) return;
+    v.widen();
     v.encode(scale_of(p.v_tensor_scales, head), lane);
     store_v(v, to, lane);
 }
@@ -102,6 +112,13 @@ DEVICE void append_one(const AppendParams& p) {
 
 DEVICE void append_by_slots(const AppendParams& p) {
     constexpr bool PAIRS = KToken::SHARES_BYTES;
+    if constexpr (ATTN_ROTARY) {
+        const int warps = blockDim.x / 32, columns = (p.num_kv_heads + warps / 2 - 1) / (warps / 2), column = (int)blockIdx.y - columns;
+        if (column >= 0) {
+            rotate_query(p, blockIdx.x, column * warps + threadIdx.x / 32, threadIdx.x % 32);
+            return;
+        }
+    }
     const HeadOfWarp warp = HeadOfWarp::of(blockIdx.y);
     const int first = blockIdx.x, head = warp.head;
     if (head >= p.num_kv_heads) return;
@@ -152,6 +169,7 @@ DEVICE void append_rows(const AppendParams& p, const Job& j) {
             KToken k;
             load_k(p, k, j.token0 + t, j.head, j.lane);
             k.read_shared_bytes(j.page.run, ATTN_K_WINDOW ? j.page.residuals : nullptr, t, j.lane);
+            k.widen();
             k.encode(scale, j.lane);
             store_k(k, j.at(t), j.lane);
         }
@@ -175,6 +193,7 @@ DEVICE void append_many(const AppendParams& p) {
     for (int t = j.t0 + (j.warp + j.warps / 2) % j.warps; t < j.t1; t += j.warps) {
         VToken v;
         load_v(p, v, j.token0 + t, j.head, j.lane);
+        v.widen();
         v.encode(scale, j.lane);
         store_v(v, j.at(t), j.lane);
     }
@@ -185,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(256, 5) attn_append(const __grid_co
     // not begin before it ends (append to append: 4.2 µs, 5.0 if launched early), but a decode has other work meanwhile.
     wait_for_dependencies();
     if (p.is_followed) launch_dependents();
-    if (p.slots) append_by_slots(p);
+    if (ATTN_ROTARY || p.slots) append_by_slots(p);
     else if (p.tokens == 1) append_one(p);
     else append_many(p);
 }

@@ -314,11 +314,14 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
                      : HALF_STEPS ? half_quotient<16>(from_ordered(hi[i])) : half_quotient<127>(from_ordered(hi[i]));
     }
 
-    METHOD void encode(float tensor_scale, int lane) {
+    METHOD void widen() {
 #pragma unroll
         for (int i = 0; i < EACH; i++)
 #pragma unroll
             for (int k = 0; k < UNIT; k++) x[i][k] = element(i, k);
+    }
+    // Encodes `x`.
+    METHOD void encode(float tensor_scale, int lane) {
         if constexpr (is_rotated(SCHEME)) rotate<false>(lane);
         if constexpr (!HAS_PARAMS) {
 #pragma unroll

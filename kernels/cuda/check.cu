@@ -1,7 +1,7 @@
 // check.cu: checks the device inputs of a decode or append launch, and reports the first one that would be fatal (ATTN_CHECK=1).
 //
 // Grid      (batch), of slots (1); 128 threads.
-// Reads     kv_lens, page table, residual pages, sinks, queries; or slots and their residual pages.
+// Reads     kv_lens, page table, residual pages, sinks, queries; or slots, their residual pages and their tokens' positions.
 // Writes    report: {kind, index, value, limit}; kind 0 if all inputs are allowed.
 // Shared    none.
 // Host      attn-cuda/src/native/mod.rs::check; parameters in kernels/src/cuda/params.rs.
@@ -9,16 +9,23 @@
 #include "dtype.cuh"
 #include "params.h"
 
-enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK, SLOT };
+enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK, SLOT, POSITION };
 
 __device__ void report(int* to, int kind, int index, int value, int limit) {
     if (atomicCAS(to, OK, kind) == OK) to[1] = index, to[2] = value, to[3] = limit;
 }
 
+__device__ int clipped(long long x) { return x < -0x7fffffff ? -0x7fffffff : x < 0x7fffffff ? (int)x : 0x7fffffff; }
+
 __device__ void check_slots(const DecodeParams& p, const CheckParams& c) {
     for (int i = threadIdx.x; i < c.query_tokens; i += blockDim.x) {
         const long long slot = c.slots[i];
-        if (slot >= (long long)c.num_pages * c.page_size) report(c.report, SLOT, i, (int)(slot < 0x7fffffff ? slot : 0x7fffffff), (int)c.num_pages);
+        if (slot >= (long long)c.num_pages * c.page_size) report(c.report, SLOT, i, clipped(slot), (int)c.num_pages);
+        // A token without a slot may have no position, either.
+        if (slot >= 0 && c.positions != nullptr) {
+            const long long at = c.positions[i];
+            if (at < 0 || at >= c.num_positions) report(c.report, POSITION, i, clipped(at), clipped(c.num_positions));
+        }
         if (slot < 0 || p.residual_pages == nullptr) continue;
         const unsigned int page = p.residual_pages[i];
         if (page >= c.num_pages && page != ~0u) report(c.report, RESIDUAL_PAGE, i, (int)page, (int)c.num_pages);

@@ -94,6 +94,13 @@ struct AppendParams {
     long long k_token_stride;                  // Elements from one token of K to the next.
     long long v_token_stride;                  // Elements from one token of V to the next.
     unsigned long long page_stride;            // Bytes from one page to the next.
+    const void* cos_sin;                       // With rotary positions: [num_positions][rotary_dim], the cosines of a position's pairs, then their sines.
+    const long long* positions;                // With rotary positions: i64 [tokens].
+    const void* q;                             // With rotary positions: queries [tokens][num_q_heads][head_dim], in K's number format, or null.
+    void* q_out;                               // Where rotated queries go.
+    long long q_token_stride;                  // Elements from one token of q to the next.
+    long long q_out_token_stride;              // Elements from one token of q_out to the next.
+    long long num_positions;                   // Rows of cos_sin.
     int tokens;                                // New tokens of each sequence; those of sequence b start at b * tokens. With slots: all new tokens.
     int batch;                                 // Sequences.
     int num_kv_heads;                          // KV heads.
@@ -101,8 +108,13 @@ struct AppendParams {
     int dtype;                                 // Number format of K and V: Dtype.
     int is_followed;                           // Whether the next launch is a decode that knows which pages this one writes.
     unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+    int num_q_heads;                           // Query heads that are rotated.
+    int rotary_dim;                            // Elements of a head that are rotated, a multiple of 4.
+    int cos_sin_dtype;                         // Number format of cos_sin: Dtype.
+    int is_interleaved;                        // Whether pairs are neighbours; else half of rotary_dim lies between them.
+    unsigned int reserved;                     // Unused: the size is a multiple of 8.
 };
-static_assert(sizeof(AppendParams) == 128, "params.rs");
+static_assert(sizeof(AppendParams) == 200, "params.rs");
 
 // Parameters of `import.cu`.
 struct ImportParams {
@@ -178,6 +190,8 @@ static_assert(sizeof(MergeStatesParams) == 72, "params.rs");
 struct CheckParams {
     int* report;                               // i32 [4], zeroed: {kind, index, value, limit}.
     const long long* slots;                    // Slots of an append, as in AppendParams, or null.
+    const long long* positions;                // Positions of the slots' tokens, as in AppendParams, or null.
+    long long num_positions;                   // Positions that are allowed.
     int max_kv_len;                            // The longest length that is allowed.
     unsigned int num_pages;                    // Pages in the pool.
     int page_size;                             // Tokens per page; 0 without pages.
@@ -185,7 +199,7 @@ struct CheckParams {
     int min_kv_len;                            // The shortest length that is allowed: the new tokens of an append.
     int query_tokens;                          // Query tokens of all sequences; of an append by slots, its tokens.
 };
-static_assert(sizeof(CheckParams) == 40, "params.rs");
+static_assert(sizeof(CheckParams) == 56, "params.rs");
 
 // Parameters of `read.cu`.
 struct ReadParams {

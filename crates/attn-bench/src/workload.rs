@@ -29,8 +29,22 @@ pub enum Operation {
     Append,
     /// The same append by slots, which CUDA's native entry has.
     AppendBySlots,
+    /// The append by slots that rotates K, and the queries of its tokens in place.
+    AppendRotary,
     /// The append by sequence, and then the decode step.
     AppendDecode,
+}
+
+impl Operation {
+    /// Whether tokens bring their slots.
+    pub fn is_by_slots(self) -> bool {
+        matches!(self, Operation::AppendBySlots | Operation::AppendRotary)
+    }
+
+    /// Whether nothing is attended.
+    pub fn is_append_alone(self) -> bool {
+        self == Operation::Append || self.is_by_slots()
+    }
 }
 
 /// One thing to measure.
@@ -185,7 +199,7 @@ impl Workload {
                 allowed: "pages of the library and contiguous caches; CUDA's native entry reads others",
             });
         }
-        if self.operation == Operation::AppendBySlots {
+        if self.operation.is_by_slots() {
             return Err(Error::Parameter {
                 what: "append to time",
                 given: "one by slots".to_owned(),
@@ -208,6 +222,10 @@ impl Workload {
         match self.operation {
             Operation::Decode => self.decode_bytes(),
             Operation::Append | Operation::AppendBySlots => self.append_bytes(),
+            // Queries of 16 bits are read and written.
+            Operation::AppendRotary => {
+                self.append_bytes() + 4 * self.problem.rows() * self.problem.head_dim
+            }
             Operation::AppendDecode => self.decode_bytes() + self.append_bytes(),
         }
     }
@@ -399,6 +417,7 @@ impl List {
             ("decode-alone", Operation::Decode, &mixed),
             ("append", Operation::Append, &mixed),
             ("append-by-slots", Operation::AppendBySlots, &mixed),
+            ("append-by-slots-rope", Operation::AppendRotary, &mixed),
             ("append-then-decode", Operation::AppendDecode, &mixed),
             (
                 "append-then-decode-one",

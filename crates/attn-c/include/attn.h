@@ -143,6 +143,8 @@ typedef struct attn_plan_config {
   size_t max_tokens;
   // What changes scores. A launch reads slopes and sinks from attn_buffers.
   struct attn_modifiers modifiers;
+  // Not 0: attn_plan_append_slots takes attn_tokens.rotary, whose kernel is loaded, too.
+  uint32_t rotary;
 } attn_plan_config;
 
 // What a plan's launches need.
@@ -222,12 +224,39 @@ typedef struct attn_buffers {
   const float *sinks;
 } attn_buffers;
 
+// Rotary positions (RoPE) of an append by slots, computed in 32 bits: K is stored as if its 32-bit rows had been rotated first. All addresses are of
+// device memory, aligned to 16 bytes.
+typedef struct attn_rotary {
+  // sizeof(attn_rotary).
+  size_t struct_size;
+  // [num_positions][rotary_dim]: of a position, the cosines of its pairs, then their sines.
+  const void *cos_sin;
+  // An attn_dtype, of cos_sin.
+  uint32_t cos_sin_dtype;
+  // Rows of cos_sin.
+  size_t num_positions;
+  // Elements of a head that are rotated, from its first on: a multiple of 4; 0: head_dim.
+  size_t rotary_dim;
+  // 0: element i and i + rotary_dim / 2 are a pair (Hugging Face's Llama, is_neox_style); else 2·i and 2·i + 1.
+  uint32_t interleaved;
+  // int64 [count]: each token's row of cos_sin. Tokens without a slot may have none; their queries stay as they are then.
+  const int64_t *positions;
+  // The tokens' queries [count][q_heads][head_dim], in the dtype of K; NULL: K alone is rotated.
+  const void *q;
+  // Where rotated queries go; NULL: into q.
+  void *q_out;
+  // Elements from one token of q to the next, a multiple of 4; 0: q_heads·head_dim.
+  size_t q_token_stride;
+  // Elements from one token of q_out to the next, a multiple of 4; 0: q_heads·head_dim. In place it is q_token_stride.
+  size_t q_out_token_stride;
+} attn_rotary;
+
 // New tokens, [tokens][kv_heads][head_dim]: those of the first sequence, then those of the next. A head's elements are contiguous; what lies
 // between rows is not read.
 typedef struct attn_tokens {
   // sizeof(attn_tokens).
   size_t struct_size;
-  // K, after RoPE.
+  // K, after RoPE; before it with rotary.
   const void *k;
   // V.
   const void *v;
@@ -241,6 +270,8 @@ typedef struct attn_tokens {
   size_t k_head_stride;
   // Elements from one head of V to the next; 0: head_dim. Device memory has no other.
   size_t v_head_stride;
+  // RoPE of K, and of queries beside it, for attn_plan_append_slots; else NULL.
+  const struct attn_rotary *rotary;
 } attn_tokens;
 
 // Which sequences attend, with how many query tokens. The last query token of a sequence stands at its last cached token: append first.
@@ -404,9 +435,11 @@ enum attn_status attn_plan_step(const struct attn_plan *plan,
 
 // Appends tokens that bring their places: enqueues the writes on stream. slots, int64 [count] in device memory: page·page_size + token of the
 // page; tokens with a negative slot are skipped. residual_pages, int32 [count] in device memory for formats that keep the newest tokens finer:
-// the residual page of the token's page, or -1 if that has none; else NULL. Of pages, the pool and the scales are read.
+// the residual page of the token's page, or -1 if that has none; else NULL. Of pages, the pool and the scales are read. With tokens->rotary, K is
+// rotated by its positions before it is stored, and the queries of the same tokens beside it; the plan was created with attn_plan_config.rotary then.
 //
-// Needs: As attn_plan_attend; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each; K and V are finite.
+// Needs: As attn_plan_attend; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each; K and V are finite, and
+// the positions of tokens with slots are rows of cos_sin.
 enum attn_status attn_plan_append_slots(const struct attn_plan *plan,
                                         const struct attn_pages *pages,
                                         const struct attn_tokens *tokens,

@@ -19,7 +19,7 @@ pub use cache::*;
 pub use device::*;
 pub use modifiers::*;
 pub use plan::*;
-pub use rows::{Rows, Tokens};
+pub use rows::{Rotary, Rows, Tokens};
 pub use status::*;
 pub use step::*;
 

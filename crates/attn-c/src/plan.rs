@@ -45,6 +45,8 @@ pub struct PlanConfig {
     pub max_tokens: usize,
     /// What changes scores. A launch reads slopes and sinks from attn_buffers.
     pub modifiers: Modifiers,
+    /// Not 0: attn_plan_append_slots takes attn_tokens.rotary, whose kernel is loaded, too.
+    pub rotary: u32,
 }
 
 // SAFETY: `repr(C)`, and `struct_size` is first.
@@ -189,7 +191,10 @@ pub unsafe extern "C" fn attn_plan_create(
         let gpu = device.cuda("plan for memory on a GPU")?;
         let handle = Plan {
             plan: gpu.prepare(&problem, format, KvLayout::Pages(pages.page_size))?,
-            append: gpu.prepare_append(&pages)?,
+            append: match given.rotary {
+                0 => gpu.prepare_append(&pages)?,
+                _ => gpu.prepare_append_rotary(&pages)?,
+            },
             layout: pages.layout()?,
             device: device.clone(),
             problem,
@@ -418,6 +423,7 @@ pub unsafe extern "C" fn attn_plan_step(
             )
         };
         tokens.check_on_device(plan.problem.head_dim)?;
+        tokens.without_rotary()?;
         let decode = plan.decode_args(&pages, &rows, &buffers)?;
         let append = AppendArgs {
             k: given("k", tokens.k)?,
@@ -445,10 +451,12 @@ pub unsafe extern "C" fn attn_plan_step(
 
 /// Appends tokens that bring their places: enqueues the writes on `stream`. `slots`, int64 `[count]` in device memory: page·page_size + token of the
 /// page; tokens with a negative slot are skipped. `residual_pages`, int32 `[count]` in device memory for formats that keep the newest tokens finer:
-/// the residual page of the token's page, or -1 if that has none; else NULL. Of `pages`, the pool and the scales are read.
+/// the residual page of the token's page, or -1 if that has none; else NULL. Of `pages`, the pool and the scales are read. With `tokens->rotary`, K is
+/// rotated by its positions before it is stored, and the queries of the same tokens beside it; the plan was created with attn_plan_config.rotary then.
 ///
 /// # Safety
-/// As attn_plan_attend; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each; K and V are finite.
+/// As attn_plan_attend; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each; K and V are finite, and
+/// the positions of tokens with slots are rows of cos_sin.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attn_plan_append_slots(
     plan: *const Plan,
@@ -464,6 +472,14 @@ pub unsafe extern "C" fn attn_plan_append_slots(
         let (plan, pages, tokens) =
             unsafe { (handle("plan", plan)?, config(pages)?, config(tokens)?) };
         tokens.check_on_device(plan.problem.head_dim)?;
+        let rotary = match tokens.rotary.is_null() {
+            true => None,
+            false => {
+                // SAFETY: this function's contract.
+                let rotary = unsafe { config(tokens.rotary) }?;
+                Some(rotary.args(plan.problem.num_q_heads, plan.layout.head_dim())?)
+            }
+        };
         let args = SlotAppendArgs {
             k: given("k", tokens.k)?,
             v: given("v", tokens.v)?,
@@ -476,6 +492,7 @@ pub unsafe extern "C" fn attn_plan_append_slots(
             k_tensor_scales: plan.scales("k_scales", pages.k_scales, plan.layout.format().k)?,
             v_tensor_scales: plan.scales("v_scales", pages.v_scales, plan.layout.format().v)?,
             tokens: count,
+            rotary,
         };
         let gpu = plan.device.cuda("plan")?;
         // SAFETY: this function's contract.

@@ -2,7 +2,10 @@
 
 use std::ffi::c_void;
 
-use attn::backends::cuda::native::Dtype as CudaDtype;
+use attn::{
+    RotaryStyle,
+    backends::cuda::native::{DeviceAddress, Dtype as CudaDtype, RotaryArgs, RotaryQueries},
+};
 
 use crate::{
     arguments::{self, Config, Dtype},
@@ -16,7 +19,7 @@ use crate::{
 pub struct Tokens {
     /// sizeof(attn_tokens).
     pub struct_size: usize,
-    /// K, after RoPE.
+    /// K, after RoPE; before it with `rotary`.
     pub k: *const c_void,
     /// V.
     pub v: *const c_void,
@@ -30,6 +33,8 @@ pub struct Tokens {
     pub k_head_stride: usize,
     /// Elements from one head of V to the next; 0: head_dim. Device memory has no other.
     pub v_head_stride: usize,
+    /// RoPE of K, and of queries beside it, for attn_plan_append_slots; else NULL.
+    pub rotary: *const Rotary,
 }
 
 // SAFETY: `repr(C)`, and `struct_size` is first.
@@ -37,11 +42,90 @@ unsafe impl Config for Tokens {
     const NAME: &'static str = "attn_tokens";
 }
 
+/// Rotary positions (RoPE) of an append by slots, computed in 32 bits: K is stored as if its 32-bit rows had been rotated first. All addresses are of
+/// device memory, aligned to 16 bytes.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Rotary {
+    /// sizeof(attn_rotary).
+    pub struct_size: usize,
+    /// `[num_positions][rotary_dim]`: of a position, the cosines of its pairs, then their sines.
+    pub cos_sin: *const c_void,
+    /// An attn_dtype, of cos_sin.
+    pub cos_sin_dtype: u32,
+    /// Rows of cos_sin.
+    pub num_positions: usize,
+    /// Elements of a head that are rotated, from its first on: a multiple of 4; 0: head_dim.
+    pub rotary_dim: usize,
+    /// 0: element i and i + rotary_dim / 2 are a pair (Hugging Face's Llama, `is_neox_style`); else 2·i and 2·i + 1.
+    pub interleaved: u32,
+    /// int64 `[count]`: each token's row of cos_sin. Tokens without a slot may have none; their queries stay as they are then.
+    pub positions: *const i64,
+    /// The tokens' queries `[count][q_heads][head_dim]`, in the dtype of K; NULL: K alone is rotated.
+    pub q: *const c_void,
+    /// Where rotated queries go; NULL: into `q`.
+    pub q_out: *mut c_void,
+    /// Elements from one token of q to the next, a multiple of 4; 0: q_heads·head_dim.
+    pub q_token_stride: usize,
+    /// Elements from one token of q_out to the next, a multiple of 4; 0: q_heads·head_dim. In place it is q_token_stride.
+    pub q_out_token_stride: usize,
+}
+
+// SAFETY: `repr(C)`, and `struct_size` is first.
+unsafe impl Config for Rotary {
+    const NAME: &'static str = "attn_rotary";
+}
+
 impl Tokens {
     /// Refuses heads that lie apart, which kernels do not read.
     pub(crate) fn check_on_device(&self, head_dim: usize) -> Result<(), Failure> {
         check_stride("k_head_stride", self.k_head_stride, head_dim)?;
         check_stride("v_head_stride", self.v_head_stride, head_dim)
+    }
+
+    /// Refuses what an append by slots alone does.
+    pub(crate) fn without_rotary(&self) -> Result<(), Failure> {
+        if self.rotary.is_null() {
+            return Ok(());
+        }
+        let sentence = "attn_tokens.rotary is set; only attn_plan_append_slots rotates, others take K after RoPE";
+        Err(Failure::new(Status::Parameter, sentence.to_owned()))
+    }
+}
+
+impl Rotary {
+    /// As the launch takes it, for so many query heads and elements of a head.
+    pub(crate) fn args(&self, q_heads: usize, head_dim: usize) -> Result<RotaryArgs, Failure> {
+        let address = |pointer: *const c_void| DeviceAddress::new(pointer as u64);
+        let row = q_heads.saturating_mul(head_dim);
+        let or = |given: usize, default: usize| if given == 0 { default } else { given };
+        let token_stride = or(self.q_token_stride, row);
+        let q = address(self.q);
+        let (out, out_token_stride) = match self.q_out.is_null() {
+            true => (q, token_stride),
+            false => (
+                address(self.q_out.cast_const()),
+                or(self.q_out_token_stride, row),
+            ),
+        };
+        Ok(RotaryArgs {
+            style: match self.interleaved {
+                0 => RotaryStyle::HalfSplit,
+                _ => RotaryStyle::Interleaved,
+            },
+            rotary_dim: or(self.rotary_dim, head_dim),
+            cos_sin: address(self.cos_sin),
+            cos_sin_dtype: on_device(self.cos_sin_dtype)?,
+            num_positions: self.num_positions,
+            positions: address(self.positions.cast()),
+            queries: (!self.q.is_null()).then_some(RotaryQueries {
+                q,
+                out,
+                heads: q_heads,
+                token_stride,
+                out_token_stride,
+            }),
+        })
     }
 }
 
@@ -101,4 +185,59 @@ pub(crate) fn on_device(dtype: u32) -> Result<CudaDtype, Failure> {
         Dtype::F16 => CudaDtype::F16,
         Dtype::Bf16 => CudaDtype::Bf16,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr;
+
+    use super::*;
+
+    const ROTARY: Rotary = Rotary {
+        struct_size: size_of::<Rotary>(),
+        cos_sin: 0x100 as *const c_void,
+        cos_sin_dtype: 2,
+        num_positions: 9,
+        rotary_dim: 0,
+        interleaved: 0,
+        positions: 0x200 as *const i64,
+        q: 0x300 as *const c_void,
+        q_out: ptr::null_mut(),
+        q_token_stride: 0,
+        q_out_token_stride: 0,
+    };
+
+    #[test]
+    fn zeros_are_the_defaults_of_a_rotation_in_place() {
+        let of = |rotary: Rotary| rotary.args(8, 128).unwrap();
+        let strides = |args: RotaryArgs| {
+            let queries = args.queries.unwrap();
+            let addresses = (queries.q.get(), queries.out.get());
+            (addresses, queries.token_stride, queries.out_token_stride)
+        };
+        let args = of(ROTARY);
+        assert_eq!((args.style, args.rotary_dim), (RotaryStyle::HalfSplit, 128));
+        assert_eq!((args.cos_sin.get(), args.positions.get()), (0x100, 0x200));
+        assert_eq!(
+            (args.cos_sin_dtype, args.num_positions),
+            (CudaDtype::Bf16, 9)
+        );
+        assert_eq!(strides(args), ((0x300, 0x300), 1024, 1024));
+        let (mut apart, mut own, mut none) = (ROTARY, ROTARY, ROTARY);
+        (apart.q_token_stride, apart.q_out_token_stride) = (1536, 7);
+        assert_eq!(strides(of(apart)), ((0x300, 0x300), 1536, 1536));
+        (own.q_out, own.q_token_stride) = (0x400 as *mut c_void, 1536);
+        assert_eq!(strides(of(own)), ((0x300, 0x400), 1536, 1024));
+        own.q_out_token_stride = 2048;
+        assert_eq!(strides(of(own)), ((0x300, 0x400), 1536, 2048));
+        (none.q, none.interleaved, none.rotary_dim) = (ptr::null(), 1, 64);
+        let args = of(none);
+        assert!(args.queries.is_none());
+        assert_eq!(
+            (args.style, args.rotary_dim),
+            (RotaryStyle::Interleaved, 64)
+        );
+        none.cos_sin_dtype = 7;
+        assert!(none.args(8, 128).is_err());
+    }
 }

@@ -163,6 +163,7 @@ pub unsafe extern "C" fn attn_cache_append(
     let work = |_: &attn::Device, state: &mut State| {
         // SAFETY: this function's contract.
         let (appends, tokens) = unsafe { (counts(appends, count)?, config(tokens)?) };
+        tokens.without_rotary()?;
         let all = appends
             .iter()
             .fold(0usize, |n, a| n.saturating_add(a.tokens));
@@ -271,6 +272,7 @@ pub unsafe extern "C" fn attn_cache_append_on(
     let work = |device: &attn::Device, state: &mut State| {
         // SAFETY: this function's contract.
         let (appends, tokens) = unsafe { (counts(appends, count)?, config(tokens)?) };
+        tokens.without_rotary()?;
         let description = state.cache.config();
         tokens.check_on_device(description.head_dim)?;
         let row = description.num_kv_heads * description.head_dim;

@@ -61,6 +61,7 @@ fn tokens(k: &[f32], v: &[f32]) -> Tokens {
         v_token_stride: 0,
         k_head_stride: 0,
         v_head_stride: 0,
+        rotary: ptr::null(),
     }
 }
 
@@ -391,15 +392,22 @@ fn a_plan_needs_a_gpu() {
         q_lens: ptr::null(),
         max_tokens: 64,
         modifiers: PLAIN,
+        rotary: 1,
     };
     let mut plan = ptr::null_mut();
     // SAFETY: the arguments are this function's own; the device refuses before it reads an address.
     unsafe {
         let status = attn_plan_create(handles.device, &config, &mut plan);
         refused(status, Status::Device, "cpu");
-        let new = tokens(&[], &[]);
+        let mut new = tokens(&[], &[]);
         let status = attn_cache_append_on(handles.cache, ptr::null(), 0, &new, ptr::null_mut());
         refused(status, Status::Device, "cpu");
+        // Caches take K after RoPE; the struct is not read.
+        new.rotary = ptr::dangling();
+        let status = attn_cache_append_on(handles.cache, ptr::null(), 0, &new, ptr::null_mut());
+        refused(status, Status::Parameter, "attn_tokens.rotary");
+        let status = attn_cache_append(handles.cache, ptr::null(), 0, &new);
+        refused(status, Status::Parameter, "attn_tokens.rotary");
     }
     assert!(plan.is_null());
 }

@@ -212,6 +212,7 @@ impl DeviceSteps {
             k_tensor_scales,
             v_tensor_scales,
             tokens: writes.len(),
+            rotary: None,
         };
         // SAFETY: this function's contract; the lists are copied ahead on the same stream.
         let launched = unsafe { self.gpu.append_slots_on(&self.append, stream, &args) };

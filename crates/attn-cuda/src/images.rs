@@ -224,6 +224,7 @@ mod tests {
                 format: attn_core::KvFormat::INT4,
                 head_dim: 80,
                 page_size: 64,
+                rotary: false,
             };
             let import = Instance::Import {
                 format: "fp8/int8-g32".parse().unwrap(),

@@ -10,12 +10,13 @@ pub use crate::{
     error::failed,
     images::image,
     native::{
-        append::{append_grid, append_params, slot_append_grid, slot_append_params},
+        append::{append_grid, append_params},
         copy_pages::{copy_pages_grid, copy_pages_params},
         export::{export_grid, export_params},
         launch_plan::LaunchPlan,
         merge_states::{merge_states_grid, merge_states_params},
         read::{NativeRead, check_native, prepare_read, read_on},
+        slots::{slot_append_grid, slot_append_params},
     },
     sizes::product,
 };

@@ -177,6 +177,7 @@ impl CudaPages {
                 format,
                 head_dim: config.head_dim,
                 page_size,
+                rotary: false,
             },
             0,
         )?;

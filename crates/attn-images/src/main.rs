@@ -10,7 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use attn_bench::{cuda::layout, workloads};
+use attn_bench::{Operation, cuda::layout, workloads};
 use attn_conformance::{Case, Size, random, table};
 use attn_core::{KvFormat, Problem};
 use attn_cuda::internals;
@@ -36,6 +36,7 @@ fn add(all: &mut Vec<Instance>, problem: &Problem, format: KvFormat, layout: KvL
             format,
             head_dim: problem.head_dim,
             page_size,
+            rotary: false,
         });
     }
     if covered(format, layout).is_ok() {
@@ -54,6 +55,14 @@ fn timed(arch: Arch) -> Vec<Instance> {
     for workload in workloads() {
         let layout = layout(&workload);
         add(&mut all, &workload.problem, workload.format, layout, arch);
+        if workload.operation == Operation::AppendRotary {
+            all.push(Instance::Append {
+                format: workload.format,
+                head_dim: workload.problem.head_dim,
+                page_size: workload.page_size,
+                rotary: true,
+            });
+        }
     }
     once(all, arch)
 }

@@ -18,7 +18,7 @@ mod model;
 pub mod perplexity;
 mod tokenizer;
 
-pub use config::{ModelConfig, Rope, RopePairs, RopeScaling};
+pub use config::{ModelConfig, Rope};
 pub use error::Error;
 pub use generate::{Generation, Options, generate};
 pub use kv::{ExactKv, Kv, PagedKv};

@@ -1,6 +1,6 @@
 //! A Llama-type model, and its forward pass over tokens of several sequences.
 
-use attn::Append;
+use attn::{Append, RotaryTable};
 use rayon::prelude::*;
 
 use crate::{config::ModelConfig, error::Error, kv::Kv, linear::Linear};
@@ -13,7 +13,6 @@ pub struct Model {
     pub(crate) layers: Vec<Layer>,
     pub(crate) norm: Vec<f32>,
     pub(crate) output: Linear,
-    pub(crate) frequencies: Vec<f32>,
 }
 
 pub(crate) struct Layer {
@@ -98,6 +97,8 @@ impl Model {
                 len - append.tokens..len
             })
             .collect();
+        // A row for each token.
+        let table = self.config.rope.rotary.table(positions.into_iter())?;
         let hidden = self.config.hidden;
         let tokens = pieces.iter().flat_map(|piece| piece.tokens);
         let mut x: Vec<f32> = tokens
@@ -105,7 +106,7 @@ impl Model {
             .copied()
             .collect();
         for (i, layer) in self.layers.iter().enumerate() {
-            self.attend(i, layer, &mut x, &positions, kv)?;
+            self.attend(i, layer, &mut x, &table, kv)?;
             self.feed_forward(layer, &mut x)?;
         }
         if wanted == Wanted::Last {
@@ -140,13 +141,13 @@ impl Model {
         }
     }
 
-    /// Adds an attention layer's output to `x`.
+    /// Adds an attention layer's output to `x`; `table` has a row for each token.
     fn attend(
         &self,
         index: usize,
         layer: &Layer,
         x: &mut [f32],
-        positions: &[usize],
+        table: &RotaryTable,
         kv: &mut dyn Kv,
     ) -> Result<(), Error> {
         let normalized = self.normalized(x, &layer.attention_norm);
@@ -157,13 +158,11 @@ impl Model {
             if let Some(norm) = norm {
                 *x = self.normalized(x, norm);
             }
-            let width = x.len() / positions.len();
-            let rows = x.par_chunks_mut(width).zip(positions);
-            rows.for_each(|(row, &position)| {
-                let dim = self.config.heads.dim;
-                let rope = &self.config.rope;
-                rope.turn(row, dim, position, &self.frequencies);
-            });
+            let width = x.len() / table.len();
+            let rows = x.par_chunks_mut(width).enumerate();
+            let dim = self.config.heads.dim;
+            let style = self.config.rope.style;
+            rows.try_for_each(|(token, row)| table.rotate(style, row, dim, token))?;
         }
         let mut out = vec![0.0; q.len()];
         kv.attend(index, &q, &k, &v, &mut out)?;

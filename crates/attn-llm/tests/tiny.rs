@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, fs, path::PathBuf, sync::Arc};
 
-use attn::{Append, DecodeAttention, KvFormat};
+use attn::{Append, DecodeAttention, KvFormat, Rotary, RotaryScaling, RotaryStyle};
 use attn_llm::{
     Comparison, Error, ExactKv, Kv, Model, Options, PagedKv, Piece, Tokenizer, Wanted,
     generate::room,
@@ -536,6 +536,54 @@ fn safetensors_give_the_model_and_tokens_of_the_gguf_file() {
 }
 
 #[test]
+fn scalings_of_a_config_are_the_frequencies_of_their_formulas() {
+    let of_config = |scaling: &str| {
+        let folder = folder();
+        let path = folder.0.path().join("config.json");
+        let json = fs::read_to_string(path).unwrap();
+        folder.write("config.json", json.replace("null", scaling));
+        let (model, _) = attn_llm::load(folder.0.path(), &mut |_, _| ()).unwrap();
+        assert_eq!(model.config().rope.style, RotaryStyle::HalfSplit);
+        model.config().rope.rotary.clone()
+    };
+    let yarn = |original_context, beta_fast, truncate, attention_factor| RotaryScaling::Yarn {
+        factor: 4.0,
+        original_context,
+        beta_fast,
+        beta_slow: 1.0,
+        truncate,
+        attention_factor,
+    };
+    for (json, scaling) in [
+        ("null", RotaryScaling::None),
+        (
+            r#"{"type":"linear","factor":2.5}"#,
+            RotaryScaling::Linear { factor: 2.5 },
+        ),
+        (
+            r#"{"rope_type":"llama3","factor":8,"low_freq_factor":1,"high_freq_factor":4,"original_max_position_embeddings":50}"#,
+            RotaryScaling::Llama3 {
+                factor: 8.0,
+                low_freq_factor: 1.0,
+                high_freq_factor: 4.0,
+                original_context: 50.0,
+            },
+        ),
+        (
+            r#"{"rope_type":"yarn","factor":4.0}"#,
+            yarn(CONTEXT as f64, 32.0, true, None),
+        ),
+        (
+            r#"{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":700,"beta_fast":20,"truncate":false,"attention_factor":0.9}"#,
+            yarn(700.0, 20.0, false, Some(0.9)),
+        ),
+    ] {
+        let want = Rotary::new(DIM, f64::from(BASE), &scaling).unwrap();
+        assert_eq!(of_config(json), want, "{json}");
+    }
+}
+
+#[test]
 fn damaged_safetensors_are_refused_with_a_sentence() {
     let refusal = |name: &str, change: &dyn Fn(&mut Vec<u8>)| {
         let folder = folder();
@@ -556,13 +604,24 @@ fn damaged_safetensors_are_refused_with_a_sentence() {
         *bytes = json.replace("qwen3", "gemma").into_bytes();
     });
     assert!(text.contains("gemma; supported: llama, mistral"), "{text}");
-    let text = refusal("config.json", &|bytes| {
-        let json = String::from_utf8(bytes.clone()).unwrap();
-        *bytes = json
-            .replace("null", "{\"rope_type\":\"yarn\"}")
-            .into_bytes();
-    });
-    assert!(text.contains("yarn; supported: default, linear"), "{text}");
+    let scaled = |scaling: &str| {
+        refusal("config.json", &|bytes| {
+            let json = String::from_utf8(bytes.clone()).unwrap();
+            *bytes = json.replace("null", scaling).into_bytes();
+        })
+    };
+    for (scaling, words) in [
+        (
+            r#"{"rope_type":"dynamic"}"#,
+            "dynamic; supported: default, linear, llama3, yarn",
+        ),
+        (r#"{"rope_type":"yarn"}"#, "no number factor"),
+        (r#"{"type":"yarn","factor":4,"mscale":1}"#, "mscale"),
+        (r#"{"type":"linear","factor":0}"#, "frequency"),
+    ] {
+        let text = scaled(scaling);
+        assert!(text.contains(words), "{text}");
+    }
 }
 
 #[test]

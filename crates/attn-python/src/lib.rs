@@ -12,6 +12,8 @@ mod modifiers;
 #[cfg(feature = "cuda")]
 mod native;
 #[cfg(feature = "cuda")]
+mod rotary;
+#[cfg(feature = "cuda")]
 mod transfer;
 
 use attn::BackendId;

@@ -18,6 +18,7 @@ use crate::{
     errors,
     gpu::{Gpu, OnDevice, stream_of},
     modifiers::Modifiers,
+    rotary::RotaryArrays,
 };
 
 /// The description of a plan, attribute by attribute of Python's.
@@ -32,6 +33,8 @@ pub struct PlanOptions {
     max_kv_len: usize,
     /// Whether pages are another engine's, of rows.
     rows: bool,
+    /// Whether appends by slots take rotary positions.
+    rotary: bool,
     modifiers: Modifiers,
 }
 
@@ -501,7 +504,10 @@ impl Plan {
                 true => (KvLayout::PagedRows(options.page_size), None, None),
                 false => (
                     KvLayout::Pages(options.page_size),
-                    Some(gpu.prepare_append(&config)?),
+                    Some(match options.rotary {
+                        true => gpu.prepare_append_rotary(&config)?,
+                        false => gpu.prepare_append(&config)?,
+                    }),
                     Some(gpu.prepare_export(layout)?),
                 ),
             };
@@ -602,22 +608,30 @@ impl Plan {
             .map_err(errors::of)
     }
 
+    /// `kv` are K and V.
+    #[pyo3(signature = (pages, kv, slots, stream, rotary = None))]
     fn append_slots(
         &self,
         py: Python<'_>,
         pages: PageArrays<'_>,
-        k: &Bound<'_, PyCapsule>,
-        v: &Bound<'_, PyCapsule>,
+        kv: (Bound<'_, PyCapsule>, Bound<'_, PyCapsule>),
         slots: &Bound<'_, PyCapsule>,
         stream: u64,
+        rotary: Option<RotaryArrays<'_>>,
     ) -> PyResult<()> {
         let gpu = self.gpu.cuda()?;
         let pool = self.pool(&pages.pool)?;
-        let ([k, v], dtype, [k_token_stride, v_token_stride], tokens) = self.new_tokens(k, v)?;
+        let ([k, v], dtype, [k_token_stride, v_token_stride], tokens) =
+            self.new_tokens(&kv.0, &kv.1)?;
         let has_window = self.layout.format().window() != Window::None;
         let residual_bytes = if has_window { 4 * tokens } else { 0 };
         let [k_tensor_scales, v_tensor_scales] = self.scales([&pages.k_scales, &pages.v_scales])?;
         let append = self.append()?;
+        let shape = [tokens, self.problem.num_q_heads, self.layout.head_dim()];
+        let rotary = match rotary {
+            None => None,
+            Some(rotary) => Some(rotary.args(&self.gpu, dtype, shape)?),
+        };
         let args = SlotAppendArgs {
             k,
             v,
@@ -636,8 +650,9 @@ impl Plan {
             k_tensor_scales,
             v_tensor_scales,
             tokens,
+            rotary,
         };
-        // SAFETY: as for `attend`; slots are the caller's contract.
+        // SAFETY: as for `attend`; slots and positions are the caller's contract.
         py.detach(|| unsafe { gpu.append_slots_on(append, stream_of(stream), &args) })
             .map_err(errors::of)
     }

@@ -205,6 +205,46 @@ def test_slots_and_ragged_queries(rng):
     assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_slots_with_rotary_positions(rng, interleaved):
+    import attn.torch
+
+    plan = plan_of("int8", [1], rotary=True)
+    without = plan_of("int8", [1])
+    dim, tokens = 64, 70
+    frequencies = 1e4 ** (-torch.arange(0, dim, 2) / dim)
+    angles = torch.arange(512)[:, None] * frequencies
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).float().cuda()
+    positions = (torch.arange(tokens) * 7).cuda()
+
+    def turned(x):
+        # Each product and sum of float32 is rounded by itself.
+        cos, sin = (part[:, None] for part in cos_sin[positions].chunk(2, 1))
+        a, b = (x[..., :dim:2], x[..., 1:dim:2]) if interleaved else (x[..., : dim // 2], x[..., dim // 2 : dim])
+        pairs = (a * cos - b * sin, b * cos + a * sin)
+        first = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
+        return torch.cat([first, x[..., dim:]], -1)
+
+    k, v = (on_gpu(rows(rng, tokens, 2, 128)) for _ in "kv")
+    fused = on_gpu(rows(rng, tokens, 9, 128))
+    q, behind = fused[:, :8], fused[:, 8:].clone()
+    slots = torch.arange(tokens).cuda()
+    pool, wanted, q_wanted = plan.new_pool(2), plan.new_pool(2), turned(q)
+    plan.append_slots(k, v, pool, slots, rotary=attn.torch.Rotary(cos_sin, positions, q, interleaved))
+    without.append_slots(turned(k), v, wanted, slots)
+    assert torch.equal(pool, wanted) and torch.equal(q, q_wanted) and torch.equal(fused[:, 8:], behind)
+    alone = plan.new_pool(2)
+    plan.append_slots(k, v, alone, slots, rotary=attn.torch.Rotary(cos_sin, positions, interleaved=interleaved))
+    assert torch.equal(alone, wanted)
+    with pytest.raises(attn.ParameterError, match="rotary"):
+        without.append_slots(k, v, pool, slots, rotary=attn.torch.Rotary(cos_sin, positions))
+    for wrong in [(cos_sin[0], positions), (cos_sin, positions[1:]), (cos_sin, positions.int()), (cos_sin, positions, q[:, 1:])]:
+        with pytest.raises(attn.ShapeError):
+            plan.append_slots(k, v, pool, slots, rotary=attn.torch.Rotary(*wrong))
+    with pytest.raises(attn.ParameterError, match="rotary_dim"):
+        plan.append_slots(k, v, pool, slots, rotary=attn.torch.Rotary(cos_sin[:, :6].contiguous(), positions))
+
+
 def test_torch_compile_keeps_the_operator(rng):
     plan = plan_of("int8", [1] * 2)
     pool, table = plan.new_pool(16), torch.arange(16, dtype=torch.int32).view(2, 8).cuda()

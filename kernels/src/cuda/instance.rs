@@ -78,6 +78,8 @@ pub enum Instance {
         head_dim: usize,
         /// Tokens per page.
         page_size: usize,
+        /// Whether K and queries are rotated by their positions; such a kernel takes slots alone (`ATTN_ROTARY`).
+        rotary: bool,
     },
     /// `import.cu`.
     Import {
@@ -260,8 +262,13 @@ impl Instance {
                 format,
                 head_dim,
                 page_size,
+                rotary,
+            } => {
+                let mut all = of_format(format, head_dim, page_size);
+                all.push(("ATTN_ROTARY", usize::from(rotary)));
+                all
             }
-            | Instance::Import {
+            Instance::Import {
                 format,
                 head_dim,
                 page_size,
@@ -348,11 +355,14 @@ pub fn common(arch: Arch) -> Vec<Instance> {
     let mut all = vec![Instance::Check, Instance::CopyPages, Instance::MergeStates];
     for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::Bf16)] {
         for head_dim in [64, 128] {
-            all.push(Instance::Append {
-                format,
-                head_dim,
-                page_size: 64,
-            });
+            for rotary in [false, true] {
+                all.push(Instance::Append {
+                    format,
+                    head_dim,
+                    page_size: 64,
+                    rotary,
+                });
+            }
             for rows in [8, 16] {
                 let problem = Problem::new(
                     Heads {

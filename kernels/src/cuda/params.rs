@@ -223,6 +223,20 @@ blocks! {
         v_token_stride: i64 = "long long",
         /// Bytes from one page to the next.
         page_stride: u64 = "unsigned long long",
+        /// With rotary positions: [num_positions][rotary_dim], the cosines of a position's pairs, then their sines.
+        cos_sin: u64 = "const void*",
+        /// With rotary positions: i64 [tokens].
+        positions: u64 = "const long long*",
+        /// With rotary positions: queries [tokens][num_q_heads][head_dim], in K's number format, or null.
+        q: u64 = "const void*",
+        /// Where rotated queries go.
+        q_out: u64 = "void*",
+        /// Elements from one token of q to the next.
+        q_token_stride: i64 = "long long",
+        /// Elements from one token of q_out to the next.
+        q_out_token_stride: i64 = "long long",
+        /// Rows of cos_sin.
+        num_positions: i64 = "long long",
         /// New tokens of each sequence; those of sequence b start at b * tokens. With slots: all new tokens.
         tokens: i32 = "int",
         /// Sequences.
@@ -237,6 +251,16 @@ blocks! {
         is_followed: i32 = "int",
         /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
         residual_ring: u32 = "unsigned int",
+        /// Query heads that are rotated.
+        num_q_heads: i32 = "int",
+        /// Elements of a head that are rotated, a multiple of 4.
+        rotary_dim: i32 = "int",
+        /// Number format of cos_sin: Dtype.
+        cos_sin_dtype: i32 = "int",
+        /// Whether pairs are neighbours; else half of rotary_dim lies between them.
+        is_interleaved: i32 = "int",
+        /// Unused: the size is a multiple of 8.
+        reserved: u32 = "unsigned int",
     }
 
     /// Parameters of `import.cu`.
@@ -361,6 +385,10 @@ blocks! {
         report: u64 = "int*",
         /// Slots of an append, as in AppendParams, or null.
         slots: u64 = "const long long*",
+        /// Positions of the slots' tokens, as in AppendParams, or null.
+        positions: u64 = "const long long*",
+        /// Positions that are allowed.
+        num_positions: i64 = "long long",
         /// The longest length that is allowed.
         max_kv_len: i32 = "int",
         /// Pages in the pool.

@@ -187,7 +187,7 @@ impl CudaTimer {
     fn rotate(&mut self, workload: &Workload, cache_bytes: usize) -> Result<Rotation, Error> {
         let copy_bytes = cache_bytes.max(workload.bytes()).next_multiple_of(256);
         let copies = match workload.operation {
-            Operation::Append | Operation::AppendBySlots => APPEND_COPIES,
+            operation if operation.is_append_alone() => APPEND_COPIES,
             _ => ROTATED
                 .div_ceil(workload.cache_bytes())
                 .clamp(1, MOST_COPIES),
@@ -310,7 +310,7 @@ impl CudaTimer {
             batch: step.kv_lens.len(),
             ..pages.append_args(self, copy, step.scales, kv_lens, 1)
         };
-        if work == Operation::AppendBySlots {
+        if work.is_by_slots() {
             let args = pages.slot_append_args(self, copy, step.scales);
             // SAFETY: as for decode; the slots are those of each sequence's last token, in pages of its own.
             return unsafe { self.gpu.append_slots_on(append, stream, &args) };

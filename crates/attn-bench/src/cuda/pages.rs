@@ -1,11 +1,14 @@
 //! Pools of pages to time: filled once by the append kernel, then copied.
 
-use attn_core::{CacheConfig, Error, Heads};
-use attn_cuda::native::{AppendArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend, SlotAppendArgs};
+use attn_core::{CacheConfig, Error, Heads, Problem, Rotary, RotaryScaling, RotaryStyle};
+use attn_cuda::native::{
+    AppendArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend, RotaryArgs, RotaryQueries,
+    SlotAppendArgs,
+};
 use cudarc::driver::CudaSlice;
 
 use super::{Buffers, CudaTimer, NOISE, Rotation};
-use crate::workload::{Operation, Workload};
+use crate::workload::{Operation, Workload, noise};
 
 /// The table of a pool that lies in the arena.
 pub(super) struct Pages {
@@ -20,8 +23,61 @@ pub(super) struct Pages {
     slots: Option<CudaSlice<i64>>,
     /// The residual pages of these tokens, where the format has a window.
     slot_residuals: Option<CudaSlice<u32>>,
+    /// What an append rotates K by.
+    rotary: Option<Box<OnDevice>>,
     /// Elements of a token's K.
     row: usize,
+}
+
+/// Rotary positions of the sequences' last tokens, and their queries.
+struct OnDevice {
+    cos_sin: CudaSlice<f32>,
+    num_positions: usize,
+    positions: CudaSlice<i64>,
+    /// bf16 `[batch][heads][dim]`.
+    q: CudaSlice<u16>,
+    heads: usize,
+    dim: usize,
+}
+
+impl OnDevice {
+    fn new(buffers: &Buffers, problem: &Problem) -> Result<Self, Error> {
+        let (heads, dim) = (problem.num_q_heads, problem.head_dim);
+        let longest = problem.kv_lens.iter().copied().max().unwrap_or(0).max(1);
+        let table = Rotary::new(dim, 5e5, &RotaryScaling::None)?.table(0..longest)?;
+        // `supports` has refused empty sequences.
+        let positions: Vec<i64> = problem.kv_lens.iter().map(|len| *len as i64 - 1).collect();
+        let q = noise(7, positions.len() * heads * dim).into_iter();
+        let q: Vec<u16> = q.map(|x| (x.to_bits() >> 16) as u16).collect();
+        Ok(OnDevice {
+            cos_sin: buffers.upload(table.cos_sin())?,
+            num_positions: longest,
+            positions: buffers.upload(&positions)?,
+            q: buffers.upload(&q)?,
+            heads,
+            dim,
+        })
+    }
+
+    fn args(&self, buffers: &Buffers) -> RotaryArgs {
+        let q = buffers.address(&self.q);
+        let stride = self.heads * self.dim;
+        RotaryArgs {
+            style: RotaryStyle::HalfSplit,
+            rotary_dim: self.dim,
+            cos_sin: buffers.address(&self.cos_sin),
+            cos_sin_dtype: Dtype::F32,
+            num_positions: self.num_positions,
+            positions: buffers.address(&self.positions),
+            queries: Some(RotaryQueries {
+                q,
+                out: q,
+                heads: self.heads,
+                token_stride: stride,
+                out_token_stride: stride,
+            }),
+        }
+    }
 }
 
 impl Pages {
@@ -70,6 +126,7 @@ impl Pages {
             k_tensor_scales: scales[0],
             v_tensor_scales: scales[1],
             tokens: slots.map_or(0, CudaSlice::len),
+            rotary: self.rotary.as_ref().map(|rotary| rotary.args(buffers)),
         }
     }
 
@@ -155,7 +212,10 @@ pub(super) fn fill(
     let total: usize = counts.iter().sum();
     let stride = counts.iter().copied().max().unwrap_or(0).max(1);
     config.num_pages = total + batch * slots;
-    let append = timer.gpu.prepare_append(&config)?;
+    let append = match workload.operation {
+        Operation::AppendRotary => timer.gpu.prepare_append_rotary(&config)?,
+        _ => timer.gpu.prepare_append(&config)?,
+    };
     let rotation = timer.rotate(workload, config.num_pages * page_bytes)?;
     // Behind the home pages, those of one sequence after the other.
     let residuals: Vec<u32> = (total as u32..config.num_pages as u32).collect();
@@ -171,6 +231,7 @@ pub(super) fn fill(
             },
             slots: None,
             slot_residuals: None,
+            rotary: None,
             residual_slots: slots,
             row: heads * dim,
         })
@@ -180,7 +241,10 @@ pub(super) fn fill(
     let in_order = pages(&(0..first as u32).collect::<Vec<_>>(), first)?;
     let table = scattered(&counts, stride);
     let mut scattered = pages(&table, stride)?;
-    if workload.operation == Operation::AppendBySlots {
+    if workload.operation == Operation::AppendRotary {
+        scattered.rotary = Some(Box::new(OnDevice::new(&timer.buffers, problem)?));
+    }
+    if workload.operation.is_by_slots() {
         // `supports` has refused empty sequences.
         let last = problem.kv_lens.iter().map(|len| len - 1).enumerate();
         let slot = |(b, at)| {

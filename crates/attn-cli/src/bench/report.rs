@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use attn::{KvFormat, Scheme};
-use attn_bench::{Operation, Workload};
+use attn_bench::Workload;
 use serde_json::{Value, json};
 
 use crate::{
@@ -64,7 +64,7 @@ fn rate(row: &Row, us: f64) -> String {
 /// 10^12 operations of both products a second; of an append none count.
 fn tflop_per_s(row: &Row, us: f64) -> f64 {
     match row.workload.operation {
-        Operation::Append | Operation::AppendBySlots => 0.0,
+        operation if operation.is_append_alone() => 0.0,
         _ => row.workload.decode_flops() / us / 1e6,
     }
 }

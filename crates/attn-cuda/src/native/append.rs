@@ -66,72 +66,6 @@ pub struct AppendArgs {
     pub tokens: usize,
 }
 
-/// Device addresses of one append launch in which every token brings its place, as engines with a `slot_mapping` have it: any number of tokens
-/// of any sequences.
-#[derive(Debug, Clone, Copy)]
-pub struct SlotAppendArgs {
-    /// New K `[tokens][num_kv_heads][head_dim]`.
-    pub k: DeviceAddress,
-    /// New V `[tokens][num_kv_heads][head_dim]`.
-    pub v: DeviceAddress,
-    /// Number format of `k` and `v`.
-    pub dtype: Dtype,
-    /// Elements from one token of K to the next.
-    pub k_token_stride: usize,
-    /// Elements from one token of V to the next.
-    pub v_token_stride: usize,
-    /// The pool.
-    pub pool: Pages,
-    /// i64 `[tokens]`: `page · page_size + token of the page`; a token with a negative slot is skipped.
-    pub slots: DeviceAddress,
-    /// u32 `[tokens]`: the residual page of the token's page, or `u32::MAX` if that keeps none (as for all but a sequence's last
-    /// [`KvFormat::residual_slots`](attn_core::KvFormat::residual_slots) pages); null where no scheme has a window.
-    pub residual_pages: DeviceAddress,
-    /// f32 `[num_kv_heads]`, or null.
-    pub k_tensor_scales: DeviceAddress,
-    /// f32 `[num_kv_heads]`, or null.
-    pub v_tensor_scales: DeviceAddress,
-    /// Tokens, skipped ones included.
-    pub tokens: usize,
-}
-
-/// The kernel's parameter block of an append by slots.
-///
-/// # Errors
-/// [`Error::Parameter`] for a number that needs more than 31 bits, for pages that overlap, for slots that are null, and for residual pages that are missing.
-pub fn slot_append_params(
-    args: &SlotAppendArgs,
-    layout: &PageLayout,
-) -> Result<AppendParams, Error> {
-    if args.slots == DeviceAddress::NULL {
-        return Err(Error::Parameter {
-            what: "slots",
-            given: "null".into(),
-            allowed: "an i64 for each token; append_on takes places from kv_lens",
-        });
-    }
-    args.pool.check(layout.page_bytes())?;
-    sizes::has_residual_pages(layout.format(), layout.page_size(), args.residual_pages)?;
-    let [k_token_stride, v_token_stride, _] =
-        sizes::strides([args.k_token_stride, args.v_token_stride, 0]);
-    Ok(AppendParams {
-        k: args.k.get(),
-        v: args.v.get(),
-        pool: args.pool.at.get(),
-        page_stride: args.pool.stride as u64,
-        residual_pages: args.residual_pages.get(),
-        slots: args.slots.get(),
-        k_tensor_scales: args.k_tensor_scales.get(),
-        v_tensor_scales: args.v_tensor_scales.get(),
-        k_token_stride,
-        v_token_stride,
-        tokens: sizes::int("tokens to append", args.tokens)?,
-        num_kv_heads: sizes::int("num_kv_heads", layout.num_kv_heads())?,
-        dtype: args.dtype.code(),
-        ..AppendParams::default()
-    })
-}
-
 /// The kernel's parameter block; `is_followed` by a decode that knows what is appended.
 ///
 /// # Errors
@@ -158,7 +92,6 @@ pub fn append_params(
             args.residual_pages,
         )?,
         kv_lens: args.kv_lens.get(),
-        slots: 0,
         k_tensor_scales: args.k_tensor_scales.get(),
         v_tensor_scales: args.v_tensor_scales.get(),
         k_token_stride,
@@ -169,6 +102,7 @@ pub fn append_params(
         page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
         dtype: args.dtype.code(),
         is_followed: i32::from(is_followed),
+        ..AppendParams::default()
     })
 }
 
@@ -193,6 +127,8 @@ pub struct NativeAppend {
     pub(super) layout: PageLayout,
     pub(super) kernel: Arc<LoadedKernel>,
     pub(super) check: Option<Arc<LoadedKernel>>,
+    /// The kernel of appends by slots that rotate; none where it was not prepared.
+    pub(super) rotary: Option<Arc<LoadedKernel>>,
 }
 
 /// Heads of a CTA that takes one token of each: two warps of its eight have a head's K and V.
@@ -209,33 +145,6 @@ pub fn append_grid(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize;
     }
     let (columns, threads) = (heads.div_ceil(HEADS), 64 * heads.min(HEADS));
     ([columns, batch, 1], threads)
-}
-
-/// The same for an append by slots.
-#[must_use]
-pub fn slot_append_grid(layout: &PageLayout, tokens: usize) -> ([usize; 3], usize) {
-    let ([columns, ..], threads) = append_grid(layout, 1, 1);
-    ([tokens, columns, 1], threads)
-}
-
-/// Enqueues one append by slots.
-///
-/// # Safety
-/// Those of `CudaBackend::append_slots_on`; the device's context is current.
-pub(crate) unsafe fn launch_slot_append(
-    append: &NativeAppend,
-    stream: sys::CUstream,
-    args: &SlotAppendArgs,
-) -> Result<(), Error> {
-    let mut params = slot_append_params(args, &append.layout)?;
-    if args.tokens == 0 {
-        return Ok(());
-    }
-    let (grid, threads) = slot_append_grid(&append.layout, args.tokens);
-    let mut arguments = [(&raw mut params).cast::<c_void>()];
-    // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.
-    unsafe { append.kernel.launch(stream, grid, threads, &mut arguments) }
-        .map_err(failed("appending by slots"))
 }
 
 /// Enqueues one append.
@@ -312,40 +221,6 @@ mod tests {
                 assert!(matches!(refused, Err(Error::Parameter { .. })), "{args:?}");
             }
         }
-    }
-
-    #[test]
-    fn slots_are_needed_and_residual_pages_where_a_scheme_has_a_window() {
-        let a = args();
-        let given = SlotAppendArgs {
-            k: a.k,
-            v: a.v,
-            dtype: Dtype::Bf16,
-            k_token_stride: 256,
-            v_token_stride: 512,
-            pool: a.pool,
-            slots: DeviceAddress::new(0x200),
-            residual_pages: a.residual_pages,
-            k_tensor_scales: a.k_tensor_scales,
-            v_tensor_scales: a.v_tensor_scales,
-            tokens: 9,
-        };
-        let params = slot_append_params(&given, &layout()).unwrap();
-        assert_eq!((params.slots, params.tokens, params.dtype), (0x200, 9, 2));
-        assert_eq!((params.k_token_stride, params.v_token_stride), (256, 512));
-        let [mut slots, mut residuals, mut tokens] = [given; 3];
-        slots.slots = DeviceAddress::NULL;
-        residuals.residual_pages = DeviceAddress::NULL;
-        tokens.tokens = 1 << 31;
-        for (args, what) in [
-            (slots, "slots"),
-            (residuals, "residual_pages"),
-            (tokens, "tokens"),
-        ] {
-            let refused = slot_append_params(&args, &layout()).unwrap_err();
-            assert!(refused.to_string().contains(what), "{refused}");
-        }
-        assert_eq!(slot_append_grid(&layout(), 70_000), ([70_000, 1, 1], 128));
     }
 
     #[test]

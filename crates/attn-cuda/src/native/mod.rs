@@ -56,10 +56,12 @@ pub(crate) mod merge_states;
 mod pages;
 mod query_blocks;
 pub(crate) mod read;
+mod rotary;
 mod rows;
+pub(crate) mod slots;
 
-pub use append::{AppendArgs, Dtype, NativeAppend, SlotAppendArgs};
-pub(crate) use append::{check_heads, launch_append, launch_slot_append};
+pub use append::{AppendArgs, Dtype, NativeAppend};
+pub(crate) use append::{check_heads, launch_append};
 pub use attn_kernels::cuda::KvLayout;
 pub use copy_pages::{CopyPagesArgs, NativeCopyPages};
 pub use export::{ExportArgs, NativeExport};
@@ -68,6 +70,8 @@ pub(crate) use import::{launch_import, prepare_import};
 pub(crate) use launch_plan::{LaunchPlan, choose};
 pub use merge_states::{MergeStatesArgs, NativeMergeStates};
 pub use pages::Pages;
+pub use rotary::{RotaryArgs, RotaryQueries};
+pub use slots::SlotAppendArgs;
 
 use std::{ffi::c_void, sync::Arc};
 
@@ -412,6 +416,14 @@ unsafe fn check(
             },
             format!("below {limit} pages of {}, or negative", limits.page_size),
         ),
+        7 => error(
+            "positions",
+            match value {
+                i32::MAX => "2147483647 or more".into(),
+                value => value.to_string(),
+            },
+            format!("0 to {}", limit - 1),
+        ),
         5 => error(
             "sinks",
             f32::from_bits(value as u32).to_string(),
@@ -478,16 +490,36 @@ impl CudaBackend {
     pub fn prepare_append(&self, config: &CacheConfig) -> Result<NativeAppend, Error> {
         config.check()?;
         check_heads(config.num_kv_heads)?;
+        Ok(NativeAppend {
+            layout: config.layout()?,
+            kernel: self.append_kernel(config, false)?,
+            check: check_kernel(&self.device)?,
+            rotary: None,
+        })
+    }
+
+    /// As [`CudaBackend::prepare_append`], and loads the kernel of appends by slots with [`SlotAppendArgs::rotary`].
+    ///
+    /// # Errors
+    /// Those of [`CudaBackend::prepare_append`].
+    pub fn prepare_append_rotary(&self, config: &CacheConfig) -> Result<NativeAppend, Error> {
+        let mut append = self.prepare_append(config)?;
+        append.rotary = Some(self.append_kernel(config, true)?);
+        Ok(append)
+    }
+
+    fn append_kernel(
+        &self,
+        config: &CacheConfig,
+        rotary: bool,
+    ) -> Result<Arc<LoadedKernel>, Error> {
         let instance = Instance::Append {
             format: config.format,
             head_dim: config.head_dim,
             page_size: config.page_size,
+            rotary,
         };
-        Ok(NativeAppend {
-            layout: config.layout()?,
-            kernel: self.device.kernel(&instance, 0)?,
-            check: check_kernel(&self.device)?,
-        })
+        self.device.kernel(&instance, 0)
     }
 
     /// Enqueues one decode step on the caller's stream. Allocates nothing, synchronizes nothing, and can be captured.
@@ -533,44 +565,6 @@ impl CudaBackend {
     ) -> Result<(), Error> {
         // SAFETY: this function's contract.
         unsafe { self.append(append, stream.raw(), args, false) }
-    }
-
-    /// Enqueues the append of tokens that bring their slots: those of any sequences, any number of each, with padding. The bytes are those of
-    /// [`CudaBackend::append_on`].
-    ///
-    /// # Safety
-    /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes.
-    /// - On the device, no two slots are the same; slots that are not negative are in the pool, as are the residual pages of their tokens, in pages
-    ///   that belong to one sequence; a sequence's tokens lie side by side, in order; K and V of tokens with slots are finite.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for numbers of more than 31 bits, slots that are null, and missing residual pages; [`Error::Device`] with the driver's
-    /// refusal, or with [`CudaError::Check`].
-    pub unsafe fn append_slots_on(
-        &self,
-        append: &NativeAppend,
-        stream: Stream,
-        args: &SlotAppendArgs,
-    ) -> Result<(), Error> {
-        if let Some(kernel) = append.check.as_ref().filter(|_| args.tokens > 0) {
-            let mut params = DecodeParams {
-                residual_pages: args.residual_pages.get(),
-                batch: 1,
-                ..DecodeParams::default()
-            };
-            let limits = CheckParams {
-                slots: args.slots.get(),
-                query_tokens: sizes::int("tokens to append", args.tokens)?,
-                num_pages: sizes::axis(args.pool.num_pages),
-                page_size: sizes::int("page_size", append.layout.page_size())?,
-                ..CheckParams::default()
-            };
-            // SAFETY: this function's contract.
-            unsafe { check(&self.device, kernel, stream.raw(), &mut params, limits) }
-                .map_err(failed("checking an append by slots"))?;
-        }
-        // SAFETY: this function's contract.
-        unsafe { launch_slot_append(append, stream.raw(), args) }
     }
 
     /// Enqueues an append and the decode behind it: what [`CudaBackend::append_on`] and [`CudaBackend::decode_on`] do, with the same bits,

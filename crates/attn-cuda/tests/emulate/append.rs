@@ -1,11 +1,11 @@
 //! Append: calls of one and of several tokens, behind their sequences and by slots, from floats of three kinds; after each the pool must be the
-//! CPU's, byte by byte.
+//! CPU's, byte by byte. With rotary positions the CPU appends what the reference has rotated, and queries are rotated beside K.
 
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use attn_conformance::case::noise;
-use attn_core::{CacheConfig, DecodeAttention, Heads, HostPages, KvCache};
+use attn_core::{CacheConfig, DecodeAttention, Heads, HostPages, KvCache, RotaryStyle};
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     internals::{append_grid, append_params, slot_append_grid, slot_append_params},
@@ -15,14 +15,17 @@ use attn_kernels::cuda::Instance;
 use half::{bf16, f16};
 use libtest_mimic::Trial;
 
-use crate::{Kernels, address};
+use crate::{
+    Kernels, address,
+    rotary::{Kind, Places, Table, words},
+};
 
 /// Bytes between pages, and what they hold.
 const PADDING: usize = 48;
 const PAD: u8 = 0xa5;
 
 /// Format, head_dim, page_size, KV heads.
-const KINDS: [(&str, usize, usize, usize); 18] = [
+const KINDS: [Shape; 18] = [
     ("int8", 128, 64, 5),
     ("int8", 80, 32, 1),
     ("int8-plain", 128, 64, 3),
@@ -43,6 +46,64 @@ const KINDS: [(&str, usize, usize, usize); 18] = [
     ("bf16/f16", 128, 32, 1),
 ];
 
+type Shape = (&'static str, usize, usize, usize);
+
+/// As [`KINDS`], and how tokens are rotated.
+const ROTATED: [(Shape, Kind); 10] = {
+    use RotaryStyle::{HalfSplit, Interleaved};
+    const fn kind(style: RotaryStyle, dim: usize, table: Dtype, q_heads: usize) -> Kind {
+        Kind {
+            style,
+            dim,
+            table,
+            q_heads,
+            in_place: true,
+            k_padding: 0,
+        }
+    }
+    const fn apart(kind: Kind, k_padding: usize) -> Kind {
+        Kind {
+            in_place: false,
+            k_padding,
+            ..kind
+        }
+    }
+    [
+        (("int8", 128, 64, 5), kind(HalfSplit, 128, Dtype::F32, 10)),
+        (
+            ("int8", 80, 32, 1),
+            apart(kind(HalfSplit, 32, Dtype::Bf16, 3), 0),
+        ),
+        (
+            ("int4", 128, 64, 2),
+            apart(kind(HalfSplit, 128, Dtype::F32, 9), 8),
+        ),
+        // Ten pairs: dims of a lane lie on both sides.
+        (("int4", 80, 16, 1), kind(HalfSplit, 20, Dtype::F16, 1)),
+        (("int4", 256, 64, 1), kind(Interleaved, 256, Dtype::F32, 8)),
+        (
+            ("int4-r2-w4/int8-plain", 192, 64, 2),
+            apart(kind(Interleaved, 64, Dtype::Bf16, 6), 3),
+        ),
+        (
+            ("int4-g4", 256, 32, 4),
+            kind(HalfSplit, 256, Dtype::Bf16, 4),
+        ),
+        (
+            ("bf16/f16", 128, 32, 1),
+            kind(Interleaved, 64, Dtype::F16, 0),
+        ),
+        (
+            ("fp8", 64, 64, 2),
+            apart(kind(HalfSplit, 64, Dtype::F32, 14), 3),
+        ),
+        (
+            ("int8-g32", 96, 32, 3),
+            apart(kind(HalfSplit, 96, Dtype::F16, 3), 6),
+        ),
+    ]
+};
+
 struct Job {
     name: &'static str,
     config: CacheConfig,
@@ -50,6 +111,8 @@ struct Job {
     /// Tokens that each sequence begins with, and those of each call.
     lens: Vec<usize>,
     calls: Vec<usize>,
+    /// How tokens are rotated, which all come by slots then.
+    rotary: Option<Kind>,
 }
 
 /// All kinds, each with one of the three number formats; and one token of many sequences, a third of which begin a page.
@@ -83,6 +146,7 @@ fn jobs() -> Vec<Job> {
             dtype: Dtype::F32,
             lens,
             calls,
+            rotary: None,
         }
     };
     let mut jobs: Vec<Job> = KINDS
@@ -100,6 +164,13 @@ fn jobs() -> Vec<Job> {
             )
         })
         .collect();
+    jobs.extend(ROTATED.map(|((name, head_dim, page, heads), kind)| {
+        let (lens, calls) = (vec![0, 5, page - 1], vec![1, page - 3, 1, 2, page + 7, 1]);
+        Job {
+            rotary: Some(kind),
+            ..job(name, head_dim, page, heads, lens, calls)
+        }
+    }));
     for (i, job) in jobs.iter_mut().enumerate() {
         job.dtype = [Dtype::F32, Dtype::F16, Dtype::Bf16][i % 3];
     }
@@ -131,6 +202,7 @@ impl Job {
             format: self.config.format,
             head_dim: self.config.head_dim,
             page_size: self.config.page_size,
+            rotary: self.rotary.is_some(),
         }
     }
 
@@ -166,6 +238,7 @@ impl Job {
         let config = &self.config;
         let mut cache = cpu.create_cache(config)?;
         let row = config.num_kv_heads * config.head_dim;
+        let table = self.rotary.map(Table::new).transpose()?;
         for (b, &len) in self.lens.iter().enumerate() {
             let [k, v] = [0, 1].map(|side| self.tokens(10 + 2 * b as u64 + side, len));
             cache.append(b, &k.floats, &v.floats)?;
@@ -186,12 +259,23 @@ impl Job {
                 .map(|side| self.tokens(1000 * (1 + call as u64) + side, self.lens.len() * tokens));
             for b in 0..self.lens.len() {
                 let at = b * tokens * row..(b + 1) * tokens * row;
-                cache.append(b, &k.floats[at.clone()], &v.floats[at])?;
+                let mut new = k.floats[at.clone()].to_vec();
+                if let Some(table) = &table {
+                    let len = cache.table().lens[b];
+                    table.rotate(&mut new, row, config.head_dim, b, len);
+                }
+                cache.append(b, &new, &v.floats[at])?;
             }
             let to = pool.as_mut_ptr();
-            match call % 2 {
-                0 => self.emulate(kernels, &cache, [&k, &v], tokens, to)?,
-                _ => self.emulate_by_slots(kernels, &cache, [&k, &v], tokens, to)?,
+            if table.is_none() && call % 2 == 0 {
+                self.emulate(kernels, &cache, [&k, &v], tokens, to)?;
+            } else {
+                let table = table.as_ref();
+                let found =
+                    self.emulate_by_slots(kernels, &cache, ([&k, &v], tokens), to, table)?;
+                if let Some(found) = found {
+                    return Ok(Some(format!("call {call}, {tokens} tokens: {found}")));
+                }
             }
             if let Some(found) = self.first_difference(&cache, pool)? {
                 return Ok(Some(format!("call {call}, {tokens} tokens: {found}")));
@@ -267,26 +351,35 @@ impl Job {
         }
     }
 
-    /// The same tokens in one launch, each with its slot; one between two sequences is skipped.
+    /// The same tokens in one launch, each with its slot; one between two sequences is skipped. How rotated queries differ, if they do.
     fn emulate_by_slots(
         &self,
         kernels: &Kernels,
         cache: &KvCache,
-        sides: [&Tokens; 2],
-        tokens: usize,
+        (sides, tokens): ([&Tokens; 2], usize),
         pool: *mut u8,
-    ) -> Result<()> {
+        rotary: Option<&Table>,
+    ) -> Result<Option<String>> {
         let (config, table) = (&self.config, cache.table());
+        let row = config.num_kv_heads * config.head_dim;
         let row_bytes = sides[0].bytes.len() / (self.lens.len() * tokens);
-        let (mut slots, mut residuals) = (Vec::new(), Vec::new());
+        let padding = [rotary.map_or(0, |table| table.kind.k_padding), 0];
+        let (mut slots, mut residuals, mut positions) = (Vec::new(), Vec::new(), Vec::new());
         let mut rows = [Vec::new(), Vec::new()];
         for (b, pages) in table.pages.iter().enumerate() {
             // What a token has that is skipped: NaN.
             slots.push(-1i64);
             residuals.push(7u32);
-            for (side, rows) in sides.iter().zip(&mut rows) {
-                rows.resize(rows.len() + row_bytes, 0xff);
-                rows.extend(&side.bytes[b * tokens * row_bytes..(b + 1) * tokens * row_bytes]);
+            positions.push(Table::of_padding(b));
+            for ((side, rows), padding) in sides.iter().zip(&mut rows).zip(padding) {
+                let end = row_bytes / row * (row + padding);
+                rows.resize(rows.len() + end, 0xff);
+                let of_sequence = &side.bytes[b * tokens * row_bytes..][..tokens * row_bytes];
+                for token in of_sequence.chunks_exact(row_bytes) {
+                    let start = rows.len();
+                    rows.extend(token);
+                    rows.resize(start + end, 0xff);
+                }
             }
             let len = table.lens[b];
             for at in len - tokens..len {
@@ -295,27 +388,27 @@ impl Job {
                     i64::from(pages[page]) * config.page_size as i64
                         + (at % config.page_size) as i64,
                 );
+                positions.push(Table::position(b, at) as i64);
                 let behind = pages.len() - 1 - page;
                 let mut of_last = table.residual_pages[b].iter().rev();
                 residuals.push(of_last.nth(behind).copied().unwrap_or(u32::MAX));
             }
         }
-        // Vectors are loaded by 16 bytes.
-        let rows = rows.map(|rows| {
-            let mut words = vec![0u128; rows.len().div_ceil(16)];
-            bytemuck::cast_slice_mut(&mut words)[..rows.len()].copy_from_slice(&rows);
-            words
-        });
+        let rows = rows.map(|rows| words(&rows));
+        let seed = 77 + positions.len() as u64;
+        let launch = match rotary {
+            Some(table) => Some(table.launch(self.dtype, config.head_dim, positions, seed)?),
+            None => None,
+        };
         let some = |scales: &[f32]| match scales {
             [] => DeviceAddress::NULL,
             scales => address(scales),
         };
-        let row = config.num_kv_heads * config.head_dim;
         let args = SlotAppendArgs {
             k: address(&rows[0]),
             v: address(&rows[1]),
             dtype: self.dtype,
-            k_token_stride: row,
+            k_token_stride: row + padding[0],
             v_token_stride: row,
             pool: self.pages(pool)?,
             slots: address(&slots),
@@ -323,8 +416,16 @@ impl Job {
             k_tensor_scales: some(&config.k_tensor_scales),
             v_tensor_scales: some(&config.v_tensor_scales),
             tokens: slots.len(),
+            rotary: launch.as_ref().zip(rotary).map(|(launch, table)| {
+                launch.args(&Places {
+                    cos_sin: address(&table.words),
+                    positions: address(&launch.positions),
+                    q: address(&launch.q),
+                    out: address(&launch.out),
+                })
+            }),
         };
-        let (grid, threads) = slot_append_grid(&config.layout()?, slots.len());
+        let (grid, threads) = slot_append_grid(&config.layout()?, &args);
         // SAFETY: append.cu takes an AppendParams; its addresses are those of memory that lives until here, as large as `SlotAppendArgs`
         // asks, and the slots are those of the cache's own pages.
         unsafe {
@@ -334,7 +435,8 @@ impl Job {
                 grid,
                 threads,
             )
-        }
+        }?;
+        Ok(launch.and_then(|launch| launch.difference(bytemuck::cast_slice(&launch.out))))
     }
 
     fn pages(&self, pool: *mut u8) -> Result<Pages> {
@@ -383,8 +485,14 @@ pub fn trials(kernels: &Arc<Kernels>) -> Vec<Trial> {
     let trial = |job: Job| {
         let (cpu, kernels) = (cpu.clone(), kernels.clone());
         let (config, dtype) = (&job.config, job.dtype);
+        let rotated = job.rotary.map_or(String::new(), |kind| {
+            let Kind {
+                style, dim, table, ..
+            } = kind;
+            format!(", {dim} dims rotated {style:?} by a table in {table:?}")
+        });
         let name = format!(
-            "append, {}, head_dim {}, pages of {}, {} sequences, {dtype:?}",
+            "append, {}, head_dim {}, pages of {}, {} sequences, {dtype:?}{rotated}",
             job.name,
             config.head_dim,
             config.page_size,

@@ -6,11 +6,14 @@ mod common_transfer;
 mod numbers;
 #[path = "../common/paged_rows.rs"]
 mod paged_rows;
+#[path = "../common/rotary.rs"]
+mod rotary;
 
 mod hostile;
 mod layers;
 mod native;
 mod random_shapes;
+mod rotated;
 mod rows_in_pages;
 mod transfer;
 
@@ -52,6 +55,7 @@ fn main() -> ExitCode {
     trials = hostile::add(trials);
     trials = native::add(trials);
     trials = layers::add(trials);
+    trials = rotated::add(trials);
     trials = rows_in_pages::add(trials);
     trials = transfer::add(trials);
     trials = random_shapes::add(trials);

@@ -273,6 +273,7 @@ impl<'a> Engine<'a> {
             k_tensor_scales: DeviceAddress::NULL,
             v_tensor_scales: DeviceAddress::NULL,
             tokens: slots.len(),
+            rotary: None,
         };
         // SAFETY: as in `prefill`; the slots are those of the sequences' own pages, in order.
         unsafe { self.gpu.append_slots_on(&self.append, b.raw(), &args) }?;
@@ -471,6 +472,7 @@ fn append_to(engine: &Engine<'_>, slots: [i64; 2]) -> Result<(), Error> {
         k_tensor_scales: DeviceAddress::NULL,
         v_tensor_scales: DeviceAddress::NULL,
         tokens: slots.len(),
+        rotary: None,
     };
     // SAFETY: as in `prefill`, but for the slots, which the checking launch refuses before anything is written.
     unsafe { engine.gpu.append_slots_on(&engine.append, b.raw(), &args) }

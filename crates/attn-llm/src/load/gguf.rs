@@ -2,7 +2,7 @@
 
 use std::{fs::File, io::BufReader, path::Path};
 
-use attn::Heads;
+use attn::{Heads, RotaryScaling, RotaryStyle};
 use candle_core::{
     Tensor,
     quantized::gguf_file::{Content, Value},
@@ -13,7 +13,7 @@ use super::{
     parts::{CPU, Names, Parts, Tensors, values},
 };
 use crate::{
-    config::{ModelConfig, Rope, RopePairs, RopeScaling},
+    config::{ModelConfig, Rope},
     error::Error,
     model::Model,
     tokenizer::{GgufVocabulary, Tokenizer},
@@ -134,9 +134,9 @@ impl Gguf {
 
     fn config(&mut self) -> Result<ModelConfig, String> {
         let architecture = self.text("general.architecture")?.to_owned();
-        let pairs = match architecture.as_str() {
-            "llama" => RopePairs::Neighbours,
-            "qwen2" | "qwen3" => RopePairs::Halves,
+        let style = match architecture.as_str() {
+            "llama" => RotaryStyle::Interleaved,
+            "qwen2" | "qwen3" => RotaryStyle::HalfSplit,
             _ => {
                 return Err(format!(
                     "its architecture is {architecture}; supported: llama (SmolLM2 and Mistral, too), qwen2, qwen3"
@@ -178,28 +178,33 @@ impl Gguf {
             norm_eps: self
                 .float(&key("attention.layer_norm_rms_epsilon"))?
                 .ok_or("its metadata has no epsilon of RMSNorm")?,
-            rope: Rope {
-                base: self.float(&key("rope.freq_base"))?.unwrap_or(10_000.0),
-                dims: integer("rope.dimension_count")?.unwrap_or(dim),
-                pairs,
-                scaling,
-            },
+            rope: Rope::new(
+                [integer("rope.dimension_count")?.unwrap_or(dim), dim],
+                f64::from(self.float(&key("rope.freq_base"))?.unwrap_or(10_000.0)),
+                style,
+                &scaling,
+            )?,
             windows: vec![window.map(|window| window - 1); layers],
             architecture,
         })
     }
 
-    fn scaling(&mut self, architecture: &str) -> Result<RopeScaling, String> {
+    fn scaling(&mut self, architecture: &str) -> Result<RotaryScaling, String> {
         if let Some(factors) = self.get("rope_freqs.weight")? {
-            return Ok(RopeScaling::Factors(values(&factors)?));
+            return Ok(RotaryScaling::Factors {
+                factors: values(&factors)?.into_iter().map(f64::from).collect(),
+                attention_factor: 1.0,
+            });
         }
         let key = |name: &str| format!("{architecture}.rope.scaling.{name}");
         if self.value(&key("type")).is_none() {
-            return Ok(RopeScaling::None);
+            return Ok(RotaryScaling::None);
         }
         match (self.text(&key("type"))?, self.float(&key("factor"))?) {
-            ("none", _) => Ok(RopeScaling::None),
-            ("linear", Some(factor)) => Ok(RopeScaling::Linear(factor)),
+            ("none", _) => Ok(RotaryScaling::None),
+            ("linear", Some(factor)) => Ok(RotaryScaling::Linear {
+                factor: f64::from(factor),
+            }),
             (kind, _) => Err(format!(
                 "its rotary positions are scaled by {kind}; supported: none, linear, and Llama 3's factors"
             )),

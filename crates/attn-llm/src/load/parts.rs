@@ -166,7 +166,6 @@ impl Parts<'_> {
             layers,
             norm: self.vector(self.names.norm(), hidden)?,
             output: output.map_err(|e| e.to_string())?,
-            frequencies: config.rope.frequencies(),
             config,
         })
     }

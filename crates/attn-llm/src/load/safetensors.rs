@@ -6,13 +6,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use attn::Heads;
+use attn::{Heads, RotaryScaling, RotaryStyle};
 use candle_core::{DType, Tensor};
 use serde_json::Value;
 
 use super::parts::{CPU, Names, Parts, Tensors};
 use crate::{
-    config::{ModelConfig, Rope, RopePairs, RopeScaling},
+    config::{ModelConfig, Rope},
     error::Error,
     model::Model,
     tokenizer::Tokenizer,
@@ -141,33 +141,50 @@ fn config(json: &Value) -> Result<ModelConfig, String> {
         vocab: integer("vocab_size")?,
         context: integer("max_position_embeddings")?,
         norm_eps: json["rms_norm_eps"].as_f64().unwrap_or(1e-6) as f32,
-        rope: Rope {
-            base: json["rope_theta"].as_f64().unwrap_or(10_000.0) as f32,
-            dims: dim,
-            pairs: RopePairs::Halves,
-            scaling: scaling(&json["rope_scaling"])?,
-        },
+        rope: Rope::new(
+            [dim, dim],
+            json["rope_theta"].as_f64().unwrap_or(10_000.0),
+            RotaryStyle::HalfSplit,
+            &scaling(json)?,
+        )?,
         windows: windows(json, layers),
     })
 }
 
-fn scaling(json: &Value) -> Result<RopeScaling, String> {
+/// `rope_scaling` of a config, as transformers reads it.
+fn scaling(config: &Value) -> Result<RotaryScaling, String> {
+    let json = &config["rope_scaling"];
     let kind = json["rope_type"].as_str().or(json["type"].as_str());
     let number = |key: &str| {
-        let number = json[key].as_f64().map(|x| x as f32);
+        let number = json[key].as_f64();
         number.ok_or_else(|| format!("its rope_scaling has no number {key}"))
     };
+    let original = "original_max_position_embeddings";
     match kind {
-        None | Some("default") => Ok(RopeScaling::None),
-        Some("linear") => Ok(RopeScaling::Linear(number("factor")?)),
-        Some("llama3") => Ok(RopeScaling::Llama3 {
+        None | Some("default") => Ok(RotaryScaling::None),
+        Some("linear") => Ok(RotaryScaling::Linear {
             factor: number("factor")?,
-            low: number("low_freq_factor")?,
-            high: number("high_freq_factor")?,
-            original: number("original_max_position_embeddings")?,
+        }),
+        Some("llama3") => Ok(RotaryScaling::Llama3 {
+            factor: number("factor")?,
+            low_freq_factor: number("low_freq_factor")?,
+            high_freq_factor: number("high_freq_factor")?,
+            original_context: number(original)?,
+        }),
+        Some("yarn") if !json["mscale"].is_null() => {
+            Err("its rope_scaling has mscale, which is not supported".to_owned())
+        }
+        Some("yarn") => Ok(RotaryScaling::Yarn {
+            factor: number("factor")?,
+            original_context: number(original)
+                .or_else(|reason| config["max_position_embeddings"].as_f64().ok_or(reason))?,
+            beta_fast: json["beta_fast"].as_f64().unwrap_or(32.0),
+            beta_slow: json["beta_slow"].as_f64().unwrap_or(1.0),
+            truncate: json["truncate"].as_bool().unwrap_or(true),
+            attention_factor: json["attention_factor"].as_f64(),
         }),
         Some(kind) => Err(format!(
-            "its rope_scaling is {kind}; supported: default, linear, llama3"
+            "its rope_scaling is {kind}; supported: default, linear, llama3, yarn"
         )),
     }
 }

@@ -32,7 +32,7 @@ from . import _attn
 from ._errors import ParameterError, ShapeError, UnsupportedError
 from ._options import Modifiers, count, numbers
 
-__all__ = ["Plan", "append_slots", "attend", "attend_rows", "copy_pages", "merge", "step"]
+__all__ = ["Plan", "Rotary", "append_slots", "append_slots_rotary", "attend", "attend_rows", "copy_pages", "merge", "step"]
 
 
 @dataclass
@@ -45,6 +45,7 @@ class _PlanOptions:
     q_lens: list
     max_kv_len: int
     rows: bool
+    rotary: bool
     modifiers: Modifiers
 
 
@@ -88,6 +89,24 @@ class _Arrays:
     sinks: Any
 
 
+@dataclass
+class Rotary:
+    """Rotary positions (RoPE) of an append by slots: K is rotated before it is stored, and the queries of its tokens in place, in the same launch.
+
+    Args:
+        cos_sin: `[positions, rotary_dim]`, float32, float16 or bfloat16: of a position, the cosines of its pairs, then their sines (`cos_sin_cache` of
+            vLLM and SGLang). rotary_dim is a multiple of 4, up to dim; dims behind it stay.
+        positions: int64 `[tokens]`. Tokens without a slot may have any; where theirs is no row of cos_sin, their queries stay.
+        q: `[tokens, heads, dim]` in K's type; tokens may lie apart.
+        interleaved: dims 2i and 2i + 1 are a pair; else i and i + rotary_dim / 2.
+    """
+
+    cos_sin: torch.Tensor
+    positions: torch.Tensor
+    q: Optional[torch.Tensor] = None
+    interleaved: bool = False
+
+
 def _capsule(tensor: Optional[torch.Tensor]) -> Any:
     return None if tensor is None else torch.utils.dlpack.to_dlpack(tensor.detach())
 
@@ -111,6 +130,7 @@ class Plan:
         max_kv_len: the longest length that a step may have, up to 1048576.
         page_size: tokens of a page: 16, 32, 64 or 128.
         rows: the plan is for `attend_rows`.
+        rotary: `append_slots` takes rotary positions, whose kernel is loaded, too.
         device: `"cuda"`, `"cuda:1"`, a torch.device; torch's current one if not given.
         scale, causal, softcap, window_left, alibi_slopes, sinks: as for `attn.Cache.attend`.
         k_scales, v_scales: static scales for `"fp8"` and `"int8-tensor"`, one for each KV head.
@@ -130,6 +150,7 @@ class Plan:
         max_kv_len: int,
         page_size: int = 64,
         rows: bool = False,
+        rotary: bool = False,
         device: Union[None, str, torch.device] = None,
         scale: Optional[float] = None,
         causal: bool = True,
@@ -158,6 +179,7 @@ class Plan:
             q_lens=[count("q_lens", n) for n in q_lens],
             max_kv_len=count("max_kv_len", max_kv_len),
             rows=bool(rows),
+            rotary=bool(rotary),
             modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks),
         )
         self._options = options
@@ -229,6 +251,7 @@ class Plan:
         pool: torch.Tensor,
         slots: torch.Tensor,
         residual_pages: Optional[torch.Tensor] = None,
+        rotary: Optional[Rotary] = None,
     ) -> None:
         """Appends tokens that bring their places: any number, of any sequences.
 
@@ -236,8 +259,14 @@ class Plan:
             k, v: `[tokens, KV heads, dim]`, float32, float16 or bfloat16; tokens may lie apart. Those of a sequence lie side by side, in order.
             slots: int64 `[tokens]`, page · page_size + token of the page; negative: skipped.
             residual_pages: int32 `[tokens]` for formats with a window, -1 for none.
+            rotary: K and queries are before RoPE, and rotated here, in 32 bits; for a plan with `rotary=True`.
         """
-        torch.ops.attn.append_slots(self.number, k, v, pool, slots, residual_pages)
+        if rotary is None:
+            torch.ops.attn.append_slots(self.number, k, v, pool, slots, residual_pages)
+            return
+        torch.ops.attn.append_slots_rotary(
+            self.number, k, v, pool, slots, residual_pages, rotary.cos_sin, rotary.positions, rotary.q, bool(rotary.interleaved)
+        )
 
     def attend(
         self,
@@ -315,10 +344,14 @@ class Plan:
         pool: torch.Tensor,
         slots: torch.Tensor,
         residual_pages: Optional[torch.Tensor] = None,
+        rotary: Optional[Rotary] = None,
     ) -> None:
         """`append_slots` without an operator, for hosts that have one around this call."""
         pages = self._pages(pool, None, None, residual_pages)
-        self._plan.append_slots(pages, _capsule(k), _capsule(v), _capsule(slots), self._stream())
+        if rotary is not None:
+            arrays = map(_capsule, (rotary.cos_sin, rotary.positions, rotary.q))
+            rotary = Rotary(*arrays, interleaved=bool(rotary.interleaved))
+        self._plan.append_slots(pages, (_capsule(k), _capsule(v)), _capsule(slots), self._stream(), rotary)
 
     def attend_into(
         self,
@@ -431,6 +464,23 @@ def append_slots(
 ) -> None:
     """`Plan.append_slots` as an operator, which takes the plan's number."""
     _plan(plan).append_slots_now(k, v, pool, slots, residual_pages)
+
+
+@torch.library.custom_op("attn::append_slots_rotary", mutates_args=("pool", "q"))
+def append_slots_rotary(
+    plan: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    residual_pages: Optional[torch.Tensor],
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    q: Optional[torch.Tensor],
+    interleaved: bool,
+) -> None:
+    """`Plan.append_slots` with rotary positions as an operator; q is rotated in place."""
+    _plan(plan).append_slots_now(k, v, pool, slots, residual_pages, Rotary(cos_sin, positions, q, interleaved))
 
 
 @torch.library.custom_op("attn::attend", mutates_args=())

@@ -1,0 +1,89 @@
+//! Rotary positions of an append by slots, as arrays on a GPU.
+
+use attn::{
+    RotaryStyle,
+    backends::cuda::native::{Dtype as CudaDtype, RotaryArgs, RotaryQueries},
+};
+use pyo3::{prelude::*, types::PyCapsule};
+
+use crate::{
+    dlpack::{Array, Dtype},
+    errors,
+    gpu::Gpu,
+};
+
+/// How an append rotates K and queries, as capsules of device arrays.
+#[derive(FromPyObject)]
+pub struct RotaryArrays<'py> {
+    /// Floats `[positions, rotary_dim]`: cosines of a position's pairs, then their sines.
+    cos_sin: Bound<'py, PyCapsule>,
+    /// int64 `[tokens]`.
+    positions: Bound<'py, PyCapsule>,
+    /// `[tokens, heads, dim]` in K's type, rotated in place.
+    q: Option<Bound<'py, PyCapsule>>,
+    interleaved: bool,
+}
+
+impl RotaryArrays<'_> {
+    /// What the launch takes, for K of this type, so many tokens, and queries of this shape.
+    pub fn args(
+        &self,
+        gpu: &Gpu,
+        dtype: CudaDtype,
+        [tokens, heads, dim]: [usize; 3],
+    ) -> PyResult<RotaryArgs> {
+        let table = Array::new("cos_sin", &self.cos_sin)?;
+        table.check_rank(2, "[positions, rotary_dim]")?;
+        let (cos_sin, cos_sin_dtype) = gpu.floats(&table, 0)?;
+        let queries = match &self.q {
+            None => None,
+            Some(q) => Some(queries(
+                gpu,
+                &Array::new("q", q)?,
+                dtype,
+                [tokens, heads, dim],
+            )?),
+        };
+        Ok(RotaryArgs {
+            style: match self.interleaved {
+                true => RotaryStyle::Interleaved,
+                false => RotaryStyle::HalfSplit,
+            },
+            rotary_dim: table.shape[1],
+            cos_sin: cos_sin.address,
+            cos_sin_dtype,
+            num_positions: table.shape[0],
+            positions: gpu.list("positions", Some(&self.positions), (Dtype::I64, 8 * tokens))?,
+            queries,
+        })
+    }
+}
+
+fn queries(
+    gpu: &Gpu,
+    q: &Array<'_>,
+    dtype: CudaDtype,
+    shape: [usize; 3],
+) -> PyResult<RotaryQueries> {
+    q.check_rank(3, "[tokens, heads, dim]")?;
+    let (memory, q_dtype) = gpu.floats(q, 1)?;
+    if q.shape[..] != shape || q_dtype != dtype {
+        return Err(errors::shape(format!(
+            "q has the shape {:?} in {q_dtype:?}; needed: {shape:?} in {dtype:?}, as k has it",
+            q.shape
+        )));
+    }
+    let row = shape[1] * shape[2];
+    // Of one token the stride means nothing.
+    let stride = match shape[0] {
+        0 | 1 => row,
+        _ => usize::try_from(q.strides[0]).unwrap_or(0),
+    };
+    Ok(RotaryQueries {
+        q: memory.address,
+        out: memory.address,
+        heads: shape[1],
+        token_stride: stride,
+        out_token_stride: stride,
+    })
+}
