@@ -24,7 +24,8 @@ pub struct Options {
     pub sms: Option<usize>,
     /// When to use `low_latency.cu`. `ATTN_CUDA_LOW_LATENCY=auto`, `always`, `global` or `never`.
     pub low_latency: LowLatency,
-    /// Whether to use `many_rows.cu` where it covers a problem; `None`: where it is faster. `ATTN_CUDA_MANY_ROWS=1` or `0`.
+    /// Whether to use `many_rows.cu` where it covers a problem; `None`: where it is faster. `ATTN_CUDA_MANY_ROWS=1` or `0`. The bits of float formats
+    /// depend on it.
     pub many_rows: Option<bool>,
     /// Configuration of `split_kv.cu` in place of the table's. `ATTN_CUDA_SHAPE=row_groups,row_warps,stages,ctas`.
     pub config: Option<KernelConfig>,

@@ -26,7 +26,7 @@ pub(crate) const BULK_SHARED: usize = 227 * 1024;
 /// Shared memory that the device reserves in every CTA.
 pub(crate) const RESERVED_SHARED: usize = 1024;
 
-/// A decode kernel. Each is the fastest for some problems; all give the same bits.
+/// A decode kernel. Each is the fastest for some problems; all give the same bits of integer formats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kernel {
     /// `split_kv.cu`: a persistent grid, for most problems.
@@ -94,7 +94,7 @@ pub struct DeviceLimits {
     pub sms: usize,
 }
 
-/// The caller's preferences for the choice of a kernel. They change speed, never bits.
+/// The caller's preferences for the choice of a kernel. They change speed, and bits of float formats alone.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Preferences {
     /// When to use `low_latency.cu`.

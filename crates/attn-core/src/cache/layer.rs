@@ -1,6 +1,6 @@
 //! One layer of a cache, for reading.
 
-use super::{CachedSequences, KvCache, PageTable};
+use super::{KvCache, PageTable};
 use crate::{
     error::{Error, refuse},
     problem::Problem,
@@ -94,14 +94,6 @@ impl<'a> CacheLayer<'a> {
     #[must_use]
     pub fn tensor_scales(self) -> [&'a [f32]; 2] {
         self.cache.config.tensor_scales(self.layer)
-    }
-
-    /// Chooses the sequences of a step, as [`KvCache::sequences`] does.
-    ///
-    /// # Errors
-    /// [`Error::Sequence`].
-    pub fn sequences(self, sequences: &[usize]) -> Result<CachedSequences<'a>, Error> {
-        CachedSequences::new(self, sequences)
     }
 
     /// Refuses what [`KvCache::check_queries`] does, and a layer that lacks the tokens of the open step.

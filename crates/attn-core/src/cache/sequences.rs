@@ -35,8 +35,18 @@ impl KvCache {
     }
 }
 
+impl<'a> CacheLayer<'a> {
+    /// Chooses the sequences of a step, as [`KvCache::sequences`] does.
+    ///
+    /// # Errors
+    /// [`Error::Sequence`].
+    pub fn sequences(self, sequences: &[usize]) -> Result<CachedSequences<'a>, Error> {
+        CachedSequences::new(self, sequences)
+    }
+}
+
 impl<'a> CachedSequences<'a> {
-    pub(super) fn new(layer: CacheLayer<'a>, sequences: &[usize]) -> Result<Self, Error> {
+    fn new(layer: CacheLayer<'a>, sequences: &[usize]) -> Result<Self, Error> {
         let (cache, all) = (layer.cache(), layer.table());
         sequences
             .iter()
