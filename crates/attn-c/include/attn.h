@@ -61,6 +61,9 @@ typedef struct attn_device attn_device;
 // Launches for one batch shape. They allocate nothing and wait for nothing.
 typedef struct attn_plan attn_plan;
 
+// Launches that move pages and results of some caches. They allocate nothing and wait for nothing.
+typedef struct attn_transfer attn_transfer;
+
 // The description of a cache. Fields that are 0 have their defaults.
 typedef struct attn_cache_config {
   // sizeof(attn_cache_config).
@@ -290,6 +293,94 @@ typedef struct attn_step {
   struct attn_modifiers modifiers;
 } attn_step;
 
+// The caches whose pages and results are moved. Fields that are 0 have their defaults.
+typedef struct attn_transfer_config {
+  // sizeof(attn_transfer_config).
+  size_t struct_size;
+  // How K and V are stored, as in attn_cache_config.
+  const char *format;
+  // KV heads.
+  size_t kv_heads;
+  // Elements per head.
+  size_t head_dim;
+  // Tokens per page; 0: 64.
+  size_t page_size;
+  // Formats that keep the newest tokens finer: the most query tokens of a step, as for the plan whose pages these are; 0: 1.
+  size_t max_q_len;
+} attn_transfer_config;
+
+// Ranges of tokens, one of each sequence of attn_pages, and where their rows go. All addresses are of device memory, aligned to 16 bytes.
+typedef struct attn_ranges {
+  // sizeof(attn_ranges).
+  size_t struct_size;
+  // Rows of K [token][kv_heads][head_dim], those of the first range, then those of the next; NULL: V alone.
+  void *k;
+  // The same of V; NULL: K alone.
+  void *v;
+  // An attn_dtype, of k and v.
+  uint32_t dtype;
+  // Elements from one token of K to the next, a multiple of 8; 0: kv_heads·head_dim.
+  size_t k_token_stride;
+  // Elements from one token of V to the next, a multiple of 8; 0: kv_heads·head_dim.
+  size_t v_token_stride;
+  // int32 [count + 1]: the first row of each range, then the end of the last.
+  const int32_t *row_starts;
+  // int32 [count]: the first token of each range; NULL: the sequences' first ones.
+  const int32_t *first_tokens;
+  // Sequences.
+  size_t count;
+  // No range has more tokens.
+  size_t max_tokens;
+} attn_ranges;
+
+// Copies of pages: inside a pool, between pools, or to and from pinned host memory that the device can address (cudaHostAlloc).
+typedef struct attn_page_copies {
+  // sizeof(attn_page_copies).
+  size_t struct_size;
+  // The pages that are read.
+  const void *from;
+  // Their number.
+  size_t from_pages;
+  // Bytes from one of them to the next, a multiple of 16; 0: they lie side by side.
+  size_t from_stride;
+  // The pages that are written.
+  void *to;
+  // Their number.
+  size_t to_pages;
+  // Bytes from one of them to the next; 0: they lie side by side.
+  size_t to_stride;
+  // int64 [count][2] in device memory: a page that is read, and the one that gets its bytes; a negative number skips the pair.
+  const int64_t *pairs;
+  // Pairs.
+  size_t count;
+} attn_page_copies;
+
+// Results of the same query rows over disjoint tokens, in their order. All addresses are of device memory, aligned to 16 bytes.
+typedef struct attn_merge {
+  // sizeof(attn_merge).
+  size_t struct_size;
+  // Outputs [states][rows][head_dim].
+  const void *outs;
+  // float [states][rows]: log-sum-exps, -inf where a state saw no token of a row.
+  const float *lses;
+  // An attn_dtype, of outs.
+  uint32_t dtype;
+  // Elements from one state's outputs to the next one's, a multiple of 4; 0: rows·head_dim.
+  size_t out_stride;
+  // Elements from one state's log-sum-exps to the next one's; 0: rows.
+  size_t lse_stride;
+  // Merged outputs [rows][head_dim]; may be those of the first state.
+  void *out;
+  // An attn_dtype, of out.
+  uint32_t out_dtype;
+  // float [rows]: merged log-sum-exps; NULL: none.
+  float *lse;
+  // Results to merge.
+  size_t states;
+  // Rows of each: query tokens times query heads.
+  size_t rows;
+} attn_merge;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -492,6 +583,44 @@ enum attn_status attn_cache_attend_on(struct attn_cache *cache,
 //
 // Needs: cache has not been destroyed.
 enum attn_status attn_cache_wait(struct attn_cache *cache);
+
+// Loads the kernels for a GPU; the first handle of its kind may compile some.
+//
+// Needs: device is open; config and what it points to are readable; transfer is writable.
+enum attn_status attn_transfer_create(const struct attn_device *device,
+                                      const struct attn_transfer_config *config,
+                                      struct attn_transfer **transfer);
+
+// Destroys a handle; launches that it enqueued go on. NULL is none.
+//
+// Needs: transfer is NULL or was created and has not been destroyed.
+void attn_transfer_destroy(struct attn_transfer *transfer);
+
+// Writes ranges of cached tokens as rows of numbers, as they were before they were quantized, to the format's precision: enqueues the work on stream,
+// as attn_plan_attend. pages->lengths are the cached tokens; the newest are read as a query of the last token would.
+//
+// Needs: As attn_plan_attend for pages; ranges are cached, row_starts do not fall, and k and v have room for their rows and lie apart from all else.
+enum attn_status attn_transfer_export(const struct attn_transfer *transfer,
+                                      const struct attn_pages *pages,
+                                      const struct attn_ranges *ranges,
+                                      void *stream);
+
+// Copies pages as they are, with their scales: enqueues the work on stream, as attn_plan_attend.
+//
+// Needs: Addresses are as documented, and stay so until the work has run. On the device, pairs name pages of their pools; no page is written twice, or both
+// read and written.
+enum attn_status attn_transfer_pages(const struct attn_transfer *transfer,
+                                     const struct attn_page_copies *copies,
+                                     void *stream);
+
+// Merges results over disjoint tokens into those over all: enqueues the work on stream, as attn_plan_attend. The same results in the same order give
+// the same bits. A log-sum-exp counts its row's sink, so only one of the results may have been computed with sinks.
+//
+// Needs: Addresses are as documented, and stay so until the work has run. out and lse overlap no state but, in the same dtype, the first. Outputs are finite, and
+// log-sum-exps finite or -inf.
+enum attn_status attn_transfer_merge(const struct attn_transfer *transfer,
+                                     const struct attn_merge *merge,
+                                     void *stream);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -1,7 +1,7 @@
 //! The C interface of `attn`: include/attn.h, which `cargo xtask header` writes from here, and include/attn.hpp, which wraps it for C++.
 //!
-//! `device`, `cache` and `step` are the interface with rows in host memory or on a GPU; `plan` launches over the caller's own device memory, for CUDA
-//! graphs. No function unwinds into its caller: a panic comes back as [`Status::Internal`].
+//! `device`, `cache` and `step` are the interface with rows in host memory or on a GPU; `plan` and `transfer` launch over the caller's own device
+//! memory, for CUDA graphs. No function unwinds into its caller: a panic comes back as [`Status::Internal`].
 
 mod arguments;
 mod cache;
@@ -11,6 +11,7 @@ mod plan;
 mod rows;
 mod status;
 mod step;
+mod transfer;
 
 use std::ffi::{CStr, c_char};
 
@@ -22,6 +23,7 @@ pub use plan::*;
 pub use rows::{Rotary, Rows, Tokens};
 pub use status::*;
 pub use step::*;
+pub use transfer::*;
 
 /// Version of this interface's types and functions. A program and the library that it runs with have the same.
 pub const ATTN_ABI_VERSION: u32 = 1;

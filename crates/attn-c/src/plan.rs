@@ -103,6 +103,20 @@ unsafe impl Config for Pages {
     const NAME: &'static str = "attn_pages";
 }
 
+impl Pages {
+    /// The pool, whose pages have this layout.
+    pub(crate) fn pool(&self, layout: &PageLayout) -> Result<native::Pages, Failure> {
+        Ok(native::Pages {
+            at: given("pool", self.pool)?,
+            stride: match self.page_stride {
+                0 => layout.page_bytes(),
+                stride => stride,
+            },
+            num_pages: self.num_pages,
+        })
+    }
+}
+
 /// A plan's own memory on the device, which the caller allocates and fills.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -133,12 +147,12 @@ pub struct Plan {
     append: NativeAppend,
 }
 
-fn address<T>(pointer: *const T) -> DeviceAddress {
+pub(crate) fn address<T>(pointer: *const T) -> DeviceAddress {
     DeviceAddress::new(pointer as u64)
 }
 
 /// Refuses NULL where the launch reads.
-fn given<T>(what: &str, pointer: *const T) -> Result<DeviceAddress, Failure> {
+pub(crate) fn given<T>(what: &str, pointer: *const T) -> Result<DeviceAddress, Failure> {
     if pointer.is_null() {
         return Err(Failure::new(Status::Parameter, format!("{what} is NULL")));
     }
@@ -290,17 +304,6 @@ impl Plan {
         }
     }
 
-    fn pool(&self, pages: &Pages) -> Result<native::Pages, Failure> {
-        Ok(native::Pages {
-            at: given("pool", pages.pool)?,
-            stride: match pages.page_stride {
-                0 => self.layout.page_bytes(),
-                stride => stride,
-            },
-            num_pages: pages.num_pages,
-        })
-    }
-
     fn decode_args(
         &self,
         pages: &Pages,
@@ -326,7 +329,7 @@ impl Plan {
             dtype: on_device(rows.dtype)?,
             lse: address(rows.lse),
             kv: DeviceKv::Paged {
-                pool: self.pool(pages)?,
+                pool: pages.pool(&self.layout)?,
                 page_table: given("page_table", pages.page_table)?,
                 page_table_stride: pages.page_table_stride,
                 residual_pages: address(pages.residual_pages),
@@ -337,8 +340,8 @@ impl Plan {
                 true => given("query_blocks", buffers.query_blocks)?,
                 false => DeviceAddress::NULL,
             },
-            k_tensor_scales: self.scales("k_scales", pages.k_scales, self.layout.format().k)?,
-            v_tensor_scales: self.scales("v_scales", pages.v_scales, self.layout.format().v)?,
+            k_tensor_scales: scales("k_scales", pages.k_scales, self.layout.format().k)?,
+            v_tensor_scales: scales("v_scales", pages.v_scales, self.layout.format().v)?,
             alibi_slopes: match self.problem.alibi_slopes {
                 Some(_) => given("alibi_slopes", buffers.alibi_slopes)?,
                 None => DeviceAddress::NULL,
@@ -350,17 +353,17 @@ impl Plan {
             workspace: given("workspace", buffers.workspace)?,
         })
     }
+}
 
-    fn scales(
-        &self,
-        what: &str,
-        scales: *const f32,
-        scheme: attn::Scheme,
-    ) -> Result<DeviceAddress, Failure> {
-        match scheme.has_tensor_scale() {
-            true => given(what, scales),
-            false => Ok(DeviceAddress::NULL),
-        }
+/// Static scales per KV head, where the scheme has them.
+pub(crate) fn scales(
+    what: &str,
+    scales: *const f32,
+    scheme: attn::Scheme,
+) -> Result<DeviceAddress, Failure> {
+    match scheme.has_tensor_scale() {
+        true => given(what, scales),
+        false => Ok(DeviceAddress::NULL),
     }
 }
 
@@ -431,7 +434,7 @@ pub unsafe extern "C" fn attn_plan_step(
             dtype: on_device(tokens.dtype)?,
             k_token_stride: plan.token_stride(tokens.k_token_stride),
             v_token_stride: plan.token_stride(tokens.v_token_stride),
-            pool: plan.pool(&pages)?,
+            pool: pages.pool(&plan.layout)?,
             page_table: address(pages.page_table),
             page_table_stride: pages.page_table_stride,
             residual_pages: address(pages.residual_pages),
@@ -486,11 +489,11 @@ pub unsafe extern "C" fn attn_plan_append_slots(
             dtype: on_device(tokens.dtype)?,
             k_token_stride: plan.token_stride(tokens.k_token_stride),
             v_token_stride: plan.token_stride(tokens.v_token_stride),
-            pool: plan.pool(&pages)?,
+            pool: pages.pool(&plan.layout)?,
             slots: given("slots", slots)?,
             residual_pages: address(residual_pages),
-            k_tensor_scales: plan.scales("k_scales", pages.k_scales, plan.layout.format().k)?,
-            v_tensor_scales: plan.scales("v_scales", pages.v_scales, plan.layout.format().v)?,
+            k_tensor_scales: scales("k_scales", pages.k_scales, plan.layout.format().k)?,
+            v_tensor_scales: scales("v_scales", pages.v_scales, plan.layout.format().v)?,
             tokens: count,
             rotary,
         };

@@ -413,6 +413,44 @@ fn a_plan_needs_a_gpu() {
 }
 
 #[test]
+fn transfers_need_a_gpu_and_a_format() {
+    let handles = Handles::new();
+    let mut config = TransferConfig {
+        struct_size: size_of::<TransferConfig>(),
+        format: c"int8".as_ptr(),
+        kv_heads: 2,
+        head_dim: 64,
+        page_size: 0,
+        max_q_len: 0,
+    };
+    let mut transfer = ptr::null_mut();
+    // SAFETY: the arguments are this function's own; handles are NULL or open.
+    unsafe {
+        let status = attn_transfer_create(handles.device, &config, &mut transfer);
+        refused(status, Status::Device, "cpu");
+        config.head_dim = 65;
+        let status = attn_transfer_create(handles.device, &config, &mut transfer);
+        refused(status, Status::Parameter, "65");
+        config.struct_size -= 1;
+        let status = attn_transfer_create(handles.device, &config, &mut transfer);
+        refused(
+            status,
+            Status::Parameter,
+            "attn_transfer_config.struct_size",
+        );
+        let none = ptr::null_mut();
+        let status = attn_transfer_export(none, ptr::null(), ptr::null(), none.cast());
+        refused(status, Status::Parameter, "transfer is NULL");
+        let status = attn_transfer_pages(none, ptr::null(), none.cast());
+        refused(status, Status::Parameter, "transfer is NULL");
+        let status = attn_transfer_merge(none, ptr::null(), none.cast());
+        refused(status, Status::Parameter, "transfer is NULL");
+        attn_transfer_destroy(none);
+    }
+    assert!(transfer.is_null());
+}
+
+#[test]
 fn statuses_have_names() {
     let name = |status: u32| {
         // SAFETY: names are text without end.
