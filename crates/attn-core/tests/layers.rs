@@ -203,6 +203,11 @@ fn writes_out_of_turn_are_typed_errors() {
         matches!(error, Error::NotFinite { what: "k", index, .. } if index == ROW + 3),
         "{error}"
     );
+    let error = cache.write(1, &k, &bad).unwrap_err();
+    assert!(
+        matches!(error, Error::NotFinite { what: "v", index, .. } if index == ROW + 3),
+        "{error}"
+    );
     // What was refused is not written; layers come in any order, each once.
     cache.write(1, &k, &v).unwrap();
     is_step(cache.write(1, &k, &v), "has written layer 1");

@@ -41,19 +41,13 @@ impl<'a> CacheLayer<'a> {
     /// # Errors
     /// [`Error::Sequence`].
     pub fn sequences(self, sequences: &[usize]) -> Result<CachedSequences<'a>, Error> {
-        CachedSequences::new(self, sequences)
-    }
-}
-
-impl<'a> CachedSequences<'a> {
-    fn new(layer: CacheLayer<'a>, sequences: &[usize]) -> Result<Self, Error> {
-        let (cache, all) = (layer.cache(), layer.table());
+        let (cache, all) = (self.cache(), self.table());
         sequences
             .iter()
             .try_for_each(|sequence| cache.check_sequence(*sequence))?;
         let of = |lists: &[Vec<u32>]| sequences.iter().map(|s| lists[*s].clone()).collect();
         Ok(CachedSequences {
-            layer,
+            layer: self,
             table: PageTable {
                 pages: of(&all.pages),
                 residual_pages: of(&all.residual_pages),
@@ -62,7 +56,9 @@ impl<'a> CachedSequences<'a> {
             },
         })
     }
+}
 
+impl<'a> CachedSequences<'a> {
     /// The cache.
     #[must_use]
     pub fn cache(&self) -> &'a KvCache {

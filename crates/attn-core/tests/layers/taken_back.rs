@@ -111,7 +111,7 @@ fn a_step_that_is_refused_changes_nothing() {
     assert_eq!((cache.free_pages(), one.free_pages()), (before.1, before.1));
 }
 
-/// A store whose calls fail once so many have come: appends, page writes.
+/// A store of which one call fails, after so many others: of appends, of page writes.
 struct Failing {
     inner: HostPages,
     left: [Arc<AtomicUsize>; 2],
@@ -120,6 +120,7 @@ struct Failing {
 impl Failing {
     fn count(&self, which: usize) -> Result<(), Error> {
         let left = self.left[which].load(Ordering::Relaxed);
+        self.left[which].store(left.wrapping_sub(1), Ordering::Relaxed);
         if left == 0 {
             return Err(Error::Device {
                 backend: "test",
@@ -127,7 +128,6 @@ impl Failing {
                 source: "as asked".into(),
             });
         }
-        self.left[which].store(left.saturating_sub(1), Ordering::Relaxed);
         Ok(())
     }
 }
@@ -231,6 +231,41 @@ fn a_layer_that_the_device_fails_is_written_again_or_the_step_taken_back() {
     assert!(
         cache.read_back(1).unwrap() == before.2[1] && cache.read_back(0).unwrap() == before.2[0]
     );
+}
+
+#[test]
+fn a_copy_onto_an_old_residual_page_that_fails_gives_the_residuals_back() {
+    // Sequence 2 keeps residuals of many query tokens, which its next token drops; 0 and 1 share an open page.
+    let filled = |pages| {
+        let mut config = config("int4", LAYERS, 32, pages);
+        config.max_q_len = 256;
+        let (mut cache, [_, copied]) = failing(config);
+        step(&mut cache, &[[2, 300]]).unwrap();
+        step(&mut cache, &[[0, 40]]).unwrap();
+        cache.fork(0, 1).unwrap();
+        (cache, copied)
+    };
+    let used = 64 - filled(64).0.free_pages();
+    // The oldest residuals are read again once newer tokens are taken back.
+    let residuals = |cache: &mut KvCache| {
+        cache.truncate(2, 100).unwrap();
+        cache.read_back(2).unwrap()
+    };
+    let want = residuals(&mut filled(used).0);
+    for left in 0..2 * LAYERS {
+        let (mut cache, copied) = filled(used);
+        assert_eq!(cache.free_pages(), 0);
+        let before = books(&cache);
+        copied.store(left, Ordering::Relaxed);
+        is_device(begin(&mut cache, &[[2, 1], [1, 1]], 0));
+        assert!(
+            books(&cache) == before && residuals(&mut cache) == want,
+            "{left}"
+        );
+    }
+    let (mut cache, _) = filled(used);
+    step(&mut cache, &[[2, 1], [1, 1]]).unwrap();
+    assert_eq!(cache.table().lens[..3], [40, 41, 301]);
 }
 
 #[test]
