@@ -1,17 +1,18 @@
 //! The page table: who owns which page, and what a refused or failed call leaves.
 
-use std::{
-    any::Any,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+#[path = "common/limited.rs"]
+mod limited;
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
 };
 
 use attn_core::{
-    Append, CacheAccess, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageLayout,
-    PageStore, Scheme, TokenWrite, WideRows, internals::order_free_pages,
+    Append, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, Scheme,
+    internals::order_free_pages,
 };
+use limited::limited;
 use rstest::rstest;
 
 const DIM: usize = 64;
@@ -48,76 +49,6 @@ fn grow(cache: &mut KvCache, sequence: usize, n: usize) -> Result<(), Error> {
     cache.append(sequence, &tokens(n, sequence), &tokens(n, sequence + 7))
 }
 
-/// A store that fails on demand.
-struct Failing {
-    inner: HostPages,
-    fails: Arc<AtomicBool>,
-}
-
-impl Failing {
-    fn check(&self) -> Result<(), Error> {
-        if self.fails.load(Ordering::Relaxed) {
-            return Err(Error::Device {
-                backend: "test",
-                doing: "failing on demand",
-                source: "as asked".into(),
-            });
-        }
-        Ok(())
-    }
-}
-
-impl PageStore for Failing {
-    fn layout(&self) -> PageLayout {
-        self.inner.layout()
-    }
-
-    fn num_pages(&self) -> usize {
-        self.inner.num_pages()
-    }
-
-    fn layers(&self) -> usize {
-        self.inner.layers()
-    }
-
-    fn append(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        writes: &[TokenWrite],
-        k: WideRows<'_>,
-        v: WideRows<'_>,
-    ) -> Result<(), Error> {
-        self.check()?;
-        self.inner.append(access, layer, writes, k, v)
-    }
-
-    fn read_pages(
-        &self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        out: &mut [u8],
-    ) -> Result<(), Error> {
-        self.inner.read_pages(access, layer, pages, out)
-    }
-
-    fn write_pages(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        bytes: &[u8],
-    ) -> Result<(), Error> {
-        self.check()?;
-        self.inner.write_pages(access, layer, pages, bytes)
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
-
 #[rstest]
 #[case::int8(KvFormat::INT8)]
 #[case::int8_int4(KvFormat::INT8_INT4)]
@@ -125,11 +56,13 @@ impl PageStore for Failing {
 fn a_call_that_the_device_fails_changes_no_length_and_takes_no_page(#[case] format: KvFormat) {
     let config = config(format, 24);
     let fails = Arc::new(AtomicBool::new(false));
-    let store = Failing {
-        inner: HostPages::new(&config).unwrap(),
-        fails: fails.clone(),
-    };
-    let mut cache = KvCache::new(config, Box::new(store)).unwrap();
+    let asked = fails.clone();
+    let mut cache = limited(config, move |_, count| {
+        match asked.load(Ordering::Relaxed) {
+            true => 0,
+            false => count,
+        }
+    });
     grow(&mut cache, 0, 70).unwrap();
     cache.fork(0, 1).unwrap();
     let state = |cache: &KvCache| {

@@ -1,17 +1,18 @@
 //! The page table at its edges: the last free page, sequences that do not exist, heads with runs of their own, what read_back leaves out.
 
-use std::{
-    any::Any,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+#[path = "common/limited.rs"]
+mod limited;
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
 };
 
 use attn_core::{
-    Append, CacheAccess, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageLayout,
-    PageStore, PageTable, TokenWrite, WideRows,
+    Append, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageStore, PageTable,
+    TokenWrite,
 };
+use limited::{Call, limited};
 use rstest::rstest;
 
 const DIM: usize = 64;
@@ -313,79 +314,19 @@ fn each_head_has_the_bytes_that_it_has_alone(#[case] format: &str, #[case] token
     assert_eq!(both.read_back(0).unwrap(), both.read_back(1).unwrap());
 }
 
-/// A store whose pages cannot be written whole while `fails` is set; tokens can.
-struct NoCopies {
-    inner: HostPages,
-    fails: Arc<AtomicBool>,
-}
-
-impl PageStore for NoCopies {
-    fn layout(&self) -> PageLayout {
-        self.inner.layout()
-    }
-
-    fn num_pages(&self) -> usize {
-        self.inner.num_pages()
-    }
-
-    fn layers(&self) -> usize {
-        self.inner.layers()
-    }
-
-    fn append(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        writes: &[TokenWrite],
-        k: WideRows<'_>,
-        v: WideRows<'_>,
-    ) -> Result<(), Error> {
-        self.inner.append(access, layer, writes, k, v)
-    }
-
-    fn read_pages(
-        &self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        out: &mut [u8],
-    ) -> Result<(), Error> {
-        self.inner.read_pages(access, layer, pages, out)
-    }
-
-    fn write_pages(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        bytes: &[u8],
-    ) -> Result<(), Error> {
-        if self.fails.load(Ordering::Relaxed) {
-            return Err(Error::Device {
-                backend: "test",
-                doing: "writing a page",
-                source: "as asked".into(),
-            });
-        }
-        self.inner.write_pages(access, layer, pages, bytes)
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
-
 #[test]
 fn a_copy_that_fails_ends_the_append_before_any_token_is_written() {
     let (config, fails) = (
         config(KvFormat::INT8, 1, 8),
         Arc::new(AtomicBool::new(false)),
     );
-    let store = NoCopies {
-        inner: HostPages::new(&config).unwrap(),
-        fails: fails.clone(),
-    };
-    let mut cache = KvCache::new(config, Box::new(store)).unwrap();
+    let asked = fails.clone();
+    let mut cache = limited(config, move |call, count| {
+        match call == Call::Pages && asked.load(Ordering::Relaxed) {
+            true => 0,
+            false => count,
+        }
+    });
     grow(&mut cache, 0, 5).unwrap();
     cache.fork(0, 1).unwrap();
     let before = (books(&cache), cache.read_back(0).unwrap());

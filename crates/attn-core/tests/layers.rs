@@ -1,5 +1,7 @@
 //! Caches of several layers: one table and a pool for each layer, steps that are reserved once and written layer by layer, and taken back whole.
 
+#[path = "common/limited.rs"]
+mod limited;
 #[path = "layers/taken_back.rs"]
 mod taken_back;
 

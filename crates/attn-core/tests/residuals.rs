@@ -1,19 +1,19 @@
 //! Residual pages: which a sequence keeps, who shares them, and what appends, forks and failures leave of them.
 
-use std::{
-    any::Any,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
+#[path = "common/limited.rs"]
+mod limited;
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
 };
 
 use attn_core::{
-    Append, CacheAccess, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageLayout,
-    PageStore, PageTable, TokenWrite, WideRows,
+    Append, CacheConfig, Error, Heads, HostPages, KvCache, KvFormat, PageLayout, PageTable,
     convert::{Side, dequantize},
     layout::Part,
 };
+use limited::{Call, failure, limited};
 use rstest::rstest;
 
 const DIM: usize = 64;
@@ -360,98 +360,24 @@ fn a_fork_of_full_pages_copies_nothing() {
     assert_eq!(cache.table().residual_pages[0], before.residual_pages[0]);
 }
 
-/// A store that fails at a given token, at a given page write, or not at all; what came before is written.
-struct Failing {
-    inner: HostPages,
-    tokens: Arc<AtomicUsize>,
-    copies: Arc<AtomicUsize>,
-}
-
-fn failure(doing: &'static str) -> Error {
-    Error::Device {
-        backend: "test",
-        doing,
-        source: "as asked".into(),
-    }
-}
-
 const NEVER: usize = usize::MAX;
-
-impl PageStore for Failing {
-    fn layout(&self) -> PageLayout {
-        self.inner.layout()
-    }
-
-    fn num_pages(&self) -> usize {
-        self.inner.num_pages()
-    }
-
-    fn layers(&self) -> usize {
-        self.inner.layers()
-    }
-
-    fn append(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        writes: &[TokenWrite],
-        k: WideRows<'_>,
-        v: WideRows<'_>,
-    ) -> Result<(), Error> {
-        let tokens = self.tokens.load(Ordering::Relaxed).min(writes.len());
-        self.inner.append(access, layer, &writes[..tokens], k, v)?;
-        if tokens < writes.len() {
-            return Err(failure("writing tokens"));
-        }
-        Ok(())
-    }
-
-    fn read_pages(
-        &self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        out: &mut [u8],
-    ) -> Result<(), Error> {
-        self.inner.read_pages(access, layer, pages, out)
-    }
-
-    fn write_pages(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        bytes: &[u8],
-    ) -> Result<(), Error> {
-        let left = self.copies.load(Ordering::Relaxed);
-        let written = left.min(pages.len());
-        let size = self.inner.layout().page_bytes();
-        self.inner
-            .write_pages(access, layer, &pages[..written], &bytes[..written * size])?;
-        if left != NEVER {
-            self.copies.store(left - written, Ordering::Relaxed);
-        }
-        if written < pages.len() {
-            return Err(failure("writing pages"));
-        }
-        Ok(())
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
 
 /// A cache, and the tokens and the page writes after which its store fails.
 fn failing(format: &str, page_size: usize, pages: usize) -> (KvCache, [Arc<AtomicUsize>; 2]) {
     let config = config(format, page_size, pages);
     let after = [(); 2].map(|()| Arc::new(AtomicUsize::new(NEVER)));
-    let store = Failing {
-        inner: HostPages::new(&config).unwrap(),
-        tokens: after[0].clone(),
-        copies: after[1].clone(),
-    };
-    (KvCache::new(config, Box::new(store)).unwrap(), after)
+    let [tokens, copies] = after.clone();
+    let cache = limited(config, move |call, count| match call {
+        Call::Tokens => tokens.load(Ordering::Relaxed),
+        Call::Pages => {
+            let left = copies.load(Ordering::Relaxed);
+            if left != NEVER {
+                copies.store(left.saturating_sub(count), Ordering::Relaxed);
+            }
+            left
+        }
+    });
+    (cache, after)
 }
 
 type State = (PageTable, Vec<Vec<Vec<u8>>>, Vec<u32>);

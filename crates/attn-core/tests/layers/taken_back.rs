@@ -1,21 +1,17 @@
 //! Steps that are refused, taken back or failed by the device: what was there before them is there again.
 
-use std::{
-    any::Any,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
 };
 
-use attn_core::{
-    CacheAccess, CacheConfig, Error, HostPages, KvCache, KvSource, PageLayout, PageStore,
-    PageTable, TokenWrite, WideRows,
-};
+use attn_core::{CacheConfig, Error, KvCache, KvSource, PageTable};
 use rstest::rstest;
 
 use super::{
-    LAYERS, appends, attends, begin, books, cache, cache_of, config, is_step, step, values,
+    LAYERS, appends, attends, begin, books, cache, cache_of, config, is_step,
+    limited::{Call, limited},
+    step, values,
 };
 
 #[rstest]
@@ -111,85 +107,18 @@ fn a_step_that_is_refused_changes_nothing() {
     assert_eq!((cache.free_pages(), one.free_pages()), (before.1, before.1));
 }
 
-/// A store of which one call fails, after so many others: of appends, of page writes.
-struct Failing {
-    inner: HostPages,
-    left: [Arc<AtomicUsize>; 2],
-}
-
-impl Failing {
-    fn count(&self, which: usize) -> Result<(), Error> {
-        let left = self.left[which].load(Ordering::Relaxed);
-        self.left[which].store(left.wrapping_sub(1), Ordering::Relaxed);
-        if left == 0 {
-            return Err(Error::Device {
-                backend: "test",
-                doing: "failing on demand",
-                source: "as asked".into(),
-            });
-        }
-        Ok(())
-    }
-}
-
-impl PageStore for Failing {
-    fn layout(&self) -> PageLayout {
-        self.inner.layout()
-    }
-
-    fn num_pages(&self) -> usize {
-        self.inner.num_pages()
-    }
-
-    fn layers(&self) -> usize {
-        self.inner.layers()
-    }
-
-    fn append(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        writes: &[TokenWrite],
-        k: WideRows<'_>,
-        v: WideRows<'_>,
-    ) -> Result<(), Error> {
-        self.count(0)?;
-        self.inner.append(access, layer, writes, k, v)
-    }
-
-    fn read_pages(
-        &self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        out: &mut [u8],
-    ) -> Result<(), Error> {
-        self.inner.read_pages(access, layer, pages, out)
-    }
-
-    fn write_pages(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        bytes: &[u8],
-    ) -> Result<(), Error> {
-        self.count(1)?;
-        self.inner.write_pages(access, layer, pages, bytes)
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
-
+/// A cache of which one call fails, after so many others: of appends, of page writes.
 fn failing(config: CacheConfig) -> (KvCache, [Arc<AtomicUsize>; 2]) {
     let left = [(); 2].map(|()| Arc::new(AtomicUsize::new(usize::MAX)));
-    let store = Failing {
-        inner: HostPages::new(&config).unwrap(),
-        left: left.clone(),
-    };
-    (KvCache::new(config, Box::new(store)).unwrap(), left)
+    let of_calls = left.clone();
+    let cache = limited(config, move |call, count| {
+        let left = &of_calls[usize::from(call == Call::Pages)];
+        match left.fetch_sub(1, Ordering::Relaxed) {
+            0 => 0,
+            _ => count,
+        }
+    });
+    (cache, left)
 }
 
 fn is_device<T>(result: Result<T, Error>) {
