@@ -1,0 +1,262 @@
+//! The model: its random weights, its files, and a plain forward pass in f64.
+
+use std::{collections::HashMap, fs, path::PathBuf};
+
+use attn_llm::{Error, Model, Tokenizer};
+use candle_core::{
+    Device, Tensor,
+    quantized::{GgmlDType, QTensor, gguf_file},
+};
+use tempfile::TempDir;
+
+pub const LAYERS: usize = 2;
+pub const HIDDEN: usize = 128;
+pub const FEED_FORWARD: usize = 192;
+pub const HEADS: usize = 2;
+pub const KV_HEADS: usize = 1;
+pub const DIM: usize = 64;
+pub const VOCAB: usize = 272;
+pub const CONTEXT: usize = 512;
+pub const BASE: f32 = 10_000.0;
+pub const EPS: f32 = 1e-5;
+
+/// Numbers in −1..1, the same on every run.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> f32 {
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        (self.0 >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    pub fn vector(&mut self, n: usize, size: f32) -> Vec<f32> {
+        (0..n).map(|_| self.next() * size).collect()
+    }
+}
+
+/// The weights under their GGUF names, `[outputs, inputs]`, with rows of Q and K for pairs of halves.
+pub type Weights = HashMap<String, (Vec<usize>, Vec<f32>)>;
+
+pub fn weights() -> Weights {
+    let mut random = Random(7);
+    let mut all = Weights::new();
+    let mut add = |name: String, shape: &[usize], size: f32, middle: f32| {
+        let n = shape.iter().product();
+        let values = random.vector(n, size).iter().map(|x| x + middle).collect();
+        all.insert(name, (shape.to_vec(), values));
+    };
+    add("token_embd.weight".into(), &[VOCAB, HIDDEN], 1.0, 0.0);
+    add("output_norm.weight".into(), &[HIDDEN], 0.3, 1.0);
+    for i in 0..LAYERS {
+        let parts = [
+            ("attn_q", HEADS * DIM, HIDDEN),
+            ("attn_k", KV_HEADS * DIM, HIDDEN),
+            ("attn_v", KV_HEADS * DIM, HIDDEN),
+            ("attn_output", HIDDEN, HEADS * DIM),
+            ("ffn_gate", FEED_FORWARD, HIDDEN),
+            ("ffn_up", FEED_FORWARD, HIDDEN),
+            ("ffn_down", HIDDEN, FEED_FORWARD),
+        ];
+        for (part, outputs, inputs) in parts {
+            add(
+                format!("blk.{i}.{part}.weight"),
+                &[outputs, inputs],
+                0.2,
+                0.0,
+            );
+        }
+        for part in ["attn_norm", "ffn_norm"] {
+            add(format!("blk.{i}.{part}.weight"), &[HIDDEN], 0.3, 1.0);
+        }
+        for (part, n) in [("attn_q", HEADS * DIM), ("attn_k", KV_HEADS * DIM)] {
+            add(format!("blk.{i}.{part}.bias"), &[n], 0.5, 0.0);
+        }
+        for part in ["attn_q_norm", "attn_k_norm"] {
+            add(format!("blk.{i}.{part}.weight"), &[DIM], 0.3, 1.0);
+        }
+    }
+    all
+}
+
+/// One token for each byte, in the alphabet of byte-level tokenizers, and special tokens after them.
+pub fn tokens() -> Vec<String> {
+    let mut alphabet: Vec<char> = tokenizers_alphabet();
+    alphabet.sort_unstable();
+    let bytes = alphabet.into_iter().map(String::from);
+    let special = (256..VOCAB).map(|i| format!("<|{i}|>"));
+    bytes.chain(special).collect()
+}
+
+/// Bytes that print stand for themselves; the others for characters from U+0100 on.
+pub fn tokenizers_alphabet() -> Vec<char> {
+    let prints = |b: &u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    let own = (0..=255u8).filter(prints).map(char::from);
+    let hidden = (0..=255u8).filter(|b| !prints(b)).count() as u32;
+    own.chain((0..hidden).filter_map(|i| char::from_u32(0x100 + i)))
+        .collect()
+}
+
+pub fn metadata() -> Vec<(&'static str, gguf_file::Value)> {
+    use gguf_file::Value::{Array, F32, I32, String, U32};
+    let kinds = (0..VOCAB)
+        .map(|i| I32(if i < 256 { 1 } else { 3 }))
+        .collect();
+    vec![
+        ("general.architecture", String("qwen3".into())),
+        ("qwen3.block_count", U32(LAYERS as u32)),
+        ("qwen3.context_length", U32(CONTEXT as u32)),
+        ("qwen3.embedding_length", U32(HIDDEN as u32)),
+        ("qwen3.feed_forward_length", U32(FEED_FORWARD as u32)),
+        ("qwen3.attention.head_count", U32(HEADS as u32)),
+        ("qwen3.attention.head_count_kv", U32(KV_HEADS as u32)),
+        ("qwen3.attention.layer_norm_rms_epsilon", F32(EPS)),
+        ("qwen3.rope.freq_base", F32(BASE)),
+        ("tokenizer.ggml.model", String("gpt2".into())),
+        ("tokenizer.ggml.pre", String("gpt-2".into())),
+        (
+            "tokenizer.ggml.tokens",
+            Array(tokens().into_iter().map(String).collect()),
+        ),
+        ("tokenizer.ggml.token_type", Array(kinds)),
+        ("tokenizer.ggml.merges", Array(Vec::new())),
+        ("tokenizer.ggml.eos_token_id", U32(256)),
+    ]
+}
+
+pub fn tensor((shape, values): &(Vec<usize>, Vec<f32>)) -> Tensor {
+    Tensor::from_vec(values.clone(), shape.clone(), &Device::Cpu).unwrap()
+}
+
+/// The bytes of a GGUF file.
+pub fn gguf(weights: &Weights, metadata: &[(&str, gguf_file::Value)], dtype: GgmlDType) -> Vec<u8> {
+    let pack = |(name, parts): (&String, &(Vec<usize>, Vec<f32>))| {
+        let dtype = if parts.0.len() == 2 {
+            dtype
+        } else {
+            GgmlDType::F32
+        };
+        (
+            name.clone(),
+            QTensor::quantize(&tensor(parts), dtype).unwrap(),
+        )
+    };
+    let packed: Vec<_> = weights.iter().map(pack).collect();
+    let tensors: Vec<_> = packed.iter().map(|(name, t)| (name.as_str(), t)).collect();
+    let metadata: Vec<_> = metadata.iter().map(|(key, value)| (*key, value)).collect();
+    let mut file = std::io::Cursor::new(Vec::new());
+    gguf_file::write(&mut file, &metadata, &tensors).unwrap();
+    file.into_inner()
+}
+
+pub struct Files(pub TempDir);
+
+impl Files {
+    pub fn new() -> Self {
+        Files(TempDir::new().unwrap())
+    }
+
+    pub fn write(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.0.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        path
+    }
+
+    pub fn load(&self, bytes: &[u8]) -> Result<(Model, Tokenizer), Error> {
+        attn_llm::load(&self.write("model.gguf", bytes), &mut |_, _| ())
+    }
+}
+
+pub fn model() -> (Model, Tokenizer) {
+    let bytes = gguf(&weights(), &metadata(), GgmlDType::F32);
+    Files::new().load(&bytes).unwrap()
+}
+
+/// `x` times a matrix of the file.
+pub fn product(weights: &Weights, name: &str, x: &[f64]) -> Vec<f64> {
+    let (shape, w) = &weights[&format!("{name}.weight")];
+    let bias = weights.get(&format!("{name}.bias"));
+    let row = |i: usize| {
+        let row = w[i * shape[1]..].iter().zip(x);
+        let sum: f64 = row.map(|(w, x)| f64::from(*w) * x).sum();
+        sum + bias.map_or(0.0, |(_, b)| f64::from(b[i]))
+    };
+    (0..shape[0]).map(row).collect()
+}
+
+pub fn norm(weights: &Weights, name: &str, x: &[f64]) -> Vec<f64> {
+    let (_, w) = &weights[&format!("{name}.weight")];
+    let normalize = |x: &[f64]| {
+        let square = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
+        let factor = 1.0 / (square + f64::from(EPS)).sqrt();
+        let pairs = x.iter().zip(w);
+        pairs
+            .map(|(x, w)| x * factor * f64::from(*w))
+            .collect::<Vec<_>>()
+    };
+    x.chunks(w.len()).flat_map(normalize).collect()
+}
+
+pub fn turn(x: &mut [f64], position: usize) {
+    for head in x.chunks_mut(DIM) {
+        for i in 0..DIM / 2 {
+            let angle = position as f64 * f64::from(BASE).powf(-2.0 * i as f64 / DIM as f64);
+            let (a, b) = (head[i], head[i + DIM / 2]);
+            head[i] = a * angle.cos() - b * angle.sin();
+            head[i + DIM / 2] = a * angle.sin() + b * angle.cos();
+        }
+    }
+}
+
+/// Logits of every token, by the formulas in f64.
+pub fn plain(weights: &Weights, tokens: &[u32]) -> Vec<f64> {
+    let embedding = |token: &u32| {
+        let row = &weights["token_embd.weight"].1[*token as usize * HIDDEN..][..HIDDEN];
+        row.iter().map(|x| f64::from(*x)).collect::<Vec<_>>()
+    };
+    let mut xs: Vec<Vec<f64>> = tokens.iter().map(embedding).collect();
+    for layer in 0..LAYERS {
+        let name = |part: &str| format!("blk.{layer}.{part}");
+        let (mut ks, mut vs) = (Vec::new(), Vec::new());
+        for (position, x) in xs.iter_mut().enumerate() {
+            let y = norm(weights, &name("attn_norm"), x);
+            let q = product(weights, &name("attn_q"), &y);
+            let k = product(weights, &name("attn_k"), &y);
+            let mut q = norm(weights, &name("attn_q_norm"), &q);
+            let mut k = norm(weights, &name("attn_k_norm"), &k);
+            turn(&mut q, position);
+            turn(&mut k, position);
+            ks.push(k);
+            vs.push(product(weights, &name("attn_v"), &y));
+            let mut out = Vec::new();
+            for q in q.chunks(DIM) {
+                let score = |k: &Vec<f64>| {
+                    let dot: f64 = q.iter().zip(k).map(|(q, k)| q * k).sum();
+                    (dot / (DIM as f64).sqrt()).exp()
+                };
+                let p: Vec<f64> = ks.iter().map(score).collect();
+                let sum: f64 = p.iter().sum();
+                out.extend((0..DIM).map(|d| {
+                    let pairs = p.iter().zip(&vs);
+                    pairs.map(|(p, v)| p / sum * v[d]).sum::<f64>()
+                }));
+            }
+            let out = product(weights, &name("attn_output"), &out);
+            x.iter_mut().zip(out).for_each(|(x, y)| *x += y);
+            let y = norm(weights, &name("ffn_norm"), x);
+            let gate = product(weights, &name("ffn_gate"), &y);
+            let up = product(weights, &name("ffn_up"), &y);
+            let pairs = gate.iter().zip(up);
+            let y: Vec<f64> = pairs.map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+            let y = product(weights, &name("ffn_down"), &y);
+            x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
+        }
+    }
+    let logits = |x: &Vec<f64>| {
+        let y = norm(weights, "output_norm", x);
+        product(weights, "token_embd", &y)
+    };
+    xs.iter().flat_map(logits).collect()
+}
