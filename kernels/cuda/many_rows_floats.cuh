@@ -116,12 +116,7 @@ struct FloatTiles : Warpgroup {
         float base[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float x[2] = {s[2 * h], s[2 * h + 1]};
-#pragma unroll
-            for (int j = 1; j < TILE / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) x[e] = fmaxf(x[e], s[4 * j + 2 * h + e]);
-            float now = fmaxf(m[h], ceilf(quad_max(fmaxf(x[0], x[1])) * scale[h]) - LIFT);
+            float now = fmaxf(m[h], ceilf(row_max(s, h) * scale[h]) - LIFT);
             alpha[h] = pow2(now - m[h]);
             m[h] = now;
             base[h] = now > MINUS_INFINITY ? now : 0.0f;

@@ -103,12 +103,7 @@ struct IntegerTiles : Warpgroup {
         float top[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float x[2] = {s[2 * h], s[2 * h + 1]};
-#pragma unroll
-            for (int j = 1; j < TILE / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) x[e] = fmaxf(x[e], s[4 * j + 2 * h + e]);
-            float largest = quad_max(fmaxf(x[0], x[1]));
+            float largest = row_max(s, h);
             bool some = largest > MINUS_INFINITY;
             // The largest product is that of the largest number: rounding keeps the order.
             top[h] = some ? ceilf(HAS_SCORE_MODS ? largest : largest * rows.scale[h]) : MINUS_INFINITY;

@@ -72,6 +72,15 @@ struct Warpgroup {
         for (int i = 0; i < SUMS_OF_TILE; i++)
             if (!rows.sees(i / 2 % 2, index * TILE + token_of(i / 4, i % 2, lane))) hide(i);
     }
+    // The largest of a row's numbers.
+    __device__ __forceinline__ float row_max(const float (&s)[SUMS_OF_TILE], int h) const {
+        float x[2] = {s[2 * h], s[2 * h + 1]};
+#pragma unroll
+        for (int j = 1; j < TILE / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) x[e] = fmaxf(x[e], s[4 * j + 2 * h + e]);
+        return quad_max(fmaxf(x[0], x[1]));
+    }
     // Soft cap and ALiBi.
     __device__ __forceinline__ void modify_scores(float (&s)[SUMS_OF_TILE], int index) const {
 #pragma unroll
