@@ -14,36 +14,36 @@ use serde_json::{Value, json};
 const TOKENS: usize = 70;
 
 /// How far the logits of a file's model are from those of the formulas.
-fn error_of(path: &Path, weights: &Weights, law: &Law) -> f64 {
+fn error_of(path: &Path, weights: &Weights, settings: &Settings) -> f64 {
     let loaded = attn_llm::load(path, Products::F32, &mut |_, _| ());
     let (model, _) = loaded.unwrap();
     let tokens = text(TOKENS);
     let mut exact = ExactKv::new(model.config(), 1, TOKENS);
     let got = logits(&model, &mut exact, &tokens, 32);
-    difference(&got, &plain(weights, law, &tokens))
+    difference(&got, &plain(weights, settings, &tokens))
 }
 
-/// Holds a folder's model to a law, and notices that it is not the law without the change.
-fn follows(weights: &Weights, changes: &[(&str, Value)], law: &Law) {
+/// Holds a folder's model to formulas with these settings, and notices that it does not follow those without the change.
+fn follows(weights: &Weights, changes: &[(&str, Value)], settings: &Settings) {
     let folder = folder(weights, changes);
-    let error = error_of(folder.0.path(), weights, law);
+    let error = error_of(folder.0.path(), weights, settings);
     assert!(error < 1e-5, "{changes:?}: {error:e}");
-    let without = error_of(folder.0.path(), weights, &Law::new());
+    let without = error_of(folder.0.path(), weights, &Settings::new());
     assert!(without > 1e-3, "{changes:?} changes nothing: {without:e}");
 }
 
 fn base_angles() -> Vec<f64> {
-    Law::new().angles
+    Settings::new().angles
 }
 
 #[test]
 fn linear_scaling_divides_positions() {
-    let law = Law {
+    let settings = Settings {
         angles: base_angles().iter().map(|angle| angle / 2.5).collect(),
-        ..Law::new()
+        ..Settings::new()
     };
     let scaling = json!({"type": "linear", "factor": 2.5});
-    follows(&weights(), &[("rope_scaling", scaling)], &law);
+    follows(&weights(), &[("rope_scaling", scaling)], &settings);
 }
 
 #[test]
@@ -54,15 +54,15 @@ fn llama_3_scales_slow_pairs_whole_and_middle_ones_in_part() {
         let own = ((turns - low) / (high - low)).clamp(0.0, 1.0);
         angle * own + angle / factor * (1.0 - own)
     };
-    let law = Law {
+    let settings = Settings {
         angles: base_angles().iter().map(scaled).collect(),
-        ..Law::new()
+        ..Settings::new()
     };
     let scaling = json!({
         "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
         "original_max_position_embeddings": context,
     });
-    follows(&weights(), &[("rope_scaling", scaling)], &law);
+    follows(&weights(), &[("rope_scaling", scaling)], &settings);
 }
 
 /// YaRN: pairs that turn `fast` times or more in the original context keep their angle, those that turn `slow` times or less are divided.
@@ -87,30 +87,30 @@ fn yarn(context: f64, factor: f64, [fast, slow]: [f64; 2], truncates: bool) -> V
 
 #[test]
 fn yarn_divides_slow_pairs_and_sharpens_attention() {
-    let law = Law {
+    let settings = Settings {
         angles: yarn(CONTEXT as f64, 4.0, [32.0, 1.0], true),
         factor: 0.1 * 4f64.ln() + 1.0,
-        ..Law::new()
+        ..Settings::new()
     };
     let scaling = json!({"rope_type": "yarn", "factor": 4.0});
-    follows(&weights(), &[("rope_scaling", scaling)], &law);
-    let law = Law {
+    follows(&weights(), &[("rope_scaling", scaling)], &settings);
+    let settings = Settings {
         angles: yarn(700.0, 4.0, [20.0, 1.0], false),
         factor: 0.9,
-        ..Law::new()
+        ..Settings::new()
     };
     let scaling = json!({
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 700, "beta_fast": 20,
         "truncate": false, "attention_factor": 0.9,
     });
-    follows(&weights(), &[("rope_scaling", scaling)], &law);
+    follows(&weights(), &[("rope_scaling", scaling)], &settings);
 }
 
 #[test]
 fn windows_hide_old_tokens_in_the_layers_that_have_them() {
-    let with = |windows| Law {
+    let with = |windows| Settings {
         windows,
-        ..Law::new()
+        ..Settings::new()
     };
     let all = usize::MAX;
     let window = ("sliding_window", json!(9));
@@ -132,7 +132,7 @@ fn windows_hide_old_tokens_in_the_layers_that_have_them() {
         &weights(),
         &[window, from, ("use_sliding_window", json!(false))],
     );
-    let error = error_of(folder.0.path(), &weights(), &Law::new());
+    let error = error_of(folder.0.path(), &weights(), &Settings::new());
     assert!(error < 1e-5, "a window that is not used: {error:e}");
 }
 
@@ -142,7 +142,7 @@ fn norms_of_heads_biases_and_an_output_of_its_own_are_as_the_file_has_them() {
     bare.retain(|name, _| !name.contains("q_norm") && !name.contains("k_norm"));
     bare.retain(|name, _| !name.ends_with(".bias"));
     let files = folder(&bare, &[("model_type", json!("llama"))]);
-    let error = error_of(files.0.path(), &bare, &Law::new());
+    let error = error_of(files.0.path(), &bare, &Settings::new());
     assert!(error < 1e-5, "{error:e}");
     let mut untied = weights();
     let output = Random(5).vector(VOCAB * HIDDEN, 0.4);
@@ -150,9 +150,9 @@ fn norms_of_heads_biases_and_an_output_of_its_own_are_as_the_file_has_them() {
     let files = folder(&untied, &[]);
     let gguf_file = files.write("own.gguf", gguf(&untied, &metadata(), GgmlDType::F32));
     for path in [files.0.path(), &gguf_file] {
-        let error = error_of(path, &untied, &Law::new());
+        let error = error_of(path, &untied, &Settings::new());
         assert!(error < 1e-5, "{error:e}");
-        let tied = error_of(path, &weights(), &Law::new());
+        let tied = error_of(path, &weights(), &Settings::new());
         assert!(tied > 0.1, "the embeddings are the output: {tied:e}");
     }
 }
@@ -180,43 +180,44 @@ fn metadata_of(architecture: &str, more: &[(&str, gguf_file::Value)]) -> Vec<u8>
 fn gguf_files_have_neighbours_as_pairs_for_llama_and_windows_and_scalings_in_their_metadata() {
     use gguf_file::Value::{F32, String, U32};
     let files = Files::new();
-    let error =
-        |bytes: Vec<u8>, law: &Law| error_of(&files.write("kind.gguf", bytes), &weights(), law);
-    let interleaved = Law {
+    let error = |bytes: Vec<u8>, settings: &Settings| {
+        error_of(&files.write("kind.gguf", bytes), &weights(), settings)
+    };
+    let interleaved = Settings {
         is_interleaved: true,
-        ..Law::new()
+        ..Settings::new()
     };
     let llama = metadata_of("llama", &[]);
     assert!(error(llama.clone(), &interleaved) < 1e-5);
-    assert!(error(llama, &Law::new()) > 1e-3);
+    assert!(error(llama, &Settings::new()) > 1e-3);
     let window = metadata_of("qwen2", &[("qwen3.attention.sliding_window", U32(9))]);
-    let law = Law {
+    let settings = Settings {
         windows: [9; LAYERS],
-        ..Law::new()
+        ..Settings::new()
     };
-    assert!(error(window, &law) < 1e-5);
+    assert!(error(window, &settings) < 1e-5);
     let scaling = [
         ("qwen3.rope.scaling.type", String("linear".to_owned())),
         ("qwen3.rope.scaling.factor", F32(2.5)),
     ];
-    let law = Law {
+    let settings = Settings {
         angles: base_angles().iter().map(|angle| angle / 2.5).collect(),
-        ..Law::new()
+        ..Settings::new()
     };
-    assert!(error(metadata_of("qwen3", &scaling), &law) < 1e-5);
+    assert!(error(metadata_of("qwen3", &scaling), &settings) < 1e-5);
     // Llama 3's factors are a tensor.
     let factors: Vec<f32> = (0..DIM / 2).map(|i| 1.0 + i as f32 / 4.0).collect();
-    let law = Law {
+    let settings = Settings {
         angles: base_angles()
             .iter()
             .zip(&factors)
             .map(|(angle, factor)| angle / f64::from(*factor))
             .collect(),
-        ..Law::new()
+        ..Settings::new()
     };
     let mut scaled = weights();
     scaled.insert("rope_freqs.weight".to_owned(), (vec![DIM / 2], factors));
-    assert!(error(gguf(&scaled, &metadata(), GgmlDType::F32), &law) < 1e-5);
+    assert!(error(gguf(&scaled, &metadata(), GgmlDType::F32), &settings) < 1e-5);
 }
 
 #[test]

@@ -26,7 +26,7 @@ fn paged(model: &Model, format: &str, sequences: usize, len: usize) -> PagedKv {
 fn logits_are_those_of_the_formulas() {
     let (model, _) = model();
     let tokens = text(90);
-    let want = plain(&weights(), &Law::new(), &tokens);
+    let want = plain(&weights(), &Settings::new(), &tokens);
     let mut exact = ExactKv::new(model.config(), 1, 90);
     let error = difference(&logits(&model, &mut exact, &tokens, 32), &want);
     assert!(error < 1e-5, "f32: {error:e}");
@@ -157,7 +157,7 @@ fn perplexity_ranks_formats_by_their_errors() {
     // The f32 figure is that of the formulas.
     let mut loss = 0.0;
     for piece in pieces {
-        for (row, next) in plain(&weights(), &Law::new(), piece)
+        for (row, next) in plain(&weights(), &Settings::new(), piece)
             .chunks(VOCAB)
             .zip(&piece[1..])
         {
@@ -173,7 +173,7 @@ fn perplexity_ranks_formats_by_their_errors() {
 
 #[test]
 fn packed_weights_are_read() {
-    let want = plain(&weights(), &Law::new(), &text(20));
+    let want = plain(&weights(), &Settings::new(), &text(20));
     for (dtype, bound) in [
         (GgmlDType::F16, 2e-3),
         (GgmlDType::Q8_0, 0.03),

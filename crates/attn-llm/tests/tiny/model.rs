@@ -211,7 +211,7 @@ pub fn norm(weights: &Weights, name: &str, x: &[f64]) -> Vec<f64> {
 
 /// What a config says beside the weights.
 #[derive(Clone)]
-pub struct Law {
+pub struct Settings {
     /// The angle of each pair of elements at position 1.
     pub angles: Vec<f64>,
     /// What rotated Q and K are multiplied by.
@@ -222,10 +222,10 @@ pub struct Law {
     pub windows: [usize; LAYERS],
 }
 
-impl Law {
+impl Settings {
     pub fn new() -> Self {
         let angle = |i| f64::from(BASE).powf(-2.0 * i as f64 / DIM as f64);
-        Law {
+        Settings {
             angles: (0..DIM / 2).map(angle).collect(),
             factor: 1.0,
             is_interleaved: false,
@@ -250,13 +250,13 @@ impl Law {
 }
 
 /// Logits of every token, by the formulas in f64.
-pub fn plain(weights: &Weights, law: &Law, tokens: &[u32]) -> Vec<f64> {
+pub fn plain(weights: &Weights, settings: &Settings, tokens: &[u32]) -> Vec<f64> {
     let embedding = |token: &u32| {
         let row = &weights["token_embd.weight"].1[*token as usize * HIDDEN..][..HIDDEN];
         row.iter().map(|x| f64::from(*x)).collect::<Vec<_>>()
     };
     let mut xs: Vec<Vec<f64>> = tokens.iter().map(embedding).collect();
-    for (layer, window) in law.windows.iter().enumerate() {
+    for (layer, window) in settings.windows.iter().enumerate() {
         let name = |part: &str| format!("blk.{layer}.{part}");
         let (mut ks, mut vs) = (Vec::new(), Vec::new());
         for (position, x) in xs.iter_mut().enumerate() {
@@ -265,8 +265,8 @@ pub fn plain(weights: &Weights, law: &Law, tokens: &[u32]) -> Vec<f64> {
             let k = product(weights, &name("attn_k"), &y);
             let mut q = norm(weights, &name("attn_q_norm"), &q);
             let mut k = norm(weights, &name("attn_k_norm"), &k);
-            law.turn(&mut q, position);
-            law.turn(&mut k, position);
+            settings.turn(&mut q, position);
+            settings.turn(&mut k, position);
             ks.push(k);
             vs.push(product(weights, &name("attn_v"), &y));
             let first = (position + 1).saturating_sub(*window);
