@@ -7,6 +7,8 @@ use candle_core::{
     quantized::{QMatMul, QTensor},
 };
 
+use rayon::prelude::*;
+
 use crate::error::Error;
 
 /// How matrix products are computed, by candle.
@@ -69,7 +71,7 @@ impl FromStr for Products {
 const ROWS: usize = 8;
 
 enum Weight {
-    /// `[inputs, outputs]`: a view of the file's order, in f32.
+    /// `[outputs, inputs]` in f32.
     Full(Tensor),
     /// `[outputs, inputs]` in a GGUF file's blocks.
     Packed(QMatMul),
@@ -88,7 +90,7 @@ impl Linear {
     pub fn new(weight: &Tensor, bias: Option<Vec<f32>>) -> Result<Self, Error> {
         let (outputs, inputs) = weight.dims2()?;
         Ok(Linear {
-            weight: Weight::Full(weight.t()?),
+            weight: Weight::Full(weight.contiguous()?),
             bias,
             inputs,
             outputs,
@@ -117,12 +119,17 @@ impl Linear {
         full.extend_from_slice(x);
         full.resize(padded * self.inputs, 0.0);
         let x = Tensor::from_vec(full, (padded, self.inputs), &Device::Cpu)?;
-        let y = match &self.weight {
-            Weight::Full(weight) => x.to_device(weight.device())?.matmul(weight)?,
-            Weight::Packed(weight) => weight.forward(&x.narrow(0, 0, rows)?)?,
+        let mut y = match &self.weight {
+            // As the left factor, weights are read as they lie; as the right one, gemm would rearrange all of them for each product.
+            Weight::Full(weight) => {
+                let y = weight.matmul(&x.to_device(weight.device())?.t()?)?;
+                transposed(&y.flatten_all()?.to_vec1()?, rows, padded)
+            }
+            Weight::Packed(weight) => weight
+                .forward(&x.narrow(0, 0, rows)?)?
+                .flatten_all()?
+                .to_vec1()?,
         };
-        let mut y: Vec<f32> = y.flatten_all()?.to_vec1()?;
-        y.truncate(rows * self.outputs);
         if let Some(bias) = &self.bias {
             for row in y.chunks_exact_mut(self.outputs) {
                 row.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
@@ -130,4 +137,17 @@ impl Linear {
         }
         Ok(y)
     }
+}
+
+/// The first `rows` columns of `[outputs, padded]` as rows.
+fn transposed(y: &[f32], rows: usize, padded: usize) -> Vec<f32> {
+    let outputs = y.len() / padded;
+    let mut out = vec![0.0; rows * outputs];
+    out.par_chunks_exact_mut(outputs)
+        .enumerate()
+        .for_each(|(row, out)| {
+            let column = y[row..].iter().step_by(padded);
+            out.iter_mut().zip(column).for_each(|(out, y)| *out = *y);
+        });
+    out
 }
