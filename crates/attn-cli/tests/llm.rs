@@ -285,6 +285,32 @@ fn a_model_by_its_name_is_fetched_once() {
 
 #[test]
 #[cfg(feature = "hub")]
+fn safetensors_in_parts_are_the_gguf_files_model() {
+    let (folder, model) = model();
+    let cache = folder.path("cache");
+    let (server, log) = hub::serve(tiny::safetensors());
+    let made = json(&fetched("someone/tiny", &server, &cache));
+    let at_its_path = generated(&model, &["--tokens", "6", "x"]);
+    let tokens = &at_its_path["formats"][0]["tokens"];
+    assert_eq!(made["formats"][0]["tokens"], *tokens);
+    let parts = log.lock().unwrap().clone();
+    for part in ["model-0.safetensors", "model-2.safetensors"] {
+        assert!(parts.iter().any(|path| path.ends_with(part)), "{parts:?}");
+    }
+    let again = json(&fetched("someone/tiny", "http://127.0.0.1:1", &cache));
+    assert_eq!(again["formats"][0]["tokens"], *tokens);
+    // An index that leads out of the cache's folder.
+    let mut files = tiny::safetensors();
+    let index = r#"{"weight_map": {"x": "../../../../outside.safetensors"}}"#;
+    files.insert("model.safetensors.index.json".to_owned(), index.into());
+    let (server, _) = hub::serve(files);
+    let other = folder.path("other");
+    let output = fetched("someone/tiny", &server, &other);
+    refused(&output, &["it has a file called", "outside.safetensors"]);
+}
+
+#[test]
+#[cfg(feature = "hub")]
 fn without_a_network_a_name_ends_in_a_sentence() {
     let folder = Folder::new();
     let cache = folder.path("cache");

@@ -178,6 +178,7 @@ fn packed_weights_are_read() {
         (GgmlDType::F16, 2e-3),
         (GgmlDType::Q8_0, 0.03),
         (GgmlDType::Q4_1, 0.5),
+        (GgmlDType::Q4_0, 0.5),
     ] {
         let (model, _) = Files::new()
             .load(&gguf(&weights(), &metadata(), dtype))

@@ -1,4 +1,5 @@
-//! A small random model as a GGUF file, written by its definition (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>).
+//! A small random model as a GGUF file, written by its definition (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>), and as Hugging
+//! Face has models.
 
 /// Elements of a token's state; one KV head, two query heads of 64.
 const HIDDEN: usize = 128;
@@ -41,10 +42,27 @@ fn vocabulary() -> Vec<String> {
     all.take(256).chain(["<end>".to_owned()]).collect()
 }
 
-/// Name, shape with the innermost dimension last, and how large random elements are around what middle.
-type Tensor = (String, Vec<usize>, f32, f32);
+/// Name, shape with the innermost dimension last, and elements.
+type Tensor = (String, Vec<usize>, Vec<f32>);
 
+/// The weights under their GGUF names.
 fn tensors() -> Vec<Tensor> {
+    let mut random = 7u64;
+    let mut unit = || {
+        random = random.wrapping_mul(6_364_136_223_846_793_005);
+        random = random.wrapping_add(1);
+        (random >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    let filled = |(name, shape, size, middle): (String, Vec<usize>, f32, f32)| {
+        let n = shape.iter().product();
+        let values = (0..n).map(|_| middle + size * unit()).collect();
+        (name, shape, values)
+    };
+    shapes().into_iter().map(filled).collect()
+}
+
+/// Name, shape, and how large random elements are around what middle.
+fn shapes() -> Vec<(String, Vec<usize>, f32, f32)> {
     let mut all = vec![
         ("token_embd".to_owned(), vec![VOCAB, HIDDEN], 1.0, 0.0),
         ("output_norm".to_owned(), vec![HIDDEN], 0.3, 1.0),
@@ -113,14 +131,78 @@ pub fn gguf() -> Vec<u8> {
         offset += shape.iter().product::<usize>() * 4;
     }
     file.0.resize(file.0.len().next_multiple_of(32), 0);
-    let mut random = 7u64;
-    for (_, shape, size, middle) in &tensors {
-        for _ in 0..shape.iter().product() {
-            random = random.wrapping_mul(6_364_136_223_846_793_005);
-            random = random.wrapping_add(1);
-            let unit = (random >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
-            file.u32((middle + size * unit).to_bits());
-        }
-    }
+    let values = tensors.iter().flat_map(|(.., values)| values);
+    values.for_each(|x| file.u32(x.to_bits()));
     file.0
+}
+
+/// The same model's files as huggingface.co has them, with safetensors in parts.
+#[cfg(feature = "hub")]
+pub fn safetensors() -> std::collections::HashMap<String, Vec<u8>> {
+    use safetensors::{Dtype, tensor::TensorView};
+    let names = [
+        ("token_embd", "model.embed_tokens"),
+        ("output_norm", "model.norm"),
+        ("attn_norm", "input_layernorm"),
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_k", "self_attn.k_proj"),
+        ("attn_v", "self_attn.v_proj"),
+        ("attn_output", "self_attn.o_proj"),
+        ("ffn_norm", "post_attention_layernorm"),
+        ("ffn_gate", "mlp.gate_proj"),
+        ("ffn_up", "mlp.up_proj"),
+        ("ffn_down", "mlp.down_proj"),
+    ];
+    let renamed = |name: &str| {
+        let (layer, part) = match name.strip_prefix("blk.") {
+            Some(rest) => (format!("model.layers.{}.", &rest[..1]), &rest[2..]),
+            None => (String::new(), name),
+        };
+        let known = names.iter().find(|(gguf, _)| *gguf == part);
+        format!("{layer}{}.weight", known.expect("a known part").1)
+    };
+    let mut files = std::collections::HashMap::new();
+    let mut weight_map = serde_json::Map::new();
+    for (i, part) in tensors().chunks(9).enumerate() {
+        let file = format!("model-{i}.safetensors");
+        let bytes = |x: &Vec<f32>| x.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>();
+        let data: Vec<_> = part.iter().map(|(.., values)| bytes(values)).collect();
+        let views = part.iter().zip(&data).map(|((name, shape, _), data)| {
+            weight_map.insert(renamed(name), file.clone().into());
+            let view = TensorView::new(Dtype::F32, shape.clone(), data);
+            (renamed(name), view.expect("as many bytes as the shape has"))
+        });
+        let bytes = safetensors::serialize(views, None).expect("a legal file");
+        files.insert(file, bytes);
+    }
+    let vocab: serde_json::Map<_, _> = vocabulary()
+        .into_iter()
+        .enumerate()
+        .map(|(i, token)| (token, i.into()))
+        .collect();
+    let split = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true});
+    let texts = [
+        (
+            "config.json",
+            serde_json::json!({
+                "model_type": "qwen2", "hidden_size": HIDDEN, "num_attention_heads": 2, "num_key_value_heads": 1,
+                "num_hidden_layers": LAYERS, "intermediate_size": FEED_FORWARD, "vocab_size": VOCAB,
+                "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "eos_token_id": 256,
+            }),
+        ),
+        (
+            "tokenizer.json",
+            serde_json::json!({
+                "version": "1.0", "added_tokens": [], "pre_tokenizer": split, "decoder": split,
+                "model": {"type": "BPE", "vocab": vocab, "merges": []},
+            }),
+        ),
+        (
+            "model.safetensors.index.json",
+            serde_json::json!({ "weight_map": weight_map }),
+        ),
+    ];
+    let texts = texts.map(|(name, json)| (name.to_owned(), json.to_string().into_bytes()));
+    files.extend(texts);
+    files
 }
