@@ -4,7 +4,7 @@
 
 use attn_core::arithmetic::{
     EXP2_WEIGHT, ROUND, ROUND_WEIGHT, SMALLEST_WEIGHT, TILE, WEIGHT_BASE, WEIGHT_MAX, exp2i,
-    shift_sum, threshold,
+    threshold,
 };
 
 use crate::{
@@ -245,13 +245,19 @@ static THRESHOLDS: Numbers = {
 /// TILE floats are readable at each.
 #[inline(always)]
 unsafe fn shift_term<S: Simd>(s: S, p: *const f32, shifts: *const f32) -> f32 {
-    let mut products = [0.0f32; TILE];
+    let mut sums = s.splat(0.0);
     for t in (0..TILE).step_by(S::LANES) {
         // SAFETY: t + LANES ≤ TILE.
-        unsafe {
-            let product = s.mul(s.load(p.add(t)), s.load(shifts.add(t)));
-            s.store(products.as_mut_ptr().add(t), product);
+        let product = unsafe { s.mul(s.load(p.add(t)), s.load(shifts.add(t))) };
+        sums = s.add(sums, product);
+        if S::ROWS == 4 {
+            // The next eight tokens; what the other half of the lanes sums up is nothing.
+            let next = s.of_bits(s.i_exchange(s.bits(product), 2));
+            sums = s.add(sums, next);
         }
     }
-    shift_sum(products.into_iter())
+    let mut z = [0.0f32; 16];
+    // SAFETY: `z` has room for any vector.
+    unsafe { s.store(z.as_mut_ptr(), sums) };
+    ((z[0] + z[1]) + (z[2] + z[3])) + ((z[4] + z[5]) + (z[6] + z[7]))
 }
