@@ -6,7 +6,6 @@ use std::cell::RefCell;
 use attn_core::{
     Error, KvMemory, Problem, QueryBlock, Scheme, StepInputs, StepOutputs, WideRowsMut,
     arithmetic::LOG2_E,
-    rotation::{rotate_back, rotate_output},
     segments::{SPAN, num_segments},
 };
 use rayon::prelude::*;
@@ -18,6 +17,7 @@ use crate::{
     merge::{RowEnd, States, merge},
     query::{self, QueryRows},
     reader::Reader,
+    rotation::rotate,
     shared::Shared,
     simd::{Dot, Dot16, Isa, Simd, portable::Portable, scalar::Scalar},
     split::{Pass, Split, SplitInputs, TilePlace},
@@ -351,11 +351,9 @@ fn write_rows(
         let end = RowEnd {
             v_scale: v_scale(step, g),
             sink: problem.sinks.as_ref().map(|sinks| sinks[q_head]),
+            rotated,
         };
         *lse = epilogue(&states, end, out);
-        if rotated {
-            rotate_output(out);
-        }
     };
     let (out, places) = out.into_parts();
     let out = Shared::new(out);
@@ -444,7 +442,7 @@ fn float_unit(scheme: Scheme) -> f32 {
 /// Sets the rows to `q'` of section 3, `[block's tokens · heads_per_kv][dim]`.
 #[inline(always)]
 fn load_queries<S: Simd, const INTEGER: bool>(
-    _: S,
+    s: S,
     step: &StepInputs<'_>,
     inputs: &SplitInputs<'_>,
     rows: &mut QueryRows,
@@ -466,7 +464,9 @@ fn load_queries<S: Simd, const INTEGER: bool>(
         out.iter_mut().for_each(|q| *q *= k_unit);
     }
     if format.k.is_rotated() {
-        out.chunks_exact_mut(dim).for_each(rotate_back);
+        for row in out.chunks_exact_mut(dim) {
+            rotate::<S, false>(s, row);
+        }
     }
 }
 

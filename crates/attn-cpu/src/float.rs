@@ -244,7 +244,7 @@ unsafe fn fold_values<S: Simd, const KIND: u8>(
     let hull = |[a, b]: [usize; 2], [c, d]: [usize; 2]| [a.min(c), b.max(d)];
     // SAFETY: the caller's contract.
     unsafe {
-        in_blocks!(run.start, run.end, 4, |row, R| all_values::<S, R, KIND>(
+        in_blocks!(run.start, run.end, |row, R| all_values::<S, R, KIND>(
             s,
             tile,
             fetch,
@@ -318,19 +318,19 @@ unsafe fn fold_run<S: Simd>(
     // SAFETY: the caller's contract, throughout.
     unsafe {
         match tile.k_float {
-            Float::F16 => in_blocks!(start, end, 4, |row, R| scores::<S, R, F16>(
+            Float::F16 => in_blocks!(start, end, |row, R| scores::<S, R, F16>(
                 s, tile, fetch, rows, row
             )),
-            Float::Bf16 => in_blocks!(start, end, 4, |row, R| scores::<S, R, BF16>(
+            Float::Bf16 => in_blocks!(start, end, |row, R| scores::<S, R, BF16>(
                 s, tile, fetch, rows, row
             )),
-            Float::F32 => in_blocks!(start, end, 4, |row, R| scores::<S, R, F32>(
+            Float::F32 => in_blocks!(start, end, |row, R| scores::<S, R, F32>(
                 s, tile, fetch, rows, row
             )),
         }
         for row in run.clone() {
             let p = rows.scores.as_mut_slice()[row * TILE..][..TILE].as_mut_ptr();
-            let (m, l) = weights::<S, false>(s, p, seen(row), &modifiers(row));
+            let (m, l) = weights(s, p, seen(row), &modifiers(row));
             fold_scalars(rows, row, m, l);
             if v_unit != 1.0 {
                 let p = rows.scores.as_mut_slice()[row * TILE..][..TILE].as_mut_ptr();

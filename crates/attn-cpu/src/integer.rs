@@ -8,10 +8,11 @@ use attn_core::{arithmetic::TILE, format::MAX_GROUPS};
 use crate::{
     fetch::Fetch,
     lanes::{LaneCodes, Operands, products, vector},
-    query::{QueryRows, in_blocks},
+    query::{QueryRows, block_of},
+    scratch::Aligned,
     simd::{Dot, Simd},
     softmax::Modifiers,
-    tile::Tile,
+    tile::{Code, Tile},
     weights::weigh,
 };
 
@@ -64,7 +65,11 @@ unsafe fn k_products<
         return acc;
     }
     for start in (from..to).step_by(D::RUN) {
-        let mut run = [[s.i_splat(0); V]; R];
+        let mut run = if D::WIDENS {
+            [[s.i_splat(0); V]; R]
+        } else {
+            acc
+        };
         for part in start..to.min(start + D::RUN) {
             let mut codes = [d.no_nibbles(); V];
             for j in 0..V {
@@ -82,7 +87,11 @@ unsafe fn k_products<
         }
         for r in 0..R {
             for j in 0..V {
-                acc[r][j] = d.widen(acc[r][j], run[r][j]);
+                acc[r][j] = if D::WIDENS {
+                    d.widen(acc[r][j], run[r][j])
+                } else {
+                    run[r][j]
+                };
             }
         }
     }
@@ -216,27 +225,23 @@ unsafe fn scores_of_lanes<D: Dot, const R: usize, const NIBBLES: bool>(
     }
 }
 
-/// Where the scores of `R` rows go, and what makes them of sums.
+/// Where the scores of `R` rows go, and what makes them of sums. Numbers of rows stay in memory: an operation repeats one for all lanes at no cost,
+/// and a vector of it would take a register, or a load of a whole line.
 struct Scores<const R: usize> {
-    q_sums: [[i32; MAX_GROUPS]; R],
-    step: [f32; R],
-    bias: i32,
+    /// `Q_g`, `[row][MAX_GROUPS]`, and what is taken out of the sums for each of it.
+    q_sums: *const f32,
+    bias: f32,
+    step: *const f32,
     out: *mut f32,
 }
 
 impl<const R: usize> Scores<R> {
     #[inline(always)]
     fn of<D: Dot>(_: D, tile: &Tile, rows: &mut QueryRows, row: usize) -> Self {
-        let (mut q_sums, mut step) = ([[0; MAX_GROUPS]; R], [0.0; R]);
-        for r in 0..R {
-            let from = &rows.q_sums.as_slice()[(row + r) * MAX_GROUPS..][..MAX_GROUPS];
-            q_sums[r].copy_from_slice(from);
-            step[r] = rows.step.as_slice()[row + r];
-        }
         Scores {
-            q_sums,
-            step,
+            q_sums: rows.q_sums.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS].as_ptr(),
             bias: tile.k_code.bias(D::K_BIAS),
+            step: rows.step.as_slice()[row..][..R].as_ptr(),
             out: rows.scores.as_mut_slice()[row * TILE..][..R * TILE].as_mut_ptr(),
         }
     }
@@ -258,24 +263,16 @@ impl<const R: usize> Scores<R> {
         // SAFETY: the caller's contract; k_groups ≤ MAX_GROUPS.
         let scale = unsafe { s.load(tile.k_scale[g].as_ptr().add(t)) };
         for r in 0..R {
-            let q_sum = self.q_sums[r][g];
-            let sum = s.i_sub(
-                tile.k_code.of_sums(s, sums[r]),
-                s.i_splat(self.bias * q_sum),
-            );
-            let term = s.mul(s.to_f(sum), scale);
+            // SAFETY: group g < MAX_GROUPS of row r.
+            let q_sum = s.splat(unsafe { *self.q_sums.add(r * MAX_GROUPS + g) });
+            let sum = s.sub(s.to_f(sums[r]), s.mul(q_sum, s.splat(self.bias)));
+            let mut term = s.mul(sum, scale);
             if tile.k_has_shift {
                 // SAFETY: as for the scale.
                 let shift = unsafe { s.load(tile.k_shift[g].as_ptr().add(t)) };
-                let shift = s.mul(s.splat(q_sum as f32), shift);
-                a[r] = if g == 0 {
-                    s.add(term, shift)
-                } else {
-                    s.add(a[r], s.add(term, shift))
-                };
-            } else {
-                a[r] = if g == 0 { term } else { s.add(a[r], term) };
+                term = s.add(term, s.mul(q_sum, shift));
             }
+            a[r] = if g == 0 { term } else { s.add(a[r], term) };
         }
     }
 
@@ -284,77 +281,82 @@ impl<const R: usize> Scores<R> {
     #[inline(always)]
     unsafe fn store<S: Simd>(&mut self, s: S, t: usize, a: &[S::F; R]) {
         for r in 0..R {
-            let x = s.mul(a[r], s.splat(self.step[r]));
-            // SAFETY: R·TILE floats are writable at `out`.
-            unsafe { s.store(self.out.add(r * TILE + t), x) };
+            // SAFETY: row r's step; R·TILE floats are writable at `out`.
+            unsafe {
+                let x = s.mul(a[r], s.splat(*self.step.add(r)));
+                s.store(self.out.add(r * TILE + t), x);
+            }
         }
     }
 }
 
-/// The operands of a group's weights, of rows `row` bytes apart.
-struct Weights {
-    operands: *const u8,
-    row: usize,
+/// The operands of the weights of `R` rows for one group of V, one for each 16 tokens.
+#[derive(Clone, Copy)]
+struct Weights<D: Dot, const R: usize, const NIBBLES: bool> {
+    bytes: [[D::Operand; 4]; R],
+    nibbles: [[D::NibbleOperand; 4]; R],
 }
 
-/// Products of `V` vectors of the dims from `dim0` on, `FIRST` behind a multiple of 16, with `R` rows.
+impl<D: Dot, const R: usize, const NIBBLES: bool> Weights<D, R, NIBBLES> {
+    /// # Safety
+    /// Four operands are readable at `p` and at each `row` bytes from there on.
+    #[inline(always)]
+    unsafe fn load(d: D, p: *const u8, row: usize) -> Self {
+        // SAFETY: the caller's contract, throughout.
+        unsafe {
+            let mut weights = Weights {
+                bytes: [[d.operand(p); 4]; R],
+                nibbles: [[d.nibble_operand(p); 4]; R],
+            };
+            for r in 0..R {
+                for panel in 0..4 {
+                    let at = p.add(r * row + panel * D::OPERAND);
+                    if NIBBLES {
+                        weights.nibbles[r][panel] = d.nibble_operand(at);
+                    } else {
+                        weights.bytes[r][panel] = d.operand(at);
+                    }
+                }
+            }
+            weights
+        }
+    }
+}
+
+/// Products of two vectors of the dims from `dim0` on, `FIRST` behind a multiple of 16, with `R` rows.
 ///
 /// # Safety
-/// The tile's V and the operands have as many panels as there are tokens; `dim0` and the LANES dims from there lie in V.
+/// Each 16 tokens have a panel at `panels`; `dim0` and the LANES dims from there lie in V.
 #[inline(always)]
-unsafe fn v_products<
-    D: Dot,
-    const R: usize,
-    const V: usize,
-    const NIBBLES: bool,
-    const FIRST: usize,
->(
+unsafe fn v_products<D: Dot, const R: usize, const NIBBLES: bool, const FIRST: usize>(
     d: D,
-    tile: &Tile,
-    weights: &Weights,
+    panels: &[*const u8; 4],
+    weights: &Weights<D, R, NIBBLES>,
     dim0: usize,
-    vectors: [usize; V],
-) -> [[<D::S as Simd>::I; V]; R] {
+    vectors: [usize; 2],
+) -> [[<D::S as Simd>::I; 2]; R] {
     let s = d.simd();
-    let mut acc = [[s.i_splat(0); V]; R];
-    let panels = tile.tokens.div_ceil(16);
-    // SAFETY: a panel has dim rows of 16 bytes, or half as many rows of nibbles; and operand `panel` of row r.
-    let load = |panel: usize, row: usize| unsafe { s.i_load(tile.v[panel].add(row * 16)) };
-    let operand_at = |panel: usize, r: usize| {
-        weights
-            .operands
-            .wrapping_add(r * weights.row + panel * D::OPERAND)
-    };
-    for panel in 0..panels {
-        if NIBBLES {
-            let mut codes = [d.no_nibbles(); V];
-            for j in 0..V {
+    let mut acc = [[s.i_splat(0); 2]; R];
+    for panel in 0..4 {
+        // SAFETY: a panel has dim rows of 16 bytes, or half as many rows of nibbles.
+        let load = |row: usize| unsafe { s.i_load(panels[panel].add(row * 16)) };
+        for j in 0..2 {
+            if NIBBLES {
                 let dim = FIRST + vectors[j] * D::S::ROWS;
-                let raw = load(panel, dim0 / 16 * 8 + dim % 8);
-                codes[j] = if dim < 8 { d.low(raw) } else { d.high(raw) };
-            }
-            for r in 0..R {
-                // SAFETY: as above.
-                let operand = unsafe { d.nibble_operand(operand_at(panel, r)) };
-                for j in 0..V {
-                    acc[r][j] = d.v_nibbles(acc[r][j], codes[j], operand);
+                let raw = load(dim0 / 16 * 8 + dim % 8);
+                let codes = if dim < 8 { d.low(raw) } else { d.high(raw) };
+                for r in 0..R {
+                    acc[r][j] = d.v_nibbles(acc[r][j], codes, weights.nibbles[r][panel]);
                 }
-            }
-        } else {
-            let mut codes = [d.none(); V];
-            for j in 0..V {
-                codes[j] = d.v_bytes(load(panel, dim0 + vectors[j] * D::S::ROWS));
-            }
-            for r in 0..R {
-                // SAFETY: as above.
-                let operand = unsafe { d.operand(operand_at(panel, r)) };
-                for j in 0..V {
-                    acc[r][j] = d.v_dot(acc[r][j], codes[j], operand);
+            } else {
+                let codes = d.v_bytes(load(dim0 + vectors[j] * D::S::ROWS));
+                for r in 0..R {
+                    acc[r][j] = d.v_dot(acc[r][j], codes, weights.bytes[r][panel]);
                 }
             }
         }
     }
-    if NIBBLES {
+    if NIBBLES && D::WIDENS {
         // The four panels of a tile are one run.
         const { assert!(D::RUN >= 4) };
         for row in &mut acc {
@@ -373,26 +375,19 @@ unsafe fn v_products<
 #[inline(always)]
 unsafe fn v_sums<D: Dot, const R: usize, const NIBBLES: bool, const FIRST: usize>(
     d: D,
-    tile: &Tile,
-    weights: &Weights,
+    panels: &[*const u8; 4],
+    weights: &Weights<D, R, NIBBLES>,
     dim0: usize,
 ) -> [<D::S as Simd>::I; R] {
     let s = d.simd();
     let mut sums = [s.i_splat(0); R];
-    // SAFETY: the caller's contract, throughout.
+    // SAFETY: the caller's contract.
     unsafe {
-        if R <= D::AT_ONCE {
-            let acc = v_products::<D, R, 4, NIBBLES, FIRST>(d, tile, weights, dim0, [0, 1, 2, 3]);
-            for r in 0..R {
-                sums[r] = s.i_rows(acc[r]);
-            }
-            return sums;
-        }
-        let first = v_products::<D, R, 2, NIBBLES, FIRST>(d, tile, weights, dim0, [0, 1]);
+        let first = v_products::<D, R, NIBBLES, FIRST>(d, panels, weights, dim0, [0, 1]);
         for r in 0..R {
             sums[r] = s.i_pairs(first[r][0], first[r][1]);
         }
-        let second = v_products::<D, R, 2, NIBBLES, FIRST>(d, tile, weights, dim0, [2, 3]);
+        let second = v_products::<D, R, NIBBLES, FIRST>(d, panels, weights, dim0, [2, 3]);
         for r in 0..R {
             sums[r] = s.i_join(sums[r], s.i_pairs(second[r][0], second[r][1]));
         }
@@ -412,27 +407,27 @@ unsafe fn values<D: Dot, const R: usize, const NIBBLES: bool>(
     rows: &mut QueryRows,
     row: usize,
 ) {
-    let (s, dim) = (d.simd(), rows.dim);
-    let (group_dims, stride) = (dim / tile.v_groups, tile.v_groups * 4 * D::OPERAND);
-    let operands = rows.v_operands.as_slice()[row * stride..][..R * stride].as_ptr();
-    for dim0 in (0..dim).step_by(D::S::LANES) {
-        let g = dim0 / group_dims;
-        fetch.step(s);
-        let weights = Weights {
-            // SAFETY: group g of v_groups.
-            operands: unsafe { operands.add(g * 4 * D::OPERAND) },
-            row: stride,
-        };
-        // SAFETY: the tile's V and the operands have the tile's panels; dim0 + LANES ≤ dim.
-        let sums = unsafe {
-            if D::S::LANES == 16 || dim0 % 16 == 0 {
-                v_sums::<D, R, NIBBLES, 0>(d, tile, &weights, dim0)
-            } else {
-                v_sums::<D, R, NIBBLES, 8>(d, tile, &weights, dim0)
+    let s = d.simd();
+    let (group_dims, stride) = (rows.dim / tile.v_groups, tile.v_groups * 4 * D::OPERAND);
+    let panels = tile.v;
+    for g in 0..tile.v_groups {
+        let operands = &rows.v_operands.as_slice()[row * stride + g * 4 * D::OPERAND..];
+        let operands = operands[..(R - 1) * stride + 4 * D::OPERAND].as_ptr();
+        // SAFETY: four operands of each row.
+        let weights = unsafe { Weights::<D, R, NIBBLES>::load(d, operands, stride) };
+        let fold = Fold::<R>::of(tile, rows, row, g);
+        for dim0 in (g * group_dims..(g + 1) * group_dims).step_by(D::S::LANES) {
+            fetch.step(s);
+            // SAFETY: all of the tile's places have a panel of V; dim0 + LANES ≤ dim.
+            unsafe {
+                let sums = if D::S::LANES == 16 || dim0 % 16 == 0 {
+                    v_sums::<D, R, NIBBLES, 0>(d, &panels, &weights, dim0)
+                } else {
+                    v_sums::<D, R, NIBBLES, 8>(d, &panels, &weights, dim0)
+                };
+                fold.add(s, dim0, &sums);
             }
-        };
-        // SAFETY: dim0 + LANES ≤ dim.
-        unsafe { fold_sums(s, tile, rows, row, [g, dim0], &sums) };
+        }
     }
 }
 
@@ -465,57 +460,78 @@ unsafe fn values_of_lanes<D: Dot, const R: usize, const V: usize, const NIBBLES:
             let codes = vector::<D, NIBBLES>(&codes.v, dim0 / D::S::LANES, 4);
             products::<D, R, V, NIBBLES, true>(d, codes, operands, 4, panels)
         };
+        let fold = Fold::<R>::of(tile, rows, row, g);
         for j in 0..V {
             let mut sums = [s.i_splat(0); R];
             for r in 0..R {
                 sums[r] = acc[r][j];
             }
             // SAFETY: V·LANES divides the dims of a group.
-            unsafe { fold_sums(s, tile, rows, row, [g, dim0 + j * D::S::LANES], &sums) };
+            unsafe { fold.add(s, dim0 + j * D::S::LANES, &sums) };
         }
     }
 }
 
-/// Folds the sums of `R` rows over a tile into the dims from `dim0` on, of group g.
-///
-/// # Safety
-/// `dim0 + LANES ≤ dim`; `weigh` has run for these rows.
-#[inline(always)]
-unsafe fn fold_sums<S: Simd, const R: usize>(
-    s: S,
-    tile: &Tile,
-    rows: &mut QueryRows,
-    row: usize,
-    [g, dim0]: [usize; 2],
-    sums: &[S::I; R],
-) {
-    let dim = rows.dim;
-    let w_sums = &rows.w_sums.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
-    let steps = &rows.w_steps.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
-    let shifts = &rows.v_shifts.as_slice()[row * MAX_GROUPS..][..R * MAX_GROUPS];
-    let (alpha, beta) = (
-        &rows.alpha.as_slice()[row..][..R],
-        &rows.beta.as_slice()[row..][..R],
-    );
-    let o = rows.o.as_mut_slice()[row * dim..][..R * dim].as_mut_ptr();
-    for r in 0..R {
-        if beta[r] < 0.0 {
-            continue;
+/// What makes values of the sums of `R` rows with one group of V, and where they are folded. Numbers stay in memory, as for [`Scores`].
+struct Fold<const R: usize> {
+    biases: *const f32,
+    steps: *const f32,
+    shifts: *const f32,
+    is_biased: bool,
+    has_shift: bool,
+    alpha: *const f32,
+    beta: *const f32,
+    o: [*mut f32; R],
+}
+
+impl<const R: usize> Fold<R> {
+    /// Of rows for which `weigh` has run; a row that sees nothing is folded where nobody reads.
+    #[inline(always)]
+    fn of(tile: &Tile, rows: &mut QueryRows, row: usize, g: usize) -> Self {
+        let (dim, at) = (rows.dim, g * rows.stride() + row);
+        let numbers = |list: &Aligned<f32>, at: usize| list.as_slice()[at..][..R].as_ptr();
+        let beta = &rows.beta.as_slice()[row..][..R];
+        let o = rows.o.as_mut_slice()[row * dim..][..R * dim].as_mut_ptr();
+        let unseen = rows.unseen_o.as_mut_slice()[..dim].as_mut_ptr();
+        let mut places = [unseen; R];
+        for r in 0..R {
+            if beta[r] >= 0.0 {
+                places[r] = o.wrapping_add(r * dim);
+            }
         }
-        let at = r * MAX_GROUPS + g;
-        let bias = s.i_splat(tile.v_code.bias(0) * w_sums[at]);
-        let n = s.to_f(s.i_sub(tile.v_code.of_sums(s, sums[r]), bias));
-        let value = if tile.v_has_shift {
-            let t = s.add(s.mul(n, s.splat(steps[at])), s.splat(shifts[at]));
-            s.mul(t, s.splat(beta[r]))
-        } else {
-            s.mul(s.mul(n, s.splat(steps[at])), s.splat(beta[r]))
-        };
-        // SAFETY: R·dim floats at o.
-        unsafe {
-            let o = o.add(r * dim + dim0);
-            let old = s.ftz(s.mul(s.load(o), s.splat(alpha[r])));
-            s.store(o, s.add(old, value));
+        Fold {
+            biases: numbers(&rows.w_biases, at),
+            steps: numbers(&rows.w_steps, at),
+            shifts: numbers(&rows.v_shifts, at),
+            is_biased: tile.v_code != Code::Int8,
+            has_shift: tile.v_has_shift,
+            alpha: numbers(&rows.alpha, row),
+            beta: beta.as_ptr(),
+            o: places,
+        }
+    }
+
+    /// Folds the sums over a tile into the dims from `dim0` on.
+    ///
+    /// # Safety
+    /// `dim0 + LANES ≤ dim`; nobody else refers to the rows' O.
+    #[inline(always)]
+    unsafe fn add<S: Simd>(&self, s: S, dim0: usize, sums: &[S::I; R]) {
+        for r in 0..R {
+            // SAFETY: R numbers in each list, LANES floats in O.
+            unsafe {
+                let mut value = s.to_f(sums[r]);
+                if self.is_biased {
+                    value = s.sub(value, s.splat(*self.biases.add(r)));
+                }
+                value = s.mul(value, s.splat(*self.steps.add(r)));
+                if self.has_shift {
+                    value = s.add(value, s.splat(*self.shifts.add(r)));
+                }
+                let o = self.o[r].add(dim0);
+                let old = s.ftz(s.mul(s.load(o), s.splat(*self.alpha.add(r))));
+                s.store(o, s.add(old, s.mul(value, s.splat(*self.beta.add(r)))));
+            }
         }
     }
 }
@@ -541,96 +557,179 @@ pub(crate) unsafe fn fold_tile<D: Dot>(
     } else {
         vectors
     };
-    fetch.spread(rows.count.div_ceil(D::BLOCK) * steps);
+    fetch.spread(rows.count.div_ceil(4) * steps);
     // SAFETY: the caller's contract, throughout.
     unsafe {
-        if tile.k_nibbles {
-            all_scores::<D, true>(d, tile, codes, fetch, rows);
-        } else {
-            all_scores::<D, false>(d, tile, codes, fetch, rows);
-        }
-        for first in (0..rows.count).step_by(D::S::LANES) {
-            let block = first..rows.count.min(first + D::S::LANES);
-            weigh(d, tile, rows, block, &seen, &modifiers);
-        }
-        if tile.v_nibbles {
-            all_values::<D, true>(d, tile, codes, fetch, rows);
-        } else {
-            all_values::<D, false>(d, tile, codes, fetch, rows);
-        }
-    }
-}
-
-/// Scores of all rows.
-///
-/// # Safety
-/// As for [`fold_tile`].
-#[inline(always)]
-unsafe fn all_scores<D: Dot, const NIBBLES: bool>(
-    d: D,
-    tile: &Tile,
-    codes: Option<&LaneCodes>,
-    fetch: &mut Fetch,
-    rows: &mut QueryRows,
-) {
-    let of_lanes = rows_of_lanes(codes.is_some(), rows);
-    // SAFETY: the caller's contract.
-    unsafe {
+        let mut row = 0;
         if let Some(codes) = codes {
-            for row in (0..of_lanes).step_by(LANE_ROWS) {
-                scores_of_lanes::<D, LANE_ROWS, NIBBLES>(d, tile, codes, fetch, rows, row);
+            let lanes = Lanes { d, tile, codes };
+            let blocks = rows.count / LANE_ROWS;
+            fold_blocks::<_, LANE_ROWS>(lanes, fetch, rows, [row, blocks], &seen, &modifiers);
+            row = blocks * LANE_ROWS;
+        }
+        let places = Places { d, tile };
+        while row < rows.count {
+            let left = rows.count - row;
+            let block = block_of(left);
+            let at = [row, left / block];
+            row += left / block * block;
+            match block {
+                1 => fold_blocks::<_, 1>(places, fetch, rows, at, &seen, &modifiers),
+                2 => fold_blocks::<_, 2>(places, fetch, rows, at, &seen, &modifiers),
+                3 => fold_blocks::<_, 3>(places, fetch, rows, at, &seen, &modifiers),
+                _ => fold_blocks::<_, 4>(places, fetch, rows, at, &seen, &modifiers),
             }
         }
-        in_blocks!(of_lanes, rows.count, D::BLOCK, |row, R| scores::<
-            D,
-            R,
-            NIBBLES,
-        >(
-            d, tile, fetch, rows, row
-        ));
     }
 }
 
 /// Rows of a block that reads unpacked codes. One size alone: each is as much code as all else of an instruction set and format.
 const LANE_ROWS: usize = 4;
 
-/// The rows that read unpacked codes, if there are any: the others, fewer than a block, read the cache in place.
-fn rows_of_lanes(are_unpacked: bool, rows: &QueryRows) -> usize {
-    if are_unpacked {
-        rows.count / LANE_ROWS * LANE_ROWS
-    } else {
-        0
+/// The two products of blocks of rows with a tile.
+trait Products: Copy {
+    type D: Dot;
+
+    fn dot(self) -> Self::D;
+    fn tile(&self) -> &Tile;
+
+    /// Section 4 for `R` rows from `row` on.
+    ///
+    /// # Safety
+    /// As for [`fold_tile`].
+    unsafe fn scores<const R: usize>(self, fetch: &mut Fetch, rows: &mut QueryRows, row: usize);
+
+    /// Section 5's product with V of `R` rows from `row` on, folded into their states.
+    ///
+    /// # Safety
+    /// As for [`fold_tile`]; `weigh` has run for the rows.
+    unsafe fn values<const R: usize>(self, fetch: &mut Fetch, rows: &mut QueryRows, row: usize);
+}
+
+/// Codes where the cache has them.
+#[derive(Clone, Copy)]
+struct Places<'a, D> {
+    d: D,
+    tile: &'a Tile,
+}
+
+/// Codes that were unpacked for many rows.
+#[derive(Clone, Copy)]
+struct Lanes<'a, D> {
+    d: D,
+    tile: &'a Tile,
+    codes: &'a LaneCodes,
+}
+
+impl<D: Dot> Products for Places<'_, D> {
+    type D = D;
+
+    #[inline(always)]
+    fn dot(self) -> D {
+        self.d
+    }
+
+    #[inline(always)]
+    fn tile(&self) -> &Tile {
+        self.tile
+    }
+
+    #[inline(always)]
+    unsafe fn scores<const R: usize>(self, fetch: &mut Fetch, rows: &mut QueryRows, row: usize) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            if self.tile.k_nibbles {
+                scores::<D, R, true>(self.d, self.tile, fetch, rows, row);
+            } else {
+                scores::<D, R, false>(self.d, self.tile, fetch, rows, row);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn values<const R: usize>(self, fetch: &mut Fetch, rows: &mut QueryRows, row: usize) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            if self.tile.v_nibbles {
+                values::<D, R, true>(self.d, self.tile, fetch, rows, row);
+            } else {
+                values::<D, R, false>(self.d, self.tile, fetch, rows, row);
+            }
+        }
     }
 }
 
-/// Products with V of all rows, folded into their states.
-///
-/// # Safety
-/// As for [`fold_tile`]; `weigh` has run.
-#[inline(always)]
-unsafe fn all_values<D: Dot, const NIBBLES: bool>(
-    d: D,
-    tile: &Tile,
-    codes: Option<&LaneCodes>,
-    fetch: &mut Fetch,
-    rows: &mut QueryRows,
-) {
-    let in_twos = (rows.dim / tile.v_groups).is_multiple_of(2 * D::S::LANES);
-    let codes = codes.filter(|_| in_twos);
-    let of_lanes = rows_of_lanes(codes.is_some(), rows);
-    // SAFETY: the caller's contract.
-    unsafe {
-        if let Some(codes) = codes {
-            for row in (0..of_lanes).step_by(LANE_ROWS) {
-                values_of_lanes::<D, LANE_ROWS, 2, NIBBLES>(d, tile, codes, fetch, rows, row);
+impl<D: Dot> Products for Lanes<'_, D> {
+    type D = D;
+
+    #[inline(always)]
+    fn dot(self) -> D {
+        self.d
+    }
+
+    #[inline(always)]
+    fn tile(&self) -> &Tile {
+        self.tile
+    }
+
+    #[inline(always)]
+    unsafe fn scores<const R: usize>(self, fetch: &mut Fetch, rows: &mut QueryRows, row: usize) {
+        let Lanes { d, tile, codes } = self;
+        // SAFETY: the caller's contract.
+        unsafe {
+            if tile.k_nibbles {
+                scores_of_lanes::<D, R, true>(d, tile, codes, fetch, rows, row);
+            } else {
+                scores_of_lanes::<D, R, false>(d, tile, codes, fetch, rows, row);
             }
         }
-        in_blocks!(of_lanes, rows.count, D::BLOCK, |row, R| values::<
-            D,
-            R,
-            NIBBLES,
-        >(
-            d, tile, fetch, rows, row
-        ));
+    }
+
+    #[inline(always)]
+    unsafe fn values<const R: usize>(self, fetch: &mut Fetch, rows: &mut QueryRows, row: usize) {
+        let Lanes { d, tile, codes } = self;
+        let in_twos = (rows.dim / tile.v_groups).is_multiple_of(2 * D::S::LANES);
+        // SAFETY: the caller's contract; two vectors divide a group's dims, or one does.
+        unsafe {
+            match (in_twos, tile.v_nibbles) {
+                (true, true) => values_of_lanes::<D, R, 2, true>(d, tile, codes, fetch, rows, row),
+                (true, false) => {
+                    values_of_lanes::<D, R, 2, false>(d, tile, codes, fetch, rows, row)
+                }
+                (false, true) => values_of_lanes::<D, R, 1, true>(d, tile, codes, fetch, rows, row),
+                (false, false) => {
+                    values_of_lanes::<D, R, 1, false>(d, tile, codes, fetch, rows, row)
+                }
+            }
+        }
+    }
+}
+
+/// Folds a tile into the states of so many blocks of `R` rows from `row` on. The next block's scores come before a block's weights: the core has
+/// products to do while it waits for the weights' chains, and what a block leaves for the next stage stays in the first-level cache.
+///
+/// # Safety
+/// As for [`fold_tile`].
+#[inline(always)]
+unsafe fn fold_blocks<P: Products, const R: usize>(
+    products: P,
+    fetch: &mut Fetch,
+    rows: &mut QueryRows,
+    [row, blocks]: [usize; 2],
+    seen: &impl Fn(usize) -> [usize; 2],
+    modifiers: &impl Fn(usize) -> Modifiers,
+) {
+    for block in 0..=blocks {
+        // SAFETY: the caller's contract.
+        unsafe {
+            if block < blocks {
+                products.scores::<R>(fetch, rows, row + block * R);
+            }
+            if block > 0 {
+                let row = row + (block - 1) * R;
+                weigh::<P::D, R>(products.dot(), products.tile(), rows, row, seen, modifiers);
+                products.values::<R>(fetch, rows, row);
+            }
+        }
     }
 }

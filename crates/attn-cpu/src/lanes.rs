@@ -257,7 +257,11 @@ pub(crate) unsafe fn products<
     let run_parts = if WEIGHTS { 1 } else { D::RUN / 4 };
     let codes = codes.cast::<D::Nibbles>();
     for start in (from..to).step_by(run_parts) {
-        let mut run = [[s.i_splat(0); V]; R];
+        let mut run = if D::WIDENS {
+            [[s.i_splat(0); V]; R]
+        } else {
+            acc
+        };
         for part in start..to.min(start + run_parts) {
             for i in 0..4 {
                 let mut lanes = [d.no_nibbles(); V];
@@ -280,7 +284,11 @@ pub(crate) unsafe fn products<
         }
         for r in 0..R {
             for j in 0..V {
-                acc[r][j] = d.widen(acc[r][j], run[r][j]);
+                acc[r][j] = if D::WIDENS {
+                    d.widen(acc[r][j], run[r][j])
+                } else {
+                    run[r][j]
+                };
             }
         }
     }

@@ -20,6 +20,7 @@ mod quantize;
 mod query;
 mod reader;
 mod reference;
+mod rotation;
 mod scratch;
 mod shared;
 mod simd;

@@ -2,7 +2,7 @@
 
 use attn_core::arithmetic::{lse, merge_sink, pow2, rcp, sink_state};
 
-use crate::simd::Simd;
+use crate::{rotation::rotate, simd::Simd};
 
 /// A row's states in the order of their tokens: `[O, m, l]` each, `step` floats apart.
 pub(crate) struct States<'a> {
@@ -52,9 +52,12 @@ pub(crate) struct RowEnd {
     /// V's static scale.
     pub v_scale: f32,
     pub sink: Option<f32>,
+    /// Whether V is rotated.
+    pub rotated: bool,
 }
 
-/// Merges states left to right in groups of `span`, then the groups left to right, then the sink; normalizes, and returns the log-sum-exp.
+/// Merges states left to right in groups of `span`, then the groups left to right, then the sink; normalizes, turns the row back where V is rotated, and
+/// returns the log-sum-exp.
 #[inline(always)]
 pub(crate) fn epilogue<S: Simd>(
     s: S,
@@ -97,6 +100,9 @@ pub(crate) fn epilogue<S: Simd>(
             let y = s.ftz(s.mul(s.ftz(s.load(x.as_ptr())), scale));
             s.store(x.as_mut_ptr(), s.ftz(s.mul(y, v_scale)));
         }
+    }
+    if end.rotated {
+        rotate::<S, true>(s, out);
     }
     lse(m, l)
 }

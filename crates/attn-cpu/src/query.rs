@@ -16,29 +16,30 @@ pub(crate) struct QueryRows {
     /// Query operands, `[row][dim/16][OPERAND]`.
     pub k_operands: Aligned<u8>,
     /// `Q_g`, `[row][MAX_GROUPS]`.
-    pub q_sums: Aligned<i32>,
+    pub q_sums: Aligned<f32>,
     /// `σ`, `[row]`.
     pub step: Aligned<f32>,
     /// Scores, then weights p, `[row][TILE]`.
     pub scores: Aligned<f32>,
     /// Weight operands, `[row][group][4][OPERAND]`.
     pub v_operands: Aligned<u8>,
-    /// `W`, `[row][MAX_GROUPS]`, and κ.
-    pub w_sums: Aligned<i32>,
+    /// What is taken out of the sums with V, κ, and the shifts' term of V: `[group]`[[`stride`](QueryRows::stride)].
+    pub w_biases: Aligned<f32>,
     pub w_steps: Aligned<f32>,
-    /// The shifts' term of V, `[row][MAX_GROUPS]`.
     pub v_shifts: Aligned<f32>,
     /// α and β of the current fold, `[row]`; β is negative where the row sees nothing.
     pub alpha: Aligned<f32>,
     pub beta: Aligned<f32>,
+    /// m and l of four rows before the current fold.
+    pub before: [[f32; 4]; 2],
     /// The state of the current segment.
     pub m: Aligned<f32>,
     pub l: Aligned<f32>,
     pub o: Aligned<f32>,
     /// Scratch memory for a row of integers.
     pub integers: Aligned<i32>,
-    /// Scratch memory for a row of floats.
-    pub floats: Aligned<f32>,
+    /// Where a row that sees nothing of a tile is folded.
+    pub unseen_o: Aligned<f32>,
 }
 
 impl QueryRows {
@@ -52,16 +53,17 @@ impl QueryRows {
             step: Aligned::new(),
             scores: Aligned::new(),
             v_operands: Aligned::new(),
-            w_sums: Aligned::new(),
+            w_biases: Aligned::new(),
             w_steps: Aligned::new(),
             v_shifts: Aligned::new(),
             alpha: Aligned::new(),
             beta: Aligned::new(),
+            before: [[0.0; 4]; 2],
             m: Aligned::new(),
             l: Aligned::new(),
             o: Aligned::new(),
             integers: Aligned::new(),
-            floats: Aligned::new(),
+            unseen_o: Aligned::new(),
         }
     }
 
@@ -73,37 +75,45 @@ impl QueryRows {
         self.q_sums.reserve(count * MAX_GROUPS);
         self.step.reserve(count);
         self.scores.reserve(count * 64);
+        // Numbers of rows are read by fours.
+        let stride = self.stride();
         self.v_operands.reserve(count * v_groups * 4 * MOST_OPERAND);
-        self.w_sums.reserve(count * MAX_GROUPS);
-        self.w_steps.reserve(count * MAX_GROUPS);
-        self.v_shifts.reserve(count * MAX_GROUPS);
-        self.alpha.reserve(count);
-        self.beta.reserve(count);
-        self.m.reserve(count);
-        self.l.reserve(count);
+        self.w_biases.reserve(v_groups * stride);
+        self.w_steps.reserve(v_groups * stride);
+        self.v_shifts.reserve(v_groups * stride);
+        self.alpha.reserve(stride);
+        self.beta.reserve(stride);
+        self.m.reserve(stride);
+        self.l.reserve(stride);
         self.o.reserve(count * dim);
         self.integers.reserve(64.max(dim));
-        self.floats.reserve(dim);
+        self.unseen_o.reserve(dim);
+    }
+
+    /// From a group's numbers of rows to the next group's.
+    pub fn stride(&self) -> usize {
+        self.count + 3
     }
 }
 
 /// Most bytes of a [`Dot`]'s operand.
 const MOST_OPERAND: usize = 48;
 
-/// Calls a kernel over blocks of the rows `0..count`, or of a range of rows, 3 or 4 at most.
+/// Rows of the next block, 4 at most, where so many are left.
+#[inline(always)]
+pub(crate) fn block_of(left: usize) -> usize {
+    match left {
+        5 | 6 | 9 => 3,
+        _ => left.min(4),
+    }
+}
+
+/// Calls a kernel over blocks of a range of rows.
 macro_rules! in_blocks {
-    ($count:expr, $most:expr, |$row:ident, $block:ident| $call:expr) => {
-        in_blocks!(0, $count, $most, |$row, $block| $call)
-    };
-    ($first:expr, $end:expr, $most:expr, |$row:ident, $block:ident| $call:expr) => {{
+    ($first:expr, $end:expr, |$row:ident, $block:ident| $call:expr) => {{
         let mut $row = $first;
         while $row < $end {
-            let left = $end - $row;
-            let block = match left {
-                4 if $most == 3 => 2,
-                5 | 6 | 9 => 3,
-                _ => left.min($most),
-            };
+            let block = $crate::query::block_of($end - $row);
             match block {
                 1 => {
                     const $block: usize = 1;
@@ -117,11 +127,10 @@ macro_rules! in_blocks {
                     const $block: usize = 3;
                     $call
                 }
-                _ if $most == 4 => {
+                _ => {
                     const $block: usize = 4;
                     $call
                 }
-                _ => unreachable!("blocks have at most {} rows", $most),
             }
             $row += block;
         }
@@ -167,7 +176,7 @@ pub(crate) fn prepare<D: Dot>(d: D, rows: &mut QueryRows, groups: usize) {
             }
         }
         for (g, q) in integers.chunks_exact(dim / groups).enumerate() {
-            rows.q_sums.as_mut_slice()[r * MAX_GROUPS + g] = q.iter().sum();
+            rows.q_sums.as_mut_slice()[r * MAX_GROUPS + g] = q.iter().sum::<i32>() as f32;
         }
     }
 }

@@ -1,9 +1,6 @@
 //! Sections 3 (modifiers) and 4 (weights) of the arithmetic over vectors, and section 5's fold.
 
-use attn_core::arithmetic::{
-    EXP2_FLOAT, EXP2_MIN, EXP2_WEIGHT, ROUND, ROUND_WEIGHT, TILE, WEIGHT_BASE, WEIGHT_MAX, exp2i,
-    pow2,
-};
+use attn_core::arithmetic::{EXP2_FLOAT, EXP2_MIN, ROUND, TILE, WEIGHT_BASE, exp2i, pow2};
 
 use crate::{query::QueryRows, simd::Simd};
 
@@ -33,8 +30,14 @@ impl Modifiers {
     }
 }
 
+/// 2^x by a polynomial: `round` and `coefficients` are those of one of the arithmetic's two exponentials.
 #[inline(always)]
-fn exp2<S: Simd, const N: usize>(s: S, x: S::F, round: f32, coefficients: &[f32; N]) -> S::F {
+pub(crate) fn exp2<S: Simd, const N: usize>(
+    s: S,
+    x: S::F,
+    round: f32,
+    coefficients: &[f32; N],
+) -> S::F {
     let t = s.add(x, s.splat(round));
     let r = s.sub(x, s.sub(t, s.splat(round)));
     let mut y = s.splat(coefficients[0]);
@@ -66,40 +69,54 @@ fn softcap<S: Simd>(s: S, x: S::F, [inverse, cap]: [f32; 2]) -> S::F {
     s.of_bits(s.i_xor(capped, s.i_and(s.bits(x), sign)))
 }
 
-/// One row's weights over one tile, in place of its scores: the maximum m and the sum l in units of 2^-22.
+/// Applies the score modifiers of one row to its scores, and gives tokens outside `start..end` the score −∞.
+///
+/// # Safety
+/// `TILE` floats are readable and writable at `scores`.
+#[inline(always)]
+pub(crate) unsafe fn modify<S: Simd>(
+    s: S,
+    scores: *mut f32,
+    [start, end]: [usize; 2],
+    modifiers: &Modifiers,
+) {
+    if start == 0 && end == TILE && modifiers.is_none() {
+        return;
+    }
+    for lane in (0..TILE).step_by(S::LANES) {
+        // SAFETY: lane + LANES ≤ TILE; the caller's contract.
+        let mut x = unsafe { s.load(scores.add(lane)) };
+        if let Some(cap) = modifiers.softcap {
+            x = softcap(s, x, cap);
+        }
+        if let Some((slope, first)) = modifiers.alibi {
+            // SAFETY: TOKENS has TILE entries.
+            let t = unsafe { s.i_load(TOKENS.as_ptr().add(lane).cast()) };
+            let distance = s.to_f(s.i_add(t, s.i_splat(first)));
+            x = s.add(x, s.mul(s.splat(slope), distance));
+        }
+        let from = |t: usize| t as i32 - lane as i32;
+        x = s.keep(x, from(start), from(end), f32::NEG_INFINITY);
+        // SAFETY: as above.
+        unsafe { s.store(scores.add(lane), x) };
+    }
+}
+
+/// One row's weights over one tile in the float arithmetic, in place of its scores: the maximum m and the sum l in units of 2^-22.
 ///
 /// Tokens outside `start..end` get 0. `start < end ≤ TILE`.
 ///
 /// # Safety
 /// `TILE` floats are readable and writable at `scores`.
 #[inline(always)]
-pub(crate) unsafe fn weights<S: Simd, const INTEGER: bool>(
+pub(crate) unsafe fn weights<S: Simd>(
     s: S,
     scores: *mut f32,
     [start, end]: [usize; 2],
     modifiers: &Modifiers,
 ) -> (f32, i32) {
-    let whole = start == 0 && end == TILE;
-    let from = |lane: usize| (start as i32 - lane as i32, end as i32 - lane as i32);
-    if !whole || !modifiers.is_none() {
-        for lane in (0..TILE).step_by(S::LANES) {
-            // SAFETY: lane + LANES ≤ TILE; the caller's contract.
-            let mut x = unsafe { s.load(scores.add(lane)) };
-            if let Some(cap) = modifiers.softcap {
-                x = softcap(s, x, cap);
-            }
-            if let Some((slope, first)) = modifiers.alibi {
-                // SAFETY: TOKENS has TILE entries.
-                let t = unsafe { s.i_load(TOKENS.as_ptr().add(lane).cast()) };
-                let distance = s.to_f(s.i_add(t, s.i_splat(first)));
-                x = s.add(x, s.mul(s.splat(slope), distance));
-            }
-            let (a, b) = from(lane);
-            x = s.keep(x, a, b, f32::NEG_INFINITY);
-            // SAFETY: as above.
-            unsafe { s.store(scores.add(lane), x) };
-        }
-    }
+    // SAFETY: the caller's contract.
+    unsafe { modify(s, scores, [start, end], modifiers) };
     // SAFETY: TILE floats are readable.
     let mut max = unsafe { s.load(scores) };
     for lane in (S::LANES..TILE).step_by(S::LANES) {
@@ -111,27 +128,19 @@ pub(crate) unsafe fn weights<S: Simd, const INTEGER: bool>(
     for lane in (0..TILE).step_by(S::LANES) {
         // SAFETY: as above.
         let x = unsafe { s.load(scores.add(lane)) };
-        let x = s.sub(x, s.splat(largest));
-        let mut p = if INTEGER {
-            // −v: the arithmetic's v with its sign changed gives the same bits.
-            let x = s.max(x, s.splat(-WEIGHT_MAX));
-            exp2(s, x, ROUND_WEIGHT, &EXP2_WEIGHT)
-        } else {
-            let x = s.max(x, s.splat(EXP2_MIN));
-            exp2(s, x, ROUND, &EXP2_FLOAT)
-        };
-        if !whole {
-            let (a, b) = from(lane);
-            p = s.keep(p, a, b, 0.0);
+        let x = s.max(s.sub(x, s.splat(largest)), s.splat(EXP2_MIN));
+        let mut p = exp2(s, x, ROUND, &EXP2_FLOAT);
+        if start > 0 || end < TILE {
+            let from = |t: usize| t as i32 - lane as i32;
+            p = s.keep(p, from(start), from(end), 0.0);
         }
         l = s.i_add(l, s.bits(s.add(p, s.splat(WEIGHT_BASE))));
         // SAFETY: as above.
         unsafe { s.store(scores.add(lane), p) };
     }
-    let m = if INTEGER { largest - 1.0 } else { largest };
     // Every lane counted the base once.
     let base = (WEIGHT_BASE.to_bits() as i32).wrapping_mul(TILE as i32);
-    (m, s.i_sum(l).wrapping_sub(base))
+    (largest, s.i_sum(l).wrapping_sub(base))
 }
 
 /// Folds a tile's m and l into a row's state (section 5), and leaves the factors α and β for O.

@@ -58,25 +58,26 @@ impl Code {
         }
     }
 
-    /// What sums of products with these codes count in: 2·16 of a nibble, 2 of a byte where codes are half steps.
+    /// What has to be taken out of a sum of products for each integer that met a code, if `byte` was added to 8-bit codes. The
+    /// difference is exact in f32: less than 2^23 halves.
     #[inline(always)]
-    pub fn of_sums<S: Simd>(self, s: S, sums: S::I) -> S::I {
+    pub fn bias(self, byte: i32) -> f32 {
         match self {
-            Code::Int8 | Code::Nibble => sums,
-            Code::Coarse => s.i_shl::<5>(sums),
-            Code::Fine => s.i_shl::<1>(sums),
+            Code::Int8 => byte as f32,
+            Code::Nibble => 8.0,
+            // 2·16·(u − 7½) is 2·16u − 240; 2·(c − 127½) is 2c − 255.
+            Code::Coarse => 7.5,
+            Code::Fine => byte as f32 - 0.5,
         }
     }
 
-    /// What has to be taken out of [`Code::of_sums`] for each integer that met a code, if `byte` was added to 8-bit codes.
+    /// What such a difference counts in: a power of two, so that the factor that takes it in stays exact.
     #[inline(always)]
-    pub fn bias(self, byte: i32) -> i32 {
+    pub fn unit(self) -> f32 {
         match self {
-            Code::Int8 => byte,
-            Code::Nibble => 8,
-            Code::Coarse => 240,
-            // 2c − 255 is 2·(c − 128) + 1.
-            Code::Fine => 2 * byte - 1,
+            Code::Int8 | Code::Nibble => 1.0,
+            Code::Coarse => 32.0,
+            Code::Fine => 2.0,
         }
     }
 }
@@ -93,9 +94,10 @@ pub(crate) struct Tile {
     pub k_float: Float,
     pub k_groups: usize,
     pub k_has_shift: bool,
+    /// k_scale, in which the unit of [`Code::unit`] is included.
     pub k_scale: [[f32; TILE]; MAX_GROUPS],
     pub k_shift: [[f32; TILE]; MAX_GROUPS],
-    /// Integers: the panel of each 16 tokens. Floats: as for K.
+    /// Integers: the panel of each 16 tokens, that of the first 16 where there are none. Floats: as for K.
     pub v: [*const u8; 4],
     pub v_stride: usize,
     /// Floats: from a token to the next.
@@ -107,7 +109,7 @@ pub(crate) struct Tile {
     pub v_code: Code,
     /// Significant bits of the weights' step.
     pub v_step_bits: u32,
-    /// v_scale, 0 from `tokens` on.
+    /// v_scale (of half steps, a sixteenth of it), 0 from `tokens` on.
     pub v_scale: [[f32; TILE]; MAX_GROUPS],
     pub v_shift: [[f32; TILE]; MAX_GROUPS],
     k_panels: Aligned<u8>,
@@ -172,7 +174,8 @@ impl Tile {
             let into = [&mut self.k_scale, &mut self.k_shift];
             params(s, reader, Side::K, [t0, tokens], self.k_groups, 8.0, into);
         }
-        sixteenths(s, scheme, &mut self.k_scale[..self.k_groups]);
+        let unit = self.k_code.unit() / 16.0;
+        half_step_scales(s, scheme, unit, &mut self.k_scale[..self.k_groups]);
 
         let scheme = reader.scheme(Side::V);
         self.v_groups = scheme.groups(dim);
@@ -193,7 +196,7 @@ impl Tile {
             let into = [&mut self.v_scale, &mut self.v_shift];
             params(s, reader, Side::V, [t0, tokens], self.v_groups, 8.0, into);
         }
-        sixteenths(s, scheme, &mut self.v_scale[..self.v_groups]);
+        half_step_scales(s, scheme, 1.0 / 16.0, &mut self.v_scale[..self.v_groups]);
     }
 
     /// Joins the codes of one side of rotated int4 with their residuals to int8 codes, 128 less, in panels.
@@ -486,12 +489,15 @@ fn places_of<'a>(
             (t, first) = (t + 16, first + 16);
         }
     }
+    let given = tokens.div_ceil(16);
+    let first = places[0];
+    places[given..].fill(first);
     stride
 }
 
-/// The scales of half steps count sixteenths.
+/// Multiplies the scales of half steps, which count sixteenths, by a power of two.
 #[inline(always)]
-fn sixteenths<S: Simd>(s: S, scheme: Scheme, scales: &mut [[f32; TILE]]) {
+fn half_step_scales<S: Simd>(s: S, scheme: Scheme, unit: f32, scales: &mut [[f32; TILE]]) {
     if !matches!(scheme, Scheme::RotatedInt4 { .. }) {
         return;
     }
@@ -500,7 +506,7 @@ fn sixteenths<S: Simd>(s: S, scheme: Scheme, scales: &mut [[f32; TILE]]) {
             // SAFETY: t + LANES ≤ TILE.
             unsafe {
                 let at = scales.as_mut_ptr().add(t);
-                s.store(at, s.mul(s.load(at), s.splat(1.0 / 16.0)));
+                s.store(at, s.mul(s.load(at), s.splat(unit)));
             }
         }
     }

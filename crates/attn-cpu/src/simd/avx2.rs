@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Dot, Dot16, Simd, splat_at};
+use super::{Dot, Dot16, Simd, splat_at, weight_integers};
 
 /// AVX2 and F16C.
 #[derive(Clone, Copy)]
@@ -103,6 +103,11 @@ impl Simd for Avx2 {
             let sum = _mm256_add_epi32(_mm256_castps_si256(even), _mm256_castps_si256(odd));
             _mm256_permutevar8x32_epi32(sum, order!())
         })
+    }
+
+    #[inline(always)]
+    fn i_exchange(self, a: __m256i, _: usize) -> __m256i {
+        op!(_mm256_permute2x128_si256::<0x01>(a, a))
     }
 
     #[inline(always)]
@@ -221,6 +226,11 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn abs(self, a: __m256) -> __m256 {
         op!(_mm256_andnot_ps(_mm256_set1_ps(-0.0), a))
+    }
+
+    #[inline(always)]
+    fn ceil(self, a: __m256) -> __m256 {
+        op!(_mm256_ceil_ps(a))
     }
 
     #[inline(always)]
@@ -363,10 +373,10 @@ impl Dot for Dot8 {
     type S = Avx2;
     const K_BIAS: i32 = 0;
     const OPERAND: usize = 48;
-    const BLOCK: usize = 4;
     const AT_ONCE: usize = 1;
     // 8 pairs of a query's values and nibbles: at most 8·2·127·15. A tile's 4 of weights: 4·2·255·15.
     const RUN: usize = 8;
+    const WIDENS: bool = true;
     type Codes = [__m256i; 2];
     type Operand = [__m256i; 2];
     type Nibbles = __m256i;
@@ -469,7 +479,10 @@ impl Dot for Dot8 {
     }
 
     #[inline(always)]
-    unsafe fn v_operands(self, w: *const i32, out: *mut u8) {
+    unsafe fn v_operands(self, w: *mut f32, out: *mut u8) -> __m256i {
+        // SAFETY: the caller's contract.
+        let sum = unsafe { weight_integers(self.simd(), w) };
+        let w = w.cast::<i32>();
         for panel in 0..4 {
             // SAFETY: 64 integers are readable at `w`, four operands writable at `out`: the caller's contract; a `Dot8` exists only
             // where its instructions do.
@@ -492,5 +505,6 @@ impl Dot for Dot8 {
                 _mm_storeu_si128(to.add(BYTES).cast(), bytes);
             }
         }
+        sum
     }
 }

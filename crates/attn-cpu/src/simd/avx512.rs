@@ -77,10 +77,13 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     fn i_pairs(self, a: __m512i, b: __m512i) -> __m512i {
-        op!(_mm512_add_epi32(
-            _mm512_unpacklo_epi64(a, b),
-            _mm512_unpackhi_epi64(a, b)
-        ))
+        op!({
+            // A blend and a shuffle: shuffles have fewer of the core's ports than blends.
+            let same = _mm512_mask_blend_epi64(0b1010_1010, a, b);
+            let (a, b) = (_mm512_castsi512_pd(a), _mm512_castsi512_pd(b));
+            let other = _mm512_castpd_si512(_mm512_shuffle_pd::<0b0101_0101>(a, b));
+            _mm512_add_epi32(same, other)
+        })
     }
 
     #[inline(always)]
@@ -93,6 +96,14 @@ impl Simd for Avx512 {
             // Lane 4·row + i holds a row of the vector that came i-th.
             let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
             _mm512_permutexvar_epi32(order, sum)
+        })
+    }
+
+    #[inline(always)]
+    fn i_exchange(self, a: __m512i, by: usize) -> __m512i {
+        op!(match by {
+            1 => _mm512_shuffle_i32x4::<0b10_11_00_01>(a, a),
+            _ => _mm512_shuffle_i32x4::<0b01_00_11_10>(a, a),
         })
     }
 
@@ -230,6 +241,13 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn ceil(self, a: __m512) -> __m512 {
+        op!(_mm512_roundscale_ps::<
+            { _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC },
+        >(a))
+    }
+
+    #[inline(always)]
     fn largest(self, a: __m512) -> f32 {
         op!(_mm512_reduce_max_ps(a))
     }
@@ -355,9 +373,9 @@ impl Dot for Vnni {
     type S = Avx512;
     const K_BIAS: i32 = 128;
     const OPERAND: usize = 16;
-    const BLOCK: usize = 4;
     const AT_ONCE: usize = 4;
     const RUN: usize = 16;
+    const WIDENS: bool = false;
     type Codes = __m512i;
     type Operand = __m512i;
     type Nibbles = __m512i;
@@ -459,18 +477,34 @@ impl Dot for Vnni {
     }
 
     #[inline(always)]
-    unsafe fn v_operands(self, w: *const i32, out: *mut u8) {
-        // The tokens of a panel in the order of the slots.
-        const ORDER: [i32; 16] = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15];
-        for panel in 0..4 {
-            // SAFETY: 64 integers are readable at `w`, 64 bytes writable at `out`: the caller's contract; a `Vnni` exists only where
-            // its instructions do.
-            unsafe {
-                let order = _mm512_loadu_si512(ORDER.as_ptr().cast());
+    unsafe fn v_operands(self, w: *mut f32, out: *mut u8) -> __m512i {
+        // SAFETY: 64 numbers are readable at `w`, 64 bytes writable at `out`: the caller's contract; a `Vnni` exists only where its
+        // instructions do.
+        unsafe {
+            // Of panel i, byte 1 of the four tokens of each row to lane i of the row.
+            let (take, mut all) = (_mm512_set1_epi32(0x0d09_0501), _mm512_setzero_si512());
+            for panel in 0..4 {
+                let lanes = 0x000f_000f_000f_000f << (4 * panel);
                 let w = _mm512_loadu_si512(w.add(16 * panel).cast());
-                let bytes = _mm512_cvtepi32_epi8(_mm512_permutexvar_epi32(order, w));
-                _mm_storeu_si128(out.add(16 * panel).cast(), bytes);
+                all = _mm512_mask_shuffle_epi8(all, lanes, w, take);
             }
+            // Then the pairs of a panel's tokens in the order of the slots, which is 0, 4, 1, 5, 2, 6, 3, 7.
+            let order = _mm512_loadu_si512(PAIRS.as_ptr().cast());
+            let bytes = _mm512_permutexvar_epi16(order, all);
+            _mm512_storeu_si512(out.cast(), bytes);
+            _mm512_dpbusd_epi32(_mm512_setzero_si512(), bytes, _mm512_set1_epi8(1))
         }
     }
 }
+
+/// Where the 32 pairs of a tile's weights come from: pair 2·i + j of row r is that of tokens 4·r + 2·j of panel i.
+static PAIRS: [i16; 32] = {
+    let (mut order, mut at) = ([0; 32], 0);
+    while at < 32 {
+        let (panel, slot) = (at / 8, at % 8);
+        let pair = slot / 2 + slot % 2 * 4;
+        order[at] = (pair / 2 * 8 + 2 * panel + pair % 2) as i16;
+        at += 1;
+    }
+    order
+};

@@ -7,7 +7,7 @@
 
 use std::{fmt, str::FromStr};
 
-use attn_core::{Error, Unsupported};
+use attn_core::{Error, Unsupported, arithmetic::TILE};
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
@@ -164,6 +164,8 @@ pub(crate) trait Simd: Copy {
     fn i_rows(self, [a, b, c, d]: [Self::I; 4]) -> Self::I {
         self.i_join(self.i_pairs(a, b), self.i_pairs(c, d))
     }
+    /// Rows exchanged: row r comes from row `r ^ by`, `by` a power of two below `ROWS`.
+    fn i_exchange(self, a: Self::I, by: usize) -> Self::I;
     /// Lanes of 16 bits.
     fn h_shl<const N: i32>(self, a: Self::I) -> Self::I;
     /// Logical.
@@ -219,6 +221,8 @@ pub(crate) trait Simd: Copy {
     /// Of finite numbers; which zero comes out of two is free.
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
     fn abs(self, a: Self::F) -> Self::F;
+    /// The smallest integers that are no smaller.
+    fn ceil(self, a: Self::F) -> Self::F;
     /// Largest lane.
     fn largest(self, a: Self::F) -> f32;
     /// A zero of its sign for a subnormal.
@@ -261,6 +265,79 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// 8 floats are readable at each.
     unsafe fn load_panels(self, a: *const f32, b: *const f32) -> Self::F;
+
+    /// Lane `lane`, 0..4, of each row in all of the row's lanes.
+    #[inline(always)]
+    fn lane(self, a: Self::F, lane: usize) -> Self::F {
+        let twice = self.zip_32(self.bits(a), self.bits(a))[lane / 2];
+        self.of_bits(self.zip_64(twice, twice)[lane % 2])
+    }
+
+    /// Turns the four lanes of each row: lane j of a row of `out[i]` is lane i of that row of `v[j]`.
+    #[inline(always)]
+    fn i_turn(self, v: [Self::I; 4]) -> [Self::I; 4] {
+        let ([a, b], [c, e]) = (self.zip_32(v[0], v[1]), self.zip_32(v[2], v[3]));
+        let ([x, y], [z, w]) = (self.zip_64(a, c), self.zip_64(b, e));
+        [x, y, z, w]
+    }
+
+    /// The sums of all lanes of four vectors: that of `v[j]` comes to lane j of every row.
+    #[inline(always)]
+    fn i_sums(self, v: [Self::I; 4]) -> Self::I {
+        let [x, y, z, w] = self.i_turn(v);
+        let mut sum = self.i_add(self.i_add(x, y), self.i_add(z, w));
+        let mut by = 1;
+        while by < Self::ROWS {
+            sum = self.i_add(sum, self.i_exchange(sum, by));
+            by *= 2;
+        }
+        sum
+    }
+
+    /// The largest lanes of four vectors: that of `v[j]` comes to lane j of every row.
+    #[inline(always)]
+    fn maxima(self, v: [Self::F; 4]) -> Self::F {
+        let v = [
+            self.bits(v[0]),
+            self.bits(v[1]),
+            self.bits(v[2]),
+            self.bits(v[3]),
+        ];
+        let [x, y, z, w] = self.i_turn(v);
+        let xy = self.max(self.of_bits(x), self.of_bits(y));
+        let mut max = self.max(xy, self.max(self.of_bits(z), self.of_bits(w)));
+        let mut by = 1;
+        while by < Self::ROWS {
+            let other = self.of_bits(self.i_exchange(self.bits(max), by));
+            max = self.max(max, other);
+            by *= 2;
+        }
+        max
+    }
+
+    /// Four numbers in every row.
+    ///
+    /// # Safety
+    /// Four floats are readable at `p`.
+    #[inline(always)]
+    unsafe fn load_four(self, p: *const f32) -> Self::F {
+        // SAFETY: the caller's contract.
+        self.of_bits(unsafe { self.i_row(p.cast()) })
+    }
+
+    /// The first `N` lanes.
+    ///
+    /// # Safety
+    /// `N` floats are writable at `p`, 16 at most.
+    #[inline(always)]
+    unsafe fn store_first<const N: usize>(self, p: *mut f32, a: Self::F) {
+        let mut all = [0.0f32; 16];
+        // SAFETY: `all` has room for any vector; the caller's contract.
+        unsafe {
+            self.store(all.as_mut_ptr(), a);
+            p.copy_from_nonoverlapping(all.as_ptr(), N);
+        }
+    }
 
     /// Asks for the cache line at `p`, which may be any address.
     #[inline(always)]
@@ -311,13 +388,13 @@ pub(crate) trait Dot: Copy {
     const K_BIAS: i32;
     /// Bytes of an operand.
     const OPERAND: usize;
-    /// Most rows of a block, 3 or 4.
-    const BLOCK: usize;
     /// Most rows that take the four vectors of a step at once: as many as the registers hold. More take them two by two, so that
     /// what a vector of codes costs before its products is still shared by all of the block.
     const AT_ONCE: usize;
     /// Panels of 16 products with nibbles that [`widen`](Dot::widen) takes in at once.
     const RUN: usize;
+    /// Whether sums of a run need [`widen`](Dot::widen): if not, they are sums of four neighbours to a lane already.
+    const WIDENS: bool;
     type Codes: Copy;
     type Operand: Copy;
     type Nibbles: Copy;
@@ -391,11 +468,31 @@ pub(crate) trait Dot: Copy {
     /// # Safety
     /// 16 integers are readable at `q`, `Self::OPERAND` bytes writable at `out`.
     unsafe fn k_operand(self, q: *const i32, out: *mut u8);
-    /// The operands of a tile's 64 weights in the order of the tokens.
+    /// The operands of a tile's 64 weights in the order of the tokens, and a vector whose lanes add up to the sum of the weights. A weight is
+    /// byte 1 of its number.
     ///
     /// # Safety
-    /// 64 integers are readable at `w`, four operands writable at `out`.
-    unsafe fn v_operands(self, w: *const i32, out: *mut u8);
+    /// 64 numbers are readable and writable at `w`, four operands writable at `out`.
+    unsafe fn v_operands(self, w: *mut f32, out: *mut u8) -> <Self::S as Simd>::I;
+}
+
+/// Replaces a tile's 64 numbers by their bytes 1, as integers; the lanes of the vector that comes back add up to their sum.
+///
+/// # Safety
+/// 64 numbers are readable and writable at `w`.
+#[inline(always)]
+unsafe fn weight_integers<S: Simd>(s: S, w: *mut f32) -> S::I {
+    let mut sum = s.i_splat(0);
+    for t in (0..TILE).step_by(S::LANES) {
+        // SAFETY: t + LANES ≤ TILE; the caller's contract.
+        unsafe {
+            let at = w.add(t);
+            let byte = s.i_and(s.i_shr::<8>(s.bits(s.load(at))), s.i_splat(255));
+            s.i_store(at.cast(), byte);
+            sum = s.i_add(sum, byte);
+        }
+    }
+    sum
 }
 
 /// The dot product of 16-bit lanes: even and odd bytes apart, so that a lane of 32 bits still sums four neighbouring codes.
@@ -406,9 +503,9 @@ impl<S: Simd> Dot for Dot16<S> {
     type S = S;
     const K_BIAS: i32 = 0;
     const OPERAND: usize = 32;
-    const BLOCK: usize = 4;
     const AT_ONCE: usize = if S::ROWS == 4 { 4 } else { 1 };
     const RUN: usize = 16;
+    const WIDENS: bool = false;
     type Codes = [S::I; 2];
     type Operand = [S::I; 2];
     type Nibbles = [S::I; 2];
@@ -521,7 +618,10 @@ impl<S: Simd> Dot for Dot16<S> {
     }
 
     #[inline(always)]
-    unsafe fn v_operands(self, w: *const i32, out: *mut u8) {
+    unsafe fn v_operands(self, w: *mut f32, out: *mut u8) -> S::I {
+        // SAFETY: the caller's contract.
+        let sum = unsafe { weight_integers(self.0, w) };
+        let w = w.cast::<i32>();
         // Slots 4j..4j + 4 of a panel hold tokens 2j, 2j + 1, 8 + 2j, 9 + 2j.
         for j in 0..16 {
             let (panel, j) = (j / 4, j % 4);
@@ -534,5 +634,6 @@ impl<S: Simd> Dot for Dot16<S> {
                 out.add(16).cast::<u32>().write_unaligned(odd);
             }
         }
+        sum
     }
 }

@@ -131,6 +131,11 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    fn i_exchange(self, a: I, _: usize) -> I {
+        I(a.1, a.0)
+    }
+
+    #[inline(always)]
     fn h_shl<const N: i32>(self, a: I) -> I {
         op!({
             let n = vdupq_n_s16(N as i16);
@@ -328,6 +333,11 @@ impl Simd for Neon {
     #[inline(always)]
     fn abs(self, a: F) -> F {
         op!(F(vabsq_f32(a.0), vabsq_f32(a.1)))
+    }
+
+    #[inline(always)]
+    fn ceil(self, a: F) -> F {
+        op!(F(vrndpq_f32(a.0), vrndpq_f32(a.1)))
     }
 
     #[inline(always)]

@@ -80,6 +80,11 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn i_exchange(self, a: i32x8, by: usize) -> i32x8 {
+        Scalar.i_exchange(a.to_array(), by).into()
+    }
+
+    #[inline(always)]
     fn h_shl<const N: i32>(self, a: i32x8) -> i32x8 {
         u(h(a) << N)
     }
@@ -190,6 +195,11 @@ impl Simd for Portable {
     #[inline(always)]
     fn abs(self, a: f32x8) -> f32x8 {
         a.abs()
+    }
+
+    #[inline(always)]
+    fn ceil(self, a: f32x8) -> f32x8 {
+        Scalar.ceil(a.to_array()).into()
     }
 
     #[inline(always)]

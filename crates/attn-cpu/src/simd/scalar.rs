@@ -116,6 +116,11 @@ impl Simd for Scalar {
     }
 
     #[inline]
+    fn i_exchange(self, [a, b, c, d, e, f, g, h]: I, _: usize) -> I {
+        [e, f, g, h, a, b, c, d]
+    }
+
+    #[inline]
     fn h_shl<const N: i32>(self, a: I) -> I {
         halves(a, |x| x << N)
     }
@@ -242,6 +247,11 @@ impl Simd for Scalar {
     #[inline]
     fn abs(self, a: F) -> F {
         a.map(f32::abs)
+    }
+
+    #[inline]
+    fn ceil(self, a: F) -> F {
+        a.map(f32::ceil)
     }
 
     #[inline]
