@@ -42,7 +42,7 @@ struct DecodeParams {
     const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
     const float* alibi_slopes;                 // f32 [num_q_heads], each multiplied by log2 e, or null.
     const float* sinks;                        // f32 [num_q_heads], or null.
-    const QueryBlock* query_blocks;            // [batch], or null where sequence b has the query tokens from b · q_len on.
+    const QueryBlock* query_blocks;            // [batch], or null where sequence b has the query tokens from b · q_len on. Blocks without tokens come last.
     float* partial_o;                          // Workspace: O of the partials [partial][row][head_dim]. Zero between launches where low_latency.cu merges through global memory.
     float2* partial_max_sum;                   // Workspace: maximum and sum of the partials [partial][row]. Zero between launches as partial_o.
     unsigned int* counters;                    // Workspace: arrival counts [query block][num_kv_heads][row_blocks], zero between launches.
@@ -71,6 +71,17 @@ struct DecodeParams {
     unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
 };
 static_assert(sizeof(DecodeParams) == 368, "params.rs");
+
+// Parameters of `query_blocks.cu`.
+struct QueryBlocksParams {
+    const int* cu_seqlens_q;                   // i32 [batch + 1]: the first query token of each sequence, and the end of the last one.
+    QueryBlock* blocks;                        // List to fill; entries behind the blocks have no tokens.
+    int batch;                                 // Sequences.
+    int num_blocks;                            // Entries of the list.
+    int block_tokens;                          // Query tokens of a block, at most.
+    int query_tokens;                          // Query tokens that there are at most.
+};
+static_assert(sizeof(QueryBlocksParams) == 32, "params.rs");
 
 // Tensor maps of rows [sequence or page][KV head][token][byte], which the driver encoded.
 struct RowMaps {
@@ -191,6 +202,7 @@ struct CheckParams {
     int* report;                               // i32 [4], zeroed: {kind, index, value, limit}.
     const long long* slots;                    // Slots of an append, as in AppendParams, or null.
     const long long* positions;                // Positions of the slots' tokens, as in AppendParams, or null.
+    const int* cu_seqlens_q;                   // First query tokens, as in QueryBlocksParams, or null.
     long long num_positions;                   // Positions that are allowed.
     int max_kv_len;                            // The longest length that is allowed.
     unsigned int num_pages;                    // Pages in the pool.
@@ -199,7 +211,7 @@ struct CheckParams {
     int min_kv_len;                            // The shortest length that is allowed: the new tokens of an append.
     int query_tokens;                          // Query tokens of all sequences; of an append by slots, its tokens.
 };
-static_assert(sizeof(CheckParams) == 56, "params.rs");
+static_assert(sizeof(CheckParams) == 64, "params.rs");
 
 // Parameters of `read.cu`.
 struct ReadParams {

@@ -16,6 +16,8 @@ DEVICE QueryBlock query_block(const DecodeParams& p, int b) {
     if (p.query_blocks) return p.query_blocks[b];
     return {b, b * p.q_len, p.q_len, 0};
 }
+// Whether an entry of a list is a block: behind the blocks of a list that the device has made there may be others.
+DEVICE bool has_tokens(const DecodeParams& p, int b) { return !p.query_blocks || p.query_blocks[b].tokens > 0; }
 // Tokens that some of them may see: where causal, up to the last one's position.
 DEVICE int kv_len_of(const DecodeParams& p, const QueryBlock& block) { return p.causal ? max(p.kv_lens[block.sequence] - block.behind, 0) : p.kv_lens[block.sequence]; }
 DEVICE int kv_len_of(const DecodeParams& p, int b) { return p.query_blocks ? kv_len_of(p, p.query_blocks[b]) : p.kv_lens[b]; }
@@ -169,20 +171,22 @@ struct Counts {
         longest = max(longest, tiles);
         shortest = min(shortest, tiles);
     }
-    // The sums of all warps from each one's; `before`: of those before this one. `sums` holds five numbers per warp.
+    // The sums of all warps from each one's; `before`: of those before this one. `sums` holds six numbers per warp.
     __device__ __forceinline__ Counts of_all_warps(u32* sums, int warp, Counts& before) const {
-        u32* of_warp = sums + 5 * warp;
+        u32* of_warp = sums + 6 * warp;
         of_warp[0] = segments;
         of_warp[1] = spans;
         of_warp[2] = cost;
         of_warp[3] = longest;
         of_warp[4] = shortest;
+        of_warp[5] = items;
         __syncthreads();
         Counts all = {0, 0, 0, 0, 0, 0x7fffffff};
 #pragma unroll
         for (int w = 0; w < THREADS / 32; w++) {
-            of_warp = sums + 5 * w;
+            of_warp = sums + 6 * w;
             if (w == warp) before = all;
+            all.items += of_warp[5];
             all.segments += of_warp[0];
             all.spans += of_warp[1];
             all.cost += of_warp[2];
@@ -202,7 +206,8 @@ struct Counts {
             if (by_item <= shared) m.partials_are = ITEMS;
         }
         int shift = partial_shift_of(m.partials_are);
-        m.is_even = runs_of(longest, shift) == runs_of(shortest, shift) && 4 * max(1, shortest) >= 3 * longest;
+        int least = min(shortest, longest);  // of no item there is no shortest
+        m.is_even = runs_of(longest, shift) == runs_of(least, shift) && 4 * max(1, least) >= 3 * longest;
         return m;
     }
     __device__ __forceinline__ u32 of(const Measure& m) const {
@@ -241,16 +246,12 @@ DEVICE Cursor find_work(const DecodeParams& p, Cursor* found, u32* sums) {
     int chunk = alone ? 1 : (p.batch + THREADS - 1) / THREADS, begin = min(p.batch, thread * chunk), stop = min(p.batch, begin + chunk);
     Counts mine = {0, 0, 0, 0, 0, 0x7fffffff};
     int kv_len = 0;
-    for (int b = begin; b < stop; b++) {
+    for (int b = begin; b < stop && has_tokens(p, b); b++) {
         kv_len = kv_len_of(p, b);
         mine.add((kv_len + TILE - 1) / TILE);
     }
-    Counts all = {0, warp_sum(mine.segments), warp_sum(mine.spans), warp_sum(mine.cost), warp_max(mine.longest), warp_min(mine.shortest)}, before = {};
-    if (!alone) {
-        all = all.of_all_warps(sums, warp, before);
-        before.items = min(p.batch, warp * 32 * chunk);
-    }
-    all.items = p.batch;
+    Counts all = {warp_sum(mine.items), warp_sum(mine.segments), warp_sum(mine.spans), warp_sum(mine.cost), warp_max(mine.longest), warp_min(mine.shortest)}, before = {};
+    if (!alone) all = all.of_all_warps(sums, warp, before);
     Cursor cursor;
     Work& work = cursor.work;
     work.measure = all.measure(p);

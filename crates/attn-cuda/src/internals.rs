@@ -15,6 +15,7 @@ pub use crate::{
         export::{export_grid, export_params},
         launch_plan::LaunchPlan,
         merge_states::{merge_states_grid, merge_states_params},
+        query_blocks::{PlanKind, query_blocks_grid},
         read::{NativeRead, check_native, prepare_read, read_on},
         slots::{slot_append_grid, slot_append_params},
     },

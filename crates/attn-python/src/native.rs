@@ -35,6 +35,8 @@ pub struct PlanOptions {
     rows: bool,
     /// Whether appends by slots take rotary positions.
     rotary: bool,
+    /// Whether the device says how many query tokens each sequence brings.
+    ragged: bool,
     modifiers: Modifiers,
 }
 
@@ -344,7 +346,7 @@ impl Plan {
             query_blocks: self.gpu.list(
                 "query_blocks",
                 arrays.query_blocks.as_ref(),
-                (Dtype::U8, size_of_val(self.plan.query_blocks())),
+                (Dtype::U8, self.plan.query_blocks_bytes()),
             )?,
             k_tensor_scales,
             v_tensor_scales,
@@ -511,7 +513,11 @@ impl Plan {
                     Some(gpu.prepare_export(layout)?),
                 ),
             };
-            Ok((gpu.prepare(&problem, format, kv)?, (append, export), layout))
+            let plan = match options.ragged {
+                true => gpu.prepare_ragged(&problem, format, kv)?,
+                false => gpu.prepare(&problem, format, kv)?,
+            };
+            Ok((plan, (append, export), layout))
         };
         let (plan, (append, export), layout) = py.detach(prepare).map_err(errors::of)?;
         Ok(Plan {
@@ -532,6 +538,30 @@ impl Plan {
     #[getter]
     fn workspace_bytes(&self) -> usize {
         self.plan.workspace_bytes()
+    }
+
+    /// Bytes of the list of query blocks.
+    #[getter]
+    fn query_blocks_bytes(&self) -> usize {
+        self.plan.query_blocks_bytes()
+    }
+
+    /// Lists the query blocks of sequences that begin at `cu_seqlens_q`, int32 `[sequences + 1]`, into uint8 `blocks`.
+    fn list_query_blocks(
+        &self,
+        py: Python<'_>,
+        cu_seqlens_q: &Bound<'_, PyCapsule>,
+        blocks: Option<Bound<'_, PyCapsule>>,
+        stream: u64,
+    ) -> PyResult<()> {
+        let gpu = self.gpu.cuda()?;
+        let starts = (Dtype::I32, 4 * (self.problem.batch() + 1));
+        let starts = self.gpu.list("cu_seqlens_q", Some(cu_seqlens_q), starts)?;
+        let bytes = (Dtype::U8, self.plan.query_blocks_bytes());
+        let to = self.gpu.list("query_blocks", blocks.as_ref(), bytes)?;
+        // SAFETY: as for `attend`; whatever the numbers are, the launch writes the list alone, which is as long as the plan says.
+        py.detach(|| unsafe { gpu.query_blocks_on(&self.plan, stream_of(stream), starts, to) })
+            .map_err(errors::of)
     }
 
     /// Entries of a row of residual pages where a step has up to `q_len` query tokens of a sequence; 0 for formats without a window.

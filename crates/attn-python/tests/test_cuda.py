@@ -203,6 +203,19 @@ def test_slots_and_ragged_queries(rng):
     out, lse = plan.attend(q, pool, table, torch.tensor(lens, dtype=torch.int32, device="cuda"))
     wanted = cache.attend(q, sequences=[0, 1, 2], q_lens=q_lens, softcap=30.0, sinks=[0.5] * 8, return_lse=True)
     assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    # A plan for any shares of as many tokens, which the device lists.
+    plan = plan_of("int8", [74, 1, 1], ragged=True, softcap=30.0, sinks=[0.5] * 8)
+    for q_lens in ([1, 70, 5], [0, 3, 0], [40, 31, 5]):
+        starts = torch.tensor([0] + q_lens, dtype=torch.int32, device="cuda").cumsum(0).int()
+        plan.set_query_starts(starts)
+        out, lse = plan.attend(q, pool, table, torch.tensor(lens, dtype=torch.int32, device="cuda"))
+        rows_of = sum(q_lens)
+        wanted = cache.attend(q[:rows_of], sequences=[0, 1, 2], q_lens=q_lens, softcap=30.0, sinks=[0.5] * 8, return_lse=True)
+        assert torch.equal(out[:rows_of], wanted[0]) and torch.equal(lse[:rows_of], wanted[1]), q_lens
+    with pytest.raises(attn.ParameterError, match="prepare_ragged"):
+        plan_of("int8", [1, 1, 1]).set_query_starts(starts)
+    with pytest.raises(attn.ShapeError, match="cu_seqlens_q"):
+        plan.set_query_starts(starts[:3])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

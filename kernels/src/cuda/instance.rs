@@ -103,6 +103,8 @@ pub enum Instance {
     CopyPages,
     /// `merge_states.cu`.
     MergeStates,
+    /// `query_blocks.cu`.
+    QueryBlocks,
     /// `check.cu`.
     Check,
     /// `read.cu`.
@@ -201,6 +203,7 @@ impl Instance {
             Instance::Export { .. } => "export.cu",
             Instance::CopyPages => "copy_pages.cu",
             Instance::MergeStates => "merge_states.cu",
+            Instance::QueryBlocks => "query_blocks.cu",
             Instance::Check => "check.cu",
             Instance::Read => "read.cu",
         }
@@ -215,6 +218,7 @@ impl Instance {
             Instance::Export { .. } => "attn_export",
             Instance::CopyPages => "attn_copy_pages",
             Instance::MergeStates => "attn_merge_states",
+            Instance::QueryBlocks => "attn_query_blocks",
             Instance::Check => "attn_check",
             Instance::Read => "attn_read",
         }
@@ -278,9 +282,11 @@ impl Instance {
                 head_dim,
                 page_size,
             } => of_format(format, head_dim, page_size),
-            Instance::CopyPages | Instance::MergeStates | Instance::Check | Instance::Read => {
-                Vec::new()
-            }
+            Instance::CopyPages
+            | Instance::MergeStates
+            | Instance::QueryBlocks
+            | Instance::Check
+            | Instance::Read => Vec::new(),
         }
     }
 

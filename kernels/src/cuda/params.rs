@@ -130,7 +130,7 @@ blocks! {
         alibi_slopes: u64 = "const float*",
         /// f32 [num_q_heads], or null.
         sinks: u64 = "const float*",
-        /// [batch], or null where sequence b has the query tokens from b · q_len on.
+        /// [batch], or null where sequence b has the query tokens from b · q_len on. Blocks without tokens come last.
         query_blocks: u64 = "const QueryBlock*",
         /// Workspace: O of the partials [partial][row][head_dim]. Zero between launches where low_latency.cu merges through global memory.
         partial_o: u64 = "float*",
@@ -184,6 +184,22 @@ blocks! {
         dtype: i32 = "int",
         /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
         residual_ring: u32 = "unsigned int",
+    }
+
+    /// Parameters of `query_blocks.cu`.
+    struct QueryBlocksParams {
+        /// i32 [batch + 1]: the first query token of each sequence, and the end of the last one.
+        cu_seqlens_q: u64 = "const int*",
+        /// List to fill; entries behind the blocks have no tokens.
+        blocks: u64 = "QueryBlock*",
+        /// Sequences.
+        batch: i32 = "int",
+        /// Entries of the list.
+        num_blocks: i32 = "int",
+        /// Query tokens of a block, at most.
+        block_tokens: i32 = "int",
+        /// Query tokens that there are at most.
+        query_tokens: i32 = "int",
     }
 
     /// Tensor maps of rows [sequence or page][KV head][token][byte], which the driver encoded.
@@ -387,6 +403,8 @@ blocks! {
         slots: u64 = "const long long*",
         /// Positions of the slots' tokens, as in AppendParams, or null.
         positions: u64 = "const long long*",
+        /// First query tokens, as in QueryBlocksParams, or null.
+        cu_seqlens_q: u64 = "const int*",
         /// Positions that are allowed.
         num_positions: i64 = "long long",
         /// The longest length that is allowed.

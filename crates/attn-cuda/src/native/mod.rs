@@ -54,7 +54,7 @@ mod import;
 pub(crate) mod launch_plan;
 pub(crate) mod merge_states;
 mod pages;
-mod query_blocks;
+pub(crate) mod query_blocks;
 pub(crate) mod read;
 mod rotary;
 mod rows;
@@ -70,6 +70,7 @@ pub(crate) use import::{launch_import, prepare_import};
 pub(crate) use launch_plan::{LaunchPlan, choose};
 pub use merge_states::{MergeStatesArgs, NativeMergeStates};
 pub use pages::Pages;
+pub(crate) use query_blocks::PlanKind;
 pub use rotary::{RotaryArgs, RotaryQueries};
 pub use slots::SlotAppendArgs;
 
@@ -100,6 +101,8 @@ pub struct NativePlan {
     format: KvFormat,
     layout: KvLayout,
     kernel: Arc<LoadedKernel>,
+    /// `query_blocks.cu`, where the device lists the blocks.
+    list_blocks: Option<Arc<LoadedKernel>>,
     check: Option<Arc<LoadedKernel>>,
     launch_plan: LaunchPlan,
 }
@@ -185,7 +188,8 @@ pub struct DecodeArgs {
     pub kv: DeviceKv,
     /// i32 `[batch]`.
     pub kv_lens: DeviceAddress,
-    /// [`NativePlan::query_blocks`] in device memory; null where there are none.
+    /// The list of query blocks: [`NativePlan::query_blocks`] in device memory, or what [`CudaBackend::query_blocks_on`] has listed; null where
+    /// [`NativePlan::query_blocks_bytes`] is 0.
     pub query_blocks: DeviceAddress,
     /// f32 `[num_kv_heads]` for schemes with a static scale, else null.
     pub k_tensor_scales: DeviceAddress,
@@ -220,10 +224,22 @@ impl NativePlan {
     }
 
     /// What launches read at [`DecodeArgs::query_blocks`]: which query tokens are attended together. None where every sequence has the same
-    /// number of query tokens, up to 16.
+    /// number of query tokens, up to 16, and for a plan of [`CudaBackend::prepare_ragged`], whose list the device makes.
     #[must_use]
     pub fn query_blocks(&self) -> &[QueryBlock] {
         self.launch_plan.query_blocks()
+    }
+
+    /// Bytes of the list of query blocks, whoever makes it.
+    #[must_use]
+    pub fn query_blocks_bytes(&self) -> usize {
+        self.launch_plan.num_blocks * size_of::<QueryBlock>()
+    }
+
+    /// Query tokens of all sequences, at most.
+    #[must_use]
+    pub fn max_query_tokens(&self) -> usize {
+        self.problem.query_tokens()
     }
 
     /// The longest `kv_len` that a launch takes.
@@ -248,12 +264,14 @@ fn check_kernel(device: &Device) -> Result<Option<Arc<LoadedKernel>>, Error> {
 }
 
 pub(crate) fn prepare(
+    kind: PlanKind,
     device: &Device,
     problem: &Problem,
     format: KvFormat,
     layout: KvLayout,
 ) -> Result<NativePlan, Error> {
     let launch_plan = LaunchPlan::new(
+        kind,
         device.limits(),
         &device.preferences,
         problem,
@@ -261,8 +279,13 @@ pub(crate) fn prepare(
         layout,
     )?;
     let kernel = device.kernel(&launch_plan.instance, launch_plan.shared_bytes)?;
+    let list_blocks = match kind {
+        PlanKind::Known => None,
+        PlanKind::Ragged => Some(device.kernel(&Instance::QueryBlocks, 0)?),
+    };
     let check = check_kernel(device)?;
     Ok(NativePlan {
+        list_blocks,
         problem: problem.clone(),
         format,
         layout,
@@ -297,7 +320,7 @@ pub(crate) unsafe fn launch_decode(
     let mut params = plan.launch_plan.params(&plan.problem, args)?;
     if !plan.layout.is_rows() {
         // Blocks end before the sequence does: their launch waits for all of the append.
-        let early = plan.query_blocks().is_empty();
+        let early = plan.launch_plan.num_blocks == 0;
         params.appended = sizes::int("tokens appended", if early { appended } else { 0 })?;
     }
     if let Some(kernel) = &plan.check {
@@ -424,6 +447,11 @@ unsafe fn check(
             },
             format!("0 to {}", limit - 1),
         ),
+        8 => error(
+            "cu_seqlens_q",
+            value.to_string(),
+            format!("numbers from 0 to {limit} that never fall"),
+        ),
         5 => error(
             "sinks",
             f32::from_bits(value as u32).to_string(),
@@ -476,9 +504,34 @@ impl CudaBackend {
         format: KvFormat,
         layout: KvLayout,
     ) -> Result<NativePlan, Error> {
+        self.plan(PlanKind::Known, problem, format, layout)
+    }
+
+    /// As [`CudaBackend::prepare`], for steps whose sequences bring any numbers of query tokens: what the problem says of `q_lens` is how many
+    /// sequences and how many query tokens in all there are at most, and the most that one sequence mostly has, for which the kernel is chosen.
+    /// [`CudaBackend::query_blocks_on`] tells launches how the tokens are shared.
+    ///
+    /// # Errors
+    /// Those of [`CudaBackend::prepare`].
+    pub fn prepare_ragged(
+        &self,
+        problem: &Problem,
+        format: KvFormat,
+        layout: KvLayout,
+    ) -> Result<NativePlan, Error> {
+        self.plan(PlanKind::Ragged, problem, format, layout)
+    }
+
+    fn plan(
+        &self,
+        kind: PlanKind,
+        problem: &Problem,
+        format: KvFormat,
+        layout: KvLayout,
+    ) -> Result<NativePlan, Error> {
         let bind = self.device.context.bind_to_thread();
         bind.map_err(failed("binding the context"))?;
-        let plan = prepare(&self.device, problem, format, layout)?;
+        let plan = prepare(kind, &self.device, problem, format, layout)?;
         plan.launch_plan.check_longest(problem)?;
         Ok(plan)
     }

@@ -14,6 +14,7 @@ mod rotary;
 
 mod append;
 mod decode;
+mod query_blocks;
 mod transfer;
 
 use std::{
@@ -148,6 +149,7 @@ fn entry(instance: Instance) -> [String; 4] {
         Instance::Export { .. } => "ExportParams",
         Instance::CopyPages => "CopyPagesParams",
         Instance::MergeStates => "MergeStatesParams",
+        Instance::QueryBlocks => "QueryBlocksParams",
         Instance::Check | Instance::Read => unreachable!("no test runs them"),
     };
     let decodes = matches!(instance, Instance::Decode { .. });
@@ -198,6 +200,7 @@ fn trials() -> Result<Vec<Trial>> {
     let kernels = Arc::new(Kernels::new()?);
     let mut all = append::trials(&kernels);
     all.extend(transfer::trials(&kernels));
+    all.extend(query_blocks::trials(&kernels));
     let (count, seed) = (
         from_env("ATTN_STRESS", 10)?,
         from_env("ATTN_STRESS_SEED", 1)?,

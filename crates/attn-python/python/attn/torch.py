@@ -17,6 +17,12 @@ A cache that another engine keeps in pages of bf16, f16 or fp8 rows is attended 
     plan = attn.torch.Plan("bf16", heads=32, kv_heads=8, dim=128, q_lens=[1] * 4, max_kv_len=8192, page_size=16, rows=True)
     out, lse = plan.attend_rows(q, k_cache, v_cache, page_table, kv_lens)
 
+Where sequences bring other numbers of query tokens from step to step, the device says how many, once for the layers of a step:
+
+    plan = attn.torch.Plan("int8", heads=32, kv_heads=8, dim=128, q_lens=[1] * 63 + [512], max_kv_len=8192, ragged=True)
+    plan.set_query_starts(query_start_loc)  # any shares of up to 575 tokens
+    out, lse = plan.attend(q, pool, page_table, kv_lens)
+
 `attn.Cache` keeps pages and lengths itself; use it where neither graphs nor an engine's own page table are needed.
 """
 
@@ -46,6 +52,7 @@ class _PlanOptions:
     max_kv_len: int
     rows: bool
     rotary: bool
+    ragged: bool
     modifiers: Modifiers
 
 
@@ -131,6 +138,8 @@ class Plan:
         page_size: tokens of a page: 16, 32, 64 or 128.
         rows: the plan is for `attend_rows`.
         rotary: `append_slots` takes rotary positions, whose kernel is loaded, too.
+        ragged: sequences bring other numbers of query tokens from step to step, as `set_query_starts` says; `q_lens` gives their number, how many
+            tokens they have in all, and the most that one mostly has, for which the kernel is chosen.
         device: `"cuda"`, `"cuda:1"`, a torch.device; torch's current one if not given.
         scale, causal, softcap, window_left, alibi_slopes, sinks: as for `attn.Cache.attend`.
         k_scales, v_scales: static scales for `"fp8"` and `"int8-tensor"`, one for each KV head.
@@ -151,6 +160,7 @@ class Plan:
         page_size: int = 64,
         rows: bool = False,
         rotary: bool = False,
+        ragged: bool = False,
         device: Union[None, str, torch.device] = None,
         scale: Optional[float] = None,
         causal: bool = True,
@@ -180,6 +190,7 @@ class Plan:
             max_kv_len=count("max_kv_len", max_kv_len),
             rows=bool(rows),
             rotary=bool(rotary),
+            ragged=bool(ragged),
             modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks),
         )
         self._options = options
@@ -188,6 +199,8 @@ class Plan:
             blocks, slopes = self._plan.lists()
             self._workspace = torch.zeros(max(self._plan.workspace_bytes, 1), dtype=torch.uint8, device=self.device)
             self._blocks = self._bytes(blocks)
+            if options.ragged:  # of no tokens, until `set_query_starts` lists some
+                self._blocks = torch.zeros(self._plan.query_blocks_bytes, dtype=torch.uint8, device=self.device)
             self._slopes = None if options.modifiers.alibi_slopes is None else self._bytes(slopes).view(torch.float32)
             self._sinks, self._k_scales, self._v_scales = (
                 None if x is None else torch.tensor(x, dtype=torch.float32, device=self.device)
@@ -267,6 +280,18 @@ class Plan:
         torch.ops.attn.append_slots_rotary(
             self.number, k, v, pool, slots, residual_pages, rotary.cos_sin, rotary.positions, rotary.q, bool(rotary.interleaved)
         )
+
+    def set_query_starts(self, cu_seqlens_q: torch.Tensor) -> None:
+        """Says how many query tokens each sequence brings from now on, for a plan with `ragged=True`: one launch, once for the layers of a step, in
+        a graph or outside. Sequences without query tokens cost nothing; rows of q behind the last one's are not read, nor those of the results
+        written.
+
+        Args:
+            cu_seqlens_q: int32 `[sequences + 1]`: the first query token of each sequence, then the end of the last one's; at most as many as
+                `q_lens` has in all. Read on the device.
+        """
+        with torch.cuda.device(self.device):
+            self._plan.list_query_blocks(_capsule(cu_seqlens_q), _capsule(self._blocks), self._stream())
 
     def attend(
         self,
