@@ -6,7 +6,7 @@
 // Writes    blocks [num_blocks]: those of sequence after sequence, then entries without tokens. Whatever cu_seqlens_q holds, nothing else.
 // Numerics  none.
 // Shared    the ends of 256 sequences' blocks.
-// Host      attn-cuda/src/native/query_blocks.rs; parameters in kernels/src/cuda/params.rs.
+// Host      attn-cuda/src/native/list_blocks.rs; parameters in kernels/src/cuda/params.rs.
 #include "ptx.cuh"
 
 #include "params.h"

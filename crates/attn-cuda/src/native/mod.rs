@@ -52,6 +52,7 @@ pub(crate) mod copy_pages;
 pub(crate) mod export;
 mod import;
 pub(crate) mod launch_plan;
+pub(crate) mod list_blocks;
 pub(crate) mod merge_states;
 mod pages;
 pub(crate) mod query_blocks;
