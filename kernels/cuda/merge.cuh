@@ -63,6 +63,14 @@ struct WorkItem {
     }
 };
 
+// Where a row's (max, sum) of a partial lies, and O in as many rows: in the workspace, or among the spans of the caller's rows, where a row that
+// only fills up the block has none: -1.
+DEVICE long long partial_place(const DecodeParams& p, const WorkItem& item, int partial, int row) {
+    if constexpr (!LEAVES_SPANS) return (item.index(p) * p.max_partials + partial) * ROWS + row;
+    long long at = item.row(p, row);
+    return at < 0 ? -1 : (long long)partial * p.span_rows + at;
+}
+
 struct Epilogue {
     u8* out;  // the row, or null
     float* lse;

@@ -69,8 +69,10 @@ struct DecodeParams {
     int appended;                              // New tokens of each sequence, if the launch ahead is an append that writes them: all else may be read while it runs. Else 0.
     int dtype;                                 // Number format of queries and outputs: Dtype.
     unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+    unsigned int span_rows;                    // ATTN_SPANS: rows of a span in partial_o and partial_max_sum, which then are the caller's, [span][row].
+    const int* tokens_after;                   // ATTN_SPANS: i32 [batch], tokens of each sequence that follow those of kv_lens in other shards; null for none.
 };
-static_assert(sizeof(DecodeParams) == 368, "params.rs");
+static_assert(sizeof(DecodeParams) == 384, "params.rs");
 
 // Parameters of `query_blocks.cu`.
 struct QueryBlocksParams {
@@ -196,6 +198,24 @@ struct MergeStatesParams {
     unsigned int reserved;                     // Unused: the size is a multiple of 8.
 };
 static_assert(sizeof(MergeStatesParams) == 72, "params.rs");
+
+// Parameters of `merge_spans.cu`.
+struct MergeSpansParams {
+    const float2* max_sums;                    // Maximum and sum of each row's states [state][rows_apart], in the order of their tokens; a maximum of -inf where the row sees no token.
+    const float* o;                            // O of the states [state][rows_apart][head_dim].
+    void* out;                                 // Outputs [row][head_dim].
+    float* lse;                                // f32 [row], or null.
+    const float* sinks;                        // f32 [num_q_heads], or null.
+    const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
+    unsigned long long rows_apart;             // Rows from one state to the next.
+    int states;                                // States of a row: spans of all shards.
+    int rows;                                  // Rows [query token][num_q_heads].
+    int num_q_heads;                           // Query heads.
+    int heads_per_kv;                          // Query heads per KV head.
+    int dtype;                                 // Number format of out: Dtype.
+    unsigned int reserved;                     // Unused: the size is a multiple of 8.
+};
+static_assert(sizeof(MergeSpansParams) == 80, "params.rs");
 
 // Parameters of `check.cu`, beside those of the launch that it checks.
 struct CheckParams {

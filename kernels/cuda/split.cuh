@@ -18,15 +18,29 @@ DEVICE QueryBlock query_block(const DecodeParams& p, int b) {
 }
 // Whether an entry of a list is a block: behind the blocks of a list that the device has made there may be others.
 DEVICE bool has_tokens(const DecodeParams& p, int b) { return !p.query_blocks || p.query_blocks[b].tokens > 0; }
+// Tokens of its sequence that follow the cached ones in other shards.
+DEVICE int tokens_after(const DecodeParams& p, const QueryBlock& block) { return LEAVES_SPANS && p.tokens_after ? p.tokens_after[block.sequence] : 0; }
 // Tokens that some of them may see: where causal, up to the last one's position.
-DEVICE int kv_len_of(const DecodeParams& p, const QueryBlock& block) { return p.causal ? max(p.kv_lens[block.sequence] - block.behind, 0) : p.kv_lens[block.sequence]; }
+DEVICE int kv_len_of(const DecodeParams& p, const QueryBlock& block) {
+    int kv_len = p.kv_lens[block.sequence];
+    if (!p.causal) return kv_len;
+    return LEAVES_SPANS ? min(max(kv_len + tokens_after(p, block) - block.behind, 0), kv_len) : max(kv_len - block.behind, 0);
+}
 DEVICE int kv_len_of(const DecodeParams& p, int b) { return p.query_blocks ? kv_len_of(p, p.query_blocks[b]) : p.kv_lens[b]; }
-// The position of the first of them.
-DEVICE int first_position(const DecodeParams& p, const QueryBlock& block, int kv_len) { return kv_len - (p.causal ? 0 : block.behind) - block.tokens; }
+// The position of the first of them, of which `kv_len` tokens are seen; of their sequence's last query token.
+DEVICE int first_position(const DecodeParams& p, const QueryBlock& block, int kv_len) {
+    if (LEAVES_SPANS) return p.kv_lens[block.sequence] + tokens_after(p, block) - block.behind - block.tokens;
+    return kv_len - (p.causal ? 0 : block.behind) - block.tokens;
+}
+DEVICE int last_position(const DecodeParams& p, const QueryBlock& block, int kv_len) { return kv_len + tokens_after(p, block) - 1; }
 
 // The first tile that some of these rows read with residuals: by the window of the first query token, which is the longest.
 DEVICE int first_residual_tile_of(const DecodeParams& p, int tokens, int kv_len) {
     return WINDOW == 0 ? 0x7fffffff : max(kv_len - (p.causal ? tokens : 1), 0) / TILE - WINDOW + 1;
+}
+DEVICE int first_residual_tile_of(const DecodeParams& p, const QueryBlock& block, int kv_len) {
+    if (!LEAVES_SPANS) return first_residual_tile_of(p, block.tokens, kv_len);
+    return WINDOW == 0 ? 0x7fffffff : max(p.causal ? first_position(p, block, kv_len) : last_position(p, block, kv_len), 0) / TILE - WINDOW + 1;
 }
 
 enum PartialKind : u8 { SEGMENTS, SPANS, ITEMS };
@@ -76,7 +90,7 @@ struct Work : Sequence {
         heads = partial = row_block = 0;
         QueryBlock queries = query_block(p, b);
         sequence = queries.sequence;
-        first_residual_tile = first_residual_tile_of(p, queries.tokens, kv_len);
+        first_residual_tile = first_residual_tile_of(p, queries, kv_len);
         (Sequence&)*this = Sequence::of(measure, kv_len);
     }
     __device__ __forceinline__ bool has_items() const { return measure.partials_are == ITEMS; }
@@ -200,7 +214,7 @@ struct Counts {
     __device__ __forceinline__ Measure measure(const DecodeParams& p) const {
         Measure m = {p.partial_per_segment ? SEGMENTS : SPANS, false};
         u32 blocks = p.num_kv_heads * p.row_blocks;
-        if (longest <= 1 << SPAN_SHIFT) {
+        if (!LEAVES_SPANS && longest <= 1 << SPAN_SHIFT) {
             u32 by_item = ceil_div(items * heads_of(p, ITEMS) * p.row_blocks, p.ctas_divmod) * (longest + 1);
             u32 shared = p.partial_per_segment ? ceil_div(segments * blocks, p.ctas_divmod) * 2 : ceil_div(spans * blocks, p.ctas_divmod) * (min(longest, 4) + 2);
             if (by_item <= shared) m.partials_are = ITEMS;

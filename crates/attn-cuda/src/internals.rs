@@ -15,6 +15,7 @@ pub use crate::{
         export::{export_grid, export_params},
         launch_plan::LaunchPlan,
         list_blocks::query_blocks_grid,
+        merge_spans::{merge_spans_grid, merge_spans_params},
         merge_states::{merge_states_grid, merge_states_params},
         query_blocks::PlanKind,
         read::{NativeRead, check_native, prepare_read, read_on},

@@ -55,6 +55,8 @@ fn _attn(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<native::Plan>()?;
     #[cfg(feature = "cuda")]
     module.add_class::<transfer::Transfer>()?;
+    #[cfg(feature = "cuda")]
+    module.add_class::<transfer::MergeSpans>()?;
     module.add_function(wrap_pyfunction!(devices, module)?)?;
     module.add_function(wrap_pyfunction!(version, module)?)
 }

@@ -5,7 +5,7 @@ use attn::{
     backends::cuda::native::{
         AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype as CudaDtype,
         ExportArgs, KvLayout, NativeAppend, NativeExport, NativePlan, Pages, SlotAppendArgs,
-        alibi_slopes_log2,
+        SpansArgs, alibi_slopes_log2,
     },
 };
 use pyo3::{
@@ -37,6 +37,8 @@ pub struct PlanOptions {
     rotary: bool,
     /// Whether the device says how many query tokens each sequence brings.
     ragged: bool,
+    /// Whether sequences are shards, of whose spans launches leave the states.
+    spans: bool,
     modifiers: Modifiers,
 }
 
@@ -89,13 +91,21 @@ pub struct ExportArrays<'py> {
 #[derive(FromPyObject)]
 pub struct AttendArrays<'py> {
     q: Bound<'py, PyCapsule>,
-    out: Bound<'py, PyCapsule>,
+    /// None where the states of spans go elsewhere.
+    out: Option<Bound<'py, PyCapsule>>,
     lse: Option<Bound<'py, PyCapsule>>,
     workspace: Bound<'py, PyCapsule>,
     query_blocks: Option<Bound<'py, PyCapsule>>,
     alibi_slopes: Option<Bound<'py, PyCapsule>>,
     sinks: Option<Bound<'py, PyCapsule>>,
 }
+
+/// Where the states of spans go: maxima and sums, O, and the tokens that follow.
+type SpanArrays<'py> = (
+    Bound<'py, PyCapsule>,
+    Bound<'py, PyCapsule>,
+    Option<Bound<'py, PyCapsule>>,
+);
 
 /// Launches for one batch shape: what `attn.torch.Plan` is built on.
 #[pyclass(frozen, module = "attn._attn", name = "NativePlan")]
@@ -318,10 +328,14 @@ impl Plan {
 
     fn decode_args(&self, kv: Kv, arrays: &AttendArrays<'_>) -> PyResult<DecodeArgs> {
         let heads = self.problem.num_q_heads;
-        let q = Array::new("q", &arrays.q)?;
-        let out = Array::new("out", &arrays.out)?;
-        let (q_memory, dtype, tokens) = self.rows(&q, heads, 0)?;
-        let (out_memory, out_dtype, out_tokens) = self.rows(&out, heads, 0)?;
+        let (q_memory, dtype, tokens) = self.rows(&Array::new("q", &arrays.q)?, heads, 0)?;
+        let (out, out_dtype, out_tokens) = match &arrays.out {
+            None => (DeviceAddress::NULL, dtype, tokens),
+            Some(out) => {
+                let (memory, dtype, tokens) = self.rows(&Array::new("out", out)?, heads, 0)?;
+                (memory.address, dtype, tokens)
+            }
+        };
         let needed = self.problem.query_tokens();
         if tokens != needed || out_tokens != needed || dtype != out_dtype {
             return Err(errors::shape(format!(
@@ -338,7 +352,7 @@ impl Plan {
         };
         Ok(DecodeArgs {
             q: q_memory.address,
-            out: out_memory.address,
+            out,
             dtype,
             lse,
             kv: kv.kv,
@@ -513,9 +527,10 @@ impl Plan {
                     Some(gpu.prepare_export(layout)?),
                 ),
             };
-            let plan = match options.ragged {
-                true => gpu.prepare_ragged(&problem, format, kv)?,
-                false => gpu.prepare(&problem, format, kv)?,
+            let plan = match (options.ragged, options.spans) {
+                (_, true) => gpu.prepare_spans(&problem, format, kv)?,
+                (true, _) => gpu.prepare_ragged(&problem, format, kv)?,
+                _ => gpu.prepare(&problem, format, kv)?,
             };
             Ok((plan, (append, export), layout))
         };
@@ -601,6 +616,47 @@ impl Plan {
         // the work enqueued on its stream has run; `attn.torch.Plan` makes the workspace, zeroed, for itself alone. That lengths, pages and
         // queries on the device are in range is the caller's contract, which `ATTN_CHECK=1` checks.
         py.detach(|| unsafe { gpu.decode_on(&self.plan, stream_of(stream), &args) })
+            .map_err(errors::of)
+    }
+
+    /// Spans of the longest sequence, at least one.
+    #[getter]
+    fn spans(&self) -> usize {
+        self.plan.spans()
+    }
+
+    /// Attends shards, and leaves the states of their spans: float32 `max_sums` `[spans, rows, 2]` and `o` `[spans, rows, dim]`. `tokens_after`:
+    /// int32 `[sequences]`, or none.
+    fn attend_spans(
+        &self,
+        py: Python<'_>,
+        pages: PageArrays<'_>,
+        arrays: AttendArrays<'_>,
+        (max_sums, o, tokens_after): SpanArrays<'_>,
+        stream: u64,
+    ) -> PyResult<()> {
+        let gpu = self.gpu.cuda()?;
+        let args = self.decode_args(self.kv_of_pages(&pages)?, &arrays)?;
+        let states = self.problem.rows().saturating_mul(self.plan.spans());
+        let list = |what, array, count: usize| {
+            self.gpu
+                .list(what, Some(array), (Dtype::F32, count.saturating_mul(4)))
+        };
+        let dim = self.layout.head_dim();
+        let to = SpansArgs {
+            tokens_after: match &tokens_after {
+                None => DeviceAddress::NULL,
+                after => {
+                    let bytes = 4 * self.problem.batch();
+                    self.gpu
+                        .list("tokens_after", after.as_ref(), (Dtype::I32, bytes))?
+                }
+            },
+            max_sums: list("max_sums", &max_sums, states.saturating_mul(2))?,
+            o: list("o", &o, states.saturating_mul(dim))?,
+        };
+        // SAFETY: as for `attend`; the states' arrays are as large as the plan says.
+        py.detach(|| unsafe { gpu.attend_spans_on(&self.plan, stream_of(stream), &args, &to) })
             .map_err(errors::of)
     }
 

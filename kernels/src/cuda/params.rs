@@ -184,6 +184,10 @@ blocks! {
         dtype: i32 = "int",
         /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
         residual_ring: u32 = "unsigned int",
+        /// ATTN_SPANS: rows of a span in partial_o and partial_max_sum, which then are the caller's, [span][row].
+        span_rows: u32 = "unsigned int",
+        /// ATTN_SPANS: i32 [batch], tokens of each sequence that follow those of kv_lens in other shards; null for none.
+        tokens_after: u64 = "const int*",
     }
 
     /// Parameters of `query_blocks.cu`.
@@ -391,6 +395,36 @@ blocks! {
         in_dtype: i32 = "int",
         /// Number format of the merged outputs: Dtype.
         out_dtype: i32 = "int",
+        /// Unused: the size is a multiple of 8.
+        reserved: u32 = "unsigned int",
+    }
+
+    /// Parameters of `merge_spans.cu`.
+    struct MergeSpansParams {
+        /// Maximum and sum of each row's states [state][rows_apart], in the order of their tokens; a maximum of -inf where the row sees no token.
+        max_sums: u64 = "const float2*",
+        /// O of the states [state][rows_apart][head_dim].
+        o: u64 = "const float*",
+        /// Outputs [row][head_dim].
+        out: u64 = "void*",
+        /// f32 [row], or null.
+        lse: u64 = "float*",
+        /// f32 [num_q_heads], or null.
+        sinks: u64 = "const float*",
+        /// f32 [num_kv_heads], or null.
+        v_tensor_scales: u64 = "const float*",
+        /// Rows from one state to the next.
+        rows_apart: u64 = "unsigned long long",
+        /// States of a row: spans of all shards.
+        states: i32 = "int",
+        /// Rows [query token][num_q_heads].
+        rows: i32 = "int",
+        /// Query heads.
+        num_q_heads: i32 = "int",
+        /// Query heads per KV head.
+        heads_per_kv: i32 = "int",
+        /// Number format of out: Dtype.
+        dtype: i32 = "int",
         /// Unused: the size is a multiple of 8.
         reserved: u32 = "unsigned int",
     }

@@ -3,16 +3,18 @@
 use attn_core::{
     Error, KvFormat, PageLayout, Problem, Unsupported,
     arithmetic::{self, LOG2_E},
+    segments::num_spans,
 };
 
 use attn_kernels::cuda::{
-    DeviceLimits, Instance, Kernel, KernelConfig, KvLayout, Launch, Preferences, instance,
+    DeviceLimits, Instance, Kernel, KernelConfig, KvLayout, Launch, LowLatency, Preferences,
+    instance,
     params::{DecodeParams, FastDivmod, QueryBlock},
     smem::shared_bytes,
 };
 
 use super::{
-    DecodeArgs, DeviceAddress, DeviceKv, DeviceRows,
+    DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, SpansArgs,
     query_blocks::{Blocks, Launched, PlanKind, listed},
 };
 use crate::{device::Device, error::BACKEND, sizes};
@@ -190,13 +192,28 @@ impl LaunchPlan {
             KvLayout::Rows => arithmetic::TILE,
         };
         format.check(problem.head_dim, page_size)?;
+        let leaves_spans = kind == PlanKind::Spans;
+        let preferences = &match leaves_spans {
+            false => *preferences,
+            // The kernel that leaves them.
+            true => Preferences {
+                low_latency: LowLatency::Never,
+                many_rows: Some(false),
+                ..*preferences
+            },
+        };
         let launched = Launched::new(kind, problem, format, layout, limits, preferences)?;
         let preferences = launched.preferences(preferences);
-        let (instance, config, shared_bytes) =
+        let (mut instance, config, shared_bytes) =
             configure(limits, &preferences, &launched, format, layout)?;
         let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
         let heads = problem.num_kv_heads;
-        let launch = Launch::new(&config, &launched.problem, format, limits.sms);
+        let mut launch = Launch::new(&config, &launched.problem, format, limits.sms);
+        if let (true, Instance::Decode { spans, .. }) = (leaves_spans, &mut instance) {
+            *spans = true;
+            launch.partial_per_segment = false;
+            launch.max_partials = num_spans(max_kv_len).max(1);
+        }
         let (query_blocks, num_blocks) = match &launched.blocks {
             Blocks::Sequences => (Vec::new(), 0),
             Blocks::Listed(list) => (listed(list)?, list.len()),
@@ -206,13 +223,19 @@ impl LaunchPlan {
             0 => problem.batch(),
             blocks => {
                 let row = config.rows().saturating_mul(4 * (problem.head_dim + 2));
-                let partials = launch.partials(1, heads).saturating_mul(row).max(1);
+                let partials = match leaves_spans {
+                    true => 1,
+                    false => launch.partials(1, heads).saturating_mul(row).max(1),
+                };
                 let work = work(&launched.problem, config, std::iter::once(max_kv_len));
                 let most = (MOST_PARTIALS / partials).min((MOST_WORK / work.max(1)) as usize);
                 most.clamp(1, blocks)
             }
         };
-        let partials = launch.partials(per_launch, heads);
+        let partials = match leaves_spans {
+            true => 0,
+            false => launch.partials(per_launch, heads),
+        };
         let aligned = |factors: &[usize]| {
             let what = "bytes of the workspace";
             // Of a sum of three no part may have more than a quarter.
@@ -239,7 +262,7 @@ impl LaunchPlan {
             num_blocks,
             block_tokens: launched.problem.max_q_len(),
             per_launch,
-            counters_bytes: if partials_are_zeroed {
+            counters_bytes: if partials_are_zeroed || leaves_spans {
                 0
             } else {
                 aligned(&[per_launch, heads, launch.row_blocks, 4])?
@@ -275,6 +298,31 @@ impl LaunchPlan {
     #[must_use]
     pub fn query_blocks(&self) -> &[QueryBlock] {
         &self.query_blocks
+    }
+
+    /// Whether launches leave the states of spans.
+    #[must_use]
+    pub fn leaves_spans(&self) -> bool {
+        matches!(self.instance, Instance::Decode { spans: true, .. })
+    }
+
+    /// The parameters of a launch that leaves the states of spans, from those that [`LaunchPlan::params`] gives.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for more rows than kernels count to.
+    pub fn spans_params(
+        &self,
+        p: &Problem,
+        to: &SpansArgs,
+        params: DecodeParams,
+    ) -> Result<DecodeParams, Error> {
+        Ok(DecodeParams {
+            partial_max_sum: to.max_sums.get(),
+            partial_o: to.o.get(),
+            span_rows: sizes::int("rows", p.rows())? as u32,
+            tokens_after: to.tokens_after.get(),
+            ..params
+        })
     }
 
     /// Entries of the list of blocks, whoever makes it; 0 where each sequence is one.

@@ -53,6 +53,7 @@ pub(crate) mod export;
 mod import;
 pub(crate) mod launch_plan;
 pub(crate) mod list_blocks;
+pub(crate) mod merge_spans;
 pub(crate) mod merge_states;
 mod pages;
 pub(crate) mod query_blocks;
@@ -69,6 +70,7 @@ pub use export::{ExportArgs, NativeExport};
 pub use import::{ImportArgs, NativeImport};
 pub(crate) use import::{launch_import, prepare_import};
 pub(crate) use launch_plan::{LaunchPlan, choose};
+pub use merge_spans::{MergeSpansArgs, NativeMergeSpans, SpansArgs};
 pub use merge_states::{MergeStatesArgs, NativeMergeStates};
 pub use pages::Pages;
 pub(crate) use query_blocks::PlanKind;
@@ -281,13 +283,18 @@ pub(crate) fn prepare(
     )?;
     let kernel = device.kernel(&launch_plan.instance, launch_plan.shared_bytes)?;
     let list_blocks = match kind {
-        PlanKind::Known => None,
+        PlanKind::Known | PlanKind::Spans => None,
         PlanKind::Ragged => Some(device.kernel(&Instance::QueryBlocks, 0)?),
     };
     let check = check_kernel(device)?;
+    let mut problem = problem.clone();
+    if kind == PlanKind::Spans {
+        // Sinks belong to the end of the merge, and the device says what follows.
+        (problem.sinks, problem.tokens_after) = (None, Vec::new());
+    }
     Ok(NativePlan {
         list_blocks,
-        problem: problem.clone(),
+        problem,
         format,
         layout,
         kernel,
@@ -307,6 +314,33 @@ pub(crate) unsafe fn launch_decode(
     args: &DecodeArgs,
     appended: usize,
 ) -> Result<(), Error> {
+    // SAFETY: this function's contract.
+    unsafe { launch_decode_as(device, plan, stream, args, appended, None) }
+}
+
+/// The same; with `spans` for a plan that leaves the states of spans there.
+///
+/// # Safety
+/// As [`launch_decode`]; with `spans` [`CudaBackend::attend_spans_on`].
+unsafe fn launch_decode_as(
+    device: &Device,
+    plan: &NativePlan,
+    stream: sys::CUstream,
+    args: &DecodeArgs,
+    appended: usize,
+    spans: Option<&SpansArgs>,
+) -> Result<(), Error> {
+    if plan.launch_plan.leaves_spans() != spans.is_some() {
+        return Err(Error::Parameter {
+            what: "plan",
+            given: match spans {
+                Some(_) => "a plan whose launches finish their rows",
+                None => "a plan of prepare_spans, whose launches leave the states of spans",
+            }
+            .to_owned(),
+            allowed: "a plan of prepare_spans for attend_spans_on, any other for decode_on",
+        });
+    }
     if plan.problem.rows() == 0 {
         return Ok(());
     }
@@ -319,6 +353,10 @@ pub(crate) unsafe fn launch_decode(
         });
     }
     let mut params = plan.launch_plan.params(&plan.problem, args)?;
+    if let Some(spans) = spans {
+        let launch_plan = &plan.launch_plan;
+        params = launch_plan.spans_params(&plan.problem, spans, params)?;
+    }
     if !plan.layout.is_rows() {
         // Blocks end before the sequence does: their launch waits for all of the append.
         let early = plan.launch_plan.num_blocks == 0;

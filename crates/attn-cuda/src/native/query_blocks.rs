@@ -20,6 +20,8 @@ pub enum PlanKind {
     Known,
     /// As many query tokens as the problem's in all, of which each sequence brings any number: by a list that the device makes.
     Ragged,
+    /// As known, of shards of sequences: launches leave the states of their spans.
+    Spans,
 }
 
 /// What each block of a launch is.
@@ -49,6 +51,9 @@ impl<'a> Launched<'a> {
         limits: DeviceLimits,
         preferences: &Preferences,
     ) -> Result<Self, Unsupported> {
+        if kind != PlanKind::Spans {
+            problem.check_whole(BACKEND)?;
+        }
         let tokens = problem.query_tokens();
         if tokens > MOST_TOKENS {
             return Err(Unsupported::NoKernel {

@@ -361,7 +361,7 @@ impl Job {
             }
         };
         let list = match self.kind {
-            PlanKind::Known => plan.query_blocks().to_vec(),
+            PlanKind::Known | PlanKind::Spans => plan.query_blocks().to_vec(),
             PlanKind::Ragged => self.listed(kernels)?,
         };
         let q = aligned(&numbers::bytes(dtype, q));
@@ -538,7 +538,7 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
             KvLayout::Pages(_) | KvLayout::Rows => String::new(),
         };
         let kind = match job.kind {
-            PlanKind::Known => "",
+            PlanKind::Known | PlanKind::Spans => "",
             PlanKind::Ragged => ", blocks listed on the device",
         };
         let kernel = job.plan.config.kernel;

@@ -11,6 +11,8 @@ mod numbers;
 mod paged_rows;
 #[path = "../common/rotary.rs"]
 mod rotary;
+#[path = "../common/shards.rs"]
+mod shards;
 
 mod append;
 mod decode;
@@ -141,7 +143,7 @@ fn compile(sources: &Path, instance: Instance, number: usize) -> Result<Library>
 }
 
 /// What `emulate.cpp` calls.
-fn entry(instance: Instance) -> [String; 4] {
+fn entry(instance: Instance) -> [String; 5] {
     let params = match instance {
         Instance::Decode { .. } => "DecodeParams",
         Instance::Append { .. } => "AppendParams",
@@ -149,6 +151,7 @@ fn entry(instance: Instance) -> [String; 4] {
         Instance::Export { .. } => "ExportParams",
         Instance::CopyPages => "CopyPagesParams",
         Instance::MergeStates => "MergeStatesParams",
+        Instance::MergeSpans { .. } => "MergeSpansParams",
         Instance::QueryBlocks => "QueryBlocksParams",
         Instance::Check | Instance::Read => unreachable!("no test runs them"),
     };
@@ -158,6 +161,7 @@ fn entry(instance: Instance) -> [String; 4] {
         format!("-DATTN_ENTRY={}", instance.entry()),
         format!("-DATTN_PARAMS={params}"),
         format!("-DATTN_DECODES={}", usize::from(decodes)),
+        format!("-DATTN_FLUSHES={}", usize::from(instance.flushes())),
         format!("-DATTN_TAKES_MAPS={}", usize::from(takes_maps)),
     ]
 }

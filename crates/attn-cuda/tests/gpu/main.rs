@@ -8,6 +8,8 @@ mod numbers;
 mod paged_rows;
 #[path = "../common/rotary.rs"]
 mod rotary;
+#[path = "../common/shards.rs"]
+mod shards;
 
 mod hostile;
 mod layers;
