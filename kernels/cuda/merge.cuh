@@ -41,6 +41,7 @@ DEVICE void merge(float4& a, const float4& b, const MergeScale& w, bool is_fold)
 // One (query block, KV head, row block).
 struct WorkItem {
     int b, kv_head, row_block, num_partials;
+    bool has_segments;  // whether partials are segments' states; else spans'
 
     __device__ __forceinline__ u64 index(const DecodeParams& p) const {
         return ((u64)b * p.num_kv_heads + kv_head) * p.row_blocks + row_block;

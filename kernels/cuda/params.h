@@ -57,10 +57,10 @@ struct DecodeParams {
     int q_len;                                 // Query tokens of a block, at most.
     int row_blocks;                            // ceil(heads_per_kv · q_len / rows per CTA).
     int page_table_stride;                     // Entries of the page table per sequence.
-    int max_partials;                          // Partials per work item (query block, KV head, row block).
+    int max_partials;                          // Places for partials per work item (query block, KV head, row block).
     int window_left;                           // Tokens to the left of the query that it sees, or -1 without a window.
     int causal;                                // Whether the mask is causal.
-    int partial_per_segment;                   // Whether a partial is a segment's state (there is little work); else it is a span's.
+    int partial_per_segment;                   // low_latency.cu: whether a partial is always a segment's state; else a span's, where sequences are as long as planned.
     int page_stride;                           // Pages: bytes from one page to the next.
     FastDivmod heads_per_kv_divmod;            // Divides by heads_per_kv.
     FastDivmod row_blocks_divmod;              // Divides by row_blocks.

@@ -212,11 +212,13 @@ struct Counts {
     // A work item of one span may be a team's own, if that takes no more rounds of tiles than sharing it. Its end takes as long as a tile; a
     // shared unit, with a query and a merge at both ends, takes two more.
     __device__ __forceinline__ Measure measure(const DecodeParams& p) const {
-        Measure m = {p.partial_per_segment ? SEGMENTS : SPANS, false};
         u32 blocks = p.num_kv_heads * p.row_blocks;
+        // Partials are segments where spans are too few for all CTAs, and the workspace has places for as many.
+        bool few = !LEAVES_SPANS && runs_of(longest, SEGMENT_SHIFT) <= p.max_partials && 3 * spans * blocks < gridDim.x;
+        Measure m = {few ? SEGMENTS : SPANS, false};
         if (!LEAVES_SPANS && longest <= 1 << SPAN_SHIFT) {
             u32 by_item = ceil_div(items * heads_of(p, ITEMS) * p.row_blocks, p.ctas_divmod) * (longest + 1);
-            u32 shared = p.partial_per_segment ? ceil_div(segments * blocks, p.ctas_divmod) * 2 : ceil_div(spans * blocks, p.ctas_divmod) * (min(longest, 4) + 2);
+            u32 shared = few ? ceil_div(segments * blocks, p.ctas_divmod) * 2 : ceil_div(spans * blocks, p.ctas_divmod) * (min(longest, 4) + 2);
             if (by_item <= shared) m.partials_are = ITEMS;
         }
         int shift = partial_shift_of(m.partials_are);

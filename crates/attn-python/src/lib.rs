@@ -2,6 +2,8 @@
 //!
 //! It links neither torch nor CUDA: arrays come as DLPack capsules, streams as integers, and the driver is loaded where there is one.
 
+#[cfg(feature = "cuda")]
+mod arrays;
 mod cache;
 mod dlpack;
 mod engine;

@@ -14,98 +14,12 @@ use pyo3::{
 };
 
 use crate::{
+    arrays::{AttendArrays, ExportArrays, PageArrays, PlanOptions, RowArrays, SpanArrays},
     dlpack::{Array, Dtype},
     errors,
     gpu::{Gpu, OnDevice, stream_of},
-    modifiers::Modifiers,
     rotary::RotaryArrays,
 };
-
-/// The description of a plan, attribute by attribute of Python's.
-#[derive(FromPyObject)]
-pub struct PlanOptions {
-    format: String,
-    heads: usize,
-    kv_heads: usize,
-    dim: usize,
-    page_size: usize,
-    q_lens: Vec<usize>,
-    max_kv_len: usize,
-    /// Whether pages are another engine's, of rows.
-    rows: bool,
-    /// Whether appends by slots take rotary positions.
-    rotary: bool,
-    /// Whether the device says how many query tokens each sequence brings.
-    ragged: bool,
-    /// Whether sequences are shards, of whose spans launches leave the states.
-    spans: bool,
-    modifiers: Modifiers,
-}
-
-/// Where the sequences' tokens lie, as capsules of device arrays.
-#[derive(FromPyObject)]
-pub struct PageArrays<'py> {
-    /// uint8, whole pages.
-    pool: Bound<'py, PyCapsule>,
-    /// int32 `[sequences, pages of the longest]`.
-    page_table: Bound<'py, PyCapsule>,
-    /// int32 `[sequences]`.
-    kv_lens: Bound<'py, PyCapsule>,
-    /// int32 `[sequences, residual slots]` for formats with a window.
-    residual_pages: Option<Bound<'py, PyCapsule>>,
-    /// float32 `[KV heads]` for formats with static scales.
-    k_scales: Option<Bound<'py, PyCapsule>>,
-    v_scales: Option<Bound<'py, PyCapsule>>,
-}
-
-/// Another engine's paged cache, as capsules of device arrays.
-#[derive(FromPyObject)]
-pub struct RowArrays<'py> {
-    /// `[pages, tokens, KV heads, dim]`, at any strides but between dims; uint8 for codes of a byte.
-    k_cache: Bound<'py, PyCapsule>,
-    v_cache: Bound<'py, PyCapsule>,
-    /// int32 `[sequences, pages of the longest]`.
-    page_table: Bound<'py, PyCapsule>,
-    /// int32 `[sequences]`.
-    kv_lens: Bound<'py, PyCapsule>,
-    /// float32 `[KV heads]` for formats with static scales.
-    k_scales: Option<Bound<'py, PyCapsule>>,
-    v_scales: Option<Bound<'py, PyCapsule>>,
-}
-
-/// Rows that an export writes, as capsules of device arrays.
-#[derive(FromPyObject)]
-pub struct ExportArrays<'py> {
-    /// `[tokens, KV heads, dim]`.
-    k: Bound<'py, PyCapsule>,
-    v: Bound<'py, PyCapsule>,
-    /// int32 `[sequences + 1]`: where each sequence's rows begin, then their end.
-    row_starts: Bound<'py, PyCapsule>,
-    /// int32 `[sequences]`; none for ranges that begin with their sequence.
-    first_tokens: Option<Bound<'py, PyCapsule>>,
-    /// Tokens of the longest range.
-    max_tokens: usize,
-}
-
-/// What an attention launch reads and writes beside K and V.
-#[derive(FromPyObject)]
-pub struct AttendArrays<'py> {
-    q: Bound<'py, PyCapsule>,
-    /// None where the states of spans go elsewhere.
-    out: Option<Bound<'py, PyCapsule>>,
-    lse: Option<Bound<'py, PyCapsule>>,
-    workspace: Bound<'py, PyCapsule>,
-    query_blocks: Option<Bound<'py, PyCapsule>>,
-    alibi_slopes: Option<Bound<'py, PyCapsule>>,
-    sinks: Option<Bound<'py, PyCapsule>>,
-}
-
-/// Where the states of spans go: maxima and sums, O, and the tokens that follow.
-type SpanArrays<'py> = (
-    Bound<'py, PyCapsule>,
-    Bound<'py, PyCapsule>,
-    Option<Bound<'py, PyCapsule>>,
-);
 
 /// Launches for one batch shape: what `attn.torch.Plan` is built on.
 #[pyclass(frozen, module = "attn._attn", name = "NativePlan")]
@@ -632,9 +546,10 @@ impl Plan {
         py: Python<'_>,
         pages: PageArrays<'_>,
         arrays: AttendArrays<'_>,
-        (max_sums, o, tokens_after): SpanArrays<'_>,
+        spans: SpanArrays<'_>,
         stream: u64,
     ) -> PyResult<()> {
+        let (max_sums, o, tokens_after) = spans;
         let gpu = self.gpu.cuda()?;
         let args = self.decode_args(self.kv_of_pages(&pages)?, &arrays)?;
         let states = self.problem.rows().saturating_mul(self.plan.spans());

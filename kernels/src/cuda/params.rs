@@ -160,13 +160,13 @@ blocks! {
         row_blocks: i32 = "int",
         /// Entries of the page table per sequence.
         page_table_stride: i32 = "int",
-        /// Partials per work item (query block, KV head, row block).
+        /// Places for partials per work item (query block, KV head, row block).
         max_partials: i32 = "int",
         /// Tokens to the left of the query that it sees, or -1 without a window.
         window_left: i32 = "int",
         /// Whether the mask is causal.
         causal: i32 = "int",
-        /// Whether a partial is a segment's state (there is little work); else it is a span's.
+        /// low_latency.cu: whether a partial is always a segment's state; else a span's, where sequences are as long as planned.
         partial_per_segment: i32 = "int",
         /// Pages: bytes from one page to the next.
         page_stride: i32 = "int",

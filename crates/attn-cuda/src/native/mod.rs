@@ -48,6 +48,7 @@
 //! ```
 
 pub(crate) mod append;
+mod check;
 pub(crate) mod copy_pages;
 pub(crate) mod export;
 mod import;
@@ -84,12 +85,14 @@ use attn_kernels::cuda::{
     Instance,
     params::{CheckParams, DecodeParams, QueryBlock},
 };
-use cudarc::driver::{DevicePtr, result, sys};
+use cudarc::driver::sys;
+
+use check::{check, check_kernel};
 
 pub use crate::handles::{DeviceAddress, Stream};
 use crate::{
-    device::{Device, LoadedKernel, WaitOnDrop},
-    error::{CudaError, failed},
+    device::{Device, LoadedKernel},
+    error::failed,
     gpu::CudaBackend,
     sizes,
 };
@@ -258,14 +261,6 @@ impl NativePlan {
     }
 }
 
-/// `check.cu`, if `ATTN_CHECK=1` asked for it.
-fn check_kernel(device: &Device) -> Result<Option<Arc<LoadedKernel>>, Error> {
-    let wanted = device.check.is_some();
-    wanted
-        .then(|| device.kernel(&Instance::Check, 0))
-        .transpose()
-}
-
 pub(crate) fn prepare(
     kind: PlanKind,
     device: &Device,
@@ -399,109 +394,6 @@ unsafe fn launch_decode_as(
         .map_err(failed("decoding"))?;
     }
     Ok(())
-}
-
-/// Looks at the inputs on the device, and waits for the answer; passes while a graph is being captured.
-///
-/// # Safety
-/// Those of [`CudaBackend::decode_on`] but for the values it checks.
-unsafe fn check(
-    device: &Device,
-    kernel: &LoadedKernel,
-    stream: sys::CUstream,
-    params: &mut DecodeParams,
-    mut limits: CheckParams,
-) -> Result<(), CudaError> {
-    // SAFETY: the stream is alive by contract.
-    let status = unsafe { result::stream::is_capturing(stream) }?;
-    let Some(report) = device
-        .check
-        .as_ref()
-        .filter(|_| status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
-    else {
-        return Ok(());
-    };
-    let report = report.device_ptr(&device.stream).0;
-    limits.report = report;
-    // SAFETY: `report` is 16 bytes of this device.
-    unsafe { result::memset_d8_async(report, 0, 16, stream) }?;
-    let mut arguments = [
-        std::ptr::from_mut(params).cast::<c_void>(),
-        (&raw mut limits).cast(),
-    ];
-    // SAFETY: `attn_check` takes these two blocks, asserted on both sides; it reads only what the contract names.
-    unsafe {
-        kernel.launch(
-            stream,
-            [params.batch as usize, 1, 1],
-            COPY_THREADS,
-            &mut arguments,
-        )
-    }?;
-    let mut found = [0i32; 4];
-    // SAFETY: the stream is alive, and its context current, by contract.
-    let wait = unsafe { WaitOnDrop::on(stream) };
-    // SAFETY: `report` is 16 bytes of this device; `found` outlives `wait`, which waits for the copy however this function ends.
-    unsafe { result::memcpy_dtoh_async(&mut found, report, stream) }?;
-    wait.finish()?;
-    let [kind, index, value, limit] = found;
-    let error = |what, value: String, allowed: String| {
-        Err(CudaError::Check {
-            what,
-            index: index as usize,
-            value,
-            allowed,
-        })
-    };
-    match kind {
-        0 => Ok(()),
-        1 => error(
-            "kv_lens",
-            value.to_string(),
-            format!("{} to {limit}", limits.min_kv_len),
-        ),
-        2 => error(
-            "page_table",
-            (value as u32).to_string(),
-            format!("0 to {}", limit - 1),
-        ),
-        3 => error(
-            "residual_pages",
-            (value as u32).to_string(),
-            format!("0 to {}", limit - 1),
-        ),
-        6 => error(
-            "slots",
-            match value {
-                i32::MAX => "2147483647 or more".into(),
-                value => value.to_string(),
-            },
-            format!("below {limit} pages of {}, or negative", limits.page_size),
-        ),
-        7 => error(
-            "positions",
-            match value {
-                i32::MAX => "2147483647 or more".into(),
-                value => value.to_string(),
-            },
-            format!("0 to {}", limit - 1),
-        ),
-        8 => error(
-            "cu_seqlens_q",
-            value.to_string(),
-            format!("numbers from 0 to {limit} that never fall"),
-        ),
-        5 => error(
-            "sinks",
-            f32::from_bits(value as u32).to_string(),
-            "a magnitude up to 1e6".into(),
-        ),
-        _ => error(
-            "q",
-            f32::from_bits(value as u32).to_string(),
-            "finite, and at most 2^64 once scaled".into(),
-        ),
-    }
 }
 
 impl CudaBackend {

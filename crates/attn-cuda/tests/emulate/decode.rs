@@ -37,6 +37,8 @@ const PLAIN: Scheme = Scheme::Int8(Int8Scale::Token);
 const PADDING: usize = 48;
 /// Tokens of a long sequence.
 const LONG: usize = 3000;
+/// Tokens of the longest sequence of plans that serve short ones, too: partials are spans by the host's choice.
+const REACH: usize = 100_000;
 /// Query tokens that a plan for any lengths has beside those of a step.
 const SPARE_TOKENS: usize = 37;
 
@@ -62,11 +64,12 @@ struct Inputs {
 }
 
 impl Inputs {
-    fn new(case: &Case, cache: Option<&KvCache>, plan: &LaunchPlan) -> Result<Self> {
+    fn new(case: &Case, cache: Option<&KvCache>, plan: &LaunchPlan, reach: usize) -> Result<Self> {
         let none = PageTable::default();
         let table = cache.map_or(&none, KvCache::table);
         let pages = &table.pages[..case.problem.batch().min(table.pages.len())];
-        let stride = pages.iter().map(Vec::len).max().unwrap_or(0).max(1);
+        let longest = pages.iter().map(Vec::len).max().unwrap_or(0);
+        let stride = longest.max(reach.div_ceil(case.page_size)).max(1);
         // The page of zeros behind the pool's, which stands for dropped ones.
         let zeros = cache.map_or(0, |cache| cache.config().num_pages as u32);
         let row = |pages: &Vec<u32>| {
@@ -136,6 +139,8 @@ impl Inputs {
 /// One shape, how its K and V lie, and its kernel's launch.
 struct Job {
     kind: PlanKind,
+    /// Tokens of the plan's longest sequence, if it is longer than the shape's.
+    reach: usize,
     case: Case,
     layout: KvLayout,
     plan: LaunchPlan,
@@ -187,10 +192,40 @@ impl Job {
         let plan = LaunchPlan::new(kind, limits, &preferences, &planned, case.format, layout)?;
         Ok(Some(Job {
             kind,
+            reach: 0,
             case,
             layout,
             plan,
         }))
+    }
+
+    /// A shape by a plan for sequences of [`REACH`] tokens, on a GPU that is large for it.
+    fn of_long_plan(case: Case, low_latency: LowLatency) -> Result<Self> {
+        let limits = DeviceLimits {
+            shared_limit: Arch::Sm90a.shared_limit(),
+            sms: 24,
+        };
+        let preferences = Preferences {
+            low_latency,
+            many_rows: Some(false),
+            config: None,
+        };
+        let layout = KvLayout::Pages(case.page_size);
+        let mut planned = case.problem.clone();
+        planned.kv_lens[0] = REACH;
+        let kind = PlanKind::Known;
+        let plan = LaunchPlan::new(kind, limits, &preferences, &planned, case.format, layout)?;
+        ensure!(
+            !plan.launch.partial_per_segment,
+            "the plan is for few tokens"
+        );
+        Ok(Job {
+            kind,
+            reach: REACH,
+            case,
+            layout,
+            plan,
+        })
     }
 
     /// The list of blocks as the device makes it.
@@ -234,7 +269,7 @@ impl Job {
             (None, Some(view)) => KvSource::View(view),
             (None, None) => unreachable!("what is no view has a cache"),
         };
-        let inputs = Inputs::new(&self.case, cache.as_ref(), &self.plan)?;
+        let inputs = Inputs::new(&self.case, cache.as_ref(), &self.plan, self.reach)?;
         // Twice, the second time in the first one's workspace.
         let has_f16 = self.case.q().iter().all(|x| x.abs() <= 65504.0);
         let narrow = if has_f16 && self.case.seed.is_multiple_of(2) {
@@ -468,6 +503,21 @@ fn chosen() -> Vec<Case> {
     all
 }
 
+/// Shapes of a plan for long sequences, whose partials are segments where it finds these: one that all CTAs share, merges of few and of many
+/// partials, work items of a team's own, and lengths for which spans stay.
+fn short_ones() -> Vec<Case> {
+    [
+        ([4, 1], vec![1000]),
+        ([8, 2], vec![2900]),
+        ([4, 1], vec![5000, 300]),
+        ([4, 2], vec![0, 64, 1025]),
+        ([4, 1], vec![17_000]),
+    ]
+    .into_iter()
+    .map(|(heads, lens)| Case::new(heads, 64, &lens, KvFormat::INT8))
+    .collect()
+}
+
 /// Shapes of `many_rows.cu`: one warp's rows and two warpgroups', spans that several teams have, whole work items, every mask and scheme.
 fn many_rows() -> Vec<Case> {
     let case = |heads, dim, kv_lens: &[usize], q_lens: &[usize], format: &str| {
@@ -526,6 +576,13 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
     for case in table(size).into_iter().chain(chosen()).chain(random) {
         shapes.add(case)?;
     }
+    for case in short_ones() {
+        for low_latency in [LowLatency::Never, LowLatency::Global] {
+            shapes
+                .jobs
+                .push(Job::of_long_plan(case.clone(), low_latency)?);
+        }
+    }
     println!(
         "decode: {} shapes of floats, or too large to emulate, are left to GPUs",
         shapes.left
@@ -541,8 +598,13 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
             PlanKind::Known | PlanKind::Spans => "",
             PlanKind::Ragged => ", blocks listed on the device",
         };
+        let reach = if job.reach > 0 {
+            ", by a plan for long ones"
+        } else {
+            ""
+        };
         let kernel = job.plan.config.kernel;
-        let name = format!("decode, {kernel:?}: {}{layout}{kind}", job.case);
+        let name = format!("decode, {kernel:?}: {}{layout}{kind}{reach}", job.case);
         Trial::test(name, move || match job.differs(&cpu, &kernels) {
             Ok(None) => Ok(()),
             Ok(Some(text)) => Err(text.into()),
