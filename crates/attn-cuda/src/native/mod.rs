@@ -521,7 +521,7 @@ impl CudaBackend {
     ///
     /// # Errors
     /// [`Error::Parameter`] for other K and V than the plan's layout says, for strides that are not allowed, and for numbers of more than 31 bits;
-    /// [`Error::Device`] with the driver's refusal, or with [`CudaError::Check`].
+    /// [`Error::Device`] with the driver's refusal, or with [`CudaError::Check`](crate::CudaError::Check).
     pub unsafe fn decode_on(
         &self,
         plan: &NativePlan,
