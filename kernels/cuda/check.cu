@@ -1,7 +1,7 @@
 // check.cu: checks the device inputs of a decode or append launch, and reports the first one that would be fatal (ATTN_CHECK=1).
 //
 // Grid      (batch), of slots (1); 128 threads.
-// Reads     kv_lens, page table, residual pages, sinks, queries; or slots, their residual pages and their tokens' positions; or cu_seqlens_q.
+// Reads     kv_lens, tokens_after, page table, residual pages, sinks, queries; or slots, their residual pages and their tokens' positions; or cu_seqlens_q.
 // Writes    report: {kind, index, value, limit}; kind 0 if all inputs are allowed.
 // Shared    none.
 // Host      attn-cuda/src/native/mod.rs::check; parameters in kernels/src/cuda/params.rs.
@@ -9,7 +9,8 @@
 #include "dtype.cuh"
 #include "params.h"
 
-enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK, SLOT, POSITION, QUERY_START };
+enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK, SLOT, POSITION, QUERY_START, TOKENS_AFTER };
+constexpr int SPAN_TOKENS = 1024;  // shards but the last are of whole spans
 
 __device__ void report(int* to, int kind, int index, int value, int limit) {
     if (atomicCAS(to, OK, kind) == OK) to[1] = index, to[2] = value, to[3] = limit;
@@ -47,6 +48,11 @@ extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, co
     if (len < c.min_kv_len || len > c.max_kv_len) {
         if (threadIdx.x == 0) report(c.report, KV_LEN, b, len, c.max_kv_len);
         return;
+    }
+    if (p.tokens_after != nullptr) {
+        const int after = p.tokens_after[b];
+        const bool is_shard = after >= 0 && (after == 0 || len % SPAN_TOKENS == 0);
+        if (threadIdx.x == 0 && !is_shard) report(c.report, TOKENS_AFTER, b, after, len);
     }
     if (c.page_size > 0) {
         const int pages = (len + c.page_size - 1) / c.page_size;

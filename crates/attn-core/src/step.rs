@@ -11,6 +11,7 @@ use crate::{
     problem::Problem,
     row_layout::{Layout, scatter},
     rows::{Rows, RowsMut},
+    segments::SPAN_TOKENS,
     view::KvView,
     wide_rows::{WideRows, WideRowsMut, Widened, check_finite_rows, first_of},
 };
@@ -188,14 +189,25 @@ fn shape(problem: &Problem) -> [usize; 3] {
 pub struct SpansStep<'a>(Checked<'a>);
 
 impl<'a> SpansStep<'a> {
-    /// Checks a step, whose problem may have tokens that follow in other shards ([`Problem::tokens_after`]).
+    /// Checks a step, whose problem may have tokens that follow in other shards ([`Problem::tokens_after`]): such a sequence's cached tokens are whole
+    /// spans of [`SPAN_TOKENS`].
     ///
     /// # Errors
-    /// Those of [`DecodeStep::new`].
+    /// Those of [`DecodeStep::new`]; [`Error::Parameter`] for a shard that ends inside a span.
     pub fn new(plan: &'a Plan, q: impl Into<Rows<'a>>, kv: KvSource<'a>) -> Result<Self, Error> {
         let q = q.into();
         let in_q = q.check("q", shape(plan.problem()))?;
-        Checked::new(plan, q, in_q, kv).map(SpansStep)
+        let checked = Checked::new(plan, q, in_q, kv)?;
+        let problem = &checked.problem;
+        let mut lens = problem.kv_lens.iter().zip(&problem.tokens_after);
+        match lens.find(|(len, after)| **after > 0 && **len % SPAN_TOKENS != 0) {
+            None => Ok(SpansStep(checked)),
+            Some((len, _)) => Err(Error::Parameter {
+                what: "tokens of a shard",
+                given: len.to_string(),
+                allowed: "multiples of 1024, but for the last shard of a sequence",
+            }),
+        }
     }
 
     /// For backends: what the step reads.

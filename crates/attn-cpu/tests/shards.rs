@@ -259,6 +259,27 @@ fn a_shard_that_merges_its_spans_has_other_bits() -> Result<(), Error> {
 }
 
 #[test]
+fn shards_that_end_inside_a_span_are_refused() -> Result<(), Error> {
+    let case = Case::new("int8", &[1500], &[1], &[1024]);
+    let cpu = CpuBackend::new();
+    let cache = case.cache(&cpu, |_| 0..1000)?;
+    let q = case.q();
+    for (after, is_allowed) in [(0, true), (500, false)] {
+        let mut problem = case.problem.clone();
+        (problem.kv_lens, problem.tokens_after) = (vec![1000], vec![after]);
+        let plan = cpu.plan(&problem, case.format)?;
+        match SpansStep::new(&plan, &q, KvSource::Cache(&cache)) {
+            Err(Error::Parameter {
+                what: "tokens of a shard",
+                ..
+            }) => assert!(!is_allowed),
+            other => assert!(is_allowed && other.is_ok()),
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn tokens_that_follow_are_checked() {
     let problem = |after: &[usize]| Problem::new(HEADS, [100, 7]).tokens_after(after).check();
     problem(&[]).unwrap();

@@ -108,6 +108,11 @@ pub(super) unsafe fn check(
             },
             format!("0 to {}", limit - 1),
         ),
+        9 => error(
+            "tokens_after",
+            value.to_string(),
+            format!("0; positive where the shard's tokens, {limit} here, are whole spans of 1024"),
+        ),
         8 => error(
             "cu_seqlens_q",
             value.to_string(),

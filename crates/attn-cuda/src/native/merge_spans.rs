@@ -141,7 +141,8 @@ impl CudaBackend {
     ///
     /// # Safety
     /// Those of [`CudaBackend::decode_on`]; `to` is device memory of the documented sizes, which nothing else uses meanwhile. On the device, no
-    /// `tokens_after` is negative, and a sequence has at most 2^20 tokens with them.
+    /// `tokens_after` is negative, a sequence has at most 2^20 tokens with them, and where it is positive, `kv_lens` is a multiple of 1024: other shards have no
+    /// wild access, and other bits than one device.
     ///
     /// # Errors
     /// [`Error::Parameter`] for a plan that [`CudaBackend::prepare_spans`] has not made; those of [`CudaBackend::decode_on`].
