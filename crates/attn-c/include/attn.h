@@ -148,6 +148,9 @@ typedef struct attn_plan_config {
   struct attn_modifiers modifiers;
   // Not 0: attn_plan_append_slots takes attn_tokens.rotary, whose kernel is loaded, too.
   uint32_t rotary;
+  // Not 0: sequences bring other numbers of query tokens from step to step, as attn_plan_list_query_blocks says; q_lens gives how many tokens they
+  // have in all, and the most that one mostly has, for which the kernel is chosen.
+  uint32_t ragged;
 } attn_plan_config;
 
 // What a plan's launches need.
@@ -219,7 +222,7 @@ typedef struct attn_buffers {
   size_t struct_size;
   // attn_plan_info.workspace_bytes bytes, aligned to 256, of which the first zeroed_bytes are zero. Launches that share it do not overlap.
   void *workspace;
-  // What attn_plan_query_blocks gives, in device memory; NULL where that is nothing.
+  // What attn_plan_query_blocks gives, in device memory, or what attn_plan_list_query_blocks has listed; NULL where that is nothing.
   const void *query_blocks;
   // What attn_plan_alibi_slopes gives, in device memory; NULL without.
   const float *alibi_slopes;
@@ -489,10 +492,24 @@ void attn_plan_destroy(struct attn_plan *plan);
 // Needs: plan has not been destroyed; info is writable.
 enum attn_status attn_plan_get_info(const struct attn_plan *plan, struct attn_plan_info *info);
 
-// Copies a plan's query blocks to host memory of attn_plan_info.query_block_bytes bytes, for attn_buffers.
+// Copies a plan's query blocks to host memory of attn_plan_info.query_block_bytes bytes, for attn_buffers. Not for a ragged plan, whose list
+// attn_plan_list_query_blocks makes: writes nothing.
 //
 // Needs: plan has not been destroyed; bytes has room for them.
-enum attn_status attn_plan_query_blocks(const struct attn_plan *plan, void *bytes);
+enum attn_status attn_plan_query_blocks(const struct attn_plan *plan,
+                                        void *bytes);
+
+// Lists the query blocks of a step of a ragged plan on the device: enqueues one launch on stream, once for the layers of a step. A CUDA graph can
+// capture it, and sequences may bring other numbers of query tokens each time that it runs. Sequences without any cost nothing.
+//
+// cu_seqlens_q is int32 [count + 1] on the device: the first query token of each sequence, then the end of the last one's, at most as many as
+// attn_plan_config.q_lens has in all. query_blocks has room for attn_plan_info.query_block_bytes, for attn_buffers.
+//
+// Needs: As attn_plan_attend; on the device, cu_seqlens_q never falls.
+enum attn_status attn_plan_list_query_blocks(const struct attn_plan *plan,
+                                             const int32_t *cu_seqlens_q,
+                                             void *query_blocks,
+                                             void *stream);
 
 // Copies a plan's ALiBi slopes, as the kernels take them, to host memory of q_heads numbers, for attn_buffers. Without slopes, writes nothing.
 //

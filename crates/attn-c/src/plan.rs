@@ -47,6 +47,9 @@ pub struct PlanConfig {
     pub modifiers: Modifiers,
     /// Not 0: attn_plan_append_slots takes attn_tokens.rotary, whose kernel is loaded, too.
     pub rotary: u32,
+    /// Not 0: sequences bring other numbers of query tokens from step to step, as attn_plan_list_query_blocks says; q_lens gives how many tokens they
+    /// have in all, and the most that one mostly has, for which the kernel is chosen.
+    pub ragged: u32,
 }
 
 // SAFETY: `repr(C)`, and `struct_size` is first.
@@ -125,7 +128,7 @@ pub struct Buffers {
     pub struct_size: usize,
     /// attn_plan_info.workspace_bytes bytes, aligned to 256, of which the first zeroed_bytes are zero. Launches that share it do not overlap.
     pub workspace: *mut c_void,
-    /// What attn_plan_query_blocks gives, in device memory; NULL where that is nothing.
+    /// What attn_plan_query_blocks gives, in device memory, or what attn_plan_list_query_blocks has listed; NULL where that is nothing.
     pub query_blocks: *const c_void,
     /// What attn_plan_alibi_slopes gives, in device memory; NULL without.
     pub alibi_slopes: *const f32,
@@ -204,7 +207,10 @@ pub unsafe extern "C" fn attn_plan_create(
         let pages = pages.build();
         let gpu = device.cuda("plan for memory on a GPU")?;
         let handle = Plan {
-            plan: gpu.prepare(&problem, format, KvLayout::Pages(pages.page_size))?,
+            plan: match given.ragged {
+                0 => gpu.prepare(&problem, format, KvLayout::Pages(pages.page_size))?,
+                _ => gpu.prepare_ragged(&problem, format, KvLayout::Pages(pages.page_size))?,
+            },
             append: match given.rotary {
                 0 => gpu.prepare_append(&pages)?,
                 _ => gpu.prepare_append_rotary(&pages)?,
@@ -246,14 +252,15 @@ pub unsafe extern "C" fn attn_plan_get_info(plan: *const Plan, info: *mut PlanIn
             page_bytes: plan.layout.page_bytes(),
             workspace_bytes: plan.plan.workspace_bytes(),
             zeroed_bytes: plan.plan.zeroed_bytes(),
-            query_block_bytes: size_of_val(plan.plan.query_blocks()),
+            query_block_bytes: plan.plan.query_blocks_bytes(),
             residual_slots: plan.residual_slots(),
         };
         Ok(())
     })
 }
 
-/// Copies a plan's query blocks to host memory of attn_plan_info.query_block_bytes bytes, for attn_buffers.
+/// Copies a plan's query blocks to host memory of attn_plan_info.query_block_bytes bytes, for attn_buffers. Not for a ragged plan, whose list
+/// attn_plan_list_query_blocks makes: writes nothing.
 ///
 /// # Safety
 /// `plan` has not been destroyed; `bytes` has room for them.
@@ -271,6 +278,32 @@ pub unsafe extern "C" fn attn_plan_query_blocks(plan: *const Plan, bytes: *mut c
         let parts = out.chunks_exact_mut(4).zip(words);
         parts.for_each(|(out, word)| out.copy_from_slice(&word.to_ne_bytes()));
         Ok(())
+    })
+}
+
+/// Lists the query blocks of a step of a ragged plan on the device: enqueues one launch on `stream`, once for the layers of a step. A CUDA graph can
+/// capture it, and sequences may bring other numbers of query tokens each time that it runs. Sequences without any cost nothing.
+///
+/// `cu_seqlens_q` is int32 `[count + 1]` on the device: the first query token of each sequence, then the end of the last one's, at most as many as
+/// attn_plan_config.q_lens has in all. `query_blocks` has room for attn_plan_info.query_block_bytes, for attn_buffers.
+///
+/// # Safety
+/// As attn_plan_attend; on the device, cu_seqlens_q never falls.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_plan_list_query_blocks(
+    plan: *const Plan,
+    cu_seqlens_q: *const i32,
+    query_blocks: *mut c_void,
+    stream: *mut c_void,
+) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let plan = unsafe { handle("plan", plan)? };
+        let starts = given("cu_seqlens_q", cu_seqlens_q)?;
+        let to = given("query_blocks", query_blocks)?;
+        let gpu = plan.device.cuda("plan")?;
+        // SAFETY: this function's contract.
+        Ok(unsafe { gpu.query_blocks_on(&plan.plan, Stream::from_raw(stream), starts, to) }?)
     })
 }
 
@@ -322,7 +355,7 @@ impl Plan {
             return Err(Failure::new(Status::Shape, sentence));
         }
         rows.check_on_device([self.problem.num_q_heads, self.problem.head_dim])?;
-        let has_blocks = !self.plan.query_blocks().is_empty();
+        let has_blocks = self.plan.query_blocks_bytes() > 0;
         Ok(DecodeArgs {
             q: given("q", rows.q)?,
             out: given("out", rows.out)?,

@@ -393,6 +393,7 @@ fn a_plan_needs_a_gpu() {
         max_tokens: 64,
         modifiers: PLAIN,
         rotary: 1,
+        ragged: 1,
     };
     let mut plan = ptr::null_mut();
     // SAFETY: the arguments are this function's own; the device refuses before it reads an address.
@@ -408,6 +409,9 @@ fn a_plan_needs_a_gpu() {
         refused(status, Status::Parameter, "attn_tokens.rotary");
         let status = attn_cache_append(handles.cache, ptr::null(), 0, &new);
         refused(status, Status::Parameter, "attn_tokens.rotary");
+        let status =
+            attn_plan_list_query_blocks(plan, ptr::null(), ptr::null_mut(), ptr::null_mut());
+        refused(status, Status::Parameter, "plan");
     }
     assert!(plan.is_null());
 }

@@ -203,6 +203,19 @@ def test_slots_and_ragged_queries(rng):
     out, lse = plan.attend(q, pool, table, torch.tensor(lens, dtype=torch.int32, device="cuda"))
     wanted = cache.attend(q, sequences=[0, 1, 2], q_lens=q_lens, softcap=30.0, sinks=[0.5] * 8, return_lse=True)
     assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    # A plan for any shares of as many tokens, which the device lists.
+    plan = plan_of("int8", [74, 1, 1], ragged=True, softcap=30.0, sinks=[0.5] * 8)
+    for q_lens in ([1, 70, 5], [0, 3, 0], [40, 31, 5]):
+        starts = torch.tensor([0] + q_lens, dtype=torch.int32, device="cuda").cumsum(0).int()
+        plan.set_query_starts(starts)
+        out, lse = plan.attend(q, pool, table, torch.tensor(lens, dtype=torch.int32, device="cuda"))
+        rows_of = sum(q_lens)
+        wanted = cache.attend(q[:rows_of], sequences=[0, 1, 2], q_lens=q_lens, softcap=30.0, sinks=[0.5] * 8, return_lse=True)
+        assert torch.equal(out[:rows_of], wanted[0]) and torch.equal(lse[:rows_of], wanted[1]), q_lens
+    with pytest.raises(attn.ParameterError, match="prepare_ragged"):
+        plan_of("int8", [1, 1, 1]).set_query_starts(starts)
+    with pytest.raises(attn.ShapeError, match="cu_seqlens_q"):
+        plan.set_query_starts(starts[:3])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -380,6 +393,54 @@ def test_ranges_of_tokens_are_exported(rng, format):
         for got, all_rows in zip((k, v), want):
             own_rows = got[int(starts[b]) : int(starts[b + 1])]
             assert same(own_rows, all_rows[first[b] : first[b] + count[b]])
+
+
+@pytest.mark.parametrize("format, options", [("int8", {}), ("int4", {}), ("int8-tensor", dict(k_scales=[0.01, 0.02], v_scales=[0.02, 0.01])), ("int8", dict(window_left=900, softcap=20.0))])
+def test_shards_have_the_bits_of_one_gpu(rng, format, options):
+    lens, q_lens, cuts = [2500, 2049], [3, 1], [0, 1024, 2048, 4096]
+    scales = {name: options[name] for name in options if name.endswith("scales")}
+    sinks = torch.linspace(-2, 2, 8, device="cuda")
+    k, v = (on_gpu(rows(rng, sum(lens), 2, 128)) for _ in range(2))
+    q = on_gpu(rows(rng, 4, 8, 128))
+    whole = attn.Cache(format, heads=2, dim=128, max_tokens=2560, sequences=2, device="cuda", **scales)
+    whole.append(k, v, sequences=[0, 1], tokens=lens)
+    modifiers = {name: options[name] for name in options if name not in scales}
+    wanted = whole.attend(q, sequences=[0, 1], q_lens=q_lens, sinks=sinks.tolist(), return_lse=True, **modifiers)
+    firsts = [0, lens[0]]
+    states = []
+    for start, end in zip(cuts, cuts[1:]):
+        of = [(min(start, n), min(end, n)) for n in lens]
+        own = [b - a for a, b in of]
+        plan = plan_of(format, q_lens, max_kv_len=max(own), spans=True, **options)
+        pool = plan.new_pool(64)
+        table = torch.arange(32, dtype=torch.int32, device="cuda").view(2, 16)
+        slots = plan.residual_slots(3)
+        residual = torch.arange(32, 32 + 2 * slots, dtype=torch.int32, device="cuda").view(2, slots) if slots else None
+        for b, (first, last) in enumerate(of):
+            at = torch.arange(last - first, device="cuda")
+            places = table[b].long()[at // 64] * 64 + at % 64
+            # The pages of the newest tokens keep residuals.
+            newest = at // 64 + slots > (last - first - 1) // 64
+            kept = torch.where(newest, residual[b][at // 64 % slots], -1).int() if slots else None
+            chosen = slice(firsts[b] + first, firsts[b] + last)
+            if last > first:
+                plan.append_slots(k[chosen], v[chosen], pool, places, kept)
+        own_lens, after = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (own, [n - b for n, (_, b) in zip(lens, of)]))
+        states.append(plan.attend_spans(q, pool, table, own_lens, after, residual))
+    max_sums, o = (torch.cat(x) for x in zip(*states))
+    v_scales = torch.tensor(scales["v_scales"], device="cuda") if scales else None
+    out, lse = attn.torch.merge_spans(format, max_sums, o, kv_heads=2, sinks=sinks, v_scales=v_scales)
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    # Heads apart, as an all-to-all shares them.
+    for head in (0, 4):
+        mine = slice(head, head + 4)
+        scale = None if v_scales is None else v_scales[head // 4 : head // 4 + 1].clone()
+        part, _ = attn.torch.merge_spans(
+            format, max_sums[:, :, mine].contiguous(), o[:, :, mine].contiguous(), kv_heads=1, sinks=sinks[mine].clone(), v_scales=scale, dtype=torch.bfloat16
+        )
+        assert torch.equal(part, wanted[0][:, mine].bfloat16())
+    with pytest.raises(attn.ParameterError, match="prepare_spans"):
+        plan.attend(q, pool, table, own_lens, residual)
 
 
 def test_pages_are_copied_and_swapped(rng):
