@@ -52,7 +52,7 @@ typedef enum attn_dtype {
   ATTN_DTYPE_BF16 = 2,
 } attn_dtype;
 
-// A paged, quantized cache of K and V of one layer.
+// A paged, quantized cache of K and V of one layer, or of several that have lengths and pages in common.
 typedef struct attn_cache attn_cache;
 
 // An opened device. Caches and plans keep what they need of it, so it can be closed before them.
@@ -63,6 +63,64 @@ typedef struct attn_plan attn_plan;
 
 // Launches that move pages and results of some caches. They allocate nothing and wait for nothing.
 typedef struct attn_transfer attn_transfer;
+
+// Tokens for a sequence.
+typedef struct attn_append {
+  // The sequence's index.
+  size_t sequence;
+  // How many tokens it gets.
+  size_t tokens;
+} attn_append;
+
+// Rotary positions (RoPE) of an append by slots, computed in 32 bits: K is stored as if its 32-bit rows had been rotated first. All addresses are of
+// device memory, aligned to 16 bytes.
+typedef struct attn_rotary {
+  // sizeof(attn_rotary).
+  size_t struct_size;
+  // [num_positions][rotary_dim]: of a position, the cosines of its pairs, then their sines.
+  const void *cos_sin;
+  // An attn_dtype, of cos_sin.
+  uint32_t cos_sin_dtype;
+  // Rows of cos_sin.
+  size_t num_positions;
+  // Elements of a head that are rotated, from its first on: a multiple of 4; 0: head_dim.
+  size_t rotary_dim;
+  // 0: element i and i + rotary_dim / 2 are a pair (Hugging Face's Llama, is_neox_style); else 2·i and 2·i + 1.
+  uint32_t interleaved;
+  // int64 [count]: each token's row of cos_sin. Tokens without a slot may have none; their queries stay as they are then.
+  const int64_t *positions;
+  // The tokens' queries [count][q_heads][head_dim], in the dtype of K; NULL: K alone is rotated.
+  const void *q;
+  // Where rotated queries go; NULL: into q.
+  void *q_out;
+  // Elements from one token of q to the next, a multiple of 4; 0: q_heads·head_dim.
+  size_t q_token_stride;
+  // Elements from one token of q_out to the next, a multiple of 4; 0: q_heads·head_dim. In place it is q_token_stride.
+  size_t q_out_token_stride;
+} attn_rotary;
+
+// New tokens, [tokens][kv_heads][head_dim]: those of the first sequence, then those of the next. A head's elements are contiguous; what lies
+// between rows is not read.
+typedef struct attn_tokens {
+  // sizeof(attn_tokens).
+  size_t struct_size;
+  // K, after RoPE; before it with rotary.
+  const void *k;
+  // V.
+  const void *v;
+  // An attn_dtype, of K and V.
+  uint32_t dtype;
+  // Elements from one token of K to the next; 0: kv_heads times the next head's.
+  size_t k_token_stride;
+  // Elements from one token of V to the next; 0: kv_heads times the next head's.
+  size_t v_token_stride;
+  // Elements from one head of K to the next; 0: head_dim. Device memory has no other.
+  size_t k_head_stride;
+  // Elements from one head of V to the next; 0: head_dim. Device memory has no other.
+  size_t v_head_stride;
+  // RoPE of K, and of queries beside it, for attn_plan_append_slots; else NULL.
+  const struct attn_rotary *rotary;
+} attn_tokens;
 
 // The description of a cache. Fields that are 0 have their defaults.
 typedef struct attn_cache_config {
@@ -84,29 +142,23 @@ typedef struct attn_cache_config {
   size_t page_size;
   // Formats that keep the newest tokens finer, such as int4: the most query tokens that a step has of one sequence; 0: 64.
   size_t max_q_len;
-  // fp8 and int8-tensor: a static scale for each KV head, or NULL for 1.
+  // fp8 and int8-tensor: a static scale for each KV head of the first layer, then of the next; or NULL for 1.
   const float *k_scales;
   // The same for V.
   const float *v_scales;
+  // Layers of a model that have this shape, with lengths and pages in common and a pool for each: attn_cache_reserve; 0: 1.
+  size_t layers;
 } attn_cache_config;
 
 // The state of a cache's pool.
 typedef struct attn_cache_stats {
-  // Bytes of a page.
+  // Bytes of a page, in each layer's pool.
   size_t page_bytes;
-  // Pages of the pool.
+  // Pages of each layer's pool.
   size_t pages;
   // Pages that no sequence has.
   size_t free_pages;
 } attn_cache_stats;
-
-// Tokens for a sequence.
-typedef struct attn_append {
-  // The sequence's index.
-  size_t sequence;
-  // How many tokens it gets.
-  size_t tokens;
-} attn_append;
 
 // What changes scores. All zero: causal, with the factor 1/sqrt(head_dim), and nothing else.
 typedef struct attn_modifiers {
@@ -227,56 +279,6 @@ typedef struct attn_buffers {
   const float *sinks;
 } attn_buffers;
 
-// Rotary positions (RoPE) of an append by slots, computed in 32 bits: K is stored as if its 32-bit rows had been rotated first. All addresses are of
-// device memory, aligned to 16 bytes.
-typedef struct attn_rotary {
-  // sizeof(attn_rotary).
-  size_t struct_size;
-  // [num_positions][rotary_dim]: of a position, the cosines of its pairs, then their sines.
-  const void *cos_sin;
-  // An attn_dtype, of cos_sin.
-  uint32_t cos_sin_dtype;
-  // Rows of cos_sin.
-  size_t num_positions;
-  // Elements of a head that are rotated, from its first on: a multiple of 4; 0: head_dim.
-  size_t rotary_dim;
-  // 0: element i and i + rotary_dim / 2 are a pair (Hugging Face's Llama, is_neox_style); else 2·i and 2·i + 1.
-  uint32_t interleaved;
-  // int64 [count]: each token's row of cos_sin. Tokens without a slot may have none; their queries stay as they are then.
-  const int64_t *positions;
-  // The tokens' queries [count][q_heads][head_dim], in the dtype of K; NULL: K alone is rotated.
-  const void *q;
-  // Where rotated queries go; NULL: into q.
-  void *q_out;
-  // Elements from one token of q to the next, a multiple of 4; 0: q_heads·head_dim.
-  size_t q_token_stride;
-  // Elements from one token of q_out to the next, a multiple of 4; 0: q_heads·head_dim. In place it is q_token_stride.
-  size_t q_out_token_stride;
-} attn_rotary;
-
-// New tokens, [tokens][kv_heads][head_dim]: those of the first sequence, then those of the next. A head's elements are contiguous; what lies
-// between rows is not read.
-typedef struct attn_tokens {
-  // sizeof(attn_tokens).
-  size_t struct_size;
-  // K, after RoPE; before it with rotary.
-  const void *k;
-  // V.
-  const void *v;
-  // An attn_dtype, of K and V.
-  uint32_t dtype;
-  // Elements from one token of K to the next; 0: kv_heads times the next head's.
-  size_t k_token_stride;
-  // Elements from one token of V to the next; 0: kv_heads times the next head's.
-  size_t v_token_stride;
-  // Elements from one head of K to the next; 0: head_dim. Device memory has no other.
-  size_t k_head_stride;
-  // Elements from one head of V to the next; 0: head_dim. Device memory has no other.
-  size_t v_head_stride;
-  // RoPE of K, and of queries beside it, for attn_plan_append_slots; else NULL.
-  const struct attn_rotary *rotary;
-} attn_tokens;
-
 // Which sequences attend, with how many query tokens. The last query token of a sequence stands at its last cached token: append first.
 typedef struct attn_step {
   // sizeof(attn_step).
@@ -291,6 +293,8 @@ typedef struct attn_step {
   const size_t *q_lens;
   // What changes scores.
   struct attn_modifiers modifiers;
+  // The layer that is attended, in a cache of several; else 0.
+  size_t layer;
 } attn_step;
 
 // The caches whose pages and results are moved. Fields that are 0 have their defaults.
@@ -391,6 +395,54 @@ uint32_t attn_abi_version(void);
 // The library's version, such as "0.1.0".
 const char *attn_version(void);
 
+// Appends tokens in host memory to several sequences at once, or to none. For a cache of one layer; of others see attn_cache_reserve.
+//
+// Needs: cache has not been destroyed; appends has count entries, each of another sequence; tokens has as many tokens as they add up to.
+enum attn_status attn_cache_append(struct attn_cache *cache,
+                                   const struct attn_append *appends,
+                                   size_t count,
+                                   const struct attn_tokens *tokens);
+
+// Appends tokens in the GPU's memory: enqueues the writes on stream, a CUstream or cudaStream_t of the device's primary context (NULL: the default
+// stream), and counts the tokens. The bytes are those of attn_cache_append.
+//
+// Needs: As attn_cache_append, in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
+enum attn_status attn_cache_append_on(struct attn_cache *cache,
+                                      const struct attn_append *appends,
+                                      size_t count,
+                                      const struct attn_tokens *tokens,
+                                      void *stream);
+
+// Begins a step of a model whose layers share the cache: takes the pages of new tokens in all layers, and counts the tokens. attn_cache_write then
+// writes them layer by layer, and a layer that is written can be attended; the last one's write ends the step. Until then these sequences are neither
+// forked, truncated, emptied, dropped from nor saved, and attn_cache_cancel_step takes the whole step back.
+//
+// Needs: cache has not been destroyed; appends has count entries, each of another sequence.
+enum attn_status attn_cache_reserve(struct attn_cache *cache,
+                                    const struct attn_append *appends,
+                                    size_t count);
+
+// Writes one layer's K and V of the tokens that attn_cache_reserve has counted, in host memory. Layers come in any order, each once. A write that was
+// refused or failed is repeated, or the step is cancelled.
+//
+// Needs: cache has not been destroyed; tokens has as many tokens as the appends of attn_cache_reserve add up to, in their order.
+enum attn_status attn_cache_write(struct attn_cache *cache,
+                                  size_t layer,
+                                  const struct attn_tokens *tokens);
+
+// Writes one layer's tokens from the GPU's memory: enqueues the writes on stream, as attn_cache_append_on. The bytes are those of attn_cache_write.
+//
+// Needs: As attn_cache_write, in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
+enum attn_status attn_cache_write_on(struct attn_cache *cache,
+                                     size_t layer,
+                                     const struct attn_tokens *tokens,
+                                     void *stream);
+
+// Takes the open step back, whichever layers were written: lengths and pages are those before attn_cache_reserve. Does nothing without an open step.
+//
+// Needs: cache has not been destroyed.
+enum attn_status attn_cache_cancel_step(struct attn_cache *cache);
+
 // Creates an empty cache in a device's memory.
 //
 // Needs: device is open; config and what it points to are readable; cache is writable.
@@ -412,6 +464,15 @@ enum attn_status attn_cache_fork(struct attn_cache *cache, size_t from, size_t t
 //
 // Needs: cache has not been destroyed.
 enum attn_status attn_cache_truncate(struct attn_cache *cache, size_t sequence, size_t tokens);
+
+// Frees the pages of a sequence's tokens before token, which no window sees any more; its length, its positions and its bits stay. After a step of
+// a layer with a window, token is at most length - window + 1. Pages go by whole tiles of 64 tokens, in all layers. Queries that see a dropped token
+// are refused, and so is attn_cache_save.
+//
+// Needs: cache has not been destroyed.
+enum attn_status attn_cache_drop_before(struct attn_cache *cache,
+                                        size_t sequence,
+                                        size_t token);
 
 // Empties a sequence.
 //
@@ -546,30 +607,12 @@ const char *attn_status_name(uint32_t status);
 // thread's next call that fails.
 const char *attn_last_error(void);
 
-// Appends tokens in host memory to several sequences at once, or to none.
-//
-// Needs: cache has not been destroyed; appends has count entries, each of another sequence; tokens has as many tokens as they add up to.
-enum attn_status attn_cache_append(struct attn_cache *cache,
-                                   const struct attn_append *appends,
-                                   size_t count,
-                                   const struct attn_tokens *tokens);
-
 // Attends, with rows in host memory.
 //
 // Needs: cache has not been destroyed; step and rows are as their types document them, with rows for all query tokens; outputs overlap nothing else.
 enum attn_status attn_cache_attend(struct attn_cache *cache,
                                    const struct attn_step *step,
                                    const struct attn_rows *rows);
-
-// Appends tokens in the GPU's memory: enqueues the writes on stream, a CUstream or cudaStream_t of the device's primary context (NULL: the default
-// stream), and counts the tokens. The bytes are those of attn_cache_append.
-//
-// Needs: As attn_cache_append, in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
-enum attn_status attn_cache_append_on(struct attn_cache *cache,
-                                      const struct attn_append *appends,
-                                      size_t count,
-                                      const struct attn_tokens *tokens,
-                                      void *stream);
 
 // Attends, with rows in the GPU's memory: enqueues the step on stream. For a step that a CUDA graph captures, see attn_plan.
 //

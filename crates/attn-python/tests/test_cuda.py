@@ -99,6 +99,55 @@ def test_forks_drafts_and_growth(rng, format):
         assert same(gpu.attend(on_gpu(q), sequences=1), cpu.attend(q, sequences=1)), i
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_layers_are_the_cpus(rng, format):
+    gpu, cpu = pair(format, layers=3)
+    for counts in ([100, 3], [1, 1], [1, 1]):
+        for cache in (gpu, cpu):
+            cache.reserve([2, 0], counts)
+        for layer in (1, 2, 0):
+            k, v, q = (on_gpu(rows(rng, sum(counts), heads, 128)) for heads in (2, 2, 8))
+            if layer == 2:
+                with pytest.raises(attn.ShapeError):
+                    gpu.write(2, k[1:], v[1:])
+            gpu.write(layer, k, v)
+            cpu.write(layer, k.cpu(), v.cpu())
+            a, b = (c.attend(x, layer=layer, sequences=[2, 0], q_lens=counts) for c, x in ((gpu, q), (cpu, q.cpu())))
+            assert torch.equal(a.cpu(), b)
+    # A step that is taken back, whose open page a fork shares.
+    for cache in (gpu, cpu):
+        cache.fork(2, 1)
+        cache.reserve([1], [70])
+    k, v = (on_gpu(rows(rng, 70, 2, 128)) for _ in "kv")
+    gpu.write(1, k, v)
+    gpu.cancel_step()
+    cpu.cancel_step()
+    assert gpu.lens == cpu.lens == [5, 102, 102, 0] and all(gpu.save(i) == cpu.save(i) for i in range(3))
+    with pytest.raises(attn.ShapeError, match="no step is open"):
+        gpu.write(0, k, v)
+    gpu.add_sequences(1)
+    with pytest.raises(attn.AttnError):
+        gpu.add_pages(1)
+    assert gpu.lens == [5, 102, 102, 0, 0]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_a_window_keeps_its_bits_while_pages_stay_bounded(rng, format):
+    options = dict(heads=2, dim=128)
+    kept = attn.Cache(format, max_tokens=2048, device="cuda", **options)
+    few = kept.pages_for(100 + 64 + 64)
+    dropped = attn.Cache(format, max_tokens=0, pages=few, device="cuda", **options)
+    for n in [60] * 15 + [1] * 70:
+        k, v, q = (on_gpu(rows(rng, n, heads, 128)) for heads in (2, 2, 8))
+        outs = []
+        for cache in (kept, dropped):
+            cache.append(k, v)
+            outs.append(cache.attend(q, window_left=99))
+        assert torch.equal(*outs)
+        dropped.drop_before(0, max(0, dropped.lens[0] - 99))
+    assert dropped.first_tokens == [832] and dropped.lens == [970]
+
+
 def test_streams_are_ordered(rng):
     gpu, cpu = pair("int8", max_tokens=8192)
     k, v, q = rows(rng, 4000, 2, 128), rows(rng, 4000, 2, 128), rows(rng, 1, 8, 128)
