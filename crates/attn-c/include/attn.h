@@ -160,6 +160,78 @@ typedef struct attn_cache_stats {
   size_t free_pages;
 } attn_cache_stats;
 
+// Another engine's cache: pages of rows of bf16, f16, fp8 (e4m3) or int8, such as [pages][tokens][kv_heads][head_dim] and
+// [pages][kv_heads][tokens][head_dim]. All addresses are of device memory. A row's elements are side by side; rows begin at multiples of 16 bytes.
+typedef struct attn_paged_rows {
+  // sizeof(attn_paged_rows).
+  size_t struct_size;
+  // The rows of K.
+  const void *k;
+  // The rows of V.
+  const void *v;
+  // Pages of K and of V.
+  size_t num_pages;
+  // Elements from one page of K to the next.
+  size_t k_page_stride;
+  // Elements from one token of a page of K to the next.
+  size_t k_token_stride;
+  // Elements from one head of a token of K to the next.
+  size_t k_head_stride;
+  // Elements from one page of V to the next.
+  size_t v_page_stride;
+  // Elements from one token of a page of V to the next.
+  size_t v_token_stride;
+  // Elements from one head of a token of V to the next.
+  size_t v_head_stride;
+  // int32 [count][page_table_stride]: a sequence's pages in order, of attn_plan_config.page_size tokens each.
+  const int32_t *page_table;
+  // Entries of a sequence in page_table: at least max_tokens / page_size, rounded up.
+  size_t page_table_stride;
+  // int32 [count]: lengths.
+  const int32_t *lengths;
+  // float [kv_heads] for fp8 and int8-tensor; else NULL.
+  const float *k_scales;
+  // The same for V.
+  const float *v_scales;
+} attn_paged_rows;
+
+// Queries and outputs, [query tokens][q_heads][head_dim]: those of the step's first sequence, then those of the next. A head's elements are
+// contiguous; what lies between rows is neither read nor written, and nothing else writes it while the call runs.
+typedef struct attn_rows {
+  // sizeof(attn_rows).
+  size_t struct_size;
+  // The queries, after RoPE.
+  const void *q;
+  // The outputs.
+  void *out;
+  // An attn_dtype, of queries and outputs. 16-bit outputs are the 32-bit ones, rounded to nearest even.
+  uint32_t dtype;
+  // Log-sum-exps [query tokens][q_heads], or NULL.
+  float *lse;
+  // Elements from one query token to the next; 0: q_heads times the next head's. Device memory has no other, here and below.
+  size_t q_token_stride;
+  // Elements from one head of a query to the next; 0: head_dim.
+  size_t q_head_stride;
+  // Elements from one token of the outputs to the next; 0: q_heads times the next head's.
+  size_t out_token_stride;
+  // Elements from one head of the outputs to the next; 0: head_dim.
+  size_t out_head_stride;
+} attn_rows;
+
+// A plan's own memory on the device, which the caller allocates and fills.
+typedef struct attn_buffers {
+  // sizeof(attn_buffers).
+  size_t struct_size;
+  // attn_plan_info.workspace_bytes bytes, aligned to 256, of which the first zeroed_bytes are zero. Launches that share it do not overlap.
+  void *workspace;
+  // What attn_plan_query_blocks gives, in device memory; NULL where that is nothing.
+  const void *query_blocks;
+  // What attn_plan_alibi_slopes gives, in device memory; NULL without.
+  const float *alibi_slopes;
+  // float [q_heads]: the sinks; NULL without.
+  const float *sinks;
+} attn_buffers;
+
 // What changes scores. All zero: causal, with the factor 1/sqrt(head_dim), and nothing else.
 typedef struct attn_modifiers {
   // Factor of q·k; 0: 1/sqrt(head_dim).
@@ -200,11 +272,14 @@ typedef struct attn_plan_config {
   struct attn_modifiers modifiers;
   // Not 0: attn_plan_append_slots takes attn_tokens.rotary, whose kernel is loaded, too.
   uint32_t rotary;
+  // Not 0: pages are another engine's, of rows, which attn_plan_attend_rows reads as they lie; the plan appends nothing. The format is bf16, f16, fp8
+  // or int8-tensor.
+  uint32_t rows;
 } attn_plan_config;
 
 // What a plan's launches need.
 typedef struct attn_plan_info {
-  // Bytes of a page of the pool.
+  // Bytes of a page of the pool; 0 where pages are another engine's.
   size_t page_bytes;
   // Bytes of the workspace.
   size_t workspace_bytes;
@@ -241,43 +316,6 @@ typedef struct attn_pages {
   // layers lie between.
   size_t page_stride;
 } attn_pages;
-
-// Queries and outputs, [query tokens][q_heads][head_dim]: those of the step's first sequence, then those of the next. A head's elements are
-// contiguous; what lies between rows is neither read nor written, and nothing else writes it while the call runs.
-typedef struct attn_rows {
-  // sizeof(attn_rows).
-  size_t struct_size;
-  // The queries, after RoPE.
-  const void *q;
-  // The outputs.
-  void *out;
-  // An attn_dtype, of queries and outputs. 16-bit outputs are the 32-bit ones, rounded to nearest even.
-  uint32_t dtype;
-  // Log-sum-exps [query tokens][q_heads], or NULL.
-  float *lse;
-  // Elements from one query token to the next; 0: q_heads times the next head's. Device memory has no other, here and below.
-  size_t q_token_stride;
-  // Elements from one head of a query to the next; 0: head_dim.
-  size_t q_head_stride;
-  // Elements from one token of the outputs to the next; 0: q_heads times the next head's.
-  size_t out_token_stride;
-  // Elements from one head of the outputs to the next; 0: head_dim.
-  size_t out_head_stride;
-} attn_rows;
-
-// A plan's own memory on the device, which the caller allocates and fills.
-typedef struct attn_buffers {
-  // sizeof(attn_buffers).
-  size_t struct_size;
-  // attn_plan_info.workspace_bytes bytes, aligned to 256, of which the first zeroed_bytes are zero. Launches that share it do not overlap.
-  void *workspace;
-  // What attn_plan_query_blocks gives, in device memory; NULL where that is nothing.
-  const void *query_blocks;
-  // What attn_plan_alibi_slopes gives, in device memory; NULL without.
-  const float *alibi_slopes;
-  // float [q_heads]: the sinks; NULL without.
-  const float *sinks;
-} attn_buffers;
 
 // Which sequences attend, with how many query tokens. The last query token of a sequence stands at its last cached token: append first.
 typedef struct attn_step {
@@ -532,6 +570,15 @@ const char *attn_device_name(const struct attn_device *device);
 //
 // Needs: device is NULL or was opened and has not been closed.
 void attn_device_close(struct attn_device *device);
+
+// Attends another engine's pages of rows: enqueues the step on stream, as attn_plan_attend. The plan was created with attn_plan_config.rows.
+//
+// Needs: As attn_plan_attend; all rows of the pool's pages lie in the memory that kv describes, and those that lengths count are finite.
+enum attn_status attn_plan_attend_rows(const struct attn_plan *plan,
+                                       const struct attn_paged_rows *kv,
+                                       const struct attn_rows *rows,
+                                       const struct attn_buffers *buffers,
+                                       void *stream);
 
 // Prepares the launches for a batch shape on a GPU; the first plan of its kind may compile kernels.
 //

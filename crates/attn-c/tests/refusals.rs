@@ -267,12 +267,20 @@ fn a_plan_needs_a_gpu() {
         max_tokens: 64,
         modifiers: PLAIN,
         rotary: 1,
+        rows: 0,
     };
     let mut plan = ptr::null_mut();
+    let of_rows = PlanConfig { rows: 1, ..config };
     // SAFETY: the arguments are this function's own; the device refuses before it reads an address.
     unsafe {
         let status = attn_plan_create(handles.device, &config, &mut plan);
         refused(status, Status::Device, "cpu");
+        let status = attn_plan_create(handles.device, &of_rows, &mut plan);
+        refused(status, Status::Device, "cpu");
+        let none = ptr::null_mut();
+        let status =
+            attn_plan_attend_rows(none, ptr::null(), ptr::null(), ptr::null(), none.cast());
+        refused(status, Status::Parameter, "plan is NULL");
         let mut new = tokens(&[], &[]);
         let status = attn_cache_append_on(handles.cache, ptr::null(), 0, &new, ptr::null_mut());
         refused(status, Status::Device, "cpu");
