@@ -171,6 +171,41 @@ def test_rows_of_a_fused_projection_are_read_in_place(rng):
     assert gpu.save() == cpu.save()
 
 
+def test_arrays_of_cupy_come_and_go_through_dlpack(rng):
+    try:
+        import cupy
+    except ImportError as error:
+        require("cupy", str(error))
+    gpu, cpu = pair("int8")
+    fused, q = rows(rng, 50, 12, 128), rows(rng, 2, 8, 128)
+    cpu.append(fused[:, 8:10], fused[:, 10:12])
+    wanted, wanted_lse = cpu.attend(q, return_lse=True)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        # Tokens lie apart, as in a fused projection; what is enqueued before is seen.
+        on_device = cupy.asarray(fused) * 2 / 2
+        gpu.append(on_device[:, 8:10], on_device[:, 10:12])
+        out, lse = gpu.attend(cupy.asarray(q), return_lse=True)
+        again = cupy.empty_like(out)
+        assert gpu.attend(cupy.asarray(q), out=again) is again
+    stream.synchronize()
+    assert gpu.save() == cpu.save()
+    assert isinstance(out, cupy.ndarray) and (cupy.asnumpy(out) == wanted).all() and (cupy.asnumpy(again) == wanted).all()
+    assert abs(cupy.asnumpy(lse) - wanted_lse).max() < 1e-5
+    # On the default stream, a batch, 16 bits.
+    halves = cupy.asarray(rows(rng, 2, 3, 8, 128)).astype("float16")
+    gpu.append(halves[:, :, :2].copy(), halves[:, :, 2:4].copy(), sequences=[2, 3])
+    out = gpu.attend(halves, sequences=[2, 3])
+    assert out.dtype == cupy.float16 and out.shape == halves.shape
+    alone = gpu.attend(halves[1], sequences=3)
+    assert (out[1] == alone).all()
+    with pytest.raises(attn.ShapeError, match="strides"):
+        gpu.append(on_device[:, ::2][:, :2], on_device[:, 10:12])
+    with pytest.raises(attn.ShapeError, match="lies on"):
+        gpu.append(on_device[:, 8:10], fused[:, 10:12])
+    assert gpu.lens == [50, 0, 3, 3]
+
+
 def test_what_does_not_belong_together_is_refused(rng):
     gpu, cpu = pair("int8")
     x = rows(rng, 1, 2, 128)
