@@ -359,7 +359,9 @@ class Step:
     def tokens(self) -> List[int]:
         """The most probable token of each of the first rows, under a random head."""
         head = random((902,), self.shape.hidden, self.shape.vocabulary, device=self.rank.device)
-        return (normed(self.out[:8]).float() @ head.float()).argmax(-1).tolist()
+        x = normed(self.out[:8]).float()
+        # In 32 bits, for ties are rare there; in parts, for the cache may have left little room.
+        return torch.cat([x @ part.float() for part in head.split(2000, 1)], 1).argmax(-1).tolist()
 
     def close(self) -> None:
         self.attention.close()

@@ -1,27 +1,21 @@
 """JAX's arrays, through DLPack, on the CPU. `ATTN_REQUIRE=jax` makes a missing JAX a failure."""
 
-import os
-
 import attn
 import numpy
 import pytest
 from conftest import require, rows
 
-# This machine's GPU, if it has one, is another test's.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-try:
-    import jax
-    import jax.numpy as jnp
-
-    REASON = None
-except ImportError as error:
-    jax, REASON = None, str(error)
-
 
 @pytest.fixture(autouse=True)
-def has_jax():
-    if REASON is not None:
-        require("jax", REASON)
+def has_jax(monkeypatch):
+    # This machine's GPU, if it has one, is another test's; and JAX starts threads, which a test that forks does not want.
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    global jax, jnp
+    try:
+        import jax
+        import jax.numpy as jnp
+    except ImportError as error:
+        require("jax", str(error))
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
