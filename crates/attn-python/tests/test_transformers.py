@@ -169,7 +169,7 @@ def test_the_same_tokens_alone_in_a_batch_in_pieces_and_with_drafts(kind, format
     assert torch.equal(generate(ours, cache, prompts[0][None])[0, 45:], alone[0])
 
 
-@pytest.mark.parametrize("kind, tokens", [("llama", 60), ("mistral", 300)])
+@pytest.mark.parametrize("kind, tokens", [("llama", 60), ("mistral", 700)])
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_drafts_of_an_assistant_change_no_token(kind, tokens, format, device):
     config, _, ours = pair(kind, device)
@@ -241,11 +241,11 @@ def test_a_sliding_layer_holds_its_window_however_long_the_run(kind, device):
     found, wanted = torch.cat(found, 1), torch.cat(wanted, 1)
     assert (found - wanted)[mask.bool()].abs().max() < 5e-3 * wanted.std()
     layer = cache.layers[0]
-    # Tokens 0 to 676, and 0 to 366: whole tiles of 64.
-    assert layer.is_sliding and layer.cache.lens == [700, 390] and layer.cache.first_tokens == [640, 320]
+    # Of tokens 0 to 548 and 0 to 238, whole tiles of 64: 24 are seen, and 128 can be taken back.
+    assert layer.is_sliding and layer.cache.lens == [700, 390] and layer.cache.first_tokens == [512, 192]
     stats = layer.stats()
-    # A window of 24 tokens, a tile and a piece of 256 fit, whatever the prompt; a page or two are in use.
-    assert stats.pages == 2 * 6 and stats.pages - stats.free_pages == 1 + 2
+    # Those, a tile and a piece of 256 fit, whatever the prompt.
+    assert stats.pages == 2 * 8 and stats.pages - stats.free_pages == 3 + 4
     if kind == "gemma3":
         assert not cache.layers[1].is_sliding and cache.layers[1].stats().pages > 20
 
@@ -273,20 +273,17 @@ def test_tokens_are_taken_back_from_a_sliding_layer_or_it_says_why_not():
     with torch.no_grad():
         cache, straight = QuantizedCache(config), QuantizedCache(config)
         ours(p[:, :384], past_key_values=cache)
-        # The window of token 379 begins at 357, in a tile that is there; that of token 330 does not.
-        with pytest.raises(attn.ShapeError, match="activate_past_recording"):
-            cache.crop(-80)
+        # Of tokens 0 to 232, three tiles; what sees token 191 is not taken back.
+        assert cache.layers[0].cache.first_tokens == [192]
+        with pytest.raises(attn.ShapeError, match="cannot be taken back"):
+            cache.crop(-(384 - 192 - 22))
         assert cache.get_seq_length() == 384 and cache.layers[1].cache.lens == [384]
-        cache.crop(-4)
-        cache.activate_past_recording()
-        ours(p[:, 100:300], past_key_values=cache)
-        cache.crop(-200)
         cache.crop(0)
-        assert cache.layers[0].cache.first_tokens == [320]
-        last = ours(p[:, 380:], past_key_values=cache).logits
-        ours(p[:, :380], past_key_values=straight)
-        assert torch.equal(ours(p[:, 380:], past_key_values=straight).logits, last)
-        cache.crop(0)
+        cache.crop(-128)
+        assert cache.get_seq_length() == 256
+        last = ours(p[:, 256:], past_key_values=cache).logits
+        ours(p[:, :256], past_key_values=straight)
+        assert torch.equal(ours(p[:, 256:], past_key_values=straight).logits, last)
         with pytest.raises(attn.UnsupportedError, match="more rows"):
             cache.batch_repeat_interleave(2)
 

@@ -38,6 +38,8 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _PIECE = 256
 # Tokens that are dropped together at the least.
 _TILE = 64
+# Tokens that can be taken back from a sliding layer, as rejected drafts are: their windows are held, too.
+_TAKEN_BACK = 128
 # Tokens that a pool without `max_tokens` begins with room for.
 _FIRST_TOKENS = 512
 
@@ -139,8 +141,6 @@ class QuantizedLayer(CacheLayerMixin):
         super().__init__()
         self.format, self.max_tokens, self.page_size = format, max_tokens, page_size
         self.window, self.is_sliding = window, window is not None
-        # Whether tokens that the window has left stay until `crop` has said how many drafts were rejected.
-        self.record_past = False
         self.cache: Optional[Cache] = None
         # The sequence of each row of the batch.
         self.slots: List[int] = []
@@ -161,7 +161,7 @@ class QuantizedLayer(CacheLayerMixin):
         self.slots = []
         room = self.max_tokens or max(_FIRST_TOKENS, 2 * tokens)
         if self.window is not None:
-            held = self.window + max(_TILE, self.page_size) + _PIECE
+            held = self.window + _TAKEN_BACK + max(_TILE, self.page_size) + _PIECE
             room = min(held, self.max_tokens or held)
         self._make(room, batch)
         self.slots = list(range(batch))
@@ -201,30 +201,22 @@ class QuantizedLayer(CacheLayerMixin):
         if self.cache is not None:
             for slot in self.slots:
                 self.cache.free(slot)
-        self.seen, self.is_initialized, self.record_past = 0, False, False
-
-    def activate_past_recording(self) -> None:
-        """From now on, tokens that the window has left stay until the next `crop`, which may take tokens back."""
-        self.record_past = True
+        self.seen, self.is_initialized = 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the newest tokens of every row: -n removes n; a positive number keeps as many, as older callers ask."""
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
-        if self.cache is None:
+        if removed == 0 or self.cache is None:
             return
         lens, first = self.cache.lens, self.cache.first_tokens
         kept = {slot: max(0, lens[slot] - removed) for slot in self.slots}
-        short = [slot for slot, n in kept.items() if n and first[slot] > self._first_needed(n)]
-        if removed and short:
+        if any(n and first[slot] > self._first_needed(n) for slot, n in kept.items()):
             raise ShapeError(
-                f"{removed} tokens cannot be taken back: the window of the tokens before them has been dropped; "
-                "call activate_past_recording() before the tokens that may be taken back"
+                f"{removed} tokens cannot be taken back from a sliding layer, which holds the windows of its newest {_TAKEN_BACK}; reset the cache and begin again"
             )
-        if removed:
-            for slot, tokens in kept.items():
-                self.cache.truncate(slot, tokens)
-            self.seen -= min(removed, self.seen)
-        self._drop()
+        for slot, tokens in kept.items():
+            self.cache.truncate(slot, tokens)
+        self.seen -= min(removed, self.seen)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._rearrange(beam_idx.tolist())
@@ -265,12 +257,12 @@ class QuantizedLayer(CacheLayerMixin):
         return 0 if self.window is None else max(0, tokens - self.window + 1)
 
     def _drop(self) -> None:
-        """Frees the pages that no window sees any more."""
+        """Frees the pages that no window sees any more, nor would if drafts were taken back."""
         if self.window is None:
             return
         lens = self.cache.lens
         for slot in self.slots:
-            self.cache.drop_before(slot, self._first_needed(lens[slot]))
+            self.cache.drop_before(slot, self._first_needed(max(0, lens[slot] - _TAKEN_BACK)))
 
     def _rearrange(self, rows: List[int]) -> None:
         """Makes row i what row `rows[i]` was; tokens that rows have in common are shared."""
@@ -321,8 +313,7 @@ class QuantizedLayer(CacheLayerMixin):
 
     def _piece(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PaddedRows, first: int, options: Dict[str, Any]) -> torch.Tensor:
         out = self._attended(q, k, v, rows, first, options)
-        if not self.record_past:
-            self._drop()
+        self._drop()
         return out
 
     def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PaddedRows, first: int, options: Dict[str, Any]) -> torch.Tensor:
@@ -366,7 +357,8 @@ class QuantizedCache(TransformersCache):
         config: the model's.
         format: of K and V, as for `attn.Cache`: `"int8"` (about half of bf16's bytes), `"int8/int4"`, `"int4"` (about a quarter), …
         max_tokens: tokens that each row of the batch has room for; beyond it `CacheFullError`. If not given, pools grow by doubling, which copies
-            them through the host: give it where lengths are known. Sliding layers hold their window and a piece of a prompt, whatever the lengths.
+            them through the host: give it where lengths are known. Sliding layers hold their window, 128 tokens that can be taken back, and a piece of
+            a prompt, whatever the lengths.
         page_size: tokens of a page: 16, 32, 64 or 128.
 
     Raises:
