@@ -99,6 +99,55 @@ def test_forks_drafts_and_growth(rng, format):
         assert same(gpu.attend(on_gpu(q), sequences=1), cpu.attend(q, sequences=1)), i
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_layers_are_the_cpus(rng, format):
+    gpu, cpu = pair(format, layers=3)
+    for counts in ([100, 3], [1, 1], [1, 1]):
+        for cache in (gpu, cpu):
+            cache.reserve([2, 0], counts)
+        for layer in (1, 2, 0):
+            k, v, q = (on_gpu(rows(rng, sum(counts), heads, 128)) for heads in (2, 2, 8))
+            if layer == 2:
+                with pytest.raises(attn.ShapeError):
+                    gpu.write(2, k[1:], v[1:])
+            gpu.write(layer, k, v)
+            cpu.write(layer, k.cpu(), v.cpu())
+            a, b = (c.attend(x, layer=layer, sequences=[2, 0], q_lens=counts) for c, x in ((gpu, q), (cpu, q.cpu())))
+            assert torch.equal(a.cpu(), b)
+    # A step that is taken back, whose open page a fork shares.
+    for cache in (gpu, cpu):
+        cache.fork(2, 1)
+        cache.reserve([1], [70])
+    k, v = (on_gpu(rows(rng, 70, 2, 128)) for _ in "kv")
+    gpu.write(1, k, v)
+    gpu.cancel_step()
+    cpu.cancel_step()
+    assert gpu.lens == cpu.lens == [5, 102, 102, 0] and all(gpu.save(i) == cpu.save(i) for i in range(3))
+    with pytest.raises(attn.ShapeError, match="no step is open"):
+        gpu.write(0, k, v)
+    gpu.add_sequences(1)
+    with pytest.raises(attn.AttnError):
+        gpu.add_pages(1)
+    assert gpu.lens == [5, 102, 102, 0, 0]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_a_window_keeps_its_bits_while_pages_stay_bounded(rng, format):
+    options = dict(heads=2, dim=128)
+    kept = attn.Cache(format, max_tokens=2048, device="cuda", **options)
+    few = kept.pages_for(100 + 64 + 64)
+    dropped = attn.Cache(format, max_tokens=0, pages=few, device="cuda", **options)
+    for n in [60] * 15 + [1] * 70:
+        k, v, q = (on_gpu(rows(rng, n, heads, 128)) for heads in (2, 2, 8))
+        outs = []
+        for cache in (kept, dropped):
+            cache.append(k, v)
+            outs.append(cache.attend(q, window_left=99))
+        assert torch.equal(*outs)
+        dropped.drop_before(0, max(0, dropped.lens[0] - 99))
+    assert dropped.first_tokens == [832] and dropped.lens == [970]
+
+
 def test_streams_are_ordered(rng):
     gpu, cpu = pair("int8", max_tokens=8192)
     k, v, q = rows(rng, 4000, 2, 128), rows(rng, 4000, 2, 128), rows(rng, 1, 8, 128)
@@ -120,6 +169,41 @@ def test_rows_of_a_fused_projection_are_read_in_place(rng):
     gpu.append(k, v)
     cpu.append(k.cpu(), v.cpu())
     assert gpu.save() == cpu.save()
+
+
+def test_arrays_of_cupy_come_and_go_through_dlpack(rng):
+    try:
+        import cupy
+    except ImportError as error:
+        require("cupy", str(error))
+    gpu, cpu = pair("int8")
+    fused, q = rows(rng, 50, 12, 128), rows(rng, 2, 8, 128)
+    cpu.append(fused[:, 8:10], fused[:, 10:12])
+    wanted, wanted_lse = cpu.attend(q, return_lse=True)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        # Tokens lie apart, as in a fused projection; what is enqueued before is seen.
+        on_device = cupy.asarray(fused) * 2 / 2
+        gpu.append(on_device[:, 8:10], on_device[:, 10:12])
+        out, lse = gpu.attend(cupy.asarray(q), return_lse=True)
+        again = cupy.empty_like(out)
+        assert gpu.attend(cupy.asarray(q), out=again) is again
+    stream.synchronize()
+    assert gpu.save() == cpu.save()
+    assert isinstance(out, cupy.ndarray) and (cupy.asnumpy(out) == wanted).all() and (cupy.asnumpy(again) == wanted).all()
+    assert abs(cupy.asnumpy(lse) - wanted_lse).max() < 1e-5
+    # On the default stream, a batch, 16 bits.
+    halves = cupy.asarray(rows(rng, 2, 3, 8, 128)).astype("float16")
+    gpu.append(halves[:, :, :2].copy(), halves[:, :, 2:4].copy(), sequences=[2, 3])
+    out = gpu.attend(halves, sequences=[2, 3])
+    assert out.dtype == cupy.float16 and out.shape == halves.shape
+    alone = gpu.attend(halves[1], sequences=3)
+    assert (out[1] == alone).all()
+    with pytest.raises(attn.ShapeError, match="strides"):
+        gpu.append(on_device[:, ::2][:, :2], on_device[:, 10:12])
+    with pytest.raises(attn.ShapeError, match="lies on"):
+        gpu.append(on_device[:, 8:10], fused[:, 10:12])
+    assert gpu.lens == [50, 0, 3, 3]
 
 
 def test_what_does_not_belong_together_is_refused(rng):
