@@ -23,7 +23,7 @@ from ._errors import CacheFullError, NumberError, ParameterError, SequenceError,
 from ._options import count
 from .torch import merge
 
-__all__ = ["SPAN", "ContextParallelCache", "merge_over", "tokens_of_rank"]
+__all__ = ["SPAN", "ContextParallelCache", "gathered", "merge_over", "tokens_of_rank"]
 
 SPAN = 1024
 """Tokens of a span, which the arithmetic merges as a whole: shards begin at multiples of it."""
@@ -36,8 +36,10 @@ def tokens_of_rank(tokens: int, ranks: int) -> int:
     return -(-tokens // (SPAN * ranks)) * SPAN
 
 
-def _gathered(parts: Sequence[torch.Tensor], group: Any) -> List[torch.Tensor]:
-    """Each of a rank's float32 tensors, those of all ranks stacked in the ranks' order: one collective for all of them."""
+def gathered(parts: Sequence[torch.Tensor], group: Any = None) -> List[torch.Tensor]:
+    """What all ranks have, by one collective: each of these float32 tensors, which have the same shape on every rank, with the ranks in their order as
+    a new first dim.
+    """
     ranks = dist.get_world_size(group)
     own = torch.cat([part.reshape(-1) for part in parts])
     everyone = own.new_empty(ranks * own.numel())
@@ -60,7 +62,7 @@ def merge_over(out: torch.Tensor, lse: torch.Tensor, group: Any = None, *, heads
     """
     if out.dim() != 3 or lse.shape != out.shape[:2]:
         raise ShapeError(f"out has the shape {list(out.shape)}, and lse {list(lse.shape)}; needed: [query tokens, heads, dim] and its first two dims")
-    outs, lses = _gathered((out.float(), lse.float()), group)
+    outs, lses = gathered((out.float(), lse.float()), group)
     if heads is not None:
         outs, lses = outs[:, :, heads].contiguous(), lses[:, :, heads].contiguous()
     merged, merged_lse = merge(outs, lses)
