@@ -122,11 +122,10 @@ fn a_step_allocates_nothing_after_the_first() {
     ] {
         for (threads, apart) in [(1, 0), (2, 0), (1, 16)] {
             let counts = counted(format, threads, apart);
-            // rayon's own queues grow now and then, whatever they carry.
-            let most = if threads == 1 { 0 } else { 1 };
+            // rayon's own queues and the test's main thread allocate now and then, whatever steps do; a step that allocates does so each time.
             let worst = counts.iter().filter(|count| **count > 0).count();
             assert!(
-                worst <= most,
+                worst <= 1,
                 "{format} at {threads} threads allocates: {counts:?}"
             );
         }
