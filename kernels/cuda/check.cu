@@ -1,7 +1,7 @@
 // check.cu: checks the device inputs of a decode or append launch, and reports the first one that would be fatal (ATTN_CHECK=1).
 //
 // Grid      (batch), of slots (1); 128 threads.
-// Reads     kv_lens, page table, residual pages, sinks, queries; or slots, their residual pages and their tokens' positions.
+// Reads     kv_lens, tokens_after, page table, residual pages, sinks, queries; or slots, their residual pages and their tokens' positions; or cu_seqlens_q.
 // Writes    report: {kind, index, value, limit}; kind 0 if all inputs are allowed.
 // Shared    none.
 // Host      attn-cuda/src/native/mod.rs::check; parameters in kernels/src/cuda/params.rs.
@@ -9,7 +9,8 @@
 #include "dtype.cuh"
 #include "params.h"
 
-enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK, SLOT, POSITION };
+enum { OK, KV_LEN, PAGE, RESIDUAL_PAGE, QUERY, SINK, SLOT, POSITION, QUERY_START, TOKENS_AFTER };
+constexpr int SPAN_TOKENS = 1024;  // shards but the last are of whole spans
 
 __device__ void report(int* to, int kind, int index, int value, int limit) {
     if (atomicCAS(to, OK, kind) == OK) to[1] = index, to[2] = value, to[3] = limit;
@@ -37,10 +38,21 @@ extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, co
         check_slots(p, c);
         return;
     }
+    if (c.cu_seqlens_q != nullptr) {
+        const int at = blockIdx.x, begin = c.cu_seqlens_q[at], end = c.cu_seqlens_q[at + 1];
+        const bool begins = begin >= 0 && begin <= c.query_tokens;
+        if (threadIdx.x == 0 && !(begins && end >= begin && end <= c.query_tokens)) report(c.report, QUERY_START, begins ? at + 1 : at, begins ? end : begin, c.query_tokens);
+        return;
+    }
     const int b = blockIdx.x, len = p.kv_lens[b];
     if (len < c.min_kv_len || len > c.max_kv_len) {
         if (threadIdx.x == 0) report(c.report, KV_LEN, b, len, c.max_kv_len);
         return;
+    }
+    if (p.tokens_after != nullptr) {
+        const int after = p.tokens_after[b];
+        const bool is_shard = after >= 0 && (after == 0 || len % SPAN_TOKENS == 0);
+        if (threadIdx.x == 0 && !is_shard) report(c.report, TOKENS_AFTER, b, after, len);
     }
     if (c.page_size > 0) {
         const int pages = (len + c.page_size - 1) / c.page_size;

@@ -32,6 +32,14 @@ constexpr int TEAMS = SPAN;          // of split_kv.cu: a team has a segment of 
 constexpr int STAGES = ATTN_STAGES;  // per team
 constexpr bool HAS_SCORE_MODS = ATTN_SCORE_MODS;  // window, soft cap, ALiBi
 
+// Whether split_kv.cu leaves the states of all spans in the caller's memory: its sequences are shards of longer ones (section 10 of
+// docs/arithmetic.md), and other launches merge and finish.
+#ifdef ATTN_SPANS
+constexpr bool LEAVES_SPANS = true;
+#else
+constexpr bool LEAVES_SPANS = false;
+#endif
+
 // Lanes that arrive on an mbarrier for their warp, after __syncwarp: one. racecheck does not see that this orders the other lanes, too, so
 // .ci/gpu compiles for it with all of them.
 #ifdef ATTN_EVERY_LANE_ARRIVES

@@ -60,7 +60,7 @@ DEVICE void find_work(const DecodeParams& p, Walk* walks, u32* sums) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunk = (p.batch + THREADS - 1) / THREADS;
     int begin = min(p.batch, (int)threadIdx.x * chunk), stop = min(p.batch, begin + chunk);
     u32 mine = 0;
-    for (int b = begin; b < stop; b++) mine += Walk::cost_of(p, kv_len_of(p, b));
+    for (int b = begin; b < stop && has_tokens(p, b); b++) mine += Walk::cost_of(p, kv_len_of(p, b));
     mine *= p.num_kv_heads;
     u32 up_to = mine;
 #pragma unroll

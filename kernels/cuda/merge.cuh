@@ -41,6 +41,7 @@ DEVICE void merge(float4& a, const float4& b, const MergeScale& w, bool is_fold)
 // One (query block, KV head, row block).
 struct WorkItem {
     int b, kv_head, row_block, num_partials;
+    bool has_segments;  // whether partials are segments' states; else spans'
 
     __device__ __forceinline__ u64 index(const DecodeParams& p) const {
         return ((u64)b * p.num_kv_heads + kv_head) * p.row_blocks + row_block;
@@ -62,6 +63,14 @@ struct WorkItem {
         return (long long)(queries.first + i) * p.num_q_heads + head;
     }
 };
+
+// Where a row's (max, sum) of a partial lies, and O in as many rows: in the workspace, or among the spans of the caller's rows, where a row that
+// only fills up the block has none: -1.
+DEVICE long long partial_place(const DecodeParams& p, const WorkItem& item, int partial, int row) {
+    if constexpr (!LEAVES_SPANS) return (item.index(p) * p.max_partials + partial) * ROWS + row;
+    long long at = item.row(p, row);
+    return at < 0 ? -1 : (long long)partial * p.span_rows + at;
+}
 
 struct Epilogue {
     u8* out;  // the row, or null

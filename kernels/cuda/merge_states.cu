@@ -10,7 +10,8 @@
 #include "dtype.cuh"
 #include "params.h"
 
-constexpr int WARPS = 4, MOST_VECTORS = 2;  // vectors of a lane: head_dim is 256 at most
+constexpr int WARPS = 4;  // of a CTA, a row each
+constexpr int BATCH = 8;  // states whose loads are under way at once: one after the other, their latencies are most of a launch
 
 // exp(x), x <= 0.
 DEVICE float state_weight(float x) { return exp2f_full(fmaxf(x * bits_float(0x3FB8AA3B), -125.0f)); }
@@ -21,33 +22,70 @@ struct Weighted {
     __device__ __forceinline__ float of(float x, float y) const { return (x * a + y * b) * scale; }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_merge_states(const __grid_constant__ MergeStatesParams p) {
-    const int lane = threadIdx.x % 32, vectors = p.head_dim / 4;
-    const u64 row = (u64)blockIdx.x * WARPS + threadIdx.x / 32;
-    if (row >= (u64)p.rows) return;
+// Four neighbours as they lie in memory.
+template <bool NARROW> struct Four;
+template <> struct Four<false> {
+    float4 x;
+    __device__ __forceinline__ void load(const void* numbers, u64 at) { x = *(const float4*)((const float*)numbers + at); }
+    __device__ __forceinline__ float4 widened(int) const { return x; }
+};
+template <> struct Four<true> {
+    uint2 x;
+    __device__ __forceinline__ void load(const void* numbers, u64 at) { x = *(const uint2*)((const u16*)numbers + at); }
+    __device__ __forceinline__ float4 widened(int dtype) const {
+        const float2 low = widen_pair(x.x, dtype), high = widen_pair(x.y, dtype);
+        return {low.x, low.y, high.x, high.y};
+    }
+};
+
+// Merges a row by a warp, of whose lanes each has VECTORS of four dims.
+template <bool NARROW, int VECTORS> DEVICE void merge_row(const MergeStatesParams& p, int lane, u64 row) {
+    const int vectors = p.head_dim / 4;
     float sum = MINUS_INFINITY;
-    float4 o[MOST_VECTORS] = {};
-    // Choices instead of branches, so that the loads of several states are under way at once.
-#pragma unroll 8
-    for (int i = 0; i < p.states; i++) {
-        const float other = p.lses[(u64)i * p.lse_stride + row];
-        const u64 first = (u64)i * p.out_stride + row * p.head_dim;
-        const bool none = other == MINUS_INFINITY, is_first = sum == MINUS_INFINITY;
-        const float top = fmaxf(sum, other), a = state_weight(sum - top), b = state_weight(other - top);
-        const Weighted w = {a, b, rcp(a + b)};
+    float4 o[VECTORS] = {};
+#pragma unroll 1
+    for (int base = 0; base < p.states; base += BATCH) {
+        float lses[BATCH];
+        Four<NARROW> outs[BATCH][VECTORS];
 #pragma unroll
-        for (int k = 0; k < MOST_VECTORS; k++) {
-            const int vector = lane + 32 * k;
-            if (vector >= vectors) break;
-            const float4 x = load_four(p.outs, first + 4 * vector, p.in_dtype);
-            const float4 both = {w.of(o[k].x, x.x), w.of(o[k].y, x.y), w.of(o[k].z, x.z), w.of(o[k].w, x.w)};
-            o[k] = none ? o[k] : is_first ? x : both;
+        for (int i = 0; i < BATCH; i++) {
+            const u64 state = min(base + i, p.states - 1);
+            lses[i] = p.lses[state * p.lse_stride + row];
+#pragma unroll
+            for (int k = 0; k < VECTORS; k++) outs[i][k].load(p.outs, state * p.out_stride + row * p.head_dim + 4 * min(lane + 32 * k, vectors - 1));
         }
-        sum = none ? sum : is_first ? other : top + log_sum(0.0f, a + b);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const float other = base + i < p.states ? lses[i] : MINUS_INFINITY;
+            const bool none = other == MINUS_INFINITY, is_first = sum == MINUS_INFINITY;
+            const float top = fmaxf(sum, other), a = state_weight(sum - top), b = state_weight(other - top);
+            const Weighted w = {a, b, rcp(a + b)};
+#pragma unroll
+            for (int k = 0; k < VECTORS; k++) {
+                const float4 x = outs[i][k].widened(p.in_dtype);
+                const float4 both = {w.of(o[k].x, x.x), w.of(o[k].y, x.y), w.of(o[k].z, x.z), w.of(o[k].w, x.w)};
+                o[k] = none ? o[k] : is_first ? x : both;
+            }
+            sum = none ? sum : is_first ? other : top + log_sum(0.0f, a + b);
+        }
     }
     u8* const to = row_at(p.out, row, p.head_dim, p.out_dtype);
 #pragma unroll
-    for (int k = 0; k < MOST_VECTORS; k++)
+    for (int k = 0; k < VECTORS; k++)
         if (lane + 32 * k < vectors) store_four(to, p.out_dtype, 4 * (lane + 32 * k), o[k]);
     if (lane == 0 && p.lse) p.lse[row] = sum;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_merge_states(const __grid_constant__ MergeStatesParams p) {
+    const int lane = threadIdx.x % 32;
+    const u64 row = (u64)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (row >= (u64)p.rows) return;
+    const bool narrow = p.in_dtype != Dtype::F32;
+    if (p.head_dim <= 128) {
+        if (narrow) merge_row<true, 1>(p, lane, row);
+        else merge_row<false, 1>(p, lane, row);
+    } else {
+        if (narrow) merge_row<true, 2>(p, lane, row);
+        else merge_row<false, 2>(p, lane, row);
+    }
 }

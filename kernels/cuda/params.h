@@ -42,7 +42,7 @@ struct DecodeParams {
     const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
     const float* alibi_slopes;                 // f32 [num_q_heads], each multiplied by log2 e, or null.
     const float* sinks;                        // f32 [num_q_heads], or null.
-    const QueryBlock* query_blocks;            // [batch], or null where sequence b has the query tokens from b · q_len on.
+    const QueryBlock* query_blocks;            // [batch], or null where sequence b has the query tokens from b · q_len on. Blocks without tokens come last.
     float* partial_o;                          // Workspace: O of the partials [partial][row][head_dim]. Zero between launches where low_latency.cu merges through global memory.
     float2* partial_max_sum;                   // Workspace: maximum and sum of the partials [partial][row]. Zero between launches as partial_o.
     unsigned int* counters;                    // Workspace: arrival counts [query block][num_kv_heads][row_blocks], zero between launches.
@@ -57,10 +57,10 @@ struct DecodeParams {
     int q_len;                                 // Query tokens of a block, at most.
     int row_blocks;                            // ceil(heads_per_kv · q_len / rows per CTA).
     int page_table_stride;                     // Entries of the page table per sequence.
-    int max_partials;                          // Partials per work item (query block, KV head, row block).
+    int max_partials;                          // Places for partials per work item (query block, KV head, row block).
     int window_left;                           // Tokens to the left of the query that it sees, or -1 without a window.
     int causal;                                // Whether the mask is causal.
-    int partial_per_segment;                   // Whether a partial is a segment's state (there is little work); else it is a span's.
+    int partial_per_segment;                   // low_latency.cu: whether a partial is always a segment's state; else a span's, where sequences are as long as planned.
     int page_stride;                           // Pages: bytes from one page to the next.
     FastDivmod heads_per_kv_divmod;            // Divides by heads_per_kv.
     FastDivmod row_blocks_divmod;              // Divides by row_blocks.
@@ -69,8 +69,21 @@ struct DecodeParams {
     int appended;                              // New tokens of each sequence, if the launch ahead is an append that writes them: all else may be read while it runs. Else 0.
     int dtype;                                 // Number format of queries and outputs: Dtype.
     unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+    unsigned int span_rows;                    // ATTN_SPANS: rows of a span in partial_o and partial_max_sum, which then are the caller's, [span][row].
+    const int* tokens_after;                   // ATTN_SPANS: i32 [batch], tokens of each sequence that follow those of kv_lens in other shards; null for none.
 };
-static_assert(sizeof(DecodeParams) == 368, "params.rs");
+static_assert(sizeof(DecodeParams) == 384, "params.rs");
+
+// Parameters of `query_blocks.cu`.
+struct QueryBlocksParams {
+    const int* cu_seqlens_q;                   // i32 [batch + 1]: the first query token of each sequence, and the end of the last one.
+    QueryBlock* blocks;                        // List to fill; entries behind the blocks have no tokens.
+    int batch;                                 // Sequences.
+    int num_blocks;                            // Entries of the list.
+    int block_tokens;                          // Query tokens of a block, at most.
+    int query_tokens;                          // Query tokens that there are at most.
+};
+static_assert(sizeof(QueryBlocksParams) == 32, "params.rs");
 
 // Tensor maps of rows [sequence or page][KV head][token][byte], which the driver encoded.
 struct RowMaps {
@@ -186,11 +199,30 @@ struct MergeStatesParams {
 };
 static_assert(sizeof(MergeStatesParams) == 72, "params.rs");
 
+// Parameters of `merge_spans.cu`.
+struct MergeSpansParams {
+    const float2* max_sums;                    // Maximum and sum of each row's states [state][rows_apart], in the order of their tokens; a maximum of -inf where the row sees no token.
+    const float* o;                            // O of the states [state][rows_apart][head_dim].
+    void* out;                                 // Outputs [row][head_dim].
+    float* lse;                                // f32 [row], or null.
+    const float* sinks;                        // f32 [num_q_heads], or null.
+    const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
+    unsigned long long rows_apart;             // Rows from one state to the next.
+    int states;                                // States of a row: spans of all shards.
+    int rows;                                  // Rows [query token][num_q_heads].
+    int num_q_heads;                           // Query heads.
+    int heads_per_kv;                          // Query heads per KV head.
+    int dtype;                                 // Number format of out: Dtype.
+    unsigned int reserved;                     // Unused: the size is a multiple of 8.
+};
+static_assert(sizeof(MergeSpansParams) == 80, "params.rs");
+
 // Parameters of `check.cu`, beside those of the launch that it checks.
 struct CheckParams {
     int* report;                               // i32 [4], zeroed: {kind, index, value, limit}.
     const long long* slots;                    // Slots of an append, as in AppendParams, or null.
     const long long* positions;                // Positions of the slots' tokens, as in AppendParams, or null.
+    const int* cu_seqlens_q;                   // First query tokens, as in QueryBlocksParams, or null.
     long long num_positions;                   // Positions that are allowed.
     int max_kv_len;                            // The longest length that is allowed.
     unsigned int num_pages;                    // Pages in the pool.
@@ -199,7 +231,7 @@ struct CheckParams {
     int min_kv_len;                            // The shortest length that is allowed: the new tokens of an append.
     int query_tokens;                          // Query tokens of all sequences; of an append by slots, its tokens.
 };
-static_assert(sizeof(CheckParams) == 56, "params.rs");
+static_assert(sizeof(CheckParams) == 64, "params.rs");
 
 // Parameters of `read.cu`.
 struct ReadParams {

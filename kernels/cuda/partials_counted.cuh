@@ -153,7 +153,7 @@ template <class Vector, int LANES> DEVICE void merge_row(const DecodeParams& p, 
     float2* ml = MERGES_GLOBALLY && row >= item.rows(p) ? nullptr : p.partial_max_sum + partial * ROWS + row;
     PartialRows partials = {p.partial_o + (partial * ROWS + row) * HEAD_DIM, ml, first, item.num_partials, rotated};
     Epilogue epilogue = Epilogue::at(p, item, row);
-    if (p.partial_per_segment) merge_partials<Vector, LANES, true>(partials, epilogue, from, to);
+    if (item.has_segments) merge_partials<Vector, LANES, true>(partials, epilogue, from, to);
     else merge_partials<Vector, LANES, false>(partials, epilogue, from, to);
 }
 

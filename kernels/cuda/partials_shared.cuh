@@ -111,11 +111,16 @@ struct Merge {
         int covered = shared_state->covered, partial = work.partial, end = partial + work.partials_here;
         bool first = partial == 0, last = end == work.num_partials;
         // Units of tiles, which merge at two levels, and row blocks that take turns become partials.
-        bool keeps = first ? last || (takes != A_TILE && p.row_blocks == 1) : covered > 0;
-        Unit u = {{work.b, work.heads, work.row_block, work.num_partials}, partial, end, first, keeps, keeps && last,
+        bool keeps = !LEAVES_SPANS && (first ? last || (takes != A_TILE && p.row_blocks == 1) : covered > 0);
+        Unit u = {{work.b, work.heads, work.row_block, work.num_partials, takes == A_TILE}, partial, end, first, keeps, keeps && last,
                   !keeps || (!last && (!next.is_valid(p) || next.is_fresh)), takes};
         if (u.takes == A_SPAN && !keeps) publish_spans(p, u);
         else merge_teams(p, u);
+        if constexpr (LEAVES_SPANS) {
+            if (last) clear_spans(p, u.item);
+            __syncthreads();
+            return;
+        }
         __syncthreads();
         if (threadIdx.x == 0) {
             int began = here.is_fresh ? partial : shared_state->began;
@@ -128,6 +133,13 @@ struct Merge {
             }
         }
         if (u.leaves) count_step = TO_COUNT;
+    }
+    // No row sees a token of the spans behind a sequence's end, up to the longest's.
+    __device__ __forceinline__ void clear_spans(const DecodeParams& p, const WorkItem& item) const {
+        for (int i = threadIdx.x; i < (p.max_partials - item.num_partials) * ROWS; i += THREADS) {
+            long long place = partial_place(p, item, item.num_partials + i / ROWS, i % ROWS);
+            if (place >= 0) __stcg(p.partial_max_sum + place, make_float2(MINUS_INFINITY, 0.0f));
+        }
     }
     struct Unit {
         WorkItem item;
@@ -172,9 +184,10 @@ struct Merge {
             epilogue = Epilogue::at(p, u.item, row);
             epilogue.begin(sum.x, sum.y, at == 0);
         }
-        u64 partial = u.item.index(p) * p.max_partials + u.end - 1;
-        if (u.leaves && at == 0) __stcg(p.partial_max_sum + partial * ROWS + row, sum);
-        float4* to = (float4*)p.partial_o + (partial * ROWS + row) * ROW_VECTORS;
+        long long place = partial_place(p, u.item, u.end - 1, row);
+        bool leaves = u.leaves && (!LEAVES_SPANS || place >= 0);
+        if (leaves && at == 0) __stcg(p.partial_max_sum + place, sum);
+        float4* to = (float4*)p.partial_o + place * ROW_VECTORS;
 #pragma unroll 1  // for a launch of one unit, instructions take longer to arrive than to run
         for (int vector = at; vector < ROW_VECTORS; vector += lanes) {
             float4 x = states[vector], o;
@@ -190,7 +203,7 @@ struct Merge {
                 x = o;
             }
             if (u.ends && !V_ROTATED) epilogue.write(vector, x);
-            else if (u.leaves) __stcg(to + vector, x);
+            else if (leaves) __stcg(to + vector, x);
             else kept[vector] = x;
         }
         if (V_ROTATED && u.ends) {
@@ -206,11 +219,12 @@ struct Merge {
         const float* states = (const float*)(shared + SharedMemory::STATES) + row * STATE_STRIDE;
 #pragma unroll 1
         for (int team = 0; team < u.end - u.partial; team++) {
-            u64 partial = u.item.index(p) * p.max_partials + u.partial + team;
+            long long place = partial_place(p, u.item, u.partial + team, row);
+            if (LEAVES_SPANS && place < 0) continue;
             const float4* from = (const float4*)(states + team * ROWS * STATE_STRIDE);
-            float4* to = (float4*)p.partial_o + (partial * ROWS + row) * ROW_VECTORS;
+            float4* to = (float4*)p.partial_o + place * ROW_VECTORS;
             for (int at = lane; at < ROW_VECTORS; at += lanes) __stcg(to + at, from[at]);
-            if (lane == 0) __stcg(p.partial_max_sum + partial * ROWS + row, ((const float2*)(shared + SharedMemory::MAX_SUMS))[team * ROWS + row]);
+            if (lane == 0) __stcg(p.partial_max_sum + place, ((const float2*)(shared + SharedMemory::MAX_SUMS))[team * ROWS + row]);
         }
     }
     __device__ __forceinline__ void finish(const DecodeParams& p) {

@@ -38,7 +38,7 @@ DEVICE Rows visible(const DecodeParams& p, const Work& work, int kv_head, int wa
         rows.start[g][e] = !HAS_SCORE_MODS || !real || p.window_left < 0 ? 0 : min(max(position - p.window_left, 0), rows.end[g][e]);
         rows.slope[g][e] = HAS_SCORE_MODS && real && p.alibi_slopes ? p.alibi_slopes[(kv_head - i) * p.heads_per_kv + r] : 0.0f;
         rows.position[g][e] = position;
-        rows.tile[g][e] = !real ? 0x7fffffff : max(p.causal ? position : work.kv_len - 1, 0) / TILE;
+        rows.tile[g][e] = !real ? 0x7fffffff : max(p.causal ? position : last_position(p, queries, work.kv_len), 0) / TILE;
     });
     return rows;
 }

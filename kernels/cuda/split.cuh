@@ -16,15 +16,31 @@ DEVICE QueryBlock query_block(const DecodeParams& p, int b) {
     if (p.query_blocks) return p.query_blocks[b];
     return {b, b * p.q_len, p.q_len, 0};
 }
+// Whether an entry of a list is a block: behind the blocks of a list that the device has made there may be others.
+DEVICE bool has_tokens(const DecodeParams& p, int b) { return !p.query_blocks || p.query_blocks[b].tokens > 0; }
+// Tokens of its sequence that follow the cached ones in other shards.
+DEVICE int tokens_after(const DecodeParams& p, const QueryBlock& block) { return LEAVES_SPANS && p.tokens_after ? p.tokens_after[block.sequence] : 0; }
 // Tokens that some of them may see: where causal, up to the last one's position.
-DEVICE int kv_len_of(const DecodeParams& p, const QueryBlock& block) { return p.causal ? max(p.kv_lens[block.sequence] - block.behind, 0) : p.kv_lens[block.sequence]; }
+DEVICE int kv_len_of(const DecodeParams& p, const QueryBlock& block) {
+    int kv_len = p.kv_lens[block.sequence];
+    if (!p.causal) return kv_len;
+    return LEAVES_SPANS ? min(max(kv_len + tokens_after(p, block) - block.behind, 0), kv_len) : max(kv_len - block.behind, 0);
+}
 DEVICE int kv_len_of(const DecodeParams& p, int b) { return p.query_blocks ? kv_len_of(p, p.query_blocks[b]) : p.kv_lens[b]; }
-// The position of the first of them.
-DEVICE int first_position(const DecodeParams& p, const QueryBlock& block, int kv_len) { return kv_len - (p.causal ? 0 : block.behind) - block.tokens; }
+// The position of the first of them, of which `kv_len` tokens are seen; of their sequence's last query token.
+DEVICE int first_position(const DecodeParams& p, const QueryBlock& block, int kv_len) {
+    if (LEAVES_SPANS) return p.kv_lens[block.sequence] + tokens_after(p, block) - block.behind - block.tokens;
+    return kv_len - (p.causal ? 0 : block.behind) - block.tokens;
+}
+DEVICE int last_position(const DecodeParams& p, const QueryBlock& block, int kv_len) { return kv_len + tokens_after(p, block) - 1; }
 
 // The first tile that some of these rows read with residuals: by the window of the first query token, which is the longest.
 DEVICE int first_residual_tile_of(const DecodeParams& p, int tokens, int kv_len) {
     return WINDOW == 0 ? 0x7fffffff : max(kv_len - (p.causal ? tokens : 1), 0) / TILE - WINDOW + 1;
+}
+DEVICE int first_residual_tile_of(const DecodeParams& p, const QueryBlock& block, int kv_len) {
+    if (!LEAVES_SPANS) return first_residual_tile_of(p, block.tokens, kv_len);
+    return WINDOW == 0 ? 0x7fffffff : max(p.causal ? first_position(p, block, kv_len) : last_position(p, block, kv_len), 0) / TILE - WINDOW + 1;
 }
 
 enum PartialKind : u8 { SEGMENTS, SPANS, ITEMS };
@@ -74,7 +90,7 @@ struct Work : Sequence {
         heads = partial = row_block = 0;
         QueryBlock queries = query_block(p, b);
         sequence = queries.sequence;
-        first_residual_tile = first_residual_tile_of(p, queries.tokens, kv_len);
+        first_residual_tile = first_residual_tile_of(p, queries, kv_len);
         (Sequence&)*this = Sequence::of(measure, kv_len);
     }
     __device__ __forceinline__ bool has_items() const { return measure.partials_are == ITEMS; }
@@ -169,20 +185,22 @@ struct Counts {
         longest = max(longest, tiles);
         shortest = min(shortest, tiles);
     }
-    // The sums of all warps from each one's; `before`: of those before this one. `sums` holds five numbers per warp.
+    // The sums of all warps from each one's; `before`: of those before this one. `sums` holds six numbers per warp.
     __device__ __forceinline__ Counts of_all_warps(u32* sums, int warp, Counts& before) const {
-        u32* of_warp = sums + 5 * warp;
+        u32* of_warp = sums + 6 * warp;
         of_warp[0] = segments;
         of_warp[1] = spans;
         of_warp[2] = cost;
         of_warp[3] = longest;
         of_warp[4] = shortest;
+        of_warp[5] = items;
         __syncthreads();
         Counts all = {0, 0, 0, 0, 0, 0x7fffffff};
 #pragma unroll
         for (int w = 0; w < THREADS / 32; w++) {
-            of_warp = sums + 5 * w;
+            of_warp = sums + 6 * w;
             if (w == warp) before = all;
+            all.items += of_warp[5];
             all.segments += of_warp[0];
             all.spans += of_warp[1];
             all.cost += of_warp[2];
@@ -194,15 +212,18 @@ struct Counts {
     // A work item of one span may be a team's own, if that takes no more rounds of tiles than sharing it. Its end takes as long as a tile; a
     // shared unit, with a query and a merge at both ends, takes two more.
     __device__ __forceinline__ Measure measure(const DecodeParams& p) const {
-        Measure m = {p.partial_per_segment ? SEGMENTS : SPANS, false};
         u32 blocks = p.num_kv_heads * p.row_blocks;
-        if (longest <= 1 << SPAN_SHIFT) {
+        // Partials are segments where spans are too few for all CTAs, and the workspace has places for as many.
+        bool few = !LEAVES_SPANS && runs_of(longest, SEGMENT_SHIFT) <= p.max_partials && 3 * spans * blocks < gridDim.x;
+        Measure m = {few ? SEGMENTS : SPANS, false};
+        if (!LEAVES_SPANS && longest <= 1 << SPAN_SHIFT) {
             u32 by_item = ceil_div(items * heads_of(p, ITEMS) * p.row_blocks, p.ctas_divmod) * (longest + 1);
-            u32 shared = p.partial_per_segment ? ceil_div(segments * blocks, p.ctas_divmod) * 2 : ceil_div(spans * blocks, p.ctas_divmod) * (min(longest, 4) + 2);
+            u32 shared = few ? ceil_div(segments * blocks, p.ctas_divmod) * 2 : ceil_div(spans * blocks, p.ctas_divmod) * (min(longest, 4) + 2);
             if (by_item <= shared) m.partials_are = ITEMS;
         }
         int shift = partial_shift_of(m.partials_are);
-        m.is_even = runs_of(longest, shift) == runs_of(shortest, shift) && 4 * max(1, shortest) >= 3 * longest;
+        int least = min(shortest, longest);  // of no item there is no shortest
+        m.is_even = runs_of(longest, shift) == runs_of(least, shift) && 4 * max(1, least) >= 3 * longest;
         return m;
     }
     __device__ __forceinline__ u32 of(const Measure& m) const {
@@ -241,16 +262,12 @@ DEVICE Cursor find_work(const DecodeParams& p, Cursor* found, u32* sums) {
     int chunk = alone ? 1 : (p.batch + THREADS - 1) / THREADS, begin = min(p.batch, thread * chunk), stop = min(p.batch, begin + chunk);
     Counts mine = {0, 0, 0, 0, 0, 0x7fffffff};
     int kv_len = 0;
-    for (int b = begin; b < stop; b++) {
+    for (int b = begin; b < stop && has_tokens(p, b); b++) {
         kv_len = kv_len_of(p, b);
         mine.add((kv_len + TILE - 1) / TILE);
     }
-    Counts all = {0, warp_sum(mine.segments), warp_sum(mine.spans), warp_sum(mine.cost), warp_max(mine.longest), warp_min(mine.shortest)}, before = {};
-    if (!alone) {
-        all = all.of_all_warps(sums, warp, before);
-        before.items = min(p.batch, warp * 32 * chunk);
-    }
-    all.items = p.batch;
+    Counts all = {warp_sum(mine.items), warp_sum(mine.segments), warp_sum(mine.spans), warp_sum(mine.cost), warp_max(mine.longest), warp_min(mine.shortest)}, before = {};
+    if (!alone) all = all.of_all_warps(sums, warp, before);
     Cursor cursor;
     Work& work = cursor.work;
     work.measure = all.measure(p);

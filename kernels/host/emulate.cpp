@@ -17,9 +17,11 @@ static void kernel() {
 
 static const char* run(Index grid, u32 threads) {
     u32 ctas = grid.x * grid.y * grid.z;
-#if ATTN_DECODES
-    _MM_SET_FLUSH_ZERO_MODE(_MM_FLUSH_ZERO_ON);  // decode kernels are compiled with -ftz=true
+#if ATTN_FLUSHES  // compiled with -ftz=true
+    _MM_SET_FLUSH_ZERO_MODE(_MM_FLUSH_ZERO_ON);
     _MM_SET_DENORMALS_ZERO_MODE(_MM_DENORMALS_ZERO_ON);
+#endif
+#if ATTN_DECODES
     if (threads % attn_threads != 0) return "the launch has another number of threads than the kernel";
     return launch(kernel, grid, 0, ctas, threads, threads / attn_threads * attn_shared_bytes);
 #else

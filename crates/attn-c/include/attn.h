@@ -52,7 +52,7 @@ typedef enum attn_dtype {
   ATTN_DTYPE_BF16 = 2,
 } attn_dtype;
 
-// A paged, quantized cache of K and V of one layer.
+// A paged, quantized cache of K and V of one layer, or of several that have lengths and pages in common.
 typedef struct attn_cache attn_cache;
 
 // An opened device. Caches and plans keep what they need of it, so it can be closed before them.
@@ -64,42 +64,6 @@ typedef struct attn_plan attn_plan;
 // Launches that move pages and results of some caches. They allocate nothing and wait for nothing.
 typedef struct attn_transfer attn_transfer;
 
-// The description of a cache. Fields that are 0 have their defaults.
-typedef struct attn_cache_config {
-  // sizeof(attn_cache_config).
-  size_t struct_size;
-  // How K and V are stored: "int8", "int4", "int8/int4", "fp8", "bf16", "f16" and others of docs/c.md.
-  const char *format;
-  // KV heads.
-  size_t kv_heads;
-  // Elements per head: 64, 80, 96, 128, 192 or 256.
-  size_t head_dim;
-  // Sequences, all empty at first; 0: 1.
-  size_t sequences;
-  // Tokens that each sequence has room for.
-  size_t max_tokens;
-  // Pages of the pool; 0: enough for max_tokens of every sequence.
-  size_t pages;
-  // Tokens per page: 16, 32, 64 or 128; 0: 64.
-  size_t page_size;
-  // Formats that keep the newest tokens finer, such as int4: the most query tokens that a step has of one sequence; 0: 64.
-  size_t max_q_len;
-  // fp8 and int8-tensor: a static scale for each KV head, or NULL for 1.
-  const float *k_scales;
-  // The same for V.
-  const float *v_scales;
-} attn_cache_config;
-
-// The state of a cache's pool.
-typedef struct attn_cache_stats {
-  // Bytes of a page.
-  size_t page_bytes;
-  // Pages of the pool.
-  size_t pages;
-  // Pages that no sequence has.
-  size_t free_pages;
-} attn_cache_stats;
-
 // Tokens for a sequence.
 typedef struct attn_append {
   // The sequence's index.
@@ -107,125 +71,6 @@ typedef struct attn_append {
   // How many tokens it gets.
   size_t tokens;
 } attn_append;
-
-// What changes scores. All zero: causal, with the factor 1/sqrt(head_dim), and nothing else.
-typedef struct attn_modifiers {
-  // Factor of q·k; 0: 1/sqrt(head_dim).
-  float scale;
-  // Soft cap: scaled scores become softcap·tanh(score/softcap); 0: none.
-  float softcap;
-  // Tokens that a query token sees at most, its own included; 0: all.
-  size_t window;
-  // ALiBi: a slope for each query head, or NULL.
-  const float *alibi_slopes;
-  // Attention sinks: a logit for each query head that takes part in the softmax and has no value, or NULL.
-  const float *sinks;
-  // ATTN_NOT_CAUSAL or 0.
-  uint32_t flags;
-} attn_modifiers;
-
-// The shape of a batch, for every step of these heads and query tokens with lengths up to the longest.
-typedef struct attn_plan_config {
-  // sizeof(attn_plan_config).
-  size_t struct_size;
-  // How K and V are stored, as in attn_cache_config.
-  const char *format;
-  // Query heads.
-  size_t q_heads;
-  // KV heads.
-  size_t kv_heads;
-  // Elements per head.
-  size_t head_dim;
-  // Tokens per page; 0: 64.
-  size_t page_size;
-  // Sequences.
-  size_t count;
-  // Query tokens of each; NULL: one.
-  const size_t *q_lens;
-  // The longest length of a sequence.
-  size_t max_tokens;
-  // What changes scores. A launch reads slopes and sinks from attn_buffers.
-  struct attn_modifiers modifiers;
-  // Not 0: attn_plan_append_slots takes attn_tokens.rotary, whose kernel is loaded, too.
-  uint32_t rotary;
-} attn_plan_config;
-
-// What a plan's launches need.
-typedef struct attn_plan_info {
-  // Bytes of a page of the pool.
-  size_t page_bytes;
-  // Bytes of the workspace.
-  size_t workspace_bytes;
-  // Bytes at the workspace's start that are zeroed before the first launch.
-  size_t zeroed_bytes;
-  // Bytes of the query blocks; 0: there are none.
-  size_t query_block_bytes;
-  // Entries of a sequence in attn_pages.residual_pages; 0 for formats without.
-  size_t residual_slots;
-} attn_plan_info;
-
-// Where the sequences' tokens lie. All addresses are of device memory, aligned to 16 bytes.
-typedef struct attn_pages {
-  // sizeof(attn_pages).
-  size_t struct_size;
-  // The pool: num_pages pages, aligned to 256 bytes.
-  void *pool;
-  // Pages of the pool.
-  size_t num_pages;
-  // int32 [count][page_table_stride]: a sequence's pages in order.
-  const int32_t *page_table;
-  // Entries of a sequence in page_table: at least max_tokens / page_size, rounded up.
-  size_t page_table_stride;
-  // int32 [count][residual_slots] for formats that keep the newest tokens finer: the residual page of a sequence's page i at i %
-  // residual_slots. Else NULL.
-  const int32_t *residual_pages;
-  // int32 [count]: lengths, which count the new tokens.
-  const int32_t *lengths;
-  // float [kv_heads] for fp8 and int8-tensor; else NULL.
-  const float *k_scales;
-  // The same for V.
-  const float *v_scales;
-  // Bytes from one page of the pool to the next, a multiple of 16; 0: attn_plan_info.page_bytes. More where pages are padded, or those of other
-  // layers lie between.
-  size_t page_stride;
-} attn_pages;
-
-// Queries and outputs, [query tokens][q_heads][head_dim]: those of the step's first sequence, then those of the next. A head's elements are
-// contiguous; what lies between rows is neither read nor written, and nothing else writes it while the call runs.
-typedef struct attn_rows {
-  // sizeof(attn_rows).
-  size_t struct_size;
-  // The queries, after RoPE.
-  const void *q;
-  // The outputs.
-  void *out;
-  // An attn_dtype, of queries and outputs. 16-bit outputs are the 32-bit ones, rounded to nearest even.
-  uint32_t dtype;
-  // Log-sum-exps [query tokens][q_heads], or NULL.
-  float *lse;
-  // Elements from one query token to the next; 0: q_heads times the next head's. Device memory has no other, here and below.
-  size_t q_token_stride;
-  // Elements from one head of a query to the next; 0: head_dim.
-  size_t q_head_stride;
-  // Elements from one token of the outputs to the next; 0: q_heads times the next head's.
-  size_t out_token_stride;
-  // Elements from one head of the outputs to the next; 0: head_dim.
-  size_t out_head_stride;
-} attn_rows;
-
-// A plan's own memory on the device, which the caller allocates and fills.
-typedef struct attn_buffers {
-  // sizeof(attn_buffers).
-  size_t struct_size;
-  // attn_plan_info.workspace_bytes bytes, aligned to 256, of which the first zeroed_bytes are zero. Launches that share it do not overlap.
-  void *workspace;
-  // What attn_plan_query_blocks gives, in device memory; NULL where that is nothing.
-  const void *query_blocks;
-  // What attn_plan_alibi_slopes gives, in device memory; NULL without.
-  const float *alibi_slopes;
-  // float [q_heads]: the sinks; NULL without.
-  const float *sinks;
-} attn_buffers;
 
 // Rotary positions (RoPE) of an append by slots, computed in 32 bits: K is stored as if its 32-bit rows had been rotated first. All addresses are of
 // device memory, aligned to 16 bytes.
@@ -277,6 +122,204 @@ typedef struct attn_tokens {
   const struct attn_rotary *rotary;
 } attn_tokens;
 
+// The description of a cache. Fields that are 0 have their defaults.
+typedef struct attn_cache_config {
+  // sizeof(attn_cache_config).
+  size_t struct_size;
+  // How K and V are stored: "int8", "int4", "int8/int4", "fp8", "bf16", "f16" and others of docs/c.md.
+  const char *format;
+  // KV heads.
+  size_t kv_heads;
+  // Elements per head: 64, 80, 96, 128, 192 or 256.
+  size_t head_dim;
+  // Sequences, all empty at first; 0: 1.
+  size_t sequences;
+  // Tokens that each sequence has room for.
+  size_t max_tokens;
+  // Pages of the pool; 0: enough for max_tokens of every sequence.
+  size_t pages;
+  // Tokens per page: 16, 32, 64 or 128; 0: 64.
+  size_t page_size;
+  // Formats that keep the newest tokens finer, such as int4: the most query tokens that a step has of one sequence; 0: 64.
+  size_t max_q_len;
+  // fp8 and int8-tensor: a static scale for each KV head of the first layer, then of the next; or NULL for 1.
+  const float *k_scales;
+  // The same for V.
+  const float *v_scales;
+  // Layers of a model that have this shape, with lengths and pages in common and a pool for each: attn_cache_reserve; 0: 1.
+  size_t layers;
+} attn_cache_config;
+
+// The state of a cache's pool.
+typedef struct attn_cache_stats {
+  // Bytes of a page, in each layer's pool.
+  size_t page_bytes;
+  // Pages of each layer's pool.
+  size_t pages;
+  // Pages that no sequence has.
+  size_t free_pages;
+} attn_cache_stats;
+
+// Another engine's cache: pages of rows of bf16, f16, fp8 (e4m3) or int8, such as [pages][tokens][kv_heads][head_dim] and
+// [pages][kv_heads][tokens][head_dim]. All addresses are of device memory. A row's elements are side by side; rows begin at multiples of 16 bytes.
+typedef struct attn_paged_rows {
+  // sizeof(attn_paged_rows).
+  size_t struct_size;
+  // The rows of K.
+  const void *k;
+  // The rows of V.
+  const void *v;
+  // Pages of K and of V.
+  size_t num_pages;
+  // Elements from one page of K to the next.
+  size_t k_page_stride;
+  // Elements from one token of a page of K to the next.
+  size_t k_token_stride;
+  // Elements from one head of a token of K to the next.
+  size_t k_head_stride;
+  // Elements from one page of V to the next.
+  size_t v_page_stride;
+  // Elements from one token of a page of V to the next.
+  size_t v_token_stride;
+  // Elements from one head of a token of V to the next.
+  size_t v_head_stride;
+  // int32 [count][page_table_stride]: a sequence's pages in order, of attn_plan_config.page_size tokens each.
+  const int32_t *page_table;
+  // Entries of a sequence in page_table: at least max_tokens / page_size, rounded up.
+  size_t page_table_stride;
+  // int32 [count]: lengths.
+  const int32_t *lengths;
+  // float [kv_heads] for fp8 and int8-tensor; else NULL.
+  const float *k_scales;
+  // The same for V.
+  const float *v_scales;
+} attn_paged_rows;
+
+// Queries and outputs, [query tokens][q_heads][head_dim]: those of the step's first sequence, then those of the next. A head's elements are
+// contiguous; what lies between rows is neither read nor written, and nothing else writes it while the call runs.
+typedef struct attn_rows {
+  // sizeof(attn_rows).
+  size_t struct_size;
+  // The queries, after RoPE.
+  const void *q;
+  // The outputs.
+  void *out;
+  // An attn_dtype, of queries and outputs. 16-bit outputs are the 32-bit ones, rounded to nearest even.
+  uint32_t dtype;
+  // Log-sum-exps [query tokens][q_heads], or NULL.
+  float *lse;
+  // Elements from one query token to the next; 0: q_heads times the next head's. Device memory has no other, here and below.
+  size_t q_token_stride;
+  // Elements from one head of a query to the next; 0: head_dim.
+  size_t q_head_stride;
+  // Elements from one token of the outputs to the next; 0: q_heads times the next head's.
+  size_t out_token_stride;
+  // Elements from one head of the outputs to the next; 0: head_dim.
+  size_t out_head_stride;
+} attn_rows;
+
+// A plan's own memory on the device, which the caller allocates and fills.
+typedef struct attn_buffers {
+  // sizeof(attn_buffers).
+  size_t struct_size;
+  // attn_plan_info.workspace_bytes bytes, aligned to 256, of which the first zeroed_bytes are zero. Launches that share it do not overlap.
+  void *workspace;
+  // What attn_plan_query_blocks gives, in device memory, or what attn_plan_list_query_blocks has listed; NULL where that is nothing.
+  const void *query_blocks;
+  // What attn_plan_alibi_slopes gives, in device memory; NULL without.
+  const float *alibi_slopes;
+  // float [q_heads]: the sinks; NULL without.
+  const float *sinks;
+} attn_buffers;
+
+// What changes scores. All zero: causal, with the factor 1/sqrt(head_dim), and nothing else.
+typedef struct attn_modifiers {
+  // Factor of q·k; 0: 1/sqrt(head_dim).
+  float scale;
+  // Soft cap: scaled scores become softcap·tanh(score/softcap); 0: none.
+  float softcap;
+  // Tokens that a query token sees at most, its own included; 0: all.
+  size_t window;
+  // ALiBi: a slope for each query head, or NULL.
+  const float *alibi_slopes;
+  // Attention sinks: a logit for each query head that takes part in the softmax and has no value, or NULL.
+  const float *sinks;
+  // ATTN_NOT_CAUSAL or 0.
+  uint32_t flags;
+} attn_modifiers;
+
+// The shape of a batch, for every step of these heads and query tokens with lengths up to the longest.
+typedef struct attn_plan_config {
+  // sizeof(attn_plan_config).
+  size_t struct_size;
+  // How K and V are stored, as in attn_cache_config.
+  const char *format;
+  // Query heads.
+  size_t q_heads;
+  // KV heads.
+  size_t kv_heads;
+  // Elements per head.
+  size_t head_dim;
+  // Tokens per page; 0: 64.
+  size_t page_size;
+  // Sequences.
+  size_t count;
+  // Query tokens of each; NULL: one.
+  const size_t *q_lens;
+  // The longest length of a sequence.
+  size_t max_tokens;
+  // What changes scores. A launch reads slopes and sinks from attn_buffers.
+  struct attn_modifiers modifiers;
+  // Not 0: attn_plan_append_slots takes attn_tokens.rotary, whose kernel is loaded, too.
+  uint32_t rotary;
+  // Not 0: sequences bring other numbers of query tokens from step to step, as attn_plan_list_query_blocks says; q_lens gives how many tokens they
+  // have in all, and the most that one mostly has, for which the kernel is chosen.
+  uint32_t ragged;
+  // Not 0: pages are another engine's, of rows, which attn_plan_attend_rows reads as they lie; the plan appends nothing. The format is bf16, f16, fp8
+  // or int8-tensor.
+  uint32_t rows;
+} attn_plan_config;
+
+// What a plan's launches need.
+typedef struct attn_plan_info {
+  // Bytes of a page of the pool; 0 where pages are another engine's.
+  size_t page_bytes;
+  // Bytes of the workspace.
+  size_t workspace_bytes;
+  // Bytes at the workspace's start that are zeroed before the first launch.
+  size_t zeroed_bytes;
+  // Bytes of the query blocks; 0: there are none.
+  size_t query_block_bytes;
+  // Entries of a sequence in attn_pages.residual_pages; 0 for formats without.
+  size_t residual_slots;
+} attn_plan_info;
+
+// Where the sequences' tokens lie. All addresses are of device memory, aligned to 16 bytes.
+typedef struct attn_pages {
+  // sizeof(attn_pages).
+  size_t struct_size;
+  // The pool: num_pages pages, aligned to 256 bytes.
+  void *pool;
+  // Pages of the pool.
+  size_t num_pages;
+  // int32 [count][page_table_stride]: a sequence's pages in order.
+  const int32_t *page_table;
+  // Entries of a sequence in page_table: at least max_tokens / page_size, rounded up.
+  size_t page_table_stride;
+  // int32 [count][residual_slots] for formats that keep the newest tokens finer: the residual page of a sequence's page i at i %
+  // residual_slots. Else NULL.
+  const int32_t *residual_pages;
+  // int32 [count]: lengths, which count the new tokens.
+  const int32_t *lengths;
+  // float [kv_heads] for fp8 and int8-tensor; else NULL.
+  const float *k_scales;
+  // The same for V.
+  const float *v_scales;
+  // Bytes from one page of the pool to the next, a multiple of 16; 0: attn_plan_info.page_bytes. More where pages are padded, or those of other
+  // layers lie between.
+  size_t page_stride;
+} attn_pages;
+
 // Which sequences attend, with how many query tokens. The last query token of a sequence stands at its last cached token: append first.
 typedef struct attn_step {
   // sizeof(attn_step).
@@ -291,6 +334,8 @@ typedef struct attn_step {
   const size_t *q_lens;
   // What changes scores.
   struct attn_modifiers modifiers;
+  // The layer that is attended, in a cache of several; else 0.
+  size_t layer;
 } attn_step;
 
 // The caches whose pages and results are moved. Fields that are 0 have their defaults.
@@ -391,6 +436,54 @@ uint32_t attn_abi_version(void);
 // The library's version, such as "0.1.0".
 const char *attn_version(void);
 
+// Appends tokens in host memory to several sequences at once, or to none. For a cache of one layer; of others see attn_cache_reserve.
+//
+// Needs: cache has not been destroyed; appends has count entries, each of another sequence; tokens has as many tokens as they add up to.
+enum attn_status attn_cache_append(struct attn_cache *cache,
+                                   const struct attn_append *appends,
+                                   size_t count,
+                                   const struct attn_tokens *tokens);
+
+// Appends tokens in the GPU's memory: enqueues the writes on stream, a CUstream or cudaStream_t of the device's primary context (NULL: the default
+// stream), and counts the tokens. The bytes are those of attn_cache_append.
+//
+// Needs: As attn_cache_append, in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
+enum attn_status attn_cache_append_on(struct attn_cache *cache,
+                                      const struct attn_append *appends,
+                                      size_t count,
+                                      const struct attn_tokens *tokens,
+                                      void *stream);
+
+// Begins a step of a model whose layers share the cache: takes the pages of new tokens in all layers, and counts the tokens. attn_cache_write then
+// writes them layer by layer, and a layer that is written can be attended; the last one's write ends the step. Until then these sequences are neither
+// forked, truncated, emptied, dropped from nor saved, and attn_cache_cancel_step takes the whole step back.
+//
+// Needs: cache has not been destroyed; appends has count entries, each of another sequence.
+enum attn_status attn_cache_reserve(struct attn_cache *cache,
+                                    const struct attn_append *appends,
+                                    size_t count);
+
+// Writes one layer's K and V of the tokens that attn_cache_reserve has counted, in host memory. Layers come in any order, each once. A write that was
+// refused or failed is repeated, or the step is cancelled.
+//
+// Needs: cache has not been destroyed; tokens has as many tokens as the appends of attn_cache_reserve add up to, in their order.
+enum attn_status attn_cache_write(struct attn_cache *cache,
+                                  size_t layer,
+                                  const struct attn_tokens *tokens);
+
+// Writes one layer's tokens from the GPU's memory: enqueues the writes on stream, as attn_cache_append_on. The bytes are those of attn_cache_write.
+//
+// Needs: As attn_cache_write, in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
+enum attn_status attn_cache_write_on(struct attn_cache *cache,
+                                     size_t layer,
+                                     const struct attn_tokens *tokens,
+                                     void *stream);
+
+// Takes the open step back, whichever layers were written: lengths and pages are those before attn_cache_reserve. Does nothing without an open step.
+//
+// Needs: cache has not been destroyed.
+enum attn_status attn_cache_cancel_step(struct attn_cache *cache);
+
 // Creates an empty cache in a device's memory.
 //
 // Needs: device is open; config and what it points to are readable; cache is writable.
@@ -412,6 +505,15 @@ enum attn_status attn_cache_fork(struct attn_cache *cache, size_t from, size_t t
 //
 // Needs: cache has not been destroyed.
 enum attn_status attn_cache_truncate(struct attn_cache *cache, size_t sequence, size_t tokens);
+
+// Frees the pages of a sequence's tokens before token, which no window sees any more; its length, its positions and its bits stay. After a step of
+// a layer with a window, token is at most length - window + 1. Pages go by whole tiles of 64 tokens, in all layers. Queries that see a dropped token
+// are refused, and so is attn_cache_save.
+//
+// Needs: cache has not been destroyed.
+enum attn_status attn_cache_drop_before(struct attn_cache *cache,
+                                        size_t sequence,
+                                        size_t token);
 
 // Empties a sequence.
 //
@@ -472,6 +574,15 @@ const char *attn_device_name(const struct attn_device *device);
 // Needs: device is NULL or was opened and has not been closed.
 void attn_device_close(struct attn_device *device);
 
+// Attends another engine's pages of rows: enqueues the step on stream, as attn_plan_attend. The plan was created with attn_plan_config.rows.
+//
+// Needs: As attn_plan_attend; all rows of the pool's pages lie in the memory that kv describes, and those that lengths count are finite.
+enum attn_status attn_plan_attend_rows(const struct attn_plan *plan,
+                                       const struct attn_paged_rows *kv,
+                                       const struct attn_rows *rows,
+                                       const struct attn_buffers *buffers,
+                                       void *stream);
+
 // Prepares the launches for a batch shape on a GPU; the first plan of its kind may compile kernels.
 //
 // Needs: device is open; config and what it points to are readable; plan is writable.
@@ -489,10 +600,24 @@ void attn_plan_destroy(struct attn_plan *plan);
 // Needs: plan has not been destroyed; info is writable.
 enum attn_status attn_plan_get_info(const struct attn_plan *plan, struct attn_plan_info *info);
 
-// Copies a plan's query blocks to host memory of attn_plan_info.query_block_bytes bytes, for attn_buffers.
+// Copies a plan's query blocks to host memory of attn_plan_info.query_block_bytes bytes, for attn_buffers. Not for a ragged plan, whose list
+// attn_plan_list_query_blocks makes: writes nothing.
 //
 // Needs: plan has not been destroyed; bytes has room for them.
-enum attn_status attn_plan_query_blocks(const struct attn_plan *plan, void *bytes);
+enum attn_status attn_plan_query_blocks(const struct attn_plan *plan,
+                                        void *bytes);
+
+// Lists the query blocks of a step of a ragged plan on the device: enqueues one launch on stream, once for the layers of a step. A CUDA graph can
+// capture it, and sequences may bring other numbers of query tokens each time that it runs. Sequences without any cost nothing.
+//
+// cu_seqlens_q is int32 [count + 1] on the device: the first query token of each sequence, then the end of the last one's, at most as many as
+// attn_plan_config.q_lens has in all. query_blocks has room for attn_plan_info.query_block_bytes, for attn_buffers.
+//
+// Needs: As attn_plan_attend; on the device, cu_seqlens_q never falls.
+enum attn_status attn_plan_list_query_blocks(const struct attn_plan *plan,
+                                             const int32_t *cu_seqlens_q,
+                                             void *query_blocks,
+                                             void *stream);
 
 // Copies a plan's ALiBi slopes, as the kernels take them, to host memory of q_heads numbers, for attn_buffers. Without slopes, writes nothing.
 //
@@ -546,30 +671,12 @@ const char *attn_status_name(uint32_t status);
 // thread's next call that fails.
 const char *attn_last_error(void);
 
-// Appends tokens in host memory to several sequences at once, or to none.
-//
-// Needs: cache has not been destroyed; appends has count entries, each of another sequence; tokens has as many tokens as they add up to.
-enum attn_status attn_cache_append(struct attn_cache *cache,
-                                   const struct attn_append *appends,
-                                   size_t count,
-                                   const struct attn_tokens *tokens);
-
 // Attends, with rows in host memory.
 //
 // Needs: cache has not been destroyed; step and rows are as their types document them, with rows for all query tokens; outputs overlap nothing else.
 enum attn_status attn_cache_attend(struct attn_cache *cache,
                                    const struct attn_step *step,
                                    const struct attn_rows *rows);
-
-// Appends tokens in the GPU's memory: enqueues the writes on stream, a CUstream or cudaStream_t of the device's primary context (NULL: the default
-// stream), and counts the tokens. The bytes are those of attn_cache_append.
-//
-// Needs: As attn_cache_append, in device memory, aligned to 16 bytes, which stays as it is until the work has run. K and V are finite.
-enum attn_status attn_cache_append_on(struct attn_cache *cache,
-                                      const struct attn_append *appends,
-                                      size_t count,
-                                      const struct attn_tokens *tokens,
-                                      void *stream);
 
 // Attends, with rows in the GPU's memory: enqueues the step on stream. For a step that a CUDA graph captures, see attn_plan.
 //

@@ -59,7 +59,7 @@ template <typename Config> Config make() {
     return config;
 }
 
-// A paged, quantized cache of K and V.
+// A paged, quantized cache of K and V, of one layer or several.
 class Cache {
 public:
     // `config.struct_size` need not be set.
@@ -82,15 +82,27 @@ public:
         check(attn_cache_append(get(), appends.data(), appends.size(), &rows));
     }
 
+    // A step of a cache of several layers: its tokens are reserved once, then written layer by layer, `[tokens][kv_heads][head_dim]` in host memory.
+    void reserve(const std::vector<attn_append> &appends) { check(attn_cache_reserve(get(), appends.data(), appends.size())); }
+    template <typename T> void write(std::size_t layer, const T *k, const T *v) {
+        auto rows = make<attn_tokens>();
+        rows.k = k;
+        rows.v = v;
+        rows.dtype = dtype_of<T>::value;
+        check(attn_cache_write(get(), layer, &rows));
+    }
+    void cancel_step() { check(attn_cache_cancel_step(get())); }
+
     // One query token of each sequence, `[sequences][q_heads][head_dim]` in host memory.
     template <typename T>
     void attend(const std::vector<std::size_t> &sequences, std::size_t q_heads, const T *q, T *out, float *lse = nullptr,
-                const attn_modifiers &modifiers = {}) {
+                const attn_modifiers &modifiers = {}, std::size_t layer = 0) {
         auto step = make<attn_step>();
         step.q_heads = q_heads;
         step.count = sequences.size();
         step.sequences = sequences.data();
         step.modifiers = modifiers;
+        step.layer = layer;
         auto rows = make<attn_rows>();
         rows.q = q;
         rows.out = out;
@@ -101,6 +113,7 @@ public:
 
     void fork(std::size_t from, std::size_t to) { check(attn_cache_fork(get(), from, to)); }
     void truncate(std::size_t sequence, std::size_t tokens) { check(attn_cache_truncate(get(), sequence, tokens)); }
+    void drop_before(std::size_t sequence, std::size_t token) { check(attn_cache_drop_before(get(), sequence, token)); }
     void free(std::size_t sequence) { check(attn_cache_free(get(), sequence)); }
     std::size_t tokens(std::size_t sequence) const {
         std::size_t tokens = 0;

@@ -36,10 +36,12 @@ pub struct CacheConfig {
     pub page_size: usize,
     /// Formats that keep the newest tokens finer, such as int4: the most query tokens that a step has of one sequence; 0: 64.
     pub max_q_len: usize,
-    /// fp8 and int8-tensor: a static scale for each KV head, or NULL for 1.
+    /// fp8 and int8-tensor: a static scale for each KV head of the first layer, then of the next; or NULL for 1.
     pub k_scales: *const f32,
     /// The same for V.
     pub v_scales: *const f32,
+    /// Layers of a model that have this shape, with lengths and pages in common and a pool for each: attn_cache_reserve; 0: 1.
+    pub layers: usize,
 }
 
 // SAFETY: `repr(C)`, and `struct_size` is first.
@@ -51,9 +53,9 @@ unsafe impl Config for CacheConfig {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct CacheStats {
-    /// Bytes of a page.
+    /// Bytes of a page, in each layer's pool.
     pub page_bytes: usize,
-    /// Pages of the pool.
+    /// Pages of each layer's pool.
     pub pages: usize,
     /// Pages that no sequence has.
     pub free_pages: usize,
@@ -69,7 +71,7 @@ pub struct Append {
     pub tokens: usize,
 }
 
-/// A paged, quantized cache of K and V of one layer.
+/// A paged, quantized cache of K and V of one layer, or of several that have lengths and pages in common.
 pub struct Cache {
     pub(crate) device: Arc<attn::Device>,
     pub(crate) state: Mutex<State>,
@@ -95,7 +97,7 @@ impl State {
 /// The library's description of a cache.
 ///
 /// # Safety
-/// The format is text, and the scales are NULL or one for each KV head.
+/// The format is text, and the scales are NULL or one for each layer and KV head.
 unsafe fn describe(given: &CacheConfig) -> Result<Description, Failure> {
     // SAFETY: this function's contract.
     let format: KvFormat = unsafe { text("format", given.format) }?.parse()?;
@@ -106,6 +108,8 @@ unsafe fn describe(given: &CacheConfig) -> Result<Description, Failure> {
     };
     let mut builder = Description::builder(format, heads).max_len(given.max_tokens);
     builder = builder.sequences(given.sequences.max(1));
+    let layers = given.layers.max(1);
+    builder = builder.layers(layers);
     if given.pages > 0 {
         builder = builder.pages(given.pages);
     }
@@ -116,18 +120,16 @@ unsafe fn describe(given: &CacheConfig) -> Result<Description, Failure> {
         builder = builder.max_q_len(given.max_q_len);
     }
     let ones = builder.clone().build();
+    let scales = layers.saturating_mul(given.kv_heads);
     // SAFETY: this function's contract.
     let [k, v] = unsafe {
         [
-            optional("k_scales", given.k_scales, given.kv_heads)?,
-            optional("v_scales", given.v_scales, given.kv_heads)?,
+            optional("k_scales", given.k_scales, scales)?,
+            optional("v_scales", given.v_scales, scales)?,
         ]
     };
-    let scales = |given: Option<&[f32]>, ones: Vec<f32>| given.map_or(ones, <[f32]>::to_vec);
-    let scaled = builder.tensor_scales(
-        scales(k, ones.k_tensor_scales),
-        scales(v, ones.v_tensor_scales),
-    );
+    let or = |given: Option<&[f32]>, ones: Vec<f32>| given.map_or(ones, <[f32]>::to_vec);
+    let scaled = builder.tensor_scales(or(k, ones.k_tensor_scales), or(v, ones.v_tensor_scales));
     Ok(scaled.build())
 }
 
@@ -216,6 +218,26 @@ pub unsafe extern "C" fn attn_cache_truncate(
     unsafe {
         on_cache(cache, |_, state| {
             Ok(state.cache.truncate(sequence, tokens)?)
+        })
+    }
+}
+
+/// Frees the pages of a sequence's tokens before `token`, which no window sees any more; its length, its positions and its bits stay. After a step of
+/// a layer with a window, `token` is at most length - window + 1. Pages go by whole tiles of 64 tokens, in all layers. Queries that see a dropped token
+/// are refused, and so is attn_cache_save.
+///
+/// # Safety
+/// `cache` has not been destroyed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_cache_drop_before(
+    cache: *mut Cache,
+    sequence: usize,
+    token: usize,
+) -> Status {
+    // SAFETY: this function's contract.
+    unsafe {
+        on_cache(cache, |_, state| {
+            Ok(state.cache.drop_before(sequence, token)?)
         })
     }
 }

@@ -1,12 +1,15 @@
 //! The C interface of `attn`: include/attn.h, which `cargo xtask header` writes from here, and include/attn.hpp, which wraps it for C++.
 //!
-//! `device`, `cache` and `step` are the interface with rows in host memory or on a GPU; `plan` and `transfer` launch over the caller's own device
+//! `device`, `cache`, `append` and `step` are the interface with rows in host memory or on a GPU; `plan`, `paged_rows` and `transfer` launch over the caller's own device
 //! memory, for CUDA graphs. No function unwinds into its caller: a panic comes back as [`Status::Internal`].
 
+mod append;
 mod arguments;
 mod cache;
 mod device;
 mod modifiers;
+mod paged_rows;
+mod place;
 mod plan;
 mod rows;
 mod status;
@@ -15,10 +18,12 @@ mod transfer;
 
 use std::ffi::{CStr, c_char};
 
+pub use append::*;
 pub use arguments::Dtype;
 pub use cache::*;
 pub use device::*;
 pub use modifiers::*;
+pub use paged_rows::*;
 pub use plan::*;
 pub use rows::{Rotary, Rows, Tokens};
 pub use status::*;

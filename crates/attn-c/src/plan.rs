@@ -47,6 +47,12 @@ pub struct PlanConfig {
     pub modifiers: Modifiers,
     /// Not 0: attn_plan_append_slots takes attn_tokens.rotary, whose kernel is loaded, too.
     pub rotary: u32,
+    /// Not 0: sequences bring other numbers of query tokens from step to step, as attn_plan_list_query_blocks says; q_lens gives how many tokens they
+    /// have in all, and the most that one mostly has, for which the kernel is chosen.
+    pub ragged: u32,
+    /// Not 0: pages are another engine's, of rows, which attn_plan_attend_rows reads as they lie; the plan appends nothing. The format is bf16, f16, fp8
+    /// or int8-tensor.
+    pub rows: u32,
 }
 
 // SAFETY: `repr(C)`, and `struct_size` is first.
@@ -58,7 +64,7 @@ unsafe impl Config for PlanConfig {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct PlanInfo {
-    /// Bytes of a page of the pool.
+    /// Bytes of a page of the pool; 0 where pages are another engine's.
     pub page_bytes: usize,
     /// Bytes of the workspace.
     pub workspace_bytes: usize,
@@ -125,7 +131,7 @@ pub struct Buffers {
     pub struct_size: usize,
     /// attn_plan_info.workspace_bytes bytes, aligned to 256, of which the first zeroed_bytes are zero. Launches that share it do not overlap.
     pub workspace: *mut c_void,
-    /// What attn_plan_query_blocks gives, in device memory; NULL where that is nothing.
+    /// What attn_plan_query_blocks gives, in device memory, or what attn_plan_list_query_blocks has listed; NULL where that is nothing.
     pub query_blocks: *const c_void,
     /// What attn_plan_alibi_slopes gives, in device memory; NULL without.
     pub alibi_slopes: *const f32,
@@ -140,11 +146,19 @@ unsafe impl Config for Buffers {
 
 /// Launches for one batch shape. They allocate nothing and wait for nothing.
 pub struct Plan {
-    device: Arc<attn::Device>,
+    pub(crate) device: Arc<attn::Device>,
     problem: Problem,
-    layout: PageLayout,
-    plan: NativePlan,
-    append: NativeAppend,
+    pub(crate) layout: PageLayout,
+    pub(crate) plan: NativePlan,
+    /// None where pages are another engine's.
+    append: Option<NativeAppend>,
+}
+
+/// K and V of a launch: where they lie, the lengths, the static scales.
+pub(crate) struct Kv {
+    pub kv: DeviceKv,
+    pub lengths: DeviceAddress,
+    pub scales: [DeviceAddress; 2],
 }
 
 pub(crate) fn address<T>(pointer: *const T) -> DeviceAddress {
@@ -203,12 +217,23 @@ pub unsafe extern "C" fn attn_plan_create(
         }
         let pages = pages.build();
         let gpu = device.cuda("plan for memory on a GPU")?;
+        let (kv, append) = match (given.rows, given.rotary) {
+            (0, 0) => (
+                KvLayout::Pages(pages.page_size),
+                Some(gpu.prepare_append(&pages)?),
+            ),
+            (0, _) => (
+                KvLayout::Pages(pages.page_size),
+                Some(gpu.prepare_append_rotary(&pages)?),
+            ),
+            _ => (KvLayout::PagedRows(pages.page_size), None),
+        };
         let handle = Plan {
-            plan: gpu.prepare(&problem, format, KvLayout::Pages(pages.page_size))?,
-            append: match given.rotary {
-                0 => gpu.prepare_append(&pages)?,
-                _ => gpu.prepare_append_rotary(&pages)?,
+            plan: match given.ragged {
+                0 => gpu.prepare(&problem, format, kv)?,
+                _ => gpu.prepare_ragged(&problem, format, kv)?,
             },
+            append,
             layout: pages.layout()?,
             device: device.clone(),
             problem,
@@ -243,17 +268,21 @@ pub unsafe extern "C" fn attn_plan_get_info(plan: *const Plan, info: *mut PlanIn
         // SAFETY: this function's contract.
         let (plan, info) = unsafe { (handle("plan", plan)?, place("info", info)?) };
         *info = PlanInfo {
-            page_bytes: plan.layout.page_bytes(),
+            page_bytes: match plan.append {
+                Some(_) => plan.layout.page_bytes(),
+                None => 0,
+            },
             workspace_bytes: plan.plan.workspace_bytes(),
             zeroed_bytes: plan.plan.zeroed_bytes(),
-            query_block_bytes: size_of_val(plan.plan.query_blocks()),
+            query_block_bytes: plan.plan.query_blocks_bytes(),
             residual_slots: plan.residual_slots(),
         };
         Ok(())
     })
 }
 
-/// Copies a plan's query blocks to host memory of attn_plan_info.query_block_bytes bytes, for attn_buffers.
+/// Copies a plan's query blocks to host memory of attn_plan_info.query_block_bytes bytes, for attn_buffers. Not for a ragged plan, whose list
+/// attn_plan_list_query_blocks makes: writes nothing.
 ///
 /// # Safety
 /// `plan` has not been destroyed; `bytes` has room for them.
@@ -271,6 +300,32 @@ pub unsafe extern "C" fn attn_plan_query_blocks(plan: *const Plan, bytes: *mut c
         let parts = out.chunks_exact_mut(4).zip(words);
         parts.for_each(|(out, word)| out.copy_from_slice(&word.to_ne_bytes()));
         Ok(())
+    })
+}
+
+/// Lists the query blocks of a step of a ragged plan on the device: enqueues one launch on `stream`, once for the layers of a step. A CUDA graph can
+/// capture it, and sequences may bring other numbers of query tokens each time that it runs. Sequences without any cost nothing.
+///
+/// `cu_seqlens_q` is int32 `[count + 1]` on the device: the first query token of each sequence, then the end of the last one's, at most as many as
+/// attn_plan_config.q_lens has in all. `query_blocks` has room for attn_plan_info.query_block_bytes, for attn_buffers.
+///
+/// # Safety
+/// As attn_plan_attend; on the device, cu_seqlens_q never falls.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_plan_list_query_blocks(
+    plan: *const Plan,
+    cu_seqlens_q: *const i32,
+    query_blocks: *mut c_void,
+    stream: *mut c_void,
+) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let plan = unsafe { handle("plan", plan)? };
+        let starts = given("cu_seqlens_q", cu_seqlens_q)?;
+        let to = given("query_blocks", query_blocks)?;
+        let gpu = plan.device.cuda("plan")?;
+        // SAFETY: this function's contract.
+        Ok(unsafe { gpu.query_blocks_on(&plan.plan, Stream::from_raw(stream), starts, to) }?)
     })
 }
 
@@ -304,30 +359,32 @@ impl Plan {
         }
     }
 
-    fn decode_args(
-        &self,
-        pages: &Pages,
-        rows: &Rows,
-        buffers: &Buffers,
-    ) -> Result<DecodeArgs, Failure> {
-        let reach = pages
-            .page_table_stride
-            .saturating_mul(self.layout.page_size());
+    /// The launch of appends; refuses a plan for another engine's pages.
+    fn append(&self) -> Result<&NativeAppend, Failure> {
+        let sentence = "the plan is for another engine's pages, which attn_plan_attend_rows reads and nothing writes; create one with attn_plan_config.rows 0";
+        let refused = || Failure::new(Status::Parameter, sentence);
+        self.append.as_ref().ok_or_else(refused)
+    }
+
+    /// Refuses a page table that ends before the plan's longest length.
+    pub(crate) fn check_table(&self, page_table_stride: usize) -> Result<(), Failure> {
+        let reach = page_table_stride.saturating_mul(self.layout.page_size());
         if reach < self.plan.max_kv_len() {
             let sentence = format!(
-                "page_table_stride is {}, but the plan's longest length, {}, needs more pages",
-                pages.page_table_stride,
+                "page_table_stride is {page_table_stride}, but the plan's longest length, {}, needs more pages",
                 self.plan.max_kv_len()
             );
             return Err(Failure::new(Status::Shape, sentence));
         }
-        rows.check_on_device([self.problem.num_q_heads, self.problem.head_dim])?;
-        let has_blocks = !self.plan.query_blocks().is_empty();
-        Ok(DecodeArgs {
-            q: given("q", rows.q)?,
-            out: given("out", rows.out)?,
-            dtype: on_device(rows.dtype)?,
-            lse: address(rows.lse),
+        Ok(())
+    }
+
+    /// The library's pages.
+    fn kv_of_pages(&self, pages: &Pages) -> Result<Kv, Failure> {
+        self.append()?;
+        self.check_table(pages.page_table_stride)?;
+        let format = self.layout.format();
+        Ok(Kv {
             kv: DeviceKv::Paged {
                 pool: pages.pool(&self.layout)?,
                 page_table: given("page_table", pages.page_table)?,
@@ -335,13 +392,36 @@ impl Plan {
                 residual_pages: address(pages.residual_pages),
                 residual_slots: self.residual_slots(),
             },
-            kv_lens: given("lengths", pages.lengths)?,
+            lengths: given("lengths", pages.lengths)?,
+            scales: [
+                scales("k_scales", pages.k_scales, format.k)?,
+                scales("v_scales", pages.v_scales, format.v)?,
+            ],
+        })
+    }
+
+    pub(crate) fn decode_args(
+        &self,
+        kv: Kv,
+        rows: &Rows,
+        buffers: &Buffers,
+    ) -> Result<DecodeArgs, Failure> {
+        rows.check_on_device([self.problem.num_q_heads, self.problem.head_dim])?;
+        let has_blocks = self.plan.query_blocks_bytes() > 0;
+        let [k_tensor_scales, v_tensor_scales] = kv.scales;
+        Ok(DecodeArgs {
+            q: given("q", rows.q)?,
+            out: given("out", rows.out)?,
+            dtype: on_device(rows.dtype)?,
+            lse: address(rows.lse),
+            kv: kv.kv,
+            kv_lens: kv.lengths,
             query_blocks: match has_blocks {
                 true => given("query_blocks", buffers.query_blocks)?,
                 false => DeviceAddress::NULL,
             },
-            k_tensor_scales: scales("k_scales", pages.k_scales, self.layout.format().k)?,
-            v_tensor_scales: scales("v_scales", pages.v_scales, self.layout.format().v)?,
+            k_tensor_scales,
+            v_tensor_scales,
             alibi_slopes: match self.problem.alibi_slopes {
                 Some(_) => given("alibi_slopes", buffers.alibi_slopes)?,
                 None => DeviceAddress::NULL,
@@ -391,7 +471,7 @@ pub unsafe extern "C" fn attn_plan_attend(
                 config(buffers)?,
             )
         };
-        let args = plan.decode_args(&pages, &rows, &buffers)?;
+        let args = plan.decode_args(plan.kv_of_pages(&pages)?, &rows, &buffers)?;
         let gpu = plan.device.cuda("plan")?;
         // SAFETY: this function's contract.
         Ok(unsafe { gpu.decode_on(&plan.plan, Stream::from_raw(stream), &args) }?)
@@ -427,7 +507,7 @@ pub unsafe extern "C" fn attn_plan_step(
         };
         tokens.check_on_device(plan.problem.head_dim)?;
         tokens.without_rotary()?;
-        let decode = plan.decode_args(&pages, &rows, &buffers)?;
+        let decode = plan.decode_args(plan.kv_of_pages(&pages)?, &rows, &buffers)?;
         let append = AppendArgs {
             k: given("k", tokens.k)?,
             v: given("v", tokens.v)?,
@@ -448,7 +528,7 @@ pub unsafe extern "C" fn attn_plan_step(
         let gpu = plan.device.cuda("plan")?;
         let stream = Stream::from_raw(stream);
         // SAFETY: this function's contract.
-        Ok(unsafe { gpu.append_decode_on(&plan.append, &plan.plan, stream, &append, &decode) }?)
+        Ok(unsafe { gpu.append_decode_on(plan.append()?, &plan.plan, stream, &append, &decode) }?)
     })
 }
 
@@ -499,6 +579,6 @@ pub unsafe extern "C" fn attn_plan_append_slots(
         };
         let gpu = plan.device.cuda("plan")?;
         // SAFETY: this function's contract.
-        Ok(unsafe { gpu.append_slots_on(&plan.append, Stream::from_raw(stream), &args) }?)
+        Ok(unsafe { gpu.append_slots_on(plan.append()?, Stream::from_raw(stream), &args) }?)
     })
 }

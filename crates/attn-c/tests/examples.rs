@@ -59,6 +59,20 @@ fn c_decodes_on_the_cpu() {
 
 #[test]
 #[cfg(target_os = "linux")]
+fn c_serves_a_model_of_several_layers() {
+    let said = run(&["cc", "-std=c99"], "layers.c", "cpu");
+    assert!(
+        said.contains("refused, as it should be: k[5] is NaN"),
+        "{said}"
+    );
+    assert!(
+        said.contains("3 layers of 301 tokens in 2 pages each"),
+        "{said}"
+    );
+}
+
+#[test]
+#[cfg(target_os = "linux")]
 fn cpp_decodes_on_the_cpu() {
     let said = run(&["c++", "-std=c++17"], "decode.cpp", "cpu");
     assert!(

@@ -1,5 +1,7 @@
 //! What C callers may get wrong: each is refused with a status and a sentence, and changes nothing.
 
+mod common;
+
 use std::{
     ffi::{CStr, c_char, c_void},
     ptr,
@@ -7,135 +9,7 @@ use std::{
 
 use attn_c::*;
 
-const HEADS: usize = 2;
-const DIM: usize = 64;
-const ROW: usize = HEADS * DIM;
-
-fn last_error() -> String {
-    // SAFETY: the text is this thread's, and no call fails meanwhile.
-    unsafe { CStr::from_ptr(attn_last_error()) }
-        .to_str()
-        .expect("sentences are UTF-8")
-        .to_owned()
-}
-
-#[track_caller]
-fn refused(status: Status, expected: Status, sentence: &str) {
-    let said = last_error();
-    assert_eq!(status, expected, "{said}");
-    assert!(said.contains(sentence), "{said:?} lacks {sentence:?}");
-}
-
-fn config() -> CacheConfig {
-    CacheConfig {
-        struct_size: size_of::<CacheConfig>(),
-        format: c"int8".as_ptr(),
-        kv_heads: HEADS,
-        head_dim: DIM,
-        sequences: 2,
-        max_tokens: 128,
-        pages: 0,
-        page_size: 0,
-        max_q_len: 0,
-        k_scales: ptr::null(),
-        v_scales: ptr::null(),
-    }
-}
-
-const PLAIN: Modifiers = Modifiers {
-    scale: 0.0,
-    softcap: 0.0,
-    window: 0,
-    alibi_slopes: ptr::null(),
-    sinks: ptr::null(),
-    flags: 0,
-};
-
-fn tokens(k: &[f32], v: &[f32]) -> Tokens {
-    Tokens {
-        struct_size: size_of::<Tokens>(),
-        k: k.as_ptr().cast(),
-        v: v.as_ptr().cast(),
-        dtype: Dtype::F32 as u32,
-        k_token_stride: 0,
-        v_token_stride: 0,
-        k_head_stride: 0,
-        v_head_stride: 0,
-        rotary: ptr::null(),
-    }
-}
-
-fn rows(q: &[f32], out: &mut [f32]) -> Rows {
-    Rows {
-        struct_size: size_of::<Rows>(),
-        q: q.as_ptr().cast(),
-        out: out.as_mut_ptr().cast(),
-        dtype: Dtype::F32 as u32,
-        lse: ptr::null_mut(),
-        q_token_stride: 0,
-        q_head_stride: 0,
-        out_token_stride: 0,
-        out_head_stride: 0,
-    }
-}
-
-/// A device and a cache on the CPU, destroyed with it.
-struct Handles {
-    device: *mut Device,
-    cache: *mut Cache,
-}
-
-impl Handles {
-    fn new() -> Self {
-        let (mut device, mut cache) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the arguments are this function's own; so below, unless it says otherwise.
-        unsafe {
-            assert_eq!(attn_device_open(c"cpu".as_ptr(), &mut device), Status::Ok);
-            assert_eq!(attn_cache_create(device, &config(), &mut cache), Status::Ok);
-        }
-        Handles { device, cache }
-    }
-
-    fn append(&self, appends: &[Append], tokens: &Tokens) -> Status {
-        // SAFETY: as above.
-        unsafe { attn_cache_append(self.cache, appends.as_ptr(), appends.len(), tokens) }
-    }
-
-    fn attend(&self, sequences: &[usize], modifiers: Modifiers, rows: &Rows) -> Status {
-        let step = Step {
-            struct_size: size_of::<Step>(),
-            q_heads: 2 * HEADS,
-            count: sequences.len(),
-            sequences: sequences.as_ptr(),
-            q_lens: ptr::null(),
-            modifiers,
-        };
-        // SAFETY: as above.
-        unsafe { attn_cache_attend(self.cache, &step, rows) }
-    }
-
-    fn len(&self, sequence: usize) -> usize {
-        let mut tokens = 0;
-        // SAFETY: as above.
-        let status = unsafe { attn_cache_tokens(self.cache, sequence, &mut tokens) };
-        assert_eq!(status, Status::Ok);
-        tokens
-    }
-}
-
-impl Drop for Handles {
-    fn drop(&mut self) {
-        // SAFETY: made by `new`.
-        unsafe {
-            attn_cache_destroy(self.cache);
-            attn_device_close(self.device);
-        }
-    }
-}
-
-fn one(sequence: usize, tokens: usize) -> Append {
-    Append { sequence, tokens }
-}
+use common::*;
 
 #[test]
 fn null_is_refused_by_name() {
@@ -393,12 +267,21 @@ fn a_plan_needs_a_gpu() {
         max_tokens: 64,
         modifiers: PLAIN,
         rotary: 1,
+        ragged: 1,
+        rows: 0,
     };
     let mut plan = ptr::null_mut();
+    let of_rows = PlanConfig { rows: 1, ..config };
     // SAFETY: the arguments are this function's own; the device refuses before it reads an address.
     unsafe {
         let status = attn_plan_create(handles.device, &config, &mut plan);
         refused(status, Status::Device, "cpu");
+        let status = attn_plan_create(handles.device, &of_rows, &mut plan);
+        refused(status, Status::Device, "cpu");
+        let none = ptr::null_mut();
+        let status =
+            attn_plan_attend_rows(none, ptr::null(), ptr::null(), ptr::null(), none.cast());
+        refused(status, Status::Parameter, "plan is NULL");
         let mut new = tokens(&[], &[]);
         let status = attn_cache_append_on(handles.cache, ptr::null(), 0, &new, ptr::null_mut());
         refused(status, Status::Device, "cpu");
@@ -408,6 +291,9 @@ fn a_plan_needs_a_gpu() {
         refused(status, Status::Parameter, "attn_tokens.rotary");
         let status = attn_cache_append(handles.cache, ptr::null(), 0, &new);
         refused(status, Status::Parameter, "attn_tokens.rotary");
+        let status =
+            attn_plan_list_query_blocks(plan, ptr::null(), ptr::null_mut(), ptr::null_mut());
+        refused(status, Status::Parameter, "plan");
     }
     assert!(plan.is_null());
 }

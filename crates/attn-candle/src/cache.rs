@@ -1,9 +1,10 @@
-//! A cache of one attention layer, and attention over it.
+//! A cache of one attention layer or of several, and attention over it.
 
 use std::{fmt, sync::Arc};
 
 use attn::{
-    Append, BackendId, CacheConfig, Heads, HostRows, HostSteps, KvCache, KvFormat, Problem, RowsMut,
+    Append, BackendId, CacheConfig, Heads, HostRows, HostSteps, KvCache, KvFormat, Problem, Rows,
+    RowsMut,
 };
 use candle_core::{DType, Device, Shape, Tensor};
 use half::{bf16, f16};
@@ -16,13 +17,13 @@ use crate::{
 /// The quantized K and V of one attention layer, for one or more sequences, and attention over them.
 ///
 /// `append` the new K and V, then `attend` with the queries of the newest tokens. A token has the same bits attended alone, in a batch, or in a
-/// prompt.
+/// prompt. One cache can also have all layers of a model: [`QuantizedKvCache::shared`].
 pub struct QuantizedKvCache {
     device: Arc<attn::Device>,
     cache: KvCache,
     steps: HostSteps,
-    /// Heads and modifiers of every step; its sequences are those of the step.
-    problem: Problem,
+    /// Of each layer, heads and modifiers of its steps; their sequences are those of the step.
+    problems: Vec<Problem>,
     all: Vec<usize>,
 }
 
@@ -47,7 +48,7 @@ impl QuantizedKvCache {
             .max_q_len(max_tokens)
             .build();
         let problem = Problem::new(heads, []);
-        Self::with(open(device)?, &config, problem)
+        Self::with(open(device)?, &config, vec![problem])
     }
 
     /// An empty cache for each layer of a model. A layer's problem has its heads, its softmax scale, and what else changes its scores: window, soft
@@ -80,36 +81,82 @@ impl QuantizedKvCache {
         let device = open(device)?;
         let problems = problems.into_iter();
         problems
-            .map(|problem| Self::with(device.clone(), config, problem))
+            .map(|problem| Self::with(device.clone(), config, vec![problem]))
             .collect()
+    }
+
+    /// One empty cache for all layers of a model, which have the same KV heads and dims: lengths, pages and forks are kept once. A step's tokens are
+    /// counted by [`QuantizedKvCache::reserve`], then written and attended layer by layer; a step that fails in any layer is taken back whole.
+    ///
+    /// # Errors
+    /// Those of [`QuantizedKvCache::layers`]; [`Error::Attention`] with [`attn::Error::Parameter`] for another number of problems than the config's
+    /// layers.
+    ///
+    /// ```
+    /// use attn::{CacheConfig, Heads, KvFormat, Problem};
+    /// use attn_candle::QuantizedKvCache;
+    /// use candle_core::{DType, Device, Tensor};
+    ///
+    /// let heads = Heads { q: 8, kv: 2, dim: 64 };
+    /// let config = CacheConfig::builder(KvFormat::INT8, heads).layers(3).max_len(4096).build();
+    /// let problems = vec![Problem::new(heads, []); 3];
+    /// let mut cache = QuantizedKvCache::shared(&config, problems, &Device::Cpu)?;
+    /// let [q, kv] = [8, 2].map(|heads| Tensor::ones((1, heads, 10, 64), DType::F32, &Device::Cpu));
+    /// let (q, kv) = (q?, kv?);
+    ///
+    /// cache.reserve(&[0], 10)?;
+    /// for layer in 0..3 {
+    ///     cache.write(layer, &kv, &kv)?;
+    ///     let out = cache.attend_layer(layer, &[0], &q)?;
+    ///     assert_eq!(out.dims(), q.dims());
+    /// }
+    /// assert_eq!(cache.lens(), [10]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn shared(
+        config: &CacheConfig,
+        problems: impl IntoIterator<Item = Problem>,
+        device: &Device,
+    ) -> Result<Self, Error> {
+        Self::with(open(device)?, config, problems.into_iter().collect())
     }
 
     fn with(
         device: Arc<attn::Device>,
         config: &CacheConfig,
-        mut problem: Problem,
+        mut problems: Vec<Problem>,
     ) -> Result<Self, Error> {
-        problem.q_lens.clear();
-        problem.kv_lens.clear();
-        problem.check()?;
-        let pairs = [
-            ("num_kv_heads", problem.num_kv_heads, config.num_kv_heads),
-            ("head_dim", problem.head_dim, config.head_dim),
-        ];
-        if let Some((what, problem, cache)) = pairs.into_iter().find(|(_, a, b)| a != b) {
-            let [problem, cache] = [problem, cache].map(|x| x.to_string());
-            return Err(attn::Error::Mismatch {
-                what,
-                problem,
-                cache,
+        if problems.len() != config.layers {
+            return Err(attn::Error::Parameter {
+                what: "the number of problems",
+                given: format!("{} for {} layers", problems.len(), config.layers),
+                allowed: "one for each layer of the config",
             }
             .into());
+        }
+        for problem in &mut problems {
+            problem.q_lens.clear();
+            problem.kv_lens.clear();
+            problem.check()?;
+            let pairs = [
+                ("num_kv_heads", problem.num_kv_heads, config.num_kv_heads),
+                ("head_dim", problem.head_dim, config.head_dim),
+            ];
+            if let Some((what, problem, cache)) = pairs.into_iter().find(|(_, a, b)| a != b) {
+                let [problem, cache] = [problem, cache].map(|x| x.to_string());
+                return Err(attn::Error::Mismatch {
+                    what,
+                    problem,
+                    cache,
+                }
+                .into());
+            }
         }
         Ok(QuantizedKvCache {
             cache: device.backend().create_cache(config)?,
             device,
             steps: HostSteps::default(),
-            problem,
+            problems,
             all: (0..config.num_sequences).collect(),
         })
     }
@@ -149,21 +196,73 @@ impl QuantizedKvCache {
     /// [`Error::Device`], [`Error::DType`], [`Error::Shape`] or [`Error::Batch`] naming `q`; [`Error::Attention`] with those of
     /// [`HostSteps::attend`].
     pub fn attend_to(&mut self, sequences: &[usize], q: &Tensor) -> Result<Tensor, Error> {
-        let Heads { q: heads, dim, .. } = self.problem.heads();
+        // Of several layers one is named.
+        self.cache.sequences(&[])?;
+        self.attend_layer(0, sequences, q)
+    }
+
+    /// Begins a step of all layers: takes the pages of `tokens` new tokens for each of these sequences, and counts them. Each layer is written then,
+    /// and attended once it is written; with the last one's write the step is over. Until then the sequences are neither forked, truncated, emptied
+    /// nor dropped from.
+    ///
+    /// # Errors
+    /// [`Error::Attention`] with those of [`KvCache::reserve`]. Nothing is changed then.
+    pub fn reserve(&mut self, sequences: &[usize], tokens: usize) -> Result<(), Error> {
+        Ok(self.cache.reserve(&appends(sequences, tokens))?)
+    }
+
+    /// Writes a layer's `k` and `v` `[sequences, kv heads, tokens, head_dim]`, the sequences and tokens of [`QuantizedKvCache::reserve`]. Layers come in
+    /// any order, each once.
+    ///
+    /// # Errors
+    /// [`Error::Device`], [`Error::DType`], [`Error::Shape`] or [`Error::Batch`] naming `k` or `v`; [`Error::Attention`] with those of
+    /// [`KvCache::write`]. The layer counts as not written then.
+    pub fn write(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<(), Error> {
+        // Without an open step the write is refused, whatever its rows.
+        let step = self.cache.open_step();
+        let sequences = step.map_or(k.dims().first().copied().unwrap_or(0), <[Append]>::len);
+        let cache = &mut self.cache;
+        with_rows(cache, sequences, [k, v], |cache, _, [k, v]| {
+            Ok(cache.write(layer, k, v)?)
+        })
+    }
+
+    /// Takes the open step back, whichever layers were written; nothing is done without one.
+    ///
+    /// # Errors
+    /// [`Error::Attention`] with those of [`KvCache::cancel_step`].
+    pub fn cancel_step(&mut self) -> Result<(), Error> {
+        Ok(self.cache.cancel_step()?)
+    }
+
+    /// Attends a layer with `q` `[sequences named, q heads, tokens, head_dim]`, as [`QuantizedKvCache::attend_to`] does.
+    ///
+    /// # Errors
+    /// Those of [`QuantizedKvCache::attend_to`]; [`Error::Attention`] with [`attn::Error::Layer`], or [`attn::Error::Step`] for a layer that lacks the
+    /// tokens of an open step.
+    pub fn attend_layer(
+        &mut self,
+        layer: usize,
+        sequences: &[usize],
+        q: &Tensor,
+    ) -> Result<Tensor, Error> {
+        self.cache.layer(layer)?;
+        let problem = &self.problems[layer];
+        let Heads { q: heads, dim, .. } = problem.heads();
         let expected = Expected {
             what: "q",
             heads,
             dim,
         };
         let rows = TensorRows::new(expected, q, sequences.len())?;
-        let mut problem = self.problem.clone();
+        let mut problem = problem.clone();
         problem.kv_lens = vec![0; sequences.len()];
         problem.q_lens = vec![rows.tokens; sequences.len()];
         let shape = Shape::from((sequences.len(), rows.tokens, heads, dim));
         let out = match q.dtype() {
-            DType::F16 => self.step(sequences, &problem, &rows, (f16::ZERO, shape)),
-            DType::BF16 => self.step(sequences, &problem, &rows, (bf16::ZERO, shape)),
-            _ => self.step(sequences, &problem, &rows, (0f32, shape)),
+            DType::F16 => self.step((layer, sequences), &problem, &rows, (f16::ZERO, shape)),
+            DType::BF16 => self.step((layer, sequences), &problem, &rows, (bf16::ZERO, shape)),
+            _ => self.step((layer, sequences), &problem, &rows, (0f32, shape)),
         }?;
         Ok(out.transpose(1, 2)?)
     }
@@ -171,7 +270,7 @@ impl QuantizedKvCache {
     /// One step, into a new tensor of this shape.
     fn step<T>(
         &mut self,
-        sequences: &[usize],
+        (layer, sequences): (usize, &[usize]),
         problem: &Problem,
         rows: &TensorRows,
         (zero, shape): (T, Shape),
@@ -187,10 +286,9 @@ impl QuantizedKvCache {
                 out: (&mut *out).into(),
                 lse: None,
             };
-            let backend = self.device.backend();
-            Ok(self
-                .steps
-                .attend(backend, &self.cache, sequences, problem, rows)?)
+            let (backend, layer) = (self.device.backend(), self.cache.layer(layer)?);
+            let steps = &mut self.steps;
+            Ok(steps.attend_layer(backend, layer, sequences, problem, rows)?)
         })?;
         Ok(Tensor::from_vec(out, shape, &Device::Cpu)?)
     }
@@ -209,6 +307,15 @@ impl QuantizedKvCache {
         Ok(self.cache.truncate(sequence, tokens)?)
     }
 
+    /// Frees the pages of a sequence's tokens before `token`, which no window sees any more: at most the length less the widest layer's
+    /// [`Problem::window_left`]. Lengths, positions and bits stay; pages go by whole tiles of 64 tokens, in all layers.
+    ///
+    /// # Errors
+    /// [`Error::Attention`] with those of [`KvCache::drop_before`].
+    pub fn drop_before(&mut self, sequence: usize, token: usize) -> Result<(), Error> {
+        Ok(self.cache.drop_before(sequence, token)?)
+    }
+
     /// Makes the empty sequence `to` share the tokens of `from`, such as a common prompt.
     ///
     /// # Errors
@@ -225,12 +332,16 @@ impl QuantizedKvCache {
         Ok(self.cache.free_sequence(sequence)?)
     }
 
-    /// Empties all sequences.
-    pub fn reset(&mut self) {
+    /// Takes an open step back, and empties all sequences.
+    ///
+    /// # Errors
+    /// Those of [`QuantizedKvCache::cancel_step`].
+    pub fn reset(&mut self) -> Result<(), Error> {
+        self.cancel_step()?;
         for sequence in &self.all {
-            let freed = self.cache.free_sequence(*sequence);
-            freed.expect("the cache has these sequences");
+            self.cache.free_sequence(*sequence)?;
         }
+        Ok(())
     }
 
     /// The cache itself: its description, pages and free pages.
@@ -260,20 +371,35 @@ fn open(device: &Device) -> Result<Arc<attn::Device>, Error> {
 }
 
 fn append(cache: &mut KvCache, sequences: &[usize], k: &Tensor, v: &Tensor) -> Result<(), Error> {
+    with_rows(cache, sequences.len(), [k, v], |cache, tokens, [k, v]| {
+        Ok(cache.append_batch(&appends(sequences, tokens), k, v)?)
+    })
+}
+
+fn appends(sequences: &[usize], tokens: usize) -> Vec<Append> {
+    let of = |sequence: &usize| Append {
+        sequence: *sequence,
+        tokens,
+    };
+    sequences.iter().map(of).collect()
+}
+
+/// Calls `work` with the tokens of each of so many sequences, and the rows of K and V.
+fn with_rows(
+    cache: &mut KvCache,
+    sequences: usize,
+    [k, v]: [&Tensor; 2],
+    work: impl FnOnce(&mut KvCache, usize, [Rows<'_>; 2]) -> Result<(), Error>,
+) -> Result<(), Error> {
     let rows = |what, tensor| {
         let expected = Expected {
             what,
             heads: cache.config().num_kv_heads,
             dim: cache.config().head_dim,
         };
-        TensorRows::new(expected, tensor, sequences.len())
+        TensorRows::new(expected, tensor, sequences)
     };
     let [k, v] = [rows("k", k)?, rows("v", v)?];
     let tokens = k.tokens;
-    let of = |sequence: &usize| Append {
-        sequence: *sequence,
-        tokens,
-    };
-    let appends: Vec<_> = sequences.iter().map(of).collect();
-    k.read(|k| v.read(|v| Ok(cache.append_batch(&appends, k, v)?)))
+    k.read(|k| v.read(|v| work(cache, tokens, [k, v])))
 }

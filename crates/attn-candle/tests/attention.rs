@@ -239,7 +239,7 @@ fn drafts_are_taken_back_prefixes_shared_and_sequences_emptied() {
     assert_eq!(bits(&cache.attend_to(&[0], &q).unwrap()), bits(&before));
     cache.free(1).unwrap();
     assert_eq!(cache.lens(), [20, 0]);
-    cache.reset();
+    cache.reset().unwrap();
     assert_eq!(cache.lens(), [0, 0]);
     assert_eq!(cache.cache().free_pages(), cache.cache().config().num_pages);
 }

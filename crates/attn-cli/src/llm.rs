@@ -1,10 +1,16 @@
 //! `attn generate` and `attn perplexity`: a whole model, from its file to text, over a cache of any format.
 
-use std::{fs, path::PathBuf, sync::Arc};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use attn::{DecodeAttention, KvFormat};
-use attn_llm::{Comparison, Fidelity, Generation, Model, Options, PagedKv, Tokenizer};
+use attn_llm::{
+    Comparison, Event, Fidelity, Generation, Model, Options, PagedKv, Products, Tokenizer,
+};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
@@ -13,9 +19,13 @@ use crate::{Backends, console::Console, figures::number, target::Target};
 /// The model, and where its attention runs.
 #[derive(clap::Args)]
 struct ModelArgs {
-    /// A GGUF file, or a folder with config.json, tokenizer.json and safetensors: Llama 2 and 3, SmolLM2, Mistral, Qwen 2 and 3.
+    /// A GGUF file, or a folder with config.json, tokenizer.json and safetensors: Llama 2 and 3, SmolLM2, Mistral, Qwen 2 and 3. With the feature `hub`
+    /// also a name on huggingface.co: owner/model or owner/model/FILE.gguf, @revision behind the model.
     #[arg(long, value_name = "PATH")]
     model: PathBuf,
+    /// Matrix products: f32; packed: with a GGUF file's own blocks and activations in 8 bits; cuda: in f32 on a GPU, with the feature `llm-cuda`.
+    #[arg(long, default_value_t)]
+    products: Products,
     /// cuda, wgpu or cpu, for attention; the best present by default.
     #[arg(long)]
     backend: Option<attn::BackendId>,
@@ -60,7 +70,7 @@ pub struct PerplexityArgs {
     /// A text file; several are read one after another.
     #[arg(long, required = true, value_delimiter = ',', value_name = "FILE")]
     text: Vec<PathBuf>,
-    /// Formats, and f32: plain attention over a cache of f32, which all are compared with.
+    /// Formats, and f32: plain attention over a cache of f32, which all are compared with, products in f32.
     #[arg(long, value_delimiter = ',', default_value = "f32,bf16,fp8,int8,int8/int4,int4", value_parser = format)]
     kv: Vec<CacheFormat>,
     /// Tokens of a piece; each begins with an empty cache.
@@ -104,12 +114,7 @@ impl ModelArgs {
         let selection = (backends.select)(self.backend)?;
         let device = selection.backend.device();
         let device = format!("{}: {} ({})", selection.id, device.name, device.detail);
-        let bar = bar("loading", 0);
-        let (model, tokenizer) = attn_llm::load(&self.model, &mut |layers, of| {
-            bar.set_length(of as u64);
-            bar.set_position(layers as u64);
-        })?;
-        bar.finish_and_clear();
+        let (model, tokenizer) = load(&self.path()?, self.products)?;
         Ok(Ready {
             model,
             tokenizer,
@@ -121,6 +126,40 @@ impl ModelArgs {
     fn chunk(&self) -> usize {
         self.chunk as usize
     }
+
+    /// Where the model's files are, once they are on this machine.
+    fn path(&self) -> Result<PathBuf> {
+        if self.model.exists() {
+            return Ok(self.model.clone());
+        }
+        #[cfg(feature = "hub")]
+        {
+            let name = self.model.to_string_lossy();
+            let bar = bar("fetching", 0);
+            let path = attn_llm::hub::fetch(&name, &mut |file, done, of| {
+                bar.set_message(format!("fetching {file}"));
+                bar.set_length(of as u64);
+                bar.set_position(done as u64);
+            })?;
+            bar.finish_and_clear();
+            Ok(path)
+        }
+        #[cfg(not(feature = "hub"))]
+        Err(anyhow!(
+            "there is no file or folder {}; check the path (a build with the feature hub takes names on huggingface.co, too)",
+            self.model.display()
+        ))
+    }
+}
+
+fn load(path: &Path, products: Products) -> Result<(Model, Tokenizer)> {
+    let bar = bar("loading", 0);
+    let loaded = attn_llm::load(path, products, &mut |layers, of| {
+        bar.set_length(of as u64);
+        bar.set_position(layers as u64);
+    })?;
+    bar.finish_and_clear();
+    Ok(loaded)
 }
 
 /// A bar on standard error; it is drawn on terminals alone.
@@ -193,14 +232,26 @@ fn generate_in(
     if streams && args.kv.len() > 1 {
         console.line(format_args!("[{format}]"))?;
     }
-    let mut on_token = |_: usize, token: u32| -> Result<(), attn_llm::Error> {
-        if streams && printed.is_ok() {
-            let text = text.push(token)?;
-            printed = console.text(text);
+    let bar = bar("prompts", 0);
+    let mut on_event = |event| -> Result<(), attn_llm::Error> {
+        match event {
+            Event::Prompt { done, of } => {
+                bar.set_length(of as u64);
+                bar.set_position(done as u64);
+                if done == of {
+                    bar.finish_and_clear();
+                }
+            }
+            Event::Token { token, .. } if streams && printed.is_ok() => {
+                let text = text.push(token)?;
+                printed = console.text(text);
+            }
+            _ => {}
         }
         Ok(())
     };
-    let run = attn_llm::generate(&ready.model, &mut kv, prompts, &options, &mut on_token)?;
+    let run = attn_llm::generate(&ready.model, &mut kv, prompts, &options, &mut on_event)?;
+    bar.finish_and_clear();
     printed?;
     if streams {
         console.line("")?;
@@ -286,8 +337,15 @@ pub fn perplexity(
     let formats: Vec<_> = args.kv.iter().map(|format| format.0).collect();
     let total: usize = pieces.iter().map(|piece| piece.len()).sum();
     let bar = bar("predicting", total as u64);
+    // With products in f32 the model is its own reference.
+    let products = args.model.products;
+    let reference = match products {
+        Products::F32 => None,
+        _ => Some(load(&args.model.path()?, Products::F32)?.0),
+    };
     let comparison = Comparison {
         model: &ready.model,
+        reference: reference.as_ref(),
         backend: Arc::clone(&ready.backend),
         formats: &formats,
         chunk: args.model.chunk(),
@@ -298,7 +356,7 @@ pub fn perplexity(
     bar.finish_and_clear();
     console.table(&ready.device)?;
     console.table(format_args!(
-        "{} pieces of {} tokens\n",
+        "{} pieces of {} tokens, products in {products}\n",
         pieces.len(),
         args.tokens
     ))?;
@@ -308,7 +366,8 @@ pub fn perplexity(
     }
     let values: Vec<Value> = results.iter().map(fidelity_value).collect();
     console.value(&json!({
-        "device": ready.device, "tokens": args.tokens, "pieces": pieces.len(), "formats": values,
+        "device": ready.device, "products": products.to_string(), "tokens": args.tokens, "pieces": pieces.len(),
+        "formats": values,
     }))?;
     if let Some(plot) = plot {
         plot.write(crate::plot::fidelity(&results)?.as_bytes())?;

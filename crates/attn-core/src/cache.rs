@@ -175,7 +175,8 @@ impl KvCache {
         } = self.config;
         let lens = problem.q_lens.iter().zip(&table.lens).enumerate();
         for (b, (&q_len, &kv_len)) in lens.filter(|(_, (q_len, _))| **q_len > 0) {
-            let seen = problem.first_seen(q_len, kv_len);
+            let all = kv_len.saturating_add(problem.after(b));
+            let seen = problem.first_seen(q_len, all);
             if seen < table.first_tokens[b] {
                 return Err(Error::Dropped {
                     what: "the problem",
@@ -187,7 +188,7 @@ impl KvCache {
             if format.window() == Window::None {
                 continue;
             }
-            let first = problem.first_residual_read(format, q_len, kv_len);
+            let first = problem.first_residual_read(format, q_len, all);
             let kept = table.pages[b].len() - table.residual_pages[b].len();
             if first / page_size < kept {
                 return Err(Error::Mismatch {

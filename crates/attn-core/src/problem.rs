@@ -1,7 +1,7 @@
 //! The attention step to take: shapes, lengths and score modifiers, validated here, once.
 
 use crate::{
-    error::{Error, refuse},
+    error::{Error, Unsupported, refuse},
     format::KvFormat,
     layout::{check_head_dim, check_kv_heads},
     segments::TILE,
@@ -55,10 +55,13 @@ pub struct Problem {
     pub num_kv_heads: usize,
     /// The number of dims of a head: one of [`HEAD_DIMS`].
     pub head_dim: usize,
-    /// Query tokens of each sequence, 0..=1 Mi; the last stands at position `kv_len − 1`.
+    /// Query tokens of each sequence, 0..=1 Mi; the last stands at position `kv_len − 1` where no tokens follow.
     pub q_lens: Vec<usize>,
     /// Cached tokens of each sequence, 0..=1 Mi.
     pub kv_lens: Vec<usize>,
+    /// Tokens of each sequence that follow the cached ones, in other shards of it; empty for none. Positions count them: query tokens are the last
+    /// ones of cached and following tokens together.
+    pub tokens_after: Vec<usize>,
     /// The positive factor of q·k.
     pub softmax_scale: f32,
     /// Whether query token i sees only tokens up to `kv_len − q_len + i`.
@@ -97,6 +100,7 @@ impl Problem {
             head_dim: heads.dim,
             q_lens: vec![1; kv_lens.len()],
             kv_lens,
+            tokens_after: Vec::new(),
             softmax_scale: 1.0 / (heads.dim as f32).sqrt(),
             causal: true,
             softcap: None,
@@ -117,6 +121,23 @@ impl Problem {
     #[must_use]
     pub fn q_lens(mut self, q_lens: impl Into<Vec<usize>>) -> Self {
         self.q_lens = q_lens.into();
+        self
+    }
+
+    /// Sets the tokens of each sequence that follow the cached ones. A sequence may lie in shards, as runs of whole spans of
+    /// [`SPAN_TOKENS`](crate::segments::SPAN_TOKENS) tokens but for the last; each shard is a problem of its own with the same queries, and sees those
+    /// of its tokens that the queries see in the whole sequence. [`SpanStates`](crate::SpanStates) merge what shards give.
+    ///
+    /// ```
+    /// use attn_core::{Heads, Problem};
+    ///
+    /// // The first 2048 tokens of 2500, of which the last is the query's.
+    /// let problem = Problem::new(Heads { q: 4, kv: 1, dim: 64 }, [2048]).tokens_after([452]);
+    /// assert_eq!((problem.position(0, 0), problem.visible(0, 0)), (2499, 0..2048));
+    /// ```
+    #[must_use]
+    pub fn tokens_after(mut self, tokens: impl Into<Vec<usize>>) -> Self {
+        self.tokens_after = tokens.into();
         self
     }
 
@@ -244,6 +265,7 @@ impl Problem {
     #[must_use]
     pub fn of_blocks(&self, blocks: &[QueryBlock]) -> Problem {
         Problem {
+            tokens_after: Vec::new(),
             kv_lens: blocks.iter().map(|block| block.seen_len(self)).collect(),
             q_lens: blocks.iter().map(|block| block.tokens).collect(),
             ..self.clone()
@@ -294,6 +316,7 @@ impl Problem {
                 return refuse(what, len, "0 to 1048576");
             }
         }
+        self.check_tokens_after()?;
         if self.elements() > MAX_ELEMENTS {
             return refuse(
                 "query tokens x num_q_heads x head_dim",
@@ -322,6 +345,25 @@ impl Problem {
         let is_sink = |s: f32| s.abs() <= MAX_SINK;
         let allowed = "a magnitude up to 1e6; -1e6 for a head without a sink";
         self.check_per_head("sinks", self.sinks.as_deref(), is_sink, allowed)
+    }
+
+    fn check_tokens_after(&self) -> Result<(), Error> {
+        if !self.tokens_after.is_empty() && self.tokens_after.len() != self.batch() {
+            return Err(Error::Length {
+                what: "tokens_after",
+                given: self.tokens_after.len(),
+                needed: self.batch(),
+            });
+        }
+        let mut all = self.kv_lens.iter().zip(&self.tokens_after);
+        match all.find(|(len, after)| len.saturating_add(**after) > 1 << 20) {
+            Some((_, after)) => refuse(
+                "tokens_after",
+                after,
+                "0 to 1048576 tokens of a sequence, cached and following",
+            ),
+            None => Ok(()),
+        }
     }
 
     /// Refuses another number of values than one for each query head, and values that are not allowed.
@@ -356,7 +398,28 @@ impl Problem {
     pub fn position(&self, b: usize, i: usize) -> isize {
         // Checked lengths are far below 2^30.
         let signed = |x: usize| x.min(1 << 30) as isize;
-        signed(self.kv_lens[b]) - signed(self.q_lens[b]) + signed(i)
+        signed(self.kv_lens[b]) + signed(self.after(b)) - signed(self.q_lens[b]) + signed(i)
+    }
+
+    /// For backends that take whole sequences alone.
+    ///
+    /// # Errors
+    /// [`Unsupported::NoKernel`] where tokens follow in other shards.
+    pub fn check_whole(&self, backend: &'static str) -> Result<(), Unsupported> {
+        match self.tokens_after.iter().find(|after| **after > 0) {
+            None => Ok(()),
+            Some(after) => Err(Unsupported::NoKernel {
+                backend,
+                what: format!("{after} tokens that follow in other shards"),
+                built: "whole sequences; the CPU backend and CUDA's prepare_spans take shards"
+                    .into(),
+            }),
+        }
+    }
+
+    /// Tokens of sequence b that follow the cached ones.
+    pub(crate) fn after(&self, b: usize) -> usize {
+        self.tokens_after.get(b).copied().unwrap_or(0)
     }
 
     /// The first token that any of the last `q_len` tokens, at least one, of a sequence of `kv_len` sees; 0 where some stand before the sequence.
@@ -423,12 +486,13 @@ impl QueryBlock {
         end - self.tokens..end
     }
 
-    /// Tokens of its sequence, from the first on, that any of the tokens may see.
+    /// Cached tokens of its sequence, from the first on, that any of the tokens may see.
     #[must_use]
     pub fn seen_len(&self, problem: &Problem) -> usize {
         let kv_len = problem.kv_lens[self.sequence];
+        let all = kv_len.saturating_add(problem.after(self.sequence));
         match problem.causal {
-            true => kv_len.saturating_sub(self.behind),
+            true => all.saturating_sub(self.behind).min(kv_len),
             false => kv_len,
         }
     }

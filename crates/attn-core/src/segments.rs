@@ -9,6 +9,9 @@ pub const SEGMENT: usize = 4;
 /// Segments per span: segments merge inside their span, then the spans merge.
 pub const SPAN: usize = 4;
 
+/// Tokens per span: shards of a sequence begin at multiples of it.
+pub const SPAN_TOKENS: usize = SPAN * SEGMENT * TILE;
+
 /// Tiles of a sequence of `kv_len` tokens; the last one may be partial.
 #[must_use]
 pub fn num_tiles(kv_len: usize) -> usize {

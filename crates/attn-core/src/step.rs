@@ -11,6 +11,7 @@ use crate::{
     problem::Problem,
     row_layout::{Layout, scatter},
     rows::{Rows, RowsMut},
+    segments::SPAN_TOKENS,
     view::KvView,
     wide_rows::{WideRows, WideRowsMut, Widened, check_finite_rows, first_of},
 };
@@ -113,13 +114,112 @@ enum Output<'a> {
     Narrow(Vec<f32>, ElementsMut<'a>, Layout),
 }
 
-/// A decode step whose inputs and outputs have been checked against each other: holding one is the proof.
-#[must_use = "a step is decoded by DecodeAttention::decode"]
-pub struct DecodeStep<'a> {
+/// Inputs that have been checked against each other.
+struct Checked<'a> {
     plan: &'a Plan,
     problem: Cow<'a, Problem>,
     q: Widened<'a>,
     kv: KvSource<'a>,
+}
+
+impl<'a> Checked<'a> {
+    /// Checks what a step reads, with queries that lie `in_q`.
+    fn new(plan: &'a Plan, q: Rows<'a>, in_q: Layout, kv: KvSource<'a>) -> Result<Self, Error> {
+        let problem = plan.problem();
+        let (format, tensor_scales) = match kv.memory() {
+            KvMemory::Pages(layer, table) => {
+                if let KvSource::Cache(cache) = kv {
+                    cache.only_layer()?;
+                }
+                let config = layer.cache().config();
+                check_source(problem, config.num_kv_heads, config.head_dim, kv.kv_lens())?;
+                layer.check_queries_of(problem, table)?;
+                (config.format, layer.tensor_scales()[0])
+            }
+            KvMemory::View(view) => {
+                check_source(problem, view.num_kv_heads(), view.head_dim(), kv.kv_lens())?;
+                (view.format(), view.k_tensor_scales())
+            }
+        };
+        if format != plan.format() {
+            return Err(Error::Mismatch {
+                what: "format",
+                problem: plan.format().to_string(),
+                cache: format.to_string(),
+            });
+        }
+        let q = q.widened(in_q, "the queries in f32")?;
+        check_queries(problem, q.rows(), tensor_scales)?;
+        let lens = &kv.kv_lens()[..problem.batch()];
+        let problem = if problem.kv_lens == lens {
+            Cow::Borrowed(problem)
+        } else {
+            Cow::Owned(Problem {
+                kv_lens: lens.to_vec(),
+                ..problem.clone()
+            })
+        };
+        Ok(Checked {
+            plan,
+            problem,
+            q,
+            kv,
+        })
+    }
+
+    fn inputs(&self) -> StepInputs<'_> {
+        StepInputs {
+            plan: self.plan,
+            problem: &self.problem,
+            q: self.q.rows(),
+            kv: self.kv,
+        }
+    }
+}
+
+/// `[query tokens, num_q_heads, head_dim]`.
+fn shape(problem: &Problem) -> [usize; 3] {
+    let heads = problem.num_q_heads;
+    [problem.query_tokens(), heads, problem.head_dim]
+}
+
+/// A step over a shard of its sequences' tokens, which leaves the states of its spans unfinished ([`SpanStates`](crate::SpanStates)): checked as a
+/// [`DecodeStep`] is.
+#[must_use = "a step is attended by a backend's attend_spans"]
+pub struct SpansStep<'a>(Checked<'a>);
+
+impl<'a> SpansStep<'a> {
+    /// Checks a step, whose problem may have tokens that follow in other shards ([`Problem::tokens_after`]): such a sequence's cached tokens are whole
+    /// spans of [`SPAN_TOKENS`].
+    ///
+    /// # Errors
+    /// Those of [`DecodeStep::new`]; [`Error::Parameter`] for a shard that ends inside a span.
+    pub fn new(plan: &'a Plan, q: impl Into<Rows<'a>>, kv: KvSource<'a>) -> Result<Self, Error> {
+        let q = q.into();
+        let in_q = q.check("q", shape(plan.problem()))?;
+        let checked = Checked::new(plan, q, in_q, kv)?;
+        let problem = &checked.problem;
+        let mut lens = problem.kv_lens.iter().zip(&problem.tokens_after);
+        match lens.find(|(len, after)| **after > 0 && **len % SPAN_TOKENS != 0) {
+            None => Ok(SpansStep(checked)),
+            Some((len, _)) => Err(Error::Parameter {
+                what: "tokens of a shard",
+                given: len.to_string(),
+                allowed: "multiples of 1024, but for the last shard of a sequence",
+            }),
+        }
+    }
+
+    /// For backends: what the step reads.
+    pub fn inputs(&self) -> StepInputs<'_> {
+        self.0.inputs()
+    }
+}
+
+/// A decode step whose inputs and outputs have been checked against each other: holding one is the proof.
+#[must_use = "a step is decoded by DecodeAttention::decode"]
+pub struct DecodeStep<'a> {
+    inputs: Checked<'a>,
     out: Output<'a>,
     lse: Option<&'a mut [f32]>,
 }
@@ -162,45 +262,9 @@ impl<'a> DecodeStep<'a> {
         out: impl Into<RowsMut<'a>>,
     ) -> Result<Self, Error> {
         let (q, out, problem) = (q.into(), out.into(), plan.problem());
-        let needed = [
-            problem.query_tokens(),
-            problem.num_q_heads,
-            problem.head_dim,
-        ];
+        let needed = shape(problem);
         let (in_q, in_out) = (q.check("q", needed)?, out.check("out", needed)?);
-        let (format, tensor_scales) = match kv.memory() {
-            KvMemory::Pages(layer, table) => {
-                if let KvSource::Cache(cache) = kv {
-                    cache.only_layer()?;
-                }
-                let config = layer.cache().config();
-                check_source(problem, config.num_kv_heads, config.head_dim, kv.kv_lens())?;
-                layer.check_queries_of(problem, table)?;
-                (config.format, layer.tensor_scales()[0])
-            }
-            KvMemory::View(view) => {
-                check_source(problem, view.num_kv_heads(), view.head_dim(), kv.kv_lens())?;
-                (view.format(), view.k_tensor_scales())
-            }
-        };
-        if format != plan.format() {
-            return Err(Error::Mismatch {
-                what: "format",
-                problem: plan.format().to_string(),
-                cache: format.to_string(),
-            });
-        }
-        let q = q.widened(in_q, "the queries in f32")?;
-        check_queries(problem, q.rows(), tensor_scales)?;
-        let lens = &kv.kv_lens()[..problem.batch()];
-        let problem = if problem.kv_lens == lens {
-            Cow::Borrowed(problem)
-        } else {
-            Cow::Owned(Problem {
-                kv_lens: lens.to_vec(),
-                ..problem.clone()
-            })
-        };
+        let inputs = Checked::new(plan, q, in_q, kv)?;
         let out = match out.into_elements() {
             ElementsMut::F32(out) => Output::Wide(out, in_out),
             narrow => {
@@ -209,10 +273,7 @@ impl<'a> DecodeStep<'a> {
             }
         };
         Ok(DecodeStep {
-            plan,
-            problem,
-            q,
-            kv,
+            inputs,
             out,
             lse: None,
         })
@@ -223,30 +284,25 @@ impl<'a> DecodeStep<'a> {
     /// # Errors
     /// [`Error::Length`].
     pub fn with_lse(mut self, lse: &'a mut [f32]) -> Result<Self, Error> {
-        check_length("lse", lse.len(), self.problem.rows())?;
+        check_length("lse", lse.len(), self.problem().rows())?;
         self.lse = Some(lse);
         Ok(self)
     }
 
     /// The plan.
     pub fn plan(&self) -> &'a Plan {
-        self.plan
+        self.inputs.plan
     }
 
     /// The plan's problem with this step's lengths.
     #[must_use]
     pub fn problem(&self) -> &Problem {
-        &self.problem
+        &self.inputs.problem
     }
 
     /// For backends: what the step reads, and what it writes.
     pub fn parts(&mut self) -> (StepInputs<'_>, StepOutputs<'_>) {
-        let inputs = StepInputs {
-            plan: self.plan,
-            problem: &self.problem,
-            q: self.q.rows(),
-            kv: self.kv,
-        };
+        let inputs = self.inputs.inputs();
         let out = match &mut self.out {
             Output::Wide(out, layout) => WideRowsMut::of(out, *layout),
             Output::Narrow(wide, _, layout) => {

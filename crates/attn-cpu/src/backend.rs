@@ -7,7 +7,7 @@ use std::{
 
 use attn_core::{
     CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, KvCache, KvFormat,
-    Plan, Problem, Unsupported,
+    Plan, Problem, SpanStates, SpansStep, StepInputs, Unsupported,
 };
 
 use crate::{
@@ -94,6 +94,23 @@ impl Reference {
             device: DeviceInfo::new(BACKEND, "scalar specification", "one thread"),
         }
     }
+
+    /// As [`CpuBackend::attend_spans`].
+    ///
+    /// # Errors
+    /// Those of [`CpuBackend::attend_spans`].
+    pub fn attend_spans(&self, step: &SpansStep<'_>) -> Result<SpanStates, Error> {
+        let inputs = step.inputs();
+        check_plan(inputs.plan())?;
+        let integer = inputs.plan().format().is_integer();
+        let mut all = SpanStates::unseen(inputs.problem())?;
+        each_row(&inputs, |r, row, reader| {
+            for (span, state) in reference::attend_spans(row, reader, integer).enumerate() {
+                all.set(span, r, [state.m, state.l], &state.o);
+            }
+        })?;
+        Ok(all)
+    }
 }
 
 impl DecodeAttention for Reference {
@@ -116,27 +133,39 @@ impl DecodeAttention for Reference {
     fn execute(&self, step: &mut DecodeStep<'_>) -> Result<(), Error> {
         check_plan(step.plan())?;
         let (inputs, mut outputs) = step.parts();
-        let (problem, format) = (inputs.problem(), inputs.plan().format());
-        let integer = format.is_integer();
+        let integer = inputs.plan().format().is_integer();
         let mut lse = outputs.lse;
-        let tokens = problem
-            .query_ranges()
-            .enumerate()
-            .flat_map(|(b, all)| (0..all.len()).map(move |i| (b, i)));
-        let rows = tokens.flat_map(|at| (0..problem.num_q_heads).map(move |head| (at, head)));
-        for (r, ((b, i), q_head)) in rows.enumerate() {
-            let token = r / problem.num_q_heads;
-            let reader = Reader::new(inputs.kv(), b, q_head / problem.heads_per_kv())?;
-            let q = inputs.q().row(token, q_head);
-            let row = QueryRow::new(problem, [b, i, q_head], q, &reader);
-            let out = outputs.out.row(token, q_head);
-            let row_lse = reference::attend(&row, &reader, integer, out);
+        each_row(&inputs, |r, row, reader| {
+            let (token, head) = (r / row.problem.num_q_heads, row.q_head);
+            let row_lse = reference::attend(row, reader, integer, outputs.out.row(token, head));
             if let Some(lse) = &mut lse {
                 lse[r] = row_lse;
             }
-        }
-        Ok(())
+        })
     }
+}
+
+/// Calls `take` for each row of a step: its number, its query, and what it reads.
+fn each_row(
+    inputs: &StepInputs<'_>,
+    mut take: impl FnMut(usize, &QueryRow<'_>, &Reader<'_>),
+) -> Result<(), Error> {
+    let problem = inputs.problem();
+    let tokens = problem
+        .query_ranges()
+        .enumerate()
+        .flat_map(|(b, all)| (0..all.len()).map(move |i| (b, i)));
+    let rows = tokens.flat_map(|at| (0..problem.num_q_heads).map(move |head| (at, head)));
+    for (r, ((b, i), q_head)) in rows.enumerate() {
+        let reader = Reader::new(inputs.kv(), b, q_head / problem.heads_per_kv())?;
+        let q = inputs.q().row(r / problem.num_q_heads, q_head);
+        take(
+            r,
+            &QueryRow::new(problem, [b, i, q_head], q, &reader),
+            &reader,
+        );
+    }
+    Ok(())
 }
 
 /// The fast CPU backend: vector kernels of one instruction set, with rayon over (sequence, KV head, span).
@@ -236,6 +265,46 @@ impl CpuBackend {
     /// ```
     pub fn multiply(&self, rounds: usize) -> usize {
         rounds.saturating_mul(decode::products(self.isa, rounds))
+    }
+
+    /// Attends a shard of its sequences' tokens, and leaves the states of its spans as they are: what [`SpanStates::finish`] makes the bits of one step over
+    /// all tokens of.
+    ///
+    /// # Errors
+    /// [`Error::WrongBackend`] for another backend's plan or cache; [`Error::OutOfMemory`].
+    ///
+    /// ```
+    /// use attn_core::{CacheConfig, DecodeAttention, Error, Heads, KvFormat, KvSource, Problem, SpanStates, SpansStep};
+    /// use attn_cpu::CpuBackend;
+    ///
+    /// let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// let (backend, config) = (CpuBackend::new(), CacheConfig::builder(KvFormat::INT8, heads).max_len(1024).build());
+    /// let q = [0.25; 4 * 64];
+    /// // 1024 tokens here, and 300 in another shard.
+    /// let shards = [(1024, 300), (300, 0)].map(|(tokens, after)| {
+    ///     let mut cache = backend.create_cache(&config)?;
+    ///     cache.append(0, &vec![0.5; tokens * 64], &vec![2.0; tokens * 64])?;
+    ///     let problem = Problem::new(heads, [tokens]).tokens_after([after]);
+    ///     let plan = backend.plan(&problem, KvFormat::INT8)?;
+    ///     backend.attend_spans(&SpansStep::new(&plan, &q, KvSource::Cache(&cache))?)
+    /// });
+    /// let [first, second] = shards;
+    /// let (mut out, mut lse) = ([0.0; 4 * 64], [0.0; 4]);
+    /// let problem = Problem::new(heads, [1324]);
+    /// SpanStates::finish(&[first?, second?], &problem, KvFormat::INT8, &[], (&mut out, &mut lse))?;
+    /// assert!((out[0] - 2.0).abs() < 0.02);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn attend_spans(&self, step: &SpansStep<'_>) -> Result<SpanStates, Error> {
+        let inputs = step.inputs();
+        check_plan(inputs.plan())?;
+        let mut workspace = self.workspaces().pop().unwrap_or_default();
+        let is_small = decode::is_small(inputs.problem());
+        let result = self.threads.run(is_small, |threads| {
+            decode::spans(self.isa, threads, &inputs, &mut workspace)
+        });
+        self.workspaces().push(workspace);
+        result
     }
 
     fn workspaces(&self) -> MutexGuard<'_, Vec<Workspace>> {

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 
 use attn_core::{
-    Error, KvMemory, Problem, QueryBlock, Scheme, StepInputs, StepOutputs, WideRowsMut,
+    Error, KvMemory, Problem, QueryBlock, Scheme, SpanStates, StepInputs, StepOutputs, WideRowsMut,
     arithmetic::LOG2_E,
     segments::{SPAN, num_segments},
 };
@@ -189,8 +189,9 @@ pub(crate) fn products(isa: Isa, rounds: usize) -> usize {
 }
 
 impl Workspace {
-    /// Cuts a problem into splits for so many threads; returns how many of the states that they leave make up a span, and the length of all states.
-    fn cut(&mut self, problem: &Problem, threads: usize) -> (usize, usize) {
+    /// Cuts a problem into splits of spans, or into those that so many threads attend fastest; returns how many of the states that they leave
+    /// make up a span, and the length of all states.
+    fn cut(&mut self, problem: &Problem, threads: usize, by_spans: bool) -> (usize, usize) {
         self.splits.clear();
         self.blocks.clear();
         let heads = problem.num_kv_heads;
@@ -205,7 +206,9 @@ impl Workspace {
             items += heads;
             spans += heads * segments_of(problem, &block).div_ceil(SPAN);
         }
-        let per_split = if spans < 4 * threads {
+        let per_split = if by_spans {
+            SPAN
+        } else if spans < 4 * threads {
             1
         } else if few || items < 4 * threads {
             SPAN
@@ -265,23 +268,23 @@ pub(crate) fn is_small(problem: &Problem) -> bool {
     pairs.saturating_mul(problem.num_q_heads * problem.head_dim) < SMALL
 }
 
-/// Attends a whole step on `isa`, which the caller has found available, and on the `threads` of the rayon pool that it is called in;
-/// with one thread rayon has no part in it.
-pub(crate) fn decode(
+/// Attends all splits of a step on `isa`, which the caller has found available, and on the `threads` of the rayon pool that it is called in;
+/// with one thread rayon has no part in it. Leaves states in the workspace, and returns how many of a row make up a span.
+fn attend_splits(
     isa: Isa,
     threads: usize,
     step: &StepInputs<'_>,
     workspace: &mut Workspace,
-    StepOutputs { out, lse, .. }: StepOutputs<'_>,
-) -> Result<(), Error> {
+    by_spans: bool,
+) -> Result<usize, Error> {
     let problem = step.problem();
     if problem.batch() > 0 {
         // Refuses another backend's cache before any output is touched.
         Reader::new(step.kv(), 0, 0)?;
     }
-    let (span, needed) = workspace.cut(problem, threads);
+    let (span, needed) = workspace.cut(problem, threads, by_spans);
     grow("the states of a step", &mut workspace.states, needed)?;
-    let (attend, epilogue) = kernels(isa, step.plan().format().is_integer());
+    let (attend, _) = kernels(isa, step.plan().format().is_integer());
     let splits = &workspace.splits[..];
     let states = Shared::new(&mut workspace.states);
     let row = problem.heads_per_kv() * (problem.head_dim + 2);
@@ -301,6 +304,44 @@ pub(crate) fn decode(
         let indices = (0..splits.len()).into_par_iter().with_max_len(1);
         indices.try_for_each(run)?;
     }
+    Ok(span)
+}
+
+/// The states of a step's spans; see [`attend_splits`].
+pub(crate) fn spans(
+    isa: Isa,
+    threads: usize,
+    step: &StepInputs<'_>,
+    workspace: &mut Workspace,
+) -> Result<SpanStates, Error> {
+    attend_splits(isa, threads, step, workspace, true)?;
+    let problem = step.problem();
+    let (dim, per) = (problem.head_dim, problem.heads_per_kv());
+    let mut all = SpanStates::unseen(problem)?;
+    for split in &workspace.splits {
+        let span = split.segments.start / SPAN;
+        let states = workspace.states[split.states..].chunks_exact(dim + 2);
+        for (i, state) in states.take(split.block.tokens * per).enumerate() {
+            let (o, ml) = state.split_at(dim);
+            let token = split.block.first + i / per;
+            let row = token * problem.num_q_heads + split.g * per + i % per;
+            all.set(span, row, [ml[0], ml[1]], o);
+        }
+    }
+    Ok(all)
+}
+
+/// Attends a whole step; see [`attend_splits`].
+pub(crate) fn decode(
+    isa: Isa,
+    threads: usize,
+    step: &StepInputs<'_>,
+    workspace: &mut Workspace,
+    StepOutputs { out, lse, .. }: StepOutputs<'_>,
+) -> Result<(), Error> {
+    let problem = step.problem();
+    let span = attend_splits(isa, threads, step, workspace, false)?;
+    let (_, epilogue) = kernels(isa, step.plan().format().is_integer());
     let epilogue = |states: &States<'_>, end: RowEnd, out: &mut [f32]| {
         // SAFETY: as above.
         unsafe { epilogue(states, span, end, out) }

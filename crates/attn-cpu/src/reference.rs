@@ -12,11 +12,12 @@ use attn_core::{
     },
     quant,
     rotation::rotate_back,
+    row_state::{self, RowEnd},
 };
 
 use crate::{
     reader::{Reader, Side},
-    state::{Epilogue, State, merge_spans},
+    state::{State, merged, spans},
 };
 
 /// One query row of a problem.
@@ -94,6 +95,25 @@ pub(crate) fn attend(
     integer: bool,
     out: &mut [f32],
 ) -> f32 {
+    let spans = attend_spans(row, reader, integer);
+    let State { m, l, o } = spans
+        .reduce(merged)
+        .unwrap_or_else(|| State::empty(row.q.len()));
+    let end = RowEnd {
+        sink: row.problem.sinks.as_ref().map(|sinks| sinks[row.q_head]),
+        v_tensor_scale: reader.tensor_scales[1],
+        rotated: reader.scheme(Side::V).is_rotated(),
+    };
+    out.copy_from_slice(&o);
+    row_state::finish([m, l], out, end)
+}
+
+/// The states of one row's spans.
+pub(crate) fn attend_spans(
+    row: &QueryRow<'_>,
+    reader: &Reader<'_>,
+    integer: bool,
+) -> impl Iterator<Item = State> {
     let kv_len = row.problem.kv_lens[row.sequence];
     let seen = row.problem.visible(row.sequence, row.i);
     let segment_tokens = SEGMENT * TILE;
@@ -109,14 +129,7 @@ pub(crate) fn attend(
         }
         segments.push(state);
     }
-    let state = merge_spans(segments).unwrap_or_else(|| State::empty(row.q.len()));
-    let sink = row.problem.sinks.as_ref().map(|sinks| sinks[row.q_head]);
-    let end = Epilogue {
-        sink,
-        v_tensor_scale: reader.tensor_scales[1],
-        rotated: reader.scheme(Side::V).is_rotated(),
-    };
-    state.epilogue(end, out)
+    spans(segments)
 }
 
 fn fold_tile(

@@ -1,8 +1,8 @@
 //! The state of one query row over some tokens, and the two ways to combine states: fold and merge.
 
 use attn_core::{
-    arithmetic::{SPAN, exp2i, ftz, lse, merge_sink, pow2, rcp, sink_state},
-    rotation::rotate_output,
+    arithmetic::{SPAN, exp2i, ftz, pow2},
+    row_state,
 };
 
 /// `(m, l, O)` of `docs/arithmetic.md`, section 5.
@@ -40,62 +40,24 @@ impl State {
     }
 
     /// Merges the state of the tokens that follow.
-    pub fn merge(&mut self, right: State) {
-        if right.m == f32::NEG_INFINITY {
-            return;
-        }
-        if self.m == f32::NEG_INFINITY {
-            *self = right;
-            return;
-        }
-        let m = self.m.max(right.m);
-        let (alpha, beta) = (pow2(m - self.m), pow2(m - right.m));
-        self.l = self.l * alpha + right.l * beta;
-        for (a, b) in self.o.iter_mut().zip(&right.o) {
-            *a = ftz(*a * alpha) + ftz(b * beta);
-        }
-        self.m = m;
-    }
-
-    /// Merges the row's sink, writes the normalized row, turned back where V is rotated, and returns its log-sum-exp.
-    pub fn epilogue(&self, end: Epilogue, out: &mut [f32]) -> f32 {
-        let ([m, l], alpha) = match end.sink {
-            Some(sink) => merge_sink([self.m, self.l], sink_state(sink)),
-            None => ([self.m, self.l], 1.0),
-        };
-        if m == f32::NEG_INFINITY {
-            out.fill(0.0);
-            return f32::NEG_INFINITY;
-        }
-        let scale = rcp(l) * alpha;
-        for (out, o) in out.iter_mut().zip(&self.o) {
-            *out = ftz(ftz(ftz(*o) * scale) * end.v_tensor_scale);
-        }
-        if end.rotated {
-            rotate_output(out);
-        }
-        lse(m, l)
+    pub fn merge(&mut self, right: &State) {
+        let mut ml = [self.m, self.l];
+        row_state::merge(&mut ml, &mut self.o, [right.m, right.l], &right.o);
+        [self.m, self.l] = ml;
     }
 }
 
-/// What ends a row beside its state.
-pub(crate) struct Epilogue {
-    pub sink: Option<f32>,
-    pub v_tensor_scale: f32,
-    /// Whether V is rotated.
-    pub rotated: bool,
-}
-
-/// Merges segments left to right inside each span, and the spans left to right.
-pub(crate) fn merge_spans(segments: Vec<State>) -> Option<State> {
-    let merge = |mut left: State, right: State| {
-        left.merge(right);
-        left
-    };
+/// The states of spans from those of their segments, merged left to right.
+pub(crate) fn spans(segments: Vec<State>) -> impl Iterator<Item = State> {
     let mut segments = segments.into_iter().peekable();
-    let mut spans = Vec::new();
-    while segments.peek().is_some() {
-        spans.extend(segments.by_ref().take(SPAN).reduce(merge));
-    }
-    spans.into_iter().reduce(merge)
+    std::iter::from_fn(move || {
+        segments.peek()?;
+        segments.by_ref().take(SPAN).reduce(merged)
+    })
+}
+
+/// The left state with the right one merged into it.
+pub(crate) fn merged(mut left: State, right: State) -> State {
+    left.merge(&right);
+    left
 }

@@ -14,7 +14,7 @@ use crate::{
     error::{BACKEND, failed},
     gpu::CudaBackend,
     images,
-    native::{self, DeviceAddress, DeviceKv, DeviceRows, NativePlan, Pages},
+    native::{self, DeviceAddress, DeviceKv, DeviceRows, NativePlan, Pages, PlanKind},
     sizes,
     step::{Inputs, Parts, Placed},
     store::CudaPages,
@@ -178,7 +178,8 @@ impl Planned {
         if let Some((_, native)) = known.iter().find(|(of, _)| *of == layout) {
             return Ok(native.clone());
         }
-        let native = native::prepare(&self.device, plan.problem(), plan.format(), layout)?;
+        let (problem, format) = (plan.problem(), plan.format());
+        let native = native::prepare(PlanKind::Known, &self.device, problem, format, layout)?;
         let native = Arc::new(native);
         known.push((layout, native.clone()));
         Ok(native)

@@ -8,8 +8,8 @@ use attn_kernels::cuda::KvLayout;
 use cudarc::driver::{CudaEvent, DriverError, result, sys};
 
 use crate::native::{
-    DecodeArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend, NativePlan, SlotAppendArgs, Stream,
-    alibi_slopes_log2, launch_decode, prepare,
+    DecodeArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend, NativePlan, PlanKind, SlotAppendArgs,
+    Stream, alibi_slopes_log2, launch_decode, prepare,
 };
 use crate::{
     backend::FOREIGN_CACHE,
@@ -259,7 +259,7 @@ impl DeviceSteps {
         let device = &self.gpu.device;
         self.plans.get_or_make(planned, |planned| {
             let layout = KvLayout::Pages(config.page_size);
-            let plan = prepare(device, planned, config.format, layout)?;
+            let plan = prepare(PlanKind::Known, device, planned, config.format, layout)?;
             events::prepared(BACKEND, planned, config.format);
             Ok(plan)
         })

@@ -243,6 +243,7 @@ mod tests {
                 export,
                 copy,
                 merge,
+                Instance::QueryBlocks,
                 Instance::Check,
                 Instance::Read,
             ] {

@@ -43,6 +43,16 @@ pub enum Error {
         /// The values allowed.
         allowed: String,
     },
+    /// A model of huggingface.co that cannot be had.
+    #[error(
+        "cannot fetch {name}: {reason}; check the name and the network, or give the path of a file or folder"
+    )]
+    Hub {
+        /// The model.
+        name: String,
+        /// The file that is missing, and why.
+        reason: String,
+    },
     /// Text that the tokenizer cannot turn into tokens, or back.
     #[error("the tokenizer failed: {0}")]
     Tokenizer(String),

@@ -47,6 +47,26 @@ pub struct Generation {
     pub cache_bytes: usize,
 }
 
+/// What comes while texts are generated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Event {
+    /// More of the prompts is computed.
+    Prompt {
+        /// Tokens so far, of all prompts; a shared prefix counts once.
+        done: usize,
+        /// Tokens of all prompts.
+        of: usize,
+    },
+    /// A prompt's text goes on.
+    Token {
+        /// The prompt's number.
+        prompt: usize,
+        /// The text's next token.
+        token: u32,
+    },
+}
+
 /// A prompt in a slot of the batch.
 struct Slot {
     prompt: usize,
@@ -63,19 +83,19 @@ pub fn room(prompts: &[Vec<u32>], slots: usize, max_tokens: usize) -> (usize, us
     (slots + 1, longest.saturating_add(max_tokens))
 }
 
-/// Generates a text for each prompt in all but one of the cache's sequences, which are empty; `on_token` gets each prompt's tokens as they come.
+/// Generates a text for each prompt in all but one of the cache's sequences, which are empty; `on_event` gets each prompt's tokens as they come.
 ///
 /// # Errors
-/// [`Error::Request`] for an empty prompt; those of [`Model::forward`] and of `on_token`. Sequences may be left with tokens then.
+/// [`Error::Request`] for an empty prompt; those of [`Model::forward`] and of `on_event`. Sequences may be left with tokens then.
 pub fn generate(
     model: &Model,
     kv: &mut PagedKv,
     prompts: &[Vec<u32>],
     options: &Options,
-    on_token: &mut dyn FnMut(usize, u32) -> Result<(), Error>,
+    on_event: &mut dyn FnMut(Event) -> Result<(), Error>,
 ) -> Result<Generation, Error> {
     let batch = Batch::new(model, kv, prompts, options)?;
-    batch.run(on_token)
+    batch.run(on_event)
 }
 
 struct Batch<'a> {
@@ -84,6 +104,8 @@ struct Batch<'a> {
     prompts: &'a [Vec<u32>],
     options: &'a Options,
     waiting: VecDeque<usize>,
+    /// Tokens of prompts that are computed in all.
+    of_prompts: usize,
     slots: Vec<Option<Slot>>,
     done: Generation,
 }
@@ -120,6 +142,7 @@ impl<'a> Batch<'a> {
         }
         Ok(Batch {
             waiting: (0..prompts.len()).collect(),
+            of_prompts: 0,
             slots: (0..slots).map(|_| None).collect(),
             done: Generation {
                 texts: vec![Vec::new(); prompts.len()],
@@ -134,49 +157,49 @@ impl<'a> Batch<'a> {
 
     fn run(
         mut self,
-        on_token: &mut dyn FnMut(usize, u32) -> Result<(), Error>,
+        on_event: &mut dyn FnMut(Event) -> Result<(), Error>,
     ) -> Result<Generation, Error> {
-        let prefix = self.compute_prefix()?;
+        let prefix = self.compute_prefix(on_event)?;
         loop {
             self.admit(prefix)?;
             if self.slots.iter().all(Option::is_none) {
                 self.kv.free(self.slots.len())?;
                 return Ok(self.done);
             }
-            self.step(on_token)?;
+            self.step(on_event)?;
         }
     }
 
     /// Computes the tokens that all prompts begin with, but for each one's last, into the cache's last sequence.
-    fn compute_prefix(&mut self) -> Result<usize, Error> {
-        let [first, others @ ..] = self.prompts else {
-            return Ok(0);
-        };
-        if others.is_empty() {
-            return Ok(0);
-        }
-        let common = |other: &Vec<u32>| {
-            let pairs = first.iter().zip(other);
-            pairs
-                .take_while(|(a, b)| a == b)
-                .count()
-                .min(other.len() - 1)
-        };
-        let prefix = others
-            .iter()
-            .map(common)
-            .min()
-            .unwrap_or(0)
-            .min(first.len() - 1);
-        let start = Instant::now();
-        for tokens in first[..prefix].chunks(self.options.chunk) {
+    fn compute_prefix(
+        &mut self,
+        on_event: &mut dyn FnMut(Event) -> Result<(), Error>,
+    ) -> Result<usize, Error> {
+        let prefix = shared_prefix(self.prompts);
+        let rests = self.prompts.iter().map(|prompt| prompt.len() - prefix);
+        self.of_prompts = prefix + rests.sum::<usize>();
+        for i in (0..prefix).step_by(self.options.chunk) {
+            let start = Instant::now();
+            let tokens = &self.prompts[0][i..prefix.min(i + self.options.chunk)];
             let sequence = self.slots.len();
             let piece = Piece { sequence, tokens };
             self.model.forward(&[piece], self.kv, Wanted::Last)?;
+            self.done.prompt_time += start.elapsed();
+            self.prompts_advance(tokens.len(), on_event)?;
         }
-        self.done.prompt_tokens += prefix;
-        self.done.prompt_time += start.elapsed();
         Ok(prefix)
+    }
+
+    fn prompts_advance(
+        &mut self,
+        tokens: usize,
+        on_event: &mut dyn FnMut(Event) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        self.done.prompt_tokens += tokens;
+        on_event(Event::Prompt {
+            done: self.done.prompt_tokens,
+            of: self.of_prompts,
+        })
     }
 
     /// Gives free slots to waiting prompts.
@@ -202,10 +225,7 @@ impl<'a> Batch<'a> {
     }
 
     /// Computes a chunk of each slot's prompt, or its latest token, and picks the next token where the pending ones are used up.
-    fn step(
-        &mut self,
-        on_token: &mut dyn FnMut(usize, u32) -> Result<(), Error>,
-    ) -> Result<(), Error> {
+    fn step(&mut self, on_event: &mut dyn FnMut(Event) -> Result<(), Error>) -> Result<(), Error> {
         let start = Instant::now();
         let chunk = self.options.chunk;
         let busy = self.slots.iter().enumerate();
@@ -223,6 +243,7 @@ impl<'a> Batch<'a> {
             .collect();
         self.done.cache_bytes = self.done.cache_bytes.max(self.kv.bytes());
         let (mut of_prompts, mut decoded) = (0, 0);
+        let mut tokens_of_texts = Vec::new();
         let vocab = self.model.config().vocab;
         for ((sequence, tokens), logits) in computed.into_iter().zip(logits.chunks_exact(vocab)) {
             let Some(slot) = &mut self.slots[sequence] else {
@@ -241,7 +262,8 @@ impl<'a> Batch<'a> {
             let is_end = self.options.ends.contains(&token);
             if !is_end {
                 text.push(token);
-                on_token(slot.prompt, token)?;
+                let prompt = slot.prompt;
+                tokens_of_texts.push(Event::Token { prompt, token });
                 slot.pending.push(token);
             }
             if is_end || text.len() == self.options.max_tokens {
@@ -254,11 +276,26 @@ impl<'a> Batch<'a> {
             _ => &mut self.done.prompt_time,
         };
         *time += start.elapsed();
-        self.done.prompt_tokens += of_prompts;
         // Steps that compute prompts, too, count as theirs.
         self.done.decoded_tokens += if of_prompts == 0 { decoded } else { 0 };
-        Ok(())
+        if of_prompts > 0 {
+            self.prompts_advance(of_prompts, on_event)?;
+        }
+        tokens_of_texts.into_iter().try_for_each(on_event)
     }
+}
+
+/// The number of tokens that several prompts begin with, all but each one's last; 0 of one prompt.
+fn shared_prefix(prompts: &[Vec<u32>]) -> usize {
+    let [first, others @ ..] = prompts else {
+        return 0;
+    };
+    let common = |other: &Vec<u32>| {
+        let pairs = first.iter().zip(other);
+        let same = pairs.take_while(|(a, b)| a == b).count();
+        same.min(other.len() - 1).min(first.len() - 1)
+    };
+    others.iter().map(common).min().unwrap_or(0)
 }
 
 /// The likeliest token, the first of equals; or one drawn by its probability at the temperature.

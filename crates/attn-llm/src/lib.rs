@@ -11,6 +11,8 @@
 mod config;
 mod error;
 pub mod generate;
+#[cfg(feature = "hub")]
+pub mod hub;
 mod kv;
 mod linear;
 mod load;
@@ -20,8 +22,9 @@ mod tokenizer;
 
 pub use config::{ModelConfig, Rope};
 pub use error::Error;
-pub use generate::{Generation, Options, generate};
+pub use generate::{Event, Generation, Options, generate};
 pub use kv::{ExactKv, Kv, PagedKv};
+pub use linear::Products;
 pub use load::load;
 pub use model::{Model, Piece, Wanted};
 pub use perplexity::{Comparison, Fidelity, perplexity};

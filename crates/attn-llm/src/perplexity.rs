@@ -1,4 +1,5 @@
-//! What a cache format does to a model's predictions: perplexity, and the divergence of the next token from that over an f32 cache.
+//! What a cache format does to a model's predictions: perplexity, and the divergence of the next token from that over an f32 cache, with
+//! products in f32.
 //!
 //! Teacher-forced: every position predicts the text's own next token, attending through the cache as decode would read it.
 
@@ -46,9 +47,11 @@ impl Fidelity {
 pub struct Comparison<'a> {
     /// The model.
     pub model: &'a Model,
+    /// The model that all are compared with, over f32; the same one, with other products, or none for `model` itself.
+    pub reference: Option<&'a Model>,
     /// The backend of the formats.
     pub backend: Arc<dyn DecodeAttention>,
-    /// The formats; none is f32, which is computed in any case.
+    /// The formats; none is f32 in plain attention.
     pub formats: &'a [Option<KvFormat>],
     /// Tokens computed at once.
     pub chunk: usize,
@@ -154,10 +157,19 @@ pub fn perplexity(
 ) -> Result<Vec<Fidelity>, Error> {
     let &Comparison {
         model,
+        reference,
         formats,
         chunk,
         ..
     } = comparison;
+    let reference = reference.unwrap_or(model);
+    if reference.config() != model.config() {
+        return Err(Error::Request {
+            what: "the model that is compared with",
+            given: "one of another shape".to_owned(),
+            allowed: "the same model".to_owned(),
+        });
+    }
     if pieces.is_empty() || chunk == 0 || pieces.iter().any(|piece| piece.len() < 2) {
         return Err(Error::Request {
             what: "the text",
@@ -182,19 +194,19 @@ pub fn perplexity(
             let start = i * chunk + 1;
             let next = &piece[start..(start + tokens.len()).min(piece.len())];
             let vocab = model.config().vocab;
-            let forward = |kv: &mut dyn Kv| {
+            let forward = |model: &Model, kv: &mut dyn Kv| {
                 let piece = Piece {
                     sequence: 0,
                     tokens,
                 };
                 model.forward(&[piece], kv, Wanted::All)
             };
-            let logits = forward(&mut exact)?;
+            let logits = forward(reference, &mut exact)?;
             let wanted = Rows::new(&logits, vocab);
             for (run, cache) in runs.iter_mut().zip(&mut caches) {
                 match cache {
                     Some(cache) => {
-                        let logits = forward(cache)?;
+                        let logits = forward(model, &mut **cache)?;
                         run.add(&wanted, &Rows::new(&logits, vocab), next);
                     }
                     None => run.add(&wanted, &wanted, next),
@@ -207,24 +219,27 @@ pub fn perplexity(
     Ok(runs.into_iter().map(Run::fidelity).collect())
 }
 
-/// An empty cache of each format for a piece of so many tokens; f32 has the one that all are compared with.
+/// An empty cache of each format for a piece of so many tokens; none where predictions are those that all are compared with.
 fn caches(
     comparison: &Comparison<'_>,
     tokens: usize,
     runs: &mut [Run],
-) -> Result<Vec<Option<PagedKv>>, Error> {
+) -> Result<Vec<Option<Box<dyn Kv>>>, Error> {
     let config = comparison.model.config();
-    let mut caches = Vec::new();
+    let mut caches: Vec<Option<Box<dyn Kv>>> = Vec::new();
     for run in runs {
         run.kl.push(Vec::new());
         let backend = Arc::clone(&comparison.backend);
-        let paged = run
-            .format
-            .map(|format| PagedKv::new(backend, config, format, 1, tokens, comparison.chunk));
-        let paged = paged.transpose()?;
-        let exact = ExactKv::new(config, 1, tokens).bytes_per_token();
-        run.bytes_per_token = paged.as_ref().map_or(exact, PagedKv::bytes_per_token);
-        caches.push(paged);
+        if let Some(format) = run.format {
+            let paged = PagedKv::new(backend, config, format, 1, tokens, comparison.chunk)?;
+            run.bytes_per_token = paged.bytes_per_token();
+            caches.push(Some(Box::new(paged)));
+            continue;
+        }
+        let exact = ExactKv::new(config, 1, tokens);
+        run.bytes_per_token = exact.bytes_per_token();
+        let differs = comparison.reference.is_some();
+        caches.push(differs.then(|| Box::new(exact) as Box<dyn Kv>));
     }
     Ok(caches)
 }

@@ -3,24 +3,15 @@
 #[path = "tiny/model.rs"]
 mod model;
 
-use std::{collections::HashMap, fs, sync::Arc};
+use std::{fs, sync::Arc};
 
-use attn::{Append, DecodeAttention, KvFormat, Rotary, RotaryScaling, RotaryStyle};
+use attn::{Append, DecodeAttention, KvFormat};
 use attn_llm::{
-    Comparison, Error, ExactKv, Kv, Model, Options, PagedKv, Piece, Wanted, generate::room,
+    Comparison, Error, Event, ExactKv, Kv, Model, Options, PagedKv, Piece, Products, Wanted,
+    generate::room,
 };
-use candle_core::{
-    Tensor,
-    quantized::{GgmlDType, gguf_file},
-};
+use candle_core::quantized::{GgmlDType, gguf_file};
 use model::*;
-
-fn text(n: usize) -> Vec<u32> {
-    let mut random = Random(3);
-    (0..n)
-        .map(|_| ((random.next() + 1.0) * 127.0) as u32)
-        .collect()
-}
 
 fn backend() -> Arc<dyn DecodeAttention> {
     Arc::from(attn::open(attn::BackendId::Cpu).unwrap())
@@ -31,31 +22,11 @@ fn paged(model: &Model, format: &str, sequences: usize, len: usize) -> PagedKv {
     PagedKv::new(backend(), model.config(), format, sequences, len, 64).unwrap()
 }
 
-fn logits(model: &Model, kv: &mut dyn Kv, tokens: &[u32], chunk: usize) -> Vec<f32> {
-    let mut all = Vec::new();
-    for tokens in tokens.chunks(chunk) {
-        let piece = Piece {
-            sequence: 0,
-            tokens,
-        };
-        all.extend(model.forward(&[piece], kv, Wanted::All).unwrap());
-    }
-    all
-}
-
-/// The relative L2 difference.
-fn difference(got: &[f32], want: &[f64]) -> f64 {
-    assert_eq!(got.len(), want.len());
-    let pairs = || got.iter().map(|x| f64::from(*x)).zip(want);
-    let error: f64 = pairs().map(|(a, b)| (a - b).powi(2)).sum();
-    (error / want.iter().map(|b| b * b).sum::<f64>()).sqrt()
-}
-
 #[test]
 fn logits_are_those_of_the_formulas() {
     let (model, _) = model();
     let tokens = text(90);
-    let want = plain(&weights(), &tokens);
+    let want = plain(&weights(), &Settings::new(), &tokens);
     let mut exact = ExactKv::new(model.config(), 1, 90);
     let error = difference(&logits(&model, &mut exact, &tokens, 32), &want);
     assert!(error < 1e-5, "f32: {error:e}");
@@ -101,11 +72,20 @@ fn texts(model: &Model, prompts: &[Vec<u32>], slots: usize, options: &Options) -
     let (sequences, len) = room(prompts, slots, options.max_tokens);
     let mut kv = paged(model, "int4", sequences, len);
     let mut streamed = vec![Vec::new(); prompts.len()];
-    let mut on_token = |prompt: usize, token| {
-        streamed[prompt].push(token);
+    let mut prompted = Vec::new();
+    let mut on_event = |event| {
+        match event {
+            Event::Token { prompt, token } => streamed[prompt].push(token),
+            Event::Prompt { done, of } => prompted.push((done, of)),
+            _ => panic!("unknown: {event:?}"),
+        }
         Ok(())
     };
-    let done = attn_llm::generate(model, &mut kv, prompts, options, &mut on_token).unwrap();
+    let done = attn_llm::generate(model, &mut kv, prompts, options, &mut on_event).unwrap();
+    // Progress rises up to all of the prompts.
+    assert!(prompted.is_sorted_by(|a, b| a.0 < b.0 && a.1 == b.1));
+    assert_eq!(prompted.last().map(|(done, of)| of - done), Some(0));
+    assert_eq!(prompted.last().unwrap().1, done.prompt_tokens);
     assert_eq!(streamed, done.texts);
     assert_eq!(kv.bytes(), 0, "every page is free again");
     done.texts
@@ -156,6 +136,7 @@ fn perplexity_ranks_formats_by_their_errors() {
     let all = |chunk| {
         let comparison = Comparison {
             model: &model,
+            reference: None,
             backend: backend(),
             formats: &[&[None], &formats[..]].concat(),
             chunk,
@@ -176,7 +157,10 @@ fn perplexity_ranks_formats_by_their_errors() {
     // The f32 figure is that of the formulas.
     let mut loss = 0.0;
     for piece in pieces {
-        for (row, next) in plain(&weights(), piece).chunks(VOCAB).zip(&piece[1..]) {
+        for (row, next) in plain(&weights(), &Settings::new(), piece)
+            .chunks(VOCAB)
+            .zip(&piece[1..])
+        {
             let sum: f64 = row.iter().map(|x| x.exp()).sum();
             loss += sum.ln() - row[*next as usize];
         }
@@ -189,11 +173,12 @@ fn perplexity_ranks_formats_by_their_errors() {
 
 #[test]
 fn packed_weights_are_read() {
-    let want = plain(&weights(), &text(20));
+    let want = plain(&weights(), &Settings::new(), &text(20));
     for (dtype, bound) in [
         (GgmlDType::F16, 2e-3),
         (GgmlDType::Q8_0, 0.03),
         (GgmlDType::Q4_1, 0.5),
+        (GgmlDType::Q4_0, 0.5),
     ] {
         let (model, _) = Files::new()
             .load(&gguf(&weights(), &metadata(), dtype))
@@ -204,68 +189,15 @@ fn packed_weights_are_read() {
     }
 }
 
-/// The folder of the same model as safetensors.
-fn folder() -> Files {
-    let files = Files::new();
-    let names = [
-        ("attn_norm", "input_layernorm"),
-        ("attn_q_norm", "self_attn.q_norm"),
-        ("attn_k_norm", "self_attn.k_norm"),
-        ("attn_q", "self_attn.q_proj"),
-        ("attn_k", "self_attn.k_proj"),
-        ("attn_v", "self_attn.v_proj"),
-        ("attn_output", "self_attn.o_proj"),
-        ("ffn_norm", "post_attention_layernorm"),
-        ("ffn_gate", "mlp.gate_proj"),
-        ("ffn_up", "mlp.up_proj"),
-        ("ffn_down", "mlp.down_proj"),
-        ("token_embd", "model.embed_tokens"),
-        ("output_norm", "model.norm"),
-    ];
-    let rename = |name: &str| {
-        let (stem, kind) = name.rsplit_once('.').unwrap();
-        let part = stem.rsplit('.').next().unwrap();
-        let new = names.iter().find(|(old, _)| *old == part).unwrap().1;
-        match stem.strip_prefix("blk.") {
-            Some(rest) => format!("model.layers.{}.{new}.{kind}", &rest[..1]),
-            None => format!("{new}.{kind}"),
-        }
-    };
-    let weights = weights();
-    let tensors: HashMap<String, Tensor> = weights
-        .iter()
-        .map(|(name, parts)| (rename(name), tensor(parts)))
-        .collect();
-    candle_core::safetensors::save(&tensors, files.0.path().join("model.safetensors")).unwrap();
-    let config = serde_json::json!({
-        "model_type": "qwen3", "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-        "head_dim": DIM, "num_hidden_layers": LAYERS, "intermediate_size": FEED_FORWARD, "vocab_size": VOCAB,
-        "max_position_embeddings": CONTEXT, "rms_norm_eps": EPS, "rope_theta": BASE, "eos_token_id": 256,
-        "hidden_act": "silu", "rope_scaling": null,
-    });
-    files.write("config.json", config.to_string());
-    let vocab: HashMap<String, usize> = tokens().into_iter().zip(0..).collect();
-    let tokenizer = serde_json::json!({
-        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true},
-        "post_processor": null,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true},
-        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
-    });
-    files.write("tokenizer.json", tokenizer.to_string());
-    files
-}
-
 #[test]
 fn safetensors_give_the_model_and_tokens_of_the_gguf_file() {
     let (of_gguf, gguf_tokenizer) = model();
-    let folder = folder();
+    let folder = folder(&weights(), &[]);
     for path in [
         folder.0.path().to_owned(),
         folder.0.path().join("model.safetensors"),
     ] {
-        let (model, tokenizer) = attn_llm::load(&path, &mut |_, _| ()).unwrap();
+        let (model, tokenizer) = attn_llm::load(&path, Products::F32, &mut |_, _| ()).unwrap();
         let tokens = text(30);
         let both = [&model, &of_gguf].map(|model| {
             let mut exact = ExactKv::new(model.config(), 1, 30);
@@ -286,61 +218,13 @@ fn safetensors_give_the_model_and_tokens_of_the_gguf_file() {
 }
 
 #[test]
-fn scalings_of_a_config_are_the_frequencies_of_their_formulas() {
-    let of_config = |scaling: &str| {
-        let folder = folder();
-        let path = folder.0.path().join("config.json");
-        let json = fs::read_to_string(path).unwrap();
-        folder.write("config.json", json.replace("null", scaling));
-        let (model, _) = attn_llm::load(folder.0.path(), &mut |_, _| ()).unwrap();
-        assert_eq!(model.config().rope.style, RotaryStyle::HalfSplit);
-        model.config().rope.rotary.clone()
-    };
-    let yarn = |original_context, beta_fast, truncate, attention_factor| RotaryScaling::Yarn {
-        factor: 4.0,
-        original_context,
-        beta_fast,
-        beta_slow: 1.0,
-        truncate,
-        attention_factor,
-    };
-    for (json, scaling) in [
-        ("null", RotaryScaling::None),
-        (
-            r#"{"type":"linear","factor":2.5}"#,
-            RotaryScaling::Linear { factor: 2.5 },
-        ),
-        (
-            r#"{"rope_type":"llama3","factor":8,"low_freq_factor":1,"high_freq_factor":4,"original_max_position_embeddings":50}"#,
-            RotaryScaling::Llama3 {
-                factor: 8.0,
-                low_freq_factor: 1.0,
-                high_freq_factor: 4.0,
-                original_context: 50.0,
-            },
-        ),
-        (
-            r#"{"rope_type":"yarn","factor":4.0}"#,
-            yarn(CONTEXT as f64, 32.0, true, None),
-        ),
-        (
-            r#"{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":700,"beta_fast":20,"truncate":false,"attention_factor":0.9}"#,
-            yarn(700.0, 20.0, false, Some(0.9)),
-        ),
-    ] {
-        let want = Rotary::new(DIM, f64::from(BASE), &scaling).unwrap();
-        assert_eq!(of_config(json), want, "{json}");
-    }
-}
-
-#[test]
 fn damaged_safetensors_are_refused_with_a_sentence() {
     let refusal = |name: &str, change: &dyn Fn(&mut Vec<u8>)| {
-        let folder = folder();
+        let folder = folder(&weights(), &[]);
         let mut bytes = fs::read(folder.0.path().join(name)).unwrap();
         change(&mut bytes);
         folder.write(name, bytes);
-        let result = attn_llm::load(folder.0.path(), &mut |_, _| ());
+        let result = attn_llm::load(folder.0.path(), Products::F32, &mut |_, _| ());
         result.err().expect("it is damaged").to_string()
     };
     for name in ["model.safetensors", "config.json", "tokenizer.json"] {

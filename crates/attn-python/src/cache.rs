@@ -39,7 +39,15 @@ pub struct Cache {
 pub struct StepOptions {
     sequences: Vec<usize>,
     q_lens: Vec<usize>,
+    layer: usize,
     modifiers: Modifiers,
+}
+
+/// What a step attends, checked but for its lengths.
+struct Attended {
+    problem: Problem,
+    sequences: Vec<usize>,
+    layer: usize,
 }
 
 /// The description of a cache, attribute by attribute of Python's.
@@ -50,6 +58,7 @@ pub struct CacheOptions {
     dim: usize,
     max_tokens: usize,
     sequences: usize,
+    layers: usize,
     pages: Option<usize>,
     page_size: usize,
     max_q_len: usize,
@@ -67,6 +76,7 @@ impl CacheOptions {
         };
         let mut builder = CacheConfig::builder(format, heads)
             .sequences(self.sequences)
+            .layers(self.layers)
             .max_len(self.max_tokens)
             .page_size(self.page_size)
             .max_q_len(self.max_q_len);
@@ -126,7 +136,7 @@ impl Cache {
     }
 
     /// The problem of a step, but for its lengths.
-    fn problem(&self, q: &Array<'_>, options: StepOptions) -> PyResult<(Problem, Vec<usize>)> {
+    fn problem(&self, q: &Array<'_>, options: StepOptions) -> PyResult<Attended> {
         let CacheConfig {
             num_kv_heads,
             head_dim,
@@ -156,7 +166,11 @@ impl Cache {
                 problem.query_tokens()
             )));
         }
-        Ok((problem, options.sequences))
+        Ok(Attended {
+            problem,
+            sequences: options.sequences,
+            layer: options.layer,
+        })
     }
 
     /// Refuses outputs of another shape than the queries'.
@@ -247,6 +261,60 @@ impl Cache {
         self.on_host(py, |inner| inner.cache.append_batch(&appends, k, v))
     }
 
+    /// Begins a step of all layers: takes its pages, and counts its tokens.
+    fn reserve(&self, py: Python<'_>, sequences: Vec<usize>, tokens: Vec<usize>) -> PyResult<()> {
+        let appends = appends(&sequences, &tokens)?;
+        let reserve = || {
+            let mut inner = self.lock();
+            let Inner {
+                #[cfg(feature = "cuda")]
+                device_steps,
+                cache,
+                ..
+            } = &mut *inner;
+            #[cfg(feature = "cuda")]
+            if let Some(steps) = device_steps {
+                return steps.reserve(cache, &appends);
+            }
+            cache.reserve(&appends)
+        };
+        py.detach(reserve).map_err(errors::of)
+    }
+
+    /// Writes one layer of the open step.
+    #[pyo3(signature = (layer, k, v, stream=None))]
+    fn write(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        k: &Bound<'_, PyCapsule>,
+        v: &Bound<'_, PyCapsule>,
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        let (k, v) = (Array::new("k", k)?, Array::new("v", v)?);
+        for rows in [&k, &v] {
+            self.check_rows(rows)?;
+        }
+        if k.cuda.is_some() || v.cuda.is_some() {
+            return self.write_on_device(py, layer, [&k, &v], stream);
+        }
+        let (k, v) = (k.rows()?, v.rows()?);
+        self.on_host(py, |inner| inner.cache.write(layer, k, v))
+    }
+
+    fn cancel_step(&self, py: Python<'_>) -> PyResult<()> {
+        self.on_host(py, |inner| inner.cache.cancel_step())
+    }
+
+    /// The sequences of the open step, and the tokens of each.
+    fn open_step(&self, py: Python<'_>) -> PyResult<Option<Vec<(usize, usize)>>> {
+        self.on_table(py, |cache| {
+            let pair = |append: &Append| (append.sequence, append.tokens);
+            let step = cache.open_step();
+            Ok(step.map(|appends| appends.iter().map(pair).collect()))
+        })
+    }
+
     #[pyo3(signature = (q, out, lse, options, stream=None))]
     fn attend(
         &self,
@@ -259,16 +327,10 @@ impl Cache {
     ) -> PyResult<()> {
         let (q, mut out) = (Array::new("q", q)?, Array::new("out", out)?);
         let mut lse = lse.map(|lse| Array::new("lse", lse)).transpose()?;
-        let (problem, sequences) = self.problem(&q, options)?;
+        let attended = self.problem(&q, options)?;
         Self::check_outputs(&q, &out, lse.as_ref())?;
         if q.cuda.is_some() || out.cuda.is_some() {
-            return self.attend_on_device(
-                py,
-                [&q, &out],
-                lse.as_ref(),
-                (&problem, &sequences),
-                stream,
-            );
+            return self.attend_on_device(py, [&q, &out], lse.as_ref(), &attended, stream);
         }
         // Outputs between the queries of one array: the queries are copied before the outputs' memory is borrowed.
         let copied = match q.shares_memory_with(&out)? {
@@ -290,8 +352,9 @@ impl Cache {
         self.on_host(py, |inner| {
             let rows = HostRows { q, out, lse };
             let backend = self.device.backend();
+            let layer = inner.cache.layer(attended.layer)?;
             let steps = &mut inner.host_steps;
-            steps.attend(backend, &inner.cache, &sequences, &problem, rows)
+            steps.attend_layer(backend, layer, &attended.sequences, &attended.problem, rows)
         })
     }
 
@@ -305,6 +368,18 @@ impl Cache {
 
     fn free(&self, py: Python<'_>, sequence: usize) -> PyResult<()> {
         self.on_table(py, |cache| cache.free_sequence(sequence))
+    }
+
+    fn drop_before(&self, py: Python<'_>, sequence: usize, token: usize) -> PyResult<()> {
+        self.on_table(py, |cache| cache.drop_before(sequence, token))
+    }
+
+    fn add_sequences(&self, py: Python<'_>, count: usize) -> PyResult<()> {
+        self.on_table(py, |cache| cache.add_sequences(count))
+    }
+
+    fn add_pages(&self, py: Python<'_>, count: usize) -> PyResult<()> {
+        self.on_host(py, |inner| inner.cache.add_pages(count))
     }
 
     fn pages_needed(
@@ -321,6 +396,11 @@ impl Cache {
         self.on_table(py, |cache| Ok(cache.table().lens.clone()))
     }
 
+    /// The first token of each sequence that was not dropped.
+    fn first_tokens(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        self.on_table(py, |cache| Ok(cache.table().first_tokens.clone()))
+    }
+
     fn free_pages(&self, py: Python<'_>) -> PyResult<usize> {
         self.on_table(py, |cache| Ok(cache.free_pages()))
     }
@@ -330,17 +410,17 @@ impl Cache {
         self.config.pages_for(tokens)
     }
 
-    #[getter]
-    fn num_pages(&self) -> usize {
-        self.config.num_pages
+    fn num_pages(&self, py: Python<'_>) -> PyResult<usize> {
+        self.on_table(py, |cache| Ok(cache.config().num_pages))
     }
 
+    /// Bytes of a page in each layer.
     #[getter]
     fn page_bytes(&self) -> PyResult<usize> {
         Ok(self.config.layout().map_err(errors::of)?.page_bytes())
     }
 
-    /// A sequence's pages as bytes.
+    /// A sequence's pages as bytes: those of the first layer, then of the next.
     fn read_back<'py>(
         &self,
         py: Python<'py>,
@@ -367,21 +447,22 @@ impl Cache {
         })
     }
 
-    /// Writes a sequence's dequantized K and V, float32 `[tokens, heads, dim]` on the host.
+    /// Writes a sequence's dequantized K and V of a layer, float32 `[tokens, heads, dim]` on the host.
     fn export(
         &self,
         py: Python<'_>,
         sequence: usize,
+        layer: usize,
         k: &Bound<'_, PyCapsule>,
         v: &Bound<'_, PyCapsule>,
     ) -> PyResult<()> {
         let (mut k, mut v) = (Array::new("k", k)?, Array::new("v", v)?);
-        let config = &self.config;
         let [from_k, from_v] = self.on_host(py, |inner| {
-            let pages = inner.cache.read_back(sequence)?;
+            let layer = inner.cache.layer(layer)?;
+            let pages = layer.read_back(sequence)?;
             let tokens = inner.cache.table().lens[sequence];
-            let scales = [&config.k_tensor_scales, &config.v_tensor_scales];
-            convert::dequantize(inner.cache.layout(), &pages, tokens, scales[0], scales[1])
+            let [k_scales, v_scales] = layer.tensor_scales();
+            convert::dequantize(inner.cache.layout(), &pages, tokens, k_scales, v_scales)
         })?;
         for (rows, values) in [(&mut k, from_k), (&mut v, from_v)] {
             self.check_rows(rows)?;
@@ -425,12 +506,22 @@ impl Cache {
         Err(no_cuda(k))
     }
 
+    fn write_on_device(
+        &self,
+        _: Python<'_>,
+        _: usize,
+        [k, _]: [&Array<'_>; 2],
+        _: Option<u64>,
+    ) -> PyResult<()> {
+        Err(no_cuda(k))
+    }
+
     fn attend_on_device(
         &self,
         _: Python<'_>,
         [q, _]: [&Array<'_>; 2],
         _: Option<&Array<'_>>,
-        _: (&Problem, &[usize]),
+        _: &Attended,
         _: Option<u64>,
     ) -> PyResult<()> {
         Err(no_cuda(q))

@@ -2,6 +2,8 @@
 //!
 //! It links neither torch nor CUDA: arrays come as DLPack capsules, streams as integers, and the driver is loaded where there is one.
 
+#[cfg(feature = "cuda")]
+mod arrays;
 mod cache;
 mod dlpack;
 mod engine;
@@ -55,6 +57,8 @@ fn _attn(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<native::Plan>()?;
     #[cfg(feature = "cuda")]
     module.add_class::<transfer::Transfer>()?;
+    #[cfg(feature = "cuda")]
+    module.add_class::<transfer::MergeSpans>()?;
     module.add_function(wrap_pyfunction!(devices, module)?)?;
     module.add_function(wrap_pyfunction!(version, module)?)
 }

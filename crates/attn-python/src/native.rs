@@ -5,7 +5,7 @@ use attn::{
     backends::cuda::native::{
         AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype as CudaDtype,
         ExportArgs, KvLayout, NativeAppend, NativeExport, NativePlan, Pages, SlotAppendArgs,
-        alibi_slopes_log2,
+        SpansArgs, alibi_slopes_log2,
     },
 };
 use pyo3::{
@@ -14,86 +14,12 @@ use pyo3::{
 };
 
 use crate::{
+    arrays::{AttendArrays, ExportArrays, PageArrays, PlanOptions, RowArrays, SpanArrays},
     dlpack::{Array, Dtype},
     errors,
     gpu::{Gpu, OnDevice, stream_of},
-    modifiers::Modifiers,
     rotary::RotaryArrays,
 };
-
-/// The description of a plan, attribute by attribute of Python's.
-#[derive(FromPyObject)]
-pub struct PlanOptions {
-    format: String,
-    heads: usize,
-    kv_heads: usize,
-    dim: usize,
-    page_size: usize,
-    q_lens: Vec<usize>,
-    max_kv_len: usize,
-    /// Whether pages are another engine's, of rows.
-    rows: bool,
-    /// Whether appends by slots take rotary positions.
-    rotary: bool,
-    modifiers: Modifiers,
-}
-
-/// Where the sequences' tokens lie, as capsules of device arrays.
-#[derive(FromPyObject)]
-pub struct PageArrays<'py> {
-    /// uint8, whole pages.
-    pool: Bound<'py, PyCapsule>,
-    /// int32 `[sequences, pages of the longest]`.
-    page_table: Bound<'py, PyCapsule>,
-    /// int32 `[sequences]`.
-    kv_lens: Bound<'py, PyCapsule>,
-    /// int32 `[sequences, residual slots]` for formats with a window.
-    residual_pages: Option<Bound<'py, PyCapsule>>,
-    /// float32 `[KV heads]` for formats with static scales.
-    k_scales: Option<Bound<'py, PyCapsule>>,
-    v_scales: Option<Bound<'py, PyCapsule>>,
-}
-
-/// Another engine's paged cache, as capsules of device arrays.
-#[derive(FromPyObject)]
-pub struct RowArrays<'py> {
-    /// `[pages, tokens, KV heads, dim]`, at any strides but between dims; uint8 for codes of a byte.
-    k_cache: Bound<'py, PyCapsule>,
-    v_cache: Bound<'py, PyCapsule>,
-    /// int32 `[sequences, pages of the longest]`.
-    page_table: Bound<'py, PyCapsule>,
-    /// int32 `[sequences]`.
-    kv_lens: Bound<'py, PyCapsule>,
-    /// float32 `[KV heads]` for formats with static scales.
-    k_scales: Option<Bound<'py, PyCapsule>>,
-    v_scales: Option<Bound<'py, PyCapsule>>,
-}
-
-/// Rows that an export writes, as capsules of device arrays.
-#[derive(FromPyObject)]
-pub struct ExportArrays<'py> {
-    /// `[tokens, KV heads, dim]`.
-    k: Bound<'py, PyCapsule>,
-    v: Bound<'py, PyCapsule>,
-    /// int32 `[sequences + 1]`: where each sequence's rows begin, then their end.
-    row_starts: Bound<'py, PyCapsule>,
-    /// int32 `[sequences]`; none for ranges that begin with their sequence.
-    first_tokens: Option<Bound<'py, PyCapsule>>,
-    /// Tokens of the longest range.
-    max_tokens: usize,
-}
-
-/// What an attention launch reads and writes beside K and V.
-#[derive(FromPyObject)]
-pub struct AttendArrays<'py> {
-    q: Bound<'py, PyCapsule>,
-    out: Bound<'py, PyCapsule>,
-    lse: Option<Bound<'py, PyCapsule>>,
-    workspace: Bound<'py, PyCapsule>,
-    query_blocks: Option<Bound<'py, PyCapsule>>,
-    alibi_slopes: Option<Bound<'py, PyCapsule>>,
-    sinks: Option<Bound<'py, PyCapsule>>,
-}
 
 /// Launches for one batch shape: what `attn.torch.Plan` is built on.
 #[pyclass(frozen, module = "attn._attn", name = "NativePlan")]
@@ -316,10 +242,14 @@ impl Plan {
 
     fn decode_args(&self, kv: Kv, arrays: &AttendArrays<'_>) -> PyResult<DecodeArgs> {
         let heads = self.problem.num_q_heads;
-        let q = Array::new("q", &arrays.q)?;
-        let out = Array::new("out", &arrays.out)?;
-        let (q_memory, dtype, tokens) = self.rows(&q, heads, 0)?;
-        let (out_memory, out_dtype, out_tokens) = self.rows(&out, heads, 0)?;
+        let (q_memory, dtype, tokens) = self.rows(&Array::new("q", &arrays.q)?, heads, 0)?;
+        let (out, out_dtype, out_tokens) = match &arrays.out {
+            None => (DeviceAddress::NULL, dtype, tokens),
+            Some(out) => {
+                let (memory, dtype, tokens) = self.rows(&Array::new("out", out)?, heads, 0)?;
+                (memory.address, dtype, tokens)
+            }
+        };
         let needed = self.problem.query_tokens();
         if tokens != needed || out_tokens != needed || dtype != out_dtype {
             return Err(errors::shape(format!(
@@ -336,7 +266,7 @@ impl Plan {
         };
         Ok(DecodeArgs {
             q: q_memory.address,
-            out: out_memory.address,
+            out,
             dtype,
             lse,
             kv: kv.kv,
@@ -344,7 +274,7 @@ impl Plan {
             query_blocks: self.gpu.list(
                 "query_blocks",
                 arrays.query_blocks.as_ref(),
-                (Dtype::U8, size_of_val(self.plan.query_blocks())),
+                (Dtype::U8, self.plan.query_blocks_bytes()),
             )?,
             k_tensor_scales,
             v_tensor_scales,
@@ -511,7 +441,12 @@ impl Plan {
                     Some(gpu.prepare_export(layout)?),
                 ),
             };
-            Ok((gpu.prepare(&problem, format, kv)?, (append, export), layout))
+            let plan = match (options.ragged, options.spans) {
+                (_, true) => gpu.prepare_spans(&problem, format, kv)?,
+                (true, _) => gpu.prepare_ragged(&problem, format, kv)?,
+                _ => gpu.prepare(&problem, format, kv)?,
+            };
+            Ok((plan, (append, export), layout))
         };
         let (plan, (append, export), layout) = py.detach(prepare).map_err(errors::of)?;
         Ok(Plan {
@@ -532,6 +467,30 @@ impl Plan {
     #[getter]
     fn workspace_bytes(&self) -> usize {
         self.plan.workspace_bytes()
+    }
+
+    /// Bytes of the list of query blocks.
+    #[getter]
+    fn query_blocks_bytes(&self) -> usize {
+        self.plan.query_blocks_bytes()
+    }
+
+    /// Lists the query blocks of sequences that begin at `cu_seqlens_q`, int32 `[sequences + 1]`, into uint8 `blocks`.
+    fn list_query_blocks(
+        &self,
+        py: Python<'_>,
+        cu_seqlens_q: &Bound<'_, PyCapsule>,
+        blocks: Option<Bound<'_, PyCapsule>>,
+        stream: u64,
+    ) -> PyResult<()> {
+        let gpu = self.gpu.cuda()?;
+        let starts = (Dtype::I32, 4 * (self.problem.batch() + 1));
+        let starts = self.gpu.list("cu_seqlens_q", Some(cu_seqlens_q), starts)?;
+        let bytes = (Dtype::U8, self.plan.query_blocks_bytes());
+        let to = self.gpu.list("query_blocks", blocks.as_ref(), bytes)?;
+        // SAFETY: as for `attend`; whatever the numbers are, the launch writes the list alone, which is as long as the plan says.
+        py.detach(|| unsafe { gpu.query_blocks_on(&self.plan, stream_of(stream), starts, to) })
+            .map_err(errors::of)
     }
 
     /// Entries of a row of residual pages where a step has up to `q_len` query tokens of a sequence; 0 for formats without a window.
@@ -571,6 +530,48 @@ impl Plan {
         // the work enqueued on its stream has run; `attn.torch.Plan` makes the workspace, zeroed, for itself alone. That lengths, pages and
         // queries on the device are in range is the caller's contract, which `ATTN_CHECK=1` checks.
         py.detach(|| unsafe { gpu.decode_on(&self.plan, stream_of(stream), &args) })
+            .map_err(errors::of)
+    }
+
+    /// Spans of the longest sequence, at least one.
+    #[getter]
+    fn spans(&self) -> usize {
+        self.plan.spans()
+    }
+
+    /// Attends shards, and leaves the states of their spans: float32 `max_sums` `[spans, rows, 2]` and `o` `[spans, rows, dim]`. `tokens_after`:
+    /// int32 `[sequences]`, or none.
+    fn attend_spans(
+        &self,
+        py: Python<'_>,
+        pages: PageArrays<'_>,
+        arrays: AttendArrays<'_>,
+        spans: SpanArrays<'_>,
+        stream: u64,
+    ) -> PyResult<()> {
+        let (max_sums, o, tokens_after) = spans;
+        let gpu = self.gpu.cuda()?;
+        let args = self.decode_args(self.kv_of_pages(&pages)?, &arrays)?;
+        let states = self.problem.rows().saturating_mul(self.plan.spans());
+        let list = |what, array, count: usize| {
+            self.gpu
+                .list(what, Some(array), (Dtype::F32, count.saturating_mul(4)))
+        };
+        let dim = self.layout.head_dim();
+        let to = SpansArgs {
+            tokens_after: match &tokens_after {
+                None => DeviceAddress::NULL,
+                after => {
+                    let bytes = 4 * self.problem.batch();
+                    self.gpu
+                        .list("tokens_after", after.as_ref(), (Dtype::I32, bytes))?
+                }
+            },
+            max_sums: list("max_sums", &max_sums, states.saturating_mul(2))?,
+            o: list("o", &o, states.saturating_mul(dim))?,
+        };
+        // SAFETY: as for `attend`; the states' arrays are as large as the plan says.
+        py.detach(|| unsafe { gpu.attend_spans_on(&self.plan, stream_of(stream), &args, &to) })
             .map_err(errors::of)
     }
 

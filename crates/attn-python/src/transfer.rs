@@ -1,7 +1,9 @@
-//! Launches over pages and results that belong to no plan: copies of pages, merges of shards' results.
+//! Launches over pages and results that belong to no plan: copies of pages, merges of shards' results and of their spans' states.
 
+use attn::KvFormat;
 use attn::backends::cuda::native::{
-    CopyPagesArgs, MergeStatesArgs, NativeCopyPages, NativeMergeStates, Pages,
+    CopyPagesArgs, DeviceAddress, MergeSpansArgs, MergeStatesArgs, NativeCopyPages,
+    NativeMergeSpans, NativeMergeStates, Pages,
 };
 use pyo3::{prelude::*, types::PyCapsule};
 
@@ -139,6 +141,97 @@ impl Transfer {
         let gpu = self.gpu.cuda()?;
         // SAFETY: the arrays have these shapes and lie on the device, and `attn.torch.merge` allocates the outputs, so that they overlap nothing.
         py.detach(|| unsafe { gpu.merge_on(&self.merge, stream_of(stream), &args) })
+            .map_err(errors::of)
+    }
+}
+
+/// What `attn.torch.merge_spans` is built on: the merge for one format and head_dim.
+#[pyclass(frozen, module = "attn._attn", name = "NativeMergeSpans")]
+pub struct MergeSpans {
+    gpu: Gpu,
+    dim: usize,
+    has_scale: bool,
+    merge: NativeMergeSpans,
+}
+
+/// What a merge of spans reads and writes, as capsules of device arrays.
+#[derive(FromPyObject)]
+pub struct MergeArrays<'py> {
+    /// float32 `[states, query tokens, heads, 2]`.
+    max_sums: Bound<'py, PyCapsule>,
+    /// float32 `[states, query tokens, heads, dim]`.
+    o: Bound<'py, PyCapsule>,
+    /// `[query tokens, heads, dim]`.
+    out: Bound<'py, PyCapsule>,
+    /// float32 `[query tokens, heads]`.
+    lse: Bound<'py, PyCapsule>,
+    /// float32 `[heads]`.
+    sinks: Option<Bound<'py, PyCapsule>>,
+    /// float32 `[KV heads]`, for formats with static scales.
+    v_scales: Option<Bound<'py, PyCapsule>>,
+    kv_heads: usize,
+}
+
+#[pymethods]
+impl MergeSpans {
+    #[new]
+    fn new(py: Python<'_>, format: &str, dim: usize, device: &str) -> PyResult<Self> {
+        let gpu = Gpu::open(py, device)?;
+        let cuda = gpu.cuda()?;
+        let format: KvFormat = format.parse().map_err(errors::of)?;
+        let prepare = || cuda.prepare_merge_spans(format, dim);
+        let merge = py.detach(prepare).map_err(errors::of)?;
+        Ok(MergeSpans {
+            gpu,
+            dim,
+            has_scale: format.v.has_tensor_scale(),
+            merge,
+        })
+    }
+
+    /// Merges and finishes.
+    fn merge(&self, py: Python<'_>, arrays: MergeArrays<'_>, stream: u64) -> PyResult<()> {
+        let o = Array::new("o", &arrays.o)?;
+        let out = Array::new("out", &arrays.out)?;
+        let shape = format!("[states, query tokens, heads, {}]", self.dim);
+        o.check_rank(4, &shape)?;
+        if o.shape[3] != self.dim || out.shape != o.shape[1..] {
+            return Err(errors::shape(format!(
+                "o has the shape {:?}, and out {:?}; needed: {shape} and its last three dims",
+                o.shape, out.shape
+            )));
+        }
+        let [states, tokens, heads] = [0, 1, 2].map(|i| o.shape[i]);
+        let rows = tokens.saturating_mul(heads);
+        let list = |what, array: Option<&Bound<'_, PyCapsule>>, count: usize| {
+            self.gpu
+                .list(what, array, (Dtype::F32, count.saturating_mul(4)))
+        };
+        let (to, dtype) = self.gpu.floats(&out, 0)?;
+        let all = states.saturating_mul(rows);
+        let args = MergeSpansArgs {
+            max_sums: list("max_sums", Some(&arrays.max_sums), all.saturating_mul(2))?,
+            o: self.gpu.memory(&o, &[Dtype::F32], 0)?.address,
+            states,
+            rows_apart: rows,
+            rows,
+            num_q_heads: heads,
+            num_kv_heads: arrays.kv_heads,
+            out: to.address,
+            dtype,
+            lse: list("lse", Some(&arrays.lse), rows)?,
+            sinks: match &arrays.sinks {
+                None => DeviceAddress::NULL,
+                sinks => list("sinks", sinks.as_ref(), heads)?,
+            },
+            v_tensor_scales: match self.has_scale {
+                false => DeviceAddress::NULL,
+                true => list("v_scales", arrays.v_scales.as_ref(), arrays.kv_heads)?,
+            },
+        };
+        let gpu = self.gpu.cuda()?;
+        // SAFETY: the arrays have these shapes and lie on the device, and `attn.torch.merge_spans` allocates the outputs, so that they overlap nothing.
+        py.detach(|| unsafe { gpu.merge_spans_on(&self.merge, stream_of(stream), &args) })
             .map_err(errors::of)
     }
 }

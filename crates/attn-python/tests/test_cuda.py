@@ -99,6 +99,55 @@ def test_forks_drafts_and_growth(rng, format):
         assert same(gpu.attend(on_gpu(q), sequences=1), cpu.attend(q, sequences=1)), i
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_layers_are_the_cpus(rng, format):
+    gpu, cpu = pair(format, layers=3)
+    for counts in ([100, 3], [1, 1], [1, 1]):
+        for cache in (gpu, cpu):
+            cache.reserve([2, 0], counts)
+        for layer in (1, 2, 0):
+            k, v, q = (on_gpu(rows(rng, sum(counts), heads, 128)) for heads in (2, 2, 8))
+            if layer == 2:
+                with pytest.raises(attn.ShapeError):
+                    gpu.write(2, k[1:], v[1:])
+            gpu.write(layer, k, v)
+            cpu.write(layer, k.cpu(), v.cpu())
+            a, b = (c.attend(x, layer=layer, sequences=[2, 0], q_lens=counts) for c, x in ((gpu, q), (cpu, q.cpu())))
+            assert torch.equal(a.cpu(), b)
+    # A step that is taken back, whose open page a fork shares.
+    for cache in (gpu, cpu):
+        cache.fork(2, 1)
+        cache.reserve([1], [70])
+    k, v = (on_gpu(rows(rng, 70, 2, 128)) for _ in "kv")
+    gpu.write(1, k, v)
+    gpu.cancel_step()
+    cpu.cancel_step()
+    assert gpu.lens == cpu.lens == [5, 102, 102, 0] and all(gpu.save(i) == cpu.save(i) for i in range(3))
+    with pytest.raises(attn.ShapeError, match="no step is open"):
+        gpu.write(0, k, v)
+    gpu.add_sequences(1)
+    with pytest.raises(attn.AttnError):
+        gpu.add_pages(1)
+    assert gpu.lens == [5, 102, 102, 0, 0]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_a_window_keeps_its_bits_while_pages_stay_bounded(rng, format):
+    options = dict(heads=2, dim=128)
+    kept = attn.Cache(format, max_tokens=2048, device="cuda", **options)
+    few = kept.pages_for(100 + 64 + 64)
+    dropped = attn.Cache(format, max_tokens=0, pages=few, device="cuda", **options)
+    for n in [60] * 15 + [1] * 70:
+        k, v, q = (on_gpu(rows(rng, n, heads, 128)) for heads in (2, 2, 8))
+        outs = []
+        for cache in (kept, dropped):
+            cache.append(k, v)
+            outs.append(cache.attend(q, window_left=99))
+        assert torch.equal(*outs)
+        dropped.drop_before(0, max(0, dropped.lens[0] - 99))
+    assert dropped.first_tokens == [832] and dropped.lens == [970]
+
+
 def test_streams_are_ordered(rng):
     gpu, cpu = pair("int8", max_tokens=8192)
     k, v, q = rows(rng, 4000, 2, 128), rows(rng, 4000, 2, 128), rows(rng, 1, 8, 128)
@@ -120,6 +169,41 @@ def test_rows_of_a_fused_projection_are_read_in_place(rng):
     gpu.append(k, v)
     cpu.append(k.cpu(), v.cpu())
     assert gpu.save() == cpu.save()
+
+
+def test_arrays_of_cupy_come_and_go_through_dlpack(rng):
+    try:
+        import cupy
+    except ImportError as error:
+        require("cupy", str(error))
+    gpu, cpu = pair("int8")
+    fused, q = rows(rng, 50, 12, 128), rows(rng, 2, 8, 128)
+    cpu.append(fused[:, 8:10], fused[:, 10:12])
+    wanted, wanted_lse = cpu.attend(q, return_lse=True)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        # Tokens lie apart, as in a fused projection; what is enqueued before is seen.
+        on_device = cupy.asarray(fused) * 2 / 2
+        gpu.append(on_device[:, 8:10], on_device[:, 10:12])
+        out, lse = gpu.attend(cupy.asarray(q), return_lse=True)
+        again = cupy.empty_like(out)
+        assert gpu.attend(cupy.asarray(q), out=again) is again
+    stream.synchronize()
+    assert gpu.save() == cpu.save()
+    assert isinstance(out, cupy.ndarray) and (cupy.asnumpy(out) == wanted).all() and (cupy.asnumpy(again) == wanted).all()
+    assert abs(cupy.asnumpy(lse) - wanted_lse).max() < 1e-5
+    # On the default stream, a batch, 16 bits.
+    halves = cupy.asarray(rows(rng, 2, 3, 8, 128)).astype("float16")
+    gpu.append(halves[:, :, :2].copy(), halves[:, :, 2:4].copy(), sequences=[2, 3])
+    out = gpu.attend(halves, sequences=[2, 3])
+    assert out.dtype == cupy.float16 and out.shape == halves.shape
+    alone = gpu.attend(halves[1], sequences=3)
+    assert (out[1] == alone).all()
+    with pytest.raises(attn.ShapeError, match="strides"):
+        gpu.append(on_device[:, ::2][:, :2], on_device[:, 10:12])
+    with pytest.raises(attn.ShapeError, match="lies on"):
+        gpu.append(on_device[:, 8:10], fused[:, 10:12])
+    assert gpu.lens == [50, 0, 3, 3]
 
 
 def test_what_does_not_belong_together_is_refused(rng):
@@ -203,6 +287,19 @@ def test_slots_and_ragged_queries(rng):
     out, lse = plan.attend(q, pool, table, torch.tensor(lens, dtype=torch.int32, device="cuda"))
     wanted = cache.attend(q, sequences=[0, 1, 2], q_lens=q_lens, softcap=30.0, sinks=[0.5] * 8, return_lse=True)
     assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    # A plan for any shares of as many tokens, which the device lists.
+    plan = plan_of("int8", [74, 1, 1], ragged=True, softcap=30.0, sinks=[0.5] * 8)
+    for q_lens in ([1, 70, 5], [0, 3, 0], [40, 31, 5]):
+        starts = torch.tensor([0] + q_lens, dtype=torch.int32, device="cuda").cumsum(0).int()
+        plan.set_query_starts(starts)
+        out, lse = plan.attend(q, pool, table, torch.tensor(lens, dtype=torch.int32, device="cuda"))
+        rows_of = sum(q_lens)
+        wanted = cache.attend(q[:rows_of], sequences=[0, 1, 2], q_lens=q_lens, softcap=30.0, sinks=[0.5] * 8, return_lse=True)
+        assert torch.equal(out[:rows_of], wanted[0]) and torch.equal(lse[:rows_of], wanted[1]), q_lens
+    with pytest.raises(attn.ParameterError, match="prepare_ragged"):
+        plan_of("int8", [1, 1, 1]).set_query_starts(starts)
+    with pytest.raises(attn.ShapeError, match="cu_seqlens_q"):
+        plan.set_query_starts(starts[:3])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -380,6 +477,54 @@ def test_ranges_of_tokens_are_exported(rng, format):
         for got, all_rows in zip((k, v), want):
             own_rows = got[int(starts[b]) : int(starts[b + 1])]
             assert same(own_rows, all_rows[first[b] : first[b] + count[b]])
+
+
+@pytest.mark.parametrize("format, options", [("int8", {}), ("int4", {}), ("int8-tensor", dict(k_scales=[0.01, 0.02], v_scales=[0.02, 0.01])), ("int8", dict(window_left=900, softcap=20.0))])
+def test_shards_have_the_bits_of_one_gpu(rng, format, options):
+    lens, q_lens, cuts = [2500, 2049], [3, 1], [0, 1024, 2048, 4096]
+    scales = {name: options[name] for name in options if name.endswith("scales")}
+    sinks = torch.linspace(-2, 2, 8, device="cuda")
+    k, v = (on_gpu(rows(rng, sum(lens), 2, 128)) for _ in range(2))
+    q = on_gpu(rows(rng, 4, 8, 128))
+    whole = attn.Cache(format, heads=2, dim=128, max_tokens=2560, sequences=2, device="cuda", **scales)
+    whole.append(k, v, sequences=[0, 1], tokens=lens)
+    modifiers = {name: options[name] for name in options if name not in scales}
+    wanted = whole.attend(q, sequences=[0, 1], q_lens=q_lens, sinks=sinks.tolist(), return_lse=True, **modifiers)
+    firsts = [0, lens[0]]
+    states = []
+    for start, end in zip(cuts, cuts[1:]):
+        of = [(min(start, n), min(end, n)) for n in lens]
+        own = [b - a for a, b in of]
+        plan = plan_of(format, q_lens, max_kv_len=max(own), spans=True, **options)
+        pool = plan.new_pool(64)
+        table = torch.arange(32, dtype=torch.int32, device="cuda").view(2, 16)
+        slots = plan.residual_slots(3)
+        residual = torch.arange(32, 32 + 2 * slots, dtype=torch.int32, device="cuda").view(2, slots) if slots else None
+        for b, (first, last) in enumerate(of):
+            at = torch.arange(last - first, device="cuda")
+            places = table[b].long()[at // 64] * 64 + at % 64
+            # The pages of the newest tokens keep residuals.
+            newest = at // 64 + slots > (last - first - 1) // 64
+            kept = torch.where(newest, residual[b][at // 64 % slots], -1).int() if slots else None
+            chosen = slice(firsts[b] + first, firsts[b] + last)
+            if last > first:
+                plan.append_slots(k[chosen], v[chosen], pool, places, kept)
+        own_lens, after = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (own, [n - b for n, (_, b) in zip(lens, of)]))
+        states.append(plan.attend_spans(q, pool, table, own_lens, after, residual))
+    max_sums, o = (torch.cat(x) for x in zip(*states))
+    v_scales = torch.tensor(scales["v_scales"], device="cuda") if scales else None
+    out, lse = attn.torch.merge_spans(format, max_sums, o, kv_heads=2, sinks=sinks, v_scales=v_scales)
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    # Heads apart, as an all-to-all shares them.
+    for head in (0, 4):
+        mine = slice(head, head + 4)
+        scale = None if v_scales is None else v_scales[head // 4 : head // 4 + 1].clone()
+        part, _ = attn.torch.merge_spans(
+            format, max_sums[:, :, mine].contiguous(), o[:, :, mine].contiguous(), kv_heads=1, sinks=sinks[mine].clone(), v_scales=scale, dtype=torch.bfloat16
+        )
+        assert torch.equal(part, wanted[0][:, mine].bfloat16())
+    with pytest.raises(attn.ParameterError, match="prepare_spans"):
+        plan.attend(q, pool, table, own_lens, residual)
 
 
 def test_pages_are_copied_and_swapped(rng):

@@ -61,12 +61,13 @@ def config_of(kind, **changes):
         layers = ["sliding_attention", "full_attention"]
         return transformers.Gemma3TextConfig(**{**COMMON, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 24, "layer_types": layers, **changes})
     layers = ["sliding_attention", "full_attention"]
+    # All experts take part: a router that chooses turns a rounding into another expert.
     return transformers.GptOssConfig(
-        **{**COMMON, "head_dim": 64, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 24, "layer_types": layers, **changes}
+        **{**COMMON, "head_dim": 64, "num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 24, "layer_types": layers, **changes}
     )
 
 
-KINDS = ["llama", "qwen3", "gemma2", "gemma3", "gpt-oss"]
+KINDS = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss"]
 
 
 def pair(kind, device="cpu", **changes):
@@ -168,12 +169,13 @@ def test_the_same_tokens_alone_in_a_batch_in_pieces_and_with_drafts(kind, format
     assert torch.equal(generate(ours, cache, prompts[0][None])[0, 45:], alone[0])
 
 
+@pytest.mark.parametrize("kind, tokens", [("llama", 60), ("mistral", 700)])
 @pytest.mark.parametrize("format", ["int8", "int4"])
-def test_drafts_of_an_assistant_change_no_token(format, device):
-    config, _, ours = pair("llama", device)
+def test_drafts_of_an_assistant_change_no_token(kind, tokens, format, device):
+    config, _, ours = pair(kind, device)
     _, _, assistant = pair("llama", device, num_hidden_layers=1)
     assistant.set_attn_implementation("sdpa")
-    p = prompt(1, 60, device=device)
+    p = prompt(1, tokens, device=device)
     plain = generate(ours, QuantizedCache(config, format), p, max_new_tokens=30)
     drafted = generate(ours, QuantizedCache(config, format), p, max_new_tokens=30, assistant_model=assistant)
     assert torch.equal(plain, drafted)
@@ -224,6 +226,68 @@ def test_rows_are_chosen_repeated_and_reset():
         assert cache.get_seq_length() == 20
 
 
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+def test_a_sliding_layer_holds_its_window_however_long_the_run(kind, device):
+    """Kills a drop that is too early or that padding shifts (other logits), and one that is too late (pages)."""
+    config, own, ours = pair(kind, device)
+    ids, mask = padded([prompt(700, device=device), prompt(390, device=device, seed=5)])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache, theirs, found, wanted = QuantizedCache(config, "f16"), DynamicCache(config=config), [], []
+    with torch.no_grad():
+        for start, end in ((0, 690), (690, 691), (691, 697), (697, 698), (698, 700)):
+            piece = dict(attention_mask=mask[:, :end], position_ids=positions[:, start:end])
+            found.append(ours(ids[:, start:end], past_key_values=cache, **piece).logits)
+            wanted.append(own(ids[:, start:end], past_key_values=theirs, **piece).logits)
+    found, wanted = torch.cat(found, 1), torch.cat(wanted, 1)
+    assert (found - wanted)[mask.bool()].abs().max() < 5e-3 * wanted.std()
+    layer = cache.layers[0]
+    # Of tokens 0 to 548 and 0 to 238, whole tiles of 64: 24 are seen, and 128 can be taken back.
+    assert layer.is_sliding and layer.cache.lens == [700, 390] and layer.cache.first_tokens == [512, 192]
+    stats = layer.stats()
+    # Those, a tile and a piece of 256 fit, whatever the prompt.
+    assert stats.pages == 2 * 8 and stats.pages - stats.free_pages == 3 + 4
+    if kind == "gemma3":
+        assert not cache.layers[1].is_sliding and cache.layers[1].stats().pages > 20
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_rows_of_a_sliding_layer_are_what_they_are_alone(format, device):
+    config, _, ours = pair("mistral", device)
+    prompts = [prompt(n, seed=n, device=device) for n in (500, 90)]
+    alone = [generate(ours, QuantizedCache(config, format), p[None], max_new_tokens=80)[0, len(p) :] for p in prompts]
+    ids, mask = padded(prompts)
+    batch = generate(ours, QuantizedCache(config, format), ids, mask, max_new_tokens=80)[:, ids.shape[1] :]
+    if device == "cpu":
+        # On a GPU, torch's products may have other bits in a batch.
+        assert all(torch.equal(a, b) for a, b in zip(alone, batch))
+    cache = QuantizedCache(config, format)
+    with torch.no_grad():
+        for piece in prompts[0][:-1].split(130):
+            ours(piece[None], past_key_values=cache)
+    assert torch.equal(generate(ours, cache, prompts[0][None], max_new_tokens=80)[0, 500:], alone[0])
+
+
+def test_tokens_are_taken_back_from_a_sliding_layer_or_it_says_why_not():
+    config, _, ours = pair("mistral")
+    p = prompt(1, 400)
+    with torch.no_grad():
+        cache, straight = QuantizedCache(config), QuantizedCache(config)
+        ours(p[:, :384], past_key_values=cache)
+        # Of tokens 0 to 232, three tiles; what sees token 191 is not taken back.
+        assert cache.layers[0].cache.first_tokens == [192]
+        with pytest.raises(attn.ShapeError, match="cannot be taken back"):
+            cache.crop(-(384 - 192 - 22))
+        assert cache.get_seq_length() == 384 and cache.layers[1].cache.lens == [384]
+        cache.crop(0)
+        cache.crop(-128)
+        assert cache.get_seq_length() == 256
+        last = ours(p[:, 256:], past_key_values=cache).logits
+        ours(p[:, :256], past_key_values=straight)
+        assert torch.equal(ours(p[:, 256:], past_key_values=straight).logits, last)
+        with pytest.raises(attn.UnsupportedError, match="more rows"):
+            cache.batch_repeat_interleave(2)
+
+
 def test_what_cannot_be_right_is_refused():
     config, own, ours = pair("llama")
     ids = prompt(2, 10)
@@ -249,7 +313,7 @@ def test_what_cannot_be_right_is_refused():
         lambda: QuantizedCache(config, max_tokens=0),
         lambda: QuantizedCache(config, page_size=7),
         lambda: QuantizedCache(config_of("llama", head_dim=48)),
-        lambda: QuantizedCache(config_of("mistral")),
+        lambda: QuantizedCache(transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, head_dim=64)),
         lambda: QuantizedCache(transformers.DeepseekV3Config(**{**COMMON, "num_key_value_heads": 4})),
     ):
         with pytest.raises(attn.AttnError) as error:

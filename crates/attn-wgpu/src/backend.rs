@@ -335,6 +335,7 @@ impl WgpuBackend {
 
     fn check(&self, problem: &Problem, format: KvFormat) -> Result<(), Error> {
         problem.check()?;
+        problem.check_whole(BACKEND)?;
         format.check(problem.head_dim, 64)?;
         Ok(self.supports(problem, format)?)
     }
@@ -384,8 +385,8 @@ impl DecodeAttention for WgpuBackend {
         self.gpu.info.device_type == wgpu::DeviceType::Cpu
     }
 
-    fn supports(&self, _: &Problem, _: KvFormat) -> Result<(), Unsupported> {
-        Ok(())
+    fn supports(&self, problem: &Problem, _: KvFormat) -> Result<(), Unsupported> {
+        problem.check_whole(BACKEND)
     }
 
     fn create_cache(&self, config: &CacheConfig) -> Result<KvCache, Error> {
@@ -400,6 +401,7 @@ impl DecodeAttention for WgpuBackend {
     }
 
     fn plan(&self, problem: &Problem, format: KvFormat) -> Result<Plan, Error> {
+        problem.check_whole(BACKEND)?;
         let plan = Plan::new(BACKEND, problem, format, Planned(self.gpu.clone()))?;
         self.gpu.alive("planning")?;
         // The kernels of the usual layout; others compile at their first step.

@@ -33,9 +33,9 @@ pub use attn_core::{
     CachedSequences, DecodeAttention, DecodeStep, DeviceInfo, Elements, ElementsMut, Error, Heads,
     HostPages, Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, PackedRows, PageLayout,
     PageStore, PageTable, Plan, Problem, Recent, Rotary, RotaryScaling, RotaryStyle, RotaryTable,
-    RowPlaces, Rows, RowsMut, Scheme, SequenceImage, StepInputs, StepOutputs, StridedRows,
-    TokenWrite, Unsupported, WideRows, WideRowsMut, Window, arithmetic, cache, convert, events,
-    format, formats, layout, problem, quant, rotary,
+    RowPlaces, Rows, RowsMut, Scheme, SequenceImage, SpanStates, SpansStep, StepInputs,
+    StepOutputs, StridedRows, TokenWrite, Unsupported, WideRows, WideRowsMut, Window, arithmetic,
+    cache, convert, events, format, formats, layout, problem, quant, rotary,
 };
 
 pub use device::{Device, DeviceName};

@@ -69,6 +69,8 @@ pub enum Instance {
         config: KernelConfig,
         /// Whether window, soft cap and ALiBi are compiled in (`ATTN_SCORE_MODS`).
         score_mods: bool,
+        /// Whether spans' states are left unmerged (`ATTN_SPANS`); `split_kv.cu` alone.
+        spans: bool,
     },
     /// `append.cu`.
     Append {
@@ -103,6 +105,15 @@ pub enum Instance {
     CopyPages,
     /// `merge_states.cu`.
     MergeStates,
+    /// `merge_spans.cu`.
+    MergeSpans {
+        /// Format of the cache.
+        format: KvFormat,
+        /// Elements per head.
+        head_dim: usize,
+    },
+    /// `query_blocks.cu`.
+    QueryBlocks,
     /// `check.cu`.
     Check,
     /// `read.cu`.
@@ -177,6 +188,7 @@ impl Instance {
             score_mods: problem.window_left.is_some()
                 || problem.softcap.is_some()
                 || problem.alibi_slopes.is_some(),
+            spans: false,
         }
     }
 
@@ -201,6 +213,8 @@ impl Instance {
             Instance::Export { .. } => "export.cu",
             Instance::CopyPages => "copy_pages.cu",
             Instance::MergeStates => "merge_states.cu",
+            Instance::MergeSpans { .. } => "merge_spans.cu",
+            Instance::QueryBlocks => "query_blocks.cu",
             Instance::Check => "check.cu",
             Instance::Read => "read.cu",
         }
@@ -215,6 +229,8 @@ impl Instance {
             Instance::Export { .. } => "attn_export",
             Instance::CopyPages => "attn_copy_pages",
             Instance::MergeStates => "attn_merge_states",
+            Instance::MergeSpans { .. } => "attn_merge_spans",
+            Instance::QueryBlocks => "attn_query_blocks",
             Instance::Check => "attn_check",
             Instance::Read => "attn_read",
         }
@@ -240,6 +256,7 @@ impl Instance {
                 layout,
                 config,
                 score_mods,
+                spans,
             } => {
                 let mut all = of_format(format, head_dim, layout.page_size());
                 all.extend([
@@ -256,6 +273,20 @@ impl Instance {
                     Kernel::LowLatencyGlobal => Some(("ATTN_MERGE_GLOBAL", 1)),
                     Kernel::ManyRows => Some(("ATTN_MANY_ROWS", 1)),
                 });
+                all.extend(spans.then_some(("ATTN_SPANS", 1)));
+                all
+            }
+            // The state of a row depends on no configuration: what config.cuh asks for stands for any.
+            Instance::MergeSpans { format, head_dim } => {
+                let mut all = of_format(format, head_dim, 64);
+                all.extend([
+                    ("ATTN_ROW_PAGE", 0),
+                    ("ATTN_ROW_GROUPS", 1),
+                    ("ATTN_ROW_WARPS", 1),
+                    ("ATTN_STAGES", 2),
+                    ("ATTN_CTAS", 1),
+                    ("ATTN_SCORE_MODS", 0),
+                ]);
                 all
             }
             Instance::Append {
@@ -278,10 +309,17 @@ impl Instance {
                 head_dim,
                 page_size,
             } => of_format(format, head_dim, page_size),
-            Instance::CopyPages | Instance::MergeStates | Instance::Check | Instance::Read => {
-                Vec::new()
-            }
+            Instance::CopyPages
+            | Instance::MergeStates
+            | Instance::QueryBlocks
+            | Instance::Check
+            | Instance::Read => Vec::new(),
         }
+    }
+
+    /// Whether subnormals are flushed, as the arithmetic of a state asks.
+    pub fn flushes(&self) -> bool {
+        matches!(self, Instance::Decode { .. } | Instance::MergeSpans { .. })
     }
 
     /// The compiler's options.
@@ -293,7 +331,7 @@ impl Instance {
             "--device-as-default-execution-space".to_owned(),
         ];
         // The arithmetic of decode flushes subnormals; the quantizers of append keep subnormal inputs.
-        if matches!(self, Instance::Decode { .. }) {
+        if self.flushes() {
             options.push("--ftz=true".to_owned());
         }
         options.extend(
@@ -425,6 +463,7 @@ mod tests {
                 layout: KvLayout::Pages(64),
                 config,
                 score_mods: false,
+                spans: false,
             };
             let last = instance.options(Arch::Sm90a).pop();
             (instance.source(), last.filter(|last| last.ends_with("=1")))

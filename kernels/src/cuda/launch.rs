@@ -15,7 +15,8 @@ pub struct Launch {
     pub row_blocks: usize,
     /// Partials per work item in the workspace.
     pub max_partials: usize,
-    /// Whether a partial is a segment's state. If not, it is a span's.
+    /// Whether a partial is a segment's state for lengths up to the longest. If not, it is a span's, and a segment's where the device finds
+    /// sequences that are short for the launch.
     pub partial_per_segment: bool,
     /// CTAs along each axis of the grid.
     pub grid: [usize; 3],

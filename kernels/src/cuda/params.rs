@@ -130,7 +130,7 @@ blocks! {
         alibi_slopes: u64 = "const float*",
         /// f32 [num_q_heads], or null.
         sinks: u64 = "const float*",
-        /// [batch], or null where sequence b has the query tokens from b · q_len on.
+        /// [batch], or null where sequence b has the query tokens from b · q_len on. Blocks without tokens come last.
         query_blocks: u64 = "const QueryBlock*",
         /// Workspace: O of the partials [partial][row][head_dim]. Zero between launches where low_latency.cu merges through global memory.
         partial_o: u64 = "float*",
@@ -160,13 +160,13 @@ blocks! {
         row_blocks: i32 = "int",
         /// Entries of the page table per sequence.
         page_table_stride: i32 = "int",
-        /// Partials per work item (query block, KV head, row block).
+        /// Places for partials per work item (query block, KV head, row block).
         max_partials: i32 = "int",
         /// Tokens to the left of the query that it sees, or -1 without a window.
         window_left: i32 = "int",
         /// Whether the mask is causal.
         causal: i32 = "int",
-        /// Whether a partial is a segment's state (there is little work); else it is a span's.
+        /// low_latency.cu: whether a partial is always a segment's state; else a span's, where sequences are as long as planned.
         partial_per_segment: i32 = "int",
         /// Pages: bytes from one page to the next.
         page_stride: i32 = "int",
@@ -184,6 +184,26 @@ blocks! {
         dtype: i32 = "int",
         /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
         residual_ring: u32 = "unsigned int",
+        /// ATTN_SPANS: rows of a span in partial_o and partial_max_sum, which then are the caller's, [span][row].
+        span_rows: u32 = "unsigned int",
+        /// ATTN_SPANS: i32 [batch], tokens of each sequence that follow those of kv_lens in other shards; null for none.
+        tokens_after: u64 = "const int*",
+    }
+
+    /// Parameters of `query_blocks.cu`.
+    struct QueryBlocksParams {
+        /// i32 [batch + 1]: the first query token of each sequence, and the end of the last one.
+        cu_seqlens_q: u64 = "const int*",
+        /// List to fill; entries behind the blocks have no tokens.
+        blocks: u64 = "QueryBlock*",
+        /// Sequences.
+        batch: i32 = "int",
+        /// Entries of the list.
+        num_blocks: i32 = "int",
+        /// Query tokens of a block, at most.
+        block_tokens: i32 = "int",
+        /// Query tokens that there are at most.
+        query_tokens: i32 = "int",
     }
 
     /// Tensor maps of rows [sequence or page][KV head][token][byte], which the driver encoded.
@@ -379,6 +399,36 @@ blocks! {
         reserved: u32 = "unsigned int",
     }
 
+    /// Parameters of `merge_spans.cu`.
+    struct MergeSpansParams {
+        /// Maximum and sum of each row's states [state][rows_apart], in the order of their tokens; a maximum of -inf where the row sees no token.
+        max_sums: u64 = "const float2*",
+        /// O of the states [state][rows_apart][head_dim].
+        o: u64 = "const float*",
+        /// Outputs [row][head_dim].
+        out: u64 = "void*",
+        /// f32 [row], or null.
+        lse: u64 = "float*",
+        /// f32 [num_q_heads], or null.
+        sinks: u64 = "const float*",
+        /// f32 [num_kv_heads], or null.
+        v_tensor_scales: u64 = "const float*",
+        /// Rows from one state to the next.
+        rows_apart: u64 = "unsigned long long",
+        /// States of a row: spans of all shards.
+        states: i32 = "int",
+        /// Rows [query token][num_q_heads].
+        rows: i32 = "int",
+        /// Query heads.
+        num_q_heads: i32 = "int",
+        /// Query heads per KV head.
+        heads_per_kv: i32 = "int",
+        /// Number format of out: Dtype.
+        dtype: i32 = "int",
+        /// Unused: the size is a multiple of 8.
+        reserved: u32 = "unsigned int",
+    }
+
     /// Parameters of `check.cu`, beside those of the launch that it checks.
     struct CheckParams {
         /// i32 [4], zeroed: {kind, index, value, limit}.
@@ -387,6 +437,8 @@ blocks! {
         slots: u64 = "const long long*",
         /// Positions of the slots' tokens, as in AppendParams, or null.
         positions: u64 = "const long long*",
+        /// First query tokens, as in QueryBlocksParams, or null.
+        cu_seqlens_q: u64 = "const int*",
         /// Positions that are allowed.
         num_positions: i64 = "long long",
         /// The longest length that is allowed.

@@ -228,6 +228,7 @@ mod tests {
                                     layout,
                                     config,
                                     score_mods: false,
+                                    spans: false,
                                 };
                                 let size = shared_bytes(&config, format, head_dim, layout);
                                 all.insert(instance.options(Arch::Compute80), (instance, size));

@@ -3,15 +3,20 @@
 use attn_core::{
     Error, KvFormat, PageLayout, Problem, Unsupported,
     arithmetic::{self, LOG2_E},
+    segments::num_spans,
 };
 
 use attn_kernels::cuda::{
-    DeviceLimits, Instance, Kernel, KernelConfig, KvLayout, Launch, Preferences, instance,
+    DeviceLimits, Instance, Kernel, KernelConfig, KvLayout, Launch, LowLatency, Preferences,
+    instance,
     params::{DecodeParams, FastDivmod, QueryBlock},
     smem::shared_bytes,
 };
 
-use super::{DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, query_blocks::Launched};
+use super::{
+    DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, SpansArgs,
+    query_blocks::{Blocks, Launched, PlanKind, listed},
+};
 use crate::{device::Device, error::BACKEND, sizes};
 
 /// The launch of a problem, for lengths up to its longest.
@@ -29,8 +34,12 @@ pub struct LaunchPlan {
     page_bytes: usize,
     format: KvFormat,
     layout: KvLayout,
-    /// Blocks of query tokens; none where each sequence is one.
+    /// Blocks of query tokens that the host knows.
     query_blocks: Vec<QueryBlock>,
+    /// Entries of the list of blocks; 0 without one.
+    pub(super) num_blocks: usize,
+    /// Query tokens of a block, at most.
+    pub(super) block_tokens: usize,
     /// Blocks that one launch attends: the workspace has room for their partials.
     per_launch: usize,
     counters_bytes: usize,
@@ -56,7 +65,8 @@ pub(crate) fn choose(
     layout: KvLayout,
 ) -> Result<(Instance, KernelConfig, usize), Unsupported> {
     let (limits, preferences) = (device.limits(), &device.preferences);
-    let launched = Launched::new(problem, format, layout, limits, preferences)?;
+    let kind = PlanKind::Known;
+    let launched = Launched::new(kind, problem, format, layout, limits, preferences)?;
     let preferences = launched.preferences(preferences);
     configure(limits, &preferences, &launched, format, layout)
 }
@@ -78,7 +88,7 @@ fn configure(
     match Instance::decode(problem, format, layout, limits, preferences) {
         Some(instance @ Instance::Decode { config, .. }) => {
             check_counts(problem).map_err(refuse)?;
-            if launched.blocks.is_empty() {
+            if matches!(launched.blocks, Blocks::Sequences) {
                 let work = work(problem, config, problem.kv_lens.iter().copied());
                 check_work(problem, work).map_err(refuse)?;
             }
@@ -151,7 +161,7 @@ fn check_counts(problem: &Problem) -> Result<(), TooMuch> {
 impl LaunchPlan {
     /// Refuses a batch that would be too much work if all of its sequences were as long as the longest: a native plan's may be.
     pub(super) fn check_longest(&self, problem: &Problem) -> Result<(), Error> {
-        if !self.query_blocks.is_empty() {
+        if self.num_blocks > 0 {
             return Ok(());
         }
         let longest = problem.kv_lens.iter().map(|_| self.max_kv_len);
@@ -169,6 +179,7 @@ impl LaunchPlan {
     /// # Errors
     /// Those of [`Problem::check`] and [`KvFormat::check`]; [`Unsupported::NoKernel`] where no kernel covers the problem.
     pub fn new(
+        kind: PlanKind,
         limits: DeviceLimits,
         preferences: &Preferences,
         problem: &Problem,
@@ -181,25 +192,50 @@ impl LaunchPlan {
             KvLayout::Rows => arithmetic::TILE,
         };
         format.check(problem.head_dim, page_size)?;
-        let launched = Launched::new(problem, format, layout, limits, preferences)?;
+        let leaves_spans = kind == PlanKind::Spans;
+        let preferences = &match leaves_spans {
+            false => *preferences,
+            // The kernel that leaves them.
+            true => Preferences {
+                low_latency: LowLatency::Never,
+                many_rows: Some(false),
+                ..*preferences
+            },
+        };
+        let launched = Launched::new(kind, problem, format, layout, limits, preferences)?;
         let preferences = launched.preferences(preferences);
-        let (instance, config, shared_bytes) =
+        let (mut instance, config, shared_bytes) =
             configure(limits, &preferences, &launched, format, layout)?;
         let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
         let heads = problem.num_kv_heads;
-        let launch = Launch::new(&config, &launched.problem, format, limits.sms);
-        let query_blocks = launched.params()?;
-        let per_launch = match query_blocks.len() {
+        let mut launch = Launch::new(&config, &launched.problem, format, limits.sms);
+        if let (true, Instance::Decode { spans, .. }) = (leaves_spans, &mut instance) {
+            *spans = true;
+            launch.partial_per_segment = false;
+            launch.max_partials = num_spans(max_kv_len).max(1);
+        }
+        let (query_blocks, num_blocks) = match &launched.blocks {
+            Blocks::Sequences => (Vec::new(), 0),
+            Blocks::Listed(list) => (listed(list)?, list.len()),
+            Blocks::OnDevice(entries) => (Vec::new(), *entries),
+        };
+        let per_launch = match num_blocks {
             0 => problem.batch(),
             blocks => {
                 let row = config.rows().saturating_mul(4 * (problem.head_dim + 2));
-                let partials = launch.partials(1, heads).saturating_mul(row).max(1);
+                let partials = match leaves_spans {
+                    true => 1,
+                    false => launch.partials(1, heads).saturating_mul(row).max(1),
+                };
                 let work = work(&launched.problem, config, std::iter::once(max_kv_len));
                 let most = (MOST_PARTIALS / partials).min((MOST_WORK / work.max(1)) as usize);
                 most.clamp(1, blocks)
             }
         };
-        let partials = launch.partials(per_launch, heads);
+        let partials = match leaves_spans {
+            true => 0,
+            false => launch.partials(per_launch, heads),
+        };
         let aligned = |factors: &[usize]| {
             let what = "bytes of the workspace";
             // Of a sum of three no part may have more than a quarter.
@@ -223,8 +259,10 @@ impl LaunchPlan {
             format,
             layout,
             query_blocks,
+            num_blocks,
+            block_tokens: launched.problem.max_q_len(),
             per_launch,
-            counters_bytes: if partials_are_zeroed {
+            counters_bytes: if partials_are_zeroed || leaves_spans {
                 0
             } else {
                 aligned(&[per_launch, heads, launch.row_blocks, 4])?
@@ -255,22 +293,47 @@ impl LaunchPlan {
         }
     }
 
-    /// The blocks of query tokens that a launch reads at [`DecodeArgs::query_blocks`]; none where every sequence has the same few.
+    /// The blocks of query tokens that a launch reads at [`DecodeArgs::query_blocks`]; none where every sequence has the same few, or the device
+    /// makes the list.
     #[must_use]
     pub fn query_blocks(&self) -> &[QueryBlock] {
         &self.query_blocks
     }
 
-    /// Query tokens of a block, at most.
-    fn block_tokens(&self, problem: &Problem) -> usize {
-        let blocks = self.query_blocks.iter();
-        let most = blocks.map(|block| block.tokens as usize).max();
-        most.unwrap_or_else(|| problem.max_q_len())
+    /// Whether launches leave the states of spans.
+    #[must_use]
+    pub fn leaves_spans(&self) -> bool {
+        matches!(self.instance, Instance::Decode { spans: true, .. })
+    }
+
+    /// The parameters of a launch that leaves the states of spans, from those that [`LaunchPlan::params`] gives.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for more rows than kernels count to.
+    pub fn spans_params(
+        &self,
+        p: &Problem,
+        to: &SpansArgs,
+        params: DecodeParams,
+    ) -> Result<DecodeParams, Error> {
+        Ok(DecodeParams {
+            partial_max_sum: to.max_sums.get(),
+            partial_o: to.o.get(),
+            span_rows: sizes::int("rows", p.rows())? as u32,
+            tokens_after: to.tokens_after.get(),
+            ..params
+        })
+    }
+
+    /// Entries of the list of blocks, whoever makes it; 0 where each sequence is one.
+    #[must_use]
+    pub fn num_blocks(&self) -> usize {
+        self.num_blocks
     }
 
     /// The parameters of each launch, in order, from those that [`LaunchPlan::params`] gives.
     pub fn launches(&self, params: DecodeParams) -> impl Iterator<Item = DecodeParams> {
-        let (all, step) = (self.query_blocks.len(), self.per_launch.max(1));
+        let (all, step) = (self.num_blocks, self.per_launch.max(1));
         (0..all.max(1)).step_by(step).map(move |first| {
             let mut params = params;
             if all > 0 {
@@ -293,7 +356,7 @@ impl LaunchPlan {
                 allowed: "the address of the problem's sinks on the device",
             });
         }
-        if !self.query_blocks.is_empty() && args.query_blocks.is_null() {
+        if self.num_blocks > 0 && args.query_blocks.is_null() {
             return Err(Error::Parameter {
                 what: "query_blocks",
                 given: "no address".to_owned(),
@@ -321,14 +384,14 @@ impl LaunchPlan {
             softcap_inner: p.softcap.map_or(0.0, |cap| 2.0 / cap),
             softcap_outer: p.softcap.map_or(0.0, |cap| cap * LOG2_E),
             batch: sizes::int("sequences", self.per_launch)?,
-            query_blocks: match self.query_blocks.is_empty() {
-                true => 0,
-                false => args.query_blocks.get(),
+            query_blocks: match self.num_blocks {
+                0 => 0,
+                _ => args.query_blocks.get(),
             },
             num_q_heads: sizes::int("num_q_heads", p.num_q_heads)?,
             num_kv_heads: sizes::int("num_kv_heads", p.num_kv_heads)?,
             heads_per_kv: sizes::int("heads_per_kv", p.heads_per_kv())?,
-            q_len: sizes::int("q_len", self.block_tokens(p))?,
+            q_len: sizes::int("q_len", self.block_tokens)?,
             row_blocks: sizes::int("row blocks", self.launch.row_blocks)?,
             max_partials: sizes::int("partials", self.launch.max_partials)?,
             // No sequence is longer than 2^20.
@@ -436,6 +499,7 @@ mod tests {
         );
         let preferences = Preferences::default();
         let plan = LaunchPlan::new(
+            PlanKind::Known,
             limits(),
             &preferences,
             &problem,

@@ -48,13 +48,16 @@
 //! ```
 
 pub(crate) mod append;
+mod check;
 pub(crate) mod copy_pages;
 pub(crate) mod export;
 mod import;
 pub(crate) mod launch_plan;
+pub(crate) mod list_blocks;
+pub(crate) mod merge_spans;
 pub(crate) mod merge_states;
 mod pages;
-mod query_blocks;
+pub(crate) mod query_blocks;
 pub(crate) mod read;
 mod rotary;
 mod rows;
@@ -68,8 +71,10 @@ pub use export::{ExportArgs, NativeExport};
 pub use import::{ImportArgs, NativeImport};
 pub(crate) use import::{launch_import, prepare_import};
 pub(crate) use launch_plan::{LaunchPlan, choose};
+pub use merge_spans::{MergeSpansArgs, NativeMergeSpans, SpansArgs};
 pub use merge_states::{MergeStatesArgs, NativeMergeStates};
 pub use pages::Pages;
+pub(crate) use query_blocks::PlanKind;
 pub use rotary::{RotaryArgs, RotaryQueries};
 pub use slots::SlotAppendArgs;
 
@@ -80,12 +85,14 @@ use attn_kernels::cuda::{
     Instance,
     params::{CheckParams, DecodeParams, QueryBlock},
 };
-use cudarc::driver::{DevicePtr, result, sys};
+use cudarc::driver::sys;
+
+use check::{check, check_kernel};
 
 pub use crate::handles::{DeviceAddress, Stream};
 use crate::{
-    device::{Device, LoadedKernel, WaitOnDrop},
-    error::{CudaError, failed},
+    device::{Device, LoadedKernel},
+    error::failed,
     gpu::CudaBackend,
     sizes,
 };
@@ -100,6 +107,8 @@ pub struct NativePlan {
     format: KvFormat,
     layout: KvLayout,
     kernel: Arc<LoadedKernel>,
+    /// `query_blocks.cu`, where the device lists the blocks.
+    list_blocks: Option<Arc<LoadedKernel>>,
     check: Option<Arc<LoadedKernel>>,
     launch_plan: LaunchPlan,
 }
@@ -185,7 +194,8 @@ pub struct DecodeArgs {
     pub kv: DeviceKv,
     /// i32 `[batch]`.
     pub kv_lens: DeviceAddress,
-    /// [`NativePlan::query_blocks`] in device memory; null where there are none.
+    /// The list of query blocks: [`NativePlan::query_blocks`] in device memory, or what [`CudaBackend::query_blocks_on`] has listed; null where
+    /// [`NativePlan::query_blocks_bytes`] is 0.
     pub query_blocks: DeviceAddress,
     /// f32 `[num_kv_heads]` for schemes with a static scale, else null.
     pub k_tensor_scales: DeviceAddress,
@@ -220,10 +230,22 @@ impl NativePlan {
     }
 
     /// What launches read at [`DecodeArgs::query_blocks`]: which query tokens are attended together. None where every sequence has the same
-    /// number of query tokens, up to 16.
+    /// number of query tokens, up to 16, and for a plan of [`CudaBackend::prepare_ragged`], whose list the device makes.
     #[must_use]
     pub fn query_blocks(&self) -> &[QueryBlock] {
         self.launch_plan.query_blocks()
+    }
+
+    /// Bytes of the list of query blocks, whoever makes it.
+    #[must_use]
+    pub fn query_blocks_bytes(&self) -> usize {
+        self.launch_plan.num_blocks * size_of::<QueryBlock>()
+    }
+
+    /// Query tokens of all sequences, at most.
+    #[must_use]
+    pub fn max_query_tokens(&self) -> usize {
+        self.problem.query_tokens()
     }
 
     /// The longest `kv_len` that a launch takes.
@@ -239,21 +261,15 @@ impl NativePlan {
     }
 }
 
-/// `check.cu`, if `ATTN_CHECK=1` asked for it.
-fn check_kernel(device: &Device) -> Result<Option<Arc<LoadedKernel>>, Error> {
-    let wanted = device.check.is_some();
-    wanted
-        .then(|| device.kernel(&Instance::Check, 0))
-        .transpose()
-}
-
 pub(crate) fn prepare(
+    kind: PlanKind,
     device: &Device,
     problem: &Problem,
     format: KvFormat,
     layout: KvLayout,
 ) -> Result<NativePlan, Error> {
     let launch_plan = LaunchPlan::new(
+        kind,
         device.limits(),
         &device.preferences,
         problem,
@@ -261,9 +277,19 @@ pub(crate) fn prepare(
         layout,
     )?;
     let kernel = device.kernel(&launch_plan.instance, launch_plan.shared_bytes)?;
+    let list_blocks = match kind {
+        PlanKind::Known | PlanKind::Spans => None,
+        PlanKind::Ragged => Some(device.kernel(&Instance::QueryBlocks, 0)?),
+    };
     let check = check_kernel(device)?;
+    let mut problem = problem.clone();
+    if kind == PlanKind::Spans {
+        // Sinks belong to the end of the merge, and the device says what follows.
+        (problem.sinks, problem.tokens_after) = (None, Vec::new());
+    }
     Ok(NativePlan {
-        problem: problem.clone(),
+        list_blocks,
+        problem,
         format,
         layout,
         kernel,
@@ -283,6 +309,33 @@ pub(crate) unsafe fn launch_decode(
     args: &DecodeArgs,
     appended: usize,
 ) -> Result<(), Error> {
+    // SAFETY: this function's contract.
+    unsafe { launch_decode_as(device, plan, stream, args, appended, None) }
+}
+
+/// The same; with `spans` for a plan that leaves the states of spans there.
+///
+/// # Safety
+/// As [`launch_decode`]; with `spans` [`CudaBackend::attend_spans_on`].
+unsafe fn launch_decode_as(
+    device: &Device,
+    plan: &NativePlan,
+    stream: sys::CUstream,
+    args: &DecodeArgs,
+    appended: usize,
+    spans: Option<&SpansArgs>,
+) -> Result<(), Error> {
+    if plan.launch_plan.leaves_spans() != spans.is_some() {
+        return Err(Error::Parameter {
+            what: "plan",
+            given: match spans {
+                Some(_) => "a plan whose launches finish their rows",
+                None => "a plan of prepare_spans, whose launches leave the states of spans",
+            }
+            .to_owned(),
+            allowed: "a plan of prepare_spans for attend_spans_on, any other for decode_on",
+        });
+    }
     if plan.problem.rows() == 0 {
         return Ok(());
     }
@@ -295,9 +348,13 @@ pub(crate) unsafe fn launch_decode(
         });
     }
     let mut params = plan.launch_plan.params(&plan.problem, args)?;
+    if let Some(spans) = spans {
+        let launch_plan = &plan.launch_plan;
+        params = launch_plan.spans_params(&plan.problem, spans, params)?;
+    }
     if !plan.layout.is_rows() {
         // Blocks end before the sequence does: their launch waits for all of the append.
-        let early = plan.query_blocks().is_empty();
+        let early = plan.launch_plan.num_blocks == 0;
         params.appended = sizes::int("tokens appended", if early { appended } else { 0 })?;
     }
     if let Some(kernel) = &plan.check {
@@ -339,104 +396,6 @@ pub(crate) unsafe fn launch_decode(
     Ok(())
 }
 
-/// Looks at the inputs on the device, and waits for the answer; passes while a graph is being captured.
-///
-/// # Safety
-/// Those of [`CudaBackend::decode_on`] but for the values it checks.
-unsafe fn check(
-    device: &Device,
-    kernel: &LoadedKernel,
-    stream: sys::CUstream,
-    params: &mut DecodeParams,
-    mut limits: CheckParams,
-) -> Result<(), CudaError> {
-    // SAFETY: the stream is alive by contract.
-    let status = unsafe { result::stream::is_capturing(stream) }?;
-    let Some(report) = device
-        .check
-        .as_ref()
-        .filter(|_| status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
-    else {
-        return Ok(());
-    };
-    let report = report.device_ptr(&device.stream).0;
-    limits.report = report;
-    // SAFETY: `report` is 16 bytes of this device.
-    unsafe { result::memset_d8_async(report, 0, 16, stream) }?;
-    let mut arguments = [
-        std::ptr::from_mut(params).cast::<c_void>(),
-        (&raw mut limits).cast(),
-    ];
-    // SAFETY: `attn_check` takes these two blocks, asserted on both sides; it reads only what the contract names.
-    unsafe {
-        kernel.launch(
-            stream,
-            [params.batch as usize, 1, 1],
-            COPY_THREADS,
-            &mut arguments,
-        )
-    }?;
-    let mut found = [0i32; 4];
-    // SAFETY: the stream is alive, and its context current, by contract.
-    let wait = unsafe { WaitOnDrop::on(stream) };
-    // SAFETY: `report` is 16 bytes of this device; `found` outlives `wait`, which waits for the copy however this function ends.
-    unsafe { result::memcpy_dtoh_async(&mut found, report, stream) }?;
-    wait.finish()?;
-    let [kind, index, value, limit] = found;
-    let error = |what, value: String, allowed: String| {
-        Err(CudaError::Check {
-            what,
-            index: index as usize,
-            value,
-            allowed,
-        })
-    };
-    match kind {
-        0 => Ok(()),
-        1 => error(
-            "kv_lens",
-            value.to_string(),
-            format!("{} to {limit}", limits.min_kv_len),
-        ),
-        2 => error(
-            "page_table",
-            (value as u32).to_string(),
-            format!("0 to {}", limit - 1),
-        ),
-        3 => error(
-            "residual_pages",
-            (value as u32).to_string(),
-            format!("0 to {}", limit - 1),
-        ),
-        6 => error(
-            "slots",
-            match value {
-                i32::MAX => "2147483647 or more".into(),
-                value => value.to_string(),
-            },
-            format!("below {limit} pages of {}, or negative", limits.page_size),
-        ),
-        7 => error(
-            "positions",
-            match value {
-                i32::MAX => "2147483647 or more".into(),
-                value => value.to_string(),
-            },
-            format!("0 to {}", limit - 1),
-        ),
-        5 => error(
-            "sinks",
-            f32::from_bits(value as u32).to_string(),
-            "a magnitude up to 1e6".into(),
-        ),
-        _ => error(
-            "q",
-            f32::from_bits(value as u32).to_string(),
-            "finite, and at most 2^64 once scaled".into(),
-        ),
-    }
-}
-
 impl CudaBackend {
     /// Prepares import launches into pages of this layout.
     ///
@@ -476,9 +435,34 @@ impl CudaBackend {
         format: KvFormat,
         layout: KvLayout,
     ) -> Result<NativePlan, Error> {
+        self.plan(PlanKind::Known, problem, format, layout)
+    }
+
+    /// As [`CudaBackend::prepare`], for steps whose sequences bring any numbers of query tokens: what the problem says of `q_lens` is how many
+    /// sequences and how many query tokens in all there are at most, and the most that one sequence mostly has, for which the kernel is chosen.
+    /// [`CudaBackend::query_blocks_on`] tells launches how the tokens are shared.
+    ///
+    /// # Errors
+    /// Those of [`CudaBackend::prepare`].
+    pub fn prepare_ragged(
+        &self,
+        problem: &Problem,
+        format: KvFormat,
+        layout: KvLayout,
+    ) -> Result<NativePlan, Error> {
+        self.plan(PlanKind::Ragged, problem, format, layout)
+    }
+
+    fn plan(
+        &self,
+        kind: PlanKind,
+        problem: &Problem,
+        format: KvFormat,
+        layout: KvLayout,
+    ) -> Result<NativePlan, Error> {
         let bind = self.device.context.bind_to_thread();
         bind.map_err(failed("binding the context"))?;
-        let plan = prepare(&self.device, problem, format, layout)?;
+        let plan = prepare(kind, &self.device, problem, format, layout)?;
         plan.launch_plan.check_longest(problem)?;
         Ok(plan)
     }
@@ -537,7 +521,7 @@ impl CudaBackend {
     ///
     /// # Errors
     /// [`Error::Parameter`] for other K and V than the plan's layout says, for strides that are not allowed, and for numbers of more than 31 bits;
-    /// [`Error::Device`] with the driver's refusal, or with [`CudaError::Check`].
+    /// [`Error::Device`] with the driver's refusal, or with [`CudaError::Check`](crate::CudaError::Check).
     pub unsafe fn decode_on(
         &self,
         plan: &NativePlan,

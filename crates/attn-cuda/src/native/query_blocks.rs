@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use attn_core::{KvFormat, Problem, QueryBlock, Unsupported};
+use attn_core::{Error, KvFormat, Problem, QueryBlock, Unsupported};
 use attn_kernels::cuda::{DeviceLimits, KvLayout, LowLatency, Preferences, params, select};
 
 use crate::{error::BACKEND, sizes};
@@ -13,23 +13,47 @@ const FEW_TOKENS: usize = 16;
 /// The most query tokens of a launch plan: their blocks take half a gigabyte at least.
 const MOST_TOKENS: usize = 1 << 25;
 
+/// What a launch plan is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PlanKind {
+    /// The query tokens of each sequence that the problem says.
+    Known,
+    /// As many query tokens as the problem's in all, of which each sequence brings any number: by a list that the device makes.
+    Ragged,
+    /// As known, of shards of sequences: launches leave the states of their spans.
+    Spans,
+}
+
+/// What each block of a launch is.
+pub(super) enum Blocks {
+    /// A sequence of the problem.
+    Sequences,
+    /// Some query tokens of a sequence, as the list says.
+    Listed(Vec<QueryBlock>),
+    /// The same, by a list of so many entries that the device makes.
+    OnDevice(usize),
+}
+
 /// A problem as kernels see it: each of its sequences is a query block.
 pub(super) struct Launched<'a> {
     pub(super) problem: Cow<'a, Problem>,
-    /// Empty where the blocks are the problem's own sequences.
-    pub(super) blocks: Vec<QueryBlock>,
+    pub(super) blocks: Blocks,
 }
 
 impl<'a> Launched<'a> {
     /// # Errors
     /// [`Unsupported::NoKernel`] for more query tokens than a list of blocks is made for.
     pub(super) fn new(
+        kind: PlanKind,
         problem: &'a Problem,
         format: KvFormat,
         layout: KvLayout,
         limits: DeviceLimits,
         preferences: &Preferences,
     ) -> Result<Self, Unsupported> {
+        if kind != PlanKind::Spans {
+            problem.check_whole(BACKEND)?;
+        }
         let tokens = problem.query_tokens();
         if tokens > MOST_TOKENS {
             return Err(Unsupported::NoKernel {
@@ -40,53 +64,69 @@ impl<'a> Launched<'a> {
         }
         let many_rows = select::many_rows(problem, format, layout, limits, preferences);
         let heads_per_kv = problem.heads_per_kv().max(1);
-        let most = match many_rows {
-            Some(config) => config.rows() / heads_per_kv,
-            None => FEW_TOKENS,
-        };
-        let few = |q_len: usize| q_len <= most;
-        if problem.batch() == 0 || problem.uniform_q_len().is_some_and(few) {
-            return Ok(Launched {
-                problem: Cow::Borrowed(problem),
-                blocks: Vec::new(),
-            });
-        }
         let rows = match many_rows {
             Some(config) => config.rows(),
             // Rows of a CTA of `split_kv.cu`.
             None if problem.head_dim > 128 => 16,
             None => 24,
         };
-        let tokens = rows / heads_per_kv;
-        let blocks: Vec<_> = problem.query_blocks(tokens).collect();
+        let of_block = (rows / heads_per_kv).max(1);
+        if kind == PlanKind::Ragged {
+            return Ok(Self::ragged(problem, of_block));
+        }
+        let most = many_rows.map_or(FEW_TOKENS, |_| rows / heads_per_kv);
+        let few = |q_len: usize| q_len <= most;
+        if problem.batch() == 0 || problem.uniform_q_len().is_some_and(few) {
+            return Ok(Launched {
+                problem: Cow::Borrowed(problem),
+                blocks: Blocks::Sequences,
+            });
+        }
+        let blocks: Vec<_> = problem.query_blocks(of_block).collect();
         Ok(Launched {
             problem: Cow::Owned(problem.of_blocks(&blocks)),
-            blocks,
+            blocks: Blocks::Listed(blocks),
         })
+    }
+
+    /// The problem with as many blocks as its query tokens have at most, however its sequences share them.
+    fn ragged(problem: &Problem, of_block: usize) -> Self {
+        // Of n tokens of one sequence n / of_block blocks are full, and each sequence may have one that is not.
+        let all = problem.query_tokens();
+        let partial = problem.batch().saturating_mul(of_block - 1);
+        let entries = all.min(all.saturating_add(partial) / of_block);
+        let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
+        let mut of_blocks = problem.clone();
+        of_blocks.kv_lens = vec![longest; entries];
+        of_blocks.q_lens = vec![of_block; entries];
+        Launched {
+            problem: Cow::Owned(of_blocks),
+            blocks: Blocks::OnDevice(entries),
+        }
     }
 
     /// The caller's preferences, without kernels that take a block's place for its sequence's.
     pub(super) fn preferences(&self, given: &Preferences) -> Preferences {
         let mut preferences = *given;
-        if !self.blocks.is_empty() {
+        if !matches!(self.blocks, Blocks::Sequences) {
             preferences.low_latency = LowLatency::Never;
         }
         preferences
     }
+}
 
-    /// The blocks as kernels read them.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`](attn_core::Error::Parameter) for numbers of more than 31 bits.
-    pub(super) fn params(&self) -> Result<Vec<params::QueryBlock>, attn_core::Error> {
-        let block = |block: &QueryBlock| {
-            Ok(params::QueryBlock {
-                sequence: sizes::int("sequences", block.sequence)?,
-                first: sizes::int("query tokens", block.first)?,
-                tokens: sizes::int("query tokens", block.tokens)?,
-                behind: sizes::int("query tokens", block.behind)?,
-            })
-        };
-        self.blocks.iter().map(block).collect()
-    }
+/// Blocks as kernels read them.
+///
+/// # Errors
+/// [`Error::Parameter`] for numbers of more than 31 bits.
+pub(super) fn listed(blocks: &[QueryBlock]) -> Result<Vec<params::QueryBlock>, Error> {
+    let block = |block: &QueryBlock| {
+        Ok(params::QueryBlock {
+            sequence: sizes::int("sequences", block.sequence)?,
+            first: sizes::int("query tokens", block.first)?,
+            tokens: sizes::int("query tokens", block.tokens)?,
+            behind: sizes::int("query tokens", block.behind)?,
+        })
+    };
+    blocks.iter().map(block).collect()
 }

@@ -5,7 +5,7 @@ use std::{ffi::c_void, sync::Arc};
 use attn_core::{Error, KvFormat, Problem};
 use attn_kernels::cuda::{Instance, KvLayout, params::ReadParams};
 
-use super::{COPY_THREADS, DeviceAddress, LaunchPlan, Stream};
+use super::{COPY_THREADS, DeviceAddress, LaunchPlan, PlanKind, Stream};
 use crate::{device::LoadedKernel, error::failed, gpu::CudaBackend};
 
 /// A prepared read launch.
@@ -69,5 +69,6 @@ pub fn check_native(
     layout: KvLayout,
 ) -> Result<(), Error> {
     let (limits, preferences) = (gpu.device.limits(), &gpu.device.preferences);
-    LaunchPlan::new(limits, preferences, problem, format, layout).map(drop)
+    let kind = PlanKind::Known;
+    LaunchPlan::new(kind, limits, preferences, problem, format, layout).map(drop)
 }

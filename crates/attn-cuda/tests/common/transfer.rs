@@ -4,11 +4,14 @@
 use anyhow::{Context, Result, ensure};
 use attn_conformance::case::noise;
 use attn_core::{
-    AttnState, CacheConfig, DecodeAttention, Heads, HostPages, KvCache, PageLayout,
-    convert::dequantize,
+    AttnState, CacheConfig, DecodeAttention, Heads, HostPages, KvCache, KvFormat, PageLayout,
+    Problem, convert::dequantize,
 };
 use attn_cpu::CpuBackend;
-use attn_cuda::native::{CopyPagesArgs, DeviceAddress, Dtype, ExportArgs, MergeStatesArgs, Pages};
+use attn_cuda::native::{
+    CopyPagesArgs, DecodeArgs, DeviceAddress, Dtype, ExportArgs, KvLayout, MergeSpansArgs,
+    MergeStatesArgs, Pages, SpansArgs,
+};
 
 use crate::numbers;
 
@@ -28,6 +31,21 @@ pub trait Machine {
     /// # Safety
     /// Those of `merge_on`.
     unsafe fn merge(&self, args: &MergeStatesArgs) -> Result<()>;
+    /// The query blocks of a plan of `prepare_spans` for this problem, as words; none where it has none.
+    fn query_blocks(&self, planned: (&Problem, KvFormat, KvLayout)) -> Result<Vec<[i32; 4]>>;
+    /// A launch of such a plan.
+    ///
+    /// # Safety
+    /// Those of `attend_spans_on`.
+    unsafe fn attend_spans(
+        &self,
+        planned: (&Problem, KvFormat, KvLayout),
+        args: &DecodeArgs,
+        to: &SpansArgs,
+    ) -> Result<()>;
+    /// # Safety
+    /// Those of `merge_spans_on`.
+    unsafe fn merge_spans(&self, of: (KvFormat, usize), args: &MergeSpansArgs) -> Result<()>;
 }
 
 /// Format, head_dim, page_size, KV heads, number format.
@@ -50,14 +68,14 @@ const EXPORTS: [(&str, usize, usize, usize, Dtype); 12] = [
 const RANGES: [(usize, std::ops::Range<usize>); 4] =
     [(5, 0..5), (200, 1..200), (131, 70..99), (64, 64..64)];
 
-fn pool_of(cache: &KvCache) -> Result<&[u8]> {
+pub fn pool_of(cache: &KvCache) -> Result<&[u8]> {
     let pages = cache.store().as_any().downcast_ref::<HostPages>();
     let pool = pages.and_then(|pages| pages.pool(0));
     pool.context("the CPU's pages lie in host memory")
 }
 
 /// The pool's pages with bytes between them that are no numbers.
-fn padded(pool: &[u8], layout: &PageLayout) -> Vec<u8> {
+pub fn padded(pool: &[u8], layout: &PageLayout) -> Vec<u8> {
     let pages = pool.chunks_exact(layout.page_bytes());
     pages
         .flat_map(|page| [page, &[0xff; PADDING]].concat())
@@ -320,7 +338,7 @@ fn merge<M: Machine>(
 }
 
 /// Bytes between pages.
-const PADDING: usize = 48;
+pub const PADDING: usize = 48;
 
 /// A test.
 #[derive(Debug, Clone, Copy)]

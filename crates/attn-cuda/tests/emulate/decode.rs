@@ -14,12 +14,14 @@ use attn_core::{
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{
-    internals::LaunchPlan,
+    internals::{LaunchPlan, PlanKind, query_blocks_grid},
     native::{
         DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout, Pages, alibi_slopes_log2,
     },
 };
-use attn_kernels::cuda::{Arch, DeviceLimits, Kernel, LowLatency, Preferences};
+use attn_kernels::cuda::{
+    Arch, DeviceLimits, Instance, Kernel, LowLatency, Preferences, params::QueryBlock,
+};
 
 use libtest_mimic::Trial;
 
@@ -35,6 +37,10 @@ const PLAIN: Scheme = Scheme::Int8(Int8Scale::Token);
 const PADDING: usize = 48;
 /// Tokens of a long sequence.
 const LONG: usize = 3000;
+/// Tokens of the longest sequence of plans that serve short ones, too: partials are spans by the host's choice.
+const REACH: usize = 100_000;
+/// Query tokens that a plan for any lengths has beside those of a step.
+const SPARE_TOKENS: usize = 37;
 
 /// Kernels load queries and store results by 16 bytes.
 fn aligned(bytes: &[u8]) -> Vec<u128> {
@@ -58,11 +64,12 @@ struct Inputs {
 }
 
 impl Inputs {
-    fn new(case: &Case, cache: Option<&KvCache>, plan: &LaunchPlan) -> Result<Self> {
+    fn new(case: &Case, cache: Option<&KvCache>, plan: &LaunchPlan, reach: usize) -> Result<Self> {
         let none = PageTable::default();
         let table = cache.map_or(&none, KvCache::table);
         let pages = &table.pages[..case.problem.batch().min(table.pages.len())];
-        let stride = pages.iter().map(Vec::len).max().unwrap_or(0).max(1);
+        let longest = pages.iter().map(Vec::len).max().unwrap_or(0);
+        let stride = longest.max(reach.div_ceil(case.page_size)).max(1);
         // The page of zeros behind the pool's, which stands for dropped ones.
         let zeros = cache.map_or(0, |cache| cache.config().num_pages as u32);
         let row = |pages: &Vec<u32>| {
@@ -131,6 +138,9 @@ impl Inputs {
 
 /// One shape, how its K and V lie, and its kernel's launch.
 struct Job {
+    kind: PlanKind,
+    /// Tokens of the plan's longest sequence, if it is longer than the shape's.
+    reach: usize,
     case: Case,
     layout: KvLayout,
     plan: LaunchPlan,
@@ -140,6 +150,7 @@ impl Job {
     /// `None` for shapes that are left to GPUs: floats but in `many_rows.cu`, as the arithmetic does not define them to the bit, and large
     /// shapes, which take too long.
     fn new(
+        kind: PlanKind,
         case: Case,
         layout: KvLayout,
         low_latency: LowLatency,
@@ -172,8 +183,76 @@ impl Job {
             many_rows: Some(many_rows),
             config: None,
         };
-        let plan = LaunchPlan::new(limits, &preferences, p, case.format, layout)?;
-        Ok(Some(Job { case, layout, plan }))
+        let mut planned = p.clone();
+        if kind == PlanKind::Ragged {
+            // As many blocks of other sequences, and some more: entries that stay empty.
+            planned.q_lens.rotate_left(1);
+            planned.q_lens[0] += SPARE_TOKENS;
+        }
+        let plan = LaunchPlan::new(kind, limits, &preferences, &planned, case.format, layout)?;
+        Ok(Some(Job {
+            kind,
+            reach: 0,
+            case,
+            layout,
+            plan,
+        }))
+    }
+
+    /// A shape by a plan for sequences of [`REACH`] tokens, on a GPU that is large for it.
+    fn of_long_plan(case: Case, low_latency: LowLatency) -> Result<Self> {
+        let limits = DeviceLimits {
+            shared_limit: Arch::Sm90a.shared_limit(),
+            sms: 24,
+        };
+        let preferences = Preferences {
+            low_latency,
+            many_rows: Some(false),
+            config: None,
+        };
+        let layout = KvLayout::Pages(case.page_size);
+        let mut planned = case.problem.clone();
+        planned.kv_lens[0] = REACH;
+        let kind = PlanKind::Known;
+        let plan = LaunchPlan::new(kind, limits, &preferences, &planned, case.format, layout)?;
+        ensure!(
+            !plan.launch.partial_per_segment,
+            "the plan is for few tokens"
+        );
+        Ok(Job {
+            kind,
+            reach: REACH,
+            case,
+            layout,
+            plan,
+        })
+    }
+
+    /// The list of blocks as the device makes it.
+    fn listed(&self, kernels: &Kernels) -> Result<Vec<QueryBlock>> {
+        let ends = self
+            .case
+            .problem
+            .query_ranges()
+            .map(|range| range.end as i32);
+        let starts: Vec<i32> = std::iter::once(0).chain(ends).collect();
+        let anything = QueryBlock {
+            sequence: -1,
+            first: -1,
+            tokens: 1 << 20,
+            behind: -1,
+        };
+        let mut planned = self.case.problem.clone();
+        planned.q_lens[0] += SPARE_TOKENS;
+        let mut list = vec![anything; self.plan.num_blocks()];
+        let to = DeviceAddress::new(list.as_mut_ptr() as u64);
+        let params = self
+            .plan
+            .query_blocks_params(&planned, address(&starts), to)?;
+        let (grid, threads) = query_blocks_grid(list.len());
+        // SAFETY: query_blocks.cu takes a QueryBlocksParams; starts are one more than the sequences, and the list has as many entries as it says.
+        unsafe { kernels.run(&Instance::QueryBlocks, &params, grid, threads) }?;
+        Ok(list)
     }
 
     /// The first difference of the kernel's answer from the CPU's.
@@ -190,7 +269,7 @@ impl Job {
             (None, Some(view)) => KvSource::View(view),
             (None, None) => unreachable!("what is no view has a cache"),
         };
-        let inputs = Inputs::new(&self.case, cache.as_ref(), &self.plan)?;
+        let inputs = Inputs::new(&self.case, cache.as_ref(), &self.plan, self.reach)?;
         // Twice, the second time in the first one's workspace.
         let has_f16 = self.case.q().iter().all(|x| x.abs() <= 65504.0);
         let narrow = if has_f16 && self.case.seed.is_multiple_of(2) {
@@ -316,6 +395,10 @@ impl Job {
                 (kv, scales.map(some))
             }
         };
+        let list = match self.kind {
+            PlanKind::Known | PlanKind::Spans => plan.query_blocks().to_vec(),
+            PlanKind::Ragged => self.listed(kernels)?,
+        };
         let q = aligned(&numbers::bytes(dtype, q));
         let mut out = aligned(&numbers::bytes(dtype, &vec![f32::NAN; case.q().len()]));
         let mut lse = vec![f32::NAN; case.problem.rows()];
@@ -326,7 +409,7 @@ impl Job {
             lse: DeviceAddress::new(lse.as_mut_ptr() as u64),
             kv,
             kv_lens: address(&inputs.lens),
-            query_blocks: address(plan.query_blocks()),
+            query_blocks: address(&list),
             k_tensor_scales: scales[0],
             v_tensor_scales: scales[1],
             alibi_slopes: some(&inputs.slopes),
@@ -366,7 +449,10 @@ impl Shapes {
     }
 
     fn add_as(&mut self, case: &Case, layout: KvLayout) -> Result<()> {
-        let job = |low_latency, many_rows| Job::new(case.clone(), layout, low_latency, many_rows);
+        let job_of = |kind, low_latency, many_rows| {
+            Job::new(kind, case.clone(), layout, low_latency, many_rows)
+        };
+        let job = |low_latency, many_rows| job_of(PlanKind::Known, low_latency, many_rows);
         match job(LowLatency::Never, false)? {
             Some(job) => self.jobs.push(job),
             None => self.left += 1,
@@ -378,6 +464,13 @@ impl Shapes {
         ] {
             self.jobs
                 .extend(job.filter(|job| job.plan.config.kernel == kernel));
+        }
+        if case.problem.max_q_len() > 1 {
+            for many_rows in [false, true] {
+                let job = job_of(PlanKind::Ragged, LowLatency::Never, many_rows)?;
+                let is_other = |job: &Job| !many_rows || job.plan.config.kernel == Kernel::ManyRows;
+                self.jobs.extend(job.filter(is_other));
+            }
         }
         Ok(())
     }
@@ -408,6 +501,21 @@ fn chosen() -> Vec<Case> {
     }
     all.extend(many_rows());
     all
+}
+
+/// Shapes of a plan for long sequences, whose partials are segments where it finds these: one that all CTAs share, merges of few and of many
+/// partials, work items of a team's own, and lengths for which spans stay.
+fn short_ones() -> Vec<Case> {
+    [
+        ([4, 1], vec![1000]),
+        ([8, 2], vec![2900]),
+        ([4, 1], vec![5000, 300]),
+        ([4, 2], vec![0, 64, 1025]),
+        ([4, 1], vec![17_000]),
+    ]
+    .into_iter()
+    .map(|(heads, lens)| Case::new(heads, 64, &lens, KvFormat::INT8))
+    .collect()
 }
 
 /// Shapes of `many_rows.cu`: one warp's rows and two warpgroups', spans that several teams have, whole work items, every mask and scheme.
@@ -468,6 +576,13 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
     for case in table(size).into_iter().chain(chosen()).chain(random) {
         shapes.add(case)?;
     }
+    for case in short_ones() {
+        for low_latency in [LowLatency::Never, LowLatency::Global] {
+            shapes
+                .jobs
+                .push(Job::of_long_plan(case.clone(), low_latency)?);
+        }
+    }
     println!(
         "decode: {} shapes of floats, or too large to emulate, are left to GPUs",
         shapes.left
@@ -479,7 +594,17 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
             KvLayout::PagedRows(tokens) => format!(", rows in pages of {tokens}"),
             KvLayout::Pages(_) | KvLayout::Rows => String::new(),
         };
-        let name = format!("decode, {:?}: {}{layout}", job.plan.config.kernel, job.case);
+        let kind = match job.kind {
+            PlanKind::Known | PlanKind::Spans => "",
+            PlanKind::Ragged => ", blocks listed on the device",
+        };
+        let reach = if job.reach > 0 {
+            ", by a plan for long ones"
+        } else {
+            ""
+        };
+        let kernel = job.plan.config.kernel;
+        let name = format!("decode, {kernel:?}: {}{layout}{kind}{reach}", job.case);
         Trial::test(name, move || match job.differs(&cpu, &kernels) {
             Ok(None) => Ok(()),
             Ok(Some(text)) => Err(text.into()),

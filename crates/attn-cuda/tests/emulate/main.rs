@@ -11,9 +11,12 @@ mod numbers;
 mod paged_rows;
 #[path = "../common/rotary.rs"]
 mod rotary;
+#[path = "../common/shards.rs"]
+mod shards;
 
 mod append;
 mod decode;
+mod query_blocks;
 mod transfer;
 
 use std::{
@@ -140,7 +143,7 @@ fn compile(sources: &Path, instance: Instance, number: usize) -> Result<Library>
 }
 
 /// What `emulate.cpp` calls.
-fn entry(instance: Instance) -> [String; 4] {
+fn entry(instance: Instance) -> [String; 5] {
     let params = match instance {
         Instance::Decode { .. } => "DecodeParams",
         Instance::Append { .. } => "AppendParams",
@@ -148,6 +151,8 @@ fn entry(instance: Instance) -> [String; 4] {
         Instance::Export { .. } => "ExportParams",
         Instance::CopyPages => "CopyPagesParams",
         Instance::MergeStates => "MergeStatesParams",
+        Instance::MergeSpans { .. } => "MergeSpansParams",
+        Instance::QueryBlocks => "QueryBlocksParams",
         Instance::Check | Instance::Read => unreachable!("no test runs them"),
     };
     let decodes = matches!(instance, Instance::Decode { .. });
@@ -156,6 +161,7 @@ fn entry(instance: Instance) -> [String; 4] {
         format!("-DATTN_ENTRY={}", instance.entry()),
         format!("-DATTN_PARAMS={params}"),
         format!("-DATTN_DECODES={}", usize::from(decodes)),
+        format!("-DATTN_FLUSHES={}", usize::from(instance.flushes())),
         format!("-DATTN_TAKES_MAPS={}", usize::from(takes_maps)),
     ]
 }
@@ -198,6 +204,7 @@ fn trials() -> Result<Vec<Trial>> {
     let kernels = Arc::new(Kernels::new()?);
     let mut all = append::trials(&kernels);
     all.extend(transfer::trials(&kernels));
+    all.extend(query_blocks::trials(&kernels));
     let (count, seed) = (
         from_env("ATTN_STRESS", 10)?,
         from_env("ATTN_STRESS_SEED", 1)?,

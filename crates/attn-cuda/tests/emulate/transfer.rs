@@ -3,20 +3,24 @@
 use std::sync::Arc;
 
 use anyhow::Result;
-use attn_core::PageLayout;
+use attn_core::{KvFormat, PageLayout, Problem};
 use attn_cuda::{
     internals::{
-        copy_pages_grid, copy_pages_params, export_grid, export_params, merge_states_grid,
-        merge_states_params,
+        LaunchPlan, PlanKind, copy_pages_grid, copy_pages_params, export_grid, export_params,
+        merge_spans_grid, merge_spans_params, merge_states_grid, merge_states_params,
     },
-    native::{CopyPagesArgs, DeviceAddress, ExportArgs, MergeStatesArgs},
+    native::{
+        CopyPagesArgs, DecodeArgs, DeviceAddress, ExportArgs, KvLayout, MergeSpansArgs,
+        MergeStatesArgs, SpansArgs,
+    },
 };
-use attn_kernels::cuda::Instance;
+use attn_kernels::cuda::{Arch, DeviceLimits, Instance, Preferences};
 use libtest_mimic::Trial;
 
 use crate::{
     Kernels,
     common_transfer::{Machine, Test},
+    shards::Case,
 };
 
 impl Machine for Kernels {
@@ -61,10 +65,73 @@ impl Machine for Kernels {
         // SAFETY: merge_states.cu takes a MergeStatesParams; the rest is this function's contract.
         unsafe { self.run(&Instance::MergeStates, &params, grid, threads) }
     }
+
+    fn query_blocks(&self, planned: (&Problem, KvFormat, KvLayout)) -> Result<Vec<[i32; 4]>> {
+        let plan = spans_plan(planned)?;
+        let blocks = plan.query_blocks().iter();
+        Ok(blocks
+            .map(|b| [b.sequence, b.first, b.tokens, b.behind])
+            .collect())
+    }
+
+    unsafe fn attend_spans(
+        &self,
+        planned: (&Problem, KvFormat, KvLayout),
+        args: &DecodeArgs,
+        to: &SpansArgs,
+    ) -> Result<()> {
+        let plan = spans_plan(planned)?;
+        let params = plan.params(planned.0, args)?;
+        let params = plan.spans_params(planned.0, to, params)?;
+        for params in plan.launches(params) {
+            let launch = &plan.launch;
+            // SAFETY: split_kv.cu takes a DecodeParams; the rest is this function's contract.
+            unsafe { self.run(&plan.instance, &params, launch.grid, launch.threads) }?;
+        }
+        Ok(())
+    }
+
+    unsafe fn merge_spans(
+        &self,
+        (format, head_dim): (KvFormat, usize),
+        args: &MergeSpansArgs,
+    ) -> Result<()> {
+        let (grid, threads) = merge_spans_grid(args.rows);
+        let (instance, params) = (
+            Instance::MergeSpans { format, head_dim },
+            merge_spans_params(args)?,
+        );
+        // SAFETY: merge_spans.cu takes a MergeSpansParams; the rest is this function's contract.
+        unsafe { self.run(&instance, &params, grid, threads) }
+    }
+}
+
+/// The plan of a shard, for a small GPU: work items are cut between CTAs.
+fn spans_plan((problem, format, layout): (&Problem, KvFormat, KvLayout)) -> Result<LaunchPlan> {
+    let limits = DeviceLimits {
+        shared_limit: Arch::Sm90a.shared_limit(),
+        sms: 3,
+    };
+    let preferences = Preferences::default();
+    Ok(LaunchPlan::new(
+        PlanKind::Spans,
+        limits,
+        &preferences,
+        problem,
+        format,
+        layout,
+    )?)
 }
 
 /// A trial for each test.
 pub fn trials(kernels: &Arc<Kernels>) -> Vec<Trial> {
+    let shards = Case::all().into_iter().map(|case| {
+        let kernels = kernels.clone();
+        Trial::test(case.name(), move || {
+            let result = case.run(kernels.as_ref());
+            result.map_err(|error| format!("{error:#}").into())
+        })
+    });
     let trial = |test: Test| {
         let kernels = kernels.clone();
         Trial::test(test.name(), move || {
@@ -72,5 +139,5 @@ pub fn trials(kernels: &Arc<Kernels>) -> Vec<Trial> {
             result.map_err(|error| format!("{error:#}").into())
         })
     };
-    Test::all().into_iter().map(trial).collect()
+    Test::all().into_iter().map(trial).chain(shards).collect()
 }

@@ -8,10 +8,13 @@ mod numbers;
 mod paged_rows;
 #[path = "../common/rotary.rs"]
 mod rotary;
+#[path = "../common/shards.rs"]
+mod shards;
 
 mod hostile;
 mod layers;
 mod native;
+mod ragged;
 mod random_shapes;
 mod rotated;
 mod rows_in_pages;
@@ -54,6 +57,7 @@ fn main() -> ExitCode {
     let mut trials = Trials::new("cuda", CudaBackend::open());
     trials = hostile::add(trials);
     trials = native::add(trials);
+    trials = ragged::add(trials);
     trials = layers::add(trials);
     trials = rotated::add(trials);
     trials = rows_in_pages::add(trials);

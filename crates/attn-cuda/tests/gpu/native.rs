@@ -21,43 +21,43 @@ use half::f16;
 
 use crate::{driver, numbers, passes};
 
-const BATCH: usize = 3;
-const HEADS: usize = 2;
-const Q_HEADS: usize = 8;
-const DIM: usize = 128;
-const PAGE: usize = 64;
+pub(super) const BATCH: usize = 3;
+pub(super) const HEADS: usize = 2;
+pub(super) const Q_HEADS: usize = 8;
+pub(super) const DIM: usize = 128;
+pub(super) const PAGE: usize = 64;
 const MAX_LEN: usize = 1400;
 const STRIDE: usize = MAX_LEN.div_ceil(PAGE);
 
 /// An engine's side: its own pool, page table and buffers, and the CPU's cache of the same tokens beside it.
-struct Engine<'a> {
-    gpu: &'a CudaBackend,
-    buffers: Buffers,
-    cpu: CpuBackend,
-    cache: KvCache,
-    problem: Problem,
-    plan: NativePlan,
-    append: NativeAppend,
+pub(super) struct Engine<'a> {
+    pub(super) gpu: &'a CudaBackend,
+    pub(super) buffers: Buffers,
+    pub(super) cpu: CpuBackend,
+    pub(super) cache: KvCache,
+    pub(super) problem: Problem,
+    pub(super) plan: NativePlan,
+    pub(super) append: NativeAppend,
     /// Number format of queries and outputs.
-    dtype: Dtype,
-    num_pages: usize,
-    pool: CudaSlice<u8>,
-    page_table: CudaSlice<u32>,
-    residual_pages: CudaSlice<u32>,
+    pub(super) dtype: Dtype,
+    pub(super) num_pages: usize,
+    pub(super) pool: CudaSlice<u8>,
+    pub(super) page_table: CudaSlice<u32>,
+    pub(super) residual_pages: CudaSlice<u32>,
     /// Residual pages of each sequence.
-    slots: usize,
-    kv_lens: CudaSlice<i32>,
-    q: CudaSlice<u8>,
-    k: CudaSlice<f32>,
-    v: CudaSlice<f32>,
-    out: CudaSlice<u8>,
-    lse: CudaSlice<f32>,
-    workspace: CudaSlice<u8>,
-    sinks: CudaSlice<f32>,
+    pub(super) slots: usize,
+    pub(super) kv_lens: CudaSlice<i32>,
+    pub(super) q: CudaSlice<u8>,
+    pub(super) k: CudaSlice<f32>,
+    pub(super) v: CudaSlice<f32>,
+    pub(super) out: CudaSlice<u8>,
+    pub(super) lse: CudaSlice<f32>,
+    pub(super) workspace: CudaSlice<u8>,
+    pub(super) sinks: CudaSlice<f32>,
     /// Whether launches take them.
-    with_sinks: bool,
-    lens: [usize; BATCH],
-    seed: u64,
+    pub(super) with_sinks: bool,
+    pub(super) lens: [usize; BATCH],
+    pub(super) seed: u64,
 }
 
 fn table() -> Vec<u32> {
@@ -72,7 +72,12 @@ fn sinks() -> [f32; Q_HEADS] {
 }
 
 impl<'a> Engine<'a> {
-    fn new(gpu: &'a CudaBackend, format: KvFormat, q_len: usize, dtype: Dtype) -> Result<Self> {
+    pub(super) fn new(
+        gpu: &'a CudaBackend,
+        format: KvFormat,
+        q_len: usize,
+        dtype: Dtype,
+    ) -> Result<Self> {
         let buffers = Buffers::new(context(gpu))?;
         let mut config = CacheConfig::builder(
             format,
@@ -148,7 +153,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    fn append_args(&self, first: usize, batch: usize, tokens: usize) -> AppendArgs {
+    pub(super) fn append_args(&self, first: usize, batch: usize, tokens: usize) -> AppendArgs {
         let b = &self.buffers;
         AppendArgs {
             k: b.address(&self.k),
@@ -169,7 +174,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    fn decode_args(&self) -> DecodeArgs {
+    pub(super) fn decode_args(&self) -> DecodeArgs {
         let b = &self.buffers;
         DecodeArgs {
             q: b.address(&self.q),
@@ -202,7 +207,7 @@ impl<'a> Engine<'a> {
     }
 
     /// The next `tokens` of every sequence from `first` to `first + batch`, here and on the CPU.
-    fn next_tokens(
+    pub(super) fn next_tokens(
         &mut self,
         first: usize,
         batch: usize,
@@ -280,7 +285,7 @@ impl<'a> Engine<'a> {
         driver(b.stream.synchronize())
     }
 
-    fn prefill(&mut self, lens: [usize; BATCH]) -> Result<()> {
+    pub(super) fn prefill(&mut self, lens: [usize; BATCH]) -> Result<()> {
         for (b, len) in lens.into_iter().enumerate() {
             self.next_tokens(b, 1, len, Dtype::F32)?;
             let args = self.append_args(b, 1, len);
@@ -291,7 +296,7 @@ impl<'a> Engine<'a> {
         Ok(())
     }
 
-    fn new_queries(&mut self) -> Result<Vec<f32>> {
+    pub(super) fn new_queries(&mut self) -> Result<Vec<f32>> {
         let q = noise(self.seed + 77, self.problem.rows() * DIM);
         self.upload_queries(&q)?;
         let nan = numbers::bytes(self.dtype, &vec![f32::NAN; q.len()]);
@@ -321,17 +326,24 @@ impl<'a> Engine<'a> {
 
     /// Compares what lies in `out` and `lse` with the CPU.
     fn compare(&self, q: &[f32], what: &str) -> Result<()> {
-        let mut problem = self.problem.clone();
+        self.compare_with(&self.problem, q, what)
+    }
+
+    /// The same where sequences bring the query tokens of `problem`: the first rows of `out`.
+    pub(super) fn compare_with(&self, problem: &Problem, q: &[f32], what: &str) -> Result<()> {
+        let mut problem = problem.clone();
         problem.kv_lens = self.lens.to_vec();
         let plan = self.cpu.plan(&problem, self.plan.format())?;
         let (mut out, mut lse) = (vec![0.0; q.len()], vec![0.0; problem.rows()]);
         let kv = KvSource::Cache(&self.cache);
         let mut step = DecodeStep::new(&plan, q, kv, &mut out)?.with_lse(&mut lse)?;
         self.cpu.decode(&mut step)?;
-        let got = (
+        let mut got = (
             numbers::numbers(self.dtype, &self.buffers.download(&self.out)?),
             self.buffers.download(&self.lse)?,
         );
+        got.0.truncate(out.len());
+        got.1.truncate(lse.len());
         let out = numbers::rounded(self.dtype, &out);
         let found =
             first_difference("out", &got.0, &out).or_else(|| first_difference("lse", &got.1, &lse));

@@ -3,17 +3,21 @@
 use anyhow::Result;
 use attn_bench::cuda::Buffers;
 use attn_conformance::trials::Trials;
-use attn_core::PageLayout;
+use attn_core::{KvFormat, PageLayout, Problem};
 use attn_cuda::{
     CudaBackend,
     internals::context,
-    native::{CopyPagesArgs, DeviceAddress, ExportArgs, MergeStatesArgs},
+    native::{
+        CopyPagesArgs, DecodeArgs, DeviceAddress, ExportArgs, KvLayout, MergeSpansArgs,
+        MergeStatesArgs, SpansArgs,
+    },
 };
 use cudarc::driver::CudaSlice;
 
 use crate::{
     common_transfer::{Machine, Test},
     passes,
+    shards::Case,
 };
 
 /// A GPU, and memory on it.
@@ -52,6 +56,38 @@ impl Machine for OnGpu<'_> {
         // SAFETY: this function's contract.
         Ok(unsafe { self.0.merge_on(&prepared, self.1.raw(), args) }?)
     }
+
+    fn query_blocks(
+        &self,
+        (problem, format, layout): (&Problem, KvFormat, KvLayout),
+    ) -> Result<Vec<[i32; 4]>> {
+        let plan = self.0.prepare_spans(problem, format, layout)?;
+        let blocks = plan.query_blocks().iter();
+        Ok(blocks
+            .map(|b| [b.sequence, b.first, b.tokens, b.behind])
+            .collect())
+    }
+
+    unsafe fn attend_spans(
+        &self,
+        (problem, format, layout): (&Problem, KvFormat, KvLayout),
+        args: &DecodeArgs,
+        to: &SpansArgs,
+    ) -> Result<()> {
+        let plan = self.0.prepare_spans(problem, format, layout)?;
+        // SAFETY: this function's contract.
+        Ok(unsafe { self.0.attend_spans_on(&plan, self.1.raw(), args, to) }?)
+    }
+
+    unsafe fn merge_spans(
+        &self,
+        (format, head_dim): (KvFormat, usize),
+        args: &MergeSpansArgs,
+    ) -> Result<()> {
+        let prepared = self.0.prepare_merge_spans(format, head_dim)?;
+        // SAFETY: this function's contract.
+        Ok(unsafe { self.0.merge_spans_on(&prepared, self.1.raw(), args) }?)
+    }
 }
 
 /// Adds a trial for each test.
@@ -63,6 +99,16 @@ pub fn add(mut trials: Trials<CudaBackend>) -> Trials<CudaBackend> {
                 buffers
                     .map_err(Into::into)
                     .and_then(|buffers| test.run(&OnGpu(gpu, buffers))),
+            );
+        });
+    }
+    for case in Case::all() {
+        trials = trials.test(format!("native: {}", case.name()), move |gpu| {
+            let buffers = Buffers::new(context(gpu));
+            passes(
+                buffers
+                    .map_err(Into::into)
+                    .and_then(|buffers| case.run(&OnGpu(gpu, buffers))),
             );
         });
     }

@@ -5,7 +5,10 @@ use std::{fs::File, io::BufReader, path::Path};
 use attn::{Heads, RotaryScaling, RotaryStyle};
 use candle_core::{
     Tensor,
-    quantized::gguf_file::{Content, Value},
+    quantized::{
+        QTensor,
+        gguf_file::{Content, Value},
+    },
 };
 
 use super::{
@@ -15,6 +18,7 @@ use super::{
 use crate::{
     config::{ModelConfig, Rope},
     error::Error,
+    linear::Products,
     model::Model,
     tokenizer::{GgufVocabulary, Tokenizer},
 };
@@ -31,6 +35,7 @@ struct Gguf {
 /// Reads a file's model and tokenizer.
 pub(super) fn load(
     path: &Path,
+    products: Products,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<(Model, Tokenizer), Error> {
     let file = |source| Error::File {
@@ -58,6 +63,8 @@ pub(super) fn load(
     let mut parts = Parts {
         tensors: &mut gguf,
         names: Names::Gguf,
+        products,
+        device: products.device()?,
     };
     let built = parts.model(config, progress).map_err(model)?;
     Ok((built, tokenizer))
@@ -65,6 +72,14 @@ pub(super) fn load(
 
 impl Tensors for Gguf {
     fn get(&mut self, name: &str) -> Result<Option<Tensor>, String> {
+        let Some(packed) = self.packed(name)? else {
+            return Ok(None);
+        };
+        let tensor = packed.dequantize(&CPU);
+        tensor.map(Some).map_err(|e| format!("tensor {name}: {e}"))
+    }
+
+    fn packed(&mut self, name: &str) -> Result<Option<QTensor>, String> {
         let Some(info) = self.content.tensor_infos.get(name) else {
             return Ok(None);
         };
@@ -80,8 +95,7 @@ impl Tensors for Gguf {
             ));
         }
         let packed = self.content.tensor(&mut self.file, name, &CPU);
-        let tensor = packed.and_then(|packed| packed.dequantize(&CPU));
-        tensor.map(Some).map_err(|e| format!("tensor {name}: {e}"))
+        packed.map(Some).map_err(|e| format!("tensor {name}: {e}"))
     }
 }
 

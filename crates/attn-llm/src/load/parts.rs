@@ -1,10 +1,10 @@
 //! Tensors by name, under the names of GGUF files or of safetensors, and the model that they make.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, quantized::QTensor};
 
 use crate::{
     config::ModelConfig,
-    linear::Linear,
+    linear::{Linear, Products},
     model::{Layer, Model},
 };
 
@@ -71,12 +71,18 @@ impl Names {
 pub(super) trait Tensors {
     /// A tensor in f32; none if the file lacks it.
     fn get(&mut self, name: &str) -> Result<Option<Tensor>, String>;
+
+    /// A tensor in the file's own blocks; none if the file lacks it.
+    fn packed(&mut self, name: &str) -> Result<Option<QTensor>, String>;
 }
 
 /// A model under construction: tensors are taken by name, and their shapes checked.
 pub(super) struct Parts<'a> {
     pub tensors: &'a mut dyn Tensors,
     pub names: Names,
+    pub products: Products,
+    /// Where weights of products lie.
+    pub device: Device,
 }
 
 impl Parts<'_> {
@@ -84,12 +90,7 @@ impl Parts<'_> {
         let Some(tensor) = self.tensors.get(name)? else {
             return Ok(None);
         };
-        if tensor.dims() != shape {
-            return Err(format!(
-                "tensor {name} has the shape {:?}, but the model's needs {shape:?}",
-                tensor.dims()
-            ));
-        }
+        check_shape(name, tensor.dims(), shape)?;
         let tensor = tensor.to_dtype(DType::F32).map_err(|e| e.to_string())?;
         Ok(Some(tensor))
     }
@@ -111,10 +112,47 @@ impl Parts<'_> {
         inputs: usize,
     ) -> Result<Linear, String> {
         let name = self.names.layer(layer, part);
-        let weight = self.tensor(&format!("{name}.weight"), &[outputs, inputs])?;
         let bias = self.optional(&format!("{name}.bias"), &[outputs])?;
         let bias = bias.as_ref().map(values).transpose()?;
-        Linear::new(&weight, bias).map_err(|e| e.to_string())
+        let name = format!("{name}.weight");
+        let product = self.product(&name, [outputs, inputs], bias)?;
+        product.ok_or_else(|| format!("it has no tensor {name}"))
+    }
+
+    /// Products with a matrix of the file; none if the file lacks it.
+    fn product(
+        &mut self,
+        name: &str,
+        shape: [usize; 2],
+        bias: Option<Vec<f32>>,
+    ) -> Result<Option<Linear>, String> {
+        let product = if self.products == Products::Packed {
+            let Some(packed) = self.tensors.packed(name)? else {
+                return Ok(None);
+            };
+            check_shape(name, packed.shape().dims(), &shape)?;
+            Linear::packed(packed.into(), bias)
+        } else {
+            let Some(weight) = self.optional(name, &shape)? else {
+                return Ok(None);
+            };
+            let weight = weight.to_device(&self.device);
+            Linear::new(&weight.map_err(|e| e.to_string())?, bias)
+        };
+        product.map(Some).map_err(|e| e.to_string())
+    }
+
+    /// Products with the embeddings `[vocab, hidden]`.
+    fn tied(&mut self, embeddings: &Tensor, shape: [usize; 2]) -> Result<Linear, String> {
+        if self.products == Products::Packed {
+            let tied = self.product(self.names.embeddings(), shape, None)?;
+            return tied.ok_or_else(|| "it has no embeddings".to_owned());
+        }
+        let weight = embeddings.to_device(&self.device);
+        let tied = weight
+            .map_err(Into::into)
+            .and_then(|w| Linear::new(&w, None));
+        tied.map_err(|e| e.to_string())
     }
 
     fn layer(&mut self, i: usize, config: &ModelConfig) -> Result<Layer, String> {
@@ -150,11 +188,14 @@ impl Parts<'_> {
         config: ModelConfig,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Model, String> {
-        let (vocab, hidden) = (config.vocab, config.hidden);
-        let embeddings = self.tensor(self.names.embeddings(), &[vocab, hidden])?;
+        let shape = [config.vocab, config.hidden];
+        let hidden = config.hidden;
+        let embeddings = self.tensor(self.names.embeddings(), &shape)?;
         // Without a matrix of its own, the output is the embeddings'.
-        let own = self.optional(self.names.output(), &[vocab, hidden])?;
-        let output = Linear::new(own.as_ref().unwrap_or(&embeddings), None);
+        let output = match self.product(self.names.output(), shape, None)? {
+            Some(own) => own,
+            None => self.tied(&embeddings, shape)?,
+        };
         let number = config.windows.len();
         let mut layers = Vec::new();
         for i in 0..number {
@@ -165,9 +206,18 @@ impl Parts<'_> {
             embeddings: values(&embeddings)?,
             layers,
             norm: self.vector(self.names.norm(), hidden)?,
-            output: output.map_err(|e| e.to_string())?,
+            output,
             config,
         })
+    }
+}
+
+fn check_shape(name: &str, given: &[usize], needed: &[usize]) -> Result<(), String> {
+    match given == needed {
+        true => Ok(()),
+        false => Err(format!(
+            "tensor {name} has the shape {given:?}, but the model's needs {needed:?}"
+        )),
     }
 }
 
@@ -181,5 +231,5 @@ pub(super) fn values(tensor: &Tensor) -> Result<Vec<f32>, String> {
     }
 }
 
-/// candle's device of every tensor here.
+/// candle's device of tensors while files are read.
 pub(super) const CPU: Device = Device::Cpu;

@@ -7,13 +7,14 @@ use std::{
 };
 
 use attn::{Heads, RotaryScaling, RotaryStyle};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, quantized::QTensor};
 use serde_json::Value;
 
 use super::parts::{CPU, Names, Parts, Tensors};
 use crate::{
     config::{ModelConfig, Rope},
     error::Error,
+    linear::Products,
     model::Model,
     tokenizer::Tokenizer,
 };
@@ -29,11 +30,16 @@ impl Tensors for Folder {
         let wide = tensor.to_dtype(DType::F32);
         wide.map(Some).map_err(|e| format!("tensor {name}: {e}"))
     }
+
+    fn packed(&mut self, _: &str) -> Result<Option<QTensor>, String> {
+        Err("products with packed weights need a GGUF file; its weights are not packed".to_owned())
+    }
 }
 
 /// Reads a folder's model and tokenizer; `path` is the folder, or its one safetensors file.
 pub(super) fn load(
     path: &Path,
+    products: Products,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<(Model, Tokenizer), Error> {
     let folder = match path.is_dir() {
@@ -69,6 +75,8 @@ pub(super) fn load(
     let mut parts = Parts {
         tensors: &mut Folder(tensors),
         names: Names::Safetensors,
+        products,
+        device: products.device()?,
     };
     let model = parts.model(config, progress);
     Ok((

@@ -1,12 +1,15 @@
 //! The model: its random weights, its files, and a plain forward pass in f64.
 
+#![allow(dead_code, reason = "not every test uses all of it")]
+
 use std::{collections::HashMap, fs, path::PathBuf};
 
-use attn_llm::{Error, Model, Tokenizer};
+use attn_llm::{Error, Kv, Model, Piece, Products, Tokenizer, Wanted};
 use candle_core::{
     Device, Tensor,
     quantized::{GgmlDType, QTensor, gguf_file},
 };
+use serde_json::Value;
 use tempfile::TempDir;
 
 pub const LAYERS: usize = 2;
@@ -165,7 +168,11 @@ impl Files {
     }
 
     pub fn load(&self, bytes: &[u8]) -> Result<(Model, Tokenizer), Error> {
-        attn_llm::load(&self.write("model.gguf", bytes), &mut |_, _| ())
+        attn_llm::load(
+            &self.write("model.gguf", bytes),
+            Products::F32,
+            &mut |_, _| (),
+        )
     }
 }
 
@@ -187,7 +194,10 @@ pub fn product(weights: &Weights, name: &str, x: &[f64]) -> Vec<f64> {
 }
 
 pub fn norm(weights: &Weights, name: &str, x: &[f64]) -> Vec<f64> {
-    let (_, w) = &weights[&format!("{name}.weight")];
+    // Norms of heads are optional.
+    let Some((_, w)) = weights.get(&format!("{name}.weight")) else {
+        return x.to_vec();
+    };
     let normalize = |x: &[f64]| {
         let square = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
         let factor = 1.0 / (square + f64::from(EPS)).sqrt();
@@ -199,25 +209,54 @@ pub fn norm(weights: &Weights, name: &str, x: &[f64]) -> Vec<f64> {
     x.chunks(w.len()).flat_map(normalize).collect()
 }
 
-pub fn turn(x: &mut [f64], position: usize) {
-    for head in x.chunks_mut(DIM) {
-        for i in 0..DIM / 2 {
-            let angle = position as f64 * f64::from(BASE).powf(-2.0 * i as f64 / DIM as f64);
-            let (a, b) = (head[i], head[i + DIM / 2]);
-            head[i] = a * angle.cos() - b * angle.sin();
-            head[i + DIM / 2] = a * angle.sin() + b * angle.cos();
+/// What a config says beside the weights.
+#[derive(Clone)]
+pub struct Settings {
+    /// The angle of each pair of elements at position 1.
+    pub angles: Vec<f64>,
+    /// What rotated Q and K are multiplied by.
+    pub factor: f64,
+    /// Whether pairs are neighbours, or halves of a head.
+    pub is_interleaved: bool,
+    /// For each layer the number of tokens that a token sees, itself among them.
+    pub windows: [usize; LAYERS],
+}
+
+impl Settings {
+    pub fn new() -> Self {
+        let angle = |i| f64::from(BASE).powf(-2.0 * i as f64 / DIM as f64);
+        Settings {
+            angles: (0..DIM / 2).map(angle).collect(),
+            factor: 1.0,
+            is_interleaved: false,
+            windows: [usize::MAX; LAYERS],
+        }
+    }
+
+    fn turn(&self, x: &mut [f64], position: usize) {
+        for head in x.chunks_mut(DIM) {
+            for (i, angle) in self.angles.iter().enumerate() {
+                let (sin, cos) = (position as f64 * angle).sin_cos();
+                let [i, j] = match self.is_interleaved {
+                    true => [2 * i, 2 * i + 1],
+                    false => [i, i + DIM / 2],
+                };
+                let (a, b) = (head[i] * self.factor, head[j] * self.factor);
+                head[i] = a * cos - b * sin;
+                head[j] = a * sin + b * cos;
+            }
         }
     }
 }
 
 /// Logits of every token, by the formulas in f64.
-pub fn plain(weights: &Weights, tokens: &[u32]) -> Vec<f64> {
+pub fn plain(weights: &Weights, settings: &Settings, tokens: &[u32]) -> Vec<f64> {
     let embedding = |token: &u32| {
         let row = &weights["token_embd.weight"].1[*token as usize * HIDDEN..][..HIDDEN];
         row.iter().map(|x| f64::from(*x)).collect::<Vec<_>>()
     };
     let mut xs: Vec<Vec<f64>> = tokens.iter().map(embedding).collect();
-    for layer in 0..LAYERS {
+    for (layer, window) in settings.windows.iter().enumerate() {
         let name = |part: &str| format!("blk.{layer}.{part}");
         let (mut ks, mut vs) = (Vec::new(), Vec::new());
         for (position, x) in xs.iter_mut().enumerate() {
@@ -226,20 +265,21 @@ pub fn plain(weights: &Weights, tokens: &[u32]) -> Vec<f64> {
             let k = product(weights, &name("attn_k"), &y);
             let mut q = norm(weights, &name("attn_q_norm"), &q);
             let mut k = norm(weights, &name("attn_k_norm"), &k);
-            turn(&mut q, position);
-            turn(&mut k, position);
+            settings.turn(&mut q, position);
+            settings.turn(&mut k, position);
             ks.push(k);
             vs.push(product(weights, &name("attn_v"), &y));
+            let first = (position + 1).saturating_sub(*window);
             let mut out = Vec::new();
             for q in q.chunks(DIM) {
                 let score = |k: &Vec<f64>| {
                     let dot: f64 = q.iter().zip(k).map(|(q, k)| q * k).sum();
                     (dot / (DIM as f64).sqrt()).exp()
                 };
-                let p: Vec<f64> = ks.iter().map(score).collect();
+                let p: Vec<f64> = ks[first..].iter().map(score).collect();
                 let sum: f64 = p.iter().sum();
                 out.extend((0..DIM).map(|d| {
-                    let pairs = p.iter().zip(&vs);
+                    let pairs = p.iter().zip(&vs[first..]);
                     pairs.map(|(p, v)| p / sum * v[d]).sum::<f64>()
                 }));
             }
@@ -254,9 +294,93 @@ pub fn plain(weights: &Weights, tokens: &[u32]) -> Vec<f64> {
             x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
         }
     }
-    let logits = |x: &Vec<f64>| {
-        let y = norm(weights, "output_norm", x);
-        product(weights, "token_embd", &y)
-    };
+    let is_tied = !weights.contains_key("output.weight");
+    let output = if is_tied { "token_embd" } else { "output" };
+    let logits = |x: &Vec<f64>| product(weights, output, &norm(weights, "output_norm", x));
     xs.iter().flat_map(logits).collect()
+}
+
+/// The logits of tokens that come in chunks.
+pub fn logits(model: &Model, kv: &mut dyn Kv, tokens: &[u32], chunk: usize) -> Vec<f32> {
+    let mut all = Vec::new();
+    for tokens in tokens.chunks(chunk) {
+        let piece = Piece {
+            sequence: 0,
+            tokens,
+        };
+        all.extend(model.forward(&[piece], kv, Wanted::All).unwrap());
+    }
+    all
+}
+
+/// The relative L2 difference.
+pub fn difference(got: &[f32], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let pairs = || got.iter().map(|x| f64::from(*x)).zip(want);
+    let error: f64 = pairs().map(|(a, b)| (a - b).powi(2)).sum();
+    (error / want.iter().map(|b| b * b).sum::<f64>()).sqrt()
+}
+
+/// Tokens of bytes.
+pub fn text(n: usize) -> Vec<u32> {
+    let mut random = Random(3);
+    (0..n)
+        .map(|_| ((random.next() + 1.0) * 127.0) as u32)
+        .collect()
+}
+
+/// The folder of a model as safetensors, with some entries of its config changed.
+pub fn folder(weights: &Weights, changes: &[(&str, Value)]) -> Files {
+    let files = Files::new();
+    let names = [
+        ("attn_norm", "input_layernorm"),
+        ("attn_q_norm", "self_attn.q_norm"),
+        ("attn_k_norm", "self_attn.k_norm"),
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_k", "self_attn.k_proj"),
+        ("attn_v", "self_attn.v_proj"),
+        ("attn_output", "self_attn.o_proj"),
+        ("ffn_norm", "post_attention_layernorm"),
+        ("ffn_gate", "mlp.gate_proj"),
+        ("ffn_up", "mlp.up_proj"),
+        ("ffn_down", "mlp.down_proj"),
+        ("token_embd", "model.embed_tokens"),
+        ("output_norm", "model.norm"),
+        ("output", "lm_head"),
+    ];
+    let rename = |name: &str| {
+        let (stem, kind) = name.rsplit_once('.').unwrap();
+        let part = stem.rsplit('.').next().unwrap();
+        let new = names.iter().find(|(old, _)| *old == part).unwrap().1;
+        match stem.strip_prefix("blk.") {
+            Some(rest) => format!("model.layers.{}.{new}.{kind}", &rest[..1]),
+            None => format!("{new}.{kind}"),
+        }
+    };
+    let tensors: HashMap<String, Tensor> = weights
+        .iter()
+        .map(|(name, parts)| (rename(name), tensor(parts)))
+        .collect();
+    candle_core::safetensors::save(&tensors, files.0.path().join("model.safetensors")).unwrap();
+    let mut config = serde_json::json!({
+        "model_type": "qwen3", "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "head_dim": DIM, "num_hidden_layers": LAYERS, "intermediate_size": FEED_FORWARD, "vocab_size": VOCAB,
+        "max_position_embeddings": CONTEXT, "rms_norm_eps": EPS, "rope_theta": BASE, "eos_token_id": 256,
+        "hidden_act": "silu", "rope_scaling": null,
+    });
+    for (key, value) in changes {
+        config[*key] = value.clone();
+    }
+    files.write("config.json", config.to_string());
+    let vocab: HashMap<String, usize> = tokens().into_iter().zip(0..).collect();
+    let tokenizer = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true},
+        "post_processor": null,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": true},
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
+    });
+    files.write("tokenizer.json", tokenizer.to_string());
+    files
 }

@@ -1,7 +1,7 @@
 """Arrays of any library, as the extension takes them: DLPack capsules, and the stream that their work is enqueued on.
 
-numpy and torch are known by name, because outputs are allocated by the library that the queries came from. Of other libraries, anything with
-`__dlpack__` is taken as an input; their outputs must be given (`out=`), or come as numpy arrays.
+numpy, torch and CuPy are known by name, because outputs are allocated by the library that the queries came from. Of other libraries, anything with
+`__dlpack__` is taken as an input; their outputs must be given (`out=`), or come as numpy arrays, as those of JAX do, whose arrays cannot be written.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ _CUDA = 2
 def _is_torch(x: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
+
+
+def _is_jax(x: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.Array)
 
 
 def _numpy() -> Any:
@@ -50,6 +55,8 @@ class Rows:
             self.on_cuda = x.is_cuda
             if x.device.type not in ("cpu", "cuda"):
                 raise ShapeError(f"{what} lies on torch's device {x.device}; allowed: cpu, cuda")
+        elif writable and _is_jax(x):
+            raise ShapeError(f"{what} is an array of JAX, which cannot be written; pass one of numpy or torch, or none")
         elif hasattr(x, "__dlpack_device__"):
             self.on_cuda = int(x.__dlpack_device__()[0]) == _CUDA
         else:

@@ -16,28 +16,30 @@ class CacheStats:
     """What a cache holds: pages, bytes and tokens."""
 
     pages: int
-    """Pages of the pool."""
+    """Pages of the pool of each layer."""
     free_pages: int
     """Pages that no sequence owns."""
     page_bytes: int
-    """Bytes of a page: K, V and their scales, of all heads."""
+    """Bytes of a page: K, V and their scales, of all heads of one layer."""
     tokens: int
     """Tokens of all sequences; those of a shared prefix count for each."""
+    layers: int = 1
+    """Layers, each with a pool of its own."""
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the pool."""
-        return self.pages * self.page_bytes
+        """Bytes of all pools."""
+        return self.layers * self.pages * self.page_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages that sequences own."""
-        return (self.pages - self.free_pages) * self.page_bytes
+        """Bytes of the pages that sequences own, in all layers."""
+        return self.layers * (self.pages - self.free_pages) * self.page_bytes
 
 
 @dataclass(frozen=True)
 class SequenceImage:
-    """A sequence outside its cache, for `Cache.restore`: its format and shape, and its pages as bytes."""
+    """A sequence outside its cache, for `Cache.restore`: its format and shape, and its pages as bytes, those of the first layer, then of the next."""
 
     format: str
     heads: int
@@ -47,6 +49,7 @@ class SequenceImage:
     k_scales: Optional[Tuple[float, ...]]
     v_scales: Optional[Tuple[float, ...]]
     pages: Tuple[bytes, ...]
+    layers: int = 1
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class _CacheOptions:
     dim: int
     max_tokens: int
     sequences: int
+    layers: int
     pages: Optional[int]
     page_size: int
     max_q_len: int
@@ -67,11 +71,12 @@ class _CacheOptions:
 class _StepOptions:
     sequences: List[int]
     q_lens: List[int]
+    layer: int
     modifiers: Modifiers
 
 
 class Cache:
-    """A paged, quantized KV cache of one attention layer, for several sequences, and attention over it.
+    """A paged, quantized KV cache of one attention layer or of several, for several sequences, and attention over it.
 
     Rows are numpy arrays, torch tensors (CPU and CUDA), or anything with `__dlpack__`, in float32, float16 or bfloat16. On the CPU they are read in
     place wherever their last dim is contiguous and none runs backwards, such as parts of a fused projection and transposed arrays; nothing may write
@@ -84,11 +89,13 @@ class Cache:
         dim: dims of a head: 64, 80, 96, 128, 192 or 256.
         max_tokens: tokens that each sequence has room for.
         sequences: sequences, numbered from 0, all empty.
+        layers: layers of a model that have the same shape: lengths and pages in common, a pool for each. A step is reserved once, then written
+            layer by layer: `reserve`, `write`.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`, `"wgpu"`; None: what `ATTN_BACKEND` names, else the best here.
         pages: pages of the pool, in place of enough for `max_tokens` of every sequence.
         page_size: tokens of a page: 16, 32, 64 or 128.
         max_q_len: most query tokens of a sequence in a step, for formats with a window (`"int4"`, `"int8/int4"`); others take any number.
-        k_scales, v_scales: static scales, one for each head, for `"fp8"` and `"int8-tensor"`.
+        k_scales, v_scales: static scales, one for each head, or for each layer and head, for `"fp8"` and `"int8-tensor"`.
 
     Raises:
         ParameterError, UnsupportedError, OutOfMemoryError, DeviceError.
@@ -109,6 +116,7 @@ class Cache:
         dim: int,
         max_tokens: int,
         sequences: int = 1,
+        layers: int = 1,
         device: Optional[str] = None,
         pages: Optional[int] = None,
         page_size: int = 64,
@@ -127,6 +135,7 @@ class Cache:
             dim=count("dim", dim, 1),
             max_tokens=count("max_tokens", max_tokens),
             sequences=count("sequences", sequences),
+            layers=count("layers", layers, 1),
             pages=None if pages is None else count("pages", pages),
             page_size=count("page_size", page_size, 1),
             max_q_len=count("max_q_len", max_q_len),
@@ -153,7 +162,12 @@ class Cache:
     @property
     def sequences(self) -> int:
         """Sequences, empty ones included."""
-        return self._options.sequences
+        return len(self.lens)
+
+    @property
+    def layers(self) -> int:
+        """Layers."""
+        return self._options.layers
 
     @property
     def device(self) -> str:
@@ -165,9 +179,20 @@ class Cache:
         """Cached tokens of each sequence."""
         return self._cache.lens()
 
+    @property
+    def first_tokens(self) -> List[int]:
+        """The first token of each sequence that `drop_before` has kept; 0 where it has dropped none."""
+        return self._cache.first_tokens()
+
     def stats(self) -> CacheStats:
         """Pages, bytes and tokens."""
-        return CacheStats(self._cache.num_pages, self._cache.free_pages(), self._cache.page_bytes, sum(self.lens))
+        own = self._cache
+        return CacheStats(own.num_pages(), own.free_pages(), own.page_bytes, sum(self.lens), self.layers)
+
+    def _layer(self, layer: Optional[int]) -> int:
+        if layer is None and self.layers != 1:
+            raise ParameterError(f"layer is missing; the cache has {self.layers}")
+        return count("layer", 0 if layer is None else layer)
 
     def _batch(self, what: str, rows: Rows, sequences: Any, counts: Any) -> Tuple[List[int], List[int]]:
         """The sequences of a call and their tokens; rows are `[tokens, heads, dim]` or `[sequences, tokens, heads, dim]`."""
@@ -199,7 +224,7 @@ class Cache:
         sequences: Union[None, int, Sequence[int]] = None,
         tokens: Optional[Sequence[int]] = None,
     ) -> None:
-        """Appends tokens to sequences: to all of them, or to none if anything is refused.
+        """Appends tokens to sequences: to all of them, or to none if anything is refused. For a cache of one layer; others: `reserve`, `write`.
 
         Args:
             k, v: `[tokens, heads, dim]`, the tokens of one sequence after those of another; or `[sequences, tokens, heads, dim]`. K is what queries
@@ -213,16 +238,70 @@ class Cache:
         """
         k, v = Rows("k", k), Rows("v", v)
         sequences, tokens = self._batch("k", k, sequences, tokens)
+        k, v, stream = self._new_rows(k, v)
+        self._cache.append(k, v, sequences, tokens, stream)
+
+    @staticmethod
+    def _new_rows(k: Rows, v: Rows) -> Tuple[Any, Any, Optional[int]]:
+        """K and V as capsules, and the stream that they are ready on."""
         if k.shape != v.shape:
             raise ShapeError(f"k has the shape {list(k.shape)}, and v {list(v.shape)}; pass both in one")
         stream = k.stream()
         k, v = (rows.flat(what, 3).with_rows_together() for what, rows in (("k", k), ("v", v)))
-        self._cache.append(k.capsule(stream), v.capsule(stream), sequences, tokens, stream)
+        return k.capsule(stream), v.capsule(stream), stream
+
+    def reserve(self, sequences: Sequence[int], tokens: Sequence[int]) -> None:
+        """Begins a step of a model: takes the pages of so many new tokens of each of these sequences, in all layers, and counts the tokens.
+
+        `write` then writes them layer by layer, and a layer that is written can be attended; the last one's write ends the step. Until then these
+        sequences are neither forked, truncated, freed, dropped from nor saved, and `cancel_step` takes the whole step back.
+
+        >>> import numpy, attn
+        >>> cache = attn.Cache("int8", heads=1, dim=64, max_tokens=1024, layers=2, device="cpu")
+        >>> k, v, q = numpy.full((3, 1, 64), 0.5, "f"), numpy.full((3, 1, 64), 2.0, "f"), numpy.ones((1, 4, 64), "f")
+        >>> cache.reserve([0], [3])
+        >>> for layer in range(2):
+        ...     cache.write(layer, k, v)
+        ...     out = cache.attend(q, layer=layer)
+        >>> cache.lens, cache.open_step
+        ([3], None)
+
+        Raises:
+            SequenceError, CacheFullError; ParameterError for a sequence named twice; ShapeError while another step is open. Nothing is changed then.
+        """
+        self._cache.reserve([count("sequences", s) for s in sequences], [count("tokens", n) for n in tokens])
+
+    def write(self, layer: int, k: Any, v: Any) -> None:
+        """Writes one layer's K and V of the tokens that `reserve` has counted. Layers come in any order, each once.
+
+        Args:
+            k, v: as for `append`, the sequences in the order of `reserve`.
+
+        Raises:
+            ParameterError for a layer that the cache does not have; ShapeError for other than the step's rows, without an open step, and for a layer
+            that it has written; NumberError. The layer counts as not written then: write it again, or `cancel_step`.
+        """
+        k, v = Rows("k", k), Rows("v", v)
+        step = self.open_step
+        if len(k.shape) == 4 and step is not None and [n for _, n in step] != [k.shape[1]] * k.shape[0]:
+            raise ShapeError(f"k has {k.shape[1]} tokens for each of {k.shape[0]} sequences, but the step has {[n for _, n in step]}; pass three dims for other counts")
+        k, v, stream = self._new_rows(k, v)
+        self._cache.write(count("layer", layer), k, v, stream)
+
+    def cancel_step(self) -> None:
+        """Takes the open step back, whichever layers were written: lengths and pages are those before `reserve`. Nothing without an open step."""
+        self._cache.cancel_step()
+
+    @property
+    def open_step(self) -> Optional[List[Tuple[int, int]]]:
+        """The sequences of the step that `reserve` began, and the tokens of each, until its last layer is written; else None."""
+        return self._cache.open_step()
 
     def attend(
         self,
         q: Any,
         *,
+        layer: Optional[int] = None,
         sequences: Union[None, int, Sequence[int]] = None,
         q_lens: Optional[Sequence[int]] = None,
         scale: Optional[float] = None,
@@ -239,6 +318,7 @@ class Cache:
         Args:
             q: `[query tokens, query heads, dim]`, sequence after sequence; or `[sequences, query tokens, query heads, dim]`. Query heads are a
                 multiple of the KV heads.
+            layer: which layer; needed where the cache has several.
             sequences: which are attended, in any order; the first ones if not given.
             q_lens: query tokens of each, where `q` has three dims and there are several sequences.
             scale: the factor of q·k; 1/√dim if not given.
@@ -261,6 +341,7 @@ class Cache:
         options = _StepOptions(
             sequences=sequences,
             q_lens=q_lens,
+            layer=self._layer(layer),
             modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks),
         )
         if out is None:
@@ -290,6 +371,26 @@ class Cache:
         """
         self._cache.truncate(count("sequence", sequence), count("tokens", tokens))
 
+    def drop_before(self, sequence: int, token: int) -> None:
+        """Frees the pages of tokens before `token`, which no window sees any more; lengths, positions and bits stay.
+
+        After a step of a layer with a window, `token` is at most `len - window_left`. Pages go by whole tiles of 64 tokens: `first_tokens` says
+        which are left. Queries whose window, or lack of one, sees a dropped token are refused, and so are `save` and `export`. In a cache of several
+        layers a page goes in all of them.
+
+        Raises:
+            SequenceError; ParameterError for a token behind the sequence's end; ShapeError for a sequence of an open step.
+        """
+        self._cache.drop_before(count("sequence", sequence), count("token", token))
+
+    def add_sequences(self, sequences: int) -> None:
+        """Adds empty sequences behind the others, without pages."""
+        self._cache.add_sequences(count("sequences", sequences))
+
+    def add_pages(self, pages: int) -> None:
+        """Adds free pages to the pools, on the CPU; other devices refuse and say so."""
+        self._cache.add_pages(count("pages", pages))
+
     def free(self, sequence: int) -> None:
         """Empties a sequence and returns its pages."""
         self._cache.free(count("sequence", sequence))
@@ -302,8 +403,8 @@ class Cache:
         """Pages that a sequence of so many tokens takes at most, in an empty cache: what `pages=` is computed from."""
         return self._cache.pages_for(count("tokens", tokens))
 
-    def export(self, sequence: int = 0) -> Tuple[Any, Any]:
-        """K and V of a sequence as attention reads them, dequantized: two numpy arrays of float32, `[tokens, heads, dim]`.
+    def export(self, sequence: int = 0, layer: Optional[int] = None) -> Tuple[Any, Any]:
+        """K and V of a sequence as attention over a layer reads them, dequantized: two numpy arrays of float32, `[tokens, heads, dim]`.
 
         Formats with a window give the newest tokens with their residuals.
         """
@@ -312,7 +413,7 @@ class Cache:
         tokens = lens[sequence] if sequence < len(lens) else 0
         shape = (tokens, self.heads, self.dim)
         k, v = (_numpy().empty(shape, "float32") for _ in range(2))
-        self._cache.export(sequence, k.__dlpack__(), v.__dlpack__())
+        self._cache.export(sequence, self._layer(layer), k.__dlpack__(), v.__dlpack__())
         return k, v
 
     def save(self, sequence: int = 0) -> SequenceImage:
@@ -320,12 +421,12 @@ class Cache:
         tokens, pages = self._cache.read_back(count("sequence", sequence))
         o = self._options
         scales = (None if s is None else tuple(s) for s in (o.k_scales, o.v_scales))
-        return SequenceImage(o.format, o.heads, o.dim, o.page_size, tokens, *scales, tuple(pages))
+        return SequenceImage(o.format, o.heads, o.dim, o.page_size, tokens, *scales, tuple(pages), o.layers)
 
     def restore(self, sequence: int, image: SequenceImage) -> None:
         """Fills an empty sequence with what `save` gave."""
         o = self._options
-        for what in ("format", "heads", "dim", "page_size"):
+        for what in ("format", "heads", "dim", "page_size", "layers"):
             own, other = getattr(o, what), getattr(image, what)
             if own != other:
                 raise ShapeError(f"{what} is {other!r} in the image but {own!r} in the cache; restore it into a cache of its own kind")
@@ -337,5 +438,5 @@ class Cache:
 
     def __repr__(self) -> str:
         o = self._options
-        return f"attn.Cache({o.format!r}, heads={o.heads}, dim={o.dim}, sequences={o.sequences}, device={self.device!r})"
+        return f"attn.Cache({o.format!r}, heads={o.heads}, dim={o.dim}, sequences={self.sequences}, layers={o.layers}, device={self.device!r})"
 

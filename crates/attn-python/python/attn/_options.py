@@ -18,13 +18,14 @@ def count(what: str, x: Any, least: int = 0) -> int:
 
 
 def numbers(what: str, x: Any) -> Optional[List[float]]:
-    """One number for each head, from any array, sequence or torch tensor."""
+    """One number for each head, from any array, sequence or torch tensor; those of several layers one behind the other."""
     if x is None:
         return None
     if hasattr(x, "tolist"):
         x = x.tolist()
     try:
-        return [float(value) for value in x]
+        of_layers = [value if isinstance(value, (list, tuple)) else [value] for value in x]
+        return [float(value) for values in of_layers for value in values]
     except (TypeError, ValueError) as error:
         raise ParameterError(f"{what} is {x!r}; allowed: a number for each head") from error
 

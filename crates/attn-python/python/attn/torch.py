@@ -17,6 +17,12 @@ A cache that another engine keeps in pages of bf16, f16 or fp8 rows is attended 
     plan = attn.torch.Plan("bf16", heads=32, kv_heads=8, dim=128, q_lens=[1] * 4, max_kv_len=8192, page_size=16, rows=True)
     out, lse = plan.attend_rows(q, k_cache, v_cache, page_table, kv_lens)
 
+Where sequences bring other numbers of query tokens from step to step, the device says how many, once for the layers of a step:
+
+    plan = attn.torch.Plan("int8", heads=32, kv_heads=8, dim=128, q_lens=[1] * 63 + [512], max_kv_len=8192, ragged=True)
+    plan.set_query_starts(query_start_loc)  # any shares of up to 575 tokens
+    out, lse = plan.attend(q, pool, page_table, kv_lens)
+
 `attn.Cache` keeps pages and lengths itself; use it where neither graphs nor an engine's own page table are needed.
 """
 
@@ -32,7 +38,7 @@ from . import _attn
 from ._errors import ParameterError, ShapeError, UnsupportedError
 from ._options import Modifiers, count, numbers
 
-__all__ = ["Plan", "Rotary", "append_slots", "append_slots_rotary", "attend", "attend_rows", "copy_pages", "merge", "step"]
+__all__ = ["Plan", "Rotary", "append_slots", "append_slots_rotary", "attend", "attend_rows", "copy_pages", "merge", "merge_spans", "step"]
 
 
 @dataclass
@@ -46,6 +52,8 @@ class _PlanOptions:
     max_kv_len: int
     rows: bool
     rotary: bool
+    ragged: bool
+    spans: bool
     modifiers: Modifiers
 
 
@@ -90,6 +98,17 @@ class _Arrays:
 
 
 @dataclass
+class _Spans:
+    max_sums: Any
+    o: Any
+    out: Any
+    lse: Any
+    sinks: Any
+    v_scales: Any
+    kv_heads: int
+
+
+@dataclass
 class Rotary:
     """Rotary positions (RoPE) of an append by slots: K is rotated before it is stored, and the queries of its tokens in place, in the same launch.
 
@@ -116,6 +135,8 @@ _PLANS: Dict[int, "Plan"] = {}
 _NUMBERS = itertools.count(1)
 # Kernels that belong to no plan, by the GPU's index.
 _TRANSFERS: Dict[int, Any] = {}
+# Merges of spans, by the GPU's index, the format and the head's dims.
+_MERGES: Dict[Tuple[int, str, int], Any] = {}
 
 
 class Plan:
@@ -131,6 +152,9 @@ class Plan:
         page_size: tokens of a page: 16, 32, 64 or 128.
         rows: the plan is for `attend_rows`.
         rotary: `append_slots` takes rotary positions, whose kernel is loaded, too.
+        ragged: sequences bring other numbers of query tokens from step to step, as `set_query_starts` says; `q_lens` gives their number, how many
+            tokens they have in all, and the most that one mostly has, for which the kernel is chosen.
+        spans: sequences are shards, for `attend_spans`; not with `rows` or `ragged`. Sinks belong to `merge_spans`.
         device: `"cuda"`, `"cuda:1"`, a torch.device; torch's current one if not given.
         scale, causal, softcap, window_left, alibi_slopes, sinks: as for `attn.Cache.attend`.
         k_scales, v_scales: static scales for `"fp8"` and `"int8-tensor"`, one for each KV head.
@@ -151,6 +175,8 @@ class Plan:
         page_size: int = 64,
         rows: bool = False,
         rotary: bool = False,
+        ragged: bool = False,
+        spans: bool = False,
         device: Union[None, str, torch.device] = None,
         scale: Optional[float] = None,
         causal: bool = True,
@@ -180,14 +206,20 @@ class Plan:
             max_kv_len=count("max_kv_len", max_kv_len),
             rows=bool(rows),
             rotary=bool(rotary),
+            ragged=bool(ragged),
+            spans=bool(spans),
             modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks),
         )
+        if options.spans and (options.rows or options.ragged):
+            raise ParameterError("spans=True with rows=True or ragged=True; a plan for shards is of the library's pages, and knows its q_lens")
         self._options = options
         with torch.cuda.device(self.device):
             self._plan = _attn.NativePlan(options, f"cuda:{index}")
             blocks, slopes = self._plan.lists()
             self._workspace = torch.zeros(max(self._plan.workspace_bytes, 1), dtype=torch.uint8, device=self.device)
             self._blocks = self._bytes(blocks)
+            if options.ragged:  # of no tokens, until `set_query_starts` lists some
+                self._blocks = torch.zeros(self._plan.query_blocks_bytes, dtype=torch.uint8, device=self.device)
             self._slopes = None if options.modifiers.alibi_slopes is None else self._bytes(slopes).view(torch.float32)
             self._sinks, self._k_scales, self._v_scales = (
                 None if x is None else torch.tensor(x, dtype=torch.float32, device=self.device)
@@ -230,7 +262,7 @@ class Plan:
             v_scales=_capsule(self._v_scales),
         )
 
-    def _arrays(self, q: torch.Tensor, out: torch.Tensor, lse: Optional[torch.Tensor]) -> _Arrays:
+    def _arrays(self, q: torch.Tensor, out: Optional[torch.Tensor], lse: Optional[torch.Tensor]) -> _Arrays:
         return _Arrays(
             q=_capsule(q),
             out=_capsule(out),
@@ -268,6 +300,18 @@ class Plan:
             self.number, k, v, pool, slots, residual_pages, rotary.cos_sin, rotary.positions, rotary.q, bool(rotary.interleaved)
         )
 
+    def set_query_starts(self, cu_seqlens_q: torch.Tensor) -> None:
+        """Says how many query tokens each sequence brings from now on, for a plan with `ragged=True`: one launch, once for the layers of a step, in
+        a graph or outside. Sequences without query tokens cost nothing; rows of q behind the last one's are not read, nor those of the results
+        written.
+
+        Args:
+            cu_seqlens_q: int32 `[sequences + 1]`: the first query token of each sequence, then the end of the last one's; at most as many as
+                `q_lens` has in all. Read on the device.
+        """
+        with torch.cuda.device(self.device):
+            self._plan.list_query_blocks(_capsule(cu_seqlens_q), _capsule(self._blocks), self._stream())
+
     def attend(
         self,
         q: torch.Tensor,
@@ -288,6 +332,36 @@ class Plan:
             The results, of q's shape and type, and float32 log-sum-exps `[query tokens, heads]`.
         """
         return torch.ops.attn.attend(self.number, q, pool, page_table, kv_lens, residual_pages)
+
+    def attend_spans(
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        page_table: torch.Tensor,
+        kv_lens: torch.Tensor,
+        tokens_after: Optional[torch.Tensor] = None,
+        residual_pages: Optional[torch.Tensor] = None,
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Attends shards of the sequences, for a plan with `spans=True`: runs of whole spans of 1024 tokens, but for the last shard. What all shards
+        leave, one behind the other (`torch.cat`), is what `merge_spans` gives the bits of one GPU over all tokens.
+
+        Args:
+            kv_lens: int32 `[sequences]`: tokens of this shard.
+            tokens_after: int32 `[sequences]`: tokens that follow in other shards; queries are the last tokens of all. None for the last shard.
+            q, pool, page_table, residual_pages: as for `attend`.
+
+        Returns:
+            float32 `[spans, query tokens, heads, 2]`, maxima and sums, and `[spans, query tokens, heads, dim]`; as many spans as `max_kv_len` has.
+        """
+        if q.dim() != 3:
+            raise ShapeError(f"q has the shape {list(q.shape)}; needed: [query tokens, heads, dim]")
+        like = dict(dtype=torch.float32, device=self.device)
+        max_sums = torch.empty((self._plan.spans, *q.shape[:2], 2), **like)
+        o = torch.empty((self._plan.spans, *q.shape), **like)
+        with torch.cuda.device(self.device):
+            pages = self._pages(pool, page_table, kv_lens, residual_pages)
+            self._plan.attend_spans(pages, self._arrays(q, None, None), tuple(map(_capsule, (max_sums, o, tokens_after))), self._stream())
+        return max_sums, o
 
     def attend_rows(
         self,
@@ -396,6 +470,46 @@ def merge(outs: torch.Tensor, lses: torch.Tensor) -> Tuple[torch.Tensor, torch.T
     if outs.dim() != 4 or lses.shape != outs.shape[:3]:
         raise ShapeError(f"outs has the shape {list(outs.shape)}, and lses {list(lses.shape)}; needed: [shards, query tokens, heads, dim] and its first three dims")
     return torch.ops.attn.merge(outs, lses)
+
+
+def merge_spans(
+    format: str,
+    max_sums: torch.Tensor,
+    o: torch.Tensor,
+    *,
+    kv_heads: int,
+    dtype: Optional[torch.dtype] = None,
+    sinks: Optional[torch.Tensor] = None,
+    v_scales: Optional[torch.Tensor] = None,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Merges what shards have left (`Plan.attend_spans`), in the order of their tokens, and finishes: for integer formats the bits of one GPU over all
+    tokens. One launch, which a graph can capture once it has run outside.
+
+    Args:
+        format: that of the cache.
+        max_sums, o: float32 `[states, query tokens, heads, 2]` and `[states, query tokens, heads, dim]`, contiguous: shard after shard. Heads may be
+            merged apart, each with the sinks and scales of its own.
+        kv_heads: KV heads of these heads.
+        dtype: that of the results; float32 if not given.
+        sinks: float32 `[heads]` on the GPU.
+        v_scales: float32 `[kv_heads]` on the GPU, for `"fp8"` and `"int8-tensor"`.
+
+    Returns:
+        The results `[query tokens, heads, dim]`, and float32 log-sum-exps `[query tokens, heads]`.
+    """
+    if not (o.is_cuda and hasattr(_attn, "NativeMergeSpans")):
+        raise UnsupportedError("merge_spans takes CUDA tensors, in a build of attn with the feature \"cuda\"")
+    if o.dim() != 4 or max_sums.shape != (*o.shape[:3], 2):
+        raise ShapeError(f"o has the shape {list(o.shape)}, and max_sums {list(max_sums.shape)}; needed: [states, query tokens, heads, dim] and [..., 2]")
+    key = (o.device.index, str(format), o.shape[3])
+    with torch.cuda.device(o.device):
+        if key not in _MERGES:
+            _MERGES[key] = _attn.NativeMergeSpans(str(format), o.shape[3], f"cuda:{o.device.index}")
+        out = torch.empty(o.shape[1:], dtype=dtype or torch.float32, device=o.device)
+        lse = torch.empty(o.shape[1:3], dtype=torch.float32, device=o.device)
+        arrays = _Spans(*map(_capsule, (max_sums, o, out, lse, sinks, v_scales)), kv_heads=count("kv_heads", kv_heads, 1))
+        _MERGES[key].merge(arrays, torch.cuda.current_stream().cuda_stream)
+    return out, lse
 
 
 def _transfer(device: torch.device) -> Any:

@@ -4,9 +4,13 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attn")
     model.generate(**inputs, past_key_values=QuantizedCache(model.config, format="int8"))
 
-Importing this module registers the attention implementation `"attn"`. Layers of full attention keep K and V in pages of this library and attend over
-them: prompts, decoding, verified drafts, batches padded on the left. Sliding and other layers keep transformers' own caches in the model's
-precision, and are attended by torch. With another cache, or none, `"attn"` computes what `"sdpa"` does.
+Importing this module registers the attention implementation `"attn"`. Layers of full and of sliding attention keep K and V in pages of this library
+and attend over them: prompts, decoding, verified drafts, batches padded on the left. A sliding layer drops the pages that its window has left. Other
+layers keep transformers' own caches in the model's precision, and are attended by torch. With another cache, or none, `"attn"` computes what `"sdpa"`
+does.
+
+Each layer has an `attn.Cache` of its own, not one of several layers: transformers runs a layer over a whole prompt, which formats with a window take in
+pieces, each appended and attended before the next, and a cache of several layers counts a step's tokens once for all of them.
 
 Refused with a sentence, never computed wrongly: masks other than causal ones with padding on the left, K and V of different dims, models that share K
 and V between layers, gradients, and a `QuantizedCache` under another attention implementation.
@@ -20,7 +24,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from ._cache import Cache, CacheStats
@@ -29,8 +33,13 @@ from ._errors import ParameterError, ShapeError, UnsupportedError
 __all__ = ["QuantizedCache", "QuantizedLayer"]
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-# Query tokens of a piece in formats whose newest tokens have residuals: those of one append can be queries at once, and be taken back.
+# Query tokens of a piece: in formats whose newest tokens have residuals, those of one append can be queries at once, and be taken back; in sliding
+# layers, a piece is what the pool holds beside a window.
 _PIECE = 256
+# Tokens that are dropped together at the least.
+_TILE = 64
+# Tokens that can be taken back from a sliding layer, as rejected drafts are: their windows are held, too.
+_TAKEN_BACK = 128
 # Tokens that a pool without `max_tokens` begins with room for.
 _FIRST_TOKENS = 512
 
@@ -41,15 +50,24 @@ _WAITING = threading.local()
 class StepMask:
     """A forward pass's mask: what it hides, and as torch's attention takes it.
 
-    Models pass it on as they got it. `is_causal`: nothing but what comes later, and padding, is hidden.
+    Models pass it on as they got it.
     """
 
     def __init__(self, arguments: Dict[str, Any]) -> None:
         self._arguments = arguments
-        self.is_causal = arguments["mask_function"] is causal_mask_function and not arguments.get("use_vmap")
         self._dense: Optional[torch.Tensor] = None
         self._has_dense = False
         self._rows: Optional["PaddedRows"] = None
+
+    def is_of(self, window: Optional[int]) -> bool:
+        """Whether it hides what comes later, what lies `window` tokens back or more, padding, and nothing else."""
+        arguments = self._arguments
+        if arguments.get("use_vmap"):
+            return False
+        if window is None:
+            return arguments["mask_function"] is causal_mask_function
+        # Packed and overlaid masks of a window do not allow the skip.
+        return bool(arguments.get("allow_is_causal_skip")) and arguments.get("local_size") == window
 
     def dense(self) -> Optional[torch.Tensor]:
         """Booleans `[batch, 1, query tokens, tokens]`; None for a causal mask that torch makes itself."""
@@ -109,26 +127,27 @@ def _make_mask(
 
 
 class QuantizedLayer(CacheLayerMixin):
-    """K and V of one layer of full attention, in pages of this library.
+    """K and V of one layer of full or sliding attention, in pages of this library.
 
-    `update` hands its tokens on to the attention that follows, which appends and attends: only there is it known which are padding.
+    `update` hands its tokens on to the attention that follows, which appends and attends: only there is it known which are padding. `window` is
+    transformers' `sliding_window`: tokens that a token sees, itself counted.
     """
 
-    is_sliding = False
     is_croppable = True
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, format: str = "int8", *, max_tokens: Optional[int] = None, page_size: int = 64) -> None:
+    def __init__(self, format: str = "int8", *, max_tokens: Optional[int] = None, page_size: int = 64, window: Optional[int] = None) -> None:
         super().__init__()
         self.format, self.max_tokens, self.page_size = format, max_tokens, page_size
+        self.window, self.is_sliding = window, window is not None
         self.cache: Optional[Cache] = None
         # The sequence of each row of the batch.
         self.slots: List[int] = []
         # Tokens that each row has seen, padding included.
         self.seen = 0
-        # What the pool was made for: tokens of a row, rows, sequences beside them.
-        self._room = self._rows = self._spare = 0
+        # What the pool was made for: tokens of a row that it holds, rows.
+        self._room = self._rows = 0
         self._waits = False
         self._sinks: Tuple[Any, Optional[List[float]]] = (None, None)
 
@@ -140,7 +159,11 @@ class QuantizedLayer(CacheLayerMixin):
         self.device, self.dtype = key_states.device, key_states.dtype
         batch, self._heads, tokens, self._dim = key_states.shape
         self.slots = []
-        self._make(self.max_tokens or max(_FIRST_TOKENS, 2 * tokens), batch)
+        room = self.max_tokens or max(_FIRST_TOKENS, 2 * tokens)
+        if self.window is not None:
+            held = self.window + _TAKEN_BACK + max(_TILE, self.page_size) + _PIECE
+            room = min(held, self.max_tokens or held)
+        self._make(room, batch)
         self.slots = list(range(batch))
         self.is_initialized = True
 
@@ -185,9 +208,14 @@ class QuantizedLayer(CacheLayerMixin):
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
         if removed == 0 or self.cache is None:
             return
-        lens = self.cache.lens
-        for slot in self.slots:
-            self.cache.truncate(slot, max(0, lens[slot] - removed))
+        lens, first = self.cache.lens, self.cache.first_tokens
+        kept = {slot: max(0, lens[slot] - removed) for slot in self.slots}
+        if any(n and first[slot] > self._first_needed(n) for slot, n in kept.items()):
+            raise ShapeError(
+                f"{removed} tokens cannot be taken back from a sliding layer, which holds the windows of its newest {_TAKEN_BACK}; reset the cache and begin again"
+            )
+        for slot, tokens in kept.items():
+            self.cache.truncate(slot, tokens)
         self.seen -= min(removed, self.seen)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -207,30 +235,47 @@ class QuantizedLayer(CacheLayerMixin):
 
     # Memory.
 
-    def _make(self, room: int, rows: int, spare: int = 0) -> None:
-        """A cache of `room` tokens for each of `rows` rows, with `spare` sequences to fork into, and in it the rows that there are."""
+    def _make(self, room: int, rows: int) -> None:
+        """A cache of `room` tokens for each of `rows` rows, and in it the rows that there are."""
+        if self.slots and any(self.cache.first_tokens[slot] for slot in self.slots):
+            raise UnsupportedError("a sliding layer that has dropped tokens gets no more rows; begin with a batch as large as it becomes")
         shape = dict(heads=self._heads, dim=self._dim, page_size=self.page_size, max_q_len=_PIECE, device=_device_name(self.device))
         pages = rows * Cache(self.format, max_tokens=0, pages=0, **shape).pages_for(room)
-        cache = Cache(self.format, max_tokens=0, pages=pages, sequences=rows + spare, **shape)
+        cache = Cache(self.format, max_tokens=0, pages=pages, sequences=rows, **shape)
         for row, slot in enumerate(self.slots):
             cache.restore(row, self.cache.save(slot))
         self.slots = list(range(len(self.slots)))
-        self.cache, self._room, self._rows, self._spare = cache, room, rows, spare
+        self.cache, self._room, self._rows = cache, room, rows
 
     def _grow(self, needed: int) -> None:
-        """Room for `needed` tokens of each row, unless the user has said how many there are."""
-        if needed > self._room and self.max_tokens is None:
-            self._make(max(needed, 2 * self._room), self._rows, self._spare)
+        """Room for `needed` tokens of each row, unless the user has said how many there are, or the window does."""
+        if needed > self._room and self.max_tokens is None and self.window is None:
+            self._make(max(needed, 2 * self._room), self._rows)
+
+    def _first_needed(self, tokens: int) -> int:
+        """The first token that queries behind `tokens` tokens see."""
+        return 0 if self.window is None else max(0, tokens - self.window + 1)
+
+    def _drop(self) -> None:
+        """Frees the pages that no window sees any more, nor would if drafts were taken back."""
+        if self.window is None:
+            return
+        lens = self.cache.lens
+        for slot in self.slots:
+            self.cache.drop_before(slot, self._first_needed(max(0, lens[slot] - _TAKEN_BACK)))
 
     def _rearrange(self, rows: List[int]) -> None:
         """Makes row i what row `rows[i]` was; tokens that rows have in common are shared."""
         if self.cache is None:
             return
-        if len(rows) > min(self._rows, self._spare):
-            most = max(len(rows), len(self.slots))
-            self._make(self._room, most, most)
+        if len(rows) > self._rows:
+            self._make(self._room, len(rows))
         taken = set(self.slots)
-        free = [slot for slot in range(self._rows + self._spare) if slot not in taken]
+        free = [slot for slot in range(self.cache.sequences) if slot not in taken]
+        if len(free) < len(rows):
+            added, first = len(rows) - len(free), self.cache.sequences
+            self.cache.add_sequences(added)
+            free += range(first, first + added)
         new = free[: len(rows)]
         for slot, row in zip(new, rows):
             self.cache.fork(self.slots[row], slot)
@@ -256,7 +301,7 @@ class QuantizedLayer(CacheLayerMixin):
             )
         self._grow(max(lens[slot] for slot in self.slots) + q_len)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        piece = q_len if self._is_tokenwise else _PIECE
+        piece = q_len if self._is_tokenwise and self.window is None else _PIECE
         parts = [self._piece(*(x[:, i : i + piece] for x in (q, k, v)), rows, i, options) for i in range(0, q_len, piece)]
         self.seen += q_len
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -267,6 +312,11 @@ class QuantizedLayer(CacheLayerMixin):
         return not any(part.startswith("int4") and "-g" not in part and "-w0" not in part for part in self.format.split("/"))
 
     def _piece(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PaddedRows, first: int, options: Dict[str, Any]) -> torch.Tensor:
+        out = self._attended(q, k, v, rows, first, options)
+        self._drop()
+        return out
+
+    def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PaddedRows, first: int, options: Dict[str, Any]) -> torch.Tensor:
         if rows.valid is None:
             self.cache.append(k, v, sequences=self.slots)
             return self.cache.attend(q, sequences=self.slots, **options)
@@ -301,13 +351,14 @@ def _device_name(device: torch.device) -> str:
 
 
 class QuantizedCache(TransformersCache):
-    """A cache whose layers of full attention are quantized: `past_key_values` for models with `attn_implementation="attn"`.
+    """A cache whose layers of full and sliding attention are quantized: `past_key_values` for models with `attn_implementation="attn"`.
 
     Args:
         config: the model's.
         format: of K and V, as for `attn.Cache`: `"int8"` (about half of bf16's bytes), `"int8/int4"`, `"int4"` (about a quarter), …
         max_tokens: tokens that each row of the batch has room for; beyond it `CacheFullError`. If not given, pools grow by doubling, which copies
-            them through the host: give it where lengths are known.
+            them through the host: give it where lengths are known. Sliding layers hold their window, 128 tokens that can be taken back, and a piece of
+            a prompt, whatever the lengths.
         page_size: tokens of a page: 16, 32, 64 or 128.
 
     Raises:
@@ -322,12 +373,13 @@ class QuantizedCache(TransformersCache):
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise ParameterError(f"max_tokens is {max_tokens!r}; allowed: a number of tokens, or None for pools that grow")
         layers = DynamicCache(config=config).layers
-        own = [type(layer) is DynamicLayer for layer in layers]
-        if not any(own):
-            raise UnsupportedError(f"no layer of this model ({type(config).__name__}) has full attention, which is what a QuantizedCache quantizes")
-        super().__init__(
-            layers=[QuantizedLayer(format, max_tokens=max_tokens, page_size=page_size) if mine else layer for layer, mine in zip(layers, own)]
-        )
+        quantized = [
+            QuantizedLayer(format, max_tokens=max_tokens, page_size=page_size, window=getattr(layer, "sliding_window", None)) if ours else layer
+            for layer, ours in zip(layers, _quantizable(decoder, layers))
+        ]
+        if not any(isinstance(layer, QuantizedLayer) for layer in quantized):
+            raise UnsupportedError(f"no layer of this model ({type(config).__name__}) has full or sliding attention, which a QuantizedCache quantizes")
+        super().__init__(layers=quantized)
         self.format = format
 
     @property
@@ -344,6 +396,13 @@ class QuantizedCache(TransformersCache):
 
 def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _quantizable(config: Any, layers: List[Any]) -> List[bool]:
+    """Of each layer that transformers makes for a decoder's configuration: whether it has full or sliding attention and nothing else."""
+    # Layers of chunked attention have the class of sliding ones, and another mask.
+    kinds = getattr(config, "layer_types", None) or ["chunked_attention" if getattr(config, "attention_chunk_size", None) else None] * len(layers)
+    return [type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and kind != "chunked_attention" for layer, kind in zip(layers, kinds)]
 
 
 def _check_config(config: Any) -> None:
@@ -389,7 +448,10 @@ def attention(
         raise UnsupportedError("a QuantizedCache has no gradients; call the model under torch.no_grad()")
     if dropout:
         raise UnsupportedError(f"dropout is {dropout}; a QuantizedCache is for inference: call model.eval()")
-    if isinstance(attention_mask, StepMask) and attention_mask.is_causal:
+    if sliding_window is not None and layer.window not in (None, sliding_window):
+        raise UnsupportedError(f"this layer attends in a window of {sliding_window} tokens, but its configuration says {layer.window}; use transformers' own cache")
+    window = sliding_window if layer.window is None else layer.window
+    if isinstance(attention_mask, StepMask) and attention_mask.is_of(layer.window):
         rows = attention_mask.rows()
     elif attention_mask is None:
         rows = PaddedRows(None, query.shape[0], query.shape[2])
@@ -401,7 +463,7 @@ def attention(
         causal=bool(causal),
         softcap=softcap,
         # transformers' window counts the token itself.
-        window_left=None if sliding_window is None else sliding_window - 1,
+        window_left=None if window is None else window - 1,
         sinks=layer.sinks_of(s_aux),
     )
     return layer.attend(query, key, value, rows, options), None

@@ -38,6 +38,13 @@ fn dtype(array: &Array<'_>) -> PyResult<CudaDtype> {
     }
 }
 
+/// Tokens of all sequences.
+fn count(appends: &[Append]) -> usize {
+    appends
+        .iter()
+        .fold(0, |n, append| n.saturating_add(append.tokens))
+}
+
 impl Cache {
     /// Refuses an array that is not on the cache's device, or whose rows are not contiguous from dim `first` on.
     fn check_on_device(&self, array: &Array<'_>, first: usize) -> PyResult<()> {
@@ -68,19 +75,10 @@ impl Cache {
         Ok(())
     }
 
-    pub(super) fn append_on_device(
-        &self,
-        py: Python<'_>,
-        k: &Array<'_>,
-        v: &Array<'_>,
-        appends: &[Append],
-        stream: Option<u64>,
-    ) -> PyResult<()> {
+    /// New tokens of the cache's device, as kernels read them.
+    fn new_tokens(&self, [k, v]: [&Array<'_>; 2], tokens: usize) -> PyResult<NewTokens> {
         for rows in [k, v] {
             self.check_on_device(rows, 1)?;
-            let tokens = appends
-                .iter()
-                .fold(0usize, |n, a| n.saturating_add(a.tokens));
             if rows.shape[0] != tokens {
                 return Err(errors::shape(format!(
                     "{} has {} tokens, but the sequences get {tokens}",
@@ -100,13 +98,24 @@ impl Cache {
                 k.dtype, v.dtype
             )));
         }
-        let tokens = NewTokens {
+        Ok(NewTokens {
             k: DeviceAddress::new(k.address()),
             v: DeviceAddress::new(v.address()),
             dtype: dtype(k)?,
             k_token_stride: k.strides[0] as usize,
             v_token_stride: v.strides[0] as usize,
-        };
+        })
+    }
+
+    pub(super) fn append_on_device(
+        &self,
+        py: Python<'_>,
+        k: &Array<'_>,
+        v: &Array<'_>,
+        appends: &[Append],
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        let tokens = self.new_tokens([k, v], count(appends))?;
         let stream = stream.unwrap_or(0) as usize;
         py.detach(|| {
             let mut inner = self.lock();
@@ -120,12 +129,41 @@ impl Cache {
         .map_err(errors::of)
     }
 
+    pub(super) fn write_on_device(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        [k, v]: [&Array<'_>; 2],
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        let tokens = self.new_tokens([k, v], k.shape[0])?;
+        let [given, heads, dim] = [0, 1, 2].map(|i| k.shape[i]);
+        let stream = stream.unwrap_or(0) as usize;
+        py.detach(|| {
+            let mut inner = self.lock();
+            let (steps, cache) = inner.device_steps(&self.device)?;
+            // Without an open step the write is refused, whatever its rows.
+            let needed = cache.open_step().map_or(given, count);
+            if given != needed {
+                return Err(Error::Shape {
+                    what: "k",
+                    given: [given, heads, dim],
+                    needed: [needed, heads, dim],
+                });
+            }
+            let stream = Stream::from_raw(stream as *mut c_void);
+            // SAFETY: as for appends; the number of tokens is the open step's, which no other call changes while the cache is locked.
+            unsafe { steps.write(cache, layer, &tokens, stream) }
+        })
+        .map_err(errors::of)
+    }
+
     pub(super) fn attend_on_device(
         &self,
         py: Python<'_>,
         [q, out]: [&Array<'_>; 2],
         lse: Option<&Array<'_>>,
-        (problem, sequences): (&Problem, &[usize]),
+        attended: &Attended,
         stream: Option<u64>,
     ) -> PyResult<()> {
         for rows in [Some(q), Some(out), lse].into_iter().flatten() {
@@ -150,10 +188,11 @@ impl Cache {
         py.detach(|| {
             let mut inner = self.lock();
             let (steps, cache) = inner.device_steps(&self.device)?;
-            let chosen = cache.sequences(sequences)?;
+            let layer = cache.layer(attended.layer)?;
+            let chosen = layer.sequences(&attended.sequences)?;
             let stream = Stream::from_raw(stream as *mut c_void);
             // SAFETY: as for appends; outputs have the queries' shape, which the problem has been made of, and are the caller's to write.
-            unsafe { steps.attend(&chosen, problem, &rows, stream) }
+            unsafe { steps.attend(&chosen, &attended.problem, &rows, stream) }
         })
         .map_err(errors::of)
     }

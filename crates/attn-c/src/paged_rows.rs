@@ -1,0 +1,148 @@
+//! Attention over another engine's pages of rows, as they lie.
+
+use std::ffi::c_void;
+
+use attn::{
+    Int8Scale, Scheme,
+    backends::cuda::native::{DeviceAddress, DeviceKv, DeviceRows, Stream},
+};
+
+use crate::{
+    arguments::{Config, config, handle},
+    plan::{Buffers, Kv, Plan, given, scales},
+    rows::Rows,
+    status::{Failure, Status, call},
+};
+
+/// Another engine's cache: pages of rows of bf16, f16, fp8 (e4m3) or int8, such as `[pages][tokens][kv_heads][head_dim]` and
+/// `[pages][kv_heads][tokens][head_dim]`. All addresses are of device memory. A row's elements are side by side; rows begin at multiples of 16 bytes.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct PagedRows {
+    /// sizeof(attn_paged_rows).
+    pub struct_size: usize,
+    /// The rows of K.
+    pub k: *const c_void,
+    /// The rows of V.
+    pub v: *const c_void,
+    /// Pages of K and of V.
+    pub num_pages: usize,
+    /// Elements from one page of K to the next.
+    pub k_page_stride: usize,
+    /// Elements from one token of a page of K to the next.
+    pub k_token_stride: usize,
+    /// Elements from one head of a token of K to the next.
+    pub k_head_stride: usize,
+    /// Elements from one page of V to the next.
+    pub v_page_stride: usize,
+    /// Elements from one token of a page of V to the next.
+    pub v_token_stride: usize,
+    /// Elements from one head of a token of V to the next.
+    pub v_head_stride: usize,
+    /// int32 `[count][page_table_stride]`: a sequence's pages in order, of attn_plan_config.page_size tokens each.
+    pub page_table: *const i32,
+    /// Entries of a sequence in page_table: at least max_tokens / page_size, rounded up.
+    pub page_table_stride: usize,
+    /// int32 `[count]`: lengths.
+    pub lengths: *const i32,
+    /// float `[kv_heads]` for fp8 and int8-tensor; else NULL.
+    pub k_scales: *const f32,
+    /// The same for V.
+    pub v_scales: *const f32,
+}
+
+// SAFETY: `repr(C)`, and `struct_size` is first.
+unsafe impl Config for PagedRows {
+    const NAME: &'static str = "attn_paged_rows";
+}
+
+/// Bytes of an element of a scheme that rows have.
+fn element_bytes(scheme: Scheme) -> Result<usize, Failure> {
+    match scheme {
+        Scheme::F16 | Scheme::Bf16 => Ok(2),
+        Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor) => Ok(1),
+        _ => Err(Failure::new(
+            Status::Parameter,
+            format!(
+                "the plan's format is {scheme}; another engine's pages are bf16, f16, fp8 or int8-tensor"
+            ),
+        )),
+    }
+}
+
+impl PagedRows {
+    fn kv(&self, plan: &Plan) -> Result<Kv, Failure> {
+        plan.check_table(self.page_table_stride)?;
+        let format = plan.layout.format();
+        let strides = |scheme, [page, token, head]: [usize; 3]| {
+            let bytes = element_bytes(scheme)?;
+            Ok::<_, Failure>([page, head, token].map(|stride| stride.saturating_mul(bytes)))
+        };
+        let k = [self.k_page_stride, self.k_token_stride, self.k_head_stride];
+        let v = [self.v_page_stride, self.v_token_stride, self.v_head_stride];
+        Ok(Kv {
+            kv: DeviceKv::PagedRows {
+                rows: DeviceRows {
+                    k: [given("k", self.k)?, DeviceAddress::NULL],
+                    v: [given("v", self.v)?, DeviceAddress::NULL],
+                    code_strides: [strides(format.k, k)?, strides(format.v, v)?],
+                    scale_strides: [[0; 3]; 2],
+                },
+                num_pages: self.num_pages,
+                page_table: given("page_table", self.page_table)?,
+                page_table_stride: self.page_table_stride,
+            },
+            lengths: given("lengths", self.lengths)?,
+            scales: [
+                scales("k_scales", self.k_scales, format.k)?,
+                scales("v_scales", self.v_scales, format.v)?,
+            ],
+        })
+    }
+}
+
+/// Attends another engine's pages of rows: enqueues the step on `stream`, as attn_plan_attend. The plan was created with attn_plan_config.rows.
+///
+/// # Safety
+/// As attn_plan_attend; all rows of the pool's pages lie in the memory that `kv` describes, and those that lengths count are finite.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_plan_attend_rows(
+    plan: *const Plan,
+    kv: *const PagedRows,
+    rows: *const Rows,
+    buffers: *const Buffers,
+    stream: *mut c_void,
+) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let (plan, kv, rows, buffers) = unsafe {
+            (
+                handle("plan", plan)?,
+                config(kv)?,
+                config(rows)?,
+                config(buffers)?,
+            )
+        };
+        let args = plan.decode_args(kv.kv(plan)?, &rows, &buffers)?;
+        let gpu = plan.device.cuda("plan")?;
+        // SAFETY: this function's contract.
+        Ok(unsafe { gpu.decode_on(&plan.plan, Stream::from_raw(stream), &args) }?)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn formats_with_parameters_of_their_own_are_no_rows() {
+        for scheme in Scheme::ALL {
+            let bytes = element_bytes(scheme);
+            match scheme {
+                Scheme::F16 | Scheme::Bf16 => assert_eq!(bytes.unwrap(), 2),
+                _ if scheme.has_tensor_scale() => assert_eq!(bytes.unwrap(), 1),
+                _ => assert!(bytes.is_err(), "{scheme}"),
+            }
+        }
+    }
+}

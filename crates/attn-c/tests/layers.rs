@@ -1,0 +1,232 @@
+//! Caches of several layers, and tokens that no window sees any more.
+
+mod common;
+
+use std::ptr;
+
+use attn_c::*;
+
+use common::*;
+
+/// Numbers as rows have them, another for each seed.
+fn values(count: usize, seed: usize) -> Vec<f32> {
+    let value = |i: usize| ((i * 37 + seed * 1009) % 101) as f32 / 50.0 - 1.0;
+    (0..count).map(value).collect()
+}
+
+fn of_layers(layers: usize) -> Handles {
+    Handles::of(&CacheConfig { layers, ..config() })
+}
+
+fn reserve(handles: &Handles, appends: &[Append]) -> Status {
+    // SAFETY: the arguments are this function's own; so below.
+    unsafe { attn_cache_reserve(handles.cache, appends.as_ptr(), appends.len()) }
+}
+
+fn write(handles: &Handles, layer: usize, tokens: &Tokens) -> Status {
+    // SAFETY: as above.
+    unsafe { attn_cache_write(handles.cache, layer, tokens) }
+}
+
+fn cancel(handles: &Handles) -> Status {
+    // SAFETY: as above.
+    unsafe { attn_cache_cancel_step(handles.cache) }
+}
+
+fn drop_before(handles: &Handles, sequence: usize, token: usize) -> Status {
+    // SAFETY: as above.
+    unsafe { attn_cache_drop_before(handles.cache, sequence, token) }
+}
+
+fn stats(handles: &Handles) -> CacheStats {
+    let mut stats = CacheStats {
+        page_bytes: 0,
+        pages: 0,
+        free_pages: 0,
+    };
+    // SAFETY: as above.
+    let status = unsafe { attn_cache_get_stats(handles.cache, &mut stats) };
+    said(status);
+    stats
+}
+
+#[track_caller]
+fn said(status: Status) {
+    assert_eq!(status, Status::Ok, "{}", last_error());
+}
+
+#[test]
+fn a_step_written_layer_by_layer_has_the_results_of_a_cache_for_each_layer() {
+    let shared = of_layers(3);
+    let own: Vec<_> = (0..3).map(|_| Handles::new()).collect();
+    let q = values(4 * ROW, 99);
+    for (step, appends) in [[one(1, 70), one(0, 3)], [one(0, 1), one(1, 1)]]
+        .iter()
+        .enumerate()
+    {
+        said(reserve(&shared, appends));
+        let count: usize = appends.iter().map(|append| append.tokens).sum();
+        // In any order.
+        for layer in [2, 0, 1] {
+            let [k, v] = [0, 1].map(|part| values(count * ROW, 10 * step + 2 * layer + part));
+            said(write(&shared, layer, &tokens(&k, &v)));
+            said(own[layer].append(appends, &tokens(&k, &v)));
+            let (mut a, mut b) = (vec![0.0; q.len()], vec![1.0; q.len()]);
+            said(shared.attend_layer(layer, &[1, 0], PLAIN, &rows(&q, &mut a)));
+            said(own[layer].attend(&[1, 0], PLAIN, &rows(&q, &mut b)));
+            assert_eq!(a, b, "layer {layer}");
+        }
+    }
+    assert_eq!([shared.len(0), shared.len(1)], [4, 71]);
+    assert_eq!(stats(&shared).free_pages, stats(&own[0]).free_pages);
+}
+
+#[test]
+fn what_does_not_go_with_the_open_step_is_refused_and_changes_nothing() {
+    let handles = of_layers(2);
+    let (k, v) = (values(3 * ROW, 1), values(3 * ROW, 2));
+    let new = tokens(&k, &v);
+    let status = handles.append(&[one(0, 3)], &new);
+    refused(status, Status::Parameter, "`reserve` the step's tokens");
+    refused(
+        write(&handles, 0, &tokens(&[], &[])),
+        Status::Shape,
+        "no step is open; reserve its tokens first",
+    );
+    refused(
+        reserve(&handles, &[one(2, 1)]),
+        Status::Sequence,
+        "sequence 2 does not exist",
+    );
+    refused(
+        reserve(&handles, &[one(0, 1000)]),
+        Status::CacheFull,
+        "more pages",
+    );
+    said(reserve(&handles, &[one(0, 3)]));
+    assert_eq!(handles.len(0), 3);
+    refused(
+        reserve(&handles, &[one(1, 1)]),
+        Status::Shape,
+        "a step of 3 tokens is open; write its other layers, or cancel it",
+    );
+    refused(write(&handles, 2, &new), Status::Parameter, "layer 2");
+    let mut bad = k.clone();
+    bad[7] = f32::INFINITY;
+    refused(
+        write(&handles, 0, &tokens(&bad, &v)),
+        Status::Number,
+        "k[7] is inf",
+    );
+    let (q, mut out) = (values(2 * ROW, 3), [7.0; 2 * ROW]);
+    refused(
+        handles.attend_layer(0, &[0], PLAIN, &rows(&q, &mut out)),
+        Status::Shape,
+        "layer 0 lacks the tokens of the open step",
+    );
+    said(write(&handles, 0, &new));
+    refused(
+        write(&handles, 0, &new),
+        Status::Shape,
+        "the open step has written layer 0",
+    );
+    refused(
+        handles.attend_layer(2, &[0], PLAIN, &rows(&q, &mut out)),
+        Status::Parameter,
+        "layer 2",
+    );
+    // SAFETY: the arguments are this function's own.
+    let status = unsafe { attn_cache_truncate(handles.cache, 0, 1) };
+    refused(status, Status::Shape, "belong to an open step");
+    refused(
+        drop_before(&handles, 0, 0),
+        Status::Shape,
+        "belong to an open step",
+    );
+    assert_eq!(out, [7.0; 2 * ROW]);
+    said(cancel(&handles));
+    said(cancel(&handles));
+    assert_eq!(handles.len(0), 0);
+    assert_eq!(stats(&handles).free_pages, stats(&handles).pages);
+    // SAFETY: NULL is refused by name.
+    let status = unsafe { attn_cache_cancel_step(ptr::null_mut()) };
+    refused(status, Status::Parameter, "cache is NULL");
+    let mut cache = ptr::null_mut();
+    let wrong = CacheConfig {
+        layers: usize::MAX,
+        ..config()
+    };
+    // SAFETY: the arguments are this function's own.
+    let status = unsafe { attn_cache_create(handles.device, &wrong, &mut cache) };
+    refused(status, Status::Parameter, "layers is ");
+    assert!(cache.is_null());
+}
+
+#[test]
+fn scales_are_those_of_each_layer() {
+    let fp8 = |layers, scales: &[f32]| {
+        Handles::of(&CacheConfig {
+            format: c"fp8".as_ptr(),
+            k_scales: scales.as_ptr(),
+            v_scales: scales.as_ptr(),
+            layers,
+            ..config()
+        })
+    };
+    let scales = [0.5, 0.25, 0.125, 2.0];
+    let shared = fp8(2, &scales);
+    let (k, v, q) = (values(ROW, 1), values(ROW, 2), values(2 * ROW, 3));
+    said(reserve(&shared, &[one(0, 1)]));
+    for (layer, own) in scales.chunks(HEADS).enumerate() {
+        let alone = fp8(0, own);
+        said(alone.append(&[one(0, 1)], &tokens(&k, &v)));
+        said(write(&shared, layer, &tokens(&k, &v)));
+        let (mut a, mut b) = (vec![0.0; q.len()], vec![1.0; q.len()]);
+        said(shared.attend_layer(layer, &[0], PLAIN, &rows(&q, &mut a)));
+        said(alone.attend(&[0], PLAIN, &rows(&q, &mut b)));
+        assert_eq!(a, b, "layer {layer}");
+    }
+}
+
+#[test]
+fn a_window_keeps_its_bits_when_the_tokens_before_it_are_dropped() {
+    let wide = CacheConfig {
+        max_tokens: 512,
+        ..config()
+    };
+    let handles = Handles::of(&wide);
+    let (k, v) = (values(300 * ROW, 1), values(300 * ROW, 2));
+    said(handles.append(&[one(0, 300)], &tokens(&k, &v)));
+    let q = values(2 * ROW, 3);
+    let window = Modifiers {
+        window: 100,
+        ..PLAIN
+    };
+    let (mut before, mut after) = (vec![0.0; q.len()], vec![1.0; q.len()]);
+    said(handles.attend(&[0], window, &rows(&q, &mut before)));
+    let free = stats(&handles).free_pages;
+    refused(
+        drop_before(&handles, 0, 301),
+        Status::Parameter,
+        "301 of sequence 0's 300; allowed: at most the sequence's length",
+    );
+    refused(drop_before(&handles, 2, 0), Status::Sequence, "sequence 2");
+    assert_eq!(stats(&handles).free_pages, free);
+    // Tokens 0 to 199 are behind the next query's window, in three whole tiles.
+    said(drop_before(&handles, 0, 300 - 100 + 1));
+    assert_eq!(stats(&handles).free_pages, free + 3);
+    assert_eq!(handles.len(0), 300);
+    said(handles.attend(&[0], window, &rows(&q, &mut after)));
+    assert_eq!(before, after);
+    let mut untouched = [7.0; 2 * ROW];
+    refused(
+        handles.attend(&[0], PLAIN, &rows(&q, &mut untouched)),
+        Status::Shape,
+        "192",
+    );
+    assert_eq!(untouched, [7.0; 2 * ROW]);
+    let mut needed = 0;
+    // SAFETY: the arguments are this function's own.
+    let status = unsafe { attn_cache_save(handles.cache, 0, ptr::null_mut(), 0, &mut needed) };
+    refused(status, Status::Shape, "192");
+}

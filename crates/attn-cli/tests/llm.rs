@@ -1,0 +1,327 @@
+//! `attn generate` and `attn perplexity` on a small random model that the test writes.
+
+mod program;
+
+#[cfg(feature = "hub")]
+#[path = "llm/hub.rs"]
+mod hub;
+#[path = "llm/tiny.rs"]
+mod tiny;
+
+use program::*;
+use serde_json::Value;
+
+/// A folder with the model, and its path.
+fn model() -> (Folder, String) {
+    let folder = Folder::new();
+    let path = folder.path("tiny.gguf");
+    std::fs::write(&path, tiny::gguf()).unwrap();
+    (folder, path)
+}
+
+/// A command over the model on the CPU, with more arguments.
+fn with<'a>(command: &'a str, model: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let first = [command, "--backend", "cpu", "--model", model];
+    [&first, more].concat()
+}
+
+fn generated(model: &str, more: &[&str]) -> Value {
+    let all = [&["--json"], more].concat();
+    json(&run(&with("generate", model, &all)))
+}
+
+#[test]
+fn generate_prints_text_with_speed_and_bytes_beside_it() {
+    let (_folder, model) = model();
+    let made = generated(&model, &["--tokens", "12", "Once upon a time"]);
+    let of = &made["formats"][0];
+    assert_eq!(of["kv"], "int8");
+    assert_eq!(of["prompt_tokens"], 16);
+    let tokens = of["tokens"][0].as_array().unwrap();
+    assert!((1..=12).contains(&tokens.len()), "{made}");
+    assert!(of["cache_bytes"].as_u64().unwrap() > 0);
+    let output = run(&with(
+        "generate",
+        &model,
+        &["--tokens", "12", "Once upon a time"],
+    ));
+    assert_eq!(output.status.code(), Some(0));
+    // The text alone is on standard output.
+    let text_of = of["texts"][0].as_str().unwrap();
+    assert_eq!(text(&output.stdout), format!("{text_of}\n"));
+    let beside = text(&output.stderr);
+    assert!(beside.contains("int8: prompt 16 tokens"), "{beside}");
+    assert!(beside.contains("cache 0."), "{beside}");
+}
+
+#[test]
+fn a_prompts_text_is_the_same_in_any_batch_and_changes_with_the_seed() {
+    let (_folder, model) = model();
+    let prompts = ["To be, or not to be", "To be, or else", "To bed"];
+    let drawn = |more: &[&str], prompts: &[&str]| {
+        let first = ["--tokens", "20", "--temperature", "1.5"];
+        let made = generated(&model, &[&first, more, prompts].concat());
+        let tokens = made["formats"][0]["tokens"].as_array().unwrap();
+        tokens.clone()
+    };
+    let alone: Vec<Value> = prompts
+        .iter()
+        .map(|prompt| drawn(&["--seed", "1"], &[prompt]).remove(0))
+        .collect();
+    for more in [
+        ["--seed", "1", "--batch", "1"],
+        ["--seed", "1", "--batch", "2"],
+        ["--seed", "1", "--chunk", "3"],
+    ] {
+        assert_eq!(drawn(&more, &prompts), alone, "{more:?}");
+    }
+    assert_ne!(drawn(&["--seed", "2"], &prompts), alone);
+    // Several texts name their prompts.
+    let output = run(&with("generate", &model, &["--tokens", "4", "one", "two"]));
+    let printed = text(&output.stdout);
+    assert!(
+        printed.contains("[int8] one") && printed.contains("[int8] two"),
+        "{printed}"
+    );
+}
+
+#[test]
+fn side_by_side_says_how_long_formats_agree() {
+    let (_folder, model) = model();
+    let arguments = [
+        "--kv",
+        "bf16,int4",
+        "--tokens",
+        "40",
+        "--side-by-side",
+        "A | B",
+    ];
+    let output = run(&with("generate", &model, &arguments));
+    let table = text(&output.stdout);
+    let made = generated(&model, &["--kv", "bf16,int4", "--tokens", "40", "A | B"]);
+    let tokens = |i: usize| made["formats"][i]["tokens"][0].as_array().unwrap().clone();
+    let (first, second) = (tokens(0), tokens(1));
+    let same = first
+        .iter()
+        .zip(&second)
+        .take_while(|(a, b)| a == b)
+        .count();
+    assert!(same < first.len(), "4 bits change no token of {first:?}");
+    for line in [
+        format!("| bf16 | {} tokens |", first.len()),
+        format!("| int4 | {same} tokens |"),
+    ] {
+        assert!(table.contains(&line), "{line} is not in {table}");
+    }
+}
+
+/// A text of many words.
+fn prose(folder: &Folder) -> String {
+    let path = folder.path("prose.txt");
+    let words = (0..200).map(|i: u32| format!("word{} ", i.wrapping_mul(2_654_435_761) % 1000));
+    std::fs::write(&path, words.collect::<String>()).unwrap();
+    path
+}
+
+#[test]
+fn perplexity_prints_a_table_json_and_a_plot() {
+    let (folder, model) = model();
+    let (prose, plot) = (prose(&folder), folder.path("kl.svg"));
+    let arguments = [
+        "--text",
+        &prose,
+        "--tokens",
+        "100",
+        "--pieces",
+        "2",
+        "--kv",
+        "f32,int8,int4-g1",
+    ];
+    let output = run(&with(
+        "perplexity",
+        &model,
+        &[&arguments[..], &["--plot", &plot]].concat(),
+    ));
+    let table = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert!(
+        table.contains("2 pieces of 100 tokens, products in f32"),
+        "{table}"
+    );
+    assert!(table.contains("| f32 | 1024 |"), "{table}");
+    let svg = std::fs::read_to_string(&plot).unwrap();
+    assert!(svg.contains("int4-g1") && svg.contains("bytes per token"));
+    let made = json(&run(&with(
+        "perplexity",
+        &model,
+        &[&arguments[..], &["--json"]].concat(),
+    )));
+    let kl = |i: usize| made["formats"][i]["mean_kl"].as_f64().unwrap();
+    assert_eq!(kl(0), 0.0);
+    assert!(0.0 < kl(1) && kl(1) < kl(2), "{made}");
+    // The table and JSON have the same figures.
+    assert!(table.contains(&format!("{:.3} |", kl(2) * 1e3)), "{table}");
+    // A plot that exists stays, and nothing is computed.
+    let again = run(&with(
+        "perplexity",
+        &model,
+        &[&arguments[..], &["--plot", &plot]].concat(),
+    ));
+    refused(&again, &["kl.svg", "--force"]);
+    // Packed weights of f32 are f32: the same predictions but for the order of sums.
+    let packed = [&arguments[..], &["--products", "packed", "--json"]].concat();
+    let made = json(&run(&with("perplexity", &model, &packed)));
+    assert_eq!(made["products"], "packed");
+    assert!(
+        made["formats"][0]["mean_kl"].as_f64().unwrap() < 1e-6,
+        "{made}"
+    );
+}
+
+#[test]
+fn misuse_of_models_exits_with_2_and_says_what_is_allowed() {
+    let (folder, model) = model();
+    let prose = prose(&folder);
+    let generate = |more: &[&str]| run(&with("generate", &model, more));
+    let perplexity = |more: &[&str]| {
+        let all = [&["--text", &prose], more].concat();
+        run(&with("perplexity", &model, &all))
+    };
+    let long = "x".repeat(tiny::CONTEXT as usize);
+    refused(
+        &generate(&[&long]),
+        &["would have 640 tokens", "room for 512"],
+    );
+    refused(
+        &generate(&[""]),
+        &["a prompt is empty", "one token or more"],
+    );
+    refused(
+        &generate(&["--temperature", "NaN", "x"]),
+        &["temperature is NaN"],
+    );
+    refused(&generate(&["--kv", "int5", "x"]), &["int5", "int8-plain"]);
+    refused(
+        &generate(&["--products", "int9", "x"]),
+        &["int9", "f32, packed, cuda"],
+    );
+    refused(&generate(&["--batch", "0", "x"]), &["1..=4096"]);
+    refused(&generate(&[]), &["<PROMPTS>"]);
+    refused(
+        &perplexity(&["--tokens", "100", "--pieces", "99"]),
+        &["prose.txt has", "--pieces"],
+    );
+    refused(
+        &perplexity(&["--tokens", "513"]),
+        &["513 tokens", "room for 512"],
+    );
+    refused(&perplexity(&["--kv", "f64"]), &["f64", "or f32"]);
+    let none = run(&with("perplexity", &model, &["--text", "/no/such/text"]));
+    refused(&none, &["cannot read /no/such/text", "check the path"]);
+    // Damaged files.
+    let whole = tiny::gguf();
+    for (bytes, says) in [
+        (&whole[..0], "header ends too soon"),
+        (&whole[..200], "the number of tensors is"),
+        (&whole[..whole.len() - 4], "beyond the end of the file"),
+        (b"GGML, an older kind of file", "does not begin with GGUF"),
+    ] {
+        let path = folder.path("damaged.gguf");
+        std::fs::write(&path, bytes).unwrap();
+        refused(
+            &run(&with("generate", &path, &["x"])),
+            &["damaged.gguf", says],
+        );
+    }
+}
+
+#[test]
+#[cfg(not(feature = "hub"))]
+fn a_model_that_is_no_path_is_refused_with_the_feature_that_would_fetch_it() {
+    let output = run(&with("generate", "someone/tiny", &["x"]));
+    refused(&output, &["no file or folder someone/tiny", "feature hub"]);
+}
+
+/// A command over a model by its name, from a server, into a cache.
+#[cfg(feature = "hub")]
+fn fetched(name: &str, server: &str, cache: &str) -> std::process::Output {
+    let mut command = attn(&with("generate", name, &["--tokens", "6", "--json", "x"]));
+    command.env("HF_ENDPOINT", server).env("HF_HOME", cache);
+    command.output().unwrap()
+}
+
+#[test]
+#[cfg(feature = "hub")]
+fn a_model_by_its_name_is_fetched_once() {
+    let (folder, model) = model();
+    let cache = folder.path("cache");
+    let files = [
+        ("tiny.gguf".to_owned(), tiny::gguf()),
+        ("README.md".to_owned(), b"a model".to_vec()),
+    ];
+    let (server, log) = hub::serve(files.into());
+    let name = "someone/tiny/tiny.gguf";
+    let made = json(&fetched(name, &server, &cache));
+    let at_its_path = generated(&model, &["--tokens", "6", "x"]);
+    assert_eq!(
+        made["formats"][0]["tokens"],
+        at_its_path["formats"][0]["tokens"]
+    );
+    let asked = log.lock().unwrap().len();
+    assert!(asked > 0);
+    // From the cache, where there is no network any more.
+    let again = json(&fetched(name, "http://127.0.0.1:1", &cache));
+    assert_eq!(again["formats"][0]["texts"], made["formats"][0]["texts"]);
+    assert_eq!(log.lock().unwrap().len(), asked);
+    // A model that has GGUF files alone says which.
+    let output = fetched("someone/tiny", &server, &cache);
+    refused(&output, &["no safetensors", "/FILE.gguf: tiny.gguf"]);
+    let output = fetched("someone/tiny/other.gguf", &server, &cache);
+    refused(
+        &output,
+        &["other.gguf", "404", "check the name and the network"],
+    );
+}
+
+#[test]
+#[cfg(feature = "hub")]
+fn safetensors_in_parts_are_the_gguf_files_model() {
+    let (folder, model) = model();
+    let cache = folder.path("cache");
+    let (server, log) = hub::serve(tiny::safetensors());
+    let made = json(&fetched("someone/tiny", &server, &cache));
+    let at_its_path = generated(&model, &["--tokens", "6", "x"]);
+    let tokens = &at_its_path["formats"][0]["tokens"];
+    assert_eq!(made["formats"][0]["tokens"], *tokens);
+    let parts = log.lock().unwrap().clone();
+    for part in ["model-0.safetensors", "model-2.safetensors"] {
+        assert!(parts.iter().any(|path| path.ends_with(part)), "{parts:?}");
+    }
+    let again = json(&fetched("someone/tiny", "http://127.0.0.1:1", &cache));
+    assert_eq!(again["formats"][0]["tokens"], *tokens);
+    // An index that leads out of the cache's folder.
+    let mut files = tiny::safetensors();
+    let index = r#"{"weight_map": {"x": "../../../../outside.safetensors"}}"#;
+    files.insert("model.safetensors.index.json".to_owned(), index.into());
+    let (server, _) = hub::serve(files);
+    let other = folder.path("other");
+    let output = fetched("someone/tiny", &server, &other);
+    refused(&output, &["it has a file called", "outside.safetensors"]);
+}
+
+#[test]
+#[cfg(feature = "hub")]
+fn without_a_network_a_name_ends_in_a_sentence() {
+    let folder = Folder::new();
+    let cache = folder.path("cache");
+    let output = fetched("someone/tiny", "http://127.0.0.1:1", &cache);
+    refused(
+        &output,
+        &[
+            "cannot fetch someone/tiny: its list of files",
+            "check the name and the network",
+        ],
+    );
+    let output = fetched("no name", "http://127.0.0.1:1", &cache);
+    refused(&output, &["no name", "owner/model"]);
+}

@@ -1,0 +1,56 @@
+//! The end of a row, from its spans' states to its result: sections 6 and 7 of `docs/arithmetic.md`.
+
+use crate::{
+    arithmetic::{ftz, lse, merge_sink, pow2, rcp, sink_state},
+    rotation::rotate_output,
+};
+
+/// What ends a row beside its state.
+#[derive(Debug, Clone, Copy)]
+pub struct RowEnd {
+    /// The sink of its query head.
+    pub sink: Option<f32>,
+    /// V's static scale; 1 without.
+    pub v_tensor_scale: f32,
+    /// Whether V is rotated.
+    pub rotated: bool,
+}
+
+/// Merges the state of the tokens that follow, `[m, l]` and O, into that of the tokens before them.
+pub fn merge(left: &mut [f32; 2], left_o: &mut [f32], right: [f32; 2], right_o: &[f32]) {
+    if right[0] == f32::NEG_INFINITY {
+        return;
+    }
+    if left[0] == f32::NEG_INFINITY {
+        *left = right;
+        left_o.copy_from_slice(right_o);
+        return;
+    }
+    let m = left[0].max(right[0]);
+    let (alpha, beta) = (pow2(m - left[0]), pow2(m - right[0]));
+    *left = [m, left[1] * alpha + right[1] * beta];
+    for (a, b) in left_o.iter_mut().zip(right_o) {
+        *a = ftz(*a * alpha) + ftz(b * beta);
+    }
+}
+
+/// Merges the row's sink, turns O into the normalized row, turned back where V is rotated, and returns its log-sum-exp.
+#[must_use]
+pub fn finish(state: [f32; 2], o: &mut [f32], end: RowEnd) -> f32 {
+    let ([m, l], alpha) = match end.sink {
+        Some(sink) => merge_sink(state, sink_state(sink)),
+        None => (state, 1.0),
+    };
+    if m == f32::NEG_INFINITY {
+        o.fill(0.0);
+        return f32::NEG_INFINITY;
+    }
+    let scale = rcp(l) * alpha;
+    for x in o.iter_mut() {
+        *x = ftz(ftz(ftz(*x) * scale) * end.v_tensor_scale);
+    }
+    if end.rotated {
+        rotate_output(o);
+    }
+    lse(m, l)
+}

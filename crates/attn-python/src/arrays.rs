@@ -1,0 +1,91 @@
+//! What `attn.torch.Plan` passes to its launches, attribute by attribute of its Python classes.
+
+use pyo3::{prelude::*, types::PyCapsule};
+
+use crate::modifiers::Modifiers;
+
+/// The description of a plan, attribute by attribute of Python's.
+#[derive(FromPyObject)]
+pub struct PlanOptions {
+    pub format: String,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub dim: usize,
+    pub page_size: usize,
+    pub q_lens: Vec<usize>,
+    pub max_kv_len: usize,
+    /// Whether pages are another engine's, of rows.
+    pub rows: bool,
+    /// Whether appends by slots take rotary positions.
+    pub rotary: bool,
+    /// Whether the device says how many query tokens each sequence brings.
+    pub ragged: bool,
+    /// Whether sequences are shards, of whose spans launches leave the states.
+    pub spans: bool,
+    pub modifiers: Modifiers,
+}
+
+/// Where the sequences' tokens lie, as capsules of device arrays.
+#[derive(FromPyObject)]
+pub struct PageArrays<'py> {
+    /// uint8, whole pages.
+    pub pool: Bound<'py, PyCapsule>,
+    /// int32 `[sequences, pages of the longest]`.
+    pub page_table: Bound<'py, PyCapsule>,
+    /// int32 `[sequences]`.
+    pub kv_lens: Bound<'py, PyCapsule>,
+    /// int32 `[sequences, residual slots]` for formats with a window.
+    pub residual_pages: Option<Bound<'py, PyCapsule>>,
+    /// float32 `[KV heads]` for formats with static scales.
+    pub k_scales: Option<Bound<'py, PyCapsule>>,
+    pub v_scales: Option<Bound<'py, PyCapsule>>,
+}
+
+/// Another engine's paged cache, as capsules of device arrays.
+#[derive(FromPyObject)]
+pub struct RowArrays<'py> {
+    /// `[pages, tokens, KV heads, dim]`, at any strides but between dims; uint8 for codes of a byte.
+    pub k_cache: Bound<'py, PyCapsule>,
+    pub v_cache: Bound<'py, PyCapsule>,
+    /// int32 `[sequences, pages of the longest]`.
+    pub page_table: Bound<'py, PyCapsule>,
+    /// int32 `[sequences]`.
+    pub kv_lens: Bound<'py, PyCapsule>,
+    /// float32 `[KV heads]` for formats with static scales.
+    pub k_scales: Option<Bound<'py, PyCapsule>>,
+    pub v_scales: Option<Bound<'py, PyCapsule>>,
+}
+
+/// Rows that an export writes, as capsules of device arrays.
+#[derive(FromPyObject)]
+pub struct ExportArrays<'py> {
+    /// `[tokens, KV heads, dim]`.
+    pub k: Bound<'py, PyCapsule>,
+    pub v: Bound<'py, PyCapsule>,
+    /// int32 `[sequences + 1]`: where each sequence's rows begin, then their end.
+    pub row_starts: Bound<'py, PyCapsule>,
+    /// int32 `[sequences]`; none for ranges that begin with their sequence.
+    pub first_tokens: Option<Bound<'py, PyCapsule>>,
+    /// Tokens of the longest range.
+    pub max_tokens: usize,
+}
+
+/// What an attention launch reads and writes beside K and V.
+#[derive(FromPyObject)]
+pub struct AttendArrays<'py> {
+    pub q: Bound<'py, PyCapsule>,
+    /// None where the states of spans go elsewhere.
+    pub out: Option<Bound<'py, PyCapsule>>,
+    pub lse: Option<Bound<'py, PyCapsule>>,
+    pub workspace: Bound<'py, PyCapsule>,
+    pub query_blocks: Option<Bound<'py, PyCapsule>>,
+    pub alibi_slopes: Option<Bound<'py, PyCapsule>>,
+    pub sinks: Option<Bound<'py, PyCapsule>>,
+}
+
+/// Where the states of spans go: maxima and sums, O, and the tokens that follow.
+pub type SpanArrays<'py> = (
+    Bound<'py, PyCapsule>,
+    Bound<'py, PyCapsule>,
+    Option<Bound<'py, PyCapsule>>,
+);
