@@ -11,8 +11,9 @@ use attn_core::{
 use rayon::prelude::*;
 
 use crate::{
+    blocks,
     fetch::{Ahead, Fetch},
-    float, integer,
+    float,
     lanes::{LaneCodes, MANY_ROWS},
     merge::{RowEnd, States, merge},
     query::{self, QueryRows},
@@ -569,7 +570,7 @@ fn fold_integer_tile<D: Dot>(
         } else {
             None
         };
-        integer::fold_tile(d, tile, codes, fetch, rows, seen, modifiers);
+        blocks::fold_tile(d, tile, codes, fetch, rows, seen, modifiers);
     }
 }
 

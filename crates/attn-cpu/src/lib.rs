@@ -7,6 +7,7 @@
 
 mod affinity;
 mod backend;
+mod blocks;
 mod decode;
 mod fetch;
 mod float;

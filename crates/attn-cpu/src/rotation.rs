@@ -8,8 +8,8 @@ use crate::simd::Simd;
 static SIGNS: [[i32; 16]; 2] = {
     let (mut signs, mut lane) = ([[0; 16]; 2], 0);
     while lane < 16 {
-        signs[0][lane] = if (lane / 4) & 1 == 1 { i32::MIN } else { 0 };
-        signs[1][lane] = if (lane / 4) & 2 == 2 { i32::MIN } else { 0 };
+        signs[0][lane] = if lane / 4 % 2 == 1 { i32::MIN } else { 0 };
+        signs[1][lane] = if lane / 8 == 1 { i32::MIN } else { 0 };
         lane += 1;
     }
     signs
