@@ -379,7 +379,7 @@ impl Cache {
     ) -> PyResult<()> {
         let q = Array::new("q", q)?;
         let attended = self.problem(&q, options)?;
-        let states = States::new(&q, [max_sums, o])?;
+        let states = States::new(&attended.problem, [max_sums, o])?;
         if q.cuda.is_some() || states.o.cuda.is_some() {
             return self.attend_spans_on_device(py, &q, &states, &attended, stream);
         }

@@ -19,10 +19,10 @@ impl<'py> States<'py> {
             max_sums: Array::new("max_sums", max_sums)?,
             o: Array::new("o", o)?,
         };
-        let (rows, dim) = q.shape.split_at(q.shape.len().saturating_sub(1));
-        for (array, last) in [(&states.max_sums, &[2][..]), (&states.o, dim)] {
+        let rows = [problem.query_tokens(), problem.num_q_heads];
+        for (array, last) in [(&states.max_sums, 2), (&states.o, problem.head_dim)] {
             let spans = states.o.shape.first().copied().unwrap_or(0);
-            let needed = [&[spans], rows, last].concat();
+            let needed = [spans, rows[0], rows[1], last];
             if array.shape != needed || spans == 0 {
                 return Err(errors::shape(format!(
                     "{} has the shape {:?}; needed: {needed:?}, the spans of the longest sequence first",
@@ -134,9 +134,13 @@ pub fn merge_spans(py: Python<'_>, format: &str, arrays: HostMerge<'_>) -> PyRes
     };
     let mut problem = Problem::new(heads, [0]).q_lens([tokens]);
     problem.sinks = arrays.sinks;
-    let v_scales = arrays.v_scales.unwrap_or_default();
     py.detach(|| {
         problem.check()?;
+        let scales = match format.v.has_tensor_scale() {
+            true => problem.num_kv_heads,
+            false => 0,
+        };
+        let v_scales = arrays.v_scales.unwrap_or_else(|| vec![1.0; scales]);
         let all = SpanStates::new(problem.rows(), dim, max_sums, o)?;
         SpanStates::finish(&[all], &problem, format, &v_scales, (out, lse))
     })
