@@ -62,8 +62,8 @@ class Machine:
     """fp8 operations of cuBLAS through torch, two for each product."""
     least_rows: int = 16
     """Rows that an fp8 product is padded to."""
-    small_seconds: float = 9.3e-3
-    """Small kernels of 80 layers at one row, and the start of each product and attention."""
+    small_seconds: Dict[str, float] = field(default_factory=lambda: {"bf16": 9.0e-3, "int8": 9.2e-3, "int4": 9.7e-3})
+    """Small kernels of 80 layers at one row, appends of each format among them, and the start of each product and attention."""
     row_seconds: float = 46e-6
     """The same for each further row."""
     row_share_whole: float = 0.3
@@ -118,7 +118,7 @@ def predicted(shape: Shape, format: str, batch: int, context: int, gpus: int, by
     return Predicted(
         products=max(weights / machine.weights_per_second, products),
         attention=cache / machine.cache_per_second[format],
-        small=machine.small_seconds + rows,
+        small=machine.small_seconds[format] + rows,
         exchange=shape.layers * exchange if gpus > 1 else 0.0,
         weights_bytes=weights,
         cache_bytes=cache,

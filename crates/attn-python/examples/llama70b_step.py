@@ -16,8 +16,8 @@ With --context-parallel a rank has a part of each sequence's tokens in whole spa
 attends its own tokens, and each merges its heads of the states of all ranks' spans: the bits of one GPU.
 
 Weights and cache are the same numbers on any number of GPUs. The last lines say, for each format, batch and context, what a step takes, what the cache
-takes on each GPU, which do not fit, and the most probable tokens of the first rows under a random head: the same on any number of GPUs, but for ties
-within the rounding of bf16 sums.
+takes on each GPU, which do not fit, and the most probable tokens of the first rows under a random head. Attention has the same bits on any number of
+GPUs, but a sum over ranks rounds otherwise than one product: with --sums float32 the tokens are the same but for ties, with bfloat16, as servers sum, most.
 """
 
 from __future__ import annotations
@@ -126,15 +126,15 @@ class Linear:
         self.scale_in = torch.tensor(1 / 16, device=device)
         self.scale = torch.tensor(inputs**-0.5, device=device)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         rounded = (x * 16).clamp(-448, 448).to(torch.float8_e4m3fn)
         if not x.is_cuda:
-            return ((rounded.float() @ self.weight.float()) * (self.scale_in * self.scale)).bfloat16()
+            return ((rounded.float() @ self.weight.float()) * (self.scale_in * self.scale)).to(dtype)
         rows = rounded.shape[0]
         if rows % 16:
             # fp8 products of cuBLAS take multiples of 16 rows.
             rounded = torch.nn.functional.pad(rounded.view(torch.uint8), (0, 0, 0, -rows % 16)).view(torch.float8_e4m3fn)
-        out = torch._scaled_mm(rounded, self.weight, self.scale_in, self.scale, out_dtype=torch.bfloat16)
+        out = torch._scaled_mm(rounded, self.weight, self.scale_in, self.scale, out_dtype=dtype)
         return out[:rows]
 
 
@@ -291,9 +291,10 @@ class CacheAttention:
 class Step:
     """The cache of a batch, and a step over it, on a GPU in a graph."""
 
-    def __init__(self, rank: Rank, shape: Shape, layers: List[Layer], format: str, batch: int, context: int, is_by_tokens: bool) -> None:
+    def __init__(self, rank: Rank, shape: Shape, layers: List[Layer], format: str, batch: int, context: int, options: argparse.Namespace) -> None:
         self.rank, self.shape, self.layers, self.format = rank, shape, layers, format
-        device, share = rank.device, Share.of(rank, shape, context, is_by_tokens)
+        self.sums = getattr(torch, options.sums)
+        device, share = rank.device, Share.of(rank, shape, context, options.context_parallel)
         self.is_by_tokens = share.is_by_tokens
         make = PlanAttention if device.type == "cuda" else CacheAttention
         self.attention = make(rank, shape, len(layers), format, batch, context, share)
@@ -323,9 +324,9 @@ class Step:
         self.attention.begin()
         for index, layer in enumerate(self.layers):
             out = self._attended(index, layer.qkv(normed(x)))
-            x = x + self.rank.add_up(layer.o(out))
+            x = (x + self.rank.add_up(layer.o(out, self.sums))).bfloat16()
             gate, up = layer.up(normed(x)).chunk(2, -1)
-            x = x + self.rank.add_up(layer.down(torch.nn.functional.silu(gate) * up))
+            x = (x + self.rank.add_up(layer.down(torch.nn.functional.silu(gate) * up, self.sums))).bfloat16()
         return x
 
     def _captured(self) -> torch.cuda.CUDAGraph:
@@ -376,7 +377,7 @@ def measured(rank: Rank, shape: Shape, layers: List[Layer], format: str, batch: 
     row = dict(format=format, batch=batch, context=context, gpus=rank.count, by="tokens" if share.is_by_tokens else "heads", cache_gb=needed / 1e9, ms=None)
     free = torch.cuda.mem_get_info()[0] if rank.device.type == "cuda" else float("inf")
     if rank.least(free - needed) > STEP_BYTES:
-        step = Step(rank, shape, layers, format, batch, context, share.is_by_tokens)
+        step = Step(rank, shape, layers, format, batch, context, options)
         row["ms"] = step.milliseconds(options.steps)
         row["tokens"] = step.tokens()
         step.close()
@@ -389,7 +390,7 @@ def measured(rank: Rank, shape: Shape, layers: List[Layer], format: str, batch: 
 def write(rows: List[dict], path: Optional[str]) -> None:
     if path:
         with open(path, "w") as file:
-            json.dump(rows, file, indent=1)
+            file.write("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
 
 def main() -> None:
@@ -399,6 +400,7 @@ def main() -> None:
     parser.add_argument("--batch", default="1,16,64,256", type=numbers)
     parser.add_argument("--context", default="2048,4096,8192,16384", type=numbers)
     parser.add_argument("--context-parallel", action="store_true", help="shard the cache's tokens over the ranks, not its heads")
+    parser.add_argument("--sums", default="bfloat16", choices=["bfloat16", "float32"], help="what all-reduces add up; float32 is twice the bytes")
     parser.add_argument("--layers", type=int, help="80, or 2 of the tiny shape")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])

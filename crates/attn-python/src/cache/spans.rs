@@ -14,7 +14,7 @@ pub(super) struct States<'py> {
 
 impl<'py> States<'py> {
     /// The arrays in two capsules; refuses other shapes than those of the queries' states.
-    pub fn new(q: &Array<'_>, [max_sums, o]: [&Bound<'py, PyCapsule>; 2]) -> PyResult<Self> {
+    pub fn new(problem: &Problem, [max_sums, o]: [&Bound<'py, PyCapsule>; 2]) -> PyResult<Self> {
         let states = States {
             max_sums: Array::new("max_sums", max_sums)?,
             o: Array::new("o", o)?,
