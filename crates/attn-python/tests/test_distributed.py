@@ -1,4 +1,4 @@
-"""Tokens sharded over ranks: processes on the CPU, over gloo."""
+"""Tokens sharded over ranks: processes on the CPU, over gloo, and on GPUs, over NCCL."""
 
 import multiprocessing
 
@@ -27,11 +27,11 @@ def random(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def on_ranks(ranks, work, folder, *arguments):
-    """What `work(rank, …)` returns on each rank of a group, each a process."""
+def on_ranks(ranks, work, folder, *arguments, backend="gloo"):
+    """What `work(rank, …)` returns on each rank of a group, each a process; with NCCL each has a GPU."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    processes = [context.Process(target=_run, args=(rank, ranks, f"{folder}/group", queue, work, arguments)) for rank in range(ranks)]
+    processes = [context.Process(target=_run, args=(rank, ranks, f"{folder}/group", queue, work, arguments, backend)) for rank in range(ranks)]
     for process in processes:
         process.start()
     try:
@@ -45,12 +45,14 @@ def on_ranks(ranks, work, folder, *arguments):
     return [found[rank] for rank in range(ranks)]
 
 
-def _run(rank, ranks, file, queue, work, arguments):
+def _run(rank, ranks, file, queue, work, arguments, backend):
     import traceback
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks)
         queue.put((rank, work(rank, *arguments)))
         dist.destroy_process_group()
     except BaseException:
@@ -66,14 +68,14 @@ def _tokens():
     return random(1, TOKENS, HEADS, DIM), random(2, TOKENS, HEADS, DIM), random(3, TOKENS, 4 * HEADS, DIM)
 
 
-def _options(format):
+def _options(format, device="cpu"):
     scales = dict(k_scales=[0.05, 0.02], v_scales=[0.02, 0.05]) if format == "fp8" else {}
-    return dict(heads=HEADS, dim=DIM, max_tokens=4096, sequences=3, max_q_len=1200, device="cpu", **scales)
+    return dict(heads=HEADS, dim=DIM, max_tokens=4096, sequences=3, max_q_len=1200, device=device, **scales)
 
 
-def _decode(cache):
+def _decode(cache, device="cpu"):
     """A prompt in pieces that cross shards, two sequences, drafts, a fork: all results as numpy arrays."""
-    k, v, q = _tokens()
+    k, v, q = (x.to(device) for x in _tokens())
     options = dict(sinks=SINKS, softcap=20.0, return_lse=True)
     found, start = [], 0
     for n in STEPS:
@@ -98,7 +100,7 @@ def _decode(cache):
     narrow = cache.attend(q[-1:].bfloat16())
     assert narrow.dtype == torch.bfloat16
     found.append((narrow.float(), narrow.float()))
-    return [tuple(x.numpy() for x in pair) for pair in found]
+    return [tuple(x.cpu().numpy() for x in pair) for pair in found]
 
 
 def _on_rank(rank, share):
@@ -129,6 +131,41 @@ def test_ranks_together_have_the_bits_of_one_cache(ranks, share, tmp_path, of_on
                     assert (got.view("uint32") == want.view("uint32")).all(), (format, f"rank {rank}", f"step {step}", what)
             behind = max(0, TOKENS - most * rank)
             assert lens == [TOKENS, 0, 35] and own == [behind if rank == ranks - 1 else min(most, behind), 0, 35 if rank == 0 else 0], (format, rank)
+
+
+def _on_gpu(rank):
+    """A rank's steps and one GPU's, whose bits differ in nothing; and a graph that captures an exchange and a merge."""
+    from attn.distributed import ContextParallelCache, merge_spans_over
+
+    device, ranks = f"cuda:{rank}", dist.get_world_size()
+    for format in ("int8", "int4", "int8/int4"):
+        options = _options(format, device)
+        found, wanted = _decode(ContextParallelCache(format, share=1024, **options), device), _decode(attn.Cache(format, **options), device)
+        for step, pairs in enumerate(zip(found, wanted)):
+            for what, got, want in zip(("out", "lse"), *pairs):
+                assert (got.view("uint32") == want.view("uint32")).all(), (format, f"step {step}", what)
+    k, v, q = (x.to(device) for x in _tokens())
+    cache = attn.Cache("int8", **_options("int8", device))
+    first, last = (min(TOKENS, 2048 * i) if i < ranks else TOKENS for i in (rank, rank + 1))
+    cache.append(k[first:last], v[first:last])
+    states = cache.attend_spans(q[-1:], tokens_after=[TOKENS - last], spans=3)
+    merge = lambda: merge_spans_over("int8", *states, kv_heads=HEADS, own_heads=True)
+    wanted = merge()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = merge()
+    graph.replay()
+    torch.cuda.synchronize()
+    return all(torch.equal(a, b) for a, b in zip(out, wanted))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gpus_together_have_the_bits_of_one_gpu(ranks, tmp_path):
+    if not torch.cuda.is_available():
+        require("cuda", "torch sees no CUDA device")
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} ranks over NCCL need as many GPUs; torch sees {torch.cuda.device_count()}")
+    assert all(on_ranks(ranks, _on_gpu, tmp_path, backend="nccl"))
 
 
 def _own_heads(rank, ranks):
