@@ -35,7 +35,7 @@ def on_ranks(ranks, work, folder, *arguments, backend="gloo"):
     for process in processes:
         process.start()
     try:
-        found = dict(queue.get(timeout=300) for _ in processes)
+        found = dict(queue.get(timeout=100) for _ in processes)
     finally:
         for process in processes:
             process.join(30)

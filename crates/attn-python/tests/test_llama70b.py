@@ -108,7 +108,7 @@ def _steps(ranks, *arguments):
     environments = [dict(os.environ, RANK=str(i), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1") for i in range(ranks)]
     processes = [subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for environment in environments]
     try:
-        said = [process.communicate(timeout=240)[0] for process in processes]
+        said = [process.communicate(timeout=100)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
