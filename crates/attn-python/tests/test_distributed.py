@@ -17,7 +17,7 @@ except ImportError as error:
 HEADS, DIM, TOKENS = 2, 64, 2500
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def has_gloo():
     if REASON is not None:
         require("torch", REASON)
