@@ -249,14 +249,14 @@ fn main() -> Result<(), Box<dyn StdError>> {
     );
     println!("|---|---|---|---|---|---|");
     for ctx in contexts {
-        while caches[0].lens()[0] < ctx {
-            let n = (ctx - caches[0].lens()[0]).min(CHUNK);
+        while caches[0].kv.lens()[0] < ctx {
+            let n = (ctx - caches[0].kv.lens()[0]).min(CHUNK);
             let tokens: Vec<u32> = token.by_ref().take(n).collect();
             let mut least = vec![Times::MOST; caches.len()];
             for turn in 0..turns[0].div_ceil(3) {
                 for (kv, least) in caches.iter_mut().zip(&mut least) {
                     if turn > 0 {
-                        kv.cancel()?;
+                        kv.kv.cancel()?;
                     }
                     *least = least.least(step(&model, &mut *kv.kv, &tokens)?);
                 }
