@@ -1,7 +1,6 @@
 //! Each claim of the suite, over a backend that breaks that claim alone.
 
 use std::{
-    any::Any,
     process::Command,
     sync::atomic::{AtomicUsize, Ordering},
     thread,
@@ -12,8 +11,8 @@ use attn_conformance::{
     Build, Case, Inputs, Outcome, Size, cases_from_env, check, check_case, check_table, table,
 };
 use attn_core::{
-    CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, KvCache,
-    KvFormat, PageLayout, PageStore, Plan, Problem, TokenWrite, Unsupported, WideRows,
+    CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, HostStore,
+    KvCache, KvFormat, PageStore, Plan, Problem, TokenWrite, Unsupported, WideRows,
 };
 use attn_cpu::Reference;
 
@@ -74,17 +73,13 @@ impl DecodeAttention for Spoilt {
 /// A store whose appends write the first byte of page 0, too.
 struct Leaking(HostPages);
 
-impl PageStore for Leaking {
-    fn layout(&self) -> PageLayout {
-        self.0.layout()
+impl HostStore for Leaking {
+    fn pages(&self) -> &HostPages {
+        &self.0
     }
 
-    fn num_pages(&self) -> usize {
-        self.0.num_pages()
-    }
-
-    fn layers(&self) -> usize {
-        self.0.layers()
+    fn pages_mut(&mut self) -> &mut HostPages {
+        &mut self.0
     }
 
     fn append(
@@ -99,30 +94,6 @@ impl PageStore for Leaking {
         let mut page = self.0.read_page(access, layer, 0)?;
         page[0] = page[0].wrapping_add(1);
         self.0.write_page(access, layer, 0, &page)
-    }
-
-    fn read_pages(
-        &self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        out: &mut [u8],
-    ) -> Result<(), Error> {
-        self.0.read_pages(access, layer, pages, out)
-    }
-
-    fn write_pages(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        bytes: &[u8],
-    ) -> Result<(), Error> {
-        self.0.write_pages(access, layer, pages, bytes)
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        &self.0
     }
 }
 

@@ -3,56 +3,21 @@
 use std::any::Any;
 
 use attn_core::{
-    CacheAccess, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, HostPages, KvCache,
-    KvFormat, KvSource, PageLayout, PageStore, Plan, Problem, TokenWrite, WideRows,
+    CacheConfig, DecodeAttention, DecodeStep, Error, Heads, HostPages, HostStore, KvCache,
+    KvFormat, KvSource, Plan, Problem,
 };
 use attn_cpu::{CpuBackend, Reference};
 
 /// Pages that the CPU's backends do not know.
 struct Elsewhere(HostPages);
 
-impl PageStore for Elsewhere {
-    fn layout(&self) -> PageLayout {
-        self.0.layout()
+impl HostStore for Elsewhere {
+    fn pages(&self) -> &HostPages {
+        &self.0
     }
 
-    fn num_pages(&self) -> usize {
-        self.0.num_pages()
-    }
-
-    fn layers(&self) -> usize {
-        self.0.layers()
-    }
-
-    fn append(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        writes: &[TokenWrite],
-        k: WideRows<'_>,
-        v: WideRows<'_>,
-    ) -> Result<(), Error> {
-        self.0.append(access, layer, writes, k, v)
-    }
-
-    fn read_pages(
-        &self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        out: &mut [u8],
-    ) -> Result<(), Error> {
-        self.0.read_pages(access, layer, pages, out)
-    }
-
-    fn write_pages(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        bytes: &[u8],
-    ) -> Result<(), Error> {
-        self.0.write_pages(access, layer, pages, bytes)
+    fn pages_mut(&mut self) -> &mut HostPages {
+        &mut self.0
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -10,7 +10,8 @@ use crate::{
     format::KvFormat,
     plan::Plan,
     problem::Problem,
-    step::DecodeStep,
+    span_states::SpanStates,
+    step::{DecodeStep, SpansStep},
 };
 
 /// The device that a backend runs on.
@@ -97,6 +98,20 @@ pub trait DecodeAttention: Send + Sync {
         self.execute(step)?;
         step.finish();
         Ok(())
+    }
+
+    /// Attends a shard of its sequences' tokens, and leaves the states of its spans as they are: what [`SpanStates::finish`] makes the bits of one step
+    /// over all tokens of.
+    ///
+    /// # Errors
+    /// [`Unsupported::NoKernel`] from a backend that takes whole sequences alone, as every one does that does not say otherwise;
+    /// [`Error::WrongBackend`] for another backend's plan or cache; [`Error::OutOfMemory`].
+    fn attend_spans(&self, _: &SpansStep<'_>) -> Result<SpanStates, Error> {
+        Err(Error::Unsupported(Unsupported::NoKernel {
+            backend: self.device().backend,
+            what: "states of spans".into(),
+            built: "whole sequences; the CPU backend and CUDA's prepare_spans take shards".into(),
+        }))
     }
 }
 

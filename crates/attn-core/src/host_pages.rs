@@ -205,3 +205,129 @@ impl PageStore for HostPages {
         self
     }
 }
+
+/// A store that is [`HostPages`] but for some calls: what implements it is a [`PageStore`].
+///
+/// ```
+/// use attn_core::{
+///     CacheAccess, CacheConfig, Error, Heads, HostPages, HostStore, KvCache, KvFormat, PageStore, TokenWrite, WideRows,
+/// };
+///
+/// /// Pages that count the tokens that are written to them.
+/// struct Counting(HostPages, usize);
+///
+/// impl HostStore for Counting {
+///     fn pages(&self) -> &HostPages {
+///         &self.0
+///     }
+///
+///     fn pages_mut(&mut self) -> &mut HostPages {
+///         &mut self.0
+///     }
+///
+///     fn append(&mut self, access: &CacheAccess, layer: usize, writes: &[TokenWrite], k: WideRows<'_>, v: WideRows<'_>) -> Result<(), Error> {
+///         self.1 += writes.len();
+///         self.0.append(access, layer, writes, k, v)
+///     }
+/// }
+///
+/// let config = CacheConfig::builder(KvFormat::INT8, Heads { q: 1, kv: 1, dim: 64 }).max_len(64).build();
+/// let store = Counting(HostPages::new(&config)?, 0);
+/// let mut cache = KvCache::new(config, Box::new(store))?;
+/// cache.append(0, &[0.5; 64], &[2.0; 64])?;
+/// # Ok::<(), Error>(())
+/// ```
+pub trait HostStore: Send + Sync {
+    /// The pages.
+    fn pages(&self) -> &HostPages;
+
+    /// The pages, to be written.
+    fn pages_mut(&mut self) -> &mut HostPages;
+
+    /// As [`PageStore::append`].
+    ///
+    /// # Errors
+    /// Those of [`PageStore::append`].
+    fn append(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        writes: &[TokenWrite],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
+    ) -> Result<(), Error> {
+        self.pages_mut().append(access, layer, writes, k, v)
+    }
+
+    /// As [`PageStore::write_pages`].
+    ///
+    /// # Errors
+    /// Those of [`PageStore::write_pages`].
+    fn write_pages(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        self.pages_mut().write_pages(access, layer, pages, bytes)
+    }
+
+    /// As [`PageStore::as_any`]: the [`HostPages`], which is what readers of pages in host memory look for.
+    fn as_any(&self) -> &dyn Any {
+        self.pages().as_any()
+    }
+}
+
+impl<T: HostStore> PageStore for T {
+    fn layout(&self) -> PageLayout {
+        self.pages().layout()
+    }
+
+    fn num_pages(&self) -> usize {
+        self.pages().num_pages()
+    }
+
+    fn layers(&self) -> usize {
+        self.pages().layers()
+    }
+
+    fn append(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        writes: &[TokenWrite],
+        k: WideRows<'_>,
+        v: WideRows<'_>,
+    ) -> Result<(), Error> {
+        HostStore::append(self, access, layer, writes, k, v)
+    }
+
+    fn read_pages(
+        &self,
+        access: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        self.pages().read_pages(access, layer, pages, out)
+    }
+
+    fn write_pages(
+        &mut self,
+        access: &CacheAccess,
+        layer: usize,
+        pages: &[u32],
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        HostStore::write_pages(self, access, layer, pages, bytes)
+    }
+
+    fn grow(&mut self, access: &CacheAccess, pages: usize) -> Result<(), Error> {
+        self.pages_mut().grow(access, pages)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        HostStore::as_any(self)
+    }
+}

@@ -62,7 +62,7 @@ pub use cache_config::{CacheBuilder, CacheConfig};
 pub use elements::{Elements, ElementsMut};
 pub use error::{Error, Unsupported};
 pub use format::{Int8Scale, KvFormat, Scheme, Window};
-pub use host_pages::HostPages;
+pub use host_pages::{HostPages, HostStore};
 pub use layout::PageLayout;
 pub use plan::Plan;
 pub use problem::{Heads, Problem};

@@ -4,7 +4,7 @@ use crate::{
     error::{Error, Unsupported, refuse},
     format::KvFormat,
     layout::{check_head_dim, check_kv_heads},
-    segments::TILE,
+    segments::{SPAN_TOKENS, TILE},
 };
 
 pub use crate::layout::HEAD_DIMS;
@@ -389,6 +389,22 @@ impl Problem {
                 built: "whole sequences; the CPU backend and CUDA's prepare_spans take shards"
                     .into(),
             }),
+        }
+    }
+
+    /// For backends that take shards.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a shard that ends inside a span of [`SPAN_TOKENS`] though tokens follow.
+    pub fn check_shards(&self) -> Result<(), Error> {
+        let mut lens = self.kv_lens.iter().zip(&self.tokens_after);
+        match lens.find(|(len, after)| **after > 0 && **len % SPAN_TOKENS != 0) {
+            None => Ok(()),
+            Some((len, _)) => refuse(
+                "tokens of a shard",
+                len,
+                "multiples of 1024, but for the last shard of a sequence",
+            ),
         }
     }
 

@@ -11,7 +11,6 @@ use crate::{
     problem::Problem,
     row_layout::{Layout, scatter},
     rows::{Rows, RowsMut},
-    segments::SPAN_TOKENS,
     view::KvView,
     wide_rows::{WideRows, WideRowsMut, Widened, check_finite_rows, first_of},
 };
@@ -185,12 +184,12 @@ fn shape(problem: &Problem) -> [usize; 3] {
 
 /// A step over a shard of its sequences' tokens, which leaves the states of its spans unfinished ([`SpanStates`](crate::SpanStates)): checked as a
 /// [`DecodeStep`] is.
-#[must_use = "a step is attended by a backend's attend_spans"]
+#[must_use = "a step is attended by DecodeAttention::attend_spans"]
 pub struct SpansStep<'a>(Checked<'a>);
 
 impl<'a> SpansStep<'a> {
     /// Checks a step, whose problem may have tokens that follow in other shards ([`Problem::tokens_after`]): such a sequence's cached tokens are whole
-    /// spans of [`SPAN_TOKENS`].
+    /// spans of [`SPAN_TOKENS`](crate::segments::SPAN_TOKENS).
     ///
     /// # Errors
     /// Those of [`DecodeStep::new`]; [`Error::Parameter`] for a shard that ends inside a span.
@@ -198,16 +197,8 @@ impl<'a> SpansStep<'a> {
         let q = q.into();
         let in_q = q.check("q", shape(plan.problem()))?;
         let checked = Checked::new(plan, q, in_q, kv)?;
-        let problem = &checked.problem;
-        let mut lens = problem.kv_lens.iter().zip(&problem.tokens_after);
-        match lens.find(|(len, after)| **after > 0 && **len % SPAN_TOKENS != 0) {
-            None => Ok(SpansStep(checked)),
-            Some((len, _)) => Err(Error::Parameter {
-                what: "tokens of a shard",
-                given: len.to_string(),
-                allowed: "multiples of 1024, but for the last shard of a sequence",
-            }),
-        }
+        checked.problem.check_shards()?;
+        Ok(SpansStep(checked))
     }
 
     /// For backends: what the step reads.

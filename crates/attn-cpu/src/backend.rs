@@ -94,23 +94,6 @@ impl Reference {
             device: DeviceInfo::new(BACKEND, "scalar specification", "one thread"),
         }
     }
-
-    /// As [`CpuBackend::attend_spans`].
-    ///
-    /// # Errors
-    /// Those of [`CpuBackend::attend_spans`].
-    pub fn attend_spans(&self, step: &SpansStep<'_>) -> Result<SpanStates, Error> {
-        let inputs = step.inputs();
-        check_plan(inputs.plan())?;
-        let integer = inputs.plan().format().is_integer();
-        let mut all = SpanStates::unseen(inputs.problem())?;
-        each_row(&inputs, |r, row, reader| {
-            for (span, state) in reference::attend_spans(row, reader, integer).enumerate() {
-                all.set(span, r, [state.m, state.l], &state.o);
-            }
-        })?;
-        Ok(all)
-    }
 }
 
 impl DecodeAttention for Reference {
@@ -142,6 +125,19 @@ impl DecodeAttention for Reference {
                 lse[r] = row_lse;
             }
         })
+    }
+
+    fn attend_spans(&self, step: &SpansStep<'_>) -> Result<SpanStates, Error> {
+        let inputs = step.inputs();
+        check_plan(inputs.plan())?;
+        let integer = inputs.plan().format().is_integer();
+        let mut all = SpanStates::unseen(inputs.problem())?;
+        each_row(&inputs, |r, row, reader| {
+            for (span, state) in reference::attend_spans(row, reader, integer).enumerate() {
+                all.set(span, r, [state.m, state.l], &state.o);
+            }
+        })?;
+        Ok(all)
     }
 }
 
@@ -267,46 +263,6 @@ impl CpuBackend {
         rounds.saturating_mul(decode::products(self.isa, rounds))
     }
 
-    /// Attends a shard of its sequences' tokens, and leaves the states of its spans as they are: what [`SpanStates::finish`] makes the bits of one step over
-    /// all tokens of.
-    ///
-    /// # Errors
-    /// [`Error::WrongBackend`] for another backend's plan or cache; [`Error::OutOfMemory`].
-    ///
-    /// ```
-    /// use attn_core::{CacheConfig, DecodeAttention, Error, Heads, KvFormat, KvSource, Problem, SpanStates, SpansStep};
-    /// use attn_cpu::CpuBackend;
-    ///
-    /// let heads = Heads { q: 4, kv: 1, dim: 64 };
-    /// let (backend, config) = (CpuBackend::new(), CacheConfig::builder(KvFormat::INT8, heads).max_len(1024).build());
-    /// let q = [0.25; 4 * 64];
-    /// // 1024 tokens here, and 300 in another shard.
-    /// let shards = [(1024, 300), (300, 0)].map(|(tokens, after)| {
-    ///     let mut cache = backend.create_cache(&config)?;
-    ///     cache.append(0, &vec![0.5; tokens * 64], &vec![2.0; tokens * 64])?;
-    ///     let problem = Problem::new(heads, [tokens]).tokens_after([after]);
-    ///     let plan = backend.plan(&problem, KvFormat::INT8)?;
-    ///     backend.attend_spans(&SpansStep::new(&plan, &q, KvSource::Cache(&cache))?)
-    /// });
-    /// let [first, second] = shards;
-    /// let (mut out, mut lse) = ([0.0; 4 * 64], [0.0; 4]);
-    /// let problem = Problem::new(heads, [1324]);
-    /// SpanStates::finish(&[first?, second?], &problem, KvFormat::INT8, &[], (&mut out, &mut lse))?;
-    /// assert!((out[0] - 2.0).abs() < 0.02);
-    /// # Ok::<(), Error>(())
-    /// ```
-    pub fn attend_spans(&self, step: &SpansStep<'_>) -> Result<SpanStates, Error> {
-        let inputs = step.inputs();
-        check_plan(inputs.plan())?;
-        let mut workspace = self.workspaces().pop().unwrap_or_default();
-        let is_small = decode::is_small(inputs.problem());
-        let result = self.threads.run(is_small, |threads| {
-            decode::spans(self.isa, threads, &inputs, &mut workspace)
-        });
-        self.workspaces().push(workspace);
-        result
-    }
-
     fn workspaces(&self) -> MutexGuard<'_, Vec<Workspace>> {
         self.workspaces
             .lock()
@@ -347,6 +303,18 @@ impl DecodeAttention for CpuBackend {
             .run(decode::is_small(inputs.problem()), |threads| {
                 decode::decode(self.isa, threads, &inputs, &mut workspace, outputs)
             });
+        self.workspaces().push(workspace);
+        result
+    }
+
+    fn attend_spans(&self, step: &SpansStep<'_>) -> Result<SpanStates, Error> {
+        let inputs = step.inputs();
+        check_plan(inputs.plan())?;
+        let mut workspace = self.workspaces().pop().unwrap_or_default();
+        let is_small = decode::is_small(inputs.problem());
+        let result = self.threads.run(is_small, |threads| {
+            decode::spans(self.isa, threads, &inputs, &mut workspace)
+        });
         self.workspaces().push(workspace);
         result
     }

@@ -1,9 +1,7 @@
 //! Pages in host memory, written by the vectorized quantizers, long appends by several threads.
 
-use std::any::Any;
-
 use attn_core::{
-    CacheAccess, CacheConfig, Error, HostPages, PageLayout, PageStore, TokenWrite, WideRows,
+    CacheAccess, CacheConfig, Error, HostPages, HostStore, PageStore, TokenWrite, WideRows,
 };
 use rayon::prelude::*;
 
@@ -115,17 +113,13 @@ fn spread(
     });
 }
 
-impl PageStore for CpuPages {
-    fn layout(&self) -> PageLayout {
-        self.pages.layout()
+impl HostStore for CpuPages {
+    fn pages(&self) -> &HostPages {
+        &self.pages
     }
 
-    fn num_pages(&self) -> usize {
-        self.pages.num_pages()
-    }
-
-    fn layers(&self) -> usize {
-        self.pages.layers()
+    fn pages_mut(&mut self) -> &mut HostPages {
+        &mut self.pages
     }
 
     fn append(
@@ -178,34 +172,5 @@ impl PageStore for CpuPages {
             });
         }
         Ok(())
-    }
-
-    fn read_pages(
-        &self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        out: &mut [u8],
-    ) -> Result<(), Error> {
-        self.pages.read_pages(access, layer, pages, out)
-    }
-
-    fn write_pages(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        bytes: &[u8],
-    ) -> Result<(), Error> {
-        self.pages.write_pages(access, layer, pages, bytes)
-    }
-
-    fn grow(&mut self, access: &CacheAccess, pages: usize) -> Result<(), Error> {
-        self.pages.grow(access, pages)
-    }
-
-    /// The [`HostPages`], which is what readers of pages in host memory look for.
-    fn as_any(&self) -> &dyn Any {
-        &self.pages
     }
 }

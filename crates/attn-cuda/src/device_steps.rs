@@ -2,14 +2,16 @@
 //! the device.
 
 use attn_core::{
-    Append, CachedSequences, Error, KvCache, PageStore, Problem, Recent, TokenWrite, Window, events,
+    Append, CachedSequences, Error, KvCache, PageStore, Problem, Recent, TokenWrite, Window,
+    events,
+    segments::{SPAN_TOKENS, num_spans},
 };
 use attn_kernels::cuda::KvLayout;
 use cudarc::driver::{CudaEvent, DriverError, result, sys};
 
 use crate::native::{
     DecodeArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend, NativePlan, PlanKind, SlotAppendArgs,
-    Stream, alibi_slopes_log2, launch_decode, prepare,
+    SpansArgs, Stream, alibi_slopes_log2, launch_decode_as, prepare,
 };
 use crate::{
     backend::FOREIGN_CACHE,
@@ -53,6 +55,21 @@ pub struct QueryRows {
     pub lse: DeviceAddress,
 }
 
+/// Queries in device memory, as [`QueryRows::q`], and where the states of the spans that they see go.
+#[derive(Debug, Clone, Copy)]
+pub struct SpanRows {
+    /// The queries.
+    pub q: DeviceAddress,
+    /// Number format of `q`.
+    pub dtype: Dtype,
+    /// Spans of 1024 tokens, at least those of the longest sequence, 1 to 1024. States of spans that a sequence does not have are those that see no token.
+    pub spans: usize,
+    /// f32 `[spans][query tokens, num_q_heads][2]`: maxima, −∞ where a row sees no token of a span, and sums.
+    pub max_sums: DeviceAddress,
+    /// f32 `[spans][query tokens, num_q_heads][head_dim]`; not written where a row sees no token.
+    pub o: DeviceAddress,
+}
+
 /// What the steps of one [`KvCache`] keep: page tables and a workspace on the device, and the plans of the latest problems.
 ///
 /// Made by [`CudaBackend::prepare_steps`]. All steps of a cache go through one value, which orders them where their streams differ. Dropping it
@@ -61,7 +78,7 @@ pub struct QueryRows {
 pub struct DeviceSteps {
     gpu: CudaBackend,
     append: NativeAppend,
-    plans: Recent<Problem, NativePlan>,
+    plans: Recent<(PlanKind, Problem), NativePlan>,
     staging: Staging,
     /// Slots and residual pages of an append.
     places: Scratch,
@@ -237,44 +254,106 @@ impl DeviceSteps {
         rows: &QueryRows,
         stream: Stream,
     ) -> Result<(), Error> {
-        let cache = sequences.cache();
+        let (problem, longest) = self.checked(sequences, problem)?;
+        let _step = events::attend(BACKEND, &problem);
+        self.begin(stream)?;
+        let plan = self.plan(PlanKind::Known, sequences, &problem, planned_len(longest))?;
+        // SAFETY: this function's contract; pages and lengths are the cache's, which `DeviceTables` compares with the pool.
+        let launched = unsafe { self.launch(sequences, &problem, &plan, rows, None, stream) };
+        self.end(stream).and(launched)
+    }
+
+    /// Attends a shard of each of these sequences, whose problem says how many tokens follow ([`Problem::tokens_after`]): enqueues a launch that leaves
+    /// the states of its spans, which [`CudaBackend::merge_spans_on`] merges with those of other shards. Sinks belong to the merge.
+    ///
+    /// # Safety
+    /// Those of [`DeviceSteps::attend`], with `max_sums` and `o` as outputs of the documented sizes.
+    ///
+    /// # Errors
+    /// Those of [`DeviceSteps::attend`]; [`Error::Parameter`] for fewer spans than the longest sequence has; those of [`Problem::check_shards`].
+    pub unsafe fn attend_spans(
+        &mut self,
+        sequences: &CachedSequences<'_>,
+        problem: &Problem,
+        rows: &SpanRows,
+        stream: Stream,
+    ) -> Result<(), Error> {
+        let (mut problem, longest) = self.checked(sequences, problem)?;
+        problem.check_shards()?;
+        problem.sinks = None;
+        if rows.spans < num_spans(longest).max(1) {
+            return Err(Error::Parameter {
+                what: "spans",
+                given: format!("{} for a sequence of {longest} tokens", rows.spans),
+                allowed: "one for each 1024 tokens of the longest sequence, and one at least",
+            });
+        }
+        let _step = events::attend(BACKEND, &problem);
+        self.begin(stream)?;
+        let planned = rows.spans.saturating_mul(SPAN_TOKENS);
+        let plan = self.plan(PlanKind::Spans, sequences, &problem, planned)?;
+        let states = [rows.max_sums, rows.o];
+        let rows = QueryRows {
+            q: rows.q,
+            out: DeviceAddress::NULL,
+            dtype: rows.dtype,
+            lse: DeviceAddress::NULL,
+        };
+        // SAFETY: as for `attend`; the plan leaves as many states as `rows` has spans.
+        let launched =
+            unsafe { self.launch(sequences, &problem, &plan, &rows, Some(states), stream) };
+        self.end(stream).and(launched)
+    }
+
+    /// The problem with the sequences' lengths, compared with the cache, and the longest one.
+    fn checked(
+        &self,
+        sequences: &CachedSequences<'_>,
+        problem: &Problem,
+    ) -> Result<(Problem, usize), Error> {
         self.gpu.store_of(sequences.layer())?;
         let mut problem = problem.clone();
         problem.kv_lens.clone_from(&sequences.table().lens);
         sequences.check_problem(&problem)?;
-        let _step = events::attend(BACKEND, &problem);
-        self.begin(stream)?;
-        let plan = self.plan(cache, &problem)?;
-        // SAFETY: this function's contract; pages and lengths are the cache's, which `DeviceTables` compares with the pool.
-        let launched = unsafe { self.launch(sequences, &problem, &plan, rows, stream) };
-        self.end(stream).and(launched)
+        let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
+        Ok((problem, longest))
     }
 
-    /// The plan for the problem's lengths and somewhat longer ones.
-    fn plan(&mut self, cache: &KvCache, problem: &Problem) -> Result<NativePlan, Error> {
-        let config = cache.config();
-        let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
+    /// The plan for the problem with sequences of up to `len` tokens.
+    fn plan(
+        &mut self,
+        kind: PlanKind,
+        sequences: &CachedSequences<'_>,
+        problem: &Problem,
+        len: usize,
+    ) -> Result<NativePlan, Error> {
+        let config = sequences.cache().config();
         let mut planned = problem.clone();
-        planned.kv_lens = vec![planned_len(longest); problem.batch()];
+        planned.kv_lens = vec![len; problem.batch()];
+        if kind == PlanKind::Spans {
+            // Read on the device; other numbers need no other plan.
+            planned.tokens_after.clear();
+        }
         let device = &self.gpu.device;
-        self.plans.get_or_make(planned, |planned| {
+        self.plans.get_or_make((kind, planned), |(kind, planned)| {
             let layout = KvLayout::Pages(config.page_size);
-            let plan = prepare(PlanKind::Known, device, planned, config.format, layout)?;
+            let plan = prepare(*kind, device, planned, config.format, layout)?;
             events::prepared(BACKEND, planned, config.format);
             Ok(plan)
         })
     }
 
-    /// Copies the step's lists, and enqueues its launch.
+    /// Copies the step's lists, and enqueues its launch; `states` are the maxima and sums and O of spans, for a plan that leaves them.
     ///
     /// # Safety
-    /// Those of [`DeviceSteps::attend`]; `plan` is for the problem.
+    /// Those of [`DeviceSteps::attend`] or of [`DeviceSteps::attend_spans`]; `plan` is for the problem.
     unsafe fn launch(
         &mut self,
         sequences: &CachedSequences<'_>,
         problem: &Problem,
         plan: &NativePlan,
         rows: &QueryRows,
+        states: Option<[DeviceAddress; 2]>,
         stream: Stream,
     ) -> Result<(), Error> {
         let layer = sequences.layer();
@@ -289,8 +368,12 @@ impl DeviceSteps {
             [config.page_size, residual_slots],
             store.num_pages(),
         )?;
-        let lens = problem.kv_lens.iter().map(|&len| sizes::int("kv_len", len));
-        let lens = lens.collect::<Result<Vec<i32>, _>>()?;
+        let ints = |what, list: &[usize]| {
+            let ints = list.iter().map(|&n| sizes::int(what, n));
+            ints.collect::<Result<Vec<i32>, _>>()
+        };
+        let lens = ints("kv_len", &problem.kv_lens)?;
+        let after = ints("tokens_after", &problem.tokens_after)?;
         let slopes = alibi_slopes_log2(problem.alibi_slopes.as_deref().unwrap_or(&[]));
         let sinks = problem.sinks.as_deref().unwrap_or(&[]);
         let mut lists = Lists::default();
@@ -301,6 +384,7 @@ impl DeviceSteps {
             bytes_of(plan.query_blocks()),
             bytes_of(&slopes),
             bytes_of(sinks),
+            bytes_of(&after),
         ]
         .map(|list| lists.add(list));
         let (device, done, bytes) = (&self.gpu.device, &self.done, lists.bytes());
@@ -320,7 +404,15 @@ impl DeviceSteps {
         };
         copy().map_err(failed("copying a step's lists"))?;
         self.zeroed = plan.zeroed_bytes();
-        let [lens, table, residuals, blocks, slopes_at, sinks_at] = at.map(|at| base.offset(at));
+        let [
+            lens,
+            table,
+            residuals,
+            blocks,
+            slopes_at,
+            sinks_at,
+            after_at,
+        ] = at.map(|at| base.offset(at));
         let [k_tensor_scales, v_tensor_scales] = store.tensor_scale_addresses(layer.index());
         let args = DecodeArgs {
             q: rows.q,
@@ -342,8 +434,13 @@ impl DeviceSteps {
             sinks: sinks_at.given(!sinks.is_empty()),
             workspace,
         };
+        let states = states.map(|[max_sums, o]| SpansArgs {
+            tokens_after: after_at.given(!after.is_empty()),
+            max_sums,
+            o,
+        });
         // SAFETY: this function's contract; lists and workspace are this value's, written ahead on the same stream.
-        unsafe { launch_decode(device, plan, stream.raw(), &args, 0) }
+        unsafe { launch_decode_as(device, plan, stream.raw(), &args, 0, states.as_ref()) }
     }
 
     /// Waits for all steps: what the host then reads of the cache's pages is what they wrote.

@@ -1,13 +1,10 @@
 //! Backends that are wrong in one way each, for the tests of the fuzzers themselves.
 
-use std::{
-    any::Any,
-    sync::atomic::{AtomicU32, Ordering},
-};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use attn_core::{
-    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, KvCache, KvFormat,
-    KvSource, PageLayout, PageStore, Plan, Problem, TokenWrite, Unsupported, WideRows,
+    CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, HostStore, KvCache,
+    KvFormat, KvSource, PageStore, Plan, Problem, TokenWrite, Unsupported, WideRows,
     cache::CacheAccess,
 };
 use attn_cpu::Reference;
@@ -118,17 +115,13 @@ struct FaultyPages {
     calls: AtomicU32,
 }
 
-impl PageStore for FaultyPages {
-    fn layout(&self) -> PageLayout {
-        self.pages.layout()
+impl HostStore for FaultyPages {
+    fn pages(&self) -> &HostPages {
+        &self.pages
     }
 
-    fn num_pages(&self) -> usize {
-        self.pages.num_pages()
-    }
-
-    fn layers(&self) -> usize {
-        self.pages.layers()
+    fn pages_mut(&mut self) -> &mut HostPages {
+        &mut self.pages
     }
 
     fn append(
@@ -152,30 +145,6 @@ impl PageStore for FaultyPages {
                 .write_page(access, layer, writes[0].page, &page)?;
         }
         Ok(())
-    }
-
-    fn read_pages(
-        &self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        out: &mut [u8],
-    ) -> Result<(), Error> {
-        self.pages.read_pages(access, layer, pages, out)
-    }
-
-    fn write_pages(
-        &mut self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        bytes: &[u8],
-    ) -> Result<(), Error> {
-        self.pages.write_pages(access, layer, pages, bytes)
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self.pages.as_any()
     }
 }
 

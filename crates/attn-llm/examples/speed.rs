@@ -17,7 +17,7 @@ use std::{
 };
 
 use attn::{Append, BackendId, Heads, KvFormat};
-use attn_llm::{Error, Kv, Model, ModelConfig, PagedKv, Piece, Products, Wanted};
+use attn_llm::{Around, Error, Kv, Model, ModelConfig, PagedKv, Piece, Products, Wanted};
 use candle_core::{D, DType, Device, Tensor};
 use candle_nn::ops::softmax_last_dim;
 
@@ -135,39 +135,10 @@ impl Kv for CandleKv {
     }
 }
 
-/// A cache, and the time that its attention takes.
-struct Timed {
+/// A cache by its name.
+struct Named {
     name: String,
-    inner: Box<dyn Kv>,
-    attention: Duration,
-}
-
-impl Kv for Timed {
-    fn lens(&self) -> &[usize] {
-        self.inner.lens()
-    }
-
-    fn begin(&mut self, appends: &[Append]) -> Result<(), Error> {
-        self.inner.begin(appends)
-    }
-
-    fn cancel(&mut self) -> Result<(), Error> {
-        self.inner.cancel()
-    }
-
-    fn attend(
-        &mut self,
-        layer: usize,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
-        out: &mut [f32],
-    ) -> Result<(), Error> {
-        let start = Instant::now();
-        let done = self.inner.attend(layer, q, k, v, out);
-        self.attention += start.elapsed();
-        done
-    }
+    kv: Box<dyn Kv>,
 }
 
 /// Time of a step, and of its attention.
@@ -202,37 +173,44 @@ impl Times {
     }
 }
 
-fn step(model: &Model, kv: &mut Timed, tokens: &[u32]) -> Result<Times, Error> {
+fn step(model: &Model, kv: &mut dyn Kv, tokens: &[u32]) -> Result<Times, Error> {
     let sequence = 0;
-    kv.attention = Duration::ZERO;
+    let mut attention = Duration::ZERO;
+    let mut timed = |_: usize, attend: &mut dyn FnMut() -> Result<(), Error>| {
+        let start = Instant::now();
+        let done = attend();
+        attention += start.elapsed();
+        done
+    };
+    let around = &mut timed;
     let start = Instant::now();
-    model.forward(&[Piece { sequence, tokens }], kv, Wanted::Last)?;
-    Ok(Times {
-        all: start.elapsed(),
-        attention: kv.attention,
-    })
+    model.forward(
+        &[Piece { sequence, tokens }],
+        &mut Around { kv, around },
+        Wanted::Last,
+    )?;
+    let all = start.elapsed();
+    Ok(Times { all, attention })
 }
 
 fn caches(
     model: &ModelConfig,
     formats: &[KvFormat],
     max_len: usize,
-) -> Result<Vec<Timed>, Box<dyn StdError>> {
+) -> Result<Vec<Named>, Box<dyn StdError>> {
     let mut caches = Vec::new();
     for (name, repeats) in [("candle", true), ("candle, grouped", false)] {
-        caches.push(Timed {
+        caches.push(Named {
             name: name.to_owned(),
-            inner: Box::new(CandleKv::new(model, repeats, max_len)?),
-            attention: Duration::ZERO,
+            kv: Box::new(CandleKv::new(model, repeats, max_len)?),
         });
     }
     for &format in formats {
         let backend = Arc::from(attn::open(BackendId::Cpu)?);
         let kv = PagedKv::new(backend, model, format, 1, max_len, CHUNK)?;
-        caches.push(Timed {
+        caches.push(Named {
             name: format.to_string(),
-            inner: Box::new(kv),
-            attention: Duration::ZERO,
+            kv: Box::new(kv),
         });
     }
     Ok(caches)
@@ -271,16 +249,16 @@ fn main() -> Result<(), Box<dyn StdError>> {
     );
     println!("|---|---|---|---|---|---|");
     for ctx in contexts {
-        while caches[0].lens()[0] < ctx {
-            let n = (ctx - caches[0].lens()[0]).min(CHUNK);
+        while caches[0].kv.lens()[0] < ctx {
+            let n = (ctx - caches[0].kv.lens()[0]).min(CHUNK);
             let tokens: Vec<u32> = token.by_ref().take(n).collect();
             let mut least = vec![Times::MOST; caches.len()];
             for turn in 0..turns[0].div_ceil(3) {
                 for (kv, least) in caches.iter_mut().zip(&mut least) {
                     if turn > 0 {
-                        kv.cancel()?;
+                        kv.kv.cancel()?;
                     }
-                    *least = least.least(step(&model, kv, &tokens)?);
+                    *least = least.least(step(&model, &mut *kv.kv, &tokens)?);
                 }
             }
             let sums = prefill.iter_mut().zip(least);
@@ -290,7 +268,7 @@ fn main() -> Result<(), Box<dyn StdError>> {
         let mut decode = vec![Times::MOST; caches.len()];
         for tokens in token.by_ref().take(turns[0]).map(|token| [token]) {
             for (kv, times) in caches.iter_mut().zip(&mut decode) {
-                *times = times.least(step(&model, kv, &tokens)?);
+                *times = times.least(step(&model, &mut *kv.kv, &tokens)?);
             }
         }
         for ((kv, decode), prefill) in caches.iter().zip(&decode).zip(&prefill) {

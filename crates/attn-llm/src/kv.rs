@@ -44,6 +44,62 @@ pub trait Kv {
     ) -> Result<(), Error>;
 }
 
+/// What [`Around`] calls in place of [`Kv::attend`]: with the layer, and the call to make.
+pub type AroundAttend<'a> =
+    dyn FnMut(usize, &mut dyn FnMut() -> Result<(), Error>) -> Result<(), Error> + 'a;
+
+/// A cache whose attention goes through a function, which makes the call: to time it, or to let it fail.
+///
+/// ```
+/// use std::time::{Duration, Instant};
+///
+/// use attn_llm::{Around, Error, Kv};
+///
+/// fn timed(kv: &mut dyn Kv, step: impl FnOnce(&mut dyn Kv) -> Result<(), Error>) -> Result<Duration, Error> {
+///     let mut attention = Duration::ZERO;
+///     let mut around = |_: usize, attend: &mut dyn FnMut() -> Result<(), Error>| {
+///         let start = Instant::now();
+///         let done = attend();
+///         attention += start.elapsed();
+///         done
+///     };
+///     step(&mut Around { kv, around: &mut around })?;
+///     Ok(attention)
+/// }
+/// ```
+pub struct Around<'a> {
+    /// The cache.
+    pub kv: &'a mut dyn Kv,
+    /// What its attention goes through.
+    pub around: &'a mut AroundAttend<'a>,
+}
+
+impl Kv for Around<'_> {
+    fn lens(&self) -> &[usize] {
+        self.kv.lens()
+    }
+
+    fn begin(&mut self, appends: &[Append]) -> Result<(), Error> {
+        self.kv.begin(appends)
+    }
+
+    fn cancel(&mut self) -> Result<(), Error> {
+        self.kv.cancel()
+    }
+
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        let kv = &mut *self.kv;
+        (self.around)(layer, &mut || kv.attend(layer, q, k, v, out))
+    }
+}
+
 /// Refuses sequences that would grow beyond `limit`, or that do not exist.
 fn check_room(lens: &[usize], appends: &[Append], limit: usize) -> Result<(), Error> {
     for append in appends {

@@ -5,10 +5,10 @@ mod model;
 
 use std::{fs, sync::Arc};
 
-use attn::{Append, DecodeAttention, KvFormat};
+use attn::{DecodeAttention, KvFormat};
 use attn_llm::{
-    Comparison, Error, Event, ExactKv, Kv, Model, Options, PagedKv, Piece, Products, Wanted,
-    generate::room,
+    Around, Comparison, Error, Event, ExactKv, Kv, Model, Options, PagedKv, Piece, Products,
+    Wanted, generate::room,
 };
 use candle_core::quantized::{GgmlDType, gguf_file};
 use model::*;
@@ -324,45 +324,6 @@ fn damaged_gguf_files_are_refused_with_a_sentence() {
     }
 }
 
-/// Fails in one layer, before or behind what the layer writes.
-struct FailsIn<'a> {
-    inner: &'a mut dyn Kv,
-    layer: usize,
-    writes: bool,
-}
-
-impl Kv for FailsIn<'_> {
-    fn lens(&self) -> &[usize] {
-        self.inner.lens()
-    }
-
-    fn begin(&mut self, appends: &[Append]) -> Result<(), Error> {
-        self.inner.begin(appends)
-    }
-
-    fn cancel(&mut self) -> Result<(), Error> {
-        self.inner.cancel()
-    }
-
-    fn attend(
-        &mut self,
-        layer: usize,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
-        out: &mut [f32],
-    ) -> Result<(), Error> {
-        if layer != self.layer || self.writes {
-            self.inner.attend(layer, q, k, v, out)?;
-        }
-        if layer != self.layer {
-            return Ok(());
-        }
-        let (needed, limit) = (layer, 0);
-        Err(Error::Context { needed, limit })
-    }
-}
-
 #[test]
 fn a_step_that_fails_in_any_layer_leaves_no_trace() {
     let (model, _) = model();
@@ -387,12 +348,24 @@ fn a_step_that_fails_in_any_layer_leaves_no_trace() {
             all.unwrap();
         }
         for (layer, writes) in (0..layers).flat_map(|layer| [(layer, false), (layer, true)]) {
-            let mut fails = FailsIn {
-                inner: &mut *kv,
-                layer,
-                writes,
+            // Before or behind what the layer writes.
+            let mut fails = |at: usize, attend: &mut dyn FnMut() -> Result<(), Error>| {
+                if at != layer || writes {
+                    attend()?;
+                }
+                match at == layer {
+                    true => Err(Error::Context {
+                        needed: layer,
+                        limit: 0,
+                    }),
+                    false => Ok(()),
+                }
             };
-            let error = model.forward(&pieces(40, 90), &mut fails, Wanted::Last);
+            let mut failing = Around {
+                kv: &mut *kv,
+                around: &mut fails,
+            };
+            let error = model.forward(&pieces(40, 90), &mut failing, Wanted::Last);
             assert!(matches!(error, Err(Error::Context { needed, .. }) if needed == layer));
             assert_eq!(kv.lens(), [30, 30]);
         }

@@ -3,6 +3,7 @@
     python llama70b_step.py                                   # one GPU
     torchrun --nproc-per-node 4 llama70b_step.py              # four, heads sharded (tensor parallel)
     torchrun --nproc-per-node 4 llama70b_step.py --context-parallel --batch 1 --context 131072    # four, the cache's tokens sharded
+    python llama70b_step.py --predict                         # no GPU: what 1, 2, 4 and 8 should take (llama70b.py says from what)
     python llama70b_step.py --layers 8 --batch 1,16 --context 2048 --formats bf16,int8
     torchrun --nproc-per-node 2 llama70b_step.py --device cpu --tiny --batch 2 --context 3000     # to try the program
 
@@ -12,11 +13,11 @@ heads and 28672/n feed-forward columns; two all-reduces a layer (NCCL) add up th
 quantized, and the others copy them.
 
 With --context-parallel a rank has a part of each sequence's tokens in whole spans, for all KV heads: q, k and v of a step are gathered, each rank
-attends its own tokens, and each merges its heads of all ranks' results. int4 keeps the newest tokens of each part finer then, which may move a token.
+attends its own tokens, and each merges its heads of the states of all ranks' spans: the bits of one GPU.
 
 Weights and cache are the same numbers on any number of GPUs. The last lines say, for each format, batch and context, what a step takes, what the cache
-takes on each GPU, which do not fit, and the most probable tokens of the first rows under a random head: the same on any number of GPUs, but for ties
-within the rounding of bf16 sums.
+takes on each GPU, which do not fit, and the most probable tokens of the first rows under a random head. Attention has the same bits on any number of
+GPUs, but a sum over ranks rounds otherwise than one product: with --sums float32 the tokens are the same but for ties, with bfloat16, as servers sum, most.
 """
 
 from __future__ import annotations
@@ -32,23 +33,11 @@ import attn.distributed
 import attn.torch
 import torch
 import torch.distributed as dist
+from llama70b import STEP_BYTES, Shape, cache_bytes, predictions
 
 PAGE = 64
 # Weights are made in eighths, each of a seed of its own, so that they do not depend on the number of ranks.
 PARTS = 8
-
-
-@dataclass
-class Shape:
-    """A model's sizes."""
-
-    hidden: int = 8192
-    layers: int = 80
-    heads: int = 64
-    kv_heads: int = 8
-    dim: int = 128
-    feed: int = 28672
-    vocabulary: int = 32000
 
 
 TINY = Shape(hidden=256, layers=2, heads=16, kv_heads=8, dim=64, feed=512, vocabulary=500)
@@ -137,15 +126,15 @@ class Linear:
         self.scale_in = torch.tensor(1 / 16, device=device)
         self.scale = torch.tensor(inputs**-0.5, device=device)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         rounded = (x * 16).clamp(-448, 448).to(torch.float8_e4m3fn)
         if not x.is_cuda:
-            return ((rounded.float() @ self.weight.float()) * (self.scale_in * self.scale)).bfloat16()
+            return ((rounded.float() @ self.weight.float()) * (self.scale_in * self.scale)).to(dtype)
         rows = rounded.shape[0]
         if rows % 16:
             # fp8 products of cuBLAS take multiples of 16 rows.
             rounded = torch.nn.functional.pad(rounded.view(torch.uint8), (0, 0, 0, -rows % 16)).view(torch.float8_e4m3fn)
-        out = torch._scaled_mm(rounded, self.weight, self.scale_in, self.scale, out_dtype=torch.bfloat16)
+        out = torch._scaled_mm(rounded, self.weight, self.scale_in, self.scale, out_dtype=dtype)
         return out[:rows]
 
 
@@ -175,16 +164,23 @@ class Share:
     kv_heads: slice
     tokens: range
     is_by_tokens: bool
+    # Tokens behind them, and the most that a rank has.
+    after: int
+    longest: int
 
     @staticmethod
     def of(rank: Rank, shape: Shape, context: int, is_by_tokens: bool) -> "Share":
-        if not is_by_tokens:
+        if rank.count == 1 or not is_by_tokens:
             each = shape.kv_heads // rank.count
-            return Share(slice(rank.index * each, (rank.index + 1) * each), range(context), False)
+            return Share(slice(rank.index * each, (rank.index + 1) * each), range(context), False, 0, context)
         each = attn.distributed.tokens_of_rank(context, rank.count)
-        first = min(context, rank.index * each)
-        last = context if rank.index == rank.count - 1 else min(context, first + each)
-        return Share(slice(0, shape.kv_heads), range(first, last), True)
+        first, last = (min(context, i * each) for i in (rank.index, rank.index + 1))
+        return Share(slice(0, shape.kv_heads), range(first, last), True, context - last, each)
+
+    @property
+    def spans(self) -> int:
+        """States of each row that a rank leaves, as many on all."""
+        return -(-self.longest // attn.distributed.SPAN)
 
     def has_newest(self, context: int) -> bool:
         return len(self.tokens) > 0 and self.tokens[-1] == context - 1
@@ -203,15 +199,15 @@ class PlanAttention:
         tokens = len(share.tokens)
         kv_heads = share.kv_heads.stop - share.kv_heads.start
         heads = dict(heads=shape.heads // shape.kv_heads * kv_heads, kv_heads=kv_heads, dim=shape.dim, device=device)
-        self.plan = attn.torch.Plan(format, q_lens=[1] * batch, max_kv_len=max(tokens, 1), **heads)
-        pages = max(1, -(-tokens // PAGE))
+        self.plan = attn.torch.Plan(format, q_lens=[1] * batch, max_kv_len=share.longest, spans=share.is_by_tokens, **heads)
+        pages = -(-share.longest // PAGE)
         slots = self.plan.residual_slots(1)
         self.own = pages + slots
         # A sequence has its pages, then its residual pages.
         first = torch.arange(batch, dtype=torch.int32, device=device)[:, None] * self.own
         self.table = first + torch.arange(pages, dtype=torch.int32, device=device)
         self.residuals: Optional[torch.Tensor] = first + pages + torch.arange(slots, dtype=torch.int32, device=device) if slots else None
-        self.kv_lens = torch.full((batch,), tokens, dtype=torch.int32, device=device)
+        self.kv_lens, self.after = (torch.full((batch,), n, dtype=torch.int32, device=device) for n in (tokens, share.after))
         self.pools = [self.plan.new_pool(batch * self.own) for _ in range(layers)]
         if tokens:
             self._fill(format, heads, share.rows(shape, context, device))
@@ -240,14 +236,16 @@ class PlanAttention:
     def begin(self) -> None:
         pass
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-        """Appends a token of each sequence, if it is this rank's, and attends: results, and log-sum-exps where tokens are shared."""
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Appends a token of each sequence, and attends."""
+        return self.plan.step(q, k, v, self.pools[layer], self.table, self.kv_lens, self.residuals)
+
+    def states(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Appends a token of each sequence, if it is this rank's, and attends this rank's: the states of their spans."""
         pool = self.pools[layer]
-        if not self.share.is_by_tokens:
-            return self.plan.step(q, k, v, pool, self.table, self.kv_lens, self.residuals), None
         if self.is_newest:
             self.plan.append_slots(k, v, pool, self.slots, self.residual)
-        return self.plan.attend(q.contiguous(), pool, self.table, self.kv_lens, self.residuals)
+        return self.plan.attend_spans(q.contiguous(), pool, self.table, self.kv_lens, self.after, self.residuals)
 
     def close(self) -> None:
         self.plan.close()
@@ -257,7 +255,7 @@ class CacheAttention:
     """The caches of all layers on the CPU, in one `attn.Cache`, to try the program."""
 
     def __init__(self, rank: Rank, shape: Shape, layers: int, format: str, batch: int, context: int, share: Share) -> None:
-        self.batch, self.is_newest, tokens = batch, share.has_newest(context), len(share.tokens)
+        self.batch, self.share, self.is_newest, tokens = batch, share, share.has_newest(context), len(share.tokens)
         options = dict(heads=share.kv_heads.stop - share.kv_heads.start, dim=shape.dim, max_tokens=tokens, layers=layers, device="cpu")
         self.cache = attn.Cache(format, sequences=batch, **options)
         before = tokens - self.is_newest
@@ -276,10 +274,15 @@ class CacheAttention:
                 self.cache.truncate(sequence, self.before)
             self.cache.reserve(range(self.batch), [1] * self.batch)
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self.cache.write(layer, k, v)
+        return self.cache.attend(q, layer=layer, sequences=range(self.batch), q_lens=[1] * self.batch)
+
+    def states(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         if self.is_newest:
             self.cache.write(layer, k, v)
-        return self.cache.attend(q, layer=layer, sequences=range(self.batch), q_lens=[1] * self.batch, return_lse=True)
+        after = [self.share.after] * self.batch
+        return self.cache.attend_spans(q, layer=layer, sequences=range(self.batch), q_lens=[1] * self.batch, tokens_after=after, spans=self.share.spans)
 
     def close(self) -> None:
         pass
@@ -288,11 +291,13 @@ class CacheAttention:
 class Step:
     """The cache of a batch, and a step over it, on a GPU in a graph."""
 
-    def __init__(self, rank: Rank, shape: Shape, layers: List[Layer], format: str, batch: int, context: int, is_by_tokens: bool) -> None:
-        self.rank, self.shape, self.layers, self.is_by_tokens = rank, shape, layers, is_by_tokens
-        device = rank.device
+    def __init__(self, rank: Rank, shape: Shape, layers: List[Layer], format: str, batch: int, context: int, options: argparse.Namespace) -> None:
+        self.rank, self.shape, self.layers, self.format = rank, shape, layers, format
+        self.sums = getattr(torch, options.sums)
+        device, share = rank.device, Share.of(rank, shape, context, options.context_parallel)
+        self.is_by_tokens = share.is_by_tokens
         make = PlanAttention if device.type == "cuda" else CacheAttention
-        self.attention = make(rank, shape, len(layers), format, batch, context, Share.of(rank, shape, context, is_by_tokens))
+        self.attention = make(rank, shape, len(layers), format, batch, context, share)
         self.x = random((901,), batch, shape.hidden, device=device)
         angle = context * 10000.0 ** (-torch.arange(0, shape.dim, 2, device=device) / shape.dim)
         self.cos, self.sin = angle.cos().bfloat16(), angle.sin().bfloat16()
@@ -305,13 +310,12 @@ class Step:
         q, k, v = qkv.view(batch, -1, shape.dim).split([heads, kv_heads, kv_heads], 1)
         q, k = rotated(q, self.cos, self.sin), rotated(k, self.cos, self.sin)
         if not self.is_by_tokens:
-            return self.attention.run(layer, q, k, v)[0].reshape(batch, -1)
+            return self.attention.run(layer, q, k, v).reshape(batch, -1)
         # One collective for the three.
         everyone = rank.gathered(torch.cat([q, k, v], 1), 1).view(batch, rank.count, -1, shape.dim)
         q, k, v = (x.reshape(batch, -1, shape.dim) for x in everyone.split([heads, kv_heads, kv_heads], 2))
-        out, lse = self.attention.run(layer, q, k, v)
-        if rank.count > 1:
-            out, _ = attn.distributed.merge_over(out, lse, heads=slice(rank.index * heads, (rank.index + 1) * heads))
+        states = self.attention.states(layer, q, k, v)
+        out, _ = attn.distributed.merge_spans_over(self.format, *states, kv_heads=shape.kv_heads, own_heads=True, dtype=q.dtype)
         return out.reshape(batch, -1)
 
     def run(self) -> torch.Tensor:
@@ -320,9 +324,9 @@ class Step:
         self.attention.begin()
         for index, layer in enumerate(self.layers):
             out = self._attended(index, layer.qkv(normed(x)))
-            x = x + self.rank.add_up(layer.o(out))
+            x = (x + self.rank.add_up(layer.o(out, self.sums))).bfloat16()
             gate, up = layer.up(normed(x)).chunk(2, -1)
-            x = x + self.rank.add_up(layer.down(torch.nn.functional.silu(gate) * up))
+            x = (x + self.rank.add_up(layer.down(torch.nn.functional.silu(gate) * up, self.sums))).bfloat16()
         return x
 
     def _captured(self) -> torch.cuda.CUDAGraph:
@@ -367,21 +371,13 @@ class Step:
         self.attention.close()
 
 
-def cache_bytes(rank: Rank, shape: Shape, format: str, batch: int, share: Share, layers: int) -> int:
-    """Bytes of the cache on a GPU, before it is allocated."""
-    kv_heads = share.kv_heads.stop - share.kv_heads.start
-    one = attn.Cache(format, heads=kv_heads, dim=shape.dim, max_tokens=0, pages=0, max_q_len=1, device="cpu")
-    return layers * batch * one.pages_for(max(1, len(share.tokens))) * one.stats().page_bytes
-
-
 def measured(rank: Rank, shape: Shape, layers: List[Layer], format: str, batch: int, context: int, options: argparse.Namespace) -> dict:
     share = Share.of(rank, shape, context, options.context_parallel)
-    needed = cache_bytes(rank, shape, format, batch, share, len(layers))
+    needed = cache_bytes(shape, len(layers), format, batch, share.kv_heads.stop - share.kv_heads.start, share.longest)
     row = dict(format=format, batch=batch, context=context, gpus=rank.count, by="tokens" if share.is_by_tokens else "heads", cache_gb=needed / 1e9, ms=None)
     free = torch.cuda.mem_get_info()[0] if rank.device.type == "cuda" else float("inf")
-    # What a step computes with takes up to 2 GB at these batches.
-    if rank.least(free - needed) > 2e9:
-        step = Step(rank, shape, layers, format, batch, context, share.is_by_tokens)
+    if rank.least(free - needed) > STEP_BYTES:
+        step = Step(rank, shape, layers, format, batch, context, options)
         row["ms"] = step.milliseconds(options.steps)
         row["tokens"] = step.tokens()
         step.close()
@@ -391,6 +387,12 @@ def measured(rank: Rank, shape: Shape, layers: List[Layer], format: str, batch: 
     return row
 
 
+def write(rows: List[dict], path: Optional[str]) -> None:
+    if path:
+        with open(path, "w") as file:
+            file.write("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     numbers = lambda text: [int(x) for x in text.split(",")]
@@ -398,13 +400,21 @@ def main() -> None:
     parser.add_argument("--batch", default="1,16,64,256", type=numbers)
     parser.add_argument("--context", default="2048,4096,8192,16384", type=numbers)
     parser.add_argument("--context-parallel", action="store_true", help="shard the cache's tokens over the ranks, not its heads")
+    parser.add_argument("--sums", default="bfloat16", choices=["bfloat16", "float32"], help="what all-reduces add up; float32 is twice the bytes")
     parser.add_argument("--layers", type=int, help="80, or 2 of the tiny shape")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, to try the program")
     parser.add_argument("--json", help="a file for the rows")
+    parser.add_argument("--predict", action="store_true", help="print the milliseconds and bytes that H200s should take, and run nothing")
     options = parser.parse_args()
     shape = TINY if options.tiny else Shape()
+    if options.predict:
+        rows = predictions(shape, options.formats, options.batch, options.context, options.context_parallel)
+        for row in rows:
+            took = "does not fit" if row["ms"] is None else f"{row['ms']:8.1f} ms"
+            print("{format:6} batch {batch:4} context {context:6} on {gpus}: {took:>12}, weights {weights_gb:5.1f} GB, cache {cache_gb:7.2f} GB".format(took=took, **row))
+        return write(rows, options.json)
     rank = Rank.of_environment(options.device)
     layers = [Layer(rank, shape, index) for index in range(options.layers or shape.layers)]
     name, weights = "CPU", ""
@@ -420,9 +430,8 @@ def main() -> None:
                 took = "does not fit" if row["ms"] is None else f"{row['ms']:8.2f} ms"
                 says = "" if row["ms"] is None else f", tokens {row['tokens']}"
                 rank.say(f"{format:6} batch {batch:4} context {context:6}: {took:>12}, cache {row['cache_gb']:7.2f} GB on each GPU{says}")
-    if options.json and rank.index == 0:
-        with open(options.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    if rank.index == 0:
+        write(rows, options.json)
     if rank.count > 1:
         dist.destroy_process_group()
 

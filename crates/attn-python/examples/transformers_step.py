@@ -23,6 +23,7 @@ import attn.transformers
 import torch
 import transformers
 
+BEGUN = time.perf_counter()
 # Steps before those that count, at most.
 WARM = 10
 OURS = ["int8", "int8/int4", "int4"]
@@ -172,6 +173,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="32, or 2 of the tiny shape")
     parser.add_argument("--steps", default=30, type=int)
     parser.add_argument("--seconds", default=20.0, type=float, help="about as much for a cell of the table")
+    parser.add_argument("--limit", type=float, help="seconds, from the program's start, after which no cell of the table is begun")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, to try the program")
     parser.add_argument("--quanto-kernel", default="auto", choices=["auto", "never"])
@@ -204,14 +206,18 @@ def main() -> None:
         for context in options.context:
             for name, (attention, make, format) in caches.items():
                 model.set_attn_implementation(attention)
+                if options.limit is not None and time.perf_counter() - BEGUN > options.limit:
+                    print(f"| {batch} | {context} | {name} | not measured: --limit {options.limit:.0f} | | |", flush=True)
+                    continue
                 row = measured(model, config, make, batch, context, options)
                 longest = None if free is None or "quanto" in name else int(free / batch / bytes_per_token(config, format))
                 rows.append(dict(row, batch=batch, context=context, cache=name, longest=longest))
                 ms, gb = ("does not fit", "–") if row["ms"] is None else (f"{row['ms']:.1f}", f"{row['gb']:.2f}")
                 print(f"| {batch} | {context} | {name} | {ms} | {gb} | {longest or '–'} |", flush=True)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(rows, file, indent=1)
+                if options.json:
+                    # After each row, so that a step that is ended leaves those before.
+                    with open(options.json, "w") as file:
+                        json.dump(rows, file, indent=1)
 
 
 if __name__ == "__main__":

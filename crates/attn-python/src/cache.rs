@@ -2,6 +2,7 @@
 
 #[cfg(feature = "cuda")]
 mod on_device;
+mod spans;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -17,6 +18,9 @@ use pyo3::{
 };
 
 use crate::{dlpack::Array, engine, errors, modifiers::Modifiers};
+
+use spans::States;
+pub use spans::merge_spans;
 
 /// A cache and what its steps keep. The steps are dropped first: they wait for what still reads the pool.
 struct Inner {
@@ -39,6 +43,8 @@ pub struct Cache {
 pub struct StepOptions {
     sequences: Vec<usize>,
     q_lens: Vec<usize>,
+    /// Of shards: the tokens of each sequence that follow in others; else none.
+    tokens_after: Vec<usize>,
     layer: usize,
     modifiers: Modifiers,
 }
@@ -159,7 +165,9 @@ impl Cache {
         };
         let batch = options.sequences.len();
         let problem = Problem::new(heads, vec![0; batch]).q_lens(options.q_lens);
-        let problem = options.modifiers.of(problem);
+        let problem = options
+            .modifiers
+            .of(problem.tokens_after(options.tokens_after));
         if problem.query_tokens() != tokens {
             return Err(errors::shape(format!(
                 "q has {tokens} tokens, but q_lens add up to {}",
@@ -358,6 +366,26 @@ impl Cache {
         })
     }
 
+    /// Attends shards, and leaves the states of their spans in two arrays: maxima and sums, and O.
+    #[pyo3(signature = (q, max_sums, o, options, stream=None))]
+    fn attend_spans(
+        &self,
+        py: Python<'_>,
+        q: &Bound<'_, PyCapsule>,
+        max_sums: &Bound<'_, PyCapsule>,
+        o: &Bound<'_, PyCapsule>,
+        options: StepOptions,
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        let q = Array::new("q", q)?;
+        let attended = self.problem(&q, options)?;
+        let states = States::new(&attended.problem, [max_sums, o])?;
+        if q.cuda.is_some() || states.o.cuda.is_some() {
+            return self.attend_spans_on_device(py, &q, &states, &attended, stream);
+        }
+        self.attend_spans_on_host(py, &q, states, &attended)
+    }
+
     fn fork(&self, py: Python<'_>, source: usize, target: usize) -> PyResult<()> {
         self.on_table(py, |cache| cache.fork(source, target))
     }
@@ -521,6 +549,17 @@ impl Cache {
         _: Python<'_>,
         [q, _]: [&Array<'_>; 2],
         _: Option<&Array<'_>>,
+        _: &Attended,
+        _: Option<u64>,
+    ) -> PyResult<()> {
+        Err(no_cuda(q))
+    }
+
+    fn attend_spans_on_device(
+        &self,
+        _: Python<'_>,
+        q: &Array<'_>,
+        _: &States<'_>,
         _: &Attended,
         _: Option<u64>,
     ) -> PyResult<()> {

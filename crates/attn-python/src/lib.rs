@@ -59,6 +59,7 @@ fn _attn(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<transfer::Transfer>()?;
     #[cfg(feature = "cuda")]
     module.add_class::<transfer::MergeSpans>()?;
+    module.add_function(wrap_pyfunction!(cache::merge_spans, module)?)?;
     module.add_function(wrap_pyfunction!(devices, module)?)?;
     module.add_function(wrap_pyfunction!(version, module)?)
 }

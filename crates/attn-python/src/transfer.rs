@@ -189,6 +189,12 @@ impl MergeSpans {
         })
     }
 
+    /// Whether V has static scales, which the merge then reads.
+    #[getter]
+    fn has_scale(&self) -> bool {
+        self.has_scale
+    }
+
     /// Merges and finishes.
     fn merge(&self, py: Python<'_>, arrays: MergeArrays<'_>, stream: u64) -> PyResult<()> {
         let o = Array::new("o", &arrays.o)?;

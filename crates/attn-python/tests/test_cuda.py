@@ -527,6 +527,54 @@ def test_shards_have_the_bits_of_one_gpu(rng, format, options):
         plan.attend(q, pool, table, own_lens, residual)
 
 
+@pytest.mark.parametrize("format, modifiers", [("int8", {}), ("int4", dict(softcap=20.0)), ("int8/int4", dict(causal=False)), ("int8", dict(window_left=700))])
+def test_shards_in_caches_have_the_bits_of_one_cache(rng, format, modifiers):
+    import attn.torch
+
+    lens, q_lens, cuts = [2500, 1029], [3, 200], [0, 1024, 1024, 4096]
+    k, v, q = (on_gpu(rows(rng, n, heads, 128)) for n, heads in ((sum(lens), 2), (sum(lens), 2), (sum(q_lens), 8)))
+    gpu, cpu = pair(format, max_tokens=2500)
+    for cache, of in ((gpu, lambda x: x), (cpu, lambda x: x.cpu())):
+        for sequence, part in enumerate((slice(0, 2500), slice(2500, None))):
+            cache.append(of(k[part]), of(v[part]), sequences=sequence)
+    sinks = torch.linspace(-2, 2, 8)
+    chosen = dict(sequences=[0, 1], q_lens=q_lens)
+    wanted = gpu.attend(q, sinks=sinks.tolist(), return_lse=True, **chosen, **modifiers)
+    states = []
+    for start, end in zip(cuts, cuts[1:]):
+        parts = [(min(start, n), min(end, n)) for n in lens]
+        on_gpus, on_cpu = pair(format, max_tokens=2500)
+        for sequence, (first, last) in enumerate(parts):
+            rows_of = slice(2500 * sequence + first, 2500 * sequence + last)
+            on_gpus.append(k[rows_of], v[rows_of], sequences=sequence)
+            on_cpu.append(k[rows_of].cpu(), v[rows_of].cpu(), sequences=sequence)
+        after = [n - last for n, (_, last) in zip(lens, parts)]
+        # As many spans as needed, and more: states that see no token.
+        for spans in (None, 4):
+            max_sums, o = on_gpus.attend_spans(q, tokens_after=after, spans=spans, **chosen, **modifiers)
+            of_cpu, o_of_cpu = on_cpu.attend_spans(q.cpu(), tokens_after=after, spans=spans, **chosen, **modifiers)
+            seen = of_cpu[..., 0] > float("-inf")
+            assert torch.equal(max_sums[..., 0].cpu(), of_cpu[..., 0]), (start, spans)
+            assert torch.equal(max_sums.cpu()[seen], of_cpu[seen]) and torch.equal(o.cpu()[seen], o_of_cpu[seen]), (start, spans)
+        states.append((max_sums, o))
+    max_sums, o = (torch.cat(x) for x in zip(*states))
+    out, lse = attn.torch.merge_spans(format, max_sums, o, kv_heads=2, sinks=sinks.cuda())
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    # States do not care where they are merged.
+    out, _ = attn.torch.merge_spans(format, max_sums.cpu(), o.cpu(), kv_heads=2, sinks=sinks, dtype=torch.bfloat16)
+    assert torch.equal(out, wanted[0].bfloat16().cpu())
+    for error, call in (
+        (attn.ParameterError, lambda: gpu.attend_spans(q, tokens_after=[1024, 0], **chosen)),
+        (attn.ParameterError, lambda: gpu.attend_spans(q, spans=2, **chosen)),
+        (attn.ParameterError, lambda: attn.torch.merge_spans(format, max_sums, o, kv_heads=2, v_scales=torch.ones(2, device="cuda"))),
+        (attn.ParameterError, lambda: attn.merge_spans(format, max_sums, o, kv_heads=2)),
+        (attn.UnsupportedError, lambda: gpu.attend_spans(q.cpu(), **chosen)),
+    ):
+        with pytest.raises(error) as refusal:
+            call()
+        assert len(str(refusal.value)) > 20
+
+
 def test_pages_are_copied_and_swapped(rng):
     import attn.torch
 

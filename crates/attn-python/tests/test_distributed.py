@@ -1,4 +1,4 @@
-"""Tokens sharded over ranks: processes on the CPU, over gloo."""
+"""Tokens sharded over ranks: processes on the CPU, over gloo, and on GPUs, over NCCL."""
 
 import multiprocessing
 
@@ -17,7 +17,7 @@ except ImportError as error:
 HEADS, DIM, TOKENS = 2, 64, 2500
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def has_gloo():
     if REASON is not None:
         require("torch", REASON)
@@ -27,15 +27,15 @@ def random(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def on_ranks(ranks, work, folder, *arguments):
-    """What `work(rank, …)` returns on each rank of a group, each a process."""
+def on_ranks(ranks, work, folder, *arguments, backend="gloo"):
+    """What `work(rank, …)` returns on each rank of a group, each a process; with NCCL each has a GPU."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    processes = [context.Process(target=_run, args=(rank, ranks, f"{folder}/group", queue, work, arguments)) for rank in range(ranks)]
+    processes = [context.Process(target=_run, args=(rank, ranks, f"{folder}/group", queue, work, arguments, backend)) for rank in range(ranks)]
     for process in processes:
         process.start()
     try:
-        found = dict(queue.get(timeout=300) for _ in processes)
+        found = dict(queue.get(timeout=100) for _ in processes)
     finally:
         for process in processes:
             process.join(30)
@@ -45,85 +45,185 @@ def on_ranks(ranks, work, folder, *arguments):
     return [found[rank] for rank in range(ranks)]
 
 
-def _run(rank, ranks, file, queue, work, arguments):
+def _run(rank, ranks, file, queue, work, arguments, backend):
     import traceback
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks)
         queue.put((rank, work(rank, *arguments)))
         dist.destroy_process_group()
     except BaseException:
         queue.put((rank, traceback.format_exc()))
 
 
-def _decode(rank, format):
-    """A prompt in pieces that cross shards, two sequences, drafts, a fork: results as numpy arrays."""
-    from attn.distributed import ContextParallelCache
+SINKS = [0.5 * i - 2 for i in range(4 * HEADS)]
+STEPS = (1000, 100, 1, 1200, 199)
+FORMATS = ("int8", "int4", "int8/int4", "f16", "fp8")
 
-    k, v, q = random(1, TOKENS, HEADS, DIM), random(2, TOKENS, HEADS, DIM), random(3, TOKENS, 4 * HEADS, DIM)
-    cache = ContextParallelCache(format, heads=HEADS, dim=DIM, max_tokens=4096, sequences=3, share=1024, max_q_len=1024, device="cpu")
-    options = dict(sinks=[0.5] * 4 * HEADS, softcap=20.0, return_lse=True)
+
+def _tokens():
+    return random(1, TOKENS, HEADS, DIM), random(2, TOKENS, HEADS, DIM), random(3, TOKENS, 4 * HEADS, DIM)
+
+
+def _options(format, device="cpu"):
+    scales = dict(k_scales=[0.05, 0.02], v_scales=[0.02, 0.05]) if format == "fp8" else {}
+    return dict(heads=HEADS, dim=DIM, max_tokens=4096, sequences=3, max_q_len=1200, device=device, **scales)
+
+
+def _decode(cache, device="cpu"):
+    """A prompt in pieces that cross shards, two sequences, drafts, a fork: all results as numpy arrays."""
+    k, v, q = (x.to(device) for x in _tokens())
+    options = dict(sinks=SINKS, softcap=20.0, return_lse=True)
     found, start = [], 0
-    for n in (1000, 100, 1, 1200, 199):
+    for n in STEPS:
         part = slice(start, start + n)
         # Another sequence of 7 tokens a step is attended beside it.
         cache.append(torch.cat([k[:7], k[part]]), torch.cat([v[:7], v[part]]), sequences=[2, 0], tokens=[7, n])
-        out, lse = cache.attend(torch.cat([q[:7], q[part]]), sequences=[2, 0], q_lens=[7, n], **options)
-        found.append((out[7:].numpy(), lse[7:].numpy()))
+        found.append(cache.attend(torch.cat([q[:7], q[part]]), sequences=[2, 0], q_lens=[7, n], **options))
         start += n
-    lens = (cache.lens, cache.cache.lens)
-    last = cache.attend(q[-1:], **options)
+    found.append(cache.attend(q[-1:], window_left=1500, alibi_slopes=[0.01 * i for i in range(4 * HEADS)], return_lse=True))
+    found.append(cache.attend(q[-9:], causal=False, scale=0.3, return_lse=True))
     # Each of the newest tokens alone has the bits that it has among others.
     cache.fork(0, 1)
     cache.append(k[:5], v[:5], sequences=1)
     drafts = cache.attend(q[:5], sequences=1, **options)
-    alone = []
     cache.truncate(1, TOKENS)
     for i in range(5):
         cache.append(k[i : i + 1], v[i : i + 1], sequences=1)
-        alone.append(cache.attend(q[i : i + 1], sequences=1, **options))
+        alone = cache.attend(q[i : i + 1], sequences=1, **options)
+        assert all(torch.equal(a[0], b[i]) for a, b in zip(alone, drafts)), i
+    found.append(drafts)
     cache.free(1)
-    same = all(torch.equal(drafts[j][i], alone[i][j][0]) for i in range(5) for j in range(2))
-    again = cache.attend(q[-1:], **options)
-    same = same and all(torch.equal(a, b) for a, b in zip(last, again))
     narrow = cache.attend(q[-1:].bfloat16())
     assert narrow.dtype == torch.bfloat16
-    return found, last[0].numpy(), lens, same, (drafts[0].numpy(), drafts[1].numpy())
+    found.append((narrow.float(), narrow.float()))
+    return [tuple(x.cpu().numpy() for x in pair) for pair in found]
+
+
+def _on_rank(rank, share):
+    """Of every format, as processes take longer to start than to attend."""
+    from attn.distributed import ContextParallelCache
+
+    found = {}
+    for format in FORMATS:
+        cache = ContextParallelCache(format, share=share, **_options(format))
+        found[format] = _decode(cache), cache.lens, cache.cache.lens
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_one_cache():
+    return {format: _decode(attn.Cache(format, **_options(format))) for format in FORMATS}
+
+
+@pytest.mark.parametrize("ranks, share", [(2, 1024), (2, None), (4, 1024)])
+def test_ranks_together_have_the_bits_of_one_cache(ranks, share, tmp_path, of_one_cache):
+    results = on_ranks(ranks, _on_rank, tmp_path, share)
+    most = share or 2048
+    for format, wanted in of_one_cache.items():
+        for rank, of_rank in enumerate(results):
+            found, lens, own = of_rank[format]
+            for step, pairs in enumerate(zip(found, wanted)):
+                for what, got, want in zip(("out", "lse"), *pairs):
+                    assert (got.view("uint32") == want.view("uint32")).all(), (format, f"rank {rank}", f"step {step}", what)
+            behind = max(0, TOKENS - most * rank)
+            assert lens == [TOKENS, 0, 35] and own == [behind if rank == ranks - 1 else min(most, behind), 0, 35 if rank == 0 else 0], (format, rank)
+
+
+def _on_gpu(rank):
+    """A rank's steps and one GPU's, whose bits differ in nothing; and a graph that captures an exchange and a merge."""
+    from attn.distributed import ContextParallelCache, merge_spans_over
+
+    device, ranks = f"cuda:{rank}", dist.get_world_size()
+    for format in ("int8", "int4", "int8/int4"):
+        options = _options(format, device)
+        found, wanted = _decode(ContextParallelCache(format, share=1024, **options), device), _decode(attn.Cache(format, **options), device)
+        for step, pairs in enumerate(zip(found, wanted)):
+            for what, got, want in zip(("out", "lse"), *pairs):
+                assert (got.view("uint32") == want.view("uint32")).all(), (format, f"step {step}", what)
+    k, v, q = (x.to(device) for x in _tokens())
+    cache = attn.Cache("int8", **_options("int8", device))
+    first, last = (min(TOKENS, 2048 * i) if i < ranks else TOKENS for i in (rank, rank + 1))
+    cache.append(k[first:last], v[first:last])
+    states = cache.attend_spans(q[-1:], tokens_after=[TOKENS - last], spans=3)
+    merge = lambda: merge_spans_over("int8", *states, kv_heads=HEADS, own_heads=True)
+    wanted = merge()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = merge()
+    graph.replay()
+    torch.cuda.synchronize()
+    return all(torch.equal(a, b) for a, b in zip(out, wanted))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gpus_together_have_the_bits_of_one_gpu(ranks, tmp_path):
+    if not torch.cuda.is_available():
+        require("cuda", "torch sees no CUDA device")
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} ranks over NCCL need as many GPUs; torch sees {torch.cuda.device_count()}")
+    assert all(on_ranks(ranks, _on_gpu, tmp_path, backend="nccl"))
+
+
+def _own_heads(rank, ranks):
+    """A rank's share of the heads, of states that lie on all ranks: heads as an output projection that is sharded by them takes them."""
+    from attn.distributed import merge_spans_over
+
+    k, v, q = _tokens()
+    first = rank * 1024
+    last = TOKENS if rank == ranks - 1 else min(TOKENS, first + 1024)
+    found = {}
+    for format in FORMATS:
+        cache = attn.Cache(format, **_options(format))
+        cache.append(k[first:last], v[first:last])
+        states = cache.attend_spans(q[-3:], tokens_after=[TOKENS - max(first, last)], spans=2)
+        scales = _options(format).get("v_scales")
+        options = dict(kv_heads=HEADS, sinks=torch.tensor(SINKS), v_scales=None if scales is None else torch.tensor(scales))
+        own = merge_spans_over(format, *states, own_heads=True, dtype=torch.bfloat16, **options)
+        everyone = merge_spans_over(format, *states, **options)
+        found[format] = [x.float().numpy() for x in (*own, *everyone)]
+    for kv_heads, own_heads, error in ((3, False, attn.ParameterError), (1, True, attn.ShapeError)):
+        with pytest.raises(error):
+            merge_spans_over("int8", *states, kv_heads=kv_heads, own_heads=own_heads)
+    return found
+
+
+def test_ranks_merge_heads_of_their_own(tmp_path):
+    k, v, q = _tokens()
+    results = on_ranks(2, _own_heads, tmp_path, 2)
+    for format in FORMATS:
+        whole = attn.Cache(format, **_options(format))
+        whole.append(k, v)
+        wanted, wanted_lse = whole.attend(q[-3:], sinks=SINKS, return_lse=True)
+        for rank, of_rank in enumerate(results):
+            own, own_lse, out, lse = of_rank[format]
+            heads = slice(4 * rank, 4 * rank + 4)
+            assert (own == wanted[:, heads].bfloat16().float().numpy()).all() and (own_lse == wanted_lse[:, heads].numpy()).all(), format
+            assert (out == wanted.numpy()).all() and (lse == wanted_lse.numpy()).all(), format
+
+
+def _exchange(rank, ranks):
+    from attn.distributed import exchanged, gathered
+
+    x, y = (torch.arange(2 * 4 * n).view(2, 4, n).float() + 1000 * rank for n in (3, 1))
+    for of_all, of_own in zip(gathered((x, y)), exchanged((x, y))):
+        each = 4 // ranks
+        assert of_own.shape == (ranks, 2, each, of_all.shape[-1])
+        assert torch.equal(of_own, of_all[:, :, rank * each : (rank + 1) * each])
+    with pytest.raises(attn.ShapeError, match="needed"):
+        exchanged((x[:, :3],))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("format, bound", [("f16", 2e-5), ("int8", 2e-2)])
-def test_ranks_together_are_one_cache(ranks, format, bound, tmp_path):
-    results = on_ranks(ranks, _decode, tmp_path, format)
-    k, v, q = random(1, TOKENS, HEADS, DIM), random(2, TOKENS, HEADS, DIM), random(3, TOKENS, 4 * HEADS, DIM)
-    whole = attn.Cache(format, heads=HEADS, dim=DIM, max_tokens=4096, device="cpu")
-    options = dict(sinks=[0.5] * 4 * HEADS, softcap=20.0, return_lse=True)
-    start = 0
-    for step, n in enumerate((1000, 100, 1, 1200, 199)):
-        whole.append(k[start : start + n], v[start : start + n])
-        wanted, wanted_lse = (x.numpy() for x in whole.attend(q[start : start + n], **options))
-        for rank, (found, *_) in enumerate(results):
-            out, lse = found[step]
-            assert abs(out - wanted).max() < bound and abs(lse - wanted_lse).max() < bound, (step, rank)
-            assert (out == results[0][0][step][0]).all() and (lse == results[0][0][step][1]).all(), "every rank has the same bits"
-        start += n
-    whole.append(k[:5], v[:5])
-    wanted, wanted_lse = (x.numpy() for x in whole.attend(q[:5], **options))
-    held = 0
-    for rank, (found, last, (lens, own), same, (drafts, drafts_lse)) in enumerate(results):
-        assert lens == [TOKENS, 0, 35] and same
-        # The newest token alone, and among 199 of its sequence and 7 of another.
-        assert (last == found[-1][0][-1:]).all()
-        behind = max(0, TOKENS - 1024 * rank)
-        assert own == [behind if rank == ranks - 1 else min(1024, behind), 0, 35 if rank == 0 else 0]
-        held += own[0]
-        assert abs(drafts - wanted).max() < bound and abs(drafts_lse - wanted_lse).max() < bound
-    assert held == TOKENS
+def test_an_exchange_is_a_gather_of_a_ranks_own_heads(ranks, tmp_path):
+    on_ranks(ranks, _exchange, tmp_path, ranks)
 
 
 def _refuse(rank):
-    from attn.distributed import ContextParallelCache, merge_over, tokens_of_rank
+    from attn.distributed import ContextParallelCache, merge_spans_over, tokens_of_rank
 
     options = dict(heads=HEADS, dim=DIM, max_tokens=2048, device="cpu")
     cache = ContextParallelCache(sequences=2, **options)
@@ -147,7 +247,8 @@ def _refuse(rank):
         (attn.ParameterError, lambda: cache.truncate(0, 4)),
         (attn.SequenceError, lambda: cache.free(2)),
         (attn.ParameterError, lambda: cache.fork(0, 0)),
-        (attn.ShapeError, lambda: merge_over(q, torch.ones(2, 2))),
+        (attn.ShapeError, lambda: merge_spans_over("int8", q[None, ..., :2], q, kv_heads=HEADS)),
+        (attn.ParameterError, lambda: cache.attend(q, alibi_slopes=[0.1, None])),
     ):
         try:
             call()
@@ -155,10 +256,6 @@ def _refuse(rank):
         except error as refusal:
             assert len(str(refusal)) > 20
     assert cache.lens == [3, 0] and cache.cache.lens == ([3, 0] if rank == 0 else [0, 0])
-    # A rank's own heads of the merged results.
-    out, lse = torch.full((1, 4, DIM), float(rank)), torch.zeros(1, 4)
-    merged, merged_lse = merge_over(out, lse, heads=slice(2 * rank, 2 * rank + 2))
-    assert merged.shape == (1, 2, DIM) and torch.equal(merged, torch.full_like(merged, 0.5))
     return said
 
 

@@ -2,7 +2,7 @@
 
 use crate::{
     CacheLayer, CachedSequences, DecodeAttention, DecodeStep, Error, KvCache, KvSource, Plan,
-    Problem, Recent, Rows, RowsMut,
+    Problem, Recent, Rows, RowsMut, SpanStates, SpansStep,
 };
 
 /// Plans that are kept for the steps that come: those of decoding, of drafts, of a prompt's pieces.
@@ -104,6 +104,49 @@ impl HostSteps {
         self.attend_chosen(backend, &layer.sequences(sequences)?, problem, rows)
     }
 
+    /// Attends to a shard of each of these sequences, of a layer of the cache, and leaves the states of its spans. The problem says how many tokens
+    /// follow in other shards ([`Problem::tokens_after`]); its lengths are taken from the cache.
+    ///
+    /// ```
+    /// use attn::{BackendId, CacheConfig, Heads, HostSteps, KvFormat, Problem, SpanStates};
+    ///
+    /// let backend = attn::select(Some(BackendId::Cpu))?.backend;
+    /// let heads = Heads { q: 4, kv: 1, dim: 64 };
+    /// let config = CacheConfig::builder(KvFormat::INT8, heads).max_len(1024).build();
+    /// let q = [0.25; 4 * 64];
+    /// // 1024 tokens here, and 300 in another shard.
+    /// let mut shards = Vec::new();
+    /// for (tokens, after) in [(1024, 300), (300, 0)] {
+    ///     let mut cache = backend.create_cache(&config)?;
+    ///     cache.append(0, &vec![0.5; tokens * 64], &vec![2.0; tokens * 64])?;
+    ///     let problem = Problem::new(heads, [0]).tokens_after([after]);
+    ///     shards.push(HostSteps::default().attend_spans(&*backend, cache.layer(0)?, &[0], &problem, &q)?);
+    /// }
+    /// let (mut out, mut lse) = ([0.0; 4 * 64], [0.0; 4]);
+    /// SpanStates::finish(&shards, &Problem::new(heads, [1324]), KvFormat::INT8, &[], (&mut out, &mut lse))?;
+    /// assert!((out[0] - 2.0).abs() < 0.02);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`HostSteps::attend_layer`], [`SpansStep::new`] and [`DecodeAttention::attend_spans`].
+    pub fn attend_spans<'a>(
+        &mut self,
+        backend: &dyn DecodeAttention,
+        layer: CacheLayer<'_>,
+        sequences: &[usize],
+        problem: &Problem,
+        q: impl Into<Rows<'a>>,
+    ) -> Result<SpanStates, Error> {
+        let chosen = layer.sequences(sequences)?;
+        let plan = self.plan(backend, &chosen, problem)?;
+        backend.attend_spans(&SpansStep::new(
+            &plan,
+            q.into(),
+            KvSource::Sequences(&chosen),
+        )?)
+    }
+
     fn attend_chosen(
         &mut self,
         backend: &dyn DecodeAttention,
@@ -111,19 +154,31 @@ impl HostSteps {
         problem: &Problem,
         rows: HostRows<'_>,
     ) -> Result<(), Error> {
-        let mut problem = problem.clone();
-        problem.kv_lens.clone_from(&chosen.table().lens);
-        chosen.check_problem(&problem)?;
-        // One plan serves every shorter length.
-        let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
-        problem.kv_lens = vec![longest.next_power_of_two().max(64); problem.batch()];
-        let format = chosen.cache().config().format;
-        let make = |problem: &Problem| backend.plan(problem, format);
-        let plan = self.plans.get_or_make(problem, make)?;
+        let plan = self.plan(backend, chosen, problem)?;
         let mut step = DecodeStep::new(&plan, rows.q, KvSource::Sequences(chosen), rows.out)?;
         if let Some(lse) = rows.lse {
             step = step.with_lse(lse)?;
         }
         backend.decode(&mut step)
+    }
+
+    /// The plan of a step over the chosen sequences, which it has been compared with.
+    fn plan(
+        &mut self,
+        backend: &dyn DecodeAttention,
+        chosen: &CachedSequences<'_>,
+        problem: &Problem,
+    ) -> Result<Plan, Error> {
+        let mut problem = problem.clone();
+        problem.kv_lens.clone_from(&chosen.table().lens);
+        chosen.check_problem(&problem)?;
+        // One plan serves every shorter length; of shards, what follows differs from step to step anyway.
+        if problem.tokens_after.is_empty() {
+            let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
+            problem.kv_lens = vec![longest.next_power_of_two().max(64); problem.batch()];
+        }
+        let format = chosen.cache().config().format;
+        self.plans
+            .get_or_make(problem, |problem| backend.plan(problem, format))
     }
 }

@@ -31,11 +31,11 @@ struct Readme;
 pub use attn_core::{
     Append, AttnState, BackendId, CacheAccess, CacheBuilder, CacheConfig, CacheLayer,
     CachedSequences, DecodeAttention, DecodeStep, DeviceInfo, Elements, ElementsMut, Error, Heads,
-    HostPages, Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, PackedRows, PageLayout,
-    PageStore, PageTable, Plan, Problem, Recent, Rotary, RotaryScaling, RotaryStyle, RotaryTable,
-    RowPlaces, Rows, RowsMut, Scheme, SequenceImage, SpanStates, SpansStep, StepInputs,
-    StepOutputs, StridedRows, TokenWrite, Unsupported, WideRows, WideRowsMut, Window, arithmetic,
-    cache, convert, events, format, formats, layout, problem, quant, rotary,
+    HostPages, HostStore, Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, PackedRows,
+    PageLayout, PageStore, PageTable, Plan, Problem, Recent, Rotary, RotaryScaling, RotaryStyle,
+    RotaryTable, RowPlaces, Rows, RowsMut, Scheme, SequenceImage, SpanStates, SpansStep,
+    StepInputs, StepOutputs, StridedRows, TokenWrite, Unsupported, WideRows, WideRowsMut, Window,
+    arithmetic, cache, convert, events, format, formats, layout, problem, quant, rotary,
 };
 
 pub use device::{Device, DeviceName};

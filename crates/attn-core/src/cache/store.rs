@@ -27,6 +27,7 @@ pub struct TokenWrite {
 pub struct CacheAccess(pub(super) ());
 
 /// A backend's pools of pages, one for each layer, driven by the [`KvCache`](super::KvCache) that owns it. Layers are below [`PageStore::layers`].
+/// A store on the host that differs from [`HostPages`](crate::HostPages) in some calls implements [`HostStore`](crate::HostStore).
 pub trait PageStore: Send + Sync {
     /// The layout of the pools' pages.
     fn layout(&self) -> PageLayout;

@@ -1,10 +1,7 @@
 //! A cache whose store does a part of a call, and fails.
 
-use std::any::Any;
-
 use attn_core::{
-    CacheAccess, CacheConfig, Error, HostPages, KvCache, PageLayout, PageStore, TokenWrite,
-    WideRows,
+    CacheAccess, CacheConfig, Error, HostPages, HostStore, KvCache, PageStore, TokenWrite, WideRows,
 };
 
 /// What a store is asked to do.
@@ -46,17 +43,13 @@ pub fn failure(doing: &'static str) -> Error {
     }
 }
 
-impl PageStore for Limited {
-    fn layout(&self) -> PageLayout {
-        self.inner.layout()
+impl HostStore for Limited {
+    fn pages(&self) -> &HostPages {
+        &self.inner
     }
 
-    fn num_pages(&self) -> usize {
-        self.inner.num_pages()
-    }
-
-    fn layers(&self) -> usize {
-        self.inner.layers()
+    fn pages_mut(&mut self) -> &mut HostPages {
+        &mut self.inner
     }
 
     fn append(
@@ -76,16 +69,6 @@ impl PageStore for Limited {
         }
     }
 
-    fn read_pages(
-        &self,
-        access: &CacheAccess,
-        layer: usize,
-        pages: &[u32],
-        out: &mut [u8],
-    ) -> Result<(), Error> {
-        self.inner.read_pages(access, layer, pages, out)
-    }
-
     fn write_pages(
         &mut self,
         access: &CacheAccess,
@@ -101,9 +84,5 @@ impl PageStore for Limited {
             true => Err(failure("writing pages")),
             false => Ok(()),
         }
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }

@@ -135,7 +135,7 @@ impl CudaBackend {
     }
 
     /// Enqueues the attention of a shard, and leaves the states of its spans, which [`CudaBackend::merge_spans_on`] merges with those of other shards:
-    /// the states of [`CpuBackend::attend_spans`], bit for bit for integer formats. Can be captured.
+    /// the states of [`DecodeAttention::attend_spans`](attn_core::DecodeAttention::attend_spans) on the CPU, bit for bit for integer formats. Can be captured.
     ///
     /// `out`, `lse`, `sinks` and `workspace` of `args` are not used.
     ///
@@ -146,8 +146,6 @@ impl CudaBackend {
     ///
     /// # Errors
     /// [`Error::Parameter`] for a plan that [`CudaBackend::prepare_spans`] has not made; those of [`CudaBackend::decode_on`].
-    ///
-    /// [`CpuBackend::attend_spans`]: https://docs.rs/attn-cpu
     pub unsafe fn attend_spans_on(
         &self,
         plan: &NativePlan,

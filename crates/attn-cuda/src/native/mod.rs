@@ -317,7 +317,7 @@ pub(crate) unsafe fn launch_decode(
 ///
 /// # Safety
 /// As [`launch_decode`]; with `spans` [`CudaBackend::attend_spans_on`].
-unsafe fn launch_decode_as(
+pub(crate) unsafe fn launch_decode_as(
     device: &Device,
     plan: &NativePlan,
     stream: sys::CUstream,

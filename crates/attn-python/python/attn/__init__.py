@@ -23,6 +23,7 @@ from ._errors import (
     UnsupportedError,
 )
 from ._quantize import dequantize, quantize
+from ._spans import merge_spans
 
 __version__ = _attn.version()
 
@@ -42,6 +43,7 @@ __all__ = [
     "UnsupportedError",
     "dequantize",
     "devices",
+    "merge_spans",
     "quantize",
 ]
 

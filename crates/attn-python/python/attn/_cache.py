@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, List, Optional, Sequence, Tuple, Union
 
 from . import _attn
 from ._arrays import Rows, _numpy
 from ._errors import ParameterError, ShapeError
 from ._options import Modifiers, count, numbers
+from ._spans import spans_of
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class _StepOptions:
     q_lens: List[int]
     layer: int
     modifiers: Modifiers
+    tokens_after: List[int] = field(default_factory=list)
 
 
 class Cache:
@@ -359,6 +361,65 @@ class Cache:
             stream,
         )
         return out if lse is None else (out, lse)
+
+    def attend_spans(
+        self,
+        q: Any,
+        *,
+        layer: Optional[int] = None,
+        sequences: Union[None, int, Sequence[int]] = None,
+        q_lens: Optional[Sequence[int]] = None,
+        tokens_after: Optional[Sequence[int]] = None,
+        spans: Optional[int] = None,
+        scale: Optional[float] = None,
+        causal: bool = True,
+        softcap: Optional[float] = None,
+        window_left: Optional[int] = None,
+        alibi_slopes: Optional[Sequence[float]] = None,
+    ) -> Tuple[Any, Any]:
+        """Attends over shards: the cache has a run of each sequence's tokens, and other caches, on any devices, have the rest. A shard begins at a multiple
+        of 1024 tokens of its sequence, a span, and ends at one but where the sequence ends. `attn.merge_spans` makes the bits of one device of what all
+        shards leave, where the format is an integer one. On the CPU and on CUDA devices.
+
+        Args:
+            tokens_after: tokens of each sequence that follow in other shards; queries are the last tokens of all. None follow if not given.
+            spans: states to return, at least those that the longest sequence's tokens here have, such as the number that the longest shard of all
+                has; as many as needed if not given.
+            q, and others: as for `attend`. Sinks belong to `attn.merge_spans`.
+
+        Returns:
+            float32 `[spans, query tokens, heads, 2]`, maxima, which are -inf where a query sees no token of a span, and sums; and `[spans, query tokens,
+            heads, dim]`; of q's library.
+
+        Raises:
+            Those of `attend`; ParameterError for a shard that ends inside a span though tokens follow.
+        """
+        rows = Rows("q", q)
+        sequences, q_lens = self._batch("q", rows, sequences, q_lens)
+        after = [] if tokens_after is None else [count("tokens_after", n) for n in tokens_after]
+        if after and len(after) != len(sequences):
+            raise ShapeError(f"tokens_after has {len(after)} counts for {len(sequences)} sequences")
+        options = _StepOptions(
+            sequences=sequences,
+            q_lens=q_lens,
+            layer=self._layer(layer),
+            modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, None),
+            tokens_after=after,
+        )
+        lens = self.lens
+        if spans is None:
+            spans = spans_of(max((lens[s] for s in sequences if s < len(lens)), default=0))
+        shape = (count("spans", spans, 1), sum(q_lens), *rows.shape[-2:])
+        stream = rows.stream()
+        max_sums, o = rows.empty((*shape[:-1], 2), single=True), rows.empty(shape, single=True)
+        self._cache.attend_spans(
+            rows.contiguous().flat("q", 3).with_rows_together().capsule(stream),
+            Rows("max_sums", max_sums, writable=True).capsule(stream),
+            Rows("o", o, writable=True).capsule(stream),
+            options,
+            stream,
+        )
+        return max_sums, o
 
     def fork(self, source: int, target: int) -> None:
         """Makes `target`, an empty sequence, share the tokens of `source`. What is appended to either then is its own."""

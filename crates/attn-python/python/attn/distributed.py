@@ -3,37 +3,28 @@
     from attn.distributed import ContextParallelCache
     cache = ContextParallelCache("int8", heads=8, dim=128, max_tokens=1 << 20)    # on every rank of the group
     cache.append(k, v)          # all ranks pass the rows of all new tokens; each keeps those of its own
-    out = cache.attend(q)       # the same result on every rank
+    out = cache.attend(q)       # the same result on every rank: the bits of one device
 
-A rank attends over its own tokens, the ranks exchange their results and log-sum-exps in one collective, and each merges them in the order of the
-tokens. With NCCL on GPUs, with gloo on CPUs.
+A rank attends over its own tokens and leaves a state for each span of 1024 of them; the ranks exchange these in one collective, and merge them in the
+order of the tokens, as a single device merges its own. With NCCL on GPUs, with gloo on CPUs.
 
-An engine with pages of its own attends its shard by `attn.torch.Plan.attend`, and merges by `merge_over`, which CUDA graphs can capture.
+An engine with pages of its own attends its shard by `attn.torch.Plan.attend_spans`, and merges by `merge_spans_over`, which CUDA graphs can capture.
 """
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as dist
 
 from ._cache import Cache
 from ._errors import CacheFullError, NumberError, ParameterError, SequenceError, ShapeError, UnsupportedError
-from ._options import count
-from .torch import merge
+from ._options import count, numbers
+from ._spans import SPAN, spans_of, tokens_of_rank
+from .torch import merge_spans
 
-__all__ = ["SPAN", "ContextParallelCache", "gathered", "merge_over", "tokens_of_rank"]
-
-SPAN = 1024
-"""Tokens of a span, which the arithmetic merges as a whole: shards begin at multiples of it."""
-
-
-def tokens_of_rank(tokens: int, ranks: int) -> int:
-    """Tokens of each rank but the last, where a context of so many is shared evenly: whole spans."""
-    count("tokens", tokens)
-    count("ranks", ranks, 1)
-    return -(-tokens // (SPAN * ranks)) * SPAN
+__all__ = ["SPAN", "ContextParallelCache", "exchanged", "gathered", "merge_spans_over", "tokens_of_rank"]
 
 
 def gathered(parts: Sequence[torch.Tensor], group: Any = None) -> List[torch.Tensor]:
@@ -48,34 +39,55 @@ def gathered(parts: Sequence[torch.Tensor], group: Any = None) -> List[torch.Ten
     return [row.reshape(ranks, *part.shape) for row, part in zip(rows, parts)]
 
 
-def merge_over(out: torch.Tensor, lse: torch.Tensor, group: Any = None, *, heads: Optional[slice] = None) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Merges the ranks' results over disjoint tokens of the same queries: `attn.torch.merge` of what all ranks have.
+def exchanged(parts: Sequence[torch.Tensor], group: Any = None) -> List[torch.Tensor]:
+    """What all ranks have of this rank's heads, by one collective: each of these float32 tensors `[…, heads, n]`, which have the same shape on every rank,
+    with the ranks in their order as a new first dim, and of the heads the rank's equal share, in their order.
+    """
+    ranks = dist.get_world_size(group)
+    for part in parts:
+        if part.dim() < 2 or part.shape[-2] % ranks:
+            raise ShapeError(f"a tensor has the shape {list(part.shape)}; needed: [..., heads, n], with heads for {ranks} ranks")
+    shared = [part.unflatten(-2, (ranks, -1)).movedim(-3, 0) for part in parts]
+    own = torch.cat([part.reshape(ranks, -1) for part in shared], 1)
+    everyone = torch.empty_like(own)
+    dist.all_to_all_single(everyone, own, group=group)
+    rows = everyone.split([part[0].numel() for part in shared], 1)
+    return [row.reshape(part.shape) for row, part in zip(rows, shared)]
+
+
+def merge_spans_over(
+    format: str,
+    max_sums: torch.Tensor,
+    o: torch.Tensor,
+    group: Any = None,
+    *,
+    kv_heads: int,
+    own_heads: bool = False,
+    dtype: Optional[torch.dtype] = None,
+    sinks: Optional[torch.Tensor] = None,
+    v_scales: Optional[torch.Tensor] = None,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Merges the states that the ranks have left of their shards: `attn.torch.merge_spans` of what all ranks have.
 
     Args:
-        out: this rank's results, `[query tokens, heads, dim]`; they travel in float32.
-        lse: their log-sum-exps, float32 `[query tokens, heads]`; -inf where this rank has no token that the query sees. Sinks belong to one rank.
+        max_sums, o: this rank's states, `[spans, query tokens, heads, 2]` and `[spans, query tokens, heads, dim]`; as many spans on every rank, which
+            the spans of the longest shard are: those that a shard does not have see no token.
         group: the ranks, in the order of their tokens; torch's default group if not given.
-        heads: which heads this rank wants merged, such as those that its part of the output projection takes; all if not given.
+        kv_heads: KV heads of all heads.
+        own_heads: each rank merges its equal share of the heads, such as those that its part of the output projection takes, and receives no others.
+        format, dtype, sinks, v_scales: as for `attn.torch.merge_spans`; those of all heads.
 
     Returns:
-        The merged results, of `out`'s type, and their log-sum-exps. The same inputs give the same bits, on every rank; they are not those of one device.
+        The results and log-sum-exps of all heads, or of the rank's own: for integer formats the bits of one device over all tokens.
     """
-    if out.dim() != 3 or lse.shape != out.shape[:2]:
-        raise ShapeError(f"out has the shape {list(out.shape)}, and lse {list(lse.shape)}; needed: [query tokens, heads, dim] and its first two dims")
-    outs, lses = gathered((out.float(), lse.float()), group)
-    if heads is not None:
-        outs, lses = outs[:, :, heads].contiguous(), lses[:, :, heads].contiguous()
-    merged, merged_lse = merge(outs, lses)
-    return merged.to(out.dtype), merged_lse
-
-
-class _Queries(NamedTuple):
-    """Query tokens that a rank attends in one call: their rows among all, the sequences, how many of each."""
-
-    rows: List[int]
-    sequences: List[int]
-    q_lens: List[int]
-    causal: bool
+    if own_heads:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        if kv_heads % ranks:
+            raise ShapeError(f"kv_heads is {kv_heads}; needed: as many for each of {ranks} ranks, for own_heads=True")
+        kv_heads //= ranks
+        sinks, v_scales = (None if x is None else x.chunk(ranks)[rank] for x in (sinks, v_scales))
+    max_sums, o = (x.flatten(0, 1) for x in (exchanged if own_heads else gathered)((max_sums, o), group))
+    return merge_spans(format, max_sums, o, kv_heads=kv_heads, dtype=dtype, sinks=sinks, v_scales=v_scales)
 
 
 class ContextParallelCache:
@@ -84,8 +96,7 @@ class ContextParallelCache:
     Every rank makes one with the same arguments, and makes the same calls in the same order.
 
     Args:
-        format, heads, dim, sequences, device, and others: as for `attn.Cache`. Formats with a window (`"int4"`, `"int8/int4"`) keep the newest tokens of
-            each shard finer than one device would.
+        format, heads, dim, sequences, device, and others: as for `attn.Cache`.
         max_tokens: tokens that each sequence has room for, on all ranks together.
         share: positions of a rank, a multiple of 1024; max_tokens shared evenly if not given. A smaller one balances contexts that stay shorter; the
             last rank then has the room for the rest.
@@ -107,24 +118,19 @@ class ContextParallelCache:
         self.share = tokens_of_rank(max_tokens, self.ranks) if share is None else count("share", share)
         if self.share % SPAN:
             raise ParameterError(f"share is {share}; allowed: multiples of {SPAN}, a span of the arithmetic")
-        first = self.rank * self.share
-        own = max(0, max_tokens - first)
         self._room, self._lens = max_tokens, [0] * count("sequences", sequences)
-        self.cache = Cache(format, heads=heads, dim=dim, sequences=sequences, max_tokens=own if self._is_last else min(own, self.share), **options)
-
-    @property
-    def _is_last(self) -> bool:
-        return self.rank == self.ranks - 1
+        self.cache = Cache(format, heads=heads, dim=dim, sequences=sequences, max_tokens=self._of_rank(max_tokens), **options)
 
     @property
     def lens(self) -> List[int]:
         """Tokens of each sequence, on all ranks together."""
         return list(self._lens)
 
-    def _of_rank(self, tokens: int) -> int:
-        """How many of a sequence's first tokens this rank has."""
-        own = max(0, tokens - self.rank * self.share)
-        return own if self._is_last else min(own, self.share)
+    def _of_rank(self, tokens: int, rank: Optional[int] = None) -> int:
+        """How many of a sequence's first tokens a rank has: this one, if none is given."""
+        rank = self.rank if rank is None else rank
+        own = max(0, tokens - rank * self.share)
+        return own if rank == self.ranks - 1 else min(own, self.share)
 
     def _batch(self, what: str, rows: torch.Tensor, sequences: Any, counts: Any) -> Tuple[List[int], List[int]]:
         if not isinstance(rows, torch.Tensor) or rows.dim() != 3:
@@ -184,57 +190,51 @@ class ContextParallelCache:
         sequences: Union[None, int, Sequence[int]] = None,
         q_lens: Optional[Sequence[int]] = None,
         scale: Optional[float] = None,
+        causal: bool = True,
         softcap: Optional[float] = None,
-        sinks: Any = None,
+        window_left: Optional[int] = None,
+        alibi_slopes: Optional[Sequence[float]] = None,
+        sinks: Optional[Sequence[float]] = None,
         return_lse: bool = False,
     ) -> Any:
-        """Attends over the tokens of all ranks, causally, as `attn.Cache.attend` does: every rank passes the same queries, and gets the same results.
+        """Attends over the tokens of all ranks, as `attn.Cache.attend` does: every rank passes the same queries, and gets the same results.
+
+        Every rank receives the states of all spans, `4 (dim + 2)` bytes for each span, query token and head: pass long prompts in pieces.
 
         Args:
-            q: `[query tokens, heads, dim]`, sequence after sequence.
+            q: `[query tokens, heads, dim]`, sequence after sequence; others as for `attn.Cache.attend`.
 
         Returns:
-            The results, of q's shape and type; with `return_lse` also the log-sum-exps. Their bits depend on the shards alone: not on the batch, and
-            not on how many of the tokens are queries. They are not those of one device.
+            The results, of q's shape and type; with `return_lse` also the log-sum-exps. Of integer formats they have the bits of one device over all
+            tokens, whatever the shards; of others they do on CPUs.
         """
         sequences, q_lens = self._batch("q", q, sequences, q_lens)
-        # Results travel and are merged in 32 bits, and are rounded once.
-        wide = q.float()
-        out = torch.zeros_like(wide, memory_format=torch.contiguous_format)
-        lse = torch.full(wide.shape[:2], float("-inf"), device=q.device)
-        for part in self._parts(sequences, q_lens):
-            options = dict(scale=scale, softcap=softcap, causal=part.causal, sinks=sinks if self.rank == 0 else None)
-            if part.rows == list(range(q.shape[0])):
-                out, lse = self.cache.attend(wide, sequences=part.sequences, q_lens=part.q_lens, return_lse=True, **options)
-                continue
-            rows = torch.tensor(part.rows, device=q.device)
-            out[rows], lse[rows] = self.cache.attend(wide[rows], sequences=part.sequences, q_lens=part.q_lens, return_lse=True, **options)
-        out, lse = merge_over(out, lse, self._group)
-        out = out.to(q.dtype)
+        lens = [self._lens[sequence] for sequence in sequences]
+        states = self.cache.attend_spans(
+            q,
+            sequences=sequences,
+            q_lens=q_lens,
+            # A rank whose tokens are still to come sees nothing.
+            tokens_after=[max(0, n - self.rank * self.share - self._of_rank(n)) for n in lens],
+            spans=self._spans(max(lens, default=0)),
+            scale=scale,
+            causal=causal,
+            softcap=softcap,
+            window_left=window_left,
+            alibi_slopes=alibi_slopes,
+        )
+        sinks, v_scales = (
+            None if x is None else torch.tensor(x, dtype=torch.float32, device=q.device)
+            for x in (numbers("sinks", sinks), self.cache._options.v_scales)
+        )
+        out, lse = merge_spans_over(
+            self.cache.format, *states, self._group, kv_heads=self.cache.heads, dtype=q.dtype, sinks=sinks, v_scales=v_scales
+        )
         return (out, lse) if return_lse else out
 
-    def _parts(self, sequences: List[int], q_lens: List[int]) -> List[_Queries]:
-        """The queries that see tokens of this rank: those at its own positions, the last of which stands at its last token, and those behind them."""
-        inside, behind = _Queries([], [], [], True), _Queries([], [], [], False)
-        start = 0
-        for sequence, n in zip(sequences, q_lens):
-            length = self._lens[sequence]
-            own = self._of_rank(length)
-            end = self.rank * self.share + own
-            # Queries stand at positions length - n to length - 1.
-            before = min(n, max(0, self.rank * self.share - (length - n)))
-            at_end = min(n, max(0, end - (length - n)))
-            groups = [(inside, before, at_end), (behind, at_end, n)] if own else []
-            if own and n - at_end == 1 and at_end == before:
-                # One query behind all tokens is what it would be at the last.
-                groups = [(inside, at_end, n)]
-            for group, first, last in groups:
-                if last > first:
-                    group.rows.extend(range(start + first, start + last))
-                    group.sequences.append(sequence)
-                    group.q_lens.append(last - first)
-            start += n
-        return [group for group in (inside, behind) if group.rows]
+    def _spans(self, tokens: int) -> int:
+        """Spans of the longest shard of a sequence."""
+        return spans_of(max(self._of_rank(tokens, rank) for rank in (0, self.ranks - 1)))
 
     def truncate(self, sequence: int, tokens: int) -> None:
         """Keeps a sequence's first `tokens`, as `attn.Cache.truncate` does."""

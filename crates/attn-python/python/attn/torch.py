@@ -37,6 +37,7 @@ import torch
 from . import _attn
 from ._errors import ParameterError, ShapeError, UnsupportedError
 from ._options import Modifiers, count, numbers
+from ._spans import merge_spans as _merge_on_host
 
 __all__ = ["Plan", "Rotary", "append_slots", "append_slots_rotary", "attend", "attend_rows", "copy_pages", "merge", "merge_spans", "step"]
 
@@ -482,32 +483,39 @@ def merge_spans(
     sinks: Optional[torch.Tensor] = None,
     v_scales: Optional[torch.Tensor] = None,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Merges what shards have left (`Plan.attend_spans`), in the order of their tokens, and finishes: for integer formats the bits of one GPU over all
-    tokens. One launch, which a graph can capture once it has run outside.
+    """Merges what shards have left (`Plan.attend_spans`, `attn.Cache.attend_spans`), in the order of their tokens, and finishes: for integer formats the
+    bits of one device over all tokens. On a GPU one launch, which a graph can capture once it has run outside; tensors of the CPU are merged there.
 
     Args:
         format: that of the cache.
         max_sums, o: float32 `[states, query tokens, heads, 2]` and `[states, query tokens, heads, dim]`, contiguous: shard after shard. Heads may be
             merged apart, each with the sinks and scales of its own.
         kv_heads: KV heads of these heads.
-        dtype: that of the results; float32 if not given.
-        sinks: float32 `[heads]` on the GPU.
-        v_scales: float32 `[kv_heads]` on the GPU, for `"fp8"` and `"int8-tensor"`.
+        dtype: that of the results, which are rounded once; float32 if not given.
+        sinks: float32 `[heads]`, on the same device.
+        v_scales: float32 `[kv_heads]` on the same device, for `"fp8"` and `"int8-tensor"` alone; ones if not given.
 
     Returns:
         The results `[query tokens, heads, dim]`, and float32 log-sum-exps `[query tokens, heads]`.
     """
-    if not (o.is_cuda and hasattr(_attn, "NativeMergeSpans")):
-        raise UnsupportedError("merge_spans takes CUDA tensors, in a build of attn with the feature \"cuda\"")
+    if not o.is_cuda:
+        out, lse = _merge_on_host(format, max_sums, o, kv_heads=kv_heads, sinks=sinks, v_scales=v_scales)
+        return out.to(dtype or torch.float32), lse
+    if not hasattr(_attn, "NativeMergeSpans"):
+        raise UnsupportedError('this build of attn has no feature "cuda"; copy the states to the CPU')
     if o.dim() != 4 or max_sums.shape != (*o.shape[:3], 2):
         raise ShapeError(f"o has the shape {list(o.shape)}, and max_sums {list(max_sums.shape)}; needed: [states, query tokens, heads, dim] and [..., 2]")
-    key = (o.device.index, str(format), o.shape[3])
+    kv_heads, key = count("kv_heads", kv_heads, 1), (o.device.index, str(format), o.shape[3])
     with torch.cuda.device(o.device):
         if key not in _MERGES:
             _MERGES[key] = _attn.NativeMergeSpans(str(format), o.shape[3], f"cuda:{o.device.index}")
+        if v_scales is not None and not _MERGES[key].has_scale:
+            raise ParameterError(f"v_scales are given, but {format} has none")
+        if v_scales is None and _MERGES[key].has_scale:
+            v_scales = torch.ones(kv_heads, dtype=torch.float32, device=o.device)
         out = torch.empty(o.shape[1:], dtype=dtype or torch.float32, device=o.device)
         lse = torch.empty(o.shape[1:3], dtype=torch.float32, device=o.device)
-        arrays = _Spans(*map(_capsule, (max_sums, o, out, lse, sinks, v_scales)), kv_heads=count("kv_heads", kv_heads, 1))
+        arrays = _Spans(*map(_capsule, (max_sums, o, out, lse, sinks, v_scales)), kv_heads=kv_heads)
         _MERGES[key].merge(arrays, torch.cuda.current_stream().cuda_stream)
     return out, lse
 

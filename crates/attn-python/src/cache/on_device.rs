@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use attn::{
     BackendId,
     backends::cuda::{
-        NewTokens, QueryRows,
+        NewTokens, QueryRows, SpanRows,
         native::{DeviceAddress, Dtype as CudaDtype, Stream},
     },
 };
@@ -193,6 +193,44 @@ impl Cache {
             let stream = Stream::from_raw(stream as *mut c_void);
             // SAFETY: as for appends; outputs have the queries' shape, which the problem has been made of, and are the caller's to write.
             unsafe { steps.attend(&chosen, &attended.problem, &rows, stream) }
+        })
+        .map_err(errors::of)
+    }
+
+    pub(super) fn attend_spans_on_device(
+        &self,
+        py: Python<'_>,
+        q: &Array<'_>,
+        states: &States<'_>,
+        attended: &Attended,
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        let arrays = [&states.max_sums, &states.o];
+        for array in [q].into_iter().chain(arrays) {
+            self.check_on_device(array, 0)?;
+        }
+        if let Some(array) = arrays.into_iter().find(|array| array.dtype != Dtype::F32) {
+            return Err(errors::shape(format!(
+                "{} is not of type float32",
+                array.what
+            )));
+        }
+        let rows = SpanRows {
+            q: DeviceAddress::new(q.address()),
+            dtype: dtype(q)?,
+            spans: states.o.shape[0],
+            max_sums: DeviceAddress::new(states.max_sums.address()),
+            o: DeviceAddress::new(states.o.address()),
+        };
+        let stream = stream.unwrap_or(0) as usize;
+        py.detach(|| {
+            let mut inner = self.lock();
+            let (steps, cache) = inner.device_steps(&self.device)?;
+            let layer = cache.layer(attended.layer)?;
+            let chosen = layer.sequences(&attended.sequences)?;
+            let stream = Stream::from_raw(stream as *mut c_void);
+            // SAFETY: as for appends; the states' arrays have been compared with the queries' shape, and are the caller's to write.
+            unsafe { steps.attend_spans(&chosen, &attended.problem, &rows, stream) }
         })
         .map_err(errors::of)
     }

@@ -1,0 +1,223 @@
+//! Where the tokens of a plan's sequences lie: arrays compared with the plan, as launches take them.
+
+use attn::{
+    Int8Scale, Scheme, Window,
+    backends::cuda::native::{DeviceAddress, DeviceKv, DeviceRows, Pages},
+};
+use pyo3::{prelude::*, types::PyCapsule};
+
+use super::Plan;
+use crate::{
+    arrays::{PageArrays, RowArrays},
+    dlpack::{Array, Dtype},
+    errors,
+};
+
+/// K and V of an attention: where they lie, the lengths, the static scales.
+pub(super) struct Kv {
+    pub kv: DeviceKv,
+    pub kv_lens: DeviceAddress,
+    pub scales: [DeviceAddress; 2],
+}
+
+/// Sequences in the library's own pages.
+#[derive(Clone, Copy)]
+pub(super) struct Paged {
+    pub pool: Pages,
+    pub page_table: DeviceAddress,
+    pub page_table_stride: usize,
+    /// Null without a window, as are the slots 0.
+    pub residual_pages: DeviceAddress,
+    pub residual_slots: usize,
+    pub kv_lens: DeviceAddress,
+    pub scales: [DeviceAddress; 2],
+}
+
+impl From<Paged> for Kv {
+    fn from(of: Paged) -> Self {
+        Kv {
+            kv: DeviceKv::Paged {
+                pool: of.pool,
+                page_table: of.page_table,
+                page_table_stride: of.page_table_stride,
+                residual_pages: of.residual_pages,
+                residual_slots: of.residual_slots,
+            },
+            kv_lens: of.kv_lens,
+            scales: of.scales,
+        }
+    }
+}
+
+impl Plan {
+    /// The pool: whole pages side by side, or pages along its first dim that lie apart.
+    pub(super) fn pool(&self, capsule: &Bound<'_, PyCapsule>) -> PyResult<Pages> {
+        let array = Array::new("pool", capsule)?;
+        let page = self.layout.page_bytes();
+        let of_first = array.shape.iter().skip(1).product::<usize>();
+        let lie_apart = array.shape.len() > 1 && of_first == page;
+        let memory = self
+            .gpu
+            .memory(&array, &[Dtype::U8], usize::from(lie_apart))?;
+        if !memory.bytes.is_multiple_of(page) || !array.address().is_multiple_of(256) {
+            return Err(errors::shape(format!(
+                "pool has {} bytes at {:#x}; needed: whole pages of {page} bytes, from a multiple of 256 on",
+                memory.bytes,
+                array.address()
+            )));
+        }
+        let num_pages = memory.bytes / page;
+        let mut pages = Pages::new(memory.address, &self.layout, num_pages);
+        if lie_apart && num_pages > 1 {
+            pages.stride = usize::try_from(array.strides[0]).unwrap_or(0);
+        }
+        Ok(pages)
+    }
+
+    /// The static scales of K and V.
+    pub(super) fn scales(
+        &self,
+        [k, v]: [&Option<Bound<'_, PyCapsule>>; 2],
+    ) -> PyResult<[DeviceAddress; 2]> {
+        let needed = |has: bool| {
+            let heads = if has { self.layout.num_kv_heads() } else { 0 };
+            (Dtype::F32, 4 * heads)
+        };
+        let format = self.layout.format();
+        Ok([
+            self.gpu
+                .list("k_scales", k.as_ref(), needed(format.k.has_tensor_scale()))?,
+            self.gpu
+                .list("v_scales", v.as_ref(), needed(format.v.has_tensor_scale()))?,
+        ])
+    }
+
+    /// The table of pages or of residual pages: its address, and entries per sequence.
+    fn table(
+        &self,
+        what: &'static str,
+        capsule: &Bound<'_, PyCapsule>,
+    ) -> PyResult<(DeviceAddress, usize)> {
+        let array = Array::new(what, capsule)?;
+        array.check_rank(2, "[sequences, pages]")?;
+        let memory = self.gpu.memory(&array, &[Dtype::I32], 1)?;
+        if array.shape[0] < self.problem.batch() {
+            return Err(errors::shape(format!(
+                "{what} has {} rows, but the plan has {} sequences",
+                array.shape[0],
+                self.problem.batch()
+            )));
+        }
+        let stride = usize::try_from(array.strides[0]).unwrap_or(0);
+        Ok((memory.address, stride.max(array.shape[1])))
+    }
+
+    fn kv_lens(&self, kv_lens: &Bound<'_, PyCapsule>) -> PyResult<DeviceAddress> {
+        let bytes = 4 * self.problem.batch();
+        self.gpu.list("kv_lens", Some(kv_lens), (Dtype::I32, bytes))
+    }
+
+    /// The table of an attention: its address, and entries per sequence, which reach the longest length.
+    fn full_table(&self, capsule: &Bound<'_, PyCapsule>) -> PyResult<(DeviceAddress, usize)> {
+        let (table, stride) = self.table("page_table", capsule)?;
+        if stride.saturating_mul(self.layout.page_size()) < self.plan.max_kv_len() {
+            return Err(errors::shape(format!(
+                "page_table has {stride} pages per sequence, but the plan's longest length, {}, needs more",
+                self.plan.max_kv_len()
+            )));
+        }
+        Ok((table, stride))
+    }
+
+    /// Residual pages and their slots per sequence; null for formats without a window.
+    fn residuals(&self, pages: &PageArrays<'_>) -> PyResult<(DeviceAddress, usize)> {
+        if self.layout.format().window() == Window::None {
+            return Ok((DeviceAddress::NULL, 0));
+        }
+        let capsule = pages.residual_pages.as_ref();
+        let missing = || {
+            errors::shape(format!(
+                "residual_pages is missing; {} keeps residuals of the newest tokens",
+                self.layout.format()
+            ))
+        };
+        self.table("residual_pages", capsule.ok_or_else(missing)?)
+    }
+
+    /// The sequences of an attention or an export in the library's pages; refuses a plan for another engine's.
+    pub(super) fn paged(&self, pages: &PageArrays<'_>) -> PyResult<Paged> {
+        self.append()?;
+        let (page_table, page_table_stride) = self.full_table(&pages.page_table)?;
+        let (residual_pages, residual_slots) = self.residuals(pages)?;
+        Ok(Paged {
+            pool: self.pool(&pages.pool)?,
+            page_table,
+            page_table_stride,
+            residual_pages,
+            residual_slots,
+            kv_lens: self.kv_lens(&pages.kv_lens)?,
+            scales: self.scales([&pages.k_scales, &pages.v_scales])?,
+        })
+    }
+
+    /// Rows of K or V in pages: their address, strides in bytes, number of pages.
+    fn paged_rows(
+        &self,
+        (what, scheme): (&'static str, Scheme),
+        capsule: &Bound<'_, PyCapsule>,
+    ) -> PyResult<(DeviceAddress, [usize; 3], usize)> {
+        let dtype = match scheme {
+            Scheme::F16 => Dtype::F16,
+            Scheme::Bf16 => Dtype::Bf16,
+            Scheme::Fp8E4m3 | Scheme::Int8(Int8Scale::Tensor) => Dtype::U8,
+            _ => {
+                return Err(errors::parameter(format!(
+                    "format is {scheme}; another engine's pages are bf16, f16, fp8 or int8-tensor"
+                )));
+            }
+        };
+        let array = Array::new(what, capsule)?;
+        let (tokens, heads) = (self.layout.page_size(), self.layout.num_kv_heads());
+        let row = [tokens, heads, self.layout.head_dim()];
+        let shape = format!("[pages, {}, {}, {}]", row[0], row[1], row[2]);
+        array.check_rank(4, &shape)?;
+        if array.shape[1..] != row {
+            return Err(errors::shape(format!(
+                "{what} has the shape {:?}; needed: {shape}",
+                array.shape
+            )));
+        }
+        let memory = self.gpu.memory(&array, &[dtype], 3)?;
+        let bytes = |stride: i64| usize::try_from(stride).unwrap_or(0) * dtype.bytes();
+        let [page, token, head] = [0, 1, 2].map(|i| bytes(array.strides[i]));
+        Ok((memory.address, [page, head, token], array.shape[0]))
+    }
+
+    /// The sequences of an attention in another engine's pages.
+    pub(super) fn kv_of_rows(&self, rows: &RowArrays<'_>) -> PyResult<Kv> {
+        let format = self.layout.format();
+        let (k, k_strides, num_pages) = self.paged_rows(("k_cache", format.k), &rows.k_cache)?;
+        let (v, v_strides, v_pages) = self.paged_rows(("v_cache", format.v), &rows.v_cache)?;
+        if num_pages != v_pages {
+            return Err(errors::shape(format!(
+                "k_cache has {num_pages} pages, and v_cache {v_pages}; pass as many of both"
+            )));
+        }
+        let (page_table, page_table_stride) = self.full_table(&rows.page_table)?;
+        Ok(Kv {
+            kv: DeviceKv::PagedRows {
+                rows: DeviceRows {
+                    k: [k, DeviceAddress::NULL],
+                    v: [v, DeviceAddress::NULL],
+                    code_strides: [k_strides, v_strides],
+                    scale_strides: [[0; 3]; 2],
+                },
+                num_pages,
+                page_table,
+                page_table_stride,
+            },
+            kv_lens: self.kv_lens(&rows.kv_lens)?,
+            scales: self.scales([&rows.k_scales, &rows.v_scales])?,
+        })
+    }
+}
