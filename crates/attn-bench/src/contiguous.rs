@@ -2,7 +2,7 @@
 
 use attn_core::{Error, KvFormat, KvView, Problem, Scheme, StridedRows};
 
-use crate::workload::{CacheLayout, Workload};
+use crate::{CacheLayout, Workload};
 
 /// f16 for about 0.016.
 const SCALE: u16 = 0x2400;

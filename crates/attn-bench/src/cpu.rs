@@ -12,10 +12,7 @@ pub use attn_cpu::MOST_THREADS;
 use attn_cpu::{CpuBackend, Options};
 use rayon::prelude::*;
 
-use crate::{
-    ContiguousCache,
-    workload::{CacheLayout, Measured, Operation, Timer, Timing, Workload, noise},
-};
+use crate::{CacheLayout, ContiguousCache, Measured, Operation, Timer, Timing, Workload, noise};
 
 /// A workload with a filled cache, ready to be attended to on a backend in host memory.
 pub struct Prepared {
@@ -410,7 +407,7 @@ mod tests {
     use attn_core::{CacheConfig, DeviceInfo, KvFormat, Problem, Unsupported};
 
     use super::*;
-    use crate::workload::workloads;
+    use crate::workloads;
 
     #[derive(Debug, Clone, Copy, PartialEq)]
     enum Event {

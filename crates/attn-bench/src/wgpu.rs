@@ -4,6 +4,8 @@
 //! `attn bench --backend wgpu` uses [`WgpuTimer`]. The clock is the GPU's
 //! where the adapter has timestamp queries, else the host's around a submission.
 
+mod products;
+
 use std::time::{Duration, Instant};
 
 use attn_core::{Append, CacheConfig, DecodeAttention, Error, Heads, KvCache};
@@ -11,12 +13,10 @@ use attn_wgpu::{
     DevicePages, DeviceRows, DeviceView, Prepared, WgpuBackend, WgpuError,
     internals::{BACKEND, device, read_kernel},
 };
+use products::Products;
 use wgpu::BufferUsages as Usage;
 
-use crate::{
-    ContiguousCache,
-    workload::{CacheLayout, Measured, Operation, Timer, Timing, Workload, noise},
-};
+use crate::{CacheLayout, ContiguousCache, Measured, Operation, Timer, Timing, Workload, noise};
 
 /// What steps rotate over, at least: several times any cache.
 const ROTATED: usize = 256 << 20;
@@ -29,6 +29,8 @@ const WARM_UP: Duration = Duration::from_millis(200);
 const MOST_WARM_UPS: usize = 15;
 /// Timed runs at most: two timestamps each.
 const MOST_RUNS: usize = 1000;
+/// Pieces of products behind each workload.
+const PEAK_PIECES: usize = 10;
 /// Copies for an append alone, which touches a small part of each.
 const APPEND_COPIES: usize = 8;
 /// Appends for which a cache has room.
@@ -42,6 +44,9 @@ pub struct WgpuTimer {
     read: wgpu::ComputePipeline,
     sums: wgpu::Buffer,
     stamps: Option<Stamps>,
+    products: Products,
+    /// Operations a second of [`Products`], the best so far.
+    peak: f64,
 }
 
 /// Timestamps, two for each run, and their way to the host.
@@ -167,7 +172,41 @@ impl WgpuTimer {
             read: read_kernel(&backend)?,
             sums: buffer(backend.wgpu_device(), 4, Usage::STORAGE),
             stamps: Stamps::new(&backend),
+            products: Products::new(&backend, backend.is_software())?,
+            peak: 0.0,
             backend,
+        })
+    }
+
+    /// Notes the rate of packed products alone where it is the best so far.
+    fn measure_peak(&mut self) -> Result<(), Error> {
+        for _ in 0..PEAK_PIECES {
+            let us = self.once(1, &mut |encoder, _| {
+                self.products.record(encoder);
+                Ok(())
+            })?;
+            self.peak = self.peak.max(self.products.operations() / us * 1e6);
+            self.products.fit(&self.backend, us);
+        }
+        Ok(())
+    }
+
+    /// Work and read of a workload.
+    fn times(&self, workload: &Workload, runs: usize) -> Result<Measured, Error> {
+        if workload.cache != CacheLayout::Pages {
+            return self.views(workload, runs);
+        }
+        let mut caches = self.caches(workload)?;
+        let step = if workload.operation == Operation::Decode {
+            let steps = caches.iter();
+            let steps = steps.map(|cache| self.backend.prepare(&workload.problem, cache));
+            self.decodes(workload, &steps.collect::<Result<Vec<_>, _>>()?, runs)?
+        } else {
+            self.appends(workload, &mut caches, runs)?
+        };
+        Ok(Measured {
+            step,
+            ceiling: self.read(&caches, workload.bytes(), runs)?,
         })
     }
 
@@ -337,7 +376,7 @@ impl WgpuTimer {
         let pages = self.pages(workload)?;
         let copies = match workload.operation {
             Operation::Append => APPEND_COPIES,
-            _ => copies(workload),
+            _ => workload.copies(ROTATED, MOST_COPIES),
         };
         (0..copies).map(|_| self.cache(workload, &pages)).collect()
     }
@@ -394,7 +433,7 @@ impl WgpuTimer {
             });
         }
         let both = [view.k(), view.v()];
-        let copies: Vec<DeviceCopy> = (0..copies(workload))
+        let copies: Vec<DeviceCopy> = (0..workload.copies(ROTATED, MOST_COPIES))
             .map(|_| DeviceCopy {
                 codes: both.map(|rows| self.upload(rows.codes)),
                 scales: both.map(|rows| {
@@ -538,11 +577,6 @@ impl WgpuTimer {
     }
 }
 
-/// Copies of a workload's cache, which steps rotate over.
-fn copies(workload: &Workload) -> usize {
-    ROTATED.div_ceil(workload.bytes()).clamp(1, MOST_COPIES)
-}
-
 /// The buffers that a pool's pages lie in.
 fn pools(cache: &KvCache) -> Vec<&wgpu::Buffer> {
     let pages = cache.store().as_any().downcast_ref::<DevicePages>();
@@ -571,6 +605,10 @@ impl Timer for WgpuTimer {
         15
     }
 
+    fn peak(&self) -> Option<f64> {
+        Some(self.peak)
+    }
+
     fn most_bytes(&self) -> usize {
         if self.backend.is_software() {
             300_000_000
@@ -581,20 +619,9 @@ impl Timer for WgpuTimer {
 
     fn measure(&mut self, workload: &Workload, runs: usize) -> Result<Measured, Error> {
         workload.check_for_caches()?;
-        if workload.cache != CacheLayout::Pages {
-            return self.views(workload, runs);
-        }
-        let mut caches = self.caches(workload)?;
-        let step = if workload.operation == Operation::Decode {
-            let steps = caches.iter();
-            let steps = steps.map(|cache| self.backend.prepare(&workload.problem, cache));
-            self.decodes(workload, &steps.collect::<Result<Vec<_>, _>>()?, runs)?
-        } else {
-            self.appends(workload, &mut caches, runs)?
-        };
-        Ok(Measured {
-            step,
-            ceiling: self.read(&caches, workload.bytes(), runs)?,
-        })
+        let measured = self.times(workload, runs)?;
+        // Behind the work, when clocks have risen.
+        self.measure_peak()?;
+        Ok(measured)
     }
 }

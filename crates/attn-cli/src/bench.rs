@@ -1,8 +1,9 @@
 //! `attn bench`: named workloads on one backend, beside a pure read of as many bytes in the same run.
 //!
-//! Workloads and timers are those of `attn-bench`. `choice.rs` chooses the workloads, `report.rs` prints figures, `plot.rs` draws charts.
+//! Workloads and timers are those of `attn-bench`. `choice.rs` chooses the workloads, `report.rs` prints figures, `recorded.rs` reads earlier ones, `plot.rs` draws charts.
 
 mod choice;
+mod recorded;
 mod report;
 
 use std::{error::Error as _, path::PathBuf, time::Duration};
@@ -12,6 +13,7 @@ use attn::{BackendId, Error, Selection};
 use attn_bench::{Timer, Workload, cpu::CpuTimer};
 use choice::{CustomArgs, chosen, default_names};
 use indicatif::{ProgressBar, ProgressStyle};
+use recorded::recorded;
 use report::{HEADER, bf16_us, line, list, value};
 use serde_json::json;
 
@@ -46,9 +48,16 @@ pub struct BenchArgs {
     /// On the CPU, also what takes gigabytes of memory.
     #[arg(long)]
     large: bool,
-    /// Also draw latency over context and share of the read over cache size into this SVG file.
+    /// Also draw into this SVG file: latency over context, share of the read over cache size, time over query rows, TFLOP/s over prompt length.
     #[arg(long)]
     plot: Option<PathBuf>,
+    /// Draw the figures of this CSV file (columns shape, us, read_us) instead of measuring.
+    #[arg(
+        long,
+        requires = "plot",
+        conflicts_with_all = ["names", "heads", "backend", "threads", "runs", "large"]
+    )]
+    recorded: Option<PathBuf>,
     /// Replace the file of `--plot` if it exists.
     #[arg(long, requires = "plot")]
     force: bool,
@@ -134,6 +143,17 @@ pub fn bench(args: &BenchArgs, console: &mut Console<'_>, backends: &Backends) -
         list(&chosen(names)?, console)?;
         return Ok(true);
     }
+    // Refused before hours of measuring, not after.
+    let input = args.recorded.as_deref();
+    let plot = args.plot.as_deref();
+    let plot = plot.map(|path| Target::new(path, args.force, input));
+    let plot = plot.transpose()?;
+    if let (Some(file), Some(plot)) = (&args.recorded, &plot) {
+        let name = file.file_stem().unwrap_or_default().to_string_lossy();
+        let svg = plot::svg(&[name.into_owned()], &recorded(file)?)?;
+        plot.write(svg.as_bytes())?;
+        return Ok(true);
+    }
     // Whatever can be refused is refused before a device is opened.
     let mut workloads = args.custom.workloads()?;
     if !args.names.is_empty() {
@@ -146,10 +166,6 @@ pub fn bench(args: &BenchArgs, console: &mut Console<'_>, backends: &Backends) -
     if workloads.is_empty() {
         workloads = chosen(&default_names(backend, args.plot.is_some()))?;
     }
-    // Refused before hours of measuring, not after.
-    let plot = args.plot.as_deref();
-    let plot = plot.map(|path| Target::new(path, args.force, None));
-    let plot = plot.transpose()?;
     let mut timers = timers(args, backend)?;
     let devices: Vec<String> = timers.iter().map(|timer| timer.device()).collect();
     let (rows, healthy) = measure_all(&mut timers, &workloads, args, console)?;

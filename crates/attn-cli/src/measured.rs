@@ -17,6 +17,16 @@ pub struct Row {
     pub peak: Option<f64>,
 }
 
+impl Row {
+    /// 10^12 operations of both products a second, where the work takes so many microseconds; of an append none count.
+    pub fn tflop_per_s(&self, us: f64) -> f64 {
+        if self.workload.operation.is_append_alone() {
+            return 0.0;
+        }
+        self.workload.decode_flops() / us / 1e6
+    }
+}
+
 /// The figures that rates are made of, with what they were chosen from.
 pub struct Figures {
     /// All of it.

@@ -1,4 +1,5 @@
-//! `attn bench --plot`: latency over context, and share of the read ceiling over cache size, as one SVG file.
+//! `attn bench --plot`: latency over context, share of the read ceiling over cache size, time over query rows, and rate over prompt length, as one
+//! SVG file.
 
 mod curves;
 #[cfg(feature = "llm")]
@@ -11,7 +12,7 @@ use std::ops::Range;
 
 use anyhow::{Result, anyhow, ensure};
 use attn::KvFormat;
-use curves::{Curve, latency, share};
+use curves::{Curve, latency, prompts, query_rows, share};
 #[cfg(feature = "llm")]
 pub use fidelity::fidelity;
 use plotters::{
@@ -88,7 +89,7 @@ where
         let colour = COLOURS[index % COLOURS.len()].to_rgba();
         let style = colour.stroke_width(2);
         let points = curve.points.iter().copied();
-        match DASHES[curve.device % DASHES.len()] {
+        match DASHES[curve.stroke % DASHES.len()] {
             None => chart.draw_series(LineSeries::new(points, style)).map(drop),
             Some((dash, gap)) => chart
                 .draw_series(DashedLineSeries::new(points, dash, gap, style))
@@ -109,46 +110,105 @@ where
     Ok(())
 }
 
-/// Both charts as the text of an SVG file.
+/// How an axis of figures runs.
+enum Axis {
+    Logarithmic,
+    /// From 0 to this, or beyond the highest point.
+    FromZero(f64),
+}
+
+/// A chart of the plot.
+struct Panel {
+    words: Words<'static>,
+    axis: Axis,
+    curves: Vec<Curve>,
+}
+
+/// All charts; those without curves have nothing to show.
+fn panels(devices: &[String], rows: &[Row]) -> [Panel; 4] {
+    let panel = |[caption, x, y]: [&'static str; 3], axis, curves| Panel {
+        words: Words { caption, x, y },
+        axis,
+        curves,
+    };
+    [
+        panel(
+            ["One decode step of one sequence", "tokens cached", "µs"],
+            Axis::Logarithmic,
+            latency(devices, rows),
+        ),
+        panel(
+            [
+                "Share of a plain read of the same bytes",
+                "MiB of cache",
+                "%",
+            ],
+            Axis::FromZero(105.0),
+            share(devices, rows),
+        ),
+        panel(
+            [
+                "A step of 2^18 tokens and KV heads, ctx 8192",
+                "query rows of a KV head",
+                "µs",
+            ],
+            Axis::Logarithmic,
+            query_rows(devices, rows),
+        ),
+        panel(
+            [
+                "Whole prompts, 16 heads on one KV head",
+                "tokens of a prompt",
+                "TFLOP/s",
+            ],
+            Axis::FromZero(0.0),
+            prompts(devices, rows),
+        ),
+    ]
+}
+
+/// Pixels of a chart.
+const CHART: (u32, u32) = (750, 530);
+
+/// Pixels of the line above all charts.
+const TITLE: u32 = 30;
+
+/// The charts that have curves, two side by side, as the text of an SVG file.
 pub fn svg(devices: &[String], rows: &[Row]) -> Result<String> {
-    let (latency, share) = (latency(devices, rows), share(devices, rows));
+    let panels = panels(devices, rows);
+    let shown: Vec<&Panel> = panels.iter().filter(|p| !p.curves.is_empty()).collect();
     ensure!(
-        !latency.is_empty() || !share.is_empty(),
-        "nothing to draw: families single, context and gqa8 have curves, and none of their workloads was measured"
+        !shown.is_empty(),
+        "nothing to draw: families single, context, gqa8, rows and prefill have curves, and too few of their workloads were measured"
     );
     let mut colours: Vec<KvFormat> = Vec::new();
-    for curve in latency.iter().chain(&share) {
+    for curve in shown.iter().flat_map(|panel| &panel.curves) {
         if !colours.contains(&curve.format) {
             colours.push(curve.format);
         }
     }
     let mut text = String::new();
     {
-        let root = SVGBackend::with_string(&mut text, (1500, 560)).into_drawing_area();
+        let columns = shown.len().min(2);
+        let lines = shown.len().div_ceil(2);
+        let size = (CHART.0 * columns as u32, CHART.1 * lines as u32 + TITLE);
+        let root = SVGBackend::with_string(&mut text, size).into_drawing_area();
         let failed = |error: &dyn std::fmt::Display| anyhow!("drawing: {error}");
         root.fill(&WHITE).map_err(|e| failed(&e))?;
         let root = root
             .titled(&devices.join("; "), ("sans-serif", 14))
             .map_err(|e| failed(&e))?;
-        let (left, right) = root.split_horizontally(750);
-        if !latency.is_empty() {
-            let words = Words {
-                caption: "One decode step of one sequence",
-                x: "tokens cached",
-                y: "µs",
-            };
-            let y = bounds(latency.iter().flat_map(|c| &c.points).map(|p| p.1));
-            chart(&left, &words, y.log_scale(), &latency, &colours)?;
-        }
-        if !share.is_empty() {
-            let words = Words {
-                caption: "Share of a plain read of the same bytes",
-                x: "MiB of cache",
-                y: "%",
-            };
-            let most = share.iter().flat_map(|c| &c.points).map(|p| p.1);
-            let top = most.fold(105.0, f64::max) + 5.0;
-            chart(&right, &words, 0.0..top, &share, &colours)?;
+        let areas = root.split_evenly((lines, columns));
+        for (area, panel) in areas.iter().zip(shown) {
+            let Panel { words, curves, .. } = panel;
+            let y = curves.iter().flat_map(|c| &c.points).map(|p| p.1);
+            match panel.axis {
+                Axis::Logarithmic => chart(area, words, bounds(y).log_scale(), curves, &colours)?,
+                Axis::FromZero(least) => {
+                    let top = y.fold(least, f64::max) + 5.0;
+                    chart(area, words, 0.0..top, curves, &colours)?;
+                }
+            }
         }
         root.present().map_err(|e| failed(&e))?;
     }

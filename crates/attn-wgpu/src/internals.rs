@@ -15,6 +15,15 @@ pub fn read_kernel(backend: &WgpuBackend) -> Result<wgpu::ComputePipeline, Error
     Ok(wgpu::ComputePipeline::clone(&pipeline))
 }
 
+/// The kernel of `products.wgsl`, which multiplies what its first binding holds and writes to its second one: a ceiling for benchmarks.
+///
+/// # Errors
+/// [`Error::Device`].
+pub fn products_kernel(backend: &WgpuBackend) -> Result<wgpu::ComputePipeline, Error> {
+    let pipeline = pipeline::compile(&backend.gpu, "products", wgsl::products_text())?;
+    Ok(wgpu::ComputePipeline::clone(&pipeline))
+}
+
 /// Records a step without its merge, for benchmarks; `buffers` are q, out and lse.
 ///
 /// # Errors

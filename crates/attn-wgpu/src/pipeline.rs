@@ -55,8 +55,9 @@ pub(crate) fn compile(
         //   are counted below 2^32 (`Gpu::most_workgroups`);
         // - whose pools and steps these are: `WgpuBackend::pages` and `Prepared::record` refuse those of another device.
         // Tables and partials are indexed by what `launch.rs` and `append.rs` write into the tables they allocate, places inside a page and
-        // workgroup arrays by constants of the same layout; check_arithmetic.wgsl and read.wgsl stop at arrayLength. No index comes from values.
-        // Loops end: their bounds are integers of the tables, and the variables only grow.
+        // workgroup arrays by constants of the same layout; check_arithmetic.wgsl, products.wgsl and read.wgsl stop at
+        // arrayLength. No index comes from values.
+        // Loops end: their bounds are integers of the tables (of products.wgsl its first word), and the variables only grow.
         let module = unsafe {
             gpu.device.create_shader_module_trusted(
                 wgpu::ShaderModuleDescriptor {

@@ -12,7 +12,7 @@ use attn_kernels::wgsl::{
     append::AppendKey,
     arithmetic_text,
     decode::{KvLayout, Tuning, decode_key, decode_text, workgroup_bytes},
-    read_text,
+    products_text, read_text,
 };
 
 fn validate(name: &str, text: &str) {
@@ -57,6 +57,7 @@ fn each_decode(
 fn each_specialisation(mut each: impl FnMut(&str, &str)) {
     each("check_arithmetic.wgsl", &arithmetic_text().unwrap());
     each("read.wgsl", &read_text().unwrap());
+    each("products.wgsl", &products_text().unwrap());
     let shapes = [
         (64, 128, 8),
         (80, 64, 1),

@@ -20,6 +20,14 @@ pub fn read_text() -> Result<String, SpecialiseError> {
     kernel_text("read.wgsl", &Constants::new())
 }
 
+/// The text of `products.wgsl`, the kernel that only multiplies.
+///
+/// # Errors
+/// [`SpecialiseError`] for a mistake in the text.
+pub fn products_text() -> Result<String, SpecialiseError> {
+    kernel_text("products.wgsl", &Constants::new())
+}
+
 /// The text of `check_arithmetic.wgsl`, the kernel that evaluates the functions of `arithmetic.wgsl`.
 ///
 /// # Errors

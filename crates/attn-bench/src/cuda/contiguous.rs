@@ -5,7 +5,7 @@ use attn_cuda::native::{DeviceAddress, DeviceKv, DeviceRows};
 use cudarc::driver::CudaSlice;
 
 use super::{Buffers, CudaTimer, Rotation, pages::scattered};
-use crate::workload::{CacheLayout, Workload, noise};
+use crate::{CacheLayout, Workload, noise};
 
 /// One part of a copy: its offset, and the strides from one sequence, KV head and token to the next.
 type Part = (usize, [usize; 3]);

@@ -7,7 +7,7 @@ mod contiguous;
 mod pages;
 mod transfer;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use attn_core::{DecodeAttention, Error};
 use attn_cuda::{
@@ -20,12 +20,15 @@ use cudarc::driver::{CudaGraph, CudaSlice, DriverError, sys};
 pub use buffers::Buffers;
 pub use transfer::Transfer;
 
-use crate::workload::{CacheLayout, Measured, Operation, Timer, Timing, Workload, noise};
+use crate::{CacheLayout, Measured, Operation, Timer, Timing, Workload, noise};
 
 /// What launches rotate over, at least: several times any L2.
 const ROTATED: usize = 400 << 20;
 /// No more copies of a small cache than this: a launch each.
 const MOST_COPIES: usize = 200;
+/// Replays of a graph that takes long end after so much time, but for the first few.
+const MOST_TIME: Duration = Duration::from_secs(1);
+const FEWEST_RUNS: usize = 3;
 /// Copies for an append alone, which touches a small part of each.
 const APPEND_COPIES: usize = 16;
 /// Graph replays before the timed ones.
@@ -188,9 +191,7 @@ impl CudaTimer {
         let copy_bytes = cache_bytes.max(workload.bytes()).next_multiple_of(256);
         let copies = match workload.operation {
             operation if operation.is_append_alone() => APPEND_COPIES,
-            _ => ROTATED
-                .div_ceil(workload.cache_bytes())
-                .clamp(1, MOST_COPIES),
+            _ => workload.copies(ROTATED, MOST_COPIES),
         };
         Ok(Rotation {
             base: self.reserve(product("bytes to rotate over", &[copies, copy_bytes])?)?,
@@ -342,13 +343,17 @@ impl CudaTimer {
         })
     }
 
-    /// Microseconds per launch of each of `runs` replays of a graph of so many launches.
+    /// Microseconds per launch of each of `runs` replays of a graph of so many launches; of fewer where they take long.
     fn replay(&self, graph: &CudaGraph, launches: usize, runs: usize) -> Result<Vec<f64>, Error> {
         let stream = &self.buffers.stream;
         let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
         (0..WARM_UPS).try_for_each(|_| driver(graph.launch()))?;
         let mut times = Vec::new();
-        for _ in 0..runs.max(1) {
+        let begun = Instant::now();
+        for run in 0..runs.max(1) {
+            if run >= FEWEST_RUNS && begun.elapsed() > MOST_TIME {
+                break;
+            }
             let start = driver(stream.record_event(flags))?;
             driver(graph.launch())?;
             let end = driver(stream.record_event(flags))?;

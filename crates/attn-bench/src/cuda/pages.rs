@@ -8,7 +8,7 @@ use attn_cuda::native::{
 use cudarc::driver::CudaSlice;
 
 use super::{Buffers, CudaTimer, NOISE, Rotation};
-use crate::workload::{Operation, Workload, noise};
+use crate::{Operation, Workload, noise};
 
 /// The table of a pool that lies in the arena.
 pub(super) struct Pages {

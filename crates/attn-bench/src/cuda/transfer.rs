@@ -7,7 +7,7 @@ use attn_cuda::{
 };
 
 use super::{CudaTimer, driver};
-use crate::workload::Timing;
+use crate::Timing;
 
 const HEADS: usize = 8;
 const DIM: usize = 128;

@@ -22,6 +22,9 @@ pub(super) struct CustomArgs {
     /// Query tokens of each sequence.
     #[arg(long, default_value_t = 1, requires = "heads")]
     q_len: usize,
+    /// Let every query token see the whole cache.
+    #[arg(long, requires = "heads")]
+    not_causal: bool,
     /// Tokens per page: 16, 32, 64 or 128.
     #[arg(long, default_value_t = 64, requires = "heads")]
     page_size: usize,
@@ -64,6 +67,7 @@ impl CustomArgs {
                 vec![self.ctx; self.batch],
             );
             problem.q_lens = vec![self.q_len; problem.batch()];
+            problem.causal = !self.not_causal;
             Ok(Workload::custom(problem, format, self.page_size)?)
         };
         self.kv.iter().map(one).collect()

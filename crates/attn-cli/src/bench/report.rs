@@ -50,7 +50,7 @@ pub(super) fn line(row: &Row, bf16: Option<f64>) -> String {
 
 /// The rate of both products; beside that of the dot product alone, with the share of it, where that was measured.
 fn rate(row: &Row, us: f64) -> String {
-    let rate = tflop_per_s(row, us);
+    let rate = row.tflop_per_s(us);
     match row.peak {
         Some(peak) => format!(
             "{rate:.3} of {:.3}, {:.0} %",
@@ -58,14 +58,6 @@ fn rate(row: &Row, us: f64) -> String {
             rate / peak * 1e14
         ),
         None => format!("{rate:.1}"),
-    }
-}
-
-/// 10^12 operations of both products a second; of an append none count.
-fn tflop_per_s(row: &Row, us: f64) -> f64 {
-    match row.workload.operation {
-        operation if operation.is_append_alone() => 0.0,
-        _ => row.workload.decode_flops() / us / 1e6,
     }
 }
 
@@ -80,7 +72,7 @@ pub(super) fn value(row: &Row, device: &str, bf16: Option<f64>) -> Value {
     match &row.outcome {
         Ok(f) => {
             put("us", number(f.us));
-            put("tflop_per_s", number(tflop_per_s(row, f.us)));
+            put("tflop_per_s", number(row.tflop_per_s(f.us)));
             if let Some(peak) = row.peak {
                 put("peak_tflop_per_s", number(peak / 1e12));
             }

@@ -1,18 +1,21 @@
 //! The curves of a plot, from measured rows: which rows have a place, and what their points are.
 
 use attn::KvFormat;
-use attn_bench::{CacheLayout, Operation};
+use attn_bench::{CacheLayout, Operation, presets::ROWS_CTX};
 
 use crate::measured::Row;
 
-/// The points of one line: a format has a colour and a mark, a device a stroke.
+/// The points of one line: a format has a colour and a mark; a device, and attention without a mask, a stroke.
 pub(super) struct Curve {
     /// Its name in the legend; an empty one has no line there.
     pub label: String,
     pub format: KvFormat,
-    pub device: usize,
+    pub stroke: usize,
     pub points: Vec<(f64, f64)>,
 }
+
+/// Strokes of attention without a mask come after those of two devices.
+const UNMASKED: usize = 2;
 
 /// Whether the row is a plain decode step of sequences of one length.
 pub(super) fn plain(row: &Row) -> bool {
@@ -49,7 +52,12 @@ fn curves(
             None => all.push(Curve {
                 label,
                 format: row.workload.format,
-                device: row.device,
+                stroke: row.device
+                    + if row.workload.problem.causal {
+                        0
+                    } else {
+                        UNMASKED
+                    },
                 points: vec![point],
             }),
         }
@@ -60,14 +68,42 @@ fn curves(
     all
 }
 
-/// Microseconds of one sequence over its tokens; a single point is no curve.
+/// Microseconds of one sequence's query token over its tokens; a single point is no curve.
 pub(super) fn latency(devices: &[String], rows: &[Row]) -> Vec<Curve> {
     let mut all = curves(devices, rows, |row| {
         let problem = &row.workload.problem;
-        let figures = row.outcome.as_ref().ok().filter(|_| problem.batch() == 1)?;
+        let is_one = problem.batch() == 1 && problem.max_q_len() == 1;
+        let figures = row.outcome.as_ref().ok().filter(|_| is_one)?;
         let heads = format!("{}/{}", problem.num_q_heads, problem.num_kv_heads);
         let point = (problem.kv_lens[0] as f64, figures.us);
         Some((format!("{heads} {}", row.workload.format), point))
+    });
+    all.retain(|curve| curve.points.len() > 1);
+    all
+}
+
+/// Microseconds over the query rows of a KV head, at one length and over the same bytes of a format; a single point is no curve.
+pub(super) fn query_rows(devices: &[String], rows: &[Row]) -> Vec<Curve> {
+    let mut all = curves(devices, rows, |row| {
+        let problem = &row.workload.problem;
+        let figures = row.outcome.as_ref().ok()?;
+        let has_place = row.workload.family.starts_with("rows") && problem.kv_lens[0] == ROWS_CTX;
+        let rows = problem.heads_per_kv() * problem.max_q_len();
+        has_place.then(|| (row.workload.format.to_string(), (rows as f64, figures.us)))
+    });
+    all.retain(|curve| curve.points.len() > 1);
+    all
+}
+
+/// TFLOP/s over the tokens of whole prompts; a single point is no curve.
+pub(super) fn prompts(devices: &[String], rows: &[Row]) -> Vec<Curve> {
+    let mut all = curves(devices, rows, |row| {
+        let problem = &row.workload.problem;
+        let figures = row.outcome.as_ref().ok()?;
+        let is_whole = row.workload.family == "prefill" && problem.q_lens == problem.kv_lens;
+        let mask = if problem.causal { "" } else { ", no mask" };
+        let point = (problem.kv_lens[0] as f64, row.tflop_per_s(figures.us));
+        is_whole.then(|| (format!("{}{mask}", row.workload.format), point))
     });
     all.retain(|curve| curve.points.len() > 1);
     all

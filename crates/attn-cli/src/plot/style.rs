@@ -1,4 +1,4 @@
-//! How a curve looks: a format has a colour and a mark, a device has a stroke; and the legend that shows them.
+//! How a curve looks: a format has a colour and a mark, a device or a missing mask a stroke; and the legend that shows them.
 
 use plotters::{coord::Shift, prelude::*};
 
@@ -21,7 +21,7 @@ pub(super) const COLOURS: [RGBColor; 10] = [
 /// An area of the SVG file.
 pub(super) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Pixels of dashes and gaps in the lines of each device; the first device's are solid.
+/// Pixels of dashes and gaps in the lines of each stroke; the first is solid.
 pub(super) const DASHES: [Option<(u32, u32)>; 4] =
     [None, Some((10, 5)), Some((3, 3)), Some((14, 3))];
 
@@ -78,7 +78,7 @@ pub(super) fn draw_key(
     below: i32,
 ) -> Result<(), DrawingAreaErrorKind<std::io::Error>> {
     let ends = [(0, below), (KEY_WIDTH, below)];
-    match DASHES[curve.device % DASHES.len()] {
+    match DASHES[curve.stroke % DASHES.len()] {
         None => legend.draw(&PathElement::new(ends, style))?,
         Some((dash, gap)) => {
             let step = (dash + gap) as usize;

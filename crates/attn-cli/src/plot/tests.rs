@@ -69,6 +69,86 @@ fn share_is_percent_of_the_read_over_mebibytes() {
 }
 
 #[test]
+fn latency_is_of_one_query_token_of_one_sequence() {
+    let mut rows = rows();
+    rows.push(row(0, "prefill/16-1-ctx32768-batch1/int8", 1.0, 1.0));
+    rows.push(row(0, "prefill/32-8-q512-behind-32768/int8", 1.0, 1.0));
+    rows.push(row(0, "prefill/32-8-q2048-behind-32768/int8", 1.0, 1.0));
+    assert_eq!(latency(&devices(), &rows).len(), 1);
+}
+
+#[test]
+fn time_over_query_rows_is_of_one_length_in_the_order_of_rows() {
+    let rows = [
+        row(0, "rows128/ctx8192-batch32/int8", 100.0, 17.0),
+        row(0, "rows12/ctx8192-batch16/int8", 25.0, 17.0),
+        row(0, "rows48/ctx8192-batch32/int8", 46.0, 17.0),
+        // Other lengths, and a format with a single point.
+        row(0, "rows12/ctx1024-batch128/int8", 1.0, 17.0),
+        row(0, "rows48/ctx8192-batch32/bf16", 60.0, 30.0),
+    ];
+    let curves = query_rows(&devices(), &rows);
+    let want = [(12.0, 25.0), (48.0, 46.0), (128.0, 100.0)];
+    assert_eq!(points(&curves), [("int8", &want[..])]);
+}
+
+#[test]
+fn rates_over_prompts_are_of_whole_ones_and_tell_masks_apart() {
+    // 16 heads of 128 dims: four operations for each pair of a query and a token, in 1 ms.
+    let rate = |pairs: f64| pairs * 16.0 * 128.0 * 4.0 / 1e9;
+    let causal = |ctx: f64, batch: f64| rate(batch * ctx * (ctx + 1.0) / 2.0);
+    let rows = [
+        row(0, "prefill/16-1-ctx8192-batch4/int8", 1000.0, 1.0),
+        row(0, "prefill/16-1-ctx1024-batch32/int8", 1000.0, 1.0),
+        row(
+            0,
+            "prefill/16-1-ctx1024-batch32-not-causal/int8",
+            1000.0,
+            1.0,
+        ),
+        row(
+            0,
+            "prefill/16-1-ctx2048-batch16-not-causal/int8",
+            1000.0,
+            1.0,
+        ),
+        row(0, "prefill/32-8-q2048-behind-32768/int8", 1000.0, 1.0),
+    ];
+    let curves = prompts(&devices(), &rows);
+    let all = [
+        (1024.0, rate(32.0 * 1024.0 * 1024.0)),
+        (2048.0, rate(16.0 * 2048.0 * 2048.0)),
+    ];
+    let masked = [
+        (1024.0, causal(1024.0, 32.0)),
+        (8192.0, causal(8192.0, 4.0)),
+    ];
+    let want = [("int8", &masked[..]), ("int8, no mask", &all[..])];
+    assert_eq!(points(&curves), want);
+    assert_ne!(curves[0].stroke, curves[1].stroke);
+}
+
+#[test]
+fn charts_stand_two_to_a_line_and_take_no_room_without_curves() {
+    let size = |rows: &[Row]| {
+        let svg = svg(&devices(), rows).unwrap();
+        let figure = |name: &str| {
+            let at = svg.find(name).expect("the file has a size") + name.len();
+            svg[at..].split('"').next().map(str::to_owned).unwrap()
+        };
+        [figure("width=\""), figure("height=\"")]
+    };
+    let mut all = rows();
+    assert_eq!(size(&all[..1]), ["750", "560"]);
+    assert_eq!(size(&all), ["1500", "560"]);
+    all.push(row(0, "rows1/ctx8192-batch32/int8", 25.0, 17.0));
+    all.push(row(0, "rows2/ctx8192-batch32/int8", 26.0, 17.0));
+    assert_eq!(size(&all), ["1500", "1090"]);
+    let svg = svg(&devices(), &all).unwrap();
+    assert!(svg.contains("query rows of a KV head") && !svg.contains("TFLOP/s"));
+}
+
+#[test]
 fn rows_without_a_place_on_the_axes_are_left_out() {
     let mut rows = rows();
     rows[0] = row(0, "context/8-2-ctx4096/int8", f64::NAN, 40.0);

@@ -135,6 +135,10 @@ fn every_call_on_a_lost_device_says_that_it_is_lost() {
     }
     is_lost("check_arithmetic", backend.check_arithmetic());
     is_lost("read_kernel", attn_wgpu::internals::read_kernel(&backend));
+    is_lost(
+        "products_kernel",
+        attn_wgpu::internals::products_kernel(&backend),
+    );
     assert_eq!((cache.table(), cache.free_pages()), (&table, free));
     // What is gone is the device: the sequence can be given up, and its pages are free again.
     cache.free_sequence(0).unwrap();

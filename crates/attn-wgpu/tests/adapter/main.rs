@@ -3,6 +3,7 @@
 mod hostile;
 mod lost;
 mod native;
+mod products;
 mod tunings;
 
 use std::process::ExitCode;
@@ -14,7 +15,13 @@ use libtest_mimic::Arguments;
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();
     let mut trials = Trials::new("wgpu", WgpuBackend::open());
-    for add in [hostile::add, lost::add, native::add, tunings::add] {
+    for add in [
+        hostile::add,
+        lost::add,
+        native::add,
+        products::add,
+        tunings::add,
+    ] {
         trials = add(trials);
     }
     libtest_mimic::run(&arguments, trials.finish()).exit_code()

@@ -24,7 +24,7 @@ fn noise(n: usize, seed: u32) -> Vec<f32> {
         .collect()
 }
 
-fn buffer(backend: &WgpuBackend, bytes: u64, usage: Usage) -> wgpu::Buffer {
+pub fn buffer(backend: &WgpuBackend, bytes: u64, usage: Usage) -> wgpu::Buffer {
     backend
         .wgpu_device()
         .create_buffer(&wgpu::BufferDescriptor {
@@ -43,7 +43,7 @@ fn upload(backend: &WgpuBackend, x: &[f32]) -> wgpu::Buffer {
     buffer
 }
 
-fn download(backend: &WgpuBackend, from: &wgpu::Buffer) -> Vec<u32> {
+pub fn download(backend: &WgpuBackend, from: &wgpu::Buffer) -> Vec<u32> {
     let staging = buffer(backend, from.size(), Usage::MAP_READ | Usage::COPY_DST);
     let mut encoder = backend
         .wgpu_device()
