@@ -57,9 +57,7 @@ constexpr int ROWS = 64 * ROW_WARPS, THREADS = 128 * (1 + WARPGROUPS), MERGE_THR
 constexpr int ROWS = 8 * ROW_GROUPS * ROW_WARPS;
 constexpr int THREADS = 32 * ROW_WARPS * TEAMS, MERGE_THREADS = THREADS;
 #endif
-// A warp's part of a tile: tokens for the scores, dims for the values.
-constexpr int TOKENS = TILE / TILE_WARPS, DIMS = HEAD_DIM / TILE_WARPS;
-constexpr int SCORES = TOKENS / 4, WEIGHTS = TILE / 4;  // of a row group, in a lane: of the warp's tokens, and of the whole tile
+constexpr int WEIGHTS = TILE / 4;  // of a row group, in a lane: of the whole tile
 
 constexpr bool integer_scheme(int s) { return s >= INT8_TOKEN; }
 __host__ __device__ constexpr int code_bits(int s) { return s <= BF16 ? 16 : s <= INT8_TENSOR || s == ROTATED_INT8 ? 8 : 4; }

@@ -139,7 +139,7 @@ struct Warp {
         const Rows& rows = item.rows;
         int t0 = index * TILE, tokens = min(TILE, work.kv_len - t0);
         bool residuals = WINDOW && index >= first_residual_tile_of(p, p.q_len, work.kv_len);
-        float s[ROW_GROUPS][SCORES];
+        float s[ROW_GROUPS][Team::SCORES];
         Ring next = ring;
         Stages at;
         wait_keys(next, residuals, at);
@@ -185,7 +185,7 @@ struct Warp {
                 else w[e] = merge_scale(ml[g][e].x, ml[g][e].y, x, false);
             }
 #pragma unroll
-            for (int j = 0; j < DIMS / 16; j++)
+            for (int j = 0; j < Team::DIMS / 16; j++)
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
                     u32 at = kept_at(place, g, j, n);
@@ -197,7 +197,7 @@ struct Warp {
     }
     // take(row of the work item, dim, four elements from there on) of the warp's dims of a partial, each lane some of all warp's.
     template <class Take> __device__ __forceinline__ void each_kept(int rows, Take take) const {
-        constexpr int VECTORS = DIMS / 4;                 // of a row, in this warp
+        constexpr int VECTORS = Team::DIMS / 4;                 // of a row, in this warp
         constexpr int UNROLL = ROW_GROUPS == 1 ? 16 : 1;  // with two row groups there are no registers for more
         __syncwarp();
 #pragma unroll UNROLL
@@ -235,7 +235,7 @@ struct Warp {
 #pragma unroll
                 for (int e = 0; e < 2; e++)
 #pragma unroll
-                    for (int first = 0; first < DIMS; first += 32) {
+                    for (int first = 0; first < Team::DIMS; first += 32) {
                         int row = g * 8 + 2 * team.lane + e, dim = team.dim() + first;
                         if (row >= jobs.rows || dim % jobs.width() != 0) continue;
                         Sent to = jobs.at(base, row, dim);
@@ -293,7 +293,7 @@ struct Warp {
                 span.l[g][e] = span_ml[g][e].y;
             }
 #pragma unroll
-            for (int j = 0; j < DIMS / 16; j++)
+            for (int j = 0; j < Team::DIMS / 16; j++)
 #pragma unroll
                 for (int n = 0; n < 4; n++) span.o[g][j][n] = bits_float(lds32(kept_at(1, g, j, n)));
         }

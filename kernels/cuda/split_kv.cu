@@ -33,7 +33,7 @@ struct Warp {
         const Rows& rows = item.rows;
         int t0 = index * TILE, first = t0 + lane / 4, kv_head = work.kv_head(producer.source.team);
         bool residuals = WINDOW && index >= work.first_residual_tile;
-        float s[ROW_GROUPS][SCORES];
+        float s[ROW_GROUPS][Team::SCORES];
         Ring next = ring;
         Stages at;
         wait_keys(next, residuals, at);
