@@ -40,6 +40,8 @@ constexpr bool LEAVES_SPANS = true;
 constexpr bool LEAVES_SPANS = false;
 #endif
 
+constexpr int FEW_PLACES = 64;  // for partials of a work item in few_tiles.cuh, at most
+
 // Lanes that arrive on an mbarrier for their warp, after __syncwarp: one. racecheck does not see that this orders the other lanes, too, so
 // .ci/gpu compiles for it with all of them.
 #ifdef ATTN_EVERY_LANE_ARRIVES
