@@ -40,6 +40,8 @@ constexpr bool LEAVES_SPANS = true;
 constexpr bool LEAVES_SPANS = false;
 #endif
 
+constexpr int FEW_PLACES = 64;  // for partials of a work item in few_tiles.cuh, at most
+
 // Lanes that arrive on an mbarrier for their warp, after __syncwarp: one. racecheck does not see that this orders the other lanes, too, so
 // .ci/gpu compiles for it with all of them.
 #ifdef ATTN_EVERY_LANE_ARRIVES
@@ -57,9 +59,7 @@ constexpr int ROWS = 64 * ROW_WARPS, THREADS = 128 * (1 + WARPGROUPS), MERGE_THR
 constexpr int ROWS = 8 * ROW_GROUPS * ROW_WARPS;
 constexpr int THREADS = 32 * ROW_WARPS * TEAMS, MERGE_THREADS = THREADS;
 #endif
-// A warp's part of a tile: tokens for the scores, dims for the values.
-constexpr int TOKENS = TILE / TILE_WARPS, DIMS = HEAD_DIM / TILE_WARPS;
-constexpr int SCORES = TOKENS / 4, WEIGHTS = TILE / 4;  // of a row group, in a lane: of the warp's tokens, and of the whole tile
+constexpr int WEIGHTS = TILE / 4;  // of a row group, in a lane: of the whole tile
 
 constexpr bool integer_scheme(int s) { return s >= INT8_TOKEN; }
 __host__ __device__ constexpr int code_bits(int s) { return s <= BF16 ? 16 : s <= INT8_TENSOR || s == ROTATED_INT8 ? 8 : 4; }

@@ -66,10 +66,10 @@ DEVICE FloatSums dot_float_keys(const u32 (&a)[PANELS][4], const u32 (&q)[PANELS
 }
 
 // Scores; see `scores`.
-template <class Params, class Fine>
-DEVICE void float_scores(const Stages& at, const Params& params, const Query& q, const Team& team, Fine is_fine, float (&s)[ROW_GROUPS][SCORES]) {
+template <class Params, class Team, class Fine>
+DEVICE void float_scores(const Stages& at, const Params& params, const Query& q, const Team& team, Fine is_fine, float (&s)[ROW_GROUPS][Team::SCORES]) {
 #pragma unroll
-    for (int i = 0; i < TOKENS / 16; i++) {
+    for (int i = 0; i < Team::TOKENS / 16; i++) {
         u32 a[PANELS][4], residuals[PANELS][4];
         int t = team.token() + 16 * i;
         load_float_keys(at.k, t, team.lane, a);
@@ -171,9 +171,9 @@ DEVICE FloatSums dot_float_values(const u32 (&a)[4][4], const u32 (&w)[4][4]) {
 }
 
 // A warp's dims of a group of V: folds them into O. IS_FULL: all rows see all of the tile's tokens.
-template <bool IS_FULL, class Fine>
-DEVICE void fold_float_group(const Stages& at, int n, int tokens, const FloatWeights (&w)[ROW_GROUPS], const Rescale& r, const Team& team, Fine is_fine, State& state) {
-    constexpr int BLOCKS_OF_GROUP = DIMS / 16 / Team::GROUPS;
+template <bool IS_FULL, class Team, class Fine>
+DEVICE void fold_float_group(const Stages& at, int n, int tokens, const FloatWeights (&w)[ROW_GROUPS], const Rescale& r, const Team& team, Fine is_fine, StateOf<Team>& state) {
+    constexpr int BLOCKS_OF_GROUP = Team::DIMS / 16 / Team::GROUPS;
     bool has_residuals = V_WINDOW && at.residuals;
 #pragma unroll
     for (int j = n * BLOCKS_OF_GROUP; j < (n + 1) * BLOCKS_OF_GROUP; j++) {
@@ -201,8 +201,8 @@ DEVICE void fold_float_group(const Stages& at, int n, int tokens, const FloatWei
 }
 
 // Folds a tile's values into the state; see `fold_values`.
-template <class Params, class WeightsOf, class Fine>
-DEVICE void fold_float_values(const Stages& at, const Params& params, bool full, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
+template <class Params, class WeightsOf, class Team, class Fine>
+DEVICE void fold_float_values(const Stages& at, const Params& params, bool full, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, StateOf<Team>& state) {
     rescale(state, r);
     add_weights(state, weights, r, team.lane);
 #pragma unroll
@@ -222,13 +222,13 @@ DEVICE void fold_float_values(const Stages& at, const Params& params, bool full,
 }
 
 // A tile's scores and values in the arithmetic of the format.
-template <class Params, class Fine>
-DEVICE void tile_scores(const Stages& at, const Params& params, const Query& q, const Team& team, Fine is_fine, float (&s)[ROW_GROUPS][SCORES]) {
+template <class Params, class Team, class Fine>
+DEVICE void tile_scores(const Stages& at, const Params& params, const Query& q, const Team& team, Fine is_fine, float (&s)[ROW_GROUPS][Team::SCORES]) {
     if constexpr (INTEGER) scores(at, params, q, team, is_fine, s);
     else float_scores(at, params, q, team, is_fine, s);
 }
-template <class Params, class WeightsOf, class Fine>
-DEVICE void tile_values(const Stages& at, const Params& params, bool full, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
+template <class Params, class WeightsOf, class Team, class Fine>
+DEVICE void tile_values(const Stages& at, const Params& params, bool full, int tokens, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, StateOf<Team>& state) {
     if constexpr (INTEGER) fold_values(at, params, full, weights, r, team, is_fine, state);
     else fold_float_values(at, params, full, tokens, weights, r, team, is_fine, state);
 }

@@ -14,9 +14,9 @@
 // Numerics  docs/arithmetic.md, the same bits as split_kv.cu.
 // Shared    low_latency_smem.cuh.
 // Host      kernels/src/cuda: select.rs (configuration), split.rs (launch, MergeVia), cost.rs, smem.rs.
-#include "floats.cuh"
 #include "partials_cluster.cuh"
 #include "partials_nonzero.cuh"
+#include "shared_tile.cuh"
 
 static_assert(ROW_WARPS == 1 && HEAD_DIM % 64 == 0 && (V_GROUPS == 1 || V_GROUPS == 2 || V_GROUPS % TILE_WARPS == 0), "a warp's dims are of one group, or of whole ones");
 
@@ -72,15 +72,6 @@ DEVICE int likely_page(const DecodeParams& p, int team) {
     return MERGES_GLOBALLY ? (team * Split::each_of(p, p.max_partials) << (p.partial_per_segment ? SEGMENT_SHIFT : SPAN_SHIFT)) * ENTRIES / TILES_OF_PAGE : 0;
 }
 
-struct ItemSource {
-    int b, length, head;
-
-    __device__ __forceinline__ int sequence() const { return b; }
-    __device__ __forceinline__ int first_residual_tile(const DecodeParams& p) const { return first_residual_tile_of(p, p.q_len, length); }
-    __device__ __forceinline__ int kv_len() const { return length; }
-    __device__ __forceinline__ int kv_head() const { return head; }
-};
-
 // The producer warp waits here until the team has loaded its first queries.
 DEVICE void signal_q_loaded(int team) { barrier_of<TEAM_THREADS>(1 + MAX_TEAMS + team); }
 
@@ -134,34 +125,10 @@ struct Warp {
         split.enter(p, work, start);
         item.rows = visible(p, work, work.heads, 0, team.lane);
     }
-    // Folds a tile into the segment's state. Stages stay until both products are done.
+    // Folds a tile into the segment's state.
     __device__ __forceinline__ void tile(int index, State& state) {
-        const Rows& rows = item.rows;
-        int t0 = index * TILE, tokens = min(TILE, work.kv_len - t0);
+        attend_tile(p, work, item, ring, team, index, state);
         bool residuals = WINDOW && index >= first_residual_tile_of(p, p.q_len, work.kv_len);
-        float s[ROW_GROUPS][SCORES];
-        Ring next = ring;
-        Stages at;
-        wait_keys(next, residuals, at);
-        SideParams<K_SCHEME, RowScales> k = {at.k.at + K_CODES, K_STRIDE, {p.k_scales, p.k_scale_strides, work.b, work.heads, t0}};
-        tile_scores(at, k, item.q, team, [&](int g, int e) { return rows.tile[g][e] < index + K_WINDOW; }, s);
-        int first = t0 + team.token() + team.lane / 4;
-        if constexpr (HAS_SCORE_MODS) apply_score_mods(p, rows, first, s);
-        bool full = rows.see_all(t0);
-        Hidden hidden = mask(rows, first, full, s);
-        float tops[ROW_GROUPS][2];
-        row_max(s, team.lane, tops);
-        team.publish_largest(tops);
-        team.barrier();
-        team.gather_largest(tops);
-        weigh_scores(s, full, hidden, tops);
-        team.publish_weights(s);
-        wait_values(next, residuals, at);
-        team.barrier();
-        auto weights = [&](int g, float (&to)[WEIGHTS]) { team.gather_weights(g, to); };
-        Rescale r = enter_tile(state, tops);
-        SideParams<V_SCHEME, RowScales> v = {at.v.at + V_CODES, V_STRIDE, {p.v_scales, p.v_scale_strides, work.b, work.heads, t0}};
-        tile_values(at, v, full, tokens, weights, r, team, [&](int g, int e) { return rows.tile[g][e] < index + V_WINDOW; }, state);
 #pragma unroll 1
         for (int i = stages_of_keys(residuals) + stages_of_values(residuals); i > 0; i--) ring.release(team.lane);
     }
@@ -185,7 +152,7 @@ struct Warp {
                 else w[e] = merge_scale(ml[g][e].x, ml[g][e].y, x, false);
             }
 #pragma unroll
-            for (int j = 0; j < DIMS / 16; j++)
+            for (int j = 0; j < Team::DIMS / 16; j++)
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
                     u32 at = kept_at(place, g, j, n);
@@ -197,7 +164,7 @@ struct Warp {
     }
     // take(row of the work item, dim, four elements from there on) of the warp's dims of a partial, each lane some of all warp's.
     template <class Take> __device__ __forceinline__ void each_kept(int rows, Take take) const {
-        constexpr int VECTORS = DIMS / 4;                 // of a row, in this warp
+        constexpr int VECTORS = Team::DIMS / 4;                 // of a row, in this warp
         constexpr int UNROLL = ROW_GROUPS == 1 ? 16 : 1;  // with two row groups there are no registers for more
         __syncwarp();
 #pragma unroll UNROLL
@@ -235,7 +202,7 @@ struct Warp {
 #pragma unroll
                 for (int e = 0; e < 2; e++)
 #pragma unroll
-                    for (int first = 0; first < DIMS; first += 32) {
+                    for (int first = 0; first < Team::DIMS; first += 32) {
                         int row = g * 8 + 2 * team.lane + e, dim = team.dim() + first;
                         if (row >= jobs.rows || dim % jobs.width() != 0) continue;
                         Sent to = jobs.at(base, row, dim);
@@ -293,7 +260,7 @@ struct Warp {
                 span.l[g][e] = span_ml[g][e].y;
             }
 #pragma unroll
-            for (int j = 0; j < DIMS / 16; j++)
+            for (int j = 0; j < Team::DIMS / 16; j++)
 #pragma unroll
                 for (int n = 0; n < 4; n++) span.o[g][j][n] = bits_float(lds32(kept_at(1, g, j, n)));
         }

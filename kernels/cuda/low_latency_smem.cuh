@@ -16,7 +16,7 @@ struct SharedMemory {
     enum : int {
         STAGES_AT = 0,                                                       // u8 [STAGES][STAGE_BYTES]
         EXCHANGE = STAGES_AT + STAGES * STAGE_BYTES,                         // u8 [EXCHANGE_BYTES], see team.cuh
-        STATE = EXCHANGE + EXCHANGE_BYTES,                                   // float [ROWS][STATE_STRIDE]: O of the partial at hand
+        STATE = EXCHANGE + Team::EXCHANGE_BYTES,                                   // float [ROWS][STATE_STRIDE]: O of the partial at hand
         RECEIVED = STATE + STATE_BYTES,                                      // partials from the cluster, see MergeJobs
         BARRIERS = RECEIVED + (MERGES_GLOBALLY ? 0 : RECEIVED_BYTES),        // u64 [2][STAGES]: full, empty
         ALL_RECEIVED = BARRIERS + STAGES * 16,                               // u64: the barrier that counts received bytes

@@ -77,7 +77,7 @@ struct Merge {
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
                     float& to = states[(row + n % 2) * STATE_STRIDE + 16 * j + dim_of(n / 2, lane)];
-                    float o = state.o[g][j % (DIMS / 16)][n];
+                    float o = state.o[g][j % (Team::DIMS / 16)][n];
                     to = first ? o : to * w[n % 2].alpha + o * w[n % 2].beta;
                 }
         }

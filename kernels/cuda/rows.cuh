@@ -59,7 +59,7 @@ struct ItemRows {
 };
 
 // Soft cap and ALiBi; scores are complete then. `first`: the token of the lane's first score.
-DEVICE void apply_score_mods(const DecodeParams& p, const Rows& rows, int first, float (&s)[ROW_GROUPS][SCORES]) {
+template <int SCORES> DEVICE void apply_score_mods(const DecodeParams& p, const Rows& rows, int first, float (&s)[ROW_GROUPS][SCORES]) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
@@ -73,7 +73,7 @@ DEVICE void apply_score_mods(const DecodeParams& p, const Rows& rows, int first,
 }
 
 // The scores of tokens that a row does not see become -inf, whatever they were; `full`: the rows see all.
-DEVICE Hidden mask(const Rows& rows, int first, bool full, float (&s)[ROW_GROUPS][SCORES]) {
+template <int SCORES> DEVICE Hidden mask(const Rows& rows, int first, bool full, float (&s)[ROW_GROUPS][SCORES]) {
     Hidden hidden = {};
     if (full) return hidden;
 #pragma unroll

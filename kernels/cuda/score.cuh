@@ -12,7 +12,7 @@ constexpr bool K_COUNTS_ON = K_LARGEST <= 1 << 22;
 constexpr int K_START = K_COUNTS_ON ? (int)MAGIC_BITS : 0;
 
 // Sums of K's codes times the query's over the panels [first, last).
-DEVICE Sums dot_keys(const u32 (&x)[PANELS][2], const u32 (&q)[PANELS][INTEGER ? 1 : 4], int first, int last, const Sums& start) {
+template <bool SHARES_TILES> DEVICE Sums dot_keys(const u32 (&x)[PANELS][2], const u32 (&q)[PANELS][INTEGER ? 1 : 4], int first, int last, const Sums& start) {
     Sums sums[2] = {start, {}};  // two, because MMAs into the same accumulator are a dependent chain
 #pragma unroll
     for (int p = first; p < last; p += 2) {
@@ -72,7 +72,7 @@ struct KeySums {
 };
 
 // Sums of integers from token t on, which is the warp's or a multiple of 16 further.
-DEVICE void key_sums(const Stages& at, int t, const Query& q, const Team& team, KeySums& sums) {
+template <class Team> DEVICE void key_sums(const Stages& at, int t, const Query& q, const Team& team, KeySums& sums) {
     u32 x[PANELS][2];
     if constexpr (K_INT4) load_keys4(at.k, t, team.lane, x);
     else load_keys8(at.k, t, team.lane, x);
@@ -81,38 +81,39 @@ DEVICE void key_sums(const Stages& at, int t, const Query& q, const Team& team, 
         Sums start = {K_START, K_START, K_START, K_START};
         if (K_SHIFTS) start = {K_START - 8 * sum[0], K_START - 8 * sum[1], K_START - 128 * sum[0], K_START - 128 * sum[1]};
         if (K_HALF_STEPS) start = {0, 0, K_START - 120 * sum[0], K_START - 120 * sum[1]};
-        c = dot_keys(x, q.word[g], group * LENGTH, (group + 1) * LENGTH, start);
+        c = dot_keys<Team::SHARES_TILES>(x, q.word[g], group * LENGTH, (group + 1) * LENGTH, start);
         if (K_HALF_STEPS)
 #pragma unroll
             for (int n = 0; n < 2; n++) c.x[n] = c.x[n] * 2 + (K_START - 15 * sum[n]);
     });
 }
 // The same with residuals, for rows that read K fine.
-template <class Fine> DEVICE void add_key_residuals(const Stages& at, int t, const Query& q, const Team& team, Fine is_fine, KeySums& sums) {
+template <class Team, class Fine> DEVICE void add_key_residuals(const Stages& at, int t, const Query& q, const Team& team, Fine is_fine, KeySums& sums) {
     u32 x[PANELS][2];
     load_keys4(at.k_residuals, t, team.lane, x);
     sums.each([&](int group, int g, Sums& c) {
-        Sums r = dot_keys(x, q.word[g], group * LENGTH, (group + 1) * LENGTH, {});
+        Sums r = dot_keys<Team::SHARES_TILES>(x, q.word[g], group * LENGTH, (group + 1) * LENGTH, {});
 #pragma unroll
         for (int n = 0; n < 4; n++) c.x[n] = with_residuals(c.x[n], K_START, n >= 2, is_fine(g, n % 2), r.x[n], q.sum[g][group][n % 2]);
     });
 }
 
 // Scores of integers; `is_fine(g, e)` says which rows read K with its residuals. Tokens that do not exist have any score.
-template <class Params, class Fine> DEVICE void scores(const Stages& at, const Params& params, const Query& q, const Team& team, Fine is_fine, float (&s)[ROW_GROUPS][SCORES]) {
-    KeySums sums[TOKENS / 16];
+template <class Params, class Team, class Fine>
+DEVICE void scores(const Stages& at, const Params& params, const Query& q, const Team& team, Fine is_fine, float (&s)[ROW_GROUPS][Team::SCORES]) {
+    KeySums sums[Team::TOKENS / 16];
 #pragma unroll
-    for (int i = 0; i < TOKENS / 16; i++) key_sums(at, team.token() + 16 * i, q, team, sums[i]);
+    for (int i = 0; i < Team::TOKENS / 16; i++) key_sums(at, team.token() + 16 * i, q, team, sums[i]);
     // One branch behind all products: parted by branches, they would wait for each other.
     if (K_WINDOW && at.residuals)
 #pragma unroll
-        for (int i = 0; i < TOKENS / 16; i++) add_key_residuals(at, team.token() + 16 * i, q, team, is_fine, sums[i]);
+        for (int i = 0; i < Team::TOKENS / 16; i++) add_key_residuals(at, team.token() + 16 * i, q, team, is_fine, sums[i]);
     float unit[2] = {};
     if (K_HALF_STEPS)
 #pragma unroll
         for (int h = 0; h < 2; h++) unit[h] = RESIDUAL_STEP * half_steps_unit(K_WINDOW && at.residuals, h == 1);
 #pragma unroll
-    for (int i = 0; i < TOKENS / 16; i++)
+    for (int i = 0; i < Team::TOKENS / 16; i++)
 #pragma unroll
         for (int group = 0; group < K_GROUPS; group++) {
             TokenParams k = read_keys(params, group, team.token() + 16 * i + team.lane / 4);

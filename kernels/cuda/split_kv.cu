@@ -4,6 +4,7 @@
 // Split     each CTA finds its part of the work items on the device (split.cuh). A team attends a span, a segment of one, tiles of a
 //           segment, or a short work item of its own, whichever leaves all teams enough to do.
 // Pipeline  each team has a ring of stages; the team's first warp is its producer (kv_pipeline.cuh). Teams run independently.
+//           Few short sequences are another matter where a launch may meet them: few_tiles.cuh (-DATTN_FEW_TILES).
 // Merge     the states of the four teams are merged in shared memory once per work unit (partials_shared.cuh), those of several CTAs
 //           through the workspace (partials_counted.cuh).
 // Reads     q; pages or strided rows; page table, lengths.
@@ -13,6 +14,9 @@
 // Host      kernels/src/cuda: select.rs (configuration), split.rs (launch), smem.rs; attn-cuda/src/native/launch_plan.rs.
 #include "floats.cuh"
 #include "partials_shared.cuh"
+#ifdef ATTN_FEW_TILES
+#include "few_tiles.cuh"
+#endif
 
 struct Warp {
     const DecodeParams& p;
@@ -33,7 +37,7 @@ struct Warp {
         const Rows& rows = item.rows;
         int t0 = index * TILE, first = t0 + lane / 4, kv_head = work.kv_head(producer.source.team);
         bool residuals = WINDOW && index >= work.first_residual_tile;
-        float s[ROW_GROUPS][SCORES];
+        float s[ROW_GROUPS][Team::SCORES];
         Ring next = ring;
         Stages at;
         wait_keys(next, residuals, at);
@@ -94,6 +98,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     if (threadIdx.x == THREADS - 1) touch_params(p, base + SharedMemory::KEPT);
     // The launch ahead may still run: nothing that it writes has been read so far.
     after_dependencies(p);
+    const RowMaps* rows = nullptr;
+#if ATTN_PAGE == 0
+    rows = &maps;
+#endif
+#ifdef ATTN_FEW_TILES
+    if (FewTiles::run(p, base, rows)) {
+        wait_for_dependencies();
+        return;
+    }
+#endif
     Merge merge;
     merge.start(shared);
     Cursor* cursors = (Cursor*)(shared + SharedMemory::CURSORS);
@@ -104,9 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     producer.source = {cursors + 2 + team, team};
     producer.ring = ring;
     producer.lane = lane;
-#if ATTN_PAGE == 0
-    producer.maps = &maps;
-#endif
+    producer.maps = rows;
     if (is_producer) {
         producer.start(p, first);
         producer.issue(p);

@@ -2,9 +2,9 @@
 #pragma once
 #include "score.cuh"
 
-struct State {
+template <class Team> struct StateOf {
     float m[ROW_GROUPS][2], l[ROW_GROUPS][2];  // of the lane's columns
-    float o[ROW_GROUPS][DIMS / 16][4];         // [2h + e]: of column e, dim 16j + `dim_of`(h)
+    float o[ROW_GROUPS][Team::DIMS / 16][4];   // [2h + e]: of column e, dim 16j + `dim_of`(h)
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -12,12 +12,13 @@ struct State {
             m[g][0] = m[g][1] = MINUS_INFINITY;
             l[g][0] = l[g][1] = 0.0f;
 #pragma unroll
-            for (int j = 0; j < DIMS / 16; j++)
+            for (int j = 0; j < Team::DIMS / 16; j++)
 #pragma unroll
                 for (int n = 0; n < 4; n++) o[g][j][n] = 0.0f;
         }
     }
 };
+typedef StateOf<Team> State;
 
 // The token of a lane's n-th score or weight, from its first on.
 DEVICE int token_of(int n) { return 16 * (n / 4) + 8 * (n / 2 % 2); }
@@ -43,7 +44,7 @@ struct Rescale {
 };
 
 // Sets `tops` to the largest scores of each row, over the warp's tokens, rounded up to an integer.
-DEVICE void row_max(const float (&s)[ROW_GROUPS][SCORES], int lane, float (&tops)[ROW_GROUPS][2]) {
+template <int SCORES> DEVICE void row_max(const float (&s)[ROW_GROUPS][SCORES], int lane, float (&tops)[ROW_GROUPS][2]) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
         float top[4] = {s[g][0], s[g][1], s[g][2], s[g][3]};
@@ -63,7 +64,7 @@ struct Hidden {
 };
 
 // Replaces scores by weights p, by the maxima of the whole tile. `full`: none is hidden.
-DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], bool full, const Hidden& hidden, const float (&tops)[ROW_GROUPS][2]) {
+template <int SCORES> DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], bool full, const Hidden& hidden, const float (&tops)[ROW_GROUPS][2]) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
@@ -72,7 +73,7 @@ DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], bool full, const Hidden
             if constexpr (INTEGER) s[g][n] = exp2w(fma_saturate(s[g][n], -0.015625f, 0.015625f * top));
             else s[g][n] = exp2f_full(fmaxf(s[g][n] - top, -125.0f));
         }
-    if (!SHARES_TILES && full) return;  // four scores cost less than a branch
+    if (SCORES == WEIGHTS && full) return;  // four scores cost less than a branch
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
@@ -81,7 +82,7 @@ DEVICE void weigh_scores(float (&s)[ROW_GROUPS][SCORES], bool full, const Hidden
 }
 
 // Updates the running maxima by a tile's.
-DEVICE Rescale enter_tile(State& state, const float (&tops)[ROW_GROUPS][2]) {
+template <class Team> DEVICE Rescale enter_tile(StateOf<Team>& state, const float (&tops)[ROW_GROUPS][2]) {
     Rescale r;
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
@@ -97,7 +98,7 @@ DEVICE Rescale enter_tile(State& state, const float (&tops)[ROW_GROUPS][2]) {
     return r;
 }
 // Adds a tile's weights to the running sums; weights(g, p) gives those of a row group.
-template <class WeightsOf> DEVICE void add_weights(State& state, WeightsOf weights, const Rescale& r, int lane) {
+template <class Team, class WeightsOf> DEVICE void add_weights(StateOf<Team>& state, WeightsOf weights, const Rescale& r, int lane) {
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) {
         float p[WEIGHTS];
@@ -111,15 +112,15 @@ template <class WeightsOf> DEVICE void add_weights(State& state, WeightsOf weigh
     }
 }
 // Rescales O to the new maximum, before the tile is added.
-DEVICE void rescale(State& state, const Rescale& r) {
+template <class Team> DEVICE void rescale(StateOf<Team>& state, const Rescale& r) {
     bool moved = false;
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++) moved |= r.alpha[g][0] != 1.0f || r.alpha[g][1] != 1.0f;
-    if (!SHARES_TILES && !__any_sync(~0u, moved)) return;
+    if (!Team::SHARES_TILES && !__any_sync(~0u, moved)) return;
 #pragma unroll
     for (int g = 0; g < ROW_GROUPS; g++)
 #pragma unroll
-        for (int j = 0; j < DIMS / 16; j++)
+        for (int j = 0; j < Team::DIMS / 16; j++)
 #pragma unroll
             for (int n = 0; n < 4; n++) state.o[g][j][n] = state.o[g][j][n] * r.alpha[g][n % 2];
 }
@@ -223,7 +224,7 @@ DEVICE Sums dot_values(const u32 (&x)[4][2], const u32 (&w)[4], Sums c) {
 }
 
 // Sums of 16 dims, the warp's j-th, of all row groups. They count on from MAGIC_BITS, since they stay below 2^22.
-DEVICE void value_sums(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], const Team& team, Sums (&sums)[ROW_GROUPS]) {
+template <class Team> DEVICE void value_sums(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], const Team& team, Sums (&sums)[ROW_GROUPS]) {
     constexpr int START = MAGIC_BITS;
     u32 x[4][2];
     load_values(at.v, team.dim() / 16 + j, team.lane, x);
@@ -240,7 +241,7 @@ DEVICE void value_sums(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], 
     }
 }
 // The same with residuals, for rows that read V fine.
-DEVICE void add_value_residuals(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], const bool (&is_fine)[ROW_GROUPS][2], const Team& team, Sums (&sums)[ROW_GROUPS]) {
+template <class Team> DEVICE void add_value_residuals(const Stages& at, int j, const Weights (&w)[ROW_GROUPS], const bool (&is_fine)[ROW_GROUPS][2], const Team& team, Sums (&sums)[ROW_GROUPS]) {
     u32 x[4][2];
     load_values4(at.v_residuals, team.dim() / 16 + j, team.lane, x);
 #pragma unroll
@@ -279,8 +280,8 @@ DEVICE void fold16(float (&o)[4], const Sums& c, const ValueUnits& units, const 
 }
 
 // Folds a tile's values into the state. `full`: all rows see all of its tokens; `is_fine(g, e)` says which rows read V with its residuals.
-template <class Params, class WeightsOf, class Fine>
-DEVICE void fold_values(const Stages& at, const Params& params, bool full, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, State& state) {
+template <class Params, class WeightsOf, class Team, class Fine>
+DEVICE void fold_values(const Stages& at, const Params& params, bool full, WeightsOf weights, const Rescale& r, const Team& team, Fine is_fine, StateOf<Team>& state) {
     rescale(state, r);
     add_weights(state, weights, r, team.lane);  // here, where its shuffles overlap with those of the maxima
     bool residuals = V_WINDOW && at.residuals;
@@ -303,7 +304,7 @@ DEVICE void fold_values(const Stages& at, const Params& params, bool full, Weigh
                 weigh(p, v, thresholds, fine[g], team.lane, w[g]);
                 units[g] = ValueUnits::find(w[g], residuals, r.beta[g]);
             }
-            constexpr int BLOCKS_OF_GROUP = DIMS / 16 / Team::GROUPS;
+            constexpr int BLOCKS_OF_GROUP = Team::DIMS / 16 / Team::GROUPS;
             Sums sums[BLOCKS_OF_GROUP][ROW_GROUPS];
 #pragma unroll
             for (int j = 0; j < BLOCKS_OF_GROUP; j++) value_sums(at, n * BLOCKS_OF_GROUP + j, w, team, sums[j]);

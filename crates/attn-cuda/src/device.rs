@@ -212,6 +212,7 @@ impl Device {
             preferences: Preferences {
                 low_latency: options.low_latency,
                 many_rows: options.many_rows,
+                few_tiles: options.few_tiles,
                 config: options.config,
             },
             version,

@@ -204,7 +204,7 @@ impl Instance {
     pub fn source(&self) -> &'static str {
         match self {
             Instance::Decode { config, .. } => match config.kernel {
-                Kernel::SplitKv => "split_kv.cu",
+                Kernel::SplitKv | Kernel::SplitKvFewTiles => "split_kv.cu",
                 Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => "low_latency.cu",
                 Kernel::ManyRows => "many_rows.cu",
             },
@@ -269,6 +269,7 @@ impl Instance {
                 ]);
                 all.extend(match config.kernel {
                     Kernel::SplitKv => None,
+                    Kernel::SplitKvFewTiles => Some(("ATTN_FEW_TILES", 1)),
                     Kernel::LowLatencyCluster => Some(("ATTN_LOW_LATENCY", 1)),
                     Kernel::LowLatencyGlobal => Some(("ATTN_MERGE_GLOBAL", 1)),
                     Kernel::ManyRows => Some(("ATTN_MANY_ROWS", 1)),

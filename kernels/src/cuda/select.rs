@@ -4,16 +4,21 @@ use attn_core::{KvFormat, Problem, Scheme};
 
 use super::{
     config::{
-        BULK_SHARED, DeviceLimits, Kernel, KernelConfig, KvLayout, LowLatency, Preferences,
-        RESERVED_SHARED, SM_TEAMS, WARPGROUPS,
+        BULK_SHARED, DeviceLimits, FEW_PLACES, Kernel, KernelConfig, KvLayout, LowLatency,
+        Preferences, RESERVED_SHARED, SM_TEAMS, WARPGROUPS,
     },
     cost::{Cost, fastest_split, split_kv_us},
     smem::{Stage, shared_bytes},
-    split::rows,
+    split::{kv_heads, longest, max_segments, rows},
 };
 
 /// The most CTAs along a grid's second and third axis.
 const MAX_GRID: usize = 65_535;
+
+/// The fewest CTAs of a work item that are worth `few_tiles.cuh`: with fewer, `split_kv.cu` is as fast by itself.
+const FEW_SLOTS: usize = 8;
+/// The most sequences that a warp finds the longest of at once.
+const FEW_SEQUENCES: usize = 32;
 
 /// A decode kernel's specialization apart from its configuration.
 #[derive(Debug, Clone, Copy)]
@@ -101,6 +106,23 @@ impl Shape {
         })
     }
 
+    /// The configuration of `split_kv.cu` with `few_tiles.cuh`; `None` where it does not cover the shape.
+    pub(crate) fn few_tiles(&self, shared_limit: usize) -> Option<KernelConfig> {
+        let config = self.split_kv(shared_limit)?;
+        let v_groups = self.format.v.groups(self.head_dim);
+        // A warp has a quarter of the dims, which lie in one of V's groups or are some of them; a ring of stages has a tile.
+        let is_covered = shared_limit >= BULK_SHARED
+            && self.rows <= config.rows()
+            && (config.row_groups, config.row_warps) == (1, 1)
+            && self.head_dim.is_multiple_of(64)
+            && (matches!(v_groups, 1 | 2) || v_groups.is_multiple_of(4))
+            && config.stages >= Stage::new(self.format, self.head_dim, self.layout).of_tile;
+        is_covered.then_some(KernelConfig {
+            kernel: Kernel::SplitKvFewTiles,
+            ..config
+        })
+    }
+
     /// The configurations of `low_latency.cu`; none where it does not cover the shape.
     fn low_latency(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
         let (rows, format) = (self.rows, self.format);
@@ -166,13 +188,15 @@ impl Shape {
             .find(|config| self.fits(config, 1, shared_limit))
     }
 
-    /// The kernels for every batch and length of the shape: `split_kv.cu` first, then `many_rows.cu` and those of `low_latency.cu`.
+    /// The kernels for every batch and length of the shape: `split_kv.cu` first, then `many_rows.cu` and those of `low_latency.cu`, and
+    /// `split_kv.cu` with `few_tiles.cuh`.
     pub fn all(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
         let split_kv = self.split_kv(shared_limit).into_iter();
         let many_rows = self.many_rows(shared_limit);
         split_kv
             .chain(many_rows)
             .chain(self.low_latency(shared_limit))
+            .chain(self.few_tiles(shared_limit))
     }
 }
 
@@ -215,7 +239,25 @@ pub fn select(
         .find(|config| chosen == Some(config.kernel));
     low_latency
         .or(preferences.config)
+        .or_else(|| few_tiles(problem, &shape, limits, preferences))
         .or_else(|| shape.split_kv(limits.shared_limit))
+}
+
+/// The configuration of `split_kv.cu` with `few_tiles.cuh`, where the caller wants it, or a launch may be of few tiles, and its plan is for more.
+fn few_tiles(
+    problem: &Problem,
+    shape: &Shape,
+    limits: DeviceLimits,
+    preferences: &Preferences,
+) -> Option<KernelConfig> {
+    let config = shape.few_tiles(limits.shared_limit)?;
+    let slots = limits.sms * config.ctas / kv_heads(problem).max(1);
+    let can_be_few = slots >= FEW_SLOTS && max_segments(longest(problem)) > slots.min(FEW_PLACES);
+    let is_wanted = match preferences.few_tiles {
+        Some(is_wanted) => is_wanted && slots > 0,
+        None => can_be_few && preferences.low_latency != LowLatency::Never,
+    };
+    (is_wanted && problem.batch() <= FEW_SEQUENCES).then_some(config)
 }
 
 /// The kernel of `low_latency.cu` that is faster than the others, or preferred. It has a launch then.
@@ -368,7 +410,7 @@ mod tests {
                 &[(8192, 1), (32_768, 1)],
                 Kernel::LowLatencyGlobal,
             ),
-            (int8, [32, 8], &[(131_072, 1)], Kernel::SplitKv),
+            (int8, [32, 8], &[(131_072, 1)], Kernel::SplitKvFewTiles),
             (
                 int8,
                 [8, 1],
@@ -408,7 +450,7 @@ mod tests {
                 Kernel::LowLatencyGlobal,
             ),
             (bf16, [8, 1], &[(8192, 300)], Kernel::SplitKv),
-            (int8, [8, 2], &[(65_536, 1)], Kernel::SplitKv),
+            (int8, [8, 2], &[(65_536, 1)], Kernel::SplitKvFewTiles),
             (KvFormat::INT4, [8, 1], &[(8192, 512)], Kernel::SplitKv),
         ];
         for (format, heads, shapes, want) in kinds {

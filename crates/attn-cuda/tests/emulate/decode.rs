@@ -136,6 +136,16 @@ impl Inputs {
     }
 }
 
+/// The kernel that a job is to have.
+fn prefers(low_latency: LowLatency, many_rows: bool, few_tiles: bool) -> Preferences {
+    Preferences {
+        low_latency,
+        many_rows: Some(many_rows),
+        few_tiles: Some(few_tiles),
+        config: None,
+    }
+}
+
 /// One shape, how its K and V lie, and its kernel's launch.
 struct Job {
     kind: PlanKind,
@@ -153,9 +163,9 @@ impl Job {
         kind: PlanKind,
         case: Case,
         layout: KvLayout,
-        low_latency: LowLatency,
-        many_rows: bool,
+        preferences: Preferences,
     ) -> Result<Option<Self>> {
+        let many_rows = preferences.many_rows == Some(true);
         let p = &case.problem;
         let tiles: usize = p.kv_lens.iter().map(|len| len.div_ceil(64).max(1)).sum();
         let rows = p.heads_per_kv() * p.max_q_len();
@@ -173,15 +183,12 @@ impl Job {
         let limits = DeviceLimits {
             shared_limit: Arch::Sm90a.shared_limit(),
             // Clusters of up to 8 CTAs, or of up to 4, and alone with an item where there are many.
-            sms: match low_latency {
+            sms: match preferences.low_latency {
                 LowLatency::Always | LowLatency::Global => [56, 20][case.seed as usize % 2],
+                // CTAs for one tile each, or for two, or for segments.
+                _ if preferences.few_tiles == Some(true) => [16, 5][case.seed as usize % 2],
                 _ => sms,
             },
-        };
-        let preferences = Preferences {
-            low_latency,
-            many_rows: Some(many_rows),
-            config: None,
         };
         let mut planned = p.clone();
         if kind == PlanKind::Ragged {
@@ -200,15 +207,10 @@ impl Job {
     }
 
     /// A shape by a plan for sequences of [`REACH`] tokens, on a GPU that is large for it.
-    fn of_long_plan(case: Case, low_latency: LowLatency) -> Result<Self> {
+    fn of_long_plan(case: Case, preferences: Preferences) -> Result<Self> {
         let limits = DeviceLimits {
             shared_limit: Arch::Sm90a.shared_limit(),
             sms: 24,
-        };
-        let preferences = Preferences {
-            low_latency,
-            many_rows: Some(false),
-            config: None,
         };
         let layout = KvLayout::Pages(case.page_size);
         let mut planned = case.problem.clone();
@@ -449,25 +451,37 @@ impl Shapes {
     }
 
     fn add_as(&mut self, case: &Case, layout: KvLayout) -> Result<()> {
-        let job_of = |kind, low_latency, many_rows| {
-            Job::new(kind, case.clone(), layout, low_latency, many_rows)
+        let job_of = |kind, preferences| Job::new(kind, case.clone(), layout, preferences);
+        let job = |low_latency, many_rows, few_tiles| {
+            let preferences = prefers(low_latency, many_rows, few_tiles);
+            job_of(PlanKind::Known, preferences)
         };
-        let job = |low_latency, many_rows| job_of(PlanKind::Known, low_latency, many_rows);
-        match job(LowLatency::Never, false)? {
+        match job(LowLatency::Never, false, false)? {
             Some(job) => self.jobs.push(job),
             None => self.left += 1,
         }
         for (job, kernel) in [
-            (job(LowLatency::Never, true)?, Kernel::ManyRows),
-            (job(LowLatency::Always, false)?, Kernel::LowLatencyCluster),
-            (job(LowLatency::Global, false)?, Kernel::LowLatencyGlobal),
+            (job(LowLatency::Never, true, false)?, Kernel::ManyRows),
+            (
+                job(LowLatency::Always, false, false)?,
+                Kernel::LowLatencyCluster,
+            ),
+            (
+                job(LowLatency::Global, false, false)?,
+                Kernel::LowLatencyGlobal,
+            ),
+            (
+                job(LowLatency::Never, false, true)?,
+                Kernel::SplitKvFewTiles,
+            ),
         ] {
             self.jobs
                 .extend(job.filter(|job| job.plan.config.kernel == kernel));
         }
         if case.problem.max_q_len() > 1 {
             for many_rows in [false, true] {
-                let job = job_of(PlanKind::Ragged, LowLatency::Never, many_rows)?;
+                let preferences = prefers(LowLatency::Never, many_rows, false);
+                let job = job_of(PlanKind::Ragged, preferences)?;
                 let is_other = |job: &Job| !many_rows || job.plan.config.kernel == Kernel::ManyRows;
                 self.jobs.extend(job.filter(is_other));
             }
@@ -577,10 +591,14 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
         shapes.add(case)?;
     }
     for case in short_ones() {
-        for low_latency in [LowLatency::Never, LowLatency::Global] {
+        for preferences in [
+            prefers(LowLatency::Never, false, false),
+            prefers(LowLatency::Global, false, false),
+            prefers(LowLatency::Never, false, true),
+        ] {
             shapes
                 .jobs
-                .push(Job::of_long_plan(case.clone(), low_latency)?);
+                .push(Job::of_long_plan(case.clone(), preferences)?);
         }
     }
     println!(
