@@ -110,7 +110,7 @@ impl<'a> Engine<'a> {
                 let behind = pages.pages[b].len() - 1 - page;
                 let kept = pages.residual_pages[b].iter().rev().nth(behind);
                 new.residuals.push(kept.copied().unwrap_or(u32::MAX));
-                new.positions.push(Table::position(b, at) as i64);
+                new.positions.push(table.position(b, at) as i64);
             }
         }
         Ok(new)
