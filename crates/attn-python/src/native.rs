@@ -4,8 +4,8 @@ use attn::{
     CacheConfig, Heads, Int8Scale, KvFormat, PageLayout, Problem, Scheme, Window,
     backends::cuda::native::{
         AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype as CudaDtype,
-        ExportArgs, KvLayout, NativeAppend, NativeExport, NativePlan, Pages, SlotAppendArgs,
-        SpansArgs, alibi_slopes_log2,
+        ExportArgs, KvLayout, NativeAppend, NativeExport, NativePlan, Pages, RotaryArgs,
+        SlotAppendArgs, SpansArgs, alibi_slopes_log2,
     },
 };
 use pyo3::{
@@ -375,8 +375,8 @@ impl Plan {
     fn append_args(
         &self,
         pages: &PageArrays<'_>,
-        k: &Bound<'_, PyCapsule>,
-        v: &Bound<'_, PyCapsule>,
+        [k, v]: [&Bound<'_, PyCapsule>; 2],
+        rotary: Option<&RotaryArrays<'_>>,
     ) -> PyResult<AppendArgs> {
         let pool = self.pool(&pages.pool)?;
         let (page_table, page_table_stride) = self.table("page_table", &pages.page_table)?;
@@ -390,6 +390,7 @@ impl Plan {
             )));
         }
         let [k_tensor_scales, v_tensor_scales] = self.scales([&pages.k_scales, &pages.v_scales])?;
+        let rotary = self.rotary_args(rotary, dtype, all)?;
         Ok(AppendArgs {
             k,
             v,
@@ -406,7 +407,20 @@ impl Plan {
             v_tensor_scales,
             batch,
             tokens,
+            rotary,
         })
+    }
+
+    /// How an append of so many tokens rotates, if it does.
+    fn rotary_args(
+        &self,
+        rotary: Option<&RotaryArrays<'_>>,
+        dtype: CudaDtype,
+        tokens: usize,
+    ) -> PyResult<Option<RotaryArgs>> {
+        let shape = [tokens, self.problem.num_q_heads, self.layout.head_dim()];
+        let args = rotary.map(|rotary| rotary.args(&self.gpu, dtype, shape));
+        args.transpose()
     }
 }
 
@@ -628,11 +642,7 @@ impl Plan {
         let residual_bytes = if has_window { 4 * tokens } else { 0 };
         let [k_tensor_scales, v_tensor_scales] = self.scales([&pages.k_scales, &pages.v_scales])?;
         let append = self.append()?;
-        let shape = [tokens, self.problem.num_q_heads, self.layout.head_dim()];
-        let rotary = match rotary {
-            None => None,
-            Some(rotary) => Some(rotary.args(&self.gpu, dtype, shape)?),
-        };
+        let rotary = self.rotary_args(rotary.as_ref(), dtype, tokens)?;
         let args = SlotAppendArgs {
             k,
             v,
@@ -658,18 +668,19 @@ impl Plan {
             .map_err(errors::of)
     }
 
-    /// Appends as many tokens to each sequence, whose places are read from `kv_lens`, and attends.
+    /// Appends as many tokens to each sequence, whose places are read from `kv_lens`, and attends; `kv` are K and V.
+    #[pyo3(signature = (pages, arrays, kv, stream, rotary = None))]
     fn step(
         &self,
         py: Python<'_>,
         pages: PageArrays<'_>,
         arrays: AttendArrays<'_>,
-        k: &Bound<'_, PyCapsule>,
-        v: &Bound<'_, PyCapsule>,
+        kv: (Bound<'_, PyCapsule>, Bound<'_, PyCapsule>),
         stream: u64,
+        rotary: Option<RotaryArrays<'_>>,
     ) -> PyResult<()> {
         let gpu = self.gpu.cuda()?;
-        let append = self.append_args(&pages, k, v)?;
+        let append = self.append_args(&pages, [&kv.0, &kv.1], rotary.as_ref())?;
         let decode = self.decode_args(self.kv_of_pages(&pages)?, &arrays)?;
         let prepared = self.append()?;
         // SAFETY: as for `attend`; that lengths count the new tokens is the caller's contract.
