@@ -1,10 +1,10 @@
 // append.cu: quantizes new tokens and writes them into pages: the bytes of FORMATS.md.
 //
-// Grid      one token: (heads / 4, batch), two warps per head; by slots: (tokens, heads / 4), likewise, and with rotary positions behind them
-//           columns of query heads, a warp to each; else (page jobs, num_kv_heads, batch), 128 threads.
+// Grid      one token: (heads / 4, batch), two warps per head; by slots: (tokens, heads / 4), likewise; else (page jobs, num_kv_heads, batch), 128
+//           threads. With rotary positions there are query heads behind the KV heads: a warp to each; else a CTA to each of a page job.
 // Split     one token per sequence is latency alone (launch, length, page, store): a warp takes K or V of one head, a lane stores what it
 //           loaded, and shared memory is not used. With several tokens a CTA owns a page of a head.
-// Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh; ATTN_ROTARY: by slots alone, K
+// Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh; ATTN_ROTARY: K is
 //           rotated by its position before it is encoded, and queries beside it.
 // Reads     k, v [token][num_kv_heads][head_dim], f32, f16 or bf16; kv_lens, which count the new tokens already, or slots; positions, cos_sin, q.
 // Writes    pool [page][kv_head][run]: home pages, and the residual pages of each sequence's last pages; q_out.
@@ -31,6 +31,7 @@ DEVICE float scale_of(const float* scales, int head) { return scales ? scales[he
 struct Place {
     u8 *run, *residuals;
     u32 t;
+    int of_sequence;  // the token's number in its sequence; 0 where a slot says the place
 };
 
 DEVICE Place place_of(const AppendParams& p, int b, u32 page, u32 t, int head, bool keeps_residuals) {
@@ -40,7 +41,7 @@ DEVICE Place place_of(const AppendParams& p, int b, u32 page, u32 t, int head, b
         u32 residual_page = residual_page_of(p, b, page);
         if (residual_page != NO_PAGE) residuals = run_of(p, residual_page, head);
     }
-    return {run_of(p, page_of(p, b, page), head), residuals, t};
+    return {run_of(p, page_of(p, b, page), head), residuals, t, (int)(page * PAGE + t)};
 }
 
 DEVICE void load_k(const AppendParams& p, KToken& k, long long token, int head, int lane) {
@@ -69,7 +70,7 @@ template <class PlaceOf> DEVICE void append_k(const AppendParams& p, long long t
     const Place to = place(ATTN_K_WINDOW);
     if (!to.run) return;
     if constexpr (ATTN_ROTARY)
-        if (!rotary.load_angles(p, lane)) return;
+        if (!rotary.load_angles(p, to.of_sequence, lane)) return;
     k.read_shared_bytes(to.run, to.residuals, to.t, lane);
     k.widen();
     if constexpr (ATTN_ROTARY) rotary.rotate(p, k, lane);
@@ -95,7 +96,16 @@ struct HeadOfWarp {
         return {column * (warps / 2) + warp / 2, (int)threadIdx.x % 32, warp % 2 == 1};
     }
 };
+// Behind the columns of KV heads: rotates the warp's query head of a token, which is token `of_sequence` of its sequence.
+DEVICE bool rotates_query(const AppendParams& p, int column, int token, int of_sequence) {
+    const int warp = threadIdx.x / 32, warps = blockDim.x / 32, first = column - (p.num_kv_heads + warps / 2 - 1) / (warps / 2);
+    if (first < 0) return false;
+    rotate_query(p, token, of_sequence, first * warps + warp, threadIdx.x % 32);
+    return true;
+}
 DEVICE void append_one(const AppendParams& p) {
+    if constexpr (ATTN_ROTARY)
+        if (rotates_query(p, blockIdx.x, blockIdx.y, p.kv_lens[blockIdx.y] - 1)) return;
     const HeadOfWarp warp = HeadOfWarp::of(blockIdx.x);
     const int b = blockIdx.y, head = warp.head;
     if (head >= p.num_kv_heads) return;
@@ -112,13 +122,8 @@ DEVICE void append_one(const AppendParams& p) {
 
 DEVICE void append_by_slots(const AppendParams& p) {
     constexpr bool PAIRS = KToken::SHARES_BYTES;
-    if constexpr (ATTN_ROTARY) {
-        const int warps = blockDim.x / 32, columns = (p.num_kv_heads + warps / 2 - 1) / (warps / 2), column = (int)blockIdx.y - columns;
-        if (column >= 0) {
-            rotate_query(p, blockIdx.x, column * warps + threadIdx.x / 32, threadIdx.x % 32);
-            return;
-        }
-    }
+    if constexpr (ATTN_ROTARY)
+        if (rotates_query(p, blockIdx.y, blockIdx.x, 0)) return;
     const HeadOfWarp warp = HeadOfWarp::of(blockIdx.y);
     const int first = blockIdx.x, head = warp.head;
     if (head >= p.num_kv_heads) return;
@@ -128,7 +133,7 @@ DEVICE void append_by_slots(const AppendParams& p) {
             if (slot < 0) return Place{};
             u8* residuals = nullptr;
             if (has_window && p.residual_pages[token] != NO_PAGE) residuals = run_of(p, p.residual_pages[token], head);
-            return Place{run_of(p, (u32)(slot / PAGE), head), residuals, (u32)(slot % PAGE)};
+            return Place{run_of(p, (u32)(slot / PAGE), head), residuals, (u32)(slot % PAGE), 0};
         });
     };
     if (warp.is_v) {
@@ -155,7 +160,7 @@ struct Job {
     long long token0;  // the page's token 0 in k, v
     Place page;        // of token 0
 
-    METHOD Place at(int t) const { return {page.run, page.residuals, (u32)t}; }
+    METHOD Place at(int t) const { return {page.run, page.residuals, (u32)t, page.of_sequence + t}; }
 };
 
 DEVICE void append_rows(const AppendParams& p, const Job& j) {
@@ -168,8 +173,14 @@ DEVICE void append_rows(const AppendParams& p, const Job& j) {
             if (PAIRS && is_high(t) != (phase == 1)) continue;
             KToken k;
             load_k(p, k, j.token0 + t, j.head, j.lane);
+            RotaryOf<KToken> rotary;
+            if constexpr (ATTN_ROTARY) {
+                rotary.load_partners(p, j.token0 + t, j.head, j.lane);
+                if (!rotary.load_angles(p, j.at(t).of_sequence, j.lane)) continue;
+            }
             k.read_shared_bytes(j.page.run, ATTN_K_WINDOW ? j.page.residuals : nullptr, t, j.lane);
             k.widen();
+            if constexpr (ATTN_ROTARY) rotary.rotate(p, k, j.lane);
             k.encode(scale, j.lane);
             store_k(k, j.at(t), j.lane);
         }
@@ -185,6 +196,10 @@ DEVICE void append_many(const AppendParams& p) {
     j.head = blockIdx.y, j.warp = threadIdx.x / 32, j.warps = blockDim.x / 32, j.lane = threadIdx.x % 32;
     j.t0 = page == first ? begin % PAGE : 0, j.t1 = page == last ? (end - 1) % PAGE + 1 : PAGE;
     j.token0 = (long long)b * p.tokens + (long long)page * PAGE - begin;
+    if (ATTN_ROTARY && j.head >= p.num_kv_heads) {
+        for (int t = j.t0 + j.warp; t < j.t1; t += j.warps) rotate_query(p, j.token0 + t, page * PAGE + t, j.head - p.num_kv_heads, j.lane);
+        return;
+    }
     // A slot of residuals belongs to the last of the pages that share it.
     j.page = place_of(p, b, page, 0, j.head, page + (int)p.residual_ring > last);
     append_rows(p, j);
@@ -204,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(256, 5) attn_append(const __grid_co
     // not begin before it ends (append to append: 4.2 µs, 5.0 if launched early), but a decode has other work meanwhile.
     wait_for_dependencies();
     if (p.is_followed) launch_dependents();
-    if (ATTN_ROTARY || p.slots) append_by_slots(p);
+    if (p.slots) append_by_slots(p);
     else if (p.tokens == 1) append_one(p);
     else append_many(p);
 }

@@ -1,7 +1,8 @@
 // check.cu: checks the device inputs of a decode or append launch, and reports the first one that would be fatal (ATTN_CHECK=1).
 //
 // Grid      (batch), of slots (1); 128 threads.
-// Reads     kv_lens, tokens_after, page table, residual pages, sinks, queries; or slots, their residual pages and their tokens' positions; or cu_seqlens_q.
+// Reads     kv_lens, tokens_after, page table, residual pages, sinks, queries, positions of appended tokens; or slots, their residual pages and their
+//           tokens' positions; or cu_seqlens_q.
 // Writes    report: {kind, index, value, limit}; kind 0 if all inputs are allowed.
 // Shared    none.
 // Host      attn-cuda/src/native/mod.rs::check; parameters in kernels/src/cuda/params.rs.
@@ -18,15 +19,16 @@ __device__ void report(int* to, int kind, int index, int value, int limit) {
 
 __device__ int clipped(long long x) { return x < -0x7fffffff ? -0x7fffffff : x < 0x7fffffff ? (int)x : 0x7fffffff; }
 
+__device__ void check_position(const CheckParams& c, int token, long long at) {
+    if (at < 0 || at >= c.num_positions) report(c.report, POSITION, token, clipped(at), clipped(c.num_positions));
+}
+
 __device__ void check_slots(const DecodeParams& p, const CheckParams& c) {
     for (int i = threadIdx.x; i < c.query_tokens; i += blockDim.x) {
         const long long slot = c.slots[i];
         if (slot >= (long long)c.num_pages * c.page_size) report(c.report, SLOT, i, clipped(slot), (int)c.num_pages);
         // A token without a slot may have no position, either.
-        if (slot >= 0 && c.positions != nullptr) {
-            const long long at = c.positions[i];
-            if (at < 0 || at >= c.num_positions) report(c.report, POSITION, i, clipped(at), clipped(c.num_positions));
-        }
+        if (slot >= 0 && c.positions != nullptr) check_position(c, i, c.positions[i]);
         if (slot < 0 || p.residual_pages == nullptr) continue;
         const unsigned int page = p.residual_pages[i];
         if (page >= c.num_pages && page != ~0u) report(c.report, RESIDUAL_PAGE, i, (int)page, (int)c.num_pages);
@@ -48,6 +50,11 @@ extern "C" __global__ void attn_check(const __grid_constant__ DecodeParams p, co
     if (len < c.min_kv_len || len > c.max_kv_len) {
         if (threadIdx.x == 0) report(c.report, KV_LEN, b, len, c.max_kv_len);
         return;
+    }
+    const int appended = c.min_kv_len;
+    for (int i = threadIdx.x; c.num_positions > 0 && i < appended; i += blockDim.x) {
+        const int token = b * appended + i;
+        check_position(c, token, c.positions != nullptr ? c.positions[token] : len - appended + i);
     }
     if (p.tokens_after != nullptr) {
         const int after = p.tokens_after[b];

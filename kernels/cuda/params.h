@@ -114,7 +114,7 @@ struct AppendParams {
     long long v_token_stride;                  // Elements from one token of V to the next.
     unsigned long long page_stride;            // Bytes from one page to the next.
     const void* cos_sin;                       // With rotary positions: [num_positions][rotary_dim], the cosines of a position's pairs, then their sines.
-    const long long* positions;                // With rotary positions: i64 [tokens].
+    const long long* positions;                // With rotary positions: i64 [tokens]; null: a token's position is its number in its sequence.
     const void* q;                             // With rotary positions: queries [tokens][num_q_heads][head_dim], in K's number format, or null.
     void* q_out;                               // Where rotated queries go.
     long long q_token_stride;                  // Elements from one token of q to the next.
@@ -227,9 +227,9 @@ static_assert(sizeof(MergeSpansParams) == 80, "params.rs");
 struct CheckParams {
     int* report;                               // i32 [4], zeroed: {kind, index, value, limit}.
     const long long* slots;                    // Slots of an append, as in AppendParams, or null.
-    const long long* positions;                // Positions of the slots' tokens, as in AppendParams, or null.
+    const long long* positions;                // Positions of the tokens to append, as in AppendParams, or null.
     const int* cu_seqlens_q;                   // First query tokens, as in QueryBlocksParams, or null.
-    long long num_positions;                   // Positions that are allowed.
+    long long num_positions;                   // Positions that are allowed; 0 where none matters.
     int max_kv_len;                            // The longest length that is allowed.
     unsigned int num_pages;                    // Pages in the pool.
     int page_size;                             // Tokens per page; 0 without pages.

@@ -22,6 +22,9 @@ DEVICE TwoNumbers load_two(const void* numbers, u64 at, int dtype, bool is_align
     return {both.x, both.y};
 }
 
+// A token's position: as the caller says, or its number in its sequence, `otherwise`.
+DEVICE long long position_of(const AppendParams& p, long long token, int otherwise) { return p.positions ? p.positions[token] : otherwise; }
+
 // Cosines and sines of a token's pairs.
 struct Angles {
     const void* row;
@@ -43,13 +46,13 @@ template <class Token> struct RotaryOf {
     static constexpr int EACH = Token::EACH;
     static_assert(Token::UNIT == 4, "dims of K lie side by side");
 
-    long long position;
+    long long position;  // where the caller says positions
     // Of dims 0 and 1 of a unit, and of 2 and 3.
     TwoNumbers partner[EACH][2], cosine[EACH][2], sine[EACH][2];
 
     // Neighbours are the lane's own.
     METHOD void load_partners(const AppendParams& p, long long token, int head, int lane) {
-        position = p.positions[token];
+        position = position_of(p, token, 0);
         const long long at = token * p.k_token_stride + (long long)head * HEAD_DIM;
         const int half = p.rotary_dim / 2;
         if (p.is_interleaved) return;
@@ -61,9 +64,9 @@ template <class Token> struct RotaryOf {
                 if (d < p.rotary_dim) partner[i][k] = load_two(p.k, at + other, p.dtype, p.k_token_stride % 4 == 0);
             }
     }
-    METHOD bool load_angles(const AppendParams& p, int lane) {
+    METHOD bool load_angles(const AppendParams& p, int of_sequence, int lane) {
         Angles angles;
-        if (!angles.find(p, position)) return false;
+        if (!angles.find(p, p.positions ? position : of_sequence)) return false;
 #pragma unroll
         for (int i = 0; i < EACH; i++)
 #pragma unroll
@@ -102,9 +105,9 @@ template <class Token> struct RotaryOf {
 };
 
 // Rotates a query head of a token: a lane has both halves of its pairs, so q_out may be q. A token whose position is outside of the table is left.
-DEVICE void rotate_query(const AppendParams& p, long long token, int head, int lane) {
+DEVICE void rotate_query(const AppendParams& p, long long token, int of_sequence, int head, int lane) {
     if (head >= p.num_q_heads) return;
-    const long long position = p.positions[token];
+    const long long position = position_of(p, token, of_sequence);
     const long long from = token * p.q_token_stride + (long long)head * HEAD_DIM;
     u8* to = row_at(p.q_out, token * p.q_out_token_stride + (long long)head * HEAD_DIM, 1, p.dtype);
     // Two pairs at a time: dims first, first + 1 and second, second + 1.

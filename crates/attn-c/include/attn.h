@@ -72,7 +72,7 @@ typedef struct attn_append {
   size_t tokens;
 } attn_append;
 
-// Rotary positions (RoPE) of an append by slots, computed in 32 bits: K is stored as if its 32-bit rows had been rotated first. All addresses are of
+// Rotary positions (RoPE) of an append by a plan, computed in 32 bits: K is stored as if its 32-bit rows had been rotated first. All addresses are of
 // device memory, aligned to 16 bytes.
 typedef struct attn_rotary {
   // sizeof(attn_rotary).
@@ -87,7 +87,8 @@ typedef struct attn_rotary {
   size_t rotary_dim;
   // 0: element i and i + rotary_dim / 2 are a pair (Hugging Face's Llama, is_neox_style); else 2·i and 2·i + 1.
   uint32_t interleaved;
-  // int64 [count]: each token's row of cos_sin. Tokens without a slot may have none; their queries stay as they are then.
+  // int64 [count]: each token's row of cos_sin. Tokens without a slot may have none; their queries stay as they are then. For attn_plan_step also NULL:
+  // the tokens' numbers in their sequences, from 0.
   const int64_t *positions;
   // The tokens' queries [count][q_heads][head_dim], in the dtype of K; NULL: K alone is rotated.
   const void *q;
@@ -270,7 +271,7 @@ typedef struct attn_plan_config {
   size_t max_tokens;
   // What changes scores. A launch reads slopes and sinks from attn_buffers.
   struct attn_modifiers modifiers;
-  // Not 0: attn_plan_append_slots takes attn_tokens.rotary, whose kernel is loaded, too.
+  // Not 0: attn_plan_append_slots and attn_plan_step take attn_tokens.rotary, whose kernel is loaded, too.
   uint32_t rotary;
   // Not 0: sequences bring other numbers of query tokens from step to step, as attn_plan_list_query_blocks says; q_lens gives how many tokens they
   // have in all, and the most that one mostly has, for which the kernel is chosen.
@@ -637,7 +638,9 @@ enum attn_status attn_plan_attend(const struct attn_plan *plan,
                                   void *stream);
 
 // Appends as many new tokens to each sequence, and attends: what attn_plan_append_slots and attn_plan_attend do, with the same bits, in less time.
-// tokens has each tokens of the first sequence, then those of the next; their places are the last ones of pages->lengths.
+// tokens has each tokens of the first sequence, then those of the next; their places are the last ones of pages->lengths. With tokens->rotary, K
+// is rotated by its positions before it is stored, and rotary.q to where rows->q reads it, in the same launch; the plan was created with
+// attn_plan_config.rotary then.
 //
 // Needs: As attn_plan_attend; nothing else is enqueued between what wrote the pages before and this; every page that a new token touches belongs to its
 // sequence alone.

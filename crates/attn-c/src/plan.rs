@@ -9,7 +9,7 @@ use attn::{
     CacheConfig, Heads, KvFormat, PageLayout, Problem,
     backends::cuda::native::{
         self, AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, KvLayout, NativeAppend, NativePlan,
-        SlotAppendArgs, Stream, alibi_slopes_log2,
+        RotaryArgs, SlotAppendArgs, Stream, alibi_slopes_log2,
     },
 };
 
@@ -45,7 +45,7 @@ pub struct PlanConfig {
     pub max_tokens: usize,
     /// What changes scores. A launch reads slopes and sinks from attn_buffers.
     pub modifiers: Modifiers,
-    /// Not 0: attn_plan_append_slots takes attn_tokens.rotary, whose kernel is loaded, too.
+    /// Not 0: attn_plan_append_slots and attn_plan_step take attn_tokens.rotary, whose kernel is loaded, too.
     pub rotary: u32,
     /// Not 0: sequences bring other numbers of query tokens from step to step, as attn_plan_list_query_blocks says; q_lens gives how many tokens they
     /// have in all, and the most that one mostly has, for which the kernel is chosen.
@@ -359,6 +359,20 @@ impl Plan {
         }
     }
 
+    /// Rotary positions of an append, where it has some.
+    ///
+    /// # Safety
+    /// `tokens.rotary` is NULL or as documented.
+    unsafe fn rotary(&self, tokens: &Tokens) -> Result<Option<RotaryArgs>, Failure> {
+        if tokens.rotary.is_null() {
+            return Ok(None);
+        }
+        // SAFETY: this function's contract.
+        let rotary = unsafe { config(tokens.rotary) }?;
+        let args = rotary.args(self.problem.num_q_heads, self.layout.head_dim())?;
+        Ok(Some(args))
+    }
+
     /// The launch of appends; refuses a plan for another engine's pages.
     fn append(&self) -> Result<&NativeAppend, Failure> {
         let sentence = "the plan is for another engine's pages, which attn_plan_attend_rows reads and nothing writes; create one with attn_plan_config.rows 0";
@@ -479,7 +493,9 @@ pub unsafe extern "C" fn attn_plan_attend(
 }
 
 /// Appends as many new tokens to each sequence, and attends: what attn_plan_append_slots and attn_plan_attend do, with the same bits, in less time.
-/// `tokens` has `each` tokens of the first sequence, then those of the next; their places are the last ones of `pages->lengths`.
+/// `tokens` has `each` tokens of the first sequence, then those of the next; their places are the last ones of `pages->lengths`. With `tokens->rotary`, K
+/// is rotated by its positions before it is stored, and rotary.q to where `rows->q` reads it, in the same launch; the plan was created with
+/// attn_plan_config.rotary then.
 ///
 /// # Safety
 /// As attn_plan_attend; nothing else is enqueued between what wrote the pages before and this; every page that a new token touches belongs to its
@@ -506,7 +522,8 @@ pub unsafe extern "C" fn attn_plan_step(
             )
         };
         tokens.check_on_device(plan.problem.head_dim)?;
-        tokens.without_rotary()?;
+        // SAFETY: this function's contract.
+        let rotary = unsafe { plan.rotary(&tokens) }?;
         let decode = plan.decode_args(plan.kv_of_pages(&pages)?, &rows, &buffers)?;
         let append = AppendArgs {
             k: given("k", tokens.k)?,
@@ -524,6 +541,7 @@ pub unsafe extern "C" fn attn_plan_step(
             v_tensor_scales: decode.v_tensor_scales,
             batch: plan.problem.batch(),
             tokens: each,
+            rotary,
         };
         let gpu = plan.device.cuda("plan")?;
         let stream = Stream::from_raw(stream);
@@ -555,14 +573,8 @@ pub unsafe extern "C" fn attn_plan_append_slots(
         let (plan, pages, tokens) =
             unsafe { (handle("plan", plan)?, config(pages)?, config(tokens)?) };
         tokens.check_on_device(plan.problem.head_dim)?;
-        let rotary = match tokens.rotary.is_null() {
-            true => None,
-            false => {
-                // SAFETY: this function's contract.
-                let rotary = unsafe { config(tokens.rotary) }?;
-                Some(rotary.args(plan.problem.num_q_heads, plan.layout.head_dim())?)
-            }
-        };
+        // SAFETY: this function's contract.
+        let rotary = unsafe { plan.rotary(&tokens) }?;
         let args = SlotAppendArgs {
             k: given("k", tokens.k)?,
             v: given("v", tokens.v)?,

@@ -42,7 +42,7 @@ unsafe impl Config for Tokens {
     const NAME: &'static str = "attn_tokens";
 }
 
-/// Rotary positions (RoPE) of an append by slots, computed in 32 bits: K is stored as if its 32-bit rows had been rotated first. All addresses are of
+/// Rotary positions (RoPE) of an append by a plan, computed in 32 bits: K is stored as if its 32-bit rows had been rotated first. All addresses are of
 /// device memory, aligned to 16 bytes.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -59,7 +59,8 @@ pub struct Rotary {
     pub rotary_dim: usize,
     /// 0: element i and i + rotary_dim / 2 are a pair (Hugging Face's Llama, `is_neox_style`); else 2·i and 2·i + 1.
     pub interleaved: u32,
-    /// int64 `[count]`: each token's row of cos_sin. Tokens without a slot may have none; their queries stay as they are then.
+    /// int64 `[count]`: each token's row of cos_sin. Tokens without a slot may have none; their queries stay as they are then. For attn_plan_step also NULL:
+    /// the tokens' numbers in their sequences, from 0.
     pub positions: *const i64,
     /// The tokens' queries `[count][q_heads][head_dim]`, in the dtype of K; NULL: K alone is rotated.
     pub q: *const c_void,
@@ -83,12 +84,12 @@ impl Tokens {
         check_stride("v_head_stride", self.v_head_stride, head_dim)
     }
 
-    /// Refuses what an append by slots alone does.
+    /// Refuses what appends by plans alone do.
     pub(crate) fn without_rotary(&self) -> Result<(), Failure> {
         if self.rotary.is_null() {
             return Ok(());
         }
-        let sentence = "attn_tokens.rotary is set; only attn_plan_append_slots rotates, others take K after RoPE";
+        let sentence = "attn_tokens.rotary is set; only attn_plan_append_slots and attn_plan_step rotate, others take K after RoPE";
         Err(Failure::new(Status::Parameter, sentence.to_owned()))
     }
 }

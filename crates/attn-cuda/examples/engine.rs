@@ -105,6 +105,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         v_tensor_scales: DeviceAddress::NULL,
         batch: BATCH,
         tokens: 1,
+        rotary: None,
     };
     let decode_args = DecodeArgs {
         q: at(&q, &stream),

@@ -309,6 +309,7 @@ impl CudaPages {
             v_tensor_scales,
             batch: 1,
             tokens: run.tokens,
+            rotary: None,
         }
     }
 }

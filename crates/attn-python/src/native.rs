@@ -264,11 +264,7 @@ impl Plan {
         let has_window = self.layout.format().window() != Window::None;
         let residual_bytes = if has_window { 4 * tokens } else { 0 };
         let [k_tensor_scales, v_tensor_scales] = self.scales([&pages.k_scales, &pages.v_scales])?;
-        let shape = [tokens, self.problem.num_q_heads, self.layout.head_dim()];
-        let rotary = match rotary {
-            None => None,
-            Some(rotary) => Some(rotary.args(&self.gpu, new.dtype, shape)?),
-        };
+        let rotary = self.rotary_args(rotary.as_ref(), new.dtype, tokens)?;
         let args = SlotAppendArgs {
             k: new.k,
             v: new.v,
@@ -294,19 +290,20 @@ impl Plan {
             .map_err(errors::of)
     }
 
-    /// Appends as many tokens to each sequence, whose places are read from `kv_lens`, and attends.
+    /// Appends as many tokens to each sequence, whose places are read from `kv_lens`, and attends; `kv` are K and V.
+    #[pyo3(signature = (pages, arrays, kv, stream, rotary = None))]
     fn step(
         &self,
         py: Python<'_>,
         pages: PageArrays<'_>,
         arrays: AttendArrays<'_>,
-        k: &Bound<'_, PyCapsule>,
-        v: &Bound<'_, PyCapsule>,
+        kv: (Bound<'_, PyCapsule>, Bound<'_, PyCapsule>),
         stream: u64,
+        rotary: Option<RotaryArrays<'_>>,
     ) -> PyResult<()> {
         let gpu = self.gpu.cuda()?;
         let paged = self.paged(&pages)?;
-        let append = self.append_args(paged, k, v)?;
+        let append = self.append_args(paged, [&kv.0, &kv.1], rotary.as_ref())?;
         let decode = self.decode_args(paged, &arrays)?;
         let prepared = self.append()?;
         // SAFETY: as for `attend`; that lengths count the new tokens is the caller's contract.

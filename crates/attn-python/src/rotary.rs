@@ -1,8 +1,8 @@
-//! Rotary positions of an append by slots, as arrays on a GPU.
+//! Rotary positions of an append, as arrays on a GPU.
 
 use attn::{
     RotaryStyle,
-    backends::cuda::native::{Dtype as CudaDtype, RotaryArgs, RotaryQueries},
+    backends::cuda::native::{DeviceAddress, Dtype as CudaDtype, RotaryArgs, RotaryQueries},
 };
 use pyo3::{prelude::*, types::PyCapsule};
 
@@ -17,8 +17,8 @@ use crate::{
 pub struct RotaryArrays<'py> {
     /// Floats `[positions, rotary_dim]`: cosines of a position's pairs, then their sines.
     cos_sin: Bound<'py, PyCapsule>,
-    /// int64 `[tokens]`.
-    positions: Bound<'py, PyCapsule>,
+    /// int64 `[tokens]`; none for the tokens' numbers in their sequences.
+    positions: Option<Bound<'py, PyCapsule>>,
     /// `[tokens, heads, dim]` in K's type, rotated in place.
     q: Option<Bound<'py, PyCapsule>>,
     interleaved: bool,
@@ -53,7 +53,10 @@ impl RotaryArrays<'_> {
             cos_sin: cos_sin.address,
             cos_sin_dtype,
             num_positions: table.shape[0],
-            positions: gpu.list("positions", Some(&self.positions), (Dtype::I64, 8 * tokens))?,
+            positions: match &self.positions {
+                None => DeviceAddress::NULL,
+                positions => gpu.list("positions", positions.as_ref(), (Dtype::I64, 8 * tokens))?,
+            },
             queries,
         })
     }

@@ -342,6 +342,38 @@ def test_slots_with_rotary_positions(rng, interleaved):
         plan.append_slots(k, v, pool, slots, rotary=attn.torch.Rotary(cos_sin[:, :6].contiguous(), positions))
 
 
+@pytest.mark.parametrize("numbered", [False, True])
+def test_steps_with_rotary_positions(rng, numbered):
+    import attn.torch
+
+    plan, without = plan_of("int8", [1] * 2, rotary=True), plan_of("int8", [1] * 2)
+    angles = torch.arange(512)[:, None] * 1e4 ** (-torch.arange(0, 128, 2) / 128)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).float().cuda()
+    table = torch.arange(16, dtype=torch.int32).view(2, 8).cuda()
+    pool, wanted = plan.new_pool(16), plan.new_pool(16)
+    for length in range(60, 70):
+        lens = torch.tensor([length, length - 50], dtype=torch.int32, device="cuda")
+        positions = (lens - 1).long() if numbered else torch.tensor([length + 7, 3]).cuda()
+        q, k, v = on_gpu(rows(rng, 2, 8, 128)), *(on_gpu(rows(rng, 2, 2, 128)) for _ in "kv")
+
+        def turned(x):
+            cos, sin = (part[:, None] for part in cos_sin[positions].chunk(2, 1))
+            a, b = x.chunk(2, -1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+        q_wanted = turned(q)
+        out_wanted = without.step(q_wanted, turned(k), v, wanted, table, lens)
+        rotary = attn.torch.Rotary(cos_sin, None if numbered else positions)
+        out = plan.step(q, k, v, pool, table, lens, rotary=rotary)
+        assert torch.equal(out, out_wanted) and torch.equal(q, q_wanted) and torch.equal(pool, wanted), length
+    with pytest.raises(attn.ParameterError, match="rotary.q"):
+        plan.step(q, k, v, pool, table, lens, rotary=attn.torch.Rotary(cos_sin, q=q))
+    with pytest.raises(attn.ParameterError, match="positions"):
+        plan.append_slots(k, v, pool, torch.arange(2).cuda(), rotary=attn.torch.Rotary(cos_sin))
+    with pytest.raises(attn.ParameterError, match="rotary"):
+        without.step(q, k, v, pool, table, lens, rotary=rotary)
+
+
 def test_torch_compile_keeps_the_operator(rng):
     plan = plan_of("int8", [1] * 2)
     pool, table = plan.new_pool(16), torch.arange(16, dtype=torch.int32).view(2, 8).cuda()

@@ -80,7 +80,7 @@ pub enum Instance {
         head_dim: usize,
         /// Tokens per page.
         page_size: usize,
-        /// Whether K and queries are rotated by their positions; such a kernel takes slots alone (`ATTN_ROTARY`).
+        /// Whether K and queries are rotated by their positions (`ATTN_ROTARY`).
         rotary: bool,
     },
     /// `import.cu`.

@@ -257,7 +257,7 @@ blocks! {
         page_stride: u64 = "unsigned long long",
         /// With rotary positions: [num_positions][rotary_dim], the cosines of a position's pairs, then their sines.
         cos_sin: u64 = "const void*",
-        /// With rotary positions: i64 [tokens].
+        /// With rotary positions: i64 [tokens]; null: a token's position is its number in its sequence.
         positions: u64 = "const long long*",
         /// With rotary positions: queries [tokens][num_q_heads][head_dim], in K's number format, or null.
         q: u64 = "const void*",
@@ -447,11 +447,11 @@ blocks! {
         report: u64 = "int*",
         /// Slots of an append, as in AppendParams, or null.
         slots: u64 = "const long long*",
-        /// Positions of the slots' tokens, as in AppendParams, or null.
+        /// Positions of the tokens to append, as in AppendParams, or null.
         positions: u64 = "const long long*",
         /// First query tokens, as in QueryBlocksParams, or null.
         cu_seqlens_q: u64 = "const int*",
-        /// Positions that are allowed.
+        /// Positions that are allowed; 0 where none matters.
         num_positions: i64 = "long long",
         /// The longest length that is allowed.
         max_kv_len: i32 = "int",

@@ -156,6 +156,7 @@ impl Pages {
             v_tensor_scales: scales[1],
             batch: 1,
             tokens,
+            rotary: None,
         }
     }
 }

@@ -2,12 +2,20 @@
 
 use std::{ffi::c_void, sync::Arc};
 
-use attn_core::{Error, PageLayout};
-use attn_kernels::cuda::params::AppendParams;
+use attn_core::{CacheConfig, Error, PageLayout};
+use attn_kernels::cuda::{
+    Instance,
+    params::{AppendParams, CheckParams, DecodeParams},
+};
 use cudarc::driver::sys;
 
-use super::{COPY_THREADS, DeviceAddress, Pages};
-use crate::{device::LoadedKernel, error::failed, sizes};
+use super::{
+    COPY_THREADS, DecodeArgs, DeviceAddress, NativePlan, Pages, RotaryArgs, Stream,
+    check::{check, check_kernel},
+    launch_decode,
+    rotary::PositionsFrom,
+};
+use crate::{CudaBackend, device::LoadedKernel, error::failed, sizes};
 
 /// Number format of an engine's rows: K and V to append, queries, outputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,12 +72,22 @@ pub struct AppendArgs {
     pub batch: usize,
     /// New tokens of each.
     pub tokens: usize,
+    /// Rotary positions, by an append of [`CudaBackend::prepare_append_rotary`]; none where K is appended as it is. Positions that are null are the
+    /// tokens' numbers in their sequences, as `kv_lens` say.
+    pub rotary: Option<RotaryArgs>,
+}
+
+impl AppendArgs {
+    /// New tokens of all sequences.
+    pub(super) fn all_tokens(&self) -> usize {
+        self.batch.saturating_mul(self.tokens)
+    }
 }
 
 /// The kernel's parameter block; `is_followed` by a decode that knows what is appended.
 ///
 /// # Errors
-/// [`Error::Parameter`] for a number that needs more than 31 bits, for pages that overlap, and for residual pages that are missing.
+/// [`Error::Parameter`] for a number that needs more than 31 bits, for pages that overlap, for residual pages that are missing, and those of [`RotaryArgs`].
 pub fn append_params(
     args: &AppendArgs,
     layout: &PageLayout,
@@ -78,6 +96,12 @@ pub fn append_params(
     args.pool.check(layout.page_bytes())?;
     let [k_token_stride, v_token_stride, _] =
         sizes::strides([args.k_token_stride, args.v_token_stride, 0]);
+    let rotary = match &args.rotary {
+        Some(rotary) => {
+            rotary.params(layout.head_dim(), args.all_tokens(), PositionsFrom::KvLens)?
+        }
+        None => AppendParams::default(),
+    };
     Ok(AppendParams {
         k: args.k.get(),
         v: args.v.get(),
@@ -102,7 +126,7 @@ pub fn append_params(
         page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
         dtype: args.dtype.code(),
         is_followed: i32::from(is_followed),
-        ..AppendParams::default()
+        ..rotary
     })
 }
 
@@ -127,23 +151,48 @@ pub struct NativeAppend {
     pub(super) layout: PageLayout,
     pub(super) kernel: Arc<LoadedKernel>,
     pub(super) check: Option<Arc<LoadedKernel>>,
-    /// The kernel of appends by slots that rotate; none where it was not prepared.
+    /// The kernel of appends that rotate; none where it was not prepared.
     pub(super) rotary: Option<Arc<LoadedKernel>>,
+}
+
+impl NativeAppend {
+    /// The kernel of an append with these rotary positions, or without.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for positions where the append was prepared without.
+    pub(super) fn kernel(&self, rotary: Option<&RotaryArgs>) -> Result<&LoadedKernel, Error> {
+        match (rotary, &self.rotary) {
+            (None, _) => Ok(&self.kernel),
+            (Some(_), Some(kernel)) => Ok(kernel),
+            (Some(_), None) => Err(Error::Parameter {
+                what: "rotary",
+                given: "some, for an append that was prepared without".into(),
+                allowed: "none, or an append of prepare_append_rotary",
+            }),
+        }
+    }
 }
 
 /// Heads of a CTA that takes one token of each: two warps of its eight have a head's K and V.
 const HEADS: usize = 4;
-/// Grid and threads of `append.cu`, for `tokens` new tokens of each of `batch` sequences; more than there can be saturate, and the
-/// driver refuses them.
+/// Grid and threads of `append.cu`, for `tokens` new tokens of each of `batch` sequences, and so many query heads that are rotated beside K; more
+/// than there can be saturate, and the driver refuses them.
 #[must_use]
-pub fn append_grid(layout: &PageLayout, batch: usize, tokens: usize) -> ([usize; 3], usize) {
+pub fn append_grid(
+    layout: &PageLayout,
+    batch: usize,
+    tokens: usize,
+    query_heads: usize,
+) -> ([usize; 3], usize) {
     let heads = layout.num_kv_heads();
     if tokens > 1 {
         // A first page may be open, so `tokens` touch up to this many.
         let jobs = tokens.saturating_add(layout.page_size() - 2) / layout.page_size() + 1;
-        return ([jobs, heads, batch], COPY_THREADS);
+        return ([jobs, heads + query_heads, batch], COPY_THREADS);
     }
-    let (columns, threads) = (heads.div_ceil(HEADS), 64 * heads.min(HEADS));
+    let threads = 64 * heads.min(HEADS);
+    // A warp to each query head.
+    let columns = heads.div_ceil(HEADS) + query_heads.div_ceil(threads / 32);
     ([columns, batch, 1], threads)
 }
 
@@ -162,10 +211,151 @@ pub(crate) unsafe fn launch_append(
         return Ok(());
     }
     let mut params = append_params(args, layout, is_followed)?;
-    let (grid, threads) = append_grid(layout, args.batch, args.tokens);
+    let query_heads = args.rotary.map_or(0, |rotary| rotary.query_heads());
+    let (grid, threads) = append_grid(layout, args.batch, args.tokens, query_heads);
     let mut arguments = [(&raw mut params).cast::<c_void>()];
     // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.
     unsafe { kernel.launch(stream, grid, threads, &mut arguments) }.map_err(failed("appending"))
+}
+
+impl CudaBackend {
+    /// Prepares append launches for caches of this shape.
+    ///
+    /// # Errors
+    /// Those of [`CacheConfig::check`]; [`Error::Parameter`] for more KV heads than a grid has rows; [`Error::Device`].
+    pub fn prepare_append(&self, config: &CacheConfig) -> Result<NativeAppend, Error> {
+        config.check()?;
+        check_heads(config.num_kv_heads)?;
+        Ok(NativeAppend {
+            layout: config.layout()?,
+            kernel: self.append_kernel(config, false)?,
+            check: check_kernel(&self.device)?,
+            rotary: None,
+        })
+    }
+
+    /// As [`CudaBackend::prepare_append`], and loads the kernel of appends with [`AppendArgs::rotary`] or [`SlotAppendArgs::rotary`].
+    ///
+    /// # Errors
+    /// Those of [`CudaBackend::prepare_append`].
+    pub fn prepare_append_rotary(&self, config: &CacheConfig) -> Result<NativeAppend, Error> {
+        let mut append = self.prepare_append(config)?;
+        append.rotary = Some(self.append_kernel(config, true)?);
+        Ok(append)
+    }
+
+    fn append_kernel(
+        &self,
+        config: &CacheConfig,
+        rotary: bool,
+    ) -> Result<Arc<LoadedKernel>, Error> {
+        let instance = Instance::Append {
+            format: config.format,
+            head_dim: config.head_dim,
+            page_size: config.page_size,
+            rotary,
+        };
+        self.device.kernel(&instance, 0)
+    }
+
+    /// Enqueues the append of `tokens` new tokens to each sequence; places come from `kv_lens` on the device.
+    ///
+    /// # Safety
+    /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes.
+    /// - On the device, every `kv_lens` counts the new tokens, and every page that they touch, home and residual, is in the
+    ///   pool and belongs to its sequence alone; tokens arrive in order; K and V are finite.
+    /// - With [`AppendArgs::rotary`], on the device, positions are rows of `cos_sin` (a token whose is none is not appended), and K is finite once
+    ///   rotated; rotated queries overlap nothing that runs meanwhile, and not K or V.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for numbers of more than 31 bits, and for rotary positions with a `rotary_dim`, an address or strides that are not allowed,
+    /// or for an append that was prepared without; [`Error::Device`] with the driver's refusal, or with
+    /// [`CudaError::Check`](crate::CudaError::Check).
+    pub unsafe fn append_on(
+        &self,
+        append: &NativeAppend,
+        stream: Stream,
+        args: &AppendArgs,
+    ) -> Result<(), Error> {
+        // SAFETY: this function's contract.
+        unsafe { self.append(append, stream.raw(), args, false) }
+    }
+
+    /// Enqueues an append and the decode behind it: what [`CudaBackend::append_on`] and [`CudaBackend::decode_on`] do, with the same bits,
+    /// but the decode reads older pages while the append runs, and waits only for those that it writes. The step of a layer. Where the append rotates
+    /// the queries, too, the decode waits for all of it.
+    ///
+    /// # Safety
+    /// Those of both. All that the decode reads but the new tokens is there before the append begins, as nothing is enqueued between them;
+    /// on the device, the last tokens of a sequence that the append takes are its new ones.
+    ///
+    /// # Errors
+    /// Those of both. If the decode is refused, the append has been enqueued.
+    pub unsafe fn append_decode_on(
+        &self,
+        append: &NativeAppend,
+        plan: &NativePlan,
+        stream: Stream,
+        append_args: &AppendArgs,
+        decode_args: &DecodeArgs,
+    ) -> Result<(), Error> {
+        // What is ahead of an append of nothing may still run.
+        let is_early = append_args.batch > 0
+            && append_args
+                .rotary
+                .is_none_or(|rotary| rotary.query_heads() == 0);
+        let appended = if is_early { append_args.tokens } else { 0 };
+        // SAFETY: this function's contract.
+        unsafe { self.append(append, stream.raw(), append_args, appended > 0) }?;
+        // SAFETY: this function's contract, and the launch ahead is the append.
+        unsafe { launch_decode(&self.device, plan, stream.raw(), decode_args, appended) }
+    }
+
+    /// # Safety
+    /// Those of [`CudaBackend::append_on`]; if `is_followed`, [`launch_decode`] with the same tokens is next on the stream.
+    unsafe fn append(
+        &self,
+        append: &NativeAppend,
+        stream: sys::CUstream,
+        args: &AppendArgs,
+        is_followed: bool,
+    ) -> Result<(), Error> {
+        let kernel = append.kernel(args.rotary.as_ref())?;
+        if let Some(kernel) = append.check.as_ref().filter(|_| args.tokens > 0) {
+            let layout = &append.layout;
+            let mut params = DecodeParams {
+                page_table: args.page_table.get(),
+                page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
+                residual_pages: args.residual_pages.get(),
+                residual_ring: sizes::slots(
+                    layout.format(),
+                    layout.page_size(),
+                    args.residual_slots,
+                    args.residual_pages,
+                )?,
+                kv_lens: args.kv_lens.get(),
+                batch: sizes::int("sequences to append to", args.batch)?,
+                ..DecodeParams::default()
+            };
+            let limits = CheckParams {
+                positions: args.rotary.map_or(0, |rotary| rotary.positions.get()),
+                num_positions: args.rotary.map_or(0, |rotary| rotary.rows()),
+                max_kv_len: sizes::int_limit(
+                    args.page_table_stride
+                        .saturating_mul(append.layout.page_size()),
+                ),
+                min_kv_len: sizes::int("tokens to append", args.tokens)?,
+                num_pages: sizes::axis(args.pool.num_pages),
+                page_size: sizes::int("page_size", append.layout.page_size())?,
+                ..CheckParams::default()
+            };
+            // SAFETY: this function's contract.
+            unsafe { check(&self.device, kernel, stream, &mut params, limits) }
+                .map_err(failed("checking an append"))?;
+        }
+        // SAFETY: this function's contract.
+        unsafe { launch_append(kernel, &append.layout, stream, args, is_followed) }
+    }
 }
 
 #[cfg(test)]
@@ -194,6 +384,7 @@ mod tests {
             v_tensor_scales: DeviceAddress::NULL,
             batch: 5,
             tokens: 7,
+            rotary: None,
         }
     }
 
@@ -225,11 +416,14 @@ mod tests {
 
     #[test]
     fn grids_grow_with_tokens_and_saturate() {
-        assert_eq!(append_grid(&layout(), 3, 65), ([2, 2, 3], COPY_THREADS));
-        assert_eq!(append_grid(&layout(), 3, 66).0, [3, 2, 3]);
-        assert_eq!(append_grid(&layout(), 3, usize::MAX).0[1..], [2, 3]);
-        let (grid, threads) = append_grid(&layout(), usize::MAX, 1);
+        assert_eq!(append_grid(&layout(), 3, 65, 0), ([2, 2, 3], COPY_THREADS));
+        assert_eq!(append_grid(&layout(), 3, 66, 0).0, [3, 2, 3]);
+        assert_eq!(append_grid(&layout(), 3, 66, 9).0, [3, 11, 3]);
+        assert_eq!(append_grid(&layout(), 3, usize::MAX, 0).0[1..], [2, 3]);
+        let (grid, threads) = append_grid(&layout(), usize::MAX, 1, 0);
         assert_eq!((grid, threads), ([1, usize::MAX, 1], 128));
+        // Two KV heads are four warps, which take nine query heads in three columns.
+        assert_eq!(append_grid(&layout(), 6, 1, 9), ([4, 6, 1], 128));
     }
 
     #[test]

@@ -80,7 +80,7 @@ pub use slots::SlotAppendArgs;
 
 use std::{ffi::c_void, sync::Arc};
 
-use attn_core::{CacheConfig, Error, KvFormat, PageLayout, Problem, arithmetic::LOG2_E};
+use attn_core::{Error, KvFormat, PageLayout, Problem, arithmetic::LOG2_E};
 use attn_kernels::cuda::{
     Instance,
     params::{CheckParams, DecodeParams, QueryBlock},
@@ -467,45 +467,6 @@ impl CudaBackend {
         Ok(plan)
     }
 
-    /// Prepares append launches for caches of this shape.
-    ///
-    /// # Errors
-    /// Those of [`CacheConfig::check`]; [`Error::Parameter`] for more KV heads than a grid has rows; [`Error::Device`].
-    pub fn prepare_append(&self, config: &CacheConfig) -> Result<NativeAppend, Error> {
-        config.check()?;
-        check_heads(config.num_kv_heads)?;
-        Ok(NativeAppend {
-            layout: config.layout()?,
-            kernel: self.append_kernel(config, false)?,
-            check: check_kernel(&self.device)?,
-            rotary: None,
-        })
-    }
-
-    /// As [`CudaBackend::prepare_append`], and loads the kernel of appends by slots with [`SlotAppendArgs::rotary`].
-    ///
-    /// # Errors
-    /// Those of [`CudaBackend::prepare_append`].
-    pub fn prepare_append_rotary(&self, config: &CacheConfig) -> Result<NativeAppend, Error> {
-        let mut append = self.prepare_append(config)?;
-        append.rotary = Some(self.append_kernel(config, true)?);
-        Ok(append)
-    }
-
-    fn append_kernel(
-        &self,
-        config: &CacheConfig,
-        rotary: bool,
-    ) -> Result<Arc<LoadedKernel>, Error> {
-        let instance = Instance::Append {
-            format: config.format,
-            head_dim: config.head_dim,
-            page_size: config.page_size,
-            rotary,
-        };
-        self.device.kernel(&instance, 0)
-    }
-
     /// Enqueues one decode step on the caller's stream. Allocates nothing, synchronizes nothing, and can be captured.
     ///
     /// With `ATTN_CHECK=1` in the environment of [`CudaBackend::open`], a checking launch goes first and is waited for.
@@ -530,97 +491,6 @@ impl CudaBackend {
     ) -> Result<(), Error> {
         // SAFETY: this function's contract.
         unsafe { launch_decode(&self.device, plan, stream.raw(), args, 0) }
-    }
-
-    /// Enqueues the append of `tokens` new tokens to each sequence; positions come from `kv_lens` on the device.
-    ///
-    /// # Safety
-    /// - As [`CudaBackend::decode_on`] for the stream, addresses and lifetimes.
-    /// - On the device, every `kv_lens` counts the new tokens, and every page that they touch, home and residual, is in the
-    ///   pool and belongs to its sequence alone; tokens arrive in order; K and V are finite.
-    ///
-    /// # Errors
-    /// [`Error::Parameter`] for numbers of more than 31 bits; [`Error::Device`] with the driver's refusal.
-    pub unsafe fn append_on(
-        &self,
-        append: &NativeAppend,
-        stream: Stream,
-        args: &AppendArgs,
-    ) -> Result<(), Error> {
-        // SAFETY: this function's contract.
-        unsafe { self.append(append, stream.raw(), args, false) }
-    }
-
-    /// Enqueues an append and the decode behind it: what [`CudaBackend::append_on`] and [`CudaBackend::decode_on`] do, with the same bits,
-    /// but the decode reads older pages while the append runs, and waits only for those that it writes. The step of a layer.
-    ///
-    /// # Safety
-    /// Those of both. All that the decode reads but the new tokens is there before the append begins, as nothing is enqueued between them;
-    /// on the device, the last tokens of a sequence that the append takes are its new ones.
-    ///
-    /// # Errors
-    /// Those of both. If the decode is refused, the append has been enqueued.
-    pub unsafe fn append_decode_on(
-        &self,
-        append: &NativeAppend,
-        plan: &NativePlan,
-        stream: Stream,
-        append_args: &AppendArgs,
-        decode_args: &DecodeArgs,
-    ) -> Result<(), Error> {
-        // SAFETY: this function's contract.
-        unsafe { self.append(append, stream.raw(), append_args, true) }?;
-        // What is ahead of an append of nothing may still run.
-        let appended = if append_args.batch == 0 {
-            0
-        } else {
-            append_args.tokens
-        };
-        // SAFETY: this function's contract, and the launch ahead is the append.
-        unsafe { launch_decode(&self.device, plan, stream.raw(), decode_args, appended) }
-    }
-
-    /// # Safety
-    /// Those of [`CudaBackend::append_on`]; if `is_followed`, [`launch_decode`] with the same tokens is next on the stream.
-    unsafe fn append(
-        &self,
-        append: &NativeAppend,
-        stream: sys::CUstream,
-        args: &AppendArgs,
-        is_followed: bool,
-    ) -> Result<(), Error> {
-        if let Some(kernel) = append.check.as_ref().filter(|_| args.tokens > 0) {
-            let layout = &append.layout;
-            let mut params = DecodeParams {
-                page_table: args.page_table.get(),
-                page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
-                residual_pages: args.residual_pages.get(),
-                residual_ring: sizes::slots(
-                    layout.format(),
-                    layout.page_size(),
-                    args.residual_slots,
-                    args.residual_pages,
-                )?,
-                kv_lens: args.kv_lens.get(),
-                batch: sizes::int("sequences to append to", args.batch)?,
-                ..DecodeParams::default()
-            };
-            let limits = CheckParams {
-                max_kv_len: sizes::int_limit(
-                    args.page_table_stride
-                        .saturating_mul(append.layout.page_size()),
-                ),
-                min_kv_len: sizes::int("tokens to append", args.tokens)?,
-                num_pages: sizes::axis(args.pool.num_pages),
-                page_size: sizes::int("page_size", append.layout.page_size())?,
-                ..CheckParams::default()
-            };
-            // SAFETY: this function's contract.
-            unsafe { check(&self.device, kernel, stream, &mut params, limits) }
-                .map_err(failed("checking an append"))?;
-        }
-        // SAFETY: this function's contract.
-        unsafe { launch_append(&append.kernel, &append.layout, stream, args, is_followed) }
     }
 }
 

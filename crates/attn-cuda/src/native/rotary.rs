@@ -1,4 +1,4 @@
-//! Rotary positions of an append by slots.
+//! Rotary positions of appends.
 
 use attn_core::{Error, RotaryStyle};
 use attn_kernels::cuda::params::AppendParams;
@@ -6,7 +6,7 @@ use attn_kernels::cuda::params::AppendParams;
 use super::{DeviceAddress, Dtype};
 use crate::sizes;
 
-/// Rotary positions of an append by slots: K is rotated as [`RotaryTable::rotate`](attn_core::RotaryTable::rotate) does it, in f32, before it is
+/// Rotary positions of an append: K is rotated as [`RotaryTable::rotate`](attn_core::RotaryTable::rotate) does it, in f32, before it is
 /// quantized; V is not. The bytes are those of an append of the f32 rows so rotated: K of 16 bits is not rounded to them between.
 #[derive(Debug, Clone, Copy)]
 pub struct RotaryArgs {
@@ -22,7 +22,8 @@ pub struct RotaryArgs {
     /// Rows of `cos_sin`.
     pub num_positions: usize,
     /// i64 `[tokens]`: each token's row of `cos_sin`. The query of a token without a slot is rotated, too; where its position is no row (negative, or
-    /// `num_positions` and more, as padding may be), its query stays as it is.
+    /// `num_positions` and more, as padding may be), its query stays as it is. Null, but not in appends by slots: the tokens' numbers in their
+    /// sequences, from 0.
     pub positions: DeviceAddress,
     /// Queries of the same tokens, rotated by the same launch; none where K alone is.
     pub queries: Option<RotaryQueries>,
@@ -43,6 +44,15 @@ pub struct RotaryQueries {
     pub out_token_stride: usize,
 }
 
+/// Whether an append knows positions where the caller gives none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PositionsFrom {
+    /// It does not: slots say nothing of them.
+    Caller,
+    /// It takes the places that lengths give.
+    KvLens,
+}
+
 fn refused<T>(what: &'static str, given: impl ToString, allowed: &'static str) -> Result<T, Error> {
     Err(Error::Parameter {
         what,
@@ -60,7 +70,12 @@ fn given(what: &'static str, address: DeviceAddress) -> Result<u64, Error> {
 
 impl RotaryArgs {
     /// The fields of the kernel's parameter block; all others are 0.
-    pub(super) fn params(&self, head_dim: usize, tokens: usize) -> Result<AppendParams, Error> {
+    pub(super) fn params(
+        &self,
+        head_dim: usize,
+        tokens: usize,
+        positions: PositionsFrom,
+    ) -> Result<AppendParams, Error> {
         let dim = self.rotary_dim;
         if dim == 0 || !dim.is_multiple_of(4) || dim > head_dim {
             return refused("rotary_dim", dim, "a multiple of 4 up to head_dim");
@@ -74,7 +89,10 @@ impl RotaryArgs {
         };
         Ok(AppendParams {
             cos_sin: given("cos_sin", self.cos_sin)?,
-            positions: given("positions", self.positions)?,
+            positions: match positions {
+                PositionsFrom::Caller => given("positions", self.positions)?,
+                PositionsFrom::KvLens => self.positions.get(),
+            },
             num_positions: self.rows(),
             rotary_dim: sizes::int("rotary_dim", dim)?,
             cos_sin_dtype: self.cos_sin_dtype.code(),

@@ -6,7 +6,9 @@ use attn_core::{Error, PageLayout};
 use attn_kernels::cuda::params::{AppendParams, CheckParams, DecodeParams};
 use cudarc::driver::sys;
 
-use super::{Dtype, NativeAppend, Pages, RotaryArgs, append::append_grid, check};
+use super::{
+    Dtype, NativeAppend, Pages, RotaryArgs, append::append_grid, check, rotary::PositionsFrom,
+};
 use crate::{
     error::failed,
     gpu::CudaBackend,
@@ -66,7 +68,7 @@ pub fn slot_append_params(
     let [k_token_stride, v_token_stride, _] =
         sizes::strides([args.k_token_stride, args.v_token_stride, 0]);
     let rotary = match &args.rotary {
-        Some(rotary) => rotary.params(layout.head_dim(), args.tokens)?,
+        Some(rotary) => rotary.params(layout.head_dim(), args.tokens, PositionsFrom::Caller)?,
         None => AppendParams::default(),
     };
     Ok(AppendParams {
@@ -90,12 +92,9 @@ pub fn slot_append_params(
 /// Grid and threads of `append.cu` by slots: behind the columns of KV heads those of query heads that are rotated.
 #[must_use]
 pub fn slot_append_grid(layout: &PageLayout, args: &SlotAppendArgs) -> ([usize; 3], usize) {
-    let ([columns, ..], threads) = append_grid(layout, 1, 1);
-    // A warp to each query head.
-    let query_columns = args
-        .rotary
-        .map_or(0, |rotary| rotary.query_heads().div_ceil(threads / 32));
-    ([args.tokens, columns + query_columns, 1], threads)
+    let query_heads = args.rotary.map_or(0, |rotary| rotary.query_heads());
+    let ([columns, ..], threads) = append_grid(layout, 1, 1, query_heads);
+    ([args.tokens, columns, 1], threads)
 }
 
 /// Enqueues one append by slots.
@@ -108,17 +107,7 @@ pub(crate) unsafe fn launch_slot_append(
     args: &SlotAppendArgs,
 ) -> Result<(), Error> {
     let mut params = slot_append_params(args, &append.layout)?;
-    let kernel = match (&args.rotary, &append.rotary) {
-        (None, _) => &append.kernel,
-        (Some(_), Some(kernel)) => kernel,
-        (Some(_), None) => {
-            return Err(Error::Parameter {
-                what: "rotary",
-                given: "some, for an append that was prepared without".into(),
-                allowed: "none, or an append of prepare_append_rotary",
-            });
-        }
-    };
+    let kernel = append.kernel(args.rotary.as_ref())?;
     if args.tokens == 0 {
         return Ok(());
     }

@@ -1,4 +1,4 @@
-//! Rotary positions of appends by slots: K and queries as a launch takes them, here and on a GPU, and what has to come out.
+//! Rotary positions of appends: K and queries as a launch takes them, here and on a GPU, and what has to come out.
 
 use anyhow::Result;
 use attn_conformance::case::noise;
@@ -23,6 +23,8 @@ pub struct Kind {
     pub in_place: bool,
     /// Elements behind each token of K.
     pub k_padding: usize,
+    /// Whether positions are the tokens' numbers in their sequences, which appends behind sequences are not told.
+    pub numbered: bool,
 }
 
 /// A kind's table, as the reference has it and as the kernel reads it.
@@ -51,9 +53,12 @@ impl Table {
         })
     }
 
-    /// The position of token `at` of sequence `b`: not its place, as after a shared prefix of another length.
-    pub fn position(b: usize, at: usize) -> usize {
-        at + 7 * (b % 5)
+    /// The position of token `at` of sequence `b`: mostly not its number, as after a shared prefix of another length.
+    pub fn position(&self, b: usize, at: usize) -> usize {
+        match self.kind.numbered {
+            true => at,
+            false => at + 7 * (b % 5),
+        }
     }
 
     /// A position for a token without a slot, of which the second kind alone is a row of the table.
@@ -64,7 +69,7 @@ impl Table {
     /// Rotates the heads of consecutive tokens of sequence `b`, whose first is its token `first`.
     pub fn rotate(&self, x: &mut [f32], row: usize, head_dim: usize, b: usize, first: usize) {
         for (i, token) in x.chunks_exact_mut(row).enumerate() {
-            let position = Self::position(b, first + i);
+            let position = self.position(b, first + i);
             let rotated = self
                 .reference
                 .rotate(self.kind.style, token, head_dim, position);

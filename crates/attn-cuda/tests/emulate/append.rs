@@ -59,12 +59,14 @@ const ROTATED: [(Shape, Kind); 10] = {
             q_heads,
             in_place: true,
             k_padding: 0,
+            numbered: false,
         }
     }
     const fn apart(kind: Kind, k_padding: usize) -> Kind {
         Kind {
             in_place: false,
             k_padding,
+            numbered: true,
             ..kind
         }
     }
@@ -115,7 +117,7 @@ struct Job {
     /// Tokens that each sequence begins with, and those of each call.
     lens: Vec<usize>,
     calls: Vec<usize>,
-    /// How tokens are rotated, which all come by slots then.
+    /// How tokens are rotated.
     rotary: Option<Kind>,
 }
 
@@ -271,15 +273,13 @@ impl Job {
                 cache.append(b, &new, &v.floats[at])?;
             }
             let to = pool.as_mut_ptr();
-            if table.is_none() && call % 2 == 0 {
-                self.emulate(kernels, &cache, [&k, &v], tokens, to)?;
-            } else {
-                let table = table.as_ref();
-                let found =
-                    self.emulate_by_slots(kernels, &cache, ([&k, &v], tokens), to, table)?;
-                if let Some(found) = found {
-                    return Ok(Some(format!("call {call}, {tokens} tokens: {found}")));
-                }
+            let (new, table) = (([&k, &v], tokens), table.as_ref());
+            let found = match call % 2 {
+                0 => self.emulate(kernels, &cache, new, to, table)?,
+                _ => self.emulate_by_slots(kernels, &cache, new, to, table)?,
+            };
+            if let Some(found) = found {
+                return Ok(Some(format!("call {call}, {tokens} tokens: {found}")));
             }
             if let Some(found) = self.first_difference(&cache, pool)? {
                 return Ok(Some(format!("call {call}, {tokens} tokens: {found}")));
@@ -288,14 +288,15 @@ impl Job {
         Ok(None)
     }
 
+    /// The new tokens of all sequences in one launch, behind those that are there. How rotated queries differ, if they do.
     fn emulate(
         &self,
         kernels: &Kernels,
         cache: &KvCache,
-        [k, v]: [&Tokens; 2],
-        tokens: usize,
+        ([k, v], tokens): ([&Tokens; 2], usize),
         pool: *mut u8,
-    ) -> Result<()> {
+        rotary: Option<&Table>,
+    ) -> Result<Option<String>> {
         let (config, table) = (&self.config, cache.table());
         let stride = table.pages.iter().map(Vec::len).max().unwrap_or(1);
         let pages: Vec<u32> = table
@@ -322,11 +323,30 @@ impl Job {
             }
         };
         let row = config.num_kv_heads * config.head_dim;
+        let padding = rotary.map_or(0, |table| table.kind.k_padding);
+        let row_bytes = k.bytes.len() / (self.lens.len() * tokens);
+        let mut k_rows = Vec::new();
+        for token in k.bytes.chunks_exact(row_bytes) {
+            k_rows.extend(token);
+            k_rows.extend(vec![0xff; row_bytes / row * padding]);
+        }
+        let (k_rows, v_rows) = (words(&k_rows), words(&v.bytes));
+        let positions = |table: &Table| {
+            let of = |(b, &len)| (len - tokens..len).map(move |at| table.position(b, at) as i64);
+            cache.table().lens.iter().enumerate().flat_map(of).collect()
+        };
+        let launch = match rotary {
+            Some(table) => {
+                let positions = positions(table);
+                Some(table.launch(self.dtype, config.head_dim, positions, tokens as u64)?)
+            }
+            None => None,
+        };
         let args = AppendArgs {
-            k: address(&k.bytes),
-            v: address(&v.bytes),
+            k: address(&k_rows),
+            v: address(&v_rows),
             dtype: self.dtype,
-            k_token_stride: row,
+            k_token_stride: row + padding,
             v_token_stride: row,
             pool: self.pages(pool)?,
             page_table: address(&pages),
@@ -341,8 +361,20 @@ impl Job {
             v_tensor_scales: some(&config.v_tensor_scales),
             batch: self.lens.len(),
             tokens,
+            rotary: launch.as_ref().zip(rotary).map(|(launch, table)| {
+                launch.args(&Places {
+                    cos_sin: address(&table.words),
+                    positions: match table.kind.numbered {
+                        true => DeviceAddress::NULL,
+                        false => address(&launch.positions),
+                    },
+                    q: address(&launch.q),
+                    out: address(&launch.out),
+                })
+            }),
         };
-        let (grid, threads) = append_grid(&config.layout()?, self.lens.len(), tokens);
+        let query_heads = rotary.map_or(0, |table| table.kind.q_heads);
+        let (grid, threads) = append_grid(&config.layout()?, self.lens.len(), tokens, query_heads);
         // SAFETY: append.cu takes an AppendParams; its addresses are those of memory that lives until here, as large as `AppendArgs`
         // asks, and the tables are the cache's own.
         unsafe {
@@ -352,7 +384,8 @@ impl Job {
                 grid,
                 threads,
             )
-        }
+        }?;
+        Ok(launch.and_then(|launch| launch.difference(bytemuck::cast_slice(&launch.out))))
     }
 
     /// The same tokens in one launch, each with its slot; one between two sequences is skipped. How rotated queries differ, if they do.
@@ -392,7 +425,7 @@ impl Job {
                     i64::from(pages[page]) * config.page_size as i64
                         + (at % config.page_size) as i64,
                 );
-                positions.push(Table::position(b, at) as i64);
+                positions.push(rotary.map_or(0, |table| table.position(b, at) as i64));
                 let behind = pages.len() - 1 - page;
                 let mut of_last = table.residual_pages[b].iter().rev();
                 residuals.push(of_last.nth(behind).copied().unwrap_or(u32::MAX));

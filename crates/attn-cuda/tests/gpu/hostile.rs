@@ -349,6 +349,7 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
         v_tensor_scales: DeviceAddress::NULL,
         batch: 2,
         tokens: 1,
+        rotary: None,
     };
     let large = (1 << 32) + 1;
     let [mut tokens, mut batch, mut stride] = [small; 3];

@@ -171,6 +171,7 @@ impl<'a> Engine<'a> {
             v_tensor_scales: DeviceAddress::NULL,
             batch,
             tokens,
+            rotary: None,
         }
     }
 

@@ -1,16 +1,20 @@
-//! Appends by slots with rotary positions: pages hold the bytes of `KvCache::append` of rows that the reference rotated, queries are its to the bit.
+//! Appends with rotary positions, by slots and behind sequences: pages hold the bytes of `KvCache::append` of rows that the reference rotated,
+//! queries are its to the bit, and a decode behind an append reads them rotated.
 
 use anyhow::{Context, Result, bail};
 use attn_bench::cuda::Buffers;
 use attn_conformance::{case::noise, trials::Trials};
 use attn_core::{
-    CacheConfig, DecodeAttention, Error, Heads, HostPages, KvCache, KvFormat, RotaryStyle,
+    CacheConfig, DecodeAttention, Error, Heads, HostPages, KvCache, KvFormat, Problem, RotaryStyle,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     CudaBackend, CudaError, Options,
     internals::context,
-    native::{DeviceAddress, Dtype, NativeAppend, Pages, RotaryArgs, SlotAppendArgs},
+    native::{
+        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, NativeAppend, NativePlan,
+        Pages, RotaryArgs, RotaryQueries, SlotAppendArgs,
+    },
 };
 use cudarc::driver::CudaSlice;
 
@@ -72,8 +76,14 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// Appends so many tokens to each sequence of the CPU's cache, rotated; a token without a slot comes before each sequence's.
-    fn tokens(&mut self, counts: [usize; SEQUENCES], table: &Table, dtype: Dtype) -> Result<New> {
+    /// Appends so many tokens to each sequence of the CPU's cache, rotated; a token without a slot comes before each sequence's where there are slots.
+    fn tokens(
+        &mut self,
+        counts: [usize; SEQUENCES],
+        table: &Table,
+        dtype: Dtype,
+        with_slots: bool,
+    ) -> Result<New> {
         let row = KV_HEADS * self.head_dim;
         let mut new = New {
             k: Vec::new(),
@@ -93,15 +103,19 @@ impl<'a> Engine<'a> {
             let padding = [table.kind.k_padding, 0];
             for ((all, own), padding) in [(&mut new.k, k), (&mut new.v, v)].into_iter().zip(padding)
             {
-                all.extend(vec![f32::NAN; row + padding]);
+                if with_slots {
+                    all.extend(vec![f32::NAN; row + padding]);
+                }
                 for token in own.chunks_exact(row) {
                     all.extend(token);
                     all.extend(vec![f32::NAN; padding]);
                 }
             }
-            new.slots.push(-1);
-            new.residuals.push(u32::MAX);
-            new.positions.push(Table::of_padding(b));
+            if with_slots {
+                new.slots.push(-1);
+                new.residuals.push(u32::MAX);
+                new.positions.push(Table::of_padding(b));
+            }
             let pages = self.cache.table();
             for at in first..first + count {
                 let page = at / PAGE;
@@ -110,13 +124,26 @@ impl<'a> Engine<'a> {
                 let behind = pages.pages[b].len() - 1 - page;
                 let kept = pages.residual_pages[b].iter().rev().nth(behind);
                 new.residuals.push(kept.copied().unwrap_or(u32::MAX));
-                new.positions.push(Table::position(b, at) as i64);
+                new.positions.push(table.position(b, at) as i64);
             }
         }
         Ok(new)
     }
 
-    /// One launch of these tokens.
+    fn pages(&self) -> Pages {
+        let (layout, config) = (self.cache.layout(), self.cache.config());
+        Pages::new(self.buffers.address(&self.pool), layout, config.num_pages)
+    }
+
+    /// The first byte of the pool that is not the CPU's.
+    fn pool_difference(&self) -> Result<Option<String>> {
+        let (got, want) = (self.buffers.download(&self.pool)?, pool_of(&self.cache)?);
+        let page_bytes = self.cache.layout().page_bytes();
+        let i = (0..want.len()).find(|&i| got[i] != want[i]);
+        Ok(i.map(|i| format!("byte {i} of the pool, in page {}, differs", i / page_bytes)))
+    }
+
+    /// One launch of these tokens by slots.
     fn launch(&self, new: &New, dtype: Dtype, rotary: RotaryArgs) -> Result<(), Error> {
         let b = &self.buffers;
         let row = KV_HEADS * self.head_dim;
@@ -129,11 +156,7 @@ impl<'a> Engine<'a> {
             dtype,
             k_token_stride: new.k.len() / new.slots.len(),
             v_token_stride: row,
-            pool: Pages::new(
-                b.address(&self.pool),
-                self.cache.layout(),
-                self.cache.config().num_pages,
-            ),
+            pool: self.pages(),
             slots: b.address(&slots),
             residual_pages: b.address(&residuals),
             k_tensor_scales: DeviceAddress::NULL,
@@ -159,7 +182,7 @@ fn appended(
     let mut engine = Engine::new(gpu, name.parse()?, head_dim)?;
     let table = Table::new(kind)?;
     for counts in [[100, 0, 300], [1, 1, 1], [5, 64, 17], [63, 1, 129]] {
-        let new = engine.tokens(counts, &table, dtype)?;
+        let new = engine.tokens(counts, &table, dtype, true)?;
         let launch = table.launch(dtype, head_dim, new.positions.clone(), 5)?;
         let b = &engine.buffers;
         let cos_sin = b.upload::<u8>(bytemuck::cast_slice(&table.words))?;
@@ -180,10 +203,212 @@ fn appended(
         if let Some(text) = launch.difference(&b.download(&out)?) {
             bail!("{counts:?}: {text}");
         }
-        let (got, want) = (b.download(&engine.pool)?, pool_of(&engine.cache)?);
-        if let Some(i) = (0..want.len()).find(|&i| got[i] != want[i]) {
-            let page = i / engine.cache.layout().page_bytes();
-            bail!("{counts:?}: byte {i} of the pool, in page {page}, differs");
+        if let Some(text) = engine.pool_difference()? {
+            bail!("{counts:?}: {text}");
+        }
+    }
+    Ok(())
+}
+
+/// What steps behind the sequences need on the GPU: new tokens, their queries, tables.
+struct Step {
+    k: CudaSlice<u8>,
+    v: CudaSlice<u8>,
+    q: CudaSlice<u8>,
+    rotated: CudaSlice<u8>,
+    out: CudaSlice<u8>,
+    workspace: CudaSlice<u8>,
+    positions: CudaSlice<i64>,
+    cos_sin: CudaSlice<u8>,
+    kv_lens: CudaSlice<i32>,
+    page_table: CudaSlice<u32>,
+    stride: usize,
+    residual_pages: CudaSlice<u32>,
+    residual_slots: usize,
+    plan: NativePlan,
+}
+
+impl Step {
+    fn new(
+        engine: &Engine<'_>,
+        new: &New,
+        tokens: usize,
+        table: &Table,
+        dtype: Dtype,
+    ) -> Result<Self> {
+        let (b, config, pages) = (&engine.buffers, engine.cache.config(), engine.cache.table());
+        let heads = Heads {
+            q: table.kind.q_heads,
+            kv: KV_HEADS,
+            dim: engine.head_dim,
+        };
+        let problem = Problem::new(heads, vec![600; SEQUENCES]).q_lens(vec![tokens; SEQUENCES]);
+        let (format, layout) = (config.format, KvLayout::Pages(PAGE));
+        let plan = engine.gpu.prepare(&problem, format, layout)?;
+        let stride = 600usize.div_ceil(PAGE);
+        let of = |own: &Vec<u32>, i| own.get(i).copied().unwrap_or(0);
+        let all = pages.pages.iter();
+        let entries: Vec<u32> = all
+            .flat_map(|own| (0..stride).map(move |i| of(own, i)))
+            .collect();
+        let slots = format.residual_slots(PAGE, config.max_q_len);
+        let mut residuals = vec![u32::MAX; (SEQUENCES * slots).max(1)];
+        for (b, own) in pages.pages.iter().enumerate() {
+            let of_last = (0..own.len())
+                .rev()
+                .zip(pages.residual_pages[b].iter().rev());
+            of_last.for_each(|(i, page)| residuals[b * slots + i % slots] = *page);
+        }
+        let lens: Vec<i32> = pages.lens.iter().map(|&len| len as i32).collect();
+        let q = numbers::bytes(dtype, &noise(9, problem.rows() * engine.head_dim));
+        Ok(Step {
+            k: b.upload(&numbers::bytes(dtype, &new.k))?,
+            v: b.upload(&numbers::bytes(dtype, &new.v))?,
+            rotated: b.bytes(q.len())?,
+            out: b.bytes(q.len())?,
+            q: b.upload(&q)?,
+            workspace: b.bytes(plan.workspace_bytes())?,
+            positions: b.upload(&new.positions)?,
+            cos_sin: b.upload::<u8>(bytemuck::cast_slice(&table.words))?,
+            kv_lens: b.upload(&lens)?,
+            page_table: b.upload(&entries)?,
+            stride,
+            residual_pages: b.upload(&residuals)?,
+            residual_slots: slots,
+            plan,
+        })
+    }
+
+    fn residual_pages(&self, b: &Buffers) -> DeviceAddress {
+        match self.residual_slots {
+            0 => DeviceAddress::NULL,
+            _ => b.address(&self.residual_pages),
+        }
+    }
+
+    fn append_args(
+        &self,
+        engine: &Engine<'_>,
+        tokens: usize,
+        table: &Table,
+        dtype: Dtype,
+    ) -> AppendArgs {
+        let (b, kind, row) = (&engine.buffers, table.kind, KV_HEADS * engine.head_dim);
+        AppendArgs {
+            k: b.address(&self.k),
+            v: b.address(&self.v),
+            dtype,
+            k_token_stride: row + kind.k_padding,
+            v_token_stride: row,
+            pool: engine.pages(),
+            page_table: b.address(&self.page_table),
+            page_table_stride: self.stride,
+            residual_pages: self.residual_pages(b),
+            residual_slots: self.residual_slots,
+            kv_lens: b.address(&self.kv_lens),
+            k_tensor_scales: DeviceAddress::NULL,
+            v_tensor_scales: DeviceAddress::NULL,
+            batch: SEQUENCES,
+            tokens,
+            rotary: Some(RotaryArgs {
+                style: kind.style,
+                rotary_dim: kind.dim,
+                cos_sin: b.address(&self.cos_sin),
+                cos_sin_dtype: kind.table,
+                num_positions: 700,
+                positions: match kind.numbered {
+                    true => DeviceAddress::NULL,
+                    false => b.address(&self.positions),
+                },
+                queries: Some(RotaryQueries {
+                    q: b.address(&self.q),
+                    out: b.address(&self.rotated),
+                    heads: kind.q_heads,
+                    token_stride: kind.q_heads * engine.head_dim,
+                    out_token_stride: kind.q_heads * engine.head_dim,
+                }),
+            }),
+        }
+    }
+
+    fn decode_args(&self, engine: &Engine<'_>, dtype: Dtype) -> DecodeArgs {
+        let b = &engine.buffers;
+        DecodeArgs {
+            q: b.address(&self.rotated),
+            out: b.address(&self.out),
+            dtype,
+            lse: DeviceAddress::NULL,
+            kv: DeviceKv::Paged {
+                pool: engine.pages(),
+                page_table: b.address(&self.page_table),
+                page_table_stride: self.stride,
+                residual_pages: self.residual_pages(b),
+                residual_slots: self.residual_slots,
+            },
+            kv_lens: b.address(&self.kv_lens),
+            query_blocks: DeviceAddress::NULL,
+            k_tensor_scales: DeviceAddress::NULL,
+            v_tensor_scales: DeviceAddress::NULL,
+            alibi_slopes: DeviceAddress::NULL,
+            sinks: DeviceAddress::NULL,
+            workspace: b.address(&self.workspace),
+        }
+    }
+}
+
+/// Appends behind the sequences, of many tokens and of one, with a decode of the rotated queries: one after the other, then as one step.
+fn stepped(gpu: &CudaBackend, name: &str, head_dim: usize, kind: Kind, dtype: Dtype) -> Result<()> {
+    let mut engine = Engine::new(gpu, name.parse()?, head_dim)?;
+    let table = Table::new(kind)?;
+    for tokens in [14, 1, 1, 3, 16, 1] {
+        let new = engine.tokens([tokens; SEQUENCES], &table, dtype, false)?;
+        let mut step = Step::new(&engine, &new, tokens, &table, dtype)?;
+        let (b, stream) = (&engine.buffers, engine.buffers.raw());
+        let append = step.append_args(&engine, tokens, &table, dtype);
+        let decode = step.decode_args(&engine, dtype);
+        // SAFETY: the arrays lie on the device until the downloads that wait for the launches; pages and lengths are those of the CPU's cache, whose
+        // pool has as many pages; positions are rows of the table.
+        unsafe { gpu.append_on(&engine.append, stream, &append) }?;
+        let rotated = b.download(&step.rotated)?;
+        let mut want = numbers::rounded(
+            dtype,
+            &noise(9, tokens * SEQUENCES * kind.q_heads * head_dim),
+        );
+        for (i, token) in want.chunks_exact_mut(kind.q_heads * head_dim).enumerate() {
+            let (sequence, at) = (i / tokens, i % tokens);
+            let first = engine.cache.table().lens[sequence] - tokens;
+            table.rotate(
+                token,
+                kind.q_heads * head_dim,
+                head_dim,
+                sequence,
+                first + at,
+            );
+        }
+        anyhow::ensure!(
+            rotated == numbers::bytes(dtype, &want),
+            "{tokens} tokens: queries"
+        );
+        // SAFETY: as above; the workspace is zeroed, and used by this plan alone.
+        unsafe { gpu.decode_on(&step.plan, stream, &decode) }?;
+        let out = b.download(&step.out)?;
+        anyhow::ensure!(out.iter().any(|byte| *byte != 0), "nothing was attended");
+        // What is not rotated again in time is attended as zeros.
+        let zeros = vec![0u8; rotated.len()];
+        b.copy(&zeros, &mut step.rotated)?;
+        b.copy(&zeros, &mut step.out)?;
+        // SAFETY: as above.
+        unsafe { gpu.append_decode_on(&engine.append, &step.plan, stream, &append, &decode) }?;
+        anyhow::ensure!(
+            b.download(&step.out)? == out,
+            "{tokens} tokens: one step differs"
+        );
+        anyhow::ensure!(
+            b.download(&step.rotated)? == rotated,
+            "{tokens} tokens: queries of one step"
+        );
+        if let Some(text) = engine.pool_difference()? {
+            bail!("{tokens} tokens: {text}");
         }
     }
     Ok(())
@@ -199,10 +424,11 @@ fn refused(options: &Options) -> Result<()> {
         q_heads: 0,
         in_place: true,
         k_padding: 0,
+        numbered: false,
     };
     let table = Table::new(kind)?;
     let mut engine = Engine::new(gpu, KvFormat::INT8, 64)?;
-    let mut new = engine.tokens([2, 1, 1], &table, Dtype::F32)?;
+    let mut new = engine.tokens([2, 1, 1], &table, Dtype::F32, true)?;
     let b = Buffers::new(context(gpu))?;
     let cos_sin = b.upload::<u8>(bytemuck::cast_slice(&table.words))?;
     let mut launch = |engine: &Engine<'_>, token: usize, position: i64| {
@@ -233,6 +459,35 @@ fn refused(options: &Options) -> Result<()> {
             other => bail!("expected a refusal of positions, got {other:?}"),
         }
     }
+    let new = engine.tokens([2; SEQUENCES], &table, Dtype::F32, false)?;
+    for (token, position, is_right) in [(3, 9, true), (3, 700, false), (5, -1, false)] {
+        let mut new = New {
+            positions: new.positions.clone(),
+            k: new.k.clone(),
+            v: new.v.clone(),
+            slots: Vec::new(),
+            residuals: Vec::new(),
+        };
+        new.positions[token] = position;
+        let of_queries = Table::new(Kind { q_heads: 3, ..kind })?;
+        let step = Step::new(&engine, &new, 2, &of_queries, Dtype::F32)?;
+        let append = step.append_args(&engine, 2, &of_queries, Dtype::F32);
+        // SAFETY: as in `stepped`; the checking launch refuses other positions than rows of the table.
+        let got = unsafe { gpu.append_on(&engine.append, engine.buffers.raw(), &append) };
+        match got {
+            Ok(()) if is_right => {}
+            Err(Error::Device { source, .. }) if !is_right => match source.downcast_ref() {
+                Some(CudaError::Check {
+                    what: "positions",
+                    index,
+                    ..
+                }) if *index == token => {}
+                _ => bail!("expected a refusal of positions, got {source}"),
+            },
+            other => bail!("position {position} of a token behind its sequence: {other:?}"),
+        }
+        engine.buffers.download(&step.rotated)?;
+    }
     engine.append = gpu.prepare_append(engine.cache.config())?;
     let said = match launch(&engine, 1, 0) {
         Err(Error::Parameter { what, .. }) => what,
@@ -261,13 +516,18 @@ pub fn add(mut trials: Trials<CudaBackend>) -> Trials<CudaBackend> {
                 q_heads: if in_place { 9 } else { 12 },
                 in_place,
                 k_padding: if in_place { 0 } else { 3 },
+                numbered: in_place,
             };
             let place = if in_place { "in place" } else { "elsewhere" };
             let title = format!(
                 "native: {name}, {dim} of {head_dim} dims rotated {style:?} by a table in {table:?}, {dtype:?}, queries {place}"
             );
-            trials = trials.test(title, move |gpu| {
+            trials = trials.test(title.clone(), move |gpu| {
                 passes(appended(gpu, name, head_dim, kind, dtype));
+            });
+            let title = format!("{title}, behind their sequences in steps");
+            trials = trials.test(title, move |gpu| {
+                passes(stepped(gpu, name, head_dim, kind, dtype));
             });
         }
     }

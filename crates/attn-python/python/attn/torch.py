@@ -39,7 +39,7 @@ from ._errors import ParameterError, ShapeError, UnsupportedError
 from ._options import Modifiers, count, numbers
 from ._spans import merge_spans as _merge_on_host
 
-__all__ = ["Plan", "Rotary", "append_slots", "append_slots_rotary", "attend", "attend_rows", "copy_pages", "merge", "merge_spans", "step"]
+__all__ = ["Plan", "Rotary", "append_slots", "append_slots_rotary", "attend", "attend_rows", "copy_pages", "merge", "merge_spans", "step", "step_rotary"]
 
 
 @dataclass
@@ -111,18 +111,19 @@ class _Spans:
 
 @dataclass
 class Rotary:
-    """Rotary positions (RoPE) of an append by slots: K is rotated before it is stored, and the queries of its tokens in place, in the same launch.
+    """Rotary positions (RoPE) of an append: K is rotated before it is stored, and the queries of its tokens in place, in the same launch.
 
     Args:
         cos_sin: `[positions, rotary_dim]`, float32, float16 or bfloat16: of a position, the cosines of its pairs, then their sines (`cos_sin_cache` of
             vLLM and SGLang). rotary_dim is a multiple of 4, up to dim; dims behind it stay.
-        positions: int64 `[tokens]`. Tokens without a slot may have any; where theirs is no row of cos_sin, their queries stay.
-        q: `[tokens, heads, dim]` in K's type; tokens may lie apart.
+        positions: int64 `[tokens]`. Tokens without a slot may have any; where theirs is no row of cos_sin, their queries stay. None for `Plan.step`
+            alone: the tokens' numbers in their sequences, from 0.
+        q: `[tokens, heads, dim]` in K's type; tokens may lie apart. `Plan.step` rotates its own.
         interleaved: dims 2i and 2i + 1 are a pair; else i and i + rotary_dim / 2.
     """
 
     cos_sin: torch.Tensor
-    positions: torch.Tensor
+    positions: Optional[torch.Tensor] = None
     q: Optional[torch.Tensor] = None
     interleaved: bool = False
 
@@ -152,7 +153,7 @@ class Plan:
         max_kv_len: the longest length that a step may have, up to 1048576.
         page_size: tokens of a page: 16, 32, 64 or 128.
         rows: the plan is for `attend_rows`.
-        rotary: `append_slots` takes rotary positions, whose kernel is loaded, too.
+        rotary: `append_slots` and `step` take rotary positions, whose kernel is loaded, too.
         ragged: sequences bring other numbers of query tokens from step to step, as `set_query_starts` says; `q_lens` gives their number, how many
             tokens they have in all, and the most that one mostly has, for which the kernel is chosen.
         spans: sequences are shards, for `attend_spans`; not with `rows` or `ragged`. Sinks belong to `merge_spans`.
@@ -297,6 +298,8 @@ class Plan:
         if rotary is None:
             torch.ops.attn.append_slots(self.number, k, v, pool, slots, residual_pages)
             return
+        if rotary.positions is None:
+            raise ParameterError("rotary.positions is None; slots do not say a token's number in its sequence: pass int64 positions")
         torch.ops.attn.append_slots_rotary(
             self.number, k, v, pool, slots, residual_pages, rotary.cos_sin, rotary.positions, rotary.q, bool(rotary.interleaved)
         )
@@ -449,13 +452,38 @@ class Plan:
         page_table: torch.Tensor,
         kv_lens: torch.Tensor,
         residual_pages: Optional[torch.Tensor] = None,
+        rotary: Optional[Rotary] = None,
     ) -> torch.Tensor:
         """Appends as many tokens to each sequence, and attends; faster than one after the other. `kv_lens` counts the new tokens already.
+
+        Args:
+            rotary: K and q are before RoPE, and rotated here, in 32 bits, q in place; its own q stays None. For a plan with `rotary=True`.
 
         Returns:
             The results, of q's shape and type.
         """
-        return torch.ops.attn.step(self.number, q, k, v, pool, page_table, kv_lens, residual_pages)
+        if rotary is None:
+            return torch.ops.attn.step(self.number, q, k, v, pool, page_table, kv_lens, residual_pages)
+        if rotary.q is not None:
+            raise ParameterError("rotary.q is given; a step rotates the queries that it attends: leave it None")
+        return torch.ops.attn.step_rotary(
+            self.number, q, k, v, pool, page_table, kv_lens, residual_pages, rotary.cos_sin, rotary.positions, bool(rotary.interleaved)
+        )
+
+    def _step(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: _Pages,
+        rotary: Optional[Rotary] = None,
+    ) -> torch.Tensor:
+        out = torch.empty_like(q)
+        if rotary is not None:
+            arrays = map(_capsule, (rotary.cos_sin, rotary.positions, q))
+            rotary = Rotary(*arrays, interleaved=bool(rotary.interleaved))
+        self._plan.step(pages, self._arrays(q, out, None), (_capsule(k), _capsule(v)), self._stream(), rotary)
+        return out
 
 
 def merge(outs: torch.Tensor, lses: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -667,12 +695,34 @@ def step(
 ) -> torch.Tensor:
     """`Plan.step` as an operator, which takes the plan's number."""
     own = _plan(plan)
-    out = torch.empty_like(q)
-    pages = own._pages(pool, page_table, kv_lens, residual_pages)
-    own._plan.step(pages, own._arrays(q, out, None), _capsule(k), _capsule(v), own._stream())
-    return out
+    return own._step(q, k, v, own._pages(pool, page_table, kv_lens, residual_pages))
 
 
 @step.register_fake
 def _(plan, q, k, v, pool, page_table, kv_lens, residual_pages):
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("attn::step_rotary", mutates_args=("pool", "q"))
+def step_rotary(
+    plan: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    residual_pages: Optional[torch.Tensor],
+    cos_sin: torch.Tensor,
+    positions: Optional[torch.Tensor],
+    interleaved: bool,
+) -> torch.Tensor:
+    """`Plan.step` with rotary positions as an operator; q is rotated in place."""
+    own = _plan(plan)
+    pages = own._pages(pool, page_table, kv_lens, residual_pages)
+    return own._step(q, k, v, pages, Rotary(cos_sin, positions, interleaved=interleaved))
+
+
+@step_rotary.register_fake
+def _(plan, q, k, v, pool, page_table, kv_lens, residual_pages, cos_sin, positions, interleaved):
     return torch.empty_like(q)

@@ -1,7 +1,7 @@
 //! What launches read and write beside the pages: arrays compared with the plan.
 
 use attn::backends::cuda::native::{
-    AppendArgs, DecodeArgs, DeviceAddress, Dtype as CudaDtype, ExportArgs,
+    AppendArgs, DecodeArgs, DeviceAddress, Dtype as CudaDtype, ExportArgs, RotaryArgs,
 };
 use pyo3::{prelude::*, types::PyCapsule};
 
@@ -14,6 +14,7 @@ use crate::{
     dlpack::{Array, Dtype},
     errors,
     gpu::OnDevice,
+    rotary::RotaryArrays,
 };
 
 /// Rows of K and V, `[tokens, KV heads, dim]`.
@@ -178,8 +179,8 @@ impl Plan {
     pub(super) fn append_args(
         &self,
         paged: Paged,
-        k: &Bound<'_, PyCapsule>,
-        v: &Bound<'_, PyCapsule>,
+        [k, v]: [&Bound<'_, PyCapsule>; 2],
+        rotary: Option<&RotaryArrays<'_>>,
     ) -> PyResult<AppendArgs> {
         let new = self.new_tokens(k, v)?;
         let all = new.tokens;
@@ -191,6 +192,7 @@ impl Plan {
             )));
         }
         let [k_tensor_scales, v_tensor_scales] = paged.scales;
+        let rotary = self.rotary_args(rotary, new.dtype, all)?;
         Ok(AppendArgs {
             k: new.k,
             v: new.v,
@@ -207,6 +209,19 @@ impl Plan {
             v_tensor_scales,
             batch,
             tokens,
+            rotary,
         })
+    }
+
+    /// How an append of so many tokens rotates, if it does.
+    pub(super) fn rotary_args(
+        &self,
+        rotary: Option<&RotaryArrays<'_>>,
+        dtype: CudaDtype,
+        tokens: usize,
+    ) -> PyResult<Option<RotaryArgs>> {
+        let shape = [tokens, self.problem.num_q_heads, self.layout.head_dim()];
+        let args = rotary.map(|rotary| rotary.args(&self.gpu, dtype, shape));
+        args.transpose()
     }
 }
