@@ -64,6 +64,8 @@ pub struct Workload {
     pub cache: CacheLayout,
     /// What is timed.
     pub operation: Operation,
+    /// Tokens of the longest sequence that the plan is for, as an engine's captured graph has it; 0: the problem's. CUDA's timer alone takes it.
+    pub planned: usize,
 }
 
 impl fmt::Display for Workload {
@@ -100,7 +102,18 @@ impl Workload {
             page_size,
             cache: CacheLayout::Pages,
             operation: Operation::Decode,
+            planned: 0,
         })
+    }
+
+    /// The problem that the plan is for: its first sequence is as long as [`Workload::planned`], if that is longer.
+    #[must_use]
+    pub fn planned_problem(&self) -> Problem {
+        let mut problem = self.problem.clone();
+        if let Some(first) = problem.kv_lens.first_mut() {
+            *first = self.planned.max(*first);
+        }
+        problem
     }
 
     /// Bytes of residuals that a decode step reads: those of the tiles that its rows read fine, up to the end of the last page.
@@ -276,6 +289,7 @@ impl List {
                 page_size: TILE,
                 cache: CacheLayout::Pages,
                 operation: Operation::Decode,
+                planned: 0,
             });
         }
         &mut self.0[first..]
@@ -410,6 +424,18 @@ impl List {
         }
     }
 
+    /// A plan for long sequences that meets short ones, beside a plan for just those.
+    fn one_plan(&mut self) {
+        const LONGEST: usize = 131_072;
+        for ctx in [1024, 4096, 32_768] {
+            for planned in [ctx, LONGEST] {
+                let name = format!("32-8-ctx{ctx}-plan{planned}");
+                let workloads = self.add("one-plan", &name, "int8,int4", [32, 8, 128], vec![ctx]);
+                workloads.iter_mut().for_each(|w| w.planned = planned);
+            }
+        }
+    }
+
     /// One new token of each of 256 sequences, into pages filled to any degree, or into the last place of each page; and of one.
     fn append(&mut self) {
         let mixed: Vec<usize> = (0..256).map(|b| 961 + b * 37 % 64).collect();
@@ -448,6 +474,7 @@ pub fn workloads() -> Vec<Workload> {
     list.mha();
     list.uneven();
     list.append();
+    list.one_plan();
     list.0
 }
 
