@@ -94,6 +94,7 @@ impl List {
                 page_size: TILE,
                 cache: CacheLayout::Pages,
                 operation: Operation::Decode,
+                planned: 0,
             });
         }
         &mut self.0[first..]
@@ -216,6 +217,18 @@ impl List {
         }
     }
 
+    /// A plan for long sequences that meets short ones, beside a plan for just those.
+    fn one_plan(&mut self) {
+        const LONGEST: usize = 131_072;
+        for ctx in [1024, 4096, 32_768] {
+            for planned in [ctx, LONGEST] {
+                let name = format!("32-8-ctx{ctx}-plan{planned}");
+                let workloads = self.add("one-plan", &name, "int8,int4", [32, 8, 128], vec![ctx]);
+                workloads.iter_mut().for_each(|w| w.planned = planned);
+            }
+        }
+    }
+
     /// Lengths that differ, pages that are not full, contiguous caches.
     fn uneven(&mut self) {
         // Log-uniform from 64 to 131072 in a fixed, mixed order.
@@ -285,6 +298,7 @@ pub fn workloads() -> Vec<Workload> {
     list.prompts();
     list.mha();
     list.uneven();
+    list.one_plan();
     list.append();
     list.0
 }

@@ -63,6 +63,8 @@ pub struct Workload {
     pub cache: CacheLayout,
     /// What is timed.
     pub operation: Operation,
+    /// Tokens of the longest sequence that the plan is for, as an engine's captured graph has it; 0: the problem's. CUDA's timer alone takes it.
+    pub planned: usize,
 }
 
 impl fmt::Display for Workload {
@@ -99,7 +101,18 @@ impl Workload {
             page_size,
             cache: CacheLayout::Pages,
             operation: Operation::Decode,
+            planned: 0,
         })
+    }
+
+    /// The problem that the plan is for: its first sequence is as long as [`Workload::planned`], if that is longer.
+    #[must_use]
+    pub fn planned_problem(&self) -> Problem {
+        let mut problem = self.problem.clone();
+        if let Some(first) = problem.kv_lens.first_mut() {
+            *first = self.planned.max(*first);
+        }
+        problem
     }
 
     /// Bytes of residuals that a decode step reads: those of the tiles that its rows read fine, up to the end of the last page.

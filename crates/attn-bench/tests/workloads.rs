@@ -13,8 +13,12 @@ fn list() -> String {
         let [least, most] = [lens.iter().min(), lens.iter().max()].map(|len| len.unwrap());
         // Where lengths differ, their order counts, too.
         let order: usize = lens.iter().enumerate().map(|(i, len)| (i + 1) * len).sum();
+        let planned = match workload.planned {
+            0 => String::new(),
+            tokens => format!(" planned {tokens}"),
+        };
         format!(
-            "{workload} {:?} {:?} heads {}/{} q {} batch {} tokens {least}..={most} order {order} bytes {} cache {} append {}\n",
+            "{workload} {:?} {:?} heads {}/{} q {} batch {} tokens {least}..={most} order {order} bytes {} cache {} append {}{planned}\n",
             workload.operation,
             workload.cache,
             p.num_q_heads,
@@ -104,6 +108,7 @@ fn contiguous(format: &str, cache: CacheLayout) -> Workload {
         page_size: 64,
         cache,
         operation: Operation::Decode,
+        planned: 0,
     }
 }
 

@@ -523,6 +523,45 @@ mod tests {
     }
 
     #[test]
+    fn plans_for_few_long_sequences_have_a_second_way_for_short_ones() {
+        let of = |batch: usize, kv_len, format, preferences: Preferences| {
+            let heads = Heads {
+                q: 32,
+                kv: 8,
+                dim: 128,
+            };
+            let problem = Problem::new(heads, vec![kv_len; batch]);
+            let layout = KvLayout::Pages(64);
+            let config = select(&problem, format, layout, LIMITS, &preferences).unwrap();
+            let launch = Launch::new(&config, &problem, format, 132);
+            (config.kernel, launch.few_slots, launch.few_places)
+        };
+        let auto = Preferences::default();
+        let with = |few_tiles| Preferences {
+            few_tiles: Some(few_tiles),
+            ..auto
+        };
+        let (int8, long) = (KvFormat::INT8, 131_072);
+        let few = Kernel::SplitKvFewTiles;
+        assert_eq!(of(1, long, int8, auto), (few, 33, 64));
+        assert_eq!(of(4, long, KvFormat::INT4, auto), (few, 8, 16));
+        assert_eq!(of(5, long, int8, auto).0, Kernel::SplitKv);
+        assert_eq!(of(5, long, int8, with(true)), (few, 6, 12));
+        assert_eq!(of(1, long, int8, with(false)), (Kernel::SplitKv, 0, 0));
+        // A ring of one stage holds no tile.
+        let bf16 = KvFormat::same(Scheme::Bf16);
+        let alone = Preferences {
+            low_latency: LowLatency::Never,
+            ..with(true)
+        };
+        assert_eq!(of(1, long, bf16, alone).0, Kernel::SplitKv);
+        // More sequences than a warp finds the longest of; shorter ones, which `low_latency.cu` has.
+        assert_eq!(of(32, long, int8, alone), (few, 1, 2));
+        assert_eq!(of(33, long, int8, alone).0, Kernel::SplitKv);
+        assert_eq!(of(1, 1024, int8, with(true)).0, Kernel::LowLatencyCluster);
+    }
+
+    #[test]
     fn a_preferred_configuration_is_taken_where_low_latency_is_not() {
         let problem = Problem::new(
             Heads {

@@ -234,9 +234,11 @@ impl CudaTimer {
     fn step(&mut self, workload: &Workload) -> Result<Step, Error> {
         self.supports(workload)?;
         let problem = &workload.problem;
-        let plan = self
-            .gpu
-            .prepare(problem, workload.format, layout(workload))?;
+        let plan = self.gpu.prepare(
+            &workload.planned_problem(),
+            workload.format,
+            layout(workload),
+        )?;
         let scale = |has: bool| {
             if has {
                 self.buffers.address(&self.scales)

@@ -211,7 +211,9 @@ pub(super) fn fill(
         .map(|n| n.div_ceil(page_size))
         .collect();
     let total: usize = counts.iter().sum();
-    let stride = counts.iter().copied().max().unwrap_or(0).max(1);
+    let longest = counts.iter().copied().max().unwrap_or(0).max(1);
+    // As long as the plan may ask.
+    let stride = longest.max(workload.planned.div_ceil(page_size));
     config.num_pages = total + batch * slots;
     let append = match workload.operation {
         Operation::AppendRotary => timer.gpu.prepare_append_rotary(&config)?,
