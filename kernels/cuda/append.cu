@@ -61,26 +61,32 @@ DEVICE void store_v(const VToken& v, const Place& to, int lane) {
 
 // ---- one token per sequence ----
 
-// `place(has_window)` is where the token goes; its run is null if it goes nowhere. It is asked for behind the token's loads.
-template <class PlaceOf> DEVICE void append_k(const AppendParams& p, long long token, int head, int lane, PlaceOf place) {
+// K of a token: its loads are issued before it is known where the token goes, and whether this warp takes it.
+struct Key {
     KToken k;
-    load_k(p, k, token, head, lane);
     RotaryOf<KToken> rotary;
-    if constexpr (ATTN_ROTARY) rotary.load_partners(p, token, head, lane);
-    const Place to = place(ATTN_K_WINDOW);
-    if (!to.run) return;
-    if constexpr (ATTN_ROTARY)
-        if (!rotary.load_angles(p, to.of_sequence, lane)) return;
-    k.read_shared_bytes(to.run, to.residuals, to.t, lane);
-    k.widen();
-    if constexpr (ATTN_ROTARY) rotary.rotate(p, k, lane);
-    k.encode(scale_of(p.k_tensor_scales, head), lane);
-    store_k(k, to, lane);
-}
+
+    METHOD void load(const AppendParams& p, long long token, int head, int lane) {
+        load_k(p, k, token, head, lane);
+        if constexpr (ATTN_ROTARY) rotary.load_partners(p, token, head, lane);
+    }
+    // The run of `to` is null if the token goes nowhere.
+    METHOD void append(const AppendParams& p, const Place& to, int head, int lane) {
+        if (!to.run) return;
+        if constexpr (ATTN_ROTARY)
+            if (!rotary.load_angles(p, to.of_sequence, lane)) return;
+        k.read_shared_bytes(to.run, to.residuals, to.t, lane);
+        k.widen();
+        if constexpr (ATTN_ROTARY) rotary.rotate(p, k, lane);
+        k.encode(scale_of(p.k_tensor_scales, head), lane);
+        store_k(k, to, lane);
+    }
+};
+// `place()` is asked for behind the token's loads.
 template <class PlaceOf> DEVICE void append_v(const AppendParams& p, long long token, int head, int lane, PlaceOf place) {
     VToken v;
     load_v(p, v, token, head, lane);
-    const Place to = place(ATTN_V_WINDOW);
+    const Place to = place();
     if (!to.run) return;
     v.widen();
     v.encode(scale_of(p.v_tensor_scales, head), lane);
@@ -109,16 +115,34 @@ DEVICE void append_one(const AppendParams& p) {
     const HeadOfWarp warp = HeadOfWarp::of(blockIdx.x);
     const int b = blockIdx.y, head = warp.head;
     if (head >= p.num_kv_heads) return;
-    auto place = [&](bool has_window) {
+    auto place = [&] {
+        const bool has_window = warp.is_v ? ATTN_V_WINDOW : ATTN_K_WINDOW;
         const int len = p.kv_lens[b];
         const u32 at = len - 1;
         return len <= 0 ? Place{} : place_of(p, b, at / PAGE, at % PAGE, head, has_window);
     };
-    if (warp.is_v) append_v(p, b, head, warp.lane, place);
-    else append_k(p, b, head, warp.lane, place);
+    if (warp.is_v) {
+        append_v(p, b, head, warp.lane, place);
+        return;
+    }
+    Key key;
+    key.load(p, b, head, warp.lane);
+    key.append(p, place(), head, warp.lane);
 }
 
 // ---- tokens that bring their slots ----
+
+// What says where a token goes, loaded at once: no load waits for another one.
+struct Slot {
+    long long at;
+    u32 residual_page;
+
+    static METHOD Slot load(const AppendParams& p, int token, bool has_window) { return {p.slots[token], has_window ? p.residual_pages[token] : NO_PAGE}; }
+    METHOD Place place(const AppendParams& p, int head) const {
+        if (at < 0) return Place{};
+        return {run_of(p, (u32)(at / PAGE), head), residual_page != NO_PAGE ? run_of(p, residual_page, head) : nullptr, (u32)(at % PAGE), 0};
+    }
+};
 
 DEVICE void append_by_slots(const AppendParams& p) {
     constexpr bool PAIRS = KToken::SHARES_BYTES;
@@ -127,29 +151,22 @@ DEVICE void append_by_slots(const AppendParams& p) {
     const HeadOfWarp warp = HeadOfWarp::of(blockIdx.y);
     const int first = blockIdx.x, head = warp.head;
     if (head >= p.num_kv_heads) return;
-    auto append = [&](int token, auto take) {
-        take(token, [&](bool has_window) {
-            const long long slot = p.slots[token];
-            if (slot < 0) return Place{};
-            u8* residuals = nullptr;
-            if (has_window && p.residual_pages[token] != NO_PAGE) residuals = run_of(p, p.residual_pages[token], head);
-            return Place{run_of(p, (u32)(slot / PAGE), head), residuals, (u32)(slot % PAGE), 0};
-        });
-    };
+    const Slot slot = Slot::load(p, first, warp.is_v ? ATTN_V_WINDOW : ATTN_K_WINDOW);
     if (warp.is_v) {
-        append(first, [&](int token, auto place) { append_v(p, token, head, warp.lane, place); });
+        append_v(p, first, head, warp.lane, [&] { return slot.place(p, head); });
         return;
     }
-    auto append_key = [&](int token) { append(token, [&](int token, auto place) { append_k(p, token, head, warp.lane, place); }); };
     // Two tokens eight apart share bytes: the first one's warp takes both, one after the other.
-    auto has_both = [&](int low) {
-        return PAIRS && low >= 0 && low + 8 < p.tokens && p.slots[low] >= 0 && !is_high((u32)(p.slots[low] % PAGE)) && p.slots[low + 8] == p.slots[low] + 8;
-    };
-    if (has_both(first - 8)) return;
-    append_key(first);
-    if (!has_both(first)) return;
+    const long long before = PAIRS && first >= 8 ? p.slots[first - 8] : -1, behind = PAIRS && first + 8 < p.tokens ? p.slots[first + 8] : -1;
+    auto are_pair = [](long long low, long long high) { return low >= 0 && !is_high((u32)(low % PAGE)) && high == low + 8; };
+    Key key;
+    key.load(p, first, head, warp.lane);
+    if (are_pair(before, slot.at)) return;
+    key.append(p, slot.place(p, head), head, warp.lane);
+    if (!are_pair(slot.at, behind)) return;
     __syncwarp();
-    append_key(first + 8);
+    key.load(p, first + 8, head, warp.lane);
+    key.append(p, Slot::load(p, first + 8, ATTN_K_WINDOW).place(p, head), head, warp.lane);
 }
 
 // ---- several tokens per sequence ----

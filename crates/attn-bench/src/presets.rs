@@ -298,8 +298,8 @@ pub fn workloads() -> Vec<Workload> {
     list.prompts();
     list.mha();
     list.uneven();
-    list.one_plan();
     list.append();
+    list.one_plan();
     list.0
 }
 

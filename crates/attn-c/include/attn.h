@@ -279,6 +279,9 @@ typedef struct attn_plan_config {
   // Not 0: pages are another engine's, of rows, which attn_plan_attend_rows reads as they lie; the plan appends nothing. The format is bf16, f16, fp8
   // or int8-tensor.
   uint32_t rows;
+  // Not 0: sequences are shards, runs of whole spans of 1024 tokens but for the last shard, for attn_plan_attend_spans; neither ragged nor rows. Sinks
+  // belong to attn_transfer_merge_spans.
+  uint32_t spans;
 } attn_plan_config;
 
 // What a plan's launches need.
@@ -293,6 +296,8 @@ typedef struct attn_plan_info {
   size_t query_block_bytes;
   // Entries of a sequence in attn_pages.residual_pages; 0 for formats without.
   size_t residual_slots;
+  // States that attn_plan_attend_spans leaves of each row: those of the spans of max_tokens. 0 for other plans.
+  size_t spans;
 } attn_plan_info;
 
 // Where the sequences' tokens lie. All addresses are of device memory, aligned to 16 bytes.
@@ -320,6 +325,19 @@ typedef struct attn_pages {
   // layers lie between.
   size_t page_stride;
 } attn_pages;
+
+// Where attn_plan_attend_spans leaves the states of a shard's spans. Addresses are of device memory, aligned to 16 bytes; rows are query tokens times
+// query heads, sequence after sequence.
+typedef struct attn_spans {
+  // sizeof(attn_spans).
+  size_t struct_size;
+  // int32 [count]: tokens that follow those of attn_pages.lengths in other shards; query tokens are the last of all. NULL: none follow.
+  const int32_t *tokens_after;
+  // float [spans][rows][2]: maximum, -inf where a row sees no token of a span, and sum.
+  float *max_sums;
+  // float [spans][rows][head_dim]; not written where a row sees no token.
+  float *o;
+} attn_spans;
 
 // Which sequences attend, with how many query tokens. The last query token of a sequence stands at its last cached token: append first.
 typedef struct attn_step {
@@ -378,6 +396,33 @@ typedef struct attn_ranges {
   // No range has more tokens.
   size_t max_tokens;
 } attn_ranges;
+
+// States of spans of all shards, in the order of their tokens, such as an all-gather of what attn_plan_attend_spans leaves. All addresses are of device
+// memory, aligned to 16 bytes.
+typedef struct attn_span_merge {
+  // sizeof(attn_span_merge).
+  size_t struct_size;
+  // float [states][rows][2].
+  const float *max_sums;
+  // float [states][rows][head_dim].
+  const float *o;
+  // Spans of all shards together.
+  size_t states;
+  // Rows: query tokens times query heads.
+  size_t rows;
+  // Query heads.
+  size_t q_heads;
+  // Outputs [rows][head_dim].
+  void *out;
+  // An attn_dtype, of out.
+  uint32_t dtype;
+  // float [rows]: log-sum-exps; NULL: none.
+  float *lse;
+  // float [q_heads]: sinks; NULL: none.
+  const float *sinks;
+  // float [kv_heads] for fp8 and int8-tensor; else NULL.
+  const float *v_scales;
+} attn_span_merge;
 
 // Copies of pages: inside a pool, between pools, or to and from pinned host memory that the device can address (cudaHostAlloc).
 typedef struct attn_page_copies {
@@ -637,6 +682,18 @@ enum attn_status attn_plan_attend(const struct attn_plan *plan,
                                   const struct attn_buffers *buffers,
                                   void *stream);
 
+// Attends shards of the sequences, for a plan with attn_plan_config.spans: enqueues the step on stream, which leaves the states of the shards' spans.
+// What all shards leave, one behind the other, attn_transfer_merge_spans makes into results: for integer formats the bits of one GPU over all tokens.
+// Of rows, q and its dtype are read.
+//
+// Needs: As attn_plan_attend; spans has room for attn_plan_info.spans states of each row. On the device, a shard with tokens_after is whole spans of 1024.
+enum attn_status attn_plan_attend_spans(const struct attn_plan *plan,
+                                        const struct attn_pages *pages,
+                                        const struct attn_rows *rows,
+                                        const struct attn_buffers *buffers,
+                                        const struct attn_spans *spans,
+                                        void *stream);
+
 // Appends as many new tokens to each sequence, and attends: what attn_plan_append_slots and attn_plan_attend do, with the same bits, in less time.
 // tokens has each tokens of the first sequence, then those of the next; their places are the last ones of pages->lengths. With tokens->rotary, K
 // is rotated by its positions before it is stored, and rotary.q to where rows->q reads it, in the same launch; the plan was created with
@@ -714,6 +771,14 @@ enum attn_status attn_transfer_export(const struct attn_transfer *transfer,
                                       const struct attn_pages *pages,
                                       const struct attn_ranges *ranges,
                                       void *stream);
+
+// Merges what shards left by attn_plan_attend_spans, in the order of their tokens, with each row's sink, and finishes: enqueues one launch on stream. For
+// integer formats these are the bits of one GPU over all tokens. The handle has the format, kv_heads and head_dim of the plans.
+//
+// Needs: As attn_plan_attend; merge->max_sums and o were left by launches of attn_plan_attend_spans, and out and lse overlap nothing else.
+enum attn_status attn_transfer_merge_spans(const struct attn_transfer *transfer,
+                                           const struct attn_span_merge *merge,
+                                           void *stream);
 
 // Copies pages as they are, with their scales: enqueues the work on stream, as attn_plan_attend.
 //

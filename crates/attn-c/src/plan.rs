@@ -9,7 +9,7 @@ use attn::{
     CacheConfig, Heads, KvFormat, PageLayout, Problem,
     backends::cuda::native::{
         self, AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, KvLayout, NativeAppend, NativePlan,
-        RotaryArgs, SlotAppendArgs, Stream, alibi_slopes_log2,
+        RotaryArgs, SlotAppendArgs, SpansArgs, Stream, alibi_slopes_log2,
     },
 };
 
@@ -53,6 +53,9 @@ pub struct PlanConfig {
     /// Not 0: pages are another engine's, of rows, which attn_plan_attend_rows reads as they lie; the plan appends nothing. The format is bf16, f16, fp8
     /// or int8-tensor.
     pub rows: u32,
+    /// Not 0: sequences are shards, runs of whole spans of 1024 tokens but for the last shard, for attn_plan_attend_spans; neither ragged nor rows. Sinks
+    /// belong to attn_transfer_merge_spans.
+    pub spans: u32,
 }
 
 // SAFETY: `repr(C)`, and `struct_size` is first.
@@ -74,6 +77,28 @@ pub struct PlanInfo {
     pub query_block_bytes: usize,
     /// Entries of a sequence in attn_pages.residual_pages; 0 for formats without.
     pub residual_slots: usize,
+    /// States that attn_plan_attend_spans leaves of each row: those of the spans of max_tokens. 0 for other plans.
+    pub spans: usize,
+}
+
+/// Where attn_plan_attend_spans leaves the states of a shard's spans. Addresses are of device memory, aligned to 16 bytes; rows are query tokens times
+/// query heads, sequence after sequence.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Spans {
+    /// sizeof(attn_spans).
+    pub struct_size: usize,
+    /// int32 `[count]`: tokens that follow those of attn_pages.lengths in other shards; query tokens are the last of all. NULL: none follow.
+    pub tokens_after: *const i32,
+    /// float `[spans][rows][2]`: maximum, -inf where a row sees no token of a span, and sum.
+    pub max_sums: *mut f32,
+    /// float `[spans][rows][head_dim]`; not written where a row sees no token.
+    pub o: *mut f32,
+}
+
+// SAFETY: `repr(C)`, and `struct_size` is first.
+unsafe impl Config for Spans {
+    const NAME: &'static str = "attn_spans";
 }
 
 /// Where the sequences' tokens lie. All addresses are of device memory, aligned to 16 bytes.
@@ -147,6 +172,8 @@ unsafe impl Config for Buffers {
 /// Launches for one batch shape. They allocate nothing and wait for nothing.
 pub struct Plan {
     pub(crate) device: Arc<attn::Device>,
+    /// Whether launches leave the states of spans.
+    leaves_spans: bool,
     problem: Problem,
     pub(crate) layout: PageLayout,
     pub(crate) plan: NativePlan,
@@ -228,11 +255,17 @@ pub unsafe extern "C" fn attn_plan_create(
             ),
             _ => (KvLayout::PagedRows(pages.page_size), None),
         };
+        if given.spans != 0 && (given.ragged != 0 || given.rows != 0) {
+            let sentence = "attn_plan_config.spans is set with ragged or rows; a plan for shards is of the library's pages, and knows its q_lens";
+            return Err(Failure::new(Status::Parameter, sentence));
+        }
         let handle = Plan {
-            plan: match given.ragged {
-                0 => gpu.prepare(&problem, format, kv)?,
-                _ => gpu.prepare_ragged(&problem, format, kv)?,
+            plan: match (given.spans, given.ragged) {
+                (0, 0) => gpu.prepare(&problem, format, kv)?,
+                (0, _) => gpu.prepare_ragged(&problem, format, kv)?,
+                _ => gpu.prepare_spans(&problem, format, kv)?,
             },
+            leaves_spans: given.spans != 0,
             append,
             layout: pages.layout()?,
             device: device.clone(),
@@ -276,6 +309,10 @@ pub unsafe extern "C" fn attn_plan_get_info(plan: *const Plan, info: *mut PlanIn
             zeroed_bytes: plan.plan.zeroed_bytes(),
             query_block_bytes: plan.plan.query_blocks_bytes(),
             residual_slots: plan.residual_slots(),
+            spans: match plan.leaves_spans {
+                true => plan.plan.spans(),
+                false => 0,
+            },
         };
         Ok(())
     })
@@ -489,6 +526,53 @@ pub unsafe extern "C" fn attn_plan_attend(
         let gpu = plan.device.cuda("plan")?;
         // SAFETY: this function's contract.
         Ok(unsafe { gpu.decode_on(&plan.plan, Stream::from_raw(stream), &args) }?)
+    })
+}
+
+/// Attends shards of the sequences, for a plan with attn_plan_config.spans: enqueues the step on `stream`, which leaves the states of the shards' spans.
+/// What all shards leave, one behind the other, attn_transfer_merge_spans makes into results: for integer formats the bits of one GPU over all tokens.
+/// Of `rows`, q and its dtype are read.
+///
+/// # Safety
+/// As attn_plan_attend; `spans` has room for attn_plan_info.spans states of each row. On the device, a shard with tokens_after is whole spans of 1024.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_plan_attend_spans(
+    plan: *const Plan,
+    pages: *const Pages,
+    rows: *const Rows,
+    buffers: *const Buffers,
+    spans: *const Spans,
+    stream: *mut c_void,
+) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let (plan, pages, rows, buffers, spans) = unsafe {
+            (
+                handle("plan", plan)?,
+                config(pages)?,
+                config(rows)?,
+                config(buffers)?,
+                config(spans)?,
+            )
+        };
+        let to = SpansArgs {
+            tokens_after: address(spans.tokens_after),
+            max_sums: given("max_sums", spans.max_sums)?,
+            o: given("o", spans.o)?,
+        };
+        // Neither results nor a workspace are touched, so any address stands for them.
+        let rows = Rows {
+            out: spans.o.cast(),
+            ..rows
+        };
+        let buffers = Buffers {
+            workspace: spans.o.cast(),
+            ..buffers
+        };
+        let args = plan.decode_args(plan.kv_of_pages(&pages)?, &rows, &buffers)?;
+        let gpu = plan.device.cuda("plan")?;
+        // SAFETY: this function's contract.
+        Ok(unsafe { gpu.attend_spans_on(&plan.plan, Stream::from_raw(stream), &args, &to) }?)
     })
 }
 

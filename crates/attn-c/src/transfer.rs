@@ -9,8 +9,8 @@ use std::{
 use attn::{
     CacheConfig, Heads, KvFormat, PageLayout,
     backends::cuda::native::{
-        self, CopyPagesArgs, ExportArgs, MergeStatesArgs, NativeCopyPages, NativeExport,
-        NativeMergeStates, Stream,
+        self, CopyPagesArgs, ExportArgs, MergeSpansArgs, MergeStatesArgs, NativeCopyPages,
+        NativeExport, NativeMergeSpans, NativeMergeStates, Stream,
     },
 };
 
@@ -138,6 +138,40 @@ unsafe impl Config for Merge {
     const NAME: &'static str = "attn_merge";
 }
 
+/// States of spans of all shards, in the order of their tokens, such as an all-gather of what attn_plan_attend_spans leaves. All addresses are of device
+/// memory, aligned to 16 bytes.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct SpanMerge {
+    /// sizeof(attn_span_merge).
+    pub struct_size: usize,
+    /// float `[states][rows][2]`.
+    pub max_sums: *const f32,
+    /// float `[states][rows][head_dim]`.
+    pub o: *const f32,
+    /// Spans of all shards together.
+    pub states: usize,
+    /// Rows: query tokens times query heads.
+    pub rows: usize,
+    /// Query heads.
+    pub q_heads: usize,
+    /// Outputs `[rows][head_dim]`.
+    pub out: *mut c_void,
+    /// An attn_dtype, of out.
+    pub dtype: u32,
+    /// float `[rows]`: log-sum-exps; NULL: none.
+    pub lse: *mut f32,
+    /// float `[q_heads]`: sinks; NULL: none.
+    pub sinks: *const f32,
+    /// float `[kv_heads]` for fp8 and int8-tensor; else NULL.
+    pub v_scales: *const f32,
+}
+
+// SAFETY: `repr(C)`, and `struct_size` is first.
+unsafe impl Config for SpanMerge {
+    const NAME: &'static str = "attn_span_merge";
+}
+
 /// Launches that move pages and results of some caches. They allocate nothing and wait for nothing.
 pub struct Transfer {
     device: Arc<attn::Device>,
@@ -146,6 +180,7 @@ pub struct Transfer {
     export: NativeExport,
     copy_pages: NativeCopyPages,
     merge: NativeMergeStates,
+    merge_spans: NativeMergeSpans,
 }
 
 /// Loads the kernels for a GPU; the first handle of its kind may compile some.
@@ -186,6 +221,7 @@ pub unsafe extern "C" fn attn_transfer_create(
             export: gpu.prepare_export(layout)?,
             copy_pages: gpu.prepare_copy_pages()?,
             merge: gpu.prepare_merge()?,
+            merge_spans: gpu.prepare_merge_spans(format, layout.head_dim())?,
             layout,
         };
         *out = Box::into_raw(Box::new(handle));
@@ -253,6 +289,41 @@ pub unsafe extern "C" fn attn_transfer_export(
         let gpu = transfer.device.cuda("transfer")?;
         // SAFETY: this function's contract.
         Ok(unsafe { gpu.export_on(&transfer.export, Stream::from_raw(stream), &args) }?)
+    })
+}
+
+/// Merges what shards left by attn_plan_attend_spans, in the order of their tokens, with each row's sink, and finishes: enqueues one launch on `stream`. For
+/// integer formats these are the bits of one GPU over all tokens. The handle has the format, kv_heads and head_dim of the plans.
+///
+/// # Safety
+/// As attn_plan_attend; `merge->max_sums` and `o` were left by launches of attn_plan_attend_spans, and `out` and `lse` overlap nothing else.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn attn_transfer_merge_spans(
+    transfer: *const Transfer,
+    merge: *const SpanMerge,
+    stream: *mut c_void,
+) -> Status {
+    call(|| {
+        // SAFETY: this function's contract.
+        let (transfer, merge) = unsafe { (handle("transfer", transfer)?, config(merge)?) };
+        let layout = &transfer.layout;
+        let args = MergeSpansArgs {
+            max_sums: given("max_sums", merge.max_sums)?,
+            o: given("o", merge.o)?,
+            states: merge.states,
+            rows_apart: merge.rows,
+            rows: merge.rows,
+            num_q_heads: merge.q_heads,
+            num_kv_heads: layout.num_kv_heads(),
+            out: given("out", merge.out)?,
+            dtype: on_device(merge.dtype)?,
+            lse: address(merge.lse),
+            sinks: address(merge.sinks),
+            v_tensor_scales: scales("v_scales", merge.v_scales, layout.format().v)?,
+        };
+        let gpu = transfer.device.cuda("transfer")?;
+        // SAFETY: this function's contract.
+        Ok(unsafe { gpu.merge_spans_on(&transfer.merge_spans, Stream::from_raw(stream), &args) }?)
     })
 }
 

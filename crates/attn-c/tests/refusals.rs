@@ -269,6 +269,7 @@ fn a_plan_needs_a_gpu() {
         rotary: 1,
         ragged: 1,
         rows: 0,
+        spans: 0,
     };
     let mut plan = ptr::null_mut();
     let of_rows = PlanConfig { rows: 1, ..config };
