@@ -11,8 +11,9 @@ use attn_conformance::{
     Build, Case, Inputs, Outcome, Size, cases_from_env, check, check_case, check_table, table,
 };
 use attn_core::{
-    CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, HostPages, HostStore,
-    KvCache, KvFormat, PageStore, Plan, Problem, TokenWrite, Unsupported, WideRows,
+    CacheAccess, CacheConfig, DecodeAttention, DecodeStep, DeviceInfo, Error, Heads, HostPages,
+    HostStore, KvCache, KvFormat, KvSource, PageStore, Plan, Problem, SpansStep, TokenWrite,
+    Unsupported, WideRows,
 };
 use attn_cpu::Reference;
 
@@ -114,6 +115,32 @@ fn failure(backend: &Spoilt, case: &Case) -> String {
 
 fn flip(out: &mut [f32]) {
     out[7] = f32::from_bits(out[7].to_bits() ^ 1);
+}
+
+#[test]
+fn a_backend_that_says_nothing_of_shards_refuses_them() {
+    let backend = spoilt();
+    let (heads, format) = (
+        Heads {
+            q: 1,
+            kv: 1,
+            dim: 64,
+        },
+        KvFormat::INT8,
+    );
+    let config = CacheConfig::builder(format, heads).max_len(64).build();
+    let mut cache = backend.create_cache(&config).unwrap();
+    cache.append(0, &[0.5; 64], &[2.0; 64]).unwrap();
+    let plan = backend.plan(&Problem::new(heads, [64]), format).unwrap();
+    let q = [0.5; 64];
+    let step = SpansStep::new(&plan, &q, KvSource::Cache(&cache)).unwrap();
+    // The same step is one of the backend that it wraps.
+    assert_eq!(backend.inner.attend_spans(&step).unwrap().spans(), 1);
+    let refused = backend.attend_spans(&step).unwrap_err();
+    assert!(
+        matches!(refused, Error::Unsupported(Unsupported::NoKernel { .. })),
+        "{refused}"
+    );
 }
 
 #[test]

@@ -5,14 +5,15 @@ use attn_bench::cuda::Buffers;
 use attn_conformance::{case::noise, check::first_difference, trials::Trials};
 use attn_core::{
     Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvFormat, KvSource,
-    Problem,
+    Problem, SpansStep,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{
-    CudaBackend, DeviceSteps, NewTokens, QueryRows,
+    CudaBackend, DeviceSteps, NewTokens, QueryRows, SpanRows,
     internals::context,
     native::{DeviceAddress, Dtype},
 };
+use cudarc::driver::CudaSlice;
 
 use crate::passes;
 
@@ -97,10 +98,73 @@ impl Pair<'_> {
                 .attend(&there, &problem, &rows, self.buffers.raw())
         }?;
         self.steps.wait()?;
-        match first_difference("out", &self.buffers.download(&out)?, &want) {
-            None => Ok(()),
-            Some(text) => bail!("{text}"),
+        if let Some(text) = first_difference("out", &self.buffers.download(&out)?, &want) {
+            bail!("{text}");
         }
+        self.compare_states(layer, &chosen, &q, &problem)
+    }
+
+    /// The states of the sequences' one span, and of one that they do not have.
+    fn compare_states(
+        &mut self,
+        layer: usize,
+        chosen: &[usize],
+        q: &CudaSlice<f32>,
+        problem: &Problem,
+    ) -> Result<()> {
+        let here = self.here.layer(layer)?.sequences(chosen)?;
+        let on_host = self.buffers.download(q)?;
+        let plan = self.cpu.plan(problem, self.here.config().format)?;
+        let step = SpansStep::new(&plan, &on_host, KvSource::Sequences(&here))?;
+        let want = self.cpu.attend_spans(&step)?;
+
+        let there = self.there.layer(layer)?.sequences(chosen)?;
+        let (rows, spans) = (problem.rows(), 2);
+        let max_sums = self.buffers.floats(2 * spans * rows)?;
+        let o = self.buffers.floats(spans * rows * HEADS.dim)?;
+        let rows_of = SpanRows {
+            q: self.buffers.address(q),
+            dtype: Dtype::F32,
+            spans,
+            max_sums: self.buffers.address(&max_sums),
+            o: self.buffers.address(&o),
+        };
+        // SAFETY: the buffers hold the problem's rows and the states of two spans, outlive the wait, and the stream is theirs.
+        unsafe {
+            self.steps
+                .attend_spans(&there, problem, &rows_of, self.buffers.raw())
+        }?;
+        self.steps.wait()?;
+        let (max_sums, o) = (
+            self.buffers.download(&max_sums)?,
+            self.buffers.download(&o)?,
+        );
+        let (first, second) = max_sums.split_at(2 * rows);
+        for (what, got, want) in [
+            ("maxima and sums", first, want.max_sums()),
+            ("O", &o[..rows * HEADS.dim], want.o()),
+        ] {
+            if let Some(text) = first_difference(what, got, want) {
+                bail!("states of spans: {text}");
+            }
+        }
+        let unseen = second.iter().step_by(2).all(|m| *m == f32::NEG_INFINITY);
+        ensure!(unseen, "a span that no sequence has is seen");
+        // Fewer spans than tokens need.
+        let none = SpanRows {
+            spans: 0,
+            ..rows_of
+        };
+        // SAFETY: the call is refused before it reads a row.
+        let refused = unsafe {
+            self.steps
+                .attend_spans(&there, problem, &none, self.buffers.raw())
+        };
+        ensure!(
+            matches!(refused, Err(Error::Parameter { what: "spans", .. })),
+            "{refused:?}"
+        );
+        Ok(())
     }
 
     fn compare_bytes(&self) -> Result<()> {
