@@ -32,6 +32,7 @@ mod store;
 mod tile;
 mod unpack;
 mod weights;
+mod wide;
 
 /// What the project's own tests need; not for other users, and it may change in any release.
 #[doc(hidden)]
