@@ -6,12 +6,12 @@ use attn_core::arithmetic::TILE;
 
 use crate::{
     fetch::Fetch,
-    float::{self, widen_panels},
     lanes::lanes_of,
     query::QueryRows,
     scratch::Aligned,
     simd::Simd,
     tile::{Float, Tile},
+    widen::{BF16, F16, F32, widen_panels},
 };
 
 /// Both sides of a tile in f32.
@@ -43,14 +43,14 @@ impl WideTile {
         // SAFETY: `k` and `v` hold a tile; the caller's contract.
         unsafe {
             match tile.k_float {
-                Float::F16 => widen_k::<S, { float::F16 }>(s, tile, dim, k),
-                Float::Bf16 => widen_k::<S, { float::BF16 }>(s, tile, dim, k),
-                Float::F32 | Float::Wide => widen_k::<S, { float::F32 }>(s, tile, dim, k),
+                Float::F16 => widen_k::<S, F16>(s, tile, dim, k),
+                Float::Bf16 => widen_k::<S, BF16>(s, tile, dim, k),
+                Float::F32 | Float::Wide => widen_k::<S, F32>(s, tile, dim, k),
             }
             match tile.v_float {
-                Float::F16 => widen_v::<S, { float::F16 }>(s, tile, dim, v),
-                Float::Bf16 => widen_v::<S, { float::BF16 }>(s, tile, dim, v),
-                Float::F32 | Float::Wide => widen_v::<S, { float::F32 }>(s, tile, dim, v),
+                Float::F16 => widen_v::<S, F16>(s, tile, dim, v),
+                Float::Bf16 => widen_v::<S, BF16>(s, tile, dim, v),
+                Float::F32 | Float::Wide => widen_v::<S, F32>(s, tile, dim, v),
             }
         }
         (tile.k_float, tile.v_float) = (Float::Wide, Float::Wide);
@@ -65,7 +65,7 @@ impl WideTile {
 /// The tile's places are readable, with rows of `KIND`; `TILE·dim` floats are writable at `out`.
 #[inline(always)]
 unsafe fn widen_k<S: Simd, const KIND: u8>(s: S, tile: &Tile, dim: usize, out: *mut f32) {
-    let row = if KIND == float::F32 { 32 } else { 16 };
+    let row = if KIND == F32 { 32 } else { 16 };
     for t in (0..tile.tokens).step_by(S::LANES) {
         for panel in 0..dim / 8 {
             // SAFETY: LANES of 16 tokens lie in their place, in each panel; a vector for each dim lies in `out`.
@@ -90,7 +90,7 @@ unsafe fn dims_of<S: Simd, const KIND: u8>(s: S, p: *const u8) -> [S::F; 8] {
     let mut dims = [s.splat(0.0); 8];
     // SAFETY: the caller's contract; a row of f32 is twice as long.
     unsafe {
-        if KIND == float::F32 {
+        if KIND == F32 {
             let (low, high) = (lanes_of::<S, 32>(s, p), lanes_of::<S, 32>(s, p.add(16)));
             for i in 0..4 {
                 (dims[i], dims[4 + i]) = (s.of_bits(low[i]), s.of_bits(high[i]));
@@ -99,7 +99,7 @@ unsafe fn dims_of<S: Simd, const KIND: u8>(s: S, p: *const u8) -> [S::F; 8] {
         }
         let pairs = lanes_of::<S, 16>(s, p);
         for (i, pair) in pairs.into_iter().enumerate() {
-            [dims[2 * i], dims[2 * i + 1]] = if KIND == float::F16 {
+            [dims[2 * i], dims[2 * i + 1]] = if KIND == F16 {
                 let low = s.i_and(pair, s.i_splat(0xffff));
                 [s.f16_to_f(low), s.f16_to_f(s.i_shr::<16>(pair))]
             } else {
