@@ -24,6 +24,7 @@ use crate::{
     split::{Pass, Split, SplitInputs, TilePlace},
     tile::Tile,
     unpack::FP8_UNIT,
+    wide::WideTile,
 };
 
 /// Query rows of a block where a sequence has more than [`FEW_TOKENS`] query tokens: a tile is unpacked once for all of them, and their states stay in
@@ -49,6 +50,7 @@ struct Scratch {
     rows: QueryRows,
     tile: Tile,
     codes: LaneCodes,
+    wide: WideTile,
     fetch: Fetch,
     /// States of a span, of a split that has several: as the split's own.
     span: Vec<f32>,
@@ -60,6 +62,7 @@ thread_local! {
             rows: QueryRows::new(),
             tile: Tile::new(),
             codes: LaneCodes::new(),
+            wide: WideTile::new(),
             fetch: Fetch::new(),
             span: Vec::new(),
         })
@@ -530,7 +533,11 @@ fn fold_float_tile<S: Simd>(
     place: TilePlace,
     pass: &Pass,
     Scratch {
-        rows, tile, fetch, ..
+        rows,
+        tile,
+        wide,
+        fetch,
+        ..
     }: &mut Scratch,
     v_unit: f32,
 ) {
@@ -539,7 +546,12 @@ fn fold_float_tile<S: Simd>(
     ahead.aim(fetch, &inputs.reader, place);
     let (seen, modifiers) = (inputs.seen_in(place, pass), inputs.modifiers_in(place));
     // SAFETY: `load_float` has pointed the tile to as many readable tokens as it has.
-    unsafe { float::fold_tile(s, tile, fetch, rows, seen, modifiers, v_unit) };
+    unsafe {
+        if rows.count >= MANY_ROWS {
+            wide.widen(s, tile, rows.dim);
+        }
+        float::fold_tile(s, tile, fetch, rows, seen, modifiers, v_unit);
+    }
 }
 
 /// Folds a tile into the states of a pass's rows in the integer arithmetic.

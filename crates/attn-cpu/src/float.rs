@@ -13,43 +13,9 @@ use crate::{
     simd::Simd,
     softmax::{Modifiers, fold_scalars, weights},
     tile::{Float, Tile},
+    wide,
+    widen::{BF16, F16, F32, WIDE, widen, widen_panels},
 };
-
-/// As `Float`, for a const parameter.
-const F16: u8 = 0;
-const BF16: u8 = 1;
-const F32: u8 = 2;
-
-/// # Safety
-/// `LANES` stored values at `p`.
-#[inline(always)]
-unsafe fn widen<S: Simd, const KIND: u8>(s: S, p: *const u8) -> S::F {
-    // SAFETY: the caller's contract.
-    unsafe {
-        match KIND {
-            F16 => s.load_f16(p),
-            BF16 => s.of_bits(s.i_shl::<16>(s.i_load_u16(p))),
-            _ => s.load(p.cast()),
-        }
-    }
-}
-
-/// `ROWS/2` panels of one token.
-///
-/// # Safety
-/// One panel row each at `p` and, for four rows, at `p + stride`.
-#[inline(always)]
-unsafe fn widen_panels<S: Simd, const KIND: u8>(s: S, p: *const u8, stride: usize) -> S::F {
-    // SAFETY: the caller's contract.
-    unsafe {
-        match KIND {
-            F16 if S::ROWS == 2 => s.load_f16(p),
-            F16 => s.f16_to_f(s.i_load_panels(p, stride)),
-            BF16 => s.of_bits(s.i_shl::<16>(s.i_load_panels(p, stride))),
-            _ => s.load_panels(p.cast(), p.add(stride * (S::ROWS / 2 - 1)).cast()),
-        }
-    }
-}
 
 /// The halves' sum (section 8) of the scores of `R` rows for `U` vectors of tokens, the first of which is `first` vectors behind `base`; `ROWS/2`
 /// tokens to a vector, 8 partial sums each.
@@ -327,6 +293,9 @@ unsafe fn fold_run<S: Simd>(
             Float::F32 => in_blocks!(start, end, |row, R| scores::<S, R, F32>(
                 s, tile, fetch, rows, row
             )),
+            Float::Wide => in_blocks!(start, end, |row, R| wide::scores::<S, R>(
+                s, tile, fetch, rows, row
+            )),
         }
         for row in run.clone() {
             let p = rows.scores.as_mut_slice()[row * TILE..][..TILE].as_mut_ptr();
@@ -343,6 +312,7 @@ unsafe fn fold_run<S: Simd>(
             Float::F16 => fold_values::<S, F16>(s, tile, fetch, rows, run, seen),
             Float::Bf16 => fold_values::<S, BF16>(s, tile, fetch, rows, run, seen),
             Float::F32 => fold_values::<S, F32>(s, tile, fetch, rows, run, seen),
+            Float::Wide => fold_values::<S, WIDE>(s, tile, fetch, rows, run, seen),
         }
     }
 }

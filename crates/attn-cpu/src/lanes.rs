@@ -146,7 +146,7 @@ unsafe fn unpack_16<D: Dot, const NIBBLES: bool, const K: bool>(
     for vector in 0..16 / D::S::LANES {
         // SAFETY: LANES rows of 16, and the steps of as many lanes.
         unsafe {
-            let steps = lanes_of(s, rows.add(16 * D::S::LANES * vector));
+            let steps = lanes_of::<_, 16>(s, rows.add(16 * D::S::LANES * vector));
             for (i, step) in steps.into_iter().enumerate() {
                 if NIBBLES {
                     let out = out.cast::<D::Nibbles>().add(to.at(vector) + i);
@@ -163,15 +163,15 @@ unsafe fn unpack_16<D: Dot, const NIBBLES: bool, const K: bool>(
 #[repr(align(64))]
 struct Bytes([u8; 256]);
 
-/// `LANES` rows of 16 bytes, with four neighbours of row i in lane i of each vector.
+/// The first 16 bytes of `LANES` rows of `ROW`, with four neighbours of row i in lane i of each vector.
 ///
 /// # Safety
 /// They are readable at `p`.
 #[inline(always)]
-unsafe fn lanes_of<S: Simd>(s: S, p: *const u8) -> [S::I; 4] {
+pub(crate) unsafe fn lanes_of<S: Simd, const ROW: usize>(s: S, p: *const u8) -> [S::I; 4] {
     let mut v = [s.i_splat(0); 4];
     for (j, v) in v.iter_mut().enumerate() {
-        let row = |r: usize| p.wrapping_add(16 * (4 * r + j));
+        let row = |r: usize| p.wrapping_add(ROW * (4 * r + j));
         // SAFETY: rows j, 4 + j … of which the first ROWS count.
         *v = unsafe { s.i_load_rows([row(0), row(1), row(2), row(3)]) };
     }

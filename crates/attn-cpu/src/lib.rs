@@ -32,6 +32,8 @@ mod store;
 mod tile;
 mod unpack;
 mod weights;
+mod wide;
+mod widen;
 
 /// What the project's own tests need; not for other users, and it may change in any release.
 #[doc(hidden)]

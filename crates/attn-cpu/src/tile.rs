@@ -17,6 +17,8 @@ pub(crate) enum Float {
     F16,
     Bf16,
     F32,
+    /// Not in panels: K and V as [`WideTile`](crate::wide::WideTile) has them.
+    Wide,
 }
 
 impl Float {
