@@ -10,34 +10,12 @@ use attn_kernels::cuda::{
 use cudarc::driver::sys;
 
 use super::{
-    COPY_THREADS, DecodeArgs, DeviceAddress, NativePlan, Pages, RotaryArgs, Stream,
+    COPY_THREADS, DecodeArgs, DeviceAddress, Dtype, NativePlan, Pages, RotaryArgs, Stream,
     check::{check, check_kernel},
     launch_decode,
     rotary::PositionsFrom,
 };
 use crate::{CudaBackend, device::LoadedKernel, error::failed, sizes};
-
-/// Number format of an engine's rows: K and V to append, queries, outputs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Dtype {
-    /// Single precision.
-    F32,
-    /// IEEE half precision.
-    F16,
-    /// bfloat16.
-    Bf16,
-}
-
-impl Dtype {
-    /// The kernels' number of the format: `Dtype` of `dtype.cuh`.
-    pub(super) fn code(self) -> i32 {
-        match self {
-            Dtype::F32 => 0,
-            Dtype::F16 => 1,
-            Dtype::Bf16 => 2,
-        }
-    }
-}
 
 /// Device addresses of one append launch: `tokens` new tokens for each of `batch` sequences.
 #[derive(Debug, Clone, Copy)]

@@ -9,7 +9,7 @@
 //! use attn_core::{Error, Heads, KvFormat, PageLayout, Problem};
 //! use attn_cuda::{
 //!     CudaBackend,
-//!     native::{DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, Pages, Stream},
+//!     native::{DecodeArgs, DeviceAddress, DeviceKv, KvLayout, Pages, Stream},
 //! };
 //!
 //! /// One step of 4 sequences on the engine's stream and memory; `at` are the addresses of queries, outputs, pool, page table, lengths and workspace.
@@ -50,6 +50,7 @@
 pub(crate) mod append;
 mod check;
 pub(crate) mod copy_pages;
+mod dtype;
 pub(crate) mod export;
 mod import;
 pub(crate) mod launch_plan;
@@ -67,6 +68,7 @@ pub use append::{AppendArgs, Dtype, NativeAppend};
 pub(crate) use append::{check_heads, launch_append};
 pub use attn_kernels::cuda::KvLayout;
 pub use copy_pages::{CopyPagesArgs, NativeCopyPages};
+pub use dtype::Dtype;
 pub use export::{ExportArgs, NativeExport};
 pub use import::{ImportArgs, NativeImport};
 pub(crate) use import::{launch_import, prepare_import};
