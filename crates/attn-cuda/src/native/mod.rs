@@ -64,7 +64,7 @@ mod rotary;
 mod rows;
 pub(crate) mod slots;
 
-pub use append::{AppendArgs, Dtype, NativeAppend};
+pub use append::{AppendArgs, NativeAppend};
 pub(crate) use append::{check_heads, launch_append};
 pub use attn_kernels::cuda::KvLayout;
 pub use copy_pages::{CopyPagesArgs, NativeCopyPages};
