@@ -212,7 +212,7 @@ impl CudaBackend {
         })
     }
 
-    /// As [`CudaBackend::prepare_append`], and loads the kernel of appends with [`AppendArgs::rotary`] or [`SlotAppendArgs::rotary`].
+    /// As [`CudaBackend::prepare_append`], and loads the kernel of appends with [`AppendArgs::rotary`] or [`SlotAppendArgs::rotary`](super::SlotAppendArgs::rotary).
     ///
     /// # Errors
     /// Those of [`CudaBackend::prepare_append`].
