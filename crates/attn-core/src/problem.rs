@@ -125,7 +125,7 @@ impl Problem {
     }
 
     /// Sets the tokens of each sequence that follow the cached ones. A sequence may lie in shards, as runs of whole spans of
-    /// [`SPAN_TOKENS`](crate::segments::SPAN_TOKENS) tokens but for the last; each shard is a problem of its own with the same queries, and sees those
+    /// [`SPAN_TOKENS`] tokens but for the last; each shard is a problem of its own with the same queries, and sees those
     /// of its tokens that the queries see in the whole sequence. [`SpanStates`](crate::SpanStates) merge what shards give.
     ///
     /// ```
