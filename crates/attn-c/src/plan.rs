@@ -1,5 +1,7 @@
 //! Launches over the caller's own device memory, which a CUDA graph can capture: pages, tables, lengths and workspace are its arrays.
 
+mod launches;
+
 use std::{
     ffi::{c_char, c_void},
     sync::Arc,
@@ -8,18 +10,19 @@ use std::{
 use attn::{
     CacheConfig, Heads, KvFormat, PageLayout, Problem,
     backends::cuda::native::{
-        self, AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, KvLayout, NativeAppend, NativePlan,
-        RotaryArgs, SlotAppendArgs, SpansArgs, Stream, alibi_slopes_log2,
+        self, DeviceAddress, DeviceKv, KvLayout, NativeAppend, NativePlan, Stream,
+        alibi_slopes_log2,
     },
 };
 
 use crate::{
-    arguments::{self, Config, config, handle, optional, place, text},
+    arguments::{self, Config, handle, optional, place, text},
     device::Device,
     modifiers::Modifiers,
-    rows::{Rows, Tokens, on_device},
     status::{Failure, Status, call},
 };
+
+pub use launches::*;
 
 /// The shape of a batch, for every step of these heads and query tokens with lengths up to the longest.
 #[repr(C)]
@@ -179,6 +182,14 @@ pub struct Plan {
     pub(crate) plan: NativePlan,
     /// None where pages are another engine's.
     append: Option<NativeAppend>,
+}
+
+impl Plan {
+    /// Residual pages of a sequence.
+    fn residual_slots(&self) -> usize {
+        let (format, page_size) = (self.layout.format(), self.layout.page_size());
+        format.residual_slots(page_size, self.problem.max_q_len())
+    }
 }
 
 /// K and V of a launch: where they lie, the lengths, the static scales.
@@ -380,301 +391,5 @@ pub unsafe extern "C" fn attn_plan_alibi_slopes(plan: *const Plan, slopes: *mut 
         let out = unsafe { arguments::list_mut("slopes", slopes, taken.len()) }?;
         out.copy_from_slice(&taken);
         Ok(())
-    })
-}
-
-impl Plan {
-    fn residual_slots(&self) -> usize {
-        let (format, page_size) = (self.layout.format(), self.layout.page_size());
-        format.residual_slots(page_size, self.problem.max_q_len())
-    }
-
-    fn token_stride(&self, given: usize) -> usize {
-        match given {
-            0 => self.layout.num_kv_heads() * self.layout.head_dim(),
-            given => given,
-        }
-    }
-
-    /// Rotary positions of an append, where it has some.
-    ///
-    /// # Safety
-    /// `tokens.rotary` is NULL or as documented.
-    unsafe fn rotary(&self, tokens: &Tokens) -> Result<Option<RotaryArgs>, Failure> {
-        if tokens.rotary.is_null() {
-            return Ok(None);
-        }
-        // SAFETY: this function's contract.
-        let rotary = unsafe { config(tokens.rotary) }?;
-        let args = rotary.args(self.problem.num_q_heads, self.layout.head_dim())?;
-        Ok(Some(args))
-    }
-
-    /// The launch of appends; refuses a plan for another engine's pages.
-    fn append(&self) -> Result<&NativeAppend, Failure> {
-        let sentence = "the plan is for another engine's pages, which attn_plan_attend_rows reads and nothing writes; create one with attn_plan_config.rows 0";
-        let refused = || Failure::new(Status::Parameter, sentence);
-        self.append.as_ref().ok_or_else(refused)
-    }
-
-    /// Refuses a page table that ends before the plan's longest length.
-    pub(crate) fn check_table(&self, page_table_stride: usize) -> Result<(), Failure> {
-        let reach = page_table_stride.saturating_mul(self.layout.page_size());
-        if reach < self.plan.max_kv_len() {
-            let sentence = format!(
-                "page_table_stride is {page_table_stride}, but the plan's longest length, {}, needs more pages",
-                self.plan.max_kv_len()
-            );
-            return Err(Failure::new(Status::Shape, sentence));
-        }
-        Ok(())
-    }
-
-    /// The library's pages.
-    fn kv_of_pages(&self, pages: &Pages) -> Result<Kv, Failure> {
-        self.append()?;
-        self.check_table(pages.page_table_stride)?;
-        let format = self.layout.format();
-        Ok(Kv {
-            kv: DeviceKv::Paged {
-                pool: pages.pool(&self.layout)?,
-                page_table: given("page_table", pages.page_table)?,
-                page_table_stride: pages.page_table_stride,
-                residual_pages: address(pages.residual_pages),
-                residual_slots: self.residual_slots(),
-            },
-            lengths: given("lengths", pages.lengths)?,
-            scales: [
-                scales("k_scales", pages.k_scales, format.k)?,
-                scales("v_scales", pages.v_scales, format.v)?,
-            ],
-        })
-    }
-
-    pub(crate) fn decode_args(
-        &self,
-        kv: Kv,
-        rows: &Rows,
-        buffers: &Buffers,
-    ) -> Result<DecodeArgs, Failure> {
-        rows.check_on_device([self.problem.num_q_heads, self.problem.head_dim])?;
-        let has_blocks = self.plan.query_blocks_bytes() > 0;
-        let [k_tensor_scales, v_tensor_scales] = kv.scales;
-        Ok(DecodeArgs {
-            q: given("q", rows.q)?,
-            out: given("out", rows.out)?,
-            dtype: on_device(rows.dtype)?,
-            lse: address(rows.lse),
-            kv: kv.kv,
-            kv_lens: kv.lengths,
-            query_blocks: match has_blocks {
-                true => given("query_blocks", buffers.query_blocks)?,
-                false => DeviceAddress::NULL,
-            },
-            k_tensor_scales,
-            v_tensor_scales,
-            alibi_slopes: match self.problem.alibi_slopes {
-                Some(_) => given("alibi_slopes", buffers.alibi_slopes)?,
-                None => DeviceAddress::NULL,
-            },
-            sinks: match self.problem.sinks {
-                Some(_) => given("sinks", buffers.sinks)?,
-                None => DeviceAddress::NULL,
-            },
-            workspace: given("workspace", buffers.workspace)?,
-        })
-    }
-}
-
-/// Static scales per KV head, where the scheme has them.
-pub(crate) fn scales(
-    what: &str,
-    scales: *const f32,
-    scheme: attn::Scheme,
-) -> Result<DeviceAddress, Failure> {
-    match scheme.has_tensor_scale() {
-        true => given(what, scales),
-        false => Ok(DeviceAddress::NULL),
-    }
-}
-
-/// Attends: enqueues the step on `stream`, a CUstream or cudaStream_t of the device's primary context, which is current. A CUDA graph can capture it,
-/// and reads lengths and pages anew each time that it runs.
-///
-/// # Safety
-/// `plan` has not been destroyed. The structs' addresses are device memory as documented, and stay so until the work has run. On the device, lengths
-/// are 0 to max_tokens, and pages are below num_pages. ATTN_CHECK=1 in the environment checks them before each launch, outside of graphs.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn attn_plan_attend(
-    plan: *const Plan,
-    pages: *const Pages,
-    rows: *const Rows,
-    buffers: *const Buffers,
-    stream: *mut c_void,
-) -> Status {
-    call(|| {
-        // SAFETY: this function's contract.
-        let (plan, pages, rows, buffers) = unsafe {
-            (
-                handle("plan", plan)?,
-                config(pages)?,
-                config(rows)?,
-                config(buffers)?,
-            )
-        };
-        let args = plan.decode_args(plan.kv_of_pages(&pages)?, &rows, &buffers)?;
-        let gpu = plan.device.cuda("plan")?;
-        // SAFETY: this function's contract.
-        Ok(unsafe { gpu.decode_on(&plan.plan, Stream::from_raw(stream), &args) }?)
-    })
-}
-
-/// Attends shards of the sequences, for a plan with attn_plan_config.spans: enqueues the step on `stream`, which leaves the states of the shards' spans.
-/// What all shards leave, one behind the other, attn_transfer_merge_spans makes into results: for integer formats the bits of one GPU over all tokens.
-/// Of `rows`, q and its dtype are read.
-///
-/// # Safety
-/// As attn_plan_attend; `spans` has room for attn_plan_info.spans states of each row. On the device, a shard with tokens_after is whole spans of 1024.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn attn_plan_attend_spans(
-    plan: *const Plan,
-    pages: *const Pages,
-    rows: *const Rows,
-    buffers: *const Buffers,
-    spans: *const Spans,
-    stream: *mut c_void,
-) -> Status {
-    call(|| {
-        // SAFETY: this function's contract.
-        let (plan, pages, rows, buffers, spans) = unsafe {
-            (
-                handle("plan", plan)?,
-                config(pages)?,
-                config(rows)?,
-                config(buffers)?,
-                config(spans)?,
-            )
-        };
-        let to = SpansArgs {
-            tokens_after: address(spans.tokens_after),
-            max_sums: given("max_sums", spans.max_sums)?,
-            o: given("o", spans.o)?,
-        };
-        // Neither results nor a workspace are touched, so any address stands for them.
-        let rows = Rows {
-            out: spans.o.cast(),
-            ..rows
-        };
-        let buffers = Buffers {
-            workspace: spans.o.cast(),
-            ..buffers
-        };
-        let args = plan.decode_args(plan.kv_of_pages(&pages)?, &rows, &buffers)?;
-        let gpu = plan.device.cuda("plan")?;
-        // SAFETY: this function's contract.
-        Ok(unsafe { gpu.attend_spans_on(&plan.plan, Stream::from_raw(stream), &args, &to) }?)
-    })
-}
-
-/// Appends as many new tokens to each sequence, and attends: what attn_plan_append_slots and attn_plan_attend do, with the same bits, in less time.
-/// `tokens` has `each` tokens of the first sequence, then those of the next; their places are the last ones of `pages->lengths`. With `tokens->rotary`, K
-/// is rotated by its positions before it is stored, and rotary.q to where `rows->q` reads it, in the same launch; the plan was created with
-/// attn_plan_config.rotary then.
-///
-/// # Safety
-/// As attn_plan_attend; nothing else is enqueued between what wrote the pages before and this; every page that a new token touches belongs to its
-/// sequence alone.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn attn_plan_step(
-    plan: *const Plan,
-    pages: *const Pages,
-    tokens: *const Tokens,
-    each: usize,
-    rows: *const Rows,
-    buffers: *const Buffers,
-    stream: *mut c_void,
-) -> Status {
-    call(|| {
-        // SAFETY: this function's contract.
-        let (plan, pages, tokens, rows, buffers) = unsafe {
-            (
-                handle("plan", plan)?,
-                config(pages)?,
-                config(tokens)?,
-                config(rows)?,
-                config(buffers)?,
-            )
-        };
-        tokens.check_on_device(plan.problem.head_dim)?;
-        // SAFETY: this function's contract.
-        let rotary = unsafe { plan.rotary(&tokens) }?;
-        let decode = plan.decode_args(plan.kv_of_pages(&pages)?, &rows, &buffers)?;
-        let append = AppendArgs {
-            k: given("k", tokens.k)?,
-            v: given("v", tokens.v)?,
-            dtype: on_device(tokens.dtype)?,
-            k_token_stride: plan.token_stride(tokens.k_token_stride),
-            v_token_stride: plan.token_stride(tokens.v_token_stride),
-            pool: pages.pool(&plan.layout)?,
-            page_table: address(pages.page_table),
-            page_table_stride: pages.page_table_stride,
-            residual_pages: address(pages.residual_pages),
-            residual_slots: plan.residual_slots(),
-            kv_lens: address(pages.lengths),
-            k_tensor_scales: decode.k_tensor_scales,
-            v_tensor_scales: decode.v_tensor_scales,
-            batch: plan.problem.batch(),
-            tokens: each,
-            rotary,
-        };
-        let gpu = plan.device.cuda("plan")?;
-        let stream = Stream::from_raw(stream);
-        // SAFETY: this function's contract.
-        Ok(unsafe { gpu.append_decode_on(plan.append()?, &plan.plan, stream, &append, &decode) }?)
-    })
-}
-
-/// Appends tokens that bring their places: enqueues the writes on `stream`. `slots`, int64 `[count]` in device memory: page·page_size + token of the
-/// page; tokens with a negative slot are skipped. `residual_pages`, int32 `[count]` in device memory for formats that keep the newest tokens finer:
-/// the residual page of the token's page, or -1 if that has none; else NULL. Of `pages`, the pool and the scales are read. With `tokens->rotary`, K is
-/// rotated by its positions before it is stored, and the queries of the same tokens beside it; the plan was created with attn_plan_config.rotary then.
-///
-/// # Safety
-/// As attn_plan_attend; on the device, slots are in the pool, no two are the same, and their pages belong to one sequence each; K and V are finite, and
-/// the positions of tokens with slots are rows of cos_sin.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn attn_plan_append_slots(
-    plan: *const Plan,
-    pages: *const Pages,
-    tokens: *const Tokens,
-    slots: *const i64,
-    residual_pages: *const i32,
-    count: usize,
-    stream: *mut c_void,
-) -> Status {
-    call(|| {
-        // SAFETY: this function's contract.
-        let (plan, pages, tokens) =
-            unsafe { (handle("plan", plan)?, config(pages)?, config(tokens)?) };
-        tokens.check_on_device(plan.problem.head_dim)?;
-        // SAFETY: this function's contract.
-        let rotary = unsafe { plan.rotary(&tokens) }?;
-        let args = SlotAppendArgs {
-            k: given("k", tokens.k)?,
-            v: given("v", tokens.v)?,
-            dtype: on_device(tokens.dtype)?,
-            k_token_stride: plan.token_stride(tokens.k_token_stride),
-            v_token_stride: plan.token_stride(tokens.v_token_stride),
-            pool: pages.pool(&plan.layout)?,
-            slots: given("slots", slots)?,
-            residual_pages: address(residual_pages),
-            k_tensor_scales: scales("k_scales", pages.k_scales, plan.layout.format().k)?,
-            v_tensor_scales: scales("v_scales", pages.v_scales, plan.layout.format().v)?,
-            tokens: count,
-            rotary,
-        };
-        let gpu = plan.device.cuda("plan")?;
-        // SAFETY: this function's contract.
-        Ok(unsafe { gpu.append_slots_on(plan.append()?, Stream::from_raw(stream), &args) }?)
     })
 }
