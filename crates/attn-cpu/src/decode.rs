@@ -1,15 +1,18 @@
 //! One step: cut into splits, which any thread attends, and merged in one fixed order. A split is a block of query tokens against one KV head:
 //! against one span of it, or one segment where there is little work, or all of it where there are many query tokens.
 
+mod workspace;
+
 use std::cell::RefCell;
 
 use attn_core::{
     Error, KvMemory, Problem, QueryBlock, Scheme, SpanStates, StepInputs, StepOutputs, WideRowsMut,
-    arithmetic::LOG2_E,
-    segments::{SPAN, num_segments},
+    arithmetic::LOG2_E, segments::SPAN,
 };
 use rayon::prelude::*;
 
+pub(crate) use self::workspace::Workspace;
+use self::workspace::grow;
 use crate::{
     blocks,
     fetch::{Ahead, Fetch},
@@ -26,24 +29,6 @@ use crate::{
     unpack::FP8_UNIT,
     wide::WideTile,
 };
-
-/// Query rows of a block where a sequence has more than [`FEW_TOKENS`] query tokens: a tile is unpacked once for all of them, and their states stay in
-/// a core's own cache.
-const BLOCK_ROWS: usize = 128;
-
-/// Query tokens that are always one block.
-const FEW_TOKENS: usize = 16;
-
-/// Memory that a step needs beside its inputs, kept for the next step.
-#[derive(Default)]
-pub(crate) struct Workspace {
-    splits: Vec<Split>,
-    /// Blocks of query tokens, each with the index of its first split.
-    blocks: Vec<(QueryBlock, usize)>,
-    states: Vec<f32>,
-    /// Log-sum-exps that the caller did not ask for.
-    unasked_lse: Vec<f32>,
-}
 
 /// A thread's own memory.
 struct Scratch {
@@ -189,75 +174,6 @@ pub(crate) fn products(isa: Isa, rounds: usize) -> usize {
     };
     // SAFETY: the machine has `isa`: `CpuBackend` holds no other.
     unsafe { products(rounds) }
-}
-
-impl Workspace {
-    /// Cuts a problem into splits of spans, or into those that so many threads attend fastest; returns how many of the states that they leave
-    /// make up a span, and the length of all states.
-    fn cut(&mut self, problem: &Problem, threads: usize, by_spans: bool) -> (usize, usize) {
-        self.splits.clear();
-        self.blocks.clear();
-        let heads = problem.num_kv_heads;
-        let few = problem.max_q_len() <= FEW_TOKENS;
-        let block_tokens = match few {
-            true => FEW_TOKENS,
-            false => BLOCK_ROWS.div_ceil(problem.heads_per_kv()),
-        };
-        let (mut items, mut spans) = (0, 0);
-        for block in problem.query_blocks(block_tokens) {
-            self.blocks.push((block, 0));
-            items += heads;
-            spans += heads * segments_of(problem, &block).div_ceil(SPAN);
-        }
-        let per_split = if by_spans {
-            SPAN
-        } else if spans < 4 * threads {
-            1
-        } else if few || items < 4 * threads {
-            SPAN
-        } else {
-            usize::MAX
-        };
-        let row = problem.heads_per_kv() * (problem.head_dim + 2);
-        let mut states = 0;
-        for (block, start) in &mut self.blocks {
-            *start = self.splits.len();
-            let count = segments_of(problem, block);
-            let mut first = 0;
-            while first < count {
-                let segments = first..count.min(first.saturating_add(per_split));
-                first = segments.end;
-                for g in 0..heads {
-                    self.splits.push(Split {
-                        block: *block,
-                        g,
-                        segments: segments.clone(),
-                        states,
-                    });
-                    states = states.saturating_add(block.tokens.saturating_mul(row));
-                }
-            }
-        }
-        // A split of a span or more has merged its segments.
-        (if per_split == 1 { SPAN } else { 1 }, states)
-    }
-}
-
-/// Segments that a block of query tokens may see.
-fn segments_of(problem: &Problem, block: &QueryBlock) -> usize {
-    num_segments(block.seen_len(problem))
-}
-
-/// Makes a list as long as needed: an allocation that fails must not end the process.
-fn grow(what: &'static str, list: &mut Vec<f32>, len: usize) -> Result<(), Error> {
-    let more = len.saturating_sub(list.len());
-    list.try_reserve_exact(more)
-        .map_err(|_| Error::OutOfMemory {
-            what,
-            bytes: more.saturating_mul(size_of::<f32>()),
-        })?;
-    list.resize(len.max(list.len()), 0.0);
-    Ok(())
 }
 
 /// Whether a step takes less time on one thread than by waking others, which takes 13 to 40 µs on a virtual machine: so many products

@@ -1,5 +1,7 @@
 //! The plan of a decode launch: kernel, grid, workspace and parameters. Pure functions of the problem and of the device's limits.
 
+mod limits;
+
 use attn_core::{
     Error, KvFormat, PageLayout, Problem, Unsupported,
     arithmetic::{self, LOG2_E},
@@ -13,6 +15,7 @@ use attn_kernels::cuda::{
     smem::shared_bytes,
 };
 
+use self::limits::{MOST_WORK, check_counts, check_work, work};
 use super::{
     DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, SpansArgs,
     query_blocks::{Blocks, Launched, PlanKind, listed},
@@ -105,58 +108,6 @@ fn configure(
             ),
             "what fits, such as smaller head_dims".into(),
         ))),
-    }
-}
-
-/// The most work of a launch, in half tiles: kernels add it up in 32 bits, and divide sums of less than 2^31.
-const MOST_WORK: u64 = 1 << 30;
-
-/// The work that kernels add up in order to split it: `cost_of_item` of `split.cuh` for each KV head and row block of every sequence.
-fn work(problem: &Problem, config: KernelConfig, kv_lens: impl Iterator<Item = usize>) -> u64 {
-    let rows = problem.heads_per_kv() * problem.max_q_len();
-    let row_blocks = rows.div_ceil(config.rows());
-    let item = |kv_len: usize| {
-        let tiles = kv_len.div_ceil(arithmetic::TILE).max(1);
-        let segments = tiles.div_ceil(arithmetic::SEGMENT);
-        (2 * tiles + segments + 32) as u64
-    };
-    let items = kv_lens.fold(0u64, |sum, kv_len| sum.saturating_add(item(kv_len)));
-    items
-        .saturating_mul(problem.num_kv_heads as u64)
-        .saturating_mul(row_blocks as u64)
-}
-
-/// A text that names what is too much, and one for what is allowed.
-type TooMuch = (String, String);
-
-fn check_work(problem: &Problem, work: u64) -> Result<(), TooMuch> {
-    if work <= MOST_WORK {
-        return Ok(());
-    }
-    let given = format!(
-        "work of {work} half tiles ({} sequences, {} KV heads)",
-        problem.batch(),
-        problem.num_kv_heads
-    );
-    Err((
-        given,
-        format!("up to {MOST_WORK}: fewer or shorter sequences at once"),
-    ))
-}
-
-/// Refuses numbers that kernels cannot count to.
-fn check_counts(problem: &Problem) -> Result<(), TooMuch> {
-    let counts = [
-        ("sequences", problem.batch()),
-        ("query heads", problem.num_q_heads),
-        ("KV heads", problem.num_kv_heads),
-    ];
-    match counts.into_iter().find(|(_, n)| *n > i32::MAX as usize) {
-        Some((what, n)) => Err((
-            format!("a problem of {n} {what}"),
-            format!("up to {}", i32::MAX),
-        )),
-        None => Ok(()),
     }
 }
 

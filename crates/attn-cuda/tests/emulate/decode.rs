@@ -1,17 +1,17 @@
 //! Decode: the integer cases of the conformance table and random shapes, to the bit, and float formats in `many_rows.cu`, within bounds.
 
+mod shapes;
+
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use attn_conformance::{
-    Build, Case, Size,
+    Case, Size,
     check::{decode_rows, first_difference},
     random::random,
     table,
 };
-use attn_core::{
-    HostPages, Int8Scale, KvCache, KvFormat, KvMemory, KvSource, PageTable, Scheme, StridedRows,
-};
+use attn_core::{HostPages, KvCache, KvMemory, KvSource, PageTable, Scheme, StridedRows};
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     internals::{LaunchPlan, PlanKind, query_blocks_grid},
@@ -25,14 +25,13 @@ use attn_kernels::cuda::{
 
 use libtest_mimic::Trial;
 
+use self::shapes::{chosen, short_ones};
 use crate::{Kernels, address, numbers, paged_rows::PagedRows};
 
 /// Tiles times heads and row blocks that one shape may have: seconds, as every lane of every warp is a fiber.
 const LARGEST: usize = 160;
 /// The same on a larger GPU, where there are many sequences or long ones: cuts between many CTAs, merges that they share.
 const LARGEST_OF_MANY: usize = 700;
-/// Int8 as rows have it.
-const PLAIN: Scheme = Scheme::Int8(Int8Scale::Token);
 /// Bytes between pages.
 const PADDING: usize = 48;
 /// Tokens of a long sequence.
@@ -488,96 +487,6 @@ impl Shapes {
         }
         Ok(())
     }
-}
-
-/// Shapes that meet what random ones seldom do.
-fn chosen() -> Vec<Case> {
-    // Merges of many partials, which CTAs share: of segments and of spans; alone, and among others.
-    let mut all: Vec<Case> = [
-        ([4, 1], vec![5000]),
-        ([8, 1], vec![20_000, 100]),
-        ([6, 2], vec![4000]),
-    ]
-    .into_iter()
-    .map(|(heads, lens)| Case::new(heads, 64, &lens, KvFormat::INT8))
-    .collect();
-    // Teams whose first page is not the likely one; a cluster of one CTA, whose warps merge whole rows.
-    let mut pages = Case::new([4, 1], 64, &[1500, 700], KvFormat::INT8);
-    pages.page_size = 16;
-    pages.seed = 2; // for the larger GPU
-    all.push(pages);
-    all.push(Case::new([8, 1], 128, &[600; 16], KvFormat::INT8));
-    // Rows of contiguous caches and of pages of 16 and 128 tokens, over many tiles.
-    for (build, seed) in [(Build::Bnsh, 0), (Build::Bsnh, 3)] {
-        let mut rows = Case::new([4, 1], 64, &[1500, 300, 64], KvFormat::same(PLAIN));
-        (rows.build, rows.seed) = (build, seed);
-        all.push(rows);
-    }
-    all.extend(many_rows());
-    all
-}
-
-/// Shapes of a plan for long sequences, whose partials are segments where it finds these: one that all CTAs share, merges of few and of many
-/// partials, work items of a team's own, and lengths for which spans stay.
-fn short_ones() -> Vec<Case> {
-    [
-        ([4, 1], vec![1000]),
-        ([8, 2], vec![2900]),
-        ([4, 1], vec![5000, 300]),
-        ([4, 2], vec![0, 64, 1025]),
-        ([4, 1], vec![17_000]),
-    ]
-    .into_iter()
-    .map(|(heads, lens)| Case::new(heads, 64, &lens, KvFormat::INT8))
-    .collect()
-}
-
-/// Shapes of `many_rows.cu`: one warp's rows and two warpgroups', spans that several teams have, whole work items, every mask and scheme.
-fn many_rows() -> Vec<Case> {
-    let case = |heads, dim, kv_lens: &[usize], q_lens: &[usize], format: &str| {
-        let format = format.parse().expect("a format's name");
-        let mut case = Case::new(heads, dim, kv_lens, format);
-        case.problem.q_lens = q_lens.to_vec();
-        case.build = Build::AtOnce;
-        case
-    };
-    let mut all = vec![
-        case([12, 1], 64, &[2900, 70], &[1, 1], "int8"),
-        case([16, 1], 128, &[1100], &[3], "int8-plain"),
-        case([64, 1], 64, &[2000, 0], &[2, 1], "int8"),
-        case([6, 2], 64, &[300, 200, 5], &[60, 1, 0], "int8-tensor"),
-        case([4, 1], 96, &[130, 70], &[100, 3], "int8"),
-        // More work items than eight for each team.
-        case([16, 1], 64, &[200; 40], &[1; 40], "int8"),
-        case([4, 2], 64, &[65; 24], &[20; 24], "int8-plain/int8-tensor"),
-        // Floats: pages that end inside a tile, rows without a token, spans that teams share, whole work items.
-        case([16, 1], 64, &[1100, 65], &[3, 1], "bf16"),
-        case([64, 1], 128, &[1500, 0, 130], &[2, 1, 2], "bf16"),
-        case([6, 2], 64, &[300, 200, 5], &[60, 1, 0], "f16"),
-        case([12, 1], 96, &[700, 100], &[1, 1], "f16"),
-        case([16, 1], 128, &[1100, 190], &[3, 8], "fp8"),
-        case([4, 1], 96, &[130, 70], &[100, 3], "fp8"),
-        case([12, 1], 64, &[2900, 70], &[1, 1], "fp8"),
-        case([16, 1], 64, &[200; 40], &[1; 40], "fp8"),
-    ];
-    let mut masked = case([8, 1], 64, &[1300, 200], &[30, 11], "int8");
-    (masked.problem.window_left, masked.problem.softcap) = (Some(150), Some(20.0));
-    (masked.page_size, masked.problem.alibi_slopes) = (128, Some(vec![0.25; 8]));
-    all.push(masked.clone());
-    for format in ["bf16", "fp8"] {
-        masked.format = format.parse().expect("a format's name");
-        all.push(masked.clone());
-    }
-    let mut not_causal = case([3, 1], 64, &[400, 100], &[30, 7], "int8");
-    not_causal.problem.causal = false;
-    not_causal.problem.sinks = Some(vec![0.5, -2.0, 6.0]);
-    all.push(not_causal.clone());
-    not_causal.format = KvFormat::same(Scheme::F16);
-    all.push(not_causal);
-    for (i, case) in all.iter_mut().enumerate() {
-        case.seed = i as u64;
-    }
-    all
 }
 
 /// A test for each kernel of each shape: the conformance table's, the chosen ones, and `count` random ones from `seed` on.
