@@ -27,9 +27,9 @@ pub struct Options {
     /// Whether to use `many_rows.cu` where it covers a problem; `None`: where it is faster. `ATTN_CUDA_MANY_ROWS=1` or `0`. The bits of float formats
     /// depend on it.
     pub many_rows: Option<bool>,
-    /// Whether plans for long sequences have a second way for few short ones (`few_tiles.cuh`); `None`: where those can come. `ATTN_CUDA_FEW_TILES=1`
-    /// (wherever it covers a problem that `low_latency.cu` does not take) or `0`.
-    pub few_tiles: Option<bool>,
+    /// Whether plans for long sequences have a second way for few short ones (`few_tiles.cuh`): those are then faster, and long ones slower.
+    /// `ATTN_CUDA_FEW_TILES=1` or `0`, which is the default.
+    pub few_tiles: bool,
     /// Configuration of `split_kv.cu` in place of the table's. `ATTN_CUDA_SHAPE=row_groups,row_warps,stages,ctas`.
     pub config: Option<KernelConfig>,
     /// Whether a launch that refuses bad inputs goes before each append and decode. `ATTN_CHECK=1`.
@@ -58,7 +58,7 @@ impl Options {
             low_latency: option_from_env(BACKEND, "ATTN_CUDA_LOW_LATENCY", str::parse)?
                 .unwrap_or_default(),
             many_rows: option_from_env(BACKEND, "ATTN_CUDA_MANY_ROWS", flag)?,
-            few_tiles: option_from_env(BACKEND, "ATTN_CUDA_FEW_TILES", flag)?,
+            few_tiles: option_from_env(BACKEND, "ATTN_CUDA_FEW_TILES", flag)?.unwrap_or_default(),
             config: option_from_env(BACKEND, "ATTN_CUDA_SHAPE", str::parse)?,
             check: option_from_env(BACKEND, "ATTN_CHECK", flag)?.unwrap_or_default(),
         })
@@ -102,7 +102,7 @@ impl Options {
     /// Says whether plans for long sequences have a second way for few short ones.
     #[must_use]
     pub fn few_tiles(mut self, few_tiles: bool) -> Self {
-        self.few_tiles = Some(few_tiles);
+        self.few_tiles = few_tiles;
         self
     }
 

@@ -106,9 +106,9 @@ pub struct Preferences {
     pub low_latency: LowLatency,
     /// Whether to use `many_rows.cu` where it covers a problem; none: where it is estimated to be faster.
     pub many_rows: Option<bool>,
-    /// Whether to use `split_kv.cu` with `few_tiles.cuh` where it covers a problem; none: in place of `split_kv.cu` where all work items of a launch
-    /// can be few tiles for its CTAs, and the longest sequence is more.
-    pub few_tiles: Option<bool>,
+    /// Whether to use `split_kv.cu` with `few_tiles.cuh` where it covers a problem that `low_latency.cu` does not take: few short sequences by plans for
+    /// long ones are then faster, and long ones slower.
+    pub few_tiles: bool,
     /// Configuration to use for `split_kv.cu` in place of the table's.
     pub config: Option<KernelConfig>,
 }

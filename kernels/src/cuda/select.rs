@@ -4,19 +4,17 @@ use attn_core::{KvFormat, Problem, Scheme};
 
 use super::{
     config::{
-        BULK_SHARED, DeviceLimits, FEW_PLACES, Kernel, KernelConfig, KvLayout, LowLatency,
-        Preferences, RESERVED_SHARED, SM_TEAMS, WARPGROUPS,
+        BULK_SHARED, DeviceLimits, Kernel, KernelConfig, KvLayout, LowLatency, Preferences,
+        RESERVED_SHARED, SM_TEAMS, WARPGROUPS,
     },
     cost::{Cost, fastest_split, split_kv_us},
     smem::{Stage, shared_bytes},
-    split::{kv_heads, longest, max_segments, rows},
+    split::{kv_heads, rows},
 };
 
 /// The most CTAs along a grid's second and third axis.
 const MAX_GRID: usize = 65_535;
 
-/// The fewest CTAs of a work item that are worth `few_tiles.cuh`: with fewer, `split_kv.cu` is as fast by itself.
-const FEW_SLOTS: usize = 8;
 /// The most sequences that a warp finds the longest of at once.
 const FEW_SEQUENCES: usize = 32;
 
@@ -243,7 +241,7 @@ pub fn select(
         .or_else(|| shape.split_kv(limits.shared_limit))
 }
 
-/// The configuration of `split_kv.cu` with `few_tiles.cuh`, where the caller wants it, or a launch may be of few tiles, and its plan is for more.
+/// The configuration of `split_kv.cu` with `few_tiles.cuh`, where the caller wants it.
 fn few_tiles(
     problem: &Problem,
     shape: &Shape,
@@ -252,11 +250,7 @@ fn few_tiles(
 ) -> Option<KernelConfig> {
     let config = shape.few_tiles(limits.shared_limit)?;
     let slots = limits.sms * config.ctas / kv_heads(problem).max(1);
-    let can_be_few = slots >= FEW_SLOTS && max_segments(longest(problem)) > slots.min(FEW_PLACES);
-    let is_wanted = match preferences.few_tiles {
-        Some(is_wanted) => is_wanted && slots > 0,
-        None => can_be_few && preferences.low_latency != LowLatency::Never,
-    };
+    let is_wanted = preferences.few_tiles && slots > 0;
     (is_wanted && problem.batch() <= FEW_SEQUENCES).then_some(config)
 }
 
@@ -410,7 +404,7 @@ mod tests {
                 &[(8192, 1), (32_768, 1)],
                 Kernel::LowLatencyGlobal,
             ),
-            (int8, [32, 8], &[(131_072, 1)], Kernel::SplitKvFewTiles),
+            (int8, [32, 8], &[(131_072, 1)], Kernel::SplitKv),
             (
                 int8,
                 [8, 1],
@@ -450,7 +444,7 @@ mod tests {
                 Kernel::LowLatencyGlobal,
             ),
             (bf16, [8, 1], &[(8192, 300)], Kernel::SplitKv),
-            (int8, [8, 2], &[(65_536, 1)], Kernel::SplitKvFewTiles),
+            (int8, [8, 2], &[(65_536, 1)], Kernel::SplitKv),
             (KvFormat::INT4, [8, 1], &[(8192, 512)], Kernel::SplitKv),
         ];
         for (format, heads, shapes, want) in kinds {
@@ -537,28 +531,27 @@ mod tests {
             (config.kernel, launch.few_slots, launch.few_places)
         };
         let auto = Preferences::default();
-        let with = |few_tiles| Preferences {
-            few_tiles: Some(few_tiles),
+        let wanted = Preferences {
+            few_tiles: true,
             ..auto
         };
         let (int8, long) = (KvFormat::INT8, 131_072);
         let few = Kernel::SplitKvFewTiles;
-        assert_eq!(of(1, long, int8, auto), (few, 33, 64));
-        assert_eq!(of(4, long, KvFormat::INT4, auto), (few, 8, 16));
-        assert_eq!(of(5, long, int8, auto).0, Kernel::SplitKv);
-        assert_eq!(of(5, long, int8, with(true)), (few, 6, 12));
-        assert_eq!(of(1, long, int8, with(false)), (Kernel::SplitKv, 0, 0));
+        assert_eq!(of(1, long, int8, wanted), (few, 33, 64));
+        assert_eq!(of(4, long, KvFormat::INT4, wanted), (few, 8, 16));
+        assert_eq!(of(5, long, int8, wanted), (few, 6, 12));
+        assert_eq!(of(1, long, int8, auto), (Kernel::SplitKv, 0, 0));
         // A ring of one stage holds no tile.
         let bf16 = KvFormat::same(Scheme::Bf16);
         let alone = Preferences {
             low_latency: LowLatency::Never,
-            ..with(true)
+            ..wanted
         };
         assert_eq!(of(1, long, bf16, alone).0, Kernel::SplitKv);
         // More sequences than a warp finds the longest of; shorter ones, which `low_latency.cu` has.
         assert_eq!(of(32, long, int8, alone), (few, 1, 2));
         assert_eq!(of(33, long, int8, alone).0, Kernel::SplitKv);
-        assert_eq!(of(1, 1024, int8, with(true)).0, Kernel::LowLatencyCluster);
+        assert_eq!(of(1, 1024, int8, wanted).0, Kernel::LowLatencyCluster);
     }
 
     #[test]

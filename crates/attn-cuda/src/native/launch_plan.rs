@@ -152,7 +152,7 @@ impl LaunchPlan {
             true => Preferences {
                 low_latency: LowLatency::Never,
                 many_rows: Some(false),
-                few_tiles: Some(false),
+                few_tiles: false,
                 ..*preferences
             },
         };

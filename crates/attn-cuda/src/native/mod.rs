@@ -9,7 +9,7 @@
 //! use attn_core::{Error, Heads, KvFormat, PageLayout, Problem};
 //! use attn_cuda::{
 //!     CudaBackend,
-//!     native::{DecodeArgs, DeviceAddress, DeviceKv, KvLayout, Pages, Stream},
+//!     native::{DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, Pages, Stream},
 //! };
 //!
 //! /// One step of 4 sequences on the engine's stream and memory; `at` are the addresses of queries, outputs, pool, page table, lengths and workspace.

@@ -110,7 +110,7 @@ impl<'a> Launched<'a> {
         let mut preferences = *given;
         if !matches!(self.blocks, Blocks::Sequences) {
             preferences.low_latency = LowLatency::Never;
-            preferences.few_tiles = Some(false);
+            preferences.few_tiles = false;
         }
         preferences
     }

@@ -140,7 +140,7 @@ fn prefers(low_latency: LowLatency, many_rows: bool, few_tiles: bool) -> Prefere
     Preferences {
         low_latency,
         many_rows: Some(many_rows),
-        few_tiles: Some(few_tiles),
+        few_tiles,
         config: None,
     }
 }
@@ -185,7 +185,7 @@ impl Job {
             sms: match preferences.low_latency {
                 LowLatency::Always | LowLatency::Global => [56, 20][case.seed as usize % 2],
                 // CTAs for one tile each, or for two, or for segments.
-                _ if preferences.few_tiles == Some(true) => [16, 5][case.seed as usize % 2],
+                _ if preferences.few_tiles => [16, 5][case.seed as usize % 2],
                 _ => sms,
             },
         };
