@@ -59,13 +59,13 @@ template <int LEVEL, int COLUMNS> DEVICE void merge_jobs(const DecodeParams& p, 
         for (int k = 0; k < COLUMNS; k++) epilogue.write(dim + k * 32, x.o[k]);
     }
 }
-// The same of rotated rows: the team's warps merge the dims of each row side by side, then each turns the whole row back and writes its dims.
+// The same of rotated rows: the team's warps merge the dims of each row side by side, in the place of the row's first partial, whose dims the same
+// lanes have read; then each turns the whole row back and writes its dims.
 template <int LEVEL> DEVICE void merge_rotated_jobs(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, u32 rank, const Team& team, u32 sent) {
     constexpr int COLUMNS = HEAD_DIM / 32, EACH = (COLUMNS + TILE_WARPS - 1) / TILE_WARPS;
-    u32 row = team.exchange + team.lane * 4;
 #pragma unroll 1
     for (int i = 0; i < jobs.of_team(rank, team.index); i++) {
-        u32 at = sent + i * jobs.stride();
+        u32 at = sent + i * jobs.stride(), row = at + team.lane * 4;
         MergedRow<EACH> x = merge_sent<LEVEL, EACH, HEAD_DIM, 32 * TILE_WARPS>(at + team.warp * 128, at + jobs.states_bytes(), jobs.partials);
         Epilogue epilogue = Epilogue::at(p, item, jobs.job(rank, team.index, i));
         epilogue.begin(x.m, x.l, team.warp == 0 && team.lane == 0);
@@ -74,7 +74,6 @@ template <int LEVEL> DEVICE void merge_rotated_jobs(const DecodeParams& p, const
             if (team.warp + k * TILE_WARPS < COLUMNS) sts32(row + (team.warp + k * TILE_WARPS) * 128, float_bits(epilogue.of(x.o[k])));
         team.barrier();
         epilogue.write_rotated(row, team.warp, TILE_WARPS, team.lane);
-        team.barrier();  // before the place is another row's
     }
 }
 template <int LEVEL> DEVICE void merge_jobs_of(const DecodeParams& p, const WorkItem& item, const MergeJobs& jobs, u32 rank, const Team& team, u32 sent) {
