@@ -86,6 +86,8 @@ pub(crate) unsafe fn launch_import(
     if args.batch == 0 || args.max_kv_len == 0 {
         return Ok(());
     }
+    let allowed = "at most 65535, as a CUDA grid has no more layers; import some at a time";
+    sizes::check_grid("sequences to import", args.batch, allowed)?;
     let strides = sizes::strides;
     let mut params = ImportParams {
         k: args.k[0].get(),
