@@ -214,7 +214,8 @@ class PlanAttention:
             # Where the newest token of each sequence lies, which steps write again.
             at = tokens - 1
             self.slots = self.table[:, at // PAGE].long() * PAGE + at % PAGE
-            self.residual = None if self.residuals is None else self.residuals[:, at // PAGE % slots].contiguous()
+            # A copy begins where launches want it to.
+            self.residual = None if self.residuals is None else self.residuals[:, at // PAGE % slots].clone()
 
     def _fill(self, format: str, heads: dict, rows: List[torch.Tensor]) -> None:
         """Random tokens in every sequence: one is quantized, the others copy its pages."""
