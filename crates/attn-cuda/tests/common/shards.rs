@@ -11,8 +11,8 @@ use attn_core::{
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::native::{
-    DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, MergeSpansArgs, Pages, SpansArgs,
-    alibi_slopes_log2,
+    DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, MergeSpansArgs, PagedSequences, Pages,
+    SpansArgs, alibi_slopes_log2,
 };
 
 use crate::{
@@ -301,7 +301,7 @@ fn attend<M: Machine>(
         out: DeviceAddress::NULL,
         dtype: Dtype::F32,
         lse: DeviceAddress::NULL,
-        kv: DeviceKv::Paged {
+        kv: DeviceKv::Paged(PagedSequences {
             pool: Pages {
                 at: pool,
                 stride: layout.page_bytes() + PADDING,
@@ -311,11 +311,13 @@ fn attend<M: Machine>(
             page_table_stride: stride,
             residual_pages: some(slots > 0, residual_pages),
             residual_slots: slots,
-        },
-        kv_lens,
+            kv_lens,
+            tensor_scales: [
+                some(!config.k_tensor_scales.is_empty(), k_scales),
+                DeviceAddress::NULL,
+            ],
+        }),
         query_blocks: some(!blocks.is_empty(), blocks_at),
-        k_tensor_scales: some(!config.k_tensor_scales.is_empty(), k_scales),
-        v_tensor_scales: DeviceAddress::NULL,
         alibi_slopes: some(problem.alibi_slopes.is_some(), slopes),
         sinks: DeviceAddress::NULL,
         workspace: DeviceAddress::NULL,

@@ -9,8 +9,8 @@ use attn_core::{
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::native::{
-    CopyPagesArgs, DecodeArgs, DeviceAddress, Dtype, ExportArgs, KvLayout, MergeSpansArgs,
-    MergeStatesArgs, Pages, SpansArgs,
+    CopyPagesArgs, DecodeArgs, DeviceAddress, Dtype, ExportArgs, KvLayout, KvRows, MergeSpansArgs,
+    MergeStatesArgs, PagedSequences, Pages, SpansArgs,
 };
 
 use crate::numbers;
@@ -167,25 +167,31 @@ fn export<M: Machine>(
         _ => at,
     };
     let args = ExportArgs {
-        k: machine.address(&mut k),
-        v: machine.address(&mut v),
-        dtype,
-        k_token_stride: strides[0],
-        v_token_stride: strides[1],
-        pool: Pages {
-            at: pool,
-            stride: layout.page_bytes() + PADDING,
-            num_pages: config.num_pages,
+        rows: KvRows {
+            k: machine.address(&mut k),
+            v: machine.address(&mut v),
+            dtype,
+            k_token_stride: strides[0],
+            v_token_stride: strides[1],
         },
-        page_table,
-        page_table_stride: stride,
-        residual_pages,
-        residual_slots: slots,
-        kv_lens,
+        sequences: PagedSequences {
+            pool: Pages {
+                at: pool,
+                stride: layout.page_bytes() + PADDING,
+                num_pages: config.num_pages,
+            },
+            page_table,
+            page_table_stride: stride,
+            residual_pages,
+            residual_slots: slots,
+            kv_lens,
+            tensor_scales: [
+                some(&config.k_tensor_scales, k_tensor_scales),
+                some(&config.v_tensor_scales, v_tensor_scales),
+            ],
+        },
         row_starts,
         first_tokens,
-        k_tensor_scales: some(&config.k_tensor_scales, k_tensor_scales),
-        v_tensor_scales: some(&config.v_tensor_scales, v_tensor_scales),
         batch: RANGES.len(),
         max_tokens: 199,
     };

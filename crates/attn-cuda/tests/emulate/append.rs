@@ -9,7 +9,7 @@ use attn_core::{CacheConfig, DecodeAttention, Heads, HostPages, KvCache, RotaryS
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     internals::{append_grid, append_params, slot_append_grid, slot_append_params},
-    native::{AppendArgs, DeviceAddress, Dtype, Pages, SlotAppendArgs},
+    native::{AppendArgs, DeviceAddress, Dtype, KvRows, PagedSequences, Pages, SlotAppendArgs},
 };
 use attn_kernels::cuda::Instance;
 use half::{bf16, f16};
@@ -315,13 +315,6 @@ impl Job {
             of_last.for_each(|(i, page)| residuals[b * slots + i % slots] = *page);
         }
         let lens: Vec<i32> = table.lens.iter().map(|&len| len as i32).collect();
-        let some = |scales: &[f32]| {
-            if scales.is_empty() {
-                DeviceAddress::NULL
-            } else {
-                address(scales)
-            }
-        };
         let row = config.num_kv_heads * config.head_dim;
         let padding = rotary.map_or(0, |table| table.kind.k_padding);
         let row_bytes = k.bytes.len() / (self.lens.len() * tokens);
@@ -343,22 +336,25 @@ impl Job {
             None => None,
         };
         let args = AppendArgs {
-            k: address(&k_rows),
-            v: address(&v_rows),
-            dtype: self.dtype,
-            k_token_stride: row + padding,
-            v_token_stride: row,
-            pool: self.pages(pool)?,
-            page_table: address(&pages),
-            page_table_stride: stride,
-            residual_pages: match slots {
-                0 => DeviceAddress::NULL,
-                _ => address(&residuals),
+            rows: KvRows {
+                k: address(&k_rows),
+                v: address(&v_rows),
+                dtype: self.dtype,
+                k_token_stride: row + padding,
+                v_token_stride: row,
             },
-            residual_slots: slots,
-            kv_lens: address(&lens),
-            k_tensor_scales: some(&config.k_tensor_scales),
-            v_tensor_scales: some(&config.v_tensor_scales),
+            sequences: PagedSequences {
+                pool: self.pages(pool)?,
+                page_table: address(&pages),
+                page_table_stride: stride,
+                residual_pages: match slots {
+                    0 => DeviceAddress::NULL,
+                    _ => address(&residuals),
+                },
+                residual_slots: slots,
+                kv_lens: address(&lens),
+                tensor_scales: self.tensor_scales(),
+            },
             batch: self.lens.len(),
             tokens,
             rotary: launch.as_ref().zip(rotary).map(|(launch, table)| {
@@ -437,21 +433,18 @@ impl Job {
             Some(table) => Some(table.launch(self.dtype, config.head_dim, positions, seed)?),
             None => None,
         };
-        let some = |scales: &[f32]| match scales {
-            [] => DeviceAddress::NULL,
-            scales => address(scales),
-        };
         let args = SlotAppendArgs {
-            k: address(&rows[0]),
-            v: address(&rows[1]),
-            dtype: self.dtype,
-            k_token_stride: row + padding[0],
-            v_token_stride: row,
+            rows: KvRows {
+                k: address(&rows[0]),
+                v: address(&rows[1]),
+                dtype: self.dtype,
+                k_token_stride: row + padding[0],
+                v_token_stride: row,
+            },
             pool: self.pages(pool)?,
+            tensor_scales: self.tensor_scales(),
             slots: address(&slots),
             residual_pages: address(&residuals),
-            k_tensor_scales: some(&config.k_tensor_scales),
-            v_tensor_scales: some(&config.v_tensor_scales),
             tokens: slots.len(),
             rotary: launch.as_ref().zip(rotary).map(|(launch, table)| {
                 launch.args(&Places {
@@ -474,6 +467,15 @@ impl Job {
             )
         }?;
         Ok(launch.and_then(|launch| launch.difference(bytemuck::cast_slice(&launch.out))))
+    }
+
+    /// The cache's static scales, which lie in its configuration.
+    fn tensor_scales(&self) -> [DeviceAddress; 2] {
+        let config = &self.config;
+        [&config.k_tensor_scales, &config.v_tensor_scales].map(|scales| match &scales[..] {
+            [] => DeviceAddress::NULL,
+            scales => address(scales),
+        })
     }
 
     fn pages(&self, pool: *mut u8) -> Result<Pages> {

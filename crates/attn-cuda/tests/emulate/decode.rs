@@ -16,7 +16,8 @@ use attn_cpu::CpuBackend;
 use attn_cuda::{
     internals::{LaunchPlan, PlanKind, query_blocks_grid},
     native::{
-        DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout, Pages, alibi_slopes_log2,
+        DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout, PagedSequences, Pages,
+        alibi_slopes_log2,
     },
 };
 use attn_kernels::cuda::{
@@ -354,14 +355,16 @@ impl Job {
         let paged_codes = paged
             .as_ref()
             .map(|paged| [aligned(&paged.codes[0]), aligned(&paged.codes[1])]);
-        let (kv, scales) = match source.memory() {
+        let kv_lens = address(&inputs.lens);
+        let kv = match source.memory() {
             KvMemory::Pages(layer, _) => {
                 let cache = layer.cache();
-                let kv = DeviceKv::Paged {
+                let config = cache.config();
+                DeviceKv::Paged(PagedSequences {
                     pool: Pages {
                         at: address(&inputs.pool),
                         stride: cache.layout().page_bytes() + PADDING,
-                        num_pages: cache.config().num_pages + 1,
+                        num_pages: config.num_pages + 1,
                     },
                     page_table: address(&inputs.table),
                     page_table_stride: inputs.stride,
@@ -370,30 +373,30 @@ impl Job {
                         false => address(&inputs.residuals),
                     },
                     residual_slots: inputs.slots,
-                };
-                let config = cache.config();
-                (
-                    kv,
-                    [&config.k_tensor_scales, &config.v_tensor_scales].map(|x| some(x)),
-                )
+                    kv_lens,
+                    tensor_scales: [&config.k_tensor_scales, &config.v_tensor_scales]
+                        .map(|scales| some(scales)),
+                })
             }
             KvMemory::View(view) => {
                 let rows = |rows: &StridedRows<'_>| [address(rows.codes), address(rows.scales)];
-                let kv = match (&paged, &paged_codes) {
+                let tensor_scales = [view.k_tensor_scales(), view.v_tensor_scales()].map(some);
+                match (&paged, &paged_codes) {
                     (Some(paged), Some([k, v])) => paged.kv(
                         [address(k), address(v)],
                         [&paged.scales[0], &paged.scales[1]].map(|scales| address(scales)),
-                        address(&paged.table),
+                        [address(&paged.table), kv_lens],
+                        tensor_scales,
                     ),
                     _ => DeviceKv::Rows(DeviceRows {
                         k: rows(view.k()),
                         v: rows(view.v()),
                         code_strides: [view.k().code_strides, view.v().code_strides],
                         scale_strides: [view.k().scale_strides, view.v().scale_strides],
+                        kv_lens,
+                        tensor_scales,
                     }),
-                };
-                let scales = [view.k_tensor_scales(), view.v_tensor_scales()];
-                (kv, scales.map(some))
+                }
             }
         };
         let list = match self.kind {
@@ -409,10 +412,7 @@ impl Job {
             dtype,
             lse: DeviceAddress::new(lse.as_mut_ptr() as u64),
             kv,
-            kv_lens: address(&inputs.lens),
             query_blocks: address(&list),
-            k_tensor_scales: scales[0],
-            v_tensor_scales: scales[1],
             alibi_slopes: some(&inputs.slopes),
             sinks: some(case.problem.sinks.as_deref().unwrap_or(&[])),
             workspace: DeviceAddress::new(inputs.workspace_at as u64),

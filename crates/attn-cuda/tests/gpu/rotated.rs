@@ -12,8 +12,8 @@ use attn_cuda::{
     CudaBackend, CudaError, Options,
     internals::context,
     native::{
-        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, NativeAppend, NativePlan,
-        Pages, RotaryArgs, RotaryQueries, SlotAppendArgs,
+        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, KvRows, NativeAppend,
+        NativePlan, PagedSequences, Pages, RotaryArgs, RotaryQueries, SlotAppendArgs,
     },
 };
 use cudarc::driver::CudaSlice;
@@ -151,16 +151,17 @@ impl<'a> Engine<'a> {
         let v = b.upload(&numbers::bytes(dtype, &new.v))?;
         let (slots, residuals) = (b.upload(&new.slots)?, b.upload(&new.residuals)?);
         let args = SlotAppendArgs {
-            k: b.address(&k),
-            v: b.address(&v),
-            dtype,
-            k_token_stride: new.k.len() / new.slots.len(),
-            v_token_stride: row,
+            rows: KvRows {
+                k: b.address(&k),
+                v: b.address(&v),
+                dtype,
+                k_token_stride: new.k.len() / new.slots.len(),
+                v_token_stride: row,
+            },
             pool: self.pages(),
+            tensor_scales: [DeviceAddress::NULL; 2],
             slots: b.address(&slots),
             residual_pages: b.address(&residuals),
-            k_tensor_scales: DeviceAddress::NULL,
-            v_tensor_scales: DeviceAddress::NULL,
             tokens: new.slots.len(),
             rotary: Some(rotary),
         };
@@ -279,10 +280,19 @@ impl Step {
         })
     }
 
-    fn residual_pages(&self, b: &Buffers) -> DeviceAddress {
-        match self.residual_slots {
-            0 => DeviceAddress::NULL,
-            _ => b.address(&self.residual_pages),
+    fn sequences(&self, engine: &Engine<'_>) -> PagedSequences {
+        let b = &engine.buffers;
+        PagedSequences {
+            pool: engine.pages(),
+            page_table: b.address(&self.page_table),
+            page_table_stride: self.stride,
+            residual_pages: match self.residual_slots {
+                0 => DeviceAddress::NULL,
+                _ => b.address(&self.residual_pages),
+            },
+            residual_slots: self.residual_slots,
+            kv_lens: b.address(&self.kv_lens),
+            tensor_scales: [DeviceAddress::NULL; 2],
         }
     }
 
@@ -295,19 +305,14 @@ impl Step {
     ) -> AppendArgs {
         let (b, kind, row) = (&engine.buffers, table.kind, KV_HEADS * engine.head_dim);
         AppendArgs {
-            k: b.address(&self.k),
-            v: b.address(&self.v),
-            dtype,
-            k_token_stride: row + kind.k_padding,
-            v_token_stride: row,
-            pool: engine.pages(),
-            page_table: b.address(&self.page_table),
-            page_table_stride: self.stride,
-            residual_pages: self.residual_pages(b),
-            residual_slots: self.residual_slots,
-            kv_lens: b.address(&self.kv_lens),
-            k_tensor_scales: DeviceAddress::NULL,
-            v_tensor_scales: DeviceAddress::NULL,
+            rows: KvRows {
+                k: b.address(&self.k),
+                v: b.address(&self.v),
+                dtype,
+                k_token_stride: row + kind.k_padding,
+                v_token_stride: row,
+            },
+            sequences: self.sequences(engine),
             batch: SEQUENCES,
             tokens,
             rotary: Some(RotaryArgs {
@@ -338,17 +343,8 @@ impl Step {
             out: b.address(&self.out),
             dtype,
             lse: DeviceAddress::NULL,
-            kv: DeviceKv::Paged {
-                pool: engine.pages(),
-                page_table: b.address(&self.page_table),
-                page_table_stride: self.stride,
-                residual_pages: self.residual_pages(b),
-                residual_slots: self.residual_slots,
-            },
-            kv_lens: b.address(&self.kv_lens),
+            kv: DeviceKv::Paged(self.sequences(engine)),
             query_blocks: DeviceAddress::NULL,
-            k_tensor_scales: DeviceAddress::NULL,
-            v_tensor_scales: DeviceAddress::NULL,
             alibi_slopes: DeviceAddress::NULL,
             sinks: DeviceAddress::NULL,
             workspace: b.address(&self.workspace),

@@ -5,8 +5,8 @@ use std::ffi::c_void;
 use attn::{
     BackendId,
     backends::cuda::{
-        NewTokens, QueryRows, SpanRows,
-        native::{DeviceAddress, Dtype as CudaDtype, Stream},
+        QueryRows, SpanRows,
+        native::{DeviceAddress, Dtype as CudaDtype, KvRows, Stream},
     },
 };
 
@@ -76,7 +76,7 @@ impl Cache {
     }
 
     /// New tokens of the cache's device, as kernels read them.
-    fn new_tokens(&self, [k, v]: [&Array<'_>; 2], tokens: usize) -> PyResult<NewTokens> {
+    fn new_tokens(&self, [k, v]: [&Array<'_>; 2], tokens: usize) -> PyResult<KvRows> {
         for rows in [k, v] {
             self.check_on_device(rows, 1)?;
             if rows.shape[0] != tokens {
@@ -98,7 +98,7 @@ impl Cache {
                 k.dtype, v.dtype
             )));
         }
-        Ok(NewTokens {
+        Ok(KvRows {
             k: DeviceAddress::new(k.address()),
             v: DeviceAddress::new(v.address()),
             dtype: dtype(k)?,
