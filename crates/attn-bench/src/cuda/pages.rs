@@ -1,6 +1,6 @@
 //! Pools of pages to time: filled once by the append kernel, then copied.
 
-use attn_core::{CacheConfig, Error, Heads, Problem, Rotary, RotaryScaling, RotaryStyle};
+use attn_core::{CacheConfig, Error, Problem, Rotary, RotaryScaling, RotaryStyle};
 use attn_cuda::native::{
     AppendArgs, DeviceAddress, Dtype, KvRows, NativeAppend, PagedSequences, RotaryArgs,
     RotaryQueries, SlotAppendArgs,
@@ -184,21 +184,7 @@ pub(super) fn fill(
 ) -> Result<(NativeAppend, Pages, Rotation), Error> {
     let problem = &workload.problem;
     let (heads, dim, batch) = (problem.num_kv_heads, problem.head_dim, problem.batch());
-    let mut config = CacheConfig::builder(
-        workload.format,
-        Heads {
-            q: heads,
-            kv: heads,
-            dim,
-        },
-    )
-    .sequences(batch)
-    .max_len(0)
-    .build();
     let page_size = workload.page_size;
-    config.page_size = page_size;
-    let layout = config.layout()?;
-    let page_bytes = layout.page_bytes();
     let slots = workload
         .format
         .residual_slots(page_size, problem.max_q_len());
@@ -211,7 +197,12 @@ pub(super) fn fill(
     let longest = counts.iter().copied().max().unwrap_or(0).max(1);
     // As long as the plan may ask.
     let stride = longest.max(workload.planned.div_ceil(page_size));
-    config.num_pages = total + batch * slots;
+    let config = CacheConfig::builder(workload.format, problem.heads())
+        .sequences(batch)
+        .page_size(page_size)
+        .pages(total + batch * slots)
+        .build();
+    let page_bytes = config.layout()?.page_bytes();
     let append = match workload.operation {
         Operation::AppendRotary => timer.gpu.prepare_append_rotary(&config)?,
         _ => timer.gpu.prepare_append(&config)?,
