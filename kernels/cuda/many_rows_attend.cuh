@@ -49,8 +49,8 @@ struct Attender : TilesOf<INTEGER>::Type {
         int first_span = part.first, last = part.end - 1;
 #pragma unroll 1
         for (int span_index = first_span; span_index <= last; span_index++) {
-            int index = span_index << SPAN_SHIFT;
-            attend_span(part, index, min(part.num_tiles, index + (1 << SPAN_SHIFT)));
+            int index = span_index << part.span_shift;
+            attend_span(part, index, min(part.num_tiles, index + (1 << part.span_shift)));
             if (first_span > 0) {
                 write_partial(part, span_index);
                 continue;

@@ -3,13 +3,18 @@
 #include "many_rows_smem.cuh"
 #include "merge.cuh"
 
+// Spans of floats are longer in prompts, where others of the sequence's query blocks are work enough: filling the pipeline anew and merging take as long as
+// ten tiles. By the block's place in its sequence alone, as its bits follow from its spans.
+constexpr int LONG_SPAN_SHIFT = SPAN_SHIFT + 2, PROMPT_TOKENS = 128;
+DEVICE int span_shift_of(const QueryBlock& block) { return !INTEGER && block.behind >= PROMPT_TOKENS ? LONG_SPAN_SHIFT : SPAN_SHIFT; }
+
 // A team's part of a work item: spans from `first` to `end`.
 struct Part {
-    int b, kv_head, row_block, sequence, kv_len, num_tiles, num_spans, first_residual_tile, first, end;
+    int b, kv_head, row_block, sequence, kv_len, num_tiles, span_shift, num_spans, first_residual_tile, first, end;
 
     __device__ __forceinline__ bool is_all() const { return first == 0 && end == num_spans; }
-    __device__ __forceinline__ int first_tile() const { return first << SPAN_SHIFT; }
-    __device__ __forceinline__ int end_tile() const { return min(num_tiles, end << SPAN_SHIFT); }
+    __device__ __forceinline__ int first_tile() const { return first << span_shift; }
+    __device__ __forceinline__ int end_tile() const { return min(num_tiles, end << span_shift); }
     __device__ __forceinline__ WorkItem item() const { return {b, kv_head, row_block, num_spans}; }
 };
 
@@ -41,10 +46,14 @@ struct Walk {
             part.sequence = queries.sequence;
             part.kv_len = kv_len;
             part.num_tiles = (kv_len + TILE - 1) / TILE;
-            part.num_spans = runs_of(part.num_tiles, SPAN_SHIFT);
+            part.span_shift = span_shift_of(queries);
+            part.num_spans = runs_of(part.num_tiles, part.span_shift);
             part.first_residual_tile = first_residual_tile_of(p, queries.tokens, kv_len);
-            part.first = whole || item >= start ? 0 : start - item;
-            part.end = whole ? part.num_spans : min(part.num_spans, (int)(end - item));
+            // Long spans are the team's in whose part they begin.
+            int longer = part.span_shift - SPAN_SHIFT;
+            part.first = whole || item >= start ? 0 : runs_of(start - item, longer);
+            part.end = whole ? part.num_spans : min(part.num_spans, runs_of(end - item, longer));
+            takes &= part.first < part.end;
             item += cost;
             if (++kv_head == p.num_kv_heads && ++b < p.batch) enter(p, b);
             else if (kv_head == p.num_kv_heads) kv_head = 0;

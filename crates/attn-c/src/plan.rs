@@ -261,6 +261,10 @@ pub unsafe extern "C" fn attn_plan_create(
                 arguments::config(config)?,
             )
         };
+        if given.spans != 0 && (given.ragged != 0 || given.rows != 0) {
+            let sentence = "attn_plan_config.spans is set with ragged or rows; a plan for shards is of the library's pages, and knows its q_lens";
+            return Err(Failure::new(Status::Parameter, sentence));
+        }
         // SAFETY: this function's contract.
         let (format, q_lens) = unsafe {
             (
@@ -297,10 +301,6 @@ pub unsafe extern "C" fn attn_plan_create(
             ),
             _ => (KvLayout::PagedRows(pages.page_size), None),
         };
-        if given.spans != 0 && (given.ragged != 0 || given.rows != 0) {
-            let sentence = "attn_plan_config.spans is set with ragged or rows; a plan for shards is of the library's pages, and knows its q_lens";
-            return Err(Failure::new(Status::Parameter, sentence));
-        }
         let handle = Plan {
             plan: match (given.spans, given.ragged) {
                 (0, 0) => gpu.prepare(&problem, format, kv)?,

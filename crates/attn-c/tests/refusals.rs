@@ -273,13 +273,37 @@ fn a_plan_needs_a_gpu() {
     };
     let mut plan = ptr::null_mut();
     let of_rows = PlanConfig { rows: 1, ..config };
+    let of_shards = PlanConfig {
+        spans: 1,
+        ragged: 0,
+        ..config
+    };
     // SAFETY: the arguments are this function's own; the device refuses before it reads an address.
     unsafe {
         let status = attn_plan_create(handles.device, &config, &mut plan);
         refused(status, Status::Device, "cpu");
         let status = attn_plan_create(handles.device, &of_rows, &mut plan);
         refused(status, Status::Device, "cpu");
+        let status = attn_plan_create(handles.device, &of_shards, &mut plan);
+        refused(status, Status::Device, "cpu");
+        for wrong in [(1, 0), (0, 1)].map(|(ragged, rows)| PlanConfig {
+            ragged,
+            rows,
+            ..of_shards
+        }) {
+            let status = attn_plan_create(handles.device, &wrong, &mut plan);
+            refused(status, Status::Parameter, "attn_plan_config.spans is set");
+        }
         let none = ptr::null_mut();
+        let status = attn_plan_attend_spans(
+            none,
+            ptr::null(),
+            ptr::null(),
+            ptr::null(),
+            ptr::null(),
+            none.cast(),
+        );
+        refused(status, Status::Parameter, "plan is NULL");
         let status =
             attn_plan_attend_rows(none, ptr::null(), ptr::null(), ptr::null(), none.cast());
         refused(status, Status::Parameter, "plan is NULL");
@@ -329,6 +353,8 @@ fn transfers_need_a_gpu_and_a_format() {
         let status = attn_transfer_export(none, ptr::null(), ptr::null(), none.cast());
         refused(status, Status::Parameter, "transfer is NULL");
         let status = attn_transfer_pages(none, ptr::null(), none.cast());
+        refused(status, Status::Parameter, "transfer is NULL");
+        let status = attn_transfer_merge_spans(none, ptr::null(), none.cast());
         refused(status, Status::Parameter, "transfer is NULL");
         let status = attn_transfer_merge(none, ptr::null(), none.cast());
         refused(status, Status::Parameter, "transfer is NULL");

@@ -275,6 +275,27 @@ impl KvCache {
     /// # Ok::<(), attn_core::Error>(())
     /// ```
     pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<(), Error> {
+        self.check_truncate(sequence, len)?;
+        let held = self.pages_without_residuals(sequence);
+        let dropped = self.table.first_tokens[sequence];
+        let kept = len.div_ceil(self.config.page_size);
+        let residuals = self.table.residual_pages[sequence].split_off(kept.saturating_sub(held));
+        let pages = self.table.pages[sequence].split_off(kept);
+        // The last page that was taken is the first to be taken again.
+        let taken = pages.into_iter().filter(is_kept).chain(residuals);
+        for page in taken.rev() {
+            self.pages.release(page);
+        }
+        self.table.lens[sequence] = len;
+        self.table.first_tokens[sequence] = dropped.min(len);
+        Ok(())
+    }
+
+    /// Refuses what [`KvCache::truncate`] refuses, and changes nothing: for caches that are truncated together or not at all, such as those of shards.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::truncate`].
+    pub fn check_truncate(&self, sequence: usize, len: usize) -> Result<(), Error> {
         self.check_sequence(sequence)?;
         self.check_settled("a truncation", sequence)?;
         let (now, page_size) = (self.table.lens[sequence], self.config.page_size);
@@ -294,7 +315,7 @@ impl KvCache {
                 kept: dropped,
             });
         }
-        let held = self.table.pages[sequence].len() - self.table.residual_pages[sequence].len();
+        let held = self.pages_without_residuals(sequence);
         let format = self.config.format;
         let has_window = format.window() != Window::None;
         let read = format.first_residual_token(len).max(dropped);
@@ -308,17 +329,12 @@ impl KvCache {
                 ),
             });
         }
-        let kept = len.div_ceil(page_size);
-        let residuals = self.table.residual_pages[sequence].split_off(kept.saturating_sub(held));
-        let pages = self.table.pages[sequence].split_off(kept);
-        // The last page that was taken is the first to be taken again.
-        let taken = pages.into_iter().filter(is_kept).chain(residuals);
-        for page in taken.rev() {
-            self.pages.release(page);
-        }
-        self.table.lens[sequence] = len;
-        self.table.first_tokens[sequence] = dropped.min(len);
         Ok(())
+    }
+
+    /// Home pages of a sequence in front of those that have residuals.
+    fn pages_without_residuals(&self, sequence: usize) -> usize {
+        self.table.pages[sequence].len() - self.table.residual_pages[sequence].len()
     }
 
     /// Empties a sequence and returns its pages.

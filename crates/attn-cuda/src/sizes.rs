@@ -31,6 +31,24 @@ pub(crate) fn int(what: &'static str, n: usize) -> Result<i32, Error> {
     })
 }
 
+/// Entries of the second and of the third axis of a CUDA grid.
+const GRID_ROWS: usize = 65_535;
+
+/// Refuses a launch with more of `what` than an axis of its grid has room for. `allowed` names the limit, 65535, and the next step.
+///
+/// # Errors
+/// [`Error::Parameter`].
+pub(crate) fn check_grid(what: &'static str, n: usize, allowed: &'static str) -> Result<(), Error> {
+    if n > GRID_ROWS {
+        return Err(Error::Parameter {
+            what,
+            given: n.to_string(),
+            allowed,
+        });
+    }
+    Ok(())
+}
+
 /// A length to count down to or a limit to compare with: what needs more than 31 bits is the largest that kernels know.
 pub(crate) fn int_limit(n: usize) -> i32 {
     i32::try_from(n).unwrap_or(i32::MAX)
@@ -63,6 +81,18 @@ mod tests {
             said.contains("page pool") && said.contains("2147483648 · 8589934592"),
             "{said}"
         );
+    }
+
+    #[test]
+    fn more_than_an_axis_of_a_grid_has_room_for_is_refused() {
+        check_grid("sequences", 65_535, "at most 65535").unwrap();
+        for n in [65_536, usize::MAX] {
+            let said = check_grid("sequences", n, "at most 65535").unwrap_err();
+            assert!(
+                said.to_string().contains(&format!("sequences is {n}")),
+                "{said}"
+            );
+        }
     }
 
     #[test]

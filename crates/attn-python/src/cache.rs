@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use attn::backends::cuda::DeviceSteps;
 use attn::{
     Append, CacheConfig, Device, Error, Heads, HostRows, HostSteps, KvCache, KvFormat, Problem,
-    convert,
+    Window, convert,
 };
 use pyo3::{
     prelude::*,
@@ -394,6 +394,10 @@ impl Cache {
         self.on_table(py, |cache| cache.truncate(sequence, tokens))
     }
 
+    fn check_truncate(&self, py: Python<'_>, sequence: usize, tokens: usize) -> PyResult<()> {
+        self.on_table(py, |cache| cache.check_truncate(sequence, tokens))
+    }
+
     fn free(&self, py: Python<'_>, sequence: usize) -> PyResult<()> {
         self.on_table(py, |cache| cache.free_sequence(sequence))
     }
@@ -440,6 +444,12 @@ impl Cache {
 
     fn num_pages(&self, py: Python<'_>) -> PyResult<usize> {
         self.on_table(py, |cache| Ok(cache.config().num_pages))
+    }
+
+    /// Whether the newest tokens have residuals, which older ones have given up.
+    #[getter]
+    fn has_window(&self) -> bool {
+        self.config.format.window() != Window::None
     }
 
     /// Bytes of a page in each layer.

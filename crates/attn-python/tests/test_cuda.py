@@ -39,6 +39,11 @@ def is_integer(format):
     return format.startswith("int")
 
 
+def float_bound(format, kind):
+    """Relative L2 error that docs/cuda.md states for a float format, and the rounding of two outputs."""
+    return (4e-3 if format == "bf16" else 5e-4) + {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}[kind]
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
 def test_bytes_and_bits_are_the_cpus(rng, format, kind):
@@ -58,7 +63,8 @@ def test_bytes_and_bits_are_the_cpus(rng, format, kind):
             assert torch.equal(a.cpu(), b), step
             assert (a_lse.cpu() - b_lse).abs().max() < 1e-5
         else:
-            assert (a.cpu().float() - b.float()).abs().max() < (1e-4 if kind == "float32" else 2e-2)
+            b = b.float()
+            assert (a.cpu().float() - b).norm() < float_bound(format, kind) * b.norm(), step
 
 
 @pytest.mark.parametrize("options", [{"softcap": 20.0}, {"window_left": 50}, {"sinks": [1.0] * 8}, {"alibi_slopes": [0.1] * 8}, {"scale": 0.2}])

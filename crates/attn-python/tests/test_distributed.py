@@ -263,6 +263,57 @@ def test_every_rank_refuses_alike(tmp_path):
     assert on_ranks(2, _refuse, tmp_path) == [[], []]
 
 
+def _refuse_for_one(rank):
+    """Residuals that one of two ranks has given up: each, whoever holds them, refuses for both, with one error, and nothing is changed."""
+    from attn.distributed import ContextParallelCache
+
+    k, v, q = _tokens()
+    options = dict(heads=HEADS, dim=DIM, max_tokens=2048, device="cpu")
+    found = {}
+    for format in ("int4", "int8/int4", "int8"):
+        cache, whole = ContextParallelCache(format, **options), attn.Cache(format, **options)
+        for start in range(0, 1320, 40):
+            part = slice(start, start + 40)
+            cache.append(k[part], v[part])
+            whole.append(k[part], v[part])
+        said = []
+        # Of the first shard's 1024 tokens 600 stay, and none of the other's; of the other's 296 there stay 100; queries that reach back as far.
+        for call in (lambda: cache.truncate(0, 600), lambda: cache.truncate(0, 1124), lambda: cache.attend(q[1120:1320])):
+            if format == "int8":
+                continue
+            with pytest.raises(attn.ShapeError) as refusal:
+                call()
+            said.append(str(refusal.value))
+            assert cache.lens == [1320] and cache.cache.lens == [(1024, 296)[rank]], said
+        steps = [(cache.attend(q[1319:1320]), whole.attend(q[1319:1320]))]
+        # What no rank refuses: the latest tokens, and all of them.
+        for kept in (1300, 1275):
+            cache.truncate(0, kept)
+            whole.truncate(0, kept)
+            cache.append(k[:7], v[:7])
+            whole.append(k[:7], v[:7])
+            steps.append((cache.attend(q[:7]), whole.attend(q[:7])))
+            # More than the last append brought, whose residuals all ranks have.
+            steps.append((cache.attend(q[:9]), whole.attend(q[:9])))
+        cache.truncate(0, 0)
+        assert cache.lens == [0] and cache.cache.lens == [0]
+        assert all(torch.equal(got, want) for got, want in steps), format
+        found[format] = said
+    return found
+
+
+def test_what_one_rank_refuses_all_refuse(tmp_path):
+    first, second = on_ranks(2, _refuse_for_one, tmp_path)
+    assert first == second and first["int8"] == []
+    for format in ("int4", "int8/int4"):
+        assert [said.split(":")[0] for said in first[format]] == [
+            "rank 0, whose tokens begin at 0",
+            "rank 1, whose tokens begin at 1024",
+            "rank 1, whose tokens begin at 1024",
+        ]
+        assert all("residuals from token" in said for said in first[format])
+
+
 def test_a_group_is_needed():
     from attn.distributed import ContextParallelCache
 

@@ -174,6 +174,18 @@ impl Instance {
             .collect()
     }
 
+    /// The kernel that leaves the states of spans in place of the results of this one; none but `split_kv.cu` does.
+    fn leaving_spans(&self) -> Option<Self> {
+        let mut leaving = *self;
+        match &mut leaving {
+            Instance::Decode { config, spans, .. } if config.kernel == Kernel::SplitKv => {
+                *spans = true;
+            }
+            _ => return None,
+        }
+        Some(leaving)
+    }
+
     fn configured(
         problem: &Problem,
         format: KvFormat,
@@ -389,7 +401,8 @@ pub fn covered(format: KvFormat, layout: KvLayout) -> Result<(), (String, String
     Ok(())
 }
 
-/// The instances that `build.rs` embeds: presets and plain floats on pages of 64, few rows, and their appends.
+/// The instances that `build.rs` embeds: presets and plain floats on pages of 64, few rows, and their appends; of the presets' shards a decode step's,
+/// and their merge.
 pub fn common(arch: Arch) -> Vec<Instance> {
     let mut all = vec![Instance::Check, Instance::CopyPages, Instance::MergeStates];
     for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::Bf16)] {
@@ -414,7 +427,13 @@ pub fn common(arch: Arch) -> Vec<Instance> {
                 let layout = KvLayout::Pages(64);
                 if covered(format, layout).is_ok() {
                     let limit = arch.shared_limit();
-                    all.extend(Instance::all_decode(&problem, format, layout, limit));
+                    let decode = Instance::all_decode(&problem, format, layout, limit);
+                    // Shards have one device's bits where sums are integers, and most models have up to 8 query heads to a KV head.
+                    if format.is_integer() && rows == 8 {
+                        all.extend(decode.iter().find_map(Instance::leaving_spans));
+                        all.push(Instance::MergeSpans { format, head_dim });
+                    }
+                    all.extend(decode);
                 }
             }
         }

@@ -39,17 +39,37 @@ impl AppendArgs {
     pub(super) fn all_tokens(&self) -> usize {
         self.batch.saturating_mul(self.tokens)
     }
+
+    /// Query heads that are rotated beside K.
+    fn query_heads(&self) -> usize {
+        self.rotary.map_or(0, |rotary| rotary.query_heads())
+    }
+
+    /// Refuses what [`append_grid`] has no room for.
+    fn check_grid(&self, layout: &PageLayout) -> Result<(), Error> {
+        let allowed = "at most 65535 in an append behind sequences, as a CUDA grid has no more rows; append_slots_on takes more, or append to some at a time";
+        sizes::check_grid("sequences to append to", self.batch, allowed)?;
+        // One token of each takes several heads in a row.
+        if self.tokens > 1 {
+            let heads = layout.num_kv_heads().saturating_add(self.query_heads());
+            let allowed = "at most 65535 in an append of several tokens, as a CUDA grid has no more rows; append_slots_on takes 65535 of each";
+            sizes::check_grid("KV heads and query heads to rotate", heads, allowed)?;
+        }
+        Ok(())
+    }
 }
 
 /// The kernel's parameter block; `is_followed` by a decode that knows what is appended.
 ///
 /// # Errors
-/// [`Error::Parameter`] for a number that needs more than 31 bits, for pages that overlap, for residual pages that are missing, and those of [`RotaryArgs`].
+/// [`Error::Parameter`] for a number that needs more than 31 bits, for more sequences or heads than the grid of a launch has room for, for pages that
+/// overlap, for residual pages that are missing, and those of [`RotaryArgs`].
 pub fn append_params(
     args: &AppendArgs,
     layout: &PageLayout,
     is_followed: bool,
 ) -> Result<AppendParams, Error> {
+    args.check_grid(layout)?;
     let sequences = &args.sequences;
     let tables = sequences.check(layout)?;
     let [k_tensor_scales, v_tensor_scales] = sequences.tensor_scales.map(DeviceAddress::get);
@@ -77,19 +97,10 @@ pub fn append_params(
     })
 }
 
-/// The most KV heads of a cache: rows of a CUDA grid, which has a head to each.
-const MAX_HEADS: usize = 65_535;
-
 /// Refuses more KV heads than an append launch has room for.
 pub(crate) fn check_heads(num_kv_heads: usize) -> Result<(), Error> {
-    if num_kv_heads > MAX_HEADS {
-        return Err(Error::Parameter {
-            what: "num_kv_heads",
-            given: num_kv_heads.to_string(),
-            allowed: "1 to 65535 on CUDA, whose grids have no more rows",
-        });
-    }
-    Ok(())
+    let allowed = "1 to 65535 on CUDA, whose grids have no more rows";
+    sizes::check_grid("num_kv_heads", num_kv_heads, allowed)
 }
 
 /// A prepared append launch.
@@ -122,8 +133,9 @@ impl NativeAppend {
 
 /// Heads of a CTA that takes one token of each: two warps of its eight have a head's K and V.
 const HEADS: usize = 4;
-/// Grid and threads of `append.cu`, for `tokens` new tokens of each of `batch` sequences, and so many query heads that are rotated beside K; more
-/// than there can be saturate, and the driver refuses them.
+
+/// Grid and threads of `append.cu`, for `tokens` new tokens of each of `batch` sequences, and so many query heads that are rotated beside K. What has no
+/// room in a grid [`append_params`] has refused.
 #[must_use]
 pub fn append_grid(
     layout: &PageLayout,
@@ -158,8 +170,7 @@ pub(crate) unsafe fn launch_append(
         return Ok(());
     }
     let mut params = append_params(args, layout, is_followed)?;
-    let query_heads = args.rotary.map_or(0, |rotary| rotary.query_heads());
-    let (grid, threads) = append_grid(layout, args.batch, args.tokens, query_heads);
+    let (grid, threads) = append_grid(layout, args.batch, args.tokens, args.query_heads());
     let mut arguments = [(&raw mut params).cast::<c_void>()];
     // SAFETY: `attn_append` takes one AppendParams, asserted on both sides; the rest is this function's contract.
     unsafe { kernel.launch(stream, grid, threads, &mut arguments) }.map_err(failed("appending"))
@@ -215,8 +226,9 @@ impl CudaBackend {
     ///   rotated; rotated queries overlap nothing that runs meanwhile, and not K or V.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for numbers of more than 31 bits, and for rotary positions with a `rotary_dim`, an address or strides that are not allowed,
-    /// or for an append that was prepared without; [`Error::Device`] with the driver's refusal, or with
+    /// [`Error::Parameter`] for numbers of more than 31 bits, for more than 65535 sequences, for more than 65535 KV heads and query heads to rotate
+    /// together where `tokens` is above 1, and for rotary positions with a `rotary_dim`, an address or strides that are not allowed, or for an append
+    /// that was prepared without; [`Error::Device`] with the driver's refusal, or with
     /// [`CudaError::Check`](crate::CudaError::Check).
     pub unsafe fn append_on(
         &self,
@@ -270,6 +282,8 @@ impl CudaBackend {
         let kernel = append.kernel(args.rotary.as_ref())?;
         if let Some(kernel) = append.check.as_ref().filter(|_| args.tokens > 0) {
             let (layout, sequences) = (&append.layout, &args.sequences);
+            // The checking launch comes first, and what the host refuses enqueues nothing.
+            append_params(args, layout, is_followed)?;
             let mut params = DecodeParams {
                 batch: sizes::int("sequences to append to", args.batch)?,
                 ..sequences.decode_params(layout)?
@@ -299,9 +313,9 @@ impl CudaBackend {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use attn_core::KvFormat;
+    use attn_core::{KvFormat, RotaryStyle};
 
-    use crate::native::{Dtype, Pages};
+    use crate::native::{Dtype, Pages, RotaryQueries};
 
     fn layout() -> PageLayout {
         PageLayout::new(KvFormat::INT4, 128, 64, 2).unwrap()
@@ -331,6 +345,25 @@ mod tests {
         }
     }
 
+    fn rotary(query_heads: usize) -> RotaryArgs {
+        let at = DeviceAddress::new;
+        RotaryArgs {
+            style: RotaryStyle::HalfSplit,
+            rotary_dim: 64,
+            cos_sin: at(0x700),
+            cos_sin_dtype: Dtype::F32,
+            num_positions: 9,
+            positions: DeviceAddress::NULL,
+            queries: Some(RotaryQueries {
+                q: at(0x600),
+                out: at(0x600),
+                heads: query_heads,
+                token_stride: query_heads * 128,
+                out_token_stride: query_heads * 128,
+            }),
+        }
+    }
+
     #[test]
     fn numbers_of_more_than_31_bits_are_refused() {
         let params = append_params(&args(), &layout(), true).unwrap();
@@ -350,6 +383,39 @@ mod tests {
             for args in [tokens, batch, stride] {
                 let refused = append_params(&args, &layout(), false);
                 assert!(matches!(refused, Err(Error::Parameter { .. })), "{args:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_a_grid_has_no_room_for_is_refused_before_anything_is_enqueued() {
+        let args = |batch, tokens, query_heads| AppendArgs {
+            batch,
+            tokens,
+            rotary: Some(rotary(query_heads)),
+            ..args()
+        };
+        // A grid's second and third axis are as long as CUDA allows where the block of parameters is made, and longer where it is not.
+        for (batch, tokens, query_heads, refused) in [
+            (65_535, 1, 9, None),
+            (65_536, 1, 9, Some("sequences to append to is 65536")),
+            (65_535, 2, 9, None),
+            (65_536, 2, 9, Some("sequences to append to is 65536")),
+            (5, 1, 65_535, None),
+            (5, 2, 65_533, None),
+            (5, 2, 65_534, Some("query heads to rotate is 65536")),
+        ] {
+            let args = args(batch, tokens, query_heads);
+            let [_, rows, layers] = append_grid(&layout(), batch, tokens, query_heads).0;
+            let fits = rows.max(layers) <= 65_535;
+            match (append_params(&args, &layout(), false), refused) {
+                (Ok(_), None) => assert!(fits, "{args:?}"),
+                (Err(error), Some(what)) => {
+                    let said = error.to_string();
+                    assert!(!fits && said.contains(what), "{said}");
+                    assert!(said.contains("append_slots_on"), "{said}");
+                }
+                (other, _) => panic!("{other:?} of {args:?}"),
             }
         }
     }

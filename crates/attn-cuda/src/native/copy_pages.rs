@@ -34,9 +34,15 @@ const THREADS: usize = 256;
 /// The kernel's parameter block.
 ///
 /// # Errors
-/// [`Error::Parameter`] for bytes that are no multiples of 16, and for pages that overlap.
+/// [`Error::Parameter`] for bytes that are no multiples of 16, for pages of a GiB and more, and for pages that overlap.
 pub fn copy_pages_params(args: &CopyPagesArgs) -> Result<CopyPagesParams, Error> {
     let bytes = args.page_bytes;
+    let allowed = "at most 65535, as a CUDA grid has no more rows; copy parts of a page as pages of their own";
+    sizes::check_grid(
+        "slices of 16384 bytes of a page",
+        bytes.div_ceil(SLICE),
+        allowed,
+    )?;
     args.from.check(bytes)?;
     args.to.check(bytes)?;
     let [from_stride, to_stride, _] = sizes::strides([args.from.stride, args.to.stride, 0]);
@@ -78,7 +84,7 @@ impl CudaBackend {
     /// - No page that is written is read or written by another pair, nor by other work meanwhile.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for bytes that are no multiples of 16; [`Error::Device`] with the driver's refusal.
+    /// [`Error::Parameter`] for bytes that are no multiples of 16, and for pages of a GiB and more; [`Error::Device`] with the driver's refusal.
     pub unsafe fn copy_pages_on(
         &self,
         copy: &NativeCopyPages,
@@ -126,6 +132,7 @@ mod tests {
             (72, 64, 64),
             (48, 64, 64),
             (64, 48, 64),
+            (1 << 30, 1 << 30, 1 << 30),
         ] {
             assert!(copy_pages_params(&args(from, to, bytes)).is_err());
         }

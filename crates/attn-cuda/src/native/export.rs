@@ -40,7 +40,7 @@ const MOST_TOKENS: usize = 4_194_000;
 ///
 /// # Errors
 /// [`Error::Parameter`] for a number that needs more than 31 bits, for token strides that are no multiples of 8, for ranges of more than 4194000
-/// tokens, for pages that overlap, and for residual pages that are missing.
+/// tokens, for more than 65535 sequences, for pages that overlap, and for residual pages that are missing.
 pub fn export_params(args: &ExportArgs, layout: &PageLayout) -> Result<ExportParams, Error> {
     if args.max_tokens > MOST_TOKENS {
         return Err(Error::Parameter {
@@ -49,6 +49,8 @@ pub fn export_params(args: &ExportArgs, layout: &PageLayout) -> Result<ExportPar
             allowed: "up to 4194000, as grids have no more rows of tiles; export longer ranges in parts",
         });
     }
+    let allowed = "at most 65535, as a CUDA grid has no more layers; export some at a time";
+    sizes::check_grid("sequences to export", args.batch, allowed)?;
     let (rows, sequences) = (&args.rows, &args.sequences);
     let tables = sequences.check(layout)?;
     for stride in [rows.k_token_stride, rows.v_token_stride] {
@@ -137,5 +139,57 @@ impl CudaBackend {
                 .launch(stream.raw(), grid, threads, &mut arguments)
         }
         .map_err(failed("exporting"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use attn_core::KvFormat;
+
+    use crate::native::{Dtype, Pages};
+
+    #[test]
+    fn what_a_grid_has_no_room_for_and_strides_of_no_vectors_are_refused() {
+        let layout = PageLayout::new(KvFormat::INT8, 64, 16, 2).unwrap();
+        let good = ExportArgs {
+            rows: KvRows {
+                k: DeviceAddress::NULL,
+                v: DeviceAddress::NULL,
+                dtype: Dtype::F32,
+                k_token_stride: 128,
+                v_token_stride: 136,
+            },
+            sequences: PagedSequences {
+                pool: Pages::new(DeviceAddress::NULL, &layout, 1),
+                page_table: DeviceAddress::NULL,
+                page_table_stride: 3,
+                residual_pages: DeviceAddress::NULL,
+                residual_slots: 0,
+                kv_lens: DeviceAddress::NULL,
+                tensor_scales: [DeviceAddress::NULL; 2],
+            },
+            row_starts: DeviceAddress::NULL,
+            first_tokens: DeviceAddress::NULL,
+            batch: 65_535,
+            max_tokens: MOST_TOKENS,
+        };
+        let params = export_params(&good, &layout).unwrap();
+        assert_eq!((params.k_token_stride, params.v_token_stride), (128, 136));
+        let [_, tiles, layers] = export_grid(&layout, good.batch, good.max_tokens).0;
+        assert!(tiles.max(layers) <= 65_535, "{tiles}, {layers}");
+        type Change = fn(&mut ExportArgs);
+        let changes: [(&str, Change); 4] = [
+            ("sequences to export is 65536", |a| a.batch += 1),
+            ("max_tokens is 4194001", |a| a.max_tokens += 1),
+            ("token stride is 132", |a| a.rows.k_token_stride += 4),
+            ("token stride is 140", |a| a.rows.v_token_stride += 4),
+        ];
+        for (what, change) in changes {
+            let mut args = good;
+            change(&mut args);
+            let said = export_params(&args, &layout).unwrap_err().to_string();
+            assert!(said.contains(what), "{said}");
+        }
     }
 }

@@ -78,6 +78,8 @@ pub(crate) unsafe fn launch_import(
     if args.batch == 0 || args.max_kv_len == 0 {
         return Ok(());
     }
+    let allowed = "at most 65535, as a CUDA grid has no more layers; import some at a time";
+    sizes::check_grid("sequences to import", args.batch, allowed)?;
     let rows = args.rows.decode_params();
     let mut params = ImportParams {
         k: rows.k,

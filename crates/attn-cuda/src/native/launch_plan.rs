@@ -384,6 +384,7 @@ impl LaunchPlan {
 mod tests {
     use super::*;
     use attn_core::Heads;
+    use attn_kernels::cuda::{Arch, instance::common};
 
     use super::super::{DeviceAddress, DeviceKv, PagedSequences, Pages};
 
@@ -413,6 +414,33 @@ mod tests {
             KvLayout::Pages(64),
         );
         (problem, plan)
+    }
+
+    #[test]
+    fn a_decode_step_over_shards_of_a_preset_has_an_embedded_kernel() {
+        for (arch, sms) in [(Arch::Sm80, 108), (Arch::Sm90a, 132)] {
+            let limits = DeviceLimits {
+                shared_limit: arch.shared_limit(),
+                sms,
+            };
+            let embedded = common(arch);
+            for (format, dim, q) in [
+                (KvFormat::INT8, 64, 8),
+                (KvFormat::INT8, 128, 32),
+                (KvFormat::INT4, 64, 32),
+                (KvFormat::INT4, 128, 64),
+            ] {
+                let problem = Problem::new(Heads { q, kv: 8, dim }, vec![100_000; 5]);
+                let (kind, layout) = (PlanKind::Spans, KvLayout::Pages(64));
+                let preferences = Preferences::default();
+                let plan = LaunchPlan::new(kind, limits, &preferences, &problem, format, layout);
+                let instance = plan.unwrap().instance;
+                assert!(embedded.contains(&instance), "{arch:?}: {instance:?}");
+                let head_dim = dim;
+                let merge = Instance::MergeSpans { format, head_dim };
+                assert!(embedded.contains(&merge), "{arch:?}: {merge:?}");
+            }
+        }
     }
 
     fn is_too_much<T>(result: Result<T, Error>) -> bool {

@@ -338,7 +338,7 @@ impl CudaBackend {
     /// - On the device, no `kv_lens` is negative or exceeds `max_kv_len`, and every page that they reach is in the pool.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for numbers of more than 31 bits; [`Error::Device`] with the driver's refusal.
+    /// [`Error::Parameter`] for numbers of more than 31 bits, and for more than 65535 sequences; [`Error::Device`] with the driver's refusal.
     pub unsafe fn import_on(
         &self,
         import: &NativeImport,

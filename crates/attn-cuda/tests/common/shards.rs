@@ -36,6 +36,8 @@ pub struct Case {
     problem: Problem,
     /// The first token of each shard but the first.
     cuts: &'static [usize],
+    /// The longest length of the shards' plans, where that is more than a shard has.
+    longest: usize,
 }
 
 impl Case {
@@ -50,6 +52,7 @@ impl Case {
             format: format.parse().expect("a format's name"),
             problem: Problem::new(HEADS, lens).q_lens(q_lens),
             cuts,
+            longest: 0,
         }
     }
 
@@ -93,6 +96,15 @@ impl Case {
         let mut not_causal = Case::new(("not causal", "int4"), &[1050, 900], &[5, 2], &[1024]);
         not_causal.problem.causal = false;
         all.push(not_causal);
+        // As an engine has it: each rank's plan is for its share, and most sequences have not come that far.
+        let mut grows = Case::new(
+            ("plans for longer shards", "int8"),
+            &[2049, 1030, 65],
+            &[1, 1, 1],
+            &[2048],
+        );
+        grows.longest = 2048;
+        all.push(grows);
         all
     }
 
@@ -168,7 +180,7 @@ impl Case {
             let cache = self.cache(&cpu, |len| self.range(shard, len))?;
             let plan = cpu.plan(&problem, self.format)?;
             let want = cpu.attend_spans(&SpansStep::new(&plan, &q, KvSource::Cache(&cache))?)?;
-            let got = attend(machine, &problem, &cache, &q)?;
+            let got = attend(machine, &problem, self.longest, &cache, &q)?;
             same_states(&got, &want).map_err(|error| error.context(format!("shard {shard}")))?;
             shards.push(got);
         }
@@ -237,22 +249,27 @@ impl Case {
     }
 }
 
-/// The states that the machine leaves of a shard.
+/// The states that the machine leaves of a shard, by a plan for `longest` tokens or as many as the sequences have.
 fn attend<M: Machine>(
     machine: &M,
     problem: &Problem,
+    longest: usize,
     cache: &KvCache,
     q: &[f32],
 ) -> Result<SpanStates> {
     let (config, layout) = (cache.config(), cache.layout());
     let slots = config.format.residual_slots(PAGE, problem.max_q_len());
-    let tables = Tables::new(cache, slots, 0);
-    let longest = problem.kv_lens.iter().copied().max().unwrap_or(0);
-    let after = problem.tokens_after.iter().map(|n| *n as i32);
-    let after: Vec<i32> = after.collect();
-    // Known to the device alone.
+    // What follows in other shards is known to the device alone.
     let mut planned = problem.clone();
     planned.tokens_after = Vec::new();
+    planned
+        .kv_lens
+        .iter_mut()
+        .for_each(|len| *len = longest.max(*len));
+    let longest = planned.kv_lens.iter().copied().max().unwrap_or(0);
+    let tables = Tables::new(cache, slots, longest);
+    let after = problem.tokens_after.iter().map(|n| *n as i32);
+    let after: Vec<i32> = after.collect();
     let (rows, spans) = (problem.rows(), longest.div_ceil(1024).max(1));
     let blocks = machine.query_blocks((&planned, config.format, KvLayout::Pages(PAGE)))?;
     let upload = |bytes: &[u8]| machine.upload(bytes);

@@ -18,8 +18,9 @@ from typing import Any, List, Optional, Sequence, Tuple, Union
 import torch
 import torch.distributed as dist
 
+from . import _errors
 from ._cache import Cache
-from ._errors import CacheFullError, NumberError, ParameterError, SequenceError, ShapeError, UnsupportedError
+from ._errors import AttnError, CacheFullError, NumberError, ParameterError, SequenceError, ShapeError, UnsupportedError
 from ._options import count, numbers
 from ._spans import SPAN, spans_of, tokens_of_rank
 from .torch import merge_spans
@@ -93,7 +94,9 @@ def merge_spans_over(
 class ContextParallelCache:
     """A cache whose tokens are sharded over the ranks of a group: rank r has positions r · share to (r + 1) · share, the last rank also those behind.
 
-    Every rank makes one with the same arguments, and makes the same calls in the same order.
+    Every rank makes one with the same arguments, and makes the same calls in the same order. What one rank refuses all of them refuse, with the same error,
+    and nothing is changed on any. Where a rank cannot know it, which is of formats with a window (`"int4"`, `"int8/int4"`) alone, they ask each other:
+    one more small collective for a `truncate`, and for an `attend` of other queries than the tokens of the sequences' last append.
 
     Args:
         format, heads, dim, sequences, device, and others: as for `attn.Cache`.
@@ -119,6 +122,8 @@ class ContextParallelCache:
         if self.share % SPAN:
             raise ParameterError(f"share is {share}; allowed: multiples of {SPAN}, a span of the arithmetic")
         self._room, self._lens = max_tokens, [0] * count("sequences", sequences)
+        # The newest tokens of each sequence that can be queries on every rank, whatever residuals it has.
+        self._newest = [0] * len(self._lens)
         self.cache = Cache(format, heads=heads, dim=dim, sequences=sequences, max_tokens=self._of_rank(max_tokens), **options)
 
     @property
@@ -182,6 +187,20 @@ class ContextParallelCache:
         self.cache.append(k, v, sequences=sequences, tokens=own)
         for sequence, n in zip(sequences, counts):
             self._lens[sequence] += n
+            self._newest[sequence] = min(n, self.cache._options.max_q_len)
+
+    def _agree(self, refusal: Optional[AttnError]) -> None:
+        """Raises on all ranks what the first rank with a refusal refuses; each passes its own, or none."""
+        device = torch.device(self.cache.device if dist.get_backend(self._group) == "nccl" else "cpu")
+        first = torch.tensor([self.ranks if refusal is None else self.rank], device=device)
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=self._group)
+        rank = int(first)
+        if rank == self.ranks:
+            return
+        said = [None if refusal is None else (type(refusal).__name__, str(refusal))]
+        dist.broadcast_object_list(said, dist.get_global_rank(self._group or dist.group.WORLD, rank), group=self._group, device=device)
+        name, sentence = said[0]
+        raise getattr(_errors, name)(f"rank {rank}, whose tokens begin at {rank * self.share}: {sentence}") from refusal
 
     def attend(
         self,
@@ -210,19 +229,28 @@ class ContextParallelCache:
         """
         sequences, q_lens = self._batch("q", q, sequences, q_lens)
         lens = [self._lens[sequence] for sequence in sequences]
-        states = self.cache.attend_spans(
-            q,
-            sequences=sequences,
-            q_lens=q_lens,
-            # A rank whose tokens are still to come sees nothing.
-            tokens_after=[max(0, n - self.rank * self.share - self._of_rank(n)) for n in lens],
-            spans=self._spans(max(lens, default=0)),
-            scale=scale,
-            causal=causal,
-            softcap=softcap,
-            window_left=window_left,
-            alibi_slopes=alibi_slopes,
-        )
+        refusal, states = None, ()
+        try:
+            states = self.cache.attend_spans(
+                q,
+                sequences=sequences,
+                q_lens=q_lens,
+                # A rank whose tokens are still to come sees nothing.
+                tokens_after=[max(0, n - self.rank * self.share - self._of_rank(n)) for n in lens],
+                spans=self._spans(max(lens, default=0)),
+                scale=scale,
+                causal=causal,
+                softcap=softcap,
+                window_left=window_left,
+                alibi_slopes=alibi_slopes,
+            )
+        except AttnError as error:
+            refusal = error
+        # A rank may lack the residuals that older tokens read as queries, and the others would wait for its states.
+        if self.cache._cache.has_window and any(n > self._newest[sequence] for sequence, n in zip(sequences, q_lens)):
+            self._agree(refusal)
+        if refusal is not None:
+            raise refusal
         sinks, v_scales = (
             None if x is None else torch.tensor(x, dtype=torch.float32, device=q.device)
             for x in (numbers("sinks", sinks), self.cache._options.v_scales)
@@ -237,12 +265,25 @@ class ContextParallelCache:
         return spans_of(max(self._of_rank(tokens, rank) for rank in (0, self.ranks - 1)))
 
     def truncate(self, sequence: int, tokens: int) -> None:
-        """Keeps a sequence's first `tokens`, as `attn.Cache.truncate` does."""
+        """Keeps a sequence's first `tokens`, as `attn.Cache.truncate` does, on all ranks or on none.
+
+        Raises:
+            ParameterError for more tokens than the sequence has, ShapeError for fewer than the residuals of a rank reach back to, SequenceError.
+        """
         length = self._lens[self._check(sequence)]
         if count("tokens", tokens) > length:
             raise ParameterError(f"tokens is {tokens}, but sequence {sequence} has {length}; allowed: at most as many")
-        self.cache.truncate(sequence, self._of_rank(tokens))
+        own = self._of_rank(tokens)
+        if self.cache._cache.has_window:
+            refusal = None
+            try:
+                self.cache._cache.check_truncate(sequence, own)
+            except AttnError as error:
+                refusal = error
+            self._agree(refusal)
+        self.cache.truncate(sequence, own)
         self._lens[sequence] = tokens
+        self._newest[sequence] = 0
 
     def fork(self, source: int, target: int) -> None:
         """Makes `target`, an empty sequence, share the tokens of `source`."""
@@ -250,9 +291,9 @@ class ContextParallelCache:
         if self._lens[target]:
             raise ParameterError(f"target is sequence {target} of {self._lens[target]} tokens; allowed: an empty sequence; free it first")
         self.cache.fork(source, target)
-        self._lens[target] = self._lens[source]
+        self._lens[target], self._newest[target] = self._lens[source], self._newest[source]
 
     def free(self, sequence: int) -> None:
         """Empties a sequence."""
         self.cache.free(self._check(sequence))
-        self._lens[sequence] = 0
+        self._lens[sequence] = self._newest[sequence] = 0
