@@ -130,7 +130,7 @@ pub struct DecodeArgs {
     pub dtype: Dtype,
     /// f32 `[query tokens, num_q_heads]`, or null.
     pub lse: DeviceAddress,
-    /// K and V, for tables that reach the plan's longest length.
+    /// K and V. Page tables reach the longest length that the plan is for.
     pub kv: DeviceKv,
     /// The list of query blocks: [`NativePlan::query_blocks`] in device memory, or what [`CudaBackend::query_blocks_on`] has listed; null where
     /// [`NativePlan::query_blocks_bytes`] is 0.
