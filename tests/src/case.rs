@@ -139,25 +139,11 @@ impl Case {
     /// The cache's configuration; per-tensor scales that use the range of the inputs.
     pub fn config(&self) -> CacheConfig {
         let p = &self.problem;
-        let max = p.kv_lens.iter().copied().max().unwrap_or(0);
-        let mut config = CacheConfig::builder(
-            self.format,
-            Heads {
-                q: p.num_kv_heads,
-                kv: p.num_kv_heads,
-                dim: p.head_dim,
-            },
-        )
-        .sequences(p.batch())
-        .max_len(max)
-        .max_q_len(p.max_q_len().max(64))
-        .build();
-        config.page_size = self.page_size;
-        config.num_pages = p
-            .kv_lens
-            .iter()
-            .map(|&len| config.pages_for(len))
-            .sum::<usize>();
+        let mut config = CacheConfig::builder(self.format, p.heads())
+            .lens(p.kv_lens.iter().copied())
+            .page_size(self.page_size)
+            .max_q_len(p.max_q_len().max(64))
+            .build();
         config
             .k_tensor_scales
             .iter_mut()

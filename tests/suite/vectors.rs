@@ -41,19 +41,15 @@ fn cache(settings: &Settings<'_>, step: usize) -> KvCache {
         k: settings["k"].parse().unwrap(),
         v: settings["v"].parse().unwrap(),
     };
-    let mut config = CacheConfig::builder(
-        format,
-        Heads {
-            q: heads,
-            kv: heads,
-            dim,
-        },
-    )
-    .sequences(1)
-    .max_len(0)
-    .build();
-    config.page_size = number("page_size");
-    config.num_pages = config.pages_for(tokens);
+    let of = Heads {
+        q: heads,
+        kv: heads,
+        dim,
+    };
+    let mut config = CacheConfig::builder(format, of)
+        .page_size(number("page_size"))
+        .max_len(tokens)
+        .build();
     for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
         scales.iter_mut().for_each(|s| *s = 0.125);
     }

@@ -5,7 +5,7 @@
 use std::{hint::black_box, time::Instant};
 
 use attn_core::{
-    Append, CacheConfig, DecodeAttention, DecodeStep, Error, Heads, KvCache, KvSource, Plan,
+    Append, CacheConfig, DecodeAttention, DecodeStep, Error, KvCache, KvSource, Plan,
     arithmetic::TILE,
 };
 pub use attn_cpu::MOST_THREADS;
@@ -44,24 +44,11 @@ fn filled(backend: &dyn DecodeAttention, workload: &Workload) -> Result<KvCache,
         Operation::Decode => (0, 0),
         _ => (1, APPENDS),
     };
-    let mut config = CacheConfig::builder(
-        workload.format,
-        Heads {
-            q: heads,
-            kv: heads,
-            dim,
-        },
-    )
-    .sequences(problem.batch())
-    .max_len(0)
-    .build();
-    config.page_size = workload.page_size;
-    config.max_q_len = problem.max_q_len().max(config.max_q_len);
-    let pages = problem
-        .kv_lens
-        .iter()
-        .map(|&len| config.pages_for(len + room));
-    config.num_pages = pages.sum();
+    let mut config = CacheConfig::builder(workload.format, problem.heads())
+        .lens(problem.kv_lens.iter().map(|len| len + room))
+        .page_size(workload.page_size)
+        .max_q_len(problem.max_q_len().max(64))
+        .build();
     for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
         scales.fill(1.0 / 64.0);
     }
@@ -404,7 +391,7 @@ impl Timer for CpuTimer {
 mod tests {
     use std::{sync::Mutex, thread::sleep, time::Duration};
 
-    use attn_core::{CacheConfig, DeviceInfo, KvFormat, Problem, Unsupported};
+    use attn_core::{CacheConfig, DeviceInfo, Heads, KvFormat, Problem, Unsupported};
 
     use super::*;
     use crate::workloads;

@@ -9,7 +9,7 @@ mod stamps;
 
 use std::time::{Duration, Instant};
 
-use attn_core::{Append, CacheConfig, DecodeAttention, Error, Heads, KvCache};
+use attn_core::{Append, CacheConfig, DecodeAttention, Error, KvCache};
 use attn_wgpu::{
     DevicePages, DeviceRows, DeviceView, Prepared, WgpuBackend, WgpuError,
     internals::{BACKEND, device, read_kernel},
@@ -243,19 +243,10 @@ impl WgpuTimer {
     fn pages(&self, workload: &Workload) -> Result<[Vec<Vec<u8>>; 2], Error> {
         let problem = &workload.problem;
         let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
-        let mut config = CacheConfig::builder(
-            workload.format,
-            Heads {
-                q: heads,
-                kv: heads,
-                dim,
-            },
-        )
-        .sequences(1)
-        .max_len(0)
-        .build();
-        config.page_size = workload.page_size;
-        config.num_pages = config.pages_for(NOISE_TOKENS);
+        let config = CacheConfig::builder(workload.format, problem.heads())
+            .page_size(workload.page_size)
+            .max_len(NOISE_TOKENS)
+            .build();
         let mut cache = self.backend.create_cache(&config)?;
         let count = NOISE_TOKENS * heads * dim;
         cache.append(0, &noise(1, count), &noise(2, count))?;
@@ -268,26 +259,15 @@ impl WgpuTimer {
     fn cache(&self, workload: &Workload, pages: &[Vec<Vec<u8>>; 2]) -> Result<KvCache, Error> {
         let problem = &workload.problem;
         let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
-        let mut config = CacheConfig::builder(
-            workload.format,
-            Heads {
-                q: heads,
-                kv: heads,
-                dim,
-            },
-        )
-        .sequences(problem.batch())
-        .max_len(0)
-        .build();
         let (before, room) = match workload.operation {
             Operation::Decode => (0, 0),
             _ => (1, APPENDS),
         };
-        config.page_size = workload.page_size;
-        let needed = problem.kv_lens.iter();
-        let needed = needed.map(|&len| config.pages_for(len + room));
-        config.num_pages = needed.sum();
-        let page_size = config.page_size;
+        let page_size = workload.page_size;
+        let config = CacheConfig::builder(workload.format, problem.heads())
+            .lens(problem.kv_lens.iter().map(|len| len + room))
+            .page_size(page_size)
+            .build();
         let mut cache = self.backend.create_cache(&config)?;
         let open = noise(3, page_size * heads * dim);
         for (b, &len) in problem.kv_lens.iter().enumerate() {

@@ -2,16 +2,13 @@
 
 use std::ffi::c_void;
 
-use attn::backends::cuda::{
-    NewTokens,
-    native::{DeviceAddress, Stream},
-};
+use attn::backends::cuda::native::{KvRows, Stream};
 
 use crate::{
     arguments::config,
     cache::{Append, Cache, State, counts, on_cache},
     place::Place,
-    rows::{Tokens, on_device},
+    rows::Tokens,
     status::{Failure, Status},
     step::device_steps,
 };
@@ -45,18 +42,9 @@ unsafe fn on_host<'a>(
 }
 
 /// Tokens in the GPU's memory, as kernels read them.
-fn on_gpu(tokens: &Tokens, cache: &attn::CacheConfig) -> Result<NewTokens, Failure> {
+fn on_gpu(tokens: &Tokens, cache: &attn::CacheConfig) -> Result<KvRows, Failure> {
     tokens.without_rotary()?;
-    tokens.check_on_device(cache.head_dim)?;
-    let row = cache.num_kv_heads * cache.head_dim;
-    let stride = |given: usize| if given == 0 { row } else { given };
-    Ok(NewTokens {
-        k: DeviceAddress::new(tokens.k as u64),
-        v: DeviceAddress::new(tokens.v as u64),
-        dtype: on_device(tokens.dtype)?,
-        k_token_stride: stride(tokens.k_token_stride),
-        v_token_stride: stride(tokens.v_token_stride),
-    })
+    tokens.on_device([cache.num_kv_heads, cache.head_dim])
 }
 
 /// Appends tokens in host memory to several sequences at once, or to none. For a cache of one layer; of others see attn_cache_reserve.

@@ -9,7 +9,7 @@ use attn::{
 
 use crate::{
     arguments::{Config, config, handle},
-    plan::{Buffers, Kv, Plan, given, scales},
+    plan::{Buffers, Plan, given, tensor_scales},
     rows::Rows,
     status::{Failure, Status, call},
 };
@@ -71,7 +71,7 @@ fn element_bytes(scheme: Scheme) -> Result<usize, Failure> {
 }
 
 impl PagedRows {
-    fn kv(&self, plan: &Plan) -> Result<Kv, Failure> {
+    fn kv(&self, plan: &Plan) -> Result<DeviceKv, Failure> {
         plan.check_table(self.page_table_stride)?;
         let format = plan.layout.format();
         let strides = |scheme, [page, token, head]: [usize; 3]| {
@@ -80,23 +80,18 @@ impl PagedRows {
         };
         let k = [self.k_page_stride, self.k_token_stride, self.k_head_stride];
         let v = [self.v_page_stride, self.v_token_stride, self.v_head_stride];
-        Ok(Kv {
-            kv: DeviceKv::PagedRows {
-                rows: DeviceRows {
-                    k: [given("k", self.k)?, DeviceAddress::NULL],
-                    v: [given("v", self.v)?, DeviceAddress::NULL],
-                    code_strides: [strides(format.k, k)?, strides(format.v, v)?],
-                    scale_strides: [[0; 3]; 2],
-                },
-                num_pages: self.num_pages,
-                page_table: given("page_table", self.page_table)?,
-                page_table_stride: self.page_table_stride,
+        Ok(DeviceKv::PagedRows {
+            rows: DeviceRows {
+                k: [given("k", self.k)?, DeviceAddress::NULL],
+                v: [given("v", self.v)?, DeviceAddress::NULL],
+                code_strides: [strides(format.k, k)?, strides(format.v, v)?],
+                scale_strides: [[0; 3]; 2],
+                kv_lens: given("lengths", self.lengths)?,
+                tensor_scales: tensor_scales([self.k_scales, self.v_scales], format)?,
             },
-            lengths: given("lengths", self.lengths)?,
-            scales: [
-                scales("k_scales", self.k_scales, format.k)?,
-                scales("v_scales", self.v_scales, format.v)?,
-            ],
+            num_pages: self.num_pages,
+            page_table: given("page_table", self.page_table)?,
+            page_table_stride: self.page_table_stride,
         })
     }
 }

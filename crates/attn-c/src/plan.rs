@@ -8,9 +8,9 @@ use std::{
 };
 
 use attn::{
-    CacheConfig, Heads, KvFormat, PageLayout, Problem,
+    CacheConfig, Heads, KvFormat, PageLayout, Problem, Scheme,
     backends::cuda::native::{
-        self, DeviceAddress, DeviceKv, KvLayout, NativeAppend, NativePlan, Stream,
+        self, DeviceAddress, KvLayout, NativeAppend, NativePlan, PagedSequences, Stream,
         alibi_slopes_log2,
     },
 };
@@ -19,6 +19,7 @@ use crate::{
     arguments::{self, Config, handle, optional, place, text},
     device::Device,
     modifiers::Modifiers,
+    rows::or,
     status::{Failure, Status, call},
 };
 
@@ -142,11 +143,25 @@ impl Pages {
     pub(crate) fn pool(&self, layout: &PageLayout) -> Result<native::Pages, Failure> {
         Ok(native::Pages {
             at: given("pool", self.pool)?,
-            stride: match self.page_stride {
-                0 => layout.page_bytes(),
-                stride => stride,
-            },
+            stride: or(self.page_stride, layout.page_bytes()),
             num_pages: self.num_pages,
+        })
+    }
+
+    /// The sequences, in pages of this layout with so many residual pages each.
+    pub(crate) fn sequences(
+        &self,
+        layout: &PageLayout,
+        residual_slots: usize,
+    ) -> Result<PagedSequences, Failure> {
+        Ok(PagedSequences {
+            pool: self.pool(layout)?,
+            page_table: given("page_table", self.page_table)?,
+            page_table_stride: self.page_table_stride,
+            residual_pages: address(self.residual_pages),
+            residual_slots,
+            kv_lens: given("lengths", self.lengths)?,
+            tensor_scales: tensor_scales([self.k_scales, self.v_scales], layout.format())?,
         })
     }
 }
@@ -192,13 +207,6 @@ impl Plan {
     }
 }
 
-/// K and V of a launch: where they lie, the lengths, the static scales.
-pub(crate) struct Kv {
-    pub kv: DeviceKv,
-    pub lengths: DeviceAddress,
-    pub scales: [DeviceAddress; 2],
-}
-
 pub(crate) fn address<T>(pointer: *const T) -> DeviceAddress {
     DeviceAddress::new(pointer as u64)
 }
@@ -209,6 +217,29 @@ pub(crate) fn given<T>(what: &str, pointer: *const T) -> Result<DeviceAddress, F
         return Err(Failure::new(Status::Parameter, format!("{what} is NULL")));
     }
     Ok(address(pointer))
+}
+
+/// Static scales per KV head, where the scheme has them.
+pub(crate) fn scales(
+    what: &str,
+    scales: *const f32,
+    scheme: Scheme,
+) -> Result<DeviceAddress, Failure> {
+    match scheme.has_tensor_scale() {
+        true => given(what, scales),
+        false => Ok(DeviceAddress::NULL),
+    }
+}
+
+/// Static scales of K and of V, where their schemes have them.
+pub(crate) fn tensor_scales(
+    [k, v]: [*const f32; 2],
+    format: KvFormat,
+) -> Result<[DeviceAddress; 2], Failure> {
+    Ok([
+        scales("k_scales", k, format.k)?,
+        scales("v_scales", v, format.v)?,
+    ])
 }
 
 /// Prepares the launches for a batch shape on a GPU; the first plan of its kind may compile kernels.

@@ -4,7 +4,9 @@ use std::ffi::c_void;
 
 use attn::{
     RotaryStyle,
-    backends::cuda::native::{DeviceAddress, Dtype as CudaDtype, RotaryArgs, RotaryQueries},
+    backends::cuda::native::{
+        DeviceAddress, Dtype as CudaDtype, KvRows, RotaryArgs, RotaryQueries,
+    },
 };
 
 use crate::{
@@ -78,10 +80,18 @@ unsafe impl Config for Rotary {
 }
 
 impl Tokens {
-    /// Refuses heads that lie apart, which kernels do not read.
-    pub(crate) fn check_on_device(&self, head_dim: usize) -> Result<(), Failure> {
-        check_stride("k_head_stride", self.k_head_stride, head_dim)?;
-        check_stride("v_head_stride", self.v_head_stride, head_dim)
+    /// The tokens in device memory, as launches take them; refuses heads that lie apart, which kernels do not read.
+    pub(crate) fn on_device(&self, [heads, dim]: [usize; 2]) -> Result<KvRows, Failure> {
+        check_stride("k_head_stride", self.k_head_stride, dim)?;
+        check_stride("v_head_stride", self.v_head_stride, dim)?;
+        let row = heads.saturating_mul(dim);
+        Ok(KvRows {
+            k: DeviceAddress::new(self.k as u64),
+            v: DeviceAddress::new(self.v as u64),
+            dtype: on_device(self.dtype)?,
+            k_token_stride: or(self.k_token_stride, row),
+            v_token_stride: or(self.v_token_stride, row),
+        })
     }
 
     /// Refuses what appends by plans alone do.
@@ -99,7 +109,6 @@ impl Rotary {
     pub(crate) fn args(&self, q_heads: usize, head_dim: usize) -> Result<RotaryArgs, Failure> {
         let address = |pointer: *const c_void| DeviceAddress::new(pointer as u64);
         let row = q_heads.saturating_mul(head_dim);
-        let or = |given: usize, default: usize| if given == 0 { default } else { given };
         let token_stride = or(self.q_token_stride, row);
         let q = address(self.q);
         let (out, out_token_stride) = match self.q_out.is_null() {
@@ -169,6 +178,11 @@ impl Rows {
         check_stride("out_token_stride", self.out_token_stride, token)?;
         check_stride("out_head_stride", self.out_head_stride, dim)
     }
+}
+
+/// A field of a caller's struct, whose 0 is `default`.
+pub(crate) fn or(given: usize, default: usize) -> usize {
+    if given == 0 { default } else { given }
 }
 
 fn check_stride(what: &str, given: usize, own: usize) -> Result<(), Failure> {

@@ -9,7 +9,7 @@ use std::{
 use attn::{
     CacheConfig, Heads, KvFormat, PageLayout,
     backends::cuda::native::{
-        self, CopyPagesArgs, ExportArgs, MergeSpansArgs, MergeStatesArgs, NativeCopyPages,
+        self, CopyPagesArgs, ExportArgs, KvRows, MergeSpansArgs, MergeStatesArgs, NativeCopyPages,
         NativeExport, NativeMergeSpans, NativeMergeStates, Stream,
     },
 };
@@ -18,7 +18,7 @@ use crate::{
     arguments::{self, Config, config, handle, place, text},
     device::Device,
     plan::{Pages, address, given, scales},
-    rows::on_device,
+    rows::{on_device, or},
     status::{Status, call},
 };
 
@@ -268,21 +268,16 @@ pub unsafe extern "C" fn attn_transfer_export(
         let layout = &transfer.layout;
         let row = layout.num_kv_heads() * layout.head_dim();
         let args = ExportArgs {
-            k: address(ranges.k),
-            v: address(ranges.v),
-            dtype: on_device(ranges.dtype)?,
-            k_token_stride: or(ranges.k_token_stride, row),
-            v_token_stride: or(ranges.v_token_stride, row),
-            pool: pages.pool(layout)?,
-            page_table: given("page_table", pages.page_table)?,
-            page_table_stride: pages.page_table_stride,
-            residual_pages: address(pages.residual_pages),
-            residual_slots: transfer.residual_slots,
-            kv_lens: given("lengths", pages.lengths)?,
+            rows: KvRows {
+                k: address(ranges.k),
+                v: address(ranges.v),
+                dtype: on_device(ranges.dtype)?,
+                k_token_stride: or(ranges.k_token_stride, row),
+                v_token_stride: or(ranges.v_token_stride, row),
+            },
+            sequences: pages.sequences(layout, transfer.residual_slots)?,
             row_starts: given("row_starts", ranges.row_starts)?,
             first_tokens: address(ranges.first_tokens),
-            k_tensor_scales: scales("k_scales", pages.k_scales, layout.format().k)?,
-            v_tensor_scales: scales("v_scales", pages.v_scales, layout.format().v)?,
             batch: ranges.count,
             max_tokens: ranges.max_tokens,
         };
@@ -396,9 +391,4 @@ pub unsafe extern "C" fn attn_transfer_merge(
         // SAFETY: this function's contract.
         Ok(unsafe { gpu.merge_on(&transfer.merge, Stream::from_raw(stream), &args) }?)
     })
-}
-
-/// A number, or what stands for 0.
-fn or(given: usize, default: usize) -> usize {
-    if given == 0 { default } else { given }
 }

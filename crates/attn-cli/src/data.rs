@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use attn::{Heads, Problem, Scheme};
+use attn::{CacheBuilder, CacheConfig, Heads, KvFormat, Problem, Scheme};
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors};
 
@@ -24,6 +24,21 @@ pub struct Kv {
     pub seq: usize,
     /// The number of dims of a head.
     pub head_dim: usize,
+}
+
+impl Kv {
+    /// A cache with room for the layer, and static scales for it where the format has some.
+    pub fn cache(&self, format: KvFormat) -> CacheBuilder {
+        let heads = Heads {
+            q: self.kv_heads,
+            kv: self.kv_heads,
+            dim: self.head_dim,
+        };
+        let scales = |scheme, x| tensor_scales(scheme, x, self.kv_heads, self.head_dim);
+        CacheConfig::builder(format, heads)
+            .max_len(self.seq)
+            .tensor_scales(scales(format.k, &self.k), scales(format.v, &self.v))
+    }
 }
 
 /// One layer with its queries and the exact result: the file's, or computed in f64 from its K, V and Q.
@@ -73,7 +88,7 @@ pub fn names(tensors: &SafeTensors<'_>, suffix: &str) -> Vec<String> {
 const LEAST_SCALE: f32 = 1e-15;
 
 /// Static scales per KV head that map the largest magnitude to the largest code.
-pub fn tensor_scales(scheme: Scheme, x: &[f32], heads: usize, head_dim: usize) -> Vec<f32> {
+fn tensor_scales(scheme: Scheme, x: &[f32], heads: usize, head_dim: usize) -> Vec<f32> {
     let largest = if scheme == Scheme::Fp8E4m3 {
         448.0
     } else {

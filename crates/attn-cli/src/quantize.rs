@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 use crate::{
     console::Console,
-    data::{Kv, load_kv, names, parse, read, tensor_scales},
+    data::{Kv, load_kv, names, parse, read},
     figures::{Difference, number},
     target::Target,
 };
@@ -216,21 +216,7 @@ fn quantize_layer(
 
 /// One layer's pages, as a cache reads them back.
 fn pages_of(kv: &Kv, format: KvFormat, page_size: usize) -> Result<(CacheConfig, Vec<Vec<u8>>)> {
-    let mut config = CacheConfig::builder(
-        format,
-        Heads {
-            q: kv.kv_heads,
-            kv: kv.kv_heads,
-            dim: kv.head_dim,
-        },
-    )
-    .sequences(1)
-    .max_len(0)
-    .build();
-    config.page_size = page_size;
-    config.num_pages = config.pages_for(kv.seq);
-    config.k_tensor_scales = tensor_scales(format.k, &kv.k, kv.kv_heads, kv.head_dim);
-    config.v_tensor_scales = tensor_scales(format.v, &kv.v, kv.kv_heads, kv.head_dim);
+    let config = kv.cache(format).page_size(page_size).build();
     let mut cache = KvCache::new(config.clone(), Box::new(HostPages::new(&config)?))?;
     cache.append(0, &kv.k, &kv.v)?;
     Ok((config, cache.read_back(0)?))
@@ -374,20 +360,17 @@ fn layer(
         number("head_dim")?,
     ];
     let [tokens, heads, dim] = shape;
-    let mut config = CacheConfig::builder(
-        settings.format,
-        Heads {
-            q: heads,
-            kv: heads,
-            dim,
-        },
-    )
-    .sequences(1)
-    .max_len(0)
-    .build();
-    config.page_size = settings.page_size;
-    config.k_tensor_scales = scales(file, &format!("{name}.k_scales"))?;
-    config.v_tensor_scales = scales(file, &format!("{name}.v_scales"))?;
+    let heads = Heads {
+        q: heads,
+        kv: heads,
+        dim,
+    };
+    let [k_scales, v_scales] =
+        ["k_scales", "v_scales"].map(|x| scales(file, &format!("{name}.{x}")));
+    let config = CacheConfig::builder(settings.format, heads)
+        .page_size(settings.page_size)
+        .tensor_scales(k_scales?, v_scales?)
+        .build();
     let damaged = || format!("layer {name} is damaged");
     config.check().with_context(damaged)?;
     let layout = config.layout()?;

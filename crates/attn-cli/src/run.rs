@@ -5,10 +5,7 @@ mod totals;
 use std::{path::PathBuf, time::Instant};
 
 use anyhow::Result;
-use attn::{
-    BackendId, CacheConfig, DecodeAttention, DecodeStep, Heads, KvFormat, KvSource, Problem,
-    Selection,
-};
+use attn::{BackendId, DecodeAttention, DecodeStep, Heads, KvFormat, KvSource, Problem, Selection};
 use attn_bench::{Timer, Workload};
 use serde_json::{Value, json};
 
@@ -17,7 +14,7 @@ use crate::{
     Backends,
     bench::gpu_timer,
     console::Console,
-    data::{Layer, load, tensor_scales},
+    data::{Layer, load},
     figures::{greater, lse_difference},
 };
 
@@ -196,20 +193,7 @@ fn decode(
     totals: &mut Totals,
 ) -> Result<(Problem, Rows)> {
     let kv = &layer.kv;
-    let mut config = CacheConfig::builder(
-        format,
-        Heads {
-            q: kv.kv_heads,
-            kv: kv.kv_heads,
-            dim: kv.head_dim,
-        },
-    )
-    .sequences(1)
-    .max_len(kv.seq)
-    .build();
-    config.k_tensor_scales = tensor_scales(format.k, &kv.k, kv.kv_heads, kv.head_dim);
-    config.v_tensor_scales = tensor_scales(format.v, &kv.v, kv.kv_heads, kv.head_dim);
-    let mut cache = backend.create_cache(&config)?;
+    let mut cache = backend.create_cache(&kv.cache(format).build())?;
     cache.append(0, &kv.k, &kv.v)?;
     let mut problem = Problem::new(
         Heads {

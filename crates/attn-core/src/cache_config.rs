@@ -76,6 +76,7 @@ impl CacheConfig {
                 v_tensor_scales: scales(format.v.has_tensor_scale()),
             },
             max_len: 0,
+            lens: None,
             pages: None,
         }
     }
@@ -162,13 +163,15 @@ impl CacheConfig {
 pub struct CacheBuilder {
     config: CacheConfig,
     max_len: usize,
+    lens: Option<Vec<usize>>,
     pages: Option<usize>,
 }
 
 impl CacheBuilder {
-    /// Sets the number of sequences.
+    /// Sets the number of sequences, of one longest length.
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.config.num_sequences = sequences;
+        self.lens = None;
         self
     }
 
@@ -193,6 +196,24 @@ impl CacheBuilder {
     /// Sets the number of tokens that each sequence has room for.
     pub fn max_len(mut self, tokens: usize) -> Self {
         self.max_len = tokens;
+        self
+    }
+
+    /// Sets the sequences, and the number of tokens that each has room for, in place of [`CacheBuilder::sequences`] and [`CacheBuilder::max_len`].
+    ///
+    /// ```
+    /// use attn_core::{CacheConfig, Heads, KvFormat, Problem};
+    ///
+    /// let problem = Problem::new(Heads { q: 32, kv: 8, dim: 128 }, [4096, 1000]);
+    /// let config = CacheConfig::builder(KvFormat::INT8, problem.heads())
+    ///     .lens(problem.kv_lens.iter().copied())
+    ///     .build();
+    /// assert_eq!((config.num_sequences, config.num_pages), (2, 4096 / 64 + 16));
+    /// ```
+    pub fn lens(mut self, lens: impl IntoIterator<Item = usize>) -> Self {
+        let lens: Vec<usize> = lens.into_iter().collect();
+        self.config.num_sequences = lens.len();
+        self.lens = Some(lens);
         self
     }
 
@@ -227,7 +248,13 @@ impl CacheBuilder {
     #[must_use]
     pub fn build(mut self) -> CacheConfig {
         let each = self.config.pages_for(self.max_len);
-        let all = self.config.num_sequences.saturating_mul(each);
+        let all = match &self.lens {
+            None => self.config.num_sequences.saturating_mul(each),
+            Some(lens) => {
+                let pages = lens.iter().map(|&len| self.config.pages_for(len));
+                pages.fold(0, usize::saturating_add)
+            }
+        };
         self.config.num_pages = self.pages.unwrap_or(all);
         let (layers, heads) = (self.config.layers, self.config.num_kv_heads);
         for scales in [

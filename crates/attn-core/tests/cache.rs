@@ -18,19 +18,15 @@ use rstest::rstest;
 const DIM: usize = 64;
 
 fn config(format: KvFormat, pages: usize) -> CacheConfig {
-    let mut config = CacheConfig::builder(
-        format,
-        Heads {
-            q: 1,
-            kv: 1,
-            dim: DIM,
-        },
-    )
-    .sequences(3)
-    .max_len(0)
-    .build();
-    config.num_pages = pages;
-    config
+    let heads = Heads {
+        q: 1,
+        kv: 1,
+        dim: DIM,
+    };
+    CacheConfig::builder(format, heads)
+        .sequences(3)
+        .pages(pages)
+        .build()
 }
 
 fn cache(format: KvFormat, pages: usize) -> KvCache {

@@ -39,6 +39,31 @@ fn a_sequence_takes_whole_pages_and_those_of_its_residuals(
 }
 
 #[test]
+fn each_sequence_has_room_for_its_own_length() {
+    let heads = Heads {
+        q: 4,
+        kv: 2,
+        dim: 64,
+    };
+    let builder = || CacheConfig::builder(KvFormat::INT4, heads).page_size(16);
+    let config = builder().lens([0, 17, 300]).build();
+    let of = |len| builder().max_len(len).build().num_pages;
+    assert_eq!(config.num_sequences, 3);
+    assert_eq!(config.num_pages, of(17) + of(300));
+    assert_eq!(builder().lens([5, 5]).pages(9).build().num_pages, 9);
+    // What is said last holds.
+    let config = builder().lens([17]).sequences(2).max_len(300).build();
+    assert_eq!((config.num_sequences, config.num_pages), (2, 2 * of(300)));
+    let most = builder().lens([usize::MAX, usize::MAX]).page_size(16);
+    let most = most.build().num_pages as u128;
+    assert!(most >= 2 * (usize::MAX as u128 / 16), "{most}");
+    assert_eq!(
+        builder().lens([usize::MAX; 40]).build().num_pages,
+        usize::MAX
+    );
+}
+
+#[test]
 fn static_scales_are_1_until_they_are_set() {
     let config = CacheConfig::builder(
         "fp8".parse().unwrap(),

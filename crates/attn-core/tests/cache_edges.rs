@@ -18,19 +18,15 @@ use rstest::rstest;
 const DIM: usize = 64;
 
 fn config(format: KvFormat, heads: usize, pages: usize) -> CacheConfig {
-    let mut config = CacheConfig::builder(
-        format,
-        Heads {
-            q: heads,
-            kv: heads,
-            dim: DIM,
-        },
-    )
-    .sequences(3)
-    .max_len(0)
-    .build();
-    config.num_pages = pages;
-    config
+    let heads = Heads {
+        q: heads,
+        kv: heads,
+        dim: DIM,
+    };
+    CacheConfig::builder(format, heads)
+        .sequences(3)
+        .pages(pages)
+        .build()
 }
 
 fn cache(format: KvFormat, heads: usize, pages: usize) -> KvCache {

@@ -50,20 +50,9 @@ fn sequences(problem: &Problem) -> Sequences {
 }
 
 fn cached(problem: &Problem, format: KvFormat, sequences: &Sequences) -> KvCache {
-    let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
-    let mut config = CacheConfig::builder(
-        format,
-        Heads {
-            q: heads,
-            kv: heads,
-            dim,
-        },
-    )
-    .sequences(problem.batch())
-    .max_len(0)
-    .build();
-    let pages = problem.kv_lens.iter().map(|&len| config.pages_for(len));
-    config.num_pages = pages.sum::<usize>().max(1);
+    let mut config = CacheConfig::builder(format, problem.heads())
+        .lens(problem.kv_lens.iter().copied())
+        .build();
     config.k_tensor_scales.fill(0.02);
     config.v_tensor_scales.fill(0.03);
     let mut cache = CpuBackend::new().create_cache(&config).unwrap();

@@ -60,18 +60,9 @@ fn counted(format: &str, threads: usize, apart: usize) -> Vec<usize> {
         lens.clone(),
     );
     problem.q_lens = vec![2; problem.batch()];
-    let mut config = CacheConfig::builder(
-        format,
-        Heads {
-            q: heads,
-            kv: heads,
-            dim,
-        },
-    )
-    .sequences(lens.len())
-    .max_len(0)
-    .build();
-    config.num_pages = lens.iter().map(|&len| config.pages_for(len)).sum();
+    let mut config = CacheConfig::builder(format, problem.heads())
+        .lens(lens.iter().copied())
+        .build();
     for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
         scales.fill(0.1);
     }

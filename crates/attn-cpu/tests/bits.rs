@@ -64,19 +64,11 @@ fn cached(
     inputs: &Inputs,
 ) -> attn_core::KvCache {
     let max = problem.kv_lens.iter().copied().max().unwrap();
-    let mut config = CacheConfig::builder(
-        format,
-        Heads {
-            q: problem.num_kv_heads,
-            kv: problem.num_kv_heads,
-            dim: problem.head_dim,
-        },
-    )
-    .sequences(problem.batch())
-    .max_len(max)
-    .build();
-    config.page_size = page_size;
-    config.num_pages = problem.batch() * config.pages_for(max);
+    let mut config = CacheConfig::builder(format, problem.heads())
+        .sequences(problem.batch())
+        .max_len(max)
+        .page_size(page_size)
+        .build();
     for scales in [&mut config.k_tensor_scales, &mut config.v_tensor_scales] {
         scales.iter_mut().for_each(|s| *s = 0.09);
     }

@@ -13,19 +13,9 @@ fn numbers(seed: usize, count: usize) -> Vec<f32> {
 
 fn cache(problem: &Problem, format: KvFormat) -> KvCache {
     let (heads, dim) = (problem.num_kv_heads, problem.head_dim);
-    let mut config = CacheConfig::builder(
-        format,
-        Heads {
-            q: heads,
-            kv: heads,
-            dim,
-        },
-    )
-    .sequences(problem.batch())
-    .max_len(0)
-    .build();
-    let pages = problem.kv_lens.iter().map(|&len| config.pages_for(len));
-    config.num_pages = pages.sum::<usize>().max(1);
+    let config = CacheConfig::builder(format, problem.heads())
+        .lens(problem.kv_lens.iter().copied())
+        .build();
     let mut cache = CpuBackend::new().create_cache(&config).unwrap();
     for (b, len) in problem.kv_lens.iter().enumerate() {
         let [k, v] = [2 * b, 2 * b + 1].map(|seed| numbers(seed, len * heads * dim));

@@ -7,7 +7,10 @@ use std::error::Error;
 use attn_core::{CacheConfig, Heads, KvFormat, Problem};
 use attn_cuda::{
     CudaBackend,
-    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, Pages, Stream},
+    native::{
+        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, KvRows, PagedSequences,
+        Pages, Stream,
+    },
 };
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, sys};
 
@@ -71,7 +74,6 @@ fn main() -> Result<(), Box<dyn Error>> {
         .collect();
     let pool: CudaSlice<u8> =
         stream.alloc_zeros(config.num_pages * config.layout()?.page_bytes())?;
-    let pool_pages = Pages::new(at(&pool, &stream), &config.layout()?, config.num_pages);
     let workspace: CudaSlice<u8> = stream.alloc_zeros(plan.workspace_bytes())?;
     let page_table = stream.clone_htod(&table)?;
     let residual_table = match slots {
@@ -89,20 +91,24 @@ fn main() -> Result<(), Box<dyn Error>> {
     let out: CudaSlice<f32> = stream.alloc_zeros(BATCH * Q_HEADS * HEAD_DIM)?;
     let lse: CudaSlice<f32> = stream.alloc_zeros(BATCH * Q_HEADS)?;
 
-    let append_args = AppendArgs {
-        k: at(&k, &stream),
-        v: at(&v, &stream),
-        dtype: Dtype::F32,
-        k_token_stride: KV_HEADS * HEAD_DIM,
-        v_token_stride: KV_HEADS * HEAD_DIM,
-        pool: pool_pages,
+    let sequences = PagedSequences {
+        pool: Pages::new(at(&pool, &stream), &config.layout()?, config.num_pages),
         page_table: at(&page_table, &stream),
         page_table_stride: pages,
         residual_pages,
         residual_slots: slots,
         kv_lens: at(&kv_lens, &stream),
-        k_tensor_scales: DeviceAddress::NULL,
-        v_tensor_scales: DeviceAddress::NULL,
+        tensor_scales: [DeviceAddress::NULL; 2],
+    };
+    let append_args = AppendArgs {
+        rows: KvRows {
+            k: at(&k, &stream),
+            v: at(&v, &stream),
+            dtype: Dtype::F32,
+            k_token_stride: KV_HEADS * HEAD_DIM,
+            v_token_stride: KV_HEADS * HEAD_DIM,
+        },
+        sequences,
         batch: BATCH,
         tokens: 1,
         rotary: None,
@@ -112,17 +118,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         out: at(&out, &stream),
         lse: at(&lse, &stream),
         dtype: Dtype::F32,
-        kv: DeviceKv::Paged {
-            pool: pool_pages,
-            page_table: at(&page_table, &stream),
-            page_table_stride: pages,
-            residual_pages,
-            residual_slots: slots,
-        },
-        kv_lens: at(&kv_lens, &stream),
+        kv: DeviceKv::Paged(sequences),
         query_blocks: DeviceAddress::NULL,
-        k_tensor_scales: DeviceAddress::NULL,
-        v_tensor_scales: DeviceAddress::NULL,
         alibi_slopes: DeviceAddress::NULL,
         sinks: DeviceAddress::NULL,
         workspace: at(&workspace, &stream),

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use attn_core::{
     CacheConfig, CacheLayer, DecodeAttention, DecodeStep, DeviceInfo, Error, KvCache, KvFormat,
-    KvMemory, PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported, Window,
+    KvMemory, PageStore, Plan, Problem, StepInputs, StepOutputs, Unsupported,
 };
 use attn_kernels::cuda::{KvLayout, instance};
 use cudarc::driver::{DriverError, result};
@@ -14,7 +14,7 @@ use crate::{
     error::{BACKEND, failed},
     gpu::CudaBackend,
     images,
-    native::{self, DeviceAddress, DeviceKv, DeviceRows, NativePlan, Pages, PlanKind},
+    native::{self, DeviceKv, NativePlan, Pages, PlanKind},
     sizes,
     step::{Inputs, Parts, Placed},
     store::CudaPages,
@@ -46,8 +46,8 @@ impl CudaBackend {
         let allocated = device.arena(upload.bytes());
         let (base, _lock) = allocated.map_err(failed("allocating for a decode"))?;
         let placed = Placed { base, parts };
-        let (kv, scales) = self.kv(step, &inputs, &placed)?;
-        let args = placed.decode_args(kv, scales, &plan, &inputs);
+        let kv = self.kv(step, &inputs, &placed)?;
+        let args = placed.decode_args(kv, &plan, &inputs);
         let stream = device.stream.cu_stream();
         let wait = device.wait_on_drop().map_err(failed("decoding"))?;
         // SAFETY: the arena, whose lock is held, has room for the parts; they outlive `wait`, which waits for the copies however this
@@ -85,53 +85,32 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// K and V on the device, and the addresses of their static scales.
+    /// K and V on the device.
     fn kv(
         &self,
         step: &StepInputs<'_>,
         inputs: &Inputs,
         placed: &Placed,
-    ) -> Result<(DeviceKv, [DeviceAddress; 2]), Error> {
-        match step.kv().memory() {
+    ) -> Result<DeviceKv, Error> {
+        Ok(match step.kv().memory() {
             KvMemory::Pages(layer, _) => {
                 let store = self.store_of(layer)?;
-                let has_window = layer.cache().config().format.window() != Window::None;
-                let kv = DeviceKv::Paged {
-                    pool: store.pages(layer.index(), store.pages_to_read()),
-                    page_table: placed.at(placed.parts.table),
-                    page_table_stride: inputs.tables.stride,
-                    residual_pages: placed.some(has_window, placed.parts.residuals),
-                    residual_slots: inputs.slots,
-                };
-                Ok((kv, store.tensor_scale_addresses(layer.index())))
+                let pool = store.pages(layer.index(), store.pages_to_read());
+                let scales = store.tensor_scale_addresses(layer.index());
+                DeviceKv::Paged(placed.paged(inputs, pool, scales))
             }
             KvMemory::View(view) => {
-                let kv = if let Some(import) = &inputs.import {
-                    let at = placed.at(placed.parts.imported);
-                    DeviceKv::Paged {
-                        pool: Pages::new(at, import.layout(), inputs.tables.table.len()),
-                        page_table: placed.at(placed.parts.table),
-                        page_table_stride: inputs.tables.stride,
-                        residual_pages: DeviceAddress::NULL,
-                        residual_slots: 0,
+                let rows = placed.rows(view);
+                match &inputs.import {
+                    None => DeviceKv::Rows(rows),
+                    Some(import) => {
+                        let at = placed.at(placed.parts.imported);
+                        let pool = Pages::new(at, import.layout(), inputs.tables.table.len());
+                        DeviceKv::Paged(placed.paged(inputs, pool, rows.tensor_scales))
                     }
-                } else {
-                    let [k, v] = placed.rows(view);
-                    DeviceKv::Rows(DeviceRows {
-                        k,
-                        v,
-                        code_strides: [view.k().code_strides, view.v().code_strides],
-                        scale_strides: [view.k().scale_strides, view.v().scale_strides],
-                    })
-                };
-                let [.., k, v] = placed.parts.view;
-                let scales = [
-                    placed.some(view.format().k.has_tensor_scale(), k),
-                    placed.some(view.format().v.has_tensor_scale(), v),
-                ];
-                Ok((kv, scales))
+                }
             }
-        }
+        })
     }
 
     /// The launches of a plan that this backend made.

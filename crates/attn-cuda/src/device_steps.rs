@@ -10,8 +10,8 @@ use attn_kernels::cuda::KvLayout;
 use cudarc::driver::{CudaEvent, DriverError, result, sys};
 
 use crate::native::{
-    DecodeArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend, NativePlan, PlanKind, SlotAppendArgs,
-    SpansArgs, Stream, alibi_slopes_log2, launch_decode_as, prepare,
+    DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvRows, NativeAppend, NativePlan, PagedSequences,
+    PlanKind, SlotAppendArgs, SpansArgs, Stream, alibi_slopes_log2, launch_decode_as, prepare,
 };
 use crate::{
     backend::FOREIGN_CACHE,
@@ -26,21 +26,6 @@ use crate::{
 
 /// Plans that are kept for the steps that come: those of decoding, of drafts, of a prompt's pieces.
 const KEPT_PLANS: usize = 8;
-
-/// New tokens in device memory, `[tokens, num_kv_heads, head_dim]`, sequence after sequence.
-#[derive(Debug, Clone, Copy)]
-pub struct NewTokens {
-    /// The new K.
-    pub k: DeviceAddress,
-    /// The new V.
-    pub v: DeviceAddress,
-    /// Number format of `k` and `v`.
-    pub dtype: Dtype,
-    /// Elements from one token of K to the next.
-    pub k_token_stride: usize,
-    /// Elements from one token of V to the next.
-    pub v_token_stride: usize,
-}
 
 /// Queries and outputs in device memory, `[query tokens, num_q_heads, head_dim]`, sequence after sequence.
 #[derive(Debug, Clone, Copy)]
@@ -134,7 +119,7 @@ impl DeviceSteps {
         &mut self,
         cache: &mut KvCache,
         appends: &[Append],
-        tokens: &NewTokens,
+        tokens: &KvRows,
         stream: Stream,
     ) -> Result<(), Error> {
         self.gpu.store(cache)?;
@@ -176,7 +161,7 @@ impl DeviceSteps {
         &mut self,
         cache: &mut KvCache,
         layer: usize,
-        tokens: &NewTokens,
+        tokens: &KvRows,
         stream: Stream,
     ) -> Result<(), Error> {
         self.gpu.store_of(cache.layer(layer)?)?;
@@ -198,7 +183,7 @@ impl DeviceSteps {
         store: &CudaPages,
         layer: usize,
         writes: &[TokenWrite],
-        tokens: &NewTokens,
+        tokens: &KvRows,
         stream: Stream,
     ) -> Result<(), Error> {
         let layout = store.layout();
@@ -215,19 +200,13 @@ impl DeviceSteps {
         // SAFETY: `room` has given as many bytes; each step records `done` behind its one copy from this ring or waits for it.
         unsafe { self.staging.copy(device, done, bytes, base, stream.raw()) }
             .map_err(failed("copying an append's places"))?;
-        let [k_tensor_scales, v_tensor_scales] = store.tensor_scale_addresses(layer);
         let has_window = layout.format().window() != Window::None;
         let args = SlotAppendArgs {
-            k: tokens.k,
-            v: tokens.v,
-            dtype: tokens.dtype,
-            k_token_stride: tokens.k_token_stride,
-            v_token_stride: tokens.v_token_stride,
+            rows: *tokens,
             pool: store.pages(layer, store.num_pages()),
+            tensor_scales: store.tensor_scale_addresses(layer),
             slots: base.offset(slots),
             residual_pages: base.offset(residuals).given(has_window),
-            k_tensor_scales,
-            v_tensor_scales,
             tokens: writes.len(),
             rotary: None,
         };
@@ -413,23 +392,21 @@ impl DeviceSteps {
             sinks_at,
             after_at,
         ] = at.map(|at| base.offset(at));
-        let [k_tensor_scales, v_tensor_scales] = store.tensor_scale_addresses(layer.index());
         let args = DecodeArgs {
             q: rows.q,
             out: rows.out,
             dtype: rows.dtype,
             lse: rows.lse,
-            kv: DeviceKv::Paged {
+            kv: DeviceKv::Paged(PagedSequences {
                 pool: store.pages(layer.index(), store.pages_to_read()),
                 page_table: table,
                 page_table_stride: tables.stride,
                 residual_pages: residuals.given(residual_slots > 0),
                 residual_slots,
-            },
-            kv_lens: lens,
+                kv_lens: lens,
+                tensor_scales: store.tensor_scale_addresses(layer.index()),
+            }),
             query_blocks: blocks.given(!plan.query_blocks().is_empty()),
-            k_tensor_scales,
-            v_tensor_scales,
             alibi_slopes: slopes_at.given(!slopes.is_empty()),
             sinks: sinks_at.given(!sinks.is_empty()),
             workspace,

@@ -1,8 +1,6 @@
 //! Numbers that callers give, on their way into kernels' parameters: products that do not wrap, conversions that do not cut.
 
-use attn_core::{Error, KvFormat};
-
-use crate::handles::DeviceAddress;
+use attn_core::Error;
 
 /// The product of `factors`.
 ///
@@ -65,50 +63,6 @@ pub(crate) fn axis(n: usize) -> u32 {
 /// no memory has a second entry that far away.
 pub(crate) fn strides(of: [usize; 3]) -> [i64; 3] {
     of.map(|stride| i64::try_from(stride).unwrap_or(i64::MAX))
-}
-
-/// Refuses a format with a window whose table of residual pages is null.
-///
-/// # Errors
-/// [`Error::Parameter`].
-pub(crate) fn has_residual_pages(
-    format: KvFormat,
-    page_size: usize,
-    residual_pages: DeviceAddress,
-) -> Result<(), Error> {
-    if format.residual_slots(page_size, 0) > 0 && residual_pages == DeviceAddress::NULL {
-        return Err(Error::Parameter {
-            what: "residual_pages",
-            given: "null".into(),
-            allowed: "a table for formats with a window (int4, int8/int4), as DeviceKv::Paged and SlotAppendArgs say",
-        });
-    }
-    Ok(())
-}
-
-/// Slots of residual pages for a kernel's parameters; refuses a format with a window whose table is null, or of a wrong size.
-///
-/// # Errors
-/// [`Error::Parameter`].
-pub(crate) fn slots(
-    format: KvFormat,
-    page_size: usize,
-    slots: usize,
-    residual_pages: DeviceAddress,
-) -> Result<u32, Error> {
-    has_residual_pages(format, page_size, residual_pages)?;
-    let least = format.residual_slots(page_size, 0);
-    if least == 0 {
-        return Ok(0);
-    }
-    if slots < least || !slots.is_power_of_two() || slots > 1 << 20 {
-        return Err(Error::Parameter {
-            what: "residual_slots",
-            given: slots.to_string(),
-            allowed: "what KvFormat::residual_slots gives for the page size and the most query tokens of a sequence",
-        });
-    }
-    Ok(slots as u32)
 }
 
 #[cfg(test)]

@@ -8,8 +8,8 @@ use crate::{
     device::Device,
     device_tables::DeviceTables,
     native::{
-        self, DecodeArgs, DeviceAddress, DeviceKv, Dtype, ImportArgs, NativeImport, NativePlan,
-        alibi_slopes_log2,
+        self, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, ImportArgs, NativeImport,
+        NativePlan, PagedSequences, Pages, alibi_slopes_log2,
     },
     sizes,
     store::CudaPages,
@@ -24,7 +24,7 @@ pub(crate) struct Inputs {
     slopes: Vec<f32>,
     sinks: Vec<f32>,
     /// Slots of residual pages of a sequence.
-    pub(crate) slots: usize,
+    slots: usize,
     pub(crate) tables: DeviceTables,
     /// The import of a view that decode does not read in place.
     pub(crate) import: Option<NativeImport>,
@@ -91,10 +91,10 @@ pub(crate) struct Parts {
     sinks: usize,
     query_blocks: usize,
     pub(crate) imported: usize,
-    pub(crate) table: usize,
-    pub(crate) residuals: usize,
+    table: usize,
+    residuals: usize,
     /// Codes of K and V, their scales, their static scales.
-    pub(crate) view: [usize; 6],
+    view: [usize; 6],
 }
 
 impl Parts {
@@ -146,36 +146,51 @@ impl Placed {
     }
 
     /// The address, or null for what is not given.
-    pub(crate) fn some(&self, given: bool, offset: usize) -> DeviceAddress {
+    fn some(&self, given: bool, offset: usize) -> DeviceAddress {
         self.at(offset).given(given)
     }
 
-    /// Codes and scales of a view's K and V.
-    pub(crate) fn rows(&self, view: &KvView<'_>) -> [[DeviceAddress; 2]; 2] {
-        let [k, v, k_scales, v_scales, ..] = self.parts.view;
-        [
-            [
-                self.at(k),
-                self.some(view.format().k.has_row_scales(), k_scales),
+    /// A view's rows.
+    pub(crate) fn rows(&self, view: &KvView<'_>) -> DeviceRows {
+        let [k, v, k_scales, v_scales, k_tensor_scales, v_tensor_scales] = self.parts.view;
+        let format = view.format();
+        DeviceRows {
+            k: [self.at(k), self.some(format.k.has_row_scales(), k_scales)],
+            v: [self.at(v), self.some(format.v.has_row_scales(), v_scales)],
+            code_strides: [view.k().code_strides, view.v().code_strides],
+            scale_strides: [view.k().scale_strides, view.v().scale_strides],
+            kv_lens: self.at(self.parts.lens),
+            tensor_scales: [
+                self.some(format.k.has_tensor_scale(), k_tensor_scales),
+                self.some(format.v.has_tensor_scale(), v_tensor_scales),
             ],
-            [
-                self.at(v),
-                self.some(view.format().v.has_row_scales(), v_scales),
-            ],
-        ]
+        }
+    }
+
+    /// The step's sequences in the pages of `pool`.
+    pub(crate) fn paged(
+        &self,
+        inputs: &Inputs,
+        pool: Pages,
+        tensor_scales: [DeviceAddress; 2],
+    ) -> PagedSequences {
+        PagedSequences {
+            pool,
+            page_table: self.at(self.parts.table),
+            page_table_stride: inputs.tables.stride,
+            residual_pages: self.some(inputs.slots > 0, self.parts.residuals),
+            residual_slots: inputs.slots,
+            kv_lens: self.at(self.parts.lens),
+            tensor_scales,
+        }
     }
 
     pub(crate) fn import_args(&self, view: &KvView<'_>, inputs: &Inputs) -> ImportArgs {
-        let [k, v] = self.rows(view);
         ImportArgs {
-            k,
-            v,
-            code_strides: [view.k().code_strides, view.v().code_strides],
-            scale_strides: [view.k().scale_strides, view.v().scale_strides],
+            rows: self.rows(view),
             pool: self.at(self.parts.imported),
             page_table: self.at(self.parts.table),
             page_table_stride: inputs.tables.stride,
-            kv_lens: self.at(self.parts.lens),
             batch: inputs.lens.len(),
             max_kv_len: inputs.longest,
         }
@@ -184,7 +199,6 @@ impl Placed {
     pub(crate) fn decode_args(
         &self,
         kv: DeviceKv,
-        scales: [DeviceAddress; 2],
         plan: &NativePlan,
         inputs: &Inputs,
     ) -> DecodeArgs {
@@ -194,10 +208,7 @@ impl Placed {
             lse: self.at(self.parts.lse),
             dtype: Dtype::F32,
             kv,
-            kv_lens: self.at(self.parts.lens),
             query_blocks: self.some(!plan.query_blocks().is_empty(), self.parts.query_blocks),
-            k_tensor_scales: scales[0],
-            v_tensor_scales: scales[1],
             alibi_slopes: self.some(!inputs.slopes.is_empty(), self.parts.slopes),
             sinks: self.some(!inputs.sinks.is_empty(), self.parts.sinks),
             workspace: self.at(self.parts.workspace),

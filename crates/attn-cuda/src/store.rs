@@ -9,7 +9,7 @@ use cudarc::driver::{CudaSlice, DevicePtr};
 use crate::{
     device::{Device, LoadedKernel},
     error::failed,
-    native::{self, AppendArgs, DeviceAddress, Dtype, Pages},
+    native::{self, AppendArgs, DeviceAddress, Dtype, KvRows, PagedSequences, Pages},
     sizes,
     upload::{Upload, bytes_of},
 };
@@ -290,23 +290,25 @@ impl CudaPages {
     ) -> AppendArgs {
         let row = self.layout.num_kv_heads() * self.layout.head_dim();
         let offset = run.source * row * 4;
-        let [k_tensor_scales, v_tensor_scales] = self.tensor_scale_addresses(layer);
         let page_table = words.offset(4 * run.words);
         let slots = self.residual_slots;
         AppendArgs {
-            k: k.offset(offset),
-            v: v.offset(offset),
-            dtype: Dtype::F32,
-            k_token_stride: row,
-            v_token_stride: row,
-            pool: self.pages(layer, self.num_pages),
-            page_table,
-            page_table_stride: run.pages,
-            residual_pages: page_table.offset(4 * run.pages).given(slots > 0),
-            residual_slots: slots,
-            kv_lens: page_table.offset(4 * (run.pages + slots)),
-            k_tensor_scales,
-            v_tensor_scales,
+            rows: KvRows {
+                k: k.offset(offset),
+                v: v.offset(offset),
+                dtype: Dtype::F32,
+                k_token_stride: row,
+                v_token_stride: row,
+            },
+            sequences: PagedSequences {
+                pool: self.pages(layer, self.num_pages),
+                page_table,
+                page_table_stride: run.pages,
+                residual_pages: page_table.offset(4 * run.pages).given(slots > 0),
+                residual_slots: slots,
+                kv_lens: page_table.offset(4 * (run.pages + slots)),
+                tensor_scales: self.tensor_scale_addresses(layer),
+            },
             batch: 1,
             tokens: run.tokens,
             rotary: None,

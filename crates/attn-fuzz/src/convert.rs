@@ -228,20 +228,16 @@ fn through_a_cache(
     tokens: usize,
     made: &[Vec<u8>],
 ) -> Result<(), String> {
-    let mut config = CacheConfig::builder(
-        shape.format,
-        Heads {
-            q: shape.heads,
-            kv: shape.heads,
-            dim: shape.head_dim,
-        },
-    )
-    .sequences(1)
-    .max_len(0)
-    .build();
-    config.page_size = shape.page_size;
-    config.num_pages = made.len() + 1;
-    (config.k_tensor_scales, config.v_tensor_scales) = (k_scales, v_scales);
+    let heads = Heads {
+        q: shape.heads,
+        kv: shape.heads,
+        dim: shape.head_dim,
+    };
+    let config = CacheConfig::builder(shape.format, heads)
+        .page_size(shape.page_size)
+        .pages(made.len() + 1)
+        .tensor_scales(k_scales, v_scales)
+        .build();
     let reference = attn_cpu::Reference::new();
     let mut cache = reference.create_cache(&config).map_err(|e| e.to_string())?;
     cache

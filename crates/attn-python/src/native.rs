@@ -6,8 +6,8 @@ mod places;
 use attn::{
     CacheConfig, Heads, KvFormat, PageLayout, Problem, Window,
     backends::cuda::native::{
-        DeviceAddress, KvLayout, NativeAppend, NativeExport, NativePlan, SlotAppendArgs, SpansArgs,
-        alibi_slopes_log2,
+        DeviceAddress, DeviceKv, KvLayout, NativeAppend, NativeExport, NativePlan, SlotAppendArgs,
+        SpansArgs, alibi_slopes_log2,
     },
 };
 use pyo3::{
@@ -164,7 +164,7 @@ impl Plan {
         stream: u64,
     ) -> PyResult<()> {
         let gpu = self.gpu.cuda()?;
-        let args = self.decode_args(self.paged(&pages)?, &arrays)?;
+        let args = self.decode_args(DeviceKv::Paged(self.sequences(&pages)?), &arrays)?;
         // SAFETY: the arrays have been compared with the plan's shapes, types and device, and lie in memory that the caller's library keeps until
         // the work enqueued on its stream has run; `attn.torch.Plan` makes the workspace, zeroed, for itself alone. That lengths, pages and
         // queries on the device are in range is the caller's contract, which `ATTN_CHECK=1` checks.
@@ -190,7 +190,7 @@ impl Plan {
     ) -> PyResult<()> {
         let (max_sums, o, tokens_after) = spans;
         let gpu = self.gpu.cuda()?;
-        let args = self.decode_args(self.paged(&pages)?, &arrays)?;
+        let args = self.decode_args(DeviceKv::Paged(self.sequences(&pages)?), &arrays)?;
         let states = self.problem.rows().saturating_mul(self.plan.spans());
         let list = |what, array, count: usize| {
             self.gpu
@@ -238,7 +238,7 @@ impl Plan {
         stream: u64,
     ) -> PyResult<()> {
         let gpu = self.gpu.cuda()?;
-        let args = self.export_args(self.paged(&pages)?, &rows)?;
+        let args = self.export_args(self.sequences(&pages)?, &rows)?;
         let export = self.export.as_ref().ok_or_else(others)?;
         // SAFETY: as for `attend`; that ranges end inside their sequences and inside the rows is the caller's contract.
         py.detach(|| unsafe { gpu.export_on(export, stream_of(stream), &args) })
@@ -259,19 +259,14 @@ impl Plan {
         let gpu = self.gpu.cuda()?;
         let append = self.append()?;
         let pool = self.pool(&pages.pool)?;
-        let new = self.new_tokens(&kv.0, &kv.1)?;
-        let tokens = new.tokens;
+        let (rows, tokens) = self.kv_rows(&kv.0, &kv.1)?;
         let has_window = self.layout.format().window() != Window::None;
         let residual_bytes = if has_window { 4 * tokens } else { 0 };
-        let [k_tensor_scales, v_tensor_scales] = self.scales([&pages.k_scales, &pages.v_scales])?;
-        let rotary = self.rotary_args(rotary.as_ref(), new.dtype, tokens)?;
+        let rotary = self.rotary_args(rotary.as_ref(), rows.dtype, tokens)?;
         let args = SlotAppendArgs {
-            k: new.k,
-            v: new.v,
-            dtype: new.dtype,
-            k_token_stride: new.k_stride,
-            v_token_stride: new.v_stride,
+            rows,
             pool,
+            tensor_scales: self.scales([&pages.k_scales, &pages.v_scales])?,
             slots: self
                 .gpu
                 .list("slots", Some(slots), (Dtype::I64, 8 * tokens))?,
@@ -280,8 +275,6 @@ impl Plan {
                 pages.residual_pages.as_ref(),
                 (Dtype::I32, residual_bytes),
             )?,
-            k_tensor_scales,
-            v_tensor_scales,
             tokens,
             rotary,
         };
@@ -302,9 +295,9 @@ impl Plan {
         rotary: Option<RotaryArrays<'_>>,
     ) -> PyResult<()> {
         let gpu = self.gpu.cuda()?;
-        let paged = self.paged(&pages)?;
-        let append = self.append_args(paged, [&kv.0, &kv.1], rotary.as_ref())?;
-        let decode = self.decode_args(paged, &arrays)?;
+        let sequences = self.sequences(&pages)?;
+        let append = self.append_args(sequences, [&kv.0, &kv.1], rotary.as_ref())?;
+        let decode = self.decode_args(DeviceKv::Paged(sequences), &arrays)?;
         let prepared = self.append()?;
         // SAFETY: as for `attend`; that lengths count the new tokens is the caller's contract.
         py.detach(|| unsafe {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use attn_core::{
-    CacheConfig, Error, Heads, KvView, Problem, StridedRows,
+    CacheConfig, Error, KvView, Problem, StridedRows,
     layout::{Part, Side},
 };
 
@@ -36,20 +36,10 @@ impl ViewPages {
             .iter()
             .map(|len| len.div_ceil(PAGE_SIZE))
             .collect();
-        let mut config = CacheConfig::builder(
-            view.format(),
-            Heads {
-                q: problem.num_kv_heads,
-                kv: problem.num_kv_heads,
-                dim: problem.head_dim,
-            },
-        )
-        .sequences(1)
-        .max_len(0)
-        .build();
-        config.num_pages = counts.iter().sum();
-        config.k_tensor_scales = view.k_tensor_scales().to_vec();
-        config.v_tensor_scales = view.v_tensor_scales().to_vec();
+        let config = CacheConfig::builder(view.format(), problem.heads())
+            .pages(counts.iter().sum())
+            .tensor_scales(view.k_tensor_scales(), view.v_tensor_scales())
+            .build();
         let layout = config.layout()?;
         let parts = [(Side::K, view.k()), (Side::V, view.v())];
         let parts = parts.map(|(side, rows)| (layout.part(side), rows));

@@ -21,7 +21,13 @@ pub(super) struct Contiguous {
 }
 
 impl Contiguous {
-    pub(super) fn kv(&self, buffers: &Buffers, copy: DeviceAddress) -> DeviceKv {
+    pub(super) fn kv(
+        &self,
+        buffers: &Buffers,
+        copy: DeviceAddress,
+        kv_lens: DeviceAddress,
+        tensor_scales: [DeviceAddress; 2],
+    ) -> DeviceKv {
         let of = |i: usize| {
             let scales = self.scales[i]
                 .0
@@ -33,6 +39,8 @@ impl Contiguous {
             v: of(1),
             code_strides: self.codes.map(|(_, strides)| strides),
             scale_strides: self.scales.map(|(_, strides)| strides),
+            kv_lens,
+            tensor_scales,
         };
         match &self.table {
             Some((table, stride)) => DeviceKv::PagedRows {

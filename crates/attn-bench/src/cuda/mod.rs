@@ -13,7 +13,9 @@ use attn_core::{DecodeAttention, Error};
 use attn_cuda::{
     CudaBackend,
     internals::{NativeRead, check_native, context, failed, prepare_read, product, read_on},
-    native::{AppendArgs, DecodeArgs, DeviceAddress, Dtype, KvLayout, NativeAppend, NativePlan},
+    native::{
+        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, NativeAppend, NativePlan,
+    },
 };
 use cudarc::driver::{CudaGraph, CudaSlice, DriverError, sys};
 
@@ -274,22 +276,20 @@ impl CudaTimer {
 
     fn decode_args(&self, step: &Step, copy: DeviceAddress) -> DecodeArgs {
         let at = &self.buffers;
+        let (lens, scales) = (at.address(&step.kv_lens), step.scales);
         DecodeArgs {
             q: at.address(&step.q),
             out: at.address(&step.out),
             lse: at.address(&step.lse),
             dtype: Dtype::Bf16,
             kv: match &step.source {
-                Source::Pages(pages) => pages.kv(at, copy),
-                Source::Contiguous(rows) => rows.kv(at, copy),
+                Source::Pages(pages) => DeviceKv::Paged(pages.sequences(at, copy, lens, scales)),
+                Source::Contiguous(rows) => rows.kv(at, copy, lens, scales),
             },
-            kv_lens: at.address(&step.kv_lens),
             query_blocks: step
                 .query_blocks
                 .as_ref()
                 .map_or(DeviceAddress::NULL, |blocks| at.address(blocks)),
-            k_tensor_scales: step.scales[0],
-            v_tensor_scales: step.scales[1],
             alibi_slopes: DeviceAddress::NULL,
             sinks: DeviceAddress::NULL,
             workspace: at.address(&step.workspace),
@@ -301,17 +301,19 @@ impl CudaTimer {
         let stream = self.buffers.raw();
         let decode = self.decode_args(step, copy);
         // `supports` has refused appends to rows.
-        let (Some(append), Source::Pages(pages), true) =
-            (&step.append, &step.source, work != Operation::Decode)
-        else {
+        let (Some(append), Source::Pages(pages), DeviceKv::Paged(sequences), true) = (
+            &step.append,
+            &step.source,
+            decode.kv,
+            work != Operation::Decode,
+        ) else {
             // SAFETY: `step`'s buffers and the arena were sized for the plan's problem and live until the graph is dropped; the
             // page table names pages of the copy alone; the workspace was zeroed by its allocation; one stream.
             return unsafe { self.gpu.decode_on(&step.plan, stream, &decode) };
         };
-        let kv_lens = self.buffers.address(&step.kv_lens);
         let args = AppendArgs {
             batch: step.kv_lens.len(),
-            ..pages.append_args(self, copy, step.scales, kv_lens, 1)
+            ..pages.append_args(self, sequences, 1)
         };
         if work.is_by_slots() {
             let args = pages.slot_append_args(self, copy, step.scales);

@@ -1,9 +1,9 @@
 //! Pools of pages to time: filled once by the append kernel, then copied.
 
-use attn_core::{CacheConfig, Error, Heads, Problem, Rotary, RotaryScaling, RotaryStyle};
+use attn_core::{CacheConfig, Error, Problem, Rotary, RotaryScaling, RotaryStyle};
 use attn_cuda::native::{
-    AppendArgs, DeviceAddress, DeviceKv, Dtype, NativeAppend, RotaryArgs, RotaryQueries,
-    SlotAppendArgs,
+    AppendArgs, DeviceAddress, Dtype, KvRows, NativeAppend, PagedSequences, RotaryArgs,
+    RotaryQueries, SlotAppendArgs,
 };
 use cudarc::driver::CudaSlice;
 
@@ -81,13 +81,23 @@ impl OnDevice {
 }
 
 impl Pages {
-    pub(super) fn kv(&self, buffers: &Buffers, pool: DeviceAddress) -> DeviceKv {
-        DeviceKv::Paged {
+    /// The sequences in the copy at `pool`.
+    pub(super) fn sequences(
+        &self,
+        buffers: &Buffers,
+        pool: DeviceAddress,
+        kv_lens: DeviceAddress,
+        tensor_scales: [DeviceAddress; 2],
+    ) -> PagedSequences {
+        let residuals = self.residual_pages.as_ref();
+        PagedSequences {
             pool: self.pool(pool),
             page_table: buffers.address(&self.page_table),
             page_table_stride: self.stride,
-            residual_pages: self.residual_pages(buffers),
+            residual_pages: residuals.map_or(DeviceAddress::NULL, |table| buffers.address(table)),
             residual_slots: self.residual_slots,
+            kv_lens,
+            tensor_scales,
         }
     }
 
@@ -99,9 +109,16 @@ impl Pages {
         }
     }
 
-    fn residual_pages(&self, buffers: &Buffers) -> DeviceAddress {
-        let table = self.residual_pages.as_ref();
-        table.map_or(DeviceAddress::NULL, |table| buffers.address(table))
+    /// K and V of noise.
+    fn rows(&self, timer: &CudaTimer) -> KvRows {
+        let noise = timer.buffers.address(&timer.noise);
+        KvRows {
+            k: noise,
+            v: noise.offset(2 * NOISE),
+            dtype: Dtype::Bf16,
+            k_token_stride: self.row,
+            v_token_stride: self.row,
+        }
     }
 
     /// The append of the last token of every sequence, of noise, by slots.
@@ -109,22 +126,16 @@ impl Pages {
         &self,
         timer: &CudaTimer,
         pool: DeviceAddress,
-        scales: [DeviceAddress; 2],
+        tensor_scales: [DeviceAddress; 2],
     ) -> SlotAppendArgs {
         let buffers = &timer.buffers;
-        let noise = buffers.address(&timer.noise);
         let (slots, residuals) = (self.slots.as_ref(), self.slot_residuals.as_ref());
         SlotAppendArgs {
-            k: noise,
-            v: noise.offset(2 * NOISE),
-            dtype: Dtype::Bf16,
-            k_token_stride: self.row,
-            v_token_stride: self.row,
+            rows: self.rows(timer),
             pool: self.pool(pool),
+            tensor_scales,
             slots: slots.map_or(DeviceAddress::NULL, |slots| buffers.address(slots)),
             residual_pages: residuals.map_or(DeviceAddress::NULL, |pages| buffers.address(pages)),
-            k_tensor_scales: scales[0],
-            v_tensor_scales: scales[1],
             tokens: slots.map_or(0, CudaSlice::len),
             rotary: self.rotary.as_ref().map(|rotary| rotary.args(buffers)),
         }
@@ -134,26 +145,12 @@ impl Pages {
     pub(super) fn append_args(
         &self,
         timer: &CudaTimer,
-        pool: DeviceAddress,
-        scales: [DeviceAddress; 2],
-        kv_lens: DeviceAddress,
+        sequences: PagedSequences,
         tokens: usize,
     ) -> AppendArgs {
-        let noise = timer.buffers.address(&timer.noise);
         AppendArgs {
-            k: noise,
-            v: noise.offset(2 * NOISE),
-            dtype: Dtype::Bf16,
-            k_token_stride: self.row,
-            v_token_stride: self.row,
-            pool: self.pool(pool),
-            page_table: timer.buffers.address(&self.page_table),
-            page_table_stride: self.stride,
-            residual_pages: self.residual_pages(&timer.buffers),
-            residual_slots: self.residual_slots,
-            kv_lens,
-            k_tensor_scales: scales[0],
-            v_tensor_scales: scales[1],
+            rows: self.rows(timer),
+            sequences,
             batch: 1,
             tokens,
             rotary: None,
@@ -187,21 +184,7 @@ pub(super) fn fill(
 ) -> Result<(NativeAppend, Pages, Rotation), Error> {
     let problem = &workload.problem;
     let (heads, dim, batch) = (problem.num_kv_heads, problem.head_dim, problem.batch());
-    let mut config = CacheConfig::builder(
-        workload.format,
-        Heads {
-            q: heads,
-            kv: heads,
-            dim,
-        },
-    )
-    .sequences(batch)
-    .max_len(0)
-    .build();
     let page_size = workload.page_size;
-    config.page_size = page_size;
-    let layout = config.layout()?;
-    let page_bytes = layout.page_bytes();
     let slots = workload
         .format
         .residual_slots(page_size, problem.max_q_len());
@@ -214,7 +197,12 @@ pub(super) fn fill(
     let longest = counts.iter().copied().max().unwrap_or(0).max(1);
     // As long as the plan may ask.
     let stride = longest.max(workload.planned.div_ceil(page_size));
-    config.num_pages = total + batch * slots;
+    let config = CacheConfig::builder(workload.format, problem.heads())
+        .sequences(batch)
+        .page_size(page_size)
+        .pages(total + batch * slots)
+        .build();
+    let page_bytes = config.layout()?.page_bytes();
     let append = match workload.operation {
         Operation::AppendRotary => timer.gpu.prepare_append_rotary(&config)?,
         _ => timer.gpu.prepare_append(&config)?,
@@ -264,7 +252,8 @@ pub(super) fn fill(
     }
     let lens = timer.buffers.upload(&[(first * page_size) as i32])?;
     let at = timer.buffers.address(&lens);
-    let args = in_order.append_args(timer, rotation.base, scales, at, first * page_size);
+    let sequences = in_order.sequences(&timer.buffers, rotation.base, at, scales);
+    let args = in_order.append_args(timer, sequences, first * page_size);
     // SAFETY: the arena holds the pool; pages below `first` and the first sequence's residual pages; the noise holds so many tokens; one stream.
     unsafe { timer.gpu.append_on(&append, timer.buffers.raw(), &args) }?;
     if first > 0 {
@@ -280,10 +269,10 @@ pub(super) fn fill(
     let lens_there = timer.buffers.upload(&lens)?;
     for (b, &len) in lens.iter().enumerate() {
         let at = timer.buffers.address(&lens_there).offset(4 * b);
-        let tokens = len as usize % page_size;
-        let mut args = scattered.append_args(timer, rotation.base, scales, at, tokens);
-        args.page_table = args.page_table.offset(4 * b * stride);
-        args.residual_pages = args.residual_pages.offset(4 * b * slots);
+        let mut sequences = scattered.sequences(&timer.buffers, rotation.base, at, scales);
+        sequences.page_table = sequences.page_table.offset(4 * b * stride);
+        sequences.residual_pages = sequences.residual_pages.offset(4 * b * slots);
+        let args = scattered.append_args(timer, sequences, len as usize % page_size);
         // SAFETY: as above; the last page of sequence `b` is in its row of the table.
         unsafe { timer.gpu.append_on(&append, timer.buffers.raw(), &args) }?;
     }

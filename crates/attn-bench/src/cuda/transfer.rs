@@ -3,7 +3,10 @@
 use attn_core::{CacheConfig, Error, Heads, KvFormat, Scheme};
 use attn_cuda::{
     internals::{copy_on, failed},
-    native::{CopyPagesArgs, DeviceAddress, Dtype, ExportArgs, MergeStatesArgs, Pages},
+    native::{
+        CopyPagesArgs, DeviceAddress, Dtype, ExportArgs, KvRows, MergeStatesArgs, PagedSequences,
+        Pages,
+    },
 };
 
 use super::{CudaTimer, driver};
@@ -116,23 +119,26 @@ impl CudaTimer {
         let starts = at.upload(&starts)?;
         let scales = at.address(&self.scales);
         let args = ExportArgs {
-            k,
-            v,
-            dtype: Dtype::Bf16,
-            k_token_stride: HEADS * DIM,
-            v_token_stride: HEADS * DIM,
-            pool: Pages::new(pool, &layout, config.num_pages),
-            page_table: at.address(&table),
-            page_table_stride: LEN / PAGE_SIZE,
-            residual_pages: residuals
-                .as_ref()
-                .map_or(DeviceAddress::NULL, |pages| at.address(pages)),
-            residual_slots: slots,
-            kv_lens: at.address(&lens),
+            rows: KvRows {
+                k,
+                v,
+                dtype: Dtype::Bf16,
+                k_token_stride: HEADS * DIM,
+                v_token_stride: HEADS * DIM,
+            },
+            sequences: PagedSequences {
+                pool: Pages::new(pool, &layout, config.num_pages),
+                page_table: at.address(&table),
+                page_table_stride: LEN / PAGE_SIZE,
+                residual_pages: residuals
+                    .as_ref()
+                    .map_or(DeviceAddress::NULL, |pages| at.address(pages)),
+                residual_slots: slots,
+                kv_lens: at.address(&lens),
+                tensor_scales: [scales; 2],
+            },
             row_starts: at.address(&starts),
             first_tokens: DeviceAddress::NULL,
-            k_tensor_scales: scales,
-            v_tensor_scales: scales,
             batch: BATCH,
             max_tokens: LEN,
         };

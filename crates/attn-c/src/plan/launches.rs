@@ -3,11 +3,11 @@
 use std::ffi::c_void;
 
 use attn::backends::cuda::native::{
-    AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, NativeAppend, RotaryArgs, SlotAppendArgs,
-    SpansArgs, Stream,
+    AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, KvRows, NativeAppend, PagedSequences,
+    RotaryArgs, SlotAppendArgs, SpansArgs, Stream,
 };
 
-use super::{Buffers, Kv, Pages, Plan, Spans, address, given};
+use super::{Buffers, Pages, Plan, Spans, address, given, tensor_scales};
 use crate::{
     arguments::{config, handle},
     rows::{Rows, Tokens, on_device},
@@ -15,13 +15,6 @@ use crate::{
 };
 
 impl Plan {
-    fn token_stride(&self, given: usize) -> usize {
-        match given {
-            0 => self.layout.num_kv_heads() * self.layout.head_dim(),
-            given => given,
-        }
-    }
-
     /// Rotary positions of an append, where it has some.
     ///
     /// # Safety
@@ -56,49 +49,38 @@ impl Plan {
         Ok(())
     }
 
-    /// The library's pages.
-    fn kv_of_pages(&self, pages: &Pages) -> Result<Kv, Failure> {
+    /// The sequences in the library's pages.
+    fn sequences(&self, pages: &Pages) -> Result<PagedSequences, Failure> {
         self.append()?;
         self.check_table(pages.page_table_stride)?;
-        let format = self.layout.format();
-        Ok(Kv {
-            kv: DeviceKv::Paged {
-                pool: pages.pool(&self.layout)?,
-                page_table: given("page_table", pages.page_table)?,
-                page_table_stride: pages.page_table_stride,
-                residual_pages: address(pages.residual_pages),
-                residual_slots: self.residual_slots(),
-            },
-            lengths: given("lengths", pages.lengths)?,
-            scales: [
-                scales("k_scales", pages.k_scales, format.k)?,
-                scales("v_scales", pages.v_scales, format.v)?,
-            ],
-        })
+        pages.sequences(&self.layout, self.residual_slots())
+    }
+
+    /// New tokens in device memory.
+    fn new_rows(&self, tokens: &Tokens) -> Result<KvRows, Failure> {
+        given("k", tokens.k)?;
+        given("v", tokens.v)?;
+        tokens.on_device([self.layout.num_kv_heads(), self.layout.head_dim()])
     }
 
     pub(crate) fn decode_args(
         &self,
-        kv: Kv,
+        kv: DeviceKv,
         rows: &Rows,
         buffers: &Buffers,
     ) -> Result<DecodeArgs, Failure> {
         rows.check_on_device([self.problem.num_q_heads, self.problem.head_dim])?;
         let has_blocks = self.plan.query_blocks_bytes() > 0;
-        let [k_tensor_scales, v_tensor_scales] = kv.scales;
         Ok(DecodeArgs {
             q: given("q", rows.q)?,
             out: given("out", rows.out)?,
             dtype: on_device(rows.dtype)?,
             lse: address(rows.lse),
-            kv: kv.kv,
-            kv_lens: kv.lengths,
+            kv,
             query_blocks: match has_blocks {
                 true => given("query_blocks", buffers.query_blocks)?,
                 false => DeviceAddress::NULL,
             },
-            k_tensor_scales,
-            v_tensor_scales,
             alibi_slopes: match self.problem.alibi_slopes {
                 Some(_) => given("alibi_slopes", buffers.alibi_slopes)?,
                 None => DeviceAddress::NULL,
@@ -109,18 +91,6 @@ impl Plan {
             },
             workspace: given("workspace", buffers.workspace)?,
         })
-    }
-}
-
-/// Static scales per KV head, where the scheme has them.
-pub(crate) fn scales(
-    what: &str,
-    scales: *const f32,
-    scheme: attn::Scheme,
-) -> Result<DeviceAddress, Failure> {
-    match scheme.has_tensor_scale() {
-        true => given(what, scales),
-        false => Ok(DeviceAddress::NULL),
     }
 }
 
@@ -148,7 +118,7 @@ pub unsafe extern "C" fn attn_plan_attend(
                 config(buffers)?,
             )
         };
-        let args = plan.decode_args(plan.kv_of_pages(&pages)?, &rows, &buffers)?;
+        let args = plan.decode_args(DeviceKv::Paged(plan.sequences(&pages)?), &rows, &buffers)?;
         let gpu = plan.device.cuda("plan")?;
         // SAFETY: this function's contract.
         Ok(unsafe { gpu.decode_on(&plan.plan, Stream::from_raw(stream), &args) }?)
@@ -195,7 +165,7 @@ pub unsafe extern "C" fn attn_plan_attend_spans(
             workspace: spans.o.cast(),
             ..buffers
         };
-        let args = plan.decode_args(plan.kv_of_pages(&pages)?, &rows, &buffers)?;
+        let args = plan.decode_args(DeviceKv::Paged(plan.sequences(&pages)?), &rows, &buffers)?;
         let gpu = plan.device.cuda("plan")?;
         // SAFETY: this function's contract.
         Ok(unsafe { gpu.attend_spans_on(&plan.plan, Stream::from_raw(stream), &args, &to) }?)
@@ -231,24 +201,13 @@ pub unsafe extern "C" fn attn_plan_step(
                 config(buffers)?,
             )
         };
-        tokens.check_on_device(plan.problem.head_dim)?;
+        let (new, sequences) = (plan.new_rows(&tokens)?, plan.sequences(&pages)?);
         // SAFETY: this function's contract.
         let rotary = unsafe { plan.rotary(&tokens) }?;
-        let decode = plan.decode_args(plan.kv_of_pages(&pages)?, &rows, &buffers)?;
+        let decode = plan.decode_args(DeviceKv::Paged(sequences), &rows, &buffers)?;
         let append = AppendArgs {
-            k: given("k", tokens.k)?,
-            v: given("v", tokens.v)?,
-            dtype: on_device(tokens.dtype)?,
-            k_token_stride: plan.token_stride(tokens.k_token_stride),
-            v_token_stride: plan.token_stride(tokens.v_token_stride),
-            pool: pages.pool(&plan.layout)?,
-            page_table: address(pages.page_table),
-            page_table_stride: pages.page_table_stride,
-            residual_pages: address(pages.residual_pages),
-            residual_slots: plan.residual_slots(),
-            kv_lens: address(pages.lengths),
-            k_tensor_scales: decode.k_tensor_scales,
-            v_tensor_scales: decode.v_tensor_scales,
+            rows: new,
+            sequences,
             batch: plan.problem.batch(),
             tokens: each,
             rotary,
@@ -282,20 +241,15 @@ pub unsafe extern "C" fn attn_plan_append_slots(
         // SAFETY: this function's contract.
         let (plan, pages, tokens) =
             unsafe { (handle("plan", plan)?, config(pages)?, config(tokens)?) };
-        tokens.check_on_device(plan.problem.head_dim)?;
+        let new = plan.new_rows(&tokens)?;
         // SAFETY: this function's contract.
         let rotary = unsafe { plan.rotary(&tokens) }?;
         let args = SlotAppendArgs {
-            k: given("k", tokens.k)?,
-            v: given("v", tokens.v)?,
-            dtype: on_device(tokens.dtype)?,
-            k_token_stride: plan.token_stride(tokens.k_token_stride),
-            v_token_stride: plan.token_stride(tokens.v_token_stride),
+            rows: new,
             pool: pages.pool(&plan.layout)?,
+            tensor_scales: tensor_scales([pages.k_scales, pages.v_scales], plan.layout.format())?,
             slots: given("slots", slots)?,
             residual_pages: address(residual_pages),
-            k_tensor_scales: scales("k_scales", pages.k_scales, plan.layout.format().k)?,
-            v_tensor_scales: scales("v_scales", pages.v_scales, plan.layout.format().v)?,
             tokens: count,
             rotary,
         };

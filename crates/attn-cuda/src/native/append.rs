@@ -10,7 +10,8 @@ use attn_kernels::cuda::{
 use cudarc::driver::sys;
 
 use super::{
-    COPY_THREADS, DecodeArgs, DeviceAddress, Dtype, NativePlan, Pages, RotaryArgs, Stream,
+    COPY_THREADS, DecodeArgs, DeviceAddress, KvRows, NativePlan, PagedSequences, RotaryArgs,
+    Stream,
     check::{check, check_kernel},
     launch_decode,
     rotary::PositionsFrom,
@@ -20,32 +21,10 @@ use crate::{CudaBackend, device::LoadedKernel, error::failed, sizes};
 /// Device addresses of one append launch: `tokens` new tokens for each of `batch` sequences.
 #[derive(Debug, Clone, Copy)]
 pub struct AppendArgs {
-    /// New K `[batch · tokens][num_kv_heads][head_dim]`.
-    pub k: DeviceAddress,
-    /// New V `[batch · tokens][num_kv_heads][head_dim]`.
-    pub v: DeviceAddress,
-    /// Number format of `k` and `v`.
-    pub dtype: Dtype,
-    /// Elements from one token of K to the next.
-    pub k_token_stride: usize,
-    /// Elements from one token of V to the next.
-    pub v_token_stride: usize,
-    /// The pool.
-    pub pool: Pages,
-    /// u32 `[batch][page_table_stride]`.
-    pub page_table: DeviceAddress,
-    /// Entries per sequence.
-    pub page_table_stride: usize,
-    /// u32 `[batch][residual_slots]` as in [`DeviceKv::Paged`](super::DeviceKv::Paged); null where no scheme has a window.
-    pub residual_pages: DeviceAddress,
-    /// Entries of `residual_pages` per sequence.
-    pub residual_slots: usize,
-    /// i32 `[batch]`: lengths that count the new tokens already.
-    pub kv_lens: DeviceAddress,
-    /// f32 `[num_kv_heads]`, or null.
-    pub k_tensor_scales: DeviceAddress,
-    /// f32 `[num_kv_heads]`, or null.
-    pub v_tensor_scales: DeviceAddress,
+    /// K and V of the new tokens, `batch · tokens` rows.
+    pub rows: KvRows,
+    /// The sequences that they are appended to; `kv_lens` count the new tokens already.
+    pub sequences: PagedSequences,
     /// Sequences.
     pub batch: usize,
     /// New tokens of each.
@@ -91,9 +70,9 @@ pub fn append_params(
     is_followed: bool,
 ) -> Result<AppendParams, Error> {
     args.check_grid(layout)?;
-    args.pool.check(layout.page_bytes())?;
-    let [k_token_stride, v_token_stride, _] =
-        sizes::strides([args.k_token_stride, args.v_token_stride, 0]);
+    let sequences = &args.sequences;
+    let tables = sequences.check(layout)?;
+    let [k_tensor_scales, v_tensor_scales] = sequences.tensor_scales.map(DeviceAddress::get);
     let rotary = match &args.rotary {
         Some(rotary) => {
             rotary.params(layout.head_dim(), args.all_tokens(), PositionsFrom::KvLens)?
@@ -101,30 +80,20 @@ pub fn append_params(
         None => AppendParams::default(),
     };
     Ok(AppendParams {
-        k: args.k.get(),
-        v: args.v.get(),
-        pool: args.pool.at.get(),
-        page_stride: args.pool.stride as u64,
-        page_table: args.page_table.get(),
-        residual_pages: args.residual_pages.get(),
-        residual_ring: sizes::slots(
-            layout.format(),
-            layout.page_size(),
-            args.residual_slots,
-            args.residual_pages,
-        )?,
-        kv_lens: args.kv_lens.get(),
-        k_tensor_scales: args.k_tensor_scales.get(),
-        v_tensor_scales: args.v_tensor_scales.get(),
-        k_token_stride,
-        v_token_stride,
+        pool: sequences.pool.at.get(),
+        page_stride: sequences.pool.stride as u64,
+        page_table: sequences.page_table.get(),
+        page_table_stride: tables.page_table_stride,
+        residual_pages: sequences.residual_pages.get(),
+        residual_ring: tables.residual_ring,
+        kv_lens: sequences.kv_lens.get(),
+        k_tensor_scales,
+        v_tensor_scales,
         tokens: sizes::int("tokens to append", args.tokens)?,
         batch: sizes::int("sequences to append to", args.batch)?,
         num_kv_heads: sizes::int("num_kv_heads", layout.num_kv_heads())?,
-        page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
-        dtype: args.dtype.code(),
         is_followed: i32::from(is_followed),
-        ..rotary
+        ..args.rows.append_params(rotary)
     })
 }
 
@@ -312,33 +281,24 @@ impl CudaBackend {
     ) -> Result<(), Error> {
         let kernel = append.kernel(args.rotary.as_ref())?;
         if let Some(kernel) = append.check.as_ref().filter(|_| args.tokens > 0) {
-            let layout = &append.layout;
+            let (layout, sequences) = (&append.layout, &args.sequences);
             // The checking launch comes first, and what the host refuses enqueues nothing.
             append_params(args, layout, is_followed)?;
             let mut params = DecodeParams {
-                page_table: args.page_table.get(),
-                page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
-                residual_pages: args.residual_pages.get(),
-                residual_ring: sizes::slots(
-                    layout.format(),
-                    layout.page_size(),
-                    args.residual_slots,
-                    args.residual_pages,
-                )?,
-                kv_lens: args.kv_lens.get(),
                 batch: sizes::int("sequences to append to", args.batch)?,
-                ..DecodeParams::default()
+                ..sequences.decode_params(layout)?
             };
             let limits = CheckParams {
                 positions: args.rotary.map_or(0, |rotary| rotary.positions.get()),
                 num_positions: args.rotary.map_or(0, |rotary| rotary.rows()),
                 max_kv_len: sizes::int_limit(
-                    args.page_table_stride
-                        .saturating_mul(append.layout.page_size()),
+                    sequences
+                        .page_table_stride
+                        .saturating_mul(layout.page_size()),
                 ),
                 min_kv_len: sizes::int("tokens to append", args.tokens)?,
-                num_pages: sizes::axis(args.pool.num_pages),
-                page_size: sizes::int("page_size", append.layout.page_size())?,
+                num_pages: sizes::axis(sequences.pool.num_pages),
+                page_size: sizes::int("page_size", layout.page_size())?,
                 ..CheckParams::default()
             };
             // SAFETY: this function's contract.
@@ -355,7 +315,7 @@ mod tests {
     use super::*;
     use attn_core::{KvFormat, RotaryStyle};
 
-    use crate::native::RotaryQueries;
+    use crate::native::{Dtype, Pages, RotaryQueries};
 
     fn layout() -> PageLayout {
         PageLayout::new(KvFormat::INT4, 128, 64, 2).unwrap()
@@ -363,19 +323,22 @@ mod tests {
 
     fn args() -> AppendArgs {
         AppendArgs {
-            k: DeviceAddress::NULL,
-            v: DeviceAddress::NULL,
-            dtype: Dtype::F32,
-            k_token_stride: 256,
-            v_token_stride: usize::MAX,
-            pool: Pages::new(DeviceAddress::NULL, &layout(), 1),
-            page_table: DeviceAddress::NULL,
-            page_table_stride: 3,
-            residual_pages: DeviceAddress::new(0x100),
-            residual_slots: 4,
-            kv_lens: DeviceAddress::NULL,
-            k_tensor_scales: DeviceAddress::NULL,
-            v_tensor_scales: DeviceAddress::NULL,
+            rows: KvRows {
+                k: DeviceAddress::NULL,
+                v: DeviceAddress::NULL,
+                dtype: Dtype::F32,
+                k_token_stride: 256,
+                v_token_stride: usize::MAX,
+            },
+            sequences: PagedSequences {
+                pool: Pages::new(DeviceAddress::NULL, &layout(), 1),
+                page_table: DeviceAddress::NULL,
+                page_table_stride: 3,
+                residual_pages: DeviceAddress::new(0x100),
+                residual_slots: 4,
+                kv_lens: DeviceAddress::NULL,
+                tensor_scales: [DeviceAddress::NULL; 2],
+            },
             batch: 5,
             tokens: 7,
             rotary: None,
@@ -413,13 +376,10 @@ mod tests {
             (256, i64::MAX)
         );
         assert_eq!((params.residual_pages, params.residual_ring), (0x100, 4));
-        let mut without = args();
-        without.residual_pages = DeviceAddress::NULL;
-        let refused = append_params(&without, &layout(), true).unwrap_err();
-        assert!(refused.to_string().contains("residual_pages"), "{refused}");
         for large in [1 << 31, (1 << 32) + 1, usize::MAX] {
             let [mut tokens, mut batch, mut stride] = [args(); 3];
-            (tokens.tokens, batch.batch, stride.page_table_stride) = (large, large, large);
+            (tokens.tokens, batch.batch) = (large, large);
+            stride.sequences.page_table_stride = large;
             for args in [tokens, batch, stride] {
                 let refused = append_params(&args, &layout(), false);
                 assert!(matches!(refused, Err(Error::Parameter { .. })), "{args:?}");

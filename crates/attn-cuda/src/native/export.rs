@@ -5,42 +5,21 @@ use std::{ffi::c_void, sync::Arc};
 use attn_core::{Error, PageLayout, arithmetic::TILE};
 use attn_kernels::cuda::{Instance, params::ExportParams};
 
-use super::{COPY_THREADS, DeviceAddress, Dtype, Pages, Stream, check_heads};
+use super::{COPY_THREADS, DeviceAddress, KvRows, PagedSequences, Stream, check_heads};
 use crate::{device::LoadedKernel, error::failed, gpu::CudaBackend, sizes};
 
 /// Device addresses of one export launch: a range of tokens of each of `batch` sequences, as rows one behind the other.
 #[derive(Debug, Clone, Copy)]
 pub struct ExportArgs {
-    /// Rows of K `[token][num_kv_heads][head_dim]`, or null for V alone.
-    pub k: DeviceAddress,
-    /// Rows of V `[token][num_kv_heads][head_dim]`, or null for K alone.
-    pub v: DeviceAddress,
-    /// Number format of `k` and `v`. 16-bit rows are the f32 ones rounded to nearest even, infinite where f16 has no more room.
-    pub dtype: Dtype,
-    /// Elements from one token of K to the next, a multiple of 8.
-    pub k_token_stride: usize,
-    /// Elements from one token of V to the next, a multiple of 8.
-    pub v_token_stride: usize,
-    /// The pool.
-    pub pool: Pages,
-    /// u32 `[batch][page_table_stride]`.
-    pub page_table: DeviceAddress,
-    /// Entries per sequence.
-    pub page_table_stride: usize,
-    /// u32 `[batch][residual_slots]` as in [`DeviceKv::Paged`](super::DeviceKv::Paged); null where no scheme has a window.
-    pub residual_pages: DeviceAddress,
-    /// Entries of `residual_pages` per sequence.
-    pub residual_slots: usize,
-    /// i32 `[batch]`: cached tokens. The newest are read with their residuals, as a query of the last token would.
-    pub kv_lens: DeviceAddress,
+    /// Where the rows go; K or V is null for the other alone. 16-bit rows are the f32 ones rounded to nearest even, infinite where f16 has no more
+    /// room. Token strides are multiples of 8.
+    pub rows: KvRows,
+    /// The sequences. Their newest tokens are read with residuals, as a query of the last token would.
+    pub sequences: PagedSequences,
     /// i32 `[batch + 1]`: the first row of each sequence's range in `k` and `v`, then their end.
     pub row_starts: DeviceAddress,
     /// i32 `[batch]`: the first token of each range; null for ranges that begin with their sequence.
     pub first_tokens: DeviceAddress,
-    /// f32 `[num_kv_heads]` for schemes with a static scale, else null.
-    pub k_tensor_scales: DeviceAddress,
-    /// f32 `[num_kv_heads]` for V's schemes with a static scale, else null.
-    pub v_tensor_scales: DeviceAddress,
     /// Sequences.
     pub batch: usize,
     /// No range has more tokens. Up to 4194000.
@@ -72,8 +51,9 @@ pub fn export_params(args: &ExportArgs, layout: &PageLayout) -> Result<ExportPar
     }
     let allowed = "at most 65535, as a CUDA grid has no more layers; export some at a time";
     sizes::check_grid("sequences to export", args.batch, allowed)?;
-    args.pool.check(layout.page_bytes())?;
-    for stride in [args.k_token_stride, args.v_token_stride] {
+    let (rows, sequences) = (&args.rows, &args.sequences);
+    let tables = sequences.check(layout)?;
+    for stride in [rows.k_token_stride, rows.v_token_stride] {
         if !stride.is_multiple_of(8) {
             return Err(Error::Parameter {
                 what: "token stride",
@@ -82,30 +62,26 @@ pub fn export_params(args: &ExportArgs, layout: &PageLayout) -> Result<ExportPar
             });
         }
     }
-    let [k_token_stride, v_token_stride, page_stride] =
-        sizes::strides([args.k_token_stride, args.v_token_stride, args.pool.stride]);
+    let [k_token_stride, v_token_stride] = rows.token_strides();
+    let [k_tensor_scales, v_tensor_scales] = sequences.tensor_scales.map(DeviceAddress::get);
+    let [page_stride, ..] = sizes::strides([sequences.pool.stride, 0, 0]);
     Ok(ExportParams {
-        k: args.k.get(),
-        v: args.v.get(),
-        pool: args.pool.at.get(),
-        page_table: args.page_table.get(),
-        residual_pages: args.residual_pages.get(),
-        kv_lens: args.kv_lens.get(),
+        k: rows.k.get(),
+        v: rows.v.get(),
+        pool: sequences.pool.at.get(),
+        page_table: sequences.page_table.get(),
+        page_table_stride: tables.page_table_stride,
+        residual_pages: sequences.residual_pages.get(),
+        residual_ring: tables.residual_ring,
+        kv_lens: sequences.kv_lens.get(),
         row_starts: args.row_starts.get(),
         first_tokens: args.first_tokens.get(),
-        k_tensor_scales: args.k_tensor_scales.get(),
-        v_tensor_scales: args.v_tensor_scales.get(),
+        k_tensor_scales,
+        v_tensor_scales,
         k_token_stride,
         v_token_stride,
         page_stride,
-        page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
-        dtype: args.dtype.code(),
-        residual_ring: sizes::slots(
-            layout.format(),
-            layout.page_size(),
-            args.residual_slots,
-            args.residual_pages,
-        )?,
+        dtype: rows.dtype.code(),
         ..ExportParams::default()
     })
 }
@@ -171,25 +147,30 @@ mod tests {
     use super::*;
     use attn_core::KvFormat;
 
+    use crate::native::{Dtype, Pages};
+
     #[test]
     fn what_a_grid_has_no_room_for_and_strides_of_no_vectors_are_refused() {
         let layout = PageLayout::new(KvFormat::INT8, 64, 16, 2).unwrap();
         let good = ExportArgs {
-            k: DeviceAddress::NULL,
-            v: DeviceAddress::NULL,
-            dtype: Dtype::F32,
-            k_token_stride: 128,
-            v_token_stride: 136,
-            pool: Pages::new(DeviceAddress::NULL, &layout, 1),
-            page_table: DeviceAddress::NULL,
-            page_table_stride: 3,
-            residual_pages: DeviceAddress::NULL,
-            residual_slots: 0,
-            kv_lens: DeviceAddress::NULL,
+            rows: KvRows {
+                k: DeviceAddress::NULL,
+                v: DeviceAddress::NULL,
+                dtype: Dtype::F32,
+                k_token_stride: 128,
+                v_token_stride: 136,
+            },
+            sequences: PagedSequences {
+                pool: Pages::new(DeviceAddress::NULL, &layout, 1),
+                page_table: DeviceAddress::NULL,
+                page_table_stride: 3,
+                residual_pages: DeviceAddress::NULL,
+                residual_slots: 0,
+                kv_lens: DeviceAddress::NULL,
+                tensor_scales: [DeviceAddress::NULL; 2],
+            },
             row_starts: DeviceAddress::NULL,
             first_tokens: DeviceAddress::NULL,
-            k_tensor_scales: DeviceAddress::NULL,
-            v_tensor_scales: DeviceAddress::NULL,
             batch: 65_535,
             max_tokens: MOST_TOKENS,
         };
@@ -201,8 +182,8 @@ mod tests {
         let changes: [(&str, Change); 4] = [
             ("sequences to export is 65536", |a| a.batch += 1),
             ("max_tokens is 4194001", |a| a.max_tokens += 1),
-            ("token stride is 132", |a| a.k_token_stride += 4),
-            ("token stride is 140", |a| a.v_token_stride += 4),
+            ("token stride is 132", |a| a.rows.k_token_stride += 4),
+            ("token stride is 140", |a| a.rows.v_token_stride += 4),
         ];
         for (what, change) in changes {
             let mut args = good;

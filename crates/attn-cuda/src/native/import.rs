@@ -6,7 +6,7 @@ use attn_core::{Error, PageLayout};
 use attn_kernels::cuda::{Instance, params::ImportParams};
 use cudarc::driver::sys;
 
-use super::{COPY_THREADS, DeviceAddress};
+use super::{COPY_THREADS, DeviceAddress, DeviceRows};
 use crate::{
     device::{Device, LoadedKernel},
     error::failed,
@@ -16,22 +16,14 @@ use crate::{
 /// Device addresses of one import launch: rows of a contiguous cache into pages of the same format.
 #[derive(Debug, Clone, Copy)]
 pub struct ImportArgs {
-    /// K's codes and f16 scales (null for schemes without).
-    pub k: [DeviceAddress; 2],
-    /// V's codes and f16 scales (null for schemes without).
-    pub v: [DeviceAddress; 2],
-    /// Bytes from one sequence, KV head, token to the next, for K's and V's codes.
-    pub code_strides: [[usize; 3]; 2],
-    /// Elements likewise, for the scales.
-    pub scale_strides: [[usize; 3]; 2],
+    /// The rows, at any strides and addresses. Their static scales are not read: codes are copied as they are.
+    pub rows: DeviceRows,
     /// The pool.
     pub pool: DeviceAddress,
     /// u32 `[batch][page_table_stride]`.
     pub page_table: DeviceAddress,
     /// Entries per sequence.
     pub page_table_stride: usize,
-    /// i32 `[batch]`.
-    pub kv_lens: DeviceAddress,
     /// Sequences.
     pub batch: usize,
     /// No length exceeds it.
@@ -88,19 +80,19 @@ pub(crate) unsafe fn launch_import(
     }
     let allowed = "at most 65535, as a CUDA grid has no more layers; import some at a time";
     sizes::check_grid("sequences to import", args.batch, allowed)?;
-    let strides = sizes::strides;
+    let rows = args.rows.decode_params();
     let mut params = ImportParams {
-        k: args.k[0].get(),
-        v: args.v[0].get(),
-        k_scales: args.k[1].get(),
-        v_scales: args.v[1].get(),
-        k_strides: strides(args.code_strides[0]),
-        v_strides: strides(args.code_strides[1]),
-        k_scale_strides: strides(args.scale_strides[0]),
-        v_scale_strides: strides(args.scale_strides[1]),
+        k: rows.k,
+        v: rows.v,
+        k_scales: rows.k_scales,
+        v_scales: rows.v_scales,
+        k_strides: rows.k_strides,
+        v_strides: rows.v_strides,
+        k_scale_strides: rows.k_scale_strides,
+        v_scale_strides: rows.v_scale_strides,
         pool: args.pool.get(),
         page_table: args.page_table.get(),
-        kv_lens: args.kv_lens.get(),
+        kv_lens: rows.kv_lens,
         num_kv_heads: sizes::int("num_kv_heads", import.layout.num_kv_heads())?,
         page_table_stride: sizes::int("page_table_stride", args.page_table_stride)?,
     };

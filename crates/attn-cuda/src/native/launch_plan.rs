@@ -17,7 +17,7 @@ use attn_kernels::cuda::{
 
 use self::limits::{MOST_WORK, check_counts, check_work, work};
 use super::{
-    DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, SpansArgs,
+    DecodeArgs, SpansArgs,
     query_blocks::{Blocks, Launched, PlanKind, listed},
 };
 use crate::{device::Device, error::BACKEND, sizes};
@@ -34,9 +34,9 @@ pub struct LaunchPlan {
     /// Grid, and the partials that its CTAs exchange.
     pub launch: Launch,
     pub(super) max_kv_len: usize,
-    page_bytes: usize,
-    format: KvFormat,
     layout: KvLayout,
+    /// Of the library's pages, where these are attended.
+    pages: Option<PageLayout>,
     /// Blocks of query tokens that the host knows.
     query_blocks: Vec<QueryBlock>,
     /// Entries of the list of blocks; 0 without one.
@@ -197,11 +197,11 @@ impl LaunchPlan {
             Ok::<_, Error>(sizes::product(what, factors)?.next_multiple_of(256))
         };
         let partials_are_zeroed = config.kernel == Kernel::LowLatencyGlobal;
-        let page_bytes = match layout {
+        let pages = match layout {
             KvLayout::Pages(tokens) => {
-                PageLayout::new(format, problem.head_dim, tokens, heads)?.page_bytes()
+                Some(PageLayout::new(format, problem.head_dim, tokens, heads)?)
             }
-            KvLayout::Rows | KvLayout::PagedRows(_) => 0,
+            KvLayout::Rows | KvLayout::PagedRows(_) => None,
         };
         Ok(LaunchPlan {
             instance,
@@ -209,9 +209,8 @@ impl LaunchPlan {
             shared_bytes,
             launch,
             max_kv_len,
-            page_bytes,
-            format,
             layout,
+            pages,
             query_blocks,
             num_blocks,
             block_tokens: launched.problem.max_q_len(),
@@ -311,7 +310,8 @@ impl LaunchPlan {
     /// The kernel's parameter block.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for a number that needs more than 31 bits, for pages that overlap, and for a problem with sinks whose address is null.
+    /// [`Error::Parameter`] for a number that needs more than 31 bits, for K and V that do not lie as the plan has them, for pages that overlap, and for a
+    /// problem with sinks whose address is null.
     pub fn params(&self, p: &Problem, args: &DecodeArgs) -> Result<DecodeParams, Error> {
         if p.sinks.is_some() && args.sinks.is_null() {
             return Err(Error::Parameter {
@@ -327,14 +327,12 @@ impl LaunchPlan {
                 allowed: "the address of the plan's query blocks on the device",
             });
         }
-        let mut params = DecodeParams {
+        let kv = args.kv.decode_params(self.layout, self.pages.as_ref())?;
+        Ok(DecodeParams {
             q: args.q.get(),
             out: args.out.get(),
             lse: args.lse.get(),
             dtype: args.dtype.code(),
-            kv_lens: args.kv_lens.get(),
-            k_tensor_scales: args.k_tensor_scales.get(),
-            v_tensor_scales: args.v_tensor_scales.get(),
             alibi_slopes: args.alibi_slopes.get(),
             sinks: args.sinks.get(),
             counters: args.workspace.get(),
@@ -377,77 +375,9 @@ impl LaunchPlan {
             row_blocks_divmod: FastDivmod::new(self.launch.row_blocks),
             ctas_divmod: FastDivmod::new(self.launch.grid[0]),
             sms_divmod: FastDivmod::new(self.launch.grid[0] / self.config.ctas),
-            ..DecodeParams::default()
-        };
-        match args.kv {
-            DeviceKv::Paged {
-                pool,
-                page_table,
-                page_table_stride,
-                residual_pages,
-                residual_slots,
-                ..
-            } => {
-                let page_size = self.layout.page_size();
-                params.residual_ring =
-                    sizes::slots(self.format, page_size, residual_slots, residual_pages)?;
-                pool.check(self.page_bytes)?;
-                params.k = pool.at.get();
-                params.page_table = page_table.get();
-                params.page_table_stride = sizes::int("page_table_stride", page_table_stride)?;
-                params.residual_pages = residual_pages.get();
-                params.page_stride = sizes::int("page stride", pool.stride)?;
-            }
-            DeviceKv::Rows(rows) => set_rows(&mut params, &rows),
-            DeviceKv::PagedRows {
-                rows,
-                page_table,
-                page_table_stride,
-                ..
-            } => {
-                check_paged_rows(&rows)?;
-                set_rows(&mut params, &rows);
-                params.page_table = page_table.get();
-                params.page_table_stride = sizes::int("page_table_stride", page_table_stride)?;
-            }
-        }
-        Ok(params)
-    }
-}
-
-fn set_rows(params: &mut DecodeParams, rows: &DeviceRows) {
-    [params.k, params.k_scales] = rows.k.map(DeviceAddress::get);
-    [params.v, params.v_scales] = rows.v.map(DeviceAddress::get);
-    [params.k_strides, params.v_strides] = rows.code_strides.map(sizes::strides);
-    [params.k_scale_strides, params.v_scale_strides] = rows.scale_strides.map(sizes::strides);
-}
-
-/// Refuses strides at which the kernels' vectors do not find the rows of a page.
-fn check_paged_rows(rows: &DeviceRows) -> Result<(), Error> {
-    let refuse = |what, given: usize, allowed| {
-        let given = given.to_string();
-        Err(Error::Parameter {
-            what,
-            given,
-            allowed,
+            ..kv
         })
-    };
-    for stride in rows.code_strides.into_iter().flatten() {
-        if !stride.is_multiple_of(16) {
-            return refuse("stride of rows", stride, "multiples of 16 bytes");
-        }
     }
-    // A kernel reads the word that a scale lies in, and knows which half it is without the page's number.
-    for [of_page, ..] in rows.scale_strides {
-        if !of_page.is_multiple_of(2) {
-            return refuse(
-                "stride of scales from page to page",
-                of_page,
-                "even numbers",
-            );
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -456,7 +386,8 @@ mod tests {
     use attn_core::Heads;
     use attn_kernels::cuda::{Arch, instance::common};
 
-    use super::super::Pages;
+    use super::super::{DeviceAddress, DeviceKv, PagedSequences, Pages};
+
     fn limits() -> DeviceLimits {
         DeviceLimits {
             shared_limit: 227 * 1024,
@@ -540,7 +471,7 @@ mod tests {
             out: DeviceAddress::NULL,
             dtype: super::super::Dtype::F32,
             lse: DeviceAddress::NULL,
-            kv: DeviceKv::Paged {
+            kv: DeviceKv::Paged(PagedSequences {
                 pool: Pages {
                     at: DeviceAddress::NULL,
                     stride: 2 * (2 * 64 * 128 + 2 * 64 * 2),
@@ -550,11 +481,10 @@ mod tests {
                 page_table_stride,
                 residual_pages: DeviceAddress::NULL,
                 residual_slots: 0,
-            },
+                kv_lens: DeviceAddress::NULL,
+                tensor_scales: [DeviceAddress::NULL; 2],
+            }),
             query_blocks: DeviceAddress::NULL,
-            kv_lens: DeviceAddress::NULL,
-            k_tensor_scales: DeviceAddress::NULL,
-            v_tensor_scales: DeviceAddress::NULL,
             alibi_slopes: DeviceAddress::NULL,
             sinks: DeviceAddress::NULL,
             workspace: DeviceAddress::NULL,

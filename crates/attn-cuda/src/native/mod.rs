@@ -9,7 +9,7 @@
 //! use attn_core::{Error, Heads, KvFormat, PageLayout, Problem};
 //! use attn_cuda::{
 //!     CudaBackend,
-//!     native::{DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, Pages, Stream},
+//!     native::{DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, PagedSequences, Pages, Stream},
 //! };
 //!
 //! /// One step of 4 sequences on the engine's stream and memory; `at` are the addresses of queries, outputs, pool, page table, lengths and workspace.
@@ -21,23 +21,22 @@
 //!     // Once; its `workspace_bytes` say how much to allocate, and its `zeroed_bytes` how much of that to zero.
 //!     let plan = gpu.prepare(&problem, KvFormat::INT8, KvLayout::Pages(64))?;
 //!     let [q, out, pool, page_table, kv_lens, workspace] = at.map(DeviceAddress::new);
-//!     let kv = DeviceKv::Paged {
+//!     let kv = PagedSequences {
 //!         pool: Pages::new(pool, &PageLayout::new(KvFormat::INT8, 128, 64, 8)?, 256),
 //!         page_table,
 //!         page_table_stride: 64,
 //!         residual_pages: DeviceAddress::NULL,
 //!         residual_slots: 0,
+//!         kv_lens,
+//!         tensor_scales: [DeviceAddress::NULL; 2],
 //!     };
 //!     let args = DecodeArgs {
 //!         q,
 //!         out,
 //!         dtype: Dtype::F32,
 //!         lse: DeviceAddress::NULL,
-//!         kv,
-//!         kv_lens,
+//!         kv: DeviceKv::Paged(kv),
 //!         query_blocks: DeviceAddress::NULL,
-//!         k_tensor_scales: DeviceAddress::NULL,
-//!         v_tensor_scales: DeviceAddress::NULL,
 //!         alibi_slopes: DeviceAddress::NULL,
 //!         sinks: DeviceAddress::NULL,
 //!         workspace,
@@ -53,6 +52,8 @@ pub(crate) mod copy_pages;
 mod dtype;
 pub(crate) mod export;
 mod import;
+mod kv;
+mod kv_rows;
 pub(crate) mod launch_plan;
 pub(crate) mod list_blocks;
 pub(crate) mod merge_spans;
@@ -72,6 +73,8 @@ pub use dtype::Dtype;
 pub use export::{ExportArgs, NativeExport};
 pub use import::{ImportArgs, NativeImport};
 pub(crate) use import::{launch_import, prepare_import};
+pub use kv::{DeviceKv, DeviceRows, PagedSequences};
+pub use kv_rows::KvRows;
 pub(crate) use launch_plan::{LaunchPlan, choose};
 pub use merge_spans::{MergeSpansArgs, NativeMergeSpans, SpansArgs};
 pub use merge_states::{MergeStatesArgs, NativeMergeStates};
@@ -115,71 +118,6 @@ pub struct NativePlan {
     launch_plan: LaunchPlan,
 }
 
-/// Where K and V of a decode launch lie.
-#[derive(Debug, Clone, Copy)]
-pub enum DeviceKv {
-    /// Native pages.
-    Paged {
-        /// The pool, `[page][kv_head][run]`.
-        pool: Pages,
-        /// u32 `[batch][page_table_stride]`.
-        page_table: DeviceAddress,
-        /// Entries per sequence: at least `max_kv_len / page_size`, rounded up.
-        page_table_stride: usize,
-        /// u32 `[batch][residual_slots]`: the residual page of a sequence's home page i at `i % residual_slots`, for those of its last home
-        /// pages that have one; other entries mean nothing. Null where no scheme has a window.
-        residual_pages: DeviceAddress,
-        /// [`KvFormat::residual_slots`] of the most query tokens that a sequence has in a step.
-        residual_slots: usize,
-    },
-    /// Rows of a contiguous cache.
-    Rows(DeviceRows),
-    /// Rows of another engine's paged cache, such as `[pages, page_size, num_kv_heads, head_dim]`.
-    PagedRows {
-        /// The rows of all pages.
-        rows: DeviceRows,
-        /// Pages in the pool.
-        num_pages: usize,
-        /// u32 or i32 `[batch][page_table_stride]`.
-        page_table: DeviceAddress,
-        /// Entries per sequence: at least `max_kv_len / page_size`, rounded up.
-        page_table_stride: usize,
-    },
-}
-
-/// Rows of K and V, `head_dim` codes side by side in each. Codes begin at multiples of 16 bytes.
-#[derive(Debug, Clone, Copy)]
-pub struct DeviceRows {
-    /// K's codes and f16 scales (null for schemes without).
-    pub k: [DeviceAddress; 2],
-    /// V's codes and f16 scales (null for schemes without).
-    pub v: [DeviceAddress; 2],
-    /// Bytes from one sequence (one page where there are pages), KV head, token to the next, for K's and V's codes: multiples of 16.
-    pub code_strides: [[usize; 3]; 2],
-    /// Elements from one sequence (one page), KV head, token to the next, for K's and V's scales; from page to page an even number.
-    pub scale_strides: [[usize; 3]; 2],
-}
-
-impl DeviceKv {
-    /// What this is, as [`kind`] names it, and the number of pages.
-    fn kind(&self) -> (&'static str, usize) {
-        match *self {
-            DeviceKv::Paged { pool, .. } => (kind(KvLayout::Pages(0)), pool.num_pages),
-            DeviceKv::Rows(_) => (kind(KvLayout::Rows), 0),
-            DeviceKv::PagedRows { num_pages, .. } => (kind(KvLayout::PagedRows(0)), num_pages),
-        }
-    }
-}
-
-/// What a plan for this layout attends.
-fn kind(layout: KvLayout) -> &'static str {
-    match layout {
-        KvLayout::Pages(_) => "the library's pages",
-        KvLayout::Rows => "rows",
-        KvLayout::PagedRows(_) => "pages of rows",
-    }
-}
-
 /// Device addresses of one decode launch.
 #[derive(Debug, Clone, Copy)]
 pub struct DecodeArgs {
@@ -192,17 +130,11 @@ pub struct DecodeArgs {
     pub dtype: Dtype,
     /// f32 `[query tokens, num_q_heads]`, or null.
     pub lse: DeviceAddress,
-    /// K and V.
+    /// K and V. Page tables reach the longest length that the plan is for.
     pub kv: DeviceKv,
-    /// i32 `[batch]`.
-    pub kv_lens: DeviceAddress,
     /// The list of query blocks: [`NativePlan::query_blocks`] in device memory, or what [`CudaBackend::query_blocks_on`] has listed; null where
     /// [`NativePlan::query_blocks_bytes`] is 0.
     pub query_blocks: DeviceAddress,
-    /// f32 `[num_kv_heads]` for schemes with a static scale, else null.
-    pub k_tensor_scales: DeviceAddress,
-    /// f32 `[num_kv_heads]` for V's schemes with a static scale, else null.
-    pub v_tensor_scales: DeviceAddress,
     /// f32 `[num_q_heads]`, each slope times log2 e rounded to f32 ([`alibi_slopes_log2`]); null without.
     pub alibi_slopes: DeviceAddress,
     /// f32 `[num_q_heads]`, the sinks as [`Problem::sinks`] takes them: magnitudes up to 1e6. Null without sinks, which is an error
@@ -341,14 +273,6 @@ pub(crate) unsafe fn launch_decode_as(
     if plan.problem.rows() == 0 {
         return Ok(());
     }
-    let (given, num_pages) = args.kv.kind();
-    if given != kind(plan.layout) {
-        return Err(Error::Parameter {
-            what: "K and V",
-            given: format!("{given} for a plan of {}", kind(plan.layout)),
-            allowed: "what the plan is for; prepare one with the KvLayout of what is decoded",
-        });
-    }
     let mut params = plan.launch_plan.params(&plan.problem, args)?;
     if let Some(spans) = spans {
         let launch_plan = &plan.launch_plan;
@@ -362,7 +286,7 @@ pub(crate) unsafe fn launch_decode_as(
     if let Some(kernel) = &plan.check {
         let limits = CheckParams {
             max_kv_len: sizes::int_limit(plan.launch_plan.max_kv_len),
-            num_pages: sizes::axis(num_pages),
+            num_pages: sizes::axis(args.kv.num_pages()),
             page_size: sizes::int("page_size", plan.layout.table_page_size())?,
             head_dim: sizes::int("head_dim", plan.problem.head_dim)?,
             query_tokens: sizes::int("query tokens", plan.problem.query_tokens())?,

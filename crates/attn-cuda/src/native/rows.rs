@@ -12,7 +12,7 @@ use crate::device::Device;
 /// The maps of a launch on rows; unset ones where the engine cannot take them, and the kernel copies chunks of 16 bytes.
 pub(super) fn maps(device: &Device, plan: &NativePlan, kv: &DeviceKv) -> RowMaps {
     let (rows, outer) = match kv {
-        DeviceKv::Paged { .. } => return RowMaps::default(),
+        DeviceKv::Paged(_) => return RowMaps::default(),
         DeviceKv::Rows(rows) => (rows, [plan.launch_plan.max_kv_len, plan.problem.batch()]),
         DeviceKv::PagedRows {
             rows, num_pages, ..

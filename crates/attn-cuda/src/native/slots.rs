@@ -7,7 +7,8 @@ use attn_kernels::cuda::params::{AppendParams, CheckParams, DecodeParams};
 use cudarc::driver::sys;
 
 use super::{
-    Dtype, NativeAppend, Pages, RotaryArgs, append::append_grid, check, rotary::PositionsFrom,
+    KvRows, NativeAppend, Pages, RotaryArgs, append::append_grid, check, kv::check_residual_pages,
+    rotary::PositionsFrom,
 };
 use crate::{
     error::failed,
@@ -20,27 +21,17 @@ use crate::{
 /// of any sequences.
 #[derive(Debug, Clone, Copy)]
 pub struct SlotAppendArgs {
-    /// New K `[tokens][num_kv_heads][head_dim]`.
-    pub k: DeviceAddress,
-    /// New V `[tokens][num_kv_heads][head_dim]`.
-    pub v: DeviceAddress,
-    /// Number format of `k` and `v`.
-    pub dtype: Dtype,
-    /// Elements from one token of K to the next.
-    pub k_token_stride: usize,
-    /// Elements from one token of V to the next.
-    pub v_token_stride: usize,
+    /// K and V of the new tokens.
+    pub rows: KvRows,
     /// The pool.
     pub pool: Pages,
+    /// f32 `[num_kv_heads]` of K, then of V: the static scales; null for schemes without.
+    pub tensor_scales: [DeviceAddress; 2],
     /// i64 `[tokens]`: `page · page_size + token of the page`; a token with a negative slot is skipped.
     pub slots: DeviceAddress,
     /// u32 `[tokens]`: the residual page of the token's page, or `u32::MAX` if that keeps none (as for all but a sequence's last
     /// [`KvFormat::residual_slots`](attn_core::KvFormat::residual_slots) pages); null where no scheme has a window.
     pub residual_pages: DeviceAddress,
-    /// f32 `[num_kv_heads]`, or null.
-    pub k_tensor_scales: DeviceAddress,
-    /// f32 `[num_kv_heads]`, or null.
-    pub v_tensor_scales: DeviceAddress,
     /// Tokens, skipped ones included.
     pub tokens: usize,
     /// Rotary positions, by an append of [`CudaBackend::prepare_append_rotary`]; none where K is appended as it is.
@@ -56,7 +47,7 @@ pub fn slot_append_params(
     args: &SlotAppendArgs,
     layout: &PageLayout,
 ) -> Result<AppendParams, Error> {
-    if args.slots == DeviceAddress::NULL {
+    if args.slots.is_null() {
         return Err(Error::Parameter {
             what: "slots",
             given: "null".into(),
@@ -64,28 +55,22 @@ pub fn slot_append_params(
         });
     }
     args.pool.check(layout.page_bytes())?;
-    sizes::has_residual_pages(layout.format(), layout.page_size(), args.residual_pages)?;
-    let [k_token_stride, v_token_stride, _] =
-        sizes::strides([args.k_token_stride, args.v_token_stride, 0]);
+    check_residual_pages(layout, args.residual_pages)?;
+    let [k_tensor_scales, v_tensor_scales] = args.tensor_scales.map(DeviceAddress::get);
     let rotary = match &args.rotary {
         Some(rotary) => rotary.params(layout.head_dim(), args.tokens, PositionsFrom::Caller)?,
         None => AppendParams::default(),
     };
     Ok(AppendParams {
-        k: args.k.get(),
-        v: args.v.get(),
         pool: args.pool.at.get(),
         page_stride: args.pool.stride as u64,
         residual_pages: args.residual_pages.get(),
         slots: args.slots.get(),
-        k_tensor_scales: args.k_tensor_scales.get(),
-        v_tensor_scales: args.v_tensor_scales.get(),
-        k_token_stride,
-        v_token_stride,
+        k_tensor_scales,
+        v_tensor_scales,
         tokens: sizes::int("tokens to append", args.tokens)?,
         num_kv_heads: sizes::int("num_kv_heads", layout.num_kv_heads())?,
-        dtype: args.dtype.code(),
-        ..rotary
+        ..args.rows.append_params(rotary)
     })
 }
 
@@ -170,29 +155,34 @@ mod tests {
     use super::*;
     use attn_core::{KvFormat, RotaryStyle};
 
-    use crate::native::RotaryQueries;
+    use crate::native::{Dtype, RotaryQueries};
 
     fn layout() -> PageLayout {
         PageLayout::new(KvFormat::INT4, 128, 64, 2).unwrap()
     }
 
+    fn args(rotary: Option<RotaryArgs>) -> SlotAppendArgs {
+        let at = DeviceAddress::new;
+        SlotAppendArgs {
+            rows: KvRows {
+                k: at(0x300),
+                v: at(0x300),
+                dtype: Dtype::Bf16,
+                k_token_stride: 256,
+                v_token_stride: 512,
+            },
+            pool: Pages::new(at(0x400), &layout(), 1),
+            tensor_scales: [DeviceAddress::NULL; 2],
+            slots: at(0x200),
+            residual_pages: at(0x100),
+            tokens: 9,
+            rotary,
+        }
+    }
+
     #[test]
     fn slots_are_needed_and_residual_pages_where_a_scheme_has_a_window() {
-        let at = DeviceAddress::new;
-        let given = SlotAppendArgs {
-            k: at(0x300),
-            v: at(0x300),
-            dtype: Dtype::Bf16,
-            k_token_stride: 256,
-            v_token_stride: 512,
-            pool: Pages::new(at(0x400), &layout(), 1),
-            slots: DeviceAddress::new(0x200),
-            residual_pages: at(0x100),
-            k_tensor_scales: DeviceAddress::NULL,
-            v_tensor_scales: DeviceAddress::NULL,
-            tokens: 9,
-            rotary: None,
-        };
+        let given = args(None);
         let params = slot_append_params(&given, &layout()).unwrap();
         assert_eq!((params.slots, params.tokens, params.dtype), (0x200, 9, 2));
         assert_eq!((params.k_token_stride, params.v_token_stride), (256, 512));
@@ -229,20 +219,7 @@ mod tests {
             positions: at(0x800),
             queries: Some(queries),
         };
-        let with = |rotary| SlotAppendArgs {
-            k: at(0x300),
-            v: at(0x300),
-            dtype: Dtype::Bf16,
-            k_token_stride: 256,
-            v_token_stride: 512,
-            pool: Pages::new(at(0x400), &layout(), 1),
-            slots: at(0x200),
-            residual_pages: at(0x100),
-            k_tensor_scales: DeviceAddress::NULL,
-            v_tensor_scales: DeviceAddress::NULL,
-            tokens: 9,
-            rotary: Some(rotary),
-        };
+        let with = |rotary| args(Some(rotary));
         let params = slot_append_params(&with(rotary), &layout()).unwrap();
         assert_eq!((params.slots, params.dtype, params.tokens), (0x200, 2, 9));
         assert_eq!((params.cos_sin, params.positions), (0x700, 0x800));
@@ -269,7 +246,7 @@ mod tests {
         assert_eq!(grid(of_k_alone), ([9, 1, 1], 128));
         let params = slot_append_params(&with(of_k_alone), &layout()).unwrap();
         assert_eq!((params.q, params.is_interleaved), (0, 0));
-        let args = |change: &dyn Fn(&mut RotaryArgs)| {
+        let changed = |change: &dyn Fn(&mut RotaryArgs)| {
             let mut rotary = rotary;
             change(&mut rotary);
             rotary
@@ -277,19 +254,19 @@ mod tests {
         let of_queries = |change: &dyn Fn(&mut RotaryQueries)| {
             let mut queries = queries;
             change(&mut queries);
-            args(&|rotary| rotary.queries = Some(queries))
+            changed(&|rotary| rotary.queries = Some(queries))
         };
         for (wrong, what) in [
-            (args(&|r| r.rotary_dim = 0), "rotary_dim is 0"),
-            (args(&|r| r.rotary_dim = 66), "rotary_dim is 66"),
-            (args(&|r| r.rotary_dim = 132), "rotary_dim is 132"),
-            (args(&|r| r.num_positions = 0), "num_positions"),
+            (changed(&|r| r.rotary_dim = 0), "rotary_dim is 0"),
+            (changed(&|r| r.rotary_dim = 66), "rotary_dim is 66"),
+            (changed(&|r| r.rotary_dim = 132), "rotary_dim is 132"),
+            (changed(&|r| r.num_positions = 0), "num_positions"),
             (
-                args(&|r| r.cos_sin = DeviceAddress::NULL),
+                changed(&|r| r.cos_sin = DeviceAddress::NULL),
                 "cos_sin is null",
             ),
             (
-                args(&|r| r.positions = DeviceAddress::NULL),
+                changed(&|r| r.positions = DeviceAddress::NULL),
                 "positions is null",
             ),
             (of_queries(&|q| q.q = DeviceAddress::NULL), "q is null"),

@@ -87,12 +87,13 @@ impl PagedRows {
         }
     }
 
-    /// K and V of a launch: the addresses of the codes, of the scales, and of the table.
+    /// K and V of a launch: the addresses of the codes, of the scales, of the table, of the lengths, and of the static scales.
     pub fn kv(
         &self,
         codes: [DeviceAddress; 2],
         scales: [DeviceAddress; 2],
-        table: DeviceAddress,
+        [table, kv_lens]: [DeviceAddress; 2],
+        tensor_scales: [DeviceAddress; 2],
     ) -> DeviceKv {
         DeviceKv::PagedRows {
             rows: DeviceRows {
@@ -100,6 +101,8 @@ impl PagedRows {
                 v: [codes[1], scales[1]],
                 code_strides: self.code_strides,
                 scale_strides: self.scale_strides,
+                kv_lens,
+                tensor_scales,
             },
             num_pages: self.num_pages,
             page_table: table,

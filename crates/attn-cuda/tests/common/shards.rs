@@ -11,13 +11,14 @@ use attn_core::{
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::native::{
-    DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, MergeSpansArgs, Pages, SpansArgs,
+    DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, MergeSpansArgs, SpansArgs,
     alibi_slopes_log2,
 };
 
 use crate::{
-    common_transfer::{Machine, PADDING, padded, pool_of},
+    common_transfer::Machine,
     numbers,
+    pages::{Tables, padded, padded_at, pool_of},
 };
 
 const HEADS: Heads = Heads {
@@ -256,8 +257,7 @@ fn attend<M: Machine>(
     cache: &KvCache,
     q: &[f32],
 ) -> Result<SpanStates> {
-    let (config, layout, table) = (cache.config(), cache.layout(), cache.table());
-    let batch = problem.batch();
+    let (config, layout) = (cache.config(), cache.layout());
     let slots = config.format.residual_slots(PAGE, problem.max_q_len());
     // What follows in other shards is known to the device alone.
     let mut planned = problem.clone();
@@ -267,28 +267,18 @@ fn attend<M: Machine>(
         .iter_mut()
         .for_each(|len| *len = longest.max(*len));
     let longest = planned.kv_lens.iter().copied().max().unwrap_or(0);
-    let stride = longest.div_ceil(PAGE).max(1);
-    let (mut pages, mut residuals) = (
-        vec![u32::MAX; batch * stride],
-        vec![u32::MAX; batch * slots.max(1)],
-    );
-    for (b, list) in table.pages.iter().enumerate() {
-        pages[b * stride..][..list.len()].copy_from_slice(list);
-        let kept = &table.residual_pages[b];
-        for (i, page) in kept.iter().enumerate() {
-            residuals[b * slots + (list.len() - kept.len() + i) % slots] = *page;
-        }
-    }
-    let ints = |of: &[usize]| of.iter().map(|n| *n as i32).collect::<Vec<_>>();
+    let tables = Tables::new(cache, slots, longest);
+    let after = problem.tokens_after.iter().map(|n| *n as i32);
+    let after: Vec<i32> = after.collect();
     let (rows, spans) = (problem.rows(), longest.div_ceil(1024).max(1));
     let blocks = machine.query_blocks((&planned, config.format, KvLayout::Pages(PAGE)))?;
     let upload = |bytes: &[u8]| machine.upload(bytes);
     let mut memory = [
         upload(&padded(pool_of(cache)?, layout))?,
-        upload(bytemuck::cast_slice(&pages))?,
-        upload(bytemuck::cast_slice(&residuals))?,
-        upload(bytemuck::cast_slice(&ints(&problem.kv_lens)))?,
-        upload(bytemuck::cast_slice(&ints(&problem.tokens_after)))?,
+        upload(bytemuck::cast_slice(&tables.pages))?,
+        upload(bytemuck::cast_slice(&tables.residuals))?,
+        upload(bytemuck::cast_slice(&tables.lens))?,
+        upload(bytemuck::cast_slice(&after))?,
         upload(bytemuck::cast_slice(q))?,
         upload(bytemuck::cast_slice(&config.k_tensor_scales))?,
         upload(bytemuck::cast_slice(&alibi_slopes_log2(
@@ -318,21 +308,15 @@ fn attend<M: Machine>(
         out: DeviceAddress::NULL,
         dtype: Dtype::F32,
         lse: DeviceAddress::NULL,
-        kv: DeviceKv::Paged {
-            pool: Pages {
-                at: pool,
-                stride: layout.page_bytes() + PADDING,
-                num_pages: config.num_pages,
-            },
-            page_table,
-            page_table_stride: stride,
-            residual_pages: some(slots > 0, residual_pages),
-            residual_slots: slots,
-        },
-        kv_lens,
+        kv: DeviceKv::Paged(tables.sequences(
+            padded_at(pool, layout, config.num_pages),
+            [page_table, residual_pages, kv_lens],
+            [
+                some(!config.k_tensor_scales.is_empty(), k_scales),
+                DeviceAddress::NULL,
+            ],
+        )),
         query_blocks: some(!blocks.is_empty(), blocks_at),
-        k_tensor_scales: some(!config.k_tensor_scales.is_empty(), k_scales),
-        v_tensor_scales: DeviceAddress::NULL,
         alibi_slopes: some(problem.alibi_slopes.is_some(), slopes),
         sinks: DeviceAddress::NULL,
         workspace: DeviceAddress::NULL,

@@ -1,19 +1,22 @@
 //! What moves cached tokens and results: exports to rows of floats, copies of pages, merges of states. Each must be the CPU's, bit for bit, on
 //! a GPU and where the kernels' text is emulated.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use attn_conformance::case::noise;
 use attn_core::{
-    AttnState, CacheConfig, DecodeAttention, Heads, HostPages, KvCache, KvFormat, PageLayout,
-    Problem, convert::dequantize,
+    AttnState, CacheConfig, DecodeAttention, Heads, KvCache, KvFormat, PageLayout, Problem,
+    convert::dequantize,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::native::{
-    CopyPagesArgs, DecodeArgs, DeviceAddress, Dtype, ExportArgs, KvLayout, MergeSpansArgs,
+    CopyPagesArgs, DecodeArgs, DeviceAddress, Dtype, ExportArgs, KvLayout, KvRows, MergeSpansArgs,
     MergeStatesArgs, Pages, SpansArgs,
 };
 
-use crate::numbers;
+use crate::{
+    numbers,
+    pages::{Tables, padded, padded_at, pool_of},
+};
 
 /// What runs the kernels: memory for their arguments, and launches that end before they return.
 pub trait Machine {
@@ -68,20 +71,6 @@ const EXPORTS: [(&str, usize, usize, usize, Dtype); 12] = [
 const RANGES: [(usize, std::ops::Range<usize>); 4] =
     [(5, 0..5), (200, 1..200), (131, 70..99), (64, 64..64)];
 
-pub fn pool_of(cache: &KvCache) -> Result<&[u8]> {
-    let pages = cache.store().as_any().downcast_ref::<HostPages>();
-    let pool = pages.and_then(|pages| pages.pool(0));
-    pool.context("the CPU's pages lie in host memory")
-}
-
-/// The pool's pages with bytes between them that are no numbers.
-pub fn padded(pool: &[u8], layout: &PageLayout) -> Vec<u8> {
-    let pages = pool.chunks_exact(layout.page_bytes());
-    pages
-        .flat_map(|page| [page, &[0xff; PADDING]].concat())
-        .collect()
-}
-
 fn filled_cache(config: &CacheConfig) -> Result<KvCache> {
     let mut cache = CpuBackend::new().create_cache(config)?;
     let row = config.num_kv_heads * config.head_dim;
@@ -112,21 +101,7 @@ fn export<M: Machine>(
         scales.iter_mut().for_each(|scale| *scale = 0.02);
     }
     let (cache, layout) = (filled_cache(&config)?, config.layout()?);
-    let table = cache.table();
-    let slots = format.residual_slots(page_size, 1);
-    let stride = table.pages.iter().map(Vec::len).max().unwrap_or(0);
-    let (mut pages, mut residuals) = (
-        vec![u32::MAX; RANGES.len() * stride],
-        vec![u32::MAX; RANGES.len() * slots.max(1)],
-    );
-    for (b, list) in table.pages.iter().enumerate() {
-        pages[b * stride..][..list.len()].copy_from_slice(list);
-        let kept = &table.residual_pages[b];
-        for (i, page) in kept.iter().enumerate() {
-            residuals[b * slots + (list.len() - kept.len() + i) % slots] = *page;
-        }
-    }
-    let lens: Vec<i32> = table.lens.iter().map(|len| *len as i32).collect();
+    let tables = Tables::new(&cache, format.residual_slots(page_size, 1), 0);
     let (mut starts, mut firsts) = (vec![0i32], Vec::new());
     for (_, range) in &RANGES {
         firsts.push(range.start as i32);
@@ -144,9 +119,9 @@ fn export<M: Machine>(
     let at = |x: &[u8]| machine.upload(x);
     let mut inputs = [
         at(&padded(pool_of(&cache)?, &layout))?,
-        at(bytemuck::cast_slice(&pages))?,
-        at(bytemuck::cast_slice(&residuals))?,
-        at(bytemuck::cast_slice(&lens))?,
+        at(bytemuck::cast_slice(&tables.pages))?,
+        at(bytemuck::cast_slice(&tables.residuals))?,
+        at(bytemuck::cast_slice(&tables.lens))?,
         at(bytemuck::cast_slice(&starts))?,
         at(bytemuck::cast_slice(&firsts))?,
         at(bytemuck::cast_slice(&config.k_tensor_scales))?,
@@ -167,25 +142,23 @@ fn export<M: Machine>(
         _ => at,
     };
     let args = ExportArgs {
-        k: machine.address(&mut k),
-        v: machine.address(&mut v),
-        dtype,
-        k_token_stride: strides[0],
-        v_token_stride: strides[1],
-        pool: Pages {
-            at: pool,
-            stride: layout.page_bytes() + PADDING,
-            num_pages: config.num_pages,
+        rows: KvRows {
+            k: machine.address(&mut k),
+            v: machine.address(&mut v),
+            dtype,
+            k_token_stride: strides[0],
+            v_token_stride: strides[1],
         },
-        page_table,
-        page_table_stride: stride,
-        residual_pages,
-        residual_slots: slots,
-        kv_lens,
+        sequences: tables.sequences(
+            padded_at(pool, &layout, config.num_pages),
+            [page_table, residual_pages, kv_lens],
+            [
+                some(&config.k_tensor_scales, k_tensor_scales),
+                some(&config.v_tensor_scales, v_tensor_scales),
+            ],
+        ),
         row_starts,
         first_tokens,
-        k_tensor_scales: some(&config.k_tensor_scales, k_tensor_scales),
-        v_tensor_scales: some(&config.v_tensor_scales, v_tensor_scales),
         batch: RANGES.len(),
         max_tokens: 199,
     };
@@ -336,9 +309,6 @@ fn merge<M: Machine>(
     );
     Ok(())
 }
-
-/// Bytes between pages.
-pub const PADDING: usize = 48;
 
 /// A test.
 #[derive(Debug, Clone, Copy)]

@@ -3,13 +3,13 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use attn_conformance::case::noise;
-use attn_core::{CacheConfig, DecodeAttention, Heads, HostPages, KvCache, RotaryStyle};
+use attn_core::{CacheConfig, DecodeAttention, Heads, KvCache, RotaryStyle};
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     internals::{append_grid, append_params, slot_append_grid, slot_append_params},
-    native::{AppendArgs, DeviceAddress, Dtype, Pages, SlotAppendArgs},
+    native::{AppendArgs, DeviceAddress, Dtype, KvRows, Pages, SlotAppendArgs},
 };
 use attn_kernels::cuda::Instance;
 use half::{bf16, f16};
@@ -17,11 +17,11 @@ use libtest_mimic::Trial;
 
 use crate::{
     Kernels, address,
+    pages::{PADDING, Tables, padded_at, pool_of},
     rotary::{Kind, Places, Table, words},
 };
 
-/// Bytes between pages, and what they hold.
-const PADDING: usize = 48;
+/// What lies between pages.
 const PAD: u8 = 0xa5;
 
 /// Format, head_dim, page_size, KV heads.
@@ -297,31 +297,11 @@ impl Job {
         pool: *mut u8,
         rotary: Option<&Table>,
     ) -> Result<Option<String>> {
-        let (config, table) = (&self.config, cache.table());
-        let stride = table.pages.iter().map(Vec::len).max().unwrap_or(1);
-        let pages: Vec<u32> = table
-            .pages
-            .iter()
-            .flat_map(|pages| (0..stride).map(|i| pages.get(i).copied().unwrap_or(0)))
-            .collect();
+        let config = &self.config;
         let slots = config
             .format
             .residual_slots(config.page_size, config.max_q_len);
-        let mut residuals = vec![u32::MAX; table.pages.len() * slots];
-        for (b, own) in table.pages.iter().enumerate() {
-            let of_last = (0..own.len())
-                .rev()
-                .zip(table.residual_pages[b].iter().rev());
-            of_last.for_each(|(i, page)| residuals[b * slots + i % slots] = *page);
-        }
-        let lens: Vec<i32> = table.lens.iter().map(|&len| len as i32).collect();
-        let some = |scales: &[f32]| {
-            if scales.is_empty() {
-                DeviceAddress::NULL
-            } else {
-                address(scales)
-            }
-        };
+        let tables = Tables::new(cache, slots, 0);
         let row = config.num_kv_heads * config.head_dim;
         let padding = rotary.map_or(0, |table| table.kind.k_padding);
         let row_bytes = k.bytes.len() / (self.lens.len() * tokens);
@@ -343,22 +323,22 @@ impl Job {
             None => None,
         };
         let args = AppendArgs {
-            k: address(&k_rows),
-            v: address(&v_rows),
-            dtype: self.dtype,
-            k_token_stride: row + padding,
-            v_token_stride: row,
-            pool: self.pages(pool)?,
-            page_table: address(&pages),
-            page_table_stride: stride,
-            residual_pages: match slots {
-                0 => DeviceAddress::NULL,
-                _ => address(&residuals),
+            rows: KvRows {
+                k: address(&k_rows),
+                v: address(&v_rows),
+                dtype: self.dtype,
+                k_token_stride: row + padding,
+                v_token_stride: row,
             },
-            residual_slots: slots,
-            kv_lens: address(&lens),
-            k_tensor_scales: some(&config.k_tensor_scales),
-            v_tensor_scales: some(&config.v_tensor_scales),
+            sequences: tables.sequences(
+                self.pages(pool)?,
+                [
+                    address(&tables.pages),
+                    address(&tables.residuals),
+                    address(&tables.lens),
+                ],
+                self.tensor_scales(),
+            ),
             batch: self.lens.len(),
             tokens,
             rotary: launch.as_ref().zip(rotary).map(|(launch, table)| {
@@ -437,21 +417,18 @@ impl Job {
             Some(table) => Some(table.launch(self.dtype, config.head_dim, positions, seed)?),
             None => None,
         };
-        let some = |scales: &[f32]| match scales {
-            [] => DeviceAddress::NULL,
-            scales => address(scales),
-        };
         let args = SlotAppendArgs {
-            k: address(&rows[0]),
-            v: address(&rows[1]),
-            dtype: self.dtype,
-            k_token_stride: row + padding[0],
-            v_token_stride: row,
+            rows: KvRows {
+                k: address(&rows[0]),
+                v: address(&rows[1]),
+                dtype: self.dtype,
+                k_token_stride: row + padding[0],
+                v_token_stride: row,
+            },
             pool: self.pages(pool)?,
+            tensor_scales: self.tensor_scales(),
             slots: address(&slots),
             residual_pages: address(&residuals),
-            k_tensor_scales: some(&config.k_tensor_scales),
-            v_tensor_scales: some(&config.v_tensor_scales),
             tokens: slots.len(),
             rotary: launch.as_ref().zip(rotary).map(|(launch, table)| {
                 launch.args(&Places {
@@ -476,12 +453,18 @@ impl Job {
         Ok(launch.and_then(|launch| launch.difference(bytemuck::cast_slice(&launch.out))))
     }
 
-    fn pages(&self, pool: *mut u8) -> Result<Pages> {
-        Ok(Pages {
-            at: DeviceAddress::new(pool as u64),
-            stride: self.config.layout()?.page_bytes() + PADDING,
-            num_pages: self.config.num_pages,
+    /// The cache's static scales, which lie in its configuration.
+    fn tensor_scales(&self) -> [DeviceAddress; 2] {
+        let config = &self.config;
+        [&config.k_tensor_scales, &config.v_tensor_scales].map(|scales| match &scales[..] {
+            [] => DeviceAddress::NULL,
+            scales => address(scales),
         })
+    }
+
+    fn pages(&self, pool: *mut u8) -> Result<Pages> {
+        let at = DeviceAddress::new(pool as u64);
+        Ok(padded_at(at, &self.config.layout()?, self.config.num_pages))
     }
 
     /// All pages are compared whole, and what lies between them is as it was.
@@ -508,12 +491,6 @@ impl Job {
         }
         Ok(None)
     }
-}
-
-fn pool_of(cache: &KvCache) -> Result<&[u8]> {
-    let pages = cache.store().as_any().downcast_ref::<HostPages>();
-    let pool = pages.and_then(|pages| pages.pool(0));
-    pool.context("the CPU's pages lie in host memory")
 }
 
 /// A test for each kind of cache.

@@ -4,20 +4,18 @@ mod shapes;
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use attn_conformance::{
     Case, Size,
     check::{decode_rows, first_difference},
     random::random,
     table,
 };
-use attn_core::{HostPages, KvCache, KvMemory, KvSource, PageTable, Scheme, StridedRows};
+use attn_core::{KvCache, KvMemory, KvSource, Scheme, StridedRows};
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     internals::{LaunchPlan, PlanKind, query_blocks_grid},
-    native::{
-        DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout, Pages, alibi_slopes_log2,
-    },
+    native::{DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout, alibi_slopes_log2},
 };
 use attn_kernels::cuda::{
     Arch, DeviceLimits, Instance, Kernel, LowLatency, Preferences, params::QueryBlock,
@@ -26,14 +24,16 @@ use attn_kernels::cuda::{
 use libtest_mimic::Trial;
 
 use self::shapes::{chosen, short_ones};
-use crate::{Kernels, address, numbers, paged_rows::PagedRows};
+use crate::{
+    Kernels, address, numbers,
+    paged_rows::PagedRows,
+    pages::{Tables, padded, padded_at, pool_of},
+};
 
 /// Tiles times heads and row blocks that one shape may have: seconds, as every lane of every warp is a fiber.
 const LARGEST: usize = 160;
 /// The same on a larger GPU, where there are many sequences or long ones: cuts between many CTAs, merges that they share.
 const LARGEST_OF_MANY: usize = 700;
-/// Bytes between pages.
-const PADDING: usize = 48;
 /// Tokens of a long sequence.
 const LONG: usize = 3000;
 /// Tokens of the longest sequence of plans that serve short ones, too: partials are spans by the host's choice.
@@ -53,10 +53,8 @@ struct Inputs {
     /// The cache's pages, and one of zeros.
     pool: Vec<u128>,
     lens: Vec<i32>,
-    table: Vec<u32>,
-    stride: usize,
-    residuals: Vec<u32>,
-    slots: usize,
+    /// Of a cache.
+    tables: Tables,
     slopes: Vec<f32>,
     workspace: Vec<u64>,
     workspace_at: usize,
@@ -64,63 +62,35 @@ struct Inputs {
 
 impl Inputs {
     fn new(case: &Case, cache: Option<&KvCache>, plan: &LaunchPlan, reach: usize) -> Result<Self> {
-        let none = PageTable::default();
-        let table = cache.map_or(&none, KvCache::table);
-        let pages = &table.pages[..case.problem.batch().min(table.pages.len())];
-        let longest = pages.iter().map(Vec::len).max().unwrap_or(0);
-        let stride = longest.max(reach.div_ceil(case.page_size)).max(1);
-        // The page of zeros behind the pool's, which stands for dropped ones.
-        let zeros = cache.map_or(0, |cache| cache.config().num_pages as u32);
-        let row = |pages: &Vec<u32>| {
-            let mut row: Vec<u32> = pages.iter().map(|page| (*page).min(zeros)).collect();
-            row.resize(stride, zeros);
-            row
-        };
         // NaN wherever the kernel should not look; counters, or partials, are zero.
         let mut workspace = vec![u64::MAX; plan.workspace_bytes() / 8 + 32];
         let workspace_at = workspace.as_ptr().expose_provenance().next_multiple_of(256);
         let first = (workspace_at - workspace.as_ptr().addr()) / 8;
         workspace[first..first + plan.zeroed_bytes() / 8].fill(0);
-        let config = case.config();
-        let slots = case.format.residual_slots(case.page_size, config.max_q_len);
-        let mut residuals = vec![u32::MAX; pages.len() * slots];
-        for (b, own) in pages.iter().enumerate() {
-            if table.first_tokens[b] > 0 {
-                residuals[b * slots..(b + 1) * slots].fill(zeros);
-            }
-            let of_last = (0..own.len())
-                .rev()
-                .zip(table.residual_pages[b].iter().rev());
-            of_last.for_each(|(i, page)| residuals[b * slots + i % slots] = *page);
-        }
+        let slots = case
+            .format
+            .residual_slots(case.page_size, case.config().max_q_len);
         let pages_of = |cache: &KvCache| {
-            let store = cache.store().as_any().downcast_ref::<HostPages>();
-            let pool = store.and_then(|store| store.pool(0));
-            let pool = pool.context("the CPU's pages lie in host memory")?;
-            let size = cache.layout().page_bytes();
-            let mut all = [pool, &vec![0; size]].concat();
+            let layout = cache.layout();
+            let size = layout.page_bytes();
+            let mut all = [pool_of(cache)?, &vec![0; size]].concat();
             // What the last pages leave unwritten holds anything: here NaN, as a code or a scale.
-            for (own, len) in pages.iter().zip(&case.problem.kv_lens) {
+            for (own, len) in cache.table().pages.iter().zip(&case.problem.kv_lens) {
                 if let (Some(page), 1..) = (own.last(), len % case.page_size) {
                     let at = *page as usize * size;
                     let mut written = vec![0xff; size];
-                    let layout = cache.layout();
                     layout.canonical(&mut written, len % case.page_size, false)?;
                     let bytes = all[at..at + size].iter_mut().zip(written);
                     bytes.for_each(|(byte, written)| *byte |= !written);
                 }
             }
-            let pages = all.chunks_exact(size);
-            let padded = pages.flat_map(|page| [page, &[0xff; PADDING]].concat());
-            anyhow::Ok(aligned(&padded.collect::<Vec<_>>()))
+            anyhow::Ok(aligned(&padded(&all, layout)))
         };
+        let tables = cache.map(|cache| Tables::new(cache, slots, reach));
         Ok(Inputs {
             pool: cache.map(pages_of).transpose()?.unwrap_or_default(),
             lens: case.problem.kv_lens.iter().map(|&len| len as i32).collect(),
-            table: pages.iter().flat_map(row).collect(),
-            stride,
-            residuals,
-            slots,
+            tables: tables.unwrap_or_default(),
             slopes: alibi_slopes_log2(case.problem.alibi_slopes.as_deref().unwrap_or(&[])),
             workspace,
             workspace_at,
@@ -354,46 +324,38 @@ impl Job {
         let paged_codes = paged
             .as_ref()
             .map(|paged| [aligned(&paged.codes[0]), aligned(&paged.codes[1])]);
-        let (kv, scales) = match source.memory() {
+        let kv_lens = address(&inputs.lens);
+        let kv = match source.memory() {
             KvMemory::Pages(layer, _) => {
                 let cache = layer.cache();
-                let kv = DeviceKv::Paged {
-                    pool: Pages {
-                        at: address(&inputs.pool),
-                        stride: cache.layout().page_bytes() + PADDING,
-                        num_pages: cache.config().num_pages + 1,
-                    },
-                    page_table: address(&inputs.table),
-                    page_table_stride: inputs.stride,
-                    residual_pages: match inputs.residuals.is_empty() {
-                        true => DeviceAddress::NULL,
-                        false => address(&inputs.residuals),
-                    },
-                    residual_slots: inputs.slots,
-                };
                 let config = cache.config();
-                (
-                    kv,
-                    [&config.k_tensor_scales, &config.v_tensor_scales].map(|x| some(x)),
-                )
+                let tables = &inputs.tables;
+                let at = address(&inputs.pool);
+                DeviceKv::Paged(tables.sequences(
+                    padded_at(at, cache.layout(), config.num_pages + 1),
+                    [address(&tables.pages), address(&tables.residuals), kv_lens],
+                    [&config.k_tensor_scales, &config.v_tensor_scales].map(|scales| some(scales)),
+                ))
             }
             KvMemory::View(view) => {
                 let rows = |rows: &StridedRows<'_>| [address(rows.codes), address(rows.scales)];
-                let kv = match (&paged, &paged_codes) {
+                let tensor_scales = [view.k_tensor_scales(), view.v_tensor_scales()].map(some);
+                match (&paged, &paged_codes) {
                     (Some(paged), Some([k, v])) => paged.kv(
                         [address(k), address(v)],
                         [&paged.scales[0], &paged.scales[1]].map(|scales| address(scales)),
-                        address(&paged.table),
+                        [address(&paged.table), kv_lens],
+                        tensor_scales,
                     ),
                     _ => DeviceKv::Rows(DeviceRows {
                         k: rows(view.k()),
                         v: rows(view.v()),
                         code_strides: [view.k().code_strides, view.v().code_strides],
                         scale_strides: [view.k().scale_strides, view.v().scale_strides],
+                        kv_lens,
+                        tensor_scales,
                     }),
-                };
-                let scales = [view.k_tensor_scales(), view.v_tensor_scales()];
-                (kv, scales.map(some))
+                }
             }
         };
         let list = match self.kind {
@@ -409,10 +371,7 @@ impl Job {
             dtype,
             lse: DeviceAddress::new(lse.as_mut_ptr() as u64),
             kv,
-            kv_lens: address(&inputs.lens),
             query_blocks: address(&list),
-            k_tensor_scales: scales[0],
-            v_tensor_scales: scales[1],
             alibi_slopes: some(&inputs.slopes),
             sinks: some(case.problem.sinks.as_deref().unwrap_or(&[])),
             workspace: DeviceAddress::new(inputs.workspace_at as u64),

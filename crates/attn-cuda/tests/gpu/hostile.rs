@@ -14,7 +14,10 @@ use attn_cpu::CpuBackend;
 use attn_cuda::{
     CudaBackend, CudaPages,
     internals::{context, stream_of},
-    native::{AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout, Pages},
+    native::{
+        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, DeviceRows, Dtype, KvLayout, KvRows,
+        PagedSequences, Pages,
+    },
 };
 use cudarc::driver::{DeviceRepr, PinnedHostSlice, ValidAsZeroBits};
 
@@ -330,30 +333,34 @@ fn is_refused(what: &str, result: Result<(), Error>) -> Result<()> {
 fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
     let append = gpu.prepare_append(&config(2, 2, 700))?;
     let small = AppendArgs {
-        k: DeviceAddress::NULL,
-        v: DeviceAddress::NULL,
-        dtype: Dtype::F32,
-        k_token_stride: 2 * DIM,
-        v_token_stride: 2 * DIM,
-        pool: Pages {
-            at: DeviceAddress::NULL,
-            stride: 1 << 20,
-            num_pages: 22,
+        rows: KvRows {
+            k: DeviceAddress::NULL,
+            v: DeviceAddress::NULL,
+            dtype: Dtype::F32,
+            k_token_stride: 2 * DIM,
+            v_token_stride: 2 * DIM,
         },
-        page_table: DeviceAddress::NULL,
-        page_table_stride: 11,
-        residual_pages: DeviceAddress::NULL,
-        residual_slots: 0,
-        kv_lens: DeviceAddress::NULL,
-        k_tensor_scales: DeviceAddress::NULL,
-        v_tensor_scales: DeviceAddress::NULL,
+        sequences: PagedSequences {
+            pool: Pages {
+                at: DeviceAddress::NULL,
+                stride: 1 << 20,
+                num_pages: 22,
+            },
+            page_table: DeviceAddress::NULL,
+            page_table_stride: 11,
+            residual_pages: DeviceAddress::NULL,
+            residual_slots: 0,
+            kv_lens: DeviceAddress::NULL,
+            tensor_scales: [DeviceAddress::NULL; 2],
+        },
         batch: 2,
         tokens: 1,
         rotary: None,
     };
     let large = (1 << 32) + 1;
     let [mut tokens, mut batch, mut stride] = [small; 3];
-    (tokens.tokens, batch.batch, stride.page_table_stride) = (large, large, large);
+    (tokens.tokens, batch.batch) = (large, large);
+    stride.sequences.page_table_stride = large;
     let stream = driver(context(gpu).new_stream())?;
     for (what, args) in [("tokens", tokens), ("batch", batch), ("stride", stride)] {
         // SAFETY: refused for the number that is too large; nothing is launched, and no address is used.
@@ -382,11 +389,10 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
             v: [DeviceAddress::NULL; 2],
             code_strides: [[0; 3]; 2],
             scale_strides: [[0; 3]; 2],
+            kv_lens: DeviceAddress::NULL,
+            tensor_scales: [DeviceAddress::NULL; 2],
         }),
-        kv_lens: DeviceAddress::NULL,
         query_blocks: DeviceAddress::NULL,
-        k_tensor_scales: DeviceAddress::NULL,
-        v_tensor_scales: DeviceAddress::NULL,
         alibi_slopes: DeviceAddress::NULL,
         sinks: DeviceAddress::NULL,
         workspace: DeviceAddress::NULL,

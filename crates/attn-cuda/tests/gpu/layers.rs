@@ -9,9 +9,9 @@ use attn_core::{
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{
-    CudaBackend, DeviceSteps, NewTokens, QueryRows, SpanRows,
+    CudaBackend, DeviceSteps, QueryRows, SpanRows,
     internals::context,
-    native::{DeviceAddress, Dtype},
+    native::{DeviceAddress, Dtype, KvRows},
 };
 use cudarc::driver::CudaSlice;
 
@@ -59,7 +59,7 @@ impl Pair<'_> {
 
     fn write(&mut self, layer: usize, [k, v]: [&[f32]; 2]) -> Result<()> {
         let (k, v) = (self.buffers.upload(k)?, self.buffers.upload(v)?);
-        let tokens = NewTokens {
+        let tokens = KvRows {
             k: self.buffers.address(&k),
             v: self.buffers.address(&v),
             dtype: Dtype::F32,

@@ -6,6 +6,8 @@ mod common_transfer;
 mod numbers;
 #[path = "../common/paged_rows.rs"]
 mod paged_rows;
+#[path = "../common/pages.rs"]
+mod pages;
 #[path = "../common/rotary.rs"]
 mod rotary;
 #[path = "../common/shards.rs"]

@@ -12,8 +12,8 @@ use attn_cuda::{
     CudaBackend, CudaError, Options,
     internals::context,
     native::{
-        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, NativeAppend, NativePlan,
-        Pages, SlotAppendArgs,
+        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, KvRows, NativeAppend,
+        NativePlan, PagedSequences, Pages, SlotAppendArgs,
     },
 };
 use cudarc::driver::{CudaSlice, sys};
@@ -153,22 +153,35 @@ impl<'a> Engine<'a> {
         }
     }
 
-    pub(super) fn append_args(&self, first: usize, batch: usize, tokens: usize) -> AppendArgs {
+    /// The sequences from `first` on.
+    fn sequences(&self, first: usize) -> PagedSequences {
         let b = &self.buffers;
-        AppendArgs {
-            k: b.address(&self.k),
-            v: b.address(&self.v),
-            dtype: Dtype::F32,
-            k_token_stride: HEADS * DIM,
-            v_token_stride: HEADS * DIM,
+        PagedSequences {
             pool: self.pages(),
             page_table: b.address(&self.page_table).offset(first * STRIDE * 4),
             page_table_stride: STRIDE,
             residual_pages: self.residuals(first),
             residual_slots: self.slots,
             kv_lens: b.address(&self.kv_lens).offset(first * 4),
-            k_tensor_scales: DeviceAddress::NULL,
-            v_tensor_scales: DeviceAddress::NULL,
+            tensor_scales: [DeviceAddress::NULL; 2],
+        }
+    }
+
+    /// The rows of `k` and `v`.
+    fn rows(&self) -> KvRows {
+        KvRows {
+            k: self.buffers.address(&self.k),
+            v: self.buffers.address(&self.v),
+            dtype: Dtype::F32,
+            k_token_stride: HEADS * DIM,
+            v_token_stride: HEADS * DIM,
+        }
+    }
+
+    pub(super) fn append_args(&self, first: usize, batch: usize, tokens: usize) -> AppendArgs {
+        AppendArgs {
+            rows: self.rows(),
+            sequences: self.sequences(first),
             batch,
             tokens,
             rotary: None,
@@ -182,17 +195,8 @@ impl<'a> Engine<'a> {
             out: b.address(&self.out),
             dtype: self.dtype,
             lse: b.address(&self.lse),
-            kv: DeviceKv::Paged {
-                pool: self.pages(),
-                page_table: b.address(&self.page_table),
-                page_table_stride: STRIDE,
-                residual_pages: self.residuals(0),
-                residual_slots: self.slots,
-            },
-            kv_lens: b.address(&self.kv_lens),
+            kv: DeviceKv::Paged(self.sequences(0)),
             query_blocks: DeviceAddress::NULL,
-            k_tensor_scales: DeviceAddress::NULL,
-            v_tensor_scales: DeviceAddress::NULL,
             alibi_slopes: DeviceAddress::NULL,
             sinks: match self.with_sinks {
                 true => b.address(&self.sinks),
@@ -265,19 +269,19 @@ impl<'a> Engine<'a> {
         let (k, v) = (k?, v?);
         let (at, of) = (b.upload(&slots)?, b.upload(&residuals)?);
         let args = SlotAppendArgs {
-            k: b.address(&k),
-            v: b.address(&v),
-            dtype,
-            k_token_stride: row,
-            v_token_stride: row,
+            rows: KvRows {
+                k: b.address(&k),
+                v: b.address(&v),
+                dtype,
+                ..self.rows()
+            },
             pool: self.pages(),
+            tensor_scales: [DeviceAddress::NULL; 2],
             slots: b.address(&at),
             residual_pages: match self.slots {
                 0 => DeviceAddress::NULL,
                 _ => b.address(&of),
             },
-            k_tensor_scales: DeviceAddress::NULL,
-            v_tensor_scales: DeviceAddress::NULL,
             tokens: slots.len(),
             rotary: None,
         };
@@ -401,11 +405,12 @@ fn narrow(gpu: &CudaBackend, format: KvFormat, dtype: Dtype) -> Result<()> {
     };
     let (k, v) = (narrowed(&engine.k)?, narrowed(&engine.v)?);
     let mut args = engine.append_args(0, BATCH, tokens);
-    (args.k, args.v, args.dtype) = (
-        engine.buffers.address(&k),
-        engine.buffers.address(&v),
+    args.rows = KvRows {
+        k: engine.buffers.address(&k),
+        v: engine.buffers.address(&v),
         dtype,
-    );
+        ..args.rows
+    };
     let q = engine.new_queries()?;
     engine.enqueue(&args, false)?;
     engine.compare(&q, &format!("{format}, {dtype:?} inputs"))
@@ -474,16 +479,11 @@ fn append_to(engine: &Engine<'_>, slots: [i64; 2]) -> Result<(), Error> {
     let b = &engine.buffers;
     let at = b.upload(&slots)?;
     let args = SlotAppendArgs {
-        k: b.address(&engine.k),
-        v: b.address(&engine.v),
-        dtype: Dtype::F32,
-        k_token_stride: HEADS * DIM,
-        v_token_stride: HEADS * DIM,
+        rows: engine.rows(),
         pool: engine.pages(),
+        tensor_scales: [DeviceAddress::NULL; 2],
         slots: b.address(&at),
         residual_pages: engine.residuals(0),
-        k_tensor_scales: DeviceAddress::NULL,
-        v_tensor_scales: DeviceAddress::NULL,
         tokens: slots.len(),
         rotary: None,
     };

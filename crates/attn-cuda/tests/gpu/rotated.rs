@@ -1,37 +1,33 @@
 //! Appends with rotary positions, by slots and behind sequences: pages hold the bytes of `KvCache::append` of rows that the reference rotated,
 //! queries are its to the bit, and a decode behind an append reads them rotated.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use attn_bench::cuda::Buffers;
 use attn_conformance::{case::noise, trials::Trials};
 use attn_core::{
-    CacheConfig, DecodeAttention, Error, Heads, HostPages, KvCache, KvFormat, Problem, RotaryStyle,
+    CacheConfig, DecodeAttention, Error, Heads, KvCache, KvFormat, Problem, RotaryStyle,
 };
 use attn_cpu::CpuBackend;
 use attn_cuda::{
     CudaBackend, CudaError, Options,
     internals::context,
     native::{
-        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, NativeAppend, NativePlan,
-        Pages, RotaryArgs, RotaryQueries, SlotAppendArgs,
+        AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvLayout, KvRows, NativeAppend,
+        NativePlan, PagedSequences, Pages, RotaryArgs, RotaryQueries, SlotAppendArgs,
     },
 };
 use cudarc::driver::CudaSlice;
 
 use crate::{
-    numbers, passes,
+    numbers,
+    pages::{Tables, pool_of},
+    passes,
     rotary::{Kind, Places, Table},
 };
 
 const KV_HEADS: usize = 3;
 const SEQUENCES: usize = 3;
 const PAGE: usize = 64;
-
-fn pool_of(cache: &KvCache) -> Result<&[u8]> {
-    let pages = cache.store().as_any().downcast_ref::<HostPages>();
-    let pool = pages.and_then(|pages| pages.pool(0));
-    pool.context("the CPU's pages lie in host memory")
-}
 
 /// A pool on the GPU beside a cache of the CPU.
 struct Engine<'a> {
@@ -151,16 +147,17 @@ impl<'a> Engine<'a> {
         let v = b.upload(&numbers::bytes(dtype, &new.v))?;
         let (slots, residuals) = (b.upload(&new.slots)?, b.upload(&new.residuals)?);
         let args = SlotAppendArgs {
-            k: b.address(&k),
-            v: b.address(&v),
-            dtype,
-            k_token_stride: new.k.len() / new.slots.len(),
-            v_token_stride: row,
+            rows: KvRows {
+                k: b.address(&k),
+                v: b.address(&v),
+                dtype,
+                k_token_stride: new.k.len() / new.slots.len(),
+                v_token_stride: row,
+            },
             pool: self.pages(),
+            tensor_scales: [DeviceAddress::NULL; 2],
             slots: b.address(&slots),
             residual_pages: b.address(&residuals),
-            k_tensor_scales: DeviceAddress::NULL,
-            v_tensor_scales: DeviceAddress::NULL,
             tokens: new.slots.len(),
             rotary: Some(rotary),
         };
@@ -222,9 +219,8 @@ struct Step {
     cos_sin: CudaSlice<u8>,
     kv_lens: CudaSlice<i32>,
     page_table: CudaSlice<u32>,
-    stride: usize,
     residual_pages: CudaSlice<u32>,
-    residual_slots: usize,
+    tables: Tables,
     plan: NativePlan,
 }
 
@@ -236,7 +232,7 @@ impl Step {
         table: &Table,
         dtype: Dtype,
     ) -> Result<Self> {
-        let (b, config, pages) = (&engine.buffers, engine.cache.config(), engine.cache.table());
+        let (b, config) = (&engine.buffers, engine.cache.config());
         let heads = Heads {
             q: table.kind.q_heads,
             kv: KV_HEADS,
@@ -245,21 +241,8 @@ impl Step {
         let problem = Problem::new(heads, vec![600; SEQUENCES]).q_lens(vec![tokens; SEQUENCES]);
         let (format, layout) = (config.format, KvLayout::Pages(PAGE));
         let plan = engine.gpu.prepare(&problem, format, layout)?;
-        let stride = 600usize.div_ceil(PAGE);
-        let of = |own: &Vec<u32>, i| own.get(i).copied().unwrap_or(0);
-        let all = pages.pages.iter();
-        let entries: Vec<u32> = all
-            .flat_map(|own| (0..stride).map(move |i| of(own, i)))
-            .collect();
         let slots = format.residual_slots(PAGE, config.max_q_len);
-        let mut residuals = vec![u32::MAX; (SEQUENCES * slots).max(1)];
-        for (b, own) in pages.pages.iter().enumerate() {
-            let of_last = (0..own.len())
-                .rev()
-                .zip(pages.residual_pages[b].iter().rev());
-            of_last.for_each(|(i, page)| residuals[b * slots + i % slots] = *page);
-        }
-        let lens: Vec<i32> = pages.lens.iter().map(|&len| len as i32).collect();
+        let tables = Tables::new(&engine.cache, slots, 600);
         let q = numbers::bytes(dtype, &noise(9, problem.rows() * engine.head_dim));
         Ok(Step {
             k: b.upload(&numbers::bytes(dtype, &new.k))?,
@@ -270,20 +253,20 @@ impl Step {
             workspace: b.bytes(plan.workspace_bytes())?,
             positions: b.upload(&new.positions)?,
             cos_sin: b.upload::<u8>(bytemuck::cast_slice(&table.words))?,
-            kv_lens: b.upload(&lens)?,
-            page_table: b.upload(&entries)?,
-            stride,
-            residual_pages: b.upload(&residuals)?,
-            residual_slots: slots,
+            kv_lens: b.upload(&tables.lens)?,
+            page_table: b.upload(&tables.pages)?,
+            residual_pages: b.upload(&tables.residuals)?,
+            tables,
             plan,
         })
     }
 
-    fn residual_pages(&self, b: &Buffers) -> DeviceAddress {
-        match self.residual_slots {
-            0 => DeviceAddress::NULL,
-            _ => b.address(&self.residual_pages),
-        }
+    fn sequences(&self, engine: &Engine<'_>) -> PagedSequences {
+        let b = &engine.buffers;
+        let at = [&self.page_table, &self.residual_pages].map(|table| b.address(table));
+        let none = [DeviceAddress::NULL; 2];
+        let at = [at[0], at[1], b.address(&self.kv_lens)];
+        self.tables.sequences(engine.pages(), at, none)
     }
 
     fn append_args(
@@ -295,19 +278,14 @@ impl Step {
     ) -> AppendArgs {
         let (b, kind, row) = (&engine.buffers, table.kind, KV_HEADS * engine.head_dim);
         AppendArgs {
-            k: b.address(&self.k),
-            v: b.address(&self.v),
-            dtype,
-            k_token_stride: row + kind.k_padding,
-            v_token_stride: row,
-            pool: engine.pages(),
-            page_table: b.address(&self.page_table),
-            page_table_stride: self.stride,
-            residual_pages: self.residual_pages(b),
-            residual_slots: self.residual_slots,
-            kv_lens: b.address(&self.kv_lens),
-            k_tensor_scales: DeviceAddress::NULL,
-            v_tensor_scales: DeviceAddress::NULL,
+            rows: KvRows {
+                k: b.address(&self.k),
+                v: b.address(&self.v),
+                dtype,
+                k_token_stride: row + kind.k_padding,
+                v_token_stride: row,
+            },
+            sequences: self.sequences(engine),
             batch: SEQUENCES,
             tokens,
             rotary: Some(RotaryArgs {
@@ -338,17 +316,8 @@ impl Step {
             out: b.address(&self.out),
             dtype,
             lse: DeviceAddress::NULL,
-            kv: DeviceKv::Paged {
-                pool: engine.pages(),
-                page_table: b.address(&self.page_table),
-                page_table_stride: self.stride,
-                residual_pages: self.residual_pages(b),
-                residual_slots: self.residual_slots,
-            },
-            kv_lens: b.address(&self.kv_lens),
+            kv: DeviceKv::Paged(self.sequences(engine)),
             query_blocks: DeviceAddress::NULL,
-            k_tensor_scales: DeviceAddress::NULL,
-            v_tensor_scales: DeviceAddress::NULL,
             alibi_slopes: DeviceAddress::NULL,
             sinks: DeviceAddress::NULL,
             workspace: b.address(&self.workspace),

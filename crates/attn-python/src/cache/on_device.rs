@@ -1,17 +1,15 @@
 //! Steps whose rows lie on the cache's GPU.
 
-use std::ffi::c_void;
-
 use attn::{
     BackendId,
     backends::cuda::{
-        NewTokens, QueryRows, SpanRows,
-        native::{DeviceAddress, Dtype as CudaDtype, Stream},
+        QueryRows, SpanRows,
+        native::{DeviceAddress, Dtype as CudaDtype, KvRows, Stream},
     },
 };
 
 use super::*;
-use crate::dlpack::Dtype;
+use crate::{dlpack::Dtype, gpu::stream_of};
 
 impl Inner {
     /// What the steps keep, made at the first one.
@@ -76,7 +74,7 @@ impl Cache {
     }
 
     /// New tokens of the cache's device, as kernels read them.
-    fn new_tokens(&self, [k, v]: [&Array<'_>; 2], tokens: usize) -> PyResult<NewTokens> {
+    fn new_tokens(&self, [k, v]: [&Array<'_>; 2], tokens: usize) -> PyResult<KvRows> {
         for rows in [k, v] {
             self.check_on_device(rows, 1)?;
             if rows.shape[0] != tokens {
@@ -98,13 +96,29 @@ impl Cache {
                 k.dtype, v.dtype
             )));
         }
-        Ok(NewTokens {
+        Ok(KvRows {
             k: DeviceAddress::new(k.address()),
             v: DeviceAddress::new(v.address()),
             dtype: dtype(k)?,
             k_token_stride: k.strides[0] as usize,
             v_token_stride: v.strides[0] as usize,
         })
+    }
+
+    /// Enqueues a step on a library's stream, the default one for none, with the cache locked and without Python's lock.
+    fn on_stream(
+        &self,
+        py: Python<'_>,
+        stream: Option<u64>,
+        step: impl FnOnce(&mut DeviceSteps, &mut KvCache, Stream) -> Result<(), Error> + Send,
+    ) -> PyResult<()> {
+        let stream = stream.unwrap_or(0);
+        py.detach(|| {
+            let mut inner = self.lock();
+            let (steps, cache) = inner.device_steps(&self.device)?;
+            step(steps, cache, stream_of(stream))
+        })
+        .map_err(errors::of)
     }
 
     pub(super) fn append_on_device(
@@ -116,17 +130,12 @@ impl Cache {
         stream: Option<u64>,
     ) -> PyResult<()> {
         let tokens = self.new_tokens([k, v], count(appends))?;
-        let stream = stream.unwrap_or(0) as usize;
-        py.detach(|| {
-            let mut inner = self.lock();
-            let (steps, cache) = inner.device_steps(&self.device)?;
-            let stream = Stream::from_raw(stream as *mut c_void);
+        self.on_stream(py, stream, |steps, cache, stream| {
             // SAFETY: the arrays have been compared with the cache's heads, dims and device, and with the number of tokens; the caller's
             // library keeps their memory until the work enqueued on its current stream has run. The stream is that library's current one,
             // of the device's primary context, or 0, which is the default stream. Numbers that are not finite give rows that mean nothing.
             unsafe { steps.append(cache, appends, &tokens, stream) }
         })
-        .map_err(errors::of)
     }
 
     pub(super) fn write_on_device(
@@ -138,10 +147,7 @@ impl Cache {
     ) -> PyResult<()> {
         let tokens = self.new_tokens([k, v], k.shape[0])?;
         let [given, heads, dim] = [0, 1, 2].map(|i| k.shape[i]);
-        let stream = stream.unwrap_or(0) as usize;
-        py.detach(|| {
-            let mut inner = self.lock();
-            let (steps, cache) = inner.device_steps(&self.device)?;
+        self.on_stream(py, stream, |steps, cache, stream| {
             // Without an open step the write is refused, whatever its rows.
             let needed = cache.open_step().map_or(given, count);
             if given != needed {
@@ -151,11 +157,9 @@ impl Cache {
                     needed: [needed, heads, dim],
                 });
             }
-            let stream = Stream::from_raw(stream as *mut c_void);
             // SAFETY: as for appends; the number of tokens is the open step's, which no other call changes while the cache is locked.
             unsafe { steps.write(cache, layer, &tokens, stream) }
         })
-        .map_err(errors::of)
     }
 
     pub(super) fn attend_on_device(
@@ -184,17 +188,12 @@ impl Cache {
             dtype: dtype(q)?,
             lse: lse.map_or(DeviceAddress::NULL, |lse| DeviceAddress::new(lse.address())),
         };
-        let stream = stream.unwrap_or(0) as usize;
-        py.detach(|| {
-            let mut inner = self.lock();
-            let (steps, cache) = inner.device_steps(&self.device)?;
+        self.on_stream(py, stream, |steps, cache, stream| {
             let layer = cache.layer(attended.layer)?;
             let chosen = layer.sequences(&attended.sequences)?;
-            let stream = Stream::from_raw(stream as *mut c_void);
             // SAFETY: as for appends; outputs have the queries' shape, which the problem has been made of, and are the caller's to write.
             unsafe { steps.attend(&chosen, &attended.problem, &rows, stream) }
         })
-        .map_err(errors::of)
     }
 
     pub(super) fn attend_spans_on_device(
@@ -222,16 +221,11 @@ impl Cache {
             max_sums: DeviceAddress::new(states.max_sums.address()),
             o: DeviceAddress::new(states.o.address()),
         };
-        let stream = stream.unwrap_or(0) as usize;
-        py.detach(|| {
-            let mut inner = self.lock();
-            let (steps, cache) = inner.device_steps(&self.device)?;
+        self.on_stream(py, stream, |steps, cache, stream| {
             let layer = cache.layer(attended.layer)?;
             let chosen = layer.sequences(&attended.sequences)?;
-            let stream = Stream::from_raw(stream as *mut c_void);
             // SAFETY: as for appends; the states' arrays have been compared with the queries' shape, and are the caller's to write.
             unsafe { steps.attend_spans(&chosen, &attended.problem, &rows, stream) }
         })
-        .map_err(errors::of)
     }
 }

@@ -1,14 +1,12 @@
 //! What launches read and write beside the pages: arrays compared with the plan.
 
 use attn::backends::cuda::native::{
-    AppendArgs, DecodeArgs, DeviceAddress, Dtype as CudaDtype, ExportArgs, RotaryArgs,
+    AppendArgs, DecodeArgs, DeviceAddress, DeviceKv, Dtype as CudaDtype, ExportArgs, KvRows,
+    PagedSequences, RotaryArgs,
 };
 use pyo3::{prelude::*, types::PyCapsule};
 
-use super::{
-    Plan,
-    places::{Kv, Paged},
-};
+use super::Plan;
 use crate::{
     arrays::{AttendArrays, ExportArrays},
     dlpack::{Array, Dtype},
@@ -16,17 +14,6 @@ use crate::{
     gpu::OnDevice,
     rotary::RotaryArrays,
 };
-
-/// Rows of K and V, `[tokens, KV heads, dim]`.
-pub(super) struct NewTokens {
-    pub k: DeviceAddress,
-    pub v: DeviceAddress,
-    pub dtype: CudaDtype,
-    /// Elements from one token to the next.
-    pub k_stride: usize,
-    pub v_stride: usize,
-    pub tokens: usize,
-}
 
 impl Plan {
     /// Rows `[tokens, heads, dim]`, and their number.
@@ -52,10 +39,10 @@ impl Plan {
     /// The attention of the plan's queries over K and V.
     pub(super) fn decode_args(
         &self,
-        kv: impl Into<Kv>,
+        kv: DeviceKv,
         arrays: &AttendArrays<'_>,
     ) -> PyResult<DecodeArgs> {
-        let (kv, heads) = (kv.into(), self.problem.num_q_heads);
+        let heads = self.problem.num_q_heads;
         let (q_memory, dtype, tokens) = self.rows(&Array::new("q", &arrays.q)?, heads, 0)?;
         let (out, out_dtype, out_tokens) = match &arrays.out {
             None => (DeviceAddress::NULL, dtype, tokens),
@@ -70,7 +57,6 @@ impl Plan {
                 "q has {tokens} tokens of {dtype:?}, and out {out_tokens} of {out_dtype:?}; the plan has {needed} query tokens, in one type"
             )));
         }
-        let [k_tensor_scales, v_tensor_scales] = kv.scales;
         let per_head = |given: bool| (Dtype::F32, if given { 4 * heads } else { 0 });
         let lse = match &arrays.lse {
             Some(lse) => self
@@ -83,15 +69,12 @@ impl Plan {
             out,
             dtype,
             lse,
-            kv: kv.kv,
-            kv_lens: kv.kv_lens,
+            kv,
             query_blocks: self.gpu.list(
                 "query_blocks",
                 arrays.query_blocks.as_ref(),
                 (Dtype::U8, self.plan.query_blocks_bytes()),
             )?,
-            k_tensor_scales,
-            v_tensor_scales,
             alibi_slopes: self.gpu.list(
                 "alibi_slopes",
                 arrays.alibi_slopes.as_ref(),
@@ -110,12 +93,12 @@ impl Plan {
         })
     }
 
-    /// New K and V, whose tokens may lie apart.
-    pub(super) fn new_tokens(
+    /// Rows of K and V `[tokens, KV heads, dim]`, whose tokens may lie apart, and the number of tokens.
+    pub(super) fn kv_rows(
         &self,
         k: &Bound<'_, PyCapsule>,
         v: &Bound<'_, PyCapsule>,
-    ) -> PyResult<NewTokens> {
+    ) -> PyResult<(KvRows, usize)> {
         let heads = self.layout.num_kv_heads();
         let (k, v) = (Array::new("k", k)?, Array::new("v", v)?);
         let (k_memory, dtype, tokens) = self.rows(&k, heads, 1)?;
@@ -126,64 +109,51 @@ impl Plan {
             )));
         }
         let stride = |rows: &Array<'_>| usize::try_from(rows.strides[0]).unwrap_or(0);
-        Ok(NewTokens {
+        let rows = KvRows {
             k: k_memory.address,
             v: v_memory.address,
             dtype,
-            k_stride: stride(&k),
-            v_stride: stride(&v),
-            tokens,
-        })
+            k_token_stride: stride(&k),
+            v_token_stride: stride(&v),
+        };
+        Ok((rows, tokens))
     }
 
     /// The export of a range of tokens of each of the plan's sequences.
     pub(super) fn export_args(
         &self,
-        paged: Paged,
-        rows: &ExportArrays<'_>,
+        sequences: PagedSequences,
+        to: &ExportArrays<'_>,
     ) -> PyResult<ExportArgs> {
-        let new = self.new_tokens(&rows.k, &rows.v)?;
-        let [k_tensor_scales, v_tensor_scales] = paged.scales;
+        let (rows, _) = self.kv_rows(&to.k, &to.v)?;
         let batch = self.problem.batch();
         Ok(ExportArgs {
-            k: new.k,
-            v: new.v,
-            dtype: new.dtype,
-            k_token_stride: new.k_stride,
-            v_token_stride: new.v_stride,
-            pool: paged.pool,
-            page_table: paged.page_table,
-            page_table_stride: paged.page_table_stride,
-            residual_pages: paged.residual_pages,
-            residual_slots: paged.residual_slots,
-            kv_lens: paged.kv_lens,
+            rows,
+            sequences,
             row_starts: self.gpu.list(
                 "row_starts",
-                Some(&rows.row_starts),
+                Some(&to.row_starts),
                 (Dtype::I32, 4 * (batch + 1)),
             )?,
-            first_tokens: match &rows.first_tokens {
+            first_tokens: match &to.first_tokens {
                 None => DeviceAddress::NULL,
                 first => self
                     .gpu
                     .list("first_tokens", first.as_ref(), (Dtype::I32, 4 * batch))?,
             },
-            k_tensor_scales,
-            v_tensor_scales,
             batch,
-            max_tokens: rows.max_tokens,
+            max_tokens: to.max_tokens,
         })
     }
 
     /// The append of as many new tokens to each of the plan's sequences.
     pub(super) fn append_args(
         &self,
-        paged: Paged,
+        sequences: PagedSequences,
         [k, v]: [&Bound<'_, PyCapsule>; 2],
         rotary: Option<&RotaryArrays<'_>>,
     ) -> PyResult<AppendArgs> {
-        let new = self.new_tokens(k, v)?;
-        let all = new.tokens;
+        let (rows, all) = self.kv_rows(k, v)?;
         let batch = self.problem.batch();
         let tokens = all.checked_div(batch).unwrap_or(0);
         if tokens.saturating_mul(batch) != all {
@@ -191,25 +161,12 @@ impl Plan {
                 "k has {all} tokens for {batch} sequences; each gets as many: use append_slots for other numbers"
             )));
         }
-        let [k_tensor_scales, v_tensor_scales] = paged.scales;
-        let rotary = self.rotary_args(rotary, new.dtype, all)?;
         Ok(AppendArgs {
-            k: new.k,
-            v: new.v,
-            dtype: new.dtype,
-            k_token_stride: new.k_stride,
-            v_token_stride: new.v_stride,
-            pool: paged.pool,
-            page_table: paged.page_table,
-            page_table_stride: paged.page_table_stride,
-            residual_pages: paged.residual_pages,
-            residual_slots: paged.residual_slots,
-            kv_lens: paged.kv_lens,
-            k_tensor_scales,
-            v_tensor_scales,
+            rows,
+            sequences,
             batch,
             tokens,
-            rotary,
+            rotary: self.rotary_args(rotary, rows.dtype, all)?,
         })
     }
 

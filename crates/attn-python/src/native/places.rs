@@ -2,7 +2,7 @@
 
 use attn::{
     Int8Scale, Scheme, Window,
-    backends::cuda::native::{DeviceAddress, DeviceKv, DeviceRows, Pages},
+    backends::cuda::native::{DeviceAddress, DeviceKv, DeviceRows, PagedSequences, Pages},
 };
 use pyo3::{prelude::*, types::PyCapsule};
 
@@ -12,42 +12,6 @@ use crate::{
     dlpack::{Array, Dtype},
     errors,
 };
-
-/// K and V of an attention: where they lie, the lengths, the static scales.
-pub(super) struct Kv {
-    pub kv: DeviceKv,
-    pub kv_lens: DeviceAddress,
-    pub scales: [DeviceAddress; 2],
-}
-
-/// Sequences in the library's own pages.
-#[derive(Clone, Copy)]
-pub(super) struct Paged {
-    pub pool: Pages,
-    pub page_table: DeviceAddress,
-    pub page_table_stride: usize,
-    /// Null without a window, as are the slots 0.
-    pub residual_pages: DeviceAddress,
-    pub residual_slots: usize,
-    pub kv_lens: DeviceAddress,
-    pub scales: [DeviceAddress; 2],
-}
-
-impl From<Paged> for Kv {
-    fn from(of: Paged) -> Self {
-        Kv {
-            kv: DeviceKv::Paged {
-                pool: of.pool,
-                page_table: of.page_table,
-                page_table_stride: of.page_table_stride,
-                residual_pages: of.residual_pages,
-                residual_slots: of.residual_slots,
-            },
-            kv_lens: of.kv_lens,
-            scales: of.scales,
-        }
-    }
-}
 
 impl Plan {
     /// The pool: whole pages side by side, or pages along its first dim that lie apart.
@@ -145,18 +109,18 @@ impl Plan {
     }
 
     /// The sequences of an attention or an export in the library's pages; refuses a plan for another engine's.
-    pub(super) fn paged(&self, pages: &PageArrays<'_>) -> PyResult<Paged> {
+    pub(super) fn sequences(&self, pages: &PageArrays<'_>) -> PyResult<PagedSequences> {
         self.append()?;
         let (page_table, page_table_stride) = self.full_table(&pages.page_table)?;
         let (residual_pages, residual_slots) = self.residuals(pages)?;
-        Ok(Paged {
+        Ok(PagedSequences {
             pool: self.pool(&pages.pool)?,
             page_table,
             page_table_stride,
             residual_pages,
             residual_slots,
             kv_lens: self.kv_lens(&pages.kv_lens)?,
-            scales: self.scales([&pages.k_scales, &pages.v_scales])?,
+            tensor_scales: self.scales([&pages.k_scales, &pages.v_scales])?,
         })
     }
 
@@ -194,7 +158,7 @@ impl Plan {
     }
 
     /// The sequences of an attention in another engine's pages.
-    pub(super) fn kv_of_rows(&self, rows: &RowArrays<'_>) -> PyResult<Kv> {
+    pub(super) fn kv_of_rows(&self, rows: &RowArrays<'_>) -> PyResult<DeviceKv> {
         let format = self.layout.format();
         let (k, k_strides, num_pages) = self.paged_rows(("k_cache", format.k), &rows.k_cache)?;
         let (v, v_strides, v_pages) = self.paged_rows(("v_cache", format.v), &rows.v_cache)?;
@@ -204,20 +168,18 @@ impl Plan {
             )));
         }
         let (page_table, page_table_stride) = self.full_table(&rows.page_table)?;
-        Ok(Kv {
-            kv: DeviceKv::PagedRows {
-                rows: DeviceRows {
-                    k: [k, DeviceAddress::NULL],
-                    v: [v, DeviceAddress::NULL],
-                    code_strides: [k_strides, v_strides],
-                    scale_strides: [[0; 3]; 2],
-                },
-                num_pages,
-                page_table,
-                page_table_stride,
+        Ok(DeviceKv::PagedRows {
+            rows: DeviceRows {
+                k: [k, DeviceAddress::NULL],
+                v: [v, DeviceAddress::NULL],
+                code_strides: [k_strides, v_strides],
+                scale_strides: [[0; 3]; 2],
+                kv_lens: self.kv_lens(&rows.kv_lens)?,
+                tensor_scales: self.scales([&rows.k_scales, &rows.v_scales])?,
             },
-            kv_lens: self.kv_lens(&rows.kv_lens)?,
-            scales: self.scales([&rows.k_scales, &rows.v_scales])?,
+            num_pages,
+            page_table,
+            page_table_stride,
         })
     }
 }

@@ -1,0 +1,429 @@
+//! Where the K and V of a batch lie in device memory: sequences in the library's pages, and rows of other caches.
+
+use attn_core::{Error, PageLayout};
+use attn_kernels::cuda::{KvLayout, params::DecodeParams};
+
+use super::{DeviceAddress, Pages};
+use crate::sizes;
+
+/// Sequences in the library's pages: what appends write, decodes attend and exports read.
+///
+/// Row b of each table belongs to sequence b, so addresses of later rows take a part of a batch. Launches read tables and lengths on the device, where
+/// a captured graph finds other ones each time that it runs. The caller keeps pool, tables, lengths and scales alive and in place until the work that reads
+/// them has run, and for as long as a graph that names them may run.
+///
+/// ```
+/// use attn_core::{Error, KvFormat, PageLayout};
+/// use attn_cuda::native::{DeviceAddress, PagedSequences, Pages};
+///
+/// // Up to 64 pages of 64 tokens for each sequence, in a pool of 256: int8 has neither residuals nor static scales.
+/// let layout = PageLayout::new(KvFormat::INT8, 128, 64, 8)?;
+/// let [pool, page_table, kv_lens] = [0x7f00_0000_0000, 0x7f10_0000_0000, 0x7f10_0000_1000].map(DeviceAddress::new);
+/// let sequences = PagedSequences {
+///     pool: Pages::new(pool, &layout, 256),
+///     page_table,
+///     page_table_stride: 64,
+///     residual_pages: DeviceAddress::NULL,
+///     residual_slots: 0,
+///     kv_lens,
+///     tensor_scales: [DeviceAddress::NULL; 2],
+/// };
+/// # let _ = sequences;
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct PagedSequences {
+    /// The pool, `[page][kv_head][run]`.
+    pub pool: Pages,
+    /// u32 `[batch][page_table_stride]`: the home pages of each sequence, in order; entries behind its last page mean nothing.
+    pub page_table: DeviceAddress,
+    /// Entries per sequence: at least the tokens of the longest one / `page_size`, rounded up.
+    pub page_table_stride: usize,
+    /// u32 `[batch][residual_slots]`: the residual page of a sequence's home page i at `i % residual_slots`, for those of its last home
+    /// pages that have one; other entries mean nothing. Null where no scheme has a window.
+    pub residual_pages: DeviceAddress,
+    /// [`KvFormat::residual_slots`](attn_core::KvFormat::residual_slots) of the most query tokens that a sequence has in a step. Not read where no
+    /// scheme has a window.
+    pub residual_slots: usize,
+    /// i32 `[batch]`: the tokens of each sequence; for an append, its new ones among them.
+    pub kv_lens: DeviceAddress,
+    /// f32 `[num_kv_heads]` of K, then of V: the static scales; null for schemes without.
+    pub tensor_scales: [DeviceAddress; 2],
+}
+
+/// The sizes of the tables of [`PagedSequences`], as kernels take them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct TableSizes {
+    pub page_table_stride: i32,
+    /// 0 where no scheme has a window.
+    pub residual_ring: u32,
+}
+
+impl PagedSequences {
+    /// Refuses pages that overlap, residual pages that are missing or in another number of slots, and a table whose entries kernels cannot count.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`].
+    pub(super) fn check(&self, layout: &PageLayout) -> Result<TableSizes, Error> {
+        self.pool.check(layout.page_bytes())?;
+        check_residual_pages(layout, self.residual_pages)?;
+        let slots = self.residual_slots;
+        let residual_ring = match layout.format().residual_slots(layout.page_size(), 0) {
+            0 => 0,
+            least if slots < least || !slots.is_power_of_two() || slots > 1 << 20 => {
+                return Err(Error::Parameter {
+                    what: "residual_slots",
+                    given: slots.to_string(),
+                    allowed: "what KvFormat::residual_slots gives for the page size and the most query tokens of a sequence",
+                });
+            }
+            _ => slots as u32,
+        };
+        Ok(TableSizes {
+            page_table_stride: sizes::int("page_table_stride", self.page_table_stride)?,
+            residual_ring,
+        })
+    }
+
+    /// The tables, lengths and scales in a decode's parameter block; all other fields are 0.
+    pub(super) fn decode_params(&self, layout: &PageLayout) -> Result<DecodeParams, Error> {
+        let tables = self.check(layout)?;
+        let [k_tensor_scales, v_tensor_scales] = self.tensor_scales.map(DeviceAddress::get);
+        Ok(DecodeParams {
+            page_table: self.page_table.get(),
+            page_table_stride: tables.page_table_stride,
+            residual_pages: self.residual_pages.get(),
+            residual_ring: tables.residual_ring,
+            kv_lens: self.kv_lens.get(),
+            k_tensor_scales,
+            v_tensor_scales,
+            ..DecodeParams::default()
+        })
+    }
+}
+
+/// Refuses a format with a window whose table of residual pages is null.
+///
+/// # Errors
+/// [`Error::Parameter`].
+pub(super) fn check_residual_pages(
+    layout: &PageLayout,
+    residual_pages: DeviceAddress,
+) -> Result<(), Error> {
+    let has_window = layout.format().residual_slots(layout.page_size(), 0) > 0;
+    if has_window && residual_pages.is_null() {
+        return Err(Error::Parameter {
+            what: "residual_pages",
+            given: "null".into(),
+            allowed: "a table for formats with a window (int4, int8/int4), as PagedSequences and SlotAppendArgs say",
+        });
+    }
+    Ok(())
+}
+
+/// Rows of K and V of another cache, `head_dim` codes side by side in each: contiguous, or in pages. The caller keeps them alive as those of
+/// [`PagedSequences`].
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceRows {
+    /// K's codes and f16 scales (null for schemes without). Where a decode reads codes, they begin at multiples of 16 bytes.
+    pub k: [DeviceAddress; 2],
+    /// V's codes and f16 scales (null for schemes without).
+    pub v: [DeviceAddress; 2],
+    /// Bytes from one sequence (one page where there are pages), KV head, token to the next, for K's and V's codes; for a decode multiples of 16.
+    pub code_strides: [[usize; 3]; 2],
+    /// Elements from one sequence (one page), KV head, token to the next, for K's and V's scales; from page to page an even number.
+    pub scale_strides: [[usize; 3]; 2],
+    /// i32 `[batch]`: the tokens of each sequence.
+    pub kv_lens: DeviceAddress,
+    /// f32 `[num_kv_heads]` of K, then of V: the static scales; null for schemes without.
+    pub tensor_scales: [DeviceAddress; 2],
+}
+
+impl DeviceRows {
+    /// The rows in a decode's parameter block; all other fields are 0.
+    pub(super) fn decode_params(&self) -> DecodeParams {
+        let [k, k_scales] = self.k.map(DeviceAddress::get);
+        let [v, v_scales] = self.v.map(DeviceAddress::get);
+        let [k_strides, v_strides] = self.code_strides.map(sizes::strides);
+        let [k_scale_strides, v_scale_strides] = self.scale_strides.map(sizes::strides);
+        let [k_tensor_scales, v_tensor_scales] = self.tensor_scales.map(DeviceAddress::get);
+        DecodeParams {
+            k,
+            v,
+            k_scales,
+            v_scales,
+            k_strides,
+            v_strides,
+            k_scale_strides,
+            v_scale_strides,
+            kv_lens: self.kv_lens.get(),
+            k_tensor_scales,
+            v_tensor_scales,
+            ..DecodeParams::default()
+        }
+    }
+
+    /// Refuses strides at which the kernels' vectors do not find the rows of a page.
+    fn check_in_pages(&self) -> Result<(), Error> {
+        let refuse = |what, given: usize, allowed| {
+            let given = given.to_string();
+            Err(Error::Parameter {
+                what,
+                given,
+                allowed,
+            })
+        };
+        for stride in self.code_strides.into_iter().flatten() {
+            if !stride.is_multiple_of(16) {
+                return refuse("stride of rows", stride, "multiples of 16 bytes");
+            }
+        }
+        // A kernel reads the word that a scale lies in, and knows which half it is without the page's number.
+        for [of_page, ..] in self.scale_strides {
+            if !of_page.is_multiple_of(2) {
+                return refuse(
+                    "stride of scales from page to page",
+                    of_page,
+                    "even numbers",
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+/// K and V of a decode launch.
+#[derive(Debug, Clone, Copy)]
+pub enum DeviceKv {
+    /// The library's pages.
+    Paged(PagedSequences),
+    /// Rows of a contiguous cache.
+    Rows(DeviceRows),
+    /// Rows of another engine's paged cache, such as `[pages, page_size, num_kv_heads, head_dim]`.
+    PagedRows {
+        /// The rows of all pages.
+        rows: DeviceRows,
+        /// Pages in the pool.
+        num_pages: usize,
+        /// u32 or i32 `[batch][page_table_stride]`.
+        page_table: DeviceAddress,
+        /// Entries per sequence: at least `max_kv_len / page_size`, rounded up.
+        page_table_stride: usize,
+    },
+}
+
+impl DeviceKv {
+    /// K and V in the parameter block of a plan for `layout`, whose pages, where they are the library's, are `pages`; all other fields are 0.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for K and V that lie otherwise, and for sizes that kernels do not take.
+    pub(super) fn decode_params(
+        &self,
+        layout: KvLayout,
+        pages: Option<&PageLayout>,
+    ) -> Result<DecodeParams, Error> {
+        match (self, layout, pages) {
+            (DeviceKv::Paged(sequences), KvLayout::Pages(_), Some(pages)) => Ok(DecodeParams {
+                k: sequences.pool.at.get(),
+                page_stride: sizes::int("page stride", sequences.pool.stride)?,
+                ..sequences.decode_params(pages)?
+            }),
+            (DeviceKv::Rows(rows), KvLayout::Rows, _) => Ok(rows.decode_params()),
+            (
+                DeviceKv::PagedRows {
+                    rows,
+                    page_table,
+                    page_table_stride,
+                    ..
+                },
+                KvLayout::PagedRows(_),
+                _,
+            ) => {
+                rows.check_in_pages()?;
+                Ok(DecodeParams {
+                    page_table: page_table.get(),
+                    page_table_stride: sizes::int("page_table_stride", *page_table_stride)?,
+                    ..rows.decode_params()
+                })
+            }
+            _ => {
+                let given = match self {
+                    DeviceKv::Paged(_) => kind(KvLayout::Pages(0)),
+                    DeviceKv::Rows(_) => kind(KvLayout::Rows),
+                    DeviceKv::PagedRows { .. } => kind(KvLayout::PagedRows(0)),
+                };
+                Err(Error::Parameter {
+                    what: "K and V",
+                    given: format!("{given} for a plan of {}", kind(layout)),
+                    allowed: "what the plan is for; prepare one with the KvLayout of what is decoded",
+                })
+            }
+        }
+    }
+
+    /// Pages that its table may name; 0 without one.
+    pub(super) fn num_pages(&self) -> usize {
+        match self {
+            DeviceKv::Paged(sequences) => sequences.pool.num_pages,
+            DeviceKv::Rows(_) => 0,
+            DeviceKv::PagedRows { num_pages, .. } => *num_pages,
+        }
+    }
+}
+
+/// What a plan for this layout attends.
+fn kind(layout: KvLayout) -> &'static str {
+    match layout {
+        KvLayout::Pages(_) => "the library's pages",
+        KvLayout::Rows => "rows",
+        KvLayout::PagedRows(_) => "pages of rows",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use attn_core::KvFormat;
+
+    const NULL: DeviceAddress = DeviceAddress::NULL;
+
+    fn layout(format: KvFormat) -> PageLayout {
+        PageLayout::new(format, 128, 64, 2).unwrap()
+    }
+
+    fn sequences(layout: &PageLayout) -> PagedSequences {
+        PagedSequences {
+            pool: Pages::new(DeviceAddress::new(0x400), layout, 7),
+            page_table: DeviceAddress::new(0x500),
+            page_table_stride: 3,
+            residual_pages: DeviceAddress::new(0x100),
+            residual_slots: 4,
+            kv_lens: DeviceAddress::new(0x600),
+            tensor_scales: [NULL, DeviceAddress::new(0x700)],
+        }
+    }
+
+    fn rows() -> DeviceRows {
+        DeviceRows {
+            k: [0x100, 0x200].map(DeviceAddress::new),
+            v: [0x300, 0x400].map(DeviceAddress::new),
+            code_strides: [[512, 128, 256], [1024, 256, 512]],
+            scale_strides: [[8, 1, 2], [16, 2, 4]],
+            kv_lens: DeviceAddress::new(0x600),
+            tensor_scales: [NULL, DeviceAddress::new(0x700)],
+        }
+    }
+
+    fn refused<T: std::fmt::Debug>(result: Result<T, Error>, of: &str) {
+        match result {
+            Err(Error::Parameter { what, .. }) => assert_eq!(what, of),
+            other => panic!("{of}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn tables_that_kernels_cannot_read_are_refused() {
+        let (int4, int8) = (layout(KvFormat::INT4), layout(KvFormat::INT8));
+        let given = sequences(&int4);
+        let sizes = |residual_ring| TableSizes {
+            page_table_stride: 3,
+            residual_ring,
+        };
+        assert_eq!(given.check(&int4).unwrap(), sizes(4));
+        let missing = PagedSequences {
+            residual_pages: NULL,
+            residual_slots: 0,
+            ..given
+        };
+        refused(missing.check(&int4), "residual_pages");
+        // No scheme of int8 has a window, so there is nothing to miss; its pages are larger, too.
+        let of_int8 = PagedSequences {
+            pool: Pages::new(NULL, &int8, 7),
+            ..missing
+        };
+        assert_eq!(of_int8.check(&int8).unwrap(), sizes(0));
+        refused(missing.check(&int8), "page stride");
+        for residual_slots in [0, 1, 3, 6, 1 << 21, usize::MAX] {
+            let other = PagedSequences {
+                residual_slots,
+                ..given
+            };
+            refused(other.check(&int4), "residual_slots");
+        }
+        for page_table_stride in [1 << 31, usize::MAX] {
+            let long = PagedSequences {
+                page_table_stride,
+                ..given
+            };
+            refused(long.check(&int4), "page_table_stride");
+        }
+    }
+
+    #[test]
+    fn k_and_v_reach_kernels_as_the_plan_has_them_or_are_refused() {
+        let int4 = layout(KvFormat::INT4);
+        let kinds = [
+            (KvLayout::Pages(64), DeviceKv::Paged(sequences(&int4))),
+            (KvLayout::Rows, DeviceKv::Rows(rows())),
+            (
+                KvLayout::PagedRows(16),
+                DeviceKv::PagedRows {
+                    rows: rows(),
+                    num_pages: 9,
+                    page_table: DeviceAddress::new(0x500),
+                    page_table_stride: 3,
+                },
+            ),
+        ];
+        for (i, (layout, _)) in kinds.iter().enumerate() {
+            let pages = (i == 0).then_some(&int4);
+            for (j, (_, kv)) in kinds.iter().enumerate() {
+                let params = kv.decode_params(*layout, pages);
+                if i != j {
+                    refused(params, "K and V");
+                    continue;
+                }
+                let params = params.unwrap();
+                let scales = (params.k_tensor_scales, params.v_tensor_scales);
+                assert_eq!((params.kv_lens, scales), (0x600, (0, 0x700)));
+                let table = (params.page_table, params.page_table_stride);
+                assert_eq!(table, if j == 1 { (0, 0) } else { (0x500, 3) });
+            }
+        }
+        let [paged, rows, in_pages] = kinds.map(|(_, kv)| kv.num_pages());
+        assert_eq!([paged, rows, in_pages], [7, 0, 9]);
+        let params =
+            DeviceKv::Paged(sequences(&int4)).decode_params(KvLayout::Pages(64), Some(&int4));
+        let params = params.unwrap();
+        assert_eq!((params.k, params.residual_pages), (0x400, 0x100));
+        assert_eq!(params.page_stride as usize, int4.page_bytes());
+        assert_eq!(params.residual_ring, 4);
+    }
+
+    #[test]
+    fn rows_in_pages_lie_at_strides_that_vectors_divide() {
+        let of = |rows: DeviceRows| {
+            let kv = DeviceKv::PagedRows {
+                rows,
+                num_pages: 1,
+                page_table: NULL,
+                page_table_stride: 1,
+            };
+            kv.decode_params(KvLayout::PagedRows(16), None)
+        };
+        let params = of(rows()).unwrap();
+        assert_eq!([params.k, params.k_scales], [0x100, 0x200]);
+        assert_eq!([params.v, params.v_scales], [0x300, 0x400]);
+        assert_eq!(
+            (params.k_strides, params.v_scale_strides),
+            ([512, 128, 256], [16, 2, 4])
+        );
+        for side in [0, 1] {
+            let (mut codes, mut scales) = (rows(), rows());
+            codes.code_strides[side][2] += 8;
+            refused(of(codes), "stride of rows");
+            scales.scale_strides[side][0] += 1;
+            refused(of(scales), "stride of scales from page to page");
+        }
+    }
+}
