@@ -70,21 +70,15 @@ struct Key {
         load_k(p, k, token, head, lane);
         if constexpr (ATTN_ROTARY) rotary.load_partners(p, token, head, lane);
     }
-    // Loads what the token's position leads to; false if it goes nowhere, where the run of `to` is null.
-    METHOD bool locate(const AppendParams& p, const Place& to, int lane) {
-        if (!to.run) return false;
-        if constexpr (ATTN_ROTARY) return rotary.load_angles(p, to.of_sequence, lane);
-        return true;
-    }
-    METHOD void encode(const AppendParams& p, int head, int lane) {
+    // The run of `to` is null if the token goes nowhere.
+    METHOD void append(const AppendParams& p, const Place& to, int head, int lane) {
+        if (!to.run) return;
+        if constexpr (ATTN_ROTARY)
+            if (!rotary.load_angles(p, to.of_sequence, lane)) return;
+        k.read_shared_bytes(to.run, to.residuals, to.t, lane);
         k.widen();
         if constexpr (ATTN_ROTARY) rotary.rotate(p, k, lane);
         k.encode(scale_of(p.k_tensor_scales, head), lane);
-    }
-    METHOD void append(const AppendParams& p, const Place& to, int head, int lane) {
-        if (!locate(p, to, lane)) return;
-        k.read_shared_bytes(to.run, to.residuals, to.t, lane);
-        encode(p, head, lane);
         store_k(k, to, lane);
     }
 };
@@ -151,6 +145,7 @@ struct Slot {
 };
 
 DEVICE void append_by_slots(const AppendParams& p) {
+    constexpr bool PAIRS = KToken::SHARES_BYTES;
     if constexpr (ATTN_ROTARY)
         if (rotates_query(p, blockIdx.y, blockIdx.x, 0)) return;
     const HeadOfWarp warp = HeadOfWarp::of(blockIdx.y);
@@ -161,40 +156,17 @@ DEVICE void append_by_slots(const AppendParams& p) {
         append_v(p, first, head, warp.lane, [&] { return slot.place(p, head); });
         return;
     }
+    // Two tokens eight apart share bytes: the first one's warp takes both, one after the other.
+    const long long before = PAIRS && first >= 8 ? p.slots[first - 8] : -1, behind = PAIRS && first + 8 < p.tokens ? p.slots[first + 8] : -1;
+    auto are_pair = [](long long low, long long high) { return low >= 0 && !is_high((u32)(low % PAGE)) && high == low + 8; };
     Key key;
     key.load(p, first, head, warp.lane);
-    if constexpr (!KToken::SHARES_BYTES) {
-        key.append(p, slot.place(p, head), head, warp.lane);
-    } else {
-        // Two tokens eight apart share bytes: the first one's warp takes both.
-        auto are_pair = [](long long low, long long high) { return low >= 0 && !is_high((u32)(low % PAGE)) && high == low + 8; };
-        Slot other = {-1, NO_PAGE};
-        Key behind;
-        const long long before = first >= 8 ? p.slots[first - 8] : -1;
-        if (first + 8 < p.tokens) {
-            other = Slot::load(p, first + 8, ATTN_K_WINDOW);
-            behind.load(p, first + 8, head, warp.lane);
-        }
-        if (are_pair(before, slot.at)) return;
-        const Place to = slot.place(p, head);
-        if (!are_pair(slot.at, other.at)) {
-            key.append(p, to, head, warp.lane);
-            return;
-        }
-        const Place next = other.place(p, head);
-        bool both = to.residuals == next.residuals && key.locate(p, to, warp.lane);
-        if (both && behind.locate(p, next, warp.lane)) {
-            key.encode(p, head, warp.lane);
-            behind.encode(p, head, warp.lane);
-            behind.k.share_bytes(key.k);
-            store_k(key.k, to, warp.lane);
-            store_k(behind.k, next, warp.lane);
-        } else {
-            key.append(p, to, head, warp.lane);
-            __syncwarp();
-            behind.append(p, next, head, warp.lane);
-        }
-    }
+    if (are_pair(before, slot.at)) return;
+    key.append(p, slot.place(p, head), head, warp.lane);
+    if (!are_pair(slot.at, behind)) return;
+    __syncwarp();
+    key.load(p, first + 8, head, warp.lane);
+    key.append(p, Slot::load(p, first + 8, ATTN_K_WINDOW).place(p, head), head, warp.lane);
 }
 
 // ---- several tokens per sequence ----
@@ -259,7 +231,7 @@ DEVICE void append_many(const AppendParams& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, !KToken::SHARES_BYTES ? 5 : HEAD_DIM <= 128 ? 4 : 2) attn_append(const __grid_constant__ AppendParams p) {
+extern "C" __global__ void __launch_bounds__(256, 5) attn_append(const __grid_constant__ AppendParams p) {
     // Every CTA waits, because a launch that waits for this one relies on those before it, too. A launch that waits for all of this one should
     // not begin before it ends (append to append: 4.2 µs, 5.0 if launched early), but a decode has other work meanwhile.
     wait_for_dependencies();

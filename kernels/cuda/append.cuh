@@ -368,14 +368,6 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
             }
         }
     }
-    // The same of the token eight before, which the same lanes have encoded and store in the same page.
-    METHOD void share_bytes(const Token& low) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            before[0][i] = low.template word<false>(i);
-            before[1][i] = low.template word<true>(i);
-        }
-    }
     // Where four dims of a token of 4 bits lie, from d on.
     static METHOD u32 place_in_rows(u32 d, u32 t) { return (d / 16 * (PAGE / 2) + t / 16 * 8 + t % 8) * 16 + d % 16; }
 

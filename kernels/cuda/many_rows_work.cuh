@@ -3,8 +3,8 @@
 #include "many_rows_smem.cuh"
 #include "merge.cuh"
 
-// Spans of floats are longer in prompts, where others of the sequence's query blocks are work enough: filling the pipeline anew and merging take as long as
-// ten tiles. By the block's place in its sequence alone, as its bits follow from its spans.
+// Spans of floats are longer in prompts, where others of the sequence's query blocks are work enough: filling the pipeline anew and merging take longer
+// than a tile. By the block's place in its sequence alone, as its bits follow from its spans.
 constexpr int LONG_SPAN_SHIFT = SPAN_SHIFT + 2, PROMPT_TOKENS = 128;
 DEVICE int span_shift_of(const QueryBlock& block) { return !INTEGER && block.behind >= PROMPT_TOKENS ? LONG_SPAN_SHIFT : SPAN_SHIFT; }
 
