@@ -18,7 +18,8 @@ fn raise(class: &str, message: String) -> PyErr {
     })
 }
 
-/// A refused argument.
+/// A refused argument: of launches on a GPU, as those of caches are refused by the library below.
+#[cfg(feature = "cuda")]
 pub fn parameter(message: impl Into<String>) -> PyErr {
     raise("ParameterError", message.into())
 }
