@@ -439,6 +439,15 @@ fn pages_are_written_and_restored_whole() {
         let error = cache.restore_pages(1, tokens, &pages[..count]).unwrap_err();
         assert!(matches!(error, Error::Length { .. }), "{error}");
     }
+    // Pages of other lengths whose bytes are as many.
+    let mut shifted = pages.clone();
+    let byte = shifted[0].pop().unwrap();
+    shifted[1].push(byte);
+    let error = cache.restore_pages(1, 70, &shifted).unwrap_err();
+    assert!(
+        matches!(error, Error::Length { what: "page", .. }),
+        "{error}"
+    );
     assert_eq!((cache.table(), cache.free_pages()), (&table, free));
     cache.restore_pages(1, 70, &pages).unwrap();
     assert_eq!(cache.read_back(1).unwrap(), pages);
