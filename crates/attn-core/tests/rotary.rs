@@ -150,6 +150,32 @@ fn yarn_ramps_from_kept_to_divided_and_scales_cosines() {
     compare(64, 1e4, &none, &plain(64, 1e4), 1.0);
 }
 
+#[test]
+fn yarn_ends_its_ramp_at_the_last_dim_where_slow_waves_would_lie_beyond() {
+    let scaling = RotaryScaling::Yarn {
+        factor: 4.0,
+        original_context: 4096.0,
+        beta_fast: 2000.0,
+        beta_slow: 1.0,
+        truncate: true,
+        attention_factor: Some(1.0),
+    };
+    // 4096 / 2π·2000 is less than a turn, so that the ramp begins at pair 0; one turn would be pair 11.3 of 8 dims.
+    let mixed = |(i, plain): (usize, f64)| {
+        let divided = i as f64 / 7.0;
+        plain / 4.0 * divided + plain * (1.0 - divided)
+    };
+    let want: Vec<f64> = plain(8, 10.0).into_iter().enumerate().map(mixed).collect();
+    compare(8, 10.0, &scaling, &want, 1.0);
+}
+
+#[test]
+fn the_longest_row_and_a_base_below_one_are_taken() {
+    let rotary = Rotary::new(256, 0.5, &RotaryScaling::None).unwrap();
+    let got = f64::from(rotary.frequencies()[127]);
+    near(got, 2f64.powf(254.0 / 256.0), 2e-7, "the last frequency");
+}
+
 /// Products and sums of f32 through f64, whose product of two f32 is exact.
 fn rotated(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
     let product = |x: f32, y: f32| (f64::from(x) * f64::from(y)) as f32;
@@ -230,7 +256,7 @@ fn what_gives_no_rotation_is_refused() {
         );
     }
     for base in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-        parameter(Rotary::new(64, base, &none).unwrap_err(), "base");
+        parameter(Rotary::new(64, base, &none).unwrap_err(), "the rotary base");
     }
     let divided = RotaryScaling::Linear { factor: 0.0 };
     parameter(Rotary::new(64, 1e4, &divided).unwrap_err(), "frequency");
