@@ -14,11 +14,12 @@
 #include "many_rows_attend.cuh"
 #include "many_rows_meet.cuh"
 
-static_assert(INTEGER || K_SCHEME == V_SCHEME, "select.rs");
+static_assert(INTEGER || FAST || K_SCHEME == V_SCHEME, "select.rs");
 static_assert(PAGE >= TILE && K_GROUPS == 1 && V_GROUPS == 1 && HEAD_DIM % 32 == 0 && HEAD_DIM <= 128, "select.rs");
 
 constexpr int TEAM_BARRIER = 1;  // the first of the teams' named barriers
-constexpr int PRODUCER_REGISTERS = UNPACKS ? 56 : 40, ATTENDER_REGISTERS = UNPACKS ? 224 : 232;
+// Turning codes into f16 takes more registers than attending floats leaves unused.
+constexpr int PRODUCER_REGISTERS = !UNPACKS ? 40 : INTEGER ? 56 : 104, ATTENDER_REGISTERS = !UNPACKS ? 232 : INTEGER ? 224 : 200;
 static_assert(PRODUCER_REGISTERS + WARPGROUPS * ATTENDER_REGISTERS <= (1 + WARPGROUPS) * 168, "a CTA has no more than it starts with: a warpgroup would wait forever");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __grid_constant__ DecodeParams p) {

@@ -1,7 +1,7 @@
 // Tiles of many_rows.cu in floats: formats of f16, bf16 or fp8. The arithmetic does not define their bits on a GPU; tests/src/check.rs bounds their error.
 //
 // Products are of 16-bit floats, in bf16 for bf16 and in f16 for all else, and sums are f32. A query is one such float where it came as one, else the sum
-// of two. A weight is one, relative to the row's running maximum, so that products add up in the state. Codes of fp8 are f16 by then.
+// of two. A weight is one, relative to the row's running maximum, so that products add up in the state. Codes are f16 by then.
 #pragma once
 #include "many_rows_state.cuh"
 
@@ -13,14 +13,14 @@ struct FloatTiles : Warpgroup {
 
     __device__ __forceinline__ void load_rows(const Part& part) {
         find_rows(part);
-        has_low = p.dtype == Dtype::F32 || (IS_BF16 && p.dtype == Dtype::F16);
+        has_low = !FAST && (p.dtype == Dtype::F32 || (IS_BF16 && p.dtype == Dtype::F16));
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
-        float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[part.kv_head] : 1.0f);
+        float factor = F16_UNIT * p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[part.kv_head] : 1.0f);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             QueryRow row = query_row(p, part, part.kv_head, first_row + lane / 4 + 8 * h);
             row.factor = row.factor > 0.0f ? 1.0f : 0.0f;
-            float x[PANELS][4], largest = load_pairs(row, x);
+            float x[PANELS][4], largest = load_row(row, lane, x);
             // By a power of two, to below 2^14, which f16 holds.
             int e = largest == 0.0f ? 0 : min(13 - exponent(largest), 126);
             float up = exp2i(e);
@@ -31,39 +31,25 @@ struct FloatTiles : Warpgroup {
                 for (int i = 0; i < 2; i++) {
                     u32 low;
                     split_pair<IS_BF16>(x[panel][2 * i] * up, x[panel][2 * i + 1] * up, high[panel][2 * i + h], low);
-                    sts32(queries + ((2 * panel + i) * 64 + 16 * warp + 8 * h + lane / 4) * 16 + 4 * (lane % 4), low);
+                    if (!FAST) sts32(queries + ((2 * panel + i) * 64 + 16 * warp + 8 * h + lane / 4) * 16 + 4 * (lane % 4), low);
                 }
         }
         fence_async();
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
     }
-    // Dims 2·(lane%4) + {0, 1, 8, 9} of each panel of a row; returns the row's largest magnitude.
-    __device__ __forceinline__ float load_pairs(const QueryRow& row, float (&x)[PANELS][4]) const {
-        float largest = 0.0f;
-        auto load = [&](auto narrow) {
-#pragma unroll
-            for (int panel = 0; panel < PANELS; panel++) row.pairs<decltype(narrow)::value>(panel * 16 + 2 * (lane % 4), x[panel]);
-        };
-        if (row.dtype == Dtype::F32) load(Is<false>());
-        else load(Is<true>());
-#pragma unroll
-        for (int panel = 0; panel < PANELS; panel++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(x[panel][i]));
-        return quad_max(largest);
-    }
-
-    __device__ __forceinline__ u32 wait_side() { return UNPACKS ? unpacked.wait_full() : ring.wait(); }
+    // A shared address is the same for all lanes, which the compiler does not see: it would find descriptions of matrices in every lane.
+    DEVICE u32 same_for_all(u32 at) { return __shfl_sync(~0u, at, 0); }
+    __device__ __forceinline__ u32 wait_side() { return same_for_all(UNPACKS ? unpacked.wait_full() : ring.wait()); }
     // Of the side behind the one that is read.
     __device__ __forceinline__ u32 wait_next_side() const {
         if constexpr (UNPACKS) {
             UnpackedRing next = unpacked;
             next.advance();
-            return next.wait_full();
+            return same_for_all(next.wait_full());
         } else {
             Ring next = ring;
             next.advance();
-            return next.wait();
+            return same_for_all(next.wait());
         }
     }
     __device__ __forceinline__ void release_side() {
@@ -181,9 +167,12 @@ struct FloatTiles : Warpgroup {
     // A span's state. Its tiles are one run, as a merge takes longer than a tile.
     __device__ __forceinline__ void attend_span(const Part& part, int index, int end) {
         clear();
-        if (index < end) has_low ? add_tiles<true>(part, index, end) : add_tiles<false>(part, index, end);
+        if (index < end) has_low ? add_tiles<!FAST>(part, index, end) : add_tiles<false>(part, index, end);
         // Sums were those of a thread's own tokens.
 #pragma unroll
         for (int h = 0; h < 2; h++) l[h] = quad_sum(l[h]);
+        if (F16_UNIT != 1.0f)
+#pragma unroll
+            for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * F16_UNIT;
     }
 };
