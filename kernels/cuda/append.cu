@@ -32,6 +32,8 @@ struct Place {
     u8 *run, *residuals;
     u32 t;
     int of_sequence;  // the token's number in its sequence; 0 where a slot says the place
+    // Whether the token eight behind is stored by this launch, too: in the same page, and with residuals in the same one.
+    bool joins_codes, joins_residuals;
 };
 
 DEVICE Place place_of(const AppendParams& p, int b, u32 page, u32 t, int head, bool keeps_residuals) {
@@ -51,12 +53,12 @@ DEVICE void load_v(const AppendParams& p, VToken& v, long long token, int head, 
     v.load(p.v, p.dtype, p.v_token_stride, token * p.v_token_stride + (long long)head * HEAD_DIM, lane);
 }
 DEVICE void store_k(const KToken& k, const Place& to, int lane) {
-    k.store(to.run, to.run + K_PARAMS, to.t, lane);
-    if (ATTN_K_WINDOW && to.residuals) k.store_residuals(to.residuals, to.t, lane);
+    k.store(to.run, to.run + K_PARAMS, to.t, lane, to.joins_codes);
+    if (ATTN_K_WINDOW && to.residuals) k.store_residuals(to.residuals, to.t, lane, to.joins_residuals);
 }
 DEVICE void store_v(const VToken& v, const Place& to, int lane) {
-    v.store(to.run + V_CODES, to.run + V_PARAMS, to.t, lane);
-    if (ATTN_V_WINDOW && to.residuals) v.store_residuals(to.residuals + K_RESIDUALS, to.t, lane);
+    v.store(to.run + V_CODES, to.run + V_PARAMS, to.t, lane, false);
+    if (ATTN_V_WINDOW && to.residuals) v.store_residuals(to.residuals + K_RESIDUALS, to.t, lane, false);
 }
 
 // ---- one token per sequence ----
@@ -75,7 +77,6 @@ struct Key {
         if (!to.run) return;
         if constexpr (ATTN_ROTARY)
             if (!rotary.load_angles(p, to.of_sequence, lane)) return;
-        k.read_shared_bytes(to.run, to.residuals, to.t, lane);
         k.widen();
         if constexpr (ATTN_ROTARY) rotary.rotate(p, k, lane);
         k.encode(scale_of(p.k_tensor_scales, head), lane);
@@ -145,7 +146,6 @@ struct Slot {
 };
 
 DEVICE void append_by_slots(const AppendParams& p) {
-    constexpr bool PAIRS = KToken::SHARES_BYTES;
     if constexpr (ATTN_ROTARY)
         if (rotates_query(p, blockIdx.y, blockIdx.x, 0)) return;
     const HeadOfWarp warp = HeadOfWarp::of(blockIdx.y);
@@ -156,17 +156,16 @@ DEVICE void append_by_slots(const AppendParams& p) {
         append_v(p, first, head, warp.lane, [&] { return slot.place(p, head); });
         return;
     }
-    // Two tokens eight apart share bytes: the first one's warp takes both, one after the other.
-    const long long before = PAIRS && first >= 8 ? p.slots[first - 8] : -1, behind = PAIRS && first + 8 < p.tokens ? p.slots[first + 8] : -1;
-    auto are_pair = [](long long low, long long high) { return low >= 0 && !is_high((u32)(low % PAGE)) && high == low + 8; };
+    const int eighth = first + 8;
+    const bool has_eighth = KToken::SHARES_BYTES && eighth < p.tokens;
+    const Slot behind = has_eighth ? Slot::load(p, eighth, ATTN_K_WINDOW) : Slot{-1, NO_PAGE};
+    const bool goes = has_eighth && (!ATTN_ROTARY || has_position(p, eighth, 0));
     Key key;
     key.load(p, first, head, warp.lane);
-    if (are_pair(before, slot.at)) return;
-    key.append(p, slot.place(p, head), head, warp.lane);
-    if (!are_pair(slot.at, behind)) return;
-    __syncwarp();
-    key.load(p, first + 8, head, warp.lane);
-    key.append(p, Slot::load(p, first + 8, ATTN_K_WINDOW).place(p, head), head, warp.lane);
+    Place to = slot.place(p, head);
+    to.joins_codes = goes && !is_high(to.t) && behind.at == slot.at + 8;
+    to.joins_residuals = to.joins_codes && behind.residual_page == slot.residual_page;
+    key.append(p, to, head, warp.lane);
 }
 
 // ---- several tokens per sequence ----
@@ -177,30 +176,17 @@ struct Job {
     long long token0;  // the page's token 0 in k, v
     Place page;        // of token 0
 
-    METHOD Place at(int t) const { return {page.run, page.residuals, (u32)t, page.of_sequence + t}; }
+    METHOD Place at(int t, bool joins = false) const { return {page.run, page.residuals, (u32)t, page.of_sequence + t, joins, joins}; }
 };
 
 DEVICE void append_rows(const AppendParams& p, const Job& j) {
-    // Of 4 bits, low nibbles clear the high ones, so they go first.
-    constexpr bool PAIRS = code_bits(ATTN_K) == 4;
-    const float scale = scale_of(p.k_tensor_scales, j.head);
-    for (int phase = 0; phase < (PAIRS ? 2 : 1); phase++) {
-        if (phase == 1) __syncthreads();
-        for (int t = j.t0 + j.warp; t < j.t1; t += j.warps) {
-            if (PAIRS && is_high(t) != (phase == 1)) continue;
-            KToken k;
-            load_k(p, k, j.token0 + t, j.head, j.lane);
-            RotaryOf<KToken> rotary;
-            if constexpr (ATTN_ROTARY) {
-                rotary.load_partners(p, j.token0 + t, j.head, j.lane);
-                if (!rotary.load_angles(p, j.at(t).of_sequence, j.lane)) continue;
-            }
-            k.read_shared_bytes(j.page.run, ATTN_K_WINDOW ? j.page.residuals : nullptr, t, j.lane);
-            k.widen();
-            if constexpr (ATTN_ROTARY) rotary.rotate(p, k, j.lane);
-            k.encode(scale, j.lane);
-            store_k(k, j.at(t), j.lane);
-        }
+    for (int t = j.t0 + j.warp; t < j.t1; t += j.warps) {
+        const int eighth = t + 8;
+        Key key;
+        key.load(p, j.token0 + t, j.head, j.lane);
+        bool joins = KToken::SHARES_BYTES && eighth < j.t1;
+        if (ATTN_ROTARY && joins) joins = has_position(p, j.token0 + eighth, j.page.of_sequence + eighth);
+        key.append(p, j.at(t, joins), j.head, j.lane);
     }
 }
 

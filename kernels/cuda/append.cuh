@@ -172,7 +172,6 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     float x[EACH][UNIT];
     u32 code[EACH][UNIT];  // the code is in the low bits; of half steps, 8 bits of which the low four are the residual
     u32 param[EACH];       // scale, or {scale, shift}, of the unit's group
-    u32 before[2][EACH];   // what lies where codes and residuals go that share bytes
 
     static METHOD u32 unit(int i, int lane) { return UNITS % 32 ? (u32)min(32 * i + lane, UNITS - 1) : 32 * i + lane; }
     static METHOD u32 dim(u32 unit, int k) { return !COLUMNS ? 4 * unit + k : BITS == 4 ? unit / 8 * 16 + unit % 8 + 8 * k : unit; }
@@ -357,23 +356,12 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
         return SCHEME == FP8 ? to_fp8(x, tensor_scale) : to_tensor_int8(x, tensor_scale);
     }
 
-    // Reads what shares bytes with token t, which is stored later: these loads and the quantization take as long as each other.
-    METHOD void read_shared_bytes(const u8* codes, const u8* residuals, u32 t, int lane) {
-        if constexpr (SHARES_BYTES) {
-#pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                u32 at = place_in_rows(dim(unit(i, lane), 0), t);
-                before[0][i] = is_high(t) ? *(const u32*)(codes + at) : 0;
-                before[1][i] = is_high(t) && residuals ? *(const u32*)(residuals + at) : 0;
-            }
-        }
-    }
     // Where four dims of a token of 4 bits lie, from d on.
     static METHOD u32 place_in_rows(u32 d, u32 t) { return (d / 16 * (PAGE / 2) + t / 16 * 8 + t % 8) * 16 + d % 16; }
 
-    // Stores the token as token t of a page; `read_shared_bytes` comes before.
-    METHOD void store(u8* codes, u8* params, u32 t, int lane) const {
-        store_codes<false>(codes, t, lane);
+    // Stores the token as token t of a page. `joined`: whether the token eight behind, whose codes of 4 bits share its bytes, is stored by this launch, too.
+    METHOD void store(u8* codes, u8* params, u32 t, int lane, bool joined) const {
+        store_codes<false>(codes, t, lane, joined);
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             u32 u = unit(i, lane);
@@ -384,15 +372,15 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
             }
         }
     }
-    // Stores the token's residuals as token t of a residual page.
-    METHOD void store_residuals(u8* codes, u32 t, int lane) const { store_codes<true>(codes, t, lane); }
+    // Stores the token's residuals as token t of a residual page, likewise.
+    METHOD void store_residuals(u8* codes, u32 t, int lane, bool joined) const { store_codes<true>(codes, t, lane, joined); }
 
-    template <bool RESIDUALS> METHOD void store_codes(u8* codes, u32 t, int lane) const {
+    template <bool RESIDUALS> METHOD void store_codes(u8* codes, u32 t, int lane, bool joined) const {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             u32 u = unit(i, lane);
             if constexpr (COLUMNS) store_column<RESIDUALS>(i, u, codes, t);
-            else store_row<RESIDUALS>(i, dim(u, 0), codes, t);
+            else store_row<RESIDUALS>(i, dim(u, 0), codes, t, joined);
         }
     }
     template <bool RESIDUALS> METHOD u32 stored(int i, int k) const {
@@ -402,16 +390,18 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct Token {
     template <bool RESIDUALS> METHOD u32 word(int i) const {
         return low_bytes(stored<RESIDUALS>(i, 0), stored<RESIDUALS>(i, 1), stored<RESIDUALS>(i, 2), stored<RESIDUALS>(i, 3));
     }
-    // Panels along the dims. Tokens t and t + 8 of 4 bits share bytes: storing token t, which comes first, clears the high nibbles.
-    template <bool RESIDUALS> METHOD void store_row(int i, u32 d, u8* out, u32 t) const {
+    // Panels along the dims. Tokens t and t + 8 of 4 bits share bytes: storing token t clears the high nibbles, unless they are stored at the same time.
+    template <bool RESIDUALS> METHOD void store_row(int i, u32 d, u8* out, u32 t, bool joined) const {
         if constexpr (BITS == 16) {
             uint2 both = {__byte_perm(code[i][0], code[i][1 % UNIT], 0x5410), __byte_perm(code[i][2 % UNIT], code[i][3 % UNIT], 0x5410)};
             *(uint2*)(out + (d / 8 * PAGE + t) * 16 + d % 8 * 2) = both;
         } else if constexpr (BITS == 8) {
             *(u32*)(out + (d / 16 * PAGE + t) * 16 + d % 16) = word<false>(i);
         } else {
-            u32 x = word<RESIDUALS>(i);
-            *(u32*)(out + place_in_rows(d, t)) = is_high(t) ? (before[RESIDUALS][i] & 0x0f0f0f0f) | x << 4 : x;
+            u32 x = word<RESIDUALS>(i), *at = (u32*)(out + place_in_rows(d, t));
+            if (is_high(t)) replace_bits(at, 0x0f0f0f0f, x << 4);
+            else if (joined) replace_bits(at, 0xf0f0f0f0, x);
+            else *at = x;
         }
     }
     // Panels along the tokens, in slot order. Dims d and d + 8 of 4 bits share a byte.

@@ -216,6 +216,12 @@ DEVICE bool replace(u32* at, u32 old, u32 now) {
     return before == old;
 }
 
+// Replaces the bits of a word but for `kept`, whatever others do to those.
+DEVICE void replace_bits(u32* at, u32 kept, u32 x) {
+    asm volatile("red.relaxed.gpu.global.and.b32 [%0], %1;" :: "l"(at), "r"(kept) : "memory");
+    asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" :: "l"(at), "r"(x) : "memory");
+}
+
 // A launch that may begin before the one ahead of it has ended waits here for its results.
 DEVICE void wait_for_dependencies() {
 #if ATTN_BULK

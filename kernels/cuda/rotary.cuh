@@ -25,6 +25,9 @@ DEVICE TwoNumbers load_two(const void* numbers, u64 at, int dtype, bool is_align
 // A token's position: as the caller says, or its number in its sequence, `otherwise`.
 DEVICE long long position_of(const AppendParams& p, long long token, int otherwise) { return p.positions ? p.positions[token] : otherwise; }
 
+// Whether the table has it; a token without is left out.
+DEVICE bool has_position(const AppendParams& p, long long token, int otherwise) { return (u64)position_of(p, token, otherwise) < (u64)p.num_positions; }
+
 // Cosines and sines of a token's pairs.
 struct Angles {
     const void* row;

@@ -129,6 +129,11 @@ DEVICE bool replace(u32* at, u32 old, u32 now) {
     if (is_old) *at = now;
     return is_old;
 }
+DEVICE void replace_bits(u32* at, u32 kept, u32 x) {
+    *at &= kept;
+    pause();
+    *at |= x;
+}
 DEVICE u32 load_acquire(const u32* at) {
     yield();
     return *(volatile const u32*)at;
