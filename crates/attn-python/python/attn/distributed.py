@@ -87,7 +87,7 @@ def merge_spans_over(
             raise ShapeError(f"kv_heads is {kv_heads}; needed: as many for each of {ranks} ranks, for own_heads=True")
         kv_heads //= ranks
         sinks, v_scales = (None if x is None else x.chunk(ranks)[rank] for x in (sinks, v_scales))
-    max_sums, o = (x.flatten(0, 1) for x in (exchanged if own_heads else gathered)((max_sums, o), group))
+    max_sums, o = (x.flatten(0, 1).contiguous() for x in (exchanged if own_heads else gathered)((max_sums, o), group))
     return merge_spans(format, max_sums, o, kv_heads=kv_heads, dtype=dtype, sinks=sinks, v_scales=v_scales)
 
 
