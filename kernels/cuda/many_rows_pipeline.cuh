@@ -168,7 +168,7 @@ template <int SCHEME, bool IS_V> struct F16Params {
     static constexpr u32 MINUS_ZEROS = 0x80008000;
 };
 
-// Four codes to two pairs of f16, exactly: those of fp8 as they are, others in 2^-7 of their scale. Half steps come 16 times as large, IS_FINE with residuals.
+// Four codes to two pairs of f16, exactly: those of fp8 as they are, others in 2^-7 of their scale. Half steps come 16 times as large, with residuals where IS_FINE.
 template <int SCHEME, bool IS_FINE> DEVICE void code_pairs(u32 x, u32& low, u32& high) {
     if constexpr (SCHEME == FP8) {
         e4m3_pairs(x, low, high);
@@ -177,10 +177,10 @@ template <int SCHEME, bool IS_FINE> DEVICE void code_pairs(u32 x, u32& low, u32&
     } else if constexpr (SCHEME == INT4) {
         byte_pairs<0, 0x4800>(x, low, high);
     } else if constexpr (!IS_FINE) {
-        byte_pairs<120, 0x3800>(x, low, high);
+        byte_pairs<120, 0x3c00>(x, low, high);
     } else {
-        byte_pairs<0, 0x3800>(x, low, high);
-        constexpr u32 ONES = 0x3c003c00, BIAS = 0xabf8abf8;  // 127.5 · 2^-11, negative
+        byte_pairs<0, 0x3c00>(x, low, high);
+        constexpr u32 ONES = 0x3c003c00, BIAS = 0xaff8aff8;  // 127.5 · 2^-10, negative
         low = f16_fma(low, ONES, BIAS);
         high = f16_fma(high, ONES, BIAS);
     }

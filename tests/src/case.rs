@@ -3,8 +3,8 @@
 use std::fmt;
 
 use attn_core::{
-    CacheConfig, DecodeAttention, Error, Heads, KvCache, KvFormat, KvView, Problem, Scheme,
-    StridedRows,
+    Arithmetic, CacheConfig, DecodeAttention, Error, Heads, KvCache, KvFormat, KvView, Problem,
+    Scheme, StridedRows,
     internals::order_free_pages,
     quant::{self, Param},
 };
@@ -519,6 +519,9 @@ impl fmt::Display for Case {
         }
         if let Some(sinks) = &p.sinks {
             write!(f, ", sinks {sinks:?}")?;
+        }
+        if p.arithmetic == Arithmetic::Fast {
+            f.write_str(", fast")?;
         }
         if self.alone {
             f.write_str(", also alone")?;

@@ -1,6 +1,6 @@
 //! The table of cases that every backend runs.
 
-use attn_core::{Error, KvFormat, Scheme};
+use attn_core::{Arithmetic, Error, KvFormat, Scheme};
 
 use crate::case::{Build, Case, Inputs};
 
@@ -140,6 +140,24 @@ fn prompts(table: &mut Table) {
         let mut case = Case::new([16, 1], 128, &[700, 33, 90], format);
         case.problem.q_lens = vec![3, 33, 20];
         (case.build, case.alone) = (Build::AtOnce, true);
+        table.add(case);
+    }
+    for format in formats(&[
+        "int8",
+        "int4",
+        "int8/int4",
+        "int4-g1",
+        "int8-tensor",
+        "int4-g4",
+    ]) {
+        let mut case = Case::new([4, 2], 64, &[300, 17, 200, 5, 64, 400, 130], format);
+        case.problem.q_lens = vec![1, 17, 63, 0, 64, 65, 127];
+        (case.build, case.problem.arithmetic) = (Build::AtOnce, Arithmetic::Fast);
+        table.add(case);
+        let mut case = Case::new([16, 1], 128, &[700, 33, 1500], format);
+        case.problem.q_lens = vec![3, 33, 20];
+        (case.build, case.problem.arithmetic) = (Build::AtOnce, Arithmetic::Fast);
+        case.problem.sinks = Some(vec![0.5; 16]);
         table.add(case);
     }
     for format in formats(&["int8", "int4", "bf16"]) {

@@ -1,6 +1,6 @@
 //! The workloads that have names: published figures refer to them, and every backend's bench takes the same list.
 
-use attn_core::{Heads, KvFormat, Problem, arithmetic::TILE};
+use attn_core::{Arithmetic, Heads, KvFormat, Problem, arithmetic::TILE};
 
 use crate::workload::{CacheLayout, Operation, Workload, page_bytes};
 
@@ -180,9 +180,22 @@ impl List {
             for workload in self.add("prefill", &name, formats, shape, vec![ctx; batch]) {
                 workload.problem = workload.problem.clone().q_len(ctx);
             }
+            let fast = format!("{name}-fast");
+            for workload in self.add("prefill", &fast, "int8,int4", shape, vec![ctx; batch]) {
+                workload.problem = workload
+                    .problem
+                    .clone()
+                    .q_len(ctx)
+                    .arithmetic(Arithmetic::Fast);
+            }
             let name = format!("{name}-not-causal");
-            for workload in self.add("prefill", &name, "bf16,int8", shape, vec![ctx; batch]) {
+            for workload in self.add("prefill", &name, "bf16,fp8,int8", shape, vec![ctx; batch]) {
                 workload.problem = workload.problem.clone().q_len(ctx).causal(false);
+            }
+            let name = format!("{name}-fast");
+            for workload in self.add("prefill", &name, "int8", shape, vec![ctx; batch]) {
+                let problem = workload.problem.clone().q_len(ctx).causal(false);
+                workload.problem = problem.arithmetic(Arithmetic::Fast);
             }
         }
     }
@@ -201,6 +214,12 @@ impl List {
             let lens = vec![32_768 + chunk];
             for workload in self.add("prefill", &name, "int8,int4", [32, 8, 128], lens) {
                 workload.problem = workload.problem.clone().q_len(chunk);
+            }
+            let name = format!("{name}-fast");
+            let lens = vec![32_768 + chunk];
+            for workload in self.add("prefill", &name, "int8,int4", [32, 8, 128], lens) {
+                let problem = workload.problem.clone().q_len(chunk);
+                workload.problem = problem.arithmetic(Arithmetic::Fast);
             }
         }
     }

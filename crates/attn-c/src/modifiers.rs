@@ -1,6 +1,6 @@
 //! What changes scores.
 
-use attn::Problem;
+use attn::{Arithmetic, Problem};
 
 use crate::{
     arguments::optional,
@@ -9,6 +9,10 @@ use crate::{
 
 /// A flag of attn_modifiers: query tokens see all cached tokens, also those behind them.
 pub const ATTN_NOT_CAUSAL: u32 = 1;
+
+/// A flag of attn_modifiers: steps of an integer format in which some sequence has more than 16 query tokens may be computed by floats, which is faster on
+/// a GPU with tensor cores. The answer is as near to attention over the same cache, but no bits are promised.
+pub const ATTN_FAST: u32 = 2;
 
 /// What changes scores. All zero: causal, with the factor 1/sqrt(head_dim), and nothing else.
 #[repr(C)]
@@ -24,7 +28,7 @@ pub struct Modifiers {
     pub alibi_slopes: *const f32,
     /// Attention sinks: a logit for each query head that takes part in the softmax and has no value, or NULL.
     pub sinks: *const f32,
-    /// ATTN_NOT_CAUSAL or 0.
+    /// ATTN_NOT_CAUSAL and ATTN_FAST, or 0.
     pub flags: u32,
 }
 
@@ -34,12 +38,18 @@ impl Modifiers {
     /// # Safety
     /// The lists are NULL or have a number for each of the problem's query heads.
     pub(crate) unsafe fn of(&self, problem: Problem) -> Result<Problem, Failure> {
-        if self.flags & !ATTN_NOT_CAUSAL != 0 {
-            let sentence = format!("flags is {:#x}; allowed: 0, ATTN_NOT_CAUSAL", self.flags);
+        if self.flags & !(ATTN_NOT_CAUSAL | ATTN_FAST) != 0 {
+            let sentence = format!(
+                "flags is {:#x}; allowed: 0, ATTN_NOT_CAUSAL, ATTN_FAST",
+                self.flags
+            );
             return Err(Failure::new(Status::Parameter, sentence));
         }
         let heads = problem.num_q_heads;
         let mut problem = problem.causal(self.flags & ATTN_NOT_CAUSAL == 0);
+        if self.flags & ATTN_FAST != 0 {
+            problem = problem.arithmetic(Arithmetic::Fast);
+        }
         if self.scale != 0.0 {
             problem = problem.softmax_scale(self.scale);
         }

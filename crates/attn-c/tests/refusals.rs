@@ -153,11 +153,11 @@ fn steps_that_do_not_fit_are_refused_and_write_nothing() {
         Status::Sequence,
         "sequence 5",
     );
-    let wrong = Modifiers { flags: 6, ..PLAIN };
+    let wrong = Modifiers { flags: 12, ..PLAIN };
     refused(
         handles.attend(&[1], wrong, &of),
         Status::Parameter,
-        "flags is 0x6; allowed: 0, ATTN_NOT_CAUSAL",
+        "flags is 0xc; allowed: 0, ATTN_NOT_CAUSAL, ATTN_FAST",
     );
     let wrong = Modifiers {
         softcap: -1.0,

@@ -65,7 +65,7 @@ pub use format::{Int8Scale, KvFormat, Scheme, Window};
 pub use host_pages::{HostPages, HostStore};
 pub use layout::PageLayout;
 pub use plan::Plan;
-pub use problem::{Heads, Problem};
+pub use problem::{Arithmetic, Heads, Problem};
 pub use query_block::QueryBlock;
 pub use recent::Recent;
 pub use rotary::{Rotary, RotaryScaling, RotaryStyle, RotaryTable};

@@ -21,6 +21,23 @@ const MAX_SINK: f32 = 1e6;
 /// Most elements that a slice of f32 can hold.
 const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
 
+/// Query tokens of a sequence from whose number on [`Arithmetic::Fast`] means anything, less one: steps of fewer are bound by memory.
+const FEW_TOKENS: usize = 16;
+
+/// How a step of an integer format is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Arithmetic {
+    /// To the bit: every backend gives the same answer, for a token alone, in a batch, or in a prompt.
+    #[default]
+    Exact,
+    /// A prompt may be computed by floats, which is faster on a GPU with tensor cores: keys and values are their codes times their scales, in f16, and the
+    /// weights f16. The answer is at least as near to attention over the same cache as the exact one, but no bits are promised: another backend, GPU or
+    /// cut of the batch may round otherwise. It applies to steps in which some sequence has more than 16 query tokens, and to all rows of such a step;
+    /// wherever a backend has no such kernel it answers exactly.
+    Fast,
+}
+
 /// The heads of an attention layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heads {
@@ -74,6 +91,8 @@ pub struct Problem {
     pub alibi_slopes: Option<Vec<f32>>,
     /// The attention sink of each query head: a logit that takes part in the softmax and has no value. Log-sum-exps include it.
     pub sinks: Option<Vec<f32>>,
+    /// How steps of integer formats are computed.
+    pub arithmetic: Arithmetic,
 }
 
 impl Problem {
@@ -107,6 +126,7 @@ impl Problem {
             window_left: None,
             alibi_slopes: None,
             sinks: None,
+            arithmetic: Arithmetic::Exact,
         }
     }
 
@@ -195,6 +215,27 @@ impl Problem {
     pub fn sinks(mut self, sinks: impl Into<Vec<f32>>) -> Self {
         self.sinks = Some(sinks.into());
         self
+    }
+
+    /// Sets how steps of integer formats are computed: [`Arithmetic::Fast`] for prompts whose bits nobody compares.
+    ///
+    /// ```
+    /// use attn_core::{Arithmetic, Heads, KvFormat, Problem};
+    ///
+    /// let prompt = Problem::new(Heads { q: 32, kv: 8, dim: 128 }, [4096]).q_len(4096);
+    /// assert!(!prompt.may_use_floats(KvFormat::INT8));
+    /// assert!(prompt.arithmetic(Arithmetic::Fast).may_use_floats(KvFormat::INT8));
+    /// ```
+    #[must_use]
+    pub fn arithmetic(mut self, arithmetic: Arithmetic) -> Self {
+        self.arithmetic = arithmetic;
+        self
+    }
+
+    /// Whether a backend may answer this step of a cache of the format by floats, where sums of integers fix every bit otherwise.
+    #[must_use]
+    pub fn may_use_floats(&self, format: KvFormat) -> bool {
+        self.arithmetic == Arithmetic::Fast && format.is_integer() && self.max_q_len() > FEW_TOKENS
     }
 
     /// The numbers of heads and dims.

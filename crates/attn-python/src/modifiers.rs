@@ -1,6 +1,6 @@
 //! What changes scores, attribute by attribute of Python's `attn._options.Modifiers`.
 
-use attn::Problem;
+use attn::{Arithmetic, Problem};
 use pyo3::prelude::*;
 
 /// The modifiers of a problem.
@@ -12,6 +12,7 @@ pub struct Modifiers {
     window_left: Option<usize>,
     alibi_slopes: Option<Vec<f32>>,
     sinks: Option<Vec<f32>>,
+    fast: bool,
 }
 
 impl Modifiers {
@@ -25,6 +26,9 @@ impl Modifiers {
         problem.window_left = self.window_left;
         problem.alibi_slopes = self.alibi_slopes;
         problem.sinks = self.sinks;
+        if self.fast {
+            problem.arithmetic = Arithmetic::Fast;
+        }
         problem
     }
 }

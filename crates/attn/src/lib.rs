@@ -29,7 +29,7 @@ mod host_steps;
 struct Readme;
 
 pub use attn_core::{
-    Append, AttnState, BackendId, CacheAccess, CacheBuilder, CacheConfig, CacheLayer,
+    Append, Arithmetic, AttnState, BackendId, CacheAccess, CacheBuilder, CacheConfig, CacheLayer,
     CachedSequences, DecodeAttention, DecodeStep, DeviceInfo, Elements, ElementsMut, Error, Heads,
     HostPages, HostStore, Int8Scale, KvCache, KvFormat, KvMemory, KvSource, KvView, PackedRows,
     PageLayout, PageStore, PageTable, Plan, Problem, Recent, Rotary, RotaryScaling, RotaryStyle,

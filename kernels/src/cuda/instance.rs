@@ -1,6 +1,6 @@
 //! One compiled kernel: its source file, its macros and compiler options, and the key of its image.
 
-use attn_core::{Heads, Int8Scale, KvFormat, Problem, Scheme};
+use attn_core::{Arithmetic, Heads, Int8Scale, KvFormat, Problem, Scheme};
 
 use super::{
     config::{DeviceLimits, Kernel, KernelConfig, KvLayout, Preferences, SM_TEAMS},
@@ -170,6 +170,9 @@ impl Instance {
     ) -> Vec<Self> {
         Shape::new(problem, format, layout)
             .all(shared_limit)
+            .filter(|config| {
+                config.kernel != Kernel::ManyRowsFast || problem.arithmetic == Arithmetic::Fast
+            })
             .map(|config| Self::configured(problem, format, layout, config))
             .collect()
     }
@@ -218,7 +221,7 @@ impl Instance {
             Instance::Decode { config, .. } => match config.kernel {
                 Kernel::SplitKv | Kernel::SplitKvFewTiles => "split_kv.cu",
                 Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => "low_latency.cu",
-                Kernel::ManyRows => "many_rows.cu",
+                Kernel::ManyRows | Kernel::ManyRowsFast => "many_rows.cu",
             },
             Instance::Append { .. } => "append.cu",
             Instance::Import { .. } => "import.cu",
@@ -279,13 +282,15 @@ impl Instance {
                     ("ATTN_CTAS", config.ctas),
                     ("ATTN_SCORE_MODS", usize::from(score_mods)),
                 ]);
-                all.extend(match config.kernel {
-                    Kernel::SplitKv => None,
-                    Kernel::SplitKvFewTiles => Some(("ATTN_FEW_TILES", 1)),
-                    Kernel::LowLatencyCluster => Some(("ATTN_LOW_LATENCY", 1)),
-                    Kernel::LowLatencyGlobal => Some(("ATTN_MERGE_GLOBAL", 1)),
-                    Kernel::ManyRows => Some(("ATTN_MANY_ROWS", 1)),
-                });
+                let of_kernel: &[_] = match config.kernel {
+                    Kernel::SplitKv => &[],
+                    Kernel::SplitKvFewTiles => &["ATTN_FEW_TILES"],
+                    Kernel::LowLatencyCluster => &["ATTN_LOW_LATENCY"],
+                    Kernel::LowLatencyGlobal => &["ATTN_MERGE_GLOBAL"],
+                    Kernel::ManyRows => &["ATTN_MANY_ROWS"],
+                    Kernel::ManyRowsFast => &["ATTN_MANY_ROWS", "ATTN_FAST"],
+                };
+                all.extend(of_kernel.iter().map(|name| (*name, 1)));
                 all.extend(spans.then_some(("ATTN_SPANS", 1)));
                 all
             }

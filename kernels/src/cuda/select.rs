@@ -155,14 +155,15 @@ impl Shape {
             })
     }
 
-    /// The configuration of `many_rows.cu`; `None` where it does not cover the shape.
-    pub(crate) fn many_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
+    /// The configuration of `many_rows.cu`, one of whose kernels this is; `None` where it does not cover the shape.
+    pub(crate) fn many_rows(&self, kernel: Kernel, shared_limit: usize) -> Option<KernelConfig> {
         let KvFormat { k, v } = self.format;
-        let is_covered = if k.is_integer() {
-            let has_one_scale = |scheme: Scheme| scheme.groups(self.head_dim) == 1;
-            v.is_integer() && k.code_bits() == v.code_bits() && has_one_scale(k) && has_one_scale(v)
-        } else {
-            k == v
+        let has_one_scale = |scheme: Scheme| scheme.groups(self.head_dim) == 1;
+        let have_one_scale = has_one_scale(k) && has_one_scale(v);
+        let is_covered = match kernel {
+            Kernel::ManyRowsFast => self.format.is_integer() && have_one_scale,
+            _ if self.format.is_integer() => k.code_bits() == v.code_bits() && have_one_scale,
+            _ => k == v,
         };
         // Its products are Hopper's, and read K and V as pages of whole tiles have them.
         if self.rows <= 8
@@ -177,7 +178,7 @@ impl Shape {
         (2..=9 * row_warps)
             .rev()
             .map(|stages| KernelConfig {
-                kernel: Kernel::ManyRows,
+                kernel,
                 row_groups: 8,
                 row_warps,
                 stages,
@@ -186,11 +187,13 @@ impl Shape {
             .find(|config| self.fits(config, 1, shared_limit))
     }
 
-    /// The kernels for every batch and length of the shape: `split_kv.cu` first, then `many_rows.cu` and those of `low_latency.cu`, and
+    /// The kernels for every batch and length of the shape: `split_kv.cu` first, then those of `many_rows.cu` and `low_latency.cu`, and
     /// `split_kv.cu` with `few_tiles.cuh`.
     pub fn all(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
         let split_kv = self.split_kv(shared_limit).into_iter();
-        let many_rows = self.many_rows(shared_limit);
+        let many_rows = [Kernel::ManyRows, Kernel::ManyRowsFast]
+            .into_iter()
+            .filter_map(move |kernel| self.many_rows(kernel, shared_limit));
         split_kv
             .chain(many_rows)
             .chain(self.low_latency(shared_limit))
@@ -210,13 +213,20 @@ pub fn many_rows(
     // Measured on an H200: 32 rows, which `split_kv.cu` has in one block, take it 107 µs, and `many_rows.cu` 154; 48 rows 68 and 49.
     // Floats, 24 rows · 32, 8 heads a KV head: `split_kv.cu` 48 · 54 µs in bf16 and 44 · 55 in fp8, `many_rows.cu` 43 and 49; many sequences of 24 rows
     // 132 and 146. By the rows alone, as the two round floats otherwise.
-    let few = if format.is_integer() { 32 } else { 24 };
+    let few = if format.is_integer() && !preferences.floats {
+        32
+    } else {
+        24
+    };
     let is_faster = shape.rows > few && preferences.config.is_none();
-    preferences
-        .many_rows
-        .unwrap_or(is_faster)
-        .then(|| shape.many_rows(limits.shared_limit))
-        .flatten()
+    if !preferences.many_rows.unwrap_or(is_faster) {
+        return None;
+    }
+    let fast = preferences
+        .floats
+        .then(|| shape.many_rows(Kernel::ManyRowsFast, limits.shared_limit));
+    fast.flatten()
+        .or_else(|| shape.many_rows(Kernel::ManyRows, limits.shared_limit))
 }
 
 /// The fastest kernel of a problem, by its longest sequence; `None` if nothing fits.

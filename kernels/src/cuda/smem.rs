@@ -9,7 +9,7 @@ use super::config::{Kernel, KernelConfig, KvLayout, TEAMS, WARPGROUPS};
 /// A stage holds both K and V of a tile where they are no larger than this.
 const KV_ONE_STAGE: usize = 12288;
 
-/// Stages of a team of `many_rows.cu` with codes of 4 bits as bytes, and of a CTA with codes of fp8 as f16.
+/// Stages of a team of `many_rows.cu` with codes of 4 bits as bytes, and of a CTA with codes as f16.
 const UNPACKED_STAGES: usize = 2;
 const UNPACKED_FLOAT_STAGES: usize = 6;
 
@@ -112,20 +112,24 @@ pub fn shared_bytes(
         Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
             team_bytes(config, &stage, head_dim)
         }
-        Kernel::ManyRows => many_rows_bytes(config, &stage, head_dim),
+        Kernel::ManyRows | Kernel::ManyRowsFast => many_rows_bytes(config, &stage, head_dim),
     }
 }
 
 fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {
     let teams = WARPGROUPS / config.row_warps;
     let tile = arithmetic::TILE;
+    let is_fast = config.kernel == Kernel::ManyRowsFast;
     let unpacked = match stage.unpacked {
+        _ if is_fast => UNPACKED_FLOAT_STAGES * (tile * head_dim * 2 + 16),
         Unpacked::Nothing { .. } => 0,
         Unpacked::Bytes => teams * UNPACKED_STAGES * (tile * (head_dim + 8) + 16),
         Unpacked::Floats => UNPACKED_FLOAT_STAGES * (tile * head_dim * 2 + 16),
     };
     let dims = WARPGROUPS * 64 * head_dim;
     let rows = match stage.unpacked {
+        // Queries have one part.
+        _ if is_fast => 0,
         // Second parts of queries.
         Unpacked::Nothing { integers: false } | Unpacked::Floats => dims * 2,
         // Queries, states of spans, thresholds.

@@ -147,12 +147,16 @@ impl LaunchPlan {
         format.check(problem.head_dim, page_size)?;
         let leaves_spans = kind == PlanKind::Spans;
         let preferences = &match leaves_spans {
-            false => *preferences,
+            false => Preferences {
+                floats: problem.may_use_floats(format),
+                ..*preferences
+            },
             // The kernel that leaves them.
             true => Preferences {
                 low_latency: LowLatency::Never,
                 many_rows: Some(false),
                 few_tiles: false,
+                floats: false,
                 ..*preferences
             },
         };
@@ -228,7 +232,9 @@ impl LaunchPlan {
             max_sum_bytes: aligned(&[partials, config.rows(), 8])?,
             partial_o_bytes: aligned(&[partials, config.rows(), problem.head_dim, 4])?,
             row_states_bytes: match config.kernel {
-                Kernel::ManyRows => aligned(&[launch.grid[0], MANY_ROWS, problem.head_dim, 4])?,
+                kernel if kernel.is_many_rows() => {
+                    aligned(&[launch.grid[0], MANY_ROWS, problem.head_dim, 4])?
+                }
                 _ => 0,
             },
             partials_are_zeroed,

@@ -8,6 +8,7 @@ use anyhow::{Result, ensure};
 use attn_conformance::{
     Case, Size,
     check::{decode_rows, first_difference},
+    oracle::{self, Queries},
     random::random,
     table,
 };
@@ -111,6 +112,7 @@ fn prefers(low_latency: LowLatency, many_rows: bool, few_tiles: bool) -> Prefere
         low_latency,
         many_rows: Some(many_rows),
         few_tiles,
+        floats: false,
         config: None,
     }
 }
@@ -251,17 +253,29 @@ impl Job {
         for dtype in [Dtype::F32, narrow] {
             let q = numbers::rounded(dtype, &self.case.q());
             let want = decode_rows(cpu, &self.case, &q, source)?;
-            let [out, lse] = self.emulate(kernels, source, &inputs, &q, dtype)?;
+            let [out, got_lse] = self.emulate(kernels, source, &inputs, &q, dtype)?;
             let found = match self.case.format.is_integer() {
+                _ if self.is_fast() => {
+                    let cache = cache.as_ref().expect("what is fast reads pages");
+                    let (want, lse) = oracle::attend(&self.case.problem, cache, &q, Queries::Exact);
+                    let want: Vec<f32> = want.iter().map(|x| *x as f32).collect();
+                    let want_lse: Vec<f32> = lse.iter().map(|x| *x as f32).collect();
+                    self.is_far((&out, &got_lse), &(want, want_lse), dtype)
+                }
                 true => first_difference("out", &out, &numbers::rounded(dtype, &want.0))
-                    .or_else(|| first_difference("lse", &lse, &want.1)),
-                false => self.is_far((&out, &lse), &want, dtype),
+                    .or_else(|| first_difference("lse", &got_lse, &want.1)),
+                false => self.is_far((&out, &got_lse), &want, dtype),
             };
             if let Some(text) = found {
                 return Ok(Some(format!("{dtype:?}: {text}")));
             }
         }
         Ok(None)
+    }
+
+    /// Whether integers are attended as floats.
+    fn is_fast(&self) -> bool {
+        self.plan.config.kernel == Kernel::ManyRowsFast
     }
 
     /// Where floats are further from the CPU's than weights of 8 (bf16) or 11 bits and the rounding of outputs explain.
@@ -272,7 +286,12 @@ impl Job {
         dtype: Dtype,
     ) -> Option<String> {
         let is_bf16 = self.case.format.k == Scheme::Bf16;
-        let weights = if is_bf16 { 4e-3 } else { 5e-4 };
+        let weights = match () {
+            () if is_bf16 => 4e-3,
+            // Queries, keys and values of 11 bits, too.
+            () if self.is_fast() => 2e-3,
+            () => 5e-4,
+        };
         let rounding = match dtype {
             Dtype::F32 => 0.0,
             Dtype::F16 => 5e-4,
@@ -419,7 +438,13 @@ impl Shapes {
             None => self.left += 1,
         }
         for (job, kernel) in [
-            (job(LowLatency::Never, true, false)?, Kernel::ManyRows),
+            (
+                job(LowLatency::Never, true, false)?,
+                match case.problem.may_use_floats(case.format) {
+                    true => Kernel::ManyRowsFast,
+                    false => Kernel::ManyRows,
+                },
+            ),
             (
                 job(LowLatency::Always, false, false)?,
                 Kernel::LowLatencyCluster,
@@ -440,7 +465,7 @@ impl Shapes {
             for many_rows in [false, true] {
                 let preferences = prefers(LowLatency::Never, many_rows, false);
                 let job = job_of(PlanKind::Ragged, preferences)?;
-                let is_other = |job: &Job| !many_rows || job.plan.config.kernel == Kernel::ManyRows;
+                let is_other = |job: &Job| !many_rows || job.plan.config.kernel.is_many_rows();
                 self.jobs.extend(job.filter(is_other));
             }
         }

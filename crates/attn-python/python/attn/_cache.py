@@ -312,6 +312,7 @@ class Cache:
         window_left: Optional[int] = None,
         alibi_slopes: Optional[Sequence[float]] = None,
         sinks: Optional[Sequence[float]] = None,
+        arithmetic: str = "exact",
         out: Any = None,
         return_lse: bool = False,
     ) -> Any:
@@ -328,6 +329,8 @@ class Cache:
             softcap: scores become `softcap · tanh(score / softcap)`.
             window_left: tokens before its own position that a token sees; transformers' `sliding_window` is one more.
             alibi_slopes, sinks: a number for each query head.
+            arithmetic: `"exact"`, or `"fast"`: steps of an integer format in which some sequence has more than 16 query tokens may be computed by floats,
+                which is faster on a GPU with tensor cores. The answer is as near to attention over the same cache, but no bits are promised.
             out: where the results go, of q's shape and type; on the CPU at any strides with a contiguous last dim and rows that do not overlap, on a
                 GPU contiguous. It may lie between the queries, or be them, on the CPU.
             return_lse: whether the logarithms of the softmax's sums are returned, too.
@@ -344,7 +347,7 @@ class Cache:
             sequences=sequences,
             q_lens=q_lens,
             layer=self._layer(layer),
-            modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks),
+            modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, sinks, arithmetic),
         )
         if out is None:
             out = rows.empty(rows.shape)

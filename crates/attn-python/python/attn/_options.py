@@ -30,9 +30,16 @@ def numbers(what: str, x: Any) -> Optional[List[float]]:
         raise ParameterError(f"{what} is {x!r}; allowed: a number for each head") from error
 
 
+def is_fast(arithmetic: Any) -> bool:
+    """Whether prompts may be computed by floats."""
+    if arithmetic not in ("exact", "fast"):
+        raise ParameterError(f'arithmetic is {arithmetic!r}; allowed: "exact", "fast"')
+    return arithmetic == "fast"
+
+
 @dataclass(frozen=True)
 class Modifiers:
-    """What changes scores; `Modifiers.of` checks it."""
+    """What changes scores, and how they are computed; `Modifiers.of` checks it."""
 
     scale: Optional[float]
     causal: bool
@@ -40,9 +47,10 @@ class Modifiers:
     window_left: Optional[int]
     alibi_slopes: Optional[List[float]]
     sinks: Optional[List[float]]
+    fast: bool
 
     @staticmethod
-    def of(scale: Any, causal: Any, softcap: Any, window_left: Any, alibi_slopes: Any, sinks: Any) -> "Modifiers":
+    def of(scale: Any, causal: Any, softcap: Any, window_left: Any, alibi_slopes: Any, sinks: Any, arithmetic: Any) -> "Modifiers":
         return Modifiers(
             scale=None if scale is None else float(scale),
             causal=bool(causal),
@@ -50,4 +58,5 @@ class Modifiers:
             window_left=None if window_left is None else count("window_left", window_left),
             alibi_slopes=numbers("alibi_slopes", alibi_slopes),
             sinks=numbers("sinks", sinks),
+            fast=is_fast(arithmetic),
         )

@@ -1,7 +1,7 @@
 //! Shapes for the emulation beside the conformance table and random ones.
 
 use attn_conformance::{Build, Case};
-use attn_core::{Int8Scale, KvFormat, Scheme};
+use attn_core::{Arithmetic, Int8Scale, KvFormat, Scheme};
 
 /// Int8 as rows have it.
 const PLAIN: Scheme = Scheme::Int8(Int8Scale::Token);
@@ -90,6 +90,28 @@ fn many_rows() -> Vec<Case> {
     all.push(not_causal.clone());
     not_causal.format = KvFormat::same(Scheme::F16);
     all.push(not_causal);
+    // Integers as floats: every scheme and pair, pages that end inside a tile, rows in two warpgroups or in one. Tiles with residuals, where all rows of a
+    // block stand in one tile: else some read more residuals than the oracle.
+    for (heads, dim, kv_lens, q_lens, format) in [
+        ([6, 2], 64, &[300, 200, 5][..], &[60, 1, 0][..], "int8"),
+        ([4, 1], 96, &[130, 70], &[100, 3], "int8-plain"),
+        ([16, 1], 128, &[1100, 190], &[3, 18], "int8-tensor"),
+        ([4, 1], 128, &[192, 70], &[64, 3], "int4"),
+        ([4, 1], 96, &[320, 70], &[20, 3], "int4"),
+        ([3, 1], 64, &[1300, 70], &[40, 3], "int4-w0"),
+        ([12, 1], 96, &[250, 70], &[17, 3], "int4-g1"),
+        ([12, 1], 64, &[250, 70], &[17, 3], "int8/int4"),
+        ([4, 1], 128, &[200; 24], &[20; 24], "int4-g1/int8-tensor"),
+    ] {
+        let mut fast = case(heads, dim, kv_lens, q_lens, format);
+        fast.problem.arithmetic = Arithmetic::Fast;
+        all.push(fast);
+    }
+    masked.problem.arithmetic = Arithmetic::Fast;
+    for format in ["int8", "int4"] {
+        masked.format = format.parse().expect("a format's name");
+        all.push(masked.clone());
+    }
     for (i, case) in all.iter_mut().enumerate() {
         case.seed = i as u64;
     }
