@@ -17,6 +17,10 @@
 // A flag of attn_modifiers: query tokens see all cached tokens, also those behind them.
 #define ATTN_NOT_CAUSAL 1
 
+// A flag of attn_modifiers: steps of an integer format in which some sequence has more than 16 query tokens may be computed by floats, which is faster on
+// a GPU with tensor cores. The answer is as near to attention over the same cache, but no bits are promised.
+#define ATTN_FAST 2
+
 // What a call came to. After any but ATTN_STATUS_OK, the cache and the outputs are unchanged, unless the status is ATTN_STATUS_DEVICE or
 // ATTN_STATUS_INTERNAL.
 typedef enum attn_status {
@@ -245,7 +249,7 @@ typedef struct attn_modifiers {
   const float *alibi_slopes;
   // Attention sinks: a logit for each query head that takes part in the softmax and has no value, or NULL.
   const float *sinks;
-  // ATTN_NOT_CAUSAL or 0.
+  // ATTN_NOT_CAUSAL and ATTN_FAST, or 0.
   uint32_t flags;
 } attn_modifiers;
 

@@ -51,6 +51,14 @@ def test_modifiers_reach_the_arithmetic(rng, options):
     assert numpy.abs(plain - out_64).max() > 1e-2, "without the modifier the result would be another"
 
 
+def test_fast_is_exact_on_a_cpu(rng):
+    cache = filled(rng)
+    q = rows(rng, 40, 8, 64)
+    assert (cache.attend(q, arithmetic="fast") == cache.attend(q, arithmetic="exact")).all()
+    with pytest.raises(attn.ParameterError, match="arithmetic is 'rough'; allowed: \"exact\", \"fast\""):
+        cache.attend(q, arithmetic="rough")
+
+
 def test_not_causal_sees_every_token(rng):
     cache = filled(rng, "bf16", tokens=9)
     q = rows(rng, 4, 4, 64)

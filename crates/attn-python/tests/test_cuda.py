@@ -77,6 +77,23 @@ def test_modifiers_reach_the_kernels(rng, options):
     assert not same(gpu.attend(on_gpu(q)), cpu.attend(q, **options))
 
 
+@pytest.mark.parametrize("format", ["int8", "int4", "int8/int4", "int4-g1"])
+def test_fast_prompts_are_near_the_cpus_and_few_tokens_have_its_bits(rng, format):
+    gpu, cpu = pair(format, max_q_len=64)
+    for count in [64, 64, 16]:
+        k, v, q = (on_gpu(rows(rng, count, heads, 128)).bfloat16() for heads in (2, 2, 16))
+        gpu.append(k, v)
+        cpu.append(k.cpu(), v.cpu())
+        fast, want = gpu.attend(q, arithmetic="fast").cpu().float(), cpu.attend(q.cpu()).float()
+        assert torch.equal(gpu.attend(q).cpu().float(), want)
+        if count == 16 or torch.cuda.get_device_capability() != (9, 0):
+            assert torch.equal(fast, want)
+        else:
+            # The exact answer's weights and queries of 8 bits; of windows, the tiles that rows of a block read with residuals.
+            bound = 8e-2 if format == "int4" else 2e-2
+            assert 0 < (fast - want).norm() < bound * want.norm()
+
+
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_forks_drafts_and_growth(rng, format):
     gpu, cpu = pair(format, heads=1)

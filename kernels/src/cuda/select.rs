@@ -565,6 +565,35 @@ mod tests {
     }
 
     #[test]
+    fn floats_are_taken_for_many_rows_of_integers_where_the_caller_allows_them() {
+        let heads = Heads {
+            q: 16,
+            kv: 1,
+            dim: 128,
+        };
+        let kernel = |format: &str, q_len: usize, floats| {
+            let problem = Problem::new(heads, [8192]).q_len(q_len);
+            let preferences = Preferences {
+                floats,
+                ..Preferences::default()
+            };
+            let format = format.parse().unwrap();
+            let layout = KvLayout::Pages(64);
+            select(&problem, format, layout, LIMITS, &preferences).map(|config| config.kernel)
+        };
+        for format in ["int8", "int4", "int4-g1", "int8-tensor"] {
+            assert_eq!(kernel(format, 64, true), Some(Kernel::ManyRowsFast));
+            assert_eq!(kernel(format, 64, false), Some(Kernel::ManyRows));
+        }
+        // Pairs of code sizes, which the exact kernel does not unpack; 24 rows are few.
+        assert_eq!(kernel("int8/int4", 2, true), Some(Kernel::ManyRowsFast));
+        assert_eq!(kernel("int8/int4", 64, false), Some(Kernel::SplitKv));
+        assert_eq!(kernel("int8", 1, true), Some(Kernel::LowLatencyGlobal));
+        // Several scales of a token.
+        assert_eq!(kernel("int4-g4", 64, true), Some(Kernel::SplitKv));
+    }
+
+    #[test]
     fn a_preferred_configuration_is_taken_where_low_latency_is_not() {
         let problem = Problem::new(
             Heads {

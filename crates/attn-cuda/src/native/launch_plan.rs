@@ -389,7 +389,7 @@ impl LaunchPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use attn_core::Heads;
+    use attn_core::{Arithmetic, Heads};
     use attn_kernels::cuda::{Arch, instance::common};
 
     use super::super::{DeviceAddress, DeviceKv, PagedSequences, Pages};
@@ -447,6 +447,31 @@ mod tests {
                 assert!(embedded.contains(&merge), "{arch:?}: {merge:?}");
             }
         }
+    }
+
+    #[test]
+    fn integers_become_floats_in_prompts_that_say_so_alone() {
+        let heads = Heads {
+            q: 16,
+            kv: 1,
+            dim: 128,
+        };
+        let kernel = |kind, arithmetic, q_len| {
+            let problem = Problem::new(heads, [4096]).q_len(q_len);
+            let problem = problem.arithmetic(arithmetic);
+            let (format, layout) = (KvFormat::INT8, KvLayout::Pages(64));
+            let preferences = Preferences::default();
+            let plan = LaunchPlan::new(kind, limits(), &preferences, &problem, format, layout);
+            plan.unwrap().config.kernel
+        };
+        let (exact, fast) = (Arithmetic::Exact, Arithmetic::Fast);
+        let known = PlanKind::Known;
+        assert_eq!(kernel(known, fast, 17), Kernel::ManyRowsFast);
+        assert_eq!(kernel(PlanKind::Ragged, fast, 17), Kernel::ManyRowsFast);
+        assert_eq!(kernel(known, fast, 16), Kernel::ManyRows);
+        assert_eq!(kernel(known, exact, 17), Kernel::ManyRows);
+        // Shards have one device's bits.
+        assert_eq!(kernel(PlanKind::Spans, fast, 17), Kernel::SplitKv);
     }
 
     fn is_too_much<T>(result: Result<T, Error>) -> bool {
