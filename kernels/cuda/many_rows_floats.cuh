@@ -1,4 +1,5 @@
-// Tiles of many_rows.cu in floats: formats of f16, bf16 or fp8. The arithmetic does not define their bits on a GPU; tests/src/check.rs bounds their error.
+// Tiles of many_rows.cu in floats: formats of f16, bf16 or fp8, and integers where FAST (docs/arithmetic.md, section 11). The arithmetic does not define their
+// bits on a GPU; tests/src/check.rs bounds their error.
 //
 // Products are of 16-bit floats, in bf16 for bf16 and in f16 for all else, and sums are f32. A query is one such float where it came as one, else the sum
 // of two. A weight is one, relative to the row's running maximum, so that products add up in the state. Codes are f16 by then.

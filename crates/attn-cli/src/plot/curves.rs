@@ -1,11 +1,11 @@
 //! The curves of a plot, from measured rows: which rows have a place, and what their points are.
 
-use attn::KvFormat;
+use attn::{Arithmetic, KvFormat};
 use attn_bench::{CacheLayout, Operation, presets::ROWS_CTX};
 
 use crate::measured::Row;
 
-/// The points of one line: a format has a colour and a mark; a device, and attention without a mask, a stroke.
+/// The points of one line: a format has a colour and a mark; a device, attention without a mask, and fast arithmetic, a stroke.
 pub(super) struct Curve {
     /// Its name in the legend; an empty one has no line there.
     pub label: String,
@@ -14,8 +14,9 @@ pub(super) struct Curve {
     pub points: Vec<(f64, f64)>,
 }
 
-/// Strokes of attention without a mask come after those of two devices.
+/// Strokes of attention without a mask come after those of two devices, and those of fast arithmetic each after that of exact.
 const UNMASKED: usize = 2;
+const FAST: usize = 1;
 
 /// Whether the row is a plain decode step of sequences of one length.
 pub(super) fn plain(row: &Row) -> bool {
@@ -25,6 +26,10 @@ pub(super) fn plain(row: &Row) -> bool {
         && workload.cache == CacheLayout::Pages
         && workload.problem.head_dim == 128
         && lens.windows(2).all(|pair| pair[0] == pair[1])
+}
+
+fn is_fast(row: &Row) -> bool {
+    row.workload.problem.arithmetic == Arithmetic::Fast
 }
 
 /// Gathers points into curves: `of` names a row's curve and its point.
@@ -53,11 +58,8 @@ fn curves(
                 label,
                 format: row.workload.format,
                 stroke: row.device
-                    + if row.workload.problem.causal {
-                        0
-                    } else {
-                        UNMASKED
-                    },
+                    + UNMASKED * usize::from(!row.workload.problem.causal)
+                    + FAST * usize::from(is_fast(row)),
                 points: vec![point],
             }),
         }
@@ -101,9 +103,10 @@ pub(super) fn prompts(devices: &[String], rows: &[Row]) -> Vec<Curve> {
         let problem = &row.workload.problem;
         let figures = row.outcome.as_ref().ok()?;
         let is_whole = row.workload.family == "prefill" && problem.q_lens == problem.kv_lens;
+        let fast = if is_fast(row) { ", fast" } else { "" };
         let mask = if problem.causal { "" } else { ", no mask" };
         let point = (problem.kv_lens[0] as f64, row.tflop_per_s(figures.us));
-        is_whole.then(|| (format!("{}{mask}", row.workload.format), point))
+        is_whole.then(|| (format!("{}{fast}{mask}", row.workload.format), point))
     });
     all.retain(|curve| curve.points.len() > 1);
     all

@@ -112,6 +112,8 @@ fn rates_over_prompts_are_of_whole_ones_and_tell_masks_apart() {
             1000.0,
             1.0,
         ),
+        row(0, "prefill/16-1-ctx1024-batch32-fast/int8", 500.0, 1.0),
+        row(0, "prefill/16-1-ctx8192-batch4-fast/int8", 500.0, 1.0),
         row(0, "prefill/32-8-q2048-behind-32768/int8", 1000.0, 1.0),
     ];
     let curves = prompts(&devices(), &rows);
@@ -123,9 +125,15 @@ fn rates_over_prompts_are_of_whole_ones_and_tell_masks_apart() {
         (1024.0, causal(1024.0, 32.0)),
         (8192.0, causal(8192.0, 4.0)),
     ];
-    let want = [("int8", &masked[..]), ("int8, no mask", &all[..])];
+    let fast = masked.map(|(ctx, rate)| (ctx, 2.0 * rate));
+    let want = [
+        ("int8", &masked[..]),
+        ("int8, no mask", &all[..]),
+        ("int8, fast", &fast[..]),
+    ];
     assert_eq!(points(&curves), want);
     assert_ne!(curves[0].stroke, curves[1].stroke);
+    assert_ne!(curves[0].stroke, curves[2].stroke);
 }
 
 #[test]
