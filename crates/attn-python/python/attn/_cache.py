@@ -406,7 +406,7 @@ class Cache:
             sequences=sequences,
             q_lens=q_lens,
             layer=self._layer(layer),
-            modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, None),
+            modifiers=Modifiers.of(scale, causal, softcap, window_left, alibi_slopes, None, "exact"),
             tokens_after=after,
         )
         lens = self.lens
