@@ -267,12 +267,16 @@ impl WgpuTimer {
         let config = CacheConfig::builder(workload.format, problem.heads())
             .lens(problem.kv_lens.iter().map(|len| len + room))
             .page_size(page_size)
+            .max_q_len(problem.max_q_len().max(64))
             .build();
         let mut cache = self.backend.create_cache(&config)?;
-        let open = noise(3, page_size * heads * dim);
+        // Queries are tokens that were appended: pages keep the residuals of the newest alone.
+        let (queries, row) = (problem.max_q_len(), heads * dim);
+        let open = noise(3, (queries + page_size) * row);
         for (b, &len) in problem.kv_lens.iter().enumerate() {
             let len = len - before;
-            let (full, rest) = (len / page_size, len % page_size * heads * dim);
+            let full = len.saturating_sub(queries) / page_size;
+            let rest = (len - full * page_size) * row;
             if full > 0 {
                 let tokens = full * page_size;
                 let kept = workload.format.residual_pages(page_size, tokens, 0);
