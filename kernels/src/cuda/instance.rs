@@ -406,8 +406,8 @@ pub fn covered(format: KvFormat, layout: KvLayout) -> Result<(), (String, String
     Ok(())
 }
 
-/// The instances that `build.rs` embeds: presets and plain floats on pages of 64, few rows, and their appends; of the presets' shards a decode step's,
-/// and their merge.
+/// The instances that `build.rs` embeds: presets and plain floats on pages of 64, few rows and prompts of `many_rows.cu`, and their appends; of the presets'
+/// shards a decode step's, and their merge.
 pub fn common(arch: Arch) -> Vec<Instance> {
     let mut all = vec![Instance::Check, Instance::CopyPages, Instance::MergeStates];
     for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::Bf16)] {
@@ -441,9 +441,25 @@ pub fn common(arch: Arch) -> Vec<Instance> {
                     all.extend(decode);
                 }
             }
+            all.extend(prompts(format, head_dim, arch.shared_limit()));
         }
     }
     all.dedup();
+    all
+}
+
+/// `many_rows.cu` for as many rows as a CTA has, exact and fast.
+fn prompts(format: KvFormat, head_dim: usize, shared_limit: usize) -> Vec<Instance> {
+    let heads = Heads {
+        q: 16,
+        kv: 1,
+        dim: head_dim,
+    };
+    let problem = Problem::new(heads, [64]).q_len(64);
+    let problem = problem.arithmetic(Arithmetic::Fast);
+    let layout = KvLayout::Pages(64);
+    let mut all = Instance::all_decode(&problem, format, layout, shared_limit);
+    all.retain(|instance| instance.source() == "many_rows.cu");
     all
 }
 

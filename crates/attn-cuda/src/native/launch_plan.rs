@@ -474,6 +474,26 @@ mod tests {
         assert_eq!(kernel(PlanKind::Spans, fast, 17), Kernel::SplitKv);
     }
 
+    #[test]
+    fn prompts_of_presets_have_embedded_kernels_on_hopper() {
+        let embedded = common(Arch::Sm90a);
+        for format in [KvFormat::INT8, KvFormat::INT4] {
+            for arithmetic in [Arithmetic::Exact, Arithmetic::Fast] {
+                for dim in [64, 128] {
+                    let heads = Heads { q: 32, kv: 8, dim };
+                    let problem = Problem::new(heads, [4096, 300]).q_lens([4096, 200]);
+                    let problem = problem.arithmetic(arithmetic);
+                    let (kind, layout) = (PlanKind::Known, KvLayout::Pages(64));
+                    let preferences = Preferences::default();
+                    let plan =
+                        LaunchPlan::new(kind, limits(), &preferences, &problem, format, layout);
+                    let instance = plan.unwrap().instance;
+                    assert!(embedded.contains(&instance), "{instance:?}");
+                }
+            }
+        }
+    }
+
     fn is_too_much<T>(result: Result<T, Error>) -> bool {
         matches!(result, Err(Error::Unsupported(Unsupported::NoKernel { what, .. })) if what.contains("half tiles"))
     }
