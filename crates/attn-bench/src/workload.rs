@@ -4,7 +4,9 @@
 
 use std::fmt;
 
-use attn_core::{Error, KvFormat, PageLayout, Problem, Scheme, arithmetic::TILE, layout};
+use attn_core::{
+    Arithmetic, Error, KvFormat, PageLayout, Problem, Scheme, arithmetic::TILE, layout,
+};
 
 /// Where K and V lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,10 +93,15 @@ impl Workload {
         let q_len = problem.max_q_len();
         let longest = problem.kv_lens.iter().max().copied().unwrap_or(0);
         let batch = problem.batch();
+        let mask = if problem.causal { "" } else { "-not-causal" };
+        let fast = match problem.arithmetic {
+            Arithmetic::Fast => "-fast",
+            _ => "",
+        };
         Ok(Workload {
             family: "custom",
             name: format!(
-                "{num_q_heads}-{num_kv_heads}-d{head_dim}-q{q_len}-ctx{longest}-batch{batch}-page{page_size}"
+                "{num_q_heads}-{num_kv_heads}-d{head_dim}-q{q_len}-ctx{longest}-batch{batch}-page{page_size}{mask}{fast}"
             ),
             format,
             problem,

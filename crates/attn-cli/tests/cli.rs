@@ -324,6 +324,8 @@ fn bench_times_a_shape_of_ones_own() {
         "16",
         "--kv",
         "int8,fp8",
+        "--fast",
+        "--not-causal",
         "--runs",
         "1",
         "--json",
@@ -333,8 +335,8 @@ fn bench_times_a_shape_of_ones_own() {
     assert_eq!(
         names,
         [
-            "custom/6-2-d64-q2-ctx100-batch3-page16/int8",
-            "custom/6-2-d64-q2-ctx100-batch3-page16/fp8"
+            "custom/6-2-d64-q2-ctx100-batch3-page16-not-causal-fast/int8",
+            "custom/6-2-d64-q2-ctx100-batch3-page16-not-causal-fast/fp8"
         ]
     );
     // Seven pages of 16 tokens each: codes of K and V of 64 dims, and two f16 scales.

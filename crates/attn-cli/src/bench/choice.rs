@@ -1,7 +1,7 @@
 //! Which workloads `attn bench` measures: named ones, those of a backend's targets, or a shape from the command line.
 
 use anyhow::{Result, ensure};
-use attn::{BackendId, Heads, KvFormat, Problem};
+use attn::{Arithmetic, BackendId, Heads, KvFormat, Problem};
 use attn_bench::{Workload, workloads};
 
 /// A decode step of any shape, in place of named workloads.
@@ -25,6 +25,9 @@ pub(super) struct CustomArgs {
     /// Let every query token see the whole cache.
     #[arg(long, requires = "heads")]
     not_causal: bool,
+    /// Let more than 16 query tokens be computed by floats where a backend has them, without promised bits.
+    #[arg(long, requires = "heads")]
+    fast: bool,
     /// Tokens per page: 16, 32, 64 or 128.
     #[arg(long, default_value_t = 64, requires = "heads")]
     page_size: usize,
@@ -68,6 +71,9 @@ impl CustomArgs {
             );
             problem.q_lens = vec![self.q_len; problem.batch()];
             problem.causal = !self.not_causal;
+            if self.fast {
+                problem.arithmetic = Arithmetic::Fast;
+            }
             Ok(Workload::custom(problem, format, self.page_size)?)
         };
         self.kv.iter().map(one).collect()
