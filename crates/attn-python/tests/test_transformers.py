@@ -117,12 +117,12 @@ def test_logits_are_those_of_the_models_own_attention(kind, device):
             wanted.append(own(piece, past_key_values=theirs).logits)
         wanted = torch.cat(wanted, 1)
         spread = wanted.std().item()
-        for format, bound in (("f16", 5e-3), ("int8", 0.15)):
-            cache, found = QuantizedCache(config, format), []
+        for format, arithmetic, bound in (("f16", "exact", 5e-3), ("int8", "exact", 0.15), ("int8", "fast", 0.15)):
+            cache, found = QuantizedCache(config, format, arithmetic=arithmetic), []
             for piece in (ids[:, :40], ids[:, 40:41], ids[:, 41:46], ids[:, 46:]):
                 found.append(ours(piece, past_key_values=cache).logits)
             error = (torch.cat(found, 1) - wanted).abs().max().item() / spread
-            assert error < bound, (format, error)
+            assert error < bound, (format, arithmetic, error)
             assert cache.get_seq_length() == 70
 
 
@@ -292,6 +292,8 @@ def test_what_cannot_be_right_is_refused():
     config, own, ours = pair("llama")
     ids = prompt(2, 10)
     eager = QuantizedCache(config)
+    with pytest.raises(attn.ParameterError, match='arithmetic is None; allowed: "exact", "fast"'):
+        QuantizedCache(config, arithmetic=None)
     with pytest.raises(attn.UnsupportedError, match='attn_implementation="attn"'), torch.no_grad():
         own(ids, past_key_values=eager)
     for mask in (torch.tensor([[1] * 10, [1] * 6 + [0] * 4]), torch.tensor([[1] * 10, [0, 1, 0] + [1] * 7])):
