@@ -1,0 +1,322 @@
+//! Which kernels are chosen, and that they fit.
+
+use super::{super::launch::Launch, *};
+use attn_core::Heads;
+
+fn shape(rows: usize, format: KvFormat, head_dim: usize, layout: KvLayout) -> Shape {
+    Shape {
+        rows,
+        format,
+        head_dim,
+        layout,
+    }
+}
+
+#[test]
+fn every_problem_fits_shared_memory_and_covers_its_rows() {
+    for limit in [163 * 1024, 227 * 1024] {
+        for rows in 1..=1024 {
+            for dim in [64, 80, 96, 128, 192, 256] {
+                for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::F16)] {
+                    let Some(g) = shape(rows, format, dim, KvLayout::Pages(64))
+                        .all(limit)
+                        .next()
+                    else {
+                        let largest = format == KvFormat::same(Scheme::F16) && dim == 256;
+                        assert!(largest && limit < 200 * 1024, "{format} {dim} {rows}");
+                        continue;
+                    };
+                    let launch = Launch::new(
+                        &g,
+                        &Problem::new(
+                            Heads {
+                                q: 2 * rows,
+                                kv: 2,
+                                dim,
+                            },
+                            vec![5000; 3],
+                        ),
+                        format,
+                        132,
+                    );
+                    assert!(launch.row_blocks * g.rows() >= rows, "{rows}");
+                    assert!(
+                        g.threads() <= 512
+                            && shared_bytes(&g, format, dim, KvLayout::Pages(64)) <= limit
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn short_batches_split_segments_by_tile() {
+    let g = shape(4, KvFormat::INT8, 128, KvLayout::Pages(64))
+        .split_kv(227 * 1024)
+        .unwrap();
+    let is_split = |heads: usize, batch: usize, kv_len| {
+        let problem = Problem::new(
+            Heads {
+                q: 4 * heads,
+                kv: heads,
+                dim: 128,
+            },
+            vec![kv_len; batch],
+        );
+        Launch::new(&g, &problem, KvFormat::INT8, 132).partial_per_segment
+    };
+    assert!(is_split(8, 1, 1024));
+    assert!(!is_split(1, 512, 8192));
+    assert!(!is_split(1, 1, 1 << 20));
+}
+
+const LIMITS: DeviceLimits = DeviceLimits {
+    shared_limit: BULK_SHARED,
+    sms: 132,
+};
+
+fn chosen(problem: &Problem, format: KvFormat, low_latency: LowLatency) -> KernelConfig {
+    let preferences = Preferences {
+        low_latency,
+        ..Preferences::default()
+    };
+    select(problem, format, KvLayout::Pages(64), LIMITS, &preferences).unwrap()
+}
+
+fn kernel(heads: [usize; 2], kv_len: usize, batch: usize, format: KvFormat) -> Kernel {
+    let problem = Problem::new(
+        Heads {
+            q: heads[0],
+            kv: heads[1],
+            dim: 128,
+        },
+        vec![kv_len; batch],
+    );
+    chosen(&problem, format, LowLatency::Auto).kernel
+}
+
+/// The kernel that was measured faster is chosen (docs/log/2026-11-cuda.md, lines 39, 41, 49, 51, 64 and 72).
+#[test]
+fn latency_and_full_waves_go_to_teams_that_share_tiles() {
+    let (int8, f16, bf16) = (
+        KvFormat::INT8,
+        KvFormat::same(Scheme::F16),
+        KvFormat::same(Scheme::Bf16),
+    );
+    let kinds = [
+        (
+            int8,
+            [32, 8],
+            &[(1, 1), (1024, 1), (4096, 1)][..],
+            Kernel::LowLatencyCluster,
+        ),
+        (
+            int8,
+            [32, 8],
+            &[(8192, 1), (32_768, 1)],
+            Kernel::LowLatencyGlobal,
+        ),
+        (int8, [32, 8], &[(131_072, 1)], Kernel::SplitKv),
+        (
+            int8,
+            [8, 1],
+            &[(8192, 32), (8192, 85)],
+            Kernel::LowLatencyGlobal,
+        ),
+        (
+            int8,
+            [8, 1],
+            &[(8192, 64), (8192, 128)],
+            Kernel::LowLatencyCluster,
+        ),
+        (int8, [8, 1], &[(8192, 256), (8192, 512)], Kernel::SplitKv),
+        (
+            f16,
+            [32, 32],
+            &[(128, 1), (512, 1), (2048, 1), (4096, 1), (128, 8)],
+            Kernel::LowLatencyCluster,
+        ),
+        (f16, [32, 32], &[(128, 16)], Kernel::SplitKv),
+        (
+            bf16,
+            [8, 1],
+            &[(8192, 512), (8192, 400)],
+            Kernel::LowLatencyCluster,
+        ),
+        (
+            bf16,
+            [32, 8],
+            &[(4096, 64), (1024, 128)],
+            Kernel::LowLatencyCluster,
+        ),
+        (
+            bf16,
+            [32, 8],
+            &[(8192, 1), (32_768, 1)],
+            Kernel::LowLatencyGlobal,
+        ),
+        (bf16, [8, 1], &[(8192, 300)], Kernel::SplitKv),
+        (int8, [8, 2], &[(65_536, 1)], Kernel::SplitKv),
+        (KvFormat::INT4, [8, 1], &[(8192, 512)], Kernel::SplitKv),
+    ];
+    for (format, heads, shapes, want) in kinds {
+        for &(kv_len, batch) in shapes {
+            let got = kernel(heads, kv_len, batch, format);
+            assert_eq!(got, want, "{format}, {kv_len} tokens, batch {batch}");
+        }
+    }
+}
+
+#[test]
+fn head_dims_choose_for_themselves() {
+    for (head_dim, batch, want) in [
+        (64, 256, Kernel::SplitKv),
+        (96, 167, Kernel::SplitKv),
+        (192, 85, Kernel::LowLatencyGlobal),
+        (256, 64, Kernel::LowLatencyCluster),
+    ] {
+        let problem = Problem::new(
+            Heads {
+                q: 8,
+                kv: 1,
+                dim: head_dim,
+            },
+            vec![8192; batch],
+        );
+        let got = chosen(&problem, KvFormat::INT8, LowLatency::Auto);
+        assert_eq!(got.kernel, want, "{head_dim}");
+    }
+}
+
+#[test]
+fn low_latency_can_be_had_always_and_never() {
+    let problem = Problem::new(
+        Heads {
+            q: 8,
+            kv: 1,
+            dim: 128,
+        },
+        vec![8192; 512],
+    );
+    let of = |problem: &Problem, preference| {
+        let config = chosen(problem, KvFormat::INT8, preference);
+        let launch = Launch::new(&config, problem, KvFormat::INT8, 132);
+        (config.kernel, launch.grid)
+    };
+    let always = of(&problem, LowLatency::Always);
+    assert_eq!(always, (Kernel::LowLatencyCluster, [1, 1, 512]));
+    let never = of(&problem, LowLatency::Never);
+    assert_eq!(never, (Kernel::SplitKv, [264, 1, 1]));
+    assert_eq!(of(&problem, LowLatency::Global).0, Kernel::SplitKv);
+    let long = Problem::new(
+        Heads {
+            q: 8,
+            kv: 1,
+            dim: 128,
+        },
+        vec![300, 1],
+    );
+    assert_eq!(of(&long, LowLatency::Global).0, Kernel::LowLatencyGlobal);
+    let few = Problem::new(
+        Heads {
+            q: 8,
+            kv: 1,
+            dim: 128,
+        },
+        vec![100],
+    );
+    assert_eq!(of(&few, LowLatency::Never).0, Kernel::SplitKv);
+}
+
+#[test]
+fn plans_for_few_long_sequences_have_a_second_way_for_short_ones() {
+    let of = |batch: usize, kv_len, format, preferences: Preferences| {
+        let heads = Heads {
+            q: 32,
+            kv: 8,
+            dim: 128,
+        };
+        let problem = Problem::new(heads, vec![kv_len; batch]);
+        let layout = KvLayout::Pages(64);
+        let config = select(&problem, format, layout, LIMITS, &preferences).unwrap();
+        let launch = Launch::new(&config, &problem, format, 132);
+        (config.kernel, launch.few_slots, launch.few_places)
+    };
+    let auto = Preferences::default();
+    let wanted = Preferences {
+        few_tiles: true,
+        ..auto
+    };
+    let (int8, long) = (KvFormat::INT8, 131_072);
+    let few = Kernel::SplitKvFewTiles;
+    assert_eq!(of(1, long, int8, wanted), (few, 33, 64));
+    assert_eq!(of(4, long, KvFormat::INT4, wanted), (few, 8, 16));
+    assert_eq!(of(5, long, int8, wanted), (few, 6, 12));
+    assert_eq!(of(1, long, int8, auto), (Kernel::SplitKv, 0, 0));
+    // A ring of one stage holds no tile.
+    let bf16 = KvFormat::same(Scheme::Bf16);
+    let alone = Preferences {
+        low_latency: LowLatency::Never,
+        ..wanted
+    };
+    assert_eq!(of(1, long, bf16, alone).0, Kernel::SplitKv);
+    // More sequences than a warp finds the longest of; shorter ones, which `low_latency.cu` has.
+    assert_eq!(of(32, long, int8, alone), (few, 1, 2));
+    assert_eq!(of(33, long, int8, alone).0, Kernel::SplitKv);
+    assert_eq!(of(1, 1024, int8, wanted).0, Kernel::LowLatencyCluster);
+}
+
+#[test]
+fn floats_are_taken_for_many_rows_of_integers_where_the_caller_allows_them() {
+    let heads = Heads {
+        q: 16,
+        kv: 1,
+        dim: 128,
+    };
+    let kernel = |format: &str, q_len: usize, floats| {
+        let problem = Problem::new(heads, [8192]).q_len(q_len);
+        let preferences = Preferences {
+            floats,
+            ..Preferences::default()
+        };
+        let format = format.parse().unwrap();
+        let layout = KvLayout::Pages(64);
+        select(&problem, format, layout, LIMITS, &preferences).map(|config| config.kernel)
+    };
+    for format in ["int8", "int4", "int4-g1", "int8-tensor"] {
+        assert_eq!(kernel(format, 64, true), Some(Kernel::ManyRowsFast));
+        assert_eq!(kernel(format, 64, false), Some(Kernel::ManyRows));
+    }
+    // Pairs of code sizes, which the exact kernel does not unpack; 24 rows are few.
+    assert_eq!(kernel("int8/int4", 2, true), Some(Kernel::ManyRowsFast));
+    assert_eq!(kernel("int8/int4", 64, false), Some(Kernel::SplitKv));
+    assert_eq!(kernel("int8", 1, true), Some(Kernel::LowLatencyGlobal));
+    // Several scales of a token.
+    assert_eq!(kernel("int4-g4", 64, true), Some(Kernel::SplitKv));
+}
+
+#[test]
+fn a_preferred_configuration_is_taken_where_low_latency_is_not() {
+    let problem = Problem::new(
+        Heads {
+            q: 8,
+            kv: 1,
+            dim: 128,
+        },
+        vec![8192; 512],
+    );
+    let config: KernelConfig = "1,2,3,1".parse().unwrap();
+    let preferences = Preferences {
+        config: Some(config),
+        ..Preferences::default()
+    };
+    let got = select(
+        &problem,
+        KvFormat::INT8,
+        KvLayout::Pages(64),
+        LIMITS,
+        &preferences,
+    );
+    assert_eq!(got, Some(config));
+}
