@@ -41,7 +41,7 @@ impl Report {
             report.cases += 1;
             match outcome {
                 Outcome::Passed(hash) => {
-                    digests[usize::from(!case.format.is_integer())].extend([
+                    digests[usize::from(!is_in_integers(case))].extend([
                         case.seed as u32,
                         *hash as u32,
                         (hash >> 32) as u32,
@@ -127,8 +127,12 @@ fn queries(backend: &dyn DecodeAttention, case: &Case) -> &'static [Queries] {
 
 /// Whether the arithmetic fixes every bit of the answer: integer arithmetic anywhere, float arithmetic on the CPU.
 fn is_exact(backend: &dyn DecodeAttention, case: &Case) -> bool {
-    let integers = case.format.is_integer() && !case.problem.may_use_floats(case.format);
-    integers || backend.device().backend == "cpu"
+    is_in_integers(case) || backend.device().backend == "cpu"
+}
+
+/// Whether every backend answers a case in the integer arithmetic.
+fn is_in_integers(case: &Case) -> bool {
+    case.format.is_integer() && !case.problem.may_use_floats(case.format)
 }
 
 /// Outputs and log-sum-exps.
