@@ -46,6 +46,7 @@ mod span_states;
 pub mod state;
 mod step;
 pub mod view;
+mod visible;
 mod wide_rows;
 
 /// The bytes of every format.

@@ -3,6 +3,11 @@
 use super::{super::launch::Launch, *};
 use attn_core::Heads;
 
+/// A decode step of `[query heads, KV heads, dims]`.
+fn step([q, kv, dim]: [usize; 3], kv_lens: impl Into<Vec<usize>>) -> Problem {
+    Problem::new(Heads { q, kv, dim }, kv_lens)
+}
+
 fn shape(rows: usize, format: KvFormat, head_dim: usize, layout: KvLayout) -> Shape {
     Shape {
         rows,
@@ -26,19 +31,8 @@ fn every_problem_fits_shared_memory_and_covers_its_rows() {
                         assert!(largest && limit < 200 * 1024, "{format} {dim} {rows}");
                         continue;
                     };
-                    let launch = Launch::new(
-                        &g,
-                        &Problem::new(
-                            Heads {
-                                q: 2 * rows,
-                                kv: 2,
-                                dim,
-                            },
-                            vec![5000; 3],
-                        ),
-                        format,
-                        132,
-                    );
+                    let launch =
+                        Launch::new(&g, &step([2 * rows, 2, dim], vec![5000; 3]), format, 132);
                     assert!(launch.row_blocks * g.rows() >= rows, "{rows}");
                     assert!(
                         g.threads() <= 512
@@ -56,14 +50,7 @@ fn short_batches_split_segments_by_tile() {
         .split_kv(227 * 1024)
         .unwrap();
     let is_split = |heads: usize, batch: usize, kv_len| {
-        let problem = Problem::new(
-            Heads {
-                q: 4 * heads,
-                kv: heads,
-                dim: 128,
-            },
-            vec![kv_len; batch],
-        );
+        let problem = step([4 * heads, heads, 128], vec![kv_len; batch]);
         Launch::new(&g, &problem, KvFormat::INT8, 132).partial_per_segment
     };
     assert!(is_split(8, 1, 1024));
@@ -84,88 +71,38 @@ fn chosen(problem: &Problem, format: KvFormat, low_latency: LowLatency) -> Kerne
     select(problem, format, KvLayout::Pages(64), LIMITS, &preferences).unwrap()
 }
 
-fn kernel(heads: [usize; 2], kv_len: usize, batch: usize, format: KvFormat) -> Kernel {
-    let problem = Problem::new(
-        Heads {
-            q: heads[0],
-            kv: heads[1],
-            dim: 128,
-        },
-        vec![kv_len; batch],
-    );
-    chosen(&problem, format, LowLatency::Auto).kernel
-}
-
 /// The kernel that was measured faster is chosen (docs/log/2026-11-cuda.md, lines 39, 41, 49, 51, 64 and 72).
 #[test]
 fn latency_and_full_waves_go_to_teams_that_share_tiles() {
-    let (int8, f16, bf16) = (
-        KvFormat::INT8,
-        KvFormat::same(Scheme::F16),
-        KvFormat::same(Scheme::Bf16),
-    );
-    let kinds = [
-        (
-            int8,
-            [32, 8],
-            &[(1, 1), (1024, 1), (4096, 1)][..],
-            Kernel::LowLatencyCluster,
-        ),
-        (
-            int8,
-            [32, 8],
-            &[(8192, 1), (32_768, 1)],
-            Kernel::LowLatencyGlobal,
-        ),
-        (int8, [32, 8], &[(131_072, 1)], Kernel::SplitKv),
-        (
-            int8,
-            [8, 1],
-            &[(8192, 32), (8192, 85)],
-            Kernel::LowLatencyGlobal,
-        ),
-        (
-            int8,
-            [8, 1],
-            &[(8192, 64), (8192, 128)],
-            Kernel::LowLatencyCluster,
-        ),
-        (int8, [8, 1], &[(8192, 256), (8192, 512)], Kernel::SplitKv),
-        (
-            f16,
-            [32, 32],
-            &[(128, 1), (512, 1), (2048, 1), (4096, 1), (128, 8)],
-            Kernel::LowLatencyCluster,
-        ),
-        (f16, [32, 32], &[(128, 16)], Kernel::SplitKv),
-        (
-            bf16,
-            [8, 1],
-            &[(8192, 512), (8192, 400)],
-            Kernel::LowLatencyCluster,
-        ),
-        (
-            bf16,
-            [32, 8],
-            &[(4096, 64), (1024, 128)],
-            Kernel::LowLatencyCluster,
-        ),
-        (
-            bf16,
-            [32, 8],
-            &[(8192, 1), (32_768, 1)],
-            Kernel::LowLatencyGlobal,
-        ),
-        (bf16, [8, 1], &[(8192, 300)], Kernel::SplitKv),
-        (int8, [8, 2], &[(65_536, 1)], Kernel::SplitKv),
-        (KvFormat::INT4, [8, 1], &[(8192, 512)], Kernel::SplitKv),
-    ];
-    for (format, heads, shapes, want) in kinds {
+    // Each of the shapes, (tokens, batch).
+    let all = |format: &str, [q, kv]: [usize; 2], shapes: &[(usize, usize)], want: Kernel| {
+        let format = format.parse().unwrap();
         for &(kv_len, batch) in shapes {
-            let got = kernel(heads, kv_len, batch, format);
+            let problem = step([q, kv, 128], vec![kv_len; batch]);
+            let got = chosen(&problem, format, LowLatency::Auto).kernel;
             assert_eq!(got, want, "{format}, {kv_len} tokens, batch {batch}");
         }
-    }
+    };
+    let (split_kv, cluster, global) = (
+        Kernel::SplitKv,
+        Kernel::LowLatencyCluster,
+        Kernel::LowLatencyGlobal,
+    );
+    all("int8", [32, 8], &[(1, 1), (1024, 1), (4096, 1)], cluster);
+    all("int8", [32, 8], &[(8192, 1), (32_768, 1)], global);
+    all("int8", [32, 8], &[(131_072, 1)], split_kv);
+    all("int8", [8, 1], &[(8192, 32), (8192, 85)], global);
+    all("int8", [8, 1], &[(8192, 64), (8192, 128)], cluster);
+    all("int8", [8, 1], &[(8192, 256), (8192, 512)], split_kv);
+    all("int8", [8, 2], &[(65_536, 1)], split_kv);
+    let short = [(128, 1), (512, 1), (2048, 1), (4096, 1), (128, 8)];
+    all("f16", [32, 32], &short, cluster);
+    all("f16", [32, 32], &[(128, 16)], split_kv);
+    all("bf16", [8, 1], &[(8192, 512), (8192, 400)], cluster);
+    all("bf16", [8, 1], &[(8192, 300)], split_kv);
+    all("bf16", [32, 8], &[(4096, 64), (1024, 128)], cluster);
+    all("bf16", [32, 8], &[(8192, 1), (32_768, 1)], global);
+    all("int4", [8, 1], &[(8192, 512)], split_kv);
 }
 
 #[test]
@@ -176,14 +113,7 @@ fn head_dims_choose_for_themselves() {
         (192, 85, Kernel::LowLatencyGlobal),
         (256, 64, Kernel::LowLatencyCluster),
     ] {
-        let problem = Problem::new(
-            Heads {
-                q: 8,
-                kv: 1,
-                dim: head_dim,
-            },
-            vec![8192; batch],
-        );
+        let problem = step([8, 1, head_dim], vec![8192; batch]);
         let got = chosen(&problem, KvFormat::INT8, LowLatency::Auto);
         assert_eq!(got.kernel, want, "{head_dim}");
     }
@@ -191,14 +121,7 @@ fn head_dims_choose_for_themselves() {
 
 #[test]
 fn low_latency_can_be_had_always_and_never() {
-    let problem = Problem::new(
-        Heads {
-            q: 8,
-            kv: 1,
-            dim: 128,
-        },
-        vec![8192; 512],
-    );
+    let problem = step([8, 1, 128], vec![8192; 512]);
     let of = |problem: &Problem, preference| {
         let config = chosen(problem, KvFormat::INT8, preference);
         let launch = Launch::new(&config, problem, KvFormat::INT8, 132);
@@ -209,35 +132,16 @@ fn low_latency_can_be_had_always_and_never() {
     let never = of(&problem, LowLatency::Never);
     assert_eq!(never, (Kernel::SplitKv, [264, 1, 1]));
     assert_eq!(of(&problem, LowLatency::Global).0, Kernel::SplitKv);
-    let long = Problem::new(
-        Heads {
-            q: 8,
-            kv: 1,
-            dim: 128,
-        },
-        vec![300, 1],
-    );
+    let long = step([8, 1, 128], vec![300, 1]);
     assert_eq!(of(&long, LowLatency::Global).0, Kernel::LowLatencyGlobal);
-    let few = Problem::new(
-        Heads {
-            q: 8,
-            kv: 1,
-            dim: 128,
-        },
-        vec![100],
-    );
+    let few = step([8, 1, 128], vec![100]);
     assert_eq!(of(&few, LowLatency::Never).0, Kernel::SplitKv);
 }
 
 #[test]
 fn plans_for_few_long_sequences_have_a_second_way_for_short_ones() {
     let of = |batch: usize, kv_len, format, preferences: Preferences| {
-        let heads = Heads {
-            q: 32,
-            kv: 8,
-            dim: 128,
-        };
-        let problem = Problem::new(heads, vec![kv_len; batch]);
+        let problem = step([32, 8, 128], vec![kv_len; batch]);
         let layout = KvLayout::Pages(64);
         let config = select(&problem, format, layout, LIMITS, &preferences).unwrap();
         let launch = Launch::new(&config, &problem, format, 132);
@@ -269,13 +173,8 @@ fn plans_for_few_long_sequences_have_a_second_way_for_short_ones() {
 
 #[test]
 fn floats_are_taken_for_many_rows_of_integers_where_the_caller_allows_them() {
-    let heads = Heads {
-        q: 16,
-        kv: 1,
-        dim: 128,
-    };
     let kernel = |format: &str, q_len: usize, floats| {
-        let problem = Problem::new(heads, [8192]).q_len(q_len);
+        let problem = step([16, 1, 128], [8192]).q_len(q_len);
         let preferences = Preferences {
             floats,
             ..Preferences::default()
@@ -298,14 +197,7 @@ fn floats_are_taken_for_many_rows_of_integers_where_the_caller_allows_them() {
 
 #[test]
 fn a_preferred_configuration_is_taken_where_low_latency_is_not() {
-    let problem = Problem::new(
-        Heads {
-            q: 8,
-            kv: 1,
-            dim: 128,
-        },
-        vec![8192; 512],
-    );
+    let problem = step([8, 1, 128], vec![8192; 512]);
     let config: KernelConfig = "1,2,3,1".parse().unwrap();
     let preferences = Preferences {
         config: Some(config),

@@ -1,0 +1,93 @@
+//! Which cached tokens the query tokens of a problem see: positions, causality, windows, and the first tile that a backend reads.
+
+use crate::{format::KvFormat, problem::Problem, segments::TILE};
+
+impl Problem {
+    /// The position of query token `i` of sequence `b`; negative where it stands before the sequence.
+    ///
+    /// # Panics
+    /// If the problem has no sequence `b`.
+    #[must_use]
+    pub fn position(&self, b: usize, i: usize) -> isize {
+        // Checked lengths are far below 2^30.
+        let signed = |x: usize| x.min(1 << 30) as isize;
+        signed(self.kv_lens[b]) + signed(self.after(b)) - signed(self.q_lens[b]) + signed(i)
+    }
+
+    /// Tokens of sequence b that follow the cached ones.
+    pub(crate) fn after(&self, b: usize) -> usize {
+        self.tokens_after.get(b).copied().unwrap_or(0)
+    }
+
+    /// The first token that any of the last `q_len` tokens, at least one, of a sequence of `kv_len` sees; 0 where some stand before the sequence.
+    pub(crate) fn first_seen(&self, q_len: usize, kv_len: usize) -> usize {
+        let position = kv_len.saturating_sub(q_len);
+        let seen = |window| position.saturating_sub(window);
+        self.window_left.map_or(0, seen)
+    }
+
+    /// For backends: the first token of the first tile of which any of the last `q_len` tokens, at least one, of a sequence of `kv_len` sees some token.
+    #[must_use]
+    pub fn first_seen_tile(&self, q_len: usize, kv_len: usize) -> usize {
+        self.first_seen(q_len, kv_len) / TILE * TILE
+    }
+
+    /// For backends: the first token of the first tile that they read with residuals.
+    #[must_use]
+    pub fn first_residual_read(&self, format: KvFormat, q_len: usize, kv_len: usize) -> usize {
+        let rows = if self.causal { q_len } else { 1 };
+        let fine = format.first_residual_token(kv_len.saturating_sub(rows));
+        fine.max(self.first_seen_tile(q_len, kv_len))
+    }
+
+    /// Tokens that query token `i` of sequence `b` sees: `start..end`.
+    ///
+    /// # Panics
+    /// If the problem has no sequence `b`.
+    #[must_use]
+    pub fn visible(&self, b: usize, i: usize) -> std::ops::Range<usize> {
+        // Checked lengths are far below 2^30; a larger window sees every cached token, and a cast of it would wrap.
+        let signed = |x: usize| x.min(1 << 30) as isize;
+        let len = signed(self.kv_lens[b]);
+        let position = self.position(b, i);
+        let end = if self.causal {
+            (position + 1).clamp(0, len)
+        } else {
+            len
+        };
+        let start = self
+            .window_left
+            .map_or(0, |w| (position - signed(w)).clamp(0, end));
+        start as usize..end as usize
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::problem::Heads;
+
+    #[test]
+    fn windows_of_any_size_see_what_they_should() {
+        let mut p = Problem::new(
+            Heads {
+                q: 1,
+                kv: 1,
+                dim: 64,
+            },
+            vec![10, 2, 0],
+        )
+        .q_len(4);
+        for (window, seen) in [(0, 6..7), (2, 4..7), (6, 0..7), (usize::MAX >> 1, 0..7)] {
+            p.window_left = Some(window);
+            assert_eq!(p.visible(0, 0), seen, "{window}");
+        }
+        for window in [usize::MAX, isize::MAX as usize, isize::MAX as usize + 1] {
+            p.window_left = Some(window);
+            assert_eq!(p.visible(0, 3), 0..10);
+            // The first two query tokens stand before the sequence.
+            assert_eq!([p.visible(1, 0), p.visible(1, 2)], [0..0, 0..1]);
+            assert_eq!(p.visible(2, 3), 0..0);
+        }
+    }
+}
