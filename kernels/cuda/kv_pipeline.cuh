@@ -22,11 +22,14 @@ struct Ring {
         barrier_init(barriers + (STAGES + stage) * 8, READERS * ARRIVALS);
         barrier_init_fence();
     }
-    __device__ __forceinline__ u32 at() const { return stages + stage * STAGE_BYTES; }
-    __device__ __forceinline__ u32 full() const { return barriers + stage * 8; }
-    __device__ __forceinline__ u32 empty() const { return barriers + (STAGES + stage) * 8; }
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
+    // Of the stage so many ahead, as long as the ring does not end there.
+    __device__ __forceinline__ u32 at(int ahead = 0) const { return stages + (stage + ahead) * STAGE_BYTES; }
+    __device__ __forceinline__ u32 full(int ahead = 0) const { return barriers + (stage + ahead) * 8; }
+    __device__ __forceinline__ u32 empty(int ahead = 0) const { return barriers + (STAGES + stage + ahead) * 8; }
+    // By a divisor of STAGES.
+    __device__ __forceinline__ void advance(int by = 1) {
+        stage += by;
+        if (stage == STAGES) {
             stage = 0;
             phase ^= 1;
         }
@@ -142,6 +145,13 @@ template <class Source> struct TileCopier {
         tile += step;
         known += ENTRIES;
         return true;
+    }
+
+    // Passes a stage on as it is.
+    __device__ __forceinline__ void skip_stage() {
+        barrier_wait(ring.empty(), ring.phase ^ 1);
+        if (lane == 0) barrier_arrive(ring.full());
+        ring.advance();
     }
 
     // The page of the current tile's entry n; the whole warp asks.

@@ -4,6 +4,7 @@
 // Split     work items, (query block, KV head), in order; where there are many, each team attends whole ones, else runs of spans.
 // Pipeline  each team has a ring of stages, which its producer warp fills (kv_pipeline.cuh). Products read keys and values from there; codes of 4 bits
 //           are turned into bytes first, and those of fp8, or all where FAST, into f16, by the warps of the producers, in a ring of their own.
+//           Two warpgroups of a team that attend floats take turns with products (many_rows_floats.cuh).
 // Merge     a segment's state is in registers, a span's in shared memory, the row's in the workspace: each thread has its own elements. Floats have no
 //           segments, and a span's state is in registers. Parts of a work item by several teams meet in the workspace (partials_counted.cuh).
 // Reads     q; pages; page table, lengths.
@@ -56,8 +57,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __gri
     Walk walk = walks[team];
     Claims claims = {};
     Part part;
+    self.start();
 #pragma unroll 1
     while (walk.next(p, part))
         if (self.attend(part)) meeting.count(part, claims);
+    self.finish();
     meeting.finish(claims);
 }

@@ -1,174 +1,250 @@
 // Tiles of many_rows.cu in floats: formats of f16, bf16 or fp8, and integers where FAST (docs/arithmetic.md, section 11). The arithmetic does not define their
 // bits on a GPU; tests/src/check.rs bounds their error.
 //
-// Products are of 16-bit floats, in bf16 for bf16 and in f16 for all else, and sums are f32. A query is one such float where it came as one, else the sum
-// of two. A weight is one, relative to the row's running maximum, so that products add up in the state. Codes are f16 by then.
+// Products are of 16-bit floats, in bf16 for bf16 and in f16 for all else, and sums are f32. A query is one such float where it came as one, or where codes are
+// rounder than it, else the sum of two. A weight is one, relative to the row's running maximum, so that products add up in the state. Codes are f16 by then.
 #pragma once
 #include "many_rows_state.cuh"
 
 struct FloatTiles : Warpgroup {
     static constexpr bool IS_BF16 = K_SCHEME == BF16;
     static constexpr int LIFT = IS_BF16 ? 0 : 14;  // weights of f16 are as large as its range allows: small ones then keep their bits
-    u32 high[PANELS][4];  // the first part of the queries, as left operands of 16 dims; the second is in shared memory
+    static constexpr int STEP = FLOAT_STEP, SIDES = 2 * STEP;  // tiles of a step, and their stages in the ring: K and V of tile after tile
+    // Products read the first parts of queries from shared memory, which leaves registers for a second tile; or from registers, where codes are turned.
+    static constexpr bool IN_REGISTERS = UNPACKS;
+    u32 high[IN_REGISTERS ? PANELS : 1][4];  // as left operands of 16 dims
     bool has_low;
+    template <int TILES> using Scores = float[TILES][SUMS_OF_TILE];
+    template <int TILES> using Weights = u32[TILES * 4][4];  // as left operands of 16 tokens
+    using Low = u32[PANELS][4];                              // second parts of queries, as left operands of 16 dims
 
-    __device__ __forceinline__ void load_rows(const Part& part) {
-        find_rows(part);
-        has_low = !FAST && (p.dtype == Dtype::F32 || (IS_BF16 && p.dtype == Dtype::F16));
-        barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
-        float factor = F16_UNIT * p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[part.kv_head] : 1.0f);
+    // Calls take(panel, i, h, first, second) for the pairs of a thread's queries, in two parts.
+    template <class Take> __device__ __forceinline__ void each_query_pair(const Part& part, Take take) {
+        QueryRow row[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            QueryRow row = query_row(p, part, part.kv_head, first_row + lane / 4 + 8 * h);
-            row.factor = row.factor > 0.0f ? 1.0f : 0.0f;
-            float x[PANELS][4], largest = load_row(row, lane, x);
+            row[h] = query_row(p, part, part.kv_head, first_row + lane / 4 + 8 * h);
+            row[h].factor = row[h].factor > 0.0f ? 1.0f : 0.0f;
+        }
+        float elements[2][PANELS][4];
+        load_elements(row, lane, elements);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float(&x)[PANELS][4] = elements[h];
+            float largest = rotate_row(x, lane);
             // By a power of two, to below 2^14, which f16 holds.
             int e = largest == 0.0f ? 0 : min(13 - exponent(largest), 126);
-            float up = exp2i(e);
+            float up = exp2i(e), factor = F16_UNIT * p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[part.kv_head] : 1.0f);
             rows.scale[h] = fmaxf(factor * exp2i(-e / 2) * exp2i(e / 2 - e), 0x1p-126f);
 #pragma unroll
             for (int panel = 0; panel < PANELS; panel++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    u32 low;
-                    split_pair<IS_BF16>(x[panel][2 * i] * up, x[panel][2 * i + 1] * up, high[panel][2 * i + h], low);
-                    if (!FAST) sts32(queries + ((2 * panel + i) * 64 + 16 * warp + 8 * h + lane / 4) * 16 + 4 * (lane % 4), low);
+                    u32 first, second;
+                    split_pair<IS_BF16>(x[panel][2 * i] * up, x[panel][2 * i + 1] * up, first, second);
+                    take(panel, i, h, first, second);
                 }
         }
+    }
+    __device__ __forceinline__ void load_rows(const Part& part) {
+        find_rows(part);
+        has_low = TWO_PARTS && (p.dtype == Dtype::F32 || (IS_BF16 && p.dtype == Dtype::F16));
+        barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
+        u32 to = queries + (16 * warp + lane / 4) * 16 + 4 * (lane % 4);
+        each_query_pair(part, [&](int panel, int i, int h, u32 first, u32) {
+            if constexpr (IN_REGISTERS) high[panel][2 * i + h] = first;
+            else sts32(to + (2 * panel + i) * 64 * 16 + h * 128, first);
+        });
         fence_async();
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
     }
-    // A shared address is the same for all lanes, which the compiler does not see: it would find descriptions of matrices in every lane.
-    DEVICE u32 same_for_all(u32 at) { return __shfl_sync(~0u, at, 0); }
-    __device__ __forceinline__ u32 wait_side() { return same_for_all(UNPACKS ? unpacked.wait_full() : ring.wait()); }
-    // Of the side behind the one that is read.
-    __device__ __forceinline__ u32 wait_next_side() const {
-        if constexpr (UNPACKS) {
-            UnpackedRing next = unpacked;
-            next.advance();
-            return same_for_all(next.wait_full());
-        } else {
-            Ring next = ring;
-            next.advance();
-            return same_for_all(next.wait());
-        }
-    }
-    __device__ __forceinline__ void release_side() {
-        if constexpr (UNPACKS) unpacked.release(lane);
-        else release_stages(ring, 1, lane);
-    }
 
-    template <bool HAS_LOW> __device__ __forceinline__ void multiply_keys(u32 keys, float (&s)[SUMS_OF_TILE]) const {
+    // Where the warpgroup reads: stages of this ring, a step's at a time.
+    __device__ __forceinline__ auto& sides() {
+        if constexpr (UNPACKS) return unpacked;
+        else return ring;
+    }
+    // Waits for K or V of TILES tiles, the first of which is the side-th of the step. Barriers are tested
+    // together, as a test takes longer than its issue.
+    template <int TILES, class Ring> __device__ __forceinline__ void wait_sides(const Ring& ring, int side) const {
+        bool are_there = true;
+#pragma unroll
+        for (int t = 0; t < TILES; t++) are_there &= barrier_test(ring.full(side + 2 * t), ring.phase);
+        if (are_there) return;
+#pragma unroll
+        for (int t = 0; t < TILES; t++) barrier_wait(ring.full(side + 2 * t), ring.phase);
+    }
+    template <int TILES, class Ring> __device__ __forceinline__ void release_sides(const Ring& ring, int side) const {
+        __syncwarp();
+        if (lane < ARRIVALS)
+#pragma unroll
+            for (int t = 0; t < TILES; t++) barrier_arrive(ring.empty(side + 2 * t));
+    }
+    // A shared address is the same for all lanes, which the compiler does not see: it would find descriptions of matrices in every lane, and keep them.
+    DEVICE u32 same_for_all(u32 at) { return __shfl_sync(~0u, opaque(at), 0); }
+
+    // `keys`: where the first tile's K is.
+    template <bool HAS_LOW, int TILES> __device__ __forceinline__ void multiply_keys(u32 keys, const Low& low, Scores<TILES>& s) const {
         using Product = FloatProducts<IS_BF16, false>;
+        u64 a = matrices(same_for_all(queries), 64 * 16), b = matrices(keys, TILE * 16);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < PANELS; i++) Product::multiply(s, high[i], matrices(keys + i * 2 * TILE * 16, TILE * 16), i > 0);
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int i = 0; i < PANELS; i++) {
+                u64 of_tile = matrices_behind(b, t * 2 * SIDE_BYTES + i * 2 * TILE * 16);
+                if constexpr (IN_REGISTERS) Product::multiply(s[t], high[i], of_tile, i > 0);
+                else Product::multiply_shared(s[t], matrices_behind(a, i * 2 * 64 * 16), of_tile, i > 0);
+            }
         if (HAS_LOW)
 #pragma unroll
-            for (int i = 0; i < PANELS; i++) Product::multiply_shared(s, matrices(queries + i * 2 * 64 * 16, 64 * 16), matrices(keys + i * 2 * TILE * 16, TILE * 16), true);
+            for (int t = 0; t < TILES; t++)
+#pragma unroll
+                for (int i = 0; i < PANELS; i++) Product::multiply(s[t], low[i], matrices_behind(b, t * 2 * SIDE_BYTES + i * 2 * TILE * 16), true);
         products_commit();
     }
-    __device__ __forceinline__ void multiply_values(const Part& part, int index, const u32 (&a)[4][4]) {
-        u32 values = wait_side();
-        int tokens = part.kv_len - index * TILE;
-        if (!UNPACKS && tokens < TILE) clear_values(values, tokens);
+    // `values`: where the first tile's V is.
+    template <int TILES> __device__ __forceinline__ void multiply_values(u32 values, const Weights<TILES>& weights) {
+        // Pages have V by panels of eight dims, with tokens along them; unpacked codes by panels of eight tokens.
+        u64 b = UNPACKS ? matrices(values, HEAD_DIM * 16) : matrices(values, 128, TILE * 16);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            // Pages have V by panels of eight dims, with tokens along them; unpacked codes by panels of eight tokens.
-            u64 b = UNPACKS ? matrices(values + i * 2 * HEAD_DIM * 16, HEAD_DIM * 16) : matrices(values + i * 16 * 16, 128, TILE * 16);
-            FloatProducts<IS_BF16, !UNPACKS>::multiply(o, a[i], b, true);
-        }
+        for (int i = 0; i < TILES * 4; i++)
+            FloatProducts<IS_BF16, !UNPACKS>::multiply(o, weights[i], matrices_behind(b, i / 4 * 2 * SIDE_BYTES + i % 4 * 16 * (UNPACKS ? 2 * HEAD_DIM : 16)), true);
         products_commit();
     }
-    // Zeros in place of V's tokens that do not exist: their bytes may be a NaN, and 0·NaN is not 0.
-    __device__ __forceinline__ void clear_values(u32 values, int tokens) const {
+    // Zeros in place of V's tokens that do not exist: their bytes may be a NaN, and 0·NaN is not 0. `tokens`: those that do, from the first tile's first on.
+    template <int TILES> __device__ __forceinline__ void clear_missing(u32 values, int tokens) const {
+        if (tokens >= TILES * TILE) return;
 #pragma unroll 1
-        for (int i = threadIdx.x % 128; i < HEAD_DIM / 8 * TILE; i += 128)
-            if (i % TILE >= tokens) sts128(values + i * 16, {0.0f, 0.0f, 0.0f, 0.0f});
+        for (int i = threadIdx.x % 128; i < TILES * HEAD_DIM / 8 * TILE; i += 128) {
+            int t = i / (HEAD_DIM / 8 * TILE);
+            if (t * TILE + i % TILE >= tokens) sts128(values + i * 16 + t * (2 * SIDE_BYTES - TILE * HEAD_DIM * 2), {0.0f, 0.0f, 0.0f, 0.0f});
+        }
         fence_async();
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
     }
 
-    // Replaces scores by weights; updates the maxima, and gives the factors of what was summed before.
-    __device__ __forceinline__ void weigh(float (&s)[SUMS_OF_TILE], int index, float (&alpha)[2]) {
-        float scale[2] = {rows.scale[0], rows.scale[1]};
+    // The rows' maxima; gives what scores are multiplied by and `base`, which they then lose, and the factors of what was summed before.
+    template <int TILES> __device__ __forceinline__ void find_maxima(Scores<TILES>& s, int index, float (&scale)[2], float (&base)[2], float (&alpha)[2]) {
+        scale[0] = rows.scale[0];
+        scale[1] = rows.scale[1];
         if (HAS_SCORE_MODS) {
 #pragma unroll
-            for (int i = 0; i < SUMS_OF_TILE; i++) s[i] = s[i] * scale[i / 2 % 2];
-            modify_scores(s, index);
+            for (int t = 0; t < TILES; t++) {
+#pragma unroll
+                for (int i = 0; i < SUMS_OF_TILE; i++) s[t][i] = s[t][i] * scale[i / 2 % 2];
+                modify_scores(s[t], index + t);
+            }
             scale[0] = scale[1] = 1.0f;
         }
-        if (!rows.see_all(index * TILE)) each_hidden(index, [&](int i) { s[i] = MINUS_INFINITY; });
-        float base[2];
+        if (!rows.see_all(index * TILE, TILES * TILE))
+#pragma unroll
+            for (int t = 0; t < TILES; t++) each_hidden(index + t, [&](int i) { s[t][i] = MINUS_INFINITY; });
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float now = fmaxf(m[h], ceilf(row_max(s, h) * scale[h]) - LIFT);
+            float largest = thread_max(s[0], h);
+#pragma unroll
+            for (int t = 1; t < TILES; t++) largest = fmaxf(largest, thread_max(s[t], h));
+            float now = fmaxf(m[h], ceilf(quad_max(largest) * scale[h]) - LIFT);
             alpha[h] = pow2(now - m[h]);
             m[h] = now;
             base[h] = now > MINUS_INFINITY ? now : 0.0f;
         }
-#pragma unroll
-        for (int i = 0; i < SUMS_OF_TILE; i++) s[i] = approximate_exp2(fmaf(s[i], scale[i / 2 % 2], -base[i / 2 % 2]));
     }
-    // Weights as pairs, which are left operands of 16 tokens, and their sums.
-    __device__ __forceinline__ void pack(const float (&s)[SUMS_OF_TILE], const float (&alpha)[2], u32 (&a)[4][4]) {
-        float sum[2] = {0.0f, 0.0f};
+    // A pair of weights in 16 bits; adds them to their row's sum.
+    DEVICE u32 weight_pair(float x, float y, float& sum) {
+        if constexpr (IS_BF16) {
+            // What is multiplied is what is summed: rounding to 8 bits then leaves a lone weight's value as it is.
+            u32 pair = bf16_pair(x, y);
+            sum = sum + (bits_float(pair << 16) + bits_float(pair & 0xffff0000));
+            return pair;
+        } else {
+            sum = sum + (x + y);
+            return f16_pair(x, y);
+        }
+    }
+    // Weights of a step, and their sums; what was summed before is rescaled.
+    template <int TILES> __device__ __forceinline__ void weigh(Scores<TILES>& s, int index, Weights<TILES>& weights) {
+        float scale[2], base[2], alpha[2], sum[2] = {0.0f, 0.0f};
+        find_maxima<TILES>(s, index, scale, base, alpha);
+        if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f))
 #pragma unroll
-        for (int i = 0; i < 4; i++)
+            for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * alpha[i / 2 % 2];
+#pragma unroll
+        for (int i = 0; i < TILES * 4; i++)
 #pragma unroll
             for (int n = 0; n < 4; n++) {
-                int at = 8 * i + 4 * (n / 2) + 2 * (n % 2), h = n % 2;
-                if constexpr (IS_BF16) {
-                    u32 pair = bf16_pair(s[at], s[at + 1]);
-                    a[i][n] = pair;
-                    // What is multiplied is what is summed: rounding to 8 bits then leaves a lone weight's value as it is.
-                    sum[h] = sum[h] + (bits_float(pair << 16) + bits_float(pair & 0xffff0000));
-                } else {
-                    a[i][n] = f16_pair(s[at], s[at + 1]);
-                    sum[h] = sum[h] + (s[at] + s[at + 1]);
-                }
+                int at = 8 * (i % 4) + 4 * (n / 2) + 2 * (n % 2), h = n % 2;
+                auto weight = [&](float x) { return approximate_exp2(fmaf(x, scale[h], -base[h])); };
+                weights[i][n] = weight_pair(weight(s[i / 4][at]), weight(s[i / 4][at + 1]), sum[h]);
             }
 #pragma unroll
         for (int h = 0; h < 2; h++) l[h] = fmaf(l[h], alpha[h], sum[h]);
     }
 
-    // Adds tiles, one at least, to the state. Weights of a tile are found while the products of the one before with V are under way.
-    // No branch of a warp's own is among them: the compiler would wait for each product.
-    template <bool HAS_LOW> __device__ __forceinline__ void add_tiles(const Part& part, int index, int end) {
-        float s[SUMS_OF_TILE], alpha[2] = {1.0f, 1.0f};
-        u32 a[4][4];
-        multiply_keys<HAS_LOW>(wait_side(), s);
+    // The two warpgroups of a team take turns with products, so that one weighs while the other multiplies. The first has the first turn.
+    static constexpr bool TAKES_TURNS = ROW_WARPS > 1;
+    __device__ __forceinline__ void take_turn() const {
+        if (TAKES_TURNS) barrier_of<256>(TURN_BARRIER + warpgroup);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (TAKES_TURNS) barrier_arrive_of<256>(TURN_BARRIER + 1 - warpgroup);
+    }
+    __device__ __forceinline__ void start() const {
+        if (warpgroup == 1) pass_turn();
+    }
+    __device__ __forceinline__ void finish() const {
+        if (warpgroup == 0) take_turn();
+    }
+
+    // Adds TILES tiles of a step, from its tile `first` on. Products with their V are under way behind it, and `held` is that V's stage; before it,
+    // that of the last such products, or -1.
+    template <bool HAS_LOW, int TILES> __device__ __forceinline__ void add_tiles(const Part& part, int index, int first, const Low& low, Weights<TILES>& weights, int& held) {
+        auto& ring = sides();
+        Scores<TILES> s;
+        int side = 2 * first;
+        u32 at = same_for_all(ring.at(side));
+        wait_sides<TILES>(ring, side);
+        multiply_keys<HAS_LOW, TILES>(at, low, s);
         products_wait<0>();
-        products_landed(s);
-        release_side();
-        weigh(s, index, alpha);
-        pack(s, alpha, a);
-#pragma unroll 1
-        while (++index < end) {
-            multiply_keys<HAS_LOW>(wait_next_side(), s);
-            multiply_values(part, index - 1, a);
-            products_wait<1>();
-            products_landed(s);
-            weigh(s, index, alpha);
-            products_wait<0>();
-            products_landed(o);
-            release_side();
-            release_side();
-            if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f))
-#pragma unroll
-                for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * alpha[i / 2 % 2];
-            pack(s, alpha, a);
-        }
-        multiply_values(part, index - 1, a);
-        products_wait<0>();
+        pass_turn();
         products_landed(o);
-        release_side();
+#pragma unroll
+        for (int t = 0; t < TILES; t++) products_landed(s[t]);
+        if (held >= 0) release_sides<TILES>(ring, held - ring.stage);
+        release_sides<TILES>(ring, side);
+        held = ring.stage + side + 1;
+        weigh<TILES>(s, index + first, weights);
+        wait_sides<TILES>(ring, side + 1);
+        if (!UNPACKS) clear_missing<TILES>(at + SIDE_BYTES, part.kv_len - (index + first) * TILE);
+        take_turn();
+        multiply_values<TILES>(at + SIDE_BYTES, weights);
+    }
+    // Adds tiles a step at a time, or one, with two parts of queries, for lack of registers. Tiles behind the last are hidden. Products with V are under way
+    // with those of the next K, while the other warpgroup weighs. No branch of a warp's own is among them: the compiler would wait for each product.
+    template <bool HAS_LOW> __device__ __forceinline__ void add_steps(const Part& part, int index, int end) {
+        constexpr int TILES = HAS_LOW ? 1 : STEP;
+        Low low;
+        if (HAS_LOW) each_query_pair(part, [&](int panel, int i, int h, u32, u32 second) { low[panel][2 * i + h] = second; });
+        Weights<TILES> weights;
+        int held = -1;
+        take_turn();
+#pragma unroll 1
+        for (; index < end; index += STEP) {
+#pragma unroll
+            for (int first = 0; first < STEP; first += TILES) add_tiles<HAS_LOW, TILES>(part, index, first, low, weights, held);
+            sides().advance(SIDES);
+        }
+        products_wait<0>();
+        pass_turn();
+        products_landed(o);
+        if (held >= 0) release_sides<TILES>(sides(), held - sides().stage);
     }
     // A span's state. Its tiles are one run, as a merge takes longer than a tile.
     __device__ __forceinline__ void attend_span(const Part& part, int index, int end) {
         clear();
-        if (index < end) has_low ? add_tiles<!FAST>(part, index, end) : add_tiles<false>(part, index, end);
+        has_low ? add_steps<TWO_PARTS>(part, index, end) : add_steps<false>(part, index, end);
         // Sums were those of a thread's own tokens.
 #pragma unroll
         for (int h = 0; h < 2; h++) l[h] = quad_sum(l[h]);

@@ -32,6 +32,8 @@ template <int SCHEME> struct PairParams {
 };
 
 struct IntegerTiles : Warpgroup {
+    DEVICE void start() {}
+    DEVICE void finish() {}
     __device__ __forceinline__ void load_rows(const Part& part) {
         find_rows(part);
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
@@ -190,10 +192,10 @@ struct IntegerTiles : Warpgroup {
     };
     __device__ __forceinline__ Place wait_keys_or_values(bool is_k, bool residuals) {
         if constexpr (UNPACKS) {
-            u32 at = unpacked.wait_full();
+            u32 at = unpacked.wait();
             UnpackedRing next = unpacked;
             next.advance();
-            return {at, at + UNPACKED_PARAMS, residuals ? next.wait_full() : 0};
+            return {at, at + UNPACKED_PARAMS, residuals ? next.wait() : 0};
         } else if (is_k) {
             u32 at = ring.wait();
             return {at, at + K_CODES, 0};

@@ -14,12 +14,16 @@ struct PartSource {
     __device__ __forceinline__ int first_residual_tile(const DecodeParams&) const { return part.first_residual_tile; }
 };
 
+// Whether a part's last step has a tile that does not exist: its stages are passed on, so that steps begin where they did.
+DEVICE bool ends_within_step(const Part& part) { return (part.end_tile() - part.first_tile()) % FLOAT_STEP != 0; }
+
 // Copies the team's tiles in the order of its walk, a stage at a time.
 struct Issuer {
     const DecodeParams& p;
     Walk walk;
     TileCopier<PartSource> copier;
     int end;
+    bool pads;  // whether stages are to be skipped behind the part
 
     __device__ __forceinline__ void start(const Ring& ring, int lane) {
         copier.ring = ring;
@@ -28,16 +32,19 @@ struct Issuer {
         copier.stage_of_tile = 0;
         copier.maps = nullptr;
         copier.tile = end = 0;
+        pads = false;
     }
     // False if nothing is left.
     __device__ __forceinline__ bool issue() {
         Part& part = copier.source.part;
         if (copier.tile >= end) {
+            for (int i = 0; pads && i < 2; i++) copier.skip_stage();
             do {
                 if (!walk.next(p, part)) return false;
                 copier.tile = part.first_tile();
                 end = part.end_tile();
             } while (copier.tile >= end);
+            pads = ends_within_step(part);
             copier.begin(p, part.sequence, part.kv_head, part.first_residual_tile);
             copier.appended = first_appended_tile(p, part.kv_len);
             copier.prefetch_residuals(p, end);
@@ -71,76 +78,108 @@ struct UnpackedRing {
         barrier_init(barriers + (UNPACKED_STAGES + stage) * 8, 4 * ROW_WARPS * ARRIVALS);
         barrier_init_fence();
     }
-    __device__ __forceinline__ u32 at() const { return stages + stage * UNPACKED_STAGE; }
-    __device__ __forceinline__ void advance() {
-        if (++stage >= UNPACKED_STAGES) {
+    __device__ __forceinline__ u32 at(int ahead = 0) const { return stages + (stage + ahead) * UNPACKED_STAGE; }
+    __device__ __forceinline__ u32 full(int ahead = 0) const { return barriers + (stage + ahead) * 8; }
+    __device__ __forceinline__ u32 empty(int ahead = 0) const { return barriers + (UNPACKED_STAGES + stage + ahead) * 8; }
+    __device__ __forceinline__ void advance(int by = 1) {
+        stage += by;
+        if (stage >= UNPACKED_STAGES) {
             stage = 0;
             phase ^= 1;
         }
     }
-    __device__ __forceinline__ u32 wait_full() const {
-        barrier_wait(barriers + stage * 8, phase);
+    __device__ __forceinline__ u32 wait() const {
+        barrier_wait(full(), phase);
         return at();
     }
-    __device__ __forceinline__ u32 wait_empty() const {
-        barrier_wait(barriers + (UNPACKED_STAGES + stage) * 8, phase ^ 1);
-        return at();
+    __device__ __forceinline__ u32 wait_empty(int ahead = 0) const {
+        barrier_wait(empty(ahead), phase ^ 1);
+        return at(ahead);
     }
     // What this warp has written is seen by products.
-    __device__ __forceinline__ void publish(int lane) {
+    __device__ __forceinline__ void publish(int lane, int ahead = 0) const {
         fence_async();
         __syncwarp();
-        if (lane < ARRIVALS) barrier_arrive(barriers + stage * 8);
-        advance();
+        if (lane < ARRIVALS) barrier_arrive(full(ahead));
     }
     __device__ __forceinline__ void release(int lane) {
         __syncwarp();
-        if (lane < ARRIVALS) barrier_arrive(barriers + (UNPACKED_STAGES + stage) * 8);
+        if (lane < ARRIVALS) barrier_arrive(empty());
         advance();
     }
 };
 
-// Unpacks the team's tiles, and goes on copying those ahead; the unpacker-th of the team's warps.
-DEVICE void unpack_tiles(const DecodeParams& p, Walk walk, Issuer& issuer, Ring ring, UnpackedRing unpacked, int unpacker, int lane) {
-    int thread = unpacker * 32 + lane;
-    auto issue = [&](int stages) {
+// The unpacker-th of the team's warps unpacks its tiles, and the first goes on copying those ahead.
+struct Unpacker {
+    Issuer& issuer;
+    Ring ring;
+    UnpackedRing unpacked;
+    int unpacker, lane;
+
+    __device__ __forceinline__ int thread() const { return unpacker * 32 + lane; }
+    __device__ __forceinline__ void issue(int stages) {
         if (unpacker == 0)
 #pragma unroll 1
             for (; stages > 0; stages--) issuer.issue();
-    };
-    issue(STAGES);
-    Part part;
+    }
+    DEVICE bool has_residuals(const Part& part, int index) { return WINDOW && index >= part.first_residual_tile; }
+    DEVICE int stages_of(bool residuals) { return stages_of_keys(residuals) + stages_of_values(residuals); }
+
+    // To bytes: K, its residuals, V, its residuals.
+    __device__ __forceinline__ void unpack_bytes(const Part& part, int index) {
+        bool residuals = has_residuals(part, index);
+        Ring next = ring;
+        Stages at;
+        wait_keys(next, residuals, at);
+        wait_values(next, residuals, at);
+        auto publish = [&](auto write) {
+            write(unpacked.wait_empty());
+            unpacked.publish(lane);
+            unpacked.advance();
+        };
+        publish([&](u32 to) { unpack_side<false>(at.k.at, 0, to, TILE, thread()); });
+        if (K_WINDOW && residuals) publish([&](u32 to) { unpack_nibbles<false>(at.k_residuals.at, to, thread()); });
+        publish([&](u32 to) { unpack_side<true>(at.v.at, 0, to, TILE, thread()); });
+        if (V_WINDOW && residuals) publish([&](u32 to) { unpack_nibbles<false>(at.v_residuals.at, to, thread()); });
+        release_stages(ring, stages_of(residuals), lane);
+        issue(stages_of(residuals));
+    }
+    // To f16: K and V, with their residuals.
+    __device__ __forceinline__ void unpack_floats(const Part& part, int index) {
+        bool residuals = has_residuals(part, index);
+        Ring next = ring;
+        Stages at;
+        wait_keys(next, residuals, at);
+        wait_values(next, residuals, at);
+        int tokens = part.kv_len - index * TILE;
+        unpack_side<false>(at.k.at, residuals ? at.k_residuals.at : 0, unpacked.wait_empty(), tokens, thread());
+        unpacked.publish(lane);
+        unpack_side<true>(at.v.at, residuals ? at.v_residuals.at : 0, unpacked.wait_empty(1), tokens, thread());
+        unpacked.publish(lane, 1);
+        unpacked.advance(2);
+        release_stages(ring, stages_of(residuals), lane);
+        issue(stages_of(residuals));
+    }
+    __device__ __forceinline__ void unpack(const DecodeParams& p, Walk walk) {
+        issue(STAGES);
+        Part part;
 #pragma unroll 1
-    while (walk.next(p, part)) {
+        while (walk.next(p, part)) {
 #pragma unroll 1
-        for (int index = part.first_tile(); index < part.end_tile(); index++) {
-            bool residuals = WINDOW && index >= part.first_residual_tile;
-            Ring next = ring;
-            Stages at;
-            wait_keys(next, residuals, at);
-            wait_values(next, residuals, at);
-            auto publish = [&](auto write) {
-                write(unpacked.wait_empty());
-                unpacked.publish(lane);
-            };
-            int tokens = part.kv_len - index * TILE;
-            publish([&](u32 to) { unpack_side<false>(at.k.at, residuals ? at.k_residuals.at : 0, to, tokens, thread); });
-            if (INTEGER && K_WINDOW && residuals) publish([&](u32 to) { unpack_nibbles<false>(at.k_residuals.at, to, thread); });
-            publish([&](u32 to) { unpack_side<true>(at.v.at, residuals ? at.v_residuals.at : 0, to, tokens, thread); });
-            if (INTEGER && V_WINDOW && residuals) publish([&](u32 to) { unpack_nibbles<false>(at.v_residuals.at, to, thread); });
-            int stages = stages_of_keys(residuals) + stages_of_values(residuals);
-            release_stages(ring, stages, lane);
-            issue(stages);
+            for (int index = part.first_tile(); index < part.end_tile(); index++) {
+                if constexpr (INTEGER) unpack_bytes(part, index);
+                else unpack_floats(part, index);
+            }
         }
     }
-}
+};
 
 // One of the producers' warps.
 DEVICE void produce(const DecodeParams& p, const Walk& walk, const Ring& ring, const UnpackedRing& unpacked, int unpacker, int lane) {
     Issuer issuer = {p, walk};
     issuer.start(ring, lane);
     if constexpr (UNPACKS) {
-        unpack_tiles(p, walk, issuer, ring, unpacked, unpacker, lane);
+        Unpacker{issuer, ring, unpacked, unpacker, lane}.unpack(p, walk);
     } else {
 #pragma unroll 1
         while (unpacker == 0 && issuer.issue()) {

@@ -2,13 +2,13 @@
 #pragma once
 #include "config.cuh"
 
-constexpr int WALK_BYTES = 64, QUERY_BYTES = 64 * HEAD_DIM * (INTEGER ? 1 : FAST ? 0 : 2);  // of a warpgroup
+constexpr int WALK_BYTES = 64, QUERY_BYTES = 64 * HEAD_DIM * (INTEGER ? 1 : UNPACKS ? 0 : 2);  // of a warpgroup
 
 struct SharedMemory {
     enum : int {
         STAGES_AT = 0,                                                              // u8 [TEAMS][STAGES][STAGE_BYTES]
         UNPACKED_AT = STAGES_AT + TEAMS * STAGES * STAGE_BYTES,                     // u8 [TEAMS][UNPACKED_STAGES][UNPACKED_STAGE]
-        QUERIES = UNPACKED_AT + TEAMS * UNPACKED_STAGES * UNPACKED_STAGE,           // [WARPGROUPS][panels of 16 bytes][64 rows]: s8, or the second parts of floats
+        QUERIES = UNPACKED_AT + TEAMS * UNPACKED_STAGES * UNPACKED_STAGE,           // [WARPGROUPS][panels of 16 bytes][64 rows]: s8, or the first parts of floats
         STATES = QUERIES + WARPGROUPS * QUERY_BYTES,                                // of integers: float4 [WARPGROUPS][HEAD_DIM / 8][128 threads]: O of a span
         THRESHOLDS = STATES + (INTEGER ? WARPGROUPS * 64 * HEAD_DIM * 4 : 0),       // of integers: float [TILE]
         BARRIERS = THRESHOLDS + (INTEGER ? TILE * 4 : 0),                           // u64 [TEAMS][2][STAGES], then [TEAMS][2][UNPACKED_STAGES]: full, empty

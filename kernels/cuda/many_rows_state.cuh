@@ -5,8 +5,11 @@
 #include "many_rows_pipeline.cuh"
 #include "rows.cuh"
 
+constexpr int SIDE_BYTES = UNPACKS ? UNPACKED_STAGE : STAGE_BYTES;  // of the stages that floats are read from
+static_assert(INTEGER || (UNPACKS ? UNPACKED_STAGES : STAGES) % (2 * FLOAT_STEP) == 0, "a step's stages lie side by side: select.rs");
 constexpr int SUMS_OF_TILE = TILE / 2, ELEMENTS = HEAD_DIM / 2;  // of a thread: scores, and dims of O
 constexpr int WARPGROUP_BARRIER = 1 + WARPGROUPS;                // the first of the warpgroups' named barriers
+constexpr int TURN_BARRIER = WARPGROUP_BARRIER + WARPGROUPS;     // the first of those where a warpgroup waits for its turn
 
 // A thread's two rows of a work item: warp row lane/4, and that + 8.
 struct TwoRows {
@@ -17,10 +20,10 @@ struct TwoRows {
     int sum[2];      // Q, of queries in integers
 
     __device__ __forceinline__ bool sees(int h, int t) const { return t >= start[h] && t < end[h]; }
-    __device__ __forceinline__ bool see_all(int t0) const {
+    __device__ __forceinline__ bool see_all(int t0, int tokens = TILE) const {
         bool full = true;
 #pragma unroll
-        for (int h = 0; h < 2; h++) full &= start[h] <= t0 && t0 + TILE <= end[h];
+        for (int h = 0; h < 2; h++) full &= start[h] <= t0 && t0 + tokens <= end[h];
         return __all_sync(~0u, full);
     }
 };
@@ -72,15 +75,16 @@ struct Warpgroup {
         for (int i = 0; i < SUMS_OF_TILE; i++)
             if (!rows.sees(i / 2 % 2, index * TILE + token_of(i / 4, i % 2, lane))) hide(i);
     }
-    // The largest of a row's numbers.
-    __device__ __forceinline__ float row_max(const float (&s)[SUMS_OF_TILE], int h) const {
+    // The largest of a row's numbers: of those that the thread has, and of all.
+    __device__ __forceinline__ float thread_max(const float (&s)[SUMS_OF_TILE], int h) const {
         float x[2] = {s[2 * h], s[2 * h + 1]};
 #pragma unroll
         for (int j = 1; j < TILE / 8; j++)
 #pragma unroll
             for (int e = 0; e < 2; e++) x[e] = fmaxf(x[e], s[4 * j + 2 * h + e]);
-        return quad_max(fmaxf(x[0], x[1]));
+        return fmaxf(x[0], x[1]);
     }
+    __device__ __forceinline__ float row_max(const float (&s)[SUMS_OF_TILE], int h) const { return quad_max(thread_max(s, h)); }
     // Soft cap and ALiBi.
     __device__ __forceinline__ void modify_scores(float (&s)[SUMS_OF_TILE], int index) const {
 #pragma unroll

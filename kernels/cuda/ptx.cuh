@@ -315,6 +315,8 @@ DEVICE u32 warp_slot() {
 
 // Of N threads; barrier 0 is that of the whole CTA.
 template <int N> DEVICE void barrier_of(int id = 1) { asm volatile("bar.sync %0, %1;" :: "r"(id), "n"(N) : "memory"); }
+// Arrives there and does not wait for the others.
+template <int N> DEVICE void barrier_arrive_of(int id) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "n"(N) : "memory"); }
 
 DEVICE void barrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");

@@ -91,17 +91,22 @@ DEVICE void of_columns(float x, int lane, float (&columns)[2]) {
     for (int e = 0; e < 2; e++) columns[e] = __shfl_sync(~0u, x, 4 * (2 * (lane % 4) + e));
 }
 
-// Loads this lane's elements of a row; returns the largest magnitude of the whole row, rotated where K is.
-DEVICE float load_row(const QueryRow& row, int lane, float (&x)[PANELS][4]) {
+// Loads this lane's elements of N rows: all of them, before one is used.
+template <int N> DEVICE void load_elements(const QueryRow (&rows)[N], int lane, float (&x)[N][PANELS][4]) {
     auto load = [&](auto narrow) {
 #pragma unroll
-        for (int panel = 0; panel < PANELS; panel++) {
-            if (code_bits(K_SCHEME) == 16) row.pairs<decltype(narrow)::value>(panel * 16 + 2 * (lane % 4), x[panel]);
-            else row.four<decltype(narrow)::value>(panel * 16 + 4 * (lane % 4), x[panel]);
-        }
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int panel = 0; panel < PANELS; panel++) {
+                if (code_bits(K_SCHEME) == 16) rows[n].template pairs<decltype(narrow)::value>(panel * 16 + 2 * (lane % 4), x[n][panel]);
+                else rows[n].template four<decltype(narrow)::value>(panel * 16 + 4 * (lane % 4), x[n][panel]);
+            }
     };
-    if (row.dtype == Dtype::F32) load(Is<false>());
+    if (rows[0].dtype == Dtype::F32) load(Is<false>());
     else load(Is<true>());
+}
+// Rotates a row where K is; returns its largest magnitude.
+DEVICE float rotate_row(float (&x)[PANELS][4], int lane) {
     if constexpr (K_ROTATED) rotate_back<4>(x, lane % 4);
     float largest[4] = {};
 #pragma unroll
@@ -109,6 +114,16 @@ DEVICE float load_row(const QueryRow& row, int lane, float (&x)[PANELS][4]) {
 #pragma unroll
         for (int i = 0; i < 4; i++) largest[i] = fmaxf(largest[i], fabsf(x[panel][i]));
     return quad_max(fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3])));
+}
+DEVICE float load_row(const QueryRow& row, int lane, float (&x)[PANELS][4]) {
+    const QueryRow rows[1] = {row};
+    float elements[1][PANELS][4];
+    load_elements(rows, lane, elements);
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[panel][i] = elements[0][panel][i];
+    return rotate_row(x, lane);
 }
 
 // Section 3: a row in 8 bits, its step, and the sums of its groups.

@@ -7,6 +7,8 @@
 
 // Matrices in shared memory: `along`, bytes from one matrix to the next along the depth, and `across`, along the columns (of a: its rows).
 DEVICE u64 matrices(u32 at, u32 along, u32 across = 128) { return (u64)(at >> 4 & 0x3fff) | (u64)(along >> 4) << 16 | (u64)(across >> 4) << 32; }
+// The matrices so many bytes behind others.
+DEVICE u64 matrices_behind(u64 first, u32 bytes) { return (first & 0xffffffff00000000) | (u32)((u32)first + (bytes >> 4)); }
 
 // What registers and shared memory hold from here on is what products see.
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -108,6 +108,12 @@ static inline void cta_barrier(int index, u32 count) {
     if (arrives_last(barrier, count)) release(barrier);
 }
 
+// Arrives and does not wait.
+static inline void cta_arrive(int index, u32 count) {
+    Barrier& barrier = me().cta->barriers[index];
+    if (++barrier.arrived == count) release(barrier);
+}
+
 static inline Mbarrier& mbarrier(u32 at, Cta& cta = *me().cta) {
     auto found = cta.mbarriers.find(at);
     if (found == cta.mbarriers.end()) fail("an mbarrier that nobody initialized");

@@ -76,6 +76,7 @@ DEVICE int opaque(int x) { return x; }
 DEVICE u32 warp_slot() { return me().thread / 32; }
 static inline void __syncthreads() { cta_barrier(0, machine.threads); }
 template <int N> DEVICE void barrier_of(int id = 1) { cta_barrier(id, N); }
+template <int N> DEVICE void barrier_arrive_of(int id) { cta_arrive(id, N); }
 // A cluster is a row of the grid.
 DEVICE u32 peer_address(u32 at, u32 rank) { return at | rank << 24; }
 template <class Vector> static inline void peer_send(u32 to, Vector x, u32 barrier) {

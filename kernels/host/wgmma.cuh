@@ -7,6 +7,10 @@ DEVICE u64 matrices(u32 at, u32 along, u32 across = 128) {
     if (at % 16 || along % 16 || across % 16) fail("misaligned matrices");
     return (u64)across << 44 | (u64)along << 24 | at;
 }
+DEVICE u64 matrices_behind(u64 first, u32 bytes) {
+    if (bytes % 16) fail("misaligned matrices");
+    return first + bytes;
+}
 // Row `row` of the `half`-th matrix along the depth, counted over the matrices across.
 static inline const u8* matrix_bytes(u64 of, int row, int half) {
     return me().cta->shared + (u32)(of & 0xffffff) + half * (u32)(of >> 24 & 0xfffff) + row / 8 * (u32)(of >> 44) + row % 8 * 16;

@@ -175,8 +175,12 @@ impl Shape {
             return None;
         }
         let row_warps = if self.rows > 64 { WARPGROUPS } else { 1 };
+        // Floats of 16 bits are read a step at a time: K and V of as many tiles as a team has warpgroups.
+        let is_whole_steps =
+            move |stages: &usize| k.code_bits() < 16 || stages.is_multiple_of(2 * row_warps);
         (2..=9 * row_warps)
             .rev()
+            .filter(is_whole_steps)
             .map(|stages| KernelConfig {
                 kernel,
                 row_groups: 8,

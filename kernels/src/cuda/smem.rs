@@ -11,7 +11,7 @@ const KV_ONE_STAGE: usize = 12288;
 
 /// Stages of a team of `many_rows.cu` with codes of 4 bits as bytes, and of a CTA with codes as f16.
 const UNPACKED_STAGES: usize = 2;
-const UNPACKED_FLOAT_STAGES: usize = 6;
+const UNPACKED_FLOAT_STAGES: usize = 8;
 
 /// Partials that a team of a cluster receives room for.
 pub(crate) const TEAM_PARTIALS: usize = 4;
@@ -119,21 +119,22 @@ pub fn shared_bytes(
 fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {
     let teams = WARPGROUPS / config.row_warps;
     let tile = arithmetic::TILE;
-    let is_fast = config.kernel == Kernel::ManyRowsFast;
-    let unpacked = match stage.unpacked {
-        _ if is_fast => UNPACKED_FLOAT_STAGES * (tile * head_dim * 2 + 16),
-        Unpacked::Nothing { .. } => 0,
-        Unpacked::Bytes => teams * UNPACKED_STAGES * (tile * (head_dim + 8) + 16),
-        Unpacked::Floats => UNPACKED_FLOAT_STAGES * (tile * head_dim * 2 + 16),
-    };
     let dims = WARPGROUPS * 64 * head_dim;
-    let rows = match stage.unpacked {
-        // Queries have one part.
-        _ if is_fast => 0,
-        // Second parts of queries.
-        Unpacked::Nothing { integers: false } | Unpacked::Floats => dims * 2,
+    let turned = match config.kernel {
+        Kernel::ManyRowsFast => Unpacked::Floats,
+        _ => stage.unpacked,
+    };
+    let (unpacked, rows) = match turned {
+        // Queries are in registers.
+        Unpacked::Floats => (UNPACKED_FLOAT_STAGES * (tile * head_dim * 2 + 16), 0),
+        // First parts of queries.
+        Unpacked::Nothing { integers: false } => (0, dims * 2),
         // Queries, states of spans, thresholds.
-        Unpacked::Nothing { integers: true } | Unpacked::Bytes => dims * 5 + tile * 4,
+        Unpacked::Nothing { integers: true } => (0, dims * 5 + tile * 4),
+        Unpacked::Bytes => {
+            let stages = teams * UNPACKED_STAGES * (tile * (head_dim + 8) + 16);
+            (stages, dims * 5 + tile * 4)
+        }
     };
     teams * config.stages * (stage.bytes + 16) + unpacked + rows + 64 + 16 * teams + 16 + teams * 64
 }

@@ -196,6 +196,28 @@ fn floats_are_taken_for_many_rows_of_integers_where_the_caller_allows_them() {
 }
 
 #[test]
+fn stages_of_16_bit_floats_divide_into_steps() {
+    for (head_dim, rows) in [64, 96, 128]
+        .into_iter()
+        .flat_map(|dim| [(dim, 33), (dim, 128)])
+    {
+        let shape = Shape {
+            rows,
+            format: "bf16".parse().unwrap(),
+            head_dim,
+            layout: KvLayout::Pages(64),
+        };
+        let config = shape
+            .many_rows(Kernel::ManyRows, LIMITS.shared_limit)
+            .unwrap();
+        // K and V of a tile for each warpgroup of a team, and a step ahead of the one that is read.
+        let of_step = 2 * config.row_warps;
+        assert_eq!(config.stages % of_step, 0, "{head_dim} dims, {rows} rows");
+        assert!(config.stages >= 2 * of_step, "{head_dim} dims, {rows} rows");
+    }
+}
+
+#[test]
 fn a_preferred_configuration_is_taken_where_low_latency_is_not() {
     let problem = step([8, 1, 128], vec![8192; 512]);
     let config: KernelConfig = "1,2,3,1".parse().unwrap();
