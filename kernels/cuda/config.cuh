@@ -88,8 +88,10 @@ constexpr float F16_UNIT = FAST ? 128.0f : 1.0f;
 constexpr int UNPACKERS = 4 / TEAMS, READERS = UNPACKS ? UNPACKERS : 4 * ROW_WARPS;  // warps of a team
 constexpr bool COPIER_READS = false;
 // Tiles of floats that a warpgroup attends at once: two where both warpgroups have the same ones, else one, as a ring has half of the stages then. Where
-// codes are turned, shared memory is what binds: one, and products read queries from registers.
+// codes are turned, shared memory is what binds: one, and products read queries from registers. Not of 64 dims: there ptxas (13.0) puts weights into the
+// registers of queries, as many as they are, while both are needed; .ci/kernels looks for that.
 constexpr int FLOAT_STEP = INTEGER || UNPACKS || TEAMS > 1 ? 1 : 2;
+constexpr bool QUERIES_IN_REGISTERS = !INTEGER && UNPACKS && HEAD_DIM > 64;
 constexpr bool TWO_PARTS = !INTEGER && !UNPACKS;  // whether f32 queries are the sum of two floats; one is finer than any code
 constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : INTEGER ? 2 : 8 / TEAMS;
 constexpr int UNPACKED_PARAMS = TILE * HEAD_DIM * (INTEGER ? 1 : 2), UNPACKED_STAGE = UNPACKED_PARAMS + (INTEGER ? TILE * 8 : 0);

@@ -11,8 +11,7 @@ struct FloatTiles : Warpgroup {
     static constexpr int LIFT = IS_BF16 ? 0 : 14;  // weights of f16 are as large as its range allows: small ones then keep their bits
     static constexpr int STEP = FLOAT_STEP, SIDES = 2 * STEP;  // tiles of a step, and their stages in the ring: K and V of tile after tile
     // Products read the first parts of queries from shared memory, which leaves registers for a second tile; or from registers, where codes are turned.
-    static constexpr bool IN_REGISTERS = UNPACKS;
-    u32 high[IN_REGISTERS ? PANELS : 1][4];  // as left operands of 16 dims
+    u32 high[QUERIES_IN_REGISTERS ? PANELS : 1][4];  // as left operands of 16 dims
     bool has_low;
     template <int TILES> using Scores = float[TILES][SUMS_OF_TILE];
     template <int TILES> using Weights = u32[TILES * 4][4];  // as left operands of 16 tokens
@@ -52,7 +51,7 @@ struct FloatTiles : Warpgroup {
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
         u32 to = queries + (16 * warp + lane / 4) * 16 + 4 * (lane % 4);
         each_query_pair(part, [&](int panel, int i, int h, u32 first, u32) {
-            if constexpr (IN_REGISTERS) high[panel][2 * i + h] = first;
+            if constexpr (QUERIES_IN_REGISTERS) high[panel][2 * i + h] = first;
             else sts32(to + (2 * panel + i) * 64 * 16 + h * 128, first);
         });
         fence_async();
@@ -93,7 +92,7 @@ struct FloatTiles : Warpgroup {
 #pragma unroll
             for (int i = 0; i < PANELS; i++) {
                 u64 of_tile = matrices_behind(b, t * 2 * SIDE_BYTES + i * 2 * TILE * 16);
-                if constexpr (IN_REGISTERS) Product::multiply(s[t], high[i], of_tile, i > 0);
+                if constexpr (QUERIES_IN_REGISTERS) Product::multiply(s[t], high[i], of_tile, i > 0);
                 else Product::multiply_shared(s[t], matrices_behind(a, i * 2 * 64 * 16), of_tile, i > 0);
             }
         if (HAS_LOW)

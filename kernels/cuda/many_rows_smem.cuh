@@ -2,7 +2,7 @@
 #pragma once
 #include "config.cuh"
 
-constexpr int WALK_BYTES = 64, QUERY_BYTES = 64 * HEAD_DIM * (INTEGER ? 1 : UNPACKS ? 0 : 2);  // of a warpgroup
+constexpr int WALK_BYTES = 64, QUERY_BYTES = 64 * HEAD_DIM * (INTEGER ? 1 : QUERIES_IN_REGISTERS ? 0 : 2);  // of a warpgroup
 
 struct SharedMemory {
     enum : int {

@@ -125,8 +125,11 @@ fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usi
         _ => stage.unpacked,
     };
     let (unpacked, rows) = match turned {
-        // Queries are in registers.
-        Unpacked::Floats => (UNPACKED_FLOAT_STAGES * (tile * head_dim * 2 + 16), 0),
+        // First parts of queries, or none where they are in registers.
+        Unpacked::Floats => {
+            let queries = if head_dim > 64 { 0 } else { dims * 2 };
+            (UNPACKED_FLOAT_STAGES * (tile * head_dim * 2 + 16), queries)
+        }
         // First parts of queries.
         Unpacked::Nothing { integers: false } => (0, dims * 2),
         // Queries, states of spans, thresholds.
