@@ -216,7 +216,8 @@ struct FloatTiles : Warpgroup {
         held = ring.stage + side + 1;
         weigh<TILES>(s, index + first, weights);
         wait_sides<TILES>(ring, side + 1);
-        if (!UNPACKS) clear_missing<TILES>(at + SIDE_BYTES, part.kv_len - (index + first) * TILE);
+        // The second warpgroup's turn comes behind the first one's, which has cleared the same stages.
+        if (!UNPACKS && (!TAKES_TURNS || warpgroup == 0)) clear_missing<TILES>(at + SIDE_BYTES, part.kv_len - (index + first) * TILE);
         take_turn();
         multiply_values<TILES>(at + SIDE_BYTES, weights);
     }

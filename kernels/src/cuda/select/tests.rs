@@ -196,6 +196,23 @@ fn floats_are_taken_for_many_rows_of_integers_where_the_caller_allows_them() {
 }
 
 #[test]
+fn a_formats_rows_alone_say_from_when_on_they_are_many() {
+    for (format, few) in [("int8", 32), ("bf16", 24), ("f16", 24), ("fp8", 16)] {
+        let takes = |rows, batch: usize| {
+            let problem = step([rows, 1, 128], vec![8192; batch]);
+            let layout = KvLayout::Pages(64);
+            let preferences = Preferences::default();
+            let format = format.parse().unwrap();
+            many_rows(&problem, format, layout, LIMITS, &preferences).is_some()
+        };
+        for batch in [1, 256] {
+            assert!(!takes(few, batch), "{format}, {few} rows");
+            assert!(takes(few + 1, batch), "{format}, {} rows", few + 1);
+        }
+    }
+}
+
+#[test]
 fn stages_of_16_bit_floats_divide_into_steps() {
     for (head_dim, rows) in [64, 96, 128]
         .into_iter()
