@@ -123,15 +123,24 @@ struct Unpacker {
             for (; stages > 0; stages--) issuer.issue();
     }
     DEVICE bool has_residuals(const Part& part, int index) { return WINDOW && index >= part.first_residual_tile; }
-    DEVICE int stages_of(bool residuals) { return stages_of_keys(residuals) + stages_of_values(residuals); }
-
-    // To bytes: K, its residuals, V, its residuals.
-    __device__ __forceinline__ void unpack_bytes(const Part& part, int index) {
-        bool residuals = has_residuals(part, index);
+    // The tile that comes next in the ring of stages.
+    __device__ __forceinline__ Stages wait_tile(bool residuals) const {
         Ring next = ring;
         Stages at;
         wait_keys(next, residuals, at);
         wait_values(next, residuals, at);
+        return at;
+    }
+    __device__ __forceinline__ void release_tile(bool residuals) {
+        int stages = stages_of_keys(residuals) + stages_of_values(residuals);
+        release_stages(ring, stages, lane);
+        issue(stages);
+    }
+
+    // To bytes: K, its residuals, V, its residuals.
+    __device__ __forceinline__ void unpack_bytes(const Part& part, int index) {
+        bool residuals = has_residuals(part, index);
+        Stages at = wait_tile(residuals);
         auto publish = [&](auto write) {
             write(unpacked.wait_empty());
             unpacked.publish(lane);
@@ -141,24 +150,19 @@ struct Unpacker {
         if (K_WINDOW && residuals) publish([&](u32 to) { unpack_nibbles<false>(at.k_residuals.at, to, thread()); });
         publish([&](u32 to) { unpack_side<true>(at.v.at, 0, to, TILE, thread()); });
         if (V_WINDOW && residuals) publish([&](u32 to) { unpack_nibbles<false>(at.v_residuals.at, to, thread()); });
-        release_stages(ring, stages_of(residuals), lane);
-        issue(stages_of(residuals));
+        release_tile(residuals);
     }
     // To f16: K and V, with their residuals.
     __device__ __forceinline__ void unpack_floats(const Part& part, int index) {
         bool residuals = has_residuals(part, index);
-        Ring next = ring;
-        Stages at;
-        wait_keys(next, residuals, at);
-        wait_values(next, residuals, at);
+        Stages at = wait_tile(residuals);
         int tokens = part.kv_len - index * TILE;
         unpack_side<false>(at.k.at, residuals ? at.k_residuals.at : 0, unpacked.wait_empty(), tokens, thread());
         unpacked.publish(lane);
         unpack_side<true>(at.v.at, residuals ? at.v_residuals.at : 0, unpacked.wait_empty(1), tokens, thread());
         unpacked.publish(lane, 1);
         unpacked.advance(2);
-        release_stages(ring, stages_of(residuals), lane);
-        issue(stages_of(residuals));
+        release_tile(residuals);
     }
     __device__ __forceinline__ void unpack(const DecodeParams& p, Walk walk) {
         issue(STAGES);
