@@ -40,13 +40,6 @@ constexpr bool LEAVES_SPANS = true;
 constexpr bool LEAVES_SPANS = false;
 #endif
 
-// Whether many_rows.cu attends integers as floats: codes become f16 with their scales. Its bits are then no promise (docs/arithmetic.md, section 11).
-#ifdef ATTN_FAST
-constexpr bool FAST = true;
-#else
-constexpr bool FAST = false;
-#endif
-
 constexpr int FEW_PLACES = 64;  // for partials of a work item in few_tiles.cuh, at most
 
 // Lanes that arrive on an mbarrier for their warp, after __syncwarp: one. racecheck does not see that this orders the other lanes, too, so
@@ -72,7 +65,7 @@ constexpr bool integer_scheme(int s) { return s >= INT8_TOKEN; }
 __host__ __device__ constexpr int code_bits(int s) { return s <= BF16 ? 16 : s <= INT8_TENSOR || s == ROTATED_INT8 ? 8 : 4; }
 constexpr bool is_rotated(int s) { return s == ROTATED_INT8 || s == ROTATED_INT4; }
 constexpr bool has_row_scales(int s) { return integer_scheme(s) && s != INT8_TENSOR; }
-constexpr bool INTEGER = !FAST && integer_scheme(K_SCHEME) && integer_scheme(V_SCHEME);
+constexpr bool INTEGER = integer_scheme(K_SCHEME) && integer_scheme(V_SCHEME);
 constexpr bool K_INT4 = code_bits(K_SCHEME) == 4, V_INT4 = code_bits(V_SCHEME) == 4;
 constexpr bool K_SHIFTS = K_SCHEME == INT4, V_SHIFTS = V_SCHEME == INT4;              // a shift beside each scale
 constexpr bool K_HALF_STEPS = K_SCHEME == ROTATED_INT4, V_HALF_STEPS = V_SCHEME == ROTATED_INT4;  // codes count half steps
@@ -80,11 +73,11 @@ constexpr bool K_ROTATED = is_rotated(K_SCHEME), V_ROTATED = is_rotated(V_SCHEME
 constexpr bool V_TOKEN_MAJOR = PAGE == 0 && code_bits(V_SCHEME) == 8;  // V's bytes lie along the dims and are turned on their way
 
 #ifdef ATTN_MANY_ROWS
-// Codes of 4 bits are turned into bytes, and those of fp8, or all where FAST, into f16, by the producers' warps, which then are the readers of their stages.
-constexpr bool UNPACKS = K_INT4 || V_INT4 || K_SCHEME == FP8 || FAST;
-static_assert(!UNPACKS || (K_INT4 && V_INT4) || K_SCHEME == V_SCHEME || FAST, "of both sides, or of none");
-// What unpacked f16 count: products of a code and a scale, both at their largest, are in f16's range then.
-constexpr float F16_UNIT = FAST ? 128.0f : 1.0f;
+// Codes of 4 bits are turned into bytes, and those of fp8 into f16, by the producers' warps, which then are the readers of their stages.
+constexpr bool UNPACKS = K_INT4 || V_INT4 || K_SCHEME == FP8;
+static_assert(!UNPACKS || (K_INT4 && V_INT4) || K_SCHEME == V_SCHEME, "of both sides, or of none");
+// Whether pages may be those of dequantize.cu, of which some have been written with residuals, too.
+constexpr bool MAY_BE_DEQUANTIZED = K_SCHEME == F16 && PAGE == TILE;
 constexpr int UNPACKERS = 4 / TEAMS, READERS = UNPACKS ? UNPACKERS : 4 * ROW_WARPS;  // warps of a team
 constexpr bool COPIER_READS = false;
 // Tiles of floats that a warpgroup attends at once: two where both warpgroups have the same ones, else one, as a ring has half of the stages then. Where
@@ -92,10 +85,11 @@ constexpr bool COPIER_READS = false;
 // registers of queries, as many as they are, while both are needed; .ci/kernels looks for that.
 constexpr int FLOAT_STEP = INTEGER || UNPACKS || TEAMS > 1 ? 1 : 2;
 constexpr bool QUERIES_IN_REGISTERS = !INTEGER && UNPACKS && HEAD_DIM > 64;
-constexpr bool TWO_PARTS = !INTEGER && !UNPACKS;  // whether f32 queries are the sum of two floats; one is finer than any code
+constexpr bool TWO_PARTS = !INTEGER && !UNPACKS;  // whether f32 queries may be the sum of two floats; one is finer than any code
 constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : INTEGER ? 2 : 8 / TEAMS;
 constexpr int UNPACKED_PARAMS = TILE * HEAD_DIM * (INTEGER ? 1 : 2), UNPACKED_STAGE = UNPACKED_PARAMS + (INTEGER ? TILE * 8 : 0);
 #else
+constexpr bool MAY_BE_DEQUANTIZED = false;
 constexpr int READERS = SHARES_TILES ? TILE_WARPS : ROW_WARPS;  // warps that read a stage
 constexpr bool COPIER_READS = READERS == 1;                     // the warp that copies is the one that reads
 #endif

@@ -108,7 +108,9 @@ template <class Source> struct TileCopier {
     __device__ __forceinline__ void load_page_indices(const DecodeParams& p) {
         if constexpr (TABLE_PAGE != 0) {
             known = 0;
-            if (tile >= 0) pages = table(p)[entry()];
+            if (tile < 0) return;
+            pages = table(p)[entry()];
+            if (MAY_BE_DEQUANTIZED && entry() >= source.first_residual_tile(p)) pages += p.fine_pages;
         }
     }
     // The lane's.

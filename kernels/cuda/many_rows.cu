@@ -3,19 +3,19 @@
 // Grid      persistent, a CTA to each SM; a warpgroup of producers and two that attend 64 rows each: one team for 128 rows, or two of 64.
 // Split     work items, (query block, KV head), in order; where there are many, each team attends whole ones, else runs of spans.
 // Pipeline  each team has a ring of stages, which its producer warp fills (kv_pipeline.cuh). Products read keys and values from there; codes of 4 bits
-//           are turned into bytes first, and those of fp8, or all where FAST, into f16, by the warps of the producers, in a ring of their own.
+//           are turned into bytes first, and those of fp8 into f16, by the warps of the producers, in a ring of their own.
 //           Two warpgroups of a team that attend floats take turns with products (many_rows_floats.cuh).
 // Merge     a segment's state is in registers, a span's in shared memory, the row's in the workspace: each thread has its own elements. Floats have no
 //           segments, and a span's state is in registers. Parts of a work item by several teams meet in the workspace (partials_counted.cuh).
 // Reads     q; pages; page table, lengths.
 // Writes    out, lse; states, partials and arrival counts in the workspace.
-// Numerics  docs/arithmetic.md for integers, many_rows_floats.cuh for floats and integers attended as floats. The order of every rounding is the same on every grid.
+// Numerics  docs/arithmetic.md for integers, many_rows_floats.cuh for floats. The order of every rounding is the same on every grid.
 // Shared    many_rows_smem.cuh.
 // Host      kernels/src/cuda: select.rs (configuration), launch.rs, smem.rs; attn-cuda/src/native/launch_plan.rs.
 #include "many_rows_attend.cuh"
 #include "many_rows_meet.cuh"
 
-static_assert(INTEGER || FAST || K_SCHEME == V_SCHEME, "select.rs");
+static_assert(INTEGER || K_SCHEME == V_SCHEME, "select.rs");
 static_assert(PAGE >= TILE && K_GROUPS == 1 && V_GROUPS == 1 && HEAD_DIM % 32 == 0 && HEAD_DIM <= 128, "select.rs");
 
 constexpr int TEAM_BARRIER = 1;  // the first of the teams' named barriers

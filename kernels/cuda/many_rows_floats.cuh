@@ -1,7 +1,7 @@
-// Tiles of many_rows.cu in floats: formats of f16, bf16 or fp8, and integers where FAST (docs/arithmetic.md, section 11). The arithmetic does not define their
-// bits on a GPU; tests/src/check.rs bounds their error.
+// Tiles of many_rows.cu in floats: formats of f16, bf16 or fp8, and what dequantize.cu made f16 of (docs/arithmetic.md, section 11). The arithmetic does not
+// define their bits on a GPU; tests/src/check.rs bounds their error.
 //
-// Products are of 16-bit floats, in bf16 for bf16 and in f16 for all else, and sums are f32. A query is one such float where it came as one, or where codes are
+// Products are of 16-bit floats, in bf16 for bf16 and in f16 for all else, and sums are f32. A query is one such float where it came as one, or where K was
 // rounder than it, else the sum of two. A weight is one, relative to the row's running maximum, so that products add up in the state. Codes are f16 by then.
 #pragma once
 #include "many_rows_state.cuh"
@@ -33,7 +33,7 @@ struct FloatTiles : Warpgroup {
             float largest = rotate_row(x, lane);
             // By a power of two, to below 2^14, which f16 holds.
             int e = largest == 0.0f ? 0 : min(13 - exponent(largest), 126);
-            float up = exp2i(e), factor = F16_UNIT * p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[part.kv_head] : 1.0f);
+            float up = exp2i(e), factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[part.kv_head] : 1.0f);
             rows.scale[h] = fmaxf(factor * exp2i(-e / 2) * exp2i(e / 2 - e), 0x1p-126f);
 #pragma unroll
             for (int panel = 0; panel < PANELS; panel++)
@@ -47,7 +47,7 @@ struct FloatTiles : Warpgroup {
     }
     __device__ __forceinline__ void load_rows(const Part& part) {
         find_rows(part);
-        has_low = TWO_PARTS && (p.dtype == Dtype::F32 || (IS_BF16 && p.dtype == Dtype::F16));
+        has_low = TWO_PARTS && !p.rounds_queries && (p.dtype == Dtype::F32 || (IS_BF16 && p.dtype == Dtype::F16));
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
         u32 to = queries + (16 * warp + lane / 4) * 16 + 4 * (lane % 4);
         each_query_pair(part, [&](int panel, int i, int h, u32 first, u32) {
@@ -248,8 +248,5 @@ struct FloatTiles : Warpgroup {
         // Sums were those of a thread's own tokens.
 #pragma unroll
         for (int h = 0; h < 2; h++) l[h] = quad_sum(l[h]);
-        if (F16_UNIT != 1.0f)
-#pragma unroll
-            for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * F16_UNIT;
     }
 };

@@ -1,4 +1,4 @@
-// The producers of many_rows.cu: they copy a team's tiles into its ring of stages, and turn codes of 4 bits into bytes, or codes into f16.
+// The producers of many_rows.cu: they copy a team's tiles into its ring of stages, and turn codes of 4 bits into bytes, or those of fp8 into f16.
 #pragma once
 #include "many_rows_unpack.cuh"
 #include "many_rows_work.cuh"
@@ -146,23 +146,21 @@ struct Unpacker {
             unpacked.publish(lane);
             unpacked.advance();
         };
-        publish([&](u32 to) { unpack_side<false>(at.k.at, 0, to, TILE, thread()); });
+        publish([&](u32 to) { unpack_side<false>(at.k.at, to, thread()); });
         if (K_WINDOW && residuals) publish([&](u32 to) { unpack_nibbles<false>(at.k_residuals.at, to, thread()); });
-        publish([&](u32 to) { unpack_side<true>(at.v.at, 0, to, TILE, thread()); });
+        publish([&](u32 to) { unpack_side<true>(at.v.at, to, thread()); });
         if (V_WINDOW && residuals) publish([&](u32 to) { unpack_nibbles<false>(at.v_residuals.at, to, thread()); });
         release_tile(residuals);
     }
-    // To f16: K and V, with their residuals.
+    // To f16: K and V.
     __device__ __forceinline__ void unpack_floats(const Part& part, int index) {
-        bool residuals = has_residuals(part, index);
-        Stages at = wait_tile(residuals);
-        int tokens = part.kv_len - index * TILE;
-        unpack_side<false>(at.k.at, residuals ? at.k_residuals.at : 0, unpacked.wait_empty(), tokens, thread());
+        Stages at = wait_tile(false);
+        widen_keys(at.k.at, unpacked.wait_empty(), thread());
         unpacked.publish(lane);
-        unpack_side<true>(at.v.at, residuals ? at.v_residuals.at : 0, unpacked.wait_empty(1), tokens, thread());
+        widen_values(at.v.at, unpacked.wait_empty(1), part.kv_len - index * TILE, thread());
         unpacked.publish(lane, 1);
         unpacked.advance(2);
-        release_tile(residuals);
+        release_tile(false);
     }
     __device__ __forceinline__ void unpack(const DecodeParams& p, Walk walk) {
         issue(STAGES);

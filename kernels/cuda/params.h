@@ -76,9 +76,11 @@ struct DecodeParams {
     int few_slots;                             // ATTN_FEW_TILES: CTAs of a work item; 0: the launch never has few tiles.
     int few_places;                            // ATTN_FEW_TILES: places for partials of a work item, FEW_PLACES at most.
     FastDivmod items_divmod;                   // ATTN_FEW_TILES: divides by the work items.
-    unsigned int reserved;                     // Unused: the size is a multiple of 8.
+    int rounds_queries;                        // many_rows.cu, pages of dequantize.cu: whether queries are rounded to f16, as K was; f32 queries are the sum of two f16 elsewhere.
+    int fine_window;                           // many_rows.cu, pages of dequantize.cu: tiles that a row reads with residuals; 0: none.
+    unsigned int fine_pages;                   // many_rows.cu, pages of dequantize.cu: from a tile's page to that with residuals.
 };
-static_assert(sizeof(DecodeParams) == 424, "params.rs");
+static_assert(sizeof(DecodeParams) == 432, "params.rs");
 
 // Parameters of `query_blocks.cu`.
 struct QueryBlocksParams {
@@ -174,6 +176,30 @@ struct ExportParams {
     unsigned int reserved;                     // Unused: the size is a multiple of 8.
 };
 static_assert(sizeof(ExportParams) == 120, "params.rs");
+
+// Parameters of `dequantize.cu`.
+struct DequantizeParams {
+    const unsigned char* pool;                 // Pages [page][kv_head][run].
+    const unsigned int* page_table;            // u32 [batch][page_table_stride].
+    const unsigned int* residual_pages;        // u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
+    const int* kv_lens;                        // i32 [batch].
+    const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
+    const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
+    const QueryBlock* query_blocks;            // [num_blocks], as in DecodeParams, or null where sequence b has q_len query tokens.
+    unsigned char* pages;                      // Pages of f16 to write.
+    unsigned int* table;                       // Their table to write, u32 [batch][pages_each].
+    float* scales;                             // What the numbers of each KV head count, to write: f32 [2][num_kv_heads], of K and of V.
+    long long page_stride;                     // Bytes from one page of the pool to the next.
+    int page_table_stride;                     // Entries of the page table per sequence.
+    unsigned int pages_each;                   // Pages of f16 per sequence.
+    unsigned int fine_pages;                   // From a tile's page to that with residuals.
+    int num_blocks;                            // Entries of query_blocks.
+    int q_len;                                 // Query tokens of each sequence, where query_blocks is null.
+    int causal;                                // Whether the mask is causal.
+    unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+    unsigned int reserved;                     // Unused: the size is a multiple of 8.
+};
+static_assert(sizeof(DequantizeParams) == 120, "params.rs");
 
 // Parameters of `copy_pages.cu`.
 struct CopyPagesParams {

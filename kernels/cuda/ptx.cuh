@@ -169,10 +169,10 @@ DEVICE void e4m3_pairs(u32 x, u32& low, u32& high) {
 #endif
 }
 
-// Four bytes, less BIAS, to two pairs of f16, exactly, in units of the last place of BASE, a power of two: 1 of 1024.
-template <int BIAS, u32 BASE = 0x6400> DEVICE void byte_pairs(u32 x, u32& low, u32& high) {
-    constexpr u32 OFFSET = (BASE + BIAS) * 0x10001u;
-    low = __byte_perm(x, BASE * 0x10001u, 0x5150);  // BASE + byte
+// Four bytes, less BIAS, to two pairs of f16, exactly.
+template <int BIAS> DEVICE void byte_pairs(u32 x, u32& low, u32& high) {
+    constexpr u32 BASE = 0x6400, OFFSET = (BASE + BIAS) * 0x10001u;
+    low = __byte_perm(x, BASE * 0x10001u, 0x5150);  // 1024 + byte
     high = __byte_perm(x, BASE * 0x10001u, 0x5352);
     asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(low) : "r"(OFFSET));
     asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(high) : "r"(OFFSET));

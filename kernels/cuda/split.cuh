@@ -36,7 +36,8 @@ DEVICE int last_position(const DecodeParams& p, const QueryBlock& block, int kv_
 
 // The first tile that some of these rows read with residuals: by the window of the first query token, which is the longest.
 DEVICE int first_residual_tile_of(const DecodeParams& p, int tokens, int kv_len) {
-    return WINDOW == 0 ? 0x7fffffff : max(kv_len - (p.causal ? tokens : 1), 0) / TILE - WINDOW + 1;
+    int window = MAY_BE_DEQUANTIZED ? p.fine_window : WINDOW;
+    return window == 0 ? 0x7fffffff : max(kv_len - (p.causal ? tokens : 1), 0) / TILE - window + 1;
 }
 DEVICE int first_residual_tile_of(const DecodeParams& p, const QueryBlock& block, int kv_len) {
     if (!LEAVES_SPANS) return first_residual_tile_of(p, block.tokens, kv_len);

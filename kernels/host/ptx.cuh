@@ -228,8 +228,8 @@ DEVICE void e4m3_pairs(u32 x, u32& low, u32& high) {
     low = pair(x & 255, x >> 8 & 255);
     high = pair(x >> 16 & 255, x >> 24);
 }
-template <int BIAS, u32 BASE = 0x6400> DEVICE void byte_pairs(u32 x, u32& low, u32& high) {
-    auto number = [&](int i) { return ((int)(x >> 8 * i & 255) - BIAS) * half_float(BASE) * 0x1p-10f; };
+template <int BIAS> DEVICE void byte_pairs(u32 x, u32& low, u32& high) {
+    auto number = [&](int i) { return (float)((int)(x >> 8 * i & 255) - BIAS); };
     low = f16_pair(number(0), number(1));
     high = f16_pair(number(2), number(3));
 }

@@ -213,7 +213,7 @@ impl Device {
                 low_latency: options.low_latency,
                 many_rows: options.many_rows,
                 few_tiles: options.few_tiles,
-                floats: false,
+                dequantize: options.dequantize,
                 config: options.config,
             },
             version,

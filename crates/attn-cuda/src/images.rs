@@ -236,11 +236,17 @@ mod tests {
                 head_dim: 96,
                 page_size: 32,
             };
+            let dequantize = Instance::Dequantize {
+                format: attn_core::KvFormat::INT4,
+                head_dim: 96,
+                page_size: 16,
+            };
             let (copy, merge) = (Instance::CopyPages, Instance::MergeStates);
             for instance in [
                 append,
                 import,
                 export,
+                dequantize,
                 copy,
                 merge,
                 Instance::QueryBlocks,

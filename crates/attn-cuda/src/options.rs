@@ -27,6 +27,9 @@ pub struct Options {
     /// Whether to use `many_rows.cu` where it covers a problem; `None`: where it is faster. `ATTN_CUDA_MANY_ROWS=1` or `0`. The bits of float formats
     /// depend on it.
     pub many_rows: Option<bool>,
+    /// Whether prompts that may be attended as floats are attended from pages of f16, which a launch makes in the workspace (up to 1 GiB); `None`: where it is
+    /// faster. `ATTN_CUDA_DEQUANTIZE=1` or `0`. Bits that nobody promises depend on it.
+    pub dequantize: Option<bool>,
     /// Whether plans for long sequences have a second way for few short ones (`few_tiles.cuh`): those are then faster, and long ones slower.
     /// `ATTN_CUDA_FEW_TILES=1` or `0`, which is the default.
     pub few_tiles: bool,
@@ -58,6 +61,7 @@ impl Options {
             low_latency: option_from_env(BACKEND, "ATTN_CUDA_LOW_LATENCY", str::parse)?
                 .unwrap_or_default(),
             many_rows: option_from_env(BACKEND, "ATTN_CUDA_MANY_ROWS", flag)?,
+            dequantize: option_from_env(BACKEND, "ATTN_CUDA_DEQUANTIZE", flag)?,
             few_tiles: option_from_env(BACKEND, "ATTN_CUDA_FEW_TILES", flag)?.unwrap_or_default(),
             config: option_from_env(BACKEND, "ATTN_CUDA_SHAPE", str::parse)?,
             check: option_from_env(BACKEND, "ATTN_CHECK", flag)?.unwrap_or_default(),
@@ -96,6 +100,13 @@ impl Options {
     #[must_use]
     pub fn many_rows(mut self, many_rows: bool) -> Self {
         self.many_rows = Some(many_rows);
+        self
+    }
+
+    /// Says whether prompts that may be attended as floats are attended from pages of f16.
+    #[must_use]
+    pub fn dequantize(mut self, dequantize: bool) -> Self {
+        self.dequantize = Some(dequantize);
         self
     }
 

@@ -29,7 +29,7 @@ pub(crate) const BULK_SHARED: usize = 227 * 1024;
 /// Shared memory that the device reserves in every CTA.
 pub(crate) const RESERVED_SHARED: usize = 1024;
 
-/// A decode kernel. Each is the fastest for some problems; all but [`Kernel::ManyRowsFast`] give the same bits of integer formats.
+/// A decode kernel. Each is the fastest for some problems; all give the same bits of integer formats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kernel {
     /// `split_kv.cu`: a persistent grid, for most problems.
@@ -42,19 +42,12 @@ pub enum Kernel {
     LowLatencyGlobal,
     /// `many_rows.cu`: more than eight query rows to each KV head, up to whole prompts. A row warp is a warpgroup there, of eight row groups.
     ManyRows,
-    /// The same with integers attended as floats (`ATTN_FAST`), for prompts whose bits nobody compares.
-    ManyRowsFast,
 }
 
 impl Kernel {
     /// Whether this is `low_latency.cu`, where four warps share each tile.
     pub fn is_low_latency(self) -> bool {
         matches!(self, Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal)
-    }
-
-    /// Whether this is `many_rows.cu`.
-    pub fn is_many_rows(self) -> bool {
-        matches!(self, Kernel::ManyRows | Kernel::ManyRowsFast)
     }
 }
 
@@ -116,8 +109,9 @@ pub struct Preferences {
     /// Whether to use `split_kv.cu` with `few_tiles.cuh` where it covers a problem that `low_latency.cu` does not take: few short sequences by plans for
     /// long ones are then faster, and long ones slower.
     pub few_tiles: bool,
-    /// Whether integers may be attended as floats ([`Problem::may_use_floats`](attn_core::Problem::may_use_floats)).
-    pub floats: bool,
+    /// Whether to attend prompts from pages of f16 that `dequantize.cu` makes of the cache, where that is allowed and `many_rows.cu` attends them; none: where
+    /// it is estimated to be faster.
+    pub dequantize: Option<bool>,
     /// Configuration to use for `split_kv.cu` in place of the table's.
     pub config: Option<KernelConfig>,
 }
@@ -176,7 +170,7 @@ impl KernelConfig {
         match self.kernel {
             Kernel::SplitKv | Kernel::SplitKvFewTiles => 32 * self.row_warps * TEAMS,
             Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => TEAM_THREADS,
-            Kernel::ManyRows | Kernel::ManyRowsFast => MANY_ROWS_THREADS,
+            Kernel::ManyRows => MANY_ROWS_THREADS,
         }
     }
 }

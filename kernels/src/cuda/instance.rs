@@ -1,5 +1,7 @@
 //! One compiled kernel: its source file, its macros and compiler options, and the key of its image.
 
+use std::collections::HashSet;
+
 use attn_core::{Arithmetic, Heads, Int8Scale, KvFormat, Problem, Scheme};
 
 use super::{
@@ -101,6 +103,15 @@ pub enum Instance {
         /// Tokens per page.
         page_size: usize,
     },
+    /// `dequantize.cu`.
+    Dequantize {
+        /// Format of the cache.
+        format: KvFormat,
+        /// Elements per head.
+        head_dim: usize,
+        /// Tokens per page.
+        page_size: usize,
+    },
     /// `copy_pages.cu`.
     CopyPages,
     /// `merge_states.cu`.
@@ -161,20 +172,33 @@ impl Instance {
         Some(Self::configured(problem, format, layout, config))
     }
 
-    /// The decode kernels of all problems that differ from this one in batch and lengths alone.
+    /// The kernels of all decode steps that differ from this problem's in batch and lengths alone.
     pub fn all_decode(
         problem: &Problem,
         format: KvFormat,
         layout: KvLayout,
         shared_limit: usize,
     ) -> Vec<Self> {
-        Shape::new(problem, format, layout)
+        let mut all: Vec<_> = Shape::new(problem, format, layout)
             .all(shared_limit)
-            .filter(|config| {
-                config.kernel != Kernel::ManyRowsFast || problem.arithmetic == Arithmetic::Fast
-            })
             .map(|config| Self::configured(problem, format, layout, config))
-            .collect()
+            .collect();
+        if let Some((f16, pages)) = select::dequantized_as(problem, format, layout)
+            && let Some(config) = Shape::new(problem, f16, pages).many_rows(shared_limit)
+        {
+            all.push(Self::dequantize(problem.head_dim, format, layout));
+            all.push(Self::configured(problem, f16, pages, config));
+        }
+        all
+    }
+
+    /// What makes pages of f16 of a cache.
+    pub fn dequantize(head_dim: usize, format: KvFormat, layout: KvLayout) -> Self {
+        Instance::Dequantize {
+            format,
+            head_dim,
+            page_size: layout.page_size(),
+        }
     }
 
     /// The kernel that leaves the states of spans in place of the results of this one; none but `split_kv.cu` does.
@@ -221,11 +245,12 @@ impl Instance {
             Instance::Decode { config, .. } => match config.kernel {
                 Kernel::SplitKv | Kernel::SplitKvFewTiles => "split_kv.cu",
                 Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => "low_latency.cu",
-                Kernel::ManyRows | Kernel::ManyRowsFast => "many_rows.cu",
+                Kernel::ManyRows => "many_rows.cu",
             },
             Instance::Append { .. } => "append.cu",
             Instance::Import { .. } => "import.cu",
             Instance::Export { .. } => "export.cu",
+            Instance::Dequantize { .. } => "dequantize.cu",
             Instance::CopyPages => "copy_pages.cu",
             Instance::MergeStates => "merge_states.cu",
             Instance::MergeSpans { .. } => "merge_spans.cu",
@@ -242,6 +267,7 @@ impl Instance {
             Instance::Append { .. } => "attn_append",
             Instance::Import { .. } => "attn_import",
             Instance::Export { .. } => "attn_export",
+            Instance::Dequantize { .. } => "attn_dequantize",
             Instance::CopyPages => "attn_copy_pages",
             Instance::MergeStates => "attn_merge_states",
             Instance::MergeSpans { .. } => "attn_merge_spans",
@@ -288,7 +314,6 @@ impl Instance {
                     Kernel::LowLatencyCluster => &["ATTN_LOW_LATENCY"],
                     Kernel::LowLatencyGlobal => &["ATTN_MERGE_GLOBAL"],
                     Kernel::ManyRows => &["ATTN_MANY_ROWS"],
-                    Kernel::ManyRowsFast => &["ATTN_MANY_ROWS", "ATTN_FAST"],
                 };
                 all.extend(of_kernel.iter().map(|name| (*name, 1)));
                 all.extend(spans.then_some(("ATTN_SPANS", 1)));
@@ -323,6 +348,11 @@ impl Instance {
                 page_size,
             }
             | Instance::Export {
+                format,
+                head_dim,
+                page_size,
+            }
+            | Instance::Dequantize {
                 format,
                 head_dim,
                 page_size,
@@ -444,11 +474,12 @@ pub fn common(arch: Arch) -> Vec<Instance> {
             all.extend(prompts(format, head_dim, arch.shared_limit()));
         }
     }
-    all.dedup();
+    let mut seen = HashSet::new();
+    all.retain(|instance| seen.insert(*instance));
     all
 }
 
-/// `many_rows.cu` for as many rows as a CTA has, exact and fast.
+/// `many_rows.cu` for as many rows as a CTA has, and what makes it fast ([`Arithmetic::Fast`]).
 fn prompts(format: KvFormat, head_dim: usize, shared_limit: usize) -> Vec<Instance> {
     let heads = Heads {
         q: 16,
@@ -459,7 +490,7 @@ fn prompts(format: KvFormat, head_dim: usize, shared_limit: usize) -> Vec<Instan
     let problem = problem.arithmetic(Arithmetic::Fast);
     let layout = KvLayout::Pages(64);
     let mut all = Instance::all_decode(&problem, format, layout, shared_limit);
-    all.retain(|instance| instance.source() == "many_rows.cu");
+    all.retain(|instance| matches!(instance.source(), "many_rows.cu" | "dequantize.cu"));
     all
 }
 

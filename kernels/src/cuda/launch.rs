@@ -65,7 +65,7 @@ impl Launch {
                     ..Self::split_kv(config, problem, sms)
                 }
             }
-            Kernel::ManyRows | Kernel::ManyRowsFast => Self::many_rows(config, problem, sms),
+            Kernel::ManyRows => Self::many_rows(config, problem, sms),
             Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
                 Self::low_latency(config, problem, format, sms)
             }

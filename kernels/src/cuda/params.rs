@@ -198,8 +198,12 @@ blocks! {
         few_places: i32 = "int",
         /// ATTN_FEW_TILES: divides by the work items.
         items_divmod: FastDivmod = "FastDivmod",
-        /// Unused: the size is a multiple of 8.
-        reserved: u32 = "unsigned int",
+        /// many_rows.cu, pages of dequantize.cu: whether queries are rounded to f16, as K was; f32 queries are the sum of two f16 elsewhere.
+        rounds_queries: i32 = "int",
+        /// many_rows.cu, pages of dequantize.cu: tiles that a row reads with residuals; 0: none.
+        fine_window: i32 = "int",
+        /// many_rows.cu, pages of dequantize.cu: from a tile's page to that with residuals.
+        fine_pages: u32 = "unsigned int",
     }
 
     /// Parameters of `query_blocks.cu`.
@@ -357,6 +361,48 @@ blocks! {
         page_table_stride: i32 = "int",
         /// Number format of K and V: Dtype.
         dtype: i32 = "int",
+        /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+        residual_ring: u32 = "unsigned int",
+        /// Unused: the size is a multiple of 8.
+        reserved: u32 = "unsigned int",
+    }
+
+    /// Parameters of `dequantize.cu`.
+    struct DequantizeParams {
+        /// Pages [page][kv_head][run].
+        pool: u64 = "const unsigned char*",
+        /// u32 [batch][page_table_stride].
+        page_table: u64 = "const unsigned int*",
+        /// u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
+        residual_pages: u64 = "const unsigned int*",
+        /// i32 [batch].
+        kv_lens: u64 = "const int*",
+        /// f32 [num_kv_heads], or null.
+        k_tensor_scales: u64 = "const float*",
+        /// f32 [num_kv_heads], or null.
+        v_tensor_scales: u64 = "const float*",
+        /// [num_blocks], as in DecodeParams, or null where sequence b has q_len query tokens.
+        query_blocks: u64 = "const QueryBlock*",
+        /// Pages of f16 to write.
+        pages: u64 = "unsigned char*",
+        /// Their table to write, u32 [batch][pages_each].
+        table: u64 = "unsigned int*",
+        /// What the numbers of each KV head count, to write: f32 [2][num_kv_heads], of K and of V.
+        scales: u64 = "float*",
+        /// Bytes from one page of the pool to the next.
+        page_stride: i64 = "long long",
+        /// Entries of the page table per sequence.
+        page_table_stride: i32 = "int",
+        /// Pages of f16 per sequence.
+        pages_each: u32 = "unsigned int",
+        /// From a tile's page to that with residuals.
+        fine_pages: u32 = "unsigned int",
+        /// Entries of query_blocks.
+        num_blocks: i32 = "int",
+        /// Query tokens of each sequence, where query_blocks is null.
+        q_len: i32 = "int",
+        /// Whether the mask is causal.
+        causal: i32 = "int",
         /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
         residual_ring: u32 = "unsigned int",
         /// Unused: the size is a multiple of 8.

@@ -1,6 +1,6 @@
 //! The fastest decode kernel of a problem: a pure function of the problem, the device's limits and the caller's preferences.
 
-use attn_core::{KvFormat, Problem, Scheme};
+use attn_core::{KvFormat, Problem, Scheme, arithmetic};
 
 use super::{
     config::{
@@ -155,15 +155,13 @@ impl Shape {
             })
     }
 
-    /// The configuration of `many_rows.cu`, one of whose kernels this is; `None` where it does not cover the shape.
-    pub(crate) fn many_rows(&self, kernel: Kernel, shared_limit: usize) -> Option<KernelConfig> {
+    /// The configuration of `many_rows.cu`; `None` where it does not cover the shape.
+    pub(crate) fn many_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
         let KvFormat { k, v } = self.format;
         let has_one_scale = |scheme: Scheme| scheme.groups(self.head_dim) == 1;
-        let have_one_scale = has_one_scale(k) && has_one_scale(v);
-        let is_covered = match kernel {
-            Kernel::ManyRowsFast => self.format.is_integer() && have_one_scale,
-            _ if self.format.is_integer() => k.code_bits() == v.code_bits() && have_one_scale,
-            _ => k == v,
+        let is_covered = match self.format.is_integer() {
+            true => k.code_bits() == v.code_bits() && has_one_scale(k) && has_one_scale(v),
+            false => k == v,
         };
         // Its products are Hopper's, and read K and V as pages of whole tiles have them.
         if self.rows <= 8
@@ -182,7 +180,7 @@ impl Shape {
             .rev()
             .filter(is_whole_steps)
             .map(|stages| KernelConfig {
-                kernel,
+                kernel: Kernel::ManyRows,
                 row_groups: 8,
                 row_warps,
                 stages,
@@ -195,11 +193,8 @@ impl Shape {
     /// `split_kv.cu` with `few_tiles.cuh`.
     pub fn all(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
         let split_kv = self.split_kv(shared_limit).into_iter();
-        let many_rows = [Kernel::ManyRows, Kernel::ManyRowsFast]
-            .into_iter()
-            .filter_map(move |kernel| self.many_rows(kernel, shared_limit));
         split_kv
-            .chain(many_rows)
+            .chain(self.many_rows(shared_limit))
             .chain(self.low_latency(shared_limit))
             .chain(self.few_tiles(shared_limit))
     }
@@ -219,18 +214,57 @@ pub fn many_rows(
     // 18 rows · 24 · many sequences of 24: 45.7 · 46.7 · 126 and 37.1 · 37.4 · 110. By the rows alone, as the two round floats otherwise.
     let few = match format.k {
         Scheme::Fp8E4m3 => 16,
-        _ if format.is_integer() && !preferences.floats => 32,
+        _ if format.is_integer() => 32,
         _ => 24,
     };
     let is_faster = shape.rows > few && preferences.config.is_none();
     if !preferences.many_rows.unwrap_or(is_faster) {
         return None;
     }
-    let fast = preferences
-        .floats
-        .then(|| shape.many_rows(Kernel::ManyRowsFast, limits.shared_limit));
-    fast.flatten()
-        .or_else(|| shape.many_rows(Kernel::ManyRows, limits.shared_limit))
+    shape.many_rows(limits.shared_limit)
+}
+
+/// Tokens of a page that `dequantize.cu` writes: those of a tile.
+const DEQUANTIZED_PAGE: usize = arithmetic::TILE;
+
+/// Query rows of a KV head that read each cached token, from which on it is faster to make f16 of it first: for formats whose integers are attended exactly
+/// otherwise, and for fp8, whose codes become f16 in `many_rows.cu` otherwise.
+const MANY_READERS: [usize; 2] = [512, 4096];
+
+/// The format and the layout in which the cache of a problem is attended, where `dequantize.cu` turns it into pages of f16 first.
+pub fn dequantized(
+    problem: &Problem,
+    format: KvFormat,
+    layout: KvLayout,
+    limits: DeviceLimits,
+    preferences: &Preferences,
+) -> Option<(KvFormat, KvLayout)> {
+    let wanted = preferences.dequantize.unwrap_or_else(|| {
+        let tokens = problem.kv_lens.iter().map(|&len| len as f64);
+        let reads = tokens
+            .clone()
+            .zip(&problem.q_lens)
+            .map(|(len, &q_len)| len * q_len as f64);
+        let readers = MANY_READERS[usize::from(!format.is_integer())] as f64;
+        problem.heads_per_kv() as f64 * reads.sum::<f64>() >= readers * tokens.sum::<f64>()
+    });
+    let attended = dequantized_as(problem, format, layout).filter(|_| wanted)?;
+    many_rows(problem, attended.0, attended.1, limits, preferences)?;
+    Some(attended)
+}
+
+/// The same, whether it is faster or not.
+pub(crate) fn dequantized_as(
+    problem: &Problem,
+    format: KvFormat,
+    layout: KvLayout,
+) -> Option<(KvFormat, KvLayout)> {
+    let f16 = KvFormat::same(Scheme::F16);
+    let are_exact = [format.k, format.v]
+        .iter()
+        .all(|side| matches!(side, Scheme::Fp8E4m3 | Scheme::F16));
+    let is_allowed = problem.may_use_floats(format) || are_exact && format != f16;
+    (is_allowed && !layout.is_rows()).then_some((f16, KvLayout::Pages(DEQUANTIZED_PAGE)))
 }
 
 /// The fastest kernel of a problem, by its longest sequence; `None` if nothing fits.

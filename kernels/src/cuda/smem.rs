@@ -112,7 +112,7 @@ pub fn shared_bytes(
         Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
             team_bytes(config, &stage, head_dim)
         }
-        Kernel::ManyRows | Kernel::ManyRowsFast => many_rows_bytes(config, &stage, head_dim),
+        Kernel::ManyRows => many_rows_bytes(config, &stage, head_dim),
     }
 }
 
@@ -120,11 +120,7 @@ fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usi
     let teams = WARPGROUPS / config.row_warps;
     let tile = arithmetic::TILE;
     let dims = WARPGROUPS * 64 * head_dim;
-    let turned = match config.kernel {
-        Kernel::ManyRowsFast => Unpacked::Floats,
-        _ => stage.unpacked,
-    };
-    let (unpacked, rows) = match turned {
+    let (unpacked, rows) = match stage.unpacked {
         // First parts of queries, or none where they are in registers.
         Unpacked::Floats => {
             let queries = if head_dim > 64 { 0 } else { dims * 2 };

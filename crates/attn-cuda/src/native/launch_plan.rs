@@ -11,13 +11,14 @@ use attn_core::{
 use attn_kernels::cuda::{
     DeviceLimits, Instance, Kernel, KernelConfig, KvLayout, Launch, LowLatency, Preferences,
     instance,
-    params::{DecodeParams, FastDivmod, QueryBlock},
+    params::{DecodeParams, DequantizeParams, FastDivmod, QueryBlock},
     smem::shared_bytes,
 };
 
 use self::limits::{MOST_WORK, check_counts, check_work, work};
 use super::{
     DecodeArgs, SpansArgs,
+    dequantize::Dequantized,
     query_blocks::{Blocks, Launched, PlanKind, listed},
 };
 use crate::{device::Device, error::BACKEND, sizes};
@@ -34,6 +35,8 @@ pub struct LaunchPlan {
     /// Grid, and the partials that its CTAs exchange.
     pub launch: Launch,
     pub(super) max_kv_len: usize,
+    /// Pages that a launch makes of the cache, and that the others attend in its place.
+    pub dequantized: Option<Dequantized>,
     layout: KvLayout,
     /// Of the library's pages, where these are attended.
     pages: Option<PageLayout>,
@@ -147,23 +150,32 @@ impl LaunchPlan {
         format.check(problem.head_dim, page_size)?;
         let leaves_spans = kind == PlanKind::Spans;
         let preferences = &match leaves_spans {
-            false => Preferences {
-                floats: problem.may_use_floats(format),
-                ..*preferences
-            },
+            false => *preferences,
             // The kernel that leaves them.
             true => Preferences {
                 low_latency: LowLatency::Never,
                 many_rows: Some(false),
                 few_tiles: false,
-                floats: false,
                 ..*preferences
             },
         };
-        let launched = Launched::new(kind, problem, format, layout, limits, preferences)?;
+        let dequantized = Dequantized::of(problem, format, layout, limits, preferences);
+        let pages = match layout {
+            KvLayout::Pages(tokens) => {
+                let heads = problem.num_kv_heads;
+                Some(PageLayout::new(format, problem.head_dim, tokens, heads)?)
+            }
+            KvLayout::Rows | KvLayout::PagedRows(_) => None,
+        };
+        // What is attended.
+        let (dequantized, format, kv_layout) = match dequantized {
+            Some((dequantized, format, layout)) => (Some(dequantized), format, layout),
+            None => (None, format, layout),
+        };
+        let launched = Launched::new(kind, problem, format, kv_layout, limits, preferences)?;
         let preferences = launched.preferences(preferences);
         let (mut instance, config, shared_bytes) =
-            configure(limits, &preferences, &launched, format, layout)?;
+            configure(limits, &preferences, &launched, format, kv_layout)?;
         let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
         let heads = problem.num_kv_heads;
         let mut launch = Launch::new(&config, &launched.problem, format, limits.sms);
@@ -201,18 +213,13 @@ impl LaunchPlan {
             Ok::<_, Error>(sizes::product(what, factors)?.next_multiple_of(256))
         };
         let partials_are_zeroed = config.kernel == Kernel::LowLatencyGlobal;
-        let pages = match layout {
-            KvLayout::Pages(tokens) => {
-                Some(PageLayout::new(format, problem.head_dim, tokens, heads)?)
-            }
-            KvLayout::Rows | KvLayout::PagedRows(_) => None,
-        };
         Ok(LaunchPlan {
             instance,
             config,
             shared_bytes,
             launch,
             max_kv_len,
+            dequantized,
             layout,
             pages,
             query_blocks,
@@ -232,9 +239,7 @@ impl LaunchPlan {
             max_sum_bytes: aligned(&[partials, config.rows(), 8])?,
             partial_o_bytes: aligned(&[partials, config.rows(), problem.head_dim, 4])?,
             row_states_bytes: match config.kernel {
-                kernel if kernel.is_many_rows() => {
-                    aligned(&[launch.grid[0], MANY_ROWS, problem.head_dim, 4])?
-                }
+                Kernel::ManyRows => aligned(&[launch.grid[0], MANY_ROWS, problem.head_dim, 4])?,
                 _ => 0,
             },
             partials_are_zeroed,
@@ -244,6 +249,12 @@ impl LaunchPlan {
     /// Bytes of memory that every launch needs, aligned to 256.
     #[must_use]
     pub fn workspace_bytes(&self) -> usize {
+        let dequantized = self.dequantized.map_or(0, |pages| pages.workspace_bytes());
+        self.before_dequantized() + dequantized
+    }
+
+    /// Bytes of all that lies before the pages that launches attend in place of the cache's.
+    fn before_dequantized(&self) -> usize {
         self.before_partials() + self.max_sum_bytes + self.partial_o_bytes + self.row_states_bytes
     }
 
@@ -300,7 +311,22 @@ impl LaunchPlan {
         self.num_blocks
     }
 
-    /// The parameters of each launch, in order, from those that [`LaunchPlan::params`] gives.
+    /// The parameters of the launch that makes the pages to attend, where there is one, and those of launches that attend: from those that
+    /// [`LaunchPlan::params`] gives.
+    pub fn dequantize_params(
+        &self,
+        args: &DecodeArgs,
+        params: DecodeParams,
+    ) -> (Option<DequantizeParams>, DecodeParams) {
+        let Some(dequantized) = &self.dequantized else {
+            return (None, params);
+        };
+        let at = args.workspace.offset(self.before_dequantized());
+        let (make, attend) = dequantized.params(&params, self.num_blocks, at);
+        (Some(make), attend)
+    }
+
+    /// The parameters of each launch, in order, from those that [`LaunchPlan::params`] or [`LaunchPlan::dequantize_params`] gives.
     pub fn launches(&self, params: DecodeParams) -> impl Iterator<Item = DecodeParams> {
         let (all, step) = (self.num_blocks, self.per_launch.max(1));
         (0..all.max(1)).step_by(step).map(move |first| {
@@ -389,7 +415,7 @@ impl LaunchPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use attn_core::{Arithmetic, Heads};
+    use attn_core::{Arithmetic, Heads, Scheme};
     use attn_kernels::cuda::{Arch, instance::common};
 
     use super::super::{DeviceAddress, DeviceKv, PagedSequences, Pages};
@@ -456,22 +482,64 @@ mod tests {
             kv: 1,
             dim: 128,
         };
-        let kernel = |kind, arithmetic, q_len| {
+        let plan = |kind, arithmetic, q_len, dequantize| {
             let problem = Problem::new(heads, [4096]).q_len(q_len);
             let problem = problem.arithmetic(arithmetic);
             let (format, layout) = (KvFormat::INT8, KvLayout::Pages(64));
-            let preferences = Preferences::default();
-            let plan = LaunchPlan::new(kind, limits(), &preferences, &problem, format, layout);
-            plan.unwrap().config.kernel
+            let preferences = Preferences {
+                dequantize,
+                ..Preferences::default()
+            };
+            LaunchPlan::new(kind, limits(), &preferences, &problem, format, layout).unwrap()
         };
         let (exact, fast) = (Arithmetic::Exact, Arithmetic::Fast);
-        let known = PlanKind::Known;
-        assert_eq!(kernel(known, fast, 17), Kernel::ManyRowsFast);
-        assert_eq!(kernel(PlanKind::Ragged, fast, 17), Kernel::ManyRowsFast);
-        assert_eq!(kernel(known, fast, 16), Kernel::ManyRows);
-        assert_eq!(kernel(known, exact, 17), Kernel::ManyRows);
-        // Shards have one device's bits.
-        assert_eq!(kernel(PlanKind::Spans, fast, 17), Kernel::SplitKv);
+        for (kind, arithmetic, q_len, dequantize, want) in [
+            (PlanKind::Known, fast, 32, None, true),
+            (PlanKind::Ragged, fast, 32, None, true),
+            // Too few rows for what it takes, whatever it gains; a step of few tokens; exact ones.
+            (PlanKind::Known, fast, 31, None, false),
+            (PlanKind::Known, fast, 17, Some(true), true),
+            (PlanKind::Known, fast, 16, Some(true), false),
+            (PlanKind::Known, exact, 4096, Some(true), false),
+            (PlanKind::Known, fast, 4096, Some(false), false),
+            // Shards have one device's bits.
+            (PlanKind::Spans, fast, 4096, Some(true), false),
+        ] {
+            let plan = plan(kind, arithmetic, q_len, dequantize);
+            let given = format!("{kind:?}, {arithmetic:?}, {q_len} tokens, {dequantize:?}");
+            assert_eq!(plan.dequantized.is_some(), want, "{given}");
+            let is_f16 =
+                matches!(plan.instance, Instance::Decode { format, .. } if format.k == Scheme::F16);
+            assert_eq!(is_f16, want, "{given}");
+            // Pages of f16, a table, and scales.
+            let workspace = plan.workspace_bytes() - plan.before_dequantized();
+            let pages = 64 * (2 * 64 * 128 * 2) + 256 + 256;
+            assert_eq!(workspace, if want { pages } else { 0 }, "{given}");
+        }
+    }
+
+    #[test]
+    fn a_cache_that_would_take_more_than_its_share_of_memory_is_attended_as_it_is() {
+        let heads = Heads {
+            q: 32,
+            kv: 8,
+            dim: 128,
+        };
+        // 2^18 tokens of 4 KB; twice as much where some are written with residuals, too.
+        for (format, batch, want) in [
+            (KvFormat::INT8, 8, true),
+            (KvFormat::INT8, 9, false),
+            (KvFormat::INT4, 4, true),
+            (KvFormat::INT4, 5, false),
+        ] {
+            let problem = Problem::new(heads, vec![32_768; batch]).q_len(2048);
+            let problem = problem.arithmetic(Arithmetic::Fast);
+            let (kind, layout) = (PlanKind::Known, KvLayout::Pages(64));
+            let preferences = Preferences::default();
+            let plan = LaunchPlan::new(kind, limits(), &preferences, &problem, format, layout);
+            let got = plan.unwrap().dequantized.is_some();
+            assert_eq!(got, want, "{format}, {batch} sequences");
+        }
     }
 
     #[test]
@@ -487,8 +555,13 @@ mod tests {
                     let preferences = Preferences::default();
                     let plan =
                         LaunchPlan::new(kind, limits(), &preferences, &problem, format, layout);
-                    let instance = plan.unwrap().instance;
-                    assert!(embedded.contains(&instance), "{instance:?}");
+                    let plan = plan.unwrap();
+                    let is_fast = arithmetic == Arithmetic::Fast;
+                    assert_eq!(plan.dequantized.is_some(), is_fast, "{format}");
+                    let makes = plan.dequantized.map(|pages| pages.instance);
+                    for instance in [Some(plan.instance), makes].into_iter().flatten() {
+                        assert!(embedded.contains(&instance), "{instance:?}");
+                    }
                 }
             }
         }

@@ -49,6 +49,7 @@
 pub(crate) mod append;
 mod check;
 pub(crate) mod copy_pages;
+pub(crate) mod dequantize;
 mod dtype;
 pub(crate) mod export;
 mod import;
@@ -112,6 +113,8 @@ pub struct NativePlan {
     format: KvFormat,
     layout: KvLayout,
     kernel: Arc<LoadedKernel>,
+    /// `dequantize.cu`, where it makes the pages that are attended.
+    dequantize: Option<Arc<LoadedKernel>>,
     /// `query_blocks.cu`, where the device lists the blocks.
     list_blocks: Option<Arc<LoadedKernel>>,
     check: Option<Arc<LoadedKernel>>,
@@ -211,6 +214,10 @@ pub(crate) fn prepare(
         layout,
     )?;
     let kernel = device.kernel(&launch_plan.instance, launch_plan.shared_bytes)?;
+    let dequantize = launch_plan
+        .dequantized
+        .map(|pages| device.kernel(&pages.instance, 0))
+        .transpose()?;
     let list_blocks = match kind {
         PlanKind::Known | PlanKind::Spans => None,
         PlanKind::Ragged => Some(device.kernel(&Instance::QueryBlocks, 0)?),
@@ -222,6 +229,7 @@ pub(crate) fn prepare(
         (problem.sinks, problem.tokens_after) = (None, Vec::new());
     }
     Ok(NativePlan {
+        dequantize,
         list_blocks,
         problem,
         format,
@@ -299,6 +307,17 @@ pub(crate) unsafe fn launch_decode_as(
         // SAFETY: this function's contract.
         unsafe { check(device, kernel, stream, &mut checked, limits) }
             .map_err(failed("checking a decode"))?;
+    }
+    let (made, params) = plan.launch_plan.dequantize_params(args, params);
+    if let (Some(mut made), Some(kernel), Some(pages)) =
+        (made, &plan.dequantize, &plan.launch_plan.dequantized)
+    {
+        let (grid, threads) = pages.grid();
+        let mut arguments = [(&raw mut made).cast::<c_void>()];
+        // SAFETY: `attn_dequantize` takes one DequantizeParams, asserted on both sides; it reads what the launches below would, and writes the part of the
+        // workspace that they read in its place; the rest is this function's contract.
+        unsafe { kernel.launch(stream, grid, threads, &mut arguments) }
+            .map_err(failed("dequantizing"))?;
     }
     let mut maps = rows::maps(device, plan, &args.kv);
     for mut params in plan.launch_plan.launches(params) {

@@ -112,7 +112,7 @@ fn prefers(low_latency: LowLatency, many_rows: bool, few_tiles: bool) -> Prefere
         low_latency,
         many_rows: Some(many_rows),
         few_tiles,
-        floats: false,
+        dequantize: Some(false),
         config: None,
     }
 }
@@ -275,7 +275,7 @@ impl Job {
 
     /// Whether integers are attended as floats.
     fn is_fast(&self) -> bool {
-        self.plan.config.kernel == Kernel::ManyRowsFast
+        self.plan.dequantized.is_some() && self.case.format.is_integer()
     }
 
     /// Where floats are further from the CPU's than weights of 8 (bf16) or 11 bits and the rounding of outputs explain.
@@ -396,6 +396,12 @@ impl Job {
             workspace: DeviceAddress::new(inputs.workspace_at as u64),
         };
         let params = plan.params(&case.problem, &args)?;
+        let (made, params) = plan.dequantize_params(&args, params);
+        if let (Some(made), Some(pages)) = (made, &plan.dequantized) {
+            let (grid, threads) = pages.grid();
+            // SAFETY: dequantize.cu takes a DequantizeParams; it reads what decode kernels do, and writes to the workspace.
+            unsafe { kernels.run(&pages.instance, &made, grid, threads) }?;
+        }
         let (grid, threads) = (plan.launch.grid, plan.launch.threads);
         for params in plan.launches(params) {
             // SAFETY: decode kernels take a DecodeParams, whose addresses are those of memory that lives until the end of this
@@ -438,13 +444,7 @@ impl Shapes {
             None => self.left += 1,
         }
         for (job, kernel) in [
-            (
-                job(LowLatency::Never, true, false)?,
-                match case.problem.may_use_floats(case.format) {
-                    true => Kernel::ManyRowsFast,
-                    false => Kernel::ManyRows,
-                },
-            ),
+            (job(LowLatency::Never, true, false)?, Kernel::ManyRows),
             (
                 job(LowLatency::Always, false, false)?,
                 Kernel::LowLatencyCluster,
@@ -461,11 +461,20 @@ impl Shapes {
             self.jobs
                 .extend(job.filter(|job| job.plan.config.kernel == kernel));
         }
+        let from_f16 = Preferences {
+            dequantize: Some(true),
+            ..prefers(LowLatency::Never, true, false)
+        };
+        for kind in [PlanKind::Known, PlanKind::Ragged] {
+            let job = job_of(kind, from_f16)?;
+            self.jobs
+                .extend(job.filter(|job| job.plan.dequantized.is_some()));
+        }
         if case.problem.max_q_len() > 1 {
             for many_rows in [false, true] {
                 let preferences = prefers(LowLatency::Never, many_rows, false);
                 let job = job_of(PlanKind::Ragged, preferences)?;
-                let is_other = |job: &Job| !many_rows || job.plan.config.kernel.is_many_rows();
+                let is_other = |job: &Job| !many_rows || job.plan.config.kernel == Kernel::ManyRows;
                 self.jobs.extend(job.filter(is_other));
             }
         }
@@ -515,7 +524,14 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
             ""
         };
         let kernel = job.plan.config.kernel;
-        let name = format!("decode, {kernel:?}: {}{layout}{kind}{reach}", job.case);
+        let made = match job.plan.dequantized {
+            Some(_) => " of dequantized pages",
+            None => "",
+        };
+        let name = format!(
+            "decode, {kernel:?}{made}: {}{layout}{kind}{reach}",
+            job.case
+        );
         Trial::test(name, move || match job.differs(&cpu, &kernels) {
             Ok(None) => Ok(()),
             Ok(Some(text)) => Err(text.into()),

@@ -1,7 +1,7 @@
 //! Which kernels are chosen, and that they fit.
 
 use super::{super::launch::Launch, *};
-use attn_core::Heads;
+use attn_core::{Arithmetic, Heads};
 
 /// A decode step of `[query heads, KV heads, dims]`.
 fn step([q, kv, dim]: [usize; 3], kv_lens: impl Into<Vec<usize>>) -> Problem {
@@ -172,27 +172,48 @@ fn plans_for_few_long_sequences_have_a_second_way_for_short_ones() {
 }
 
 #[test]
-fn floats_are_taken_for_many_rows_of_integers_where_the_caller_allows_them() {
-    let kernel = |format: &str, q_len: usize, floats| {
-        let problem = step([16, 1, 128], [8192]).q_len(q_len);
-        let preferences = Preferences {
-            floats,
-            ..Preferences::default()
-        };
-        let format = format.parse().unwrap();
-        let layout = KvLayout::Pages(64);
-        select(&problem, format, layout, LIMITS, &preferences).map(|config| config.kernel)
+fn a_cache_is_dequantized_for_prompts_that_read_it_often() {
+    let is_dequantized = |format: &str, q_len: usize, change: &dyn Fn(&mut Problem)| {
+        let mut problem = step([16, 1, 128], [8192])
+            .q_len(q_len)
+            .arithmetic(Arithmetic::Fast);
+        change(&mut problem);
+        let (format, layout) = (format.parse().unwrap(), KvLayout::Pages(64));
+        let preferences = Preferences::default();
+        let attended = dequantized(&problem, format, layout, LIMITS, &preferences);
+        assert!(attended.is_none_or(|as_pages| as_pages == (KvFormat::same(Scheme::F16), layout)));
+        attended.is_some()
     };
-    for format in ["int8", "int4", "int4-g1", "int8-tensor"] {
-        assert_eq!(kernel(format, 64, true), Some(Kernel::ManyRowsFast));
-        assert_eq!(kernel(format, 64, false), Some(Kernel::ManyRows));
+    let as_it_is = |_: &mut Problem| ();
+    // 16 heads read each token for every query token. Any scales do, and pairs; K and V of 16 bits are attended as they are.
+    for (format, from) in [
+        ("int8", 32),
+        ("int4", 32),
+        ("int4-g4", 32),
+        ("int8-tensor", 32),
+        ("int8/int4", 32),
+        ("fp8", 256),
+        ("f16/fp8", 256),
+    ] {
+        assert!(is_dequantized(format, from, &as_it_is), "{format}");
+        assert!(!is_dequantized(format, from - 1, &as_it_is), "{format}");
     }
-    // Pairs of code sizes, which the exact kernel does not unpack; 24 rows are few.
-    assert_eq!(kernel("int8/int4", 2, true), Some(Kernel::ManyRowsFast));
-    assert_eq!(kernel("int8/int4", 64, false), Some(Kernel::SplitKv));
-    assert_eq!(kernel("int8", 1, true), Some(Kernel::LowLatencyGlobal));
-    // Several scales of a token.
-    assert_eq!(kernel("int4-g4", 64, true), Some(Kernel::SplitKv));
+    for format in ["f16", "bf16", "bf16/int8", "fp8/int8"] {
+        assert!(!is_dequantized(format, 4096, &as_it_is), "{format}");
+    }
+    // By all sequences; not by dims that `many_rows.cu` does not have, and not where bits are promised.
+    let with_short = |p: &mut Problem| (p.q_lens, p.kv_lens) = (vec![1, 32], vec![8192; 2]);
+    assert!(!is_dequantized("int8", 32, &with_short));
+    assert!(!is_dequantized("int8", 4096, &|p| p.head_dim = 192));
+    assert!(!is_dequantized("int8", 4096, &|p| p.arithmetic = Arithmetic::Exact));
+    assert!(is_dequantized("fp8", 4096, &|p| p.arithmetic = Arithmetic::Exact));
+    // Rows of other caches are not what dequantize.cu reads.
+    let problem = step([16, 1, 128], [8192]).q_len(4096);
+    let rows = |layout| {
+        let fp8 = KvFormat::same(Scheme::Fp8E4m3);
+        dequantized(&problem, fp8, layout, LIMITS, &Preferences::default())
+    };
+    assert!(rows(KvLayout::Pages(16)).is_some() && rows(KvLayout::Rows).is_none());
 }
 
 #[test]
@@ -224,9 +245,7 @@ fn stages_of_16_bit_floats_divide_into_steps() {
             head_dim,
             layout: KvLayout::Pages(64),
         };
-        let config = shape
-            .many_rows(Kernel::ManyRows, LIMITS.shared_limit)
-            .unwrap();
+        let config = shape.many_rows(LIMITS.shared_limit).unwrap();
         // K and V of a tile for each warpgroup of a team, and a step ahead of the one that is read.
         let of_step = 2 * config.row_warps;
         assert_eq!(config.stages % of_step, 0, "{head_dim} dims, {rows} rows");

@@ -102,9 +102,19 @@ fn many_rows() -> Vec<Case> {
         ([12, 1], 96, &[250, 70], &[17, 3], "int4-g1"),
         ([12, 1], 64, &[250, 70], &[17, 3], "int8/int4"),
         ([4, 1], 128, &[200; 24], &[20; 24], "int4-g1/int8-tensor"),
+        // Several scales of a token, in small pages and large ones.
+        ([4, 1], 128, &[150, 70], &[33, 3], "int4-g4"),
+        ([4, 1], 96, &[150, 70], &[33, 3], "int8-g32"),
+        ([2, 1], 64, &[180, 70], &[40, 3], "int8-plain/int4-g2"),
     ] {
         let mut fast = case(heads, dim, kv_lens, q_lens, format);
         fast.problem.arithmetic = Arithmetic::Fast;
+        fast.page_size = match format {
+            "int4-g4" | "int4-w0" => 16,
+            "int8-g32" => 32,
+            "int8-plain/int4-g2" => 128,
+            _ => 64,
+        };
         all.push(fast);
     }
     masked.problem.arithmetic = Arithmetic::Fast;

@@ -1,0 +1,140 @@
+//! Pages of f16 that a step attends in place of the cache's own, and how they are made in its workspace.
+
+use attn_core::{KvFormat, PageLayout, Problem, Scheme, arithmetic::TILE};
+use attn_kernels::cuda::{
+    DeviceLimits, Instance, KvLayout, Preferences,
+    params::{DecodeParams, DequantizeParams},
+    select,
+};
+
+use super::{COPY_THREADS, DeviceAddress};
+
+/// The most bytes of pages that a step makes: 262144 tokens of 8 KV heads of 128 dims.
+const MOST_BYTES: usize = 1 << 30;
+
+/// The pages of f16 of a plan.
+#[derive(Debug, Clone, Copy)]
+pub struct Dequantized {
+    /// Kernel that makes them.
+    pub instance: Instance,
+    heads: usize,
+    batch: usize,
+    /// Pages of each sequence, without those with residuals.
+    pages_each: usize,
+    page_bytes: usize,
+    /// Tiles that a row reads with residuals.
+    window: usize,
+    /// Whether K was rounder than f16.
+    rounds_queries: bool,
+}
+
+impl Dequantized {
+    /// The pages for a problem whose cache is better attended so, and the format and layout of what is attended then.
+    pub(super) fn of(
+        problem: &Problem,
+        format: KvFormat,
+        layout: KvLayout,
+        limits: DeviceLimits,
+        preferences: &Preferences,
+    ) -> Option<(Self, KvFormat, KvLayout)> {
+        let attended = select::dequantized(problem, format, layout, limits, preferences)?;
+        let (head_dim, heads) = (problem.head_dim, problem.num_kv_heads);
+        let pages = PageLayout::new(attended.0, head_dim, attended.1.page_size(), heads).ok()?;
+        let longest = problem.kv_lens.iter().copied().max()?;
+        let pages = Dequantized {
+            instance: Instance::dequantize(head_dim, format, layout),
+            heads,
+            batch: problem.batch(),
+            pages_each: longest.div_ceil(TILE).max(1),
+            page_bytes: pages.page_bytes(),
+            window: format.k.window().tiles().max(format.v.window().tiles()),
+            rounds_queries: format.k != Scheme::F16,
+        };
+        let [_, tiles, batch] = pages.grid().0;
+        let fits = tiles.max(batch) <= 65_535 && pages.pages_bytes()? <= MOST_BYTES;
+        fits.then_some((pages, attended.0, attended.1))
+    }
+
+    /// Pages that are not read with residuals.
+    fn coarse_pages(&self) -> usize {
+        self.batch * self.pages_each
+    }
+
+    /// `None` if no machine has as many.
+    fn pages_bytes(&self) -> Option<usize> {
+        let copies = if self.window > 0 { 2 } else { 1 };
+        let pages = self.batch.checked_mul(self.pages_each)?;
+        pages.checked_mul(copies)?.checked_mul(self.page_bytes)
+    }
+
+    fn table_bytes(&self) -> usize {
+        (4 * self.coarse_pages()).next_multiple_of(256)
+    }
+
+    /// Bytes of the workspace: pages, their table, and what the numbers of each KV head count.
+    pub(super) fn workspace_bytes(&self) -> usize {
+        let scales = (2 * 4 * self.heads).next_multiple_of(256);
+        self.pages_bytes().unwrap_or(0) + self.table_bytes() + scales
+    }
+
+    /// Grid and threads of `dequantize.cu`.
+    #[must_use]
+    pub fn grid(&self) -> ([usize; 3], usize) {
+        ([self.heads, self.pages_each, self.batch], COPY_THREADS)
+    }
+
+    /// Where table and scales lie, for pages at `at`.
+    fn addresses(&self, at: DeviceAddress) -> [u64; 3] {
+        let table = at.offset(self.pages_bytes().unwrap_or(0));
+        [at, table, table.offset(self.table_bytes())].map(DeviceAddress::get)
+    }
+
+    /// The parameter blocks of `dequantize.cu`, which writes the pages to `at`, and of the step that attends them: from that of a step that attends the
+    /// cache, with so many query blocks.
+    pub(super) fn params(
+        &self,
+        step: &DecodeParams,
+        num_blocks: usize,
+        at: DeviceAddress,
+    ) -> (DequantizeParams, DecodeParams) {
+        let [pages, table, scales] = self.addresses(at);
+        // Numbers that a grid's axes and `MOST_BYTES` bound.
+        let (pages_each, fine_pages) = (self.pages_each as u32, self.coarse_pages() as u32);
+        let make = DequantizeParams {
+            pool: step.k,
+            page_table: step.page_table,
+            residual_pages: step.residual_pages,
+            kv_lens: step.kv_lens,
+            k_tensor_scales: step.k_tensor_scales,
+            v_tensor_scales: step.v_tensor_scales,
+            query_blocks: step.query_blocks,
+            pages,
+            table,
+            scales,
+            page_stride: i64::from(step.page_stride),
+            page_table_stride: step.page_table_stride,
+            pages_each,
+            fine_pages,
+            num_blocks: num_blocks as i32,
+            q_len: step.q_len,
+            causal: step.causal,
+            residual_ring: step.residual_ring,
+            ..DequantizeParams::default()
+        };
+        let attend = DecodeParams {
+            k: pages,
+            page_table: table,
+            page_table_stride: pages_each as i32,
+            page_stride: self.page_bytes as i32,
+            residual_pages: 0,
+            residual_ring: 0,
+            k_tensor_scales: scales,
+            v_tensor_scales: scales + 4 * self.heads as u64,
+            rounds_queries: i32::from(self.rounds_queries),
+            fine_window: self.window as i32,
+            fine_pages,
+            ..*step
+        };
+        (make, attend)
+    }
+}

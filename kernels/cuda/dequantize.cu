@@ -1,0 +1,98 @@
+// dequantize.cu: writes the cached tokens of a step again as pages of f16, which many_rows.cu attends in place of the cache: where query rows are many, codes
+// are turned into floats once for all of them (section 11 of docs/arithmetic.md).
+//
+// Grid      (num_kv_heads, tiles of the longest sequence, batch); threads as in stored_token.cuh.
+// Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh.
+// Reads     pool [page][kv_head][run], kv_lens; of schemes with a window the query blocks, which say what is read with residuals.
+// Writes    pages of 64 tokens, K and V in f16: tile i of sequence b is page b * pages_each + i, and with residuals, where some query token reads it with
+//           them, the one fine_pages behind; their table; what their numbers count.
+// Numerics  those of attn-core/src/quant.rs and rotation.rs, rounded once to f16; compiled without contraction, subnormals kept.
+// Shared    none.
+// Host      attn-cuda/src/native/dequantize.rs; parameters in kernels/src/cuda/params.rs.
+#include "stored_token.cuh"
+
+constexpr int WINDOW = ATTN_K_WINDOW > ATTN_V_WINDOW ? ATTN_K_WINDOW : ATTN_V_WINDOW;
+constexpr int SIDE = TILE * HEAD_DIM * 2;  // bytes of K or V in a page of one KV head
+
+// What a number of f16 counts: with it the largest code times the largest scale is in f16's range.
+constexpr float unit_of(int scheme) { return params_bytes(scheme, 1) ? 128.0f : 1.0f; }
+DEVICE float tensor_scale(const float* scales, int head) { return scales ? scales[head] : 1.0f; }
+
+template <int SCHEME, int GROUPS, bool COLUMNS> struct WidenedToken : StoredToken<SCHEME, GROUPS, COLUMNS> {
+    using StoredToken<SCHEME, GROUPS, COLUMNS>::x;
+    using StoredToken<SCHEME, GROUPS, COLUMNS>::part;
+
+    static METHOD float number(float x) {
+        if (unit_of(SCHEME) == 1.0f) return x;
+        x = x * (1.0f / unit_of(SCHEME));
+        // A vector that is no longer rotated may have dims larger than all codes times scales.
+        return is_rotated(SCHEME) ? fminf(fmaxf(x, -LARGEST_HALF), LARGEST_HALF) : x;
+    }
+    // Token t of a side, by panels of eight dims.
+    METHOD void store(u8* side, int t) const {
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                u32 word[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) word[i] = f16_pair(number(x[j][8 * half + 2 * i]), number(x[j][8 * half + 2 * i + 1]));
+                if (LANES * j + part < PANELS) *(uint4*)(side + ((2 * (LANES * j + part) + half) * TILE + t) * 16) = {word[0], word[1], word[2], word[3]};
+            }
+    }
+};
+
+// The query tokens of a sequence.
+DEVICE int query_tokens(const DequantizeParams& p, int b) {
+    if (!p.query_blocks) return p.q_len;
+    int first = 0, end = p.num_blocks;  // of the blocks, which come sequence by sequence, and then those without tokens
+    while (first < end) {
+        const int middle = (first + end) / 2;
+        const QueryBlock block = p.query_blocks[middle];
+        if (block.tokens > 0 && block.sequence < b) first = middle + 1;
+        else end = middle;
+    }
+    if (first == p.num_blocks) return 0;
+    const QueryBlock block = p.query_blocks[first];
+    return block.sequence == b && block.tokens > 0 ? block.tokens + block.behind : 0;
+}
+// The first tile that some of a sequence's query tokens read with residuals.
+DEVICE int first_fine_tile(const DequantizeParams& p, int b, int kv_len) {
+    const int tokens = query_tokens(p, b);
+    return tokens == 0 ? 0x7fffffff : max(kv_len - (p.causal ? tokens : 1), 0) / TILE - WINDOW + 1;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const __grid_constant__ DequantizeParams p) {
+    const int head = blockIdx.x, tile = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32, heads = gridDim.x;
+    if (tile == 0 && b == 0 && threadIdx.x == 0) {
+        p.scales[head] = unit_of(ATTN_K) * tensor_scale(p.k_tensor_scales, head);
+        p.scales[heads + head] = unit_of(ATTN_V) * tensor_scale(p.v_tensor_scales, head);
+    }
+    const int kv_len = p.kv_lens[b], block = tile * TILE + threadIdx.x / 32 * BLOCK;
+    if (block >= kv_len) return;
+    const u32 to = (u32)b * p.pages_each + tile;
+    if (head == 0 && threadIdx.x == 0) p.table[to] = to;
+    const auto run_of = [&](u32 page) { return p.pool + (u64)page * p.page_stride + (u64)head * RUN; };
+    const int page = block / PAGE;
+    const u8* const run = run_of(p.page_table[(u64)b * p.page_table_stride + page]);
+    const bool has_fine = WINDOW && tile >= first_fine_tile(p, b, kv_len);
+    const u8* residuals = nullptr;
+    if (has_fine) residuals = run_of(p.residual_pages[(u64)b * p.residual_ring + (page & (p.residual_ring - 1))]);
+    // The block's tokens lie in one page, so those behind the last can be read, too.
+#pragma unroll 1
+    for (int is_fine = 0; is_fine <= has_fine; is_fine++) {
+        u8* const side = p.pages + ((u64)(to + is_fine * p.fine_pages) * heads + head) * (2 * SIDE);
+#pragma unroll 1
+        for (int i = 0; i < BLOCK; i += 32 / LANES) {
+            const int t = block + i + lane / LANES;
+            WidenedToken<ATTN_K, ATTN_K_GROUPS, false> k;
+            k.part = lane % LANES;
+            k.load(run, run + K_PARAMS, ATTN_K_WINDOW && is_fine ? residuals : nullptr, t % PAGE, 1.0f);
+            k.store(side, t % TILE);
+            WidenedToken<ATTN_V, ATTN_V_GROUPS, (code_bits(ATTN_V) < 16)> v;
+            v.part = lane % LANES;
+            v.load(run + V_CODES, run + V_PARAMS, ATTN_V_WINDOW && is_fine ? residuals + K_RESIDUALS : nullptr, t % PAGE, 1.0f);
+            v.store(side + SIDE, t % TILE);
+        }
+    }
+}

@@ -1,0 +1,124 @@
+// Tokens of pages as floats, turned back where their scheme is rotated: what export.cu and dequantize.cu read. `convert::dequantize` of attn-core.
+//
+// A CTA has a tile of a KV head, each of its four warps 16 of the tokens. Two or 4 lanes of a warp share a token: 16-byte panels are loaded whole, and most
+// butterflies of the rotation are inside a lane.
+#pragma once
+#include "append.cuh"
+#include "dtype.cuh"
+
+constexpr int TILE = 64, WARPS = 4, BLOCK = TILE / WARPS;
+constexpr int PANELS = HEAD_DIM / 16, LANES = HEAD_DIM > 64 ? 4 : 2, EACH = (PANELS + LANES - 1) / LANES;  // panels of 16 dims, and those of a lane
+
+DEVICE float of_fp8(u32 code) { return bits_float((code & 0x7f) << 20 | (code & 0x80) << 24) * 0x1p120f; }
+
+// The codes of one token in 16 dims, as loaded.
+template <int SCHEME, bool COLUMNS> struct PanelCodes {
+    typedef Token<SCHEME, 1, COLUMNS> Layout;
+    static constexpr int BITS = code_bits(SCHEME), WORDS = COLUMNS ? 2 * BITS : BITS == 16 ? 8 : 4;
+
+    u32 word[WORDS];  // in columns, a byte in each
+
+    METHOD void load(const u8* codes, u32 t, u32 panel) {
+        if constexpr (COLUMNS) {
+            const u32 of_panel = t % 16, slot = 4 * (of_panel % 8 / 2) + 2 * (of_panel / 8) + of_panel % 2;
+            const u8* const from = codes + (t / 16 * (HEAD_DIM * BITS / 8) + panel * WORDS) * 16 + slot;
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) word[i] = from[16 * i];
+        } else {
+            const u8* const from = codes + (BITS == 16 ? (2 * panel * PAGE + t) * 16 : BITS == 8 ? (panel * PAGE + t) * 16 : Layout::place_in_rows(16 * panel, t));
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 4) {
+                const uint4 x = *(const uint4*)(from + i / 4 * (PAGE * 16));
+                word[i] = x.x, word[i + 1] = x.y, word[i + 2] = x.z, word[i + 3] = x.w;
+            }
+        }
+    }
+    // That of the panel's dim e, in token t.
+    METHOD u32 code(int e, u32 t) const {
+        if (COLUMNS) return BITS == 8 ? word[e % WORDS] : word[e % WORDS] >> e / 8 * 4 & 15;
+        if (BITS == 16) return word[e / 2 % WORDS] >> e % 2 * 16 & 0xffff;
+        return BITS == 8 ? word[e / 4 % WORDS] >> e % 4 * 8 & 255 : word[e / 4 % WORDS] >> e % 4 * 8 >> (is_high(t) ? 4 : 0) & 15;
+    }
+};
+
+// One side of a token of one KV head: x[j][e] is that of dim 16 * panel(j) + e.
+template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
+    typedef Token<SCHEME, GROUPS, COLUMNS> Layout;
+    static constexpr int WIDTH = Layout::WIDTH, PARAMS = WIDTH % 16 == 0 ? 1 : 4;  // dims of a group; groups that a panel may lie in, by four dims
+    static_assert(WIDTH % 4 == 0, "four dims are of one group");
+
+    float x[EACH][16];
+    int part;  // the lane's place among those that share the token
+
+    METHOD u32 panel(int j) const { return PANELS % LANES ? min(LANES * j + part, PANELS - 1) : LANES * j + part; }
+
+    static METHOD float value(u32 code, u32 param, float tensor_scale) {
+        const float scale = half_float(param & 0xffff);
+        if (SCHEME == F16) return half_float(code);
+        if (SCHEME == BF16) return bits_float(code << 16);
+        if (SCHEME == FP8) return of_fp8(code) * tensor_scale;
+        if (SCHEME == INT4) return whole(code, 0.0f) * scale + half_float(param >> 16);
+        if (SCHEME == ROTATED_INT4) return whole(2 * code, 15.0f) * scale;
+        return whole(code ^ 0x80, 128.0f) * (SCHEME == INT8_TENSOR ? tensor_scale : scale);
+    }
+
+    // A small number less another one, both whole: without a conversion, of which a processor does few at a time.
+    static METHOD float whole(u32 number, float less) { return bits_float(0x4b000000 | number) - (8388608.0f + less); }
+    static METHOD float fine_value(u32 code, u32 residual, u32 param) { return whole(2 * (16 * code + residual), 255.0f) * (half_float(param & 0xffff) * 0.0625f); }
+
+    // `residuals` is null where the row is read without.
+    METHOD void load(const u8* codes, const u8* params, const u8* residuals, u32 t, float tensor_scale) {
+        PanelCodes<SCHEME, COLUMNS> stored[EACH];
+        u32 param[EACH][PARAMS] = {};
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            stored[j].load(codes, t, panel(j));
+#pragma unroll
+            for (int n = 0; n < PARAMS && Layout::HAS_PARAMS; n++) {
+                const u32 at = (16 * panel(j) + 4 * n) / WIDTH * PAGE + t;
+                param[j][n] = Layout::IS_INT4 ? ((const u32*)params)[at] : ((const u16*)params)[at];
+            }
+        }
+        if (Layout::HALF_STEPS && residuals) {
+#pragma unroll
+            for (int j = 0; j < EACH; j++) {
+                PanelCodes<SCHEME, COLUMNS> fine;
+                fine.load(residuals, t, panel(j));
+#pragma unroll
+                for (int e = 0; e < 16; e++) x[j][e] = fine_value(stored[j].code(e, t), fine.code(e, t), param[j][e / 4 % PARAMS]);
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < EACH; j++)
+#pragma unroll
+                for (int e = 0; e < 16; e++) x[j][e] = value(stored[j].code(e, t), param[j][e / 4 % PARAMS], tensor_scale);
+        }
+        if constexpr (is_rotated(SCHEME)) rotate_back();
+    }
+    // As `Token::rotate<true>`: one bit of the dims after another.
+    METHOD void rotate_back() {
+        constexpr int ROTATED = HEAD_DIM & -HEAD_DIM;
+#pragma unroll
+        for (int stride = 1; stride < ROTATED; stride *= 2) {
+#pragma unroll
+            for (int j = 0; j < EACH; j++)
+#pragma unroll
+                for (int e = 0; e < 16; e++) {
+                    const int of_panels = stride / 16, of_lane = of_panels / LANES;
+                    if (stride < 16) {
+                        if (!(e & stride)) Layout::butterfly(x[j][e], x[j][(e | stride) % 16]);
+                    } else if (of_panels < LANES) {
+                        const float own = x[j][e], other = __shfl_xor_sync(~0u, own, of_panels);
+                        x[j][e] = fmaf(own, part & of_panels ? -1.0f : 1.0f, other);  // their sum, or the difference
+                    } else if (!(j & of_lane)) {
+                        Layout::butterfly(x[j][e], x[(j | of_lane) % EACH][e]);
+                    }
+                }
+        }
+        constexpr int HALVINGS = ROTATED >= 128 ? 4 : ROTATED >= 32 ? 3 : 2;
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+#pragma unroll
+            for (int e = 0; e < 16; e++) x[j][e] = x[j][e] * (1.0f / (1 << HALVINGS));
+    }
+};
