@@ -1,7 +1,7 @@
 // many_rows.cu: attention of 9 and more query rows to each KV head, up to whole prompts, with products of a warpgroup (sm_90a).
 //
 // Grid      persistent, a CTA to each SM; a warpgroup of producers and two that attend 64 rows each: one team for 128 rows, or two of 64.
-// Split     work items, (query block, KV head), in order; where there are many, each team attends whole ones, else runs of spans.
+// Split     work items, (query block, KV head): where there are enough, teams take whole ones, as they get to them, else runs of spans (many_rows_work.cuh).
 // Pipeline  each team has a ring of stages, which its producer warp fills (kv_pipeline.cuh). Products read keys and values from there; codes of 4 bits
 //           are turned into bytes first, and those of fp8 into f16, by the warps of the producers, in a ring of their own.
 //           Two warpgroups of a team that attend floats take turns with products (many_rows_floats.cuh).
@@ -34,15 +34,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __gri
     if (INTEGER && threadIdx.x < TILE) sts32(base + SharedMemory::THRESHOLDS + threadIdx.x * 4, float_bits(threshold(threadIdx.x)));
     if (threadIdx.x == THREADS - 1) touch_params(p, base + SharedMemory::NOWHERE);
     after_dependencies(p);
+    auto queue_of = [&](int team) { return base + SharedMemory::QUEUES + team * QUEUE_BYTES; };
+    if (threadIdx.x < TEAMS * QUEUE_SLOTS) Queue::init(queue_of(threadIdx.x / QUEUE_SLOTS), threadIdx.x % QUEUE_SLOTS);
     Walk* walks = (Walk*)(shared + SharedMemory::WALKS);
-    find_work(p, walks, (u32*)(shared + SharedMemory::SUMS));
+    u32 blocks = find_work(p, walks, (u32*)(shared + SharedMemory::SUMS));
     __syncthreads();
+    auto way_of = [&](int team) { return Way{walks[team], {queue_of(team), blocks, 0, 0}}; };
     auto ring_of = [&](int team) { return Ring{base + team * STAGES * STAGE_BYTES, barriers_of(team), 0, 0}; };
     auto unpacked_of = [&](int team) { return UnpackedRing{base + SharedMemory::UNPACKED_AT + team * UNPACKED_STAGES * UNPACKED_STAGE, unpacked_barriers_of(team), 0, 0}; };
     if (warp < 4) {
         give_up_registers<PRODUCER_REGISTERS>();
         int team = warp % TEAMS;
-        produce(p, walks[team], ring_of(team), unpacked_of(team), warp / TEAMS, lane);
+        produce(p, way_of(team), ring_of(team), unpacked_of(team), warp / TEAMS, lane);
         return;
     }
     take_registers<ATTENDER_REGISTERS>();
@@ -54,13 +57,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __gri
     // Teams whose rows are few have them in warps of different places: a place is a scheduler's.
     self.first_row = warpgroup % ROW_WARPS * 64 + (self.warp + 4 - team) % 4 * 16;
     Meeting meeting = {p, (Arrival*)(shared + SharedMemory::ARRIVALS_AT + 16 * team), TEAM_BARRIER + team};
-    Walk walk = walks[team];
+    Way way = way_of(team);
+    bool asks = has_whole_items(p) && warpgroup % ROW_WARPS == 0 && self.warp == 0 && lane == 0;
+    if (asks) way.queue.tell(blockIdx.x * TEAMS + team);
     Claims claims = {};
     Part part;
     self.start();
 #pragma unroll 1
-    while (walk.next(p, part))
+    while (way.next(p, part, lane)) {
+        u32 item = asks ? way.queue.ask(p) : 0;  // whose answer takes its time
+        self.load_rows(part);
+        if (asks) way.queue.tell(item);
         if (self.attend(part)) meeting.count(part, claims);
+    }
     self.finish();
     meeting.finish(claims);
 }

@@ -42,9 +42,8 @@ struct Attender : TilesOf<INTEGER>::Type {
         }
     }
 
-    // Attends the team's spans of a work item; true if others have the rest, and partials are written.
+    // Attends the team's spans of a work item, whose rows are loaded; true if others have the rest, and partials are written.
     __device__ __forceinline__ bool attend(const Part& part) {
-        load_rows(part);
         float row_m[2], row_l[2];
         int first_span = part.first, last = part.end - 1;
 #pragma unroll 1

@@ -20,7 +20,7 @@ DEVICE bool ends_within_step(const Part& part) { return (part.end_tile() - part.
 // Copies the team's tiles in the order of its walk, a stage at a time.
 struct Issuer {
     const DecodeParams& p;
-    Walk walk;
+    Way way;
     TileCopier<PartSource> copier;
     int end;
     bool pads;  // whether stages are to be skipped behind the part
@@ -34,13 +34,15 @@ struct Issuer {
         copier.tile = end = 0;
         pads = false;
     }
-    // False if nothing is left.
+    // False if nothing is left, or known: a warp that unpacks, too, does not wait for an item, as the team gets to that by what it unpacks.
     __device__ __forceinline__ bool issue() {
         Part& part = copier.source.part;
         if (copier.tile >= end) {
             for (int i = 0; pads && i < 2; i++) copier.skip_stage();
+            pads = false;
             do {
-                if (!walk.next(p, part)) return false;
+                if (UNPACKS && !way.is_known(p)) return false;
+                if (!way.next(p, part, copier.lane)) return false;
                 copier.tile = part.first_tile();
                 end = part.end_tile();
             } while (copier.tile >= end);
@@ -115,12 +117,13 @@ struct Unpacker {
     Ring ring;
     UnpackedRing unpacked;
     int unpacker, lane;
+    int free;  // stages that are not copied to yet
 
     __device__ __forceinline__ int thread() const { return unpacker * 32 + lane; }
-    __device__ __forceinline__ void issue(int stages) {
+    __device__ __forceinline__ void issue() {
         if (unpacker == 0)
 #pragma unroll 1
-            for (; stages > 0; stages--) issuer.issue();
+            while (free > 0 && issuer.issue()) free--;
     }
     DEVICE bool has_residuals(const Part& part, int index) { return WINDOW && index >= part.first_residual_tile; }
     // The tile that comes next in the ring of stages.
@@ -134,7 +137,8 @@ struct Unpacker {
     __device__ __forceinline__ void release_tile(bool residuals) {
         int stages = stages_of_keys(residuals) + stages_of_values(residuals);
         release_stages(ring, stages, lane);
-        issue(stages);
+        free += stages;
+        issue();
     }
 
     // To bytes: K, its residuals, V, its residuals.
@@ -162,11 +166,12 @@ struct Unpacker {
         unpacked.advance(2);
         release_tile(false);
     }
-    __device__ __forceinline__ void unpack(const DecodeParams& p, Walk walk) {
-        issue(STAGES);
+    __device__ __forceinline__ void unpack(const DecodeParams& p, Way way) {
+        issue();
         Part part;
 #pragma unroll 1
-        while (walk.next(p, part)) {
+        while (way.next(p, part, lane)) {
+            issue();  // what is known now
 #pragma unroll 1
             for (int index = part.first_tile(); index < part.end_tile(); index++) {
                 if constexpr (INTEGER) unpack_bytes(part, index);
@@ -177,11 +182,11 @@ struct Unpacker {
 };
 
 // One of the producers' warps.
-DEVICE void produce(const DecodeParams& p, const Walk& walk, const Ring& ring, const UnpackedRing& unpacked, int unpacker, int lane) {
-    Issuer issuer = {p, walk};
+DEVICE void produce(const DecodeParams& p, const Way& way, const Ring& ring, const UnpackedRing& unpacked, int unpacker, int lane) {
+    Issuer issuer = {p, way};
     issuer.start(ring, lane);
     if constexpr (UNPACKS) {
-        Unpacker{issuer, ring, unpacked, unpacker, lane}.unpack(p, walk);
+        Unpacker{issuer, ring, unpacked, unpacker, lane, STAGES}.unpack(p, way);
     } else {
 #pragma unroll 1
         while (unpacker == 0 && issuer.issue()) {

@@ -2,7 +2,8 @@
 #pragma once
 #include "config.cuh"
 
-constexpr int WALK_BYTES = 64, QUERY_BYTES = 64 * HEAD_DIM * (INTEGER ? 1 : QUERIES_IN_REGISTERS ? 0 : 2);  // of a warpgroup
+constexpr int WALK_BYTES = 64, QUEUE_SLOTS = 4, QUEUE_BYTES = QUEUE_SLOTS * 20;
+constexpr int QUERY_BYTES = 64 * HEAD_DIM * (INTEGER ? 1 : QUERIES_IN_REGISTERS ? 0 : 2);  // of a warpgroup
 
 struct SharedMemory {
     enum : int {
@@ -16,7 +17,8 @@ struct SharedMemory {
         ARRIVALS_AT = SUMS + 64,                                                    // Arrival [TEAMS]
         NOWHERE = ARRIVALS_AT + 16 * TEAMS,
         WALKS = NOWHERE + 16,                                                       // Walk [TEAMS]
-        BYTES = WALKS + TEAMS * WALK_BYTES
+        QUEUES = WALKS + TEAMS * WALK_BYTES,                                        // Queue [TEAMS]: barriers, then items
+        BYTES = QUEUES + TEAMS * QUEUE_BYTES
     };
 };
 

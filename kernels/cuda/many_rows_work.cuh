@@ -1,4 +1,8 @@
 // The split of many_rows.cu: which spans of which work items a team attends. Every warp of a team goes the same way.
+//
+// Where there are enough work items, teams take whole ones, each the next when it gets to it (Queue). Those of a KV head come one after the other, so that the
+// teams that attend them at the same time find its tiles in L2; a sequence's last query blocks, the longest ones, come first. Else each team has a run of spans
+// (Walk).
 #pragma once
 #include "many_rows_smem.cuh"
 #include "merge.cuh"
@@ -8,55 +12,56 @@
 constexpr int LONG_SPAN_SHIFT = SPAN_SHIFT + 2, PROMPT_TOKENS = 128;
 DEVICE int span_shift_of(const QueryBlock& block) { return !INTEGER && block.behind >= PROMPT_TOKENS ? LONG_SPAN_SHIFT : SPAN_SHIFT; }
 
-// What a work item costs apart from its tiles, in tiles: finding it, loading queries, writing rows. About 8 µs on an H100, from prompts of 1024 and 8192 tokens.
-constexpr int ITEM_COST = INTEGER ? 4 : UNPACKS ? 6 : 9;
-
 // A team's part of a work item: spans from `first` to `end`.
 struct Part {
     int b, kv_head, row_block, sequence, kv_len, num_tiles, span_shift, num_spans, first_residual_tile, first, end;
 
+    // All spans of a query block and a KV head.
+    DEVICE Part of(const DecodeParams& p, int b, int kv_head) {
+        QueryBlock queries = query_block(p, b);
+        Part part;
+        part.b = b;
+        part.kv_head = kv_head;
+        part.row_block = 0;
+        part.sequence = queries.sequence;
+        part.kv_len = kv_len_of(p, b);
+        part.num_tiles = (part.kv_len + TILE - 1) / TILE;
+        part.span_shift = span_shift_of(queries);
+        part.num_spans = runs_of(part.num_tiles, part.span_shift);
+        part.first_residual_tile = first_residual_tile_of(p, queries.tokens, part.kv_len);
+        part.first = 0;
+        part.end = part.num_spans;
+        return part;
+    }
     __device__ __forceinline__ bool is_all() const { return first == 0 && end == num_spans; }
     __device__ __forceinline__ int first_tile() const { return first << span_shift; }
     __device__ __forceinline__ int end_tile() const { return min(num_tiles, end << span_shift); }
     __device__ __forceinline__ WorkItem item() const { return {b, kv_head, row_block, num_spans}; }
 };
 
-// A team's way through its work items. Their costs are spans, or where each team has whole items, tiles and a bit.
-struct Walk {
-    u32 start, end, item, cost;  // the team's part of all costs, the cost of all items before this one, and its own
-    int b, kv_head, kv_len;
+DEVICE bool has_whole_items(const DecodeParams& p) { return p.max_partials == 0; }
 
-    DEVICE bool has_whole_items(const DecodeParams& p) { return p.max_partials == 0; }
-    DEVICE u32 cost_of(const DecodeParams& p, int kv_len) {
-        int tiles = (kv_len + TILE - 1) / TILE;
-        return has_whole_items(p) ? tiles + ITEM_COST : runs_of(tiles, SPAN_SHIFT);
-    }
+// A team's run of spans, in the order of query blocks, their KV heads and spans.
+struct Walk {
+    u32 start, end, item, cost;  // the run, the spans of all work items before this one, and its own
+    int b, kv_head;
+
+    DEVICE u32 cost_of(const DecodeParams& p, int b) { return runs_of((kv_len_of(p, b) + TILE - 1) / TILE, SPAN_SHIFT); }
     __device__ __forceinline__ void enter(const DecodeParams& p, int block) {
         b = block;
         kv_head = 0;
-        kv_len = kv_len_of(p, b);
-        cost = cost_of(p, kv_len);
+        cost = cost_of(p, b);
     }
     // The team's next part, if there is one.
     __device__ __forceinline__ bool next(const DecodeParams& p, Part& part) {
 #pragma unroll 1
         while (b < p.batch && item < end) {
-            bool whole = has_whole_items(p), takes = whole ? item >= start : item + cost > start;
-            QueryBlock queries = query_block(p, b);
-            part.b = b;
-            part.kv_head = kv_head;
-            part.row_block = 0;
-            part.sequence = queries.sequence;
-            part.kv_len = kv_len;
-            part.num_tiles = (kv_len + TILE - 1) / TILE;
-            part.span_shift = span_shift_of(queries);
-            part.num_spans = runs_of(part.num_tiles, part.span_shift);
-            part.first_residual_tile = first_residual_tile_of(p, queries.tokens, kv_len);
-            // Long spans are the team's in whose part they begin.
+            part = Part::of(p, b, kv_head);
+            // Long spans are the team's in whose run they begin.
             int longer = part.span_shift - SPAN_SHIFT;
-            part.first = whole || item >= start ? 0 : runs_of(start - item, longer);
-            part.end = whole ? part.num_spans : min(part.num_spans, runs_of(end - item, longer));
-            takes &= part.first < part.end;
+            part.first = item >= start ? 0 : runs_of(start - item, longer);
+            part.end = min(part.num_spans, runs_of(end - item, longer));
+            bool takes = item + cost > start && part.first < part.end;
             item += cost;
             if (++kv_head == p.num_kv_heads && ++b < p.batch) enter(p, b);
             else if (kv_head == p.num_kv_heads) kv_head = 0;
@@ -67,13 +72,71 @@ struct Walk {
 };
 static_assert(sizeof(Walk) <= WALK_BYTES, "many_rows_smem.cuh");
 
-// The ways of the CTA's teams, which are visible behind the next barrier. All threads of the CTA.
-DEVICE void find_work(const DecodeParams& p, Walk* walks, u32* sums) {
+// The whole work items that a team takes: the first by its number, each further one by a count of the launch's in the workspace. One thread of those that attend
+// asks for an item when the team begins with the one before, and tells all warps of the team by a slot of shared memory.
+struct Queue {
+    static constexpr int READERS = (UNPACKS ? UNPACKERS + 1 : 1) + 4 * ROW_WARPS;  // warps; the one that copies and unpacks reads twice
+
+    u32 slots;   // shared address: u64 full[QUEUE_SLOTS], empty[QUEUE_SLOTS]; u32 items[QUEUE_SLOTS]
+    u32 blocks;  // query blocks that have tokens
+    int slot;    // of the next item
+    u32 phase;
+
+    // Called by one thread per slot before the queue is used.
+    DEVICE void init(u32 slots, int slot) {
+        barrier_init(slots + slot * 8, 1);
+        barrier_init(slots + (QUEUE_SLOTS + slot) * 8, READERS * ARRIVALS);
+        barrier_init_fence();
+    }
+    __device__ __forceinline__ u32 full() const { return slots + slot * 8; }
+    __device__ __forceinline__ u32 empty() const { return slots + (QUEUE_SLOTS + slot) * 8; }
+    __device__ __forceinline__ u32 at() const { return slots + QUEUE_SLOTS * 16 + slot * 4; }
+    __device__ __forceinline__ bool is_told() const { return barrier_test(full(), phase); }
+    // The next item; false behind the last.
+    __device__ __forceinline__ bool next(const DecodeParams& p, Part& part, int lane) {
+        barrier_wait(full(), phase);
+        u32 item = lds32(at());
+        __syncwarp();
+        if (lane < ARRIVALS) barrier_arrive(empty());
+        if (++slot == QUEUE_SLOTS) {
+            slot = 0;
+            phase ^= 1;
+        }
+        if (item >= blocks * p.num_kv_heads) return false;
+        u32 kv_head = item / blocks;
+        part = Part::of(p, blocks - 1 - (item - kv_head * blocks), kv_head);
+        return true;
+    }
+    // One thread: the item behind those that all teams have taken. Each team asks until there is none, so that the last one to ask leaves the count as it was.
+    __device__ __forceinline__ u32 ask(const DecodeParams& p) const {
+        u32 asked = count_release(p.counters, 1);
+        if (asked == blocks * p.num_kv_heads - 1) *(volatile u32*)p.counters = 0;
+        return gridDim.x * TEAMS + asked;
+    }
+    __device__ __forceinline__ void tell(u32 item) const {
+        barrier_wait(empty(), phase ^ 1);
+        sts32(at(), item);
+        barrier_arrive(full());
+    }
+};
+
+// A role's way through the team's parts.
+struct Way {
+    Walk walk;
+    Queue queue;
+
+    __device__ __forceinline__ bool next(const DecodeParams& p, Part& part, int lane) { return has_whole_items(p) ? queue.next(p, part, lane) : walk.next(p, part); }
+    // Whether `next` would return at once.
+    __device__ __forceinline__ bool is_known(const DecodeParams& p) const { return !has_whole_items(p) || queue.is_told(); }
+};
+
+// The walks of the CTA's teams, which are visible behind the next barrier, or the query blocks that have tokens where items are taken whole. All threads of
+// the CTA.
+DEVICE u32 find_work(const DecodeParams& p, Walk* walks, u32* sums) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunk = (p.batch + THREADS - 1) / THREADS;
     int begin = min(p.batch, (int)threadIdx.x * chunk), stop = min(p.batch, begin + chunk);
     u32 mine = 0;
-    for (int b = begin; b < stop && has_tokens(p, b); b++) mine += Walk::cost_of(p, kv_len_of(p, b));
-    mine *= p.num_kv_heads;
+    for (int b = begin; b < stop && has_tokens(p, b); b++) mine += has_whole_items(p) ? 1 : Walk::cost_of(p, b) * p.num_kv_heads;
     u32 up_to = mine;
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) {
@@ -89,6 +152,7 @@ DEVICE void find_work(const DecodeParams& p, Walk* walks, u32* sums) {
         if (w < warp) from += of_warp;
         total += of_warp;
     }
+    if (has_whole_items(p)) return total;
     u32 teams = gridDim.x * TEAMS, each = total / teams, rest = total - each * teams;
 #pragma unroll
     for (int team = 0; team < TEAMS; team++) {
@@ -105,4 +169,5 @@ DEVICE void find_work(const DecodeParams& p, Walk* walks, u32* sums) {
         walk.item += walk.kv_head * walk.cost;
         walks[team] = walk;
     }
+    return total;
 }

@@ -1,5 +1,7 @@
 //! The launch of a problem: its grid, and the partials that its CTAs exchange.
 
+use std::{cmp::Reverse, collections::BinaryHeap};
+
 use attn_core::{KvFormat, Problem, arithmetic};
 
 use super::{
@@ -49,8 +51,14 @@ impl Default for Launch {
     }
 }
 
-/// Work items of a team of `many_rows.cu` from which on they are not split: the last one of a few teams is an eighth of all then.
+/// Work items of a team of `many_rows.cu` from which on they are not split, whatever their lengths: the last one of a few teams is an eighth of all then.
 const MANY_ITEMS: usize = 8;
+
+/// What a work item of `many_rows.cu` costs apart from its tiles, in tiles: finding it, loading queries, writing rows. About 8 µs on an H100.
+const ITEM_COST: usize = 8;
+
+/// What teams may wait for each other in percent of their work, before work items are split, which costs merges, and tiles that are not in L2.
+const MOST_WAITING: usize = 10;
 
 impl Launch {
     /// The launch for lengths up to the problem's longest on `sms` SMs.
@@ -90,10 +98,11 @@ impl Launch {
         Self::persistent(config, problem, sms, partial_per_segment)
     }
 
-    /// Teams have whole work items where each has several, which then leave no partials; else runs of spans.
+    /// Teams take whole work items where these leave none without work for long, and then leave no partials; else runs of spans.
     fn many_rows(config: &KernelConfig, problem: &Problem, sms: usize) -> Self {
         let teams = sms * WARPGROUPS / config.row_warps;
-        let has_whole_items = kv_heads(problem) >= MANY_ITEMS * teams;
+        let has_whole_items =
+            kv_heads(problem) >= MANY_ITEMS * teams || whole_items_fit(problem, teams);
         let launch = Self::persistent(config, problem, sms, false);
         Launch {
             max_partials: if has_whole_items {
@@ -152,6 +161,21 @@ impl Launch {
     }
 }
 
+/// Whether teams that take whole items of a few, the last ones of each KV head first, end at about the same time.
+fn whole_items_fit(problem: &Problem, teams: usize) -> bool {
+    let cost = |len: &usize| len.div_ceil(arithmetic::TILE) + ITEM_COST;
+    let costs = problem.kv_lens.iter().rev().map(cost);
+    let all = costs.clone().sum::<usize>() * problem.num_kv_heads;
+    let mut ends: BinaryHeap<_> = (0..teams).map(|_| Reverse(0)).collect();
+    for cost in (0..problem.num_kv_heads).flat_map(|_| costs.clone()) {
+        if let Some(mut first) = ends.peek_mut() {
+            first.0 += cost;
+        }
+    }
+    let last = ends.into_iter().map(|end| end.0).max().unwrap_or(0);
+    100 * last * teams <= (100 + MOST_WAITING) * all
+}
+
 #[cfg(test)]
 mod tests {
     use attn_core::Heads;
@@ -190,6 +214,41 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn work_items_stay_whole_where_no_team_waits_long() {
+        let is_whole = |kv_lens: Vec<usize>, kv: usize| {
+            let heads = Heads {
+                q: kv,
+                kv,
+                dim: 128,
+            };
+            let config = KernelConfig {
+                kernel: Kernel::ManyRows,
+                row_groups: 8,
+                row_warps: 2,
+                stages: 8,
+                ctas: 1,
+            };
+            let problem = Problem::new(heads, kv_lens);
+            Launch::new(&config, &problem, KvFormat::INT8, 132).max_partials == 0
+        };
+        // One for each SM, or nearly; a few too many, of which most SMs wait for some; as many as two each.
+        for (batch, want) in [
+            (132, true),
+            (128, true),
+            (66, false),
+            (140, false),
+            (264, true),
+        ] {
+            assert_eq!(is_whole(vec![8192; batch], 1), want, "{batch} items");
+        }
+        // Blocks of a prompt of 4096 tokens in 8 KV heads: the short ones fill up what long ones leave. So many that it hardly matters.
+        let blocks = |tokens: usize| (1..=tokens / 32).map(|block| 32 * block).collect();
+        assert!(is_whole(blocks(4096), 8));
+        assert!(!is_whole(blocks(1024), 8));
+        assert!(is_whole([vec![64; 1056], vec![1 << 20]].concat(), 1));
     }
 
     #[test]

@@ -135,7 +135,13 @@ fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usi
             (stages, dims * 5 + tile * 4)
         }
     };
-    teams * config.stages * (stage.bytes + 16) + unpacked + rows + 64 + 16 * teams + 16 + teams * 64
+    teams * config.stages * (stage.bytes + 16)
+        + unpacked
+        + rows
+        + 64
+        + 16 * teams
+        + 16
+        + teams * (64 + 80)
 }
 
 fn split_kv_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {
