@@ -40,6 +40,13 @@ constexpr bool LEAVES_SPANS = true;
 constexpr bool LEAVES_SPANS = false;
 #endif
 
+// Whether teams of many_rows.cu take whole work items: a launch without partials, as launch.rs says.
+#ifdef ATTN_WHOLE_ITEMS
+constexpr bool WHOLE_ITEMS = true;
+#else
+constexpr bool WHOLE_ITEMS = false;
+#endif
+
 constexpr int FEW_PLACES = 64;  // for partials of a work item in few_tiles.cuh, at most
 
 // Lanes that arrive on an mbarrier for their warp, after __syncwarp: one. racecheck does not see that this orders the other lanes, too, so

@@ -23,6 +23,37 @@ constexpr int TEAM_BARRIER = 1;  // the first of the teams' named barriers
 constexpr int PRODUCER_REGISTERS = !UNPACKS ? 40 : INTEGER ? 56 : 104, ATTENDER_REGISTERS = !UNPACKS ? 232 : INTEGER ? 224 : 200;
 static_assert(PRODUCER_REGISTERS + WARPGROUPS * ATTENDER_REGISTERS <= (1 + WARPGROUPS) * 168, "a CTA has no more than it starts with: a warpgroup would wait forever");
 
+// Attends whole work items, and asks for the team's next ones.
+template <class Queue> DEVICE void attend_items(Attender& self, Queue& queue, int team) {
+    bool asks = self.warpgroup % ROW_WARPS == 0 && self.warp == 0 && self.lane == 0;
+    if (asks) queue.tell(blockIdx.x * TEAMS + team);
+    Part part;
+#pragma unroll 1
+    while (queue.next(self.p, part, self.lane)) {
+        u32 item = asks ? queue.ask(self.p) : 0;  // whose answer takes its time
+        self.load_rows(part);
+        if (asks) queue.tell(item);
+        self.attend(part);
+    }
+}
+// Attends a run of spans, and merges those of work items that others have a part of.
+template <class Walk> DEVICE void attend_runs(Attender& self, Walk& walk, const Meeting& meeting) {
+    Claims claims = {};
+    Part part;
+#pragma unroll 1
+    while (walk.next(self.p, part, self.lane)) {
+        self.load_rows(part);
+        if (self.attend(part)) meeting.count(part, claims);
+    }
+    meeting.finish(claims);
+}
+template <class Way> DEVICE void attend_all(Attender& self, Way way, int team, Arrival* arrival) {
+    self.start();
+    if constexpr (WHOLE_ITEMS) attend_items(self, way, team);
+    else attend_runs(self, way, Meeting{self.p, arrival, TEAM_BARRIER + team});
+    self.finish();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __grid_constant__ DecodeParams p) {
     SHARED_MEMORY(shared, STAGE_ALIGN);
     int warp = threadIdx.x / 32, lane = lane_id();
@@ -34,18 +65,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __gri
     if (INTEGER && threadIdx.x < TILE) sts32(base + SharedMemory::THRESHOLDS + threadIdx.x * 4, float_bits(threshold(threadIdx.x)));
     if (threadIdx.x == THREADS - 1) touch_params(p, base + SharedMemory::NOWHERE);
     after_dependencies(p);
-    auto queue_of = [&](int team) { return base + SharedMemory::QUEUES + team * QUEUE_BYTES; };
-    if (threadIdx.x < TEAMS * QUEUE_SLOTS) Queue::init(queue_of(threadIdx.x / QUEUE_SLOTS), threadIdx.x % QUEUE_SLOTS);
-    Walk* walks = (Walk*)(shared + SharedMemory::WALKS);
-    u32 blocks = find_work(p, walks, (u32*)(shared + SharedMemory::SUMS));
+    u8* ways = shared + SharedMemory::WAYS;
+    u32 found = Way::find(p, ways, (u32*)(shared + SharedMemory::SUMS));
     __syncthreads();
-    auto way_of = [&](int team) { return Way{walks[team], {queue_of(team), blocks, 0, 0}}; };
     auto ring_of = [&](int team) { return Ring{base + team * STAGES * STAGE_BYTES, barriers_of(team), 0, 0}; };
     auto unpacked_of = [&](int team) { return UnpackedRing{base + SharedMemory::UNPACKED_AT + team * UNPACKED_STAGES * UNPACKED_STAGE, unpacked_barriers_of(team), 0, 0}; };
     if (warp < 4) {
         give_up_registers<PRODUCER_REGISTERS>();
         int team = warp % TEAMS;
-        produce(p, way_of(team), ring_of(team), unpacked_of(team), warp / TEAMS, lane);
+        produce(p, Way::of_team(ways, team, found), ring_of(team), unpacked_of(team), warp / TEAMS, lane);
         return;
     }
     take_registers<ATTENDER_REGISTERS>();
@@ -56,20 +84,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __gri
                        warpgroup, warp % 4, lane}}};
     // Teams whose rows are few have them in warps of different places: a place is a scheduler's.
     self.first_row = warpgroup % ROW_WARPS * 64 + (self.warp + 4 - team) % 4 * 16;
-    Meeting meeting = {p, (Arrival*)(shared + SharedMemory::ARRIVALS_AT + 16 * team), TEAM_BARRIER + team};
-    Way way = way_of(team);
-    bool asks = has_whole_items(p) && warpgroup % ROW_WARPS == 0 && self.warp == 0 && lane == 0;
-    if (asks) way.queue.tell(blockIdx.x * TEAMS + team);
-    Claims claims = {};
-    Part part;
-    self.start();
-#pragma unroll 1
-    while (way.next(p, part, lane)) {
-        u32 item = asks ? way.queue.ask(p) : 0;  // whose answer takes its time
-        self.load_rows(part);
-        if (asks) way.queue.tell(item);
-        if (self.attend(part)) meeting.count(part, claims);
-    }
-    self.finish();
-    meeting.finish(claims);
+    attend_all(self, Way::of_team(ways, team, found), team, (Arrival*)(shared + SharedMemory::ARRIVALS_AT + 16 * team));
 }

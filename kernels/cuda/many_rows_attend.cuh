@@ -42,10 +42,25 @@ struct Attender : TilesOf<INTEGER>::Type {
         }
     }
 
-    // Attends the team's spans of a work item, whose rows are loaded; true if others have the rest, and partials are written.
+    // Maxima and sums of what the workspace has of rows.
+    struct RowState {
+        float m[2], l[2];
+    };
+    __device__ __forceinline__ void merge_row(RowState& row) {
+        merge_behind(row.m, row.l, [&](int i) { return __ldcg(row_state + i * 128); });
+    }
+    __device__ __forceinline__ void keep_row(RowState& row) const {
+        store_state([&](int i, const float4& x) { __stcg(row_state + i * 128, x); });
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            row.m[h] = m[h];
+            row.l[h] = l[h];
+        }
+    }
+    // Attends spans of a work item, whose rows are loaded: all of them, and writes the rows; or a part, and writes partials, which is when it returns true.
     __device__ __forceinline__ bool attend(const Part& part) {
-        float row_m[2], row_l[2];
-        int first_span = part.first, last = part.end - 1;
+        RowState row;
+        int first_span = WHOLE_ITEMS ? 0 : part.first, last = part.end - 1;
 #pragma unroll 1
         for (int span_index = first_span; span_index <= last; span_index++) {
             int index = span_index << part.span_shift;
@@ -54,16 +69,10 @@ struct Attender : TilesOf<INTEGER>::Type {
                 write_partial(part, span_index);
                 continue;
             }
-            if (span_index > 0) merge_behind(row_m, row_l, [&](int i) { return __ldcg(row_state + i * 128); });
-            if (span_index == last) break;
-            store_state([&](int i, const float4& x) { __stcg(row_state + i * 128, x); });
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                row_m[h] = m[h];
-                row_l[h] = l[h];
-            }
+            if (span_index > 0) merge_row(row);
+            if (span_index < last) keep_row(row);
         }
-        if (part.is_all()) {
+        if (WHOLE_ITEMS || part.is_all()) {
             write_rows(part);
             return false;
         }

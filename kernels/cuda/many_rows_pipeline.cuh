@@ -34,14 +34,24 @@ struct Issuer {
         copier.tile = end = 0;
         pads = false;
     }
+    // Fetches the part's queries into L2, ahead of the warps that attend. A token's rows of a KV head lie side by side.
+    __device__ __forceinline__ void prefetch_queries() const {
+        const Part& part = copier.source.part;
+        QueryBlock queries = query_block(p, part.b);
+        u64 row = (u64)queries.first * p.num_q_heads + part.kv_head * p.heads_per_kv;
+#pragma unroll 1
+        for (int t = copier.lane; t < queries.tokens; t += 32)
+            prefetch_bulk(row_at(p.q, row + (u64)t * p.num_q_heads, HEAD_DIM, p.dtype), p.heads_per_kv * HEAD_DIM * element_bytes(p.dtype));
+    }
     // False if nothing is left, or known: a warp that unpacks, too, does not wait for an item, as the team gets to that by what it unpacks.
     __device__ __forceinline__ bool issue() {
         Part& part = copier.source.part;
-        if (copier.tile >= end) {
+        bool begins = copier.tile >= end;
+        if (begins) {
             for (int i = 0; pads && i < 2; i++) copier.skip_stage();
             pads = false;
             do {
-                if (UNPACKS && !way.is_known(p)) return false;
+                if (UNPACKS && !way.is_known()) return false;
                 if (!way.next(p, part, copier.lane)) return false;
                 copier.tile = part.first_tile();
                 end = part.end_tile();
@@ -53,6 +63,7 @@ struct Issuer {
             copier.load_page_indices(p);
         }
         if (copier.copy_next(p) && copier.known == 32) copier.load_page_indices(p);
+        if (INTEGER && !UNPACKS && begins) prefetch_queries();  // others gain nothing by it
         return true;
     }
 };
@@ -120,10 +131,12 @@ struct Unpacker {
     int free;  // stages that are not copied to yet
 
     __device__ __forceinline__ int thread() const { return unpacker * 32 + lane; }
-    __device__ __forceinline__ void issue() {
-        if (unpacker == 0)
+    __device__ __forceinline__ void issue(int stages) {
+        if (unpacker != 0) return;
+        free = WHOLE_ITEMS ? free + stages : stages;  // none is left where all parts are known
 #pragma unroll 1
-            while (free > 0 && issuer.issue()) free--;
+        for (; free > 0; free--)
+            if (!issuer.issue() && WHOLE_ITEMS) return;
     }
     DEVICE bool has_residuals(const Part& part, int index) { return WINDOW && index >= part.first_residual_tile; }
     // The tile that comes next in the ring of stages.
@@ -137,8 +150,7 @@ struct Unpacker {
     __device__ __forceinline__ void release_tile(bool residuals) {
         int stages = stages_of_keys(residuals) + stages_of_values(residuals);
         release_stages(ring, stages, lane);
-        free += stages;
-        issue();
+        issue(stages);
     }
 
     // To bytes: K, its residuals, V, its residuals.
@@ -167,11 +179,11 @@ struct Unpacker {
         release_tile(false);
     }
     __device__ __forceinline__ void unpack(const DecodeParams& p, Way way) {
-        issue();
+        issue(STAGES);
         Part part;
 #pragma unroll 1
         while (way.next(p, part, lane)) {
-            issue();  // what is known now
+            if (WHOLE_ITEMS) issue(0);  // what is known now
 #pragma unroll 1
             for (int index = part.first_tile(); index < part.end_tile(); index++) {
                 if constexpr (INTEGER) unpack_bytes(part, index);
@@ -186,7 +198,7 @@ DEVICE void produce(const DecodeParams& p, const Way& way, const Ring& ring, con
     Issuer issuer = {p, way};
     issuer.start(ring, lane);
     if constexpr (UNPACKS) {
-        Unpacker{issuer, ring, unpacked, unpacker, lane, STAGES}.unpack(p, way);
+        Unpacker{issuer, ring, unpacked, unpacker, lane, 0}.unpack(p, way);
     } else {
 #pragma unroll 1
         while (unpacker == 0 && issuer.issue()) {

@@ -2,7 +2,7 @@
 #pragma once
 #include "config.cuh"
 
-constexpr int WALK_BYTES = 64, QUEUE_SLOTS = 4, QUEUE_BYTES = QUEUE_SLOTS * 20;
+constexpr int QUEUE_SLOTS = 4, WAY_BYTES = QUEUE_SLOTS * 20;
 constexpr int QUERY_BYTES = 64 * HEAD_DIM * (INTEGER ? 1 : QUERIES_IN_REGISTERS ? 0 : 2);  // of a warpgroup
 
 struct SharedMemory {
@@ -16,9 +16,8 @@ struct SharedMemory {
         SUMS = BARRIERS + TEAMS * (STAGES + UNPACKED_STAGES) * 16,                  // u32 [THREADS / 32]
         ARRIVALS_AT = SUMS + 64,                                                    // Arrival [TEAMS]
         NOWHERE = ARRIVALS_AT + 16 * TEAMS,
-        WALKS = NOWHERE + 16,                                                       // Walk [TEAMS]
-        QUEUES = WALKS + TEAMS * WALK_BYTES,                                        // Queue [TEAMS]: barriers, then items
-        BYTES = QUEUES + TEAMS * QUEUE_BYTES
+        WAYS = NOWHERE + 16,                                                        // Walk [TEAMS], or of each Queue its barriers, then items
+        BYTES = WAYS + TEAMS * WAY_BYTES
     };
 };
 

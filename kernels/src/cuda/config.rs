@@ -42,12 +42,19 @@ pub enum Kernel {
     LowLatencyGlobal,
     /// `many_rows.cu`: more than eight query rows to each KV head, up to whole prompts. A row warp is a warpgroup there, of eight row groups.
     ManyRows,
+    /// The same, whose teams take whole work items: where these are many, or leave no team without work for long.
+    ManyRowsWhole,
 }
 
 impl Kernel {
     /// Whether this is `low_latency.cu`, where four warps share each tile.
     pub fn is_low_latency(self) -> bool {
         matches!(self, Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal)
+    }
+
+    /// Whether this is `many_rows.cu`.
+    pub fn is_many_rows(self) -> bool {
+        matches!(self, Kernel::ManyRows | Kernel::ManyRowsWhole)
     }
 }
 
@@ -170,7 +177,7 @@ impl KernelConfig {
         match self.kernel {
             Kernel::SplitKv | Kernel::SplitKvFewTiles => 32 * self.row_warps * TEAMS,
             Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => TEAM_THREADS,
-            Kernel::ManyRows => MANY_ROWS_THREADS,
+            Kernel::ManyRows | Kernel::ManyRowsWhole => MANY_ROWS_THREADS,
         }
     }
 }

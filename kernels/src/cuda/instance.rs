@@ -183,11 +183,15 @@ impl Instance {
             .all(shared_limit)
             .map(|config| Self::configured(problem, format, layout, config))
             .collect();
-        if let Some((f16, pages)) = select::dequantized_as(problem, format, layout)
-            && let Some(config) = Shape::new(problem, f16, pages).many_rows(shared_limit)
-        {
-            all.push(Self::dequantize(problem.head_dim, format, layout));
-            all.push(Self::configured(problem, f16, pages, config));
+        if let Some((f16, pages)) = select::dequantized_as(problem, format, layout) {
+            let kernels: Vec<_> = Shape::new(problem, f16, pages)
+                .all_many_rows(shared_limit)
+                .map(|config| Self::configured(problem, f16, pages, config))
+                .collect();
+            if !kernels.is_empty() {
+                all.push(Self::dequantize(problem.head_dim, format, layout));
+                all.extend(kernels);
+            }
         }
         all
     }
@@ -245,7 +249,7 @@ impl Instance {
             Instance::Decode { config, .. } => match config.kernel {
                 Kernel::SplitKv | Kernel::SplitKvFewTiles => "split_kv.cu",
                 Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => "low_latency.cu",
-                Kernel::ManyRows => "many_rows.cu",
+                Kernel::ManyRows | Kernel::ManyRowsWhole => "many_rows.cu",
             },
             Instance::Append { .. } => "append.cu",
             Instance::Import { .. } => "import.cu",
@@ -314,6 +318,7 @@ impl Instance {
                     Kernel::LowLatencyCluster => &["ATTN_LOW_LATENCY"],
                     Kernel::LowLatencyGlobal => &["ATTN_MERGE_GLOBAL"],
                     Kernel::ManyRows => &["ATTN_MANY_ROWS"],
+                    Kernel::ManyRowsWhole => &["ATTN_MANY_ROWS", "ATTN_WHOLE_ITEMS"],
                 };
                 all.extend(of_kernel.iter().map(|name| (*name, 1)));
                 all.extend(spans.then_some(("ATTN_SPANS", 1)));

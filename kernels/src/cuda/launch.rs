@@ -73,7 +73,11 @@ impl Launch {
                     ..Self::split_kv(config, problem, sms)
                 }
             }
-            Kernel::ManyRows => Self::many_rows(config, problem, sms),
+            Kernel::ManyRows => Self::persistent(config, problem, sms, false),
+            Kernel::ManyRowsWhole => Launch {
+                max_partials: 0,
+                ..Self::persistent(config, problem, sms, false)
+            },
             Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
                 Self::low_latency(config, problem, format, sms)
             }
@@ -96,22 +100,6 @@ impl Launch {
         let partial_per_segment = max_segments(longest) < 1 << 12
             && kv_heads(problem).saturating_mul(3 * row_blocks * spans) < sms * config.ctas;
         Self::persistent(config, problem, sms, partial_per_segment)
-    }
-
-    /// Teams take whole work items where these leave none without work for long, and then leave no partials; else runs of spans.
-    fn many_rows(config: &KernelConfig, problem: &Problem, sms: usize) -> Self {
-        let teams = sms * WARPGROUPS / config.row_warps;
-        let has_whole_items =
-            kv_heads(problem) >= MANY_ITEMS * teams || whole_items_fit(problem, teams);
-        let launch = Self::persistent(config, problem, sms, false);
-        Launch {
-            max_partials: if has_whole_items {
-                0
-            } else {
-                launch.max_partials
-            },
-            ..launch
-        }
     }
 
     /// A grid of as many CTAs as run at once, which divide the work on the device.
@@ -161,8 +149,13 @@ impl Launch {
     }
 }
 
-/// Whether teams that take whole items of a few, the last ones of each KV head first, end at about the same time.
-fn whole_items_fit(problem: &Problem, teams: usize) -> bool {
+/// Whether teams of `many_rows.cu` are to take whole work items: where these are many, or teams that take them, the last ones of each KV head first, end at about
+/// the same time.
+pub(super) fn takes_whole_items(problem: &Problem, row_warps: usize, sms: usize) -> bool {
+    let teams = sms * WARPGROUPS / row_warps;
+    if kv_heads(problem) >= MANY_ITEMS * teams {
+        return true;
+    }
     let cost = |len: &usize| len.div_ceil(arithmetic::TILE) + ITEM_COST;
     let costs = problem.kv_lens.iter().rev().map(cost);
     let all = costs.clone().sum::<usize>() * problem.num_kv_heads;
@@ -219,20 +212,15 @@ mod tests {
     #[test]
     fn work_items_stay_whole_where_no_team_waits_long() {
         let is_whole = |kv_lens: Vec<usize>, kv: usize| {
-            let heads = Heads {
-                q: kv,
-                kv,
-                dim: 128,
-            };
-            let config = KernelConfig {
-                kernel: Kernel::ManyRows,
-                row_groups: 8,
-                row_warps: 2,
-                stages: 8,
-                ctas: 1,
-            };
-            let problem = Problem::new(heads, kv_lens);
-            Launch::new(&config, &problem, KvFormat::INT8, 132).max_partials == 0
+            let problem = Problem::new(
+                Heads {
+                    q: kv,
+                    kv,
+                    dim: 128,
+                },
+                kv_lens,
+            );
+            takes_whole_items(&problem, 2, 132)
         };
         // One for each SM, or nearly; a few too many, of which most SMs wait for some; as many as two each.
         for (batch, want) in [
@@ -249,6 +237,24 @@ mod tests {
         assert!(is_whole(blocks(4096), 8));
         assert!(!is_whole(blocks(1024), 8));
         assert!(is_whole([vec![64; 1056], vec![1 << 20]].concat(), 1));
+        // Launches of whole items leave no partials.
+        for (kernel, partials) in [(Kernel::ManyRows, 8), (Kernel::ManyRowsWhole, 0)] {
+            let config = KernelConfig {
+                kernel,
+                row_groups: 8,
+                row_warps: 2,
+                stages: 8,
+                ctas: 1,
+            };
+            let heads = Heads {
+                q: 16,
+                kv: 1,
+                dim: 128,
+            };
+            let problem = Problem::new(heads, vec![8192; 4]);
+            let launch = Launch::new(&config, &problem, KvFormat::INT8, 132);
+            assert_eq!(launch.max_partials, partials, "{kernel:?}");
+        }
     }
 
     #[test]

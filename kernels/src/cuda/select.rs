@@ -8,6 +8,7 @@ use super::{
         RESERVED_SHARED, SM_TEAMS, WARPGROUPS,
     },
     cost::{Cost, fastest_split, split_kv_us},
+    launch::takes_whole_items,
     smem::{Stage, shared_bytes},
     split::{kv_heads, rows},
 };
@@ -155,7 +156,7 @@ impl Shape {
             })
     }
 
-    /// The configuration of `many_rows.cu`; `None` where it does not cover the shape.
+    /// The configuration of `many_rows.cu` for runs of spans; `None` where it does not cover the shape.
     pub(crate) fn many_rows(&self, shared_limit: usize) -> Option<KernelConfig> {
         let KvFormat { k, v } = self.format;
         let has_one_scale = |scheme: Scheme| scheme.groups(self.head_dim) == 1;
@@ -189,12 +190,21 @@ impl Shape {
             .find(|config| self.fits(config, 1, shared_limit))
     }
 
+    /// The configurations of `many_rows.cu`, for runs of spans and for whole work items.
+    pub(crate) fn all_many_rows(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
+        let config = self.many_rows(shared_limit).into_iter();
+        config.flat_map(|config| {
+            [Kernel::ManyRows, Kernel::ManyRowsWhole]
+                .map(|kernel| KernelConfig { kernel, ..config })
+        })
+    }
+
     /// The kernels for every batch and length of the shape: `split_kv.cu` first, then those of `many_rows.cu` and `low_latency.cu`, and
     /// `split_kv.cu` with `few_tiles.cuh`.
     pub fn all(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
         let split_kv = self.split_kv(shared_limit).into_iter();
         split_kv
-            .chain(self.many_rows(shared_limit))
+            .chain(self.all_many_rows(shared_limit))
             .chain(self.low_latency(shared_limit))
             .chain(self.few_tiles(shared_limit))
     }
@@ -221,7 +231,15 @@ pub fn many_rows(
     if !preferences.many_rows.unwrap_or(is_faster) {
         return None;
     }
-    shape.many_rows(limits.shared_limit)
+    let config = shape.many_rows(limits.shared_limit)?;
+    let takes_whole_items = takes_whole_items(problem, config.row_warps, limits.sms);
+    Some(KernelConfig {
+        kernel: match takes_whole_items {
+            true => Kernel::ManyRowsWhole,
+            false => Kernel::ManyRows,
+        },
+        ..config
+    })
 }
 
 /// Tokens of a page that `dequantize.cu` writes: those of a tile.

@@ -112,7 +112,7 @@ pub fn shared_bytes(
         Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
             team_bytes(config, &stage, head_dim)
         }
-        Kernel::ManyRows => many_rows_bytes(config, &stage, head_dim),
+        Kernel::ManyRows | Kernel::ManyRowsWhole => many_rows_bytes(config, &stage, head_dim),
     }
 }
 

@@ -239,7 +239,9 @@ impl LaunchPlan {
             max_sum_bytes: aligned(&[partials, config.rows(), 8])?,
             partial_o_bytes: aligned(&[partials, config.rows(), problem.head_dim, 4])?,
             row_states_bytes: match config.kernel {
-                Kernel::ManyRows => aligned(&[launch.grid[0], MANY_ROWS, problem.head_dim, 4])?,
+                kernel if kernel.is_many_rows() => {
+                    aligned(&[launch.grid[0], MANY_ROWS, problem.head_dim, 4])?
+                }
                 _ => 0,
             },
             partials_are_zeroed,

@@ -443,8 +443,10 @@ impl Shapes {
             Some(job) => self.jobs.push(job),
             None => self.left += 1,
         }
+        let many_rows = job(LowLatency::Never, true, false)?;
+        let is_covered = |job: &Job| job.plan.config.kernel.is_many_rows();
+        self.jobs.extend(many_rows.filter(is_covered));
         for (job, kernel) in [
-            (job(LowLatency::Never, true, false)?, Kernel::ManyRows),
             (
                 job(LowLatency::Always, false, false)?,
                 Kernel::LowLatencyCluster,
@@ -474,7 +476,7 @@ impl Shapes {
             for many_rows in [false, true] {
                 let preferences = prefers(LowLatency::Never, many_rows, false);
                 let job = job_of(PlanKind::Ragged, preferences)?;
-                let is_other = |job: &Job| !many_rows || job.plan.config.kernel == Kernel::ManyRows;
+                let is_other = |job: &Job| !many_rows || job.plan.config.kernel.is_many_rows();
                 self.jobs.extend(job.filter(is_other));
             }
         }
