@@ -36,9 +36,7 @@ struct Attender : TilesOf<INTEGER>::Type {
 #pragma unroll
                 for (int e = 0; e < 2; e++) x[j][e] = epilogue.of(h == 0 ? o[4 * j + e] : o[4 * j + 2 + e]);
             if constexpr (V_ROTATED) rotate_back<4>(x, lane % 4);
-            if (epilogue.out)
-#pragma unroll
-                for (int j = 0; j < HEAD_DIM / 8; j++) store_pair(epilogue.out, epilogue.dtype, 8 * j + 2 * (lane % 4), x[j][0], x[j][1]);
+            store_quad_row(epilogue.out, p.dtype, x, lane);
         }
     }
 

@@ -63,7 +63,7 @@ struct Issuer {
             copier.load_page_indices(p);
         }
         if (copier.copy_next(p) && copier.known == 32) copier.load_page_indices(p);
-        if (INTEGER && !UNPACKS && begins) prefetch_queries();  // others gain nothing by it
+        if (!UNPACKS && (INTEGER || WHOLE_ITEMS) && begins) prefetch_queries();  // others gain nothing by it
         return true;
     }
 };

@@ -172,7 +172,7 @@ struct Queue {
     }
     // One thread: the item behind those that all teams have taken. Each team asks until there is none, so that the last one to ask leaves the count as it was.
     __device__ __forceinline__ u32 ask(const DecodeParams& p) const {
-        u32 asked = count_release(p.counters, 1);
+        u32 asked = count_relaxed(p.counters, 1);
         if (asked == items(p) - 1) *(volatile u32*)p.counters = 0;
         return gridDim.x * TEAMS + asked;
     }

@@ -208,6 +208,12 @@ DEVICE u32 count_release(u32* counter, u32 n) {
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(n) : "memory");
     return before;
 }
+// Adds, and orders nothing: what orders drops the SM's first cache.
+DEVICE u32 count_relaxed(u32* counter, u32 n) {
+    u32 before;
+    asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(n) : "memory");
+    return before;
+}
 
 // Whether `old` was there, and now is `now`.
 DEVICE bool replace(u32* at, u32 old, u32 now) {

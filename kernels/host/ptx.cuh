@@ -124,6 +124,7 @@ DEVICE u32 count_release(u32* counter, u32 n) {
     pause();
     return before;
 }
+DEVICE u32 count_relaxed(u32* counter, u32 n) { return count_release(counter, n); }
 DEVICE bool replace(u32* at, u32 old, u32 now) {
     pause();
     bool is_old = *at == old;

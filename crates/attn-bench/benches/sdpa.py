@@ -7,7 +7,7 @@ Each backend is chosen explicitly and named in its row; one that refuses a shape
 and rotate beyond L2, launches are captured in CUDA graphs, and figures are those of 15 replays, as in `attn bench`. With
 several query heads per KV head, each backend runs twice: as `enable_gqa`, and `folded`, with those heads as query tokens, which
 gives the same result where nothing is masked. Causality among the last 3 tokens (rows48) has no expression in this API: it is
-timed without a mask, and the row says so. The read is the faster of torch.sum and a Triton kernel, of the same bytes.
+timed without a mask, and the row says so. Prompts are timed with the causal mask and without, not folded. The read is the faster of torch.sum and a Triton kernel, of the same bytes.
 """
 
 import argparse
@@ -49,6 +49,10 @@ def shapes():
         yield f"mha/ctx{ctx}/f16", f16, 32, 32, 1, 1, ctx
     for batch in (2, 4, 8, 16, 32, 64, 128):
         yield f"mha/ctx128-batch{batch}/f16", f16, 32, 32, 1, batch, 128
+    for log in range(10, 16):
+        ctx, batch = 1 << log, 32768 >> log
+        for mask in ("", "-not-causal"):
+            yield f"prefill/16-1-ctx{ctx}-batch{batch}{mask}/bf16", bf16, 16, 1, ctx, batch, ctx
 
 
 if triton:
@@ -125,16 +129,17 @@ def measure(pool, shape):
     numbers = pool[: copies * 2 * elems].view(dtype).view(copies, 2, batch, kv_heads, ctx, dim)
     per_kv = q_heads // kv_heads
     q = torch.randn(batch, q_heads, q_len, dim, device="cuda", dtype=dtype)
-    # Heads of one KV head side by side, as rows of it.
-    folded = q.reshape(batch, kv_heads, per_kv * q_len, dim)
+    is_prompt = q_len == ctx
+    is_causal = is_prompt and "not-causal" not in name
     ways = {"": (q, per_kv > 1)}
-    if per_kv > 1:
-        ways[" folded"] = (folded, False)
+    if per_kv > 1 and not is_prompt:
+        # Heads of one KV head side by side, as rows of it.
+        ways[" folded"] = (q.reshape(batch, kv_heads, per_kv * q_len, dim), False)
     how_read, read = read_times(pool, bytes_, copies)
     for backend, kind in BACKENDS.items():
         for way, (query, gqa) in ways.items():
-            row = {"shape": name, "peer": backend + way, "bytes": bytes_, "masked": False if q_len > 1 else None}
-            extra = {"enable_gqa": True} if gqa else {}
+            row = {"shape": name, "peer": backend + way, "bytes": bytes_, "masked": False if q_len > 1 and not is_prompt else None}
+            extra = ({"enable_gqa": True} if gqa else {}) | ({"is_causal": True} if is_causal else {})
 
             def launch(i):
                 F.scaled_dot_product_attention(query, numbers[i, 0], numbers[i, 1], **extra)
