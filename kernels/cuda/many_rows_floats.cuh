@@ -183,7 +183,7 @@ struct FloatTiles : Warpgroup {
     }
 
     // The two warpgroups of a team take turns with products, so that one weighs while the other multiplies. The first has the first turn.
-    static constexpr bool TAKES_TURNS = ROW_WARPS > 1;
+    static constexpr bool TAKES_TURNS = ROW_WARPS > 1 && ARRIVALS == 1;
     __device__ __forceinline__ void take_turn() const {
         if (TAKES_TURNS) barrier_of<256>(TURN_BARRIER + warpgroup);
     }
