@@ -31,7 +31,7 @@ pub enum Arithmetic {
     /// To the bit: every backend gives the same answer, for a token alone, in a batch, or in a prompt.
     #[default]
     Exact,
-    /// A prompt may be computed by floats, which is faster on a GPU with tensor cores: keys and values are their codes times their scales, in f16, and the
+    /// A prompt may be computed by floats, which is faster on a GPU with tensor cores: keys and values are the cache's values rounded to f16, and the
     /// weights f16. The answer is at least as near to attention over the same cache as the exact one, but no bits are promised: another backend, GPU or
     /// cut of the batch may round otherwise. It applies to steps in which some sequence has more than 16 query tokens, and to all rows of such a step;
     /// wherever a backend has no such kernel it answers exactly.

@@ -12,6 +12,9 @@ use super::{COPY_THREADS, DeviceAddress};
 /// The most bytes of pages that a step makes: 262144 tokens of 8 KV heads of 128 dims.
 const MOST_BYTES: usize = 1 << 30;
 
+/// The most CTAs along a grid's second and third axis.
+const MOST_OF_AXIS: usize = 65_535;
+
 /// The pages of f16 of a plan.
 #[derive(Debug, Clone, Copy)]
 pub struct Dequantized {
@@ -22,6 +25,8 @@ pub struct Dequantized {
     /// Pages of each sequence, without those with residuals.
     pages_each: usize,
     page_bytes: usize,
+    /// Of all pages.
+    bytes: usize,
     /// Tiles that a row reads with residuals.
     window: usize,
     /// Whether K was rounder than f16.
@@ -40,31 +45,31 @@ impl Dequantized {
         let attended = select::dequantized(problem, format, layout, limits, preferences)?;
         let (head_dim, heads) = (problem.head_dim, problem.num_kv_heads);
         let pages = PageLayout::new(attended.0, head_dim, attended.1.page_size(), heads).ok()?;
-        let longest = problem.kv_lens.iter().copied().max()?;
+        let (longest, batch) = (problem.kv_lens.iter().copied().max()?, problem.batch());
+        let pages_each = longest.div_ceil(TILE).max(1);
+        let window = format.k.window().tiles().max(format.v.window().tiles());
+        let copies = if window > 0 { 2 } else { 1 };
+        let bytes = batch
+            .checked_mul(pages_each)?
+            .checked_mul(copies)?
+            .checked_mul(pages.page_bytes())?;
         let pages = Dequantized {
             instance: Instance::dequantize(head_dim, format, layout),
             heads,
-            batch: problem.batch(),
-            pages_each: longest.div_ceil(TILE).max(1),
+            batch,
+            pages_each,
             page_bytes: pages.page_bytes(),
-            window: format.k.window().tiles().max(format.v.window().tiles()),
+            bytes,
+            window,
             rounds_queries: format.k != Scheme::F16,
         };
-        let [_, tiles, batch] = pages.grid().0;
-        let fits = tiles.max(batch) <= 65_535 && pages.pages_bytes()? <= MOST_BYTES;
+        let fits = bytes <= MOST_BYTES && pages_each.max(batch) <= MOST_OF_AXIS;
         fits.then_some((pages, attended.0, attended.1))
     }
 
     /// Pages that are not read with residuals.
     fn coarse_pages(&self) -> usize {
         self.batch * self.pages_each
-    }
-
-    /// `None` if no machine has as many.
-    fn pages_bytes(&self) -> Option<usize> {
-        let copies = if self.window > 0 { 2 } else { 1 };
-        let pages = self.batch.checked_mul(self.pages_each)?;
-        pages.checked_mul(copies)?.checked_mul(self.page_bytes)
     }
 
     fn table_bytes(&self) -> usize {
@@ -74,7 +79,7 @@ impl Dequantized {
     /// Bytes of the workspace: pages, their table, and what the numbers of each KV head count.
     pub(super) fn workspace_bytes(&self) -> usize {
         let scales = (2 * 4 * self.heads).next_multiple_of(256);
-        self.pages_bytes().unwrap_or(0) + self.table_bytes() + scales
+        self.bytes + self.table_bytes() + scales
     }
 
     /// Grid and threads of `dequantize.cu`.
@@ -85,7 +90,7 @@ impl Dequantized {
 
     /// Where table and scales lie, for pages at `at`.
     fn addresses(&self, at: DeviceAddress) -> [u64; 3] {
-        let table = at.offset(self.pages_bytes().unwrap_or(0));
+        let table = at.offset(self.bytes);
         [at, table, table.offset(self.table_bytes())].map(DeviceAddress::get)
     }
 

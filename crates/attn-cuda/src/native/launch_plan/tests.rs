@@ -1,0 +1,232 @@
+//! What plans are made of: kernels, workspaces, parameters, and what is refused.
+
+use super::*;
+use attn_core::{Arithmetic, Heads, Scheme};
+use attn_kernels::cuda::{Arch, instance::common};
+
+use super::super::{DeviceAddress, DeviceKv, PagedSequences, Pages};
+
+fn limits() -> DeviceLimits {
+    DeviceLimits {
+        shared_limit: 227 * 1024,
+        sms: 132,
+    }
+}
+
+fn plan(heads: usize, kv_lens: Vec<usize>) -> (Problem, Result<LaunchPlan, Error>) {
+    let problem = Problem::new(
+        Heads {
+            q: 4 * heads,
+            kv: heads,
+            dim: 128,
+        },
+        kv_lens,
+    );
+    let preferences = Preferences::default();
+    let plan = LaunchPlan::new(
+        PlanKind::Known,
+        limits(),
+        &preferences,
+        &problem,
+        KvFormat::INT8,
+        KvLayout::Pages(64),
+    );
+    (problem, plan)
+}
+
+#[test]
+fn a_decode_step_over_shards_of_a_preset_has_an_embedded_kernel() {
+    for (arch, sms) in [(Arch::Sm80, 108), (Arch::Sm90a, 132)] {
+        let limits = DeviceLimits {
+            shared_limit: arch.shared_limit(),
+            sms,
+        };
+        let embedded = common(arch);
+        for (format, dim, q) in [
+            (KvFormat::INT8, 64, 8),
+            (KvFormat::INT8, 128, 32),
+            (KvFormat::INT4, 64, 32),
+            (KvFormat::INT4, 128, 64),
+        ] {
+            let problem = Problem::new(Heads { q, kv: 8, dim }, vec![100_000; 5]);
+            let (kind, layout) = (PlanKind::Spans, KvLayout::Pages(64));
+            let preferences = Preferences::default();
+            let plan = LaunchPlan::new(kind, limits, &preferences, &problem, format, layout);
+            let instance = plan.unwrap().instance;
+            assert!(embedded.contains(&instance), "{arch:?}: {instance:?}");
+            let head_dim = dim;
+            let merge = Instance::MergeSpans { format, head_dim };
+            assert!(embedded.contains(&merge), "{arch:?}: {merge:?}");
+        }
+    }
+}
+
+#[test]
+fn integers_become_floats_in_prompts_that_say_so_alone() {
+    let heads = Heads {
+        q: 16,
+        kv: 1,
+        dim: 128,
+    };
+    let plan = |kind, arithmetic, q_len, dequantize| {
+        let problem = Problem::new(heads, [4096]).q_len(q_len);
+        let problem = problem.arithmetic(arithmetic);
+        let (format, layout) = (KvFormat::INT8, KvLayout::Pages(64));
+        let preferences = Preferences {
+            dequantize,
+            ..Preferences::default()
+        };
+        LaunchPlan::new(kind, limits(), &preferences, &problem, format, layout).unwrap()
+    };
+    let (exact, fast) = (Arithmetic::Exact, Arithmetic::Fast);
+    for (kind, arithmetic, q_len, dequantize, want) in [
+        (PlanKind::Known, fast, 32, None, true),
+        (PlanKind::Ragged, fast, 32, None, true),
+        // Too few rows for what it takes, whatever it gains; a step of few tokens; exact ones.
+        (PlanKind::Known, fast, 31, None, false),
+        (PlanKind::Known, fast, 17, Some(true), true),
+        (PlanKind::Known, fast, 16, Some(true), false),
+        (PlanKind::Known, exact, 4096, Some(true), false),
+        (PlanKind::Known, fast, 4096, Some(false), false),
+        // Shards have one device's bits.
+        (PlanKind::Spans, fast, 4096, Some(true), false),
+    ] {
+        let plan = plan(kind, arithmetic, q_len, dequantize);
+        let given = format!("{kind:?}, {arithmetic:?}, {q_len} tokens, {dequantize:?}");
+        assert_eq!(plan.dequantized.is_some(), want, "{given}");
+        let is_f16 =
+            matches!(plan.instance, Instance::Decode { format, .. } if format.k == Scheme::F16);
+        assert_eq!(is_f16, want, "{given}");
+        // Pages of f16, a table, and scales.
+        let workspace = plan.workspace_bytes() - plan.before_dequantized();
+        let pages = 64 * (2 * 64 * 128 * 2) + 256 + 256;
+        assert_eq!(workspace, if want { pages } else { 0 }, "{given}");
+    }
+}
+
+#[test]
+fn a_cache_that_would_take_more_than_its_share_of_memory_is_attended_as_it_is() {
+    let heads = Heads {
+        q: 32,
+        kv: 8,
+        dim: 128,
+    };
+    // 2^18 tokens of 4 KB; twice as much where some are written with residuals, too.
+    for (format, batch, want) in [
+        (KvFormat::INT8, 8, true),
+        (KvFormat::INT8, 9, false),
+        (KvFormat::INT4, 4, true),
+        (KvFormat::INT4, 5, false),
+    ] {
+        let problem = Problem::new(heads, vec![32_768; batch]).q_len(2048);
+        let problem = problem.arithmetic(Arithmetic::Fast);
+        let (kind, layout) = (PlanKind::Known, KvLayout::Pages(64));
+        let preferences = Preferences::default();
+        let plan = LaunchPlan::new(kind, limits(), &preferences, &problem, format, layout);
+        let got = plan.unwrap().dequantized.is_some();
+        assert_eq!(got, want, "{format}, {batch} sequences");
+    }
+}
+
+#[test]
+fn prompts_of_presets_have_embedded_kernels_on_hopper() {
+    let embedded = common(Arch::Sm90a);
+    for format in [KvFormat::INT8, KvFormat::INT4] {
+        for arithmetic in [Arithmetic::Exact, Arithmetic::Fast] {
+            for dim in [64, 128] {
+                let heads = Heads { q: 32, kv: 8, dim };
+                let problem = Problem::new(heads, [4096, 300]).q_lens([4096, 200]);
+                let problem = problem.arithmetic(arithmetic);
+                let (kind, layout) = (PlanKind::Known, KvLayout::Pages(64));
+                let preferences = Preferences::default();
+                let plan = LaunchPlan::new(kind, limits(), &preferences, &problem, format, layout);
+                let plan = plan.unwrap();
+                let is_fast = arithmetic == Arithmetic::Fast;
+                assert_eq!(plan.dequantized.is_some(), is_fast, "{format}");
+                let makes = plan.dequantized.map(|pages| pages.instance);
+                for instance in [Some(plan.instance), makes].into_iter().flatten() {
+                    assert!(embedded.contains(&instance), "{instance:?}");
+                }
+            }
+        }
+    }
+}
+
+fn is_too_much<T>(result: Result<T, Error>) -> bool {
+    matches!(result, Err(Error::Unsupported(Unsupported::NoKernel { what, .. })) if what.contains("half tiles"))
+}
+
+#[test]
+fn work_that_kernels_cannot_add_up_is_refused() {
+    // 2 · 16384 tiles, 4096 segments and 32 for each of 32 heads: 2^30 are 909.4 such sequences.
+    let long = 1 << 20;
+    assert!(plan(32, vec![long; 909]).1.is_ok());
+    for batch in [910, 2048, 4096, 1 << 17] {
+        assert!(is_too_much(plan(32, vec![long; batch]).1), "{batch}");
+    }
+    // Counted one by one, with what every sequence costs.
+    let (problem, mixed) = plan(32, [vec![long; 890], vec![0; 10_000]].concat());
+    assert!(mixed.is_ok());
+    // A native plan's lengths may all become the longest.
+    assert!(is_too_much(mixed.unwrap().check_longest(&problem)));
+    assert!(is_too_much(plan(65_536, vec![1; 500]).1));
+    let (problem, few) = plan(8, vec![long; 1000]);
+    few.unwrap().check_longest(&problem).unwrap();
+}
+
+fn args(page_table_stride: usize) -> DecodeArgs {
+    DecodeArgs {
+        q: DeviceAddress::NULL,
+        out: DeviceAddress::NULL,
+        dtype: super::super::Dtype::F32,
+        lse: DeviceAddress::NULL,
+        kv: DeviceKv::Paged(PagedSequences {
+            pool: Pages {
+                at: DeviceAddress::NULL,
+                stride: 2 * (2 * 64 * 128 + 2 * 64 * 2),
+                num_pages: 1,
+            },
+            page_table: DeviceAddress::NULL,
+            page_table_stride,
+            residual_pages: DeviceAddress::NULL,
+            residual_slots: 0,
+            kv_lens: DeviceAddress::NULL,
+            tensor_scales: [DeviceAddress::NULL; 2],
+        }),
+        query_blocks: DeviceAddress::NULL,
+        alibi_slopes: DeviceAddress::NULL,
+        sinks: DeviceAddress::NULL,
+        workspace: DeviceAddress::NULL,
+    }
+}
+
+#[test]
+fn sinks_of_a_problem_have_an_address() {
+    let (problem, plan) = plan(2, vec![700]);
+    let (plan, mut args) = (plan.unwrap(), args(11));
+    let with_sinks = problem.clone().sinks([1.0; 8]);
+    let refused = plan.params(&with_sinks, &args).unwrap_err();
+    assert!(matches!(refused, Error::Parameter { what: "sinks", .. }));
+    assert_eq!(plan.params(&problem, &args).unwrap().sinks, 0);
+    args.sinks = DeviceAddress::new(0x100);
+    for problem in [problem, with_sinks] {
+        assert_eq!(plan.params(&problem, &args).unwrap().sinks, 0x100);
+    }
+}
+
+#[test]
+fn numbers_of_more_than_31_bits_are_refused() {
+    let (problem, plan) = plan(2, vec![700]);
+    let plan = plan.unwrap();
+    let params = plan.params(&problem, &args(11)).unwrap();
+    let page_bytes = 2 * (2 * 64 * 128 + 2 * 64 * 2);
+    assert_eq!(
+        (params.page_table_stride, params.page_stride),
+        (11, page_bytes)
+    );
+    for stride in [1 << 31, (1 << 32) + 11, usize::MAX] {
+        let what = "page_table_stride";
+        let result = plan.params(&problem, &args(stride));
+        assert!(matches!(result, Err(Error::Parameter { what: w, .. }) if w == what));
+    }
+}
