@@ -214,6 +214,7 @@ impl Device {
                 many_rows: options.many_rows,
                 few_tiles: options.few_tiles,
                 dequantize: options.dequantize,
+                are_blocks: false,
                 config: options.config,
             },
             version,

@@ -119,6 +119,9 @@ pub struct Preferences {
     /// Whether to attend prompts from pages of f16 that `dequantize.cu` makes of the cache, where that is allowed and `many_rows.cu` attends them; none: where
     /// it is estimated to be faster.
     pub dequantize: Option<bool>,
+    /// Whether the problem's sequences are blocks of query tokens: those of a sequence differ in length on the device as they do in the plan, which
+    /// sequences need not.
+    pub are_blocks: bool,
     /// Configuration to use for `split_kv.cu` in place of the table's.
     pub config: Option<KernelConfig>,
 }

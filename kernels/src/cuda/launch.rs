@@ -149,13 +149,20 @@ impl Launch {
     }
 }
 
-/// Whether teams of `many_rows.cu` are to take whole work items: where these are many, or teams that take them, the last ones of each KV head first, end at about
-/// the same time.
-pub(super) fn takes_whole_items(problem: &Problem, row_warps: usize, sms: usize) -> bool {
+/// Whether teams of `many_rows.cu` are to take whole work items: where these are many, or blocks of query tokens and teams that take them, the last ones of each
+/// KV head first, end at about the same time. A few sequences may have other lengths on the device than in the plan: runs of spans suit all.
+pub(super) fn takes_whole_items(
+    problem: &Problem,
+    row_warps: usize,
+    sms: usize,
+    are_blocks: bool,
+) -> bool {
     let teams = sms * WARPGROUPS / row_warps;
-    if kv_heads(problem) >= MANY_ITEMS * teams {
-        return true;
-    }
+    let are_many = kv_heads(problem) >= MANY_ITEMS * teams;
+    are_many || are_blocks && whole_items_fit(problem, teams)
+}
+
+fn whole_items_fit(problem: &Problem, teams: usize) -> bool {
     let cost = |len: &usize| len.div_ceil(arithmetic::TILE) + ITEM_COST;
     let costs = problem.kv_lens.iter().rev().map(cost);
     let all = costs.clone().sum::<usize>() * problem.num_kv_heads;
@@ -220,7 +227,9 @@ mod tests {
                 },
                 kv_lens,
             );
-            takes_whole_items(&problem, 2, 132)
+            let of_sequences = takes_whole_items(&problem, 2, 132, false);
+            assert_eq!(of_sequences, kv * problem.batch() >= 1056);
+            takes_whole_items(&problem, 2, 132, true)
         };
         // One for each SM, or nearly; a few too many, of which most SMs wait for some; as many as two each.
         for (batch, want) in [

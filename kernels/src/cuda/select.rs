@@ -232,7 +232,8 @@ pub fn many_rows(
         return None;
     }
     let config = shape.many_rows(limits.shared_limit)?;
-    let takes_whole_items = takes_whole_items(problem, config.row_warps, limits.sms);
+    let are_blocks = preferences.are_blocks;
+    let takes_whole_items = takes_whole_items(problem, config.row_warps, limits.sms, are_blocks);
     Some(KernelConfig {
         kernel: match takes_whole_items {
             true => Kernel::ManyRowsWhole,

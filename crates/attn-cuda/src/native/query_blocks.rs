@@ -111,6 +111,7 @@ impl<'a> Launched<'a> {
         if !matches!(self.blocks, Blocks::Sequences) {
             preferences.low_latency = LowLatency::Never;
             preferences.few_tiles = false;
+            preferences.are_blocks = true;
         }
         preferences
     }

@@ -113,6 +113,7 @@ fn prefers(low_latency: LowLatency, many_rows: bool, few_tiles: bool) -> Prefere
         many_rows: Some(many_rows),
         few_tiles,
         dequantize: Some(false),
+        are_blocks: false,
         config: None,
     }
 }

@@ -105,6 +105,26 @@ fn integers_become_floats_in_prompts_that_say_so_alone() {
 }
 
 #[test]
+fn query_blocks_stay_whole_where_sequences_of_as_many_rows_are_split() {
+    let kernel = |kv_lens: Vec<usize>, q_len: usize| {
+        let heads = Heads {
+            q: 32,
+            kv: 2,
+            dim: 128,
+        };
+        let problem = Problem::new(heads, kv_lens).q_len(q_len);
+        let (kind, layout) = (PlanKind::Known, KvLayout::Pages(64));
+        let (format, preferences) = (KvFormat::INT8, Preferences::default());
+        let plan = LaunchPlan::new(kind, limits(), &preferences, &problem, format, layout);
+        plan.unwrap().config.kernel
+    };
+    // 64 blocks of 8 tokens in two KV heads; as many sequences with 8 tokens each, whose lengths on the device the plan does not know.
+    assert_eq!(kernel(vec![8192], 512), Kernel::ManyRowsWhole);
+    assert_eq!(kernel(vec![8192; 64], 8), Kernel::ManyRows);
+    assert_eq!(kernel(vec![8192; 528], 8), Kernel::ManyRowsWhole);
+}
+
+#[test]
 fn a_cache_that_would_take_more_than_its_share_of_memory_is_attended_as_it_is() {
     let heads = Heads {
         q: 32,
