@@ -1,7 +1,7 @@
 // many_rows.cu: attention of 9 and more query rows to each KV head, up to whole prompts, with products of a warpgroup (sm_90a).
 //
 // Grid      persistent, a CTA to each SM; a warpgroup of producers and two that attend 64 rows each: one team for 128 rows, or two of 64.
-// Split     work items, (query block, KV head): where there are enough, teams take whole ones, as they get to them, else runs of spans (many_rows_work.cuh).
+// Split     work items, (query block, KV head): where there are enough, teams take whole ones, the next each time, else runs of spans (many_rows_work.cuh).
 // Pipeline  each team has a ring of stages, which its producer warp fills (kv_pipeline.cuh). Products read keys and values from there; codes of 4 bits
 //           are turned into bytes first, and those of fp8 into f16, by the warps of the producers, in a ring of their own.
 //           Two warpgroups of a team that attend floats take turns with products (many_rows_floats.cuh).
@@ -23,16 +23,16 @@ constexpr int TEAM_BARRIER = 1;  // the first of the teams' named barriers
 constexpr int PRODUCER_REGISTERS = !UNPACKS ? 40 : INTEGER ? 56 : 104, ATTENDER_REGISTERS = !UNPACKS ? 232 : INTEGER ? 224 : 200;
 static_assert(PRODUCER_REGISTERS + WARPGROUPS * ATTENDER_REGISTERS <= (1 + WARPGROUPS) * 168, "a CTA has no more than it starts with: a warpgroup would wait forever");
 
-// Attends whole work items, and asks for the team's next ones.
+// Attends whole work items, and reserves the team's next ones.
 template <class Queue> DEVICE void attend_items(Attender& self, Queue& queue, int team) {
-    bool asks = self.warpgroup % ROW_WARPS == 0 && self.warp == 0 && self.lane == 0;
-    if (asks) queue.tell(blockIdx.x * TEAMS + team);
+    bool reserves = self.warpgroup % ROW_WARPS == 0 && self.warp == 0 && self.lane == 0;
+    if (reserves) queue.publish(blockIdx.x * TEAMS + team);
     Part part;
 #pragma unroll 1
     while (queue.next(self.p, part, self.lane)) {
-        u32 item = asks ? queue.ask(self.p) : 0;  // whose answer takes its time
+        u32 item = reserves ? queue.reserve(self.p) : 0;  // is there some time later
         self.load_rows(part);
-        if (asks) queue.tell(item);
+        if (reserves) queue.publish(item);
         self.attend(part);
     }
 }

@@ -43,7 +43,7 @@ struct Issuer {
         for (int t = copier.lane; t < queries.tokens; t += 32)
             prefetch_bulk(row_at(p.q, row + (u64)t * p.num_q_heads, HEAD_DIM, p.dtype), p.heads_per_kv * HEAD_DIM * element_bytes(p.dtype));
     }
-    // False if nothing is left, or known: a warp that unpacks, too, does not wait for an item, as the team gets to that by what it unpacks.
+    // False if nothing is left, or known: a warp that unpacks, too, cannot wait for the next item, which is published behind tiles that it unpacks.
     __device__ __forceinline__ bool issue() {
         Part& part = copier.source.part;
         bool begins = copier.tile >= end;

@@ -1,6 +1,6 @@
 // The split of many_rows.cu: which spans of which work items a team attends. Every warp of a team goes the same way.
 //
-// Where there are enough work items (WHOLE_ITEMS), teams take whole ones, each the next when it gets to it (Queue). Those of a KV head come one after the other,
+// Where there are enough work items (WHOLE_ITEMS), teams take whole ones, the next each time (Queue). Those of a KV head come one after the other,
 // so that the teams that attend them at the same time find its tiles in L2; a sequence's last query blocks, the longest ones, come first. Else each team has a
 // run of spans (Walk).
 #pragma once
@@ -130,7 +130,7 @@ struct Walk {
 static_assert(sizeof(Walk) <= WAY_BYTES, "many_rows_smem.cuh");
 
 // The whole work items that a team takes: the first by its number, each further one by a count of the launch's in the workspace. One thread of those that attend
-// asks for an item when the team begins with the one before, and tells all warps of the team by a slot of shared memory.
+// reserves an item when the team begins with the one before, and publishes it to all warps of the team in a slot of shared memory.
 struct Queue {
     static constexpr int READERS = (UNPACKS ? UNPACKERS + 1 : 1) + 4 * ROW_WARPS;  // warps; the one that copies and unpacks reads twice
 
@@ -170,13 +170,13 @@ struct Queue {
         part = Part::of(p, b, kv_head, kv_len_of(p, b));
         return true;
     }
-    // One thread: the item behind those that all teams have taken. Each team asks until there is none, so that the last one to ask leaves the count as it was.
-    __device__ __forceinline__ u32 ask(const DecodeParams& p) const {
-        u32 asked = count_relaxed(p.counters, 1);
-        if (asked == items(p) - 1) *(volatile u32*)p.counters = 0;
-        return gridDim.x * TEAMS + asked;
+    // One thread: the item behind those that are reserved. There is one reservation for each item that is taken, so that the last one leaves the count as it was.
+    __device__ __forceinline__ u32 reserve(const DecodeParams& p) const {
+        u32 before = count_relaxed(p.counters, 1);
+        if (before == items(p) - 1) *(volatile u32*)p.counters = 0;
+        return gridDim.x * TEAMS + before;
     }
-    __device__ __forceinline__ void tell(u32 item) const {
+    __device__ __forceinline__ void publish(u32 item) const {
         barrier_wait(empty(), phase ^ 1);
         sts32(at(), item);
         barrier_arrive(full());
