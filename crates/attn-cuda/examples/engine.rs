@@ -113,16 +113,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         tokens: 1,
         rotary: None,
     };
+    let [q_at, out_at] = [at(&q, &stream), at(&out, &stream)];
+    let (kv, workspace_at) = (DeviceKv::Paged(sequences), at(&workspace, &stream));
     let decode_args = DecodeArgs {
-        q: at(&q, &stream),
-        out: at(&out, &stream),
         lse: at(&lse, &stream),
-        dtype: Dtype::F32,
-        kv: DeviceKv::Paged(sequences),
-        query_blocks: DeviceAddress::NULL,
-        alibi_slopes: DeviceAddress::NULL,
-        sinks: DeviceAddress::NULL,
-        workspace: at(&workspace, &stream),
+        ..DecodeArgs::new(q_at, out_at, Dtype::F32, kv, workspace_at)
     };
 
     // Captured once. Lengths are read on the device, so every replay decodes what has been appended by then.

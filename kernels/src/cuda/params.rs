@@ -2,72 +2,15 @@
 //!
 //! `ATTN_UPDATE=1 cargo test -p attn-kernels` rewrites `params.h`; without it the same test fails if the file is not current.
 
+#[macro_use]
+mod block;
+
 use std::{fmt::Write, mem::size_of};
 
+use self::block::{Block, Count, Field, write_block};
 use super::instance::SCHEMES;
 
-/// A field of a block, as C++ declares it.
-struct Field {
-    name: &'static str,
-    kind: &'static str,
-    /// Elements of an array; 0 for a single value.
-    count: usize,
-    #[cfg(test)]
-    size: usize,
-    doc: &'static [&'static str],
-}
-
-/// A block, as C++ declares it.
-struct Block {
-    name: &'static str,
-    size: usize,
-    doc: &'static [&'static str],
-    fields: &'static [Field],
-}
-
-/// Elements of an array type; 0 for a single value.
-trait Count {
-    const COUNT: usize = 0;
-}
-impl Count for u64 {}
-impl Count for i32 {}
-impl Count for i64 {}
-impl Count for u32 {}
-impl Count for f32 {}
 impl Count for FastDivmod {}
-impl<T, const N: usize> Count for [T; N] {
-    const COUNT: usize = N;
-}
-
-/// Defines each struct and its description for `params.h`. A field gives its Rust type and the C++ type of the same bytes.
-macro_rules! blocks {
-    ($(
-        $(#[doc = $doc:literal])* $(#[repr(align($align:literal))])?
-        struct $name:ident { $( $(#[doc = $text:literal])* $field:ident: $rust:ty = $kind:literal, )* }
-    )*) => {
-        $(
-            $(#[doc = $doc])*
-            #[repr(C $(, align($align))?)]
-            #[derive(Debug, Clone, Copy, Default, PartialEq)]
-            #[allow(rustdoc::broken_intra_doc_links, reason = "brackets give the shape of an array")]
-            pub struct $name { $( $(#[doc = $text])* pub $field: $rust, )* }
-        )*
-        /// All blocks, in the order of `params.h`.
-        const BLOCKS: &[Block] = &[$( Block {
-            name: stringify!($name),
-            size: size_of::<$name>(),
-            doc: &[$($doc),*],
-            fields: &[$( Field {
-                name: stringify!($field),
-                kind: $kind,
-                count: <$rust as Count>::COUNT,
-                #[cfg(test)]
-                size: size_of::<$rust>(),
-                doc: &[$($text),*],
-            } ),*],
-        } ),*];
-    };
-}
 
 blocks! {
     /// A divisor prepared by the host; `divmod.cuh` divides numbers below 2^31 by it: `(2n · multiplier) >> 32 >> shift`.
@@ -551,89 +494,5 @@ pub fn header() -> String {
     text
 }
 
-fn write_block(text: &mut String, block: &Block) {
-    text.push('\n');
-    for line in block.doc {
-        writeln!(text, "//{line}").expect("strings take all");
-    }
-    writeln!(text, "struct {} {{", block.name).expect("strings take all");
-    for field in block.fields {
-        let array = match field.count {
-            0 => String::new(),
-            n => format!("[{n}]"),
-        };
-        let declaration = format!("    {} {}{array};", field.kind, field.name);
-        let doc = field.doc.concat();
-        writeln!(text, "{declaration:<46} //{doc}").expect("strings take all");
-    }
-    let (name, size) = (block.name, block.size);
-    writeln!(
-        text,
-        "}};\nstatic_assert(sizeof({name}) == {size}, \"params.rs\");"
-    )
-    .expect("strings take all");
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::{env, fs, path::Path};
-
-    #[test]
-    fn prepared_divisors_divide() {
-        let quotient = |d: FastDivmod, n: u32| {
-            ((u64::from(2 * n) * u64::from(d.multiplier)) >> 32 >> d.shift) as u32
-        };
-        for divisor in (1..3000).chain([4095, 65_537, (1 << 30) - 1, 1 << 30]) {
-            let d = FastDivmod::new(divisor as usize);
-            let most = (1u32 << 31) - 1;
-            let last = most / divisor * divisor;
-            for n in [
-                0,
-                1,
-                divisor - 1,
-                divisor,
-                2 * divisor - 1,
-                last - 1,
-                last,
-                most,
-                most / 2,
-                123_456_789,
-            ] {
-                assert_eq!(quotient(d, n), n / divisor, "{n} / {divisor}");
-            }
-        }
-    }
-
-    #[test]
-    fn cpp_types_have_the_size_of_their_rust_types() {
-        for block in BLOCKS {
-            for field in block.fields {
-                let size = match field.kind {
-                    "int" | "unsigned int" | "float" => 4,
-                    "FastDivmod" => size_of::<FastDivmod>(),
-                    "long long" | "alignas(64) long long" | "unsigned long long" => 8,
-                    pointer => {
-                        assert!(pointer.ends_with('*'), "{pointer} has no known size");
-                        8
-                    }
-                };
-                let name = (block.name, field.name);
-                assert_eq!(size * field.count.max(1), field.size, "{name:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn params_h_is_current() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/params.h");
-        if env::var("ATTN_UPDATE").is_ok_and(|update| update == "1") {
-            fs::write(&path, header()).unwrap();
-        }
-        let current = fs::read_to_string(&path).unwrap();
-        assert!(
-            current == header(),
-            "params.h is old; run ATTN_UPDATE=1 cargo test -p attn-kernels"
-        );
-    }
-}
+mod tests;

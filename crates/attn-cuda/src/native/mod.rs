@@ -30,17 +30,7 @@
 //!         kv_lens,
 //!         tensor_scales: [DeviceAddress::NULL; 2],
 //!     };
-//!     let args = DecodeArgs {
-//!         q,
-//!         out,
-//!         dtype: Dtype::F32,
-//!         lse: DeviceAddress::NULL,
-//!         kv: DeviceKv::Paged(kv),
-//!         query_blocks: DeviceAddress::NULL,
-//!         alibi_slopes: DeviceAddress::NULL,
-//!         sinks: DeviceAddress::NULL,
-//!         workspace,
-//!     };
+//!     let args = DecodeArgs::new(q, out, Dtype::F32, DeviceKv::Paged(kv), workspace);
 //!     // SAFETY: this function's contract; lengths are at most 4096, and pages below 256.
 //!     unsafe { gpu.decode_on(&plan, Stream::from_raw(stream), &args) }
 //! }
@@ -145,6 +135,30 @@ pub struct DecodeArgs {
     pub sinks: DeviceAddress,
     /// [`NativePlan::workspace_bytes`] bytes, aligned to 256, of which the first [`NativePlan::zeroed_bytes`] are zero.
     pub workspace: DeviceAddress,
+}
+
+impl DecodeArgs {
+    /// The addresses that every launch has; those of `lse`, query blocks, slopes and sinks are null.
+    #[must_use]
+    pub fn new(
+        q: DeviceAddress,
+        out: DeviceAddress,
+        dtype: Dtype,
+        kv: DeviceKv,
+        workspace: DeviceAddress,
+    ) -> Self {
+        DecodeArgs {
+            q,
+            out,
+            dtype,
+            lse: DeviceAddress::NULL,
+            kv,
+            query_blocks: DeviceAddress::NULL,
+            alibi_slopes: DeviceAddress::NULL,
+            sinks: DeviceAddress::NULL,
+            workspace,
+        }
+    }
 }
 
 /// ALiBi slopes as the kernels take them: each times log2 e.

@@ -379,24 +379,16 @@ fn large_numbers_are_refused(gpu: &CudaBackend) -> Result<()> {
         FORMAT,
         KvLayout::Pages(PAGE),
     )?;
-    let rows = DecodeArgs {
-        q: DeviceAddress::NULL,
-        out: DeviceAddress::NULL,
-        dtype: Dtype::F32,
-        lse: DeviceAddress::NULL,
-        kv: DeviceKv::Rows(DeviceRows {
-            k: [DeviceAddress::NULL; 2],
-            v: [DeviceAddress::NULL; 2],
-            code_strides: [[0; 3]; 2],
-            scale_strides: [[0; 3]; 2],
-            kv_lens: DeviceAddress::NULL,
-            tensor_scales: [DeviceAddress::NULL; 2],
-        }),
-        query_blocks: DeviceAddress::NULL,
-        alibi_slopes: DeviceAddress::NULL,
-        sinks: DeviceAddress::NULL,
-        workspace: DeviceAddress::NULL,
-    };
+    let null = DeviceAddress::NULL;
+    let kv = DeviceKv::Rows(DeviceRows {
+        k: [DeviceAddress::NULL; 2],
+        v: [DeviceAddress::NULL; 2],
+        code_strides: [[0; 3]; 2],
+        scale_strides: [[0; 3]; 2],
+        kv_lens: DeviceAddress::NULL,
+        tensor_scales: [DeviceAddress::NULL; 2],
+    });
+    let rows = DecodeArgs::new(null, null, Dtype::F32, kv, null);
     // SAFETY: refused as the plan is for pages; nothing is launched.
     let result = unsafe { gpu.decode_on(&plan, stream_of(&stream), &rows) };
     is_refused("rows for a plan of pages", result)?;

@@ -311,17 +311,9 @@ impl Step {
 
     fn decode_args(&self, engine: &Engine<'_>, dtype: Dtype) -> DecodeArgs {
         let b = &engine.buffers;
-        DecodeArgs {
-            q: b.address(&self.rotated),
-            out: b.address(&self.out),
-            dtype,
-            lse: DeviceAddress::NULL,
-            kv: DeviceKv::Paged(self.sequences(engine)),
-            query_blocks: DeviceAddress::NULL,
-            alibi_slopes: DeviceAddress::NULL,
-            sinks: DeviceAddress::NULL,
-            workspace: b.address(&self.workspace),
-        }
+        let [q, out] = [b.address(&self.rotated), b.address(&self.out)];
+        let kv = DeviceKv::Paged(self.sequences(engine));
+        DecodeArgs::new(q, out, dtype, kv, b.address(&self.workspace))
     }
 }
 

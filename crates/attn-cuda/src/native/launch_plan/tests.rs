@@ -195,29 +195,21 @@ fn work_that_kernels_cannot_add_up_is_refused() {
 }
 
 fn args(page_table_stride: usize) -> DecodeArgs {
-    DecodeArgs {
-        q: DeviceAddress::NULL,
-        out: DeviceAddress::NULL,
-        dtype: super::super::Dtype::F32,
-        lse: DeviceAddress::NULL,
-        kv: DeviceKv::Paged(PagedSequences {
-            pool: Pages {
-                at: DeviceAddress::NULL,
-                stride: 2 * (2 * 64 * 128 + 2 * 64 * 2),
-                num_pages: 1,
-            },
-            page_table: DeviceAddress::NULL,
-            page_table_stride,
-            residual_pages: DeviceAddress::NULL,
-            residual_slots: 0,
-            kv_lens: DeviceAddress::NULL,
-            tensor_scales: [DeviceAddress::NULL; 2],
-        }),
-        query_blocks: DeviceAddress::NULL,
-        alibi_slopes: DeviceAddress::NULL,
-        sinks: DeviceAddress::NULL,
-        workspace: DeviceAddress::NULL,
-    }
+    let null = DeviceAddress::NULL;
+    let kv = DeviceKv::Paged(PagedSequences {
+        pool: Pages {
+            at: DeviceAddress::NULL,
+            stride: 2 * (2 * 64 * 128 + 2 * 64 * 2),
+            num_pages: 1,
+        },
+        page_table: DeviceAddress::NULL,
+        page_table_stride,
+        residual_pages: DeviceAddress::NULL,
+        residual_slots: 0,
+        kv_lens: DeviceAddress::NULL,
+        tensor_scales: [DeviceAddress::NULL; 2],
+    });
+    DecodeArgs::new(null, null, super::super::Dtype::F32, kv, null)
 }
 
 #[test]
