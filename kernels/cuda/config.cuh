@@ -80,6 +80,7 @@ constexpr bool K_ROTATED = is_rotated(K_SCHEME), V_ROTATED = is_rotated(V_SCHEME
 constexpr bool V_TOKEN_MAJOR = PAGE == 0 && code_bits(V_SCHEME) == 8;  // V's bytes lie along the dims and are turned on their way
 
 #ifdef ATTN_MANY_ROWS
+constexpr int LEAST_BLOCK = TILE;  // products read tiles as pages of 64 tokens have them
 // Codes of 4 bits are turned into bytes, and those of fp8 into f16, by the producers' warps, which then are the readers of their stages.
 constexpr bool UNPACKS = K_INT4 || V_INT4 || K_SCHEME == FP8;
 static_assert(!UNPACKS || (K_INT4 && V_INT4) || K_SCHEME == V_SCHEME, "of both sides, or of none");
@@ -87,6 +88,7 @@ static_assert(!UNPACKS || (K_INT4 && V_INT4) || K_SCHEME == V_SCHEME, "of both s
 constexpr bool MAY_BE_DEQUANTIZED = K_SCHEME == F16 && PAGE == TILE;
 constexpr int UNPACKERS = 4 / TEAMS, READERS = UNPACKS ? UNPACKERS : 4 * ROW_WARPS;  // warps of a team
 constexpr bool COPIER_READS = false;
+constexpr bool PRODUCTS_READ_STAGES = !UNPACKS;  // as the copy engine does, by another way than a thread's
 // Tiles of floats that a warpgroup attends at once: two where both warpgroups have the same ones, else one, as a ring has half of the stages then. Where
 // codes are turned, shared memory is what binds: one, and products read queries from registers. Not of 64 dims: there ptxas (13.0) puts weights into the
 // registers of queries, as many as they are, while both are needed; .ci/kernels looks for that.
@@ -96,15 +98,18 @@ constexpr bool TWO_PARTS = !INTEGER && !UNPACKS;  // whether f32 queries may be 
 constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : INTEGER ? 2 : 8 / TEAMS;
 constexpr int UNPACKED_PARAMS = TILE * HEAD_DIM * (INTEGER ? 1 : 2), UNPACKED_STAGE = UNPACKED_PARAMS + (INTEGER ? TILE * 8 : 0);
 #else
+constexpr int LEAST_BLOCK = 16;
 constexpr bool MAY_BE_DEQUANTIZED = false;
 constexpr int READERS = SHARES_TILES ? TILE_WARPS : ROW_WARPS;  // warps that read a stage
 constexpr bool COPIER_READS = READERS == 1;                     // the warp that copies is the one that reads
+constexpr bool PRODUCTS_READ_STAGES = false;
 #endif
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int TABLE_PAGE = PAGE ? PAGE : ROW_PAGE;      // tokens of an entry of the page table; 0: there is none
 constexpr int SAFE_PAGE = TABLE_PAGE ? TABLE_PAGE : 1;  // for code that is compiled, but never runs, without pages
-constexpr int BLOCK = PAGE == 0 || PAGE > TILE ? TILE : PAGE;  // tokens that lie together in a stage
+constexpr int BLOCK = PAGE == 0 ? TILE : smaller(larger(PAGE, LEAST_BLOCK), TILE);  // tokens that lie together in a stage
 __host__ __device__ constexpr int params_bytes(int s, int groups, int tokens) {
     return s == INT8_TOKEN || s == INT8_GROUP || is_rotated(s) ? groups * tokens * 2 : s == INT4 ? groups * tokens * 4 : 0;
 }

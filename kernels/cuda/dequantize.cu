@@ -1,12 +1,12 @@
-// dequantize.cu: writes the cached tokens of a step again as pages of f16, which many_rows.cu attends in place of the cache: where query rows are many, codes
-// are turned into floats once for all of them (section 11 of docs/arithmetic.md).
+// dequantize.cu: writes the cached tokens of a step again as pages of 64 tokens in floats of 16 bits, which many_rows.cu attends in place of the cache: where query
+// rows are many, codes are turned into floats once for all of them (section 11 of docs/arithmetic.md), and small pages put together.
 //
 // Grid      (num_kv_heads, tiles of the longest sequence, batch); threads as in stored_token.cuh.
 // Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh.
 // Reads     pool [page][kv_head][run], kv_lens; of schemes with a window the query blocks, which say what is read with residuals.
-// Writes    pages of 64 tokens, K and V in f16: tile i of sequence b is page b * pages_each + i, and with residuals, where some query token reads it with
+// Writes    pages of 64 tokens, K and V in f16, or in bf16 where they are: tile i of sequence b is page b * pages_each + i, and with residuals, where some query token reads it with
 //           them, the one fine_pages behind; their table; what their numbers count.
-// Numerics  those of attn-core/src/quant.rs and rotation.rs, rounded once to f16; compiled without contraction, subnormals kept.
+// Numerics  those of attn-core/src/quant.rs and rotation.rs, rounded once to f16, and none of 16 bits; compiled without contraction, subnormals kept.
 // Shared    none.
 // Host      attn-cuda/src/native/dequantize.rs; parameters in kernels/src/cuda/params.rs.
 #include "stored_token.cuh"
@@ -36,7 +36,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct WidenedToken : StoredToke
             for (int half = 0; half < 2; half++) {
                 u32 word[4];
 #pragma unroll
-                for (int i = 0; i < 4; i++) word[i] = f16_pair(number(x[j][8 * half + 2 * i]), number(x[j][8 * half + 2 * i + 1]));
+                for (int i = 0; i < 4; i++) word[i] = narrow_pair(number(x[j][8 * half + 2 * i]), number(x[j][8 * half + 2 * i + 1]), SCHEME == BF16 ? Dtype::BF16 : Dtype::F16);
                 if (LANES * j + part < PANELS) *(uint4*)(side + ((2 * (LANES * j + part) + half) * TILE + t) * 16) = {word[0], word[1], word[2], word[3]};
             }
     }

@@ -16,9 +16,11 @@ struct Ring {
     int stage;
     u32 phase;
 
-    // Called by one thread per stage before the ring is used. Full: one arrival of the copy engine, or one of each copying lane.
+    static constexpr int COPIERS = ATTN_BULK && PAGE != 0 ? 1 : 32;  // lanes that arrive at `full`: that of the copy engine, or all
+
+    // Called by one thread per stage before the ring is used.
     DEVICE void init(u32 barriers, int stage) {
-        barrier_init(barriers + stage * 8, ATTN_BULK && PAGE != 0 ? 1 : 32);
+        barrier_init(barriers + stage * 8, COPIERS);
         barrier_init(barriers + (STAGES + stage) * 8, READERS * ARRIVALS);
         barrier_init_fence();
     }
@@ -152,7 +154,7 @@ template <class Source> struct TileCopier {
     // Passes a stage on as it is.
     __device__ __forceinline__ void skip_stage() {
         barrier_wait(ring.empty(), ring.phase ^ 1);
-        if (lane == 0) barrier_arrive(ring.full());
+        if (lane < Ring::COPIERS) barrier_arrive(ring.full());
         ring.advance();
     }
 
@@ -178,11 +180,11 @@ template <class Source> struct TileCopier {
             bool with_residuals = has_residuals(p);
             int of_keys = stages_of_keys(with_residuals);
             bool has_k = stage_of_tile < of_keys, has_codes = stage_of_tile == 0 || stage_of_tile == of_keys, has_v = KV_ONE_STAGE || !has_k;
-            u32 indices[BLOCKS], residuals[BLOCKS];  // of the pages
+            u32 indices[ENTRIES], residuals[ENTRIES];  // of the pages
 #pragma unroll
-            for (int block = 0; block < BLOCKS; block++) {
-                indices[block] = entry_of(block);
-                if (WINDOW) residuals[block] = residual_page(p, block);
+            for (int n = 0; n < ENTRIES; n++) {
+                indices[n] = entry_of(n);
+                if (WINDOW) residuals[n] = residual_page(p, n);
             }
             if (copies()) {
                 bool apart = KV_ONE_STAGE || (has_k ? K_RESIDUALS_APART : V_RESIDUALS_APART);
@@ -201,41 +203,43 @@ template <class Source> struct TileCopier {
     __device__ __forceinline__ void prefetch_residuals(const DecodeParams& p, int end) const {
 #if ATTN_BULK
         if (!WINDOW) return;
-        int ahead = max(tile, source.first_residual_tile(p)) + lane / BLOCKS;
-        int index = min(PAGE > TILE ? ahead / TILES_OF_PAGE : ahead * BLOCKS + lane % BLOCKS, (source.kv_len() - 1) / SAFE_PAGE);
+        int ahead = max(tile, source.first_residual_tile(p)) + lane / ENTRIES;
+        int index = min(PAGE > TILE ? ahead / TILES_OF_PAGE : ahead * ENTRIES + lane % ENTRIES, (source.kv_len() - 1) / SAFE_PAGE);
         u32 page = __shfl_sync(~0u, residual_pages, index & 31);
         if (ahead < end) prefetch_bulk(run(p, page), (K_WINDOW ? RESIDUALS_OF_PAGE : 0) + (V_WINDOW ? RESIDUALS_OF_PAGE : 0));
 #endif
     }
-    // The residual page of a block; past the last page it is the last one's.
-    __device__ __forceinline__ u32 residual_page(const DecodeParams& p, int block) const {
-        int index = min(PAGE > TILE ? tile / TILES_OF_PAGE : tile * BLOCKS + block, (source.kv_len() - 1) / SAFE_PAGE);
+    // The residual page of the tile's entry n; past the last page it is the last one's.
+    __device__ __forceinline__ u32 residual_page(const DecodeParams& p, int n) const {
+        int index = min(PAGE > TILE ? tile / TILES_OF_PAGE : tile * ENTRIES + n, (source.kv_len() - 1) / SAFE_PAGE);
         return __shfl_sync(~0u, residual_pages, index & 31);
     }
     // K, V, or both of a tile; they lie together, in the page as in the stage.
-    __device__ __forceinline__ void copy_blocks(const DecodeParams& p, const u32 (&indices)[BLOCKS], bool has_k, bool has_v) {
+    __device__ __forceinline__ void copy_blocks(const DecodeParams& p, const u32 (&indices)[ENTRIES], bool has_k, bool has_v) {
         int from = has_k ? 0 : RUN_V, bytes = (has_k ? K_BYTES_OF_BLOCK : 0) + (has_v ? V_BYTES_OF_BLOCK : 0);
-        if constexpr (PAGE > TILE) {
-            if (has_k) copy_half(run(p, indices[0]), true, ring.at());
-            if (has_v) copy_half(run(p, indices[0]), false, ring.at() + (has_k ? K_BYTES_OF_BLOCK : 0));
-        } else {
 #pragma unroll
-            for (int block = 0; block < BLOCKS; block++) copy(ring.at() + block * bytes, run(p, indices[block]) + from, bytes);
+        for (int n = 0; n < ENTRIES; n++) {
+            if constexpr (PAGE == BLOCK) {
+                copy(ring.at() + n * bytes, run(p, indices[n]) + from, bytes);
+            } else {
+                if (has_k) copy_piece(run(p, indices[n]), true, ring.at(), n);
+                if (has_v) copy_piece(run(p, indices[n]), false, ring.at() + (has_k ? K_BYTES_OF_BLOCK : 0), n);
+            }
         }
     }
     // Residuals of K, V, or both; in a page they lie side after side.
-    __device__ __forceinline__ void copy_residuals(const DecodeParams& p, const u32 (&indices)[BLOCKS], bool has_k, bool has_v, u32 to) {
+    __device__ __forceinline__ void copy_residuals(const DecodeParams& p, const u32 (&indices)[ENTRIES], bool has_k, bool has_v, u32 to) {
         constexpr int V_FROM = K_WINDOW ? RESIDUALS_OF_PAGE : 0;
-        if constexpr (PAGE > TILE) {
-            const u8* from = run(p, indices[0]);
-            int half = (tile * TILE) % SAFE_PAGE;
-            if (has_k && K_WINDOW)
-                for (int i = 0; i < PANELS; i++) copy(to + i * TILE * 8, from + (i * PAGE + half) * 8, TILE * 8);
-            if (has_v && V_WINDOW) copy(to + (has_k ? K_RESIDUALS : 0), from + V_FROM + half * HEAD_DIM / 2, RESIDUALS);
-        } else {
-            int bytes = (has_k ? K_RESIDUALS : 0) + (has_v ? V_RESIDUALS : 0);
 #pragma unroll
-            for (int block = 0; block < BLOCKS; block++) copy(to + block * bytes, run(p, indices[block]) + (has_k ? 0 : V_FROM), bytes);
+        for (int n = 0; n < ENTRIES; n++) {
+            const u8* from = run(p, indices[n]);
+            if constexpr (PAGE == BLOCK) {
+                int bytes = (has_k ? K_RESIDUALS : 0) + (has_v ? V_RESIDUALS : 0);
+                copy(to + n * bytes, from + (has_k ? 0 : V_FROM), bytes);
+            } else {
+                if (has_k && K_WINDOW) copy_panels<8>(to, from, PANELS, n);
+                if (has_v && V_WINDOW) copy(to + (has_k ? K_RESIDUALS : 0) + n * PIECE * HEAD_DIM / 2, from + V_FROM + in_page() * HEAD_DIM / 2, PIECE * HEAD_DIM / 2);
+            }
         }
     }
     __device__ __forceinline__ void expect(u32 bytes) {
@@ -260,24 +264,24 @@ template <class Source> struct TileCopier {
         for (u32 i = lane * 16; i < bytes; i += 512) copy16_async(to + i, from + i);
 #endif
     }
-    // One tile of a page of 128 tokens, laid out like a page of 64.
-    __device__ __forceinline__ void copy_half(const u8* run, bool is_k, u32 to) {
-        int half = (tile * TILE) % SAFE_PAGE;
-        int scheme = is_k ? K_SCHEME : V_SCHEME, groups = is_k ? K_GROUPS : V_GROUPS;
-        int bits = code_bits(scheme);
-        const u8* side = run + (is_k ? 0 : RUN_V);
-        int codes = codes_bytes(scheme, PAGE);
-        if (!is_k && bits < 16) {
-            copy(to, side + half * HEAD_DIM * bits / 8, codes / 2);
-        } else {
-            int panels = bits == 16 ? HEAD_DIM / 8 : PANELS, row = bits == 4 ? 8 : 16;  // bytes of a token in a panel
-            for (int i = 0; i < panels; i++) copy(to + i * TILE * row, side + (i * PAGE + half) * row, TILE * row);
-        }
-        to += codes / 2;
-        side += codes;
-        int each = params_bytes(scheme, 1, 1);
-        if (each)
-            for (int g = 0; g < groups; g++) copy(to + g * TILE * each, side + (g * PAGE + half) * each, TILE * each);
+    // Tokens that a tile and an entry of the page table have in common: where they are less than both, they are a piece of each.
+    static constexpr int PIECE = smaller(SAFE_PAGE, TILE);
+    // Where the tile's piece begins in its page.
+    __device__ __forceinline__ int in_page() const { return tile * TILE % SAFE_PAGE; }
+    // The entry n's piece of panels with so many bytes to a token, as a page of 64 tokens has them.
+    template <int EACH> __device__ __forceinline__ void copy_panels(u32 to, const u8* from, int panels, int n) {
+#pragma unroll 4
+        for (int i = 0; i < panels; i++) copy(to + (i * TILE + n * PIECE) * EACH, from + (i * PAGE + in_page()) * EACH, PIECE * EACH);
+    }
+    // The entry n's piece of a side, as a page of 64 tokens has it.
+    __device__ __forceinline__ void copy_piece(const u8* run, bool is_k, u32 to, int n) {
+        is_k ? copy_piece_of<K_SCHEME, K_GROUPS, false>(run, to, n) : copy_piece_of<V_SCHEME, V_GROUPS, true>(run + RUN_V, to, n);
+    }
+    template <int SCHEME, int GROUPS, bool IS_V> __device__ __forceinline__ void copy_piece_of(const u8* side, u32 to, int n) {
+        constexpr int BITS = code_bits(SCHEME), EACH = params_bytes(SCHEME, 1, 1);
+        if constexpr (IS_V && BITS < 16) copy(to + n * PIECE * HEAD_DIM * BITS / 8, side + in_page() * HEAD_DIM * BITS / 8, PIECE * HEAD_DIM * BITS / 8);
+        else copy_panels<BITS == 4 ? 8 : 16>(to, side, BITS == 16 ? 2 * PANELS : PANELS, n);
+        if constexpr (EACH != 0) copy_panels<EACH>(to + codes_bytes(SCHEME, TILE), side + codes_bytes(SCHEME, PAGE), GROUPS, n);
     }
     // A tile of strided rows: by the copy engine where all tokens exist, one instruction for as many bytes of each row as its swizzle spans,
     // and for each page; else in 16-byte chunks, with neighbouring lanes side by side in a row, and tokens past the end repeating the last one.
@@ -299,7 +303,12 @@ template <class Source> struct TileCopier {
                     copy_box(ring.at() + at * TILE + n * (TILE / ENTRIES) * SWIZZLE, map, at, place_of(0), kv_head, places[n], ring.full());
         }
 #endif
-        if (!is_whole) copy_chunks<SWIZZLE>(codes + kv_head * strides[1], strides, ROW / 16, left);
+        if (is_whole) return;
+        copy_chunks<SWIZZLE>(codes + kv_head * strides[1], strides, ROW / 16, left);
+        if (PRODUCTS_READ_STAGES) {
+            copy_async_wait();
+            fence_async();
+        }
     }
     template <int SCHEME, int GROUPS> __device__ __forceinline__ void copy_scales(int at, const u16* scales, const long long* strides) {
         if (SCHEME != INT8_TOKEN && SCHEME != INT8_GROUP) return;
@@ -400,13 +409,13 @@ struct Producer : TileCopier<CursorSource> {
         int tiles = min(tile_end, appended) - tile;
         if (WINDOW) tiles = min(tiles, source.first_residual_tile(p) - tile);
         if (step > 1) tiles = (tiles + TEAMS - 1) / TEAMS;
-        return min(tiles, (32 - known) / BLOCKS) - 1;
+        return min(tiles, (32 - known) / ENTRIES) - 1;
     }
     __device__ __forceinline__ void copy_plain(const DecodeParams& p) {
         if (!COPIER_READS) barrier_wait(ring.empty(), ring.phase ^ 1);
-        u32 indices[BLOCKS];
+        u32 indices[ENTRIES];
 #pragma unroll
-        for (int block = 0; block < BLOCKS; block++) indices[block] = entry_of(block);
+        for (int n = 0; n < ENTRIES; n++) indices[n] = entry_of(n);
         bool has_v = KV_ONE_STAGE || stage_of_tile == 1;
         if (copies()) {
             expect((KV_ONE_STAGE ? K_BYTES_OF_BLOCK + V_BYTES_OF_BLOCK : has_v ? V_BYTES_OF_BLOCK : K_BYTES_OF_BLOCK) * BLOCKS);
@@ -419,7 +428,7 @@ struct Producer : TileCopier<CursorSource> {
         plain--;
         if (!KV_ONE_STAGE) stage_of_tile ^= 1;
         tile += has_v ? step : 0;
-        known += has_v ? BLOCKS : 0;
+        known += has_v ? ENTRIES : 0;
     }
 };
 

@@ -16,7 +16,7 @@
 #include "many_rows_meet.cuh"
 
 static_assert(INTEGER || K_SCHEME == V_SCHEME, "select.rs");
-static_assert(PAGE >= TILE && K_GROUPS == 1 && V_GROUPS == 1 && HEAD_DIM % 32 == 0 && HEAD_DIM <= 128, "select.rs");
+static_assert((PAGE != 0 || !INTEGER) && K_GROUPS == 1 && V_GROUPS == 1 && HEAD_DIM % 32 == 0 && HEAD_DIM <= 128, "select.rs");
 
 constexpr int TEAM_BARRIER = 1;  // the first of the teams' named barriers
 // Turning codes into f16 takes more registers than attending floats leaves unused.
@@ -54,7 +54,7 @@ template <class Way> DEVICE void attend_all(Attender& self, Way way, int team, A
     self.finish();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __grid_constant__ DecodeParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
     SHARED_MEMORY(shared, STAGE_ALIGN);
     int warp = threadIdx.x / 32, lane = lane_id();
     u32 base = shared_address(shared);
@@ -73,7 +73,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __gri
     if (warp < 4) {
         give_up_registers<PRODUCER_REGISTERS>();
         int team = warp % TEAMS;
-        produce(p, Way::of_team(ways, team, found), ring_of(team), unpacked_of(team), warp / TEAMS, lane);
+        const RowMaps* rows = nullptr;
+#if ATTN_PAGE == 0
+        rows = &maps;
+#endif
+        produce(p, rows, Way::of_team(ways, team, found), ring_of(team), unpacked_of(team), warp / TEAMS, lane);
         return;
     }
     take_registers<ATTENDER_REGISTERS>();

@@ -9,6 +9,9 @@
 struct FloatTiles : Warpgroup {
     static constexpr bool IS_BF16 = K_SCHEME == BF16;
     static constexpr int LIFT = IS_BF16 ? 0 : 14;  // weights of f16 are as large as its range allows: small ones then keep their bits
+    static constexpr bool IN_ROWS = PAGE == 0 && !UNPACKS;           // products read rows as the copy engine puts them into a stage
+    static constexpr int SWIZZLE = IN_ROWS ? K_SWIZZLE : 128;
+    static constexpr bool BY_DIMS = !UNPACKS || V_TOKEN_MAJOR;       // V lies by panels of eight dims, or in rows of them, else by panels of eight tokens
     static constexpr int STEP = FLOAT_STEP, SIDES = 2 * STEP;  // tiles of a step, and their stages in the ring: K and V of tile after tile
     // Products read the first parts of queries from shared memory, which leaves registers for a second tile; or from registers, where codes are turned.
     u32 high[QUERIES_IN_REGISTERS ? PANELS : 1][4];  // as left operands of 16 dims
@@ -82,16 +85,18 @@ struct FloatTiles : Warpgroup {
     // A shared address is the same for all lanes, which the compiler does not see: it would find descriptions of matrices in every lane, and keep them.
     DEVICE u32 same_for_all(u32 at) { return __shfl_sync(~0u, opaque(at), 0); }
 
+    // Where K's 16 dims from 16i on begin in a side.
+    DEVICE constexpr int dims_at(int i) { return IN_ROWS ? i * 32 / SWIZZLE * TILE * SWIZZLE + i * 32 % SWIZZLE : i * 2 * TILE * 16; }
     // `keys`: where the first tile's K is.
     template <bool HAS_LOW, int TILES> __device__ __forceinline__ void multiply_keys(u32 keys, const Low& low, Scores<TILES>& s) const {
         using Product = FloatProducts<IS_BF16, false>;
-        u64 a = matrices(same_for_all(queries), 64 * 16), b = matrices(keys, TILE * 16);
+        u64 a = matrices(same_for_all(queries), 64 * 16), b = IN_ROWS ? swizzled_matrices<SWIZZLE>(keys, 16) : matrices(keys, TILE * 16);
         products_begin();
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
             for (int i = 0; i < PANELS; i++) {
-                u64 of_tile = matrices_behind(b, t * 2 * SIDE_BYTES + i * 2 * TILE * 16);
+                u64 of_tile = matrices_behind(b, t * 2 * SIDE_BYTES + dims_at(i));
                 if constexpr (QUERIES_IN_REGISTERS) Product::multiply(s[t], high[i], of_tile, i > 0);
                 else Product::multiply_shared(s[t], matrices_behind(a, i * 2 * 64 * 16), of_tile, i > 0);
             }
@@ -99,21 +104,22 @@ struct FloatTiles : Warpgroup {
 #pragma unroll
             for (int t = 0; t < TILES; t++)
 #pragma unroll
-                for (int i = 0; i < PANELS; i++) Product::multiply(s[t], low[i], matrices_behind(b, t * 2 * SIDE_BYTES + i * 2 * TILE * 16), true);
+                for (int i = 0; i < PANELS; i++) Product::multiply(s[t], low[i], matrices_behind(b, t * 2 * SIDE_BYTES + dims_at(i)), true);
         products_commit();
     }
     // `values`: where the first tile's V is.
     template <int TILES> __device__ __forceinline__ void multiply_values(u32 values, const Weights<TILES>& weights) {
-        // Pages have V by panels of eight dims, with tokens along them; unpacked codes by panels of eight tokens.
-        u64 b = UNPACKS ? matrices(values, HEAD_DIM * 16) : matrices(values, 128, TILE * 16);
+        u64 b = IN_ROWS ? swizzled_matrices<SWIZZLE>(values, TILE * SWIZZLE) : BY_DIMS ? matrices(values, 128, TILE * 16) : matrices(values, HEAD_DIM * 16);
         products_begin();
 #pragma unroll
         for (int i = 0; i < TILES * 4; i++)
-            FloatProducts<IS_BF16, !UNPACKS>::multiply(o, weights[i], matrices_behind(b, i / 4 * 2 * SIDE_BYTES + i % 4 * 16 * (UNPACKS ? 2 * HEAD_DIM : 16)), true);
+            FloatProducts<IS_BF16, BY_DIMS>::multiply(o, weights[i], matrices_behind(b, i / 4 * 2 * SIDE_BYTES + i % 4 * 16 * (IN_ROWS ? SWIZZLE : BY_DIMS ? 16 : 2 * HEAD_DIM)), true);
         products_commit();
     }
     // Zeros in place of V's tokens that do not exist: their bytes may be a NaN, and 0·NaN is not 0. `tokens`: those that do, from the first tile's first on.
+    // Of rows, the last one fills up its tile, so that only whole tiles are missing.
     template <int TILES> __device__ __forceinline__ void clear_missing(u32 values, int tokens) const {
+        if (IN_ROWS) tokens = (tokens + TILE - 1) / TILE * TILE;
         if (tokens >= TILES * TILE) return;
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < TILES * HEAD_DIM / 8 * TILE; i += 128) {

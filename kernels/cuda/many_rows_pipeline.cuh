@@ -25,12 +25,12 @@ struct Issuer {
     int end;
     bool pads;  // whether stages are to be skipped behind the part
 
-    __device__ __forceinline__ void start(const Ring& ring, int lane) {
+    __device__ __forceinline__ void start(const Ring& ring, const RowMaps* maps, int lane) {
         copier.ring = ring;
         copier.lane = lane;
         copier.step = 1;
         copier.stage_of_tile = 0;
-        copier.maps = nullptr;
+        copier.maps = maps;
         copier.tile = end = 0;
         pads = false;
     }
@@ -171,9 +171,11 @@ struct Unpacker {
     // To f16: K and V.
     __device__ __forceinline__ void unpack_floats(const Part& part, int index) {
         Stages at = wait_tile(false);
-        widen_keys(at.k.at, unpacked.wait_empty(), thread());
+        widen_by_dims<CodesOf::K>(at.k.at, unpacked.wait_empty(), thread());
         unpacked.publish(lane);
-        widen_values(at.v.at, unpacked.wait_empty(1), part.kv_len - index * TILE, thread());
+        u32 to = unpacked.wait_empty(1);
+        if (V_TOKEN_MAJOR) widen_by_dims<CodesOf::V_ROWS>(at.v.at, to, thread());
+        else widen_values(at.v.at, to, part.kv_len - index * TILE, thread());
         unpacked.publish(lane, 1);
         unpacked.advance(2);
         release_tile(false);
@@ -194,9 +196,9 @@ struct Unpacker {
 };
 
 // One of the producers' warps.
-DEVICE void produce(const DecodeParams& p, const Way& way, const Ring& ring, const UnpackedRing& unpacked, int unpacker, int lane) {
+DEVICE void produce(const DecodeParams& p, const RowMaps* maps, const Way& way, const Ring& ring, const UnpackedRing& unpacked, int unpacker, int lane) {
     Issuer issuer = {p, way};
-    issuer.start(ring, lane);
+    issuer.start(ring, maps, lane);
     if constexpr (UNPACKS) {
         Unpacker{issuer, ring, unpacked, unpacker, lane, 0}.unpack(p, way);
     } else {

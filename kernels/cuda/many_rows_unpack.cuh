@@ -43,21 +43,23 @@ template <bool IS_V> DEVICE void unpack_side(u32 from, u32 to, int thread) {
 
 // ---- fp8 to f16 ----
 
-// Rows of 16 codes that a thread turns into f16, COUNT of them. A row lies along the dims (K) or along the tokens in slot order (V) and becomes two of eight
-// elements, ROWS rows apart.
-template <bool IS_V, bool ALL_EXIST, int COUNT> struct CodeRows {
-    static constexpr int ROWS = IS_V ? HEAD_DIM : TILE, BATCH = COUNT < 4 ? COUNT : 4;
-    u32 from, to;                // of the first
-    u32 from_stride, to_stride;  // from one to the next
-    int count;                   // of those that exist
-    int first_token, tokens;     // of V: of the row, and of those that exist from the tile's first on
+// Rows of 16 codes that a thread turns into f16, COUNT of them. Each becomes two of eight elements: pairs of codes by turns, which are neighbouring tokens of V in pages,
+// and dims of K in the order in which a lane has a query's (load_row); or, in V's rows, IN_ORDER.
+enum class CodesOf { K, V_PAGE, V_ROWS };
+template <CodesOf OF, bool ALL_EXIST, int COUNT> struct CodeRows {
+    static constexpr bool IN_ORDER = OF == CodesOf::V_ROWS;
+    static constexpr int ROWS = OF == CodesOf::V_PAGE ? HEAD_DIM : TILE, BATCH = COUNT < 4 ? COUNT : 4;
+    u32 to, to_stride;        // where the first comes, and from one to the next
+    int count;                // of those that exist
+    int first_token, tokens;  // along the tokens: of the row, and of those that exist from the tile's first on
 
-    __device__ __forceinline__ void widen() const {
+    // from(n): where the n-th lies.
+    template <class From> __device__ __forceinline__ void widen(From from) const {
 #pragma unroll
         for (int n = 0; n < COUNT; n += BATCH) {
             float4 codes[BATCH];
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) codes[i] = lds128(from + (n + i) * from_stride);
+            for (int i = 0; i < BATCH; i++) codes[i] = lds128(from(n + i));
 #pragma unroll
             for (int i = 0; i < BATCH && n + i < COUNT; i++)
                 if (n + i < count) widen_row(codes[i], to + (n + i) * to_stride);
@@ -67,7 +69,8 @@ template <bool IS_V, bool ALL_EXIST, int COUNT> struct CodeRows {
         u32 words[4] = {float_bits(codes.x), float_bits(codes.y), float_bits(codes.z), float_bits(codes.w)}, pairs[2][4];
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-            e4m3_pairs(words[n], pairs[0][n], pairs[1][n]);
+            if (IN_ORDER) e4m3_pairs(words[n], pairs[n / 2][n % 2 * 2], pairs[n / 2][n % 2 * 2 + 1]);
+            else e4m3_pairs(words[n], pairs[0][n], pairs[1][n]);
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 // Of V, tokens that do not exist get zeros: their bytes may be a NaN, and 0·NaN is not 0.
@@ -81,25 +84,28 @@ template <bool IS_V, bool ALL_EXIST, int COUNT> struct CodeRows {
     }
 };
 
-// K of a tile: a thread has one token.
-DEVICE void widen_keys(u32 from, u32 to, int thread) {
+// A side of a tile that lies along the dims: K, or V in rows, whose tokens behind the last repeat it. A thread has one token.
+template <CodesOf OF> DEVICE void widen_by_dims(u32 from, u32 to, int thread) {
     constexpr int AT_ONCE = 32 * UNPACKERS / TILE;  // panels
     int token = thread % TILE, panel = thread / TILE;
-    CodeRows<false, true, (PANELS + AT_ONCE - 1) / AT_ONCE> rows = {from + thread * 16, to + (panel * 2 * TILE + token) * 16, 32 * UNPACKERS * 16, AT_ONCE * 2 * TILE * 16};
+    CodeRows<OF, true, (PANELS + AT_ONCE - 1) / AT_ONCE> rows = {to + (panel * 2 * TILE + token) * 16, AT_ONCE * 2 * TILE * 16};
     rows.count = PANELS % AT_ONCE == 0 ? PANELS : (PANELS - panel + AT_ONCE - 1) / AT_ONCE;
-    rows.widen();
+    rows.widen([&](int n) {
+        if constexpr (PAGE == 0) return chunk_at<K_SWIZZLE>(from, 0, min(panel + n * AT_ONCE, PANELS - 1), token);
+        return from + (thread + n * 32 * UNPACKERS) * 16;
+    });
 }
-// V of a tile of so many tokens: a warp has 16 tokens after the other, in all dims.
+// V of a tile of so many tokens in a page: a warp has 16 tokens after the other, in all dims.
 template <bool ALL_EXIST> DEVICE void widen_values(u32 from, u32 to, int tokens, int thread) {
     constexpr int COUNT = (HEAD_DIM + 31) / 32;
     int lane = thread % 32;
 #pragma unroll 1
     for (int panel = thread / 32; panel < TILE / 16; panel += UNPACKERS) {
-        CodeRows<true, ALL_EXIST, COUNT> rows = {from + (panel * HEAD_DIM + lane) * 16, to + (panel * 2 * HEAD_DIM + lane) * 16, 32 * 16, 32 * 16};
+        CodeRows<CodesOf::V_PAGE, ALL_EXIST, COUNT> rows = {to + (panel * 2 * HEAD_DIM + lane) * 16, 32 * 16};
         rows.count = COUNT;
         rows.first_token = 16 * panel;
         rows.tokens = tokens;
-        rows.widen();
+        rows.widen([&](int n) { return from + (panel * HEAD_DIM + lane + n * 32) * 16; });
     }
 }
 DEVICE void widen_values(u32 from, u32 to, int tokens, int thread) {

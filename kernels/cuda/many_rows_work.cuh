@@ -154,7 +154,8 @@ struct Queue {
     __device__ __forceinline__ u32 full() const { return slots + slot * 8; }
     __device__ __forceinline__ u32 empty() const { return slots + (QUEUE_SLOTS + slot) * 8; }
     __device__ __forceinline__ u32 at() const { return slots + QUEUE_SLOTS * 16 + slot * 4; }
-    __device__ __forceinline__ bool is_known() const { return barrier_test(full(), phase); }
+    // The same in all lanes, which may test it at different times.
+    __device__ __forceinline__ bool is_known() const { return __any_sync(~0u, barrier_test(full(), phase)); }
     // The next part, which is a whole item, if there is one.
     __device__ __forceinline__ bool next(const DecodeParams& p, Part& part, int lane) {
         barrier_wait(full(), phase);

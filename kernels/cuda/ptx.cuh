@@ -361,6 +361,8 @@ DEVICE void copy4_async(u32 to, const void* from) {
 DEVICE void copy_async_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
 }
+// Waits for this thread's copies so far.
+DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 #if ATTN_BULK
 // True in one lane. Unlike a test of the lane's number it tells the compiler so, which spares a loop around each bulk copy.
@@ -384,7 +386,7 @@ DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
 DEVICE void barrier_expect_more(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
-// What threads wrote to shared memory comes before what the copy engine writes there.
+// What threads wrote to shared memory comes before what the copy engine writes there, and products read.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // A box of a tensor of four dimensions, from these coordinates on.
 DEVICE void copy_box(u32 to, const void* map, int x, int y, int z, int w, u32 barrier) {

@@ -7,6 +7,12 @@
 
 // Matrices in shared memory: `along`, bytes from one matrix to the next along the depth, and `across`, along the columns (of a: its rows).
 DEVICE u64 matrices(u32 at, u32 along, u32 across = 128) { return (u64)(at >> 4 & 0x3fff) | (u64)(along >> 4) << 16 | (u64)(across >> 4) << 32; }
+// Those of rows of SWIZZLE bytes side by side, which the copy engine wrote: the 16-byte chunks of neighbouring rows lie in different banks. `along`: where rows lie along the
+// columns, bytes from so many columns to the next ones; `across`: from eight rows to the next.
+template <int SWIZZLE> DEVICE u64 swizzled_matrices(u32 at, u32 along, u32 across = 8 * SWIZZLE) {
+    static_assert(SWIZZLE == 128 || SWIZZLE == 64 || SWIZZLE == 32, "a swizzle of the copy engine");
+    return matrices(at, along, across) | (u64)(SWIZZLE == 128 ? 1 : SWIZZLE == 64 ? 2 : 3) << 62;
+}
 // The matrices so many bytes behind others.
 DEVICE u64 matrices_behind(u64 first, u32 bytes) { return (first & 0xffffffff00000000) | (u32)((u32)first + (bytes >> 4)); }
 

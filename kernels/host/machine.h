@@ -279,7 +279,7 @@ static const char* launch(void (*kernel)(), Index grid, u32 first, u32 count, u3
         Cta& cta = machine.ctas[i];
         u32 at = first + i;
         cta.index = {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y};
-        cta.memory.assign(shared_bytes + 1024, 0xcd);  // so that a kernel that relies on zeros fails
+        cta.memory.assign(shared_bytes + 1024, 0xff);  // NaN, so that a kernel that reads what is not there fails
         cta.shared = (u8*)(((u64)cta.memory.data() + 1023) / 1024 * 1024);
         cta.warps.resize(threads / 32);
     }

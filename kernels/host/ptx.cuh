@@ -258,6 +258,7 @@ static inline void copy(u32 to, const void* from, u32 bytes, u32 align) {
 DEVICE void copy16_async(u32 to, const void* from) { copy(to, from, 16, 16); }
 DEVICE void copy4_async(u32 to, const void* from) { copy(to, from, 4, 4); }
 DEVICE void copy_async_arrive(u32 at) { arrive(at, 0); }
+DEVICE void copy_async_wait() {}
 constexpr u64 EVICT_FIRST = 0;
 DEVICE void prefetch_bulk(const void*, u32) {}
 DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 at) {

@@ -2,19 +2,37 @@
 #pragma once
 #include "ptx.cuh"
 
-// The address in 24 bits, then the distances in 20.
+// The address in 24 bits, then the distances in 18, then log2 of a swizzle's chunks.
 DEVICE u64 matrices(u32 at, u32 along, u32 across = 128) {
     if (at % 16 || along % 16 || across % 16) fail("misaligned matrices");
-    return (u64)across << 44 | (u64)along << 24 | at;
+    return (u64)across << 42 | (u64)along << 24 | at;
+}
+template <int SWIZZLE> DEVICE u64 swizzled_matrices(u32 at, u32 along, u32 across = 8 * SWIZZLE) {
+    static_assert(SWIZZLE == 128 || SWIZZLE == 64 || SWIZZLE == 32, "a swizzle of the copy engine");
+    return matrices(at, along, across) | (u64)(SWIZZLE == 128 ? 3 : SWIZZLE == 64 ? 2 : 1) << 60;
 }
 DEVICE u64 matrices_behind(u64 first, u32 bytes) {
     if (bytes % 16) fail("misaligned matrices");
     return first + bytes;
 }
-// Row `row` of the `half`-th matrix along the depth, counted over the matrices across.
-static inline const u8* matrix_bytes(u64 of, int row, int half) {
-    return me().cta->shared + (u32)(of & 0xffffff) + half * (u32)(of >> 24 & 0xfffff) + row / 8 * (u32)(of >> 44) + row % 8 * 16;
-}
+struct Matrices {
+    u32 at, along, across, swizzle;
+
+    Matrices(u64 of) : at(of & 0xffffff), along(of >> 24 & 0x3ffff), across(of >> 42 & 0x3ffff), swizzle(16 << (of >> 60)) {}
+    // The bytes at an address without swizzle.
+    const u8* bytes(u32 address) const { return me().cta->shared + (swizzle == 16 ? address : address ^ (address >> 7 & (swizzle / 16 - 1)) << 4); }
+    // Row `row` of the `half`-th matrix along the depth, counted over the matrices across.
+    const u8* row(int row, int half) const {
+        if (swizzle != 16) return bytes(at + row / 8 * across + row % 8 * swizzle + half * 16);
+        return bytes(at + half * along + row / 8 * across + row % 8 * 16);
+    }
+    // Columns from `column` on, a multiple of eight, of 16-bit elements at depth k, where they lie side by side.
+    const u8* columns(int column, int k) const {
+        if (swizzle != 16) return bytes(at + column / (swizzle / 2) * along + k / 8 * across + k % 8 * swizzle + column % (swizzle / 2) * 2);
+        return row(column + k % 8, k / 8);
+    }
+};
+static inline const u8* matrix_bytes(u64 of, int row, int half) { return Matrices(of).row(row, half); }
 
 DEVICE void products_begin() { __syncwarp(); }
 DEVICE void products_commit() {}
@@ -84,7 +102,7 @@ template <bool IS_BF16, bool B_TURNED> struct FloatProducts {
             int column = i / 4 * 8 + 2 * (lane_id() % 4) + i % 2;
             float sum = adds ? d[i] : 0.0f;
             for (int k = 0; k < 16; k++) {
-                const u8* at = B_TURNED ? matrix_bytes(b, column / 8 * 8 + k % 8, k / 8) + column % 8 * 2 : matrix_bytes(b, column, k / 8) + k % 8 * 2;
+                const u8* at = B_TURNED ? Matrices(b).columns(column / 8 * 8, k) + column % 8 * 2 : matrix_bytes(b, column, k / 8) + k % 8 * 2;
                 sum += rows[i / 2 % 2][k] * number(at);
             }
             d[i] = sum;

@@ -142,6 +142,23 @@ fn prompts(table: &mut Table) {
         (case.build, case.alone) = (Build::AtOnce, true);
         table.add(case);
     }
+    // Tiles of several pages, and of rows.
+    for format in formats(&["int8", "int4", "int4-g1", "fp8", "bf16"]) {
+        for (page_size, head_dim) in [(16, 128), (32, 96)] {
+            let mut case = Case::new([16, 1], head_dim, &[700, 33, 90], format);
+            case.problem.q_lens = vec![3, 33, 20];
+            (case.build, case.page_size) = (Build::Shuffled, page_size);
+            table.add(case);
+        }
+    }
+    for format in formats(&["f16", "bf16", "fp8", "int8-plain"]) {
+        for (build, head_dim) in [(Build::Bnsh, 128), (Build::Bsnh, 96), (Build::Bnsh, 64)] {
+            let mut case = Case::new([8, 2], head_dim, &[300, 17, 0, 64, 1100], format);
+            case.problem.q_lens = vec![70, 17, 0, 64, 3];
+            case.build = build;
+            table.add(case);
+        }
+    }
     for format in formats(&[
         "int8",
         "int4",

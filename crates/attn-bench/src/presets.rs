@@ -166,8 +166,22 @@ impl List {
         }
     }
 
-    /// Whole prompts with a causal mask, and some of them without.
+    /// Whole prompts with a causal mask, and some of them without; a piece of one in small pages, and over other engines' caches.
     fn prompts(&mut self) {
+        for (name, layout, page_size, formats) in [
+            ("pages-16", CacheLayout::Pages, 16, "bf16,fp8,int8,int4"),
+            ("pages-32", CacheLayout::Pages, 32, "bf16,fp8,int8,int4"),
+            ("bsnh", CacheLayout::Bsnh, 64, "bf16,fp8"),
+            ("paged-rows-16", CacheLayout::PagedBsnh, 16, "bf16,fp8"),
+            ("paged-rows-64", CacheLayout::PagedBsnh, 64, "bf16,fp8"),
+        ] {
+            let name = format!("32-8-q2048-behind-32768-{name}");
+            let lens = vec![32768 + 2048];
+            for workload in self.add("prefill", &name, formats, [32, 8, 128], lens) {
+                workload.problem = workload.problem.clone().q_len(2048);
+                (workload.cache, workload.page_size) = (layout, page_size);
+            }
+        }
         for ctx in PROMPTS {
             let batch = (PROMPT_TOKENS / ctx).max(1);
             let name = format!("16-1-ctx{ctx}-batch{batch}");

@@ -27,7 +27,7 @@ pub struct Options {
     /// Whether to use `many_rows.cu` where it covers a problem; `None`: where it is faster. `ATTN_CUDA_MANY_ROWS=1` or `0`. The bits of float formats
     /// depend on it.
     pub many_rows: Option<bool>,
-    /// Whether prompts that may be attended as floats are attended from pages of f16, which a launch makes in the workspace (up to 1 GiB); `None`: where it is
+    /// Whether prompts that may be attended as floats, and 16-bit ones in small pages, are attended from 16-bit pages of 64 tokens, which a launch makes in the workspace (up to 1 GiB); `None`: where it is
     /// faster. `ATTN_CUDA_DEQUANTIZE=1` or `0`. Bits that nobody promises depend on it.
     pub dequantize: Option<bool>,
     /// Whether plans for long sequences have a second way for few short ones (`few_tiles.cuh`): those are then faster, and long ones slower.
@@ -103,7 +103,7 @@ impl Options {
         self
     }
 
-    /// Says whether prompts that may be attended as floats are attended from pages of f16.
+    /// Says whether prompts that may be attended as floats, and 16-bit ones in small pages, are attended from 16-bit pages of 64 tokens.
     #[must_use]
     pub fn dequantize(mut self, dequantize: bool) -> Self {
         self.dequantize = Some(dequantize);

@@ -116,7 +116,7 @@ pub struct Preferences {
     /// Whether to use `split_kv.cu` with `few_tiles.cuh` where it covers a problem that `low_latency.cu` does not take: few short sequences by plans for
     /// long ones are then faster, and long ones slower.
     pub few_tiles: bool,
-    /// Whether to attend prompts from pages of f16 that `dequantize.cu` makes of the cache, where that is allowed and `many_rows.cu` attends them; none: where
+    /// Whether to attend prompts from 16-bit pages of 64 tokens that `dequantize.cu` makes of the cache, where that is allowed and `many_rows.cu` attends them; none: where
     /// it is estimated to be faster.
     pub dequantize: Option<bool>,
     /// Whether the problem's sequences are blocks of query tokens: those of a sequence differ in length on the device as they do in the plan, which

@@ -196,7 +196,7 @@ impl Instance {
         all
     }
 
-    /// What makes pages of f16 of a cache.
+    /// What makes 16-bit pages of 64 tokens of a cache.
     pub fn dequantize(head_dim: usize, format: KvFormat, layout: KvLayout) -> Self {
         Instance::Dequantize {
             format,

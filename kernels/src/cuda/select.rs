@@ -164,10 +164,10 @@ impl Shape {
             true => k.code_bits() == v.code_bits() && has_one_scale(k) && has_one_scale(v),
             false => k == v,
         };
-        // Its products are Hopper's, and read K and V as pages of whole tiles have them.
+        // Its products are Hopper's. Those of bytes have V along the tokens, as rows have not.
         if self.rows <= 8
             || !matches!(self.head_dim, 64 | 96 | 128)
-            || self.layout.page_size() < 64
+            || self.layout.is_rows() && self.format.is_integer()
             || shared_limit < BULK_SHARED
             || !is_covered
         {
@@ -246,11 +246,11 @@ pub fn many_rows(
 /// Tokens of a page that `dequantize.cu` writes: those of a tile.
 const DEQUANTIZED_PAGE: usize = arithmetic::TILE;
 
-/// Query rows of a KV head that read each cached token, from which on it is faster to make f16 of it first: for formats whose integers are attended exactly
-/// otherwise, and for fp8, whose codes become f16 in `many_rows.cu` otherwise.
+/// Query rows of a KV head that read each cached token, from which on it is faster to write it again first: for formats whose integers are attended exactly
+/// otherwise, and floats of small pages; and for fp8, whose codes become f16 in `many_rows.cu` otherwise.
 const MANY_READERS: [usize; 2] = [512, 4096];
 
-/// The format and the layout in which the cache of a problem is attended, where `dequantize.cu` turns it into pages of f16 first.
+/// The format and the layout in which the cache of a problem is attended, where `dequantize.cu` turns it into pages of 64 tokens in 16-bit floats first.
 pub fn dequantized(
     problem: &Problem,
     format: KvFormat,
@@ -258,18 +258,19 @@ pub fn dequantized(
     limits: DeviceLimits,
     preferences: &Preferences,
 ) -> Option<(KvFormat, KvLayout)> {
+    let attended = dequantized_as(problem, format, layout)?;
     let wanted = preferences.dequantize.unwrap_or_else(|| {
         let tokens = problem.kv_lens.iter().map(|&len| len as f64);
         let reads = tokens
             .clone()
             .zip(&problem.q_lens)
             .map(|(len, &q_len)| len * q_len as f64);
-        let readers = MANY_READERS[usize::from(!format.is_integer())] as f64;
+        let becomes_f16_anyway = !format.is_integer() && attended.0 != format;
+        let readers = MANY_READERS[usize::from(becomes_f16_anyway)] as f64;
         problem.heads_per_kv() as f64 * reads.sum::<f64>() >= readers * tokens.sum::<f64>()
     });
-    let attended = dequantized_as(problem, format, layout).filter(|_| wanted)?;
     many_rows(problem, attended.0, attended.1, limits, preferences)?;
-    Some(attended)
+    wanted.then_some(attended)
 }
 
 /// The same, whether it is faster or not.
@@ -278,12 +279,19 @@ pub(crate) fn dequantized_as(
     format: KvFormat,
     layout: KvLayout,
 ) -> Option<(KvFormat, KvLayout)> {
-    let f16 = KvFormat::same(Scheme::F16);
+    let [f16, bf16] = [Scheme::F16, Scheme::Bf16].map(KvFormat::same);
     let are_exact = [format.k, format.v]
         .iter()
         .all(|side| matches!(side, Scheme::Fp8E4m3 | Scheme::F16));
-    let is_allowed = problem.may_use_floats(format) || are_exact && format != f16;
-    (is_allowed && !layout.is_rows()).then_some((f16, KvLayout::Pages(DEQUANTIZED_PAGE)))
+    let attended = match format {
+        // As they are, out of pages that take many copies to a tile.
+        same if same == f16 || same == bf16 => {
+            (layout.page_size() < DEQUANTIZED_PAGE).then_some(same)
+        }
+        _ => (problem.may_use_floats(format) || are_exact).then_some(f16),
+    };
+    let attended = attended.filter(|_| !layout.is_rows())?;
+    Some((attended, KvLayout::Pages(DEQUANTIZED_PAGE)))
 }
 
 /// The fastest kernel of a problem, by its longest sequence; `None` if nothing fits.

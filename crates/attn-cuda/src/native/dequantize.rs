@@ -1,6 +1,6 @@
-//! Pages of f16 that a step attends in place of the cache's own, and how they are made in its workspace.
+//! Pages of 64 tokens in 16-bit floats that a step attends in place of the cache's own, and how they are made in its workspace.
 
-use attn_core::{KvFormat, PageLayout, Problem, Scheme, arithmetic::TILE};
+use attn_core::{KvFormat, PageLayout, Problem, arithmetic::TILE};
 use attn_kernels::cuda::{
     DeviceLimits, Instance, KvLayout, Preferences,
     params::{DecodeParams, DequantizeParams},
@@ -15,7 +15,7 @@ const MOST_BYTES: usize = 1 << 30;
 /// The most CTAs along a grid's second and third axis.
 const MOST_OF_AXIS: usize = 65_535;
 
-/// The pages of f16 of a plan.
+/// The pages of a plan.
 #[derive(Debug, Clone, Copy)]
 pub struct Dequantized {
     /// Kernel that makes them.
@@ -61,7 +61,7 @@ impl Dequantized {
             page_bytes: pages.page_bytes(),
             bytes,
             window,
-            rounds_queries: format.k != Scheme::F16,
+            rounds_queries: format.k.code_bits() < 16,
         };
         let fits = bytes <= MOST_BYTES && pages_each.max(batch) <= MOST_OF_AXIS;
         fits.then_some((pages, attended.0, attended.1))

@@ -105,6 +105,34 @@ fn integers_become_floats_in_prompts_that_say_so_alone() {
 }
 
 #[test]
+fn small_pages_of_floats_are_put_together_for_prompts() {
+    let heads = Heads {
+        q: 32,
+        kv: 8,
+        dim: 128,
+    };
+    let bf16 = KvFormat::same(Scheme::Bf16);
+    for (layout, q_len, want) in [
+        (KvLayout::Pages(16), 128, true),
+        (KvLayout::Pages(32), 2048, true),
+        (KvLayout::Pages(16), 127, false),
+        (KvLayout::Pages(64), 2048, false),
+        (KvLayout::Pages(128), 2048, false),
+        (KvLayout::PagedRows(16), 2048, false),
+    ] {
+        let problem = Problem::new(heads, [4096]).q_len(q_len);
+        let (kind, preferences) = (PlanKind::Known, Preferences::default());
+        let plan = LaunchPlan::new(kind, limits(), &preferences, &problem, bf16, layout).unwrap();
+        let given = format!("{layout:?}, {q_len} tokens");
+        assert_eq!(plan.dequantized.is_some(), want, "{given}");
+        assert!(plan.config.kernel.is_many_rows(), "{given}");
+        let attended = if want { KvLayout::Pages(64) } else { layout };
+        let is_so = matches!(plan.instance, Instance::Decode { format, layout, .. } if format == bf16 && layout == attended);
+        assert!(is_so, "{given}: {:?}", plan.instance);
+    }
+}
+
+#[test]
 fn query_blocks_stay_whole_where_sequences_of_as_many_rows_are_split() {
     let kernel = |kv_lens: Vec<usize>, q_len: usize| {
         let heads = Heads {

@@ -76,6 +76,36 @@ fn many_rows() -> Vec<Case> {
         case([12, 1], 64, &[2900, 70], &[1, 1], "fp8"),
         case([16, 1], 64, &[200; 40], &[1; 40], "fp8"),
     ];
+    // Tiles of several pages, whose pieces come one by one, and of residuals.
+    for (page_size, heads, dim, kv_lens, q_lens, format) in [
+        (16, [16, 1], 128, &[1100, 190][..], &[3, 8][..], "int8"),
+        (32, [6, 2], 64, &[300, 200, 5], &[60, 1, 0], "int8-plain"),
+        (16, [4, 1], 128, &[192, 70], &[64, 3], "int4"),
+        (32, [12, 1], 96, &[250, 70], &[17, 3], "int4-g1"),
+        (16, [4, 1], 96, &[130, 70], &[100, 3], "bf16"),
+        (32, [12, 1], 64, &[700, 100], &[2, 1], "fp8"),
+        (128, [64, 1], 64, &[1100, 0, 130], &[2, 1, 2], "f16"),
+    ] {
+        let mut pieces = case(heads, dim, kv_lens, q_lens, format);
+        pieces.page_size = page_size;
+        all.push(pieces);
+    }
+    // Rows of other engines, by every swizzle.
+    for (i, (heads, dim, kv_lens, q_lens, format)) in [
+        ([16, 1], 128, &[1100, 65][..], &[3, 1][..], "bf16"),
+        ([4, 1], 96, &[130, 70], &[100, 3], "f16"),
+        ([6, 2], 64, &[300, 200, 5], &[60, 1, 0], "bf16"),
+        ([16, 1], 128, &[700, 190], &[3, 8], "fp8"),
+        ([4, 1], 96, &[130, 70], &[100, 3], "fp8"),
+        ([12, 1], 64, &[300, 70], &[17, 1], "fp8"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut rows = case(heads, dim, kv_lens, q_lens, format);
+        rows.build = [Build::Bnsh, Build::Bsnh][i % 2];
+        all.push(rows);
+    }
     let mut masked = case([8, 1], 64, &[1300, 200], &[30, 11], "int8");
     (masked.problem.window_left, masked.problem.softcap) = (Some(150), Some(20.0));
     (masked.page_size, masked.problem.alibi_slopes) = (128, Some(vec![0.25; 8]));
