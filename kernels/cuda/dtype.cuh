@@ -60,11 +60,14 @@ template <int N> DEVICE void store_quad_row(u8* row, int dtype, const float (&x)
         return;
     }
 #pragma unroll
-    for (int j = 0; j < N; j += 4) {
+    for (int j = 0; j + 4 <= N; j += 4) {
         u32 words[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) words[i] = narrow_pair(x[j + i][0], x[j + i][1], dtype);
         uint4 vector = transpose_words(words, lane);
         if (row) *(uint4*)(row + 16 * (j + c)) = vector;
     }
+#pragma unroll
+    for (int j = N / 4 * 4; j < N; j++)
+        if (row) *(u32*)(row + 16 * j + 4 * c) = narrow_pair(x[j][0], x[j][1], dtype);
 }

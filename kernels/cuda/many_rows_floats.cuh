@@ -16,18 +16,25 @@ struct FloatTiles : Warpgroup {
     // Products read the first parts of queries from shared memory, which leaves registers for a second tile; or from registers, where codes are turned.
     u32 high[QUERIES_IN_REGISTERS ? PANELS : 1][4];  // as left operands of 16 dims
     bool has_low;
+    // The second parts of queries: in registers, or, of many dims, found again for each tile.
+    static constexpr bool KEEPS_LOW = HEAD_DIM <= 128;
+    static constexpr int LOW_PANELS = KEEPS_LOW ? PANELS : HEAD_DIM <= 192 ? 4 : 2;
+    float up[2];  // powers of two that queries are multiplied by
     template <int TILES> using Scores = float[TILES][SUMS_OF_TILE];
     template <int TILES> using Weights = u32[TILES * 4][4];  // as left operands of 16 tokens
-    using Low = u32[PANELS][4];                              // second parts of queries, as left operands of 16 dims
+    using Low = u32[LOW_PANELS][4];                          // second parts of queries, as left operands of 16 dims
 
+    // A row of the thread's, as it is: scores are scaled.
+    __device__ __forceinline__ QueryRow unscaled_row(const Part& part, int h) const {
+        QueryRow row = query_row(p, part, part.kv_head, first_row + lane / 4 + 8 * h);
+        row.factor = row.factor > 0.0f ? 1.0f : 0.0f;
+        return row;
+    }
     // Calls take(panel, i, h, first, second) for the pairs of a thread's queries, in two parts.
     template <class Take> __device__ __forceinline__ void each_query_pair(const Part& part, Take take) {
         QueryRow row[2];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            row[h] = query_row(p, part, part.kv_head, first_row + lane / 4 + 8 * h);
-            row[h].factor = row[h].factor > 0.0f ? 1.0f : 0.0f;
-        }
+        for (int h = 0; h < 2; h++) row[h] = unscaled_row(part, h);
         float elements[2][PANELS][4];
         load_elements(row, lane, elements);
 #pragma unroll
@@ -36,14 +43,15 @@ struct FloatTiles : Warpgroup {
             float largest = rotate_row(x, lane);
             // By a power of two, to below 2^14, which f16 holds.
             int e = largest == 0.0f ? 0 : min(13 - exponent(largest), 126);
-            float up = exp2i(e), factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[part.kv_head] : 1.0f);
+            up[h] = exp2i(e);
+            float factor = p.log2_scale * (p.k_tensor_scales ? p.k_tensor_scales[part.kv_head] : 1.0f);
             rows.scale[h] = fmaxf(factor * exp2i(-e / 2) * exp2i(e / 2 - e), 0x1p-126f);
 #pragma unroll
             for (int panel = 0; panel < PANELS; panel++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     u32 first, second;
-                    split_pair<IS_BF16>(x[panel][2 * i] * up, x[panel][2 * i + 1] * up, first, second);
+                    split_pair<IS_BF16>(x[panel][2 * i] * up[h], x[panel][2 * i + 1] * up[h], first, second);
                     take(panel, i, h, first, second);
                 }
         }
@@ -87,8 +95,40 @@ struct FloatTiles : Warpgroup {
 
     // Where K's 16 dims from 16i on begin in a side.
     DEVICE constexpr int dims_at(int i) { return IN_ROWS ? i * 32 / SWIZZLE * TILE * SWIZZLE + i * 32 % SWIZZLE : i * 2 * TILE * 16; }
+    // The second parts of some panels.
+    __device__ __forceinline__ void find_low(const Part& part, int first, Low& low) const {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            QueryRow row = unscaled_row(part, h);
+#pragma unroll
+            for (int n = 0; n < LOW_PANELS; n++) {
+                float x[4];
+                if (row.dtype == Dtype::F32) row.template pairs<false>((first + n) * 16 + 2 * (lane % 4), x);
+                else row.template pairs<true>((first + n) * 16 + 2 * (lane % 4), x);
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    u32 of_first;
+                    split_pair<IS_BF16>(x[2 * i] * up[h], x[2 * i + 1] * up[h], of_first, low[n][2 * i + h]);
+                }
+            }
+        }
+    }
+    // Adds their products to those of the first parts, which are under way.
+    __device__ __forceinline__ void multiply_low(const Part& part, u64 keys, float (&s)[SUMS_OF_TILE]) const {
+#pragma unroll 1
+        for (int first = 0; first < PANELS; first += LOW_PANELS) {
+            Low low;
+            find_low(part, first, low);
+            products_wait<0>();
+            products_landed(s);
+            products_begin();
+#pragma unroll
+            for (int n = 0; n < LOW_PANELS; n++) FloatProducts<IS_BF16, false>::multiply(s, low[n], matrices_behind(keys, dims_at(first + n)), true);
+            products_commit();
+        }
+    }
     // `keys`: where the first tile's K is.
-    template <bool HAS_LOW, int TILES> __device__ __forceinline__ void multiply_keys(u32 keys, const Low& low, Scores<TILES>& s) const {
+    template <bool HAS_LOW, int TILES> __device__ __forceinline__ void multiply_keys(const Part& part, u32 keys, const Low& low, Scores<TILES>& s) const {
         using Product = FloatProducts<IS_BF16, false>;
         u64 a = matrices(same_for_all(queries), 64 * 16), b = IN_ROWS ? swizzled_matrices<SWIZZLE>(keys, 16) : matrices(keys, TILE * 16);
         products_begin();
@@ -100,12 +140,13 @@ struct FloatTiles : Warpgroup {
                 if constexpr (QUERIES_IN_REGISTERS) Product::multiply(s[t], high[i], of_tile, i > 0);
                 else Product::multiply_shared(s[t], matrices_behind(a, i * 2 * 64 * 16), of_tile, i > 0);
             }
-        if (HAS_LOW)
+        if (HAS_LOW && KEEPS_LOW)
 #pragma unroll
             for (int t = 0; t < TILES; t++)
 #pragma unroll
-                for (int i = 0; i < PANELS; i++) Product::multiply(s[t], low[i], matrices_behind(b, t * 2 * SIDE_BYTES + dims_at(i)), true);
+                for (int i = 0; i < PANELS; i++) Product::multiply(s[t], low[i % LOW_PANELS], matrices_behind(b, t * 2 * SIDE_BYTES + dims_at(i)), true);
         products_commit();
+        if (HAS_LOW && !KEEPS_LOW) multiply_low(part, b, s[0]);
     }
     // `values`: where the first tile's V is.
     template <int TILES> __device__ __forceinline__ void multiply_values(u32 values, const Weights<TILES>& weights) {
@@ -211,7 +252,7 @@ struct FloatTiles : Warpgroup {
         int side = 2 * first;
         u32 at = same_for_all(ring.at(side));
         wait_sides<TILES>(ring, side);
-        multiply_keys<HAS_LOW, TILES>(at, low, s);
+        multiply_keys<HAS_LOW, TILES>(part, at, low, s);
         products_wait<0>();
         pass_turn();
         products_landed(o);
@@ -232,7 +273,7 @@ struct FloatTiles : Warpgroup {
     template <bool HAS_LOW> __device__ __forceinline__ void add_steps(const Part& part, int index, int end) {
         constexpr int TILES = HAS_LOW ? 1 : STEP;
         Low low;
-        if (HAS_LOW) each_query_pair(part, [&](int panel, int i, int h, u32, u32 second) { low[panel][2 * i + h] = second; });
+        if (HAS_LOW && KEEPS_LOW) each_query_pair(part, [&](int panel, int i, int h, u32, u32 second) { low[panel % LOW_PANELS][2 * i + h] = second; });
         Weights<TILES> weights;
         int held = -1;
         take_turn();

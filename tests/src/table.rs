@@ -151,10 +151,24 @@ fn prompts(table: &mut Table) {
             table.add(case);
         }
     }
-    for format in formats(&["f16", "bf16", "fp8", "int8-plain"]) {
-        for (build, head_dim) in [(Build::Bnsh, 128), (Build::Bsnh, 96), (Build::Bnsh, 64)] {
-            let mut case = Case::new([8, 2], head_dim, &[300, 17, 0, 64, 1100], format);
-            case.problem.q_lens = vec![70, 17, 0, 64, 3];
+    // Other dims, and rows.
+    for format in formats(&["bf16", "int8"]) {
+        for head_dim in [80, 192, 256] {
+            let mut case = Case::new([8, 2], head_dim, &[300, 17, 0, 64], format);
+            case.problem.q_lens = vec![70, 17, 0, 64];
+            (case.build, case.problem.arithmetic) = (Build::AtOnce, Arithmetic::Fast);
+            table.add(case);
+        }
+    }
+    for format in formats(&["f16", "bf16", "fp8"]) {
+        for (build, head_dim) in [
+            (Build::Bnsh, 128),
+            (Build::Bsnh, 96),
+            (Build::Bnsh, 64),
+            (Build::Bsnh, 256),
+        ] {
+            let mut case = Case::new([8, 2], head_dim, &[300, 17, 0, 64], format);
+            case.problem.q_lens = vec![70, 17, 0, 64];
             case.build = build;
             table.add(case);
         }

@@ -182,6 +182,15 @@ impl List {
                 (workload.cache, workload.page_size) = (layout, page_size);
             }
         }
+        // The shapes of Gemma 3 and Phi 2.
+        for [heads, kv_heads, dim] in [[8, 4, 256], [32, 32, 80]] {
+            let name = format!("{heads}-{kv_heads}-d{dim}-ctx8192");
+            let shape = [heads, kv_heads, dim];
+            for workload in self.add("prefill", &name, "bf16,int8", shape, vec![8192]) {
+                let problem = workload.problem.clone().q_len(8192);
+                workload.problem = problem.arithmetic(Arithmetic::Fast);
+            }
+        }
         for ctx in PROMPTS {
             let batch = (PROMPT_TOKENS / ctx).max(1);
             let name = format!("16-1-ctx{ctx}-batch{batch}");

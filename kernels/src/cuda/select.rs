@@ -164,19 +164,29 @@ impl Shape {
             true => k.code_bits() == v.code_bits() && has_one_scale(k) && has_one_scale(v),
             false => k == v,
         };
-        // Its products are Hopper's. Those of bytes have V along the tokens, as rows have not.
+        // Its products are Hopper's. Those of bytes have V along the tokens, as rows have not. Of many dims, registers suffice for 16-bit floats, and shared memory for a
+        // ring of both warpgroups'.
+        let (row_warps, is_16_bit) = (
+            if self.rows > 64 { WARPGROUPS } else { 1 },
+            k.code_bits() == 16,
+        );
+        let has_dims = match self.head_dim {
+            64 | 96 | 128 => true,
+            80 => is_16_bit,
+            192 | 256 => is_16_bit && row_warps == WARPGROUPS,
+            _ => false,
+        };
         if self.rows <= 8
-            || !matches!(self.head_dim, 64 | 96 | 128)
+            || !has_dims
             || self.layout.is_rows() && self.format.is_integer()
             || shared_limit < BULK_SHARED
             || !is_covered
         {
             return None;
         }
-        let row_warps = if self.rows > 64 { WARPGROUPS } else { 1 };
-        // Floats of 16 bits are read a step at a time: K and V of as many tiles as a team has warpgroups.
-        let is_whole_steps =
-            move |stages: &usize| k.code_bits() < 16 || stages.is_multiple_of(2 * row_warps);
+        // Floats of 16 bits are read a step at a time: K and V of as many tiles as a team has warpgroups, or of one, of many dims.
+        let of_step = 2 * if self.head_dim > 128 { 1 } else { row_warps };
+        let is_whole_steps = move |stages: &usize| !is_16_bit || stages.is_multiple_of(of_step);
         (2..=9 * row_warps)
             .rev()
             .filter(is_whole_steps)

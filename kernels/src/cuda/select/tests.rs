@@ -245,9 +245,11 @@ fn a_formats_rows_alone_say_from_when_on_they_are_many() {
 
 #[test]
 fn stages_of_16_bit_floats_divide_into_steps() {
-    for (head_dim, rows) in [64, 96, 128]
+    let few_dims = [64, 80, 96, 128].map(|dim| [(dim, 33), (dim, 128)]);
+    for (head_dim, rows) in few_dims
         .into_iter()
-        .flat_map(|dim| [(dim, 33), (dim, 128)])
+        .flatten()
+        .chain([(192, 128), (256, 128)])
     {
         let shape = Shape {
             rows,
@@ -257,7 +259,11 @@ fn stages_of_16_bit_floats_divide_into_steps() {
         };
         let config = shape.many_rows(LIMITS.shared_limit).unwrap();
         // K and V of a tile for each warpgroup of a team, and a step ahead of the one that is read.
-        let of_step = 2 * config.row_warps;
+        let of_step = if head_dim > 128 {
+            2
+        } else {
+            2 * config.row_warps
+        };
         assert_eq!(config.stages % of_step, 0, "{head_dim} dims, {rows} rows");
         assert!(config.stages >= 2 * of_step, "{head_dim} dims, {rows} rows");
     }

@@ -78,26 +78,37 @@ fn many_rows() -> Vec<Case> {
     ];
     // Tiles of several pages, whose pieces come one by one, and of residuals.
     for (page_size, heads, dim, kv_lens, q_lens, format) in [
-        (16, [16, 1], 128, &[1100, 190][..], &[3, 8][..], "int8"),
+        (16, [16, 1], 128, &[400, 190][..], &[3, 8][..], "int8"),
         (32, [6, 2], 64, &[300, 200, 5], &[60, 1, 0], "int8-plain"),
         (16, [4, 1], 128, &[192, 70], &[64, 3], "int4"),
         (32, [12, 1], 96, &[250, 70], &[17, 3], "int4-g1"),
         (16, [4, 1], 96, &[130, 70], &[100, 3], "bf16"),
-        (32, [12, 1], 64, &[700, 100], &[2, 1], "fp8"),
-        (128, [64, 1], 64, &[1100, 0, 130], &[2, 1, 2], "f16"),
+        (32, [12, 1], 64, &[300, 100], &[2, 1], "fp8"),
+        (128, [64, 1], 64, &[400, 0, 130], &[2, 1, 2], "f16"),
     ] {
         let mut pieces = case(heads, dim, kv_lens, q_lens, format);
         pieces.page_size = page_size;
         all.push(pieces);
     }
+    // Other dims: a step of one tile, and widths that no vector divides. Queries of f32 beside them are found again for each tile.
+    for (heads, dim, kv_lens, q_lens, format) in [
+        ([4, 1], 256, &[200, 70][..], &[20, 3][..], "bf16"),
+        ([4, 1], 192, &[300, 130], &[20, 3], "f16"),
+        ([6, 2], 80, &[300, 200, 5], &[60, 1, 0], "bf16"),
+        ([16, 1], 80, &[200, 100], &[2, 1], "f16"),
+    ] {
+        all.push(case(heads, dim, kv_lens, q_lens, format));
+    }
     // Rows of other engines, by every swizzle.
     for (i, (heads, dim, kv_lens, q_lens, format)) in [
-        ([16, 1], 128, &[1100, 65][..], &[3, 1][..], "bf16"),
+        ([16, 1], 128, &[400, 65][..], &[3, 1][..], "bf16"),
         ([4, 1], 96, &[130, 70], &[100, 3], "f16"),
         ([6, 2], 64, &[300, 200, 5], &[60, 1, 0], "bf16"),
-        ([16, 1], 128, &[700, 190], &[3, 8], "fp8"),
+        ([16, 1], 128, &[200, 190], &[3, 8], "fp8"),
         ([4, 1], 96, &[130, 70], &[100, 3], "fp8"),
         ([12, 1], 64, &[300, 70], &[17, 1], "fp8"),
+        ([6, 2], 80, &[300, 200, 5], &[60, 1, 0], "bf16"),
+        ([4, 1], 256, &[200, 70], &[20, 3], "f16"),
     ]
     .into_iter()
     .enumerate()
