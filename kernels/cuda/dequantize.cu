@@ -15,7 +15,7 @@ constexpr int WINDOW = ATTN_K_WINDOW > ATTN_V_WINDOW ? ATTN_K_WINDOW : ATTN_V_WI
 constexpr int SIDE = TILE * HEAD_DIM * 2;  // bytes of K or V in a page of one KV head
 
 // What a number of f16 counts: with it the largest code times the largest scale is in f16's range.
-constexpr float unit_of(int scheme) { return params_bytes(scheme, 1) ? 128.0f : 1.0f; }
+constexpr int unit_of(int scheme) { return params_bytes(scheme, 1) ? 128 : 1; }
 DEVICE float tensor_scale(const float* scales, int head) { return scales ? scales[head] : 1.0f; }
 
 template <int SCHEME, int GROUPS, bool COLUMNS> struct WidenedToken : StoredToken<SCHEME, GROUPS, COLUMNS> {
@@ -23,8 +23,6 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct WidenedToken : StoredToke
     using StoredToken<SCHEME, GROUPS, COLUMNS>::part;
 
     static METHOD float number(float x) {
-        if (unit_of(SCHEME) == 1.0f) return x;
-        x = x * (1.0f / unit_of(SCHEME));
         // A vector that is no longer rotated may have dims larger than all codes times scales.
         return is_rotated(SCHEME) ? fminf(fmaxf(x, -LARGEST_HALF), LARGEST_HALF) : x;
     }
@@ -87,11 +85,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const _
             const int t = block + i + lane / LANES;
             WidenedToken<ATTN_K, ATTN_K_GROUPS, false> k;
             k.part = lane % LANES;
-            k.load(run, run + K_PARAMS, ATTN_K_WINDOW && is_fine ? residuals : nullptr, t % PAGE, 1.0f);
+            k.load<unit_of(ATTN_K)>(run, run + K_PARAMS, ATTN_K_WINDOW && is_fine ? residuals : nullptr, t % PAGE, 1.0f);
             k.store(side, t % TILE);
             WidenedToken<ATTN_V, ATTN_V_GROUPS, (code_bits(ATTN_V) < 16)> v;
             v.part = lane % LANES;
-            v.load(run + V_CODES, run + V_PARAMS, ATTN_V_WINDOW && is_fine ? residuals + K_RESIDUALS : nullptr, t % PAGE, 1.0f);
+            v.load<unit_of(ATTN_V)>(run + V_CODES, run + V_PARAMS, ATTN_V_WINDOW && is_fine ? residuals + K_RESIDUALS : nullptr, t % PAGE, 1.0f);
             v.store(side + SIDE, t % TILE);
         }
     }

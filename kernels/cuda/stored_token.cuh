@@ -52,22 +52,29 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
 
     METHOD u32 panel(int j) const { return PANELS % LANES ? min(LANES * j + part, PANELS - 1) : LANES * j + part; }
 
-    static METHOD float value(u32 code, u32 param, float tensor_scale) {
-        const float scale = half_float(param & 0xffff);
+    static constexpr int ROTATED = HEAD_DIM & -HEAD_DIM;
+    // What turning back multiplies by in the end; parameters are multiplied by it, which are fewer.
+    static constexpr float TURNED_BY = !is_rotated(SCHEME) ? 1.0f : 1.0f / (ROTATED >= 128 ? 16 : ROTATED >= 32 ? 8 : 4);
+
+    // `by`: a power of two.
+    static METHOD float value(u32 code, u32 param, float tensor_scale, float by) {
+        const float scale = half_float(param & 0xffff) * by;
         if (SCHEME == F16) return half_float(code);
         if (SCHEME == BF16) return bits_float(code << 16);
         if (SCHEME == FP8) return of_fp8(code) * tensor_scale;
-        if (SCHEME == INT4) return whole(code, 0.0f) * scale + half_float(param >> 16);
+        if (SCHEME == INT4) return whole(code, 0.0f) * scale + half_float(param >> 16) * by;
         if (SCHEME == ROTATED_INT4) return whole(2 * code, 15.0f) * scale;
         return whole(code ^ 0x80, 128.0f) * (SCHEME == INT8_TENSOR ? tensor_scale : scale);
     }
 
     // A small number less another one, both whole: without a conversion, of which a processor does few at a time.
     static METHOD float whole(u32 number, float less) { return bits_float(0x4b000000 | number) - (8388608.0f + less); }
-    static METHOD float fine_value(u32 code, u32 residual, u32 param) { return whole(2 * (16 * code + residual), 255.0f) * (half_float(param & 0xffff) * 0.0625f); }
+    static METHOD float fine_value(u32 code, u32 residual, u32 param, float by) { return whole(2 * (16 * code + residual), 255.0f) * (half_float(param & 0xffff) * (0.0625f * by)); }
 
-    // `residuals` is null where the row is read without.
-    METHOD void load(const u8* codes, const u8* params, const u8* residuals, u32 t, float tensor_scale) {
+    // `residuals` is null where the row is read without. UNIT: what numbers count, a power of two; 1 where a scheme has no parameters.
+    template <int UNIT = 1> METHOD void load(const u8* codes, const u8* params, const u8* residuals, u32 t, float tensor_scale) {
+        static_assert(UNIT == 1 || Layout::HAS_PARAMS, "parameters carry the unit");
+        constexpr float BY = TURNED_BY / UNIT;
         PanelCodes<SCHEME, COLUMNS> stored[EACH];
         u32 param[EACH][PARAMS] = {};
 #pragma unroll
@@ -85,19 +92,18 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
                 PanelCodes<SCHEME, COLUMNS> fine;
                 fine.load(residuals, t, panel(j));
 #pragma unroll
-                for (int e = 0; e < 16; e++) x[j][e] = fine_value(stored[j].code(e, t), fine.code(e, t), param[j][e / 4 % PARAMS]);
+                for (int e = 0; e < 16; e++) x[j][e] = fine_value(stored[j].code(e, t), fine.code(e, t), param[j][e / 4 % PARAMS], BY);
             }
         } else {
 #pragma unroll
             for (int j = 0; j < EACH; j++)
 #pragma unroll
-                for (int e = 0; e < 16; e++) x[j][e] = value(stored[j].code(e, t), param[j][e / 4 % PARAMS], tensor_scale);
+                for (int e = 0; e < 16; e++) x[j][e] = value(stored[j].code(e, t), param[j][e / 4 % PARAMS], tensor_scale, BY);
         }
         if constexpr (is_rotated(SCHEME)) rotate_back();
     }
     // As `Token::rotate<true>`: one bit of the dims after another.
     METHOD void rotate_back() {
-        constexpr int ROTATED = HEAD_DIM & -HEAD_DIM;
 #pragma unroll
         for (int stride = 1; stride < ROTATED; stride *= 2) {
 #pragma unroll
@@ -115,10 +121,5 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
                     }
                 }
         }
-        constexpr int HALVINGS = ROTATED >= 128 ? 4 : ROTATED >= 32 ? 3 : 2;
-#pragma unroll
-        for (int j = 0; j < EACH; j++)
-#pragma unroll
-            for (int e = 0; e < 16; e++) x[j][e] = x[j][e] * (1.0f / (1 << HALVINGS));
     }
 };
