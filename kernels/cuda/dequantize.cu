@@ -9,14 +9,11 @@
 // Numerics  those of attn-core/src/quant.rs and rotation.rs, rounded once to f16, and none of 16 bits; compiled without contraction, subnormals kept.
 // Shared    none.
 // Host      attn-cuda/src/native/dequantize.rs; parameters in kernels/src/cuda/params.rs.
+#include "dequantized.cuh"
 #include "stored_token.cuh"
 
 constexpr int WINDOW = ATTN_K_WINDOW > ATTN_V_WINDOW ? ATTN_K_WINDOW : ATTN_V_WINDOW;
 constexpr int SIDE = TILE * HEAD_DIM * 2;  // bytes of K or V in a page of one KV head
-
-// What a number of f16 counts: with it the largest code times the largest scale is in f16's range.
-constexpr int unit_of(int scheme) { return params_bytes(scheme, 1) ? 128 : 1; }
-DEVICE float tensor_scale(const float* scales, int head) { return scales ? scales[head] : 1.0f; }
 
 template <int SCHEME, int GROUPS, bool COLUMNS> struct WidenedToken : StoredToken<SCHEME, GROUPS, COLUMNS> {
     using StoredToken<SCHEME, GROUPS, COLUMNS>::x;
@@ -62,14 +59,10 @@ DEVICE int first_fine_tile(const DequantizeParams& p, int b, int kv_len) {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const __grid_constant__ DequantizeParams p) {
     const int head = blockIdx.x, tile = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32, heads = gridDim.x;
-    if (tile == 0 && b == 0 && threadIdx.x == 0) {
-        p.scales[head] = unit_of(ATTN_K) * tensor_scale(p.k_tensor_scales, head);
-        p.scales[heads + head] = unit_of(ATTN_V) * tensor_scale(p.v_tensor_scales, head);
-    }
+    write_units<ATTN_K, ATTN_V>(p);
     const int kv_len = p.kv_lens[b], block = tile * TILE + threadIdx.x / 32 * BLOCK;
     if (block >= kv_len) return;
-    const u32 to = (u32)b * p.pages_each + tile;
-    if (head == 0 && threadIdx.x == 0) p.table[to] = to;
+    const u32 to = write_entry(p);
     const auto run_of = [&](u32 page) { return p.pool + (u64)page * p.page_stride + (u64)head * RUN; };
     const int page = block / PAGE;
     const u8* const run = run_of(p.page_table[(u64)b * p.page_table_stride + page]);

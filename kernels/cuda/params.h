@@ -177,9 +177,16 @@ struct ExportParams {
 };
 static_assert(sizeof(ExportParams) == 120, "params.rs");
 
-// Parameters of `dequantize.cu`.
+// Parameters of `dequantize.cu`, and of `dequantize_rows.cu`.
 struct DequantizeParams {
-    const unsigned char* pool;                 // Pages [page][kv_head][run].
+    const unsigned char* pool;                 // Pages [page][kv_head][run]; of rows, K's codes.
+    const unsigned char* v;                    // Rows: V's codes.
+    const unsigned short* k_scales;            // Rows: as in DecodeParams.
+    const unsigned short* v_scales;            // Rows: as in DecodeParams.
+    long long k_strides[3];                    // Rows: as in DecodeParams.
+    long long v_strides[3];                    // Rows: as in DecodeParams.
+    long long k_scale_strides[3];              // Rows: as in DecodeParams.
+    long long v_scale_strides[3];              // Rows: as in DecodeParams.
     const unsigned int* page_table;            // u32 [batch][page_table_stride].
     const unsigned int* residual_pages;        // u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
     const int* kv_lens;                        // i32 [batch].
@@ -199,7 +206,7 @@ struct DequantizeParams {
     unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
     unsigned int reserved;                     // Unused: the size is a multiple of 8.
 };
-static_assert(sizeof(DequantizeParams) == 120, "params.rs");
+static_assert(sizeof(DequantizeParams) == 240, "params.rs");
 
 // Parameters of `copy_pages.cu`.
 struct CopyPagesParams {

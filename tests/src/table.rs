@@ -173,6 +173,14 @@ fn prompts(table: &mut Table) {
             table.add(case);
         }
     }
+    for format in formats(&["int8-plain", "int8-g32"]) {
+        for (build, head_dim) in [(Build::Bnsh, 128), (Build::Bsnh, 96)] {
+            let mut case = Case::new([32, 2], head_dim, &[300, 17, 64], format);
+            case.problem.q_lens = vec![70, 17, 64];
+            (case.build, case.problem.arithmetic) = (build, Arithmetic::Fast);
+            table.add(case);
+        }
+    }
     for format in formats(&[
         "int8",
         "int4",

@@ -241,12 +241,18 @@ mod tests {
                 head_dim: 96,
                 page_size: 16,
             };
+            let rows = Instance::DequantizeRows {
+                format: "int8-g32/fp8".parse().unwrap(),
+                head_dim: 80,
+                page_size: 16,
+            };
             let (copy, merge) = (Instance::CopyPages, Instance::MergeStates);
             for instance in [
                 append,
                 import,
                 export,
                 dequantize,
+                rows,
                 copy,
                 merge,
                 Instance::QueryBlocks,

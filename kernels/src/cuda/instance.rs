@@ -112,6 +112,15 @@ pub enum Instance {
         /// Tokens per page.
         page_size: usize,
     },
+    /// `dequantize_rows.cu`.
+    DequantizeRows {
+        /// Format of the cache.
+        format: KvFormat,
+        /// Elements per head.
+        head_dim: usize,
+        /// Tokens of a page of rows; 0: rows of whole sequences.
+        page_size: usize,
+    },
     /// `copy_pages.cu`.
     CopyPages,
     /// `merge_states.cu`.
@@ -198,10 +207,17 @@ impl Instance {
 
     /// What makes 16-bit pages of 64 tokens of a cache.
     pub fn dequantize(head_dim: usize, format: KvFormat, layout: KvLayout) -> Self {
-        Instance::Dequantize {
-            format,
-            head_dim,
-            page_size: layout.page_size(),
+        match layout {
+            KvLayout::Pages(page_size) => Instance::Dequantize {
+                format,
+                head_dim,
+                page_size,
+            },
+            KvLayout::Rows | KvLayout::PagedRows(_) => Instance::DequantizeRows {
+                format,
+                head_dim,
+                page_size: layout.row_page_size(),
+            },
         }
     }
 
@@ -255,6 +271,7 @@ impl Instance {
             Instance::Import { .. } => "import.cu",
             Instance::Export { .. } => "export.cu",
             Instance::Dequantize { .. } => "dequantize.cu",
+            Instance::DequantizeRows { .. } => "dequantize_rows.cu",
             Instance::CopyPages => "copy_pages.cu",
             Instance::MergeStates => "merge_states.cu",
             Instance::MergeSpans { .. } => "merge_spans.cu",
@@ -272,6 +289,7 @@ impl Instance {
             Instance::Import { .. } => "attn_import",
             Instance::Export { .. } => "attn_export",
             Instance::Dequantize { .. } => "attn_dequantize",
+            Instance::DequantizeRows { .. } => "attn_dequantize_rows",
             Instance::CopyPages => "attn_copy_pages",
             Instance::MergeStates => "attn_merge_states",
             Instance::MergeSpans { .. } => "attn_merge_spans",
@@ -362,6 +380,15 @@ impl Instance {
                 head_dim,
                 page_size,
             } => of_format(format, head_dim, page_size),
+            Instance::DequantizeRows {
+                format,
+                head_dim,
+                page_size,
+            } => {
+                let mut all = of_format(format, head_dim, 0);
+                all.push(("ATTN_ROW_PAGE", page_size));
+                all
+            }
             Instance::CopyPages
             | Instance::MergeStates
             | Instance::QueryBlocks

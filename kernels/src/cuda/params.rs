@@ -310,10 +310,24 @@ blocks! {
         reserved: u32 = "unsigned int",
     }
 
-    /// Parameters of `dequantize.cu`.
+    /// Parameters of `dequantize.cu`, and of `dequantize_rows.cu`.
     struct DequantizeParams {
-        /// Pages [page][kv_head][run].
+        /// Pages [page][kv_head][run]; of rows, K's codes.
         pool: u64 = "const unsigned char*",
+        /// Rows: V's codes.
+        v: u64 = "const unsigned char*",
+        /// Rows: as in DecodeParams.
+        k_scales: u64 = "const unsigned short*",
+        /// Rows: as in DecodeParams.
+        v_scales: u64 = "const unsigned short*",
+        /// Rows: as in DecodeParams.
+        k_strides: [i64; 3] = "long long",
+        /// Rows: as in DecodeParams.
+        v_strides: [i64; 3] = "long long",
+        /// Rows: as in DecodeParams.
+        k_scale_strides: [i64; 3] = "long long",
+        /// Rows: as in DecodeParams.
+        v_scale_strides: [i64; 3] = "long long",
         /// u32 [batch][page_table_stride].
         page_table: u64 = "const unsigned int*",
         /// u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.

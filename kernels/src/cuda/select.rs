@@ -296,12 +296,12 @@ pub(crate) fn dequantized_as(
     let attended = match format {
         // As they are, out of pages that take many copies to a tile.
         same if same == f16 || same == bf16 => {
-            (layout.page_size() < DEQUANTIZED_PAGE).then_some(same)
+            let are_small = !layout.is_rows() && layout.page_size() < DEQUANTIZED_PAGE;
+            are_small.then_some(same)
         }
         _ => (problem.may_use_floats(format) || are_exact).then_some(f16),
     };
-    let attended = attended.filter(|_| !layout.is_rows())?;
-    Some((attended, KvLayout::Pages(DEQUANTIZED_PAGE)))
+    Some((attended?, KvLayout::Pages(DEQUANTIZED_PAGE)))
 }
 
 /// The fastest kernel of a problem, by its longest sequence; `None` if nothing fits.

@@ -107,6 +107,13 @@ impl Dequantized {
         let (pages_each, fine_pages) = (self.pages_each as u32, self.coarse_pages() as u32);
         let make = DequantizeParams {
             pool: step.k,
+            v: step.v,
+            k_scales: step.k_scales,
+            v_scales: step.v_scales,
+            k_strides: step.k_strides,
+            v_strides: step.v_strides,
+            k_scale_strides: step.k_scale_strides,
+            v_scale_strides: step.v_scale_strides,
             page_table: step.page_table,
             residual_pages: step.residual_pages,
             kv_lens: step.kv_lens,

@@ -328,7 +328,7 @@ pub(crate) unsafe fn launch_decode_as(
     {
         let (grid, threads) = pages.grid();
         let mut arguments = [(&raw mut made).cast::<c_void>()];
-        // SAFETY: `attn_dequantize` takes one DequantizeParams, asserted on both sides; it reads what the launches below would, and writes the part of the
+        // SAFETY: `attn_dequantize` and `attn_dequantize_rows` take one DequantizeParams, asserted on both sides; it reads what the launches below would, and writes the part of the
         // workspace that they read in its place; the rest is this function's contract.
         unsafe { kernel.launch(stream, grid, threads, &mut arguments) }
             .map_err(failed("dequantizing"))?;
@@ -337,7 +337,7 @@ pub(crate) unsafe fn launch_decode_as(
     for mut params in plan.launch_plan.launches(params) {
         // What `attn_decode` takes on views, and in pages.
         let mut both = [(&raw mut params).cast(), (&raw mut maps).cast::<c_void>()];
-        let arguments = if plan.layout.is_rows() {
+        let arguments = if plan.layout.is_rows() && plan.dequantize.is_none() {
             &mut both[..]
         } else {
             &mut both[..1]

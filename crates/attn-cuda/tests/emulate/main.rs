@@ -151,7 +151,7 @@ fn entry(instance: Instance) -> [String; 5] {
         Instance::Append { .. } => "AppendParams",
         Instance::Import { .. } => "ImportParams",
         Instance::Export { .. } => "ExportParams",
-        Instance::Dequantize { .. } => "DequantizeParams",
+        Instance::Dequantize { .. } | Instance::DequantizeRows { .. } => "DequantizeParams",
         Instance::CopyPages => "CopyPagesParams",
         Instance::MergeStates => "MergeStatesParams",
         Instance::MergeSpans { .. } => "MergeSpansParams",

@@ -204,7 +204,8 @@ fn a_cache_is_dequantized_for_prompts_that_read_it_often() {
     // By all sequences; not by dims that `many_rows.cu` does not have, and not where bits are promised.
     let with_short = |p: &mut Problem| (p.q_lens, p.kv_lens) = (vec![1, 32], vec![8192; 2]);
     assert!(!is_dequantized("int8", 32, &with_short));
-    assert!(!is_dequantized("int8", 4096, &|p| p.head_dim = 192));
+    assert!(!is_dequantized("int8", 4096, &|p| p.head_dim = 160));
+    assert!(is_dequantized("int8", 4096, &|p| p.head_dim = 192));
     assert!(!is_dequantized("int8", 4096, &|p| p.arithmetic = Arithmetic::Exact));
     assert!(is_dequantized("fp8", 4096, &|p| p.arithmetic = Arithmetic::Exact));
     // Small pages of 16 bits are put together.
@@ -217,13 +218,17 @@ fn a_cache_is_dequantized_for_prompts_that_read_it_often() {
     for (page_size, want) in [(16, together), (32, together), (64, None), (128, None)] {
         assert_eq!(of_pages(page_size), want, "{page_size}");
     }
-    // Rows of other caches are not what dequantize.cu reads.
+    // Rows of other caches, too.
     let problem = step([16, 1, 128], [8192]).q_len(4096);
-    let rows = |layout| {
+    for layout in [KvLayout::Pages(16), KvLayout::Rows, KvLayout::PagedRows(16)] {
         let fp8 = KvFormat::same(Scheme::Fp8E4m3);
-        dequantized(&problem, fp8, layout, LIMITS, &Preferences::default())
-    };
-    assert!(rows(KvLayout::Pages(16)).is_some() && rows(KvLayout::Rows).is_none());
+        let attended = dequantized(&problem, fp8, layout, LIMITS, &Preferences::default());
+        assert_eq!(
+            attended,
+            Some((KvFormat::same(Scheme::F16), KvLayout::Pages(64))),
+            "{layout:?}"
+        );
+    }
 }
 
 #[test]

@@ -117,6 +117,20 @@ fn many_rows() -> Vec<Case> {
         rows.build = [Build::Bnsh, Build::Bsnh][i % 2];
         all.push(rows);
     }
+    for (i, (dim, format)) in [
+        (64, "int8-plain"),
+        (96, "int8-g32"),
+        (128, "int8-tensor"),
+        (80, "f16/fp8"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut rows = case([4, 1], dim, &[130, 70], &[33, 3], format);
+        rows.problem.arithmetic = Arithmetic::Fast;
+        rows.build = [Build::Bnsh, Build::Bsnh][i % 2];
+        all.push(rows);
+    }
     let mut masked = case([8, 1], 64, &[1300, 200], &[30, 11], "int8");
     (masked.problem.window_left, masked.problem.softcap) = (Some(150), Some(20.0));
     (masked.page_size, masked.problem.alibi_slopes) = (128, Some(vec![0.25; 8]));
