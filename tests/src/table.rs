@@ -95,6 +95,19 @@ fn reduced(table: &mut Table) {
             table.add(case);
         }
     }
+    // Many rows of other caches, and of small pages.
+    for (name, build, page_size) in [
+        ("bf16", Build::Bsnh, 64),
+        ("fp8", Build::Bnsh, 64),
+        ("bf16", Build::AtOnce, 16),
+        ("int8", Build::AtOnce, 16),
+        ("int4", Build::AtOnce, 32),
+    ] {
+        let mut case = Case::new([6, 1], 128, &[130, 40], formats(&[name])[0]);
+        case.problem.q_lens = vec![20, 3];
+        (case.build, case.page_size) = (build, page_size);
+        table.add(case);
+    }
     let mut case = Case::new([12, 1], 128, &[1, 1100], KvFormat::INT8);
     case.problem.q_lens = vec![4; case.problem.batch()];
     case.problem.window_left = Some(900);

@@ -235,7 +235,7 @@ impl List {
         for chunk in [512, 2048] {
             let name = format!("32-8-q{chunk}-behind-32768");
             let lens = vec![32_768 + chunk];
-            for workload in self.add("prefill", &name, "int8,int4", [32, 8, 128], lens) {
+            for workload in self.add("prefill", &name, "bf16,fp8,int8,int4", [32, 8, 128], lens) {
                 workload.problem = workload.problem.clone().q_len(chunk);
             }
             let name = format!("{name}-fast");
