@@ -39,36 +39,36 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct WidenedToken : StoredToke
 
 // The query tokens of a sequence.
 DEVICE int query_tokens(const DequantizeParams& p, int b) {
-    if (!p.query_blocks) return p.q_len;
+    if (!p.step.query_blocks) return p.step.q_len;
     int first = 0, end = p.num_blocks;  // of the blocks, which come sequence by sequence, and then those without tokens
     while (first < end) {
         const int middle = (first + end) / 2;
-        const QueryBlock block = p.query_blocks[middle];
+        const QueryBlock block = p.step.query_blocks[middle];
         if (block.tokens > 0 && block.sequence < b) first = middle + 1;
         else end = middle;
     }
     if (first == p.num_blocks) return 0;
-    const QueryBlock block = p.query_blocks[first];
+    const QueryBlock block = p.step.query_blocks[first];
     return block.sequence == b && block.tokens > 0 ? block.tokens + block.behind : 0;
 }
 // The first tile that some of a sequence's query tokens read with residuals.
 DEVICE int first_fine_tile(const DequantizeParams& p, int b, int kv_len) {
     const int tokens = query_tokens(p, b);
-    return tokens == 0 ? 0x7fffffff : max(kv_len - (p.causal ? tokens : 1), 0) / TILE - WINDOW + 1;
+    return tokens == 0 ? 0x7fffffff : max(kv_len - (p.step.causal ? tokens : 1), 0) / TILE - WINDOW + 1;
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const __grid_constant__ DequantizeParams p) {
     const int head = blockIdx.x, tile = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32, heads = gridDim.x;
     write_units<ATTN_K, ATTN_V>(p);
-    const int kv_len = p.kv_lens[b], block = tile * TILE + threadIdx.x / 32 * BLOCK;
+    const int kv_len = p.step.kv_lens[b], block = tile * TILE + threadIdx.x / 32 * BLOCK;
     if (block >= kv_len) return;
     const u32 to = write_entry(p);
-    const auto run_of = [&](u32 page) { return p.pool + (u64)page * p.page_stride + (u64)head * RUN; };
+    const auto run_of = [&](u32 page) { return p.step.k + (u64)page * (u32)p.step.page_stride + (u64)head * RUN; };
     const int page = block / PAGE;
-    const u8* const run = run_of(p.page_table[(u64)b * p.page_table_stride + page]);
+    const u8* const run = run_of(p.step.page_table[(u64)b * p.step.page_table_stride + page]);
     const bool has_fine = WINDOW && tile >= first_fine_tile(p, b, kv_len);
     const u8* residuals = nullptr;
-    if (has_fine) residuals = run_of(p.residual_pages[(u64)b * p.residual_ring + (page & (p.residual_ring - 1))]);
+    if (has_fine) residuals = run_of(p.step.residual_pages[(u64)b * p.step.residual_ring + (page & (p.step.residual_ring - 1))]);
     // The block's tokens lie in one page, so those behind the last can be read, too.
 #pragma unroll 1
     for (int is_fine = 0; is_fine <= has_fine; is_fine++) {

@@ -56,7 +56,7 @@ struct Rows {
         for (int i = 0; i < TILE; i += 8 * WARPS) {
             const int t = i + threadIdx.x / 32 * 8 + lane / 4, token = tile * TILE + t;
             if (t >= tokens) continue;
-            const u32 first = ROW_PAGE ? p.page_table[(u64)b * p.page_table_stride + token / (ROW_PAGE ? ROW_PAGE : 1)] : b;
+            const u32 first = ROW_PAGE ? p.step.page_table[(u64)b * p.step.page_table_stride + token / (ROW_PAGE ? ROW_PAGE : 1)] : b;
             const int place = ROW_PAGE ? token % (ROW_PAGE ? ROW_PAGE : 1) : token;
 #pragma unroll
             for (int panel = lane % 4; panel < PANELS; panel += 4) {
@@ -73,10 +73,10 @@ struct Rows {
 extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize_rows(const __grid_constant__ DequantizeParams p) {
     const int head = blockIdx.x, tile = blockIdx.y, b = blockIdx.z, heads = gridDim.x;
     write_units<ATTN_K, ATTN_V>(p);
-    const int tokens = p.kv_lens[b] - tile * TILE;
+    const int tokens = p.step.kv_lens[b] - tile * TILE;
     if (tokens <= 0) return;
     const u32 to = write_entry(p);
     u8* const side = p.pages + ((u64)to * heads + head) * (2 * SIDE);
-    Rows::of_head(p.pool, p.k_scales, p.k_strides, p.k_scale_strides, head).write<ATTN_K, ATTN_K_GROUPS>(p, b, tile, tokens, side);
-    Rows::of_head(p.v, p.v_scales, p.v_strides, p.v_scale_strides, head).write<ATTN_V, ATTN_V_GROUPS>(p, b, tile, tokens, side + SIDE);
+    Rows::of_head(p.step.k, p.step.k_scales, p.step.k_strides, p.step.k_scale_strides, head).write<ATTN_K, ATTN_K_GROUPS>(p, b, tile, tokens, side);
+    Rows::of_head(p.step.v, p.step.v_scales, p.step.v_strides, p.step.v_scale_strides, head).write<ATTN_V, ATTN_V_GROUPS>(p, b, tile, tokens, side + SIDE);
 }

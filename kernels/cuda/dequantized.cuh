@@ -10,8 +10,8 @@ DEVICE float tensor_scale(const float* scales, int head) { return scales ? scale
 // What K's and V's numbers of each KV head count, by one CTA of each.
 template <int K_SCHEME, int V_SCHEME> DEVICE void write_units(const DequantizeParams& p) {
     if (blockIdx.y != 0 || blockIdx.z != 0 || threadIdx.x != 0) return;
-    p.scales[blockIdx.x] = unit_of(K_SCHEME) * tensor_scale(p.k_tensor_scales, blockIdx.x);
-    p.scales[gridDim.x + blockIdx.x] = unit_of(V_SCHEME) * tensor_scale(p.v_tensor_scales, blockIdx.x);
+    p.scales[blockIdx.x] = unit_of(K_SCHEME) * tensor_scale(p.step.k_tensor_scales, blockIdx.x);
+    p.scales[gridDim.x + blockIdx.x] = unit_of(V_SCHEME) * tensor_scale(p.step.v_tensor_scales, blockIdx.x);
 }
 // The page of the CTA's tile, which the table gets.
 DEVICE u32 write_entry(const DequantizeParams& p) {

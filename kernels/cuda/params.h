@@ -179,34 +179,16 @@ static_assert(sizeof(ExportParams) == 120, "params.rs");
 
 // Parameters of `dequantize.cu`, and of `dequantize_rows.cu`.
 struct DequantizeParams {
-    const unsigned char* pool;                 // Pages [page][kv_head][run]; of rows, K's codes.
-    const unsigned char* v;                    // Rows: V's codes.
-    const unsigned short* k_scales;            // Rows: as in DecodeParams.
-    const unsigned short* v_scales;            // Rows: as in DecodeParams.
-    long long k_strides[3];                    // Rows: as in DecodeParams.
-    long long v_strides[3];                    // Rows: as in DecodeParams.
-    long long k_scale_strides[3];              // Rows: as in DecodeParams.
-    long long v_scale_strides[3];              // Rows: as in DecodeParams.
-    const unsigned int* page_table;            // u32 [batch][page_table_stride].
-    const unsigned int* residual_pages;        // u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
-    const int* kv_lens;                        // i32 [batch].
-    const float* k_tensor_scales;              // f32 [num_kv_heads], or null.
-    const float* v_tensor_scales;              // f32 [num_kv_heads], or null.
-    const QueryBlock* query_blocks;            // [num_blocks], as in DecodeParams, or null where sequence b has q_len query tokens.
-    unsigned char* pages;                      // Pages of f16 to write.
+    DecodeParams step;                         // Those of a step that would attend the cache as it is.
+    unsigned char* pages;                      // Pages of 16-bit floats to write.
     unsigned int* table;                       // Their table to write, u32 [batch][pages_each].
     float* scales;                             // What the numbers of each KV head count, to write: f32 [2][num_kv_heads], of K and of V.
-    long long page_stride;                     // Bytes from one page of the pool to the next.
-    int page_table_stride;                     // Entries of the page table per sequence.
-    unsigned int pages_each;                   // Pages of f16 per sequence.
+    unsigned int pages_each;                   // Pages of 16-bit floats per sequence.
     unsigned int fine_pages;                   // From a tile's page to that with residuals.
-    int num_blocks;                            // Entries of query_blocks.
-    int q_len;                                 // Query tokens of each sequence, where query_blocks is null.
-    int causal;                                // Whether the mask is causal.
-    unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
+    int num_blocks;                            // Entries of the step's query_blocks.
     unsigned int reserved;                     // Unused: the size is a multiple of 8.
 };
-static_assert(sizeof(DequantizeParams) == 240, "params.rs");
+static_assert(sizeof(DequantizeParams) == 472, "params.rs");
 
 // Parameters of `copy_pages.cu`.
 struct CopyPagesParams {

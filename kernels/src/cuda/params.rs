@@ -11,6 +11,7 @@ use self::block::{Block, Count, Field, write_block};
 use super::instance::SCHEMES;
 
 impl Count for FastDivmod {}
+impl Count for DecodeParams {}
 
 blocks! {
     /// A divisor prepared by the host; `divmod.cuh` divides numbers below 2^31 by it: `(2n · multiplier) >> 32 >> shift`.
@@ -312,56 +313,20 @@ blocks! {
 
     /// Parameters of `dequantize.cu`, and of `dequantize_rows.cu`.
     struct DequantizeParams {
-        /// Pages [page][kv_head][run]; of rows, K's codes.
-        pool: u64 = "const unsigned char*",
-        /// Rows: V's codes.
-        v: u64 = "const unsigned char*",
-        /// Rows: as in DecodeParams.
-        k_scales: u64 = "const unsigned short*",
-        /// Rows: as in DecodeParams.
-        v_scales: u64 = "const unsigned short*",
-        /// Rows: as in DecodeParams.
-        k_strides: [i64; 3] = "long long",
-        /// Rows: as in DecodeParams.
-        v_strides: [i64; 3] = "long long",
-        /// Rows: as in DecodeParams.
-        k_scale_strides: [i64; 3] = "long long",
-        /// Rows: as in DecodeParams.
-        v_scale_strides: [i64; 3] = "long long",
-        /// u32 [batch][page_table_stride].
-        page_table: u64 = "const unsigned int*",
-        /// u32 [batch][residual_ring], as in DecodeParams; null where no scheme has a window.
-        residual_pages: u64 = "const unsigned int*",
-        /// i32 [batch].
-        kv_lens: u64 = "const int*",
-        /// f32 [num_kv_heads], or null.
-        k_tensor_scales: u64 = "const float*",
-        /// f32 [num_kv_heads], or null.
-        v_tensor_scales: u64 = "const float*",
-        /// [num_blocks], as in DecodeParams, or null where sequence b has q_len query tokens.
-        query_blocks: u64 = "const QueryBlock*",
-        /// Pages of f16 to write.
+        /// Those of a step that would attend the cache as it is.
+        step: DecodeParams = "DecodeParams",
+        /// Pages of 16-bit floats to write.
         pages: u64 = "unsigned char*",
         /// Their table to write, u32 [batch][pages_each].
         table: u64 = "unsigned int*",
         /// What the numbers of each KV head count, to write: f32 [2][num_kv_heads], of K and of V.
         scales: u64 = "float*",
-        /// Bytes from one page of the pool to the next.
-        page_stride: i64 = "long long",
-        /// Entries of the page table per sequence.
-        page_table_stride: i32 = "int",
-        /// Pages of f16 per sequence.
+        /// Pages of 16-bit floats per sequence.
         pages_each: u32 = "unsigned int",
         /// From a tile's page to that with residuals.
         fine_pages: u32 = "unsigned int",
-        /// Entries of query_blocks.
+        /// Entries of the step's query_blocks.
         num_blocks: i32 = "int",
-        /// Query tokens of each sequence, where query_blocks is null.
-        q_len: i32 = "int",
-        /// Whether the mask is causal.
-        causal: i32 = "int",
-        /// Residual pages of a sequence, a power of two; 0 where no scheme has a window.
-        residual_ring: u32 = "unsigned int",
         /// Unused: the size is a multiple of 8.
         reserved: u32 = "unsigned int",
     }

@@ -106,31 +106,13 @@ impl Dequantized {
         // Numbers that a grid's axes and `MOST_BYTES` bound.
         let (pages_each, fine_pages) = (self.pages_each as u32, self.coarse_pages() as u32);
         let make = DequantizeParams {
-            pool: step.k,
-            v: step.v,
-            k_scales: step.k_scales,
-            v_scales: step.v_scales,
-            k_strides: step.k_strides,
-            v_strides: step.v_strides,
-            k_scale_strides: step.k_scale_strides,
-            v_scale_strides: step.v_scale_strides,
-            page_table: step.page_table,
-            residual_pages: step.residual_pages,
-            kv_lens: step.kv_lens,
-            k_tensor_scales: step.k_tensor_scales,
-            v_tensor_scales: step.v_tensor_scales,
-            query_blocks: step.query_blocks,
+            step: *step,
             pages,
             table,
             scales,
-            page_stride: i64::from(step.page_stride),
-            page_table_stride: step.page_table_stride,
             pages_each,
             fine_pages,
             num_blocks: num_blocks as i32,
-            q_len: step.q_len,
-            causal: step.causal,
-            residual_ring: step.residual_ring,
             ..DequantizeParams::default()
         };
         let attend = DecodeParams {

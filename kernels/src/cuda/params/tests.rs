@@ -36,6 +36,7 @@ fn cpp_types_have_the_size_of_their_rust_types() {
             let size = match field.kind {
                 "int" | "unsigned int" | "float" => 4,
                 "FastDivmod" => size_of::<FastDivmod>(),
+                "DecodeParams" => size_of::<DecodeParams>(),
                 "long long" | "alignas(64) long long" | "unsigned long long" => 8,
                 pointer => {
                     assert!(pointer.ends_with('*'), "{pointer} has no known size");
