@@ -6,10 +6,11 @@ A step is a sum, for a GPU of n that share heads, or tokens of the cache:
     attention   the cache's share read once, at the rate of its format
     small       the kernels of norms, positions, rounding and sums, which no GPU has fewer of; and their bytes for each row, of which the part with the
                 hidden size is computed whole by every GPU
-    exchange    two all-reduces a layer, a row of the hidden size each; with tokens sharded also the gather of q, k and v, and the exchange of states
+    exchange    two all-reduces a layer, a row of the hidden size each; with tokens sharded also the gather of q, k and v, the exchange of states, and
+                the kernels that put both together
 
-Constants of one H200 come from its measured steps (docs/data/llama70b-h200.json), which the sum meets within 6 %. Those between GPUs have not been measured
-here: they are NVLink's and NCCL's as published, so that a run of several GPUs tests them.
+Constants of one H200 come from its measured steps (docs/data/llama70b-h200.json), which the sum meets within 6 %; those between GPUs from steps of two and
+four H200s (llama70b-2-h200.json, -4-, -tokens-), which it meets within 9 %. Eight have not been measured: a run of them tests it.
 """
 
 from __future__ import annotations
@@ -68,10 +69,14 @@ class Machine:
     """The same for each further row."""
     row_share_whole: float = 0.3
     """The part of that which every GPU computes whole, by bytes: what has the hidden size, not the heads' or the feed-forward's."""
-    collective_seconds: float = 10e-6
-    """Start of a collective of NCCL inside a graph."""
-    link_per_second: float = 200e9
-    """Bytes that a GPU sends in collectives of megabytes, over NVLink of 450 GB/s each way."""
+    collective_seconds: float = 9.7e-6
+    """Start of an all-reduce of NCCL inside a graph."""
+    link_per_second: float = 417e9
+    """Bytes that a GPU sends in all-reduces, over NVLink of 450 GB/s each way."""
+    shard_seconds: float = 60e-6
+    """A layer's gather of q, k and v and exchange of states where tokens are sharded, and the small kernels beside them."""
+    shard_per_second: float = 170e9
+    """Bytes that a GPU sends in these, the copies that put them together among them."""
     cache_per_second: Dict[str, float] = field(default_factory=lambda: {"bf16": 4.4e12, "int8": 4.2e12, "int4": 3.4e12})
     """Bytes of each format's cache that attention reads."""
 
@@ -110,11 +115,10 @@ def predicted(shape: Shape, format: str, batch: int, context: int, gpus: int, by
     rows = batch * machine.row_seconds * (machine.row_share_whole + (1 - machine.row_share_whole) / gpus)
     # What a GPU sends: of an all-reduce its share twice to all others; of a gather its own part to each; of an exchange its own but for what stays.
     others = (gpus - 1) / gpus
-    sent = [2 * others * 2 * batch * shape.hidden] * 2
+    exchange = 2 * (machine.collective_seconds + 2 * others * 2 * batch * shape.hidden / machine.link_per_second)
     if by_tokens:
         states = -(-tokens // SPAN) * batch * shape.heads * 4 * (shape.dim + 2)
-        sent += [others * 2 * batch * shape.qkv, others * states]
-    exchange = sum(machine.collective_seconds + n / machine.link_per_second for n in sent)
+        exchange += machine.shard_seconds + others * (2 * batch * shape.qkv + states) / machine.shard_per_second
     return Predicted(
         products=max(weights / machine.weights_per_second, products),
         attention=cache / machine.cache_per_second[format],

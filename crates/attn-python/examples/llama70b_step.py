@@ -17,12 +17,15 @@ attends its own tokens, and each merges its heads of the states of all ranks' sp
 
 Weights and cache are the same numbers on any number of GPUs. The last lines say, for each format, batch and context, what a step takes, what the cache
 takes on each GPU, which do not fit, and the most probable tokens of the first rows under a random head. Attention has the same bits on any number of
-GPUs, but a sum over ranks rounds otherwise than one product: with --sums float32 the tokens are the same but for ties, with bfloat16, as servers sum, most.
+GPUs, but a sum over ranks rounds otherwise than one product, and rounding to fp8 makes more of it: with --sums bfloat16, as servers sum, or float32, many
+tokens are the same. With --sums ordered each eighth of a product is computed by itself, and eighths are added up in pairs: all bits are the same, for more
+and smaller products.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import time
@@ -73,6 +76,7 @@ class Rank:
         return range(self.index * each, (self.index + 1) * each)
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`, in an order of NCCL's or gloo's."""
         if self.count > 1:
             dist.all_reduce(x)
         return x
@@ -97,6 +101,13 @@ class Rank:
             print(text, flush=True)
 
 
+def added_in_pairs(x: torch.Tensor) -> torch.Tensor:
+    """The sum over the first dimension, a power of two; the sums of its halves add up to the same bits."""
+    while x.shape[0] > 1:
+        x = x[0::2] + x[1::2]
+    return x[0]
+
+
 def random(seed: Tuple[int, ...], *shape: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator(device)
     generator.manual_seed(sum(n * 1000**i for i, n in enumerate(seed)))
@@ -104,20 +115,20 @@ def random(seed: Tuple[int, ...], *shape: int, device: torch.device) -> torch.Te
 
 
 class Linear:
-    """A product with random fp8 weights; inputs are rounded to fp8 with a fixed scale.
+    """A product with some eighths of random fp8 weights; inputs are rounded to fp8 with a fixed scale.
 
-    `outputs` and `inputs` are those of all ranks. A rank has its eighths of the inputs, or of each of the `groups` that the outputs are made of.
+    `outputs` and `inputs` are those of all eighths. `parts` are eighths of the inputs, or of each of the `groups` that the outputs are made of.
     """
 
-    def __init__(self, rank: Rank, seed: int, outputs: int, inputs: int, groups: Optional[List[int]] = None) -> None:
-        device, parts = rank.device, rank.parts
-        if groups is None:
-            weight = torch.empty(outputs, inputs // rank.count, dtype=torch.float8_e4m3fn, device=device)
+    def __init__(self, device: torch.device, parts: range, seed: int, outputs: int, inputs: int, groups: Optional[List[int]] = None) -> None:
+        self.groups = None if groups is None else [n * len(parts) // PARTS for n in groups]
+        if self.groups is None:
+            weight = torch.empty(outputs, inputs * len(parts) // PARTS, dtype=torch.float8_e4m3fn, device=device)
             for part, room in zip(parts, weight.chunk(len(parts), 1)):
                 room.copy_(random((seed, part), *room.shape, device=device))
         else:
-            weight = torch.empty(outputs // rank.count, inputs, dtype=torch.float8_e4m3fn, device=device)
-            rooms = [group.chunk(len(parts)) for group in weight.split([n // rank.count for n in groups])]
+            weight = torch.empty(sum(self.groups), inputs, dtype=torch.float8_e4m3fn, device=device)
+            rooms = [group.chunk(len(parts)) for group in weight.split(self.groups)]
             for i, part in enumerate(parts):
                 made = random((seed, part), outputs // PARTS, inputs, device=device)
                 for room, rows in zip(rooms, made.split([n // PARTS for n in groups])):
@@ -138,14 +149,35 @@ class Linear:
         return out[:rows]
 
 
+class Product:
+    """A rank's eighths of a product: as one, or each by itself."""
+
+    def __init__(self, rank: Rank, is_ordered: bool, *arguments: object) -> None:
+        parts = [range(part, part + 1) for part in rank.parts] if is_ordered else [rank.parts]
+        self.rank, self.is_ordered = rank, is_ordered
+        self.parts = [Linear(rank.device, part, *arguments) for part in parts]
+
+    def groups(self, x: torch.Tensor) -> List[torch.Tensor]:
+        """The rank's part of each group of the outputs."""
+        found = [part(x).split(part.groups, 1) for part in self.parts]
+        return [torch.cat(group, 1) if len(group) > 1 else group[0] for group in zip(*found)]
+
+    def total(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """All outputs, of all ranks' inputs."""
+        shares = [part(of_part, dtype) for part, of_part in zip(self.parts, x.chunk(len(self.parts), 1))]
+        if not self.is_ordered:
+            return self.rank.add_up(shares[0])
+        return added_in_pairs(self.rank.gathered(added_in_pairs(torch.stack(shares))[None], 0))
+
+
 class Layer:
-    def __init__(self, rank: Rank, shape: Shape, index: int) -> None:
+    def __init__(self, rank: Rank, shape: Shape, index: int, is_ordered: bool) -> None:
         seed, hidden, feed = 4 * index, shape.hidden, shape.feed
         q, kv = shape.heads * shape.dim, shape.kv_heads * shape.dim
-        self.qkv = Linear(rank, seed, q + 2 * kv, hidden, [q, kv, kv])
-        self.o = Linear(rank, seed + 1, hidden, q)
-        self.up = Linear(rank, seed + 2, 2 * feed, hidden, [feed, feed])
-        self.down = Linear(rank, seed + 3, hidden, feed)
+        self.qkv = Product(rank, is_ordered, seed, q + 2 * kv, hidden, [q, kv, kv])
+        self.o = Product(rank, is_ordered, seed + 1, hidden, q)
+        self.up = Product(rank, is_ordered, seed + 2, 2 * feed, hidden, [feed, feed])
+        self.down = Product(rank, is_ordered, seed + 3, hidden, feed)
 
 
 def normed(x: torch.Tensor) -> torch.Tensor:
@@ -294,7 +326,7 @@ class Step:
 
     def __init__(self, rank: Rank, shape: Shape, layers: List[Layer], format: str, batch: int, context: int, options: argparse.Namespace) -> None:
         self.rank, self.shape, self.layers, self.format = rank, shape, layers, format
-        self.sums = getattr(torch, options.sums)
+        self.sums = torch.bfloat16 if options.sums == "bfloat16" else torch.float32
         device, share = rank.device, Share.of(rank, shape, context, options.context_parallel)
         self.is_by_tokens = share.is_by_tokens
         make = PlanAttention if device.type == "cuda" else CacheAttention
@@ -304,11 +336,11 @@ class Step:
         self.cos, self.sin = angle.cos().bfloat16(), angle.sin().bfloat16()
         self.graph: Optional[torch.cuda.CUDAGraph] = self._captured() if device.type == "cuda" else None
 
-    def _attended(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """From a rank's part of a layer's projection to its heads' results, `[batch, heads · dim]`."""
-        shape, rank, batch = self.shape, self.rank, qkv.shape[0]
+    def _attended(self, layer: int, qkv: List[torch.Tensor]) -> torch.Tensor:
+        """From a rank's part of a layer's projections to its heads' results, `[batch, heads · dim]`."""
+        shape, rank, batch = self.shape, self.rank, qkv[0].shape[0]
         heads, kv_heads = shape.heads // rank.count, shape.kv_heads // rank.count
-        q, k, v = qkv.view(batch, -1, shape.dim).split([heads, kv_heads, kv_heads], 1)
+        q, k, v = (x.view(batch, -1, shape.dim) for x in qkv)
         q, k = rotated(q, self.cos, self.sin), rotated(k, self.cos, self.sin)
         if not self.is_by_tokens:
             return self.attention.run(layer, q, k, v).reshape(batch, -1)
@@ -324,10 +356,10 @@ class Step:
         x = self.x
         self.attention.begin()
         for index, layer in enumerate(self.layers):
-            out = self._attended(index, layer.qkv(normed(x)))
-            x = (x + self.rank.add_up(layer.o(out, self.sums))).bfloat16()
-            gate, up = layer.up(normed(x)).chunk(2, -1)
-            x = (x + self.rank.add_up(layer.down(torch.nn.functional.silu(gate) * up, self.sums))).bfloat16()
+            out = self._attended(index, layer.qkv.groups(normed(x)))
+            x = (x + layer.o.total(out, self.sums)).bfloat16()
+            gate, up = layer.up.groups(normed(x))
+            x = (x + layer.down.total(torch.nn.functional.silu(gate) * up, self.sums)).bfloat16()
         return x
 
     def _captured(self) -> torch.cuda.CUDAGraph:
@@ -368,6 +400,10 @@ class Step:
         # In 32 bits, for ties are rare there; in parts, for the cache may have left little room.
         return torch.cat([x @ part.float() for part in head.split(2000, 1)], 1).argmax(-1).tolist()
 
+    def digest(self) -> str:
+        """Of the bits of all rows."""
+        return hashlib.sha256(self.out.view(torch.int16).cpu().numpy().tobytes()).hexdigest()[:16]
+
     def close(self) -> None:
         self.attention.close()
 
@@ -380,7 +416,7 @@ def measured(rank: Rank, shape: Shape, layers: List[Layer], format: str, batch: 
     if rank.least(free - needed) > STEP_BYTES:
         step = Step(rank, shape, layers, format, batch, context, options)
         row["ms"] = step.milliseconds(options.steps)
-        row["tokens"] = step.tokens()
+        row["tokens"], row["digest"] = step.tokens(), step.digest()
         step.close()
         del step
         if rank.device.type == "cuda":
@@ -401,7 +437,8 @@ def main() -> None:
     parser.add_argument("--batch", default="1,16,64,256", type=numbers)
     parser.add_argument("--context", default="2048,4096,8192,16384", type=numbers)
     parser.add_argument("--context-parallel", action="store_true", help="shard the cache's tokens over the ranks, not its heads")
-    parser.add_argument("--sums", default="bfloat16", choices=["bfloat16", "float32"], help="what all-reduces add up; float32 is twice the bytes")
+    sums = "what all-reduces add up (float32 is twice the bytes), or sums in one order: the same bits on any number of GPUs"
+    parser.add_argument("--sums", default="bfloat16", choices=["bfloat16", "float32", "ordered"], help=sums)
     parser.add_argument("--layers", type=int, help="80, or 2 of the tiny shape")
     parser.add_argument("--steps", default=20, type=int)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -417,7 +454,7 @@ def main() -> None:
             print("{format:6} batch {batch:4} context {context:6} on {gpus}: {took:>12}, weights {weights_gb:5.1f} GB, cache {cache_gb:7.2f} GB".format(took=took, **row))
         return write(rows, options.json)
     rank = Rank.of_environment(options.device)
-    layers = [Layer(rank, shape, index) for index in range(options.layers or shape.layers)]
+    layers = [Layer(rank, shape, index, options.sums == "ordered") for index in range(options.layers or shape.layers)]
     name, weights = "CPU", ""
     if options.device == "cuda":
         name, weights = torch.cuda.get_device_name(), f", weights {torch.cuda.memory_allocated() / 1e9:.1f} GB on each GPU"
@@ -429,10 +466,11 @@ def main() -> None:
                 row = measured(rank, shape, layers, format, batch, context, options)
                 rows.append(row)
                 took = "does not fit" if row["ms"] is None else f"{row['ms']:8.2f} ms"
-                says = "" if row["ms"] is None else f", tokens {row['tokens']}"
+                says = "" if row["ms"] is None else f", tokens {row['tokens']}, digest {row['digest']}"
                 rank.say(f"{format:6} batch {batch:4} context {context:6}: {took:>12}, cache {row['cache_gb']:7.2f} GB on each GPU{says}")
-    if rank.index == 0:
-        write(rows, options.json)
+                # After each, so that a run that ends early leaves what it has.
+                if rank.index == 0:
+                    write(rows, options.json)
     if rank.count > 1:
         dist.destroy_process_group()
 
