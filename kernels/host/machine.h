@@ -1,8 +1,10 @@
-// A grid's CTAs, warps and threads as fibers on one CPU thread. A fiber runs until it waits for another one, then the next fiber runs.
+// A grid's CTAs, warps and threads as fibers on one CPU thread. A fiber runs until it waits for another one, then the next one runs that does not wait.
 #pragma once
+#ifndef __x86_64__
+#error "fibers are switched by x86-64's registers"
+#endif
 #include <setjmp.h>
 #include <sys/mman.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <cstring>
@@ -33,8 +35,7 @@ struct Index {
     u32 x, y, z;
 };
 struct Barrier {
-    u32 arrived = 0;
-    u64 round = 0;
+    u32 arrived = 0, round = 0;
 };
 struct Warp32 {
     Barrier barrier;
@@ -55,7 +56,10 @@ struct Cta {
     std::map<u32, Mbarrier> mbarriers;
 };
 struct Fiber {
-    ucontext_t context;
+    void* stack;  // what switch_stacks has left there
+    // While `watched` is there and has the value `seen`, the fiber waits.
+    const u32* watched;
+    u32 seen;
     Cta* cta;
     u32 thread;
     bool done;
@@ -82,20 +86,56 @@ static inline Fiber& me() { return machine.fibers[machine.running]; }
     longjmp(machine.home, 1);
 }
 
-// Runs the next thread. Many turns of every thread without progress are a deadlock, which ends the launch.
+// Goes on with what `to` has left, and leaves the stack in `from`: registers that a function keeps, by x86-64's calling convention. (swapcontext would
+// call the kernel for the signal mask each time.)
+__attribute__((naked)) static void switch_stacks(void** from, void* to) {
+    asm(R"(
+        push %rbp
+        push %rbx
+        push %r12
+        push %r13
+        push %r14
+        push %r15
+        mov %rsp, (%rdi)
+        mov %rsi, %rsp
+        pop %r15
+        pop %r14
+        pop %r13
+        pop %r12
+        pop %rbx
+        pop %rbp
+        ret
+    )");
+}
+
+// Runs the next thread that does not wait. Many turns of every thread without progress are a deadlock, as are threads that all wait: it ends the launch.
 static inline void yield() {
-    if (++machine.idle > 1000ull * machine.fibers.size()) fail("all threads wait for each other");
+    u32 count = (u32)machine.fibers.size();
+    if (++machine.idle > 1000ull * count) fail("all threads wait for each other");
     Fiber& from = me();
-    do machine.running = (machine.running + 1) % machine.fibers.size();
-    while (me().done);
-    if (&me() != &from) swapcontext(&from.context, &me().context);
+    for (u32 i = 0; i < count; i++) {
+        machine.running = machine.running + 1 < count ? machine.running + 1 : 0;
+        Fiber& next = me();
+        if (next.done || (next.watched && *next.watched == next.seen)) continue;
+        next.watched = nullptr;
+        if (&next != &from) switch_stacks(&from.stack, next.stack);
+        return;
+    }
+    fail("all threads wait for each other");
+}
+// Returns once another thread has changed `x` from `seen`.
+static inline void wait_for_change(const u32& x, u32 seen) {
+    if (x != seen) return;
+    me().watched = &x;
+    me().seen = seen;
+    yield();
 }
 
 // True in the last of `count` threads to arrive; in the others false, once the last one has called `release`.
 static inline bool arrives_last(Barrier& barrier, u32 count) {
-    u64 round = barrier.round;
+    u32 round = barrier.round;
     if (++barrier.arrived == count) return true;
-    while (barrier.round == round) yield();
+    wait_for_change(barrier.round, round);
     return false;
 }
 static inline void release(Barrier& barrier) {
@@ -287,13 +327,14 @@ static const char* launch(void (*kernel)(), Index grid, u32 first, u32 count, u3
         Fiber& f = machine.fibers[i];
         f.cta = &machine.ctas[i / threads];
         f.thread = i % threads;
-        getcontext(&f.context);
-        f.context.uc_stack.ss_sp = stacks + STACK * i;
-        f.context.uc_stack.ss_size = STACK;
-        makecontext(&f.context, enter, 0);
+        // As if switch_stacks had been called at the start of `enter`: six registers, the way back, and what aligns the stack as a call does.
+        void** top = (void**)(stacks + STACK * (i + 1));
+        top[-2] = (void*)enter;
+        f.stack = top - 8;
     }
     size_t stacks_bytes = STACK * machine.alive;
-    if (setjmp(machine.home) == 0) setcontext(&machine.fibers[0].context);
+    void* own;
+    if (setjmp(machine.home) == 0) switch_stacks(&own, machine.fibers[0].stack);
     munmap(stacks, stacks_bytes);
     return machine.error;
 }

@@ -247,10 +247,7 @@ DEVICE bool barrier_test(u32 at, u32 parity) {
     if (!done) yield();
     return done;
 }
-DEVICE void barrier_wait(u32 at, u32 parity) {
-    while (!barrier_test(at, parity)) {
-    }
-}
+DEVICE void barrier_wait(u32 at, u32 parity) { wait_for_change(mbarrier(at).phase, parity); }
 static inline void copy(u32 to, const void* from, u32 bytes, u32 align) {
     if (to % align || bytes % align || (u64)from % align) fail("a misaligned copy to shared memory");
     memcpy(me().cta->shared + to, from, bytes);

@@ -217,6 +217,9 @@ fn trials() -> Result<Vec<Trial>> {
 }
 
 fn main() -> Result<ExitCode> {
-    let arguments = Arguments::from_args();
+    let mut arguments = Arguments::from_args();
+    // Tests wait for a kernel's compiler and for each other's launches of it: twice as many as cores keep these busy.
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    arguments.test_threads.get_or_insert(2 * cores);
     Ok(libtest_mimic::run(&arguments, trials()?).exit_code())
 }
