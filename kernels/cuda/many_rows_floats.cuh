@@ -91,7 +91,7 @@ struct FloatTiles : Warpgroup {
             for (int t = 0; t < TILES; t++) barrier_arrive(ring.empty(side + 2 * t));
     }
     // A shared address is the same for all lanes, which the compiler does not see: it would find descriptions of matrices in every lane, and keep them.
-    DEVICE u32 same_for_all(u32 at) { return __shfl_sync(~0u, opaque(at), 0); }
+    DEVICE u32 same_for_all(u32 at) { return ATTN_BULK ? __shfl_sync(~0u, opaque(at), 0) : opaque(at); }
 
     // Where K's 16 dims from 16i on begin in a side.
     DEVICE constexpr int dims_at(int i) { return IN_ROWS ? i * 32 / SWIZZLE * TILE * SWIZZLE + i * 32 % SWIZZLE : i * 2 * TILE * 16; }
@@ -230,7 +230,7 @@ struct FloatTiles : Warpgroup {
     }
 
     // The two warpgroups of a team take turns with products, so that one weighs while the other multiplies. The first has the first turn.
-    static constexpr bool TAKES_TURNS = ROW_WARPS > 1 && ARRIVALS == 1;
+    static constexpr bool TAKES_TURNS = ATTN_BULK && ROW_WARPS > 1 && ARRIVALS == 1;
     __device__ __forceinline__ void take_turn() const {
         if (TAKES_TURNS) barrier_of<256>(TURN_BARRIER + warpgroup);
     }
@@ -260,13 +260,14 @@ struct FloatTiles : Warpgroup {
         for (int t = 0; t < TILES; t++) products_landed(s[t]);
         if (held >= 0) release_sides<TILES>(ring, held - ring.stage);
         release_sides<TILES>(ring, side);
-        held = ring.stage + side + 1;
+        if (ATTN_BULK) held = ring.stage + side + 1;
         weigh<TILES>(s, index + first, weights);
         wait_sides<TILES>(ring, side + 1);
         // The second warpgroup's turn comes behind the first one's, which has cleared the same stages.
         if (!UNPACKS && (!TAKES_TURNS || warpgroup == 0)) clear_missing<TILES>(at + SIDE_BYTES, part.kv_len - (index + first) * TILE);
         take_turn();
         multiply_values<TILES>(at + SIDE_BYTES, weights);
+        if (!ATTN_BULK) release_sides<TILES>(ring, side + 1);  // these products have been waited for
     }
     // Adds tiles a step at a time, or one, with two parts of queries, for lack of registers. Tiles behind the last are hidden. Products with V are under way
     // with those of the next K, while the other warpgroup weighs. No branch of a warp's own is among them: the compiler would wait for each product.

@@ -232,21 +232,24 @@ struct IntegerTiles : Warpgroup {
             }
         products_commit();
     }
-    __device__ __forceinline__ void multiply_values(const Place& at, int index, const Weighed& w, int (&values)[ELEMENTS]) const {
+    // Dims of a thread whose products are found at once: all, or few where warps multiply for themselves, which leaves registers for O.
+    static constexpr int AT_ONCE = ATTN_BULK ? ELEMENTS : 16;
+    static constexpr u32 BYTES_OF_ELEMENT = 32;  // two dims of 16 tokens
+    __device__ __forceinline__ void multiply_values(const Place& at, int index, const Weighed& w, int first, int (&values)[AT_ONCE]) const {
         products_begin();
 #pragma unroll
-        for (int i = 0; i < 2; i++) Products<!V_INT4>::multiply_unsigned(values, w.a[i], matrices(at.codes + i * 2 * HEAD_DIM * 16, HEAD_DIM * 16), i > 0);
+        for (int i = 0; i < 2; i++) Products<!V_INT4>::multiply_unsigned(values, w.a[i], matrices(at.codes + i * 2 * HEAD_DIM * 16 + first * BYTES_OF_ELEMENT, HEAD_DIM * 16), i > 0);
         if (V_WINDOW && at.residuals)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 u32 a[4];
 #pragma unroll
                 for (int n = 0; n < 4; n++) a[n] = is_fine(n % 2, index, V_WINDOW) ? w.a[i][n] : 0;
-                Products<false>::multiply_unsigned(values, a, matrices(at.residuals + i * 2 * HEAD_DIM * 16, HEAD_DIM * 16), true);
+                Products<false>::multiply_unsigned(values, a, matrices(at.residuals + i * 2 * HEAD_DIM * 16 + first * BYTES_OF_ELEMENT, HEAD_DIM * 16), true);
             }
         products_commit();
     }
-    __device__ __forceinline__ void fold(const int (&values)[ELEMENTS], int index, const Weighed& w) {
+    __device__ __forceinline__ void fold(const int (&values)[AT_ONCE], int first, int index, const Weighed& w) {
         float unit[2];
         int bias[2] = {};
 #pragma unroll
@@ -256,12 +259,13 @@ struct IntegerTiles : Warpgroup {
             if (V_HALF_STEPS) bias[h] = w.sum[h] * (V_WINDOW && is_fine(h, index, V_WINDOW) ? -255 : -240);
         }
 #pragma unroll
-        for (int i = 0; i < ELEMENTS; i++) {
+        for (int i = 0; i < AT_ONCE; i++) {
             int h = i / 2 % 2, sum = values[i];
+            float& x = o[first + i];
             if (V_SHIFTS) sum = sum + bias[h];
             if (V_HALF_STEPS) sum = sum * 2 + bias[h];
-            if (V_SHIFTS) o[i] = fmaf(fmaf((float)sum, unit[h], w.shift[h]), w.beta[h], o[i]);
-            else o[i] = fmaf((float)sum, unit[h], o[i]);
+            if (V_SHIFTS) x = fmaf(fmaf((float)sum, unit[h], w.shift[h]), w.beta[h], x);
+            else x = fmaf((float)sum, unit[h], x);
         }
     }
 
@@ -279,14 +283,18 @@ struct IntegerTiles : Warpgroup {
         Weighed w = {};
         w.alpha[0] = w.alpha[1] = 1.0f;
         if (has_rows) weigh_tile(s, index, at.params, w);
-        int values[ELEMENTS];
-        multiply_values(at, index, w, values);
-        if (__any_sync(~0u, w.alpha[0] != 1.0f || w.alpha[1] != 1.0f))
+        bool rescales = __any_sync(~0u, w.alpha[0] != 1.0f || w.alpha[1] != 1.0f);
 #pragma unroll
-            for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * w.alpha[i / 2 % 2];
-        products_wait<0>();
-        release_keys_or_values(false, V_WINDOW && residuals);
-        if (has_rows) fold(values, index, w);
+        for (int first = 0; first < ELEMENTS; first += AT_ONCE) {
+            int values[AT_ONCE];
+            multiply_values(at, index, w, first, values);
+            if (first == 0 && rescales)
+#pragma unroll
+                for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * w.alpha[i / 2 % 2];
+            products_wait<0>();
+            if (first + AT_ONCE == ELEMENTS) release_keys_or_values(false, V_WINDOW && residuals);
+            if (has_rows) fold(values, first, index, w);
+        }
     }
 
     // A span's state: those of its segments merge in shared memory.

@@ -1,7 +1,12 @@
 // What a warpgroup of many_rows.cu has of its 64 rows: which tokens they see, and the state of a segment. A thread has two rows and every fourth pair
 // of tokens, or dims.
 #pragma once
+#include "ptx.cuh"
+#if ATTN_BULK
 #include "wgmma.cuh"
+#else
+#include "warp_products.cuh"
+#endif
 #include "many_rows_pipeline.cuh"
 #include "rows.cuh"
 

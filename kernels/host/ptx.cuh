@@ -10,7 +10,7 @@
 #include <cmath>
 
 #define DEVICE static inline
-#define ATTN_BULK 1
+#define ATTN_BULK (__CUDA_ARCH__ >= 900)
 #define __device__
 #define __host__
 #define __global__

@@ -164,8 +164,9 @@ impl Shape {
             true => k.code_bits() == v.code_bits() && has_one_scale(k) && has_one_scale(v),
             false => k == v,
         };
-        // Its products are Hopper's. Those of bytes have V along the tokens, as rows have not. Of many dims, registers suffice for 16-bit floats, and shared memory for a
-        // ring of both warpgroups'.
+        // Products of bytes have V along the tokens, as rows have not; without a copy engine no products read rows. Of many dims, registers suffice for 16-bit floats where
+        // producers leave theirs to others, and shared memory for a ring of both warpgroups'.
+        let has_copy_engine = shared_limit >= BULK_SHARED;
         let (row_warps, is_16_bit) = (
             if self.rows > 64 { WARPGROUPS } else { 1 },
             k.code_bits() == 16,
@@ -173,13 +174,12 @@ impl Shape {
         let has_dims = match self.head_dim {
             64 | 96 | 128 => true,
             80 => is_16_bit,
-            192 | 256 => is_16_bit && row_warps == WARPGROUPS,
+            192 | 256 => is_16_bit && row_warps == WARPGROUPS && has_copy_engine,
             _ => false,
         };
         if self.rows <= 8
             || !has_dims
-            || self.layout.is_rows() && self.format.is_integer()
-            || shared_limit < BULK_SHARED
+            || self.layout.is_rows() && (self.format.is_integer() || !has_copy_engine)
             || !is_covered
         {
             return None;

@@ -125,6 +125,7 @@ struct Job {
     reach: usize,
     case: Case,
     layout: KvLayout,
+    arch: Arch,
     plan: LaunchPlan,
 }
 
@@ -136,6 +137,7 @@ impl Job {
         case: Case,
         layout: KvLayout,
         preferences: Preferences,
+        arch: Arch,
     ) -> Result<Option<Self>> {
         let many_rows = preferences.many_rows == Some(true);
         let p = &case.problem;
@@ -153,7 +155,7 @@ impl Job {
             return Ok(None);
         }
         let limits = DeviceLimits {
-            shared_limit: Arch::Sm90a.shared_limit(),
+            shared_limit: arch.shared_limit(),
             // Clusters of up to 8 CTAs, or of up to 4, and alone with an item where there are many.
             sms: match preferences.low_latency {
                 LowLatency::Always | LowLatency::Global => [56, 20][case.seed as usize % 2],
@@ -174,6 +176,7 @@ impl Job {
             reach: 0,
             case,
             layout,
+            arch,
             plan,
         }))
     }
@@ -198,6 +201,7 @@ impl Job {
             reach: REACH,
             case,
             layout,
+            arch: Arch::Sm90a,
             plan,
         })
     }
@@ -408,13 +412,13 @@ impl Job {
         if let (Some(made), Some(pages)) = (made, &plan.dequantized) {
             let (grid, threads) = pages.grid();
             // SAFETY: dequantize.cu takes a DequantizeParams; it reads what decode kernels do, and writes to the workspace.
-            unsafe { kernels.run(&pages.instance, &made, grid, threads) }?;
+            unsafe { kernels.run_as(self.arch, &pages.instance, &made, grid, threads) }?;
         }
         let (grid, threads) = (plan.launch.grid, plan.launch.threads);
         for params in plan.launches(params) {
             // SAFETY: decode kernels take a DecodeParams, whose addresses are those of memory that lives until the end of this
             // function, as large as `DecodeArgs` asks; tables of home and residual pages come from the cache's own page table.
-            unsafe { kernels.run(&plan.instance, &params, grid, threads) }?;
+            unsafe { kernels.run_as(self.arch, &plan.instance, &params, grid, threads) }?;
         }
         ensure!(
             inputs.is_zeroed(plan),
@@ -442,7 +446,8 @@ impl Shapes {
     }
 
     fn add_as(&mut self, case: &Case, layout: KvLayout) -> Result<()> {
-        let job_of = |kind, preferences| Job::new(kind, case.clone(), layout, preferences);
+        let job_of =
+            |kind, preferences| Job::new(kind, case.clone(), layout, preferences, Arch::Sm90a);
         let job = |low_latency, many_rows, few_tiles| {
             let preferences = prefers(low_latency, many_rows, few_tiles);
             job_of(PlanKind::Known, preferences)
@@ -492,6 +497,14 @@ impl Shapes {
     }
 }
 
+/// The kernel of many rows as an A100 has it.
+fn without_copy_engine(case: Case) -> Result<Option<Job>> {
+    let layout = KvLayout::Pages(case.page_size);
+    let preferences = prefers(LowLatency::Never, true, false);
+    let job = Job::new(PlanKind::Known, case, layout, preferences, Arch::Sm80)?;
+    Ok(job.filter(|job| job.plan.config.kernel.is_many_rows()))
+}
+
 /// A test for each kernel of each shape: the conformance table's, the chosen ones, and `count` random ones from `seed` on.
 pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Result<Vec<Trial>> {
     let mut shapes = Shapes {
@@ -501,6 +514,10 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
     let random = (seed..seed + count).map(random);
     for case in table(size).into_iter().chain(chosen()).chain(random) {
         shapes.add(case)?;
+    }
+    let has_kernel = |case: &Case| !case.is_view() && case.problem.head_dim <= 128;
+    for case in chosen().into_iter().filter(has_kernel) {
+        shapes.jobs.extend(without_copy_engine(case)?);
     }
     for case in short_ones() {
         for preferences in [
@@ -534,12 +551,16 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
             ""
         };
         let kernel = job.plan.config.kernel;
+        let arch = match job.arch {
+            Arch::Sm90a => String::new(),
+            other => format!(" for {}", other.name()),
+        };
         let made = match job.plan.dequantized {
             Some(_) => " of dequantized pages",
             None => "",
         };
         let name = format!(
-            "decode, {kernel:?}{made}: {}{layout}{kind}{reach}",
+            "decode, {kernel:?}{made}{arch}: {}{layout}{kind}{reach}",
             job.case
         );
         Trial::test(name, move || match job.differs(&cpu, &kernels) {

@@ -47,7 +47,7 @@ type Compiled = Arc<OnceLock<Result<Mutex<Library>, String>>>;
 /// The kernels, each compiled when a test first runs it.
 pub struct Kernels {
     sources: TempDir,
-    compiled: Mutex<HashMap<Instance, Compiled>>,
+    compiled: Mutex<HashMap<(Instance, Arch), Compiled>>,
 }
 
 impl Kernels {
@@ -64,16 +64,16 @@ impl Kernels {
     }
 
     /// The place of a kernel, and its number.
-    fn place(&self, instance: &Instance) -> (Compiled, usize) {
+    fn place(&self, instance: &Instance, arch: Arch) -> (Compiled, usize) {
         let mut all = self
             .compiled
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner());
         let number = all.len();
-        (all.entry(*instance).or_default().clone(), number)
+        (all.entry((*instance, arch)).or_default().clone(), number)
     }
 
-    /// Runs one launch to its end.
+    /// Runs one launch of an H100's kernel to its end.
     ///
     /// # Safety
     /// The kernel takes a `P`; the addresses in it are as good as a launch on a GPU asks.
@@ -84,10 +84,26 @@ impl Kernels {
         grid: [usize; 3],
         threads: usize,
     ) -> Result<()> {
+        // SAFETY: the caller's contract.
+        unsafe { self.run_as(Arch::Sm90a, instance, params, grid, threads) }
+    }
+
+    /// The same of another GPU's kernel.
+    ///
+    /// # Safety
+    /// As [`Self::run`].
+    unsafe fn run_as<P>(
+        &self,
+        arch: Arch,
+        instance: &Instance,
+        params: &P,
+        grid: [usize; 3],
+        threads: usize,
+    ) -> Result<()> {
         let grid = grid.map(|n| n as u32);
-        let (place, number) = self.place(instance);
+        let (place, number) = self.place(instance, arch);
         let compiled = place.get_or_init(|| {
-            let library = compile(self.sources.path(), *instance, number);
+            let library = compile(self.sources.path(), *instance, arch, number);
             library
                 .map(Mutex::new)
                 .map_err(|error| format!("{error:#}"))
@@ -110,9 +126,9 @@ impl Kernels {
     }
 }
 
-fn compile(sources: &Path, instance: Instance, number: usize) -> Result<Library> {
+fn compile(sources: &Path, instance: Instance, arch: Arch, number: usize) -> Result<Library> {
     let library = sources.join(format!("kernel{number}.so"));
-    let options = instance.options(Arch::Sm90a);
+    let options = instance.options(arch);
     let output = Command::new("g++")
         .args([
             "-std=c++17",
@@ -124,7 +140,11 @@ fn compile(sources: &Path, instance: Instance, number: usize) -> Result<Library>
             // Each library keeps its own statics: tests run side by side.
             "-fno-gnu-unique",
         ])
-        .args(["-fPIC", "-shared", "-D__CUDA_ARCH__=900"])
+        .args(["-fPIC", "-shared"])
+        .arg(match arch {
+            Arch::Sm90a => "-D__CUDA_ARCH__=900",
+            Arch::Sm80 | Arch::Compute80 => "-D__CUDA_ARCH__=800",
+        })
         // A low limit, so that CTAs withdraw their claims in the middle of others' counts.
         .arg("-DATTN_SPIN_LIMIT=2")
         .args(options.iter().filter(|option| option.starts_with("-D")))
