@@ -89,10 +89,10 @@ constexpr bool MAY_BE_DEQUANTIZED = K_SCHEME == F16 && PAGE == TILE;
 constexpr int UNPACKERS = 4 / TEAMS, READERS = UNPACKS ? UNPACKERS : 4 * ROW_WARPS;  // warps of a team
 constexpr bool COPIER_READS = false;
 constexpr bool PRODUCTS_READ_STAGES = !UNPACKS;  // as the copy engine does, by another way than a thread's
-// Tiles of floats that a warpgroup attends at once: two where both warpgroups have the same ones, else one, as a ring has half of the stages then, and of many dims,
-// which leave registers for one. Where codes are turned, shared memory is what binds: one, and products read queries from registers. Not of 64 dims: there ptxas (13.0) puts weights into the
+// Tiles of floats that a warpgroup attends at once: two where both warpgroups have the same ones and multiply while others weigh, else one, as a ring has half of the
+// stages then, and of many dims, which leave registers for one. Where codes are turned, shared memory is what binds: one, and products read queries from registers. Not of 64 dims: there ptxas (13.0) puts weights into the
 // registers of queries, as many as they are, while both are needed; .ci/kernels looks for that.
-constexpr int FLOAT_STEP = INTEGER || UNPACKS || TEAMS > 1 || HEAD_DIM > 128 ? 1 : 2;
+constexpr int FLOAT_STEP = INTEGER || UNPACKS || TEAMS > 1 || HEAD_DIM > 128 || !ATTN_BULK ? 1 : 2;
 constexpr bool QUERIES_IN_REGISTERS = !INTEGER && UNPACKS && HEAD_DIM > 64;
 constexpr bool TWO_PARTS = !INTEGER && !UNPACKS;  // whether f32 queries may be the sum of two floats; one is finer than any code
 constexpr int UNPACKED_STAGES = !UNPACKS ? 0 : INTEGER ? 2 : 8 / TEAMS;

@@ -283,12 +283,11 @@ struct IntegerTiles : Warpgroup {
         Weighed w = {};
         w.alpha[0] = w.alpha[1] = 1.0f;
         if (has_rows) weigh_tile(s, index, at.params, w);
-        bool rescales = __any_sync(~0u, w.alpha[0] != 1.0f || w.alpha[1] != 1.0f);
 #pragma unroll
         for (int first = 0; first < ELEMENTS; first += AT_ONCE) {
             int values[AT_ONCE];
             multiply_values(at, index, w, first, values);
-            if (first == 0 && rescales)
+            if (first == 0 && __any_sync(~0u, w.alpha[0] != 1.0f || w.alpha[1] != 1.0f))
 #pragma unroll
                 for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * w.alpha[i / 2 % 2];
             products_wait<0>();

@@ -231,10 +231,12 @@ pub fn many_rows(
     let shape = Shape::new(problem, format, layout);
     // Measured on an H200: 32 rows, which `split_kv.cu` has in one block, take it 107 µs, and `many_rows.cu` 154; 48 rows 68 and 49.
     // Floats, 24 rows · 32, 8 heads a KV head: `split_kv.cu` 48 · 54 µs in bf16, `many_rows.cu` 43; many sequences of 24 rows 132 and 146. fp8 on an H100,
-    // 18 rows · 24 · many sequences of 24: 45.7 · 46.7 · 126 and 37.1 · 37.4 · 110. By the rows alone, as the two round floats otherwise.
+    // 18 rows · 24 · many sequences of 24: 45.7 · 46.7 · 126 and 37.1 · 37.4 · 110. By the rows alone, as the two round floats otherwise. Kernels without a copy engine, on an
+    // H100: 12 rows in bf16 102 and 63, in fp8 53 and 60, 24 rows in fp8 69 and 60; int8 24 · 40 rows 41 · 78 and 55 · 56.
     let few = match format.k {
         Scheme::Fp8E4m3 => 16,
         _ if format.is_integer() => 32,
+        _ if limits.shared_limit < BULK_SHARED => 8,
         _ => 24,
     };
     let is_faster = shape.rows > few && preferences.config.is_none();

@@ -249,6 +249,33 @@ fn a_formats_rows_alone_say_from_when_on_they_are_many() {
 }
 
 #[test]
+fn gpus_without_a_copy_engine_have_many_rows_in_pages() {
+    let a100 = DeviceLimits {
+        shared_limit: 163 * 1024,
+        sms: 108,
+    };
+    let takes = |format: &str, [rows, dim]: [usize; 2], layout| {
+        let problem = step([rows, 1, dim], [8192]);
+        let format = format.parse().unwrap();
+        many_rows(&problem, format, layout, a100, &Preferences::default()).is_some()
+    };
+    let pages = KvLayout::Pages(64);
+    for (format, few) in [
+        ("int8", 32),
+        ("int4", 32),
+        ("fp8", 16),
+        ("bf16", 8),
+        ("f16", 8),
+    ] {
+        assert!(!takes(format, [few, 128], pages), "{format}, {few} rows");
+        assert!(takes(format, [few + 1, 128], pages), "{format}");
+        assert!(!takes(format, [96, 128], KvLayout::Rows), "{format}");
+        assert!(!takes(format, [96, 256], pages), "{format}");
+    }
+    assert!(takes("bf16", [96, 80], KvLayout::Pages(16)));
+}
+
+#[test]
 fn stages_of_16_bit_floats_divide_into_steps() {
     let few_dims = [64, 80, 96, 128].map(|dim| [(dim, 33), (dim, 128)]);
     for (head_dim, rows) in few_dims
