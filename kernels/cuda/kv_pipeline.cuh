@@ -305,7 +305,7 @@ template <class Source> struct TileCopier {
 #endif
         if (is_whole) return;
         copy_chunks<SWIZZLE>(codes + kv_head * strides[1], strides, ROW / 16, left);
-        if (PRODUCTS_READ_STAGES) {
+        if (ATTN_BULK && PRODUCTS_READ_STAGES) {
             copy_async_wait();
             fence_async();
         }

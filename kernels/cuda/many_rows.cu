@@ -16,7 +16,6 @@
 #include "many_rows_meet.cuh"
 
 static_assert(INTEGER || K_SCHEME == V_SCHEME, "select.rs");
-static_assert(ATTN_BULK || PAGE != 0, "select.rs");
 static_assert((PAGE != 0 || !INTEGER) && K_GROUPS == 1 && V_GROUPS == 1, "select.rs");
 static_assert(PRODUCTS_READ_STAGES && !INTEGER ? HEAD_DIM % 16 == 0 && HEAD_DIM <= 256 : HEAD_DIM % 32 == 0 && HEAD_DIM <= 128, "select.rs");
 

@@ -3,9 +3,12 @@
 #pragma once
 #include "ptx.cuh"
 
-DEVICE u64 matrices(u32 at, u32 along, u32 across = 128) { return (u64)(across << 16 | along) << 32 | at; }
-// Rows that the copy engine would write: not here (select.rs).
-template <int SWIZZLE> DEVICE u64 swizzled_matrices(u32 at, u32 along, u32 across = 0) { return matrices(at, along, across); }
+// The address in 32 bits, then the distances in 14 each, then log2 of a swizzle's chunks.
+DEVICE u64 matrices(u32 at, u32 along, u32 across = 128) { return (u64)(across << 14 | along) << 32 | at; }
+template <int SWIZZLE> DEVICE u64 swizzled_matrices(u32 at, u32 along, u32 across = 8 * SWIZZLE) {
+    static_assert(SWIZZLE == 128 || SWIZZLE == 64 || SWIZZLE == 32, "a swizzle of the copy engine");
+    return matrices(at, along, across) | (u64)(SWIZZLE == 128 ? 3 : SWIZZLE == 64 ? 2 : 1) << 60;
+}
 DEVICE u64 matrices_behind(u64 first, u32 bytes) { return first + bytes; }
 
 DEVICE void products_begin() {}
@@ -16,22 +19,37 @@ template <int N> DEVICE void products_landed(float (&)[N]) {}
 template <int COUNT> DEVICE void give_up_registers() {}
 template <int COUNT> DEVICE void take_registers() {}
 
-// Where this lane's row of four matrices lies that are loaded at once, two along the depth by two across: the first two are side by side in that direction.
-template <bool ACROSS_FIRST> DEVICE u32 row_of_four(u64 of) {
-    u32 lane = threadIdx.x % 32, along = of >> 32 & 0xffff, across = of >> 48;
-    return (u32)of + lane % 8 * 16 + (lane & 8 ? ACROSS_FIRST ? across : along : 0) + (lane & 16 ? ACROSS_FIRST ? along : across : 0);
+// This warp's 16 rows of a left operand in shared memory: two matrices across, then those behind them along the depth.
+DEVICE void load_left(u32 (&a)[4], u64 of) {
+    u32 lane = threadIdx.x % 32, along = of >> 32 & 0x3fff, across = of >> 46 & 0x3fff;
+    ldmatrix_x4(a, (u32)of + threadIdx.x / 32 % 4 * 256 + lane % 8 * 16 + (lane & 8 ? across : 0) + (lane & 16 ? along : 0));
 }
-// This warp's 16 rows of a left operand in shared memory.
-DEVICE void load_left(u32 (&a)[4], u64 of) { ldmatrix_x4(a, row_of_four<true>(of + threadIdx.x / 32 % 4 * 256)); }
+// Four matrices of a right operand: two along the depth, then those behind them across. The j-th eight columns are the first two's.
+template <bool TURNED> struct RightOperand {
+    u32 at, along, across, chunks;  // at: of this lane's row in the first four; chunks: of 16 bytes, that a swizzle spans
+
+    __device__ __forceinline__ explicit RightOperand(u64 of) : along(of >> 32 & 0x3fff), across(of >> 46 & 0x3fff), chunks(1 << (of >> 60)) {
+        u32 lane = threadIdx.x % 32;
+        at = (u32)of + lane % 8 * chunks * 16;
+        // Of swizzled rows chunks lie side by side, and `across` is from eight rows to the next.
+        if (chunks == 1) at += (lane & 8 ? along : 0) + (lane & 16 ? across : 0);
+        else at = swizzled(at + (lane & (TURNED ? 8 : 16) ? across : 0)) ^ (lane & (TURNED ? 16 : 8) ? 16 : 0);
+    }
+    __device__ __forceinline__ u32 swizzled(u32 row) const { return row ^ (row >> 7 & chunks - 1) << 4; }
+    __device__ __forceinline__ void load(u32 (&b)[4], int j) const {
+        u32 from = TURNED && chunks > 1 ? (at ^ j % chunks * 16) + j / chunks * along : at + j * across;
+        if constexpr (TURNED) ldmatrix_x4_trans(b, from);
+        else ldmatrix_x4(b, from);
+    }
+};
 // Calls multiply(j, b0, b1) for each eight columns of a right operand.
 template <int GROUPS, bool TURNED, class Multiply> DEVICE void each_eight_columns(u64 of, Multiply multiply) {
     static_assert(GROUPS % 2 == 0, "two at a time");
-    u32 at = row_of_four<false>(of), across = of >> 48;
+    RightOperand<TURNED> right(of);
 #pragma unroll
     for (int j = 0; j < GROUPS; j += 2) {
         u32 b[4];
-        if constexpr (TURNED) ldmatrix_x4_trans(b, at + j * across);
-        else ldmatrix_x4(b, at + j * across);
+        right.load(b, j);
         multiply(j, b[0], b[1]);
         multiply(j + 1, b[2], b[3]);
     }

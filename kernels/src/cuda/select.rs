@@ -164,8 +164,8 @@ impl Shape {
             true => k.code_bits() == v.code_bits() && has_one_scale(k) && has_one_scale(v),
             false => k == v,
         };
-        // Products of bytes have V along the tokens, as rows have not; without a copy engine no products read rows. Of many dims, registers suffice for 16-bit floats where
-        // producers leave theirs to others, and shared memory for a ring of both warpgroups'.
+        // Products of bytes have V along the tokens, as rows have not. Of many dims, registers suffice for 16-bit floats where producers leave theirs to others, and shared
+        // memory for a ring of both warpgroups'.
         let has_copy_engine = shared_limit >= BULK_SHARED;
         let (row_warps, is_16_bit) = (
             if self.rows > 64 { WARPGROUPS } else { 1 },
@@ -179,7 +179,7 @@ impl Shape {
         };
         if self.rows <= 8
             || !has_dims
-            || self.layout.is_rows() && (self.format.is_integer() || !has_copy_engine)
+            || self.layout.is_rows() && self.format.is_integer()
             || !is_covered
         {
             return None;

@@ -499,7 +499,11 @@ impl Shapes {
 
 /// The kernel of many rows as an A100 has it.
 fn without_copy_engine(case: Case) -> Result<Option<Job>> {
-    let layout = KvLayout::Pages(case.page_size);
+    let layout = match case.is_view() {
+        true if case.seed.is_multiple_of(2) => KvLayout::Rows,
+        true => KvLayout::PagedRows(16),
+        false => KvLayout::Pages(case.page_size),
+    };
     let preferences = prefers(LowLatency::Never, true, false);
     let job = Job::new(PlanKind::Known, case, layout, preferences, Arch::Sm80)?;
     Ok(job.filter(|job| job.plan.config.kernel.is_many_rows()))
@@ -515,7 +519,7 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
     for case in table(size).into_iter().chain(chosen()).chain(random) {
         shapes.add(case)?;
     }
-    let has_kernel = |case: &Case| !case.is_view() && case.problem.head_dim <= 128;
+    let has_kernel = |case: &Case| case.problem.head_dim <= 128;
     for case in chosen().into_iter().filter(has_kernel) {
         shapes.jobs.extend(without_copy_engine(case)?);
     }
