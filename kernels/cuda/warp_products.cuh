@@ -9,7 +9,8 @@ template <int SWIZZLE> DEVICE u64 swizzled_matrices(u32 at, u32 along, u32 acros
     static_assert(SWIZZLE == 128 || SWIZZLE == 64 || SWIZZLE == 32, "a swizzle of the copy engine");
     return matrices(at, along, across) | (u64)(SWIZZLE == 128 ? 3 : SWIZZLE == 64 ? 2 : 1) << 60;
 }
-DEVICE u64 matrices_behind(u64 first, u32 bytes) { return first + bytes; }
+// The upper half stays what the compiler knows it to be.
+DEVICE u64 matrices_behind(u64 first, u32 bytes) { return (first & 0xffffffff00000000) | (u32)((u32)first + bytes); }
 
 DEVICE void products_begin() {}
 DEVICE void products_commit() {}
