@@ -289,9 +289,23 @@ struct FloatTiles : Warpgroup {
         products_landed(o);
         if (held >= 0) release_sides<TILES>(sides(), held - sides().stage);
     }
+    // Waits for stages and passes them on.
+    __device__ __forceinline__ void pass_steps(const Part& part, int index, int end) {
+        auto& ring = sides();
+#pragma unroll 1
+        for (; index < end; index += STEP) {
+            wait_sides<STEP>(ring, 0);
+            release_sides<STEP>(ring, 0);
+            wait_sides<STEP>(ring, 1);
+            if (!UNPACKS) clear_missing<STEP>(ring.at(1), part.kv_len - index * TILE);
+            release_sides<STEP>(ring, 1);
+            ring.advance(SIDES);
+        }
+    }
     // A span's state. Its tiles are one run, as a merge takes longer than a tile.
     __device__ __forceinline__ void attend_span(const Part& part, int index, int end) {
         clear();
+        if (!multiplies()) return pass_steps(part, index, end);
         has_low ? add_steps<TWO_PARTS>(part, index, end) : add_steps<false>(part, index, end);
         // Sums were those of a thread's own tokens.
 #pragma unroll

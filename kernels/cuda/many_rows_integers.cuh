@@ -296,8 +296,22 @@ struct IntegerTiles : Warpgroup {
         }
     }
 
+    // Waits for a tile's stages and passes them on.
+    __device__ __forceinline__ void pass_tile(const Part& part, int index) {
+        bool residuals = WINDOW && index >= part.first_residual_tile;
+        wait_keys_or_values(true, K_WINDOW && residuals);
+        release_keys_or_values(true, K_WINDOW && residuals);
+        wait_keys_or_values(false, V_WINDOW && residuals);
+        release_keys_or_values(false, V_WINDOW && residuals);
+    }
     // A span's state: those of its segments merge in shared memory.
     __device__ __forceinline__ void attend_span(const Part& part, int index, int end) {
+        if (!multiplies()) {
+            clear();
+#pragma unroll 1
+            for (; index < end; index++) pass_tile(part, index);
+            return;
+        }
         float span_m[2], span_l[2];
         bool has_span = false;
 #pragma unroll 1

@@ -48,6 +48,8 @@ struct Warpgroup {
     TwoRows rows;
     float m[2], l[2], o[ELEMENTS];
 
+    // Whether the warp takes part in products: without wgmma it multiplies for itself alone.
+    __device__ __forceinline__ bool multiplies() const { return ATTN_BULK || has_rows; }
     DEVICE int token_of(int j, int e, int lane) { return 8 * j + 2 * (lane % 4) + e; }
 
     __device__ __forceinline__ void find_rows(const Part& part) {

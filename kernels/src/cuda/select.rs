@@ -164,20 +164,22 @@ impl Shape {
             true => k.code_bits() == v.code_bits() && has_one_scale(k) && has_one_scale(v),
             false => k == v,
         };
-        // Products of bytes have V along the tokens, as rows have not. Of many dims, registers suffice for 16-bit floats where producers leave theirs to others, and shared
-        // memory for a ring of both warpgroups'.
+        // Products of bytes have V along the tokens, as rows have not. Of many dims, registers suffice for 16-bit floats, and shared memory for a ring of both warpgroups'.
+        let is_16_bit = k.code_bits() == 16;
+        let has_many_dims = self.head_dim > 128;
         let has_copy_engine = shared_limit >= BULK_SHARED;
-        let (row_warps, is_16_bit) = (
-            if self.rows > 64 { WARPGROUPS } else { 1 },
-            k.code_bits() == 16,
-        );
+        let row_warps = match self.rows {
+            0..=64 if has_copy_engine || !has_many_dims => 1,
+            _ => WARPGROUPS,
+        };
         let has_dims = match self.head_dim {
             64 | 96 | 128 => true,
             80 => is_16_bit,
-            192 | 256 => is_16_bit && row_warps == WARPGROUPS && has_copy_engine,
+            192 | 256 => is_16_bit && row_warps == WARPGROUPS,
             _ => false,
         };
-        if self.rows <= 8
+        // Few rows, too, where nothing else fits.
+        if self.rows <= 8 && self.split_kv(shared_limit).is_some()
             || !has_dims
             || self.layout.is_rows() && self.format.is_integer()
             || !is_covered
@@ -185,7 +187,7 @@ impl Shape {
             return None;
         }
         // Floats of 16 bits are read a step at a time: K and V of as many tiles as a team has warpgroups, or of one, of many dims.
-        let of_step = 2 * if self.head_dim > 128 { 1 } else { row_warps };
+        let of_step = 2 * if has_many_dims { 1 } else { row_warps };
         let is_whole_steps = move |stages: &usize| !is_16_bit || stages.is_multiple_of(of_step);
         (2..=9 * row_warps)
             .rev()
@@ -326,6 +328,7 @@ pub fn select(
         .or(preferences.config)
         .or_else(|| few_tiles(problem, &shape, limits, preferences))
         .or_else(|| shape.split_kv(limits.shared_limit))
+        .or_else(|| shape.many_rows(limits.shared_limit))
 }
 
 /// The configuration of `split_kv.cu` with `few_tiles.cuh`, where the caller wants it.

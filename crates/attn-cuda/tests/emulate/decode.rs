@@ -519,8 +519,7 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
     for case in table(size).into_iter().chain(chosen()).chain(random) {
         shapes.add(case)?;
     }
-    let has_kernel = |case: &Case| case.problem.head_dim <= 128;
-    for case in chosen().into_iter().filter(has_kernel) {
+    for case in chosen() {
         shapes.jobs.extend(without_copy_engine(case)?);
     }
     for case in short_ones() {
