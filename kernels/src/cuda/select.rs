@@ -328,7 +328,11 @@ pub fn select(
         .or(preferences.config)
         .or_else(|| few_tiles(problem, &shape, limits, preferences))
         .or_else(|| shape.split_kv(limits.shared_limit))
-        .or_else(|| shape.many_rows(limits.shared_limit))
+        .or_else(|| {
+            // A work item is one CTA's there. More rows than that are no block of `many_rows`, which the caller does not want then.
+            let config = shape.many_rows(limits.shared_limit);
+            config.filter(|config| shape.rows <= config.rows())
+        })
 }
 
 /// The configuration of `split_kv.cu` with `few_tiles.cuh`, where the caller wants it.

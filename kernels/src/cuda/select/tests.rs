@@ -286,6 +286,15 @@ fn gpus_without_a_copy_engine_have_many_rows() {
     let bf16 = KvFormat::same(Scheme::Bf16);
     let config = select(&problem, bf16, pages, a100, &Preferences::default()).unwrap();
     assert_eq!((config.kernel, config.row_warps), (Kernel::ManyRows, 2));
+    let unwanted = Preferences {
+        many_rows: Some(false),
+        ..Preferences::default()
+    };
+    let selects = |q_len| {
+        let problem = problem.clone().q_len(q_len);
+        select(&problem, bf16, pages, a100, &unwanted).is_some()
+    };
+    assert!(selects(16) && !selects(17));
     assert!(takes("bf16", [96, 80], KvLayout::Pages(16)));
 }
 
