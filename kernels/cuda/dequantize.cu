@@ -7,7 +7,7 @@
 // Writes    pages of 64 tokens, K and V in f16, or in bf16 where they are: tile i of sequence b is page b * pages_each + i, and with residuals, where some query token reads it with
 //           them, the one fine_pages behind; their table; what their numbers count.
 // Numerics  those of attn-core/src/quant.rs and rotation.rs, rounded once to f16, and none of 16 bits; compiled without contraction, subnormals kept.
-// Shared    none.
+// Shared    V's codes of a warp's tokens, turned.
 // Host      attn-cuda/src/native/dequantize.rs; parameters in kernels/src/cuda/params.rs.
 #include "dequantized.cuh"
 #include "stored_token.cuh"
@@ -58,9 +58,9 @@ DEVICE int first_fine_tile(const DequantizeParams& p, int b, int kv_len) {
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const __grid_constant__ DequantizeParams p) {
-    const int head = blockIdx.x, tile = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32, heads = gridDim.x;
+    const int head = blockIdx.x, tile = blockIdx.y, b = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = gridDim.x;
     write_units<ATTN_K, ATTN_V>(p);
-    const int kv_len = p.step.kv_lens[b], block = tile * TILE + threadIdx.x / 32 * BLOCK;
+    const int kv_len = p.step.kv_lens[b], block = tile * TILE + warp * BLOCK;
     if (block >= kv_len) return;
     const u32 to = write_entry(p);
     const auto run_of = [&](u32 page) { return p.step.k + (u64)page * (u32)p.step.page_stride + (u64)head * RUN; };
@@ -70,6 +70,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const _
     const u8* residuals = nullptr;
     if (has_fine) residuals = run_of(p.step.residual_pages[(u64)b * p.step.residual_ring + (page & (p.step.residual_ring - 1))]);
     // The block's tokens lie in one page, so those behind the last can be read, too.
+    __shared__ TurnedBlock<code_bits(ATTN_V)> turned[WARPS], turned_residuals[ATTN_V_WINDOW ? WARPS : 1];
+    const u8 *const v_codes = turned[warp].fill(run + V_CODES, block % PAGE, lane), *v_residuals = nullptr;
+    if (ATTN_V_WINDOW && has_fine) v_residuals = turned_residuals[warp].fill(residuals + K_RESIDUALS, block % PAGE, lane);
 #pragma unroll 1
     for (int is_fine = 0; is_fine <= has_fine; is_fine++) {
         u8* const side = p.pages + ((u64)(to + is_fine * p.fine_pages) * heads + head) * (2 * SIDE);
@@ -82,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const _
             k.store(side, t % TILE);
             WidenedToken<ATTN_V, ATTN_V_GROUPS, (code_bits(ATTN_V) < 16)> v;
             v.part = lane % LANES;
-            v.load<unit_of(ATTN_V)>(run + V_CODES, run + V_PARAMS, ATTN_V_WINDOW && is_fine ? residuals + K_RESIDUALS : nullptr, t % PAGE, 1.0f);
+            v.load<unit_of(ATTN_V)>(v_codes, run + V_PARAMS, is_fine ? v_residuals : nullptr, t % PAGE, 1.0f);
             v.store(side + SIDE, t % TILE);
         }
     }

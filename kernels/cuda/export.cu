@@ -6,7 +6,7 @@
 // Reads     pool [page][kv_head][run]; kv_lens, which decide what is read with residuals; the ranges of tokens.
 // Writes    k, v [token][num_kv_heads][head_dim] in f32, f16 or bf16: the ranges, one behind the other.
 // Numerics  those of attn-core/src/quant.rs and rotation.rs; compiled without contraction, subnormals kept.
-// Shared    none.
+// Shared    V's codes of a warp's tokens, turned.
 // Host      attn-cuda/src/native/export.rs; parameters in kernels/src/cuda/params.rs.
 #include "stored_token.cuh"
 
@@ -55,6 +55,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_export(const __gri
     if ((ATTN_K_WINDOW || ATTN_V_WINDOW) && newest < tile + (ATTN_K_WINDOW > ATTN_V_WINDOW ? ATTN_K_WINDOW : ATTN_V_WINDOW))
         residuals = run_of(p.residual_pages[(u64)b * p.residual_ring + (page & (p.residual_ring - 1))]);
     const auto with = [&](int window, int at) { return residuals && newest < tile + window ? residuals + at : nullptr; };
+    __shared__ TurnedBlock<code_bits(ATTN_V)> turned[WARPS], turned_residuals[ATTN_V_WINDOW ? WARPS : 1];
+    const u8 *v_codes = nullptr, *v_residuals = with(ATTN_V_WINDOW, K_RESIDUALS);
+    if (p.v) v_codes = turned[warp].fill(run + V_CODES, block % PAGE, lane);
+    if (p.v && ATTN_V_WINDOW && v_residuals) v_residuals = turned_residuals[warp].fill(v_residuals, block % PAGE, lane);
     // The block's tokens lie in one page, so those that are not in the range can be read, too.
 #pragma unroll 1
     for (int i = 0; i < BLOCK; i += 32 / LANES) {
@@ -71,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_export(const __gri
         if (p.v) {
             ExportedToken<ATTN_V, ATTN_V_GROUPS, (code_bits(ATTN_V) < 16)> v;
             v.part = lane % LANES;
-            v.load(run + V_CODES, run + V_PARAMS, with(ATTN_V_WINDOW, K_RESIDUALS), t % PAGE, v_scale);
+            v.load(v_codes, run + V_PARAMS, v_residuals, t % PAGE, v_scale);
             v.store(row_of(p.v, p.v_token_stride), p.dtype);
         }
     }

@@ -11,19 +11,65 @@ constexpr int PANELS = HEAD_DIM / 16, LANES = HEAD_DIM > 64 ? 4 : 2, EACH = (PAN
 
 DEVICE float of_fp8(u32 code) { return bits_float((code & 0x7f) << 20 | (code & 0x80) << 24) * 0x1p120f; }
 
-// The codes of one token in 16 dims, as loaded.
+// Codes of a side that lies along the tokens, of one block, turned: those of a token side by side. A warp's, in shared memory.
+template <int BITS> struct TurnedBlock {
+    // Rows in a page, a byte for each token's slot, by four; the stride lets eight lanes read two tokens' 64 bytes at once.
+    static constexpr int QUADS = HEAD_DIM * BITS / 32, STRIDE = (QUADS + 15) / 32 * 32 + 16;
+
+    alignas(16) u32 words[BLOCK][STRIDE];
+
+    // Bytes 0 to 3 of four words, each in a word of its own.
+    static METHOD void turn(u32 (&x)[4]) {
+        const u32 low[2] = {__byte_perm(x[0], x[1], 0x5140), __byte_perm(x[2], x[3], 0x5140)}, high[2] = {__byte_perm(x[0], x[1], 0x7362), __byte_perm(x[2], x[3], 0x7362)};
+        x[0] = __byte_perm(low[0], low[1], 0x5410), x[1] = __byte_perm(low[0], low[1], 0x7632);
+        x[2] = __byte_perm(high[0], high[1], 0x5410), x[3] = __byte_perm(high[0], high[1], 0x7632);
+    }
+    // The block that begins with token t of the page.
+    METHOD const u8* fill(const u8* codes, u32 t, int lane) {
+        const uint4* const from = (const uint4*)codes + t / BLOCK * (QUADS * 4);
+        __syncwarp();  // what was here has been read
+#pragma unroll
+        for (int q = lane; q < QUADS; q += 32) {
+            uint4 row[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) row[i] = from[4 * q + i];
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                u32 x[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) x[i] = n == 0 ? row[i].x : n == 1 ? row[i].y : n == 2 ? row[i].z : row[i].w;
+                turn(x);
+#pragma unroll
+                for (int i = 0; i < 4; i++) words[4 * n + i][q] = x[i];
+            }
+        }
+        __syncwarp();
+        return (const u8*)words;
+    }
+};
+// The same for a side that lies by tokens in a page: it is read from there.
+template <> struct TurnedBlock<16> {
+    METHOD const u8* fill(const u8* codes, u32, int) { return codes; }
+};
+
+// The codes of one token in 16 dims, as loaded. COLUMNS: from a turned block.
 template <int SCHEME, bool COLUMNS> struct PanelCodes {
     typedef Token<SCHEME, 1, COLUMNS> Layout;
-    static constexpr int BITS = code_bits(SCHEME), WORDS = COLUMNS ? 2 * BITS : BITS == 16 ? 8 : 4;
+    static constexpr int BITS = code_bits(SCHEME), WORDS = COLUMNS ? BITS / 2 : BITS == 16 ? 8 : 4;
 
-    u32 word[WORDS];  // in columns, a byte in each
+    u32 word[WORDS];
 
     METHOD void load(const u8* codes, u32 t, u32 panel) {
         if constexpr (COLUMNS) {
             const u32 of_panel = t % 16, slot = 4 * (of_panel % 8 / 2) + 2 * (of_panel / 8) + of_panel % 2;
-            const u8* const from = codes + (t / 16 * (HEAD_DIM * BITS / 8) + panel * WORDS) * 16 + slot;
-#pragma unroll
-            for (int i = 0; i < WORDS; i++) word[i] = from[16 * i];
+            const u8* const from = codes + (slot * TurnedBlock<BITS>::STRIDE + panel * WORDS) * 4;
+            if constexpr (BITS == 8) {
+                const uint4 x = *(const uint4*)from;
+                word[0] = x.x, word[1] = x.y, word[2] = x.z, word[3] = x.w;
+            } else {
+                const uint2 x = *(const uint2*)from;
+                word[0] = x.x, word[1] = x.y;
+            }
         } else {
             const u8* const from = codes + (BITS == 16 ? (2 * panel * PAGE + t) * 16 : BITS == 8 ? (panel * PAGE + t) * 16 : Layout::place_in_rows(16 * panel, t));
 #pragma unroll
@@ -35,7 +81,7 @@ template <int SCHEME, bool COLUMNS> struct PanelCodes {
     }
     // That of the panel's dim e, in token t.
     METHOD u32 code(int e, u32 t) const {
-        if (COLUMNS) return BITS == 8 ? word[e % WORDS] : word[e % WORDS] >> e / 8 * 4 & 15;
+        if (COLUMNS && BITS == 4) return word[e % 8 / 4] >> e % 4 * 8 >> e / 8 * 4 & 15;
         if (BITS == 16) return word[e / 2 % WORDS] >> e % 2 * 16 & 0xffff;
         return BITS == 8 ? word[e / 4 % WORDS] >> e % 4 * 8 & 255 : word[e / 4 % WORDS] >> e % 4 * 8 >> (is_high(t) ? 4 : 0) & 15;
     }
@@ -71,7 +117,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
     static METHOD float whole(u32 number, float less) { return bits_float(0x4b000000 | number) - (8388608.0f + less); }
     static METHOD float fine_value(u32 code, u32 residual, u32 param, float by) { return whole(2 * (16 * code + residual), 255.0f) * (half_float(param & 0xffff) * (0.0625f * by)); }
 
-    // `residuals` is null where the row is read without. UNIT: what numbers count, a power of two; 1 where a scheme has no parameters.
+    // `codes` and `residuals` of columns: turned blocks. `residuals` is null where the row is read without. UNIT: what numbers count, a power of two; 1 where a scheme has no parameters.
     template <int UNIT = 1> METHOD void load(const u8* codes, const u8* params, const u8* residuals, u32 t, float tensor_scale) {
         static_assert(UNIT == 1 || Layout::HAS_PARAMS, "parameters carry the unit");
         constexpr float BY = TURNED_BY / UNIT;
