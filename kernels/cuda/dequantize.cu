@@ -70,9 +70,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const _
     const u8* residuals = nullptr;
     if (has_fine) residuals = run_of(p.step.residual_pages[(u64)b * p.step.residual_ring + (page & (p.step.residual_ring - 1))]);
     // The block's tokens lie in one page, so those behind the last can be read, too.
-    __shared__ TurnedBlock<code_bits(ATTN_V)> turned[WARPS], turned_residuals[ATTN_V_WINDOW ? WARPS : 1];
-    const u8 *const v_codes = turned[warp].fill(run + V_CODES, block % PAGE, lane), *v_residuals = nullptr;
-    if (ATTN_V_WINDOW && has_fine) v_residuals = turned_residuals[warp].fill(residuals + K_RESIDUALS, block % PAGE, lane);
+    typedef TurnedBlock<code_bits(ATTN_V)> Turned;
+    __shared__ Turned turned[WARPS], turned_residuals[ATTN_V_WINDOW ? WARPS : 1];
+    const u8 *const v_codes = turned[warp].fill(Turned::load(run + V_CODES, block % PAGE, lane), lane), *v_residuals = nullptr;
+    if (ATTN_V_WINDOW && has_fine) v_residuals = turned_residuals[warp].fill(Turned::load(residuals + K_RESIDUALS, block % PAGE, lane), lane);
 #pragma unroll 1
     for (int is_fine = 0; is_fine <= has_fine; is_fine++) {
         u8* const side = p.pages + ((u64)(to + is_fine * p.fine_pages) * heads + head) * (2 * SIDE);

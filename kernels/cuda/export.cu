@@ -55,28 +55,34 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_export(const __gri
     if ((ATTN_K_WINDOW || ATTN_V_WINDOW) && newest < tile + (ATTN_K_WINDOW > ATTN_V_WINDOW ? ATTN_K_WINDOW : ATTN_V_WINDOW))
         residuals = run_of(p.residual_pages[(u64)b * p.residual_ring + (page & (p.residual_ring - 1))]);
     const auto with = [&](int window, int at) { return residuals && newest < tile + window ? residuals + at : nullptr; };
-    __shared__ TurnedBlock<code_bits(ATTN_V)> turned[WARPS], turned_residuals[ATTN_V_WINDOW ? WARPS : 1];
-    const u8 *v_codes = nullptr, *v_residuals = with(ATTN_V_WINDOW, K_RESIDUALS);
-    if (p.v) v_codes = turned[warp].fill(run + V_CODES, block % PAGE, lane);
-    if (p.v && ATTN_V_WINDOW && v_residuals) v_residuals = turned_residuals[warp].fill(v_residuals, block % PAGE, lane);
+    typedef TurnedBlock<code_bits(ATTN_V)> Turned;
+    __shared__ Turned turned[WARPS], turned_residuals[ATTN_V_WINDOW ? WARPS : 1];
+    // V's codes are under way with K's.
+    typename Turned::Rows v_rows = {};
+    if (p.v) v_rows = Turned::load(run + V_CODES, block % PAGE, lane);
     // The block's tokens lie in one page, so those that are not in the range can be read, too.
+    const auto each_token = [&](auto take) {
 #pragma unroll 1
-    for (int i = 0; i < BLOCK; i += 32 / LANES) {
-        const int t = block + i + lane / LANES;
-        const u64 token = (u64)(first_row + t - begin);
-        const bool is_inside = t >= begin && t < end;
-        const auto row_of = [&](void* rows, long long stride) { return is_inside ? (u8*)rows + (token * stride + (u64)head * HEAD_DIM) * element_bytes(p.dtype) : nullptr; };
-        if (p.k) {
+        for (int i = 0; i < BLOCK; i += 32 / LANES) {
+            const int t = block + i + lane / LANES;
+            take(t, t >= begin && t < end, (u64)(first_row + t - begin));
+        }
+    };
+    const auto row_of = [&](void* rows, long long stride, u64 token) { return (u8*)rows + (token * stride + (u64)head * HEAD_DIM) * element_bytes(p.dtype); };
+    if (p.k)
+        each_token([&](int t, bool is_inside, u64 token) {
             ExportedToken<ATTN_K, ATTN_K_GROUPS, false> k;
             k.part = lane % LANES;
             k.load(run, run + K_PARAMS, with(ATTN_K_WINDOW, 0), t % PAGE, k_scale);
-            k.store(row_of(p.k, p.k_token_stride), p.dtype);
-        }
-        if (p.v) {
-            ExportedToken<ATTN_V, ATTN_V_GROUPS, (code_bits(ATTN_V) < 16)> v;
-            v.part = lane % LANES;
-            v.load(v_codes, run + V_PARAMS, v_residuals, t % PAGE, v_scale);
-            v.store(row_of(p.v, p.v_token_stride), p.dtype);
-        }
-    }
+            k.store(is_inside ? row_of(p.k, p.k_token_stride, token) : nullptr, p.dtype);
+        });
+    if (!p.v) return;
+    const u8 *const v_codes = turned[warp].fill(v_rows, lane), *v_residuals = with(ATTN_V_WINDOW, K_RESIDUALS);
+    if (ATTN_V_WINDOW && v_residuals) v_residuals = turned_residuals[warp].fill(Turned::load(v_residuals, block % PAGE, lane), lane);
+    each_token([&](int t, bool is_inside, u64 token) {
+        ExportedToken<ATTN_V, ATTN_V_GROUPS, (code_bits(ATTN_V) < 16)> v;
+        v.part = lane % LANES;
+        v.load(v_codes, run + V_PARAMS, v_residuals, t % PAGE, v_scale);
+        v.store(is_inside ? row_of(p.v, p.v_token_stride, token) : nullptr, p.dtype);
+    });
 }

@@ -24,32 +24,47 @@ template <int BITS> struct TurnedBlock {
         x[0] = __byte_perm(low[0], low[1], 0x5410), x[1] = __byte_perm(low[0], low[1], 0x7632);
         x[2] = __byte_perm(high[0], high[1], 0x5410), x[3] = __byte_perm(high[0], high[1], 0x7632);
     }
-    // The block that begins with token t of the page.
-    METHOD const u8* fill(const u8* codes, u32 t, int lane) {
+    // A lane's rows, as they lie in a page: of the block that begins with its token t.
+    static constexpr int TIMES = (QUADS + 31) / 32;
+    struct Rows {
+        uint4 row[TIMES][4];
+    };
+    static METHOD Rows load(const u8* codes, u32 t, int lane) {
         const uint4* const from = (const uint4*)codes + t / BLOCK * (QUADS * 4);
+        Rows rows = {};
+#pragma unroll
+        for (int n = 0; n < TIMES; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (32 * n + lane < QUADS) rows.row[n][i] = from[4 * (32 * n + lane) + i];
+        return rows;
+    }
+    METHOD const u8* fill(const Rows& rows, int lane) {
         __syncwarp();  // what was here has been read
 #pragma unroll
-        for (int q = lane; q < QUADS; q += 32) {
-            uint4 row[4];
+        for (int n = 0; n < TIMES; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) row[i] = from[4 * q + i];
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
+            for (int slots = 0; slots < 4; slots++) {
                 u32 x[4];
 #pragma unroll
-                for (int i = 0; i < 4; i++) x[i] = n == 0 ? row[i].x : n == 1 ? row[i].y : n == 2 ? row[i].z : row[i].w;
+                for (int i = 0; i < 4; i++) {
+                    const uint4& row = rows.row[n][i];
+                    x[i] = slots == 0 ? row.x : slots == 1 ? row.y : slots == 2 ? row.z : row.w;
+                }
                 turn(x);
 #pragma unroll
-                for (int i = 0; i < 4; i++) words[4 * n + i][q] = x[i];
+                for (int i = 0; i < 4; i++)
+                    if (32 * n + lane < QUADS) words[4 * slots + i][32 * n + lane] = x[i];
             }
-        }
         __syncwarp();
         return (const u8*)words;
     }
 };
 // The same for a side that lies by tokens in a page: it is read from there.
 template <> struct TurnedBlock<16> {
-    METHOD const u8* fill(const u8* codes, u32, int) { return codes; }
+    typedef const u8* Rows;
+    static METHOD Rows load(const u8* codes, u32, int) { return codes; }
+    METHOD const u8* fill(Rows codes, int) { return codes; }
 };
 
 // The codes of one token in 16 dims, as loaded. COLUMNS: from a turned block.
