@@ -1,8 +1,6 @@
 // Builds one kernel, ATTN_UNIT, into a shared library whose function `attn_emulate` runs it on the CPU.
 #include ATTN_UNIT
 
-#include <pmmintrin.h>
-
 typedef ATTN_PARAMS Params;
 
 static const Params* params;

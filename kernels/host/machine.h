@@ -3,10 +3,12 @@
 #ifndef __x86_64__
 #error "fibers are switched by x86-64's registers"
 #endif
+#include <pmmintrin.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <initializer_list>
 #include <map>

@@ -7,8 +7,6 @@
 #pragma once
 #include "machine.h"
 
-#include <cmath>
-
 #define DEVICE static inline
 #define ATTN_BULK (__CUDA_ARCH__ >= 900)
 #define __device__
