@@ -1,18 +1,17 @@
-// dequantize.cu: writes the cached tokens of a step again as pages of 64 tokens in floats of 16 bits, which many_rows.cu attends in place of the cache: where query
-// rows are many, codes are turned into floats once for all of them (section 11 of docs/arithmetic.md), and small pages put together.
+// dequantize.cu: writes the cached tokens of a step again as pages of 64 tokens in f16, which many_rows.cu attends in place of the cache: where query
+// rows are many, codes are turned into floats once for all of them (section 11 of docs/arithmetic.md).
 //
 // Grid      (num_kv_heads, tiles of the longest sequence, batch); threads as in stored_token.cuh.
 // Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh.
 // Reads     pool [page][kv_head][run], kv_lens; of schemes with a window the query blocks, which say what is read with residuals.
-// Writes    pages of 64 tokens, K and V in f16, or in bf16 where they are: tile i of sequence b is page b * pages_each + i, and with residuals, where some query token reads it with
+// Writes    pages of 64 tokens, K and V in f16: tile i of sequence b is page b * pages_each + i, and with residuals, where some query token reads it with
 //           them, the one fine_pages behind; their table; what their numbers count.
-// Numerics  those of attn-core/src/quant.rs and rotation.rs, rounded once to f16, and none of 16 bits; compiled without contraction, subnormals kept.
+// Numerics  those of attn-core/src/quant.rs and rotation.rs, rounded once to f16; compiled without contraction, subnormals kept.
 // Shared    V's codes of a warp's tokens, turned.
 // Host      attn-cuda/src/native/dequantize.rs; parameters in kernels/src/cuda/params.rs.
 #include "dequantized.cuh"
 #include "stored_token.cuh"
 
-constexpr int WINDOW = ATTN_K_WINDOW > ATTN_V_WINDOW ? ATTN_K_WINDOW : ATTN_V_WINDOW;
 constexpr int SIDE = TILE * HEAD_DIM * 2;  // bytes of K or V in a page of one KV head
 
 template <int SCHEME, int GROUPS, bool COLUMNS> struct WidenedToken : StoredToken<SCHEME, GROUPS, COLUMNS> {
@@ -31,31 +30,11 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct WidenedToken : StoredToke
             for (int half = 0; half < 2; half++) {
                 u32 word[4];
 #pragma unroll
-                for (int i = 0; i < 4; i++) word[i] = narrow_pair(number(x[j][8 * half + 2 * i]), number(x[j][8 * half + 2 * i + 1]), SCHEME == BF16 ? Dtype::BF16 : Dtype::F16);
+                for (int i = 0; i < 4; i++) word[i] = narrow_pair(number(x[j][8 * half + 2 * i]), number(x[j][8 * half + 2 * i + 1]), Dtype::F16);
                 if (LANES * j + part < PANELS) *(uint4*)(side + ((2 * (LANES * j + part) + half) * TILE + t) * 16) = {word[0], word[1], word[2], word[3]};
             }
     }
 };
-
-// The query tokens of a sequence.
-DEVICE int query_tokens(const DequantizeParams& p, int b) {
-    if (!p.step.query_blocks) return p.step.q_len;
-    int first = 0, end = p.num_blocks;  // of the blocks, which come sequence by sequence, and then those without tokens
-    while (first < end) {
-        const int middle = (first + end) / 2;
-        const QueryBlock block = p.step.query_blocks[middle];
-        if (block.tokens > 0 && block.sequence < b) first = middle + 1;
-        else end = middle;
-    }
-    if (first == p.num_blocks) return 0;
-    const QueryBlock block = p.step.query_blocks[first];
-    return block.sequence == b && block.tokens > 0 ? block.tokens + block.behind : 0;
-}
-// The first tile that some of a sequence's query tokens read with residuals.
-DEVICE int first_fine_tile(const DequantizeParams& p, int b, int kv_len) {
-    const int tokens = query_tokens(p, b);
-    return tokens == 0 ? 0x7fffffff : max(kv_len - (p.step.causal ? tokens : 1), 0) / TILE - WINDOW + 1;
-}
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const __grid_constant__ DequantizeParams p) {
     const int head = blockIdx.x, tile = blockIdx.y, b = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = gridDim.x;

@@ -1,16 +1,16 @@
 // dequantize_rows.cu: as dequantize.cu, from rows of other engines: contiguous caches, or pages of rows.
 //
 // Grid      that of dequantize.cu; four lanes of a warp share a token.
-// Macros    ATTN_K, ATTN_V (no bf16, 4 bits or rotation), ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_HEAD_DIM, ATTN_ROW_PAGE, as in config.cuh.
+// Macros    ATTN_K, ATTN_V (no 4 bits or rotation; bf16 as both), ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_HEAD_DIM, ATTN_ROW_PAGE, as in config.cuh.
 // Reads     rows of ATTN_HEAD_DIM codes and their f16 scales [group], kv_lens; of pages their table.
-// Writes    pages of 64 tokens, K and V in f16: tile i of sequence b is page b * pages_each + i; their table; what their numbers count. Tokens that do not exist
+// Writes    pages of 64 tokens, K and V in f16, or in bf16 where they are: tile i of sequence b is page b * pages_each + i; their table; what their numbers count. Tokens that do not exist
 //           are left as they are.
-// Numerics  those of attn-core/src/quant.rs, rounded once to f16; compiled without contraction, subnormals kept.
+// Numerics  those of attn-core/src/quant.rs, rounded once to f16, and none of 16 bits; compiled without contraction, subnormals kept.
 // Shared    none.
 // Host      attn-cuda/src/native/dequantize.rs; parameters in kernels/src/cuda/params.rs.
 #include "dequantized.cuh"
 
-constexpr int TILE = 64, WARPS = 4;
+constexpr int TILE = WRITTEN_PAGE, WARPS = 4;
 constexpr int HEAD_DIM = ATTN_HEAD_DIM, ROW_PAGE = ATTN_ROW_PAGE, PANELS = HEAD_DIM / 16;
 constexpr int SIDE = TILE * HEAD_DIM * 2;  // bytes of K or V in a page of one KV head
 
@@ -26,7 +26,7 @@ struct Rows {
     // A panel of 16 dims of a row, as eight pairs of f16.
     template <int SCHEME, int GROUPS> __device__ __forceinline__ void widen(u32 first, int place, int panel, u32 (&pairs)[8]) const {
         const u8* row = codes + first * strides[0] + place * strides[2];
-        if constexpr (SCHEME == F16) {
+        if constexpr (SCHEME == F16 || SCHEME == BF16) {
             const uint4 x = ((const uint4*)row)[2 * panel], y = ((const uint4*)row)[2 * panel + 1];
             const u32 words[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
 #pragma unroll

@@ -1,7 +1,10 @@
-// What dequantize.cu and dequantize_rows.cu write beside numbers: what these count, and a table of their pages.
+// What dequantize.cu, dequantize_rows.cu and gather_pages.cu have in common: what numbers count, the table of the pages that are written, and which of
+// them some query token reads with residuals.
 #pragma once
 #include "dtype.cuh"
 #include "params.h"
+
+constexpr int WRITTEN_PAGE = 64;  // tokens
 
 // What a number of f16 counts: with it the largest code times the largest scale is in f16's range.
 constexpr int unit_of(int scheme) { return scheme <= FP8 || scheme == INT8_TENSOR ? 1 : 128; }
@@ -18,4 +21,25 @@ DEVICE u32 write_entry(const DequantizeParams& p) {
     const u32 page = blockIdx.z * p.pages_each + blockIdx.y;
     if (blockIdx.x == 0 && threadIdx.x == 0) p.table[page] = page;
     return page;
+}
+
+constexpr int WINDOW = ATTN_K_WINDOW > ATTN_V_WINDOW ? ATTN_K_WINDOW : ATTN_V_WINDOW;
+// The query tokens of a sequence.
+DEVICE int query_tokens(const DequantizeParams& p, int b) {
+    if (!p.step.query_blocks) return p.step.q_len;
+    int first = 0, end = p.num_blocks;  // of the blocks, which come sequence by sequence, and then those without tokens
+    while (first < end) {
+        const int middle = (first + end) / 2;
+        const QueryBlock block = p.step.query_blocks[middle];
+        if (block.tokens > 0 && block.sequence < b) first = middle + 1;
+        else end = middle;
+    }
+    if (first == p.num_blocks) return 0;
+    const QueryBlock block = p.step.query_blocks[first];
+    return block.sequence == b && block.tokens > 0 ? block.tokens + block.behind : 0;
+}
+// The first tile that some of a sequence's query tokens read with residuals.
+DEVICE int first_fine_tile(const DequantizeParams& p, int b, int kv_len) {
+    const int tokens = query_tokens(p, b);
+    return tokens == 0 ? 0x7fffffff : max(kv_len - (p.step.causal ? tokens : 1), 0) / WRITTEN_PAGE - WINDOW + 1;
 }

@@ -177,18 +177,19 @@ struct ExportParams {
 };
 static_assert(sizeof(ExportParams) == 120, "params.rs");
 
-// Parameters of `dequantize.cu`, and of `dequantize_rows.cu`.
+// Parameters of `dequantize.cu`, of `dequantize_rows.cu` and of `gather_pages.cu`.
 struct DequantizeParams {
     DecodeParams step;                         // Those of a step that would attend the cache as it is.
-    unsigned char* pages;                      // Pages of 16-bit floats to write.
+    unsigned char* pages;                      // Pages of 64 tokens to write.
     unsigned int* table;                       // Their table to write, u32 [batch][pages_each].
-    float* scales;                             // What the numbers of each KV head count, to write: f32 [2][num_kv_heads], of K and of V.
-    unsigned int pages_each;                   // Pages of 16-bit floats per sequence.
+    float* scales;                             // What the numbers of each KV head count, to write: f32 [2][num_kv_heads], of K and of V. Not where bytes are copied.
+    unsigned int* residual_table;              // Where bytes are copied, and read with residuals: the table of the pages with these to write, u32 [batch][residual_ring].
+    unsigned int pages_each;                   // Pages to write per sequence.
     unsigned int fine_pages;                   // From a tile's page to that with residuals.
     int num_blocks;                            // Entries of the step's query_blocks.
-    unsigned int reserved;                     // Unused: the size is a multiple of 8.
+    unsigned int residual_ring;                // Entries of `residual_table` per sequence.
 };
-static_assert(sizeof(DequantizeParams) == 472, "params.rs");
+static_assert(sizeof(DequantizeParams) == 480, "params.rs");
 
 // Parameters of `copy_pages.cu`.
 struct CopyPagesParams {

@@ -241,6 +241,11 @@ mod tests {
                 head_dim: 96,
                 page_size: 16,
             };
+            let gather = Instance::GatherPages {
+                format: attn_core::KvFormat::INT4,
+                head_dim: 80,
+                page_size: 32,
+            };
             let rows = Instance::DequantizeRows {
                 format: "int8-g32/fp8".parse().unwrap(),
                 head_dim: 80,
@@ -253,6 +258,7 @@ mod tests {
                 export,
                 dequantize,
                 rows,
+                gather,
                 copy,
                 merge,
                 Instance::QueryBlocks,

@@ -121,6 +121,15 @@ pub enum Instance {
         /// Tokens of a page of rows; 0: rows of whole sequences.
         page_size: usize,
     },
+    /// `gather_pages.cu`.
+    GatherPages {
+        /// Format of the cache.
+        format: KvFormat,
+        /// Elements per head.
+        head_dim: usize,
+        /// Tokens per page.
+        page_size: usize,
+    },
     /// `copy_pages.cu`.
     CopyPages,
     /// `merge_states.cu`.
@@ -192,22 +201,34 @@ impl Instance {
             .all(shared_limit)
             .map(|config| Self::configured(problem, format, layout, config))
             .collect();
-        if let Some((f16, pages)) = select::dequantized_as(problem, format, layout) {
-            let kernels: Vec<_> = Shape::new(problem, f16, pages)
+        if let Some((attended, pages)) =
+            select::dequantized_as(problem, format, layout, shared_limit)
+        {
+            let kernels: Vec<_> = Shape::new(problem, attended, pages)
                 .all_many_rows(shared_limit)
-                .map(|config| Self::configured(problem, f16, pages, config))
+                .map(|config| Self::configured(problem, attended, pages, config))
                 .collect();
             if !kernels.is_empty() {
-                all.push(Self::dequantize(problem.head_dim, format, layout));
+                all.push(Self::dequantize(problem.head_dim, format, layout, attended));
                 all.extend(kernels);
             }
         }
         all
     }
 
-    /// What makes 16-bit pages of 64 tokens of a cache.
-    pub fn dequantize(head_dim: usize, format: KvFormat, layout: KvLayout) -> Self {
+    /// What makes pages of 64 tokens of a cache, in a format of 16-bit floats or in the cache's own.
+    pub fn dequantize(
+        head_dim: usize,
+        format: KvFormat,
+        layout: KvLayout,
+        attended: KvFormat,
+    ) -> Self {
         match layout {
+            KvLayout::Pages(page_size) if attended == format => Instance::GatherPages {
+                format,
+                head_dim,
+                page_size,
+            },
             KvLayout::Pages(page_size) => Instance::Dequantize {
                 format,
                 head_dim,
@@ -272,6 +293,7 @@ impl Instance {
             Instance::Export { .. } => "export.cu",
             Instance::Dequantize { .. } => "dequantize.cu",
             Instance::DequantizeRows { .. } => "dequantize_rows.cu",
+            Instance::GatherPages { .. } => "gather_pages.cu",
             Instance::CopyPages => "copy_pages.cu",
             Instance::MergeStates => "merge_states.cu",
             Instance::MergeSpans { .. } => "merge_spans.cu",
@@ -290,6 +312,7 @@ impl Instance {
             Instance::Export { .. } => "attn_export",
             Instance::Dequantize { .. } => "attn_dequantize",
             Instance::DequantizeRows { .. } => "attn_dequantize_rows",
+            Instance::GatherPages { .. } => "attn_gather_pages",
             Instance::CopyPages => "attn_copy_pages",
             Instance::MergeStates => "attn_merge_states",
             Instance::MergeSpans { .. } => "attn_merge_spans",
@@ -376,6 +399,11 @@ impl Instance {
                 page_size,
             }
             | Instance::Dequantize {
+                format,
+                head_dim,
+                page_size,
+            }
+            | Instance::GatherPages {
                 format,
                 head_dim,
                 page_size,

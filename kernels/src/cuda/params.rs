@@ -311,24 +311,26 @@ blocks! {
         reserved: u32 = "unsigned int",
     }
 
-    /// Parameters of `dequantize.cu`, and of `dequantize_rows.cu`.
+    /// Parameters of `dequantize.cu`, of `dequantize_rows.cu` and of `gather_pages.cu`.
     struct DequantizeParams {
         /// Those of a step that would attend the cache as it is.
         step: DecodeParams = "DecodeParams",
-        /// Pages of 16-bit floats to write.
+        /// Pages of 64 tokens to write.
         pages: u64 = "unsigned char*",
         /// Their table to write, u32 [batch][pages_each].
         table: u64 = "unsigned int*",
-        /// What the numbers of each KV head count, to write: f32 [2][num_kv_heads], of K and of V.
+        /// What the numbers of each KV head count, to write: f32 [2][num_kv_heads], of K and of V. Not where bytes are copied.
         scales: u64 = "float*",
-        /// Pages of 16-bit floats per sequence.
+        /// Where bytes are copied, and read with residuals: the table of the pages with these to write, u32 [batch][residual_ring].
+        residual_table: u64 = "unsigned int*",
+        /// Pages to write per sequence.
         pages_each: u32 = "unsigned int",
         /// From a tile's page to that with residuals.
         fine_pages: u32 = "unsigned int",
         /// Entries of the step's query_blocks.
         num_blocks: i32 = "int",
-        /// Unused: the size is a multiple of 8.
-        reserved: u32 = "unsigned int",
+        /// Entries of `residual_table` per sequence.
+        residual_ring: u32 = "unsigned int",
     }
 
     /// Parameters of `copy_pages.cu`.

@@ -257,14 +257,15 @@ pub fn many_rows(
     })
 }
 
-/// Tokens of a page that `dequantize.cu` writes: those of a tile.
+/// Tokens of a page that `dequantize.cu` and `gather_pages.cu` write: those of a tile.
 const DEQUANTIZED_PAGE: usize = arithmetic::TILE;
 
 /// Query rows of a KV head that read each cached token, from which on it is faster to write it again first: for formats whose integers are attended exactly
-/// otherwise, and floats of small pages; and for fp8, whose codes become f16 in `many_rows.cu` otherwise.
+/// otherwise, small pages, and rows without a copy engine; and for fp8, whose codes become f16 in `many_rows.cu` otherwise.
 const MANY_READERS: [usize; 2] = [512, 4096];
 
-/// The format and the layout in which the cache of a problem is attended, where `dequantize.cu` turns it into pages of 64 tokens in 16-bit floats first.
+/// The format and the layout in which the cache of a problem is attended, where it is first written again as pages of 64 tokens: in 16-bit floats by
+/// `dequantize.cu` and `dequantize_rows.cu`, or as it is by `gather_pages.cu`.
 pub fn dequantized(
     problem: &Problem,
     format: KvFormat,
@@ -272,7 +273,7 @@ pub fn dequantized(
     limits: DeviceLimits,
     preferences: &Preferences,
 ) -> Option<(KvFormat, KvLayout)> {
-    let attended = dequantized_as(problem, format, layout)?;
+    let attended = dequantized_as(problem, format, layout, limits.shared_limit)?;
     let wanted = preferences.dequantize.unwrap_or_else(|| {
         let tokens = problem.kv_lens.iter().map(|&len| len as f64);
         let reads = tokens
@@ -292,20 +293,25 @@ pub(crate) fn dequantized_as(
     problem: &Problem,
     format: KvFormat,
     layout: KvLayout,
+    shared_limit: usize,
 ) -> Option<(KvFormat, KvLayout)> {
     let [f16, bf16] = [Scheme::F16, Scheme::Bf16].map(KvFormat::same);
+    let is_16_bit = format == f16 || format == bf16;
     let are_exact = [format.k, format.v]
         .iter()
         .all(|side| matches!(side, Scheme::Fp8E4m3 | Scheme::F16));
-    let attended = match format {
-        // As they are, out of pages that take many copies to a tile.
-        same if same == f16 || same == bf16 => {
-            let are_small = !layout.is_rows() && layout.page_size() < DEQUANTIZED_PAGE;
-            are_small.then_some(same)
-        }
-        _ => (problem.may_use_floats(format) || are_exact).then_some(f16),
+    let becomes_f16 = !is_16_bit && (are_exact || problem.may_use_floats(format));
+    let as_it_is = match layout {
+        // Small pages take many copies to a tile.
+        KvLayout::Pages(tokens) => tokens < DEQUANTIZED_PAGE,
+        // Without a copy engine rows take a copy for each of a token's 16 bytes.
+        KvLayout::Rows | KvLayout::PagedRows(_) => is_16_bit && shared_limit < BULK_SHARED,
     };
-    Some((attended?, KvLayout::Pages(DEQUANTIZED_PAGE)))
+    let attended = match becomes_f16 {
+        true => f16,
+        false => as_it_is.then_some(format)?,
+    };
+    Some((attended, KvLayout::Pages(DEQUANTIZED_PAGE)))
 }
 
 /// The fastest kernel of a problem, by its longest sequence; `None` if nothing fits.

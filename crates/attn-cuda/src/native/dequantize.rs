@@ -1,4 +1,4 @@
-//! Pages of 64 tokens in 16-bit floats that a step attends in place of the cache's own, and how they are made in its workspace.
+//! Pages of 64 tokens, in 16-bit floats or as they are, that a step attends in place of the cache's own, and how they are made in its workspace.
 
 use attn_core::{KvFormat, PageLayout, Problem, arithmetic::TILE};
 use attn_kernels::cuda::{
@@ -29,6 +29,8 @@ pub struct Dequantized {
     bytes: usize,
     /// Tiles that a row reads with residuals.
     window: usize,
+    /// Whether pages keep their format: residuals then stay apart, and scales what they are.
+    keeps_format: bool,
     /// Whether K was rounder than f16.
     rounds_queries: bool,
 }
@@ -54,13 +56,14 @@ impl Dequantized {
             .checked_mul(copies)?
             .checked_mul(pages.page_bytes())?;
         let pages = Dequantized {
-            instance: Instance::dequantize(head_dim, format, layout),
+            instance: Instance::dequantize(head_dim, format, layout, attended.0),
             heads,
             batch,
             pages_each,
             page_bytes: pages.page_bytes(),
             bytes,
             window,
+            keeps_format: attended.0 == format,
             rounds_queries: format.k.code_bits() < 16,
         };
         let fits = bytes <= MOST_BYTES && pages_each.max(batch) <= MOST_OF_AXIS;
@@ -76,25 +79,40 @@ impl Dequantized {
         (4 * self.coarse_pages()).next_multiple_of(256)
     }
 
-    /// Bytes of the workspace: pages, their table, and what the numbers of each KV head count.
-    pub(super) fn workspace_bytes(&self) -> usize {
-        let scales = (2 * 4 * self.heads).next_multiple_of(256);
-        self.bytes + self.table_bytes() + scales
+    /// Entries of a sequence in the table of residual pages.
+    fn residual_ring(&self) -> usize {
+        self.pages_each.next_power_of_two()
     }
 
-    /// Grid and threads of `dequantize.cu`.
+    /// Bytes of the workspace: pages, their table, and what the numbers of each KV head count, or the table of residual pages.
+    pub(super) fn workspace_bytes(&self) -> usize {
+        let words = match (self.keeps_format, self.window) {
+            (false, _) => 2 * self.heads,
+            (true, 0) => 0,
+            (true, _) => self.batch * self.residual_ring(),
+        };
+        self.bytes + self.table_bytes() + (4 * words).next_multiple_of(256)
+    }
+
+    /// Whether the pages are integers.
+    #[must_use]
+    pub fn are_integers(&self) -> bool {
+        matches!(self.instance, Instance::GatherPages { format, .. } if format.is_integer())
+    }
+
+    /// Grid and threads of the kernel.
     #[must_use]
     pub fn grid(&self) -> ([usize; 3], usize) {
         ([self.heads, self.pages_each, self.batch], COPY_THREADS)
     }
 
-    /// Where table and scales lie, for pages at `at`.
+    /// Where the table lies, and scales or the other table, for pages at `at`.
     fn addresses(&self, at: DeviceAddress) -> [u64; 3] {
         let table = at.offset(self.bytes);
         [at, table, table.offset(self.table_bytes())].map(DeviceAddress::get)
     }
 
-    /// The parameter blocks of `dequantize.cu`, which writes the pages to `at`, and of the step that attends them: from that of a step that attends the
+    /// The parameter blocks of the kernel that writes the pages to `at`, and of the step that attends them: from that of a step that attends the
     /// cache, with so many query blocks.
     pub(super) fn params(
         &self,
@@ -102,32 +120,43 @@ impl Dequantized {
         num_blocks: usize,
         at: DeviceAddress,
     ) -> (DequantizeParams, DecodeParams) {
-        let [pages, table, scales] = self.addresses(at);
+        let [pages, table, behind] = self.addresses(at);
         // Numbers that a grid's axes and `MOST_BYTES` bound.
         let (pages_each, fine_pages) = (self.pages_each as u32, self.coarse_pages() as u32);
         let make = DequantizeParams {
             step: *step,
             pages,
             table,
-            scales,
+            scales: behind,
+            residual_table: behind,
+            residual_ring: self.residual_ring() as u32,
             pages_each,
             fine_pages,
             num_blocks: num_blocks as i32,
-            ..DequantizeParams::default()
         };
         let attend = DecodeParams {
             k: pages,
             page_table: table,
             page_table_stride: pages_each as i32,
             page_stride: self.page_bytes as i32,
-            residual_pages: 0,
-            residual_ring: 0,
-            k_tensor_scales: scales,
-            v_tensor_scales: scales + 4 * self.heads as u64,
-            rounds_queries: i32::from(self.rounds_queries),
-            fine_window: self.window as i32,
-            fine_pages,
             ..*step
+        };
+        let attend = match self.keeps_format {
+            true => DecodeParams {
+                residual_pages: behind,
+                residual_ring: self.residual_ring() as u32,
+                ..attend
+            },
+            false => DecodeParams {
+                residual_pages: 0,
+                residual_ring: 0,
+                k_tensor_scales: behind,
+                v_tensor_scales: behind + 4 * self.heads as u64,
+                rounds_queries: i32::from(self.rounds_queries),
+                fine_window: self.window as i32,
+                fine_pages,
+                ..attend
+            },
         };
         (make, attend)
     }

@@ -103,7 +103,7 @@ pub struct NativePlan {
     format: KvFormat,
     layout: KvLayout,
     kernel: Arc<LoadedKernel>,
-    /// `dequantize.cu`, where it makes the pages that are attended.
+    /// `dequantize.cu`, `dequantize_rows.cu` or `gather_pages.cu`, where it makes the pages that are attended.
     dequantize: Option<Arc<LoadedKernel>>,
     /// `query_blocks.cu`, where the device lists the blocks.
     list_blocks: Option<Arc<LoadedKernel>>,
@@ -328,7 +328,7 @@ pub(crate) unsafe fn launch_decode_as(
     {
         let (grid, threads) = pages.grid();
         let mut arguments = [(&raw mut made).cast::<c_void>()];
-        // SAFETY: `attn_dequantize` and `attn_dequantize_rows` take one DequantizeParams, asserted on both sides; it reads what the launches below would, and writes the part of the
+        // SAFETY: `attn_dequantize`, `attn_dequantize_rows` and `attn_gather_pages` take one DequantizeParams, asserted on both sides; it reads what the launches below would, and writes the part of the
         // workspace that they read in its place; the rest is this function's contract.
         unsafe { kernel.launch(stream, grid, threads, &mut arguments) }
             .map_err(failed("dequantizing"))?;

@@ -287,7 +287,11 @@ impl Job {
 
     /// Whether integers are attended as floats.
     fn is_fast(&self) -> bool {
-        self.plan.dequantized.is_some() && self.case.format.is_integer()
+        let are_floats = self
+            .plan
+            .dequantized
+            .is_some_and(|pages| !pages.are_integers());
+        are_floats && self.case.format.is_integer()
     }
 
     /// Where floats are further from the CPU's than weights of 8 (bf16) or 11 bits and the rounding of outputs explain.
@@ -411,7 +415,7 @@ impl Job {
         let (made, params) = plan.dequantize_params(&args, params);
         if let (Some(made), Some(pages)) = (made, &plan.dequantized) {
             let (grid, threads) = pages.grid();
-            // SAFETY: dequantize.cu takes a DequantizeParams; it reads what decode kernels do, and writes to the workspace.
+            // SAFETY: its kernel takes a DequantizeParams; it reads what decode kernels do, and writes to the workspace.
             unsafe { kernels.run_as(self.arch, &pages.instance, &made, grid, threads) }?;
         }
         let (grid, threads) = (plan.launch.grid, plan.launch.threads);
@@ -497,16 +501,25 @@ impl Shapes {
     }
 }
 
-/// The kernel of many rows as an A100 has it.
-fn without_copy_engine(case: Case) -> Result<Option<Job>> {
+/// The kernel of many rows as an A100 has it, and from pages of the workspace where rows are attended so there alone.
+fn without_copy_engine(case: &Case) -> Result<Vec<Job>> {
     let layout = match case.is_view() {
         true if case.seed.is_multiple_of(2) => KvLayout::Rows,
         true => KvLayout::PagedRows(16),
         false => KvLayout::Pages(case.page_size),
     };
-    let preferences = prefers(LowLatency::Never, true, false);
-    let job = Job::new(PlanKind::Known, case, layout, preferences, Arch::Sm80)?;
-    Ok(job.filter(|job| job.plan.config.kernel.is_many_rows()))
+    let as_it_is = prefers(LowLatency::Never, true, false);
+    let from_pages = Preferences {
+        dequantize: Some(true),
+        ..as_it_is
+    };
+    let job =
+        |preferences, arch| Job::new(PlanKind::Known, case.clone(), layout, preferences, arch);
+    let is_made = |job: &Job| job.plan.dequantized.is_some();
+    let many_rows = job(as_it_is, Arch::Sm80)?.filter(|job| job.plan.config.kernel.is_many_rows());
+    let elsewhere = job(from_pages, Arch::Sm90a)?.is_some_and(|job| is_made(&job));
+    let made = job(from_pages, Arch::Sm80)?.filter(|job| is_made(job) && !elsewhere);
+    Ok(many_rows.into_iter().chain(made).collect())
 }
 
 /// A test for each kernel of each shape: the conformance table's, the chosen ones, and `count` random ones from `seed` on.
@@ -520,7 +533,7 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
         shapes.add(case)?;
     }
     for case in chosen() {
-        shapes.jobs.extend(without_copy_engine(case)?);
+        shapes.jobs.extend(without_copy_engine(&case)?);
     }
     for case in short_ones() {
         for preferences in [
@@ -559,6 +572,9 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
             other => format!(" for {}", other.name()),
         };
         let made = match job.plan.dequantized {
+            Some(pages) if matches!(pages.instance, Instance::GatherPages { .. }) => {
+                " of gathered pages"
+            }
             Some(_) => " of dequantized pages",
             None => "",
         };

@@ -202,7 +202,9 @@ fn entry(instance: Instance) -> [String; 5] {
         Instance::Append { .. } => "AppendParams",
         Instance::Import { .. } => "ImportParams",
         Instance::Export { .. } => "ExportParams",
-        Instance::Dequantize { .. } | Instance::DequantizeRows { .. } => "DequantizeParams",
+        Instance::Dequantize { .. }
+        | Instance::DequantizeRows { .. }
+        | Instance::GatherPages { .. } => "DequantizeParams",
         Instance::CopyPages => "CopyPagesParams",
         Instance::MergeStates => "MergeStatesParams",
         Instance::MergeSpans { .. } => "MergeSpansParams",

@@ -208,15 +208,17 @@ fn a_cache_is_dequantized_for_prompts_that_read_it_often() {
     assert!(is_dequantized("int8", 4096, &|p| p.head_dim = 192));
     assert!(!is_dequantized("int8", 4096, &|p| p.arithmetic = Arithmetic::Exact));
     assert!(is_dequantized("fp8", 4096, &|p| p.arithmetic = Arithmetic::Exact));
-    // Small pages of 16 bits are put together.
-    let of_pages = |page_size| {
-        let problem = step([16, 1, 128], [8192]).q_len(32);
-        let (bf16, layout) = (KvFormat::same(Scheme::Bf16), KvLayout::Pages(page_size));
-        dequantized(&problem, bf16, layout, LIMITS, &Preferences::default())
-    };
-    let together = Some((KvFormat::same(Scheme::Bf16), KvLayout::Pages(64)));
-    for (page_size, want) in [(16, together), (32, together), (64, None), (128, None)] {
-        assert_eq!(of_pages(page_size), want, "{page_size}");
+    // Small pages are put together as they are.
+    for format in [KvFormat::same(Scheme::Bf16), KvFormat::INT8, KvFormat::INT4] {
+        let of_pages = |page_size| {
+            let problem = step([16, 1, 128], [8192]).q_len(32);
+            let layout = KvLayout::Pages(page_size);
+            dequantized(&problem, format, layout, LIMITS, &Preferences::default())
+        };
+        let together = Some((format, KvLayout::Pages(64)));
+        for (page_size, want) in [(16, together), (32, together), (64, None), (128, None)] {
+            assert_eq!(of_pages(page_size), want, "{page_size}");
+        }
     }
     // Rows of other caches, too.
     let problem = step([16, 1, 128], [8192]).q_len(4096);

@@ -105,29 +105,48 @@ fn integers_become_floats_in_prompts_that_say_so_alone() {
 }
 
 #[test]
-fn small_pages_of_floats_are_put_together_for_prompts() {
+fn what_takes_many_copies_to_a_tile_is_written_again_for_prompts() {
     let heads = Heads {
         q: 32,
         kv: 8,
         dim: 128,
     };
+    let a100 = DeviceLimits {
+        shared_limit: Arch::Sm80.shared_limit(),
+        sms: 108,
+    };
     let bf16 = KvFormat::same(Scheme::Bf16);
-    for (layout, q_len, want) in [
-        (KvLayout::Pages(16), 128, true),
-        (KvLayout::Pages(32), 2048, true),
-        (KvLayout::Pages(16), 127, false),
-        (KvLayout::Pages(64), 2048, false),
-        (KvLayout::Pages(128), 2048, false),
-        (KvLayout::PagedRows(16), 2048, false),
+    let gather = Some("gather_pages.cu");
+    for (format, limits, layout, q_len, want) in [
+        (bf16, limits(), KvLayout::Pages(16), 128, gather),
+        (KvFormat::INT8, limits(), KvLayout::Pages(16), 128, gather),
+        (KvFormat::INT4, a100, KvLayout::Pages(32), 2048, gather),
+        (bf16, limits(), KvLayout::Pages(16), 127, None),
+        (KvFormat::INT8, a100, KvLayout::Pages(64), 2048, None),
+        (bf16, limits(), KvLayout::Pages(128), 2048, None),
+        // Rows come by tensor maps where there is a copy engine.
+        (bf16, limits(), KvLayout::PagedRows(16), 2048, None),
+        (
+            bf16,
+            a100,
+            KvLayout::PagedRows(16),
+            128,
+            Some("dequantize_rows.cu"),
+        ),
+        (bf16, a100, KvLayout::Rows, 127, None),
     ] {
         let problem = Problem::new(heads, [4096]).q_len(q_len);
         let (kind, preferences) = (PlanKind::Known, Preferences::default());
-        let plan = LaunchPlan::new(kind, limits(), &preferences, &problem, bf16, layout).unwrap();
-        let given = format!("{layout:?}, {q_len} tokens");
-        assert_eq!(plan.dequantized.is_some(), want, "{given}");
+        let plan = LaunchPlan::new(kind, limits, &preferences, &problem, format, layout).unwrap();
+        let given = format!("{format}, {layout:?}, {q_len} tokens");
+        let made = plan.dequantized.map(|pages| pages.instance.source());
+        assert_eq!(made, want, "{given}");
         assert!(plan.config.kernel.is_many_rows(), "{given}");
-        let attended = if want { KvLayout::Pages(64) } else { layout };
-        let is_so = matches!(plan.instance, Instance::Decode { format, layout, .. } if format == bf16 && layout == attended);
+        let attended = match want {
+            Some(_) => KvLayout::Pages(64),
+            None => layout,
+        };
+        let is_so = matches!(plan.instance, Instance::Decode { format: of, layout, .. } if of == format && layout == attended);
         assert!(is_so, "{given}: {:?}", plan.instance);
     }
 }
