@@ -27,8 +27,8 @@ pub struct Options {
     /// Whether to use `many_rows.cu` where it covers a problem; `None`: where it is faster. `ATTN_CUDA_MANY_ROWS=1` or `0`. The bits of float formats
     /// depend on it.
     pub many_rows: Option<bool>,
-    /// Whether prompts that may be attended as floats, and 16-bit ones in small pages, are attended from 16-bit pages of 64 tokens, which a launch makes in the workspace (up to 1 GiB); `None`: where it is
-    /// faster. `ATTN_CUDA_DEQUANTIZE=1` or `0`. Bits that nobody promises depend on it.
+    /// Whether prompts are attended from pages of 64 tokens that a launch makes in the workspace (up to 1 GiB): in f16 where they may be attended as floats, as they are where pages are small, and
+    /// rows of 16 bits where they take many copies; `None`: where it is faster. `ATTN_CUDA_DEQUANTIZE=1` or `0`. Bits that nobody promises depend on it.
     pub dequantize: Option<bool>,
     /// Whether plans for long sequences have a second way for few short ones (`few_tiles.cuh`): those are then faster, and long ones slower.
     /// `ATTN_CUDA_FEW_TILES=1` or `0`, which is the default.
@@ -103,7 +103,7 @@ impl Options {
         self
     }
 
-    /// Says whether prompts that may be attended as floats, and 16-bit ones in small pages, are attended from 16-bit pages of 64 tokens.
+    /// Says whether prompts are attended from pages of 64 tokens in the workspace: those that may be attended as floats, and caches whose tiles take many copies.
     #[must_use]
     pub fn dequantize(mut self, dequantize: bool) -> Self {
         self.dequantize = Some(dequantize);

@@ -234,12 +234,14 @@ pub fn many_rows(
     // Measured on an H200: 32 rows, which `split_kv.cu` has in one block, take it 107 µs, and `many_rows.cu` 154; 48 rows 68 and 49.
     // Floats, 24 rows · 32, 8 heads a KV head: `split_kv.cu` 48 · 54 µs in bf16, `many_rows.cu` 43; many sequences of 24 rows 132 and 146. fp8 on an H100,
     // 18 rows · 24 · many sequences of 24: 45.7 · 46.7 · 126 and 37.1 · 37.4 · 110. By the rows alone, as the two round floats otherwise. Kernels without a copy engine, on an
-    // H100: 12 rows in bf16 102 and 63, in fp8 53 and 60, 24 rows in fp8 69 and 60; int8 24 · 40 rows 41 · 78 and 55 · 56.
+    // H100: 12 rows in bf16 102 and 63, in fp8 53 and 60, 24 rows in fp8 69 and 60; int8 24 · 32 · 40 rows 41 · 55 · 79 and 51 · 52 · 53, int4 44 · 64 · 81 and
+    // 70 · 70 · 72.
+    let copies = limits.shared_limit >= BULK_SHARED;
     let few = match format.k {
         Scheme::Fp8E4m3 => 16,
-        _ if format.is_integer() => 32,
-        _ if limits.shared_limit < BULK_SHARED => 8,
-        _ => 24,
+        scheme if format.is_integer() && (copies || scheme.code_bits() == 4) => 32,
+        _ if copies || format.is_integer() => 24,
+        _ => 8,
     };
     let is_faster = shape.rows > few && preferences.config.is_none();
     if !preferences.many_rows.unwrap_or(is_faster) {
@@ -304,8 +306,11 @@ pub(crate) fn dequantized_as(
     let as_it_is = match layout {
         // Small pages take many copies to a tile.
         KvLayout::Pages(tokens) => tokens < DEQUANTIZED_PAGE,
-        // Without a copy engine rows take a copy for each of a token's 16 bytes.
-        KvLayout::Rows | KvLayout::PagedRows(_) => is_16_bit && shared_limit < BULK_SHARED,
+        // Without a copy engine rows take a copy for each of a token's 16 bytes; with one, a few for each page.
+        KvLayout::Rows => is_16_bit && shared_limit < BULK_SHARED,
+        KvLayout::PagedRows(tokens) => {
+            is_16_bit && (tokens < DEQUANTIZED_PAGE || shared_limit < BULK_SHARED)
+        }
     };
     let attended = match becomes_f16 {
         true => f16,

@@ -263,7 +263,7 @@ fn gpus_without_a_copy_engine_have_many_rows() {
     };
     let pages = KvLayout::Pages(64);
     for (format, few) in [
-        ("int8", 32),
+        ("int8", 24),
         ("int4", 32),
         ("fp8", 16),
         ("bf16", 8),

@@ -116,7 +116,7 @@ fn what_takes_many_copies_to_a_tile_is_written_again_for_prompts() {
         sms: 108,
     };
     let bf16 = KvFormat::same(Scheme::Bf16);
-    let gather = Some("gather_pages.cu");
+    let [gather, rows] = [Some("gather_pages.cu"), Some("dequantize_rows.cu")];
     for (format, limits, layout, q_len, want) in [
         (bf16, limits(), KvLayout::Pages(16), 128, gather),
         (KvFormat::INT8, limits(), KvLayout::Pages(16), 128, gather),
@@ -124,15 +124,10 @@ fn what_takes_many_copies_to_a_tile_is_written_again_for_prompts() {
         (bf16, limits(), KvLayout::Pages(16), 127, None),
         (KvFormat::INT8, a100, KvLayout::Pages(64), 2048, None),
         (bf16, limits(), KvLayout::Pages(128), 2048, None),
-        // Rows come by tensor maps where there is a copy engine.
-        (bf16, limits(), KvLayout::PagedRows(16), 2048, None),
-        (
-            bf16,
-            a100,
-            KvLayout::PagedRows(16),
-            128,
-            Some("dequantize_rows.cu"),
-        ),
+        // Rows come by tensor maps where there is a copy engine, a box or two for each page.
+        (bf16, limits(), KvLayout::PagedRows(64), 2048, None),
+        (bf16, limits(), KvLayout::PagedRows(16), 128, rows),
+        (bf16, a100, KvLayout::PagedRows(64), 128, rows),
         (bf16, a100, KvLayout::Rows, 127, None),
     ] {
         let problem = Problem::new(heads, [4096]).q_len(q_len);
