@@ -60,8 +60,8 @@ constexpr int ARRIVALS = 1;
 #ifdef ATTN_LOW_LATENCY  // low_latency.cu: four warps of a team share its tiles, and one is the producer
 constexpr int ROWS = 8 * ROW_GROUPS, WORKERS = 32 * TILE_WARPS, TEAM_THREADS = WORKERS + 32, MAX_TEAMS = 2, THREADS = MAX_TEAMS * TEAM_THREADS;
 constexpr int MERGE_THREADS = WORKERS;  // threads that merge a work item's partials
-#elif defined(ATTN_MANY_ROWS)  // many_rows.cu: a warpgroup of producers, and those that attend 64 rows each
-constexpr int ROWS = 64 * ROW_WARPS, THREADS = 128 * (1 + WARPGROUPS), MERGE_THREADS = 128 * ROW_WARPS;
+#elif defined(ATTN_MANY_ROWS)  // many_rows.cu: a warpgroup of producers, and those that attend 64 rows each, or 32
+constexpr int WARPGROUP_ROWS = 8 * ROW_GROUPS, ROWS = WARPGROUP_ROWS * ROW_WARPS, THREADS = 128 * (1 + WARPGROUPS), MERGE_THREADS = 128 * ROW_WARPS;
 #else
 constexpr int ROWS = 8 * ROW_GROUPS * ROW_WARPS;
 constexpr int THREADS = 32 * ROW_WARPS * TEAMS, MERGE_THREADS = THREADS;

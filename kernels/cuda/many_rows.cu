@@ -1,6 +1,7 @@
 // many_rows.cu: attention of 9 and more query rows to each KV head, up to whole prompts, with products of a warpgroup (sm_90a).
 //
-// Grid      persistent, a CTA to each SM; a warpgroup of producers and two that attend 64 rows each: one team for 128 rows, or two of 64.
+// Grid      persistent, a CTA to each SM; a warpgroup of producers and two that attend 64 rows each: one team for 128 rows, or two of 64; integers of few
+//           rows have two of 32 (many_rows_state.cuh).
 // Split     work items, (query block, KV head): where there are enough, teams take whole ones, the next each time, else runs of spans (many_rows_work.cuh).
 // Pipeline  each team has a ring of stages, which its producer warp fills (kv_pipeline.cuh). Products read keys and values from there; codes of 4 bits
 //           are turned into bytes first, and those of fp8 into f16, by the warps of the producers, in a ring of their own.
@@ -88,6 +89,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __gri
                        base + SharedMemory::STATES + warpgroup * 64 * HEAD_DIM * 4 + thread * 16, states + (blockIdx.x * WARPGROUPS + warpgroup) * (HEAD_DIM / 8) * 128 + thread,
                        warpgroup, warp % 4, lane}}};
     // Teams whose rows are few have them in warps of different places: a place is a scheduler's.
-    self.first_row = warpgroup % ROW_WARPS * 64 + (self.warp + 4 - team) % 4 * 16;
+    self.first_row = warpgroup % ROW_WARPS * WARPGROUP_ROWS + (self.warp + 4 - 2 * team) % 4 * (WARPGROUP_ROWS / 4);
     attend_all(self, Way::of_team(ways, team, found), team, (Arrival*)(shared + SharedMemory::ARRIVALS_AT + 16 * team));
 }

@@ -1,4 +1,4 @@
-// A warpgroup of many_rows.cu attends 64 rows of a work item: the states of segments, spans and the row (section 6 of docs/arithmetic.md).
+// A warpgroup of many_rows.cu attends its rows of a work item: the states of segments, spans and the row (section 6 of docs/arithmetic.md).
 #pragma once
 #include "many_rows_floats.cuh"
 #include "many_rows_integers.cuh"
@@ -16,7 +16,7 @@ struct Attender : TilesOf<INTEGER>::Type {
         u64 at = (item.index(p) * p.max_partials + partial) * ROWS;
         int count = item.rows(p);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < THREAD_ROWS; h++) {
             int row = first_row + lane / 4 + 8 * h;
             if (row >= count) continue;
             if (lane % 4 == 0) __stcg(p.partial_max_sum + at + row, make_float2(m[h], l[h]));
@@ -27,7 +27,7 @@ struct Attender : TilesOf<INTEGER>::Type {
     }
     __device__ __forceinline__ void write_rows(const Part& part) const {
 #pragma unroll 1
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < THREAD_ROWS; h++) {
             Epilogue epilogue = Epilogue::at(p, part.item(), first_row + lane / 4 + 8 * h);
             epilogue.begin(h == 0 ? m[0] : m[1], h == 0 ? l[0] : l[1], lane % 4 == 0);
             float x[HEAD_DIM / 8][2];
@@ -50,7 +50,7 @@ struct Attender : TilesOf<INTEGER>::Type {
     __device__ __forceinline__ void keep_row(RowState& row) const {
         store_state([&](int i, const float4& x) { __stcg(row_state + i * 128, x); });
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < THREAD_ROWS; h++) {
             row.m[h] = m[h];
             row.l[h] = l[h];
         }

@@ -38,7 +38,7 @@ struct IntegerTiles : Warpgroup {
         find_rows(part);
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < THREAD_ROWS; h++) {
             int row = first_row + lane / 4 + 8 * h;
             float x[PANELS][4], largest = load_row(query_row(p, part, part.kv_head, row), lane, x);
             bool counts = largest >= 0x1p-60f;
@@ -69,7 +69,7 @@ struct IntegerTiles : Warpgroup {
         PairParams<K_SCHEME> k = {params};
         int bias[2] = {};
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < THREAD_ROWS; h++) {
             if (K_SHIFTS) bias[h] = -8 * rows.sum[h];
             if (K_HALF_STEPS) bias[h] = rows.sum[h] * (K_WINDOW && is_fine(h, index, K_WINDOW) ? -255 : -240);
         }
@@ -78,7 +78,7 @@ struct IntegerTiles : Warpgroup {
             float scale[2] = {1.0f, 1.0f}, shift[2];
             k.read(8 * j + 2 * (lane % 4), scale, shift);
 #pragma unroll
-            for (int n = 0; n < 4; n++) {
+            for (int n = 0; n < 2 * THREAD_ROWS; n++) {
                 int h = n / 2, e = n % 2, sum = sums[4 * j + n];
                 if (K_SHIFTS) sum = sum + bias[h];
                 if (K_HALF_STEPS) sum = sum * 2 + bias[h];
@@ -104,7 +104,7 @@ struct IntegerTiles : Warpgroup {
         if (!full) each_hidden(index, [&](int i) { s[i] = MINUS_INFINITY; });
         float top[2];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < THREAD_ROWS; h++) {
             float largest = row_max(s, h);
             bool some = largest > MINUS_INFINITY;
             // The largest product is that of the largest number: rounding keeps the order.
@@ -116,6 +116,7 @@ struct IntegerTiles : Warpgroup {
         }
 #pragma unroll
         for (int i = 0; i < SUMS_OF_TILE; i++) {
+            if (!is_of_row(i)) continue;
             int h = i / 2 % 2;
             float score = HAS_SCORE_MODS ? s[i] : s[i] * rows.scale[h];
             s[i] = exp2w(fma_saturate(score, -0.015625f, 0.015625f * top[h]));
@@ -123,12 +124,13 @@ struct IntegerTiles : Warpgroup {
         if (!full) each_hidden(index, [&](int i) { s[i] = 0.0f; });
         u32 units[2] = {0, 0};
 #pragma unroll
-        for (int i = 0; i < SUMS_OF_TILE; i++) units[i / 2 % 2] += float_bits(s[i] + WEIGHT_BASE);
+        for (int i = 0; i < SUMS_OF_TILE; i++)
+            if (is_of_row(i)) units[i / 2 % 2] += float_bits(s[i] + WEIGHT_BASE);
         float largest[2] = {0.0f, 0.0f};
         scale_weights(s, full, params, largest, w.shift);
         WeightStep step[2];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < THREAD_ROWS; h++) {
             step[h] = weight_step(quad_max(largest[h]), V_WINDOW && is_fine(h, index, V_WINDOW));
             w.step[h] = step[h].step;
             u32 sum = quad_sum((int)(units[h] - 16 * WEIGHT_BASE_BITS));
@@ -145,10 +147,10 @@ struct IntegerTiles : Warpgroup {
                 uint2 x = lds64(thresholds + token_of(j, 0, lane) * 4);
                 float threshold[2] = {bits_float(x.x), bits_float(x.y)};
 #pragma unroll
-                for (int n = 0; n < 4; n++) b[n / 2][i + n % 2] = float_bits(s[4 * j + n] * step[n / 2].inverse + threshold[n % 2]);
+                for (int n = 0; n < 2 * THREAD_ROWS; n++) b[n / 2][i + n % 2] = float_bits(s[4 * j + n] * step[n / 2].inverse + threshold[n % 2]);
             }
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
+            for (int h = 0; h < THREAD_ROWS; h++) {
                 u32 word = __byte_perm(__byte_perm(b[h][0], b[h][1], 0x0051), __byte_perm(b[h][2], b[h][3], 0x0051), 0x5410);
                 w.a[panel / 2][panel % 2 * 2 + h] = word;
                 if (V_INT4) w.sum[h] = byte_sum(word, w.sum[h]);
@@ -156,7 +158,7 @@ struct IntegerTiles : Warpgroup {
         }
         if (V_INT4)
 #pragma unroll
-            for (int h = 0; h < 2; h++) w.sum[h] = quad_sum(w.sum[h]);
+            for (int h = 0; h < THREAD_ROWS; h++) w.sum[h] = quad_sum(w.sum[h]);
     }
     // Products of weights with V's scales, the largest of each row, and the sums with V's shifts.
     __device__ __forceinline__ void scale_weights(float (&s)[SUMS_OF_TILE], bool exist, u32 params, float (&largest)[2], float (&shifts)[2]) const {
@@ -171,7 +173,7 @@ struct IntegerTiles : Warpgroup {
                 if (has_row_scales(V_SCHEME) && !exist) scale[e] = finite_scale(scale[e]);
                 if (V_SHIFTS && !exist) shift[e] = finite(shift[e]);
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
+                for (int h = 0; h < THREAD_ROWS; h++) {
                     float& x = s[4 * j + 2 * h + e];
                     if (V_SHIFTS) z[h][e] = z[h][e] + x * shift[e];
                     if (has_row_scales(V_SCHEME)) x = x * scale[e];
@@ -181,7 +183,7 @@ struct IntegerTiles : Warpgroup {
         }
         if (V_SHIFTS)
 #pragma unroll
-            for (int h = 0; h < 2; h++) shifts[h] = quad_sum(z[h][0] + z[h][1]);
+            for (int h = 0; h < THREAD_ROWS; h++) shifts[h] = quad_sum(z[h][0] + z[h][1]);
     }
 
     // ---- a tile ----
@@ -226,7 +228,7 @@ struct IntegerTiles : Warpgroup {
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
                     u32 word = lds32(queries + ((2 * i + n / 2) * 64 + 16 * warp + 8 * (n % 2) + lane / 4) * 16 + 4 * (lane % 4));
-                    a[n] = is_fine(n % 2, index, K_WINDOW) ? word : 0;
+                    a[n] = n % 2 < THREAD_ROWS && is_fine(n % 2, index, K_WINDOW) ? word : 0;
                 }
                 Products<false>::multiply_signed(sums, a, matrices(at.residuals + i * 2 * TILE * 16, TILE * 16), true);
             }
@@ -244,7 +246,7 @@ struct IntegerTiles : Warpgroup {
             for (int i = 0; i < 2; i++) {
                 u32 a[4];
 #pragma unroll
-                for (int n = 0; n < 4; n++) a[n] = is_fine(n % 2, index, V_WINDOW) ? w.a[i][n] : 0;
+                for (int n = 0; n < 4; n++) a[n] = n % 2 < THREAD_ROWS && is_fine(n % 2, index, V_WINDOW) ? w.a[i][n] : 0;
                 Products<false>::multiply_unsigned(values, a, matrices(at.residuals + i * 2 * HEAD_DIM * 16 + first * BYTES_OF_ELEMENT, HEAD_DIM * 16), true);
             }
         products_commit();
@@ -253,13 +255,14 @@ struct IntegerTiles : Warpgroup {
         float unit[2];
         int bias[2] = {};
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < THREAD_ROWS; h++) {
             unit[h] = V_SHIFTS ? w.step[h] : w.step[h] * w.beta[h];
             if (V_SHIFTS) bias[h] = -8 * w.sum[h];
             if (V_HALF_STEPS) bias[h] = w.sum[h] * (V_WINDOW && is_fine(h, index, V_WINDOW) ? -255 : -240);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
+            if (!is_of_row(i)) continue;
             int h = i / 2 % 2, sum = values[i];
             float& x = o[first + i];
             if (V_SHIFTS) sum = sum + bias[h];
@@ -289,7 +292,8 @@ struct IntegerTiles : Warpgroup {
             multiply_values(at, index, w, first, values);
             if (first == 0 && __any_sync(~0u, w.alpha[0] != 1.0f || w.alpha[1] != 1.0f))
 #pragma unroll
-                for (int i = 0; i < ELEMENTS; i++) o[i] = o[i] * w.alpha[i / 2 % 2];
+                for (int i = 0; i < ELEMENTS; i++)
+                    if (is_of_row(i)) o[i] = o[i] * w.alpha[i / 2 % 2];
             products_wait<0>();
             if (first + AT_ONCE == ELEMENTS) release_keys_or_values(false, V_WINDOW && residuals);
             if (has_rows) fold(values, first, index, w);
@@ -325,7 +329,7 @@ struct IntegerTiles : Warpgroup {
             has_span = true;
             store_state([&](int i, const float4& x) { sts128(state + i * 2048, x); });
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
+            for (int h = 0; h < THREAD_ROWS; h++) {
                 span_m[h] = m[h];
                 span_l[h] = l[h];
             }

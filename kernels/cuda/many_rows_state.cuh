@@ -1,5 +1,5 @@
-// What a warpgroup of many_rows.cu has of its 64 rows: which tokens they see, and the state of a segment. A thread has two rows and every fourth pair
-// of tokens, or dims.
+// What a warpgroup of many_rows.cu has of its rows: which tokens they see, and the state of a segment. A thread has two rows and every fourth pair
+// of tokens, or dims. Of few rows it has one: products then have 64 rows as ever, of which each second group of eight means nothing, and all warps have rows.
 #pragma once
 #include "ptx.cuh"
 #if ATTN_BULK
@@ -13,10 +13,15 @@
 constexpr int SIDE_BYTES = UNPACKS ? UNPACKED_STAGE : STAGE_BYTES;  // of the stages that floats are read from
 static_assert(INTEGER || (UNPACKS ? UNPACKED_STAGES : STAGES) % (2 * FLOAT_STEP) == 0, "a step's stages lie side by side: select.rs");
 constexpr int SUMS_OF_TILE = TILE / 2, ELEMENTS = HEAD_DIM / 2;  // of a thread: scores, and dims of O
+constexpr int THREAD_ROWS = WARPGROUP_ROWS / 32;                 // of the two that a thread has of products
+static_assert(THREAD_ROWS == 2 || (THREAD_ROWS == 1 && INTEGER), "select.rs");
 constexpr int WARPGROUP_BARRIER = 1 + WARPGROUPS;                // the first of the warpgroups' named barriers
 constexpr int TURN_BARRIER = WARPGROUP_BARRIER + WARPGROUPS;     // the first of those where a warpgroup waits for its turn
 
-// A thread's two rows of a work item: warp row lane/4, and that + 8.
+// Whether element i of a thread's products is one of its rows'.
+DEVICE constexpr bool is_of_row(int i) { return i / 2 % 2 < THREAD_ROWS; }
+
+// A thread's rows of a work item: warp row lane/4, and that + 8.
 struct TwoRows {
     int start[2], end[2];  // tokens that a row sees
     int position[2], tile[2];
@@ -28,7 +33,7 @@ struct TwoRows {
     __device__ __forceinline__ bool see_all(int t0, int tokens = TILE) const {
         bool full = true;
 #pragma unroll
-        for (int h = 0; h < 2; h++) full &= start[h] <= t0 && t0 + tokens <= end[h];
+        for (int h = 0; h < THREAD_ROWS; h++) full &= start[h] <= t0 && t0 + tokens <= end[h];
         return __all_sync(~0u, full);
     }
 };
@@ -57,7 +62,7 @@ struct Warpgroup {
         int count = p.heads_per_kv * queries_of.tokens, first = first_position(p, queries_of, part.kv_len);
         has_rows = first_row < count;
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < THREAD_ROWS; h++) {
             int row = first_row + lane / 4 + 8 * h, i = (u32)row / p.heads_per_kv_divmod, position = first + i;
             bool real = row < count;
             // Rows that fill up the tile see everything, so that they never make a full tile look masked.
@@ -80,7 +85,7 @@ struct Warpgroup {
     template <class Hide> __device__ __forceinline__ void each_hidden(int index, Hide hide) const {
 #pragma unroll
         for (int i = 0; i < SUMS_OF_TILE; i++)
-            if (!rows.sees(i / 2 % 2, index * TILE + token_of(i / 4, i % 2, lane))) hide(i);
+            if (is_of_row(i) && !rows.sees(i / 2 % 2, index * TILE + token_of(i / 4, i % 2, lane))) hide(i);
     }
     // The largest of a row's numbers: of those that the thread has, and of all.
     __device__ __forceinline__ float thread_max(const float (&s)[SUMS_OF_TILE], int h) const {
@@ -96,6 +101,7 @@ struct Warpgroup {
     __device__ __forceinline__ void modify_scores(float (&s)[SUMS_OF_TILE], int index) const {
 #pragma unroll
         for (int i = 0; i < SUMS_OF_TILE; i++) {
+            if (!is_of_row(i)) continue;
             int h = i / 2 % 2, t = index * TILE + token_of(i / 4, i % 2, lane);
             if (p.softcap_inner != 0.0f) s[i] = softcap(s[i], p.softcap_inner, p.softcap_outer);
             if (p.alibi_slopes) s[i] = s[i] + rows.slope[h] * (float)(t - rows.position[h]);
@@ -104,28 +110,33 @@ struct Warpgroup {
 
     // ---- states ----
 
+    // The elements of a thread's rows by vectors: the n-th of the i-th.
+    static constexpr int VECTORS = ELEMENTS * THREAD_ROWS / 8;
+    DEVICE constexpr int element(int i, int n) { return THREAD_ROWS == 2 ? 4 * i + n : 8 * i + n / 2 * 4 + n % 2; }
+
     // Merges the state in registers into the one before it, whose elements `load` gives: the result is in registers.
     template <class Load> __device__ __forceinline__ void merge_behind(float (&before_m)[2], float (&before_l)[2], Load load) {
         MergeScale w[2];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
+        for (int h = 0; h < THREAD_ROWS; h++) {
             w[h] = merge_scale(before_m[h], before_l[h], make_float2(m[h], l[h]), false);
             m[h] = before_m[h];
             l[h] = before_l[h];
         }
 #pragma unroll
-        for (int i = 0; i < ELEMENTS; i += 4) {
-            float4 x = load(i / 4);
+        for (int i = 0; i < VECTORS; i++) {
+            float4 x = load(i);
             float before[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
             for (int n = 0; n < 4; n++) {
-                merge(before[n], o[i + n], w[n / 2], false);
-                o[i + n] = before[n];
+                const int at = element(i, n);
+                merge(before[n], o[at], w[at / 2 % 2], false);
+                o[at] = before[n];
             }
         }
     }
     template <class Store> __device__ __forceinline__ void store_state(Store store) const {
 #pragma unroll
-        for (int i = 0; i < ELEMENTS; i += 4) store(i / 4, {o[i], o[i + 1], o[i + 2], o[i + 3]});
+        for (int i = 0; i < VECTORS; i++) store(i, {o[element(i, 0)], o[element(i, 1)], o[element(i, 2)], o[element(i, 3)]});
     }
 };

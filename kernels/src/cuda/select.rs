@@ -186,6 +186,11 @@ impl Shape {
         {
             return None;
         }
+        // A thread has one row then in place of two, and every scheduler two warps with rows in place of one.
+        let row_groups = match self.format.is_integer() && self.rows <= 32 {
+            true => 4,
+            false => 8,
+        };
         // Floats of 16 bits are read a step at a time: K and V of as many tiles as a team has warpgroups, or of one, of many dims.
         let of_step = 2 * if has_many_dims { 1 } else { row_warps };
         let is_whole_steps = move |stages: &usize| !is_16_bit || stages.is_multiple_of(of_step);
@@ -194,7 +199,7 @@ impl Shape {
             .filter(is_whole_steps)
             .map(|stages| KernelConfig {
                 kernel: Kernel::ManyRows,
-                row_groups: 8,
+                row_groups,
                 row_warps,
                 stages,
                 ctas: 1,
