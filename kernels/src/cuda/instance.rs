@@ -510,7 +510,7 @@ pub fn common(arch: Arch) -> Vec<Instance> {
                     rotary,
                 });
             }
-            for rows in [8, 16] {
+            for rows in [8, 16, 48] {
                 let problem = Problem::new(
                     Heads {
                         q: rows,

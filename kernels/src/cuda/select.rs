@@ -1,6 +1,6 @@
 //! The fastest decode kernel of a problem: a pure function of the problem, the device's limits and the caller's preferences.
 
-use attn_core::{KvFormat, Problem, Scheme, arithmetic};
+use attn_core::{KvFormat, Problem, Scheme, arithmetic, segments::num_spans};
 
 use super::{
     config::{
@@ -15,6 +15,9 @@ use super::{
 
 /// The most CTAs along a grid's second and third axis.
 const MAX_GRID: usize = 65_535;
+
+/// Rows of a warpgroup of `many_rows.cu` whose threads have one row each.
+const FEW_ROWS: usize = 32;
 
 /// The most sequences that a warp finds the longest of at once.
 const FEW_SEQUENCES: usize = 32;
@@ -186,8 +189,8 @@ impl Shape {
         {
             return None;
         }
-        // A thread has one row then in place of two, and every scheduler two warps with rows in place of one.
-        let row_groups = match self.format.is_integer() && self.rows <= 32 {
+        // A thread has one row then in place of two, and all warps have rows.
+        let row_groups = match self.are_bytes() && self.rows <= FEW_ROWS {
             true => 4,
             false => 8,
         };
@@ -205,6 +208,24 @@ impl Shape {
                 ctas: 1,
             })
             .find(|config| self.fits(config, 1, shared_limit))
+    }
+
+    /// Whether `many_rows.cu` has a configuration for few rows.
+    fn are_bytes(&self) -> bool {
+        let KvFormat { k, v } = self.format;
+        self.format.is_integer() && k.code_bits() == 8 && v.code_bits() == 8
+    }
+
+    /// Whether `many_rows.cu` is faster than `split_kv.cu` with 8-bit integers and 17 to 32 rows. A team takes 27 µs for a span, and the next one behind it; `split_kv.cu`
+    /// begins and ends more slowly, and shares all work. Measured on an H100, int8, µs: 128 spans 34 and 30, 256 spans 35 and 46, 1024 spans 117 and 109.
+    fn few_bytes_are_faster(&self, problem: &Problem, sms: usize) -> bool {
+        if !self.are_bytes() || !(17..=FEW_ROWS).contains(&self.rows) {
+            return false;
+        }
+        let spans: usize = problem.kv_lens.iter().map(|&len| num_spans(len)).sum();
+        let spans = spans.saturating_mul(problem.num_kv_heads);
+        let rounds = spans.div_ceil(WARPGROUPS * sms.max(1));
+        8.0 + 27.0 * (rounds as f64) < 24.0 + 10.9 * spans as f64 / sms.max(1) as f64
     }
 
     /// The configurations of `many_rows.cu`, for runs of spans and for whole work items.
@@ -236,19 +257,18 @@ pub fn many_rows(
     preferences: &Preferences,
 ) -> Option<KernelConfig> {
     let shape = Shape::new(problem, format, layout);
-    // Measured on an H200: 32 rows, which `split_kv.cu` has in one block, take it 107 µs, and `many_rows.cu` 154; 48 rows 68 and 49.
+    // Measured on an H200: 48 rows 68 µs by `split_kv.cu`, 49 by `many_rows.cu`; up to 32 rows, which `split_kv.cu` has in one block: `few_bytes_are_faster`.
     // Floats, 24 rows · 32, 8 heads a KV head: `split_kv.cu` 48 · 54 µs in bf16, `many_rows.cu` 43; many sequences of 24 rows 132 and 146. fp8 on an H100,
     // 18 rows · 24 · many sequences of 24: 45.7 · 46.7 · 126 and 37.1 · 37.4 · 110. By the rows alone, as the two round floats otherwise. Kernels without a copy engine, on an
-    // H100: 12 rows in bf16 102 and 63, in fp8 53 and 60, 24 rows in fp8 69 and 60; int8 24 · 32 · 40 rows 41 · 55 · 79 and 51 · 52 · 53, int4 44 · 64 · 81 and
-    // 70 · 70 · 72.
-    let copies = limits.shared_limit >= BULK_SHARED;
+    // H100: 12 rows in bf16 102 and 63, in fp8 53 and 60, 24 rows in fp8 69 and 60; int8 40 rows 79 and 53, int4 24 · 32 · 40 rows 44 · 64 · 81 and 70 · 70 · 72.
     let few = match format.k {
         Scheme::Fp8E4m3 => 16,
-        scheme if format.is_integer() && (copies || scheme.code_bits() == 4) => 32,
-        _ if copies || format.is_integer() => 24,
-        _ => 8,
+        _ if format.is_integer() => 32,
+        _ if limits.shared_limit < BULK_SHARED => 8,
+        _ => 24,
     };
-    let is_faster = shape.rows > few && preferences.config.is_none();
+    let are_many = shape.rows > few || shape.few_bytes_are_faster(problem, limits.sms);
+    let is_faster = are_many && preferences.config.is_none();
     if !preferences.many_rows.unwrap_or(is_faster) {
         return None;
     }

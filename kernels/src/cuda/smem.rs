@@ -135,13 +135,7 @@ fn many_rows_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usi
             (stages, dims * 5 + tile * 4)
         }
     };
-    teams * config.stages * (stage.bytes + 16)
-        + unpacked
-        + rows
-        + 64
-        + 16 * teams
-        + 16
-        + teams * (64 + 80)
+    teams * config.stages * (stage.bytes + 16) + unpacked + rows + 64 + 16 * teams + 16 + teams * 80
 }
 
 fn split_kv_bytes(config: &KernelConfig, stage: &Stage, head_dim: usize) -> usize {
@@ -229,7 +223,7 @@ mod tests {
                     if format.check(head_dim, tokens).is_err() || covered(format, layout).is_err() {
                         continue;
                     }
-                    for rows in [8, 16, 24, 48, 96] {
+                    for rows in [8, 16, 24, 32, 48, 96] {
                         let shape = Shape {
                             rows,
                             format,

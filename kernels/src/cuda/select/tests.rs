@@ -251,6 +251,33 @@ fn a_formats_rows_alone_say_from_when_on_they_are_many() {
 }
 
 #[test]
+fn few_rows_of_bytes_are_many_where_teams_have_a_span_each() {
+    let takes = |format: &str, rows, batch: usize| {
+        let problem = step([rows, 1, 128], vec![8192; batch]);
+        let (format, layout) = (format.parse().unwrap(), KvLayout::Pages(64));
+        let preferences = Preferences::default();
+        many_rows(&problem, format, layout, LIMITS, &preferences).map(|config| config.row_groups)
+    };
+    // 264 teams: 128, 256, 512 and 1024 spans.
+    for (batch, want) in [
+        (1, None),
+        (16, None),
+        (32, Some(4)),
+        (64, Some(4)),
+        (128, None),
+    ] {
+        for format in ["int8", "int8-plain", "int8-tensor"] {
+            assert_eq!(takes(format, 32, batch), want, "{format}, {batch}");
+            assert_eq!(takes(format, 17, batch), want, "{format}, {batch}");
+        }
+    }
+    assert_eq!(takes("int8", 16, 32), None);
+    assert_eq!(takes("int8", 33, 32), Some(8));
+    assert_eq!(takes("int4", 32, 32), None);
+    assert_eq!(takes("int8/int4", 32, 32), None);
+}
+
+#[test]
 fn gpus_without_a_copy_engine_have_many_rows() {
     let a100 = DeviceLimits {
         shared_limit: 163 * 1024,
@@ -263,7 +290,7 @@ fn gpus_without_a_copy_engine_have_many_rows() {
     };
     let pages = KvLayout::Pages(64);
     for (format, few) in [
-        ("int8", 24),
+        ("int8", 32),
         ("int4", 32),
         ("fp8", 16),
         ("bf16", 8),
