@@ -216,16 +216,20 @@ impl Shape {
         self.format.is_integer() && k.code_bits() == 8 && v.code_bits() == 8
     }
 
-    /// Whether `many_rows.cu` is faster than `split_kv.cu` with 8-bit integers and 17 to 32 rows. A team takes 27 µs for a span, and the next one behind it; `split_kv.cu`
-    /// begins and ends more slowly, and shares all work. Measured on an H100, int8, µs: 128 spans 34 and 30, 256 spans 35 and 46, 1024 spans 117 and 109.
+    /// Whether `many_rows.cu` is faster than `split_kv.cu` with 8-bit integers and 9 to 32 rows: by the spans that an SM has. Its two teams to an SM take 25 µs for a span
+    /// each, whatever the others do. Measured on an H200, int8, 1 · 2 · 4 · 8 spans an SM, µs: 16 rows 24 · 30 · 46 by `split_kv.cu`, 26 · 27 · 47; 32 rows
+    /// 30 · 44 · 65 · 108 and 33 · 33 · 57 · 103.
     fn few_bytes_are_faster(&self, problem: &Problem, sms: usize) -> bool {
-        if !self.are_bytes() || !(17..=FEW_ROWS).contains(&self.rows) {
-            return false;
-        }
         let spans: usize = problem.kv_lens.iter().map(|&len| num_spans(len)).sum();
-        let spans = spans.saturating_mul(problem.num_kv_heads);
-        let rounds = spans.div_ceil(WARPGROUPS * sms.max(1));
-        8.0 + 27.0 * (rounds as f64) < 24.0 + 10.9 * spans as f64 / sms.max(1) as f64
+        let of_sm = spans
+            .saturating_mul(problem.num_kv_heads)
+            .div_ceil(sms.max(1));
+        let are_faster = match self.rows {
+            9..=16 => of_sm == 2,
+            17..=FEW_ROWS => (2..=4).contains(&of_sm),
+            _ => false,
+        };
+        are_faster && self.are_bytes()
     }
 
     /// The configurations of `many_rows.cu`, for runs of spans and for whole work items.

@@ -258,20 +258,15 @@ fn few_rows_of_bytes_are_many_where_teams_have_a_span_each() {
         let preferences = Preferences::default();
         many_rows(&problem, format, layout, LIMITS, &preferences).map(|config| config.row_groups)
     };
-    // 264 teams: 128, 256, 512 and 1024 spans.
-    for (batch, want) in [
-        (1, None),
-        (16, None),
-        (32, Some(4)),
-        (64, Some(4)),
-        (128, None),
-    ] {
+    // 8, 128, 256, 512 and 1024 spans for 132 SMs.
+    let few = [None, None, Some(4), None, None];
+    let more = [None, None, Some(4), Some(4), None];
+    for (rows, want) in [(8, [None; 5]), (9, few), (16, few), (17, more), (32, more)] {
         for format in ["int8", "int8-plain", "int8-tensor"] {
-            assert_eq!(takes(format, 32, batch), want, "{format}, {batch}");
-            assert_eq!(takes(format, 17, batch), want, "{format}, {batch}");
+            let got = [1, 16, 32, 64, 128].map(|batch| takes(format, rows, batch));
+            assert_eq!(got, want, "{format}, {rows} rows");
         }
     }
-    assert_eq!(takes("int8", 16, 32), None);
     assert_eq!(takes("int8", 33, 32), Some(8));
     assert_eq!(takes("int4", 32, 32), None);
     assert_eq!(takes("int8/int4", 32, 32), None);
