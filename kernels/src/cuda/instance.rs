@@ -510,7 +510,7 @@ pub fn common(arch: Arch) -> Vec<Instance> {
                     rotary,
                 });
             }
-            for rows in [8, 16, 48] {
+            for rows in [8, 16] {
                 let problem = Problem::new(
                     Heads {
                         q: rows,
@@ -531,7 +531,9 @@ pub fn common(arch: Arch) -> Vec<Instance> {
                     all.extend(decode);
                 }
             }
-            all.extend(prompts(format, head_dim, arch.shared_limit()));
+            for q_len in [3, 64] {
+                all.extend(many_rows(format, head_dim, q_len, arch.shared_limit()));
+            }
         }
     }
     let mut seen = HashSet::new();
@@ -539,14 +541,19 @@ pub fn common(arch: Arch) -> Vec<Instance> {
     all
 }
 
-/// `many_rows.cu` for as many rows as a CTA has, and what makes it fast ([`Arithmetic::Fast`]).
-fn prompts(format: KvFormat, head_dim: usize, shared_limit: usize) -> Vec<Instance> {
+/// `many_rows.cu` for 16 rows of each query token, and what makes prompts fast ([`Arithmetic::Fast`]).
+fn many_rows(
+    format: KvFormat,
+    head_dim: usize,
+    q_len: usize,
+    shared_limit: usize,
+) -> Vec<Instance> {
     let heads = Heads {
         q: 16,
         kv: 1,
         dim: head_dim,
     };
-    let problem = Problem::new(heads, [64]).q_len(64);
+    let problem = Problem::new(heads, [64]).q_len(q_len);
     let problem = problem.arithmetic(Arithmetic::Fast);
     let layout = KvLayout::Pages(64);
     let mut all = Instance::all_decode(&problem, format, layout, shared_limit);
