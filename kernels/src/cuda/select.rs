@@ -10,7 +10,7 @@ use super::{
     cost::{Cost, fastest_split, split_kv_us},
     launch::takes_whole_items,
     smem::{Stage, shared_bytes},
-    split::{kv_heads, rows},
+    split::{kv_heads, longest, rows},
 };
 
 /// The most CTAs along a grid's second and third axis.
@@ -224,8 +224,10 @@ impl Shape {
         let of_sm = spans
             .saturating_mul(problem.num_kv_heads)
             .div_ceil(sms.max(1));
+        // Two or three teams that share a sequence wait for each other to merge: 2048 tokens of 128 sequences, 16 rows, 27 and 31 µs.
+        let merge_late = (2..4).contains(&num_spans(longest(problem)));
         let are_faster = match self.rows {
-            9..=16 => of_sm == 2,
+            9..=16 => of_sm == 2 && !merge_late,
             17..=FEW_ROWS => (2..=4).contains(&of_sm),
             _ => false,
         };
