@@ -17,7 +17,8 @@ use std::{
 
 use attn_kernels::cuda::{
     Arch,
-    instance::{Key, common, hex},
+    embedded::common,
+    instance::{Key, hex},
     nvrtc,
 };
 

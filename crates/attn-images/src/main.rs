@@ -14,10 +14,7 @@ use attn_bench::{Operation, cuda::layout, workloads};
 use attn_conformance::{Case, Size, random, table};
 use attn_core::{KvFormat, Problem};
 use attn_cuda::internals;
-use attn_kernels::cuda::{
-    Arch, Instance, KvLayout,
-    instance::{common, covered},
-};
+use attn_kernels::cuda::{Arch, Instance, KvLayout, embedded::common, instance::covered};
 use clap::Parser;
 
 fn arch() -> Result<Arch> {

@@ -1,60 +1,12 @@
 //! One compiled kernel: its source file, its macros and compiler options, and the key of its image.
 
-use std::collections::HashSet;
-
-use attn_core::{Arithmetic, Heads, Int8Scale, KvFormat, Problem, Scheme};
+use attn_core::{Int8Scale, KvFormat, Problem, Scheme};
 
 use super::{
+    arch::Arch,
     config::{DeviceLimits, Kernel, KernelConfig, KvLayout, Preferences, SM_TEAMS},
     select::{self, Shape},
 };
-
-/// The target of a kernel image.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Arch {
-    /// A100: machine code.
-    Sm80,
-    /// H100, H200: machine code.
-    Sm90a,
-    /// PTX that the driver compiles for every newer GPU.
-    Compute80,
-}
-
-impl Arch {
-    /// NVRTC's name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Arch::Sm80 => "sm_80",
-            Arch::Sm90a => "sm_90a",
-            Arch::Compute80 => "compute_80",
-        }
-    }
-
-    /// The architecture of NVRTC's name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        [Arch::Sm80, Arch::Sm90a, Arch::Compute80]
-            .into_iter()
-            .find(|arch| arch.name() == name)
-    }
-
-    /// The architecture whose images a GPU of this compute capability runs; `None` below 8.0.
-    pub fn of(major: i32, minor: i32) -> Option<Self> {
-        match (major, minor) {
-            (..=7, _) => None,
-            (8, 0) => Some(Arch::Sm80),
-            (9, 0) => Some(Arch::Sm90a),
-            _ => Some(Arch::Compute80),
-        }
-    }
-
-    /// Shared memory that the kernels of embedded images may use.
-    pub fn shared_limit(self) -> usize {
-        match self {
-            Arch::Sm90a => 227 * 1024,
-            Arch::Sm80 | Arch::Compute80 => 163 * 1024,
-        }
-    }
-}
 
 /// A kernel with everything that it is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -243,7 +195,7 @@ impl Instance {
     }
 
     /// The kernel that leaves the states of spans in place of the results of this one; none but `split_kv.cu` does.
-    fn leaving_spans(&self) -> Option<Self> {
+    pub(super) fn leaving_spans(&self) -> Option<Self> {
         let mut leaving = *self;
         match &mut leaving {
             Instance::Decode { config, spans, .. } if config.kernel == Kernel::SplitKv => {
@@ -496,74 +448,9 @@ pub fn covered(format: KvFormat, layout: KvLayout) -> Result<(), (String, String
     Ok(())
 }
 
-/// The instances that `build.rs` embeds: presets and plain floats on pages of 64, few rows and prompts of `many_rows.cu`, and their appends; of the presets'
-/// shards a decode step's, and their merge.
-pub fn common(arch: Arch) -> Vec<Instance> {
-    let mut all = vec![Instance::Check, Instance::CopyPages, Instance::MergeStates];
-    for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::Bf16)] {
-        for head_dim in [64, 128] {
-            for rotary in [false, true] {
-                all.push(Instance::Append {
-                    format,
-                    head_dim,
-                    page_size: 64,
-                    rotary,
-                });
-            }
-            for rows in [8, 16] {
-                let problem = Problem::new(
-                    Heads {
-                        q: rows,
-                        kv: 1,
-                        dim: head_dim,
-                    },
-                    vec![1],
-                );
-                let layout = KvLayout::Pages(64);
-                if covered(format, layout).is_ok() {
-                    let limit = arch.shared_limit();
-                    let decode = Instance::all_decode(&problem, format, layout, limit);
-                    // Shards have one device's bits where sums are integers, and most models have up to 8 query heads to a KV head.
-                    if format.is_integer() && rows == 8 {
-                        all.extend(decode.iter().find_map(Instance::leaving_spans));
-                        all.push(Instance::MergeSpans { format, head_dim });
-                    }
-                    all.extend(decode);
-                }
-            }
-            for q_len in [3, 64] {
-                all.extend(many_rows(format, head_dim, q_len, arch.shared_limit()));
-            }
-        }
-    }
-    let mut seen = HashSet::new();
-    all.retain(|instance| seen.insert(*instance));
-    all
-}
-
-/// `many_rows.cu` for 16 rows of each query token, and what makes prompts fast ([`Arithmetic::Fast`]).
-fn many_rows(
-    format: KvFormat,
-    head_dim: usize,
-    q_len: usize,
-    shared_limit: usize,
-) -> Vec<Instance> {
-    let heads = Heads {
-        q: 16,
-        kv: 1,
-        dim: head_dim,
-    };
-    let problem = Problem::new(heads, [64]).q_len(q_len);
-    let problem = problem.arithmetic(Arithmetic::Fast);
-    let layout = KvLayout::Pages(64);
-    let mut all = Instance::all_decode(&problem, format, layout, shared_limit);
-    all.retain(|instance| matches!(instance.source(), "many_rows.cu" | "dequantize.cu"));
-    all
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::embedded::common, *};
 
     #[test]
     fn keys_differ_where_images_do() {
@@ -615,18 +502,6 @@ mod tests {
         assert_eq!(
             sources[2],
             ("low_latency.cu", Some("-DATTN_MERGE_GLOBAL=1".to_owned()))
-        );
-    }
-
-    #[test]
-    fn capabilities_choose_their_images() {
-        let names: Vec<_> = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
-            .map(|(a, b)| Arch::of(a, b).map(Arch::name))
-            .into();
-        let ptx = Some("compute_80");
-        assert_eq!(
-            names,
-            [None, Some("sm_80"), ptx, ptx, Some("sm_90a"), ptx, ptx]
         );
     }
 }

@@ -7,14 +7,18 @@
 //! | [`split`] | the launch: how work items are split among CTAs, and which way partials go |
 //! | `cost` | the fitted constants, in microseconds |
 //! | [`select`] | the fastest kernel of a problem |
+//! | [`arch`] | the targets of images |
 //! | [`instance`] | a kernel with its macros, compiler options and image key |
+//! | [`embedded`] | the kernels whose images a build takes along |
 //! | [`params`] | the parameter blocks; `params.h` is generated from them |
 //! | [`nvrtc`] | the run-time compiler: where it is searched, and its calls |
 //!
 //! Every choice here changes speed, never bits.
 
+pub mod arch;
 pub mod config;
 mod cost;
+pub mod embedded;
 pub mod instance;
 mod launch;
 pub mod nvrtc;
@@ -23,6 +27,7 @@ pub mod select;
 pub mod smem;
 pub mod split;
 
+pub use arch::Arch;
 pub use config::{DeviceLimits, Kernel, KernelConfig, KvLayout, LowLatency, Preferences};
-pub use instance::{Arch, Instance};
+pub use instance::Instance;
 pub use launch::Launch;

@@ -2,7 +2,7 @@
 
 use super::*;
 use attn_core::{Arithmetic, Heads, Scheme};
-use attn_kernels::cuda::{Arch, instance::common};
+use attn_kernels::cuda::{Arch, embedded::common};
 
 use super::super::{DeviceAddress, DeviceKv, PagedSequences, Pages};
 

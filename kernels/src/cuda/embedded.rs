@@ -1,0 +1,76 @@
+//! The kernels whose images a build takes along: those that most models need, so that none is compiled at their first step.
+
+use std::collections::HashSet;
+
+use attn_core::{Arithmetic, Heads, KvFormat, Problem, Scheme};
+
+use super::{
+    arch::Arch,
+    config::KvLayout,
+    instance::{Instance, covered},
+};
+
+/// The instances that `build.rs` embeds: presets and plain floats on pages of 64, few rows and prompts of `many_rows.cu`, and their appends; of the presets'
+/// shards a decode step's, and their merge.
+pub fn common(arch: Arch) -> Vec<Instance> {
+    let mut all = vec![Instance::Check, Instance::CopyPages, Instance::MergeStates];
+    for format in [KvFormat::INT8, KvFormat::INT4, KvFormat::same(Scheme::Bf16)] {
+        for head_dim in [64, 128] {
+            for rotary in [false, true] {
+                all.push(Instance::Append {
+                    format,
+                    head_dim,
+                    page_size: 64,
+                    rotary,
+                });
+            }
+            for rows in [8, 16] {
+                let problem = Problem::new(
+                    Heads {
+                        q: rows,
+                        kv: 1,
+                        dim: head_dim,
+                    },
+                    vec![1],
+                );
+                let layout = KvLayout::Pages(64);
+                if covered(format, layout).is_ok() {
+                    let limit = arch.shared_limit();
+                    let decode = Instance::all_decode(&problem, format, layout, limit);
+                    // Shards have one device's bits where sums are integers, and most models have up to 8 query heads to a KV head.
+                    if format.is_integer() && rows == 8 {
+                        all.extend(decode.iter().find_map(Instance::leaving_spans));
+                        all.push(Instance::MergeSpans { format, head_dim });
+                    }
+                    all.extend(decode);
+                }
+            }
+            for q_len in [3, 64] {
+                all.extend(many_rows(format, head_dim, q_len, arch.shared_limit()));
+            }
+        }
+    }
+    let mut seen = HashSet::new();
+    all.retain(|instance| seen.insert(*instance));
+    all
+}
+
+/// `many_rows.cu` for 16 rows of each query token, and what makes prompts fast ([`Arithmetic::Fast`]).
+fn many_rows(
+    format: KvFormat,
+    head_dim: usize,
+    q_len: usize,
+    shared_limit: usize,
+) -> Vec<Instance> {
+    let heads = Heads {
+        q: 16,
+        kv: 1,
+        dim: head_dim,
+    };
+    let problem = Problem::new(heads, [64]).q_len(q_len);
+    let problem = problem.arithmetic(Arithmetic::Fast);
+    let layout = KvLayout::Pages(64);
+    let mut all = Instance::all_decode(&problem, format, layout, shared_limit);
+    all.retain(|instance| matches!(instance.source(), "many_rows.cu" | "dequantize.cu"));
+    all
+}
