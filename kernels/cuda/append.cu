@@ -99,13 +99,13 @@ struct HeadOfWarp {
     bool is_v;
 
     static METHOD HeadOfWarp of(int column) {
-        const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+        const int warp = warp_id(), warps = blockDim.x / 32;
         return {column * (warps / 2) + warp / 2, (int)threadIdx.x % 32, warp % 2 == 1};
     }
 };
 // Behind the columns of KV heads: rotates the warp's query head of a token, which is token `of_sequence` of its sequence.
 DEVICE bool rotates_query(const AppendParams& p, int column, int token, int of_sequence) {
-    const int warp = threadIdx.x / 32, warps = blockDim.x / 32, first = column - (p.num_kv_heads + warps / 2 - 1) / (warps / 2);
+    const int warp = warp_id(), warps = blockDim.x / 32, first = column - (p.num_kv_heads + warps / 2 - 1) / (warps / 2);
     if (first < 0) return false;
     rotate_query(p, token, of_sequence, first * warps + warp, threadIdx.x % 32);
     return true;
@@ -196,7 +196,7 @@ DEVICE void append_many(const AppendParams& p) {
     const int first = begin / PAGE, last = (end - 1) / PAGE, page = first + (int)blockIdx.x;
     if (page > last) return;
     Job j;
-    j.head = blockIdx.y, j.warp = threadIdx.x / 32, j.warps = blockDim.x / 32, j.lane = threadIdx.x % 32;
+    j.head = blockIdx.y, j.warp = warp_id(), j.warps = blockDim.x / 32, j.lane = threadIdx.x % 32;
     j.t0 = page == first ? begin % PAGE : 0, j.t1 = page == last ? (end - 1) % PAGE + 1 : PAGE;
     j.token0 = (long long)b * p.tokens + (long long)page * PAGE - begin;
     if (ATTN_ROTARY && j.head >= p.num_kv_heads) {

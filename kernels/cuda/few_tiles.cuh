@@ -173,7 +173,7 @@ struct FewTiles {
     // Attends the launch if its sequences are few and short: true then.
     static __device__ __forceinline__ bool run(const DecodeParams& p, u32 shared, const RowMaps* maps) {
         if (p.few_slots == 0) return false;
-        int warp = threadIdx.x / 32, lane = lane_id();
+        int warp = warp_id(), lane = lane_id();
         int slot = blockIdx.x / p.items_divmod, item = blockIdx.x - slot * p.items_divmod.divisor;
         int length = lane < p.batch ? load_now(p.kv_lens + lane) : 0;
         FewTiles self = {p, shared, {shared + SharedMemory::STATES, warp, lane, 0}, item, slot};

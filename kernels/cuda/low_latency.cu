@@ -309,7 +309,7 @@ struct Warp {
 
 extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
     SHARED_MEMORY(shared, STAGE_ALIGN);
-    int warp = threadIdx.x / 32 % (TILE_WARPS + 1), lane = lane_id(), team = threadIdx.x / TEAM_THREADS;
+    int warp = warp_id() % (TILE_WARPS + 1), lane = lane_id(), team = warp_id() / (TEAM_THREADS / 32);
     u32 base = shared_address(shared), mine = base + team * SharedMemory::BYTES;
     int thread = threadIdx.x % TEAM_THREADS;
     bool in_cluster = !MERGES_GLOBALLY && gridDim.x * blockDim.x > TEAM_THREADS;

@@ -58,7 +58,7 @@ template <class Way> DEVICE void attend_all(Attender& self, Way way, int team, A
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
     SHARED_MEMORY(shared, STAGE_ALIGN);
-    int warp = threadIdx.x / 32, lane = lane_id();
+    int warp = warp_id(), lane = lane_id();
     u32 base = shared_address(shared);
     auto barriers_of = [&](int team) { return base + SharedMemory::BARRIERS + team * STAGES * 16; };
     if (threadIdx.x < TEAMS * STAGES) Ring::init(barriers_of(threadIdx.x / STAGES), threadIdx.x % STAGES);

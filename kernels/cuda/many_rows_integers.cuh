@@ -37,10 +37,15 @@ struct IntegerTiles : Warpgroup {
     __device__ __forceinline__ void load_rows(const Part& part) {
         find_rows(part);
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);  // products with the last queries are done
+        QueryRow from[THREAD_ROWS];
+        float elements[THREAD_ROWS][PANELS][4];
+#pragma unroll
+        for (int h = 0; h < THREAD_ROWS; h++) from[h] = query_row(p, part, part.kv_head, first_row + lane / 4 + 8 * h);
+        load_elements(from, lane, elements);
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
-            int row = first_row + lane / 4 + 8 * h;
-            float x[PANELS][4], largest = load_row(query_row(p, part, part.kv_head, row), lane, x);
+            float(&x)[PANELS][4] = elements[h];
+            float largest = rotate_row(x, lane);
             bool counts = largest >= 0x1p-60f;
             float inverse = counts ? 127.0f * rcp(largest) : 0.0f;
             rows.scale[h] = counts ? largest * bits_float(0x3C010204) : 0.0f;
@@ -60,13 +65,20 @@ struct IntegerTiles : Warpgroup {
         barrier_of<128>(WARPGROUP_BARRIER + warpgroup);
     }
 
-
     // Which of the thread's rows read a tile with residuals, by the window of a side.
     __device__ __forceinline__ bool is_fine(int h, int index, int window) const { return rows.tile[h] < index + window; }
 
+    // K's parameters of the thread's tokens.
+    struct KeyParams {
+        float scale[TILE / 8][2], shift[TILE / 8][2];
+    };
+    __device__ __forceinline__ void read_keys(u32 params, KeyParams& k) const {
+        PairParams<K_SCHEME> pairs = {params};
+#pragma unroll
+        for (int j = 0; j < TILE / 8; j++) pairs.read(8 * j + 2 * (lane % 4), k.scale[j], k.shift[j]);
+    }
     // Scores from sums of integers. Without score modifiers they still are to be multiplied by the row's scale.
-    __device__ __forceinline__ void find_scores(const int (&sums)[SUMS_OF_TILE], int index, u32 params, float (&s)[SUMS_OF_TILE]) const {
-        PairParams<K_SCHEME> k = {params};
+    __device__ __forceinline__ void find_scores(const int (&sums)[SUMS_OF_TILE], int index, const KeyParams& k, float (&s)[SUMS_OF_TILE]) const {
         int bias[2] = {};
 #pragma unroll
         for (int h = 0; h < THREAD_ROWS; h++) {
@@ -74,20 +86,17 @@ struct IntegerTiles : Warpgroup {
             if (K_HALF_STEPS) bias[h] = rows.sum[h] * (K_WINDOW && is_fine(h, index, K_WINDOW) ? -255 : -240);
         }
 #pragma unroll
-        for (int j = 0; j < TILE / 8; j++) {
-            float scale[2] = {1.0f, 1.0f}, shift[2];
-            k.read(8 * j + 2 * (lane % 4), scale, shift);
+        for (int j = 0; j < TILE / 8; j++)
 #pragma unroll
             for (int n = 0; n < 2 * THREAD_ROWS; n++) {
                 int h = n / 2, e = n % 2, sum = sums[4 * j + n];
                 if (K_SHIFTS) sum = sum + bias[h];
                 if (K_HALF_STEPS) sum = sum * 2 + bias[h];
                 float x = (float)sum;
-                if (K_SCHEME != INT8_TENSOR) x = x * scale[e];
-                if (K_SHIFTS) x = x + (float)rows.sum[h] * shift[e];
+                if (K_SCHEME != INT8_TENSOR) x = x * k.scale[j][e];
+                if (K_SHIFTS) x = x + (float)rows.sum[h] * k.shift[j][e];
                 s[4 * j + n] = HAS_SCORE_MODS ? x * rows.scale[h] : x;
             }
-        }
         if (HAS_SCORE_MODS) modify_scores(s, index);
     }
 
@@ -124,8 +133,8 @@ struct IntegerTiles : Warpgroup {
         if (!full) each_hidden(index, [&](int i) { s[i] = 0.0f; });
         u32 units[2] = {0, 0};
 #pragma unroll
-        for (int i = 0; i < SUMS_OF_TILE; i++)
-            if (is_of_row(i)) units[i / 2 % 2] += float_bits(s[i] + WEIGHT_BASE);
+        for (int i = 0; i < SUMS_OF_TILE; i += 2)
+            if (is_of_row(i)) units[i / 2 % 2] = units[i / 2 % 2] + float_bits(s[i] + WEIGHT_BASE) + float_bits(s[i + 1] + WEIGHT_BASE);
         float largest[2] = {0.0f, 0.0f};
         scale_weights(s, full, params, largest, w.shift);
         WeightStep step[2];
@@ -177,9 +186,10 @@ struct IntegerTiles : Warpgroup {
                     float& x = s[4 * j + 2 * h + e];
                     if (V_SHIFTS) z[h][e] = z[h][e] + x * shift[e];
                     if (has_row_scales(V_SCHEME)) x = x * scale[e];
-                    largest[h] = fmaxf(largest[h], x);
                 }
             }
+#pragma unroll
+            for (int h = 0; h < THREAD_ROWS; h++) largest[h] = largest_of_positive(largest[h], s[4 * j + 2 * h], s[4 * j + 2 * h + 1]);
         }
         if (V_SHIFTS)
 #pragma unroll
@@ -216,10 +226,11 @@ struct IntegerTiles : Warpgroup {
         }
     }
     __device__ __forceinline__ void multiply_keys(const Place& at, int index, int (&sums)[SUMS_OF_TILE]) const {
+        u64 q = matrices(queries, 64 * 16), k = matrices(at.codes, TILE * 16);
         products_begin();
 #pragma unroll
         for (int i = 0; i < PANELS / 2; i++)
-            Products<!K_INT4>::multiply_shared(sums, matrices(queries + i * 2 * 64 * 16, 64 * 16), matrices(at.codes + i * 2 * TILE * 16, TILE * 16), i > 0);
+            Products<!K_INT4>::multiply_shared(sums, matrices_behind(q, i * 2 * 64 * 16), matrices_behind(k, i * 2 * TILE * 16), i > 0);
         if (K_WINDOW && at.residuals)
 #pragma unroll
             for (int i = 0; i < PANELS / 2; i++) {
@@ -238,9 +249,10 @@ struct IntegerTiles : Warpgroup {
     static constexpr int AT_ONCE = ATTN_BULK ? ELEMENTS : 16;
     static constexpr u32 BYTES_OF_ELEMENT = 32;  // two dims of 16 tokens
     __device__ __forceinline__ void multiply_values(const Place& at, int index, const Weighed& w, int first, int (&values)[AT_ONCE]) const {
+        u64 v = matrices(at.codes, HEAD_DIM * 16);
         products_begin();
 #pragma unroll
-        for (int i = 0; i < 2; i++) Products<!V_INT4>::multiply_unsigned(values, w.a[i], matrices(at.codes + i * 2 * HEAD_DIM * 16 + first * BYTES_OF_ELEMENT, HEAD_DIM * 16), i > 0);
+        for (int i = 0; i < 2; i++) Products<!V_INT4>::multiply_unsigned(values, w.a[i], matrices_behind(v, i * 2 * HEAD_DIM * 16 + first * BYTES_OF_ELEMENT), i > 0);
         if (V_WINDOW && at.residuals)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -278,9 +290,11 @@ struct IntegerTiles : Warpgroup {
         Place at = wait_keys_or_values(true, K_WINDOW && residuals);
         int sums[SUMS_OF_TILE];
         multiply_keys(at, index, sums);
+        KeyParams k;
+        read_keys(at.params, k);  // while products run
         products_wait<0>();
         float s[SUMS_OF_TILE];
-        find_scores(sums, index, at.params, s);
+        find_scores(sums, index, k, s);
         release_keys_or_values(true, K_WINDOW && residuals);
         at = wait_keys_or_values(false, V_WINDOW && residuals);
         Weighed w = {};

@@ -46,7 +46,7 @@ struct BlockSums {
     u32 from, mine, total;
 };
 template <class Of> DEVICE BlockSums sum_blocks(const DecodeParams& p, u32* sums, Of of) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunk = (p.batch + THREADS - 1) / THREADS;
+    int lane = threadIdx.x % 32, warp = warp_id(), chunk = (p.batch + THREADS - 1) / THREADS;
     int begin = min(p.batch, (int)threadIdx.x * chunk), stop = min(p.batch, begin + chunk);
     u32 mine = 0;
     for (int b = begin; b < stop && has_tokens(p, b); b++) mine += of(b);

@@ -13,7 +13,7 @@ constexpr int ROWS_OF_CTA = 4, VECTORS = (ROW_VECTORS + 31) / 32;  // float4s of
 constexpr int BATCH = 4;                                           // states whose loads are under way at once
 
 extern "C" __global__ void __launch_bounds__(32 * ROWS_OF_CTA) attn_merge_spans(const __grid_constant__ MergeSpansParams p) {
-    const int lane = threadIdx.x % 32, row = blockIdx.x * ROWS_OF_CTA + threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, row = blockIdx.x * ROWS_OF_CTA + warp_id();
     if (row >= p.rows) return;
     float m = MINUS_INFINITY, l = 0.0f;
     float4 o[VECTORS] = {};

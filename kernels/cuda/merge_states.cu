@@ -78,7 +78,7 @@ template <bool NARROW, int VECTORS> DEVICE void merge_row(const MergeStatesParam
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_merge_states(const __grid_constant__ MergeStatesParams p) {
     const int lane = threadIdx.x % 32;
-    const u64 row = (u64)blockIdx.x * WARPS + threadIdx.x / 32;
+    const u64 row = (u64)blockIdx.x * WARPS + warp_id();
     if (row >= (u64)p.rows) return;
     const bool narrow = p.in_dtype != Dtype::F32;
     if (p.head_dim <= 128) {

@@ -23,8 +23,14 @@ DEVICE int lane_id() {
     return x;
 }
 
+// The thread's warp in its CTA. All lanes ask; the compiler then knows that it is the same in all of them, as it does not of threadIdx.
+DEVICE int warp_id() { return __shfl_sync(~0u, (int)threadIdx.x / 32, 0); }
+
 DEVICE float bits_float(u32 x) { return __uint_as_float(x); }
 DEVICE u32 float_bits(float x) { return __float_as_uint(x); }
+
+// The largest of numbers none of which is negative: their bits have the same order.
+DEVICE float largest_of_positive(float x, float y, float z) { return bits_float((u32)__vimax3_s32((int)float_bits(x), (int)float_bits(y), (int)float_bits(z))); }
 
 DEVICE float half_float(u32 h) {
     float x;

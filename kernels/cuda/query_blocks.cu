@@ -29,7 +29,7 @@ struct Queries {
 
 extern "C" __global__ void __launch_bounds__(THREADS) attn_query_blocks(const __grid_constant__ QueryBlocksParams p) {
     __shared__ u32 ends[THREADS], of_warp[WARPS];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, warp = warp_id();
     const u32 mine = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
     u32 done = 0;  // entries of the sequences so far
 #pragma unroll 1

@@ -259,7 +259,7 @@ DEVICE void partition(const DecodeParams& p, bool is_even, u32 total, u32& start
 // alone, with more all warps together.
 DEVICE Cursor find_work(const DecodeParams& p, Cursor* found, u32* sums) {
     bool alone = p.batch <= 32;
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, thread = alone ? lane : threadIdx.x;
+    int lane = threadIdx.x % 32, warp = warp_id(), thread = alone ? lane : threadIdx.x;
     int chunk = alone ? 1 : (p.batch + THREADS - 1) / THREADS, begin = min(p.batch, thread * chunk), stop = min(p.batch, begin + chunk);
     Counts mine = {0, 0, 0, 0, 0, 0x7fffffff};
     int kv_len = 0;

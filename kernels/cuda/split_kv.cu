@@ -90,7 +90,7 @@ struct Warp {
 
 extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(const __grid_constant__ DecodeParams p ATTN_ROW_MAPS) {
     SHARED_MEMORY(shared, STAGE_ALIGN);
-    int warp = threadIdx.x / 32, lane = lane_id(), team = warp / ROW_WARPS;
+    int warp = warp_id(), lane = lane_id(), team = warp / ROW_WARPS;
     u32 base = shared_address(shared);
     u32 barriers = base + SharedMemory::BARRIERS + team * STAGES * 16;
     if (threadIdx.x < TEAMS * STAGES) Ring::init(base + SharedMemory::BARRIERS + threadIdx.x / STAGES * STAGES * 16, threadIdx.x % STAGES);

@@ -59,6 +59,7 @@ static inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     for (int i = 0; i < 4; i++) x |= (u32)(bytes >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
     return x;
 }
+DEVICE float largest_of_positive(float x, float y, float z) { return max(max(x, y), z); }
 DEVICE float half_float(u32 h) { return half_number(h); }
 DEVICE u16 float_half(float x) { return same_bits<u16>((_Float16)x); }
 DEVICE float approximate_rcp(float x) { return 1.0f / x; }
@@ -70,6 +71,7 @@ DEVICE float fma_saturate(float a, float b, float c) {
 // ---- threads and warps ----
 
 DEVICE int lane_id() { return me().thread % 32; }
+DEVICE int warp_id() { return me().thread / 32; }
 DEVICE int opaque(int x) { return x; }
 DEVICE u32 warp_slot() { return me().thread / 32; }
 static inline void __syncthreads() { cta_barrier(0, machine.threads); }

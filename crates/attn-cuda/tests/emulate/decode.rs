@@ -433,10 +433,12 @@ impl Job {
     }
 }
 
-/// The jobs of one shape, and whether it is left to GPUs.
+/// The jobs of the shapes so far, and how many shapes are left to GPUs.
 struct Shapes {
     jobs: Vec<Job>,
     left: usize,
+    /// Shapes of rows: each second one has them in pages.
+    views: usize,
 }
 
 impl Shapes {
@@ -444,9 +446,12 @@ impl Shapes {
         if !case.is_view() {
             return self.add_as(&case, KvLayout::Pages(case.page_size));
         }
-        let pages = KvLayout::PagedRows([16, 64, 32, 128][case.seed as usize % 4]);
-        self.add_as(&case, KvLayout::Rows)?;
-        self.add_as(&case, pages)
+        self.views += 1;
+        let layout = match self.views % 2 {
+            0 => KvLayout::Rows,
+            _ => KvLayout::PagedRows([16, 64, 32, 128][self.views / 2 % 4]),
+        };
+        self.add_as(&case, layout)
     }
 
     fn add_as(&mut self, case: &Case, layout: KvLayout) -> Result<()> {
@@ -527,6 +532,7 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
     let mut shapes = Shapes {
         jobs: Vec::new(),
         left: 0,
+        views: 0,
     };
     let random = (seed..seed + count).map(random);
     for case in table(size).into_iter().chain(chosen()).chain(random) {

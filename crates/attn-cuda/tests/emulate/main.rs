@@ -262,7 +262,7 @@ fn trials() -> Result<Vec<Trial>> {
     all.extend(transfer::trials(&kernels));
     all.extend(query_blocks::trials(&kernels));
     let (count, seed) = (
-        from_env("ATTN_STRESS", 10)?,
+        from_env("ATTN_STRESS", 6)?,
         from_env("ATTN_STRESS_SEED", 1)?,
     );
     all.extend(decode::trials(&kernels, size, count, seed)?);
