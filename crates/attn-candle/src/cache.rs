@@ -3,10 +3,10 @@
 use std::{fmt, sync::Arc};
 
 use attn::{
-    Append, BackendId, CacheConfig, Heads, HostRows, HostSteps, KvCache, KvFormat, Problem, Rows,
-    RowsMut,
+    Append, BackendId, CacheConfig, DeviceName, Heads, HostRows, HostSteps, KvCache, KvFormat,
+    Problem, RowsMut,
 };
-use candle_core::{DType, Device, Shape, Tensor};
+use candle_core::{DType, Device, DeviceLocation, Shape, Tensor};
 use half::{bf16, f16};
 
 use crate::{
@@ -19,13 +19,36 @@ use crate::{
 /// `append` the new K and V, then `attend` with the queries of the newest tokens. A token has the same bits attended alone, in a batch, or in a
 /// prompt. One cache can also have all layers of a model: [`QuantizedKvCache::shared`].
 pub struct QuantizedKvCache {
-    device: Arc<attn::Device>,
+    /// Ahead of the cache, which they are dropped before.
+    steps: Steps,
     cache: KvCache,
-    steps: HostSteps,
+    device: Arc<attn::Device>,
+    location: DeviceLocation,
     /// Of each layer, heads and modifiers of its steps; their sequences are those of the step.
     problems: Vec<Problem>,
     all: Vec<usize>,
 }
+
+/// What steps keep.
+enum Steps {
+    Host(HostSteps),
+    #[cfg(feature = "cuda")]
+    Device(Box<crate::device::Steps>),
+}
+
+/// A type of queries and outputs, on every device.
+#[cfg(feature = "cuda")]
+trait Number:
+    candle_core::WithDType
+    + candle_core::cuda_backend::CudaDType
+    + candle_core::cuda_backend::cudarc::driver::DeviceRepr
+{
+}
+#[cfg(not(feature = "cuda"))]
+trait Number: candle_core::WithDType {}
+impl Number for f32 {}
+impl Number for f16 {}
+impl Number for bf16 {}
 
 impl QuantizedKvCache {
     /// An empty cache for `sequences` of up to `max_tokens` tokens each, attended causally with the scale `1/√head_dim`.
@@ -48,14 +71,15 @@ impl QuantizedKvCache {
             .max_q_len(max_tokens)
             .build();
         let problem = Problem::new(heads, []);
-        Self::with(open(device)?, &config, vec![problem])
+        Self::with(&open(device)?, device, &config, vec![problem])
     }
 
     /// An empty cache for each layer of a model. A layer's problem has its heads, its softmax scale, and what else changes its scores: window, soft
     /// cap, ALiBi slopes, sinks. The problem's lengths are not used.
     ///
     /// # Errors
-    /// [`Error::Device`] for other devices than the CPU; [`Error::Attention`] with those of [`Problem::check`] and
+    /// [`Error::NoCaches`] for devices without caches in this build; [`Error::Attention`] with [`attn::Error::Unsupported`] for a GPU that cannot be opened, with those of
+    /// [`Problem::check`] and
     /// [`create_cache`](attn::DecodeAttention::create_cache), or [`attn::Error::Mismatch`] for a problem of other KV heads or dims than the
     /// config's.
     ///
@@ -78,10 +102,10 @@ impl QuantizedKvCache {
         problems: impl IntoIterator<Item = Problem>,
         device: &Device,
     ) -> Result<Vec<Self>, Error> {
-        let device = open(device)?;
+        let opened = open(device)?;
         let problems = problems.into_iter();
         problems
-            .map(|problem| Self::with(device.clone(), config, vec![problem]))
+            .map(|problem| Self::with(&opened, device, config, vec![problem]))
             .collect()
     }
 
@@ -118,11 +142,17 @@ impl QuantizedKvCache {
         problems: impl IntoIterator<Item = Problem>,
         device: &Device,
     ) -> Result<Self, Error> {
-        Self::with(open(device)?, config, problems.into_iter().collect())
+        Self::with(
+            &open(device)?,
+            device,
+            config,
+            problems.into_iter().collect(),
+        )
     }
 
     fn with(
-        device: Arc<attn::Device>,
+        opened: &Arc<attn::Device>,
+        device: &Device,
         config: &CacheConfig,
         mut problems: Vec<Problem>,
     ) -> Result<Self, Error> {
@@ -152,10 +182,12 @@ impl QuantizedKvCache {
                 .into());
             }
         }
+        let cache = opened.backend().create_cache(config)?;
         Ok(QuantizedKvCache {
-            cache: device.backend().create_cache(config)?,
-            device,
-            steps: HostSteps::default(),
+            steps: steps(opened, device, &cache)?,
+            cache,
+            device: opened.clone(),
+            location: device.location(),
             problems,
             all: (0..config.num_sequences).collect(),
         })
@@ -166,16 +198,25 @@ impl QuantizedKvCache {
     /// # Errors
     /// Those of [`QuantizedKvCache::append_to`].
     pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<(), Error> {
-        append(&mut self.cache, &self.all, k, v)
+        let all = std::mem::take(&mut self.all);
+        let appended = self.append_to(&all, k, v);
+        self.all = all;
+        appended
     }
 
     /// Appends `k` and `v` `[sequences named, kv heads, tokens, head_dim]` to these sequences, each named once.
     ///
     /// # Errors
-    /// [`Error::Device`], [`Error::DType`], [`Error::Shape`] or [`Error::Batch`] naming `k` or `v`; [`Error::Attention`] with those of
-    /// [`KvCache::append_batch`]. No sequence is changed then.
+    /// [`Error::Device`], [`Error::DType`], [`Error::Shape`], [`Error::Batch`] or, on a GPU, [`Error::Tokens`] naming `k` or `v`; [`Error::Attention`] with
+    /// those of [`KvCache::append_batch`]. No sequence is changed then.
     pub fn append_to(&mut self, sequences: &[usize], k: &Tensor, v: &Tensor) -> Result<(), Error> {
-        append(&mut self.cache, sequences, k, v)
+        let [k, v] = self.rows(sequences.len(), [k, v])?;
+        let (cache, appends) = (&mut self.cache, appends(sequences, k.tokens));
+        match &mut self.steps {
+            Steps::Host(_) => k.read(|k| v.read(|v| Ok(cache.append_batch(&appends, k, v)?))),
+            #[cfg(feature = "cuda")]
+            Steps::Device(steps) => steps.append(cache, &appends, [&k, &v]),
+        }
     }
 
     /// Attends with `q` `[sequences, q heads, tokens, head_dim]`, whose last token stands at the last cached one of each sequence. The result
@@ -208,23 +249,45 @@ impl QuantizedKvCache {
     /// # Errors
     /// [`Error::Attention`] with those of [`KvCache::reserve`]. Nothing is changed then.
     pub fn reserve(&mut self, sequences: &[usize], tokens: usize) -> Result<(), Error> {
-        Ok(self.cache.reserve(&appends(sequences, tokens))?)
+        let (cache, appends) = (&mut self.cache, appends(sequences, tokens));
+        match &mut self.steps {
+            Steps::Host(_) => Ok(cache.reserve(&appends)?),
+            #[cfg(feature = "cuda")]
+            Steps::Device(steps) => steps.reserve(cache, &appends),
+        }
     }
 
     /// Writes a layer's `k` and `v` `[sequences, kv heads, tokens, head_dim]`, the sequences and tokens of [`QuantizedKvCache::reserve`]. Layers come in
     /// any order, each once.
     ///
     /// # Errors
-    /// [`Error::Device`], [`Error::DType`], [`Error::Shape`] or [`Error::Batch`] naming `k` or `v`; [`Error::Attention`] with those of
-    /// [`KvCache::write`]. The layer counts as not written then.
+    /// [`Error::Device`], [`Error::DType`], [`Error::Shape`], [`Error::Batch`] or, on a GPU, [`Error::Tokens`] naming `k` or `v`; [`Error::Attention`] with
+    /// those of [`KvCache::write`]. The layer counts as not written then.
     pub fn write(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<(), Error> {
         // Without an open step the write is refused, whatever its rows.
         let step = self.cache.open_step();
         let sequences = step.map_or(k.dims().first().copied().unwrap_or(0), <[Append]>::len);
+        let [k, v] = self.rows(sequences, [k, v])?;
         let cache = &mut self.cache;
-        with_rows(cache, sequences, [k, v], |cache, _, [k, v]| {
-            Ok(cache.write(layer, k, v)?)
-        })
+        match &mut self.steps {
+            Steps::Host(_) => k.read(|k| v.read(|v| Ok(cache.write(layer, k, v)?))),
+            #[cfg(feature = "cuda")]
+            Steps::Device(steps) => steps.write(cache, layer, [&k, &v]),
+        }
+    }
+
+    /// K and V of so many sequences as rows.
+    fn rows(&self, sequences: usize, [k, v]: [&Tensor; 2]) -> Result<[TensorRows; 2], Error> {
+        let rows = |what, tensor| {
+            let expected = Expected {
+                what,
+                heads: self.cache.config().num_kv_heads,
+                dim: self.cache.config().head_dim,
+                device: self.location,
+            };
+            TensorRows::new(expected, tensor, sequences)
+        };
+        Ok([rows("k", k)?, rows("v", v)?])
     }
 
     /// Takes the open step back, whichever layers were written; nothing is done without one.
@@ -232,6 +295,10 @@ impl QuantizedKvCache {
     /// # Errors
     /// [`Error::Attention`] with those of [`KvCache::cancel_step`].
     pub fn cancel_step(&mut self) -> Result<(), Error> {
+        #[cfg(feature = "cuda")]
+        if let Steps::Device(steps) = &self.steps {
+            steps.wait()?;
+        }
         Ok(self.cache.cancel_step()?)
     }
 
@@ -253,6 +320,7 @@ impl QuantizedKvCache {
             what: "q",
             heads,
             dim,
+            device: self.location,
         };
         let rows = TensorRows::new(expected, q, sequences.len())?;
         let mut problem = problem.clone();
@@ -268,7 +336,7 @@ impl QuantizedKvCache {
     }
 
     /// One step, into a new tensor of this shape.
-    fn step<T>(
+    fn step<T: Number>(
         &mut self,
         (layer, sequences): (usize, &[usize]),
         problem: &Problem,
@@ -276,21 +344,26 @@ impl QuantizedKvCache {
         (zero, shape): (T, Shape),
     ) -> Result<Tensor, Error>
     where
-        T: candle_core::WithDType,
         for<'a> &'a mut [T]: Into<RowsMut<'a>>,
     {
-        let mut out = vec![zero; shape.elem_count()];
-        rows.read(|q| {
-            let rows = HostRows {
-                q,
-                out: (&mut *out).into(),
-                lse: None,
-            };
-            let (backend, layer) = (self.device.backend(), self.cache.layer(layer)?);
-            let steps = &mut self.steps;
-            Ok(steps.attend_layer(backend, layer, sequences, problem, rows)?)
-        })?;
-        Ok(Tensor::from_vec(out, shape, &Device::Cpu)?)
+        let layer = self.cache.layer(layer)?;
+        match &mut self.steps {
+            Steps::Host(steps) => {
+                let mut out = vec![zero; shape.elem_count()];
+                rows.read(|q| {
+                    let rows = HostRows {
+                        q,
+                        out: (&mut *out).into(),
+                        lse: None,
+                    };
+                    let backend = self.device.backend();
+                    Ok(steps.attend_layer(backend, layer, sequences, problem, rows)?)
+                })?;
+                Ok(Tensor::from_vec(out, shape, &Device::Cpu)?)
+            }
+            #[cfg(feature = "cuda")]
+            Steps::Device(steps) => steps.attend::<T>(layer, sequences, problem, rows, shape),
+        }
     }
 
     /// The number of tokens of each sequence.
@@ -360,20 +433,40 @@ impl fmt::Debug for QuantizedKvCache {
 
 /// The device of this library whose memory is the tensors'.
 fn open(device: &Device) -> Result<Arc<attn::Device>, Error> {
-    if !device.is_cpu() {
-        return Err(Error::Device {
-            what: "the cache",
-            given: device.location(),
-        });
-    }
-    let cpu = attn::Device::open(BackendId::Cpu.into());
-    Ok(Arc::new(cpu.map_err(attn::Error::from)?))
+    let name: DeviceName = match device.location() {
+        DeviceLocation::Cpu => BackendId::Cpu.into(),
+        #[cfg(feature = "cuda")]
+        DeviceLocation::Cuda { gpu_id } => DeviceName {
+            id: BackendId::Cuda,
+            ordinal: gpu_id,
+        },
+        given => {
+            return Err(Error::NoCaches {
+                given,
+                allowed: match cfg!(feature = "cuda") {
+                    true => "the CPU and CUDA devices",
+                    false => "the CPU; CUDA devices with attn-candle's feature cuda",
+                },
+            });
+        }
+    };
+    let opened = attn::Device::open(name);
+    Ok(Arc::new(opened.map_err(attn::Error::from)?))
 }
 
-fn append(cache: &mut KvCache, sequences: &[usize], k: &Tensor, v: &Tensor) -> Result<(), Error> {
-    with_rows(cache, sequences.len(), [k, v], |cache, tokens, [k, v]| {
-        Ok(cache.append_batch(&appends(sequences, tokens), k, v)?)
+/// What steps of a new cache keep.
+#[cfg(feature = "cuda")]
+fn steps(own: &attn::Device, device: &Device, cache: &KvCache) -> Result<Steps, Error> {
+    Ok(match device {
+        Device::Cuda(device) => {
+            Steps::Device(Box::new(crate::device::Steps::new(device, own, cache)?))
+        }
+        _ => Steps::Host(HostSteps::default()),
     })
+}
+#[cfg(not(feature = "cuda"))]
+fn steps(_: &attn::Device, _: &Device, _: &KvCache) -> Result<Steps, Error> {
+    Ok(Steps::Host(HostSteps::default()))
 }
 
 fn appends(sequences: &[usize], tokens: usize) -> Vec<Append> {
@@ -382,24 +475,4 @@ fn appends(sequences: &[usize], tokens: usize) -> Vec<Append> {
         tokens,
     };
     sequences.iter().map(of).collect()
-}
-
-/// Calls `work` with the tokens of each of so many sequences, and the rows of K and V.
-fn with_rows(
-    cache: &mut KvCache,
-    sequences: usize,
-    [k, v]: [&Tensor; 2],
-    work: impl FnOnce(&mut KvCache, usize, [Rows<'_>; 2]) -> Result<(), Error>,
-) -> Result<(), Error> {
-    let rows = |what, tensor| {
-        let expected = Expected {
-            what,
-            heads: cache.config().num_kv_heads,
-            dim: cache.config().head_dim,
-        };
-        TensorRows::new(expected, tensor, sequences)
-    };
-    let [k, v] = [rows("k", k)?, rows("v", v)?];
-    let tokens = k.tokens;
-    k.read(|k| v.read(|v| work(cache, tokens, [k, v])))
 }

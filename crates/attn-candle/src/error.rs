@@ -30,6 +30,16 @@ pub enum Error {
         /// The sequences named.
         needed: usize,
     },
+    /// Another number of tokens than K's, or than the open step's.
+    #[error("{what} has {given} tokens of each sequence; allowed: {needed}")]
+    Tokens {
+        /// The tensor's name.
+        what: &'static str,
+        /// Its tokens.
+        given: usize,
+        /// The tokens of each sequence that the call takes.
+        needed: usize,
+    },
     /// A tensor of a type that is no float of 16 or 32 bits.
     #[error("{what} has elements of type {given:?}; allowed: {allowed}")]
     DType {
@@ -40,15 +50,23 @@ pub enum Error {
         /// The types allowed, and the next step.
         allowed: &'static str,
     },
-    /// A device that has no cache, or a tensor on one.
-    #[error(
-        "{what} is on {given:?}; caches take tensors on the CPU: move it there, or attend CUDA memory by attn::backends::cuda::DeviceSteps"
-    )]
+    /// A tensor on another device than the cache.
+    #[error("{what} is on {given:?}, and the cache on {allowed:?}; move it there with to_device")]
     Device {
-        /// The tensor's name, or `the cache`.
+        /// The tensor's name.
         what: &'static str,
         /// Its device.
         given: DeviceLocation,
+        /// The cache's device.
+        allowed: DeviceLocation,
+    },
+    /// A device that has no caches in this build.
+    #[error("caches cannot be on {given:?}; allowed: {allowed}")]
+    NoCaches {
+        /// The device.
+        given: DeviceLocation,
+        /// The devices allowed, and the next step.
+        allowed: &'static str,
     },
     /// The cache or the attention refused.
     #[error(transparent)]

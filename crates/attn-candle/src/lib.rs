@@ -18,12 +18,15 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! Tensors are `[batch, heads, tokens, head_dim]` in f32, f16 or bf16, on the CPU; row b of the batch is the b-th sequence. Tensors
+//! Tensors are `[batch, heads, tokens, head_dim]` in f32, f16 or bf16, on the CPU or, with the feature `cuda`, on an NVIDIA GPU, whose steps are enqueued on the
+//! stream of candle's device; row b of the batch is the b-th sequence. Tensors
 //! whose last dimension is contiguous are read in place, in any order of the others, such as projections leave them; others are copied once. Results
 //! have no gradient.
-#![forbid(unsafe_code)]
+#![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
 
 mod cache;
+#[cfg(feature = "cuda")]
+mod device;
 mod error;
 mod rows;
 

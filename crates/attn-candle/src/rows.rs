@@ -1,16 +1,17 @@
 //! candle's tensors as rows `[tokens, heads, head_dim]`, sequence after sequence.
 
 use attn::Rows;
-use candle_core::{CpuStorage, DType, Storage, Tensor};
+use candle_core::{CpuStorage, DType, DeviceLocation, Storage, Tensor};
 
 use crate::Error;
 
-/// What a tensor is called, and the heads that it must have.
+/// What a tensor is called, the heads that it must have, and where the cache is.
 #[derive(Clone, Copy)]
 pub struct Expected {
     pub what: &'static str,
     pub heads: usize,
     pub dim: usize,
+    pub device: DeviceLocation,
 }
 
 /// A tensor `[batch, heads, tokens, head_dim]` whose last dimension is contiguous.
@@ -26,11 +27,18 @@ impl TensorRows {
     /// # Errors
     /// [`Error::Device`], [`Error::DType`], [`Error::Shape`], [`Error::Batch`].
     pub fn new(expected: Expected, tensor: &Tensor, sequences: usize) -> Result<Self, Error> {
-        let Expected { what, heads, dim } = expected;
-        if !tensor.device().is_cpu() {
+        let Expected {
+            what,
+            heads,
+            dim,
+            device,
+        } = expected;
+        let given = tensor.device().location();
+        if given != device {
             return Err(Error::Device {
                 what,
-                given: tensor.device().location(),
+                given,
+                allowed: device,
             });
         }
         if !matches!(tensor.dtype(), DType::F32 | DType::F16 | DType::BF16) {
@@ -77,9 +85,42 @@ impl TensorRows {
             Storage::Cpu(CpuStorage::F32(x)) => Rows::strided_batch(&x[start..], shape, strides),
             Storage::Cpu(CpuStorage::F16(x)) => Rows::strided_batch(&x[start..], shape, strides),
             Storage::Cpu(CpuStorage::BF16(x)) => Rows::strided_batch(&x[start..], shape, strides),
-            _ => unreachable!("`new` takes tensors of these types on the CPU alone"),
+            _ => unreachable!(
+                "`new` takes tensors of these types, and the caller knows that they are on the CPU"
+            ),
         };
         work(rows?)
+    }
+
+    /// The rows as kernels of a GPU read them, and the elements from one token to the next: a tensor `[batch, tokens, heads, head_dim]` whose heads lie side by
+    /// side and whose tokens lie equally far apart, sequence after sequence. In place where it lies so and rows begin at multiples of 16 bytes, such
+    /// as projections leave it; else a copy.
+    ///
+    /// # Errors
+    /// [`Error::Candle`] if the copy fails.
+    #[cfg(any(test, feature = "cuda"))]
+    pub fn on_device(&self) -> Result<(Tensor, usize), Error> {
+        let rows = self.tensor.transpose(1, 2)?;
+        let (batch, tokens, heads, dim) = rows.dims4()?;
+        let (layout, side_by_side) = (rows.layout(), heads * dim);
+        let [of_batch, of_token, of_head, _] = *layout.stride() else {
+            unreachable!("`new` takes tensors of four dimensions alone");
+        };
+        let stride = match (batch, tokens) {
+            (_, 2..) => of_token,
+            (2.., _) => of_batch,
+            _ => side_by_side,
+        };
+        let is_aligned =
+            |elements: usize| (elements * rows.dtype().size_in_bytes()).is_multiple_of(16);
+        let lies = (heads == 1 || of_head == dim)
+            && (batch <= 1 || tokens <= 1 || of_batch == tokens * of_token)
+            && is_aligned(layout.start_offset())
+            && is_aligned(stride);
+        if lies {
+            return Ok((rows, stride));
+        }
+        Ok((rows.force_contiguous()?, side_by_side))
     }
 }
 
@@ -94,6 +135,7 @@ mod tests {
         what: "k",
         heads: 2,
         dim: 4,
+        device: DeviceLocation::Cpu,
     };
 
     /// Whether the rows are the tensor's own memory.
@@ -128,5 +170,47 @@ mod tests {
         assert!(is_in_place(&part));
         let apart = counted.reshape((4, 2, 4, 3)).unwrap();
         assert!(!is_in_place(&apart.transpose(2, 3).unwrap()));
+    }
+
+    /// Whether a GPU's kernels read the tensor in place, and the elements from token to token.
+    fn lies(tensor: &Tensor) -> (bool, usize) {
+        let rows = TensorRows::new(EXPECTED, tensor, tensor.dims()[0]).unwrap();
+        let (found, stride) = rows.on_device().unwrap();
+        let wanted = tensor.transpose(1, 2).unwrap();
+        let values = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(values(&found), values(&wanted));
+        // Token n of all sequences begins n strides behind the first.
+        let (storage, layout) = found.storage_and_layout();
+        let Storage::Cpu(CpuStorage::F32(all)) = &*storage else {
+            panic!("an f32 tensor of the CPU");
+        };
+        for (n, token) in values(&wanted).chunks(8).enumerate() {
+            assert_eq!(all[layout.start_offset() + n * stride..][..8], *token);
+        }
+        let own = tensor.storage_and_layout().0;
+        let Storage::Cpu(CpuStorage::F32(given)) = &*own else {
+            panic!("an f32 tensor of the CPU");
+        };
+        (all.as_ptr() == given.as_ptr(), stride)
+    }
+
+    #[test]
+    fn kernels_read_rows_in_place_where_heads_lie_side_by_side() {
+        let counted = Tensor::arange(0f32, 96.0, &Device::Cpu).unwrap();
+        let projected = counted.reshape((4, 3, 2, 4)).unwrap();
+        assert_eq!(lies(&projected.transpose(1, 2).unwrap()), (true, 8));
+        let second = projected.narrow(0, 1, 1).unwrap();
+        assert_eq!(lies(&second.transpose(1, 2).unwrap()), (true, 8));
+        // One token of each sequence; K of a fused projection, one sequence and several.
+        assert_eq!(lies(&counted.reshape((12, 2, 1, 4)).unwrap()), (true, 8));
+        let fused = counted.reshape((2, 3, 4, 4)).unwrap();
+        let part = fused.narrow(2, 2, 2).unwrap().transpose(1, 2).unwrap();
+        assert_eq!(lies(&part), (true, 16));
+        // Heads before tokens; a sequence left out between two; tokens that begin within 16 bytes.
+        assert_eq!(lies(&counted.reshape((4, 2, 3, 4)).unwrap()), (false, 8));
+        let tokens = projected.narrow(1, 0, 2).unwrap();
+        assert_eq!(lies(&tokens.transpose(1, 2).unwrap()), (false, 8));
+        let odd = counted.narrow(0, 1, 72).unwrap().reshape((1, 9, 2, 4));
+        assert_eq!(lies(&odd.unwrap().transpose(1, 2).unwrap()), (false, 8));
     }
 }
