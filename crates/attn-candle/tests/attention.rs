@@ -1,9 +1,13 @@
 //! Attention over a quantized cache against candle's own operations on f32 tensors; bits; refusals.
 
+mod common;
+
 use attn::{CacheConfig, Heads, KvFormat, Problem};
 use attn_candle::{Error, QuantizedKvCache};
 use candle_core::{D, DType, Device, Tensor};
 use rstest::rstest;
+
+use common::numbers;
 
 const HEADS: Heads = Heads {
     q: 4,
@@ -12,16 +16,9 @@ const HEADS: Heads = Heads {
 };
 const CPU: Device = Device::Cpu;
 
-/// Numbers in −1..1 `[batch, heads, tokens, 64]`, the same on every run: odd multiples of 1/256, which bf16 and f16 hold.
+/// Numbers `[batch, heads, tokens, 64]`.
 fn random(seed: u64, batch: usize, heads: usize, tokens: usize) -> Tensor {
-    let mut state = seed;
-    let mut next = || {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        ((state >> 56) as f32 - 127.5) / 128.0
-    };
-    let all: Vec<f32> = (0..batch * heads * tokens * 64).map(|_| next()).collect();
+    let all = numbers(seed, batch * heads * tokens * 64);
     Tensor::from_vec(all, (batch, heads, tokens, 64), &CPU).unwrap()
 }
 

@@ -1,10 +1,14 @@
 //! Caches on a GPU: the bits of those on the CPU, candle's own attention there, refusals.
 #![cfg(feature = "cuda")]
 
+mod common;
+
 use attn::{CacheConfig, Heads, KvFormat, Problem};
 use attn_candle::{Error, QuantizedKvCache};
 use candle_core::{D, DType, Device, Tensor};
 use rstest::rstest;
+
+use common::numbers;
 
 const HEADS: Heads = Heads {
     q: 4,
@@ -29,16 +33,9 @@ fn gpu() -> Option<Device> {
     }
 }
 
-/// Numbers in −1..1, the same on every run, `[batch, tokens, heads, 64]` in memory, seen as `[batch, heads, tokens, 64]`.
+/// Numbers `[batch, tokens, heads, 64]` in memory, seen as `[batch, heads, tokens, 64]`.
 fn projected(seed: u64, [batch, heads, tokens]: [usize; 3], dtype: DType) -> Tensor {
-    let mut state = seed;
-    let mut next = || {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        ((state >> 56) as f32 - 127.5) / 128.0
-    };
-    let all: Vec<f32> = (0..batch * heads * tokens * 64).map(|_| next()).collect();
+    let all = numbers(seed, batch * heads * tokens * 64);
     let rows = Tensor::from_vec(all, (batch, tokens, heads, 64), &CPU).unwrap();
     rows.to_dtype(dtype).unwrap().transpose(1, 2).unwrap()
 }
