@@ -1,7 +1,7 @@
 // append.cu: quantizes new tokens and writes them into pages: the bytes of FORMATS.md.
 //
 // Grid      one token: (heads / 4, batch), two warps per head; by slots: (tokens, heads / 4), likewise; else (page jobs, num_kv_heads, batch), 128
-//           threads. With rotary positions there are query heads behind the KV heads: a warp to each; else a CTA to each of a page job.
+//           threads. With rotary positions there are query heads behind the KV heads: a warp to four; else a CTA to each of a page job.
 // Split     one token per sequence is latency alone (launch, length, page, store): a warp takes K or V of one head, a lane stores what it
 //           loaded, and shared memory is not used. With several tokens a CTA owns a page of a head.
 // Macros    ATTN_K, ATTN_V, ATTN_K_GROUPS, ATTN_V_GROUPS, ATTN_K_WINDOW, ATTN_V_WINDOW, ATTN_HEAD_DIM, ATTN_PAGE, as in config.cuh; ATTN_ROTARY: K is
@@ -103,11 +103,11 @@ struct HeadOfWarp {
         return {column * (warps / 2) + warp / 2, (int)threadIdx.x % 32, warp % 2 == 1};
     }
 };
-// Behind the columns of KV heads: rotates the warp's query head of a token, which is token `of_sequence` of its sequence.
+// Behind the columns of KV heads: rotates the warp's query heads of a token, which is token `of_sequence` of its sequence.
 DEVICE bool rotates_query(const AppendParams& p, int column, int token, int of_sequence) {
     const int warp = warp_id(), warps = blockDim.x / 32, first = column - (p.num_kv_heads + warps / 2 - 1) / (warps / 2);
     if (first < 0) return false;
-    rotate_query(p, token, of_sequence, first * warps + warp, threadIdx.x % 32);
+    rotate_queries<QUERY_HEADS>(p, token, of_sequence, (first * warps + warp) * QUERY_HEADS, threadIdx.x % 32);
     return true;
 }
 DEVICE void append_one(const AppendParams& p) {
@@ -200,7 +200,7 @@ DEVICE void append_many(const AppendParams& p) {
     j.t0 = page == first ? begin % PAGE : 0, j.t1 = page == last ? (end - 1) % PAGE + 1 : PAGE;
     j.token0 = (long long)b * p.tokens + (long long)page * PAGE - begin;
     if (ATTN_ROTARY && j.head >= p.num_kv_heads) {
-        for (int t = j.t0 + j.warp; t < j.t1; t += j.warps) rotate_query(p, j.token0 + t, page * PAGE + t, j.head - p.num_kv_heads, j.lane);
+        for (int t = j.t0 + j.warp; t < j.t1; t += j.warps) rotate_queries<1>(p, j.token0 + t, page * PAGE + t, j.head - p.num_kv_heads, j.lane);
         return;
     }
     // A slot of residuals belongs to the last of the pages that share it.

@@ -37,7 +37,7 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct WidenedToken : StoredToke
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_dequantize(const __grid_constant__ DequantizeParams p) {
-    const int head = blockIdx.x, tile = blockIdx.y, b = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = gridDim.x;
+    const int head = blockIdx.x, tile = blockIdx.y, b = blockIdx.z, warp = warp_id(), lane = threadIdx.x % 32, heads = gridDim.x;
     write_units<ATTN_K, ATTN_V>(p);
     const int kv_len = p.step.kv_lens[b], block = tile * TILE + warp * BLOCK;
     if (block >= kv_len) return;

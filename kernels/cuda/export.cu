@@ -42,8 +42,9 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct ExportedToken : StoredTok
     }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) attn_export(const __grid_constant__ ExportParams p) {
-    const int head = blockIdx.x, b = blockIdx.z, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// With fewer registers than the compiler would take, more CTAs of an SM have loads under way; a lane of longer rows has twice the numbers.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, EACH > 2 ? 4 : 6) attn_export(const __grid_constant__ ExportParams p) {
+    const int head = blockIdx.x, b = blockIdx.z, warp = warp_id(), lane = threadIdx.x % 32;
     const int first_row = p.row_starts[b], begin = p.first_tokens ? p.first_tokens[b] : 0, end = begin + p.row_starts[b + 1] - first_row;
     const int tile = begin / TILE + (int)blockIdx.y, block = tile * TILE + warp * BLOCK, newest = (p.kv_lens[b] - 1) / TILE;
     if (block + BLOCK <= begin || block >= end) return;

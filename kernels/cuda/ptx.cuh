@@ -189,6 +189,12 @@ DEVICE u32 f16_fma(u32 a, u32 b, u32 c) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
+// The sum of a pair of f16, and the first less the second.
+DEVICE u32 f16_butterfly(u32 a) {
+    u32 d;
+    asm("{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, %1; mov.b32 x, {l, l}; mov.b32 y, {h, h}; fma.rn.f16x2 %0, y, %2, x; }" : "=r"(d) : "r"(a), "r"(0xbc003c00));
+    return d;
+}
 
 // a·b + c, brought into 0..1.
 DEVICE float fma_saturate(float a, float b, float c) {

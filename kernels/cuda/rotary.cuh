@@ -107,46 +107,56 @@ template <class Token> struct RotaryOf {
     }
 };
 
-// Rotates a query head of a token: a lane has both halves of its pairs, so q_out may be q. A token whose position is outside of the table is left.
-DEVICE void rotate_query(const AppendParams& p, long long token, int of_sequence, int head, int lane) {
-    if (head >= p.num_q_heads) return;
+// Query heads of a token that a warp of one token rotates: they have its cosines and sines in common, and their loads are under way together.
+constexpr int ROTARY_EACH = (HEAD_DIM / 4 + 31) / 32, QUERY_HEADS = 4 / ROTARY_EACH;
+
+// Rotates query heads of a token, from `head` on: a lane has both halves of its pairs, so q_out may be q. A token whose position is outside of the table is left.
+template <int HEADS> DEVICE void rotate_queries(const AppendParams& p, long long token, int of_sequence, int head, int lane) {
+    const int heads = min(HEADS, p.num_q_heads - head);
+    if (heads <= 0) return;
     const long long position = position_of(p, token, of_sequence);
     const long long from = token * p.q_token_stride + (long long)head * HEAD_DIM;
-    u8* to = row_at(p.q_out, token * p.q_out_token_stride + (long long)head * HEAD_DIM, 1, p.dtype);
+    u8* const to = row_at(p.q_out, token * p.q_out_token_stride + (long long)head * HEAD_DIM, 1, p.dtype);
     // Two pairs at a time: dims first, first + 1 and second, second + 1.
-    constexpr int EACH = (HEAD_DIM / 4 + 31) / 32;
     const int half = p.rotary_dim / 2;
-    TwoNumbers x[EACH], y[EACH];
+    TwoNumbers x[HEADS][ROTARY_EACH], y[HEADS][ROTARY_EACH];
     auto pair_of = [&](int i) { return 2 * (32 * i + lane); };
     auto first_of = [&](int pair) { return p.is_interleaved ? 2 * pair : pair; };
     auto second_of = [&](int pair) { return p.is_interleaved ? 2 * pair + 2 : pair + half; };
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int pair = pair_of(i);
-        if (pair >= half) break;
-        x[i] = load_two(p.q, from + first_of(pair), p.dtype);
-        y[i] = load_two(p.q, from + second_of(pair), p.dtype);
-    }
+    for (int h = 0; h < HEADS; h++)
+#pragma unroll
+        for (int i = 0; i < ROTARY_EACH; i++) {
+            const int pair = pair_of(i);
+            if (h >= heads || pair >= half) break;
+            x[h][i] = load_two(p.q, from + h * HEAD_DIM + first_of(pair), p.dtype);
+            y[h][i] = load_two(p.q, from + h * HEAD_DIM + second_of(pair), p.dtype);
+        }
     Angles angles;
     if (!angles.find(p, position)) return;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
+    for (int i = 0; i < ROTARY_EACH; i++) {
         const int pair = pair_of(i);
         if (pair >= half) break;
         const TwoNumbers cosines = angles.cosines(p, pair), sines = angles.sines(p, pair);
         const float2 c = cosines.widened(p.cos_sin_dtype), s = sines.widened(p.cos_sin_dtype);
-        const float2 u = x[i].widened(p.dtype), w = y[i].widened(p.dtype);
-        // The pairs are (u.x, u.y), (w.x, w.y), or (u.x, w.x), (u.y, w.y).
-        const float b0 = p.is_interleaved ? u.y : w.x, a1 = p.is_interleaved ? w.x : u.y;
-        const float first0 = u.x * c.x - b0 * s.x, second0 = b0 * c.x + u.x * s.x;
-        const float first1 = a1 * c.y - w.y * s.y, second1 = w.y * c.y + a1 * s.y;
-        store_pair(to, p.dtype, first_of(pair), first0, p.is_interleaved ? second0 : first1);
-        store_pair(to, p.dtype, second_of(pair), p.is_interleaved ? first1 : second0, second1);
+#pragma unroll
+        for (int h = 0; h < HEADS; h++) {
+            if (h >= heads) break;
+            const float2 u = x[h][i].widened(p.dtype), w = y[h][i].widened(p.dtype);
+            // The pairs are (u.x, u.y), (w.x, w.y), or (u.x, w.x), (u.y, w.y).
+            const float b0 = p.is_interleaved ? u.y : w.x, a1 = p.is_interleaved ? w.x : u.y;
+            const float first0 = u.x * c.x - b0 * s.x, second0 = b0 * c.x + u.x * s.x;
+            const float first1 = a1 * c.y - w.y * s.y, second1 = w.y * c.y + a1 * s.y;
+            store_pair(to, p.dtype, h * HEAD_DIM + first_of(pair), first0, p.is_interleaved ? second0 : first1);
+            store_pair(to, p.dtype, h * HEAD_DIM + second_of(pair), p.is_interleaved ? first1 : second0, second1);
+        }
     }
     if (p.q == p.q_out) return;
     // What is behind the rotated dims.
-    for (int d = p.rotary_dim + 2 * lane; d < HEAD_DIM; d += 64) {
-        const float2 x = load_two(p.q, from + d, p.dtype).widened(p.dtype);
-        store_pair(to, p.dtype, d, x.x, x.y);
-    }
+    for (int h = 0; h < heads; h++)
+        for (int d = p.rotary_dim + 2 * lane; d < HEAD_DIM; d += 64) {
+            const float2 x = load_two(p.q, from + h * HEAD_DIM + d, p.dtype).widened(p.dtype);
+            store_pair(to, p.dtype, h * HEAD_DIM + d, x.x, x.y);
+        }
 }

@@ -1,7 +1,7 @@
 // Tokens of pages as floats, turned back where their scheme is rotated: what export.cu and dequantize.cu read. `convert::dequantize` of attn-core.
 //
 // A CTA has a tile of a KV head, each of its four warps 16 of the tokens. Two or 4 lanes of a warp share a token: 16-byte panels are loaded whole, and most
-// butterflies of the rotation are inside a lane.
+// butterflies of the rotation are inside a lane, two in an instruction while numbers are whole and small.
 #pragma once
 #include "append.cuh"
 #include "dtype.cuh"
@@ -100,7 +100,35 @@ template <int SCHEME, bool COLUMNS> struct PanelCodes {
         if (BITS == 16) return word[e / 2 % WORDS] >> e % 2 * 16 & 0xffff;
         return BITS == 8 ? word[e / 4 % WORDS] >> e % 4 * 8 & 255 : word[e / 4 % WORDS] >> e % 4 * 8 >> (is_high(t) ? 4 : 0) & 15;
     }
+    // Those of dims 4 * quad to 4 * quad + 3, each in a byte: as they are, or of 4 bits 16 times as much.
+    METHOD u32 quad(int quad, u32 t) const {
+        if constexpr (BITS == 8) return word[quad];
+        else return (COLUMNS ? quad < 2 ? word[quad] << 4 : word[quad - 2] : is_high(t) ? word[quad] : word[quad] << 4) & 0xf0f0f0f0;
+    }
 };
+
+// ---- butterflies: of two floats, and of two pairs of f16 ----
+
+struct F16Pair {
+    u32 halves;
+};
+constexpr u32 ONES = 0x3c003c00, TWOS = 0x40004000, MINUS = 0x80008000;
+
+DEVICE void butterfly(float& a, float& b) {
+    const float sum = a + b;
+    b = a - b;
+    a = sum;
+}
+DEVICE void butterfly(F16Pair& a, F16Pair& b) {
+    const u32 sum = f16_fma(a.halves, ONES, b.halves);
+    b.halves = f16_fma(b.halves, ONES ^ MINUS, a.halves);
+    a.halves = sum;
+}
+// With the lane whose number has another bit `mask`.
+DEVICE float butterfly_of_lanes(float own, int mask, bool is_upper) { return fmaf(own, is_upper ? -1.0f : 1.0f, __shfl_xor_sync(~0u, own, mask)); }
+DEVICE F16Pair butterfly_of_lanes(F16Pair own, int mask, bool is_upper) {
+    return {f16_fma(own.halves, is_upper ? ONES ^ MINUS : ONES, __shfl_xor_sync(~0u, own.halves, mask))};
+}
 
 // One side of a token of one KV head: x[j][e] is that of dim 16 * panel(j) + e.
 template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
@@ -124,14 +152,11 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
         if (SCHEME == BF16) return bits_float(code << 16);
         if (SCHEME == FP8) return of_fp8(code) * tensor_scale;
         if (SCHEME == INT4) return whole(code, 0.0f) * scale + half_float(param >> 16) * by;
-        if (SCHEME == ROTATED_INT4) return whole(2 * code, 15.0f) * scale;
         return whole(code ^ 0x80, 128.0f) * (SCHEME == INT8_TENSOR ? tensor_scale : scale);
     }
 
     // A small number less another one, both whole: without a conversion, of which a processor does few at a time.
     static METHOD float whole(u32 number, float less) { return bits_float(0x4b000000 | number) - (8388608.0f + less); }
-    static METHOD float fine_value(u32 code, u32 residual, u32 param, float by) { return whole(2 * (16 * code + residual), 255.0f) * (half_float(param & 0xffff) * (0.0625f * by)); }
-
     // `codes` and `residuals` of columns: turned blocks. `residuals` is null where the row is read without. UNIT: what numbers count, a power of two; 1 where a scheme has no parameters.
     template <int UNIT = 1> METHOD void load(const u8* codes, const u8* params, const u8* residuals, u32 t, float tensor_scale) {
         static_assert(UNIT == 1 || Layout::HAS_PARAMS, "parameters carry the unit");
@@ -147,13 +172,31 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
                 param[j][n] = Layout::IS_INT4 ? ((const u32*)params)[at] : ((const u16*)params)[at];
             }
         }
-        if (Layout::HALF_STEPS && residuals) {
+        if constexpr (is_rotated(SCHEME)) {
+            F16Pair pair[EACH][8];
+            if (Layout::HALF_STEPS && residuals) {
+                PanelCodes<SCHEME, COLUMNS> fine[EACH];
 #pragma unroll
-            for (int j = 0; j < EACH; j++) {
-                PanelCodes<SCHEME, COLUMNS> fine;
-                fine.load(residuals, t, panel(j));
+                for (int j = 0; j < EACH; j++) fine[j].load(residuals, t, panel(j));
 #pragma unroll
-                for (int e = 0; e < 16; e++) x[j][e] = fine_value(stored[j].code(e, t), fine.code(e, t), param[j][e / 4 % PARAMS], BY);
+                for (int j = 0; j < EACH; j++)
+#pragma unroll
+                    for (int i = 0; i < 8; i += 2) {
+                        u32 &low = pair[j][i].halves, &high = pair[j][i + 1].halves;
+                        byte_pairs<128>(stored[j].quad(i / 2, t) | fine[j].quad(i / 2, t) >> 4, low, high);
+                        low = f16_fma(low, TWOS, ONES), high = f16_fma(high, TWOS, ONES);  // 2 (16 code + residual) - 255
+                    }
+                turn_back_pairs<8>(pair, param, 0.0625f * BY);
+            } else {
+#pragma unroll
+                for (int j = 0; j < EACH; j++)
+#pragma unroll
+                    for (int i = 0; i < 8; i += 2) {
+                        const u32 quad = stored[j].quad(i / 2, t);
+                        if (Layout::HALF_STEPS) byte_pairs<120>(quad, pair[j][i].halves, pair[j][i + 1].halves);  // 8 (2 code - 15)
+                        else byte_pairs<128>(quad ^ 0x80808080, pair[j][i].halves, pair[j][i + 1].halves);
+                    }
+                turn_back_pairs<Layout::HALF_STEPS ? OF_ONE_SCALE : 16>(pair, param, Layout::HALF_STEPS ? 0.125f * BY : BY);
             }
         } else {
 #pragma unroll
@@ -161,26 +204,42 @@ template <int SCHEME, int GROUPS, bool COLUMNS> struct StoredToken {
 #pragma unroll
                 for (int e = 0; e < 16; e++) x[j][e] = value(stored[j].code(e, t), param[j][e / 4 % PARAMS], tensor_scale, BY);
         }
-        if constexpr (is_rotated(SCHEME)) rotate_back();
     }
-    // As `Token::rotate<true>`: one bit of the dims after another.
-    METHOD void rotate_back() {
+
+    // Numbers of a rotated row are whole, and one scale is that of as many neighbours as this and more: not they but their sums are multiplied by it. f16 has sums up to 2048
+    // exactly, and even ones up to 4096: those of PAIRED neighbours, which callers know. The products are exact, too, so that no bit is another one than if each number had
+    // been multiplied.
+    static constexpr int OF_ONE_SCALE = (WIDTH & -WIDTH) < ROTATED ? WIDTH & -WIDTH : ROTATED;
+    template <int PAIRED> METHOD void turn_back_pairs(F16Pair (&pair)[EACH][8], const u32 (&param)[EACH][PARAMS], float by) {
+        static_assert(PAIRED <= OF_ONE_SCALE, "numbers of several scales cannot be added up before");
+        turn_back<1, PAIRED>(pair);
 #pragma unroll
-        for (int stride = 1; stride < ROTATED; stride *= 2) {
+        for (int j = 0; j < EACH; j++) {
+            const float scale = half_float(param[j][0] & 0xffff) * by;
+#pragma unroll
+            for (int e = 0; e < 16; e++) x[j][e] = half_float(e % 2 ? pair[j][e / 2].halves >> 16 : pair[j][e / 2].halves & 0xffff) * scale;
+        }
+        turn_back<PAIRED, ROTATED>(x);
+    }
+    // As `Token::rotate<true>`: one bit of the dims after another, those from BEGIN to END. x[j] has a panel's dims, or pairs of them.
+    template <int BEGIN, int END, class T, int N> METHOD void turn_back(T (&x)[EACH][N]) const {
+        constexpr int IN_ONE = 16 / N;
+#pragma unroll
+        for (int stride = BEGIN; stride < END; stride *= 2)
 #pragma unroll
             for (int j = 0; j < EACH; j++)
 #pragma unroll
-                for (int e = 0; e < 16; e++) {
-                    const int of_panels = stride / 16, of_lane = of_panels / LANES;
-                    if (stride < 16) {
-                        if (!(e & stride)) Layout::butterfly(x[j][e], x[j][(e | stride) % 16]);
+                for (int e = 0; e < N; e++) {
+                    const int of_panels = stride / 16, of_lane = of_panels / LANES, apart = stride / IN_ONE;
+                    if (stride < IN_ONE) {
+                        if constexpr (IN_ONE == 2) x[j][e].halves = f16_butterfly(x[j][e].halves);
+                    } else if (stride < 16) {
+                        if (!(e & apart)) butterfly(x[j][e], x[j][(e | apart) % N]);
                     } else if (of_panels < LANES) {
-                        const float own = x[j][e], other = __shfl_xor_sync(~0u, own, of_panels);
-                        x[j][e] = fmaf(own, part & of_panels ? -1.0f : 1.0f, other);  // their sum, or the difference
+                        x[j][e] = butterfly_of_lanes(x[j][e], of_panels, part & of_panels);
                     } else if (!(j & of_lane)) {
-                        Layout::butterfly(x[j][e], x[(j | of_lane) % EACH][e]);
+                        butterfly(x[j][e], x[(j | of_lane) % EACH][e]);
                     }
                 }
-        }
     }
 };

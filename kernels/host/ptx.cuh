@@ -220,6 +220,10 @@ template <class Of> static inline u32 each_half(u32 a, u32 b, u32 c, Of of) {
 DEVICE u32 f16_fma(u32 a, u32 b, u32 c) {
     return each_half(a, b, c, [](float x, float y, float z) { return fmaf(x, y, z); });
 }
+DEVICE u32 f16_butterfly(u32 a) {
+    const float first = half_float(a & 0xffff), second = half_float(a >> 16);
+    return f16_pair(first + second, first - second);
+}
 DEVICE void e4m3_pairs(u32 x, u32& low, u32& high) {
     // Exponent and mantissa lie 7 bits higher in f16, whose bias is 8 more.
     auto pair = [](u32 a, u32 b) {

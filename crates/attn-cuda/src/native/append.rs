@@ -150,8 +150,9 @@ pub fn append_grid(
         return ([jobs, heads + query_heads, batch], COPY_THREADS);
     }
     let threads = 64 * heads.min(HEADS);
-    // A warp to each query head.
-    let columns = heads.div_ceil(HEADS) + query_heads.div_ceil(threads / 32);
+    // `QUERY_HEADS` of rotary.cuh to a warp.
+    let rotated = threads / 32 * (4 / layout.head_dim().div_ceil(128));
+    let columns = heads.div_ceil(HEADS) + query_heads.div_ceil(rotated);
     ([columns, batch, 1], threads)
 }
 
@@ -428,8 +429,9 @@ mod tests {
         assert_eq!(append_grid(&layout(), 3, usize::MAX, 0).0[1..], [2, 3]);
         let (grid, threads) = append_grid(&layout(), usize::MAX, 1, 0);
         assert_eq!((grid, threads), ([1, usize::MAX, 1], 128));
-        // Two KV heads are four warps, which take nine query heads in three columns.
-        assert_eq!(append_grid(&layout(), 6, 1, 9), ([4, 6, 1], 128));
+        // Two KV heads are four warps, which take sixteen query heads in a column.
+        assert_eq!(append_grid(&layout(), 6, 1, 16), ([2, 6, 1], 128));
+        assert_eq!(append_grid(&layout(), 6, 1, 17), ([3, 6, 1], 128));
     }
 
     #[test]

@@ -235,9 +235,8 @@ mod tests {
             params.is_interleaved,
         );
         assert_eq!(kind, (64, 1, 1));
-        // Two KV heads are four warps, which take nine query heads in three columns.
         let grid = |rotary| slot_append_grid(&layout(), &with(rotary));
-        assert_eq!(grid(rotary), ([9, 4, 1], 128));
+        assert_eq!(grid(rotary), ([9, 2, 1], 128));
         let of_k_alone = RotaryArgs {
             style: RotaryStyle::HalfSplit,
             queries: None,
