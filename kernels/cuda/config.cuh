@@ -47,7 +47,6 @@ constexpr bool WHOLE_ITEMS = true;
 constexpr bool WHOLE_ITEMS = false;
 #endif
 
-constexpr int FEW_PLACES = 64;  // for partials of a work item in few_tiles.cuh, at most
 
 // Lanes that arrive on an mbarrier for their warp, after __syncwarp: one. racecheck does not see that this orders the other lanes, too, so
 // .ci/gpu compiles for it with all of them; nor what bar.arrive orders, so that warpgroups take no turns then (many_rows_floats.cuh).

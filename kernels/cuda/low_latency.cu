@@ -53,11 +53,11 @@ struct Split {
         Split x;
         int teams = gridDim.x * (blockDim.x / TEAM_THREADS);
         int segments = runs_of(s.num_tiles, SEGMENT_SHIFT);
-        bool tiles = s.num_tiles <= 2 * teams;
+        bool by_tiles = s.num_tiles <= (MERGES_GLOBALLY ? min(p.max_partials, teams) : 2 * teams);
         // Also by a plan for longer sequences, whose partials are spans, where teams then have fewer tiles and the workspace has the places.
         bool short_of_plan = segments <= min(p.max_partials, (SPAN - 1) * teams);
         bool by_segments = MERGES_GLOBALLY ? p.partial_per_segment || short_of_plan : segments <= TEAM_PARTIALS * teams;
-        x.shift = teams == 1 ? SPAN_SHIFT : tiles && !MERGES_GLOBALLY ? 0 : by_segments ? SEGMENT_SHIFT : SPAN_SHIFT;
+        x.shift = teams == 1 ? SPAN_SHIFT : by_tiles ? 0 : by_segments ? SEGMENT_SHIFT : SPAN_SHIFT;
         x.all = runs_of(s.num_tiles, x.shift);
         int each = each_of(p, x.all);
         x.first = min(x.all, team * each);
@@ -242,7 +242,7 @@ struct Warp {
         Sequence sequence = work;
         sequence.num_tiles = opaque(sequence.num_tiles);
         Split mine = Split::of(p, sequence, blockIdx.x);
-        WorkItem item = {work.b, work.heads, row_block(), mine.all, mine.shift == SEGMENT_SHIFT};
+        WorkItem item = {work.b, work.heads, row_block(), mine.all, mine.level()};
         u32 slices = slices_to_merge(p, item, mine.first, mine.end);
         if (slices == 0) return;
         merge_arrived(p, item, {team.exchange, 1 + team.index}, {1, slices});

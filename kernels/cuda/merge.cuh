@@ -38,10 +38,13 @@ DEVICE void merge(float4& a, const float4& b, const MergeScale& w, bool is_fold)
     }
 }
 
+// What partials are: spans' states, or segments', of which spans are made, or tiles' values, of which segments are.
+enum Level { SPAN_STATES, SEGMENT_STATES, TILE_VALUES };
+
 // One (query block, KV head, row block).
 struct WorkItem {
     int b, kv_head, row_block, num_partials;
-    bool has_segments;  // whether partials are segments' states; else spans'
+    Level level;  // of the partials
 
     __device__ __forceinline__ u64 index(const DecodeParams& p) const {
         return ((u64)b * p.num_kv_heads + kv_head) * p.row_blocks + row_block;

@@ -31,8 +31,6 @@ template <int COLUMNS> struct MergedRow {
 };
 DEVICE MergeScale scale_at(const MergeScale& w, int lane) { return {__shfl_sync(~0u, w.alpha, lane), __shfl_sync(~0u, w.beta, lane)}; }
 
-enum Level { TILE_VALUES, SEGMENT_STATES, SPAN_STATES };
-
 // Merges the partials of some dims of a row by one warp: a lane finds the scales of one partial, and merges its own dims, APART from each other, of WIDTH.
 // Tiles fold into segments, segments merge into spans, spans into the sequence's state.
 template <int LEVEL, int COLUMNS, int WIDTH, int APART> DEVICE MergedRow<COLUMNS> merge_sent(u32 states, u32 mls, int partials) {
@@ -50,7 +48,7 @@ template <int LEVEL, int COLUMNS, int WIDTH, int APART> DEVICE MergedRow<COLUMNS
             of_tile = running_scale(m, top, 1, SEGMENT, MINUS_INFINITY);
             top = __shfl_sync(~0u, top, lane | SEGMENT - 1);
         }
-        if (LEVEL <= SEGMENT_STATES) {
+        if (LEVEL >= SEGMENT_STATES) {
             of_segment = running_scale(top, top, SEGMENT, SPAN, MINUS_INFINITY);
             top = __shfl_sync(~0u, top, lane | RUN - 1);
         }
@@ -73,7 +71,7 @@ template <int LEVEL, int COLUMNS, int WIDTH, int APART> DEVICE MergedRow<COLUMNS
                     if (i % SEGMENT != SEGMENT - 1) continue;
                     here = segment;
                 }
-                if (LEVEL <= SEGMENT_STATES) {
+                if (LEVEL >= SEGMENT_STATES) {
                     if (i % RUN < SEGMENT) span = {};
                     span.add(here, scale_at(of_segment, u + i), false);
                     if (i % RUN != RUN - 1) continue;

@@ -71,16 +71,11 @@ struct DecodeParams {
     unsigned int residual_ring;                // Residual pages of a sequence, a power of two; 0 where no scheme has a window.
     unsigned int span_rows;                    // ATTN_SPANS: rows of a span in partial_o and partial_max_sum, which then are the caller's, [span][row].
     const int* tokens_after;                   // ATTN_SPANS: i32 [batch], tokens of each sequence that follow those of kv_lens in other shards; null for none.
-    float2* few_max_sums;                      // ATTN_FEW_TILES: max and sum of partials [work item][few_places][rows of a CTA], zero between launches.
-    float* few_o;                              // ATTN_FEW_TILES: their O [work item][few_places][rows of a CTA][head_dim], likewise.
-    int few_slots;                             // ATTN_FEW_TILES: CTAs of a work item; 0: the launch never has few tiles.
-    int few_places;                            // ATTN_FEW_TILES: places for partials of a work item, FEW_PLACES at most.
-    FastDivmod items_divmod;                   // ATTN_FEW_TILES: divides by the work items.
     int rounds_queries;                        // many_rows.cu, pages of dequantize.cu: whether queries are rounded to f16, as K was; f32 queries are the sum of two f16 elsewhere.
     int fine_window;                           // many_rows.cu, pages of dequantize.cu: tiles that a row reads with residuals; 0: none.
     unsigned int fine_pages;                   // many_rows.cu, pages of dequantize.cu: from a tile's page to that with residuals.
 };
-static_assert(sizeof(DecodeParams) == 432, "params.rs");
+static_assert(sizeof(DecodeParams) == 400, "params.rs");
 
 // Parameters of `query_blocks.cu`.
 struct QueryBlocksParams {
@@ -189,7 +184,7 @@ struct DequantizeParams {
     int num_blocks;                            // Entries of the step's query_blocks.
     unsigned int residual_ring;                // Entries of `residual_table` per sequence.
 };
-static_assert(sizeof(DequantizeParams) == 480, "params.rs");
+static_assert(sizeof(DequantizeParams) == 448, "params.rs");
 
 // Parameters of `copy_pages.cu`.
 struct CopyPagesParams {

@@ -1,7 +1,7 @@
 // Partials of a work item in global memory, and the count of their arrival (split_kv.cu). `merge_partials` also serves low_latency.cu,
 // which needs no count (partials_nonzero.cuh).
 #pragma once
-#include "merge.cuh"
+#include "merge_warp.cuh"
 
 // Index of this thread among those that merge together. Teams of low_latency.cu merge separately.
 DEVICE int merge_thread() {
@@ -29,16 +29,17 @@ DEVICE bool has_arrived(const float4& x) { return has_arrived(make_float2(x.x, x
 constexpr int FEW = 4;  // missing partials whose states are looked at; while there are more, (m, l) alone: others still read the cache
 
 // Merges a row's partials by LANES threads. They compute the scales of LANES partials side by side while the first states are loaded;
-// then each merges its own vectors of dims (float4, float2 or float) from `from` to `to`, in order, and writes the result. Partials are
-// spans, or segments that form spans first. Not inlined: it is long and rare. Arguments by value: references would be reloaded from
+// then each merges its own vectors of dims (float4, float2 or float) from `from` to `to`, in order, and writes the result. Tiles fold into
+// segments, segments merge into spans, spans into the sequence's state. Not inlined: it is long and rare. Arguments by value: references would be reloaded from
 // global memory. A launch waits for this last, for one warp's latencies in a row; so a batch of states is loaded at once, and four
 // partials at a time are merged without a branch. Refilling merged places of the batch would make the compiler wait for each load.
-template <class Vector, int LANES, bool SEGMENTS>
+template <class Vector, int LANES, Level LEVEL>
 static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogue epilogue, int from, int to) {
     constexpr int WIDTH = sizeof(Vector) / 4, VECTORS = WIDTH < 4 ? 1 : (HEAD_DIM / WIDTH + LANES - 1) / LANES;
     constexpr int CHUNK = VECTORS < 4 || V_ROTATED ? VECTORS : 4, WIDEST = WIDTH < (MERGES_GLOBALLY ? 2 : 4) ? LANES : LANES / 2;
     constexpr int BATCH = V_ROTATED && WIDEST > SPAN && WIDEST * CHUNK * WIDTH > 64 ? WIDEST / 2 : WIDEST;  // of partials; a rotation takes registers, too
-    constexpr int RUN = SEGMENTS ? SPAN : LANES;
+    constexpr int RUN = LEVEL == SPAN_STATES ? LANES : SPAN, OF_SPAN = LEVEL == TILE_VALUES ? SPAN * SPAN : SPAN;
+    static_assert(LEVEL != TILE_VALUES || (LANES == 32 && BATCH % OF_SPAN == 0), "a batch has whole spans");
     const Vector ZERO = {};
     int lane = threadIdx.x % LANES;
     const float2 NO_PARTIAL = make_float2(MINUS_INFINITY, 0.0f);
@@ -53,8 +54,10 @@ static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogu
         for (int base = partials.first; base < partials.end; base += LANES) {
             bool awaits = MERGES_GLOBALLY && partials.ml, awaits_ml = awaits && base + lane < partials.end;
             float2 mine = awaits_ml ? make_float2(0.0f, 0.0f) : MERGES_GLOBALLY ? NO_PARTIAL : load_ml(base + lane);
-            float top = mine.x;  // the running maximum over the span's segments, or over all spans
-            MergeScale w;
+            float top = mine.x;  // the running maximum over the segment's tiles, the span's segments, or all spans
+            MergeScale w, of_segment;
+            Vector span[CHUNK];
+            float span_sum = 0.0f;
 #pragma unroll
             for (int u0 = 0; u0 < LANES; u0 += BATCH) {
                 int count = partials.end - base - u0;
@@ -93,36 +96,54 @@ static __device__ __noinline__ void merge_partials(PartialRows partials, Epilogu
                         float other = __shfl_up_sync(~0u, top, i, LANES);
                         if (lane % RUN >= i) top = fmaxf(top, other);
                     }
-                    if (!SEGMENTS) top = fmaxf(top, m);
+                    if (LEVEL == SPAN_STATES) top = fmaxf(top, m);
                     float before = __shfl_up_sync(~0u, top, 1, LANES);
-                    if (lane % RUN == 0) before = SEGMENTS ? MINUS_INFINITY : m;
+                    if (lane % RUN == 0) before = LEVEL == SPAN_STATES ? m : MINUS_INFINITY;
                     // Beyond the last partial a side is empty: it changes nothing.
                     w = merge_scale_of(before, mine.x, top);
+                    if constexpr (LEVEL == TILE_VALUES) {
+                        top = __shfl_sync(~0u, top, lane | SPAN - 1);
+                        of_segment = running_scale(top, top, SPAN, SPAN, MINUS_INFINITY);
+                    }
                 }
 #pragma unroll
                 for (int u4 = 0; u4 < BATCH; u4 += SPAN) {
-                    float sum = SEGMENTS ? 0.0f : l;
+                    float sum = LEVEL == SPAN_STATES ? l : 0.0f;
                     Vector merged[CHUNK];
 #pragma unroll
-                    for (int k = 0; k < CHUNK; k++) merged[k] = SEGMENTS ? ZERO : o[k];
+                    for (int k = 0; k < CHUNK; k++) merged[k] = LEVEL == SPAN_STATES ? o[k] : ZERO;
 #pragma unroll
                     for (int i = u4; i < u4 + SPAN; i++) {
                         MergeScale here = {__shfl_sync(~0u, w.alpha, u0 + i, LANES), __shfl_sync(~0u, w.beta, u0 + i, LANES)};
-                        sum = sum * here.alpha + __shfl_sync(~0u, mine.y, u0 + i, LANES) * here.beta;
+                        merge(sum, __shfl_sync(~0u, mine.y, u0 + i, LANES), here, LEVEL == TILE_VALUES);
 #pragma unroll
-                        for (int k = 0; k < CHUNK; k++) merge(merged[k], i < count ? x[i][k] : ZERO, here, false);
+                        for (int k = 0; k < CHUNK; k++) merge(merged[k], i < count ? x[i][k] : ZERO, here, LEVEL == TILE_VALUES);
+                    }
+                    if constexpr (LEVEL == TILE_VALUES) {
+                        MergeScale here = {__shfl_sync(~0u, of_segment.alpha, u0 + u4), __shfl_sync(~0u, of_segment.beta, u0 + u4)};
+                        bool first = u4 % OF_SPAN == 0;
+                        span_sum = (first ? 0.0f : span_sum) * here.alpha + sum * here.beta;
+#pragma unroll
+                        for (int k = 0; k < CHUNK; k++) {
+                            if (first) span[k] = ZERO;
+                            merge(span[k], merged[k], here, false);
+                        }
+                        if (u4 % OF_SPAN != OF_SPAN - SPAN) continue;
+                        sum = span_sum;
+#pragma unroll
+                        for (int k = 0; k < CHUNK; k++) merged[k] = span[k];
                     }
                     MergeScale here = {0.0f, 1.0f};
-                    if (SEGMENTS) here = merge_scale(m, l, make_float2(__shfl_sync(~0u, top, u0 + u4 + SPAN - 1, LANES), sum), false);
-                    else l = sum;
+                    if (LEVEL == SPAN_STATES) l = sum;
+                    else here = merge_scale(m, l, make_float2(__shfl_sync(~0u, top, u0 + u4 + SPAN - 1, LANES), sum), false);
 #pragma unroll
                     for (int k = 0; k < CHUNK; k++) {
-                        if (SEGMENTS) merge(o[k], merged[k], here, false);
-                        else o[k] = merged[k];
+                        if (LEVEL == SPAN_STATES) o[k] = merged[k];
+                        else merge(o[k], merged[k], here, false);
                     }
                 }
             }
-            if (!SEGMENTS) m = __shfl_sync(~0u, top, LANES - 1, LANES);
+            if (LEVEL == SPAN_STATES) m = __shfl_sync(~0u, top, LANES - 1, LANES);
         }
         epilogue.begin(m, l, at == 0);
         if constexpr (V_ROTATED && WIDTH == 1) {
@@ -153,8 +174,11 @@ template <class Vector, int LANES> DEVICE void merge_row(const DecodeParams& p, 
     float2* ml = MERGES_GLOBALLY && row >= item.rows(p) ? nullptr : p.partial_max_sum + partial * ROWS + row;
     PartialRows partials = {p.partial_o + (partial * ROWS + row) * HEAD_DIM, ml, first, item.num_partials, rotated};
     Epilogue epilogue = Epilogue::at(p, item, row);
-    if (item.has_segments) merge_partials<Vector, LANES, true>(partials, epilogue, from, to);
-    else merge_partials<Vector, LANES, false>(partials, epilogue, from, to);
+    // Tiles are few, and merged by slices.
+    if constexpr (MERGES_GLOBALLY && LANES == 32)
+        if (item.level == TILE_VALUES) return merge_partials<Vector, LANES, TILE_VALUES>(partials, epilogue, from, to);
+    if (item.level == SEGMENT_STATES) merge_partials<Vector, LANES, SEGMENT_STATES>(partials, epilogue, from, to);
+    else merge_partials<Vector, LANES, SPAN_STATES>(partials, epilogue, from, to);
 }
 
 // Merges all of a work item's partials by one CTA, or team.
@@ -197,7 +221,7 @@ DEVICE u32 slices_of(const DecodeParams& p, const WorkItem& item) {
 }
 // The slices for a CTA with partials from `from` to `end`.
 DEVICE u32 slices_for(const DecodeParams& p, const WorkItem& item, int from, int end) {
-    if (item.num_partials < SHARED_PARTIALS) return 0;
+    if (item.num_partials < SHARED_PARTIALS && item.level != TILE_VALUES) return 0;
     u32 slices = 0;
 #pragma unroll
     for (int slice = 0; slice < SLICES; slice++) {

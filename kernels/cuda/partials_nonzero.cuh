@@ -10,9 +10,10 @@
 DEVICE float encode_nonzero(float x) { return bits_float(max(float_bits(x), 1u)); }
 DEVICE float2 encode_nonzero(float x, float y) { return make_float2(encode_nonzero(x), encode_nonzero(y)); }
 
-// The slices that the team with partials from `from` to `end` merges: of many partials some slices, of few the last team all.
+// The slices that the team with partials from `from` to `end` merges: of many partials, or of tiles, some slices, of few the last team all.
 DEVICE u32 slices_to_merge(const DecodeParams& p, const WorkItem& item, int from, int end) {
-    return item.num_partials >= SHARED_PARTIALS ? slices_for(p, item, from, end) : end == item.num_partials && from < end ? ALL_SLICES : 0;
+    bool are_shared = item.num_partials >= SHARED_PARTIALS || item.level == TILE_VALUES;
+    return are_shared ? slices_for(p, item, from, end) : end == item.num_partials && from < end ? ALL_SLICES : 0;
 }
 // Called behind a barrier, once (max, sum) of these rows have been read.
 DEVICE void clear_max_sums(const DecodeParams& p, const WorkItem& item, u32 slices) {

@@ -1,4 +1,4 @@
-// A tile that the four warps of a team share (low_latency.cu, few_tiles.cuh): each has 16 tokens' scores and a quarter of the dims' values.
+// A tile that the four warps of a team share (low_latency.cu): each has 16 tokens' scores and a quarter of the dims' values.
 #pragma once
 #include "floats.cuh"
 

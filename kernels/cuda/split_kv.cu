@@ -4,7 +4,6 @@
 // Split     each CTA finds its part of the work items on the device (split.cuh). A team attends a span, a segment of one, tiles of a
 //           segment, or a short work item of its own, whichever leaves all teams enough to do.
 // Pipeline  each team has a ring of stages; the team's first warp is its producer (kv_pipeline.cuh). Teams run independently.
-//           Few short sequences are another matter where a launch may meet them: few_tiles.cuh (-DATTN_FEW_TILES).
 // Merge     the states of the four teams are merged in shared memory once per work unit (partials_shared.cuh), those of several CTAs
 //           through the workspace (partials_counted.cuh).
 // Reads     q; pages or strided rows; page table, lengths.
@@ -14,9 +13,6 @@
 // Host      kernels/src/cuda: select.rs (configuration), split.rs (launch), smem.rs; attn-cuda/src/native/launch_plan.rs.
 #include "floats.cuh"
 #include "partials_shared.cuh"
-#ifdef ATTN_FEW_TILES
-#include "few_tiles.cuh"
-#endif
 
 struct Warp {
     const DecodeParams& p;
@@ -101,12 +97,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, ATTN_CTAS) attn_decode(con
     const RowMaps* rows = nullptr;
 #if ATTN_PAGE == 0
     rows = &maps;
-#endif
-#ifdef ATTN_FEW_TILES
-    if (FewTiles::run(p, base, rows)) {
-        wait_for_dependencies();
-        return;
-    }
 #endif
     Merge merge;
     merge.start(shared);

@@ -1,4 +1,4 @@
-// A team of warps that share each tile (low_latency.cu, few_tiles.cuh): of four, a warp has 16 of the tokens for the scores and a quarter of
+// A team of warps that share each tile (low_latency.cu): of four, a warp has 16 of the tokens for the scores and a quarter of
 // the dims for the values. In split_kv.cu a team is one warp for these functions.
 #pragma once
 #include "config.cuh"

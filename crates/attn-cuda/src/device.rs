@@ -212,7 +212,6 @@ impl Device {
             preferences: Preferences {
                 low_latency: options.low_latency,
                 many_rows: options.many_rows,
-                few_tiles: options.few_tiles,
                 dequantize: options.dequantize,
                 are_blocks: false,
                 config: options.config,

@@ -30,9 +30,6 @@ pub struct Options {
     /// Whether prompts are attended from pages of 64 tokens that a launch makes in the workspace (up to 1 GiB): in f16 where they may be attended as floats, as they are where pages are small, and
     /// rows of 16 bits where they take many copies; `None`: where it is faster. `ATTN_CUDA_DEQUANTIZE=1` or `0`. Bits that nobody promises depend on it.
     pub dequantize: Option<bool>,
-    /// Whether plans for long sequences have a second way for few short ones (`few_tiles.cuh`): those are then faster, and long ones slower.
-    /// `ATTN_CUDA_FEW_TILES=1` or `0`, which is the default.
-    pub few_tiles: bool,
     /// Configuration of `split_kv.cu` in place of the table's. `ATTN_CUDA_SHAPE=row_groups,row_warps,stages,ctas`.
     pub config: Option<KernelConfig>,
     /// Whether a launch that refuses bad inputs goes before each append and decode. `ATTN_CHECK=1`.
@@ -62,7 +59,6 @@ impl Options {
                 .unwrap_or_default(),
             many_rows: option_from_env(BACKEND, "ATTN_CUDA_MANY_ROWS", flag)?,
             dequantize: option_from_env(BACKEND, "ATTN_CUDA_DEQUANTIZE", flag)?,
-            few_tiles: option_from_env(BACKEND, "ATTN_CUDA_FEW_TILES", flag)?.unwrap_or_default(),
             config: option_from_env(BACKEND, "ATTN_CUDA_SHAPE", str::parse)?,
             check: option_from_env(BACKEND, "ATTN_CHECK", flag)?.unwrap_or_default(),
         })
@@ -107,13 +103,6 @@ impl Options {
     #[must_use]
     pub fn dequantize(mut self, dequantize: bool) -> Self {
         self.dequantize = Some(dequantize);
-        self
-    }
-
-    /// Says whether plans for long sequences have a second way for few short ones.
-    #[must_use]
-    pub fn few_tiles(mut self, few_tiles: bool) -> Self {
-        self.few_tiles = few_tiles;
         self
     }
 

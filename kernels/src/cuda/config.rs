@@ -20,9 +20,6 @@ pub(crate) const SM_TEAMS: usize = 2;
 pub(crate) const WARPGROUPS: usize = 2;
 const MANY_ROWS_THREADS: usize = 128 * (WARPGROUPS + 1);
 
-/// Places for partials of a work item in `few_tiles.cuh`, at most: `FEW_PLACES` of `config.cuh`.
-pub(crate) const FEW_PLACES: usize = 64;
-
 /// Shared memory per CTA of an architecture with the bulk copy engine; no other architecture has as much.
 pub(crate) const BULK_SHARED: usize = 227 * 1024;
 
@@ -34,8 +31,6 @@ pub(crate) const RESERVED_SHARED: usize = 1024;
 pub enum Kernel {
     /// `split_kv.cu`: a persistent grid, for most problems.
     SplitKv,
-    /// The same with `few_tiles.cuh`, for launches that may meet few short sequences, too: plans for the longest that may come.
-    SplitKvFewTiles,
     /// `low_latency.cu`, whose CTAs of a work item merge through a thread block cluster: few or short sequences.
     LowLatencyCluster,
     /// `low_latency.cu`, whose CTAs of a work item merge through global memory: few long sequences.
@@ -113,9 +108,6 @@ pub struct Preferences {
     pub low_latency: LowLatency,
     /// Whether to use `many_rows.cu` where it covers a problem; none: where it is estimated to be faster.
     pub many_rows: Option<bool>,
-    /// Whether to use `split_kv.cu` with `few_tiles.cuh` where it covers a problem that `low_latency.cu` does not take: few short sequences by plans for
-    /// long ones are then faster, and long ones slower.
-    pub few_tiles: bool,
     /// Whether to attend prompts from 16-bit pages of 64 tokens that `dequantize.cu` makes of the cache, where that is allowed and `many_rows.cu` attends them; none: where
     /// it is estimated to be faster.
     pub dequantize: Option<bool>,
@@ -178,7 +170,7 @@ impl KernelConfig {
     /// Threads of a CTA, or of each of its teams in `low_latency.cu`.
     pub fn threads(&self) -> usize {
         match self.kernel {
-            Kernel::SplitKv | Kernel::SplitKvFewTiles => 32 * self.row_warps * TEAMS,
+            Kernel::SplitKv => 32 * self.row_warps * TEAMS,
             Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => TEAM_THREADS,
             Kernel::ManyRows | Kernel::ManyRowsWhole => MANY_ROWS_THREADS,
         }

@@ -236,7 +236,7 @@ impl Instance {
     pub fn source(&self) -> &'static str {
         match self {
             Instance::Decode { config, .. } => match config.kernel {
-                Kernel::SplitKv | Kernel::SplitKvFewTiles => "split_kv.cu",
+                Kernel::SplitKv => "split_kv.cu",
                 Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => "low_latency.cu",
                 Kernel::ManyRows | Kernel::ManyRowsWhole => "many_rows.cu",
             },
@@ -307,7 +307,6 @@ impl Instance {
                 ]);
                 let of_kernel: &[_] = match config.kernel {
                     Kernel::SplitKv => &[],
-                    Kernel::SplitKvFewTiles => &["ATTN_FEW_TILES"],
                     Kernel::LowLatencyCluster => &["ATTN_LOW_LATENCY"],
                     Kernel::LowLatencyGlobal => &["ATTN_MERGE_GLOBAL"],
                     Kernel::ManyRows => &["ATTN_MANY_ROWS"],

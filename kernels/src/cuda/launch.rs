@@ -5,7 +5,7 @@ use std::{cmp::Reverse, collections::BinaryHeap};
 use attn_core::{KvFormat, Problem, arithmetic};
 
 use super::{
-    config::{FEW_PLACES, Kernel, KernelConfig, WARPGROUPS},
+    config::{Kernel, KernelConfig, WARPGROUPS},
     cost::{Cost, fastest_split},
     split::{MergeVia, kv_heads, longest, max_segments, row_blocks},
 };
@@ -28,10 +28,6 @@ pub struct Launch {
     pub teams: usize,
     /// CTAs of a cluster, along the grid's first axis: more than 1 only in `low_latency.cu`.
     pub cluster: usize,
-    /// CTAs of a work item where the device finds few tiles (`few_tiles.cuh`); 0 in other kernels.
-    pub few_slots: usize,
-    /// Places for partials of a work item then.
-    pub few_places: usize,
 }
 
 impl Default for Launch {
@@ -45,8 +41,6 @@ impl Default for Launch {
             threads: 0,
             teams: 1,
             cluster: 1,
-            few_slots: 0,
-            few_places: 0,
         }
     }
 }
@@ -65,14 +59,6 @@ impl Launch {
     pub fn new(config: &KernelConfig, problem: &Problem, format: KvFormat, sms: usize) -> Self {
         match config.kernel {
             Kernel::SplitKv => Self::split_kv(config, problem, sms),
-            Kernel::SplitKvFewTiles => {
-                let few_slots = sms * config.ctas / kv_heads(problem).max(1);
-                Launch {
-                    few_slots,
-                    few_places: (2 * few_slots).min(FEW_PLACES),
-                    ..Self::split_kv(config, problem, sms)
-                }
-            }
             Kernel::ManyRows => Self::persistent(config, problem, sms, false),
             Kernel::ManyRowsWhole => Launch {
                 max_partials: 0,

@@ -132,16 +132,6 @@ blocks! {
         span_rows: u32 = "unsigned int",
         /// ATTN_SPANS: i32 [batch], tokens of each sequence that follow those of kv_lens in other shards; null for none.
         tokens_after: u64 = "const int*",
-        /// ATTN_FEW_TILES: max and sum of partials [work item][few_places][rows of a CTA], zero between launches.
-        few_max_sums: u64 = "float2*",
-        /// ATTN_FEW_TILES: their O [work item][few_places][rows of a CTA][head_dim], likewise.
-        few_o: u64 = "float*",
-        /// ATTN_FEW_TILES: CTAs of a work item; 0: the launch never has few tiles.
-        few_slots: i32 = "int",
-        /// ATTN_FEW_TILES: places for partials of a work item, FEW_PLACES at most.
-        few_places: i32 = "int",
-        /// ATTN_FEW_TILES: divides by the work items.
-        items_divmod: FastDivmod = "FastDivmod",
         /// many_rows.cu, pages of dequantize.cu: whether queries are rounded to f16, as K was; f32 queries are the sum of two f16 elsewhere.
         rounds_queries: i32 = "int",
         /// many_rows.cu, pages of dequantize.cu: tiles that a row reads with residuals; 0: none.

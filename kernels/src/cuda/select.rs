@@ -10,7 +10,7 @@ use super::{
     cost::{Cost, fastest_split, split_kv_us},
     launch::takes_whole_items,
     smem::{Stage, shared_bytes},
-    split::{kv_heads, longest, rows},
+    split::{MergeVia, longest, rows},
 };
 
 /// The most CTAs along a grid's second and third axis.
@@ -18,9 +18,6 @@ const MAX_GRID: usize = 65_535;
 
 /// Rows of a warpgroup of `many_rows.cu` whose threads have one row each.
 const FEW_ROWS: usize = 32;
-
-/// The most sequences that a warp finds the longest of at once.
-const FEW_SEQUENCES: usize = 32;
 
 /// A decode kernel's specialization apart from its configuration.
 #[derive(Debug, Clone, Copy)]
@@ -105,23 +102,6 @@ impl Shape {
                     ctas,
                 })
                 .find(|config| self.fits(config, ctas, shared_limit))
-        })
-    }
-
-    /// The configuration of `split_kv.cu` with `few_tiles.cuh`; `None` where it does not cover the shape.
-    pub(crate) fn few_tiles(&self, shared_limit: usize) -> Option<KernelConfig> {
-        let config = self.split_kv(shared_limit)?;
-        let v_groups = self.format.v.groups(self.head_dim);
-        // A warp has a quarter of the dims, which lie in one of V's groups or are some of them; a ring of stages has a tile.
-        let is_covered = shared_limit >= BULK_SHARED
-            && self.rows <= config.rows()
-            && (config.row_groups, config.row_warps) == (1, 1)
-            && self.head_dim.is_multiple_of(64)
-            && (matches!(v_groups, 1 | 2) || v_groups.is_multiple_of(4))
-            && config.stages >= Stage::new(self.format, self.head_dim, self.layout).of_tile;
-        is_covered.then_some(KernelConfig {
-            kernel: Kernel::SplitKvFewTiles,
-            ..config
         })
     }
 
@@ -243,14 +223,12 @@ impl Shape {
         })
     }
 
-    /// The kernels for every batch and length of the shape: `split_kv.cu` first, then those of `many_rows.cu` and `low_latency.cu`, and
-    /// `split_kv.cu` with `few_tiles.cuh`.
+    /// The kernels for every batch and length of the shape: `split_kv.cu` first, then those of `many_rows.cu` and `low_latency.cu`.
     pub fn all(&self, shared_limit: usize) -> impl Iterator<Item = KernelConfig> {
         let split_kv = self.split_kv(shared_limit).into_iter();
         split_kv
             .chain(self.all_many_rows(shared_limit))
             .chain(self.low_latency(shared_limit))
-            .chain(self.few_tiles(shared_limit))
     }
 }
 
@@ -368,26 +346,12 @@ pub fn select(
         .find(|config| chosen == Some(config.kernel));
     low_latency
         .or(preferences.config)
-        .or_else(|| few_tiles(problem, &shape, limits, preferences))
         .or_else(|| shape.split_kv(limits.shared_limit))
         .or_else(|| {
             // A work item is one CTA's there. More rows than that are no block of `many_rows`, which the caller does not want then.
             let config = shape.many_rows(limits.shared_limit);
             config.filter(|config| shape.rows <= config.rows())
         })
-}
-
-/// The configuration of `split_kv.cu` with `few_tiles.cuh`, where the caller wants it.
-fn few_tiles(
-    problem: &Problem,
-    shape: &Shape,
-    limits: DeviceLimits,
-    preferences: &Preferences,
-) -> Option<KernelConfig> {
-    let config = shape.few_tiles(limits.shared_limit)?;
-    let slots = limits.sms * config.ctas / kv_heads(problem).max(1);
-    let is_wanted = preferences.few_tiles && slots > 0;
-    (is_wanted && problem.batch() <= FEW_SEQUENCES).then_some(config)
 }
 
 /// The kernel of `low_latency.cu` that is faster than the others, or preferred. It has a launch then.
@@ -411,9 +375,12 @@ fn low_latency_kernel(
         Some(split) => Some(cost.of_split(&split)),
         None => cost.of_waves(problem, sms),
     };
+    // A plan serves shorter sequences, too, of which `split_kv.cu` takes up to 4 µs more: worth a twentieth of the longest.
+    let serves_all = split.is_some_and(|split| matches!(split.via, MergeVia::Global { .. }));
+    let worth = if serves_all { 1.05 } else { 1.0 };
     let is_chosen = match preference {
         LowLatency::Auto | LowLatency::Global => {
-            us.is_some_and(|us| us < split_kv_us(problem, format, sms))
+            us.is_some_and(|us| us < worth * split_kv_us(problem, format, sms))
         }
         LowLatency::Always => true,
         LowLatency::Never => false,

@@ -33,8 +33,6 @@ pub(crate) struct Stage {
     pub(crate) v: usize,
     /// The fewest stages that a tile with residuals needs at once.
     pub(crate) least: usize,
-    /// The most stages of a tile.
-    pub(crate) of_tile: usize,
     /// What codes are turned into by `many_rows.cu`.
     unpacked: Unpacked,
     /// Of a row of V that is turned back, or 0.
@@ -78,10 +76,6 @@ impl Stage {
             } else {
                 1
             },
-            of_tile: match one_stage {
-                true => 1 + usize::from(of_k > 0 || of_v > 0),
-                false => 2 + usize::from(lie_apart(k, of_k)) + usize::from(lie_apart(v, of_v)),
-            },
             unpacked: match format.k {
                 Scheme::Fp8E4m3 => Unpacked::Floats,
                 scheme if !scheme.is_integer() => Unpacked::Nothing { integers: false },
@@ -108,7 +102,7 @@ pub fn shared_bytes(
 ) -> usize {
     let stage = Stage::new(format, head_dim, layout);
     match config.kernel {
-        Kernel::SplitKv | Kernel::SplitKvFewTiles => split_kv_bytes(config, &stage, head_dim),
+        Kernel::SplitKv => split_kv_bytes(config, &stage, head_dim),
         Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
             team_bytes(config, &stage, head_dim)
         }

@@ -49,8 +49,6 @@ pub struct LaunchPlan {
     /// Blocks that one launch attends: the workspace has room for their partials.
     per_launch: usize,
     counters_bytes: usize,
-    /// Of partials of few tiles: max and sum, then O. They are zero between launches, as a nonzero word has arrived.
-    few_bytes: [usize; 2],
     max_sum_bytes: usize,
     partial_o_bytes: usize,
     /// States of the rows that warpgroups of `many_rows.cu` attend, behind the partials.
@@ -155,7 +153,6 @@ impl LaunchPlan {
             true => Preferences {
                 low_latency: LowLatency::Never,
                 many_rows: Some(false),
-                few_tiles: false,
                 ..*preferences
             },
         };
@@ -231,11 +228,6 @@ impl LaunchPlan {
             } else {
                 aligned(&[per_launch, heads, launch.row_blocks, 4])?
             },
-            few_bytes: {
-                let places = [per_launch, heads, launch.few_places, config.rows()];
-                let bytes = |of_row: usize| aligned(&[sizes::product("places", &places)?, of_row]);
-                [bytes(8)?, bytes(4 * problem.head_dim)?]
-            },
             max_sum_bytes: aligned(&[partials, config.rows(), 8])?,
             partial_o_bytes: aligned(&[partials, config.rows(), problem.head_dim, 4])?,
             row_states_bytes: match config.kernel {
@@ -257,7 +249,7 @@ impl LaunchPlan {
 
     /// Bytes of all that lies before the pages that launches attend in place of the cache's.
     fn before_dequantized(&self) -> usize {
-        self.before_partials() + self.max_sum_bytes + self.partial_o_bytes + self.row_states_bytes
+        self.counters_bytes + self.max_sum_bytes + self.partial_o_bytes + self.row_states_bytes
     }
 
     /// Bytes at the workspace's start to zero once; launches leave them zero.
@@ -266,13 +258,8 @@ impl LaunchPlan {
         if self.partials_are_zeroed {
             self.workspace_bytes()
         } else {
-            self.before_partials()
+            self.counters_bytes
         }
-    }
-
-    /// Bytes of counters, and of partials of few tiles.
-    fn before_partials(&self) -> usize {
-        self.counters_bytes + self.few_bytes[0] + self.few_bytes[1]
     }
 
     /// The blocks of query tokens that a launch reads at [`DecodeArgs::query_blocks`]; none where every sequence has the same few, or the device
@@ -370,22 +357,11 @@ impl LaunchPlan {
             alibi_slopes: args.alibi_slopes.get(),
             sinks: args.sinks.get(),
             counters: args.workspace.get(),
-            partial_max_sum: args.workspace.offset(self.before_partials()).get(),
+            partial_max_sum: args.workspace.offset(self.counters_bytes).get(),
             partial_o: args
                 .workspace
-                .offset(self.before_partials() + self.max_sum_bytes)
+                .offset(self.counters_bytes + self.max_sum_bytes)
                 .get(),
-            few_max_sums: args.workspace.offset(self.counters_bytes).get(),
-            few_o: args
-                .workspace
-                .offset(self.counters_bytes + self.few_bytes[0])
-                .get(),
-            few_slots: sizes::int("CTAs", self.launch.few_slots)?,
-            few_places: sizes::int("partials", self.launch.few_places)?,
-            items_divmod: match self.launch.few_slots {
-                0 => FastDivmod::default(),
-                _ => FastDivmod::new(p.batch() * p.num_kv_heads),
-            },
             row_states_at: (self.partial_o_bytes / 4) as u64,
             log2_scale: p.softmax_scale * LOG2_E,
             softcap_inner: p.softcap.map_or(0.0, |cap| 2.0 / cap),

@@ -110,7 +110,6 @@ impl<'a> Launched<'a> {
         let mut preferences = *given;
         if !matches!(self.blocks, Blocks::Sequences) {
             preferences.low_latency = LowLatency::Never;
-            preferences.few_tiles = false;
             preferences.are_blocks = true;
         }
         preferences

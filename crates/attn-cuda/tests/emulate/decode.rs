@@ -107,11 +107,10 @@ impl Inputs {
 }
 
 /// The kernel that a job is to have.
-fn prefers(low_latency: LowLatency, many_rows: bool, few_tiles: bool) -> Preferences {
+fn prefers(low_latency: LowLatency, many_rows: bool) -> Preferences {
     Preferences {
         low_latency,
         many_rows: Some(many_rows),
-        few_tiles,
         dequantize: Some(false),
         are_blocks: false,
         config: None,
@@ -159,8 +158,6 @@ impl Job {
             // Clusters of up to 8 CTAs, or of up to 4, and alone with an item where there are many.
             sms: match preferences.low_latency {
                 LowLatency::Always | LowLatency::Global => [56, 20][case.seed as usize % 2],
-                // CTAs for one tile each, or for two, or for segments.
-                _ if preferences.few_tiles => [16, 5][case.seed as usize % 2],
                 _ => sms,
             },
         };
@@ -192,8 +189,9 @@ impl Job {
         planned.kv_lens[0] = REACH;
         let kind = PlanKind::Known;
         let plan = LaunchPlan::new(kind, limits, &preferences, &planned, case.format, layout)?;
+        let is_global = plan.config.kernel == Kernel::LowLatencyGlobal;
         ensure!(
-            !plan.launch.partial_per_segment,
+            is_global || !plan.launch.partial_per_segment,
             "the plan is for few tokens"
         );
         Ok(Job {
@@ -457,37 +455,27 @@ impl Shapes {
     fn add_as(&mut self, case: &Case, layout: KvLayout) -> Result<()> {
         let job_of =
             |kind, preferences| Job::new(kind, case.clone(), layout, preferences, Arch::Sm90a);
-        let job = |low_latency, many_rows, few_tiles| {
-            let preferences = prefers(low_latency, many_rows, few_tiles);
+        let job = |low_latency, many_rows| {
+            let preferences = prefers(low_latency, many_rows);
             job_of(PlanKind::Known, preferences)
         };
-        match job(LowLatency::Never, false, false)? {
+        match job(LowLatency::Never, false)? {
             Some(job) => self.jobs.push(job),
             None => self.left += 1,
         }
-        let many_rows = job(LowLatency::Never, true, false)?;
+        let many_rows = job(LowLatency::Never, true)?;
         let is_covered = |job: &Job| job.plan.config.kernel.is_many_rows();
         self.jobs.extend(many_rows.filter(is_covered));
         for (job, kernel) in [
-            (
-                job(LowLatency::Always, false, false)?,
-                Kernel::LowLatencyCluster,
-            ),
-            (
-                job(LowLatency::Global, false, false)?,
-                Kernel::LowLatencyGlobal,
-            ),
-            (
-                job(LowLatency::Never, false, true)?,
-                Kernel::SplitKvFewTiles,
-            ),
+            (job(LowLatency::Always, false)?, Kernel::LowLatencyCluster),
+            (job(LowLatency::Global, false)?, Kernel::LowLatencyGlobal),
         ] {
             self.jobs
                 .extend(job.filter(|job| job.plan.config.kernel == kernel));
         }
         let from_f16 = Preferences {
             dequantize: Some(true),
-            ..prefers(LowLatency::Never, true, false)
+            ..prefers(LowLatency::Never, true)
         };
         for kind in [PlanKind::Known, PlanKind::Ragged] {
             let job = job_of(kind, from_f16)?;
@@ -496,7 +484,7 @@ impl Shapes {
         }
         if case.problem.max_q_len() > 1 {
             for many_rows in [false, true] {
-                let preferences = prefers(LowLatency::Never, many_rows, false);
+                let preferences = prefers(LowLatency::Never, many_rows);
                 let job = job_of(PlanKind::Ragged, preferences)?;
                 let is_other = |job: &Job| !many_rows || job.plan.config.kernel.is_many_rows();
                 self.jobs.extend(job.filter(is_other));
@@ -513,7 +501,7 @@ fn without_copy_engine(case: &Case) -> Result<Vec<Job>> {
         true => KvLayout::PagedRows(16),
         false => KvLayout::Pages(case.page_size),
     };
-    let as_it_is = prefers(LowLatency::Never, true, false);
+    let as_it_is = prefers(LowLatency::Never, true);
     let from_pages = Preferences {
         dequantize: Some(true),
         ..as_it_is
@@ -542,11 +530,8 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
         shapes.jobs.extend(without_copy_engine(&case)?);
     }
     for case in short_ones() {
-        for preferences in [
-            prefers(LowLatency::Never, false, false),
-            prefers(LowLatency::Global, false, false),
-            prefers(LowLatency::Never, false, true),
-        ] {
+        for low_latency in [LowLatency::Never, LowLatency::Global] {
+            let preferences = prefers(low_latency, false);
             shapes
                 .jobs
                 .push(Job::of_long_plan(case.clone(), preferences)?);

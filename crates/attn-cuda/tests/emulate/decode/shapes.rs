@@ -37,14 +37,22 @@ pub(super) fn chosen() -> Vec<Case> {
 /// partials, work items of a team's own, and lengths for which spans stay.
 pub(super) fn short_ones() -> Vec<Case> {
     [
-        ([4, 1], vec![1000]),
-        ([8, 2], vec![2900]),
-        ([4, 1], vec![5000, 300]),
-        ([4, 2], vec![0, 64, 1025]),
-        ([4, 1], vec![17_000]),
+        ([4, 1], 64, vec![1000], "int8"),
+        ([8, 2], 64, vec![2900], "int8"),
+        ([4, 1], 64, vec![5000, 300], "int8"),
+        ([4, 2], 64, vec![0, 64, 1025], "int8"),
+        ([4, 1], 64, vec![17_000], "int8"),
+        // Tiles' values: of rows that are not rotated, of two row groups, with residuals.
+        ([4, 1], 128, vec![700, 1], "int8-plain"),
+        ([12, 1], 128, vec![1300], "int8-plain"),
+        ([12, 1], 64, vec![300, 1500], "int8"),
+        ([3, 1], 128, vec![900], "int4"),
     ]
     .into_iter()
-    .map(|(heads, lens)| Case::new(heads, 64, &lens, KvFormat::INT8))
+    .map(|(heads, dim, lens, format)| {
+        let format = format.parse().expect("a format's name");
+        Case::new(heads, dim, &lens, format)
+    })
     .collect()
 }
 
