@@ -7,7 +7,7 @@ use attn_core::{
     segments::{SPAN_TOKENS, num_spans},
 };
 use attn_kernels::cuda::KvLayout;
-use cudarc::driver::{CudaEvent, DriverError, result, sys};
+use cudarc::driver::{CudaEvent, result, sys};
 
 use crate::native::{
     DecodeArgs, DeviceAddress, DeviceKv, Dtype, KvRows, NativeAppend, NativePlan, PagedSequences,
@@ -19,7 +19,7 @@ use crate::{
     error::{BACKEND, failed},
     gpu::CudaBackend,
     sizes,
-    staging::{Lists, Scratch, Staging},
+    staging::{DeviceLists, Lists, Scratch, Staging},
     store::CudaPages,
     upload::bytes_of,
 };
@@ -68,7 +68,7 @@ pub struct DeviceSteps {
     /// Slots and residual pages of an append.
     places: Scratch,
     /// Lengths, page tables and the problem's lists.
-    tables: Scratch,
+    tables: DeviceLists,
     workspace: Scratch,
     /// Bytes at the workspace's start that are zero once the steps before have run.
     zeroed: usize,
@@ -96,7 +96,7 @@ impl CudaBackend {
             plans: Recent::new(KEPT_PLANS),
             staging: Staging::default(),
             places: Scratch::default(),
-            tables: Scratch::default(),
+            tables: DeviceLists::default(),
             workspace: Scratch::default(),
             zeroed: 0,
         })
@@ -366,22 +366,20 @@ impl DeviceSteps {
             bytes_of(&after),
         ]
         .map(|list| lists.add(list));
-        let (device, done, bytes) = (&self.gpu.device, &self.done, lists.bytes());
-        let (base, _) = self.tables.room(device, done, bytes.len())?;
+        let (device, done) = (&self.gpu.device, &self.done);
+        let (staging, stream_raw) = (&mut self.staging, stream.raw());
+        // SAFETY: each step records `done` behind its work, and `begin` has let the stream wait for it.
+        let base = unsafe {
+            self.tables
+                .write(staging, (device, done), &lists, stream_raw)
+        }?;
         let (workspace, is_new) = self.workspace.room(device, done, plan.workspace_bytes())?;
         let zeroed = if is_new { 0 } else { self.zeroed };
-        let mut copy = || -> Result<(), DriverError> {
-            // SAFETY: `room` has given as many bytes; each step records `done` behind its one copy from this ring.
-            unsafe { self.staging.copy(device, done, bytes, base, stream.raw()) }?;
-            if zeroed < plan.zeroed_bytes() {
-                // SAFETY: the workspace has more bytes than are zeroed.
-                unsafe {
-                    result::memset_d8_async(workspace.get(), 0, plan.zeroed_bytes(), stream.raw())
-                }?;
-            }
-            Ok(())
-        };
-        copy().map_err(failed("copying a step's lists"))?;
+        if zeroed < plan.zeroed_bytes() {
+            // SAFETY: the workspace has more bytes than are zeroed.
+            unsafe { result::memset_d8_async(workspace.get(), 0, plan.zeroed_bytes(), stream_raw) }
+                .map_err(failed("zeroing a workspace"))?;
+        }
         self.zeroed = plan.zeroed_bytes();
         let [
             lens,

@@ -1,6 +1,8 @@
 //! Memory that a caller's stream needs at each step: device memory that steps reuse, and page-locked host memory from which their lists are
 //! copied without a wait.
 
+use std::ops::Range;
+
 use attn_core::Error;
 use cudarc::driver::{CudaEvent, CudaSlice, DevicePtr, DriverError, PinnedHostSlice, result, sys};
 
@@ -113,9 +115,88 @@ impl Lists {
     }
 }
 
+/// Lists in device memory that differ little from step to step, or from layer to layer not at all.
+#[derive(Debug, Default)]
+pub(crate) struct DeviceLists {
+    memory: Scratch,
+    /// What the memory holds once the steps so far have run.
+    latest: Vec<u8>,
+}
+
+impl DeviceLists {
+    /// The address of the lists on the device; enqueues a copy of what differs from the step before. A copy takes the longer the more bytes it has.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of the device's context, which is current. `done` is recorded behind all that was enqueued before with these lists or this ring, and
+    /// `stream` waits for it.
+    pub(crate) unsafe fn write(
+        &mut self,
+        staging: &mut Staging,
+        (device, done): (&Device, &CudaEvent),
+        lists: &Lists,
+        stream: sys::CUstream,
+    ) -> Result<DeviceAddress, Error> {
+        let bytes = lists.bytes();
+        let (base, is_new) = self.memory.room(device, done, bytes.len())?;
+        let mut latest = std::mem::take(&mut self.latest);
+        if is_new {
+            latest.clear();
+        }
+        let changed = changed_chunks(&latest, bytes);
+        if !changed.is_empty() {
+            let to = base.offset(changed.start);
+            // SAFETY: `room` has given as many bytes; the rest is this function's contract.
+            unsafe { staging.copy(device, done, &bytes[changed], to, stream) }
+                .map_err(failed("copying a step's lists"))?;
+        }
+        latest.clear();
+        latest.extend_from_slice(bytes);
+        self.latest = latest;
+        Ok(base)
+    }
+}
+
+/// The bytes from the first to the last chunk of 16 that differ from those before; empty where none does.
+fn changed_chunks(before: &[u8], now: &[u8]) -> Range<usize> {
+    const CHUNK: usize = 16;
+    let differs = |i: &usize| {
+        let chunk = *i..(i + CHUNK).min(now.len());
+        before.get(chunk.clone()) != now.get(chunk)
+    };
+    let starts = || (0..now.len()).step_by(CHUNK);
+    match (starts().find(differs), starts().rev().find(differs)) {
+        (Some(first), Some(last)) => first..(last + CHUNK).min(now.len()),
+        _ => 0..0,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_copied_reaches_from_the_first_change_to_the_last() {
+        let before: Vec<u8> = (0..64).collect();
+        let with = |places: &[usize]| {
+            let mut now = before.clone();
+            places.iter().for_each(|&at| now[at] ^= 1);
+            now
+        };
+        assert_eq!(changed_chunks(&before, &before), 0..0);
+        assert_eq!(changed_chunks(&before, &with(&[3])), 0..16);
+        assert_eq!(changed_chunks(&before, &with(&[17, 47])), 16..48);
+        assert_eq!(changed_chunks(&before, &with(&[63])), 48..64);
+        // Longer, shorter, the first.
+        let longer = [&before[..], &[7; 32]].concat();
+        assert_eq!(changed_chunks(&before, &longer), 64..96);
+        assert_eq!(changed_chunks(&longer, &before), 0..0);
+        assert_eq!(changed_chunks(&[], &before), 0..64);
+        assert_eq!(changed_chunks(&before, &[]), 0..0);
+        assert_eq!(
+            changed_chunks(&[1; 17], &[[1; 17].as_slice(), &[2]].concat()),
+            16..18
+        );
+    }
 
     #[test]
     fn lists_lie_one_behind_the_other_in_chunks_of_16_bytes() {
