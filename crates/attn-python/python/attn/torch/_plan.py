@@ -1,30 +1,4 @@
-"""Attention over pages that torch allocates, for engines: nothing is allocated or waited for inside a step but its output, so a step works in a CUDA
-graph and under `torch.compile`.
-
-A `Plan` is made once for a batch shape. A pool is a uint8 tensor of pages, `[pages, page_bytes]`; a page table says which pages a sequence has;
-`kv_lens` says how many tokens, and is read on the device:
-
-    plan = attn.torch.Plan("int8", heads=32, kv_heads=8, dim=128, q_lens=[1] * 4, max_kv_len=8192)
-    pool = plan.new_pool(pages=4 * 128)
-    page_table = torch.arange(4 * 128, dtype=torch.int32, device="cuda").view(4, 128)
-    kv_lens = torch.zeros(4, dtype=torch.int32, device="cuda")
-    # Every step, in a graph or outside:
-    kv_lens += 1
-    out = plan.step(q, k, v, pool, page_table, kv_lens)
-
-A cache that another engine keeps in pages of bf16, f16 or fp8 rows is attended as it lies, as `flash_attn_with_kvcache` does:
-
-    plan = attn.torch.Plan("bf16", heads=32, kv_heads=8, dim=128, q_lens=[1] * 4, max_kv_len=8192, page_size=16, rows=True)
-    out, lse = plan.attend_rows(q, k_cache, v_cache, page_table, kv_lens)
-
-Where sequences bring other numbers of query tokens from step to step, the device says how many, once for the layers of a step:
-
-    plan = attn.torch.Plan("int8", heads=32, kv_heads=8, dim=128, q_lens=[1] * 63 + [512], max_kv_len=8192, ragged=True)
-    plan.set_query_starts(query_start_loc)  # any shares of up to 575 tokens
-    out, lse = plan.attend(q, pool, page_table, kv_lens)
-
-`attn.Cache` keeps pages and lengths itself; use it where neither graphs nor an engine's own page table are needed.
-"""
+"""Launches for a batch shape over pages that torch allocates."""
 
 from __future__ import annotations
 
@@ -34,12 +8,9 @@ from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 
-from . import _attn
-from ._errors import ParameterError, ShapeError, UnsupportedError
-from ._options import Modifiers, count, numbers
-from ._spans import merge_spans as _merge_on_host
-
-__all__ = ["Plan", "Rotary", "append_slots", "append_slots_rotary", "attend", "attend_rows", "copy_pages", "merge", "merge_spans", "step", "step_rotary"]
+from .. import _attn
+from .._errors import ParameterError, ShapeError, UnsupportedError
+from .._options import Modifiers, count, numbers
 
 
 @dataclass
@@ -99,17 +70,6 @@ class _Arrays:
 
 
 @dataclass
-class _Spans:
-    max_sums: Any
-    o: Any
-    out: Any
-    lse: Any
-    sinks: Any
-    v_scales: Any
-    kv_heads: int
-
-
-@dataclass
 class Rotary:
     """Rotary positions (RoPE) of an append: K is rotated before it is stored, and the queries of its tokens in place, in the same launch.
 
@@ -135,10 +95,6 @@ def _capsule(tensor: Optional[torch.Tensor]) -> Any:
 # Custom operators take numbers and tensors alone: a plan is passed by its number.
 _PLANS: Dict[int, "Plan"] = {}
 _NUMBERS = itertools.count(1)
-# Kernels that belong to no plan, by the GPU's index.
-_TRANSFERS: Dict[int, Any] = {}
-# Merges of spans, by the GPU's index, the format and the head's dims.
-_MERGES: Dict[Tuple[int, str, int], Any] = {}
 
 
 class Plan:
@@ -485,245 +441,3 @@ class Plan:
             rotary = Rotary(*arrays, interleaved=bool(rotary.interleaved))
         self._plan.step(pages, self._arrays(q, out, None), (_capsule(k), _capsule(v)), self._stream(), rotary)
         return out
-
-
-def merge(outs: torch.Tensor, lses: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Merges results over disjoint tokens of the same queries, such as the shards of a long context on several GPUs.
-
-    Args:
-        outs: `[shards, query tokens, heads, dim]`, on any device.
-        lses: float32 `[shards, query tokens, heads]`; -inf where a shard has no token that the query sees. Sinks belong to one of the shards.
-
-    Returns:
-        The results, of `outs`' type, and their log-sum-exps. The same inputs give the same bits; they are not those of one device over all tokens.
-    """
-    if outs.dim() != 4 or lses.shape != outs.shape[:3]:
-        raise ShapeError(f"outs has the shape {list(outs.shape)}, and lses {list(lses.shape)}; needed: [shards, query tokens, heads, dim] and its first three dims")
-    return torch.ops.attn.merge(outs, lses)
-
-
-def merge_spans(
-    format: str,
-    max_sums: torch.Tensor,
-    o: torch.Tensor,
-    *,
-    kv_heads: int,
-    dtype: Optional[torch.dtype] = None,
-    sinks: Optional[torch.Tensor] = None,
-    v_scales: Optional[torch.Tensor] = None,
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Merges what shards have left (`Plan.attend_spans`, `attn.Cache.attend_spans`), in the order of their tokens, and finishes: for integer formats the
-    bits of one device over all tokens. On a GPU one launch, which a graph can capture once it has run outside; tensors of the CPU are merged there.
-
-    Args:
-        format: that of the cache.
-        max_sums, o: float32 `[states, query tokens, heads, 2]` and `[states, query tokens, heads, dim]`, contiguous: shard after shard. Heads may be
-            merged apart, each with the sinks and scales of its own.
-        kv_heads: KV heads of these heads.
-        dtype: that of the results, which are rounded once; float32 if not given.
-        sinks: float32 `[heads]`, on the same device.
-        v_scales: float32 `[kv_heads]` on the same device, for `"fp8"` and `"int8-tensor"` alone; ones if not given.
-
-    Returns:
-        The results `[query tokens, heads, dim]`, and float32 log-sum-exps `[query tokens, heads]`.
-    """
-    if not o.is_cuda:
-        out, lse = _merge_on_host(format, max_sums, o, kv_heads=kv_heads, sinks=sinks, v_scales=v_scales)
-        return out.to(dtype or torch.float32), lse
-    if not hasattr(_attn, "NativeMergeSpans"):
-        raise UnsupportedError('this build of attn has no feature "cuda"; copy the states to the CPU')
-    if o.dim() != 4 or max_sums.shape != (*o.shape[:3], 2):
-        raise ShapeError(f"o has the shape {list(o.shape)}, and max_sums {list(max_sums.shape)}; needed: [states, query tokens, heads, dim] and [..., 2]")
-    kv_heads, key = count("kv_heads", kv_heads, 1), (o.device.index, str(format), o.shape[3])
-    with torch.cuda.device(o.device):
-        if key not in _MERGES:
-            _MERGES[key] = _attn.NativeMergeSpans(str(format), o.shape[3], f"cuda:{o.device.index}")
-        if v_scales is not None and not _MERGES[key].has_scale:
-            raise ParameterError(f"v_scales are given, but {format} has none")
-        if v_scales is None and _MERGES[key].has_scale:
-            v_scales = torch.ones(kv_heads, dtype=torch.float32, device=o.device)
-        out = torch.empty(o.shape[1:], dtype=dtype or torch.float32, device=o.device)
-        lse = torch.empty(o.shape[1:3], dtype=torch.float32, device=o.device)
-        arrays = _Spans(*map(_capsule, (max_sums, o, out, lse, sinks, v_scales)), kv_heads=kv_heads)
-        _MERGES[key].merge(arrays, torch.cuda.current_stream().cuda_stream)
-    return out, lse
-
-
-def _transfer(device: torch.device) -> Any:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index not in _TRANSFERS:
-        _TRANSFERS[index] = _attn.NativeTransfer(f"cuda:{index}")
-    return _TRANSFERS[index]
-
-
-@torch.library.custom_op("attn::merge", mutates_args=())
-def _merge(outs: torch.Tensor, lses: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    lses = lses.float().contiguous()
-    if outs.is_cuda and outs.size(3) % 4 == 0 and 0 < outs.size(3) <= 256 and hasattr(_attn, "NativeTransfer"):
-        out, lse = torch.empty_like(outs[0], memory_format=torch.contiguous_format), torch.empty_like(lses[0])
-        with torch.cuda.device(outs.device):
-            arrays = (outs.contiguous().flatten(1, 2), lses, out.flatten(0, 1), lse)
-            _transfer(outs.device).merge(*map(_capsule, arrays), torch.cuda.current_stream().cuda_stream)
-        return out, lse
-    lse = torch.logsumexp(lses, 0)
-    # A query that sees no token anywhere has weights 0, not NaN.
-    weights = torch.exp(lses - lse.masked_fill(lse == float("-inf"), 0.0))
-    out = torch.zeros(outs.shape[1:], dtype=torch.float32, device=outs.device)
-    for shard, weight in zip(outs, weights):
-        out += weight[..., None] * shard.float()
-    return out.to(outs.dtype), lse
-
-
-@_merge.register_fake
-def _(outs, lses):
-    return torch.empty_like(outs[0]), torch.empty_like(lses[0], dtype=torch.float32)
-
-
-@torch.library.custom_op("attn::copy_pages", mutates_args=("target",))
-def copy_pages(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-    """Copies pages as they are, with their scales: inside a pool, between pools, or between a pool and pinned host memory (swap). One launch.
-
-    Args:
-        source, target: uint8 `[pages, page_bytes]`, on the GPU or pinned (`pin_memory=True`); pages may lie apart.
-        pairs: int64 `[pairs, 2]` on the GPU: the page to read and the page to write; a pair with one below 0, or beyond its pool, is skipped. No page
-            is written that another pair reads or writes.
-    """
-    for name, pool in (("source", source), ("target", target)):
-        if not (pool.is_cuda or pool.is_pinned()):
-            raise ParameterError(f"{name} is host memory that is not pinned; allocate it with pin_memory=True")
-    if not pairs.is_cuda:
-        raise ParameterError("pairs lie on the host; allowed: int64 on the GPU")
-    with torch.cuda.device(pairs.device):
-        _transfer(pairs.device).copy_pages(*map(_capsule, (source, target, pairs)), torch.cuda.current_stream().cuda_stream)
-
-
-def _plan(number: int) -> Plan:
-    plan = _PLANS.get(number)
-    if plan is None:
-        raise ParameterError(f"there is no plan {number}; it was closed")
-    return plan
-
-
-@torch.library.custom_op("attn::append_slots", mutates_args=("pool",))
-def append_slots(
-    plan: int,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    residual_pages: Optional[torch.Tensor],
-) -> None:
-    """`Plan.append_slots` as an operator, which takes the plan's number."""
-    _plan(plan).append_slots_now(k, v, pool, slots, residual_pages)
-
-
-@torch.library.custom_op("attn::append_slots_rotary", mutates_args=("pool", "q"))
-def append_slots_rotary(
-    plan: int,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    residual_pages: Optional[torch.Tensor],
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    q: Optional[torch.Tensor],
-    interleaved: bool,
-) -> None:
-    """`Plan.append_slots` with rotary positions as an operator; q is rotated in place."""
-    _plan(plan).append_slots_now(k, v, pool, slots, residual_pages, Rotary(cos_sin, positions, q, interleaved))
-
-
-@torch.library.custom_op("attn::attend", mutates_args=())
-def attend(
-    plan: int,
-    q: torch.Tensor,
-    pool: torch.Tensor,
-    page_table: torch.Tensor,
-    kv_lens: torch.Tensor,
-    residual_pages: Optional[torch.Tensor],
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    """`Plan.attend` as an operator, which takes the plan's number."""
-    own = _plan(plan)
-    if q.dim() != 3:
-        raise ShapeError(f"q has the shape {list(q.shape)}; needed: [query tokens, heads, dim]")
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    own._plan.attend(own._pages(pool, page_table, kv_lens, residual_pages), own._arrays(q, out, lse), own._stream())
-    return out, lse
-
-
-@attend.register_fake
-def _(plan, q, pool, page_table, kv_lens, residual_pages):
-    return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-
-
-@torch.library.custom_op("attn::attend_rows", mutates_args=())
-def attend_rows(
-    plan: int,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    kv_lens: torch.Tensor,
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    """`Plan.attend_rows` as an operator, which takes the plan's number."""
-    own = _plan(plan)
-    if q.dim() != 3:
-        raise ShapeError(f"q has the shape {list(q.shape)}; needed: [query tokens, heads, dim]")
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    # DLPack has no name for fp8, and int8 codes are bytes.
-    k_cache, v_cache = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (k_cache, v_cache))
-    rows = _Rows(*map(_capsule, (k_cache, v_cache, page_table, kv_lens, own._k_scales, own._v_scales)))
-    own._plan.attend_rows(rows, own._arrays(q, out, lse), own._stream())
-    return out, lse
-
-
-@attend_rows.register_fake
-def _(plan, q, k_cache, v_cache, page_table, kv_lens):
-    return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-
-
-@torch.library.custom_op("attn::step", mutates_args=("pool",))
-def step(
-    plan: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: torch.Tensor,
-    page_table: torch.Tensor,
-    kv_lens: torch.Tensor,
-    residual_pages: Optional[torch.Tensor],
-) -> torch.Tensor:
-    """`Plan.step` as an operator, which takes the plan's number."""
-    own = _plan(plan)
-    return own._step(q, k, v, own._pages(pool, page_table, kv_lens, residual_pages))
-
-
-@step.register_fake
-def _(plan, q, k, v, pool, page_table, kv_lens, residual_pages):
-    return torch.empty_like(q)
-
-
-@torch.library.custom_op("attn::step_rotary", mutates_args=("pool", "q"))
-def step_rotary(
-    plan: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: torch.Tensor,
-    page_table: torch.Tensor,
-    kv_lens: torch.Tensor,
-    residual_pages: Optional[torch.Tensor],
-    cos_sin: torch.Tensor,
-    positions: Optional[torch.Tensor],
-    interleaved: bool,
-) -> torch.Tensor:
-    """`Plan.step` with rotary positions as an operator; q is rotated in place."""
-    own = _plan(plan)
-    pages = own._pages(pool, page_table, kv_lens, residual_pages)
-    return own._step(q, k, v, pages, Rotary(cos_sin, positions, interleaved=interleaved))
-
-
-@step_rotary.register_fake
-def _(plan, q, k, v, pool, page_table, kv_lens, residual_pages, cos_sin, positions, interleaved):
-    return torch.empty_like(q)

@@ -1,0 +1,142 @@
+"""A plan's launches as operators of torch, which `torch.compile` and graphs of models keep as they are."""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+import torch
+
+from .._errors import ParameterError, ShapeError
+from ._plan import _PLANS, Plan, Rotary, _capsule, _Rows
+
+
+def _plan(number: int) -> Plan:
+    plan = _PLANS.get(number)
+    if plan is None:
+        raise ParameterError(f"there is no plan {number}; it was closed")
+    return plan
+
+
+@torch.library.custom_op("attn::append_slots", mutates_args=("pool",))
+def append_slots(
+    plan: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    residual_pages: Optional[torch.Tensor],
+) -> None:
+    """`Plan.append_slots` as an operator, which takes the plan's number."""
+    _plan(plan).append_slots_now(k, v, pool, slots, residual_pages)
+
+
+@torch.library.custom_op("attn::append_slots_rotary", mutates_args=("pool", "q"))
+def append_slots_rotary(
+    plan: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    residual_pages: Optional[torch.Tensor],
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    q: Optional[torch.Tensor],
+    interleaved: bool,
+) -> None:
+    """`Plan.append_slots` with rotary positions as an operator; q is rotated in place."""
+    _plan(plan).append_slots_now(k, v, pool, slots, residual_pages, Rotary(cos_sin, positions, q, interleaved))
+
+
+@torch.library.custom_op("attn::attend", mutates_args=())
+def attend(
+    plan: int,
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    residual_pages: Optional[torch.Tensor],
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """`Plan.attend` as an operator, which takes the plan's number."""
+    own = _plan(plan)
+    if q.dim() != 3:
+        raise ShapeError(f"q has the shape {list(q.shape)}; needed: [query tokens, heads, dim]")
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    own._plan.attend(own._pages(pool, page_table, kv_lens, residual_pages), own._arrays(q, out, lse), own._stream())
+    return out, lse
+
+
+@attend.register_fake
+def _(plan, q, pool, page_table, kv_lens, residual_pages):
+    return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+
+@torch.library.custom_op("attn::attend_rows", mutates_args=())
+def attend_rows(
+    plan: int,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """`Plan.attend_rows` as an operator, which takes the plan's number."""
+    own = _plan(plan)
+    if q.dim() != 3:
+        raise ShapeError(f"q has the shape {list(q.shape)}; needed: [query tokens, heads, dim]")
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    # DLPack has no name for fp8, and int8 codes are bytes.
+    k_cache, v_cache = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (k_cache, v_cache))
+    rows = _Rows(*map(_capsule, (k_cache, v_cache, page_table, kv_lens, own._k_scales, own._v_scales)))
+    own._plan.attend_rows(rows, own._arrays(q, out, lse), own._stream())
+    return out, lse
+
+
+@attend_rows.register_fake
+def _(plan, q, k_cache, v_cache, page_table, kv_lens):
+    return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+
+@torch.library.custom_op("attn::step", mutates_args=("pool",))
+def step(
+    plan: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    residual_pages: Optional[torch.Tensor],
+) -> torch.Tensor:
+    """`Plan.step` as an operator, which takes the plan's number."""
+    own = _plan(plan)
+    return own._step(q, k, v, own._pages(pool, page_table, kv_lens, residual_pages))
+
+
+@step.register_fake
+def _(plan, q, k, v, pool, page_table, kv_lens, residual_pages):
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("attn::step_rotary", mutates_args=("pool", "q"))
+def step_rotary(
+    plan: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    residual_pages: Optional[torch.Tensor],
+    cos_sin: torch.Tensor,
+    positions: Optional[torch.Tensor],
+    interleaved: bool,
+) -> torch.Tensor:
+    """`Plan.step` with rotary positions as an operator; q is rotated in place."""
+    own = _plan(plan)
+    pages = own._pages(pool, page_table, kv_lens, residual_pages)
+    return own._step(q, k, v, pages, Rotary(cos_sin, positions, interleaved=interleaved))
+
+
+@step_rotary.register_fake
+def _(plan, q, k, v, pool, page_table, kv_lens, residual_pages, cos_sin, positions, interleaved):
+    return torch.empty_like(q)
