@@ -18,7 +18,7 @@ use cudarc::{
     nvrtc::Ptx,
 };
 
-use attn_kernels::cuda::{Arch, DeviceLimits, Instance, Launch, Preferences};
+use attn_kernels::cuda::{Arch, DeviceLimits, H200_MEMORY_PACE, Instance, Launch, Preferences};
 
 use crate::{
     error::{BACKEND, CudaError, absent, failed},
@@ -102,6 +102,7 @@ pub(crate) struct Device {
     pub(crate) arch: Arch,
     pub(crate) shared_limit: usize,
     pub(crate) sms: usize,
+    memory_pace: f64,
     pub(crate) preferences: Preferences,
     // Version of the driver, as in cuDriverGetVersion.
     version: i32,
@@ -126,12 +127,21 @@ fn has_driver() -> bool {
     })
 }
 
+/// Bytes in a microsecond of memory with this clock and bus, which moves a bit on both edges; an H200's where the driver does not tell.
+fn memory_pace(khz: i32, bits: i32) -> f64 {
+    match f64::from(khz) * f64::from(bits) / 4000.0 {
+        pace if khz > 0 && bits > 0 => pace,
+        _ => H200_MEMORY_PACE,
+    }
+}
+
 impl Device {
     /// The limits that determine a launch.
     pub(crate) fn limits(&self) -> DeviceLimits {
         DeviceLimits {
             shared_limit: self.shared_limit,
             sms: self.sms,
+            memory_pace: self.memory_pace,
         }
     }
 
@@ -185,6 +195,8 @@ impl Device {
         let optin =
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
         let sms = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+        let khz = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)?;
+        let bits = attribute(Attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)?;
         // SAFETY: this context's slices are used on one stream only, or by callers who order their streams themselves.
         unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().map_err(refuse)?;
@@ -209,6 +221,7 @@ impl Device {
             arch,
             shared_limit: optin.min(arch.shared_limit()),
             sms: options.sms.map_or(sms, Options::clamp_sms),
+            memory_pace: memory_pace(khz, bits),
             preferences: Preferences {
                 low_latency: options.low_latency,
                 many_rows: options.many_rows,

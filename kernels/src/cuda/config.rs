@@ -99,7 +99,24 @@ pub struct DeviceLimits {
     pub shared_limit: usize,
     /// Number of streaming multiprocessors.
     pub sms: usize,
+    /// Bytes that memory delivers in a microsecond by its clock and width.
+    pub memory_pace: f64,
 }
+
+impl DeviceLimits {
+    /// Those of a device with the memory of an H200.
+    #[must_use]
+    pub fn new(shared_limit: usize, sms: usize) -> Self {
+        DeviceLimits {
+            shared_limit,
+            sms,
+            memory_pace: H200_MEMORY_PACE,
+        }
+    }
+}
+
+/// Bytes that an H200's memory delivers in a microsecond by its clock and width: 6144 bits at 3.2 GHz, twice a cycle.
+pub const H200_MEMORY_PACE: f64 = 4.9e6;
 
 /// The caller's preferences for the choice of a kernel. They change speed, and bits of float formats and of steps that may use floats.
 #[derive(Debug, Clone, Copy, Default)]

@@ -6,7 +6,7 @@
 use attn_core::{KvFormat, Problem, Scheme, arithmetic, layout::run_bytes};
 
 use super::{
-    config::{Kernel, SM_TEAMS, TEAMS},
+    config::{DeviceLimits, H200_MEMORY_PACE, Kernel, SM_TEAMS, TEAMS},
     split::{MAX_CLUSTER, MergeVia, Split, kv_heads, longest, max_segments, rows},
 };
 
@@ -35,7 +35,8 @@ const FEW_BATCHES: usize = 64;
 /// The fewest tiles of a work item that is worth a wave of CTAs; with fewer, CTAs that stay (`split_kv.cu`) are faster (line 49).
 const WAVE_TILES: usize = 16;
 
-/// Bytes per microsecond that both kernels read at most: integer schemes, floats, and `split_kv.cu` (lines 49 and 64).
+/// Bytes per microsecond that both kernels read at most on an H200, and on others as much more or less as memory delivers: integer schemes, floats, and `split_kv.cu` (lines 49
+/// and 64).
 const INTEGER_PACE: f64 = 4.3e6;
 const FLOAT_PACE: f64 = 4.5e6;
 const SPLIT_KV_PACE: f64 = 4.4e6;
@@ -58,7 +59,7 @@ pub(crate) struct Cost {
 }
 
 impl Cost {
-    pub(crate) fn new(problem: &Problem, format: KvFormat) -> Self {
+    pub(crate) fn new(problem: &Problem, format: KvFormat, limits: DeviceLimits) -> Self {
         let pace = if format.is_integer() {
             INTEGER_PACE
         } else {
@@ -66,7 +67,7 @@ impl Cost {
         };
         Cost {
             tile: tile_us(problem, format),
-            read: cache_bytes(problem, format) / pace,
+            read: read_us(problem, format, pace, limits),
             row_groups: row_groups(problem),
         }
     }
@@ -130,6 +131,11 @@ impl Cost {
     }
 }
 
+/// Time to read the cache at `pace` on an H200.
+fn read_us(problem: &Problem, format: KvFormat, pace: f64, limits: DeviceLimits) -> f64 {
+    cache_bytes(problem, format) / (pace * limits.memory_pace / H200_MEMORY_PACE)
+}
+
 /// Bytes of the cache that a decode reads.
 fn cache_bytes(problem: &Problem, format: KvFormat) -> f64 {
     let tokens: f64 = problem.kv_lens.iter().map(|&len| len as f64).sum();
@@ -190,9 +196,9 @@ fn row_groups(problem: &Problem) -> usize {
 
 /// Time of `split_kv.cu` ("Which kernel"). Its CTAs have whole spans, some one more than others, and exchange partials of the work items that
 /// they share. With more than eight query rows, and more than 128 dims, an SM has one CTA.
-pub(crate) fn split_kv_us(problem: &Problem, format: KvFormat, sms: usize) -> f64 {
+pub(crate) fn split_kv_us(problem: &Problem, format: KvFormat, limits: DeviceLimits) -> f64 {
     let spans = max_segments(longest(problem)).div_ceil(arithmetic::SPAN);
-    let (items, ctas) = (kv_heads(problem), SM_TEAMS * sms);
+    let (items, ctas) = (kv_heads(problem), SM_TEAMS * limits.sms);
     let is_shared = items < ctas && spans > 1;
     let merges = if is_shared {
         SPLIT_KV_SPAN_US * spans as f64
@@ -209,7 +215,7 @@ pub(crate) fn split_kv_us(problem: &Problem, format: KvFormat, sms: usize) -> f6
         (row_groups(problem) > 1, 4.0),
         (problem.head_dim > 128, 7.0),
     ]);
-    let read = cache_bytes(problem, format) / SPLIT_KV_PACE;
+    let read = read_us(problem, format, SPLIT_KV_PACE, limits);
     let tiles_of = |len: &usize| len.div_ceil(arithmetic::TILE) as f64;
     let tiles = problem.kv_lens.iter().map(tiles_of).sum::<f64>() * problem.num_kv_heads as f64;
     let chain = tiles / (ctas * TEAMS) as f64 * warp_tile_us(problem, format);

@@ -5,7 +5,7 @@ use std::{cmp::Reverse, collections::BinaryHeap};
 use attn_core::{KvFormat, Problem, arithmetic};
 
 use super::{
-    config::{Kernel, KernelConfig, WARPGROUPS},
+    config::{DeviceLimits, Kernel, KernelConfig, WARPGROUPS},
     cost::{Cost, fastest_split},
     split::{MergeVia, kv_heads, longest, max_segments, row_blocks},
 };
@@ -55,8 +55,14 @@ const ITEM_COST: usize = 8;
 const MOST_WAITING: usize = 10;
 
 impl Launch {
-    /// The launch for lengths up to the problem's longest on `sms` SMs.
-    pub fn new(config: &KernelConfig, problem: &Problem, format: KvFormat, sms: usize) -> Self {
+    /// The launch for lengths up to the problem's longest on this device.
+    pub fn new(
+        config: &KernelConfig,
+        problem: &Problem,
+        format: KvFormat,
+        limits: DeviceLimits,
+    ) -> Self {
+        let sms = limits.sms;
         match config.kernel {
             Kernel::SplitKv => Self::split_kv(config, problem, sms),
             Kernel::ManyRows => Self::persistent(config, problem, sms, false),
@@ -65,7 +71,7 @@ impl Launch {
                 ..Self::persistent(config, problem, sms, false)
             },
             Kernel::LowLatencyCluster | Kernel::LowLatencyGlobal => {
-                Self::low_latency(config, problem, format, sms)
+                Self::low_latency(config, problem, format, limits)
             }
         }
     }
@@ -111,9 +117,14 @@ impl Launch {
     }
 
     /// The fastest split; one CTA per work item, in waves, where there is no room for all at once.
-    fn low_latency(config: &KernelConfig, problem: &Problem, format: KvFormat, sms: usize) -> Self {
-        let cost = Cost::new(problem, format);
-        let best = fastest_split(problem, sms, &cost, Some(config.kernel));
+    fn low_latency(
+        config: &KernelConfig,
+        problem: &Problem,
+        format: KvFormat,
+        limits: DeviceLimits,
+    ) -> Self {
+        let cost = Cost::new(problem, format, limits);
+        let best = fastest_split(problem, limits.sms, &cost, Some(config.kernel));
         let (teams, ctas, via) = best.map_or((1, 1, MergeVia::None), |split| {
             (split.teams, split.ctas, split.via)
         });
@@ -175,6 +186,7 @@ mod tests {
             Some(Kernel::LowLatencyCluster),
             Some(Kernel::LowLatencyGlobal),
         ];
+        let limits = DeviceLimits::new(0, 132);
         for batch in 1..300 {
             for kv_len in [1, 64, 65, 700, 1024, 5000, 8192, 65_536, 200_000] {
                 let problem = Problem::new(
@@ -185,7 +197,7 @@ mod tests {
                     },
                     vec![kv_len; batch],
                 );
-                let cost = Cost::new(&problem, KvFormat::INT8);
+                let cost = Cost::new(&problem, KvFormat::INT8, limits);
                 for kernel in kernels {
                     let Some(split) = fastest_split(&problem, 132, &cost, kernel) else {
                         continue;
@@ -247,7 +259,7 @@ mod tests {
                 dim: 128,
             };
             let problem = Problem::new(heads, vec![8192; 4]);
-            let launch = Launch::new(&config, &problem, KvFormat::INT8, 132);
+            let launch = Launch::new(&config, &problem, KvFormat::INT8, DeviceLimits::new(0, 132));
             assert_eq!(launch.max_partials, partials, "{kernel:?}");
         }
     }

@@ -28,6 +28,8 @@ pub mod smem;
 pub mod split;
 
 pub use arch::Arch;
-pub use config::{DeviceLimits, Kernel, KernelConfig, KvLayout, LowLatency, Preferences};
+pub use config::{
+    DeviceLimits, H200_MEMORY_PACE, Kernel, KernelConfig, KvLayout, LowLatency, Preferences,
+};
 pub use instance::Instance;
 pub use launch::Launch;

@@ -340,7 +340,7 @@ pub fn select(
         return Some(config);
     }
     let shape = Shape::new(problem, format, layout);
-    let chosen = low_latency_kernel(problem, format, limits.sms, preferences.low_latency);
+    let chosen = low_latency_kernel(problem, format, limits, preferences.low_latency);
     let low_latency = shape
         .low_latency(limits.shared_limit)
         .find(|config| chosen == Some(config.kernel));
@@ -358,13 +358,13 @@ pub fn select(
 fn low_latency_kernel(
     problem: &Problem,
     format: KvFormat,
-    sms: usize,
+    limits: DeviceLimits,
     preference: LowLatency,
 ) -> Option<Kernel> {
     if problem.batch() > MAX_GRID || problem.num_kv_heads > MAX_GRID {
         return None;
     }
-    let cost = Cost::new(problem, format);
+    let (cost, sms) = (Cost::new(problem, format, limits), limits.sms);
     let global = Some(Kernel::LowLatencyGlobal);
     if preference == LowLatency::Global && fastest_split(problem, sms, &cost, global).is_some() {
         return global;
@@ -380,7 +380,7 @@ fn low_latency_kernel(
     let worth = if serves_all { 1.05 } else { 1.0 };
     let is_chosen = match preference {
         LowLatency::Auto | LowLatency::Global => {
-            us.is_some_and(|us| us < worth * split_kv_us(problem, format, sms))
+            us.is_some_and(|us| us < worth * split_kv_us(problem, format, limits))
         }
         LowLatency::Always => true,
         LowLatency::Never => false,

@@ -175,7 +175,7 @@ impl LaunchPlan {
             configure(limits, &preferences, &launched, format, kv_layout)?;
         let max_kv_len = problem.kv_lens.iter().copied().max().unwrap_or(0);
         let heads = problem.num_kv_heads;
-        let mut launch = Launch::new(&config, &launched.problem, format, limits.sms);
+        let mut launch = Launch::new(&config, &launched.problem, format, limits);
         if let (true, Instance::Decode { spans, .. }) = (leaves_spans, &mut instance) {
             *spans = true;
             launch.partial_per_segment = false;

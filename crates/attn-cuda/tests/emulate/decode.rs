@@ -153,14 +153,12 @@ impl Job {
         if !is_covered || tiles * p.num_kv_heads * rows.div_ceil(at_once) > largest {
             return Ok(None);
         }
-        let limits = DeviceLimits {
-            shared_limit: arch.shared_limit(),
-            // Clusters of up to 8 CTAs, or of up to 4, and alone with an item where there are many.
-            sms: match preferences.low_latency {
-                LowLatency::Always | LowLatency::Global => [56, 20][case.seed as usize % 2],
-                _ => sms,
-            },
+        // Clusters of up to 8 CTAs, or of up to 4, and alone with an item where there are many.
+        let sms = match preferences.low_latency {
+            LowLatency::Always | LowLatency::Global => [56, 20][case.seed as usize % 2],
+            _ => sms,
         };
+        let limits = DeviceLimits::new(arch.shared_limit(), sms);
         let mut planned = p.clone();
         if kind == PlanKind::Ragged {
             // As many blocks of other sequences, and some more: entries that stay empty.
@@ -180,10 +178,7 @@ impl Job {
 
     /// A shape by a plan for sequences of [`REACH`] tokens, on a GPU that is large for it.
     fn of_long_plan(case: Case, preferences: Preferences) -> Result<Self> {
-        let limits = DeviceLimits {
-            shared_limit: Arch::Sm90a.shared_limit(),
-            sms: 24,
-        };
+        let limits = DeviceLimits::new(Arch::Sm90a.shared_limit(), 24);
         let layout = KvLayout::Pages(case.page_size);
         let mut planned = case.problem.clone();
         planned.kv_lens[0] = REACH;

@@ -44,10 +44,7 @@ fn plan(q_lens: &[usize]) -> Result<(Problem, LaunchPlan)> {
     };
     let mut planned = Problem::new(heads, vec![4096; q_lens.len()]).q_len(0);
     planned.q_lens[0] = q_lens.iter().sum::<usize>() + 11;
-    let limits = DeviceLimits {
-        shared_limit: Arch::Sm90a.shared_limit(),
-        sms: 132,
-    };
+    let limits = DeviceLimits::new(Arch::Sm90a.shared_limit(), 132);
     let (kind, layout) = (PlanKind::Ragged, KvLayout::Pages(64));
     let preferences = Preferences::default();
     let plan = LaunchPlan::new(kind, limits, &preferences, &planned, KvFormat::INT8, layout)?;

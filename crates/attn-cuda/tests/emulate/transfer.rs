@@ -108,10 +108,7 @@ impl Machine for Kernels {
 
 /// The plan of a shard, for a small GPU: work items are cut between CTAs.
 fn spans_plan((problem, format, layout): (&Problem, KvFormat, KvLayout)) -> Result<LaunchPlan> {
-    let limits = DeviceLimits {
-        shared_limit: Arch::Sm90a.shared_limit(),
-        sms: 3,
-    };
+    let limits = DeviceLimits::new(Arch::Sm90a.shared_limit(), 3);
     let preferences = Preferences::default();
     Ok(LaunchPlan::new(
         PlanKind::Spans,

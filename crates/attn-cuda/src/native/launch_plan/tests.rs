@@ -7,10 +7,7 @@ use attn_kernels::cuda::{Arch, embedded::common};
 use super::super::{DeviceAddress, DeviceKv, PagedSequences, Pages};
 
 fn limits() -> DeviceLimits {
-    DeviceLimits {
-        shared_limit: 227 * 1024,
-        sms: 132,
-    }
+    DeviceLimits::new(227 * 1024, 132)
 }
 
 fn plan(heads: usize, kv_lens: Vec<usize>) -> (Problem, Result<LaunchPlan, Error>) {
@@ -37,10 +34,7 @@ fn plan(heads: usize, kv_lens: Vec<usize>) -> (Problem, Result<LaunchPlan, Error
 #[test]
 fn a_decode_step_over_shards_of_a_preset_has_an_embedded_kernel() {
     for (arch, sms) in [(Arch::Sm80, 108), (Arch::Sm90a, 132)] {
-        let limits = DeviceLimits {
-            shared_limit: arch.shared_limit(),
-            sms,
-        };
+        let limits = DeviceLimits::new(arch.shared_limit(), sms);
         let embedded = common(arch);
         for (format, dim, q) in [
             (KvFormat::INT8, 64, 8),
@@ -111,10 +105,7 @@ fn what_takes_many_copies_to_a_tile_is_written_again_for_prompts() {
         kv: 8,
         dim: 128,
     };
-    let a100 = DeviceLimits {
-        shared_limit: Arch::Sm80.shared_limit(),
-        sms: 108,
-    };
+    let a100 = DeviceLimits::new(Arch::Sm80.shared_limit(), 108);
     let bf16 = KvFormat::same(Scheme::Bf16);
     let [gather, rows] = [Some("gather_pages.cu"), Some("dequantize_rows.cu")];
     for (format, limits, layout, q_len, want) in [
