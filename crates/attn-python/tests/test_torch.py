@@ -65,3 +65,22 @@ def test_shards_are_merged(rng):
     assert (nothing == 0).all() and (lse == float("-inf")).all()
     with pytest.raises(attn.ShapeError):
         attn.torch.merge(torch.zeros(2, 1, 1, 64), torch.zeros(2, 1))
+
+
+@pytest.mark.parametrize("name", ["attend", "attend_rows", "step", "step_rotary"])
+def test_operators_have_results_without_a_launch(name):
+    """What `torch.compile` sees of an operator: shapes and types, and no plan."""
+    import attn.torch  # noqa: F401
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    operator = getattr(torch.ops.attn, name)
+    with FakeTensorMode():
+        q = torch.empty(3, 8, 64, dtype=torch.bfloat16)
+        given = {"q": q, "plan": 1, "interleaved": False}
+        names = [argument.name for argument in operator.default._schema.arguments]
+        results = operator(*(given.get(name, torch.empty(3)) for name in names))
+        out, *lse = results if name.startswith("attend") else [results]
+        assert (out.shape, out.dtype) == (q.shape, q.dtype)
+        assert [(x.shape, x.dtype) for x in lse] == [((3, 8), torch.float32)] * name.startswith("attend")
+    with pytest.raises(attn.ParameterError, match="no plan"):
+        operator(*({"plan": 0, "interleaved": False}.get(name, torch.zeros(3, 8, 64)) for name in names))

@@ -6,8 +6,8 @@ from typing import Optional, Tuple
 
 import torch
 
-from .._errors import ParameterError, ShapeError
-from ._plan import _PLANS, Plan, Rotary, _capsule, _Rows
+from .._errors import ParameterError
+from ._plan import _PLANS, Plan, Rotary, _capsule, _check_queries, _Rows
 
 
 def _plan(number: int) -> Plan:
@@ -15,6 +15,12 @@ def _plan(number: int) -> Plan:
     if plan is None:
         raise ParameterError(f"there is no plan {number}; it was closed")
     return plan
+
+
+def _room_for_results(q: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The results, as q, and log-sum-exps; not yet written."""
+    _check_queries(q)
+    return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
 @torch.library.custom_op("attn::append_slots", mutates_args=("pool",))
@@ -58,16 +64,9 @@ def attend(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """`Plan.attend` as an operator, which takes the plan's number."""
     own = _plan(plan)
-    if q.dim() != 3:
-        raise ShapeError(f"q has the shape {list(q.shape)}; needed: [query tokens, heads, dim]")
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    out, lse = _room_for_results(q)
     own._plan.attend(own._pages(pool, page_table, kv_lens, residual_pages), own._arrays(q, out, lse), own._stream())
     return out, lse
-
-
-@attend.register_fake
-def _(plan, q, pool, page_table, kv_lens, residual_pages):
-    return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
 @torch.library.custom_op("attn::attend_rows", mutates_args=())
@@ -81,19 +80,12 @@ def attend_rows(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """`Plan.attend_rows` as an operator, which takes the plan's number."""
     own = _plan(plan)
-    if q.dim() != 3:
-        raise ShapeError(f"q has the shape {list(q.shape)}; needed: [query tokens, heads, dim]")
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    out, lse = _room_for_results(q)
     # DLPack has no name for fp8, and int8 codes are bytes.
     k_cache, v_cache = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (k_cache, v_cache))
     rows = _Rows(*map(_capsule, (k_cache, v_cache, page_table, kv_lens, own._k_scales, own._v_scales)))
     own._plan.attend_rows(rows, own._arrays(q, out, lse), own._stream())
     return out, lse
-
-
-@attend_rows.register_fake
-def _(plan, q, k_cache, v_cache, page_table, kv_lens):
-    return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
 @torch.library.custom_op("attn::step", mutates_args=("pool",))
@@ -110,11 +102,6 @@ def step(
     """`Plan.step` as an operator, which takes the plan's number."""
     own = _plan(plan)
     return own._step(q, k, v, own._pages(pool, page_table, kv_lens, residual_pages))
-
-
-@step.register_fake
-def _(plan, q, k, v, pool, page_table, kv_lens, residual_pages):
-    return torch.empty_like(q)
 
 
 @torch.library.custom_op("attn::step_rotary", mutates_args=("pool", "q"))
@@ -137,6 +124,8 @@ def step_rotary(
     return own._step(q, k, v, pages, Rotary(cos_sin, positions, interleaved=interleaved))
 
 
-@step_rotary.register_fake
-def _(plan, q, k, v, pool, page_table, kv_lens, residual_pages, cos_sin, positions, interleaved):
-    return torch.empty_like(q)
+# What torch.compile needs of them: results without a launch.
+for _operator in (attend, attend_rows):
+    _operator.register_fake(lambda plan, q, *_: _room_for_results(q))
+for _operator in (step, step_rotary):
+    _operator.register_fake(lambda plan, q, *_: torch.empty_like(q))

@@ -87,9 +87,17 @@ class Rotary:
     q: Optional[torch.Tensor] = None
     interleaved: bool = False
 
+    def _capsules(self, q: Optional[torch.Tensor]) -> "Rotary":
+        return Rotary(*map(_capsule, (self.cos_sin, self.positions, q)), interleaved=bool(self.interleaved))
+
 
 def _capsule(tensor: Optional[torch.Tensor]) -> Any:
     return None if tensor is None else torch.utils.dlpack.to_dlpack(tensor.detach())
+
+
+def _check_queries(q: torch.Tensor) -> None:
+    if q.dim() != 3:
+        raise ShapeError(f"q has the shape {list(q.shape)}; needed: [query tokens, heads, dim]")
 
 
 # Custom operators take numbers and tensors alone: a plan is passed by its number.
@@ -314,8 +322,7 @@ class Plan:
         Returns:
             float32 `[spans, query tokens, heads, 2]`, maxima and sums, and `[spans, query tokens, heads, dim]`; as many spans as `max_kv_len` has.
         """
-        if q.dim() != 3:
-            raise ShapeError(f"q has the shape {list(q.shape)}; needed: [query tokens, heads, dim]")
+        _check_queries(q)
         like = dict(dtype=torch.float32, device=self.device)
         max_sums = torch.empty((self._plan.spans, *q.shape[:2], 2), **like)
         o = torch.empty((self._plan.spans, *q.shape), **like)
@@ -383,9 +390,7 @@ class Plan:
     ) -> None:
         """`append_slots` without an operator, for hosts that have one around this call."""
         pages = self._pages(pool, None, None, residual_pages)
-        if rotary is not None:
-            arrays = map(_capsule, (rotary.cos_sin, rotary.positions, rotary.q))
-            rotary = Rotary(*arrays, interleaved=bool(rotary.interleaved))
+        rotary = None if rotary is None else rotary._capsules(rotary.q)
         self._plan.append_slots(pages, (_capsule(k), _capsule(v)), _capsule(slots), self._stream(), rotary)
 
     def attend_into(
@@ -436,8 +441,6 @@ class Plan:
         rotary: Optional[Rotary] = None,
     ) -> torch.Tensor:
         out = torch.empty_like(q)
-        if rotary is not None:
-            arrays = map(_capsule, (rotary.cos_sin, rotary.positions, q))
-            rotary = Rotary(*arrays, interleaved=bool(rotary.interleaved))
+        rotary = None if rotary is None else rotary._capsules(q)
         self._plan.step(pages, self._arrays(q, out, None), (_capsule(k), _capsule(v)), self._stream(), rotary)
         return out
