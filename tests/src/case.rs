@@ -126,6 +126,42 @@ impl Case {
         matches!(self.build, Build::Bnsh | Build::Bsnh)
     }
 
+    /// A name that fits a line of a terminal: the case's number, then what its heads, queries, pages and masks are. `Display` gives the whole case.
+    pub fn label(&self) -> String {
+        let p = &self.problem;
+        let fewest = p.q_lens.iter().copied().min().unwrap_or(0);
+        let mut parts = vec![
+            format!("case {:04} {}", self.seed, self.format),
+            format!("q{}/kv{}", p.num_q_heads, p.num_kv_heads),
+            format!("d{}", p.head_dim),
+        ];
+        match (fewest, p.max_q_len()) {
+            (1, 1) => (),
+            (fewest, most) if fewest == most => parts.push(format!("q_len {most}")),
+            (fewest, most) => parts.push(format!("q_len {fewest}-{most}")),
+        }
+        if self.page_size != 64 {
+            parts.push(format!("page {}", self.page_size));
+        }
+        if self.inputs != Inputs::Noise {
+            parts.push(format!("{:?}", self.inputs));
+        }
+        if self.build != Build::Chunks {
+            parts.push(format!("{:?}", self.build));
+        }
+        let modifiers = [
+            ("not-causal", !p.causal),
+            ("window", p.window_left.is_some()),
+            ("softcap", p.softcap.is_some()),
+            ("alibi", p.alibi_slopes.is_some()),
+            ("sinks", p.sinks.is_some()),
+            ("fast", p.arithmetic == Arithmetic::Fast),
+        ];
+        let given = modifiers.iter().filter(|(_, is_given)| *is_given);
+        parts.extend(given.map(|(name, _)| (*name).to_owned()));
+        parts.join(" ")
+    }
+
     /// Sequence `b` alone, with the tokens and queries it has in the batch.
     pub fn only(&self, b: usize) -> Case {
         let mut one = self.clone();

@@ -96,7 +96,7 @@ impl Outcomes {
 }
 
 impl Trials<Box<dyn DecodeAttention>> {
-    /// Adds a test for each of some cases: ignored where the backend has no kernel and need not have one.
+    /// Adds a test for each of some cases, named by [`Case::label`]; a failure prints the whole case. A test is ignored where the backend has no kernel and need not have one.
     #[must_use]
     pub fn cases<R>(mut self, reference: &Arc<R>, cases: Vec<Case>, outcomes: &Outcomes) -> Self
     where
@@ -104,8 +104,7 @@ impl Trials<Box<dyn DecodeAttention>> {
     {
         for case in cases {
             let (reference, outcomes) = (reference.clone(), outcomes.clone());
-            let name = case.to_string();
-            self = self.add(&name, move |backend| {
+            self = self.add(&case.label(), move |backend| {
                 let outcome = check_case(&*reference, &**backend, &case);
                 let mut all = outcomes
                     .0

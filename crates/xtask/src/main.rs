@@ -1,11 +1,11 @@
 //! `cargo xtask COMMAND`: the habits of this repository; `USAGE` lists them.
 
 mod circles;
-mod deny;
 mod fuzz;
 mod header;
 mod mutants;
 mod package;
+mod paths;
 mod wheel;
 mod words;
 
@@ -23,7 +23,7 @@ const LIMIT: u64 = 60 << 20;
 const USAGE: &str = "usage: cargo xtask COMMAND
   ci [fast|full]           everything that a change must pass; fast: form, lints, words, licences, in about three minutes
   circles                  lists the import circles inside each crate, and fails on one that is not allowed
-  deny                     holds the dependencies' licences, sources and versions to deny.toml
+  deny                     holds the dependencies' licences, sources and versions to deny.toml, by cargo-deny
   fuzz [--seconds N | --minutes N] [--seed S] [--only NAME] [--input SEED]
                            feeds random input to every door, with checks of overflow and assertions
   gpu [--images] [--quick] collects in gpu-bin/ what .ci/gpu needs on a machine with a GPU, a driver and NVRTC;
@@ -35,7 +35,8 @@ const USAGE: &str = "usage: cargo xtask COMMAND
                            packages what crates.io would get, and checks a crate outside with each feature alone; quick: with `cpu` alone
   tables [--check | DIR]   writes the tables of the documents again from docs/data, or from a run of .ci/gpu
   wheel                    builds the Python package for machines without Rust, into target/wheels
-  words                    finds words that docs/architecture.md's glossary has replaced, and variables that docs/variables.md lacks";
+  words                    finds words that docs/architecture.md's glossary has replaced, variables that docs/variables.md lacks,
+                           and files that a document names and that do not exist";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = env::args().skip(1).collect();
@@ -43,7 +44,7 @@ fn main() -> Result<()> {
     match arguments.first().map(String::as_str) {
         Some("ci") => script("run", &arguments[1..]),
         Some("circles") => circles::run(&root().canonicalize()?),
-        Some("deny") => deny::run(&root()),
+        Some("deny") => script("deny", &arguments[1..]),
         Some("gpu") => gpu(has("--images"), has("--quick")),
         Some("fuzz") => {
             ensure!(fuzz::fuzz(&arguments[1..])?, "the fuzzers found something");

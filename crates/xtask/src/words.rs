@@ -1,4 +1,5 @@
-//! `cargo xtask words`: the words that docs/architecture.md's glossary has replaced are gone, and docs/variables.md has every variable.
+//! `cargo xtask words`: the words that docs/architecture.md's glossary has replaced are gone, docs/variables.md has every variable, and
+//! what the documents name or link to exists.
 
 use std::{fs, path::Path, process::Command};
 
@@ -10,6 +11,8 @@ use serde::Deserialize;
 struct Retired {
     /// Beginnings of paths that are not read: they tell history.
     history: Vec<String>,
+    /// Files and folders that documents name and the repository does not hold.
+    outside: Vec<String>,
     words: Vec<Word>,
 }
 
@@ -24,7 +27,8 @@ struct Word {
     within: Vec<String>,
 }
 
-/// Fails if a retired word stands in a file of the repository, or code names a variable that the documents do not.
+/// Fails if a retired word stands in a file of the repository, code names a variable that the documents do not, or a document names a
+/// file that is not there.
 ///
 /// # Errors
 /// With every place, or if git or a file cannot be read.
@@ -56,12 +60,13 @@ pub fn run(root: &Path) -> Result<()> {
         }
     }
     found.extend(undocumented(root, &files)?);
+    found.extend(crate::paths::missing(root, &files, &retired.outside));
     for place in &found {
         println!("{place}");
     }
     ensure!(
         found.is_empty(),
-        "{} retired words or undocumented variables",
+        "{} retired words, undocumented variables or paths that do not exist",
         found.len()
     );
     println!(
@@ -73,7 +78,7 @@ pub fn run(root: &Path) -> Result<()> {
 
 /// The page that lists every environment variable.
 const VARIABLES: &str = "docs/variables.md";
-/// Files whose names are no variables of the environment: macros of CUDA kernels, and the tests below.
+/// Files whose `ATTN_` names are not variables of the environment: macros of CUDA kernels, and the tests below.
 const OTHER_NAMES: [&str; 2] = ["kernels/src/cuda/instance.rs", "crates/xtask/src/words.rs"];
 
 /// A line for each variable that Rust code names and [`VARIABLES`] does not.

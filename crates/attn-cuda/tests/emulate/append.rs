@@ -503,10 +503,10 @@ pub fn trials(kernels: &Arc<Kernels>) -> Vec<Trial> {
             let Kind {
                 style, dim, table, ..
             } = kind;
-            format!(", {dim} dims rotated {style:?} by a table in {table:?}")
+            format!(", RoPE {dim} {style:?} {table:?}")
         });
         let name = format!(
-            "append, {}, head_dim {}, pages of {}, {} sequences, {dtype:?}{rotated}",
+            "append {}, d{}, page {}, {} sequences, {dtype:?}{rotated}",
             job.name,
             config.head_dim,
             config.page_size,

@@ -540,38 +540,34 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
     let trial = |job: Job| {
         let (cpu, kernels) = (cpu.clone(), kernels.clone());
         let layout = match job.layout {
-            KvLayout::PagedRows(tokens) => format!(", rows in pages of {tokens}"),
+            KvLayout::PagedRows(tokens) => format!(" rows-in-pages-{tokens}"),
             KvLayout::Pages(_) | KvLayout::Rows => String::new(),
         };
         let kind = match job.kind {
             PlanKind::Known | PlanKind::Spans => "",
-            PlanKind::Ragged => ", blocks listed on the device",
+            PlanKind::Ragged => " listed",
         };
-        let reach = if job.reach > 0 {
-            ", by a plan for long ones"
-        } else {
-            ""
-        };
+        let reach = if job.reach > 0 { " long-plan" } else { "" };
         let kernel = job.plan.config.kernel;
         let arch = match job.arch {
             Arch::Sm90a => String::new(),
-            other => format!(" for {}", other.name()),
+            other => format!(" {}", other.name()),
         };
         let made = match job.plan.dequantized {
             Some(pages) if matches!(pages.instance, Instance::GatherPages { .. }) => {
-                " of gathered pages"
+                " gathered"
             }
-            Some(_) => " of dequantized pages",
+            Some(_) => " dequantized",
             None => "",
         };
         let name = format!(
-            "decode, {kernel:?}{made}{arch}: {}{layout}{kind}{reach}",
-            job.case
+            "decode {kernel:?}{made}{arch}{layout}{kind}{reach}: {}",
+            job.case.label()
         );
         Trial::test(name, move || match job.differs(&cpu, &kernels) {
             Ok(None) => Ok(()),
-            Ok(Some(text)) => Err(text.into()),
-            Err(error) => Err(format!("{error:#}").into()),
+            Ok(Some(text)) => Err(format!("{}: {text}", job.case).into()),
+            Err(error) => Err(format!("{}: {error:#}", job.case).into()),
         })
     };
     Ok(shapes.jobs.into_iter().map(trial).collect())

@@ -481,12 +481,12 @@ pub fn add(mut trials: Trials<CudaBackend>) -> Trials<CudaBackend> {
             };
             let place = if in_place { "in place" } else { "elsewhere" };
             let title = format!(
-                "native: {name}, {dim} of {head_dim} dims rotated {style:?} by a table in {table:?}, {dtype:?}, queries {place}"
+                "native: {name}, d{head_dim}, RoPE {dim} {style:?} {table:?}, {dtype:?}, q {place}"
             );
             trials = trials.test(title.clone(), move |gpu| {
                 passes(appended(gpu, name, head_dim, kind, dtype));
             });
-            let title = format!("{title}, behind their sequences in steps");
+            let title = format!("{title}, steps");
             trials = trials.test(title, move |gpu| {
                 passes(stepped(gpu, name, head_dim, kind, dtype));
             });
