@@ -1,8 +1,7 @@
 //! Tunings of decode on this machine's adapter, by the clock of `attn bench --backend wgpu`, whose workloads and table are for users.
 //!
 //! `bench [quick|sweep]`: microseconds, GB/s and the share of a plain read of the same bytes in the same run; every answer is compared
-//! with the CPU's bits. `sweep` tries more tunings; What came out is in
-//! `docs/log/2026-11-wgpu.md`.
+//! with the CPU's bits. `sweep` tries more tunings; `docs/wgpu.md` has what came out.
 
 use attn_bench::{noise, wgpu::WgpuTimer};
 use attn_core::{

@@ -12,7 +12,8 @@ use crate::{
 };
 
 /// Prefetches the next tile's pages into L2 while the current tile is computed: line by line in the order of addresses, spread over the
-/// tile's work. `docs/log/2026-11-cpu.md` lists the alternatives that were measured.
+/// tile's work. Measured on a Zen 4 (ctx 8192, one thread): without requests 2.28 ms, so 1.56, in bursts 1.60 to 1.96, every second line 2.13,
+/// into L1 1.77 for 1.45.
 pub(crate) struct Fetch {
     runs: [(*const u8, usize); 4],
     count: usize,

@@ -1,7 +1,6 @@
 //! Estimated times of the decode kernels, in microseconds, fitted to `attn bench` with each kernel on an H200.
 //!
-//! The constants' sources are sections and lines of `docs/log/2026-11-cuda.md`, and "Which kernel" of `docs/log/2026-11-second-edition.md`, which
-//! has every shape with each kernel.
+//! `kernels/README.md` ("Estimated times") has the measurement behind each constant, `docs/data/h200-kernels.csv` every shape with each kernel.
 
 use attn_core::{KvFormat, Problem, Scheme, arithmetic, layout::run_bytes};
 
@@ -10,43 +9,44 @@ use super::{
     split::{MAX_CLUSTER, MergeVia, Split, kv_heads, longest, max_segments, rows},
 };
 
-/// A `low_latency.cu` launch but for its tiles, where every work item has one team ("Which kernel", line 49).
+/// A `low_latency.cu` launch but for its tiles, where every work item has one team.
 const ONE_TEAM_US: f64 = 2.6;
-/// The same where the teams of a cluster merge ("Which kernel", line 39).
+/// A `low_latency.cu` launch but for its tiles, where the teams of a cluster merge.
 const CLUSTER_US: f64 = 3.7;
-/// The same where partials pass through global memory ("Which kernel", lines 51 and 72).
+/// A `low_latency.cu` launch but for its tiles, where partials pass through global memory.
 const GLOBAL_US: f64 = 5.9;
-/// A merged partial in a cluster of more than `FEW_TEAMS`; fewer teams merge whole rows at once ("Which kernel").
+/// A merged partial in a cluster of more than `FEW_TEAMS`; fewer teams merge whole rows at once.
 const CLUSTER_PARTIAL_US: f64 = 0.08;
 const FEW_TEAMS: usize = 4;
-/// A second row group in a cluster (line 64).
+/// A second row group in a cluster.
 const SECOND_ROW_GROUP_US: f64 = 2.5;
-/// A merged partial in global memory ("Which kernel").
+/// A merged partial in global memory.
 const GLOBAL_PARTIAL_US: f64 = 0.03;
-/// A partial that a team publishes in global memory after its first (line 64).
+/// A partial that a team publishes in global memory after its first.
 const NEXT_PARTIAL_US: f64 = 0.45;
-/// The time that several merging teams save; they share the merge from this many partials on, as in `partials_counted.cuh` (line 72).
+/// The time that several merging teams save; they share the merge from this many partials on, as in `partials_counted.cuh`.
 const SHARED_MERGE_US: f64 = 0.7;
 const SHARED_PARTIALS: usize = 12;
-/// A merged partial beyond `FEW_BATCHES`: loads then come in several batches (line 72).
+/// A merged partial beyond `FEW_BATCHES`: loads then come in several batches.
 const LATE_PARTIAL_US: f64 = 0.025;
 const FEW_BATCHES: usize = 64;
 
-/// The fewest tiles of a work item that is worth a wave of CTAs; with fewer, CTAs that stay (`split_kv.cu`) are faster (line 49).
+/// The fewest tiles of a work item that is worth a wave of CTAs; with fewer, CTAs that stay (`split_kv.cu`) are faster.
 const WAVE_TILES: usize = 16;
 
-/// Bytes per microsecond that both kernels read at most on an H200, and on others as much more or less as memory delivers: integer schemes, floats, and `split_kv.cu` (lines 49
-/// and 64).
+/// Bytes per microsecond that `low_latency.cu` reads at most of integer schemes on an H200. Another device is as much faster or slower as its memory.
 const INTEGER_PACE: f64 = 4.3e6;
+/// The bytes per microsecond that `low_latency.cu` reads at most of floats on an H200.
 const FLOAT_PACE: f64 = 4.5e6;
+/// The bytes per microsecond that `split_kv.cu` reads at most on an H200.
 const SPLIT_KV_PACE: f64 = 4.4e6;
-/// Bytes per microsecond that one team reads at most (line 49).
+/// Bytes per microsecond that one team reads at most.
 const TEAM_PACE: f64 = 32.5e3;
 
-/// A `split_kv.cu` launch but for its bytes, and each span that CTAs merge ("Which kernel").
+/// A `split_kv.cu` launch but for its bytes, and each span that CTAs merge.
 const SPLIT_KV_US: f64 = 9.2;
 const SPLIT_KV_SPAN_US: f64 = 0.026;
-/// The most spans of a CTA whose number, if it is uneven, makes some CTAs late; with more, memory is what all wait for ("Which kernel").
+/// The most spans of a CTA whose number, if it is uneven, makes some CTAs late; with more, memory is what all wait for.
 const FEW_SPANS: f64 = 4.0;
 
 /// Estimates for one problem on `low_latency.cu`, in microseconds.
@@ -152,7 +152,7 @@ fn sum_where<const N: usize>(times: [(bool, f64); N]) -> f64 {
         .sum()
 }
 
-/// Time of a team's tile: its chain of products and exchanges, or the read of its bytes ("Which kernel").
+/// Time of a team's tile: its chain of products and exchanges, or the read of its bytes.
 fn tile_us(problem: &Problem, format: KvFormat) -> f64 {
     let head_dim = problem.head_dim;
     let dims = head_dim as f64 / 128.0;
@@ -167,7 +167,7 @@ fn tile_us(problem: &Problem, format: KvFormat) -> f64 {
     chain.max(bytes / TEAM_PACE)
 }
 
-/// Time of a warp's tile in `split_kv.cu`, where memory does not bind ("Which kernel").
+/// Time of a warp's tile in `split_kv.cu`, where memory does not bind.
 fn warp_tile_us(problem: &Problem, format: KvFormat) -> f64 {
     if has_groups(format, problem.head_dim) {
         return 3.3;
@@ -194,7 +194,7 @@ fn row_groups(problem: &Problem) -> usize {
     rows(problem).div_ceil(8).max(1)
 }
 
-/// Time of `split_kv.cu` ("Which kernel"). Its CTAs have whole spans, some one more than others, and exchange partials of the work items that
+/// Time of `split_kv.cu`. Its CTAs have whole spans, some one more than others, and exchange partials of the work items that
 /// they share. With more than eight query rows, and more than 128 dims, an SM has one CTA.
 pub(crate) fn split_kv_us(problem: &Problem, format: KvFormat, limits: DeviceLimits) -> f64 {
     let spans = max_segments(longest(problem)).div_ceil(arithmetic::SPAN);

@@ -54,7 +54,7 @@ impl Shape {
 
     /// The configuration of `split_kv.cu`, with `shared_limit` bytes of shared memory in a CTA; `None` if nothing fits.
     pub(crate) fn split_kv(&self, shared_limit: usize) -> Option<KernelConfig> {
-        // Measured on an H200 (docs/log/2026-11-cuda.md): a second row group per warp spills but for 32 rows; 48 rows are faster as two
+        // Measured on an H200: a second row group per warp spills but for 32 rows; 48 rows are faster as two
         // blocks of 24 (58 µs) than as one of 48 (70) or two of 32 (70).
         let warps = [(2, 2), (1, 3), (1, 2), (1, 1)];
         let wanted = match self.rows {

@@ -14,7 +14,7 @@ use crate::{
 /// The first bytes of every image.
 const MAGIC: &[u8; 8] = b"attn-seq";
 
-/// Of the header, and of the pages' bytes: another edition of the formats is another version.
+/// The version of the header and of the pages' bytes.
 const VERSION: u32 = 1;
 
 /// No sequence has more tokens: sums of such numbers stay far below 2^64.

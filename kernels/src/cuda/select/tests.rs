@@ -75,7 +75,7 @@ fn chosen(problem: &Problem, format: KvFormat, low_latency: LowLatency) -> Kerne
     select(problem, format, KvLayout::Pages(64), LIMITS, &preferences).unwrap()
 }
 
-/// The kernel that was measured faster is chosen (docs/log/2026-11-cuda.md, lines 39, 41, 49, 51, 64 and 72).
+/// The kernel that `docs/data/h200-kernels.csv` has as the faster one is chosen.
 #[test]
 fn latency_and_full_waves_go_to_teams_that_share_tiles() {
     // Each of the shapes, (tokens, batch).
