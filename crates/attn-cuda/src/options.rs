@@ -5,7 +5,8 @@ use attn_kernels::cuda::{Arch, KernelConfig, LowLatency};
 
 use crate::error::BACKEND;
 
-/// Options of a [`CudaBackend`](crate::CudaBackend). All but `ordinal` and `check` change speed, never bits.
+/// Options of a [`CudaBackend`](crate::CudaBackend). No option changes a bit of an integer format; those that choose kernels
+/// may change bits of float formats, within their bounds.
 ///
 /// ```
 /// use attn_cuda::{LowLatency, Options};
