@@ -305,6 +305,41 @@ fn every_case_of_a_table_is_reported_once_with_its_place() {
     assert_eq!((report.cases, report.failures.len()), (3, 3));
 }
 
+#[test]
+fn labels_fit_a_terminal_and_name_one_case_each() {
+    for size in [Size::Full, Size::Reduced] {
+        let cases = table(size);
+        let labels: Vec<String> = cases.iter().map(Case::label).collect();
+        for (case, label) in cases.iter().zip(&labels) {
+            let number = format!("case {:04} ", case.seed);
+            assert!(label.starts_with(&number), "{label}: {case}");
+            let width = "cuda/".len() + label.chars().count();
+            assert!(width <= 80, "{width} columns: {label}");
+            let others = labels.iter().filter(|other| other.starts_with(&number));
+            assert_eq!(others.count(), 1, "{label}");
+        }
+    }
+    let mut case = Case {
+        seed: 17,
+        page_size: 16,
+        build: Build::Forked,
+        inputs: Inputs::Zeros,
+        ..case("int8/int4")
+    };
+    assert_eq!(
+        case.label(),
+        "case 0017 int8/int4 q2/kv1 d64 page 16 Zeros Forked"
+    );
+    case.problem.q_lens = vec![0, 20];
+    case.problem.window_left = Some(3);
+    case.problem.causal = false;
+    (case.page_size, case.inputs) = (64, Inputs::Noise);
+    assert_eq!(
+        case.label(),
+        "case 0017 int8/int4 q2/kv1 d64 q_len 0-20 Forked not-causal window"
+    );
+}
+
 /// Cases that are decoded at this moment, and the most that ever were.
 static RUNNING: AtomicUsize = AtomicUsize::new(0);
 static MOST: AtomicUsize = AtomicUsize::new(0);

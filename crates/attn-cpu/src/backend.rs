@@ -37,7 +37,8 @@ fn pages(config: &CacheConfig) -> Result<HostPages, Error> {
 }
 
 /// Asks the kernel for huge pages: a run spans four or five small ones, and their page-table walks take a tenth of a decode step.
-#[cfg(target_os = "linux")]
+// Miri has no such call.
+#[cfg(all(target_os = "linux", not(miri)))]
 fn ask_for_huge_pages(pool: &[u8]) {
     const HUGE_PAGE: usize = 2 << 20;
     const MADV_HUGEPAGE: std::ffi::c_int = 14;
@@ -63,7 +64,7 @@ fn ask_for_huge_pages(pool: &[u8]) {
     }
 }
 
-#[cfg(not(target_os = "linux"))]
+#[cfg(any(not(target_os = "linux"), miri))]
 fn ask_for_huge_pages(_: &[u8]) {}
 
 fn check_plan(plan: &Plan) -> Result<(), Error> {

@@ -139,7 +139,10 @@ mod tests {
     #[test]
     fn names_that_no_path_ends_with_are_found_with_their_lines() {
         let text = "`b.rs` and `c.rs`\n```\n`d.rs`\n```\n`eep/b.rs`, `src/one/`";
-        assert_eq!(lacking(text), [(1, "c.rs"), (5, "eep/b.rs"), (5, "src/one/")]);
+        assert_eq!(
+            lacking(text),
+            [(1, "c.rs"), (5, "eep/b.rs"), (5, "src/one/")]
+        );
     }
 
     #[test]

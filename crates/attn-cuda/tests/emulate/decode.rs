@@ -554,9 +554,7 @@ pub fn trials(kernels: &Arc<Kernels>, size: Size, count: u64, seed: u64) -> Resu
             other => format!(" {}", other.name()),
         };
         let made = match job.plan.dequantized {
-            Some(pages) if matches!(pages.instance, Instance::GatherPages { .. }) => {
-                " gathered"
-            }
+            Some(pages) if matches!(pages.instance, Instance::GatherPages { .. }) => " gathered",
             Some(_) => " dequantized",
             None => "",
         };
